@@ -1,0 +1,2 @@
+//! The `rdmasock` command.
+fn main() {}

@@ -1,0 +1,4 @@
+//! The byte-stream protocol as state machines without I/O or clock.
+
+pub mod handshake;
+pub mod policy;

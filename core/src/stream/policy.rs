@@ -1,0 +1,112 @@
+//! When a connection has proved worth promoting (DESIGN §4, "Policy").
+//!
+//! Counts what a connection has carried so far. A connection that ends before it reaches the
+//! threshold has cost what plain TCP costs (I3).
+
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
+
+/// From what point on a connection is promoted; whichever is reached first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Threshold {
+    /// The request (turn-around from receiving to sending; the first send is request 1) at whose
+    /// beginning the connection is promoted.
+    pub requests: Option<u32>,
+    /// Bytes carried in either direction.
+    pub bytes: Option<u64>,
+}
+
+impl Threshold {
+    /// Promote as soon as the connection is established.
+    pub const AT_ONCE: Self = Self {
+        requests: None,
+        bytes: Some(0),
+    };
+
+    /// Whether a connection that has just been established is already worth promoting.
+    pub fn is_at_once(&self) -> bool {
+        self.bytes == Some(0)
+    }
+}
+
+/// What one connection has carried. Updated without locks: two threads that race here at worst
+/// promote one call sooner or later.
+#[derive(Debug, Default)]
+pub struct Progress {
+    requests: AtomicU32,
+    bytes: AtomicU64,
+    receiving: AtomicBool,
+}
+
+impl Progress {
+    /// Forgets everything (a new connection in the same slot).
+    pub fn reset(&self) {
+        self.requests.store(0, Relaxed);
+        self.bytes.store(0, Relaxed);
+        self.receiving.store(true, Relaxed);
+    }
+
+    /// Notes `n` bytes sent; true when this reaches the threshold.
+    #[inline]
+    pub fn on_sent(&self, n: u64, threshold: &Threshold) -> bool {
+        if self.receiving.load(Relaxed) {
+            self.receiving.store(false, Relaxed);
+            let requests = self.requests.load(Relaxed).saturating_add(1);
+            self.requests.store(requests, Relaxed);
+            if threshold.requests.is_some_and(|t| requests >= t) {
+                return true;
+            }
+        }
+        self.add(n, threshold)
+    }
+
+    /// Notes `n` bytes received; true when this reaches the threshold.
+    #[inline]
+    pub fn on_received(&self, n: u64, threshold: &Threshold) -> bool {
+        if !self.receiving.load(Relaxed) {
+            self.receiving.store(true, Relaxed);
+        }
+        self.add(n, threshold)
+    }
+
+    #[inline]
+    fn add(&self, n: u64, threshold: &Threshold) -> bool {
+        let bytes = self.bytes.load(Relaxed).saturating_add(n);
+        self.bytes.store(bytes, Relaxed);
+        threshold.bytes.is_some_and(|t| bytes >= t)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn fresh() -> Progress {
+        let p = Progress::default();
+        p.reset();
+        p
+    }
+
+    #[test]
+    fn the_second_request_of_a_client_reaches_two_requests() {
+        let t = Threshold {
+            requests: Some(2),
+            bytes: None,
+        };
+        let p = fresh();
+        assert!(!p.on_sent(10, &t));
+        assert!(!p.on_sent(10, &t), "a request in two pieces is one request");
+        assert!(!p.on_received(10, &t));
+        assert!(p.on_sent(10, &t));
+    }
+
+    #[test]
+    fn bulk_in_one_direction_reaches_the_byte_threshold() {
+        let t = Threshold {
+            requests: Some(2),
+            bytes: Some(16384),
+        };
+        let p = fresh();
+        assert!(!p.on_received(16383, &t));
+        assert!(p.on_received(1, &t));
+    }
+}

@@ -1,0 +1,669 @@
+//! epoll sets: what the program sees of its epoll fd.
+//!
+//! A socket on plain TCP is in the kernel's set, with the program's own data; the library only
+//! remembers that it is. When a promotion begins, the socket is *taken over*: removed from the
+//! kernel's set and from then on reported from the list of ready items here, which is fed by the
+//! ready queues of the links (one entry a stream that has something to do, so a wait costs
+//! O(ready)) and by the service thread (what happens on the anchor). When the socket is back on
+//! TCP for good it is *handed back*. The kernel's set also holds the doorbell of this set, an
+//! eventfd under a random key, so that one sleep in the kernel waits for both.
+
+use std::collections::VecDeque;
+use std::ffi::c_int;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::atomic::{
+    AtomicBool, AtomicI32, AtomicU32, AtomicU64,
+    Ordering::{Acquire, Relaxed, Release},
+};
+
+use rustix::event::epoll as kernel;
+
+use crate::library::Library;
+use crate::link::Link;
+use crate::lock::Lock;
+use crate::ready::{self, Arm};
+use crate::socket::{Membership, Socket};
+use crate::wait::{Spinner, WaiterId};
+
+const ET: u32 = libc::EPOLLET as u32;
+const ONESHOT: u32 = libc::EPOLLONESHOT as u32;
+/// Reported whether asked for or not.
+const ALWAYS: u32 = (libc::EPOLLERR | libc::EPOLLHUP) as u32;
+/// Waits that are answered from the links alone before the kernel's set is looked at again.
+const KERNEL_EVERY: u32 = 16;
+
+/// One socket in the set, under one number.
+struct Item {
+    socket: &'static Socket,
+    fd: c_int,
+    events: u32,
+    data: u64,
+    /// Taken over: the kernel's set no longer has it.
+    taken: bool,
+    /// Is in `ready`.
+    queued: bool,
+    /// EPOLLONESHOT has fired; MOD arms it again.
+    disabled: bool,
+    /// Removed, but still in `ready`.
+    dead: bool,
+}
+
+#[derive(Default)]
+struct Set {
+    items: Vec<Item>,
+    free: Vec<usize>,
+    ready: VecDeque<usize>,
+    /// Links that carry a socket of this set.
+    links: Vec<&'static Link>,
+}
+
+/// See the module.
+#[repr(align(64))]
+pub struct Epoll {
+    set: Lock<Set>,
+    /// Some item is or was taken over: waits go through this module.
+    active: AtomicBool,
+    /// The set's waiter, plus one.
+    waiter: AtomicU32,
+    /// The doorbell's data in the kernel's set. Random, so that it is not a program's own.
+    key: AtomicU64,
+    fd: AtomicI32,
+    since_kernel: AtomicU32,
+    spinner: Spinner,
+}
+
+static FREE: Lock<Vec<&'static Epoll>> = Lock::new(Vec::new());
+
+impl Epoll {
+    /// An object for a new set behind `fd`.
+    pub fn allocate(fd: c_int) -> Option<&'static Epoll> {
+        let recycled = FREE.lock()?.pop();
+        let epoll = recycled.unwrap_or_else(|| {
+            Box::leak(Box::new(Epoll {
+                set: Lock::new(Set::default()),
+                active: AtomicBool::new(false),
+                waiter: AtomicU32::new(0),
+                key: AtomicU64::new(0),
+                fd: AtomicI32::new(-1),
+                since_kernel: AtomicU32::new(0),
+                spinner: Spinner::new(),
+            }))
+        });
+        epoll.fd.store(fd, Release);
+        Some(epoll)
+    }
+
+    /// The last number of the set was closed.
+    pub fn recycle(&'static self) {
+        self.fd.store(-1, Release);
+        self.active.store(false, Release);
+        let Some(mut set) = self.set.lock() else { return };
+        let sockets: Vec<&'static Socket> = set.items.iter().filter(|i| !i.dead).map(|i| i.socket).collect();
+        *set = Set::default();
+        drop(set);
+        for socket in sockets {
+            ready::change_interest(socket, |i| i.members.retain(|m| !std::ptr::eq(m.epoll, self)));
+        }
+        if let Some(waiter) = WaiterId::from_word(self.waiter.swap(0, Relaxed)) {
+            Library::get().waiters.release(waiter);
+        }
+        if let Some(mut free) = FREE.lock() {
+            free.push(self);
+        }
+    }
+
+    /// In a fork child: the set's kernel object is shared with the parent, whose doorbell it
+    /// holds; nothing of ours is used on it any more.
+    ///
+    /// # Safety
+    /// In a fork child only, before any other use.
+    pub unsafe fn after_fork(&'static self) {
+        // SAFETY: only this thread exists; a set that was being changed is leaked, not used.
+        unsafe {
+            std::mem::forget(std::mem::take(self.set.get_unlocked()));
+            self.set.reset();
+            FREE.reset();
+        }
+        self.active.store(false, Release);
+        self.waiter.store(0, Relaxed);
+        // The key stays: the parent's doorbell may show up here and is filtered out.
+    }
+
+    fn kernel_fd(&self) -> Option<BorrowedFd<'static>> {
+        let fd = self.fd.load(Acquire);
+        // SAFETY: open while the set's lock is held or the program is inside a call on it.
+        (fd >= 0).then(|| unsafe { BorrowedFd::borrow_raw(fd) })
+    }
+
+    /// The part of an attention word that names this set's ready queue; 0 without one.
+    pub fn queue_bits(&self) -> u32 {
+        WaiterId::from_word(self.waiter.load(Relaxed)).map_or(0, WaiterId::queue_bits)
+    }
+
+    /// epoll_ctl() on a socket that the library knows.
+    pub fn control(
+        &'static self,
+        socket: &'static Socket,
+        fd: c_int,
+        op: c_int,
+        event: Option<libc::epoll_event>,
+        real: impl FnOnce() -> c_int,
+    ) -> c_int {
+        let Some(mut set) = self.set.lock() else {
+            return real();
+        };
+        let index = find(socket, self, fd).filter(|i| set.items.get(*i).is_some_and(|i| !i.dead));
+        let taken = index.and_then(|i| set.items.get(i)).map(|i| i.taken);
+        match (op, event, index, taken) {
+            (libc::EPOLL_CTL_ADD, Some(_), Some(_), _) => crate::errno::fail(libc::EEXIST),
+            (libc::EPOLL_CTL_ADD, Some(event), None, _) => {
+                let take = ready::is_watched(socket);
+                if !take {
+                    let result = real();
+                    if result != 0 {
+                        return result;
+                    }
+                }
+                let index = set.insert(Item {
+                    socket,
+                    fd,
+                    events: event.events,
+                    data: event.u64,
+                    taken: take,
+                    queued: false,
+                    disabled: false,
+                    dead: false,
+                });
+                if take {
+                    self.activate(&mut set);
+                    set.enqueue(index);
+                }
+                drop(set);
+                ready::change_interest(socket, |i| i.members.push(Membership { epoll: self, fd, item: index }));
+                // A promotion may have begun between the look and the membership.
+                if !take && ready::is_watched(socket) {
+                    self.take_over(index, socket);
+                } else if take {
+                    self.ring_if_sleeping();
+                }
+                0
+            }
+            (libc::EPOLL_CTL_MOD, Some(event), Some(index), Some(true)) => {
+                if let Some(item) = set.items.get_mut(index) {
+                    item.events = event.events;
+                    item.data = event.u64;
+                    item.disabled = false;
+                }
+                set.enqueue(index);
+                drop(set);
+                self.ring_if_sleeping();
+                0
+            }
+            (libc::EPOLL_CTL_MOD, Some(event), Some(index), _) => {
+                let result = real();
+                if let Some(item) = set.items.get_mut(index).filter(|_| result == 0) {
+                    item.events = event.events;
+                    item.data = event.u64;
+                }
+                result
+            }
+            (libc::EPOLL_CTL_DEL, _, Some(index), Some(taken)) => {
+                let result = if taken { 0 } else { real() };
+                if result == 0 {
+                    set.remove(index);
+                    drop(set);
+                    ready::change_interest(socket, |i| {
+                        i.members.retain(|m| !(std::ptr::eq(m.epoll, self) && m.item == index));
+                    });
+                }
+                result
+            }
+            _ => real(),
+        }
+    }
+
+    /// The socket's last number was closed.
+    pub fn forget(&self, index: usize, socket: &'static Socket) {
+        if let Some(mut set) = self.set.lock()
+            && set.items.get(index).is_some_and(|i| std::ptr::eq(i.socket, socket))
+        {
+            set.remove(index);
+        }
+    }
+
+    /// Moves an item from the kernel's set to ours.
+    pub fn take_over(&'static self, index: usize, socket: &'static Socket) {
+        let Some(mut set) = self.set.lock() else { return };
+        let Some(item) = set.items.get_mut(index) else { return };
+        if item.dead || item.taken || !std::ptr::eq(item.socket, socket) {
+            return;
+        }
+        item.taken = true;
+        let fd = item.fd;
+        self.activate(&mut set);
+        if let Some(kernel_fd) = self.kernel_fd() {
+            // SAFETY: the number is the socket's own: closing it removes the item first.
+            let _ = kernel::delete(kernel_fd, unsafe { BorrowedFd::borrow_raw(fd) });
+        }
+        if let Some(link) = socket.link() {
+            set.add_link(link);
+        }
+        set.enqueue(index);
+        drop(set);
+        self.ring_if_sleeping();
+    }
+
+    /// Moves an item back into the kernel's set, when its socket is on plain TCP again.
+    pub fn hand_back(&'static self, index: usize, socket: &'static Socket) {
+        let Some(mut set) = self.set.lock() else { return };
+        let Some(item) = set.items.get_mut(index) else { return };
+        if item.dead || !item.taken || !std::ptr::eq(item.socket, socket) {
+            return;
+        }
+        let Some(control) = socket.control.lock() else { return };
+        if !control.fds.contains(&item.fd) {
+            return;
+        }
+        item.taken = false;
+        let events = if item.disabled { ONESHOT } else { item.events };
+        if let Some(kernel_fd) = self.kernel_fd() {
+            let _ = kernel::add(
+                kernel_fd,
+                // SAFETY: still one of the socket's numbers, and control keeps close() out.
+                unsafe { BorrowedFd::borrow_raw(item.fd) },
+                kernel::EventData::new_u64(item.data),
+                kernel::EventFlags::from_bits_retain(events),
+            );
+        }
+    }
+
+    /// Something may have changed for this item.
+    pub fn push(&self, index: usize, socket: &'static Socket) {
+        let Some(mut set) = self.set.lock() else { return };
+        if set.items.get(index).is_some_and(|i| i.taken && std::ptr::eq(i.socket, socket)) {
+            if let Some(link) = socket.link() {
+                set.add_link(link);
+            }
+            set.enqueue(index);
+            drop(set);
+            self.ring_if_sleeping();
+        }
+    }
+
+    fn activate(&self, set: &mut Set) {
+        let _ = set;
+        if self.active.load(Acquire) {
+            return;
+        }
+        let library = Library::get();
+        let waiter = match WaiterId::from_word(self.waiter.load(Relaxed)) {
+            Some(w) => Some(w),
+            None => library.waiters.acquire_queue(),
+        };
+        if let (Some(waiter), Some(kernel_fd)) = (waiter, self.kernel_fd())
+            && let Some(doorbell) = library.waiters.doorbell(waiter)
+        {
+            self.waiter.store(waiter.to_word(), Relaxed);
+            if self.key.load(Relaxed) == 0 {
+                self.key.store(crate::library::random_u64() | 1, Relaxed);
+            }
+            let _ = kernel::add(
+                kernel_fd,
+                doorbell.as_fd(),
+                kernel::EventData::new_u64(self.key.load(Relaxed)),
+                kernel::EventFlags::IN | kernel::EventFlags::ET,
+            );
+        }
+        self.active.store(true, Release);
+    }
+
+    fn ring_if_sleeping(&self) {
+        if let Some(waiter) = WaiterId::from_word(self.waiter.load(Relaxed)) {
+            Library::get().waiters.ring_if_sleeping(waiter);
+        }
+    }
+
+    /// epoll_wait() and its kin. `real(events, max, timeout)` is the kernel's, with the timeout
+    /// in ms: -1 the whole of what is left, 0 only a look.
+    ///
+    /// # Safety
+    /// `events` is writable for `max` entries.
+    pub unsafe fn wait(
+        &'static self,
+        events: *mut libc::epoll_event,
+        max: c_int,
+        timeout: Timeout,
+        real: impl Fn(*mut libc::epoll_event, c_int, Timeout) -> c_int,
+    ) -> c_int {
+        if !self.active.load(Acquire) || max <= 0 || events.is_null() {
+            let n = real(events, max, timeout);
+            let kept = self.strip_key(events, n);
+            if n <= 0 || kept > 0 || timeout.is_zero() {
+                return if n < 0 { n } else { kept };
+            }
+        }
+        let deadline = timeout.deadline();
+        let mut spun = false;
+        loop {
+            let n = self.harvest(events, max);
+            if n > 0 {
+                if n < max && self.since_kernel.fetch_add(1, Relaxed) >= KERNEL_EVERY {
+                    self.since_kernel.store(0, Relaxed);
+                    // SAFETY: n < max entries are used.
+                    let rest = unsafe { events.add(n as usize) };
+                    let k = self.look(rest, max - n, &real);
+                    return n + k.max(0);
+                }
+                return n;
+            }
+            self.since_kernel.store(0, Relaxed);
+            if deadline.is_zero() {
+                return self.look(events, max, &real);
+            }
+            if !spun {
+                spun = true;
+                if self.spinner.is_worth_it() {
+                    let k = self.look(events, max, &real);
+                    if k != 0 {
+                        return k;
+                    }
+                    if self.spinner.spin(|| self.has_ready()) {
+                        continue;
+                    }
+                }
+            }
+            let Some(waiter) = WaiterId::from_word(self.waiter.load(Relaxed)) else {
+                return self.look(events, max, &|e, m, _| real(e, m, deadline.left()));
+            };
+            let waiters = &Library::get().waiters;
+            waiters.enter_sleep(waiter);
+            if self.has_ready() {
+                waiters.leave_sleep(waiter);
+                continue;
+            }
+            let n = real(events, max, deadline.left());
+            let errno = crate::errno::get();
+            waiters.leave_sleep(waiter);
+            let kept = self.strip_key(events, n);
+            if n < 0 {
+                crate::errno::set(errno);
+                return n;
+            }
+            if kept > 0 {
+                return kept;
+            }
+            if n == 0 && deadline.is_over() {
+                // Something may have come with the last tick.
+                return self.harvest(events, max);
+            }
+            spun = false;
+        }
+    }
+
+    fn look(
+        &self,
+        events: *mut libc::epoll_event,
+        max: c_int,
+        real: &impl Fn(*mut libc::epoll_event, c_int, Timeout) -> c_int,
+    ) -> c_int {
+        let n = real(events, max, Timeout::ZERO);
+        if n <= 0 { n } else { self.strip_key(events, n) }
+    }
+
+    /// Takes our doorbell out of what the kernel reported.
+    fn strip_key(&self, events: *mut libc::epoll_event, n: c_int) -> c_int {
+        let key = self.key.load(Relaxed);
+        if n <= 0 || key == 0 {
+            return n.max(0);
+        }
+        // SAFETY: the kernel has just filled n entries.
+        let filled = unsafe { std::slice::from_raw_parts_mut(events, n as usize) };
+        let Some(at) = filled.iter().position(|e| e.u64 == key) else {
+            return n;
+        };
+        filled.copy_within(at + 1.., at);
+        n - 1
+    }
+
+    fn has_ready(&self) -> bool {
+        let Some(waiter) = WaiterId::from_word(self.waiter.load(Relaxed)) else {
+            return true;
+        };
+        self.set.lock().is_none_or(|set| {
+            !set.ready.is_empty() || set.links.iter().any(|l| l.has_ready(waiter))
+        })
+    }
+
+    /// Reports what is ready.
+    fn harvest(&'static self, events: *mut libc::epoll_event, max: c_int) -> c_int {
+        let Some(mut guard) = self.set.lock() else { return 0 };
+        let set = &mut *guard;
+        if let Some(waiter) = WaiterId::from_word(self.waiter.load(Relaxed)) {
+            let Set { links, items, ready, .. } = set;
+            for link in links.iter() {
+                link.drain_ready(waiter, |socket| {
+                    enqueue_all(self, socket, items, ready);
+                });
+            }
+            links.retain(|l| l.is_alive());
+        }
+        let mut n = 0;
+        for _ in 0..set.ready.len() {
+            if n == max {
+                break;
+            }
+            let Some(index) = set.ready.pop_front() else { break };
+            let Some(item) = set.items.get_mut(index) else { continue };
+            item.queued = false;
+            if item.dead {
+                set.free.push(index);
+                continue;
+            }
+            if item.disabled || !item.taken {
+                continue;
+            }
+            let arm = if item.events & ET != 0 { Arm::Always } else { Arm::IfNotReady };
+            let mask = ready::evaluate(item.socket, item.events, arm) & (item.events | ALWAYS);
+            if mask == 0 {
+                continue;
+            }
+            // SAFETY: n < max entries, writable by `wait`'s contract.
+            unsafe {
+                events.add(n as usize).write(libc::epoll_event {
+                    events: mask,
+                    u64: item.data,
+                });
+            }
+            n += 1;
+            if item.events & ONESHOT != 0 {
+                item.disabled = true;
+            } else if item.events & ET == 0 {
+                item.queued = true;
+                set.ready.push_back(index);
+            }
+        }
+        let more = set.ready.len() > n as usize;
+        drop(guard);
+        if more {
+            // Another thread that sleeps on this set can take the rest.
+            self.ring_if_sleeping();
+        }
+        n
+    }
+
+    /// Whether any taken-over item is ready now: for poll(), select() and sets that hold this one.
+    pub fn is_ready(&'static self) -> bool {
+        if !self.active.load(Acquire) {
+            return false;
+        }
+        let Some(mut guard) = self.set.lock() else { return false };
+        let set = &mut *guard;
+        if let Some(waiter) = WaiterId::from_word(self.waiter.load(Relaxed)) {
+            let Set { links, items, ready, .. } = set;
+            for link in links.iter() {
+                link.drain_ready(waiter, |socket| enqueue_all(self, socket, items, ready));
+            }
+        }
+        for at in 0..set.ready.len() {
+            let Some(item) = set.ready.get(at).and_then(|i| set.items.get(*i)) else { continue };
+            if !item.dead
+                && !item.disabled
+                && item.taken
+                && ready::evaluate(item.socket, item.events, Arm::IfNotReady) & (item.events | ALWAYS) != 0
+            {
+                return true;
+            }
+        }
+        false
+    }
+}
+
+fn enqueue_all(epoll: &'static Epoll, socket: &'static Socket, items: &mut [Item], ready: &mut VecDeque<usize>) {
+    let Some(interest) = socket.interest.lock() else { return };
+    for m in interest.members.iter().filter(|m| std::ptr::eq(m.epoll, epoll)) {
+        if let Some(item) = items.get_mut(m.item)
+            && !item.queued
+            && !item.dead
+        {
+            item.queued = true;
+            ready.push_back(m.item);
+        }
+    }
+}
+
+fn find(socket: &'static Socket, epoll: &Epoll, fd: c_int) -> Option<usize> {
+    let interest = socket.interest.lock()?;
+    interest
+        .members
+        .iter()
+        .find(|m| std::ptr::eq(m.epoll, epoll) && m.fd == fd)
+        .map(|m| m.item)
+}
+
+impl Set {
+    fn insert(&mut self, item: Item) -> usize {
+        match self.free.pop() {
+            Some(index) => {
+                if let Some(slot) = self.items.get_mut(index) {
+                    *slot = item;
+                }
+                index
+            }
+            None => {
+                self.items.push(item);
+                self.items.len() - 1
+            }
+        }
+    }
+
+    fn enqueue(&mut self, index: usize) {
+        if let Some(item) = self.items.get_mut(index)
+            && !item.queued
+        {
+            item.queued = true;
+            self.ready.push_back(index);
+        }
+    }
+
+    fn remove(&mut self, index: usize) {
+        if let Some(item) = self.items.get_mut(index)
+            && !item.dead
+        {
+            item.dead = true;
+            if !item.queued {
+                self.free.push(index);
+            }
+        }
+    }
+
+    fn add_link(&mut self, link: &'static Link) {
+        if !self.links.iter().any(|l| std::ptr::eq(*l, link)) {
+            self.links.push(link);
+        }
+    }
+}
+
+/// How long a call may wait.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Timeout {
+    /// No bound.
+    Forever,
+    /// Nanoseconds.
+    Ns(u64),
+}
+
+/// When a call that waits has to be back.
+#[derive(Clone, Copy)]
+pub struct Deadline(Option<u64>, bool);
+
+impl Timeout {
+    /// Only a look.
+    pub const ZERO: Self = Self::Ns(0);
+
+    /// From epoll_wait's and poll's milliseconds; negative is no bound.
+    pub fn from_ms(ms: c_int) -> Self {
+        u64::try_from(ms).map_or(Self::Forever, |ms| Self::Ns(ms * 1_000_000))
+    }
+
+    /// From a timespec; `None` for an invalid one.
+    pub fn from_timespec(ts: Option<&libc::timespec>) -> Option<Self> {
+        let Some(ts) = ts else { return Some(Self::Forever) };
+        let s = u64::try_from(ts.tv_sec).ok()?;
+        let ns = u64::try_from(ts.tv_nsec).ok().filter(|ns| *ns < 1_000_000_000)?;
+        Some(Self::Ns(s.saturating_mul(1_000_000_000).saturating_add(ns)))
+    }
+
+    /// As milliseconds, rounded up so that a wait is never too short.
+    pub fn to_ms(self) -> c_int {
+        match self {
+            Self::Forever => -1,
+            Self::Ns(ns) => c_int::try_from(ns.div_ceil(1_000_000)).unwrap_or(c_int::MAX),
+        }
+    }
+
+    /// As a timespec; `None` is no bound.
+    pub fn to_timespec(self) -> Option<libc::timespec> {
+        match self {
+            Self::Forever => None,
+            Self::Ns(ns) => Some(libc::timespec {
+                tv_sec: (ns / 1_000_000_000) as libc::time_t,
+                tv_nsec: (ns % 1_000_000_000) as libc::c_long,
+            }),
+        }
+    }
+
+    /// Whether it is only a look.
+    pub fn is_zero(self) -> bool {
+        self == Self::ZERO
+    }
+
+    /// Counted from now.
+    pub fn deadline(self) -> Deadline {
+        match self {
+            Self::Forever => Deadline(None, false),
+            Self::Ns(0) => Deadline(None, true),
+            Self::Ns(ns) => Deadline(Some(crate::wait::now_ns().saturating_add(ns)), false),
+        }
+    }
+}
+
+impl Deadline {
+    /// Only a look.
+    pub fn is_zero(self) -> bool {
+        self.1
+    }
+
+    /// What is left.
+    pub fn left(self) -> Timeout {
+        match self {
+            Self(_, true) => Timeout::ZERO,
+            Self(None, _) => Timeout::Forever,
+            Self(Some(at), _) => Timeout::Ns(at.saturating_sub(crate::wait::now_ns())),
+        }
+    }
+
+    /// Whether the time is up.
+    pub fn is_over(self) -> bool {
+        self.left().is_zero()
+    }
+}

@@ -1,0 +1,24 @@
+//! errno, which belongs to the program: set where a call fails, kept everywhere else.
+
+use std::ffi::c_int;
+
+/// The calling thread's errno.
+#[inline]
+pub fn get() -> c_int {
+    // SAFETY: always a valid pointer to the thread's own errno.
+    unsafe { *libc::__errno_location() }
+}
+
+/// Sets the calling thread's errno.
+#[inline]
+pub fn set(value: c_int) {
+    // SAFETY: as above.
+    unsafe { *libc::__errno_location() = value }
+}
+
+/// Sets errno and gives -1.
+#[inline]
+pub fn fail<T: From<i8>>(value: c_int) -> T {
+    set(value);
+    T::from(-1)
+}

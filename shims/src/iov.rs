@@ -1,0 +1,169 @@
+//! The program's buffers, as one byte sequence to copy from or into.
+//!
+//! The memory is the program's: it is only ever touched through raw pointers. A bad address
+//! faults here as it would in the program's own memcpy.
+
+use std::ffi::c_void;
+
+use libc::iovec;
+
+/// The longest iovec array that the kernel takes (UIO_MAXIOV).
+pub const MAX: usize = 1024;
+
+/// A cursor over the pieces.
+#[derive(Clone, Copy)]
+pub struct Iov {
+    pieces: *const iovec,
+    count: usize,
+    /// The single piece of a plain send or recv, so that no array is needed.
+    single: Option<iovec>,
+    /// Bytes left.
+    left: usize,
+    /// Where the cursor stands: piece and offset in it.
+    piece: usize,
+    offset: usize,
+}
+
+impl Iov {
+    /// One buffer.
+    #[inline]
+    pub fn one(base: *const c_void, len: usize) -> Self {
+        Self {
+            pieces: std::ptr::null(),
+            count: 1,
+            single: Some(iovec {
+                iov_base: base.cast_mut(),
+                iov_len: len,
+            }),
+            // What the kernel does with a longer one (MAX_RW_COUNT).
+            left: len.min(0x7fff_f000),
+            piece: 0,
+            offset: 0,
+        }
+    }
+
+    /// An array; `None` where the kernel answers EINVAL or EMSGSIZE (too many, too long).
+    ///
+    /// # Safety
+    /// `pieces` is an array of `count` readable entries for as long as the value is used.
+    pub unsafe fn many(pieces: *const iovec, count: usize) -> Option<Self> {
+        if count > MAX {
+            return None;
+        }
+        let mut left = 0usize;
+        for i in 0..count {
+            // SAFETY: i < count, by this function's contract.
+            let len = unsafe { (*pieces.add(i)).iov_len };
+            if len > isize::MAX as usize {
+                return None;
+            }
+            left = left.saturating_add(len);
+        }
+        Some(Self {
+            pieces,
+            count,
+            single: None,
+            left: left.min(0x7fff_f000),
+            piece: 0,
+            offset: 0,
+        })
+    }
+
+    /// Bytes left.
+    #[inline]
+    pub fn len(&self) -> usize {
+        self.left
+    }
+
+    /// The next contiguous piece; empty at the end.
+    #[inline]
+    pub fn head(&mut self) -> (*mut u8, usize) {
+        while self.piece < self.count && self.left > 0 {
+            let v = match self.single {
+                Some(v) => v,
+                // SAFETY: piece < count, and the array is readable by `many`'s contract.
+                None => unsafe { *self.pieces.add(self.piece) },
+            };
+            if self.offset < v.iov_len {
+                let len = (v.iov_len - self.offset).min(self.left);
+                return (v.iov_base.cast::<u8>().wrapping_add(self.offset), len);
+            }
+            self.piece += 1;
+            self.offset = 0;
+        }
+        (std::ptr::null_mut(), 0)
+    }
+
+    /// Moves the cursor on within the current piece.
+    #[inline]
+    pub fn advance(&mut self, n: usize) {
+        self.offset += n;
+        self.left -= n.min(self.left);
+    }
+
+    /// Copies from the pieces to `to`, at most `len` bytes; gives the number.
+    ///
+    /// # Safety
+    /// `to` is writable for `len` bytes.
+    #[inline]
+    pub unsafe fn copy_to(&mut self, to: *mut u8, len: usize) -> usize {
+        let mut done = 0;
+        while done < len {
+            let (from, n) = self.head();
+            if n == 0 {
+                break;
+            }
+            let n = n.min(len - done);
+            // SAFETY: the program says `from` is readable for n bytes; `to` by the contract.
+            unsafe { std::ptr::copy_nonoverlapping(from, to.add(done), n) };
+            self.advance(n);
+            done += n;
+        }
+        done
+    }
+
+    /// Copies into the pieces from `from`, at most `len` bytes; gives the number.
+    ///
+    /// # Safety
+    /// `from` is readable for `len` bytes.
+    #[inline]
+    pub unsafe fn copy_from(&mut self, from: *const u8, len: usize) -> usize {
+        let mut done = 0;
+        while done < len {
+            let (to, n) = self.head();
+            if n == 0 {
+                break;
+            }
+            let n = n.min(len - done);
+            // SAFETY: the program says `to` is writable for n bytes; `from` by the contract.
+            unsafe { std::ptr::copy_nonoverlapping(from.add(done), to, n) };
+            self.advance(n);
+            done += n;
+        }
+        done
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_are_walked_in_order_and_empty_ones_skipped() {
+        let (mut a, mut b) = ([0u8; 3], [0u8; 4]);
+        let pieces = [
+            iovec { iov_base: a.as_mut_ptr().cast(), iov_len: 3 },
+            iovec { iov_base: std::ptr::null_mut(), iov_len: 0 },
+            iovec { iov_base: b.as_mut_ptr().cast(), iov_len: 4 },
+        ];
+        // SAFETY: the array outlives the cursor.
+        let mut iov = unsafe { Iov::many(pieces.as_ptr(), 3) }.unwrap();
+        let data = *b"abcdefgh";
+        // SAFETY: data is 8 bytes long.
+        assert_eq!(unsafe { iov.copy_from(data.as_ptr(), 5) }, 5);
+        // SAFETY: as above.
+        assert_eq!(unsafe { iov.copy_from(data.as_ptr().add(5), 3) }, 2);
+        assert_eq!((&a, &b), (b"abc", b"defg"));
+        assert_eq!(iov.len(), 0);
+    }
+}

@@ -1,0 +1,410 @@
+//! A link as the shims use it: the shared memory of two instances, and the streams on it.
+//!
+//! Link objects are never freed, only their memory is given back when the link is down, and the
+//! addresses stay readable and writable then; so a call that still holds a pointer into a link
+//! that has just died does no harm.
+
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::ptr::NonNull;
+use std::sync::atomic::{
+    AtomicBool, AtomicI32, AtomicPtr, AtomicU8, AtomicU32,
+    Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst},
+};
+
+use rdmasock_core::fabric::arena::Arena;
+use rdmasock_core::fabric::layout::{self, Layout, MAX_STREAMS, READY_QUEUES, Region};
+use rdmasock_core::fabric::ready::{ReadyCursor, ReadyQueue, RungMark};
+use rdmasock_core::fabric::ring::{Consumer, DataArea, DirectionBlock, Producer, Wake};
+use rdmasock_core::ids::{InstanceId, Vqpn};
+use rdmasock_core::lock::Lock;
+use rdmasock_core::os::channel::Channel;
+use rdmasock_core::os::memfd::Mapping;
+use rdmasock_core::os::privatefd::PrivateFd;
+use rdmasock_core::stats::{LinkStats, Reason};
+use rdmasock_core::wire::{MAX_MESSAGE, Message, RingOffer};
+use rustix::io::Errno;
+
+use crate::library::Library;
+use crate::service::Command;
+use crate::socket::Socket;
+use crate::wait::{MAX_WAITERS, SERVICE, WaiterId, flag_in};
+
+/// One side's arena as mapped here.
+pub struct Side {
+    /// The whole file.
+    pub mapping: Mapping,
+    /// What lies where in it.
+    pub layout: Layout,
+}
+
+impl Side {
+    fn at(&self, offset: usize) -> *mut u8 {
+        self.mapping.as_ptr().wrapping_add(offset)
+    }
+
+    fn area(&self) -> DataArea {
+        // SAFETY: the data area ends where the file ends (Layout), and the addresses stay mapped
+        // for good (see the module).
+        unsafe { DataArea::new(self.at(layout::DATA_OFFSET), self.layout.data_len()) }
+    }
+
+    fn block(&self, vqpn: Vqpn) -> Option<NonNull<DirectionBlock>> {
+        NonNull::new(self.at(layout::block_offset(vqpn.0)?).cast())
+    }
+
+    fn queue(&self, waiter: WaiterId) -> Option<&ReadyQueue> {
+        let offset = layout::ready_offset(waiter.0.into())?;
+        // SAFETY: inside the file, aligned (layout), only atomics, mapped for good.
+        Some(unsafe { &*self.at(offset).cast::<ReadyQueue>() })
+    }
+}
+
+/// Which ends are done with a stream's number.
+mod done {
+    pub const LOCAL: u8 = 1;
+    pub const PEER: u8 = 2;
+}
+
+struct Inner {
+    arena: Arena,
+    next: u32,
+    free: Vec<u32>,
+    /// Rings of streams that we are done with but the peer is not.
+    zombies: Vec<(u32, [Option<Region>; 3])>,
+}
+
+/// See the module.
+pub struct Link {
+    /// The index in the library's list and in the statistics.
+    pub slot: u32,
+    /// Who is at the other end.
+    pub peer: InstanceId,
+    alive: AtomicBool,
+    channel: Channel,
+    mine: Side,
+    theirs: Side,
+    peer_flags: Mapping,
+    marks: Box<[RungMark]>,
+    doorbells: Box<[AtomicI32]>,
+    announced: Box<[AtomicBool]>,
+    cursors: Box<[Lock<ReadyCursor>]>,
+    streams: Box<[AtomicPtr<Socket>]>,
+    done: Box<[AtomicU8]>,
+    inner: Lock<Inner>,
+    count: AtomicU32,
+    stats: Option<&'static LinkStats>,
+}
+
+impl Link {
+    /// A link over arenas and a channel that the handshake has set up.
+    pub fn new(
+        slot: u32,
+        peer: InstanceId,
+        channel: Channel,
+        mine: Side,
+        theirs: Side,
+        peer_flags: Mapping,
+        stats: Option<&'static LinkStats>,
+    ) -> &'static Self {
+        let data = mine.layout.data_len() as u64;
+        let this = Self {
+            slot,
+            peer,
+            alive: AtomicBool::new(true),
+            channel,
+            mine,
+            theirs,
+            peer_flags,
+            marks: (0..MAX_WAITERS).map(|_| RungMark::new()).collect(),
+            doorbells: (0..MAX_WAITERS).map(|_| AtomicI32::new(-1)).collect(),
+            announced: (0..MAX_WAITERS).map(|_| AtomicBool::new(false)).collect(),
+            cursors: (0..READY_QUEUES).map(|_| Lock::new(ReadyCursor::new())).collect(),
+            streams: (0..MAX_STREAMS).map(|_| AtomicPtr::new(std::ptr::null_mut())).collect(),
+            done: (0..MAX_STREAMS).map(|_| AtomicU8::new(0)).collect(),
+            inner: Lock::new(Inner {
+                arena: Arena::new(data),
+                next: 0,
+                free: Vec::new(),
+                zombies: Vec::new(),
+            }),
+            count: AtomicU32::new(0),
+            stats,
+        };
+        Box::leak(Box::new(this))
+    }
+
+    /// Whether the link carries streams.
+    #[inline]
+    pub fn is_alive(&self) -> bool {
+        self.alive.load(Acquire)
+    }
+
+    /// The channel's fd, for the service thread's epoll.
+    pub fn channel(&self) -> &Channel {
+        &self.channel
+    }
+
+    /// A number for a stream of `socket`, and the end that receives, with a first ring of
+    /// `1 << log2` bytes.
+    pub fn open(&self, socket: &'static Socket, log2: u8) -> Result<(Vqpn, Consumer, RingOffer), Reason> {
+        let mut inner = self.inner.lock().ok_or(Reason::Resources)?;
+        let vqpn = match inner.free.pop() {
+            Some(v) => v,
+            None if inner.next < MAX_STREAMS => {
+                inner.next += 1;
+                inner.next - 1
+            }
+            None => return Err(Reason::LinkLimit),
+        };
+        let Some(region) = inner.arena.alloc(log2) else {
+            inner.free.push(vqpn);
+            return Err(Reason::ArenaFull);
+        };
+        let vqpn = Vqpn(vqpn);
+        let block = self.mine.block(vqpn).ok_or(Reason::LinkLimit)?;
+        // SAFETY: mapped for good; the number is free, so neither end has a cursor on the block.
+        unsafe { block.as_ref() }.reset();
+        // SAFETY: as above; this is the block's only consumer.
+        let mut consumer = unsafe { Consumer::new(block, self.mine.area()) };
+        let Ok(wake) = consumer.offer(region) else {
+            inner.arena.free(region);
+            inner.free.push(vqpn.0);
+            return Err(Reason::ArenaFull);
+        };
+        // Nobody can be waiting yet.
+        let _ = wake;
+        let ring = RingOffer::new(region.page(), region.log2()).ok_or(Reason::ArenaFull)?;
+        if let Some(slot) = self.streams.get(vqpn.0 as usize) {
+            slot.store(std::ptr::from_ref(socket).cast_mut(), Release);
+        }
+        if let Some(done) = self.done.get(vqpn.0 as usize) {
+            done.store(0, Release);
+        }
+        drop(inner);
+        let count = self.count.fetch_add(1, Relaxed) + 1;
+        if let Some(stats) = self.stats {
+            stats.set_streams(count);
+        }
+        Ok((vqpn, consumer, ring))
+    }
+
+    /// The end that sends to the peer's stream `vqpn`.
+    pub fn producer(&self, vqpn: Vqpn) -> Option<Producer> {
+        let block = self.theirs.block(vqpn)?;
+        // SAFETY: mapped for good; the handshake gives each number to one socket.
+        Some(unsafe { Producer::new(block, self.theirs.area()) })
+    }
+
+    /// A larger or smaller ring for a consumer of ours.
+    pub fn allocate(&self, log2: u8) -> Option<Region> {
+        self.inner.lock()?.arena.alloc(log2)
+    }
+
+    /// A ring that neither end uses any more.
+    pub fn free(&self, region: Region) {
+        let start = layout::DATA_OFFSET + region.offset();
+        // Gives the pages back. If it fails they just stay.
+        let _ = self.mine.mapping.punch_hole(start..start + region.len());
+        if let Some(mut inner) = self.inner.lock() {
+            inner.arena.free(region);
+        }
+    }
+
+    /// This end is done with its number `mine`; `peer` is the other's, if it was ever known.
+    pub fn close(&self, mine: Vqpn, peer: Option<Vqpn>, consumer: Option<Consumer>) {
+        if let Some(slot) = self.streams.get(mine.0 as usize) {
+            slot.store(std::ptr::null_mut(), Release);
+        }
+        if let (Some(consumer), Some(mut inner)) = (consumer, self.inner.lock()) {
+            inner.zombies.push((mine.0, consumer.into_regions()));
+        }
+        let told = match peer {
+            Some(yours) => self.send(&Message::Closed { yours }, &[]).is_ok(),
+            // The peer never knew of it.
+            None => true,
+        };
+        let bits = if peer.is_none() { done::LOCAL | done::PEER } else { done::LOCAL };
+        if told {
+            self.mark_done(mine, bits);
+        }
+        let count = self.count.fetch_sub(1, Relaxed) - 1;
+        if let Some(stats) = self.stats {
+            stats.set_streams(count);
+        }
+    }
+
+    /// The peer will not touch our stream `mine` again.
+    pub fn on_closed(&self, mine: Vqpn) {
+        self.mark_done(mine, done::PEER);
+    }
+
+    fn mark_done(&self, mine: Vqpn, bits: u8) {
+        let Some(done) = self.done.get(mine.0 as usize) else { return };
+        let before = done.fetch_or(bits, AcqRel);
+        if before == done::LOCAL | done::PEER || before | bits != done::LOCAL | done::PEER {
+            return;
+        }
+        let Some(mut inner) = self.inner.lock() else { return };
+        let mut regions = Vec::new();
+        inner.zombies.retain(|(v, r)| {
+            if *v == mine.0 {
+                regions.extend(r.iter().flatten().copied());
+            }
+            *v != mine.0
+        });
+        drop(inner);
+        for region in regions {
+            self.free(region);
+        }
+        if let Some(mut inner) = self.inner.lock() {
+            inner.free.push(mine.0);
+        }
+    }
+
+    /// The socket of our stream `vqpn`.
+    pub fn socket(&self, vqpn: Vqpn) -> Option<&'static Socket> {
+        let ptr = self.streams.get(vqpn.0 as usize)?.load(Acquire);
+        // SAFETY: null, or a type-stable object.
+        unsafe { ptr.as_ref() }
+    }
+
+    /// All sockets with a stream on this link.
+    pub fn sockets(&self) -> Vec<&'static Socket> {
+        let high = self.inner.lock().map_or(0, |i| i.next);
+        (0..high).filter_map(|v| self.socket(Vqpn(v))).collect()
+    }
+
+    /// Tells the peer what `wake` asks for about its stream `theirs`.
+    #[inline]
+    pub fn notify(&'static self, wake: Wake, theirs: Vqpn) {
+        if !wake.is_none() {
+            self.notify_slow(wake, theirs);
+        }
+    }
+
+    fn notify_slow(&'static self, wake: Wake, theirs: Vqpn) {
+        if let Some(waiter) = WaiterId::from_word(wake.0 >> 16)
+            && let Some(queue) = self.theirs.queue(waiter)
+        {
+            queue.push(theirs.0);
+            if let (Some(flag), Some(mark)) = (flag_in(&self.peer_flags, waiter), self.marks.get(waiter.0 as usize))
+                && flag.must_ring(mark)
+            {
+                self.ring_peer(waiter);
+            }
+        }
+        if let Some(sleeper) = WaiterId::from_word(wake.0 & 0xffff) {
+            self.ring_peer(sleeper);
+        }
+    }
+
+    /// Rings a doorbell of the peer. Its eventfd may still be on its way to us: then the service
+    /// thread, which receives it, rings.
+    fn ring_peer(&'static self, waiter: WaiterId) {
+        if !self.try_ring_peer(waiter) {
+            Library::get().service.submit(Command::RingPeer(self, waiter));
+        }
+    }
+
+    /// False if the doorbell is not known.
+    pub fn try_ring_peer(&self, waiter: WaiterId) -> bool {
+        let fd = self.doorbells.get(waiter.0 as usize).map_or(-1, |d| d.load(Acquire));
+        if fd < 0 {
+            return false;
+        }
+        // SAFETY: a doorbell is only closed with the link, by the service thread, after `alive`
+        // was cleared and the fd taken out; a ring on a reused number is a needless wake-up of
+        // our own eventfds at worst, since private numbers hold nothing else that takes 8 bytes.
+        crate::wait::ring(unsafe { BorrowedFd::borrow_raw(fd) });
+        true
+    }
+
+    /// The peer's waiter `id` sleeps on this eventfd.
+    pub fn on_waiter(&self, id: u32, fd: PrivateFd) {
+        if let Some(slot) = self.doorbells.get(id as usize) {
+            let old = slot.swap(fd.as_raw_fd(), AcqRel);
+            std::mem::forget(fd);
+            close_raw(old);
+        }
+    }
+
+    /// Makes sure that the peer can ring this waiter of ours. False if it could not be told.
+    pub fn announce(&self, waiter: WaiterId) -> bool {
+        let Some(announced) = self.announced.get(waiter.0 as usize) else { return false };
+        if announced.load(Acquire) {
+            return true;
+        }
+        let Some(doorbell) = Library::get().waiters.doorbell(waiter) else { return false };
+        if self
+            .send(&Message::Waiter { id: waiter.0.into() }, &[doorbell.as_fd()])
+            .is_err()
+        {
+            return false;
+        }
+        announced.store(true, SeqCst);
+        true
+    }
+
+    /// Sends a message on the side channel.
+    pub fn send(&self, message: &Message, fds: &[BorrowedFd<'_>]) -> Result<(), Errno> {
+        let mut buf = [0u8; MAX_MESSAGE];
+        let bytes = message.encode(&mut buf).map_err(|_| Errno::INVAL)?;
+        self.channel.send(bytes, fds)
+    }
+
+    /// Whether the peer has queued something for this waiter of ours.
+    pub fn has_ready(&self, waiter: WaiterId) -> bool {
+        match (self.mine.queue(waiter), self.cursors.get(waiter.0 as usize)) {
+            (Some(queue), Some(cursor)) => cursor.lock().is_none_or(|c| !c.is_idle(queue)),
+            _ => false,
+        }
+    }
+
+    /// Takes what the peer has queued for this waiter of ours.
+    pub fn drain_ready(&self, waiter: WaiterId, mut each: impl FnMut(&'static Socket)) {
+        let (Some(queue), Some(cursor)) = (self.mine.queue(waiter), self.cursors.get(waiter.0 as usize)) else {
+            return;
+        };
+        let Some(mut cursor) = cursor.lock() else { return };
+        cursor.begin(queue);
+        while let Some(vqpn) = cursor.pop(queue) {
+            if let Some(socket) = self.socket(Vqpn(vqpn)) {
+                each(socket);
+            }
+        }
+    }
+
+    /// Takes the link down. The caller has seen to its sockets, or does so next.
+    pub fn set_down(&self, why: Reason) -> bool {
+        if !self.alive.swap(false, AcqRel) {
+            return false;
+        }
+        if let Some(stats) = self.stats {
+            stats.set_down(why);
+        }
+        true
+    }
+
+    /// Gives the memory of a link back that is down and that no socket uses any more.
+    pub fn release(&self) {
+        for slot in &self.doorbells {
+            close_raw(slot.swap(-1, AcqRel));
+        }
+        self.mine.mapping.neutralise();
+        self.theirs.mapping.neutralise();
+        if self.stats.is_some() {
+            Library::get().stats.close_link(self.slot);
+        }
+    }
+
+    /// The service thread's waiter, in the form of an attention word.
+    pub fn service_bits() -> u32 {
+        SERVICE.queue_bits()
+    }
+}
+
+fn close_raw(fd: i32) {
+    if fd >= 0 {
+        PrivateFd::adopt(fd);
+    }
+}

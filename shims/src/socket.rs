@@ -1,0 +1,336 @@
+//! One TCP socket that the library knows: what its two directions run on, and who waits for it.
+//!
+//! Objects are type-stable (see `table`). Lock order, outermost first: an epoll's lock, then
+//! `control`, `rx`, `tx`, `interest`. Nobody blocks under any of them, and nobody takes an
+//! epoll's lock while holding one of a socket's.
+
+use std::ffi::c_int;
+use std::os::fd::BorrowedFd;
+use std::sync::atomic::{
+    AtomicBool, AtomicI32, AtomicPtr, AtomicU8, AtomicU32, AtomicU64,
+    Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst},
+};
+
+use rdmasock_core::fabric::ring::{Consumer, Producer};
+use rdmasock_core::ids::{Nonce, Tuple, Vqpn};
+use rdmasock_core::stats::{Reason, StreamStats};
+use rdmasock_core::stream::handshake::{Handshake, Role};
+use rdmasock_core::stream::policy::Progress;
+
+use crate::epoll::Epoll;
+use crate::link::Link;
+use crate::lock::Lock;
+use crate::wait::WaiterId;
+
+/// What a direction runs on. Mirrors what the direction's lock protects, so that the plain case
+/// is decided by one load.
+pub mod mode {
+    /// Plain TCP: the kernel's call, nothing else.
+    pub const TCP: u8 = 0;
+    /// TCP, but markers are in flight: sending flushes them first, receiving looks for them.
+    pub const MARKED: u8 = 1;
+    /// The link.
+    pub const LINK: u8 = 2;
+}
+
+/// Whether the socket may be promoted.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u8)]
+pub enum Stage {
+    /// Not connected yet, or not looked at.
+    New = 0,
+    /// Plain TCP below the threshold.
+    Watching = 1,
+    /// A promotion is under way, or done.
+    Busy = 2,
+    /// Stays on TCP for good.
+    Pinned = 3,
+}
+
+/// The sending direction.
+#[derive(Default)]
+pub struct Tx {
+    /// Present while the direction is on the link.
+    pub producer: Option<Producer>,
+    /// Marker bytes that TCP has not taken yet.
+    pub marker: Vec<u8>,
+    /// The pending marker is a SWITCH: once it is out the direction is on the link.
+    pub then_link: bool,
+}
+
+/// The receiving direction.
+#[derive(Default)]
+pub struct Rx {
+    /// Present from OPEN on; in use while the direction is on the link.
+    pub consumer: Option<Consumer>,
+    /// What markers to us start with, while we look for them.
+    pub scan: Option<Nonce>,
+    /// Bytes taken from TCP by a call that was already in the kernel when the scan began, and
+    /// which may be the beginning of a marker.
+    pub carry: Vec<u8>,
+}
+
+/// The promotion under way and the link that it led to.
+#[derive(Default)]
+pub struct Control {
+    /// fd numbers of this process that stand for the socket.
+    pub fds: Vec<c_int>,
+    /// The attempt under way.
+    pub handshake: Option<Handshake>,
+    /// Which ASK the handshake belongs to (connector).
+    pub request: u64,
+    /// Our end of the stream on the link.
+    pub opened: Option<Opened>,
+    /// The other end's number for the stream, once it is open.
+    pub peer: Option<Vqpn>,
+    /// Go back to TCP as soon as the handshake is over.
+    pub leave: Option<Reason>,
+    /// Registered with the service thread's epoll.
+    pub watched: bool,
+    /// After a failed attempt: not before this instant (ns, monotonic).
+    pub retry_at: u64,
+    /// The other end was asked to take its sending direction back to TCP.
+    pub asked_back: bool,
+}
+
+/// Our end of a stream on a link.
+#[derive(Clone, Copy)]
+pub struct Opened {
+    /// The link.
+    pub link: &'static Link,
+    /// Our number for the stream.
+    pub mine: Vqpn,
+}
+
+/// An epoll set that a number of this socket is in.
+#[derive(Clone, Copy)]
+pub struct Membership {
+    /// The set.
+    pub epoll: &'static Epoll,
+    /// Under which number it was added.
+    pub fd: c_int,
+    /// Its place in the set.
+    pub item: usize,
+}
+
+/// Who is to be told when the socket's readiness changes.
+#[derive(Default)]
+pub struct Interest {
+    /// The epoll sets that it is in.
+    pub members: Vec<Membership>,
+    /// Threads that sleep on it (blocking calls, poll, select).
+    pub sleepers: Vec<WaiterId>,
+}
+
+/// See the module.
+#[repr(align(128))]
+pub struct Socket {
+    /// Sending: mode, calls inside the kernel's send, and the lock's data.
+    pub tx_mode: AtomicU8,
+    pub tx_inside: AtomicU32,
+    pub tx: Lock<Tx>,
+    pub peer_vqpn: AtomicU32,
+    tx_line: [u64; 0],
+    /// Receiving, likewise.
+    pub rx_mode: AtomicU8,
+    pub rx_inside: AtomicU32,
+    pub rx: Lock<Rx>,
+
+    /// O_NONBLOCK as this process last saw it set.
+    pub nonblocking: AtomicBool,
+    pub stage: AtomicU8,
+    pub role: AtomicU8,
+    pub progress: Progress,
+    /// What the anchor reported (EPOLL* bits that say end or error), while it is watched.
+    pub anchor: AtomicU32,
+    /// The part of an attention word that names the ready queue.
+    pub queue_bits: AtomicU32,
+    pub link: AtomicPtr<Link>,
+    /// One of the numbers that stand for it, -1 when closed.
+    pub fd: AtomicI32,
+    pub generation: AtomicU64,
+    /// The index of its cell in the table of holders that fork children share, plus one.
+    pub holders: AtomicU32,
+    pub control: Lock<Control>,
+    pub interest: Lock<Interest>,
+    pub tuple: Lock<Option<Tuple>>,
+    pub slot: u32,
+    pub stats: AtomicPtr<StreamStats>,
+}
+
+/// Recycled objects.
+static FREE: Lock<Vec<&'static Socket>> = Lock::new(Vec::new());
+static SLOTS: AtomicU32 = AtomicU32::new(0);
+
+impl Socket {
+    fn new(slot: u32) -> Self {
+        Self {
+            tx_mode: AtomicU8::new(mode::TCP),
+            tx_inside: AtomicU32::new(0),
+            tx: Lock::new(Tx::default()),
+            peer_vqpn: AtomicU32::new(0),
+            tx_line: [],
+            rx_mode: AtomicU8::new(mode::TCP),
+            rx_inside: AtomicU32::new(0),
+            rx: Lock::new(Rx::default()),
+            nonblocking: AtomicBool::new(false),
+            stage: AtomicU8::new(Stage::New as u8),
+            role: AtomicU8::new(0),
+            progress: Progress::default(),
+            anchor: AtomicU32::new(0),
+            queue_bits: AtomicU32::new(0),
+            link: AtomicPtr::new(std::ptr::null_mut()),
+            fd: AtomicI32::new(-1),
+            generation: AtomicU64::new(0),
+            holders: AtomicU32::new(0),
+            control: Lock::new(Control::default()),
+            interest: Lock::new(Interest::default()),
+            tuple: Lock::new(None),
+            slot,
+            stats: AtomicPtr::new(std::ptr::null_mut()),
+        }
+    }
+
+    /// An object for a new connection behind `fd`.
+    pub fn allocate(fd: c_int, nonblocking: bool) -> Option<&'static Socket> {
+        let recycled = FREE.lock()?.pop();
+        let socket = match recycled {
+            Some(s) => s,
+            None => Box::leak(Box::new(Socket::new(SLOTS.fetch_add(1, Relaxed)))),
+        };
+        socket.generation.fetch_add(1, AcqRel);
+        socket.progress.reset();
+        socket.nonblocking.store(nonblocking, Relaxed);
+        socket.stage.store(Stage::New as u8, Relaxed);
+        socket.anchor.store(0, Relaxed);
+        socket.queue_bits.store(0, Relaxed);
+        socket.holders.store(0, Relaxed);
+        socket.fd.store(fd, Release);
+        let mut control = socket.control.lock()?;
+        *control = Control::default();
+        control.fds.push(fd);
+        Some(socket)
+    }
+
+    /// Gives the object back. Nothing may lead to it any more but stale pointers, which check.
+    pub fn recycle(&'static self) {
+        self.generation.fetch_add(1, AcqRel);
+        self.fd.store(-1, Release);
+        if let Some(mut free) = FREE.lock() {
+            free.push(self);
+        }
+    }
+
+    /// Every object ever made is reachable from the table; this frees the allocator after fork.
+    ///
+    /// # Safety
+    /// In a fork child only, before any other use.
+    pub unsafe fn after_fork() {
+        // SAFETY: only this thread exists. If the vector was being changed its content cannot be
+        // trusted: leak it.
+        unsafe {
+            std::mem::forget(std::mem::take(FREE.get_unlocked()));
+            FREE.reset();
+        }
+    }
+
+    /// The stage.
+    #[inline]
+    pub fn stage(&self) -> Stage {
+        match self.stage.load(Acquire) {
+            0 => Stage::New,
+            1 => Stage::Watching,
+            2 => Stage::Busy,
+            _ => Stage::Pinned,
+        }
+    }
+
+    /// Sets the stage.
+    pub fn set_stage(&self, stage: Stage) {
+        self.stage.store(stage as u8, Release);
+    }
+
+    /// Which end of the connection this is.
+    pub fn role(&self) -> Role {
+        if self.role.load(Relaxed) == 0 {
+            Role::Connector
+        } else {
+            Role::Acceptor
+        }
+    }
+
+    /// Counters, if the socket has a slot in the statistics.
+    #[inline]
+    pub fn stats(&self) -> Option<&'static StreamStats> {
+        // SAFETY: null, or a slot of a page that is never unmapped.
+        unsafe { self.stats.load(Relaxed).as_ref() }
+    }
+
+    /// The link that a direction runs on or is about to.
+    #[inline]
+    pub fn link(&self) -> Option<&'static Link> {
+        // SAFETY: null, or a link object, which are type-stable.
+        unsafe { self.link.load(Acquire).as_ref() }
+    }
+
+    /// The anchor, for a call that does not block. The caller holds one of the socket's locks, so
+    /// that the number cannot be closed and reused meanwhile.
+    pub fn anchor_fd(&self) -> Option<BorrowedFd<'static>> {
+        let fd = self.fd.load(Acquire);
+        // SAFETY: a non-negative number is open as long as the caller's lock keeps close() out.
+        (fd >= 0).then(|| unsafe { BorrowedFd::borrow_raw(fd) })
+    }
+
+    /// Whether neither direction needs anything but the kernel's call.
+    #[inline]
+    pub fn is_plain(&self) -> bool {
+        self.tx_mode.load(Acquire) == mode::TCP && self.rx_mode.load(Acquire) == mode::TCP
+    }
+
+    /// A call enters the kernel's send. False if the direction is no longer plain.
+    #[inline]
+    pub fn enter_tx(&self) -> bool {
+        // SeqCst on both sides (see `is_tx_quiet`): either the marker writer sees us inside or we
+        // see its mode.
+        self.tx_inside.fetch_add(1, SeqCst);
+        if self.tx_mode.load(SeqCst) == mode::TCP {
+            return true;
+        }
+        self.leave_tx();
+        false
+    }
+
+    /// The call is back; true if a marker waits for the direction to be quiet.
+    #[inline]
+    pub fn leave_tx(&self) -> bool {
+        self.tx_inside.fetch_sub(1, SeqCst) == 1 && self.tx_mode.load(SeqCst) == mode::MARKED
+    }
+
+    /// With the mode set to MARKED: no call is inside the kernel's send.
+    pub fn is_tx_quiet(&self) -> bool {
+        self.tx_inside.load(SeqCst) == 0
+    }
+
+    /// A call enters the kernel's receive. False if the direction is no longer plain.
+    #[inline]
+    pub fn enter_rx(&self) -> bool {
+        self.rx_inside.fetch_add(1, SeqCst);
+        if self.rx_mode.load(SeqCst) == mode::TCP {
+            return true;
+        }
+        self.rx_inside.fetch_sub(1, SeqCst);
+        false
+    }
+
+    /// The call is back; true if a scan began meanwhile.
+    #[inline]
+    pub fn rx_was_marked(&self) -> bool {
+        self.rx_mode.load(SeqCst) != mode::TCP
+    }
+
+    /// Ends what `enter_rx` began.
+    #[inline]
+    pub fn leave_rx(&self) {
+        self.rx_inside.fetch_sub(1, SeqCst);
+    }
+}

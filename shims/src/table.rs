@@ -1,0 +1,163 @@
+//! The fd table: what the library knows of each fd, one atomic word a number.
+//!
+//! Objects are type-stable: they are recycled but never unmapped, so a word read from the table
+//! may always be followed. Whether the object is still the one behind the fd is settled under
+//! the object's own lock by reading the table again ([`still`]); a close that races with a call
+//! takes those locks before the kernel can hand the number out anew.
+//!
+//! Lock-free, allocation-free, async-signal-safe: this is all that a hook that passes through
+//! looks at (I10).
+
+use std::ffi::c_int;
+use std::sync::atomic::{
+    AtomicPtr, AtomicUsize,
+    Ordering::{AcqRel, Acquire, Relaxed},
+};
+
+use crate::epoll::Epoll;
+use crate::listener::Listener;
+use crate::socket::Socket;
+
+/// Numbers beyond this are not accelerated; it is the kernel's default for fs.nr_open.
+const ENTRIES: usize = 1 << 20;
+const KIND: usize = 0b111;
+
+/// What stands behind an fd number.
+#[derive(Clone, Copy)]
+pub enum Entry {
+    /// Nothing of ours: the call passes through.
+    None,
+    /// A connected (or connecting) TCP socket.
+    Socket(&'static Socket),
+    /// A listening TCP socket.
+    Listener(&'static Listener),
+    /// An epoll instance.
+    Epoll(&'static Epoll),
+}
+
+static BASE: AtomicPtr<AtomicUsize> = AtomicPtr::new(std::ptr::null_mut());
+
+#[inline]
+fn word(fd: c_int) -> Option<&'static AtomicUsize> {
+    let base = BASE.load(Acquire);
+    if base.is_null() || fd as u32 as usize >= ENTRIES {
+        return None;
+    }
+    // SAFETY: the table has ENTRIES words, zero-filled by mmap, and is never unmapped.
+    Some(unsafe { &*base.add(fd as usize) })
+}
+
+/// Maps the table; without it nothing is accelerated.
+pub fn init() -> Result<(), rustix::io::Errno> {
+    use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous};
+    if !BASE.load(Acquire).is_null() {
+        return Ok(());
+    }
+    let bytes = ENTRIES * size_of::<AtomicUsize>();
+    // SAFETY: a fresh private mapping; zero is a valid AtomicUsize.
+    let base = unsafe {
+        mmap_anonymous(
+            std::ptr::null_mut(),
+            bytes,
+            ProtFlags::READ | ProtFlags::WRITE,
+            MapFlags::PRIVATE | MapFlags::NORESERVE,
+        )
+    }?
+    .cast::<AtomicUsize>();
+    if BASE
+        .compare_exchange(std::ptr::null_mut(), base, AcqRel, Acquire)
+        .is_err()
+    {
+        // Another thread was first.
+        // SAFETY: our own mapping, which nobody has seen.
+        let _ = unsafe { rustix::mm::munmap(base.cast(), bytes) };
+    }
+    Ok(())
+}
+
+#[inline]
+fn decode(raw: usize) -> Entry {
+    let ptr = raw & !KIND;
+    // SAFETY: the words are only written by `put` with addresses of type-stable objects of the
+    // kind that the low bits name.
+    unsafe {
+        match raw & KIND {
+            1 => Entry::Socket(&*(ptr as *const Socket)),
+            2 => Entry::Listener(&*(ptr as *const Listener)),
+            3 => Entry::Epoll(&*(ptr as *const Epoll)),
+            _ => Entry::None,
+        }
+    }
+}
+
+fn encode(entry: Entry) -> usize {
+    match entry {
+        Entry::None => 0,
+        Entry::Socket(s) => std::ptr::from_ref(s) as usize | 1,
+        Entry::Listener(l) => std::ptr::from_ref(l) as usize | 2,
+        Entry::Epoll(e) => std::ptr::from_ref(e) as usize | 3,
+    }
+}
+
+/// What stands behind `fd`.
+#[inline]
+pub fn lookup(fd: c_int) -> Entry {
+    match word(fd) {
+        None => Entry::None,
+        Some(w) => match w.load(Acquire) {
+            0 => Entry::None,
+            raw => decode(raw),
+        },
+    }
+}
+
+/// The TCP socket behind `fd`, if there is one that the library knows.
+#[inline]
+pub fn socket(fd: c_int) -> Option<&'static Socket> {
+    match lookup(fd) {
+        Entry::Socket(s) => Some(s),
+        _ => None,
+    }
+}
+
+/// Whether `fd` still stands for this socket.
+#[inline]
+pub fn still(fd: c_int, socket: &'static Socket) -> bool {
+    word(fd).is_some_and(|w| w.load(Relaxed) == encode(Entry::Socket(socket)))
+}
+
+/// Puts an entry and returns what stood there.
+pub fn put(fd: c_int, entry: Entry) -> Entry {
+    match word(fd) {
+        None => Entry::None,
+        Some(w) => decode(w.swap(encode(entry), AcqRel)),
+    }
+}
+
+/// Whether the table can hold this number.
+pub fn covers(fd: c_int) -> bool {
+    word(fd).is_some()
+}
+
+/// Calls `f` for every number in `range` that has an entry.
+pub fn for_each(range: std::ops::RangeInclusive<u32>, mut f: impl FnMut(c_int, Entry)) {
+    let high = HIGHEST.load(Relaxed);
+    let end = (*range.end() as usize).min(high);
+    for fd in *range.start() as usize..=end {
+        if let Some(w) = word(fd as c_int) {
+            let raw = w.load(Acquire);
+            if raw != 0 {
+                f(fd as c_int, decode(raw));
+            }
+        }
+    }
+}
+
+/// The highest number that ever had an entry, so that walks end early.
+static HIGHEST: AtomicUsize = AtomicUsize::new(0);
+
+/// [`put`] for a new number.
+pub fn insert(fd: c_int, entry: Entry) -> Entry {
+    HIGHEST.fetch_max(fd.max(0) as usize, Relaxed);
+    put(fd, entry)
+}

@@ -1,0 +1,357 @@
+//! Waiting: doorbells, sleeper flags, and how long to spin before sleeping (I8).
+//!
+//! A *waiter* is what a peer can wake: a number that is the same on all links, an eventfd (the
+//! doorbell) and a flag that says whether somebody sleeps on it. The flags of an instance lie in
+//! one page that peers map read-only. Waiter 0 is the service thread; 1..READY_QUEUES have a
+//! ready queue on each link and belong to epoll sets; those above belong to threads that sleep
+//! in one call, and are handed round.
+
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::sync::atomic::{
+    AtomicU32, AtomicU64, AtomicI32,
+    Ordering::{Acquire, Relaxed, Release, SeqCst},
+};
+
+use rdmasock_core::fabric::layout::READY_QUEUES;
+use rdmasock_core::os::memfd::Mapping;
+use rdmasock_core::os::privatefd::PrivateFd;
+use rustix::event::EventfdFlags;
+use rustix::io::Errno;
+
+use crate::lock::Lock;
+
+/// Most waiters that an instance has: one page of flags.
+pub const MAX_WAITERS: u16 = 1024;
+/// The service thread's.
+pub const SERVICE: WaiterId = WaiterId(0);
+
+/// The number of a waiter.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct WaiterId(pub u16);
+
+impl WaiterId {
+    /// For an atomic word where 0 means none.
+    pub fn to_word(self) -> u32 {
+        u32::from(self.0) + 1
+    }
+
+    /// The reverse of `to_word`.
+    pub fn from_word(word: u32) -> Option<Self> {
+        u16::try_from(word.checked_sub(1)?).ok().filter(|id| *id < MAX_WAITERS).map(Self)
+    }
+
+    /// The part of an attention word that asks for an entry in this waiter's ready queue; 0 if it
+    /// has none.
+    pub fn queue_bits(self) -> u32 {
+        if u32::from(self.0) < READY_QUEUES {
+            self.to_word() << 16
+        } else {
+            0
+        }
+    }
+
+    /// The part of an attention word that asks for this waiter's doorbell alone.
+    pub fn sleeper_bits(self) -> u32 {
+        self.to_word()
+    }
+}
+
+/// The part of an attention word that names a ready queue.
+pub const QUEUE_MASK: u32 = 0xffff_0000;
+/// The part that names a sleeper.
+pub const SLEEPER_MASK: u32 = 0x0000_ffff;
+
+/// One flag: how many sleep (low byte) and a count that changes with every sleep and wake-up, so
+/// that a peer rings once a sleep.
+pub struct Flag(AtomicU32);
+
+impl Flag {
+    const EPOCH: u32 = 256;
+
+    fn enter(&self) {
+        // SeqCst: the flag is set before the caller looks at its queues a last time; the peer
+        // pushes before it looks at the flag (Link::notify).
+        self.0.fetch_add(Self::EPOCH + 1, SeqCst);
+    }
+
+    fn leave(&self) {
+        self.0.fetch_add(Self::EPOCH.wrapping_sub(1), SeqCst);
+    }
+
+    /// Some epoch if somebody sleeps.
+    #[inline]
+    pub fn sleeping(&self) -> Option<u32> {
+        let word = self.0.load(SeqCst);
+        (word & 0xff != 0).then_some(word)
+    }
+}
+
+/// The waiters of this instance.
+pub struct Waiters {
+    flags: Mapping,
+    flags_fd: PrivateFd,
+    doorbells: Box<[AtomicI32]>,
+    next_queue: AtomicU32,
+    next_thread: AtomicU32,
+    free: Lock<Vec<WaiterId>>,
+}
+
+/// Bytes of the page of flags.
+pub const FLAGS_BYTES: usize = 4096;
+
+impl Waiters {
+    /// Makes the page of flags and the service thread's doorbell.
+    pub fn new() -> Result<Self, Errno> {
+        let (fd, flags) = rdmasock_core::os::memfd::create_read_only_for_peers(c"rdmasock-waiters", FLAGS_BYTES)?;
+        let this = Self {
+            flags,
+            flags_fd: PrivateFd::place(fd)?,
+            doorbells: (0..MAX_WAITERS).map(|_| AtomicI32::new(-1)).collect(),
+            next_queue: AtomicU32::new(1),
+            next_thread: AtomicU32::new(READY_QUEUES),
+            free: Lock::new(Vec::new()),
+        };
+        this.make_doorbell(SERVICE)?;
+        Ok(this)
+    }
+
+    /// The memfd of the flags, to be given to peers.
+    pub fn flags_fd(&self) -> BorrowedFd<'_> {
+        self.flags_fd.as_fd()
+    }
+
+    fn flag(&self, id: WaiterId) -> Option<&Flag> {
+        flag_in(&self.flags, id)
+    }
+
+    fn make_doorbell(&self, id: WaiterId) -> Result<(), Errno> {
+        let slot = self.doorbells.get(id.0 as usize).ok_or(Errno::INVAL)?;
+        let fd: OwnedFd = rustix::event::eventfd(0, EventfdFlags::CLOEXEC)?;
+        let fd = PrivateFd::place(fd)?;
+        // Kept for as long as the instance lives: peers hold copies under this number.
+        slot.store(fd.as_raw_fd(), Release);
+        std::mem::forget(fd);
+        Ok(())
+    }
+
+    /// A waiter with a ready queue, if there is one left; else one without.
+    pub fn acquire_queue(&self) -> Option<WaiterId> {
+        let recycled = {
+            let mut free = self.free.lock()?;
+            let at = free.iter().position(|w| w.queue_bits() != 0);
+            at.map(|at| free.swap_remove(at))
+        };
+        if recycled.is_some() {
+            return recycled;
+        }
+        let id = self.next_queue.fetch_add(1, Relaxed);
+        if id >= READY_QUEUES {
+            self.next_queue.store(READY_QUEUES, Relaxed);
+            return self.acquire();
+        }
+        let id = WaiterId(id as u16);
+        self.make_doorbell(id).ok().map(|()| id)
+    }
+
+    /// A waiter for a thread that is about to sleep.
+    pub fn acquire(&self) -> Option<WaiterId> {
+        let recycled = {
+            let mut free = self.free.lock()?;
+            let at = free.iter().rposition(|w| w.queue_bits() == 0);
+            at.map(|at| free.swap_remove(at))
+        };
+        if recycled.is_some() {
+            return recycled;
+        }
+        let id = self.next_thread.fetch_add(1, Relaxed);
+        if id >= u32::from(MAX_WAITERS) {
+            self.next_thread.store(MAX_WAITERS.into(), Relaxed);
+            return None;
+        }
+        let id = WaiterId(id as u16);
+        self.make_doorbell(id).ok().map(|()| id)
+    }
+
+    /// Gives a waiter back. A late ring makes its next owner look once in vain.
+    pub fn release(&self, id: WaiterId) {
+        if let Some(mut free) = self.free.lock() {
+            free.push(id);
+        }
+    }
+
+    /// The waiter's eventfd.
+    pub fn doorbell(&self, id: WaiterId) -> Option<BorrowedFd<'static>> {
+        let fd: RawFd = self.doorbells.get(id.0 as usize)?.load(Acquire);
+        // SAFETY: doorbells are never closed while the instance lives.
+        (fd >= 0).then(|| unsafe { BorrowedFd::borrow_raw(fd) })
+    }
+
+    /// Wakes whoever sleeps, or will next sleep, on the waiter's doorbell.
+    pub fn ring(&self, id: WaiterId) {
+        if let Some(fd) = self.doorbell(id) {
+            ring(fd);
+        }
+    }
+
+    /// [`Self::ring`], if somebody sleeps.
+    pub fn ring_if_sleeping(&self, id: WaiterId) {
+        if self.flag(id).is_some_and(|f| f.sleeping().is_some()) {
+            self.ring(id);
+        }
+    }
+
+    /// The caller looks at its queues once more after this, and then sleeps.
+    pub fn enter_sleep(&self, id: WaiterId) {
+        if let Some(flag) = self.flag(id) {
+            flag.enter();
+        }
+    }
+
+    /// The caller is awake.
+    pub fn leave_sleep(&self, id: WaiterId) {
+        if let Some(flag) = self.flag(id) {
+            flag.leave();
+        }
+    }
+}
+
+/// The flag of a waiter in a page of flags, ours or a peer's.
+#[inline]
+pub fn flag_in(page: &Mapping, id: WaiterId) -> Option<&Flag> {
+    let at = usize::from(id.0) * size_of::<Flag>();
+    // SAFETY: the page has FLAGS_BYTES >= 4 * MAX_WAITERS bytes and is aligned; an AtomicU32 is
+    // valid whatever it holds; another process may write it, which atomics allow.
+    (id.0 < MAX_WAITERS).then(|| unsafe { &*page.as_ptr().add(at).cast::<Flag>() })
+}
+
+/// Rings an eventfd. It is never full: a counter of 2^64 - 2 rings.
+pub fn ring(fd: BorrowedFd<'_>) {
+    let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
+}
+
+/// CLOCK_MONOTONIC in ns.
+#[inline]
+pub fn now_ns() -> u64 {
+    let t = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    (t.tv_sec as u64).wrapping_mul(1_000_000_000).wrapping_add(t.tv_nsec as u64)
+}
+
+/// Whether and how long to spin before a sleep, learnt from how earlier spins ended.
+///
+/// Spinning pays only when what is waited for usually comes within the bound and nobody else
+/// needs the core. So: a score that a hit raises and a miss lowers; below the threshold only one
+/// wait in sixteen tries; and none while more threads can run than there are cores.
+pub struct Spinner {
+    score: AtomicI32,
+    skipped: AtomicU32,
+}
+
+const SCORE_MAX: i32 = 8;
+const PROBE_EVERY: u32 = 16;
+
+impl Spinner {
+    /// Begins optimistic.
+    pub const fn new() -> Self {
+        Self {
+            score: AtomicI32::new(SCORE_MAX),
+            skipped: AtomicU32::new(0),
+        }
+    }
+
+    /// Whether to spin this time.
+    pub fn is_worth_it(&self) -> bool {
+        if crate::library::Library::get().config.spin_us == 0 {
+            return false;
+        }
+        if self.score.load(Relaxed) <= 0 && self.skipped.fetch_add(1, Relaxed) % PROBE_EVERY != 0 {
+            return false;
+        }
+        LOAD.has_room()
+    }
+
+    /// Spins until `done` or the bound; gives what `done` said last.
+    pub fn spin(&self, mut done: impl FnMut() -> bool) -> bool {
+        let bound = u64::from(crate::library::Library::get().config.spin_us) * 1000;
+        let start = now_ns();
+        loop {
+            for _ in 0..32 {
+                if done() {
+                    let score = self.score.load(Relaxed);
+                    self.score.store((score + 2).min(SCORE_MAX), Relaxed);
+                    return true;
+                }
+                std::hint::spin_loop();
+            }
+            if now_ns().wrapping_sub(start) >= bound {
+                let score = self.score.load(Relaxed);
+                self.score.store((score - 1).max(-SCORE_MAX), Relaxed);
+                return false;
+            }
+        }
+    }
+}
+
+/// How many threads can run on this machine, read now and then.
+struct Load {
+    fd: AtomicI32,
+    at: AtomicU64,
+    room: AtomicU32,
+    cores: AtomicU32,
+}
+
+static LOAD: Load = Load {
+    fd: AtomicI32::new(-1),
+    at: AtomicU64::new(0),
+    room: AtomicU32::new(1),
+    cores: AtomicU32::new(0),
+};
+
+impl Load {
+    const EVERY_NS: u64 = 4_000_000;
+
+    /// Whether no more threads can run than there are cores. Wrong by at most a few ms.
+    fn has_room(&self) -> bool {
+        let now = now_ns();
+        let last = self.at.load(Relaxed);
+        if now.wrapping_sub(last) > Self::EVERY_NS
+            && self.at.compare_exchange(last, now, Relaxed, Relaxed).is_ok()
+        {
+            let room = self.measure().is_none_or(|(running, cores)| running <= cores);
+            self.room.store(room.into(), Relaxed);
+        }
+        self.room.load(Relaxed) != 0
+    }
+
+    fn measure(&self) -> Option<(u32, u32)> {
+        let mut cores = self.cores.load(Relaxed);
+        if cores == 0 {
+            // The affinity mask: a container's or taskset's share.
+            cores = rustix::thread::sched_getaffinity(None).ok()?.count();
+            self.cores.store(cores, Relaxed);
+        }
+        if cores < 2 {
+            // The peer could not run while we spin.
+            return Some((2, 1));
+        }
+        let mut fd = self.fd.load(Acquire);
+        if fd < 0 {
+            let opened = rustix::fs::open(
+                c"/proc/loadavg",
+                rustix::fs::OFlags::RDONLY | rustix::fs::OFlags::CLOEXEC,
+                rustix::fs::Mode::empty(),
+            )
+            .ok()?;
+            let placed = PrivateFd::place(opened).ok()?;
+            fd = placed.as_raw_fd();
+            std::mem::forget(placed);
+            self.fd.store(fd, Release);
+        }
+        let mut text = [0u8; 64];
+        // SAFETY: opened above and kept for good.
+        let n = rustix::io::pread(unsafe { BorrowedFd::borrow_raw(fd) }, &mut text, 0).ok()?;
+        // "0.00 0.01 0.05 2/123 4567": the fourth field is running/existing.
+        let text = std::str::from_utf8(text.get(..n)?).ok()?;
+        let running = text.split(' ').nth(3)?.split('/').next()?.parse().ok()?;
+        Some((running, cores))
+    }
+}

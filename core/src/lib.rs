@@ -1,1 +1,3 @@
-//! placeholder
+//! Streams, links and fabrics: everything below the POSIX calls, and no POSIX call.
+pub mod fabric;
+pub mod sync;

@@ -1,0 +1,201 @@
+//! How a peer tells a waiter which streams have something to do ([`ReadyQueue`]) and when it must
+//! also be woken ([`SleepFlag`]). Not for sleeping or waking: the eventfd is the owner's.
+//!
+//! A ready queue is a set of vQPNs, not a list: a bit per stream and a summary bit per word of
+//! them. So it holds each stream at most once however often that is pushed, cannot overflow,
+//! has no half-written entries, and every content that a hostile peer can write is a valid one.
+//! The waiter drains it in sweeps: a sweep takes the summary as it stands, then word by word,
+//! which bounds the work and serves every ready stream before any stream again.
+//!
+//! No wake-up is lost. The peer pushes, then looks at the flag; the waiter sets the flag, then
+//! looks at the queues ([`ReadyCursor::is_idle`]), then sleeps. Both announce with a `SeqCst`
+//! read-modify-write before they look with a `SeqCst` load, so not both can miss the other. A push
+//! that finds its summary bit already set relies on the waiter to take the word after the
+//! summary, which it does: the word's bit was set before that summary bit was seen.
+
+use super::layout::MAX_STREAMS;
+use crate::sync::{AtomicU64, Ordering, fence_after_rmw};
+
+const WORDS: usize = MAX_STREAMS as usize / 64;
+const SUMMARY: usize = WORDS.div_ceil(64);
+
+/// The ready queue of one waiter: many pushers (the threads of one peer), one sweeper.
+///
+/// Lies in shared memory; all-zero is empty.
+#[derive(Debug)]
+#[repr(C, align(128))]
+pub struct ReadyQueue {
+    /// Bit w of the whole: `words[w]` may be nonzero.
+    summary: [AtomicU64; SUMMARY],
+    /// Keeps a sweeper's look at the summary off the words' cache lines.
+    #[cfg(not(loom))]
+    _pad: [u64; 8 - SUMMARY],
+    words: [AtomicU64; WORDS],
+}
+
+impl ReadyQueue {
+    /// An empty queue outside shared memory, for tests and models.
+    pub fn new() -> Self {
+        Self {
+            summary: std::array::from_fn(|_| AtomicU64::new(0)),
+            #[cfg(not(loom))]
+            _pad: [0; 8 - SUMMARY],
+            words: std::array::from_fn(|_| AtomicU64::new(0)),
+        }
+    }
+
+    /// Adds `vqpn`; without effect when it is in already or when there is no such stream. To be
+    /// followed by [`SleepFlag::must_ring`] on the waiter's flag.
+    pub fn push(&self, vqpn: u32) {
+        let (word, bit) = (vqpn as usize / 64, 1u64 << (vqpn % 64));
+        let (group, group_bit) = (word / 64, 1u64 << (word % 64));
+        let (Some(word), Some(group)) = (self.words.get(word), self.summary.get(group)) else {
+            return;
+        };
+        word.fetch_or(bit, Ordering::SeqCst);
+        fence_after_rmw();
+        if group.load(Ordering::SeqCst) & group_bit == 0 {
+            group.fetch_or(group_bit, Ordering::SeqCst);
+        }
+    }
+}
+
+impl Default for ReadyQueue {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// The sweeper's private place in one ready queue. Used under the waiter's lock.
+#[derive(Debug, Default)]
+pub struct ReadyCursor {
+    /// What of the taken summary is still to be swept.
+    summary: [u64; SUMMARY],
+    /// The word being served: the vQPN of its bit 0, and the bits left.
+    base: u32,
+    bits: u64,
+}
+
+impl ReadyCursor {
+    /// A cursor at the beginning of an empty sweep.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Begins a sweep, unless one is unfinished. Then call [`pop`](Self::pop) until `None`.
+    pub fn begin(&mut self, queue: &ReadyQueue) {
+        if self.bits != 0 || self.summary != [0; SUMMARY] {
+            return;
+        }
+        for (mine, shared) in self.summary.iter_mut().zip(&queue.summary) {
+            if shared.load(Ordering::Relaxed) != 0 {
+                *mine = shared.swap(0, Ordering::SeqCst);
+            }
+        }
+    }
+
+    /// The next vQPN of this sweep, below `MAX_STREAMS`; it need not be one that is open. At
+    /// most `MAX_STREAMS` per sweep; touches at most one word of shared memory per 64 streams.
+    pub fn pop(&mut self, queue: &ReadyQueue) -> Option<u32> {
+        while self.bits == 0 {
+            let (g, group) = self
+                .summary
+                .iter_mut()
+                .enumerate()
+                .find(|(_, g)| **g != 0)?;
+            let word = g * 64 + group.trailing_zeros() as usize;
+            *group &= *group - 1;
+            // A hostile summary bit may name a word that does not exist.
+            if let Some(shared) = queue.words.get(word) {
+                self.base = word as u32 * 64;
+                self.bits = shared.swap(0, Ordering::SeqCst);
+            }
+        }
+        let vqpn = self.base + self.bits.trailing_zeros();
+        self.bits &= self.bits - 1;
+        Some(vqpn)
+    }
+
+    /// Nothing to sweep: neither left over nor newly pushed. The re-check between
+    /// [`SleepFlag::begin`] and sleeping.
+    pub fn is_idle(&self, queue: &ReadyQueue) -> bool {
+        self.bits == 0
+            && self.summary == [0; SUMMARY]
+            && queue.summary.iter().all(|s| s.load(Ordering::SeqCst) == 0)
+    }
+}
+
+/// Bits of the flag that count sleepers; the others are the epoch.
+const SLEEPERS: u64 = 0xffff;
+const EPOCH: u64 = SLEEPERS + 1;
+
+/// Says whether a waiter is, or is about to be, asleep on its eventfd. Written by the waiter
+/// only; peers may map it read-only. All-zero: nobody sleeps.
+///
+/// Holds the number of sleeping threads and an epoch that every `begin` and `end` advances, so
+/// that a peer can tell that it has rung for just this state already. (An epoch of 48 bits does
+/// not come round.)
+#[derive(Debug)]
+#[repr(C, align(64))]
+pub struct SleepFlag(AtomicU64);
+
+/// What one process remembers of its last ring at one waiter. Private to the ringing process.
+#[derive(Debug)]
+pub struct RungMark(AtomicU64);
+
+impl SleepFlag {
+    /// A flag outside shared memory, for tests and models.
+    pub fn new() -> Self {
+        Self(AtomicU64::new(0))
+    }
+
+    /// Announces that this thread is about to sleep. Then re-check everything that could be a
+    /// reason not to, then sleep (or not), then [`end`](Self::end), then sweep.
+    pub fn begin(&self) {
+        self.0.fetch_add(EPOCH + 1, Ordering::SeqCst);
+        fence_after_rmw();
+    }
+
+    /// This thread is awake. When it leaves something in the queues while other threads sleep
+    /// on the same waiter, it must ring for them.
+    pub fn end(&self) {
+        self.0.fetch_add(EPOCH - 1, Ordering::SeqCst);
+    }
+
+    /// Somebody sleeps here.
+    pub fn is_sleeping(&self) -> bool {
+        self.0.load(Ordering::SeqCst) & SLEEPERS != 0
+    }
+
+    /// Called after a push: true when the doorbell must be rung now. At most once per process
+    /// and epoch: a bell rung in this epoch is still to be answered by `end` and a sweep.
+    pub fn must_ring(&self, mark: &RungMark) -> bool {
+        fence_after_rmw();
+        let now = self.0.load(Ordering::SeqCst);
+        now & SLEEPERS != 0
+            && mark.0.load(Ordering::Relaxed) != now
+            && mark.0.swap(now, Ordering::Relaxed) != now
+    }
+}
+
+impl Default for SleepFlag {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl RungMark {
+    /// Never rung.
+    pub fn new() -> Self {
+        Self(AtomicU64::new(0))
+    }
+}
+
+impl Default for RungMark {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+#[cfg(test)]
+mod tests;

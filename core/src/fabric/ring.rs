@@ -1,0 +1,261 @@
+//! One direction of a stream: a single-producer single-consumer byte ring in the receiver's
+//! arena, with the words by which each side lets the other wake it. Not for waking anybody, for
+//! allocating ring memory, nor for what the attention words mean: a nonzero [`Wake`] goes to
+//! the caller.
+//!
+//! # Positions
+//! A position counts the bytes of the direction from its beginning and never wraps; the byte at
+//! position p lies at `p & (size - 1)` of its ring. `head` ≤ position < `tail` is in flight. Each
+//! side's cursor ([`Producer`], [`Consumer`]) keeps its own position privately and only publishes
+//! it, so nothing that the peer writes can move it; what the peer publishes is copied, then
+//! validated, and a bad value is a [`Violation`].
+//!
+//! # Cache lines
+//! The block has one line per side. Per message the producer writes its own (`tail`) and the
+//! payload; it reads the consumer's line (`want_data`), which stays shared in its cache because
+//! the consumer writes it only when it arms or when a quarter of the ring is unpublished. So a
+//! ping-pong of spinning sides moves two lines per direction.
+//!
+//! # No lost wake-up
+//! W1. `want_data` is set by the consumer and swapped to 0 by the producer; `want_space` the
+//!     other way round. Who takes a nonzero word must wake what it names.
+//! W2. The side that will sleep sets its word (`arm_*`), then looks again. The other side
+//!     publishes (`tail`, `end`; `head`, flags, an offer), then looks at the word. All are `SeqCst`
+//!     and each first step is a read-modify-write (see [`fence_after_rmw`]), so at least one of
+//!     the two sees the other: either the sleeper finds what it waits for and does not sleep, or
+//!     the publisher finds the word and wakes it.
+//! W3. The consumer holds back less than a quarter of its ring: as soon as `consume` brings the
+//!     unpublished part to a quarter it publishes by W2.
+//! W4. The producer sleeps only while less than a quarter of the ring is free by the published
+//!     head. By W3 more than half of the ring is then still to be read, and reading it crosses a
+//!     quarter, which publishes and wakes. So a consumer that has drained the ring (the only
+//!     one that sleeps for data) cannot meet a producer that sleeps for space, though the
+//!     producer does not see the last bytes' consumption. `arm_data` publishes nonetheless, so
+//!     that the producer's count of unread bytes becomes exact when the consumer goes idle.
+//!
+//! # Another ring in mid-stream
+//! The consumer owns the memory, so it *offers* a ring ({generation, page, log2 size} in one
+//! word). The producer *adopts* it at its current tail, the switch position: it writes that,
+//! then the generation, before any later tail. Bytes before the switch position are in the old
+//! ring, from it on in the new one. The consumer reads the generation after the tail, so it
+//! knows of every switch that the tail can be beyond. Once its head has passed the switch
+//! position the old ring is *retired* and may be freed; until then nothing else can be offered.
+//! The first ring is an offer too: an all-zero block is a direction without a ring.
+
+mod consumer;
+mod memory;
+mod producer;
+#[cfg(test)]
+mod tests;
+
+pub use consumer::{Armed, Consumer, OfferError};
+pub use memory::{Byte, DataArea, Spans};
+pub use producer::Producer;
+
+use super::layout::Region;
+use crate::sync::{AtomicU32, AtomicU64, Ordering, fence_after_rmw};
+
+/// Whom to wake: the attention word that was taken, as the other side set it. 0 is nobody.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use = "whoever set these bits may be asleep"]
+pub struct Wake(pub u32);
+
+impl Wake {
+    /// Nobody.
+    pub const NONE: Wake = Wake(0);
+
+    /// Nobody is to be woken.
+    #[inline]
+    pub fn is_none(self) -> bool {
+        self.0 == 0
+    }
+}
+
+/// What follows the last byte of a direction.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub enum End {
+    /// End of the stream.
+    Fin = 1,
+    /// The next byte is on TCP.
+    Demote = 2,
+}
+
+bitflags::bitflags! {
+    /// What the consumer tells the producer.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct RxFlags: u32 {
+        /// Nobody will read any more.
+        const RX_CLOSED = 1;
+        /// The consumer wants this direction back on TCP.
+        const DEMOTE_REQUEST = 2;
+    }
+}
+
+/// A value in shared memory that no correct peer writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Violation {
+    /// The producer's tail went back.
+    #[error("tail moved back")]
+    TailMovedBack,
+    /// The producer's tail is beyond the space that it had.
+    #[error("tail beyond the window")]
+    TailBeyondWindow,
+    /// The consumer's head went back.
+    #[error("head moved back")]
+    HeadMovedBack,
+    /// The consumer has read what was not written.
+    #[error("head beyond the tail")]
+    HeadBeyondTail,
+    /// The offered ring has a bad size or is outside the data area.
+    #[error("bad ring offer")]
+    BadOffer,
+    /// The producer adopted what was not offered, or at an impossible position.
+    #[error("bad ring switch")]
+    BadSwitch,
+    /// Unknown end mark.
+    #[error("bad end mark")]
+    BadEnd,
+}
+
+/// Why a cursor cannot go on. The link is to be killed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum RingError {
+    /// The peer broke the protocol.
+    #[error("peer violation: {0}")]
+    PeerViolation(#[from] Violation),
+}
+
+/// Written by the producer only, but for `want_space`, which the consumer swaps to 0.
+#[derive(Debug)]
+#[repr(C, align(64))]
+struct ProducerLine {
+    /// Bytes ever produced.
+    tail: AtomicU64,
+    /// 0 or an [`End`]; valid for the tail at that time, which is final.
+    end: AtomicU32,
+    want_space: AtomicU32,
+    /// How often the window was too small, modulo 2^32.
+    limited: AtomicU32,
+    /// The generation of the adopted ring; 0: none.
+    generation: AtomicU32,
+    /// The first position in the adopted ring.
+    switch_pos: AtomicU64,
+}
+
+/// Written by the consumer only, but for `want_data`, which the producer swaps to 0.
+#[derive(Debug)]
+#[repr(C, align(64))]
+struct ConsumerLine {
+    /// Bytes consumed, as far as published.
+    head: AtomicU64,
+    want_data: AtomicU32,
+    /// [`RxFlags`].
+    flags: AtomicU32,
+    /// The offered ring, see [`Offer`]; 0: none.
+    offer: AtomicU64,
+}
+
+/// The shared state of one direction. All-zero is the initial state.
+#[derive(Debug)]
+#[repr(C, align(128))]
+pub struct DirectionBlock {
+    producer: ProducerLine,
+    consumer: ConsumerLine,
+}
+
+#[cfg(not(loom))]
+const _: () = {
+    assert!(size_of::<DirectionBlock>() == 128);
+    assert!(std::mem::offset_of!(DirectionBlock, consumer) == 64);
+};
+
+impl DirectionBlock {
+    /// A block outside shared memory, for tests and models.
+    pub fn new() -> Self {
+        Self {
+            producer: ProducerLine {
+                tail: AtomicU64::new(0),
+                end: AtomicU32::new(0),
+                want_space: AtomicU32::new(0),
+                limited: AtomicU32::new(0),
+                generation: AtomicU32::new(0),
+                switch_pos: AtomicU64::new(0),
+            },
+            consumer: ConsumerLine {
+                head: AtomicU64::new(0),
+                want_data: AtomicU32::new(0),
+                flags: AtomicU32::new(0),
+                offer: AtomicU64::new(0),
+            },
+        }
+    }
+
+    /// Back to the initial state, for the next stream with this vQPN; only when neither side has
+    /// a cursor on it any more.
+    pub fn reset(&self) {
+        let (p, c) = (&self.producer, &self.consumer);
+        for word in [&p.end, &p.want_space, &p.limited, &p.generation] {
+            word.store(0, Ordering::Relaxed);
+        }
+        for word in [&p.tail, &p.switch_pos, &c.head, &c.offer] {
+            word.store(0, Ordering::Relaxed);
+        }
+        for word in [&c.want_data, &c.flags] {
+            word.store(0, Ordering::Release);
+        }
+    }
+}
+
+impl Default for DirectionBlock {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// An offered ring. In one word, so that it is read whole: generation (24 bits, never 0),
+/// log2 of the size in bytes (8), first page (32).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Offer {
+    generation: u32,
+    region: Region,
+}
+
+impl Offer {
+    fn pack(self) -> u64 {
+        u64::from(self.generation) << 40
+            | u64::from(self.region.log2()) << 32
+            | u64::from(self.region.page())
+    }
+
+    /// `None` when the generation is 0 or no ring may have that size; the place is not checked.
+    fn unpack(word: u64) -> Option<Self> {
+        let region = Region::new(word as u32, (word >> 32) as u8)?;
+        let generation = (word >> 40) as u32;
+        (generation != 0).then_some(Self { generation, region })
+    }
+
+    /// The generation after `generation`.
+    fn next_generation(generation: u32) -> u32 {
+        (generation + 1 & 0xff_ffff).max(1)
+    }
+}
+
+/// After having published something with a `SeqCst` read-modify-write: takes the attention word
+/// of the side that may wait for it (W2).
+#[inline(always)]
+fn take(want: &AtomicU32) -> Wake {
+    fence_after_rmw();
+    // Seldom set: a load leaves the line shared, a swap would not.
+    if want.load(Ordering::SeqCst) == 0 {
+        return Wake::NONE;
+    }
+    Wake(want.swap(0, Ordering::SeqCst))
+}
+
+/// Clears `bits` of an attention word that this side set, touching the line only if needed.
+fn disarm(want: &AtomicU32, bits: u32) {
+    if want.load(Ordering::Relaxed) & bits != 0 {
+        want.fetch_and(!bits, Ordering::SeqCst);
+    }
+}

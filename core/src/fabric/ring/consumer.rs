@@ -1,0 +1,330 @@
+//! The receiving side's private cursor of one direction.
+
+use std::ptr::NonNull;
+
+use super::memory::{DataArea, RingMemory, Spans};
+use super::{
+    ConsumerLine, DirectionBlock, End, Offer, ProducerLine, RingError, RxFlags, Violation, Wake,
+    disarm, take,
+};
+use crate::fabric::layout::Region;
+use crate::sync::{Ordering, fence_after_rmw};
+
+/// Why a ring cannot be offered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum OfferError {
+    /// The last offer is not adopted, or what it replaced is not yet taken by `take_retired`.
+    #[error("an earlier ring switch is not finished")]
+    Pending,
+    /// The region is not inside the data area.
+    #[error("region outside the data area")]
+    Outside,
+}
+
+/// What arming for data found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use = "the producer may be asleep, and the caller must not sleep when ready"]
+pub struct Armed {
+    /// There is data or an end mark: do not sleep.
+    pub ready: bool,
+    /// Whom to wake because consumed space was published.
+    pub wake: Wake,
+}
+
+/// A ring on offer, and from which position on it is used, once that is known.
+#[derive(Clone, Copy, Debug)]
+struct Pending {
+    offer: Offer,
+    ring: RingMemory,
+}
+
+/// The consumer of one direction; used under the owner's lock of that direction.
+///
+/// A receive is [`spans`](Self::spans), copy out, [`consume`](Self::consume), again until
+/// satisfied or empty: a switch of rings ends the spans early. When there is nothing:
+/// [`end`](Self::end), [`arm_data`](Self::arm_data), then sleep if that says so.
+#[derive(Debug)]
+pub struct Consumer {
+    block: NonNull<DirectionBlock>,
+    area: DataArea,
+    ring: RingMemory,
+    region: Option<Region>,
+    /// Bytes ever consumed.
+    head: u64,
+    /// What of `head` the producer has been told.
+    published: u64,
+    /// The producer's tail as last seen and validated.
+    tail: u64,
+    /// First position in the pending ring; `u64::MAX` while not adopted.
+    switch_pos: u64,
+    pending: Option<Pending>,
+    retired: Option<Region>,
+    /// Generation of the last adopted ring.
+    generation: u32,
+    limited_seen: u32,
+}
+
+// SAFETY: a cursor is only pointers into shared memory, which any thread may use, and values.
+unsafe impl Send for Consumer {}
+
+impl Consumer {
+    /// The consumer of a direction in its initial state, with rings in `area`, the data area of
+    /// this side's own arena. It has no ring until one is [offered](Self::offer).
+    ///
+    /// # Safety
+    /// `block` is mapped and aligned, and stays so while the cursor exists; this process has
+    /// no other consumer for it.
+    pub unsafe fn new(block: NonNull<DirectionBlock>, area: DataArea) -> Self {
+        Self {
+            block,
+            area,
+            ring: RingMemory::NONE,
+            region: None,
+            head: 0,
+            published: 0,
+            tail: 0,
+            switch_pos: u64::MAX,
+            pending: None,
+            retired: None,
+            generation: 0,
+            limited_seen: 0,
+        }
+    }
+
+    #[inline(always)]
+    fn mine(&self) -> &ConsumerLine {
+        // SAFETY: mapped while `self` exists, by the contract of `new`; all fields are atomics.
+        unsafe { &self.block.as_ref().consumer }
+    }
+
+    #[inline(always)]
+    fn theirs(&self) -> &ProducerLine {
+        // SAFETY: as in `mine`.
+        unsafe { &self.block.as_ref().producer }
+    }
+
+    /// The readable pieces up to the next switch of rings. Looks at the producer only when less
+    /// than `want` bytes are known to be there. Empty means that nothing is there.
+    #[inline(always)]
+    pub fn spans(&mut self, want: usize) -> Result<Spans<'_>, RingError> {
+        if self.tail - self.head < want as u64 {
+            self.reload()?;
+        }
+        let end = self.tail.min(self.switch_pos);
+        Ok(self.ring.spans(self.head, end - self.head))
+    }
+
+    /// As [`spans`](Self::spans), but `skip` bytes further on: for peeking across a switch.
+    pub fn peek(&mut self, skip: usize, want: usize) -> Result<Spans<'_>, RingError> {
+        let pos = self.head.saturating_add(skip as u64);
+        if self.tail.saturating_sub(pos) < want as u64 {
+            self.reload()?;
+        }
+        let pos = pos.min(self.tail);
+        Ok(match self.pending {
+            Some(next) if pos >= self.switch_pos => next.ring.spans(pos, self.tail - pos),
+            _ => {
+                let end = self.tail.min(self.switch_pos);
+                self.ring.spans(pos, end - pos)
+            }
+        })
+    }
+
+    /// Bytes that can be read now (FIONREAD).
+    pub fn available(&mut self) -> Result<u64, RingError> {
+        self.reload()?;
+        Ok(self.tail - self.head)
+    }
+
+    /// The first `n` bytes are read; not more than were there. Tells the producer only when a
+    /// quarter of the ring has become free since last time (W3).
+    #[inline(always)]
+    pub fn consume(&mut self, n: usize) -> Wake {
+        self.head += (n as u64).min(self.tail - self.head);
+        if self.head >= self.switch_pos {
+            self.finish_switch();
+        }
+        if self.head - self.published >= self.ring.quarter() {
+            return self.publish();
+        }
+        Wake::NONE
+    }
+
+    /// Tells the producer all that was consumed.
+    pub fn publish(&mut self) -> Wake {
+        if self.published == self.head {
+            return Wake::NONE;
+        }
+        self.published = self.head;
+        // Releases our reads of the payload to the producer's load of `head`; and W2.
+        self.mine().head.swap(self.head, Ordering::SeqCst);
+        take(&self.theirs().want_space)
+    }
+
+    /// Asks for a wake-up when there is data: publishes, sets `bits` in the attention word, then
+    /// looks. The bits stay set either way; other waiters may share them.
+    pub fn arm_data(&mut self, bits: u32) -> Result<Armed, RingError> {
+        let wake = self.publish();
+        self.mine().want_data.fetch_or(bits, Ordering::SeqCst);
+        fence_after_rmw();
+        let ready = match self.has_data() {
+            Ok(ready) => ready,
+            // The wake-up must not be lost with the error.
+            Err(e) if wake.is_none() => return Err(e),
+            Err(_) => true,
+        };
+        Ok(Armed { ready, wake })
+    }
+
+    /// No wake-up for `bits` is needed any more (one may be on its way nonetheless).
+    pub fn disarm_data(&self, bits: u32) {
+        disarm(&self.mine().want_data, bits);
+    }
+
+    /// There is data or an end mark. This is also the condition for "readable".
+    pub fn has_data(&mut self) -> Result<bool, RingError> {
+        if self.tail != self.head {
+            return Ok(true);
+        }
+        let ended = self.theirs().end.load(Ordering::SeqCst) != 0;
+        self.reload()?;
+        Ok(ended || self.tail != self.head)
+    }
+
+    /// What follows the last byte, once everything before it is consumed.
+    pub fn end(&mut self) -> Result<Option<End>, RingError> {
+        if self.tail != self.head {
+            return Ok(None);
+        }
+        // Acquires the final tail, which precedes the mark.
+        let mark = self.theirs().end.load(Ordering::SeqCst);
+        if mark == 0 {
+            return Ok(None);
+        }
+        self.reload()?;
+        if self.tail != self.head {
+            return Ok(None);
+        }
+        match mark {
+            m if m == End::Fin as u32 => Ok(Some(End::Fin)),
+            m if m == End::Demote as u32 => Ok(Some(End::Demote)),
+            _ => Err(Violation::BadEnd.into()),
+        }
+    }
+
+    /// Offers `region` as the ring to use from the producer's next send on: the first one, a
+    /// larger one while the producer is limited, a smaller one when idle. The producer may be
+    /// waiting for just that.
+    pub fn offer(&mut self, region: Region) -> Result<Wake, OfferError> {
+        if self.pending.is_some() || self.retired.is_some() {
+            return Err(OfferError::Pending);
+        }
+        let ring = self.area.ring(region).ok_or(OfferError::Outside)?;
+        let offer = Offer {
+            generation: Offer::next_generation(self.generation),
+            region,
+        };
+        self.pending = Some(Pending { offer, ring });
+        self.mine().offer.swap(offer.pack(), Ordering::SeqCst);
+        Ok(take(&self.theirs().want_space))
+    }
+
+    /// The region of the ring that is no longer used, once: to be freed by the caller.
+    pub fn take_retired(&mut self) -> Result<Option<Region>, RingError> {
+        if self.pending.is_some() {
+            self.reload()?;
+        }
+        Ok(self.retired.take())
+    }
+
+    /// A switch of rings is under way, or its old ring has not been taken.
+    pub fn is_switching(&self) -> bool {
+        self.pending.is_some() || self.retired.is_some()
+    }
+
+    /// Every region that this direction holds, to be freed when it is over: current, offered,
+    /// retired.
+    pub fn into_regions(self) -> [Option<Region>; 3] {
+        [
+            self.region,
+            self.pending.map(|p| p.offer.region),
+            self.retired,
+        ]
+    }
+
+    /// Size of the current ring in bytes; 0 before the first one.
+    pub fn ring_size(&self) -> u64 {
+        self.ring.size()
+    }
+
+    /// Bytes ever consumed.
+    pub fn position(&self) -> u64 {
+        self.head
+    }
+
+    /// The window was too small for the producer since this was last asked.
+    pub fn producer_limited(&mut self) -> bool {
+        let now = self.theirs().limited.load(Ordering::Relaxed);
+        std::mem::replace(&mut self.limited_seen, now) != now
+    }
+
+    /// Adds to what the producer is told.
+    pub fn set_flags(&self, flags: RxFlags) -> Wake {
+        self.mine().flags.fetch_or(flags.bits(), Ordering::SeqCst);
+        take(&self.theirs().want_space)
+    }
+
+    /// Copies and validates the producer's tail, and a switch that it may lie beyond.
+    #[inline(always)]
+    fn reload(&mut self) -> Result<(), RingError> {
+        // Acquires the payload before `tail`. SeqCst for the second look of W2.
+        let tail = self.theirs().tail.load(Ordering::SeqCst);
+        // After the tail: a switch that this tail can be beyond is seen.
+        let generation = self.theirs().generation.load(Ordering::Acquire);
+        if generation != self.generation {
+            self.see_switch(generation)?;
+        }
+        if tail < self.tail {
+            return Err(Violation::TailMovedBack.into());
+        }
+        let window = match self.pending {
+            Some(next) if self.switch_pos != u64::MAX => self.switch_pos + next.ring.size(),
+            _ => self.head + self.ring.size(),
+        };
+        if tail > window {
+            return Err(Violation::TailBeyondWindow.into());
+        }
+        self.tail = tail;
+        Ok(())
+    }
+
+    /// The producer has adopted the pending ring: from which position on?
+    #[cold]
+    fn see_switch(&mut self, generation: u32) -> Result<(), RingError> {
+        let pos = self.theirs().switch_pos.load(Ordering::Relaxed);
+        match self.pending {
+            Some(next) if next.offer.generation == generation => {}
+            _ => return Err(Violation::BadSwitch.into()),
+        }
+        // It adopted after every tail seen with the generation before, within the old window.
+        if pos < self.tail || pos > self.head + self.ring.size() {
+            return Err(Violation::BadSwitch.into());
+        }
+        self.generation = generation;
+        self.switch_pos = pos;
+        if pos == self.head {
+            self.finish_switch();
+        }
+        Ok(())
+    }
+
+    /// The old ring is read to its end.
+    #[cold]
+    fn finish_switch(&mut self) {
+        if let Some(next) = self.pending.take() {
+            self.retired = self.region.replace(next.offer.region);
+            self.ring = next.ring;
+        }
+        self.switch_pos = u64::MAX;
+    }
+}

@@ -1,0 +1,235 @@
+//! Ring memory as raw pointers, and copying in and out of it. The peer may change every byte at
+//! any time, so no reference to payload is ever formed: bytes are copied, then interpreted.
+
+use std::marker::PhantomData;
+
+use crate::fabric::layout::Region;
+
+/// A byte of shared memory. Under loom a modelled cell, so that a model fails when payload is
+/// read or overwritten without being ordered after the other side's access.
+#[cfg(not(loom))]
+pub type Byte = u8;
+/// A byte of shared memory, modelled.
+#[cfg(loom)]
+pub type Byte = loom::cell::UnsafeCell<u8>;
+
+/// The data area of a mapped arena.
+#[derive(Clone, Copy, Debug)]
+pub struct DataArea {
+    base: *mut Byte,
+    len: usize,
+}
+
+impl DataArea {
+    /// The `len` bytes from `base` on.
+    ///
+    /// # Safety
+    /// They are mapped readable and writable, outside every Rust allocation that is accessed
+    /// through references, for as long as this value or a cursor made from it is used.
+    pub unsafe fn new(base: *mut Byte, len: usize) -> Self {
+        Self { base, len }
+    }
+
+    /// The ring in `region`; `None` when that is not wholly inside the area.
+    pub(super) fn ring(&self, region: Region) -> Option<RingMemory> {
+        let end = region.offset().checked_add(region.len())?;
+        (end <= self.len).then(|| RingMemory {
+            // In bounds of the area, by the check above.
+            ptr: self.base.wrapping_add(region.offset()),
+            size: region.len() as u64,
+        })
+    }
+}
+
+/// The memory of one ring inside a data area; of size 0 (no ring) or a power of two.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct RingMemory {
+    ptr: *mut Byte,
+    size: u64,
+}
+
+impl RingMemory {
+    pub(super) const NONE: RingMemory = RingMemory {
+        ptr: std::ptr::null_mut(),
+        size: 0,
+    };
+
+    #[inline(always)]
+    pub(super) fn size(&self) -> u64 {
+        self.size
+    }
+
+    /// A quarter of the ring: the unit in which space is given back and waited for.
+    #[inline(always)]
+    pub(super) fn quarter(&self) -> u64 {
+        self.size / 4
+    }
+
+    /// The pieces that hold positions `pos..pos + len`; `len` is cut to the size.
+    #[inline(always)]
+    pub(super) fn spans<'a>(&self, pos: u64, len: u64) -> Spans<'a> {
+        let len = len.min(self.size);
+        let at = pos & self.size.wrapping_sub(1);
+        let first = len.min(self.size.wrapping_sub(at));
+        Spans {
+            first: self.ptr.wrapping_add(at as usize),
+            first_len: first as usize,
+            second: self.ptr,
+            second_len: (len - first) as usize,
+            cursor: PhantomData,
+        }
+    }
+}
+
+/// Up to two pieces of ring memory, in stream order. Borrowed from the cursor, so that they
+/// cannot outlive a commit, a consume or a switch.
+#[derive(Clone, Copy, Debug)]
+pub struct Spans<'a> {
+    first: *mut Byte,
+    first_len: usize,
+    second: *mut Byte,
+    second_len: usize,
+    cursor: PhantomData<&'a mut ()>,
+}
+
+impl Spans<'_> {
+    /// Bytes in both pieces.
+    #[inline(always)]
+    pub fn len(&self) -> usize {
+        self.first_len + self.second_len
+    }
+
+    /// There is no piece.
+    #[inline(always)]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The pieces as (pointer, length in bytes), for vectored I/O on ring memory; the second may
+    /// be of length 0.
+    pub fn pieces(&self) -> [(*mut Byte, usize); 2] {
+        [(self.first, self.first_len), (self.second, self.second_len)]
+    }
+
+    /// Copies `len` bytes from `src` into the pieces, from byte `offset` of them on; returns how
+    /// many fitted.
+    ///
+    /// # Safety
+    /// `src` is readable for `len` bytes and not part of the pieces.
+    #[inline(always)]
+    pub unsafe fn copy_in(&self, offset: usize, src: *const u8, len: usize) -> usize {
+        // SAFETY: `src` by the caller; `each` hands out parts of the pieces, which are mapped
+        // for as long as the cursor that they borrow from, and `done + n <= len`.
+        self.each(offset, len, |ring, done, n| unsafe {
+            to_ring(src.add(done), ring, n)
+        })
+    }
+
+    /// Copies up to `len` bytes from byte `offset` of the pieces on to `dst`; returns how many.
+    ///
+    /// # Safety
+    /// `dst` is writable for `len` bytes and not part of the pieces.
+    #[inline(always)]
+    pub unsafe fn copy_out(&self, offset: usize, dst: *mut u8, len: usize) -> usize {
+        // SAFETY: as in `copy_in`, with `dst` by the caller.
+        self.each(offset, len, |ring, done, n| unsafe {
+            from_ring(ring, dst.add(done), n)
+        })
+    }
+
+    /// Calls `copy(part, bytes done, length)` for the parts that make up `len` bytes from
+    /// `offset` on; returns the bytes covered.
+    #[inline(always)]
+    fn each(&self, offset: usize, len: usize, copy: impl Fn(*mut Byte, usize, usize)) -> usize {
+        if offset < self.first_len && len <= self.first_len - offset {
+            copy(self.first.wrapping_add(offset), 0, len);
+            return len;
+        }
+        let first = len.min(self.first_len.saturating_sub(offset));
+        let second_at = offset.saturating_sub(self.first_len).min(self.second_len);
+        let second = (len - first).min(self.second_len - second_at);
+        if first > 0 {
+            copy(self.first.wrapping_add(offset), 0, first);
+        }
+        if second > 0 {
+            copy(self.second.wrapping_add(second_at), first, second);
+        }
+        first + second
+    }
+}
+
+/// # Safety
+/// `src` is readable and `ring` part of a mapped area for `len` bytes; they do not overlap.
+#[cfg(not(loom))]
+#[inline(always)]
+unsafe fn to_ring(src: *const u8, ring: *mut Byte, len: usize) {
+    // SAFETY: by the caller.
+    unsafe { copy(src, ring, len) }
+}
+
+/// # Safety
+/// `dst` is writable and `ring` part of a mapped area for `len` bytes; they do not overlap.
+#[cfg(not(loom))]
+#[inline(always)]
+unsafe fn from_ring(ring: *const Byte, dst: *mut u8, len: usize) {
+    // SAFETY: by the caller.
+    unsafe { copy(ring, dst, len) }
+}
+
+/// memcpy; up to 16 bytes as two moves that may overlap in the middle, since calling memcpy
+/// costs more than such a copy.
+///
+/// The side that is shared memory may change meanwhile: the result is then any mixture, which
+/// only a peer that breaks the protocol can cause, to its own bytes. Nothing is decided on them
+/// here.
+///
+/// # Safety
+/// `src` is readable and `dst` writable for `len` bytes; they do not overlap.
+#[cfg(not(loom))]
+#[inline(always)]
+unsafe fn copy(src: *const u8, dst: *mut u8, len: usize) {
+    /// # Safety
+    /// As `copy`, and `size_of::<T>() <= len <= 2 * size_of::<T>()`.
+    #[inline(always)]
+    unsafe fn ends<T: Copy>(src: *const u8, dst: *mut u8, len: usize) {
+        let last = len - size_of::<T>();
+        // SAFETY: both moves are within `len` bytes of either side; unaligned by design.
+        unsafe {
+            let a = src.cast::<T>().read_unaligned();
+            let b = src.add(last).cast::<T>().read_unaligned();
+            dst.cast::<T>().write_unaligned(a);
+            dst.add(last).cast::<T>().write_unaligned(b);
+        }
+    }
+    // SAFETY: by the caller; each arm's lengths suit its type.
+    unsafe {
+        match len {
+            8..=16 => ends::<u64>(src, dst, len),
+            4..=7 => ends::<u32>(src, dst, len),
+            2..=3 => ends::<u16>(src, dst, len),
+            1 => *dst = *src,
+            0 => {}
+            _ => std::ptr::copy_nonoverlapping(src, dst, len),
+        }
+    }
+}
+
+/// # Safety
+/// As without loom.
+#[cfg(loom)]
+unsafe fn to_ring(src: *const u8, ring: *mut Byte, len: usize) {
+    for i in 0..len {
+        // SAFETY: by the caller.
+        unsafe { (*ring.add(i)).with_mut(|byte| *byte = *src.add(i)) };
+    }
+}
+
+/// # Safety
+/// As without loom.
+#[cfg(loom)]
+unsafe fn from_ring(ring: *const Byte, dst: *mut u8, len: usize) {
+    for i in 0..len {
+        // SAFETY: by the caller.
+        unsafe { (*ring.add(i)).with(|byte| *dst.add(i) = *byte) };
+    }
+}

@@ -1,0 +1,224 @@
+//! The sending side's private cursor of one direction.
+
+use std::ptr::NonNull;
+
+use super::memory::{DataArea, RingMemory, Spans};
+use super::{
+    ConsumerLine, DirectionBlock, End, Offer, ProducerLine, RingError, RxFlags, Violation, Wake,
+    disarm, take,
+};
+use crate::sync::{Ordering, fence_after_rmw};
+
+/// The producer of one direction; used under the owner's lock of that direction.
+///
+/// A send is [`spans`](Self::spans), copy in, [`commit`](Self::commit). When there is no room:
+/// [`arm_space`](Self::arm_space), then sleep if that says so.
+#[derive(Debug)]
+pub struct Producer {
+    block: NonNull<DirectionBlock>,
+    area: DataArea,
+    ring: RingMemory,
+    /// Bytes ever committed.
+    tail: u64,
+    /// May write up to this position by what is known of the consumer.
+    limit: u64,
+    /// The consumer's head as last seen.
+    head: u64,
+    /// First position in the current ring.
+    switch_pos: u64,
+    /// The offer that the current ring comes from, as read.
+    offer: u64,
+    seen_flags: u32,
+    limited: u32,
+    /// The tail when `limited` was last counted: once per position, however often retried.
+    limited_at: Option<u64>,
+    ended: bool,
+}
+
+// SAFETY: a cursor is only pointers into shared memory, which any thread may use, and values.
+unsafe impl Send for Producer {}
+
+impl Producer {
+    /// The producer of a direction in its initial state, with rings in `area`, the data area of
+    /// the *receiver's* arena.
+    ///
+    /// # Safety
+    /// `block` is mapped and aligned, and stays so while the cursor exists; this process has
+    /// no other producer for it.
+    pub unsafe fn new(block: NonNull<DirectionBlock>, area: DataArea) -> Self {
+        Self {
+            block,
+            area,
+            ring: RingMemory::NONE,
+            tail: 0,
+            limit: 0,
+            head: 0,
+            switch_pos: 0,
+            offer: 0,
+            seen_flags: 0,
+            limited: 0,
+            limited_at: None,
+            ended: false,
+        }
+    }
+
+    #[inline(always)]
+    fn mine(&self) -> &ProducerLine {
+        // SAFETY: mapped while `self` exists, by the contract of `new`; all fields are atomics.
+        unsafe { &self.block.as_ref().producer }
+    }
+
+    #[inline(always)]
+    fn theirs(&self) -> &ConsumerLine {
+        // SAFETY: as in `mine`.
+        unsafe { &self.block.as_ref().consumer }
+    }
+
+    /// All the free pieces. Looks at the consumer only when less than `want` bytes are known to
+    /// be free; when that is so after looking too, this counts as limited by the window.
+    #[inline(always)]
+    pub fn spans(&mut self, want: usize) -> Result<Spans<'_>, RingError> {
+        if self.limit - self.tail < want as u64 {
+            self.refill(want as u64)?;
+        }
+        Ok(self.ring.spans(self.tail, self.limit - self.tail))
+    }
+
+    /// Hands the first `n` bytes of the spans to the consumer; not more than was free, and
+    /// nothing after [`end`](Self::end).
+    #[inline(always)]
+    pub fn commit(&mut self, n: usize) -> Wake {
+        let n = (n as u64).min(self.limit - self.tail);
+        if n == 0 {
+            return Wake::NONE;
+        }
+        self.tail += n;
+        // Releases the payload to the consumer's load of `tail`; and W2.
+        self.mine().tail.swap(self.tail, Ordering::SeqCst);
+        let wake = take(&self.theirs().want_data);
+        // The line is here anyway: notice a new offer, and let the next `spans` adopt it.
+        if self.theirs().offer.load(Ordering::Relaxed) != self.offer {
+            self.limit = self.tail;
+        }
+        wake
+    }
+
+    /// Marks what follows the last byte. Only the first mark counts; nothing can be sent after.
+    pub fn end(&mut self, end: End) -> Wake {
+        if self.ended {
+            return Wake::NONE;
+        }
+        self.ended = true;
+        self.limit = self.tail;
+        self.mine().end.swap(end as u32, Ordering::SeqCst);
+        take(&self.theirs().want_data)
+    }
+
+    /// Asks for a wake-up when there is space: sets `bits` in the attention word, then looks.
+    /// True: do not sleep, [`has_space`](Self::has_space) holds now. The bits stay set either
+    /// way; other waiters may share them.
+    pub fn arm_space(&mut self, bits: u32) -> Result<bool, RingError> {
+        self.mine().want_space.fetch_or(bits, Ordering::SeqCst);
+        fence_after_rmw();
+        self.has_space()
+    }
+
+    /// No wake-up for `bits` is needed any more (one may be on its way nonetheless).
+    pub fn disarm_space(&self, bits: u32) {
+        disarm(&self.mine().want_space, bits);
+    }
+
+    /// At least a quarter of the ring is free, or another ring is offered, or the consumer's
+    /// flags say what [`consumer_flags`](Self::consumer_flags) has not yet reported. This is
+    /// also the condition for "writable".
+    pub fn has_space(&mut self) -> Result<bool, RingError> {
+        self.reload()?;
+        let size = self.ring.size();
+        Ok(self.theirs().offer.load(Ordering::SeqCst) != self.offer
+            || self.theirs().flags.load(Ordering::SeqCst) != self.seen_flags
+            || size != 0 && self.window() - self.tail >= self.ring.quarter())
+    }
+
+    /// What the consumer has told so far. Unknown bits are dropped.
+    pub fn consumer_flags(&mut self) -> RxFlags {
+        self.seen_flags = self.theirs().flags.load(Ordering::SeqCst);
+        RxFlags::from_bits_truncate(self.seen_flags)
+    }
+
+    /// Bytes committed that the consumer has not published as consumed.
+    pub fn used(&mut self) -> Result<u64, RingError> {
+        self.reload()?;
+        Ok(self.tail - self.head)
+    }
+
+    /// Bytes that could be written now.
+    pub fn free(&mut self) -> Result<u64, RingError> {
+        self.reload()?;
+        Ok(self.limit - self.tail)
+    }
+
+    /// Bytes ever committed.
+    pub fn position(&self) -> u64 {
+        self.tail
+    }
+
+    /// Size of the current ring in bytes; 0 before the first one.
+    pub fn ring_size(&self) -> u64 {
+        self.ring.size()
+    }
+
+    /// Moves on to the ring that the consumer offers, if it does; true when it did. `spans` does
+    /// this by itself; to be called for an idle direction whose consumer wants to shrink.
+    pub fn adopt(&mut self) -> Result<bool, RingError> {
+        let word = self.theirs().offer.load(Ordering::SeqCst);
+        if word == self.offer || self.ended {
+            return Ok(false);
+        }
+        let offer = Offer::unpack(word).ok_or(Violation::BadOffer)?;
+        self.ring = self.area.ring(offer.region).ok_or(Violation::BadOffer)?;
+        self.offer = word;
+        self.switch_pos = self.tail;
+        self.limit = self.window();
+        let mine = self.mine();
+        mine.switch_pos.store(self.tail, Ordering::Relaxed);
+        // Releases `switch_pos` to the consumer's load of `generation`; the next tail releases both.
+        mine.generation.store(offer.generation, Ordering::Release);
+        Ok(true)
+    }
+
+    /// The end of the current ring's window: its bytes begin at the switch position, and older
+    /// ones are in the ring before.
+    fn window(&self) -> u64 {
+        self.head.max(self.switch_pos) + self.ring.size()
+    }
+
+    #[cold]
+    fn refill(&mut self, want: u64) -> Result<(), RingError> {
+        self.reload()?;
+        self.adopt()?;
+        if self.limit - self.tail < want && self.limited_at != Some(self.tail) && !self.ended {
+            self.limited_at = Some(self.tail);
+            self.limited = self.limited.wrapping_add(1);
+            self.mine().limited.store(self.limited, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    /// Copies and validates the consumer's head.
+    fn reload(&mut self) -> Result<(), RingError> {
+        // Acquires what the consumer's publishing released: it has read the bytes before `head`,
+        // so they may be overwritten. SeqCst for the second look of W2; no dearer on x86-64.
+        let head = self.theirs().head.load(Ordering::SeqCst);
+        if head < self.head {
+            return Err(Violation::HeadMovedBack.into());
+        }
+        if head > self.tail {
+            return Err(Violation::HeadBeyondTail.into());
+        }
+        self.head = head;
+        if !self.ended {
+            self.limit = self.window();
+        }
+        Ok(())
+    }
+}

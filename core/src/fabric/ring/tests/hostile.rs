@@ -1,0 +1,135 @@
+//! Values that no correct peer writes give an error and never an access outside the ring.
+
+use super::*;
+use proptest::prelude::*;
+
+fn pair() -> (Memory, Producer, Consumer) {
+    let m = Memory::new(1 << 14);
+    let (mut p, mut c) = (m.producer(), m.consumer());
+    let _ = c.offer(Region::new(0, 12).unwrap()).unwrap();
+    assert_eq!(send(&mut p, &[7; 100]).unwrap().0, 100);
+    assert_eq!(c.available(), Ok(100));
+    (m, p, c)
+}
+
+#[test]
+fn a_jumping_tail_is_refused() {
+    for (tail, want) in [
+        (99, Violation::TailMovedBack),
+        (4097, Violation::TailBeyondWindow),
+        (u64::MAX, Violation::TailBeyondWindow),
+    ] {
+        let (m, _, mut c) = pair();
+        m.block.producer.tail.store(tail, Ordering::Relaxed);
+        let spans = c.spans(1000).map(|s| s.len());
+        assert_eq!(spans, Err(RingError::PeerViolation(want)));
+        assert_eq!(c.spans(100).unwrap().len(), 100);
+    }
+}
+
+#[test]
+fn a_wandering_head_is_refused() {
+    let (m, mut p, _) = pair();
+    m.block.consumer.head.store(101, Ordering::Relaxed);
+    assert_eq!(p.free(), Err(Violation::HeadBeyondTail.into()));
+    m.block.consumer.head.store(50, Ordering::Relaxed);
+    assert_eq!(p.used(), Ok(50));
+    m.block.consumer.head.store(49, Ordering::Relaxed);
+    assert_eq!(p.arm_space(1), Err(Violation::HeadMovedBack.into()));
+}
+
+#[test]
+fn bad_offers_are_refused() {
+    let offer = |generation: u64, log2: u64, page: u64| generation << 40 | log2 << 32 | page;
+    for word in [
+        offer(0, 12, 0),
+        offer(2, 11, 0),
+        offer(2, 27, 0),
+        offer(2, 255, 0),
+        offer(2, 12, 4),
+        offer(2, 14, 1),
+        offer(2, 26, 0),
+        offer(2, 12, u64::from(u32::MAX)),
+    ] {
+        let (m, mut p, _) = pair();
+        m.block.consumer.offer.store(word, Ordering::Relaxed);
+        assert_eq!(p.adopt(), Err(Violation::BadOffer.into()), "{word:x}");
+        let (m, mut p, _) = pair();
+        assert_eq!(send(&mut p, &[0; 5]).unwrap().0, 5);
+        m.block.consumer.offer.store(word, Ordering::Relaxed);
+        let spans = p.spans(5000).map(|s| s.len());
+        assert_eq!(spans, Err(Violation::BadOffer.into()));
+    }
+}
+
+#[test]
+fn bad_switches_are_refused() {
+    for (generation, pos, offered) in [
+        (2, 100, false),
+        (3, 100, true),
+        (0, 100, true),
+        (2, 99, true),
+        (2, 4097, true),
+        (2, u64::MAX, true),
+    ] {
+        let (m, _, mut c) = pair();
+        if offered {
+            let _ = c.offer(Region::new(1, 12).unwrap()).unwrap();
+        }
+        let line = &m.block.producer;
+        line.switch_pos.store(pos, Ordering::Relaxed);
+        line.generation.store(generation, Ordering::Relaxed);
+        assert_eq!(c.available(), Err(Violation::BadSwitch.into()));
+    }
+}
+
+#[test]
+fn an_unknown_end_is_refused() {
+    let (m, _, mut c) = pair();
+    m.block.producer.end.store(77, Ordering::Relaxed);
+    assert_eq!(c.end(), Ok(None));
+    assert_eq!(recv(&mut c, &mut [0; 100]).unwrap().0, 100);
+    assert_eq!(c.end(), Err(Violation::BadEnd.into()));
+}
+
+fn word() -> impl Strategy<Value = u64> {
+    prop_oneof![
+        0u64..10_000,
+        any::<u64>(),
+        (0u64..8, 0u64..30, 0u64..8).prop_map(|(g, l, p)| g << 40 | l << 32 | p),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: if cfg!(miri) { 4 } else { 512 }, ..ProptestConfig::default() })]
+    /// Every word of the block is overwritten at random between the operations of both sides.
+    /// Whatever comes out, the copies stay inside the area (miri and the bounds of `spans` tell).
+    #[test]
+    fn random_words_never_leave_the_area(
+        ops in proptest::collection::vec((0u8..13, word(), 0usize..6000), 1..100),
+    ) {
+        let (m, mut p, mut c) = pair();
+        let (pl, cl) = (&m.block.producer, &m.block.consumer);
+        let area = m.area.as_ptr() as usize..m.area.as_ptr() as usize + m.area.len();
+        let inside = |s: &Spans<'_>| s.pieces().iter().all(|&(ptr, n)| {
+            n == 0 || area.contains(&(ptr as usize)) && ptr as usize + n <= area.end
+        });
+        let mut buf = vec![0; 6000];
+        for (what, word, n) in ops {
+            match what {
+                0 => pl.tail.store(word, Ordering::Relaxed),
+                1 => pl.generation.store(word as u32, Ordering::Relaxed),
+                2 => pl.switch_pos.store(word, Ordering::Relaxed),
+                3 => pl.end.store(word as u32, Ordering::Relaxed),
+                4 => cl.head.store(word, Ordering::Relaxed),
+                5 => cl.offer.store(word, Ordering::Relaxed),
+                6 => { let _ = c.offer(Region::new(word as u32 % 5, 12 + (n % 3) as u8).unwrap()); }
+                7 => { let _ = c.take_retired(); }
+                8 => { let _ = c.peek(n, n).map(|s| assert!(inside(&s))); }
+                9 | 10 => { let _ = p.spans(n).map(|s| assert!(inside(&s))); let _ = send(&mut p, &buf[..n]); }
+                _ => { let _ = c.spans(n).map(|s| assert!(inside(&s))); let _ = recv(&mut c, &mut buf[..n]); }
+            }
+            let _ = (p.has_space(), c.has_data(), c.end(), c.arm_data(1), p.arm_space(1));
+        }
+    }
+}

@@ -1,0 +1,122 @@
+//! loom models: every interleaving of small exchanges over rings of 4 and 8 bytes. A lost wake-up
+//! shows as a deadlock, an unordered access to payload as a failure of the modelled byte.
+
+use super::*;
+use loom::sync::{Arc, Condvar, Mutex};
+use loom::thread;
+
+/// An eventfd: `ring` adds, `wait` sleeps until there is something and takes it all.
+struct Doorbell(Mutex<u32>, Condvar);
+
+impl Doorbell {
+    fn new() -> Self {
+        Self(Mutex::new(0), Condvar::new())
+    }
+    fn ring(&self, wake: Wake) {
+        if !wake.is_none() {
+            *self.0.lock().unwrap() += 1;
+            self.1.notify_all();
+        }
+    }
+    fn wait(&self) {
+        let mut n = self.0.lock().unwrap();
+        while *n == 0 {
+            n = self.1.wait(n).unwrap();
+        }
+        *n = 0;
+    }
+}
+
+struct Model {
+    memory: Memory,
+    for_producer: Doorbell,
+    for_consumer: Doorbell,
+}
+
+fn check(preemptions: usize, rings: &'static [u8], total: u8, piece: usize) {
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound = Some(preemptions);
+    builder.check(move || {
+        let model = Arc::new(Model {
+            memory: Memory::new(32),
+            for_producer: Doorbell::new(),
+            for_consumer: Doorbell::new(),
+        });
+        let (mut p, mut c) = (model.memory.producer(), model.memory.consumer());
+        let producer = {
+            let model = model.clone();
+            thread::spawn(move || produce(&model, &mut p, total, piece))
+        };
+        consume(&model, &mut c, rings, total, piece);
+        producer.join().unwrap();
+    });
+}
+
+fn produce(model: &Model, p: &mut Producer, total: u8, piece: usize) {
+    let data: Vec<u8> = (1..=total).collect();
+    let mut sent = 0;
+    while sent < data.len() {
+        let end = data.len().min(sent + piece);
+        let (n, wake) = send(p, &data[sent..end]).unwrap();
+        model.for_consumer.ring(wake);
+        sent += n;
+        if n == 0 && !p.arm_space(1).unwrap() {
+            model.for_producer.wait();
+        }
+    }
+    model.for_consumer.ring(p.end(End::Fin));
+}
+
+/// Offers the rings (log2 of bytes) one after the other, each as soon as it may.
+fn consume(model: &Model, c: &mut Consumer, rings: &[u8], total: u8, piece: usize) {
+    let mut offers = rings.iter().enumerate();
+    let mut next = offers.next();
+    let mut received = Vec::new();
+    loop {
+        if let Some((i, &log2)) = next
+            && !c.is_switching()
+        {
+            // Rings do not overlap: 8 bytes apart.
+            let region = Region::new(i as u32 * 2, log2).unwrap();
+            model.for_producer.ring(c.offer(region).unwrap());
+            next = offers.next();
+        }
+        let mut buf = [0; 8];
+        let (n, wake) = recv(c, &mut buf[..piece]).unwrap();
+        model.for_producer.ring(wake);
+        received.extend_from_slice(&buf[..n]);
+        let _ = c.take_retired().unwrap();
+        if n == 0 {
+            if c.end().unwrap() == Some(End::Fin) {
+                break;
+            }
+            let armed = c.arm_data(1).unwrap();
+            model.for_producer.ring(armed.wake);
+            if !armed.ready {
+                model.for_consumer.wait();
+            }
+        }
+    }
+    let expected: Vec<u8> = (1..=total).collect();
+    assert_eq!(received, expected);
+}
+
+#[test]
+fn loom_ring_wraps_and_nobody_sleeps_on() {
+    check(3, &[2], 6, 3);
+}
+
+#[test]
+fn loom_ring_that_holds_back_its_head_wakes_the_producer() {
+    check(3, &[3], 11, 5);
+}
+
+#[test]
+fn loom_ring_grows_in_mid_stream() {
+    check(3, &[2, 3], 7, 3);
+}
+
+#[test]
+fn loom_ring_shrinks_in_mid_stream() {
+    check(3, &[3, 2], 7, 4);
+}

@@ -1,2 +1,53 @@
-//! The `rdmasock` command.
-fn main() {}
+//! The `rdmasock` command: runs programs with the library and shows what they do with it.
+//!
+//! Each subcommand has its file; this one parses the command line and turns errors into one
+//! message and an exit status (1: it could not be done, 2: it was asked for wrongly).
+
+mod elf;
+mod run;
+mod stat;
+
+use std::io::ErrorKind;
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// Moves the TCP connections of unmodified programs onto shared memory or RDMA.
+#[derive(Debug, Parser)]
+#[command(name = "rdmasock", version, max_term_width = 100)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Run a program with the library
+    Run(run::Options),
+    /// Show running programs, their links and connections
+    Stat(stat::Options),
+}
+
+fn main() -> ExitCode {
+    let result = match Cli::parse().command {
+        Command::Run(options) => run::run(&options),
+        Command::Stat(options) => stat::run(&options),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        // `rdmasock stat | head` is no fault.
+        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("rdmasock: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn is_broken_pipe(error: &anyhow::Error) -> bool {
+    error.chain().any(|cause| {
+        cause
+            .downcast_ref::<std::io::Error>()
+            .is_some_and(|error| error.kind() == ErrorKind::BrokenPipe)
+    })
+}

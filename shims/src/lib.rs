@@ -1,1 +1,4 @@
 //! placeholder
+pub mod config;
+pub mod log;
+pub mod rules;

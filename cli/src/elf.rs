@@ -1,0 +1,173 @@
+//! Whether LD_PRELOAD can work for a program: what its file says to the kernel and the dynamic
+//! loader. Not a general ELF reader.
+
+use std::fs::File;
+use std::io::Read;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+
+/// Why a preloaded library has no effect on a program, or stops it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Obstacle {
+    /// The loader ignores LD_PRELOAD for setuid and setgid programs and those with capabilities.
+    Privileged,
+    /// There is no dynamic loader.
+    Static,
+    /// Made for another processor or word size than the library.
+    OtherMachine,
+    /// Its C library is not glibc.
+    OtherLibc(String),
+}
+
+impl std::fmt::Display for Obstacle {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Privileged => f.write_str(
+                "is setuid, setgid or has file capabilities, so the dynamic loader ignores LD_PRELOAD; \
+                 run it as the user that it changes to (root: with its capabilities), or a copy without these bits",
+            ),
+            Self::Static => f.write_str(
+                "is statically linked, so LD_PRELOAD cannot work; use a dynamically linked build of it",
+            ),
+            Self::OtherMachine => f.write_str(
+                "is built for another processor or word size than librdmasock.so; use a native build of it",
+            ),
+            Self::OtherLibc(loader) => write!(
+                f,
+                "is linked with another C library than glibc (its loader is {loader}); use a build for glibc",
+            ),
+        }
+    }
+}
+
+/// The obstacle in the program at `path`, if there is one. A script is as good as its interpreter.
+/// A file that is neither a script nor ELF is left to the kernel to judge.
+///
+/// # Errors
+/// The file cannot be read.
+pub fn obstacle(path: &Path) -> Result<Option<Obstacle>> {
+    check(path, INTERPRETERS_MAX).with_context(|| format!("cannot read {}", path.display()))
+}
+
+/// The kernel follows as many interpreters that are scripts themselves (BINPRM, ELOOP beyond).
+const INTERPRETERS_MAX: u32 = 4;
+
+fn check(path: &Path, interpreters: u32) -> Result<Option<Obstacle>> {
+    let mut file = match File::open(path) {
+        Ok(file) => file,
+        // It can be run without being readable; we just cannot tell.
+        Err(error) if error.kind() == std::io::ErrorKind::PermissionDenied => return Ok(None),
+        Err(error) => return Err(error.into()),
+    };
+    if is_privileged(&file)? {
+        return Ok(Some(Obstacle::Privileged));
+    }
+    let mut head = Vec::new();
+    file.by_ref().take(256).read_to_end(&mut head)?;
+    if let Some(interpreter) = shebang(&head) {
+        return match interpreters.checked_sub(1) {
+            Some(left) => check(&interpreter, left),
+            None => Ok(None),
+        };
+    }
+    let Some(elf) = Elf::parse(&head) else {
+        return Ok(None);
+    };
+    let own = {
+        let mut head = Vec::new();
+        File::open("/proc/self/exe")?
+            .take(64)
+            .read_to_end(&mut head)?;
+        Elf::parse(&head)
+    };
+    if own.is_some_and(|own| (own.class, own.machine) != (elf.class, elf.machine)) {
+        return Ok(Some(Obstacle::OtherMachine));
+    }
+    Ok(match elf.loader(&file)? {
+        None => Some(Obstacle::Static),
+        Some(loader) if loader.contains("musl") => Some(Obstacle::OtherLibc(loader)),
+        Some(_) => None,
+    })
+}
+
+/// The interpreter of a script.
+fn shebang(head: &[u8]) -> Option<PathBuf> {
+    let line = head
+        .strip_prefix(b"#!")?
+        .split(|byte| *byte == b'\n')
+        .next()?;
+    let line = std::str::from_utf8(line).ok()?;
+    line.split_whitespace().next().map(PathBuf::from)
+}
+
+/// Whether running the file would make the kernel set AT_SECURE for this user.
+fn is_privileged(file: &File) -> Result<bool> {
+    const SETUID: u32 = 0o4000;
+    const SETGID_EXECUTABLE: u32 = 0o2010;
+    let meta = file.metadata()?;
+    let uid = rustix::process::geteuid();
+    let gid = rustix::process::getegid();
+    let changes_uid = meta.mode() & SETUID != 0 && meta.uid() != uid.as_raw();
+    let changes_gid =
+        meta.mode() & SETGID_EXECUTABLE == SETGID_EXECUTABLE && meta.gid() != gid.as_raw();
+    // Root has the capabilities already.
+    let adds_capabilities = !uid.is_root()
+        && rustix::fs::fgetxattr(file, "security.capability", &mut [0_u8; 64]).is_ok();
+    Ok(changes_uid || changes_gid || adds_capabilities)
+}
+
+/// What is needed of an ELF header (System V ABI, "ELF Header"), 64-bit little-endian but for
+/// class and machine.
+#[derive(Debug)]
+struct Elf {
+    class: u8,
+    machine: u16,
+    /// Offset of the program headers in the file.
+    table: u64,
+    /// Number of program headers.
+    count: u16,
+}
+
+impl Elf {
+    const ENTRY: usize = 56;
+    const PT_INTERP: u32 = 3;
+
+    fn parse(head: &[u8]) -> Option<Self> {
+        head.starts_with(b"\x7fELF").then_some(())?;
+        Some(Self {
+            class: *head.get(4)?,
+            machine: u16::from_le_bytes(field(head, 18)?),
+            table: u64::from_le_bytes(field(head, 32)?),
+            count: u16::from_le_bytes(field(head, 56)?),
+        })
+    }
+
+    /// Path of the dynamic loader; `None` in a static program.
+    fn loader(&self, file: &File) -> Result<Option<String>> {
+        let mut table = vec![0; usize::from(self.count) * Self::ENTRY];
+        file.read_exact_at(&mut table, self.table)
+            .context("its program headers")?;
+        let interp = table
+            .chunks_exact(Self::ENTRY)
+            .find(|entry| field(entry, 0).map(u32::from_le_bytes) == Some(Self::PT_INTERP));
+        let Some(offset) = interp.and_then(|entry| field(entry, 8)) else {
+            return Ok(None);
+        };
+        let mut path = [0; 256];
+        let length = file.read_at(&mut path, u64::from_le_bytes(offset))?;
+        let path = path
+            .iter()
+            .take(length)
+            .copied()
+            .take_while(|byte| *byte != 0);
+        let path: Vec<u8> = path.collect();
+        Ok(Some(String::from_utf8_lossy(&path).into_owned()))
+    }
+}
+
+/// `N` bytes of `bytes` from `at`.
+fn field<const N: usize>(bytes: &[u8], at: usize) -> Option<[u8; N]> {
+    bytes.get(at..)?.first_chunk().copied()
+}

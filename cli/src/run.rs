@@ -1,0 +1,218 @@
+//! `rdmasock run`: sets the environment and becomes the program.
+//!
+//! The options are those of the library's table of variables, checked by the library's own
+//! parser, so that a mistake is an error here and not a line of the program's stderr.
+
+use std::env;
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, bail};
+use clap::builder::OsStringValueParser;
+use clap::{Arg, ArgMatches, Args, FromArgMatches};
+use rdmasock_shims::config::{Config, VARIABLES};
+
+use crate::elf;
+
+const LIBRARY: &str = "librdmasock.so";
+const LIBRARY_VARIABLE: &str = "RDMASOCK_LIBRARY";
+const PRELOAD: &str = "LD_PRELOAD";
+const PROGRAM: &str = "program";
+
+/// Options of `rdmasock run`.
+#[derive(Debug)]
+pub struct Options {
+    /// Variables that were given as options, with their values.
+    variables: Vec<(&'static str, OsString)>,
+    /// The program with its arguments.
+    program: Vec<OsString>,
+}
+
+impl Args for Options {
+    fn augment_args(command: clap::Command) -> clap::Command {
+        let options = VARIABLES.iter().map(|variable| {
+            Arg::new(variable.name)
+                .long(variable.option)
+                .value_name(variable.placeholder)
+                .value_parser(OsStringValueParser::new())
+                .help(format!(
+                    "{} ({}) [{}; default: {}]",
+                    variable.meaning, variable.accepts, variable.name, variable.default
+                ))
+        });
+        let program = Arg::new(PROGRAM)
+            .value_names(["PROGRAM", "ARGS"])
+            .num_args(1..)
+            .required(true)
+            .trailing_var_arg(true)
+            .allow_hyphen_values(true)
+            .value_parser(OsStringValueParser::new())
+            .help("The program and its arguments");
+        command
+            .args(options)
+            .arg(program)
+            .override_usage("rdmasock run [OPTIONS] -- PROGRAM [ARGS]...")
+            .after_help(
+                "An option that is not given leaves its variable as it is in the environment.",
+            )
+    }
+
+    fn augment_args_for_update(command: clap::Command) -> clap::Command {
+        Self::augment_args(command)
+    }
+}
+
+impl FromArgMatches for Options {
+    fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
+        let variables = VARIABLES.iter().filter_map(|variable| {
+            let value = matches.get_one::<OsString>(variable.name)?;
+            Some((variable.name, value.clone()))
+        });
+        let program = matches.get_many(PROGRAM).unwrap_or_default();
+        let options = Self {
+            variables: variables.collect(),
+            program: program.cloned().collect(),
+        };
+        options.check()?;
+        Ok(options)
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
+        *self = Self::from_arg_matches(matches)?;
+        Ok(())
+    }
+}
+
+impl Options {
+    /// Lets the library judge the values, together with those that the environment has.
+    fn check(&self) -> Result<(), clap::Error> {
+        let is_given = |name: &OsStr| self.variables.iter().any(|(given, _)| *given == name);
+        let inherited = env::vars_os().filter(|(name, _)| !is_given(name));
+        let given = self
+            .variables
+            .iter()
+            .map(|(name, value)| ((*name).into(), value.clone()));
+        let (_, faults) = Config::from_vars(inherited.chain(given));
+        if faults.is_empty() {
+            return Ok(());
+        }
+        let text = format!("{}\n", faults.join("\n"));
+        Err(clap::Error::raw(clap::error::ErrorKind::InvalidValue, text))
+    }
+
+    fn option(&self, name: &str) -> Option<&OsStr> {
+        let found = self.variables.iter().find(|(given, _)| *given == name);
+        found.map(|(_, value)| value.as_os_str())
+    }
+}
+
+/// Runs the program; comes back only if that cannot be done.
+pub fn run(options: &Options) -> Result<()> {
+    let [name, arguments @ ..] = options.program.as_slice() else {
+        bail!("no program given");
+    };
+    let library = find_library(options.option(LIBRARY_VARIABLE))?;
+    let program = find_program(name)?;
+    if let Some(obstacle) = elf::obstacle(&program)? {
+        bail!("{} {obstacle}", program.display());
+    }
+    let error = Command::new(&program)
+        .arg0(name)
+        .args(arguments)
+        .envs(options.variables.iter().map(|(name, value)| (name, value)))
+        .env(PRELOAD, preload(env::var_os(PRELOAD), &library))
+        .exec();
+    Err(error).with_context(|| format!("cannot run {}", program.display()))
+}
+
+/// The list of libraries to preload with `library` as its last.
+fn preload(before: Option<OsString>, library: &Path) -> OsString {
+    let mut list = before.unwrap_or_default();
+    let is_separator = |byte: &u8| matches!(byte, b':' | b' ');
+    let mut listed = list.as_bytes().split(is_separator);
+    if !listed.any(|path| path == library.as_os_str().as_bytes()) {
+        if !list.is_empty() {
+            list.push(":");
+        }
+        list.push(library);
+    }
+    list
+}
+
+fn find_library(option: Option<&OsStr>) -> Result<PathBuf> {
+    let given = option
+        .map(OsStr::to_owned)
+        .or_else(|| env::var_os(LIBRARY_VARIABLE))
+        .filter(|path| !path.is_empty());
+    let candidates = match given {
+        Some(path) => vec![PathBuf::from(path)],
+        None => {
+            let exe = env::current_exe().context("cannot tell where this command is")?;
+            let folder = exe.parent().unwrap_or(Path::new("/"));
+            vec![folder.join(LIBRARY), folder.join("../lib").join(LIBRARY)]
+        }
+    };
+    let Some(found) = candidates.iter().find(|path| path.is_file()) else {
+        let tried: Vec<_> = candidates
+            .iter()
+            .map(|path| path.display().to_string())
+            .collect();
+        bail!(
+            "cannot find {LIBRARY} (tried {}); build it with `cargo build --release`, or say where \
+             it is with --library PATH or {LIBRARY_VARIABLE}",
+            tried.join(", ")
+        );
+    };
+    let library = found
+        .canonicalize()
+        .with_context(|| found.display().to_string())?;
+    if library
+        .as_os_str()
+        .as_bytes()
+        .iter()
+        .any(|byte| matches!(byte, b':' | b' '))
+    {
+        bail!(
+            "{}: the dynamic loader takes no path with a space or a colon; put it elsewhere",
+            library.display()
+        );
+    }
+    Ok(library)
+}
+
+/// The program's file, as execvp(3) would find it.
+fn find_program(name: &OsStr) -> Result<PathBuf> {
+    if name.as_bytes().contains(&b'/') {
+        return Ok(PathBuf::from(name));
+    }
+    let path = env::var_os("PATH").unwrap_or_else(|| "/bin:/usr/bin".into());
+    env::split_paths(&path)
+        .map(|folder| folder.join(name))
+        .find(|file| file.is_file() && is_executable(file))
+        .with_context(|| format!("{}: not found in PATH", name.display()))
+}
+
+fn is_executable(file: &Path) -> bool {
+    rustix::fs::access(file, rustix::fs::Access::EXEC_OK).is_ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_library_is_appended_once() {
+        let library = Path::new("/lib/librdmasock.so");
+        for (before, after) in [
+            (None, "/lib/librdmasock.so"),
+            (Some(""), "/lib/librdmasock.so"),
+            (Some("a.so b.so"), "a.so b.so:/lib/librdmasock.so"),
+            (Some("/lib/librdmasock.so:b.so"), "/lib/librdmasock.so:b.so"),
+        ] {
+            assert_eq!(preload(before.map(OsString::from), library), after);
+        }
+    }
+}

@@ -1,0 +1,102 @@
+//! `rdmasock stat`: the running instances with their links and streams, as tables or JSON.
+//!
+//! It only reads the counters that instances keep in shared memory; the programs do not notice.
+
+mod json;
+mod tables;
+
+use std::io::{IsTerminal, Write};
+use std::time::Duration;
+
+use anyhow::{Context, Result, anyhow};
+use clap::Args;
+use rdmasock_core::stats::{self, Process};
+
+/// Options of `rdmasock stat`.
+#[derive(Debug, Args)]
+pub struct Options {
+    /// Show again every so many seconds, until interrupted
+    #[arg(long, value_name = "SECONDS", num_args = 0..=1, default_missing_value = "1", value_parser = seconds)]
+    watch: Option<Duration>,
+    /// Print JSON, with --watch one document a line
+    #[arg(long)]
+    json: bool,
+    /// Show only the process with this pid
+    #[arg(long)]
+    pid: Option<u32>,
+}
+
+fn seconds(text: &str) -> Result<Duration, String> {
+    let accepted = || "a number of seconds from 0.1 to 86400 is accepted".to_owned();
+    let number: f64 = text.parse().map_err(|_| accepted())?;
+    if (0.1..=86_400.0).contains(&number) {
+        Ok(Duration::from_secs_f64(number))
+    } else {
+        Err(accepted())
+    }
+}
+
+/// Shows the instances once, or again and again.
+pub fn run(options: &Options) -> Result<()> {
+    let mut out = std::io::stdout().lock();
+    loop {
+        let text = render(options, &gather(options.pid)?)?;
+        if options.watch.is_some() && !options.json && out.is_terminal() {
+            // Cursor home, then clear to the end of the screen.
+            out.write_all(b"\x1b[H\x1b[2J")?;
+        }
+        out.write_all(text.as_bytes())?;
+        out.flush()?;
+        match options.watch {
+            Some(interval) => std::thread::sleep(interval),
+            None => return Ok(()),
+        }
+    }
+}
+
+fn gather(pid: Option<u32>) -> Result<Vec<Process>> {
+    let Some(pid) = pid else {
+        return stats::instances().context("cannot list /proc");
+    };
+    let found = stats::instance_of(pid).with_context(|| {
+        format!("cannot look at process {pid} (it has to run, and to be yours unless you are root)")
+    })?;
+    let process = found.ok_or_else(|| {
+        anyhow!(
+            "process {pid} does not run with the library, or has not yet used a socket; start it \
+             with `rdmasock run -- PROGRAM`"
+        )
+    })?;
+    Ok(vec![process])
+}
+
+fn render(options: &Options, processes: &[Process]) -> Result<String> {
+    if options.json {
+        let document = json::Document::from(processes);
+        let text = match options.watch {
+            Some(_) => serde_json::to_string(&document)?,
+            None => serde_json::to_string_pretty(&document)?,
+        };
+        return Ok(text + "\n");
+    }
+    Ok(tables::render(processes))
+}
+
+/// An instance id as it is written.
+fn hex(id: [u8; 16]) -> String {
+    format!("{:032x}", u128::from_be_bytes(id))
+}
+
+/// The word for a code, or for one that this version does not know.
+fn word(text: Option<&'static str>) -> &'static str {
+    text.unwrap_or("unknown")
+}
+
+/// Why a stream is on TCP; `None` where it is not, or nothing is known.
+fn why_tcp(stream: &stats::StreamSnapshot) -> Option<String> {
+    match stream.why {
+        _ if !stream.is_on_tcp() => None,
+        Ok(why) => (why.reason != stats::Reason::None).then(|| why.to_string()),
+        Err(code) => Some(format!("unknown reason {code}")),
+    }
+}

@@ -1,0 +1,217 @@
+//! The tables of `rdmasock stat`, for people.
+
+use core::net::SocketAddr;
+use std::fmt::Write;
+
+use comfy_table::{CellAlignment, Table, presets};
+use rdmasock_core::stats::{Counts, Direction, Event, LinkState, Path, Process, StreamSnapshot};
+
+use super::{hex, why_tcp, word};
+
+/// One section a process.
+pub fn render(processes: &[Process]) -> String {
+    if processes.is_empty() {
+        return "No program that you may look at runs with rdmasock (root sees those of all users).\n".to_owned();
+    }
+    let sections: Vec<String> = processes.iter().map(section).collect();
+    sections.join("\n")
+}
+
+fn section(process: &Process) -> String {
+    let seen = &process.instance;
+    let mut text = format!(
+        "{}  pid {}  uid {}  up {}  id {}\n",
+        seen.program,
+        process.pid,
+        process.uid,
+        duration(seen.uptime.as_secs()),
+        hex(seen.id),
+    );
+    let totals = &seen.totals;
+    let counts = [
+        ("streams", totals.streams),
+        ("promoted", totals.promoted),
+        ("demoted", totals.demoted),
+        ("asks", seen.count(Event::Ask)),
+        ("yes", seen.count(Event::Yes)),
+        ("no", seen.count(Event::No)),
+        ("time-outs", seen.count(Event::HandshakeTimeout)),
+        ("violations", seen.count(Event::LinkViolation)),
+    ];
+    let counts: Vec<String> = counts
+        .iter()
+        .map(|(name, n)| format!("{name} {n}"))
+        .collect();
+    // Writing to a String cannot fail.
+    let _ = writeln!(text, "{}", counts.join("  "));
+
+    let mut sums = table(&["total", "sent", "calls", "received", "calls"]);
+    let (tx, rx) = (totals.tx, totals.rx);
+    sums.add_row([
+        "tcp".into(),
+        bytes(tx.tcp_bytes),
+        tx.tcp_calls.to_string(),
+        bytes(rx.tcp_bytes),
+        rx.tcp_calls.to_string(),
+    ]);
+    sums.add_row([
+        "link".into(),
+        bytes(tx.link_bytes),
+        tx.link_calls.to_string(),
+        bytes(rx.link_bytes),
+        rx.link_calls.to_string(),
+    ]);
+    align_right(&mut sums, 1..5);
+    let _ = writeln!(text, "{sums}");
+
+    if !seen.links.is_empty() {
+        let mut links = table(&["link to", "pid", "fabric", "state", "streams"]);
+        for link in &seen.links {
+            let state = word(link.state.map(LinkState::text));
+            let state = match link.why {
+                Ok(why) if link.state == Some(LinkState::Down) => format!("{state}: {why}"),
+                _ => state.to_owned(),
+            };
+            let fabric = word(link.fabric.map(Path::text)).to_owned();
+            links.add_row([
+                hex(link.peer),
+                link.peer_pid.to_string(),
+                fabric,
+                state,
+                link.streams.to_string(),
+            ]);
+        }
+        align_right(&mut links, [1, 4]);
+        let _ = writeln!(text, "{links}");
+    }
+    if !seen.streams.is_empty() {
+        let mut streams = table(&[
+            "fd",
+            "local",
+            "",
+            "peer",
+            "path",
+            "sent tcp",
+            "sent link",
+            "received tcp",
+            "received link",
+            "calls",
+            "why on tcp",
+        ]);
+        for stream in &seen.streams {
+            streams.add_row(row(stream));
+        }
+        align_right(&mut streams, [0, 5, 6, 7, 8, 9]);
+        let _ = writeln!(text, "{streams}");
+    }
+    text
+}
+
+fn row(stream: &StreamSnapshot) -> [String; 11] {
+    let arrow = match stream.direction {
+        Some(Direction::Accept) => "<-",
+        Some(Direction::Connect) => "->",
+        None => "--",
+    };
+    let calls = |counts: Counts| counts.tcp_calls.saturating_add(counts.link_calls);
+    [
+        stream.fd.to_string(),
+        address(stream.local),
+        arrow.to_owned(),
+        address(stream.peer),
+        path(stream),
+        bytes(stream.tx.tcp_bytes),
+        bytes(stream.tx.link_bytes),
+        bytes(stream.rx.tcp_bytes),
+        bytes(stream.rx.link_bytes),
+        calls(stream.tx)
+            .saturating_add(calls(stream.rx))
+            .to_string(),
+        why_tcp(stream).unwrap_or_default(),
+    ]
+}
+
+/// One word where both directions agree.
+fn path(stream: &StreamSnapshot) -> String {
+    let tx = word(stream.tx_path.map(Path::text));
+    let rx = word(stream.rx_path.map(Path::text));
+    if tx == rx {
+        tx.to_owned()
+    } else {
+        format!("{tx} out, {rx} in")
+    }
+}
+
+fn address(addr: Option<SocketAddr>) -> String {
+    addr.map_or_else(|| "?".to_owned(), |addr| addr.to_string())
+}
+
+fn table(header: &[&str]) -> Table {
+    let mut table = Table::new();
+    table
+        .load_preset(presets::UTF8_HORIZONTAL_ONLY)
+        .set_header(header);
+    table
+}
+
+fn align_right(table: &mut Table, columns: impl IntoIterator<Item = usize>) {
+    for index in columns {
+        if let Some(column) = table.column_mut(index) {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+    }
+}
+
+/// Bytes with three or four digits and a unit.
+fn bytes(count: u64) -> String {
+    const UNITS: [&str; 6] = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
+    let mut size = count as f64;
+    let mut unit = "B";
+    for larger in UNITS {
+        if size < 1024.0 {
+            break;
+        }
+        size /= 1024.0;
+        unit = larger;
+    }
+    if unit == "B" {
+        format!("{count} B")
+    } else {
+        format!("{size:.1} {unit}")
+    }
+}
+
+fn duration(seconds: u64) -> String {
+    let (minutes, hours, days) = (seconds / 60, seconds / 3600, seconds / 86_400);
+    match (days, hours, minutes) {
+        (0, 0, 0) => format!("{seconds} s"),
+        (0, 0, _) => format!("{minutes} min {} s", seconds % 60),
+        (0, _, _) => format!("{hours} h {} min", minutes % 60),
+        _ => format!("{days} d {} h", hours % 24),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn figures_have_units() {
+        for (count, text) in [
+            (0, "0 B"),
+            (1023, "1023 B"),
+            (1024, "1.0 KiB"),
+            (u64::MAX, "16.0 EiB"),
+        ] {
+            assert_eq!(bytes(count), text);
+        }
+        for (seconds, text) in [
+            (59, "59 s"),
+            (61, "1 min 1 s"),
+            (3660, "1 h 1 min"),
+            (90_000, "1 d 1 h"),
+        ] {
+            assert_eq!(duration(seconds), text);
+        }
+    }
+}

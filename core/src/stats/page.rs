@@ -1,0 +1,236 @@
+//! The owner's side of the page: making it, opening and closing slots.
+//!
+//! Not here: the counters' hot methods (layout.rs), and reading (read.rs).
+
+use core::mem::size_of;
+use core::net::SocketAddr;
+use core::ptr::{self, NonNull};
+use core::sync::atomic::Ordering::{Relaxed, Release};
+
+use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use rustix::io::Errno;
+use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous};
+use rustix::process::{Resource, getrlimit};
+use rustix::time::{ClockId, clock_gettime};
+
+use super::layout::{Header, MAGIC, PROGRAM_MAX, VERSION, moved};
+use super::{
+    Direction, Event, LINK_SLOTS, LinkState, LinkStats, MEMFD_NAME, Path, STREAM_SLOTS, StatsPage,
+    StreamStats, Why,
+};
+
+/// Who the instance is.
+#[derive(Clone, Copy, Debug)]
+pub struct InstanceInfo<'a> {
+    /// getpid(): in the pid namespace of the process.
+    pub pid: u32,
+    /// The instance's random 128-bit id.
+    pub instance: [u8; 16],
+    /// Name of the program; longer than 64 bytes is cut.
+    pub program: &'a [u8],
+}
+
+/// A stream as it is opened: both directions on TCP.
+#[derive(Clone, Copy, Debug)]
+pub struct StreamInfo {
+    /// The program's fd.
+    pub fd: i32,
+    /// Which end of the connection this is.
+    pub direction: Direction,
+    /// Local address, if known by now.
+    pub local: Option<SocketAddr>,
+    /// The peer's address, if known by now.
+    pub peer: Option<SocketAddr>,
+    /// Why it is on TCP, as a rule [`super::Reason::BelowThreshold`].
+    pub why: Why,
+}
+
+/// A link as it is opened.
+#[derive(Clone, Copy, Debug)]
+pub struct LinkInfo {
+    /// What it runs on.
+    pub fabric: Path,
+    /// The peer's instance id.
+    pub peer: [u8; 16],
+    /// The peer's pid as this process sees it; 0 if not known (another host).
+    pub peer_pid: u32,
+}
+
+impl StatsPage {
+    /// Makes the page of this instance. The mapping is never undone. The fd has to stay open
+    /// (close-on-exec is set) for readers to find the page; the caller moves it to a high number.
+    /// `None` means that no memfd could be had: the page is then private, counted but not visible.
+    ///
+    /// A fork child makes its own page anew; the one it inherited still counts for the parent.
+    ///
+    /// # Errors
+    /// `ENOMEM` and the like where not even private memory can be mapped.
+    pub fn create(info: InstanceInfo<'_>) -> Result<(&'static StatsPage, Option<OwnedFd>), Errno> {
+        let shared = sealed_memfd().and_then(|fd| Ok((map(Some(fd.as_fd()))?, Some(fd))));
+        let (page, fd) = match shared {
+            Ok(made) => made,
+            Err(_) => (map(None)?, None),
+        };
+        page.fill_header(info);
+        Ok((page, fd))
+    }
+
+    fn fill_header(&self, info: InstanceInfo<'_>) {
+        let header = &self.header;
+        let size = |bytes: usize| u32::try_from(bytes).unwrap_or(0);
+        header.version.store(VERSION, Relaxed);
+        header.header_size.store(size(size_of::<Header>()), Relaxed);
+        header
+            .link_size
+            .store(size(size_of::<LinkStats>()), Relaxed);
+        header.link_slots.store(LINK_SLOTS, Relaxed);
+        header
+            .stream_size
+            .store(size(size_of::<StreamStats>()), Relaxed);
+        header.stream_slots.store(STREAM_SLOTS, Relaxed);
+        header.pid.store(info.pid, Relaxed);
+        header.started.store(monotonic_ns(), Relaxed);
+        for (cell, byte) in header.instance.iter().zip(info.instance) {
+            cell.store(byte, Relaxed);
+        }
+        for (cell, byte) in header.program.iter().zip(info.program) {
+            cell.store(*byte, Relaxed);
+        }
+        let length = info.program.len().min(PROGRAM_MAX);
+        header.program_len.store(size(length), Relaxed);
+        // Pairs with the reader's Acquire: a valid magic means a complete header.
+        header.magic.store(MAGIC, Release);
+    }
+
+    /// Counts an event.
+    pub fn count(&self, event: Event) {
+        if let Some(counter) = self.header.events.get(event as usize) {
+            counter.fetch_add(1, Relaxed);
+        }
+    }
+
+    /// The slot, whether in use or not; `None` beyond [`STREAM_SLOTS`].
+    #[inline]
+    #[must_use]
+    pub fn stream(&self, slot: u32) -> Option<&StreamStats> {
+        self.streams.get(slot as usize)
+    }
+
+    /// The slot, whether in use or not; `None` beyond [`LINK_SLOTS`].
+    #[inline]
+    #[must_use]
+    pub fn link(&self, slot: u32) -> Option<&LinkStats> {
+        self.links.get(slot as usize)
+    }
+
+    /// Gives `slot` to a new stream, closing the one that had it. The caller owns the slot: no
+    /// other thread opens, closes or counts on it meanwhile. `None` beyond [`STREAM_SLOTS`].
+    pub fn open_stream(&self, slot: u32, info: &StreamInfo) -> Option<&StreamStats> {
+        let stream = self.stream(slot)?;
+        self.close_stream(slot);
+        stream.reset(info.fd, info.direction);
+        stream.set_addrs(info.local, info.peer);
+        stream.set_why(info.why);
+        self.header.opened.fetch_add(1, Relaxed);
+        stream.word.publish();
+        Some(stream)
+    }
+
+    /// Frees `slot` and adds its counters to the totals; nothing if it was free. The caller owns
+    /// the slot (see [`Self::open_stream`]).
+    pub fn close_stream(&self, slot: u32) {
+        let Some(stream) = self.stream(slot).filter(|s| s.word.is_open()) else {
+            return;
+        };
+        let header = &self.header;
+        // Release: what follows is not seen before it by a reader that then sees no closing begun.
+        header.closings_begun.fetch_add(1, Relaxed);
+        core::sync::atomic::fence(Release);
+        header.closed_tx.fold(stream.tx.load());
+        header.closed_rx.fold(stream.rx.load());
+        let bits = stream.moved.load(Relaxed);
+        if bits & moved::PROMOTED == moved::PROMOTED {
+            header.promoted.fetch_add(1, Relaxed);
+        }
+        if bits & moved::DEMOTED != 0 {
+            header.demoted.fetch_add(1, Relaxed);
+        }
+        stream.word.free();
+        // Pairs with the reader's Acquire load of this counter.
+        header.closings_done.fetch_add(1, Release);
+    }
+
+    /// Gives `slot` to a new link that is being set up. The caller owns the slot. `None` beyond
+    /// [`LINK_SLOTS`].
+    pub fn open_link(&self, slot: u32, info: &LinkInfo) -> Option<&LinkStats> {
+        let link = self.link(slot)?;
+        link.word.free();
+        link.state.store(LinkState::Opening as u8, Relaxed);
+        link.fabric.store(info.fabric as u8, Relaxed);
+        link.peer_pid.store(info.peer_pid, Relaxed);
+        link.streams.store(0, Relaxed);
+        link.why.store(0, Relaxed);
+        for (cell, byte) in link.peer.iter().zip(info.peer) {
+            cell.store(byte, Relaxed);
+        }
+        link.word.publish();
+        Some(link)
+    }
+
+    /// Frees the slot of a link.
+    pub fn close_link(&self, slot: u32) {
+        if let Some(link) = self.link(slot) {
+            link.word.free();
+        }
+    }
+}
+
+/// CLOCK_MONOTONIC in ns.
+pub(super) fn monotonic_ns() -> u64 {
+    let now = clock_gettime(ClockId::Monotonic);
+    u64::try_from(now.tv_sec)
+        .unwrap_or(0)
+        .saturating_mul(1_000_000_000)
+        .saturating_add(u64::try_from(now.tv_nsec).unwrap_or(0))
+}
+
+/// A sparse memfd of the page's size, sealed so that a reader's mapping can never fault.
+fn sealed_memfd() -> Result<OwnedFd, Errno> {
+    let size = size_of::<StatsPage>() as u64;
+    // Growing a file beyond RLIMIT_FSIZE would not only fail, it would send SIGXFSZ.
+    if getrlimit(Resource::Fsize)
+        .current
+        .is_some_and(|limit| limit < size)
+    {
+        return Err(Errno::FBIG);
+    }
+    let base = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    // Kernels before 6.3 do not know NOEXEC_SEAL; vm.memfd_noexec=2 on later ones asks for it.
+    let fd = memfd_create(MEMFD_NAME, base | MemfdFlags::NOEXEC_SEAL)
+        .or_else(|_| memfd_create(MEMFD_NAME, base))?;
+    ftruncate(&fd, size)?;
+    fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+    Ok(fd)
+}
+
+/// Maps an empty page for good: the sealed memfd, or private memory.
+fn map(fd: Option<BorrowedFd<'_>>) -> Result<&'static StatsPage, Errno> {
+    let length = size_of::<StatsPage>();
+    let protection = ProtFlags::READ | ProtFlags::WRITE;
+    let address = match fd {
+        // SAFETY: a new mapping at an address of the kernel's choice touches no memory in use.
+        Some(fd) => unsafe { mmap(ptr::null_mut(), length, protection, MapFlags::SHARED, fd, 0)? },
+        // SAFETY: as above. NORESERVE, since hardly any of it is ever touched.
+        None => unsafe {
+            let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+            mmap_anonymous(ptr::null_mut(), length, protection, flags)?
+        },
+    };
+    let page = NonNull::new(address.cast::<StatsPage>()).ok_or(Errno::NOMEM)?;
+    // SAFETY: the mapping is page-aligned (the type asks for 4096), as long as the type, zeroed
+    // (valid: all fields are atomics) and never unmapped; a memfd mapping cannot be cut short,
+    // because the file was sealed at this size before. Other processes map it read-only, and all
+    // accesses are atomic.
+    Ok(unsafe { page.as_ref() })
+}

@@ -1,0 +1,473 @@
+//! The reader's side: finding the pages of running instances and copying them.
+//!
+//! Runs in tools and tests, never in the preloaded library, hence std::fs. Nothing in a page is
+//! trusted: sizes are checked, codes decoded with a fallback, text cleaned of control characters.
+
+use core::mem::size_of;
+use core::net::SocketAddr;
+use core::ptr::{self, NonNull};
+use core::sync::atomic::Ordering::{Acquire, Relaxed};
+use core::time::Duration;
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{self, PathBuf};
+
+use rustix::fs::{SealFlags, SeekFrom, fcntl_get_seals, seek};
+use rustix::io::Errno;
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+use thiserror::Error;
+
+use super::layout::{Header, MAGIC, VERSION, moved};
+use super::page::monotonic_ns;
+use super::{
+    Counts, Direction, EVENTS, Event, LINK_SLOTS, LinkState, LinkStats, MEMFD_NAME, Path,
+    STREAM_SLOTS, StatsPage, StreamStats, Why,
+};
+
+/// How often a copy of the whole page is tried again because streams were closed meanwhile.
+const ATTEMPTS: u32 = 8;
+
+/// Why a page cannot be read.
+#[derive(Debug, Error)]
+pub enum ReadError {
+    /// Opening or mapping failed.
+    #[error("cannot open it: {0}")]
+    Io(#[from] io::Error),
+    /// Not a page of this program, or not one that is safe to map.
+    #[error("not a counter page: {0}")]
+    NotAPage(&'static str),
+    /// The other program runs another version of the library.
+    #[error("counter page of version {0}, this command reads version {VERSION}")]
+    Version(u32),
+}
+
+impl From<Errno> for ReadError {
+    fn from(errno: Errno) -> Self {
+        Self::Io(errno.into())
+    }
+}
+
+/// An instance as it was at one moment.
+#[derive(Clone, Debug)]
+pub struct InstanceSnapshot {
+    /// The owner's pid in its own pid namespace.
+    pub pid: u32,
+    /// Program name, printable.
+    pub program: String,
+    /// Instance id.
+    pub id: [u8; 16],
+    /// Time since the instance began.
+    pub uptime: Duration,
+    /// Sums over all its streams, closed ones included.
+    pub totals: Totals,
+    /// Links in use, by slot.
+    pub links: Vec<LinkSnapshot>,
+    /// Open streams, by slot.
+    pub streams: Vec<StreamSnapshot>,
+    events: [u64; EVENTS],
+}
+
+impl InstanceSnapshot {
+    /// How often `event` has happened.
+    #[must_use]
+    pub fn count(&self, event: Event) -> u64 {
+        self.events.get(event as usize).copied().unwrap_or(0)
+    }
+}
+
+/// Sums over the open and the closed streams of an instance.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Totals {
+    /// Sent.
+    pub tx: Counts,
+    /// Received.
+    pub rx: Counts,
+    /// Streams that had both directions on a link.
+    pub promoted: u64,
+    /// Streams of which a direction was moved back to TCP.
+    pub demoted: u64,
+    /// Streams opened.
+    pub streams: u64,
+}
+
+/// A link.
+#[derive(Clone, Copy, Debug)]
+pub struct LinkSnapshot {
+    /// Its slot; streams refer to it.
+    pub slot: u32,
+    /// The peer's instance id.
+    pub peer: [u8; 16],
+    /// The peer's pid as the owner sees it; 0 if not known.
+    pub peer_pid: u32,
+    /// What it runs on; `None` for a code that this version does not know.
+    pub fabric: Option<Path>,
+    /// Its state; `None` for an unknown code.
+    pub state: Option<LinkState>,
+    /// Streams on it.
+    pub streams: u32,
+    /// Why it is down.
+    pub why: Result<Why, u16>,
+}
+
+/// An open stream.
+#[derive(Clone, Copy, Debug)]
+pub struct StreamSnapshot {
+    /// The program's fd.
+    pub fd: i32,
+    /// Which end of the connection; `None` for an unknown code.
+    pub direction: Option<Direction>,
+    /// Local address.
+    pub local: Option<SocketAddr>,
+    /// The peer's address.
+    pub peer: Option<SocketAddr>,
+    /// What sent bytes travel on now; `None` for an unknown code.
+    pub tx_path: Option<Path>,
+    /// What received bytes travel on now; `None` for an unknown code.
+    pub rx_path: Option<Path>,
+    /// Why a direction is on TCP; the code where it is not known.
+    pub why: Result<Why, u16>,
+    /// Slot of its link.
+    pub link: Option<u32>,
+    /// Sent.
+    pub tx: Counts,
+    /// Received.
+    pub rx: Counts,
+    /// Both directions have been on a link.
+    pub promoted: bool,
+    /// A direction was moved back to TCP.
+    pub demoted: bool,
+}
+
+impl StreamSnapshot {
+    /// True if at least one direction is on TCP, so that [`Self::why`] means something.
+    #[must_use]
+    pub fn is_on_tcp(&self) -> bool {
+        [self.tx_path, self.rx_path].contains(&Some(Path::Tcp))
+    }
+}
+
+/// A page of another process, mapped read-only until dropped.
+#[derive(Debug)]
+pub struct StatsReader {
+    page: NonNull<StatsPage>,
+    file: File,
+}
+
+impl Drop for StatsReader {
+    fn drop(&mut self) {
+        // SAFETY: `open` mapped exactly these bytes, and no reference outlives `self`. A failure
+        // would leave the mapping in place, which harms nobody.
+        let _ = unsafe { munmap(self.page.as_ptr().cast(), size_of::<StatsPage>()) };
+    }
+}
+
+impl StatsReader {
+    /// Opens the page behind `path`, a link of `/proc/<pid>/fd`.
+    ///
+    /// # Errors
+    /// No permission, gone, not a page, or one of another version.
+    pub fn open(path: &path::Path) -> Result<Self, ReadError> {
+        let file = fs::OpenOptions::new()
+            .read(true)
+            // Should the link lead to a FIFO by now, opening it must not block.
+            .custom_flags(libc::O_NONBLOCK)
+            .open(path)?;
+        if file.metadata()?.len() != size_of::<StatsPage>() as u64 {
+            return Err(ReadError::NotAPage("size differs"));
+        }
+        // Without this seal its owner could cut the file short under our mapping: SIGBUS.
+        if !fcntl_get_seals(&file).is_ok_and(|seals| seals.contains(SealFlags::SHRINK)) {
+            return Err(ReadError::NotAPage("not sealed"));
+        }
+        // SAFETY: a new read-only mapping at an address of the kernel's choice touches no memory
+        // in use; the file holds at least this many bytes from here on (size and seal checked).
+        let address = unsafe {
+            mmap(
+                ptr::null_mut(),
+                size_of::<StatsPage>(),
+                ProtFlags::READ,
+                MapFlags::SHARED,
+                &file,
+                0,
+            )?
+        };
+        let page = NonNull::new(address.cast()).ok_or(Errno::NOMEM)?;
+        let reader = Self { page, file };
+        reader.check_header()?;
+        Ok(reader)
+    }
+
+    fn page(&self) -> &StatsPage {
+        // SAFETY: mapped for as long as `self` lives, page-aligned, of the type's size; every bit
+        // pattern is valid, and every field is an atomic that is only loaded here.
+        unsafe { self.page.as_ref() }
+    }
+
+    fn check_header(&self) -> Result<(), ReadError> {
+        let header = &self.page().header;
+        // Pairs with the Release store at the end of `StatsPage::create`.
+        if header.magic.load(Acquire) != MAGIC {
+            return Err(ReadError::NotAPage("no magic number (yet)"));
+        }
+        let version = header.version.load(Relaxed);
+        if version != VERSION {
+            return Err(ReadError::Version(version));
+        }
+        let is_as_built = |cell: &core::sync::atomic::AtomicU32, size: usize| {
+            usize::try_from(cell.load(Relaxed)).is_ok_and(|found| found == size)
+        };
+        let fits = is_as_built(&header.header_size, size_of::<Header>())
+            && is_as_built(&header.link_size, size_of::<LinkStats>())
+            && is_as_built(&header.link_slots, LINK_SLOTS as usize)
+            && is_as_built(&header.stream_size, size_of::<StreamStats>())
+            && is_as_built(&header.stream_slots, STREAM_SLOTS as usize);
+        if fits {
+            Ok(())
+        } else {
+            Err(ReadError::NotAPage("slot sizes differ"))
+        }
+    }
+
+    /// The owner's pid in its own pid namespace.
+    #[must_use]
+    pub fn pid(&self) -> u32 {
+        self.page().header.pid.load(Relaxed)
+    }
+
+    /// Copies everything in use.
+    ///
+    /// # Errors
+    /// The file's extents cannot be listed.
+    pub fn read(&self) -> Result<InstanceSnapshot, ReadError> {
+        let header = &self.page().header;
+        for attempt in 1.. {
+            let begun = header.closings_begun.load(Acquire);
+            // Pairs with the Release at the end of `close_stream`.
+            let done = header.closings_done.load(Acquire);
+            let snapshot = self.copy()?;
+            core::sync::atomic::fence(Acquire);
+            let is_quiet = begun == done && header.closings_begun.load(Relaxed) == begun;
+            // A program that closes streams all the time gets sums that may be off by one stream.
+            if is_quiet || attempt == ATTEMPTS {
+                return Ok(snapshot);
+            }
+        }
+        Err(ReadError::NotAPage("unreadable"))
+    }
+
+    fn copy(&self) -> Result<InstanceSnapshot, ReadError> {
+        let page = self.page();
+        let header = &page.header;
+        let mut totals = Totals {
+            tx: header.closed_tx.load(),
+            rx: header.closed_rx.load(),
+            promoted: header.promoted.load(Relaxed),
+            demoted: header.demoted.load(Relaxed),
+            streams: header.opened.load(Relaxed),
+        };
+        let mut links = Vec::new();
+        let mut streams = Vec::new();
+        for extent in self.extents()? {
+            links.extend(
+                slots(
+                    &page.links,
+                    core::mem::offset_of!(StatsPage, links),
+                    &extent,
+                )
+                .filter_map(|(slot, link)| copy_link(slot, link)),
+            );
+            let offset = core::mem::offset_of!(StatsPage, streams);
+            streams
+                .extend(slots(&page.streams, offset, &extent).filter_map(|(_, s)| copy_stream(s)));
+        }
+        for stream in &streams {
+            totals.add(stream);
+        }
+        let length = header.program_len.load(Relaxed) as usize;
+        let program: Vec<u8> = header
+            .program
+            .iter()
+            .take(length)
+            .map(|b| b.load(Relaxed))
+            .collect();
+        let started = header.started.load(Relaxed);
+        Ok(InstanceSnapshot {
+            pid: self.pid(),
+            program: printable(&program),
+            id: header.instance.each_ref().map(|b| b.load(Relaxed)),
+            uptime: Duration::from_nanos(monotonic_ns().saturating_sub(started)),
+            totals,
+            links,
+            streams,
+            events: header.events.each_ref().map(|e| e.load(Relaxed)),
+        })
+    }
+
+    /// The parts of the file that have memory behind them, as ranges of bytes. Only these are
+    /// looked at: reading a hole through a mapping would allocate it.
+    fn extents(&self) -> Result<Vec<core::ops::Range<u64>>, ReadError> {
+        let mut extents = Vec::new();
+        let mut at = 0;
+        loop {
+            let start = match seek(&self.file, SeekFrom::Data(at)) {
+                Ok(start) => start,
+                Err(Errno::NXIO) => return Ok(extents),
+                Err(errno) => return Err(errno.into()),
+            };
+            at = seek(&self.file, SeekFrom::Hole(start))?;
+            extents.push(start..at);
+        }
+    }
+}
+
+/// The slots of `table`, which begins at `offset` in the file, that lie within `extent`.
+/// Extents end at page borders, which slots do not cross.
+fn slots<'a, T>(
+    table: &'a [T],
+    offset: usize,
+    extent: &core::ops::Range<u64>,
+) -> impl Iterator<Item = (u32, &'a T)> {
+    let index = |at: u64| {
+        let at = usize::try_from(at).unwrap_or(usize::MAX);
+        (at.saturating_sub(offset) / size_of::<T>()).min(table.len())
+    };
+    let range = index(extent.start)..index(extent.end);
+    let first = u32::try_from(range.start).unwrap_or(u32::MAX);
+    (first..).zip(table.get(range).unwrap_or_default())
+}
+
+fn copy_link(slot: u32, link: &LinkStats) -> Option<LinkSnapshot> {
+    link.word.copy(|| LinkSnapshot {
+        slot,
+        peer: link.peer.each_ref().map(|b| b.load(Relaxed)),
+        peer_pid: link.peer_pid.load(Relaxed),
+        fabric: Path::from_code(link.fabric.load(Relaxed)),
+        state: LinkState::from_code(link.state.load(Relaxed)),
+        streams: link.streams.load(Relaxed),
+        why: Why::from_bits(link.why.load(Relaxed)),
+    })
+}
+
+fn copy_stream(stream: &StreamStats) -> Option<StreamSnapshot> {
+    stream.word.copy(|| {
+        let bits = stream.moved.load(Relaxed);
+        StreamSnapshot {
+            fd: stream.fd.load(Relaxed),
+            direction: Direction::from_code(stream.direction.load(Relaxed)),
+            local: stream.local.load(),
+            peer: stream.peer.load(),
+            tx_path: Path::from_code(stream.tx_path.load(Relaxed)),
+            rx_path: Path::from_code(stream.rx_path.load(Relaxed)),
+            why: Why::from_bits(stream.why.load(Relaxed)),
+            link: stream.link.load(Relaxed).checked_sub(1),
+            tx: stream.tx.load(),
+            rx: stream.rx.load(),
+            promoted: bits & moved::PROMOTED == moved::PROMOTED,
+            demoted: bits & moved::DEMOTED != 0,
+        }
+    })
+}
+
+impl Totals {
+    fn add(&mut self, stream: &StreamSnapshot) {
+        self.tx.add(stream.tx);
+        self.rx.add(stream.rx);
+        self.promoted = self.promoted.saturating_add(u64::from(stream.promoted));
+        self.demoted = self.demoted.saturating_add(u64::from(stream.demoted));
+    }
+}
+
+impl Counts {
+    fn add(&mut self, other: Self) {
+        self.tcp_bytes = self.tcp_bytes.saturating_add(other.tcp_bytes);
+        self.tcp_calls = self.tcp_calls.saturating_add(other.tcp_calls);
+        self.link_bytes = self.link_bytes.saturating_add(other.link_bytes);
+        self.link_calls = self.link_calls.saturating_add(other.link_calls);
+    }
+}
+
+/// Text of another process, fit for a terminal.
+fn printable(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes)
+        .chars()
+        .map(|c| {
+            if c.is_control() {
+                char::REPLACEMENT_CHARACTER
+            } else {
+                c
+            }
+        })
+        .collect()
+}
+
+/// An instance among the running processes.
+#[derive(Clone, Debug)]
+pub struct Process {
+    /// Pid as this process sees it.
+    pub pid: u32,
+    /// Real uid, from the kernel.
+    pub uid: u32,
+    /// Its counters.
+    pub instance: InstanceSnapshot,
+}
+
+/// All instances that the caller may look at (its own user's; root: everybody's), by pid.
+///
+/// # Errors
+/// `/proc` cannot be listed. A single process that ends meanwhile, or that the caller may not
+/// look at, is left out.
+pub fn instances() -> io::Result<Vec<Process>> {
+    let mut pids: Vec<u32> = fs::read_dir("/proc")?
+        .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
+        .collect();
+    pids.sort_unstable();
+    Ok(pids
+        .into_iter()
+        .filter_map(|pid| instance_of(pid).ok().flatten())
+        .collect())
+}
+
+/// The instance that process `pid` is; `None` if it runs without the library.
+///
+/// # Errors
+/// No such process, no permission to look at it, or a page that cannot be read.
+pub fn instance_of(pid: u32) -> Result<Option<Process>, ReadError> {
+    let link_text = format!("/memfd:{MEMFD_NAME}");
+    let links: Vec<PathBuf> = fs::read_dir(format!("/proc/{pid}/fd"))?
+        .filter_map(|entry| Some(entry.ok()?.path()))
+        .filter(|path| {
+            fs::read_link(path).is_ok_and(|to| {
+                let to = to.to_string_lossy();
+                to.trim_end_matches(" (deleted)") == link_text
+            })
+        })
+        .collect();
+    if links.is_empty() {
+        return Ok(None);
+    }
+    let (uid, own_pid) = identity(pid)?;
+    let mut failure = None;
+    for link in links {
+        match StatsReader::open(&link) {
+            // A fork child may still have its parent's page open: that one is not its own.
+            Ok(reader) if reader.pid() != own_pid => {}
+            Ok(reader) => {
+                let instance = reader.read()?;
+                return Ok(Some(Process { pid, uid, instance }));
+            }
+            Err(error) => failure = Some(error),
+        }
+    }
+    failure.map_or(Ok(None), Err)
+}
+
+/// Real uid of a process, and its pid in its own (innermost) pid namespace.
+fn identity(pid: u32) -> io::Result<(u32, u32)> {
+    let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
+    let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name));
+    let uid = field("Uid:").and_then(|ids| ids.split_whitespace().next()?.parse().ok());
+    let inner = field("NSpid:").and_then(|pids| pids.split_whitespace().last()?.parse().ok());
+    let uid = uid.ok_or_else(|| io::Error::other("no Uid in its status"))?;
+    Ok((uid, inner.unwrap_or(pid)))
+}

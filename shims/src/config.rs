@@ -1,0 +1,170 @@
+//! The configuration from `RDMASOCK_*` environment variables.
+//!
+//! [`VARIABLES`] is the one table of them: parser, messages, `rdmasock run --help` and the README
+//! come from it. Nothing here can fail: a bad value costs one line on stderr and the default is
+//! used. Not here: the rules file (rules.rs) and where log lines go (log.rs).
+
+mod value;
+mod variables;
+
+use std::ffi::OsString;
+use std::os::unix::ffi::OsStrExt;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use rustix::fd::BorrowedFd;
+
+pub use value::{LogFilter, PromoteAfter, Size};
+pub use variables::{VARIABLES, Variable};
+
+/// All variables begin with it; alone it is the main switch.
+const PREFIX: &str = "RDMASOCK";
+
+bitflags::bitflags! {
+    /// Fabrics that may be used.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct Fabrics: u8 {
+        /// Shared memory, same host.
+        const SHM = 1;
+    }
+}
+
+/// What the user has asked for; every combination that exists is valid.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Config {
+    /// False: every call passes through.
+    pub enabled: bool,
+    /// Fabrics that may be used.
+    pub fabrics: Fabrics,
+    /// What is logged.
+    pub log: LogFilter,
+    /// Where it is logged (`%p` not yet replaced); `None` is stderr.
+    pub log_file: Option<PathBuf>,
+    /// When a stream has proved worth promoting.
+    pub promote_after: PromoteAfter,
+    /// Longest time that a waiting thread spins before it sleeps.
+    pub spin: Duration,
+    /// A stream's first ring, bytes, a power of two.
+    pub ring_min: Size,
+    /// A stream's largest ring, bytes, a power of two, at least `ring_min`, at most `arena`.
+    pub ring_max: Size,
+    /// Virtual size of a link's arena on each side, bytes, a power of two.
+    pub arena: Size,
+    /// The rules file.
+    pub rules: Option<PathBuf>,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            enabled: true,
+            fabrics: Fabrics::SHM,
+            log: LogFilter::default(),
+            log_file: None,
+            promote_after: PromoteAfter::default(),
+            spin: Duration::from_micros(50),
+            ring_min: Size::kib(4),
+            ring_max: Size::mib(1),
+            arena: Size::gib(1),
+            rules: None,
+        }
+    }
+}
+
+impl Config {
+    /// The configuration of this process; what is wrong with it goes to stderr, a line each.
+    #[must_use]
+    pub fn from_env() -> Self {
+        let (config, warnings) = Self::from_vars(std::env::vars_os());
+        for warning in &warnings {
+            warn(warning);
+        }
+        config
+    }
+
+    /// The configuration from name–value pairs, and one message for each pair that is not as it
+    /// should be. Names that do not begin with `RDMASOCK` are ignored; an empty value is as good
+    /// as none.
+    pub fn from_vars(vars: impl IntoIterator<Item = (OsString, OsString)>) -> (Self, Vec<String>) {
+        let mut config = Self::default();
+        let mut warnings = Vec::new();
+        for (name, value) in vars {
+            if !is_ours(name.as_bytes()) || value.is_empty() {
+                continue;
+            }
+            let name = name.to_string_lossy();
+            match VARIABLES.iter().find(|variable| variable.name == name) {
+                None => warnings.push(format!(
+                    "{} is not a variable of rdmasock ({} is); it is ignored",
+                    shown(&name),
+                    variables::nearest(&name),
+                )),
+                Some(variable) => {
+                    if (variable.set)(&mut config, &value).is_none() {
+                        let value = value.to_string_lossy();
+                        warnings.push(rejected(variable, &value, variable.accepts));
+                    }
+                }
+            }
+        }
+        config.reconcile(&mut warnings);
+        (config, warnings)
+    }
+
+    /// Makes values fit together that are each valid alone.
+    fn reconcile(&mut self, warnings: &mut Vec<String>) {
+        let default = Self::default();
+        if self.ring_max > self.arena {
+            let accepts = format!("at most RDMASOCK_ARENA, which is {}", self.arena);
+            let value = self.ring_max.to_string();
+            warnings.push(rejected(&variables::RING_MAX, &value, &accepts));
+            self.ring_max = default.ring_max;
+        }
+        if self.ring_min > self.ring_max {
+            let accepts = format!("at most RDMASOCK_RING_MAX, which is {}", self.ring_max);
+            let value = self.ring_min.to_string();
+            warnings.push(rejected(&variables::RING_MIN, &value, &accepts));
+            self.ring_min = default.ring_min;
+        }
+    }
+}
+
+fn is_ours(name: &[u8]) -> bool {
+    name.strip_prefix(PREFIX.as_bytes())
+        .is_some_and(|rest| rest.is_empty() || rest.starts_with(b"_"))
+}
+
+fn rejected(variable: &Variable, value: &str, accepts: &str) -> String {
+    format!(
+        "{}={}: accepted is {accepts}; using {}",
+        variable.name,
+        shown(value),
+        variable.default,
+    )
+}
+
+/// Text from outside as a message may show it: on one line, not too long.
+fn shown(text: &str) -> String {
+    const LONGEST: usize = 80;
+    let mut line: String = text
+        .chars()
+        .take(LONGEST)
+        .flat_map(char::escape_debug)
+        .collect();
+    if text.chars().nth(LONGEST).is_some() {
+        line.push('…');
+    }
+    line
+}
+
+/// Writes one line to stderr, past the hooks; nobody is told if that fails.
+pub(crate) fn warn(message: &str) {
+    let line = format!("rdmasock: {message}\n");
+    // SAFETY: fd 2 is only used for this one write. Should the program have closed it, the write
+    // fails with EBADF.
+    let stderr = unsafe { BorrowedFd::borrow_raw(2) };
+    let _ = rustix::io::write(stderr, line.as_bytes());
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,127 @@
+//! Tests of the configuration as a whole.
+
+use proptest::prelude::*;
+
+use super::*;
+
+fn parse(vars: &[(&str, &str)]) -> (Config, Vec<String>) {
+    Config::from_vars(vars.iter().map(|(name, value)| (name.into(), value.into())))
+}
+
+#[test]
+fn every_default_in_the_table_is_the_default() {
+    for variable in VARIABLES.iter().filter(|v| {
+        // These have a default in words.
+        !["RDMASOCK_LOG_FILE", "RDMASOCK_RULES", "RDMASOCK_LIBRARY"].contains(&v.name)
+    }) {
+        let mut config = Config::default();
+        assert_eq!(
+            (variable.set)(&mut config, variable.default.as_ref()),
+            Some(())
+        );
+        assert_eq!(config, Config::default(), "{}", variable.name);
+    }
+}
+
+#[test]
+fn every_variable_is_read() {
+    let (config, warnings) = parse(&[
+        ("RDMASOCK", "off"),
+        ("RDMASOCK_FABRICS", "shm,shm"),
+        ("RDMASOCK_LOG", "debug"),
+        ("RDMASOCK_LOG_FILE", "/tmp/log.%p"),
+        ("RDMASOCK_PROMOTE_AFTER", "0"),
+        ("RDMASOCK_SPIN_US", "0"),
+        ("RDMASOCK_RING_MIN", "8k"),
+        ("RDMASOCK_RING_MAX", "64M"),
+        ("RDMASOCK_ARENA", "64G"),
+        ("RDMASOCK_RULES", "rules.toml"),
+        ("RDMASOCK_LIBRARY", "elsewhere.so"),
+    ]);
+    assert_eq!(warnings, Vec::<String>::new());
+    let expected = Config {
+        enabled: false,
+        fabrics: Fabrics::SHM,
+        log: LogFilter::parse("debug").unwrap(),
+        log_file: Some("/tmp/log.%p".into()),
+        promote_after: PromoteAfter::parse("0").unwrap(),
+        spin: Duration::ZERO,
+        ring_min: Size::kib(8),
+        ring_max: Size::mib(64),
+        arena: Size::gib(64),
+        rules: Some("rules.toml".into()),
+    };
+    assert_eq!(config, expected);
+}
+
+#[test]
+fn a_bad_value_is_named_and_the_default_used() {
+    for (name, value) in [
+        ("RDMASOCK", "yes"),
+        ("RDMASOCK_FABRICS", "shm,verbs"),
+        ("RDMASOCK_LOG", "loud"),
+        ("RDMASOCK_PROMOTE_AFTER", "soon"),
+        ("RDMASOCK_SPIN_US", "10001"),
+        ("RDMASOCK_RING_MIN", "2K"),
+        ("RDMASOCK_RING_MIN", "5000"),
+        ("RDMASOCK_RING_MAX", "128M"),
+        ("RDMASOCK_ARENA", "8M"),
+    ] {
+        let (config, warnings) = parse(&[(name, value)]);
+        assert_eq!(config, Config::default());
+        let variable = VARIABLES.iter().find(|v| v.name == name).unwrap();
+        let [line] = warnings.as_slice() else {
+            panic!("one line, not {warnings:?}");
+        };
+        for part in [
+            &format!("{name}={value}"),
+            variable.accepts,
+            variable.default,
+        ] {
+            assert!(line.contains(part), "{line}");
+        }
+    }
+}
+
+#[test]
+fn values_that_do_not_fit_together_fall_back() {
+    let (config, warnings) = parse(&[("RDMASOCK_RING_MIN", "2M")]);
+    assert_eq!(config, Config::default());
+    assert_eq!(
+        warnings,
+        ["RDMASOCK_RING_MIN=2M: accepted is at most RDMASOCK_RING_MAX, which is 1M; using 4K"]
+    );
+    let (config, warnings) = parse(&[("RDMASOCK_RING_MAX", "64M"), ("RDMASOCK_ARENA", "16M")]);
+    assert_eq!(
+        (config.ring_max, config.arena),
+        (Size::mib(1), Size::mib(16))
+    );
+    assert_eq!(warnings.len(), 1);
+}
+
+#[test]
+fn unknown_names_are_told_and_others_left_alone() {
+    let (config, warnings) = parse(&[
+        ("RDMASOCK_SPINUS", "5"),
+        ("RDMASOCKET", "x"),
+        ("PATH", "x"),
+        ("RDMASOCK_LOG", ""),
+    ]);
+    assert_eq!(config, Config::default());
+    assert_eq!(
+        warnings,
+        ["RDMASOCK_SPINUS is not a variable of rdmasock (RDMASOCK_SPIN_US is); it is ignored"]
+    );
+}
+
+proptest! {
+    #[test]
+    fn any_value_gives_a_valid_configuration_and_messages_of_one_line(
+        which in 0..VARIABLES.len(),
+        value in "\\PC*|\n[0-9]{1,9}[KMG]|[a-z=,]{0,200}",
+    ) {
+        let (config, warnings) = parse(&[(VARIABLES[which].name, &value)]);
+        prop_assert!(config.ring_min <= config.ring_max && config.ring_max <= config.arena);
+        prop_assert!(warnings.iter().all(|line| !line.contains('\n') && line.len() < 2000));
+    }
+}

@@ -1,0 +1,279 @@
+//! The values of variables that are more than a word or a number, each with its notation.
+
+use core::fmt;
+
+use tracing::level_filters::LevelFilter;
+
+/// The items of a comma-separated list.
+pub(super) fn items(list: &str) -> impl Iterator<Item = &str> {
+    list.split(',').map(str::trim)
+}
+
+/// A number of bytes, written as a number with an optional suffix K, M or G (powers of 1,024).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Size(u64);
+
+impl Size {
+    const SUFFIXES: [(char, u32); 3] = [('G', 30), ('M', 20), ('K', 10)];
+
+    /// `n` bytes.
+    #[must_use]
+    pub const fn of_bytes(n: u64) -> Self {
+        Self(n)
+    }
+
+    /// `n` × 1,024 bytes.
+    #[must_use]
+    pub const fn kib(n: u32) -> Self {
+        Self((n as u64) << 10)
+    }
+
+    /// `n` × 1,024² bytes.
+    #[must_use]
+    pub const fn mib(n: u32) -> Self {
+        Self((n as u64) << 20)
+    }
+
+    /// `n` × 1,024³ bytes.
+    #[must_use]
+    pub const fn gib(n: u32) -> Self {
+        Self((n as u64) << 30)
+    }
+
+    /// In bytes.
+    #[must_use]
+    pub const fn bytes(self) -> u64 {
+        self.0
+    }
+
+    /// True for a power of two from `least` to `most`.
+    pub(super) fn is_ring_size(self, least: Self, most: Self) -> bool {
+        self.0.is_power_of_two() && (least..=most).contains(&self)
+    }
+
+    /// Reads the notation; the suffix may be in lower case.
+    #[must_use]
+    pub fn parse(text: &str) -> Option<Self> {
+        let suffix = text.chars().next_back()?.to_ascii_uppercase();
+        let (digits, shift) = match Self::SUFFIXES.iter().find(|(letter, _)| *letter == suffix) {
+            Some((letter, shift)) => (text.get(..text.len() - letter.len_utf8())?, *shift),
+            None => (text, 0),
+        };
+        // Only digits: parse() would take a sign, too.
+        if !digits.bytes().all(|byte| byte.is_ascii_digit()) {
+            return None;
+        }
+        digits
+            .parse::<u64>()
+            .ok()?
+            .checked_mul(1 << shift)
+            .map(Self)
+    }
+}
+
+impl fmt::Display for Size {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let fits = |shift: u32| self.0 != 0 && self.0.trailing_zeros() >= shift;
+        match Self::SUFFIXES.iter().find(|(_, shift)| fits(*shift)) {
+            Some((letter, shift)) => write!(f, "{}{letter}", self.0 >> shift),
+            None => write!(f, "{}", self.0),
+        }
+    }
+}
+
+/// When a connection has proved worth promoting: at the first of two thresholds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PromoteAfter {
+    /// As this request begins: the nth turn from receiving to sending, the first send being 1.
+    requests: u32,
+    /// After this many bytes in either direction.
+    bytes: u64,
+}
+
+impl PromoteAfter {
+    const NEVER: Self = Self {
+        requests: u32::MAX,
+        bytes: u64::MAX,
+    };
+
+    /// True once a connection on which `requests` requests have begun, and `bytes` bytes have gone
+    /// in the direction that had more, is to be promoted.
+    #[inline]
+    #[must_use]
+    pub const fn is_reached(&self, requests: u32, bytes: u64) -> bool {
+        requests >= self.requests || bytes >= self.bytes
+    }
+
+    /// Reads `2r,16K`, either alone, or `0`.
+    pub(super) fn parse(text: &str) -> Option<Self> {
+        let mut found = Self::NEVER;
+        for item in items(text) {
+            match item.strip_suffix(['r', 'R']) {
+                Some(count) => {
+                    let requests = Size::parse(count)?.bytes();
+                    found.requests = u32::try_from(requests).ok().filter(|n| *n > 0)?;
+                }
+                None => found.bytes = Size::parse(item)?.bytes(),
+            }
+        }
+        Some(found)
+    }
+}
+
+impl Default for PromoteAfter {
+    fn default() -> Self {
+        Self {
+            requests: 2,
+            bytes: Size::kib(16).bytes(),
+        }
+    }
+}
+
+/// What is logged: a level for everything, and levels for some targets.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LogFilter {
+    default: LevelFilter,
+    targets: Vec<(String, LevelFilter)>,
+}
+
+impl LogFilter {
+    /// The most verbose level that any target has.
+    #[must_use]
+    pub fn most(&self) -> LevelFilter {
+        let levels = self.targets.iter().map(|(_, level)| *level);
+        levels.fold(self.default, LevelFilter::max)
+    }
+
+    /// The level of `target`: that of the longest name given that is it or a module above it. A
+    /// name may leave out the crate: `link` is `rdmasock_core::link`.
+    #[must_use]
+    pub fn level_of(&self, target: &str) -> LevelFilter {
+        let short = target.split_once("::").map_or(target, |(_, rest)| rest);
+        let is_above = |name: &str| {
+            [target, short].iter().any(|path| {
+                path.strip_prefix(name)
+                    .is_some_and(|rest| rest.is_empty() || rest.starts_with("::"))
+            })
+        };
+        self.targets
+            .iter()
+            .filter(|(name, _)| is_above(name))
+            .max_by_key(|(name, _)| name.len())
+            .map_or(self.default, |(_, level)| *level)
+    }
+
+    pub(super) fn parse(text: &str) -> Option<Self> {
+        let mut found = Self::default();
+        for item in items(text) {
+            match item.split_once('=') {
+                None => found.default = level(item)?,
+                Some((target, _)) if target.trim().is_empty() => return None,
+                Some((target, word)) => {
+                    let target = target.trim().to_owned();
+                    found.targets.push((target, level(word.trim())?));
+                }
+            }
+        }
+        Some(found)
+    }
+}
+
+impl Default for LogFilter {
+    fn default() -> Self {
+        Self {
+            default: LevelFilter::OFF,
+            targets: Vec::new(),
+        }
+    }
+}
+
+fn level(word: &str) -> Option<LevelFilter> {
+    Some(match word.to_ascii_lowercase().as_str() {
+        "off" => LevelFilter::OFF,
+        "error" => LevelFilter::ERROR,
+        "warn" => LevelFilter::WARN,
+        "info" => LevelFilter::INFO,
+        "debug" => LevelFilter::DEBUG,
+        "trace" => LevelFilter::TRACE,
+        _ => return None,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn a_size_is_read_as_it_was_written(bytes in any::<u64>(), zeros in 0_u32..40) {
+            let size = Size::of_bytes(bytes >> zeros << zeros);
+            prop_assert_eq!(Size::parse(&size.to_string()), Some(size));
+            prop_assert_eq!(Size::parse(&size.to_string().to_lowercase()), Some(size));
+        }
+
+        #[test]
+        fn no_text_breaks_the_parsers(text in "\\PC{0,20}|[0-9rKMG,=]{0,20}") {
+            let _ = (Size::parse(&text), PromoteAfter::parse(&text), LogFilter::parse(&text));
+        }
+
+        #[test]
+        fn the_first_threshold_decides(requests in 1_u32..100, kib in 1_u32..1000, r: u32, b: u64) {
+            let after = PromoteAfter::parse(&format!("{requests}r,{kib}K")).unwrap();
+            let expected = r >= requests || b >= Size::kib(kib).bytes();
+            prop_assert_eq!(after.is_reached(r, b), expected);
+        }
+    }
+
+    #[test]
+    fn sizes_that_are_none() {
+        for text in [
+            "",
+            "K",
+            "-1",
+            "+1",
+            "1 K",
+            "1KB",
+            "0x10",
+            "1.5M",
+            "99999999999999999999",
+            "17179869184G",
+        ] {
+            let parsed = Size::parse(text);
+            assert_eq!(parsed, None, "{text:?}");
+        }
+    }
+
+    #[test]
+    fn zero_promotes_at_once() {
+        assert!(PromoteAfter::parse("0").unwrap().is_reached(0, 0));
+        assert!(
+            !PromoteAfter::parse("1r")
+                .unwrap()
+                .is_reached(0, u64::MAX - 1)
+        );
+        for text in ["", "0r", "r", "2r,", "2x", "2r;16K"] {
+            assert_eq!(PromoteAfter::parse(text), None, "{text:?}");
+        }
+    }
+
+    #[test]
+    fn the_longest_target_decides() {
+        let filter =
+            LogFilter::parse("warn,rdmasock_core::link=off, stream=TRACE,stream::promote=info")
+                .unwrap();
+        assert_eq!(filter.most(), LevelFilter::TRACE);
+        for (target, level) in [
+            ("rdmasock_shims::io", LevelFilter::WARN),
+            ("rdmasock_core::link::credit", LevelFilter::OFF),
+            ("rdmasock_core::linkage", LevelFilter::WARN),
+            ("rdmasock_core::stream", LevelFilter::TRACE),
+            ("rdmasock_core::stream::promote", LevelFilter::INFO),
+        ] {
+            assert_eq!(filter.level_of(target), level, "{target}");
+        }
+        for text in ["loud", "link=", "=warn", "warn,", "5"] {
+            assert_eq!(LogFilter::parse(text), None, "{text:?}");
+        }
+    }
+}

@@ -1,0 +1,234 @@
+//! The table of environment variables: names, defaults, what is accepted, what each means, and
+//! how its value gets into a [`Config`].
+
+use std::ffi::OsStr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use super::value::{self, LogFilter, PromoteAfter, Size};
+use super::{Config, Fabrics};
+
+/// One environment variable.
+#[derive(Debug)]
+pub struct Variable {
+    /// Its name.
+    pub name: &'static str,
+    /// The option of `rdmasock run` that sets it, without the dashes.
+    pub option: &'static str,
+    /// What stands for its value in a usage line.
+    pub placeholder: &'static str,
+    /// What is used where it is not set, as one would write it (or in words).
+    pub default: &'static str,
+    /// The values that are accepted.
+    pub accepts: &'static str,
+    /// What it does.
+    pub meaning: &'static str,
+    /// Stores a value; `None` leaves the configuration as it was: not accepted.
+    pub(super) set: fn(&mut Config, &OsStr) -> Option<()>,
+}
+
+pub(super) const RING_MIN: Variable = Variable {
+    name: "RDMASOCK_RING_MIN",
+    option: "ring-min",
+    placeholder: "SIZE",
+    default: "4K",
+    accepts: "a power of two from 4K to 64M, at most RDMASOCK_RING_MAX",
+    meaning: "size of a stream's ring when it is promoted, and when it has been idle",
+    set: |config, value| set(&mut config.ring_min, ring_size(value)),
+};
+
+pub(super) const RING_MAX: Variable = Variable {
+    name: "RDMASOCK_RING_MAX",
+    option: "ring-max",
+    placeholder: "SIZE",
+    default: "1M",
+    accepts: "a power of two from 4K to 64M, at least RDMASOCK_RING_MIN",
+    meaning: "size that the ring of a busy stream may grow to",
+    set: |config, value| set(&mut config.ring_max, ring_size(value)),
+};
+
+/// Every variable that the library or the command knows.
+pub const VARIABLES: &[Variable] = &[
+    Variable {
+        name: "RDMASOCK",
+        option: "accelerate",
+        placeholder: "ON|OFF",
+        default: "on",
+        accepts: "on or off",
+        meaning: "main switch; off: every call passes through",
+        set: |config, value| set(&mut config.enabled, on_off(value)),
+    },
+    Variable {
+        name: "RDMASOCK_FABRICS",
+        option: "fabrics",
+        placeholder: "LIST",
+        default: "shm",
+        accepts: "a comma-separated list of: shm",
+        meaning: "what connections may be moved to; shm is shared memory on the same host",
+        set: |config, value| set(&mut config.fabrics, fabrics(value)),
+    },
+    Variable {
+        name: "RDMASOCK_LOG",
+        option: "log",
+        placeholder: "FILTER",
+        default: "off",
+        accepts: "off, error, warn, info, debug or trace, or a comma-separated list of these and of target=level",
+        meaning: "what is logged; a target is a module such as stream or link",
+        set: |config, value| set(&mut config.log, LogFilter::parse(value.to_str()?)),
+    },
+    Variable {
+        name: "RDMASOCK_LOG_FILE",
+        option: "log-file",
+        placeholder: "PATH",
+        default: "stderr",
+        accepts: "a path; %p in it becomes the pid",
+        meaning: "where log lines go; they are appended",
+        set: |config, value| set(&mut config.log_file, Some(Some(PathBuf::from(value)))),
+    },
+    Variable {
+        name: "RDMASOCK_PROMOTE_AFTER",
+        option: "promote-after",
+        placeholder: "LIST",
+        default: "2r,16K",
+        accepts: "a comma-separated list of <N>r (N from 1) and <bytes> with suffix K or M, or 0",
+        meaning: "when a connection leaves TCP: as its Nth request begins, or after that many bytes in \
+                  either direction, whichever comes first; 0: as soon as it is connected",
+        set: |config, value| {
+            set(
+                &mut config.promote_after,
+                PromoteAfter::parse(value.to_str()?),
+            )
+        },
+    },
+    Variable {
+        name: "RDMASOCK_SPIN_US",
+        option: "spin-us",
+        placeholder: "MICROSECONDS",
+        default: "50",
+        accepts: "a number from 0 to 10000",
+        meaning: "longest time that a waiting thread spins before it sleeps",
+        set: |config, value| set(&mut config.spin, spin(value)),
+    },
+    RING_MIN,
+    RING_MAX,
+    Variable {
+        name: "RDMASOCK_ARENA",
+        option: "arena",
+        placeholder: "SIZE",
+        default: "1G",
+        accepts: "a power of two from 16M to 64G",
+        meaning: "address space of a link on each side; memory is used only as streams need it",
+        set: |config, value| {
+            let size = Size::parse(value.to_str()?)?;
+            set(
+                &mut config.arena,
+                size.is_ring_size(Size::mib(16), Size::gib(64))
+                    .then_some(size),
+            )
+        },
+    },
+    Variable {
+        name: "RDMASOCK_RULES",
+        option: "rules",
+        placeholder: "PATH",
+        default: "no rules: every connection may be moved",
+        accepts: "the path of a TOML file",
+        meaning: "rules by program, port, address and direction: accelerate or leave",
+        set: |config, value| set(&mut config.rules, Some(Some(PathBuf::from(value)))),
+    },
+    Variable {
+        name: "RDMASOCK_LIBRARY",
+        option: "library",
+        placeholder: "PATH",
+        default: "beside the rdmasock command, or in ../lib from there",
+        accepts: "the path of librdmasock.so",
+        meaning: "library that `rdmasock run` preloads",
+        set: |_, _| Some(()),
+    },
+];
+
+/// Stores a value that was accepted.
+fn set<T>(field: &mut T, value: Option<T>) -> Option<()> {
+    *field = value?;
+    Some(())
+}
+
+fn on_off(value: &OsStr) -> Option<bool> {
+    match value.to_str()? {
+        "on" => Some(true),
+        "off" => Some(false),
+        _ => None,
+    }
+}
+
+fn fabrics(value: &OsStr) -> Option<Fabrics> {
+    value::items(value.to_str()?).try_fold(Fabrics::empty(), |all, item| match item {
+        "shm" => Some(all | Fabrics::SHM),
+        _ => None,
+    })
+}
+
+fn spin(value: &OsStr) -> Option<Duration> {
+    let us = value.to_str()?.parse().ok()?;
+    (us <= 10_000).then_some(Duration::from_micros(us))
+}
+
+fn ring_size(value: &OsStr) -> Option<Size> {
+    let size = Size::parse(value.to_str()?)?;
+    size.is_ring_size(Size::kib(4), Size::mib(64))
+        .then_some(size)
+}
+
+/// The known name that is most like `name`.
+pub(super) fn nearest(name: &str) -> &'static str {
+    VARIABLES
+        .iter()
+        .map(|variable| variable.name)
+        .min_by_key(|known| distance(known, name))
+        .unwrap_or_default()
+}
+
+/// Edit distance (Levenshtein): letters to insert, delete or change.
+fn distance(left: &str, right: &str) -> usize {
+    // `row` is the distances from the letters of `left` taken so far to each prefix of `right`.
+    let mut row: Vec<usize> = (0..=right.chars().count()).collect();
+    for (taken, a) in left.chars().enumerate() {
+        let mut diagonal = taken;
+        let mut before = taken + 1;
+        let mut cells = row.iter_mut();
+        if let Some(first) = cells.next() {
+            *first = before;
+        }
+        for (cell, b) in cells.zip(right.chars()) {
+            let changed = diagonal + usize::from(a != b);
+            diagonal = *cell;
+            *cell = changed.min(diagonal + 1).min(before + 1);
+            before = *cell;
+        }
+    }
+    row.last().copied().unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_distance_counts_edits() {
+        for (left, right, edits) in [
+            ("", "abc", 3),
+            ("kitten", "sitting", 3),
+            ("same", "same", 0),
+        ] {
+            assert_eq!(distance(left, right), edits);
+            assert_eq!(distance(right, left), edits);
+        }
+    }
+
+    #[test]
+    fn a_misspelt_name_finds_its_variable() {
+        assert_eq!(nearest("RDMASOCK_SPIN"), "RDMASOCK_SPIN_US");
+        assert_eq!(nearest("RDMASOCK_FABRIC"), "RDMASOCK_FABRICS");
+        assert_eq!(nearest("RDMASOCK_LOGFILE"), "RDMASOCK_LOG_FILE");
+    }
+}

@@ -1,0 +1,297 @@
+//! Where `tracing` events of the library go: one line each, by one raw write.
+//!
+//! Off (the default) installs nothing. On, an event is formatted in a buffer on the stack and
+//! written past the hooks to an fd at a high number, so that logging neither recurses, nor locks,
+//! nor allocates, and works in fork children and in destructors of thread-local data. A line that
+//! could not be written at once (a full or broken pipe) is dropped: logging neither blocks the
+//! program nor raises SIGPIPE.
+//!
+//! Not here: what is logged (the call sites), and messages about bad settings (config.rs).
+
+use core::fmt::{self, Write};
+use core::sync::atomic::{AtomicI32, Ordering::Relaxed};
+use std::ffi::OsString;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::{Path, PathBuf};
+
+use once_cell::race::OnceBox;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fd::{AsFd, BorrowedFd, IntoRawFd, OwnedFd, RawFd};
+use rustix::fs::{FileType, Mode, OFlags};
+use rustix::io::Errno;
+use tracing::field::{Field, Visit};
+use tracing::level_filters::LevelFilter;
+use tracing::{Event, Metadata, Subscriber};
+use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
+
+use crate::config::{Config, LogFilter, warn};
+
+/// Longest line, bytes; the rest is cut off. Small enough for small signal stacks, and below
+/// PIPE_BUF, so that lines of several threads and processes do not mix.
+const LINE_MAX: usize = 1024;
+/// The log's fd gets this number or a higher one where the limit on fds allows.
+const HIGH_FD: RawFd = 1000;
+
+/// Where lines go, for the life of the process.
+static SINK: OnceBox<Sink> = OnceBox::new();
+
+/// Starts logging as configured; nothing at all if that is "off". Call once, early; a log file
+/// that cannot be opened costs a line on stderr, where the log then goes.
+pub fn init(config: &Config) {
+    if config.log.most() == LevelFilter::OFF {
+        return;
+    }
+    let Some(sink) = Sink::open(config.log_file.as_deref()) else {
+        return;
+    };
+    if SINK.set(Box::new(sink)).is_ok() {
+        let lines = Lines {
+            filter: config.log.clone(),
+            sink: || SINK.get(),
+        };
+        // It fails only if there is a subscriber, which is then the one that was asked for.
+        let _ = tracing::subscriber::set_global_default(tracing_subscriber::registry().with(lines));
+    }
+}
+
+/// To be called in a fork child: where the file's name has the pid in it (`%p`), the child gets
+/// its own file. Until then, or where that fails, its lines go on to the parent's.
+pub fn after_fork_in_child() {
+    if let Some(sink) = SINK.get() {
+        sink.reopen();
+    }
+}
+
+/// The log's own fd, which the program must not see.
+#[must_use]
+pub fn fd() -> Option<RawFd> {
+    SINK.get().map(|sink| sink.fd.load(Relaxed))
+}
+
+/// An open file, and how to open it again.
+#[derive(Debug)]
+struct Sink {
+    /// Owned; open until the process ends, but for [`Sink::reopen`].
+    fd: AtomicI32,
+    /// A regular file takes every line; others are asked first.
+    is_regular: bool,
+    /// The path, if it has a `%p`.
+    template: Option<PathBuf>,
+}
+
+impl Sink {
+    /// Opens the file, or else stderr; `None` if that is closed, too.
+    fn open(path: Option<&Path>) -> Option<Self> {
+        let file = path.and_then(|path| {
+            open_file(path)
+                .inspect_err(|errno| {
+                    let errno = std::io::Error::from(*errno);
+                    warn(&format!(
+                        "RDMASOCK_LOG_FILE={path:?}: cannot append to it: {errno}; using stderr"
+                    ));
+                })
+                .ok()
+        });
+        let template = path.filter(|path| file.is_some() && has_pid(path));
+        let fd = match file {
+            Some(file) => file,
+            // SAFETY: fd 2 is only used for this duplication, which fails if it is not open.
+            None => raised(unsafe { BorrowedFd::borrow_raw(2) }).ok()?,
+        };
+        Some(Self {
+            is_regular: rustix::fs::fstat(&fd)
+                .is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile),
+            template: template.map(Path::to_owned),
+            fd: AtomicI32::new(fd.into_raw_fd()),
+        })
+    }
+
+    fn reopen(&self) {
+        let opened = self.template.as_deref().map(open_file);
+        if let Some(Ok(new)) = opened {
+            let old = self.fd.load(Relaxed);
+            // dup3 keeps the number, which others may have been told to hide.
+            // SAFETY: the number is owned by this sink; it is a valid target whether open or not.
+            let mut owned = core::mem::ManuallyDrop::new(unsafe {
+                <OwnedFd as rustix::fd::FromRawFd>::from_raw_fd(old)
+            });
+            let _ = rustix::io::dup3(&new, &mut owned, rustix::io::DupFlags::CLOEXEC);
+        }
+    }
+
+    fn write(&self, line: &[u8]) {
+        // SAFETY: the sink owns the fd and never closes it. Should the program have closed it by a
+        // raw system call, the write fails.
+        let fd = unsafe { BorrowedFd::borrow_raw(self.fd.load(Relaxed)) };
+        if self.is_regular || takes_a_line(fd) {
+            let _ = rustix::io::write(fd, line);
+        }
+    }
+}
+
+/// Whether a write of less than PIPE_BUF bytes would now neither block nor raise SIGPIPE.
+fn takes_a_line(fd: BorrowedFd<'_>) -> bool {
+    let mut wanted = [PollFd::new(&fd, PollFlags::OUT)];
+    let now = Timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    poll(&mut wanted, Some(&now)).is_ok_and(|ready| ready == 1)
+        && wanted.iter().all(|fd| fd.revents() == PollFlags::OUT)
+}
+
+fn has_pid(path: &Path) -> bool {
+    path.as_os_str()
+        .as_bytes()
+        .windows(2)
+        .any(|pair| pair == b"%p")
+}
+
+/// The path with the pid in place of each `%p`.
+fn with_pid(path: &Path) -> PathBuf {
+    let pid = rustix::process::getpid().as_raw_nonzero().to_string();
+    let mut name = Vec::new();
+    let mut rest = path.as_os_str().as_bytes();
+    while let Some((first, after)) = rest.split_first() {
+        match rest.strip_prefix(b"%p") {
+            Some(after) => {
+                name.extend_from_slice(pid.as_bytes());
+                rest = after;
+            }
+            None => {
+                name.push(*first);
+                rest = after;
+            }
+        }
+    }
+    OsString::from_vec(name).into()
+}
+
+fn open_file(path: &Path) -> Result<OwnedFd, Errno> {
+    let flags = OFlags::WRONLY
+        | OFlags::CREATE
+        | OFlags::APPEND
+        | OFlags::CLOEXEC
+        | OFlags::NOCTTY
+        | OFlags::NONBLOCK;
+    let file = rustix::fs::open(with_pid(path), flags, Mode::from_raw_mode(0o644))?;
+    raised(file.as_fd())
+}
+
+/// A duplicate at a high number, or the highest that a low limit allows.
+fn raised(fd: BorrowedFd<'_>) -> Result<OwnedFd, Errno> {
+    let mut least = HIGH_FD;
+    loop {
+        match rustix::io::fcntl_dupfd_cloexec(fd, least) {
+            Err(Errno::INVAL | Errno::MFILE) if least > 3 => least /= 2,
+            other => return other,
+        }
+    }
+}
+
+/// The layer: filters events and writes them to the sink.
+struct Lines {
+    filter: LogFilter,
+    sink: fn() -> Option<&'static Sink>,
+}
+
+impl Lines {
+    fn wants(&self, metadata: &Metadata<'_>) -> bool {
+        metadata.is_event() && *metadata.level() <= self.filter.level_of(metadata.target())
+    }
+}
+
+impl<S: Subscriber> Layer<S> for Lines {
+    fn enabled(&self, metadata: &Metadata<'_>, _: Context<'_, S>) -> bool {
+        self.wants(metadata)
+    }
+
+    fn register_callsite(
+        &self,
+        metadata: &'static Metadata<'static>,
+    ) -> tracing::subscriber::Interest {
+        // The filter never changes, so a call site is asked only once.
+        if self.wants(metadata) {
+            tracing::subscriber::Interest::always()
+        } else {
+            tracing::subscriber::Interest::never()
+        }
+    }
+
+    fn max_level_hint(&self) -> Option<LevelFilter> {
+        Some(self.filter.most())
+    }
+
+    fn on_event(&self, event: &Event<'_>, _: Context<'_, S>) {
+        let Some(sink) = (self.sink)() else {
+            return;
+        };
+        let mut line = Line::new();
+        let metadata = event.metadata();
+        let now = rustix::time::clock_gettime(rustix::time::ClockId::Realtime);
+        // A line never refuses text.
+        let _ = write!(
+            line,
+            "{}.{:06} {}/{} {:5} {}:",
+            now.tv_sec,
+            now.tv_nsec / 1000,
+            rustix::process::getpid().as_raw_nonzero(),
+            rustix::thread::gettid().as_raw_nonzero(),
+            metadata.level(),
+            metadata.target(),
+        );
+        event.record(&mut line);
+        sink.write(line.finish());
+    }
+}
+
+/// A line being put together; what does not fit is cut, control characters become spaces.
+struct Line {
+    bytes: [u8; LINE_MAX],
+    length: usize,
+}
+
+impl Line {
+    fn new() -> Self {
+        Self {
+            bytes: [0; LINE_MAX],
+            length: 0,
+        }
+    }
+
+    /// The line with its line feed, for which room was kept.
+    fn finish(&mut self) -> &[u8] {
+        if let Some(end) = self.bytes.get_mut(self.length) {
+            *end = b'\n';
+        }
+        self.bytes.get(..=self.length).unwrap_or_default()
+    }
+}
+
+impl Write for Line {
+    fn write_str(&mut self, text: &str) -> fmt::Result {
+        for letter in text.chars() {
+            let letter = if letter.is_control() { ' ' } else { letter };
+            let end = self.length + letter.len_utf8();
+            // One byte is kept for the line feed.
+            match self.bytes.get_mut(self.length..end) {
+                Some(room) if end < LINE_MAX => letter.encode_utf8(room),
+                _ => break,
+            };
+            self.length = end;
+        }
+        Ok(())
+    }
+}
+
+impl Visit for Line {
+    fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
+        let _ = match field.name() {
+            "message" => write!(self, " {value:?}"),
+            name => write!(self, " {name}={value:?}"),
+        };
+    }
+}
+
+#[cfg(test)]
+mod tests;

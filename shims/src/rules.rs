@@ -1,0 +1,267 @@
+//! The rules file: which connections may leave TCP, by program, ports, addresses and direction.
+//!
+//! ```toml
+//! [[rule]]                        # the first rule that matches decides; none: accelerate
+//! program = "nginx*"              # glob on the program's basename
+//! port = [80, "8000-8999"]        # this end's port: a port, a range, or a list of these
+//! peer_port = 5432                # the other end's
+//! local = "10.0.0.0/8"            # this end's address: an address, a CIDR, or a list of these
+//! peer = ["192.168.1.7", "fd00::/8"]
+//! direction = "accept"            # or "connect"
+//! action = "leave"                # or "accelerate"
+//! ```
+//!
+//! A key that is left out matches everything. IPv4-mapped IPv6 addresses count as IPv4.
+//! Not here: the other reasons for which a connection stays on TCP.
+
+use core::net::{IpAddr, SocketAddr};
+use core::ops::RangeInclusive;
+use std::path::Path;
+
+use ipnet::IpNet;
+use rdmasock_core::stats::Direction;
+use rustix::fs::{Mode, OFlags};
+use serde::Deserialize;
+
+/// A rules file longer than this many bytes is a mistake.
+const LONGEST: usize = 1 << 20;
+
+/// What the rules say about a connection.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Decision {
+    /// It may be moved to a link.
+    #[default]
+    Accelerate,
+    /// It stays on TCP.
+    Leave,
+}
+
+/// The rules in their order; empty: everything may be accelerated.
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Rules {
+    #[serde(default, rename = "rule")]
+    rules: Vec<Rule>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Rule {
+    program: Option<String>,
+    port: Option<OneOrMany<Ports>>,
+    peer_port: Option<OneOrMany<Ports>>,
+    local: Option<OneOrMany<Net>>,
+    peer: Option<OneOrMany<Net>>,
+    direction: Option<Way>,
+    action: Decision,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum Way {
+    Accept,
+    Connect,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(
+    untagged,
+    bound = "T: Deserialize<'de>",
+    expecting = "expected a port such as 80, a range such as \"8000-8999\", an address or CIDR such as \"10.0.0.0/8\" \
+                 (as the key demands), or a list of these"
+)]
+enum OneOrMany<T> {
+    One(T),
+    Many(Vec<T>),
+}
+
+impl<T> OneOrMany<T> {
+    fn any(&self, is_match: impl FnMut(&T) -> bool) -> bool {
+        match self {
+            Self::One(one) => core::slice::from_ref(one),
+            Self::Many(many) => many,
+        }
+        .iter()
+        .any(is_match)
+    }
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(try_from = "PortsText")]
+struct Ports(RangeInclusive<u16>);
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum PortsText {
+    Number(u16),
+    Text(String),
+}
+
+impl TryFrom<PortsText> for Ports {
+    type Error = &'static str;
+
+    fn try_from(text: PortsText) -> Result<Self, Self::Error> {
+        let text = match text {
+            PortsText::Number(port) => return Ok(Self(port..=port)),
+            PortsText::Text(text) => text,
+        };
+        let (first, last) = text.split_once('-').unwrap_or((&text, &text));
+        match (first.trim().parse(), last.trim().parse()) {
+            (Ok(first), Ok(last)) if first <= last => Ok(Self(first..=last)),
+            _ => Err("not a range of ports"),
+        }
+    }
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(try_from = "String")]
+struct Net(IpNet);
+
+impl TryFrom<String> for Net {
+    type Error = &'static str;
+
+    fn try_from(text: String) -> Result<Self, Self::Error> {
+        let net = match text.parse::<IpAddr>() {
+            Ok(address) => Ok(IpNet::from(address.to_canonical())),
+            Err(_) => text.parse(),
+        };
+        net.map(Self).map_err(|_| "not an address or CIDR")
+    }
+}
+
+impl Rules {
+    /// Reads the file at `path`. Where that fails there are no rules, and a message of one line
+    /// that says what is wrong, where, and what to do.
+    #[must_use]
+    pub fn load(path: &Path) -> (Self, Option<String>) {
+        let text = read(path).map_err(|problem| format!("cannot read it: {problem}"));
+        match text.and_then(|text| Self::parse(&text)) {
+            Ok(rules) => (rules, None),
+            Err(problem) => {
+                let message = format!(
+                    "rules file {path:?}: {problem}; no rule is applied, every connection may be \
+                     accelerated; correct the file or unset RDMASOCK_RULES"
+                );
+                (Self::default(), Some(message))
+            }
+        }
+    }
+
+    /// Rules from the text of a file.
+    ///
+    /// # Errors
+    /// What is wrong, with the line's number, on one line.
+    pub fn parse(text: &str) -> Result<Self, String> {
+        toml::from_str(text).map_err(|error| {
+            let message = error.message().replace('\n', ", ");
+            match error.span().and_then(|span| text.get(..span.start)) {
+                Some(before) => {
+                    let line = before.matches('\n').count() + 1;
+                    format!("line {line}: {message}")
+                }
+                None => message,
+            }
+        })
+    }
+
+    /// What the first rule that matches says. `program` is a basename; `local` is this end.
+    #[must_use]
+    pub fn decide(
+        &self,
+        program: &str,
+        local: SocketAddr,
+        peer: SocketAddr,
+        direction: Direction,
+    ) -> Decision {
+        self.rules
+            .iter()
+            .find(|rule| rule.is_match(program, local, peer, direction))
+            .map_or_else(Decision::default, |rule| rule.action)
+    }
+}
+
+impl Rule {
+    fn is_match(
+        &self,
+        program: &str,
+        local: SocketAddr,
+        peer: SocketAddr,
+        direction: Direction,
+    ) -> bool {
+        self.program
+            .as_ref()
+            .is_none_or(|glob| is_glob_match(glob.as_bytes(), program.as_bytes()))
+            && has_port(self.port.as_ref(), local)
+            && has_port(self.peer_port.as_ref(), peer)
+            && has_address(self.local.as_ref(), local)
+            && has_address(self.peer.as_ref(), peer)
+            && match self.direction {
+                None => true,
+                Some(Way::Accept) => direction == Direction::Accept,
+                Some(Way::Connect) => direction == Direction::Connect,
+            }
+    }
+}
+
+fn has_port(ports: Option<&OneOrMany<Ports>>, addr: SocketAddr) -> bool {
+    ports.is_none_or(|ports| ports.any(|range| range.0.contains(&addr.port())))
+}
+
+fn has_address(nets: Option<&OneOrMany<Net>>, addr: SocketAddr) -> bool {
+    let ip = addr.ip().to_canonical();
+    nets.is_none_or(|nets| nets.any(|net| net.0.contains(&ip)))
+}
+
+/// Whether all of `text` matches `glob`: `*` is any number of bytes, `?` is one.
+fn is_glob_match(glob: &[u8], text: &[u8]) -> bool {
+    let (mut rest_glob, mut rest_text) = (glob, text);
+    // Where to go on if what follows the latest star does not match: one byte further in the text.
+    let mut star: Option<(&[u8], &[u8])> = None;
+    loop {
+        match (rest_glob, rest_text) {
+            ([b'*', after @ ..], _) => {
+                star = Some((after, rest_text));
+                rest_glob = after;
+            }
+            ([], []) => return true,
+            ([g, glob_after @ ..], [t, text_after @ ..]) if *g == b'?' || g == t => {
+                (rest_glob, rest_text) = (glob_after, text_after);
+            }
+            _ => match star {
+                Some((after, [_, text_after @ ..])) => {
+                    star = Some((after, text_after));
+                    (rest_glob, rest_text) = (after, text_after);
+                }
+                _ => return false,
+            },
+        }
+    }
+}
+
+/// The text of a file, past the hooks.
+fn read(path: &Path) -> Result<String, String> {
+    let failed = |errno: rustix::io::Errno| std::io::Error::from(errno).to_string();
+    // A FIFO must not block the program's start.
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK;
+    let file = rustix::fs::open(path, flags, Mode::empty()).map_err(failed)?;
+    let mut bytes = Vec::new();
+    let mut piece = [0_u8; 4096];
+    loop {
+        let got = match rustix::io::read(&file, &mut piece) {
+            Err(rustix::io::Errno::INTR) => continue,
+            got => got.map_err(failed)?,
+        };
+        match piece.get(..got) {
+            None | Some([]) => break,
+            Some(part) => bytes.extend_from_slice(part),
+        }
+        if bytes.len() > LONGEST {
+            return Err(format!("longer than {LONGEST} bytes"));
+        }
+    }
+    String::from_utf8(bytes).map_err(|_| "not UTF-8".to_owned())
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,1 +1,13 @@
-//! placeholder
+//! `librdmasock.so`: the libc symbols that it puts in front of libc's. Each hook hands its arguments and
+//! libc's own function to `rdmasock_shims::calls` and returns what comes back; there is no logic
+//! here. `exports.txt` lists the symbols, `scripts/check-exports` compares.
+
+mod bypass;
+mod fd;
+mod io;
+mod load;
+mod process;
+mod ready;
+mod socket;
+mod variadic;
+mod vfork;

@@ -1,0 +1,6 @@
+//! The library's constructor.
+
+/// Called by the dynamic linker (ELF gABI, "Initialization and Termination Functions").
+#[used]
+#[unsafe(link_section = ".init_array")]
+static ON_LOAD: extern "C" fn() = rdmasock_shims::calls::on_load;

@@ -1,0 +1,102 @@
+//! The hooks of the calls that replace, spawn or end a process. What they do is in
+//! `rdmasock_shims::calls::process`. Not here: `fork` and `exit`, which the shims see through
+//! `pthread_atfork` and `atexit`; `execl*`, which are variadic; `vfork`.
+
+#![allow(
+    unsafe_op_in_unsafe_fn,
+    reason = "every body hands on its caller's arguments, under its caller's contract"
+)]
+
+use libc::{FILE, c_char, c_int, pid_t, posix_spawn_file_actions_t, posix_spawnattr_t};
+use rdmasock_shims::{calls::process as calls, real};
+use redhook::hook;
+
+hook! {
+    unsafe fn execve(path: *const c_char, argv: *const *const c_char, envp: *const *const c_char) -> c_int => hook_execve {
+        calls::execve(real::execve(), path, argv, envp)
+    }
+}
+
+hook! {
+    unsafe fn execv(path: *const c_char, argv: *const *const c_char) -> c_int => hook_execv {
+        calls::execv(real::execv(), path, argv)
+    }
+}
+
+hook! {
+    unsafe fn execvp(file: *const c_char, argv: *const *const c_char) -> c_int => hook_execvp {
+        calls::execvp(real::execvp(), file, argv)
+    }
+}
+
+hook! {
+    unsafe fn execvpe(file: *const c_char, argv: *const *const c_char, envp: *const *const c_char) -> c_int => hook_execvpe {
+        calls::execvpe(real::execvpe(), file, argv, envp)
+    }
+}
+
+hook! {
+    unsafe fn fexecve(fd: c_int, argv: *const *const c_char, envp: *const *const c_char) -> c_int => hook_fexecve {
+        calls::fexecve(real::fexecve(), fd, argv, envp)
+    }
+}
+
+hook! {
+    unsafe fn execveat(dir: c_int, path: *const c_char, argv: *const *const c_char, envp: *const *const c_char, flags: c_int) -> c_int => hook_execveat {
+        calls::execveat(real::execveat(), dir, path, argv, envp, flags)
+    }
+}
+
+hook! {
+    unsafe fn posix_spawn(pid: *mut pid_t, path: *const c_char, actions: *const posix_spawn_file_actions_t, attributes: *const posix_spawnattr_t, argv: *const *mut c_char, envp: *const *mut c_char) -> c_int => hook_posix_spawn {
+        calls::posix_spawn(real::posix_spawn(), pid, path, actions, attributes, argv, envp)
+    }
+}
+
+hook! {
+    unsafe fn posix_spawnp(pid: *mut pid_t, path: *const c_char, actions: *const posix_spawn_file_actions_t, attributes: *const posix_spawnattr_t, argv: *const *mut c_char, envp: *const *mut c_char) -> c_int => hook_posix_spawnp {
+        calls::posix_spawn(real::posix_spawnp(), pid, path, actions, attributes, argv, envp)
+    }
+}
+
+hook! {
+    unsafe fn system(command: *const c_char) -> c_int => hook_system {
+        calls::system(real::system(), command)
+    }
+}
+
+hook! {
+    unsafe fn popen(command: *const c_char, mode: *const c_char) -> *mut FILE => hook_popen {
+        calls::popen(real::popen(), command, mode)
+    }
+}
+
+hook! {
+    unsafe fn daemon(nochdir: c_int, noclose: c_int) -> c_int => hook_daemon {
+        calls::daemon(real::daemon(), nochdir, noclose)
+    }
+}
+
+hook! {
+    unsafe fn _Fork() -> pid_t => hook_fork_bare {
+        calls::fork_bare(real::_Fork())
+    }
+}
+
+hook! {
+    unsafe fn _exit(status: c_int) => hook_exit {
+        calls::exit_now(real::_exit(), status)
+    }
+}
+
+hook! {
+    unsafe fn _Exit(status: c_int) => hook_exit_c99 {
+        calls::exit_now(real::_Exit(), status)
+    }
+}
+
+hook! {
+    unsafe fn quick_exit(status: c_int) => hook_quick_exit {
+        calls::quick_exit(real::quick_exit(), status)
+    }
+}

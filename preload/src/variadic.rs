@@ -1,0 +1,250 @@
+//! The hooks of the variadic calls: `execl`, `execlp`, `execle`, `dprintf`. In libc they call `execve`
+//! and the like through symbols that no hook can replace.
+//!
+//! Stable Rust cannot define a variadic function, and for these no fixed number of arguments would
+//! do. So each is a naked function that puts the arguments it got in registers into memory, where its
+//! non-variadic counterpart, an ordinary function below it, finds all of them:
+//!
+//! - `execl*`: the argument registers are stored right below the arguments on the stack (on x86-64, over the
+//!   return address, which moves), and the two parts together are the argv that `execv` wants,
+//!   terminator included, however many there are. Nothing is copied or allocated, so these stay
+//!   async-signal-safe.
+//! - `dprintf`: a `va_list` is built as the ABI lays it out (x86-64: System V psABI, "Variable Argument
+//!   Lists", figure 3.34; aarch64: AAPCS64, appendix "Variable argument lists").
+//!
+//! `fcntl` and `ioctl` need none of this: at most one argument, which on both architectures travels as a named one would.
+
+use core::arch::naked_asm;
+use libc::{c_char, c_int, c_void};
+use rdmasock_shims::{
+    calls::{bypass, process},
+    real,
+};
+
+/// `execl` after its arguments have become an argv.
+unsafe extern "C" fn execl_argv(path: *const c_char, argv: *const *const c_char) -> c_int {
+    // SAFETY: `argv` ends in the null pointer that the caller of execl had to pass.
+    unsafe { process::execv(real::execv(), path, argv) }
+}
+
+/// `execlp` after its arguments have become an argv.
+unsafe extern "C" fn execlp_argv(file: *const c_char, argv: *const *const c_char) -> c_int {
+    // SAFETY: as in `execl_argv`.
+    unsafe { process::execvp(real::execvp(), file, argv) }
+}
+
+/// `execle` after its arguments have become an argv; the environment follows the terminator.
+unsafe extern "C" fn execle_argv(path: *const c_char, argv: *const *const c_char) -> c_int {
+    let mut end = argv;
+    // SAFETY: `argv` ends in a null pointer, and the caller of execle passed one pointer after it.
+    unsafe {
+        while !(*end).is_null() {
+            end = end.add(1);
+        }
+        let envp = (*end.add(1)).cast::<*const c_char>();
+        process::execve(real::execve(), path, argv, envp)
+    }
+}
+
+/// `dprintf` after its arguments have become a `va_list`.
+unsafe extern "C" fn dprintf_list(fd: c_int, format: *const c_char, list: *mut c_void) -> c_int {
+    // SAFETY: `list` is a `va_list` whose first argument is the one after `format`.
+    unsafe { bypass::vdprintf(real::vdprintf(), fd, format, list) }
+}
+
+/// `__dprintf_chk` after its arguments have become a `va_list`.
+unsafe extern "C" fn dprintf_chk_list(
+    fd: c_int,
+    flag: c_int,
+    format: *const c_char,
+    list: *mut c_void,
+) -> c_int {
+    // SAFETY: as in `dprintf_list`.
+    unsafe { bypass::vdprintf_chk(real::__vdprintf_chk(), fd, flag, format, list) }
+}
+
+/// A function `name(path, arg0, …, NULL, …)` that calls `$argv(path, &arg0)`.
+macro_rules! exec_hook {
+    ($name:ident, $argv:ident) => {
+        #[doc = concat!("`", stringify!($name), "(3)`.")]
+        ///
+        /// # Safety
+        #[doc = concat!("As `", stringify!($name), "` in C: strings, then a null pointer.")]
+        #[cfg(target_arch = "x86_64")]
+        #[unsafe(no_mangle)]
+        #[unsafe(naked)]
+        pub unsafe extern "C" fn $name(path: *const c_char, arg0: *const c_char) -> c_int {
+            naked_asm!(
+                ".cfi_startproc",
+                "pop rax", // The return address; the stack arguments are now at rsp.
+                ".cfi_adjust_cfa_offset -8",
+                ".cfi_register rip, rax",
+                "push r9",
+                "push r8",
+                "push rcx",
+                "push rdx",
+                "push rsi",
+                ".cfi_adjust_cfa_offset 40",
+                "mov rsi, rsp",
+                "push rax", // This also brings rsp back to a multiple of 16.
+                ".cfi_adjust_cfa_offset 8",
+                ".cfi_offset rip, -56",
+                "call {argv}",
+                "pop rcx",
+                ".cfi_adjust_cfa_offset -8",
+                ".cfi_register rip, rcx",
+                "add rsp, 40",
+                ".cfi_adjust_cfa_offset -40",
+                "push rcx",
+                ".cfi_adjust_cfa_offset 8",
+                ".cfi_offset rip, -8",
+                "ret",
+                ".cfi_endproc",
+                argv = sym $argv,
+            )
+        }
+
+        #[doc = concat!("`", stringify!($name), "(3)`.")]
+        ///
+        /// # Safety
+        #[doc = concat!("As `", stringify!($name), "` in C: strings, then a null pointer.")]
+        #[cfg(target_arch = "aarch64")]
+        #[unsafe(no_mangle)]
+        #[unsafe(naked)]
+        pub unsafe extern "C" fn $name(path: *const c_char, arg0: *const c_char) -> c_int {
+            naked_asm!(
+                ".cfi_startproc",
+                "sub sp, sp, #80",
+                ".cfi_def_cfa_offset 80",
+                "stp x29, x30, [sp]",
+                ".cfi_offset x29, -80",
+                ".cfi_offset x30, -72",
+                "mov x29, sp",
+                "str x1, [sp, #24]",
+                "stp x2, x3, [sp, #32]",
+                "stp x4, x5, [sp, #48]",
+                "stp x6, x7, [sp, #64]", // Up to the stack arguments, at sp + 80.
+                "add x1, sp, #24",
+                "bl {argv}",
+                "ldp x29, x30, [sp]",
+                "add sp, sp, #80",
+                ".cfi_def_cfa_offset 0",
+                ".cfi_restore x29",
+                ".cfi_restore x30",
+                "ret",
+                ".cfi_endproc",
+                argv = sym $argv,
+            )
+        }
+    };
+}
+
+exec_hook!(execl, execl_argv);
+exec_hook!(execlp, execlp_argv);
+exec_hook!(execle, execle_argv);
+
+/// A function with `$named` arguments before its variable ones that calls `$list` with them and the
+/// `va_list`, for which it needs the register of argument number `$named`.
+macro_rules! printf_hook {
+    ($name:ident($($arg:ident: $type:ty),*), $named:literal, $x86_64:literal, $aarch64:literal, $list:ident) => {
+        #[doc = concat!("`", stringify!($name), "`.")]
+        ///
+        /// # Safety
+        #[doc = concat!("As `", stringify!($name), "` in C: arguments as the format says.")]
+        #[cfg(target_arch = "x86_64")]
+        #[unsafe(no_mangle)]
+        #[unsafe(naked)]
+        pub unsafe extern "C" fn $name($($arg: $type),*) -> c_int {
+            // Frame: va_list { u32 gp_offset, u32 fp_offset, stack arguments, registers } at 0; the
+            // registers, six general and eight vector ones, at 32; 8 bytes to align.
+            naked_asm!(
+                ".cfi_startproc",
+                "sub rsp, 216",
+                ".cfi_adjust_cfa_offset 216",
+                "mov [rsp + 32], rdi",
+                "mov [rsp + 40], rsi",
+                "mov [rsp + 48], rdx",
+                "mov [rsp + 56], rcx",
+                "mov [rsp + 64], r8",
+                "mov [rsp + 72], r9",
+                "test al, al", // An upper bound for the vector registers used.
+                "je 2f",
+                "movaps [rsp + 80], xmm0",
+                "movaps [rsp + 96], xmm1",
+                "movaps [rsp + 112], xmm2",
+                "movaps [rsp + 128], xmm3",
+                "movaps [rsp + 144], xmm4",
+                "movaps [rsp + 160], xmm5",
+                "movaps [rsp + 176], xmm6",
+                "movaps [rsp + 192], xmm7",
+                "2:",
+                "mov dword ptr [rsp], 8 * {named}",
+                "mov dword ptr [rsp + 4], 48",
+                "lea rax, [rsp + 224]",
+                "mov [rsp + 8], rax",
+                "lea rax, [rsp + 32]",
+                "mov [rsp + 16], rax",
+                concat!("mov ", $x86_64, ", rsp"),
+                "call {list}",
+                "add rsp, 216",
+                ".cfi_adjust_cfa_offset -216",
+                "ret",
+                ".cfi_endproc",
+                named = const $named,
+                list = sym $list,
+            )
+        }
+
+        #[doc = concat!("`", stringify!($name), "`.")]
+        ///
+        /// # Safety
+        #[doc = concat!("As `", stringify!($name), "` in C: arguments as the format says.")]
+        #[cfg(target_arch = "aarch64")]
+        #[unsafe(no_mangle)]
+        #[unsafe(naked)]
+        pub unsafe extern "C" fn $name($($arg: $type),*) -> c_int {
+            // Frame: frame record at 0; va_list { stack arguments, end of general registers, end of
+            // vector registers, i32 offset from each end } at 16; x0 to x7 at 48; q0 to q7 at 112.
+            naked_asm!(
+                ".cfi_startproc",
+                "sub sp, sp, #240",
+                ".cfi_def_cfa_offset 240",
+                "stp x29, x30, [sp]",
+                ".cfi_offset x29, -240",
+                ".cfi_offset x30, -232",
+                "mov x29, sp",
+                "stp x0, x1, [sp, #48]",
+                "stp x2, x3, [sp, #64]",
+                "stp x4, x5, [sp, #80]",
+                "stp x6, x7, [sp, #96]",
+                "stp q0, q1, [sp, #112]",
+                "stp q2, q3, [sp, #144]",
+                "stp q4, q5, [sp, #176]",
+                "stp q6, q7, [sp, #208]",
+                "add x9, sp, #240",
+                "str x9, [sp, #16]",
+                "str x9, [sp, #32]",
+                "add x9, sp, #112",
+                "str x9, [sp, #24]",
+                "mov w9, 8 * {named} - 64",
+                "str w9, [sp, #40]",
+                "mov w9, #-128",
+                "str w9, [sp, #44]",
+                concat!("add ", $aarch64, ", sp, #16"),
+                "bl {list}",
+                "ldp x29, x30, [sp]",
+                "add sp, sp, #240",
+                ".cfi_def_cfa_offset 0",
+                ".cfi_restore x29",
+                ".cfi_restore x30",
+                "ret",
+                ".cfi_endproc",
+                named = const $named,
+                list = sym $list,
+            )
+        }
+    };
+}
+
+printf_hook!(dprintf(fd: c_int, format: *const c_char), 2, "rdx", "x2", dprintf_list);
+printf_hook!(__dprintf_chk(fd: c_int, flag: c_int, format: *const c_char), 3, "rcx", "x3", dprintf_chk_list);

@@ -1,0 +1,165 @@
+//! Programs under the built library, whose hooks here pass through: same output and status as without it.
+//! What the library does with TCP streams is not for this file but for `tests/` and `integration/`.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test")]
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+/// The library that Cargo built for these tests, next to the test itself.
+fn library() -> PathBuf {
+    let library = std::env::current_exe()
+        .unwrap()
+        .with_file_name("librdmasock.so");
+    assert!(library.exists(), "{} is missing", library.display());
+    library
+}
+
+/// Compiles `tests/c/NAME.c`, fortified, which makes it call the `__*_chk` forms.
+fn compile(name: &str) -> PathBuf {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("tests/c/{name}.c"));
+    let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+    let status = Command::new("cc")
+        .args(["-O2", "-D_FORTIFY_SOURCE=2", "-Wall", "-pthread", "-o"])
+        .args([&program, &source])
+        .status()
+        .expect("cc (Debian: apt install gcc libc6-dev)");
+    assert!(status.success());
+    program
+}
+
+fn run(command: &mut Command, input: &str) -> Output {
+    let mut child = command
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    child
+        .stdin
+        .take()
+        .unwrap()
+        .write_all(input.as_bytes())
+        .unwrap();
+    child.wait_with_output().unwrap()
+}
+
+/// Runs a command bare and with the library, and returns what both printed.
+fn same_with_library(program: impl AsRef<Path>, args: &[&str], input: &str) -> String {
+    let program = program.as_ref();
+    let bare = run(Command::new(program).args(args), input);
+    let hooked = run(
+        Command::new(program)
+            .args(args)
+            .env("LD_PRELOAD", library()),
+        input,
+    );
+    assert_eq!(
+        String::from_utf8_lossy(&bare.stdout),
+        String::from_utf8_lossy(&hooked.stdout)
+    );
+    assert_eq!(
+        String::from_utf8_lossy(&bare.stderr),
+        String::from_utf8_lossy(&hooked.stderr)
+    );
+    assert_eq!(bare.status, hooked.status);
+    assert!(bare.status.success(), "{bare:?}");
+    String::from_utf8(bare.stdout).unwrap()
+}
+
+#[test]
+fn exported_symbols_are_those_of_the_list() {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../scripts/check-exports");
+    let output = run(Command::new(script).arg(library()), "");
+    assert!(output.status.success(), "{output:?}");
+}
+
+#[test]
+fn hard_calls_do_what_they_do_without_the_library() {
+    let printed = same_with_library(compile("calls"), &[], "");
+    assert!(printed.ends_with("daemon\n"), "{printed}");
+    assert!(printed.contains("execle 12: 0 0, failing -1"), "{printed}");
+}
+
+#[test]
+fn cancelled_threads_end_and_run_their_handlers() {
+    let printed = same_with_library(compile("cancel"), &[], "");
+    assert_eq!(
+        printed.matches(" cancelled\n").count(),
+        printed.lines().count()
+    );
+}
+
+#[test]
+fn a_shell_pipeline_runs() {
+    let script =
+        "/bin/true; seq 1000 | tee /dev/null | wc -l; (exit 3) || echo $?; echo $(echo sub)";
+    let printed = same_with_library("/bin/bash", &["-c", script], "");
+    assert_eq!(printed, "1000\n3\nsub\n");
+}
+
+#[test]
+fn python_sockets_and_subprocesses_run() {
+    let script = "
+import socket, subprocess, threading
+server = socket.create_server(('127.0.0.1', 0))
+def serve():
+    peer, _ = server.accept()
+    with peer:
+        while data := peer.recv(65536):
+            peer.sendall(data.upper())
+thread = threading.Thread(target=serve)
+thread.start()
+client = socket.create_connection(server.getsockname())
+client.sendall(b'abc' * 100000)
+client.shutdown(socket.SHUT_WR)
+got = b''
+while data := client.recv(65536):
+    got += data
+thread.join()
+print(len(got), got[:3])
+print(subprocess.run(['cat'], input=b'through cat', capture_output=True).stdout)
+print(subprocess.run('exit 4', shell=True, close_fds=False).returncode)
+";
+    let printed = same_with_library("/usr/bin/env", &["python3", "-"], script);
+    assert!(printed.contains("300000 b'ABC'"), "{printed}");
+}
+
+#[test]
+fn curl_fetches_from_a_python_server() {
+    let script = "
+import http.server, subprocess, threading
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = 'HTTP/1.1'
+    def do_GET(self):
+        body = self.path.encode() * 10000
+        self.send_response(200)
+        self.send_header('Content-Length', str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+    def log_message(self, *args):
+        pass
+server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler)
+threading.Thread(target=server.serve_forever).start()
+url = 'http://127.0.0.1:%d/' % server.server_port
+try:
+    fetched = subprocess.run(['curl', '-sS', url + 'one', url + 'two'], capture_output=True)
+    print(fetched.returncode, len(fetched.stdout), fetched.stderr)
+finally:
+    server.shutdown()
+";
+    let printed = same_with_library("/usr/bin/env", &["python3", "-"], script);
+    assert_eq!(printed, "0 80000 b''\n");
+}
+
+/// Not a test but a measurement: `cargo test --release -p rdmasock -- --ignored --nocapture`.
+#[test]
+#[ignore = "prints what a pass-through costs"]
+fn cost_of_passing_through() {
+    let program = compile("cost");
+    for preload in ["".into(), library()] {
+        let output = run(Command::new(&program).env("LD_PRELOAD", preload), "");
+        print!("{}", String::from_utf8_lossy(&output.stdout));
+    }
+}

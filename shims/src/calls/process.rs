@@ -1,0 +1,141 @@
+//! The calls that replace, spawn or end a process. Before an exec or a spawn, streams whose
+//! descriptor survives it go back to TCP; `fork` itself is seen through `pthread_atfork`.
+
+use crate::real::{
+    DaemonFn, ExecEnvFn, ExecFn, ExecveatFn, ExitFn, FexecveFn, ForkFn, PopenFn, PosixSpawnFn,
+    SystemFn,
+};
+use libc::{FILE, c_char, c_int, pid_t, posix_spawn_file_actions_t, posix_spawnattr_t};
+
+/// `execve(2)`.
+#[inline]
+pub unsafe extern "C" fn execve(
+    real: ExecEnvFn,
+    path: *const c_char,
+    argv: *const *const c_char,
+    envp: *const *const c_char,
+) -> c_int {
+    // SAFETY: the caller's arguments, as they are.
+    unsafe { real(path, argv, envp) }
+}
+
+/// `execv(3)`, and `execl`.
+#[inline]
+pub unsafe extern "C" fn execv(
+    real: ExecFn,
+    path: *const c_char,
+    argv: *const *const c_char,
+) -> c_int {
+    // SAFETY: the caller's arguments, as they are.
+    unsafe { real(path, argv) }
+}
+
+/// `execvp(3)`, and `execlp`.
+#[inline]
+pub unsafe extern "C" fn execvp(
+    real: ExecFn,
+    file: *const c_char,
+    argv: *const *const c_char,
+) -> c_int {
+    // SAFETY: the caller's arguments, as they are.
+    unsafe { real(file, argv) }
+}
+
+/// `execvpe(3)`.
+#[inline]
+pub unsafe extern "C" fn execvpe(
+    real: ExecEnvFn,
+    file: *const c_char,
+    argv: *const *const c_char,
+    envp: *const *const c_char,
+) -> c_int {
+    // SAFETY: the caller's arguments, as they are.
+    unsafe { real(file, argv, envp) }
+}
+
+/// `fexecve(3)`.
+#[inline]
+pub unsafe extern "C" fn fexecve(
+    real: FexecveFn,
+    fd: c_int,
+    argv: *const *const c_char,
+    envp: *const *const c_char,
+) -> c_int {
+    // SAFETY: the caller's arguments, as they are.
+    unsafe { real(fd, argv, envp) }
+}
+
+/// `execveat(2)`.
+#[inline]
+pub unsafe extern "C" fn execveat(
+    real: ExecveatFn,
+    dir: c_int,
+    path: *const c_char,
+    argv: *const *const c_char,
+    envp: *const *const c_char,
+    flags: c_int,
+) -> c_int {
+    // SAFETY: the caller's arguments, as they are.
+    unsafe { real(dir, path, argv, envp, flags) }
+}
+
+/// `posix_spawn(3)` and `posix_spawnp`; both return an error number, not -1. The child runs inside libc, without hooks.
+#[inline]
+pub unsafe extern "C" fn posix_spawn(
+    real: PosixSpawnFn,
+    pid: *mut pid_t,
+    path: *const c_char,
+    actions: *const posix_spawn_file_actions_t,
+    attributes: *const posix_spawnattr_t,
+    argv: *const *mut c_char,
+    envp: *const *mut c_char,
+) -> c_int {
+    // SAFETY: the caller's arguments, as they are.
+    unsafe { real(pid, path, actions, attributes, argv, envp) }
+}
+
+/// `system(3)`; spawns inside libc.
+#[inline]
+pub unsafe extern "C" fn system(real: SystemFn, command: *const c_char) -> c_int {
+    // SAFETY: the caller's arguments, as they are.
+    unsafe { real(command) }
+}
+
+/// `popen(3)`; spawns inside libc.
+#[inline]
+pub unsafe extern "C" fn popen(
+    real: PopenFn,
+    command: *const c_char,
+    mode: *const c_char,
+) -> *mut FILE {
+    // SAFETY: the caller's arguments, as they are.
+    unsafe { real(command, mode) }
+}
+
+/// `daemon(3)`; forks, and leaves the parent by an `_exit` that no hook sees.
+#[inline]
+pub unsafe extern "C" fn daemon(real: DaemonFn, nochdir: c_int, noclose: c_int) -> c_int {
+    // SAFETY: the caller's arguments, as they are.
+    unsafe { real(nochdir, noclose) }
+}
+
+/// `_Fork(3)`: no handler of `pthread_atfork` runs.
+#[inline]
+pub unsafe extern "C" fn fork_bare(real: ForkFn) -> pid_t {
+    // SAFETY: the caller's arguments, as they are.
+    unsafe { real() }
+}
+
+/// `_exit(2)` and `_Exit`: no handler of `atexit` runs. Does not return.
+#[inline]
+pub unsafe extern "C" fn exit_now(real: ExitFn, status: c_int) {
+    // SAFETY: the caller's arguments, as they are.
+    unsafe { real(status) }
+}
+
+/// `quick_exit(3)`: only the handlers of `at_quick_exit` run. Does not return.
+#[inline]
+pub unsafe extern "C" fn quick_exit(real: ExitFn, status: c_int) {
+    // SAFETY: the caller's arguments, as they are.
+    unsafe { real(status) }
+}

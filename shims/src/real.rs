@@ -1,0 +1,289 @@
+//! libc's own versions of the functions that `preload/` exports under the same names: one table of
+//! their types, found with `dlsym(RTLD_NEXT)`.
+//!
+//! `real::recv()` is libc's `recv`. It is for the pass-through of hooks and for those blocking calls
+//! of the shims that have to stay cancellation points; the shims' own I/O that does not block goes
+//! through `rustix`, whose raw system calls never come back into the hooks.
+//!
+//! Why not redhook's `real!`: it initialises with `std::sync::Once`, which hangs when it is
+//! re-entered by a signal handler or by a child forked in the middle; it panics where libc lacks
+//! the symbol; and its function type is `extern "C"`, through which the forced unwind of
+//! `pthread_cancel` aborts when the calling frame has landing pads. Here a lookup is one relaxed
+//! load, a symbol that libc lacks fails with `ENOSYS`, and every type is `extern "C-unwind"`.
+
+use core::ffi::CStr;
+use core::sync::atomic::{AtomicPtr, Ordering};
+use libc::{
+    FILE, aiocb, c_char, c_int, c_uint, c_ulong, c_void, epoll_event, fd_set, iovec, mmsghdr,
+    msghdr, nfds_t, off_t, pid_t, pollfd, posix_spawn_file_actions_t, posix_spawnattr_t, sigevent,
+    sigset_t, size_t, sockaddr, socklen_t, ssize_t, timespec, timeval,
+};
+
+/// One symbol of libc, looked up at first use and kept.
+struct Symbol {
+    name: &'static CStr,
+    address: AtomicPtr<c_void>,
+}
+
+impl Symbol {
+    /// `name` ends in its only NUL.
+    const fn new(name: &'static str) -> Self {
+        let name = match CStr::from_bytes_with_nul(name.as_bytes()) {
+            Ok(name) => name,
+            Err(_) => c"",
+        };
+        Self {
+            name,
+            address: AtomicPtr::new(core::ptr::null_mut()),
+        }
+    }
+
+    /// The symbol's address, null if libc lacks it.
+    ///
+    /// `extern "C"`, because a function that may unwind would leave redhook's `catch_unwind` in the
+    /// hooks of an unoptimised build, and with it the abort on `pthread_cancel`.
+    ///
+    /// A failure is not kept: the library that has the symbol (librt before glibc 2.34) may be
+    /// loaded later.
+    #[cold]
+    #[inline(never)]
+    extern "C" fn resolve(&self) -> *mut c_void {
+        // SAFETY: the name is a C string with static lifetime.
+        let address = unsafe { libc::dlsym(libc::RTLD_NEXT, self.name.as_ptr()) };
+        self.address.store(address, Ordering::Relaxed);
+        address
+    }
+}
+
+/// The value with which a function says "see errno".
+trait Failure {
+    const FAILURE: Self;
+}
+
+impl Failure for c_int {
+    const FAILURE: Self = -1;
+}
+
+impl Failure for ssize_t {
+    const FAILURE: Self = -1;
+}
+
+impl<T> Failure for *mut T {
+    const FAILURE: Self = core::ptr::null_mut();
+}
+
+impl Failure for () {
+    const FAILURE: Self = ();
+}
+
+/// The function of a type that stands in where libc has none: it fails with `ENOSYS`.
+trait Absent {
+    const ABSENT: Self;
+}
+
+macro_rules! absent {
+    ($($arg:ident)*) => {
+        impl<R: Failure, $($arg),*> Absent for unsafe extern "C-unwind" fn($($arg),*) -> R {
+            const ABSENT: Self = {
+                unsafe extern "C-unwind" fn absent<R: Failure, $($arg),*>($(_: $arg),*) -> R {
+                    // SAFETY: `__errno_location` returns the calling thread's errno, a valid c_int.
+                    unsafe { *libc::__errno_location() = libc::ENOSYS };
+                    R::FAILURE
+                }
+                absent::<R, $($arg),*>
+            };
+        }
+    };
+}
+
+absent!();
+absent!(A);
+absent!(A B);
+absent!(A B C);
+absent!(A B C D);
+absent!(A B C D E);
+absent!(A B C D E F);
+absent!(A B C D E F G);
+
+macro_rules! functions {
+    ($( $(#[$doc:meta])* $alias:ident = $args:tt -> $ret:ty: $($name:ident),+; )+) => {
+        $(
+            $(#[$doc])*
+            pub type $alias = unsafe extern "C-unwind" fn $args -> $ret;
+
+            $(
+                #[doc = concat!("libc's `", stringify!($name), "`.")]
+                #[inline]
+                #[allow(non_snake_case, reason = "libc's name")]
+                pub fn $name() -> $alias {
+                    static SYMBOL: Symbol = Symbol::new(concat!(stringify!($name), "\0"));
+
+                    // Relaxed is enough: the code at the address was there before any of ours ran,
+                    // and every thread that looks it up finds the same address.
+                    let mut address = SYMBOL.address.load(Ordering::Relaxed);
+                    if address.is_null() {
+                        address = SYMBOL.resolve();
+                        if address.is_null() {
+                            return <$alias as Absent>::ABSENT;
+                        }
+                    }
+                    // SAFETY: libc's function of this name has this signature, and libc is never
+                    // unloaded. An `extern "C-unwind"` type is compatible with a C function.
+                    unsafe { core::mem::transmute::<*mut c_void, $alias>(address) }
+                }
+            )+
+        )+
+
+        /// Looks every function up, so that no hook has to do it later, in a signal handler or in
+        /// the child of a fork, where `dlsym` is not allowed.
+        pub fn resolve_all() {
+            $($( $name(); )+)+
+        }
+    };
+}
+
+functions! {
+    // Bytes in and out.
+
+    /// `read(fd, buf, len)`
+    ReadFn = (c_int, *mut c_void, size_t) -> ssize_t: read, __read;
+    /// `__read_chk(fd, buf, len, size of buf)`
+    ReadChkFn = (c_int, *mut c_void, size_t, size_t) -> ssize_t: __read_chk;
+    /// `readv(fd, iov, count)` and `writev`
+    VectorFn = (c_int, *const iovec, c_int) -> ssize_t: readv, writev;
+    /// `preadv2(fd, iov, count, offset, flags)` and `pwritev2`; offset -1 makes them `readv` and `writev`
+    VectorFlagsFn = (c_int, *const iovec, c_int, off_t, c_int) -> ssize_t:
+        preadv2, preadv64v2, pwritev2, pwritev64v2;
+    /// `recv(fd, buf, len, flags)`
+    RecvFn = (c_int, *mut c_void, size_t, c_int) -> ssize_t: recv;
+    /// `__recv_chk(fd, buf, len, size of buf, flags)`
+    RecvChkFn = (c_int, *mut c_void, size_t, size_t, c_int) -> ssize_t: __recv_chk;
+    /// `recvfrom(fd, buf, len, flags, address, address length)`
+    RecvFromFn = (c_int, *mut c_void, size_t, c_int, *mut sockaddr, *mut socklen_t) -> ssize_t: recvfrom;
+    /// `__recvfrom_chk(fd, buf, len, size of buf, flags, address, address length)`
+    RecvFromChkFn = (c_int, *mut c_void, size_t, size_t, c_int, *mut sockaddr, *mut socklen_t) -> ssize_t:
+        __recvfrom_chk;
+    /// `recvmsg(fd, message, flags)`
+    RecvMsgFn = (c_int, *mut msghdr, c_int) -> ssize_t: recvmsg;
+    /// `recvmmsg(fd, messages, count, flags, timeout)`
+    RecvMmsgFn = (c_int, *mut mmsghdr, c_uint, c_int, *mut timespec) -> c_int: recvmmsg;
+    /// `write(fd, buf, len)`
+    WriteFn = (c_int, *const c_void, size_t) -> ssize_t: write, __write;
+    /// `send(fd, buf, len, flags)`
+    SendFn = (c_int, *const c_void, size_t, c_int) -> ssize_t: send, __send;
+    /// `sendto(fd, buf, len, flags, address, address length)`
+    SendToFn = (c_int, *const c_void, size_t, c_int, *const sockaddr, socklen_t) -> ssize_t: sendto;
+    /// `sendmsg(fd, message, flags)`
+    SendMsgFn = (c_int, *const msghdr, c_int) -> ssize_t: sendmsg;
+    /// `sendmmsg(fd, messages, count, flags)`
+    SendMmsgFn = (c_int, *mut mmsghdr, c_uint, c_int) -> c_int: sendmmsg;
+    /// `sendfile(out, in, offset, count)`
+    SendFileFn = (c_int, c_int, *mut off_t, size_t) -> ssize_t: sendfile, sendfile64;
+    /// `splice(in, in offset, out, out offset, len, flags)`
+    SpliceFn = (c_int, *mut off_t, c_int, *mut off_t, size_t, c_uint) -> ssize_t: splice;
+
+    // Sockets.
+
+    /// `socket(domain, type, protocol)`
+    SocketFn = (c_int, c_int, c_int) -> c_int: socket;
+    /// `listen(fd, backlog)` and `shutdown(fd, how)`
+    SocketIntFn = (c_int, c_int) -> c_int: listen, shutdown;
+    /// `accept(fd, address, address length)`
+    AcceptFn = (c_int, *mut sockaddr, *mut socklen_t) -> c_int: accept;
+    /// `accept4(fd, address, address length, flags)`
+    Accept4Fn = (c_int, *mut sockaddr, *mut socklen_t, c_int) -> c_int: accept4;
+    /// `connect(fd, address, address length)`
+    ConnectFn = (c_int, *const sockaddr, socklen_t) -> c_int: connect, __connect;
+    /// `getsockopt(fd, level, name, value, value length)`
+    GetSockOptFn = (c_int, c_int, c_int, *mut c_void, *mut socklen_t) -> c_int: getsockopt;
+    /// `setsockopt(fd, level, name, value, value length)`
+    SetSockOptFn = (c_int, c_int, c_int, *const c_void, socklen_t) -> c_int: setsockopt;
+
+    // Descriptors.
+
+    /// `close(fd)`
+    CloseFn = (c_int) -> c_int: close, __close;
+    /// `close_range(first, last, flags)`, from glibc 2.34 on
+    CloseRangeFn = (c_uint, c_uint, c_int) -> c_int: close_range;
+    /// `closefrom(first)`, from glibc 2.34 on
+    CloseFromFn = (c_int) -> (): closefrom;
+    /// `dup(fd)`
+    DupFn = (c_int) -> c_int: dup;
+    /// `dup2(old, new)`
+    Dup2Fn = (c_int, c_int) -> c_int: dup2, __dup2;
+    /// `dup3(old, new, flags)`
+    Dup3Fn = (c_int, c_int, c_int) -> c_int: dup3;
+    /// `fcntl(fd, command, argument)`; variadic in C, with at most one argument of register size
+    FcntlFn = (c_int, c_int, c_ulong) -> c_int: fcntl, __fcntl, fcntl64;
+    /// `ioctl(fd, request, argument)`; variadic in C, with at most one argument of register size
+    IoctlFn = (c_int, c_ulong, *mut c_void) -> c_int: ioctl;
+
+    // Readiness.
+
+    /// `poll(fds, count, timeout in ms)`
+    PollFn = (*mut pollfd, nfds_t, c_int) -> c_int: poll, __poll;
+    /// `__poll_chk(fds, count, timeout in ms, size of fds in bytes)`
+    PollChkFn = (*mut pollfd, nfds_t, c_int, size_t) -> c_int: __poll_chk;
+    /// `ppoll(fds, count, timeout, signal mask)`
+    PpollFn = (*mut pollfd, nfds_t, *const timespec, *const sigset_t) -> c_int: ppoll;
+    /// `__ppoll_chk(fds, count, timeout, signal mask, size of fds in bytes)`
+    PpollChkFn = (*mut pollfd, nfds_t, *const timespec, *const sigset_t, size_t) -> c_int: __ppoll_chk;
+    /// `select(count, read, write, except, timeout)`
+    SelectFn = (c_int, *mut fd_set, *mut fd_set, *mut fd_set, *mut timeval) -> c_int: select, __select;
+    /// `pselect(count, read, write, except, timeout, signal mask)`
+    PselectFn = (c_int, *mut fd_set, *mut fd_set, *mut fd_set, *const timespec, *const sigset_t) -> c_int: pselect;
+    /// `epoll_create(size)` and `epoll_create1(flags)`
+    EpollCreateFn = (c_int) -> c_int: epoll_create, epoll_create1;
+    /// `epoll_ctl(epoll, operation, fd, event)`
+    EpollCtlFn = (c_int, c_int, c_int, *mut epoll_event) -> c_int: epoll_ctl;
+    /// `epoll_wait(epoll, events, count, timeout in ms)`
+    EpollWaitFn = (c_int, *mut epoll_event, c_int, c_int) -> c_int: epoll_wait;
+    /// `epoll_pwait(epoll, events, count, timeout in ms, signal mask)`
+    EpollPwaitFn = (c_int, *mut epoll_event, c_int, c_int, *const sigset_t) -> c_int: epoll_pwait;
+    /// `epoll_pwait2(epoll, events, count, timeout, signal mask)`, from glibc 2.35 on
+    EpollPwait2Fn = (c_int, *mut epoll_event, c_int, *const timespec, *const sigset_t) -> c_int: epoll_pwait2;
+
+    // Processes.
+
+    /// `execve(path, argv, envp)` and `execvpe`
+    ExecEnvFn = (*const c_char, *const *const c_char, *const *const c_char) -> c_int: execve, execvpe;
+    /// `execv(path, argv)` and `execvp`
+    ExecFn = (*const c_char, *const *const c_char) -> c_int: execv, execvp;
+    /// `fexecve(fd, argv, envp)`
+    FexecveFn = (c_int, *const *const c_char, *const *const c_char) -> c_int: fexecve;
+    /// `execveat(dirfd, path, argv, envp, flags)`, from glibc 2.34 on
+    ExecveatFn = (c_int, *const c_char, *const *const c_char, *const *const c_char, c_int) -> c_int: execveat;
+    /// `posix_spawn(pid, path, file actions, attributes, argv, envp)`. Two symbol versions: `dlsym`
+    /// finds the default one (2.15 on x86-64), not the old one that tried `/bin/sh` on `ENOEXEC`.
+    PosixSpawnFn = (
+        *mut pid_t,
+        *const c_char,
+        *const posix_spawn_file_actions_t,
+        *const posix_spawnattr_t,
+        *const *mut c_char,
+        *const *mut c_char
+    ) -> c_int: posix_spawn, posix_spawnp;
+    /// `system(command)`
+    SystemFn = (*const c_char) -> c_int: system;
+    /// `popen(command, mode)`
+    PopenFn = (*const c_char, *const c_char) -> *mut FILE: popen;
+    /// `daemon(nochdir, noclose)`
+    DaemonFn = (c_int, c_int) -> c_int: daemon;
+    /// `_Fork()`: fork without the handlers of `pthread_atfork`, from glibc 2.34 on
+    ForkFn = () -> pid_t: _Fork;
+    /// `_exit(status)`, `_Exit` and `quick_exit`; none of them returns
+    ExitFn = (c_int) -> (): _exit, _Exit, quick_exit;
+
+    // Calls in which libc itself does the I/O, where no hook sees it.
+
+    /// `fdopen(fd, mode)`
+    FdopenFn = (c_int, *const c_char) -> *mut FILE: fdopen;
+    /// `vdprintf(fd, format, va_list)`; a `va_list` argument is passed as a pointer on x86-64 and aarch64
+    VdprintfFn = (c_int, *const c_char, *mut c_void) -> c_int: vdprintf;
+    /// `__vdprintf_chk(fd, flag, format, va_list)`
+    VdprintfChkFn = (c_int, c_int, *const c_char, *mut c_void) -> c_int: __vdprintf_chk;
+    /// `aio_read(control block)` and `aio_write`
+    AioFn = (*mut aiocb) -> c_int: aio_read, aio_read64, aio_write, aio_write64;
+    /// `lio_listio(mode, control blocks, count, notification)`
+    LioFn = (c_int, *const *mut aiocb, c_int, *mut sigevent) -> c_int: lio_listio, lio_listio64;
+}

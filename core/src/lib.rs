@@ -1,1 +1,3 @@
-//! placeholder
+//! The socket-free heart of rdmasock: identities, wire format, rendezvous, streams, links, fabrics.
+pub mod ids;
+pub mod wire;

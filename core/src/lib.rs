@@ -3,3 +3,6 @@ pub mod fabric;
 pub mod sync;
 //! placeholder
 pub mod stats;
+//! The socket-free heart of rdmasock: identities, wire format, rendezvous, streams, links, fabrics.
+pub mod ids;
+pub mod wire;

@@ -1,0 +1,367 @@
+//! Identities on the wire: instances, nonces, cookies, vQPNs and the 4-tuple of a TCP connection.
+//!
+//! Plain values with a fixed byte form. Who may use which identity for what is the protocol's
+//! business (docs/protocol.md), not this file's.
+
+use std::fmt;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::str::FromStr;
+
+use rustix::io::Errno;
+use rustix::rand::{GetRandomFlags, getrandom};
+use zerocopy::little_endian::U16;
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+/// Bytes in an instance id, a nonce and a cookie.
+pub const ID_BYTES: usize = 16;
+
+/// Fills `ID_BYTES` bytes from the kernel's generator.
+///
+/// Fails only where the kernel has no getrandom(2) at all.
+fn random_bytes() -> Result<[u8; ID_BYTES], Errno> {
+    let mut bytes = [0u8; ID_BYTES];
+    loop {
+        match getrandom(&mut bytes, GetRandomFlags::empty()) {
+            // getrandom(2): up to 256 bytes are never cut short once the pool is ready; before
+            // that a signal may interrupt, so ask again.
+            Ok(n) if n == ID_BYTES => return Ok(bytes),
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(errno) => return Err(errno),
+        }
+    }
+}
+
+fn write_hex(bytes: &[u8], f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    bytes.iter().try_for_each(|b| write!(f, "{b:02x}"))
+}
+
+/// One process image with the library loaded; a fork child draws a new one.
+#[derive(
+    Clone,
+    Copy,
+    PartialEq,
+    Eq,
+    Hash,
+    PartialOrd,
+    Ord,
+    FromBytes,
+    IntoBytes,
+    Immutable,
+    KnownLayout,
+    Unaligned,
+)]
+#[repr(transparent)]
+pub struct InstanceId([u8; ID_BYTES]);
+
+impl InstanceId {
+    /// Draws a fresh id. Fails only without getrandom(2).
+    pub fn random() -> Result<Self, Errno> {
+        random_bytes().map(Self)
+    }
+
+    /// The id with these bytes, as read from shared memory or the wire.
+    pub const fn from_bytes(bytes: [u8; ID_BYTES]) -> Self {
+        Self(bytes)
+    }
+
+    /// The id's bytes.
+    pub const fn as_bytes(&self) -> &[u8; ID_BYTES] {
+        &self.0
+    }
+}
+
+impl fmt::Display for InstanceId {
+    /// 32 lower-case hexadecimal digits.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write_hex(&self.0, f)
+    }
+}
+
+impl fmt::Debug for InstanceId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+/// The text is not 32 hexadecimal digits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("an instance id is {} hexadecimal digits", 2 * ID_BYTES)]
+pub struct ParseIdError;
+
+impl FromStr for InstanceId {
+    type Err = ParseIdError;
+
+    fn from_str(text: &str) -> Result<Self, ParseIdError> {
+        let digits = text.as_bytes();
+        if digits.len() != 2 * ID_BYTES {
+            return Err(ParseIdError);
+        }
+        let digit = |d: u8| char::from(d).to_digit(16).ok_or(ParseIdError);
+        let mut bytes = [0u8; ID_BYTES];
+        for (byte, pair) in bytes.iter_mut().zip(digits.chunks_exact(2)) {
+            let [high, low] = *pair else {
+                return Err(ParseIdError);
+            };
+            // Both digits are below 16, so the sum fits a byte.
+            *byte = (digit(high)? * 16 + digit(low)?) as u8;
+        }
+        Ok(Self(bytes))
+    }
+}
+
+/// Bytes that no UTF-8 text contains (RFC 3629, section 1), hence what a nonce starts with.
+const NEVER_IN_UTF8: [u8; 13] = [
+    0xC0, 0xC1, 0xF5, 0xF6, 0xF7, 0xF8, 0xF9, 0xFA, 0xFB, 0xFC, 0xFD, 0xFE, 0xFF,
+];
+
+/// What the reader of a TCP direction chose at random, so that it knows a marker when it sees one.
+///
+/// The first byte never occurs in UTF-8 text. While a reader looks for its nonce it must hold back
+/// any tail of the data that could be the nonce's beginning, and must not report it as readable;
+/// with this choice that never happens to text protocols, and rarely to binary ones. It costs 4 of
+/// the 128 random bits.
+#[derive(
+    Clone, Copy, PartialEq, Eq, Hash, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
+)]
+#[repr(transparent)]
+pub struct Nonce([u8; ID_BYTES]);
+
+impl Nonce {
+    /// Draws a fresh nonce. Fails only without getrandom(2).
+    pub fn random() -> Result<Self, Errno> {
+        let mut bytes = random_bytes()?;
+        let [first, ..] = &mut bytes;
+        let pick = usize::from(*first) % NEVER_IN_UTF8.len();
+        *first = NEVER_IN_UTF8.get(pick).copied().unwrap_or(0xFF);
+        Ok(Self(bytes))
+    }
+
+    /// The nonce with these bytes; a peer's may start with any byte.
+    pub const fn from_bytes(bytes: [u8; ID_BYTES]) -> Self {
+        Self(bytes)
+    }
+
+    /// The nonce's bytes.
+    pub const fn as_bytes(&self) -> &[u8; ID_BYTES] {
+        &self.0
+    }
+}
+
+impl fmt::Debug for Nonce {
+    /// The first four bytes: enough to follow one in a log, not enough to forge a marker.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [a, b, c, d, ..] = self.0;
+        write!(f, "{a:02x}{b:02x}{c:02x}{d:02x}…")
+    }
+}
+
+/// The one-time secret that proves to a link's acceptor that the caller has read its HELLO.
+///
+/// Not `PartialEq`: comparing goes through [`Cookie::matches`], which takes the same time wherever
+/// the first difference is.
+#[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(transparent)]
+pub struct Cookie([u8; ID_BYTES]);
+
+impl Cookie {
+    /// Draws a fresh cookie. Fails only without getrandom(2).
+    pub fn random() -> Result<Self, Errno> {
+        random_bytes().map(Self)
+    }
+
+    /// The cookie with these bytes.
+    pub const fn from_bytes(bytes: [u8; ID_BYTES]) -> Self {
+        Self(bytes)
+    }
+
+    /// Is this the same cookie?
+    pub fn matches(&self, other: &Self) -> bool {
+        self.0
+            .iter()
+            .zip(&other.0)
+            .fold(0, |diff, (a, b)| diff | (a ^ b))
+            == 0
+    }
+}
+
+impl fmt::Debug for Cookie {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Cookie(secret)")
+    }
+}
+
+/// The number of a stream within its link, chosen by the end that is addressed with it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Vqpn(pub u32);
+
+impl fmt::Display for Vqpn {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.0)
+    }
+}
+
+/// The 4-tuple of a TCP connection as both ends see it.
+///
+/// Normalised on the way in: an IPv4-mapped IPv6 address becomes the IPv4 address, flow label and
+/// scope id are dropped (the scope id is an interface index, which only one host understands).
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Tuple {
+    connector: SocketAddr,
+    acceptor: SocketAddr,
+}
+
+impl Tuple {
+    /// The tuple of the connection that `connector` made to `acceptor`.
+    pub fn new(connector: SocketAddr, acceptor: SocketAddr) -> Self {
+        Self {
+            connector: normalise(connector),
+            acceptor: normalise(acceptor),
+        }
+    }
+
+    /// The address of the end that called connect().
+    pub const fn connector(&self) -> SocketAddr {
+        self.connector
+    }
+
+    /// The address of the end that called accept().
+    pub const fn acceptor(&self) -> SocketAddr {
+        self.acceptor
+    }
+
+    /// The fixed wire form.
+    pub fn to_wire(&self) -> WireTuple {
+        WireTuple {
+            connector_ip: ip_bytes(self.connector.ip()),
+            acceptor_ip: ip_bytes(self.acceptor.ip()),
+            connector_port: U16::new(self.connector.port()),
+            acceptor_port: U16::new(self.acceptor.port()),
+        }
+    }
+
+    /// Reads the wire form; every bit pattern is a tuple.
+    pub fn from_wire(wire: &WireTuple) -> Self {
+        let addr = |ip, port: U16| SocketAddr::new(Ipv6Addr::from(ip).into(), port.get());
+        Self::new(
+            addr(wire.connector_ip, wire.connector_port),
+            addr(wire.acceptor_ip, wire.acceptor_port),
+        )
+    }
+}
+
+impl fmt::Debug for Tuple {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} -> {}", self.connector, self.acceptor)
+    }
+}
+
+/// A [`Tuple`] on the wire: 36 bytes, IPv4 addresses in their IPv4-mapped form, ports little-endian.
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub struct WireTuple {
+    connector_ip: [u8; 16],
+    acceptor_ip: [u8; 16],
+    connector_port: U16,
+    acceptor_port: U16,
+}
+
+/// The address as the other end would write it: see [`Tuple`].
+pub fn normalise(addr: SocketAddr) -> SocketAddr {
+    // `SocketAddr::new` leaves flow label and scope id at 0.
+    SocketAddr::new(addr.ip().to_canonical(), addr.port())
+}
+
+fn ip_bytes(ip: IpAddr) -> [u8; 16] {
+    match ip {
+        IpAddr::V4(v4) => Ipv4Addr::to_ipv6_mapped(&v4).octets(),
+        IpAddr::V6(v6) => v6.octets(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::SocketAddrV6;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn instance_ids_differ_and_survive_their_text() {
+        let a = InstanceId::random().unwrap();
+        let b = InstanceId::random().unwrap();
+        assert_ne!(a, b);
+        assert_eq!(a.to_string().len(), 32);
+        assert_eq!(a.to_string().parse(), Ok(a));
+        assert_eq!(a.to_string().to_uppercase().parse(), Ok(a));
+    }
+
+    #[test]
+    fn text_that_is_no_id_is_refused() {
+        for text in [
+            "",
+            "00",
+            &"g".repeat(32),
+            &"0".repeat(31),
+            &"0".repeat(33),
+            &"é".repeat(16),
+        ] {
+            assert_eq!(text.parse::<InstanceId>(), Err(ParseIdError), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_nonce_starts_with_a_byte_that_no_text_contains() {
+        for _ in 0..500 {
+            let nonce = Nonce::random().unwrap();
+            assert!(NEVER_IN_UTF8.contains(&nonce.as_bytes()[0]));
+        }
+    }
+
+    #[test]
+    fn debug_output_keeps_secrets() {
+        let cookie = Cookie::from_bytes([0xAB; 16]);
+        assert!(!format!("{cookie:?}").contains("ab"));
+        assert_eq!(format!("{:?}", Nonce::from_bytes([0xAB; 16])), "abababab…");
+    }
+
+    #[test]
+    fn cookies_match_only_themselves() {
+        let cookie = Cookie::random().unwrap();
+        assert!(cookie.matches(&cookie));
+        for i in 0..16 {
+            let mut bytes = cookie.0;
+            bytes[i] ^= 1;
+            assert!(!cookie.matches(&Cookie::from_bytes(bytes)));
+        }
+    }
+
+    #[test]
+    fn both_ends_see_one_tuple() {
+        let v4: SocketAddr = "10.0.0.1:80".parse().unwrap();
+        let mapped: SocketAddr = "[::ffff:10.0.0.1]:80".parse().unwrap();
+        let connector: SocketAddr = "10.0.0.2:4000".parse().unwrap();
+        assert_eq!(Tuple::new(connector, v4), Tuple::new(connector, mapped));
+
+        let scoped =
+            |scope| SocketAddr::V6(SocketAddrV6::new("fe80::1".parse().unwrap(), 5, 9, scope));
+        assert_eq!(
+            Tuple::new(scoped(2), scoped(2)),
+            Tuple::new(scoped(7), scoped(0))
+        );
+    }
+
+    proptest! {
+        #[test]
+        fn a_tuple_survives_the_wire(a: SocketAddr, b: SocketAddr) {
+            let tuple = Tuple::new(a, b);
+            prop_assert_eq!(Tuple::from_wire(&tuple.to_wire()), tuple);
+        }
+
+        #[test]
+        fn any_bytes_are_a_tuple(bytes: [u8; size_of::<WireTuple>()]) {
+            let tuple = Tuple::from_wire(&WireTuple::read_from_bytes(&bytes).unwrap());
+            prop_assert_eq!(Tuple::from_wire(&tuple.to_wire()), tuple);
+        }
+    }
+}

@@ -1,0 +1,351 @@
+//! Markers: what the library writes inside a TCP stream. See docs/protocol.md, P30–P39.
+//!
+//! Encoding and decoding only. Finding a marker among data is [`super::scan`]'s business, deciding
+//! when to write one the stream's.
+
+use std::fmt;
+
+use zerocopy::little_endian::{U16, U32};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+use super::{Capabilities, Reason, VERSION, WireError, Writer, read, read_prefix};
+use crate::ids::{Cookie, InstanceId, Nonce};
+
+/// The longest abstract AF_UNIX name, in bytes, without its leading NUL (unix(7)).
+pub const MAX_ADDRESS: usize = 107;
+
+/// The longest body of a marker, in bytes.
+const MAX_BODY: usize = size_of::<HelloBody>() + size_of::<OfferBody>() + MAX_ADDRESS;
+
+/// The shortest marker, in bytes: a header without a body.
+pub const MIN_MARKER: usize = size_of::<MarkerHeader>();
+
+/// The longest marker, in bytes.
+pub const MAX_MARKER: usize = MIN_MARKER + MAX_BODY;
+
+/// What a marker starts with (P30).
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub(super) struct MarkerHeader {
+    /// The nonce that the reader of this direction chose.
+    nonce: Nonce,
+    version: u8,
+    kind: u8,
+    /// Bytes that follow this header.
+    length: U16,
+}
+
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+struct HelloBody {
+    instance: InstanceId,
+    capabilities: U32,
+}
+
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+struct OfferBody {
+    cookie: Cookie,
+    fabric: u8,
+    length: u8,
+}
+
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+struct AbortBody {
+    reason: U16,
+}
+
+mod kind {
+    pub const HELLO: u8 = 1;
+    pub const SWITCH: u8 = 2;
+    pub const ABORT: u8 = 3;
+}
+
+const FABRIC_SHM: u8 = 1;
+
+/// Where a link can be made: the abstract AF_UNIX SEQPACKET name of the shm fabric, 1 to 107 bytes
+/// without the leading NUL.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct LinkAddress {
+    length: u8,
+    name: [u8; MAX_ADDRESS],
+}
+
+impl LinkAddress {
+    /// The address with this abstract name; `None` where it is empty or too long.
+    pub fn new(name: &[u8]) -> Option<Self> {
+        let length = u8::try_from(name.len()).ok().filter(|n| *n > 0)?;
+        let mut bytes = [0u8; MAX_ADDRESS];
+        bytes.get_mut(..name.len())?.copy_from_slice(name);
+        Some(Self {
+            length,
+            name: bytes,
+        })
+    }
+
+    /// The abstract name, without the leading NUL.
+    pub fn as_bytes(&self) -> &[u8] {
+        self.name
+            .get(..usize::from(self.length))
+            .unwrap_or_default()
+    }
+}
+
+impl fmt::Debug for LinkAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "@{}", self.as_bytes().escape_ascii())
+    }
+}
+
+/// How to make a link to the writer of a HELLO.
+#[derive(Debug, Clone, Copy)]
+pub struct LinkOffer {
+    /// Where to connect.
+    pub address: LinkAddress,
+    /// What to present there, once.
+    pub cookie: Cookie,
+}
+
+/// The body of a HELLO.
+#[derive(Debug, Clone, Copy)]
+pub struct Hello {
+    /// The writer.
+    pub instance: InstanceId,
+    /// What the writer can do.
+    pub capabilities: Capabilities,
+    /// In S's HELLO only, and there only where the two instances may have no link yet.
+    pub link: Option<LinkOffer>,
+}
+
+/// Something the library says inside a TCP direction.
+#[derive(Debug, Clone, Copy)]
+pub enum Marker {
+    /// The writer is an end of this TCP connection and knows the reader's nonce (steps 3 and 4).
+    Hello(Hello),
+    /// The next byte of this direction is on the link (step 7).
+    Switch,
+    /// The attempt to promote is over, this direction stays on TCP.
+    Abort(Reason),
+}
+
+impl Marker {
+    /// Writes the marker for the reader that chose `reader_nonce` to the front of `buf`; gives its bytes.
+    ///
+    /// Fails with [`WireError::Buffer`] if `buf` is too short; [`MAX_MARKER`] bytes always suffice.
+    pub fn encode<'b>(
+        &self,
+        reader_nonce: &Nonce,
+        buf: &'b mut [u8],
+    ) -> Result<&'b [u8], WireError> {
+        let (head, rest) = buf
+            .split_at_mut_checked(MIN_MARKER)
+            .ok_or(WireError::Buffer)?;
+        let mut body = Writer::new(rest);
+        let kind = match self {
+            Self::Hello(hello) => {
+                encode_hello(hello, &mut body)?;
+                kind::HELLO
+            }
+            Self::Switch => kind::SWITCH,
+            Self::Abort(reason) => {
+                body.put(&AbortBody {
+                    reason: reason.code().into(),
+                })?;
+                kind::ABORT
+            }
+        };
+        let length = body.len;
+        let header = MarkerHeader {
+            nonce: *reader_nonce,
+            version: VERSION,
+            kind,
+            length: u16::try_from(length).map_err(|_| WireError::Buffer)?.into(),
+        };
+        Writer::new(head).put(&header)?;
+        buf.get(..MIN_MARKER + length).ok_or(WireError::Buffer)
+    }
+
+    /// Reads the one marker that `bytes` consists of. Total: any bytes give a marker or an error.
+    ///
+    /// The nonce is the caller's to compare; [`super::scan::scan`] does.
+    pub fn decode(bytes: &[u8]) -> Result<Self, WireError> {
+        let (header, body) = read_prefix::<MarkerHeader>(bytes)?;
+        if header.version != VERSION {
+            return Err(WireError::Version(header.version));
+        }
+        if usize::from(header.length.get()) != body.len() {
+            return Err(WireError::Length);
+        }
+        match header.kind {
+            kind::HELLO => decode_hello(body).map(Self::Hello),
+            kind::SWITCH if body.is_empty() => Ok(Self::Switch),
+            kind::SWITCH => Err(WireError::Length),
+            kind::ABORT => {
+                let abort: &AbortBody = read(body)?;
+                Ok(Self::Abort(Reason::from_code(abort.reason.get())))
+            }
+            unknown => Err(WireError::Kind(unknown)),
+        }
+    }
+
+    /// The length of the marker that starts with `bytes`, as its header says; `None` while the header
+    /// is not complete, an error if no marker is that long.
+    pub(super) fn total_length(bytes: &[u8]) -> Result<Option<usize>, WireError> {
+        let Ok((header, _)) = read_prefix::<MarkerHeader>(bytes) else {
+            return Ok(None);
+        };
+        let length = usize::from(header.length.get());
+        if length > MAX_BODY {
+            Err(WireError::Length)
+        } else {
+            Ok(Some(MIN_MARKER + length))
+        }
+    }
+}
+
+fn encode_hello(hello: &Hello, out: &mut Writer<'_>) -> Result<(), WireError> {
+    let capabilities = hello.capabilities.bits().into();
+    out.put(&HelloBody {
+        instance: hello.instance,
+        capabilities,
+    })?;
+    if let Some(LinkOffer { address, cookie }) = &hello.link {
+        out.put(&OfferBody {
+            cookie: *cookie,
+            fabric: FABRIC_SHM,
+            length: address.length,
+        })?;
+        out.put(address.as_bytes())?;
+    }
+    Ok(())
+}
+
+fn decode_hello(body: &[u8]) -> Result<Hello, WireError> {
+    let (hello, rest) = read_prefix::<HelloBody>(body)?;
+    let link = if rest.is_empty() {
+        None
+    } else {
+        Some(decode_offer(rest)?)
+    };
+    let capabilities = Capabilities::from_bits_retain(hello.capabilities.get());
+    Ok(Hello {
+        instance: hello.instance,
+        capabilities,
+        link,
+    })
+}
+
+fn decode_offer(bytes: &[u8]) -> Result<LinkOffer, WireError> {
+    let (offer, name) = read_prefix::<OfferBody>(bytes)?;
+    if offer.fabric != FABRIC_SHM {
+        return Err(WireError::Field("fabric"));
+    }
+    if usize::from(offer.length) != name.len() {
+        return Err(WireError::Length);
+    }
+    let address = LinkAddress::new(name).ok_or(WireError::Field("link address"))?;
+    Ok(LinkOffer {
+        address,
+        cookie: offer.cookie,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+
+    use super::*;
+
+    pub fn marker() -> impl Strategy<Value = Marker> {
+        let offer =
+            (vec(any::<u8>(), 1..=MAX_ADDRESS), any::<[u8; 16]>()).prop_map(|(name, cookie)| {
+                LinkOffer {
+                    address: LinkAddress::new(&name).unwrap(),
+                    cookie: Cookie::from_bytes(cookie),
+                }
+            });
+        let hello = (any::<[u8; 16]>(), any::<u32>(), proptest::option::of(offer)).prop_map(
+            |(id, caps, link)| {
+                Marker::Hello(Hello {
+                    instance: InstanceId::from_bytes(id),
+                    capabilities: Capabilities::from_bits_retain(caps),
+                    link,
+                })
+            },
+        );
+        prop_oneof![
+            hello,
+            Just(Marker::Switch),
+            any::<u16>().prop_map(|code| Marker::Abort(Reason::from_code(code))),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_encoded_is_decoded(marker in marker(), nonce: [u8; 16]) {
+            let nonce = Nonce::from_bytes(nonce);
+            let (mut buf, mut again) = ([0; MAX_MARKER], [0; MAX_MARKER]);
+            let bytes = marker.encode(&nonce, &mut buf).unwrap();
+            prop_assert!(bytes.starts_with(nonce.as_bytes()));
+            prop_assert_eq!(Marker::total_length(bytes), Ok(Some(bytes.len())));
+            let decoded = Marker::decode(bytes).unwrap();
+            prop_assert_eq!(format!("{decoded:?}"), format!("{marker:?}"));
+            prop_assert_eq!(decoded.encode(&nonce, &mut again).unwrap(), bytes);
+        }
+
+        #[test]
+        fn a_marker_cut_short_is_refused(marker in marker()) {
+            let mut buf = [0; MAX_MARKER];
+            let bytes = marker.encode(&Nonce::from_bytes([1; 16]), &mut buf).unwrap();
+            for len in 0..bytes.len() {
+                prop_assert_eq!(Marker::decode(&bytes[..len]).unwrap_err(), WireError::Length);
+            }
+        }
+
+        #[test]
+        fn any_bytes_are_decoded_without_panic(kind in 0u8..5, body in vec(any::<u8>(), 0..=MAX_BODY)) {
+            let mut bytes = vec![0; 16];
+            bytes.extend([VERSION, kind, body.len() as u8, 0]);
+            bytes.extend(&body);
+            let _ = Marker::decode(&bytes);
+            let _ = Marker::decode(&body);
+        }
+    }
+
+    #[test]
+    fn the_longest_marker_fits() {
+        let link = LinkOffer {
+            address: LinkAddress::new(&[b'x'; MAX_ADDRESS]).unwrap(),
+            cookie: Cookie::from_bytes([2; 16]),
+        };
+        let hello = Hello {
+            instance: InstanceId::from_bytes([3; 16]),
+            capabilities: Capabilities::SHM,
+            link: Some(link),
+        };
+        let mut buf = [0; MAX_MARKER];
+        let marker = Marker::Hello(hello);
+        assert_eq!(
+            marker
+                .encode(&Nonce::from_bytes([1; 16]), &mut buf)
+                .unwrap()
+                .len(),
+            MAX_MARKER
+        );
+        assert!(
+            marker
+                .encode(&Nonce::from_bytes([1; 16]), &mut buf[1..])
+                .is_err()
+        );
+    }
+
+    #[test]
+    fn an_address_is_neither_empty_nor_too_long() {
+        assert!(LinkAddress::new(b"").is_none());
+        assert!(LinkAddress::new(&[b'x'; 108]).is_none());
+        assert!(LinkAddress::new(&[b'x'; 300]).is_none());
+        assert_eq!(LinkAddress::new(b"a/b").unwrap().as_bytes(), b"a/b");
+    }
+}

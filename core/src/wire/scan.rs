@@ -1,0 +1,97 @@
+//! Finds markers in what TCP delivers. A pure function: the reading, and the window in which to
+//! scan at all, are the stream's business (docs/protocol.md, P33–P36).
+
+use super::{Marker, WireError};
+use crate::ids::Nonce;
+
+/// What follows the deliverable bytes.
+#[derive(Debug, Clone, Copy)]
+pub enum Found {
+    /// Nothing: all bytes seen are data.
+    Payload,
+    /// `have` bytes (1 to `MAX_MARKER` − 1) that may become a marker: neither data nor a marker yet.
+    PartialMarker {
+        /// Bytes to hold back, up to the end of what was scanned.
+        have: usize,
+    },
+    /// A whole marker; what comes after its `len` bytes has not been looked at.
+    Marker {
+        /// The marker.
+        marker: Marker,
+        /// Its length in bytes.
+        len: usize,
+    },
+    /// Starts with the reader's nonce, so it is not the application's data, but it is no marker
+    /// that this version can read. `len` bytes are to be dropped, and the attempt to promote is over.
+    Bad {
+        /// What is wrong with it.
+        error: WireError,
+        /// Its length in bytes: as the header says, or the bare header where no marker is that long.
+        len: usize,
+    },
+}
+
+/// What [`scan`] saw.
+#[derive(Debug, Clone, Copy)]
+pub struct Scan {
+    /// This many bytes at the front are the application's data.
+    pub payload: usize,
+    /// What comes after them.
+    pub what: Found,
+}
+
+/// Looks for the first marker for the reader that chose `nonce` in `bytes`, the next bytes of TCP.
+///
+/// `bytes` must begin where an earlier scan left off: at the byte after the data delivered, so that
+/// a tail held back is seen again. A tail that can still become a marker is never called data. To
+/// get past a partial marker, a caller needs room for the `MAX_MARKER` bytes of a whole one.
+pub fn scan(nonce: &Nonce, bytes: &[u8]) -> Scan {
+    let pattern = nonce.as_bytes();
+    let [first, ..] = pattern;
+    let mut payload = 0;
+    // The first place where all that is there agrees with the nonce; it may run out early only at the
+    // end of `bytes`. Trying every place in order also handles a nonce that contains its own beginning.
+    while let Some(skip) = bytes
+        .get(payload..)
+        .and_then(|rest| rest.iter().position(|b| b == first))
+    {
+        payload += skip;
+        let tail = bytes.get(payload..).unwrap_or_default();
+        if tail.iter().zip(pattern).all(|(a, b)| a == b) {
+            return Scan {
+                payload,
+                what: read_marker(tail),
+            };
+        }
+        payload += 1;
+    }
+    Scan {
+        payload: bytes.len(),
+        what: Found::Payload,
+    }
+}
+
+/// Reads the marker at the front of `tail`, which agrees with the reader's nonce as far as it goes.
+fn read_marker(tail: &[u8]) -> Found {
+    let len = match Marker::total_length(tail) {
+        Ok(Some(len)) => len,
+        Ok(None) => return Found::PartialMarker { have: tail.len() },
+        Err(error) => {
+            return Found::Bad {
+                error,
+                len: super::MIN_MARKER,
+            };
+        }
+    };
+    match tail.get(..len) {
+        None => Found::PartialMarker { have: tail.len() },
+        Some(whole) => match Marker::decode(whole) {
+            Ok(marker) => Found::Marker { marker, len },
+            Err(error) => Found::Bad { error, len },
+        },
+    }
+}
+
+#[cfg(test)]
+#[path = "scan_tests.rs"]
+mod tests;

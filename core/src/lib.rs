@@ -1,8 +1,19 @@
-//! Streams, links and fabrics: everything below the POSIX calls, and no POSIX call.
+//! The heart of rdmasock below the POSIX calls: identities, wire format, rendezvous, the promotion
+//! protocol, links and fabrics.
 pub mod fabric;
 pub mod sync;
-//! placeholder
-pub mod stats;
-//! The socket-free heart of rdmasock: identities, wire format, rendezvous, streams, links, fabrics.
+
+#[cfg(not(loom))]
 pub mod ids;
+#[cfg(not(loom))]
+pub mod lock;
+#[cfg(not(loom))]
+pub mod os;
+#[cfg(not(loom))]
+pub mod rendezvous;
+#[cfg(not(loom))]
+pub mod stats;
+#[cfg(not(loom))]
+pub mod stream;
+#[cfg(not(loom))]
 pub mod wire;

@@ -20,7 +20,7 @@ use rustix::event::epoll as kernel;
 
 use crate::library::Library;
 use crate::link::Link;
-use crate::lock::Lock;
+use rdmasock_core::lock::Lock;
 use crate::ready::{self, Arm};
 use crate::socket::{Membership, Socket};
 use crate::wait::{Spinner, WaiterId};

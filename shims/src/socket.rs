@@ -1,8 +1,8 @@
 //! One TCP socket that the library knows: what its two directions run on, and who waits for it.
 //!
-//! Objects are type-stable (see `table`). Lock order, outermost first: an epoll's lock, then
-//! `control`, `rx`, `tx`, `interest`. Nobody blocks under any of them, and nobody takes an
-//! epoll's lock while holding one of a socket's.
+//! Objects are type-stable (see `table`). Lock order, outermost first: an epoll set's lock, then
+//! `control`, `interest`, `rx`, `tx`. Nobody blocks under any of them, and nobody takes an epoll
+//! set's lock while holding one of a socket's.
 
 use std::ffi::c_int;
 use std::os::fd::BorrowedFd;
@@ -12,6 +12,7 @@ use std::sync::atomic::{
 };
 
 use rdmasock_core::fabric::ring::{Consumer, Producer};
+use rdmasock_core::lock::Lock;
 use rdmasock_core::ids::{Nonce, Tuple, Vqpn};
 use rdmasock_core::stats::{Reason, StreamStats};
 use rdmasock_core::stream::handshake::{Handshake, Role};
@@ -19,7 +20,7 @@ use rdmasock_core::stream::policy::Progress;
 
 use crate::epoll::Epoll;
 use crate::link::Link;
-use crate::lock::Lock;
+use crate::listener::Listener;
 use crate::wait::WaiterId;
 
 /// What a direction runs on. Mirrors what the direction's lock protects, so that the plain case
@@ -56,6 +57,8 @@ pub struct Tx {
     pub marker: Vec<u8>,
     /// The pending marker is a SWITCH: once it is out the direction is on the link.
     pub then_link: bool,
+    /// Whom the peer is to tell of space, as an attention word: the epoll sets' part.
+    pub bits: u32,
 }
 
 /// The receiving direction.
@@ -68,6 +71,8 @@ pub struct Rx {
     /// Bytes taken from TCP by a call that was already in the kernel when the scan began, and
     /// which may be the beginning of a marker.
     pub carry: Vec<u8>,
+    /// Whom the peer is to tell of data, as an attention word: the epoll sets' part.
+    pub bits: u32,
 }
 
 /// The promotion under way and the link that it led to.
@@ -79,14 +84,14 @@ pub struct Control {
     pub handshake: Option<Handshake>,
     /// Which ASK the handshake belongs to (connector).
     pub request: u64,
+    /// Where the peer's HELLO says that a link can be had.
+    pub offer: Option<rdmasock_core::wire::LinkOffer>,
     /// Our end of the stream on the link.
     pub opened: Option<Opened>,
     /// The other end's number for the stream, once it is open.
     pub peer: Option<Vqpn>,
     /// Go back to TCP as soon as the handshake is over.
     pub leave: Option<Reason>,
-    /// Registered with the service thread's epoll.
-    pub watched: bool,
     /// After a failed attempt: not before this instant (ns, monotonic).
     pub retry_at: u64,
     /// The other end was asked to take its sending direction back to TCP.
@@ -119,7 +124,18 @@ pub struct Interest {
     /// The epoll sets that it is in.
     pub members: Vec<Membership>,
     /// Threads that sleep on it (blocking calls, poll, select).
-    pub sleepers: Vec<WaiterId>,
+    pub sleepers: Vec<Sleeping>,
+}
+
+/// A thread that sleeps, or is about to.
+#[derive(Clone, Copy)]
+pub struct Sleeping {
+    /// Its doorbell.
+    pub waiter: WaiterId,
+    /// It waits for something to read.
+    pub data: bool,
+    /// It waits for room to write.
+    pub space: bool,
 }
 
 /// See the module.
@@ -143,19 +159,38 @@ pub struct Socket {
     pub progress: Progress,
     /// What the anchor reported (EPOLL* bits that say end or error), while it is watched.
     pub anchor: AtomicU32,
-    /// The part of an attention word that names the ready queue.
-    pub queue_bits: AtomicU32,
+    /// The service thread watches the anchor, and epoll sets have handed the socket to us.
+    pub watched: AtomicBool,
     pub link: AtomicPtr<Link>,
     /// One of the numbers that stand for it, -1 when closed.
     pub fd: AtomicI32,
     pub generation: AtomicU64,
     /// The index of its cell in the table of holders that fork children share, plus one.
     pub holders: AtomicU32,
+    /// The listening socket that it was accepted on.
+    pub listener: AtomicPtr<Listener>,
     pub control: Lock<Control>,
     pub interest: Lock<Interest>,
     pub tuple: Lock<Option<Tuple>>,
     pub slot: u32,
     pub stats: AtomicPtr<StreamStats>,
+}
+
+/// Every object by its slot, for the service thread's look-ups.
+static ALL: [AtomicPtr<Socket>; MAX_SOCKETS] = [const { AtomicPtr::new(std::ptr::null_mut()) }; MAX_SOCKETS];
+/// More connections than this at once are not accelerated.
+const MAX_SOCKETS: usize = 65_536;
+
+/// The object with this slot.
+pub fn by_slot(slot: u32) -> Option<&'static Socket> {
+    let ptr = ALL.get(slot as usize)?.load(Acquire);
+    // SAFETY: null, or an object that is never freed.
+    unsafe { ptr.as_ref() }
+}
+
+/// All objects, whether in use or not.
+pub fn all() -> impl Iterator<Item = &'static Socket> {
+    (0..SLOTS.load(Acquire)).filter_map(by_slot)
 }
 
 /// Recycled objects.
@@ -178,11 +213,12 @@ impl Socket {
             role: AtomicU8::new(0),
             progress: Progress::default(),
             anchor: AtomicU32::new(0),
-            queue_bits: AtomicU32::new(0),
+            watched: AtomicBool::new(false),
             link: AtomicPtr::new(std::ptr::null_mut()),
             fd: AtomicI32::new(-1),
             generation: AtomicU64::new(0),
             holders: AtomicU32::new(0),
+            listener: AtomicPtr::new(std::ptr::null_mut()),
             control: Lock::new(Control::default()),
             interest: Lock::new(Interest::default()),
             tuple: Lock::new(None),
@@ -193,18 +229,32 @@ impl Socket {
 
     /// An object for a new connection behind `fd`.
     pub fn allocate(fd: c_int, nonblocking: bool) -> Option<&'static Socket> {
-        let recycled = FREE.lock()?.pop();
-        let socket = match recycled {
+        let mut free = FREE.lock()?;
+        let socket = match free.pop() {
             Some(s) => s,
-            None => Box::leak(Box::new(Socket::new(SLOTS.fetch_add(1, Relaxed)))),
+            None => {
+                let slot = SLOTS.load(Relaxed);
+                if slot as usize >= MAX_SOCKETS {
+                    return None;
+                }
+                // Under FREE's lock nobody else hands out slots.
+                let fresh: &'static Socket = Box::leak(Box::new(Socket::new(slot)));
+                ALL.get(slot as usize)?.store(std::ptr::from_ref(fresh).cast_mut(), Release);
+                SLOTS.store(slot + 1, Release);
+                fresh
+            }
         };
+        drop(free);
         socket.generation.fetch_add(1, AcqRel);
         socket.progress.reset();
         socket.nonblocking.store(nonblocking, Relaxed);
         socket.stage.store(Stage::New as u8, Relaxed);
         socket.anchor.store(0, Relaxed);
-        socket.queue_bits.store(0, Relaxed);
+        socket.watched.store(false, Relaxed);
+        socket.peer_vqpn.store(0, Relaxed);
+        socket.link.store(std::ptr::null_mut(), Relaxed);
         socket.holders.store(0, Relaxed);
+        socket.listener.store(std::ptr::null_mut(), Relaxed);
         socket.fd.store(fd, Release);
         let mut control = socket.control.lock()?;
         *control = Control::default();

@@ -8,19 +8,19 @@
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::atomic::{
-    AtomicU32, AtomicU64, AtomicI32,
-    Ordering::{Acquire, Relaxed, Release, SeqCst},
+    AtomicI32, AtomicU32, AtomicU64,
+    Ordering::{Acquire, Relaxed, Release},
 };
 
 use rdmasock_core::fabric::layout::READY_QUEUES;
+use rdmasock_core::fabric::ready::SleepFlag;
+use rdmasock_core::lock::Lock;
 use rdmasock_core::os::memfd::Mapping;
 use rdmasock_core::os::privatefd::PrivateFd;
 use rustix::event::EventfdFlags;
 use rustix::io::Errno;
 
-use crate::lock::Lock;
-
-/// Most waiters that an instance has: one page of flags.
+/// Most waiters that an instance has.
 pub const MAX_WAITERS: u16 = 1024;
 /// The service thread's.
 pub const SERVICE: WaiterId = WaiterId(0);
@@ -56,35 +56,8 @@ impl WaiterId {
     }
 }
 
-/// The part of an attention word that names a ready queue.
-pub const QUEUE_MASK: u32 = 0xffff_0000;
-/// The part that names a sleeper.
+/// The part of an attention word that names a sleeper; the rest names a ready queue.
 pub const SLEEPER_MASK: u32 = 0x0000_ffff;
-
-/// One flag: how many sleep (low byte) and a count that changes with every sleep and wake-up, so
-/// that a peer rings once a sleep.
-pub struct Flag(AtomicU32);
-
-impl Flag {
-    const EPOCH: u32 = 256;
-
-    fn enter(&self) {
-        // SeqCst: the flag is set before the caller looks at its queues a last time; the peer
-        // pushes before it looks at the flag (Link::notify).
-        self.0.fetch_add(Self::EPOCH + 1, SeqCst);
-    }
-
-    fn leave(&self) {
-        self.0.fetch_add(Self::EPOCH.wrapping_sub(1), SeqCst);
-    }
-
-    /// Some epoch if somebody sleeps.
-    #[inline]
-    pub fn sleeping(&self) -> Option<u32> {
-        let word = self.0.load(SeqCst);
-        (word & 0xff != 0).then_some(word)
-    }
-}
 
 /// The waiters of this instance.
 pub struct Waiters {
@@ -96,16 +69,17 @@ pub struct Waiters {
     free: Lock<Vec<WaiterId>>,
 }
 
-/// Bytes of the page of flags.
-pub const FLAGS_BYTES: usize = 4096;
+/// Bytes of the file of flags.
+pub const FLAGS_BYTES: u64 = MAX_WAITERS as u64 * size_of::<SleepFlag>() as u64;
 
 impl Waiters {
     /// Makes the page of flags and the service thread's doorbell.
     pub fn new() -> Result<Self, Errno> {
-        let (fd, flags) = rdmasock_core::os::memfd::create_read_only_for_peers(c"rdmasock-waiters", FLAGS_BYTES)?;
+        let (flags_fd, flags) =
+            rdmasock_core::os::memfd::create_read_only_for_peers("rdmasock-waiters", FLAGS_BYTES)?;
         let this = Self {
             flags,
-            flags_fd: PrivateFd::place(fd)?,
+            flags_fd,
             doorbells: (0..MAX_WAITERS).map(|_| AtomicI32::new(-1)).collect(),
             next_queue: AtomicU32::new(1),
             next_thread: AtomicU32::new(READY_QUEUES),
@@ -120,7 +94,7 @@ impl Waiters {
         self.flags_fd.as_fd()
     }
 
-    fn flag(&self, id: WaiterId) -> Option<&Flag> {
+    fn flag(&self, id: WaiterId) -> Option<&SleepFlag> {
         flag_in(&self.flags, id)
     }
 
@@ -195,7 +169,7 @@ impl Waiters {
 
     /// [`Self::ring`], if somebody sleeps.
     pub fn ring_if_sleeping(&self, id: WaiterId) {
-        if self.flag(id).is_some_and(|f| f.sleeping().is_some()) {
+        if self.flag(id).is_some_and(SleepFlag::is_sleeping) {
             self.ring(id);
         }
     }
@@ -203,25 +177,25 @@ impl Waiters {
     /// The caller looks at its queues once more after this, and then sleeps.
     pub fn enter_sleep(&self, id: WaiterId) {
         if let Some(flag) = self.flag(id) {
-            flag.enter();
+            flag.begin();
         }
     }
 
     /// The caller is awake.
     pub fn leave_sleep(&self, id: WaiterId) {
         if let Some(flag) = self.flag(id) {
-            flag.leave();
+            flag.end();
         }
     }
 }
 
 /// The flag of a waiter in a page of flags, ours or a peer's.
 #[inline]
-pub fn flag_in(page: &Mapping, id: WaiterId) -> Option<&Flag> {
-    let at = usize::from(id.0) * size_of::<Flag>();
-    // SAFETY: the page has FLAGS_BYTES >= 4 * MAX_WAITERS bytes and is aligned; an AtomicU32 is
-    // valid whatever it holds; another process may write it, which atomics allow.
-    (id.0 < MAX_WAITERS).then(|| unsafe { &*page.as_ptr().add(at).cast::<Flag>() })
+pub fn flag_in(page: &Mapping, id: WaiterId) -> Option<&SleepFlag> {
+    let at = usize::from(id.0) * size_of::<SleepFlag>();
+    // SAFETY: the page has FLAGS_BYTES, room for MAX_WAITERS flags, and is aligned; a flag is an
+    // atomic word, valid whatever it holds, and another process may write it.
+    (id.0 < MAX_WAITERS).then(|| unsafe { &*page.as_ptr().add(at).cast::<SleepFlag>() })
 }
 
 /// Rings an eventfd. It is never full: a counter of 2^64 - 2 rings.
@@ -260,7 +234,7 @@ impl Spinner {
 
     /// Whether to spin this time.
     pub fn is_worth_it(&self) -> bool {
-        if crate::library::Library::get().config.spin_us == 0 {
+        if crate::library::Library::get().config.spin.is_zero() {
             return false;
         }
         if self.score.load(Relaxed) <= 0 && self.skipped.fetch_add(1, Relaxed) % PROBE_EVERY != 0 {
@@ -271,7 +245,7 @@ impl Spinner {
 
     /// Spins until `done` or the bound; gives what `done` said last.
     pub fn spin(&self, mut done: impl FnMut() -> bool) -> bool {
-        let bound = u64::from(crate::library::Library::get().config.spin_us) * 1000;
+        let bound = crate::library::Library::get().config.spin.as_nanos() as u64;
         let start = now_ns();
         loop {
             for _ in 0..32 {

@@ -104,6 +104,15 @@ impl PromoteAfter {
         requests >= self.requests || bytes >= self.bytes
     }
 
+    /// As the policy in core takes it.
+    #[must_use]
+    pub fn threshold(&self) -> rdmasock_core::stream::policy::Threshold {
+        rdmasock_core::stream::policy::Threshold {
+            requests: (self.requests != u32::MAX).then_some(self.requests),
+            bytes: (self.bytes != u64::MAX).then_some(self.bytes),
+        }
+    }
+
     /// Reads `2r,16K`, either alone, or `0`.
     pub(super) fn parse(text: &str) -> Option<Self> {
         let mut found = Self::NEVER;

@@ -1,0 +1,212 @@
+//! The instance: what one process image with the library has one of.
+//!
+//! Made at the first call that needs it, never freed. A fork child is a new instance: it forgets
+//! this one and makes its own at its own first need (fork.rs).
+
+use std::net::SocketAddr;
+use std::sync::atomic::{
+    AtomicBool, AtomicPtr, AtomicU32,
+    Ordering::{AcqRel, Acquire, Relaxed, Release},
+};
+
+use rdmasock_core::ids::InstanceId;
+use rdmasock_core::os::privatefd::PrivateFd;
+use rdmasock_core::stats::{InstanceInfo, StatsPage};
+use rdmasock_core::stream::policy::Threshold;
+
+use crate::config::Config;
+use crate::rules::{Decision, Rules};
+use crate::service::Service;
+use crate::wait::Waiters;
+
+/// See the module.
+pub struct Library {
+    /// What the user asked for.
+    pub config: Config,
+    /// From when on a connection is promoted.
+    pub threshold: Threshold,
+    /// Which connections may be.
+    pub rules: Rules,
+    /// Base name of the program.
+    pub program: String,
+    /// This instance.
+    pub id: InstanceId,
+    /// Live counters.
+    pub stats: &'static StatsPage,
+    _stats_fd: Option<PrivateFd>,
+    /// Doorbells and sleeper flags.
+    pub waiters: Waiters,
+    /// The service thread.
+    pub service: Service,
+    /// Numbers requests.
+    pub next_request: AtomicU32,
+}
+
+static CURRENT: AtomicPtr<Library> = AtomicPtr::new(std::ptr::null_mut());
+/// Nothing is accelerated: switched off, or the instance could not be made.
+static OFF: AtomicBool = AtomicBool::new(false);
+
+impl Library {
+    /// The instance, which exists: objects that lead here are only made after it.
+    ///
+    /// In a fork child that has not made its own yet, this makes it.
+    #[inline]
+    pub fn get() -> &'static Library {
+        let ptr = CURRENT.load(Acquire);
+        // SAFETY: never freed.
+        match unsafe { ptr.as_ref() } {
+            Some(library) => library,
+            None => Self::fallback(),
+        }
+    }
+
+    /// The instance; makes it if need be. `None` if nothing is to be accelerated.
+    #[inline]
+    pub fn ensure() -> Option<&'static Library> {
+        let ptr = CURRENT.load(Acquire);
+        if !ptr.is_null() {
+            // SAFETY: never freed.
+            return Some(unsafe { &*ptr });
+        }
+        if OFF.load(Relaxed) {
+            return None;
+        }
+        Self::make()
+    }
+
+    #[cold]
+    fn fallback() -> &'static Library {
+        loop {
+            if let Some(library) = Self::make() {
+                return library;
+            }
+            // Out of fds or memory in a fork child that uses an inherited stream: wait for some.
+            let _ = rustix::thread::nanosleep(&rustix::time::Timespec { tv_sec: 0, tv_nsec: 10_000_000 });
+        }
+    }
+
+    #[cold]
+    fn make() -> Option<&'static Library> {
+        let errno = crate::errno::get();
+        let made = Self::build();
+        crate::errno::set(errno);
+        let Some(library) = made else {
+            OFF.store(true, Relaxed);
+            return None;
+        };
+        let fresh = Box::into_raw(Box::new(library));
+        match CURRENT.compare_exchange(std::ptr::null_mut(), fresh, AcqRel, Acquire) {
+            // SAFETY: now shared, never freed.
+            Ok(_) => Some(unsafe { &*fresh }),
+            Err(other) => {
+                // Another thread was first. Ours holds a few fds, which go with it.
+                // SAFETY: nobody has seen `fresh`.
+                drop(unsafe { Box::from_raw(fresh) });
+                // SAFETY: never freed.
+                Some(unsafe { &*other })
+            }
+        }
+    }
+
+    fn build() -> Option<Library> {
+        let config = CONFIG.get_or_init_racy(Config::from_env);
+        if !config.enabled || config.fabrics.is_empty() {
+            return None;
+        }
+        crate::table::init().ok()?;
+        crate::log::init(config);
+        crate::fork::register();
+        let program = program_name();
+        let rules = match &config.rules {
+            None => Rules::default(),
+            Some(path) => {
+                let (rules, warning) = Rules::load(path);
+                if let Some(warning) = warning
+                    && !WARNED.swap(true, Relaxed)
+                {
+                    crate::config::warn(&warning);
+                }
+                rules
+            }
+        };
+        let id = InstanceId::random().ok()?;
+        let (stats, stats_fd) = StatsPage::create(InstanceInfo {
+            pid: rustix::process::getpid().as_raw_nonzero().get() as u32,
+            instance: *id.as_bytes(),
+            program: program.as_bytes(),
+        })
+        .ok()?;
+        let stats_fd = stats_fd.and_then(|fd| PrivateFd::place(fd).ok());
+        let library = Library {
+            threshold: config.promote_after.threshold(),
+            config: config.clone(),
+            rules,
+            program,
+            id,
+            stats,
+            _stats_fd: stats_fd,
+            waiters: Waiters::new().ok()?,
+            service: Service::new().ok()?,
+            next_request: AtomicU32::new(1),
+        };
+        tracing::info!(target: "rdmasock", instance = %library.id, program = %library.program, "instance made");
+        Some(library)
+    }
+
+    /// Whether the rules let this connection be accelerated.
+    pub fn may_accelerate(&self, local: SocketAddr, peer: SocketAddr, direction: rdmasock_core::stats::Direction) -> bool {
+        self.rules.decide(&self.program, local, peer, direction) == Decision::Accelerate
+    }
+
+    /// In a fork child: this is another instance from now on.
+    pub fn forget() {
+        CURRENT.store(std::ptr::null_mut(), Release);
+    }
+}
+
+static WARNED: AtomicBool = AtomicBool::new(false);
+
+/// The configuration is read once and survives forks.
+static CONFIG: Once<Config> = Once(AtomicPtr::new(std::ptr::null_mut()));
+
+struct Once<T>(AtomicPtr<T>);
+
+impl<T> Once<T> {
+    fn get_or_init_racy(&'static self, make: impl FnOnce() -> T) -> &'static T {
+        let ptr = self.0.load(Acquire);
+        if !ptr.is_null() {
+            // SAFETY: never freed.
+            return unsafe { &*ptr };
+        }
+        let fresh = Box::into_raw(Box::new(make()));
+        match self.0.compare_exchange(std::ptr::null_mut(), fresh, AcqRel, Acquire) {
+            // SAFETY: never freed from now on.
+            Ok(_) => unsafe { &*fresh },
+            Err(other) => {
+                // SAFETY: nobody has seen `fresh`; `other` is never freed.
+                unsafe {
+                    drop(Box::from_raw(fresh));
+                    &*other
+                }
+            }
+        }
+    }
+}
+
+fn program_name() -> String {
+    let mut target = [0u8; 4096];
+    rustix::fs::readlink(c"/proc/self/exe", &mut target[..0])
+        .ok()
+        .and_then(|path| path.into_string().ok())
+        .and_then(|path| path.rsplit('/').next().map(str::to_owned))
+        .unwrap_or_default()
+}
+
+/// A random number, for keys; of the clock where the kernel has none to give.
+pub fn random_u64() -> u64 {
+    let mut bytes = [0u8; 8];
+    match rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty()) {
+        Ok(8) => u64::from_ne_bytes(bytes),
+        _ => crate::wait::now_ns().wrapping_mul(0x9e37_79b9_7f4a_7c15),
+    }
+}

@@ -1,0 +1,273 @@
+//! One readiness model under epoll, poll and select: what is a socket ready for now, and who is
+//! to be told when that changes.
+//!
+//! A direction on the link is asked through its ring, one on TCP through the kernel. While markers
+//! may be in flight it is the payload that counts, not what the kernel calls readable.
+
+use std::sync::atomic::Ordering::{Acquire, Relaxed};
+
+use rdmasock_core::fabric::ring::{Consumer, Producer, RxFlags, Wake};
+use rdmasock_core::ids::Vqpn;
+use rustix::event::{PollFd, PollFlags};
+
+use crate::library::Library;
+use crate::link::Link;
+use crate::promote;
+use crate::service::Command;
+use crate::socket::{Interest, Sleeping, Socket, mode};
+use crate::wait::{SLEEPER_MASK, WaiterId};
+
+const IN: u32 = (libc::EPOLLIN | libc::EPOLLRDNORM) as u32;
+const OUT: u32 = (libc::EPOLLOUT | libc::EPOLLWRNORM) as u32;
+const RDHUP: u32 = libc::EPOLLRDHUP as u32;
+const HUP: u32 = libc::EPOLLHUP as u32;
+const ERR: u32 = libc::EPOLLERR as u32;
+const PRI: u32 = libc::EPOLLPRI as u32;
+const WRBAND: u32 = libc::EPOLLWRBAND as u32;
+/// What says that the connection, or the receiving half of it, has ended.
+pub const ENDED: u32 = RDHUP | HUP | ERR;
+
+/// Whether to ask to be told of a change.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Arm {
+    /// Only look.
+    No,
+    /// For what is not ready now (level-triggered).
+    IfNotReady,
+    /// For every change from now on (edge-triggered).
+    Always,
+}
+
+/// Whether the socket's readiness is for this module to say, not for the kernel's set.
+#[inline]
+pub fn is_watched(socket: &Socket) -> bool {
+    socket.watched.load(Acquire)
+}
+
+/// What the socket is ready for, of `events` and what is always reported (EPOLL* bits).
+pub fn evaluate(socket: &'static Socket, events: u32, arm: Arm) -> u32 {
+    let mut mask = 0;
+    if events & (IN | RDHUP | PRI) != 0 {
+        mask |= readable(socket, arm);
+    }
+    if events & (OUT | WRBAND) != 0 {
+        mask |= writable(socket, arm);
+    }
+    mask | socket.anchor.load(Acquire) & (ENDED | PRI)
+}
+
+/// The receiving direction.
+pub fn readable(socket: &'static Socket, arm: Arm) -> u32 {
+    if socket.rx_mode.load(Acquire) == mode::MARKED {
+        return promote::readable(socket);
+    }
+    let Some(mut rx) = socket.rx.lock() else { return 0 };
+    if socket.rx_mode.load(Acquire) != mode::LINK {
+        let mask = kernel(socket, PollFlags::IN | PollFlags::RDNORM | PollFlags::RDHUP | PollFlags::PRI);
+        return mask & (IN | RDHUP | PRI | HUP | ERR);
+    }
+    let bits = rx.bits;
+    let Some(consumer) = rx.consumer.as_mut() else { return 0 };
+    let ready = match arm {
+        Arm::Always => arm_data(socket, consumer, bits),
+        Arm::No => consumer.has_data().unwrap_or(true),
+        Arm::IfNotReady => match consumer.has_data() {
+            Ok(false) => arm_data(socket, consumer, bits),
+            Ok(true) => true,
+            Err(_) => true,
+        },
+    };
+    let anchor = socket.anchor.load(Acquire);
+    if !ready {
+        return if anchor & ENDED != 0 { IN | anchor & ENDED } else { 0 };
+    }
+    match consumer.end() {
+        Ok(None) => IN,
+        // A mark and no data: what it means is for the kernel to say, once the rest is done.
+        Ok(Some(_)) => {
+            drop(rx);
+            if crate::rx::leave_link_at_end(socket) {
+                return readable(socket, arm);
+            }
+            let Some(_rx) = socket.rx.lock() else { return 0 };
+            kernel(socket, PollFlags::IN | PollFlags::RDHUP) & (IN | RDHUP | HUP | ERR)
+        }
+        Err(_) => IN | ERR,
+    }
+}
+
+fn arm_data(socket: &'static Socket, consumer: &mut Consumer, bits: u32) -> bool {
+    match consumer.arm_data(bits) {
+        Ok(armed) => {
+            notify_peer(socket, armed.wake);
+            armed.ready
+        }
+        Err(_) => true,
+    }
+}
+
+/// The sending direction; as `readable`.
+pub fn writable(socket: &'static Socket, arm: Arm) -> u32 {
+    if socket.tx_mode.load(Acquire) == mode::MARKED && !promote::flush(socket) {
+        return 0;
+    }
+    let Some(mut tx) = socket.tx.lock() else { return 0 };
+    if socket.tx_mode.load(Acquire) != mode::LINK {
+        return kernel(socket, PollFlags::OUT | PollFlags::WRNORM) & (OUT | HUP | ERR);
+    }
+    let bits = tx.bits;
+    let Some(producer) = tx.producer.as_mut() else { return 0 };
+    if is_reader_gone(producer) || socket.anchor.load(Acquire) & (HUP | ERR) != 0 {
+        return OUT;
+    }
+    let ready = match arm {
+        Arm::Always | Arm::IfNotReady => match producer.has_space() {
+            Ok(false) => producer.arm_space(bits).unwrap_or(true),
+            _ => true,
+        },
+        Arm::No => producer.has_space().unwrap_or(true),
+    };
+    if ready { OUT } else { 0 }
+}
+
+/// The other end has closed: from here on the kernel answers.
+pub fn is_reader_gone(producer: &mut Producer) -> bool {
+    producer.consumer_flags().contains(RxFlags::RX_CLOSED)
+}
+
+/// What the kernel says of the anchor; the caller holds one of the socket's locks.
+pub fn kernel(socket: &Socket, events: PollFlags) -> u32 {
+    let Some(fd) = socket.anchor_fd() else { return ERR | HUP };
+    let mut set = [PollFd::from_borrowed_fd(fd, events)];
+    let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
+    match rustix::event::poll(&mut set, Some(&now)) {
+        Ok(_) => set.first().map_or(0, |p| u32::from(p.revents().bits())),
+        Err(_) => 0,
+    }
+}
+
+/// Passes on what the ring says must be woken at the peer.
+#[inline]
+pub fn notify_peer(socket: &'static Socket, wake: Wake) {
+    if !wake.is_none()
+        && let Some(link) = socket.link()
+    {
+        link.notify(wake, Vqpn(socket.peer_vqpn.load(Relaxed)));
+    }
+}
+
+/// Tells everybody in this process who waits on the socket. No lock may be held.
+pub fn notify_local(socket: &'static Socket) {
+    let Some(interest) = socket.interest.lock() else { return };
+    let members = interest.members.clone();
+    let sleepers = interest.sleepers.clone();
+    drop(interest);
+    for m in members {
+        m.epoll.push(m.item, socket);
+    }
+    let waiters = &Library::get().waiters;
+    for w in sleepers {
+        waiters.ring(w.waiter);
+    }
+}
+
+/// What the peer is to be asked for.
+struct Attention {
+    /// On behalf of the epoll sets, and of several sleepers.
+    sets: u32,
+    /// On behalf of the one thread that sleeps for data.
+    data: u32,
+    /// On behalf of the one thread that sleeps for space.
+    space: u32,
+}
+
+/// One epoll set or one sleeping thread is told by the peer directly; where there are more, the
+/// service thread is told, and tells them all.
+fn attention(socket: &Socket, interest: &Interest) -> Attention {
+    let link = socket.link();
+    let told = |w: WaiterId| link.is_some_and(|l| l.announce(w));
+    let sets = match interest.members.as_slice() {
+        [] => 0,
+        [first, rest @ ..] if rest.iter().all(|m| std::ptr::eq(m.epoll, first.epoll)) => {
+            let bits = first.epoll.queue_bits();
+            let known = WaiterId::from_word(bits >> 16).is_some_and(told);
+            if known { bits } else { Link::service_bits() }
+        }
+        _ => Link::service_bits(),
+    };
+    match interest.sleepers.as_slice() {
+        [] => Attention { sets, data: 0, space: 0 },
+        [one] if told(one.waiter) => Attention {
+            sets,
+            data: if one.data { one.waiter.sleeper_bits() } else { 0 },
+            space: if one.space { one.waiter.sleeper_bits() } else { 0 },
+        },
+        _ => {
+            let sets = Link::service_bits();
+            Attention { sets, data: sets, space: sets }
+        }
+    }
+}
+
+/// Changes who is interested, and whom the peer tells.
+pub fn change_interest(socket: &'static Socket, change: impl FnOnce(&mut Interest)) {
+    let Some(mut interest) = socket.interest.lock() else { return };
+    change(&mut interest);
+    if socket.is_plain() && !is_watched(socket) {
+        return;
+    }
+    let new = attention(socket, &interest);
+    let mut changed = false;
+    if let Some(mut rx) = socket.rx.lock() {
+        changed |= rx.bits != new.sets;
+        let old = std::mem::replace(&mut rx.bits, new.sets);
+        if let Some(consumer) = rx.consumer.as_mut() {
+            // Two different waiters must not be mixed in one word.
+            consumer.disarm_data(if old == new.sets { SLEEPER_MASK } else { u32::MAX });
+            if new.data != 0 {
+                arm_data(socket, consumer, new.data);
+            }
+        }
+    }
+    if let Some(mut tx) = socket.tx.lock() {
+        changed |= tx.bits != new.sets;
+        let old = std::mem::replace(&mut tx.bits, new.sets);
+        if let Some(producer) = tx.producer.as_mut() {
+            producer.disarm_space(if old == new.sets { SLEEPER_MASK } else { u32::MAX });
+            if new.space != 0 {
+                let _ = producer.arm_space(new.space);
+            }
+        }
+    }
+    drop(interest);
+    if changed {
+        // Whoever was armed before may have missed a change in between: let all look again.
+        Library::get().service.submit(Command::notify(socket));
+    }
+}
+
+/// A thread's interest for as long as the value lives. The thread looks once more after making
+/// it, and sleeps on the waiter's doorbell then.
+pub struct Sleeper {
+    socket: &'static Socket,
+    waiter: WaiterId,
+}
+
+impl Sleeper {
+    /// From now on the waiter's doorbell rings when there is `data` to read, or `space` to write.
+    pub fn new(socket: &'static Socket, waiter: WaiterId, data: bool, space: bool) -> Self {
+        change_interest(socket, |i| i.sleepers.push(Sleeping { waiter, data, space }));
+        Self { socket, waiter }
+    }
+}
+
+impl Drop for Sleeper {
+    fn drop(&mut self) {
+        let waiter = self.waiter;
+        change_interest(self.socket, |i| {
+            if let Some(at) = i.sleepers.iter().position(|s| s.waiter == waiter) {
+                i.sleepers.swap_remove(at);
+            }
+        });
+    }
+}

@@ -1,0 +1,385 @@
+//! Sending: the program's bytes onto what the direction runs on.
+
+use std::ffi::c_int;
+use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
+
+use libc::ssize_t;
+use rdmasock_core::fabric::ring::End;
+use rdmasock_core::stats::Path;
+use rdmasock_core::stream::handshake::Role;
+
+use crate::epoll::Timeout;
+use crate::errno;
+use crate::iov::Iov;
+use crate::library::Library;
+use crate::promote;
+use crate::ready;
+use crate::service::Command;
+use crate::socket::{Socket, Stage, mode};
+use crate::table;
+use crate::wait;
+
+/// A long send is handed over in pieces of this many bytes, so that the reader copies out while
+/// we still copy in.
+const PIECE: usize = 64 * 1024;
+
+/// Flags that the link serves; any other takes the socket back to TCP.
+const SERVED: c_int = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL | libc::MSG_MORE | libc::MSG_EOR | libc::MSG_CONFIRM;
+
+/// send() and its kin. `real` is libc's own call with the program's arguments.
+///
+/// # Safety
+/// The pieces of `iov` are readable.
+#[inline]
+pub unsafe fn send(
+    socket: &'static Socket,
+    fd: c_int,
+    iov: Iov,
+    flags: c_int,
+    real: impl Fn() -> ssize_t,
+) -> ssize_t {
+    if socket.tx_mode.load(Acquire) == mode::TCP && socket.enter_tx() {
+        return plain(socket, &real);
+    }
+    // SAFETY: by this function's contract.
+    unsafe { send_slow(socket, fd, iov, flags, real) }
+}
+
+/// The kernel's call on a plain direction, which the caller has entered.
+#[inline]
+fn plain<R: Into<i64> + Copy>(socket: &'static Socket, real: &impl Fn() -> R) -> R {
+    let n = real();
+    let marker_waits = socket.leave_tx();
+    let sent: i64 = n.into();
+    if sent > 0 {
+        account(socket, sent as u64);
+    }
+    if marker_waits {
+        let errno = errno::get();
+        if promote::flush(socket) {
+            ready::notify_local(socket);
+        }
+        errno::set(errno);
+    }
+    n
+}
+
+/// Counts what TCP took, and begins a promotion at the threshold.
+#[inline]
+pub fn account(socket: &'static Socket, n: u64) {
+    if let Some(stats) = socket.stats() {
+        stats.add_tx_tcp(n);
+    }
+    if socket.stage() == Stage::Watching {
+        let library = Library::get();
+        if socket.progress.on_sent(n, &library.threshold) {
+            worth_it(socket);
+        }
+    }
+}
+
+/// The connection has reached the threshold: its connector asks.
+#[cold]
+pub fn worth_it(socket: &'static Socket) {
+    if socket.role() == Role::Connector {
+        let errno = errno::get();
+        Library::get().service.promote(socket);
+        errno::set(errno);
+    }
+}
+
+enum Step {
+    /// The direction changed: look again.
+    Again,
+    /// The kernel's own call.
+    Kernel,
+    /// No room.
+    Full,
+    /// All is sent.
+    Done,
+}
+
+#[cold]
+fn interrupted() -> Step {
+    // A signal handler that sends on the stream that it has interrupted in the middle of a send.
+    errno::set(libc::EINTR);
+    Step::Done
+}
+
+unsafe fn send_slow(
+    socket: &'static Socket,
+    fd: c_int,
+    mut iov: Iov,
+    flags: c_int,
+    real: impl Fn() -> ssize_t,
+) -> ssize_t {
+    if flags & !SERVED != 0 {
+        take_back(socket, reason_for(flags));
+    }
+    let mut sent = 0usize;
+    loop {
+        if sent > 0 && socket.tx_mode.load(Acquire) == mode::TCP {
+            // The rest of a send that began on the link: the program calls again.
+            return sent as ssize_t;
+        }
+        let before = iov.len();
+        // SAFETY: the pieces are readable by `send`'s contract.
+        let step = unsafe { step(socket, fd, &mut iov) };
+        sent += before - iov.len();
+        match step {
+            Step::Done if sent == 0 && before > 0 => return -1,
+            Step::Done => return sent as ssize_t,
+            Step::Again => continue,
+            Step::Kernel => {
+                if sent > 0 {
+                    return sent as ssize_t;
+                }
+                if socket.enter_tx() {
+                    return plain(socket, &real);
+                }
+                if !table::still(fd, socket) {
+                    return real();
+                }
+            }
+            Step::Full => {
+                if flags & libc::MSG_DONTWAIT != 0 || socket.nonblocking.load(Relaxed) {
+                    return if sent > 0 { sent as ssize_t } else { errno::fail(libc::EAGAIN) };
+                }
+                if let Err(error) = wait::for_space(socket, fd) {
+                    return if sent > 0 { sent as ssize_t } else { errno::fail(error) };
+                }
+            }
+        }
+    }
+}
+
+/// One attempt.
+#[inline]
+unsafe fn step(socket: &'static Socket, fd: c_int, iov: &mut Iov) -> Step {
+    if socket.tx_mode.load(Acquire) == mode::MARKED {
+        return if promote::flush(socket) { Step::Again } else { Step::Full };
+    }
+    loop {
+        let Some(mut tx) = socket.tx.lock() else { return interrupted() };
+        if socket.tx_mode.load(Acquire) != mode::LINK {
+            return if socket.tx_mode.load(Acquire) == mode::TCP { Step::Kernel } else { Step::Again };
+        }
+        if !table::still(fd, socket) {
+            return Step::Kernel;
+        }
+        let Some(producer) = tx.producer.as_mut() else { return Step::Kernel };
+        let dead = socket.anchor.load(Acquire) & (libc::EPOLLERR | libc::EPOLLHUP) as u32 != 0;
+        if dead || ready::is_reader_gone(producer) {
+            // What becomes of bytes that nobody reads is for the kernel to say.
+            socket.tx_mode.store(mode::TCP, SeqCst);
+            return Step::Kernel;
+        }
+        let want = iov.len().min(PIECE);
+        let spans = match producer.spans(want) {
+            Ok(spans) => spans,
+            Err(error) => {
+                drop(tx);
+                violation(socket, &error);
+                return Step::Again;
+            }
+        };
+        let room = spans.len().min(want);
+        let mut copied = 0;
+        while copied < room {
+            let (from, n) = iov.head();
+            if n == 0 {
+                break;
+            }
+            // SAFETY: readable by the contract; the ring is ours to write up to `room`.
+            let n = unsafe { spans.copy_in(copied, from, n.min(room - copied)) };
+            iov.advance(n);
+            copied += n;
+        }
+        let wake = producer.commit(copied);
+        if copied > 0
+            && let Some(stats) = socket.stats()
+        {
+            stats.add_tx_link(copied as u64);
+        }
+        drop(tx);
+        ready::notify_peer(socket, wake);
+        if iov.len() == 0 {
+            return Step::Done;
+        }
+        if copied < want {
+            return Step::Full;
+        }
+    }
+}
+
+fn reason_for(flags: c_int) -> rdmasock_core::stats::Reason {
+    use rdmasock_core::stats::Reason;
+    if flags & libc::MSG_OOB != 0 {
+        Reason::OutOfBand
+    } else if flags & libc::MSG_ZEROCOPY != 0 {
+        Reason::ZeroCopy
+    } else {
+        Reason::Unsupported
+    }
+}
+
+/// Takes the socket back to TCP, because it is put to a use that the link does not serve.
+#[cold]
+pub fn take_back(socket: &'static Socket, reason: rdmasock_core::stats::Reason) {
+    let errno = errno::get();
+    if let Some(mut control) = socket.control.lock() {
+        promote::leave(socket, &mut control, reason);
+    }
+    errno::set(errno);
+}
+
+/// The peer broke the protocol: the link goes down.
+#[cold]
+pub fn violation(socket: &'static Socket, error: &rdmasock_core::fabric::ring::RingError) {
+    tracing::warn!(target: "rdmasock", slot = socket.slot, %error, "link closed");
+    if let Some(link) = socket.link() {
+        Library::get().service.submit(Command::Violation(link));
+    }
+    // Nothing more goes over it, whoever asks first.
+    socket.anchor.fetch_or((libc::EPOLLERR | libc::EPOLLHUP) as u32, SeqCst);
+}
+
+/// sendfile() on a direction that is on the link: reads the file straight into the ring.
+///
+/// # Safety
+/// `offset` is null or valid.
+pub unsafe fn sendfile(
+    socket: &'static Socket,
+    fd: c_int,
+    input: c_int,
+    offset: *mut libc::off_t,
+    count: usize,
+    real: impl Fn() -> ssize_t,
+) -> ssize_t {
+    if socket.tx_mode.load(Acquire) == mode::TCP && socket.enter_tx() {
+        return plain(socket, &real);
+    }
+    let mut sent = 0usize;
+    let count = count.min(0x7fff_f000);
+    loop {
+        if socket.tx_mode.load(Acquire) == mode::MARKED && promote::flush(socket) {
+            continue;
+        }
+        let Some(mut tx) = socket.tx.lock() else { return errno::fail(libc::EINTR) };
+        let on_link = socket.tx_mode.load(Acquire) == mode::LINK;
+        if on_link && !table::still(fd, socket) {
+            return errno::fail(libc::EBADF);
+        }
+        let gone = socket.anchor.load(Acquire) & (libc::EPOLLERR | libc::EPOLLHUP) as u32 != 0
+            || tx.producer.as_mut().is_none_or(ready::is_reader_gone);
+        if on_link && gone {
+            socket.tx_mode.store(mode::TCP, SeqCst);
+        }
+        if socket.tx_mode.load(Acquire) == mode::TCP {
+            drop(tx);
+            if sent > 0 {
+                return sent as ssize_t;
+            }
+            if socket.enter_tx() {
+                return plain(socket, &real);
+            }
+            continue;
+        }
+        let want = (count - sent).min(PIECE);
+        let spans = match tx.producer.as_mut().filter(|_| on_link).map(|p| p.spans(want.max(1))) {
+            Some(Ok(spans)) => Some(spans),
+            Some(Err(error)) => {
+                drop(tx);
+                violation(socket, &error);
+                continue;
+            }
+            None => None,
+        };
+        let [first, second] = spans.map(|s| s.pieces()).unwrap_or([(std::ptr::null_mut(), 0); 2]);
+        let first_len = first.1.min(want);
+        let pieces = [
+            libc::iovec { iov_base: first.0.cast(), iov_len: first_len },
+            libc::iovec { iov_base: second.0.cast(), iov_len: second.1.min(want - first_len) },
+        ];
+        let room: usize = pieces.iter().map(|p| p.iov_len).sum();
+        if count > sent && room == 0 {
+            drop(tx);
+            if socket.nonblocking.load(Relaxed) {
+                return if sent > 0 { sent as ssize_t } else { errno::fail(libc::EAGAIN) };
+            }
+            if let Err(error) = wait::for_space(socket, fd) {
+                return if sent > 0 { sent as ssize_t } else { errno::fail(error) };
+            }
+            continue;
+        }
+        // A regular file does not block for long; anything else would block under the lock.
+        // SAFETY: the pieces lie in the ring, which is ours to write; `offset` by the contract.
+        let n = unsafe {
+            if offset.is_null() {
+                libc::syscall(libc::SYS_readv, input, pieces.as_ptr(), 2)
+            } else {
+                let at = *offset;
+                libc::syscall(libc::SYS_preadv, input, pieces.as_ptr(), 2, at, 0)
+            }
+        };
+        if n <= 0 {
+            return if sent > 0 { sent as ssize_t } else { n as ssize_t };
+        }
+        let n = n as usize;
+        let wake = tx.producer.as_mut().map(|p| p.commit(n));
+        if let Some(stats) = socket.stats() {
+            stats.add_tx_link(n as u64);
+        }
+        drop(tx);
+        if let Some(wake) = wake {
+            ready::notify_peer(socket, wake);
+        }
+        if !offset.is_null() {
+            // SAFETY: by the contract.
+            unsafe { *offset += n as libc::off_t };
+        }
+        sent += n;
+        if sent >= count || n < room {
+            return sent as ssize_t;
+        }
+    }
+}
+
+/// shutdown() of the sending direction, before the kernel's own: the mark says that what follows
+/// the last byte is on the anchor, namely its end.
+pub fn shut(socket: &'static Socket) {
+    let Some(mut tx) = socket.tx.lock() else { return };
+    if socket.tx_mode.load(Acquire) != mode::LINK {
+        return;
+    }
+    let wake = tx.producer.as_mut().map(|p| p.end(End::Fin));
+    socket.tx_mode.store(mode::TCP, SeqCst);
+    if let Some(stats) = socket.stats() {
+        stats.set_tx_path(Path::Tcp);
+    }
+    drop(tx);
+    if let Some(wake) = wake {
+        ready::notify_peer(socket, wake);
+    }
+}
+
+/// How long a blocking call may wait, by the socket's own option (SO_RCVTIMEO, SO_SNDTIMEO).
+pub fn option_timeout(fd: c_int, option: c_int) -> Timeout {
+    let mut tv = libc::timeval { tv_sec: 0, tv_usec: 0 };
+    let mut len = size_of::<libc::timeval>() as libc::socklen_t;
+    // SAFETY: the raw system call with a buffer of the right size; no hook is entered.
+    let r = unsafe {
+        libc::syscall(
+            libc::SYS_getsockopt,
+            fd,
+            libc::SOL_SOCKET,
+            option,
+            std::ptr::from_mut(&mut tv),
+            std::ptr::from_mut(&mut len),
+        )
+    };
+    if r != 0 || (tv.tv_sec == 0 && tv.tv_usec == 0) {
+        return Timeout::Forever;
+    }
+    Timeout::Ns(tv.tv_sec as u64 * 1_000_000_000 + tv.tv_usec as u64 * 1000)
+}

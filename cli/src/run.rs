@@ -48,7 +48,6 @@ impl Args for Options {
             .num_args(1..)
             .required(true)
             .trailing_var_arg(true)
-            .allow_hyphen_values(true)
             .value_parser(OsStringValueParser::new())
             .help("The program and its arguments");
         command

@@ -3,7 +3,7 @@
 //!
 //! The shape of a function here, and why:
 //!
-//! ```ignore
+//! ```text
 //! pub unsafe extern "C" fn recv(real: RecvFn, fd: c_int, …) -> ssize_t {
 //!     match table::lookup(fd) {
 //!         None => unsafe { real(fd, …) },   // last thing done: becomes a jump

@@ -87,7 +87,7 @@ fn exported_symbols_are_those_of_the_list() {
 }
 
 #[test]
-fn hard_calls_do_what_they_do_without_the_&*LIBRARY {
+fn hard_calls_do_what_they_do_without_the_library() {
     let printed = same_with_library(compile("calls"), &[], "");
     assert!(printed.ends_with("daemon\n"), "{printed}");
     assert!(printed.contains("execle 12: 0 0, failing -1"), "{printed}");

@@ -39,8 +39,11 @@ impl Args for Options {
                 .value_name(variable.placeholder)
                 .value_parser(OsStringValueParser::new())
                 .help(format!(
-                    "{} ({}) [{}; default: {}]",
-                    variable.meaning, variable.accepts, variable.name, variable.default
+                    "{}\n[{}; default: {}; accepted: {}]",
+                    capitalised(variable.meaning),
+                    variable.name,
+                    variable.default,
+                    variable.accepts
                 ))
         });
         let program = Arg::new(PROGRAM)
@@ -48,12 +51,12 @@ impl Args for Options {
             .num_args(1..)
             .required(true)
             .trailing_var_arg(true)
-            .allow_hyphen_values(true)
             .value_parser(OsStringValueParser::new())
             .help("The program and its arguments");
         command
             .args(options)
             .arg(program)
+            .next_line_help(true)
             .override_usage("rdmasock run [OPTIONS] -- PROGRAM [ARGS]...")
             .after_help(
                 "An option that is not given leaves its variable as it is in the environment.",
@@ -72,12 +75,10 @@ impl FromArgMatches for Options {
             Some((variable.name, value.clone()))
         });
         let program = matches.get_many(PROGRAM).unwrap_or_default();
-        let options = Self {
+        Ok(Self {
             variables: variables.collect(),
             program: program.cloned().collect(),
-        };
-        options.check()?;
-        Ok(options)
+        })
     }
 
     fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
@@ -87,19 +88,24 @@ impl FromArgMatches for Options {
 }
 
 impl Options {
-    /// Lets the library judge the values, together with those that the environment has.
+    /// Lets the library judge the values, together with those that it would find in the
+    /// environment.
     fn check(&self) -> Result<(), clap::Error> {
-        let is_given = |name: &OsStr| self.variables.iter().any(|(given, _)| *given == name);
-        let inherited = env::vars_os().filter(|(name, _)| !is_given(name));
-        let given = self
-            .variables
+        let inherited = VARIABLES
             .iter()
-            .map(|(name, value)| ((*name).into(), value.clone()));
-        let (_, faults) = Config::from_vars(inherited.chain(given));
-        if faults.is_empty() {
+            .filter(|variable| self.option(variable.name).is_none())
+            .filter_map(|variable| Some((variable.name.into(), env::var_os(variable.name)?)));
+        let given = self.variables.iter();
+        let given = given.map(|(name, value)| ((*name).into(), value.clone()));
+        let (_, warnings) = Config::from_vars(inherited.chain(given));
+        if warnings.is_empty() {
             return Ok(());
         }
-        let text = format!("{}\n", faults.join("\n"));
+        let problems: Vec<_> = warnings
+            .into_iter()
+            .map(|warning| warning.problem)
+            .collect();
+        let text = format!("{}\n", problems.join("\n"));
         Err(clap::Error::raw(clap::error::ErrorKind::InvalidValue, text))
     }
 
@@ -109,8 +115,10 @@ impl Options {
     }
 }
 
-/// Runs the program; comes back only if that cannot be done.
+/// Runs the program; comes back only if that cannot be done. Bad values end the command with
+/// status 2, as other faults of the command line.
 pub fn run(options: &Options) -> Result<()> {
+    options.check().unwrap_or_else(|error| error.exit());
     let [name, arguments @ ..] = options.program.as_slice() else {
         bail!("no program given");
     };
@@ -126,6 +134,12 @@ pub fn run(options: &Options) -> Result<()> {
         .env(PRELOAD, preload(env::var_os(PRELOAD), &library))
         .exec();
     Err(error).with_context(|| format!("cannot run {}", program.display()))
+}
+
+fn capitalised(text: &str) -> String {
+    let mut letters = text.chars();
+    let first = letters.next().map(|letter| letter.to_ascii_uppercase());
+    first.into_iter().chain(letters).collect()
 }
 
 /// The list of libraries to preload with `library` as its last.

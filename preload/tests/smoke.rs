@@ -6,15 +6,26 @@
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
+use std::sync::LazyLock;
 
-/// The library that Cargo built for these tests, next to the test itself.
-fn library() -> PathBuf {
-    let library = std::env::current_exe()
-        .unwrap()
-        .with_file_name("librdmasock.so");
-    assert!(library.exists(), "{} is missing", library.display());
-    library
-}
+/// The library, built here: `cargo test` takes whatever build of a cdylib there is, or none.
+static LIBRARY: LazyLock<PathBuf> = LazyLock::new(|| {
+    // TARGET/PROFILE/deps/smoke-HASH
+    let test = std::env::current_exe().unwrap();
+    let profile = test.ancestors().nth(2).unwrap();
+    let name = match profile.file_name().unwrap().to_str().unwrap() {
+        "debug" => "dev",
+        name => name,
+    };
+    let status = Command::new(env!("CARGO"))
+        .args(["build", "--quiet", "-p", "rdmasock", "--profile", name])
+        .arg("--target-dir")
+        .arg(profile.parent().unwrap())
+        .status()
+        .unwrap();
+    assert!(status.success());
+    profile.join("librdmasock.so")
+});
 
 /// Compiles `tests/c/NAME.c`, fortified, which makes it call the `__*_chk` forms.
 fn compile(name: &str) -> PathBuf {
@@ -52,7 +63,7 @@ fn same_with_library(program: impl AsRef<Path>, args: &[&str], input: &str) -> S
     let hooked = run(
         Command::new(program)
             .args(args)
-            .env("LD_PRELOAD", library()),
+            .env("LD_PRELOAD", &*LIBRARY),
         input,
     );
     assert_eq!(
@@ -71,7 +82,7 @@ fn same_with_library(program: impl AsRef<Path>, args: &[&str], input: &str) -> S
 #[test]
 fn exported_symbols_are_those_of_the_list() {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../scripts/check-exports");
-    let output = run(Command::new(script).arg(library()), "");
+    let output = run(Command::new(script).arg(&*LIBRARY), "");
     assert!(output.status.success(), "{output:?}");
 }
 
@@ -158,7 +169,7 @@ finally:
 #[ignore = "prints what a pass-through costs"]
 fn cost_of_passing_through() {
     let program = compile("cost");
-    for preload in ["".into(), library()] {
+    for preload in [Path::new(""), &LIBRARY] {
         let output = run(Command::new(&program).env("LD_PRELOAD", preload), "");
         print!("{}", String::from_utf8_lossy(&output.stdout));
     }

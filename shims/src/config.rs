@@ -7,6 +7,7 @@
 mod value;
 mod variables;
 
+use core::fmt;
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
@@ -26,6 +27,21 @@ bitflags::bitflags! {
     pub struct Fabrics: u8 {
         /// Shared memory, same host.
         const SHM = 1;
+    }
+}
+
+/// Something in the environment that is not as it should be.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Warning {
+    /// The variable, its value and what is accepted.
+    pub problem: String,
+    /// What is done about it.
+    pub instead: String,
+}
+
+impl fmt::Display for Warning {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}; {}", self.problem, self.instead)
     }
 }
 
@@ -77,7 +93,7 @@ impl Config {
     pub fn from_env() -> Self {
         let (config, warnings) = Self::from_vars(std::env::vars_os());
         for warning in &warnings {
-            warn(warning);
+            warn(&warning.to_string());
         }
         config
     }
@@ -85,7 +101,7 @@ impl Config {
     /// The configuration from name–value pairs, and one message for each pair that is not as it
     /// should be. Names that do not begin with `RDMASOCK` are ignored; an empty value is as good
     /// as none.
-    pub fn from_vars(vars: impl IntoIterator<Item = (OsString, OsString)>) -> (Self, Vec<String>) {
+    pub fn from_vars(vars: impl IntoIterator<Item = (OsString, OsString)>) -> (Self, Vec<Warning>) {
         let mut config = Self::default();
         let mut warnings = Vec::new();
         for (name, value) in vars {
@@ -94,11 +110,14 @@ impl Config {
             }
             let name = name.to_string_lossy();
             match VARIABLES.iter().find(|variable| variable.name == name) {
-                None => warnings.push(format!(
-                    "{} is not a variable of rdmasock ({} is); it is ignored",
-                    shown(&name),
-                    variables::nearest(&name),
-                )),
+                None => warnings.push(Warning {
+                    problem: format!(
+                        "{} is not a variable of rdmasock ({} is)",
+                        shown(&name),
+                        variables::nearest(&name),
+                    ),
+                    instead: "it is ignored".to_owned(),
+                }),
                 Some(variable) => {
                     if (variable.set)(&mut config, &value).is_none() {
                         let value = value.to_string_lossy();
@@ -112,7 +131,7 @@ impl Config {
     }
 
     /// Makes values fit together that are each valid alone.
-    fn reconcile(&mut self, warnings: &mut Vec<String>) {
+    fn reconcile(&mut self, warnings: &mut Vec<Warning>) {
         let default = Self::default();
         if self.ring_max > self.arena {
             let accepts = format!("at most RDMASOCK_ARENA, which is {}", self.arena);
@@ -134,13 +153,11 @@ fn is_ours(name: &[u8]) -> bool {
         .is_some_and(|rest| rest.is_empty() || rest.starts_with(b"_"))
 }
 
-fn rejected(variable: &Variable, value: &str, accepts: &str) -> String {
-    format!(
-        "{}={}: accepted is {accepts}; using {}",
-        variable.name,
-        shown(value),
-        variable.default,
-    )
+fn rejected(variable: &Variable, value: &str, accepts: &str) -> Warning {
+    Warning {
+        problem: format!("{}={}: accepted is {accepts}", variable.name, shown(value)),
+        instead: format!("using {}", variable.default),
+    }
 }
 
 /// Text from outside as a message may show it: on one line, not too long.

@@ -6,10 +6,13 @@
 //! through `rustix`, whose raw system calls never come back into the hooks.
 //!
 //! Why not redhook's `real!`: it initialises with `std::sync::Once`, which hangs when it is
-//! re-entered by a signal handler or by a child forked in the middle; it panics where libc lacks
-//! the symbol; and its function type is `extern "C"`, through which the forced unwind of
-//! `pthread_cancel` aborts when the calling frame has landing pads. Here a lookup is one relaxed
-//! load, a symbol that libc lacks fails with `ENOSYS`, and every type is `extern "C-unwind"`.
+//! re-entered by a signal handler or by a child forked in the middle, and it panics where libc lacks
+//! the symbol. Here a lookup is one relaxed load, and a symbol that libc lacks fails with `ENOSYS`.
+//!
+//! Two ways to call what the table gives:
+//! - `real(…)` as the last thing that a pass-through does. It then becomes a jump, and the hook costs next to
+//!   nothing: after a system call, x86-64 mispredicts the return of each further frame, at about 8 ns.
+//! - [`real.cancellable()(…)`](Cancellable) for a call that can block anywhere else.
 
 use core::ffi::CStr;
 use core::sync::atomic::{AtomicPtr, Ordering};
@@ -81,11 +84,33 @@ trait Absent {
     const ABSENT: Self;
 }
 
-macro_rules! absent {
+/// The type of a function of libc, as `extern "C"`.
+pub trait Cancellable {
+    /// The same as `extern "C-unwind"`.
+    type Unwinding;
+
+    /// The same function, for a call that can block and is not the last thing that the caller
+    /// does. The forced unwind of `pthread_cancel` then runs the destructors of the frames that it
+    /// passes; an `extern "C"` call in a function that has any would abort the process.
+    fn cancellable(self) -> Self::Unwinding;
+}
+
+macro_rules! arity {
     ($($arg:ident)*) => {
-        impl<R: Failure, $($arg),*> Absent for unsafe extern "C-unwind" fn($($arg),*) -> R {
+        impl<R, $($arg),*> Cancellable for unsafe extern "C" fn($($arg),*) -> R {
+            type Unwinding = unsafe extern "C-unwind" fn($($arg),*) -> R;
+
+            #[inline]
+            fn cancellable(self) -> Self::Unwinding {
+                // SAFETY: function pointers of the same signature, whose ABIs differ only in
+                // whether the call may unwind; "C-unwind" assumes less.
+                unsafe { core::mem::transmute::<Self, Self::Unwinding>(self) }
+            }
+        }
+
+        impl<R: Failure, $($arg),*> Absent for unsafe extern "C" fn($($arg),*) -> R {
             const ABSENT: Self = {
-                unsafe extern "C-unwind" fn absent<R: Failure, $($arg),*>($(_: $arg),*) -> R {
+                unsafe extern "C" fn absent<R: Failure, $($arg),*>($(_: $arg),*) -> R {
                     // SAFETY: `__errno_location` returns the calling thread's errno, a valid c_int.
                     unsafe { *libc::__errno_location() = libc::ENOSYS };
                     R::FAILURE
@@ -96,20 +121,20 @@ macro_rules! absent {
     };
 }
 
-absent!();
-absent!(A);
-absent!(A B);
-absent!(A B C);
-absent!(A B C D);
-absent!(A B C D E);
-absent!(A B C D E F);
-absent!(A B C D E F G);
+arity!();
+arity!(A);
+arity!(A B);
+arity!(A B C);
+arity!(A B C D);
+arity!(A B C D E);
+arity!(A B C D E F);
+arity!(A B C D E F G);
 
 macro_rules! functions {
     ($( $(#[$doc:meta])* $alias:ident = $args:tt -> $ret:ty: $($name:ident),+; )+) => {
         $(
             $(#[$doc])*
-            pub type $alias = unsafe extern "C-unwind" fn $args -> $ret;
+            pub type $alias = unsafe extern "C" fn $args -> $ret;
 
             $(
                 #[doc = concat!("libc's `", stringify!($name), "`.")]
@@ -128,7 +153,7 @@ macro_rules! functions {
                         }
                     }
                     // SAFETY: libc's function of this name has this signature, and libc is never
-                    // unloaded. An `extern "C-unwind"` type is compatible with a C function.
+                    // unloaded.
                     unsafe { core::mem::transmute::<*mut c_void, $alias>(address) }
                 }
             )+

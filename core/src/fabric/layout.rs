@@ -216,7 +216,6 @@ mod tests {
         assert_eq!(ready_offset(1).unwrap() % align_of::<ReadyQueue>(), 0);
         assert_eq!(block_offset(1).unwrap() % align_of::<DirectionBlock>(), 0);
         assert_eq!(DATA_OFFSET % PAGE, 0);
-        assert!(HEADER_BYTES <= PAGE);
         assert_eq!(ready_offset(READY_QUEUES), None);
         assert_eq!(block_offset(MAX_STREAMS), None);
     }

@@ -132,9 +132,9 @@ const EPOCH: u64 = SLEEPERS + 1;
 /// Says whether a waiter is, or is about to be, asleep on its eventfd. Written by the waiter
 /// only; peers may map it read-only. All-zero: nobody sleeps.
 ///
-/// Holds the number of sleeping threads and an epoch that every `begin` and `end` advances, so
-/// that a peer can tell that it has rung for just this state already. (An epoch of 48 bits does
-/// not come round.)
+/// Holds the number of sleeping threads and an epoch that every `begin` advances. Together they
+/// never repeat (48 bits of epoch do not come round, and between two `begin`s the number only
+/// falls), so a peer can tell that it has rung for just this state already.
 #[derive(Debug)]
 #[repr(C, align(64))]
 pub struct SleepFlag(AtomicU64);
@@ -159,7 +159,7 @@ impl SleepFlag {
     /// This thread is awake. When it leaves something in the queues while other threads sleep
     /// on the same waiter, it must ring for them.
     pub fn end(&self) {
-        self.0.fetch_add(EPOCH - 1, Ordering::SeqCst);
+        self.0.fetch_sub(1, Ordering::SeqCst);
     }
 
     /// Somebody sleeps here.
@@ -168,7 +168,8 @@ impl SleepFlag {
     }
 
     /// Called after a push: true when the doorbell must be rung now. At most once per process
-    /// and epoch: a bell rung in this epoch is still to be answered by `end` and a sweep.
+    /// and state of the flag: a bell rung for this state is still to be answered by `end`, which
+    /// changes the state, and a sweep.
     pub fn must_ring(&self, mark: &RungMark) -> bool {
         fence_after_rmw();
         let now = self.0.load(Ordering::SeqCst);

@@ -237,7 +237,7 @@ impl Offer {
 
     /// The generation after `generation`.
     fn next_generation(generation: u32) -> u32 {
-        (generation + 1 & 0xff_ffff).max(1)
+        ((generation + 1) & 0xff_ffff).max(1)
     }
 }
 

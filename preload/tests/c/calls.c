@@ -210,8 +210,8 @@ static void bytes(int a, int b, int variable)
            recvmmsg(b, &mm, 1, MSG_DONTWAIT, NULL));
     printf("splice: %zd", splice(b, NULL, pipes[1], NULL, 4, 0));
     printf(" %zd\n", splice(pipes[0], NULL, a, NULL, 4, 0));
-    errno = 0;
-    printf("tee of a socket: %zd %s\n", tee(a, pipes[1], 1, 0), strerror(errno));
+    ssize_t teed = tee(a, pipes[1], 1, 0);
+    printf("tee of a socket: %zd %s\n", teed, strerror(errno));
     close(pipes[0]);
     close(pipes[1]);
     close(file);
@@ -255,8 +255,8 @@ static void descriptors(int a)
     printf(" %d\n", value);
     printf("close_range: %d\n", close_range(110, 111, 0));
     closefrom(100);
-    errno = 0;
-    printf("close: %d %d %s\n", close(d), close(e), strerror(errno));
+    int closed = close(d), again = close(e);
+    printf("close: %d %d %s\n", closed, again, strerror(errno));
 }
 
 int main(int argc, char **argv)

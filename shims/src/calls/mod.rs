@@ -1,12 +1,26 @@
 //! What every hooked libc call does: one function a call, which either serves it from an accelerated
 //! stream or hands it to libc's own, which it gets as its first argument.
 //!
-//! Two rules keep `pthread_cancel` and redhook's `catch_unwind` out of each other's way:
-//! - The functions here are `extern "C"`, so that the compiler knows that nothing unwinds out of
-//!   them; redhook's `catch_unwind` around them then vanishes. Were it left, it would abort the process on
-//!   the forced unwind of a cancelled thread, and on a panic repeat the real call.
-//! - What blocks goes through the `extern "C-unwind"` functions of [`crate::real`]. The forced unwind
-//!   then passes through the frames between, running their destructors.
+//! The shape of a function here, and why:
+//!
+//! ```text
+//! pub unsafe extern "C" fn recv(real: RecvFn, fd: c_int, …) -> ssize_t {
+//!     match table::lookup(fd) {
+//!         None => unsafe { real(fd, …) },   // last thing done: becomes a jump
+//!         Some(socket) => recv_slow(real, socket, …), // #[inline(never)] extern "C" fn
+//!     }
+//! }
+//! ```
+//!
+//! - It is `extern "C"`, from which nothing unwinds, so redhook's `catch_unwind` around it vanishes in every
+//!   optimised build (`opt-level` 1 is enough). Were it left, it would abort the process on the forced unwind of a
+//!   cancelled thread, and after a panic make the real call a second time. The price is that a
+//!   panic aborts: nothing here may panic.
+//! - It holds nothing with a destructor and calls nothing that may unwind, so that it needs no
+//!   landing pads and the compiler makes the real call a jump (see [`crate::real`]).
+//! - What blocks behind `recv_slow` is called through [`Cancellable`](real::Cancellable). A destructor that is
+//!   alive meanwhile belongs in an `#[inline(never)]` function of Rust's own ABI below `recv_slow`: the
+//!   forced unwind runs it (measured, x86-64), but aborts if it meets one in an `extern "C"` function itself.
 
 #![allow(
     clippy::missing_safety_doc,

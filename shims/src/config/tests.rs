@@ -5,7 +5,9 @@ use proptest::prelude::*;
 use super::*;
 
 fn parse(vars: &[(&str, &str)]) -> (Config, Vec<String>) {
-    Config::from_vars(vars.iter().map(|(name, value)| (name.into(), value.into())))
+    let vars = vars.iter().map(|(name, value)| (name.into(), value.into()));
+    let (config, warnings) = Config::from_vars(vars);
+    (config, warnings.iter().map(ToString::to_string).collect())
 }
 
 #[test]

@@ -1,5 +1,5 @@
 //! Tests of the log. The subscriber is installed for the test's thread only, since tests of other
-//! modules run in the same process; [`init`] is left to the integration tests.
+//! modules run in the same process; `tests/log.rs` has a process of its own for [`init`].
 
 use std::fs;
 

@@ -1,0 +1,259 @@
+//! `rdmasock run`: what the program gets, and what is refused with which words. The library here
+//! is a copy of libm, harmless to preload: what is tested is the environment.
+
+#![allow(clippy::unwrap_used, clippy::panic)]
+
+use std::fs;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+
+use assert_cmd::Command;
+
+/// A library that can be preloaded without effect, at a path of its own.
+struct Library {
+    folder: tempfile::TempDir,
+}
+
+impl Library {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        fs::copy(libm(), folder.path().join("librdmasock.so")).unwrap();
+        Self { folder }
+    }
+
+    fn path(&self) -> PathBuf {
+        self.folder
+            .path()
+            .canonicalize()
+            .unwrap()
+            .join("librdmasock.so")
+    }
+}
+
+/// The math library of this process's glibc.
+fn libm() -> PathBuf {
+    let maps = fs::read_to_string("/proc/self/maps").unwrap();
+    let libc = maps.lines().find_map(|line| {
+        line.split_whitespace()
+            .nth(5)
+            .filter(|path| path.ends_with("/libc.so.6"))
+    });
+    Path::new(libc.unwrap()).with_file_name("libm.so.6")
+}
+
+fn rdmasock() -> Command {
+    let mut command = Command::cargo_bin("rdmasock").unwrap();
+    command.env_clear().env("PATH", "/usr/bin:/bin");
+    command
+}
+
+fn stderr_of_failure(command: &mut Command, code: i32) -> String {
+    let output = command.assert().failure().code(code).get_output().clone();
+    assert!(output.stdout.is_empty());
+    String::from_utf8(output.stderr).unwrap()
+}
+
+#[test]
+fn the_program_gets_the_variables_and_the_library() {
+    let library = Library::new();
+    let output = rdmasock()
+        .env("LD_PRELOAD", "libm.so.6")
+        .env("RDMASOCK_LIBRARY", library.path())
+        .env("RDMASOCK_SPIN_US", "7")
+        .env("RDMASOCK_RING_MIN", "8K")
+        .args([
+            "run",
+            "--spin-us",
+            "0",
+            "--log",
+            "link=debug",
+            "--rules",
+            "a b.toml",
+            "--",
+            "env",
+        ])
+        .assert()
+        .success()
+        .get_output()
+        .clone();
+    let text = String::from_utf8(output.stdout).unwrap();
+    let preload = format!("LD_PRELOAD=libm.so.6:{}", library.path().display());
+    for line in [
+        &preload,
+        "RDMASOCK_SPIN_US=0",
+        "RDMASOCK_LOG=link=debug",
+        "RDMASOCK_RULES=a b.toml",
+        "RDMASOCK_RING_MIN=8K",
+    ] {
+        assert!(text.lines().any(|found| found == line), "{line} in {text}");
+    }
+}
+
+#[test]
+fn arguments_and_exit_status_are_the_programs() {
+    let library = Library::new();
+    for dashes in [&["--"][..], &[]] {
+        rdmasock()
+            .args(["run", "--library"])
+            .arg(library.path())
+            .args(dashes)
+            .args(["sh", "-c", "echo \"$0 $1\"; exit 7", "--log", "x"])
+            .assert()
+            .code(7)
+            .stdout("--log x\n");
+    }
+}
+
+#[test]
+fn the_name_of_the_program_is_kept() {
+    let library = Library::new();
+    let output = rdmasock()
+        .args(["run", "--library"])
+        .arg(library.path())
+        .args(["--", "cat", "/proc/self/cmdline"])
+        .output()
+        .unwrap();
+    assert_eq!(output.stdout, b"cat\0/proc/self/cmdline\0");
+}
+
+#[test]
+fn bad_options_are_refused_with_what_is_accepted() {
+    for (arguments, part) in [
+        (
+            &["run", "--spin-us", "10001", "--", "true"][..],
+            "a number from 0 to 10000",
+        ),
+        (
+            &["run", "--ring-min", "2M", "--", "true"],
+            "at most RDMASOCK_RING_MAX, which is 1M",
+        ),
+        (&["run", "--accelerate", "maybe", "--", "true"], "on or off"),
+        (&["run", "--spin", "1", "--", "true"], "--spin-us"),
+        (&["run"], "PROGRAM"),
+        (&["stat", "--watch", "0"], "from 0.1 to 86400"),
+        (&["start"], "stat"),
+    ] {
+        let text = stderr_of_failure(rdmasock().args(arguments), 2);
+        assert!(text.contains(part), "{arguments:?}: {text}");
+    }
+}
+
+#[test]
+fn every_variable_is_in_the_help() {
+    let output = rdmasock().args(["run", "--help"]).output().unwrap();
+    let text = String::from_utf8(output.stdout).unwrap();
+    for variable in rdmasock_shims::config::VARIABLES {
+        assert!(text.contains(variable.name), "{} in {text}", variable.name);
+        assert!(
+            text.contains(&format!("--{} <{}>", variable.option, variable.placeholder)),
+            "{text}"
+        );
+    }
+}
+
+#[test]
+fn a_missing_library_or_program_is_named() {
+    let text = stderr_of_failure(
+        rdmasock().args(["run", "--library", "/nonexistent.so", "--", "true"]),
+        1,
+    );
+    assert!(
+        text.contains("/nonexistent.so") && text.contains("--library"),
+        "{text}"
+    );
+
+    let library = Library::new();
+    let mut command = rdmasock();
+    command
+        .args(["run", "--library"])
+        .arg(library.path())
+        .args(["--", "no-such-program"]);
+    let text = stderr_of_failure(&mut command, 1);
+    assert!(
+        text.contains("no-such-program") && text.contains("PATH"),
+        "{text}"
+    );
+}
+
+/// The message for a program with these bytes and this mode.
+fn refusal(bytes: &[u8], mode: u32) -> String {
+    let library = Library::new();
+    let program = library.folder.path().join("program");
+    fs::write(&program, bytes).unwrap();
+    fs::set_permissions(&program, fs::Permissions::from_mode(mode)).unwrap();
+    let mut command = rdmasock();
+    command
+        .args(["run", "--library"])
+        .arg(library.path())
+        .arg("--")
+        .arg(&program);
+    stderr_of_failure(&mut command, 1)
+}
+
+/// An ELF header of this test's class and machine without program headers.
+fn elf_header() -> Vec<u8> {
+    let mut header = fs::read("/proc/self/exe").unwrap();
+    header.truncate(64);
+    header[56] = 0;
+    header[57] = 0;
+    header
+}
+
+#[test]
+fn programs_that_cannot_be_preloaded_are_told_apart() {
+    let text = refusal(&elf_header(), 0o755);
+    assert!(text.contains("statically linked"), "{text}");
+
+    let mut foreign = elf_header();
+    foreign[18] ^= 0xff;
+    let text = refusal(&foreign, 0o755);
+    assert!(text.contains("another processor"), "{text}");
+}
+
+#[test]
+fn a_setgid_program_is_refused() {
+    let library = Library::new();
+    let program = library.folder.path().join("program");
+    fs::copy("/bin/true", &program).unwrap();
+    // Only root can give a file to another group without being in it.
+    if fs::metadata(&program).unwrap().uid() != 0
+        || std::os::unix::fs::chown(&program, None, Some(12_345)).is_err()
+    {
+        return;
+    }
+    fs::set_permissions(&program, fs::Permissions::from_mode(0o2755)).unwrap();
+    let mut command = rdmasock();
+    command
+        .args(["run", "--library"])
+        .arg(library.path())
+        .arg("--")
+        .arg(&program);
+    let text = stderr_of_failure(&mut command, 1);
+    assert!(
+        text.contains("setgid") && text.contains("LD_PRELOAD"),
+        "{text}"
+    );
+}
+
+#[test]
+fn a_script_is_as_good_as_its_interpreter() {
+    let library = Library::new();
+    let folder = library.folder.path();
+    let inner = folder.join("static");
+    fs::write(&inner, elf_header()).unwrap();
+    let script = format!("#!{} -x\n", inner.display());
+    let text = refusal(script.as_bytes(), 0o755);
+    assert!(text.contains("statically linked"), "{text}");
+
+    let looping = folder.join("loop");
+    fs::write(&looping, format!("#!{}\n", looping.display())).unwrap();
+    fs::set_permissions(&looping, fs::Permissions::from_mode(0o755)).unwrap();
+    let mut command = rdmasock();
+    command
+        .args(["run", "--library"])
+        .arg(library.path())
+        .arg("--")
+        .arg(&looping);
+    let text = stderr_of_failure(&mut command, 1);
+    assert!(text.contains("cannot run"), "{text}");
+}

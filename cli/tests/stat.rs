@@ -1,0 +1,164 @@
+//! `rdmasock stat` on instances that the test makes with the library's own writer.
+
+#![allow(clippy::unwrap_used, clippy::panic)]
+
+use std::os::fd::OwnedFd;
+
+use assert_cmd::Command;
+use rdmasock_core::stats::{
+    Direction, Event, InstanceInfo, LinkInfo, Path, Reason, StatsPage, StreamInfo, Why,
+};
+use serde_json::{Value, json};
+
+fn rdmasock(arguments: &[&str]) -> Command {
+    let mut command = Command::cargo_bin("rdmasock").unwrap();
+    command.args(arguments);
+    command
+}
+
+/// Makes this process an instance with a link, two open streams and a closed one.
+fn instance() -> OwnedFd {
+    let (page, fd) = StatsPage::create(InstanceInfo {
+        pid: std::process::id(),
+        instance: [0xab; 16],
+        program: b"redis-server",
+    })
+    .unwrap();
+    let link = page
+        .open_link(
+            0,
+            &LinkInfo {
+                fabric: Path::Shm,
+                peer: [1; 16],
+                peer_pid: 77,
+            },
+        )
+        .unwrap();
+    link.set_up();
+    link.set_streams(1);
+    page.count(Event::Ask);
+    let open = |slot, fd, direction, peer: &str, why: Why| {
+        let info = StreamInfo {
+            fd,
+            direction,
+            local: Some("127.0.0.1:6379".parse().unwrap()),
+            peer: Some(peer.parse().unwrap()),
+            why,
+        };
+        page.open_stream(slot, &info).unwrap()
+    };
+    let promoted = open(
+        0,
+        7,
+        Direction::Accept,
+        "127.0.0.1:4000",
+        Reason::BelowThreshold.into(),
+    );
+    promoted.add_tx_tcp(10);
+    promoted.set_tx_path(Path::Shm);
+    promoted.set_rx_path(Path::Shm);
+    promoted.set_link(Some(0));
+    promoted.add_tx_link(2_000);
+    promoted.add_rx_link(1_000);
+    let plain = open(
+        1,
+        8,
+        Direction::Connect,
+        "[::1]:4001",
+        Why::declined(Reason::Rule),
+    );
+    plain.add_rx_tcp(5);
+    let closed = open(
+        2,
+        9,
+        Direction::Accept,
+        "127.0.0.1:4002",
+        Reason::None.into(),
+    );
+    closed.add_tx_tcp(100);
+    page.close_stream(2);
+    fd.unwrap()
+}
+
+#[test]
+fn json_is_as_documented() {
+    let _fd = instance();
+    let pid = std::process::id().to_string();
+    let output = rdmasock(&["stat", "--json", "--pid", &pid])
+        .output()
+        .unwrap();
+    assert!(output.status.success());
+    let mut seen: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let uptime = seen["instances"][0]["uptime_s"].take();
+    assert!(
+        uptime.as_f64().is_some_and(|seconds| seconds >= 0.0),
+        "{uptime}"
+    );
+    let expected = json!({"instances": [{
+        "pid": std::process::id(),
+        "uid": own_uid(),
+        "program": "redis-server",
+        "id": "ab".repeat(16),
+        "uptime_s": null,
+        "totals": {
+            "tx_tcp_bytes": 110, "tx_tcp_calls": 2, "tx_link_bytes": 2000, "tx_link_calls": 1,
+            "rx_tcp_bytes": 5, "rx_tcp_calls": 1, "rx_link_bytes": 1000, "rx_link_calls": 1,
+            "promoted": 1, "demoted": 0, "streams": 3,
+        },
+        "links": [
+            {"peer": "01".repeat(16), "peer_pid": 77, "fabric": "shm", "state": "up", "streams": 1},
+        ],
+        "streams": [
+            {
+                "fd": 7, "local": "127.0.0.1:6379", "peer": "127.0.0.1:4000",
+                "direction": "accept", "tx_path": "shm", "rx_path": "shm", "why_tcp": null,
+                "tx_tcp_bytes": 10, "tx_tcp_calls": 1, "tx_link_bytes": 2000, "tx_link_calls": 1,
+                "rx_tcp_bytes": 0, "rx_tcp_calls": 0, "rx_link_bytes": 1000, "rx_link_calls": 1,
+            },
+            {
+                "fd": 8, "local": "127.0.0.1:6379", "peer": "[::1]:4001",
+                "direction": "connect", "tx_path": "tcp", "rx_path": "tcp",
+                "why_tcp": "declined by peer: rule",
+                "tx_tcp_bytes": 0, "tx_tcp_calls": 0, "tx_link_bytes": 0, "tx_link_calls": 0,
+                "rx_tcp_bytes": 5, "rx_tcp_calls": 1, "rx_link_bytes": 0, "rx_link_calls": 0,
+            },
+        ],
+    }]});
+    assert_eq!(seen, expected, "{seen:#}");
+}
+
+fn own_uid() -> u32 {
+    use std::os::unix::fs::MetadataExt;
+    std::fs::metadata("/proc/self").unwrap().uid()
+}
+
+#[test]
+fn tables_show_paths_and_reasons() {
+    let _fd = instance();
+    let output = rdmasock(&["stat"]).output().unwrap();
+    assert!(output.status.success());
+    let text = String::from_utf8(output.stdout).unwrap();
+    for part in [
+        "redis-server  pid ",
+        "asks 1",
+        "shm",
+        "2.0 KiB",
+        "127.0.0.1:4000",
+        "declined by peer: rule",
+    ] {
+        assert!(text.contains(part), "{part} in {text}");
+    }
+}
+
+#[test]
+fn a_process_without_the_library_is_told() {
+    for (pid, part) in [
+        ("1", "process 1"),
+        ("4194304", "cannot look at process 4194304"),
+    ] {
+        let output = rdmasock(&["stat", "--pid", pid]).output().unwrap();
+        assert_eq!(output.status.code(), Some(1));
+        let text = String::from_utf8(output.stderr).unwrap();
+        assert!(text.contains(part), "{text}");
+    }
+}

@@ -1,0 +1,285 @@
+//! A channel of whole messages with file descriptors between two processes of one host: a connected
+//! AF_UNIX SEQPACKET socket, never blocking.
+//!
+//! What a message says is `wire`'s business; making the connection is `rendezvous::names`'s.
+
+use std::io::{IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+
+use rustix::io::Errno;
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
+    SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketFlags, SocketType, recvmsg,
+    sendmsg, socketpair,
+};
+
+use super::privatefd::PrivateFd;
+
+/// The most fds that one message may carry.
+pub const MAX_FDS: usize = 4;
+
+/// Who is at the other end, as the kernel recorded it: at its connect(), or at its listen() if we
+/// connected (unix(7), SO_PEERCRED).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Credentials {
+    /// The process; `None` if it is not visible from our pid namespace.
+    pub pid: Option<u32>,
+    /// Its effective user, in our user namespace.
+    pub uid: u32,
+}
+
+/// Why no message was received.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum RecvError {
+    /// None is there now.
+    #[error("no message yet")]
+    WouldBlock,
+    /// The peer has closed its end, and all that it sent has been received. (An empty message means
+    /// the same: a peer that sends one misbehaves.)
+    #[error("closed by the peer")]
+    Closed,
+    /// The message was longer than the buffer, or had more fds than are allowed: the peer misbehaves,
+    /// or we are out of fds. The message is gone, its fds are closed.
+    #[error("message or fds cut short")]
+    Truncated,
+    /// Anything else, with the kernel's errno.
+    #[error("receive failed: {0}")]
+    Kernel(Errno),
+}
+
+/// A received message.
+#[derive(Debug)]
+pub struct Received<'b> {
+    /// Its bytes, at least one.
+    pub bytes: &'b [u8],
+    /// Its fds, in the sender's order, at most [`MAX_FDS`].
+    pub fds: Vec<PrivateFd>,
+}
+
+/// One end of a channel.
+#[derive(Debug)]
+pub struct Channel {
+    fd: PrivateFd,
+}
+
+impl Channel {
+    /// Takes over a connected SEQPACKET socket.
+    pub fn new(fd: PrivateFd) -> Self {
+        Self { fd }
+    }
+
+    /// Two ends that are connected to each other.
+    pub fn pair() -> Result<(Self, Self), Errno> {
+        let (a, b) = socketpair(
+            AddressFamily::UNIX,
+            SocketType::SEQPACKET,
+            SocketFlags::CLOEXEC,
+            None,
+        )?;
+        // Both are moved before either result is looked at: a plain OwnedFd would be closed through libc.
+        let (a, b) = (PrivateFd::place(a), PrivateFd::place(b));
+        Ok((Self::new(a?), Self::new(b?)))
+    }
+
+    /// Sends one message with up to [`MAX_FDS`] fds; never blocks, never raises SIGPIPE.
+    ///
+    /// EAGAIN if the peer's queue is full, EPIPE or ECONNRESET if it is gone, ETOOMANYREFS if too many fds
+    /// are under way, EINVAL for too many fds or no bytes.
+    pub fn send(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), Errno> {
+        if bytes.is_empty() || fds.len() > MAX_FDS {
+            return Err(Errno::INVAL);
+        }
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(fds)) {
+            return Err(Errno::INVAL);
+        }
+        let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+        // SEQPACKET sends all of a message or nothing.
+        sendmsg(&self.fd, &[IoSlice::new(bytes)], &mut control, flags).map(|_| ())
+    }
+
+    /// Receives one message into `buf`, and its fds as private ones; never blocks.
+    pub fn recv<'b>(&self, buf: &'b mut [u8]) -> Result<Received<'b>, RecvError> {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+        let received = recvmsg(&self.fd, &mut [IoSliceMut::new(buf)], &mut control, flags)
+            .map_err(|e| match e {
+                Errno::AGAIN => RecvError::WouldBlock,
+                Errno::CONNRESET => RecvError::Closed,
+                other => RecvError::Kernel(other),
+            })?;
+        // All fds are taken over before anything is refused, so that none is leaked.
+        let placed: Result<Vec<PrivateFd>, Errno> = control
+            .drain()
+            .filter_map(|message| match message {
+                RecvAncillaryMessage::ScmRights(fds) => Some(fds),
+                _ => None,
+            })
+            .flatten()
+            .map(PrivateFd::place)
+            .collect::<Vec<_>>()
+            .into_iter()
+            .collect();
+        if received
+            .flags
+            .intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC)
+        {
+            return Err(RecvError::Truncated);
+        }
+        let fds = placed.map_err(RecvError::Kernel)?;
+        if received.bytes == 0 {
+            return Err(RecvError::Closed);
+        }
+        // The kernel wrote at most the buffer's length, since MSG_TRUNC was not asked for.
+        let bytes = buf.get(..received.bytes).ok_or(RecvError::Truncated)?;
+        if fds.len() > MAX_FDS {
+            // The space for four has room for a fifth by alignment.
+            return Err(RecvError::Truncated);
+        }
+        Ok(Received { bytes, fds })
+    }
+
+    /// Who is at the other end. ENOTCONN-like errors cannot happen on a connected socket.
+    pub fn peer(&self) -> Result<Credentials, Errno> {
+        peer_credentials(self.as_fd())
+    }
+}
+
+impl AsFd for Channel {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+/// SO_PEERCRED by hand: rustix gives the pid as a non-zero type, but the kernel answers 0 for a peer
+/// outside our pid namespace (containers that share a network namespace).
+fn peer_credentials(fd: BorrowedFd<'_>) -> Result<Credentials, Errno> {
+    let mut cred = libc::ucred {
+        pid: 0,
+        uid: 0,
+        gid: 0,
+    };
+    let mut len = size_of::<libc::ucred>() as libc::socklen_t;
+    // SAFETY: `cred` and `len` are valid for writes for the whole call, and `len` is the size of
+    // `cred`, so the kernel writes no more than that. libc's `syscall` is not hooked.
+    let result = unsafe {
+        libc::syscall(
+            libc::SYS_getsockopt,
+            fd.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_PEERCRED,
+            &raw mut cred,
+            &raw mut len,
+        )
+    };
+    if result != 0 {
+        return Err(Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::INVAL));
+    }
+    Ok(Credentials {
+        pid: u32::try_from(cred.pid).ok().filter(|pid| *pid != 0),
+        uid: cred.uid,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::event::{EventfdFlags, eventfd};
+    use rustix::fs::fstat;
+    use rustix::io::{FdFlags, fcntl_getfd};
+
+    use super::*;
+    use crate::os::forked::in_child;
+    use crate::os::privatefd::is_private;
+
+    fn event() -> PrivateFd {
+        PrivateFd::place(eventfd(0, EventfdFlags::CLOEXEC).unwrap()).unwrap()
+    }
+
+    #[test]
+    fn messages_keep_their_bounds_and_their_order() {
+        in_child(|| {
+            let (a, b) = Channel::pair().unwrap();
+            let mut buf = [0; 64];
+            assert_eq!(b.recv(&mut buf).unwrap_err(), RecvError::WouldBlock);
+            a.send(b"one", &[]).unwrap();
+            a.send(b"two!", &[]).unwrap();
+            drop(a);
+            assert_eq!(b.recv(&mut buf).unwrap().bytes, b"one");
+            assert_eq!(b.recv(&mut buf).unwrap().bytes, b"two!");
+            assert_eq!(b.recv(&mut buf).unwrap_err(), RecvError::Closed);
+            assert_eq!(b.send(b"x", &[]), Err(Errno::PIPE));
+        });
+    }
+
+    #[test]
+    fn fds_arrive_in_order_and_hidden() {
+        let (a, b) = Channel::pair().unwrap();
+        let sent: Vec<PrivateFd> = (0..MAX_FDS).map(|_| event()).collect();
+        let borrowed: Vec<BorrowedFd<'_>> = sent.iter().map(AsFd::as_fd).collect();
+        a.send(b"fds", &borrowed).unwrap();
+        let mut buf = [0; 8];
+        let received = b.recv(&mut buf).unwrap();
+        assert_eq!(received.fds.len(), MAX_FDS);
+        for (mine, theirs) in sent.iter().zip(&received.fds) {
+            assert!(is_private(theirs.as_raw_fd()));
+            assert!(fcntl_getfd(theirs).unwrap().contains(FdFlags::CLOEXEC));
+            rustix::io::write(mine, &7u64.to_ne_bytes()).unwrap();
+            let mut count = [0; 8];
+            rustix::io::read(theirs, &mut count[..]).unwrap();
+            assert_eq!(u64::from_ne_bytes(count), 7);
+            assert_eq!(fstat(mine).unwrap().st_ino, fstat(theirs).unwrap().st_ino);
+        }
+    }
+
+    #[test]
+    fn what_is_cut_short_is_refused_and_leaks_nothing() {
+        let (a, b) = Channel::pair().unwrap();
+        let (reader, writer) = rustix::pipe::pipe().unwrap();
+        a.send(b"too long", &[writer.as_fd()]).unwrap();
+        drop(writer);
+        assert_eq!(b.recv(&mut [0; 4]).unwrap_err(), RecvError::Truncated);
+        // No copy of the write end is left, so the pipe is at its end.
+        assert_eq!(rustix::io::read(&reader, &mut [0u8; 1][..]), Ok(0));
+        a.send(b"next", &[]).unwrap();
+        assert_eq!(b.recv(&mut [0; 4]).unwrap().bytes, b"next");
+    }
+
+    #[test]
+    fn more_fds_than_allowed_are_refused_and_closed() {
+        let (a, b) = Channel::pair().unwrap();
+        for count in [5, 6, 20] {
+            let (reader, writer) = rustix::pipe::pipe().unwrap();
+            let fds = vec![writer.as_fd(); count];
+            // We do not send so many; a foreign program may.
+            assert_eq!(a.send(b"x", &fds), Err(Errno::INVAL));
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(20))];
+            let mut control = SendAncillaryBuffer::new(&mut space);
+            assert!(control.push(SendAncillaryMessage::ScmRights(&fds)));
+            sendmsg(&a, &[IoSlice::new(b"x")], &mut control, SendFlags::empty()).unwrap();
+            drop(writer);
+            assert_eq!(b.recv(&mut [0; 4]).unwrap_err(), RecvError::Truncated);
+            assert_eq!(rustix::io::read(&reader, &mut [0u8; 1][..]), Ok(0));
+        }
+    }
+
+    #[test]
+    fn a_full_queue_says_so() {
+        let (a, _b) = Channel::pair().unwrap();
+        let refused = (0..100_000).find_map(|_| a.send(&[0; 1024], &[]).err());
+        assert_eq!(refused, Some(Errno::AGAIN));
+        assert_eq!(a.send(b"", &[]), Err(Errno::INVAL));
+    }
+
+    #[test]
+    fn the_peer_is_known() {
+        let (a, _b) = Channel::pair().unwrap();
+        let expected = Credentials {
+            pid: Some(std::process::id()),
+            uid: rustix::process::geteuid().as_raw(),
+        };
+        assert_eq!(a.peer().unwrap(), expected);
+    }
+}

@@ -1,0 +1,24 @@
+//! For tests: runs a piece of a test in a forked child.
+//!
+//! Such a child is alone: limits and uids that it changes are its own, and no fd of it is held open
+//! by what another test forks at the same time.
+
+/// Runs `f` in a forked child; a panic or a limit hit fails the test.
+pub fn in_child(f: impl FnOnce()) {
+    // SAFETY: the child runs `f` and leaves by _exit; the tests' other threads do not exist in it, and
+    // `f` takes no lock of theirs but the allocator's, which glibc makes usable after fork.
+    match unsafe { libc::fork() } {
+        -1 => panic!("fork failed"),
+        0 => {
+            let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(f));
+            // SAFETY: ends the child at once, without the parent's exit handlers.
+            unsafe { libc::_exit(i32::from(result.is_err())) }
+        }
+        pid => {
+            let mut status = 0;
+            // SAFETY: our own child; `status` is valid for writes.
+            assert_eq!(unsafe { libc::waitpid(pid, &mut status, 0) }, pid);
+            assert_eq!(status, 0, "the child failed");
+        }
+    }
+}

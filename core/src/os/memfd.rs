@@ -1,0 +1,304 @@
+//! Shared memory between instances: sealed, sparse memfds and their mappings.
+//!
+//! A peer's fd is not trusted: before it is mapped, it is checked to be shared memory of the kernel's
+//! own, sealed against shrinking, of the size that the peer claims. Reading it then cannot raise
+//! SIGBUS. What is in it is the fabric's business, which must copy before it checks.
+
+use std::ops::Range;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::ptr::NonNull;
+
+use rustix::fs::{
+    MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, fstatfs, ftruncate,
+    memfd_create,
+};
+use rustix::io::Errno;
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
+
+use super::privatefd::PrivateFd;
+
+/// The file system that memfds without huge pages live on (statfs(2)).
+const TMPFS_MAGIC: i64 = 0x0102_1994;
+
+/// The seals that make a mapping safe: the file keeps its size for ever.
+const FIXED_SIZE: SealFlags = SealFlags::SHRINK
+    .union(SealFlags::GROW)
+    .union(SealFlags::SEAL);
+
+const PAGE: usize = 4096;
+
+/// Why a peer's fd was not mapped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum MapError {
+    /// The peer sent something else than shared memory: it misbehaves.
+    #[error("not a memfd")]
+    NotMemfd,
+    /// The peer could still change its size: it misbehaves.
+    #[error("memfd without the seals")]
+    NotSealed,
+    /// Smaller than the peer claims, or no sensible size at all: it misbehaves.
+    #[error("memfd smaller than claimed")]
+    Size,
+    /// The kernel refused: our own limits.
+    #[error("mapping failed: {0}")]
+    Kernel(#[from] Errno),
+}
+
+/// What a mapping permits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Access {
+    /// Read and write.
+    ReadWrite,
+    /// Read only; writing raises SIGSEGV.
+    ReadOnly,
+}
+
+/// Mapped shared memory; unmapped when dropped. Other processes write to it at any time, so it gives
+/// out a pointer and no reference.
+#[derive(Debug)]
+pub struct Mapping {
+    start: NonNull<u8>,
+    bytes: usize,
+}
+
+// SAFETY: a mapping belongs to the process, not to a thread, and this type itself never reads or
+// writes the memory; its users synchronise what they do through the pointer.
+unsafe impl Send for Mapping {}
+// SAFETY: as above; all methods take plain values.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// The first byte, aligned to a page. Valid for as long as the mapping lives.
+    pub const fn as_ptr(&self) -> *mut u8 {
+        self.start.as_ptr()
+    }
+
+    /// The size in bytes, as asked for.
+    pub const fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Gives the whole pages within `range` (bytes) back to the kernel, for all who map them; they
+    /// read as zeroes afterwards. EINVAL if `range` leaves the mapping.
+    pub fn punch_hole(&self, range: Range<usize>) -> Result<(), Errno> {
+        if range.end > self.bytes {
+            return Err(Errno::INVAL);
+        }
+        let (first, end) = (range.start.next_multiple_of(PAGE), range.end & !(PAGE - 1));
+        if first >= end {
+            return Ok(());
+        }
+        // SAFETY: `first..end` lies within the mapping, whose memory nobody holds references to.
+        unsafe {
+            madvise(
+                self.start.as_ptr().add(first).cast(),
+                end - first,
+                Advice::LinuxRemove,
+            )
+        }
+    }
+
+    /// Anonymous memory that fork children share, zeroed. EINVAL for no bytes.
+    pub fn anonymous(bytes: usize) -> Result<Self, Errno> {
+        // SAFETY: a new mapping at an address of the kernel's choice touches nobody's memory.
+        let start = unsafe {
+            rustix::mm::mmap_anonymous(
+                std::ptr::null_mut(),
+                bytes,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::SHARED | MapFlags::NORESERVE,
+            )?
+        };
+        Self::own(start.cast(), bytes)
+    }
+
+    fn file(fd: BorrowedFd<'_>, bytes: usize, access: Access) -> Result<Self, Errno> {
+        let prot = match access {
+            Access::ReadWrite => ProtFlags::READ | ProtFlags::WRITE,
+            Access::ReadOnly => ProtFlags::READ,
+        };
+        let flags = MapFlags::SHARED | MapFlags::NORESERVE;
+        // SAFETY: a new mapping at an address of the kernel's choice touches nobody's memory.
+        let start = unsafe { mmap(std::ptr::null_mut(), bytes, prot, flags, fd, 0)? };
+        let mapping = Self::own(start.cast(), bytes)?;
+        // A core dump of the program should not hold gigabytes of rings. Only advice: no error.
+        // SAFETY: exactly the new mapping.
+        let _ = unsafe { madvise(start, bytes, Advice::LinuxDontDump) };
+        Ok(mapping)
+    }
+
+    fn own(start: *mut u8, bytes: usize) -> Result<Self, Errno> {
+        // The kernel never maps at null unless asked to.
+        NonNull::new(start)
+            .map(|start| Self { start, bytes })
+            .ok_or(Errno::NOMEM)
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: this value owned the mapping, and whoever kept its pointer borrowed this value.
+        let _ = unsafe { munmap(self.start.as_ptr().cast(), self.bytes) };
+    }
+}
+
+/// Creates sealed shared memory of `bytes` that peers may write to; pages come as they are touched.
+///
+/// `name` shows in /proc/PID/maps. Fails with the kernel's errno (EMFILE, ENOMEM, EINVAL for 0 bytes).
+pub fn create(name: &str, bytes: u64) -> Result<(PrivateFd, Mapping), Errno> {
+    create_sealed(name, bytes, FIXED_SIZE)
+}
+
+/// Like [`create`], but only the returned mapping can ever be written through: a peer that is sent the
+/// fd can map it to read only. Linux 5.1; EINVAL before.
+pub fn create_read_only_for_peers(name: &str, bytes: u64) -> Result<(PrivateFd, Mapping), Errno> {
+    create_sealed(name, bytes, FIXED_SIZE | SealFlags::FUTURE_WRITE)
+}
+
+fn create_sealed(name: &str, bytes: u64, seals: SealFlags) -> Result<(PrivateFd, Mapping), Errno> {
+    let length = mappable(bytes).ok_or(Errno::INVAL)?;
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    // Kernels before 6.3 do not know NOEXEC_SEAL, later ones may insist on it (sysctl vm.memfd_noexec).
+    let fd = memfd_create(name, flags | MemfdFlags::NOEXEC_SEAL)
+        .or_else(|_| memfd_create(name, flags))?;
+    let fd = PrivateFd::place(fd)?;
+    ftruncate(&fd, bytes)?;
+    // Mapped before it is sealed: F_SEAL_FUTURE_WRITE leaves existing mappings alone.
+    let mapping = Mapping::file(fd.as_fd(), length, Access::ReadWrite)?;
+    fcntl_add_seals(&fd, seals)?;
+    Ok((fd, mapping))
+}
+
+/// Maps the first `claimed` bytes of what a peer has sent as shared memory, after checking that it is.
+pub fn map_received(fd: BorrowedFd<'_>, claimed: u64, access: Access) -> Result<Mapping, MapError> {
+    let length = mappable(claimed).ok_or(MapError::Size)?;
+    // Files on other file systems cannot be sealed; those on hugetlbfs can, but touching them raises
+    // SIGBUS when huge pages run out.
+    if fstatfs(fd)?.f_type as i64 != TMPFS_MAGIC {
+        return Err(MapError::NotMemfd);
+    }
+    let seals = fcntl_get_seals(fd).map_err(|_| MapError::NotMemfd)?;
+    if !seals.contains(FIXED_SIZE) {
+        return Err(MapError::NotSealed);
+    }
+    // Checked after the seals: from there on it cannot change.
+    if u64::try_from(fstat(fd)?.st_size).map_or(true, |size| size < claimed) {
+        return Err(MapError::Size);
+    }
+    Ok(Mapping::file(fd, length, access)?)
+}
+
+/// A size that a mapping, and pointer arithmetic in it, can have.
+fn mappable(bytes: u64) -> Option<usize> {
+    usize::try_from(bytes)
+        .ok()
+        .filter(|n| (1..=isize::MAX as usize).contains(n))
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::fs::{CWD, Mode, OFlags, openat};
+    use rustix::io::{pread, pwrite};
+
+    use super::*;
+
+    fn memfd(bytes: u64, seals: SealFlags) -> PrivateFd {
+        let fd = memfd_create("test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+        let fd = PrivateFd::place(fd).unwrap();
+        ftruncate(&fd, bytes).unwrap();
+        fcntl_add_seals(&fd, seals).unwrap();
+        fd
+    }
+
+    fn refusal(fd: impl AsFd, claimed: u64) -> MapError {
+        map_received(fd.as_fd(), claimed, Access::ReadWrite).unwrap_err()
+    }
+
+    #[test]
+    fn two_mappings_are_one_memory() {
+        let (fd, mine) = create("rdmasock-test", 1 << 30).unwrap();
+        let theirs = map_received(fd.as_fd(), 1 << 30, Access::ReadWrite).unwrap();
+        let at = (1 << 30) - 1;
+        // SAFETY: within both mappings; nobody else writes.
+        unsafe {
+            mine.as_ptr().add(at).write(42);
+            assert_eq!(theirs.as_ptr().add(at).read(), 42);
+        }
+        mine.punch_hole(4097..1 << 30).unwrap();
+        assert_eq!(fstat(&fd).unwrap().st_blocks, 0);
+        // SAFETY: as above.
+        unsafe { assert_eq!(theirs.as_ptr().add(at).read(), 0) };
+        assert_eq!(mine.punch_hole(0..(1 << 30) + 1), Err(Errno::INVAL));
+    }
+
+    #[test]
+    fn a_hole_covers_whole_pages_only() {
+        let (fd, mine) = create("rdmasock-test", 4 * 4096).unwrap();
+        pwrite(&fd, &[7; 4 * 4096], 0).unwrap();
+        mine.punch_hole(1..3 * 4096 - 1).unwrap();
+        let mut bytes = [0; 4 * 4096];
+        pread(&fd, &mut bytes[..], 0).unwrap();
+        let zero: Vec<usize> = (0..4).filter(|page| bytes[page * 4096] == 0).collect();
+        assert_eq!(zero, [1]);
+        mine.punch_hole(5..6).unwrap();
+    }
+
+    #[test]
+    fn the_size_can_no_longer_be_changed() {
+        let (fd, _mapping) = create("rdmasock-test", 8192).unwrap();
+        assert_eq!(ftruncate(&fd, 4096), Err(Errno::PERM));
+        assert_eq!(ftruncate(&fd, 16384), Err(Errno::PERM));
+        assert_eq!(fcntl_add_seals(&fd, SealFlags::WRITE), Err(Errno::PERM));
+    }
+
+    #[test]
+    fn peers_cannot_write_to_what_is_read_only_for_them() {
+        let (fd, mine) = create_read_only_for_peers("rdmasock-test", 4096).unwrap();
+        assert_eq!(refusal(&fd, 4096), MapError::Kernel(Errno::PERM));
+        assert_eq!(pwrite(&fd, b"x", 0), Err(Errno::PERM));
+        let theirs = map_received(fd.as_fd(), 4096, Access::ReadOnly).unwrap();
+        // SAFETY: within the mappings; nobody else writes.
+        unsafe {
+            mine.as_ptr().write(9);
+            assert_eq!(theirs.as_ptr().read(), 9);
+            let raised = rustix::mm::mprotect(
+                theirs.as_ptr().cast(),
+                4096,
+                rustix::mm::MprotectFlags::READ | rustix::mm::MprotectFlags::WRITE,
+            );
+            assert_eq!(raised, Err(Errno::ACCESS));
+        }
+    }
+
+    #[test]
+    fn what_is_not_sealed_shared_memory_is_refused() {
+        for missing in [SealFlags::SHRINK, SealFlags::GROW, SealFlags::SEAL] {
+            let fd = memfd(4096, FIXED_SIZE.difference(missing));
+            assert_eq!(refusal(&fd, 4096), MapError::NotSealed);
+        }
+        let fd = memfd(4096, FIXED_SIZE);
+        for claimed in [4097, u64::MAX, 0, 1 << 63] {
+            assert_eq!(refusal(&fd, claimed), MapError::Size, "{claimed}");
+        }
+        assert!(map_received(fd.as_fd(), 4096, Access::ReadWrite).is_ok());
+        assert!(map_received(fd.as_fd(), 100, Access::ReadWrite).is_ok());
+
+        let null = openat(CWD, "/dev/null", OFlags::RDWR, Mode::empty()).unwrap();
+        let exe = openat(CWD, "/proc/self/exe", OFlags::RDONLY, Mode::empty()).unwrap();
+        let (pipe, _write_end) = rustix::pipe::pipe().unwrap();
+        for fd in [null, exe, pipe] {
+            assert!(matches!(
+                refusal(fd, 4096),
+                MapError::NotMemfd | MapError::NotSealed
+            ));
+        }
+    }
+
+    #[test]
+    fn anonymous_memory_is_zeroed() {
+        let map = Mapping::anonymous(4096).unwrap();
+        // SAFETY: within the mapping, which only this test uses.
+        assert_eq!(unsafe { map.as_ptr().add(4095).read() }, 0);
+        assert!(Mapping::anonymous(0).is_err());
+    }
+}

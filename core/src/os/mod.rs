@@ -1,0 +1,10 @@
+//! Kernel objects the library owns: hidden fds, sealed shared memory, message channels.
+//!
+//! Everything goes through raw system calls (rustix), never through libc functions that the
+//! library itself interposes.
+
+pub mod channel;
+#[cfg(test)]
+pub(crate) mod forked;
+pub mod memfd;
+pub mod privatefd;

@@ -1,0 +1,123 @@
+//! The acceptor's part of a rendezvous: answering ASKs about connections that this instance holds.
+
+use std::os::fd::AsFd;
+use std::sync::atomic::Ordering::Acquire;
+
+use rdmasock_core::ids::{InstanceId, Nonce, Tuple};
+use rdmasock_core::stats::{Direction, Reason};
+use rdmasock_core::stream::handshake::{Handshake, Role};
+use rdmasock_core::wire::{self, Message};
+use rustix::event::epoll as kernel;
+
+use super::{Peer, Ref, Worker, kind, tag};
+use crate::listener::Listener;
+use crate::promote;
+use crate::socket::{self, Socket, Stage};
+
+impl Worker {
+    /// Answers for a listener from now on.
+    pub(super) fn listen(&mut self, listener: &'static Listener) {
+        if self.listeners.iter().any(|l| std::ptr::eq(*l, listener)) {
+            return;
+        }
+        let id = self.listeners.len() as u64;
+        if let Some(name) = listener.name() {
+            // EXCLUSIVE: of several workers on one inherited name one wakes up.
+            let flags = kernel::EventFlags::IN | kernel::EventFlags::EXCLUSIVE;
+            if self.add(name.as_fd(), tag(kind::NAME, id), flags) {
+                listener.enter(&self.library.id);
+                self.listeners.push(listener);
+            }
+        }
+    }
+
+    pub(super) fn on_ask(&mut self, conn: u64, request: u64, tuple: Tuple, nonce_c: Nonce, instance_c: InstanceId) {
+        let reply = match self.answer(&tuple, nonce_c, instance_c) {
+            Ok((nonce_s, r)) => {
+                self.offered.insert(nonce_s, r);
+                Message::Yes { request, nonce_s, instance_s: self.library.id }
+            }
+            Err(wire::Reason::NotHeld) => match self.others(conn) {
+                instances if !instances.is_empty() => Message::Redirect { request, instances },
+                _ => Message::No { request, reason: wire::Reason::NotHeld },
+            },
+            Err(reason) => Message::No { request, reason },
+        };
+        tracing::debug!(target: "rdmasock::promote", ?reply, "answer");
+        self.reply(conn, &reply);
+    }
+
+    /// The other live instances behind the name that the question came to.
+    fn others(&self, conn: u64) -> Vec<InstanceId> {
+        match self.conns.get(&conn).map(|c| &c.peer) {
+            Some(Peer::Incoming { listener: Some(listener) }) => {
+                let mut all = listener.instances();
+                all.retain(|i| *i != self.library.id);
+                all.truncate(wire::MAX_REDIRECT);
+                all
+            }
+            _ => Vec::new(),
+        }
+    }
+
+    /// Accepts the promotion of a connection, if it is ours and may be moved.
+    fn answer(&mut self, tuple: &Tuple, nonce_c: Nonce, _instance_c: InstanceId) -> Result<(Nonce, Ref), wire::Reason> {
+        let socket = self.find(tuple).ok_or(wire::Reason::NotHeld)?;
+        let r = Ref::new(socket);
+        if !self.library.may_accelerate(tuple.acceptor(), tuple.connector(), Direction::Accept) {
+            promote::set_why(socket, Reason::Rule);
+            return Err(wire::Reason::Rule);
+        }
+        if crate::fork::is_shared(socket) {
+            return Err(wire::Reason::Shared);
+        }
+        let nonce_s = Nonce::random().map_err(|_| wire::Reason::Resources)?;
+        if socket
+            .stage
+            .compare_exchange(Stage::Watching as u8, Stage::Busy as u8, Acquire, Acquire)
+            .is_err()
+        {
+            return Err(wire::Reason::Use);
+        }
+        if !self.watch(socket) || !promote::start_scan(socket, nonce_s) {
+            socket.set_stage(Stage::Watching);
+            self.settle(r);
+            // A moment later the calls that are in the kernel now may be back.
+            return Err(wire::Reason::Limit);
+        }
+        let (handshake, _steps) = Handshake::acceptor(nonce_s, nonce_c);
+        let mut control = socket.control.lock().ok_or(wire::Reason::Resources)?;
+        control.handshake = Some(handshake);
+        promote::set_why(socket, Reason::Handshake);
+        drop(control);
+        crate::ready::notify_local(socket);
+        Ok((nonce_s, r))
+    }
+
+    /// The accepted socket with these addresses.
+    fn find(&mut self, tuple: &Tuple) -> Option<&'static Socket> {
+        if let Some(socket) = self.tuples.get(tuple).and_then(|r| r.get()) {
+            return Some(socket);
+        }
+        // Addresses are looked up only now, so that connections which are never asked for do not pay.
+        self.tuples.retain(|_, r| r.get().is_some());
+        for socket in socket::all() {
+            if socket.stage() == Stage::Watching && socket.role() == Role::Acceptor {
+                let r = Ref::new(socket);
+                if let Some(found) = socket::tuple_of(socket) {
+                    self.tuples.insert(found, r);
+                }
+            }
+        }
+        self.tuples.get(tuple).and_then(|r| r.get())
+    }
+
+    pub(super) fn on_cancel(&mut self, nonce_s: Nonce) {
+        let Some(socket) = self.offered.remove(&nonce_s).and_then(Ref::get) else { return };
+        if let Some(mut control) = socket.control.lock()
+            && control.handshake.as_ref().is_some_and(|h| h.mine() == nonce_s)
+        {
+            promote::feed(socket, &mut control, Handshake::on_cancel);
+        }
+    }
+}

@@ -1,0 +1,347 @@
+//! Links: making them, what peers say on their side channels, and their end.
+
+use std::os::fd::AsFd;
+use std::sync::atomic::Ordering::{Acquire, Release, SeqCst};
+
+use rdmasock_core::fabric::layout::{HEADER_BYTES, Layout, MAX_STREAMS};
+use rdmasock_core::ids::{Cookie, InstanceId};
+use rdmasock_core::os::channel::Channel;
+use rdmasock_core::os::memfd::{self, Access};
+use rdmasock_core::os::privatefd::PrivateFd;
+use rdmasock_core::rendezvous::names;
+use rdmasock_core::stats::{LinkInfo, Path, Reason};
+use rdmasock_core::stream::handshake::Handshake;
+use rdmasock_core::wire::{self, Geometry, LinkOffer, MAX_MESSAGE, Message};
+use rustix::event::epoll as kernel;
+
+use super::{ASK_TIMEOUT, Conn, Peer, Ref, Worker, kind, tag};
+use crate::link::{Link, Side};
+use crate::promote;
+use crate::socket::mode;
+use crate::wait::{self, FLAGS_BYTES, MAX_WAITERS, SERVICE};
+
+/// A link that we have asked for.
+pub struct Pending {
+    waiting: Vec<Ref>,
+    mine: Option<Side>,
+    /// Monotonic ns.
+    pub deadline: u64,
+}
+
+impl Worker {
+    /// A handshake has come to where it needs the link to `peer`.
+    pub(super) fn need_link(&mut self, r: Ref, peer: InstanceId, offer: Option<LinkOffer>) {
+        if let Some(link) = self.service.link_to(&peer) {
+            return on_link(r, link);
+        }
+        if let Some(pending) = self.pending_links.get_mut(&peer) {
+            pending.waiting.push(r);
+            return;
+        }
+        match offer.and_then(|offer| self.dial(peer, &offer)) {
+            Some(mine) => {
+                let deadline = wait::now_ns() + ASK_TIMEOUT.as_nanos() as u64;
+                self.pending_links.insert(peer, Pending { waiting: vec![r], mine: Some(mine), deadline });
+            }
+            None => no_link(r, Reason::LinkFailed),
+        }
+    }
+
+    fn geometry(&self, layout: &Layout) -> Geometry {
+        Geometry {
+            arena_bytes: layout.file_len(),
+            waiter_bytes: FLAGS_BYTES,
+            queue_entries: MAX_STREAMS,
+            max_waiters: MAX_WAITERS.into(),
+        }
+    }
+
+    fn make_arena(&self) -> Option<(PrivateFd, Side)> {
+        let layout = Layout::for_data(self.library.config.arena.bytes())?;
+        let (fd, mapping) = memfd::create("rdmasock-arena", layout.file_len()).ok()?;
+        let header = layout.header();
+        // SAFETY: the file is longer than its header, and nobody else has it yet.
+        unsafe { std::ptr::copy_nonoverlapping(header.as_ptr(), mapping.as_ptr(), header.len()) };
+        Some((fd, Side { mapping, layout }))
+    }
+
+    fn dial(&mut self, peer: InstanceId, offer: &LinkOffer) -> Option<Side> {
+        let channel = names::connect_to(offer.address.as_bytes()).ok()?;
+        let (arena, mine) = self.make_arena()?;
+        let message = Message::Link {
+            cookie: offer.cookie,
+            instance_c: self.library.id,
+            pid: rustix::process::getpid().as_raw_nonzero().get() as u32,
+            geometry: self.geometry(&mine.layout),
+        };
+        let mut buf = [0u8; MAX_MESSAGE];
+        let bytes = message.encode(&mut buf).ok()?;
+        channel.send(bytes, &[arena.as_fd(), self.library.waiters.flags_fd()]).ok()?;
+        self.register(channel, Peer::Linking { peer })?;
+        Some(mine)
+    }
+
+    /// LINK: a connector presents the cookie that it read in TCP.
+    pub(super) fn on_link(&mut self, conn: u64, cookie: Cookie, peer: InstanceId, pid: u32, geometry: &Geometry, fds: Vec<PrivateFd>) {
+        if !self.service.redeem(&cookie, &peer) {
+            self.reply(conn, &Message::LinkRefuse { reason: wire::Reason::Secret });
+            return self.hang_up(conn, Reason::Violation);
+        }
+        let made = self.make_arena().and_then(|(fd, mine)| {
+            let theirs = map_peer(geometry, &fds)?;
+            Some((fd, mine, theirs))
+        });
+        let Some((arena, mine, (theirs, flags))) = made else {
+            self.reply(conn, &Message::LinkRefuse { reason: wire::Reason::Resources });
+            return self.hang_up(conn, Reason::Resources);
+        };
+        let Some(channel) = self.conns.get_mut(&conn).and_then(|c| c.channel.take()) else { return };
+        let message = Message::LinkAccept {
+            instance_s: self.library.id,
+            pid: rustix::process::getpid().as_raw_nonzero().get() as u32,
+            geometry: self.geometry(&mine.layout),
+        };
+        let mut buf = [0u8; MAX_MESSAGE];
+        let Ok(bytes) = message.encode(&mut buf) else { return };
+        if channel.send(bytes, &[arena.as_fd(), self.library.waiters.flags_fd()]).is_err() {
+            self.conns.remove(&conn);
+            return;
+        }
+        self.establish(conn, peer, pid, channel, mine, theirs, flags);
+    }
+
+    /// LINK-ACCEPT: the link that we asked for stands.
+    pub(super) fn on_link_accept(&mut self, conn: u64, instance: InstanceId, pid: u32, geometry: &Geometry, fds: Vec<PrivateFd>) {
+        let expected = match self.conns.get(&conn).map(|c| &c.peer) {
+            Some(Peer::Linking { peer }) => *peer,
+            _ => return self.hang_up(conn, Reason::Violation),
+        };
+        let mine = self.pending_links.get_mut(&expected).and_then(|p| p.mine.take());
+        let (Some(mine), true, Some((theirs, flags))) = (mine, instance == expected, map_peer(geometry, &fds)) else {
+            return self.hang_up(conn, Reason::LinkFailed);
+        };
+        let Some(channel) = self.conns.get_mut(&conn).and_then(|c| c.channel.take()) else { return };
+        let Some(link) = self.establish(conn, expected, pid, channel, mine, theirs, flags) else { return };
+        if let Some(pending) = self.pending_links.remove(&expected) {
+            for r in pending.waiting {
+                on_link(r, link);
+            }
+        }
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    fn establish(
+        &mut self,
+        conn: u64,
+        peer: InstanceId,
+        pid: u32,
+        channel: Channel,
+        mine: Side,
+        theirs: Side,
+        flags: memfd::Mapping,
+    ) -> Option<&'static Link> {
+        let slot = self.free_slot();
+        let info = LinkInfo { fabric: Path::Shm, peer: *peer.as_bytes(), peer_pid: pid };
+        let stats = self.library.stats.open_link(slot, &info);
+        if let Some(stats) = stats {
+            stats.set_up();
+        }
+        let link = Link::new(slot, peer, channel, mine, theirs, flags, stats);
+        // The registration in the epoll set goes with the fd, which the link has now.
+        self.conns.insert(conn, Conn { channel: None, peer: Peer::Link(link) });
+        self.service.links.lock()?.push(link);
+        link.announce(SERVICE);
+        tracing::info!(target: "rdmasock", %peer, pid, slot, "link up");
+        Some(link)
+    }
+
+    fn free_slot(&self) -> u32 {
+        let links = self.service.all_links();
+        let used = |s: &u32| links.iter().chain(&self.dead_links).any(|l| l.slot == *s);
+        (0..).find(|s| !used(s)).unwrap_or(u32::MAX)
+    }
+
+    pub(super) fn link_failed(&mut self, peer: InstanceId) {
+        if let Some(pending) = self.pending_links.remove(&peer) {
+            for r in pending.waiting {
+                no_link(r, Reason::LinkFailed);
+            }
+        }
+    }
+
+    pub(super) fn expire_links(&mut self, now: u64) {
+        let late: Vec<InstanceId> = self.pending_links.iter().filter(|(_, p)| p.deadline <= now).map(|(i, _)| *i).collect();
+        for peer in late {
+            let conn = self.conns.iter().find(|(_, c)| matches!(c.peer, Peer::Linking { peer: p } if p == peer));
+            match conn.map(|(id, _)| *id) {
+                Some(id) => self.hang_up(id, Reason::TimedOut),
+                None => self.link_failed(peer),
+            }
+        }
+    }
+
+    /// Takes in what waits on a link's channel, ahead of its turn.
+    pub(super) fn pump_link(&mut self, link: &'static Link) {
+        let conn = self.conns.iter().find(|(_, c)| matches!(c.peer, Peer::Link(l) if std::ptr::eq(l, link)));
+        if let Some(id) = conn.map(|(id, _)| *id) {
+            self.on_channel(id);
+        }
+    }
+
+    pub(super) fn on_link_message(&mut self, link: &'static Link, message: Message, mut fds: Vec<PrivateFd>) {
+        match message {
+            Message::Waiter { id } => {
+                if let Some(fd) = fds.pop() {
+                    link.on_waiter(id, fd);
+                }
+            }
+            Message::WaiterGone { .. } => {}
+            Message::Open { nonce_mine, nonce_yours, vqpn, ring: _ } => {
+                let opened = self.offered.remove(&nonce_yours).and_then(Ref::get).is_some_and(|socket| {
+                    let Some(mut control) = socket.control.lock() else { return false };
+                    let matches = control.handshake.as_ref().is_some_and(|h| {
+                        h.mine() == nonce_yours && h.theirs() == Some(nonce_mine)
+                    });
+                    if matches && control.handshake.as_ref().is_some_and(Handshake::is_opening) {
+                        promote::on_open(socket, &mut control, link, vqpn);
+                        true
+                    } else {
+                        false
+                    }
+                });
+                if !opened {
+                    let _ = link.send(&Message::OpenRefuse { yours: vqpn, reason: wire::Reason::Cancelled }, &[]);
+                }
+            }
+            Message::OpenAck { yours, mine, ring: _ } => {
+                if let Some(socket) = link.socket(yours)
+                    && let Some(mut control) = socket.control.lock()
+                    && control.opened.is_some_and(|o| o.mine == yours)
+                    && control.peer.is_none()
+                {
+                    promote::on_open(socket, &mut control, link, mine);
+                }
+            }
+            Message::OpenRefuse { yours, .. } => {
+                if let Some(socket) = link.socket(yours)
+                    && let Some(mut control) = socket.control.lock()
+                {
+                    let steps = promote::give_up(&mut control);
+                    promote::run(socket, &mut control, steps);
+                }
+            }
+            Message::DemoteRequest { yours, resend_from: _ } => {
+                if let Some(socket) = link.socket(yours)
+                    && let Some(mut control) = socket.control.lock()
+                {
+                    promote::leave(socket, &mut control, Reason::PeerAsked);
+                    drop(control);
+                    self.settle(Ref::new(socket));
+                }
+            }
+            Message::Adopt { yours } => {
+                if let Some(socket) = link.socket(yours)
+                    && let Some(mut tx) = socket.tx.lock()
+                    && let Some(producer) = tx.producer.as_mut()
+                {
+                    let _ = producer.adopt();
+                }
+            }
+            Message::Closed { yours } => link.on_closed(yours),
+            _ => {
+                self.library.stats.count(rdmasock_core::stats::Event::LinkViolation);
+                self.link_down(link, Reason::Violation);
+            }
+        }
+    }
+
+    /// The link carries nothing more: its streams go on over their anchors.
+    pub(super) fn link_down(&mut self, link: &'static Link, why: Reason) {
+        if !link.set_down(why) {
+            return;
+        }
+        tracing::info!(target: "rdmasock", peer = %link.peer, %why, "link down");
+        if let Some(mut links) = self.service.links.lock() {
+            links.retain(|l| !std::ptr::eq(*l, link));
+        }
+        let conn = self.conns.iter().find(|(_, c)| matches!(c.peer, Peer::Link(l) if std::ptr::eq(l, link)));
+        if let Some(id) = conn.map(|(id, _)| *id) {
+            let _ = kernel::delete(&self.service.epoll, link.channel().as_fd());
+            self.conns.remove(&id);
+        }
+        for socket in link.sockets() {
+            if let Some(mut control) = socket.control.lock() {
+                if why == Reason::Violation {
+                    // What is in the ring cannot be trusted: the connection is over.
+                    crate::socket::reset(socket);
+                }
+                if control.handshake.is_some() {
+                    let steps = promote::give_up(&mut control);
+                    promote::run(socket, &mut control, steps);
+                }
+                promote::set_why(socket, why);
+            }
+            if let Some(mut tx) = socket.tx.lock()
+                && socket.tx_mode.load(Acquire) == mode::LINK
+            {
+                tx.producer = None;
+                socket.tx_mode.store(mode::TCP, SeqCst);
+            }
+            // What the peer had written is still to be read; `leave_link_at_end` goes on from there.
+            crate::rx::leave_link_at_end(socket);
+            crate::ready::notify_local(socket);
+            self.settle(Ref::new(socket));
+        }
+        self.dead_links.push(link);
+        self.bury();
+    }
+
+    /// Gives the memory of dead links back once no socket uses them.
+    pub(super) fn bury(&mut self) {
+        self.dead_links.retain(|link| {
+            let used = link.streams() > 0;
+            if !used {
+                link.release();
+            }
+            used
+        });
+    }
+
+    pub(super) fn watch_link(&self, link: &'static Link, conn: u64) -> bool {
+        self.add(
+            link.channel().as_fd(),
+            tag(kind::CHANNEL, conn),
+            kernel::EventFlags::IN | kernel::EventFlags::RDHUP,
+        )
+    }
+}
+
+fn map_peer(geometry: &Geometry, fds: &[PrivateFd]) -> Option<(Side, memfd::Mapping)> {
+    let [arena, flags] = fds else { return None };
+    let mapping = memfd::map_received(arena.as_fd(), geometry.arena_bytes, Access::ReadWrite).ok()?;
+    if mapping.bytes() < HEADER_BYTES || geometry.waiter_bytes < FLAGS_BYTES {
+        return None;
+    }
+    let mut header = [0u8; HEADER_BYTES];
+    // SAFETY: within the mapping; copied before it is looked at, because the peer may change it.
+    unsafe { std::ptr::copy_nonoverlapping(mapping.as_ptr(), header.as_mut_ptr(), HEADER_BYTES) };
+    let layout = Layout::from_header(&header, geometry.arena_bytes).ok()?;
+    let flags = memfd::map_received(flags.as_fd(), FLAGS_BYTES, Access::ReadOnly).ok()?;
+    Some((Side { mapping, layout }, flags))
+}
+
+/// The handshake goes on over this link.
+fn on_link(r: Ref, link: &'static Link) {
+    let Some(socket) = r.get() else { return };
+    let Some(mut control) = socket.control.lock() else { return };
+    socket.link.store(std::ptr::from_ref(link).cast_mut(), Release);
+    promote::feed(socket, &mut control, Handshake::on_link_up);
+}
+
+fn no_link(r: Ref, reason: Reason) {
+    let Some(socket) = r.get() else { return };
+    let Some(mut control) = socket.control.lock() else { return };
+    promote::set_why(socket, reason);
+    let steps = promote::give_up(&mut control);
+    promote::run(socket, &mut control, steps);
+}

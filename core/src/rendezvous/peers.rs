@@ -1,7 +1,7 @@
 //! Who is behind a name, and what earlier connections to a destination have taught.
 //!
 //! [`PeerPage`]: shared by a listener and its forked workers, one slot a live instance; a worker that
-//! is asked for a connection that another one holds answers with this list (REDIRECT, P13).
+//! is asked for a connection that another one holds answers with this list (REDIRECT, P14).
 //! [`DestinationCache`]: in the connector, so that a server without the library costs one question per
 //! lifetime, not per connection. Neither does more than remember.
 

@@ -14,7 +14,7 @@
 //! What cannot be had: the kernel gives every new fd the lowest number first, so for the few
 //! instructions until it is moved another thread of the program may get the number above.
 
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, IntoRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 use rustix::io::{Errno, fcntl_dupfd_cloexec};
@@ -309,17 +309,6 @@ pub unsafe fn reset_in_fork_child(keep: impl Fn(RawFd) -> bool) {
             // will use or close it again.
             unsafe { rustix::io::close(fd) };
         }
-    }
-}
-
-impl From<PrivateFd> for OwnedFd {
-    /// Gives the fd up: still at its high number, but no longer hidden.
-    fn from(private: PrivateFd) -> Self {
-        let fd = private.fd;
-        std::mem::forget(private);
-        unregister(fd);
-        // SAFETY: `private` owned the fd and has been forgotten.
-        unsafe { OwnedFd::from_raw_fd(fd) }
     }
 }
 

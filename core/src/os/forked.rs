@@ -22,3 +22,12 @@ pub fn in_child(f: impl FnOnce()) {
         }
     }
 }
+
+/// A TCP port that nobody listens on, as far as one can know.
+pub fn free_port() -> u16 {
+    std::net::TcpListener::bind("127.0.0.1:0")
+        .unwrap()
+        .local_addr()
+        .unwrap()
+        .port()
+}

@@ -14,7 +14,7 @@
 //! What cannot be had: the kernel gives every new fd the lowest number first, so for the few
 //! instructions until it is moved another thread of the program may get the number above.
 
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, IntoRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 use rustix::io::{Errno, fcntl_dupfd_cloexec};
@@ -183,12 +183,18 @@ fn plan(soft: u64, hard: u64) -> Plan {
 }
 
 fn place(fd: BorrowedFd<'_>) -> Result<PrivateFd, Errno> {
+    let turn = Turn::take();
     let limit = getrlimit(Resource::Nofile);
     let soft = limit.current.unwrap_or(u64::MAX);
+    let below = |_| place_below(fd, soft.min(CEILING.into()) as u32);
+    let Some(turn) = turn else {
+        return below(Errno::AGAIN);
+    };
     match plan(soft, limit.maximum.unwrap_or(u64::MAX)) {
         Plan::Within(first) => dup_registered(fd, first),
-        Plan::Beyond(first) => with_raised_limit(limit, || dup_registered(fd, first))
-            .or_else(|_| place_below(fd, soft.min(CEILING.into()) as u32)),
+        Plan::Beyond(first) => turn
+            .with_raised_limit(limit, || dup_registered(fd, first))
+            .or_else(below),
         Plan::HighestBelow(end) => place_below(fd, end),
     }
 }
@@ -218,50 +224,62 @@ fn dup_registered(fd: BorrowedFd<'_>, first: u32) -> Result<PrivateFd, Errno> {
     }
 }
 
-/// Held by the thread that has the limit raised. Not a mutex: it is never waited for.
-static RAISING: AtomicBool = AtomicBool::new(false);
+/// Set while a thread has its [`Turn`].
+static TURN_TAKEN: AtomicBool = AtomicBool::new(false);
 
-/// The soft limit to put back; valid while [`RAISING`] is set.
+/// The soft limit to put back, while it is raised; otherwise 0.
 static SOFT_BEFORE: AtomicU64 = AtomicU64::new(0);
 
-/// Takes [`RAISING`]. The other holder is three system calls from giving it up, unless it is stopped or
-/// was interrupted on this very thread: so not for ever.
-fn may_raise() -> bool {
-    const TRIES: usize = 100;
-    (0..TRIES).any(|_| {
-        let free = !RAISING.swap(true, Ordering::Acquire);
-        if !free {
+/// The right to look at the limit and to raise it: one thread at a time, or each would take the other's
+/// raised limit for the program's. Not a mutex, because it must be usable in a fork child, and because a
+/// signal handler may come here on the thread that holds it: then the other way is taken.
+struct Turn;
+
+impl Turn {
+    /// The other holder is a few system calls from its end, so a few tries are enough.
+    fn take() -> Option<Self> {
+        const TRIES: usize = 100;
+        (0..TRIES).find_map(|_| {
+            // Acquire: pairs with the Release in `drop`; the last holder's limit is back.
+            if !TURN_TAKEN.swap(true, Ordering::Acquire) {
+                return Some(Self);
+            }
             rustix::thread::sched_yield();
-        }
-        free
-    })
+            None
+        })
+    }
+
+    /// Runs `f` with the soft limit at the hard one. EPERM where a sandbox forbids that.
+    fn with_raised_limit<T>(
+        self,
+        before: Rlimit,
+        f: impl FnOnce() -> Result<T, Errno>,
+    ) -> Result<T, Errno> {
+        let raised = Rlimit {
+            current: before.maximum,
+            ..before
+        };
+        SOFT_BEFORE.store(before.current.unwrap_or(u64::MAX), Ordering::Relaxed);
+        let result = prlimit(None, Resource::Nofile, raised).and_then(|old| {
+            let result = f();
+            let meanwhile = prlimit(None, Resource::Nofile, old);
+            // Another thread of the program may have set its limit in between: then that stands.
+            if let Ok(set) = meanwhile
+                && (set.current, set.maximum) != (raised.current, raised.maximum)
+            {
+                let _ = prlimit(None, Resource::Nofile, set);
+            }
+            result
+        });
+        SOFT_BEFORE.store(0, Ordering::Relaxed);
+        result
+    }
 }
 
-/// Runs `f` with the soft limit at the hard one.
-///
-/// EAGAIN if another thread keeps doing so, EPERM where a sandbox forbids it.
-fn with_raised_limit<T>(before: Rlimit, f: impl FnOnce() -> Result<T, Errno>) -> Result<T, Errno> {
-    if !may_raise() {
-        return Err(Errno::AGAIN);
+impl Drop for Turn {
+    fn drop(&mut self) {
+        TURN_TAKEN.store(false, Ordering::Release);
     }
-    let raised = Rlimit {
-        current: before.maximum,
-        maximum: before.maximum,
-    };
-    let result = prlimit(None, Resource::Nofile, raised).and_then(|old| {
-        SOFT_BEFORE.store(old.current.unwrap_or(u64::MAX), Ordering::Relaxed);
-        let result = f();
-        let meanwhile = prlimit(None, Resource::Nofile, old);
-        // Another thread of the program may have set its limit in between: then that stands.
-        if let Ok(set) = meanwhile
-            && (set.current, set.maximum) != (raised.current, raised.maximum)
-        {
-            let _ = prlimit(None, Resource::Nofile, set);
-        }
-        result
-    });
-    RAISING.store(false, Ordering::Release);
-    result
 }
 
 /// Puts things right in a fork child: the limit that another thread of the parent had raised, and the
@@ -274,20 +292,12 @@ fn with_raised_limit<T>(before: Rlimit, f: impl FnOnce() -> Result<T, Errno>) ->
 /// No [`PrivateFd`] that `keep` refuses may be used or dropped in the child afterwards: its number may
 /// be another file's. (Forget its owner.)
 pub unsafe fn reset_in_fork_child(keep: impl Fn(RawFd) -> bool) {
-    if RAISING.swap(false, Ordering::Relaxed) {
-        let now = getrlimit(Resource::Nofile);
-        let soft = SOFT_BEFORE.load(Ordering::Relaxed);
-        if soft != 0 && now.current == now.maximum {
-            let current = Some(soft).filter(|s| *s != u64::MAX);
-            let _ = prlimit(
-                None,
-                Resource::Nofile,
-                Rlimit {
-                    current,
-                    maximum: now.maximum,
-                },
-            );
-        }
+    TURN_TAKEN.store(false, Ordering::Relaxed);
+    let soft = SOFT_BEFORE.swap(0, Ordering::Relaxed);
+    let now = getrlimit(Resource::Nofile);
+    if soft != 0 && now.current == now.maximum {
+        let current = Some(soft).filter(|s| *s != u64::MAX);
+        let _ = prlimit(None, Resource::Nofile, Rlimit { current, ..now });
     }
     let mut from = 0;
     while let Some(n) = next_private(from, END) {
@@ -299,17 +309,6 @@ pub unsafe fn reset_in_fork_child(keep: impl Fn(RawFd) -> bool) {
             // will use or close it again.
             unsafe { rustix::io::close(fd) };
         }
-    }
-}
-
-impl From<PrivateFd> for OwnedFd {
-    /// Gives the fd up: still at its high number, but no longer hidden.
-    fn from(private: PrivateFd) -> Self {
-        let fd = private.fd;
-        std::mem::forget(private);
-        unregister(fd);
-        // SAFETY: `private` owned the fd and has been forgotten.
-        unsafe { OwnedFd::from_raw_fd(fd) }
     }
 }
 

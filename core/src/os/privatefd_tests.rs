@@ -137,12 +137,12 @@ fn a_fork_child_gets_back_the_limit_that_a_thread_of_the_parent_had_raised() {
     in_child(|| {
         let hard = getrlimit(Resource::Nofile).maximum.unwrap();
         limits(hard, hard);
-        RAISING.store(true, Ordering::Relaxed);
+        TURN_TAKEN.store(true, Ordering::Relaxed);
         SOFT_BEFORE.store(100, Ordering::Relaxed);
         // SAFETY: the child uses no owner of a private fd afterwards.
         unsafe { reset_in_fork_child(|_| true) };
         assert_eq!(getrlimit(Resource::Nofile).current, Some(100));
-        assert!(!RAISING.load(Ordering::Relaxed));
+        assert!(!TURN_TAKEN.load(Ordering::Relaxed));
     });
 }
 

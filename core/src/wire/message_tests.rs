@@ -240,3 +240,21 @@ fn every_reason_has_a_number_and_a_text() {
     assert_eq!(Reason::Rule.to_string(), "a rule leaves it on TCP");
     assert_eq!(Reason::Other(999).to_string(), "reason 999");
 }
+
+#[test]
+fn the_longest_message_is_as_documented() {
+    let instances = vec![InstanceId::from_bytes([1; 16]); MAX_REDIRECT];
+    let longest = Message::Redirect {
+        request: 1,
+        instances,
+    };
+    // docs/protocol.md, P10 and P30.
+    assert_eq!(
+        (
+            encoded(&longest).len(),
+            MAX_MESSAGE,
+            crate::wire::MAX_MARKER
+        ),
+        (1042, 1042, 165)
+    );
+}

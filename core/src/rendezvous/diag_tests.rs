@@ -1,0 +1,204 @@
+//! Tests of the owner of a port: against real sockets, both ways of asking, and a squatter.
+
+use std::net::{TcpListener, TcpStream};
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::os::forked::{free_port, in_child};
+use crate::rendezvous::names::{Listener, connect_to_services};
+
+fn own_uid() -> u32 {
+    rustix::process::geteuid().as_raw()
+}
+
+fn at(ip: &str, port: u16) -> SocketAddr {
+    SocketAddr::new(ip.parse().unwrap(), port)
+}
+
+/// Both ways must say the same; not every sandbox has sock_diag, so that one is compared if it is there.
+fn owner(server: SocketAddr) -> ListenerOwner {
+    let by_proc = read_proc(server);
+    match ask_kernel(server) {
+        Ok(uid) => assert_eq!(ListenerOwner::Uid(uid), by_proc, "{server}"),
+        Err(Errno::NOENT) => assert_eq!(by_proc, ListenerOwner::None, "{server}"),
+        Err(errno) => eprintln!("no sock_diag here: {errno}"),
+    }
+    let answer = listener_owner(server);
+    assert_eq!(answer, by_proc);
+    answer
+}
+
+#[test]
+fn the_owner_of_a_listener_is_found_however_it_is_bound() {
+    let mine = ListenerOwner::Uid(own_uid());
+    for bound in ["127.0.0.1", "0.0.0.0"] {
+        let listener = TcpListener::bind((bound, 0)).unwrap();
+        let port = listener.local_addr().unwrap().port();
+        assert_eq!(owner(at("127.0.0.1", port)), mine, "{bound}");
+        assert_eq!(owner(at("::ffff:127.0.0.1", port)), mine, "{bound}");
+    }
+    for bound in ["::1", "::"] {
+        let Ok(listener) = TcpListener::bind((bound, 0)) else {
+            continue;
+        };
+        let port = listener.local_addr().unwrap().port();
+        assert_eq!(owner(at("::1", port)), mine, "{bound}");
+        // A dual-stack listener takes IPv4 too (std leaves IPV6_V6ONLY off).
+        let expected = if bound == "::" {
+            mine
+        } else {
+            ListenerOwner::None
+        };
+        assert_eq!(owner(at("127.0.0.1", port)), expected, "{bound}");
+    }
+}
+
+#[test]
+fn no_listener_has_no_owner() {
+    assert_eq!(owner(at("127.0.0.1", free_port())), ListenerOwner::None);
+    let listener = TcpListener::bind("127.0.0.2:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    assert_eq!(owner(at("127.0.0.1", port)), ListenerOwner::None);
+}
+
+#[test]
+fn a_connection_is_no_listener() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    assert_eq!(owner(stream.local_addr().unwrap()), ListenerOwner::None);
+    assert_eq!(
+        owner(stream.peer_addr().unwrap()),
+        ListenerOwner::Uid(own_uid())
+    );
+}
+
+#[test]
+fn only_the_owner_of_the_port_and_root_are_trusted() {
+    use ListenerOwner::{None, Uid, Unknown};
+    let table = [
+        (1000, Uid(1000), 1, true),
+        (1000, Uid(1001), 1000, false),
+        (0, Uid(1000), 1, true),
+        (1000, Uid(0), 1000, false),
+        (1000, None, 1000, false),
+        (0, None, 1000, true),
+        (1000, Unknown, 1000, true),
+        (1001, Unknown, 1000, false),
+        (0, Unknown, 1000, false),
+        (0, Unknown, 0, true),
+    ];
+    for (name, port, own, expected) in table {
+        assert_eq!(trusted(name, port, own), expected, "{name} {port:?} {own}");
+    }
+}
+
+#[test]
+fn a_squatter_of_another_uid_is_not_trusted() {
+    if own_uid() != 0 {
+        eprintln!("not root: skipped");
+        return;
+    }
+    const NOBODY: u32 = 65_534;
+    const OTHER: u32 = 65_533;
+    // In the child of a child: what it gives up, it cannot take back.
+    in_child(|| {
+        set_uid(OTHER);
+        let server = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = server.local_addr().unwrap();
+        assert_eq!(owner(address), ListenerOwner::Uid(OTHER));
+        // Root may still switch: the saved uid is 0.
+        set_uid(NOBODY);
+        let squatter = Listener::service(address.port()).unwrap();
+        set_uid(0);
+        let name_uid = |port| {
+            connect_to_services(port)
+                .last()
+                .unwrap()
+                .unwrap()
+                .peer()
+                .unwrap()
+                .uid
+        };
+        assert_eq!(name_uid(address.port()), NOBODY);
+        assert!(!trusted(NOBODY, listener_owner(address), 0));
+
+        set_uid(OTHER);
+        let _honest = Listener::service(address.port()).unwrap();
+        set_uid(0);
+        assert_eq!(name_uid(address.port()), OTHER);
+        assert!(trusted(OTHER, listener_owner(address), 0));
+        drop(squatter);
+    });
+}
+
+/// Sets the effective uid, keeping the real and the saved one.
+fn set_uid(uid: u32) {
+    // SAFETY: a system call on plain numbers, in a single-threaded child. First back to root, without
+    // which no other uid can be taken.
+    let results =
+        unsafe { [0, uid].map(|uid| libc::syscall(libc::SYS_setresuid, u32::MAX, uid, u32::MAX)) };
+    assert_eq!(results, [0, 0]);
+}
+
+#[test]
+fn bad_answers_are_refused() {
+    assert_eq!(parse(&[]), Err(Errno::BADMSG));
+    assert_eq!(parse(&[0; 200]), Err(Errno::BADMSG));
+    let header = |kind| NetlinkHeader {
+        len: 20,
+        kind,
+        flags: 0,
+        sequence: 1,
+        port: 0,
+    };
+    let error = |code: i32| [header(NLMSG_ERROR).as_bytes(), code.as_bytes()].concat();
+    assert_eq!(parse(&error(-2)), Err(Errno::NOENT));
+    for code in [0, 1, i32::MIN, i32::MAX, -4096] {
+        assert_eq!(parse(&error(code)), Err(Errno::BADMSG), "{code}");
+    }
+}
+
+const TABLE: &str = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
+   0: 0100007F:18EB 00000000:0000 0A 00000000:00000000 00:00000000 00000000   114        0 1 1 0 100 0 0 10 0
+   1: 00000000:18EB 00000000:0000 0A 00000000:00000000 00:00000000 00000000     7        0 2 1 0 100 0 0 10 0
+   2: 00000000:0050 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 3 1 0 100 0 0 10 0
+   3: 00000000:0050 00000000:0000 0A 00000000:00000000 00:00000000 00000000    33        0 4 1 0 100 0 0 10 0
+   4: 0100007F:0051 0100007F:9999 01 00000000:00000000 00:00000000 00000000    33        0 5 1 0 100 0 0 10 0
+";
+
+#[cfg(target_endian = "little")]
+#[test]
+fn the_table_is_read_with_the_kernels_precedence() {
+    assert_eq!(
+        find_listener(TABLE, at("127.0.0.1", 6379)),
+        ListenerOwner::Uid(114)
+    );
+    assert_eq!(
+        find_listener(TABLE, at("10.1.1.1", 6379)),
+        ListenerOwner::Uid(7)
+    );
+    assert_eq!(
+        find_listener(TABLE, at("127.0.0.1", 80)),
+        ListenerOwner::Unknown
+    );
+    assert_eq!(
+        find_listener(TABLE, at("127.0.0.1", 81)),
+        ListenerOwner::None
+    );
+}
+
+proptest! {
+    #[test]
+    fn any_answer_and_any_table_are_read_without_panic(
+        bytes in proptest::collection::vec(any::<u8>(), 0..200),
+        line in "[ -~]{0,120}",
+        unicode in ".{0,60}",
+        ip in "[0-9A-Fé]{0,33}",
+    ) {
+        let _ = parse(&bytes);
+        let _ = parse_line(&line);
+        let _ = parse_line(&unicode);
+        let _ = parse_line(&format!("0: {ip}:0050 0:0 0A 0:0 0:0 0 0"));
+    }
+}

@@ -1,0 +1,220 @@
+//! Abstract AF_UNIX names: where the instances behind a TCP port, and a single instance, answer.
+//!
+//! Abstract names belong to a network namespace, as TCP ports do, and vanish with the last fd. Anybody
+//! may bind one, so whoever connects must ask [`super::diag::trusted`] about the answerer first.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use rustix::io::Errno;
+use rustix::net::{
+    AddressFamily, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, connect, listen,
+    socket_with,
+};
+
+use crate::ids::InstanceId;
+use crate::os::channel::Channel;
+use crate::os::privatefd::PrivateFd;
+use crate::wire::VERSION;
+
+/// How many listening sockets of one port can have a name each (P3).
+pub const MAX_SERVICES: u32 = 64;
+
+/// How many names in a row must be missing before a connector takes it that there are no more (P4).
+/// More than one, because the first server of a port may end before a later one.
+const MAX_GAP: u32 = 2;
+
+/// Connections waiting to be accepted on a name. Each costs its connector one attempt at most.
+const BACKLOG: i32 = 128;
+
+/// The name of the `k`th listening socket on TCP port `port` (P2), without the leading NUL.
+pub fn service(port: u16, k: u32) -> String {
+    format!("rdmasock/{VERSION}/tcp/{port}/{k}")
+}
+
+/// The name of one instance (P6), without the leading NUL.
+pub fn instance(id: &InstanceId) -> String {
+    format!("rdmasock/{VERSION}/i/{id}")
+}
+
+/// A listening name.
+#[derive(Debug)]
+pub struct Listener {
+    fd: PrivateFd,
+}
+
+impl Listener {
+    /// Binds and listens on the first free service name of `port`; gives its number too.
+    ///
+    /// EADDRINUSE if all [`MAX_SERVICES`] are taken; otherwise the kernel's errno. None of them may make the
+    /// program's listen() fail.
+    pub fn service(port: u16) -> Result<(Self, u32), Errno> {
+        for k in 0..MAX_SERVICES {
+            match Self::bind(&service(port, k)) {
+                Err(Errno::ADDRINUSE) => {}
+                other => return other.map(|listener| (listener, k)),
+            }
+        }
+        Err(Errno::ADDRINUSE)
+    }
+
+    /// Binds and listens on the name of instance `id`. EADDRINUSE if somebody else has taken it.
+    pub fn instance(id: &InstanceId) -> Result<Self, Errno> {
+        Self::bind(&instance(id))
+    }
+
+    fn bind(name: &str) -> Result<Self, Errno> {
+        let fd = socket()?;
+        bind(&fd, &SocketAddrUnix::new_abstract_name(name.as_bytes())?)?;
+        // Here the kernel records whose name it is: SO_PEERCRED for all who connect.
+        listen(&fd, BACKLOG)?;
+        Ok(Self { fd })
+    }
+
+    /// Accepts one connection; `None` if none is waiting. EMFILE and the like with the kernel's errno;
+    /// the connection then waits on.
+    pub fn accept(&self) -> Result<Option<Channel>, Errno> {
+        match accept_with(&self.fd, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
+            Ok(fd) => channel(fd).map(Some),
+            // ECONNABORTED: the connector is gone already. The next call sees the next one.
+            Err(Errno::AGAIN | Errno::CONNABORTED | Errno::INTR) => Ok(None),
+            Err(errno) => Err(errno),
+        }
+    }
+}
+
+impl AsFd for Listener {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+/// Connects to an abstract name, without waiting.
+///
+/// ECONNREFUSED if nobody listens there, EAGAIN if too many are waiting to be accepted, EINVAL for a
+/// name longer than 107 bytes.
+pub fn connect_to(name: &[u8]) -> Result<Channel, Errno> {
+    let address = SocketAddrUnix::new_abstract_name(name).map_err(|_| Errno::INVAL)?;
+    let fd = socket()?;
+    connect(&fd, &address)?;
+    Ok(Channel::new(fd))
+}
+
+/// Connects to the service names of `port`, one after the other, until no more are found.
+///
+/// Gives a channel or an errno for each name that exists (EAGAIN: it is too busy; EMFILE and the like:
+/// our own limits). No item at all means that no program with the library listens on the port.
+pub fn connect_to_services(port: u16) -> impl Iterator<Item = Result<Channel, Errno>> {
+    let (mut k, mut gap) = (0, 0);
+    std::iter::from_fn(move || {
+        while k < MAX_SERVICES && gap < MAX_GAP {
+            let attempt = connect_to(service(port, k).as_bytes());
+            k += 1;
+            match attempt {
+                Err(Errno::CONNREFUSED) => gap += 1,
+                other => {
+                    gap = 0;
+                    return Some(other);
+                }
+            }
+        }
+        None
+    })
+}
+
+fn socket() -> Result<PrivateFd, Errno> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    PrivateFd::place(socket_with(
+        AddressFamily::UNIX,
+        SocketType::SEQPACKET,
+        flags,
+        None,
+    )?)
+}
+
+fn channel(fd: OwnedFd) -> Result<Channel, Errno> {
+    PrivateFd::place(fd).map(Channel::new)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::os::forked::{free_port, in_child};
+    use crate::wire::LinkAddress;
+
+    fn found(port: u16) -> Vec<Result<(), Errno>> {
+        connect_to_services(port)
+            .map(|attempt| attempt.map(drop))
+            .collect()
+    }
+
+    #[test]
+    fn names_are_as_documented_and_fit() {
+        assert_eq!(service(6379, 3), "rdmasock/1/tcp/6379/3");
+        let id = InstanceId::from_bytes([0xAB; 16]);
+        assert_eq!(instance(&id), format!("rdmasock/1/i/{}", "ab".repeat(16)));
+        assert!(LinkAddress::new(instance(&id).as_bytes()).is_some());
+    }
+
+    #[test]
+    fn a_port_without_the_library_has_no_names() {
+        assert_eq!(found(free_port()), []);
+    }
+
+    #[test]
+    fn every_listener_of_a_port_is_found_and_a_gap_does_not_hide_the_next() {
+        in_child(|| {
+            let port = free_port();
+            let (a, k) = Listener::service(port).unwrap();
+            assert_eq!(k, 0);
+            let (b, k) = Listener::service(port).unwrap();
+            assert_eq!(k, 1);
+            assert_eq!(found(port), [Ok(()), Ok(())]);
+            drop(a);
+            assert_eq!(found(port), [Ok(())]);
+            let (_again, k) = Listener::service(port).unwrap();
+            assert_eq!(k, 0);
+            drop(b);
+            assert_eq!(found(port), [Ok(())]);
+        });
+    }
+
+    #[test]
+    fn there_are_only_so_many_names() {
+        in_child(|| {
+            let port = free_port();
+            let all: Vec<_> = (0..MAX_SERVICES)
+                .map(|_| Listener::service(port).unwrap())
+                .collect();
+            assert_eq!(Listener::service(port).unwrap_err(), Errno::ADDRINUSE);
+            assert_eq!(found(port).len(), all.len());
+        });
+    }
+
+    #[test]
+    fn two_instances_can_talk() {
+        let id = InstanceId::random().unwrap();
+        let listener = Listener::instance(&id).unwrap();
+        assert_eq!(Listener::instance(&id).unwrap_err(), Errno::ADDRINUSE);
+        assert!(listener.accept().unwrap().is_none());
+        let c = connect_to(instance(&id).as_bytes()).unwrap();
+        let s = listener.accept().unwrap().unwrap();
+        c.send(b"hello", &[]).unwrap();
+        assert_eq!(s.recv(&mut [0; 16]).unwrap().bytes, b"hello");
+        assert_eq!(c.peer().unwrap().pid, Some(std::process::id()));
+    }
+
+    #[test]
+    fn nobody_waits_for_a_name_that_does_not_accept() {
+        let id = InstanceId::random().unwrap();
+        let _listener = Listener::instance(&id).unwrap();
+        let mut waiting = Vec::new();
+        let refused = loop {
+            match connect_to(instance(&id).as_bytes()) {
+                Ok(channel) => waiting.push(channel),
+                Err(errno) => break errno,
+            }
+        };
+        assert_eq!(refused, Errno::AGAIN);
+        assert_eq!(connect_to(&[b'x'; 108]).unwrap_err(), Errno::INVAL);
+    }
+}

@@ -1,0 +1,174 @@
+//! Tests of the page of instances, by forked processes, and of the destination cache.
+
+use std::collections::HashSet;
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::os::forked::in_child;
+
+fn id(n: u8) -> InstanceId {
+    InstanceId::from_bytes([n; 16])
+}
+
+fn own_pid() -> u32 {
+    std::process::id()
+}
+
+/// The pid of a process that has just ended.
+fn dead_pid() -> u32 {
+    let mut child = std::process::Command::new("/bin/true").spawn().unwrap();
+    let pid = child.id();
+    child.wait().unwrap();
+    pid
+}
+
+#[test]
+fn an_instance_is_listed_until_it_leaves() {
+    let page = PeerPage::new().unwrap();
+    assert_eq!(page.list(), []);
+    assert!(page.register(own_pid(), &id(1)));
+    assert!(page.register(own_pid(), &id(2)));
+    assert_eq!(page.list(), [id(1), id(2)]);
+    page.unregister(own_pid(), &id(1));
+    page.unregister(own_pid() + 1, &id(2));
+    assert_eq!(page.list(), [id(2)]);
+    assert!(page.register(own_pid(), &id(3)));
+    assert_eq!(page.list(), [id(3), id(2)]);
+}
+
+#[test]
+fn forked_workers_share_the_page() {
+    let page = PeerPage::new().unwrap();
+    assert!(page.register(own_pid(), &id(1)));
+    in_child(|| {
+        assert_eq!(page.list(), [id(1)]);
+        assert!(page.register(own_pid(), &id(2)));
+        assert_eq!(page.list().len(), 2);
+    });
+    // The worker is dead and did not say so.
+    assert_eq!(page.list(), [id(1)]);
+}
+
+#[test]
+fn the_slots_of_the_dead_are_used_again_when_no_other_is_free() {
+    let page = PeerPage::new().unwrap();
+    let dead = dead_pid();
+    assert!(page.register(dead, &id(100)));
+    for n in 1..SLOTS {
+        assert!(page.register(own_pid(), &id(n as u8)));
+    }
+    assert!(page.register(own_pid(), &id(200)));
+    assert!(!page.register(own_pid(), &id(201)));
+    assert_eq!(page.list().len(), SLOTS);
+    assert_eq!(page.list()[0], id(200));
+}
+
+#[test]
+fn a_process_that_died_while_entering_itself_leaves_nothing() {
+    let page = PeerPage::new().unwrap();
+    for slot in page.slots() {
+        slot.owner
+            .store(next_owner(0, dead_pid_once()), Ordering::Relaxed);
+    }
+    assert_eq!(page.list(), []);
+    assert!(page.register(own_pid(), &id(1)));
+    assert_eq!(page.list(), [id(1)]);
+}
+
+fn dead_pid_once() -> u32 {
+    static PID: std::sync::OnceLock<u32> = std::sync::OnceLock::new();
+    *PID.get_or_init(dead_pid)
+}
+
+#[test]
+fn any_bits_in_the_page_are_survived() {
+    let page = PeerPage::new().unwrap();
+    for (n, slot) in page.slots().iter().enumerate() {
+        slot.owner.store(
+            u64::MAX.rotate_left(n as u32) ^ (n as u64) << 40,
+            Ordering::Relaxed,
+        );
+    }
+    let _ = page.list();
+    page.register(own_pid(), &id(1));
+    page.unregister(own_pid(), &id(1));
+}
+
+#[test]
+fn a_reader_never_sees_half_of_an_id() {
+    let page = PeerPage::new().unwrap();
+    let stop = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for first in [1, 101] {
+            let (page, stop) = (&page, &stop);
+            scope.spawn(move || {
+                for n in (0..100u8).cycle().take(50_000) {
+                    assert!(page.register(own_pid(), &id(first + n)));
+                    page.unregister(own_pid(), &id(first + n));
+                }
+                stop.store(true, Ordering::Relaxed);
+            });
+        }
+        while !stop.load(Ordering::Relaxed) {
+            // Without the liveness check, which costs a system call.
+            for (_, found) in page.slots().iter().filter_map(read) {
+                let bytes = found.as_bytes();
+                assert!(bytes.iter().all(|b| *b == bytes[0]), "{found}");
+            }
+        }
+    });
+    assert_eq!(page.list(), []);
+}
+
+fn addr(n: u16) -> SocketAddr {
+    SocketAddr::from(([127, 0, 0, 1], n))
+}
+
+#[test]
+fn answers_expire() {
+    let (mut cache, now, second) = (
+        DestinationCache::new(8),
+        Instant::now(),
+        Duration::from_secs(1),
+    );
+    cache.insert(addr(1), Answer::Absent, now, second);
+    cache.insert(addr(2), Answer::Present(vec![id(1)]), now, 2 * second);
+    assert_eq!(cache.get(&addr(1), now), Some(&Answer::Absent));
+    assert_eq!(cache.get(&addr(1), now + second), None);
+    assert_eq!(
+        cache.get(&addr(2), now + second),
+        Some(&Answer::Present(vec![id(1)]))
+    );
+    cache.insert(addr(1), Answer::Present(vec![]), now + second, second);
+    assert_eq!(
+        cache.get(&addr(1), now + second),
+        Some(&Answer::Present(vec![]))
+    );
+    cache.remove(&addr(1));
+    assert_eq!(cache.get(&addr(1), now + second), None);
+    cache.insert(addr(3), Answer::Absent, now, Duration::MAX);
+    assert_eq!(cache.get(&addr(3), now), None);
+    cache.clear();
+    assert_eq!(cache.get(&addr(2), now), None);
+}
+
+proptest! {
+    #[test]
+    fn the_cache_is_bounded_and_keeps_the_newest(
+        inserts in proptest::collection::vec((0u16..20, 0u64..10), 1..60),
+        capacity in 1usize..6,
+    ) {
+        let (mut cache, mut now) = (DestinationCache::new(capacity), Instant::now());
+        for (n, lifetime) in inserts {
+            now += Duration::from_secs(1);
+            let known: HashSet<_> = cache.entries.keys().copied().collect();
+            cache.insert(addr(n), Answer::Absent, now, Duration::from_secs(lifetime));
+            prop_assert!(cache.entries.len() <= capacity);
+            prop_assert_eq!(cache.get(&addr(n), now).is_some(), lifetime > 0);
+            if known.len() < capacity || known.contains(&addr(n)) {
+                prop_assert!(known.iter().all(|k| cache.entries.contains_key(k)));
+            }
+        }
+    }
+}

@@ -261,6 +261,11 @@ impl Link {
         }
     }
 
+    /// Streams that are not closed on both sides.
+    pub fn streams(&self) -> u32 {
+        self.count.load(Acquire)
+    }
+
     /// The socket of our stream `vqpn`.
     pub fn socket(&self, vqpn: Vqpn) -> Option<&'static Socket> {
         let ptr = self.streams.get(vqpn.0 as usize)?.load(Acquire);
@@ -322,8 +327,7 @@ impl Link {
     /// The peer's waiter `id` sleeps on this eventfd.
     pub fn on_waiter(&self, id: u32, fd: PrivateFd) {
         if let Some(slot) = self.doorbells.get(id as usize) {
-            let old = slot.swap(fd.as_raw_fd(), AcqRel);
-            std::mem::forget(fd);
+            let old = slot.swap(fd.release(), AcqRel);
             close_raw(old);
         }
     }
@@ -404,7 +408,5 @@ impl Link {
 }
 
 fn close_raw(fd: i32) {
-    if fd >= 0 {
-        PrivateFd::adopt(fd);
-    }
+    drop(PrivateFd::adopt(fd));
 }

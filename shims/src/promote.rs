@@ -61,9 +61,10 @@ pub fn run(socket: &'static Socket, control: &mut Control, steps: Steps) {
                 let hello = Hello {
                     instance: library.id,
                     capabilities: Capabilities::SHM,
-                    link: (handshake.role() == Role::Acceptor)
-                        .then(|| library.service.offer_link())
-                        .flatten(),
+                    link: control
+                        .greeted_by
+                        .filter(|_| handshake.role() == Role::Acceptor)
+                        .and_then(|peer| library.service.offer_link(peer)),
                 };
                 queue_marker(socket, control, &Marker::Hello(hello), false);
             }
@@ -94,7 +95,7 @@ pub fn run(socket: &'static Socket, control: &mut Control, steps: Steps) {
             Step::Abandoned => {
                 control.handshake = None;
                 close_stream(socket, control);
-                control.retry_at = crate::wait::now_ns() + 1_000_000_000;
+                socket.retry_at.store(crate::wait::now_ns() + 1_000_000_000, Relaxed);
                 if socket.stage() == Stage::Busy {
                     socket.set_stage(if control.leave.is_some() { Stage::Pinned } else { Stage::Watching });
                 }
@@ -333,9 +334,7 @@ fn on_marker(socket: &'static Socket, control: &mut Control, marker: Option<Mark
     match marker {
         Some(Marker::Hello(hello)) => {
             control.offer = hello.link;
-            if control.handshake.as_ref().is_some_and(|h| h.role() == Role::Acceptor) {
-                Library::get().service.expect_link_from(hello.instance);
-            }
+            control.greeted_by = Some(hello.instance);
             feed(socket, control, |h| h.on_hello(hello.instance));
         }
         Some(Marker::Switch) => feed(socket, control, |h| h.on_closing(Closing::Switch)),

@@ -146,6 +146,7 @@ unsafe fn recv_slow(
     let all = flags & libc::MSG_WAITALL != 0;
     let whole = iov.len();
     let mut got = 0usize;
+    let mut patience = wait::Patience::default();
     loop {
         let mode = socket.rx_mode.load(Acquire);
         // SAFETY: the pieces are writable by `recv`'s contract.
@@ -208,7 +209,7 @@ unsafe fn recv_slow(
                 if flags & libc::MSG_DONTWAIT != 0 || socket.nonblocking.load(Relaxed) {
                     return if got > 0 { got as ssize_t } else { errno::fail(libc::EAGAIN) };
                 }
-                if let Err(error) = wait::for_data(socket, fd) {
+                if let Err(error) = wait::for_data(socket, fd, &mut patience) {
                     return if got > 0 { got as ssize_t } else { errno::fail(error) };
                 }
             }
@@ -245,7 +246,7 @@ unsafe fn from_link(socket: &'static Socket, fd: c_int, iov: &mut Iov, flags: c_
         return Step::Kernel;
     }
     // Before the look at the ring: what was sent before the end is in the ring when we see the end.
-    let ended = socket.anchor.load(Acquire) & ready::ENDED != 0;
+    let ended = is_over(socket);
     let Some(consumer) = rx.consumer.as_mut() else { return Step::Kernel };
     let discard = flags & libc::MSG_TRUNC != 0;
     let peek = flags & libc::MSG_PEEK != 0;
@@ -318,6 +319,11 @@ unsafe fn from_link(socket: &'static Socket, fd: c_int, iov: &mut Iov, flags: c_
     }
 }
 
+/// Nothing more will come over the link: the connection has ended, or the link has.
+fn is_over(socket: &'static Socket) -> bool {
+    socket.anchor.load(Acquire) & ready::ENDED != 0 || socket.link().is_none_or(|l| !l.is_alive())
+}
+
 /// Gives a sender that is limited by its window a larger ring, up to the bound; frees the old one.
 #[cold]
 fn fit_ring(socket: &'static Socket, consumer: &mut Consumer) {
@@ -336,7 +342,10 @@ fn fit_ring(socket: &'static Socket, consumer: &mut Consumer) {
     let next = (now * 4).min(max);
     if let Some(region) = link.allocate(next.trailing_zeros() as u8) {
         match consumer.offer(region) {
-            Ok(wake) => ready::notify_peer(socket, wake),
+            Ok(wake) => {
+                ready::notify_peer(socket, wake);
+                Library::get().service.submit(crate::service::Command::Grown);
+            }
             Err(_) => link.free(region),
         }
     }
@@ -349,7 +358,7 @@ pub fn leave_link_at_end(socket: &'static Socket) -> bool {
     if socket.rx_mode.load(Acquire) != mode::LINK {
         return false;
     }
-    let ended = socket.anchor.load(Acquire) & ready::ENDED != 0;
+    let ended = is_over(socket);
     let over = match rx.consumer.as_mut() {
         None => true,
         Some(c) => match (c.has_data(), c.end()) {
@@ -494,27 +503,57 @@ pub fn has_unread(socket: &'static Socket) -> bool {
             .is_some_and(|n| n > 0)
 }
 
+/// What a look at an idle direction's ring came to.
+pub enum Shrunk {
+    /// Its ring has its first size.
+    Small,
+    /// Not now.
+    Busy,
+    /// A smaller ring is on offer.
+    Offered,
+}
+
 /// For shrinking: an idle direction's ring goes back to its first size.
-pub fn shrink(socket: &'static Socket, link: &'static Link) -> bool {
-    let Some(mut rx) = socket.rx.lock() else { return false };
-    let Some(consumer) = rx.consumer.as_mut() else { return false };
+pub fn shrink(socket: &'static Socket, link: &'static Link) -> Shrunk {
+    let Some(mut rx) = socket.rx.lock() else { return Shrunk::Busy };
+    let Some(consumer) = rx.consumer.as_mut() else { return Shrunk::Small };
     if let Ok(Some(old)) = consumer.take_retired() {
         link.free(old);
     }
     let min = Library::get().config.ring_min.bytes();
-    if consumer.is_switching() || consumer.ring_size() <= min || consumer.has_data().unwrap_or(true) {
-        return false;
+    if !consumer.is_switching() && consumer.ring_size() <= min {
+        return Shrunk::Small;
     }
-    let Some(region) = link.allocate(min.trailing_zeros() as u8) else { return false };
+    let position = consumer.position();
+    let idle = std::mem::replace(&mut rx.seen_at, position) == position;
+    let Some(consumer) = rx.consumer.as_mut() else { return Shrunk::Small };
+    if !idle || consumer.is_switching() || consumer.has_data().unwrap_or(true) {
+        return Shrunk::Busy;
+    }
+    let Some(region) = link.allocate(min.trailing_zeros() as u8) else { return Shrunk::Busy };
     match consumer.offer(region) {
         Ok(wake) => {
             drop(rx);
             ready::notify_peer(socket, wake);
-            true
+            Shrunk::Offered
         }
         Err(_) => {
             link.free(region);
-            false
+            Shrunk::Busy
         }
+    }
+}
+
+/// Whether a blocked receive should look again.
+pub fn is_worth_a_look(socket: &'static Socket) -> bool {
+    match socket.rx_mode.load(Acquire) {
+        mode::LINK => {
+            is_over(socket)
+                || socket.rx.lock().is_none_or(|mut rx| {
+                    rx.consumer.as_mut().is_none_or(|c| c.has_data().unwrap_or(true))
+                })
+        }
+        mode::MARKED => promote::readable(socket) != 0,
+        _ => true,
     }
 }

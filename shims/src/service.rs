@@ -599,9 +599,6 @@ impl Worker {
             if over {
                 promote::close_stream(socket, &mut control);
             }
-            if let Some(link) = socket.link() {
-                control.linked = Some(link);
-            }
             over
         };
         if over {

@@ -13,7 +13,7 @@ use std::sync::atomic::{
 
 use rdmasock_core::fabric::ring::{Consumer, Producer};
 use rdmasock_core::lock::Lock;
-use rdmasock_core::ids::{Nonce, Tuple, Vqpn};
+use rdmasock_core::ids::{InstanceId, Nonce, Tuple, Vqpn};
 use rdmasock_core::stats::{Reason, StreamStats};
 use rdmasock_core::stream::handshake::{Handshake, Role};
 use rdmasock_core::stream::policy::Progress;
@@ -21,7 +21,7 @@ use rdmasock_core::stream::policy::Progress;
 use crate::epoll::Epoll;
 use crate::link::Link;
 use crate::listener::Listener;
-use crate::wait::WaiterId;
+use crate::wait::{Spinner, WaiterId};
 
 /// What a direction runs on. Mirrors what the direction's lock protects, so that the plain case
 /// is decided by one load.
@@ -71,6 +71,8 @@ pub struct Rx {
     /// Bytes taken from TCP by a call that was already in the kernel when the scan began, and
     /// which may be the beginning of a marker.
     pub carry: Vec<u8>,
+    /// Bytes read when the ring was last looked at for shrinking.
+    pub seen_at: u64,
     /// Whom the peer is to tell of data, as an attention word: the epoll sets' part.
     pub bits: u32,
 }
@@ -84,7 +86,9 @@ pub struct Control {
     pub handshake: Option<Handshake>,
     /// Which ASK the handshake belongs to (connector).
     pub request: u64,
-    /// Where the peer's HELLO says that a link can be had.
+    /// Whose HELLO has come.
+    pub greeted_by: Option<InstanceId>,
+    /// Where that HELLO says that a link can be had.
     pub offer: Option<rdmasock_core::wire::LinkOffer>,
     /// Our end of the stream on the link.
     pub opened: Option<Opened>,
@@ -92,8 +96,6 @@ pub struct Control {
     pub peer: Option<Vqpn>,
     /// Go back to TCP as soon as the handshake is over.
     pub leave: Option<Reason>,
-    /// After a failed attempt: not before this instant (ns, monotonic).
-    pub retry_at: u64,
     /// The other end was asked to take its sending direction back to TCP.
     pub asked_back: bool,
 }
@@ -167,11 +169,17 @@ pub struct Socket {
     pub generation: AtomicU64,
     /// The index of its cell in the table of holders that fork children share, plus one.
     pub holders: AtomicU32,
+    /// After a failed attempt: not before this instant (monotonic ns).
+    pub retry_at: AtomicU64,
+    /// Attempts so far.
+    pub tries: AtomicU32,
+    /// How waits for data and for space went lately.
+    pub rx_spin: Spinner,
+    pub tx_spin: Spinner,
     /// The listening socket that it was accepted on.
     pub listener: AtomicPtr<Listener>,
     pub control: Lock<Control>,
     pub interest: Lock<Interest>,
-    pub tuple: Lock<Option<Tuple>>,
     pub slot: u32,
     pub stats: AtomicPtr<StreamStats>,
 }
@@ -218,10 +226,13 @@ impl Socket {
             fd: AtomicI32::new(-1),
             generation: AtomicU64::new(0),
             holders: AtomicU32::new(0),
+            retry_at: AtomicU64::new(0),
+            tries: AtomicU32::new(0),
+            rx_spin: Spinner::new(),
+            tx_spin: Spinner::new(),
             listener: AtomicPtr::new(std::ptr::null_mut()),
             control: Lock::new(Control::default()),
             interest: Lock::new(Interest::default()),
-            tuple: Lock::new(None),
             slot,
             stats: AtomicPtr::new(std::ptr::null_mut()),
         }
@@ -254,6 +265,8 @@ impl Socket {
         socket.peer_vqpn.store(0, Relaxed);
         socket.link.store(std::ptr::null_mut(), Relaxed);
         socket.holders.store(0, Relaxed);
+        socket.retry_at.store(0, Relaxed);
+        socket.tries.store(0, Relaxed);
         socket.listener.store(std::ptr::null_mut(), Relaxed);
         socket.fd.store(fd, Release);
         let mut control = socket.control.lock()?;
@@ -382,5 +395,47 @@ impl Socket {
     #[inline]
     pub fn leave_rx(&self) {
         self.rx_inside.fetch_sub(1, SeqCst);
+    }
+}
+
+/// The connection's addresses, as both ends see them; `None` if it is not connected.
+pub fn tuple_of(socket: &'static Socket) -> Option<Tuple> {
+    let _control = socket.control.lock()?;
+    let fd = socket.anchor_fd()?;
+    let local = std::net::SocketAddr::try_from(rustix::net::getsockname(fd).ok()?).ok()?;
+    let peer = std::net::SocketAddr::try_from(rustix::net::getpeername(fd).ok()??).ok()?;
+    Some(match socket.role() {
+        Role::Connector => Tuple::new(local, peer),
+        Role::Acceptor => Tuple::new(peer, local),
+    })
+}
+
+/// The local port of a TCP socket; `None` for any other.
+pub fn local_port(fd: c_int) -> Option<u16> {
+    // SAFETY: the program's own fd, in the middle of its call.
+    let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+    let local = std::net::SocketAddr::try_from(rustix::net::getsockname(fd).ok()?).ok()?;
+    Some(local.port())
+}
+
+/// What the link still held is lost: the connection is reset, at both ends. The caller holds the
+/// control lock.
+pub fn reset(socket: &'static Socket) {
+    if let Some(fd) = socket.anchor_fd() {
+        let _ = rustix::net::sockopt::set_socket_linger(fd, Some(std::time::Duration::ZERO));
+        // Breaks the association: a RST goes out, and this end sees ECONNRESET.
+        let unspecified = libc::sockaddr {
+            sa_family: libc::AF_UNSPEC as libc::sa_family_t,
+            sa_data: [0; 14],
+        };
+        // SAFETY: the raw system call on a valid address.
+        unsafe {
+            libc::syscall(
+                libc::SYS_connect,
+                std::os::fd::AsRawFd::as_raw_fd(&fd),
+                std::ptr::from_ref(&unspecified),
+                size_of::<libc::sockaddr>(),
+            );
+        }
     }
 }

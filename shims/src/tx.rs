@@ -117,6 +117,7 @@ unsafe fn send_slow(
         take_back(socket, reason_for(flags));
     }
     let mut sent = 0usize;
+    let mut patience = wait::Patience::default();
     loop {
         if sent > 0 && socket.tx_mode.load(Acquire) == mode::TCP {
             // The rest of a send that began on the link: the program calls again.
@@ -145,7 +146,7 @@ unsafe fn send_slow(
                 if flags & libc::MSG_DONTWAIT != 0 || socket.nonblocking.load(Relaxed) {
                     return if sent > 0 { sent as ssize_t } else { errno::fail(libc::EAGAIN) };
                 }
-                if let Err(error) = wait::for_space(socket, fd) {
+                if let Err(error) = wait::for_space(socket, fd, &mut patience) {
                     return if sent > 0 { sent as ssize_t } else { errno::fail(error) };
                 }
             }
@@ -260,6 +261,7 @@ pub unsafe fn sendfile(
         return plain(socket, &real);
     }
     let mut sent = 0usize;
+    let mut patience = wait::Patience::default();
     let count = count.min(0x7fff_f000);
     loop {
         if socket.tx_mode.load(Acquire) == mode::MARKED && promote::flush(socket) {
@@ -307,7 +309,7 @@ pub unsafe fn sendfile(
             if socket.nonblocking.load(Relaxed) {
                 return if sent > 0 { sent as ssize_t } else { errno::fail(libc::EAGAIN) };
             }
-            if let Err(error) = wait::for_space(socket, fd) {
+            if let Err(error) = wait::for_space(socket, fd, &mut patience) {
                 return if sent > 0 { sent as ssize_t } else { errno::fail(error) };
             }
             continue;
@@ -382,4 +384,18 @@ pub fn option_timeout(fd: c_int, option: c_int) -> Timeout {
         return Timeout::Forever;
     }
     Timeout::Ns(tv.tv_sec as u64 * 1_000_000_000 + tv.tv_usec as u64 * 1000)
+}
+
+/// Whether a blocked send should look again.
+pub fn is_worth_a_look(socket: &'static Socket) -> bool {
+    match socket.tx_mode.load(Acquire) {
+        mode::LINK => {
+            let dead = socket.anchor.load(Acquire) & (libc::EPOLLERR | libc::EPOLLHUP) as u32 != 0;
+            dead || socket.tx.lock().is_none_or(|mut tx| {
+                tx.producer.as_mut().is_none_or(|p| p.has_space().unwrap_or(true))
+            })
+        }
+        mode::MARKED => promote::flush(socket),
+        _ => true,
+    }
 }

@@ -17,8 +17,13 @@ use rdmasock_core::fabric::ready::SleepFlag;
 use rdmasock_core::lock::Lock;
 use rdmasock_core::os::memfd::Mapping;
 use rdmasock_core::os::privatefd::PrivateFd;
+use libc::c_int;
 use rustix::event::EventfdFlags;
 use rustix::io::Errno;
+
+use crate::epoll::{Deadline, Timeout};
+use crate::ready::Sleeper;
+use crate::socket::Socket;
 
 /// Most waiters that an instance has.
 pub const MAX_WAITERS: u16 = 1024;
@@ -263,6 +268,110 @@ impl Spinner {
             }
         }
     }
+}
+
+/// How long one blocking call may still wait, by the socket's own time-out option. Looked up at the
+/// first wait.
+#[derive(Default)]
+pub struct Patience(Option<Deadline>);
+
+/// Waits until there may be something to read. `Err` is the errno that the call fails with.
+pub fn for_data(socket: &'static Socket, fd: c_int, patience: &mut Patience) -> Result<(), c_int> {
+    wait_on(socket, fd, patience, &socket.rx_spin, true)
+}
+
+/// Waits until there may be room to write; as `for_data`.
+pub fn for_space(socket: &'static Socket, fd: c_int, patience: &mut Patience) -> Result<(), c_int> {
+    wait_on(socket, fd, patience, &socket.tx_spin, false)
+}
+
+// Not inlined: the forced unwind of pthread_cancel runs the destructors here (see `calls`).
+#[inline(never)]
+fn wait_on(
+    socket: &'static Socket,
+    fd: c_int,
+    patience: &mut Patience,
+    spinner: &Spinner,
+    data: bool,
+) -> Result<(), c_int> {
+    let there = || {
+        if data {
+            crate::rx::is_worth_a_look(socket)
+        } else {
+            crate::tx::is_worth_a_look(socket)
+        }
+    };
+    if spinner.is_worth_it() && spinner.spin(there) {
+        return Ok(());
+    }
+    // O_NONBLOCK may have been set where no hook sees it.
+    // SAFETY: the program's own fd, in the middle of its call.
+    let flags = rustix::fs::fcntl_getfl(unsafe { BorrowedFd::borrow_raw(fd) });
+    if flags.is_ok_and(|f| f.contains(rustix::fs::OFlags::NONBLOCK)) {
+        socket.nonblocking.store(true, Relaxed);
+        return Err(libc::EAGAIN);
+    }
+    let deadline = *patience.0.get_or_insert_with(|| {
+        let option = if data { libc::SO_RCVTIMEO } else { libc::SO_SNDTIMEO };
+        crate::tx::option_timeout(fd, option).deadline()
+    });
+    if deadline.is_over() {
+        return Err(libc::EAGAIN);
+    }
+    let waiters = &crate::library::Library::get().waiters;
+    let Some(lease) = Lease::new(waiters) else {
+        // Out of waiters or fds: look now and then.
+        let _ = rustix::thread::nanosleep(&rustix::time::Timespec { tv_sec: 0, tv_nsec: 1_000_000 });
+        return Ok(());
+    };
+    let _sleeper = Sleeper::new(socket, lease.waiter, data, !data);
+    if there() {
+        return Ok(());
+    }
+    sleep(lease.waiter, deadline.left())
+}
+
+/// A waiter for the time of one sleep.
+struct Lease<'a> {
+    waiters: &'a Waiters,
+    waiter: WaiterId,
+}
+
+impl<'a> Lease<'a> {
+    fn new(waiters: &'a Waiters) -> Option<Self> {
+        waiters.acquire().map(|waiter| Self { waiters, waiter })
+    }
+}
+
+impl Drop for Lease<'_> {
+    fn drop(&mut self) {
+        self.waiters.release(self.waiter);
+    }
+}
+
+/// Sleeps until the waiter's doorbell rings. A cancellation point.
+///
+/// Without a bound the sleep is a read of the eventfd: a signal then ends or restarts it just as
+/// it would the program's own call (SA_RESTART). With a bound the kernel's socket calls are never
+/// restarted, and neither is ppoll.
+fn sleep(waiter: WaiterId, left: Timeout) -> Result<(), c_int> {
+    use crate::real::Cancellable;
+    let Some(fd) = crate::library::Library::get().waiters.doorbell(waiter) else { return Ok(()) };
+    let fd = fd.as_raw_fd();
+    if let Some(timeout) = left.to_timespec() {
+        let mut set = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
+        // SAFETY: one entry, and a valid time-out.
+        let n = unsafe { crate::real::ppoll().cancellable()(&raw mut set, 1, &raw const timeout, std::ptr::null()) };
+        match n {
+            0 => return Err(libc::EAGAIN),
+            n if n < 0 => return Err(crate::errno::get()),
+            _ => {}
+        }
+    }
+    let mut count = 0u64;
+    // SAFETY: eight bytes to write to.
+    let n = unsafe { crate::real::read().cancellable()(fd, (&raw mut count).cast(), 8) };
+    if n < 0 { Err(crate::errno::get()) } else { Ok(()) }
 }
 
 /// How many threads can run on this machine, read now and then.

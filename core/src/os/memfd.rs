@@ -98,6 +98,21 @@ impl Mapping {
         }
     }
 
+    /// Lets go of the memory but not of the addresses: they read as zeroes and take writes from now
+    /// on, for whoever still holds a pointer.
+    pub fn neutralise(&self) {
+        // SAFETY: replaces exactly this mapping, whose memory nobody holds references to, by memory of
+        // the same size and kind of access.
+        let _ = unsafe {
+            rustix::mm::mmap_anonymous(
+                self.start.as_ptr().cast(),
+                self.bytes,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::PRIVATE | MapFlags::NORESERVE | MapFlags::FIXED,
+            )
+        };
+    }
+
     /// Anonymous memory that fork children share, zeroed. EINVAL for no bytes.
     pub fn anonymous(bytes: usize) -> Result<Self, Errno> {
         // SAFETY: a new mapping at an address of the kernel's choice touches nobody's memory.

@@ -102,6 +102,16 @@ impl PrivateFd {
         placed
     }
 
+    /// Takes back a number that [`Self::release`] gave out.
+    pub fn adopt(number: RawFd) -> Option<Self> {
+        is_private(number).then_some(Self { fd: number })
+    }
+
+    /// Gives up the ownership but not the fd, which stays private; see [`Self::adopt`].
+    pub fn release(self) -> RawFd {
+        std::mem::ManuallyDrop::new(self).fd
+    }
+
     /// A second fd for the same open file, under another private number. EMFILE as for [`Self::place`].
     pub fn try_clone(&self) -> Result<Self, Errno> {
         place(self.as_fd())

@@ -151,6 +151,11 @@ impl Handshake {
         self.phase == Phase::Asked
     }
 
+    /// Whether OPEN is what comes next.
+    pub fn is_opening(&self) -> bool {
+        self.phase == Phase::Opening && self.sent.is_none()
+    }
+
     /// YES from a trusted answerer.
     pub fn on_yes(&mut self, theirs: Nonce) -> Result<Steps, Misplaced> {
         if self.phase != Phase::Asked {

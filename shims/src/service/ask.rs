@@ -136,12 +136,12 @@ impl Worker {
 
     fn ask_names(&mut self, request: u64, asking: &mut Asking) {
         let destination = asking.tuple.acceptor();
-        let listener = diag::listener_uid(destination);
+        let owner = diag::listener_owner(destination);
         let own = rustix::process::geteuid().as_raw();
         for channel in names::connect_to_services(destination.port()) {
             let Ok(channel) = channel else { continue };
             let Ok(credentials) = channel.peer() else { continue };
-            if !diag::trusted(credentials.uid, &listener, own) {
+            if !diag::trusted(credentials.uid, owner, own) {
                 tracing::warn!(target: "rdmasock", uid = credentials.uid, %destination, "service name of another user ignored");
                 continue;
             }

@@ -14,7 +14,7 @@ use rdmasock_core::stream::handshake::Handshake;
 use rdmasock_core::wire::{self, Geometry, LinkOffer, MAX_MESSAGE, Message};
 use rustix::event::epoll as kernel;
 
-use super::{ASK_TIMEOUT, Conn, Peer, Ref, Worker, kind, tag};
+use super::{ASK_TIMEOUT, Conn, Peer, Ref, Worker};
 use crate::link::{Link, Side};
 use crate::promote;
 use crate::socket::mode;
@@ -305,14 +305,6 @@ impl Worker {
             }
             used
         });
-    }
-
-    pub(super) fn watch_link(&self, link: &'static Link, conn: u64) -> bool {
-        self.add(
-            link.channel().as_fd(),
-            tag(kind::CHANNEL, conn),
-            kernel::EventFlags::IN | kernel::EventFlags::RDHUP,
-        )
     }
 }
 

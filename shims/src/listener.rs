@@ -1,0 +1,116 @@
+//! A listening TCP socket and the service name that goes with it.
+//!
+//! The name lives as long as some process holds the listening socket: forked workers inherit it,
+//! together with the page that lists the instances which answer behind it.
+
+use std::ffi::c_int;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::{AcqRel, Acquire}};
+
+use rdmasock_core::ids::InstanceId;
+use rdmasock_core::lock::Lock;
+use rdmasock_core::os::channel::Channel;
+use rdmasock_core::rendezvous::names;
+use rdmasock_core::rendezvous::peers::PeerPage;
+
+use crate::library::Library;
+use crate::service::Command;
+
+/// See the module. Never freed: there are few, and fork children inherit them.
+#[repr(align(64))]
+pub struct Listener {
+    name: Lock<Option<names::Listener>>,
+    page: Option<PeerPage>,
+    /// Numbers of this process that stand for the socket.
+    pub fds: AtomicU32,
+    /// The service thread of this process answers on the name.
+    served: AtomicBool,
+}
+
+impl Listener {
+    /// Makes the name for a socket that has just begun to listen on `fd`. Where that is not
+    /// possible the listener works as ever, and nobody is promoted.
+    pub fn new(fd: c_int) -> &'static Self {
+        let name = crate::socket::local_port(fd).and_then(|port| match names::Listener::service(port) {
+            Ok((listener, k)) => {
+                tracing::debug!(target: "rdmasock", port, k, "service name");
+                Some(listener)
+            }
+            Err(error) => {
+                tracing::warn!(target: "rdmasock", port, %error, "no service name");
+                None
+            }
+        });
+        Box::leak(Box::new(Self {
+            name: Lock::new(name),
+            page: PeerPage::new().ok(),
+            fds: AtomicU32::new(1),
+            served: AtomicBool::new(false),
+        }))
+    }
+
+    /// The name's fd.
+    pub fn name(&self) -> Option<BorrowedFd<'static>> {
+        let name = self.name.lock()?;
+        // SAFETY: closed only when the last number of the listener is, and the service thread's
+        // epoll forgets it then by itself.
+        name.as_ref().map(|n| unsafe { BorrowedFd::borrow_raw(n.as_fd().as_raw_fd()) })
+    }
+
+    /// The next connection of somebody who asks.
+    pub fn accept_asker(&self) -> Option<Channel> {
+        self.name.lock()?.as_ref()?.accept().ok().flatten()
+    }
+
+    /// This process has accepted a connection: its service thread answers for the listener.
+    #[inline]
+    pub fn on_accept(&'static self) {
+        if !self.served.load(Acquire) && !self.served.swap(true, AcqRel) {
+            Library::get().service.submit(Command::Listen(self));
+        }
+    }
+
+    /// Enters an instance as one that may hold connections of this listener.
+    pub fn enter(&self, id: &InstanceId) {
+        if let Some(page) = &self.page {
+            page.register(own_pid(), id);
+        }
+    }
+
+    /// The live instances.
+    pub fn instances(&self) -> Vec<InstanceId> {
+        self.page.as_ref().map(PeerPage::list).unwrap_or_default()
+    }
+
+    /// One more number stands for it.
+    pub fn retain(&self) {
+        self.fds.fetch_add(1, AcqRel);
+    }
+
+    /// A number was closed; with the last one the name is given up by this process.
+    pub fn release(&self) {
+        if self.fds.fetch_sub(1, AcqRel) == 1
+            && let Some(mut name) = self.name.lock()
+        {
+            *name = None;
+        }
+    }
+
+    /// In a fork child: nobody answers yet.
+    pub fn after_fork(&self) {
+        self.served.store(false, std::sync::atomic::Ordering::Release);
+        // SAFETY: only this thread exists in the child; a name in the middle of being closed is
+        // closed either way.
+        unsafe { self.name.reset() };
+    }
+
+    /// The name's number, to be kept across a fork.
+    pub fn name_number(&self) -> Option<c_int> {
+        // SAFETY: called in a fork child, where no other thread exists.
+        unsafe { self.name.get_unlocked() }.as_ref().map(|n| n.as_fd().as_raw_fd())
+    }
+}
+
+fn own_pid() -> u32 {
+    rustix::process::getpid().as_raw_nonzero().get() as u32
+}

@@ -1,0 +1,275 @@
+//! poll() and select() over sockets of both kinds.
+//!
+//! Sockets that the library reports on are taken out of the kernel's set and asked through
+//! `ready`; the rest stays in it, together with a doorbell that stands for the former.
+
+use std::ffi::c_int;
+use std::os::fd::AsRawFd;
+
+use libc::{nfds_t, pollfd};
+
+use crate::epoll::Timeout;
+use crate::errno;
+use crate::library::Library;
+use crate::ready::{self, Arm, Sleeper};
+use crate::table::{self, Entry};
+use crate::wait::{Spinner, WaiterId};
+
+static SPINNER: Spinner = Spinner::new();
+
+/// Whether any number in the set is one that the library may have to say something about.
+fn is_ours(fd: c_int) -> bool {
+    match table::lookup(fd) {
+        Entry::Socket(_) => true,
+        Entry::Epoll(e) => e.is_active(),
+        _ => false,
+    }
+}
+
+/// poll() and its kin. `real(fds, n, timeout)` is libc's own with the program's signal mask.
+///
+/// # Safety
+/// `fds` has `count` entries.
+pub unsafe fn poll(
+    fds: *mut pollfd,
+    count: nfds_t,
+    timeout: Timeout,
+    real: impl Fn(*mut pollfd, nfds_t, Timeout) -> c_int,
+) -> c_int {
+    // SAFETY: by the contract.
+    let any = !fds.is_null() && (0..count as usize).any(|i| is_ours(unsafe { (*fds.add(i)).fd }));
+    if !any {
+        return real(fds, count, timeout);
+    }
+    // SAFETY: by the contract, and not null.
+    let set = unsafe { std::slice::from_raw_parts_mut(fds, count as usize) };
+    poll_slow(set, timeout, &real)
+}
+
+#[inline(never)]
+fn poll_slow(set: &mut [pollfd], timeout: Timeout, real: &impl Fn(*mut pollfd, nfds_t, Timeout) -> c_int) -> c_int {
+    let deadline = timeout.deadline();
+    let mut copy: Vec<pollfd> = Vec::with_capacity(set.len() + 1);
+    let mut spun = false;
+    loop {
+        // What is ours to say, and what the kernel says.
+        let ours = evaluate(set);
+        copy.clear();
+        copy.extend(set.iter().map(|p| pollfd {
+            fd: if is_watched(p.fd) { -1 } else { p.fd },
+            events: p.events,
+            revents: 0,
+        }));
+        let n = copy.len() as nfds_t;
+        if ours > 0 || deadline.is_zero() || (!spun && SPINNER.is_worth_it()) {
+            if copy.iter().any(|p| p.fd >= 0) {
+                let r = real(copy.as_mut_ptr(), n, Timeout::ZERO);
+                if r < 0 {
+                    return r;
+                }
+            }
+            let ready = merge(set, &copy);
+            if ready > 0 || deadline.is_zero() {
+                return ready;
+            }
+            spun = true;
+            if SPINNER.spin(|| evaluate(set) > 0) {
+                continue;
+            }
+        }
+        let waiters = &Library::get().waiters;
+        let Some(waiter) = waiters.acquire() else {
+            // Out of waiters: look every millisecond.
+            let step = match deadline.left() {
+                Timeout::Ns(ns) => Timeout::Ns(ns.min(1_000_000)),
+                Timeout::Forever => Timeout::Ns(1_000_000),
+            };
+            let r = real(copy.as_mut_ptr(), n, step);
+            if r != 0 || deadline.is_over() {
+                return if r < 0 { r } else { merge(set, &copy) };
+            }
+            continue;
+        };
+        let _lease = Lease(waiter);
+        let sleepers: Vec<Sleeper> = set
+            .iter()
+            .filter_map(|p| {
+                let socket = table::socket(p.fd).filter(|s| ready::is_watched(s))?;
+                let data = p.events & (libc::POLLIN | libc::POLLRDNORM | libc::POLLRDHUP | libc::POLLPRI) != 0;
+                let space = p.events & (libc::POLLOUT | libc::POLLWRNORM) != 0;
+                Some(Sleeper::new(socket, waiter, data, space))
+            })
+            .collect();
+        if evaluate(set) > 0 {
+            continue;
+        }
+        // A socket that became ours meanwhile is not among the sleepers.
+        if set.iter().zip(&copy).any(|(p, c)| c.fd >= 0 && is_watched(p.fd)) {
+            continue;
+        }
+        copy.push(pollfd {
+            fd: waiters.doorbell(waiter).map_or(-1, |d| d.as_raw_fd()),
+            events: libc::POLLIN,
+            revents: 0,
+        });
+        let r = real(copy.as_mut_ptr(), n + 1, deadline.left());
+        let error = errno::get();
+        drop(sleepers);
+        let rung = copy.pop().is_some_and(|p| p.revents != 0);
+        if rung && let Some(doorbell) = waiters.doorbell(waiter) {
+            let _ = rustix::io::read(doorbell, &mut [0u8; 8]);
+        }
+        if r < 0 {
+            errno::set(error);
+            return r;
+        }
+        evaluate(set);
+        let ready = merge(set, &copy);
+        if ready > 0 || deadline.is_over() {
+            return ready;
+        }
+        spun = false;
+    }
+}
+
+struct Lease(WaiterId);
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        Library::get().waiters.release(self.0);
+    }
+}
+
+fn is_watched(fd: c_int) -> bool {
+    table::socket(fd).is_some_and(ready::is_watched)
+}
+
+/// Fills in `revents` of what is ours; gives how many are ready.
+fn evaluate(set: &mut [pollfd]) -> c_int {
+    let mut ready = 0;
+    for p in set {
+        p.revents = 0;
+        match table::lookup(p.fd) {
+            Entry::Socket(socket) if ready::is_watched(socket) => {
+                let always = (libc::POLLERR | libc::POLLHUP) as u32;
+                let events = p.events as u16 as u32;
+                p.revents = (ready::evaluate(socket, events, Arm::No) & (events | always)) as i16;
+            }
+            Entry::Epoll(epoll) if p.events & libc::POLLIN != 0 && epoll.is_ready() => p.revents = libc::POLLIN,
+            _ => {}
+        }
+        ready += c_int::from(p.revents != 0);
+    }
+    ready
+}
+
+/// Adds what the kernel said; gives how many are ready. What it said of a socket that is ours by
+/// now does not count.
+fn merge(set: &mut [pollfd], kernel: &[pollfd]) -> c_int {
+    let mut ready = 0;
+    for (p, k) in set.iter_mut().zip(kernel) {
+        if k.fd >= 0 && !is_watched(p.fd) {
+            p.revents |= k.revents;
+        }
+        ready += c_int::from(p.revents != 0);
+    }
+    ready
+}
+
+/// The three sets of a select() call.
+pub struct Sets {
+    pub count: c_int,
+    pub read: *mut libc::fd_set,
+    pub write: *mut libc::fd_set,
+    pub except: *mut libc::fd_set,
+}
+
+const READ_EVENTS: i16 = libc::POLLIN | libc::POLLRDNORM | libc::POLLRDBAND;
+const WRITE_EVENTS: i16 = libc::POLLOUT | libc::POLLWRNORM | libc::POLLWRBAND;
+/// What select() calls readable and writable (select(2), "Correspondence between select and poll").
+const READ_READY: i16 = READ_EVENTS | libc::POLLHUP | libc::POLLERR;
+const WRITE_READY: i16 = WRITE_EVENTS | libc::POLLERR;
+
+impl Sets {
+    fn word(set: *mut libc::fd_set, fd: c_int) -> *mut u64 {
+        set.cast::<u64>().wrapping_add(fd as usize / 64)
+    }
+
+    unsafe fn has(set: *mut libc::fd_set, fd: c_int) -> bool {
+        // SAFETY: the program's set has a bit for every number below its count, which may be
+        // beyond FD_SETSIZE.
+        !set.is_null() && unsafe { *Self::word(set, fd) } >> (fd % 64) & 1 != 0
+    }
+
+    unsafe fn keep(set: *mut libc::fd_set, fd: c_int, keep: bool) -> c_int {
+        if set.is_null() {
+            return 0;
+        }
+        // SAFETY: as in `has`.
+        unsafe {
+            let word = Self::word(set, fd);
+            let bit = 1u64 << (fd % 64);
+            let kept = keep && *word & bit != 0;
+            if !kept {
+                *word &= !bit;
+            }
+            c_int::from(kept)
+        }
+    }
+
+    /// Whether a number in the sets is ours.
+    ///
+    /// # Safety
+    /// The sets are null or hold `count` bits.
+    pub unsafe fn has_ours(&self) -> bool {
+        (0..self.count.max(0)).any(|fd| {
+            // SAFETY: by the contract.
+            let asked = unsafe { Self::has(self.read, fd) || Self::has(self.write, fd) || Self::has(self.except, fd) };
+            asked && is_ours(fd)
+        })
+    }
+
+    /// select() by way of poll().
+    ///
+    /// # Safety
+    /// The sets are null or hold `count` bits.
+    pub unsafe fn select(&self, timeout: Timeout, real: impl Fn(*mut pollfd, nfds_t, Timeout) -> c_int) -> c_int {
+        let mut set = Vec::new();
+        for fd in 0..self.count {
+            let mut events = 0;
+            // SAFETY: by the contract.
+            unsafe {
+                if Self::has(self.read, fd) {
+                    events |= READ_EVENTS;
+                }
+                if Self::has(self.write, fd) {
+                    events |= WRITE_EVENTS;
+                }
+                if Self::has(self.except, fd) {
+                    events |= libc::POLLPRI;
+                }
+            }
+            if events != 0 {
+                set.push(pollfd { fd, events, revents: 0 });
+            }
+        }
+        // SAFETY: a vector of that length.
+        let n = unsafe { poll(set.as_mut_ptr(), set.len() as nfds_t, timeout, real) };
+        if n < 0 {
+            return n;
+        }
+        if set.iter().any(|p| p.revents & libc::POLLNVAL != 0) {
+            return errno::fail(libc::EBADF);
+        }
+        let mut bits = 0;
+        for p in &set {
+            // SAFETY: by the contract.
+            unsafe {
+                bits += Self::keep(self.read, p.fd, p.revents & READ_READY != 0);
+                bits += Self::keep(self.write, p.fd, p.revents & WRITE_READY != 0);
+                bits += Self::keep(self.except, p.fd, p.revents & libc::POLLPRI != 0);
+            }
+        }
+        bits
+    }
+}

@@ -98,13 +98,14 @@ impl Row {
         self.samples.get(&subject).map(|samples| median(samples))
     }
 
-    /// How many times as good as `subject` the library is.
+    /// How many times as good as `subject` the library is; none where that is not a number.
     pub fn times(&self, subject: Subject) -> Option<f64> {
         let (ours, theirs) = (self.median(Subject::Library)?, self.median(subject)?);
-        Some(match self.better {
+        let times = match self.better {
             Better::Higher => ours / theirs,
             Better::Lower => theirs / ours,
-        })
+        };
+        times.is_finite().then_some(times)
     }
 
     /// Whether a goal is met; none when a figure is missing.

@@ -118,7 +118,11 @@ fn main() -> Result<()> {
         .flat_map(|p| p.measures)
         .map(|m| m.row)
         .collect();
-    let report = Report::new("Unmodified programs on one host", rounds, rows);
+    let title = match options.kernel {
+        true => "Self-check, the library is NOT in use",
+        false => "Unmodified programs on one host",
+    };
+    let report = Report::new(title, rounds, rows);
     println!("{report}");
     if let Some(path) = &options.json {
         report

@@ -7,7 +7,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use tempfile::TempDir;
 
 use crate::ports;
@@ -246,12 +246,11 @@ impl Lab {
 
     fn must_be_loaded(&self, server: &Proc) -> Result<()> {
         let build = self.build.as_ref().context("no build")?;
-        if build.stat.group(server.pid())?.is_empty() {
-            bail!(
-                "{} is not listed by rdmasock stat: the library is not active in it",
-                server.name()
-            );
-        }
+        ensure!(
+            !build.stat.group(server.pid())?.is_empty(),
+            "{}",
+            self.not_promoted(server)
+        );
         Ok(())
     }
 
@@ -274,7 +273,11 @@ impl Lab {
                 )
             })
             .collect();
-        format!("{} was not promoted [{}]", server.name(), said.join(" | "))
+        let said = match said.is_empty() {
+            true => "rdmasock stat does not list it: the library is not active in it".to_owned(),
+            false => said.join(" | "),
+        };
+        format!("{} was not promoted: {said}", server.name())
     }
 
     /// A new file of `size` bytes that look random (xorshift64*, the same for the same seed).

@@ -10,6 +10,17 @@ pub mod signals;
 pub mod stat;
 pub mod table;
 
+/// What `main` returns: an error goes to standard error in one line, without a backtrace.
+pub fn exit(result: anyhow::Result<()>) -> std::process::ExitCode {
+    match result {
+        Ok(()) => std::process::ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            std::process::ExitCode::FAILURE
+        }
+    }
+}
+
 /// The middle value of `samples` (the mean of the two middle ones for an even count), 0 if empty.
 pub fn median(samples: &[f64]) -> f64 {
     let mut sorted = samples.to_vec();

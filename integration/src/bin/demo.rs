@@ -59,7 +59,11 @@ struct Program {
     has_unix: bool,
 }
 
-fn main() -> Result<()> {
+fn main() -> std::process::ExitCode {
+    rdmasock_integration::exit(all())
+}
+
+fn all() -> Result<()> {
     let options = Options::parse();
     signals::catch()?;
     signals::raise_nofile()?;

@@ -57,7 +57,11 @@ struct Bench {
     failures: Vec<String>,
 }
 
-fn main() -> Result<()> {
+fn main() -> std::process::ExitCode {
+    rdmasock_integration::exit(all())
+}
+
+fn all() -> Result<()> {
     let options = Options::parse();
     if let Some(Part::Peer(peer)) = options.part {
         return peer::run(&peer);

@@ -1,0 +1,295 @@
+//! What single calls, messages and idle streams cost: kernel TCP, a Unix socket and the library,
+//! alternately in one run. It starts itself again as both ends of every measurement (`peer`).
+//! Whole programs are the business of `demo`; nothing here is a test with a time limit.
+
+mod idle;
+mod peer;
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use clap::{Parser, Subcommand};
+use rdmasock_integration::lab::{Build, Lab, Mode, Role};
+use rdmasock_integration::ports::free_port;
+use rdmasock_integration::proc::{Cmd, Proc, wait_until};
+use rdmasock_integration::signals;
+use rdmasock_integration::table::{Better, Goal, Report, Row, Subject};
+
+use peer::{Job, Peer};
+
+/// Measures calls, messages and idle streams on kernel TCP, Unix sockets and rdmasock.
+#[derive(Debug, Parser)]
+#[command(args_conflicts_with_subcommands = true)]
+struct Options {
+    #[command(subcommand)]
+    part: Option<Part>,
+    /// Also write the table to FILE as JSON.
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+    /// One short round.
+    #[arg(long)]
+    quick: bool,
+    /// How often each measurement is repeated, alternating.
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=99))]
+    rounds: u32,
+    /// Only rows whose name contains this.
+    #[arg(long, value_name = "TEXT")]
+    only: Option<String>,
+    /// Without the library: checks the benchmark itself.
+    #[arg(long, hide = true)]
+    kernel: bool,
+}
+
+#[derive(Debug, Subcommand)]
+enum Part {
+    /// One end of a measurement; started by the benchmark itself.
+    #[command(hide = true)]
+    Peer(Peer),
+}
+
+/// What all measurements share.
+struct Bench {
+    build: Option<Build>,
+    kernel: bool,
+    seconds: f64,
+    rounds: u32,
+    failures: Vec<String>,
+}
+
+fn main() -> std::process::ExitCode {
+    rdmasock_integration::exit(all())
+}
+
+fn all() -> Result<()> {
+    let options = Options::parse();
+    if let Some(Part::Peer(peer)) = options.part {
+        return peer::run(&peer);
+    }
+    signals::catch()?;
+    signals::raise_nofile()?;
+    let build = Build::locate();
+    let mut bench = Bench {
+        build: if options.kernel {
+            build.ok()
+        } else {
+            Some(build?)
+        },
+        kernel: options.kernel,
+        seconds: if options.quick { 0.3 } else { 1.0 },
+        rounds: if options.quick { 1 } else { options.rounds },
+        failures: Vec::new(),
+    };
+    let is_wanted = |row: &Row| {
+        options
+            .only
+            .as_ref()
+            .is_none_or(|text| row.name.contains(text))
+    };
+
+    let mut rows = Vec::new();
+    for (mut row, job, has_unix) in pairs() {
+        if is_wanted(&row) {
+            bench.pair(&mut row, job, has_unix);
+            rows.push(row);
+        }
+    }
+    let mut idle = idle::rows();
+    if idle.iter().any(is_wanted) {
+        bench.repeat(
+            "idle streams",
+            &[Subject::Tcp, Subject::Library],
+            |bench, subject| idle::measure(&bench.lab(subject)?, &mut idle, subject),
+        );
+        rows.extend(idle);
+    }
+    for (mut row, job) in pass_through() {
+        if is_wanted(&row) {
+            let name = row.name.clone();
+            bench.repeat(
+                &name,
+                &[Subject::Bare, Subject::Library],
+                |bench, subject| {
+                    let lab = bench.lab(subject)?;
+                    row.add(
+                        subject,
+                        figure(&lab, bench.peer(&lab, Role::Client, job, "")?)?,
+                    );
+                    Ok(())
+                },
+            );
+            rows.push(row);
+        }
+    }
+
+    let report = Report::new(
+        "Calls, messages and idle streams on one host",
+        bench.rounds,
+        rows,
+    );
+    println!("{report}");
+    if let Some(path) = &options.json {
+        report
+            .write(path)
+            .with_context(|| format!("write {}", path.display()))?;
+    }
+    if !bench.failures.is_empty() {
+        bail!(
+            "{} measurements failed:\n  {}",
+            bench.failures.len(),
+            bench.failures.join("\n  ")
+        );
+    }
+    Ok(())
+}
+
+/// Measurements between a server and a client: the row, the job, and whether Unix sockets have it.
+fn pairs() -> Vec<(Row, Job, bool)> {
+    let fifty = Goal::Times(Subject::Tcp, 50.0);
+    let trip = [fifty, Goal::Times(Subject::Bare, 0.25)];
+    let row = Row::new;
+    vec![
+        (
+            row("8 B round trip, blocking", "ns", Better::Lower, &trip),
+            Job::EchoBlocking,
+            true,
+        ),
+        (
+            row("8 B round trip, epoll", "ns", Better::Lower, &trip),
+            Job::EchoEpoll,
+            true,
+        ),
+        (
+            row(
+                "8 B messages one way, large reads",
+                "messages/s",
+                Better::Higher,
+                &[fifty],
+            ),
+            Job::MessagesLargeReads,
+            true,
+        ),
+        (
+            row(
+                "8 B messages one way, 8 B reads",
+                "messages/s",
+                Better::Higher,
+                &[fifty],
+            ),
+            Job::MessagesSmallReads,
+            true,
+        ),
+        (
+            row(
+                "bulk one way, 1 MiB writes",
+                "bytes/s",
+                Better::Higher,
+                &[Goal::Times(Subject::Tcp, 3.0)],
+            ),
+            Job::Bulk,
+            true,
+        ),
+    ]
+}
+
+/// Calls on sockets that are not accelerated.
+fn pass_through() -> Vec<(Row, Job)> {
+    let row = |name| {
+        Row::new(
+            name,
+            "ns",
+            Better::Lower,
+            &[Goal::Over(Subject::Bare, 10.0)],
+        )
+    };
+    vec![
+        (row("pass-through recv, UDP socket, EAGAIN"), Job::PassUdp),
+        (row("pass-through recv, bad descriptor"), Job::PassBadFd),
+    ]
+}
+
+impl Bench {
+    /// An experiment with the library on both sides for [`Subject::Library`], else on none.
+    fn lab(&self, subject: Subject) -> Result<Lab> {
+        let mode = match subject {
+            Subject::Library if !self.kernel => Mode::Both,
+            _ => Mode::Kernel,
+        };
+        Lab::new(mode, self.build.clone(), Duration::from_secs(120))
+    }
+
+    /// Runs `sample` in every round for every subject in turn; failures are noted, not fatal.
+    fn repeat(
+        &mut self,
+        name: &str,
+        subjects: &[Subject],
+        mut sample: impl FnMut(&Self, Subject) -> Result<()>,
+    ) {
+        eprintln!("{name}");
+        for _ in 0..self.rounds {
+            for subject in subjects {
+                if signals::is_interrupted() {
+                    return self.failures.push("interrupted".to_owned());
+                }
+                if let Err(error) = sample(self, *subject) {
+                    self.failures
+                        .push(format!("{name}, {subject:?}: {error:#}"));
+                }
+            }
+        }
+    }
+
+    fn pair(&mut self, row: &mut Row, job: Job, has_unix: bool) {
+        let is_trip = matches!(job, Job::EchoBlocking | Job::EchoEpoll);
+        let mut subjects = vec![Subject::Tcp];
+        subjects.extend(has_unix.then_some(Subject::Unix));
+        subjects.push(Subject::Library);
+        subjects.extend(is_trip.then_some(Subject::Bare));
+        let name = row.name.clone();
+        self.repeat(&name, &subjects, |bench, subject| {
+            let lab = bench.lab(subject)?;
+            if subject == Subject::Bare {
+                row.add(
+                    subject,
+                    figure(&lab, bench.peer(&lab, Role::Client, Job::Bare, "")?)?,
+                );
+                return Ok(());
+            }
+            let (server, address) = bench.server(&lab, job, subject)?;
+            row.add(
+                subject,
+                figure(&lab, bench.peer(&lab, Role::Client, job, &address)?)?,
+            );
+            lab.check_paths(&server)
+        });
+    }
+
+    fn server(&self, lab: &Lab, job: Job, subject: Subject) -> Result<(Proc, String)> {
+        if subject != Subject::Unix {
+            let port = free_port()?;
+            let address = format!("127.0.0.1:{port}");
+            let cmd = self.peer(lab, Role::Server, job, &address)?;
+            return Ok((lab.serve(cmd, port)?, address));
+        }
+        let path = lab.path("socket");
+        let address = path.display().to_string();
+        let mut server = self.peer(lab, Role::Server, job, &address)?.spawn()?;
+        wait_until("the Unix socket", lab.soon(10), || {
+            server.check_running()?;
+            Ok(path.exists())
+        })?;
+        Ok((server, address))
+    }
+
+    fn peer(&self, lab: &Lab, role: Role, job: Job, address: &str) -> Result<Cmd> {
+        peer::command(lab, role, job, address, self.seconds)
+    }
+}
+
+/// Runs a client that prints one figure.
+fn figure(lab: &Lab, cmd: Cmd) -> Result<f64> {
+    let text = lab.text(cmd)?;
+    text.trim()
+        .parse()
+        .with_context(|| format!("not a figure: {text}"))
+}

@@ -1,0 +1,350 @@
+//! One experiment: a temporary directory, a deadline, and which of the two sides has the library
+//! in front of it. Starts programs accordingly and checks afterwards what their counters say.
+
+use std::cell::Cell;
+use std::io::Write;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use tempfile::TempDir;
+
+use crate::ports;
+use crate::proc::{Cmd, Proc, wait_until};
+use crate::stat::{Stat, Totals};
+
+/// Which side runs with the library in front.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Mode {
+    Kernel,
+    Both,
+    ServerOnly,
+    ClientOnly,
+}
+
+impl Mode {
+    /// All of them, the baseline first.
+    pub const ALL: [Self; 4] = [Self::Kernel, Self::Both, Self::ServerOnly, Self::ClientOnly];
+
+    /// The name in test names and tables.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Kernel => "kernel",
+            Self::Both => "both",
+            Self::ServerOnly => "server-only",
+            Self::ClientOnly => "client-only",
+        }
+    }
+
+    fn preloads(self, role: Role) -> bool {
+        match role {
+            Role::Server => matches!(self, Self::Both | Self::ServerOnly),
+            Role::Client => matches!(self, Self::Both | Self::ClientOnly),
+            Role::Outsider => false,
+        }
+    }
+}
+
+/// The part that a program plays. An outsider is a tool of the experiment, never preloaded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Role {
+    Server,
+    Client,
+    Outsider,
+}
+
+/// The library and the command as built.
+#[derive(Debug, Clone)]
+pub struct Build {
+    pub library: PathBuf,
+    pub stat: Stat,
+}
+
+impl Build {
+    /// Looks for the release build in the target directory that the running program is in.
+    ///
+    /// # Errors
+    /// When it is not built; the text names the remedy.
+    pub fn locate() -> Result<Self> {
+        let here = std::env::current_exe()?;
+        let release = here
+            .ancestors()
+            .map(|dir| dir.join("release"))
+            .find(|dir| dir.join("librdmasock.so").is_file())
+            .context("librdmasock.so is not built: cargo build --release -p rdmasock")?;
+        let command = release.join("rdmasock");
+        ensure!(
+            command.is_file(),
+            "the rdmasock command is not built: cargo build --release -p rdmasock-cli"
+        );
+        Ok(Self {
+            library: release.join("librdmasock.so"),
+            stat: Stat::new(command),
+        })
+    }
+}
+
+/// One experiment; its files go with it.
+#[derive(Debug)]
+pub struct Lab {
+    dir: TempDir,
+    mode: Mode,
+    build: Option<Build>,
+    deadline: Instant,
+    vars: Vec<(String, String)>,
+    commands: Cell<u32>,
+}
+
+impl Lab {
+    /// `build` is needed in every mode but [`Mode::Kernel`].
+    ///
+    /// # Errors
+    /// When the temporary directory cannot be made, or the library is not built.
+    pub fn new(mode: Mode, build: Option<Build>, time: Duration) -> Result<Self> {
+        let dir = tempfile::Builder::new().prefix("rdmasock-").tempdir()?;
+        // Workers that drop their privileges read their files here.
+        std::fs::set_permissions(dir.path(), PermissionsExt::from_mode(0o755))?;
+        let build = match mode {
+            Mode::Kernel => build,
+            _ => Some(build.map_or_else(Build::locate, Ok)?),
+        };
+        let deadline = Instant::now() + time;
+        Ok(Self {
+            dir,
+            mode,
+            build,
+            deadline,
+            vars: Vec::new(),
+            commands: Cell::new(0),
+        })
+    }
+
+    /// Which side has the library.
+    pub fn mode(&self) -> Mode {
+        self.mode
+    }
+
+    /// When every wait gives up.
+    pub fn deadline(&self) -> Instant {
+        self.deadline
+    }
+
+    /// A path in the temporary directory.
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    /// Sets a variable for every preloaded program started from now on.
+    pub fn set(&mut self, key: &str, value: impl Into<String>) {
+        self.vars.push((key.to_owned(), value.into()));
+    }
+
+    /// Has the library log warnings into the temporary directory.
+    pub fn log_warnings(&mut self) {
+        let file = self.path("rdmasock.%p.log").display().to_string();
+        self.set("RDMASOCK_LOG", "warn");
+        self.set("RDMASOCK_LOG_FILE", file);
+    }
+
+    /// A command whose output goes to a numbered log here, preloaded if its role says so.
+    ///
+    /// # Errors
+    /// When the program is not installed.
+    pub fn cmd(&self, role: Role, program: &str) -> Result<Cmd> {
+        let number = self.commands.replace(self.commands.get() + 1);
+        let name = program.rsplit('/').next().unwrap_or(program);
+        let mut cmd = Cmd::new(program, self.path(&format!("{number:02}-{name}.log")))?;
+        if let (true, Some(build)) = (self.mode.preloads(role), &self.build) {
+            cmd = cmd.env("LD_PRELOAD", &build.library);
+            for (key, value) in &self.vars {
+                cmd = cmd.env(key, value);
+            }
+        }
+        Ok(cmd)
+    }
+
+    /// Starts a server and waits until it listens on `port`.
+    ///
+    /// # Errors
+    /// When it ends, or does not listen in time.
+    pub fn serve(&self, cmd: Cmd, port: u16) -> Result<Proc> {
+        let mut proc = cmd.spawn()?;
+        wait_until("a server to listen", self.soon(10), || {
+            proc.check_running()?;
+            Ok(ports::is_listening(port))
+        })?;
+        Ok(proc)
+    }
+
+    /// Runs a client to its successful end and returns its standard output. While it runs with
+    /// the library against a server without, its counters must not show a byte on a link.
+    ///
+    /// # Errors
+    /// When it fails or is not done in time.
+    pub fn run(&self, cmd: Cmd) -> Result<Vec<u8>> {
+        self.finish(cmd.spawn()?)
+    }
+
+    /// As [`Lab::run`], for a client that runs already.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn finish(&self, client: Proc) -> Result<Vec<u8>> {
+        let group = client.pid();
+        let mut look = Instant::now() + Duration::from_millis(150);
+        client.success(self.deadline, || {
+            if self.mode == Mode::ClientOnly && Instant::now() > look {
+                look = Instant::now() + Duration::from_millis(500);
+                must_be_on_tcp(self.totals(group)?)?;
+            }
+            Ok(())
+        })
+    }
+
+    /// As [`Lab::run`], with the output as text.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn text(&self, cmd: Cmd) -> Result<String> {
+        Ok(String::from_utf8(self.run(cmd)?)?)
+    }
+
+    /// What the counters of a running program say (zero without the library).
+    ///
+    /// # Errors
+    /// When `rdmasock stat` fails.
+    pub fn totals(&self, group: u32) -> Result<Totals> {
+        self.build
+            .as_ref()
+            .map_or(Ok(Totals::default()), |build| build.stat.totals(group))
+    }
+
+    /// Checks the counters of a server, while it runs: with both sides preloaded its streams
+    /// were promoted and bytes went over a link (this may still be on its way: it is waited for);
+    /// with one side only, none did.
+    ///
+    /// # Errors
+    /// When the counters say otherwise; the text has them, and the reasons that streams give.
+    pub fn check_paths(&self, server: &Proc) -> Result<()> {
+        match self.mode {
+            Mode::Kernel | Mode::ClientOnly => Ok(()),
+            Mode::ServerOnly => {
+                self.must_be_loaded(server)?;
+                must_be_on_tcp(self.totals(server.pid())?)
+            }
+            Mode::Both => {
+                self.must_be_loaded(server)?;
+                let promoted = wait_until("promotion", self.soon(5), || {
+                    let totals = self.totals(server.pid())?;
+                    Ok(totals.promoted > 0 && totals.link() > 0)
+                });
+                promoted.with_context(|| self.not_promoted(server))
+            }
+        }
+    }
+
+    fn must_be_loaded(&self, server: &Proc) -> Result<()> {
+        let build = self.build.as_ref().context("no build")?;
+        ensure!(
+            !build.stat.group(server.pid())?.is_empty(),
+            "{}",
+            self.not_promoted(server)
+        );
+        Ok(())
+    }
+
+    /// A sentence on a server that was expected to be promoted.
+    pub fn not_promoted(&self, server: &Proc) -> String {
+        let instances = self
+            .build
+            .as_ref()
+            .and_then(|build| build.stat.group(server.pid()).ok());
+        let said: Vec<String> = instances
+            .unwrap_or_default()
+            .iter()
+            .map(|i| {
+                format!(
+                    "{} {}: {:?}, reasons: {}",
+                    i.program,
+                    i.pid,
+                    i.totals,
+                    i.reasons()
+                )
+            })
+            .collect();
+        let said = match said.is_empty() {
+            true => "rdmasock stat does not list it: the library is not active in it".to_owned(),
+            false => said.join(" | "),
+        };
+        format!("{} was not promoted: {said}", server.name())
+    }
+
+    /// A new file of `size` bytes that look random (xorshift64*, the same for the same seed).
+    ///
+    /// # Errors
+    /// Those of writing it.
+    pub fn random_file(&self, name: &str, size: usize, seed: u64) -> Result<PathBuf> {
+        let path = self.path(name);
+        let mut out = std::io::BufWriter::new(std::fs::File::create(&path)?);
+        let mut state = seed | 1;
+        let mut left = size;
+        while left > 0 {
+            state ^= state >> 12;
+            state ^= state << 25;
+            state ^= state >> 27;
+            let word = state.wrapping_mul(0x2545_F491_4F6C_DD1D).to_le_bytes();
+            let take = left.min(word.len());
+            out.write_all(word.get(..take).unwrap_or_default())?;
+            left -= take;
+        }
+        out.flush()?;
+        Ok(path)
+    }
+
+    /// The sha256 of a file, from coreutils.
+    ///
+    /// # Errors
+    /// When it cannot be read.
+    pub fn sha256(&self, path: &Path) -> Result<String> {
+        let line = self.text(self.cmd(Role::Outsider, "sha256sum")?.args([path]))?;
+        Ok(line
+            .split_whitespace()
+            .next()
+            .unwrap_or_default()
+            .to_owned())
+    }
+
+    /// Copies the logs out of the temporary directory.
+    ///
+    /// # Errors
+    /// Those of the copy.
+    pub fn keep_logs(&self, to: &Path) -> Result<()> {
+        std::fs::create_dir_all(to)?;
+        for entry in std::fs::read_dir(self.dir.path())?.flatten() {
+            let path = entry.path();
+            let kept = matches!(
+                path.extension().and_then(|e| e.to_str()),
+                Some("log" | "err" | "conf")
+            );
+            if let (true, Some(name)) = (kept, path.file_name()) {
+                std::fs::copy(&path, to.join(name))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// A point at most `seconds` away, never after the deadline.
+    pub fn soon(&self, seconds: u64) -> Instant {
+        self.deadline
+            .min(Instant::now() + Duration::from_secs(seconds))
+    }
+}
+
+fn must_be_on_tcp(totals: Totals) -> Result<()> {
+    ensure!(
+        totals.link() == 0 && totals.promoted == 0,
+        "the other side has no library, but the counters say {totals:?}"
+    );
+    Ok(())
+}

@@ -68,6 +68,8 @@ pub struct Epoll {
     /// The doorbell's data in the kernel's set. Random, so that it is not a program's own.
     key: AtomicU64,
     fd: AtomicI32,
+    /// Numbers that stand for the set.
+    fds: AtomicU32,
     since_kernel: AtomicU32,
     spinner: Spinner,
 }
@@ -85,16 +87,35 @@ impl Epoll {
                 waiter: AtomicU32::new(0),
                 key: AtomicU64::new(0),
                 fd: AtomicI32::new(-1),
+                fds: AtomicU32::new(0),
                 since_kernel: AtomicU32::new(0),
                 spinner: Spinner::new(),
             }))
         });
         epoll.fd.store(fd, Release);
+        epoll.fds.store(1, Release);
         Some(epoll)
     }
 
-    /// The last number of the set was closed.
-    pub fn recycle(&'static self) {
+    /// Another number stands for the set.
+    pub fn retain(&self) {
+        self.fds.fetch_add(1, Relaxed);
+    }
+
+    /// A number of the set is closed.
+    pub fn release(&'static self, _fd: c_int) {
+        if self.fds.fetch_sub(1, Relaxed) == 1 {
+            self.recycle();
+        }
+    }
+
+    /// Whether waits have to go through this module.
+    #[inline]
+    pub fn is_active(&self) -> bool {
+        self.active.load(Acquire)
+    }
+
+    fn recycle(&'static self) {
         self.fd.store(-1, Release);
         self.active.store(false, Release);
         let Some(mut set) = self.set.lock() else { return };

@@ -26,6 +26,16 @@ fn is_ours(fd: c_int) -> bool {
     }
 }
 
+/// Whether any number in the array is one that the library may have to say something about.
+///
+/// # Safety
+/// `fds` is null or has `count` entries.
+#[inline]
+pub unsafe fn has_ours(fds: *const pollfd, count: nfds_t) -> bool {
+    // SAFETY: by the contract.
+    !fds.is_null() && (0..count as usize).any(|i| is_ours(unsafe { (*fds.add(i)).fd }))
+}
+
 /// poll() and its kin. `real(fds, n, timeout)` is libc's own with the program's signal mask.
 ///
 /// # Safety
@@ -36,9 +46,7 @@ pub unsafe fn poll(
     timeout: Timeout,
     real: impl Fn(*mut pollfd, nfds_t, Timeout) -> c_int,
 ) -> c_int {
-    // SAFETY: by the contract.
-    let any = !fds.is_null() && (0..count as usize).any(|i| is_ours(unsafe { (*fds.add(i)).fd }));
-    if !any {
+    if fds.is_null() {
         return real(fds, count, timeout);
     }
     // SAFETY: by the contract, and not null.

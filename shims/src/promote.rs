@@ -442,6 +442,67 @@ pub fn leave(socket: &'static Socket, control: &mut Control, reason: Reason) {
     socket.set_stage(Stage::Pinned);
 }
 
+/// As [`leave`], but what the program has not read yet comes through the kernel too: for a new
+/// holder of the socket. Our receiving end is on TCP when this returns, unless a handshake is under
+/// way.
+pub fn return_to_tcp(socket: &'static Socket, control: &mut Control, reason: Reason) {
+    if control.handshake.is_some() {
+        return leave(socket, control, reason);
+    }
+    control.leave = Some(reason);
+    set_why(socket, reason);
+    socket.set_stage(Stage::Pinned);
+    demote_tx(socket);
+    let (Some(opened), Some(yours)) = (control.opened, control.peer) else { return };
+    let position = {
+        let Some(mut rx) = socket.rx.lock() else { return };
+        if socket.rx_mode.load(Acquire) != mode::LINK {
+            return;
+        }
+        let Some(consumer) = rx.consumer.as_mut() else { return };
+        if matches!(consumer.end(), Ok(Some(_))) {
+            None
+        } else {
+            socket.rx_mode.store(mode::TCP, SeqCst);
+            Some(consumer.position())
+        }
+    };
+    match position {
+        Some(from) => {
+            let _ = opened.link.send(&Message::DemoteRequest { yours, resend_from: Some(from) }, &[]);
+        }
+        None => {
+            crate::rx::leave_link_at_end(socket);
+        }
+    }
+    if let Some(stats) = socket.stats() {
+        stats.set_rx_path(Path::Tcp);
+    }
+    Library::get().service.submit(Command::settle(socket));
+}
+
+/// The peer reads TCP from position `from` of our sending direction on: what it had not read of
+/// the link goes there first.
+pub fn resend(socket: &'static Socket, from: u64) {
+    let Some(mut tx) = socket.tx.lock() else { return };
+    if socket.tx_mode.load(Acquire) != mode::LINK {
+        return;
+    }
+    match tx.producer.as_mut().map(|p| p.unread(from)) {
+        Some(Ok(bytes)) => tx.marker.extend_from_slice(&bytes),
+        _ => {
+            tracing::warn!(target: "rdmasock", slot = socket.slot, from, "cannot send again from there");
+        }
+    }
+    tx.then_link = false;
+    socket.tx_mode.store(mode::MARKED, SeqCst);
+    if let Some(stats) = socket.stats() {
+        stats.set_tx_path(Path::Tcp);
+    }
+    drop(tx);
+    flush(socket);
+}
+
 /// Moves our sending direction back to TCP: what is on the link stays there and comes first.
 pub fn demote_tx(socket: &'static Socket) {
     let Some(mut tx) = socket.tx.lock() else { return };

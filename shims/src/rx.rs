@@ -557,3 +557,28 @@ pub fn is_worth_a_look(socket: &'static Socket) -> bool {
         _ => true,
     }
 }
+
+/// A call that only the kernel can serve; what the link still held comes through the kernel then.
+pub fn recv_on_tcp(socket: &'static Socket, fd: c_int, nonblocking: bool, real: impl Fn() -> ssize_t) -> ssize_t {
+    let _ = (fd, nonblocking);
+    if !socket.is_plain() {
+        crate::pass::release(socket, rdmasock_core::stats::Reason::Splice);
+    }
+    if socket.enter_rx() {
+        let n = real();
+        socket.leave_rx();
+        if n > 0 {
+            account(socket, n as u64);
+        }
+        return n;
+    }
+    errno::fail(libc::EAGAIN)
+}
+
+/// shutdown() of the receiving direction: what has come can still be read, then it is at its end.
+pub fn shut(socket: &'static Socket) {
+    if ready::is_watched(socket) {
+        socket.anchor.fetch_or(libc::EPOLLRDHUP as u32, SeqCst);
+        ready::notify_local(socket);
+    }
+}

@@ -188,6 +188,16 @@ impl Service {
         })
     }
 
+    /// The socket is being closed: its anchor is not watched any more. The caller holds the control
+    /// lock.
+    pub fn forget_anchor(&self, socket: &'static Socket) {
+        if ready::is_watched(socket)
+            && let Some(fd) = socket.anchor_fd()
+        {
+            let _ = kernel::delete(&self.epoll, fd);
+        }
+    }
+
     fn redeem(&self, cookie: &Cookie, peer: &InstanceId) -> bool {
         let now = wait::now_ns();
         let Some(mut cookies) = self.cookies.lock() else { return false };

@@ -171,6 +171,8 @@ pub struct Socket {
     pub holders: AtomicU32,
     /// After a failed attempt: not before this instant (monotonic ns).
     pub retry_at: AtomicU64,
+    /// The statistics have its addresses.
+    pub shown: AtomicBool,
     /// Attempts so far.
     pub tries: AtomicU32,
     /// How waits for data and for space went lately.
@@ -227,6 +229,7 @@ impl Socket {
             generation: AtomicU64::new(0),
             holders: AtomicU32::new(0),
             retry_at: AtomicU64::new(0),
+            shown: AtomicBool::new(false),
             tries: AtomicU32::new(0),
             rx_spin: Spinner::new(),
             tx_spin: Spinner::new(),
@@ -267,6 +270,7 @@ impl Socket {
         socket.holders.store(0, Relaxed);
         socket.retry_at.store(0, Relaxed);
         socket.tries.store(0, Relaxed);
+        socket.shown.store(false, Relaxed);
         socket.listener.store(std::ptr::null_mut(), Relaxed);
         socket.fd.store(fd, Release);
         let mut control = socket.control.lock()?;

@@ -33,6 +33,11 @@ pub enum Entry {
     Listener(&'static Listener),
     /// An epoll instance.
     Epoll(&'static Epoll),
+    /// A TCP socket that is neither connected nor listens yet.
+    Fresh {
+        /// O_NONBLOCK is set.
+        nonblocking: bool,
+    },
 }
 
 static BASE: AtomicPtr<AtomicUsize> = AtomicPtr::new(std::ptr::null_mut());
@@ -85,6 +90,7 @@ fn decode(raw: usize) -> Entry {
             1 => Entry::Socket(&*(ptr as *const Socket)),
             2 => Entry::Listener(&*(ptr as *const Listener)),
             3 => Entry::Epoll(&*(ptr as *const Epoll)),
+            4 => Entry::Fresh { nonblocking: ptr != 0 },
             _ => Entry::None,
         }
     }
@@ -96,6 +102,7 @@ fn encode(entry: Entry) -> usize {
         Entry::Socket(s) => std::ptr::from_ref(s) as usize | 1,
         Entry::Listener(l) => std::ptr::from_ref(l) as usize | 2,
         Entry::Epoll(e) => std::ptr::from_ref(e) as usize | 3,
+        Entry::Fresh { nonblocking } => usize::from(nonblocking) << 3 | 4,
     }
 }
 
@@ -109,6 +116,12 @@ pub fn lookup(fd: c_int) -> Entry {
             raw => decode(raw),
         },
     }
+}
+
+/// Whether the library knows anything of `fd`.
+#[inline]
+pub fn is_known(fd: c_int) -> bool {
+    word(fd).is_some_and(|w| w.load(Acquire) != 0)
 }
 
 /// The TCP socket behind `fd`, if there is one that the library knows.

@@ -81,11 +81,14 @@ pub fn account(socket: &'static Socket, n: u64) {
 /// The connection has reached the threshold: its connector asks.
 #[cold]
 pub fn worth_it(socket: &'static Socket) {
-    if socket.role() == Role::Connector {
-        let errno = errno::get();
-        Library::get().service.promote(socket);
-        errno::set(errno);
+    let errno = errno::get();
+    if socket.tries.load(Relaxed) == 0 && !socket.shown.swap(true, Relaxed) {
+        crate::lifecycle::show_addresses(socket);
     }
+    if socket.role() == Role::Connector {
+        Library::get().service.promote(socket);
+    }
+    errno::set(errno);
 }
 
 enum Step {
@@ -221,6 +224,33 @@ fn reason_for(flags: c_int) -> rdmasock_core::stats::Reason {
         Reason::ZeroCopy
     } else {
         Reason::Unsupported
+    }
+}
+
+/// A call that only the kernel can serve, on a socket that is on its way back to TCP.
+///
+/// # Safety
+/// As `send`.
+pub unsafe fn send_on_tcp(socket: &'static Socket, fd: c_int, iov: Iov, real: impl Fn() -> ssize_t) -> ssize_t {
+    let _ = iov;
+    let mut patience = wait::Patience::default();
+    loop {
+        if socket.enter_tx() {
+            return plain(socket, &real);
+        }
+        if promote::flush(socket) {
+            if socket.tx_mode.load(Acquire) == mode::LINK {
+                // A handshake that was under way has ended in a promotion.
+                take_back(socket, rdmasock_core::stats::Reason::Unsupported);
+            }
+            continue;
+        }
+        if socket.nonblocking.load(Relaxed) {
+            return errno::fail(libc::EAGAIN);
+        }
+        if let Err(error) = wait::for_space(socket, fd, &mut patience) {
+            return errno::fail(error);
+        }
     }
 }
 
@@ -398,4 +428,12 @@ pub fn is_worth_a_look(socket: &'static Socket) -> bool {
         mode::MARKED => promote::flush(socket),
         _ => true,
     }
+}
+
+/// Bytes on the link that the other end has not read, for SIOCOUTQ.
+pub fn queued(socket: &'static Socket) -> Option<u64> {
+    if socket.tx_mode.load(Acquire) != mode::LINK {
+        return None;
+    }
+    socket.tx.lock()?.producer.as_mut()?.used().ok()
 }

@@ -1,13 +1,40 @@
 //! The calls that close, duplicate and control descriptors.
 
+use crate::calls::vfork;
+use crate::errno;
+use crate::lifecycle;
+use crate::rx;
+use crate::table::{self, Entry};
+use crate::tx;
+
 use crate::real::{CloseFn, CloseFromFn, CloseRangeFn, Dup2Fn, Dup3Fn, DupFn, FcntlFn, IoctlFn};
 use libc::{c_int, c_uint, c_ulong, c_void};
 
 /// `close(2)`.
 #[inline]
 pub unsafe extern "C" fn close(real: CloseFn, fd: c_int) -> c_int {
+    match table::lookup(fd) {
+        Entry::None if !lifecycle::is_hidden(fd) => {}
+        _ => {
+            if let Some(result) = close_on(fd) {
+                return result;
+            }
+        }
+    }
     // SAFETY: the caller's arguments, as they are.
     unsafe { real(fd) }
+}
+
+/// What is to be done before a number is closed; the result, if the kernel is not to close it.
+#[inline(never)]
+extern "C" fn close_on(fd: c_int) -> Option<c_int> {
+    if lifecycle::is_hidden(fd) {
+        return Some(errno::fail(libc::EBADF));
+    }
+    if !vfork::is_child() {
+        lifecycle::before_close(fd);
+    }
+    None
 }
 
 /// `close_range(2)`.
@@ -18,36 +45,102 @@ pub unsafe extern "C" fn close_range(
     last: c_uint,
     flags: c_int,
 ) -> c_int {
-    // SAFETY: the caller's arguments, as they are.
-    unsafe { real(first, last, flags) }
+    if flags & !(libc::CLOSE_RANGE_CLOEXEC | libc::CLOSE_RANGE_UNSHARE) as c_int != 0 || first > last {
+        // SAFETY: the caller's arguments, as they are; the kernel refuses them.
+        return unsafe { real(first, last, flags) };
+    }
+    // SAFETY: the caller's arguments, in pieces.
+    unsafe { close_range_on(real, first, last, flags) }
+}
+
+#[inline(never)]
+unsafe extern "C" fn close_range_on(real: CloseRangeFn, first: c_uint, last: c_uint, flags: c_int) -> c_int {
+    let closes = flags & libc::CLOSE_RANGE_CLOEXEC as c_int == 0;
+    if closes && !vfork::is_child() {
+        table::for_each(first..=last, |fd, _| lifecycle::before_close(fd));
+    }
+    for (from, to) in rdmasock_core::os::privatefd::ranges_without_private(first, last) {
+        // SAFETY: part of what the caller asked for.
+        let result = unsafe { real(from, to, flags) };
+        if result != 0 {
+            return result;
+        }
+    }
+    0
 }
 
 /// `closefrom(3)`; libc's own calls `close_range` unseen by its hook.
 #[inline]
 pub unsafe extern "C" fn closefrom(real: CloseFromFn, first: c_int) {
-    // SAFETY: the caller's arguments, as they are.
-    unsafe { real(first) }
+    let from = first.max(0) as c_uint;
+    // SAFETY: the same numbers, without ours.
+    if unsafe { close_range_on(crate::real::close_range(), from, c_uint::MAX, 0) } != 0 {
+        // No such system call: libc reads /proc instead.
+        // SAFETY: the caller's arguments, as they are.
+        unsafe { real(first) }
+    }
 }
 
 /// `dup(2)`.
 #[inline]
 pub unsafe extern "C" fn dup(real: DupFn, fd: c_int) -> c_int {
     // SAFETY: the caller's arguments, as they are.
-    unsafe { real(fd) }
+    let new = unsafe { real(fd) };
+    if new >= 0 && table::is_known(fd) {
+        on_dup(fd, new);
+    }
+    new
+}
+
+#[inline(never)]
+extern "C" fn on_dup(old: c_int, new: c_int) {
+    if !vfork::is_child() {
+        lifecycle::on_dup(old, new);
+    }
+}
+
+/// Before `new` becomes a number of what `old` stands for: what it stood for is closed.
+#[inline(never)]
+extern "C" fn before_dup(old: c_int, new: c_int) -> Option<c_int> {
+    if lifecycle::is_hidden(new) || lifecycle::is_hidden(old) {
+        return Some(errno::fail(libc::EBADF));
+    }
+    // SAFETY: the program's own number, in the middle of its call.
+    let open = rustix::io::fcntl_getfd(unsafe { std::os::fd::BorrowedFd::borrow_raw(old) }).is_ok();
+    if open && !vfork::is_child() {
+        lifecycle::before_close(new);
+    }
+    None
 }
 
 /// `dup2(2)`. As 0, 1 or 2 a stream gets into the hands of stdio, whose I/O no hook sees.
 #[inline]
 pub unsafe extern "C" fn dup2(real: Dup2Fn, old: c_int, new: c_int) -> c_int {
+    let concerns = old != new && new >= 0 && old >= 0 && (table::is_known(old) || table::is_known(new) || lifecycle::is_hidden(new));
+    if concerns && let Some(result) = before_dup(old, new) {
+        return result;
+    }
     // SAFETY: the caller's arguments, as they are.
-    unsafe { real(old, new) }
+    let result = unsafe { real(old, new) };
+    if concerns && result >= 0 {
+        on_dup(old, new);
+    }
+    result
 }
 
 /// `dup3(2)`; see [`dup2`].
 #[inline]
 pub unsafe extern "C" fn dup3(real: Dup3Fn, old: c_int, new: c_int, flags: c_int) -> c_int {
+    let concerns = old != new && new >= 0 && old >= 0 && flags & !libc::O_CLOEXEC == 0 && (table::is_known(old) || table::is_known(new) || lifecycle::is_hidden(new));
+    if concerns && let Some(result) = before_dup(old, new) {
+        return result;
+    }
     // SAFETY: the caller's arguments, as they are.
-    unsafe { real(old, new, flags) }
+    let result = unsafe { real(old, new, flags) };
+    if concerns && result >= 0 {
+        on_dup(old, new);
+    }
+    result
 }
 
 /// `fcntl(2)`. `argument` is arbitrary where the command has none.
@@ -58,8 +151,27 @@ pub unsafe extern "C" fn fcntl(
     command: c_int,
     argument: c_ulong,
 ) -> c_int {
+    if !table::is_known(fd) {
+        // SAFETY: the caller's arguments, as they are.
+        return unsafe { real(fd, command, argument) };
+    }
+    // SAFETY: likewise.
+    unsafe { fcntl_on(real, fd, command, argument) }
+}
+
+#[inline(never)]
+unsafe extern "C" fn fcntl_on(real: FcntlFn, fd: c_int, command: c_int, argument: c_ulong) -> c_int {
     // SAFETY: the caller's arguments, as they are.
-    unsafe { real(fd, command, argument) }
+    let result = unsafe { real(fd, command, argument) };
+    if result < 0 {
+        return result;
+    }
+    match command {
+        libc::F_SETFL => lifecycle::set_nonblocking(fd, argument as c_int & libc::O_NONBLOCK != 0),
+        libc::F_DUPFD | libc::F_DUPFD_CLOEXEC => on_dup(fd, result),
+        _ => {}
+    }
+    result
 }
 
 /// `ioctl(2)`. `argument` is arbitrary where the request has none.
@@ -70,6 +182,38 @@ pub unsafe extern "C" fn ioctl(
     request: c_ulong,
     argument: *mut c_void,
 ) -> c_int {
+    if !table::is_known(fd) {
+        // SAFETY: the caller's arguments, as they are.
+        return unsafe { real(fd, request, argument) };
+    }
+    // SAFETY: likewise.
+    unsafe { ioctl_on(real, fd, request, argument) }
+}
+
+#[inline(never)]
+unsafe extern "C" fn ioctl_on(real: IoctlFn, fd: c_int, request: c_ulong, argument: *mut c_void) -> c_int {
     // SAFETY: the caller's arguments, as they are.
-    unsafe { real(fd, request, argument) }
+    let result = unsafe { real(fd, request, argument) };
+    if result != 0 || argument.is_null() {
+        return result;
+    }
+    let value = argument.cast::<c_int>();
+    // SAFETY: the kernel has just read or written an int there.
+    unsafe {
+        match request {
+            libc::FIONBIO => lifecycle::set_nonblocking(fd, *value != 0),
+            libc::FIONREAD => {
+                if let Some(n) = table::socket(fd).and_then(rx::available) {
+                    *value = n as c_int;
+                }
+            }
+            libc::TIOCOUTQ => {
+                if let Some(n) = table::socket(fd).and_then(tx::queued) {
+                    *value += n as c_int;
+                }
+            }
+            _ => {}
+        }
+    }
+    result
 }

@@ -1,5 +1,14 @@
 //! The calls that move bytes.
 
+use crate::errno;
+use crate::iov::Iov;
+use crate::pass;
+use crate::real::Cancellable;
+use crate::rx;
+use crate::socket::{Socket, mode};
+use crate::table;
+use crate::tx;
+
 use crate::real::{
     ReadChkFn, ReadFn, RecvChkFn, RecvFn, RecvFromChkFn, RecvFromFn, RecvMmsgFn, RecvMsgFn,
     SendFileFn, SendFn, SendMmsgFn, SendMsgFn, SendToFn, SpliceFn, VectorFlagsFn, VectorFn,
@@ -13,8 +22,19 @@ use libc::{
 /// `read(2)`.
 #[inline]
 pub unsafe extern "C" fn read(real: ReadFn, fd: c_int, buf: *mut c_void, len: size_t) -> ssize_t {
-    // SAFETY: the caller's arguments, as they are.
-    unsafe { real(fd, buf, len) }
+    match table::socket(fd) {
+        // SAFETY: the caller's arguments, as they are.
+        None => unsafe { real(fd, buf, len) },
+        // SAFETY: likewise.
+        Some(socket) => unsafe { read_on(socket, real, fd, buf, len) },
+    }
+}
+
+#[inline(never)]
+unsafe extern "C" fn read_on(socket: &'static Socket, real: ReadFn, fd: c_int, buf: *mut c_void, len: size_t) -> ssize_t {
+    let iov = Iov::one(buf.cast(), len);
+    // SAFETY: the program's buffer.
+    unsafe { rx::recv(socket, fd, iov, 0, || real.cancellable()(fd, buf, len)) }
 }
 
 /// `read(2)` of a fortified program; libc aborts if `len` exceeds `size`.
@@ -26,8 +46,23 @@ pub unsafe extern "C" fn read_chk(
     len: size_t,
     size: size_t,
 ) -> ssize_t {
-    // SAFETY: the caller's arguments, as they are.
-    unsafe { real(fd, buf, len, size) }
+    match table::socket(fd) {
+        // SAFETY: the caller's arguments, as they are.
+        None => unsafe { real(fd, buf, len, size) },
+        // SAFETY: likewise.
+        Some(socket) => unsafe { read_chk_on(socket, real, fd, buf, len, size) },
+    }
+}
+
+#[inline(never)]
+unsafe extern "C" fn read_chk_on(socket: &'static Socket, real: ReadChkFn, fd: c_int, buf: *mut c_void, len: size_t, size: size_t) -> ssize_t {
+    if len > size {
+        // SAFETY: libc's own check says what is wrong.
+        return unsafe { real(fd, buf, len, size) };
+    }
+    let iov = Iov::one(buf.cast(), len);
+    // SAFETY: the program's buffer.
+    unsafe { rx::recv(socket, fd, iov, 0, || real.cancellable()(fd, buf, len, size)) }
 }
 
 /// `readv(2)`.
@@ -38,8 +73,23 @@ pub unsafe extern "C" fn readv(
     iov: *const iovec,
     count: c_int,
 ) -> ssize_t {
-    // SAFETY: the caller's arguments, as they are.
-    unsafe { real(fd, iov, count) }
+    match table::socket(fd) {
+        // SAFETY: the caller's arguments, as they are.
+        None => unsafe { real(fd, iov, count) },
+        // SAFETY: likewise.
+        Some(socket) => unsafe { readv_on(socket, real, fd, iov, count) },
+    }
+}
+
+#[inline(never)]
+unsafe extern "C" fn readv_on(socket: &'static Socket, real: VectorFn, fd: c_int, iov: *const iovec, count: c_int) -> ssize_t {
+    // SAFETY: the program's array; what the kernel would not take, it refuses.
+    let Some(array) = usize::try_from(count).ok().and_then(|n| unsafe { Iov::many(iov, n) }) else {
+        // SAFETY: the caller's arguments, as they are.
+        return unsafe { real(fd, iov, count) };
+    };
+    // SAFETY: the program's buffers.
+    unsafe { rx::recv(socket, fd, array, 0, || real.cancellable()(fd, iov, count)) }
 }
 
 /// `preadv2(2)`; on a socket only offset -1 is valid.
@@ -52,8 +102,28 @@ pub unsafe extern "C" fn preadv2(
     offset: off_t,
     flags: c_int,
 ) -> ssize_t {
-    // SAFETY: the caller's arguments, as they are.
-    unsafe { real(fd, iov, count, offset, flags) }
+    match table::socket(fd) {
+        // SAFETY: the caller's arguments, as they are.
+        None => unsafe { real(fd, iov, count, offset, flags) },
+        // SAFETY: likewise.
+        Some(socket) => unsafe { preadv2_on(socket, real, fd, iov, count, offset, flags) },
+    }
+}
+
+#[inline(never)]
+unsafe extern "C" fn preadv2_on(socket: &'static Socket, real: VectorFlagsFn, fd: c_int, iov: *const iovec, count: c_int, offset: off_t, flags: c_int) -> ssize_t {
+    if offset != -1 || flags & !libc::RWF_NOWAIT != 0 {
+        // SAFETY: the caller's arguments, as they are; the kernel refuses them.
+        return unsafe { real(fd, iov, count, offset, flags) };
+    }
+    let how = if flags & libc::RWF_NOWAIT != 0 { libc::MSG_DONTWAIT } else { 0 };
+    // SAFETY: the program's array; what the kernel would not take, it refuses.
+    let Some(array) = usize::try_from(count).ok().and_then(|n| unsafe { Iov::many(iov, n) }) else {
+        // SAFETY: the caller's arguments, as they are.
+        return unsafe { real(fd, iov, count, offset, flags) };
+    };
+    // SAFETY: the program's buffers.
+    unsafe { rx::recv(socket, fd, array, how, || real.cancellable()(fd, iov, count, offset, flags)) }
 }
 
 /// `recv(2)`.
@@ -65,8 +135,19 @@ pub unsafe extern "C" fn recv(
     len: size_t,
     flags: c_int,
 ) -> ssize_t {
-    // SAFETY: the caller's arguments, as they are.
-    unsafe { real(fd, buf, len, flags) }
+    match table::socket(fd) {
+        // SAFETY: the caller's arguments, as they are.
+        None => unsafe { real(fd, buf, len, flags) },
+        // SAFETY: likewise.
+        Some(socket) => unsafe { recv_on(socket, real, fd, buf, len, flags) },
+    }
+}
+
+#[inline(never)]
+unsafe extern "C" fn recv_on(socket: &'static Socket, real: RecvFn, fd: c_int, buf: *mut c_void, len: size_t, flags: c_int) -> ssize_t {
+    let iov = Iov::one(buf.cast(), len);
+    // SAFETY: the program's buffer.
+    unsafe { rx::recv(socket, fd, iov, flags, || real.cancellable()(fd, buf, len, flags)) }
 }
 
 /// `recv(2)` of a fortified program; libc aborts if `len` exceeds `size`.
@@ -79,8 +160,23 @@ pub unsafe extern "C" fn recv_chk(
     size: size_t,
     flags: c_int,
 ) -> ssize_t {
-    // SAFETY: the caller's arguments, as they are.
-    unsafe { real(fd, buf, len, size, flags) }
+    match table::socket(fd) {
+        // SAFETY: the caller's arguments, as they are.
+        None => unsafe { real(fd, buf, len, size, flags) },
+        // SAFETY: likewise.
+        Some(socket) => unsafe { recv_chk_on(socket, real, fd, buf, len, size, flags) },
+    }
+}
+
+#[inline(never)]
+unsafe extern "C" fn recv_chk_on(socket: &'static Socket, real: RecvChkFn, fd: c_int, buf: *mut c_void, len: size_t, size: size_t, flags: c_int) -> ssize_t {
+    if len > size {
+        // SAFETY: libc's own check says what is wrong.
+        return unsafe { real(fd, buf, len, size, flags) };
+    }
+    let iov = Iov::one(buf.cast(), len);
+    // SAFETY: the program's buffer.
+    unsafe { rx::recv(socket, fd, iov, flags, || real.cancellable()(fd, buf, len, size, flags)) }
 }
 
 /// `recvfrom(2)`.
@@ -94,8 +190,25 @@ pub unsafe extern "C" fn recvfrom(
     address: *mut sockaddr,
     address_len: *mut socklen_t,
 ) -> ssize_t {
-    // SAFETY: the caller's arguments, as they are.
-    unsafe { real(fd, buf, len, flags, address, address_len) }
+    match table::socket(fd) {
+        // SAFETY: the caller's arguments, as they are.
+        None => unsafe { real(fd, buf, len, flags, address, address_len) },
+        // SAFETY: likewise.
+        Some(socket) => unsafe { recvfrom_on(socket, real, fd, buf, len, flags, address, address_len) },
+    }
+}
+
+#[inline(never)]
+unsafe extern "C" fn recvfrom_on(socket: &'static Socket, real: RecvFromFn, fd: c_int, buf: *mut c_void, len: size_t, flags: c_int, address: *mut sockaddr, address_len: *mut socklen_t) -> ssize_t {
+    let iov = Iov::one(buf, len);
+    // SAFETY: the program's buffer.
+    let n = unsafe { rx::recv(socket, fd, iov, flags, || real.cancellable()(fd, buf, len, flags, address, address_len)) };
+    if n >= 0 && !address.is_null() && !address_len.is_null() {
+        // What the kernel says of a stream's sender.
+        // SAFETY: the program's own, checked for null.
+        unsafe { *address_len = 0 };
+    }
+    n
 }
 
 /// `recvfrom(2)` of a fortified program; libc aborts if `len` exceeds `size`.
@@ -110,8 +223,29 @@ pub unsafe extern "C" fn recvfrom_chk(
     address: *mut sockaddr,
     address_len: *mut socklen_t,
 ) -> ssize_t {
-    // SAFETY: the caller's arguments, as they are.
-    unsafe { real(fd, buf, len, size, flags, address, address_len) }
+    match table::socket(fd) {
+        // SAFETY: the caller's arguments, as they are.
+        None => unsafe { real(fd, buf, len, size, flags, address, address_len) },
+        // SAFETY: likewise.
+        Some(socket) => unsafe { recvfrom_chk_on(socket, real, fd, buf, len, size, flags, address, address_len) },
+    }
+}
+
+#[inline(never)]
+unsafe extern "C" fn recvfrom_chk_on(socket: &'static Socket, real: RecvFromChkFn, fd: c_int, buf: *mut c_void, len: size_t, size: size_t, flags: c_int, address: *mut sockaddr, address_len: *mut socklen_t) -> ssize_t {
+    if len > size {
+        // SAFETY: libc's own check says what is wrong.
+        return unsafe { real(fd, buf, len, size, flags, address, address_len) };
+    }
+    let iov = Iov::one(buf, len);
+    // SAFETY: the program's buffer.
+    let n = unsafe { rx::recv(socket, fd, iov, flags, || real.cancellable()(fd, buf, len, size, flags, address, address_len)) };
+    if n >= 0 && !address.is_null() && !address_len.is_null() {
+        // What the kernel says of a stream's sender.
+        // SAFETY: the program's own, checked for null.
+        unsafe { *address_len = 0 };
+    }
+    n
 }
 
 /// `recvmsg(2)`.
@@ -122,8 +256,35 @@ pub unsafe extern "C" fn recvmsg(
     message: *mut msghdr,
     flags: c_int,
 ) -> ssize_t {
-    // SAFETY: the caller's arguments, as they are.
-    unsafe { real(fd, message, flags) }
+    match table::socket(fd) {
+        // SAFETY: the caller's arguments, as they are.
+        None => unsafe { real(fd, message, flags) },
+        // SAFETY: likewise.
+        Some(socket) => unsafe { recvmsg_on(socket, real, fd, message, flags) },
+    }
+}
+
+#[inline(never)]
+unsafe extern "C" fn recvmsg_on(socket: &'static Socket, real: RecvMsgFn, fd: c_int, message: *mut msghdr, flags: c_int) -> ssize_t {
+    // SAFETY: checked for null; the program's own.
+    let array = unsafe { message.as_ref().and_then(|m| Iov::many(m.msg_iov, m.msg_iovlen)) };
+    let Some(array) = array else {
+        // SAFETY: the caller's arguments, as they are.
+        return unsafe { real(fd, message, flags) };
+    };
+    let was_plain = socket.rx_mode.load(std::sync::atomic::Ordering::Acquire) == mode::TCP;
+    // SAFETY: the program's buffers.
+    let n = unsafe { rx::recv(socket, fd, array, flags, || real.cancellable()(fd, message, flags)) };
+    if n >= 0 && !was_plain {
+        // A stream's message has neither sender nor control data.
+        // SAFETY: not null, see above.
+        unsafe {
+            (*message).msg_namelen = 0;
+            (*message).msg_controllen = 0;
+            (*message).msg_flags = 0;
+        }
+    }
+    n
 }
 
 /// `recvmmsg(2)`.
@@ -136,8 +297,42 @@ pub unsafe extern "C" fn recvmmsg(
     flags: c_int,
     timeout: *mut timespec,
 ) -> c_int {
-    // SAFETY: the caller's arguments, as they are.
-    unsafe { real(fd, messages, count, flags, timeout) }
+    match table::socket(fd) {
+        // SAFETY: the caller's arguments, as they are.
+        None => unsafe { real(fd, messages, count, flags, timeout) },
+        // SAFETY: likewise.
+        Some(socket) => unsafe { recvmmsg_on(socket, fd, messages, count, flags, timeout) },
+    }
+}
+
+/// One recvmsg after the other, as the kernel does it.
+#[inline(never)]
+unsafe extern "C" fn recvmmsg_on(socket: &'static Socket, fd: c_int, messages: *mut mmsghdr, count: c_uint, flags: c_int, timeout: *mut timespec) -> c_int {
+    // SAFETY: null, or the program's own.
+    let deadline = unsafe { timeout.as_ref() }.map(|t| crate::epoll::Timeout::from_timespec(Some(t)));
+    let deadline = match deadline {
+        Some(None) => return errno::fail(libc::EINVAL),
+        Some(Some(t)) => Some(t.deadline()),
+        None => None,
+    };
+    let mut done = 0;
+    while done < count {
+        let how = if done > 0 && flags & libc::MSG_WAITFORONE != 0 { flags | libc::MSG_DONTWAIT } else { flags };
+        // SAFETY: the program's array has `count` entries.
+        let entry = unsafe { &mut *messages.add(done as usize) };
+        // SAFETY: likewise.
+        let n = unsafe { recvmsg_on(socket, crate::real::recvmsg(), fd, &raw mut entry.msg_hdr, how & !libc::MSG_WAITFORONE) };
+        if n < 0 {
+            return if done > 0 { done as c_int } else { -1 };
+        }
+        entry.msg_len = n as c_uint;
+        done += 1;
+        // The kernel looks at the time only after a message.
+        if n == 0 || deadline.is_some_and(|d| d.is_over()) {
+            break;
+        }
+    }
+    done as c_int
 }
 
 /// `write(2)`.
@@ -148,8 +343,19 @@ pub unsafe extern "C" fn write(
     buf: *const c_void,
     len: size_t,
 ) -> ssize_t {
-    // SAFETY: the caller's arguments, as they are.
-    unsafe { real(fd, buf, len) }
+    match table::socket(fd) {
+        // SAFETY: the caller's arguments, as they are.
+        None => unsafe { real(fd, buf, len) },
+        // SAFETY: likewise.
+        Some(socket) => unsafe { write_on(socket, real, fd, buf, len) },
+    }
+}
+
+#[inline(never)]
+unsafe extern "C" fn write_on(socket: &'static Socket, real: WriteFn, fd: c_int, buf: *const c_void, len: size_t) -> ssize_t {
+    let iov = Iov::one(buf.cast(), len);
+    // SAFETY: the program's buffer.
+    unsafe { tx::send(socket, fd, iov, 0, || real.cancellable()(fd, buf, len)) }
 }
 
 /// `writev(2)`.
@@ -160,8 +366,23 @@ pub unsafe extern "C" fn writev(
     iov: *const iovec,
     count: c_int,
 ) -> ssize_t {
-    // SAFETY: the caller's arguments, as they are.
-    unsafe { real(fd, iov, count) }
+    match table::socket(fd) {
+        // SAFETY: the caller's arguments, as they are.
+        None => unsafe { real(fd, iov, count) },
+        // SAFETY: likewise.
+        Some(socket) => unsafe { writev_on(socket, real, fd, iov, count) },
+    }
+}
+
+#[inline(never)]
+unsafe extern "C" fn writev_on(socket: &'static Socket, real: VectorFn, fd: c_int, iov: *const iovec, count: c_int) -> ssize_t {
+    // SAFETY: the program's array; what the kernel would not take, it refuses.
+    let Some(array) = usize::try_from(count).ok().and_then(|n| unsafe { Iov::many(iov, n) }) else {
+        // SAFETY: the caller's arguments, as they are.
+        return unsafe { real(fd, iov, count) };
+    };
+    // SAFETY: the program's buffers.
+    unsafe { tx::send(socket, fd, array, 0, || real.cancellable()(fd, iov, count)) }
 }
 
 /// `pwritev2(2)`; on a socket only offset -1 is valid.
@@ -174,8 +395,28 @@ pub unsafe extern "C" fn pwritev2(
     offset: off_t,
     flags: c_int,
 ) -> ssize_t {
-    // SAFETY: the caller's arguments, as they are.
-    unsafe { real(fd, iov, count, offset, flags) }
+    match table::socket(fd) {
+        // SAFETY: the caller's arguments, as they are.
+        None => unsafe { real(fd, iov, count, offset, flags) },
+        // SAFETY: likewise.
+        Some(socket) => unsafe { pwritev2_on(socket, real, fd, iov, count, offset, flags) },
+    }
+}
+
+#[inline(never)]
+unsafe extern "C" fn pwritev2_on(socket: &'static Socket, real: VectorFlagsFn, fd: c_int, iov: *const iovec, count: c_int, offset: off_t, flags: c_int) -> ssize_t {
+    if offset != -1 || flags & !libc::RWF_NOWAIT != 0 {
+        // SAFETY: the caller's arguments, as they are; the kernel refuses them.
+        return unsafe { real(fd, iov, count, offset, flags) };
+    }
+    let how = if flags & libc::RWF_NOWAIT != 0 { libc::MSG_DONTWAIT } else { 0 };
+    // SAFETY: the program's array; what the kernel would not take, it refuses.
+    let Some(array) = usize::try_from(count).ok().and_then(|n| unsafe { Iov::many(iov, n) }) else {
+        // SAFETY: the caller's arguments, as they are.
+        return unsafe { real(fd, iov, count, offset, flags) };
+    };
+    // SAFETY: the program's buffers.
+    unsafe { tx::send(socket, fd, array, how, || real.cancellable()(fd, iov, count, offset, flags)) }
 }
 
 /// `send(2)`.
@@ -187,8 +428,19 @@ pub unsafe extern "C" fn send(
     len: size_t,
     flags: c_int,
 ) -> ssize_t {
-    // SAFETY: the caller's arguments, as they are.
-    unsafe { real(fd, buf, len, flags) }
+    match table::socket(fd) {
+        // SAFETY: the caller's arguments, as they are.
+        None => unsafe { real(fd, buf, len, flags) },
+        // SAFETY: likewise.
+        Some(socket) => unsafe { send_on(socket, real, fd, buf, len, flags) },
+    }
+}
+
+#[inline(never)]
+unsafe extern "C" fn send_on(socket: &'static Socket, real: SendFn, fd: c_int, buf: *const c_void, len: size_t, flags: c_int) -> ssize_t {
+    let iov = Iov::one(buf.cast(), len);
+    // SAFETY: the program's buffer.
+    unsafe { tx::send(socket, fd, iov, flags, || real.cancellable()(fd, buf, len, flags)) }
 }
 
 /// `sendto(2)`.
@@ -202,8 +454,19 @@ pub unsafe extern "C" fn sendto(
     address: *const sockaddr,
     address_len: socklen_t,
 ) -> ssize_t {
-    // SAFETY: the caller's arguments, as they are.
-    unsafe { real(fd, buf, len, flags, address, address_len) }
+    match table::socket(fd) {
+        // SAFETY: the caller's arguments, as they are.
+        None => unsafe { real(fd, buf, len, flags, address, address_len) },
+        // SAFETY: likewise.
+        Some(socket) => unsafe { sendto_on(socket, real, fd, buf, len, flags, address, address_len) },
+    }
+}
+
+#[inline(never)]
+unsafe extern "C" fn sendto_on(socket: &'static Socket, real: SendToFn, fd: c_int, buf: *const c_void, len: size_t, flags: c_int, address: *const sockaddr, address_len: socklen_t) -> ssize_t {
+    let iov = Iov::one(buf.cast(), len);
+    // SAFETY: the program's buffer.
+    unsafe { tx::send(socket, fd, iov, flags, || real.cancellable()(fd, buf, len, flags, address, address_len)) }
 }
 
 /// `sendmsg(2)`.
@@ -214,8 +477,35 @@ pub unsafe extern "C" fn sendmsg(
     message: *const msghdr,
     flags: c_int,
 ) -> ssize_t {
-    // SAFETY: the caller's arguments, as they are.
-    unsafe { real(fd, message, flags) }
+    match table::socket(fd) {
+        // SAFETY: the caller's arguments, as they are.
+        None => unsafe {
+            pass::before_passing(message);
+            real(fd, message, flags)
+        },
+        // SAFETY: likewise.
+        Some(socket) => unsafe { sendmsg_on(socket, real, fd, message, flags) },
+    }
+}
+
+#[inline(never)]
+unsafe extern "C" fn sendmsg_on(socket: &'static Socket, real: SendMsgFn, fd: c_int, message: *const msghdr, flags: c_int) -> ssize_t {
+    // SAFETY: checked for null; the program's own.
+    let array = unsafe {
+        message
+            .as_ref()
+            .filter(|m| m.msg_controllen == 0)
+            .and_then(|m| Iov::many(m.msg_iov, m.msg_iovlen))
+    };
+    let Some(array) = array else {
+        // Control data of a TCP socket ask for something of the kernel's.
+        tx::take_back(socket, rdmasock_core::stats::Reason::Unsupported);
+        let iov = Iov::one(std::ptr::null(), 0);
+        // SAFETY: nothing is read but by the kernel.
+        return unsafe { tx::send_on_tcp(socket, fd, iov, || real.cancellable()(fd, message, flags)) };
+    };
+    // SAFETY: the program's buffers.
+    unsafe { tx::send(socket, fd, array, flags, || real.cancellable()(fd, message, flags)) }
 }
 
 /// `sendmmsg(2)`.
@@ -227,8 +517,33 @@ pub unsafe extern "C" fn sendmmsg(
     count: c_uint,
     flags: c_int,
 ) -> c_int {
-    // SAFETY: the caller's arguments, as they are.
-    unsafe { real(fd, messages, count, flags) }
+    match table::socket(fd) {
+        // SAFETY: the caller's arguments, as they are.
+        None => unsafe {
+            pass::before_passing_many(messages, count);
+            real(fd, messages, count, flags)
+        },
+        // SAFETY: likewise.
+        Some(socket) => unsafe { sendmmsg_on(socket, fd, messages, count, flags) },
+    }
+}
+
+/// One sendmsg after the other, as the kernel does it.
+#[inline(never)]
+unsafe extern "C" fn sendmmsg_on(socket: &'static Socket, fd: c_int, messages: *mut mmsghdr, count: c_uint, flags: c_int) -> c_int {
+    let mut done = 0;
+    while done < count.min(1024) {
+        // SAFETY: the program's array has `count` entries.
+        let entry = unsafe { &mut *messages.add(done as usize) };
+        // SAFETY: likewise.
+        let n = unsafe { sendmsg_on(socket, crate::real::sendmsg(), fd, &raw const entry.msg_hdr, flags) };
+        if n < 0 {
+            return if done > 0 { done as c_int } else { -1 };
+        }
+        entry.msg_len = n as c_uint;
+        done += 1;
+    }
+    done as c_int
 }
 
 /// `sendfile(2)`; only `out` can be a socket.
@@ -240,8 +555,18 @@ pub unsafe extern "C" fn sendfile(
     offset: *mut off_t,
     count: size_t,
 ) -> ssize_t {
-    // SAFETY: the caller's arguments, as they are.
-    unsafe { real(out, input, offset, count) }
+    match table::socket(out) {
+        // SAFETY: the caller's arguments, as they are.
+        None => unsafe { real(out, input, offset, count) },
+        // SAFETY: likewise.
+        Some(socket) => unsafe { sendfile_on(socket, real, out, input, offset, count) },
+    }
+}
+
+#[inline(never)]
+unsafe extern "C" fn sendfile_on(socket: &'static Socket, real: SendFileFn, out: c_int, input: c_int, offset: *mut off_t, count: size_t) -> ssize_t {
+    // SAFETY: the program's own offset.
+    unsafe { tx::sendfile(socket, out, input, offset, count, || real.cancellable()(out, input, offset, count)) }
 }
 
 /// `splice(2)`; one end is a pipe, the other can be a socket.
@@ -255,6 +580,37 @@ pub unsafe extern "C" fn splice(
     len: size_t,
     flags: c_uint,
 ) -> ssize_t {
+    match (table::socket(input), table::socket(out)) {
+        // SAFETY: the caller's arguments, as they are.
+        (None, None) => unsafe { real(input, input_offset, out, out_offset, len, flags) },
+        // SAFETY: likewise.
+        (from, to) => unsafe { splice_on(from, to, real, input, input_offset, out, out_offset, len, flags) },
+    }
+}
+
+/// Bytes that go through a pipe inside the kernel have to be in the kernel.
+#[inline(never)]
+#[allow(clippy::too_many_arguments)]
+unsafe extern "C" fn splice_on(
+    from: Option<&'static Socket>,
+    to: Option<&'static Socket>,
+    real: SpliceFn,
+    input: c_int,
+    input_offset: *mut off_t,
+    out: c_int,
+    out_offset: *mut off_t,
+    len: size_t,
+    flags: c_uint,
+) -> ssize_t {
+    for socket in [from, to].into_iter().flatten() {
+        tx::take_back(socket, rdmasock_core::stats::Reason::Splice);
+    }
     // SAFETY: the caller's arguments, as they are.
-    unsafe { real(input, input_offset, out, out_offset, len, flags) }
+    let call = || unsafe { real.cancellable()(input, input_offset, out, out_offset, len, flags) };
+    match (from, to) {
+        (Some(socket), _) => rx::recv_on_tcp(socket, input, flags & libc::SPLICE_F_NONBLOCK != 0, call),
+        // SAFETY: nothing of ours is read.
+        (_, Some(socket)) => unsafe { tx::send_on_tcp(socket, out, Iov::one(std::ptr::null(), 0), call) },
+        _ => call(),
+    }
 }

@@ -15,6 +15,7 @@ pub unsafe extern "C" fn execve(
     argv: *const *const c_char,
     envp: *const *const c_char,
 ) -> c_int {
+    before_exec();
     // SAFETY: the caller's arguments, as they are.
     unsafe { real(path, argv, envp) }
 }
@@ -26,6 +27,7 @@ pub unsafe extern "C" fn execv(
     path: *const c_char,
     argv: *const *const c_char,
 ) -> c_int {
+    before_exec();
     // SAFETY: the caller's arguments, as they are.
     unsafe { real(path, argv) }
 }
@@ -37,6 +39,7 @@ pub unsafe extern "C" fn execvp(
     file: *const c_char,
     argv: *const *const c_char,
 ) -> c_int {
+    before_exec();
     // SAFETY: the caller's arguments, as they are.
     unsafe { real(file, argv) }
 }
@@ -49,6 +52,7 @@ pub unsafe extern "C" fn execvpe(
     argv: *const *const c_char,
     envp: *const *const c_char,
 ) -> c_int {
+    before_exec();
     // SAFETY: the caller's arguments, as they are.
     unsafe { real(file, argv, envp) }
 }
@@ -61,6 +65,7 @@ pub unsafe extern "C" fn fexecve(
     argv: *const *const c_char,
     envp: *const *const c_char,
 ) -> c_int {
+    before_exec();
     // SAFETY: the caller's arguments, as they are.
     unsafe { real(fd, argv, envp) }
 }
@@ -75,6 +80,7 @@ pub unsafe extern "C" fn execveat(
     envp: *const *const c_char,
     flags: c_int,
 ) -> c_int {
+    before_exec();
     // SAFETY: the caller's arguments, as they are.
     unsafe { real(dir, path, argv, envp, flags) }
 }
@@ -90,6 +96,7 @@ pub unsafe extern "C" fn posix_spawn(
     argv: *const *mut c_char,
     envp: *const *mut c_char,
 ) -> c_int {
+    before_exec();
     // SAFETY: the caller's arguments, as they are.
     unsafe { real(pid, path, actions, attributes, argv, envp) }
 }
@@ -97,6 +104,7 @@ pub unsafe extern "C" fn posix_spawn(
 /// `system(3)`; spawns inside libc.
 #[inline]
 pub unsafe extern "C" fn system(real: SystemFn, command: *const c_char) -> c_int {
+    before_exec();
     // SAFETY: the caller's arguments, as they are.
     unsafe { real(command) }
 }
@@ -108,6 +116,7 @@ pub unsafe extern "C" fn popen(
     command: *const c_char,
     mode: *const c_char,
 ) -> *mut FILE {
+    before_exec();
     // SAFETY: the caller's arguments, as they are.
     unsafe { real(command, mode) }
 }
@@ -138,4 +147,14 @@ pub unsafe extern "C" fn exit_now(real: ExitFn, status: c_int) {
 pub unsafe extern "C" fn quick_exit(real: ExitFn, status: c_int) {
     // SAFETY: the caller's arguments, as they are.
     unsafe { real(status) }
+}
+
+/// Streams whose descriptor survives an exec go back to TCP. A vfork child's descriptors are its
+/// own, but its memory is the parent's: what the parent has promoted stays as it is, and the child's
+/// copies of such sockets are of no use to it.
+#[inline]
+fn before_exec() {
+    if !crate::calls::vfork::is_child() {
+        crate::pass::before_exec();
+    }
 }

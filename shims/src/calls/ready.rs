@@ -1,5 +1,12 @@
 //! The calls that wait for readiness.
 
+use crate::epoll::{Epoll, Timeout};
+use crate::lifecycle;
+use crate::poll::{self, Sets};
+use crate::real::Cancellable;
+use crate::socket::Socket;
+use crate::table::{self, Entry};
+
 use crate::real::{
     EpollCreateFn, EpollCtlFn, EpollPwait2Fn, EpollPwaitFn, EpollWaitFn, PollChkFn, PollFn,
     PpollChkFn, PpollFn, PselectFn, SelectFn,
@@ -14,8 +21,25 @@ pub unsafe extern "C" fn poll(
     count: nfds_t,
     timeout: c_int,
 ) -> c_int {
-    // SAFETY: the caller's arguments, as they are.
-    unsafe { real(fds, count, timeout) }
+    // SAFETY: the program's array.
+    if !unsafe { poll::has_ours(fds, count) } {
+        // SAFETY: the caller's arguments, as they are.
+        return unsafe { real(fds, count, timeout) };
+    }
+    // SAFETY: likewise.
+    unsafe { poll_on(fds, count, Timeout::from_ms(timeout), std::ptr::null()) }
+}
+
+#[inline(never)]
+unsafe extern "C" fn poll_on(fds: *mut pollfd, count: nfds_t, timeout: Timeout, mask: *const sigset_t) -> c_int {
+    let call = |fds: *mut pollfd, n: nfds_t, t: Timeout| {
+        let left = t.to_timespec();
+        let left = left.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
+        // SAFETY: `fds` has n entries.
+        unsafe { crate::real::ppoll().cancellable()(fds, n, left, mask) }
+    };
+    // SAFETY: the program's array.
+    unsafe { poll::poll(fds, count, timeout, call) }
 }
 
 /// `poll(2)` of a fortified program; libc aborts if `fds` is longer than `size` bytes.
@@ -27,8 +51,13 @@ pub unsafe extern "C" fn poll_chk(
     timeout: c_int,
     size: size_t,
 ) -> c_int {
-    // SAFETY: the caller's arguments, as they are.
-    unsafe { real(fds, count, timeout, size) }
+    // SAFETY: the program's array.
+    if size / size_of::<pollfd>() < count as usize || !unsafe { poll::has_ours(fds, count) } {
+        // SAFETY: the caller's arguments, as they are.
+        return unsafe { real(fds, count, timeout, size) };
+    }
+    // SAFETY: likewise.
+    unsafe { poll_on(fds, count, Timeout::from_ms(timeout), std::ptr::null()) }
 }
 
 /// `ppoll(2)`.
@@ -40,8 +69,14 @@ pub unsafe extern "C" fn ppoll(
     timeout: *const timespec,
     mask: *const sigset_t,
 ) -> c_int {
-    // SAFETY: the caller's arguments, as they are.
-    unsafe { real(fds, count, timeout, mask) }
+    // SAFETY: null, or the program's own; its array.
+    let (ours, time) = unsafe { (poll::has_ours(fds, count), Timeout::from_timespec(timeout.as_ref())) };
+    match time {
+        // SAFETY: the caller's arguments, as they are.
+        Some(time) if ours => unsafe { poll_on(fds, count, time, mask) },
+        // SAFETY: likewise.
+        _ => unsafe { real(fds, count, timeout, mask) },
+    }
 }
 
 /// `ppoll(2)` of a fortified program; libc aborts if `fds` is longer than `size` bytes.
@@ -54,8 +89,14 @@ pub unsafe extern "C" fn ppoll_chk(
     mask: *const sigset_t,
     size: size_t,
 ) -> c_int {
-    // SAFETY: the caller's arguments, as they are.
-    unsafe { real(fds, count, timeout, mask, size) }
+    // SAFETY: null, or the program's own; its array.
+    let (ours, time) = unsafe { (poll::has_ours(fds, count), Timeout::from_timespec(timeout.as_ref())) };
+    match time {
+        // SAFETY: the caller's arguments, as they are.
+        Some(time) if ours && size / size_of::<pollfd>() >= count as usize => unsafe { poll_on(fds, count, time, mask) },
+        // SAFETY: likewise.
+        _ => unsafe { real(fds, count, timeout, mask, size) },
+    }
 }
 
 /// `select(2)`; Linux leaves the rest of the time in `timeout`.
@@ -68,8 +109,43 @@ pub unsafe extern "C" fn select(
     except: *mut fd_set,
     timeout: *mut timeval,
 ) -> c_int {
-    // SAFETY: the caller's arguments, as they are.
-    unsafe { real(count, read, write, except, timeout) }
+    let sets = Sets { count, read, write, except };
+    // SAFETY: the program's sets.
+    if !unsafe { sets.has_ours() } {
+        // SAFETY: the caller's arguments, as they are.
+        return unsafe { real(count, read, write, except, timeout) };
+    }
+    // SAFETY: likewise.
+    unsafe { select_on(&sets, timeout) }
+}
+
+#[inline(never)]
+unsafe extern "C" fn select_on(sets: &Sets, timeout: *mut timeval) -> c_int {
+    let call = |fds: *mut pollfd, n: nfds_t, t: Timeout| {
+        let left = t.to_timespec();
+        let left = left.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
+        // SAFETY: `fds` has n entries.
+        unsafe { crate::real::ppoll().cancellable()(fds, n, left, std::ptr::null()) }
+    };
+    // SAFETY: null, or the program's own.
+    let given = unsafe { timeout.as_mut() };
+    let (time, begun) = match &given {
+        None => (Timeout::Forever, 0),
+        Some(tv) if tv.tv_sec < 0 || tv.tv_usec < 0 => return crate::errno::fail(libc::EINVAL),
+        Some(tv) => (
+            Timeout::Ns(tv.tv_sec as u64 * 1_000_000_000 + tv.tv_usec as u64 * 1000),
+            crate::wait::now_ns(),
+        ),
+    };
+    // SAFETY: the program's sets.
+    let result = unsafe { sets.select(time, call) };
+    if let (Some(tv), Timeout::Ns(ns)) = (given, time) {
+        // Linux leaves what is left of the time.
+        let left = ns.saturating_sub(crate::wait::now_ns().saturating_sub(begun));
+        tv.tv_sec = (left / 1_000_000_000) as libc::time_t;
+        tv.tv_usec = (left % 1_000_000_000 / 1000) as libc::suseconds_t;
+    }
+    result
 }
 
 /// `pselect(2)`.
@@ -83,22 +159,49 @@ pub unsafe extern "C" fn pselect(
     timeout: *const timespec,
     mask: *const sigset_t,
 ) -> c_int {
-    // SAFETY: the caller's arguments, as they are.
-    unsafe { real(count, read, write, except, timeout, mask) }
+    let sets = Sets { count, read, write, except };
+    // SAFETY: the program's sets; null, or its time-out.
+    let (ours, time) = unsafe { (sets.has_ours(), Timeout::from_timespec(timeout.as_ref())) };
+    match time {
+        // SAFETY: the caller's arguments, as they are.
+        Some(time) if ours => unsafe { pselect_on(&sets, time, mask) },
+        // SAFETY: likewise.
+        _ => unsafe { real(count, read, write, except, timeout, mask) },
+    }
+}
+
+#[inline(never)]
+unsafe extern "C" fn pselect_on(sets: &Sets, timeout: Timeout, mask: *const sigset_t) -> c_int {
+    let call = |fds: *mut pollfd, n: nfds_t, t: Timeout| {
+        let left = t.to_timespec();
+        let left = left.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
+        // SAFETY: `fds` has n entries.
+        unsafe { crate::real::ppoll().cancellable()(fds, n, left, mask) }
+    };
+    // SAFETY: the program's sets.
+    unsafe { sets.select(timeout, call) }
 }
 
 /// `epoll_create(2)`.
 #[inline]
 pub unsafe extern "C" fn epoll_create(real: EpollCreateFn, size: c_int) -> c_int {
     // SAFETY: the caller's arguments, as they are.
-    unsafe { real(size) }
+    let fd = unsafe { real(size) };
+    if fd >= 0 {
+        lifecycle::on_epoll(fd);
+    }
+    fd
 }
 
 /// `epoll_create1(2)`.
 #[inline]
 pub unsafe extern "C" fn epoll_create1(real: EpollCreateFn, flags: c_int) -> c_int {
     // SAFETY: the caller's arguments, as they are.
-    unsafe { real(flags) }
+    let fd = unsafe { real(flags) };
+    if fd >= 0 {
+        lifecycle::on_epoll(fd);
+    }
+    fd
 }
 
 /// `epoll_ctl(2)`.
@@ -110,8 +213,39 @@ pub unsafe extern "C" fn epoll_ctl(
     fd: c_int,
     event: *mut epoll_event,
 ) -> c_int {
+    match table::socket(fd) {
+        // SAFETY: the caller's arguments, as they are.
+        None => unsafe { real(epoll, operation, fd, event) },
+        // SAFETY: likewise.
+        Some(socket) => unsafe { epoll_ctl_on(socket, real, epoll, operation, fd, event) },
+    }
+}
+
+#[inline(never)]
+unsafe extern "C" fn epoll_ctl_on(
+    socket: &'static Socket,
+    real: EpollCtlFn,
+    epoll: c_int,
+    operation: c_int,
+    fd: c_int,
+    event: *mut epoll_event,
+) -> c_int {
     // SAFETY: the caller's arguments, as they are.
-    unsafe { real(epoll, operation, fd, event) }
+    let call = || unsafe { real(epoll, operation, fd, event) };
+    match table::lookup(epoll) {
+        Entry::Epoll(set) => {
+            // SAFETY: null, or the program's own.
+            let event = unsafe { event.as_ref() }.copied();
+            set.control(socket, fd, operation, event, call)
+        }
+        _ => {
+            // A set that the library has not seen being made: only the kernel can report to it.
+            if operation == libc::EPOLL_CTL_ADD {
+                crate::pass::release(socket, rdmasock_core::stats::Reason::UnknownEpoll);
+            }
+            call()
+        }
+    }
 }
 
 /// `epoll_wait(2)`, time-out in ms.
@@ -123,8 +257,29 @@ pub unsafe extern "C" fn epoll_wait(
     count: c_int,
     timeout: c_int,
 ) -> c_int {
-    // SAFETY: the caller's arguments, as they are.
-    unsafe { real(epoll, events, count, timeout) }
+    match table::lookup(epoll) {
+        // SAFETY: the caller's arguments, as they are.
+        Entry::Epoll(set) => unsafe { epoll_wait_on(set, real, epoll, events, count, timeout) },
+        // SAFETY: likewise.
+        _ => unsafe { real(epoll, events, count, timeout) },
+    }
+}
+
+#[inline(never)]
+unsafe extern "C" fn epoll_wait_on(
+    set: &'static Epoll,
+    real: EpollWaitFn,
+    epoll: c_int,
+    events: *mut epoll_event,
+    count: c_int,
+    timeout: c_int,
+) -> c_int {
+    let call = |e: *mut epoll_event, n: c_int, t: Timeout| {
+        // SAFETY: `e` has n entries.
+        unsafe { real.cancellable()(epoll, e, n, t.to_ms()) }
+    };
+    // SAFETY: the program's array.
+    unsafe { set.wait(events, count, Timeout::from_ms(timeout), call) }
 }
 
 /// `epoll_pwait(2)`, time-out in ms.
@@ -137,8 +292,30 @@ pub unsafe extern "C" fn epoll_pwait(
     timeout: c_int,
     mask: *const sigset_t,
 ) -> c_int {
-    // SAFETY: the caller's arguments, as they are.
-    unsafe { real(epoll, events, count, timeout, mask) }
+    match table::lookup(epoll) {
+        // SAFETY: the caller's arguments, as they are.
+        Entry::Epoll(set) => unsafe { epoll_pwait_on(set, real, epoll, events, count, timeout, mask) },
+        // SAFETY: likewise.
+        _ => unsafe { real(epoll, events, count, timeout, mask) },
+    }
+}
+
+#[inline(never)]
+unsafe extern "C" fn epoll_pwait_on(
+    set: &'static Epoll,
+    real: EpollPwaitFn,
+    epoll: c_int,
+    events: *mut epoll_event,
+    count: c_int,
+    timeout: c_int,
+    mask: *const sigset_t,
+) -> c_int {
+    let call = |e: *mut epoll_event, n: c_int, t: Timeout| {
+        // SAFETY: `e` has n entries.
+        unsafe { real.cancellable()(epoll, e, n, t.to_ms(), mask) }
+    };
+    // SAFETY: the program's array.
+    unsafe { set.wait(events, count, Timeout::from_ms(timeout), call) }
 }
 
 /// `epoll_pwait2(2)`.
@@ -151,6 +328,34 @@ pub unsafe extern "C" fn epoll_pwait2(
     timeout: *const timespec,
     mask: *const sigset_t,
 ) -> c_int {
-    // SAFETY: the caller's arguments, as they are.
-    unsafe { real(epoll, events, count, timeout, mask) }
+    match table::lookup(epoll) {
+        // SAFETY: the caller's arguments, as they are.
+        Entry::Epoll(set) => unsafe { epoll_pwait2_on(set, real, epoll, events, count, timeout, mask) },
+        // SAFETY: likewise.
+        _ => unsafe { real(epoll, events, count, timeout, mask) },
+    }
+}
+
+#[inline(never)]
+unsafe extern "C" fn epoll_pwait2_on(
+    set: &'static Epoll,
+    real: EpollPwait2Fn,
+    epoll: c_int,
+    events: *mut epoll_event,
+    count: c_int,
+    timeout: *const timespec,
+    mask: *const sigset_t,
+) -> c_int {
+    // SAFETY: null, or the program's own.
+    let Some(time) = Timeout::from_timespec(unsafe { timeout.as_ref() }) else {
+        return crate::errno::fail(libc::EINVAL);
+    };
+    let call = |e: *mut epoll_event, n: c_int, t: Timeout| {
+        let left = t.to_timespec();
+        let left = left.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
+        // SAFETY: `e` has n entries.
+        unsafe { real.cancellable()(epoll, e, n, left, mask) }
+    };
+    // SAFETY: the program's array.
+    unsafe { set.wait(events, count, time, call) }
 }

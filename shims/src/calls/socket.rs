@@ -1,6 +1,15 @@
 //! The calls that make, connect, configure and shut sockets. `bind`, `getsockname` and `getpeername`
 //! are not among them: the anchor answers.
 
+use crate::errno;
+use crate::lifecycle;
+use crate::listener::Listener;
+use crate::real::Cancellable;
+use crate::rx;
+use crate::socket::Socket;
+use crate::table::{self, Entry};
+use crate::tx;
+
 use crate::real::{
     Accept4Fn, AcceptFn, ConnectFn, GetSockOptFn, SetSockOptFn, SocketFn, SocketIntFn,
 };
@@ -15,14 +24,24 @@ pub unsafe extern "C" fn socket(
     protocol: c_int,
 ) -> c_int {
     // SAFETY: the caller's arguments, as they are.
-    unsafe { real(domain, kind, protocol) }
+    let fd = unsafe { real(domain, kind, protocol) };
+    let stream = kind & !(libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC) == libc::SOCK_STREAM;
+    let inet = domain == libc::AF_INET || domain == libc::AF_INET6;
+    if fd >= 0 && stream && inet && (protocol == 0 || protocol == libc::IPPROTO_TCP) {
+        lifecycle::on_socket(fd, kind & libc::SOCK_NONBLOCK != 0);
+    }
+    fd
 }
 
 /// `listen(2)`.
 #[inline]
 pub unsafe extern "C" fn listen(real: SocketIntFn, fd: c_int, backlog: c_int) -> c_int {
     // SAFETY: the caller's arguments, as they are.
-    unsafe { real(fd, backlog) }
+    let result = unsafe { real(fd, backlog) };
+    if result == 0 {
+        lifecycle::on_listen(fd);
+    }
+    result
 }
 
 /// `accept(2)`.
@@ -33,8 +52,28 @@ pub unsafe extern "C" fn accept(
     address: *mut sockaddr,
     address_len: *mut socklen_t,
 ) -> c_int {
+    match table::lookup(fd) {
+        // SAFETY: the caller's arguments, as they are.
+        Entry::Listener(listener) => unsafe { accept_on(listener, real, fd, address, address_len) },
+        // SAFETY: likewise.
+        _ => unsafe { real(fd, address, address_len) },
+    }
+}
+
+#[inline(never)]
+unsafe extern "C" fn accept_on(
+    listener: &'static Listener,
+    real: AcceptFn,
+    fd: c_int,
+    address: *mut sockaddr,
+    address_len: *mut socklen_t,
+) -> c_int {
     // SAFETY: the caller's arguments, as they are.
-    unsafe { real(fd, address, address_len) }
+    let new = unsafe { real.cancellable()(fd, address, address_len) };
+    if new >= 0 {
+        lifecycle::on_accept(listener, new, false);
+    }
+    new
 }
 
 /// `accept4(2)`.
@@ -46,8 +85,29 @@ pub unsafe extern "C" fn accept4(
     address_len: *mut socklen_t,
     flags: c_int,
 ) -> c_int {
+    match table::lookup(fd) {
+        // SAFETY: the caller's arguments, as they are.
+        Entry::Listener(listener) => unsafe { accept4_on(listener, real, fd, address, address_len, flags) },
+        // SAFETY: likewise.
+        _ => unsafe { real(fd, address, address_len, flags) },
+    }
+}
+
+#[inline(never)]
+unsafe extern "C" fn accept4_on(
+    listener: &'static Listener,
+    real: Accept4Fn,
+    fd: c_int,
+    address: *mut sockaddr,
+    address_len: *mut socklen_t,
+    flags: c_int,
+) -> c_int {
     // SAFETY: the caller's arguments, as they are.
-    unsafe { real(fd, address, address_len, flags) }
+    let new = unsafe { real.cancellable()(fd, address, address_len, flags) };
+    if new >= 0 {
+        lifecycle::on_accept(listener, new, flags & libc::SOCK_NONBLOCK != 0);
+    }
+    new
 }
 
 /// `connect(2)`.
@@ -58,15 +118,48 @@ pub unsafe extern "C" fn connect(
     address: *const sockaddr,
     address_len: socklen_t,
 ) -> c_int {
+    // SAFETY: null, or an address of the program's; its family is all that is read.
+    let family = unsafe { address.as_ref() }.map_or(0, |a| c_int::from(a.sa_family));
+    if family != libc::AF_INET && family != libc::AF_INET6 {
+        // SAFETY: the caller's arguments, as they are.
+        return unsafe { real(fd, address, address_len) };
+    }
+    // SAFETY: likewise.
+    unsafe { connect_on(real, fd, address, address_len) }
+}
+
+#[inline(never)]
+unsafe extern "C" fn connect_on(real: ConnectFn, fd: c_int, address: *const sockaddr, address_len: socklen_t) -> c_int {
     // SAFETY: the caller's arguments, as they are.
-    unsafe { real(fd, address, address_len) }
+    let result = unsafe { real.cancellable()(fd, address, address_len) };
+    if result == 0 || matches!(errno::get(), libc::EINPROGRESS | libc::EINTR) {
+        lifecycle::on_connect(fd);
+    }
+    result
 }
 
 /// `shutdown(2)`.
 #[inline]
 pub unsafe extern "C" fn shutdown(real: SocketIntFn, fd: c_int, how: c_int) -> c_int {
+    match table::socket(fd) {
+        // SAFETY: the caller's arguments, as they are.
+        None => unsafe { real(fd, how) },
+        // SAFETY: likewise.
+        Some(socket) => unsafe { shutdown_on(socket, real, fd, how) },
+    }
+}
+
+#[inline(never)]
+unsafe extern "C" fn shutdown_on(socket: &'static Socket, real: SocketIntFn, fd: c_int, how: c_int) -> c_int {
+    if how == libc::SHUT_WR || how == libc::SHUT_RDWR {
+        tx::shut(socket);
+    }
     // SAFETY: the caller's arguments, as they are.
-    unsafe { real(fd, how) }
+    let result = unsafe { real(fd, how) };
+    if result == 0 && how != libc::SHUT_WR {
+        rx::shut(socket);
+    }
+    result
 }
 
 /// `getsockopt(2)`.
@@ -93,6 +186,16 @@ pub unsafe extern "C" fn setsockopt(
     value: *const c_void,
     value_len: socklen_t,
 ) -> c_int {
-    // SAFETY: the caller's arguments, as they are.
-    unsafe { real(fd, level, name, value, value_len) }
+    match table::socket(fd) {
+        // SAFETY: the caller's arguments, as they are.
+        None => unsafe { real(fd, level, name, value, value_len) },
+        Some(socket) => {
+            if level == libc::IPPROTO_TCP && name == libc::TCP_ULP {
+                // The kernel's TLS works on what goes through the kernel.
+                tx::take_back(socket, rdmasock_core::stats::Reason::KernelTls);
+            }
+            // SAFETY: likewise.
+            unsafe { real(fd, level, name, value, value_len) }
+        }
+    }
 }

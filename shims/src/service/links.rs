@@ -230,10 +230,13 @@ impl Worker {
                     promote::run(socket, &mut control, steps);
                 }
             }
-            Message::DemoteRequest { yours, resend_from: _ } => {
+            Message::DemoteRequest { yours, resend_from } => {
                 if let Some(socket) = link.socket(yours)
                     && let Some(mut control) = socket.control.lock()
                 {
+                    if let Some(from) = resend_from {
+                        promote::resend(socket, from);
+                    }
                     promote::leave(socket, &mut control, Reason::PeerAsked);
                     drop(control);
                     self.settle(Ref::new(socket));

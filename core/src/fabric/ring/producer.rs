@@ -18,6 +18,8 @@ pub struct Producer {
     block: NonNull<DirectionBlock>,
     area: DataArea,
     ring: RingMemory,
+    /// The ring before, which may still hold bytes that were not read.
+    previous: RingMemory,
     /// Bytes ever committed.
     tail: u64,
     /// May write up to this position by what is known of the consumer.
@@ -50,6 +52,7 @@ impl Producer {
             block,
             area,
             ring: RingMemory::NONE,
+            previous: RingMemory::NONE,
             tail: 0,
             limit: 0,
             head: 0,
@@ -175,7 +178,8 @@ impl Producer {
             return Ok(false);
         }
         let offer = Offer::unpack(word).ok_or(Violation::BadOffer)?;
-        self.ring = self.area.ring(offer.region).ok_or(Violation::BadOffer)?;
+        let ring = self.area.ring(offer.region).ok_or(Violation::BadOffer)?;
+        self.previous = std::mem::replace(&mut self.ring, ring);
         self.offer = word;
         self.switch_pos = self.tail;
         self.limit = self.window();
@@ -184,6 +188,28 @@ impl Producer {
         // Releases `switch_pos` to the consumer's load of `generation`; the next tail releases both.
         mine.generation.store(offer.generation, Ordering::Release);
         Ok(true)
+    }
+
+    /// A copy of the bytes from position `from` up to the last one committed: those that a
+    /// consumer which has stopped at `from` has not read. It must not have freed their rings.
+    #[cfg(not(loom))]
+    pub fn unread(&mut self, from: u64) -> Result<Vec<u8>, RingError> {
+        self.reload()?;
+        if from > self.tail {
+            return Err(Violation::HeadBeyondTail.into());
+        }
+        if from < self.head {
+            return Err(Violation::HeadMovedBack.into());
+        }
+        let switch = self.switch_pos.clamp(from, self.tail);
+        let mut bytes = vec![0u8; (self.tail - from) as usize];
+        let (before, after) = bytes.split_at_mut((switch - from) as usize);
+        for (ring, pos, to) in [(self.previous, from, before), (self.ring, switch, after)] {
+            let spans = ring.spans(pos, to.len() as u64);
+            // SAFETY: `to` is writable for its length; a ring is mapped while the cursor exists.
+            unsafe { spans.copy_out(0, to.as_mut_ptr(), to.len()) };
+        }
+        Ok(bytes)
     }
 
     /// The end of the current ring's window: its bytes begin at the switch position, and older

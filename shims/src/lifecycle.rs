@@ -1,0 +1,258 @@
+//! From socket() to the last close(): which numbers stand for which objects.
+
+use std::ffi::c_int;
+use std::net::SocketAddr;
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
+
+use rdmasock_core::fabric::ring::End;
+use rdmasock_core::os::privatefd;
+use rdmasock_core::stats::{Direction, Reason, StreamInfo};
+
+use crate::epoll::Epoll;
+use crate::errno;
+use crate::fork;
+use crate::library::Library;
+use crate::listener::Listener;
+use crate::promote;
+use crate::ready;
+use crate::rx;
+use crate::socket::{Socket, Stage, mode};
+use crate::table::{self, Entry};
+
+/// socket() gave a TCP socket.
+pub fn on_socket(fd: c_int, nonblocking: bool) {
+    if Library::ensure().is_some() {
+        drop_entry(table::insert(fd, Entry::Fresh { nonblocking }), fd);
+    }
+}
+
+/// Whether a number that the library has not seen being made is a TCP socket.
+pub fn is_tcp(fd: c_int) -> bool {
+    let option = |name: c_int| {
+        let mut value: c_int = 0;
+        let mut len = size_of::<c_int>() as libc::socklen_t;
+        // SAFETY: the raw system call with a buffer of the right size.
+        let r = unsafe {
+            libc::syscall(
+                libc::SYS_getsockopt,
+                fd,
+                libc::SOL_SOCKET,
+                name,
+                std::ptr::from_mut(&mut value),
+                std::ptr::from_mut(&mut len),
+            )
+        };
+        (r == 0).then_some(value)
+    };
+    let errno = errno::get();
+    let tcp = option(libc::SO_PROTOCOL) == Some(libc::IPPROTO_TCP)
+        && matches!(option(libc::SO_DOMAIN), Some(libc::AF_INET | libc::AF_INET6));
+    errno::set(errno);
+    tcp
+}
+
+fn is_nonblocking(fd: c_int) -> bool {
+    // SAFETY: the program's own fd, in the middle of its call.
+    let flags = rustix::fs::fcntl_getfl(unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) });
+    flags.is_ok_and(|f| f.contains(rustix::fs::OFlags::NONBLOCK))
+}
+
+/// listen() has succeeded.
+pub fn on_listen(fd: c_int) {
+    let known = match table::lookup(fd) {
+        Entry::Listener(_) => return,
+        Entry::Fresh { .. } => true,
+        _ => false,
+    };
+    let errno = errno::get();
+    if Library::ensure().is_some() && (known || is_tcp(fd)) {
+        drop_entry(table::insert(fd, Entry::Listener(Listener::new(fd))), fd);
+    }
+    errno::set(errno);
+}
+
+/// accept() has given `fd`.
+pub fn on_accept(listener: &'static Listener, fd: c_int, nonblocking: bool) {
+    listener.on_accept();
+    if let Some(socket) = begin(fd, nonblocking, Direction::Accept) {
+        socket.role.store(1, Relaxed);
+        socket.listener.store(std::ptr::from_ref(listener).cast_mut(), Relaxed);
+        socket.set_stage(Stage::Watching);
+    }
+}
+
+/// connect() has succeeded or begun on a socket that has no object yet.
+pub fn on_connect(fd: c_int) {
+    let errno = errno::get();
+    let nonblocking = match table::lookup(fd) {
+        Entry::Fresh { nonblocking } => Some(nonblocking),
+        Entry::None if Library::ensure().is_some() && is_tcp(fd) => Some(is_nonblocking(fd)),
+        _ => None,
+    };
+    if let Some(nonblocking) = nonblocking
+        && let Some(socket) = begin(fd, nonblocking, Direction::Connect)
+    {
+        socket.role.store(0, Relaxed);
+        socket.set_stage(Stage::Watching);
+        if Library::get().threshold.is_at_once() {
+            crate::tx::worth_it(socket);
+        }
+    }
+    errno::set(errno);
+}
+
+fn begin(fd: c_int, nonblocking: bool, direction: Direction) -> Option<&'static Socket> {
+    let library = Library::ensure()?;
+    if !table::covers(fd) {
+        return None;
+    }
+    let socket = Socket::allocate(fd, nonblocking)?;
+    let info = StreamInfo { fd, direction, local: None, peer: None, why: Reason::BelowThreshold.into() };
+    let stats = library.stats.open_stream(socket.slot, &info);
+    socket.stats.store(stats.map_or(std::ptr::null_mut(), |s| std::ptr::from_ref(s).cast_mut()), Relaxed);
+    drop_entry(table::insert(fd, Entry::Socket(socket)), fd);
+    Some(socket)
+}
+
+/// Shows the addresses in the statistics, once the connection has proved to last.
+pub fn show_addresses(socket: &'static Socket) {
+    if let (Some(stats), Some(fd)) = (socket.stats(), socket.anchor_fd()) {
+        let local = rustix::net::getsockname(fd).ok().and_then(|a| SocketAddr::try_from(a).ok());
+        let peer = rustix::net::getpeername(fd).ok().flatten().and_then(|a| SocketAddr::try_from(a).ok());
+        stats.set_addrs(local, peer);
+    }
+}
+
+/// epoll_create() has given `fd`.
+pub fn on_epoll(fd: c_int) {
+    if Library::ensure().is_some()
+        && let Some(epoll) = Epoll::allocate(fd)
+    {
+        drop_entry(table::insert(fd, Entry::Epoll(epoll)), fd);
+    }
+}
+
+/// An entry that a new file has replaced: the number was closed where no hook saw it.
+fn drop_entry(entry: Entry, fd: c_int) {
+    release(entry, fd);
+}
+
+/// Before the kernel closes `fd`.
+pub fn before_close(fd: c_int) {
+    let errno = errno::get();
+    release(table::put(fd, Entry::None), fd);
+    errno::set(errno);
+}
+
+fn release(entry: Entry, fd: c_int) {
+    match entry {
+        Entry::None | Entry::Fresh { .. } => {}
+        Entry::Listener(listener) => listener.release(),
+        Entry::Epoll(epoll) => epoll.release(fd),
+        Entry::Socket(socket) => release_socket(socket, fd),
+    }
+}
+
+fn release_socket(socket: &'static Socket, fd: c_int) {
+    let Some(mut control) = socket.control.lock() else { return };
+    control.fds.retain(|f| *f != fd);
+    if let Some(other) = control.fds.first() {
+        socket.fd.store(*other, Release);
+        return;
+    }
+    let last = fork::let_go(socket);
+    if socket.is_plain() && !ready::is_watched(socket) {
+        socket.fd.store(-1, Release);
+        drop(control);
+        forget(socket);
+        return;
+    }
+    // A close with unread data resets the connection (RFC 9293, 3.10.4; RFC 2525, 2.17).
+    if last
+        && rx::has_unread(socket)
+        && let Some(anchor) = socket.anchor_fd()
+    {
+        let _ = rustix::net::sockopt::set_socket_linger(anchor, Some(std::time::Duration::ZERO));
+    }
+    if let Some(mut tx) = socket.tx.lock() {
+        if socket.tx_mode.load(Acquire) == mode::LINK {
+            let wake = tx.producer.as_mut().map(|p| p.end(End::Fin));
+            drop(tx);
+            if let Some(wake) = wake {
+                ready::notify_peer(socket, wake);
+            }
+        } else {
+            tx.marker.clear();
+        }
+    }
+    control.handshake = None;
+    promote::close_stream(socket, &mut control);
+    Library::get().service.forget_anchor(socket);
+    {
+        let rx = socket.rx.lock();
+        let tx = socket.tx.lock();
+        socket.fd.store(-1, Release);
+        socket.rx_mode.store(mode::TCP, SeqCst);
+        socket.tx_mode.store(mode::TCP, SeqCst);
+        socket.watched.store(false, SeqCst);
+        drop(tx);
+        if let Some(mut rx) = rx {
+            *rx = crate::socket::Rx::default();
+        }
+    }
+    drop(control);
+    forget(socket);
+}
+
+fn forget(socket: &'static Socket) {
+    let interest = socket.interest.lock().map(|mut i| std::mem::take(&mut *i)).unwrap_or_default();
+    for m in interest.members {
+        m.epoll.forget(m.item, socket);
+    }
+    for s in interest.sleepers {
+        Library::get().waiters.ring(s.waiter);
+    }
+    socket.stats.store(std::ptr::null_mut(), Relaxed);
+    Library::get().stats.close_stream(socket.slot);
+    socket.recycle();
+}
+
+/// `new` is another number for what `old` stands for.
+pub fn on_dup(old: c_int, new: c_int) {
+    let errno = errno::get();
+    let entry = table::lookup(old);
+    match entry {
+        Entry::None => {}
+        Entry::Fresh { .. } => {}
+        Entry::Listener(listener) => listener.retain(),
+        Entry::Epoll(epoll) => epoll.retain(),
+        Entry::Socket(socket) => {
+            if let Some(mut control) = socket.control.lock() {
+                control.fds.push(new);
+            }
+            if new <= 2 {
+                // stdio's own writes are inside libc, where no hook sees them.
+                crate::tx::take_back(socket, Reason::Stdio);
+            }
+        }
+    }
+    drop_entry(table::insert(new, entry), new);
+    errno::set(errno);
+}
+
+/// Whether the program must not see that this number is open.
+#[inline]
+pub fn is_hidden(fd: c_int) -> bool {
+    privatefd::is_private(fd)
+}
+
+/// O_NONBLOCK was set or cleared.
+pub fn set_nonblocking(fd: c_int, nonblocking: bool) {
+    match table::lookup(fd) {
+        Entry::Socket(socket) => socket.nonblocking.store(nonblocking, Relaxed),
+        Entry::Fresh { .. } => {
+            table::put(fd, Entry::Fresh { nonblocking });
+        }
+        _ => {}
+    }
+}

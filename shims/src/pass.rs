@@ -1,0 +1,112 @@
+//! Sockets that leave this process: passed by SCM_RIGHTS, or kept across an exec. What their new
+//! holder reads and writes is the kernel's socket, so they go back to TCP before (DESIGN §6).
+
+use std::ffi::{c_int, c_uint};
+use std::sync::atomic::Ordering::Acquire;
+
+use libc::{mmsghdr, msghdr};
+use rdmasock_core::stats::Reason;
+
+use crate::errno;
+use crate::fork;
+use crate::promote;
+use crate::socket::{Socket, Stage, mode};
+use crate::table;
+
+/// Takes back the sockets that a message is about to pass. Costs a look at two fields for a
+/// message without control data.
+///
+/// # Safety
+/// `message` is null or the program's own.
+#[inline]
+pub unsafe fn before_passing(message: *const msghdr) {
+    // SAFETY: by the contract.
+    if unsafe { message.as_ref() }.is_some_and(|m| m.msg_controllen > 0 && !m.msg_control.is_null()) {
+        // SAFETY: by the contract.
+        unsafe { pass(message) }
+    }
+}
+
+/// [`before_passing`] for each message of an array.
+///
+/// # Safety
+/// `messages` has `count` entries, or is null.
+pub unsafe fn before_passing_many(messages: *const mmsghdr, count: c_uint) {
+    for i in 0..if messages.is_null() { 0 } else { count as usize } {
+        // SAFETY: by the contract.
+        unsafe { before_passing(&raw const (*messages.add(i)).msg_hdr) }
+    }
+}
+
+#[inline(never)]
+unsafe fn pass(message: *const msghdr) {
+    let errno = errno::get();
+    // SAFETY: the macros of cmsg(3) on the program's own control data, which is not changed.
+    unsafe {
+        let mut header = libc::CMSG_FIRSTHDR(message);
+        while !header.is_null() {
+            let c = &*header;
+            if c.cmsg_level == libc::SOL_SOCKET && c.cmsg_type == libc::SCM_RIGHTS {
+                let bytes = c.cmsg_len.saturating_sub(libc::CMSG_LEN(0) as usize);
+                let fds = libc::CMSG_DATA(header).cast::<c_int>();
+                for i in 0..bytes / size_of::<c_int>() {
+                    if let Some(socket) = table::socket(fds.add(i).read_unaligned()) {
+                        release(socket, Reason::Passed);
+                    }
+                }
+            }
+            header = libc::CMSG_NXTHDR(message, header);
+        }
+    }
+    errno::set(errno);
+}
+
+/// How long a handshake that is under way may take to end, ns.
+const PATIENCE: u64 = 2_000_000_000;
+
+/// Takes the socket back to TCP in both directions, such that all that was not read yet comes
+/// through the kernel. Waits for the end of a handshake that is under way: a marker in flight must
+/// not become somebody else's data.
+pub fn release(socket: &'static Socket, reason: Reason) {
+    if let Some(mut control) = socket.control.lock() {
+        promote::return_to_tcp(socket, &mut control, reason);
+    }
+    let until = crate::wait::now_ns() + PATIENCE;
+    while !socket.is_plain() && crate::wait::now_ns() < until {
+        promote::flush(socket);
+        if socket.rx_mode.load(Acquire) == mode::MARKED {
+            promote::readable(socket);
+        }
+        if socket.rx_mode.load(Acquire) == mode::LINK
+            && let Some(mut control) = socket.control.lock()
+        {
+            // The handshake has ended in a promotion.
+            promote::return_to_tcp(socket, &mut control, reason);
+        }
+        if socket.is_plain() {
+            break;
+        }
+        let _ = rustix::thread::nanosleep(&rustix::time::Timespec { tv_sec: 0, tv_nsec: 50_000 });
+    }
+    socket.set_stage(Stage::Pinned);
+}
+
+/// Before an exec or a spawn: sockets that survive it.
+pub fn before_exec() {
+    let errno = errno::get();
+    fork::for_each_socket(|socket| {
+        let Some(fd) = socket.anchor_fd() else { return };
+        let survives = socket.control.lock().is_none_or(|c| {
+            c.fds.iter().any(|fd| {
+                // SAFETY: one of the socket's numbers; the control lock keeps close() out.
+                let flags = rustix::io::fcntl_getfd(unsafe { std::os::fd::BorrowedFd::borrow_raw(*fd) });
+                !flags.is_ok_and(|f| f.contains(rustix::io::FdFlags::CLOEXEC))
+            })
+        });
+        let _ = fd;
+        if survives && socket.stage() == Stage::Busy {
+            release(socket, Reason::Exec);
+        }
+    });
+    errno::set(errno);
+}

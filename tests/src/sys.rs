@@ -1,0 +1,498 @@
+//! Thin wrappers around the libc symbols that the library interposes.
+//!
+//! They must stay plain calls of the dynamic symbols (no raw syscalls, no std::net), or the
+//! library would not see them. Nothing here writes a transcript; see `ctx`.
+
+use std::fmt;
+use std::time::{Duration, Instant};
+
+use libc::{c_int, c_void};
+use nix::errno::Errno;
+
+/// What a libc call gave: its value and, if that is -1, errno.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Ret {
+    /// The value returned.
+    pub value: i64,
+    /// errno, or 0 where the call did not fail.
+    pub errno: i32,
+}
+
+impl Ret {
+    /// Takes errno at once; to be called right after the libc call.
+    pub fn of(value: i64) -> Self {
+        let errno = if value == -1 { Errno::last_raw() } else { 0 };
+        Self { value, errno }
+    }
+
+    /// The value as an fd or count; panics where the call failed.
+    #[track_caller]
+    pub fn ok(self) -> i32 {
+        assert!(self.value >= 0, "call failed: {self}");
+        self.value as i32
+    }
+
+    /// The value as a length; panics where the call failed.
+    #[track_caller]
+    pub fn len(self) -> usize {
+        self.ok() as usize
+    }
+
+    /// Whether the call failed with `errno`.
+    pub fn is(self, errno: i32) -> bool {
+        self.value == -1 && self.errno == errno
+    }
+
+    /// Whether the call failed.
+    pub fn failed(self) -> bool {
+        self.value == -1
+    }
+}
+
+impl fmt::Display for Ret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.value == -1 {
+            write!(f, "-1 {:?}", Errno::from_raw(self.errno))
+        } else {
+            write!(f, "{}", self.value)
+        }
+    }
+}
+
+/// One libc call, with its errno: `call!(libc::listen(fd, 5))`.
+#[macro_export]
+macro_rules! call {
+    ($e:expr) => {
+        $crate::sys::Ret::of({
+            // SAFETY: scenarios pass live locals (or, on purpose, addresses that the kernel
+            // must refuse) whose lengths are taken from the same locals.
+            #[allow(unused_unsafe, clippy::unnecessary_cast)]
+            let value = unsafe { $e } as i64;
+            value
+        })
+    };
+}
+
+/// An all-zero value of a plain C struct.
+pub fn zeroed<T: Copy>() -> T {
+    // SAFETY: used only for C structs of integers, arrays and nullable pointers.
+    unsafe { std::mem::zeroed() }
+}
+
+/// A socket address with its length.
+#[derive(Clone, Copy)]
+pub struct Addr {
+    /// The address, whatever its family.
+    pub storage: libc::sockaddr_storage,
+    /// Its length in bytes.
+    pub len: libc::socklen_t,
+}
+
+impl Addr {
+    fn from_v6(ip: std::net::Ipv6Addr, port: u16) -> Self {
+        let mut addr: libc::sockaddr_in6 = zeroed();
+        addr.sin6_family = libc::AF_INET6 as u16;
+        addr.sin6_port = port.to_be();
+        addr.sin6_addr.s6_addr = ip.octets();
+        Self::of(addr)
+    }
+
+    fn of<T>(addr: T) -> Self {
+        let mut storage: libc::sockaddr_storage = zeroed();
+        let len = size_of::<T>();
+        assert!(len <= size_of::<libc::sockaddr_storage>());
+        // SAFETY: `storage` is larger than T and both are plain bytes.
+        unsafe {
+            std::ptr::copy_nonoverlapping(
+                (&raw const addr).cast::<u8>(),
+                (&raw mut storage).cast::<u8>(),
+                len,
+            );
+        }
+        Self {
+            storage,
+            len: len as libc::socklen_t,
+        }
+    }
+
+    /// 127.0.0.1:port
+    pub fn v4(port: u16) -> Self {
+        let mut addr: libc::sockaddr_in = zeroed();
+        addr.sin_family = libc::AF_INET as u16;
+        addr.sin_port = port.to_be();
+        addr.sin_addr.s_addr = u32::from_ne_bytes([127, 0, 0, 1]);
+        Self::of(addr)
+    }
+
+    /// [::1]:port
+    pub fn v6(port: u16) -> Self {
+        Self::from_v6(std::net::Ipv6Addr::LOCALHOST, port)
+    }
+
+    /// [::ffff:127.0.0.1]:port
+    pub fn mapped(port: u16) -> Self {
+        Self::from_v6(std::net::Ipv4Addr::LOCALHOST.to_ipv6_mapped(), port)
+    }
+
+    /// [::]:port
+    pub fn any6(port: u16) -> Self {
+        Self::from_v6(std::net::Ipv6Addr::UNSPECIFIED, port)
+    }
+
+    /// AF_UNSPEC, which dissolves an association.
+    pub fn unspec() -> Self {
+        let mut addr: libc::sockaddr_in = zeroed();
+        addr.sin_family = libc::AF_UNSPEC as u16;
+        Self::of(addr)
+    }
+
+    /// An AF_UNIX address: a path, or an abstract name if `name` begins with NUL.
+    pub fn unix(name: &[u8]) -> Self {
+        let mut addr: libc::sockaddr_un = zeroed();
+        addr.sun_family = libc::AF_UNIX as u16;
+        for (to, from) in addr.sun_path.iter_mut().zip(name) {
+            *to = *from as libc::c_char;
+        }
+        let mut all = Self::of(addr);
+        all.len = (size_of::<libc::sa_family_t>() + name.len()) as libc::socklen_t;
+        all
+    }
+
+    /// The address as libc takes it.
+    pub fn ptr(&self) -> *const libc::sockaddr {
+        (&raw const self.storage).cast()
+    }
+
+    /// The family.
+    pub fn family(&self) -> c_int {
+        c_int::from(self.storage.ss_family)
+    }
+
+    /// The port of an IP address.
+    pub fn port(&self) -> u16 {
+        // SAFETY: sin_port and sin6_port are both at this place in an initialised storage.
+        u16::from_be(unsafe { (*(&raw const self.storage).cast::<libc::sockaddr_in>()).sin_port })
+    }
+
+    /// The IP address without its port, or the family's number.
+    pub fn ip(&self) -> String {
+        match self.family() {
+            libc::AF_INET => {
+                // SAFETY: the family says what is in the storage.
+                let a = unsafe { *(&raw const self.storage).cast::<libc::sockaddr_in>() };
+                std::net::Ipv4Addr::from(u32::from_be(a.sin_addr.s_addr)).to_string()
+            }
+            libc::AF_INET6 => {
+                // SAFETY: the family says what is in the storage.
+                let a = unsafe { *(&raw const self.storage).cast::<libc::sockaddr_in6>() };
+                std::net::Ipv6Addr::from(a.sin6_addr.s6_addr).to_string()
+            }
+            other => format!("family {other}"),
+        }
+    }
+
+    /// What getsockname gives.
+    pub fn local_of(fd: c_int) -> (Ret, Self) {
+        let mut a = Self::empty();
+        let r = call!(libc::getsockname(fd, a.mut_ptr(), &mut a.len));
+        (r, a)
+    }
+
+    /// What getpeername gives.
+    pub fn peer_of(fd: c_int) -> (Ret, Self) {
+        let mut a = Self::empty();
+        let r = call!(libc::getpeername(fd, a.mut_ptr(), &mut a.len));
+        (r, a)
+    }
+
+    /// Room for an address that the kernel fills in.
+    pub fn empty() -> Self {
+        Self {
+            storage: zeroed(),
+            len: size_of::<libc::sockaddr_storage>() as libc::socklen_t,
+        }
+    }
+
+    /// Where libc writes an address.
+    pub fn mut_ptr(&mut self) -> *mut libc::sockaddr {
+        (&raw mut self.storage).cast()
+    }
+}
+
+/// socket(), for a TCP socket of `family`; panics where it fails.
+pub fn tcp(family: c_int) -> c_int {
+    call!(libc::socket(family, libc::SOCK_STREAM, 0)).ok()
+}
+
+/// bind()
+pub fn bind(fd: c_int, addr: &Addr) -> Ret {
+    call!(libc::bind(fd, addr.ptr(), addr.len))
+}
+
+/// connect()
+pub fn connect(fd: c_int, addr: &Addr) -> Ret {
+    call!(libc::connect(fd, addr.ptr(), addr.len))
+}
+
+/// accept4() without an address.
+pub fn accept4(fd: c_int, flags: c_int) -> Ret {
+    call!(libc::accept4(
+        fd,
+        std::ptr::null_mut(),
+        std::ptr::null_mut(),
+        flags
+    ))
+}
+
+/// A listening socket on `addr` (port 0: any), and its port.
+pub fn listener(addr: &Addr, backlog: c_int) -> (c_int, u16) {
+    let fd = tcp(addr.family());
+    set_int(fd, libc::SOL_SOCKET, libc::SO_REUSEADDR, 1).ok();
+    bind(fd, addr).ok();
+    call!(libc::listen(fd, backlog)).ok();
+    (fd, Addr::local_of(fd).1.port())
+}
+
+/// A connected client socket; panics where connect fails.
+pub fn connected(addr: &Addr) -> c_int {
+    let fd = tcp(addr.family());
+    connect(fd, addr).ok();
+    fd
+}
+
+/// send()
+pub fn send(fd: c_int, data: &[u8], flags: c_int) -> Ret {
+    call!(libc::send(fd, data.as_ptr().cast(), data.len(), flags))
+}
+
+/// recv() into `buf`.
+pub fn recv(fd: c_int, buf: &mut [u8], flags: c_int) -> Ret {
+    call!(libc::recv(fd, buf.as_mut_ptr().cast(), buf.len(), flags))
+}
+
+/// write()
+pub fn write(fd: c_int, data: &[u8]) -> Ret {
+    call!(libc::write(fd, data.as_ptr().cast(), data.len()))
+}
+
+/// read() into `buf`.
+pub fn read(fd: c_int, buf: &mut [u8]) -> Ret {
+    call!(libc::read(fd, buf.as_mut_ptr().cast(), buf.len()))
+}
+
+/// close()
+pub fn close(fd: c_int) -> Ret {
+    call!(libc::close(fd))
+}
+
+/// setsockopt() of an int.
+pub fn set_int(fd: c_int, level: c_int, name: c_int, value: c_int) -> Ret {
+    call!(libc::setsockopt(
+        fd,
+        level,
+        name,
+        (&raw const value).cast(),
+        size_of::<c_int>() as libc::socklen_t
+    ))
+}
+
+/// getsockopt() of an int: the call's result and the value.
+pub fn get_int(fd: c_int, level: c_int, name: c_int) -> (Ret, c_int) {
+    let mut value: c_int = 0;
+    let mut len = size_of::<c_int>() as libc::socklen_t;
+    let r = call!(libc::getsockopt(
+        fd,
+        level,
+        name,
+        (&raw mut value).cast(),
+        &mut len
+    ));
+    (r, value)
+}
+
+/// Sets SO_RCVTIMEO or SO_SNDTIMEO.
+pub fn set_timeout(fd: c_int, name: c_int, time: Duration) -> Ret {
+    let tv = libc::timeval {
+        tv_sec: time.as_secs() as libc::time_t,
+        tv_usec: libc::suseconds_t::from(time.subsec_micros()),
+    };
+    call!(libc::setsockopt(
+        fd,
+        libc::SOL_SOCKET,
+        name,
+        (&raw const tv).cast(),
+        size_of::<libc::timeval>() as libc::socklen_t
+    ))
+}
+
+/// Sets or clears O_NONBLOCK by fcntl.
+pub fn set_nonblocking(fd: c_int, on: bool) {
+    let old = call!(libc::fcntl(fd, libc::F_GETFL)).ok();
+    let new = if on {
+        old | libc::O_NONBLOCK
+    } else {
+        old & !libc::O_NONBLOCK
+    };
+    call!(libc::fcntl(fd, libc::F_SETFL, new)).ok();
+}
+
+/// Sends all of `data` with blocking or nonblocking calls; the first error ends it.
+pub fn send_all(fd: c_int, data: &[u8]) -> Ret {
+    let mut sent = 0;
+    while sent < data.len() {
+        let r = send(fd, &data[sent..], libc::MSG_NOSIGNAL);
+        if r.is(libc::EAGAIN) {
+            wait_for(fd, libc::POLLOUT);
+        } else if r.failed() {
+            return r;
+        } else {
+            sent += r.len();
+        }
+    }
+    Ret {
+        value: sent as i64,
+        errno: 0,
+    }
+}
+
+/// Receives until `n` bytes are there, EOF or an error; gives what came.
+pub fn recv_up_to(fd: c_int, n: usize) -> (Ret, Vec<u8>) {
+    let mut buf = vec![0; n];
+    let mut got = 0;
+    let last = loop {
+        if got == n {
+            break Ret {
+                value: n as i64,
+                errno: 0,
+            };
+        }
+        let r = recv(fd, &mut buf[got..], 0);
+        if r.is(libc::EAGAIN) {
+            wait_for(fd, libc::POLLIN);
+        } else if r.value <= 0 {
+            break r;
+        } else {
+            got += r.len();
+        }
+    };
+    buf.truncate(got);
+    (last, buf)
+}
+
+/// Receives exactly `n` bytes; panics where they do not come.
+#[track_caller]
+pub fn recv_exact(fd: c_int, n: usize) -> Vec<u8> {
+    let (last, buf) = recv_up_to(fd, n);
+    assert_eq!(buf.len(), n, "the stream ended early: {last}");
+    buf
+}
+
+/// Receives until EOF or an error: how it ended, and the bytes.
+pub fn recv_to_end(fd: c_int) -> (Ret, Vec<u8>) {
+    let mut all = Vec::new();
+    let mut buf = vec![0; 64 * 1024];
+    loop {
+        let r = recv(fd, &mut buf, 0);
+        if r.is(libc::EAGAIN) {
+            wait_for(fd, libc::POLLIN);
+        } else if r.value <= 0 {
+            return (r, all);
+        } else {
+            all.extend_from_slice(&buf[..r.len()]);
+        }
+    }
+}
+
+/// poll() on one fd; gives the events that came (0 on a time-out). `timeout_ms` -1 is for ever.
+pub fn poll_one(fd: c_int, events: i16, timeout_ms: c_int) -> i16 {
+    let mut p = libc::pollfd {
+        fd,
+        events,
+        revents: 0,
+    };
+    call!(libc::poll(&mut p, 1, timeout_ms)).ok();
+    p.revents
+}
+
+/// Waits, at most 10 s, until poll() reports any of `events` (or an error) for `fd`.
+#[track_caller]
+pub fn wait_for(fd: c_int, events: i16) {
+    assert!(poll_one(fd, events, 10_000) != 0, "no event in 10 s");
+}
+
+/// Waits until FIONREAD says that `n` bytes can be read; panics after 10 s.
+#[track_caller]
+pub fn wait_readable_bytes(fd: c_int, n: c_int) {
+    let end = Instant::now() + Duration::from_secs(10);
+    while readable_bytes(fd) < n {
+        assert!(Instant::now() < end, "fewer than {n} bytes after 10 s");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// FIONREAD
+pub fn readable_bytes(fd: c_int) -> c_int {
+    let mut n: c_int = 0;
+    call!(libc::ioctl(fd, libc::FIONREAD, &mut n)).ok();
+    n
+}
+
+/// Sleeps.
+pub fn pause_ms(ms: u64) {
+    std::thread::sleep(Duration::from_millis(ms));
+}
+
+/// An iovec over `buf`.
+pub fn iov(buf: &mut [u8]) -> libc::iovec {
+    libc::iovec {
+        iov_base: buf.as_mut_ptr().cast::<c_void>(),
+        iov_len: buf.len(),
+    }
+}
+
+/// A msghdr over `iovs`, without address and control.
+pub fn msghdr(iovs: &mut [libc::iovec]) -> libc::msghdr {
+    let mut m: libc::msghdr = zeroed();
+    m.msg_iov = iovs.as_mut_ptr();
+    m.msg_iovlen = iovs.len() as _;
+    m
+}
+
+/// Installs `handler` for `signal`, with or without SA_RESTART.
+pub fn on_signal(signal: c_int, handler: extern "C" fn(c_int), restart: bool) {
+    let mut action: libc::sigaction = zeroed();
+    action.sa_sigaction = handler as *const () as usize;
+    action.sa_flags = if restart { libc::SA_RESTART } else { 0 };
+    call!(libc::sigaction(signal, &action, std::ptr::null_mut())).ok();
+}
+
+/// waitpid() of one child: its exit code, or minus the signal that ended it.
+pub fn wait_child(pid: libc::pid_t) -> i32 {
+    let mut status = 0;
+    loop {
+        let r = call!(libc::waitpid(pid, &mut status, 0));
+        if !r.is(libc::EINTR) {
+            r.ok();
+            break;
+        }
+    }
+    if libc::WIFEXITED(status) {
+        libc::WEXITSTATUS(status)
+    } else {
+        -libc::WTERMSIG(status)
+    }
+}
+
+/// fork(), running `child` in the child, which then leaves by _exit(its result).
+pub fn fork_child(child: impl FnOnce() -> i32) -> libc::pid_t {
+    let pid = call!(libc::fork()).ok();
+    if pid == 0 {
+        let code = std::panic::catch_unwind(std::panic::AssertUnwindSafe(child)).unwrap_or(101);
+        call!({
+            libc::_exit(code);
+            #[allow(unreachable_code)]
+            0
+        });
+    }
+    pid
+}

@@ -145,10 +145,7 @@ impl Ctx {
         } else {
             last.to_string()
         };
-        self.log(format_args!(
-            "recv_all {len} -> {end} {}",
-            data::show(&buf)
-        ));
+        self.log(format_args!("recv_all {len} -> {end} {}", data::show(&buf)));
         buf
     }
 
@@ -161,10 +158,7 @@ impl Ctx {
 
     /// Logged write().
     pub fn write(&self, fd: c_int, bytes: &[u8]) -> Ret {
-        self.ret(
-            format_args!("write {}", bytes.len()),
-            sys::write(fd, bytes),
-        )
+        self.ret(format_args!("write {}", bytes.len()), sys::write(fd, bytes))
     }
 
     /// Logged close().

@@ -10,9 +10,7 @@ fn byte_at(seed: u64, offset: u64) -> u8 {
 
 /// `len` bytes of stream `seed`, from `offset`.
 pub fn pattern(seed: u64, offset: u64, len: usize) -> Vec<u8> {
-    (0..len as u64)
-        .map(|i| byte_at(seed, offset + i))
-        .collect()
+    (0..len as u64).map(|i| byte_at(seed, offset + i)).collect()
 }
 
 /// Panics at the first byte of `got` that is not byte `offset + i` of stream `seed`.

@@ -146,7 +146,13 @@ struct Running {
 }
 
 impl Running {
-    fn start(paths: &Paths, scenario: &Scenario, mode: Mode, side: Side, dir: &Path) -> Result<Self> {
+    fn start(
+        paths: &Paths,
+        scenario: &Scenario,
+        mode: Mode,
+        side: Side,
+        dir: &Path,
+    ) -> Result<Self> {
         let output = fs::File::create(dir.join(format!("{}.output", side.name())))?;
         let mut command = Command::new(&paths.scenario);
         clean_environment(&mut command);
@@ -287,23 +293,42 @@ fn watch(paths: &Paths, mode: Mode, server: &Running, client: &Running) -> Resul
     std::thread::sleep(Duration::from_millis(30));
     let state = ask(with)?;
     if state.promoted > 0 || state.on_link > 0 {
-        bail!("promoted although only the {} has the library", with.side.name());
+        bail!(
+            "promoted although only the {} has the library",
+            with.side.name()
+        );
     }
     Ok(())
 }
 
-/// Both transcripts in full, with what the sides printed.
+/// Both transcripts with what the sides printed; of a long one, its end.
 pub fn describe(outcome: &Outcome) -> String {
     let one = |side: Side| {
         let s = outcome.side(side);
-        let output = if s.output.is_empty() {
-            String::new()
-        } else {
-            format!("  printed:\n{}\n", s.output.trim_end())
-        };
-        format!("{} ({}):\n{}{output}", side.name(), s.exit, s.transcript)
+        format!(
+            "{} ({}):\n{}{}",
+            side.name(),
+            s.exit,
+            last_lines("", &s.transcript),
+            last_lines("  printed: ", &s.output)
+        )
     };
     format!("{}{}", one(Side::Server), one(Side::Client))
+}
+
+/// The last lines of `text`, each after `prefix`.
+fn last_lines(prefix: &str, text: &str) -> String {
+    const SHOWN: usize = 60;
+    let lines: Vec<_> = text.lines().collect();
+    let skipped = lines.len().saturating_sub(SHOWN);
+    let mut shown = String::new();
+    if skipped > 0 {
+        shown += &format!("{prefix}({skipped} lines before)\n");
+    }
+    for line in &lines[skipped..] {
+        shown += &format!("{prefix}{line}\n");
+    }
+    shown
 }
 
 /// The kernel outcomes played so far, by scenario; each scenario's reference is played once.
@@ -350,7 +375,8 @@ fn diff(a: &str, b: &str) -> String {
     let (a, b): (Vec<_>, Vec<_>) = (a.lines().collect(), b.lines().collect());
     let same = |x: &[&str], y: &[&str]| x.iter().zip(y).take_while(|(p, q)| p == q).count();
     let head = same(&a, &b);
-    let reversed = |x: &[&str]| -> Vec<_> { x[head..].iter().rev().copied().map(String::from).collect() };
+    let reversed =
+        |x: &[&str]| -> Vec<_> { x[head..].iter().rev().copied().map(String::from).collect() };
     let (ra, rb): (Vec<String>, Vec<String>) = (reversed(&a), reversed(&b));
     let tail = ra.iter().zip(&rb).take_while(|(p, q)| p == q).count();
     let mut text = String::new();

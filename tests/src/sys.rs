@@ -488,11 +488,19 @@ pub fn fork_child(child: impl FnOnce() -> i32) -> libc::pid_t {
     let pid = call!(libc::fork()).ok();
     if pid == 0 {
         let code = std::panic::catch_unwind(std::panic::AssertUnwindSafe(child)).unwrap_or(101);
-        call!({
-            libc::_exit(code);
-            #[allow(unreachable_code)]
-            0
-        });
+        leave_at_once(code);
     }
     pid
+}
+
+/// _exit()
+pub fn leave_at_once(code: c_int) -> ! {
+    // SAFETY: _exit has no preconditions.
+    unsafe { libc::_exit(code) }
+}
+
+/// exit()
+pub fn leave(code: c_int) -> ! {
+    // SAFETY: no other thread runs exit handlers' data; scenarios call it from their only one.
+    unsafe { libc::exit(code) }
 }

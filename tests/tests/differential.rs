@@ -51,6 +51,6 @@ fn run(
     let other = play(paths, scenario, mode).map_err(|e| Failed::from(format!("{e:#}")))?;
     match difference(&kernel, &other) {
         None => Ok(()),
-        Some(text) => Err(format!("{text}\nin full:\n{}", describe(&other)).into()),
+        Some(text) => Err(format!("{text}\nthe run:\n{}", describe(&other)).into()),
     }
 }

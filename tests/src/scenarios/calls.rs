@@ -365,7 +365,7 @@ pub fn bad_addresses(c: &Ctx) {
 fn try_all(c: &Ctx, fd: c_int) {
     let mut b = [0u8; 8];
     let p = b.as_mut_ptr().cast::<c_void>();
-    let null = ptr::null_mut();
+    let null = ptr::null_mut::<c_void>();
     c.ret("send", call!(libc::send(fd, p, 1, libc::MSG_NOSIGNAL)));
     c.ret("recv", call!(libc::recv(fd, p, 8, libc::MSG_DONTWAIT)));
     c.ret("listen", call!(libc::listen(fd, 1)));
@@ -396,23 +396,14 @@ pub fn bad_fds(c: &Ctx) {
         c.ret("dup2", call!(libc::dup2(fd, 600)));
         c.ret("dup3", call!(libc::dup3(fd, 600, libc::O_CLOEXEC)));
         c.ret("fcntl", call!(libc::fcntl(fd, libc::F_GETFL)));
-        c.ret(
-            "dupfd",
-            call!(libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, 600)),
-        );
+        c.ret("dupfd", call!(libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, 600)));
         let mut n = 0;
         c.ret("ioctl", call!(libc::ioctl(fd, libc::FIONREAD, &mut n)));
-        c.ret(
-            "connect",
-            sys::connect(fd, &Addr::v4(1)),
-        );
+        c.ret("connect", sys::connect(fd, &Addr::v4(1)));
         c.close(fd);
         let mut e: libc::epoll_event = sys::zeroed();
         c.ret("epoll_wait", call!(libc::epoll_wait(fd, &mut e, 1, 0)));
-        c.ret(
-            "sendfile",
-            call!(libc::sendfile(fd, 0, ptr::null_mut(), 1)),
-        );
+        c.ret("sendfile", call!(libc::sendfile(fd, 0, ptr::null_mut(), 1)));
     }
 }
 

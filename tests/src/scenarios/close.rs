@@ -279,10 +279,16 @@ pub fn send_after_close(c: &Ctx) {
         sys::wait_for(fd, libc::POLLHUP);
         c.poll(fd, ALL_EVENTS, 0);
         c.send(fd, b"again", 0);
-        c.log(format_args!("SIGPIPE × {}", SIGPIPES.load(Ordering::Relaxed)));
+        c.log(format_args!(
+            "SIGPIPE × {}",
+            SIGPIPES.load(Ordering::Relaxed)
+        ));
         c.recv(fd, 10, 0);
         c.send(fd, b"again", 0);
-        c.log(format_args!("SIGPIPE × {}", SIGPIPES.load(Ordering::Relaxed)));
+        c.log(format_args!(
+            "SIGPIPE × {}",
+            SIGPIPES.load(Ordering::Relaxed)
+        ));
         c.close(fd);
     }
 }
@@ -335,24 +341,12 @@ pub fn leave_by_return(c: &Ctx) {
 
 /// By exit().
 pub fn leave_by_exit(c: &Ctx) {
-    leave(c, || {
-        call!({
-            libc::exit(3);
-            #[allow(unreachable_code)]
-            0
-        });
-    });
+    leave(c, || sys::leave(3));
 }
 
 /// By _exit().
 pub fn leave_by_immediate_exit(c: &Ctx) {
-    leave(c, || {
-        call!({
-            libc::_exit(4);
-            #[allow(unreachable_code)]
-            0
-        });
-    });
+    leave(c, || sys::leave_at_once(4));
 }
 
 /// By exec of another program, the socket being close-on-exec.

@@ -117,7 +117,10 @@ pub fn full_backlog(c: &Ctx) {
     let ms = libc::TCP_USER_TIMEOUT;
     sys::set_int(impatient, libc::IPPROTO_TCP, ms, 100).ok();
     sys::set_int(impatient, libc::IPPROTO_TCP, libc::TCP_SYNCNT, 1).ok();
-    c.ret("impatient connect", sys::connect(impatient, &Addr::v4(port)));
+    c.ret(
+        "impatient connect",
+        sys::connect(impatient, &Addr::v4(port)),
+    );
     c.close(impatient);
     // Room in the queue: the retransmitted SYN gets through.
     let a = sys::accept4(listener, 0).ok();
@@ -141,7 +144,10 @@ pub fn errors(c: &Ctx) {
     short.len = 4;
     c.ret("connect, short", sys::connect(fd, &short));
     c.ret("connect, IPv6", sys::connect(fd, &Addr::v6(port)));
-    c.ret("connect, unix", sys::connect(fd, &Addr::unix(b"/nowhere\0")));
+    c.ret(
+        "connect, unix",
+        sys::connect(fd, &Addr::unix(b"/nowhere\0")),
+    );
     c.ret("connect", sys::connect(fd, &to));
     c.ret("connect", sys::connect(fd, &to));
     c.ret("bind", sys::bind(fd, &Addr::v4(0)));
@@ -205,7 +211,10 @@ pub fn names(c: &Ctx) {
     let (_, peer) = Addr::peer_of(fd);
     c.ret("getsockname", r);
     let theirs = c.exchange("local port", u64::from(local.port()));
-    c.log(format_args!("peer's port: {}", theirs == u64::from(peer.port())));
+    c.log(format_args!(
+        "peer's port: {}",
+        theirs == u64::from(peer.port())
+    ));
     c.log(format_args!("{} {}", local.ip(), peer.ip()));
     let mut short = Addr::empty();
     short.len = 3;

@@ -138,7 +138,11 @@ pub fn large_both_ways(c: &Ctx) {
 
 fn echo_with_names(c: &Ctx, fd: c_int) {
     let (r, local) = Addr::local_of(fd);
-    c.log(format_args!("local -> {r} {} len {}", local.ip(), local.len));
+    c.log(format_args!(
+        "local -> {r} {} len {}",
+        local.ip(),
+        local.len
+    ));
     let (r, peer) = Addr::peer_of(fd);
     c.log(format_args!("peer -> {r} {} len {}", peer.ip(), peer.len));
     if c.is_server() {
@@ -222,7 +226,7 @@ pub fn unix_untouched(c: &Ctx) {
         }
         c.poll(fds[0], libc::POLLIN | libc::POLLOUT, 0);
         c.close(fds[0]);
-        c.recv(fds[1], 10, 0);
+        c.recv(fds[1], 10, libc::MSG_DONTWAIT);
         c.close(fds[1]);
     }
 }

@@ -26,7 +26,12 @@ pub fn ctl(ep: c_int, op: c_int, fd: c_int, events: u32, data: u64) -> Ret {
 /// epoll_wait(), as sorted (data, events).
 pub fn wait(ep: c_int, max: usize, timeout_ms: c_int) -> (Ret, Vec<(u64, u32)>) {
     let mut evs = vec![libc::epoll_event { events: 0, u64: 0 }; max];
-    let r = call!(libc::epoll_wait(ep, evs.as_mut_ptr(), max as c_int, timeout_ms));
+    let r = call!(libc::epoll_wait(
+        ep,
+        evs.as_mut_ptr(),
+        max as c_int,
+        timeout_ms
+    ));
     let n = usize::try_from(r.value).unwrap_or(0);
     let mut got: Vec<_> = evs[..n].iter().map(|e| (e.u64, e.events)).collect();
     got.sort_unstable();
@@ -185,7 +190,10 @@ pub fn exclusive(c: &Ctx) {
         c.ret("add", ctl(a, EPOLL_CTL_ADD, fd, IN | EXCLUSIVE, 1));
         c.ret("add", ctl(b, EPOLL_CTL_ADD, fd, IN | EXCLUSIVE | ET, 2));
         c.ret("mod", ctl(a, EPOLL_CTL_MOD, fd, IN, 1));
-        c.ret("add bad", ctl(create(), EPOLL_CTL_ADD, fd, IN | EXCLUSIVE | ONESHOT, 1));
+        c.ret(
+            "add bad",
+            ctl(create(), EPOLL_CTL_ADD, fd, IN | EXCLUSIVE | ONESHOT, 1),
+        );
         c.ret("add an epoll", ctl(a, EPOLL_CTL_ADD, b, IN | EXCLUSIVE, 1));
         c.sync("armed");
         sys::wait_readable_bytes(fd, 4);
@@ -229,20 +237,38 @@ pub fn control(c: &Ctx) {
     log_wait(c, ep, 0);
     c.ret("mod", ctl(ep, EPOLL_CTL_MOD, fd, IN | OUT, 4));
     log_wait(c, ep, 0);
-    c.ret("del, null", call!(libc::epoll_ctl(ep, EPOLL_CTL_DEL, fd, std::ptr::null_mut())));
+    c.ret(
+        "del, null",
+        call!(libc::epoll_ctl(ep, EPOLL_CTL_DEL, fd, std::ptr::null_mut())),
+    );
     log_wait(c, ep, 0);
-    c.ret("add, null", call!(libc::epoll_ctl(ep, EPOLL_CTL_ADD, fd, std::ptr::null_mut())));
+    c.ret(
+        "add, null",
+        call!(libc::epoll_ctl(ep, EPOLL_CTL_ADD, fd, std::ptr::null_mut())),
+    );
     c.ret("add itself", ctl(ep, EPOLL_CTL_ADD, ep, IN, 1));
     c.ret("add bad fd", ctl(ep, EPOLL_CTL_ADD, 555, IN, 1));
     c.ret("add to no epoll", ctl(fd, EPOLL_CTL_ADD, fd, IN, 1));
     c.ret("odd op", ctl(ep, 77, fd, IN, 1));
     let file = call!(libc::open(c"/etc/passwd".as_ptr(), libc::O_RDONLY)).ok();
     c.ret("add a file", ctl(ep, EPOLL_CTL_ADD, file, IN, 1));
-    c.ret("wait 0", call!(libc::epoll_wait(ep, std::ptr::null_mut(), 0, 0)));
-    c.ret("wait -1", call!(libc::epoll_wait(ep, std::ptr::null_mut(), -1, 0)));
+    c.ret(
+        "wait 0",
+        call!(libc::epoll_wait(ep, std::ptr::null_mut(), 0, 0)),
+    );
+    c.ret(
+        "wait -1",
+        call!(libc::epoll_wait(ep, std::ptr::null_mut(), -1, 0)),
+    );
     c.ret("add", ctl(ep, EPOLL_CTL_ADD, fd, OUT, 1));
-    c.ret("wait null", call!(libc::epoll_wait(ep, std::ptr::null_mut(), 1, 0)));
-    c.ret("wait no epoll", call!(libc::epoll_wait(fd, std::ptr::null_mut(), 1, 0)));
+    c.ret(
+        "wait null",
+        call!(libc::epoll_wait(ep, std::ptr::null_mut(), 1, 0)),
+    );
+    c.ret(
+        "wait no epoll",
+        call!(libc::epoll_wait(fd, std::ptr::null_mut(), 1, 0)),
+    );
     c.ret("create 0", call!(libc::epoll_create(0)));
     c.ret("create odd", call!(libc::epoll_create1(0x55)));
     c.sync("done");

@@ -22,9 +22,15 @@ pub fn nested(c: &Ctx) {
             let mut set: libc::fd_set = sys::zeroed();
             // SAFETY: the fd is far below FD_SETSIZE.
             unsafe { libc::FD_SET(inner, &mut set) };
-            let mut tv = libc::timeval { tv_sec: 0, tv_usec: 0 };
+            let mut tv = libc::timeval {
+                tv_sec: 0,
+                tv_usec: 0,
+            };
             let null = std::ptr::null_mut();
-            c.ret("select", call!(libc::select(inner + 1, &mut set, null, null, &mut tv)));
+            c.ret(
+                "select",
+                call!(libc::select(inner + 1, &mut set, null, null, &mut tv)),
+            );
             log_wait(c, outermost, wait_ms);
             log_wait(c, outer, 0);
             log_wait(c, inner, 0);
@@ -69,7 +75,10 @@ pub fn mixed(c: &Ctx) {
         log_wait(c, ep, 1000);
         let mut time: libc::itimerspec = sys::zeroed();
         time.it_value.tv_nsec = 20_000_000;
-        c.ret("timerfd_settime", call!(libc::timerfd_settime(timer, 0, &time, std::ptr::null_mut())));
+        c.ret(
+            "timerfd_settime",
+            call!(libc::timerfd_settime(timer, 0, &time, std::ptr::null_mut())),
+        );
         sys::wait_for(timer, libc::POLLIN);
         log_wait(c, ep, 1000);
         c.sync("armed");
@@ -168,7 +177,8 @@ pub fn pwait2(c: &Ctx) {
         *const libc::sigset_t,
     ) -> c_int;
     // SAFETY: Option of a function pointer has the null as None.
-    let Some(pwait2) = (unsafe { std::mem::transmute::<*mut libc::c_void, Option<Pwait2>>(symbol) })
+    let Some(pwait2) =
+        (unsafe { std::mem::transmute::<*mut libc::c_void, Option<Pwait2>>(symbol) })
     else {
         c.log("no epoll_pwait2");
         return;
@@ -177,10 +187,16 @@ pub fn pwait2(c: &Ctx) {
     ctl(ep, EPOLL_CTL_ADD, fd, IN, 1).ok();
     let mut ev: libc::epoll_event = sys::zeroed();
     let mut go = |sec, nsec| {
-        let t = libc::timespec { tv_sec: sec, tv_nsec: nsec };
+        let t = libc::timespec {
+            tv_sec: sec,
+            tv_nsec: nsec,
+        };
         let r = call!(pwait2(ep, &mut ev, 1, &t, std::ptr::null()));
         let events = ev.events;
-        c.log(format_args!("epoll_pwait2 {sec} {nsec} -> {r} {}", epoll_names(events)));
+        c.log(format_args!(
+            "epoll_pwait2 {sec} {nsec} -> {r} {}",
+            epoll_names(events)
+        ));
     };
     go(0, 0);
     go(0, 30_000_000);
@@ -249,7 +265,9 @@ fn server_loop(c: &Ctx, flags: u32) {
             }
         }
     }
-    c.log(format_args!("{accepted} accepted, {closed} closed, {bytes} bytes"));
+    c.log(format_args!(
+        "{accepted} accepted, {closed} closed, {bytes} bytes"
+    ));
 }
 
 /// The loop, level-triggered.

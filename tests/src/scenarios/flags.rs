@@ -40,16 +40,15 @@ pub fn peek(c: &Ctx) {
         c.recv(fd, 10, MSG_PEEK);
         c.recv(fd, 10, MSG_PEEK);
         c.recv_all(fd, 3);
+        c.sync("peeked");
         c.recv(fd, 10, MSG_PEEK);
         c.recv(fd, 10, 0);
     } else {
         sys::pause_ms(30);
         c.send(fd, b"end", 0);
         c.sync("peeked");
-        c.close(fd);
-        return;
     }
-    c.sync("peeked");
+    c.close(fd);
 }
 
 /// MSG_PEEK by recvmsg over several buffers, and of more than a small ring holds.

@@ -15,7 +15,11 @@ fn poll(c: &Ctx, what: &str, fds: &[(c_int, i16)], timeout_ms: c_int) {
             revents: 0x7fff,
         })
         .collect();
-    let r = call!(libc::poll(p.as_mut_ptr(), p.len() as libc::nfds_t, timeout_ms));
+    let r = call!(libc::poll(
+        p.as_mut_ptr(),
+        p.len() as libc::nfds_t,
+        timeout_ms
+    ));
     let names: Vec<_> = p.iter().map(|p| poll_names(p.revents)).collect();
     c.log(format_args!("poll {what} -> {r} {names:?}"));
 }
@@ -27,14 +31,37 @@ pub fn odd_fds(c: &Ctx) {
     call!(libc::pipe(pipe.as_mut_ptr())).ok();
     poll(c, "none", &[], 10);
     poll(c, "negative", &[(-1, POLLIN), (-fd, POLLIN)], 10);
-    poll(c, "negative and ready", &[(-1, POLLIN), (fd, POLLOUT)], 1000);
+    poll(
+        c,
+        "negative and ready",
+        &[(-1, POLLIN), (fd, POLLOUT)],
+        1000,
+    );
     poll(c, "closed", &[(777, POLLIN), (fd, POLLIN)], 1000);
-    poll(c, "twice", &[(fd, POLLOUT), (fd, POLLIN), (fd, POLLIN | POLLOUT)], 1000);
+    poll(
+        c,
+        "twice",
+        &[(fd, POLLOUT), (fd, POLLIN), (fd, POLLIN | POLLOUT)],
+        1000,
+    );
     poll(c, "with a pipe", &[(pipe[0], POLLIN), (fd, POLLIN)], 10);
-    poll(c, "with a full set", &[(pipe[1], POLLOUT), (fd, POLLOUT | POLLPRI)], 1000);
+    poll(
+        c,
+        "with a full set",
+        &[(pipe[1], POLLOUT), (fd, POLLOUT | POLLPRI)],
+        1000,
+    );
     c.write(pipe[1], b"x");
     poll(c, "pipe wakes", &[(pipe[0], POLLIN), (fd, POLLIN)], 1000);
-    poll(c, "normal and band", &[(fd, libc::POLLRDNORM | libc::POLLWRNORM | libc::POLLRDBAND | libc::POLLWRBAND)], 1000);
+    poll(
+        c,
+        "normal and band",
+        &[(
+            fd,
+            libc::POLLRDNORM | libc::POLLWRNORM | libc::POLLRDBAND | libc::POLLWRBAND,
+        )],
+        1000,
+    );
     c.sync("done");
     c.close(fd);
     poll(c, "after close", &[(fd, POLLIN)], 1000);
@@ -97,14 +124,27 @@ pub fn listener(c: &Ctx) {
 pub fn ppoll(c: &Ctx) {
     let fd = c.pair();
     let go = |events: i16, time: Option<(i64, i64)>| {
-        let t = time.map(|(s, n)| libc::timespec { tv_sec: s, tv_nsec: n });
+        let t = time.map(|(s, n)| libc::timespec {
+            tv_sec: s,
+            tv_nsec: n,
+        });
         let p_t = t.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
-        let mut p = libc::pollfd { fd, events, revents: 0 };
+        let mut p = libc::pollfd {
+            fd,
+            events,
+            revents: 0,
+        };
         let r = call!(libc::ppoll(&mut p, 1, p_t, std::ptr::null()));
-        c.log(format_args!("ppoll {time:?} -> {r} {}", poll_names(p.revents)));
+        c.log(format_args!(
+            "ppoll {time:?} -> {r} {}",
+            poll_names(p.revents)
+        ));
         if let Some(t) = t {
             // The C library hides the kernel's update of the time-out.
-            c.log(format_args!("unchanged {}", Some((t.tv_sec, t.tv_nsec)) == time));
+            c.log(format_args!(
+                "unchanged {}",
+                Some((t.tv_sec, t.tv_nsec)) == time
+            ));
         }
     };
     go(POLLIN, Some((0, 0)));
@@ -132,7 +172,9 @@ fn set(fds: &[c_int]) -> libc::fd_set {
 /// Which of `fds` are in the set.
 fn members(s: &libc::fd_set, fds: &[c_int]) -> Vec<bool> {
     // SAFETY: the scenarios' fds are below FD_SETSIZE.
-    fds.iter().map(|fd| unsafe { libc::FD_ISSET(*fd, s) }).collect()
+    fds.iter()
+        .map(|fd| unsafe { libc::FD_ISSET(*fd, s) })
+        .collect()
 }
 
 /// select with all three sets, urgent data, two connections and a pipe.
@@ -143,7 +185,10 @@ pub fn select(c: &Ctx) {
     let fds = [fd, pipe[0], pipe[1]];
     let go = |what: &str, ms: i64| {
         let (mut r, mut w, mut e) = (set(&fds[..2]), set(&[fd, pipe[1]]), set(&fds));
-        let mut tv = libc::timeval { tv_sec: ms / 1000, tv_usec: ms % 1000 * 1000 };
+        let mut tv = libc::timeval {
+            tv_sec: ms / 1000,
+            tv_usec: ms % 1000 * 1000,
+        };
         let n = call!(libc::select(pipe[1] + 1, &mut r, &mut w, &mut e, &mut tv));
         c.log(format_args!(
             "select {what} -> {n} {:?} {:?} {:?}",
@@ -155,8 +200,15 @@ pub fn select(c: &Ctx) {
     go("idle", 100);
     let read_only = |what: &str, ms: Option<i64>| {
         let mut r = set(&fds[..2]);
-        let mut tv = libc::timeval { tv_sec: 0, tv_usec: ms.unwrap_or(0) * 1000 };
-        let time = if ms.is_some() { &raw mut tv } else { std::ptr::null_mut() };
+        let mut tv = libc::timeval {
+            tv_sec: 0,
+            tv_usec: ms.unwrap_or(0) * 1000,
+        };
+        let time = if ms.is_some() {
+            &raw mut tv
+        } else {
+            std::ptr::null_mut()
+        };
         let null = std::ptr::null_mut();
         let n = call!(libc::select(pipe[1] + 1, &mut r, null, null, time));
         c.log(format_args!("select {what} -> {n} {:?}", members(&r, &fds)));
@@ -191,9 +243,15 @@ pub fn select_errors(c: &Ctx) {
     let null = std::ptr::null_mut::<libc::fd_set>();
     let go = |what: &str, n: c_int, s: libc::fd_set, sec: i64, usec: i64| {
         let mut s = s;
-        let mut tv = libc::timeval { tv_sec: sec, tv_usec: usec };
+        let mut tv = libc::timeval {
+            tv_sec: sec,
+            tv_usec: usec,
+        };
         let r = call!(libc::select(n, &mut s, null, null, &mut tv));
-        c.log(format_args!("select {what} -> {r} {:?}", members(&s, &[fd, 555])));
+        c.log(format_args!(
+            "select {what} -> {r} {:?}",
+            members(&s, &[fd, 555])
+        ));
     };
     go("closed", 600, set(&[fd, 555]), 0, 0);
     go("negative", -1, set(&[fd]), 0, 0);
@@ -202,10 +260,26 @@ pub fn select_errors(c: &Ctx) {
     go("count 0", 0, set(&[fd]), 0, 10_000);
     go("count too low", fd, set(&[fd]), 0, 10_000);
     go("idle", fd + 1, set(&[fd]), 0, 10_000);
-    let t = libc::timespec { tv_sec: 0, tv_nsec: 20_000_000 };
+    let t = libc::timespec {
+        tv_sec: 0,
+        tv_nsec: 20_000_000,
+    };
     let mut w = set(&[fd]);
-    c.ret("pselect", call!(libc::pselect(fd + 1, null, &mut w, null, &t, std::ptr::null())));
-    c.ret("pselect none", call!(libc::pselect(0, null, null, null, &t, std::ptr::null())));
+    c.ret(
+        "pselect",
+        call!(libc::pselect(
+            fd + 1,
+            null,
+            &mut w,
+            null,
+            &t,
+            std::ptr::null()
+        )),
+    );
+    c.ret(
+        "pselect none",
+        call!(libc::pselect(0, null, null, null, &t, std::ptr::null())),
+    );
     c.sync("done");
     c.close(fd);
 }

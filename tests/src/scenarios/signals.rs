@@ -36,9 +36,24 @@ pub fn eintr(c: &Ctx) {
     if c.is_server() {
         sys::on_signal(libc::SIGUSR1, count, false);
         let none = || ();
-        interrupt(|| { c.recv(fd, 10, 0); }, none);
-        interrupt(|| { c.ret("read", sys::read(fd, &mut [0; 4])); }, none);
-        interrupt(|| { c.poll(fd, libc::POLLIN, 5000); }, none);
+        interrupt(
+            || {
+                c.recv(fd, 10, 0);
+            },
+            none,
+        );
+        interrupt(
+            || {
+                c.ret("read", sys::read(fd, &mut [0; 4]));
+            },
+            none,
+        );
+        interrupt(
+            || {
+                c.poll(fd, libc::POLLIN, 5000);
+            },
+            none,
+        );
         interrupt(
             || {
                 let mut b = [0; 4];
@@ -49,20 +64,40 @@ pub fn eintr(c: &Ctx) {
             none,
         );
         let ep = call!(libc::epoll_create1(0)).ok();
-        let mut ev = libc::epoll_event { events: libc::EPOLLIN as u32, u64: 0 };
+        let mut ev = libc::epoll_event {
+            events: libc::EPOLLIN as u32,
+            u64: 0,
+        };
         call!(libc::epoll_ctl(ep, libc::EPOLL_CTL_ADD, fd, &mut ev)).ok();
-        interrupt(|| { c.ret("epoll_wait", call!(libc::epoll_wait(ep, &mut ev, 1, 5000))); }, none);
+        interrupt(
+            || {
+                c.ret("epoll_wait", call!(libc::epoll_wait(ep, &mut ev, 1, 5000)));
+            },
+            none,
+        );
         interrupt(
             || {
                 let mut set: libc::fd_set = sys::zeroed();
                 // SAFETY: fd is far below FD_SETSIZE.
                 unsafe { libc::FD_SET(fd, &mut set) };
                 let null = std::ptr::null_mut();
-                c.ret("select", call!(libc::select(fd + 1, &mut set, null, null, std::ptr::null_mut())));
+                c.ret(
+                    "select",
+                    call!(libc::select(
+                        fd + 1,
+                        &mut set,
+                        null,
+                        null,
+                        std::ptr::null_mut()
+                    )),
+                );
             },
             none,
         );
-        c.log(format_args!("handler ran: {}", HITS.load(Ordering::Relaxed)));
+        c.log(format_args!(
+            "handler ran: {}",
+            HITS.load(Ordering::Relaxed)
+        ));
     }
     c.sync("done");
     c.close(fd);
@@ -73,17 +108,48 @@ pub fn restart(c: &Ctx) {
     let fd = c.pair();
     if c.is_server() {
         sys::on_signal(libc::SIGUSR1, count, true);
-        interrupt(|| { c.recv(fd, 10, 0); }, || c.sync("first"));
-        interrupt(|| { c.recv(fd, 10, libc::MSG_WAITALL); }, || c.sync("second"));
-        interrupt(|| { c.poll(fd, libc::POLLIN, 5000); }, || ());
+        interrupt(
+            || {
+                c.recv(fd, 10, 0);
+            },
+            || c.sync("first"),
+        );
+        interrupt(
+            || {
+                c.recv(fd, 10, libc::MSG_WAITALL);
+            },
+            || c.sync("second"),
+        );
+        interrupt(
+            || {
+                c.poll(fd, libc::POLLIN, 5000);
+            },
+            || (),
+        );
         let ep = call!(libc::epoll_create1(0)).ok();
-        let mut ev = libc::epoll_event { events: libc::EPOLLIN as u32, u64: 0 };
+        let mut ev = libc::epoll_event {
+            events: libc::EPOLLIN as u32,
+            u64: 0,
+        };
         call!(libc::epoll_ctl(ep, libc::EPOLL_CTL_ADD, fd, &mut ev)).ok();
-        interrupt(|| { c.ret("epoll_wait", call!(libc::epoll_wait(ep, &mut ev, 1, 5000))); }, || ());
+        interrupt(
+            || {
+                c.ret("epoll_wait", call!(libc::epoll_wait(ep, &mut ev, 1, 5000)));
+            },
+            || (),
+        );
         // With a receive time-out a recv is not restarted.
         sys::set_timeout(fd, libc::SO_RCVTIMEO, std::time::Duration::from_secs(5)).ok();
-        interrupt(|| { c.recv(fd, 10, 0); }, || ());
-        c.log(format_args!("handler ran: {}", HITS.load(Ordering::Relaxed)));
+        interrupt(
+            || {
+                c.recv(fd, 10, 0);
+            },
+            || (),
+        );
+        c.log(format_args!(
+            "handler ran: {}",
+            HITS.load(Ordering::Relaxed)
+        ));
     } else {
         c.sync("first");
         c.send(fd, b"restarted", 0);
@@ -100,13 +166,21 @@ pub fn partial(c: &Ctx) {
     sys::on_signal(libc::SIGUSR1, count, false);
     if c.is_server() {
         sys::wait_readable_bytes(fd, 4);
-        interrupt(|| { c.recv(fd, 10, libc::MSG_WAITALL); }, || ());
+        interrupt(
+            || {
+                c.recv(fd, 10, libc::MSG_WAITALL);
+            },
+            || (),
+        );
         c.sync("sending");
         let big = data::pattern(1, 0, 32 << 20);
         interrupt(
             || {
                 let r = sys::send(fd, &big, 0);
-                c.log(format_args!("partial: {}", r.value > 0 && r.value < 32 << 20));
+                c.log(format_args!(
+                    "partial: {}",
+                    r.value > 0 && r.value < 32 << 20
+                ));
                 c.exchange("sent", r.value as u64);
             },
             || (),
@@ -134,7 +208,12 @@ pub fn handler_writes(c: &Ctx) {
     if c.is_server() {
         HANDLER_FD.store(fd, Ordering::Relaxed);
         sys::on_signal(libc::SIGUSR1, write_in_handler, true);
-        interrupt(|| { c.recv(fd, 100, 0); }, || ());
+        interrupt(
+            || {
+                c.recv(fd, 100, 0);
+            },
+            || (),
+        );
     } else {
         c.recv_all(fd, 16);
         c.send(fd, b"answer", 0);
@@ -180,11 +259,23 @@ pub fn masks(c: &Ctx) {
     call!(libc::sigemptyset(&mut usr1)).ok();
     call!(libc::sigaddset(&mut usr1, libc::SIGUSR1)).ok();
     call!(libc::pthread_sigmask(libc::SIG_BLOCK, &usr1, &mut before)).ok();
-    let hits = |what: &str| c.log(format_args!("{what}: handler ran {}", HITS.swap(0, Ordering::Relaxed)));
+    let hits = |what: &str| {
+        c.log(format_args!(
+            "{what}: handler ran {}",
+            HITS.swap(0, Ordering::Relaxed)
+        ))
+    };
     let me = call!(libc::pthread_self()).value as libc::pthread_t;
     let pend = || call!(libc::pthread_kill(me, libc::SIGUSR1)).ok();
-    let mut p = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
-    let second = libc::timespec { tv_sec: 1, tv_nsec: 0 };
+    let mut p = libc::pollfd {
+        fd,
+        events: libc::POLLIN,
+        revents: 0,
+    };
+    let second = libc::timespec {
+        tv_sec: 1,
+        tv_nsec: 0,
+    };
     let zero: libc::timespec = sys::zeroed();
     pend();
     c.ret("poll", call!(libc::poll(&mut p, 1, 10)));
@@ -192,17 +283,33 @@ pub fn masks(c: &Ctx) {
     c.ret("ppoll", call!(libc::ppoll(&mut p, 1, &second, &before)));
     hits("ppoll");
     let ep = call!(libc::epoll_create1(0)).ok();
-    let mut ev = libc::epoll_event { events: libc::EPOLLIN as u32, u64: 0 };
+    let mut ev = libc::epoll_event {
+        events: libc::EPOLLIN as u32,
+        u64: 0,
+    };
     call!(libc::epoll_ctl(ep, libc::EPOLL_CTL_ADD, fd, &mut ev)).ok();
     pend();
-    c.ret("epoll_pwait", call!(libc::epoll_pwait(ep, &mut ev, 1, 1000, &before)));
+    c.ret(
+        "epoll_pwait",
+        call!(libc::epoll_pwait(ep, &mut ev, 1, 1000, &before)),
+    );
     hits("epoll_pwait");
     pend();
     let mut set: libc::fd_set = sys::zeroed();
     // SAFETY: fd is far below FD_SETSIZE.
     unsafe { libc::FD_SET(fd, &mut set) };
     let null = std::ptr::null_mut();
-    c.ret("pselect", call!(libc::pselect(fd + 1, &mut set, null, null, &second, &before)));
+    c.ret(
+        "pselect",
+        call!(libc::pselect(
+            fd + 1,
+            &mut set,
+            null,
+            null,
+            &second,
+            &before
+        )),
+    );
     hits("pselect");
     c.sync("send");
     c.send(fd, b"x", 0);
@@ -211,7 +318,12 @@ pub fn masks(c: &Ctx) {
     pend();
     c.ret("ppoll", call!(libc::ppoll(&mut p, 1, &zero, &before)));
     hits("ready ppoll");
-    call!(libc::pthread_sigmask(libc::SIG_SETMASK, &before, std::ptr::null_mut())).ok();
+    call!(libc::pthread_sigmask(
+        libc::SIG_SETMASK,
+        &before,
+        std::ptr::null_mut()
+    ))
+    .ok();
     HITS.store(0, Ordering::Relaxed);
     c.sync("done");
     c.close(fd);

@@ -14,10 +14,16 @@ use crate::sys;
 pub fn rcvtimeo(c: &Ctx) {
     let fd = c.pair();
     if c.is_server() {
-        c.ret("set", sys::set_timeout(fd, libc::SO_RCVTIMEO, Duration::from_millis(80)));
+        c.ret(
+            "set",
+            sys::set_timeout(fd, libc::SO_RCVTIMEO, Duration::from_millis(80)),
+        );
         let start = Instant::now();
         c.recv(fd, 10, 0);
-        c.log(format_args!("waited: {}", start.elapsed() >= Duration::from_millis(79)));
+        c.log(format_args!(
+            "waited: {}",
+            start.elapsed() >= Duration::from_millis(79)
+        ));
         let mut b = [0; 10];
         c.ret("read", sys::read(fd, &mut b));
         let mut v = [sys::iov(&mut b)];
@@ -58,7 +64,11 @@ pub fn sndtimeo(c: &Ctx) {
         let sent = c.exchange("sent", 0) as usize;
         let (end, got) = sys::recv_to_end(fd);
         let piece = data::pattern(1, 0, 8 << 20);
-        let whole = got.len() == sent + 4 && got[..sent].iter().zip(piece.iter().cycle()).all(|(a, b)| a == b);
+        let whole = got.len() == sent + 4
+            && got[..sent]
+                .iter()
+                .zip(piece.iter().cycle())
+                .all(|(a, b)| a == b);
         c.log(format_args!("end {end}, all there: {whole}"));
         c.close(fd);
     }
@@ -126,7 +136,11 @@ fn fill(fd: c_int, seed: u64) -> usize {
     let mut quiet = 0;
     // The kernel may take more a moment later, when the peer's window has grown.
     while quiet < 5 {
-        let r = sys::send(fd, &data::pattern(seed, sent as u64, 65_536), libc::MSG_DONTWAIT);
+        let r = sys::send(
+            fd,
+            &data::pattern(seed, sent as u64, 65_536),
+            libc::MSG_DONTWAIT,
+        );
         if r.is(libc::EAGAIN) {
             quiet += 1;
             sys::pause_ms(5);
@@ -170,11 +184,17 @@ pub fn full_epoll(c: &Ctx) {
         for et in [0, libc::EPOLLET as u32] {
             let sent = fill(fd, 2);
             let ep = call!(libc::epoll_create1(0)).ok();
-            let mut ev = libc::epoll_event { events: libc::EPOLLOUT as u32 | et, u64: 1 };
+            let mut ev = libc::epoll_event {
+                events: libc::EPOLLOUT as u32 | et,
+                u64: 1,
+            };
             call!(libc::epoll_ctl(ep, libc::EPOLL_CTL_ADD, fd, &mut ev)).ok();
             c.ret("epoll_wait", call!(libc::epoll_wait(ep, &mut ev, 1, 50)));
             c.exchange("full", sent as u64);
-            c.ret("epoll_wait", call!(libc::epoll_wait(ep, &mut ev, 1, 10_000)));
+            c.ret(
+                "epoll_wait",
+                call!(libc::epoll_wait(ep, &mut ev, 1, 10_000)),
+            );
             c.sync("drained");
             c.close(ep);
         }
@@ -215,7 +235,9 @@ pub fn blocked_send_reset(c: &Ctx) {
     if c.is_server() {
         let big = data::pattern(5, 0, 32 << 20);
         let r = sys::send(fd, &big, libc::MSG_NOSIGNAL);
-        let fits = r.value > 0 && (r.value as usize) < big.len() || r.is(libc::ECONNRESET) || r.is(libc::EPIPE);
+        let fits = r.value > 0 && (r.value as usize) < big.len()
+            || r.is(libc::ECONNRESET)
+            || r.is(libc::EPIPE);
         c.log(format_args!("ended early: {fits}"));
         let again = sys::send(fd, b"x", libc::MSG_NOSIGNAL);
         c.log(format_args!("next fails: {}", again.failed()));
@@ -232,7 +254,10 @@ pub fn poll_timeout(c: &Ctx) {
     let fd = c.pair();
     let start = Instant::now();
     c.poll(fd, libc::POLLIN, 60);
-    c.log(format_args!("waited: {}", start.elapsed() >= Duration::from_millis(59)));
+    c.log(format_args!(
+        "waited: {}",
+        start.elapsed() >= Duration::from_millis(59)
+    ));
     c.poll(fd, libc::POLLIN | libc::POLLOUT, 60);
     c.poll(fd, 0, 0);
     c.sync("done");

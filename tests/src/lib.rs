@@ -12,6 +12,7 @@
 pub mod sys;
 pub mod ctx;
 pub mod data;
+pub mod dialogue;
 pub mod harness;
 pub mod observe;
 pub mod scenarios;

@@ -437,6 +437,36 @@ pub fn readable_bytes(fd: c_int) -> c_int {
     n
 }
 
+/// TCP_INFO's FIN_WAIT2.
+pub const FIN_WAIT2: u8 = 5;
+/// TCP_INFO's CLOSE.
+pub const CLOSED: u8 = 7;
+/// TCP_INFO's CLOSE_WAIT.
+pub const CLOSE_WAIT: u8 = 8;
+
+/// Waits until TCP_INFO gives `state`; panics after 10 s.
+#[track_caller]
+pub fn wait_tcp_state(fd: c_int, state: u8) {
+    let end = Instant::now() + Duration::from_secs(10);
+    loop {
+        let mut info = [0u8; 8];
+        let mut len = 8;
+        call!(libc::getsockopt(
+            fd,
+            libc::IPPROTO_TCP,
+            libc::TCP_INFO,
+            info.as_mut_ptr().cast(),
+            &mut len
+        ))
+        .ok();
+        if info[0] == state {
+            return;
+        }
+        assert!(Instant::now() < end, "TCP state {} after 10 s", info[0]);
+        pause_ms(1);
+    }
+}
+
 /// Sleeps.
 pub fn pause_ms(ms: u64) {
     std::thread::sleep(Duration::from_millis(ms));

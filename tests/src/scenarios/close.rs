@@ -96,13 +96,23 @@ pub fn shutdown_again(c: &Ctx) {
     let fd = c.pair();
     c.shutdown(fd, 3);
     c.shutdown(fd, -1);
-    c.shutdown(fd, SHUT_WR);
+    c.sync("server first");
+    if c.is_server() {
+        c.shutdown(fd, SHUT_WR);
+        sys::wait_tcp_state(fd, sys::FIN_WAIT2);
+        c.shutdown(fd, SHUT_WR);
+        c.shutdown(fd, SHUT_RD);
+        c.sync("then the client");
+    } else {
+        c.sync("then the client");
+        sys::wait_tcp_state(fd, sys::CLOSE_WAIT);
+        c.shutdown(fd, SHUT_WR);
+    }
+    sys::wait_tcp_state(fd, sys::CLOSED);
     c.shutdown(fd, SHUT_WR);
     c.shutdown(fd, SHUT_RD);
-    c.sync("shut");
     c.recv_to_end(fd);
-    sys::wait_for(fd, libc::POLLHUP);
-    // The last FIN's acknowledgement decides whether there still is a connection.
+    c.poll(fd, ALL_EVENTS, 0);
     c.sync("done");
     c.close(fd);
     let s = sys::tcp(libc::AF_INET);

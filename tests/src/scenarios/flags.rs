@@ -214,6 +214,7 @@ pub fn more(c: &Ctx) {
 pub fn oob(c: &Ctx) {
     let fd = c.pair();
     if !c.is_server() {
+        c.sync("none yet");
         c.send(fd, b"before", 0);
         c.send(fd, b"!", libc::MSG_OOB);
         c.send(fd, b"after", 0);
@@ -224,6 +225,7 @@ pub fn oob(c: &Ctx) {
         return;
     }
     c.recv(fd, 1, libc::MSG_OOB);
+    c.sync("none yet");
     c.sync("sent");
     sys::wait_for(fd, libc::POLLPRI);
     // The urgent byte counts as readable until the mark is passed; wait for all twelve.

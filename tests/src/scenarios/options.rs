@@ -4,7 +4,7 @@ use libc::{IPPROTO_TCP, SOL_SOCKET, c_int};
 
 use crate::ctx::Ctx;
 use crate::data;
-use crate::sys;
+use crate::sys::{self, CLOSE_WAIT, CLOSED, FIN_WAIT2};
 
 const OPTIONS: [(&str, c_int, c_int, &[c_int]); 21] = [
     ("TCP_NODELAY", IPPROTO_TCP, libc::TCP_NODELAY, &[1, 0, 7]),
@@ -245,24 +245,6 @@ pub fn tcp_info(c: &Ctx) {
         ));
         b[0]
     };
-    let reaches = |state: u8| {
-        for _ in 0..500 {
-            let mut b = [0u8; 8];
-            let mut len = 8;
-            call!(libc::getsockopt(
-                fd,
-                IPPROTO_TCP,
-                libc::TCP_INFO,
-                b.as_mut_ptr().cast(),
-                &mut len
-            ))
-            .ok();
-            if b[0] == state {
-                return;
-            }
-            sys::pause_ms(2);
-        }
-    };
     info("live");
     let mut b = [9u8; 4];
     let mut len = 1;
@@ -277,18 +259,18 @@ pub fn tcp_info(c: &Ctx) {
     c.sync("live");
     if c.is_server() {
         c.shutdown(fd, libc::SHUT_WR);
-        reaches(5);
+        sys::wait_tcp_state(fd, FIN_WAIT2);
         info("FIN_WAIT2");
         c.sync("half");
         c.recv_to_end(fd);
-        reaches(7);
+        sys::wait_tcp_state(fd, CLOSED);
         info("closed");
     } else {
-        reaches(8);
+        sys::wait_tcp_state(fd, CLOSE_WAIT);
         info("CLOSE_WAIT");
         c.sync("half");
         c.shutdown(fd, libc::SHUT_WR);
-        reaches(7);
+        sys::wait_tcp_state(fd, CLOSED);
         info("closed");
     }
     c.sync("done");

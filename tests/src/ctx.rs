@@ -184,10 +184,11 @@ impl Ctx {
     /// Logged SO_ERROR.
     pub fn so_error(&self, fd: c_int) {
         let (r, e) = sys::get_int(fd, libc::SOL_SOCKET, libc::SO_ERROR);
-        self.log(format_args!(
-            "SO_ERROR -> {r}, {:?}",
-            nix::errno::Errno::from_raw(e)
-        ));
+        let name = match e {
+            0 => "none".into(),
+            e => format!("{:?}", nix::errno::Errno::from_raw(e)),
+        };
+        self.log(format_args!("SO_ERROR -> {r}, {name}"));
     }
 
     /// Logged poll() on one fd.

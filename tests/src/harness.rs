@@ -127,7 +127,8 @@ impl Paths {
     }
 }
 
-/// Takes every `RDMASOCK*` variable out of `command`, except those for logging.
+/// Takes every `RDMASOCK*` variable out of `command`, except those for logging; a failed
+/// expectation is one line, without a backtrace.
 pub fn clean_environment(command: &mut Command) {
     for (name, _) in std::env::vars_os() {
         let text = name.to_string_lossy();
@@ -135,7 +136,7 @@ pub fn clean_environment(command: &mut Command) {
             command.env_remove(&name);
         }
     }
-    command.env_remove("LD_PRELOAD");
+    command.env_remove("LD_PRELOAD").env("RUST_BACKTRACE", "0");
 }
 
 /// A running side; killed with its children if it is still there when this is dropped.

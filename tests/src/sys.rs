@@ -34,7 +34,7 @@ impl Ret {
 
     /// The value as a length; panics where the call failed.
     #[track_caller]
-    pub fn len(self) -> usize {
+    pub fn count(self) -> usize {
         self.ok() as usize
     }
 
@@ -346,7 +346,7 @@ pub fn send_all(fd: c_int, data: &[u8]) -> Ret {
         } else if r.failed() {
             return r;
         } else {
-            sent += r.len();
+            sent += r.count();
         }
     }
     Ret {
@@ -372,7 +372,7 @@ pub fn recv_up_to(fd: c_int, n: usize) -> (Ret, Vec<u8>) {
         } else if r.value <= 0 {
             break r;
         } else {
-            got += r.len();
+            got += r.count();
         }
     };
     buf.truncate(got);
@@ -398,7 +398,7 @@ pub fn recv_to_end(fd: c_int) -> (Ret, Vec<u8>) {
         } else if r.value <= 0 {
             return (r, all);
         } else {
-            all.extend_from_slice(&buf[..r.len()]);
+            all.extend_from_slice(&buf[..r.count()]);
         }
     }
 }
@@ -470,6 +470,30 @@ pub fn wait_tcp_state(fd: c_int, state: u8) {
 /// Sleeps.
 pub fn pause_ms(ms: u64) {
     std::thread::sleep(Duration::from_millis(ms));
+}
+
+/// The kernel's id of this thread.
+pub fn thread_id() -> i32 {
+    call!(libc::gettid()).ok()
+}
+
+/// Waits until thread `id` of this process has gone to sleep in a call that it is about to make.
+pub fn wait_asleep(id: i32) {
+    // It may sleep for a moment before it gets there.
+    pause_ms(40);
+    let end = Instant::now() + Duration::from_secs(10);
+    loop {
+        let stat = std::fs::read_to_string(format!("/proc/self/task/{id}/stat")).unwrap();
+        let state = stat
+            .rsplit(") ")
+            .next()
+            .and_then(|rest| rest.chars().next());
+        if state == Some('S') {
+            return;
+        }
+        assert!(Instant::now() < end, "thread {id} does not sleep: {stat}");
+        pause_ms(5);
+    }
 }
 
 /// An iovec over `buf`.

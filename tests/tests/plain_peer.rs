@@ -132,9 +132,7 @@ fn run(paths: &Paths, role: Role, after: &str, squatter: Option<&str>) -> Result
         let _squatter = squat(paths, squatter, &port)?;
         let client = Helper::start(paths, &["dial", &port, &connections], Some(after))?;
         let recorded = plain_server(&listener);
-        // What the client says tells more than the connection's end here.
-        client.succeed("client")?;
-        return recorded;
+        return both(recorded, client.succeed("client"));
     }
     // Free for a moment: the squatter has to know the server's port before the server does.
     let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
@@ -150,8 +148,20 @@ fn run(paths: &Paths, role: Role, after: &str, squatter: Option<&str>) -> Result
     } else {
         plain_client(&port)
     };
-    server.succeed("server")?;
-    recorded
+    both(recorded, server.succeed("server"))
+}
+
+/// Success, or what went wrong at either end.
+fn both(recorded: Result<(), Failed>, helper: Result<(), Failed>) -> Result<(), Failed> {
+    let words: Vec<_> = [recorded, helper]
+        .into_iter()
+        .filter_map(|r| r.err()?.message().map(str::to_owned))
+        .collect();
+    if words.is_empty() {
+        Ok(())
+    } else {
+        Err(words.join("\n").into())
+    }
 }
 
 /// A squatter on the service names of `port`, once it listens.

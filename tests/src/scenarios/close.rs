@@ -173,8 +173,8 @@ pub fn unread_data_so_error(c: &Ctx) {
     }
 }
 
-/// An RST throws away what the peer had received and not read.
-pub fn reset_discards(c: &Ctx) {
+/// What the peer had received before an RST can still be read, then ECONNRESET.
+pub fn reset_keeps_received(c: &Ctx) {
     let fd = c.pair();
     if c.is_server() {
         c.send(fd, b"sent before the reset", 0);

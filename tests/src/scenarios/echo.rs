@@ -67,7 +67,7 @@ pub fn one_byte_writes(c: &Ctx) {
         c.recv_to_end(fd);
     } else {
         for byte in data::pattern(3, 0, 4000) {
-            assert_eq!(sys::send(fd, &[byte], 0).len(), 1);
+            assert_eq!(sys::send(fd, &[byte], 0).count(), 1);
         }
     }
     c.close(fd);
@@ -91,7 +91,7 @@ fn drink(fd: c_int, seed: u64) -> u64 {
     let mut buf = vec![0; 200_000];
     while at < LARGE {
         let n = 1 + rng.below(buf.len() as u64) as usize;
-        let r = sys::recv(fd, &mut buf[..n], 0).len();
+        let r = sys::recv(fd, &mut buf[..n], 0).count();
         assert!(r > 0, "EOF at {at}");
         data::verify(seed, at as u64, &buf[..r]);
         state = data::hash_from(state, &buf[..r]);

@@ -197,7 +197,7 @@ pub fn exclusive(c: &Ctx) {
         c.ret("add an epoll", ctl(a, EPOLL_CTL_ADD, b, IN | EXCLUSIVE, 1));
         c.sync("armed");
         sys::wait_readable_bytes(fd, 4);
-        let n = wait(a, 4, 100).0.len() + wait(b, 4, 100).0.len();
+        let n = wait(a, 4, 100).0.count() + wait(b, 4, 100).0.count();
         c.log(format_args!("woken: {}", n >= 1));
         c.recv_all(fd, 4);
         c.ret("del", ctl(a, EPOLL_CTL_DEL, fd, 0, 0));

@@ -150,7 +150,7 @@ pub fn two_sleepers(c: &Ctx) {
         }
         c.sync("armed");
         let woken: usize = std::thread::scope(|s| {
-            let threads = eps.map(|ep| s.spawn(move || wait(ep, 4, 5000).0.len()));
+            let threads = eps.map(|ep| s.spawn(move || wait(ep, 4, 5000).0.count()));
             threads.into_iter().map(|t| t.join().unwrap()).sum()
         });
         c.log(format_args!("woken {woken}"));
@@ -254,7 +254,7 @@ fn server_loop(c: &Ctx, flags: u32) {
                 if r.is(libc::EAGAIN) {
                     break;
                 }
-                let n = r.len();
+                let n = r.count();
                 if n == 0 {
                     sys::close(fd).ok();
                     closed += 1;

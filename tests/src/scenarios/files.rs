@@ -36,10 +36,10 @@ fn sendfile_all(
             sys::wait_for(fd, libc::POLLOUT);
             continue;
         }
-        if r.value <= 0 || r.len() == count {
+        if r.value <= 0 || r.count() == count {
             return r;
         }
-        count -= r.len();
+        count -= r.count();
     }
 }
 
@@ -151,7 +151,7 @@ pub fn splice(c: &Ctx) {
                 32_768,
                 libc::SPLICE_F_MOVE
             ));
-            let mut left = r.len();
+            let mut left = r.count();
             if left == 0 {
                 break;
             }
@@ -165,7 +165,7 @@ pub fn splice(c: &Ctx) {
                     left,
                     libc::SPLICE_F_MORE
                 ))
-                .len();
+                .count();
             }
         }
         c.log(format_args!("{sum} bytes"));

@@ -170,19 +170,20 @@ pub fn dontwait(c: &Ctx) {
     if c.is_server() {
         c.recv(fd, 10, MSG_DONTWAIT);
     }
+    c.sync("empty");
     deliver(c, fd, b"hello");
     if c.is_server() {
         c.recv(fd, 3, MSG_DONTWAIT);
         c.recv(fd, 10, MSG_DONTWAIT);
         c.recv(fd, 10, MSG_DONTWAIT);
         c.log(call!(libc::fcntl(fd, libc::F_GETFL)).ok() & libc::O_NONBLOCK);
+        c.sync("read");
+        c.recv_all(fd, 5);
     } else {
+        c.sync("read");
         c.send(fd, b"later", MSG_DONTWAIT);
     }
     c.sync("done");
-    if c.is_server() {
-        c.recv_all(fd, 5);
-    }
     c.close(fd);
 }
 
@@ -284,6 +285,7 @@ pub fn fionread(c: &Ctx) {
     if c.is_server() {
         c.fionread(fd);
     }
+    c.sync("empty");
     deliver(c, fd, &data::pattern(6, 0, 5000));
     if c.is_server() {
         c.fionread(fd);

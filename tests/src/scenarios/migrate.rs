@@ -73,7 +73,7 @@ fn demote_at(c: &Ctx) {
     // Part of the peer's bytes is read before, part after.
     let before = n / 2;
     data::verify(incoming, 0, &sys::recv_exact(fd, before));
-    if (n % 2 == 0) == c.is_server() {
+    if n.is_multiple_of(2) == c.is_server() {
         let [a, b] = socketpair();
         c.ret("pass", pass_fd(a, fd));
         let other = take_fd(b);

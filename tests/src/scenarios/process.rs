@@ -222,7 +222,7 @@ pub fn fork_per_connection(c: &Ctx) {
 /// The words of a helper's command line.
 fn helper_words(what: &str, fd: c_int, more: &[&str]) -> Vec<CString> {
     let exe = std::env::current_exe().unwrap();
-    let mut words = vec![exe.to_str().unwrap(), "helper", what]
+    let mut words = [exe.to_str().unwrap(), "helper", what]
         .iter()
         .map(|w| CString::new(*w).unwrap())
         .collect::<Vec<_>>();

@@ -14,14 +14,15 @@ extern "C" fn count(_: c_int) {
     HITS.fetch_add(1, Ordering::Relaxed);
 }
 
-/// Runs `blocked` in this thread while another one sends it SIGUSR1 until `HITS` goes up;
-/// then, if the call is to be restarted, `finish` ends its wait.
+/// Runs `blocked` in this thread while another one sends it SIGUSR1 once it sleeps; where the
+/// call is to be restarted, `finish` then ends its wait.
 fn interrupt(blocked: impl FnOnce(), finish: impl FnOnce() + Send) {
     let me = call!(libc::pthread_self()).value as libc::pthread_t;
+    let id = sys::thread_id();
     HITS.store(0, Ordering::Relaxed);
     thread::scope(|s| {
         s.spawn(move || {
-            sys::pause_ms(50);
+            sys::wait_asleep(id);
             call!(libc::pthread_kill(me, libc::SIGUSR1)).ok();
             sys::pause_ms(30);
             finish();

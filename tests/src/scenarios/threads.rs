@@ -49,8 +49,8 @@ pub fn eight_on_one_epoll(c: &Ctx) {
                             closed.fetch_add(1, Ordering::Relaxed);
                             continue;
                         } else {
-                            sys::send_all(fd, &b[..r.len()]).ok();
-                            bytes.fetch_add(r.len(), Ordering::Relaxed);
+                            sys::send_all(fd, &b[..r.count()]).ok();
+                            bytes.fetch_add(r.count(), Ordering::Relaxed);
                         }
                         ctl(ep, libc::EPOLL_CTL_MOD, fd, IN | ONESHOT, fd as u64).ok();
                     }
@@ -80,7 +80,7 @@ pub fn send_and_receive(c: &Ctx) {
         let mut at = 0;
         let mut b = vec![0; 10_000];
         while at < LEN {
-            let n = sys::recv(fd, &mut b, 0).len();
+            let n = sys::recv(fd, &mut b, 0).count();
             assert!(n > 0);
             data::verify(1, at, &b[..n]);
             at += n as u64;
@@ -116,7 +116,7 @@ pub fn eight_senders(c: &Ctx) {
                         let mut record = vec![t];
                         record.extend(data::pattern(u64::from(t), i as u64, RECORD - 1));
                         // A blocking send of a small record is not split between others.
-                        assert_eq!(sys::send(fd, &record, 0).len(), RECORD);
+                        assert_eq!(sys::send(fd, &record, 0).count(), RECORD);
                     }
                 });
             }
@@ -136,7 +136,7 @@ pub fn four_receivers(c: &Ctx) {
                     let (mut n, mut sum) = (0, 0);
                     let mut b = vec![0; 3000];
                     loop {
-                        let r = sys::recv(fd, &mut b, 0).len();
+                        let r = sys::recv(fd, &mut b, 0).count();
                         if r == 0 {
                             return (n, sum);
                         }
@@ -200,9 +200,16 @@ pub fn shutdown_wakes_pollers(c: &Ctx) {
 pub fn close_does_not_wake(c: &Ctx) {
     let fd = c.pair();
     if c.is_server() {
+        let id = &AtomicI32::new(0);
         thread::scope(|s| {
-            s.spawn(|| c.recv(fd, 10, 0));
-            sys::pause_ms(60);
+            s.spawn(move || {
+                id.store(sys::thread_id(), Ordering::Release);
+                c.recv(fd, 10, 0)
+            });
+            while id.load(Ordering::Acquire) == 0 {
+                sys::pause_ms(1);
+            }
+            sys::wait_asleep(id.load(Ordering::Acquire));
             sys::close(fd).ok();
             c.sync("closed");
         });

@@ -10,6 +10,7 @@
 
 #[macro_use]
 pub mod sys;
+pub mod addr;
 pub mod ctx;
 pub mod data;
 pub mod dialogue;

@@ -1,0 +1,68 @@
+//! Whether a process's connections were promoted, asked of `rdmasock stat`.
+//!
+//! One function, so that the way of asking can change without the harness noticing.
+
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::{Context, Result, bail};
+use serde::Deserialize;
+
+/// What the library says about one process.
+#[derive(Clone, Copy, Default, Debug)]
+pub struct Promotion {
+    /// Streams, open or closed, that moved both directions to a link.
+    pub promoted: u64,
+    /// Open streams that have both directions on a link now.
+    pub on_link: usize,
+}
+
+#[derive(Deserialize)]
+struct Report {
+    instances: Vec<Instance>,
+}
+
+#[derive(Deserialize)]
+struct Instance {
+    pid: u32,
+    totals: Totals,
+    streams: Vec<Stream>,
+}
+
+#[derive(Deserialize)]
+struct Totals {
+    promoted: u64,
+}
+
+#[derive(Deserialize)]
+struct Stream {
+    tx_path: String,
+    rx_path: String,
+}
+
+/// Asks `command` (the `rdmasock` binary) about `pid`. None: it knows no such instance.
+pub fn promotion_state(command: &Path, pid: u32) -> Result<Option<Promotion>> {
+    let out = Command::new(command)
+        .args(["stat", "--json", "--pid", &pid.to_string()])
+        .output()
+        .with_context(|| {
+            format!(
+                "{} is missing: build it with `cargo build -p rdmasock-cli`",
+                command.display()
+            )
+        })?;
+    if out.stdout.is_empty() && !out.status.success() {
+        let text = String::from_utf8_lossy(&out.stderr);
+        bail!("rdmasock stat --json --pid {pid}: {}", text.trim());
+    }
+    let report: Report = serde_json::from_slice(&out.stdout).context("rdmasock stat --json")?;
+    let instance = report.instances.into_iter().find(|i| i.pid == pid);
+    Ok(instance.map(|i| Promotion {
+        promoted: i.totals.promoted,
+        on_link: i
+            .streams
+            .iter()
+            .filter(|s| s.tx_path != "tcp" && s.rx_path != "tcp")
+            .count(),
+    }))
+}

@@ -1,0 +1,393 @@
+//! epoll on TCP connections: trigger modes, changes of interest, data, removal.
+
+use libc::{EPOLL_CTL_ADD, EPOLL_CTL_DEL, EPOLL_CTL_MOD, c_int};
+
+use crate::ctx::{Ctx, epoll_names};
+use crate::sys::{self, Addr, Ret};
+
+pub const IN: u32 = libc::EPOLLIN as u32;
+pub const OUT: u32 = libc::EPOLLOUT as u32;
+pub const ET: u32 = libc::EPOLLET as u32;
+pub const ONESHOT: u32 = libc::EPOLLONESHOT as u32;
+pub const RDHUP: u32 = libc::EPOLLRDHUP as u32;
+pub const EXCLUSIVE: u32 = libc::EPOLLEXCLUSIVE as u32;
+
+/// A new epoll instance.
+pub fn create() -> c_int {
+    call!(libc::epoll_create1(libc::EPOLL_CLOEXEC)).ok()
+}
+
+/// epoll_ctl()
+pub fn ctl(ep: c_int, op: c_int, fd: c_int, events: u32, data: u64) -> Ret {
+    let mut ev = libc::epoll_event { events, u64: data };
+    call!(libc::epoll_ctl(ep, op, fd, &mut ev))
+}
+
+/// epoll_wait(), as sorted (data, events).
+pub fn wait(ep: c_int, max: usize, timeout_ms: c_int) -> (Ret, Vec<(u64, u32)>) {
+    let mut evs = vec![libc::epoll_event { events: 0, u64: 0 }; max];
+    let r = call!(libc::epoll_wait(
+        ep,
+        evs.as_mut_ptr(),
+        max as c_int,
+        timeout_ms
+    ));
+    let n = usize::try_from(r.value).unwrap_or(0);
+    let mut got: Vec<_> = evs[..n].iter().map(|e| (e.u64, e.events)).collect();
+    got.sort_unstable();
+    (r, got)
+}
+
+/// Logged epoll_wait() for up to 8 events.
+pub fn log_wait(c: &Ctx, ep: c_int, timeout_ms: c_int) -> Vec<(u64, u32)> {
+    let (r, got) = wait(ep, 8, timeout_ms);
+    let text: Vec<_> = got
+        .iter()
+        .map(|(d, e)| format!("{d:#x} {}", epoll_names(*e)))
+        .collect();
+    c.log(format_args!("epoll_wait -> {r} {text:?}"));
+    got
+}
+
+/// Level-triggered: reported until read; data, EOF and both.
+pub fn level(c: &Ctx) {
+    let fd = c.pair();
+    if c.is_server() {
+        let ep = create();
+        c.ret("add", ctl(ep, EPOLL_CTL_ADD, fd, IN | RDHUP, 7));
+        log_wait(c, ep, 0);
+        c.sync("armed");
+        log_wait(c, ep, 5000);
+        sys::wait_readable_bytes(fd, 10);
+        log_wait(c, ep, 0);
+        c.recv(fd, 4, 0);
+        log_wait(c, ep, 0);
+        c.recv(fd, 10, 0);
+        log_wait(c, ep, 0);
+        c.sync("read");
+        log_wait(c, ep, 5000);
+        log_wait(c, ep, 0);
+        c.recv(fd, 10, 0);
+        log_wait(c, ep, 0);
+    } else {
+        c.sync("armed");
+        sys::pause_ms(20);
+        c.send(fd, b"0123456789", 0);
+        c.sync("read");
+        c.shutdown(fd, libc::SHUT_WR);
+    }
+    c.sync("done");
+    c.close(fd);
+}
+
+/// Edge-triggered: once per arrival, not again for what is left, again for more.
+pub fn edge(c: &Ctx) {
+    let fd = c.pair();
+    if c.is_server() {
+        let ep = create();
+        c.ret("add", ctl(ep, EPOLL_CTL_ADD, fd, IN | OUT | RDHUP | ET, 8));
+        log_wait(c, ep, 0);
+        log_wait(c, ep, 0);
+        c.sync("armed");
+        log_wait(c, ep, 5000);
+        log_wait(c, ep, 30);
+        c.recv(fd, 3, 0);
+        log_wait(c, ep, 0);
+        c.sync("more");
+        log_wait(c, ep, 5000);
+        sys::wait_readable_bytes(fd, 10);
+        c.recv(fd, 100, 0);
+        log_wait(c, ep, 0);
+        c.recv(fd, 100, libc::MSG_DONTWAIT);
+        c.sync("closing");
+        log_wait(c, ep, 5000);
+        log_wait(c, ep, 0);
+    } else {
+        c.sync("armed");
+        c.send(fd, b"first", 0);
+        c.sync("more");
+        c.send(fd, b"second!!", 0);
+        c.sync("closing");
+        c.shutdown(fd, libc::SHUT_WR);
+    }
+    c.sync("done");
+    c.close(fd);
+}
+
+/// Re-arming an edge-triggered fd by MOD reports what is there.
+pub fn edge_mod(c: &Ctx) {
+    let fd = c.pair();
+    if c.is_server() {
+        let ep = create();
+        c.sync("sent");
+        sys::wait_readable_bytes(fd, 5);
+        c.ret("add a ready one", ctl(ep, EPOLL_CTL_ADD, fd, IN | ET, 1));
+        log_wait(c, ep, 0);
+        log_wait(c, ep, 0);
+        for data in [2, 3] {
+            c.ret("mod", ctl(ep, EPOLL_CTL_MOD, fd, IN | ET, data));
+            log_wait(c, ep, 0);
+            log_wait(c, ep, 0);
+        }
+        c.ret("mod out", ctl(ep, EPOLL_CTL_MOD, fd, OUT | ET, 4));
+        log_wait(c, ep, 0);
+        log_wait(c, ep, 0);
+        c.recv_all(fd, 5);
+        c.ret("mod in", ctl(ep, EPOLL_CTL_MOD, fd, IN | ET, 5));
+        log_wait(c, ep, 0);
+    } else {
+        c.send(fd, b"there", 0);
+        c.sync("sent");
+    }
+    c.sync("done");
+    c.close(fd);
+}
+
+/// ONESHOT: one report, silent until MOD; with level and edge.
+pub fn oneshot(c: &Ctx) {
+    let fd = c.pair();
+    for extra in [0, ET] {
+        if c.is_server() {
+            let ep = create();
+            c.ret("add", ctl(ep, EPOLL_CTL_ADD, fd, IN | ONESHOT | extra, 1));
+            c.sync("armed");
+            log_wait(c, ep, 5000);
+            log_wait(c, ep, 0);
+            c.sync("more");
+            sys::wait_readable_bytes(fd, 8);
+            log_wait(c, ep, 20);
+            c.ret("mod", ctl(ep, EPOLL_CTL_MOD, fd, IN | ONESHOT | extra, 2));
+            log_wait(c, ep, 0);
+            log_wait(c, ep, 0);
+            c.recv_all(fd, 8);
+            c.ret("mod", ctl(ep, EPOLL_CTL_MOD, fd, IN | ONESHOT | extra, 3));
+            log_wait(c, ep, 0);
+            c.sync("again");
+            log_wait(c, ep, 5000);
+            c.recv_all(fd, 4);
+            c.close(ep);
+        } else {
+            for step in ["armed", "more", "again"] {
+                if step == "more" {
+                    c.send(fd, b"more", 0);
+                }
+                c.sync(step);
+                if step != "more" {
+                    c.send(fd, b"data", 0);
+                }
+            }
+        }
+        c.sync("round");
+    }
+    c.close(fd);
+}
+
+/// EXCLUSIVE on two epolls: at least one wakes, MOD is refused.
+pub fn exclusive(c: &Ctx) {
+    let fd = c.pair();
+    if c.is_server() {
+        let (a, b) = (create(), create());
+        c.ret("add", ctl(a, EPOLL_CTL_ADD, fd, IN | EXCLUSIVE, 1));
+        c.ret("add", ctl(b, EPOLL_CTL_ADD, fd, IN | EXCLUSIVE | ET, 2));
+        c.ret("mod", ctl(a, EPOLL_CTL_MOD, fd, IN, 1));
+        c.ret(
+            "add bad",
+            ctl(create(), EPOLL_CTL_ADD, fd, IN | EXCLUSIVE | ONESHOT, 1),
+        );
+        c.ret("add an epoll", ctl(a, EPOLL_CTL_ADD, b, IN | EXCLUSIVE, 1));
+        c.sync("armed");
+        sys::wait_readable_bytes(fd, 4);
+        let n = wait(a, 4, 100).0.count() + wait(b, 4, 100).0.count();
+        c.log(format_args!("woken: {}", n >= 1));
+        c.recv_all(fd, 4);
+        c.ret("del", ctl(a, EPOLL_CTL_DEL, fd, 0, 0));
+        log_wait(c, a, 0);
+    } else {
+        c.sync("armed");
+        c.send(fd, b"wake", 0);
+    }
+    c.sync("done");
+    c.close(fd);
+}
+
+/// The data is kept whole, all ones and zero included, and changed by MOD.
+pub fn data_kept(c: &Ctx) {
+    let fd = c.pair();
+    let ep = create();
+    c.ret("add", ctl(ep, EPOLL_CTL_ADD, fd, OUT, u64::MAX));
+    log_wait(c, ep, 1000);
+    for data in [0, 1 << 63, 0xdead_beef_0bad_f00d, u64::from(u32::MAX)] {
+        c.ret("mod", ctl(ep, EPOLL_CTL_MOD, fd, OUT, data));
+        log_wait(c, ep, 1000);
+    }
+    c.sync("done");
+    c.close(fd);
+}
+
+/// MOD and DEL, their errors, and ADD of what cannot be added.
+pub fn control(c: &Ctx) {
+    let fd = c.pair();
+    let ep = create();
+    c.ret("mod absent", ctl(ep, EPOLL_CTL_MOD, fd, IN, 1));
+    c.ret("del absent", ctl(ep, EPOLL_CTL_DEL, fd, 0, 0));
+    c.ret("add", ctl(ep, EPOLL_CTL_ADD, fd, OUT, 1));
+    c.ret("add twice", ctl(ep, EPOLL_CTL_ADD, fd, IN, 2));
+    log_wait(c, ep, 0);
+    c.ret("mod to nothing", ctl(ep, EPOLL_CTL_MOD, fd, 0, 3));
+    log_wait(c, ep, 0);
+    c.ret("mod", ctl(ep, EPOLL_CTL_MOD, fd, IN | OUT, 4));
+    log_wait(c, ep, 0);
+    c.ret(
+        "del, null",
+        call!(libc::epoll_ctl(ep, EPOLL_CTL_DEL, fd, std::ptr::null_mut())),
+    );
+    log_wait(c, ep, 0);
+    c.ret(
+        "add, null",
+        call!(libc::epoll_ctl(ep, EPOLL_CTL_ADD, fd, std::ptr::null_mut())),
+    );
+    c.ret("add itself", ctl(ep, EPOLL_CTL_ADD, ep, IN, 1));
+    c.ret("add bad fd", ctl(ep, EPOLL_CTL_ADD, 555, IN, 1));
+    c.ret("add to no epoll", ctl(fd, EPOLL_CTL_ADD, fd, IN, 1));
+    c.ret("odd op", ctl(ep, 77, fd, IN, 1));
+    let file = call!(libc::open(c"/etc/passwd".as_ptr(), libc::O_RDONLY)).ok();
+    c.ret("add a file", ctl(ep, EPOLL_CTL_ADD, file, IN, 1));
+    c.ret(
+        "wait 0",
+        call!(libc::epoll_wait(ep, std::ptr::null_mut(), 0, 0)),
+    );
+    c.ret(
+        "wait -1",
+        call!(libc::epoll_wait(ep, std::ptr::null_mut(), -1, 0)),
+    );
+    c.ret("add", ctl(ep, EPOLL_CTL_ADD, fd, OUT, 1));
+    c.ret(
+        "wait null",
+        call!(libc::epoll_wait(ep, std::ptr::null_mut(), 1, 0)),
+    );
+    c.ret(
+        "wait no epoll",
+        call!(libc::epoll_wait(fd, std::ptr::null_mut(), 1, 0)),
+    );
+    c.ret("create 0", call!(libc::epoll_create(0)));
+    c.ret("create odd", call!(libc::epoll_create1(0x55)));
+    c.sync("done");
+    c.close(fd);
+}
+
+/// close() takes the fd out of the set; the number reused is not in it.
+pub fn closed_is_removed(c: &Ctx) {
+    let fd = c.pair();
+    let (listener, port) = c.listener(2);
+    let second = match listener {
+        Some(l) => sys::accept4(l, 0).ok(),
+        None => sys::connected(&Addr::v4(port)),
+    };
+    let ep = create();
+    c.ret("add", ctl(ep, EPOLL_CTL_ADD, fd, OUT, 1));
+    c.ret("add", ctl(ep, EPOLL_CTL_ADD, second, OUT, 2));
+    log_wait(c, ep, 0);
+    c.close(fd);
+    log_wait(c, ep, 0);
+    let reused = call!(libc::dup(second)).ok();
+    c.log(format_args!("number reused: {}", reused == fd));
+    log_wait(c, ep, 0);
+    c.ret("del the reused", ctl(ep, EPOLL_CTL_DEL, reused, 0, 0));
+    c.ret("add the reused", ctl(ep, EPOLL_CTL_ADD, reused, OUT, 3));
+    log_wait(c, ep, 0);
+    c.sync("done");
+}
+
+/// With a dup'd fd the registration outlives the close of the fd it was made with.
+pub fn dup_keeps_registration(c: &Ctx) {
+    let fd = c.pair();
+    if c.is_server() {
+        let ep = create();
+        let dup = call!(libc::dup(fd)).ok();
+        c.ret("add", ctl(ep, EPOLL_CTL_ADD, fd, IN, 1));
+        c.ret("add dup", ctl(ep, EPOLL_CTL_ADD, dup, IN, 2));
+        c.sync("armed");
+        sys::wait_readable_bytes(fd, 4);
+        log_wait(c, ep, 1000);
+        c.close(fd);
+        log_wait(c, ep, 0);
+        c.ret("del closed", ctl(ep, EPOLL_CTL_DEL, fd, 0, 0));
+        c.recv(dup, 10, 0);
+        log_wait(c, ep, 0);
+        c.sync("again");
+        log_wait(c, ep, 1000);
+        c.close(dup);
+        log_wait(c, ep, 0);
+        c.sync("done");
+    } else {
+        c.sync("armed");
+        c.send(fd, b"wake", 0);
+        c.sync("again");
+        c.send(fd, b"x", 0);
+        sys::pause_ms(20);
+        c.sync("done");
+        c.close(fd);
+    }
+}
+
+/// Ready sockets take turns when maxevents is 1.
+pub fn fairness(c: &Ctx) {
+    const N: usize = 8;
+    let first = c.pair();
+    let (listener, port) = c.listener(16);
+    let mut fds = vec![first];
+    for _ in 1..N {
+        fds.push(match listener {
+            Some(l) => sys::accept4(l, 0).ok(),
+            None => sys::connected(&Addr::v4(port)),
+        });
+    }
+    if c.is_server() {
+        let ep = create();
+        for (i, fd) in fds.iter().enumerate() {
+            ctl(ep, EPOLL_CTL_ADD, *fd, IN, i as u64).ok();
+        }
+        c.sync("sent");
+        for fd in &fds {
+            sys::wait_readable_bytes(*fd, 5);
+        }
+        let mut seen = [0; N];
+        for _ in 0..2 * N {
+            for (i, _) in wait(ep, 1, 1000).1 {
+                seen[i as usize] += 1;
+            }
+        }
+        c.log(format_args!("turns {seen:?}"));
+    } else {
+        for fd in &fds {
+            c.send(*fd, b"ready", 0);
+        }
+        c.sync("sent");
+    }
+    c.sync("done");
+}
+
+/// Peer's half-close, full close and reset as epoll tells them without being asked for.
+pub fn hangups(c: &Ctx) {
+    let fd = c.pair();
+    let ep = create();
+    if c.is_server() {
+        c.ret("add", ctl(ep, EPOLL_CTL_ADD, fd, 0, 1));
+        c.sync("half");
+        log_wait(c, ep, 50);
+        c.ret("mod", ctl(ep, EPOLL_CTL_MOD, fd, RDHUP, 1));
+        log_wait(c, ep, 1000);
+        c.ret("mod", ctl(ep, EPOLL_CTL_MOD, fd, IN | OUT | RDHUP, 1));
+        log_wait(c, ep, 1000);
+        c.shutdown(fd, libc::SHUT_WR);
+        log_wait(c, ep, 1000);
+        c.ret("mod", ctl(ep, EPOLL_CTL_MOD, fd, 0, 1));
+        log_wait(c, ep, 1000);
+    } else {
+        c.shutdown(fd, libc::SHUT_WR);
+        c.sync("half");
+        c.recv_to_end(fd);
+    }
+    c.sync("done");
+    c.close(fd);
+}

@@ -1,0 +1,344 @@
+//! epoll together with other things: nesting, other kinds of fds, several epolls, listeners.
+
+use libc::{EPOLL_CTL_ADD, EPOLL_CTL_DEL, EPOLL_CTL_MOD, c_int};
+
+use super::epoll::{ET, IN, OUT, create, ctl, log_wait, wait};
+use crate::ctx::{Ctx, epoll_names};
+use crate::data;
+use crate::sys::{self, Addr};
+
+/// An epoll in an epoll, in poll and in select.
+pub fn nested(c: &Ctx) {
+    let fd = c.pair();
+    if c.is_server() {
+        let (inner, outer, outermost) = (create(), create(), create());
+        c.ret("add socket", ctl(inner, EPOLL_CTL_ADD, fd, IN, 1));
+        c.ret("add inner", ctl(outer, EPOLL_CTL_ADD, inner, IN, 2));
+        c.ret("add outer", ctl(outermost, EPOLL_CTL_ADD, outer, IN, 3));
+        c.ret("loop", ctl(inner, EPOLL_CTL_ADD, outermost, IN, 4));
+        let look = |wait_ms: c_int| {
+            c.poll(inner, libc::POLLIN | libc::POLLOUT, wait_ms);
+            c.poll(outer, libc::POLLIN, wait_ms);
+            let mut set: libc::fd_set = sys::zeroed();
+            // SAFETY: the fd is far below FD_SETSIZE.
+            unsafe { libc::FD_SET(inner, &mut set) };
+            let mut tv = libc::timeval {
+                tv_sec: 0,
+                tv_usec: 0,
+            };
+            let null = std::ptr::null_mut();
+            c.ret(
+                "select",
+                call!(libc::select(inner + 1, &mut set, null, null, &mut tv)),
+            );
+            log_wait(c, outermost, wait_ms);
+            log_wait(c, outer, 0);
+            log_wait(c, inner, 0);
+        };
+        look(0);
+        c.sync("armed");
+        sys::wait_readable_bytes(fd, 4);
+        look(1000);
+        c.recv_all(fd, 4);
+        look(0);
+        // A thread that sleeps in the outermost one is woken by the socket.
+        c.sync("asleep");
+        log_wait(c, outermost, 5000);
+        c.recv_all(fd, 4);
+    } else {
+        c.sync("armed");
+        c.send(fd, b"wake", 0);
+        c.sync("asleep");
+        sys::pause_ms(40);
+        c.send(fd, b"wake", 0);
+    }
+    c.sync("done");
+    c.close(fd);
+}
+
+/// A pipe, an eventfd, a timerfd and a connection in one epoll.
+pub fn mixed(c: &Ctx) {
+    let fd = c.pair();
+    if c.is_server() {
+        let ep = create();
+        let mut pipe = [0; 2];
+        call!(libc::pipe(pipe.as_mut_ptr())).ok();
+        let event = call!(libc::eventfd(0, 0)).ok();
+        let timer = call!(libc::timerfd_create(libc::CLOCK_MONOTONIC, 0)).ok();
+        for (data, fd) in [(1, fd), (2, pipe[0]), (3, event), (4, timer)] {
+            c.ret("add", ctl(ep, EPOLL_CTL_ADD, fd, IN, data));
+        }
+        log_wait(c, ep, 0);
+        c.write(pipe[1], b"p");
+        log_wait(c, ep, 1000);
+        c.write(event, &1u64.to_ne_bytes());
+        log_wait(c, ep, 1000);
+        let mut time: libc::itimerspec = sys::zeroed();
+        time.it_value.tv_nsec = 20_000_000;
+        c.ret(
+            "timerfd_settime",
+            call!(libc::timerfd_settime(timer, 0, &time, std::ptr::null_mut())),
+        );
+        sys::wait_for(timer, libc::POLLIN);
+        log_wait(c, ep, 1000);
+        c.sync("armed");
+        sys::wait_readable_bytes(fd, 4);
+        log_wait(c, ep, 1000);
+        c.recv_all(fd, 4);
+        let mut b = [0; 8];
+        for fd in [pipe[0], event, timer] {
+            c.ret("read", sys::read(fd, &mut b));
+        }
+        log_wait(c, ep, 0);
+        // Asleep on all: the other kinds wake it as well.
+        let writer = pipe[1];
+        std::thread::scope(|s| {
+            s.spawn(move || {
+                sys::pause_ms(40);
+                sys::write(writer, b"late").ok();
+            });
+            log_wait(c, ep, 5000);
+        });
+    } else {
+        c.sync("armed");
+        c.send(fd, b"wake", 0);
+    }
+    c.sync("done");
+    c.close(fd);
+}
+
+/// One connection in two epolls with different interest.
+pub fn two_epolls(c: &Ctx) {
+    let fd = c.pair();
+    if c.is_server() {
+        let (a, b) = (create(), create());
+        c.ret("add", ctl(a, EPOLL_CTL_ADD, fd, IN, 1));
+        c.ret("add", ctl(b, EPOLL_CTL_ADD, fd, IN | OUT | ET, 2));
+        log_wait(c, a, 0);
+        log_wait(c, b, 0);
+        for _ in 0..2 {
+            c.sync("round");
+            sys::wait_readable_bytes(fd, 4);
+            log_wait(c, a, 1000);
+            log_wait(c, b, 1000);
+            log_wait(c, a, 0);
+            log_wait(c, b, 0);
+            c.recv_all(fd, 4);
+            log_wait(c, a, 0);
+        }
+        c.ret("del", ctl(a, EPOLL_CTL_DEL, fd, 0, 0));
+        c.ret("mod", ctl(b, EPOLL_CTL_MOD, fd, OUT, 5));
+        log_wait(c, a, 0);
+        log_wait(c, b, 0);
+    } else {
+        for _ in 0..2 {
+            c.sync("round");
+            c.send(fd, b"data", 0);
+        }
+    }
+    c.sync("done");
+    c.close(fd);
+}
+
+/// Two threads asleep in two epolls with the same connection: both wake.
+pub fn two_sleepers(c: &Ctx) {
+    let fd = c.pair();
+    if c.is_server() {
+        let eps = [create(), create()];
+        for ep in eps {
+            ctl(ep, EPOLL_CTL_ADD, fd, IN, 1).ok();
+        }
+        c.sync("armed");
+        let woken: usize = std::thread::scope(|s| {
+            let threads = eps.map(|ep| s.spawn(move || wait(ep, 4, 5000).0.count()));
+            threads.into_iter().map(|t| t.join().unwrap()).sum()
+        });
+        c.log(format_args!("woken {woken}"));
+        c.recv_all(fd, 4);
+    } else {
+        c.sync("armed");
+        sys::pause_ms(60);
+        c.send(fd, b"wake", 0);
+    }
+    c.sync("done");
+    c.close(fd);
+}
+
+/// epoll_pwait2's time-outs, in ns, and its errors.
+pub fn pwait2(c: &Ctx) {
+    let fd = c.pair();
+    // SAFETY: the prototype is that of epoll_pwait2(2); a null means an old libc.
+    let symbol = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"epoll_pwait2".as_ptr()) };
+    type Pwait2 = unsafe extern "C" fn(
+        c_int,
+        *mut libc::epoll_event,
+        c_int,
+        *const libc::timespec,
+        *const libc::sigset_t,
+    ) -> c_int;
+    // SAFETY: Option of a function pointer has the null as None.
+    let Some(pwait2) =
+        (unsafe { std::mem::transmute::<*mut libc::c_void, Option<Pwait2>>(symbol) })
+    else {
+        c.log("no epoll_pwait2");
+        return;
+    };
+    let ep = create();
+    ctl(ep, EPOLL_CTL_ADD, fd, IN, 1).ok();
+    let mut ev: libc::epoll_event = sys::zeroed();
+    let mut go = |sec, nsec| {
+        let t = libc::timespec {
+            tv_sec: sec,
+            tv_nsec: nsec,
+        };
+        let r = call!(pwait2(ep, &mut ev, 1, &t, std::ptr::null()));
+        let events = ev.events;
+        c.log(format_args!(
+            "epoll_pwait2 {sec} {nsec} -> {r} {}",
+            epoll_names(events)
+        ));
+    };
+    go(0, 0);
+    go(0, 30_000_000);
+    go(0, -1);
+    go(0, 1_000_000_000);
+    go(-1, 0);
+    c.sync("send");
+    c.send(fd, b"x", 0);
+    go(5, 0);
+    let r = call!(pwait2(ep, &mut ev, 1, std::ptr::null(), std::ptr::null()));
+    c.ret("epoll_pwait2 for ever", r);
+    c.sync("done");
+    c.close(fd);
+}
+
+/// An event loop with a listener and many connections: accept, echo, close, level or edge.
+fn server_loop(c: &Ctx, flags: u32) {
+    const N: usize = 40;
+    let (listener, port) = c.listener(64);
+    let Some(listener) = listener else {
+        let fds: Vec<_> = (0..N).map(|_| sys::connected(&Addr::v4(port))).collect();
+        for round in 0..5 {
+            for (i, fd) in fds.iter().enumerate() {
+                sys::send_all(*fd, &data::pattern(i as u64, round, 3000)).ok();
+            }
+            for (i, fd) in fds.iter().enumerate() {
+                assert!(sys::recv_exact(*fd, 3000) == data::pattern(i as u64, round, 3000));
+            }
+        }
+        c.log("all equal");
+        for fd in fds {
+            sys::close(fd).ok();
+        }
+        return;
+    };
+    sys::set_nonblocking(listener, true);
+    let ep = create();
+    ctl(ep, EPOLL_CTL_ADD, listener, IN | flags, listener as u64).ok();
+    let (mut accepted, mut closed, mut bytes) = (0, 0, 0);
+    while closed < N {
+        let (r, events) = wait(ep, 16, 10_000);
+        assert!(r.ok() > 0, "no event: {accepted} accepted, {closed} closed");
+        for (fd, _) in events {
+            let fd = fd as c_int;
+            if fd == listener {
+                while let Ok(new) = usize::try_from(sys::accept4(fd, libc::SOCK_NONBLOCK).value) {
+                    ctl(ep, EPOLL_CTL_ADD, new as c_int, IN | flags, new as u64).ok();
+                    accepted += 1;
+                }
+                continue;
+            }
+            let mut b = [0; 2048];
+            loop {
+                let r = sys::recv(fd, &mut b, 0);
+                if r.is(libc::EAGAIN) {
+                    break;
+                }
+                let n = r.count();
+                if n == 0 {
+                    sys::close(fd).ok();
+                    closed += 1;
+                    break;
+                }
+                bytes += n;
+                sys::send_all(fd, &b[..n]).ok();
+            }
+        }
+    }
+    c.log(format_args!(
+        "{accepted} accepted, {closed} closed, {bytes} bytes"
+    ));
+}
+
+/// The loop, level-triggered.
+pub fn loop_level(c: &Ctx) {
+    server_loop(c, 0);
+}
+
+/// The loop, edge-triggered.
+pub fn loop_edge(c: &Ctx) {
+    server_loop(c, ET);
+}
+
+/// A connection is added to and changed in an epoll in which a thread already sleeps.
+pub fn added_while_waiting(c: &Ctx) {
+    let fd = c.pair();
+    if c.is_server() {
+        let ep = create();
+        c.sync("sent");
+        sys::wait_readable_bytes(fd, 4);
+        std::thread::scope(|s| {
+            let sleeper = s.spawn(move || wait(ep, 4, 5000));
+            sys::pause_ms(40);
+            ctl(ep, EPOLL_CTL_ADD, fd, IN, 1).ok();
+            c.log(format_args!("{:?}", sleeper.join().unwrap().1));
+        });
+        c.recv_all(fd, 4);
+        std::thread::scope(|s| {
+            let sleeper = s.spawn(move || wait(ep, 4, 5000));
+            sys::pause_ms(40);
+            ctl(ep, EPOLL_CTL_MOD, fd, OUT, 2).ok();
+            c.log(format_args!("{:?}", sleeper.join().unwrap().1));
+        });
+        // The epoll itself is dup'd: one set, two fds.
+        let dup = call!(libc::dup(ep)).ok();
+        c.close(ep);
+        log_wait(c, dup, 1000);
+        c.ret("del", ctl(dup, EPOLL_CTL_DEL, fd, 0, 0));
+        log_wait(c, dup, 0);
+    } else {
+        c.send(fd, b"data", 0);
+        c.sync("sent");
+    }
+    c.sync("done");
+    c.close(fd);
+}
+
+/// A child of fork shares the epoll set with its parent.
+pub fn shared_with_child(c: &Ctx) {
+    let fd = c.pair();
+    if c.is_server() {
+        let ep = create();
+        ctl(ep, EPOLL_CTL_ADD, fd, IN, 9).ok();
+        c.sync("armed");
+        sys::wait_for(fd, libc::POLLIN);
+        let child = sys::fork_child(|| {
+            log_wait(c, ep, 2000);
+            c.recv(fd, 10, 0);
+            log_wait(c, ep, 0);
+            0
+        });
+        c.log(format_args!("child {}", sys::wait_child(child)));
+        log_wait(c, ep, 0);
+        c.sync("again");
+        log_wait(c, ep, 5000);
+        c.recv(fd, 10, 0);
+    } else {
+        c.sync("armed");
+        c.send(fd, b"for child", 0);
+        c.sync("again");
+        c.send(fd, b"for parent", 0);
+    }
+    c.sync("done");
+    c.close(fd);
+}

@@ -1,0 +1,381 @@
+//! The MSG_* flags, urgent data, and the byte counts that ioctl gives.
+
+use std::ptr;
+use std::time::Duration;
+
+use libc::{MSG_DONTWAIT, MSG_PEEK, MSG_TRUNC, MSG_WAITALL, c_int};
+
+use crate::ctx::Ctx;
+use crate::data;
+use crate::sys;
+
+/// The client sends `bytes`, the server waits until all can be read.
+fn deliver(c: &Ctx, fd: c_int, bytes: &[u8]) {
+    if !c.is_server() {
+        sys::send_all(fd, bytes).ok();
+    }
+    c.sync("delivered");
+    if c.is_server() {
+        sys::wait_readable_bytes(fd, bytes.len() as c_int);
+    }
+}
+
+/// MSG_PEEK: again and again, less and more than there is, then read.
+pub fn peek(c: &Ctx) {
+    let fd = c.pair();
+    deliver(c, fd, &data::pattern(1, 0, 1000));
+    if c.is_server() {
+        for len in [1, 10, 1000, 5000, 0] {
+            c.recv(fd, len, MSG_PEEK);
+        }
+        c.recv(fd, 400, 0);
+        c.recv(fd, 5000, MSG_PEEK);
+        c.recv(fd, 5000, MSG_PEEK | MSG_DONTWAIT);
+        c.fionread(fd);
+        c.recv(fd, 5000, 0);
+        c.recv(fd, 10, MSG_PEEK | MSG_DONTWAIT);
+    }
+    c.sync("empty");
+    if c.is_server() {
+        c.recv(fd, 10, MSG_PEEK);
+        c.recv(fd, 10, MSG_PEEK);
+        c.recv_all(fd, 3);
+        c.sync("peeked");
+        c.recv(fd, 10, MSG_PEEK);
+        c.recv(fd, 10, 0);
+    } else {
+        sys::pause_ms(30);
+        c.send(fd, b"end", 0);
+        c.sync("peeked");
+    }
+    c.close(fd);
+}
+
+/// MSG_PEEK by recvmsg over several buffers, and of more than a small ring holds.
+pub fn peek_large(c: &Ctx) {
+    let fd = c.pair();
+    deliver(c, fd, &data::pattern(2, 0, 30_000));
+    if c.is_server() {
+        let mut b = vec![0; 30_000];
+        let (x, y) = b.split_at_mut(12_345);
+        let mut v = [sys::iov(x), sys::iov(y)];
+        let mut m = sys::msghdr(&mut v);
+        let r = call!(libc::recvmsg(fd, &mut m, MSG_PEEK));
+        c.bytes("recvmsg peek", r, &b);
+        c.log(format_args!("flags {:#x}", m.msg_flags));
+        let r = sys::recv(fd, &mut b, MSG_PEEK | MSG_WAITALL);
+        c.bytes("peek waitall", r, &b);
+        c.recv_all(fd, 30_000);
+    }
+    c.sync("done");
+    c.close(fd);
+}
+
+/// MSG_WAITALL satisfied by several sends.
+pub fn waitall(c: &Ctx) {
+    let fd = c.pair();
+    if c.is_server() {
+        for (n, _) in WAITALL {
+            c.recv(fd, n, MSG_WAITALL);
+        }
+    } else {
+        let mut at = 0;
+        for (n, pieces) in WAITALL {
+            for piece in data::pattern(3, at, n).chunks(n.div_ceil(pieces)) {
+                sys::send_all(fd, piece).ok();
+                sys::pause_ms(5);
+            }
+            at += n as u64;
+        }
+    }
+    c.sync("done");
+    c.close(fd);
+}
+/// Bytes wanted, and in how many pieces they come.
+const WAITALL: [(usize, usize); 4] = [(10, 3), (5000, 4), (100_000, 5), (1, 1)];
+
+/// MSG_WAITALL cut short by EOF, then by a time-out.
+pub fn waitall_cut(c: &Ctx) {
+    let fd = c.pair();
+    if c.is_server() {
+        sys::set_timeout(fd, libc::SO_RCVTIMEO, Duration::from_millis(150)).ok();
+        c.sync("armed");
+        c.recv(fd, 100, MSG_WAITALL);
+        c.recv(fd, 100, MSG_WAITALL);
+        c.sync("timed out");
+        c.recv(fd, 100, MSG_WAITALL);
+        c.recv(fd, 100, MSG_WAITALL);
+        c.close(fd);
+    } else {
+        c.send(fd, b"partial", 0);
+        c.sync("armed");
+        c.sync("timed out");
+        c.send(fd, b"rest", 0);
+        c.close(fd);
+    }
+}
+
+/// MSG_WAITALL on a nonblocking socket, and with MSG_DONTWAIT, takes what there is.
+pub fn waitall_nonblocking(c: &Ctx) {
+    let fd = c.pair();
+    deliver(c, fd, &data::pattern(4, 0, 50));
+    if c.is_server() {
+        c.recv(fd, 20, MSG_WAITALL | MSG_DONTWAIT);
+        c.recv(fd, 100, MSG_WAITALL | MSG_DONTWAIT);
+        c.recv(fd, 100, MSG_WAITALL | MSG_DONTWAIT);
+        sys::set_nonblocking(fd, true);
+        c.recv(fd, 100, MSG_WAITALL);
+    }
+    c.sync("done");
+    c.close(fd);
+}
+
+/// MSG_TRUNC on TCP throws bytes away.
+pub fn trunc(c: &Ctx) {
+    let fd = c.pair();
+    deliver(c, fd, &data::pattern(5, 0, 1000));
+    if c.is_server() {
+        // A null buffer shows that nothing is copied.
+        c.ret(
+            "recv MSG_TRUNC",
+            call!(libc::recv(fd, ptr::null_mut(), 300, MSG_TRUNC)),
+        );
+        c.recv(fd, 100, 0);
+        c.ret(
+            "recv MSG_TRUNC|MSG_PEEK",
+            call!(libc::recv(fd, ptr::null_mut(), 200, MSG_TRUNC | MSG_PEEK)),
+        );
+        c.recv(fd, 100, 0);
+        c.ret(
+            "recv MSG_TRUNC",
+            call!(libc::recv(fd, ptr::null_mut(), 9000, MSG_TRUNC)),
+        );
+        c.ret(
+            "recv MSG_TRUNC",
+            call!(libc::recv(
+                fd,
+                ptr::null_mut(),
+                9000,
+                MSG_TRUNC | MSG_DONTWAIT
+            )),
+        );
+    }
+    c.sync("done");
+    c.close(fd);
+}
+
+/// MSG_DONTWAIT, with and without data.
+pub fn dontwait(c: &Ctx) {
+    let fd = c.pair();
+    if c.is_server() {
+        c.recv(fd, 10, MSG_DONTWAIT);
+    }
+    c.sync("empty");
+    deliver(c, fd, b"hello");
+    if c.is_server() {
+        c.recv(fd, 3, MSG_DONTWAIT);
+        c.recv(fd, 10, MSG_DONTWAIT);
+        c.recv(fd, 10, MSG_DONTWAIT);
+        c.log(call!(libc::fcntl(fd, libc::F_GETFL)).ok() & libc::O_NONBLOCK);
+        c.sync("read");
+        c.recv_all(fd, 5);
+    } else {
+        c.sync("read");
+        c.send(fd, b"later", MSG_DONTWAIT);
+    }
+    c.sync("done");
+    c.close(fd);
+}
+
+/// MSG_MORE and TCP_CORK: held-back bytes come when the last part is sent.
+pub fn more(c: &Ctx) {
+    let fd = c.pair();
+    if c.is_server() {
+        c.recv_all(fd, 15);
+        c.sync("first");
+        c.recv_all(fd, 10);
+        c.sync("second");
+        c.recv_to_end(fd);
+    } else {
+        c.send(fd, b"hello", libc::MSG_MORE);
+        c.send(fd, b"great", libc::MSG_MORE);
+        c.send(fd, b"world", 0);
+        c.sync("first");
+        sys::set_int(fd, libc::IPPROTO_TCP, libc::TCP_CORK, 1).ok();
+        c.send(fd, b"first", 0);
+        c.send(fd, b"other", 0);
+        sys::set_int(fd, libc::IPPROTO_TCP, libc::TCP_CORK, 0).ok();
+        c.sync("second");
+        c.send(fd, b"held until close", libc::MSG_MORE);
+    }
+    c.close(fd);
+}
+
+/// Urgent data out of band: the mark, MSG_OOB, POLLPRI, and the stream around it.
+pub fn oob(c: &Ctx) {
+    let fd = c.pair();
+    if !c.is_server() {
+        c.sync("none yet");
+        c.send(fd, b"before", 0);
+        c.send(fd, b"!", libc::MSG_OOB);
+        c.send(fd, b"after", 0);
+        c.sync("sent");
+        c.sync("read");
+        c.send(fd, b"go on", 0);
+        c.close(fd);
+        return;
+    }
+    c.recv(fd, 1, libc::MSG_OOB);
+    c.sync("none yet");
+    c.sync("sent");
+    sys::wait_for(fd, libc::POLLPRI);
+    // The urgent byte counts as readable until the mark is passed; wait for all twelve.
+    while sys::poll_one(fd, libc::POLLIN, 1000) == 0 {}
+    sys::pause_ms(50);
+    c.poll(fd, libc::POLLIN | libc::POLLPRI, 0);
+    let at_mark = || {
+        let mut at: c_int = -1;
+        let r = call!(libc::ioctl(fd, SIOCATMARK, &mut at));
+        c.log(format_args!("SIOCATMARK -> {r} {at}"));
+    };
+    at_mark();
+    c.recv(fd, 1, libc::MSG_OOB | MSG_PEEK);
+    c.recv(fd, 1, libc::MSG_OOB);
+    c.recv(fd, 1, libc::MSG_OOB);
+    c.recv(fd, 100, 0);
+    at_mark();
+    c.recv(fd, 100, 0);
+    at_mark();
+    c.sync("read");
+    c.recv_to_end(fd);
+    c.close(fd);
+}
+const SIOCATMARK: libc::c_ulong = 0x8905;
+
+/// Urgent data in line.
+pub fn oobinline(c: &Ctx) {
+    let fd = c.pair();
+    if !c.is_server() {
+        c.sync("armed");
+        c.send(fd, b"before!", libc::MSG_OOB);
+        c.send(fd, b"after", 0);
+        c.sync("sent");
+        c.sync("read");
+        c.close(fd);
+        return;
+    }
+    c.ret(
+        "SO_OOBINLINE",
+        sys::set_int(fd, libc::SOL_SOCKET, libc::SO_OOBINLINE, 1),
+    );
+    c.sync("armed");
+    c.sync("sent");
+    sys::wait_for(fd, libc::POLLPRI);
+    sys::pause_ms(50);
+    c.recv(fd, 1, libc::MSG_OOB);
+    c.recv(fd, 100, 0);
+    c.recv(fd, 100, 0);
+    c.sync("read");
+    c.close(fd);
+}
+
+/// FIONREAD with no data, data, partly read data, at EOF.
+pub fn fionread(c: &Ctx) {
+    let fd = c.pair();
+    if c.is_server() {
+        c.fionread(fd);
+    }
+    c.sync("empty");
+    deliver(c, fd, &data::pattern(6, 0, 5000));
+    if c.is_server() {
+        c.fionread(fd);
+        c.recv(fd, 1234, 0);
+        c.fionread(fd);
+        c.recv(fd, 100, MSG_PEEK);
+        c.fionread(fd);
+        c.recv_all(fd, 5000 - 1234);
+        c.fionread(fd);
+        c.sync("closing");
+        sys::wait_for(fd, libc::POLLRDHUP);
+        c.fionread(fd);
+        c.recv(fd, 10, 0);
+        c.fionread(fd);
+    } else {
+        c.shutdown(fd, libc::SHUT_WR);
+        c.sync("closing");
+        c.recv_to_end(fd);
+    }
+    c.close(fd);
+    c.fionread(fd);
+}
+
+/// SIOCOUTQ falls to zero once the peer has everything, and works before and after.
+pub fn siocoutq(c: &Ctx) {
+    let fd = c.pair();
+    let outq = || {
+        let mut n: c_int = -1;
+        (call!(libc::ioctl(fd, libc::TIOCOUTQ, &mut n)), n)
+    };
+    if c.is_server() {
+        c.recv_all(fd, 5000);
+    } else {
+        sys::send_all(fd, &data::pattern(7, 0, 5000)).ok();
+    }
+    c.sync("read");
+    let mut left = outq();
+    for _ in 0..500 {
+        if left.1 == 0 {
+            break;
+        }
+        sys::pause_ms(2);
+        left = outq();
+    }
+    c.log(format_args!("SIOCOUTQ -> {} {}", left.0, left.1));
+    c.sync("done");
+    c.close(fd);
+}
+
+/// SO_RCVLOWAT holds poll and recv back.
+pub fn rcvlowat(c: &Ctx) {
+    let fd = c.pair();
+    if c.is_server() {
+        c.ret(
+            "SO_RCVLOWAT",
+            sys::set_int(fd, libc::SOL_SOCKET, libc::SO_RCVLOWAT, 10),
+        );
+        c.sync("armed");
+        c.sync("five");
+        sys::wait_readable_bytes(fd, 5);
+        c.poll(fd, libc::POLLIN, 50);
+        c.recv(fd, 3, MSG_DONTWAIT);
+        c.sync("fifteen");
+        sys::wait_readable_bytes(fd, 12);
+        c.poll(fd, libc::POLLIN, 1000);
+        c.recv(fd, 100, 0);
+    } else {
+        c.sync("armed");
+        c.send(fd, b"12345", 0);
+        c.sync("five");
+        c.send(fd, b"1234567890", 0);
+        c.sync("fifteen");
+    }
+    c.sync("done");
+    c.close(fd);
+}
+
+/// Flags that do not belong to the call.
+pub fn odd(c: &Ctx) {
+    let fd = c.pair();
+    if c.is_server() {
+        c.recv_to_end(fd);
+    } else {
+        c.recv(fd, 10, MSG_DONTWAIT | libc::MSG_ERRQUEUE);
+        c.recv(fd, 10, MSG_DONTWAIT | libc::MSG_CMSG_CLOEXEC);
+        c.recv(fd, 10, MSG_DONTWAIT | libc::MSG_NOSIGNAL);
+        c.send(fd, b"dontroute", libc::MSG_DONTROUTE);
+        c.send(fd, b"eor", libc::MSG_EOR);
+        c.send(fd, b"confirm", libc::MSG_CONFIRM);
+        c.send(fd, b"zerocopy without SO_ZEROCOPY", libc::MSG_ZEROCOPY);
+    }
+    c.close(fd);
+}

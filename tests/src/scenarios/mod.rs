@@ -1,0 +1,111 @@
+//! The scenarios, by theme, and the table of them. A scenario is one function that both sides
+//! run; it uses libc calls only, and logs what must not depend on the path of the bytes.
+
+mod calls;
+mod close;
+mod connect;
+mod echo;
+mod epoll;
+mod epoll_more;
+mod fds;
+mod files;
+mod flags;
+pub mod helper;
+mod migrate;
+mod options;
+mod poll;
+mod process;
+mod signals;
+mod threads;
+mod timing;
+
+use crate::ctx::Ctx;
+use crate::harness::Mode;
+
+/// One scenario.
+pub struct Scenario {
+    /// Its name; `base/n` where a family of scenarios differs by a number.
+    pub name: String,
+    /// What each side does.
+    pub run: fn(&Ctx),
+    /// The number in the name, or 0.
+    pub param: u32,
+    /// Whether it warms a connection up; then mode `both` demands that it is promoted.
+    pub warms_up: bool,
+    /// Variables for the sides that have the library.
+    pub env: Vec<(&'static str, String)>,
+    /// The modes in which it runs.
+    pub modes: &'static [Mode],
+}
+
+impl Scenario {
+    fn new(name: &str, run: fn(&Ctx), warms_up: bool) -> Self {
+        Self {
+            name: name.into(),
+            run,
+            param: 0,
+            warms_up,
+            env: Vec::new(),
+            modes: &Mode::ALL,
+        }
+    }
+
+    fn numbered(base: &str, param: u32, run: fn(&Ctx), warms_up: bool) -> Self {
+        Self {
+            param,
+            modes: &[Mode::Kernel, Mode::Both],
+            ..Self::new(&format!("{base}/{param:02}"), run, warms_up)
+        }
+    }
+
+    fn with_env(mut self, name: &'static str, value: impl Into<String>) -> Self {
+        self.env.push((name, value.into()));
+        self
+    }
+}
+
+/// `table![module: warm { a, b } cold { c }]`: scenarios named `module_a`, …; the `cold` ones
+/// do not warm up a connection.
+macro_rules! table {
+    ($($module:ident: warm { $($warm:ident),* $(,)? } cold { $($cold:ident),* $(,)? })*) => {
+        vec![$(
+            $(Scenario::new(
+                concat!(stringify!($module), "_", stringify!($warm)), $module::$warm, true),)*
+            $(Scenario::new(
+                concat!(stringify!($module), "_", stringify!($cold)), $module::$cold, false),)*
+        )*]
+    };
+}
+
+/// Every scenario.
+pub fn all() -> Vec<Scenario> {
+    let mut all = table![
+        echo: warm { basic, sizes, one_byte_writes, large_to_server, large_to_client, large_both_ways, ipv6, mapped_server, mapped_client, stdio } cold { short, own_process, connected_to_itself, unix_untouched, udp_untouched, thousand_connections, many_short, reuseport }
+        calls: warm { send_forms, recv_forms, recvmmsg, fortified, zero_length, bad_addresses, vectors } cold { bad_fds, not_sockets }
+        flags: warm { peek, peek_large, waitall, waitall_cut, waitall_nonblocking, trunc, dontwait, more, oob, oobinline, fionread, siocoutq, rcvlowat, odd } cold {  }
+        close: warm { half_by_client, half_by_server, shutdown_read, shutdown_both, shutdown_again, unread_data, unread_data_so_error, reset_keeps_received, linger_zero, linger_wait, sigpipe, send_after_close, sigpipe_kills, sent_before_close, leave_by_return, leave_by_exit, leave_by_immediate_exit, leave_by_exec, killed_at_rest, killed_with_unread_data, killed_sending, killed_receiving, killed_while_peer_waits, close_order } cold {  }
+        connect: warm { names, disconnect, listener_closed } cold { refused, refused_nonblocking, nonblocking, full_backlog, errors, accept_flags, reset_before_accept, closed_before_accept }
+        options: warm { matrix, errors, identity, tcp_info, strings, fcntl } cold {  }
+        timing: warm { rcvtimeo, sndtimeo, nonblock_shared, woken, full, full_epoll, blocked_send, blocked_send_reset, poll_timeout, early_and_late } cold {  }
+        signals: warm { eintr, restart, partial, handler_writes, handler_storm, masks } cold {  }
+        epoll: warm { level, edge, edge_mod, oneshot, exclusive, data_kept, control, closed_is_removed, dup_keeps_registration, fairness, hangups } cold {  }
+        epoll_more: warm { nested, mixed, two_epolls, two_sleepers, pwait2, added_while_waiting, shared_with_child } cold { loop_level, loop_edge }
+        poll: warm { odd_fds, masks, ppoll, select, select_errors, high_fd, two_connections } cold { listener }
+        fds: warm { dups, dup2_over, dup2_swap, numbering, limit, close_everything, close_range, reuse } cold {  }
+        files: warm { sendfile, sendfile_nonblocking, splice, splice_errors } cold {  }
+        process: warm { fork_child_then_parent, fork_child_closes, fork_parent_closes, fork_client, fork_with_unread_data, fork_both_write, fork_exec, exec_itself, exec_fails, spawn, system, pass_to_child, pass_to_itself } cold { prefork, fork_per_connection, pass_fresh }
+        threads: warm { send_and_receive, eight_senders, four_receivers, shutdown_wakes, shutdown_wakes_pollers, close_does_not_wake, cancel } cold { eight_on_one_epoll, four_acceptors }
+    ];
+    migrate::add_to(&mut all);
+    all
+}
+
+/// Undoes what Rust's start-up changes: SIGPIPE is at its default again. Raises the soft limit
+/// of open files as far as the scenarios need it.
+pub fn behave_like_a_c_program() {
+    call!(libc::signal(libc::SIGPIPE, libc::SIG_DFL));
+    let mut limit: libc::rlimit = crate::sys::zeroed();
+    call!(libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit)).ok();
+    limit.rlim_cur = limit.rlim_max.min(4096);
+    call!(libc::setrlimit(libc::RLIMIT_NOFILE, &limit)).ok();
+}

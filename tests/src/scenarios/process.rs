@@ -1,0 +1,465 @@
+//! Several processes: fork, exec, posix_spawn, and fds passed by SCM_RIGHTS.
+
+use std::ffi::CString;
+
+use libc::c_int;
+
+use crate::ctx::Ctx;
+use crate::data;
+use crate::sys::{self, Addr, Ret};
+
+/// The client's part of most scenarios: `rounds` requests of `len` bytes, echoed.
+fn ask(c: &Ctx, fd: c_int, rounds: u64, len: usize) {
+    for i in 0..rounds {
+        sys::send_all(fd, &data::pattern(i, 0, len)).ok();
+        assert!(
+            sys::recv_exact(fd, len) == data::pattern(i, 0, len),
+            "round {i}"
+        );
+    }
+    c.log(format_args!("{rounds} rounds of {len}"));
+}
+
+/// Its counterpart.
+fn answer(fd: c_int, rounds: u64, len: usize) {
+    for _ in 0..rounds {
+        sys::send_all(fd, &sys::recv_exact(fd, len)).ok();
+    }
+}
+
+/// A child uses the inherited connection, ends, and the parent goes on.
+pub fn fork_child_then_parent(c: &Ctx) {
+    let fd = c.pair();
+    if c.is_server() {
+        answer(fd, 2, 500);
+        let child = sys::fork_child(|| {
+            answer(fd, 3, 500);
+            0
+        });
+        c.log(format_args!("child {}", sys::wait_child(child)));
+        answer(fd, 5, 500);
+        c.recv_to_end(fd);
+    } else {
+        ask(c, fd, 10, 500);
+        c.shutdown(fd, libc::SHUT_WR);
+        c.recv_to_end(fd);
+    }
+}
+
+/// The child closes its copy (or just ends); the connection stays the parent's.
+pub fn fork_child_closes(c: &Ctx) {
+    let fd = c.pair();
+    if c.is_server() {
+        for close in [true, false] {
+            let child = sys::fork_child(|| {
+                if close {
+                    sys::close(fd).ok();
+                }
+                0
+            });
+            c.log(format_args!("child {}", sys::wait_child(child)));
+            answer(fd, 3, 20_000);
+        }
+        c.close(fd);
+    } else {
+        ask(c, fd, 6, 20_000);
+        c.recv_to_end(fd);
+    }
+}
+
+/// The parent closes; the child serves, and its end is the peer's EOF.
+pub fn fork_parent_closes(c: &Ctx) {
+    let fd = c.pair();
+    if c.is_server() {
+        let child = sys::fork_child(|| {
+            sys::pause_ms(30);
+            answer(fd, 5, 2000);
+            0
+        });
+        c.close(fd);
+        c.log(format_args!("child {}", sys::wait_child(child)));
+    } else {
+        ask(c, fd, 5, 2000);
+        c.recv_to_end(fd);
+    }
+}
+
+/// The same on the connecting side.
+pub fn fork_client(c: &Ctx) {
+    let fd = c.pair();
+    if c.is_server() {
+        answer(fd, 9, 3000);
+        c.recv_to_end(fd);
+    } else {
+        ask(c, fd, 3, 3000);
+        let child = sys::fork_child(|| {
+            ask(c, fd, 3, 3000);
+            0
+        });
+        c.log(format_args!("child {}", sys::wait_child(child)));
+        ask(c, fd, 3, 3000);
+        c.close(fd);
+    }
+}
+
+/// Bytes received before the fork and not read are for whoever reads first, once.
+pub fn fork_with_unread_data(c: &Ctx) {
+    let fd = c.pair();
+    if c.is_server() {
+        c.sync("sent");
+        sys::wait_readable_bytes(fd, 5000);
+        c.recv(fd, 1000, 0);
+        let child = sys::fork_child(|| {
+            c.recv(fd, 1000, 0);
+            c.fionread(fd);
+            0
+        });
+        c.log(format_args!("child {}", sys::wait_child(child)));
+        c.fionread(fd);
+        c.recv_all(fd, 3000);
+        c.sync("read");
+        c.recv_to_end(fd);
+    } else {
+        c.send(fd, &data::pattern(1, 0, 5000), 0);
+        c.sync("sent");
+        c.sync("read");
+        c.close(fd);
+    }
+}
+
+/// Parent and child write alternately to one connection.
+pub fn fork_both_write(c: &Ctx) {
+    let fd = c.pair();
+    if c.is_server() {
+        let mut turn = [0; 2];
+        let mut back = [0; 2];
+        call!(libc::pipe(turn.as_mut_ptr())).ok();
+        call!(libc::pipe(back.as_mut_ptr())).ok();
+        let mut b = [0; 1];
+        let child = sys::fork_child(|| {
+            let mut b = [0; 1];
+            for i in 0..10 {
+                sys::read(turn[0], &mut b).ok();
+                sys::send_all(fd, format!("child {i};").as_bytes()).ok();
+                sys::write(back[1], b"x").ok();
+            }
+            0
+        });
+        for i in 0..10 {
+            sys::send_all(fd, format!("parent {i};").as_bytes()).ok();
+            sys::write(turn[1], b"x").ok();
+            sys::read(back[0], &mut b).ok();
+        }
+        c.log(format_args!("child {}", sys::wait_child(child)));
+        c.close(fd);
+    } else {
+        let (_, got) = c.recv_to_end(fd);
+        c.log(String::from_utf8_lossy(&got));
+    }
+}
+
+/// Two children of a listening parent accept and serve; the parent only waits.
+pub fn prefork(c: &Ctx) {
+    const N: u64 = 12;
+    let (listener, port) = c.listener(32);
+    if let Some(l) = listener {
+        let children = [0, 1].map(|_| {
+            sys::fork_child(|| {
+                loop {
+                    let fd = sys::accept4(l, 0).ok();
+                    let rounds = sys::recv_exact(fd, 1)[0];
+                    answer(fd, u64::from(rounds), 4000);
+                    sys::close(fd).ok();
+                    if rounds == 0 {
+                        return 0;
+                    }
+                }
+            })
+        });
+        c.log(format_args!("children {:?}", children.map(sys::wait_child)));
+    } else {
+        let fds: Vec<_> = (0..N).map(|_| sys::connected(&Addr::v4(port))).collect();
+        for fd in fds {
+            c.send(fd, &[6], 0);
+            ask(c, fd, 6, 4000);
+            c.close(fd);
+        }
+        for _ in 0..2 {
+            let fd = sys::connected(&Addr::v4(port));
+            c.send(fd, &[0], 0);
+            c.recv_to_end(fd);
+        }
+    }
+}
+
+/// A child of a forking server per connection, the classic.
+pub fn fork_per_connection(c: &Ctx) {
+    let (listener, port) = c.listener(32);
+    if let Some(l) = listener {
+        let mut children = Vec::new();
+        for _ in 0..5 {
+            let fd = sys::accept4(l, 0).ok();
+            children.push(sys::fork_child(|| {
+                sys::close(l).ok();
+                answer(fd, 5, 9000);
+                0
+            }));
+            sys::close(fd).ok();
+        }
+        for child in children {
+            c.log(format_args!("child {}", sys::wait_child(child)));
+        }
+    } else {
+        for _ in 0..5 {
+            let fd = sys::connected(&Addr::v4(port));
+            ask(c, fd, 5, 9000);
+            c.recv_to_end(fd);
+            c.close(fd);
+        }
+    }
+}
+
+/// The words of a helper's command line.
+fn helper_words(what: &str, fd: c_int, more: &[&str]) -> Vec<CString> {
+    let exe = std::env::current_exe().unwrap();
+    let mut words = [exe.to_str().unwrap(), "helper", what]
+        .iter()
+        .map(|w| CString::new(*w).unwrap())
+        .collect::<Vec<_>>();
+    words.push(CString::new(fd.to_string()).unwrap());
+    words.extend(more.iter().map(|w| CString::new(*w).unwrap()));
+    words
+}
+
+/// Null-terminated pointers to them.
+fn argv(words: &[CString]) -> Vec<*mut libc::c_char> {
+    let mut v: Vec<_> = words.iter().map(|w| w.as_ptr().cast_mut()).collect();
+    v.push(std::ptr::null_mut());
+    v
+}
+
+/// fork and execv of a program that echoes on the inherited connection; the parent goes on.
+pub fn fork_exec(c: &Ctx) {
+    let fd = c.pair();
+    if c.is_server() {
+        let child = sys::fork_child(|| {
+            let words = helper_words("echo", fd, &[]);
+            call!(libc::execv(words[0].as_ptr(), argv(&words).as_ptr().cast()));
+            127
+        });
+        c.close(fd);
+        c.log(format_args!("child {}", sys::wait_child(child)));
+    } else {
+        ask(c, fd, 10, 3000);
+        c.shutdown(fd, libc::SHUT_WR);
+        c.recv_to_end(fd);
+    }
+}
+
+/// execv without fork, with unread data waiting and bytes in flight.
+pub fn exec_itself(c: &Ctx) {
+    let fd = c.pair();
+    if c.is_server() {
+        c.sync("sent");
+        sys::wait_readable_bytes(fd, 50_000);
+        sys::send_all(fd, b"before exec").ok();
+        let words = helper_words("echo", fd, &[]);
+        call!(libc::execv(words[0].as_ptr(), argv(&words).as_ptr().cast()));
+        c.log("exec failed");
+    } else {
+        c.send(fd, &data::pattern(1, 0, 50_000), 0);
+        c.sync("sent");
+        c.recv_all(fd, 11);
+        c.recv_all(fd, 50_000);
+        ask(c, fd, 5, 100);
+        c.shutdown(fd, libc::SHUT_WR);
+        c.recv_to_end(fd);
+    }
+}
+
+/// An exec that fails leaves the connection as it was.
+pub fn exec_fails(c: &Ctx) {
+    let fd = c.pair();
+    if c.is_server() {
+        answer(fd, 2, 1000);
+        let words = [c"/no/such/program".as_ptr(), std::ptr::null()];
+        c.ret("execv", call!(libc::execv(words[0], words.as_ptr())));
+        c.ret(
+            "execvp",
+            call!(libc::execvp(c"no-such-program".as_ptr(), words.as_ptr())),
+        );
+        answer(fd, 3, 1000);
+        c.close(fd);
+    } else {
+        ask(c, fd, 5, 1000);
+        c.recv_to_end(fd);
+    }
+}
+
+/// posix_spawn of a program that echoes on the inherited connection, then the parent.
+pub fn spawn(c: &Ctx) {
+    let fd = c.pair();
+    if c.is_server() {
+        answer(fd, 2, 700);
+        let words = helper_words("say", fd, &["from the spawned"]);
+        let env = std::env::vars()
+            .map(|(k, v)| CString::new(format!("{k}={v}")).unwrap())
+            .collect::<Vec<_>>();
+        let mut pid = 0;
+        let r = call!(libc::posix_spawn(
+            &mut pid,
+            words[0].as_ptr(),
+            std::ptr::null(),
+            std::ptr::null(),
+            argv(&words).as_ptr(),
+            argv(&env).as_ptr()
+        ));
+        c.ret("posix_spawn", r);
+        c.log(format_args!("child {}", sys::wait_child(pid)));
+        answer(fd, 2, 700);
+        c.close(fd);
+    } else {
+        ask(c, fd, 2, 700);
+        c.recv_all(fd, 16);
+        ask(c, fd, 2, 700);
+        c.recv_to_end(fd);
+    }
+}
+
+/// system() and a close-on-exec connection: the program does not have it, the parent keeps it.
+pub fn system(c: &Ctx) {
+    let fd = c.pair();
+    call!(libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC)).ok();
+    if c.is_server() {
+        answer(fd, 2, 700);
+        let words: Vec<_> = helper_words("gone", fd, &[])
+            .iter()
+            .map(|w| w.to_str().unwrap().to_owned())
+            .collect();
+        let line = CString::new(words.join(" ")).unwrap();
+        c.ret("system", call!(libc::system(line.as_ptr())));
+        answer(fd, 2, 700);
+        c.close(fd);
+    } else {
+        ask(c, fd, 4, 700);
+        c.recv_to_end(fd);
+    }
+}
+
+/// A pair of AF_UNIX sockets.
+pub fn socketpair() -> [c_int; 2] {
+    let mut fds = [0; 2];
+    call!(libc::socketpair(
+        libc::AF_UNIX,
+        libc::SOCK_STREAM,
+        0,
+        fds.as_mut_ptr()
+    ))
+    .ok();
+    fds
+}
+
+/// Room for one fd's control message.
+#[repr(C, align(8))]
+struct Control([u8; 64]);
+
+/// Passes `fd` over the AF_UNIX socket `over`.
+pub fn pass_fd(over: c_int, fd: c_int) -> Ret {
+    let mut byte = [b'f'];
+    let mut v = [sys::iov(&mut byte)];
+    let mut m = sys::msghdr(&mut v);
+    let mut control = Control([0; 64]);
+    m.msg_control = control.0.as_mut_ptr().cast();
+    // SAFETY: the control buffer is aligned and has room for the one header and fd.
+    unsafe {
+        m.msg_controllen = libc::CMSG_SPACE(4) as _;
+        let h = libc::CMSG_FIRSTHDR(&m);
+        (*h).cmsg_level = libc::SOL_SOCKET;
+        (*h).cmsg_type = libc::SCM_RIGHTS;
+        (*h).cmsg_len = libc::CMSG_LEN(4) as _;
+        libc::CMSG_DATA(h).cast::<c_int>().write_unaligned(fd);
+    }
+    call!(libc::sendmsg(over, &m, 0))
+}
+
+/// Receives the fd that [`pass_fd`] has passed.
+pub fn take_fd(over: c_int) -> c_int {
+    let mut byte = [0];
+    let mut v = [sys::iov(&mut byte)];
+    let mut m = sys::msghdr(&mut v);
+    let mut control = Control([0; 64]);
+    m.msg_control = control.0.as_mut_ptr().cast();
+    m.msg_controllen = control.0.len() as _;
+    call!(libc::recvmsg(over, &mut m, 0)).ok();
+    // SAFETY: recvmsg has filled the control buffer, which is checked for a header first.
+    unsafe {
+        let h = libc::CMSG_FIRSTHDR(&m);
+        assert!(!h.is_null(), "no control message");
+        libc::CMSG_DATA(h).cast::<c_int>().read_unaligned()
+    }
+}
+
+/// A connection passed to a child by SCM_RIGHTS; the child goes on, the parent closes it.
+pub fn pass_to_child(c: &Ctx) {
+    let fd = c.pair();
+    if c.is_server() {
+        answer(fd, 2, 3000);
+        let [ours, theirs] = socketpair();
+        let child = sys::fork_child(|| {
+            // Its inherited copy is closed: it only has what is passed.
+            sys::close(fd).ok();
+            answer(take_fd(theirs), 5, 3000);
+            0
+        });
+        c.ret("pass", pass_fd(ours, fd));
+        c.close(fd);
+        c.log(format_args!("child {}", sys::wait_child(child)));
+    } else {
+        ask(c, fd, 7, 3000);
+        c.recv_to_end(fd);
+    }
+}
+
+/// A connection accepted here and passed to a worker that was there before (unused so far).
+pub fn pass_fresh(c: &Ctx) {
+    let [ours, theirs] = socketpair();
+    let (listener, port) = c.listener(4);
+    if let Some(l) = listener {
+        let child = sys::fork_child(|| {
+            answer(take_fd(theirs), 8, 10_000);
+            0
+        });
+        let fd = sys::accept4(l, 0).ok();
+        c.ret("pass", pass_fd(ours, fd));
+        c.close(fd);
+        c.log(format_args!("child {}", sys::wait_child(child)));
+    } else {
+        let fd = sys::connected(&Addr::v4(port));
+        ask(c, fd, 8, 10_000);
+        c.recv_to_end(fd);
+    }
+}
+
+/// Passed to oneself, with unread data and data in flight; both fds are the connection.
+pub fn pass_to_itself(c: &Ctx) {
+    let fd = c.pair();
+    if c.is_server() {
+        c.sync("sent");
+        sys::wait_readable_bytes(fd, 5000);
+        c.recv(fd, 1000, 0);
+        let [a, b] = socketpair();
+        c.ret("pass", pass_fd(a, fd));
+        let other = take_fd(b);
+        c.recv(other, 1000, 0);
+        c.recv(fd, 1000, 0);
+        c.recv_all(other, 2000);
+        c.close(fd);
+        answer(other, 4, 6000);
+        c.close(other);
+    } else {
+        c.send(fd, &data::pattern(1, 0, 5000), 0);
+        c.sync("sent");
+        ask(c, fd, 4, 6000);
+        c.recv_to_end(fd);
+    }
+}

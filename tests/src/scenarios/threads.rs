@@ -1,0 +1,312 @@
+//! Several threads on one connection or one epoll.
+
+use std::sync::atomic::{AtomicI32, AtomicUsize, Ordering};
+use std::thread;
+
+use libc::c_int;
+
+use super::epoll::{self, IN, ONESHOT, ctl, wait};
+use crate::ctx::Ctx;
+use crate::data;
+use crate::sys::{self, Addr};
+
+/// Eight threads on one epoll with ONESHOT serve 40 connections.
+pub fn eight_on_one_epoll(c: &Ctx) {
+    const N: usize = 40;
+    const ROUNDS: u64 = 10;
+    let (listener, port) = c.listener(64);
+    let Some(l) = listener else {
+        let fds: Vec<_> = (0..N).map(|_| sys::connected(&Addr::v4(port))).collect();
+        for round in 0..ROUNDS {
+            for (i, fd) in fds.iter().enumerate() {
+                sys::send_all(*fd, &data::pattern(i as u64, round * 700, 700)).ok();
+            }
+            for (i, fd) in fds.iter().enumerate() {
+                assert!(sys::recv_exact(*fd, 700) == data::pattern(i as u64, round * 700, 700));
+            }
+        }
+        c.log("all equal");
+        return;
+    };
+    let ep = epoll::create();
+    for _ in 0..N {
+        let fd = sys::accept4(l, libc::SOCK_NONBLOCK).ok();
+        ctl(ep, libc::EPOLL_CTL_ADD, fd, IN | ONESHOT, fd as u64).ok();
+    }
+    let (closed, bytes) = (AtomicUsize::new(0), AtomicUsize::new(0));
+    thread::scope(|s| {
+        for _ in 0..8 {
+            s.spawn(|| {
+                while closed.load(Ordering::Relaxed) < N {
+                    for (fd, _) in wait(ep, 2, 50).1 {
+                        let fd = fd as c_int;
+                        let mut b = [0; 500];
+                        let r = sys::recv(fd, &mut b, 0);
+                        if r.is(libc::EAGAIN) {
+                            // An early report of bytes that are not payload is not an error.
+                        } else if r.value <= 0 {
+                            sys::close(fd);
+                            closed.fetch_add(1, Ordering::Relaxed);
+                            continue;
+                        } else {
+                            sys::send_all(fd, &b[..r.count()]).ok();
+                            bytes.fetch_add(r.count(), Ordering::Relaxed);
+                        }
+                        ctl(ep, libc::EPOLL_CTL_MOD, fd, IN | ONESHOT, fd as u64).ok();
+                    }
+                }
+            });
+        }
+    });
+    c.log(format_args!(
+        "{} closed, {} bytes",
+        closed.into_inner(),
+        bytes.into_inner()
+    ));
+}
+
+/// One thread sends while another receives, on both sides.
+pub fn send_and_receive(c: &Ctx) {
+    const LEN: u64 = 4 << 20;
+    let fd = c.pair();
+    thread::scope(|s| {
+        s.spawn(|| {
+            let mut at = 0;
+            while at < LEN {
+                sys::send_all(fd, &data::pattern(1, at, 4096)).ok();
+                at += 4096;
+            }
+        });
+        let mut at = 0;
+        let mut b = vec![0; 10_000];
+        while at < LEN {
+            let n = sys::recv(fd, &mut b, 0).count();
+            assert!(n > 0);
+            data::verify(1, at, &b[..n]);
+            at += n as u64;
+        }
+    });
+    c.log("4 MiB each way");
+    c.sync("done");
+    c.close(fd);
+}
+
+/// Eight threads send records on one connection: none is torn or lost.
+pub fn eight_senders(c: &Ctx) {
+    const EACH: usize = 500;
+    const RECORD: usize = 64;
+    let fd = c.pair();
+    if c.is_server() {
+        let (_, got) = sys::recv_to_end(fd);
+        let mut next = [0u64; 8];
+        for record in got.chunks(RECORD) {
+            let thread = usize::from(record[0]);
+            assert!(
+                record[1..] == data::pattern(thread as u64, next[thread], RECORD - 1)[..],
+                "torn or out of order"
+            );
+            next[thread] += 1;
+        }
+        c.log(format_args!("records {next:?}"));
+    } else {
+        thread::scope(|s| {
+            for t in 0..8u8 {
+                s.spawn(move || {
+                    for i in 0..EACH {
+                        let mut record = vec![t];
+                        record.extend(data::pattern(u64::from(t), i as u64, RECORD - 1));
+                        // A blocking send of a small record is not split between others.
+                        assert_eq!(sys::send(fd, &record, 0).count(), RECORD);
+                    }
+                });
+            }
+        });
+        c.close(fd);
+    }
+}
+
+/// Four threads receive from one connection: together they have every byte once.
+pub fn four_receivers(c: &Ctx) {
+    const LEN: usize = 1 << 20;
+    let fd = c.pair();
+    if c.is_server() {
+        let totals: Vec<(usize, u64)> = thread::scope(|s| {
+            let threads = [0; 4].map(|_| {
+                s.spawn(|| {
+                    let (mut n, mut sum) = (0, 0);
+                    let mut b = vec![0; 3000];
+                    loop {
+                        let r = sys::recv(fd, &mut b, 0).count();
+                        if r == 0 {
+                            return (n, sum);
+                        }
+                        n += r;
+                        sum += b[..r].iter().map(|b| u64::from(*b)).sum::<u64>();
+                    }
+                })
+            });
+            threads.into_iter().map(|t| t.join().unwrap()).collect()
+        });
+        let n: usize = totals.iter().map(|t| t.0).sum();
+        let sum: u64 = totals.iter().map(|t| t.1).sum();
+        c.log(format_args!("{n} bytes, sum {sum}"));
+    } else {
+        for i in 0..LEN / 1024 {
+            sys::send_all(fd, &data::pattern(3, i as u64 * 1024, 1024)).ok();
+        }
+        c.close(fd);
+    }
+}
+
+/// A thread blocked in recv, another one shuts the connection down: EOF.
+pub fn shutdown_wakes(c: &Ctx) {
+    let fd = c.pair();
+    if c.is_server() {
+        thread::scope(|s| {
+            s.spawn(|| c.recv(fd, 10, 0));
+            sys::pause_ms(60);
+            call!(libc::shutdown(fd, libc::SHUT_RDWR)).ok();
+        });
+        c.close(fd);
+    } else {
+        c.recv_to_end(fd);
+    }
+    c.sync("done");
+}
+
+/// A thread blocked in poll and one in epoll_wait when another shuts down.
+pub fn shutdown_wakes_pollers(c: &Ctx) {
+    let fd = c.pair();
+    if c.is_server() {
+        let ep = epoll::create();
+        ctl(ep, libc::EPOLL_CTL_ADD, fd, IN, 1).ok();
+        thread::scope(|s| {
+            let poller = s.spawn(|| sys::poll_one(fd, libc::POLLIN, 5000));
+            let epoller = s.spawn(|| wait(ep, 1, 5000).0.value);
+            sys::pause_ms(60);
+            call!(libc::shutdown(fd, libc::SHUT_RD)).ok();
+            let readable = poller.join().unwrap() & libc::POLLIN != 0;
+            c.log(format_args!(
+                "poll {readable} epoll {}",
+                epoller.join().unwrap()
+            ));
+        });
+    }
+    c.sync("done");
+    c.close(fd);
+}
+
+/// A thread blocked in recv stays so when another closes the fd; data still reaches it.
+pub fn close_does_not_wake(c: &Ctx) {
+    let fd = c.pair();
+    if c.is_server() {
+        let id = &AtomicI32::new(0);
+        thread::scope(|s| {
+            s.spawn(move || {
+                id.store(sys::thread_id(), Ordering::Release);
+                c.recv(fd, 10, 0)
+            });
+            while id.load(Ordering::Acquire) == 0 {
+                sys::pause_ms(1);
+            }
+            sys::wait_asleep(id.load(Ordering::Acquire));
+            sys::close(fd).ok();
+            c.sync("closed");
+        });
+        c.ret("recv", sys::recv(fd, &mut [0; 4], 0));
+        c.sync("done");
+    } else {
+        c.sync("closed");
+        sys::pause_ms(30);
+        c.send(fd, b"still", 0);
+        c.sync("done");
+    }
+}
+
+static CANCEL_FD: AtomicI32 = AtomicI32::new(-1);
+extern "C" fn blocked_in_recv(_: *mut libc::c_void) -> *mut libc::c_void {
+    let fd = CANCEL_FD.load(Ordering::Relaxed);
+    let mut b = [0u8; 4];
+    // SAFETY: the buffer is as long as said. A plain call: no frame here has a destructor,
+    // so that the cancellation's unwinding passes.
+    unsafe { libc::recv(fd, b.as_mut_ptr().cast(), 4, 0) };
+    std::ptr::null_mut()
+}
+
+/// pthread_cancel of a thread blocked in recv; the connection then works for others.
+pub fn cancel(c: &Ctx) {
+    let fd = c.pair();
+    if c.is_server() {
+        CANCEL_FD.store(fd, Ordering::Relaxed);
+        let mut t: libc::pthread_t = 0;
+        let mut ended = std::ptr::null_mut();
+        // SAFETY: the function never returns a pointer that is used; t is joined below.
+        unsafe extern "C" {
+            fn pthread_cancel(t: libc::pthread_t) -> c_int;
+        }
+        c.ret(
+            "create",
+            call!(libc::pthread_create(
+                &mut t,
+                std::ptr::null(),
+                blocked_in_recv,
+                std::ptr::null_mut()
+            )),
+        );
+        sys::pause_ms(60);
+        c.ret("cancel", call!(pthread_cancel(t)));
+        c.ret("join", call!(libc::pthread_join(t, &mut ended)));
+        c.log(format_args!("cancelled: {}", ended as isize == -1));
+        c.sync("cancelled");
+        c.recv(fd, 10, 0);
+        c.send(fd, b"works", 0);
+    } else {
+        c.sync("cancelled");
+        c.send(fd, b"hello", 0);
+        c.recv_all(fd, 5);
+    }
+    c.sync("done");
+    c.close(fd);
+}
+
+/// Four threads accept on one listener and serve.
+pub fn four_acceptors(c: &Ctx) {
+    const N: usize = 32;
+    let (listener, port) = c.listener(64);
+    if let Some(l) = listener {
+        let served = AtomicUsize::new(0);
+        thread::scope(|s| {
+            for _ in 0..4 {
+                s.spawn(|| {
+                    for _ in 0..N / 4 {
+                        let fd = sys::accept4(l, 0).ok();
+                        for _ in 0..5 {
+                            sys::send_all(fd, &sys::recv_exact(fd, 5000)).ok();
+                        }
+                        sys::close(fd).ok();
+                        served.fetch_add(1, Ordering::Relaxed);
+                    }
+                });
+            }
+        });
+        c.log(format_args!("served {}", served.into_inner()));
+    } else {
+        thread::scope(|s| {
+            for t in 0..8u64 {
+                s.spawn(move || {
+                    for _ in 0..N / 8 {
+                        let fd = sys::connected(&Addr::v4(port));
+                        for round in 0..5 {
+                            let want = data::pattern(t, round, 5000);
+                            sys::send_all(fd, &want).ok();
+                            assert!(sys::recv_exact(fd, 5000) == want);
+                        }
+                        assert_eq!(sys::recv_to_end(fd).0.value, 0);
+                        sys::close(fd).ok();
+                    }
+                });
+            }
+        });
+        c.log("all equal");
+    }
+}

@@ -1,0 +1,56 @@
+//! The differential suite: every scenario in every mode, each side's transcript compared with
+//! the one on kernel TCP. `differential kernel/` runs the reference alone.
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+use std::path::Path;
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use libtest_mimic::{Arguments, Failed, Trial};
+use rdmasock_tests::harness::{Mode, Paths, References, describe, difference, play};
+use rdmasock_tests::scenarios::{self, Scenario};
+
+fn main() -> ExitCode {
+    let mut args = Arguments::from_args();
+    // Scenarios are two processes each and some of them want a core per process.
+    args.test_threads.get_or_insert(2);
+    let paths = Arc::new(Paths::find(Path::new(env!("CARGO_BIN_EXE_scenario"))));
+    let references = Arc::new(References::default());
+    let mut trials = Vec::new();
+    for scenario in scenarios::all() {
+        let scenario = Arc::new(scenario);
+        for mode in scenario.modes {
+            let (paths, references) = (Arc::clone(&paths), Arc::clone(&references));
+            let played = Arc::clone(&scenario);
+            trials.push(Trial::test(
+                format!("{}/{}", mode.name(), scenario.name),
+                move || run(&paths, &references, &played, *mode),
+            ));
+        }
+    }
+    libtest_mimic::run(&args, trials).exit_code()
+}
+
+fn run(
+    paths: &Paths,
+    references: &References,
+    scenario: &Scenario,
+    mode: Mode,
+) -> Result<(), Failed> {
+    if mode != Mode::Kernel
+        && let Err(why) = &paths.library
+    {
+        return Err(why.into());
+    }
+    let kernel = references
+        .get(paths, scenario)
+        .map_err(|e| Failed::from(format!("on kernel TCP: {e}")))?;
+    if mode == Mode::Kernel {
+        return Ok(());
+    }
+    let other = play(paths, scenario, mode).map_err(|e| Failed::from(format!("{e:#}")))?;
+    match difference(&kernel, &other) {
+        None => Ok(()),
+        Some(text) => Err(format!("{text}\nthe run:\n{}", describe(&other)).into()),
+    }
+}

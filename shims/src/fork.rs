@@ -103,7 +103,7 @@ extern "C" fn child() {
             // SAFETY: as above.
             unsafe { forget_stream(socket) };
         }
-        Entry::None => {}
+        Entry::None | Entry::Fresh { .. } => {}
     });
     let log = crate::log::fd().unwrap_or(-1);
     // SAFETY: the old instance is forgotten, so nobody uses the fds that are closed.

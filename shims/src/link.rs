@@ -4,7 +4,7 @@
 //! addresses stay readable and writable then; so a call that still holds a pointer into a link
 //! that has just died does no harm.
 
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{
     AtomicBool, AtomicI32, AtomicPtr, AtomicU8, AtomicU32,

@@ -47,12 +47,11 @@ pub unsafe fn send(
 
 /// The kernel's call on a plain direction, which the caller has entered.
 #[inline]
-fn plain<R: Into<i64> + Copy>(socket: &'static Socket, real: &impl Fn() -> R) -> R {
+fn plain(socket: &'static Socket, real: &impl Fn() -> ssize_t) -> ssize_t {
     let n = real();
     let marker_waits = socket.leave_tx();
-    let sent: i64 = n.into();
-    if sent > 0 {
-        account(socket, sent as u64);
+    if n > 0 {
+        account(socket, n as u64);
     }
     if marker_waits {
         let errno = errno::get();

@@ -13,7 +13,7 @@ use std::ffi::c_int;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{
     AtomicBool, AtomicI32, AtomicU32, AtomicU64,
-    Ordering::{Acquire, Relaxed, Release},
+    Ordering::{Acquire, Relaxed, Release, SeqCst},
 };
 
 use rustix::event::epoll as kernel;
@@ -68,6 +68,8 @@ pub struct Epoll {
     /// The doorbell's data in the kernel's set. Random, so that it is not a program's own.
     key: AtomicU64,
     fd: AtomicI32,
+    /// Threads inside the kernel's wait alone (`wait_plain`).
+    plain: AtomicU32,
     /// Numbers that stand for the set.
     fds: AtomicU32,
     since_kernel: AtomicU32,
@@ -87,6 +89,7 @@ impl Epoll {
                 waiter: AtomicU32::new(0),
                 key: AtomicU64::new(0),
                 fd: AtomicI32::new(-1),
+                plain: AtomicU32::new(0),
                 fds: AtomicU32::new(0),
                 since_kernel: AtomicU32::new(0),
                 spinner: Spinner::new(),
@@ -147,6 +150,7 @@ impl Epoll {
         }
         self.active.store(false, Release);
         self.waiter.store(0, Relaxed);
+        self.plain.store(0, Relaxed);
         // The key stays: the parent's doorbell may show up here and is filtered out.
     }
 
@@ -335,7 +339,11 @@ impl Epoll {
                 kernel::EventFlags::IN | kernel::EventFlags::ET,
             );
         }
-        self.active.store(true, Release);
+        self.active.store(true, SeqCst);
+        if self.plain.load(SeqCst) > 0 {
+            // They sleep in the kernel's wait alone.
+            self.ring();
+        }
     }
 
     fn ring_if_sleeping(&self) {
@@ -356,14 +364,10 @@ impl Epoll {
         timeout: Timeout,
         real: impl Fn(*mut libc::epoll_event, c_int, Timeout) -> c_int,
     ) -> c_int {
-        if !self.active.load(Acquire) || max <= 0 || events.is_null() {
-            let n = real(events, max, timeout);
-            let kept = self.strip_key(events, n);
-            if n <= 0 || kept > 0 || timeout.is_zero() {
-                return if n < 0 { n } else { kept };
-            }
-        }
         let deadline = timeout.deadline();
+        if let Some(n) = self.wait_plain(events, max, timeout, &real) {
+            return n;
+        }
         let mut spun = false;
         loop {
             let n = self.harvest(events, max);
@@ -418,6 +422,47 @@ impl Epoll {
                 return self.harvest(events, max);
             }
             spun = false;
+        }
+    }
+
+    /// The kernel's wait alone, as long as nothing is taken over. `None` if that has changed.
+    fn wait_plain(
+        &self,
+        events: *mut libc::epoll_event,
+        max: c_int,
+        timeout: Timeout,
+        real: &impl Fn(*mut libc::epoll_event, c_int, Timeout) -> c_int,
+    ) -> Option<c_int> {
+        if max <= 0 || events.is_null() {
+            return Some(real(events, max, timeout));
+        }
+        if self.active.load(Acquire) {
+            return None;
+        }
+        // SeqCst on both sides (`activate`): either we see that it is active, or it sees us.
+        self.plain.fetch_add(1, SeqCst);
+        if self.active.load(SeqCst) {
+            self.plain.fetch_sub(1, SeqCst);
+            return None;
+        }
+        let n = real(events, max, timeout);
+        let others = self.plain.fetch_sub(1, SeqCst) > 1;
+        if !self.active.load(SeqCst) {
+            return Some(n);
+        }
+        let errno = crate::errno::get();
+        if others {
+            // A ring wakes one thread; the next one must come here too.
+            self.ring();
+        }
+        crate::errno::set(errno);
+        let kept = self.strip_key(events, n);
+        (n < 0 || kept > 0 || timeout.is_zero()).then_some(if n < 0 { n } else { kept })
+    }
+
+    fn ring(&self) {
+        if let Some(waiter) = WaiterId::from_word(self.waiter.load(Relaxed)) {
+            Library::get().waiters.ring(waiter);
         }
     }
 

@@ -193,13 +193,19 @@ impl<T> Once<T> {
     }
 }
 
+unsafe extern "C" {
+    static program_invocation_short_name: *const std::ffi::c_char;
+}
+
 fn program_name() -> String {
-    let mut target = [0u8; 4096];
-    rustix::fs::readlink(c"/proc/self/exe", &mut target[..0])
-        .ok()
-        .and_then(|path| path.into_string().ok())
-        .and_then(|path| path.rsplit('/').next().map(str::to_owned))
-        .unwrap_or_default()
+    // The name that it was called by: one binary may be several programs.
+    // SAFETY: set by libc before any code of a library runs, never changed, NUL-terminated.
+    let name = unsafe { program_invocation_short_name };
+    if name.is_null() {
+        return String::new();
+    }
+    // SAFETY: as above.
+    unsafe { std::ffi::CStr::from_ptr(name) }.to_string_lossy().into_owned()
 }
 
 /// A random number, for keys; of the clock where the kernel has none to give.

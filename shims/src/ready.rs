@@ -212,7 +212,9 @@ fn attention(socket: &Socket, interest: &Interest) -> Attention {
 /// Changes who is interested, and whom the peer tells.
 pub fn change_interest(socket: &'static Socket, change: impl FnOnce(&mut Interest)) {
     let Some(mut interest) = socket.interest.lock() else { return };
+    let before = interest.members.len() + interest.sleepers.len();
     change(&mut interest);
+    let after = interest.members.len() + interest.sleepers.len();
     if socket.is_plain() && !is_watched(socket) {
         return;
     }
@@ -240,7 +242,8 @@ pub fn change_interest(socket: &'static Socket, change: impl FnOnce(&mut Interes
         }
     }
     drop(interest);
-    if changed {
+    // Who has just come looks for itself.
+    if changed && after > usize::from(after > before) {
         // Whoever was armed before may have missed a change in between: let all look again.
         Library::get().service.submit(Command::notify(socket));
     }

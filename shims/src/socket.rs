@@ -148,7 +148,6 @@ pub struct Socket {
     pub tx_inside: AtomicU32,
     pub tx: Lock<Tx>,
     pub peer_vqpn: AtomicU32,
-    tx_line: [u64; 0],
     /// Receiving, likewise.
     pub rx_mode: AtomicU8,
     pub rx_inside: AtomicU32,
@@ -214,7 +213,6 @@ impl Socket {
             tx_inside: AtomicU32::new(0),
             tx: Lock::new(Tx::default()),
             peer_vqpn: AtomicU32::new(0),
-            tx_line: [],
             rx_mode: AtomicU8::new(mode::TCP),
             rx_inside: AtomicU32::new(0),
             rx: Lock::new(Rx::default()),

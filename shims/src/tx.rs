@@ -15,7 +15,7 @@ use crate::library::Library;
 use crate::promote;
 use crate::ready;
 use crate::service::Command;
-use crate::socket::{Socket, Stage, mode};
+use crate::socket::{Socket, Stage, Tx, mode};
 use crate::table;
 use crate::wait;
 
@@ -204,15 +204,26 @@ unsafe fn step(socket: &'static Socket, fd: c_int, iov: &mut Iov) -> Step {
         {
             stats.add_tx_link(copied as u64);
         }
+        let full = copied < want && !no_room(&mut tx);
         drop(tx);
         ready::notify_peer(socket, wake);
         if iov.len() == 0 {
             return Step::Done;
         }
-        if copied < want {
+        if full {
             return Step::Full;
         }
     }
+}
+
+/// A send has found too little room: asks for a wake-up on behalf of the epoll sets, since an
+/// edge-triggered one reports only what has changed after this. True if there is room after all.
+#[cold]
+fn no_room(tx: &mut Tx) -> bool {
+    let bits = tx.bits;
+    tx.producer
+        .as_mut()
+        .is_some_and(|p| bits != 0 && p.arm_space(bits).unwrap_or(true))
 }
 
 fn reason_for(flags: c_int) -> rdmasock_core::stats::Reason {
@@ -334,6 +345,9 @@ pub unsafe fn sendfile(
         ];
         let room: usize = pieces.iter().map(|p| p.iov_len).sum();
         if count > sent && room == 0 {
+            if no_room(&mut tx) {
+                continue;
+            }
             drop(tx);
             if socket.nonblocking.load(Relaxed) {
                 return if sent > 0 { sent as ssize_t } else { errno::fail(libc::EAGAIN) };

@@ -13,7 +13,7 @@ use std::ffi::c_int;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{
     AtomicBool, AtomicI32, AtomicU32, AtomicU64,
-    Ordering::{Acquire, Relaxed, Release, SeqCst},
+    Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst},
 };
 
 use rustix::event::epoll as kernel;
@@ -29,8 +29,14 @@ const ET: u32 = libc::EPOLLET as u32;
 const ONESHOT: u32 = libc::EPOLLONESHOT as u32;
 /// Reported whether asked for or not.
 const ALWAYS: u32 = (libc::EPOLLERR | libc::EPOLLHUP) as u32;
-/// Waits that are answered from the links alone before the kernel's set is looked at again.
-const KERNEL_EVERY: u32 = 16;
+const EXCLUSIVE: u32 = libc::EPOLLEXCLUSIVE as u32;
+/// What may be asked for together with EPOLLEXCLUSIVE.
+const EXCLUSIVE_OK: u32 = EXCLUSIVE
+    | ALWAYS
+    | (libc::EPOLLIN | libc::EPOLLOUT | libc::EPOLLWAKEUP | libc::EPOLLET) as u32;
+/// How long waits may be answered from the links alone before the kernel's set is looked at
+/// again, ns: short enough not to be felt, long enough that a busy program makes few calls.
+const KERNEL_EVERY: u64 = 20_000;
 
 /// One socket in the set, under one number.
 struct Item {
@@ -68,11 +74,14 @@ pub struct Epoll {
     /// The doorbell's data in the kernel's set. Random, so that it is not a program's own.
     key: AtomicU64,
     fd: AtomicI32,
+    /// Shared with the process that we were forked from, which may have taken sockets over.
+    inherited: AtomicBool,
     /// Threads inside the kernel's wait alone (`wait_plain`).
     plain: AtomicU32,
     /// Numbers that stand for the set.
     fds: AtomicU32,
-    since_kernel: AtomicU32,
+    /// When the kernel's set was last looked at, monotonic ns.
+    looked_at: AtomicU64,
     spinner: Spinner,
 }
 
@@ -89,13 +98,15 @@ impl Epoll {
                 waiter: AtomicU32::new(0),
                 key: AtomicU64::new(0),
                 fd: AtomicI32::new(-1),
+                inherited: AtomicBool::new(false),
                 plain: AtomicU32::new(0),
                 fds: AtomicU32::new(0),
-                since_kernel: AtomicU32::new(0),
+                looked_at: AtomicU64::new(0),
                 spinner: Spinner::new(),
             }))
         });
         epoll.fd.store(fd, Release);
+        epoll.inherited.store(false, Release);
         epoll.fds.store(1, Release);
         Some(epoll)
     }
@@ -149,6 +160,7 @@ impl Epoll {
             FREE.reset();
         }
         self.active.store(false, Release);
+        self.inherited.store(true, Release);
         self.waiter.store(0, Relaxed);
         self.plain.store(0, Relaxed);
         // The key stays: the parent's doorbell may show up here and is filtered out.
@@ -174,11 +186,22 @@ impl Epoll {
         event: Option<libc::epoll_event>,
         real: impl FnOnce() -> c_int,
     ) -> c_int {
+        crate::fork::reclaim(socket);
         let Some(mut set) = self.set.lock() else {
             return real();
         };
         let index = find(socket, self, fd).filter(|i| set.items.get(*i).is_some_and(|i| !i.dead));
         let taken = index.and_then(|i| set.items.get(i)).map(|i| i.taken);
+        let asked = event.map_or(0, |e| e.events);
+        let exclusive = index.and_then(|i| set.items.get(i)).is_some_and(|i| i.events & EXCLUSIVE != 0);
+        let refused = match op {
+            libc::EPOLL_CTL_ADD => asked & EXCLUSIVE != 0 && asked & !EXCLUSIVE_OK != 0,
+            libc::EPOLL_CTL_MOD => asked & EXCLUSIVE != 0 || exclusive,
+            _ => false,
+        };
+        if refused {
+            return crate::errno::fail(libc::EINVAL);
+        }
         match (op, event, index, taken) {
             (libc::EPOLL_CTL_ADD, Some(_), Some(_), _) => crate::errno::fail(libc::EEXIST),
             (libc::EPOLL_CTL_ADD, Some(event), None, _) => {
@@ -201,6 +224,9 @@ impl Epoll {
                 });
                 if take {
                     self.activate(&mut set);
+                    if let Some(link) = socket.link() {
+                        set.add_link(link);
+                    }
                     set.enqueue(index);
                 }
                 drop(set);
@@ -372,8 +398,7 @@ impl Epoll {
         loop {
             let n = self.harvest(events, max);
             if n > 0 {
-                if n < max && self.since_kernel.fetch_add(1, Relaxed) >= KERNEL_EVERY {
-                    self.since_kernel.store(0, Relaxed);
+                if n < max && self.is_time_to_look() {
                     // SAFETY: n < max entries are used.
                     let rest = unsafe { events.add(n as usize) };
                     let k = self.look(rest, max - n, &real);
@@ -381,7 +406,6 @@ impl Epoll {
                 }
                 return n;
             }
-            self.since_kernel.store(0, Relaxed);
             if deadline.is_zero() {
                 return self.look(events, max, &real);
             }
@@ -427,17 +451,26 @@ impl Epoll {
 
     /// The kernel's wait alone, as long as nothing is taken over. `None` if that has changed.
     fn wait_plain(
-        &self,
+        &'static self,
         events: *mut libc::epoll_event,
         max: c_int,
         timeout: Timeout,
         real: &impl Fn(*mut libc::epoll_event, c_int, Timeout) -> c_int,
     ) -> Option<c_int> {
-        if max <= 0 || events.is_null() {
+        if max <= 0 {
+            return Some(real(events, max, timeout));
+        }
+        if events.is_null() && self.is_ready() {
+            return Some(crate::errno::fail(libc::EFAULT));
+        }
+        if events.is_null() {
             return Some(real(events, max, timeout));
         }
         if self.active.load(Acquire) {
             return None;
+        }
+        if self.inherited.load(Acquire) && self.inherited.swap(false, AcqRel) {
+            crate::fork::reclaim_all();
         }
         // SeqCst on both sides (`activate`): either we see that it is active, or it sees us.
         self.plain.fetch_add(1, SeqCst);
@@ -458,6 +491,15 @@ impl Epoll {
         crate::errno::set(errno);
         let kept = self.strip_key(events, n);
         (n < 0 || kept > 0 || timeout.is_zero()).then_some(if n < 0 { n } else { kept })
+    }
+
+    fn is_time_to_look(&self) -> bool {
+        let now = crate::wait::now_ns();
+        let due = now.wrapping_sub(self.looked_at.load(Relaxed)) > KERNEL_EVERY;
+        if due {
+            self.looked_at.store(now, Relaxed);
+        }
+        due
     }
 
     fn ring(&self) {

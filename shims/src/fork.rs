@@ -4,7 +4,7 @@
 //! children share, until one holder is left. What the parent had on a link is the parent's.
 
 use std::sync::atomic::{
-    AtomicBool, AtomicPtr, AtomicU32,
+    AtomicBool, AtomicI32, AtomicPtr, AtomicU32,
     Ordering::{AcqRel, Acquire, Relaxed, Release},
 };
 
@@ -15,8 +15,21 @@ use crate::library::Library;
 use crate::socket::{self, Socket, Stage, mode};
 use crate::table::{self, Entry};
 
-/// Counts of holders, one cell a socket that was ever held across a fork; 0 is a free cell.
+/// One cell a socket that was ever held across a fork, in memory that parent and children share: the
+/// number of holders, and whether its owner has it on a link. 0 is a free cell. Cell 0 is the
+/// number of requests so far.
 const CELLS: usize = 65_536;
+const COUNT: u32 = 0xffff;
+/// The owner has the stream on a link, or is about to.
+const OWNED: u32 = 1 << 30;
+/// Another holder wants to use it: the owner is to take it back to TCP.
+const WANTED: u32 = 1 << 31;
+/// How long a child waits for the owner, ns.
+const PATIENCE: u64 = 5_000_000_000;
+/// In a fork child: the doorbell of the service thread that owns what was on links, and its process.
+static OWNER_BELL: AtomicI32 = AtomicI32::new(-1);
+static OWNER_PID: AtomicI32 = AtomicI32::new(0);
+
 static COUNTS: AtomicPtr<AtomicU32> = AtomicPtr::new(std::ptr::null_mut());
 static REGISTERED: AtomicBool = AtomicBool::new(false);
 
@@ -32,19 +45,20 @@ pub fn register() {
     // SAFETY: the handlers are functions for the life of the process.
     unsafe {
         libc::pthread_atfork(Some(prepare), None, Some(child));
+        libc::atexit(at_exit);
     }
 }
 
 fn cell(index: u32) -> Option<&'static AtomicU32> {
     let base = COUNTS.load(Acquire);
-    let at = index.checked_sub(1)? as usize;
+    let at = index as usize;
     // SAFETY: CELLS words, mapped for good.
     (!base.is_null() && at < CELLS).then(|| unsafe { &*base.add(at) })
 }
 
 fn claim() -> Option<u32> {
     let first = (crate::library::random_u64() as usize) % CELLS;
-    (0..CELLS).map(|i| ((first + i) % CELLS) as u32 + 1).take(64).find(|index| {
+    (0..CELLS).map(|i| ((first + i) % (CELLS - 1)) as u32 + 1).take(64).find(|index| {
         cell(*index).is_some_and(|c| c.compare_exchange(0, 1, AcqRel, Relaxed).is_ok())
     })
 }
@@ -54,7 +68,7 @@ pub fn is_shared(socket: &Socket) -> bool {
     match socket.holders.load(Acquire) {
         0 => false,
         u32::MAX => true,
-        index => cell(index).is_none_or(|c| c.load(Acquire) > 1),
+        index => cell(index).is_none_or(|c| c.load(Acquire) & COUNT > 1),
     }
 }
 
@@ -62,8 +76,94 @@ pub fn is_shared(socket: &Socket) -> bool {
 pub fn let_go(socket: &Socket) -> bool {
     match socket.holders.swap(0, AcqRel) {
         0 => true,
-        index => cell(index).is_some_and(|c| c.fetch_sub(1, AcqRel) == 1),
+        index => cell(index).is_some_and(|c| {
+            let last = c.fetch_sub(1, AcqRel) & COUNT == 1;
+            if last {
+                c.store(0, Release);
+            }
+            last
+        }),
     }
+}
+
+/// The owner has the stream back on TCP: the other holders can go on.
+pub fn returned(socket: &Socket) {
+    if let index @ 1..=0xffff = socket.holders.load(Acquire)
+        && let Some(c) = cell(index)
+        && c.fetch_and(!(OWNED | WANTED), AcqRel) & OWNED != 0
+    {
+        let _ = rustix::thread::futex::wake(c, rustix::thread::futex::Flags::empty(), i32::MAX as u32);
+    }
+}
+
+/// Whether some child has asked for a stream since `seen`; gives the new count.
+pub fn requests() -> u32 {
+    cell(0).map_or(0, |c| c.load(Acquire))
+}
+
+/// Whether another holder wants this stream.
+pub fn is_wanted(socket: &Socket) -> bool {
+    match socket.holders.load(Acquire) {
+        0 | u32::MAX => false,
+        index => cell(index).is_some_and(|c| c.load(Acquire) & WANTED != 0),
+    }
+}
+
+/// Before a child uses a stream that another process has on a link: waits until that has taken it
+/// back to TCP.
+#[inline]
+pub fn reclaim(socket: &'static Socket) {
+    if socket.tx_mode.load(Acquire) == mode::FOREIGN {
+        reclaim_slow(socket);
+    }
+}
+
+#[cold]
+fn reclaim_slow(socket: &'static Socket) {
+    let errno = crate::errno::get();
+    if let Some(c) = cell(socket.holders.load(Acquire)) {
+        let until = crate::wait::now_ns() + PATIENCE;
+        let mut word = c.fetch_or(WANTED, AcqRel) | WANTED;
+        if let Some(requests) = cell(0) {
+            requests.fetch_add(1, AcqRel);
+        }
+        let bell = OWNER_BELL.load(Acquire);
+        if bell >= 0 {
+            // SAFETY: kept open for this across the fork.
+            crate::wait::ring(unsafe { std::os::fd::BorrowedFd::borrow_raw(bell) });
+        }
+        let owner = rustix::process::Pid::from_raw(OWNER_PID.load(Acquire));
+        while word & OWNED != 0 && crate::wait::now_ns() < until {
+            let alive = owner.is_some_and(|p| rustix::process::test_kill_process(p).is_ok());
+            if !alive {
+                break;
+            }
+            let step = rustix::time::Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
+            let _ = rustix::thread::futex::wait(c, rustix::thread::futex::Flags::empty(), word, Some(&step));
+            word = c.load(Acquire);
+        }
+    }
+    socket.tx_mode.store(mode::TCP, Release);
+    socket.rx_mode.store(mode::TCP, Release);
+    crate::errno::set(errno);
+}
+
+/// [`reclaim`] for all streams that were inherited.
+pub fn reclaim_all() {
+    for_each_socket(reclaim);
+}
+
+/// Before this process ends: what other processes hold too goes back to TCP.
+pub extern "C" fn at_exit() {
+    let errno = crate::errno::get();
+    for_each_socket(|socket| {
+        if is_shared(socket) && !socket.is_plain() && socket.tx_mode.load(Acquire) != mode::FOREIGN {
+            crate::tx::hand_over(socket, rdmasock_core::stats::Reason::Inherited);
+            returned(socket);
+        }
+        let_go(socket);
+    });
+    crate::errno::set(errno);
 }
 
 extern "C" fn prepare() {
@@ -77,6 +177,9 @@ extern "C" fn prepare() {
             }
             if let Some(c) = cell(socket.holders.load(Acquire)) {
                 c.fetch_add(1, AcqRel);
+                if !socket.is_plain() || socket.stage() == Stage::Busy {
+                    c.fetch_or(OWNED, AcqRel);
+                }
             }
         }
     });
@@ -105,9 +208,18 @@ extern "C" fn child() {
         }
         Entry::None | Entry::Fresh { .. } => {}
     });
+    let bell = match OWNER_BELL.load(Acquire) {
+        // A grandchild: the streams still belong to the first.
+        bell @ 0.. => bell,
+        _ => {
+            OWNER_PID.store(rustix::process::getppid().map_or(0, |p| p.as_raw_nonzero().get()), Release);
+            Library::bell_before_fork()
+        }
+    };
+    OWNER_BELL.store(bell, Release);
     let log = crate::log::fd().unwrap_or(-1);
     // SAFETY: the old instance is forgotten, so nobody uses the fds that are closed.
-    unsafe { privatefd::reset_in_fork_child(|fd| fd == log || kept.contains(&fd)) };
+    unsafe { privatefd::reset_in_fork_child(|fd| fd == log || fd == bell || kept.contains(&fd)) };
     // SAFETY: the only thread.
     unsafe { Socket::after_fork() };
     crate::log::after_fork_in_child();
@@ -134,13 +246,15 @@ unsafe fn forget_stream(socket: &'static Socket) {
         socket.control.get_unlocked().fds = fds;
         socket.control.reset();
     }
+    let foreign = socket.stage() == Stage::Busy || !socket.is_plain();
     socket.tx_inside.store(0, Relaxed);
     socket.rx_inside.store(0, Relaxed);
-    if socket.stage() == Stage::Busy {
+    if foreign {
         socket.set_stage(Stage::Pinned);
     }
-    socket.tx_mode.store(mode::TCP, Relaxed);
-    socket.rx_mode.store(mode::TCP, Relaxed);
+    let now = if foreign { mode::FOREIGN } else { mode::TCP };
+    socket.tx_mode.store(now, Relaxed);
+    socket.rx_mode.store(now, Relaxed);
     socket.watched.store(false, Relaxed);
     socket.link.store(std::ptr::null_mut(), Relaxed);
     socket.stats.store(std::ptr::null_mut(), Relaxed);

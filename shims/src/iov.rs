@@ -10,6 +10,19 @@ use libc::iovec;
 /// The longest iovec array that the kernel takes (UIO_MAXIOV).
 pub const MAX: usize = 1024;
 
+/// No program has memory below this address (mmap_min_addr), or above.
+const LOWEST: usize = 65_536;
+const HIGHEST: usize = 1 << 56;
+
+/// The value behind a pointer of the program's, unless no memory can be there.
+///
+/// # Safety
+/// `ptr` is valid, or an address where no memory can be.
+pub unsafe fn plausible<'a, T>(ptr: *const T) -> Option<&'a T> {
+    // SAFETY: by the contract.
+    (LOWEST..HIGHEST).contains(&(ptr as usize)).then(|| unsafe { &*ptr })
+}
+
 /// A cursor over the pieces.
 #[derive(Clone, Copy)]
 pub struct Iov {
@@ -42,12 +55,12 @@ impl Iov {
         }
     }
 
-    /// An array; `None` where the kernel answers EINVAL or EMSGSIZE (too many, too long).
+    /// An array; `None` where the kernel answers EINVAL, EMSGSIZE or EFAULT.
     ///
     /// # Safety
     /// `pieces` is an array of `count` readable entries for as long as the value is used.
     pub unsafe fn many(pieces: *const iovec, count: usize) -> Option<Self> {
-        if count > MAX {
+        if count > MAX || (count > 0 && !(LOWEST..HIGHEST).contains(&(pieces as usize))) {
             return None;
         }
         let mut left = 0usize;
@@ -73,6 +86,14 @@ impl Iov {
     #[inline]
     pub fn len(&self) -> usize {
         self.left
+    }
+
+    /// Whether the next piece is where no memory can be: the kernel answers EFAULT. (Any other bad
+    /// address faults as it would in the program's own code.)
+    #[inline]
+    pub fn is_implausible(&mut self) -> bool {
+        let (base, len) = self.head();
+        len > 0 && !(LOWEST..HIGHEST).contains(&(base as usize))
     }
 
     /// The next contiguous piece; empty at the end.

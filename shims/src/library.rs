@@ -158,6 +158,15 @@ impl Library {
         self.rules.decide(&self.program, local, peer, direction) == Decision::Accelerate
     }
 
+    /// In a fork child, before [`Self::forget`]: the number of the parent's service doorbell.
+    pub fn bell_before_fork() -> i32 {
+        let ptr = CURRENT.load(Acquire);
+        // SAFETY: never freed.
+        unsafe { ptr.as_ref() }
+            .and_then(|l| l.waiters.doorbell(crate::wait::SERVICE))
+            .map_or(-1, |d| std::os::fd::AsRawFd::as_raw_fd(&d))
+    }
+
     /// In a fork child: this is another instance from now on.
     pub fn forget() {
         CURRENT.store(std::ptr::null_mut(), Release);

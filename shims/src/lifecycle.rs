@@ -114,6 +114,17 @@ fn begin(fd: c_int, nonblocking: bool, direction: Direction) -> Option<&'static 
     Some(socket)
 }
 
+/// connect() to AF_UNSPEC is about to dissolve the connection.
+pub fn before_disconnect(fd: c_int) {
+    let errno = errno::get();
+    if let Some(socket) = table::socket(fd) {
+        let nonblocking = socket.nonblocking.load(Relaxed);
+        crate::pass::release(socket, Reason::Closed);
+        release(table::put(fd, Entry::Fresh { nonblocking }), fd);
+    }
+    errno::set(errno);
+}
+
 /// Shows the addresses in the statistics, once the connection has proved to last.
 pub fn show_addresses(socket: &'static Socket) {
     if let (Some(stats), Some(fd)) = (socket.stats(), socket.anchor_fd()) {
@@ -161,11 +172,21 @@ fn release_socket(socket: &'static Socket, fd: c_int) {
         return;
     }
     let last = fork::let_go(socket);
+    let foreign = socket.tx_mode.load(Acquire) == mode::FOREIGN;
+    if foreign {
+        socket.tx_mode.store(mode::TCP, Release);
+        socket.rx_mode.store(mode::TCP, Release);
+    }
     if socket.is_plain() && !ready::is_watched(socket) {
         socket.fd.store(-1, Release);
         drop(control);
         forget(socket);
         return;
+    }
+    if !last {
+        // The other holders go on with the kernel's socket.
+        promote::return_to_tcp(socket, &mut control, Reason::Inherited);
+        fork::returned(socket);
     }
     // A close with unread data resets the connection (RFC 9293, 3.10.4; RFC 2525, 2.17).
     if last
@@ -173,6 +194,9 @@ fn release_socket(socket: &'static Socket, fd: c_int) {
         && let Some(anchor) = socket.anchor_fd()
     {
         let _ = rustix::net::sockopt::set_socket_linger(anchor, Some(std::time::Duration::ZERO));
+    }
+    if last {
+        promote::refuse(socket);
     }
     if let Some(mut tx) = socket.tx.lock() {
         if socket.tx_mode.load(Acquire) == mode::LINK {

@@ -68,6 +68,7 @@ const PATIENCE: u64 = 2_000_000_000;
 /// through the kernel. Waits for the end of a handshake that is under way: a marker in flight must
 /// not become somebody else's data.
 pub fn release(socket: &'static Socket, reason: Reason) {
+    fork::reclaim(socket);
     if let Some(mut control) = socket.control.lock() {
         promote::return_to_tcp(socket, &mut control, reason);
     }

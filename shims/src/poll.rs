@@ -56,6 +56,11 @@ pub unsafe fn poll(
 
 #[inline(never)]
 fn poll_slow(set: &mut [pollfd], timeout: Timeout, real: &impl Fn(*mut pollfd, nfds_t, Timeout) -> c_int) -> c_int {
+    for p in set.iter() {
+        if let Some(socket) = table::socket(p.fd) {
+            crate::fork::reclaim(socket);
+        }
+    }
     let deadline = timeout.deadline();
     let mut copy: Vec<pollfd> = Vec::with_capacity(set.len() + 1);
     let mut spun = false;

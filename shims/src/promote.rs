@@ -520,13 +520,22 @@ pub fn demote_tx(socket: &'static Socket) {
     }
 }
 
+/// The program has closed the socket: nobody will read what comes over the link. (Not for a
+/// direction that goes back to TCP: the peer would send there before it has sent again what we
+/// have not read.)
+pub fn refuse(socket: &'static Socket) {
+    let Some(mut rx) = socket.rx.lock() else { return };
+    if let Some(consumer) = rx.consumer.as_mut() {
+        let wake = consumer.set_flags(RxFlags::RX_CLOSED);
+        drop(rx);
+        ready::notify_peer(socket, wake);
+    }
+}
+
 /// Gives our end of the stream on the link back. The directions are on TCP, or the socket is
 /// being closed.
 pub fn close_stream(socket: &'static Socket, control: &mut Control) {
     let consumer = socket.rx.lock().and_then(|mut rx| rx.consumer.take());
-    if let Some(consumer) = &consumer {
-        ready::notify_peer(socket, consumer.set_flags(RxFlags::RX_CLOSED));
-    }
     if let Some(mut tx) = socket.tx.lock() {
         tx.producer = None;
     }

@@ -53,7 +53,12 @@ pub fn evaluate(socket: &'static Socket, events: u32, arm: Arm) -> u32 {
     if events & (OUT | WRBAND) != 0 {
         mask |= writable(socket, arm);
     }
-    mask | socket.anchor.load(Acquire) & (ENDED | PRI)
+    if socket.anchor.load(Acquire) & (ENDED | PRI) == 0 {
+        return mask;
+    }
+    // Something has ended: what exactly is true now is for the kernel to say.
+    let Some(_tx) = socket.tx.lock() else { return mask };
+    mask | kernel(socket, PollFlags::IN | PollFlags::RDHUP | PollFlags::PRI) & (ENDED | PRI)
 }
 
 /// The receiving direction.

@@ -129,6 +129,7 @@ unsafe fn recv_slow(
     flags: c_int,
     real: impl Fn() -> ssize_t,
 ) -> ssize_t {
+    crate::fork::reclaim(socket);
     if flags & !SERVED != 0 {
         tx::take_back(
             socket,
@@ -159,19 +160,14 @@ unsafe fn recv_slow(
         };
         match step {
             Step::Again => {}
+            Step::Got(0) => return got as ssize_t,
             Step::Got(n) => {
                 got += n;
                 if !all || got >= whole {
                     return got as ssize_t;
                 }
                 if peek {
-                    // Starts over: all of it must be there at once.
-                    if got >= whole {
-                        return got as ssize_t;
-                    }
-                    if flags & libc::MSG_DONTWAIT != 0 || socket.nonblocking.load(Relaxed) {
-                        return got as ssize_t;
-                    }
+                    // What is there was looked at; waiting for more would start over.
                     return got as ssize_t;
                 }
             }
@@ -186,6 +182,9 @@ unsafe fn recv_slow(
                 }
                 if !table::still(fd, socket) {
                     return real();
+                }
+                if socket.lost_unread.swap(false, SeqCst) {
+                    return errno::fail(libc::ECONNRESET);
                 }
                 if socket.enter_rx() {
                     let n = real();
@@ -203,9 +202,6 @@ unsafe fn recv_slow(
                 }
             }
             Step::Empty => {
-                if whole == 0 {
-                    return 0;
-                }
                 if flags & libc::MSG_DONTWAIT != 0 || socket.nonblocking.load(Relaxed) {
                     return if got > 0 { got as ssize_t } else { errno::fail(libc::EAGAIN) };
                 }
@@ -248,6 +244,9 @@ unsafe fn from_link(socket: &'static Socket, fd: c_int, iov: &mut Iov, flags: c_
     // Before the look at the ring: what was sent before the end is in the ring when we see the end.
     let ended = is_over(socket);
     let Some(consumer) = rx.consumer.as_mut() else { return Step::Kernel };
+    if iov.is_implausible() && consumer.has_data().unwrap_or(true) {
+        return Step::Fail(libc::EFAULT);
+    }
     let discard = flags & libc::MSG_TRUNC != 0;
     let peek = flags & libc::MSG_PEEK != 0;
     let mut got = 0;
@@ -301,10 +300,10 @@ unsafe fn from_link(socket: &'static Socket, fd: c_int, iov: &mut Iov, flags: c_
         ready::notify_peer(socket, wake);
         return Step::Got(got);
     }
-    if iov.len() == 0 {
-        return Step::Empty;
-    }
+    let nothing_asked = iov.len() == 0;
     match consumer.end() {
+        Ok(None) if nothing_asked && consumer.has_data().unwrap_or(true) => Step::Got(0),
+        Ok(None) if socket.rx_shut.load(Acquire) => Step::Got(0),
         Ok(None) if !ended => Step::Empty,
         Ok(_) => {
             drop(rx);
@@ -321,7 +320,9 @@ unsafe fn from_link(socket: &'static Socket, fd: c_int, iov: &mut Iov, flags: c_
 
 /// Nothing more will come over the link: the connection has ended, or the link has.
 fn is_over(socket: &'static Socket) -> bool {
-    socket.anchor.load(Acquire) & ready::ENDED != 0 || socket.link().is_none_or(|l| !l.is_alive())
+    // After a shutdown of our own the kernel says RDHUP whether or not the peer has ended.
+    let ends = if socket.rx_shut.load(Acquire) { ready::ENDED & !(libc::EPOLLRDHUP as u32) } else { ready::ENDED };
+    socket.anchor.load(Acquire) & ends != 0 || socket.link().is_none_or(|l| !l.is_alive())
 }
 
 /// Gives a sender that is limited by its window a larger ring, up to the bound; frees the old one.
@@ -473,6 +474,7 @@ unsafe fn take_payload(
 
 /// Bytes that can be read now, for FIONREAD; `None` where the kernel knows.
 pub fn available(socket: &'static Socket) -> Option<usize> {
+    crate::fork::reclaim(socket);
     match socket.rx_mode.load(Acquire) {
         mode::LINK => {
             let mut rx = socket.rx.lock()?;
@@ -549,6 +551,7 @@ pub fn is_worth_a_look(socket: &'static Socket) -> bool {
     match socket.rx_mode.load(Acquire) {
         mode::LINK => {
             is_over(socket)
+                || socket.rx_shut.load(Acquire)
                 || socket.rx.lock().is_none_or(|mut rx| {
                     rx.consumer.as_mut().is_none_or(|c| c.has_data().unwrap_or(true))
                 })
@@ -561,6 +564,7 @@ pub fn is_worth_a_look(socket: &'static Socket) -> bool {
 /// A call that only the kernel can serve; what the link still held comes through the kernel then.
 pub fn recv_on_tcp(socket: &'static Socket, fd: c_int, nonblocking: bool, real: impl Fn() -> ssize_t) -> ssize_t {
     let _ = (fd, nonblocking);
+    crate::fork::reclaim(socket);
     if !socket.is_plain() {
         crate::pass::release(socket, rdmasock_core::stats::Reason::Splice);
     }
@@ -578,6 +582,7 @@ pub fn recv_on_tcp(socket: &'static Socket, fd: c_int, nonblocking: bool, real: 
 /// shutdown() of the receiving direction: what has come can still be read, then it is at its end.
 pub fn shut(socket: &'static Socket) {
     if ready::is_watched(socket) {
+        socket.rx_shut.store(true, SeqCst);
         socket.anchor.fetch_or(libc::EPOLLRDHUP as u32, SeqCst);
         ready::notify_local(socket);
     }

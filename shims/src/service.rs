@@ -290,6 +290,8 @@ struct Worker {
     dead_links: Vec<&'static Link>,
     /// When rings are next looked at for shrinking, ns; 0: nothing has grown.
     shrink_at: u64,
+    /// Requests of fork children seen so far.
+    requests: u32,
 }
 
 /// How often idle rings are looked for after one has grown.
@@ -313,6 +315,7 @@ impl Worker {
             pending_links: HashMap::new(),
             dead_links: Vec::new(),
             shrink_at: 0,
+            requests: crate::fork::requests(),
         };
         worker.add(library.waiters.doorbell(SERVICE)?, tag(kind::DOORBELL, 0), kernel::EventFlags::IN | kernel::EventFlags::ET);
         if let Some(name) = &worker.instance_name {
@@ -358,6 +361,15 @@ impl Worker {
                 Some(command) => self.on_command(command),
                 None => break,
             }
+        }
+        let requests = crate::fork::requests();
+        if std::mem::replace(&mut self.requests, requests) != requests {
+            crate::fork::for_each_socket(|socket| {
+                if crate::fork::is_wanted(socket) {
+                    crate::tx::hand_over(socket, Reason::OtherProcess);
+                    self.service.submit(Command::settle(socket));
+                }
+            });
         }
         for link in self.service.all_links() {
             let mut sockets = Vec::new();
@@ -613,6 +625,7 @@ impl Worker {
         };
         if over {
             self.unwatch(socket);
+            crate::fork::returned(socket);
         } else {
             ready::change_interest(socket, |_| {});
             ready::notify_local(socket);

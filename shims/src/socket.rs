@@ -32,6 +32,8 @@ pub mod mode {
     pub const MARKED: u8 = 1;
     /// The link.
     pub const LINK: u8 = 2;
+    /// In a fork child: another process has the stream on a link.
+    pub const FOREIGN: u8 = 3;
 }
 
 /// Whether the socket may be promoted.
@@ -160,6 +162,10 @@ pub struct Socket {
     pub progress: Progress,
     /// What the anchor reported (EPOLL* bits that say end or error), while it is watched.
     pub anchor: AtomicU32,
+    /// The program has shut the receiving direction down.
+    pub rx_shut: AtomicBool,
+    /// The peer process died before it had read what we sent: TCP says ECONNRESET, once.
+    pub lost_unread: AtomicBool,
     /// The service thread watches the anchor, and epoll sets have handed the socket to us.
     pub watched: AtomicBool,
     pub link: AtomicPtr<Link>,
@@ -221,6 +227,8 @@ impl Socket {
             role: AtomicU8::new(0),
             progress: Progress::default(),
             anchor: AtomicU32::new(0),
+            rx_shut: AtomicBool::new(false),
+            lost_unread: AtomicBool::new(false),
             watched: AtomicBool::new(false),
             link: AtomicPtr::new(std::ptr::null_mut()),
             fd: AtomicI32::new(-1),
@@ -262,6 +270,8 @@ impl Socket {
         socket.nonblocking.store(nonblocking, Relaxed);
         socket.stage.store(Stage::New as u8, Relaxed);
         socket.anchor.store(0, Relaxed);
+        socket.rx_shut.store(false, Relaxed);
+        socket.lost_unread.store(false, Relaxed);
         socket.watched.store(false, Relaxed);
         socket.peer_vqpn.store(0, Relaxed);
         socket.link.store(std::ptr::null_mut(), Relaxed);

@@ -115,6 +115,7 @@ unsafe fn send_slow(
     flags: c_int,
     real: impl Fn() -> ssize_t,
 ) -> ssize_t {
+    crate::fork::reclaim(socket);
     if flags & !SERVED != 0 {
         take_back(socket, reason_for(flags));
     }
@@ -171,6 +172,11 @@ unsafe fn step(socket: &'static Socket, fd: c_int, iov: &mut Iov) -> Step {
             return Step::Kernel;
         }
         let Some(producer) = tx.producer.as_mut() else { return Step::Kernel };
+        if iov.is_implausible() {
+            drop(tx);
+            errno::set(libc::EFAULT);
+            return Step::Done;
+        }
         let dead = socket.anchor.load(Acquire) & (libc::EPOLLERR | libc::EPOLLHUP) as u32 != 0;
         if dead || ready::is_reader_gone(producer) {
             // What becomes of bytes that nobody reads is for the kernel to say.
@@ -243,6 +249,7 @@ fn reason_for(flags: c_int) -> rdmasock_core::stats::Reason {
 /// As `send`.
 pub unsafe fn send_on_tcp(socket: &'static Socket, fd: c_int, iov: Iov, real: impl Fn() -> ssize_t) -> ssize_t {
     let _ = iov;
+    crate::fork::reclaim(socket);
     let mut patience = wait::Patience::default();
     loop {
         if socket.enter_tx() {
@@ -274,6 +281,13 @@ pub fn take_back(socket: &'static Socket, reason: rdmasock_core::stats::Reason) 
     errno::set(errno);
 }
 
+/// Takes the socket back to TCP for other holders of it; see [`promote::return_to_tcp`].
+pub fn hand_over(socket: &'static Socket, reason: rdmasock_core::stats::Reason) {
+    if let Some(mut control) = socket.control.lock() {
+        promote::return_to_tcp(socket, &mut control, reason);
+    }
+}
+
 /// The peer broke the protocol: the link goes down.
 #[cold]
 pub fn violation(socket: &'static Socket, error: &rdmasock_core::fabric::ring::RingError) {
@@ -303,6 +317,7 @@ pub unsafe fn sendfile(
     let mut sent = 0usize;
     let mut patience = wait::Patience::default();
     let count = count.min(0x7fff_f000);
+    crate::fork::reclaim(socket);
     loop {
         if socket.tx_mode.load(Acquire) == mode::MARKED && promote::flush(socket) {
             continue;
@@ -443,10 +458,3 @@ pub fn is_worth_a_look(socket: &'static Socket) -> bool {
     }
 }
 
-/// Bytes on the link that the other end has not read, for SIOCOUTQ.
-pub fn queued(socket: &'static Socket) -> Option<u64> {
-    if socket.tx_mode.load(Acquire) != mode::LINK {
-        return None;
-    }
-    socket.tx.lock()?.producer.as_mut()?.used().ok()
-}

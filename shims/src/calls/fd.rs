@@ -5,7 +5,6 @@ use crate::errno;
 use crate::lifecycle;
 use crate::rx;
 use crate::table::{self, Entry};
-use crate::tx;
 
 use crate::real::{CloseFn, CloseFromFn, CloseRangeFn, Dup2Fn, Dup3Fn, DupFn, FcntlFn, IoctlFn};
 use libc::{c_int, c_uint, c_ulong, c_void};
@@ -205,11 +204,6 @@ unsafe extern "C" fn ioctl_on(real: IoctlFn, fd: c_int, request: c_ulong, argume
             libc::FIONREAD => {
                 if let Some(n) = table::socket(fd).and_then(rx::available) {
                     *value = n as c_int;
-                }
-            }
-            libc::TIOCOUTQ => {
-                if let Some(n) = table::socket(fd).and_then(tx::queued) {
-                    *value += n as c_int;
                 }
             }
             _ => {}

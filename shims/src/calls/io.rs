@@ -33,6 +33,10 @@ pub unsafe extern "C" fn read(real: ReadFn, fd: c_int, buf: *mut c_void, len: si
 #[inline(never)]
 unsafe extern "C" fn read_on(socket: &'static Socket, real: ReadFn, fd: c_int, buf: *mut c_void, len: size_t) -> ssize_t {
     let iov = Iov::one(buf.cast(), len);
+    if len == 0 {
+        // SAFETY: the caller's arguments, as they are: the kernel looks at the number only.
+        return unsafe { real(fd, buf, len) };
+    }
     // SAFETY: the program's buffer.
     unsafe { rx::recv(socket, fd, iov, 0, || real.cancellable()(fd, buf, len)) }
 }
@@ -61,6 +65,10 @@ unsafe extern "C" fn read_chk_on(socket: &'static Socket, real: ReadChkFn, fd: c
         return unsafe { real(fd, buf, len, size) };
     }
     let iov = Iov::one(buf.cast(), len);
+    if len == 0 {
+        // SAFETY: the caller's arguments, as they are: the kernel looks at the number only.
+        return unsafe { real(fd, buf, len, size) };
+    }
     // SAFETY: the program's buffer.
     unsafe { rx::recv(socket, fd, iov, 0, || real.cancellable()(fd, buf, len, size)) }
 }
@@ -88,6 +96,10 @@ unsafe extern "C" fn readv_on(socket: &'static Socket, real: VectorFn, fd: c_int
         // SAFETY: the caller's arguments, as they are.
         return unsafe { real(fd, iov, count) };
     };
+    if array.len() == 0 {
+        // SAFETY: the caller's arguments, as they are: the kernel looks at the number only.
+        return unsafe { real(fd, iov, count) };
+    }
     // SAFETY: the program's buffers.
     unsafe { rx::recv(socket, fd, array, 0, || real.cancellable()(fd, iov, count)) }
 }
@@ -122,6 +134,10 @@ unsafe extern "C" fn preadv2_on(socket: &'static Socket, real: VectorFlagsFn, fd
         // SAFETY: the caller's arguments, as they are.
         return unsafe { real(fd, iov, count, offset, flags) };
     };
+    if array.len() == 0 {
+        // SAFETY: the caller's arguments, as they are: the kernel looks at the number only.
+        return unsafe { real(fd, iov, count, offset, flags) };
+    }
     // SAFETY: the program's buffers.
     unsafe { rx::recv(socket, fd, array, how, || real.cancellable()(fd, iov, count, offset, flags)) }
 }
@@ -266,8 +282,8 @@ pub unsafe extern "C" fn recvmsg(
 
 #[inline(never)]
 unsafe extern "C" fn recvmsg_on(socket: &'static Socket, real: RecvMsgFn, fd: c_int, message: *mut msghdr, flags: c_int) -> ssize_t {
-    // SAFETY: checked for null; the program's own.
-    let array = unsafe { message.as_ref().and_then(|m| Iov::many(m.msg_iov, m.msg_iovlen)) };
+    // SAFETY: checked for plausibility; the program's own.
+    let array = unsafe { crate::iov::plausible(message).and_then(|m| Iov::many(m.msg_iov, m.msg_iovlen)) };
     let Some(array) = array else {
         // SAFETY: the caller's arguments, as they are.
         return unsafe { real(fd, message, flags) };
@@ -490,10 +506,9 @@ pub unsafe extern "C" fn sendmsg(
 
 #[inline(never)]
 unsafe extern "C" fn sendmsg_on(socket: &'static Socket, real: SendMsgFn, fd: c_int, message: *const msghdr, flags: c_int) -> ssize_t {
-    // SAFETY: checked for null; the program's own.
+    // SAFETY: checked for plausibility; the program's own.
     let array = unsafe {
-        message
-            .as_ref()
+        crate::iov::plausible(message)
             .filter(|m| m.msg_controllen == 0)
             .and_then(|m| Iov::many(m.msg_iov, m.msg_iovlen))
     };

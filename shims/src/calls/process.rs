@@ -138,6 +138,9 @@ pub unsafe extern "C" fn fork_bare(real: ForkFn) -> pid_t {
 /// `_exit(2)` and `_Exit`: no handler of `atexit` runs. Does not return.
 #[inline]
 pub unsafe extern "C" fn exit_now(real: ExitFn, status: c_int) {
+    if !crate::calls::vfork::is_child() {
+        crate::fork::at_exit();
+    }
     // SAFETY: the caller's arguments, as they are.
     unsafe { real(status) }
 }
@@ -145,6 +148,7 @@ pub unsafe extern "C" fn exit_now(real: ExitFn, status: c_int) {
 /// `quick_exit(3)`: only the handlers of `at_quick_exit` run. Does not return.
 #[inline]
 pub unsafe extern "C" fn quick_exit(real: ExitFn, status: c_int) {
+    crate::fork::at_exit();
     // SAFETY: the caller's arguments, as they are.
     unsafe { real(status) }
 }

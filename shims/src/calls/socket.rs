@@ -2,6 +2,7 @@
 //! are not among them: the anchor answers.
 
 use crate::errno;
+use crate::fork;
 use crate::lifecycle;
 use crate::listener::Listener;
 use crate::real::Cancellable;
@@ -120,6 +121,9 @@ pub unsafe extern "C" fn connect(
 ) -> c_int {
     // SAFETY: null, or an address of the program's; its family is all that is read.
     let family = unsafe { address.as_ref() }.map_or(0, |a| c_int::from(a.sa_family));
+    if family == libc::AF_UNSPEC && !address.is_null() && table::socket(fd).is_some() {
+        lifecycle::before_disconnect(fd);
+    }
     if family != libc::AF_INET && family != libc::AF_INET6 {
         // SAFETY: the caller's arguments, as they are.
         return unsafe { real(fd, address, address_len) };
@@ -151,6 +155,7 @@ pub unsafe extern "C" fn shutdown(real: SocketIntFn, fd: c_int, how: c_int) -> c
 
 #[inline(never)]
 unsafe extern "C" fn shutdown_on(socket: &'static Socket, real: SocketIntFn, fd: c_int, how: c_int) -> c_int {
+    fork::reclaim(socket);
     if how == libc::SHUT_WR || how == libc::SHUT_RDWR {
         tx::shut(socket);
     }

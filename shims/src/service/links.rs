@@ -287,7 +287,10 @@ impl Worker {
             if let Some(mut tx) = socket.tx.lock()
                 && socket.tx_mode.load(Acquire) == mode::LINK
             {
-                tx.producer = None;
+                let unread = tx.producer.take().is_some_and(|mut p| p.used().is_ok_and(|n| n > 0));
+                if unread && why == Reason::PeerGone {
+                    socket.lost_unread.store(true, SeqCst);
+                }
                 socket.tx_mode.store(mode::TCP, SeqCst);
             }
             // What the peer had written is still to be read; `leave_link_at_end` goes on from there.

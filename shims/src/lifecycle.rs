@@ -201,10 +201,9 @@ fn release_socket(socket: &'static Socket, fd: c_int) {
     }
     if let Some(mut tx) = socket.tx.lock() {
         if socket.tx_mode.load(Acquire) == mode::LINK {
-            let wake = tx.producer.as_mut().map(|p| p.end(End::Fin));
-            drop(tx);
-            if let Some(wake) = wake {
-                ready::notify_peer(socket, wake);
+            if let Some(producer) = tx.producer.as_mut() {
+                // Nobody is woken for it: the peer is told of the end when the kernel's FIN arrives.
+                let _ = producer.end(End::Fin);
             }
         } else {
             tx.marker.clear();

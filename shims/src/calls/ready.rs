@@ -213,11 +213,18 @@ pub unsafe extern "C" fn epoll_ctl(
     fd: c_int,
     event: *mut epoll_event,
 ) -> c_int {
-    match table::socket(fd) {
+    match table::lookup(fd) {
         // SAFETY: the caller's arguments, as they are.
-        None => unsafe { real(epoll, operation, fd, event) },
+        Entry::Socket(socket) => unsafe { epoll_ctl_on(socket, real, epoll, operation, fd, event) },
+        Entry::Epoll(inner) => {
+            if operation == libc::EPOLL_CTL_ADD {
+                inner.on_nested();
+            }
+            // SAFETY: likewise.
+            unsafe { real(epoll, operation, fd, event) }
+        }
         // SAFETY: likewise.
-        Some(socket) => unsafe { epoll_ctl_on(socket, real, epoll, operation, fd, event) },
+        _ => unsafe { real(epoll, operation, fd, event) },
     }
 }
 

@@ -125,7 +125,7 @@ fn bad_options_are_refused_with_what_is_accepted() {
         ),
         (
             &["run", "--ring-min", "2M", "--", "true"],
-            "at most RDMASOCK_RING_MAX, which is 1M",
+            "at most RDMASOCK_RING_MAX, which is 4M",
         ),
         (&["run", "--accelerate", "maybe", "--", "true"], "on or off"),
         (&["run", "--spin", "1", "--", "true"], "--spin-us"),

@@ -325,6 +325,9 @@ fn is_over(socket: &'static Socket) -> bool {
     socket.anchor.load(Acquire) & ends != 0 || socket.link().is_none_or(|l| !l.is_alive())
 }
 
+/// What a ring grows to for a reader that keeps up: more no longer makes it faster.
+const READING: u64 = 1024 * 1024;
+
 /// Gives a sender that is limited by its window a larger ring, up to the bound; frees the old one.
 #[cold]
 fn fit_ring(socket: &'static Socket, consumer: &mut Consumer) {
@@ -332,23 +335,43 @@ fn fit_ring(socket: &'static Socket, consumer: &mut Consumer) {
     if let Ok(Some(old)) = consumer.take_retired() {
         link.free(old);
     }
-    if consumer.is_switching() {
-        return;
+    let now = consumer.ring_size();
+    let max = Library::get().config.ring_max.bytes().min(READING);
+    if now < max && !consumer.is_switching() {
+        offer_ring(socket, link, consumer, (now * 4).min(max));
+    }
+}
+
+/// Offers a ring of `bytes`, a power of two. False if there is none.
+fn offer_ring(socket: &'static Socket, link: &'static Link, consumer: &mut Consumer, bytes: u64) -> bool {
+    let Some(region) = link.allocate(bytes.trailing_zeros() as u8) else { return false };
+    match consumer.offer(region) {
+        Ok(wake) => {
+            ready::notify_peer(socket, wake);
+            Library::get().service.submit(crate::service::Command::Grown);
+        }
+        Err(_) => link.free(region),
+    }
+    true
+}
+
+/// The peer has asked for attention: if that is because the ring is full and the program does not
+/// read, the sender gets the largest one. In one step, since a second switch of rings would wait
+/// for the reader.
+pub fn relieve(socket: &'static Socket, link: &'static Link) {
+    let Some(mut rx) = socket.rx.lock() else { return };
+    let Some(consumer) = rx.consumer.as_mut() else { return };
+    if let Ok(Some(old)) = consumer.take_retired() {
+        link.free(old);
     }
     let now = consumer.ring_size();
-    let max = Library::get().config.ring_max.bytes();
-    if now >= max {
+    let is_full = consumer.available().is_ok_and(|n| n > now / 4 * 3);
+    if !is_full || consumer.is_switching() {
         return;
     }
-    let next = (now * 4).min(max);
-    if let Some(region) = link.allocate(next.trailing_zeros() as u8) {
-        match consumer.offer(region) {
-            Ok(wake) => {
-                ready::notify_peer(socket, wake);
-                Library::get().service.submit(crate::service::Command::Grown);
-            }
-            Err(_) => link.free(region),
-        }
+    let mut bytes = Library::get().config.ring_max.bytes();
+    while bytes > now && !offer_ring(socket, link, consumer, bytes) {
+        bytes /= 2;
     }
 }
 

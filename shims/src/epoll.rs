@@ -82,6 +82,8 @@ pub struct Epoll {
     fds: AtomicU32,
     /// When the kernel's set was last looked at, monotonic ns.
     looked_at: AtomicU64,
+    /// Whose turn it is to be looked at first.
+    turn: AtomicBool,
     spinner: Spinner,
 }
 
@@ -102,6 +104,7 @@ impl Epoll {
                 plain: AtomicU32::new(0),
                 fds: AtomicU32::new(0),
                 looked_at: AtomicU64::new(0),
+                turn: AtomicBool::new(false),
                 spinner: Spinner::new(),
             }))
         });
@@ -396,13 +399,18 @@ impl Epoll {
         }
         let mut spun = false;
         loop {
-            let n = self.harvest(events, max);
+            // Now and then the kernel's set is looked at too, every other time first: neither may keep
+            // the other out where the program takes few events at a time.
+            let due = self.is_time_to_look();
+            let kernel_first = due && self.turn.fetch_xor(true, Relaxed);
+            let first = if kernel_first { self.look(events, max, &real).max(0) } else { 0 };
+            // SAFETY: `first` of `max` entries are used.
+            let n = first + self.harvest(unsafe { events.add(first as usize) }, max - first);
             if n > 0 {
-                if n < max && self.is_time_to_look() {
+                if due && !kernel_first && n < max {
                     // SAFETY: n < max entries are used.
                     let rest = unsafe { events.add(n as usize) };
-                    let k = self.look(rest, max - n, &real);
-                    return n + k.max(0);
+                    return n + self.look(rest, max - n, &real).max(0);
                 }
                 return n;
             }

@@ -234,16 +234,20 @@ unsafe extern "C" fn epoll_ctl_on(
     let call = || unsafe { real(epoll, operation, fd, event) };
     match table::lookup(epoll) {
         Entry::Epoll(set) => {
+            if !event.is_null() && !crate::iov::is_plausible(event) {
+                return call();
+            }
             // SAFETY: null, or the program's own.
             let event = unsafe { event.as_ref() }.copied();
             set.control(socket, fd, operation, event, call)
         }
         _ => {
+            let result = call();
             // A set that the library has not seen being made: only the kernel can report to it.
-            if operation == libc::EPOLL_CTL_ADD {
+            if result == 0 && operation == libc::EPOLL_CTL_ADD {
                 crate::pass::release(socket, rdmasock_core::stats::Reason::UnknownEpoll);
             }
-            call()
+            result
         }
     }
 }

@@ -82,6 +82,8 @@ pub struct Epoll {
     fds: AtomicU32,
     /// When the kernel's set was last looked at, monotonic ns.
     looked_at: AtomicU64,
+    /// The last wait had no room for what the kernel may have to report.
+    full: AtomicU32,
     /// Whose turn it is to be looked at first.
     turn: AtomicBool,
     spinner: Spinner,
@@ -104,6 +106,7 @@ impl Epoll {
                 plain: AtomicU32::new(0),
                 fds: AtomicU32::new(0),
                 looked_at: AtomicU64::new(0),
+                full: AtomicU32::new(0),
                 turn: AtomicBool::new(false),
                 spinner: Spinner::new(),
             }))
@@ -402,7 +405,8 @@ impl Epoll {
             // Now and then the kernel's set is looked at too, every other time first: neither may keep
             // the other out where the program takes few events at a time.
             let due = self.is_time_to_look();
-            let kernel_first = due && self.turn.fetch_xor(true, Relaxed);
+            let starved = self.full.load(Relaxed) != 0 && self.full.swap(0, Relaxed) != 0;
+            let kernel_first = starved || due && self.turn.fetch_xor(true, Relaxed);
             let first = if kernel_first { self.look(events, max, &real).max(0) } else { 0 };
             // SAFETY: `first` of `max` entries are used.
             let n = first + self.harvest(unsafe { events.add(first as usize) }, max - first);
@@ -411,6 +415,9 @@ impl Epoll {
                     // SAFETY: n < max entries are used.
                     let rest = unsafe { events.add(n as usize) };
                     return n + self.look(rest, max - n, &real).max(0);
+                }
+                if n == max && !kernel_first {
+                    self.full.store(1, Relaxed);
                 }
                 return n;
             }

@@ -352,6 +352,10 @@ pub unsafe fn sendfile(
     count: usize,
     real: impl Fn() -> ssize_t,
 ) -> ssize_t {
+    if socket.tx_mode.load(Acquire) != mode::TCP && !is_regular(input) {
+        // Only the kernel knows what can be sent from there, and reading it might block.
+        take_back(socket, rdmasock_core::stats::Reason::Unsupported);
+    }
     if socket.tx_mode.load(Acquire) == mode::TCP && socket.enter_tx() {
         return plain(socket, &real);
     }
@@ -444,6 +448,12 @@ pub unsafe fn sendfile(
             return sent as ssize_t;
         }
     }
+}
+
+fn is_regular(fd: c_int) -> bool {
+    // SAFETY: the program's own fd, in the middle of its call.
+    rustix::fs::fstat(unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) })
+        .is_ok_and(|s| rustix::fs::FileType::from_raw_mode(s.st_mode) == rustix::fs::FileType::RegularFile)
 }
 
 /// shutdown() of the sending direction, before the kernel's own: the mark says that what follows

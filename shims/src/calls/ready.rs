@@ -213,7 +213,11 @@ pub unsafe extern "C" fn epoll_ctl(
     fd: c_int,
     event: *mut epoll_event,
 ) -> c_int {
-    match table::socket(fd) {
+    let socket = match operation {
+        libc::EPOLL_CTL_ADD => table::socket(fd).or_else(|| lifecycle::on_epoll_add(fd)),
+        _ => table::socket(fd),
+    };
+    match socket {
         // SAFETY: the caller's arguments, as they are.
         None => unsafe { real(epoll, operation, fd, event) },
         // SAFETY: likewise.

@@ -11,6 +11,7 @@
 #[macro_use]
 pub mod sys;
 pub mod addr;
+pub mod conformance;
 pub mod ctx;
 pub mod data;
 pub mod dialogue;

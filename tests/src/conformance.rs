@@ -37,6 +37,7 @@ pub fn suite<H: Harness>() -> Vec<(&'static str, Test)> {
         a_reader_that_leaves_is_seen_by_the_writer
         a_number_is_free_only_when_both_ends_are_done
         a_number_that_the_peer_never_knew_is_free_at_once
+        a_number_whose_open_is_unanswered_is_not_free
         a_number_used_again_starts_a_new_stream
         an_arena_without_room_refuses_and_recovers
         numbers_out_of_range_are_refused
@@ -198,6 +199,15 @@ fn a_number_that_the_peer_never_knew_is_free_at_once<H: Harness>() {
     let opened = a.open(12).unwrap();
     a.close(opened.vqpn, None, opened.consumer);
     assert!(H::recv(&b).is_none());
+    assert_eq!(a.open(12).unwrap().vqpn, opened.vqpn);
+}
+
+fn a_number_whose_open_is_unanswered_is_not_free<H: Harness>() {
+    let [a, _b] = H::link(1 << 20);
+    let opened = a.open(12).unwrap();
+    a.close_unanswered(opened.vqpn, opened.consumer);
+    assert_ne!(a.open(12).unwrap().vqpn, opened.vqpn);
+    a.on_closed(opened.vqpn);
     assert_eq!(a.open(12).unwrap().vqpn, opened.vqpn);
 }
 

@@ -17,4 +17,5 @@ pub mod data;
 pub mod dialogue;
 pub mod harness;
 pub mod observe;
+pub mod pair;
 pub mod scenarios;

@@ -73,6 +73,10 @@ pub trait LinkEnd {
     /// and its rings are free.
     fn close(&self, mine: Vqpn, theirs: Option<Vqpn>, consumer: Consumer);
 
+    /// This end is done with its stream `mine`, but the peer has not answered its OPEN: what does
+    /// ([`on_closed`](Self::on_closed) after a refusal, or CLOSED in the end) frees the number.
+    fn close_unanswered(&self, mine: Vqpn, consumer: Consumer);
+
     /// The peer is done with our stream `mine` (CLOSED has come, or its OPEN was refused).
     fn on_closed(&self, mine: Vqpn);
 

@@ -404,6 +404,13 @@ impl<M: Memory> LinkEnd for End<M> {
         });
     }
 
+    fn close_unanswered(&self, mine: Vqpn, consumer: Consumer) {
+        lock(&self.numbers).done(mine.0, |used| {
+            used.rings.extend(consumer.into_regions().into_iter().flatten());
+            used.left = true;
+        });
+    }
+
     fn on_closed(&self, mine: Vqpn) {
         lock(&self.numbers).done(mine.0, |used| used.peer_left = true);
     }

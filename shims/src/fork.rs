@@ -26,6 +26,8 @@ const OWNED: u32 = 1 << 30;
 const WANTED: u32 = 1 << 31;
 /// How long a child waits for the owner, ns.
 const PATIENCE: u64 = 5_000_000_000;
+/// How long the end of a process waits for promotions under way, ns.
+const LAST_WORDS: u64 = 20_000_000;
 /// In a fork child: the doorbell of the service thread that owns what was on links, and its process.
 static OWNER_BELL: AtomicI32 = AtomicI32::new(-1);
 static OWNER_PID: AtomicI32 = AtomicI32::new(0);
@@ -156,7 +158,14 @@ pub fn reclaim_all() {
 /// Before this process ends: what other processes hold too goes back to TCP.
 pub extern "C" fn at_exit() {
     let errno = crate::errno::get();
+    let until = crate::wait::now_ns() + LAST_WORDS;
     for_each_socket(|socket| {
+        // A marker that is left unread would make the kernel reset the connection: a promotion that is
+        // under way gets the moment that it needs.
+        while socket.rx_mode.load(Acquire) == mode::MARKED && crate::wait::now_ns() < until {
+            crate::promote::readable(socket);
+            let _ = rustix::thread::nanosleep(&rustix::time::Timespec { tv_sec: 0, tv_nsec: 100_000 });
+        }
         if is_shared(socket) && !socket.is_plain() && socket.tx_mode.load(Acquire) != mode::FOREIGN {
             crate::tx::hand_over(socket, rdmasock_core::stats::Reason::Inherited);
             returned(socket);

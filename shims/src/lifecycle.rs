@@ -208,8 +208,11 @@ fn release_socket(socket: &'static Socket, fd: c_int) {
     {
         let _ = rustix::net::sockopt::set_socket_linger(anchor, Some(std::time::Duration::ZERO));
     }
+    if last && socket.rx_mode.load(Acquire) == mode::MARKED {
+        promote::close_in_handshake(socket, &mut control);
+    }
     // A direction that is back on TCP may have another holder, who got the socket by SCM_RIGHTS.
-    if last && socket.rx_mode.load(Acquire) == mode::LINK {
+    if last && socket.rx_mode.load(Acquire) != mode::TCP {
         promote::refuse(socket);
     }
     if let Some(mut tx) = socket.tx.lock() {

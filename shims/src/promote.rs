@@ -588,6 +588,27 @@ pub fn refuse(socket: &'static Socket) {
     }
 }
 
+/// The program closes the socket while markers from the other end may be on their way: see
+/// `service::linger`. The caller holds the control lock.
+pub fn close_in_handshake(socket: &'static Socket, control: &mut Control) {
+    let Some(rx) = socket.rx.lock() else { return };
+    let Some((ahead, rx)) = look_ahead(socket, control, rx, || socket.rx.lock()) else { return };
+    let nonce = rx.scan;
+    drop(rx);
+    let (Ahead::Nothing, Some(nonce)) = (ahead, nonce) else { return };
+    flush(socket);
+    let Some(anchor) = socket.anchor_fd() else { return };
+    // A program that asked for a reset gets it.
+    let hard = rustix::net::sockopt::socket_linger(anchor).is_ok_and(|l| l == Some(std::time::Duration::ZERO));
+    if hard {
+        return;
+    }
+    if let Ok(copy) = rdmasock_core::os::privatefd::PrivateFd::duplicate(anchor) {
+        let _ = rustix::net::shutdown(&copy, rustix::net::Shutdown::Write);
+        Library::get().service.submit(Command::Linger(copy, nonce));
+    }
+}
+
 /// Gives our end of the stream on the link back. The directions are on TCP, or the socket is
 /// being closed.
 pub fn close_stream(socket: &'static Socket, control: &mut Control) {

@@ -8,6 +8,7 @@
 
 mod answer;
 mod ask;
+mod linger;
 mod links;
 
 use std::collections::{HashMap, VecDeque};
@@ -73,6 +74,8 @@ pub enum Command {
     Violation(&'static Link),
     /// A listener has accepted its first connection in this process.
     Listen(&'static Listener),
+    /// A connection that was closed in the middle of a promotion; markers to it start so.
+    Linger(PrivateFd, Nonce),
     /// A ring has grown: shrink it when it is idle.
     Grown,
     /// A sender finds no room.
@@ -254,6 +257,7 @@ mod kind {
     pub const NAME: u64 = 2;
     pub const CHANNEL: u64 = 3;
     pub const ANCHOR: u64 = 4;
+    pub const LINGER: u64 = 5;
 }
 
 fn tag(kind: u64, id: u64) -> u64 {
@@ -295,6 +299,7 @@ struct Worker {
     offered: HashMap<Nonce, Ref>,
     pending_links: HashMap<InstanceId, links::Pending>,
     dead_links: Vec<&'static Link>,
+    lingering: HashMap<u64, linger::Lingering>,
     /// Senders that find no room.
     pressed: Vec<Pressed>,
     /// When rings are next looked at for shrinking, ns; 0: nothing has grown.
@@ -334,6 +339,7 @@ impl Worker {
             offered: HashMap::new(),
             pending_links: HashMap::new(),
             dead_links: Vec::new(),
+            lingering: HashMap::new(),
             pressed: Vec::new(),
             shrink_at: 0,
             requests: crate::fork::requests(),
@@ -429,6 +435,7 @@ impl Worker {
                 self.library.stats.count(rdmasock_core::stats::Event::LinkViolation);
                 self.link_down(link, Reason::Violation);
             }
+            Command::Linger(fd, nonce) => self.linger(fd, nonce),
             Command::Listen(listener) => self.listen(listener),
             Command::Pressed(r) => self.on_pressed(r),
             Command::Grown => {
@@ -445,13 +452,15 @@ impl Worker {
         let links = self.pending_links.values().map(|p| p.deadline);
         let shrink = (self.shrink_at != 0).then_some(self.shrink_at);
         let pressed = self.pressed.iter().map(|p| p.deadline);
-        asks.chain(links).chain(shrink).chain(pressed).min().map(|at| at.saturating_sub(now))
+        let lingering = self.lingering.values().map(|l| l.deadline);
+        asks.chain(links).chain(lingering).chain(shrink).chain(pressed).min().map(|at| at.saturating_sub(now))
     }
 
     fn on_time(&mut self) {
         let now = wait::now_ns();
         self.expire_asks(now);
         self.expire_links(now);
+        self.expire_lingering(now);
         self.relieve(now);
         if self.shrink_at != 0 && now >= self.shrink_at {
             self.shrink_at = 0;
@@ -476,6 +485,7 @@ impl Worker {
             }
             kind::CHANNEL => self.on_channel(id),
             kind::ANCHOR => self.on_anchor(id),
+            kind::LINGER => self.on_lingering(id),
             _ => {}
         }
     }

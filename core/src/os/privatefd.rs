@@ -102,6 +102,11 @@ impl PrivateFd {
         placed
     }
 
+    /// A private fd for the same open file as the program's `fd`. EMFILE as for [`Self::place`].
+    pub fn duplicate(fd: BorrowedFd<'_>) -> Result<Self, Errno> {
+        place(fd)
+    }
+
     /// Takes back a number that [`Self::release`] gave out.
     pub fn adopt(number: RawFd) -> Option<Self> {
         is_private(number).then_some(Self { fd: number })

@@ -189,6 +189,9 @@ pub unsafe extern "C" fn ioctl(
     unsafe { ioctl_on(real, fd, request, argument) }
 }
 
+/// sockatmark(3); not among libc's constants.
+const SIOCATMARK: c_ulong = 0x8905;
+
 #[inline(never)]
 unsafe extern "C" fn ioctl_on(real: IoctlFn, fd: c_int, request: c_ulong, argument: *mut c_void) -> c_int {
     // SAFETY: the caller's arguments, as they are.
@@ -201,6 +204,12 @@ unsafe extern "C" fn ioctl_on(real: IoctlFn, fd: c_int, request: c_ulong, argume
     unsafe {
         match request {
             libc::FIONBIO => lifecycle::set_nonblocking(fd, *value != 0),
+            SIOCATMARK => {
+                // What the link still holds comes before the mark.
+                if table::socket(fd).and_then(rx::available).is_some_and(|n| n > 0) {
+                    *value = 0;
+                }
+            }
             libc::FIONREAD => {
                 if let Some(n) = table::socket(fd).and_then(rx::available) {
                     *value = n as c_int;

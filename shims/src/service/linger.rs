@@ -1,0 +1,81 @@
+//! Connections that the program closed while a promotion was under way.
+//!
+//! The other end still writes markers for which nobody here would read, and the kernel answers what
+//! arrives unread at a closed socket with a reset: the peer program would see its connection fail
+//! because of an attempt to promote it (I2). So the anchor stays open here, its sending half shut as
+//! close() would, until the other end's closing marker or its end has come. Anything else that
+//! arrives is what the program has not read: the reset it would have been.
+
+use std::os::fd::{AsFd, BorrowedFd};
+
+use rdmasock_core::ids::Nonce;
+use rdmasock_core::os::privatefd::PrivateFd;
+use rdmasock_core::wire::scan::{Found, scan};
+use rdmasock_core::wire::{MAX_MARKER, Marker};
+use rustix::event::epoll as kernel;
+use rustix::io::Errno;
+use rustix::net::RecvFlags;
+
+use super::{Worker, kind, tag};
+use crate::wait;
+
+/// A connection that outlives its close.
+pub struct Lingering {
+    fd: PrivateFd,
+    nonce: Nonce,
+    /// Monotonic ns.
+    pub deadline: u64,
+}
+
+/// How long the other end may take, ns.
+const PATIENCE: u64 = 5_000_000_000;
+
+impl Worker {
+    pub(super) fn linger(&mut self, fd: PrivateFd, nonce: Nonce) {
+        let id = self.next_conn;
+        self.next_conn += 1;
+        let flags = kernel::EventFlags::IN | kernel::EventFlags::RDHUP | kernel::EventFlags::ET;
+        if self.add(fd.as_fd(), tag(kind::LINGER, id), flags) {
+            let deadline = wait::now_ns() + PATIENCE;
+            self.lingering.insert(id, Lingering { fd, nonce, deadline });
+            self.on_lingering(id);
+        }
+    }
+
+    pub(super) fn on_lingering(&mut self, id: u64) {
+        let over = self.lingering.get(&id).is_none_or(|l| is_over(l.fd.as_fd(), &l.nonce));
+        if over {
+            self.lingering.remove(&id);
+        }
+    }
+
+    pub(super) fn expire_lingering(&mut self, now: u64) {
+        self.lingering.retain(|_, l| l.deadline > now);
+    }
+}
+
+/// Takes the markers that have come; true when the connection can be closed.
+fn is_over(fd: BorrowedFd<'_>, nonce: &Nonce) -> bool {
+    let mut buf = [0u8; 4 * MAX_MARKER];
+    loop {
+        let n = match rustix::net::recv(fd, &mut buf[..], RecvFlags::PEEK | RecvFlags::DONTWAIT) {
+            Ok((_, n)) if n > 0 => n.min(4 * MAX_MARKER),
+            Err(Errno::AGAIN) => return false,
+            Err(Errno::INTR) => continue,
+            _ => return true,
+        };
+        let seen = scan(nonce, buf.get(..n).unwrap_or_default());
+        let (marker, len) = match seen.what {
+            // Closing with this unread is the reset that TCP asks for.
+            _ if seen.payload > 0 => return true,
+            Found::Marker { marker, len } => (Some(marker), len),
+            Found::Bad { len, .. } => (None, len),
+            Found::PartialMarker { .. } | Found::Payload => return false,
+        };
+        let mut sink = [0u8; MAX_MARKER];
+        let whole = sink.get_mut(..len).map(|s| rustix::net::recv(fd, s, RecvFlags::DONTWAIT));
+        if !matches!(whole, Some(Ok(_))) || !matches!(marker, Some(Marker::Hello(_))) {
+            return true;
+        }
+    }
+}

@@ -102,6 +102,7 @@ unsafe fn scanned(
         }
     }
     socket.leave_rx();
+    promote::readable(socket);
     // Those who found the direction occupied meanwhile look again.
     ready::notify_local(socket);
     errno::set(errno);
@@ -450,7 +451,13 @@ unsafe fn from_marked(socket: &'static Socket, fd: c_int, iov: &mut Iov, flags: 
             }
         }
         // SAFETY: by this function's contract.
-        Ahead::Payload { carry, kernel } => unsafe { take_payload(socket, &mut rx, iov, flags, carry, kernel) },
+        Ahead::Payload { carry, kernel } => unsafe {
+            let step = take_payload(socket, &mut rx, iov, flags, carry, kernel);
+            // A marker that was behind it has had its edge at the anchor already: who waits for
+            // edges would not look again.
+            let _ = promote::look_ahead(socket, &mut control, rx, || socket.rx.lock());
+            step
+        },
     }
 }
 

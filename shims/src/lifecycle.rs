@@ -84,10 +84,12 @@ pub fn on_accept(listener: &'static Listener, fd: c_int, nonblocking: bool) {
 /// A socket joins an epoll set before it is connected (as nginx's do): it gets its object now, so
 /// that the membership is known.
 #[inline]
-pub fn on_epoll_add(fd: c_int) -> Option<&'static Socket> {
+pub fn on_epoll_add(fd: c_int) -> Entry {
     match table::lookup(fd) {
-        Entry::Fresh { nonblocking } => begin(fd, nonblocking, Direction::Connect),
-        _ => None,
+        Entry::Fresh { nonblocking } => {
+            begin(fd, nonblocking, Direction::Connect).map_or(Entry::None, Entry::Socket)
+        }
+        entry => entry,
     }
 }
 
@@ -212,10 +214,9 @@ fn release_socket(socket: &'static Socket, fd: c_int) {
     }
     if let Some(mut tx) = socket.tx.lock() {
         if socket.tx_mode.load(Acquire) == mode::LINK {
-            let wake = tx.producer.as_mut().map(|p| p.end(End::Fin));
-            drop(tx);
-            if let Some(wake) = wake {
-                ready::notify_peer(socket, wake);
+            if let Some(producer) = tx.producer.as_mut() {
+                // Nobody is woken for it: the peer is told of the end when the kernel's FIN arrives.
+                let _ = producer.end(End::Fin);
             }
         } else {
             tx.marker.clear();

@@ -259,7 +259,7 @@ unsafe fn from_link(socket: &'static Socket, fd: c_int, iov: &mut Iov, flags: c_
     // Before the look at the ring: what was sent before the end is in the ring when we see the end.
     let ended = is_over(socket);
     let Some(consumer) = rx.consumer.as_mut() else { return Step::Kernel };
-    if iov.is_implausible() && consumer.has_data().unwrap_or(true) {
+    if flags & libc::MSG_TRUNC == 0 && iov.is_implausible() && consumer.has_data().unwrap_or(true) {
         return Step::Fail(libc::EFAULT);
     }
     let discard = flags & libc::MSG_TRUNC != 0;
@@ -409,6 +409,15 @@ pub fn leave_link_at_end(socket: &'static Socket) -> bool {
     };
     if !over {
         return false;
+    }
+    // An end without a mark: the peer's process has ended. What it has not read TCP answers with a
+    // reset.
+    let marked = rx.consumer.as_mut().is_some_and(|c| matches!(c.end(), Ok(Some(_))));
+    if !marked
+        && socket.tx_mode.load(Acquire) == mode::LINK
+        && socket.tx.lock().is_some_and(|tx| tx.producer.as_ref().is_some_and(|p| p.is_unread()))
+    {
+        socket.lost_unread.store(true, SeqCst);
     }
     socket.rx_mode.store(mode::TCP, SeqCst);
     if let Some(stats) = socket.stats() {

@@ -458,20 +458,18 @@ fn is_regular(fd: c_int) -> bool {
 
 /// shutdown() of the sending direction, before the kernel's own: the mark says that what follows
 /// the last byte is on the anchor, namely its end.
-pub fn shut(socket: &'static Socket) {
-    let Some(mut tx) = socket.tx.lock() else { return };
+/// The peer is to be woken after the kernel's call, so that it finds the end there.
+pub fn shut(socket: &'static Socket) -> Wake {
+    let Some(mut tx) = socket.tx.lock() else { return Wake::NONE };
     if socket.tx_mode.load(Acquire) != mode::LINK {
-        return;
+        return Wake::NONE;
     }
-    let wake = tx.producer.as_mut().map(|p| p.end(End::Fin));
+    let wake = tx.producer.as_mut().map_or(Wake::NONE, |p| p.end(End::Fin));
     socket.tx_mode.store(mode::TCP, SeqCst);
     if let Some(stats) = socket.stats() {
         stats.set_tx_path(Path::Tcp);
     }
-    drop(tx);
-    if let Some(wake) = wake {
-        ready::notify_peer(socket, wake);
-    }
+    wake
 }
 
 /// How long a blocking call may wait, by the socket's own option (SO_RCVTIMEO, SO_SNDTIMEO).

@@ -213,15 +213,22 @@ pub unsafe extern "C" fn epoll_ctl(
     fd: c_int,
     event: *mut epoll_event,
 ) -> c_int {
-    let socket = match operation {
-        libc::EPOLL_CTL_ADD => table::socket(fd).or_else(|| lifecycle::on_epoll_add(fd)),
-        _ => table::socket(fd),
+    let entry = match operation {
+        libc::EPOLL_CTL_ADD => lifecycle::on_epoll_add(fd),
+        _ => table::lookup(fd),
     };
-    match socket {
+    match entry {
         // SAFETY: the caller's arguments, as they are.
-        None => unsafe { real(epoll, operation, fd, event) },
+        Entry::Socket(socket) => unsafe { epoll_ctl_on(socket, real, epoll, operation, fd, event) },
+        Entry::Epoll(inner) => {
+            if operation == libc::EPOLL_CTL_ADD {
+                inner.on_nested();
+            }
+            // SAFETY: likewise.
+            unsafe { real(epoll, operation, fd, event) }
+        }
         // SAFETY: likewise.
-        Some(socket) => unsafe { epoll_ctl_on(socket, real, epoll, operation, fd, event) },
+        _ => unsafe { real(epoll, operation, fd, event) },
     }
 }
 

@@ -353,7 +353,9 @@ fn fit_ring(socket: &'static Socket, consumer: &mut Consumer) {
     let now = consumer.ring_size();
     let max = Library::get().config.ring_max.bytes().min(READING);
     if now < max && !consumer.is_switching() {
-        offer_ring(socket, link, consumer, (now * 4).min(max));
+        // In one step: until the reader has come to a new ring there cannot be a further one, and a
+        // reader that stops in between (both ends may be sending) would leave the sender with that.
+        offer_ring(socket, link, consumer, max);
     }
 }
 

@@ -76,6 +76,8 @@ pub fn on_accept(listener: &'static Listener, fd: c_int, nonblocking: bool) {
     listener.on_accept();
     if let Some(socket) = begin(fd, nonblocking, Direction::Accept) {
         socket.role.store(1, Relaxed);
+        // Its peer asks by the name, also after the program has closed the listening socket.
+        listener.retain();
         socket.listener.store(std::ptr::from_ref(listener).cast_mut(), Relaxed);
         socket.set_stage(Stage::Watching);
     }
@@ -251,6 +253,9 @@ fn forget(socket: &'static Socket) {
     }
     for s in interest.sleepers {
         Library::get().waiters.ring(s.waiter);
+    }
+    if let Some(listener) = socket.take_listener() {
+        listener.release();
     }
     socket.stats.store(std::ptr::null_mut(), Relaxed);
     Library::get().stats.close_stream(socket.slot);

@@ -1,6 +1,7 @@
 //! A listening TCP socket and the service name that goes with it.
 //!
-//! The name lives as long as some process holds the listening socket: forked workers inherit it,
+//! The name lives as long as some process holds the listening socket or a connection accepted on
+//! it: forked workers inherit it,
 //! together with the page that lists the instances which answer behind it.
 
 use std::ffi::c_int;
@@ -21,7 +22,7 @@ use crate::service::Command;
 pub struct Listener {
     name: Lock<Option<names::Listener>>,
     page: Option<PeerPage>,
-    /// Numbers of this process that stand for the socket.
+    /// Numbers of this process that stand for the socket, and connections accepted on it.
     pub fds: AtomicU32,
     /// The service thread of this process answers on the name.
     served: AtomicBool,

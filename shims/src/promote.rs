@@ -159,6 +159,8 @@ fn receive_on_link(socket: &'static Socket) {
         if let Some(stats) = socket.stats() {
             stats.set_rx_path(Path::Shm);
         }
+        // Nobody has armed for what is in the ring already.
+        Library::get().service.submit(Command::notify(socket));
     }
 }
 

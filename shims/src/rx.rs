@@ -102,6 +102,7 @@ unsafe fn scanned(
         }
     }
     socket.leave_rx();
+    promote::readable(socket);
     // Those who found the direction occupied meanwhile look again.
     ready::notify_local(socket);
     errno::set(errno);
@@ -352,7 +353,9 @@ fn fit_ring(socket: &'static Socket, consumer: &mut Consumer) {
     let now = consumer.ring_size();
     let max = Library::get().config.ring_max.bytes().min(READING);
     if now < max && !consumer.is_switching() {
-        offer_ring(socket, link, consumer, (now * 4).min(max));
+        // In one step: until the reader has come to a new ring there cannot be a further one, and a
+        // reader that stops in between (both ends may be sending) would leave the sender with that.
+        offer_ring(socket, link, consumer, max);
     }
 }
 
@@ -459,7 +462,13 @@ unsafe fn from_marked(socket: &'static Socket, fd: c_int, iov: &mut Iov, flags: 
             }
         }
         // SAFETY: by this function's contract.
-        Ahead::Payload { carry, kernel } => unsafe { take_payload(socket, &mut rx, iov, flags, carry, kernel) },
+        Ahead::Payload { carry, kernel } => unsafe {
+            let step = take_payload(socket, &mut rx, iov, flags, carry, kernel);
+            // A marker that was behind it has had its edge at the anchor already: who waits for
+            // edges would not look again.
+            let _ = promote::look_ahead(socket, &mut control, rx, || socket.rx.lock());
+            step
+        },
     }
 }
 

@@ -217,6 +217,18 @@ static FREE: Lock<Vec<&'static Socket>> = Lock::new(Vec::new());
 static SLOTS: AtomicU32 = AtomicU32::new(0);
 
 impl Socket {
+    /// The listener that it was accepted on.
+    pub fn listener(&self) -> Option<&'static Listener> {
+        // SAFETY: null, or a listener, which is never freed.
+        unsafe { self.listener.load(Relaxed).as_ref() }
+    }
+
+    /// As [`Self::listener`], once.
+    pub fn take_listener(&self) -> Option<&'static Listener> {
+        // SAFETY: as there.
+        unsafe { self.listener.swap(std::ptr::null_mut(), Relaxed).as_ref() }
+    }
+
     fn new(slot: u32) -> Self {
         Self {
             tx_mode: AtomicU8::new(mode::TCP),
@@ -293,6 +305,7 @@ impl Socket {
 
     /// Gives the object back. Nothing may lead to it any more but stale pointers, which check.
     pub fn recycle(&'static self) {
+        self.listener.store(std::ptr::null_mut(), Relaxed);
         self.generation.fetch_add(1, AcqRel);
         self.fd.store(-1, Release);
         if let Some(mut free) = FREE.lock() {

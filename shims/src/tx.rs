@@ -87,6 +87,9 @@ pub fn worth_it(socket: &'static Socket) {
     }
     if socket.role() == Role::Connector {
         Library::get().service.promote(socket);
+    } else if let Some(listener) = socket.listener() {
+        // A fork child answers for connections that its parent accepted.
+        listener.on_accept();
     }
     errno::set(errno);
 }

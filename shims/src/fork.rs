@@ -12,6 +12,7 @@ use rdmasock_core::os::memfd::Mapping;
 use rdmasock_core::os::privatefd;
 
 use crate::library::Library;
+use crate::listener::Listener;
 use crate::socket::{self, Socket, Stage, mode};
 use crate::table::{self, Entry};
 
@@ -201,17 +202,23 @@ extern "C" fn child() {
     rdmasock_core::lock::forget_tid();
     let mut kept = [-1; 64];
     let mut n = 0;
-    table::for_each(0..=u32::MAX, |_, entry| match entry {
-        Entry::Listener(listener) => {
-            listener.after_fork();
-            if let (Some(number), Some(slot)) = (listener.name_number(), kept.get_mut(n)) {
-                *slot = number;
-                n += 1;
-            }
+    let mut keep = |listener: &'static Listener| {
+        listener.after_fork();
+        if let Some(number) = listener.name_number().filter(|number| !kept.contains(number))
+            && let Some(slot) = kept.get_mut(n)
+        {
+            *slot = number;
+            n += 1;
         }
+    };
+    table::for_each(0..=u32::MAX, |_, entry| match entry {
+        Entry::Listener(listener) => keep(listener),
         // SAFETY: the only thread of the child.
         Entry::Epoll(epoll) => unsafe { epoll.after_fork() },
         Entry::Socket(socket) => {
+            if let Some(listener) = socket.listener() {
+                keep(listener);
+            }
             // SAFETY: as above.
             unsafe { forget_stream(socket) };
         }
@@ -267,6 +274,7 @@ unsafe fn forget_stream(socket: &'static Socket) {
     socket.watched.store(false, Relaxed);
     socket.link.store(std::ptr::null_mut(), Relaxed);
     socket.stats.store(std::ptr::null_mut(), Relaxed);
+    socket.adopted.store(false, Relaxed);
 }
 
 /// The sockets of this process, for what concerns all of them (exec, exit).

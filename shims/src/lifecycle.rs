@@ -140,6 +140,31 @@ pub fn before_disconnect(fd: c_int) {
     errno::set(errno);
 }
 
+/// A fork child uses a connection that its parent made: it is this instance's from now on, and for
+/// an accepted one this instance answers too.
+#[cold]
+pub fn on_inherited(socket: &'static Socket) {
+    let errno = errno::get();
+    if let Some(library) = Library::ensure()
+        && !socket.adopted.swap(true, Relaxed)
+    {
+        let accepted = socket.role.load(Relaxed) == 1;
+        let info = StreamInfo {
+            fd: socket.fd.load(Relaxed),
+            direction: if accepted { Direction::Accept } else { Direction::Connect },
+            local: None,
+            peer: None,
+            why: Reason::BelowThreshold.into(),
+        };
+        let stats = library.stats.open_stream(socket.slot, &info);
+        socket.stats.store(stats.map_or(std::ptr::null_mut(), |s| std::ptr::from_ref(s).cast_mut()), Relaxed);
+        if let Some(listener) = socket.listener() {
+            listener.on_accept();
+        }
+    }
+    errno::set(errno);
+}
+
 /// Shows the addresses in the statistics, once the connection has proved to last.
 pub fn show_addresses(socket: &'static Socket) {
     if let (Some(stats), Some(fd)) = (socket.stats(), socket.anchor_fd()) {

@@ -65,8 +65,9 @@ pub unsafe fn recv(
 /// Counts what TCP delivered, and begins a promotion at the threshold.
 #[inline]
 pub fn account(socket: &'static Socket, n: u64) {
-    if let Some(stats) = socket.stats() {
-        stats.add_rx_tcp(n);
+    match socket.stats() {
+        Some(stats) => stats.add_rx_tcp(n),
+        None => crate::lifecycle::on_inherited(socket),
     }
     if socket.stage() == Stage::Watching {
         let library = Library::get();

@@ -189,6 +189,8 @@ pub struct Socket {
     pub tx_spin: Spinner,
     /// The listening socket that it was accepted on.
     pub listener: AtomicPtr<Listener>,
+    /// In a fork child: it is this instance's by now.
+    pub adopted: AtomicBool,
     pub control: Lock<Control>,
     pub interest: Lock<Interest>,
     pub slot: u32,
@@ -256,6 +258,7 @@ impl Socket {
             rx_spin: Spinner::new(),
             tx_spin: Spinner::new(),
             listener: AtomicPtr::new(std::ptr::null_mut()),
+            adopted: AtomicBool::new(false),
             control: Lock::new(Control::default()),
             interest: Lock::new(Interest::default()),
             slot,
@@ -296,6 +299,7 @@ impl Socket {
         socket.tries.store(0, Relaxed);
         socket.shown.store(false, Relaxed);
         socket.listener.store(std::ptr::null_mut(), Relaxed);
+        socket.adopted.store(false, Relaxed);
         socket.fd.store(fd, Release);
         let mut control = socket.control.lock()?;
         *control = Control::default();

@@ -67,8 +67,9 @@ fn plain(socket: &'static Socket, real: &impl Fn() -> ssize_t) -> ssize_t {
 /// Counts what TCP took, and begins a promotion at the threshold.
 #[inline]
 pub fn account(socket: &'static Socket, n: u64) {
-    if let Some(stats) = socket.stats() {
-        stats.add_tx_tcp(n);
+    match socket.stats() {
+        Some(stats) => stats.add_tx_tcp(n),
+        None => crate::lifecycle::on_inherited(socket),
     }
     if socket.stage() == Stage::Watching {
         let library = Library::get();

@@ -137,7 +137,8 @@ pub fn set_why(socket: &Socket, reason: Reason) {
     }
 }
 
-fn stop_scan(socket: &'static Socket) {
+/// Nothing more is to be looked for in TCP.
+pub fn stop_scan(socket: &'static Socket) {
     let Some(mut rx) = socket.rx.lock() else { return };
     rx.scan = None;
     // What a call had taken and was held back is data after all; `receive` delivers it.

@@ -264,8 +264,8 @@ fn tag(kind: u64, id: u64) -> u64 {
 enum Peer {
     /// Somebody connected to one of our names.
     Incoming { listener: Option<&'static Listener> },
-    /// We asked there.
-    Asked { request: u64 },
+    /// We asked there, by a service name or an instance's.
+    Asked { request: u64, by_name: bool },
     /// We asked for a link there.
     Linking { peer: InstanceId },
     /// A link's side channel.
@@ -287,7 +287,6 @@ struct Worker {
     conns: HashMap<u64, Conn>,
     next_conn: u64,
     asks: HashMap<u64, ask::Asking>,
-    next_request: u64,
     cache: DestinationCache,
     /// Sockets whose tuple has been looked up.
     tuples: HashMap<Tuple, Ref>,
@@ -328,7 +327,6 @@ impl Worker {
             conns: HashMap::new(),
             next_conn: 1,
             asks: HashMap::new(),
-            next_request: 1,
             cache: DestinationCache::new(4096),
             tuples: HashMap::new(),
             offered: HashMap::new(),
@@ -533,8 +531,8 @@ impl Worker {
         match message {
             M::Ask { request, tuple, nonce_c, instance_c } => self.on_ask(id, request, tuple, nonce_c, instance_c),
             M::Yes { request, nonce_s, instance_s } => self.on_yes(id, request, nonce_s, instance_s),
-            M::No { request, reason } => self.on_no(request, reason),
-            M::Redirect { request, instances } => self.on_redirect(request, instances),
+            M::No { request, reason } => self.on_no(id, request, reason),
+            M::Redirect { request, instances } => self.on_redirect(id, request, instances),
             M::Cancel { nonce_s, .. } => self.on_cancel(nonce_s),
             M::Link { cookie, instance_c, pid, geometry } => self.on_link(id, cookie, instance_c, pid, &geometry, fds),
             M::LinkAccept { instance_s, pid, geometry } => self.on_link_accept(id, instance_s, pid, &geometry, fds),
@@ -555,6 +553,19 @@ impl Worker {
         }
     }
 
+    /// The channel of a link.
+    fn conn_of(&self, link: &'static Link) -> Option<u64> {
+        let found = self.conns.iter().find(|(_, c)| matches!(c.peer, Peer::Link(l) if std::ptr::eq(l, link)));
+        found.map(|(id, _)| *id)
+    }
+
+    /// The other end of a channel does not keep to the protocol.
+    fn violation(&mut self, id: u64) {
+        tracing::warn!(target: "rdmasock", "a peer breaks the protocol");
+        self.library.stats.count(rdmasock_core::stats::Event::LinkViolation);
+        self.hang_up(id, Reason::Violation);
+    }
+
     /// A channel has ended, or is not to be used further.
     fn hang_up(&mut self, id: u64, why: Reason) {
         let Some(conn) = self.conns.remove(&id) else { return };
@@ -563,10 +574,11 @@ impl Worker {
         }
         match conn.peer {
             Peer::Incoming { .. } => {}
-            Peer::Asked { request } => self.on_silence(request),
+            Peer::Asked { request, .. } => self.on_silence(id, request),
             Peer::Linking { peer } => self.link_failed(peer),
             Peer::Link(link) => {
                 let _ = kernel::delete(&self.service.epoll, link.channel().as_fd());
+                self.on_link_silence(id);
                 self.link_down(link, why);
             }
         }
@@ -649,6 +661,7 @@ impl Worker {
             over
         };
         if over {
+            self.forget_asks(socket);
             self.unwatch(socket);
             crate::fork::returned(socket);
         } else {

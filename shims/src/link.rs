@@ -210,21 +210,35 @@ impl Link {
         }
     }
 
-    /// This end is done with its number `mine`; `peer` is the other's, if it was ever known.
+    /// This end is done with its number `mine`; `peer` is the other's. Without one the peer does
+    /// not know of `mine` either.
     pub fn close(&self, mine: Vqpn, peer: Option<Vqpn>, consumer: Option<Consumer>) {
+        let told = match peer {
+            Some(yours) => self.send(&Message::Closed { yours }, &[]).is_ok(),
+            None => true,
+        };
+        let bits = match (peer, told) {
+            (None, _) => done::LOCAL | done::PEER,
+            (_, true) => done::LOCAL,
+            (_, false) => 0,
+        };
+        self.leave(mine, consumer, bits);
+    }
+
+    /// This end is done with its number `mine`, but the peer may be about to use it: what answers
+    /// the OPEN will say.
+    pub fn close_unanswered(&self, mine: Vqpn, consumer: Option<Consumer>) {
+        self.leave(mine, consumer, done::LOCAL);
+    }
+
+    fn leave(&self, mine: Vqpn, consumer: Option<Consumer>, bits: u8) {
         if let Some(slot) = self.streams.get(mine.0 as usize) {
             slot.store(std::ptr::null_mut(), Release);
         }
         if let (Some(consumer), Some(mut inner)) = (consumer, self.inner.lock()) {
             inner.zombies.push((mine.0, consumer.into_regions()));
         }
-        let told = match peer {
-            Some(yours) => self.send(&Message::Closed { yours }, &[]).is_ok(),
-            // The peer never knew of it.
-            None => true,
-        };
-        let bits = if peer.is_none() { done::LOCAL | done::PEER } else { done::LOCAL };
-        if told {
+        if bits != 0 {
             self.mark_done(mine, bits);
         }
         let count = self.count.fetch_sub(1, Relaxed) - 1;

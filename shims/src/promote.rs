@@ -10,7 +10,7 @@ use std::os::fd::BorrowedFd;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
 
 use rdmasock_core::fabric::ring::{End, RxFlags};
-use rdmasock_core::ids::Vqpn;
+use rdmasock_core::ids::{ID_BYTES, Vqpn};
 use rdmasock_core::lock::Guard;
 use rdmasock_core::stats::{Path, Reason};
 use rdmasock_core::stream::handshake::{Closing, Handshake, Role, Step, Steps};
@@ -73,8 +73,8 @@ pub fn run(socket: &'static Socket, control: &mut Control, steps: Steps) {
                 if let Err(reason) = send_open(socket, control) {
                     tracing::debug!(target: "rdmasock::promote", slot = socket.slot, %reason, "cannot open");
                     set_why(socket, reason);
-                    let steps = give_up(control);
-                    run(socket, control, steps);
+                    refuse_open(socket, control);
+                    feed(socket, control, |h| Ok(h.on_open_failed()));
                     return;
                 }
             }
@@ -83,6 +83,12 @@ pub fn run(socket: &'static Socket, control: &mut Control, steps: Steps) {
             }
             Step::WriteAbort => queue_marker(socket, control, &Marker::Abort(wire::Reason::Cancelled), false),
             Step::ReceiveOnLink => receive_on_link(socket),
+            Step::Demote => demote_tx(socket),
+            Step::Drain => {
+                control.handshake = None;
+                socket.set_stage(Stage::Pinned);
+                library.service.submit(Command::settle(socket));
+            }
             Step::Promoted => {
                 control.handshake = None;
                 set_why(socket, Reason::None);
@@ -166,7 +172,7 @@ fn send_open(socket: &'static Socket, control: &mut Control) -> Result<(), Reaso
     };
     let log2 = library.config.ring_min.bytes().trailing_zeros() as u8;
     let (vqpn, consumer, ring) = link.open(socket, log2)?;
-    control.opened = Some(Opened { link, mine: vqpn });
+    control.opened = Some(Opened { link, mine: vqpn, asked: false });
     socket.rx.lock().ok_or(Reason::Resources)?.consumer = Some(consumer);
     let message = match control.peer {
         None => Message::Open {
@@ -178,16 +184,29 @@ fn send_open(socket: &'static Socket, control: &mut Control) -> Result<(), Reaso
         Some(yours) => Message::OpenAck { yours, mine: vqpn, ring },
     };
     link.send(&message, &[]).map_err(|_| Reason::LinkFailed)?;
+    if let Some(opened) = control.opened.as_mut() {
+        opened.asked = control.peer.is_none();
+    }
     if let Some(stats) = socket.stats() {
         stats.set_link(Some(link.slot));
     }
     Ok(())
 }
 
+/// Says that the peer's OPEN, if there was one, is not answered.
+fn refuse_open(socket: &Socket, control: &mut Control) {
+    if let (Some(yours), Some(link)) = (control.peer.take(), socket.link()) {
+        let _ = link.send(&Message::OpenRefuse { yours, reason: wire::Reason::Resources }, &[]);
+    }
+}
+
 /// The peer's OPEN (or its answer to ours) has come: it receives under `vqpn`.
 pub fn on_open(socket: &'static Socket, control: &mut Control, link: &'static Link, vqpn: Vqpn) {
     let Some(producer) = link.producer(vqpn) else { return };
     control.peer = Some(vqpn);
+    if let Some(opened) = control.opened.as_mut() {
+        opened.asked = false;
+    }
     socket.peer_vqpn.store(vqpn.0, Release);
     socket.link.store(std::ptr::from_ref(link).cast_mut(), Release);
     if let Some(mut tx) = socket.tx.lock() {
@@ -271,6 +290,7 @@ pub fn look_ahead<'a>(
     relock: impl Fn() -> Option<Guard<'a, Rx>>,
 ) -> Option<(Ahead, Guard<'a, Rx>)> {
     let mut buf = [0u8; MAX_MARKER + PEEK];
+    let mut over = false;
     loop {
         if socket.rx_mode.load(Acquire) != mode::MARKED {
             return Some((Ahead::Changed, guard));
@@ -284,11 +304,11 @@ pub fn look_ahead<'a>(
         front.copy_from_slice(guard.carry.get(..carried)?);
         let Some(fd) = socket.anchor_fd() else { return Some((Ahead::Ended, guard)) };
         let peeked = match rustix::net::recv(fd, &mut rest[..PEEK], RecvFlags::PEEK | RecvFlags::DONTWAIT) {
-            Ok((_, 0)) if carried == 0 => return Some((Ahead::Ended, guard)),
+            Ok((_, 0)) if carried == 0 => return ended(socket, control, guard, relock),
             Ok((_, n)) => n.min(PEEK),
             Err(rustix::io::Errno::AGAIN) => 0,
             Err(rustix::io::Errno::INTR) => continue,
-            Err(_) => return Some((Ahead::Ended, guard)),
+            Err(_) => return ended(socket, control, guard, relock),
         };
         let Some(nonce) = guard.scan else {
             // No longer scanning, only the carry is left to deliver.
@@ -304,7 +324,24 @@ pub fn look_ahead<'a>(
             return Some((Ahead::Payload { carry, kernel: seen.payload - carry }, guard));
         }
         let (marker, len) = match seen.what {
-            Found::Payload | Found::PartialMarker { .. } => return Some((Ahead::Nothing, guard)),
+            Found::Payload => return Some((Ahead::Nothing, guard)),
+            // P34: if TCP ends here it will not become a marker. Looks again after having seen the
+            // end, so that all that precedes it is there.
+            Found::PartialMarker { have } if over => {
+                if have < ID_BYTES {
+                    let carry = have.min(carried);
+                    return Some((Ahead::Payload { carry, kernel: have - carry }, guard));
+                }
+                take(&mut guard, fd, have);
+                continue;
+            }
+            Found::PartialMarker { .. } => {
+                over = ready::kernel(socket, rustix::event::PollFlags::RDHUP) & ready::ENDED != 0;
+                if over {
+                    continue;
+                }
+                return Some((Ahead::Nothing, guard));
+            }
             Found::Marker { marker, len } => (Some(marker), len),
             Found::Bad { error, len } => {
                 tracing::warn!(target: "rdmasock::promote", slot = socket.slot, %error, "bad marker");
@@ -316,6 +353,20 @@ pub fn look_ahead<'a>(
         on_marker(socket, control, marker);
         guard = relock()?;
     }
+}
+
+/// TCP has ended in this direction: no marker comes any more.
+fn ended<'a>(
+    socket: &'static Socket,
+    control: &mut Control,
+    guard: Guard<'a, Rx>,
+    relock: impl Fn() -> Option<Guard<'a, Rx>>,
+) -> Option<(Ahead, Guard<'a, Rx>)> {
+    drop(guard);
+    feed(socket, control, |h| Ok(h.on_end()));
+    let guard = relock()?;
+    let scanning = socket.rx_mode.load(Acquire) == mode::MARKED;
+    Some((if scanning { Ahead::Ended } else { Ahead::Changed }, guard))
 }
 
 /// Takes `len` bytes of marker from the carry and the kernel.
@@ -346,10 +397,7 @@ fn on_marker(socket: &'static Socket, control: &mut Control, marker: Option<Mark
             tracing::debug!(target: "rdmasock::promote", slot = socket.slot, %reason, "peer aborts");
             feed(socket, control, |h| h.on_closing(Closing::Abort));
         }
-        None => {
-            let steps = give_up(control);
-            run(socket, control, steps);
-        }
+        None => feed(socket, control, |h| Ok(h.on_bad_marker())),
     }
 }
 
@@ -507,14 +555,19 @@ pub fn resend(socket: &'static Socket, from: u64) {
     flush(socket);
 }
 
-/// Moves our sending direction back to TCP: what is on the link stays there and comes first.
+/// Moves our sending direction back to TCP: what is on the link stays there and comes first. If
+/// its SWITCH is still to be written, that leads the peer to an empty link.
 pub fn demote_tx(socket: &'static Socket) {
     let Some(mut tx) = socket.tx.lock() else { return };
-    if socket.tx_mode.load(Acquire) != mode::LINK {
+    let switching = std::mem::take(&mut tx.then_link);
+    let on_link = socket.tx_mode.load(Acquire) == mode::LINK;
+    if !on_link && !switching {
         return;
     }
     let wake = tx.producer.as_mut().map(|p| p.end(End::Demote));
-    socket.tx_mode.store(mode::TCP, SeqCst);
+    if on_link {
+        socket.tx_mode.store(mode::TCP, SeqCst);
+    }
     if let Some(stats) = socket.stats() {
         stats.set_tx_path(Path::Tcp);
     }
@@ -544,8 +597,10 @@ pub fn close_stream(socket: &'static Socket, control: &mut Control) {
         tx.producer = None;
     }
     let peer = control.peer.take();
-    if let Some(opened) = control.opened.take() {
-        opened.link.close(opened.mine, peer, consumer);
+    match control.opened.take() {
+        Some(Opened { link, mine, asked: true }) => link.close_unanswered(mine, consumer),
+        Some(Opened { link, mine, .. }) => link.close(mine, peer, consumer),
+        None => {}
     }
     socket.link.store(std::ptr::null_mut(), Relaxed);
     control.asked_back = false;

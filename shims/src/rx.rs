@@ -1,6 +1,7 @@
 //! Receiving: from what the direction runs on into the program's buffers.
 
 use std::ffi::c_int;
+use std::ops::ControlFlow::{self, Break, Continue};
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 
 use libc::ssize_t;
@@ -36,10 +37,11 @@ const SERVED: c_int = libc::MSG_DONTWAIT
 pub unsafe fn recv(
     socket: &'static Socket,
     fd: c_int,
-    iov: Iov,
+    mut iov: Iov,
     flags: c_int,
     real: impl Fn() -> ssize_t,
 ) -> ssize_t {
+    let mut got = 0;
     if socket.rx_mode.load(Acquire) == mode::TCP && socket.enter_rx() {
         let n = real();
         if !socket.rx_was_marked() {
@@ -50,12 +52,14 @@ pub unsafe fn recv(
             return n;
         }
         // SAFETY: by this function's contract.
-        if let Some(n) = unsafe { scanned(socket, iov, flags, n) } {
-            return n;
+        match unsafe { scanned(socket, iov, flags, n) } {
+            Break(n) => return n,
+            Continue(n) => got = n,
         }
+        iov.advance(got);
     }
     // SAFETY: by this function's contract.
-    unsafe { recv_slow(socket, fd, iov, flags, real) }
+    unsafe { recv_slow(socket, fd, iov, flags, got, real) }
 }
 
 /// Counts what TCP delivered, and begins a promotion at the threshold.
@@ -72,10 +76,17 @@ pub fn account(socket: &'static Socket, n: u64) {
     }
 }
 
-/// A scan began while the call was in the kernel: what it brought may hold markers. `None` if
-/// nothing is left for the program and it has to wait on.
+/// A scan began while the call was in the kernel: what it brought may hold markers. `Break`
+/// is the result of the call; `Continue` if it has to go on because the markers have taken the place
+/// of bytes for the program, with how many of those it has.
 #[cold]
-unsafe fn scanned(socket: &'static Socket, mut iov: Iov, flags: c_int, n: ssize_t) -> Option<ssize_t> {
+unsafe fn scanned(
+    socket: &'static Socket,
+    mut iov: Iov,
+    flags: c_int,
+    n: ssize_t,
+) -> ControlFlow<ssize_t, usize> {
+    let whole = iov.len() as ssize_t;
     let errno = errno::get();
     let peeked = flags & libc::MSG_PEEK != 0;
     let mut kept = n;
@@ -96,17 +107,18 @@ unsafe fn scanned(socket: &'static Socket, mut iov: Iov, flags: c_int, n: ssize_
     errno::set(errno);
     if n > 0 && peeked {
         // Peeked bytes are still there to be looked at in order.
-        return None;
-    }
-    if n > 0 && kept == 0 {
-        return None;
+        return Continue(0);
     }
     if kept > 0
         && let Some(stats) = socket.stats()
     {
         stats.add_rx_tcp(kept as u64);
     }
-    Some(kept)
+    let wants_all = flags & libc::MSG_WAITALL != 0 && n == whole;
+    if kept < n && (kept == 0 || wants_all) {
+        return Continue(kept as usize);
+    }
+    Break(kept)
 }
 
 enum Step {
@@ -127,6 +139,7 @@ unsafe fn recv_slow(
     fd: c_int,
     mut iov: Iov,
     flags: c_int,
+    mut got: usize,
     real: impl Fn() -> ssize_t,
 ) -> ssize_t {
     crate::fork::reclaim(socket);
@@ -145,8 +158,7 @@ unsafe fn recv_slow(
     }
     let peek = flags & libc::MSG_PEEK != 0;
     let all = flags & libc::MSG_WAITALL != 0;
-    let whole = iov.len();
-    let mut got = 0usize;
+    let whole = got + iov.len();
     let mut patience = wait::Patience::default();
     loop {
         let mode = socket.rx_mode.load(Acquire);
@@ -196,9 +208,11 @@ unsafe fn recv_slow(
                         return n;
                     }
                     // SAFETY: as above.
-                    if let Some(n) = unsafe { scanned(socket, iov, flags, n) } {
-                        return n;
+                    match unsafe { scanned(socket, iov, flags, n) } {
+                        Break(n) => return n,
+                        Continue(n) => got = n,
                     }
+                    iov.advance(got);
                 }
             }
             Step::Empty => {

@@ -109,6 +109,8 @@ pub struct Opened {
     pub link: &'static Link,
     /// Our number for the stream.
     pub mine: Vqpn,
+    /// OPEN is out and not answered yet.
+    pub asked: bool,
 }
 
 /// An epoll set that a number of this socket is in.

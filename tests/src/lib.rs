@@ -11,9 +11,11 @@
 #[macro_use]
 pub mod sys;
 pub mod addr;
+pub mod conformance;
 pub mod ctx;
 pub mod data;
 pub mod dialogue;
 pub mod harness;
 pub mod observe;
+pub mod pair;
 pub mod scenarios;

@@ -10,14 +10,23 @@
 //! ```
 //!
 //! From the moment an end has let a HELLO of its own go, each end writes exactly one closing
-//! marker, SWITCH or ABORT, and reads (scans) until it has got the other's. So the window in
-//! which TCP is scanned always ends with a definite event, and neither end can take a marker for
-//! data or data for a marker.
+//! marker, SWITCH or ABORT, and reads (scans) until it has got the other's or the end of TCP. So
+//! the window in which TCP is scanned always ends with a definite event, and neither end can take
+//! a marker for data or data for a marker.
+//!
+//! The two closing markers cross, so they may differ:
+//!
+//! | written | read   | what this end does                                                       |
+//! |---------|--------|--------------------------------------------------------------------------|
+//! | SWITCH  | SWITCH | both directions are on the link                                          |
+//! | SWITCH  | ABORT  | demotes its direction at once; the other drains the link, then reads TCP |
+//! | ABORT   | SWITCH | drains the link up to the DEMOTE that its ABORT leads to                 |
+//! | ABORT   | ABORT  | both directions stay on TCP                                              |
 
 use crate::ids::{InstanceId, Nonce};
 
 /// Which end of the TCP connection this is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Role {
     /// The end that called connect().
     Connector,
@@ -26,7 +35,7 @@ pub enum Role {
 }
 
 /// How an end closes its side of the handshake in TCP.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Closing {
     /// The next byte of this direction is on the link.
     Switch,
@@ -35,7 +44,7 @@ pub enum Closing {
 }
 
 /// Where the attempt stands.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Phase {
     /// Connector: ASK is out.
     Asked,
@@ -52,7 +61,7 @@ pub enum Phase {
 }
 
 /// What the caller has to do next, in the order given.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Step {
     /// From now on look for markers in what TCP delivers.
     StartScan,
@@ -64,7 +73,8 @@ pub enum Step {
     WriteHello,
     /// Get the link to this instance (the one there is, or a new one).
     NeedLink(InstanceId),
-    /// Send OPEN on the link, with a ring to receive into.
+    /// Send OPEN on the link, with a ring to receive into. If that cannot be done, feed
+    /// [`Handshake::on_open_failed`] and carry out its steps in place of those after this one.
     SendOpen,
     /// Write SWITCH in TCP; the next byte of this direction is on the link.
     WriteSwitch,
@@ -72,8 +82,13 @@ pub enum Step {
     WriteAbort,
     /// The other's next byte is on the link.
     ReceiveOnLink,
+    /// Mark the end of our direction on the link, even if SWITCH is not out yet: the byte after
+    /// SWITCH and after what the link got is on TCP.
+    Demote,
     /// Over: both directions are on the link.
     Promoted,
+    /// Over: ours is on TCP as before; the other's is once the link is read up to its end mark.
+    Drain,
     /// Over: both directions are on TCP as before.
     Abandoned,
 }
@@ -90,12 +105,14 @@ pub enum Misplaced {
 pub type Steps = Vec<Step>;
 
 /// One attempt to promote one connection.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Handshake {
     role: Role,
     mine: Nonce,
     theirs: Option<Nonce>,
     phase: Phase,
+    /// OPEN is out, so the other may switch.
+    opened: bool,
     sent: Option<Closing>,
     got: Option<Closing>,
 }
@@ -108,6 +125,7 @@ impl Handshake {
             mine,
             theirs: None,
             phase: Phase::Asked,
+            opened: false,
             sent: None,
             got: None,
         }
@@ -120,6 +138,7 @@ impl Handshake {
             mine,
             theirs: Some(theirs),
             phase: Phase::Offered,
+            opened: false,
             sent: None,
             got: None,
         };
@@ -207,23 +226,33 @@ impl Handshake {
             return Ok(Steps::new());
         }
         self.phase = Phase::Opening;
+        self.opened = true;
         Ok(vec![Step::SendOpen])
     }
 
-    /// OPEN with both nonces right: the other end can receive on the link.
+    /// OPEN with both nonces right: the other end can receive on the link. Without effect on an
+    /// end that has aborted meanwhile: if that is the acceptor, it is to be refused.
     pub fn on_open(&mut self) -> Result<Steps, Misplaced> {
+        if self.sent == Some(Closing::Abort) {
+            return Ok(Steps::new());
+        }
         if self.phase != Phase::Opening || self.sent.is_some() {
             return Err(Misplaced::Peer("OPEN"));
         }
-        self.phase = Phase::Closing;
-        self.sent = Some(Closing::Switch);
         let mut steps = Steps::new();
         if self.role == Role::Acceptor {
+            self.opened = true;
             steps.push(Step::SendOpen);
         }
-        steps.push(Step::WriteSwitch);
-        self.finish(&mut steps);
+        self.close(Closing::Switch, &mut steps);
         Ok(steps)
+    }
+
+    /// [`Step::SendOpen`] could not be carried out, nor were the steps after it.
+    pub fn on_open_failed(&mut self) -> Steps {
+        self.opened = false;
+        self.sent = None;
+        self.give_up()
     }
 
     /// This end cannot or will not go on (no link, no memory, time-out). Before anything is in
@@ -236,51 +265,95 @@ impl Handshake {
             // Closed already, or only the connector can end this phase.
             return Steps::new();
         }
-        self.phase = Phase::Closing;
-        self.sent = Some(Closing::Abort);
-        let mut steps = vec![Step::WriteAbort];
-        self.finish(&mut steps);
+        let mut steps = Steps::new();
+        self.close(Closing::Abort, &mut steps);
         steps
+    }
+
+    /// A marker that cannot be understood was found in TCP. Whoever wrote it has begun, so it
+    /// is owed an answer in every phase.
+    pub fn on_bad_marker(&mut self) -> Steps {
+        if self.phase == Phase::Offered {
+            self.phase = Phase::Opening;
+        }
+        self.give_up()
     }
 
     /// The other's closing marker was found in TCP.
     pub fn on_closing(&mut self, closing: Closing) -> Result<Steps, Misplaced> {
-        let too_early = match self.role {
-            // Its HELLO comes first, and the other switches only after our OPEN.
-            Role::Connector => match closing {
-                Closing::Switch => !matches!(self.phase, Phase::Opening | Phase::Closing),
-                Closing::Abort => matches!(self.phase, Phase::Asked),
-            },
-            Role::Acceptor => match closing {
-                Closing::Switch => self.sent != Some(Closing::Switch),
-                Closing::Abort => false,
-            },
-        };
-        if self.got.is_some() || too_early || (closing == Closing::Switch && self.sent == Some(Closing::Abort)) {
+        // The other switches only once it has our OPEN; the acceptor's comes with its own SWITCH.
+        let too_early = closing == Closing::Switch
+            && match self.role {
+                Role::Connector => !self.opened,
+                Role::Acceptor => self.sent != Some(Closing::Switch),
+            };
+        if self.got.is_some() || too_early || self.phase == Phase::Asked {
             return Err(Misplaced::Peer("a closing marker"));
         }
+        Ok(self.closed_by_peer(closing))
+    }
+
+    /// TCP has ended in the other's direction: no marker will come any more.
+    pub fn on_end(&mut self) -> Steps {
+        if self.got.is_some() || self.phase == Phase::Asked {
+            return Steps::new();
+        }
+        if self.phase == Phase::Offered {
+            return vec![Step::StopScan, Step::Abandoned];
+        }
+        self.closed_by_peer(Closing::Abort)
+    }
+
+    /// Our own direction of TCP ended before a byte of [`Step::WriteHello`] was in it, so the
+    /// acceptor will not answer. (What follows HELLO may be dropped then without a word: to the
+    /// other the end of TCP is an ABORT.)
+    pub fn on_hello_unwritten(&mut self) -> Steps {
+        if self.phase == Phase::Greeted {
+            vec![Step::StopScan, Step::Abandoned]
+        } else {
+            Steps::new()
+        }
+    }
+
+    fn closed_by_peer(&mut self, closing: Closing) -> Steps {
         self.got = Some(closing);
         let mut steps = vec![Step::StopScan];
         if closing == Closing::Switch {
             steps.push(Step::ReceiveOnLink);
-        } else if self.sent.is_none() {
-            self.phase = Phase::Closing;
-            self.sent = Some(Closing::Abort);
-            // An acceptor that has not greeted owes the connector an answer too: it scans for one.
-            steps.push(Step::WriteAbort);
         }
-        self.finish(&mut steps);
-        Ok(steps)
+        if self.sent.is_none() && closing == Closing::Abort {
+            self.close(Closing::Abort, &mut steps);
+        } else {
+            self.finish(&mut steps);
+        }
+        steps
+    }
+
+    fn close(&mut self, closing: Closing, steps: &mut Steps) {
+        self.phase = Phase::Closing;
+        self.sent = Some(closing);
+        steps.push(match closing {
+            Closing::Switch => Step::WriteSwitch,
+            Closing::Abort => Step::WriteAbort,
+        });
+        self.finish(steps);
     }
 
     fn finish(&self, steps: &mut Steps) {
+        use Closing::{Abort, Switch};
         match (self.sent, self.got) {
-            (Some(Closing::Switch), Some(Closing::Switch)) => steps.push(Step::Promoted),
-            (Some(_), Some(_)) => steps.push(Step::Abandoned),
+            (Some(Switch), Some(Switch)) => steps.push(Step::Promoted),
+            (Some(Switch), Some(Abort)) => steps.extend([Step::Demote, Step::Abandoned]),
+            (Some(Abort), Some(Switch)) => steps.push(Step::Drain),
+            (Some(Abort), Some(Abort)) => steps.push(Step::Abandoned),
             _ => {}
         }
     }
 }
+
+#[cfg(test)]
+#[path = "handshake_explore.rs"]
+mod explore;
 
 #[cfg(test)]
 mod tests {
@@ -360,5 +433,50 @@ mod tests {
         assert!(c.on_closing(Closing::Switch).is_err());
         s.on_hello(id()).unwrap();
         assert!(s.on_closing(Closing::Switch).is_err());
+    }
+
+    #[test]
+    fn an_abort_that_crosses_a_switch_demotes_the_switched_direction() {
+        let (mut c, mut s) = pair();
+        c.on_yes(s.mine()).unwrap();
+        s.on_hello(id()).unwrap();
+        c.on_hello(id()).unwrap();
+        c.on_link_up().unwrap();
+        assert_eq!(s.on_open(), Ok(vec![Step::SendOpen, Step::WriteSwitch]));
+        assert_eq!(c.give_up(), [Step::WriteAbort]);
+        assert_eq!(c.on_open(), Ok(vec![]), "its answer to our OPEN comes too late");
+        assert_eq!(c.on_closing(Closing::Switch), Ok(vec![Step::StopScan, Step::ReceiveOnLink, Step::Drain]));
+        assert_eq!(s.on_closing(Closing::Abort), Ok(vec![Step::StopScan, Step::Demote, Step::Abandoned]));
+    }
+
+    #[test]
+    fn an_acceptor_that_cannot_answer_open_aborts() {
+        let (mut c, mut s) = pair();
+        c.on_yes(s.mine()).unwrap();
+        s.on_hello(id()).unwrap();
+        c.on_hello(id()).unwrap();
+        c.on_link_up().unwrap();
+        s.on_open().unwrap();
+        assert_eq!(s.on_open_failed(), [Step::WriteAbort]);
+        assert_eq!(c.on_closing(Closing::Abort), Ok(vec![Step::StopScan, Step::WriteAbort, Step::Abandoned]));
+        assert_eq!(s.on_closing(Closing::Abort), Ok(vec![Step::StopScan, Step::Abandoned]));
+    }
+
+    #[test]
+    fn the_end_of_tcp_closes_for_the_other() {
+        let (mut c, mut s) = pair();
+        assert!(c.on_end().is_empty(), "nothing is in TCP yet");
+        c.on_yes(s.mine()).unwrap();
+        assert_eq!(s.clone().on_end(), [Step::StopScan, Step::Abandoned]);
+        s.on_hello(id()).unwrap();
+        assert_eq!(c.on_end(), [Step::StopScan, Step::WriteAbort, Step::Abandoned]);
+        assert_eq!(s.on_end(), [Step::StopScan, Step::WriteAbort, Step::Abandoned]);
+    }
+
+    #[test]
+    fn an_offerer_that_cannot_read_the_greeting_says_so() {
+        let (_, mut s) = pair();
+        assert_eq!(s.on_bad_marker(), [Step::WriteAbort]);
+        assert_eq!(s.on_closing(Closing::Abort), Ok(vec![Step::StopScan, Step::Abandoned]));
     }
 }

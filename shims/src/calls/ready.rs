@@ -213,7 +213,11 @@ pub unsafe extern "C" fn epoll_ctl(
     fd: c_int,
     event: *mut epoll_event,
 ) -> c_int {
-    match table::lookup(fd) {
+    let entry = match operation {
+        libc::EPOLL_CTL_ADD => lifecycle::on_epoll_add(fd),
+        _ => table::lookup(fd),
+    };
+    match entry {
         // SAFETY: the caller's arguments, as they are.
         Entry::Socket(socket) => unsafe { epoll_ctl_on(socket, real, epoll, operation, fd, event) },
         Entry::Epoll(inner) => {

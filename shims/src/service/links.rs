@@ -220,14 +220,22 @@ impl Worker {
                     && control.peer.is_none()
                 {
                     promote::on_open(socket, &mut control, link, mine);
+                } else {
+                    // We have left since: the peer's number is free once it has heard so.
+                    let _ = link.send(&Message::Closed { yours: mine }, &[]);
                 }
             }
             Message::OpenRefuse { yours, .. } => {
                 if let Some(socket) = link.socket(yours)
                     && let Some(mut control) = socket.control.lock()
                 {
+                    if let Some(opened) = control.opened.as_mut().filter(|o| o.mine == yours) {
+                        opened.asked = false;
+                    }
                     let steps = promote::give_up(&mut control);
                     promote::run(socket, &mut control, steps);
+                } else {
+                    link.on_closed(yours);
                 }
             }
             Message::DemoteRequest { yours, resend_from } => {
@@ -284,14 +292,16 @@ impl Worker {
                 }
                 promote::set_why(socket, why);
             }
-            if let Some(mut tx) = socket.tx.lock()
-                && socket.tx_mode.load(Acquire) == mode::LINK
-            {
-                let unread = tx.producer.take().is_some_and(|p| p.is_unread());
-                if unread && why == Reason::PeerGone {
-                    socket.lost_unread.store(true, SeqCst);
+            if let Some(mut tx) = socket.tx.lock() {
+                // A SWITCH that is still to be written leads the peer to a link that is over.
+                tx.then_link = false;
+                if socket.tx_mode.load(Acquire) == mode::LINK {
+                    let unread = tx.producer.take().is_some_and(|p| p.is_unread());
+                    if unread && why == Reason::PeerGone {
+                        socket.lost_unread.store(true, SeqCst);
+                    }
+                    socket.tx_mode.store(mode::TCP, SeqCst);
                 }
-                socket.tx_mode.store(mode::TCP, SeqCst);
             }
             // What the peer had written is still to be read; `leave_link_at_end` goes on from there.
             crate::rx::leave_link_at_end(socket);

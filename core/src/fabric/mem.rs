@@ -1,0 +1,464 @@
+//! The `mem` fabric, for tests: a link within one process, with a side channel under a virtual
+//! clock, and channels whose faults are scripted ([`Medium`]).
+//!
+//! Arenas, ready queues and rings are those of the shm fabric, over any [`Memory`]: the heap, or
+//! mapped files. Not for production; built for tests and with the feature `mem`.
+
+use std::alloc::{Layout as AllocLayout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::collections::{BTreeMap, VecDeque};
+use std::fmt;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use super::arena::Arena;
+use super::layout::{self, Layout, MAX_RING_LOG2, MAX_STREAMS, PAGE, READY_QUEUES, Region};
+use super::ready::{ReadyCursor, ReadyQueue, RungMark, SleepFlag};
+use super::ring::{Consumer, DataArea, DirectionBlock, Producer, Wake};
+use super::{Capabilities, LinkEnd, OpenError, Opened, SendError};
+use crate::ids::Vqpn;
+use crate::os::memfd::Mapping;
+use crate::wire::{MAX_MESSAGE, Message, RingOffer};
+
+/// A test that failed under a lock has failed; the others may go on.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Virtual time, shared by all who hold a copy.
+#[derive(Clone, Debug, Default)]
+pub struct Clock(Arc<AtomicU64>);
+
+impl Clock {
+    /// Now, in µs since the test began.
+    pub fn now(&self) -> u64 {
+        self.0.load(Ordering::SeqCst)
+    }
+
+    /// Lets `us` pass.
+    pub fn advance(&self, us: u64) {
+        self.0.fetch_add(us, Ordering::SeqCst);
+    }
+}
+
+/// What becomes of a message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fate {
+    /// Arrives after this many µs.
+    Arrive(u64),
+    /// Never arrives.
+    Lose,
+    /// Arrives after each of these many µs.
+    Twice(u64, u64),
+}
+
+/// One direction of a channel of messages, encoded, under a virtual clock.
+#[derive(Debug)]
+pub struct Medium {
+    clock: Clock,
+    reliable: bool,
+    queue: Mutex<Queue>,
+}
+
+#[derive(Debug, Default)]
+struct Queue {
+    script: VecDeque<Fate>,
+    /// By when they arrive, then by when they were sent.
+    messages: BTreeMap<(u64, u64), Vec<u8>>,
+    sent: u64,
+    latest: u64,
+}
+
+impl Medium {
+    /// Like SEQPACKET: delays do not change the order, nothing is lost or repeated.
+    pub fn reliable(clock: &Clock) -> Self {
+        Self { clock: clock.clone(), reliable: true, queue: Mutex::default() }
+    }
+
+    /// Like UDP: anything may happen.
+    pub fn datagrams(clock: &Clock) -> Self {
+        Self { clock: clock.clone(), reliable: false, queue: Mutex::default() }
+    }
+
+    /// The fates of the next messages; those after them arrive at once.
+    pub fn script(&self, fates: impl IntoIterator<Item = Fate>) {
+        lock(&self.queue).script.extend(fates);
+    }
+
+    /// Sends.
+    pub fn send(&self, message: &Message) -> Result<(), SendError> {
+        let mut buf = [0u8; MAX_MESSAGE];
+        let bytes = message.encode(&mut buf).map_err(|_| SendError::Encoding)?;
+        let mut queue = lock(&self.queue);
+        let delays = match queue.script.pop_front() {
+            None => [Some(0), None],
+            Some(Fate::Arrive(us)) => [Some(us), None],
+            Some(Fate::Lose) => [self.reliable.then_some(0), None],
+            Some(Fate::Twice(a, b)) => [Some(a), (!self.reliable).then_some(b)],
+        };
+        for delay in delays.into_iter().flatten() {
+            let mut due = self.clock.now() + delay;
+            if self.reliable {
+                due = due.max(queue.latest);
+                queue.latest = due;
+            }
+            queue.sent += 1;
+            let at = (due, queue.sent);
+            queue.messages.insert(at, bytes.to_vec());
+        }
+        Ok(())
+    }
+
+    /// The next message that has arrived.
+    pub fn recv(&self) -> Option<Message> {
+        let mut queue = lock(&self.queue);
+        let first = queue.messages.first_entry()?;
+        if first.key().0 > self.clock.now() {
+            return None;
+        }
+        Message::decode(&first.remove()).ok()
+    }
+
+    /// When the next message arrives, in µs; `None` if none is under way.
+    pub fn next_arrival(&self) -> Option<u64> {
+        lock(&self.queue).messages.first_key_value().map(|(at, _)| at.0)
+    }
+}
+
+/// Memory that both ends of a link reach.
+pub trait Memory {
+    /// The first byte, aligned to a page, zeroed in the beginning; the same for the value's life,
+    /// and not accessed through references.
+    fn base(&self) -> *mut u8;
+    /// How many there are.
+    fn bytes(&self) -> usize;
+}
+
+impl Memory for Mapping {
+    fn base(&self) -> *mut u8 {
+        self.as_ptr()
+    }
+
+    fn bytes(&self) -> usize {
+        self.bytes()
+    }
+}
+
+/// Zeroed pages on the heap.
+#[derive(Debug)]
+pub struct Heap {
+    start: NonNull<u8>,
+    layout: AllocLayout,
+}
+
+// SAFETY: owns its memory, which this type itself does not read or write.
+unsafe impl Send for Heap {}
+// SAFETY: as above.
+unsafe impl Sync for Heap {}
+
+impl Heap {
+    /// This many bytes; `None` if that is no size.
+    pub fn new(bytes: usize) -> Option<Self> {
+        let layout = AllocLayout::from_size_align(bytes.max(1), PAGE).ok()?;
+        // SAFETY: the size is not zero.
+        let start = unsafe { alloc_zeroed(layout) };
+        let start = NonNull::new(start).unwrap_or_else(|| handle_alloc_error(layout));
+        Some(Self { start, layout })
+    }
+}
+
+impl Drop for Heap {
+    fn drop(&mut self) {
+        // SAFETY: allocated with this layout in `new`.
+        unsafe { dealloc(self.start.as_ptr(), self.layout) };
+    }
+}
+
+impl Memory for Arc<Heap> {
+    fn base(&self) -> *mut u8 {
+        self.start.as_ptr()
+    }
+
+    fn bytes(&self) -> usize {
+        self.layout.size()
+    }
+}
+
+/// One arena, as one end reaches it.
+struct Side<M> {
+    memory: M,
+    layout: Layout,
+}
+
+impl<M: Memory> Side<M> {
+    fn at(&self, offset: usize) -> *mut u8 {
+        self.memory.base().wrapping_add(offset)
+    }
+
+    fn area(&self) -> DataArea {
+        // SAFETY: `pair` has checked that the memory is as long as the layout says. Whoever has a
+        // cursor keeps the end for longer (see `pair`).
+        unsafe { DataArea::new(self.at(layout::DATA_OFFSET), self.layout.data_len()) }
+    }
+
+    fn block(&self, vqpn: Vqpn) -> Option<NonNull<DirectionBlock>> {
+        NonNull::new(self.at(layout::block_offset(vqpn.0)?).cast())
+    }
+
+    fn queue(&self, waiter: u32) -> Option<&ReadyQueue> {
+        let offset = layout::ready_offset(waiter)?;
+        // SAFETY: inside the memory, aligned (layout), only atomics, there as long as `self`.
+        Some(unsafe { &*self.at(offset).cast::<ReadyQueue>() })
+    }
+}
+
+/// The waiters of one end: what its eventfds and its page of flags are to a real one.
+#[derive(Debug)]
+struct Waiters(Vec<(SleepFlag, AtomicBool)>);
+
+impl Waiters {
+    fn new() -> Self {
+        Self((0..READY_QUEUES).map(|_| Default::default()).collect())
+    }
+
+    fn get(&self, waiter: u32) -> Option<&(SleepFlag, AtomicBool)> {
+        self.0.get(waiter as usize)
+    }
+}
+
+#[derive(Debug)]
+struct Numbers {
+    arena: Arena,
+    next: u32,
+    free: Vec<u32>,
+    /// Who is done, and the rings to be freed when both are.
+    used: BTreeMap<u32, Used>,
+}
+
+#[derive(Debug, Default)]
+struct Used {
+    left: bool,
+    peer_left: bool,
+    rings: Vec<Region>,
+}
+
+impl Numbers {
+    fn done(&mut self, number: u32, change: impl FnOnce(&mut Used)) {
+        let Some(used) = self.used.get_mut(&number) else { return };
+        change(used);
+        if used.left
+            && used.peer_left
+            && let Some(used) = self.used.remove(&number)
+        {
+            used.rings.into_iter().for_each(|r| self.arena.free(r));
+            self.free.push(number);
+        }
+    }
+}
+
+/// One end of a link within the process.
+pub struct End<M> {
+    mine: Side<M>,
+    theirs: Side<M>,
+    outgoing: Arc<Medium>,
+    incoming: Arc<Medium>,
+    waiters: Arc<Waiters>,
+    peers: Arc<Waiters>,
+    marks: Vec<RungMark>,
+    cursors: Vec<Mutex<ReadyCursor>>,
+    numbers: Mutex<Numbers>,
+    up: Arc<AtomicBool>,
+}
+
+impl<M> fmt::Debug for End<M> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("End").field("numbers", &self.numbers).finish_non_exhaustive()
+    }
+}
+
+/// The two ends of a link whose arenas have `data_bytes` each; `None` if no arena has that size.
+/// Cursors made by an end must not outlive it.
+pub fn heap_pair(data_bytes: u64, clock: &Clock) -> Option<[End<Arc<Heap>>; 2]> {
+    let layout = Layout::for_data(data_bytes)?;
+    let heap = || Heap::new(layout.file_len() as usize).map(Arc::new);
+    let (a, b) = (heap()?, heap()?);
+    pair(layout, [a.clone(), a], [b.clone(), b], clock)
+}
+
+/// As [`heap_pair`], over two arenas `a` and `b` of this layout, each as the first and as the second
+/// end reach it; `None` if one is too small.
+pub fn pair<M: Memory>(layout: Layout, a: [M; 2], b: [M; 2], clock: &Clock) -> Option<[End<M>; 2]> {
+    if a.iter().chain(&b).any(|m| (m.bytes() as u64) < layout.file_len()) {
+        return None;
+    }
+    let media = [Arc::new(Medium::reliable(clock)), Arc::new(Medium::reliable(clock))];
+    let waiters = [Arc::new(Waiters::new()), Arc::new(Waiters::new())];
+    let up = Arc::new(AtomicBool::new(true));
+    let end = |mine, theirs, me: usize, you: usize| End {
+        mine: Side { memory: mine, layout },
+        theirs: Side { memory: theirs, layout },
+        outgoing: Arc::clone(&media[me]),
+        incoming: Arc::clone(&media[you]),
+        waiters: Arc::clone(&waiters[me]),
+        peers: Arc::clone(&waiters[you]),
+        marks: (0..READY_QUEUES).map(|_| RungMark::new()).collect(),
+        cursors: (0..READY_QUEUES).map(|_| Mutex::default()).collect(),
+        numbers: Mutex::new(Numbers {
+            arena: Arena::new(layout.data_len() as u64),
+            next: 0,
+            free: Vec::new(),
+            used: BTreeMap::new(),
+        }),
+        up: Arc::clone(&up),
+    };
+    let ([a0, a1], [b0, b1]) = (a, b);
+    Some([end(a0, b0, 0, 1), end(b1, a1, 1, 0)])
+}
+
+impl<M> End<M> {
+    /// The side channel that this end sends on, to script its delays.
+    pub fn medium(&self) -> &Medium {
+        &self.outgoing
+    }
+
+    /// The next message of the other end that has arrived.
+    pub fn recv(&self) -> Option<Message> {
+        self.incoming.recv()
+    }
+
+    /// Takes the link down, for both ends.
+    pub fn break_down(&self) {
+        self.up.store(false, Ordering::SeqCst);
+    }
+
+    /// Whether the link is up.
+    pub fn is_up(&self) -> bool {
+        self.up.load(Ordering::SeqCst)
+    }
+
+    /// Our `waiter` is about to sleep; look at everything once more after this.
+    pub fn begin_sleep(&self, waiter: u32) {
+        if let Some((flag, _)) = self.waiters.get(waiter) {
+            flag.begin();
+        }
+    }
+
+    /// It is awake. True if its doorbell was rung.
+    pub fn end_sleep(&self, waiter: u32) -> bool {
+        self.waiters.get(waiter).is_some_and(|(flag, bell)| {
+            flag.end();
+            bell.swap(false, Ordering::SeqCst)
+        })
+    }
+
+    /// Bytes of our arena that rings take up.
+    pub fn bytes_in_use(&self) -> u64 {
+        lock(&self.numbers).arena.bytes_in_use()
+    }
+}
+
+impl<M: Memory> LinkEnd for End<M> {
+    fn capabilities(&self) -> Capabilities {
+        Capabilities {
+            max_streams: MAX_STREAMS,
+            ready_queues: READY_QUEUES,
+            min_ring: PAGE,
+            max_ring: 1 << MAX_RING_LOG2,
+        }
+    }
+
+    fn open(&self, log2: u8) -> Result<Opened, OpenError> {
+        let mut numbers = lock(&self.numbers);
+        let number = numbers.free.last().copied().unwrap_or(numbers.next);
+        let vqpn = Vqpn(number);
+        let block = self.mine.block(vqpn).ok_or(OpenError::Streams)?;
+        let region = numbers.arena.alloc(log2).ok_or(OpenError::Arena)?;
+        // SAFETY: within the memory; the number is free, so neither end has a cursor on it.
+        unsafe { block.as_ref() }.reset();
+        // SAFETY: as above; its only consumer, which does not outlive the end (`heap_pair`).
+        let mut consumer = unsafe { Consumer::new(block, self.mine.area()) };
+        let offered = consumer.offer(region).is_ok();
+        let Some(ring) = RingOffer::new(region.page(), region.log2()).filter(|_| offered) else {
+            numbers.arena.free(region);
+            return Err(OpenError::Arena);
+        };
+        if numbers.free.pop().is_none() {
+            numbers.next += 1;
+        }
+        numbers.used.insert(number, Used::default());
+        Ok(Opened { vqpn, ring, consumer })
+    }
+
+    fn producer(&self, theirs: Vqpn) -> Option<Producer> {
+        let block = self.theirs.block(theirs)?;
+        // SAFETY: within the memory; the only producer by the trait's contract.
+        Some(unsafe { Producer::new(block, self.theirs.area()) })
+    }
+
+    fn close(&self, mine: Vqpn, theirs: Option<Vqpn>, consumer: Consumer) {
+        let told = theirs.is_some_and(|yours| self.send(&Message::Closed { yours }).is_ok());
+        lock(&self.numbers).done(mine.0, |used| {
+            used.rings.extend(consumer.into_regions().into_iter().flatten());
+            used.left = told || theirs.is_none();
+            used.peer_left |= theirs.is_none();
+        });
+    }
+
+    fn close_unanswered(&self, mine: Vqpn, consumer: Consumer) {
+        lock(&self.numbers).done(mine.0, |used| {
+            used.rings.extend(consumer.into_regions().into_iter().flatten());
+            used.left = true;
+        });
+    }
+
+    fn on_closed(&self, mine: Vqpn) {
+        lock(&self.numbers).done(mine.0, |used| used.peer_left = true);
+    }
+
+    fn allocate(&self, log2: u8) -> Option<Region> {
+        lock(&self.numbers).arena.alloc(log2)
+    }
+
+    fn free(&self, region: Region) {
+        lock(&self.numbers).arena.free(region);
+    }
+
+    fn send(&self, message: &Message) -> Result<(), SendError> {
+        if !self.is_up() {
+            return Err(SendError::Down);
+        }
+        self.outgoing.send(message)
+    }
+
+    fn attention(&self, waiter: u32) -> u32 {
+        if waiter < READY_QUEUES { waiter + 1 } else { 0 }
+    }
+
+    fn notify(&self, wake: Wake, theirs: Vqpn) {
+        let Some(waiter) = wake.0.checked_sub(1) else { return };
+        let Some(queue) = self.theirs.queue(waiter) else { return };
+        queue.push(theirs.0);
+        if let (Some((flag, bell)), Some(mark)) = (self.peers.get(waiter), self.marks.get(waiter as usize))
+            && flag.must_ring(mark)
+        {
+            bell.store(true, Ordering::SeqCst);
+        }
+    }
+
+    fn drain_ready(&self, waiter: u32, each: &mut dyn FnMut(Vqpn)) {
+        if let (Some(queue), Some(cursor)) = (self.mine.queue(waiter), self.cursors.get(waiter as usize)) {
+            let mut cursor = lock(cursor);
+            cursor.begin(queue);
+            while let Some(vqpn) = cursor.pop(queue) {
+                each(Vqpn(vqpn));
+            }
+        }
+    }
+
+    fn has_ready(&self, waiter: u32) -> bool {
+        match (self.mine.queue(waiter), self.cursors.get(waiter as usize)) {
+            (Some(queue), Some(cursor)) => !lock(cursor).is_idle(queue),
+            _ => false,
+        }
+    }
+}

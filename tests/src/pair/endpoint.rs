@@ -1,0 +1,578 @@
+//! One end of a simulated connection: carries out the handshake's steps as the shims do
+//! (shims/src/promote.rs), on simulated media. Single-threaded, without locks.
+
+use std::sync::Arc;
+
+use rdmasock_core::fabric::mem::{End as LinkEnd, Heap, Medium};
+use rdmasock_core::fabric::ring::{Consumer, End, Producer};
+use rdmasock_core::fabric::{LinkEnd as _, Opened};
+use rdmasock_core::ids::{ID_BYTES, InstanceId, Nonce, Vqpn};
+use rdmasock_core::stream::handshake::{Closing, Handshake, Misplaced, Role, Step, Steps};
+use rdmasock_core::wire::scan::{Found, scan};
+use rdmasock_core::wire::{self, Capabilities, Hello, MAX_MARKER, Marker, Message};
+
+use super::tcp::Tcp;
+
+/// What a direction runs on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mode {
+    /// Plain TCP.
+    Tcp,
+    /// TCP with markers in flight.
+    Marked,
+    /// The link.
+    Link,
+}
+
+/// Our end of a stream on the link.
+#[derive(Debug)]
+struct Stream {
+    mine: Vqpn,
+    /// OPEN is out and not answered.
+    asked: bool,
+}
+
+/// What an end reaches of the world.
+pub struct Net<'a> {
+    /// Our sending direction.
+    pub out: &'a mut Tcp,
+    /// Our receiving direction.
+    pub inn: &'a mut Tcp,
+    /// Out of band, to the other end.
+    pub oob: &'a Medium,
+    /// Our end of the link.
+    pub link: &'a LinkEnd<Arc<Heap>>,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub struct Endpoint {
+    id: InstanceId,
+    /// Which end it is.
+    pub role: Role,
+    /// The attempt under way.
+    pub handshake: Option<Handshake>,
+    /// How attempts ended.
+    pub outcomes: Vec<Step>,
+    pub tx: Mode,
+    pub rx: Mode,
+    producer: Option<Producer>,
+    marker: Vec<u8>,
+    then_link: bool,
+    /// The application has shut its sending direction down.
+    pub fin: bool,
+    consumer: Option<Consumer>,
+    scan: Option<Nonce>,
+    carry: Vec<u8>,
+    /// A read that was in the kernel before the scan began.
+    pub inside: bool,
+    stream: Option<Stream>,
+    peer: Option<Vqpn>,
+    leave: bool,
+    /// The link was asked for.
+    pub wants_link: bool,
+    request: u64,
+    /// What the application was given.
+    pub received: Vec<u8>,
+    pub eof: bool,
+    /// Library bytes that were written in TCP.
+    pub library_bytes: usize,
+}
+
+impl Endpoint {
+    /// An end of a connection that is on TCP.
+    pub fn new(role: Role) -> Self {
+        Self {
+            id: InstanceId::from_bytes([role as u8; 16]),
+            role,
+            handshake: None,
+            outcomes: Vec::new(),
+            tx: Mode::Tcp,
+            rx: Mode::Tcp,
+            producer: None,
+            marker: Vec::new(),
+            then_link: false,
+            fin: false,
+            consumer: None,
+            scan: None,
+            carry: Vec::new(),
+            inside: false,
+            stream: None,
+            peer: None,
+            leave: false,
+            wants_link: false,
+            request: 0,
+            received: Vec::new(),
+            eof: false,
+            library_bytes: 0,
+        }
+    }
+
+    /// Nothing but TCP, and no attempt.
+    pub fn is_plain(&self) -> bool {
+        self.tx == Mode::Tcp && self.rx == Mode::Tcp && self.handshake.is_none()
+    }
+
+    // ---- out of band ----
+
+    /// The connector asks.
+    pub fn ask(&mut self, net: &mut Net<'_>, nonce: Nonce, tuple: rdmasock_core::ids::Tuple) {
+        if !self.is_plain() || self.stream.is_some() || self.fin {
+            return;
+        }
+        self.leave = false;
+        self.request += 1;
+        self.handshake = Some(Handshake::connector(nonce));
+        let message = Message::Ask { request: self.request, tuple, nonce_c: nonce, instance_c: self.id };
+        net.oob.send(&message).unwrap();
+    }
+
+    /// The answer did not come in time.
+    pub fn ask_times_out(&mut self, net: &mut Net<'_>) {
+        if self.handshake.as_ref().is_some_and(Handshake::is_asking) {
+            self.feed(net, Handshake::on_no);
+        }
+    }
+
+    /// A message out of band; `fresh` is a nonce for whoever needs one.
+    pub fn on_oob(&mut self, net: &mut Net<'_>, message: Message, fresh: Nonce) {
+        match message {
+            Message::Ask { request, nonce_c, .. } => {
+                let again = self.handshake.as_ref().filter(|h| h.theirs() == Some(nonce_c)).map(Handshake::mine);
+                let free = self.is_plain() && self.stream.is_none();
+                let answer = match again {
+                    Some(nonce_s) => Message::Yes { request, nonce_s, instance_s: self.id },
+                    None if free && self.start_scan(fresh) => {
+                        self.leave = false;
+                        self.handshake = Some(Handshake::acceptor(fresh, nonce_c).0);
+                        Message::Yes { request, nonce_s: fresh, instance_s: self.id }
+                    }
+                    None => Message::No { request, reason: wire::Reason::Use },
+                };
+                net.oob.send(&answer).unwrap();
+            }
+            Message::Yes { request, nonce_s, .. } => {
+                let live = self.handshake.as_ref();
+                if live.is_some_and(|h| h.theirs() == Some(nonce_s)) {
+                    return; // again
+                }
+                let mine = live.filter(|h| h.is_asking() && request == self.request).map(Handshake::mine);
+                if let Some(nonce) = mine
+                    && !self.fin
+                    && self.start_scan(nonce)
+                {
+                    return self.feed(net, |h| h.on_yes(nonce_s));
+                }
+                if mine.is_some() {
+                    self.feed(net, Handshake::on_no);
+                }
+                net.oob.send(&Message::Cancel { request, nonce_c: nonce_s, nonce_s }).unwrap();
+            }
+            Message::No { request, .. } if request == self.request => self.ask_times_out(net),
+            Message::Cancel { nonce_s, .. } if self.handshake.as_ref().is_some_and(|h| h.mine() == nonce_s) => {
+                self.feed(net, Handshake::on_cancel);
+            }
+            _ => {}
+        }
+    }
+
+    fn start_scan(&mut self, nonce: Nonce) -> bool {
+        let plain = self.rx == Mode::Tcp;
+        if plain {
+            self.scan = Some(nonce);
+            self.carry.clear();
+            self.rx = Mode::Marked;
+        }
+        plain
+    }
+
+    // ---- steps ----
+
+    /// Feeds the machine. The peers here are honest, so nothing may be out of turn.
+    pub fn feed(&mut self, net: &mut Net<'_>, input: impl FnOnce(&mut Handshake) -> Result<Steps, Misplaced>) {
+        if let Some(handshake) = self.handshake.as_mut() {
+            let steps = input(handshake).expect("an honest peer is never out of turn");
+            self.run(net, steps);
+        }
+    }
+
+    fn run(&mut self, net: &mut Net<'_>, steps: Steps) {
+        for step in steps {
+            match step {
+                Step::StartScan | Step::SendYes => {}
+                Step::StopScan => {
+                    self.scan = None;
+                    if self.carry.is_empty() && self.rx == Mode::Marked {
+                        self.rx = Mode::Tcp;
+                    }
+                }
+                Step::WriteHello if self.fin => {
+                    return self.feed(net, |h| Ok(h.on_hello_unwritten()));
+                }
+                Step::WriteHello => {
+                    let hello = Hello { instance: self.id, capabilities: Capabilities::SHM, link: None };
+                    self.queue_marker(net, &Marker::Hello(hello));
+                }
+                Step::NeedLink(_) => self.wants_link = true,
+                Step::SendOpen => {
+                    if !self.send_open(net) {
+                        if let Some(yours) = self.peer.take() {
+                            let reason = wire::Reason::Resources;
+                            let _ = net.link.send(&Message::OpenRefuse { yours, reason });
+                        }
+                        return self.feed(net, |h| Ok(h.on_open_failed()));
+                    }
+                }
+                Step::WriteSwitch => {
+                    self.then_link = !self.fin;
+                    self.queue_marker(net, &Marker::Switch);
+                }
+                Step::WriteAbort => self.queue_marker(net, &Marker::Abort(wire::Reason::Cancelled)),
+                Step::ReceiveOnLink => self.rx = Mode::Link,
+                Step::Demote => self.demote_tx(),
+                Step::Promoted | Step::Drain | Step::Abandoned => {
+                    self.handshake = None;
+                    self.outcomes.push(step);
+                    if step == Step::Abandoned {
+                        self.close_stream(net);
+                    } else if step == Step::Promoted && self.leave {
+                        self.leave(net);
+                    }
+                }
+            }
+        }
+    }
+
+    fn send_open(&mut self, net: &mut Net<'_>) -> bool {
+        let Ok(Opened { vqpn, ring, consumer }) = net.link.open(12) else { return false };
+        let handshake = self.handshake.as_ref().unwrap();
+        self.consumer = Some(consumer);
+        let message = match self.peer {
+            None => Message::Open {
+                nonce_mine: handshake.mine(),
+                nonce_yours: handshake.theirs().unwrap(),
+                vqpn,
+                ring,
+            },
+            Some(yours) => Message::OpenAck { yours, mine: vqpn, ring },
+        };
+        let sent = net.link.send(&message).is_ok();
+        self.stream = Some(Stream { mine: vqpn, asked: sent && self.peer.is_none() });
+        sent
+    }
+
+    fn queue_marker(&mut self, net: &mut Net<'_>, marker: &Marker) {
+        if self.fin {
+            return;
+        }
+        let reader = self.handshake.as_ref().and_then(Handshake::theirs).unwrap();
+        let mut buf = [0; MAX_MARKER];
+        let bytes = marker.encode(&reader, &mut buf).unwrap();
+        self.library_bytes += bytes.len();
+        self.marker.extend(bytes);
+        self.tx = Mode::Marked;
+        self.flush(net);
+    }
+
+    /// True when no marker bytes are left to write.
+    pub fn flush(&mut self, net: &mut Net<'_>) -> bool {
+        if self.tx != Mode::Marked {
+            return true;
+        }
+        let n = net.out.write(&self.marker);
+        self.marker.drain(..n);
+        if !self.marker.is_empty() {
+            return false;
+        }
+        self.tx = if std::mem::take(&mut self.then_link) { Mode::Link } else { Mode::Tcp };
+        if self.fin {
+            self.shut(net);
+        }
+        true
+    }
+
+    fn demote_tx(&mut self) {
+        let switching = std::mem::take(&mut self.then_link);
+        if (self.tx == Mode::Link || switching)
+            && let Some(producer) = &mut self.producer
+        {
+            let _ = producer.end(End::Demote);
+        }
+        if self.tx == Mode::Link {
+            self.tx = Mode::Tcp;
+        }
+    }
+
+    fn close_stream(&mut self, net: &mut Net<'_>) {
+        self.producer = None;
+        let peer = self.peer.take();
+        if let (Some(stream), Some(consumer)) = (self.stream.take(), self.consumer.take()) {
+            if stream.asked {
+                net.link.close_unanswered(stream.mine, consumer);
+            } else {
+                net.link.close(stream.mine, peer, consumer);
+            }
+        }
+    }
+
+    // ---- the link ----
+
+    /// The link is there, or will not be.
+    pub fn on_link(&mut self, net: &mut Net<'_>, up: bool) {
+        self.wants_link = false;
+        if up {
+            self.feed(net, Handshake::on_link_up);
+        } else {
+            self.give_up(net);
+        }
+    }
+
+    /// A message on the link's side channel.
+    pub fn on_side(&mut self, net: &mut Net<'_>, message: Message) {
+        match message {
+            Message::Open { nonce_mine, nonce_yours, vqpn, .. } => {
+                let expected = self.handshake.as_ref().is_some_and(|h| {
+                    h.is_opening() && h.mine() == nonce_yours && h.theirs() == Some(nonce_mine)
+                });
+                if expected {
+                    self.on_open(net, vqpn);
+                } else {
+                    let reason = wire::Reason::Cancelled;
+                    net.link.send(&Message::OpenRefuse { yours: vqpn, reason }).unwrap();
+                }
+            }
+            Message::OpenAck { yours, mine, .. } => match &self.stream {
+                Some(s) if s.mine == yours && self.peer.is_none() => self.on_open(net, mine),
+                _ => net.link.send(&Message::Closed { yours: mine }).unwrap(),
+            },
+            Message::OpenRefuse { yours, .. } => match &mut self.stream {
+                Some(s) if s.mine == yours => {
+                    s.asked = false;
+                    self.give_up(net);
+                }
+                _ => net.link.on_closed(yours),
+            },
+            Message::DemoteRequest { yours, .. } if self.stream.as_ref().is_some_and(|s| s.mine == yours) => {
+                self.leave(net);
+            }
+            Message::Closed { yours } => net.link.on_closed(yours),
+            _ => {}
+        }
+    }
+
+    fn on_open(&mut self, net: &mut Net<'_>, theirs: Vqpn) {
+        self.peer = Some(theirs);
+        if let Some(stream) = &mut self.stream {
+            stream.asked = false;
+        }
+        self.producer = net.link.producer(theirs);
+        self.feed(net, Handshake::on_open);
+    }
+
+    // ---- what the application and the policy do; nothing of it waits ----
+
+    /// The attempt is to end.
+    pub fn give_up(&mut self, net: &mut Net<'_>) {
+        self.feed(net, |h| Ok(h.give_up()));
+    }
+
+    /// Both directions are to go back to TCP.
+    pub fn leave(&mut self, net: &mut Net<'_>) {
+        self.leave = true;
+        if self.handshake.is_some() {
+            return self.give_up(net);
+        }
+        self.demote_tx();
+        if let (Mode::Link, Some(yours)) = (self.rx, self.peer) {
+            let _ = net.link.send(&Message::DemoteRequest { yours, resend_from: None });
+        }
+    }
+
+    /// Our receiving direction goes back to TCP here and now. Gives the position from which the
+    /// other is to [`resend`](Self::resend); `None` if there is nothing to be sent again.
+    pub fn stop_reading_link(&mut self) -> Option<u64> {
+        let consumer = self.consumer.as_mut().filter(|_| self.rx == Mode::Link && self.handshake.is_none())?;
+        self.rx = Mode::Tcp;
+        Some(consumer.position())
+    }
+
+    /// The other reads TCP from position `from` of our direction on.
+    pub fn resend(&mut self, net: &mut Net<'_>, from: u64) {
+        let bytes = self.producer.as_mut().unwrap().unread(from).unwrap();
+        self.marker.extend(bytes);
+        self.then_link = false;
+        self.tx = Mode::Marked;
+        self.flush(net);
+    }
+
+    /// Writes; gives how much was taken.
+    pub fn write(&mut self, net: &mut Net<'_>, data: &[u8]) -> usize {
+        if self.fin || !self.flush(net) {
+            assert!(self.fin || net.out.room() == 0, "a write waits for more than room");
+            return 0;
+        }
+        match self.tx {
+            Mode::Link => {
+                let producer = self.producer.as_mut().unwrap();
+                let spans = producer.spans(data.len()).unwrap();
+                // SAFETY: the data is readable and apart from the ring.
+                let n = unsafe { spans.copy_in(0, data.as_ptr(), data.len()) };
+                let _ = producer.commit(n);
+                n
+            }
+            _ => net.out.write(data),
+        }
+    }
+
+    /// shutdown(SHUT_WR): what was begun is finished before the end.
+    pub fn shut(&mut self, net: &mut Net<'_>) {
+        self.fin = true;
+        if self.tx == Mode::Marked {
+            return;
+        }
+        if let (Mode::Link, Some(producer)) = (self.tx, self.producer.as_mut()) {
+            let _ = producer.end(End::Fin);
+        }
+        self.tx = Mode::Tcp;
+        net.out.shut();
+    }
+
+    /// Reads up to `n` bytes, as far as they are there.
+    pub fn read(&mut self, net: &mut Net<'_>, n: usize) -> usize {
+        let before = self.received.len();
+        if self.inside {
+            self.read_inside(net, n);
+        }
+        while self.received.len() - before < n && !self.inside {
+            let want = n - (self.received.len() - before);
+            let more = match self.rx {
+                Mode::Tcp => self.read_tcp(net, want),
+                Mode::Link => self.read_link(want),
+                Mode::Marked => match self.look_ahead(net) {
+                    Some((carry, kernel)) if carry + kernel > 0 => {
+                        let from_carry = carry.min(want);
+                        self.received.extend(self.carry.drain(..from_carry));
+                        let rest = kernel.min(want - from_carry);
+                        self.received.extend(net.inn.take(rest));
+                        true
+                    }
+                    Some(_) => false,
+                    None => self.rx != Mode::Marked,
+                },
+            };
+            if !more {
+                break;
+            }
+        }
+        self.settle(net);
+        self.received.len() - before
+    }
+
+    fn read_tcp(&mut self, net: &mut Net<'_>, want: usize) -> bool {
+        let n = net.inn.peek().len().min(want);
+        self.received.extend(net.inn.take(n));
+        self.eof = n == 0 && net.inn.is_ended();
+        n > 0
+    }
+
+    fn read_link(&mut self, want: usize) -> bool {
+        let consumer = self.consumer.as_mut().unwrap();
+        let spans = consumer.spans(want).unwrap();
+        let mut piece = vec![0; spans.len().min(want)];
+        // SAFETY: the piece is writable and apart from the ring.
+        unsafe { spans.copy_out(0, piece.as_mut_ptr(), piece.len()) };
+        let _ = consumer.consume(piece.len());
+        self.received.extend(&piece);
+        if piece.is_empty() && consumer.end().unwrap().is_some() {
+            self.rx = Mode::Tcp;
+            return true;
+        }
+        !piece.is_empty()
+    }
+
+    /// A read that entered the kernel before the scan began comes back with what there is.
+    fn read_inside(&mut self, net: &mut Net<'_>, want: usize) {
+        let n = net.inn.peek().len().min(want);
+        let mut bytes = net.inn.take(n);
+        if n == 0 && !net.inn.is_ended() {
+            return;
+        }
+        while let (Some(nonce), false) = (self.scan, bytes.is_empty()) {
+            let seen = scan(&nonce, &bytes);
+            self.received.extend(bytes.drain(..seen.payload));
+            match seen.what {
+                Found::Payload => {}
+                Found::PartialMarker { have } => self.carry.extend(bytes.drain(..have)),
+                Found::Marker { marker, len } => {
+                    bytes.drain(..len);
+                    self.on_marker(net, marker);
+                }
+                Found::Bad { .. } => panic!("a bad marker"),
+            }
+        }
+        self.received.extend(bytes);
+        self.inside = false;
+    }
+
+    /// What of the carry and of TCP is payload; processes markers in front. `None`: the direction
+    /// no longer scans, or has ended.
+    fn look_ahead(&mut self, net: &mut Net<'_>) -> Option<(usize, usize)> {
+        while self.rx == Mode::Marked && !self.inside {
+            let carried = self.carry.len();
+            let mut bytes = self.carry.clone();
+            let ended = net.inn.is_ended();
+            bytes.extend(net.inn.peek());
+            if bytes.is_empty() && ended {
+                self.feed(net, |h| Ok(h.on_end()));
+                self.rx = Mode::Tcp;
+                self.scan = None;
+                return None;
+            }
+            let Some(nonce) = self.scan else {
+                if carried == 0 {
+                    self.rx = Mode::Tcp;
+                }
+                return (carried > 0).then_some((carried, 0));
+            };
+            let seen = scan(&nonce, &bytes);
+            let split = |n: usize| (n.min(carried), n - n.min(carried));
+            if seen.payload > 0 {
+                return Some(split(seen.payload));
+            }
+            match seen.what {
+                Found::PartialMarker { have } if ended && have < ID_BYTES => return Some(split(have)),
+                Found::PartialMarker { .. } if ended => panic!("a marker was cut off"),
+                Found::Payload | Found::PartialMarker { .. } => return Some((0, 0)),
+                Found::Bad { .. } => panic!("a bad marker"),
+                Found::Marker { marker, len } => {
+                    let (carry, kernel) = split(len);
+                    self.carry.drain(..carry);
+                    net.inn.take(kernel);
+                    self.on_marker(net, marker);
+                }
+            }
+        }
+        if self.inside { Some((0, 0)) } else { None }
+    }
+
+    fn on_marker(&mut self, net: &mut Net<'_>, marker: Marker) {
+        match marker {
+            Marker::Hello(hello) => self.feed(net, |h| h.on_hello(hello.instance)),
+            Marker::Switch => self.feed(net, |h| h.on_closing(Closing::Switch)),
+            Marker::Abort(_) => self.feed(net, |h| h.on_closing(Closing::Abort)),
+        }
+    }
+
+    /// What the service thread does whenever something may have happened.
+    pub fn poll(&mut self, net: &mut Net<'_>) {
+        self.flush(net);
+        self.look_ahead(net);
+        self.settle(net);
+    }
+
+    fn settle(&mut self, net: &mut Net<'_>) {
+        if self.is_plain() {
+            self.close_stream(net);
+        }
+    }
+}

@@ -1,0 +1,231 @@
+//! Both ends of a connection in one test, under a virtual clock: whatever the applications, the
+//! policy and the media do, what arrives is what was sent, and nobody waits for the library.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use proptest::collection::vec;
+use proptest::prelude::*;
+use rdmasock_core::fabric::mem::Fate;
+use rdmasock_core::stream::handshake::Step;
+use rdmasock_tests::pair::endpoint::Mode;
+use rdmasock_tests::pair::tcp::Shape;
+use rdmasock_tests::pair::{ACCEPTOR, CONNECTOR, Weather, World};
+
+/// What may happen next, at which end.
+#[derive(Clone, Debug)]
+enum Op {
+    Write(usize, usize),
+    Read(usize, usize),
+    /// A read that blocks inside the kernel.
+    EnterRead(usize),
+    Promote,
+    GiveUp(usize),
+    Leave(usize),
+    ReturnToTcp(usize),
+    Shut(usize),
+    Pass(u64),
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    let end = 0..2usize;
+    prop_oneof![
+        6 => (end.clone(), prop_oneof![1..20usize, 1..6000usize]).prop_map(|(e, n)| Op::Write(e, n)),
+        6 => (end.clone(), prop_oneof![1..20usize, 1..6000usize]).prop_map(|(e, n)| Op::Read(e, n)),
+        1 => end.clone().prop_map(Op::EnterRead),
+        4 => Just(Op::Promote),
+        1 => end.clone().prop_map(Op::GiveUp),
+        1 => end.clone().prop_map(Op::Leave),
+        1 => end.clone().prop_map(Op::ReturnToTcp),
+        1 => end.prop_map(Op::Shut),
+        8 => prop_oneof![0..50u64, 0..3000u64].prop_map(Op::Pass),
+    ]
+}
+
+fn fate() -> impl Strategy<Value = Fate> {
+    prop_oneof![
+        4 => (0..200u64).prop_map(Fate::Arrive),
+        1 => Just(Fate::Lose),
+        1 => (0..200u64, 0..4000u64).prop_map(|(a, b)| Fate::Twice(a, b)),
+        1 => (0..4000u64).prop_map(Fate::Arrive),
+    ]
+}
+
+fn shape() -> impl Strategy<Value = Shape> {
+    (prop_oneof![30..300usize, Just(5000)], vec(1..80usize, 1..6), prop_oneof![Just(0), 0..300u64])
+        .prop_map(|(capacity, segments, latency)| Shape { capacity, segments, latency })
+}
+
+prop_compose! {
+    fn weather()(
+        tcp in [shape(), shape()],
+        oob in [vec(fate(), 0..8), vec(fate(), 0..8)],
+        side in [vec((0..600u64).prop_map(Fate::Arrive), 0..20), vec((0..600u64).prop_map(Fate::Arrive), 0..20)],
+        link in prop_oneof![3 => Just(Some(0)), 1 => (0..2500u64).prop_map(Some), 1 => Just(None)],
+    ) -> Weather {
+        Weather { tcp, oob, side, link }
+    }
+}
+
+fn play(world: &mut World, op: &Op) {
+    match *op {
+        Op::Write(end, n) => {
+            world.write(end, n);
+        }
+        Op::Read(end, n) => {
+            world.read(end, n);
+        }
+        Op::EnterRead(end) => {
+            if world.ends[end].rx == Mode::Tcp {
+                world.ends[end].inside = true;
+            }
+        }
+        Op::Promote => world.promote(),
+        Op::GiveUp(end) => world.at(end, |e, net| e.give_up(net)),
+        Op::Leave(end) => world.at(end, |e, net| e.leave(net)),
+        Op::ReturnToTcp(end) => world.return_to_tcp(end),
+        Op::Shut(end) => world.shut(end),
+        Op::Pass(us) => world.pass(us),
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 3000, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn what_arrives_is_what_was_sent_whatever_happens(weather in weather(), ops in vec(op(), 1..80)) {
+        let mut world = World::new(weather);
+        for op in &ops {
+            play(&mut world, op);
+        }
+        world.finish();
+    }
+
+    #[test]
+    fn a_handshake_in_fair_weather_promotes_both_ends(
+        tcp in [shape(), shape()],
+        link in 0..1500u64,
+        ops in vec(op().prop_filter("applications only", |o| matches!(o, Op::Write(..) | Op::Read(..) | Op::Pass(_))), 0..60),
+    ) {
+        let mut world = World::new(Weather { tcp, link: Some(link), ..Weather::fair() });
+        world.promote();
+        ops.iter().for_each(|op| play(&mut world, op));
+        world.finish();
+        prop_assert_eq!(world.outcomes(), [Some(Step::Promoted); 2]);
+        for end in [CONNECTOR, ACCEPTOR] {
+            let before = world.in_tcp(end);
+            prop_assert!(world.write(end, 100) > 0);
+            prop_assert_eq!(world.in_tcp(end), before, "it is on the link");
+        }
+        world.finish();
+    }
+
+    #[test]
+    fn a_connection_without_a_yes_carries_the_applications_bytes_only(
+        tcp in [shape(), shape()],
+        silent in 0..2usize,
+        ops in vec(op().prop_filter("no library", |o| !matches!(o, Op::ReturnToTcp(_))), 1..60),
+    ) {
+        let mut weather = Weather { tcp, ..Weather::fair() };
+        weather.oob[silent] = vec![Fate::Lose; 100];
+        let mut world = World::new(weather);
+        ops.iter().for_each(|op| play(&mut world, op));
+        world.finish();
+        for end in [CONNECTOR, ACCEPTOR] {
+            prop_assert_eq!(world.in_tcp(end), world.sent[end]);
+        }
+    }
+}
+
+/// A connection with data before, between and after the markers.
+fn busy(weather: Weather, give_up: Option<usize>) -> World {
+    let mut world = World::new(weather);
+    world.promote();
+    for round in 0..400 {
+        for end in [CONNECTOR, ACCEPTOR] {
+            world.write(end, 3);
+            world.read(end, 2);
+        }
+        if Some(round) == give_up {
+            world.at(round % 2, |e, net| e.give_up(net));
+        }
+        world.pass(1);
+    }
+    world.finish();
+    world
+}
+
+#[test]
+fn markers_may_be_cut_at_every_byte() {
+    for cut in 1..120 {
+        let shape = Shape { capacity: 4096, segments: vec![cut, usize::MAX], latency: 0 };
+        let world = busy(Weather { tcp: [shape.clone(), shape], ..Weather::fair() }, None);
+        assert_eq!(world.outcomes(), [Some(Step::Promoted); 2], "cut at {cut}");
+    }
+}
+
+#[test]
+fn markers_may_be_taken_in_parts_of_every_size() {
+    for capacity in 4..120 {
+        let shape = Shape { capacity, segments: vec![1, 2, 3, 5, 7], latency: 3 };
+        let world = busy(Weather { tcp: [shape.clone(), shape], ..Weather::fair() }, None);
+        assert_eq!(world.outcomes(), [Some(Step::Promoted); 2], "capacity {capacity}");
+    }
+}
+
+#[test]
+fn giving_up_at_any_moment_loses_nothing() {
+    for moment in 0..150 {
+        let shape = Shape { capacity: 64, segments: vec![4], latency: 5 };
+        let mut weather = Weather { tcp: [shape.clone(), shape], ..Weather::fair() };
+        weather.side = [vec![Fate::Arrive(11); 9], vec![Fate::Arrive(17); 9]];
+        let world = busy(weather, Some(moment));
+        let [c, s] = world.outcomes();
+        assert_eq!(c == Some(Step::Promoted), s == Some(Step::Promoted), "at {moment}");
+    }
+}
+
+#[test]
+fn a_lost_yes_leaves_both_ends_on_tcp_and_another_attempt_to_other_nonces() {
+    let mut weather = Weather::fair();
+    weather.oob[ACCEPTOR] = vec![Fate::Arrive(3000)];
+    let mut world = World::new(weather);
+    world.promote();
+    world.write(CONNECTOR, 1000);
+    world.pass(2500);
+    assert_eq!(world.outcomes()[CONNECTOR], Some(Step::Abandoned));
+    // The YES comes too late and is answered by CANCEL.
+    world.pass(1000);
+    world.pass(1);
+    assert_eq!(world.outcomes(), [Some(Step::Abandoned); 2]);
+    assert_eq!(world.in_tcp(CONNECTOR), 1000);
+    world.promote();
+    world.finish();
+    assert_eq!(world.outcomes(), [Some(Step::Promoted); 2]);
+}
+
+#[test]
+fn a_link_that_never_comes_leaves_both_ends_on_tcp() {
+    let world = busy(Weather { link: None, ..Weather::fair() }, None);
+    assert_eq!(world.outcomes(), [Some(Step::Abandoned); 2]);
+}
+
+#[test]
+fn a_connection_can_be_demoted_and_promoted_again_and_again() {
+    let mut world = World::new(Weather::fair());
+    for round in 0..20 {
+        world.promote();
+        for end in [CONNECTOR, ACCEPTOR] {
+            world.write(end, 500 + round);
+        }
+        world.finish();
+        assert_eq!(world.outcomes(), [Some(Step::Promoted); 2], "round {round}");
+        for end in [CONNECTOR, ACCEPTOR] {
+            world.write(end, 700);
+        }
+        world.at(round % 2, |e, net| e.leave(net));
+        for end in [CONNECTOR, ACCEPTOR] {
+            world.write(end, 300);
+        }
+        world.finish();
+        assert!(world.ends.iter().all(|e| e.is_plain()), "round {round}");
+    }
+}

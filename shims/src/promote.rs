@@ -388,6 +388,12 @@ fn take(rx: &mut Rx, fd: BorrowedFd<'_>, len: usize) {
 fn on_marker(socket: &'static Socket, control: &mut Control, marker: Option<Marker>) {
     match marker {
         Some(Marker::Hello(hello)) => {
+            // P32: a HELLO of somebody else than the asker is not followed.
+            let expected = control.handshake.as_ref().is_some_and(|h| h.role() == Role::Connector);
+            if !expected && control.asked_by != Some(hello.instance) {
+                tracing::warn!(target: "rdmasock::promote", slot = socket.slot, peer = %hello.instance, "greeted by another than the asker");
+                return feed(socket, control, |h| Ok(h.on_bad_marker()));
+            }
             control.offer = hello.link;
             control.greeted_by = Some(hello.instance);
             feed(socket, control, |h| h.on_hello(hello.instance));

@@ -292,6 +292,8 @@ struct Worker {
     tuples: HashMap<Tuple, Ref>,
     /// Handshakes under way, by our nonce.
     offered: HashMap<Nonce, Ref>,
+    /// From how many of them on those that are over are looked for.
+    offered_bound: usize,
     pending_links: HashMap<InstanceId, links::Pending>,
     dead_links: Vec<&'static Link>,
     /// Senders that find no room.
@@ -330,6 +332,7 @@ impl Worker {
             cache: DestinationCache::new(4096),
             tuples: HashMap::new(),
             offered: HashMap::new(),
+            offered_bound: answer::OFFERED_MIN,
             pending_links: HashMap::new(),
             dead_links: Vec::new(),
             pressed: Vec::new(),
@@ -528,6 +531,10 @@ impl Worker {
 
     fn on_message(&mut self, id: u64, message: rdmasock_core::wire::Message, fds: Vec<PrivateFd>) {
         use rdmasock_core::wire::Message as M;
+        // P10: a message comes with exactly its own fds.
+        if fds.len() != message.fds() {
+            return self.violation(id);
+        }
         match message {
             M::Ask { request, tuple, nonce_c, instance_c } => self.on_ask(id, request, tuple, nonce_c, instance_c),
             M::Yes { request, nonce_s, instance_s } => self.on_yes(id, request, nonce_s, instance_s),
@@ -547,7 +554,7 @@ impl Worker {
                 };
                 match link {
                     Some(link) => self.on_link_message(link, other, fds),
-                    None => self.hang_up(id, Reason::Violation),
+                    None => self.violation(id),
                 }
             }
         }
@@ -716,3 +723,6 @@ impl Worker {
 
 /// How long an answer may take.
 const ASK_TIMEOUT: Duration = Duration::from_secs(2);
+
+#[cfg(test)]
+mod tests;

@@ -88,6 +88,8 @@ pub struct Control {
     pub fds: Vec<c_int>,
     /// The attempt under way.
     pub handshake: Option<Handshake>,
+    /// Whose ASK the attempt began with (acceptor).
+    pub asked_by: Option<InstanceId>,
     /// Whose HELLO has come.
     pub greeted_by: Option<InstanceId>,
     /// Where that HELLO says that a link can be had.

@@ -40,6 +40,31 @@ pub struct Asking {
     pub deadline: u64,
 }
 
+#[cfg(test)]
+impl Asking {
+    /// A question that is out on the channel `conn`.
+    pub fn for_test(r: Ref, nonce: Nonce, conn: u64) -> Self {
+        let address = std::net::SocketAddr::from(([127, 0, 0, 1], 9));
+        Self {
+            r,
+            nonce,
+            tuple: Tuple::new(address, address),
+            asked: HashSet::from([conn]),
+            tried: HashSet::new(),
+            named: true,
+            answered: None,
+            busy: false,
+            untrusted: false,
+            deadline: u64::MAX,
+        }
+    }
+
+    /// It is out there too.
+    pub fn also_for_test(&mut self, conn: u64) {
+        self.asked.insert(conn);
+    }
+}
+
 /// How long a destination without the library is believed to be one.
 const ABSENT_FOR: Duration = Duration::from_secs(5);
 const PRESENT_FOR: Duration = Duration::from_secs(600);

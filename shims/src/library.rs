@@ -5,7 +5,7 @@
 
 use std::net::SocketAddr;
 use std::sync::atomic::{
-    AtomicBool, AtomicPtr, AtomicU8, AtomicU32,
+    AtomicBool, AtomicPtr, AtomicU8,
     Ordering::{AcqRel, Acquire, Relaxed, Release},
 };
 
@@ -38,8 +38,6 @@ pub struct Library {
     pub waiters: Waiters,
     /// The service thread.
     pub service: Service,
-    /// Numbers requests.
-    pub next_request: AtomicU32,
 }
 
 static CURRENT: AtomicPtr<Library> = AtomicPtr::new(std::ptr::null_mut());
@@ -147,7 +145,6 @@ impl Library {
             _stats_fd: stats_fd,
             waiters: Waiters::new().ok()?,
             service: Service::new().ok()?,
-            next_request: AtomicU32::new(1),
         };
         tracing::info!(target: "rdmasock", instance = %library.id, program = %library.program, "instance made");
         Some(library)

@@ -143,7 +143,8 @@ pub fn set_why(socket: &Socket, reason: Reason) {
     }
 }
 
-fn stop_scan(socket: &'static Socket) {
+/// Nothing more is to be looked for in TCP.
+pub fn stop_scan(socket: &'static Socket) {
     let Some(mut rx) = socket.rx.lock() else { return };
     rx.scan = None;
     // What a call had taken and was held back is data after all; `receive` delivers it.
@@ -389,6 +390,12 @@ fn take(rx: &mut Rx, fd: BorrowedFd<'_>, len: usize) {
 fn on_marker(socket: &'static Socket, control: &mut Control, marker: Option<Marker>) {
     match marker {
         Some(Marker::Hello(hello)) => {
+            // P32: a HELLO of somebody else than the asker is not followed.
+            let expected = control.handshake.as_ref().is_some_and(|h| h.role() == Role::Connector);
+            if !expected && control.asked_by != Some(hello.instance) {
+                tracing::warn!(target: "rdmasock::promote", slot = socket.slot, peer = %hello.instance, "greeted by another than the asker");
+                return feed(socket, control, |h| Ok(h.on_bad_marker()));
+            }
             control.offer = hello.link;
             control.greeted_by = Some(hello.instance);
             feed(socket, control, |h| h.on_hello(hello.instance));

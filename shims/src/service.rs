@@ -268,8 +268,8 @@ fn tag(kind: u64, id: u64) -> u64 {
 enum Peer {
     /// Somebody connected to one of our names.
     Incoming { listener: Option<&'static Listener> },
-    /// We asked there.
-    Asked { request: u64 },
+    /// We asked there, by a service name or an instance's.
+    Asked { request: u64, by_name: bool },
     /// We asked for a link there.
     Linking { peer: InstanceId },
     /// A link's side channel.
@@ -291,12 +291,13 @@ struct Worker {
     conns: HashMap<u64, Conn>,
     next_conn: u64,
     asks: HashMap<u64, ask::Asking>,
-    next_request: u64,
     cache: DestinationCache,
     /// Sockets whose tuple has been looked up.
     tuples: HashMap<Tuple, Ref>,
     /// Handshakes under way, by our nonce.
     offered: HashMap<Nonce, Ref>,
+    /// From how many of them on those that are over are looked for.
+    offered_bound: usize,
     pending_links: HashMap<InstanceId, links::Pending>,
     dead_links: Vec<&'static Link>,
     lingering: HashMap<u64, linger::Lingering>,
@@ -333,10 +334,10 @@ impl Worker {
             conns: HashMap::new(),
             next_conn: 1,
             asks: HashMap::new(),
-            next_request: 1,
             cache: DestinationCache::new(4096),
             tuples: HashMap::new(),
             offered: HashMap::new(),
+            offered_bound: answer::OFFERED_MIN,
             pending_links: HashMap::new(),
             dead_links: Vec::new(),
             lingering: HashMap::new(),
@@ -540,11 +541,15 @@ impl Worker {
 
     fn on_message(&mut self, id: u64, message: rdmasock_core::wire::Message, fds: Vec<PrivateFd>) {
         use rdmasock_core::wire::Message as M;
+        // P10: a message comes with exactly its own fds.
+        if fds.len() != message.fds() {
+            return self.violation(id);
+        }
         match message {
             M::Ask { request, tuple, nonce_c, instance_c } => self.on_ask(id, request, tuple, nonce_c, instance_c),
             M::Yes { request, nonce_s, instance_s } => self.on_yes(id, request, nonce_s, instance_s),
-            M::No { request, reason } => self.on_no(request, reason),
-            M::Redirect { request, instances } => self.on_redirect(request, instances),
+            M::No { request, reason } => self.on_no(id, request, reason),
+            M::Redirect { request, instances } => self.on_redirect(id, request, instances),
             M::Cancel { nonce_s, .. } => self.on_cancel(nonce_s),
             M::Link { cookie, instance_c, pid, geometry } => self.on_link(id, cookie, instance_c, pid, &geometry, fds),
             M::LinkAccept { instance_s, pid, geometry } => self.on_link_accept(id, instance_s, pid, &geometry, fds),
@@ -559,10 +564,23 @@ impl Worker {
                 };
                 match link {
                     Some(link) => self.on_link_message(link, other, fds),
-                    None => self.hang_up(id, Reason::Violation),
+                    None => self.violation(id),
                 }
             }
         }
+    }
+
+    /// The channel of a link.
+    fn conn_of(&self, link: &'static Link) -> Option<u64> {
+        let found = self.conns.iter().find(|(_, c)| matches!(c.peer, Peer::Link(l) if std::ptr::eq(l, link)));
+        found.map(|(id, _)| *id)
+    }
+
+    /// The other end of a channel does not keep to the protocol.
+    fn violation(&mut self, id: u64) {
+        tracing::warn!(target: "rdmasock", "a peer breaks the protocol");
+        self.library.stats.count(rdmasock_core::stats::Event::LinkViolation);
+        self.hang_up(id, Reason::Violation);
     }
 
     /// A channel has ended, or is not to be used further.
@@ -573,10 +591,11 @@ impl Worker {
         }
         match conn.peer {
             Peer::Incoming { .. } => {}
-            Peer::Asked { request } => self.on_silence(request),
+            Peer::Asked { request, .. } => self.on_silence(id, request),
             Peer::Linking { peer } => self.link_failed(peer),
             Peer::Link(link) => {
                 let _ = kernel::delete(&self.service.epoll, link.channel().as_fd());
+                self.on_link_silence(id);
                 self.link_down(link, why);
             }
         }
@@ -659,6 +678,7 @@ impl Worker {
             over
         };
         if over {
+            self.forget_asks(socket);
             self.unwatch(socket);
             crate::fork::returned(socket);
         } else {
@@ -713,3 +733,6 @@ impl Worker {
 
 /// How long an answer may take.
 const ASK_TIMEOUT: Duration = Duration::from_secs(2);
+
+#[cfg(test)]
+mod tests;

@@ -88,8 +88,8 @@ pub struct Control {
     pub fds: Vec<c_int>,
     /// The attempt under way.
     pub handshake: Option<Handshake>,
-    /// Which ASK the handshake belongs to (connector).
-    pub request: u64,
+    /// Whose ASK the attempt began with (acceptor).
+    pub asked_by: Option<InstanceId>,
     /// Whose HELLO has come.
     pub greeted_by: Option<InstanceId>,
     /// Where that HELLO says that a link can be had.

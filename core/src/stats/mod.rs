@@ -102,7 +102,7 @@ pub enum Event {
     No = 2,
     /// A step of a handshake did not come in time.
     HandshakeTimeout = 3,
-    /// A peer broke the protocol on a link, which was then closed.
+    /// A peer broke the protocol, on a link or while asking; the channel was closed, or the message ignored.
     LinkViolation = 4,
 }
 

@@ -34,7 +34,7 @@ impl Worker {
     pub(super) fn on_ask(&mut self, conn: u64, request: u64, tuple: Tuple, nonce_c: Nonce, instance_c: InstanceId) {
         let reply = match self.answer(&tuple, nonce_c, instance_c) {
             Ok((nonce_s, r)) => {
-                self.offered.insert(nonce_s, r);
+                self.remember_offer(nonce_s, r);
                 Message::Yes { request, nonce_s, instance_s: self.library.id }
             }
             Err(wire::Reason::NotHeld) => match self.others(conn) {
@@ -45,6 +45,15 @@ impl Worker {
         };
         tracing::debug!(target: "rdmasock::promote", ?reply, "answer");
         self.reply(conn, &reply);
+    }
+
+    /// Keeps an attempt to be found by its nonce. Now and then those that are over are forgotten.
+    pub(super) fn remember_offer(&mut self, nonce_s: Nonce, r: Ref) {
+        if self.offered.len() >= self.offered_bound {
+            self.offered.retain(|nonce, r| r.get().is_some_and(|s| is_attempt(s, *nonce)));
+            self.offered_bound = OFFERED_MIN.max(2 * self.offered.len());
+        }
+        self.offered.insert(nonce_s, r);
     }
 
     /// The other live instances behind the name that the question came to.
@@ -61,7 +70,7 @@ impl Worker {
     }
 
     /// Accepts the promotion of a connection, if it is ours and may be moved.
-    fn answer(&mut self, tuple: &Tuple, nonce_c: Nonce, _instance_c: InstanceId) -> Result<(Nonce, Ref), wire::Reason> {
+    fn answer(&mut self, tuple: &Tuple, nonce_c: Nonce, instance_c: InstanceId) -> Result<(Nonce, Ref), wire::Reason> {
         let socket = self.find(tuple).ok_or(wire::Reason::NotHeld)?;
         let r = Ref::new(socket);
         if !self.library.may_accelerate(tuple.acceptor(), tuple.connector(), Direction::Accept) {
@@ -88,6 +97,9 @@ impl Worker {
         let (handshake, _steps) = Handshake::acceptor(nonce_s, nonce_c);
         let mut control = socket.control.lock().ok_or(wire::Reason::Resources)?;
         control.handshake = Some(handshake);
+        control.asked_by = Some(instance_c);
+        control.greeted_by = None;
+        control.offer = None;
         promote::set_why(socket, Reason::Handshake);
         drop(control);
         crate::ready::notify_local(socket);
@@ -120,4 +132,13 @@ impl Worker {
             promote::feed(socket, &mut control, Handshake::on_cancel);
         }
     }
+}
+
+/// Attempts that are over are looked for from this number on, and whenever it has doubled.
+pub const OFFERED_MIN: usize = 64;
+
+/// Whether the socket is in the attempt that `nonce` was drawn for.
+fn is_attempt(socket: &Socket, nonce: Nonce) -> bool {
+    let control = socket.control.lock();
+    control.is_some_and(|c| c.handshake.as_ref().is_some_and(|h| h.mine() == nonce))
 }

@@ -5,6 +5,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
 use rdmasock_core::ids::{InstanceId, Nonce, Tuple};
+use rdmasock_core::os::channel::Channel;
 use rdmasock_core::rendezvous::diag;
 use rdmasock_core::rendezvous::names;
 use rdmasock_core::rendezvous::peers::Answer;
@@ -13,6 +14,7 @@ use rdmasock_core::stream::handshake::Handshake;
 use rdmasock_core::wire::{self, MAX_MESSAGE, Message};
 
 use super::{ASK_TIMEOUT, Peer, Ref, Worker};
+use crate::link::Link;
 use crate::promote;
 use crate::socket::{Socket, Stage};
 use crate::wait;
@@ -22,21 +24,52 @@ pub struct Asking {
     r: Ref,
     nonce: Nonce,
     tuple: Tuple,
-    /// Answers that have not come.
-    outstanding: usize,
+    /// The channels from which the answer has not come. No other's counts.
+    asked: HashSet<u64>,
     /// Instances asked so far.
     tried: HashSet<InstanceId>,
     /// The service names have been asked, not only links.
     named: bool,
     /// Somebody answered, so it is not a peer without the library.
     answered: Option<wire::Reason>,
+    /// There is a name, but nobody took the question now.
+    busy: bool,
+    /// There is a name of somebody who may not answer.
+    untrusted: bool,
     /// Monotonic ns.
     pub deadline: u64,
+}
+
+#[cfg(test)]
+impl Asking {
+    /// A question that is out on the channel `conn`.
+    pub fn for_test(r: Ref, nonce: Nonce, conn: u64) -> Self {
+        let address = std::net::SocketAddr::from(([127, 0, 0, 1], 9));
+        Self {
+            r,
+            nonce,
+            tuple: Tuple::new(address, address),
+            asked: HashSet::from([conn]),
+            tried: HashSet::new(),
+            named: true,
+            answered: None,
+            busy: false,
+            untrusted: false,
+            deadline: u64::MAX,
+        }
+    }
+
+    /// It is out there too.
+    pub fn also_for_test(&mut self, conn: u64) {
+        self.asked.insert(conn);
+    }
 }
 
 /// How long a destination without the library is believed to be one.
 const ABSENT_FOR: Duration = Duration::from_secs(5);
 const PRESENT_FOR: Duration = Duration::from_secs(600);
+/// How many instances and names one connection is asked for at: a list that leads to lists must end.
+const MAX_ASKED: usize = 64;
 /// How often a connection is asked for again when the peer could not say yes yet.
 const TRIES: u32 = 8;
 
@@ -59,21 +92,26 @@ impl Worker {
             return stay(socket, Reason::PeerWithout.into());
         }
         promote::set_why(socket, Reason::Handshake);
-        let request = self.next_request;
-        self.next_request += 1;
+        // Not to be guessed, although a channel that was not asked cannot answer anyway.
+        let request = std::iter::repeat_with(crate::library::random_u64)
+            .find(|r| !self.asks.contains_key(r))
+            .unwrap_or_default();
         {
             let Some(mut control) = socket.control.lock() else { return };
             control.handshake = Some(Handshake::connector(nonce));
-            control.request = request;
+            control.greeted_by = None;
+            control.offer = None;
         }
         let mut asking = Asking {
             r,
             nonce,
             tuple,
-            outstanding: 0,
+            asked: HashSet::new(),
             tried: HashSet::new(),
             named: false,
             answered: None,
+            busy: false,
+            untrusted: false,
             deadline: wait::now_ns() + ASK_TIMEOUT.as_nanos() as u64,
         };
         self.ask_links(request, &mut asking);
@@ -88,13 +126,20 @@ impl Worker {
         };
         for instance in known {
             if let Some(link) = self.service.link_to(&instance)
-                && link.send(&self.question(request, asking), &[]).is_ok()
+                && self.ask_over(request, asking, link)
             {
-                self.library.stats.count(Event::Ask);
                 asking.tried.insert(instance);
-                asking.outstanding += 1;
             }
         }
+    }
+
+    fn ask_over(&mut self, request: u64, asking: &mut Asking, link: &'static Link) -> bool {
+        let Some(conn) = self.conn_of(link) else { return false };
+        if link.send(&self.question(request, asking), &[]).is_err() {
+            return false;
+        }
+        self.library.stats.count(Event::Ask);
+        asking.asked.insert(conn)
     }
 
     fn question(&self, request: u64, asking: &Asking) -> Message {
@@ -108,23 +153,26 @@ impl Worker {
 
     /// With answers outstanding: waits. Else asks the service names, or gives up.
     fn go_on(&mut self, request: u64, mut asking: Asking) {
-        if asking.outstanding == 0 && !asking.named {
+        if asking.asked.is_empty() && !asking.named {
             asking.named = true;
             self.ask_names(request, &mut asking);
         }
-        if asking.outstanding > 0 {
+        if !asking.asked.is_empty() {
             self.asks.insert(request, asking);
             return;
         }
         let Some(socket) = asking.r.get() else { return };
+        if !abandon(socket, asking.nonce) {
+            return;
+        }
         match asking.answered {
+            None if asking.busy => later(socket, Reason::TimedOut.into()),
+            None if asking.untrusted => stay(socket, Reason::NotTrusted.into()),
             None => {
                 self.cache.insert(asking.tuple.acceptor(), Answer::Absent, Instant::now(), ABSENT_FOR);
-                abandon(socket);
                 stay(socket, Reason::PeerWithout.into());
             }
             Some(reason) => {
-                abandon(socket);
                 let why = why_declined(reason);
                 match reason {
                     wire::Reason::Rule | wire::Reason::Use => stay(socket, why),
@@ -139,48 +187,98 @@ impl Worker {
         let owner = diag::listener_owner(destination);
         let own = rustix::process::geteuid().as_raw();
         for channel in names::connect_to_services(destination.port()) {
-            let Ok(channel) = channel else { continue };
+            let Ok(channel) = channel else {
+                asking.busy = true;
+                continue;
+            };
             let Ok(credentials) = channel.peer() else { continue };
             if !diag::trusted(credentials.uid, owner, own) {
                 tracing::warn!(target: "rdmasock", uid = credentials.uid, %destination, "service name of another user ignored");
+                asking.untrusted = true;
                 continue;
             }
-            self.ask_on(request, asking, channel);
+            self.ask_on(request, asking, channel, true);
         }
     }
 
-    fn ask_on(&mut self, request: u64, asking: &mut Asking, channel: rdmasock_core::os::channel::Channel) {
+    fn ask_on(&mut self, request: u64, asking: &mut Asking, channel: Channel, by_name: bool) {
         let mut buf = [0u8; MAX_MESSAGE];
-        let Ok(bytes) = self.question(request, asking).encode(&mut buf).map(<[u8]>::to_vec) else { return };
-        if channel.send(&bytes, &[]).is_ok() && self.register(channel, Peer::Asked { request }).is_some() {
+        let Ok(bytes) = self.question(request, asking).encode(&mut buf) else { return };
+        if channel.send(bytes, &[]).is_ok()
+            && let Some(conn) = self.register(channel, Peer::Asked { request, by_name })
+        {
             self.library.stats.count(Event::Ask);
-            asking.outstanding += 1;
+            asking.asked.insert(conn);
         }
     }
 
-    pub(super) fn on_redirect(&mut self, request: u64, instances: Vec<InstanceId>) {
+    /// Whether an answer is one: to a question that went out on this channel (P11). A channel that
+    /// was made for one question has served then.
+    fn take_answer(&mut self, conn: u64, request: u64) -> Taken {
+        let on_link = match self.conns.get(&conn).map(|c| &c.peer) {
+            Some(Peer::Link(_)) => true,
+            Some(Peer::Asked { request: asked, .. }) if *asked == request => false,
+            _ => {
+                self.violation(conn);
+                return Taken::No;
+            }
+        };
+        let Some(asking) = self.asks.get_mut(&request) else { return Taken::Late };
+        if asking.asked.remove(&conn) {
+            return Taken::Yes;
+        }
+        tracing::warn!(target: "rdmasock", request, "an answer from whom was not asked");
+        self.library.stats.count(Event::LinkViolation);
+        if !on_link {
+            self.hang_up(conn, Reason::Violation);
+        }
+        Taken::No
+    }
+
+    /// A channel that was made for one question is not needed after its answer.
+    fn done_asking(&mut self, conn: u64) {
+        if matches!(self.conns.get(&conn).map(|c| &c.peer), Some(Peer::Asked { .. })) {
+            self.hang_up(conn, Reason::None);
+        }
+    }
+
+    pub(super) fn on_redirect(&mut self, conn: u64, request: u64, instances: Vec<InstanceId>) {
+        let by_name = matches!(self.conns.get(&conn).map(|c| &c.peer), Some(Peer::Asked { by_name: true, .. }));
+        let taken = self.take_answer(conn, request);
+        self.done_asking(conn);
+        if taken != Taken::Yes {
+            return;
+        }
         let Some(mut asking) = self.asks.remove(&request) else { return };
-        asking.outstanding = asking.outstanding.saturating_sub(1);
         asking.answered.get_or_insert(wire::Reason::NotHeld);
-        for instance in instances {
-            if instance == self.library.id && !asking.tried.is_empty() || !asking.tried.insert(instance) {
+        // P14: from whom we were redirected to it counts as NO.
+        for instance in instances.into_iter().filter(|_| by_name) {
+            if asking.tried.len() >= MAX_ASKED {
+                break;
+            }
+            if !asking.tried.insert(instance) {
                 continue;
             }
             if let Some(link) = self.service.link_to(&instance) {
-                if link.send(&self.question(request, &asking), &[]).is_ok() {
-                    asking.outstanding += 1;
-                }
+                self.ask_over(request, &mut asking, link);
             } else if let Ok(channel) = names::connect_to(names::instance(&instance).as_bytes()) {
-                self.ask_on(request, &mut asking, channel);
+                self.ask_on(request, &mut asking, channel, false);
             }
         }
         self.go_on(request, asking);
     }
 
-    pub(super) fn on_no(&mut self, request: u64, reason: wire::Reason) {
-        self.library.stats.count(Event::No);
+    pub(super) fn on_no(&mut self, conn: u64, request: u64, reason: wire::Reason) {
+        let taken = self.take_answer(conn, request);
+        self.done_asking(conn);
+        if taken == Taken::Yes {
+            self.library.stats.count(Event::No);
+            self.declined(request, reason);
+        }
+    }
+
+    fn declined(&mut self, request: u64, reason: wire::Reason) {
         let Some(mut asking) = self.asks.remove(&request) else { return };
-        asking.outstanding = asking.outstanding.saturating_sub(1);
         // The holder's reason says more than that others do not hold it.
         if reason != wire::Reason::NotHeld || asking.answered.is_none() {
             asking.answered = Some(reason);
@@ -188,21 +286,41 @@ impl Worker {
         self.go_on(request, asking);
     }
 
-    /// The channel was closed; after an answer that says nothing.
-    pub(super) fn on_silence(&mut self, request: u64) {
-        if self.asks.contains_key(&request) {
-            self.on_no(request, wire::Reason::NotHeld);
+    /// The channel has ended without an answer.
+    pub(super) fn on_silence(&mut self, conn: u64, request: u64) {
+        if self.asks.get_mut(&request).is_some_and(|a| a.asked.remove(&conn)) {
+            self.declined(request, wire::Reason::NotHeld);
+        }
+    }
+
+    /// A link has ended: nobody answers on it any more.
+    pub(super) fn on_link_silence(&mut self, conn: u64) {
+        let waiting = self.asks.iter().filter(|(_, a)| a.asked.contains(&conn)).map(|(r, _)| *r);
+        for request in waiting.collect::<Vec<_>>() {
+            self.on_silence(conn, request);
         }
     }
 
     pub(super) fn on_yes(&mut self, conn: u64, request: u64, nonce_s: Nonce, instance_s: InstanceId) {
-        self.library.stats.count(Event::Yes);
-        let Some(asking) = self.asks.remove(&request) else {
-            // Too late: the acceptor looks for a HELLO that will not come.
-            return self.reply(conn, &Message::Cancel { request, nonce_c: nonce_s, nonce_s });
-        };
-        let cancel = Message::Cancel { request, nonce_c: asking.nonce, nonce_s };
-        let Some(socket) = asking.r.get() else { return self.reply(conn, &cancel) };
+        match self.take_answer(conn, request) {
+            Taken::No => {}
+            // The acceptor looks for a HELLO that will not come (P15).
+            Taken::Late => self.reply(conn, &Message::Cancel { request, nonce_c: nonce_s, nonce_s }),
+            Taken::Yes => {
+                self.library.stats.count(Event::Yes);
+                if let Some(asking) = self.asks.remove(&request)
+                    && !self.greet(&asking, nonce_s, instance_s)
+                {
+                    self.reply(conn, &Message::Cancel { request, nonce_c: asking.nonce, nonce_s });
+                    self.settle(asking.r);
+                }
+            }
+        }
+        self.done_asking(conn);
+    }
+
+    /// Goes on with HELLO. False if the attempt is over.
+    fn greet(&mut self, asking: &Asking, nonce_s: Nonce, instance_s: InstanceId) -> bool {
         let destination = asking.tuple.acceptor();
         let mut known = match self.cache.get(&destination, Instant::now()) {
             Some(Answer::Present(instances)) => instances.clone(),
@@ -212,16 +330,21 @@ impl Worker {
         known.insert(0, instance_s);
         known.truncate(16);
         self.cache.insert(destination, Answer::Present(known), Instant::now(), PRESENT_FOR);
+        let Some(socket) = asking.r.get().filter(|s| is_asking(s, asking.nonce)) else { return false };
         if !self.watch(socket) || !promote::start_scan(socket, asking.nonce) {
-            self.reply(conn, &cancel);
-            abandon(socket);
-            later(socket, Reason::Unsupported.into());
-            self.settle(asking.r);
-            return;
+            if abandon(socket, asking.nonce) {
+                later(socket, Reason::Unsupported.into());
+            }
+            return false;
         }
-        if let Some(mut control) = socket.control.lock() {
-            promote::feed(socket, &mut control, |h| h.on_yes(nonce_s));
+        let Some(mut control) = socket.control.lock() else { return false };
+        // The program may have given up since.
+        if !control.handshake.as_ref().is_some_and(|h| h.is_asking() && h.mine() == asking.nonce) {
+            promote::stop_scan(socket);
+            return false;
         }
+        promote::feed(socket, &mut control, |h| h.on_yes(nonce_s));
+        true
     }
 
     /// Answers on a channel, link or not.
@@ -239,29 +362,54 @@ impl Worker {
         }
     }
 
+    /// Drops the questions of attempts that the program has given up: a YES is too late then.
+    pub(super) fn forget_asks(&mut self, socket: &'static Socket) {
+        self.asks.retain(|_, a| !a.r.get().is_some_and(|s| std::ptr::eq(s, socket)) || is_asking(socket, a.nonce));
+    }
+
     pub(super) fn expire_asks(&mut self, now: u64) {
         let late: Vec<u64> = self.asks.iter().filter(|(_, a)| a.deadline <= now).map(|(r, _)| *r).collect();
         for request in late {
             let Some(asking) = self.asks.remove(&request) else { continue };
             self.library.stats.count(Event::HandshakeTimeout);
-            if let Some(socket) = asking.r.get() {
-                abandon(socket);
+            if let Some(socket) = asking.r.get()
+                && abandon(socket, asking.nonce)
+            {
                 later(socket, Reason::TimedOut.into());
             }
         }
     }
 }
 
-/// The attempt is over before anything was in TCP.
-fn abandon(socket: &'static Socket) {
-    if let Some(mut control) = socket.control.lock() {
+/// What an answer is worth.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Taken {
+    /// To a question that waits for it.
+    Yes,
+    /// The question is over.
+    Late,
+    /// Not from whom was asked.
+    No,
+}
+
+/// Whether the socket is still in the attempt that `nonce` was drawn for, with nothing in TCP.
+fn is_asking(socket: &Socket, nonce: Nonce) -> bool {
+    let control = socket.control.lock();
+    control.is_some_and(|c| c.handshake.as_ref().is_some_and(|h| h.is_asking() && h.mine() == nonce))
+}
+
+/// Ends the attempt before anything was in TCP. False if the socket is not in it any more.
+fn abandon(socket: &'static Socket, nonce: Nonce) -> bool {
+    let Some(mut control) = socket.control.lock() else { return false };
+    let ours = control.handshake.as_ref().is_some_and(|h| h.is_asking() && h.mine() == nonce);
+    if ours {
         control.handshake = None;
     }
+    ours
 }
 
 /// The connection stays on TCP for good.
 fn stay(socket: &'static Socket, why: Why) {
-    abandon(socket);
     if let Some(stats) = socket.stats() {
         stats.set_why(why);
     }

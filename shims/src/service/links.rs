@@ -197,26 +197,29 @@ impl Worker {
             }
             Message::WaiterGone { .. } => {}
             Message::Open { nonce_mine, nonce_yours, vqpn, ring: _ } => {
-                let opened = self.offered.remove(&nonce_yours).and_then(Ref::get).is_some_and(|socket| {
+                let opened = self.offered.get(&nonce_yours).and_then(|r| r.get()).is_some_and(|socket| {
                     let Some(mut control) = socket.control.lock() else { return false };
+                    // P25: the nonces of this attempt, from the instance that the TCP connection leads to.
                     let matches = control.handshake.as_ref().is_some_and(|h| {
-                        h.mine() == nonce_yours && h.theirs() == Some(nonce_mine)
+                        h.is_opening() && h.mine() == nonce_yours && h.theirs() == Some(nonce_mine)
                     });
-                    if matches && control.handshake.as_ref().is_some_and(Handshake::is_opening) {
+                    if matches && control.greeted_by == Some(link.peer) {
                         promote::on_open(socket, &mut control, link, vqpn);
                         true
                     } else {
                         false
                     }
                 });
-                if !opened {
+                if opened {
+                    self.offered.remove(&nonce_yours);
+                } else {
                     let _ = link.send(&Message::OpenRefuse { yours: vqpn, reason: wire::Reason::Cancelled }, &[]);
                 }
             }
             Message::OpenAck { yours, mine, ring: _ } => {
                 if let Some(socket) = link.socket(yours)
                     && let Some(mut control) = socket.control.lock()
-                    && control.opened.is_some_and(|o| o.mine == yours)
+                    && control.opened.is_some_and(|o| o.asked && o.mine == yours && std::ptr::eq(o.link, link))
                     && control.peer.is_none()
                 {
                     promote::on_open(socket, &mut control, link, mine);

@@ -1,0 +1,169 @@
+//! Who may answer what: the rules P10, P11, P14, P15 and the memory of attempts, on one worker.
+
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::AsRawFd;
+
+use rdmasock_core::os::channel::Channel;
+use rdmasock_core::stream::handshake::Handshake;
+use rdmasock_core::wire::{self, Message};
+
+use super::*;
+
+/// A worker whose commands stay in the queue: no service thread runs beside it.
+fn worker() -> Worker {
+    let library = Library::ensure().unwrap();
+    library.service.started.store(true, SeqCst);
+    Worker::new().unwrap()
+}
+
+/// A connected socket, and what keeps it open.
+fn connected() -> (&'static Socket, TcpStream) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let socket = Socket::allocate(stream.as_raw_fd(), true).unwrap();
+    socket.set_stage(Stage::Busy);
+    (socket, stream)
+}
+
+/// A question about `socket` that is out on a channel of its own; its number, and the other end.
+fn asked(worker: &mut Worker, socket: &'static Socket, by_name: bool) -> (u64, u64, Channel) {
+    let (ours, theirs) = Channel::pair().unwrap();
+    let request = crate::library::random_u64();
+    let nonce = Nonce::random().unwrap();
+    socket.control.lock().unwrap().handshake = Some(Handshake::connector(nonce));
+    let conn = worker.register(ours, Peer::Asked { request, by_name }).unwrap();
+    worker.asks.insert(request, ask::Asking::for_test(Ref::new(socket), nonce, conn));
+    (request, conn, theirs)
+}
+
+fn say(channel: &Channel, message: &Message) {
+    let mut buf = [0u8; MAX_MESSAGE];
+    channel.send(message.encode(&mut buf).unwrap(), &[]).unwrap();
+}
+
+fn heard(channel: &Channel) -> Option<Message> {
+    let mut buf = [0u8; MAX_MESSAGE];
+    let received = channel.recv(&mut buf).ok()?;
+    Some(Message::decode(received.bytes).unwrap())
+}
+
+fn yes(request: u64) -> Message {
+    Message::Yes { request, nonce_s: Nonce::random().unwrap(), instance_s: InstanceId::random().unwrap() }
+}
+
+#[test]
+fn an_answer_counts_only_from_whom_was_asked() {
+    let mut worker = worker();
+    let (socket, _stream) = connected();
+    let (request, conn, _holder) = asked(&mut worker, socket, true);
+
+    let (ours, stranger) = Channel::pair().unwrap();
+    let incoming = worker.register(ours, Peer::Incoming { listener: None }).unwrap();
+    say(&stranger, &yes(request));
+    worker.on_channel(incoming);
+    assert!(!worker.conns.contains_key(&incoming), "the stranger's channel is closed");
+
+    // Asked, but for another connection.
+    let (other, _other_stream) = connected();
+    let (_, other_conn, other_holder) = asked(&mut worker, other, true);
+    say(&other_holder, &yes(request));
+    worker.on_channel(other_conn);
+    assert!(!worker.conns.contains_key(&other_conn));
+
+    assert!(worker.asks.contains_key(&request) && worker.conns.contains_key(&conn));
+    assert!(socket.control.lock().unwrap().handshake.as_ref().unwrap().is_asking());
+}
+
+#[test]
+fn a_yes_after_the_program_has_given_up_gets_cancel() {
+    let mut worker = worker();
+    let (socket, _stream) = connected();
+    let (request, conn, holder) = asked(&mut worker, socket, true);
+    let later = Nonce::random().unwrap();
+    socket.control.lock().unwrap().handshake = Some(Handshake::connector(later));
+
+    say(&holder, &yes(request));
+    worker.on_channel(conn);
+    assert!(matches!(heard(&holder), Some(Message::Cancel { request: r, .. }) if r == request));
+    assert_eq!(socket.rx_mode.load(Acquire), mode::TCP, "nothing is scanned");
+    let control = socket.control.lock().unwrap();
+    assert!(control.handshake.as_ref().is_some_and(|h| h.is_asking() && h.mine() == later), "the newer attempt goes on");
+}
+
+#[test]
+fn a_question_is_dropped_with_its_attempt() {
+    let mut worker = worker();
+    let (socket, _stream) = connected();
+    let (request, conn, holder) = asked(&mut worker, socket, true);
+    socket.control.lock().unwrap().handshake = None;
+    worker.settle(Ref::new(socket));
+    assert!(!worker.asks.contains_key(&request));
+    say(&holder, &yes(request));
+    worker.on_channel(conn);
+    assert!(matches!(heard(&holder), Some(Message::Cancel { .. })));
+    assert!(!worker.conns.contains_key(&conn));
+}
+
+#[test]
+fn a_redirect_leads_on_from_a_service_name_only() {
+    for by_name in [false, true] {
+        let mut worker = worker();
+        let (socket, _stream) = connected();
+        let (request, conn, holder) = asked(&mut worker, socket, by_name);
+        let id = InstanceId::random().unwrap();
+        let name = names::Listener::instance(&id).unwrap();
+        say(&holder, &Message::Redirect { request, instances: vec![id] });
+        worker.on_channel(conn);
+        assert_eq!(matches!(name.accept(), Ok(Some(_))), by_name);
+        assert_eq!(worker.asks.contains_key(&request), by_name);
+    }
+}
+
+#[test]
+fn redirects_end() {
+    let mut worker = worker();
+    let (socket, _stream) = connected();
+    let (request, conn, holder) = asked(&mut worker, socket, true);
+    let names: Vec<_> = (0..wire::MAX_REDIRECT)
+        .map(|_| InstanceId::random().unwrap())
+        .map(|id| (id, names::Listener::instance(&id).unwrap()))
+        .collect();
+    let (more, other) = Channel::pair().unwrap();
+    let more = worker.register(more, Peer::Asked { request, by_name: true }).unwrap();
+    worker.asks.get_mut(&request).unwrap().also_for_test(more);
+    say(&holder, &Message::Redirect { request, instances: names.iter().map(|(id, _)| *id).collect() });
+    worker.on_channel(conn);
+    let id = InstanceId::random().unwrap();
+    let beyond = names::Listener::instance(&id).unwrap();
+    say(&other, &Message::Redirect { request, instances: vec![id] });
+    worker.on_channel(more);
+    assert!(names.iter().all(|(_, name)| matches!(name.accept(), Ok(Some(_)))));
+    assert!(!matches!(beyond.accept(), Ok(Some(_))));
+}
+
+#[test]
+fn a_message_with_fds_that_it_does_not_carry_ends_the_channel() {
+    let mut worker = worker();
+    let (ours, theirs) = Channel::pair().unwrap();
+    let conn = worker.register(ours, Peer::Incoming { listener: None }).unwrap();
+    let nonce = Nonce::random().unwrap();
+    let mut buf = [0u8; MAX_MESSAGE];
+    let cancel = Message::Cancel { request: 1, nonce_c: nonce, nonce_s: nonce };
+    theirs.send(cancel.encode(&mut buf).unwrap(), &[theirs.as_fd()]).unwrap();
+    worker.on_channel(conn);
+    assert!(!worker.conns.contains_key(&conn));
+}
+
+#[test]
+fn attempts_that_are_over_are_forgotten() {
+    let mut worker = worker();
+    let (socket, _stream) = connected();
+    let live = Nonce::random().unwrap();
+    socket.control.lock().unwrap().handshake = Some(Handshake::acceptor(live, live).0);
+    worker.remember_offer(live, Ref::new(socket));
+    for _ in 0..4 * answer::OFFERED_MIN {
+        worker.remember_offer(Nonce::random().unwrap(), Ref::new(socket));
+    }
+    assert!(worker.offered.contains_key(&live));
+    assert!(worker.offered.len() <= answer::OFFERED_MIN);
+}

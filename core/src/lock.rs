@@ -91,7 +91,11 @@ impl<T> Lock<T> {
             if seen == 0 {
                 // Others may still sleep: keep the bit, at worst one needless wake-up.
                 let mine = if spins > SPINS { me | WAITERS } else { me };
-                if self.word.compare_exchange(0, mine, Acquire, Relaxed).is_ok() {
+                if self
+                    .word
+                    .compare_exchange(0, mine, Acquire, Relaxed)
+                    .is_ok()
+                {
                     return Some(());
                 }
                 continue;
@@ -166,7 +170,8 @@ impl<T> Drop for Guard<'_, T> {
 
 fn futex_wait(word: &AtomicU32, expected: u32) {
     // Any return (woken, changed, interrupted) means: look again.
-    let _ = rustix::thread::futex::wait(word, rustix::thread::futex::Flags::PRIVATE, expected, None);
+    let _ =
+        rustix::thread::futex::wait(word, rustix::thread::futex::Flags::PRIVATE, expected, None);
 }
 
 fn futex_wake(word: &AtomicU32) {

@@ -20,10 +20,11 @@ use rustix::event::epoll as kernel;
 
 use crate::library::Library;
 use crate::link::Link;
-use rdmasock_core::lock::Lock;
 use crate::ready::{self, Arm};
 use crate::socket::{Membership, Socket};
+use crate::time::Timeout;
 use crate::wait::{Spinner, WaiterId};
+use rdmasock_core::lock::Lock;
 
 const ET: u32 = libc::EPOLLET as u32;
 const ONESHOT: u32 = libc::EPOLLONESHOT as u32;
@@ -146,7 +147,9 @@ impl Epoll {
 
     /// Starts a new epoch in which peers ring, and rings if something is left to report.
     fn show_ready(&'static self) {
-        let Some(waiter) = WaiterId::from_word(self.waiter.load(Relaxed)) else { return };
+        let Some(waiter) = WaiterId::from_word(self.waiter.load(Relaxed)) else {
+            return;
+        };
         let waiters = &Library::get().waiters;
         if self.shown.swap(true, SeqCst) {
             waiters.leave_sleep(waiter);
@@ -166,12 +169,21 @@ impl Epoll {
     fn recycle(&'static self) {
         self.fd.store(-1, Release);
         self.active.store(false, Release);
-        let Some(mut set) = self.set.lock() else { return };
-        let sockets: Vec<&'static Socket> = set.items.iter().filter(|i| !i.dead).map(|i| i.socket).collect();
+        let Some(mut set) = self.set.lock() else {
+            return;
+        };
+        let sockets: Vec<&'static Socket> = set
+            .items
+            .iter()
+            .filter(|i| !i.dead)
+            .map(|i| i.socket)
+            .collect();
         *set = Set::default();
         drop(set);
         for socket in sockets {
-            ready::change_interest(socket, |i| i.members.retain(|m| !std::ptr::eq(m.epoll, self)));
+            ready::change_interest(socket, |i| {
+                i.members.retain(|m| !std::ptr::eq(m.epoll, self))
+            });
         }
         if let Some(waiter) = WaiterId::from_word(self.waiter.swap(0, Relaxed)) {
             let waiters = &Library::get().waiters;
@@ -232,7 +244,9 @@ impl Epoll {
         let index = find(socket, self, fd).filter(|i| set.items.get(*i).is_some_and(|i| !i.dead));
         let taken = index.and_then(|i| set.items.get(i)).map(|i| i.taken);
         let asked = event.map_or(0, |e| e.events);
-        let exclusive = index.and_then(|i| set.items.get(i)).is_some_and(|i| i.events & EXCLUSIVE != 0);
+        let exclusive = index
+            .and_then(|i| set.items.get(i))
+            .is_some_and(|i| i.events & EXCLUSIVE != 0);
         let refused = match op {
             libc::EPOLL_CTL_ADD => asked & EXCLUSIVE != 0 && asked & !EXCLUSIVE_OK != 0,
             libc::EPOLL_CTL_MOD => asked & EXCLUSIVE != 0 || exclusive,
@@ -269,7 +283,13 @@ impl Epoll {
                     set.enqueue(index);
                 }
                 drop(set);
-                ready::change_interest(socket, |i| i.members.push(Membership { epoll: self, fd, item: index }));
+                ready::change_interest(socket, |i| {
+                    i.members.push(Membership {
+                        epoll: self,
+                        fd,
+                        item: index,
+                    })
+                });
                 // A promotion may have begun between the look and the membership.
                 if !take && ready::is_watched(socket) {
                     self.take_over(index, socket);
@@ -303,7 +323,8 @@ impl Epoll {
                     set.remove(index);
                     drop(set);
                     ready::change_interest(socket, |i| {
-                        i.members.retain(|m| !(std::ptr::eq(m.epoll, self) && m.item == index));
+                        i.members
+                            .retain(|m| !(std::ptr::eq(m.epoll, self) && m.item == index));
                     });
                 }
                 result
@@ -315,7 +336,10 @@ impl Epoll {
     /// The socket's last number was closed.
     pub fn forget(&self, index: usize, socket: &'static Socket) {
         if let Some(mut set) = self.set.lock()
-            && set.items.get(index).is_some_and(|i| std::ptr::eq(i.socket, socket))
+            && set
+                .items
+                .get(index)
+                .is_some_and(|i| std::ptr::eq(i.socket, socket))
         {
             set.remove(index);
         }
@@ -323,8 +347,12 @@ impl Epoll {
 
     /// Moves an item from the kernel's set to ours.
     pub fn take_over(&'static self, index: usize, socket: &'static Socket) {
-        let Some(mut set) = self.set.lock() else { return };
-        let Some(item) = set.items.get_mut(index) else { return };
+        let Some(mut set) = self.set.lock() else {
+            return;
+        };
+        let Some(item) = set.items.get_mut(index) else {
+            return;
+        };
         if item.dead || item.taken || !std::ptr::eq(item.socket, socket) {
             return;
         }
@@ -345,12 +373,18 @@ impl Epoll {
 
     /// Moves an item back into the kernel's set, when its socket is on plain TCP again.
     pub fn hand_back(&'static self, index: usize, socket: &'static Socket) {
-        let Some(mut set) = self.set.lock() else { return };
-        let Some(item) = set.items.get_mut(index) else { return };
+        let Some(mut set) = self.set.lock() else {
+            return;
+        };
+        let Some(item) = set.items.get_mut(index) else {
+            return;
+        };
         if item.dead || !item.taken || !std::ptr::eq(item.socket, socket) {
             return;
         }
-        let Some(control) = socket.control.lock() else { return };
+        let Some(control) = socket.control.lock() else {
+            return;
+        };
         if !control.fds.contains(&item.fd) {
             return;
         }
@@ -369,8 +403,14 @@ impl Epoll {
 
     /// Something may have changed for this item.
     pub fn push(&self, index: usize, socket: &'static Socket) {
-        let Some(mut set) = self.set.lock() else { return };
-        if set.items.get(index).is_some_and(|i| i.taken && std::ptr::eq(i.socket, socket)) {
+        let Some(mut set) = self.set.lock() else {
+            return;
+        };
+        if set
+            .items
+            .get(index)
+            .is_some_and(|i| i.taken && std::ptr::eq(i.socket, socket))
+        {
             if let Some(link) = socket.link() {
                 set.add_link(link);
             }
@@ -405,7 +445,8 @@ impl Epoll {
             );
         }
         self.active.store(true, SeqCst);
-        if self.nested.load(SeqCst) && !self.shown.swap(true, SeqCst)
+        if self.nested.load(SeqCst)
+            && !self.shown.swap(true, SeqCst)
             && let Some(waiter) = waiter
         {
             library.waiters.enter_sleep(waiter);
@@ -445,7 +486,11 @@ impl Epoll {
             let due = self.is_time_to_look();
             let starved = self.full.load(Relaxed) != 0 && self.full.swap(0, Relaxed) != 0;
             let kernel_first = starved || due && self.turn.fetch_xor(true, Relaxed);
-            let first = if kernel_first { self.look(events, max, &real).max(0) } else { 0 };
+            let first = if kernel_first {
+                self.look(events, max, &real).max(0)
+            } else {
+                0
+            };
             // SAFETY: `first` of `max` entries are used.
             let n = first + self.harvest(unsafe { events.add(first as usize) }, max - first);
             if n > 0 {
@@ -547,7 +592,7 @@ impl Epoll {
     }
 
     fn is_time_to_look(&self) -> bool {
-        let now = crate::wait::now_ns();
+        let now = crate::time::now_ns();
         let due = now.wrapping_sub(self.looked_at.load(Relaxed)) > KERNEL_EVERY;
         if due {
             self.looked_at.store(now, Relaxed);
@@ -597,10 +642,17 @@ impl Epoll {
 
     /// Reports what is ready.
     fn harvest(&'static self, events: *mut libc::epoll_event, max: c_int) -> c_int {
-        let Some(mut guard) = self.set.lock() else { return 0 };
+        let Some(mut guard) = self.set.lock() else {
+            return 0;
+        };
         let set = &mut *guard;
         if let Some(waiter) = WaiterId::from_word(self.waiter.load(Relaxed)) {
-            let Set { links, items, ready, .. } = set;
+            let Set {
+                links,
+                items,
+                ready,
+                ..
+            } = set;
             for link in links.iter() {
                 link.drain_ready(waiter, |socket| {
                     enqueue_all(self, socket, items, ready);
@@ -613,8 +665,12 @@ impl Epoll {
             if n == max {
                 break;
             }
-            let Some(index) = set.ready.pop_front() else { break };
-            let Some(item) = set.items.get_mut(index) else { continue };
+            let Some(index) = set.ready.pop_front() else {
+                break;
+            };
+            let Some(item) = set.items.get_mut(index) else {
+                continue;
+            };
             item.queued = false;
             if item.dead {
                 set.free.push(index);
@@ -623,7 +679,11 @@ impl Epoll {
             if item.disabled || !item.taken {
                 continue;
             }
-            let arm = if item.events & ET != 0 { Arm::Always } else { Arm::IfNotReady };
+            let arm = if item.events & ET != 0 {
+                Arm::Always
+            } else {
+                Arm::IfNotReady
+            };
             let mask = ready::evaluate(item.socket, item.events, arm) & (item.events | ALWAYS);
             if mask == 0 {
                 continue;
@@ -660,20 +720,31 @@ impl Epoll {
         if !self.active.load(Acquire) {
             return false;
         }
-        let Some(mut guard) = self.set.lock() else { return false };
+        let Some(mut guard) = self.set.lock() else {
+            return false;
+        };
         let set = &mut *guard;
         if let Some(waiter) = WaiterId::from_word(self.waiter.load(Relaxed)) {
-            let Set { links, items, ready, .. } = set;
+            let Set {
+                links,
+                items,
+                ready,
+                ..
+            } = set;
             for link in links.iter() {
                 link.drain_ready(waiter, |socket| enqueue_all(self, socket, items, ready));
             }
         }
         for at in 0..set.ready.len() {
-            let Some(item) = set.ready.get(at).and_then(|i| set.items.get(*i)) else { continue };
+            let Some(item) = set.ready.get(at).and_then(|i| set.items.get(*i)) else {
+                continue;
+            };
             if !item.dead
                 && !item.disabled
                 && item.taken
-                && ready::evaluate(item.socket, item.events, Arm::IfNotReady) & (item.events | ALWAYS) != 0
+                && ready::evaluate(item.socket, item.events, Arm::IfNotReady)
+                    & (item.events | ALWAYS)
+                    != 0
             {
                 return true;
             }
@@ -682,9 +753,20 @@ impl Epoll {
     }
 }
 
-fn enqueue_all(epoll: &'static Epoll, socket: &'static Socket, items: &mut [Item], ready: &mut VecDeque<usize>) {
-    let Some(interest) = socket.interest.lock() else { return };
-    for m in interest.members.iter().filter(|m| std::ptr::eq(m.epoll, epoll)) {
+fn enqueue_all(
+    epoll: &'static Epoll,
+    socket: &'static Socket,
+    items: &mut [Item],
+    ready: &mut VecDeque<usize>,
+) {
+    let Some(interest) = socket.interest.lock() else {
+        return;
+    };
+    for m in interest
+        .members
+        .iter()
+        .filter(|m| std::ptr::eq(m.epoll, epoll))
+    {
         if let Some(item) = items.get_mut(m.item)
             && !item.queued
             && !item.dead
@@ -744,90 +826,5 @@ impl Set {
         if !self.links.iter().any(|l| std::ptr::eq(*l, link)) {
             self.links.push(link);
         }
-    }
-}
-
-/// How long a call may wait.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Timeout {
-    /// No bound.
-    Forever,
-    /// Nanoseconds.
-    Ns(u64),
-}
-
-/// When a call that waits has to be back.
-#[derive(Clone, Copy)]
-pub struct Deadline(Option<u64>, bool);
-
-impl Timeout {
-    /// Only a look.
-    pub const ZERO: Self = Self::Ns(0);
-
-    /// From epoll_wait's and poll's milliseconds; negative is no bound.
-    pub fn from_ms(ms: c_int) -> Self {
-        u64::try_from(ms).map_or(Self::Forever, |ms| Self::Ns(ms * 1_000_000))
-    }
-
-    /// From a timespec; `None` for an invalid one.
-    pub fn from_timespec(ts: Option<&libc::timespec>) -> Option<Self> {
-        let Some(ts) = ts else { return Some(Self::Forever) };
-        let s = u64::try_from(ts.tv_sec).ok()?;
-        let ns = u64::try_from(ts.tv_nsec).ok().filter(|ns| *ns < 1_000_000_000)?;
-        Some(Self::Ns(s.saturating_mul(1_000_000_000).saturating_add(ns)))
-    }
-
-    /// As milliseconds, rounded up so that a wait is never too short.
-    pub fn to_ms(self) -> c_int {
-        match self {
-            Self::Forever => -1,
-            Self::Ns(ns) => c_int::try_from(ns.div_ceil(1_000_000)).unwrap_or(c_int::MAX),
-        }
-    }
-
-    /// As a timespec; `None` is no bound.
-    pub fn to_timespec(self) -> Option<libc::timespec> {
-        match self {
-            Self::Forever => None,
-            Self::Ns(ns) => Some(libc::timespec {
-                tv_sec: (ns / 1_000_000_000) as libc::time_t,
-                tv_nsec: (ns % 1_000_000_000) as libc::c_long,
-            }),
-        }
-    }
-
-    /// Whether it is only a look.
-    pub fn is_zero(self) -> bool {
-        self == Self::ZERO
-    }
-
-    /// Counted from now.
-    pub fn deadline(self) -> Deadline {
-        match self {
-            Self::Forever => Deadline(None, false),
-            Self::Ns(0) => Deadline(None, true),
-            Self::Ns(ns) => Deadline(Some(crate::wait::now_ns().saturating_add(ns)), false),
-        }
-    }
-}
-
-impl Deadline {
-    /// Only a look.
-    pub fn is_zero(self) -> bool {
-        self.1
-    }
-
-    /// What is left.
-    pub fn left(self) -> Timeout {
-        match self {
-            Self(_, true) => Timeout::ZERO,
-            Self(None, _) => Timeout::Forever,
-            Self(Some(at), _) => Timeout::Ns(at.saturating_sub(crate::wait::now_ns())),
-        }
-    }
-
-    /// Whether the time is up.
-    pub fn is_over(self) -> bool {
-        self.left().is_zero()
     }
 }

@@ -61,9 +61,12 @@ fn cell(index: u32) -> Option<&'static AtomicU32> {
 
 fn claim() -> Option<u32> {
     let first = (crate::library::random_u64() as usize) % CELLS;
-    (0..CELLS).map(|i| ((first + i) % (CELLS - 1)) as u32 + 1).take(64).find(|index| {
-        cell(*index).is_some_and(|c| c.compare_exchange(0, 1, AcqRel, Relaxed).is_ok())
-    })
+    (0..CELLS)
+        .map(|i| ((first + i) % (CELLS - 1)) as u32 + 1)
+        .take(64)
+        .find(|index| {
+            cell(*index).is_some_and(|c| c.compare_exchange(0, 1, AcqRel, Relaxed).is_ok())
+        })
 }
 
 /// Whether more than one process holds the socket.
@@ -95,7 +98,8 @@ pub fn returned(socket: &Socket) {
         && let Some(c) = cell(index)
         && c.fetch_and(!(OWNED | WANTED), AcqRel) & OWNED != 0
     {
-        let _ = rustix::thread::futex::wake(c, rustix::thread::futex::Flags::empty(), i32::MAX as u32);
+        let _ =
+            rustix::thread::futex::wake(c, rustix::thread::futex::Flags::empty(), i32::MAX as u32);
     }
 }
 
@@ -125,7 +129,7 @@ pub fn reclaim(socket: &'static Socket) {
 fn reclaim_slow(socket: &'static Socket) {
     let errno = crate::errno::get();
     if let Some(c) = cell(socket.holders.load(Acquire)) {
-        let until = crate::wait::now_ns() + PATIENCE;
+        let until = crate::time::now_ns() + PATIENCE;
         let mut word = c.fetch_or(WANTED, AcqRel) | WANTED;
         if let Some(requests) = cell(0) {
             requests.fetch_add(1, AcqRel);
@@ -136,13 +140,21 @@ fn reclaim_slow(socket: &'static Socket) {
             crate::wait::ring(unsafe { std::os::fd::BorrowedFd::borrow_raw(bell) });
         }
         let owner = rustix::process::Pid::from_raw(OWNER_PID.load(Acquire));
-        while word & OWNED != 0 && crate::wait::now_ns() < until {
+        while word & OWNED != 0 && crate::time::now_ns() < until {
             let alive = owner.is_some_and(|p| rustix::process::test_kill_process(p).is_ok());
             if !alive {
                 break;
             }
-            let step = rustix::time::Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
-            let _ = rustix::thread::futex::wait(c, rustix::thread::futex::Flags::empty(), word, Some(&step));
+            let step = rustix::time::Timespec {
+                tv_sec: 0,
+                tv_nsec: 20_000_000,
+            };
+            let _ = rustix::thread::futex::wait(
+                c,
+                rustix::thread::futex::Flags::empty(),
+                word,
+                Some(&step),
+            );
             word = c.load(Acquire);
         }
     }
@@ -159,15 +171,19 @@ pub fn reclaim_all() {
 /// Before this process ends: what other processes hold too goes back to TCP.
 pub extern "C" fn at_exit() {
     let errno = crate::errno::get();
-    let until = crate::wait::now_ns() + LAST_WORDS;
+    let until = crate::time::now_ns() + LAST_WORDS;
     for_each_socket(|socket| {
         // A marker that is left unread would make the kernel reset the connection: a promotion that is
         // under way gets the moment that it needs.
-        while socket.rx_mode.load(Acquire) == mode::MARKED && crate::wait::now_ns() < until {
+        while socket.rx_mode.load(Acquire) == mode::MARKED && crate::time::now_ns() < until {
             crate::promote::readable(socket);
-            let _ = rustix::thread::nanosleep(&rustix::time::Timespec { tv_sec: 0, tv_nsec: 100_000 });
+            let _ = rustix::thread::nanosleep(&rustix::time::Timespec {
+                tv_sec: 0,
+                tv_nsec: 100_000,
+            });
         }
-        if is_shared(socket) && !socket.is_plain() && socket.tx_mode.load(Acquire) != mode::FOREIGN {
+        if is_shared(socket) && !socket.is_plain() && socket.tx_mode.load(Acquire) != mode::FOREIGN
+        {
             crate::tx::hand_over(socket, rdmasock_core::stats::Reason::Inherited);
             returned(socket);
         }
@@ -204,7 +220,9 @@ extern "C" fn child() {
     let mut n = 0;
     let mut keep = |listener: &'static Listener| {
         listener.after_fork();
-        if let Some(number) = listener.name_number().filter(|number| !kept.contains(number))
+        if let Some(number) = listener
+            .name_number()
+            .filter(|number| !kept.contains(number))
             && let Some(slot) = kept.get_mut(n)
         {
             *slot = number;
@@ -228,7 +246,10 @@ extern "C" fn child() {
         // A grandchild: the streams still belong to the first.
         bell @ 0.. => bell,
         _ => {
-            OWNER_PID.store(rustix::process::getppid().map_or(0, |p| p.as_raw_nonzero().get()), Release);
+            OWNER_PID.store(
+                rustix::process::getppid().map_or(0, |p| p.as_raw_nonzero().get()),
+                Release,
+            );
             Library::bell_before_fork()
         }
     };

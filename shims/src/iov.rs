@@ -90,6 +90,7 @@ impl Iov {
 
     /// Bytes left.
     #[inline]
+    #[allow(clippy::len_without_is_empty, reason = "a cursor, not a collection")]
     pub fn len(&self) -> usize {
         self.left
     }
@@ -179,9 +180,18 @@ mod tests {
     fn pieces_are_walked_in_order_and_empty_ones_skipped() {
         let (mut a, mut b) = ([0u8; 3], [0u8; 4]);
         let pieces = [
-            iovec { iov_base: a.as_mut_ptr().cast(), iov_len: 3 },
-            iovec { iov_base: std::ptr::null_mut(), iov_len: 0 },
-            iovec { iov_base: b.as_mut_ptr().cast(), iov_len: 4 },
+            iovec {
+                iov_base: a.as_mut_ptr().cast(),
+                iov_len: 3,
+            },
+            iovec {
+                iov_base: std::ptr::null_mut(),
+                iov_len: 0,
+            },
+            iovec {
+                iov_base: b.as_mut_ptr().cast(),
+                iov_len: 4,
+            },
         ];
         // SAFETY: the array outlives the cursor.
         let mut iov = unsafe { Iov::many(pieces.as_ptr(), 3) }.unwrap();

@@ -21,5 +21,6 @@ pub mod rx;
 pub mod service;
 pub mod socket;
 pub mod table;
+pub mod time;
 pub mod tx;
 pub mod wait;

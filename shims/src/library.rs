@@ -79,7 +79,10 @@ impl Library {
                 return library;
             }
             // Out of fds or memory in a fork child that uses an inherited stream: wait for some.
-            let _ = rustix::thread::nanosleep(&rustix::time::Timespec { tv_sec: 0, tv_nsec: 10_000_000 });
+            let _ = rustix::thread::nanosleep(&rustix::time::Timespec {
+                tv_sec: 0,
+                tv_nsec: 10_000_000,
+            });
         }
     }
 
@@ -151,7 +154,12 @@ impl Library {
     }
 
     /// Whether the rules let this connection be accelerated.
-    pub fn may_accelerate(&self, local: SocketAddr, peer: SocketAddr, direction: rdmasock_core::stats::Direction) -> bool {
+    pub fn may_accelerate(
+        &self,
+        local: SocketAddr,
+        peer: SocketAddr,
+        direction: rdmasock_core::stats::Direction,
+    ) -> bool {
         self.rules.decide(&self.program, local, peer, direction) == Decision::Accelerate
     }
 
@@ -185,7 +193,10 @@ impl<T> Once<T> {
             return unsafe { &*ptr };
         }
         let fresh = Box::into_raw(Box::new(make()));
-        match self.0.compare_exchange(std::ptr::null_mut(), fresh, AcqRel, Acquire) {
+        match self
+            .0
+            .compare_exchange(std::ptr::null_mut(), fresh, AcqRel, Acquire)
+        {
             // SAFETY: never freed from now on.
             Ok(_) => unsafe { &*fresh },
             Err(other) => {
@@ -220,7 +231,11 @@ pub fn remember_program() {
 }
 
 fn program_name() -> String {
-    let bytes: Vec<u8> = PROGRAM.iter().map(|b| b.load(Relaxed)).take_while(|b| *b != 0).collect();
+    let bytes: Vec<u8> = PROGRAM
+        .iter()
+        .map(|b| b.load(Relaxed))
+        .take_while(|b| *b != 0)
+        .collect();
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
@@ -229,6 +244,6 @@ pub fn random_u64() -> u64 {
     let mut bytes = [0u8; 8];
     match rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty()) {
         Ok(8) => u64::from_ne_bytes(bytes),
-        _ => crate::wait::now_ns().wrapping_mul(0x9e37_79b9_7f4a_7c15),
+        _ => crate::time::now_ns().wrapping_mul(0x9e37_79b9_7f4a_7c15),
     }
 }

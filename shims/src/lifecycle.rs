@@ -46,7 +46,10 @@ pub fn is_tcp(fd: c_int) -> bool {
     };
     let errno = errno::get();
     let tcp = option(libc::SO_PROTOCOL) == Some(libc::IPPROTO_TCP)
-        && matches!(option(libc::SO_DOMAIN), Some(libc::AF_INET | libc::AF_INET6));
+        && matches!(
+            option(libc::SO_DOMAIN),
+            Some(libc::AF_INET | libc::AF_INET6)
+        );
     errno::set(errno);
     tcp
 }
@@ -78,7 +81,9 @@ pub fn on_accept(listener: &'static Listener, fd: c_int, nonblocking: bool) {
         socket.role.store(1, Relaxed);
         // Its peer asks by the name, also after the program has closed the listening socket.
         listener.retain();
-        socket.listener.store(std::ptr::from_ref(listener).cast_mut(), Relaxed);
+        socket
+            .listener
+            .store(std::ptr::from_ref(listener).cast_mut(), Relaxed);
         socket.set_stage(Stage::Watching);
     }
 }
@@ -122,9 +127,18 @@ fn begin(fd: c_int, nonblocking: bool, direction: Direction) -> Option<&'static 
         return None;
     }
     let socket = Socket::allocate(fd, nonblocking)?;
-    let info = StreamInfo { fd, direction, local: None, peer: None, why: Reason::BelowThreshold.into() };
+    let info = StreamInfo {
+        fd,
+        direction,
+        local: None,
+        peer: None,
+        why: Reason::BelowThreshold.into(),
+    };
     let stats = library.stats.open_stream(socket.slot, &info);
-    socket.stats.store(stats.map_or(std::ptr::null_mut(), |s| std::ptr::from_ref(s).cast_mut()), Relaxed);
+    socket.stats.store(
+        stats.map_or(std::ptr::null_mut(), |s| std::ptr::from_ref(s).cast_mut()),
+        Relaxed,
+    );
     drop_entry(table::insert(fd, Entry::Socket(socket)), fd);
     Some(socket)
 }
@@ -151,13 +165,20 @@ pub fn on_inherited(socket: &'static Socket) {
         let accepted = socket.role.load(Relaxed) == 1;
         let info = StreamInfo {
             fd: socket.fd.load(Relaxed),
-            direction: if accepted { Direction::Accept } else { Direction::Connect },
+            direction: if accepted {
+                Direction::Accept
+            } else {
+                Direction::Connect
+            },
             local: None,
             peer: None,
             why: Reason::BelowThreshold.into(),
         };
         let stats = library.stats.open_stream(socket.slot, &info);
-        socket.stats.store(stats.map_or(std::ptr::null_mut(), |s| std::ptr::from_ref(s).cast_mut()), Relaxed);
+        socket.stats.store(
+            stats.map_or(std::ptr::null_mut(), |s| std::ptr::from_ref(s).cast_mut()),
+            Relaxed,
+        );
         if let Some(listener) = socket.listener() {
             listener.on_accept();
         }
@@ -168,8 +189,13 @@ pub fn on_inherited(socket: &'static Socket) {
 /// Shows the addresses in the statistics, once the connection has proved to last.
 pub fn show_addresses(socket: &'static Socket) {
     if let (Some(stats), Some(fd)) = (socket.stats(), socket.anchor_fd()) {
-        let local = rustix::net::getsockname(fd).ok().and_then(|a| SocketAddr::try_from(a).ok());
-        let peer = rustix::net::getpeername(fd).ok().flatten().and_then(|a| SocketAddr::try_from(a).ok());
+        let local = rustix::net::getsockname(fd)
+            .ok()
+            .and_then(|a| SocketAddr::try_from(a).ok());
+        let peer = rustix::net::getpeername(fd)
+            .ok()
+            .flatten()
+            .and_then(|a| SocketAddr::try_from(a).ok());
         stats.set_addrs(local, peer);
     }
 }
@@ -205,7 +231,9 @@ fn release(entry: Entry, fd: c_int) {
 }
 
 fn release_socket(socket: &'static Socket, fd: c_int) {
-    let Some(mut control) = socket.control.lock() else { return };
+    let Some(mut control) = socket.control.lock() else {
+        return;
+    };
     control.fds.retain(|f| *f != fd);
     if let Some(other) = control.fds.first() {
         socket.fd.store(*other, Release);
@@ -272,7 +300,11 @@ fn release_socket(socket: &'static Socket, fd: c_int) {
 }
 
 fn forget(socket: &'static Socket) {
-    let interest = socket.interest.lock().map(|mut i| std::mem::take(&mut *i)).unwrap_or_default();
+    let interest = socket
+        .interest
+        .lock()
+        .map(|mut i| std::mem::take(&mut *i))
+        .unwrap_or_default();
     for m in interest.members {
         m.epoll.forget(m.item, socket);
     }

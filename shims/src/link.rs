@@ -118,8 +118,12 @@ impl Link {
             marks: (0..MAX_WAITERS).map(|_| RungMark::new()).collect(),
             doorbells: (0..MAX_WAITERS).map(|_| AtomicI32::new(-1)).collect(),
             announced: (0..MAX_WAITERS).map(|_| AtomicBool::new(false)).collect(),
-            cursors: (0..READY_QUEUES).map(|_| Lock::new(ReadyCursor::new())).collect(),
-            streams: (0..MAX_STREAMS).map(|_| AtomicPtr::new(std::ptr::null_mut())).collect(),
+            cursors: (0..READY_QUEUES)
+                .map(|_| Lock::new(ReadyCursor::new()))
+                .collect(),
+            streams: (0..MAX_STREAMS)
+                .map(|_| AtomicPtr::new(std::ptr::null_mut()))
+                .collect(),
             done: (0..MAX_STREAMS).map(|_| AtomicU8::new(0)).collect(),
             inner: Lock::new(Inner {
                 arena: Arena::new(data),
@@ -146,7 +150,11 @@ impl Link {
 
     /// A number for a stream of `socket`, and the end that receives, with a first ring of
     /// `1 << log2` bytes.
-    pub fn open(&self, socket: &'static Socket, log2: u8) -> Result<(Vqpn, Consumer, RingOffer), Reason> {
+    pub fn open(
+        &self,
+        socket: &'static Socket,
+        log2: u8,
+    ) -> Result<(Vqpn, Consumer, RingOffer), Reason> {
         let mut inner = self.inner.lock().ok_or(Reason::Resources)?;
         let vqpn = match inner.free.pop() {
             Some(v) => v,
@@ -253,12 +261,16 @@ impl Link {
     }
 
     fn mark_done(&self, mine: Vqpn, bits: u8) {
-        let Some(done) = self.done.get(mine.0 as usize) else { return };
+        let Some(done) = self.done.get(mine.0 as usize) else {
+            return;
+        };
         let before = done.fetch_or(bits, AcqRel);
         if before == done::LOCAL | done::PEER || before | bits != done::LOCAL | done::PEER {
             return;
         }
-        let Some(mut inner) = self.inner.lock() else { return };
+        let Some(mut inner) = self.inner.lock() else {
+            return;
+        };
         let mut regions = Vec::new();
         inner.zombies.retain(|(v, r)| {
             if *v == mine.0 {
@@ -306,8 +318,10 @@ impl Link {
             && let Some(queue) = self.theirs.queue(waiter)
         {
             queue.push(theirs.0);
-            if let (Some(flag), Some(mark)) = (flag_in(&self.peer_flags, waiter), self.marks.get(waiter.0 as usize))
-                && flag.must_ring(mark)
+            if let (Some(flag), Some(mark)) = (
+                flag_in(&self.peer_flags, waiter),
+                self.marks.get(waiter.0 as usize),
+            ) && flag.must_ring(mark)
             {
                 self.ring_peer(waiter);
             }
@@ -321,13 +335,18 @@ impl Link {
     /// thread, which receives it, rings.
     fn ring_peer(&'static self, waiter: WaiterId) {
         if !self.try_ring_peer(waiter) {
-            Library::get().service.submit(Command::RingPeer(self, waiter));
+            Library::get()
+                .service
+                .submit(Command::RingPeer(self, waiter));
         }
     }
 
     /// False if the doorbell is not known.
     pub fn try_ring_peer(&self, waiter: WaiterId) -> bool {
-        let fd = self.doorbells.get(waiter.0 as usize).map_or(-1, |d| d.load(Acquire));
+        let fd = self
+            .doorbells
+            .get(waiter.0 as usize)
+            .map_or(-1, |d| d.load(Acquire));
         if fd < 0 {
             return false;
         }
@@ -348,13 +367,22 @@ impl Link {
 
     /// Makes sure that the peer can ring this waiter of ours. False if it could not be told.
     pub fn announce(&self, waiter: WaiterId) -> bool {
-        let Some(announced) = self.announced.get(waiter.0 as usize) else { return false };
+        let Some(announced) = self.announced.get(waiter.0 as usize) else {
+            return false;
+        };
         if announced.load(Acquire) {
             return true;
         }
-        let Some(doorbell) = Library::get().waiters.doorbell(waiter) else { return false };
+        let Some(doorbell) = Library::get().waiters.doorbell(waiter) else {
+            return false;
+        };
         if self
-            .send(&Message::Waiter { id: waiter.0.into() }, &[doorbell.as_fd()])
+            .send(
+                &Message::Waiter {
+                    id: waiter.0.into(),
+                },
+                &[doorbell.as_fd()],
+            )
             .is_err()
         {
             return false;
@@ -380,10 +408,14 @@ impl Link {
 
     /// Takes what the peer has queued for this waiter of ours.
     pub fn drain_ready(&self, waiter: WaiterId, mut each: impl FnMut(&'static Socket)) {
-        let (Some(queue), Some(cursor)) = (self.mine.queue(waiter), self.cursors.get(waiter.0 as usize)) else {
+        let (Some(queue), Some(cursor)) =
+            (self.mine.queue(waiter), self.cursors.get(waiter.0 as usize))
+        else {
             return;
         };
-        let Some(mut cursor) = cursor.lock() else { return };
+        let Some(mut cursor) = cursor.lock() else {
+            return;
+        };
         cursor.begin(queue);
         while let Some(vqpn) = cursor.pop(queue) {
             if let Some(socket) = self.socket(Vqpn(vqpn)) {

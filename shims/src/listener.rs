@@ -6,7 +6,10 @@
 
 use std::ffi::c_int;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::{AcqRel, Acquire}};
+use std::sync::atomic::{
+    AtomicBool, AtomicU32,
+    Ordering::{AcqRel, Acquire},
+};
 
 use rdmasock_core::ids::InstanceId;
 use rdmasock_core::lock::Lock;
@@ -32,16 +35,17 @@ impl Listener {
     /// Makes the name for a socket that has just begun to listen on `fd`. Where that is not
     /// possible the listener works as ever, and nobody is promoted.
     pub fn new(fd: c_int) -> &'static Self {
-        let name = crate::socket::local_port(fd).and_then(|port| match names::Listener::service(port) {
-            Ok((listener, k)) => {
-                tracing::debug!(target: "rdmasock", port, k, "service name");
-                Some(listener)
-            }
-            Err(error) => {
-                tracing::warn!(target: "rdmasock", port, %error, "no service name");
-                None
-            }
-        });
+        let name =
+            crate::socket::local_port(fd).and_then(|port| match names::Listener::service(port) {
+                Ok((listener, k)) => {
+                    tracing::debug!(target: "rdmasock", port, k, "service name");
+                    Some(listener)
+                }
+                Err(error) => {
+                    tracing::warn!(target: "rdmasock", port, %error, "no service name");
+                    None
+                }
+            });
         Box::leak(Box::new(Self {
             name: Lock::new(name),
             page: PeerPage::new().ok(),
@@ -55,7 +59,8 @@ impl Listener {
         let name = self.name.lock()?;
         // SAFETY: closed only when the last number of the listener is, and the service thread's
         // epoll forgets it then by itself.
-        name.as_ref().map(|n| unsafe { BorrowedFd::borrow_raw(n.as_fd().as_raw_fd()) })
+        name.as_ref()
+            .map(|n| unsafe { BorrowedFd::borrow_raw(n.as_fd().as_raw_fd()) })
     }
 
     /// The next connection of somebody who asks.
@@ -99,7 +104,8 @@ impl Listener {
 
     /// In a fork child: nobody answers yet.
     pub fn after_fork(&self) {
-        self.served.store(false, std::sync::atomic::Ordering::Release);
+        self.served
+            .store(false, std::sync::atomic::Ordering::Release);
         // SAFETY: only this thread exists in the child; a name in the middle of being closed is
         // closed either way.
         unsafe { self.name.reset() };
@@ -108,7 +114,9 @@ impl Listener {
     /// The name's number, to be kept across a fork.
     pub fn name_number(&self) -> Option<c_int> {
         // SAFETY: called in a fork child, where no other thread exists.
-        unsafe { self.name.get_unlocked() }.as_ref().map(|n| n.as_fd().as_raw_fd())
+        unsafe { self.name.get_unlocked() }
+            .as_ref()
+            .map(|n| n.as_fd().as_raw_fd())
     }
 }
 

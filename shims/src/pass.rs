@@ -21,7 +21,8 @@ use crate::table;
 #[inline]
 pub unsafe fn before_passing(message: *const msghdr) {
     // SAFETY: by the contract.
-    if unsafe { message.as_ref() }.is_some_and(|m| m.msg_controllen > 0 && !m.msg_control.is_null()) {
+    if unsafe { message.as_ref() }.is_some_and(|m| m.msg_controllen > 0 && !m.msg_control.is_null())
+    {
         // SAFETY: by the contract.
         unsafe { pass(message) }
     }
@@ -32,7 +33,11 @@ pub unsafe fn before_passing(message: *const msghdr) {
 /// # Safety
 /// `messages` has `count` entries, or is null.
 pub unsafe fn before_passing_many(messages: *const mmsghdr, count: c_uint) {
-    for i in 0..if messages.is_null() { 0 } else { count as usize } {
+    for i in 0..if messages.is_null() {
+        0
+    } else {
+        count as usize
+    } {
         // SAFETY: by the contract.
         unsafe { before_passing(&raw const (*messages.add(i)).msg_hdr) }
     }
@@ -72,8 +77,8 @@ pub fn release(socket: &'static Socket, reason: Reason) {
     if let Some(mut control) = socket.control.lock() {
         promote::return_to_tcp(socket, &mut control, reason);
     }
-    let until = crate::wait::now_ns() + PATIENCE;
-    while !socket.is_plain() && crate::wait::now_ns() < until {
+    let until = crate::time::now_ns() + PATIENCE;
+    while !socket.is_plain() && crate::time::now_ns() < until {
         promote::flush(socket);
         if socket.rx_mode.load(Acquire) == mode::MARKED {
             promote::readable(socket);
@@ -87,7 +92,10 @@ pub fn release(socket: &'static Socket, reason: Reason) {
         if socket.is_plain() {
             break;
         }
-        let _ = rustix::thread::nanosleep(&rustix::time::Timespec { tv_sec: 0, tv_nsec: 50_000 });
+        let _ = rustix::thread::nanosleep(&rustix::time::Timespec {
+            tv_sec: 0,
+            tv_nsec: 50_000,
+        });
     }
     socket.set_stage(Stage::Pinned);
 }
@@ -100,7 +108,8 @@ pub fn before_exec() {
         let survives = socket.control.lock().is_none_or(|c| {
             c.fds.iter().any(|fd| {
                 // SAFETY: one of the socket's numbers; the control lock keeps close() out.
-                let flags = rustix::io::fcntl_getfd(unsafe { std::os::fd::BorrowedFd::borrow_raw(*fd) });
+                let flags =
+                    rustix::io::fcntl_getfd(unsafe { std::os::fd::BorrowedFd::borrow_raw(*fd) });
                 !flags.is_ok_and(|f| f.contains(rustix::io::FdFlags::CLOEXEC))
             })
         });

@@ -8,11 +8,11 @@ use std::os::fd::AsRawFd;
 
 use libc::{nfds_t, pollfd};
 
-use crate::epoll::Timeout;
 use crate::errno;
 use crate::library::Library;
 use crate::ready::{self, Arm, Sleeper};
 use crate::table::{self, Entry};
+use crate::time::Timeout;
 use crate::wait::{Spinner, WaiterId};
 
 static SPINNER: Spinner = Spinner::new();
@@ -33,7 +33,8 @@ fn is_ours(fd: c_int) -> bool {
 #[inline]
 pub unsafe fn has_ours(fds: *const pollfd, count: nfds_t) -> bool {
     // SAFETY: by the contract.
-    crate::iov::is_plausible(fds) && (0..count as usize).any(|i| is_ours(unsafe { (*fds.add(i)).fd }))
+    crate::iov::is_plausible(fds)
+        && (0..count as usize).any(|i| is_ours(unsafe { (*fds.add(i)).fd }))
 }
 
 /// poll() and its kin. `real(fds, n, timeout)` is libc's own with the program's signal mask.
@@ -55,7 +56,11 @@ pub unsafe fn poll(
 }
 
 #[inline(never)]
-fn poll_slow(set: &mut [pollfd], timeout: Timeout, real: &impl Fn(*mut pollfd, nfds_t, Timeout) -> c_int) -> c_int {
+fn poll_slow(
+    set: &mut [pollfd],
+    timeout: Timeout,
+    real: &impl Fn(*mut pollfd, nfds_t, Timeout) -> c_int,
+) -> c_int {
     for p in set.iter() {
         if let Some(socket) = table::socket(p.fd) {
             crate::fork::reclaim(socket);
@@ -108,7 +113,9 @@ fn poll_slow(set: &mut [pollfd], timeout: Timeout, real: &impl Fn(*mut pollfd, n
             .iter()
             .filter_map(|p| {
                 let socket = table::socket(p.fd).filter(|s| ready::is_watched(s))?;
-                let data = p.events & (libc::POLLIN | libc::POLLRDNORM | libc::POLLRDHUP | libc::POLLPRI) != 0;
+                let data = p.events
+                    & (libc::POLLIN | libc::POLLRDNORM | libc::POLLRDHUP | libc::POLLPRI)
+                    != 0;
                 let space = p.events & (libc::POLLOUT | libc::POLLWRNORM) != 0;
                 Some(Sleeper::new(socket, waiter, data, space))
             })
@@ -117,7 +124,11 @@ fn poll_slow(set: &mut [pollfd], timeout: Timeout, real: &impl Fn(*mut pollfd, n
             continue;
         }
         // A socket that became ours meanwhile is not among the sleepers.
-        if set.iter().zip(&copy).any(|(p, c)| c.fd >= 0 && is_watched(p.fd)) {
+        if set
+            .iter()
+            .zip(&copy)
+            .any(|(p, c)| c.fd >= 0 && is_watched(p.fd))
+        {
             continue;
         }
         copy.push(pollfd {
@@ -168,7 +179,9 @@ fn evaluate(set: &mut [pollfd]) -> c_int {
                 let events = p.events as u16 as u32;
                 p.revents = (ready::evaluate(socket, events, Arm::No) & (events | always)) as i16;
             }
-            Entry::Epoll(epoll) if p.events & libc::POLLIN != 0 && epoll.is_ready() => p.revents = libc::POLLIN,
+            Entry::Epoll(epoll) if p.events & libc::POLLIN != 0 && epoll.is_ready() => {
+                p.revents = libc::POLLIN
+            }
             _ => {}
         }
         ready += c_int::from(p.revents != 0);
@@ -237,7 +250,9 @@ impl Sets {
     pub unsafe fn has_ours(&self) -> bool {
         (0..self.count.max(0)).any(|fd| {
             // SAFETY: by the contract.
-            let asked = unsafe { Self::has(self.read, fd) || Self::has(self.write, fd) || Self::has(self.except, fd) };
+            let asked = unsafe {
+                Self::has(self.read, fd) || Self::has(self.write, fd) || Self::has(self.except, fd)
+            };
             asked && is_ours(fd)
         })
     }
@@ -246,7 +261,11 @@ impl Sets {
     ///
     /// # Safety
     /// The sets are null or hold `count` bits.
-    pub unsafe fn select(&self, timeout: Timeout, real: impl Fn(*mut pollfd, nfds_t, Timeout) -> c_int) -> c_int {
+    pub unsafe fn select(
+        &self,
+        timeout: Timeout,
+        real: impl Fn(*mut pollfd, nfds_t, Timeout) -> c_int,
+    ) -> c_int {
         let mut set = Vec::new();
         for fd in 0..self.count {
             let mut events = 0;
@@ -263,7 +282,11 @@ impl Sets {
                 }
             }
             if events != 0 {
-                set.push(pollfd { fd, events, revents: 0 });
+                set.push(pollfd {
+                    fd,
+                    events,
+                    revents: 0,
+                });
             }
         }
         // SAFETY: a vector of that length.

@@ -30,7 +30,9 @@ const PEEK: usize = 16 * 1024;
 /// Begins to look for markers: what the kernel delivers from now on is scanned. False if the
 /// socket is in a use that does not allow it.
 pub fn start_scan(socket: &'static Socket, nonce: rdmasock_core::ids::Nonce) -> bool {
-    let Some(mut rx) = socket.rx.lock() else { return false };
+    let Some(mut rx) = socket.rx.lock() else {
+        return false;
+    };
     if socket.rx_mode.load(Acquire) != mode::TCP {
         return false;
     }
@@ -57,7 +59,9 @@ pub fn run(socket: &'static Socket, control: &mut Control, steps: Steps) {
             Step::StartScan | Step::SendYes => {}
             Step::StopScan => stop_scan(socket),
             Step::WriteHello => {
-                let Some(handshake) = &control.handshake else { continue };
+                let Some(handshake) = &control.handshake else {
+                    continue;
+                };
                 let hello = Hello {
                     instance: library.id,
                     capabilities: Capabilities::SHM,
@@ -68,7 +72,11 @@ pub fn run(socket: &'static Socket, control: &mut Control, steps: Steps) {
                 };
                 queue_marker(socket, control, &Marker::Hello(hello), false);
             }
-            Step::NeedLink(peer) => library.service.submit(Command::need_link(socket, peer, control.offer)),
+            Step::NeedLink(peer) => {
+                library
+                    .service
+                    .submit(Command::need_link(socket, peer, control.offer))
+            }
             Step::SendOpen => {
                 if let Err(reason) = send_open(socket, control) {
                     tracing::debug!(target: "rdmasock::promote", slot = socket.slot, %reason, "cannot open");
@@ -81,7 +89,12 @@ pub fn run(socket: &'static Socket, control: &mut Control, steps: Steps) {
             Step::WriteSwitch => {
                 queue_marker(socket, control, &Marker::Switch, true);
             }
-            Step::WriteAbort => queue_marker(socket, control, &Marker::Abort(wire::Reason::Cancelled), false),
+            Step::WriteAbort => queue_marker(
+                socket,
+                control,
+                &Marker::Abort(wire::Reason::Cancelled),
+                false,
+            ),
             Step::ReceiveOnLink => receive_on_link(socket),
             Step::Demote => demote_tx(socket),
             Step::Drain => {
@@ -104,9 +117,15 @@ pub fn run(socket: &'static Socket, control: &mut Control, steps: Steps) {
             Step::Abandoned => {
                 control.handshake = None;
                 close_stream(socket, control);
-                socket.retry_at.store(crate::wait::now_ns() + 1_000_000_000, Relaxed);
+                socket
+                    .retry_at
+                    .store(crate::time::now_ns() + 1_000_000_000, Relaxed);
                 if socket.stage() == Stage::Busy {
-                    socket.set_stage(if control.leave.is_some() { Stage::Pinned } else { Stage::Watching });
+                    socket.set_stage(if control.leave.is_some() {
+                        Stage::Pinned
+                    } else {
+                        Stage::Watching
+                    });
                 }
                 library.service.submit(Command::settle(socket));
             }
@@ -116,7 +135,11 @@ pub fn run(socket: &'static Socket, control: &mut Control, steps: Steps) {
 
 /// Ends the attempt under way, if that is possible now.
 pub fn give_up(control: &mut Control) -> Steps {
-    control.handshake.as_mut().map(Handshake::give_up).unwrap_or_default()
+    control
+        .handshake
+        .as_mut()
+        .map(Handshake::give_up)
+        .unwrap_or_default()
 }
 
 /// Feeds the machine; a peer that is out of turn ends the attempt.
@@ -125,7 +148,9 @@ pub fn feed(
     control: &mut Control,
     input: impl FnOnce(&mut Handshake) -> Result<Steps, rdmasock_core::stream::handshake::Misplaced>,
 ) {
-    let Some(handshake) = control.handshake.as_mut() else { return };
+    let Some(handshake) = control.handshake.as_mut() else {
+        return;
+    };
     let steps = match input(handshake) {
         Ok(steps) => steps,
         Err(error) => {
@@ -145,7 +170,9 @@ pub fn set_why(socket: &Socket, reason: Reason) {
 
 /// Nothing more is to be looked for in TCP.
 pub fn stop_scan(socket: &'static Socket) {
-    let Some(mut rx) = socket.rx.lock() else { return };
+    let Some(mut rx) = socket.rx.lock() else {
+        return;
+    };
     rx.scan = None;
     // What a call had taken and was held back is data after all; `receive` delivers it.
     if rx.carry.is_empty() && socket.rx_mode.load(Acquire) == mode::MARKED {
@@ -168,13 +195,20 @@ fn receive_on_link(socket: &'static Socket) {
 /// Makes our end of the stream and tells the peer.
 fn send_open(socket: &'static Socket, control: &mut Control) -> Result<(), Reason> {
     let library = Library::get();
-    let link = socket.link().filter(|l| l.is_alive()).ok_or(Reason::LinkFailed)?;
+    let link = socket
+        .link()
+        .filter(|l| l.is_alive())
+        .ok_or(Reason::LinkFailed)?;
     let Some((mine, theirs)) = control.handshake.as_ref().map(|h| (h.mine(), h.theirs())) else {
         return Err(Reason::LinkFailed);
     };
     let log2 = library.config.ring_min.bytes().trailing_zeros() as u8;
     let (vqpn, consumer, ring) = link.open(socket, log2)?;
-    control.opened = Some(Opened { link, mine: vqpn, asked: false });
+    control.opened = Some(Opened {
+        link,
+        mine: vqpn,
+        asked: false,
+    });
     socket.rx.lock().ok_or(Reason::Resources)?.consumer = Some(consumer);
     let message = match control.peer {
         None => Message::Open {
@@ -183,7 +217,11 @@ fn send_open(socket: &'static Socket, control: &mut Control) -> Result<(), Reaso
             vqpn,
             ring,
         },
-        Some(yours) => Message::OpenAck { yours, mine: vqpn, ring },
+        Some(yours) => Message::OpenAck {
+            yours,
+            mine: vqpn,
+            ring,
+        },
     };
     link.send(&message, &[]).map_err(|_| Reason::LinkFailed)?;
     if let Some(opened) = control.opened.as_mut() {
@@ -198,19 +236,29 @@ fn send_open(socket: &'static Socket, control: &mut Control) -> Result<(), Reaso
 /// Says that the peer's OPEN, if there was one, is not answered.
 fn refuse_open(socket: &Socket, control: &mut Control) {
     if let (Some(yours), Some(link)) = (control.peer.take(), socket.link()) {
-        let _ = link.send(&Message::OpenRefuse { yours, reason: wire::Reason::Resources }, &[]);
+        let _ = link.send(
+            &Message::OpenRefuse {
+                yours,
+                reason: wire::Reason::Resources,
+            },
+            &[],
+        );
     }
 }
 
 /// The peer's OPEN (or its answer to ours) has come: it receives under `vqpn`.
 pub fn on_open(socket: &'static Socket, control: &mut Control, link: &'static Link, vqpn: Vqpn) {
-    let Some(producer) = link.producer(vqpn) else { return };
+    let Some(producer) = link.producer(vqpn) else {
+        return;
+    };
     control.peer = Some(vqpn);
     if let Some(opened) = control.opened.as_mut() {
         opened.asked = false;
     }
     socket.peer_vqpn.store(vqpn.0, Release);
-    socket.link.store(std::ptr::from_ref(link).cast_mut(), Release);
+    socket
+        .link
+        .store(std::ptr::from_ref(link).cast_mut(), Release);
     if let Some(mut tx) = socket.tx.lock() {
         tx.producer = Some(producer);
     }
@@ -221,9 +269,13 @@ pub fn on_open(socket: &'static Socket, control: &mut Control, link: &'static Li
 
 /// Appends a marker to what TCP is to take, and tries to get it out.
 fn queue_marker(socket: &'static Socket, control: &Control, marker: &Marker, then_link: bool) {
-    let Some(reader) = control.handshake.as_ref().and_then(Handshake::theirs) else { return };
+    let Some(reader) = control.handshake.as_ref().and_then(Handshake::theirs) else {
+        return;
+    };
     let mut buf = [0u8; MAX_MARKER];
-    let Ok(bytes) = marker.encode(&reader, &mut buf) else { return };
+    let Ok(bytes) = marker.encode(&reader, &mut buf) else {
+        return;
+    };
     if let Some(mut tx) = socket.tx.lock() {
         tx.marker.extend_from_slice(bytes);
         tx.then_link |= then_link;
@@ -237,7 +289,9 @@ fn queue_marker(socket: &'static Socket, control: &Control, marker: &Marker, the
 /// Gets pending marker bytes into TCP. True when none are left: the direction's mode says what
 /// it runs on then.
 pub fn flush(socket: &'static Socket) -> bool {
-    let Some(mut tx) = socket.tx.lock() else { return false };
+    let Some(mut tx) = socket.tx.lock() else {
+        return false;
+    };
     if socket.tx_mode.load(Acquire) != mode::MARKED {
         return true;
     }
@@ -245,7 +299,9 @@ pub fn flush(socket: &'static Socket) -> bool {
     if !socket.is_tx_quiet() {
         return false;
     }
-    let Some(fd) = socket.anchor_fd() else { return false };
+    let Some(fd) = socket.anchor_fd() else {
+        return false;
+    };
     while !tx.marker.is_empty() {
         match rustix::net::send(fd, &tx.marker, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
             Ok(n) => {
@@ -304,26 +360,41 @@ pub fn look_ahead<'a>(
         let carried = guard.carry.len().min(MAX_MARKER);
         let (front, rest) = buf.split_at_mut(carried);
         front.copy_from_slice(guard.carry.get(..carried)?);
-        let Some(fd) = socket.anchor_fd() else { return Some((Ahead::Ended, guard)) };
-        let peeked = match rustix::net::recv(fd, &mut rest[..PEEK], RecvFlags::PEEK | RecvFlags::DONTWAIT) {
-            Ok((_, 0)) if carried == 0 => return ended(socket, control, guard, relock),
-            Ok((_, n)) => n.min(PEEK),
-            Err(rustix::io::Errno::AGAIN) => 0,
-            Err(rustix::io::Errno::INTR) => continue,
-            Err(_) => return ended(socket, control, guard, relock),
+        let Some(fd) = socket.anchor_fd() else {
+            return Some((Ahead::Ended, guard));
         };
+        let peeked =
+            match rustix::net::recv(fd, &mut rest[..PEEK], RecvFlags::PEEK | RecvFlags::DONTWAIT) {
+                Ok((_, 0)) if carried == 0 => return ended(socket, control, guard, relock),
+                Ok((_, n)) => n.min(PEEK),
+                Err(rustix::io::Errno::AGAIN) => 0,
+                Err(rustix::io::Errno::INTR) => continue,
+                Err(_) => return ended(socket, control, guard, relock),
+            };
         let Some(nonce) = guard.scan else {
             // No longer scanning, only the carry is left to deliver.
             if carried == 0 {
                 socket.rx_mode.store(mode::TCP, SeqCst);
                 return Some((Ahead::Changed, guard));
             }
-            return Some((Ahead::Payload { carry: carried, kernel: 0 }, guard));
+            return Some((
+                Ahead::Payload {
+                    carry: carried,
+                    kernel: 0,
+                },
+                guard,
+            ));
         };
         let seen = scan(&nonce, buf.get(..carried + peeked)?);
         if seen.payload > 0 {
             let carry = seen.payload.min(carried);
-            return Some((Ahead::Payload { carry, kernel: seen.payload - carry }, guard));
+            return Some((
+                Ahead::Payload {
+                    carry,
+                    kernel: seen.payload - carry,
+                },
+                guard,
+            ));
         }
         let (marker, len) = match seen.what {
             Found::Payload => return Some((Ahead::Nothing, guard)),
@@ -332,7 +403,13 @@ pub fn look_ahead<'a>(
             Found::PartialMarker { have } if over => {
                 if have < ID_BYTES {
                     let carry = have.min(carried);
-                    return Some((Ahead::Payload { carry, kernel: have - carry }, guard));
+                    return Some((
+                        Ahead::Payload {
+                            carry,
+                            kernel: have - carry,
+                        },
+                        guard,
+                    ));
                 }
                 take(&mut guard, fd, have);
                 continue;
@@ -368,7 +445,14 @@ fn ended<'a>(
     feed(socket, control, |h| Ok(h.on_end()));
     let guard = relock()?;
     let scanning = socket.rx_mode.load(Acquire) == mode::MARKED;
-    Some((if scanning { Ahead::Ended } else { Ahead::Changed }, guard))
+    Some((
+        if scanning {
+            Ahead::Ended
+        } else {
+            Ahead::Changed
+        },
+        guard,
+    ))
 }
 
 /// Takes `len` bytes of marker from the carry and the kernel.
@@ -379,7 +463,10 @@ fn take(rx: &mut Rx, fd: BorrowedFd<'_>, len: usize) {
     let mut sink = [0u8; MAX_MARKER];
     while left > 0 {
         let want = left.min(MAX_MARKER);
-        match sink.get_mut(..want).map(|s| rustix::net::recv(fd, s, RecvFlags::DONTWAIT)) {
+        match sink
+            .get_mut(..want)
+            .map(|s| rustix::net::recv(fd, s, RecvFlags::DONTWAIT))
+        {
             Some(Ok((_, n))) if n > 0 => left -= n.min(left),
             Some(Err(rustix::io::Errno::INTR)) => {}
             _ => return,
@@ -391,7 +478,10 @@ fn on_marker(socket: &'static Socket, control: &mut Control, marker: Option<Mark
     match marker {
         Some(Marker::Hello(hello)) => {
             // P32: a HELLO of somebody else than the asker is not followed.
-            let expected = control.handshake.as_ref().is_some_and(|h| h.role() == Role::Connector);
+            let expected = control
+                .handshake
+                .as_ref()
+                .is_some_and(|h| h.role() == Role::Connector);
             if !expected && control.asked_by != Some(hello.instance) {
                 tracing::warn!(target: "rdmasock::promote", slot = socket.slot, peer = %hello.instance, "greeted by another than the asker");
                 return feed(socket, control, |h| Ok(h.on_bad_marker()));
@@ -416,20 +506,26 @@ fn on_marker(socket: &'static Socket, control: &mut Control, marker: Option<Mark
 /// # Safety
 /// `buf` holds `len` bytes.
 pub unsafe fn scan_taken(socket: &'static Socket, buf: *mut u8, len: usize) -> usize {
-    let Some(mut control) = socket.control.lock() else { return len };
+    let Some(mut control) = socket.control.lock() else {
+        return len;
+    };
     let mut kept = 0;
     let mut at = 0;
     // SAFETY: by the contract; nobody else looks at the program's buffer during the call.
     let bytes = unsafe { std::slice::from_raw_parts_mut(buf, len) };
     while at < len {
-        let Some(mut rx) = socket.rx.lock() else { break };
+        let Some(mut rx) = socket.rx.lock() else {
+            break;
+        };
         let Some(nonce) = rx.scan else {
             drop(rx);
             bytes.copy_within(at..len, kept);
             kept += len - at;
             break;
         };
-        let Some(rest) = bytes.get(at..len) else { break };
+        let Some(rest) = bytes.get(at..len) else {
+            break;
+        };
         let seen = scan(&nonce, rest);
         bytes.copy_within(at..at + seen.payload, kept);
         kept += seen.payload;
@@ -437,7 +533,8 @@ pub unsafe fn scan_taken(socket: &'static Socket, buf: *mut u8, len: usize) -> u
         match seen.what {
             Found::Payload => break,
             Found::PartialMarker { have } => {
-                rx.carry.extend_from_slice(bytes.get(at..at + have).unwrap_or_default());
+                rx.carry
+                    .extend_from_slice(bytes.get(at..at + have).unwrap_or_default());
                 break;
             }
             Found::Marker { marker, len: n } => {
@@ -457,7 +554,9 @@ pub unsafe fn scan_taken(socket: &'static Socket, buf: *mut u8, len: usize) -> u
 
 /// For `ready`: whether a scanning socket has payload to read (EPOLL* bits).
 pub fn readable(socket: &'static Socket) -> u32 {
-    let Some(mut control) = socket.control.lock() else { return 0 };
+    let Some(mut control) = socket.control.lock() else {
+        return 0;
+    };
     let Some(rx) = socket.rx.lock() else { return 0 };
     let Some((ahead, rx)) = look_ahead(socket, &mut control, rx, || socket.rx.lock()) else {
         return 0;
@@ -468,8 +567,13 @@ pub fn readable(socket: &'static Socket) -> u32 {
         Ahead::Payload { .. } => libc::EPOLLIN as u32 | libc::EPOLLRDNORM as u32,
         Ahead::Nothing => 0,
         Ahead::Ended => {
-            let Some(_rx) = socket.rx.lock() else { return 0 };
-            ready::kernel(socket, rustix::event::PollFlags::IN | rustix::event::PollFlags::RDHUP)
+            let Some(_rx) = socket.rx.lock() else {
+                return 0;
+            };
+            ready::kernel(
+                socket,
+                rustix::event::PollFlags::IN | rustix::event::PollFlags::RDHUP,
+            )
         }
         Ahead::Changed => ready::evaluate(socket, libc::EPOLLIN as u32, ready::Arm::IfNotReady),
     }
@@ -494,7 +598,10 @@ pub fn leave(socket: &'static Socket, control: &mut Control, reason: Reason) {
         control.asked_back = true;
         if let Some(yours) = control.peer {
             let _ = opened.link.send(
-                &Message::DemoteRequest { yours, resend_from: None },
+                &Message::DemoteRequest {
+                    yours,
+                    resend_from: None,
+                },
                 &[],
             );
         }
@@ -513,13 +620,19 @@ pub fn return_to_tcp(socket: &'static Socket, control: &mut Control, reason: Rea
     set_why(socket, reason);
     socket.set_stage(Stage::Pinned);
     demote_tx(socket);
-    let (Some(opened), Some(yours)) = (control.opened, control.peer) else { return };
+    let (Some(opened), Some(yours)) = (control.opened, control.peer) else {
+        return;
+    };
     let position = {
-        let Some(mut rx) = socket.rx.lock() else { return };
+        let Some(mut rx) = socket.rx.lock() else {
+            return;
+        };
         if socket.rx_mode.load(Acquire) != mode::LINK {
             return;
         }
-        let Some(consumer) = rx.consumer.as_mut() else { return };
+        let Some(consumer) = rx.consumer.as_mut() else {
+            return;
+        };
         if matches!(consumer.end(), Ok(Some(_))) {
             None
         } else {
@@ -529,7 +642,13 @@ pub fn return_to_tcp(socket: &'static Socket, control: &mut Control, reason: Rea
     };
     match position {
         Some(from) => {
-            let _ = opened.link.send(&Message::DemoteRequest { yours, resend_from: Some(from) }, &[]);
+            let _ = opened.link.send(
+                &Message::DemoteRequest {
+                    yours,
+                    resend_from: Some(from),
+                },
+                &[],
+            );
         }
         None => {
             crate::rx::leave_link_at_end(socket);
@@ -544,7 +663,9 @@ pub fn return_to_tcp(socket: &'static Socket, control: &mut Control, reason: Rea
 /// The peer reads TCP from position `from` of our sending direction on: what it had not read of
 /// the link goes there first.
 pub fn resend(socket: &'static Socket, from: u64) {
-    let Some(mut tx) = socket.tx.lock() else { return };
+    let Some(mut tx) = socket.tx.lock() else {
+        return;
+    };
     if socket.tx_mode.load(Acquire) != mode::LINK {
         return;
     }
@@ -566,7 +687,9 @@ pub fn resend(socket: &'static Socket, from: u64) {
 /// Moves our sending direction back to TCP: what is on the link stays there and comes first. If
 /// its SWITCH is still to be written, that leads the peer to an empty link.
 pub fn demote_tx(socket: &'static Socket) {
-    let Some(mut tx) = socket.tx.lock() else { return };
+    let Some(mut tx) = socket.tx.lock() else {
+        return;
+    };
     let switching = std::mem::take(&mut tx.then_link);
     let on_link = socket.tx_mode.load(Acquire) == mode::LINK;
     if !on_link && !switching {
@@ -589,7 +712,9 @@ pub fn demote_tx(socket: &'static Socket) {
 /// direction that goes back to TCP: the peer would send there before it has sent again what we
 /// have not read.)
 pub fn refuse(socket: &'static Socket) {
-    let Some(mut rx) = socket.rx.lock() else { return };
+    let Some(mut rx) = socket.rx.lock() else {
+        return;
+    };
     if let Some(consumer) = rx.consumer.as_mut() {
         let wake = consumer.set_flags(RxFlags::RX_CLOSED);
         drop(rx);
@@ -601,14 +726,21 @@ pub fn refuse(socket: &'static Socket) {
 /// `service::linger`. The caller holds the control lock.
 pub fn close_in_handshake(socket: &'static Socket, control: &mut Control) {
     let Some(rx) = socket.rx.lock() else { return };
-    let Some((ahead, rx)) = look_ahead(socket, control, rx, || socket.rx.lock()) else { return };
+    let Some((ahead, rx)) = look_ahead(socket, control, rx, || socket.rx.lock()) else {
+        return;
+    };
     let nonce = rx.scan;
     drop(rx);
-    let (Ahead::Nothing, Some(nonce)) = (ahead, nonce) else { return };
+    let (Ahead::Nothing, Some(nonce)) = (ahead, nonce) else {
+        return;
+    };
     flush(socket);
-    let Some(anchor) = socket.anchor_fd() else { return };
+    let Some(anchor) = socket.anchor_fd() else {
+        return;
+    };
     // A program that asked for a reset gets it.
-    let hard = rustix::net::sockopt::socket_linger(anchor).is_ok_and(|l| l == Some(std::time::Duration::ZERO));
+    let hard = rustix::net::sockopt::socket_linger(anchor)
+        .is_ok_and(|l| l == Some(std::time::Duration::ZERO));
     if hard {
         return;
     }
@@ -627,7 +759,11 @@ pub fn close_stream(socket: &'static Socket, control: &mut Control) {
     }
     let peer = control.peer.take();
     match control.opened.take() {
-        Some(Opened { link, mine, asked: true }) => link.close_unanswered(mine, consumer),
+        Some(Opened {
+            link,
+            mine,
+            asked: true,
+        }) => link.close_unanswered(mine, consumer),
         Some(Opened { link, mine, .. }) => link.close(mine, peer, consumer),
         None => {}
     }

@@ -58,7 +58,9 @@ pub fn evaluate(socket: &'static Socket, events: u32, arm: Arm) -> u32 {
         return mask;
     }
     // Something has ended: what exactly is true now is for the kernel to say.
-    let Some(_tx) = socket.tx.lock() else { return mask };
+    let Some(_tx) = socket.tx.lock() else {
+        return mask;
+    };
     mask | kernel(socket, PollFlags::IN | PollFlags::RDHUP | PollFlags::PRI) & (ENDED | PRI)
 }
 
@@ -67,13 +69,20 @@ pub fn readable(socket: &'static Socket, arm: Arm) -> u32 {
     if socket.rx_mode.load(Acquire) == mode::MARKED {
         return promote::readable(socket);
     }
-    let Some(mut rx) = socket.rx.lock() else { return 0 };
+    let Some(mut rx) = socket.rx.lock() else {
+        return 0;
+    };
     if socket.rx_mode.load(Acquire) != mode::LINK {
-        let mask = kernel(socket, PollFlags::IN | PollFlags::RDNORM | PollFlags::RDHUP | PollFlags::PRI);
+        let mask = kernel(
+            socket,
+            PollFlags::IN | PollFlags::RDNORM | PollFlags::RDHUP | PollFlags::PRI,
+        );
         return mask & (IN | RDHUP | PRI | HUP | ERR);
     }
     let bits = rx.bits;
-    let Some(consumer) = rx.consumer.as_mut() else { return 0 };
+    let Some(consumer) = rx.consumer.as_mut() else {
+        return 0;
+    };
     let ready = match arm {
         Arm::Always => arm_data(socket, consumer, bits),
         Arm::No => consumer.has_data().unwrap_or(true),
@@ -85,7 +94,11 @@ pub fn readable(socket: &'static Socket, arm: Arm) -> u32 {
     };
     let anchor = socket.anchor.load(Acquire);
     if !ready {
-        return if anchor & ENDED != 0 { IN | anchor & ENDED } else { 0 };
+        return if anchor & ENDED != 0 {
+            IN | anchor & ENDED
+        } else {
+            0
+        };
     }
     match consumer.end() {
         Ok(None) => IN,
@@ -95,7 +108,9 @@ pub fn readable(socket: &'static Socket, arm: Arm) -> u32 {
             if crate::rx::leave_link_at_end(socket) {
                 return readable(socket, arm);
             }
-            let Some(_rx) = socket.rx.lock() else { return 0 };
+            let Some(_rx) = socket.rx.lock() else {
+                return 0;
+            };
             kernel(socket, PollFlags::IN | PollFlags::RDHUP) & (IN | RDHUP | HUP | ERR)
         }
         Err(_) => IN | ERR,
@@ -117,12 +132,16 @@ pub fn writable(socket: &'static Socket, arm: Arm) -> u32 {
     if socket.tx_mode.load(Acquire) == mode::MARKED && !promote::flush(socket) {
         return 0;
     }
-    let Some(mut tx) = socket.tx.lock() else { return 0 };
+    let Some(mut tx) = socket.tx.lock() else {
+        return 0;
+    };
     if socket.tx_mode.load(Acquire) != mode::LINK {
         return kernel(socket, PollFlags::OUT | PollFlags::WRNORM) & (OUT | HUP | ERR);
     }
     let bits = tx.bits;
-    let Some(producer) = tx.producer.as_mut() else { return 0 };
+    let Some(producer) = tx.producer.as_mut() else {
+        return 0;
+    };
     if is_reader_gone(producer) || socket.anchor.load(Acquire) & (HUP | ERR) != 0 {
         return OUT;
     }
@@ -147,9 +166,14 @@ pub fn is_reader_gone(producer: &mut Producer) -> bool {
 
 /// What the kernel says of the anchor; the caller holds one of the socket's locks.
 pub fn kernel(socket: &Socket, events: PollFlags) -> u32 {
-    let Some(fd) = socket.anchor_fd() else { return ERR | HUP };
+    let Some(fd) = socket.anchor_fd() else {
+        return ERR | HUP;
+    };
     let mut set = [PollFd::from_borrowed_fd(fd, events)];
-    let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
+    let now = rustix::time::Timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
     match rustix::event::poll(&mut set, Some(&now)) {
         Ok(_) => set.first().map_or(0, |p| u32::from(p.revents().bits())),
         Err(_) => 0,
@@ -168,7 +192,9 @@ pub fn notify_peer(socket: &'static Socket, wake: Wake) {
 
 /// Tells everybody in this process who waits on the socket. No lock may be held.
 pub fn notify_local(socket: &'static Socket) {
-    let Some(interest) = socket.interest.lock() else { return };
+    let Some(interest) = socket.interest.lock() else {
+        return;
+    };
     let members = interest.members.clone();
     let sleepers = interest.sleepers.clone();
     drop(interest);
@@ -206,22 +232,40 @@ fn attention(socket: &Socket, interest: &Interest) -> Attention {
         _ => Link::service_bits(),
     };
     match interest.sleepers.as_slice() {
-        [] => Attention { sets, data: 0, space: 0 },
+        [] => Attention {
+            sets,
+            data: 0,
+            space: 0,
+        },
         [one] if told(one.waiter) => Attention {
             sets,
-            data: if one.data { one.waiter.sleeper_bits() } else { 0 },
-            space: if one.space { one.waiter.sleeper_bits() } else { 0 },
+            data: if one.data {
+                one.waiter.sleeper_bits()
+            } else {
+                0
+            },
+            space: if one.space {
+                one.waiter.sleeper_bits()
+            } else {
+                0
+            },
         },
         _ => {
             let sets = Link::service_bits();
-            Attention { sets, data: sets, space: sets }
+            Attention {
+                sets,
+                data: sets,
+                space: sets,
+            }
         }
     }
 }
 
 /// Changes who is interested, and whom the peer tells.
 pub fn change_interest(socket: &'static Socket, change: impl FnOnce(&mut Interest)) {
-    let Some(mut interest) = socket.interest.lock() else { return };
+    let Some(mut interest) = socket.interest.lock() else {
+        return;
+    };
     let before = interest.members.len() + interest.sleepers.len();
     change(&mut interest);
     let after = interest.members.len() + interest.sleepers.len();
@@ -235,7 +279,11 @@ pub fn change_interest(socket: &'static Socket, change: impl FnOnce(&mut Interes
         let old = std::mem::replace(&mut rx.bits, new.sets);
         if let Some(consumer) = rx.consumer.as_mut() {
             // Two different waiters must not be mixed in one word.
-            consumer.disarm_data(if old == new.sets { SLEEPER_MASK } else { u32::MAX });
+            consumer.disarm_data(if old == new.sets {
+                SLEEPER_MASK
+            } else {
+                u32::MAX
+            });
             if new.data != 0 {
                 arm_data(socket, consumer, new.data);
             }
@@ -245,7 +293,11 @@ pub fn change_interest(socket: &'static Socket, change: impl FnOnce(&mut Interes
         changed |= tx.bits != new.sets;
         let old = std::mem::replace(&mut tx.bits, new.sets);
         if let Some(producer) = tx.producer.as_mut() {
-            producer.disarm_space(if old == new.sets { SLEEPER_MASK } else { u32::MAX });
+            producer.disarm_space(if old == new.sets {
+                SLEEPER_MASK
+            } else {
+                u32::MAX
+            });
             if new.space != 0 {
                 let _ = producer.arm_space(new.space);
             }
@@ -269,7 +321,13 @@ pub struct Sleeper {
 impl Sleeper {
     /// From now on the waiter's doorbell rings when there is `data` to read, or `space` to write.
     pub fn new(socket: &'static Socket, waiter: WaiterId, data: bool, space: bool) -> Self {
-        change_interest(socket, |i| i.sleepers.push(Sleeping { waiter, data, space }));
+        change_interest(socket, |i| {
+            i.sleepers.push(Sleeping {
+                waiter,
+                data,
+                space,
+            })
+        });
         Self { socket, waiter }
     }
 }

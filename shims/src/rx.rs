@@ -186,7 +186,11 @@ unsafe fn recv_slow(
                 }
             }
             Step::Fail(error) => {
-                return if got > 0 { got as ssize_t } else { errno::fail(error) };
+                return if got > 0 {
+                    got as ssize_t
+                } else {
+                    errno::fail(error)
+                };
             }
             Step::Kernel => {
                 if got > 0 {
@@ -219,10 +223,18 @@ unsafe fn recv_slow(
             }
             Step::Empty => {
                 if flags & libc::MSG_DONTWAIT != 0 || socket.nonblocking.load(Relaxed) {
-                    return if got > 0 { got as ssize_t } else { errno::fail(libc::EAGAIN) };
+                    return if got > 0 {
+                        got as ssize_t
+                    } else {
+                        errno::fail(libc::EAGAIN)
+                    };
                 }
                 if let Err(error) = wait::for_data(socket, fd, &mut patience) {
-                    return if got > 0 { got as ssize_t } else { errno::fail(error) };
+                    return if got > 0 {
+                        got as ssize_t
+                    } else {
+                        errno::fail(error)
+                    };
                 }
             }
         }
@@ -230,7 +242,13 @@ unsafe fn recv_slow(
 }
 
 /// Part of a MSG_WAITALL came over the link before the direction went back to TCP.
-unsafe fn finish_on_tcp(socket: &'static Socket, fd: c_int, mut iov: Iov, flags: c_int, got: usize) -> ssize_t {
+unsafe fn finish_on_tcp(
+    socket: &'static Socket,
+    fd: c_int,
+    mut iov: Iov,
+    flags: c_int,
+    got: usize,
+) -> ssize_t {
     let (to, len) = iov.head();
     if len == 0 || !socket.enter_rx() {
         return got as ssize_t;
@@ -250,7 +268,9 @@ unsafe fn finish_on_tcp(socket: &'static Socket, fd: c_int, mut iov: Iov, flags:
 /// What the ring holds.
 #[inline]
 unsafe fn from_link(socket: &'static Socket, fd: c_int, iov: &mut Iov, flags: c_int) -> Step {
-    let Some(mut rx) = socket.rx.lock() else { return Step::Fail(libc::EINTR) };
+    let Some(mut rx) = socket.rx.lock() else {
+        return Step::Fail(libc::EINTR);
+    };
     if socket.rx_mode.load(Acquire) != mode::LINK {
         return Step::Again;
     }
@@ -259,7 +279,9 @@ unsafe fn from_link(socket: &'static Socket, fd: c_int, iov: &mut Iov, flags: c_
     }
     // Before the look at the ring: what was sent before the end is in the ring when we see the end.
     let ended = is_over(socket);
-    let Some(consumer) = rx.consumer.as_mut() else { return Step::Kernel };
+    let Some(consumer) = rx.consumer.as_mut() else {
+        return Step::Kernel;
+    };
     if flags & libc::MSG_TRUNC == 0 && iov.is_implausible() && consumer.has_data().unwrap_or(true) {
         return Step::Fail(libc::EFAULT);
     }
@@ -269,7 +291,11 @@ unsafe fn from_link(socket: &'static Socket, fd: c_int, iov: &mut Iov, flags: c_
     let mut wake = rdmasock_core::fabric::ring::Wake::NONE;
     while iov.len() > 0 {
         let skip = if peek { got } else { 0 };
-        let spans = if peek { consumer.peek(skip, iov.len()) } else { consumer.spans(iov.len()) };
+        let spans = if peek {
+            consumer.peek(skip, iov.len())
+        } else {
+            consumer.spans(iov.len())
+        };
         let spans = match spans {
             Ok(spans) => spans,
             Err(error) => {
@@ -337,7 +363,11 @@ unsafe fn from_link(socket: &'static Socket, fd: c_int, iov: &mut Iov, flags: c_
 /// Nothing more will come over the link: the connection has ended, or the link has.
 fn is_over(socket: &'static Socket) -> bool {
     // After a shutdown of our own the kernel says RDHUP whether or not the peer has ended.
-    let ends = if socket.rx_shut.load(Acquire) { ready::ENDED & !(libc::EPOLLRDHUP as u32) } else { ready::ENDED };
+    let ends = if socket.rx_shut.load(Acquire) {
+        ready::ENDED & !(libc::EPOLLRDHUP as u32)
+    } else {
+        ready::ENDED
+    };
     socket.anchor.load(Acquire) & ends != 0 || socket.link().is_none_or(|l| !l.is_alive())
 }
 
@@ -361,12 +391,21 @@ fn fit_ring(socket: &'static Socket, consumer: &mut Consumer) {
 }
 
 /// Offers a ring of `bytes`, a power of two. False if there is none.
-fn offer_ring(socket: &'static Socket, link: &'static Link, consumer: &mut Consumer, bytes: u64) -> bool {
-    let Some(region) = link.allocate(bytes.trailing_zeros() as u8) else { return false };
+fn offer_ring(
+    socket: &'static Socket,
+    link: &'static Link,
+    consumer: &mut Consumer,
+    bytes: u64,
+) -> bool {
+    let Some(region) = link.allocate(bytes.trailing_zeros() as u8) else {
+        return false;
+    };
     match consumer.offer(region) {
         Ok(wake) => {
             ready::notify_peer(socket, wake);
-            Library::get().service.submit(crate::service::Command::Grown);
+            Library::get()
+                .service
+                .submit(crate::service::Command::Grown);
         }
         Err(_) => link.free(region),
     }
@@ -377,8 +416,12 @@ fn offer_ring(socket: &'static Socket, link: &'static Link, consumer: &mut Consu
 /// read, the sender gets the largest one. In one step, since a second switch of rings would wait
 /// for the reader.
 pub fn relieve(socket: &'static Socket, link: &'static Link) {
-    let Some(mut rx) = socket.rx.lock() else { return };
-    let Some(consumer) = rx.consumer.as_mut() else { return };
+    let Some(mut rx) = socket.rx.lock() else {
+        return;
+    };
+    let Some(consumer) = rx.consumer.as_mut() else {
+        return;
+    };
     if let Ok(Some(old)) = consumer.take_retired() {
         link.free(old);
     }
@@ -396,7 +439,9 @@ pub fn relieve(socket: &'static Socket, link: &'static Link) {
 /// The ring is drained and what follows is on the anchor: its next byte or its end. False if that
 /// is not so.
 pub fn leave_link_at_end(socket: &'static Socket) -> bool {
-    let Some(mut rx) = socket.rx.lock() else { return false };
+    let Some(mut rx) = socket.rx.lock() else {
+        return false;
+    };
     if socket.rx_mode.load(Acquire) != mode::LINK {
         return false;
     }
@@ -415,10 +460,16 @@ pub fn leave_link_at_end(socket: &'static Socket) -> bool {
     }
     // An end without a mark: the peer's process has ended. What it has not read TCP answers with a
     // reset.
-    let marked = rx.consumer.as_mut().is_some_and(|c| matches!(c.end(), Ok(Some(_))));
+    let marked = rx
+        .consumer
+        .as_mut()
+        .is_some_and(|c| matches!(c.end(), Ok(Some(_))));
     if !marked
         && socket.tx_mode.load(Acquire) == mode::LINK
-        && socket.tx.lock().is_some_and(|tx| tx.producer.as_ref().is_some_and(|p| p.is_unread()))
+        && socket
+            .tx
+            .lock()
+            .is_some_and(|tx| tx.producer.as_ref().is_some_and(|p| p.is_unread()))
     {
         socket.lost_unread.store(true, SeqCst);
     }
@@ -427,18 +478,25 @@ pub fn leave_link_at_end(socket: &'static Socket) -> bool {
         stats.set_rx_path(Path::Tcp);
     }
     drop(rx);
-    Library::get().service.submit(crate::service::Command::settle(socket));
+    Library::get()
+        .service
+        .submit(crate::service::Command::settle(socket));
     true
 }
 
 /// What a scanning socket has in TCP.
 unsafe fn from_marked(socket: &'static Socket, fd: c_int, iov: &mut Iov, flags: c_int) -> Step {
-    let Some(mut control) = socket.control.lock() else { return Step::Fail(libc::EINTR) };
-    let Some(rx) = socket.rx.lock() else { return Step::Fail(libc::EINTR) };
+    let Some(mut control) = socket.control.lock() else {
+        return Step::Fail(libc::EINTR);
+    };
+    let Some(rx) = socket.rx.lock() else {
+        return Step::Fail(libc::EINTR);
+    };
     if !table::still(fd, socket) {
         return Step::Kernel;
     }
-    let Some((ahead, mut rx)) = promote::look_ahead(socket, &mut control, rx, || socket.rx.lock()) else {
+    let Some((ahead, mut rx)) = promote::look_ahead(socket, &mut control, rx, || socket.rx.lock())
+    else {
         return Step::Fail(libc::EINTR);
     };
     match ahead {
@@ -446,7 +504,9 @@ unsafe fn from_marked(socket: &'static Socket, fd: c_int, iov: &mut Iov, flags: 
         Ahead::Nothing => Step::Empty,
         Ahead::Ended => {
             // Only the kernel's call tells how it ended; it does not block now.
-            let Some(anchor) = socket.anchor_fd() else { return Step::Fail(libc::EBADF) };
+            let Some(anchor) = socket.anchor_fd() else {
+                return Step::Fail(libc::EBADF);
+            };
             let mut byte = [0u8; 1];
             match rustix::net::recv(anchor, &mut byte, RecvFlags::DONTWAIT | RecvFlags::PEEK) {
                 Ok((_, 0)) => {
@@ -495,13 +555,22 @@ unsafe fn take_payload(
         }
         got += n;
     }
-    let Some(anchor) = socket.anchor_fd() else { return Step::Fail(libc::EBADF) };
+    let Some(anchor) = socket.anchor_fd() else {
+        return Step::Fail(libc::EBADF);
+    };
     let mut buf = [0u8; 4096];
     let mut skip = 0;
     while got < carry + kernel && iov.len() > 0 && !(peek && skip > 0) {
         let want = (carry + kernel - got).min(iov.len()).min(buf.len());
-        let Some(piece) = buf.get_mut(..want) else { break };
-        let flags = RecvFlags::DONTWAIT | if peek { RecvFlags::PEEK } else { RecvFlags::empty() };
+        let Some(piece) = buf.get_mut(..want) else {
+            break;
+        };
+        let flags = RecvFlags::DONTWAIT
+            | if peek {
+                RecvFlags::PEEK
+            } else {
+                RecvFlags::empty()
+            };
         match rustix::net::recv(anchor, piece, flags) {
             Ok((_, n)) if n > 0 => {
                 if discard {
@@ -520,9 +589,7 @@ unsafe fn take_payload(
     if got == 0 {
         return Step::Empty;
     }
-    if !peek
-        && let Some(stats) = socket.stats()
-    {
+    if !peek && let Some(stats) = socket.stats() {
         stats.add_rx_tcp(got as u64);
     }
     Step::Got(got)
@@ -573,8 +640,12 @@ pub enum Shrunk {
 
 /// For shrinking: an idle direction's ring goes back to its first size.
 pub fn shrink(socket: &'static Socket, link: &'static Link) -> Shrunk {
-    let Some(mut rx) = socket.rx.lock() else { return Shrunk::Busy };
-    let Some(consumer) = rx.consumer.as_mut() else { return Shrunk::Small };
+    let Some(mut rx) = socket.rx.lock() else {
+        return Shrunk::Busy;
+    };
+    let Some(consumer) = rx.consumer.as_mut() else {
+        return Shrunk::Small;
+    };
     if let Ok(Some(old)) = consumer.take_retired() {
         link.free(old);
     }
@@ -584,11 +655,15 @@ pub fn shrink(socket: &'static Socket, link: &'static Link) -> Shrunk {
     }
     let position = consumer.position();
     let idle = std::mem::replace(&mut rx.seen_at, position) == position;
-    let Some(consumer) = rx.consumer.as_mut() else { return Shrunk::Small };
+    let Some(consumer) = rx.consumer.as_mut() else {
+        return Shrunk::Small;
+    };
     if !idle || consumer.is_switching() || consumer.has_data().unwrap_or(true) {
         return Shrunk::Busy;
     }
-    let Some(region) = link.allocate(min.trailing_zeros() as u8) else { return Shrunk::Busy };
+    let Some(region) = link.allocate(min.trailing_zeros() as u8) else {
+        return Shrunk::Busy;
+    };
     match consumer.offer(region) {
         Ok(wake) => {
             drop(rx);
@@ -609,7 +684,9 @@ pub fn is_worth_a_look(socket: &'static Socket) -> bool {
             is_over(socket)
                 || socket.rx_shut.load(Acquire)
                 || socket.rx.lock().is_none_or(|mut rx| {
-                    rx.consumer.as_mut().is_none_or(|c| c.has_data().unwrap_or(true))
+                    rx.consumer
+                        .as_mut()
+                        .is_none_or(|c| c.has_data().unwrap_or(true))
                 })
         }
         mode::MARKED => promote::readable(socket) != 0,
@@ -618,7 +695,12 @@ pub fn is_worth_a_look(socket: &'static Socket) -> bool {
 }
 
 /// A call that only the kernel can serve; what the link still held comes through the kernel then.
-pub fn recv_on_tcp(socket: &'static Socket, fd: c_int, nonblocking: bool, real: impl Fn() -> ssize_t) -> ssize_t {
+pub fn recv_on_tcp(
+    socket: &'static Socket,
+    fd: c_int,
+    nonblocking: bool,
+    real: impl Fn() -> ssize_t,
+) -> ssize_t {
     let _ = (fd, nonblocking);
     crate::fork::reclaim(socket);
     if !socket.is_plain() {

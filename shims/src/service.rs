@@ -36,7 +36,7 @@ use crate::listener::Listener;
 use crate::promote;
 use crate::ready;
 use crate::socket::{self, Socket, Stage, mode};
-use crate::wait::{self, SERVICE, WaiterId};
+use crate::wait::{SERVICE, WaiterId};
 
 /// A socket as it was when something was asked for it.
 #[derive(Clone, Copy)]
@@ -47,7 +47,10 @@ pub struct Ref {
 
 impl Ref {
     fn new(socket: &'static Socket) -> Self {
-        Self { socket, generation: socket.generation.load(Acquire) }
+        Self {
+            socket,
+            generation: socket.generation.load(Acquire),
+        }
     }
 
     /// The socket, if it is still the same connection.
@@ -137,7 +140,9 @@ impl Service {
 
     /// Hands over a command. Never waits for it to be carried out.
     pub fn submit(&self, command: Command) {
-        let Some(mut queue) = self.queue.lock() else { return };
+        let Some(mut queue) = self.queue.lock() else {
+            return;
+        };
         queue.push_back(command);
         drop(queue);
         Library::get().waiters.ring_if_sleeping(SERVICE);
@@ -170,7 +175,7 @@ impl Service {
     pub fn promote(&self, socket: &'static Socket) {
         use std::sync::atomic::Ordering::Relaxed;
         let retry_at = socket.retry_at.load(Relaxed);
-        if retry_at != 0 && wait::now_ns() < retry_at {
+        if retry_at != 0 && crate::time::now_ns() < retry_at {
             return;
         }
         if socket
@@ -188,7 +193,7 @@ impl Service {
             return None;
         }
         let cookie = Cookie::random().ok()?;
-        let now = wait::now_ns();
+        let now = crate::time::now_ns();
         let mut cookies = self.cookies.lock()?;
         cookies.retain(|(_, _, until)| *until > now);
         cookies.push((cookie, peer, now + COOKIE_LIFE));
@@ -209,15 +214,22 @@ impl Service {
     }
 
     fn redeem(&self, cookie: &Cookie, peer: &InstanceId) -> bool {
-        let now = wait::now_ns();
-        let Some(mut cookies) = self.cookies.lock() else { return false };
-        let at = cookies.iter().position(|(c, p, until)| c.matches(cookie) && p == peer && *until > now);
+        let now = crate::time::now_ns();
+        let Some(mut cookies) = self.cookies.lock() else {
+            return false;
+        };
+        let at = cookies
+            .iter()
+            .position(|(c, p, until)| c.matches(cookie) && p == peer && *until > now);
         at.map(|at| cookies.swap_remove(at)).is_some()
     }
 
     fn link_to(&self, peer: &InstanceId) -> Option<&'static Link> {
         let links = self.links.lock()?;
-        links.iter().copied().find(|l| l.peer == *peer && l.is_alive())
+        links
+            .iter()
+            .copied()
+            .find(|l| l.peer == *peer && l.is_alive())
     }
 
     fn all_links(&self) -> Vec<&'static Link> {
@@ -345,7 +357,11 @@ impl Worker {
             shrink_at: 0,
             requests: crate::fork::requests(),
         };
-        worker.add(library.waiters.doorbell(SERVICE)?, tag(kind::DOORBELL, 0), kernel::EventFlags::IN | kernel::EventFlags::ET);
+        worker.add(
+            library.waiters.doorbell(SERVICE)?,
+            tag(kind::DOORBELL, 0),
+            kernel::EventFlags::IN | kernel::EventFlags::ET,
+        );
         if let Some(name) = &worker.instance_name {
             worker.add(name.as_fd(), tag(kind::INSTANCE, 0), kernel::EventFlags::IN);
         }
@@ -353,17 +369,30 @@ impl Worker {
     }
 
     fn add(&self, fd: BorrowedFd<'_>, data: u64, flags: kernel::EventFlags) -> bool {
-        kernel::add(&self.service.epoll, fd, kernel::EventData::new_u64(data), flags).is_ok()
+        kernel::add(
+            &self.service.epoll,
+            fd,
+            kernel::EventData::new_u64(data),
+            flags,
+        )
+        .is_ok()
     }
 
     fn run(&mut self) {
-        let mut events = [kernel::Event { flags: kernel::EventFlags::empty(), data: kernel::EventData::new_u64(0) }; 64];
+        let mut events = [kernel::Event {
+            flags: kernel::EventFlags::empty(),
+            data: kernel::EventData::new_u64(0),
+        }; 64];
         loop {
             self.drain();
             let timeout = self.next_timeout();
             self.library.waiters.enter_sleep(SERVICE);
             let idle = self.service.queue.lock().is_none_or(|q| q.is_empty())
-                && !self.service.all_links().iter().any(|l| l.has_ready(SERVICE));
+                && !self
+                    .service
+                    .all_links()
+                    .iter()
+                    .any(|l| l.has_ready(SERVICE));
             let n = if idle {
                 let timeout = timeout.map(|ns| rustix::time::Timespec {
                     tv_sec: (ns / 1_000_000_000) as i64,
@@ -433,7 +462,9 @@ impl Worker {
                 }
             }
             Command::Violation(link) => {
-                self.library.stats.count(rdmasock_core::stats::Event::LinkViolation);
+                self.library
+                    .stats
+                    .count(rdmasock_core::stats::Event::LinkViolation);
                 self.link_down(link, Reason::Violation);
             }
             Command::Linger(fd, nonce) => self.linger(fd, nonce),
@@ -441,24 +472,29 @@ impl Worker {
             Command::Pressed(r) => self.on_pressed(r),
             Command::Grown => {
                 if self.shrink_at == 0 {
-                    self.shrink_at = wait::now_ns() + SHRINK_EVERY;
+                    self.shrink_at = crate::time::now_ns() + SHRINK_EVERY;
                 }
             }
         }
     }
 
     fn next_timeout(&self) -> Option<u64> {
-        let now = wait::now_ns();
+        let now = crate::time::now_ns();
         let asks = self.asks.values().map(|a| a.deadline);
         let links = self.pending_links.values().map(|p| p.deadline);
         let shrink = (self.shrink_at != 0).then_some(self.shrink_at);
         let pressed = self.pressed.iter().map(|p| p.deadline);
         let lingering = self.lingering.values().map(|l| l.deadline);
-        asks.chain(links).chain(lingering).chain(shrink).chain(pressed).min().map(|at| at.saturating_sub(now))
+        asks.chain(links)
+            .chain(lingering)
+            .chain(shrink)
+            .chain(pressed)
+            .min()
+            .map(|at| at.saturating_sub(now))
     }
 
     fn on_time(&mut self) {
-        let now = wait::now_ns();
+        let now = crate::time::now_ns();
         self.expire_asks(now);
         self.expire_links(now);
         self.expire_lingering(now);
@@ -474,14 +510,23 @@ impl Worker {
         let id = data & 0x00ff_ffff_ffff_ffff;
         match data >> 56 {
             kind::INSTANCE => {
-                while let Some(Ok(Some(channel))) = self.instance_name.as_ref().map(names::Listener::accept) {
+                while let Some(Ok(Some(channel))) =
+                    self.instance_name.as_ref().map(names::Listener::accept)
+                {
                     self.register(channel, Peer::Incoming { listener: None });
                 }
             }
             kind::NAME => {
-                let Some(listener) = self.listeners.get(id as usize).copied() else { return };
+                let Some(listener) = self.listeners.get(id as usize).copied() else {
+                    return;
+                };
                 while let Some(channel) = listener.accept_asker() {
-                    self.register(channel, Peer::Incoming { listener: Some(listener) });
+                    self.register(
+                        channel,
+                        Peer::Incoming {
+                            listener: Some(listener),
+                        },
+                    );
                 }
             }
             kind::CHANNEL => self.on_channel(id),
@@ -499,7 +544,13 @@ impl Worker {
         if !self.add(channel.as_fd(), tag(kind::CHANNEL, id), flags) {
             return None;
         }
-        self.conns.insert(id, Conn { channel: Some(channel), peer });
+        self.conns.insert(
+            id,
+            Conn {
+                channel: Some(channel),
+                peer,
+            },
+        );
         Some(id)
     }
 
@@ -507,7 +558,9 @@ impl Worker {
         let mut buf = [0u8; MAX_MESSAGE];
         // A bounded number, so that one peer cannot keep the thread to itself.
         for _ in 0..64 {
-            let Some(conn) = self.conns.get(&id) else { return };
+            let Some(conn) = self.conns.get(&id) else {
+                return;
+            };
             let received = match (&conn.channel, &conn.peer) {
                 (Some(channel), _) => channel.recv(&mut buf),
                 (None, Peer::Link(link)) => link.channel().recv(&mut buf),
@@ -546,13 +599,31 @@ impl Worker {
             return self.violation(id);
         }
         match message {
-            M::Ask { request, tuple, nonce_c, instance_c } => self.on_ask(id, request, tuple, nonce_c, instance_c),
-            M::Yes { request, nonce_s, instance_s } => self.on_yes(id, request, nonce_s, instance_s),
+            M::Ask {
+                request,
+                tuple,
+                nonce_c,
+                instance_c,
+            } => self.on_ask(id, request, tuple, nonce_c, instance_c),
+            M::Yes {
+                request,
+                nonce_s,
+                instance_s,
+            } => self.on_yes(id, request, nonce_s, instance_s),
             M::No { request, reason } => self.on_no(id, request, reason),
             M::Redirect { request, instances } => self.on_redirect(id, request, instances),
             M::Cancel { nonce_s, .. } => self.on_cancel(nonce_s),
-            M::Link { cookie, instance_c, pid, geometry } => self.on_link(id, cookie, instance_c, pid, &geometry, fds),
-            M::LinkAccept { instance_s, pid, geometry } => self.on_link_accept(id, instance_s, pid, &geometry, fds),
+            M::Link {
+                cookie,
+                instance_c,
+                pid,
+                geometry,
+            } => self.on_link(id, cookie, instance_c, pid, &geometry, fds),
+            M::LinkAccept {
+                instance_s,
+                pid,
+                geometry,
+            } => self.on_link_accept(id, instance_s, pid, &geometry, fds),
             M::LinkRefuse { reason } => {
                 tracing::debug!(target: "rdmasock", %reason, "link refused");
                 self.hang_up(id, Reason::LinkFailed);
@@ -572,20 +643,27 @@ impl Worker {
 
     /// The channel of a link.
     fn conn_of(&self, link: &'static Link) -> Option<u64> {
-        let found = self.conns.iter().find(|(_, c)| matches!(c.peer, Peer::Link(l) if std::ptr::eq(l, link)));
+        let found = self
+            .conns
+            .iter()
+            .find(|(_, c)| matches!(c.peer, Peer::Link(l) if std::ptr::eq(l, link)));
         found.map(|(id, _)| *id)
     }
 
     /// The other end of a channel does not keep to the protocol.
     fn violation(&mut self, id: u64) {
         tracing::warn!(target: "rdmasock", "a peer breaks the protocol");
-        self.library.stats.count(rdmasock_core::stats::Event::LinkViolation);
+        self.library
+            .stats
+            .count(rdmasock_core::stats::Event::LinkViolation);
         self.hang_up(id, Reason::Violation);
     }
 
     /// A channel has ended, or is not to be used further.
     fn hang_up(&mut self, id: u64, why: Reason) {
-        let Some(conn) = self.conns.remove(&id) else { return };
+        let Some(conn) = self.conns.remove(&id) else {
+            return;
+        };
         if let Some(channel) = &conn.channel {
             let _ = kernel::delete(&self.service.epoll, channel.as_fd());
         }
@@ -606,9 +684,16 @@ impl Worker {
     /// From now on this thread watches the anchor, and the library reports the socket's readiness.
     fn watch(&mut self, socket: &'static Socket) -> bool {
         {
-            let Some(_control) = socket.control.lock() else { return false };
-            let Some(fd) = socket.anchor_fd() else { return false };
-            let data = tag(kind::ANCHOR, u64::from(socket.slot) << 32 | socket.generation.load(Acquire) & 0xffff_ffff);
+            let Some(_control) = socket.control.lock() else {
+                return false;
+            };
+            let Some(fd) = socket.anchor_fd() else {
+                return false;
+            };
+            let data = tag(
+                kind::ANCHOR,
+                u64::from(socket.slot) << 32 | socket.generation.load(Acquire) & 0xffff_ffff,
+            );
             let flags = kernel::EventFlags::IN
                 | kernel::EventFlags::OUT
                 | kernel::EventFlags::RDHUP
@@ -619,7 +704,11 @@ impl Worker {
             }
             socket.watched.store(true, SeqCst);
         }
-        let members = socket.interest.lock().map(|i| i.members.clone()).unwrap_or_default();
+        let members = socket
+            .interest
+            .lock()
+            .map(|i| i.members.clone())
+            .unwrap_or_default();
         for m in members {
             m.epoll.take_over(m.item, socket);
         }
@@ -628,7 +717,9 @@ impl Worker {
 
     fn unwatch(&mut self, socket: &'static Socket) {
         {
-            let Some(_control) = socket.control.lock() else { return };
+            let Some(_control) = socket.control.lock() else {
+                return;
+            };
             if !socket.watched.swap(false, SeqCst) {
                 return;
             }
@@ -637,7 +728,11 @@ impl Worker {
             }
             socket.anchor.store(0, SeqCst);
         }
-        let members = socket.interest.lock().map(|i| i.members.clone()).unwrap_or_default();
+        let members = socket
+            .interest
+            .lock()
+            .map(|i| i.members.clone())
+            .unwrap_or_default();
         for m in members {
             m.epoll.hand_back(m.item, socket);
         }
@@ -646,7 +741,9 @@ impl Worker {
     }
 
     fn on_anchor(&mut self, id: u64) {
-        let Some(socket) = socket::by_slot((id >> 32) as u32) else { return };
+        let Some(socket) = socket::by_slot((id >> 32) as u32) else {
+            return;
+        };
         if socket.generation.load(Acquire) & 0xffff_ffff != id & 0xffff_ffff {
             return;
         }
@@ -654,7 +751,9 @@ impl Worker {
             let Some(_rx) = socket.rx.lock() else { return };
             use rustix::event::PollFlags;
             let now = ready::kernel(socket, PollFlags::IN | PollFlags::RDHUP | PollFlags::PRI);
-            socket.anchor.fetch_or(now & (ready::ENDED | libc::EPOLLPRI as u32), SeqCst);
+            socket
+                .anchor
+                .fetch_or(now & (ready::ENDED | libc::EPOLLPRI as u32), SeqCst);
         }
         if socket.tx_mode.load(Acquire) == mode::MARKED {
             promote::flush(socket);
@@ -670,7 +769,9 @@ impl Worker {
     fn settle(&mut self, r: Ref) {
         let Some(socket) = r.get() else { return };
         let over = {
-            let Some(mut control) = socket.control.lock() else { return };
+            let Some(mut control) = socket.control.lock() else {
+                return;
+            };
             let over = control.handshake.is_none() && socket.is_plain();
             if over {
                 promote::close_stream(socket, &mut control);
@@ -691,7 +792,11 @@ impl Worker {
         if let Some(socket) = r.get()
             && let Some(reader_at) = crate::tx::reader_at(socket)
         {
-            self.pressed.push(Pressed { r, reader_at, deadline: wait::now_ns() + STILL_FOR });
+            self.pressed.push(Pressed {
+                r,
+                reader_at,
+                deadline: crate::time::now_ns() + STILL_FOR,
+            });
         }
     }
 
@@ -701,7 +806,11 @@ impl Worker {
         for Pressed { r, reader_at, .. } in late {
             let Some(socket) = r.get() else { continue };
             if let Some(reader_at) = crate::tx::ask_for_room(socket, reader_at) {
-                self.pressed.push(Pressed { r, reader_at, deadline: now + STILL_FOR });
+                self.pressed.push(Pressed {
+                    r,
+                    reader_at,
+                    deadline: now + STILL_FOR,
+                });
             }
         }
     }

@@ -12,8 +12,8 @@ use std::sync::atomic::{
 };
 
 use rdmasock_core::fabric::ring::{Consumer, Producer};
-use rdmasock_core::lock::Lock;
 use rdmasock_core::ids::{InstanceId, Nonce, Tuple, Vqpn};
+use rdmasock_core::lock::Lock;
 use rdmasock_core::stats::{Reason, StreamStats};
 use rdmasock_core::stream::handshake::{Handshake, Role};
 use rdmasock_core::stream::policy::Progress;
@@ -198,7 +198,8 @@ pub struct Socket {
 }
 
 /// Every object by its slot, for the service thread's look-ups.
-static ALL: [AtomicPtr<Socket>; MAX_SOCKETS] = [const { AtomicPtr::new(std::ptr::null_mut()) }; MAX_SOCKETS];
+static ALL: [AtomicPtr<Socket>; MAX_SOCKETS] =
+    [const { AtomicPtr::new(std::ptr::null_mut()) }; MAX_SOCKETS];
 /// More connections than this at once are not accelerated.
 const MAX_SOCKETS: usize = 65_536;
 
@@ -278,7 +279,8 @@ impl Socket {
                 }
                 // Under FREE's lock nobody else hands out slots.
                 let fresh: &'static Socket = Box::leak(Box::new(Socket::new(slot)));
-                ALL.get(slot as usize)?.store(std::ptr::from_ref(fresh).cast_mut(), Release);
+                ALL.get(slot as usize)?
+                    .store(std::ptr::from_ref(fresh).cast_mut(), Release);
                 SLOTS.store(slot + 1, Release);
                 fresh
             }

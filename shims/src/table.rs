@@ -90,7 +90,9 @@ fn decode(raw: usize) -> Entry {
             1 => Entry::Socket(&*(ptr as *const Socket)),
             2 => Entry::Listener(&*(ptr as *const Listener)),
             3 => Entry::Epoll(&*(ptr as *const Epoll)),
-            4 => Entry::Fresh { nonblocking: ptr != 0 },
+            4 => Entry::Fresh {
+                nonblocking: ptr != 0,
+            },
             _ => Entry::None,
         }
     }

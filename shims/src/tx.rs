@@ -8,7 +8,6 @@ use rdmasock_core::fabric::ring::{End, Wake};
 use rdmasock_core::stats::Path;
 use rdmasock_core::stream::handshake::Role;
 
-use crate::epoll::Timeout;
 use crate::errno;
 use crate::iov::Iov;
 use crate::library::Library;
@@ -18,6 +17,7 @@ use crate::ready;
 use crate::service::Command;
 use crate::socket::{Socket, Stage, Tx, mode};
 use crate::table;
+use crate::time::Timeout;
 use crate::wait;
 
 /// A long send is handed over in pieces of this many bytes, so that the reader copies out while
@@ -25,7 +25,8 @@ use crate::wait;
 const PIECE: usize = 64 * 1024;
 
 /// Flags that the link serves; any other takes the socket back to TCP.
-const SERVED: c_int = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL | libc::MSG_MORE | libc::MSG_EOR | libc::MSG_CONFIRM;
+const SERVED: c_int =
+    libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL | libc::MSG_MORE | libc::MSG_EOR | libc::MSG_CONFIRM;
 
 /// send() and its kin. `real` is libc's own call with the program's arguments.
 ///
@@ -152,10 +153,18 @@ unsafe fn send_slow(
             }
             Step::Full => {
                 if flags & libc::MSG_DONTWAIT != 0 || socket.nonblocking.load(Relaxed) {
-                    return if sent > 0 { sent as ssize_t } else { errno::fail(libc::EAGAIN) };
+                    return if sent > 0 {
+                        sent as ssize_t
+                    } else {
+                        errno::fail(libc::EAGAIN)
+                    };
                 }
                 if let Err(error) = wait::for_space(socket, fd, &mut patience) {
-                    return if sent > 0 { sent as ssize_t } else { errno::fail(error) };
+                    return if sent > 0 {
+                        sent as ssize_t
+                    } else {
+                        errno::fail(error)
+                    };
                 }
             }
         }
@@ -166,17 +175,29 @@ unsafe fn send_slow(
 #[inline]
 unsafe fn step(socket: &'static Socket, fd: c_int, iov: &mut Iov) -> Step {
     if socket.tx_mode.load(Acquire) == mode::MARKED {
-        return if promote::flush(socket) { Step::Again } else { Step::Full };
+        return if promote::flush(socket) {
+            Step::Again
+        } else {
+            Step::Full
+        };
     }
     loop {
-        let Some(mut tx) = socket.tx.lock() else { return interrupted() };
+        let Some(mut tx) = socket.tx.lock() else {
+            return interrupted();
+        };
         if socket.tx_mode.load(Acquire) != mode::LINK {
-            return if socket.tx_mode.load(Acquire) == mode::TCP { Step::Kernel } else { Step::Again };
+            return if socket.tx_mode.load(Acquire) == mode::TCP {
+                Step::Kernel
+            } else {
+                Step::Again
+            };
         }
         if !table::still(fd, socket) {
             return Step::Kernel;
         }
-        let Some(producer) = tx.producer.as_mut() else { return Step::Kernel };
+        let Some(producer) = tx.producer.as_mut() else {
+            return Step::Kernel;
+        };
         if iov.is_implausible() {
             drop(tx);
             errno::set(libc::EFAULT);
@@ -232,7 +253,8 @@ unsafe fn step(socket: &'static Socket, fd: c_int, iov: &mut Iov) -> Step {
 #[cold]
 fn no_room(socket: &'static Socket, tx: &mut Tx) -> bool {
     let bits = tx.bits;
-    let room = tx.producer
+    let room = tx
+        .producer
         .as_mut()
         .is_some_and(|p| bits != 0 && p.arm_space(bits).unwrap_or(true));
     if !room {
@@ -265,7 +287,11 @@ pub fn ask_for_room(socket: &'static Socket, then: u64) -> Option<u64> {
     let now = reader_at(socket);
     let mut tx = socket.tx.lock()?;
     let on_link = socket.tx_mode.load(Acquire) == mode::LINK;
-    let full = on_link && tx.producer.as_mut().is_some_and(|p| p.has_space() == Ok(false));
+    let full = on_link
+        && tx
+            .producer
+            .as_mut()
+            .is_some_and(|p| p.has_space() == Ok(false));
     if full && now != Some(then) {
         return now;
     }
@@ -292,7 +318,12 @@ fn reason_for(flags: c_int) -> rdmasock_core::stats::Reason {
 ///
 /// # Safety
 /// As `send`.
-pub unsafe fn send_on_tcp(socket: &'static Socket, fd: c_int, iov: Iov, real: impl Fn() -> ssize_t) -> ssize_t {
+pub unsafe fn send_on_tcp(
+    socket: &'static Socket,
+    fd: c_int,
+    iov: Iov,
+    real: impl Fn() -> ssize_t,
+) -> ssize_t {
     let _ = iov;
     crate::fork::reclaim(socket);
     let mut patience = wait::Patience::default();
@@ -341,7 +372,9 @@ pub fn violation(socket: &'static Socket, error: &rdmasock_core::fabric::ring::R
         Library::get().service.submit(Command::Violation(link));
     }
     // Nothing more goes over it, whoever asks first.
-    socket.anchor.fetch_or((libc::EPOLLERR | libc::EPOLLHUP) as u32, SeqCst);
+    socket
+        .anchor
+        .fetch_or((libc::EPOLLERR | libc::EPOLLHUP) as u32, SeqCst);
 }
 
 /// sendfile() on a direction that is on the link: reads the file straight into the ring.
@@ -371,7 +404,9 @@ pub unsafe fn sendfile(
         if socket.tx_mode.load(Acquire) == mode::MARKED && promote::flush(socket) {
             continue;
         }
-        let Some(mut tx) = socket.tx.lock() else { return errno::fail(libc::EINTR) };
+        let Some(mut tx) = socket.tx.lock() else {
+            return errno::fail(libc::EINTR);
+        };
         let on_link = socket.tx_mode.load(Acquire) == mode::LINK;
         if on_link && !table::still(fd, socket) {
             return errno::fail(libc::EBADF);
@@ -392,7 +427,12 @@ pub unsafe fn sendfile(
             continue;
         }
         let want = (count - sent).min(PIECE);
-        let spans = match tx.producer.as_mut().filter(|_| on_link).map(|p| p.spans(want.max(1))) {
+        let spans = match tx
+            .producer
+            .as_mut()
+            .filter(|_| on_link)
+            .map(|p| p.spans(want.max(1)))
+        {
             Some(Ok(spans)) => Some(spans),
             Some(Err(error)) => {
                 drop(tx);
@@ -401,11 +441,19 @@ pub unsafe fn sendfile(
             }
             None => None,
         };
-        let [first, second] = spans.map(|s| s.pieces()).unwrap_or([(std::ptr::null_mut(), 0); 2]);
+        let [first, second] = spans
+            .map(|s| s.pieces())
+            .unwrap_or([(std::ptr::null_mut(), 0); 2]);
         let first_len = first.1.min(want);
         let pieces = [
-            libc::iovec { iov_base: first.0.cast(), iov_len: first_len },
-            libc::iovec { iov_base: second.0.cast(), iov_len: second.1.min(want - first_len) },
+            libc::iovec {
+                iov_base: first.0.cast(),
+                iov_len: first_len,
+            },
+            libc::iovec {
+                iov_base: second.0.cast(),
+                iov_len: second.1.min(want - first_len),
+            },
         ];
         let room: usize = pieces.iter().map(|p| p.iov_len).sum();
         if count > sent && room == 0 {
@@ -414,10 +462,18 @@ pub unsafe fn sendfile(
             }
             drop(tx);
             if socket.nonblocking.load(Relaxed) {
-                return if sent > 0 { sent as ssize_t } else { errno::fail(libc::EAGAIN) };
+                return if sent > 0 {
+                    sent as ssize_t
+                } else {
+                    errno::fail(libc::EAGAIN)
+                };
             }
             if let Err(error) = wait::for_space(socket, fd, &mut patience) {
-                return if sent > 0 { sent as ssize_t } else { errno::fail(error) };
+                return if sent > 0 {
+                    sent as ssize_t
+                } else {
+                    errno::fail(error)
+                };
             }
             continue;
         }
@@ -432,7 +488,11 @@ pub unsafe fn sendfile(
             }
         };
         if n <= 0 {
-            return if sent > 0 { sent as ssize_t } else { n as ssize_t };
+            return if sent > 0 {
+                sent as ssize_t
+            } else {
+                n as ssize_t
+            };
         }
         let n = n as usize;
         let wake = tx.producer.as_mut().map(|p| p.commit(n));
@@ -456,15 +516,18 @@ pub unsafe fn sendfile(
 
 fn is_regular(fd: c_int) -> bool {
     // SAFETY: the program's own fd, in the middle of its call.
-    rustix::fs::fstat(unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) })
-        .is_ok_and(|s| rustix::fs::FileType::from_raw_mode(s.st_mode) == rustix::fs::FileType::RegularFile)
+    rustix::fs::fstat(unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) }).is_ok_and(|s| {
+        rustix::fs::FileType::from_raw_mode(s.st_mode) == rustix::fs::FileType::RegularFile
+    })
 }
 
 /// shutdown() of the sending direction, before the kernel's own: the mark says that what follows
 /// the last byte is on the anchor, namely its end.
 /// The peer is to be woken after the kernel's call, so that it finds the end there.
 pub fn shut(socket: &'static Socket) -> Wake {
-    let Some(mut tx) = socket.tx.lock() else { return Wake::NONE };
+    let Some(mut tx) = socket.tx.lock() else {
+        return Wake::NONE;
+    };
     if socket.tx_mode.load(Acquire) != mode::LINK {
         return Wake::NONE;
     }
@@ -478,7 +541,10 @@ pub fn shut(socket: &'static Socket) -> Wake {
 
 /// How long a blocking call may wait, by the socket's own option (SO_RCVTIMEO, SO_SNDTIMEO).
 pub fn option_timeout(fd: c_int, option: c_int) -> Timeout {
-    let mut tv = libc::timeval { tv_sec: 0, tv_usec: 0 };
+    let mut tv = libc::timeval {
+        tv_sec: 0,
+        tv_usec: 0,
+    };
     let mut len = size_of::<libc::timeval>() as libc::socklen_t;
     // SAFETY: the raw system call with a buffer of the right size; no hook is entered.
     let r = unsafe {
@@ -503,11 +569,12 @@ pub fn is_worth_a_look(socket: &'static Socket) -> bool {
         mode::LINK => {
             let dead = socket.anchor.load(Acquire) & (libc::EPOLLERR | libc::EPOLLHUP) as u32 != 0;
             dead || socket.tx.lock().is_none_or(|mut tx| {
-                tx.producer.as_mut().is_none_or(|p| p.has_space().unwrap_or(true))
+                tx.producer
+                    .as_mut()
+                    .is_none_or(|p| p.has_space().unwrap_or(true))
             })
         }
         mode::MARKED => promote::flush(socket),
         _ => true,
     }
 }
-

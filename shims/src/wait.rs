@@ -12,18 +12,18 @@ use std::sync::atomic::{
     Ordering::{Acquire, Relaxed, Release},
 };
 
+use libc::c_int;
 use rdmasock_core::fabric::layout::READY_QUEUES;
 use rdmasock_core::fabric::ready::SleepFlag;
 use rdmasock_core::lock::Lock;
 use rdmasock_core::os::memfd::Mapping;
 use rdmasock_core::os::privatefd::PrivateFd;
-use libc::c_int;
 use rustix::event::EventfdFlags;
 use rustix::io::Errno;
 
-use crate::epoll::{Deadline, Timeout};
 use crate::ready::Sleeper;
 use crate::socket::Socket;
+use crate::time::{Deadline, Timeout, now_ns};
 
 /// Most waiters that an instance has.
 pub const MAX_WAITERS: u16 = 1024;
@@ -42,7 +42,10 @@ impl WaiterId {
 
     /// The reverse of `to_word`.
     pub fn from_word(word: u32) -> Option<Self> {
-        u16::try_from(word.checked_sub(1)?).ok().filter(|id| *id < MAX_WAITERS).map(Self)
+        u16::try_from(word.checked_sub(1)?)
+            .ok()
+            .filter(|id| *id < MAX_WAITERS)
+            .map(Self)
     }
 
     /// The part of an attention word that asks for an entry in this waiter's ready queue; 0 if it
@@ -208,13 +211,6 @@ pub fn ring(fd: BorrowedFd<'_>) {
     let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
 }
 
-/// CLOCK_MONOTONIC in ns.
-#[inline]
-pub fn now_ns() -> u64 {
-    let t = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
-    (t.tv_sec as u64).wrapping_mul(1_000_000_000).wrapping_add(t.tv_nsec as u64)
-}
-
 /// Whether and how long to spin before a sleep, learnt from how earlier spins ended.
 ///
 /// Spinning pays only when what is waited for usually comes within the bound and nobody else
@@ -227,6 +223,12 @@ pub struct Spinner {
 
 const SCORE_MAX: i32 = 8;
 const PROBE_EVERY: u32 = 16;
+
+impl Default for Spinner {
+    fn default() -> Self {
+        Self::new()
+    }
+}
 
 impl Spinner {
     /// Begins optimistic.
@@ -242,7 +244,12 @@ impl Spinner {
         if crate::library::Library::get().config.spin.is_zero() {
             return false;
         }
-        if self.score.load(Relaxed) <= 0 && self.skipped.fetch_add(1, Relaxed) % PROBE_EVERY != 0 {
+        if self.score.load(Relaxed) <= 0
+            && !self
+                .skipped
+                .fetch_add(1, Relaxed)
+                .is_multiple_of(PROBE_EVERY)
+        {
             return false;
         }
         LOAD.has_room()
@@ -312,7 +319,11 @@ fn wait_on(
         return Err(libc::EAGAIN);
     }
     let deadline = *patience.0.get_or_insert_with(|| {
-        let option = if data { libc::SO_RCVTIMEO } else { libc::SO_SNDTIMEO };
+        let option = if data {
+            libc::SO_RCVTIMEO
+        } else {
+            libc::SO_SNDTIMEO
+        };
         crate::tx::option_timeout(fd, option).deadline()
     });
     if deadline.is_over() {
@@ -321,7 +332,10 @@ fn wait_on(
     let waiters = &crate::library::Library::get().waiters;
     let Some(lease) = Lease::new(waiters) else {
         // Out of waiters or fds: look now and then.
-        let _ = rustix::thread::nanosleep(&rustix::time::Timespec { tv_sec: 0, tv_nsec: 1_000_000 });
+        let _ = rustix::thread::nanosleep(&rustix::time::Timespec {
+            tv_sec: 0,
+            tv_nsec: 1_000_000,
+        });
         return Ok(());
     };
     let _sleeper = Sleeper::new(socket, lease.waiter, data, !data);
@@ -356,12 +370,25 @@ impl Drop for Lease<'_> {
 /// restarted, and neither is ppoll.
 fn sleep(waiter: WaiterId, left: Timeout) -> Result<(), c_int> {
     use crate::real::Cancellable;
-    let Some(fd) = crate::library::Library::get().waiters.doorbell(waiter) else { return Ok(()) };
+    let Some(fd) = crate::library::Library::get().waiters.doorbell(waiter) else {
+        return Ok(());
+    };
     let fd = fd.as_raw_fd();
     if let Some(timeout) = left.to_timespec() {
-        let mut set = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
+        let mut set = libc::pollfd {
+            fd,
+            events: libc::POLLIN,
+            revents: 0,
+        };
         // SAFETY: one entry, and a valid time-out.
-        let n = unsafe { crate::real::ppoll().cancellable()(&raw mut set, 1, &raw const timeout, std::ptr::null()) };
+        let n = unsafe {
+            crate::real::ppoll().cancellable()(
+                &raw mut set,
+                1,
+                &raw const timeout,
+                std::ptr::null(),
+            )
+        };
         match n {
             0 => return Err(libc::EAGAIN),
             n if n < 0 => return Err(crate::errno::get()),
@@ -371,7 +398,11 @@ fn sleep(waiter: WaiterId, left: Timeout) -> Result<(), c_int> {
     let mut count = 0u64;
     // SAFETY: eight bytes to write to.
     let n = unsafe { crate::real::read().cancellable()(fd, (&raw mut count).cast(), 8) };
-    if n < 0 { Err(crate::errno::get()) } else { Ok(()) }
+    if n < 0 {
+        Err(crate::errno::get())
+    } else {
+        Ok(())
+    }
 }
 
 /// How many threads can run on this machine, read now and then.
@@ -397,9 +428,14 @@ impl Load {
         let now = now_ns();
         let last = self.at.load(Relaxed);
         if now.wrapping_sub(last) > Self::EVERY_NS
-            && self.at.compare_exchange(last, now, Relaxed, Relaxed).is_ok()
+            && self
+                .at
+                .compare_exchange(last, now, Relaxed, Relaxed)
+                .is_ok()
         {
-            let room = self.measure().is_none_or(|(running, cores)| running <= cores);
+            let room = self
+                .measure()
+                .is_none_or(|(running, cores)| running <= cores);
             self.room.store(room.into(), Relaxed);
         }
         self.room.load(Relaxed) != 0

@@ -59,7 +59,11 @@ struct Stream {
 fn open<E: LinkEnd>(reader: &E, writer: &E, log2: u8) -> Stream {
     let opened = reader.open(log2).unwrap();
     assert_eq!(opened.ring.bytes(), 1 << log2);
-    Stream { number: opened.vqpn, consumer: opened.consumer, producer: writer.producer(opened.vqpn).unwrap() }
+    Stream {
+        number: opened.vqpn,
+        consumer: opened.consumer,
+        producer: writer.producer(opened.vqpn).unwrap(),
+    }
 }
 
 fn write(producer: &mut Producer, data: &[u8]) -> (usize, Wake) {
@@ -93,7 +97,9 @@ fn read(consumer: &mut Consumer) -> (Vec<u8>, Wake) {
 
 /// Bytes that tell where they belong.
 pub fn pattern(from: usize, len: usize) -> Vec<u8> {
-    (from..from + len).map(|i| ((i as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8).collect()
+    (from..from + len)
+        .map(|i| ((i as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8)
+        .collect()
 }
 
 fn what_is_written_at_one_end_is_read_at_the_other<H: Harness>() {
@@ -182,16 +188,27 @@ fn a_number_is_free_only_when_both_ends_are_done<H: Harness>() {
     let [a, b] = H::link(1 << 20);
     let s = open(&a, &b, 12);
     a.close(s.number, Some(Vqpn(77)), s.consumer);
-    assert!(matches!(H::recv(&b), Some(Message::Closed { yours: Vqpn(77) })));
+    assert!(matches!(
+        H::recv(&b),
+        Some(Message::Closed { yours: Vqpn(77) })
+    ));
     let other = a.open(12).unwrap();
     assert_ne!(other.vqpn, s.number);
-    assert_ne!(other.ring.page(), 0, "the first ring may still be written to");
+    assert_ne!(
+        other.ring.page(),
+        0,
+        "the first ring may still be written to"
+    );
     a.on_closed(s.number);
     assert_eq!(a.open(12).unwrap().vqpn, s.number);
 
     let s = open(&a, &b, 12);
     a.on_closed(s.number);
-    assert_ne!(a.open(12).unwrap().vqpn, s.number, "it is we who still use it");
+    assert_ne!(
+        a.open(12).unwrap().vqpn,
+        s.number,
+        "it is we who still use it"
+    );
 }
 
 fn a_number_that_the_peer_never_knew_is_free_at_once<H: Harness>() {
@@ -222,7 +239,6 @@ fn a_number_used_again_starts_a_new_stream<H: Harness>() {
         put(&mut s.producer, b"unread");
         let _ = s.producer.end(End::Fin);
         let _ = s.consumer.set_flags(RxFlags::RX_CLOSED);
-        drop(s.producer);
         a.on_closed(s.number);
         a.close(s.number, Some(Vqpn(0)), s.consumer);
     }
@@ -237,7 +253,11 @@ fn an_arena_without_room_refuses_and_recovers<H: Harness>() {
     let last = all.pop().unwrap();
     a.close(last.vqpn, None, last.consumer);
     assert_eq!(a.open(12).unwrap().vqpn, last.vqpn);
-    assert_eq!(a.open(11).err(), Some(OpenError::Arena), "no ring has that size");
+    assert_eq!(
+        a.open(11).err(),
+        Some(OpenError::Arena),
+        "no ring has that size"
+    );
 }
 
 fn numbers_out_of_range_are_refused<H: Harness>() {
@@ -253,10 +273,16 @@ fn messages_arrive_once_and_in_order<H: Harness>() {
     let [a, b] = H::link(1 << 14);
     for (from, to) in [(&a, &b), (&b, &a)] {
         for i in 0..20 {
-            from.send(&Message::OpenRefuse { yours: Vqpn(i), reason: Reason::Limit }).unwrap();
+            from.send(&Message::OpenRefuse {
+                yours: Vqpn(i),
+                reason: Reason::Limit,
+            })
+            .unwrap();
         }
         for i in 0..20 {
-            assert!(matches!(H::recv(to), Some(Message::OpenRefuse { yours, .. }) if yours == Vqpn(i)));
+            assert!(
+                matches!(H::recv(to), Some(Message::OpenRefuse { yours, .. }) if yours == Vqpn(i))
+            );
         }
         assert!(H::recv(to).is_none());
     }

@@ -42,10 +42,18 @@ macro_rules! over {
     };
 }
 
-over!(Mem, Arc<Heap>, |bytes| mem::heap_pair(bytes, &Clock::default()));
+over!(Mem, Arc<Heap>, |bytes| mem::heap_pair(
+    bytes,
+    &Clock::default()
+));
 over!(Shm, Mapping, |bytes| {
     let layout = Layout::for_data(bytes)?;
-    mem::pair(layout, mapped_twice(layout)?, mapped_twice(layout)?, &Clock::default())
+    mem::pair(
+        layout,
+        mapped_twice(layout)?,
+        mapped_twice(layout)?,
+        &Clock::default(),
+    )
 });
 
 /// An arena as its owner has it and as the peer maps it.
@@ -66,6 +74,8 @@ fn main() {
             })
         })
     };
-    let all = trials("mem", suite::<Mem>()).chain(trials("shm", suite::<Shm>())).collect();
+    let all = trials("mem", suite::<Mem>())
+        .chain(trials("shm", suite::<Shm>()))
+        .collect();
     libtest_mimic::run(&args, all).exit();
 }

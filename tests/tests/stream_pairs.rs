@@ -50,8 +50,16 @@ fn fate() -> impl Strategy<Value = Fate> {
 }
 
 fn shape() -> impl Strategy<Value = Shape> {
-    (prop_oneof![30..300usize, Just(5000)], vec(1..80usize, 1..6), prop_oneof![Just(0), 0..300u64])
-        .prop_map(|(capacity, segments, latency)| Shape { capacity, segments, latency })
+    (
+        prop_oneof![30..300usize, Just(5000)],
+        vec(1..80usize, 1..6),
+        prop_oneof![Just(0), 0..300u64],
+    )
+        .prop_map(|(capacity, segments, latency)| Shape {
+            capacity,
+            segments,
+            latency,
+        })
 }
 
 prop_compose! {
@@ -156,8 +164,18 @@ fn busy(weather: Weather, give_up: Option<usize>) -> World {
 #[test]
 fn markers_may_be_cut_at_every_byte() {
     for cut in 1..120 {
-        let shape = Shape { capacity: 4096, segments: vec![cut, usize::MAX], latency: 0 };
-        let world = busy(Weather { tcp: [shape.clone(), shape], ..Weather::fair() }, None);
+        let shape = Shape {
+            capacity: 4096,
+            segments: vec![cut, usize::MAX],
+            latency: 0,
+        };
+        let world = busy(
+            Weather {
+                tcp: [shape.clone(), shape],
+                ..Weather::fair()
+            },
+            None,
+        );
         assert_eq!(world.outcomes(), [Some(Step::Promoted); 2], "cut at {cut}");
     }
 }
@@ -165,21 +183,46 @@ fn markers_may_be_cut_at_every_byte() {
 #[test]
 fn markers_may_be_taken_in_parts_of_every_size() {
     for capacity in 4..120 {
-        let shape = Shape { capacity, segments: vec![1, 2, 3, 5, 7], latency: 3 };
-        let world = busy(Weather { tcp: [shape.clone(), shape], ..Weather::fair() }, None);
-        assert_eq!(world.outcomes(), [Some(Step::Promoted); 2], "capacity {capacity}");
+        let shape = Shape {
+            capacity,
+            segments: vec![1, 2, 3, 5, 7],
+            latency: 3,
+        };
+        let world = busy(
+            Weather {
+                tcp: [shape.clone(), shape],
+                ..Weather::fair()
+            },
+            None,
+        );
+        assert_eq!(
+            world.outcomes(),
+            [Some(Step::Promoted); 2],
+            "capacity {capacity}"
+        );
     }
 }
 
 #[test]
 fn giving_up_at_any_moment_loses_nothing() {
     for moment in 0..150 {
-        let shape = Shape { capacity: 64, segments: vec![4], latency: 5 };
-        let mut weather = Weather { tcp: [shape.clone(), shape], ..Weather::fair() };
+        let shape = Shape {
+            capacity: 64,
+            segments: vec![4],
+            latency: 5,
+        };
+        let mut weather = Weather {
+            tcp: [shape.clone(), shape],
+            ..Weather::fair()
+        };
         weather.side = [vec![Fate::Arrive(11); 9], vec![Fate::Arrive(17); 9]];
         let world = busy(weather, Some(moment));
         let [c, s] = world.outcomes();
-        assert_eq!(c == Some(Step::Promoted), s == Some(Step::Promoted), "at {moment}");
+        assert_eq!(
+            c == Some(Step::Promoted),
+            s == Some(Step::Promoted),
+            "at {moment}"
+        );
     }
 }
 
@@ -204,7 +247,13 @@ fn a_lost_yes_leaves_both_ends_on_tcp_and_another_attempt_to_other_nonces() {
 
 #[test]
 fn a_link_that_never_comes_leaves_both_ends_on_tcp() {
-    let world = busy(Weather { link: None, ..Weather::fair() }, None);
+    let world = busy(
+        Weather {
+            link: None,
+            ..Weather::fair()
+        },
+        None,
+    );
     assert_eq!(world.outcomes(), [Some(Step::Abandoned); 2]);
 }
 

@@ -72,12 +72,20 @@ struct Queue {
 impl Medium {
     /// Like SEQPACKET: delays do not change the order, nothing is lost or repeated.
     pub fn reliable(clock: &Clock) -> Self {
-        Self { clock: clock.clone(), reliable: true, queue: Mutex::default() }
+        Self {
+            clock: clock.clone(),
+            reliable: true,
+            queue: Mutex::default(),
+        }
     }
 
     /// Like UDP: anything may happen.
     pub fn datagrams(clock: &Clock) -> Self {
-        Self { clock: clock.clone(), reliable: false, queue: Mutex::default() }
+        Self {
+            clock: clock.clone(),
+            reliable: false,
+            queue: Mutex::default(),
+        }
     }
 
     /// The fates of the next messages; those after them arrive at once.
@@ -121,7 +129,10 @@ impl Medium {
 
     /// When the next message arrives, in µs; `None` if none is under way.
     pub fn next_arrival(&self) -> Option<u64> {
-        lock(&self.queue).messages.first_key_value().map(|(at, _)| at.0)
+        lock(&self.queue)
+            .messages
+            .first_key_value()
+            .map(|(at, _)| at.0)
     }
 }
 
@@ -244,7 +255,9 @@ struct Used {
 
 impl Numbers {
     fn done(&mut self, number: u32, change: impl FnOnce(&mut Used)) {
-        let Some(used) = self.used.get_mut(&number) else { return };
+        let Some(used) = self.used.get_mut(&number) else {
+            return;
+        };
         change(used);
         if used.left
             && used.peer_left
@@ -272,7 +285,9 @@ pub struct End<M> {
 
 impl<M> fmt::Debug for End<M> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("End").field("numbers", &self.numbers).finish_non_exhaustive()
+        f.debug_struct("End")
+            .field("numbers", &self.numbers)
+            .finish_non_exhaustive()
     }
 }
 
@@ -288,15 +303,27 @@ pub fn heap_pair(data_bytes: u64, clock: &Clock) -> Option<[End<Arc<Heap>>; 2]> 
 /// As [`heap_pair`], over two arenas `a` and `b` of this layout, each as the first and as the second
 /// end reach it; `None` if one is too small.
 pub fn pair<M: Memory>(layout: Layout, a: [M; 2], b: [M; 2], clock: &Clock) -> Option<[End<M>; 2]> {
-    if a.iter().chain(&b).any(|m| (m.bytes() as u64) < layout.file_len()) {
+    if a.iter()
+        .chain(&b)
+        .any(|m| (m.bytes() as u64) < layout.file_len())
+    {
         return None;
     }
-    let media = [Arc::new(Medium::reliable(clock)), Arc::new(Medium::reliable(clock))];
+    let media = [
+        Arc::new(Medium::reliable(clock)),
+        Arc::new(Medium::reliable(clock)),
+    ];
     let waiters = [Arc::new(Waiters::new()), Arc::new(Waiters::new())];
     let up = Arc::new(AtomicBool::new(true));
     let end = |mine, theirs, me: usize, you: usize| End {
-        mine: Side { memory: mine, layout },
-        theirs: Side { memory: theirs, layout },
+        mine: Side {
+            memory: mine,
+            layout,
+        },
+        theirs: Side {
+            memory: theirs,
+            layout,
+        },
         outgoing: Arc::clone(&media[me]),
         incoming: Arc::clone(&media[you]),
         waiters: Arc::clone(&waiters[me]),
@@ -386,7 +413,11 @@ impl<M: Memory> LinkEnd for End<M> {
             numbers.next += 1;
         }
         numbers.used.insert(number, Used::default());
-        Ok(Opened { vqpn, ring, consumer })
+        Ok(Opened {
+            vqpn,
+            ring,
+            consumer,
+        })
     }
 
     fn producer(&self, theirs: Vqpn) -> Option<Producer> {
@@ -398,7 +429,8 @@ impl<M: Memory> LinkEnd for End<M> {
     fn close(&self, mine: Vqpn, theirs: Option<Vqpn>, consumer: Consumer) {
         let told = theirs.is_some_and(|yours| self.send(&Message::Closed { yours }).is_ok());
         lock(&self.numbers).done(mine.0, |used| {
-            used.rings.extend(consumer.into_regions().into_iter().flatten());
+            used.rings
+                .extend(consumer.into_regions().into_iter().flatten());
             used.left = told || theirs.is_none();
             used.peer_left |= theirs.is_none();
         });
@@ -406,7 +438,8 @@ impl<M: Memory> LinkEnd for End<M> {
 
     fn close_unanswered(&self, mine: Vqpn, consumer: Consumer) {
         lock(&self.numbers).done(mine.0, |used| {
-            used.rings.extend(consumer.into_regions().into_iter().flatten());
+            used.rings
+                .extend(consumer.into_regions().into_iter().flatten());
             used.left = true;
         });
     }
@@ -435,10 +468,15 @@ impl<M: Memory> LinkEnd for End<M> {
     }
 
     fn notify(&self, wake: Wake, theirs: Vqpn) {
-        let Some(waiter) = wake.0.checked_sub(1) else { return };
-        let Some(queue) = self.theirs.queue(waiter) else { return };
+        let Some(waiter) = wake.0.checked_sub(1) else {
+            return;
+        };
+        let Some(queue) = self.theirs.queue(waiter) else {
+            return;
+        };
         queue.push(theirs.0);
-        if let (Some((flag, bell)), Some(mark)) = (self.peers.get(waiter), self.marks.get(waiter as usize))
+        if let (Some((flag, bell)), Some(mark)) =
+            (self.peers.get(waiter), self.marks.get(waiter as usize))
             && flag.must_ring(mark)
         {
             bell.store(true, Ordering::SeqCst);
@@ -446,7 +484,9 @@ impl<M: Memory> LinkEnd for End<M> {
     }
 
     fn drain_ready(&self, waiter: u32, each: &mut dyn FnMut(Vqpn)) {
-        if let (Some(queue), Some(cursor)) = (self.mine.queue(waiter), self.cursors.get(waiter as usize)) {
+        if let (Some(queue), Some(cursor)) =
+            (self.mine.queue(waiter), self.cursors.get(waiter as usize))
+        {
             let mut cursor = lock(cursor);
             cursor.begin(queue);
             while let Some(vqpn) = cursor.pop(queue) {

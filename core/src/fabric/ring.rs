@@ -211,7 +211,13 @@ impl DirectionBlock {
         for word in [&p.end, &p.want_space, &p.limited, &p.generation] {
             word.store(0, Ordering::Relaxed);
         }
-        for word in [&p.tail, &p.switch_pos, &c.head, &c.offer, &self.last.consumed] {
+        for word in [
+            &p.tail,
+            &p.switch_pos,
+            &c.head,
+            &c.offer,
+            &self.last.consumed,
+        ] {
             word.store(0, Ordering::Relaxed);
         }
         for word in [&c.want_data, &c.flags] {

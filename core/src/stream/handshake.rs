@@ -378,7 +378,10 @@ mod tests {
     #[test]
     fn the_whole_handshake_promotes_both_ends() {
         let (mut c, mut s) = pair();
-        assert_eq!(c.on_yes(s.mine()), Ok(vec![Step::StartScan, Step::WriteHello]));
+        assert_eq!(
+            c.on_yes(s.mine()),
+            Ok(vec![Step::StartScan, Step::WriteHello])
+        );
         assert_eq!(s.on_hello(id()), Ok(vec![Step::WriteHello]));
         let peer = id();
         assert_eq!(c.on_hello(peer), Ok(vec![Step::NeedLink(peer)]));
@@ -421,9 +424,18 @@ mod tests {
         c.on_hello(id()).unwrap();
         assert_eq!(c.give_up(), [Step::WriteAbort]);
         assert_eq!(s.give_up(), [Step::WriteAbort]);
-        assert!(c.give_up().is_empty(), "a second marker would be taken for data");
-        assert_eq!(c.on_closing(Closing::Abort), Ok(vec![Step::StopScan, Step::Abandoned]));
-        assert_eq!(s.on_closing(Closing::Abort), Ok(vec![Step::StopScan, Step::Abandoned]));
+        assert!(
+            c.give_up().is_empty(),
+            "a second marker would be taken for data"
+        );
+        assert_eq!(
+            c.on_closing(Closing::Abort),
+            Ok(vec![Step::StopScan, Step::Abandoned])
+        );
+        assert_eq!(
+            s.on_closing(Closing::Abort),
+            Ok(vec![Step::StopScan, Step::Abandoned])
+        );
     }
 
     #[test]
@@ -444,9 +456,19 @@ mod tests {
         c.on_link_up().unwrap();
         assert_eq!(s.on_open(), Ok(vec![Step::SendOpen, Step::WriteSwitch]));
         assert_eq!(c.give_up(), [Step::WriteAbort]);
-        assert_eq!(c.on_open(), Ok(vec![]), "its answer to our OPEN comes too late");
-        assert_eq!(c.on_closing(Closing::Switch), Ok(vec![Step::StopScan, Step::ReceiveOnLink, Step::Drain]));
-        assert_eq!(s.on_closing(Closing::Abort), Ok(vec![Step::StopScan, Step::Demote, Step::Abandoned]));
+        assert_eq!(
+            c.on_open(),
+            Ok(vec![]),
+            "its answer to our OPEN comes too late"
+        );
+        assert_eq!(
+            c.on_closing(Closing::Switch),
+            Ok(vec![Step::StopScan, Step::ReceiveOnLink, Step::Drain])
+        );
+        assert_eq!(
+            s.on_closing(Closing::Abort),
+            Ok(vec![Step::StopScan, Step::Demote, Step::Abandoned])
+        );
     }
 
     #[test]
@@ -458,8 +480,14 @@ mod tests {
         c.on_link_up().unwrap();
         s.on_open().unwrap();
         assert_eq!(s.on_open_failed(), [Step::WriteAbort]);
-        assert_eq!(c.on_closing(Closing::Abort), Ok(vec![Step::StopScan, Step::WriteAbort, Step::Abandoned]));
-        assert_eq!(s.on_closing(Closing::Abort), Ok(vec![Step::StopScan, Step::Abandoned]));
+        assert_eq!(
+            c.on_closing(Closing::Abort),
+            Ok(vec![Step::StopScan, Step::WriteAbort, Step::Abandoned])
+        );
+        assert_eq!(
+            s.on_closing(Closing::Abort),
+            Ok(vec![Step::StopScan, Step::Abandoned])
+        );
     }
 
     #[test]
@@ -469,14 +497,23 @@ mod tests {
         c.on_yes(s.mine()).unwrap();
         assert_eq!(s.clone().on_end(), [Step::StopScan, Step::Abandoned]);
         s.on_hello(id()).unwrap();
-        assert_eq!(c.on_end(), [Step::StopScan, Step::WriteAbort, Step::Abandoned]);
-        assert_eq!(s.on_end(), [Step::StopScan, Step::WriteAbort, Step::Abandoned]);
+        assert_eq!(
+            c.on_end(),
+            [Step::StopScan, Step::WriteAbort, Step::Abandoned]
+        );
+        assert_eq!(
+            s.on_end(),
+            [Step::StopScan, Step::WriteAbort, Step::Abandoned]
+        );
     }
 
     #[test]
     fn an_offerer_that_cannot_read_the_greeting_says_so() {
         let (_, mut s) = pair();
         assert_eq!(s.on_bad_marker(), [Step::WriteAbort]);
-        assert_eq!(s.on_closing(Closing::Abort), Ok(vec![Step::StopScan, Step::Abandoned]));
+        assert_eq!(
+            s.on_closing(Closing::Abort),
+            Ok(vec![Step::StopScan, Step::Abandoned])
+        );
     }
 }

@@ -133,7 +133,8 @@ impl End {
                 Step::NeedLink(_) => self.wants_link = true,
                 Step::SendOpen if ring && self.link => {
                     let acceptor = self.role() == Some(Role::Acceptor);
-                    self.to_side.push_back(if acceptor { Side::OpenAck } else { Side::Open });
+                    self.to_side
+                        .push_back(if acceptor { Side::OpenAck } else { Side::Open });
                 }
                 Step::SendOpen => {
                     if self.role() == Some(Role::Acceptor) {
@@ -158,7 +159,10 @@ impl End {
                 }
                 Step::Promoted | Step::Drain | Step::Abandoned => {
                     assert!(!self.scanning, "the window stays open");
-                    assert!(step != Step::Abandoned || self.rx == On::Tcp, "unread data is dropped");
+                    assert!(
+                        step != Step::Abandoned || self.rx == On::Tcp,
+                        "unread data is dropped"
+                    );
                     self.handshake = None;
                     self.over = Some(step);
                 }
@@ -172,7 +176,11 @@ impl End {
             self.run(steps, ring);
         }
         if self.scanning && self.eof {
-            let steps = self.handshake.as_mut().map(Handshake::on_end).unwrap_or_default();
+            let steps = self
+                .handshake
+                .as_mut()
+                .map(Handshake::on_end)
+                .unwrap_or_default();
             self.run(steps, ring);
         }
     }
@@ -269,12 +277,20 @@ fn check_rest(c: &End, s: &End) {
     for (writer, reader) in [(c, s), (s, c)] {
         match writer.tx {
             On::Tcp => assert_eq!(reader.rx, On::Tcp, "waits for the link in vain"),
-            On::Link | On::Demoted => assert_eq!(reader.rx, On::Link, "what is on the link is lost"),
+            On::Link | On::Demoted => {
+                assert_eq!(reader.rx, On::Link, "what is on the link is lost")
+            }
         }
     }
-    assert!(!c.scanning && c.handshake.is_none(), "the connector is stuck: {c:?} {s:?}");
+    assert!(
+        !c.scanning && c.handshake.is_none(),
+        "the connector is stuck: {c:?} {s:?}"
+    );
     let offered = s.phase() == Some(Phase::Offered);
-    assert!(offered || s.handshake.is_none(), "the acceptor is stuck: {c:?} {s:?}");
+    assert!(
+        offered || s.handshake.is_none(),
+        "the acceptor is stuck: {c:?} {s:?}"
+    );
     if c.link && s.link && !c.fin && !s.fin {
         let promoted = |e: &End| e.over == Some(Step::Promoted);
         assert_eq!(promoted(c), promoted(s), "the ends disagree");
@@ -318,5 +334,9 @@ fn no_order_of_events_loses_data_leaks_a_marker_or_leaves_an_end_waiting() {
             check_rest(&c, &s);
         }
     }
-    assert!(seen.len() > 1000 && rests > 30, "{rests} ends in {} states", seen.len());
+    assert!(
+        seen.len() > 1000 && rests > 30,
+        "{rests} ends in {} states",
+        seen.len()
+    );
 }

@@ -59,7 +59,11 @@ pub unsafe extern "C" fn lio_listio(
     count: c_int,
     event: *mut sigevent,
 ) -> c_int {
-    for i in 0..if blocks.is_null() { 0 } else { count.max(0) as usize } {
+    for i in 0..if blocks.is_null() {
+        0
+    } else {
+        count.max(0) as usize
+    } {
         // SAFETY: the program's array of pointers, each null or to a block.
         if let Some(block) = unsafe { (*blocks.add(i)).as_ref() } {
             give_to_libc(block.aio_fildes);

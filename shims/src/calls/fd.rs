@@ -15,7 +15,8 @@ pub unsafe extern "C" fn close(real: CloseFn, fd: c_int) -> c_int {
     match table::lookup(fd) {
         Entry::None if !lifecycle::is_hidden(fd) => {}
         _ => {
-            if let Some(result) = close_on(fd) {
+            let result = close_on(fd);
+            if result != GO_ON {
                 return result;
             }
         }
@@ -24,16 +25,19 @@ pub unsafe extern "C" fn close(real: CloseFn, fd: c_int) -> c_int {
     unsafe { real(fd) }
 }
 
-/// What is to be done before a number is closed; the result, if the kernel is not to close it.
+/// What a preparation gives where the kernel's call is to follow; anything else is the call's result.
+const GO_ON: c_int = c_int::MIN;
+
+/// What is to be done before a number is closed.
 #[inline(never)]
-extern "C" fn close_on(fd: c_int) -> Option<c_int> {
+extern "C" fn close_on(fd: c_int) -> c_int {
     if lifecycle::is_hidden(fd) {
-        return Some(errno::fail(libc::EBADF));
+        return errno::fail(libc::EBADF);
     }
     if !vfork::is_child() {
         lifecycle::before_close(fd);
     }
-    None
+    GO_ON
 }
 
 /// `close_range(2)`.
@@ -44,7 +48,9 @@ pub unsafe extern "C" fn close_range(
     last: c_uint,
     flags: c_int,
 ) -> c_int {
-    if flags & !(libc::CLOSE_RANGE_CLOEXEC | libc::CLOSE_RANGE_UNSHARE) as c_int != 0 || first > last {
+    if flags & !(libc::CLOSE_RANGE_CLOEXEC | libc::CLOSE_RANGE_UNSHARE) as c_int != 0
+        || first > last
+    {
         // SAFETY: the caller's arguments, as they are; the kernel refuses them.
         return unsafe { real(first, last, flags) };
     }
@@ -53,7 +59,12 @@ pub unsafe extern "C" fn close_range(
 }
 
 #[inline(never)]
-unsafe extern "C" fn close_range_on(real: CloseRangeFn, first: c_uint, last: c_uint, flags: c_int) -> c_int {
+unsafe extern "C" fn close_range_on(
+    real: CloseRangeFn,
+    first: c_uint,
+    last: c_uint,
+    flags: c_int,
+) -> c_int {
     let closes = flags & libc::CLOSE_RANGE_CLOEXEC as c_int == 0;
     if closes && !vfork::is_child() {
         table::for_each(first..=last, |fd, _| lifecycle::before_close(fd));
@@ -100,24 +111,32 @@ extern "C" fn on_dup(old: c_int, new: c_int) {
 
 /// Before `new` becomes a number of what `old` stands for: what it stood for is closed.
 #[inline(never)]
-extern "C" fn before_dup(old: c_int, new: c_int) -> Option<c_int> {
+extern "C" fn before_dup(old: c_int, new: c_int) -> c_int {
     if lifecycle::is_hidden(new) || lifecycle::is_hidden(old) {
-        return Some(errno::fail(libc::EBADF));
+        return errno::fail(libc::EBADF);
     }
     // SAFETY: the program's own number, in the middle of its call.
     let open = rustix::io::fcntl_getfd(unsafe { std::os::fd::BorrowedFd::borrow_raw(old) }).is_ok();
     if open && !vfork::is_child() {
         lifecycle::before_close(new);
     }
-    None
+    GO_ON
 }
 
 /// `dup2(2)`. As 0, 1 or 2 a stream gets into the hands of stdio, whose I/O no hook sees.
 #[inline]
 pub unsafe extern "C" fn dup2(real: Dup2Fn, old: c_int, new: c_int) -> c_int {
-    let concerns = old != new && new >= 0 && old >= 0 && (table::is_known(old) || table::is_known(new) || lifecycle::is_hidden(new));
-    if concerns && let Some(result) = before_dup(old, new) {
-        return result;
+    let concerns = old != new
+        && new >= 0
+        && old >= 0
+        && (table::is_known(old) || table::is_known(new) || lifecycle::is_hidden(new));
+    let refused = if concerns {
+        before_dup(old, new)
+    } else {
+        GO_ON
+    };
+    if refused != GO_ON {
+        return refused;
     }
     // SAFETY: the caller's arguments, as they are.
     let result = unsafe { real(old, new) };
@@ -130,9 +149,18 @@ pub unsafe extern "C" fn dup2(real: Dup2Fn, old: c_int, new: c_int) -> c_int {
 /// `dup3(2)`; see [`dup2`].
 #[inline]
 pub unsafe extern "C" fn dup3(real: Dup3Fn, old: c_int, new: c_int, flags: c_int) -> c_int {
-    let concerns = old != new && new >= 0 && old >= 0 && flags & !libc::O_CLOEXEC == 0 && (table::is_known(old) || table::is_known(new) || lifecycle::is_hidden(new));
-    if concerns && let Some(result) = before_dup(old, new) {
-        return result;
+    let concerns = old != new
+        && new >= 0
+        && old >= 0
+        && flags & !libc::O_CLOEXEC == 0
+        && (table::is_known(old) || table::is_known(new) || lifecycle::is_hidden(new));
+    let refused = if concerns {
+        before_dup(old, new)
+    } else {
+        GO_ON
+    };
+    if refused != GO_ON {
+        return refused;
     }
     // SAFETY: the caller's arguments, as they are.
     let result = unsafe { real(old, new, flags) };
@@ -159,7 +187,12 @@ pub unsafe extern "C" fn fcntl(
 }
 
 #[inline(never)]
-unsafe extern "C" fn fcntl_on(real: FcntlFn, fd: c_int, command: c_int, argument: c_ulong) -> c_int {
+unsafe extern "C" fn fcntl_on(
+    real: FcntlFn,
+    fd: c_int,
+    command: c_int,
+    argument: c_ulong,
+) -> c_int {
     // SAFETY: the caller's arguments, as they are.
     let result = unsafe { real(fd, command, argument) };
     if result < 0 {
@@ -193,7 +226,12 @@ pub unsafe extern "C" fn ioctl(
 const SIOCATMARK: c_ulong = 0x8905;
 
 #[inline(never)]
-unsafe extern "C" fn ioctl_on(real: IoctlFn, fd: c_int, request: c_ulong, argument: *mut c_void) -> c_int {
+unsafe extern "C" fn ioctl_on(
+    real: IoctlFn,
+    fd: c_int,
+    request: c_ulong,
+    argument: *mut c_void,
+) -> c_int {
     // SAFETY: the caller's arguments, as they are.
     let result = unsafe { real(fd, request, argument) };
     if result != 0 || argument.is_null() {
@@ -204,11 +242,13 @@ unsafe extern "C" fn ioctl_on(real: IoctlFn, fd: c_int, request: c_ulong, argume
     unsafe {
         match request {
             libc::FIONBIO => lifecycle::set_nonblocking(fd, *value != 0),
-            SIOCATMARK => {
-                // What the link still holds comes before the mark.
-                if table::socket(fd).and_then(rx::available).is_some_and(|n| n > 0) {
-                    *value = 0;
-                }
+            // What the link still holds comes before the mark.
+            SIOCATMARK
+                if table::socket(fd)
+                    .and_then(rx::available)
+                    .is_some_and(|n| n > 0) =>
+            {
+                *value = 0
             }
             libc::FIONREAD => {
                 if let Some(n) = table::socket(fd).and_then(rx::available) {

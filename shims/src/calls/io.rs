@@ -31,7 +31,13 @@ pub unsafe extern "C" fn read(real: ReadFn, fd: c_int, buf: *mut c_void, len: si
 }
 
 #[inline(never)]
-unsafe extern "C" fn read_on(socket: &'static Socket, real: ReadFn, fd: c_int, buf: *mut c_void, len: size_t) -> ssize_t {
+unsafe extern "C" fn read_on(
+    socket: &'static Socket,
+    real: ReadFn,
+    fd: c_int,
+    buf: *mut c_void,
+    len: size_t,
+) -> ssize_t {
     let iov = Iov::one(buf.cast(), len);
     if len == 0 {
         // SAFETY: the caller's arguments, as they are: the kernel looks at the number only.
@@ -59,7 +65,14 @@ pub unsafe extern "C" fn read_chk(
 }
 
 #[inline(never)]
-unsafe extern "C" fn read_chk_on(socket: &'static Socket, real: ReadChkFn, fd: c_int, buf: *mut c_void, len: size_t, size: size_t) -> ssize_t {
+unsafe extern "C" fn read_chk_on(
+    socket: &'static Socket,
+    real: ReadChkFn,
+    fd: c_int,
+    buf: *mut c_void,
+    len: size_t,
+    size: size_t,
+) -> ssize_t {
     if len > size {
         // SAFETY: libc's own check says what is wrong.
         return unsafe { real(fd, buf, len, size) };
@@ -70,7 +83,11 @@ unsafe extern "C" fn read_chk_on(socket: &'static Socket, real: ReadChkFn, fd: c
         return unsafe { real(fd, buf, len, size) };
     }
     // SAFETY: the program's buffer.
-    unsafe { rx::recv(socket, fd, iov, 0, || real.cancellable()(fd, buf, len, size)) }
+    unsafe {
+        rx::recv(socket, fd, iov, 0, || {
+            real.cancellable()(fd, buf, len, size)
+        })
+    }
 }
 
 /// `readv(2)`.
@@ -90,9 +107,18 @@ pub unsafe extern "C" fn readv(
 }
 
 #[inline(never)]
-unsafe extern "C" fn readv_on(socket: &'static Socket, real: VectorFn, fd: c_int, iov: *const iovec, count: c_int) -> ssize_t {
+unsafe extern "C" fn readv_on(
+    socket: &'static Socket,
+    real: VectorFn,
+    fd: c_int,
+    iov: *const iovec,
+    count: c_int,
+) -> ssize_t {
     // SAFETY: the program's array; what the kernel would not take, it refuses.
-    let Some(array) = usize::try_from(count).ok().and_then(|n| unsafe { Iov::many(iov, n) }) else {
+    let Some(array) = usize::try_from(count)
+        .ok()
+        .and_then(|n| unsafe { Iov::many(iov, n) })
+    else {
         // SAFETY: the caller's arguments, as they are.
         return unsafe { real(fd, iov, count) };
     };
@@ -123,14 +149,29 @@ pub unsafe extern "C" fn preadv2(
 }
 
 #[inline(never)]
-unsafe extern "C" fn preadv2_on(socket: &'static Socket, real: VectorFlagsFn, fd: c_int, iov: *const iovec, count: c_int, offset: off_t, flags: c_int) -> ssize_t {
+unsafe extern "C" fn preadv2_on(
+    socket: &'static Socket,
+    real: VectorFlagsFn,
+    fd: c_int,
+    iov: *const iovec,
+    count: c_int,
+    offset: off_t,
+    flags: c_int,
+) -> ssize_t {
     if offset != -1 || flags & !libc::RWF_NOWAIT != 0 {
         // SAFETY: the caller's arguments, as they are; the kernel refuses them.
         return unsafe { real(fd, iov, count, offset, flags) };
     }
-    let how = if flags & libc::RWF_NOWAIT != 0 { libc::MSG_DONTWAIT } else { 0 };
+    let how = if flags & libc::RWF_NOWAIT != 0 {
+        libc::MSG_DONTWAIT
+    } else {
+        0
+    };
     // SAFETY: the program's array; what the kernel would not take, it refuses.
-    let Some(array) = usize::try_from(count).ok().and_then(|n| unsafe { Iov::many(iov, n) }) else {
+    let Some(array) = usize::try_from(count)
+        .ok()
+        .and_then(|n| unsafe { Iov::many(iov, n) })
+    else {
         // SAFETY: the caller's arguments, as they are.
         return unsafe { real(fd, iov, count, offset, flags) };
     };
@@ -139,7 +180,11 @@ unsafe extern "C" fn preadv2_on(socket: &'static Socket, real: VectorFlagsFn, fd
         return unsafe { real(fd, iov, count, offset, flags) };
     }
     // SAFETY: the program's buffers.
-    unsafe { rx::recv(socket, fd, array, how, || real.cancellable()(fd, iov, count, offset, flags)) }
+    unsafe {
+        rx::recv(socket, fd, array, how, || {
+            real.cancellable()(fd, iov, count, offset, flags)
+        })
+    }
 }
 
 /// `recv(2)`.
@@ -160,10 +205,21 @@ pub unsafe extern "C" fn recv(
 }
 
 #[inline(never)]
-unsafe extern "C" fn recv_on(socket: &'static Socket, real: RecvFn, fd: c_int, buf: *mut c_void, len: size_t, flags: c_int) -> ssize_t {
+unsafe extern "C" fn recv_on(
+    socket: &'static Socket,
+    real: RecvFn,
+    fd: c_int,
+    buf: *mut c_void,
+    len: size_t,
+    flags: c_int,
+) -> ssize_t {
     let iov = Iov::one(buf.cast(), len);
     // SAFETY: the program's buffer.
-    unsafe { rx::recv(socket, fd, iov, flags, || real.cancellable()(fd, buf, len, flags)) }
+    unsafe {
+        rx::recv(socket, fd, iov, flags, || {
+            real.cancellable()(fd, buf, len, flags)
+        })
+    }
 }
 
 /// `recv(2)` of a fortified program; libc aborts if `len` exceeds `size`.
@@ -185,14 +241,26 @@ pub unsafe extern "C" fn recv_chk(
 }
 
 #[inline(never)]
-unsafe extern "C" fn recv_chk_on(socket: &'static Socket, real: RecvChkFn, fd: c_int, buf: *mut c_void, len: size_t, size: size_t, flags: c_int) -> ssize_t {
+unsafe extern "C" fn recv_chk_on(
+    socket: &'static Socket,
+    real: RecvChkFn,
+    fd: c_int,
+    buf: *mut c_void,
+    len: size_t,
+    size: size_t,
+    flags: c_int,
+) -> ssize_t {
     if len > size {
         // SAFETY: libc's own check says what is wrong.
         return unsafe { real(fd, buf, len, size, flags) };
     }
     let iov = Iov::one(buf.cast(), len);
     // SAFETY: the program's buffer.
-    unsafe { rx::recv(socket, fd, iov, flags, || real.cancellable()(fd, buf, len, size, flags)) }
+    unsafe {
+        rx::recv(socket, fd, iov, flags, || {
+            real.cancellable()(fd, buf, len, size, flags)
+        })
+    }
 }
 
 /// `recvfrom(2)`.
@@ -210,15 +278,30 @@ pub unsafe extern "C" fn recvfrom(
         // SAFETY: the caller's arguments, as they are.
         None => unsafe { real(fd, buf, len, flags, address, address_len) },
         // SAFETY: likewise.
-        Some(socket) => unsafe { recvfrom_on(socket, real, fd, buf, len, flags, address, address_len) },
+        Some(socket) => unsafe {
+            recvfrom_on(socket, real, fd, buf, len, flags, address, address_len)
+        },
     }
 }
 
 #[inline(never)]
-unsafe extern "C" fn recvfrom_on(socket: &'static Socket, real: RecvFromFn, fd: c_int, buf: *mut c_void, len: size_t, flags: c_int, address: *mut sockaddr, address_len: *mut socklen_t) -> ssize_t {
+unsafe extern "C" fn recvfrom_on(
+    socket: &'static Socket,
+    real: RecvFromFn,
+    fd: c_int,
+    buf: *mut c_void,
+    len: size_t,
+    flags: c_int,
+    address: *mut sockaddr,
+    address_len: *mut socklen_t,
+) -> ssize_t {
     let iov = Iov::one(buf, len);
     // SAFETY: the program's buffer.
-    let n = unsafe { rx::recv(socket, fd, iov, flags, || real.cancellable()(fd, buf, len, flags, address, address_len)) };
+    let n = unsafe {
+        rx::recv(socket, fd, iov, flags, || {
+            real.cancellable()(fd, buf, len, flags, address, address_len)
+        })
+    };
     if n >= 0 && !address.is_null() && !address_len.is_null() {
         // What the kernel says of a stream's sender.
         // SAFETY: the program's own, checked for null.
@@ -243,19 +326,45 @@ pub unsafe extern "C" fn recvfrom_chk(
         // SAFETY: the caller's arguments, as they are.
         None => unsafe { real(fd, buf, len, size, flags, address, address_len) },
         // SAFETY: likewise.
-        Some(socket) => unsafe { recvfrom_chk_on(socket, real, fd, buf, len, size, flags, address, address_len) },
+        Some(socket) => unsafe {
+            recvfrom_chk_on(
+                socket,
+                real,
+                fd,
+                buf,
+                len,
+                size,
+                flags,
+                address,
+                address_len,
+            )
+        },
     }
 }
 
 #[inline(never)]
-unsafe extern "C" fn recvfrom_chk_on(socket: &'static Socket, real: RecvFromChkFn, fd: c_int, buf: *mut c_void, len: size_t, size: size_t, flags: c_int, address: *mut sockaddr, address_len: *mut socklen_t) -> ssize_t {
+unsafe extern "C" fn recvfrom_chk_on(
+    socket: &'static Socket,
+    real: RecvFromChkFn,
+    fd: c_int,
+    buf: *mut c_void,
+    len: size_t,
+    size: size_t,
+    flags: c_int,
+    address: *mut sockaddr,
+    address_len: *mut socklen_t,
+) -> ssize_t {
     if len > size {
         // SAFETY: libc's own check says what is wrong.
         return unsafe { real(fd, buf, len, size, flags, address, address_len) };
     }
     let iov = Iov::one(buf, len);
     // SAFETY: the program's buffer.
-    let n = unsafe { rx::recv(socket, fd, iov, flags, || real.cancellable()(fd, buf, len, size, flags, address, address_len)) };
+    let n = unsafe {
+        rx::recv(socket, fd, iov, flags, || {
+            real.cancellable()(fd, buf, len, size, flags, address, address_len)
+        })
+    };
     if n >= 0 && !address.is_null() && !address_len.is_null() {
         // What the kernel says of a stream's sender.
         // SAFETY: the program's own, checked for null.
@@ -281,16 +390,27 @@ pub unsafe extern "C" fn recvmsg(
 }
 
 #[inline(never)]
-unsafe extern "C" fn recvmsg_on(socket: &'static Socket, real: RecvMsgFn, fd: c_int, message: *mut msghdr, flags: c_int) -> ssize_t {
+unsafe extern "C" fn recvmsg_on(
+    socket: &'static Socket,
+    real: RecvMsgFn,
+    fd: c_int,
+    message: *mut msghdr,
+    flags: c_int,
+) -> ssize_t {
     // SAFETY: checked for plausibility; the program's own.
-    let array = unsafe { crate::iov::plausible(message).and_then(|m| Iov::many(m.msg_iov, m.msg_iovlen)) };
+    let array =
+        unsafe { crate::iov::plausible(message).and_then(|m| Iov::many(m.msg_iov, m.msg_iovlen)) };
     let Some(array) = array else {
         // SAFETY: the caller's arguments, as they are.
         return unsafe { real(fd, message, flags) };
     };
     let was_plain = socket.rx_mode.load(std::sync::atomic::Ordering::Acquire) == mode::TCP;
     // SAFETY: the program's buffers.
-    let n = unsafe { rx::recv(socket, fd, array, flags, || real.cancellable()(fd, message, flags)) };
+    let n = unsafe {
+        rx::recv(socket, fd, array, flags, || {
+            real.cancellable()(fd, message, flags)
+        })
+    };
     if n >= 0 && !was_plain {
         // A stream's message has neither sender nor control data.
         // SAFETY: not null, see above.
@@ -323,9 +443,17 @@ pub unsafe extern "C" fn recvmmsg(
 
 /// One recvmsg after the other, as the kernel does it.
 #[inline(never)]
-unsafe extern "C" fn recvmmsg_on(socket: &'static Socket, fd: c_int, messages: *mut mmsghdr, count: c_uint, flags: c_int, timeout: *mut timespec) -> c_int {
+unsafe extern "C" fn recvmmsg_on(
+    socket: &'static Socket,
+    fd: c_int,
+    messages: *mut mmsghdr,
+    count: c_uint,
+    flags: c_int,
+    timeout: *mut timespec,
+) -> c_int {
     // SAFETY: null, or the program's own.
-    let deadline = unsafe { timeout.as_ref() }.map(|t| crate::epoll::Timeout::from_timespec(Some(t)));
+    let deadline =
+        unsafe { timeout.as_ref() }.map(|t| crate::time::Timeout::from_timespec(Some(t)));
     let deadline = match deadline {
         Some(None) => return errno::fail(libc::EINVAL),
         Some(Some(t)) => Some(t.deadline()),
@@ -333,11 +461,23 @@ unsafe extern "C" fn recvmmsg_on(socket: &'static Socket, fd: c_int, messages: *
     };
     let mut done = 0;
     while done < count {
-        let how = if done > 0 && flags & libc::MSG_WAITFORONE != 0 { flags | libc::MSG_DONTWAIT } else { flags };
+        let how = if done > 0 && flags & libc::MSG_WAITFORONE != 0 {
+            flags | libc::MSG_DONTWAIT
+        } else {
+            flags
+        };
         // SAFETY: the program's array has `count` entries.
         let entry = unsafe { &mut *messages.add(done as usize) };
         // SAFETY: likewise.
-        let n = unsafe { recvmsg_on(socket, crate::real::recvmsg(), fd, &raw mut entry.msg_hdr, how & !libc::MSG_WAITFORONE) };
+        let n = unsafe {
+            recvmsg_on(
+                socket,
+                crate::real::recvmsg(),
+                fd,
+                &raw mut entry.msg_hdr,
+                how & !libc::MSG_WAITFORONE,
+            )
+        };
         if n < 0 {
             return if done > 0 { done as c_int } else { -1 };
         }
@@ -368,7 +508,13 @@ pub unsafe extern "C" fn write(
 }
 
 #[inline(never)]
-unsafe extern "C" fn write_on(socket: &'static Socket, real: WriteFn, fd: c_int, buf: *const c_void, len: size_t) -> ssize_t {
+unsafe extern "C" fn write_on(
+    socket: &'static Socket,
+    real: WriteFn,
+    fd: c_int,
+    buf: *const c_void,
+    len: size_t,
+) -> ssize_t {
     let iov = Iov::one(buf.cast(), len);
     // SAFETY: the program's buffer.
     unsafe { tx::send(socket, fd, iov, 0, || real.cancellable()(fd, buf, len)) }
@@ -391,9 +537,18 @@ pub unsafe extern "C" fn writev(
 }
 
 #[inline(never)]
-unsafe extern "C" fn writev_on(socket: &'static Socket, real: VectorFn, fd: c_int, iov: *const iovec, count: c_int) -> ssize_t {
+unsafe extern "C" fn writev_on(
+    socket: &'static Socket,
+    real: VectorFn,
+    fd: c_int,
+    iov: *const iovec,
+    count: c_int,
+) -> ssize_t {
     // SAFETY: the program's array; what the kernel would not take, it refuses.
-    let Some(array) = usize::try_from(count).ok().and_then(|n| unsafe { Iov::many(iov, n) }) else {
+    let Some(array) = usize::try_from(count)
+        .ok()
+        .and_then(|n| unsafe { Iov::many(iov, n) })
+    else {
         // SAFETY: the caller's arguments, as they are.
         return unsafe { real(fd, iov, count) };
     };
@@ -420,19 +575,38 @@ pub unsafe extern "C" fn pwritev2(
 }
 
 #[inline(never)]
-unsafe extern "C" fn pwritev2_on(socket: &'static Socket, real: VectorFlagsFn, fd: c_int, iov: *const iovec, count: c_int, offset: off_t, flags: c_int) -> ssize_t {
+unsafe extern "C" fn pwritev2_on(
+    socket: &'static Socket,
+    real: VectorFlagsFn,
+    fd: c_int,
+    iov: *const iovec,
+    count: c_int,
+    offset: off_t,
+    flags: c_int,
+) -> ssize_t {
     if offset != -1 || flags & !libc::RWF_NOWAIT != 0 {
         // SAFETY: the caller's arguments, as they are; the kernel refuses them.
         return unsafe { real(fd, iov, count, offset, flags) };
     }
-    let how = if flags & libc::RWF_NOWAIT != 0 { libc::MSG_DONTWAIT } else { 0 };
+    let how = if flags & libc::RWF_NOWAIT != 0 {
+        libc::MSG_DONTWAIT
+    } else {
+        0
+    };
     // SAFETY: the program's array; what the kernel would not take, it refuses.
-    let Some(array) = usize::try_from(count).ok().and_then(|n| unsafe { Iov::many(iov, n) }) else {
+    let Some(array) = usize::try_from(count)
+        .ok()
+        .and_then(|n| unsafe { Iov::many(iov, n) })
+    else {
         // SAFETY: the caller's arguments, as they are.
         return unsafe { real(fd, iov, count, offset, flags) };
     };
     // SAFETY: the program's buffers.
-    unsafe { tx::send(socket, fd, array, how, || real.cancellable()(fd, iov, count, offset, flags)) }
+    unsafe {
+        tx::send(socket, fd, array, how, || {
+            real.cancellable()(fd, iov, count, offset, flags)
+        })
+    }
 }
 
 /// `send(2)`.
@@ -453,10 +627,21 @@ pub unsafe extern "C" fn send(
 }
 
 #[inline(never)]
-unsafe extern "C" fn send_on(socket: &'static Socket, real: SendFn, fd: c_int, buf: *const c_void, len: size_t, flags: c_int) -> ssize_t {
+unsafe extern "C" fn send_on(
+    socket: &'static Socket,
+    real: SendFn,
+    fd: c_int,
+    buf: *const c_void,
+    len: size_t,
+    flags: c_int,
+) -> ssize_t {
     let iov = Iov::one(buf.cast(), len);
     // SAFETY: the program's buffer.
-    unsafe { tx::send(socket, fd, iov, flags, || real.cancellable()(fd, buf, len, flags)) }
+    unsafe {
+        tx::send(socket, fd, iov, flags, || {
+            real.cancellable()(fd, buf, len, flags)
+        })
+    }
 }
 
 /// `sendto(2)`.
@@ -474,15 +659,30 @@ pub unsafe extern "C" fn sendto(
         // SAFETY: the caller's arguments, as they are.
         None => unsafe { real(fd, buf, len, flags, address, address_len) },
         // SAFETY: likewise.
-        Some(socket) => unsafe { sendto_on(socket, real, fd, buf, len, flags, address, address_len) },
+        Some(socket) => unsafe {
+            sendto_on(socket, real, fd, buf, len, flags, address, address_len)
+        },
     }
 }
 
 #[inline(never)]
-unsafe extern "C" fn sendto_on(socket: &'static Socket, real: SendToFn, fd: c_int, buf: *const c_void, len: size_t, flags: c_int, address: *const sockaddr, address_len: socklen_t) -> ssize_t {
+unsafe extern "C" fn sendto_on(
+    socket: &'static Socket,
+    real: SendToFn,
+    fd: c_int,
+    buf: *const c_void,
+    len: size_t,
+    flags: c_int,
+    address: *const sockaddr,
+    address_len: socklen_t,
+) -> ssize_t {
     let iov = Iov::one(buf.cast(), len);
     // SAFETY: the program's buffer.
-    unsafe { tx::send(socket, fd, iov, flags, || real.cancellable()(fd, buf, len, flags, address, address_len)) }
+    unsafe {
+        tx::send(socket, fd, iov, flags, || {
+            real.cancellable()(fd, buf, len, flags, address, address_len)
+        })
+    }
 }
 
 /// `sendmsg(2)`.
@@ -505,7 +705,13 @@ pub unsafe extern "C" fn sendmsg(
 }
 
 #[inline(never)]
-unsafe extern "C" fn sendmsg_on(socket: &'static Socket, real: SendMsgFn, fd: c_int, message: *const msghdr, flags: c_int) -> ssize_t {
+unsafe extern "C" fn sendmsg_on(
+    socket: &'static Socket,
+    real: SendMsgFn,
+    fd: c_int,
+    message: *const msghdr,
+    flags: c_int,
+) -> ssize_t {
     // SAFETY: checked for plausibility; the program's own.
     let array = unsafe {
         crate::iov::plausible(message)
@@ -517,10 +723,16 @@ unsafe extern "C" fn sendmsg_on(socket: &'static Socket, real: SendMsgFn, fd: c_
         tx::take_back(socket, rdmasock_core::stats::Reason::Unsupported);
         let iov = Iov::one(std::ptr::null(), 0);
         // SAFETY: nothing is read but by the kernel.
-        return unsafe { tx::send_on_tcp(socket, fd, iov, || real.cancellable()(fd, message, flags)) };
+        return unsafe {
+            tx::send_on_tcp(socket, fd, iov, || real.cancellable()(fd, message, flags))
+        };
     };
     // SAFETY: the program's buffers.
-    unsafe { tx::send(socket, fd, array, flags, || real.cancellable()(fd, message, flags)) }
+    unsafe {
+        tx::send(socket, fd, array, flags, || {
+            real.cancellable()(fd, message, flags)
+        })
+    }
 }
 
 /// `sendmmsg(2)`.
@@ -545,13 +757,27 @@ pub unsafe extern "C" fn sendmmsg(
 
 /// One sendmsg after the other, as the kernel does it.
 #[inline(never)]
-unsafe extern "C" fn sendmmsg_on(socket: &'static Socket, fd: c_int, messages: *mut mmsghdr, count: c_uint, flags: c_int) -> c_int {
+unsafe extern "C" fn sendmmsg_on(
+    socket: &'static Socket,
+    fd: c_int,
+    messages: *mut mmsghdr,
+    count: c_uint,
+    flags: c_int,
+) -> c_int {
     let mut done = 0;
     while done < count.min(1024) {
         // SAFETY: the program's array has `count` entries.
         let entry = unsafe { &mut *messages.add(done as usize) };
         // SAFETY: likewise.
-        let n = unsafe { sendmsg_on(socket, crate::real::sendmsg(), fd, &raw const entry.msg_hdr, flags) };
+        let n = unsafe {
+            sendmsg_on(
+                socket,
+                crate::real::sendmsg(),
+                fd,
+                &raw const entry.msg_hdr,
+                flags,
+            )
+        };
         if n < 0 {
             return if done > 0 { done as c_int } else { -1 };
         }
@@ -579,9 +805,20 @@ pub unsafe extern "C" fn sendfile(
 }
 
 #[inline(never)]
-unsafe extern "C" fn sendfile_on(socket: &'static Socket, real: SendFileFn, out: c_int, input: c_int, offset: *mut off_t, count: size_t) -> ssize_t {
+unsafe extern "C" fn sendfile_on(
+    socket: &'static Socket,
+    real: SendFileFn,
+    out: c_int,
+    input: c_int,
+    offset: *mut off_t,
+    count: size_t,
+) -> ssize_t {
     // SAFETY: the program's own offset.
-    unsafe { tx::sendfile(socket, out, input, offset, count, || real.cancellable()(out, input, offset, count)) }
+    unsafe {
+        tx::sendfile(socket, out, input, offset, count, || {
+            real.cancellable()(out, input, offset, count)
+        })
+    }
 }
 
 /// `splice(2)`; one end is a pipe, the other can be a socket.
@@ -599,7 +836,19 @@ pub unsafe extern "C" fn splice(
         // SAFETY: the caller's arguments, as they are.
         (None, None) => unsafe { real(input, input_offset, out, out_offset, len, flags) },
         // SAFETY: likewise.
-        (from, to) => unsafe { splice_on(from, to, real, input, input_offset, out, out_offset, len, flags) },
+        (from, to) => unsafe {
+            splice_on(
+                from,
+                to,
+                real,
+                input,
+                input_offset,
+                out,
+                out_offset,
+                len,
+                flags,
+            )
+        },
     }
 }
 
@@ -623,9 +872,13 @@ unsafe extern "C" fn splice_on(
     // SAFETY: the caller's arguments, as they are.
     let call = || unsafe { real.cancellable()(input, input_offset, out, out_offset, len, flags) };
     match (from, to) {
-        (Some(socket), _) => rx::recv_on_tcp(socket, input, flags & libc::SPLICE_F_NONBLOCK != 0, call),
+        (Some(socket), _) => {
+            rx::recv_on_tcp(socket, input, flags & libc::SPLICE_F_NONBLOCK != 0, call)
+        }
         // SAFETY: nothing of ours is read.
-        (_, Some(socket)) => unsafe { tx::send_on_tcp(socket, out, Iov::one(std::ptr::null(), 0), call) },
+        (_, Some(socket)) => unsafe {
+            tx::send_on_tcp(socket, out, Iov::one(std::ptr::null(), 0), call)
+        },
         _ => call(),
     }
 }

@@ -1,11 +1,12 @@
 //! The calls that wait for readiness.
 
-use crate::epoll::{Epoll, Timeout};
+use crate::epoll::Epoll;
 use crate::lifecycle;
 use crate::poll::{self, Sets};
 use crate::real::Cancellable;
 use crate::socket::Socket;
 use crate::table::{self, Entry};
+use crate::time::Timeout;
 
 use crate::real::{
     EpollCreateFn, EpollCtlFn, EpollPwait2Fn, EpollPwaitFn, EpollWaitFn, PollChkFn, PollFn,
@@ -31,7 +32,12 @@ pub unsafe extern "C" fn poll(
 }
 
 #[inline(never)]
-unsafe extern "C" fn poll_on(fds: *mut pollfd, count: nfds_t, timeout: Timeout, mask: *const sigset_t) -> c_int {
+unsafe extern "C" fn poll_on(
+    fds: *mut pollfd,
+    count: nfds_t,
+    timeout: Timeout,
+    mask: *const sigset_t,
+) -> c_int {
     let call = |fds: *mut pollfd, n: nfds_t, t: Timeout| {
         let left = t.to_timespec();
         let left = left.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
@@ -70,7 +76,12 @@ pub unsafe extern "C" fn ppoll(
     mask: *const sigset_t,
 ) -> c_int {
     // SAFETY: null, or the program's own; its array.
-    let (ours, time) = unsafe { (poll::has_ours(fds, count), Timeout::from_timespec(timeout.as_ref())) };
+    let (ours, time) = unsafe {
+        (
+            poll::has_ours(fds, count),
+            Timeout::from_timespec(timeout.as_ref()),
+        )
+    };
     match time {
         // SAFETY: the caller's arguments, as they are.
         Some(time) if ours => unsafe { poll_on(fds, count, time, mask) },
@@ -90,10 +101,17 @@ pub unsafe extern "C" fn ppoll_chk(
     size: size_t,
 ) -> c_int {
     // SAFETY: null, or the program's own; its array.
-    let (ours, time) = unsafe { (poll::has_ours(fds, count), Timeout::from_timespec(timeout.as_ref())) };
+    let (ours, time) = unsafe {
+        (
+            poll::has_ours(fds, count),
+            Timeout::from_timespec(timeout.as_ref()),
+        )
+    };
     match time {
         // SAFETY: the caller's arguments, as they are.
-        Some(time) if ours && size / size_of::<pollfd>() >= count as usize => unsafe { poll_on(fds, count, time, mask) },
+        Some(time) if ours && size / size_of::<pollfd>() >= count as usize => unsafe {
+            poll_on(fds, count, time, mask)
+        },
         // SAFETY: likewise.
         _ => unsafe { real(fds, count, timeout, mask, size) },
     }
@@ -109,7 +127,12 @@ pub unsafe extern "C" fn select(
     except: *mut fd_set,
     timeout: *mut timeval,
 ) -> c_int {
-    let sets = Sets { count, read, write, except };
+    let sets = Sets {
+        count,
+        read,
+        write,
+        except,
+    };
     // SAFETY: the program's sets.
     if !unsafe { sets.has_ours() } {
         // SAFETY: the caller's arguments, as they are.
@@ -134,14 +157,14 @@ unsafe extern "C" fn select_on(sets: &Sets, timeout: *mut timeval) -> c_int {
         Some(tv) if tv.tv_sec < 0 || tv.tv_usec < 0 => return crate::errno::fail(libc::EINVAL),
         Some(tv) => (
             Timeout::Ns(tv.tv_sec as u64 * 1_000_000_000 + tv.tv_usec as u64 * 1000),
-            crate::wait::now_ns(),
+            crate::time::now_ns(),
         ),
     };
     // SAFETY: the program's sets.
     let result = unsafe { sets.select(time, call) };
     if let (Some(tv), Timeout::Ns(ns)) = (given, time) {
         // Linux leaves what is left of the time.
-        let left = ns.saturating_sub(crate::wait::now_ns().saturating_sub(begun));
+        let left = ns.saturating_sub(crate::time::now_ns().saturating_sub(begun));
         tv.tv_sec = (left / 1_000_000_000) as libc::time_t;
         tv.tv_usec = (left % 1_000_000_000 / 1000) as libc::suseconds_t;
     }
@@ -159,7 +182,12 @@ pub unsafe extern "C" fn pselect(
     timeout: *const timespec,
     mask: *const sigset_t,
 ) -> c_int {
-    let sets = Sets { count, read, write, except };
+    let sets = Sets {
+        count,
+        read,
+        write,
+        except,
+    };
     // SAFETY: the program's sets; null, or its time-out.
     let (ours, time) = unsafe { (sets.has_ours(), Timeout::from_timespec(timeout.as_ref())) };
     match time {
@@ -309,7 +337,9 @@ pub unsafe extern "C" fn epoll_pwait(
 ) -> c_int {
     match table::lookup(epoll) {
         // SAFETY: the caller's arguments, as they are.
-        Entry::Epoll(set) => unsafe { epoll_pwait_on(set, real, epoll, events, count, timeout, mask) },
+        Entry::Epoll(set) => unsafe {
+            epoll_pwait_on(set, real, epoll, events, count, timeout, mask)
+        },
         // SAFETY: likewise.
         _ => unsafe { real(epoll, events, count, timeout, mask) },
     }
@@ -345,7 +375,9 @@ pub unsafe extern "C" fn epoll_pwait2(
 ) -> c_int {
     match table::lookup(epoll) {
         // SAFETY: the caller's arguments, as they are.
-        Entry::Epoll(set) => unsafe { epoll_pwait2_on(set, real, epoll, events, count, timeout, mask) },
+        Entry::Epoll(set) => unsafe {
+            epoll_pwait2_on(set, real, epoll, events, count, timeout, mask)
+        },
         // SAFETY: likewise.
         _ => unsafe { real(epoll, events, count, timeout, mask) },
     }

@@ -91,7 +91,9 @@ pub unsafe extern "C" fn accept4(
 ) -> c_int {
     match table::lookup(fd) {
         // SAFETY: the caller's arguments, as they are.
-        Entry::Listener(listener) => unsafe { accept4_on(listener, real, fd, address, address_len, flags) },
+        Entry::Listener(listener) => unsafe {
+            accept4_on(listener, real, fd, address, address_len, flags)
+        },
         // SAFETY: likewise.
         _ => unsafe { real(fd, address, address_len, flags) },
     }
@@ -136,7 +138,12 @@ pub unsafe extern "C" fn connect(
 }
 
 #[inline(never)]
-unsafe extern "C" fn connect_on(real: ConnectFn, fd: c_int, address: *const sockaddr, address_len: socklen_t) -> c_int {
+unsafe extern "C" fn connect_on(
+    real: ConnectFn,
+    fd: c_int,
+    address: *const sockaddr,
+    address_len: socklen_t,
+) -> c_int {
     // SAFETY: the caller's arguments, as they are.
     let result = unsafe { real.cancellable()(fd, address, address_len) };
     if result == 0 || matches!(errno::get(), libc::EINPROGRESS | libc::EINTR) {
@@ -157,7 +164,12 @@ pub unsafe extern "C" fn shutdown(real: SocketIntFn, fd: c_int, how: c_int) -> c
 }
 
 #[inline(never)]
-unsafe extern "C" fn shutdown_on(socket: &'static Socket, real: SocketIntFn, fd: c_int, how: c_int) -> c_int {
+unsafe extern "C" fn shutdown_on(
+    socket: &'static Socket,
+    real: SocketIntFn,
+    fd: c_int,
+    how: c_int,
+) -> c_int {
     fork::reclaim(socket);
     let sends = how == libc::SHUT_WR || how == libc::SHUT_RDWR;
     let wake = if sends { tx::shut(socket) } else { Wake::NONE };

@@ -31,15 +31,29 @@ impl Worker {
         }
     }
 
-    pub(super) fn on_ask(&mut self, conn: u64, request: u64, tuple: Tuple, nonce_c: Nonce, instance_c: InstanceId) {
+    pub(super) fn on_ask(
+        &mut self,
+        conn: u64,
+        request: u64,
+        tuple: Tuple,
+        nonce_c: Nonce,
+        instance_c: InstanceId,
+    ) {
         let reply = match self.answer(&tuple, nonce_c, instance_c) {
             Ok((nonce_s, r)) => {
                 self.remember_offer(nonce_s, r);
-                Message::Yes { request, nonce_s, instance_s: self.library.id }
+                Message::Yes {
+                    request,
+                    nonce_s,
+                    instance_s: self.library.id,
+                }
             }
             Err(wire::Reason::NotHeld) => match self.others(conn) {
                 instances if !instances.is_empty() => Message::Redirect { request, instances },
-                _ => Message::No { request, reason: wire::Reason::NotHeld },
+                _ => Message::No {
+                    request,
+                    reason: wire::Reason::NotHeld,
+                },
             },
             Err(reason) => Message::No { request, reason },
         };
@@ -50,7 +64,8 @@ impl Worker {
     /// Keeps an attempt to be found by its nonce. Now and then those that are over are forgotten.
     pub(super) fn remember_offer(&mut self, nonce_s: Nonce, r: Ref) {
         if self.offered.len() >= self.offered_bound {
-            self.offered.retain(|nonce, r| r.get().is_some_and(|s| is_attempt(s, *nonce)));
+            self.offered
+                .retain(|nonce, r| r.get().is_some_and(|s| is_attempt(s, *nonce)));
             self.offered_bound = OFFERED_MIN.max(2 * self.offered.len());
         }
         self.offered.insert(nonce_s, r);
@@ -59,7 +74,9 @@ impl Worker {
     /// The other live instances behind the name that the question came to.
     fn others(&self, conn: u64) -> Vec<InstanceId> {
         match self.conns.get(&conn).map(|c| &c.peer) {
-            Some(Peer::Incoming { listener: Some(listener) }) => {
+            Some(Peer::Incoming {
+                listener: Some(listener),
+            }) => {
                 let mut all = listener.instances();
                 all.retain(|i| *i != self.library.id);
                 all.truncate(wire::MAX_REDIRECT);
@@ -70,10 +87,18 @@ impl Worker {
     }
 
     /// Accepts the promotion of a connection, if it is ours and may be moved.
-    fn answer(&mut self, tuple: &Tuple, nonce_c: Nonce, instance_c: InstanceId) -> Result<(Nonce, Ref), wire::Reason> {
+    fn answer(
+        &mut self,
+        tuple: &Tuple,
+        nonce_c: Nonce,
+        instance_c: InstanceId,
+    ) -> Result<(Nonce, Ref), wire::Reason> {
         let socket = self.find(tuple).ok_or(wire::Reason::NotHeld)?;
         let r = Ref::new(socket);
-        if !self.library.may_accelerate(tuple.acceptor(), tuple.connector(), Direction::Accept) {
+        if !self
+            .library
+            .may_accelerate(tuple.acceptor(), tuple.connector(), Direction::Accept)
+        {
             promote::set_why(socket, Reason::Rule);
             return Err(wire::Reason::Rule);
         }
@@ -125,9 +150,14 @@ impl Worker {
     }
 
     pub(super) fn on_cancel(&mut self, nonce_s: Nonce) {
-        let Some(socket) = self.offered.remove(&nonce_s).and_then(Ref::get) else { return };
+        let Some(socket) = self.offered.remove(&nonce_s).and_then(Ref::get) else {
+            return;
+        };
         if let Some(mut control) = socket.control.lock()
-            && control.handshake.as_ref().is_some_and(|h| h.mine() == nonce_s)
+            && control
+                .handshake
+                .as_ref()
+                .is_some_and(|h| h.mine() == nonce_s)
         {
             promote::feed(socket, &mut control, Handshake::on_cancel);
         }

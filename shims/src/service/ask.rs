@@ -17,7 +17,6 @@ use super::{ASK_TIMEOUT, Peer, Ref, Worker};
 use crate::link::Link;
 use crate::promote;
 use crate::socket::{Socket, Stage};
-use crate::wait;
 
 /// An ASK under way, to one or more instances.
 pub struct Asking {
@@ -81,13 +80,18 @@ impl Worker {
             return stay(socket, Reason::NoMatch.into());
         };
         let (connector, acceptor) = (tuple.connector(), tuple.acceptor());
-        if !self.library.may_accelerate(connector, acceptor, Direction::Connect) {
+        if !self
+            .library
+            .may_accelerate(connector, acceptor, Direction::Connect)
+        {
             return stay(socket, Reason::Rule.into());
         }
         if crate::fork::is_shared(socket) {
             return later(socket, Reason::Inherited.into());
         }
-        let Ok(nonce) = Nonce::random() else { return later(socket, Reason::Resources.into()) };
+        let Ok(nonce) = Nonce::random() else {
+            return later(socket, Reason::Resources.into());
+        };
         if self.cache.get(&acceptor, Instant::now()) == Some(&Answer::Absent) {
             return stay(socket, Reason::PeerWithout.into());
         }
@@ -97,7 +101,9 @@ impl Worker {
             .find(|r| !self.asks.contains_key(r))
             .unwrap_or_default();
         {
-            let Some(mut control) = socket.control.lock() else { return };
+            let Some(mut control) = socket.control.lock() else {
+                return;
+            };
             control.handshake = Some(Handshake::connector(nonce));
             control.greeted_by = None;
             control.offer = None;
@@ -112,7 +118,7 @@ impl Worker {
             answered: None,
             busy: false,
             untrusted: false,
-            deadline: wait::now_ns() + ASK_TIMEOUT.as_nanos() as u64,
+            deadline: crate::time::now_ns() + ASK_TIMEOUT.as_nanos() as u64,
         };
         self.ask_links(request, &mut asking);
         self.go_on(request, asking);
@@ -134,7 +140,9 @@ impl Worker {
     }
 
     fn ask_over(&mut self, request: u64, asking: &mut Asking, link: &'static Link) -> bool {
-        let Some(conn) = self.conn_of(link) else { return false };
+        let Some(conn) = self.conn_of(link) else {
+            return false;
+        };
         if link.send(&self.question(request, asking), &[]).is_err() {
             return false;
         }
@@ -169,7 +177,12 @@ impl Worker {
             None if asking.busy => later(socket, Reason::TimedOut.into()),
             None if asking.untrusted => stay(socket, Reason::NotTrusted.into()),
             None => {
-                self.cache.insert(asking.tuple.acceptor(), Answer::Absent, Instant::now(), ABSENT_FOR);
+                self.cache.insert(
+                    asking.tuple.acceptor(),
+                    Answer::Absent,
+                    Instant::now(),
+                    ABSENT_FOR,
+                );
                 stay(socket, Reason::PeerWithout.into());
             }
             Some(reason) => {
@@ -191,7 +204,9 @@ impl Worker {
                 asking.busy = true;
                 continue;
             };
-            let Ok(credentials) = channel.peer() else { continue };
+            let Ok(credentials) = channel.peer() else {
+                continue;
+            };
             if !diag::trusted(credentials.uid, owner, own) {
                 tracing::warn!(target: "rdmasock", uid = credentials.uid, %destination, "service name of another user ignored");
                 asking.untrusted = true;
@@ -203,7 +218,9 @@ impl Worker {
 
     fn ask_on(&mut self, request: u64, asking: &mut Asking, channel: Channel, by_name: bool) {
         let mut buf = [0u8; MAX_MESSAGE];
-        let Ok(bytes) = self.question(request, asking).encode(&mut buf) else { return };
+        let Ok(bytes) = self.question(request, asking).encode(&mut buf) else {
+            return;
+        };
         if channel.send(bytes, &[]).is_ok()
             && let Some(conn) = self.register(channel, Peer::Asked { request, by_name })
         {
@@ -223,7 +240,9 @@ impl Worker {
                 return Taken::No;
             }
         };
-        let Some(asking) = self.asks.get_mut(&request) else { return Taken::Late };
+        let Some(asking) = self.asks.get_mut(&request) else {
+            return Taken::Late;
+        };
         if asking.asked.remove(&conn) {
             return Taken::Yes;
         }
@@ -237,19 +256,27 @@ impl Worker {
 
     /// A channel that was made for one question is not needed after its answer.
     fn done_asking(&mut self, conn: u64) {
-        if matches!(self.conns.get(&conn).map(|c| &c.peer), Some(Peer::Asked { .. })) {
+        if matches!(
+            self.conns.get(&conn).map(|c| &c.peer),
+            Some(Peer::Asked { .. })
+        ) {
             self.hang_up(conn, Reason::None);
         }
     }
 
     pub(super) fn on_redirect(&mut self, conn: u64, request: u64, instances: Vec<InstanceId>) {
-        let by_name = matches!(self.conns.get(&conn).map(|c| &c.peer), Some(Peer::Asked { by_name: true, .. }));
+        let by_name = matches!(
+            self.conns.get(&conn).map(|c| &c.peer),
+            Some(Peer::Asked { by_name: true, .. })
+        );
         let taken = self.take_answer(conn, request);
         self.done_asking(conn);
         if taken != Taken::Yes {
             return;
         }
-        let Some(mut asking) = self.asks.remove(&request) else { return };
+        let Some(mut asking) = self.asks.remove(&request) else {
+            return;
+        };
         asking.answered.get_or_insert(wire::Reason::NotHeld);
         // P14: from whom we were redirected to it counts as NO.
         for instance in instances.into_iter().filter(|_| by_name) {
@@ -278,7 +305,9 @@ impl Worker {
     }
 
     fn declined(&mut self, request: u64, reason: wire::Reason) {
-        let Some(mut asking) = self.asks.remove(&request) else { return };
+        let Some(mut asking) = self.asks.remove(&request) else {
+            return;
+        };
         // The holder's reason says more than that others do not hold it.
         if reason != wire::Reason::NotHeld || asking.answered.is_none() {
             asking.answered = Some(reason);
@@ -288,30 +317,58 @@ impl Worker {
 
     /// The channel has ended without an answer.
     pub(super) fn on_silence(&mut self, conn: u64, request: u64) {
-        if self.asks.get_mut(&request).is_some_and(|a| a.asked.remove(&conn)) {
+        if self
+            .asks
+            .get_mut(&request)
+            .is_some_and(|a| a.asked.remove(&conn))
+        {
             self.declined(request, wire::Reason::NotHeld);
         }
     }
 
     /// A link has ended: nobody answers on it any more.
     pub(super) fn on_link_silence(&mut self, conn: u64) {
-        let waiting = self.asks.iter().filter(|(_, a)| a.asked.contains(&conn)).map(|(r, _)| *r);
+        let waiting = self
+            .asks
+            .iter()
+            .filter(|(_, a)| a.asked.contains(&conn))
+            .map(|(r, _)| *r);
         for request in waiting.collect::<Vec<_>>() {
             self.on_silence(conn, request);
         }
     }
 
-    pub(super) fn on_yes(&mut self, conn: u64, request: u64, nonce_s: Nonce, instance_s: InstanceId) {
+    pub(super) fn on_yes(
+        &mut self,
+        conn: u64,
+        request: u64,
+        nonce_s: Nonce,
+        instance_s: InstanceId,
+    ) {
         match self.take_answer(conn, request) {
             Taken::No => {}
             // The acceptor looks for a HELLO that will not come (P15).
-            Taken::Late => self.reply(conn, &Message::Cancel { request, nonce_c: nonce_s, nonce_s }),
+            Taken::Late => self.reply(
+                conn,
+                &Message::Cancel {
+                    request,
+                    nonce_c: nonce_s,
+                    nonce_s,
+                },
+            ),
             Taken::Yes => {
                 self.library.stats.count(Event::Yes);
                 if let Some(asking) = self.asks.remove(&request)
                     && !self.greet(&asking, nonce_s, instance_s)
                 {
-                    self.reply(conn, &Message::Cancel { request, nonce_c: asking.nonce, nonce_s });
+                    self.reply(
+                        conn,
+                        &Message::Cancel {
+                            request,
+                            nonce_c: asking.nonce,
+                            nonce_s,
+                        },
+                    );
                     self.settle(asking.r);
                 }
             }
@@ -329,17 +386,30 @@ impl Worker {
         known.retain(|i| *i != instance_s);
         known.insert(0, instance_s);
         known.truncate(16);
-        self.cache.insert(destination, Answer::Present(known), Instant::now(), PRESENT_FOR);
-        let Some(socket) = asking.r.get().filter(|s| is_asking(s, asking.nonce)) else { return false };
+        self.cache.insert(
+            destination,
+            Answer::Present(known),
+            Instant::now(),
+            PRESENT_FOR,
+        );
+        let Some(socket) = asking.r.get().filter(|s| is_asking(s, asking.nonce)) else {
+            return false;
+        };
         if !self.watch(socket) || !promote::start_scan(socket, asking.nonce) {
             if abandon(socket, asking.nonce) {
                 later(socket, Reason::Unsupported.into());
             }
             return false;
         }
-        let Some(mut control) = socket.control.lock() else { return false };
+        let Some(mut control) = socket.control.lock() else {
+            return false;
+        };
         // The program may have given up since.
-        if !control.handshake.as_ref().is_some_and(|h| h.is_asking() && h.mine() == asking.nonce) {
+        if !control
+            .handshake
+            .as_ref()
+            .is_some_and(|h| h.is_asking() && h.mine() == asking.nonce)
+        {
             promote::stop_scan(socket);
             return false;
         }
@@ -350,12 +420,20 @@ impl Worker {
     /// Answers on a channel, link or not.
     pub(super) fn reply(&mut self, conn: u64, message: &Message) {
         let mut buf = [0u8; MAX_MESSAGE];
-        let Ok(bytes) = message.encode(&mut buf) else { return };
+        let Ok(bytes) = message.encode(&mut buf) else {
+            return;
+        };
         match self.conns.get(&conn) {
-            Some(super::Conn { channel: Some(channel), .. }) => {
+            Some(super::Conn {
+                channel: Some(channel),
+                ..
+            }) => {
                 let _ = channel.send(bytes, &[]);
             }
-            Some(super::Conn { peer: Peer::Link(link), .. }) => {
+            Some(super::Conn {
+                peer: Peer::Link(link),
+                ..
+            }) => {
                 let _ = link.channel().send(bytes, &[]);
             }
             _ => {}
@@ -364,13 +442,22 @@ impl Worker {
 
     /// Drops the questions of attempts that the program has given up: a YES is too late then.
     pub(super) fn forget_asks(&mut self, socket: &'static Socket) {
-        self.asks.retain(|_, a| !a.r.get().is_some_and(|s| std::ptr::eq(s, socket)) || is_asking(socket, a.nonce));
+        self.asks.retain(|_, a| {
+            !a.r.get().is_some_and(|s| std::ptr::eq(s, socket)) || is_asking(socket, a.nonce)
+        });
     }
 
     pub(super) fn expire_asks(&mut self, now: u64) {
-        let late: Vec<u64> = self.asks.iter().filter(|(_, a)| a.deadline <= now).map(|(r, _)| *r).collect();
+        let late: Vec<u64> = self
+            .asks
+            .iter()
+            .filter(|(_, a)| a.deadline <= now)
+            .map(|(r, _)| *r)
+            .collect();
         for request in late {
-            let Some(asking) = self.asks.remove(&request) else { continue };
+            let Some(asking) = self.asks.remove(&request) else {
+                continue;
+            };
             self.library.stats.count(Event::HandshakeTimeout);
             if let Some(socket) = asking.r.get()
                 && abandon(socket, asking.nonce)
@@ -395,13 +482,22 @@ enum Taken {
 /// Whether the socket is still in the attempt that `nonce` was drawn for, with nothing in TCP.
 fn is_asking(socket: &Socket, nonce: Nonce) -> bool {
     let control = socket.control.lock();
-    control.is_some_and(|c| c.handshake.as_ref().is_some_and(|h| h.is_asking() && h.mine() == nonce))
+    control.is_some_and(|c| {
+        c.handshake
+            .as_ref()
+            .is_some_and(|h| h.is_asking() && h.mine() == nonce)
+    })
 }
 
 /// Ends the attempt before anything was in TCP. False if the socket is not in it any more.
 fn abandon(socket: &'static Socket, nonce: Nonce) -> bool {
-    let Some(mut control) = socket.control.lock() else { return false };
-    let ours = control.handshake.as_ref().is_some_and(|h| h.is_asking() && h.mine() == nonce);
+    let Some(mut control) = socket.control.lock() else {
+        return false;
+    };
+    let ours = control
+        .handshake
+        .as_ref()
+        .is_some_and(|h| h.is_asking() && h.mine() == nonce);
     if ours {
         control.handshake = None;
     }
@@ -425,7 +521,9 @@ fn later(socket: &'static Socket, why: Why) {
     if let Some(stats) = socket.stats() {
         stats.set_why(why);
     }
-    socket.retry_at.store(wait::now_ns() + (1_000_000 << tries), Relaxed);
+    socket
+        .retry_at
+        .store(crate::time::now_ns() + (1_000_000 << tries), Relaxed);
     socket.set_stage(Stage::Watching);
 }
 

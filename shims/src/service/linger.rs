@@ -17,7 +17,6 @@ use rustix::io::Errno;
 use rustix::net::RecvFlags;
 
 use super::{Worker, kind, tag};
-use crate::wait;
 
 /// A connection that outlives its close.
 pub struct Lingering {
@@ -36,14 +35,24 @@ impl Worker {
         self.next_conn += 1;
         let flags = kernel::EventFlags::IN | kernel::EventFlags::RDHUP | kernel::EventFlags::ET;
         if self.add(fd.as_fd(), tag(kind::LINGER, id), flags) {
-            let deadline = wait::now_ns() + PATIENCE;
-            self.lingering.insert(id, Lingering { fd, nonce, deadline });
+            let deadline = crate::time::now_ns() + PATIENCE;
+            self.lingering.insert(
+                id,
+                Lingering {
+                    fd,
+                    nonce,
+                    deadline,
+                },
+            );
             self.on_lingering(id);
         }
     }
 
     pub(super) fn on_lingering(&mut self, id: u64) {
-        let over = self.lingering.get(&id).is_none_or(|l| is_over(l.fd.as_fd(), &l.nonce));
+        let over = self
+            .lingering
+            .get(&id)
+            .is_none_or(|l| is_over(l.fd.as_fd(), &l.nonce));
         if over {
             self.lingering.remove(&id);
         }
@@ -73,7 +82,9 @@ fn is_over(fd: BorrowedFd<'_>, nonce: &Nonce) -> bool {
             Found::PartialMarker { .. } | Found::Payload => return false,
         };
         let mut sink = [0u8; MAX_MARKER];
-        let whole = sink.get_mut(..len).map(|s| rustix::net::recv(fd, s, RecvFlags::DONTWAIT));
+        let whole = sink
+            .get_mut(..len)
+            .map(|s| rustix::net::recv(fd, s, RecvFlags::DONTWAIT));
         if !matches!(whole, Some(Ok(_))) || !matches!(marker, Some(Marker::Hello(_))) {
             return true;
         }

@@ -18,7 +18,7 @@ use super::{ASK_TIMEOUT, Conn, Peer, Ref, Worker};
 use crate::link::{Link, Side};
 use crate::promote;
 use crate::socket::mode;
-use crate::wait::{self, FLAGS_BYTES, MAX_WAITERS, SERVICE};
+use crate::wait::{FLAGS_BYTES, MAX_WAITERS, SERVICE};
 
 /// A link that we have asked for.
 pub struct Pending {
@@ -40,8 +40,15 @@ impl Worker {
         }
         match offer.and_then(|offer| self.dial(peer, &offer)) {
             Some(mine) => {
-                let deadline = wait::now_ns() + ASK_TIMEOUT.as_nanos() as u64;
-                self.pending_links.insert(peer, Pending { waiting: vec![r], mine: Some(mine), deadline });
+                let deadline = crate::time::now_ns() + ASK_TIMEOUT.as_nanos() as u64;
+                self.pending_links.insert(
+                    peer,
+                    Pending {
+                        waiting: vec![r],
+                        mine: Some(mine),
+                        deadline,
+                    },
+                );
             }
             None => no_link(r, Reason::LinkFailed),
         }
@@ -76,15 +83,30 @@ impl Worker {
         };
         let mut buf = [0u8; MAX_MESSAGE];
         let bytes = message.encode(&mut buf).ok()?;
-        channel.send(bytes, &[arena.as_fd(), self.library.waiters.flags_fd()]).ok()?;
+        channel
+            .send(bytes, &[arena.as_fd(), self.library.waiters.flags_fd()])
+            .ok()?;
         self.register(channel, Peer::Linking { peer })?;
         Some(mine)
     }
 
     /// LINK: a connector presents the cookie that it read in TCP.
-    pub(super) fn on_link(&mut self, conn: u64, cookie: Cookie, peer: InstanceId, pid: u32, geometry: &Geometry, fds: Vec<PrivateFd>) {
+    pub(super) fn on_link(
+        &mut self,
+        conn: u64,
+        cookie: Cookie,
+        peer: InstanceId,
+        pid: u32,
+        geometry: &Geometry,
+        fds: Vec<PrivateFd>,
+    ) {
         if !self.service.redeem(&cookie, &peer) {
-            self.reply(conn, &Message::LinkRefuse { reason: wire::Reason::Secret });
+            self.reply(
+                conn,
+                &Message::LinkRefuse {
+                    reason: wire::Reason::Secret,
+                },
+            );
             return self.hang_up(conn, Reason::Violation);
         }
         let made = self.make_arena().and_then(|(fd, mine)| {
@@ -92,18 +114,30 @@ impl Worker {
             Some((fd, mine, theirs))
         });
         let Some((arena, mine, (theirs, flags))) = made else {
-            self.reply(conn, &Message::LinkRefuse { reason: wire::Reason::Resources });
+            self.reply(
+                conn,
+                &Message::LinkRefuse {
+                    reason: wire::Reason::Resources,
+                },
+            );
             return self.hang_up(conn, Reason::Resources);
         };
-        let Some(channel) = self.conns.get_mut(&conn).and_then(|c| c.channel.take()) else { return };
+        let Some(channel) = self.conns.get_mut(&conn).and_then(|c| c.channel.take()) else {
+            return;
+        };
         let message = Message::LinkAccept {
             instance_s: self.library.id,
             pid: rustix::process::getpid().as_raw_nonzero().get() as u32,
             geometry: self.geometry(&mine.layout),
         };
         let mut buf = [0u8; MAX_MESSAGE];
-        let Ok(bytes) = message.encode(&mut buf) else { return };
-        if channel.send(bytes, &[arena.as_fd(), self.library.waiters.flags_fd()]).is_err() {
+        let Ok(bytes) = message.encode(&mut buf) else {
+            return;
+        };
+        if channel
+            .send(bytes, &[arena.as_fd(), self.library.waiters.flags_fd()])
+            .is_err()
+        {
             self.conns.remove(&conn);
             return;
         }
@@ -111,17 +145,33 @@ impl Worker {
     }
 
     /// LINK-ACCEPT: the link that we asked for stands.
-    pub(super) fn on_link_accept(&mut self, conn: u64, instance: InstanceId, pid: u32, geometry: &Geometry, fds: Vec<PrivateFd>) {
+    pub(super) fn on_link_accept(
+        &mut self,
+        conn: u64,
+        instance: InstanceId,
+        pid: u32,
+        geometry: &Geometry,
+        fds: Vec<PrivateFd>,
+    ) {
         let expected = match self.conns.get(&conn).map(|c| &c.peer) {
             Some(Peer::Linking { peer }) => *peer,
             _ => return self.hang_up(conn, Reason::Violation),
         };
-        let mine = self.pending_links.get_mut(&expected).and_then(|p| p.mine.take());
-        let (Some(mine), true, Some((theirs, flags))) = (mine, instance == expected, map_peer(geometry, &fds)) else {
+        let mine = self
+            .pending_links
+            .get_mut(&expected)
+            .and_then(|p| p.mine.take());
+        let (Some(mine), true, Some((theirs, flags))) =
+            (mine, instance == expected, map_peer(geometry, &fds))
+        else {
             return self.hang_up(conn, Reason::LinkFailed);
         };
-        let Some(channel) = self.conns.get_mut(&conn).and_then(|c| c.channel.take()) else { return };
-        let Some(link) = self.establish(conn, expected, pid, channel, mine, theirs, flags) else { return };
+        let Some(channel) = self.conns.get_mut(&conn).and_then(|c| c.channel.take()) else {
+            return;
+        };
+        let Some(link) = self.establish(conn, expected, pid, channel, mine, theirs, flags) else {
+            return;
+        };
         if let Some(pending) = self.pending_links.remove(&expected) {
             for r in pending.waiting {
                 on_link(r, link);
@@ -141,14 +191,24 @@ impl Worker {
         flags: memfd::Mapping,
     ) -> Option<&'static Link> {
         let slot = self.free_slot();
-        let info = LinkInfo { fabric: Path::Shm, peer: *peer.as_bytes(), peer_pid: pid };
+        let info = LinkInfo {
+            fabric: Path::Shm,
+            peer: *peer.as_bytes(),
+            peer_pid: pid,
+        };
         let stats = self.library.stats.open_link(slot, &info);
         if let Some(stats) = stats {
             stats.set_up();
         }
         let link = Link::new(slot, peer, channel, mine, theirs, flags, stats);
         // The registration in the epoll set goes with the fd, which the link has now.
-        self.conns.insert(conn, Conn { channel: None, peer: Peer::Link(link) });
+        self.conns.insert(
+            conn,
+            Conn {
+                channel: None,
+                peer: Peer::Link(link),
+            },
+        );
         self.service.links.lock()?.push(link);
         link.announce(SERVICE);
         tracing::info!(target: "rdmasock", %peer, pid, slot, "link up");
@@ -170,9 +230,17 @@ impl Worker {
     }
 
     pub(super) fn expire_links(&mut self, now: u64) {
-        let late: Vec<InstanceId> = self.pending_links.iter().filter(|(_, p)| p.deadline <= now).map(|(i, _)| *i).collect();
+        let late: Vec<InstanceId> = self
+            .pending_links
+            .iter()
+            .filter(|(_, p)| p.deadline <= now)
+            .map(|(i, _)| *i)
+            .collect();
         for peer in late {
-            let conn = self.conns.iter().find(|(_, c)| matches!(c.peer, Peer::Linking { peer: p } if p == peer));
+            let conn = self
+                .conns
+                .iter()
+                .find(|(_, c)| matches!(c.peer, Peer::Linking { peer: p } if p == peer));
             match conn.map(|(id, _)| *id) {
                 Some(id) => self.hang_up(id, Reason::TimedOut),
                 None => self.link_failed(peer),
@@ -182,13 +250,21 @@ impl Worker {
 
     /// Takes in what waits on a link's channel, ahead of its turn.
     pub(super) fn pump_link(&mut self, link: &'static Link) {
-        let conn = self.conns.iter().find(|(_, c)| matches!(c.peer, Peer::Link(l) if std::ptr::eq(l, link)));
+        let conn = self
+            .conns
+            .iter()
+            .find(|(_, c)| matches!(c.peer, Peer::Link(l) if std::ptr::eq(l, link)));
         if let Some(id) = conn.map(|(id, _)| *id) {
             self.on_channel(id);
         }
     }
 
-    pub(super) fn on_link_message(&mut self, link: &'static Link, message: Message, mut fds: Vec<PrivateFd>) {
+    pub(super) fn on_link_message(
+        &mut self,
+        link: &'static Link,
+        message: Message,
+        mut fds: Vec<PrivateFd>,
+    ) {
         match message {
             Message::Waiter { id } => {
                 if let Some(fd) = fds.pop() {
@@ -196,30 +272,55 @@ impl Worker {
                 }
             }
             Message::WaiterGone { .. } => {}
-            Message::Open { nonce_mine, nonce_yours, vqpn, ring: _ } => {
-                let opened = self.offered.get(&nonce_yours).and_then(|r| r.get()).is_some_and(|socket| {
-                    let Some(mut control) = socket.control.lock() else { return false };
-                    // P25: the nonces of this attempt, from the instance that the TCP connection leads to.
-                    let matches = control.handshake.as_ref().is_some_and(|h| {
-                        h.is_opening() && h.mine() == nonce_yours && h.theirs() == Some(nonce_mine)
+            Message::Open {
+                nonce_mine,
+                nonce_yours,
+                vqpn,
+                ring: _,
+            } => {
+                let opened = self
+                    .offered
+                    .get(&nonce_yours)
+                    .and_then(|r| r.get())
+                    .is_some_and(|socket| {
+                        let Some(mut control) = socket.control.lock() else {
+                            return false;
+                        };
+                        // P25: the nonces of this attempt, from the instance that the TCP connection leads to.
+                        let matches = control.handshake.as_ref().is_some_and(|h| {
+                            h.is_opening()
+                                && h.mine() == nonce_yours
+                                && h.theirs() == Some(nonce_mine)
+                        });
+                        if matches && control.greeted_by == Some(link.peer) {
+                            promote::on_open(socket, &mut control, link, vqpn);
+                            true
+                        } else {
+                            false
+                        }
                     });
-                    if matches && control.greeted_by == Some(link.peer) {
-                        promote::on_open(socket, &mut control, link, vqpn);
-                        true
-                    } else {
-                        false
-                    }
-                });
                 if opened {
                     self.offered.remove(&nonce_yours);
                 } else {
-                    let _ = link.send(&Message::OpenRefuse { yours: vqpn, reason: wire::Reason::Cancelled }, &[]);
+                    let _ = link.send(
+                        &Message::OpenRefuse {
+                            yours: vqpn,
+                            reason: wire::Reason::Cancelled,
+                        },
+                        &[],
+                    );
                 }
             }
-            Message::OpenAck { yours, mine, ring: _ } => {
+            Message::OpenAck {
+                yours,
+                mine,
+                ring: _,
+            } => {
                 if let Some(socket) = link.socket(yours)
                     && let Some(mut control) = socket.control.lock()
-                    && control.opened.is_some_and(|o| o.asked && o.mine == yours && std::ptr::eq(o.link, link))
+                    && control
+                        .opened
+                        .is_some_and(|o| o.asked && o.mine == yours && std::ptr::eq(o.link, link))
                     && control.peer.is_none()
                 {
                     promote::on_open(socket, &mut control, link, mine);
@@ -263,7 +364,9 @@ impl Worker {
             }
             Message::Closed { yours } => link.on_closed(yours),
             _ => {
-                self.library.stats.count(rdmasock_core::stats::Event::LinkViolation);
+                self.library
+                    .stats
+                    .count(rdmasock_core::stats::Event::LinkViolation);
                 self.link_down(link, Reason::Violation);
             }
         }
@@ -278,7 +381,10 @@ impl Worker {
         if let Some(mut links) = self.service.links.lock() {
             links.retain(|l| !std::ptr::eq(*l, link));
         }
-        let conn = self.conns.iter().find(|(_, c)| matches!(c.peer, Peer::Link(l) if std::ptr::eq(l, link)));
+        let conn = self
+            .conns
+            .iter()
+            .find(|(_, c)| matches!(c.peer, Peer::Link(l) if std::ptr::eq(l, link)));
         if let Some(id) = conn.map(|(id, _)| *id) {
             let _ = kernel::delete(&self.service.epoll, link.channel().as_fd());
             self.conns.remove(&id);
@@ -329,7 +435,8 @@ impl Worker {
 
 fn map_peer(geometry: &Geometry, fds: &[PrivateFd]) -> Option<(Side, memfd::Mapping)> {
     let [arena, flags] = fds else { return None };
-    let mapping = memfd::map_received(arena.as_fd(), geometry.arena_bytes, Access::ReadWrite).ok()?;
+    let mapping =
+        memfd::map_received(arena.as_fd(), geometry.arena_bytes, Access::ReadWrite).ok()?;
     if mapping.bytes() < HEADER_BYTES || geometry.waiter_bytes < FLAGS_BYTES {
         return None;
     }
@@ -344,14 +451,20 @@ fn map_peer(geometry: &Geometry, fds: &[PrivateFd]) -> Option<(Side, memfd::Mapp
 /// The handshake goes on over this link.
 fn on_link(r: Ref, link: &'static Link) {
     let Some(socket) = r.get() else { return };
-    let Some(mut control) = socket.control.lock() else { return };
-    socket.link.store(std::ptr::from_ref(link).cast_mut(), Release);
+    let Some(mut control) = socket.control.lock() else {
+        return;
+    };
+    socket
+        .link
+        .store(std::ptr::from_ref(link).cast_mut(), Release);
     promote::feed(socket, &mut control, Handshake::on_link_up);
 }
 
 fn no_link(r: Ref, reason: Reason) {
     let Some(socket) = r.get() else { return };
-    let Some(mut control) = socket.control.lock() else { return };
+    let Some(mut control) = socket.control.lock() else {
+        return;
+    };
     promote::set_why(socket, reason);
     let steps = promote::give_up(&mut control);
     promote::run(socket, &mut control, steps);

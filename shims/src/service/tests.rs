@@ -31,14 +31,21 @@ fn asked(worker: &mut Worker, socket: &'static Socket, by_name: bool) -> (u64, u
     let request = crate::library::random_u64();
     let nonce = Nonce::random().unwrap();
     socket.control.lock().unwrap().handshake = Some(Handshake::connector(nonce));
-    let conn = worker.register(ours, Peer::Asked { request, by_name }).unwrap();
-    worker.asks.insert(request, ask::Asking::for_test(Ref::new(socket), nonce, conn));
+    let conn = worker
+        .register(ours, Peer::Asked { request, by_name })
+        .unwrap();
+    worker.asks.insert(
+        request,
+        ask::Asking::for_test(Ref::new(socket), nonce, conn),
+    );
     (request, conn, theirs)
 }
 
 fn say(channel: &Channel, message: &Message) {
     let mut buf = [0u8; MAX_MESSAGE];
-    channel.send(message.encode(&mut buf).unwrap(), &[]).unwrap();
+    channel
+        .send(message.encode(&mut buf).unwrap(), &[])
+        .unwrap();
 }
 
 fn heard(channel: &Channel) -> Option<Message> {
@@ -48,7 +55,11 @@ fn heard(channel: &Channel) -> Option<Message> {
 }
 
 fn yes(request: u64) -> Message {
-    Message::Yes { request, nonce_s: Nonce::random().unwrap(), instance_s: InstanceId::random().unwrap() }
+    Message::Yes {
+        request,
+        nonce_s: Nonce::random().unwrap(),
+        instance_s: InstanceId::random().unwrap(),
+    }
 }
 
 #[test]
@@ -58,10 +69,15 @@ fn an_answer_counts_only_from_whom_was_asked() {
     let (request, conn, _holder) = asked(&mut worker, socket, true);
 
     let (ours, stranger) = Channel::pair().unwrap();
-    let incoming = worker.register(ours, Peer::Incoming { listener: None }).unwrap();
+    let incoming = worker
+        .register(ours, Peer::Incoming { listener: None })
+        .unwrap();
     say(&stranger, &yes(request));
     worker.on_channel(incoming);
-    assert!(!worker.conns.contains_key(&incoming), "the stranger's channel is closed");
+    assert!(
+        !worker.conns.contains_key(&incoming),
+        "the stranger's channel is closed"
+    );
 
     // Asked, but for another connection.
     let (other, _other_stream) = connected();
@@ -71,7 +87,16 @@ fn an_answer_counts_only_from_whom_was_asked() {
     assert!(!worker.conns.contains_key(&other_conn));
 
     assert!(worker.asks.contains_key(&request) && worker.conns.contains_key(&conn));
-    assert!(socket.control.lock().unwrap().handshake.as_ref().unwrap().is_asking());
+    assert!(
+        socket
+            .control
+            .lock()
+            .unwrap()
+            .handshake
+            .as_ref()
+            .unwrap()
+            .is_asking()
+    );
 }
 
 #[test]
@@ -85,9 +110,19 @@ fn a_yes_after_the_program_has_given_up_gets_cancel() {
     say(&holder, &yes(request));
     worker.on_channel(conn);
     assert!(matches!(heard(&holder), Some(Message::Cancel { request: r, .. }) if r == request));
-    assert_eq!(socket.rx_mode.load(Acquire), mode::TCP, "nothing is scanned");
+    assert_eq!(
+        socket.rx_mode.load(Acquire),
+        mode::TCP,
+        "nothing is scanned"
+    );
     let control = socket.control.lock().unwrap();
-    assert!(control.handshake.as_ref().is_some_and(|h| h.is_asking() && h.mine() == later), "the newer attempt goes on");
+    assert!(
+        control
+            .handshake
+            .as_ref()
+            .is_some_and(|h| h.is_asking() && h.mine() == later),
+        "the newer attempt goes on"
+    );
 }
 
 #[test]
@@ -112,7 +147,13 @@ fn a_redirect_leads_on_from_a_service_name_only() {
         let (request, conn, holder) = asked(&mut worker, socket, by_name);
         let id = InstanceId::random().unwrap();
         let name = names::Listener::instance(&id).unwrap();
-        say(&holder, &Message::Redirect { request, instances: vec![id] });
+        say(
+            &holder,
+            &Message::Redirect {
+                request,
+                instances: vec![id],
+            },
+        );
         worker.on_channel(conn);
         assert_eq!(matches!(name.accept(), Ok(Some(_))), by_name);
         assert_eq!(worker.asks.contains_key(&request), by_name);
@@ -129,15 +170,39 @@ fn redirects_end() {
         .map(|id| (id, names::Listener::instance(&id).unwrap()))
         .collect();
     let (more, other) = Channel::pair().unwrap();
-    let more = worker.register(more, Peer::Asked { request, by_name: true }).unwrap();
+    let more = worker
+        .register(
+            more,
+            Peer::Asked {
+                request,
+                by_name: true,
+            },
+        )
+        .unwrap();
     worker.asks.get_mut(&request).unwrap().also_for_test(more);
-    say(&holder, &Message::Redirect { request, instances: names.iter().map(|(id, _)| *id).collect() });
+    say(
+        &holder,
+        &Message::Redirect {
+            request,
+            instances: names.iter().map(|(id, _)| *id).collect(),
+        },
+    );
     worker.on_channel(conn);
     let id = InstanceId::random().unwrap();
     let beyond = names::Listener::instance(&id).unwrap();
-    say(&other, &Message::Redirect { request, instances: vec![id] });
+    say(
+        &other,
+        &Message::Redirect {
+            request,
+            instances: vec![id],
+        },
+    );
     worker.on_channel(more);
-    assert!(names.iter().all(|(_, name)| matches!(name.accept(), Ok(Some(_)))));
+    assert!(
+        names
+            .iter()
+            .all(|(_, name)| matches!(name.accept(), Ok(Some(_))))
+    );
     assert!(!matches!(beyond.accept(), Ok(Some(_))));
 }
 
@@ -145,11 +210,19 @@ fn redirects_end() {
 fn a_message_with_fds_that_it_does_not_carry_ends_the_channel() {
     let mut worker = worker();
     let (ours, theirs) = Channel::pair().unwrap();
-    let conn = worker.register(ours, Peer::Incoming { listener: None }).unwrap();
+    let conn = worker
+        .register(ours, Peer::Incoming { listener: None })
+        .unwrap();
     let nonce = Nonce::random().unwrap();
     let mut buf = [0u8; MAX_MESSAGE];
-    let cancel = Message::Cancel { request: 1, nonce_c: nonce, nonce_s: nonce };
-    theirs.send(cancel.encode(&mut buf).unwrap(), &[theirs.as_fd()]).unwrap();
+    let cancel = Message::Cancel {
+        request: 1,
+        nonce_c: nonce,
+        nonce_s: nonce,
+    };
+    theirs
+        .send(cancel.encode(&mut buf).unwrap(), &[theirs.as_fd()])
+        .unwrap();
     worker.on_channel(conn);
     assert!(!worker.conns.contains_key(&conn));
 }

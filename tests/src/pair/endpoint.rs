@@ -123,7 +123,12 @@ impl Endpoint {
         self.leave = false;
         self.request += 1;
         self.handshake = Some(Handshake::connector(nonce));
-        let message = Message::Ask { request: self.request, tuple, nonce_c: nonce, instance_c: self.id };
+        let message = Message::Ask {
+            request: self.request,
+            tuple,
+            nonce_c: nonce,
+            instance_c: self.id,
+        };
         net.oob.send(&message).unwrap();
     }
 
@@ -137,26 +142,47 @@ impl Endpoint {
     /// A message out of band; `fresh` is a nonce for whoever needs one.
     pub fn on_oob(&mut self, net: &mut Net<'_>, message: Message, fresh: Nonce) {
         match message {
-            Message::Ask { request, nonce_c, .. } => {
-                let again = self.handshake.as_ref().filter(|h| h.theirs() == Some(nonce_c)).map(Handshake::mine);
+            Message::Ask {
+                request, nonce_c, ..
+            } => {
+                let again = self
+                    .handshake
+                    .as_ref()
+                    .filter(|h| h.theirs() == Some(nonce_c))
+                    .map(Handshake::mine);
                 let free = self.is_plain() && self.stream.is_none();
                 let answer = match again {
-                    Some(nonce_s) => Message::Yes { request, nonce_s, instance_s: self.id },
+                    Some(nonce_s) => Message::Yes {
+                        request,
+                        nonce_s,
+                        instance_s: self.id,
+                    },
                     None if free && self.start_scan(fresh) => {
                         self.leave = false;
                         self.handshake = Some(Handshake::acceptor(fresh, nonce_c).0);
-                        Message::Yes { request, nonce_s: fresh, instance_s: self.id }
+                        Message::Yes {
+                            request,
+                            nonce_s: fresh,
+                            instance_s: self.id,
+                        }
                     }
-                    None => Message::No { request, reason: wire::Reason::Use },
+                    None => Message::No {
+                        request,
+                        reason: wire::Reason::Use,
+                    },
                 };
                 net.oob.send(&answer).unwrap();
             }
-            Message::Yes { request, nonce_s, .. } => {
+            Message::Yes {
+                request, nonce_s, ..
+            } => {
                 let live = self.handshake.as_ref();
                 if live.is_some_and(|h| h.theirs() == Some(nonce_s)) {
                     return; // again
                 }
-                let mine = live.filter(|h| h.is_asking() && request == self.request).map(Handshake::mine);
+                let mine = live
+                    .filter(|h| h.is_asking() && request == self.request)
+                    .map(Handshake::mine);
                 if let Some(nonce) = mine
                     && !self.fin
                     && self.start_scan(nonce)
@@ -166,10 +192,18 @@ impl Endpoint {
                 if mine.is_some() {
                     self.feed(net, Handshake::on_no);
                 }
-                net.oob.send(&Message::Cancel { request, nonce_c: nonce_s, nonce_s }).unwrap();
+                net.oob
+                    .send(&Message::Cancel {
+                        request,
+                        nonce_c: nonce_s,
+                        nonce_s,
+                    })
+                    .unwrap();
             }
             Message::No { request, .. } if request == self.request => self.ask_times_out(net),
-            Message::Cancel { nonce_s, .. } if self.handshake.as_ref().is_some_and(|h| h.mine() == nonce_s) => {
+            Message::Cancel { nonce_s, .. }
+                if self.handshake.as_ref().is_some_and(|h| h.mine() == nonce_s) =>
+            {
                 self.feed(net, Handshake::on_cancel);
             }
             _ => {}
@@ -189,7 +223,11 @@ impl Endpoint {
     // ---- steps ----
 
     /// Feeds the machine. The peers here are honest, so nothing may be out of turn.
-    pub fn feed(&mut self, net: &mut Net<'_>, input: impl FnOnce(&mut Handshake) -> Result<Steps, Misplaced>) {
+    pub fn feed(
+        &mut self,
+        net: &mut Net<'_>,
+        input: impl FnOnce(&mut Handshake) -> Result<Steps, Misplaced>,
+    ) {
         if let Some(handshake) = self.handshake.as_mut() {
             let steps = input(handshake).expect("an honest peer is never out of turn");
             self.run(net, steps);
@@ -210,7 +248,11 @@ impl Endpoint {
                     return self.feed(net, |h| Ok(h.on_hello_unwritten()));
                 }
                 Step::WriteHello => {
-                    let hello = Hello { instance: self.id, capabilities: Capabilities::SHM, link: None };
+                    let hello = Hello {
+                        instance: self.id,
+                        capabilities: Capabilities::SHM,
+                        link: None,
+                    };
                     self.queue_marker(net, &Marker::Hello(hello));
                 }
                 Step::NeedLink(_) => self.wants_link = true,
@@ -244,7 +286,14 @@ impl Endpoint {
     }
 
     fn send_open(&mut self, net: &mut Net<'_>) -> bool {
-        let Ok(Opened { vqpn, ring, consumer }) = net.link.open(12) else { return false };
+        let Ok(Opened {
+            vqpn,
+            ring,
+            consumer,
+        }) = net.link.open(12)
+        else {
+            return false;
+        };
         let handshake = self.handshake.as_ref().unwrap();
         self.consumer = Some(consumer);
         let message = match self.peer {
@@ -254,10 +303,17 @@ impl Endpoint {
                 vqpn,
                 ring,
             },
-            Some(yours) => Message::OpenAck { yours, mine: vqpn, ring },
+            Some(yours) => Message::OpenAck {
+                yours,
+                mine: vqpn,
+                ring,
+            },
         };
         let sent = net.link.send(&message).is_ok();
-        self.stream = Some(Stream { mine: vqpn, asked: sent && self.peer.is_none() });
+        self.stream = Some(Stream {
+            mine: vqpn,
+            asked: sent && self.peer.is_none(),
+        });
         sent
     }
 
@@ -284,7 +340,11 @@ impl Endpoint {
         if !self.marker.is_empty() {
             return false;
         }
-        self.tx = if std::mem::take(&mut self.then_link) { Mode::Link } else { Mode::Tcp };
+        self.tx = if std::mem::take(&mut self.then_link) {
+            Mode::Link
+        } else {
+            Mode::Tcp
+        };
         if self.fin {
             self.shut(net);
         }
@@ -330,7 +390,12 @@ impl Endpoint {
     /// A message on the link's side channel.
     pub fn on_side(&mut self, net: &mut Net<'_>, message: Message) {
         match message {
-            Message::Open { nonce_mine, nonce_yours, vqpn, .. } => {
+            Message::Open {
+                nonce_mine,
+                nonce_yours,
+                vqpn,
+                ..
+            } => {
                 let expected = self.handshake.as_ref().is_some_and(|h| {
                     h.is_opening() && h.mine() == nonce_yours && h.theirs() == Some(nonce_mine)
                 });
@@ -338,7 +403,12 @@ impl Endpoint {
                     self.on_open(net, vqpn);
                 } else {
                     let reason = wire::Reason::Cancelled;
-                    net.link.send(&Message::OpenRefuse { yours: vqpn, reason }).unwrap();
+                    net.link
+                        .send(&Message::OpenRefuse {
+                            yours: vqpn,
+                            reason,
+                        })
+                        .unwrap();
                 }
             }
             Message::OpenAck { yours, mine, .. } => match &self.stream {
@@ -352,7 +422,9 @@ impl Endpoint {
                 }
                 _ => net.link.on_closed(yours),
             },
-            Message::DemoteRequest { yours, .. } if self.stream.as_ref().is_some_and(|s| s.mine == yours) => {
+            Message::DemoteRequest { yours, .. }
+                if self.stream.as_ref().is_some_and(|s| s.mine == yours) =>
+            {
                 self.leave(net);
             }
             Message::Closed { yours } => net.link.on_closed(yours),
@@ -384,14 +456,20 @@ impl Endpoint {
         }
         self.demote_tx();
         if let (Mode::Link, Some(yours)) = (self.rx, self.peer) {
-            let _ = net.link.send(&Message::DemoteRequest { yours, resend_from: None });
+            let _ = net.link.send(&Message::DemoteRequest {
+                yours,
+                resend_from: None,
+            });
         }
     }
 
     /// Our receiving direction goes back to TCP here and now. Gives the position from which the
     /// other is to [`resend`](Self::resend); `None` if there is nothing to be sent again.
     pub fn stop_reading_link(&mut self) -> Option<u64> {
-        let consumer = self.consumer.as_mut().filter(|_| self.rx == Mode::Link && self.handshake.is_none())?;
+        let consumer = self
+            .consumer
+            .as_mut()
+            .filter(|_| self.rx == Mode::Link && self.handshake.is_none())?;
         self.rx = Mode::Tcp;
         Some(consumer.position())
     }
@@ -408,7 +486,10 @@ impl Endpoint {
     /// Writes; gives how much was taken.
     pub fn write(&mut self, net: &mut Net<'_>, data: &[u8]) -> usize {
         if self.fin || !self.flush(net) {
-            assert!(self.fin || net.out.room() == 0, "a write waits for more than room");
+            assert!(
+                self.fin || net.out.room() == 0,
+                "a write waits for more than room"
+            );
             return 0;
         }
         match self.tx {
@@ -540,7 +621,9 @@ impl Endpoint {
                 return Some(split(seen.payload));
             }
             match seen.what {
-                Found::PartialMarker { have } if ended && have < ID_BYTES => return Some(split(have)),
+                Found::PartialMarker { have } if ended && have < ID_BYTES => {
+                    return Some(split(have));
+                }
                 Found::PartialMarker { .. } if ended => panic!("a marker was cut off"),
                 Found::Payload | Found::PartialMarker { .. } => return Some((0, 0)),
                 Found::Bad { .. } => panic!("a bad marker"),

@@ -39,7 +39,11 @@ pub struct Weather {
 impl Weather {
     /// Nothing is late, small or lost.
     pub fn fair() -> Self {
-        let shape = Shape { capacity: 4096, segments: vec![usize::MAX], latency: 0 };
+        let shape = Shape {
+            capacity: 4096,
+            segments: vec![usize::MAX],
+            latency: 0,
+        };
         Self {
             tcp: [shape.clone(), shape],
             oob: Default::default(),
@@ -81,7 +85,10 @@ impl World {
             end.medium().script(fates);
         }
         Self {
-            ends: [Endpoint::new(Role::Connector), Endpoint::new(Role::Acceptor)],
+            ends: [
+                Endpoint::new(Role::Connector),
+                Endpoint::new(Role::Acceptor),
+            ],
             tcp: weather.tcp.map(|shape| Tcp::new(&clock, shape)),
             oob,
             link,
@@ -97,8 +104,17 @@ impl World {
     /// Does something at one end.
     pub fn at<T>(&mut self, end: usize, act: impl FnOnce(&mut Endpoint, &mut Net<'_>) -> T) -> T {
         let [first, second] = &mut self.tcp;
-        let (out, inn) = if end == 0 { (first, second) } else { (second, first) };
-        let mut net = Net { out, inn, oob: &self.oob[end], link: &self.link[end] };
+        let (out, inn) = if end == 0 {
+            (first, second)
+        } else {
+            (second, first)
+        };
+        let mut net = Net {
+            out,
+            inn,
+            oob: &self.oob[end],
+            link: &self.link[end],
+        };
         act(&mut self.ends[end], &mut net)
     }
 
@@ -115,7 +131,9 @@ impl World {
         let nonce = self.nonce();
         let address: SocketAddr = ([127, 0, 0, 1], 1).into();
         self.asked_at = self.clock.now();
-        self.at(CONNECTOR, |e, net| e.ask(net, nonce, Tuple::new(address, address)));
+        self.at(CONNECTOR, |e, net| {
+            e.ask(net, nonce, Tuple::new(address, address))
+        });
     }
 
     /// An application writes up to `n` bytes; gives how many were taken.
@@ -137,7 +155,10 @@ impl World {
     fn check_received(&self, end: usize) {
         let got = &self.ends[end].received;
         assert!(got.len() <= self.sent[1 - end], "more than was sent");
-        assert!(*got == pattern((1 - end) * 100_003, got.len()), "not what was sent");
+        assert!(
+            *got == pattern((1 - end) * 100_003, got.len()),
+            "not what was sent"
+        );
     }
 
     /// One end's program hands the socket to somebody who knows nothing of links.
@@ -201,30 +222,67 @@ impl World {
             for end in [CONNECTOR, ACCEPTOR] {
                 while self.read(end, 1000) > 0 {}
             }
-            quiet = if self.progress() == before { quiet + 1 } else { 0 };
+            quiet = if self.progress() == before {
+                quiet + 1
+            } else {
+                0
+            };
         }
         for end in [CONNECTOR, ACCEPTOR] {
             self.check_received(end);
-            assert_eq!(self.ends[end].received.len(), self.sent[1 - end], "bytes are missing: {self:?}");
-            assert_eq!(self.ends[end].eof, self.ends[1 - end].fin, "the end of the stream");
-            assert_eq!(self.ends[end].rx == Mode::Link, self.ends[1 - end].tx == Mode::Link);
-            assert_ne!(self.ends[end].tx, Mode::Marked, "a marker that is not written");
+            assert_eq!(
+                self.ends[end].received.len(),
+                self.sent[1 - end],
+                "bytes are missing: {self:?}"
+            );
+            assert_eq!(
+                self.ends[end].eof,
+                self.ends[1 - end].fin,
+                "the end of the stream"
+            );
+            assert_eq!(
+                self.ends[end].rx == Mode::Link,
+                self.ends[1 - end].tx == Mode::Link
+            );
+            assert_ne!(
+                self.ends[end].tx,
+                Mode::Marked,
+                "a marker that is not written"
+            );
         }
-        assert!(self.ends[CONNECTOR].handshake.is_none(), "the connector's attempt does not end");
+        assert!(
+            self.ends[CONNECTOR].handshake.is_none(),
+            "the connector's attempt does not end"
+        );
         let offered = self.ends[ACCEPTOR].handshake.as_ref();
         let waits = |h: &rdmasock_core::stream::handshake::Handshake| {
             h.phase() == rdmasock_core::stream::handshake::Phase::Offered
         };
-        assert!(offered.is_none_or(waits), "the acceptor's attempt does not end");
+        assert!(
+            offered.is_none_or(waits),
+            "the acceptor's attempt does not end"
+        );
         if self.ends.iter().all(Endpoint::is_plain) {
-            assert!(self.link.iter().all(|l| l.bytes_in_use() == 0), "rings are not given back");
+            assert!(
+                self.link.iter().all(|l| l.bytes_in_use() == 0),
+                "rings are not given back"
+            );
         }
     }
 
     fn progress(&self) -> ([usize; 4], [bool; 2], [usize; 2]) {
         let [a, b] = &self.ends;
-        let lengths = [a.received.len(), b.received.len(), self.tcp[0].total, self.tcp[1].total];
-        (lengths, [a.eof, b.eof], [a.outcomes.len(), b.outcomes.len()])
+        let lengths = [
+            a.received.len(),
+            b.received.len(),
+            self.tcp[0].total,
+            self.tcp[1].total,
+        ];
+        (
+            lengths,
+            [a.eof, b.eof],
+            [a.outcomes.len(), b.outcomes.len()],
+        )
     }
 
     /// How the last attempt ended at each end.

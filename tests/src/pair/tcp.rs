@@ -58,7 +58,8 @@ impl Tcp {
         while left > 0 {
             let segment = self.shape.segments[self.next % self.shape.segments.len()].clamp(1, left);
             self.next += 1;
-            self.segments.push_back((self.clock.now() + self.shape.latency, segment));
+            self.segments
+                .push_back((self.clock.now() + self.shape.latency, segment));
             left -= segment;
         }
         self.bytes.extend(&data[..n]);
@@ -68,7 +69,8 @@ impl Tcp {
 
     /// Ends the direction.
     pub fn shut(&mut self) {
-        self.fin.get_or_insert(self.clock.now() + self.shape.latency);
+        self.fin
+            .get_or_insert(self.clock.now() + self.shape.latency);
     }
 
     /// One more segment arrives, if it is due.

@@ -358,7 +358,10 @@ pub fn fairness(c: &Ctx) {
             }
         }
         // The order among them is nobody's promise.
-        c.log(format_args!("all had a turn: {}", seen.iter().all(|n| *n > 0)));
+        c.log(format_args!(
+            "all had a turn: {}",
+            seen.iter().all(|n| *n > 0)
+        ));
     } else {
         for fd in &fds {
             c.send(*fd, b"ready", 0);

@@ -1,0 +1,102 @@
+//! Time as the calls of the program give it: time-outs in their several forms, and deadlines.
+
+use std::ffi::c_int;
+
+/// CLOCK_MONOTONIC in ns.
+#[inline]
+pub fn now_ns() -> u64 {
+    let t = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    (t.tv_sec as u64)
+        .wrapping_mul(1_000_000_000)
+        .wrapping_add(t.tv_nsec as u64)
+}
+
+/// How long a call may wait.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub enum Timeout {
+    /// No bound.
+    Forever,
+    /// Nanoseconds.
+    Ns(u64),
+}
+
+/// When a call that waits has to be back.
+#[derive(Clone, Copy)]
+pub struct Deadline(Option<u64>, bool);
+
+impl Timeout {
+    /// Only a look.
+    pub const ZERO: Self = Self::Ns(0);
+
+    /// From epoll_wait's and poll's milliseconds; negative is no bound.
+    pub fn from_ms(ms: c_int) -> Self {
+        u64::try_from(ms).map_or(Self::Forever, |ms| Self::Ns(ms * 1_000_000))
+    }
+
+    /// From a timespec; `None` for an invalid one.
+    pub fn from_timespec(ts: Option<&libc::timespec>) -> Option<Self> {
+        let Some(ts) = ts else {
+            return Some(Self::Forever);
+        };
+        let s = u64::try_from(ts.tv_sec).ok()?;
+        let ns = u64::try_from(ts.tv_nsec)
+            .ok()
+            .filter(|ns| *ns < 1_000_000_000)?;
+        Some(Self::Ns(s.saturating_mul(1_000_000_000).saturating_add(ns)))
+    }
+
+    /// As milliseconds, rounded up so that a wait is never too short.
+    pub fn to_ms(self) -> c_int {
+        match self {
+            Self::Forever => -1,
+            Self::Ns(ns) => c_int::try_from(ns.div_ceil(1_000_000)).unwrap_or(c_int::MAX),
+        }
+    }
+
+    /// As a timespec; `None` is no bound.
+    pub fn to_timespec(self) -> Option<libc::timespec> {
+        match self {
+            Self::Forever => None,
+            Self::Ns(ns) => Some(libc::timespec {
+                tv_sec: (ns / 1_000_000_000) as libc::time_t,
+                tv_nsec: (ns % 1_000_000_000) as libc::c_long,
+            }),
+        }
+    }
+
+    /// Whether it is only a look.
+    pub fn is_zero(self) -> bool {
+        self == Self::ZERO
+    }
+
+    /// Counted from now.
+    pub fn deadline(self) -> Deadline {
+        match self {
+            Self::Forever => Deadline(None, false),
+            Self::Ns(0) => Deadline(None, true),
+            Self::Ns(ns) => Deadline(Some(now_ns().saturating_add(ns)), false),
+        }
+    }
+}
+
+impl Deadline {
+    /// Only a look.
+    pub fn is_zero(self) -> bool {
+        self.1
+    }
+
+    /// What is left.
+    pub fn left(self) -> Timeout {
+        match self {
+            Self(_, true) => Timeout::ZERO,
+            Self(None, _) => Timeout::Forever,
+            Self(Some(at), _) => Timeout::Ns(at.saturating_sub(now_ns())),
+        }
+    }
+
+    /// Whether the time is up.
+    pub fn is_over(self) -> bool {
+        self.left().is_zero()
+    }
+}

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use rdmasock_core::fabric::mem::{Clock, End, Fate, Heap, Medium, heap_pair};
 use rdmasock_core::ids::{Nonce, Tuple};
-use rdmasock_core::stream::handshake::{Role, Step};
+use rdmasock_core::stream::handshake::{Handshake, Phase, Role, Step};
 
 use crate::conformance::pattern;
 use endpoint::{Endpoint, Mode, Net};
@@ -173,6 +173,7 @@ impl World {
             self.at(end, |e, net| e.poll(net));
         }
         let now = self.clock.now();
+        self.at(ACCEPTOR, |e, net| e.repeat_yes(net, now, TIMEOUT));
         if now >= self.asked_at + TIMEOUT {
             self.at(CONNECTOR, |e, net| e.ask_times_out(net));
         }
@@ -188,14 +189,18 @@ impl World {
 
     /// Lets time pass.
     pub fn pass(&mut self, us: u64) {
-        self.clock.advance(us);
+        let until = self.clock.now() + us;
         self.settle();
+        while self.clock.now() < until {
+            self.clock.advance((until - self.clock.now()).min(TIMEOUT / 8));
+            self.settle();
+        }
     }
 
     /// Lets both applications read until nothing is left to happen; then all must have arrived.
     pub fn finish(&mut self) {
         let mut quiet = 0;
-        while quiet < 40 {
+        while quiet < 100 {
             let before = self.progress();
             self.pass(TIMEOUT / 8);
             for end in [CONNECTOR, ACCEPTOR] {
@@ -212,9 +217,7 @@ impl World {
         }
         assert!(self.ends[CONNECTOR].handshake.is_none(), "the connector's attempt does not end");
         let offered = self.ends[ACCEPTOR].handshake.as_ref();
-        let waits = |h: &rdmasock_core::stream::handshake::Handshake| {
-            h.phase() == rdmasock_core::stream::handshake::Phase::Offered
-        };
+        let waits = |h: &Handshake| h.phase() == Phase::Offered;
         assert!(offered.is_none_or(waits), "the acceptor's attempt does not end");
         if self.ends.iter().all(Endpoint::is_plain) {
             assert!(self.link.iter().all(|l| l.bytes_in_use() == 0), "rings are not given back");

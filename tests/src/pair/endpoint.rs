@@ -156,7 +156,9 @@ impl Endpoint {
                     None => Message::No { request, reason: wire::Reason::Use },
                 };
                 net.oob.send(&answer).unwrap();
-                self.yes = Some((answer, u64::MAX));
+                if matches!(answer, Message::Yes { .. }) {
+                    self.yes = Some((answer, u64::MAX));
+                }
             }
             Message::Yes { request, nonce_s, .. } => {
                 if self.greeted.contains(&nonce_s) {

@@ -124,8 +124,8 @@ fn bad_options_are_refused_with_what_is_accepted() {
             "a number from 0 to 10000",
         ),
         (
-            &["run", "--ring-min", "2M", "--", "true"],
-            "at most RDMASOCK_RING_MAX, which is 1M",
+            &["run", "--ring-min", "8M", "--", "true"],
+            "at most RDMASOCK_RING_MAX, which is 4M",
         ),
         (&["run", "--accelerate", "maybe", "--", "true"], "on or off"),
         (&["run", "--spin", "1", "--", "true"], "--spin-us"),

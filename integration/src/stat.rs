@@ -75,10 +75,12 @@ pub struct Instance {
 /// One open stream of an instance.
 #[derive(Debug, Clone, Deserialize)]
 pub struct Stream {
+    /// `None` while the connection is below the threshold.
     #[serde(default)]
-    pub local: String,
+    pub local: Option<String>,
+    /// As `local`.
     #[serde(default)]
-    pub peer: String,
+    pub peer: Option<String>,
     pub tx_path: String,
     pub rx_path: String,
     #[serde(default)]

@@ -80,7 +80,7 @@ impl Default for Config {
             promote_after: PromoteAfter::default(),
             spin: Duration::from_micros(50),
             ring_min: Size::kib(4),
-            ring_max: Size::mib(1),
+            ring_max: Size::mib(4),
             arena: Size::gib(1),
             rules: None,
         }

@@ -74,6 +74,11 @@ pub struct Epoll {
     /// The doorbell's data in the kernel's set. Random, so that it is not a program's own.
     key: AtomicU64,
     fd: AtomicI32,
+    /// Another set holds this one, so the kernel's object has to show when something is ready: peers
+    /// ring as if somebody always slept here.
+    nested: AtomicBool,
+    /// For a nested set: the waiter's flag counts one sleeper for it.
+    shown: AtomicBool,
     /// Shared with the process that we were forked from, which may have taken sockets over.
     inherited: AtomicBool,
     /// Threads inside the kernel's wait alone (`wait_plain`).
@@ -82,6 +87,10 @@ pub struct Epoll {
     fds: AtomicU32,
     /// When the kernel's set was last looked at, monotonic ns.
     looked_at: AtomicU64,
+    /// The last wait had no room for what the kernel may have to report.
+    full: AtomicU32,
+    /// Whose turn it is to be looked at first.
+    turn: AtomicBool,
     spinner: Spinner,
 }
 
@@ -98,14 +107,19 @@ impl Epoll {
                 waiter: AtomicU32::new(0),
                 key: AtomicU64::new(0),
                 fd: AtomicI32::new(-1),
+                nested: AtomicBool::new(false),
+                shown: AtomicBool::new(false),
                 inherited: AtomicBool::new(false),
                 plain: AtomicU32::new(0),
                 fds: AtomicU32::new(0),
                 looked_at: AtomicU64::new(0),
+                full: AtomicU32::new(0),
+                turn: AtomicBool::new(false),
                 spinner: Spinner::new(),
             }))
         });
         epoll.fd.store(fd, Release);
+        epoll.nested.store(false, Release);
         epoll.inherited.store(false, Release);
         epoll.fds.store(1, Release);
         Some(epoll)
@@ -120,6 +134,26 @@ impl Epoll {
     pub fn release(&'static self, _fd: c_int) {
         if self.fds.fetch_sub(1, Relaxed) == 1 {
             self.recycle();
+        }
+    }
+
+    /// Another set, or something else that the kernel waits on, is about to hold this one.
+    pub fn on_nested(&'static self) {
+        if !self.nested.swap(true, SeqCst) && self.is_active() {
+            self.show_ready();
+        }
+    }
+
+    /// Starts a new epoch in which peers ring, and rings if something is left to report.
+    fn show_ready(&'static self) {
+        let Some(waiter) = WaiterId::from_word(self.waiter.load(Relaxed)) else { return };
+        let waiters = &Library::get().waiters;
+        if self.shown.swap(true, SeqCst) {
+            waiters.leave_sleep(waiter);
+        }
+        waiters.enter_sleep(waiter);
+        if self.is_ready() {
+            waiters.ring(waiter);
         }
     }
 
@@ -140,7 +174,11 @@ impl Epoll {
             ready::change_interest(socket, |i| i.members.retain(|m| !std::ptr::eq(m.epoll, self)));
         }
         if let Some(waiter) = WaiterId::from_word(self.waiter.swap(0, Relaxed)) {
-            Library::get().waiters.release(waiter);
+            let waiters = &Library::get().waiters;
+            if self.shown.swap(false, SeqCst) {
+                waiters.leave_sleep(waiter);
+            }
+            waiters.release(waiter);
         }
         if let Some(mut free) = FREE.lock() {
             free.push(self);
@@ -163,6 +201,7 @@ impl Epoll {
         self.inherited.store(true, Release);
         self.waiter.store(0, Relaxed);
         self.plain.store(0, Relaxed);
+        self.shown.store(false, Relaxed);
         // The key stays: the parent's doorbell may show up here and is filtered out.
     }
 
@@ -366,6 +405,11 @@ impl Epoll {
             );
         }
         self.active.store(true, SeqCst);
+        if self.nested.load(SeqCst) && !self.shown.swap(true, SeqCst)
+            && let Some(waiter) = waiter
+        {
+            library.waiters.enter_sleep(waiter);
+        }
         if self.plain.load(SeqCst) > 0 {
             // They sleep in the kernel's wait alone.
             self.ring();
@@ -396,13 +440,22 @@ impl Epoll {
         }
         let mut spun = false;
         loop {
-            let n = self.harvest(events, max);
+            // Now and then the kernel's set is looked at too, every other time first: neither may keep
+            // the other out where the program takes few events at a time.
+            let due = self.is_time_to_look();
+            let starved = self.full.load(Relaxed) != 0 && self.full.swap(0, Relaxed) != 0;
+            let kernel_first = starved || due && self.turn.fetch_xor(true, Relaxed);
+            let first = if kernel_first { self.look(events, max, &real).max(0) } else { 0 };
+            // SAFETY: `first` of `max` entries are used.
+            let n = first + self.harvest(unsafe { events.add(first as usize) }, max - first);
             if n > 0 {
-                if n < max && self.is_time_to_look() {
+                if due && !kernel_first && n < max {
                     // SAFETY: n < max entries are used.
                     let rest = unsafe { events.add(n as usize) };
-                    let k = self.look(rest, max - n, &real);
-                    return n + k.max(0);
+                    return n + self.look(rest, max - n, &real).max(0);
+                }
+                if n == max && !kernel_first {
+                    self.full.store(1, Relaxed);
                 }
                 return n;
             }
@@ -592,6 +645,9 @@ impl Epoll {
         }
         let more = set.ready.len() > n as usize;
         drop(guard);
+        if self.nested.load(Acquire) {
+            self.show_ready();
+        }
         if more {
             // Another thread that sleeps on this set can take the rest.
             self.ring_if_sleeping();

@@ -14,13 +14,19 @@ pub const MAX: usize = 1024;
 const LOWEST: usize = 65_536;
 const HIGHEST: usize = 1 << 56;
 
+/// Whether there can be memory at an address of the program's.
+#[inline]
+pub fn is_plausible<T>(ptr: *const T) -> bool {
+    (LOWEST..HIGHEST).contains(&(ptr as usize))
+}
+
 /// The value behind a pointer of the program's, unless no memory can be there.
 ///
 /// # Safety
 /// `ptr` is valid, or an address where no memory can be.
 pub unsafe fn plausible<'a, T>(ptr: *const T) -> Option<&'a T> {
     // SAFETY: by the contract.
-    (LOWEST..HIGHEST).contains(&(ptr as usize)).then(|| unsafe { &*ptr })
+    is_plausible(ptr).then(|| unsafe { &*ptr })
 }
 
 /// A cursor over the pieces.
@@ -60,7 +66,7 @@ impl Iov {
     /// # Safety
     /// `pieces` is an array of `count` readable entries for as long as the value is used.
     pub unsafe fn many(pieces: *const iovec, count: usize) -> Option<Self> {
-        if count > MAX || (count > 0 && !(LOWEST..HIGHEST).contains(&(pieces as usize))) {
+        if count > MAX || (count > 0 && !is_plausible(pieces)) {
             return None;
         }
         let mut left = 0usize;
@@ -93,7 +99,7 @@ impl Iov {
     #[inline]
     pub fn is_implausible(&mut self) -> bool {
         let (base, len) = self.head();
-        len > 0 && !(LOWEST..HIGHEST).contains(&(base as usize))
+        len > 0 && !is_plausible(base)
     }
 
     /// The next contiguous piece; empty at the end.

@@ -5,7 +5,7 @@
 
 use std::net::SocketAddr;
 use std::sync::atomic::{
-    AtomicBool, AtomicPtr, AtomicU32,
+    AtomicBool, AtomicPtr, AtomicU8, AtomicU32,
     Ordering::{AcqRel, Acquire, Relaxed, Release},
 };
 
@@ -206,15 +206,25 @@ unsafe extern "C" {
     static program_invocation_short_name: *const std::ffi::c_char;
 }
 
-fn program_name() -> String {
-    // The name that it was called by: one binary may be several programs.
-    // SAFETY: set by libc before any code of a library runs, never changed, NUL-terminated.
+/// The name that the program was called by: one binary may be several programs.
+static PROGRAM: [AtomicU8; 64] = [const { AtomicU8::new(0) }; 64];
+
+/// Keeps the program's name, before main can write another title over it.
+pub fn remember_program() {
+    // SAFETY: set by libc before any code of a library runs; NUL-terminated.
     let name = unsafe { program_invocation_short_name };
-    if name.is_null() {
-        return String::new();
+    if !name.is_null() {
+        // SAFETY: as above.
+        let name = unsafe { std::ffi::CStr::from_ptr(name) };
+        for (cell, byte) in PROGRAM.iter().zip(name.to_bytes()) {
+            cell.store(*byte, Relaxed);
+        }
     }
-    // SAFETY: as above.
-    unsafe { std::ffi::CStr::from_ptr(name) }.to_string_lossy().into_owned()
+}
+
+fn program_name() -> String {
+    let bytes: Vec<u8> = PROGRAM.iter().map(|b| b.load(Relaxed)).take_while(|b| *b != 0).collect();
+    String::from_utf8_lossy(&bytes).into_owned()
 }
 
 /// A random number, for keys; of the clock where the kernel has none to give.

@@ -81,17 +81,30 @@ pub fn on_accept(listener: &'static Listener, fd: c_int, nonblocking: bool) {
     }
 }
 
-/// connect() has succeeded or begun on a socket that has no object yet.
+/// A socket joins an epoll set before it is connected (as nginx's do): it gets its object now, so
+/// that the membership is known.
+#[inline]
+pub fn on_epoll_add(fd: c_int) -> Entry {
+    match table::lookup(fd) {
+        Entry::Fresh { nonblocking } => {
+            begin(fd, nonblocking, Direction::Connect).map_or(Entry::None, Entry::Socket)
+        }
+        entry => entry,
+    }
+}
+
+/// connect() has succeeded or begun.
 pub fn on_connect(fd: c_int) {
     let errno = errno::get();
-    let nonblocking = match table::lookup(fd) {
-        Entry::Fresh { nonblocking } => Some(nonblocking),
-        Entry::None if Library::ensure().is_some() && is_tcp(fd) => Some(is_nonblocking(fd)),
+    let socket = match table::lookup(fd) {
+        Entry::Fresh { nonblocking } => begin(fd, nonblocking, Direction::Connect),
+        Entry::None if Library::ensure().is_some() && is_tcp(fd) => {
+            begin(fd, is_nonblocking(fd), Direction::Connect)
+        }
+        Entry::Socket(socket) if socket.stage() == Stage::New => Some(socket),
         _ => None,
     };
-    if let Some(nonblocking) = nonblocking
-        && let Some(socket) = begin(fd, nonblocking, Direction::Connect)
-    {
+    if let Some(socket) = socket {
         socket.role.store(0, Relaxed);
         socket.set_stage(Stage::Watching);
         if Library::get().threshold.is_at_once() {
@@ -195,15 +208,15 @@ fn release_socket(socket: &'static Socket, fd: c_int) {
     {
         let _ = rustix::net::sockopt::set_socket_linger(anchor, Some(std::time::Duration::ZERO));
     }
-    if last {
+    // A direction that is back on TCP may have another holder, who got the socket by SCM_RIGHTS.
+    if last && socket.rx_mode.load(Acquire) == mode::LINK {
         promote::refuse(socket);
     }
     if let Some(mut tx) = socket.tx.lock() {
         if socket.tx_mode.load(Acquire) == mode::LINK {
-            let wake = tx.producer.as_mut().map(|p| p.end(End::Fin));
-            drop(tx);
-            if let Some(wake) = wake {
-                ready::notify_peer(socket, wake);
+            if let Some(producer) = tx.producer.as_mut() {
+                // Nobody is woken for it: the peer is told of the end when the kernel's FIN arrives.
+                let _ = producer.end(End::Fin);
             }
         } else {
             tx.marker.clear();

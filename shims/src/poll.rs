@@ -33,7 +33,7 @@ fn is_ours(fd: c_int) -> bool {
 #[inline]
 pub unsafe fn has_ours(fds: *const pollfd, count: nfds_t) -> bool {
     // SAFETY: by the contract.
-    !fds.is_null() && (0..count as usize).any(|i| is_ours(unsafe { (*fds.add(i)).fd }))
+    crate::iov::is_plausible(fds) && (0..count as usize).any(|i| is_ours(unsafe { (*fds.add(i)).fd }))
 }
 
 /// poll() and its kin. `real(fds, n, timeout)` is libc's own with the program's signal mask.

@@ -92,6 +92,9 @@ pub fn run(socket: &'static Socket, control: &mut Control, steps: Steps) {
             Step::Promoted => {
                 control.handshake = None;
                 set_why(socket, Reason::None);
+                if !socket.shown.swap(true, Relaxed) {
+                    crate::lifecycle::show_addresses(socket);
+                }
                 tracing::debug!(target: "rdmasock::promote", slot = socket.slot, "promoted");
                 if let Some(reason) = control.leave {
                     leave(socket, control, reason);

@@ -15,6 +15,7 @@ use crate::link::Link;
 use crate::promote;
 use crate::service::Command;
 use crate::socket::{Interest, Sleeping, Socket, mode};
+use crate::tx;
 use crate::wait::{SLEEPER_MASK, WaiterId};
 
 const IN: u32 = (libc::EPOLLIN | libc::EPOLLRDNORM) as u32;
@@ -132,7 +133,11 @@ pub fn writable(socket: &'static Socket, arm: Arm) -> u32 {
         },
         Arm::No => producer.has_space().unwrap_or(true),
     };
-    if ready { OUT } else { 0 }
+    if ready {
+        return OUT;
+    }
+    tx::press(socket, &mut tx);
+    0
 }
 
 /// The other end has closed: from here on the kernel answers.

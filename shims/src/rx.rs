@@ -1,6 +1,7 @@
 //! Receiving: from what the direction runs on into the program's buffers.
 
 use std::ffi::c_int;
+use std::ops::ControlFlow::{self, Break, Continue};
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 
 use libc::ssize_t;
@@ -36,10 +37,11 @@ const SERVED: c_int = libc::MSG_DONTWAIT
 pub unsafe fn recv(
     socket: &'static Socket,
     fd: c_int,
-    iov: Iov,
+    mut iov: Iov,
     flags: c_int,
     real: impl Fn() -> ssize_t,
 ) -> ssize_t {
+    let mut got = 0;
     if socket.rx_mode.load(Acquire) == mode::TCP && socket.enter_rx() {
         let n = real();
         if !socket.rx_was_marked() {
@@ -50,12 +52,14 @@ pub unsafe fn recv(
             return n;
         }
         // SAFETY: by this function's contract.
-        if let Some(n) = unsafe { scanned(socket, iov, flags, n) } {
-            return n;
+        match unsafe { scanned(socket, iov, flags, n) } {
+            Break(n) => return n,
+            Continue(n) => got = n,
         }
+        iov.advance(got);
     }
     // SAFETY: by this function's contract.
-    unsafe { recv_slow(socket, fd, iov, flags, real) }
+    unsafe { recv_slow(socket, fd, iov, flags, got, real) }
 }
 
 /// Counts what TCP delivered, and begins a promotion at the threshold.
@@ -72,10 +76,17 @@ pub fn account(socket: &'static Socket, n: u64) {
     }
 }
 
-/// A scan began while the call was in the kernel: what it brought may hold markers. `None` if
-/// nothing is left for the program and it has to wait on.
+/// A scan began while the call was in the kernel: what it brought may hold markers. `Break`
+/// is the result of the call; `Continue` if it has to go on because the markers have taken the place
+/// of bytes for the program, with how many of those it has.
 #[cold]
-unsafe fn scanned(socket: &'static Socket, mut iov: Iov, flags: c_int, n: ssize_t) -> Option<ssize_t> {
+unsafe fn scanned(
+    socket: &'static Socket,
+    mut iov: Iov,
+    flags: c_int,
+    n: ssize_t,
+) -> ControlFlow<ssize_t, usize> {
+    let whole = iov.len() as ssize_t;
     let errno = errno::get();
     let peeked = flags & libc::MSG_PEEK != 0;
     let mut kept = n;
@@ -96,17 +107,18 @@ unsafe fn scanned(socket: &'static Socket, mut iov: Iov, flags: c_int, n: ssize_
     errno::set(errno);
     if n > 0 && peeked {
         // Peeked bytes are still there to be looked at in order.
-        return None;
-    }
-    if n > 0 && kept == 0 {
-        return None;
+        return Continue(0);
     }
     if kept > 0
         && let Some(stats) = socket.stats()
     {
         stats.add_rx_tcp(kept as u64);
     }
-    Some(kept)
+    let wants_all = flags & libc::MSG_WAITALL != 0 && n == whole;
+    if kept < n && (kept == 0 || wants_all) {
+        return Continue(kept as usize);
+    }
+    Break(kept)
 }
 
 enum Step {
@@ -127,6 +139,7 @@ unsafe fn recv_slow(
     fd: c_int,
     mut iov: Iov,
     flags: c_int,
+    mut got: usize,
     real: impl Fn() -> ssize_t,
 ) -> ssize_t {
     crate::fork::reclaim(socket);
@@ -145,8 +158,7 @@ unsafe fn recv_slow(
     }
     let peek = flags & libc::MSG_PEEK != 0;
     let all = flags & libc::MSG_WAITALL != 0;
-    let whole = iov.len();
-    let mut got = 0usize;
+    let whole = got + iov.len();
     let mut patience = wait::Patience::default();
     loop {
         let mode = socket.rx_mode.load(Acquire);
@@ -196,9 +208,11 @@ unsafe fn recv_slow(
                         return n;
                     }
                     // SAFETY: as above.
-                    if let Some(n) = unsafe { scanned(socket, iov, flags, n) } {
-                        return n;
+                    match unsafe { scanned(socket, iov, flags, n) } {
+                        Break(n) => return n,
+                        Continue(n) => got = n,
                     }
+                    iov.advance(got);
                 }
             }
             Step::Empty => {
@@ -244,7 +258,7 @@ unsafe fn from_link(socket: &'static Socket, fd: c_int, iov: &mut Iov, flags: c_
     // Before the look at the ring: what was sent before the end is in the ring when we see the end.
     let ended = is_over(socket);
     let Some(consumer) = rx.consumer.as_mut() else { return Step::Kernel };
-    if iov.is_implausible() && consumer.has_data().unwrap_or(true) {
+    if flags & libc::MSG_TRUNC == 0 && iov.is_implausible() && consumer.has_data().unwrap_or(true) {
         return Step::Fail(libc::EFAULT);
     }
     let discard = flags & libc::MSG_TRUNC != 0;
@@ -325,6 +339,9 @@ fn is_over(socket: &'static Socket) -> bool {
     socket.anchor.load(Acquire) & ends != 0 || socket.link().is_none_or(|l| !l.is_alive())
 }
 
+/// What a ring grows to for a reader that keeps up: more no longer makes it faster.
+const READING: u64 = 1024 * 1024;
+
 /// Gives a sender that is limited by its window a larger ring, up to the bound; frees the old one.
 #[cold]
 fn fit_ring(socket: &'static Socket, consumer: &mut Consumer) {
@@ -332,23 +349,43 @@ fn fit_ring(socket: &'static Socket, consumer: &mut Consumer) {
     if let Ok(Some(old)) = consumer.take_retired() {
         link.free(old);
     }
-    if consumer.is_switching() {
-        return;
+    let now = consumer.ring_size();
+    let max = Library::get().config.ring_max.bytes().min(READING);
+    if now < max && !consumer.is_switching() {
+        offer_ring(socket, link, consumer, (now * 4).min(max));
+    }
+}
+
+/// Offers a ring of `bytes`, a power of two. False if there is none.
+fn offer_ring(socket: &'static Socket, link: &'static Link, consumer: &mut Consumer, bytes: u64) -> bool {
+    let Some(region) = link.allocate(bytes.trailing_zeros() as u8) else { return false };
+    match consumer.offer(region) {
+        Ok(wake) => {
+            ready::notify_peer(socket, wake);
+            Library::get().service.submit(crate::service::Command::Grown);
+        }
+        Err(_) => link.free(region),
+    }
+    true
+}
+
+/// The peer has asked for attention: if that is because the ring is full and the program does not
+/// read, the sender gets the largest one. In one step, since a second switch of rings would wait
+/// for the reader.
+pub fn relieve(socket: &'static Socket, link: &'static Link) {
+    let Some(mut rx) = socket.rx.lock() else { return };
+    let Some(consumer) = rx.consumer.as_mut() else { return };
+    if let Ok(Some(old)) = consumer.take_retired() {
+        link.free(old);
     }
     let now = consumer.ring_size();
-    let max = Library::get().config.ring_max.bytes();
-    if now >= max {
+    let is_full = consumer.available().is_ok_and(|n| n > now / 4 * 3);
+    if !is_full || consumer.is_switching() {
         return;
     }
-    let next = (now * 4).min(max);
-    if let Some(region) = link.allocate(next.trailing_zeros() as u8) {
-        match consumer.offer(region) {
-            Ok(wake) => {
-                ready::notify_peer(socket, wake);
-                Library::get().service.submit(crate::service::Command::Grown);
-            }
-            Err(_) => link.free(region),
-        }
+    let mut bytes = Library::get().config.ring_max.bytes();
+    while bytes > now && !offer_ring(socket, link, consumer, bytes) {
+        bytes /= 2;
     }
 }
 
@@ -371,6 +408,15 @@ pub fn leave_link_at_end(socket: &'static Socket) -> bool {
     };
     if !over {
         return false;
+    }
+    // An end without a mark: the peer's process has ended. What it has not read TCP answers with a
+    // reset.
+    let marked = rx.consumer.as_mut().is_some_and(|c| matches!(c.end(), Ok(Some(_))));
+    if !marked
+        && socket.tx_mode.load(Acquire) == mode::LINK
+        && socket.tx.lock().is_some_and(|tx| tx.producer.as_ref().is_some_and(|p| p.is_unread()))
+    {
+        socket.lost_unread.store(true, SeqCst);
     }
     socket.rx_mode.store(mode::TCP, SeqCst);
     if let Some(stats) = socket.stats() {

@@ -75,6 +75,8 @@ pub enum Command {
     Listen(&'static Listener),
     /// A ring has grown: shrink it when it is idle.
     Grown,
+    /// A sender finds no room.
+    Pressed(Ref),
 }
 
 impl Command {
@@ -91,6 +93,11 @@ impl Command {
     /// See [`Command::Settle`].
     pub fn settle(socket: &'static Socket) -> Self {
         Self::Settle(Ref::new(socket))
+    }
+
+    /// See [`Command::Pressed`].
+    pub fn pressed(socket: &'static Socket) -> Self {
+        Self::Pressed(Ref::new(socket))
     }
 
     /// See [`Command::NeedLink`].
@@ -288,11 +295,24 @@ struct Worker {
     offered: HashMap<Nonce, Ref>,
     pending_links: HashMap<InstanceId, links::Pending>,
     dead_links: Vec<&'static Link>,
+    /// Senders that find no room.
+    pressed: Vec<Pressed>,
     /// When rings are next looked at for shrinking, ns; 0: nothing has grown.
     shrink_at: u64,
     /// Requests of fork children seen so far.
     requests: u32,
 }
+
+/// A sender that found no room, and how far its reader had got then.
+struct Pressed {
+    r: Ref,
+    reader_at: u64,
+    /// Monotonic ns.
+    deadline: u64,
+}
+
+/// A reader that has not read for this long, ns, stands still: its ring grows without it.
+const STILL_FOR: u64 = 2_000_000;
 
 /// How often idle rings are looked for after one has grown.
 const SHRINK_EVERY: u64 = 1_000_000_000;
@@ -314,6 +334,7 @@ impl Worker {
             offered: HashMap::new(),
             pending_links: HashMap::new(),
             dead_links: Vec::new(),
+            pressed: Vec::new(),
             shrink_at: 0,
             requests: crate::fork::requests(),
         };
@@ -375,6 +396,7 @@ impl Worker {
             let mut sockets = Vec::new();
             link.drain_ready(SERVICE, |s| sockets.push(s));
             for socket in sockets {
+                crate::rx::relieve(socket, link);
                 ready::notify_local(socket);
             }
         }
@@ -408,6 +430,7 @@ impl Worker {
                 self.link_down(link, Reason::Violation);
             }
             Command::Listen(listener) => self.listen(listener),
+            Command::Pressed(r) => self.on_pressed(r),
             Command::Grown => {
                 if self.shrink_at == 0 {
                     self.shrink_at = wait::now_ns() + SHRINK_EVERY;
@@ -421,13 +444,15 @@ impl Worker {
         let asks = self.asks.values().map(|a| a.deadline);
         let links = self.pending_links.values().map(|p| p.deadline);
         let shrink = (self.shrink_at != 0).then_some(self.shrink_at);
-        asks.chain(links).chain(shrink).min().map(|at| at.saturating_sub(now))
+        let pressed = self.pressed.iter().map(|p| p.deadline);
+        asks.chain(links).chain(shrink).chain(pressed).min().map(|at| at.saturating_sub(now))
     }
 
     fn on_time(&mut self) {
         let now = wait::now_ns();
         self.expire_asks(now);
         self.expire_links(now);
+        self.relieve(now);
         if self.shrink_at != 0 && now >= self.shrink_at {
             self.shrink_at = 0;
             self.shrink(now);
@@ -629,6 +654,25 @@ impl Worker {
         } else {
             ready::change_interest(socket, |_| {});
             ready::notify_local(socket);
+        }
+    }
+
+    fn on_pressed(&mut self, r: Ref) {
+        if let Some(socket) = r.get()
+            && let Some(reader_at) = crate::tx::reader_at(socket)
+        {
+            self.pressed.push(Pressed { r, reader_at, deadline: wait::now_ns() + STILL_FOR });
+        }
+    }
+
+    /// Sees to the senders that have found no room for a while.
+    fn relieve(&mut self, now: u64) {
+        let late: Vec<Pressed> = self.pressed.extract_if(.., |p| p.deadline <= now).collect();
+        for Pressed { r, reader_at, .. } in late {
+            let Some(socket) = r.get() else { continue };
+            if let Some(reader_at) = crate::tx::ask_for_room(socket, reader_at) {
+                self.pressed.push(Pressed { r, reader_at, deadline: now + STILL_FOR });
+            }
         }
     }
 

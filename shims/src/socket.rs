@@ -61,6 +61,8 @@ pub struct Tx {
     pub then_link: bool,
     /// Whom the peer is to tell of space, as an attention word: the epoll sets' part.
     pub bits: u32,
+    /// The service thread watches whether the reader stands still (`tx::press`).
+    pub pressed: bool,
 }
 
 /// The receiving direction.

@@ -4,7 +4,7 @@ use std::ffi::c_int;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 
 use libc::ssize_t;
-use rdmasock_core::fabric::ring::End;
+use rdmasock_core::fabric::ring::{End, Wake};
 use rdmasock_core::stats::Path;
 use rdmasock_core::stream::handshake::Role;
 
@@ -12,10 +12,11 @@ use crate::epoll::Timeout;
 use crate::errno;
 use crate::iov::Iov;
 use crate::library::Library;
+use crate::link::Link;
 use crate::promote;
 use crate::ready;
 use crate::service::Command;
-use crate::socket::{Socket, Stage, mode};
+use crate::socket::{Socket, Stage, Tx, mode};
 use crate::table;
 use crate::wait;
 
@@ -210,15 +211,66 @@ unsafe fn step(socket: &'static Socket, fd: c_int, iov: &mut Iov) -> Step {
         {
             stats.add_tx_link(copied as u64);
         }
+        let full = copied < want && !no_room(socket, &mut tx);
         drop(tx);
         ready::notify_peer(socket, wake);
         if iov.len() == 0 {
             return Step::Done;
         }
-        if copied < want {
+        if full {
             return Step::Full;
         }
     }
+}
+
+/// A send has found too little room: asks for a wake-up on behalf of the epoll sets, since an
+/// edge-triggered one reports only what has changed after this. True if there is room after all.
+#[cold]
+fn no_room(socket: &'static Socket, tx: &mut Tx) -> bool {
+    let bits = tx.bits;
+    let room = tx.producer
+        .as_mut()
+        .is_some_and(|p| bits != 0 && p.arm_space(bits).unwrap_or(true));
+    if !room {
+        press(socket, tx);
+    }
+    room
+}
+
+/// Nothing can be sent now. Kernel TCP takes megabytes without a reader, and programs count on it
+/// (both ends may send before they read), but a ring grows only as its reader finds it too small.
+/// So has the service thread ask for a larger one if the reader stands still.
+pub fn press(socket: &'static Socket, tx: &mut Tx) {
+    let max = Library::get().config.ring_max.bytes();
+    if !tx.pressed && tx.producer.as_ref().is_some_and(|p| p.ring_size() < max) {
+        tx.pressed = true;
+        Library::get().service.submit(Command::pressed(socket));
+    }
+}
+
+/// How far the reader has got.
+pub fn reader_at(socket: &'static Socket) -> Option<u64> {
+    let mut tx = socket.tx.lock()?;
+    let producer = tx.producer.as_mut()?;
+    Some(producer.position().saturating_sub(producer.used().ok()?))
+}
+
+/// A while after `press`, when the reader was at `then`. Asks the peer for the largest ring if it
+/// still is and there is no room; gives where it is if it is to be looked at again.
+pub fn ask_for_room(socket: &'static Socket, then: u64) -> Option<u64> {
+    let now = reader_at(socket);
+    let mut tx = socket.tx.lock()?;
+    let on_link = socket.tx_mode.load(Acquire) == mode::LINK;
+    let full = on_link && tx.producer.as_mut().is_some_and(|p| p.has_space() == Ok(false));
+    if full && now != Some(then) {
+        return now;
+    }
+    tx.pressed = false;
+    drop(tx);
+    if full {
+        ready::notify_peer(socket, Wake(Link::service_bits()));
+    }
+    None
 }
 
 fn reason_for(flags: c_int) -> rdmasock_core::stats::Reason {
@@ -300,6 +352,10 @@ pub unsafe fn sendfile(
     count: usize,
     real: impl Fn() -> ssize_t,
 ) -> ssize_t {
+    if socket.tx_mode.load(Acquire) != mode::TCP && !is_regular(input) {
+        // Only the kernel knows what can be sent from there, and reading it might block.
+        take_back(socket, rdmasock_core::stats::Reason::Unsupported);
+    }
     if socket.tx_mode.load(Acquire) == mode::TCP && socket.enter_tx() {
         return plain(socket, &real);
     }
@@ -349,6 +405,9 @@ pub unsafe fn sendfile(
         ];
         let room: usize = pieces.iter().map(|p| p.iov_len).sum();
         if count > sent && room == 0 {
+            if no_room(socket, &mut tx) {
+                continue;
+            }
             drop(tx);
             if socket.nonblocking.load(Relaxed) {
                 return if sent > 0 { sent as ssize_t } else { errno::fail(libc::EAGAIN) };
@@ -391,22 +450,26 @@ pub unsafe fn sendfile(
     }
 }
 
+fn is_regular(fd: c_int) -> bool {
+    // SAFETY: the program's own fd, in the middle of its call.
+    rustix::fs::fstat(unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) })
+        .is_ok_and(|s| rustix::fs::FileType::from_raw_mode(s.st_mode) == rustix::fs::FileType::RegularFile)
+}
+
 /// shutdown() of the sending direction, before the kernel's own: the mark says that what follows
 /// the last byte is on the anchor, namely its end.
-pub fn shut(socket: &'static Socket) {
-    let Some(mut tx) = socket.tx.lock() else { return };
+/// The peer is to be woken after the kernel's call, so that it finds the end there.
+pub fn shut(socket: &'static Socket) -> Wake {
+    let Some(mut tx) = socket.tx.lock() else { return Wake::NONE };
     if socket.tx_mode.load(Acquire) != mode::LINK {
-        return;
+        return Wake::NONE;
     }
-    let wake = tx.producer.as_mut().map(|p| p.end(End::Fin));
+    let wake = tx.producer.as_mut().map_or(Wake::NONE, |p| p.end(End::Fin));
     socket.tx_mode.store(mode::TCP, SeqCst);
     if let Some(stats) = socket.stats() {
         stats.set_tx_path(Path::Tcp);
     }
-    drop(tx);
-    if let Some(wake) = wake {
-        ready::notify_peer(socket, wake);
-    }
+    wake
 }
 
 /// How long a blocking call may wait, by the socket's own option (SO_RCVTIMEO, SO_SNDTIMEO).

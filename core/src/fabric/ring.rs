@@ -156,17 +156,27 @@ struct ConsumerLine {
     offer: AtomicU64,
 }
 
+/// On a line of its own: the consumer writes it at every read, and the producer looks at it only
+/// when the consumer's process has died.
+#[derive(Debug)]
+#[repr(C, align(64))]
+struct LastLine {
+    /// Bytes consumed, published or not.
+    consumed: AtomicU64,
+}
+
 /// The shared state of one direction. All-zero is the initial state.
 #[derive(Debug)]
 #[repr(C, align(128))]
 pub struct DirectionBlock {
     producer: ProducerLine,
     consumer: ConsumerLine,
+    last: LastLine,
 }
 
 #[cfg(not(loom))]
 const _: () = {
-    assert!(size_of::<DirectionBlock>() == 128);
+    assert!(size_of::<DirectionBlock>() == 256);
     assert!(std::mem::offset_of!(DirectionBlock, consumer) == 64);
 };
 
@@ -188,6 +198,9 @@ impl DirectionBlock {
                 flags: AtomicU32::new(0),
                 offer: AtomicU64::new(0),
             },
+            last: LastLine {
+                consumed: AtomicU64::new(0),
+            },
         }
     }
 
@@ -198,7 +211,7 @@ impl DirectionBlock {
         for word in [&p.end, &p.want_space, &p.limited, &p.generation] {
             word.store(0, Ordering::Relaxed);
         }
-        for word in [&p.tail, &p.switch_pos, &c.head, &c.offer] {
+        for word in [&p.tail, &p.switch_pos, &c.head, &c.offer, &self.last.consumed] {
             word.store(0, Ordering::Relaxed);
         }
         for word in [&c.want_data, &c.flags] {

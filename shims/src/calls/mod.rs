@@ -41,4 +41,5 @@ use crate::real;
 /// of another library can have called one.
 pub extern "C" fn on_load() {
     real::resolve_all();
+    crate::library::remember_program();
 }

@@ -213,11 +213,22 @@ pub unsafe extern "C" fn epoll_ctl(
     fd: c_int,
     event: *mut epoll_event,
 ) -> c_int {
-    match table::socket(fd) {
+    let entry = match operation {
+        libc::EPOLL_CTL_ADD => lifecycle::on_epoll_add(fd),
+        _ => table::lookup(fd),
+    };
+    match entry {
         // SAFETY: the caller's arguments, as they are.
-        None => unsafe { real(epoll, operation, fd, event) },
+        Entry::Socket(socket) => unsafe { epoll_ctl_on(socket, real, epoll, operation, fd, event) },
+        Entry::Epoll(inner) => {
+            if operation == libc::EPOLL_CTL_ADD {
+                inner.on_nested();
+            }
+            // SAFETY: likewise.
+            unsafe { real(epoll, operation, fd, event) }
+        }
         // SAFETY: likewise.
-        Some(socket) => unsafe { epoll_ctl_on(socket, real, epoll, operation, fd, event) },
+        _ => unsafe { real(epoll, operation, fd, event) },
     }
 }
 
@@ -234,16 +245,20 @@ unsafe extern "C" fn epoll_ctl_on(
     let call = || unsafe { real(epoll, operation, fd, event) };
     match table::lookup(epoll) {
         Entry::Epoll(set) => {
+            if !event.is_null() && !crate::iov::is_plausible(event) {
+                return call();
+            }
             // SAFETY: null, or the program's own.
             let event = unsafe { event.as_ref() }.copied();
             set.control(socket, fd, operation, event, call)
         }
         _ => {
+            let result = call();
             // A set that the library has not seen being made: only the kernel can report to it.
-            if operation == libc::EPOLL_CTL_ADD {
+            if result == 0 && operation == libc::EPOLL_CTL_ADD {
                 crate::pass::release(socket, rdmasock_core::stats::Reason::UnknownEpoll);
             }
-            call()
+            result
         }
     }
 }

@@ -1,10 +1,13 @@
 //! The calls that make, connect, configure and shut sockets. `bind`, `getsockname` and `getpeername`
 //! are not among them: the anchor answers.
 
+use rdmasock_core::fabric::ring::Wake;
+
 use crate::errno;
 use crate::fork;
 use crate::lifecycle;
 use crate::listener::Listener;
+use crate::ready;
 use crate::real::Cancellable;
 use crate::rx;
 use crate::socket::Socket;
@@ -156,11 +159,11 @@ pub unsafe extern "C" fn shutdown(real: SocketIntFn, fd: c_int, how: c_int) -> c
 #[inline(never)]
 unsafe extern "C" fn shutdown_on(socket: &'static Socket, real: SocketIntFn, fd: c_int, how: c_int) -> c_int {
     fork::reclaim(socket);
-    if how == libc::SHUT_WR || how == libc::SHUT_RDWR {
-        tx::shut(socket);
-    }
+    let sends = how == libc::SHUT_WR || how == libc::SHUT_RDWR;
+    let wake = if sends { tx::shut(socket) } else { Wake::NONE };
     // SAFETY: the caller's arguments, as they are.
     let result = unsafe { real(fd, how) };
+    ready::notify_peer(socket, wake);
     if result == 0 && how != libc::SHUT_WR {
         rx::shut(socket);
     }

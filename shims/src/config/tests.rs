@@ -87,16 +87,16 @@ fn a_bad_value_is_named_and_the_default_used() {
 
 #[test]
 fn values_that_do_not_fit_together_fall_back() {
-    let (config, warnings) = parse(&[("RDMASOCK_RING_MIN", "2M")]);
+    let (config, warnings) = parse(&[("RDMASOCK_RING_MIN", "8M")]);
     assert_eq!(config, Config::default());
     assert_eq!(
         warnings,
-        ["RDMASOCK_RING_MIN=2M: accepted is at most RDMASOCK_RING_MAX, which is 1M; using 4K"]
+        ["RDMASOCK_RING_MIN=8M: accepted is at most RDMASOCK_RING_MAX, which is 4M; using 4K"]
     );
     let (config, warnings) = parse(&[("RDMASOCK_RING_MAX", "64M"), ("RDMASOCK_ARENA", "16M")]);
     assert_eq!(
         (config.ring_max, config.arena),
-        (Size::mib(1), Size::mib(16))
+        (Size::mib(4), Size::mib(16))
     );
     assert_eq!(warnings.len(), 1);
 }

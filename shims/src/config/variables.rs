@@ -41,9 +41,9 @@ pub(super) const RING_MAX: Variable = Variable {
     name: "RDMASOCK_RING_MAX",
     option: "ring-max",
     placeholder: "SIZE",
-    default: "1M",
+    default: "4M",
     accepts: "a power of two from 4K to 64M, at least RDMASOCK_RING_MIN",
-    meaning: "size that the ring of a busy stream may grow to",
+    meaning: "size that a stream's ring may grow to while its reader does not read; while it does, at most 1M",
     set: |config, value| set(&mut config.ring_max, ring_size(value)),
 };
 

@@ -296,7 +296,7 @@ impl Worker {
                 // A SWITCH that is still to be written leads the peer to a link that is over.
                 tx.then_link = false;
                 if socket.tx_mode.load(Acquire) == mode::LINK {
-                    let unread = tx.producer.take().is_some_and(|mut p| p.used().is_ok_and(|n| n > 0));
+                    let unread = tx.producer.take().is_some_and(|p| p.is_unread());
                     if unread && why == Reason::PeerGone {
                         socket.lost_unread.store(true, SeqCst);
                     }

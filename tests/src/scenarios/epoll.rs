@@ -357,7 +357,8 @@ pub fn fairness(c: &Ctx) {
                 seen[i as usize] += 1;
             }
         }
-        c.log(format_args!("turns {seen:?}"));
+        // The order among them is nobody's promise.
+        c.log(format_args!("all had a turn: {}", seen.iter().all(|n| *n > 0)));
     } else {
         for fd in &fds {
             c.send(*fd, b"ready", 0);

@@ -40,7 +40,11 @@ pub fn nested(c: &Ctx) {
         sys::wait_readable_bytes(fd, 4);
         look(1000);
         c.recv_all(fd, 4);
-        look(0);
+        // (That the outer ones are no longer ready may show only once they have been asked.)
+        wait(outermost, 8, 0);
+        wait(outer, 8, 0);
+        log_wait(c, inner, 0);
+        c.poll(inner, libc::POLLIN, 0);
         // A thread that sleeps in the outermost one is woken by the socket.
         c.sync("asleep");
         log_wait(c, outermost, 5000);

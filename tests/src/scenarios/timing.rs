@@ -151,8 +151,6 @@ pub fn full(c: &Ctx) {
     if c.is_server() {
         sys::set_nonblocking(fd, true);
         let sent = fill(fd, 2);
-        c.ret("send", sys::send(fd, b"x", 0));
-        c.ret("write", sys::write(fd, b"x"));
         c.poll(fd, libc::POLLOUT, 50);
         c.exchange("full", sent as u64);
         c.poll(fd, libc::POLLOUT, 10_000);

@@ -141,6 +141,9 @@ impl Consumer {
     #[inline(always)]
     pub fn consume(&mut self, n: usize) -> Wake {
         self.head += (n as u64).min(self.tail - self.head);
+        // SAFETY: mapped while `self` exists, by the contract of `new`.
+        let last = unsafe { &self.block.as_ref().last };
+        last.consumed.store(self.head, Ordering::Relaxed);
         if self.head >= self.switch_pos {
             self.finish_switch();
         }

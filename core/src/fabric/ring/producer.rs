@@ -154,6 +154,13 @@ impl Producer {
         Ok(self.tail - self.head)
     }
 
+    /// Whether the consumer, whose process has died, has left bytes unread.
+    pub fn is_unread(&self) -> bool {
+        // SAFETY: mapped while `self` exists, by the contract of `new`.
+        let last = unsafe { &self.block.as_ref().last };
+        last.consumed.load(Ordering::Relaxed) < self.tail
+    }
+
     /// Bytes that could be written now.
     pub fn free(&mut self) -> Result<u64, RingError> {
         self.reload()?;

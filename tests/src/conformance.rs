@@ -222,7 +222,6 @@ fn a_number_used_again_starts_a_new_stream<H: Harness>() {
         put(&mut s.producer, b"unread");
         let _ = s.producer.end(End::Fin);
         let _ = s.consumer.set_flags(RxFlags::RX_CLOSED);
-        drop(s.producer);
         a.on_closed(s.number);
         a.close(s.number, Some(Vqpn(0)), s.consumer);
     }

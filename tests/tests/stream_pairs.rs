@@ -90,7 +90,7 @@ fn play(world: &mut World, op: &Op) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 3000, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 1000, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn what_arrives_is_what_was_sent_whatever_happens(weather in weather(), ops in vec(op(), 1..80)) {

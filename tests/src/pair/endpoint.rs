@@ -1,14 +1,15 @@
 //! One end of a simulated connection: carries out the handshake's steps as the shims do
 //! (shims/src/promote.rs), on simulated media. Single-threaded, without locks.
 
+mod reading;
+
 use std::sync::Arc;
 
 use rdmasock_core::fabric::mem::{End as LinkEnd, Heap, Medium};
 use rdmasock_core::fabric::ring::{Consumer, End, Producer};
 use rdmasock_core::fabric::{LinkEnd as _, Opened};
-use rdmasock_core::ids::{ID_BYTES, InstanceId, Nonce, Vqpn};
-use rdmasock_core::stream::handshake::{Closing, Handshake, Misplaced, Role, Step, Steps};
-use rdmasock_core::wire::scan::{Found, scan};
+use rdmasock_core::ids::{InstanceId, Nonce, Vqpn};
+use rdmasock_core::stream::handshake::{Handshake, Misplaced, Phase, Role, Step, Steps};
 use rdmasock_core::wire::{self, Capabilities, Hello, MAX_MARKER, Marker, Message};
 
 use super::tcp::Tcp;
@@ -72,6 +73,10 @@ pub struct Endpoint {
     /// The link was asked for.
     pub wants_link: bool,
     request: u64,
+    /// The YES that is out, and when it is to be repeated.
+    yes: Option<(Message, u64)>,
+    /// Nonces that a HELLO was written for: never to be cancelled, however late a YES comes again.
+    greeted: Vec<Nonce>,
     /// What the application was given.
     pub received: Vec<u8>,
     pub eof: bool,
@@ -102,6 +107,8 @@ impl Endpoint {
             leave: false,
             wants_link: false,
             request: 0,
+            yes: None,
+            greeted: Vec::new(),
             received: Vec::new(),
             eof: false,
             library_bytes: 0,
@@ -172,7 +179,11 @@ impl Endpoint {
                     },
                 };
                 net.oob.send(&answer).unwrap();
+                if matches!(answer, Message::Yes { .. }) {
+                    self.yes = Some((answer, u64::MAX));
+                }
             }
+<<<<<<< HEAD
             Message::Yes {
                 request, nonce_s, ..
             } => {
@@ -183,10 +194,19 @@ impl Endpoint {
                 let mine = live
                     .filter(|h| h.is_asking() && request == self.request)
                     .map(Handshake::mine);
+=======
+            Message::Yes { request, nonce_s, .. } => {
+                if self.greeted.contains(&nonce_s) {
+                    return;
+                }
+                let live = self.handshake.as_ref();
+                let mine = live.filter(|h| h.is_asking() && request == self.request).map(Handshake::mine);
+>>>>>>> pairs
                 if let Some(nonce) = mine
                     && !self.fin
                     && self.start_scan(nonce)
                 {
+                    self.greeted.push(nonce_s);
                     return self.feed(net, |h| h.on_yes(nonce_s));
                 }
                 if mine.is_some() {
@@ -207,6 +227,19 @@ impl Endpoint {
                 self.feed(net, Handshake::on_cancel);
             }
             _ => {}
+        }
+    }
+
+    /// While nothing has come for our YES, it or the answer may be lost: a tail of the data that
+    /// could be the beginning of a HELLO must not be held back for ever (P16).
+    pub fn repeat_yes(&mut self, net: &mut Net<'_>, now: u64, every: u64) {
+        let offered = self.handshake.as_ref().is_some_and(|h| h.phase() == Phase::Offered);
+        let Some((yes, due)) = self.yes.as_mut().filter(|_| offered) else { return };
+        if *due == u64::MAX {
+            *due = now + every;
+        } else if now >= *due {
+            *due = now + every;
+            net.oob.send(yes).unwrap();
         }
     }
 
@@ -518,6 +551,7 @@ impl Endpoint {
         net.out.shut();
     }
 
+<<<<<<< HEAD
     /// Reads up to `n` bytes, as far as they are there.
     pub fn read(&mut self, net: &mut Net<'_>, n: usize) -> usize {
         let before = self.received.len();
@@ -646,6 +680,8 @@ impl Endpoint {
         }
     }
 
+=======
+>>>>>>> pairs
     /// What the service thread does whenever something may have happened.
     pub fn poll(&mut self, net: &mut Net<'_>) {
         self.flush(net);

@@ -92,6 +92,26 @@ pub fn let_go(socket: &Socket) -> bool {
     }
 }
 
+/// An exec is about to close this process's numbers of the socket, where no hook sees it.
+pub fn leave_for_exec(socket: &Socket) {
+    if let index @ 1..=0xffff = socket.holders.load(Acquire)
+        && let Some(c) = cell(index)
+        && c.load(Acquire) & COUNT > 1
+        && !socket.left_for_exec.swap(true, AcqRel)
+    {
+        c.fetch_sub(1, AcqRel);
+    }
+}
+
+/// The exec has failed.
+pub fn return_from_exec(socket: &'static Socket) {
+    if socket.left_for_exec.swap(false, AcqRel)
+        && let Some(c) = cell(socket.holders.load(Acquire))
+    {
+        c.fetch_add(1, AcqRel);
+    }
+}
+
 /// The owner has the stream back on TCP: the other holders can go on.
 pub fn returned(socket: &Socket) {
     if let index @ 1..=0xffff = socket.holders.load(Acquire)

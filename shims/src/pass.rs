@@ -100,23 +100,30 @@ pub fn release(socket: &'static Socket, reason: Reason) {
     socket.set_stage(Stage::Pinned);
 }
 
-/// Before an exec or a spawn: sockets that survive it.
-pub fn before_exec() {
+/// Before an exec or a spawn: sockets that survive it go back to TCP. An exec `replaces` this
+/// process, which then no longer holds those that do not survive.
+pub fn before_exec(replaces: bool) {
     let errno = errno::get();
     fork::for_each_socket(|socket| {
-        let Some(fd) = socket.anchor_fd() else { return };
         let survives = socket.control.lock().is_none_or(|c| {
             c.fds.iter().any(|fd| {
                 // SAFETY: one of the socket's numbers; the control lock keeps close() out.
-                let flags =
-                    rustix::io::fcntl_getfd(unsafe { std::os::fd::BorrowedFd::borrow_raw(*fd) });
-                !flags.is_ok_and(|f| f.contains(rustix::io::FdFlags::CLOEXEC))
+                let fd = unsafe { std::os::fd::BorrowedFd::borrow_raw(*fd) };
+                !rustix::io::fcntl_getfd(fd).is_ok_and(|f| f.contains(rustix::io::FdFlags::CLOEXEC))
             })
         });
-        let _ = fd;
-        if survives && socket.stage() == Stage::Busy {
+        if survives && (socket.stage() == Stage::Busy || !socket.is_plain()) {
             release(socket, Reason::Exec);
+        } else if !survives && replaces {
+            fork::leave_for_exec(socket);
         }
     });
+    errno::set(errno);
+}
+
+/// The exec has failed.
+pub fn after_failed_exec() {
+    let errno = errno::get();
+    fork::for_each_socket(fork::return_from_exec);
     errno::set(errno);
 }

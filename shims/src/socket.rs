@@ -189,6 +189,8 @@ pub struct Socket {
     pub tx_spin: Spinner,
     /// The listening socket that it was accepted on.
     pub listener: AtomicPtr<Listener>,
+    /// An exec that is under way has let go of it.
+    pub left_for_exec: AtomicBool,
     /// In a fork child: it is this instance's by now.
     pub adopted: AtomicBool,
     pub control: Lock<Control>,
@@ -259,6 +261,7 @@ impl Socket {
             rx_spin: Spinner::new(),
             tx_spin: Spinner::new(),
             listener: AtomicPtr::new(std::ptr::null_mut()),
+            left_for_exec: AtomicBool::new(false),
             adopted: AtomicBool::new(false),
             control: Lock::new(Control::default()),
             interest: Lock::new(Interest::default()),
@@ -301,6 +304,7 @@ impl Socket {
         socket.tries.store(0, Relaxed);
         socket.shown.store(false, Relaxed);
         socket.listener.store(std::ptr::null_mut(), Relaxed);
+        socket.left_for_exec.store(false, Relaxed);
         socket.adopted.store(false, Relaxed);
         socket.fd.store(fd, Release);
         let mut control = socket.control.lock()?;

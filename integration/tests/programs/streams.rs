@@ -180,12 +180,20 @@ fn socat_fork(lab: &mut Lab) -> Result<()> {
             .stdin_pipe();
         let mut client = cmd.spawn()?;
         let mut pipe = client.stdin().context("a pipe")?;
-        pipe.write_all(&std::fs::read(&file)?)?;
-        clients.push((client, pipe, file));
+        let bytes = std::fs::read(&file)?;
+        let (first, rest) = bytes.split_at(bytes.len() / 2);
+        pipe.write_all(first)?;
+        clients.push((client, pipe, file, rest.to_vec()));
+    }
+    // The first half is through in no time; a promotion takes a moment, since the child that holds the
+    // connection has just come to be.
+    std::thread::sleep(std::time::Duration::from_millis(500));
+    for (_, pipe, _, rest) in &mut clients {
+        pipe.write_all(rest)?;
     }
     // The forked children, which own the connections, live until their clients half-close.
     lab.check_paths(&server)?;
-    for (client, pipe, file) in clients {
+    for (client, pipe, file, _) in clients {
         drop(pipe);
         let answer = String::from_utf8(lab.finish(client)?)?;
         ensure!(

@@ -15,9 +15,11 @@ pub unsafe extern "C" fn execve(
     argv: *const *const c_char,
     envp: *const *const c_char,
 ) -> c_int {
-    before_exec();
+    before_exec(true);
     // SAFETY: the caller's arguments, as they are.
-    unsafe { real(path, argv, envp) }
+    let result = unsafe { real(path, argv, envp) };
+    after_failed_exec();
+    result
 }
 
 /// `execv(3)`, and `execl`.
@@ -27,9 +29,11 @@ pub unsafe extern "C" fn execv(
     path: *const c_char,
     argv: *const *const c_char,
 ) -> c_int {
-    before_exec();
+    before_exec(true);
     // SAFETY: the caller's arguments, as they are.
-    unsafe { real(path, argv) }
+    let result = unsafe { real(path, argv) };
+    after_failed_exec();
+    result
 }
 
 /// `execvp(3)`, and `execlp`.
@@ -39,9 +43,11 @@ pub unsafe extern "C" fn execvp(
     file: *const c_char,
     argv: *const *const c_char,
 ) -> c_int {
-    before_exec();
+    before_exec(true);
     // SAFETY: the caller's arguments, as they are.
-    unsafe { real(file, argv) }
+    let result = unsafe { real(file, argv) };
+    after_failed_exec();
+    result
 }
 
 /// `execvpe(3)`.
@@ -52,9 +58,11 @@ pub unsafe extern "C" fn execvpe(
     argv: *const *const c_char,
     envp: *const *const c_char,
 ) -> c_int {
-    before_exec();
+    before_exec(true);
     // SAFETY: the caller's arguments, as they are.
-    unsafe { real(file, argv, envp) }
+    let result = unsafe { real(file, argv, envp) };
+    after_failed_exec();
+    result
 }
 
 /// `fexecve(3)`.
@@ -65,9 +73,11 @@ pub unsafe extern "C" fn fexecve(
     argv: *const *const c_char,
     envp: *const *const c_char,
 ) -> c_int {
-    before_exec();
+    before_exec(true);
     // SAFETY: the caller's arguments, as they are.
-    unsafe { real(fd, argv, envp) }
+    let result = unsafe { real(fd, argv, envp) };
+    after_failed_exec();
+    result
 }
 
 /// `execveat(2)`.
@@ -80,9 +90,11 @@ pub unsafe extern "C" fn execveat(
     envp: *const *const c_char,
     flags: c_int,
 ) -> c_int {
-    before_exec();
+    before_exec(true);
     // SAFETY: the caller's arguments, as they are.
-    unsafe { real(dir, path, argv, envp, flags) }
+    let result = unsafe { real(dir, path, argv, envp, flags) };
+    after_failed_exec();
+    result
 }
 
 /// `posix_spawn(3)` and `posix_spawnp`; both return an error number, not -1. The child runs inside libc, without hooks.
@@ -96,7 +108,7 @@ pub unsafe extern "C" fn posix_spawn(
     argv: *const *mut c_char,
     envp: *const *mut c_char,
 ) -> c_int {
-    before_exec();
+    before_exec(false);
     // SAFETY: the caller's arguments, as they are.
     unsafe { real(pid, path, actions, attributes, argv, envp) }
 }
@@ -104,7 +116,7 @@ pub unsafe extern "C" fn posix_spawn(
 /// `system(3)`; spawns inside libc.
 #[inline]
 pub unsafe extern "C" fn system(real: SystemFn, command: *const c_char) -> c_int {
-    before_exec();
+    before_exec(false);
     // SAFETY: the caller's arguments, as they are.
     unsafe { real(command) }
 }
@@ -116,7 +128,7 @@ pub unsafe extern "C" fn popen(
     command: *const c_char,
     mode: *const c_char,
 ) -> *mut FILE {
-    before_exec();
+    before_exec(false);
     // SAFETY: the caller's arguments, as they are.
     unsafe { real(command, mode) }
 }
@@ -157,8 +169,16 @@ pub unsafe extern "C" fn quick_exit(real: ExitFn, status: c_int) {
 /// own, but its memory is the parent's: what the parent has promoted stays as it is, and the child's
 /// copies of such sockets are of no use to it.
 #[inline]
-fn before_exec() {
+fn before_exec(replaces: bool) {
     if !crate::calls::vfork::is_child() {
-        crate::pass::before_exec();
+        crate::pass::before_exec(replaces);
+    }
+}
+
+/// The exec has failed: this process goes on with what it had.
+#[inline]
+fn after_failed_exec() {
+    if !crate::calls::vfork::is_child() {
+        crate::pass::after_failed_exec();
     }
 }

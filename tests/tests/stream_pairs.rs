@@ -51,9 +51,9 @@ fn fate() -> impl Strategy<Value = Fate> {
 }
 
 fn shape() -> impl Strategy<Value = Shape> {
-<<<<<<< HEAD
+    // A reader takes a marker only as a whole, so what TCP holds must not be less; no kernel's is.
     (
-        prop_oneof![30..300usize, Just(5000)],
+        prop_oneof![MAX_MARKER..300usize, Just(5000)],
         vec(1..80usize, 1..6),
         prop_oneof![Just(0), 0..300u64],
     )
@@ -62,11 +62,6 @@ fn shape() -> impl Strategy<Value = Shape> {
             segments,
             latency,
         })
-=======
-    // A reader takes a marker only as a whole, so what TCP holds must not be less; no kernel's is.
-    (prop_oneof![MAX_MARKER..300usize, Just(5000)], vec(1..80usize, 1..6), prop_oneof![Just(0), 0..300u64])
-        .prop_map(|(capacity, segments, latency)| Shape { capacity, segments, latency })
->>>>>>> pairs
 }
 
 prop_compose! {
@@ -192,45 +187,34 @@ fn markers_may_be_cut_at_every_byte() {
 
 #[test]
 fn markers_may_be_taken_in_parts_of_every_size() {
-<<<<<<< HEAD
-    for capacity in 4..120 {
+    for capacity in MAX_MARKER..MAX_MARKER + 100 {
         let shape = Shape {
             capacity,
             segments: vec![1, 2, 3, 5, 7],
             latency: 3,
         };
-        let world = busy(
-            Weather {
-                tcp: [shape.clone(), shape],
-                ..Weather::fair()
-            },
-            None,
-        );
-        assert_eq!(
-            world.outcomes(),
-            [Some(Step::Promoted); 2],
-            "capacity {capacity}"
-        );
-=======
-    for capacity in MAX_MARKER..MAX_MARKER + 100 {
-        let shape = Shape { capacity, segments: vec![1, 2, 3, 5, 7], latency: 3 };
-        let mut world = World::new(Weather { tcp: [shape.clone(), shape], ..Weather::fair() });
+        let mut world = World::new(Weather {
+            tcp: [shape.clone(), shape],
+            ..Weather::fair()
+        });
         for end in [CONNECTOR, ACCEPTOR] {
             world.write(end, capacity - capacity % 37);
         }
         world.promote();
         world.finish();
-        assert_eq!(world.outcomes(), [Some(Step::Promoted); 2], "capacity {capacity}");
->>>>>>> pairs
+        assert_eq!(
+            world.outcomes(),
+            [Some(Step::Promoted); 2],
+            "capacity {capacity}"
+        );
     }
 }
 
 #[test]
 fn giving_up_at_any_moment_loses_nothing() {
     for moment in 0..150 {
-<<<<<<< HEAD
         let shape = Shape {
-            capacity: 64,
+            capacity: 180,
             segments: vec![4],
             latency: 5,
         };
@@ -238,10 +222,6 @@ fn giving_up_at_any_moment_loses_nothing() {
             tcp: [shape.clone(), shape],
             ..Weather::fair()
         };
-=======
-        let shape = Shape { capacity: 180, segments: vec![4], latency: 5 };
-        let mut weather = Weather { tcp: [shape.clone(), shape], ..Weather::fair() };
->>>>>>> pairs
         weather.side = [vec![Fate::Arrive(11); 9], vec![Fate::Arrive(17); 9]];
         let world = busy(weather, Some(moment));
         let [c, s] = world.outcomes();

@@ -109,7 +109,8 @@ impl PrivateFd {
 
     /// Takes back a number that [`Self::release`] gave out.
     pub fn adopt(number: RawFd) -> Option<Self> {
-        is_private(number).then_some(Self { fd: number })
+        // Not `then_some`: a value made for a number that is not ours would close that.
+        is_private(number).then(|| Self { fd: number })
     }
 
     /// Gives up the ownership but not the fd, which stays private; see [`Self::adopt`].

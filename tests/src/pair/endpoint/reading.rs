@@ -112,7 +112,9 @@ impl Endpoint {
                 return Some(split(seen.payload));
             }
             match seen.what {
-                Found::PartialMarker { have } if ended && have < ID_BYTES => return Some(split(have)),
+                Found::PartialMarker { have } if ended && have < ID_BYTES => {
+                    return Some(split(have));
+                }
                 Found::PartialMarker { .. } if ended => panic!("a marker was cut off"),
                 Found::Payload | Found::PartialMarker { .. } => return Some((0, 0)),
                 Found::Bad { .. } => panic!("a bad marker"),

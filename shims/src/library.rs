@@ -9,6 +9,7 @@ use std::sync::atomic::{
     Ordering::{AcqRel, Acquire, Relaxed, Release},
 };
 
+use once_cell::race::OnceBox;
 use rdmasock_core::ids::InstanceId;
 use rdmasock_core::os::privatefd::PrivateFd;
 use rdmasock_core::stats::{InstanceInfo, StatsPage};
@@ -110,7 +111,7 @@ impl Library {
     }
 
     fn build() -> Option<Library> {
-        let config = CONFIG.get_or_init_racy(Config::from_env);
+        let config = CONFIG.get_or_init(|| Box::new(Config::from_env()));
         if !config.enabled || config.fabrics.is_empty() {
             return None;
         }
@@ -181,34 +182,7 @@ impl Library {
 static WARNED: AtomicBool = AtomicBool::new(false);
 
 /// The configuration is read once and survives forks.
-static CONFIG: Once<Config> = Once(AtomicPtr::new(std::ptr::null_mut()));
-
-struct Once<T>(AtomicPtr<T>);
-
-impl<T> Once<T> {
-    fn get_or_init_racy(&'static self, make: impl FnOnce() -> T) -> &'static T {
-        let ptr = self.0.load(Acquire);
-        if !ptr.is_null() {
-            // SAFETY: never freed.
-            return unsafe { &*ptr };
-        }
-        let fresh = Box::into_raw(Box::new(make()));
-        match self
-            .0
-            .compare_exchange(std::ptr::null_mut(), fresh, AcqRel, Acquire)
-        {
-            // SAFETY: never freed from now on.
-            Ok(_) => unsafe { &*fresh },
-            Err(other) => {
-                // SAFETY: nobody has seen `fresh`; `other` is never freed.
-                unsafe {
-                    drop(Box::from_raw(fresh));
-                    &*other
-                }
-            }
-        }
-    }
-}
+static CONFIG: OnceBox<Config> = OnceBox::new();
 
 unsafe extern "C" {
     static program_invocation_short_name: *const std::ffi::c_char;

@@ -19,6 +19,7 @@ use std::sync::atomic::{
 };
 use std::time::Duration;
 
+use dashmap::DashMap;
 use rdmasock_core::ids::{Cookie, InstanceId, Nonce, Tuple};
 use rdmasock_core::lock::Lock;
 use rdmasock_core::os::channel::{Channel, RecvError};
@@ -114,12 +115,15 @@ impl Command {
 
 /// How long a cookie of ours may be presented, ns.
 const COOKIE_LIFE: u64 = 10_000_000_000;
+/// How often an offer is tried to be written down, against another thread that writes one.
+const COOKIE_ATTEMPTS: usize = 1000;
 
 /// The handle that calls of the program use.
 pub struct Service {
     queue: Lock<VecDeque<Command>>,
     started: AtomicBool,
-    cookies: Lock<Vec<(Cookie, InstanceId, u64)>>,
+    /// Offers of links by whom they are for, and until when they are good (monotonic ns).
+    cookies: DashMap<InstanceId, Vec<(Cookie, u64)>>,
     /// Links that are up.
     links: Lock<Vec<&'static Link>>,
     epoll: PrivateFd,
@@ -132,7 +136,7 @@ impl Service {
         Ok(Self {
             queue: Lock::new(VecDeque::new()),
             started: AtomicBool::new(false),
-            cookies: Lock::new(Vec::new()),
+            cookies: DashMap::new(),
             links: Lock::new(Vec::new()),
             epoll: PrivateFd::place(epoll)?,
         })
@@ -193,10 +197,10 @@ impl Service {
             return None;
         }
         let cookie = Cookie::random().ok()?;
-        let now = crate::time::now_ns();
-        let mut cookies = self.cookies.lock()?;
-        cookies.retain(|(_, _, until)| *until > now);
-        cookies.push((cookie, peer, now + COOKIE_LIFE));
+        let until = crate::time::now_ns() + COOKIE_LIFE;
+        // Never waits: a signal handler may have interrupted this very thread in here.
+        let entry = (0..COOKIE_ATTEMPTS).find_map(|_| self.cookies.try_entry(peer))?;
+        entry.or_default().push((cookie, until));
         Some(LinkOffer {
             address: LinkAddress::new(names::instance(&Library::get().id).as_bytes())?,
             cookie,
@@ -213,15 +217,18 @@ impl Service {
         }
     }
 
+    /// Takes a cookie in; good once, for whom it was made, in time. Service thread only.
     fn redeem(&self, cookie: &Cookie, peer: &InstanceId) -> bool {
         let now = crate::time::now_ns();
-        let Some(mut cookies) = self.cookies.lock() else {
+        self.cookies.retain(|_, offers| {
+            offers.retain(|(_, until)| *until > now);
+            !offers.is_empty()
+        });
+        let Some(mut offers) = self.cookies.get_mut(peer) else {
             return false;
         };
-        let at = cookies
-            .iter()
-            .position(|(c, p, until)| c.matches(cookie) && p == peer && *until > now);
-        at.map(|at| cookies.swap_remove(at)).is_some()
+        let at = offers.iter().position(|(c, _)| c.matches(cookie));
+        at.map(|at| offers.swap_remove(at)).is_some()
     }
 
     fn link_to(&self, peer: &InstanceId) -> Option<&'static Link> {

@@ -11,6 +11,7 @@ use std::sync::atomic::{
     Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst},
 };
 
+use crossbeam_utils::CachePadded;
 use rdmasock_core::fabric::ring::{Consumer, Producer};
 use rdmasock_core::ids::{InstanceId, Nonce, Tuple, Vqpn};
 use rdmasock_core::lock::Lock;
@@ -152,12 +153,12 @@ pub struct Socket {
     /// Sending: mode, calls inside the kernel's send, and the lock's data.
     pub tx_mode: AtomicU8,
     pub tx_inside: AtomicU32,
-    pub tx: Lock<Tx>,
+    pub tx: CachePadded<Lock<Tx>>,
     pub peer_vqpn: AtomicU32,
     /// Receiving, likewise.
     pub rx_mode: AtomicU8,
     pub rx_inside: AtomicU32,
-    pub rx: Lock<Rx>,
+    pub rx: CachePadded<Lock<Rx>>,
 
     /// O_NONBLOCK as this process last saw it set.
     pub nonblocking: AtomicBool,
@@ -238,11 +239,11 @@ impl Socket {
         Self {
             tx_mode: AtomicU8::new(mode::TCP),
             tx_inside: AtomicU32::new(0),
-            tx: Lock::new(Tx::default()),
+            tx: CachePadded::new(Lock::new(Tx::default())),
             peer_vqpn: AtomicU32::new(0),
             rx_mode: AtomicU8::new(mode::TCP),
             rx_inside: AtomicU32::new(0),
-            rx: Lock::new(Rx::default()),
+            rx: CachePadded::new(Lock::new(Rx::default())),
             nonblocking: AtomicBool::new(false),
             stage: AtomicU8::new(Stage::New as u8),
             role: AtomicU8::new(0),

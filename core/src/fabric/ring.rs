@@ -87,8 +87,6 @@ bitflags::bitflags! {
     pub struct RxFlags: u32 {
         /// Nobody will read any more.
         const RX_CLOSED = 1;
-        /// The consumer wants this direction back on TCP.
-        const DEMOTE_REQUEST = 2;
     }
 }
 

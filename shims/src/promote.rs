@@ -666,10 +666,18 @@ pub fn resend(socket: &'static Socket, from: u64) {
     let Some(mut tx) = socket.tx.lock() else {
         return;
     };
+    let unread = tx.producer.as_mut().map(|p| p.unread(from));
     if socket.tx_mode.load(Acquire) != mode::LINK {
+        // P28: our direction has left the link already, and TCP may have later bytes. A gap in
+        // the data would be worse than the end of the connection.
+        if unread.is_some_and(|u| u.is_ok_and(|bytes| !bytes.is_empty())) {
+            drop(tx);
+            tracing::warn!(target: "rdmasock", slot = socket.slot, from, "cannot send again what precedes the end: reset");
+            crate::socket::reset(socket);
+        }
         return;
     }
-    match tx.producer.as_mut().map(|p| p.unread(from)) {
+    match unread {
         Some(Ok(bytes)) => tx.marker.extend_from_slice(&bytes),
         _ => {
             tracing::warn!(target: "rdmasock", slot = socket.slot, from, "cannot send again from there");

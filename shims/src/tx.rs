@@ -522,21 +522,22 @@ fn is_regular(fd: c_int) -> bool {
 }
 
 /// shutdown() of the sending direction, before the kernel's own: the mark says that what follows
-/// the last byte is on the anchor, namely its end.
-/// The peer is to be woken after the kernel's call, so that it finds the end there.
-pub fn shut(socket: &'static Socket) -> Wake {
+/// the last byte is on the anchor, namely its end. Nobody is woken for the mark: the kernel's FIN
+/// does that, and then the end is there to be found.
+pub fn shut(socket: &'static Socket) {
     let Some(mut tx) = socket.tx.lock() else {
-        return Wake::NONE;
+        return;
     };
     if socket.tx_mode.load(Acquire) != mode::LINK {
-        return Wake::NONE;
+        return;
     }
-    let wake = tx.producer.as_mut().map_or(Wake::NONE, |p| p.end(End::Fin));
+    if let Some(producer) = tx.producer.as_mut() {
+        let _ = producer.end(End::Fin);
+    }
     socket.tx_mode.store(mode::TCP, SeqCst);
     if let Some(stats) = socket.stats() {
         stats.set_tx_path(Path::Tcp);
     }
-    wake
 }
 
 /// How long a blocking call may wait, by the socket's own option (SO_RCVTIMEO, SO_SNDTIMEO).

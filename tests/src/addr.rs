@@ -49,17 +49,17 @@ impl Addr {
         Self::of(addr)
     }
 
-    /// [::1]:port
+    /// `[::1]:port`
     pub fn v6(port: u16) -> Self {
         Self::from_v6(std::net::Ipv6Addr::LOCALHOST, port)
     }
 
-    /// [::ffff:127.0.0.1]:port
+    /// `[::ffff:127.0.0.1]:port`
     pub fn mapped(port: u16) -> Self {
         Self::from_v6(std::net::Ipv4Addr::LOCALHOST.to_ipv6_mapped(), port)
     }
 
-    /// [::]:port
+    /// `[::]:port`
     pub fn any6(port: u16) -> Self {
         Self::from_v6(std::net::Ipv6Addr::UNSPECIFIED, port)
     }

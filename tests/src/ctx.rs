@@ -260,6 +260,9 @@ impl Ctx {
     pub fn pair_at(&self, listen: fn(u16) -> Addr, connect: fn(u16) -> Addr) -> c_int {
         let (fd, listener) = self.cold_pair_at(listen, connect);
         self.warm_up(fd);
+        // The library's fds of a new link are, for an instant each, the lowest free number, before they
+        // are moved out of the way: scenarios that look at numbers begin after that.
+        sys::pause_ms(20);
         if let Some(listener) = listener {
             sys::close(listener).ok();
         }

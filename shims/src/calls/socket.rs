@@ -1,13 +1,10 @@
 //! The calls that make, connect, configure and shut sockets. `bind`, `getsockname` and `getpeername`
 //! are not among them: the anchor answers.
 
-use rdmasock_core::fabric::ring::Wake;
-
 use crate::errno;
 use crate::fork;
 use crate::lifecycle;
 use crate::listener::Listener;
-use crate::ready;
 use crate::real::Cancellable;
 use crate::rx;
 use crate::socket::Socket;
@@ -172,10 +169,11 @@ unsafe extern "C" fn shutdown_on(
 ) -> c_int {
     fork::reclaim(socket);
     let sends = how == libc::SHUT_WR || how == libc::SHUT_RDWR;
-    let wake = if sends { tx::shut(socket) } else { Wake::NONE };
+    if sends {
+        tx::shut(socket);
+    }
     // SAFETY: the caller's arguments, as they are.
     let result = unsafe { real(fd, how) };
-    ready::notify_peer(socket, wake);
     if result == 0 && how != libc::SHUT_WR {
         rx::shut(socket);
     }

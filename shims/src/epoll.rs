@@ -803,8 +803,10 @@ impl Set {
     }
 
     fn enqueue(&mut self, index: usize) {
+        // Not a removed one: its place may be free already, and would be given out twice.
         if let Some(item) = self.items.get_mut(index)
             && !item.queued
+            && !item.dead
         {
             item.queued = true;
             self.ready.push_back(index);
@@ -826,5 +828,33 @@ impl Set {
         if !self.links.iter().any(|l| std::ptr::eq(*l, link)) {
             self.links.push(link);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_place_is_not_given_out_twice_when_a_removed_item_is_pushed() {
+        let socket = Socket::allocate(-1, false).unwrap();
+        let item = || Item {
+            socket,
+            fd: -1,
+            events: 0,
+            data: 0,
+            taken: true,
+            queued: false,
+            disabled: false,
+            dead: false,
+        };
+        let mut set = Set::default();
+        let first = set.insert(item());
+        set.remove(first);
+        // The service thread still had the membership in its hands.
+        set.enqueue(first);
+        assert!(set.ready.is_empty());
+        let (a, b) = (set.insert(item()), set.insert(item()));
+        assert_ne!(a, b);
     }
 }

@@ -69,28 +69,17 @@ fn modes() -> Result<Vec<Mode>> {
 fn trial(name: &str, case: fn(&mut Lab) -> Result<()>, mode: Mode) -> Trial {
     let name = format!("{name}::{}", mode.name());
     let logs = logs_dir().join(name.replace("::", "."));
-    let shown = name.clone();
     Trial::test(name, move || {
-        // As in the differential suite: what fails once and not again is shown as flaky.
-        let Err(first) = attempt(case, mode, &logs) else {
-            return Ok(());
-        };
-        attempt(case, mode, &logs).map_err(failed)?;
-        println!("flaky: {shown}: {first:#}");
-        Ok(())
+        let _ = std::fs::remove_dir_all(&logs);
+        let mut lab = Lab::new(mode, Build::locate().ok(), TIME_LIMIT).map_err(failed)?;
+        lab.log_warnings();
+        let result = catch_unwind(AssertUnwindSafe(|| case(&mut lab)))
+            .unwrap_or_else(|_| Err(anyhow!("the test panicked")));
+        if result.is_err() {
+            lab.keep_logs(&logs).map_err(failed)?;
+        }
+        result.map_err(failed)
     })
-}
-
-fn attempt(case: fn(&mut Lab) -> Result<()>, mode: Mode, logs: &std::path::Path) -> Result<()> {
-    let _ = std::fs::remove_dir_all(logs);
-    let mut lab = Lab::new(mode, Build::locate().ok(), TIME_LIMIT)?;
-    lab.log_warnings();
-    let result = catch_unwind(AssertUnwindSafe(|| case(&mut lab)))
-        .unwrap_or_else(|_| Err(anyhow!("the test panicked")));
-    if result.is_err() {
-        lab.keep_logs(logs)?;
-    }
-    result
 }
 
 fn failed(error: anyhow::Error) -> Failed {

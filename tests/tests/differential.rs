@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use libtest_mimic::{Arguments, Failed, Trial};
-use rdmasock_tests::harness::{Mode, Outcome, Paths, References, describe, difference, play};
+use rdmasock_tests::harness::{Mode, Paths, References, describe, difference, play};
 use rdmasock_tests::scenarios::{self, Scenario};
 
 /// What is known not to be as on kernel TCP with the library, and why; shown as ignored.
@@ -60,21 +60,9 @@ fn run(
     if mode == Mode::Kernel {
         return Ok(());
     }
-    // Played again where it differs: what happens once in a thousand runs is shown as flaky, with
-    // what was seen, and stops nobody; what happens twice in a row fails.
-    let first = match attempt(paths, scenario, mode, &kernel) {
-        Ok(()) => return Ok(()),
-        Err(text) => text,
-    };
-    attempt(paths, scenario, mode, &kernel)?;
-    println!("flaky: {}/{}\n{first}", mode.name(), scenario.name);
-    Ok(())
-}
-
-fn attempt(paths: &Paths, scenario: &Scenario, mode: Mode, kernel: &Outcome) -> Result<(), String> {
-    let other = play(paths, scenario, mode).map_err(|e| format!("{e:#}"))?;
-    match difference(kernel, &other) {
+    let other = play(paths, scenario, mode).map_err(|e| Failed::from(format!("{e:#}")))?;
+    match difference(&kernel, &other) {
         None => Ok(()),
-        Some(text) => Err(format!("{text}\nthe run:\n{}", describe(&other))),
+        Some(text) => Err(format!("{text}\nthe run:\n{}", describe(&other)).into()),
     }
 }

@@ -316,6 +316,7 @@ unsafe fn forget_stream(socket: &'static Socket) {
     socket.link.store(std::ptr::null_mut(), Relaxed);
     socket.stats.store(std::ptr::null_mut(), Relaxed);
     socket.adopted.store(false, Relaxed);
+    socket.asked.store(false, Relaxed);
 }
 
 /// The sockets of this process, for what concerns all of them (exec, exit).

@@ -4,7 +4,6 @@ use std::ffi::c_int;
 use std::net::SocketAddr;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
 
-use rdmasock_core::fabric::ring::End;
 use rdmasock_core::os::privatefd;
 use rdmasock_core::stats::{Direction, Reason, StreamInfo};
 
@@ -231,6 +230,10 @@ fn release(entry: Entry, fd: c_int) {
 }
 
 fn release_socket(socket: &'static Socket, fd: c_int) {
+    if fork::is_shared(socket) && is_only_number(socket, fd) && !socket.is_plain() {
+        // The other holders go on with the kernel's socket.
+        crate::pass::release(socket, Reason::Inherited);
+    }
     let Some(mut control) = socket.control.lock() else {
         return;
     };
@@ -239,6 +242,7 @@ fn release_socket(socket: &'static Socket, fd: c_int) {
         socket.fd.store(*other, Release);
         return;
     }
+    crate::tx::answer_if_asked(socket);
     let last = fork::let_go(socket);
     let foreign = socket.tx_mode.load(Acquire) == mode::FOREIGN;
     if foreign {
@@ -252,8 +256,6 @@ fn release_socket(socket: &'static Socket, fd: c_int) {
         return;
     }
     if !last {
-        // The other holders go on with the kernel's socket.
-        promote::return_to_tcp(socket, &mut control, Reason::Inherited);
         fork::returned(socket);
     }
     // A close with unread data resets the connection (RFC 9293, 3.10.4; RFC 2525, 2.17).
@@ -263,22 +265,18 @@ fn release_socket(socket: &'static Socket, fd: c_int) {
     {
         let _ = rustix::net::sockopt::set_socket_linger(anchor, Some(std::time::Duration::ZERO));
     }
-    if last && socket.rx_mode.load(Acquire) == mode::MARKED {
-        promote::close_in_handshake(socket, &mut control);
-    }
+    let nonce = if last && socket.rx_mode.load(Acquire) == mode::MARKED {
+        promote::scan_left(socket, &mut control)
+    } else {
+        None
+    };
     // A direction that is back on TCP may have another holder, who got the socket by SCM_RIGHTS.
     if last && socket.rx_mode.load(Acquire) != mode::TCP {
         promote::refuse(socket);
     }
-    if let Some(mut tx) = socket.tx.lock() {
-        if socket.tx_mode.load(Acquire) == mode::LINK {
-            if let Some(producer) = tx.producer.as_mut() {
-                // Nobody is woken for it: the peer is told of the end when the kernel's FIN arrives.
-                let _ = producer.end(End::Fin);
-            }
-        } else {
-            tx.marker.clear();
-        }
+    let unsent = promote::close_tx(socket);
+    if last {
+        promote::linger(socket, nonce, unsent);
     }
     control.handshake = None;
     promote::close_stream(socket, &mut control);
@@ -297,6 +295,11 @@ fn release_socket(socket: &'static Socket, fd: c_int) {
     }
     drop(control);
     forget(socket);
+}
+
+fn is_only_number(socket: &'static Socket, fd: c_int) -> bool {
+    let control = socket.control.lock();
+    control.is_some_and(|c| c.fds.iter().all(|f| *f == fd))
 }
 
 fn forget(socket: &'static Socket) {

@@ -4,6 +4,7 @@
 //! addresses stay readable and writable then; so a call that still holds a pointer into a link
 //! that has just died does no harm.
 
+use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{
@@ -65,6 +66,15 @@ mod done {
     pub const PEER: u8 = 2;
 }
 
+/// A message for which there was no room.
+struct Letter {
+    bytes: Vec<u8>,
+    fds: Vec<PrivateFd>,
+}
+
+/// More is not kept for a peer that reads nothing. A correct one owes at most a few a stream.
+const MAX_OUTBOX: usize = 8 * MAX_STREAMS as usize;
+
 struct Inner {
     arena: Arena,
     next: u32,
@@ -81,6 +91,8 @@ pub struct Link {
     pub peer: InstanceId,
     alive: AtomicBool,
     channel: Channel,
+    /// What the channel had no room for, in order.
+    outbox: Lock<VecDeque<Letter>>,
     mine: Side,
     theirs: Side,
     peer_flags: Mapping,
@@ -112,6 +124,7 @@ impl Link {
             peer,
             alive: AtomicBool::new(true),
             channel,
+            outbox: Lock::new(VecDeque::new()),
             mine,
             theirs,
             peer_flags,
@@ -220,7 +233,7 @@ impl Link {
 
     /// This end is done with its number `mine`; `peer` is the other's. Without one the peer does
     /// not know of `mine` either.
-    pub fn close(&self, mine: Vqpn, peer: Option<Vqpn>, consumer: Option<Consumer>) {
+    pub fn close(&'static self, mine: Vqpn, peer: Option<Vqpn>, consumer: Option<Consumer>) {
         let told = match peer {
             Some(yours) => self.send(&Message::Closed { yours }, &[]).is_ok(),
             None => true,
@@ -366,7 +379,7 @@ impl Link {
     }
 
     /// Makes sure that the peer can ring this waiter of ours. False if it could not be told.
-    pub fn announce(&self, waiter: WaiterId) -> bool {
+    pub fn announce(&'static self, waiter: WaiterId) -> bool {
         let Some(announced) = self.announced.get(waiter.0 as usize) else {
             return false;
         };
@@ -391,11 +404,58 @@ impl Link {
         true
     }
 
-    /// Sends a message on the side channel.
-    pub fn send(&self, message: &Message, fds: &[BorrowedFd<'_>]) -> Result<(), Errno> {
+    /// Sends a message on the side channel, once there is room: delivered in order, and if the link
+    /// does not go down.
+    pub fn send(&'static self, message: &Message, fds: &[BorrowedFd<'_>]) -> Result<(), Errno> {
         let mut buf = [0u8; MAX_MESSAGE];
         let bytes = message.encode(&mut buf).map_err(|_| Errno::INVAL)?;
-        self.channel.send(bytes, fds)
+        // Held while sending: what is kept goes first.
+        let mut outbox = self.outbox.lock().ok_or(Errno::AGAIN)?;
+        let sent = if outbox.is_empty() {
+            self.channel.send(bytes, fds)
+        } else {
+            Err(Errno::AGAIN)
+        };
+        tracing::trace!(target: "rdmasock::link", link = self.slot, ?message, ?sent);
+        if sent != Err(Errno::AGAIN) {
+            return sent;
+        }
+        if outbox.len() >= MAX_OUTBOX {
+            drop(outbox);
+            Library::get().service.submit(Command::Violation(self));
+            return Err(Errno::NOBUFS);
+        }
+        let fds: Result<Vec<_>, _> = fds.iter().map(|fd| PrivateFd::duplicate(*fd)).collect();
+        outbox.push_back(Letter {
+            bytes: bytes.to_vec(),
+            fds: fds?,
+        });
+        let first = outbox.len() == 1;
+        drop(outbox);
+        if first {
+            Library::get().service.submit(Command::AwaitRoom(self));
+        }
+        Ok(())
+    }
+
+    /// Whether messages wait for room.
+    pub fn has_outbox(&self) -> bool {
+        self.outbox.lock().is_none_or(|o| !o.is_empty())
+    }
+
+    /// There may be room on the side channel again. True if nothing is kept any more.
+    pub fn flush(&self) -> bool {
+        let Some(mut outbox) = self.outbox.lock() else {
+            return false;
+        };
+        while let Some(letter) = outbox.front() {
+            let fds: Vec<BorrowedFd<'_>> = letter.fds.iter().map(AsFd::as_fd).collect();
+            if self.channel.send(&letter.bytes, &fds) == Err(Errno::AGAIN) {
+                return false;
+            }
+            outbox.pop_front();
+        }
+        true
     }
 
     /// Whether the peer has queued something for this waiter of ours.

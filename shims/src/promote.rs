@@ -9,8 +9,8 @@
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
 
-use rdmasock_core::fabric::ring::{End, RxFlags};
-use rdmasock_core::ids::{ID_BYTES, Vqpn};
+use rdmasock_core::fabric::ring::{End, Ended, RxFlags, Stopped, Wake};
+use rdmasock_core::ids::{ID_BYTES, Nonce, Vqpn};
 use rdmasock_core::lock::Guard;
 use rdmasock_core::stats::{Path, Reason};
 use rdmasock_core::stream::handshake::{Closing, Handshake, Role, Step, Steps};
@@ -22,14 +22,14 @@ use crate::library::Library;
 use crate::link::Link;
 use crate::ready;
 use crate::service::Command;
-use crate::socket::{Control, Opened, Rx, Socket, Stage, mode};
+use crate::socket::{Control, Opened, Rx, Socket, Stage, Tx, mode};
 
 /// How far ahead of the program TCP is looked through for markers.
 const PEEK: usize = 16 * 1024;
 
 /// Begins to look for markers: what the kernel delivers from now on is scanned. False if the
 /// socket is in a use that does not allow it.
-pub fn start_scan(socket: &'static Socket, nonce: rdmasock_core::ids::Nonce) -> bool {
+pub fn start_scan(socket: &'static Socket, nonce: Nonce) -> bool {
     let Some(mut rx) = socket.rx.lock() else {
         return false;
     };
@@ -323,6 +323,13 @@ pub fn flush(socket: &'static Socket) -> bool {
         }
     } else {
         socket.tx_mode.store(mode::TCP, SeqCst);
+    }
+    if std::mem::take(&mut tx.then_shut) {
+        if socket.tx_mode.load(Acquire) == mode::LINK {
+            // Nobody is woken for the mark: the kernel's FIN does that.
+            let _ = end_on_link(socket, &mut tx, End::Fin);
+        }
+        let _ = rustix::net::shutdown(fd, rustix::net::Shutdown::Write);
     }
     true
 }
@@ -623,7 +630,7 @@ pub fn return_to_tcp(socket: &'static Socket, control: &mut Control, reason: Rea
     let (Some(opened), Some(yours)) = (control.opened, control.peer) else {
         return;
     };
-    let position = {
+    let stopped = {
         let Some(mut rx) = socket.rx.lock() else {
             return;
         };
@@ -633,15 +640,18 @@ pub fn return_to_tcp(socket: &'static Socket, control: &mut Control, reason: Rea
         let Some(consumer) = rx.consumer.as_mut() else {
             return;
         };
-        if matches!(consumer.end(), Ok(Some(_))) {
-            None
-        } else {
-            socket.rx_mode.store(mode::TCP, SeqCst);
-            Some(consumer.position())
+        match consumer.stop() {
+            Ok(wake) => {
+                socket.rx_mode.store(mode::TCP, SeqCst);
+                Some((consumer.position(), wake))
+            }
+            Err(Ended) => None,
         }
     };
-    match position {
-        Some(from) => {
+    tracing::debug!(target: "rdmasock::promote", slot = socket.slot, %reason, ?stopped, "goes back to TCP");
+    match stopped {
+        Some((from, wake)) => {
+            ready::notify_peer(socket, wake);
             let _ = opened.link.send(
                 &Message::DemoteRequest {
                     yours,
@@ -650,8 +660,13 @@ pub fn return_to_tcp(socket: &'static Socket, control: &mut Control, reason: Rea
                 &[],
             );
         }
+        None if crate::rx::leave_link_at_end(socket) => {}
         None => {
-            crate::rx::leave_link_at_end(socket);
+            // P28: the peer has left the link already, and TCP may have later bytes. A gap in the
+            // data would be worse than the end of the connection.
+            tracing::warn!(target: "rdmasock", slot = socket.slot, %reason, "unread data before its end cannot follow the socket: reset");
+            crate::socket::reset(socket);
+            socket.rx_mode.store(mode::TCP, SeqCst);
         }
     }
     if let Some(stats) = socket.stats() {
@@ -660,36 +675,59 @@ pub fn return_to_tcp(socket: &'static Socket, control: &mut Control, reason: Rea
     Library::get().service.submit(Command::settle(socket));
 }
 
-/// The peer reads TCP from position `from` of our sending direction on: what it had not read of
-/// the link goes there first.
-pub fn resend(socket: &'static Socket, from: u64) {
+/// The peer has stopped reading the link: what it has not read goes over TCP again.
+pub fn resend(socket: &'static Socket) {
     let Some(mut tx) = socket.tx.lock() else {
         return;
     };
-    let unread = tx.producer.as_mut().map(|p| p.unread(from));
-    if socket.tx_mode.load(Acquire) != mode::LINK {
-        // P28: our direction has left the link already, and TCP may have later bytes. A gap in
-        // the data would be worse than the end of the connection.
-        if unread.is_some_and(|u| u.is_ok_and(|bytes| !bytes.is_empty())) {
-            drop(tx);
-            tracing::warn!(target: "rdmasock", slot = socket.slot, from, "cannot send again what precedes the end: reset");
+    // If it has left the link meanwhile it met the peer's mark then (`end_on_link`).
+    if socket.tx_mode.load(Acquire) == mode::LINK {
+        send_again(socket, &mut tx);
+        drop(tx);
+        flush(socket);
+    }
+}
+
+/// Ends our sending direction, which is on the link: what follows goes over TCP, after what the
+/// peer may want to be sent again.
+pub fn end_on_link(socket: &'static Socket, tx: &mut Tx, end: End) -> Wake {
+    let wake = match tx.producer.as_mut().map(|p| p.end(end)) {
+        Some(Err(Stopped)) => {
+            send_again(socket, tx);
+            Wake::NONE
+        }
+        Some(Ok(wake)) => {
+            socket.tx_mode.store(mode::TCP, SeqCst);
+            wake
+        }
+        None => {
+            socket.tx_mode.store(mode::TCP, SeqCst);
+            Wake::NONE
+        }
+    };
+    if let Some(stats) = socket.stats() {
+        stats.set_tx_path(Path::Tcp);
+    }
+    wake
+}
+
+fn send_again(socket: &'static Socket, tx: &mut Tx) {
+    match tx.producer.as_mut().map(|p| p.unread()) {
+        Some(Ok(bytes)) => {
+            tracing::debug!(target: "rdmasock::promote", slot = socket.slot, bytes = bytes.len(), "sends again on TCP");
+            tx.marker.extend_from_slice(&bytes);
+        }
+        Some(Err(error)) => {
+            tracing::warn!(target: "rdmasock", slot = socket.slot, %error, "cannot send again: reset");
             crate::socket::reset(socket);
         }
-        return;
-    }
-    match unread {
-        Some(Ok(bytes)) => tx.marker.extend_from_slice(&bytes),
-        _ => {
-            tracing::warn!(target: "rdmasock", slot = socket.slot, from, "cannot send again from there");
-        }
+        None => {}
     }
     tx.then_link = false;
     socket.tx_mode.store(mode::MARKED, SeqCst);
     if let Some(stats) = socket.stats() {
         stats.set_tx_path(Path::Tcp);
     }
-    drop(tx);
-    flush(socket);
 }
 
 /// Moves our sending direction back to TCP: what is on the link stays there and comes first. If
@@ -698,22 +736,17 @@ pub fn demote_tx(socket: &'static Socket) {
     let Some(mut tx) = socket.tx.lock() else {
         return;
     };
-    let switching = std::mem::take(&mut tx.then_link);
-    let on_link = socket.tx_mode.load(Acquire) == mode::LINK;
-    if !on_link && !switching {
+    let wake = if socket.tx_mode.load(Acquire) == mode::LINK {
+        end_on_link(socket, &mut tx, End::Demote)
+    } else if std::mem::take(&mut tx.then_link) {
+        let wake = tx.producer.as_mut().map(|p| p.end(End::Demote));
+        wake.and_then(Result::ok).unwrap_or(Wake::NONE)
+    } else {
         return;
-    }
-    let wake = tx.producer.as_mut().map(|p| p.end(End::Demote));
-    if on_link {
-        socket.tx_mode.store(mode::TCP, SeqCst);
-    }
-    if let Some(stats) = socket.stats() {
-        stats.set_tx_path(Path::Tcp);
-    }
+    };
     drop(tx);
-    if let Some(wake) = wake {
-        ready::notify_peer(socket, wake);
-    }
+    flush(socket);
+    ready::notify_peer(socket, wake);
 }
 
 /// The program has closed the socket: nobody will read what comes over the link. (Not for a
@@ -730,31 +763,61 @@ pub fn refuse(socket: &'static Socket) {
     }
 }
 
-/// The program closes the socket while markers from the other end may be on their way: see
-/// `service::linger`. The caller holds the control lock.
-pub fn close_in_handshake(socket: &'static Socket, control: &mut Control) {
-    let Some(rx) = socket.rx.lock() else { return };
-    let Some((ahead, rx)) = look_ahead(socket, control, rx, || socket.rx.lock()) else {
-        return;
-    };
-    let nonce = rx.scan;
-    drop(rx);
-    let (Ahead::Nothing, Some(nonce)) = (ahead, nonce) else {
-        return;
-    };
+/// The program closes the socket: what markers to it start with, if there may be some on their way
+/// from the other end. The caller holds the control lock.
+pub fn scan_left(socket: &'static Socket, control: &mut Control) -> Option<Nonce> {
+    let rx = socket.rx.lock()?;
+    let (ahead, rx) = look_ahead(socket, control, rx, || socket.rx.lock())?;
+    match ahead {
+        Ahead::Nothing => rx.scan,
+        _ => None,
+    }
+}
+
+/// The program closes the socket: ends the sending direction, and gives what TCP has not taken yet
+/// of what has to precede its end. The caller holds the control lock.
+pub fn close_tx(socket: &'static Socket) -> Vec<u8> {
+    {
+        let Some(mut tx) = socket.tx.lock() else {
+            return Vec::new();
+        };
+        // Nobody is woken for the mark: the peer is told of the end when the kernel's FIN arrives.
+        if socket.tx_mode.load(Acquire) == mode::LINK {
+            let _ = end_on_link(socket, &mut tx, End::Fin);
+        } else if std::mem::take(&mut tx.then_link)
+            && let Some(producer) = tx.producer.as_mut()
+        {
+            let _ = producer.end(End::Fin);
+        }
+        tx.then_shut = false;
+    }
     flush(socket);
+    socket
+        .tx
+        .lock()
+        .map(|mut tx| std::mem::take(&mut tx.marker))
+        .unwrap_or_default()
+}
+
+/// The program closes the socket before all of `unsent` is in TCP, or while markers that start with
+/// `nonce` may be on their way: see `service::linger`. The caller holds the control lock.
+pub fn linger(socket: &'static Socket, nonce: Option<Nonce>, unsent: Vec<u8>) {
     let Some(anchor) = socket.anchor_fd() else {
         return;
     };
     // A program that asked for a reset gets it.
     let hard = rustix::net::sockopt::socket_linger(anchor)
         .is_ok_and(|l| l == Some(std::time::Duration::ZERO));
-    if hard {
+    if hard || (nonce.is_none() && unsent.is_empty()) {
         return;
     }
     if let Ok(copy) = rdmasock_core::os::privatefd::PrivateFd::duplicate(anchor) {
-        let _ = rustix::net::shutdown(&copy, rustix::net::Shutdown::Write);
-        Library::get().service.submit(Command::Linger(copy, nonce));
+        if unsent.is_empty() {
+            let _ = rustix::net::shutdown(&copy, rustix::net::Shutdown::Write);
+        }
+        Library::get()
+            .service
+            .submit(Command::Linger(copy, nonce, unsent));
     }
 }
 

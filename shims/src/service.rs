@@ -54,6 +54,10 @@ impl Ref {
         }
     }
 
+    fn is_same(self, other: Self) -> bool {
+        std::ptr::eq(self.socket, other.socket) && self.generation == other.generation
+    }
+
     /// The socket, if it is still the same connection.
     fn get(self) -> Option<&'static Socket> {
         (self.socket.generation.load(Acquire) == self.generation).then_some(self.socket)
@@ -70,16 +74,23 @@ pub enum Command {
     Flush(Ref),
     /// A direction has changed: put the socket where it belongs.
     Settle(Ref),
+    /// The receiving direction is back on TCP; who waits has been told, or is the one who saw it.
+    Drained(Ref),
+    /// An ASK waited for the program's first use of the connection, or for its close.
+    Used(Ref),
     /// The handshake needs a link.
     NeedLink(Ref, InstanceId, Option<LinkOffer>),
     /// A doorbell that was not known yet.
     RingPeer(&'static Link, WaiterId),
+    /// The link's side channel is full.
+    AwaitRoom(&'static Link),
     /// The peer broke the protocol.
     Violation(&'static Link),
     /// A listener has accepted its first connection in this process.
     Listen(&'static Listener),
-    /// A connection that was closed in the middle of a promotion; markers to it start so.
-    Linger(PrivateFd, Nonce),
+    /// A connection that was closed in the middle of a promotion: what markers to it start with, and
+    /// what is to be sent yet.
+    Linger(PrivateFd, Option<Nonce>, Vec<u8>),
     /// A ring has grown: shrink it when it is idle.
     Grown,
     /// A sender finds no room.
@@ -100,6 +111,16 @@ impl Command {
     /// See [`Command::Settle`].
     pub fn settle(socket: &'static Socket) -> Self {
         Self::Settle(Ref::new(socket))
+    }
+
+    /// See [`Command::Used`].
+    pub fn used(socket: &'static Socket) -> Self {
+        Self::Used(Ref::new(socket))
+    }
+
+    /// See [`Command::Drained`].
+    pub fn drained(socket: &'static Socket) -> Self {
+        Self::Drained(Ref::new(socket))
     }
 
     /// See [`Command::Pressed`].
@@ -320,6 +341,7 @@ struct Worker {
     pending_links: HashMap<InstanceId, links::Pending>,
     dead_links: Vec<&'static Link>,
     lingering: HashMap<u64, linger::Lingering>,
+    deferred: Vec<answer::Deferred>,
     /// Senders that find no room.
     pressed: Vec<Pressed>,
     /// When rings are next looked at for shrinking, ns; 0: nothing has grown.
@@ -360,6 +382,7 @@ impl Worker {
             pending_links: HashMap::new(),
             dead_links: Vec::new(),
             lingering: HashMap::new(),
+            deferred: Vec::new(),
             pressed: Vec::new(),
             shrink_at: 0,
             requests: crate::fork::requests(),
@@ -461,6 +484,13 @@ impl Worker {
                 }
             }
             Command::Settle(r) => self.settle(r),
+            Command::Used(r) => self.answer_deferred(r),
+            Command::Drained(r) => {
+                // No notification: an edge-triggered set would report what it has reported.
+                if let Some(socket) = r.get() {
+                    self.close_if_over(socket);
+                }
+            }
             Command::NeedLink(r, peer, offer) => self.need_link(r, peer, offer),
             Command::RingPeer(link, waiter) => {
                 self.pump_link(link);
@@ -468,13 +498,14 @@ impl Worker {
                     tracing::warn!(target: "rdmasock", waiter = waiter.0, "peer uses a doorbell that it has not announced");
                 }
             }
+            Command::AwaitRoom(link) => self.await_room(link, true),
             Command::Violation(link) => {
                 self.library
                     .stats
                     .count(rdmasock_core::stats::Event::LinkViolation);
                 self.link_down(link, Reason::Violation);
             }
-            Command::Linger(fd, nonce) => self.linger(fd, nonce),
+            Command::Linger(fd, nonce, unsent) => self.linger(fd, nonce, unsent),
             Command::Listen(listener) => self.listen(listener),
             Command::Pressed(r) => self.on_pressed(r),
             Command::Grown => {
@@ -491,9 +522,11 @@ impl Worker {
         let links = self.pending_links.values().map(|p| p.deadline);
         let shrink = (self.shrink_at != 0).then_some(self.shrink_at);
         let pressed = self.pressed.iter().map(|p| p.deadline);
+        let deferred = self.deferred.iter().map(|d| d.deadline);
         let lingering = self.lingering.values().map(|l| l.deadline);
         asks.chain(links)
             .chain(lingering)
+            .chain(deferred)
             .chain(shrink)
             .chain(pressed)
             .min()
@@ -505,6 +538,7 @@ impl Worker {
         self.expire_asks(now);
         self.expire_links(now);
         self.expire_lingering(now);
+        self.deferred.retain(|d| d.deadline > now);
         self.relieve(now);
         if self.shrink_at != 0 && now >= self.shrink_at {
             self.shrink_at = 0;
@@ -561,7 +595,22 @@ impl Worker {
         Some(id)
     }
 
+    /// Whether to look for room on the link's side channel.
+    fn await_room(&self, link: &'static Link, wanted: bool) {
+        let Some(id) = self.conn_of(link) else { return };
+        let mut flags = kernel::EventFlags::IN | kernel::EventFlags::RDHUP;
+        flags.set(kernel::EventFlags::OUT, wanted);
+        let data = kernel::EventData::new_u64(tag(kind::CHANNEL, id));
+        let _ = kernel::modify(&self.service.epoll, link.channel().as_fd(), data, flags);
+    }
+
     fn on_channel(&mut self, id: u64) {
+        if let Some(Peer::Link(link)) = self.conns.get(&id).map(|c| &c.peer)
+            && link.has_outbox()
+            && link.flush()
+        {
+            self.await_room(link, false);
+        }
         let mut buf = [0u8; MAX_MESSAGE];
         // A bounded number, so that one peer cannot keep the thread to itself.
         for _ in 0..64 {
@@ -775,24 +824,28 @@ impl Worker {
     /// Puts a socket where its directions say that it belongs.
     fn settle(&mut self, r: Ref) {
         let Some(socket) = r.get() else { return };
-        let over = {
-            let Some(mut control) = socket.control.lock() else {
-                return;
-            };
-            let over = control.handshake.is_none() && socket.is_plain();
-            if over {
-                promote::close_stream(socket, &mut control);
-            }
-            over
-        };
-        if over {
-            self.forget_asks(socket);
-            self.unwatch(socket);
-            crate::fork::returned(socket);
-        } else {
+        if !self.close_if_over(socket) {
             ready::change_interest(socket, |_| {});
             ready::notify_local(socket);
         }
+    }
+
+    /// With both directions on TCP and no handshake under way the kernel's sets have the socket
+    /// again. False if that is not so.
+    fn close_if_over(&mut self, socket: &'static Socket) -> bool {
+        {
+            let Some(mut control) = socket.control.lock() else {
+                return true;
+            };
+            if control.handshake.is_some() || !socket.is_plain() {
+                return false;
+            }
+            promote::close_stream(socket, &mut control);
+        }
+        self.forget_asks(socket);
+        self.unwatch(socket);
+        crate::fork::returned(socket);
+        true
     }
 
     fn on_pressed(&mut self, r: Ref) {

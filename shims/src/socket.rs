@@ -60,6 +60,8 @@ pub struct Tx {
     pub marker: Vec<u8>,
     /// The pending marker is a SWITCH: once it is out the direction is on the link.
     pub then_link: bool,
+    /// The program has shut the direction down: once the marker is out the kernel is told.
+    pub then_shut: bool,
     /// Whom the peer is to tell of space, as an attention word: the epoll sets' part.
     pub bits: u32,
     /// The service thread watches whether the reader stands still (`tx::press`).
@@ -190,6 +192,8 @@ pub struct Socket {
     pub tx_spin: Spinner,
     /// The listening socket that it was accepted on.
     pub listener: AtomicPtr<Listener>,
+    /// The connector asks, and the answer waits for this process's first use of the connection.
+    pub asked: AtomicBool,
     /// An exec that is under way has let go of it.
     pub left_for_exec: AtomicBool,
     /// In a fork child: it is this instance's by now.
@@ -262,6 +266,7 @@ impl Socket {
             rx_spin: Spinner::new(),
             tx_spin: Spinner::new(),
             listener: AtomicPtr::new(std::ptr::null_mut()),
+            asked: AtomicBool::new(false),
             left_for_exec: AtomicBool::new(false),
             adopted: AtomicBool::new(false),
             control: Lock::new(Control::default()),
@@ -305,6 +310,7 @@ impl Socket {
         socket.tries.store(0, Relaxed);
         socket.shown.store(false, Relaxed);
         socket.listener.store(std::ptr::null_mut(), Relaxed);
+        socket.asked.store(false, Relaxed);
         socket.left_for_exec.store(false, Relaxed);
         socket.adopted.store(false, Relaxed);
         socket.fd.store(fd, Release);

@@ -5,7 +5,6 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 
 use libc::ssize_t;
 use rdmasock_core::fabric::ring::{End, Wake};
-use rdmasock_core::stats::Path;
 use rdmasock_core::stream::handshake::Role;
 
 use crate::errno;
@@ -74,9 +73,24 @@ pub fn account(socket: &'static Socket, n: u64) {
     }
     if socket.stage() == Stage::Watching {
         let library = Library::get();
+        let first = !socket.progress.has_begun();
         if socket.progress.on_sent(n, &library.threshold) {
             worth_it(socket);
         }
+        if first {
+            answer_if_asked(socket);
+        }
+    }
+}
+
+/// An ASK may wait for the process to use the connection.
+#[cold]
+pub fn answer_if_asked(socket: &'static Socket) {
+    // The service thread sets `asked`, then looks whether the connection has been used; we the other
+    // way round. So one of the two sees the other.
+    std::sync::atomic::fence(SeqCst);
+    if socket.asked.swap(false, SeqCst) {
+        Library::get().service.submit(Command::used(socket));
     }
 }
 
@@ -523,21 +537,34 @@ fn is_regular(fd: c_int) -> bool {
 
 /// shutdown() of the sending direction, before the kernel's own: the mark says that what follows
 /// the last byte is on the anchor, namely its end. Nobody is woken for the mark: the kernel's FIN
-/// does that, and then the end is there to be found.
-pub fn shut(socket: &'static Socket) {
-    let Some(mut tx) = socket.tx.lock() else {
-        return;
+/// does that, and then the end is there to be found. True: the kernel's shutdown follows by itself,
+/// once TCP has taken what is still to precede it.
+pub fn shut(socket: &'static Socket) -> bool {
+    let Some(mut control) = socket.control.lock() else {
+        return false;
     };
-    if socket.tx_mode.load(Acquire) != mode::LINK {
-        return;
+    let Some(mut tx) = socket.tx.lock() else {
+        return false;
+    };
+    if socket.tx_mode.load(Acquire) == mode::LINK {
+        let _ = promote::end_on_link(socket, &mut tx, End::Fin);
     }
-    if let Some(producer) = tx.producer.as_mut() {
-        let _ = producer.end(End::Fin);
+    if socket.tx_mode.load(Acquire) != mode::MARKED {
+        return false;
     }
+    if socket.is_tx_quiet() {
+        tx.then_shut = true;
+        drop(tx);
+        promote::flush(socket);
+        return true;
+    }
+    // A thread is blocked in the kernel's send, since before there was a marker; it is to get EPIPE.
+    tx.marker.clear();
+    tx.then_link = false;
     socket.tx_mode.store(mode::TCP, SeqCst);
-    if let Some(stats) = socket.stats() {
-        stats.set_tx_path(Path::Tcp);
-    }
+    drop(tx);
+    promote::feed(socket, &mut control, |h| Ok(h.on_hello_unwritten()));
+    false
 }
 
 /// How long a blocking call may wait, by the socket's own option (SO_RCVTIMEO, SO_SNDTIMEO).

@@ -1,7 +1,7 @@
 //! What every link has to do, whatever fabric it is on: one suite over [`LinkEnd`], to be run for
 //! each of them by `tests/conformance.rs`. Not here: how a link is made.
 
-use rdmasock_core::fabric::ring::{Consumer, End, Producer, RxFlags, Wake};
+use rdmasock_core::fabric::ring::{Consumer, End, Ended, Producer, RxFlags, Stopped, Wake};
 use rdmasock_core::fabric::{LinkEnd, OpenError};
 use rdmasock_core::ids::Vqpn;
 use rdmasock_core::wire::{Message, Reason};
@@ -34,6 +34,7 @@ pub fn suite<H: Harness>() -> Vec<(&'static str, Test)> {
         the_end_mark_comes_after_the_last_byte
         a_ring_grows_and_shrinks_in_mid_stream
         what_was_not_read_can_be_sent_again
+        only_one_side_ends_a_direction
         a_reader_that_leaves_is_seen_by_the_writer
         a_number_is_free_only_when_both_ends_are_done
         a_number_that_the_peer_never_knew_is_free_at_once
@@ -135,7 +136,7 @@ fn the_end_mark_comes_after_the_last_byte<H: Harness>() {
     for mark in [End::Fin, End::Demote] {
         let mut s = open(&a, &b, 12);
         put(&mut s.producer, b"last");
-        let _ = s.producer.end(mark);
+        let _ = s.producer.end(mark).unwrap();
         assert_eq!(s.consumer.end(), Ok(None));
         assert_eq!(read(&mut s.consumer).0, b"last");
         assert_eq!(s.consumer.end(), Ok(Some(mark)));
@@ -169,8 +170,19 @@ fn what_was_not_read_can_be_sent_again<H: Harness>() {
     let _ = s.consumer.offer(a.allocate(13).unwrap()).unwrap();
     put(&mut s.producer, &pattern(3000, 500));
     assert_eq!(s.consumer.position(), 1000);
-    assert_eq!(s.producer.unread(1000).unwrap(), pattern(1000, 2500));
-    assert!(s.producer.unread(3501).is_err());
+    let _ = s.consumer.stop().unwrap();
+    assert_eq!(s.producer.end(End::Fin), Err(Stopped));
+    assert_eq!(s.producer.unread().unwrap(), pattern(1000, 2500));
+}
+
+fn only_one_side_ends_a_direction<H: Harness>() {
+    let [a, b] = H::link(1 << 20);
+    let mut s = open(&a, &b, 12);
+    put(&mut s.producer, &pattern(0, 10));
+    let _ = s.producer.end(End::Demote).unwrap();
+    assert_eq!(s.consumer.stop(), Err(Ended));
+    assert_eq!(read(&mut s.consumer).0, pattern(0, 10));
+    assert_eq!(s.consumer.end(), Ok(Some(End::Demote)));
 }
 
 fn a_reader_that_leaves_is_seen_by_the_writer<H: Harness>() {
@@ -237,7 +249,7 @@ fn a_number_used_again_starts_a_new_stream<H: Harness>() {
         put(&mut s.producer, &pattern(round, 50));
         assert_eq!(read(&mut s.consumer).0, pattern(round, 50));
         put(&mut s.producer, b"unread");
-        let _ = s.producer.end(End::Fin);
+        let _ = s.producer.end(End::Fin).unwrap();
         let _ = s.consumer.set_flags(RxFlags::RX_CLOSED);
         a.on_closed(s.number);
         a.close(s.number, Some(Vqpn(0)), s.consumer);

@@ -41,6 +41,12 @@
 //! knows of every switch that the tail can be beyond. Once its head has passed the switch
 //! position the old ring is *retired* and may be freed; until then nothing else can be offered.
 //! The first ring is an offer too: an all-zero block is a direction without a ring.
+//!
+//! # Who ends a direction
+//! Either side may, once: the producer with an [`End`], or the consumer that [stops](Consumer::stop)
+//! reading in the middle and wants the rest sent again on TCP. Both set the one word `end` from 0 by
+//! compare-and-swap, so exactly one of them wins and the other learns of it: a direction that the
+//! producer has left is drained, and one that the consumer has stopped is sent again, never both.
 
 mod consumer;
 mod memory;
@@ -80,6 +86,20 @@ pub enum End {
     /// The next byte is on TCP.
     Demote = 2,
 }
+
+/// The consumer has stopped; not an [`End`] of the producer's.
+const STOPPED: u32 = 3;
+
+/// The consumer has [stopped](Consumer::stop): what it has not [read](Producer::unread) goes over
+/// TCP again, before anything else.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the reader has stopped")]
+pub struct Stopped;
+
+/// The producer has [ended](Producer::end) the direction: it can only be drained.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the direction has its end mark")]
+pub struct Ended;
 
 bitflags::bitflags! {
     /// What the consumer tells the producer.
@@ -124,13 +144,13 @@ pub enum RingError {
     PeerViolation(#[from] Violation),
 }
 
-/// Written by the producer only, but for `want_space`, which the consumer swaps to 0.
+/// Written by the producer only, but for `want_space`, which the consumer swaps to 0, and `end`.
 #[derive(Debug)]
 #[repr(C, align(64))]
 struct ProducerLine {
     /// Bytes ever produced.
     tail: AtomicU64,
-    /// 0 or an [`End`]; valid for the tail at that time, which is final.
+    /// 0; or an [`End`], valid for the tail at that time, which is final; or [`STOPPED`].
     end: AtomicU32,
     want_space: AtomicU32,
     /// How often the window was too small, modulo 2^32.

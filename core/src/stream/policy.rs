@@ -45,6 +45,11 @@ impl Progress {
         self.receiving.store(true, Relaxed);
     }
 
+    /// Whether this process has carried a byte over the connection.
+    pub fn has_begun(&self) -> bool {
+        self.bytes.load(Relaxed) > 0
+    }
+
     /// Notes `n` bytes sent; true when this reaches the threshold.
     #[inline]
     pub fn on_sent(&self, n: u64, threshold: &Threshold) -> bool {

@@ -866,14 +866,20 @@ unsafe extern "C" fn splice_on(
     len: size_t,
     flags: c_uint,
 ) -> ssize_t {
+    // SAFETY: the caller's arguments, as they are.
+    let call = || unsafe { real.cancellable()(input, input_offset, out, out_offset, len, flags) };
+    let plain = !input_offset.is_null() || !out_offset.is_null() || len == 0 || !takes_splice(out);
+    if from.is_some() && plain {
+        // Refused, whatever the socket holds.
+        return call();
+    }
     for socket in [from, to].into_iter().flatten() {
         tx::take_back(socket, rdmasock_core::stats::Reason::Splice);
     }
-    // SAFETY: the caller's arguments, as they are.
-    let call = || unsafe { real.cancellable()(input, input_offset, out, out_offset, len, flags) };
     match (from, to) {
         (Some(socket), _) => {
-            rx::recv_on_tcp(socket, input, flags & libc::SPLICE_F_NONBLOCK != 0, call)
+            let nonblocking = flags & libc::SPLICE_F_NONBLOCK != 0;
+            rx::splice(socket, input, out, len, nonblocking, call)
         }
         // SAFETY: nothing of ours is read.
         (_, Some(socket)) => unsafe {
@@ -881,4 +887,13 @@ unsafe extern "C" fn splice_on(
         },
         _ => call(),
     }
+}
+
+/// The writing end of a pipe.
+fn takes_splice(fd: c_int) -> bool {
+    use rustix::fs::{FileType, OFlags};
+    // SAFETY: the program's own number, in the middle of its call.
+    let fd = unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) };
+    rustix::fs::fstat(fd).is_ok_and(|s| FileType::from_raw_mode(s.st_mode) == FileType::Fifo)
+        && rustix::fs::fcntl_getfl(fd).is_ok_and(|f| f.intersects(OFlags::WRONLY | OFlags::RDWR))
 }

@@ -169,11 +169,16 @@ unsafe extern "C" fn shutdown_on(
 ) -> c_int {
     fork::reclaim(socket);
     let sends = how == libc::SHUT_WR || how == libc::SHUT_RDWR;
-    if sends {
-        tx::shut(socket);
-    }
-    // SAFETY: the caller's arguments, as they are.
-    let result = unsafe { real(fd, how) };
+    let result = if sends && tx::shut(socket) {
+        match how {
+            libc::SHUT_WR => 0,
+            // SAFETY: the caller's own socket.
+            _ => unsafe { real(fd, libc::SHUT_RD) },
+        }
+    } else {
+        // SAFETY: the caller's arguments, as they are.
+        unsafe { real(fd, how) }
+    };
     if result == 0 && how != libc::SHUT_WR {
         rx::shut(socket);
     }

@@ -1,7 +1,7 @@
 //! The acceptor's part of a rendezvous: answering ASKs about connections that this instance holds.
 
 use std::os::fd::AsFd;
-use std::sync::atomic::Ordering::Acquire;
+use std::sync::atomic::Ordering::{Acquire, SeqCst};
 
 use rdmasock_core::ids::{InstanceId, Nonce, Tuple};
 use rdmasock_core::stats::{Direction, Reason};
@@ -9,10 +9,23 @@ use rdmasock_core::stream::handshake::{Handshake, Role};
 use rdmasock_core::wire::{self, Message};
 use rustix::event::epoll as kernel;
 
-use super::{Peer, Ref, Worker, kind, tag};
+use super::{ASK_TIMEOUT, Peer, Ref, Worker, kind, tag};
 use crate::listener::Listener;
 use crate::promote;
 use crate::socket::{self, Socket, Stage};
+
+/// An ASK about a connection that this process has accepted and not used yet: it may be about to
+/// fork a child that will, and then the child answers.
+pub struct Deferred {
+    r: Ref,
+    conn: u64,
+    request: u64,
+    tuple: Tuple,
+    nonce_c: Nonce,
+    instance_c: InstanceId,
+    /// The asker no longer waits then, monotonic ns.
+    pub deadline: u64,
+}
 
 impl Worker {
     /// Answers for a listener from now on.
@@ -39,6 +52,20 @@ impl Worker {
         nonce_c: Nonce,
         instance_c: InstanceId,
     ) {
+        if let Some(socket) = self.find(&tuple)
+            && !is_used(socket)
+        {
+            self.deferred.push(Deferred {
+                r: Ref::new(socket),
+                conn,
+                request,
+                tuple,
+                nonce_c,
+                instance_c,
+                deadline: crate::time::now_ns() + ASK_TIMEOUT.as_nanos() as u64,
+            });
+            return;
+        }
         let reply = match self.answer(&tuple, nonce_c, instance_c) {
             Ok((nonce_s, r)) => {
                 self.remember_offer(nonce_s, r);
@@ -59,6 +86,14 @@ impl Worker {
         };
         tracing::debug!(target: "rdmasock::promote", ?reply, "answer");
         self.reply(conn, &reply);
+    }
+
+    /// The connection has been used, or closed.
+    pub(super) fn answer_deferred(&mut self, r: Ref) {
+        let due: Vec<Deferred> = self.deferred.extract_if(.., |d| d.r.is_same(r)).collect();
+        for d in due {
+            self.on_ask(d.conn, d.request, d.tuple, d.nonce_c, d.instance_c);
+        }
     }
 
     /// Keeps an attempt to be found by its nonce. Now and then those that are over are forgotten.
@@ -162,6 +197,16 @@ impl Worker {
             promote::feed(socket, &mut control, Handshake::on_cancel);
         }
     }
+}
+
+/// Whether this process has carried data over the connection; if not its first use will tell.
+fn is_used(socket: &Socket) -> bool {
+    if socket.progress.has_begun() {
+        return true;
+    }
+    // The other order in `tx::account`: it counts, then looks.
+    socket.asked.store(true, SeqCst);
+    socket.progress.has_begun() && socket.asked.swap(false, SeqCst)
 }
 
 /// Attempts that are over are looked for from this number on, and whenever it has doubled.

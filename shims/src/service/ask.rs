@@ -419,22 +419,22 @@ impl Worker {
 
     /// Answers on a channel, link or not.
     pub(super) fn reply(&mut self, conn: u64, message: &Message) {
-        let mut buf = [0u8; MAX_MESSAGE];
-        let Ok(bytes) = message.encode(&mut buf) else {
-            return;
-        };
         match self.conns.get(&conn) {
             Some(super::Conn {
                 channel: Some(channel),
                 ..
             }) => {
-                let _ = channel.send(bytes, &[]);
+                let mut buf = [0u8; MAX_MESSAGE];
+                if let Ok(bytes) = message.encode(&mut buf) {
+                    // A channel for one question has room for its answer.
+                    let _ = channel.send(bytes, &[]);
+                }
             }
             Some(super::Conn {
                 peer: Peer::Link(link),
                 ..
             }) => {
-                let _ = link.channel().send(bytes, &[]);
+                let _ = link.send(message, &[]);
             }
             _ => {}
         }

@@ -4,7 +4,8 @@
 //! arrives unread at a closed socket with a reset: the peer program would see its connection fail
 //! because of an attempt to promote it (I2). So the anchor stays open here, its sending half shut as
 //! close() would, until the other end's closing marker or its end has come. Anything else that
-//! arrives is what the program has not read: the reset it would have been.
+//! arrives is what the program has not read: the reset it would have been. Likewise where the
+//! direction that was being closed still has bytes that TCP has not taken.
 
 use std::os::fd::{AsFd, BorrowedFd};
 
@@ -14,33 +15,45 @@ use rdmasock_core::wire::scan::{Found, scan};
 use rdmasock_core::wire::{MAX_MARKER, Marker};
 use rustix::event::epoll as kernel;
 use rustix::io::Errno;
-use rustix::net::RecvFlags;
+use rustix::net::{RecvFlags, SendFlags};
 
 use super::{Worker, kind, tag};
 
 /// A connection that outlives its close.
 pub struct Lingering {
     fd: PrivateFd,
-    nonce: Nonce,
+    nonce: Option<Nonce>,
+    unsent: Vec<u8>,
     /// Monotonic ns.
     pub deadline: u64,
 }
 
-/// How long the other end may take, ns.
+/// How long the other end may take, ns: to write a marker,
 const PATIENCE: u64 = 5_000_000_000;
+/// and to make room for what is to be sent.
+const PATIENCE_UNSENT: u64 = 60_000_000_000;
 
 impl Worker {
-    pub(super) fn linger(&mut self, fd: PrivateFd, nonce: Nonce) {
+    pub(super) fn linger(&mut self, fd: PrivateFd, nonce: Option<Nonce>, unsent: Vec<u8>) {
         let id = self.next_conn;
         self.next_conn += 1;
-        let flags = kernel::EventFlags::IN | kernel::EventFlags::RDHUP | kernel::EventFlags::ET;
+        let flags = kernel::EventFlags::IN
+            | kernel::EventFlags::OUT
+            | kernel::EventFlags::RDHUP
+            | kernel::EventFlags::ET;
         if self.add(fd.as_fd(), tag(kind::LINGER, id), flags) {
-            let deadline = crate::time::now_ns() + PATIENCE;
+            let patience = if unsent.is_empty() {
+                PATIENCE
+            } else {
+                PATIENCE_UNSENT
+            };
+            let deadline = crate::time::now_ns() + patience;
             self.lingering.insert(
                 id,
                 Lingering {
                     fd,
                     nonce,
+                    unsent,
                     deadline,
                 },
             );
@@ -51,8 +64,8 @@ impl Worker {
     pub(super) fn on_lingering(&mut self, id: u64) {
         let over = self
             .lingering
-            .get(&id)
-            .is_none_or(|l| is_over(l.fd.as_fd(), &l.nonce));
+            .get_mut(&id)
+            .is_none_or(|l| l.send() && l.nonce.is_none_or(|n| is_over(l.fd.as_fd(), &n)));
         if over {
             self.lingering.remove(&id);
         }
@@ -60,6 +73,28 @@ impl Worker {
 
     pub(super) fn expire_lingering(&mut self, now: u64) {
         self.lingering.retain(|_, l| l.deadline > now);
+    }
+}
+
+impl Lingering {
+    /// Sends what is left, then the end. False while TCP does not take all of it.
+    fn send(&mut self) -> bool {
+        if self.unsent.is_empty() {
+            return true;
+        }
+        while !self.unsent.is_empty() {
+            let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+            match rustix::net::send(&self.fd, &self.unsent, flags) {
+                Ok(n) => {
+                    self.unsent.drain(..n);
+                }
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => return false,
+                Err(_) => self.unsent.clear(),
+            }
+        }
+        let _ = rustix::net::shutdown(&self.fd, rustix::net::Shutdown::Write);
+        true
     }
 }
 

@@ -265,6 +265,7 @@ impl Worker {
         message: Message,
         mut fds: Vec<PrivateFd>,
     ) {
+        tracing::trace!(target: "rdmasock::link", link = link.slot, ?message, "received");
         match message {
             Message::Waiter { id } => {
                 if let Some(fd) = fds.pop() {
@@ -346,8 +347,8 @@ impl Worker {
                 if let Some(socket) = link.socket(yours)
                     && let Some(mut control) = socket.control.lock()
                 {
-                    if let Some(from) = resend_from {
-                        promote::resend(socket, from);
+                    if resend_from.is_some() {
+                        promote::resend(socket);
                     }
                     promote::leave(socket, &mut control, Reason::PeerAsked);
                     drop(control);

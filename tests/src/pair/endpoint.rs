@@ -6,7 +6,7 @@ mod reading;
 use std::sync::Arc;
 
 use rdmasock_core::fabric::mem::{End as LinkEnd, Heap, Medium};
-use rdmasock_core::fabric::ring::{Consumer, End, Producer};
+use rdmasock_core::fabric::ring::{Consumer, End, Producer, Stopped};
 use rdmasock_core::fabric::{LinkEnd as _, Opened};
 use rdmasock_core::ids::{InstanceId, Nonce, Vqpn};
 use rdmasock_core::stream::handshake::{Handshake, Misplaced, Phase, Role, Step, Steps};
@@ -381,15 +381,29 @@ impl Endpoint {
     }
 
     fn demote_tx(&mut self) {
-        let switching = std::mem::take(&mut self.then_link);
-        if (self.tx == Mode::Link || switching)
+        if self.tx == Mode::Link {
+            self.end_on_link(End::Demote);
+        } else if std::mem::take(&mut self.then_link)
             && let Some(producer) = &mut self.producer
         {
-            let _ = producer.end(End::Demote);
+            let _ = producer.end(End::Demote).unwrap();
         }
-        if self.tx == Mode::Link {
-            self.tx = Mode::Tcp;
+    }
+
+    /// Our direction leaves the link: the other drains it, or has stopped reading and gets the rest
+    /// again.
+    fn end_on_link(&mut self, end: End) {
+        match self.producer.as_mut().unwrap().end(end) {
+            Ok(_) => self.tx = Mode::Tcp,
+            Err(Stopped) => self.send_again(),
         }
+    }
+
+    fn send_again(&mut self) {
+        let bytes = self.producer.as_mut().unwrap().unread().unwrap();
+        self.marker.extend(bytes);
+        self.then_link = false;
+        self.tx = Mode::Marked;
     }
 
     fn close_stream(&mut self, net: &mut Net<'_>) {
@@ -451,9 +465,13 @@ impl Endpoint {
                 }
                 _ => net.link.on_closed(yours),
             },
-            Message::DemoteRequest { yours, .. }
+            Message::DemoteRequest { yours, resend_from }
                 if self.stream.as_ref().is_some_and(|s| s.mine == yours) =>
             {
+                if resend_from.is_some() && self.tx == Mode::Link {
+                    self.send_again();
+                    self.flush(net);
+                }
                 self.leave(net);
             }
             Message::Closed { yours } => net.link.on_closed(yours),
@@ -492,24 +510,20 @@ impl Endpoint {
         }
     }
 
-    /// Our receiving direction goes back to TCP here and now. Gives the position from which the
-    /// other is to [`resend`](Self::resend); `None` if there is nothing to be sent again.
-    pub fn stop_reading_link(&mut self) -> Option<u64> {
-        let consumer = self
-            .consumer
-            .as_mut()
-            .filter(|_| self.rx == Mode::Link && self.handshake.is_none())?;
-        self.rx = Mode::Tcp;
-        Some(consumer.position())
-    }
-
-    /// The other reads TCP from position `from` of our direction on.
-    pub fn resend(&mut self, net: &mut Net<'_>, from: u64) {
-        let bytes = self.producer.as_mut().unwrap().unread(from).unwrap();
-        self.marker.extend(bytes);
-        self.then_link = false;
-        self.tx = Mode::Marked;
-        self.flush(net);
+    /// As [`leave`](Self::leave), but our receiving direction goes back to TCP here and now, unless
+    /// the other has ended it already.
+    pub fn return_to_tcp(&mut self, net: &mut Net<'_>) {
+        if let (None, Mode::Link, Some(consumer), Some(yours)) =
+            (&self.handshake, self.rx, self.consumer.as_mut(), self.peer)
+            && consumer.stop().is_ok()
+        {
+            let resend_from = Some(consumer.position());
+            self.rx = Mode::Tcp;
+            self.demote_tx();
+            self.flush(net);
+            let _ = net.link.send(&Message::DemoteRequest { yours, resend_from });
+        }
+        self.leave(net);
     }
 
     /// Writes; gives how much was taken.
@@ -537,13 +551,13 @@ impl Endpoint {
     /// shutdown(SHUT_WR): what was begun is finished before the end.
     pub fn shut(&mut self, net: &mut Net<'_>) {
         self.fin = true;
+        if self.tx == Mode::Link {
+            self.end_on_link(End::Fin);
+        }
         if self.tx == Mode::Marked {
+            self.flush(net);
             return;
         }
-        if let (Mode::Link, Some(producer)) = (self.tx, self.producer.as_mut()) {
-            let _ = producer.end(End::Fin);
-        }
-        self.tx = Mode::Tcp;
         net.out.shut();
     }
 

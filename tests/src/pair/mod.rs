@@ -165,15 +165,7 @@ impl World {
 
     /// One end's program hands the socket to somebody who knows nothing of links.
     pub fn return_to_tcp(&mut self, end: usize) {
-        // A mark of the peer's that is on the way already is for the reader alone to honour: see
-        // `resend` in promote.rs.
-        if self.ends[1 - end].tx == Mode::Link
-            && let Some(from) = self.ends[end].stop_reading_link()
-        {
-            self.at(1 - end, |e, net| e.resend(net, from));
-            self.at(1 - end, |e, net| e.leave(net));
-            self.at(end, |e, net| e.leave(net));
-        }
+        self.at(end, |e, net| e.return_to_tcp(net));
     }
 
     /// Half-closes.

@@ -101,7 +101,8 @@ pub fn edge(c: &Ctx) {
         c.recv(fd, 100, libc::MSG_DONTWAIT);
         c.sync("closing");
         log_wait(c, ep, 5000);
-        log_wait(c, ep, 0);
+        // Long enough for a service thread to report it a second time.
+        log_wait(c, ep, 30);
     } else {
         c.sync("armed");
         c.send(fd, b"first", 0);

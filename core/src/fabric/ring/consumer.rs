@@ -4,8 +4,8 @@ use std::ptr::NonNull;
 
 use super::memory::{DataArea, RingMemory, Spans};
 use super::{
-    ConsumerLine, DirectionBlock, End, Offer, ProducerLine, RingError, RxFlags, Violation, Wake,
-    disarm, take,
+    ConsumerLine, DirectionBlock, End, Ended, Offer, ProducerLine, RingError, RxFlags, STOPPED,
+    Violation, Wake, disarm, take,
 };
 use crate::fabric::layout::Region;
 use crate::sync::{Ordering, fence_after_rmw};
@@ -213,6 +213,16 @@ impl Consumer {
             m if m == End::Demote as u32 => Ok(Some(End::Demote)),
             _ => Err(Violation::BadEnd.into()),
         }
+    }
+
+    /// Stops reading here: the producer sends the rest again, on TCP. It is to be told.
+    pub fn stop(&mut self) -> Result<Wake, Ended> {
+        let wake = self.publish();
+        self.theirs()
+            .end
+            .compare_exchange(0, STOPPED, Ordering::SeqCst, Ordering::SeqCst)
+            .map(|_| wake)
+            .map_err(|_| Ended)
     }
 
     /// Offers `region` as the ring to use from the producer's next send on: the first one, a

@@ -4,7 +4,8 @@ use std::ptr::NonNull;
 
 use super::memory::{DataArea, RingMemory, Spans};
 use super::{
-    ConsumerLine, DirectionBlock, End, Offer, ProducerLine, RingError, RxFlags, Violation, Wake,
+    ConsumerLine, DirectionBlock, End, Offer, ProducerLine, RingError, RxFlags, Stopped, Violation,
+    Wake,
     disarm, take,
 };
 use crate::sync::{Ordering, fence_after_rmw};
@@ -106,15 +107,19 @@ impl Producer {
         wake
     }
 
-    /// Marks what follows the last byte. Only the first mark counts; nothing can be sent after.
-    pub fn end(&mut self, end: End) -> Wake {
+    /// Marks what follows the last byte. Only the first mark counts; nothing can be sent after,
+    /// whatever this returns.
+    pub fn end(&mut self, end: End) -> Result<Wake, Stopped> {
         if self.ended {
-            return Wake::NONE;
+            return Ok(Wake::NONE);
         }
         self.ended = true;
         self.limit = self.tail;
-        self.mine().end.swap(end as u32, Ordering::SeqCst);
-        take(&self.theirs().want_data)
+        self.mine()
+            .end
+            .compare_exchange(0, end as u32, Ordering::SeqCst, Ordering::SeqCst)
+            .map_err(|_| Stopped)?;
+        Ok(take(&self.theirs().want_data))
     }
 
     /// Asks for a wake-up when there is space: sets `bits` in the attention word, then looks.
@@ -197,17 +202,12 @@ impl Producer {
         Ok(true)
     }
 
-    /// A copy of the bytes from position `from` up to the last one committed: those that a
-    /// consumer which has stopped at `from` has not read. It must not have freed their rings.
+    /// A copy of the bytes that a consumer which has [stopped](super::Consumer::stop) has not read.
+    /// It must not have freed their rings.
     #[cfg(not(loom))]
-    pub fn unread(&mut self, from: u64) -> Result<Vec<u8>, RingError> {
+    pub fn unread(&mut self) -> Result<Vec<u8>, RingError> {
         self.reload()?;
-        if from > self.tail {
-            return Err(Violation::HeadBeyondTail.into());
-        }
-        if from < self.head {
-            return Err(Violation::HeadMovedBack.into());
-        }
+        let from = self.head;
         let switch = self.switch_pos.clamp(from, self.tail);
         let mut bytes = vec![0u8; (self.tail - from) as usize];
         let (before, after) = bytes.split_at_mut((switch - from) as usize);

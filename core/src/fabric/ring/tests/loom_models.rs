@@ -64,7 +64,7 @@ fn produce(model: &Model, p: &mut Producer, total: u8, piece: usize) {
             model.for_producer.wait();
         }
     }
-    model.for_consumer.ring(p.end(End::Fin));
+    model.for_consumer.ring(p.end(End::Fin).unwrap());
 }
 
 /// Offers the rings (log2 of bytes) one after the other, each as soon as it may.

@@ -66,8 +66,8 @@ fn the_end_comes_after_the_last_byte() {
     assert_eq!(send(&mut p, b"last"), Ok((4, Wake::NONE)));
     assert_eq!(c.end(), Ok(None));
     assert!(!c.arm_data(2).is_ok_and(|a| !a.ready));
-    assert_eq!(p.end(End::Demote), Wake(2));
-    assert_eq!(p.end(End::Fin), Wake::NONE);
+    assert_eq!(p.end(End::Demote), Ok(Wake(2)));
+    assert_eq!(p.end(End::Fin), Ok(Wake::NONE));
     assert_eq!(send(&mut p, b"more"), Ok((0, Wake::NONE)));
     assert_eq!(c.end(), Ok(None));
     let mut buf = [0; 8];
@@ -274,7 +274,7 @@ fn two_threads_exchange_while_rings_change() {
                     bells.0.wait();
                 }
             }
-            bells.1.ring(p.end(End::Fin));
+            bells.1.ring(p.end(End::Fin).unwrap());
         })
     };
     let mut arena = Arena::new(1 << 17);

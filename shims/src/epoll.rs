@@ -25,9 +25,12 @@ use crate::socket::{Membership, Socket};
 use crate::time::Timeout;
 use crate::wait::{Spinner, WaiterId};
 use rdmasock_core::lock::Lock;
+use rdmasock_core::os::privatefd::PrivateFd;
 
 const ET: u32 = libc::EPOLLET as u32;
 const ONESHOT: u32 = libc::EPOLLONESHOT as u32;
+/// What is no event, and stays when an EPOLLONESHOT has fired.
+const PRIVATE: u32 = ONESHOT | ET | EXCLUSIVE | libc::EPOLLWAKEUP as u32;
 /// Reported whether asked for or not.
 const ALWAYS: u32 = (libc::EPOLLERR | libc::EPOLLHUP) as u32;
 const EXCLUSIVE: u32 = libc::EPOLLEXCLUSIVE as u32;
@@ -39,6 +42,9 @@ const EXCLUSIVE_OK: u32 = EXCLUSIVE
 /// again, ns: short enough not to be felt, long enough that a busy program makes few calls.
 const KERNEL_EVERY: u64 = 20_000;
 
+/// How long a report may take from the kernel to our hook's next instruction, ns.
+const IN_FLIGHT: u64 = 100_000_000;
+
 /// One socket in the set, under one number.
 struct Item {
     socket: &'static Socket,
@@ -47,6 +53,8 @@ struct Item {
     data: u64,
     /// Taken over: the kernel's set no longer has it.
     taken: bool,
+    /// Since when, monotonic ns.
+    taken_at: u64,
     /// Is in `ready`.
     queued: bool,
     /// EPOLLONESHOT has fired; MOD arms it again.
@@ -80,6 +88,8 @@ pub struct Epoll {
     nested: AtomicBool,
     /// For a nested set: the waiter's flag counts one sleeper for it.
     shown: AtomicBool,
+    /// Some item was added with EPOLLONESHOT.
+    oneshots: AtomicBool,
     /// Shared with the process that we were forked from, which may have taken sockets over.
     inherited: AtomicBool,
     /// Threads inside the kernel's wait alone (`wait_plain`).
@@ -110,6 +120,7 @@ impl Epoll {
                 fd: AtomicI32::new(-1),
                 nested: AtomicBool::new(false),
                 shown: AtomicBool::new(false),
+                oneshots: AtomicBool::new(false),
                 inherited: AtomicBool::new(false),
                 plain: AtomicU32::new(0),
                 fds: AtomicU32::new(0),
@@ -122,6 +133,7 @@ impl Epoll {
         epoll.fd.store(fd, Release);
         epoll.nested.store(false, Release);
         epoll.inherited.store(false, Release);
+        epoll.oneshots.store(false, Release);
         epoll.fds.store(1, Release);
         Some(epoll)
     }
@@ -244,6 +256,9 @@ impl Epoll {
         let index = find(socket, self, fd).filter(|i| set.items.get(*i).is_some_and(|i| !i.dead));
         let taken = index.and_then(|i| set.items.get(i)).map(|i| i.taken);
         let asked = event.map_or(0, |e| e.events);
+        if asked & ONESHOT != 0 {
+            self.oneshots.store(true, Relaxed);
+        }
         let exclusive = index
             .and_then(|i| set.items.get(i))
             .is_some_and(|i| i.events & EXCLUSIVE != 0);
@@ -271,6 +286,7 @@ impl Epoll {
                     events: event.events,
                     data: event.u64,
                     taken: take,
+                    taken_at: 0,
                     queued: false,
                     disabled: false,
                     dead: false,
@@ -357,7 +373,12 @@ impl Epoll {
             return;
         }
         item.taken = true;
+        item.taken_at = crate::time::now_ns();
         let fd = item.fd;
+        item.disabled = item.events & ONESHOT != 0
+            && self
+                .kernel_fd()
+                .is_some_and(|set| has_fired(set, fd, item.data));
         self.activate(&mut set);
         if let Some(kernel_fd) = self.kernel_fd() {
             // SAFETY: the number is the socket's own: closing it removes the item first.
@@ -482,23 +503,20 @@ impl Epoll {
         let mut spun = false;
         loop {
             // Now and then the kernel's set is looked at too, every other time first: neither may keep
-            // the other out where the program takes few events at a time.
+            // the other out where the program takes few events at a time. A wait never reports from
+            // both: a socket that changes sides in between would be in the list twice, and a program
+            // that reads for each entry would block at the second.
             let due = self.is_time_to_look();
             let starved = self.full.load(Relaxed) != 0 && self.full.swap(0, Relaxed) != 0;
             let kernel_first = starved || due && self.turn.fetch_xor(true, Relaxed);
-            let first = if kernel_first {
-                self.look(events, max, &real).max(0)
-            } else {
-                0
-            };
-            // SAFETY: `first` of `max` entries are used.
-            let n = first + self.harvest(unsafe { events.add(first as usize) }, max - first);
-            if n > 0 {
-                if due && !kernel_first && n < max {
-                    // SAFETY: n < max entries are used.
-                    let rest = unsafe { events.add(n as usize) };
-                    return n + self.look(rest, max - n, &real).max(0);
+            if kernel_first {
+                let n = self.look(events, max, &real);
+                if n > 0 {
+                    return n;
                 }
+            }
+            let n = self.harvest(events, max);
+            if n > 0 {
                 if n == max && !kernel_first {
                     self.full.store(1, Relaxed);
                 }
@@ -616,6 +634,24 @@ impl Epoll {
         if n <= 0 { n } else { self.strip_key(events, n) }
     }
 
+    /// What the kernel has reported of items that were taken over in that moment: an EPOLLONESHOT is
+    /// spent, whoever has reported it.
+    fn spend_oneshots(&self, reported: &[libc::epoll_event]) {
+        let Some(mut set) = self.set.lock() else {
+            return;
+        };
+        let now = crate::time::now_ns();
+        for item in &mut set.items {
+            if item.taken
+                && now.wrapping_sub(item.taken_at) < IN_FLIGHT
+                && item.events & ONESHOT != 0
+                && reported.iter().any(|e| e.u64 == item.data)
+            {
+                item.disabled = true;
+            }
+        }
+    }
+
     /// Takes our doorbell out of what the kernel reported.
     fn strip_key(&self, events: *mut libc::epoll_event, n: c_int) -> c_int {
         let key = self.key.load(Relaxed);
@@ -624,6 +660,9 @@ impl Epoll {
         }
         // SAFETY: the kernel has just filled n entries.
         let filled = unsafe { std::slice::from_raw_parts_mut(events, n as usize) };
+        if self.oneshots.load(Relaxed) {
+            self.spend_oneshots(filled);
+        }
         let Some(at) = filled.iter().position(|e| e.u64 == key) else {
             return n;
         };
@@ -777,6 +816,40 @@ fn enqueue_all(
     }
 }
 
+/// Whether an EPOLLONESHOT item of a kernel's set has fired and waits for its MOD; the kernel shows the
+/// events that are left (proc_pid_fdinfo(5)).
+fn has_fired(set: BorrowedFd<'_>, fd: c_int, data: u64) -> bool {
+    use std::os::fd::AsRawFd;
+    let path = format!("/proc/thread-self/fdinfo/{}", set.as_raw_fd());
+    let Ok(info) = read_text(&path) else {
+        return false;
+    };
+    info.lines().any(|line| {
+        let mut words = line.split_whitespace();
+        let mut after = |name: &str| words.find(|w| *w == name).and_then(|_| words.next());
+        let tfd = after("tfd:").and_then(|w| w.parse().ok());
+        let events = after("events:").and_then(|w| u32::from_str_radix(w, 16).ok());
+        let key = after("data:").and_then(|w| u64::from_str_radix(w, 16).ok());
+        tfd == Some(fd) && key == Some(data) && events.is_some_and(|e| e & !PRIVATE == 0)
+    })
+}
+
+fn read_text(path: &str) -> rustix::io::Result<String> {
+    use rustix::fs::{Mode, OFlags};
+    let opened = rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
+    let file = PrivateFd::place(opened)?;
+    let mut text = Vec::new();
+    let mut piece = [0u8; 4096];
+    loop {
+        match rustix::io::read(&file, &mut piece[..]) {
+            Ok(0) => return String::from_utf8(text).map_err(|_| rustix::io::Errno::ILSEQ),
+            Ok(n) => text.extend_from_slice(piece.get(..n).unwrap_or_default()),
+            Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(error),
+        }
+    }
+}
+
 fn find(socket: &'static Socket, epoll: &Epoll, fd: c_int) -> Option<usize> {
     let interest = socket.interest.lock()?;
     interest
@@ -844,6 +917,7 @@ mod tests {
             events: 0,
             data: 0,
             taken: true,
+            taken_at: 0,
             queued: false,
             disabled: false,
             dead: false,

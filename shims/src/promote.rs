@@ -181,7 +181,10 @@ pub fn stop_scan(socket: &'static Socket) {
 }
 
 fn receive_on_link(socket: &'static Socket) {
-    let Some(rx) = socket.rx.lock() else { return };
+    let Some(mut rx) = socket.rx.lock() else {
+        return;
+    };
+    rx.scan = None;
     if rx.consumer.is_some() {
         socket.rx_mode.store(mode::LINK, SeqCst);
         if let Some(stats) = socket.stats() {
@@ -525,6 +528,12 @@ pub unsafe fn scan_taken(socket: &'static Socket, buf: *mut u8, len: usize) -> u
             break;
         };
         let Some(nonce) = rx.scan else {
+            if socket.rx_mode.load(Acquire) == mode::LINK {
+                // The direction has been to the link and back meanwhile: what it has there comes first.
+                rx.carry
+                    .extend_from_slice(bytes.get(at..len).unwrap_or_default());
+                break;
+            }
             drop(rx);
             bytes.copy_within(at..len, kept);
             kept += len - at;
@@ -630,10 +639,11 @@ pub fn return_to_tcp(socket: &'static Socket, control: &mut Control, reason: Rea
     let (Some(opened), Some(yours)) = (control.opened, control.peer) else {
         return;
     };
-    let stopped = {
+    let (stopped, clean) = {
         let Some(mut rx) = socket.rx.lock() else {
             return;
         };
+        let clean = rx.carry.is_empty();
         if socket.rx_mode.load(Acquire) != mode::LINK {
             return;
         }
@@ -641,11 +651,11 @@ pub fn return_to_tcp(socket: &'static Socket, control: &mut Control, reason: Rea
             return;
         };
         match consumer.stop() {
-            Ok(wake) => {
+            Ok(wake) if clean => {
                 socket.rx_mode.store(mode::TCP, SeqCst);
-                Some((consumer.position(), wake))
+                (Some((consumer.position(), wake)), clean)
             }
-            Err(Ended) => None,
+            Ok(_) | Err(Ended) => (None, clean),
         }
     };
     tracing::debug!(target: "rdmasock::promote", slot = socket.slot, %reason, ?stopped, "goes back to TCP");
@@ -660,7 +670,7 @@ pub fn return_to_tcp(socket: &'static Socket, control: &mut Control, reason: Rea
                 &[],
             );
         }
-        None if crate::rx::leave_link_at_end(socket) => {}
+        None if clean && crate::rx::leave_link_at_end(socket) => {}
         None => {
             // P28: the peer has left the link already, and TCP may have later bytes. A gap in the
             // data would be worse than the end of the connection.

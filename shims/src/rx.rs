@@ -477,7 +477,13 @@ pub fn leave_link_at_end(socket: &'static Socket) -> bool {
     {
         socket.lost_unread.store(true, SeqCst);
     }
-    socket.rx_mode.store(mode::TCP, SeqCst);
+    // A call may have brought something from TCP that comes after what the link held.
+    let next = if rx.carry.is_empty() {
+        mode::TCP
+    } else {
+        mode::MARKED
+    };
+    socket.rx_mode.store(next, SeqCst);
     if let Some(stats) = socket.stats() {
         stats.set_rx_path(Path::Tcp);
     }

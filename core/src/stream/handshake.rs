@@ -65,7 +65,7 @@ pub enum Phase {
 pub enum Step {
     /// From now on look for markers in what TCP delivers.
     StartScan,
-    /// Nothing more is to be looked for in TCP.
+    /// Nothing more is to be looked for in TCP, which goes on.
     StopScan,
     /// Answer YES out of band.
     SendYes,
@@ -80,7 +80,8 @@ pub enum Step {
     WriteSwitch,
     /// Write ABORT in TCP; this direction stays on TCP.
     WriteAbort,
-    /// The other's next byte is on the link.
+    /// Nothing more is to be looked for in TCP, and the other's next byte is on the link. One step: a
+    /// reader that came in between would wait for that byte in TCP.
     ReceiveOnLink,
     /// Mark the end of our direction on the link, even if SWITCH is not out yet: the byte after
     /// SWITCH and after what the link got is on TCP.
@@ -317,10 +318,10 @@ impl Handshake {
 
     fn closed_by_peer(&mut self, closing: Closing) -> Steps {
         self.got = Some(closing);
-        let mut steps = vec![Step::StopScan];
-        if closing == Closing::Switch {
-            steps.push(Step::ReceiveOnLink);
-        }
+        let mut steps = vec![match closing {
+            Closing::Switch => Step::ReceiveOnLink,
+            Closing::Abort => Step::StopScan,
+        }];
         if self.sent.is_none() && closing == Closing::Abort {
             self.close(Closing::Abort, &mut steps);
         } else {
@@ -390,12 +391,12 @@ mod tests {
         // The acceptor's SWITCH may be seen before its OPEN: they travel on different paths.
         assert_eq!(
             c.on_closing(Closing::Switch),
-            Ok(vec![Step::StopScan, Step::ReceiveOnLink])
+            Ok(vec![Step::ReceiveOnLink])
         );
         assert_eq!(c.on_open(), Ok(vec![Step::WriteSwitch, Step::Promoted]));
         assert_eq!(
             s.on_closing(Closing::Switch),
-            Ok(vec![Step::StopScan, Step::ReceiveOnLink, Step::Promoted])
+            Ok(vec![Step::ReceiveOnLink, Step::Promoted])
         );
     }
 
@@ -463,7 +464,7 @@ mod tests {
         );
         assert_eq!(
             c.on_closing(Closing::Switch),
-            Ok(vec![Step::StopScan, Step::ReceiveOnLink, Step::Drain])
+            Ok(vec![Step::ReceiveOnLink, Step::Drain])
         );
         assert_eq!(
             s.on_closing(Closing::Abort),

@@ -151,7 +151,10 @@ impl End {
                 Step::WriteAbort => {
                     self.write(Tcp::Closing(Closing::Abort));
                 }
-                Step::ReceiveOnLink => self.rx = On::Link,
+                Step::ReceiveOnLink => {
+                    self.scanning = false;
+                    self.rx = On::Link;
+                }
                 Step::Demote => {
                     if self.tx == On::Link {
                         self.tx = On::Demoted;

@@ -299,7 +299,10 @@ impl Endpoint {
                     self.queue_marker(net, &Marker::Switch);
                 }
                 Step::WriteAbort => self.queue_marker(net, &Marker::Abort(wire::Reason::Cancelled)),
-                Step::ReceiveOnLink => self.rx = Mode::Link,
+                Step::ReceiveOnLink => {
+                    self.scan = None;
+                    self.rx = Mode::Link;
+                }
                 Step::Demote => self.demote_tx(),
                 Step::Promoted | Step::Drain | Step::Abandoned => {
                     self.handshake = None;

@@ -3,6 +3,7 @@
 use libc::{EPOLL_CTL_ADD, EPOLL_CTL_DEL, EPOLL_CTL_MOD, c_int};
 
 use crate::ctx::{Ctx, epoll_names};
+use crate::data;
 use crate::sys::{self, Addr, Ret};
 
 pub const IN: u32 = libc::EPOLLIN as u32;
@@ -395,4 +396,116 @@ pub fn hangups(c: &Ctx) {
     }
     c.sync("done");
     c.close(fd);
+}
+
+/// One thread that reads once, blocking, for each report: a report without data would hang it. Each
+/// connection is promoted while the set is in use.
+pub fn blocking_reads(c: &Ctx) {
+    const N: usize = 300;
+    let (listener, port) = c.listener(64);
+    if let Some(listener) = listener {
+        let ep = create();
+        ctl(ep, EPOLL_CTL_ADD, listener, IN, u64::MAX).ok();
+        let (mut open, mut ended) = (Vec::new(), 0);
+        while ended < N {
+            let (_, events) = wait(ep, 64, 10_000);
+            assert!(!events.is_empty(), "no event in 10 s");
+            for (data, _) in events {
+                if data == u64::MAX {
+                    let fd = sys::accept4(listener, 0).ok();
+                    ctl(ep, EPOLL_CTL_ADD, fd, IN, open.len() as u64).ok();
+                    open.push(fd);
+                    continue;
+                }
+                let fd = open[data as usize];
+                let mut b = [0; 64];
+                let n = sys::recv(fd, &mut b, 0).count();
+                if n == 0 {
+                    ended += 1;
+                    sys::close(fd).ok();
+                } else {
+                    sys::send_all(fd, &b[..n]).ok();
+                }
+            }
+        }
+    } else {
+        let fds: Vec<c_int> = (0..N)
+            .map(|i| {
+                let fd = sys::connected(&Addr::v4(port));
+                for trip in 0..6 {
+                    let ball = data::pattern(i as u64, trip * 8, 8);
+                    sys::send_all(fd, &ball).ok();
+                    assert!(sys::recv_exact(fd, 8) == ball, "connection {i} trip {trip}");
+                }
+                fd
+            })
+            .collect();
+        for fd in fds {
+            sys::close(fd).ok();
+        }
+    }
+    c.log("all equal");
+    c.sync("done");
+}
+
+/// Four threads on one set of EPOLLONESHOT connections that are promoted meanwhile: no two threads
+/// ever have the same connection.
+pub fn oneshot_threads(c: &Ctx) {
+    use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
+    const N: usize = 40;
+    const TRIPS: u64 = 30;
+    let (listener, port) = c.listener(64);
+    let mut fds = Vec::new();
+    for _ in 0..N {
+        fds.push(match listener {
+            Some(listener) => sys::accept4(listener, 0).ok(),
+            None => sys::connected(&Addr::v4(port)),
+        });
+    }
+    if c.is_server() {
+        let ep = create();
+        for (i, fd) in fds.iter().enumerate() {
+            ctl(ep, EPOLL_CTL_ADD, *fd, IN | ONESHOT, i as u64).ok();
+        }
+        let busy: Vec<AtomicBool> = fds.iter().map(|_| AtomicBool::new(false)).collect();
+        let ended = AtomicUsize::new(0);
+        std::thread::scope(|s| {
+            for _ in 0..4 {
+                s.spawn(|| {
+                    while ended.load(SeqCst) < N {
+                        for (data, _) in wait(ep, 1, 50).1 {
+                            let (fd, mark) = (fds[data as usize], &busy[data as usize]);
+                            assert!(!mark.swap(true, SeqCst), "two threads have {data}");
+                            let mut b = [0; 64];
+                            let n = sys::recv(fd, &mut b, 0).count();
+                            sys::send_all(fd, &b[..n]).ok();
+                            mark.store(false, SeqCst);
+                            if n == 0 {
+                                ended.fetch_add(1, SeqCst);
+                            } else {
+                                ctl(ep, EPOLL_CTL_MOD, fd, IN | ONESHOT, data).ok();
+                            }
+                        }
+                    }
+                });
+            }
+        });
+    } else {
+        for trip in 0..TRIPS {
+            for (i, fd) in fds.iter().enumerate() {
+                sys::send_all(*fd, &data::pattern(i as u64, trip * 8, 8)).ok();
+            }
+            for (i, fd) in fds.iter().enumerate() {
+                let want = data::pattern(i as u64, trip * 8, 8);
+                assert!(sys::recv_exact(*fd, 8) == want, "connection {i} trip {trip}");
+            }
+        }
+        for fd in &fds {
+            c.shutdown(*fd, libc::SHUT_WR);
+        }
+    }
+    c.sync("done");
+    for fd in fds {
+        sys::close(fd).ok();
+    }
 }

@@ -42,9 +42,6 @@ const EXCLUSIVE_OK: u32 = EXCLUSIVE
 /// again, ns: short enough not to be felt, long enough that a busy program makes few calls.
 const KERNEL_EVERY: u64 = 20_000;
 
-/// How long a report may take from the kernel to our hook's next instruction, ns.
-const IN_FLIGHT: u64 = 100_000_000;
-
 /// One socket in the set, under one number.
 struct Item {
     socket: &'static Socket,
@@ -53,8 +50,6 @@ struct Item {
     data: u64,
     /// Taken over: the kernel's set no longer has it.
     taken: bool,
-    /// Since when, monotonic ns.
-    taken_at: u64,
     /// Is in `ready`.
     queued: bool,
     /// EPOLLONESHOT has fired; MOD arms it again.
@@ -88,8 +83,6 @@ pub struct Epoll {
     nested: AtomicBool,
     /// For a nested set: the waiter's flag counts one sleeper for it.
     shown: AtomicBool,
-    /// Some item was added with EPOLLONESHOT.
-    oneshots: AtomicBool,
     /// Shared with the process that we were forked from, which may have taken sockets over.
     inherited: AtomicBool,
     /// Threads inside the kernel's wait alone (`wait_plain`).
@@ -120,7 +113,6 @@ impl Epoll {
                 fd: AtomicI32::new(-1),
                 nested: AtomicBool::new(false),
                 shown: AtomicBool::new(false),
-                oneshots: AtomicBool::new(false),
                 inherited: AtomicBool::new(false),
                 plain: AtomicU32::new(0),
                 fds: AtomicU32::new(0),
@@ -133,7 +125,6 @@ impl Epoll {
         epoll.fd.store(fd, Release);
         epoll.nested.store(false, Release);
         epoll.inherited.store(false, Release);
-        epoll.oneshots.store(false, Release);
         epoll.fds.store(1, Release);
         Some(epoll)
     }
@@ -256,9 +247,6 @@ impl Epoll {
         let index = find(socket, self, fd).filter(|i| set.items.get(*i).is_some_and(|i| !i.dead));
         let taken = index.and_then(|i| set.items.get(i)).map(|i| i.taken);
         let asked = event.map_or(0, |e| e.events);
-        if asked & ONESHOT != 0 {
-            self.oneshots.store(true, Relaxed);
-        }
         let exclusive = index
             .and_then(|i| set.items.get(i))
             .is_some_and(|i| i.events & EXCLUSIVE != 0);
@@ -273,32 +261,18 @@ impl Epoll {
         match (op, event, index, taken) {
             (libc::EPOLL_CTL_ADD, Some(_), Some(_), _) => crate::errno::fail(libc::EEXIST),
             (libc::EPOLL_CTL_ADD, Some(event), None, _) => {
-                let take = ready::is_watched(socket);
-                if !take {
-                    let result = real();
-                    if result != 0 {
-                        return result;
-                    }
-                }
                 let index = set.insert(Item {
                     socket,
                     fd,
                     events: event.events,
                     data: event.u64,
-                    taken: take,
-                    taken_at: 0,
+                    taken: false,
                     queued: false,
                     disabled: false,
                     dead: false,
                 });
-                if take {
-                    self.activate(&mut set);
-                    if let Some(link) = socket.link() {
-                        set.add_link(link);
-                    }
-                    set.enqueue(index);
-                }
-                drop(set);
+                // First the membership, then the look (`watch` the other way round): a promotion that
+                // begins now is seen here, or sees the membership.
                 ready::change_interest(socket, |i| {
                     i.members.push(Membership {
                         epoll: self,
@@ -306,13 +280,31 @@ impl Epoll {
                         item: index,
                     })
                 });
-                // A promotion may have begun between the look and the membership.
-                if !take && ready::is_watched(socket) {
-                    self.take_over(index, socket);
-                } else if take {
+                if ready::is_watched(socket) {
+                    if let Some(item) = set.items.get_mut(index) {
+                        item.taken = true;
+                    }
+                    self.activate(&mut set);
+                    if let Some(link) = socket.link() {
+                        set.add_link(link);
+                    }
+                    set.enqueue(index);
+                    drop(set);
                     self.ring_if_sleeping();
+                    return 0;
                 }
-                0
+                let result = real();
+                if result != 0 {
+                    let errno = crate::errno::get();
+                    set.remove(index);
+                    drop(set);
+                    ready::change_interest(socket, |i| {
+                        i.members
+                            .retain(|m| !(std::ptr::eq(m.epoll, self) && m.item == index));
+                    });
+                    crate::errno::set(errno);
+                }
+                result
             }
             (libc::EPOLL_CTL_MOD, Some(event), Some(index), Some(true)) => {
                 if let Some(item) = set.items.get_mut(index) {
@@ -323,6 +315,28 @@ impl Epoll {
                 set.enqueue(index);
                 drop(set);
                 self.ring_if_sleeping();
+                0
+            }
+            (libc::EPOLL_CTL_MOD, Some(event), Some(index), _)
+                if asked & ONESHOT != 0 && socket.asked.swap(false, SeqCst) =>
+            {
+                // A promotion waits for this moment: the item has fired and nobody else has it. The
+                // service thread goes on with it, or gives it back.
+                if let Some(kernel_fd) = self.kernel_fd() {
+                    // SAFETY: the program's own number, in the middle of its call.
+                    let _ = kernel::delete(kernel_fd, unsafe { BorrowedFd::borrow_raw(fd) });
+                }
+                if let Some(item) = set.items.get_mut(index) {
+                    item.events = event.events;
+                    item.data = event.u64;
+                    item.disabled = false;
+                    item.taken = true;
+                }
+                self.activate(&mut set);
+                drop(set);
+                Library::get()
+                    .service
+                    .submit(crate::service::Command::used(socket));
                 0
             }
             (libc::EPOLL_CTL_MOD, Some(event), Some(index), _) => {
@@ -361,24 +375,30 @@ impl Epoll {
         }
     }
 
-    /// Moves an item from the kernel's set to ours.
-    pub fn take_over(&'static self, index: usize, socket: &'static Socket) {
+    /// Moves an item from the kernel's set to ours. False if that cannot be done now: an EPOLLONESHOT
+    /// that has not fired may do so at this moment, and would be reported twice. One that has fired is
+    /// silent until its MOD, which comes here.
+    pub fn take_over(&'static self, index: usize, socket: &'static Socket) -> bool {
         let Some(mut set) = self.set.lock() else {
-            return;
+            return false;
         };
         let Some(item) = set.items.get_mut(index) else {
-            return;
+            return true;
         };
         if item.dead || item.taken || !std::ptr::eq(item.socket, socket) {
-            return;
+            return true;
+        }
+        let fd = item.fd;
+        item.disabled = item.events & ONESHOT != 0;
+        if item.disabled
+            && !self
+                .kernel_fd()
+                .is_some_and(|set| has_fired(set, fd, item.data))
+        {
+            item.disabled = false;
+            return false;
         }
         item.taken = true;
-        item.taken_at = crate::time::now_ns();
-        let fd = item.fd;
-        item.disabled = item.events & ONESHOT != 0
-            && self
-                .kernel_fd()
-                .is_some_and(|set| has_fired(set, fd, item.data));
         self.activate(&mut set);
         if let Some(kernel_fd) = self.kernel_fd() {
             // SAFETY: the number is the socket's own: closing it removes the item first.
@@ -390,6 +410,7 @@ impl Epoll {
         set.enqueue(index);
         drop(set);
         self.ring_if_sleeping();
+        true
     }
 
     /// Moves an item back into the kernel's set, when its socket is on plain TCP again.
@@ -634,24 +655,6 @@ impl Epoll {
         if n <= 0 { n } else { self.strip_key(events, n) }
     }
 
-    /// What the kernel has reported of items that were taken over in that moment: an EPOLLONESHOT is
-    /// spent, whoever has reported it.
-    fn spend_oneshots(&self, reported: &[libc::epoll_event]) {
-        let Some(mut set) = self.set.lock() else {
-            return;
-        };
-        let now = crate::time::now_ns();
-        for item in &mut set.items {
-            if item.taken
-                && now.wrapping_sub(item.taken_at) < IN_FLIGHT
-                && item.events & ONESHOT != 0
-                && reported.iter().any(|e| e.u64 == item.data)
-            {
-                item.disabled = true;
-            }
-        }
-    }
-
     /// Takes our doorbell out of what the kernel reported.
     fn strip_key(&self, events: *mut libc::epoll_event, n: c_int) -> c_int {
         let key = self.key.load(Relaxed);
@@ -660,9 +663,6 @@ impl Epoll {
         }
         // SAFETY: the kernel has just filled n entries.
         let filled = unsafe { std::slice::from_raw_parts_mut(events, n as usize) };
-        if self.oneshots.load(Relaxed) {
-            self.spend_oneshots(filled);
-        }
         let Some(at) = filled.iter().position(|e| e.u64 == key) else {
             return n;
         };
@@ -917,7 +917,6 @@ mod tests {
             events: 0,
             data: 0,
             taken: true,
-            taken_at: 0,
             queued: false,
             disabled: false,
             dead: false,

@@ -207,6 +207,18 @@ pub fn notify_local(socket: &'static Socket) {
     }
 }
 
+/// The kernel's sets have the socket again.
+pub fn hand_back(socket: &'static Socket) {
+    let members = socket
+        .interest
+        .lock()
+        .map(|i| i.members.clone())
+        .unwrap_or_default();
+    for m in members {
+        m.epoll.hand_back(m.item, socket);
+    }
+}
+
 /// What the peer is to be asked for.
 struct Attention {
     /// On behalf of the epoll sets, and of several sleepers.

@@ -738,13 +738,13 @@ impl Worker {
     // ---- sockets ----
 
     /// From now on this thread watches the anchor, and the library reports the socket's readiness.
-    fn watch(&mut self, socket: &'static Socket) -> bool {
+    fn watch(&mut self, socket: &'static Socket) -> Watch {
         {
             let Some(_control) = socket.control.lock() else {
-                return false;
+                return Watch::Impossible;
             };
             let Some(fd) = socket.anchor_fd() else {
-                return false;
+                return Watch::Impossible;
             };
             let data = tag(
                 kind::ANCHOR,
@@ -756,7 +756,7 @@ impl Worker {
                 | kernel::EventFlags::PRI
                 | kernel::EventFlags::ET;
             if !self.add(fd, data, flags) {
-                return false;
+                return Watch::Impossible;
             }
             socket.watched.store(true, SeqCst);
         }
@@ -765,10 +765,11 @@ impl Worker {
             .lock()
             .map(|i| i.members.clone())
             .unwrap_or_default();
-        for m in members {
-            m.epoll.take_over(m.item, socket);
+        if members.iter().all(|m| m.epoll.take_over(m.item, socket)) {
+            return Watch::Done;
         }
-        true
+        self.unwatch(socket);
+        Watch::AfterMod
     }
 
     fn unwatch(&mut self, socket: &'static Socket) {
@@ -784,14 +785,7 @@ impl Worker {
             }
             socket.anchor.store(0, SeqCst);
         }
-        let members = socket
-            .interest
-            .lock()
-            .map(|i| i.members.clone())
-            .unwrap_or_default();
-        for m in members {
-            m.epoll.hand_back(m.item, socket);
-        }
+        ready::hand_back(socket);
         // Those who sleep on our doorbells sleep on the kernel's object from now on.
         ready::notify_local(socket);
     }
@@ -898,6 +892,15 @@ impl Worker {
             self.shrink_at = now + SHRINK_EVERY;
         }
     }
+}
+
+/// Whether the library reports a socket's readiness.
+#[derive(PartialEq, Eq)]
+enum Watch {
+    Done,
+    /// Not before the program has used epoll_ctl(EPOLL_CTL_MOD) on it (see `Epoll::take_over`).
+    AfterMod,
+    Impossible,
 }
 
 /// How long an answer may take.

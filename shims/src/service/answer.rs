@@ -9,9 +9,10 @@ use rdmasock_core::stream::handshake::{Handshake, Role};
 use rdmasock_core::wire::{self, Message};
 use rustix::event::epoll as kernel;
 
-use super::{ASK_TIMEOUT, Peer, Ref, Worker, kind, tag};
+use super::{ASK_TIMEOUT, Peer, Ref, Watch, Worker, kind, tag};
 use crate::listener::Listener;
 use crate::promote;
+use crate::ready;
 use crate::socket::{self, Socket, Stage};
 
 /// An ASK about a connection that this process has accepted and not used yet: it may be about to
@@ -25,6 +26,20 @@ pub struct Deferred {
     instance_c: InstanceId,
     /// The asker no longer waits then, monotonic ns.
     pub deadline: u64,
+}
+
+/// Why an ASK is not answered by YES.
+enum Refusal {
+    /// It is answered by NO.
+    No(wire::Reason),
+    /// It is answered when the program has used the socket.
+    NotYet(&'static Socket),
+}
+
+impl From<wire::Reason> for Refusal {
+    fn from(reason: wire::Reason) -> Self {
+        Self::No(reason)
+    }
 }
 
 impl Worker {
@@ -52,9 +67,11 @@ impl Worker {
         nonce_c: Nonce,
         instance_c: InstanceId,
     ) {
-        if let Some(socket) = self.find(&tuple)
-            && !is_used(socket)
-        {
+        let answer = match self.find(&tuple) {
+            Some(socket) if !is_used(socket) => Err(Refusal::NotYet(socket)),
+            _ => self.answer(&tuple, nonce_c, instance_c),
+        };
+        if let Err(Refusal::NotYet(socket)) = answer {
             self.deferred.push(Deferred {
                 r: Ref::new(socket),
                 conn,
@@ -66,7 +83,7 @@ impl Worker {
             });
             return;
         }
-        let reply = match self.answer(&tuple, nonce_c, instance_c) {
+        let reply = match answer {
             Ok((nonce_s, r)) => {
                 self.remember_offer(nonce_s, r);
                 Message::Yes {
@@ -75,14 +92,15 @@ impl Worker {
                     instance_s: self.library.id,
                 }
             }
-            Err(wire::Reason::NotHeld) => match self.others(conn) {
+            Err(Refusal::No(wire::Reason::NotHeld)) => match self.others(conn) {
                 instances if !instances.is_empty() => Message::Redirect { request, instances },
                 _ => Message::No {
                     request,
                     reason: wire::Reason::NotHeld,
                 },
             },
-            Err(reason) => Message::No { request, reason },
+            Err(Refusal::No(reason)) => Message::No { request, reason },
+            Err(Refusal::NotYet(_)) => return,
         };
         tracing::debug!(target: "rdmasock::promote", ?reply, "answer");
         self.reply(conn, &reply);
@@ -93,6 +111,12 @@ impl Worker {
         let due: Vec<Deferred> = self.deferred.extract_if(.., |d| d.r.is_same(r)).collect();
         for d in due {
             self.on_ask(d.conn, d.request, d.tuple, d.nonce_c, d.instance_c);
+        }
+        if let Some(socket) = r.get()
+            && !ready::is_watched(socket)
+        {
+            // What was kept out of the kernel's sets for a promotion goes back there.
+            ready::hand_back(socket);
         }
     }
 
@@ -127,7 +151,7 @@ impl Worker {
         tuple: &Tuple,
         nonce_c: Nonce,
         instance_c: InstanceId,
-    ) -> Result<(Nonce, Ref), wire::Reason> {
+    ) -> Result<(Nonce, Ref), Refusal> {
         let socket = self.find(tuple).ok_or(wire::Reason::NotHeld)?;
         let r = Ref::new(socket);
         if !self
@@ -135,10 +159,10 @@ impl Worker {
             .may_accelerate(tuple.acceptor(), tuple.connector(), Direction::Accept)
         {
             promote::set_why(socket, Reason::Rule);
-            return Err(wire::Reason::Rule);
+            return Err(wire::Reason::Rule.into());
         }
         if crate::fork::is_shared(socket) {
-            return Err(wire::Reason::Shared);
+            return Err(wire::Reason::Shared.into());
         }
         let nonce_s = Nonce::random().map_err(|_| wire::Reason::Resources)?;
         if socket
@@ -146,13 +170,21 @@ impl Worker {
             .compare_exchange(Stage::Watching as u8, Stage::Busy as u8, Acquire, Acquire)
             .is_err()
         {
-            return Err(wire::Reason::Use);
+            return Err(wire::Reason::Use.into());
         }
-        if !self.watch(socket) || !promote::start_scan(socket, nonce_s) {
-            socket.set_stage(Stage::Watching);
-            self.settle(r);
-            // A moment later the calls that are in the kernel now may be back.
-            return Err(wire::Reason::Limit);
+        match self.watch(socket) {
+            Watch::AfterMod => {
+                socket.set_stage(Stage::Watching);
+                socket.asked.store(true, SeqCst);
+                return Err(Refusal::NotYet(socket));
+            }
+            Watch::Done if promote::start_scan(socket, nonce_s) => {}
+            _ => {
+                socket.set_stage(Stage::Watching);
+                self.settle(r);
+                // A moment later the calls that are in the kernel now may be back.
+                return Err(wire::Reason::Limit.into());
+            }
         }
         let (handshake, _steps) = Handshake::acceptor(nonce_s, nonce_c);
         let mut control = socket.control.lock().ok_or(wire::Reason::Resources)?;
@@ -162,7 +194,7 @@ impl Worker {
         control.offer = None;
         promote::set_why(socket, Reason::Handshake);
         drop(control);
-        crate::ready::notify_local(socket);
+        ready::notify_local(socket);
         Ok((nonce_s, r))
     }
 

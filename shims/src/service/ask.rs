@@ -13,7 +13,7 @@ use rdmasock_core::stats::{Direction, Event, Reason, Why};
 use rdmasock_core::stream::handshake::Handshake;
 use rdmasock_core::wire::{self, MAX_MESSAGE, Message};
 
-use super::{ASK_TIMEOUT, Peer, Ref, Worker};
+use super::{ASK_TIMEOUT, Peer, Ref, Watch, Worker};
 use crate::link::Link;
 use crate::promote;
 use crate::socket::{Socket, Stage};
@@ -395,7 +395,7 @@ impl Worker {
         let Some(socket) = asking.r.get().filter(|s| is_asking(s, asking.nonce)) else {
             return false;
         };
-        if !self.watch(socket) || !promote::start_scan(socket, asking.nonce) {
+        if self.watch(socket) != Watch::Done || !promote::start_scan(socket, asking.nonce) {
             if abandon(socket, asking.nonce) {
                 later(socket, Reason::Unsupported.into());
             }

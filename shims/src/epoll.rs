@@ -89,6 +89,8 @@ pub struct Epoll {
     plain: AtomicU32,
     /// Numbers that stand for the set.
     fds: AtomicU32,
+    /// How often a socket went from the kernel's set to ours or back.
+    moves: AtomicU64,
     /// When the kernel's set was last looked at, monotonic ns.
     looked_at: AtomicU64,
     /// The last wait had no room for what the kernel may have to report.
@@ -116,6 +118,7 @@ impl Epoll {
                 inherited: AtomicBool::new(false),
                 plain: AtomicU32::new(0),
                 fds: AtomicU32::new(0),
+                moves: AtomicU64::new(0),
                 looked_at: AtomicU64::new(0),
                 full: AtomicU32::new(0),
                 turn: AtomicBool::new(false),
@@ -404,6 +407,8 @@ impl Epoll {
             // SAFETY: the number is the socket's own: closing it removes the item first.
             let _ = kernel::delete(kernel_fd, unsafe { BorrowedFd::borrow_raw(fd) });
         }
+        // After the removal: who reads the new count finds it in one set only.
+        self.moves.fetch_add(1, Release);
         if let Some(link) = socket.link() {
             set.add_link(link);
         }
@@ -431,6 +436,7 @@ impl Epoll {
             return;
         }
         item.taken = false;
+        self.moves.fetch_add(1, Release);
         let events = if item.disabled { ONESHOT } else { item.events };
         if let Some(kernel_fd) = self.kernel_fd() {
             let _ = kernel::add(
@@ -524,24 +530,35 @@ impl Epoll {
         let mut spun = false;
         loop {
             // Now and then the kernel's set is looked at too, every other time first: neither may keep
-            // the other out where the program takes few events at a time. A wait never reports from
-            // both: a socket that changes sides in between would be in the list twice, and a program
-            // that reads for each entry would block at the second.
+            // the other out where the program takes few events at a time.
             let due = self.is_time_to_look();
             let starved = self.full.load(Relaxed) != 0 && self.full.swap(0, Relaxed) != 0;
             let kernel_first = starved || due && self.turn.fetch_xor(true, Relaxed);
-            if kernel_first {
-                let n = self.look(events, max, &real);
-                if n > 0 {
-                    return n;
-                }
+            let moves = self.moves.load(Acquire);
+            let first = if kernel_first {
+                self.look(events, max, &real).max(0)
+            } else {
+                0
+            };
+            // SAFETY: `first` of `max` entries are used.
+            let ours = self.harvest(unsafe { events.add(first as usize) }, max - first);
+            if ours == max && !kernel_first {
+                self.full.store(1, Relaxed);
             }
-            let n = self.harvest(events, max);
+            let mut n = first + ours;
+            if due && !kernel_first && 0 < n && n < max {
+                // SAFETY: n < max entries are used.
+                let rest = unsafe { events.add(n as usize) };
+                n += self.look(rest, max - n, &real).max(0);
+            }
             if n > 0 {
-                if n == max && !kernel_first {
-                    self.full.store(1, Relaxed);
-                }
-                return n;
+                let front = if kernel_first { first } else { ours };
+                return if 0 < front && front < n && self.moves.load(Acquire) != moves {
+                    // SAFETY: n entries are filled.
+                    unsafe { without_repeats(events, front as usize, n as usize) }
+                } else {
+                    n
+                };
             }
             if deadline.is_zero() {
                 return self.look(events, max, &real);
@@ -814,6 +831,33 @@ fn enqueue_all(
             ready.push_back(m.item);
         }
     }
+}
+
+/// Drops what the entries from `front` on repeat of those before: a socket that went from one of the
+/// two sets to the other in between. The kernel never lists one twice, and a program that reads once,
+/// blocking, for each entry would hang at the second.
+///
+/// # Safety
+/// `n` entries are filled.
+unsafe fn without_repeats(events: *mut libc::epoll_event, front: usize, n: usize) -> c_int {
+    // SAFETY: by the contract.
+    let all = unsafe { std::slice::from_raw_parts_mut(events, n) };
+    let mut kept = front;
+    for at in front..n {
+        let (before, from) = all.split_at(at);
+        let Some(event) = from.first().copied() else {
+            break;
+        };
+        let listed = before.get(..front).unwrap_or_default();
+        if listed.iter().any(|e| e.u64 == event.u64) {
+            continue;
+        }
+        if let Some(slot) = all.get_mut(kept) {
+            *slot = event;
+            kept += 1;
+        }
+    }
+    kept as c_int
 }
 
 /// Whether an EPOLLONESHOT item of a kernel's set has fired and waits for its MOD; the kernel shows the

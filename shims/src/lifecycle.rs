@@ -260,7 +260,7 @@ fn release_socket(socket: &'static Socket, fd: c_int) {
     }
     // A close with unread data resets the connection (RFC 9293, 3.10.4; RFC 2525, 2.17).
     if last
-        && rx::has_unread(socket)
+        && (rx::has_unread(socket) || refuses_what_came(socket))
         && let Some(anchor) = socket.anchor_fd()
     {
         let _ = rustix::net::sockopt::set_socket_linger(anchor, Some(std::time::Duration::ZERO));
@@ -270,10 +270,6 @@ fn release_socket(socket: &'static Socket, fd: c_int) {
     } else {
         None
     };
-    // A direction that is back on TCP may have another holder, who got the socket by SCM_RIGHTS.
-    if last && socket.rx_mode.load(Acquire) != mode::TCP {
-        promote::refuse(socket);
-    }
     let unsent = promote::close_tx(socket);
     if last {
         promote::linger(socket, nonce, unsent);
@@ -295,6 +291,18 @@ fn release_socket(socket: &'static Socket, fd: c_int) {
     }
     drop(control);
     forget(socket);
+}
+
+/// Nobody reads the link any more. True if something came before the other end could know. (Where
+/// something is unread anyway, the reset tells it, and not before it is there: a program that was told
+/// by us would find the connection still standing.)
+fn refuses_what_came(socket: &'static Socket) -> bool {
+    // A direction that is back on TCP may have another holder, who got the socket by SCM_RIGHTS.
+    if socket.rx_mode.load(Acquire) == mode::TCP {
+        return false;
+    }
+    promote::refuse(socket);
+    rx::has_unread(socket)
 }
 
 fn is_only_number(socket: &'static Socket, fd: c_int) -> bool {

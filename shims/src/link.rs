@@ -98,6 +98,8 @@ pub struct Link {
     peer_flags: Mapping,
     marks: Box<[RungMark]>,
     doorbells: Box<[AtomicI32]>,
+    /// Rings at doorbells that are not known yet.
+    owed: Box<[AtomicBool]>,
     announced: Box<[AtomicBool]>,
     cursors: Box<[Lock<ReadyCursor>]>,
     streams: Box<[AtomicPtr<Socket>]>,
@@ -130,6 +132,7 @@ impl Link {
             peer_flags,
             marks: (0..MAX_WAITERS).map(|_| RungMark::new()).collect(),
             doorbells: (0..MAX_WAITERS).map(|_| AtomicI32::new(-1)).collect(),
+            owed: (0..MAX_WAITERS).map(|_| AtomicBool::new(false)).collect(),
             announced: (0..MAX_WAITERS).map(|_| AtomicBool::new(false)).collect(),
             cursors: (0..READY_QUEUES)
                 .map(|_| Lock::new(ReadyCursor::new()))
@@ -320,13 +323,13 @@ impl Link {
 
     /// Tells the peer what `wake` asks for about its stream `theirs`.
     #[inline]
-    pub fn notify(&'static self, wake: Wake, theirs: Vqpn) {
+    pub fn notify(&self, wake: Wake, theirs: Vqpn) {
         if !wake.is_none() {
             self.notify_slow(wake, theirs);
         }
     }
 
-    fn notify_slow(&'static self, wake: Wake, theirs: Vqpn) {
+    fn notify_slow(&self, wake: Wake, theirs: Vqpn) {
         if let Some(waiter) = WaiterId::from_word(wake.0 >> 16)
             && let Some(queue) = self.theirs.queue(waiter)
         {
@@ -344,18 +347,32 @@ impl Link {
         }
     }
 
-    /// Rings a doorbell of the peer. Its eventfd may still be on its way to us: then the service
-    /// thread, which receives it, rings.
-    fn ring_peer(&'static self, waiter: WaiterId) {
-        if !self.try_ring_peer(waiter) {
-            Library::get()
-                .service
-                .submit(Command::RingPeer(self, waiter));
+    /// Rings a doorbell of the peer; if its eventfd is still on its way to us, as soon as it is here.
+    fn ring_peer(&self, waiter: WaiterId) {
+        if self.try_ring_peer(waiter) {
+            return;
+        }
+        // Noted first, then looked at again; `on_waiter` the other way round.
+        if let Some(owed) = self.owed.get(waiter.0 as usize) {
+            owed.store(true, SeqCst);
+            self.pay(waiter);
+        }
+    }
+
+    /// Rings if that is owed and possible.
+    fn pay(&self, waiter: WaiterId) {
+        if let (Some(owed), Some(fd)) = (
+            self.owed.get(waiter.0 as usize),
+            self.doorbells.get(waiter.0 as usize),
+        ) && fd.load(SeqCst) >= 0
+            && owed.swap(false, SeqCst)
+        {
+            self.try_ring_peer(waiter);
         }
     }
 
     /// False if the doorbell is not known.
-    pub fn try_ring_peer(&self, waiter: WaiterId) -> bool {
+    fn try_ring_peer(&self, waiter: WaiterId) -> bool {
         let fd = self
             .doorbells
             .get(waiter.0 as usize)
@@ -372,9 +389,10 @@ impl Link {
 
     /// The peer's waiter `id` sleeps on this eventfd.
     pub fn on_waiter(&self, id: u32, fd: PrivateFd) {
-        if let Some(slot) = self.doorbells.get(id as usize) {
-            let old = slot.swap(fd.release(), AcqRel);
+        if let (Some(slot), Ok(id)) = (self.doorbells.get(id as usize), u16::try_from(id)) {
+            let old = slot.swap(fd.release(), SeqCst);
             close_raw(old);
+            self.pay(WaiterId(id));
         }
     }
 

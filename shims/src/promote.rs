@@ -767,9 +767,8 @@ pub fn refuse(socket: &'static Socket) {
         return;
     };
     if let Some(consumer) = rx.consumer.as_mut() {
-        let wake = consumer.set_flags(RxFlags::RX_CLOSED);
-        drop(rx);
-        ready::notify_peer(socket, wake);
+        // Nobody waits for room in a ring that has been read.
+        let _ = consumer.set_flags(RxFlags::RX_CLOSED);
     }
 }
 

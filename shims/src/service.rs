@@ -37,7 +37,7 @@ use crate::listener::Listener;
 use crate::promote;
 use crate::ready;
 use crate::socket::{self, Socket, Stage, mode};
-use crate::wait::{SERVICE, WaiterId};
+use crate::wait::SERVICE;
 
 /// A socket as it was when something was asked for it.
 #[derive(Clone, Copy)]
@@ -80,8 +80,6 @@ pub enum Command {
     Used(Ref),
     /// The handshake needs a link.
     NeedLink(Ref, InstanceId, Option<LinkOffer>),
-    /// A doorbell that was not known yet.
-    RingPeer(&'static Link, WaiterId),
     /// The link's side channel is full.
     AwaitRoom(&'static Link),
     /// The peer broke the protocol.
@@ -492,12 +490,6 @@ impl Worker {
                 }
             }
             Command::NeedLink(r, peer, offer) => self.need_link(r, peer, offer),
-            Command::RingPeer(link, waiter) => {
-                self.pump_link(link);
-                if !link.try_ring_peer(waiter) {
-                    tracing::warn!(target: "rdmasock", waiter = waiter.0, "peer uses a doorbell that it has not announced");
-                }
-            }
             Command::AwaitRoom(link) => self.await_room(link, true),
             Command::Violation(link) => {
                 self.library

@@ -248,17 +248,6 @@ impl Worker {
         }
     }
 
-    /// Takes in what waits on a link's channel, ahead of its turn.
-    pub(super) fn pump_link(&mut self, link: &'static Link) {
-        let conn = self
-            .conns
-            .iter()
-            .find(|(_, c)| matches!(c.peer, Peer::Link(l) if std::ptr::eq(l, link)));
-        if let Some(id) = conn.map(|(id, _)| *id) {
-            self.on_channel(id);
-        }
-    }
-
     pub(super) fn on_link_message(
         &mut self,
         link: &'static Link,

@@ -42,6 +42,9 @@ const EXCLUSIVE_OK: u32 = EXCLUSIVE
 /// again, ns: short enough not to be felt, long enough that a busy program makes few calls.
 const KERNEL_EVERY: u64 = 20_000;
 
+/// How long to sleep at a time where nobody can wake us, ns.
+const WITHOUT_DOORBELL: u64 = 1_000_000;
+
 /// One socket in the set, under one number.
 struct Item {
     socket: &'static Socket,
@@ -274,6 +277,10 @@ impl Epoll {
                     disabled: false,
                     dead: false,
                 });
+                if ready::is_watched(socket) {
+                    // Before the membership, which tells peers our ready queue.
+                    self.activate(&mut set);
+                }
                 // First the membership, then the look (`watch` the other way round): a promotion that
                 // begins now is seen here, or sees the membership.
                 ready::change_interest(socket, |i| {
@@ -576,7 +583,14 @@ impl Epoll {
                 }
             }
             let Some(waiter) = WaiterId::from_word(self.waiter.load(Relaxed)) else {
-                return self.look(events, max, &|e, m, _| real(e, m, deadline.left()));
+                // There was no number left for a doorbell: looks now and then.
+                let n = self.look(events, max, &|e, m, _| {
+                    real(e, m, deadline.left().at_most(WITHOUT_DOORBELL))
+                });
+                if n != 0 || deadline.is_over() {
+                    return n;
+                }
+                continue;
             };
             let waiters = &Library::get().waiters;
             waiters.enter_sleep(waiter);

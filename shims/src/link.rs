@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{
-    AtomicBool, AtomicI32, AtomicPtr, AtomicU8, AtomicU32,
+    AtomicBool, AtomicI32, AtomicPtr, AtomicU8, AtomicU32, AtomicU64,
     Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst},
 };
 
@@ -72,6 +72,9 @@ struct Letter {
     fds: Vec<PrivateFd>,
 }
 
+/// How long a doorbell that the peer had no number for is not announced again, ns.
+const REFUSED_FOR: u64 = 1_000_000_000;
+
 /// More is not kept for a peer that reads nothing. A correct one owes at most a few a stream.
 const MAX_OUTBOX: usize = 8 * MAX_STREAMS as usize;
 
@@ -101,6 +104,8 @@ pub struct Link {
     /// Rings at doorbells that are not known yet.
     owed: Box<[AtomicBool]>,
     announced: Box<[AtomicBool]>,
+    /// The peer has no number left for this doorbell; not to be announced before then, monotonic ns.
+    refused_until: Box<[AtomicU64]>,
     cursors: Box<[Lock<ReadyCursor>]>,
     streams: Box<[AtomicPtr<Socket>]>,
     done: Box<[AtomicU8]>,
@@ -133,6 +138,7 @@ impl Link {
             marks: (0..MAX_WAITERS).map(|_| RungMark::new()).collect(),
             doorbells: (0..MAX_WAITERS).map(|_| AtomicI32::new(-1)).collect(),
             owed: (0..MAX_WAITERS).map(|_| AtomicBool::new(false)).collect(),
+            refused_until: (0..MAX_WAITERS).map(|_| AtomicU64::new(0)).collect(),
             announced: (0..MAX_WAITERS).map(|_| AtomicBool::new(false)).collect(),
             cursors: (0..READY_QUEUES)
                 .map(|_| Lock::new(ReadyCursor::new()))
@@ -396,6 +402,17 @@ impl Link {
         }
     }
 
+    /// The peer cannot ring this waiter of ours.
+    pub fn on_waiter_refused(&self, waiter: WaiterId) {
+        if let (Some(announced), Some(until)) = (
+            self.announced.get(waiter.0 as usize),
+            self.refused_until.get(waiter.0 as usize),
+        ) {
+            until.store(crate::time::now_ns() + REFUSED_FOR, Relaxed);
+            announced.store(false, SeqCst);
+        }
+    }
+
     /// Makes sure that the peer can ring this waiter of ours. False if it could not be told.
     pub fn announce(&'static self, waiter: WaiterId) -> bool {
         let Some(announced) = self.announced.get(waiter.0 as usize) else {
@@ -403,6 +420,13 @@ impl Link {
         };
         if announced.load(Acquire) {
             return true;
+        }
+        let refused_until = self.refused_until.get(waiter.0 as usize);
+        if refused_until.is_some_and(|at| {
+            let at = at.load(Relaxed);
+            at != 0 && crate::time::now_ns() < at
+        }) {
+            return false;
         }
         let Some(doorbell) = Library::get().waiters.doorbell(waiter) else {
             return false;

@@ -618,7 +618,11 @@ impl Worker {
                 Ok(received) => match rdmasock_core::wire::Message::decode(received.bytes) {
                     Ok(message) => {
                         let fds = received.fds;
-                        self.on_message(id, message, fds);
+                        if received.fds_lost {
+                            self.on_lost_fds(id, &message);
+                        } else {
+                            self.on_message(id, message, fds);
+                        }
                     }
                     Err(error) => {
                         tracing::warn!(target: "rdmasock", %error, "bad message");
@@ -637,6 +641,18 @@ impl Worker {
                     return;
                 }
             }
+        }
+    }
+
+    /// A message came without its fds, because this process has no number left.
+    fn on_lost_fds(&mut self, id: u64, message: &rdmasock_core::wire::Message) {
+        use rdmasock_core::wire::Message as M;
+        match (message, self.conns.get(&id).map(|c| &c.peer)) {
+            // P27: we cannot ring there.
+            (M::Waiter { id }, Some(Peer::Link(link))) => {
+                let _ = link.send(&M::WaiterGone { id: *id }, &[]);
+            }
+            _ => self.hang_up(id, Reason::Resources),
         }
     }
 

@@ -65,6 +65,14 @@ impl Timeout {
         }
     }
 
+    /// Not longer than `bound` ns.
+    pub fn at_most(self, bound: u64) -> Self {
+        match self {
+            Self::Forever => Self::Ns(bound),
+            Self::Ns(ns) => Self::Ns(ns.min(bound)),
+        }
+    }
+
     /// Whether it is only a look.
     pub fn is_zero(self) -> bool {
         self == Self::ZERO

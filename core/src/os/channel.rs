@@ -39,8 +39,8 @@ pub enum RecvError {
     /// the same: a peer that sends one misbehaves.)
     #[error("closed by the peer")]
     Closed,
-    /// The message was longer than the buffer, or had more fds than are allowed: the peer misbehaves,
-    /// or we are out of fds. The message is gone, its fds are closed.
+    /// The message was longer than the buffer, or had more fds than are allowed: the peer misbehaves.
+    /// The message is gone, its fds are closed.
     #[error("message or fds cut short")]
     Truncated,
     /// Anything else, with the kernel's errno.
@@ -55,6 +55,8 @@ pub struct Received<'b> {
     pub bytes: &'b [u8],
     /// Its fds, in the sender's order, at most [`MAX_FDS`].
     pub fds: Vec<PrivateFd>,
+    /// It had fds for which this process has no number left; then there are none.
+    pub fds_lost: bool,
 }
 
 /// One end of a channel.
@@ -123,23 +125,26 @@ impl Channel {
             .collect::<Vec<_>>()
             .into_iter()
             .collect();
-        if received
-            .flags
-            .intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC)
-        {
+        let cut = received.flags.contains(ReturnFlags::CTRUNC);
+        // The space for four has room for a fifth by alignment.
+        let too_many = placed.as_ref().is_ok_and(|fds| {
+            fds.len() > MAX_FDS || cut && fds.len() == MAX_FDS
+        });
+        if received.flags.contains(ReturnFlags::TRUNC) || too_many {
             return Err(RecvError::Truncated);
         }
-        let fds = placed.map_err(RecvError::Kernel)?;
+        let fds_lost = cut || placed.is_err();
+        let fds = placed.ok().filter(|_| !cut).unwrap_or_default();
         if received.bytes == 0 {
             return Err(RecvError::Closed);
         }
         // The kernel wrote at most the buffer's length, since MSG_TRUNC was not asked for.
         let bytes = buf.get(..received.bytes).ok_or(RecvError::Truncated)?;
-        if fds.len() > MAX_FDS {
-            // The space for four has room for a fifth by alignment.
-            return Err(RecvError::Truncated);
-        }
-        Ok(Received { bytes, fds })
+        Ok(Received {
+            bytes,
+            fds,
+            fds_lost,
+        })
     }
 
     /// Who is at the other end. ENOTCONN-like errors cannot happen on a connected socket.

@@ -17,8 +17,9 @@ use rustix::event::epoll as kernel;
 use super::{ASK_TIMEOUT, Conn, Peer, Ref, Worker};
 use crate::link::{Link, Side};
 use crate::promote;
+use crate::ready;
 use crate::socket::mode;
-use crate::wait::{FLAGS_BYTES, MAX_WAITERS, SERVICE};
+use crate::wait::{FLAGS_BYTES, MAX_WAITERS, SERVICE, WaiterId};
 
 /// A link that we have asked for.
 pub struct Pending {
@@ -261,7 +262,18 @@ impl Worker {
                     link.on_waiter(id, fd);
                 }
             }
-            Message::WaiterGone { .. } => {}
+            Message::WaiterGone { id } => match u16::try_from(id).map(WaiterId) {
+                Ok(SERVICE) => self.link_down(link, Reason::Resources),
+                Ok(waiter) => {
+                    // The service thread is told in its place.
+                    link.on_waiter_refused(waiter);
+                    for socket in link.sockets() {
+                        ready::change_interest(socket, |_| {});
+                        ready::notify_local(socket);
+                    }
+                }
+                Err(_) => {}
+            },
             Message::Open {
                 nonce_mine,
                 nonce_yours,

@@ -572,12 +572,13 @@ impl Epoll {
             }
             if !spun {
                 spun = true;
-                if self.spinner.is_worth_it() {
+                let bound = self.spinner.bound();
+                if bound > 0 {
                     let k = self.look(events, max, &real);
                     if k != 0 {
                         return k;
                     }
-                    if self.spinner.spin(|| self.has_ready()) {
+                    if self.spinner.spin(bound, || self.has_ready()) {
                         continue;
                     }
                 }

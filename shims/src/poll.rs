@@ -79,7 +79,8 @@ fn poll_slow(
             revents: 0,
         }));
         let n = copy.len() as nfds_t;
-        if ours > 0 || deadline.is_zero() || (!spun && SPINNER.is_worth_it()) {
+        let spin = if spun { 0 } else { SPINNER.bound() };
+        if ours > 0 || deadline.is_zero() || spin > 0 {
             if copy.iter().any(|p| p.fd >= 0) {
                 let r = real(copy.as_mut_ptr(), n, Timeout::ZERO);
                 if r < 0 {
@@ -91,7 +92,7 @@ fn poll_slow(
                 return ready;
             }
             spun = true;
-            if SPINNER.spin(|| evaluate(set) > 0) {
+            if SPINNER.spin(spin, || evaluate(set) > 0) {
                 continue;
             }
         }

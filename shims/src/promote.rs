@@ -715,6 +715,7 @@ pub fn end_on_link(socket: &'static Socket, tx: &mut Tx, end: End) -> Wake {
             Wake::NONE
         }
     };
+    crate::tx::pass_cork(socket, tx);
     if let Some(stats) = socket.stats() {
         stats.set_tx_path(Path::Tcp);
     }

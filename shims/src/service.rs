@@ -93,6 +93,8 @@ pub enum Command {
     Grown,
     /// A sender finds no room.
     Pressed(Ref),
+    /// A sender holds something back of which the peer is to be told in a while.
+    Held,
 }
 
 impl Command {
@@ -132,6 +134,8 @@ impl Command {
     }
 }
 
+/// How long a peer is not told of bytes that more is to follow, ns: as TCP_CORK (tcp(7)).
+const HELD_FOR: u64 = 200_000_000;
 /// How long a cookie of ours may be presented, ns.
 const COOKIE_LIFE: u64 = 10_000_000_000;
 /// How often an offer is tried to be written down, against another thread that writes one.
@@ -141,6 +145,8 @@ const COOKIE_ATTEMPTS: usize = 1000;
 pub struct Service {
     queue: Lock<VecDeque<Command>>,
     started: AtomicBool,
+    /// The thread will look for what senders hold back.
+    holding: AtomicBool,
     /// Offers of links by whom they are for, and until when they are good (monotonic ns).
     cookies: DashMap<InstanceId, Vec<(Cookie, u64)>>,
     /// Links that are up.
@@ -155,6 +161,7 @@ impl Service {
         Ok(Self {
             queue: Lock::new(VecDeque::new()),
             started: AtomicBool::new(false),
+            holding: AtomicBool::new(false),
             cookies: DashMap::new(),
             links: Lock::new(Vec::new()),
             epoll: PrivateFd::place(epoll)?,
@@ -170,6 +177,14 @@ impl Service {
         drop(queue);
         Library::get().waiters.ring_if_sleeping(SERVICE);
         self.start();
+    }
+
+    /// In a while the peer is to be told of what a sender has just begun to hold back.
+    #[inline]
+    pub fn release_later(&self) {
+        if !self.holding.load(SeqCst) && !self.holding.swap(true, SeqCst) {
+            self.submit(Command::Held);
+        }
     }
 
     /// Starts the thread if it does not run yet.
@@ -344,6 +359,7 @@ struct Worker {
     pressed: Vec<Pressed>,
     /// When rings are next looked at for shrinking, ns; 0: nothing has grown.
     shrink_at: u64,
+    held_until: u64,
     /// Requests of fork children seen so far.
     requests: u32,
 }
@@ -383,6 +399,7 @@ impl Worker {
             deferred: Vec::new(),
             pressed: Vec::new(),
             shrink_at: 0,
+            held_until: 0,
             requests: crate::fork::requests(),
         };
         worker.add(
@@ -500,6 +517,7 @@ impl Worker {
             Command::Linger(fd, nonce, unsent) => self.linger(fd, nonce, unsent),
             Command::Listen(listener) => self.listen(listener),
             Command::Pressed(r) => self.on_pressed(r),
+            Command::Held => self.held_until = crate::time::now_ns() + HELD_FOR,
             Command::Grown => {
                 if self.shrink_at == 0 {
                     self.shrink_at = crate::time::now_ns() + SHRINK_EVERY;
@@ -513,6 +531,7 @@ impl Worker {
         let asks = self.asks.values().map(|a| a.deadline);
         let links = self.pending_links.values().map(|p| p.deadline);
         let shrink = (self.shrink_at != 0).then_some(self.shrink_at);
+        let held = (self.held_until != 0).then_some(self.held_until);
         let pressed = self.pressed.iter().map(|p| p.deadline);
         let deferred = self.deferred.iter().map(|d| d.deadline);
         let lingering = self.lingering.values().map(|l| l.deadline);
@@ -521,6 +540,7 @@ impl Worker {
             .chain(deferred)
             .chain(shrink)
             .chain(pressed)
+            .chain(held)
             .min()
             .map(|at| at.saturating_sub(now))
     }
@@ -532,6 +552,13 @@ impl Worker {
         self.expire_lingering(now);
         self.deferred.retain(|d| d.deadline > now);
         self.relieve(now);
+        if self.held_until != 0 && now >= self.held_until {
+            self.held_until = 0;
+            self.service.holding.store(false, SeqCst);
+            for socket in socket::all() {
+                crate::tx::release_held(socket);
+            }
+        }
         if self.shrink_at != 0 && now >= self.shrink_at {
             self.shrink_at = 0;
             self.shrink(now);

@@ -64,6 +64,10 @@ pub struct Tx {
     pub then_shut: bool,
     /// Whom the peer is to tell of space, as an attention word: the epoll sets' part.
     pub bits: u32,
+    /// Bytes are in the ring of which the peer was not told: more follows (`tx::is_more_to_come`).
+    pub held: bool,
+    /// TCP_CORK as the kernel has it.
+    pub kernel_corked: bool,
     /// The service thread watches whether the reader stands still (`tx::press`).
     pub pressed: bool,
 }
@@ -162,6 +166,8 @@ pub struct Socket {
     pub rx_inside: AtomicU32,
     pub rx: CachePadded<Lock<Rx>>,
 
+    /// TCP_CORK as the program set it.
+    pub corked: AtomicBool,
     /// O_NONBLOCK as this process last saw it set.
     pub nonblocking: AtomicBool,
     pub stage: AtomicU8,
@@ -248,6 +254,7 @@ impl Socket {
             rx_mode: AtomicU8::new(mode::TCP),
             rx_inside: AtomicU32::new(0),
             rx: CachePadded::new(Lock::new(Rx::default())),
+            corked: AtomicBool::new(false),
             nonblocking: AtomicBool::new(false),
             stage: AtomicU8::new(Stage::New as u8),
             role: AtomicU8::new(0),
@@ -297,6 +304,7 @@ impl Socket {
         drop(free);
         socket.generation.fetch_add(1, AcqRel);
         socket.progress.reset();
+        socket.corked.store(false, Relaxed);
         socket.nonblocking.store(nonblocking, Relaxed);
         socket.stage.store(Stage::New as u8, Relaxed);
         socket.anchor.store(0, Relaxed);
@@ -313,6 +321,10 @@ impl Socket {
         socket.asked.store(false, Relaxed);
         socket.left_for_exec.store(false, Relaxed);
         socket.adopted.store(false, Relaxed);
+        if let Some(mut tx) = socket.tx.lock() {
+            tx.held = false;
+            tx.kernel_corked = false;
+        }
         socket.fd.store(fd, Release);
         let mut control = socket.control.lock()?;
         *control = Control::default();

@@ -148,7 +148,7 @@ unsafe fn send_slow(
         }
         let before = iov.len();
         // SAFETY: the pieces are readable by `send`'s contract.
-        let step = unsafe { step(socket, fd, &mut iov) };
+        let step = unsafe { step(socket, fd, &mut iov, flags) };
         sent += before - iov.len();
         match step {
             Step::Done if sent == 0 && before > 0 => return -1,
@@ -187,7 +187,7 @@ unsafe fn send_slow(
 
 /// One attempt.
 #[inline]
-unsafe fn step(socket: &'static Socket, fd: c_int, iov: &mut Iov) -> Step {
+unsafe fn step(socket: &'static Socket, fd: c_int, iov: &mut Iov, flags: c_int) -> Step {
     if socket.tx_mode.load(Acquire) == mode::MARKED {
         return if promote::flush(socket) {
             Step::Again
@@ -244,7 +244,18 @@ unsafe fn step(socket: &'static Socket, fd: c_int, iov: &mut Iov) -> Step {
             iov.advance(n);
             copied += n;
         }
-        let wake = producer.commit(copied);
+        let holds = copied == want && is_more_to_come(socket, flags, copied);
+        let wake = if holds {
+            producer.commit_quietly(copied);
+            Wake::NONE
+        } else {
+            producer.commit(copied)
+        };
+        if holds {
+            hold(&mut tx);
+        } else {
+            tx.held = false;
+        }
         if copied > 0
             && let Some(stats) = socket.stats()
         {
@@ -260,6 +271,70 @@ unsafe fn step(socket: &'static Socket, fd: c_int, iov: &mut Iov) -> Step {
             return Step::Full;
         }
     }
+}
+
+/// What the kernel would hold back as less than a full segment, because the program has said that more
+/// follows (MSG_MORE, TCP_CORK; tcp(7)): the peer is not told yet.
+#[inline]
+fn is_more_to_come(socket: &Socket, flags: c_int, n: usize) -> bool {
+    /// More than this is worth a wake-up of its own.
+    const SEGMENT: usize = 16 * 1024;
+    (flags & libc::MSG_MORE != 0 || socket.corked.load(Relaxed)) && n < SEGMENT
+}
+
+/// The peer is told later, by the next send, or by the service thread ([`release_held`]).
+fn hold(tx: &mut Tx) {
+    if !tx.held {
+        tx.held = true;
+        Library::get().service.release_later();
+    }
+}
+
+/// Tells the peer of what was held back.
+pub fn release_held(socket: &'static Socket) {
+    let Some(mut tx) = socket.tx.lock() else {
+        return;
+    };
+    if !std::mem::take(&mut tx.held) {
+        return;
+    }
+    let wake = tx.producer.as_mut().map(|p| p.wake());
+    drop(tx);
+    if let Some(wake) = wake {
+        ready::notify_peer(socket, wake);
+    }
+}
+
+/// setsockopt(TCP_CORK): true if that is all there is to be done. On the link it is the library's; the
+/// kernel hears of it when the direction is back on TCP.
+pub fn cork(socket: &'static Socket, on: bool) -> bool {
+    let on_link = {
+        let Some(mut tx) = socket.tx.lock() else {
+            return false;
+        };
+        socket.corked.store(on, Relaxed);
+        let on_link = socket.tx_mode.load(Acquire) == mode::LINK;
+        if !on_link {
+            tx.kernel_corked = on;
+        }
+        on_link
+    };
+    if !on {
+        release_held(socket);
+    }
+    on_link
+}
+
+/// The direction is back on TCP. The caller holds its lock.
+pub fn pass_cork(socket: &'static Socket, tx: &mut Tx) {
+    let corked = socket.corked.load(Relaxed);
+    if tx.kernel_corked != corked
+        && let Some(fd) = socket.anchor_fd()
+    {
+        tx.kernel_corked = corked;
+        let _ = rustix::net::sockopt::set_tcp_cork(fd, corked);
+    }
+    tx.held = false;
 }
 
 /// A send has found too little room: asks for a wake-up on behalf of the epoll sets, since an
@@ -403,7 +478,7 @@ pub unsafe fn sendfile(
     count: usize,
     real: impl Fn() -> ssize_t,
 ) -> ssize_t {
-    if socket.tx_mode.load(Acquire) != mode::TCP && !is_regular(input) {
+    if socket.tx_mode.load(Acquire) != mode::TCP && offset.is_null() && !is_regular(input) {
         // Only the kernel knows what can be sent from there, and reading it might block.
         take_back(socket, rdmasock_core::stats::Reason::Unsupported);
     }
@@ -501,6 +576,12 @@ pub unsafe fn sendfile(
                 libc::syscall(libc::SYS_preadv, input, pieces.as_ptr(), 2, at, 0)
             }
         };
+        if n < 0 && sent == 0 && errno::get() != libc::EINTR {
+            // A pipe or the like after all, or what the kernel has its own error for.
+            drop(tx);
+            take_back(socket, rdmasock_core::stats::Reason::Unsupported);
+            continue;
+        }
         if n <= 0 {
             return if sent > 0 {
                 sent as ssize_t
@@ -509,7 +590,16 @@ pub unsafe fn sendfile(
             };
         }
         let n = n as usize;
-        let wake = tx.producer.as_mut().map(|p| p.commit(n));
+        let wake = if sent + n == count && is_more_to_come(socket, 0, n) {
+            if let Some(producer) = tx.producer.as_mut() {
+                producer.commit_quietly(n);
+            }
+            hold(&mut tx);
+            None
+        } else {
+            tx.held = false;
+            tx.producer.as_mut().map(|p| p.commit(n))
+        };
         if let Some(stats) = socket.stats() {
             stats.add_tx_link(n as u64);
         }

@@ -8,7 +8,7 @@
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::atomic::{
-    AtomicI32, AtomicU32, AtomicU64,
+    AtomicI32, AtomicU8, AtomicU32, AtomicU64,
     Ordering::{Acquire, Relaxed, Release},
 };
 
@@ -213,14 +213,18 @@ pub fn ring(fd: BorrowedFd<'_>) {
 
 /// Whether and how long to spin before a sleep, learnt from how earlier spins ended.
 ///
-/// Spinning pays only when what is waited for usually comes within the bound and nobody else
-/// needs the core. So: a score that a hit raises and a miss lowers; below the threshold only one
-/// wait in sixteen tries; and none while more threads can run than there are cores.
+/// Spinning pays when what is waited for usually comes within the bound and nobody else needs the
+/// core. So: a score that a hit raises and a miss lowers; below the threshold only one wait in sixteen
+/// tries. While more threads can run than there are cores the bound is what a sleep and its wake-up
+/// cost: to spin that long and then sleep is at most twice as dear as the better of the two, whatever
+/// comes (Karlin et al., "Competitive randomized algorithms for nonuniform problems", 1990).
 pub struct Spinner {
     score: AtomicI32,
     skipped: AtomicU32,
 }
 
+/// What a sleep and its wake-up cost both sides together, ns.
+const SLEEP_COST: u64 = 5_000;
 const SCORE_MAX: i32 = 8;
 const PROBE_EVERY: u32 = 16;
 
@@ -239,25 +243,31 @@ impl Spinner {
         }
     }
 
-    /// Whether to spin this time.
-    pub fn is_worth_it(&self) -> bool {
-        if crate::library::Library::get().config.spin.is_zero() {
-            return false;
-        }
-        if self.score.load(Relaxed) <= 0
-            && !self
-                .skipped
-                .fetch_add(1, Relaxed)
-                .is_multiple_of(PROBE_EVERY)
+    /// For how long to spin this time, ns; 0 is not at all.
+    pub fn bound(&self) -> u64 {
+        let bound = crate::library::Library::get().config.spin.as_nanos() as u64;
+        if bound == 0
+            || self.score.load(Relaxed) <= 0
+                && !self
+                    .skipped
+                    .fetch_add(1, Relaxed)
+                    .is_multiple_of(PROBE_EVERY)
         {
-            return false;
+            return 0;
         }
-        LOAD.has_room()
+        match LOAD.room() {
+            Room::Free => bound,
+            Room::Crowded => bound.min(SLEEP_COST),
+            // The peer could not run while we spin.
+            Room::OneCore => 0,
+        }
     }
 
-    /// Spins until `done` or the bound; gives what `done` said last.
-    pub fn spin(&self, mut done: impl FnMut() -> bool) -> bool {
-        let bound = crate::library::Library::get().config.spin.as_nanos() as u64;
+    /// Spins until `done` or for `bound` ns; gives what `done` said last.
+    pub fn spin(&self, bound: u64, mut done: impl FnMut() -> bool) -> bool {
+        if bound == 0 {
+            return false;
+        }
         let start = now_ns();
         loop {
             for _ in 0..32 {
@@ -308,7 +318,7 @@ fn wait_on(
             crate::tx::is_worth_a_look(socket)
         }
     };
-    if spinner.is_worth_it() && spinner.spin(there) {
+    if spinner.spin(spinner.bound(), there) {
         return Ok(());
     }
     // O_NONBLOCK may have been set where no hook sees it.
@@ -405,26 +415,36 @@ fn sleep(waiter: WaiterId, left: Timeout) -> Result<(), c_int> {
     }
 }
 
+/// Whether the cores are taken.
+#[derive(Clone, Copy)]
+#[repr(u8)]
+enum Room {
+    /// No more threads can run than there are cores.
+    Free = 0,
+    Crowded = 1,
+    OneCore = 2,
+}
+
 /// How many threads can run on this machine, read now and then.
 struct Load {
     fd: AtomicI32,
     at: AtomicU64,
-    room: AtomicU32,
+    room: AtomicU8,
     cores: AtomicU32,
 }
 
 static LOAD: Load = Load {
     fd: AtomicI32::new(-1),
     at: AtomicU64::new(0),
-    room: AtomicU32::new(1),
+    room: AtomicU8::new(Room::Free as u8),
     cores: AtomicU32::new(0),
 };
 
 impl Load {
     const EVERY_NS: u64 = 4_000_000;
 
-    /// Whether no more threads can run than there are cores. Wrong by at most a few ms.
-    fn has_room(&self) -> bool {
+    /// How it is on the cores. Wrong by at most a few ms.
+    fn room(&self) -> Room {
         let now = now_ns();
         let last = self.at.load(Relaxed);
         if now.wrapping_sub(last) > Self::EVERY_NS
@@ -433,15 +453,17 @@ impl Load {
                 .compare_exchange(last, now, Relaxed, Relaxed)
                 .is_ok()
         {
-            let room = self
-                .measure()
-                .is_none_or(|(running, cores)| running <= cores);
-            self.room.store(room.into(), Relaxed);
+            let room = self.measure().unwrap_or(Room::Free);
+            self.room.store(room as u8, Relaxed);
         }
-        self.room.load(Relaxed) != 0
+        match self.room.load(Relaxed) {
+            0 => Room::Free,
+            1 => Room::Crowded,
+            _ => Room::OneCore,
+        }
     }
 
-    fn measure(&self) -> Option<(u32, u32)> {
+    fn measure(&self) -> Option<Room> {
         let mut cores = self.cores.load(Relaxed);
         if cores == 0 {
             // The affinity mask: a container's or taskset's share.
@@ -449,8 +471,7 @@ impl Load {
             self.cores.store(cores, Relaxed);
         }
         if cores < 2 {
-            // The peer could not run while we spin.
-            return Some((2, 1));
+            return Some(Room::OneCore);
         }
         let mut fd = self.fd.load(Acquire);
         if fd < 0 {
@@ -470,7 +491,11 @@ impl Load {
         let n = rustix::io::pread(unsafe { BorrowedFd::borrow_raw(fd) }, &mut text, 0).ok()?;
         // "0.00 0.01 0.05 2/123 4567": the fourth field is running/existing.
         let text = std::str::from_utf8(text.get(..n)?).ok()?;
-        let running = text.split(' ').nth(3)?.split('/').next()?.parse().ok()?;
-        Some((running, cores))
+        let running: u32 = text.split(' ').nth(3)?.split('/').next()?.parse().ok()?;
+        Some(if running <= cores {
+            Room::Free
+        } else {
+            Room::Crowded
+        })
     }
 }

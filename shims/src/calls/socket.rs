@@ -1,13 +1,15 @@
 //! The calls that make, connect, configure and shut sockets. `bind`, `getsockname` and `getpeername`
 //! are not among them: the anchor answers.
 
+use std::sync::atomic::Ordering::Acquire;
+
 use crate::errno;
 use crate::fork;
 use crate::lifecycle;
 use crate::listener::Listener;
 use crate::real::Cancellable;
 use crate::rx;
-use crate::socket::Socket;
+use crate::socket::{Socket, mode};
 use crate::table::{self, Entry};
 use crate::tx;
 
@@ -195,8 +197,36 @@ pub unsafe extern "C" fn getsockopt(
     value: *mut c_void,
     value_len: *mut socklen_t,
 ) -> c_int {
+    if level == libc::IPPROTO_TCP && name == libc::TCP_CORK {
+        // SAFETY: likewise.
+        return unsafe { get_cork(real, fd, value, value_len) };
+    }
     // SAFETY: the caller's arguments, as they are.
     unsafe { real(fd, level, name, value, value_len) }
+}
+
+/// The kernel's word, but for the value where the library keeps it.
+#[inline(never)]
+unsafe extern "C" fn get_cork(
+    real: GetSockOptFn,
+    fd: c_int,
+    value: *mut c_void,
+    value_len: *mut socklen_t,
+) -> c_int {
+    // SAFETY: the caller's arguments, as they are.
+    let result = unsafe { real(fd, libc::IPPROTO_TCP, libc::TCP_CORK, value, value_len) };
+    if result == 0
+        && let Some(socket) = table::socket(fd)
+        && socket.tx_mode.load(Acquire) == mode::LINK
+    {
+        let corked = c_int::from(socket.corked.load(Acquire)).to_ne_bytes();
+        // SAFETY: the kernel has just written `value_len` bytes there.
+        unsafe {
+            let n = corked.len().min(*value_len as usize);
+            std::ptr::copy_nonoverlapping(corked.as_ptr(), value.cast(), n);
+        }
+    }
+    result
 }
 
 /// `setsockopt(2)`.
@@ -216,6 +246,15 @@ pub unsafe extern "C" fn setsockopt(
             if level == libc::IPPROTO_TCP && name == libc::TCP_ULP {
                 // The kernel's TLS works on what goes through the kernel.
                 tx::take_back(socket, rdmasock_core::stats::Reason::KernelTls);
+            }
+            if level == libc::IPPROTO_TCP
+                && name == libc::TCP_CORK
+                && !value.is_null()
+                && value_len as usize >= size_of::<c_int>()
+                // SAFETY: the program's option of that length.
+                && tx::cork(socket, unsafe { value.cast::<c_int>().read_unaligned() } != 0)
+            {
+                return 0;
             }
             // SAFETY: likewise.
             unsafe { real(fd, level, name, value, value_len) }

@@ -107,6 +107,25 @@ impl Producer {
         wake
     }
 
+    /// As [`commit`](Self::commit), but nobody is woken, however long it takes until
+    /// [`wake`](Self::wake): more follows soon. Who looks finds the bytes.
+    #[inline]
+    pub fn commit_quietly(&mut self, n: usize) {
+        let n = (n as u64).min(self.limit - self.tail);
+        if n > 0 {
+            self.tail += n;
+            // Releases the payload to the consumer's load of `tail`.
+            self.mine().tail.store(self.tail, Ordering::Release);
+        }
+    }
+
+    /// Whom to wake for what was committed quietly.
+    pub fn wake(&mut self) -> Wake {
+        // The same value again, as a read-modify-write: W2.
+        self.mine().tail.swap(self.tail, Ordering::SeqCst);
+        take(&self.theirs().want_data)
+    }
+
     /// Marks what follows the last byte. Only the first mark counts; nothing can be sent after,
     /// whatever this returns.
     pub fn end(&mut self, end: End) -> Result<Wake, Stopped> {

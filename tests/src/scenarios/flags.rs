@@ -379,3 +379,33 @@ pub fn odd(c: &Ctx) {
     }
     c.close(fd);
 }
+
+/// What MSG_MORE and TCP_CORK hold back comes in the end though nothing follows: to a sleeping
+/// receive, and to a sleeping epoll_wait.
+pub fn held_back(c: &Ctx) {
+    let fd = c.pair();
+    if c.is_server() {
+        c.sync("asleep");
+        sys::pause_ms(20);
+        c.send(fd, b"alone", libc::MSG_MORE);
+        c.sync("got");
+        sys::set_int(fd, libc::IPPROTO_TCP, libc::TCP_CORK, 1).ok();
+        c.sync("asleep again");
+        sys::pause_ms(20);
+        c.send(fd, b"corked", 0);
+        c.sync("got again");
+    } else {
+        let ep = super::epoll::create();
+        super::epoll::ctl(ep, libc::EPOLL_CTL_ADD, fd, super::epoll::IN, 1).ok();
+        c.sync("asleep");
+        c.recv_all(fd, 5);
+        c.sync("got");
+        super::epoll::log_wait(c, ep, 0);
+        c.sync("asleep again");
+        super::epoll::log_wait(c, ep, 5000);
+        c.recv_all(fd, 6);
+        c.sync("got again");
+    }
+    c.sync("done");
+    c.close(fd);
+}

@@ -223,6 +223,8 @@ pub struct Spinner {
     skipped: AtomicU32,
 }
 
+/// From when on a spinning thread lets others run in between, ns.
+const POLITE_AFTER: u64 = 1_000;
 /// What a sleep and its wake-up cost both sides together, ns.
 const SLEEP_COST: u64 = 5_000;
 const SCORE_MAX: i32 = 8;
@@ -278,10 +280,15 @@ impl Spinner {
                 }
                 std::hint::spin_loop();
             }
-            if now_ns().wrapping_sub(start) >= bound {
+            let spent = now_ns().wrapping_sub(start);
+            if spent >= bound {
                 let score = self.score.load(Relaxed);
                 self.score.store((score - 1).max(-SCORE_MAX), Relaxed);
                 return false;
+            }
+            if spent >= POLITE_AFTER {
+                // Whoever we wait for may have been woken onto this core.
+                rustix::thread::sched_yield();
             }
         }
     }

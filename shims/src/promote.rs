@@ -319,6 +319,7 @@ pub fn flush(socket: &'static Socket) -> bool {
             }
         }
     }
+    push(fd);
     if std::mem::take(&mut tx.then_link) && tx.producer.is_some() {
         socket.tx_mode.store(mode::LINK, SeqCst);
         if let Some(stats) = socket.stats() {
@@ -335,6 +336,16 @@ pub fn flush(socket: &'static Socket) -> bool {
         let _ = rustix::net::shutdown(fd, rustix::net::Shutdown::Write);
     }
     true
+}
+
+/// Sends what the kernel has: a marker that waits for the other end's delayed acknowledgement (Nagle)
+/// would stop the direction for 40 ms. TCP_NODELAY flushes when it is set, corked or not (tcp(7)).
+fn push(fd: BorrowedFd<'_>) {
+    use rustix::net::sockopt::{set_tcp_nodelay, tcp_nodelay};
+    if tcp_nodelay(fd) == Ok(false) {
+        let _ = set_tcp_nodelay(fd, true);
+        let _ = set_tcp_nodelay(fd, false);
+    }
 }
 
 /// What a look at TCP found in front.

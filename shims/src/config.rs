@@ -78,7 +78,7 @@ impl Default for Config {
             log: LogFilter::default(),
             log_file: None,
             promote_after: PromoteAfter::default(),
-            spin: Duration::from_micros(50),
+            spin: Duration::from_micros(200),
             ring_min: Size::kib(4),
             ring_max: Size::mib(4),
             arena: Size::gib(1),

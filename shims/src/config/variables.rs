@@ -104,7 +104,7 @@ pub const VARIABLES: &[Variable] = &[
         name: "RDMASOCK_SPIN_US",
         option: "spin-us",
         placeholder: "MICROSECONDS",
-        default: "50",
+        default: "200",
         accepts: "a number from 0 to 10000",
         meaning: "longest time that a waiting thread spins before it sleeps",
         set: |config, value| set(&mut config.spin, spin(value)),

@@ -171,6 +171,8 @@ impl Running {
         if mode.preloads(side) {
             let library = paths.library.as_ref().map_err(|why| anyhow!("{why}"))?;
             command.env("LD_PRELOAD", library);
+            // Soon, so that a scenario need not go on for long.
+            command.env("RDMASOCK_PROMOTE_AFTER", "2r,16K");
             command.envs(scenario.env.iter().map(|(k, v)| (k, v)));
         }
         let child = command

@@ -42,7 +42,7 @@ fn main() -> ExitCode {
     add("nobody_has_it".into(), Role::Nobody, "", None);
     for (name, role) in [("client", Role::Client), ("server", Role::Server)] {
         for after in ["", "0", "1", "1r", "100", "16K"] {
-            let when = if after.is_empty() { "default" } else { after };
+            let when = if after.is_empty() { "early" } else { after };
             add(format!("{name}_has_it/after_{when}"), role, after, None);
         }
     }
@@ -53,7 +53,7 @@ fn main() -> ExitCode {
             ("both", Role::Both),
         ] {
             for after in ["", "0"] {
-                let when = if after.is_empty() { "default" } else { after };
+                let when = if after.is_empty() { "early" } else { after };
                 add(
                     format!("squatter_answers_{how}/{name}/after_{when}"),
                     role,
@@ -83,9 +83,8 @@ impl Helper {
         command.arg("helper").args(words);
         if let Some(after) = library {
             command.env("LD_PRELOAD", paths.library.as_ref()?);
-            if !after.is_empty() {
-                command.env("RDMASOCK_PROMOTE_AFTER", after);
-            }
+            let early = if after.is_empty() { "2r,16K" } else { after };
+            command.env("RDMASOCK_PROMOTE_AFTER", early);
         }
         let child = command
             .stdin(Stdio::piped())

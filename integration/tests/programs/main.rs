@@ -73,6 +73,8 @@ fn trial(name: &str, case: fn(&mut Lab) -> Result<()>, mode: Mode) -> Trial {
         let _ = std::fs::remove_dir_all(&logs);
         let mut lab = Lab::new(mode, Build::locate().ok(), TIME_LIMIT).map_err(failed)?;
         lab.log_warnings();
+        // Soon, so that a few requests are enough for a test.
+        lab.set("RDMASOCK_PROMOTE_AFTER", "2r,16K");
         let result = catch_unwind(AssertUnwindSafe(|| case(&mut lab)))
             .unwrap_or_else(|_| Err(anyhow!("the test panicked")));
         if result.is_err() {

@@ -113,7 +113,7 @@ impl PromoteAfter {
         }
     }
 
-    /// Reads `2r,16K`, either alone, or `0`.
+    /// Reads `16r,1M`, either alone, or `0`.
     pub(super) fn parse(text: &str) -> Option<Self> {
         let mut found = Self::NEVER;
         for item in items(text) {
@@ -132,8 +132,8 @@ impl PromoteAfter {
 impl Default for PromoteAfter {
     fn default() -> Self {
         Self {
-            requests: 2,
-            bytes: Size::kib(16).bytes(),
+            requests: 16,
+            bytes: Size::mib(1).bytes(),
         }
     }
 }

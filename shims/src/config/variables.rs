@@ -89,7 +89,7 @@ pub const VARIABLES: &[Variable] = &[
         name: "RDMASOCK_PROMOTE_AFTER",
         option: "promote-after",
         placeholder: "LIST",
-        default: "2r,16K",
+        default: "16r,1M",
         accepts: "a comma-separated list of <N>r (N from 1) and <bytes> with suffix K or M, or 0",
         meaning: "when a connection leaves TCP: as its Nth request begins, or after that many bytes in \
                   either direction, whichever comes first; 0: as soon as it is connected",

@@ -329,7 +329,7 @@ fn call_cost(fd: i32, errno: i32, time: Duration) -> Result<f64> {
     })
 }
 
-/// Opens streams up to the number on each line of standard input, has three round trips on each
+/// Opens streams up to the number on each line of standard input, has twenty round trips on each
 /// new one, and answers `held <number>`. Then it blocks in the next read.
 fn hold(address: &str) -> Result<()> {
     rdmasock_integration::signals::raise_nofile()?;
@@ -338,7 +338,7 @@ fn hold(address: &str) -> Result<()> {
         let number: usize = line?.trim().parse()?;
         while held.len() < number {
             let mut ball = Blocking(connect(address)?);
-            for count in 0..3 {
+            for count in 0..20 {
                 trip(count, &mut ball)?;
             }
             held.push(ball);

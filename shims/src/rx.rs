@@ -777,9 +777,8 @@ fn write_all(pipe: c_int, mut bytes: &[u8]) {
     use crate::real::Cancellable;
     while !bytes.is_empty() {
         // SAFETY: the slice is readable.
-        let n = unsafe {
-            crate::real::write().cancellable()(pipe, bytes.as_ptr().cast(), bytes.len())
-        };
+        let n =
+            unsafe { crate::real::write().cancellable()(pipe, bytes.as_ptr().cast(), bytes.len()) };
         match n {
             n if n > 0 => bytes = bytes.get(n as usize..).unwrap_or_default(),
             _ if errno::get() == libc::EINTR => {}

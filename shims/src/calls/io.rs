@@ -721,11 +721,9 @@ unsafe extern "C" fn sendmsg_on(
     let Some(array) = array else {
         // Control data of a TCP socket ask for something of the kernel's.
         tx::take_back(socket, rdmasock_core::stats::Reason::Unsupported);
-        let iov = Iov::one(std::ptr::null(), 0);
-        // SAFETY: nothing is read but by the kernel.
-        return unsafe {
-            tx::send_on_tcp(socket, fd, iov, || real.cancellable()(fd, message, flags))
-        };
+        // SAFETY: the caller's arguments, as they are.
+        let call = || unsafe { real.cancellable()(fd, message, flags) };
+        return tx::send_on_tcp(socket, fd, call);
     };
     // SAFETY: the program's buffers.
     unsafe {
@@ -881,10 +879,7 @@ unsafe extern "C" fn splice_on(
             let nonblocking = flags & libc::SPLICE_F_NONBLOCK != 0;
             rx::splice(socket, input, out, len, nonblocking, call)
         }
-        // SAFETY: nothing of ours is read.
-        (_, Some(socket)) => unsafe {
-            tx::send_on_tcp(socket, out, Iov::one(std::ptr::null(), 0), call)
-        },
+        (_, Some(socket)) => tx::send_on_tcp(socket, out, call),
         _ => call(),
     }
 }

@@ -55,7 +55,7 @@ impl Worker {
         Watch::AfterMod
     }
 
-    pub(super) fn unwatch(&mut self, socket: &'static Socket) {
+    fn unwatch(&mut self, socket: &'static Socket) {
         {
             let Some(_control) = socket.control.lock() else {
                 return;

@@ -3,7 +3,7 @@
 //! The memory is the program's: it is only ever touched through raw pointers. A bad address
 //! faults here as it would in the program's own memcpy.
 
-use std::ffi::c_void;
+use std::ffi::{c_int, c_void};
 
 use libc::iovec;
 
@@ -86,6 +86,16 @@ impl Iov {
             piece: 0,
             offset: 0,
         })
+    }
+
+    /// As [`Self::many`], for readv(2) and its kin.
+    ///
+    /// # Safety
+    /// As there.
+    pub unsafe fn vector(pieces: *const iovec, count: c_int) -> Option<Self> {
+        let count = usize::try_from(count).ok()?;
+        // SAFETY: by this function's contract.
+        unsafe { Self::many(pieces, count) }
     }
 
     /// Bytes left.

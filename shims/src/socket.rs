@@ -64,7 +64,7 @@ pub struct Tx {
     pub then_shut: bool,
     /// Whom the peer is to tell of space, as an attention word: the epoll sets' part.
     pub bits: u32,
-    /// Bytes are in the ring of which the peer was not told: more follows (`tx::is_more_to_come`).
+    /// Bytes are in the ring of which the peer was not told: more follows (`tx/cork.rs`).
     pub held: bool,
     /// TCP_CORK as the kernel has it.
     pub kernel_corked: bool,

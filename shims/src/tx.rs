@@ -1,4 +1,16 @@
-//! Sending: the program's bytes onto what the direction runs on.
+//! Sending: the program's bytes onto what the direction runs on. Here are the call, and what takes the
+//! direction back to TCP.
+
+mod cork;
+mod room;
+mod sendfile;
+
+pub use cork::{cork, pass_cork, release_held};
+pub use room::{ask_for_room, press, reader_at};
+pub use sendfile::sendfile;
+
+use cork::{hold, is_more_to_come};
+use room::no_room;
 
 use std::ffi::c_int;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
@@ -10,11 +22,10 @@ use rdmasock_core::stream::handshake::Role;
 use crate::errno;
 use crate::iov::Iov;
 use crate::library::Library;
-use crate::link::Link;
 use crate::promote;
 use crate::ready;
 use crate::service::Command;
-use crate::socket::{Socket, Stage, Tx, mode};
+use crate::socket::{Socket, Stage, mode};
 use crate::table;
 use crate::time::Timeout;
 use crate::wait;
@@ -26,6 +37,9 @@ const PIECE: usize = 64 * 1024;
 /// Flags that the link serves; any other takes the socket back to TCP.
 const SERVED: c_int =
     libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL | libc::MSG_MORE | libc::MSG_EOR | libc::MSG_CONFIRM;
+
+/// What the anchor says of a connection on which nothing can be sent.
+const DEAD: u32 = (libc::EPOLLERR | libc::EPOLLHUP) as u32;
 
 /// send() and its kin. `real` is libc's own call with the program's arguments.
 ///
@@ -166,19 +180,8 @@ unsafe fn send_slow(
                 }
             }
             Step::Full => {
-                if flags & libc::MSG_DONTWAIT != 0 || socket.nonblocking.load(Relaxed) {
-                    return if sent > 0 {
-                        sent as ssize_t
-                    } else {
-                        errno::fail(libc::EAGAIN)
-                    };
-                }
-                if let Err(error) = wait::for_space(socket, fd, &mut patience) {
-                    return if sent > 0 {
-                        sent as ssize_t
-                    } else {
-                        errno::fail(error)
-                    };
+                if let Err(error) = wait::for_space(socket, fd, flags, &mut patience) {
+                    return errno::after(sent, error);
                 }
             }
         }
@@ -217,8 +220,7 @@ unsafe fn step(socket: &'static Socket, fd: c_int, iov: &mut Iov, flags: c_int) 
             errno::set(libc::EFAULT);
             return Step::Done;
         }
-        let dead = socket.anchor.load(Acquire) & (libc::EPOLLERR | libc::EPOLLHUP) as u32 != 0;
-        if dead || ready::is_reader_gone(producer) {
+        if is_dead(socket) || ready::is_reader_gone(producer) {
             // What becomes of bytes that nobody reads is for the kernel to say.
             socket.tx_mode.store(mode::TCP, SeqCst);
             return Step::Kernel;
@@ -273,123 +275,9 @@ unsafe fn step(socket: &'static Socket, fd: c_int, iov: &mut Iov, flags: c_int) 
     }
 }
 
-/// What the kernel would hold back as less than a full segment, because the program has said that more
-/// follows (MSG_MORE, TCP_CORK; tcp(7)): the peer is not told yet.
 #[inline]
-fn is_more_to_come(socket: &Socket, flags: c_int, n: usize) -> bool {
-    /// More than this is worth a wake-up of its own.
-    const SEGMENT: usize = 16 * 1024;
-    (flags & libc::MSG_MORE != 0 || socket.corked.load(Relaxed)) && n < SEGMENT
-}
-
-/// The peer is told later, by the next send, or by the service thread ([`release_held`]).
-fn hold(tx: &mut Tx) {
-    if !tx.held {
-        tx.held = true;
-        Library::get().service.release_later();
-    }
-}
-
-/// Tells the peer of what was held back.
-pub fn release_held(socket: &'static Socket) {
-    let Some(mut tx) = socket.tx.lock() else {
-        return;
-    };
-    if !std::mem::take(&mut tx.held) {
-        return;
-    }
-    let wake = tx.producer.as_mut().map(|p| p.wake());
-    drop(tx);
-    if let Some(wake) = wake {
-        ready::notify_peer(socket, wake);
-    }
-}
-
-/// setsockopt(TCP_CORK): true if that is all there is to be done. On the link it is the library's; the
-/// kernel hears of it when the direction is back on TCP.
-pub fn cork(socket: &'static Socket, on: bool) -> bool {
-    let on_link = {
-        let Some(mut tx) = socket.tx.lock() else {
-            return false;
-        };
-        socket.corked.store(on, Relaxed);
-        let on_link = socket.tx_mode.load(Acquire) == mode::LINK;
-        if !on_link {
-            tx.kernel_corked = on;
-        }
-        on_link
-    };
-    if !on {
-        release_held(socket);
-    }
-    on_link
-}
-
-/// The direction is back on TCP. The caller holds its lock.
-pub fn pass_cork(socket: &'static Socket, tx: &mut Tx) {
-    let corked = socket.corked.load(Relaxed);
-    if tx.kernel_corked != corked
-        && let Some(fd) = socket.anchor_fd()
-    {
-        tx.kernel_corked = corked;
-        let _ = rustix::net::sockopt::set_tcp_cork(fd, corked);
-    }
-    tx.held = false;
-}
-
-/// A send has found too little room: asks for a wake-up on behalf of the epoll sets, since an
-/// edge-triggered one reports only what has changed after this. True if there is room after all.
-#[cold]
-fn no_room(socket: &'static Socket, tx: &mut Tx) -> bool {
-    let bits = tx.bits;
-    let room = tx
-        .producer
-        .as_mut()
-        .is_some_and(|p| bits != 0 && p.arm_space(bits).unwrap_or(true));
-    if !room {
-        press(socket, tx);
-    }
-    room
-}
-
-/// Nothing can be sent now. Kernel TCP takes megabytes without a reader, and programs count on it
-/// (both ends may send before they read), but a ring grows only as its reader finds it too small.
-/// So has the service thread ask for a larger one if the reader stands still.
-pub fn press(socket: &'static Socket, tx: &mut Tx) {
-    let max = Library::get().config.ring_max.bytes();
-    if !tx.pressed && tx.producer.as_ref().is_some_and(|p| p.ring_size() < max) {
-        tx.pressed = true;
-        Library::get().service.submit(Command::pressed(socket));
-    }
-}
-
-/// How far the reader has got.
-pub fn reader_at(socket: &'static Socket) -> Option<u64> {
-    let mut tx = socket.tx.lock()?;
-    let producer = tx.producer.as_mut()?;
-    Some(producer.position().saturating_sub(producer.used().ok()?))
-}
-
-/// A while after `press`, when the reader was at `then`. Asks the peer for the largest ring if it
-/// still is and there is no room; gives where it is if it is to be looked at again.
-pub fn ask_for_room(socket: &'static Socket, then: u64) -> Option<u64> {
-    let now = reader_at(socket);
-    let mut tx = socket.tx.lock()?;
-    let on_link = socket.tx_mode.load(Acquire) == mode::LINK;
-    let full = on_link
-        && tx
-            .producer
-            .as_mut()
-            .is_some_and(|p| p.has_space() == Ok(false));
-    if full && now != Some(then) {
-        return now;
-    }
-    tx.pressed = false;
-    drop(tx);
-    if full {
-        ready::notify_peer(socket, Wake(Link::service_bits()));
-    }
-    None
+fn is_dead(socket: &Socket) -> bool {
+    socket.anchor.load(Acquire) & DEAD != 0
 }
 
 fn reason_for(flags: c_int) -> rdmasock_core::stats::Reason {
@@ -404,16 +292,7 @@ fn reason_for(flags: c_int) -> rdmasock_core::stats::Reason {
 }
 
 /// A call that only the kernel can serve, on a socket that is on its way back to TCP.
-///
-/// # Safety
-/// As `send`.
-pub unsafe fn send_on_tcp(
-    socket: &'static Socket,
-    fd: c_int,
-    iov: Iov,
-    real: impl Fn() -> ssize_t,
-) -> ssize_t {
-    let _ = iov;
+pub fn send_on_tcp(socket: &'static Socket, fd: c_int, real: impl Fn() -> ssize_t) -> ssize_t {
     crate::fork::reclaim(socket);
     let mut patience = wait::Patience::default();
     loop {
@@ -427,10 +306,7 @@ pub unsafe fn send_on_tcp(
             }
             continue;
         }
-        if socket.nonblocking.load(Relaxed) {
-            return errno::fail(libc::EAGAIN);
-        }
-        if let Err(error) = wait::for_space(socket, fd, &mut patience) {
+        if let Err(error) = wait::for_space(socket, fd, 0, &mut patience) {
             return errno::fail(error);
         }
     }
@@ -461,168 +337,7 @@ pub fn violation(socket: &'static Socket, error: &rdmasock_core::fabric::ring::R
         Library::get().service.submit(Command::Violation(link));
     }
     // Nothing more goes over it, whoever asks first.
-    socket
-        .anchor
-        .fetch_or((libc::EPOLLERR | libc::EPOLLHUP) as u32, SeqCst);
-}
-
-/// sendfile() on a direction that is on the link: reads the file straight into the ring.
-///
-/// # Safety
-/// `offset` is null or valid.
-pub unsafe fn sendfile(
-    socket: &'static Socket,
-    fd: c_int,
-    input: c_int,
-    offset: *mut libc::off_t,
-    count: usize,
-    real: impl Fn() -> ssize_t,
-) -> ssize_t {
-    if socket.tx_mode.load(Acquire) != mode::TCP && offset.is_null() && !is_regular(input) {
-        // Only the kernel knows what can be sent from there, and reading it might block.
-        take_back(socket, rdmasock_core::stats::Reason::Unsupported);
-    }
-    if socket.tx_mode.load(Acquire) == mode::TCP && socket.enter_tx() {
-        return plain(socket, &real);
-    }
-    let mut sent = 0usize;
-    let mut patience = wait::Patience::default();
-    let count = count.min(0x7fff_f000);
-    crate::fork::reclaim(socket);
-    loop {
-        if socket.tx_mode.load(Acquire) == mode::MARKED && promote::flush(socket) {
-            continue;
-        }
-        let Some(mut tx) = socket.tx.lock() else {
-            return errno::fail(libc::EINTR);
-        };
-        let on_link = socket.tx_mode.load(Acquire) == mode::LINK;
-        if on_link && !table::still(fd, socket) {
-            return errno::fail(libc::EBADF);
-        }
-        let gone = socket.anchor.load(Acquire) & (libc::EPOLLERR | libc::EPOLLHUP) as u32 != 0
-            || tx.producer.as_mut().is_none_or(ready::is_reader_gone);
-        if on_link && gone {
-            socket.tx_mode.store(mode::TCP, SeqCst);
-        }
-        if socket.tx_mode.load(Acquire) == mode::TCP {
-            drop(tx);
-            if sent > 0 {
-                return sent as ssize_t;
-            }
-            if socket.enter_tx() {
-                return plain(socket, &real);
-            }
-            continue;
-        }
-        let want = (count - sent).min(PIECE);
-        let spans = match tx
-            .producer
-            .as_mut()
-            .filter(|_| on_link)
-            .map(|p| p.spans(want.max(1)))
-        {
-            Some(Ok(spans)) => Some(spans),
-            Some(Err(error)) => {
-                drop(tx);
-                violation(socket, &error);
-                continue;
-            }
-            None => None,
-        };
-        let [first, second] = spans
-            .map(|s| s.pieces())
-            .unwrap_or([(std::ptr::null_mut(), 0); 2]);
-        let first_len = first.1.min(want);
-        let pieces = [
-            libc::iovec {
-                iov_base: first.0.cast(),
-                iov_len: first_len,
-            },
-            libc::iovec {
-                iov_base: second.0.cast(),
-                iov_len: second.1.min(want - first_len),
-            },
-        ];
-        let room: usize = pieces.iter().map(|p| p.iov_len).sum();
-        if count > sent && room == 0 {
-            if no_room(socket, &mut tx) {
-                continue;
-            }
-            drop(tx);
-            if socket.nonblocking.load(Relaxed) {
-                return if sent > 0 {
-                    sent as ssize_t
-                } else {
-                    errno::fail(libc::EAGAIN)
-                };
-            }
-            if let Err(error) = wait::for_space(socket, fd, &mut patience) {
-                return if sent > 0 {
-                    sent as ssize_t
-                } else {
-                    errno::fail(error)
-                };
-            }
-            continue;
-        }
-        // A regular file does not block for long; anything else would block under the lock.
-        // SAFETY: the pieces lie in the ring, which is ours to write; `offset` by the contract.
-        let n = unsafe {
-            if offset.is_null() {
-                libc::syscall(libc::SYS_readv, input, pieces.as_ptr(), 2)
-            } else {
-                let at = *offset;
-                libc::syscall(libc::SYS_preadv, input, pieces.as_ptr(), 2, at, 0)
-            }
-        };
-        if n < 0 && sent == 0 && errno::get() != libc::EINTR {
-            // A pipe or the like after all, or what the kernel has its own error for.
-            drop(tx);
-            take_back(socket, rdmasock_core::stats::Reason::Unsupported);
-            continue;
-        }
-        if n <= 0 {
-            return if sent > 0 {
-                sent as ssize_t
-            } else {
-                n as ssize_t
-            };
-        }
-        let n = n as usize;
-        let wake = if sent + n == count && is_more_to_come(socket, 0, n) {
-            if let Some(producer) = tx.producer.as_mut() {
-                producer.commit_quietly(n);
-            }
-            hold(&mut tx);
-            None
-        } else {
-            tx.held = false;
-            tx.producer.as_mut().map(|p| p.commit(n))
-        };
-        if let Some(stats) = socket.stats() {
-            stats.add_tx_link(n as u64);
-        }
-        drop(tx);
-        if let Some(wake) = wake {
-            ready::notify_peer(socket, wake);
-        }
-        if !offset.is_null() {
-            // SAFETY: by the contract.
-            unsafe { *offset += n as libc::off_t };
-        }
-        sent += n;
-        if sent >= count || n < room {
-            return sent as ssize_t;
-        }
-    }
-}
-
-fn is_regular(fd: c_int) -> bool {
-    // SAFETY: the program's own fd, in the middle of its call.
-    rustix::fs::fstat(unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) }).is_ok_and(|s| {
-        rustix::fs::FileType::from_raw_mode(s.st_mode) == rustix::fs::FileType::RegularFile
-    })
+    socket.anchor.fetch_or(DEAD, SeqCst);
 }
 
 /// shutdown() of the sending direction, before the kernel's own: the mark says that what follows
@@ -685,12 +400,12 @@ pub fn option_timeout(fd: c_int, option: c_int) -> Timeout {
 pub fn is_worth_a_look(socket: &'static Socket) -> bool {
     match socket.tx_mode.load(Acquire) {
         mode::LINK => {
-            let dead = socket.anchor.load(Acquire) & (libc::EPOLLERR | libc::EPOLLHUP) as u32 != 0;
-            dead || socket.tx.lock().is_none_or(|mut tx| {
-                tx.producer
-                    .as_mut()
-                    .is_none_or(|p| p.has_space().unwrap_or(true))
-            })
+            is_dead(socket)
+                || socket.tx.lock().is_none_or(|mut tx| {
+                    tx.producer
+                        .as_mut()
+                        .is_none_or(|p| p.has_space().unwrap_or(true))
+                })
         }
         mode::MARKED => promote::flush(socket),
         _ => true,

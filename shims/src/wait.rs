@@ -299,14 +299,34 @@ impl Spinner {
 #[derive(Default)]
 pub struct Patience(Option<Deadline>);
 
-/// Waits until there may be something to read. `Err` is the errno that the call fails with.
-pub fn for_data(socket: &'static Socket, fd: c_int, patience: &mut Patience) -> Result<(), c_int> {
+/// Waits until there may be something to read. `Err` is the errno that the call with these `flags` fails
+/// with: EAGAIN at once if it is not to wait.
+pub fn for_data(
+    socket: &'static Socket,
+    fd: c_int,
+    flags: c_int,
+    patience: &mut Patience,
+) -> Result<(), c_int> {
+    may_wait(socket, flags)?;
     wait_on(socket, fd, patience, &socket.rx_spin, true)
 }
 
 /// Waits until there may be room to write; as `for_data`.
-pub fn for_space(socket: &'static Socket, fd: c_int, patience: &mut Patience) -> Result<(), c_int> {
+pub fn for_space(
+    socket: &'static Socket,
+    fd: c_int,
+    flags: c_int,
+    patience: &mut Patience,
+) -> Result<(), c_int> {
+    may_wait(socket, flags)?;
     wait_on(socket, fd, patience, &socket.tx_spin, false)
+}
+
+fn may_wait(socket: &Socket, flags: c_int) -> Result<(), c_int> {
+    if flags & libc::MSG_DONTWAIT != 0 || socket.nonblocking.load(Relaxed) {
+        return Err(libc::EAGAIN);
+    }
+    Ok(())
 }
 
 // Not inlined: the forced unwind of pthread_cancel runs the destructors here (see `calls`).

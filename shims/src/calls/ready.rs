@@ -38,14 +38,18 @@ unsafe extern "C" fn poll_on(
     timeout: Timeout,
     mask: *const sigset_t,
 ) -> c_int {
-    let call = |fds: *mut pollfd, n: nfds_t, t: Timeout| {
-        let left = t.to_timespec();
+    // SAFETY: the program's array.
+    unsafe { poll::poll(fds, count, timeout, kernel_poll(mask)) }
+}
+
+/// ppoll() as `poll` and `Sets::select` call it, with the signal mask `mask`.
+fn kernel_poll(mask: *const sigset_t) -> impl Fn(*mut pollfd, nfds_t, Timeout) -> c_int {
+    move |fds, n, timeout| {
+        let left = timeout.to_timespec();
         let left = left.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
         // SAFETY: `fds` has n entries.
         unsafe { crate::real::ppoll().cancellable()(fds, n, left, mask) }
-    };
-    // SAFETY: the program's array.
-    unsafe { poll::poll(fds, count, timeout, call) }
+    }
 }
 
 /// `poll(2)` of a fortified program; libc aborts if `fds` is longer than `size` bytes.
@@ -144,12 +148,6 @@ pub unsafe extern "C" fn select(
 
 #[inline(never)]
 unsafe extern "C" fn select_on(sets: &Sets, timeout: *mut timeval) -> c_int {
-    let call = |fds: *mut pollfd, n: nfds_t, t: Timeout| {
-        let left = t.to_timespec();
-        let left = left.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
-        // SAFETY: `fds` has n entries.
-        unsafe { crate::real::ppoll().cancellable()(fds, n, left, std::ptr::null()) }
-    };
     // SAFETY: null, or the program's own.
     let given = unsafe { timeout.as_mut() };
     let (time, begun) = match &given {
@@ -161,7 +159,7 @@ unsafe extern "C" fn select_on(sets: &Sets, timeout: *mut timeval) -> c_int {
         ),
     };
     // SAFETY: the program's sets.
-    let result = unsafe { sets.select(time, call) };
+    let result = unsafe { sets.select(time, kernel_poll(std::ptr::null())) };
     if let (Some(tv), Timeout::Ns(ns)) = (given, time) {
         // Linux leaves what is left of the time.
         let left = ns.saturating_sub(crate::time::now_ns().saturating_sub(begun));
@@ -200,14 +198,8 @@ pub unsafe extern "C" fn pselect(
 
 #[inline(never)]
 unsafe extern "C" fn pselect_on(sets: &Sets, timeout: Timeout, mask: *const sigset_t) -> c_int {
-    let call = |fds: *mut pollfd, n: nfds_t, t: Timeout| {
-        let left = t.to_timespec();
-        let left = left.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
-        // SAFETY: `fds` has n entries.
-        unsafe { crate::real::ppoll().cancellable()(fds, n, left, mask) }
-    };
     // SAFETY: the program's sets.
-    unsafe { sets.select(timeout, call) }
+    unsafe { sets.select(timeout, kernel_poll(mask)) }
 }
 
 /// `epoll_create(2)`.
@@ -224,12 +216,8 @@ pub unsafe extern "C" fn epoll_create(real: EpollCreateFn, size: c_int) -> c_int
 /// `epoll_create1(2)`.
 #[inline]
 pub unsafe extern "C" fn epoll_create1(real: EpollCreateFn, flags: c_int) -> c_int {
-    // SAFETY: the caller's arguments, as they are.
-    let fd = unsafe { real(flags) };
-    if fd >= 0 {
-        lifecycle::on_epoll(fd);
-    }
-    fd
+    // SAFETY: the caller's arguments, as they are: to `epoll_create` they are a size.
+    unsafe { epoll_create(real, flags) }
 }
 
 /// `epoll_ctl(2)`.

@@ -5,9 +5,10 @@ use std::os::fd::AsRawFd;
 
 use rdmasock_core::os::channel::Channel;
 use rdmasock_core::stream::handshake::Handshake;
-use rdmasock_core::wire::{self, Message};
+use rdmasock_core::wire::{self, MAX_MESSAGE, Message};
 
 use super::*;
+use crate::socket::mode;
 
 /// A worker whose commands stay in the queue: no service thread runs beside it.
 fn worker() -> Worker {

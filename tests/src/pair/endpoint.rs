@@ -524,7 +524,9 @@ impl Endpoint {
             self.rx = Mode::Tcp;
             self.demote_tx();
             self.flush(net);
-            let _ = net.link.send(&Message::DemoteRequest { yours, resend_from });
+            let _ = net
+                .link
+                .send(&Message::DemoteRequest { yours, resend_from });
         }
         self.leave(net);
     }

@@ -1,0 +1,182 @@
+//! epoll_ctl() on a socket that the library knows: in the kernel's set while the socket is on plain TCP,
+//! in ours while it is taken over.
+
+use std::ffi::c_int;
+use std::os::fd::BorrowedFd;
+use std::sync::atomic::Ordering::SeqCst;
+
+use rustix::event::epoll as kernel;
+
+use super::{ALWAYS, EXCLUSIVE, Epoll, Item, ONESHOT, Set};
+use crate::library::Library;
+use crate::ready;
+use crate::socket::{Membership, Socket};
+use rdmasock_core::lock::Guard;
+
+/// What may be asked for together with EPOLLEXCLUSIVE.
+const EXCLUSIVE_OK: u32 = EXCLUSIVE
+    | ALWAYS
+    | (libc::EPOLLIN | libc::EPOLLOUT | libc::EPOLLWAKEUP | libc::EPOLLET) as u32;
+
+impl Epoll {
+    /// epoll_ctl() on a socket that the library knows.
+    pub fn control(
+        &'static self,
+        socket: &'static Socket,
+        fd: c_int,
+        op: c_int,
+        event: Option<libc::epoll_event>,
+        real: impl FnOnce() -> c_int,
+    ) -> c_int {
+        crate::fork::reclaim(socket);
+        let Some(mut set) = self.set.lock() else {
+            return real();
+        };
+        let index = find(socket, self, fd).filter(|i| set.items.get(*i).is_some_and(|i| !i.dead));
+        let taken = index.and_then(|i| set.items.get(i)).map(|i| i.taken);
+        let asked = event.map_or(0, |e| e.events);
+        let exclusive = index
+            .and_then(|i| set.items.get(i))
+            .is_some_and(|i| i.events & EXCLUSIVE != 0);
+        let refused = match op {
+            libc::EPOLL_CTL_ADD => asked & EXCLUSIVE != 0 && asked & !EXCLUSIVE_OK != 0,
+            libc::EPOLL_CTL_MOD => asked & EXCLUSIVE != 0 || exclusive,
+            _ => false,
+        };
+        if refused {
+            return crate::errno::fail(libc::EINVAL);
+        }
+        match (op, event, index, taken) {
+            (libc::EPOLL_CTL_ADD, Some(_), Some(_), _) => crate::errno::fail(libc::EEXIST),
+            (libc::EPOLL_CTL_ADD, Some(event), None, _) => self.add(set, socket, fd, event, real),
+            (libc::EPOLL_CTL_MOD, Some(event), Some(index), Some(true)) => {
+                set.arm(index, event);
+                set.enqueue(index);
+                drop(set);
+                self.ring_if_sleeping();
+                0
+            }
+            (libc::EPOLL_CTL_MOD, Some(event), Some(index), _)
+                if asked & ONESHOT != 0 && socket.asked.swap(false, SeqCst) =>
+            {
+                // A promotion waits for this moment: the item has fired and nobody else has it. The
+                // service thread goes on with it, or gives it back.
+                if let Some(kernel_fd) = self.kernel_fd() {
+                    // SAFETY: the program's own number, in the middle of its call.
+                    let _ = kernel::delete(kernel_fd, unsafe { BorrowedFd::borrow_raw(fd) });
+                }
+                set.arm(index, event);
+                self.activate(&mut set);
+                drop(set);
+                Library::get()
+                    .service
+                    .submit(crate::service::Command::used(socket));
+                0
+            }
+            (libc::EPOLL_CTL_MOD, Some(event), Some(index), _) => {
+                let result = real();
+                if let Some(item) = set.items.get_mut(index).filter(|_| result == 0) {
+                    item.events = event.events;
+                    item.data = event.u64;
+                }
+                result
+            }
+            (libc::EPOLL_CTL_DEL, _, Some(index), Some(taken)) => {
+                let result = if taken { 0 } else { real() };
+                if result == 0 {
+                    set.remove(index);
+                    drop(set);
+                    self.leave(socket, index);
+                }
+                result
+            }
+            _ => real(),
+        }
+    }
+
+    /// EPOLL_CTL_ADD of a socket that the set does not have under this number.
+    fn add(
+        &'static self,
+        mut set: Guard<'_, Set>,
+        socket: &'static Socket,
+        fd: c_int,
+        event: libc::epoll_event,
+        real: impl FnOnce() -> c_int,
+    ) -> c_int {
+        let index = set.insert(Item {
+            socket,
+            fd,
+            events: event.events,
+            data: event.u64,
+            taken: false,
+            queued: false,
+            disabled: false,
+            dead: false,
+        });
+        if ready::is_watched(socket) {
+            // Before the membership, which tells peers our ready queue.
+            self.activate(&mut set);
+        }
+        // First the membership, then the look (`watch` the other way round): a promotion that
+        // begins now is seen here, or sees the membership.
+        ready::change_interest(socket, |i| {
+            i.members.push(Membership {
+                epoll: self,
+                fd,
+                item: index,
+            })
+        });
+        if ready::is_watched(socket) {
+            if let Some(item) = set.items.get_mut(index) {
+                item.taken = true;
+            }
+            self.activate(&mut set);
+            if let Some(link) = socket.link() {
+                set.add_link(link);
+            }
+            set.enqueue(index);
+            drop(set);
+            self.ring_if_sleeping();
+            return 0;
+        }
+        let result = real();
+        if result != 0 {
+            let errno = crate::errno::get();
+            set.remove(index);
+            drop(set);
+            self.leave(socket, index);
+            crate::errno::set(errno);
+        }
+        result
+    }
+
+    /// The socket's readiness no longer concerns this item.
+    fn leave(&'static self, socket: &'static Socket, index: usize) {
+        ready::change_interest(socket, |i| {
+            i.members
+                .retain(|m| !(std::ptr::eq(m.epoll, self) && m.item == index));
+        });
+    }
+}
+
+impl Set {
+    /// EPOLL_CTL_MOD of an item that is taken over, or is from now on.
+    fn arm(&mut self, index: usize, event: libc::epoll_event) {
+        if let Some(item) = self.items.get_mut(index) {
+            item.events = event.events;
+            item.data = event.u64;
+            item.disabled = false;
+            item.taken = true;
+        }
+    }
+}
+
+/// The item of a socket under one number.
+fn find(socket: &'static Socket, epoll: &Epoll, fd: c_int) -> Option<usize> {
+    let interest = socket.interest.lock()?;
+    interest
+        .members
+        .iter()
+        .find(|m| std::ptr::eq(m.epoll, epoll) && m.fd == fd)
+        .map(|m| m.item)
+}

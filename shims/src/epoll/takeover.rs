@@ -1,0 +1,122 @@
+//! An item's way from the kernel's set to ours when its socket's promotion begins, and back when the socket
+//! is on TCP for good.
+
+use std::ffi::c_int;
+use std::os::fd::BorrowedFd;
+use std::sync::atomic::Ordering::Release;
+
+use rustix::event::epoll as kernel;
+
+use super::{ET, EXCLUSIVE, Epoll, ONESHOT};
+use crate::socket::Socket;
+use rdmasock_core::os::privatefd::PrivateFd;
+
+/// What is no event, and stays when an EPOLLONESHOT has fired.
+const PRIVATE: u32 = ONESHOT | ET | EXCLUSIVE | libc::EPOLLWAKEUP as u32;
+
+impl Epoll {
+    /// Moves an item from the kernel's set to ours. False if that cannot be done now: an EPOLLONESHOT
+    /// that has not fired may do so at this moment, and would be reported twice. One that has fired is
+    /// silent until its MOD, which comes here.
+    pub fn take_over(&'static self, index: usize, socket: &'static Socket) -> bool {
+        let Some(mut set) = self.set.lock() else {
+            return false;
+        };
+        let Some(item) = set.items.get_mut(index) else {
+            return true;
+        };
+        if item.dead || item.taken || !std::ptr::eq(item.socket, socket) {
+            return true;
+        }
+        let fd = item.fd;
+        item.disabled = item.events & ONESHOT != 0;
+        if item.disabled
+            && !self
+                .kernel_fd()
+                .is_some_and(|set| has_fired(set, fd, item.data))
+        {
+            item.disabled = false;
+            return false;
+        }
+        item.taken = true;
+        self.activate(&mut set);
+        if let Some(kernel_fd) = self.kernel_fd() {
+            // SAFETY: the number is the socket's own: closing it removes the item first.
+            let _ = kernel::delete(kernel_fd, unsafe { BorrowedFd::borrow_raw(fd) });
+        }
+        // After the removal: who reads the new count finds it in one set only.
+        self.moves.fetch_add(1, Release);
+        if let Some(link) = socket.link() {
+            set.add_link(link);
+        }
+        set.enqueue(index);
+        drop(set);
+        self.ring_if_sleeping();
+        true
+    }
+
+    /// Moves an item back into the kernel's set, when its socket is on plain TCP again.
+    pub fn hand_back(&'static self, index: usize, socket: &'static Socket) {
+        let Some(mut set) = self.set.lock() else {
+            return;
+        };
+        let Some(item) = set.items.get_mut(index) else {
+            return;
+        };
+        if item.dead || !item.taken || !std::ptr::eq(item.socket, socket) {
+            return;
+        }
+        let Some(control) = socket.control.lock() else {
+            return;
+        };
+        if !control.fds.contains(&item.fd) {
+            return;
+        }
+        item.taken = false;
+        self.moves.fetch_add(1, Release);
+        let events = if item.disabled { ONESHOT } else { item.events };
+        if let Some(kernel_fd) = self.kernel_fd() {
+            let _ = kernel::add(
+                kernel_fd,
+                // SAFETY: still one of the socket's numbers, and control keeps close() out.
+                unsafe { BorrowedFd::borrow_raw(item.fd) },
+                kernel::EventData::new_u64(item.data),
+                kernel::EventFlags::from_bits_retain(events),
+            );
+        }
+    }
+}
+
+/// Whether an EPOLLONESHOT item of a kernel's set has fired and waits for its MOD; the kernel shows the
+/// events that are left (proc_pid_fdinfo(5)).
+fn has_fired(set: BorrowedFd<'_>, fd: c_int, data: u64) -> bool {
+    use std::os::fd::AsRawFd;
+    let path = format!("/proc/thread-self/fdinfo/{}", set.as_raw_fd());
+    let Ok(info) = read_text(&path) else {
+        return false;
+    };
+    info.lines().any(|line| {
+        let mut words = line.split_whitespace();
+        let mut after = |name: &str| words.find(|w| *w == name).and_then(|_| words.next());
+        let tfd = after("tfd:").and_then(|w| w.parse().ok());
+        let events = after("events:").and_then(|w| u32::from_str_radix(w, 16).ok());
+        let key = after("data:").and_then(|w| u64::from_str_radix(w, 16).ok());
+        tfd == Some(fd) && key == Some(data) && events.is_some_and(|e| e & !PRIVATE == 0)
+    })
+}
+
+fn read_text(path: &str) -> rustix::io::Result<String> {
+    use rustix::fs::{Mode, OFlags};
+    let opened = rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
+    let file = PrivateFd::place(opened)?;
+    let mut text = Vec::new();
+    let mut piece = [0u8; 4096];
+    loop {
+        match rustix::io::read(&file, &mut piece[..]) {
+            Ok(0) => return String::from_utf8(text).map_err(|_| rustix::io::Errno::ILSEQ),
+            Ok(n) => text.extend_from_slice(piece.get(..n).unwrap_or_default()),
+            Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(error),
+        }
+    }
+}

@@ -1,0 +1,344 @@
+//! epoll_wait(): what is ready in the kernel's set and in ours, and one sleep for both.
+
+use std::ffi::c_int;
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, SeqCst};
+
+use super::{ALWAYS, ET, Epoll, ONESHOT, Set, enqueue};
+use crate::library::Library;
+use crate::ready::{self, Arm};
+use crate::time::Timeout;
+
+/// How long waits may be answered from the links alone before the kernel's set is looked at
+/// again, ns: short enough not to be felt, long enough that a busy program makes few calls.
+const KERNEL_EVERY: u64 = 20_000;
+/// How long to sleep at a time where nobody can wake us, ns.
+const WITHOUT_DOORBELL: u64 = 1_000_000;
+
+impl Epoll {
+    /// epoll_wait() and its kin. `real(events, max, timeout)` is the kernel's, with the timeout
+    /// in ms: -1 the whole of what is left, 0 only a look.
+    ///
+    /// # Safety
+    /// `events` is writable for `max` entries.
+    pub unsafe fn wait(
+        &'static self,
+        events: *mut libc::epoll_event,
+        max: c_int,
+        timeout: Timeout,
+        real: impl Fn(*mut libc::epoll_event, c_int, Timeout) -> c_int,
+    ) -> c_int {
+        let deadline = timeout.deadline();
+        if let Some(n) = self.wait_plain(events, max, timeout, &real) {
+            return n;
+        }
+        let mut spun = false;
+        loop {
+            // Now and then the kernel's set is looked at too, every other time first: neither may keep
+            // the other out where the program takes few events at a time.
+            let due = self.is_time_to_look();
+            let starved = self.full.load(Relaxed) != 0 && self.full.swap(0, Relaxed) != 0;
+            let kernel_first = starved || due && self.turn.fetch_xor(true, Relaxed);
+            let moves = self.moves.load(Acquire);
+            let first = if kernel_first {
+                self.look(events, max, &real).max(0)
+            } else {
+                0
+            };
+            // SAFETY: `first` of `max` entries are used.
+            let ours = self.harvest(unsafe { events.add(first as usize) }, max - first);
+            if ours == max && !kernel_first {
+                self.full.store(1, Relaxed);
+            }
+            let mut n = first + ours;
+            if due && !kernel_first && 0 < n && n < max {
+                // SAFETY: n < max entries are used.
+                let rest = unsafe { events.add(n as usize) };
+                n += self.look(rest, max - n, &real).max(0);
+            }
+            if n > 0 {
+                let front = if kernel_first { first } else { ours };
+                return if 0 < front && front < n && self.moves.load(Acquire) != moves {
+                    // SAFETY: n entries are filled.
+                    unsafe { without_repeats(events, front as usize, n as usize) }
+                } else {
+                    n
+                };
+            }
+            if deadline.is_zero() {
+                return self.look(events, max, &real);
+            }
+            if !spun {
+                spun = true;
+                let bound = self.spinner.bound();
+                if bound > 0 {
+                    let k = self.look(events, max, &real);
+                    if k != 0 {
+                        return k;
+                    }
+                    if self.spinner.spin(bound, || self.has_ready()) {
+                        continue;
+                    }
+                }
+            }
+            let Some(waiter) = self.waiter() else {
+                // There was no number left for a doorbell: looks now and then.
+                let n = self.look(events, max, &|e, m, _| {
+                    real(e, m, deadline.left().at_most(WITHOUT_DOORBELL))
+                });
+                if n != 0 || deadline.is_over() {
+                    return n;
+                }
+                continue;
+            };
+            let waiters = &Library::get().waiters;
+            waiters.enter_sleep(waiter);
+            if self.has_ready() {
+                waiters.leave_sleep(waiter);
+                continue;
+            }
+            let n = real(events, max, deadline.left());
+            let errno = crate::errno::get();
+            waiters.leave_sleep(waiter);
+            let kept = self.strip_key(events, n);
+            if n < 0 {
+                crate::errno::set(errno);
+                return n;
+            }
+            if kept > 0 {
+                return kept;
+            }
+            if n == 0 && deadline.is_over() {
+                // Something may have come with the last tick.
+                return self.harvest(events, max);
+            }
+            spun = false;
+        }
+    }
+
+    /// The kernel's wait alone, as long as nothing is taken over. `None` if that has changed.
+    fn wait_plain(
+        &'static self,
+        events: *mut libc::epoll_event,
+        max: c_int,
+        timeout: Timeout,
+        real: &impl Fn(*mut libc::epoll_event, c_int, Timeout) -> c_int,
+    ) -> Option<c_int> {
+        if max <= 0 {
+            return Some(real(events, max, timeout));
+        }
+        if events.is_null() && self.is_ready() {
+            return Some(crate::errno::fail(libc::EFAULT));
+        }
+        if events.is_null() {
+            return Some(real(events, max, timeout));
+        }
+        if self.active.load(Acquire) {
+            return None;
+        }
+        if self.inherited.load(Acquire) && self.inherited.swap(false, AcqRel) {
+            crate::fork::reclaim_all();
+        }
+        // SeqCst on both sides (`activate`): either we see that it is active, or it sees us.
+        self.plain.fetch_add(1, SeqCst);
+        if self.active.load(SeqCst) {
+            self.plain.fetch_sub(1, SeqCst);
+            return None;
+        }
+        let n = real(events, max, timeout);
+        let others = self.plain.fetch_sub(1, SeqCst) > 1;
+        if !self.active.load(SeqCst) {
+            return Some(n);
+        }
+        let errno = crate::errno::get();
+        if others {
+            // A ring wakes one thread; the next one must come here too.
+            self.ring();
+        }
+        crate::errno::set(errno);
+        let kept = self.strip_key(events, n);
+        (n < 0 || kept > 0 || timeout.is_zero()).then_some(if n < 0 { n } else { kept })
+    }
+
+    fn is_time_to_look(&self) -> bool {
+        let now = crate::time::now_ns();
+        let due = now.wrapping_sub(self.looked_at.load(Relaxed)) > KERNEL_EVERY;
+        if due {
+            self.looked_at.store(now, Relaxed);
+        }
+        due
+    }
+
+    fn look(
+        &self,
+        events: *mut libc::epoll_event,
+        max: c_int,
+        real: &impl Fn(*mut libc::epoll_event, c_int, Timeout) -> c_int,
+    ) -> c_int {
+        let n = real(events, max, Timeout::ZERO);
+        if n <= 0 { n } else { self.strip_key(events, n) }
+    }
+
+    /// Takes our doorbell out of what the kernel reported.
+    fn strip_key(&self, events: *mut libc::epoll_event, n: c_int) -> c_int {
+        let key = self.key.load(Relaxed);
+        if n <= 0 || key == 0 {
+            return n.max(0);
+        }
+        // SAFETY: the kernel has just filled n entries.
+        let filled = unsafe { std::slice::from_raw_parts_mut(events, n as usize) };
+        let Some(at) = filled.iter().position(|e| e.u64 == key) else {
+            return n;
+        };
+        filled.copy_within(at + 1.., at);
+        n - 1
+    }
+
+    fn has_ready(&self) -> bool {
+        let Some(waiter) = self.waiter() else {
+            return true;
+        };
+        self.set.lock().is_none_or(|set| {
+            !set.ready.is_empty() || set.links.iter().any(|l| l.has_ready(waiter))
+        })
+    }
+
+    /// Takes over from the ready queues what peers have put there.
+    fn sweep(&'static self, set: &mut Set) {
+        let Some(waiter) = self.waiter() else { return };
+        let Set {
+            links,
+            items,
+            ready,
+            ..
+        } = set;
+        for link in links.iter() {
+            link.drain_ready(waiter, |socket| {
+                let Some(interest) = socket.interest.lock() else {
+                    return;
+                };
+                for m in &interest.members {
+                    if std::ptr::eq(m.epoll, self) {
+                        enqueue(items, ready, m.item);
+                    }
+                }
+            });
+        }
+    }
+
+    /// Reports what is ready.
+    fn harvest(&'static self, events: *mut libc::epoll_event, max: c_int) -> c_int {
+        let Some(mut guard) = self.set.lock() else {
+            return 0;
+        };
+        let set = &mut *guard;
+        self.sweep(set);
+        set.links.retain(|l| l.is_alive());
+        let mut n = 0;
+        for _ in 0..set.ready.len() {
+            if n == max {
+                break;
+            }
+            let Some(index) = set.ready.pop_front() else {
+                break;
+            };
+            let Some(item) = set.items.get_mut(index) else {
+                continue;
+            };
+            item.queued = false;
+            if item.dead {
+                set.free.push(index);
+                continue;
+            }
+            if item.disabled || !item.taken {
+                continue;
+            }
+            let arm = if item.events & ET != 0 {
+                Arm::Always
+            } else {
+                Arm::IfNotReady
+            };
+            let mask = ready::evaluate(item.socket, item.events, arm) & (item.events | ALWAYS);
+            if mask == 0 {
+                continue;
+            }
+            // SAFETY: n < max entries, writable by `wait`'s contract.
+            unsafe {
+                events.add(n as usize).write(libc::epoll_event {
+                    events: mask,
+                    u64: item.data,
+                });
+            }
+            n += 1;
+            if item.events & ONESHOT != 0 {
+                item.disabled = true;
+            } else if item.events & ET == 0 {
+                item.queued = true;
+                set.ready.push_back(index);
+            }
+        }
+        let more = set.ready.len() > n as usize;
+        drop(guard);
+        if self.nested.load(Acquire) {
+            self.show_ready();
+        }
+        if more {
+            // Another thread that sleeps on this set can take the rest.
+            self.ring_if_sleeping();
+        }
+        n
+    }
+
+    /// Whether any taken-over item is ready now: for poll(), select() and sets that hold this one.
+    pub fn is_ready(&'static self) -> bool {
+        if !self.active.load(Acquire) {
+            return false;
+        }
+        let Some(mut guard) = self.set.lock() else {
+            return false;
+        };
+        let set = &mut *guard;
+        self.sweep(set);
+        for at in 0..set.ready.len() {
+            let Some(item) = set.ready.get(at).and_then(|i| set.items.get(*i)) else {
+                continue;
+            };
+            if !item.dead
+                && !item.disabled
+                && item.taken
+                && ready::evaluate(item.socket, item.events, Arm::IfNotReady)
+                    & (item.events | ALWAYS)
+                    != 0
+            {
+                return true;
+            }
+        }
+        false
+    }
+}
+
+/// Drops what the entries from `front` on repeat of those before: a socket that went from one of the
+/// two sets to the other in between. The kernel never lists one twice, and a program that reads once,
+/// blocking, for each entry would hang at the second.
+///
+/// # Safety
+/// `n` entries are filled.
+unsafe fn without_repeats(events: *mut libc::epoll_event, front: usize, n: usize) -> c_int {
+    // SAFETY: by the contract.
+    let all = unsafe { std::slice::from_raw_parts_mut(events, n) };
+    let mut kept = front;
+    for at in front..n {
+        let (before, from) = all.split_at(at);
+        let Some(event) = from.first().copied() else {
+            break;
+        };
+        let listed = before.get(..front).unwrap_or_default();
+        if listed.iter().any(|e| e.u64 == event.u64) {
+            continue;
+        }
+        if let Some(slot) = all.get_mut(kept) {
+            *slot = event;
+            kept += 1;
+        }
+    }
+    kept as c_int
+}

@@ -1,0 +1,108 @@
+//! What a close leaves to be done: the end of the directions, and of the stream on the link.
+
+use std::sync::atomic::Ordering::{Acquire, Relaxed};
+
+use rdmasock_core::fabric::ring::{End, RxFlags};
+use rdmasock_core::ids::Nonce;
+
+use super::flush;
+use super::leave::end_on_link;
+use super::scan::{Ahead, look_ahead};
+use crate::library::Library;
+use crate::service::Command;
+use crate::socket::{Control, Opened, Socket, mode};
+
+/// The program has closed the socket: nobody will read what comes over the link. (Not for a
+/// direction that goes back to TCP: the peer would send there before it has sent again what we
+/// have not read.)
+pub fn refuse(socket: &'static Socket) {
+    let Some(mut rx) = socket.rx.lock() else {
+        return;
+    };
+    if let Some(consumer) = rx.consumer.as_mut() {
+        // Nobody waits for room in a ring that has been read.
+        let _ = consumer.set_flags(RxFlags::RX_CLOSED);
+    }
+}
+
+/// The program closes the socket: what markers to it start with, if there may be some on their way
+/// from the other end. The caller holds the control lock.
+pub fn scan_left(socket: &'static Socket, control: &mut Control) -> Option<Nonce> {
+    let rx = socket.rx.lock()?;
+    let (ahead, rx) = look_ahead(socket, control, rx, || socket.rx.lock())?;
+    match ahead {
+        Ahead::Nothing => rx.scan,
+        _ => None,
+    }
+}
+
+/// The program closes the socket: ends the sending direction, and gives what TCP has not taken yet
+/// of what has to precede its end. The caller holds the control lock.
+pub fn close_tx(socket: &'static Socket) -> Vec<u8> {
+    {
+        let Some(mut tx) = socket.tx.lock() else {
+            return Vec::new();
+        };
+        // Nobody is woken for the mark: the peer is told of the end when the kernel's FIN arrives.
+        if socket.tx_mode.load(Acquire) == mode::LINK {
+            let _ = end_on_link(socket, &mut tx, End::Fin);
+        } else if std::mem::take(&mut tx.then_link)
+            && let Some(producer) = tx.producer.as_mut()
+        {
+            let _ = producer.end(End::Fin);
+        }
+        tx.then_shut = false;
+    }
+    flush(socket);
+    socket
+        .tx
+        .lock()
+        .map(|mut tx| std::mem::take(&mut tx.marker))
+        .unwrap_or_default()
+}
+
+/// The program closes the socket before all of `unsent` is in TCP, or while markers that start with
+/// `nonce` may be on their way: see `service::linger`. The caller holds the control lock.
+pub fn linger(socket: &'static Socket, nonce: Option<Nonce>, unsent: Vec<u8>) {
+    let Some(anchor) = socket.anchor_fd() else {
+        return;
+    };
+    // A program that asked for a reset gets it.
+    let hard = rustix::net::sockopt::socket_linger(anchor)
+        .is_ok_and(|l| l == Some(std::time::Duration::ZERO));
+    if hard || (nonce.is_none() && unsent.is_empty()) {
+        return;
+    }
+    if let Ok(copy) = rdmasock_core::os::privatefd::PrivateFd::duplicate(anchor) {
+        if unsent.is_empty() {
+            let _ = rustix::net::shutdown(&copy, rustix::net::Shutdown::Write);
+        }
+        Library::get()
+            .service
+            .submit(Command::Linger(copy, nonce, unsent));
+    }
+}
+
+/// Gives our end of the stream on the link back. The directions are on TCP, or the socket is
+/// being closed.
+pub fn close_stream(socket: &'static Socket, control: &mut Control) {
+    let consumer = socket.rx.lock().and_then(|mut rx| rx.consumer.take());
+    if let Some(mut tx) = socket.tx.lock() {
+        tx.producer = None;
+    }
+    let peer = control.peer.take();
+    match control.opened.take() {
+        Some(Opened {
+            link,
+            mine,
+            asked: true,
+        }) => link.close_unanswered(mine, consumer),
+        Some(Opened { link, mine, .. }) => link.close(mine, peer, consumer),
+        None => {}
+    }
+    socket.link.store(std::ptr::null_mut(), Relaxed);
+    control.asked_back = false;
+    if let Some(stats) = socket.stats() {
+        stats.set_link(None);
+    }
+}

@@ -1,0 +1,175 @@
+//! The way back to TCP, of one direction or both, asked for by this end or by the peer.
+
+use std::sync::atomic::Ordering::{Acquire, SeqCst};
+
+use rdmasock_core::fabric::ring::{End, Ended, Stopped, Wake};
+use rdmasock_core::ids::Vqpn;
+use rdmasock_core::stats::{Path, Reason};
+use rdmasock_core::wire::Message;
+
+use super::{flush, give_up, run, set_why};
+use crate::library::Library;
+use crate::link::Link;
+use crate::ready;
+use crate::service::Command;
+use crate::socket::{Control, Socket, Stage, Tx, mode};
+
+/// Takes the socket back to TCP: our sending direction now, the other's when the peer follows our
+/// request. During a handshake: as soon as that is over.
+pub fn leave(socket: &'static Socket, control: &mut Control, reason: Reason) {
+    control.leave = Some(reason);
+    if control.handshake.is_some() {
+        let steps = give_up(control);
+        run(socket, control, steps);
+        return;
+    }
+    set_why(socket, reason);
+    demote_tx(socket);
+    let Some(opened) = control.opened else {
+        socket.set_stage(Stage::Pinned);
+        return;
+    };
+    if socket.rx_mode.load(Acquire) == mode::LINK && !control.asked_back {
+        control.asked_back = true;
+        if let Some(yours) = control.peer {
+            ask_back(opened.link, yours, None);
+        }
+    }
+    socket.set_stage(Stage::Pinned);
+}
+
+/// Asks the peer to take its sending direction back to TCP; with `resend_from`, a position in what it has
+/// sent, it sends again there what follows it.
+fn ask_back(link: &'static Link, yours: Vqpn, resend_from: Option<u64>) {
+    let request = Message::DemoteRequest { yours, resend_from };
+    let _ = link.send(&request, &[]);
+}
+
+/// As [`leave`], but what the program has not read yet comes through the kernel too: for a new
+/// holder of the socket. Our receiving end is on TCP when this returns, unless a handshake is under
+/// way.
+pub fn return_to_tcp(socket: &'static Socket, control: &mut Control, reason: Reason) {
+    if control.handshake.is_some() {
+        return leave(socket, control, reason);
+    }
+    control.leave = Some(reason);
+    set_why(socket, reason);
+    socket.set_stage(Stage::Pinned);
+    demote_tx(socket);
+    let (Some(opened), Some(yours)) = (control.opened, control.peer) else {
+        return;
+    };
+    let (stopped, clean) = {
+        let Some(mut rx) = socket.rx.lock() else {
+            return;
+        };
+        let clean = rx.carry.is_empty();
+        if socket.rx_mode.load(Acquire) != mode::LINK {
+            return;
+        }
+        let Some(consumer) = rx.consumer.as_mut() else {
+            return;
+        };
+        match consumer.stop() {
+            Ok(wake) if clean => {
+                socket.rx_mode.store(mode::TCP, SeqCst);
+                (Some((consumer.position(), wake)), clean)
+            }
+            Ok(_) | Err(Ended) => (None, clean),
+        }
+    };
+    tracing::debug!(target: "rdmasock::promote", slot = socket.slot, %reason, ?stopped, "goes back to TCP");
+    match stopped {
+        Some((from, wake)) => {
+            ready::notify_peer(socket, wake);
+            ask_back(opened.link, yours, Some(from));
+        }
+        None if clean && crate::rx::leave_link_at_end(socket) => {}
+        None => {
+            // P28: the peer has left the link already, and TCP may have later bytes. A gap in the
+            // data would be worse than the end of the connection.
+            tracing::warn!(target: "rdmasock", slot = socket.slot, %reason, "unread data before its end cannot follow the socket: reset");
+            crate::socket::reset(socket);
+            socket.rx_mode.store(mode::TCP, SeqCst);
+        }
+    }
+    if let Some(stats) = socket.stats() {
+        stats.set_rx_path(Path::Tcp);
+    }
+    Library::get().service.submit(Command::settle(socket));
+}
+
+/// The peer has stopped reading the link: what it has not read goes over TCP again.
+pub fn resend(socket: &'static Socket) {
+    let Some(mut tx) = socket.tx.lock() else {
+        return;
+    };
+    // If it has left the link meanwhile it met the peer's mark then (`end_on_link`).
+    if socket.tx_mode.load(Acquire) == mode::LINK {
+        send_again(socket, &mut tx);
+        drop(tx);
+        flush(socket);
+    }
+}
+
+/// Ends our sending direction, which is on the link: what follows goes over TCP, after what the
+/// peer may want to be sent again.
+pub fn end_on_link(socket: &'static Socket, tx: &mut Tx, end: End) -> Wake {
+    let wake = match tx.producer.as_mut().map(|p| p.end(end)) {
+        Some(Err(Stopped)) => {
+            send_again(socket, tx);
+            Wake::NONE
+        }
+        Some(Ok(wake)) => {
+            socket.tx_mode.store(mode::TCP, SeqCst);
+            wake
+        }
+        None => {
+            socket.tx_mode.store(mode::TCP, SeqCst);
+            Wake::NONE
+        }
+    };
+    crate::tx::pass_cork(socket, tx);
+    if let Some(stats) = socket.stats() {
+        stats.set_tx_path(Path::Tcp);
+    }
+    wake
+}
+
+fn send_again(socket: &'static Socket, tx: &mut Tx) {
+    match tx.producer.as_mut().map(|p| p.unread()) {
+        Some(Ok(bytes)) => {
+            tracing::debug!(target: "rdmasock::promote", slot = socket.slot, bytes = bytes.len(), "sends again on TCP");
+            tx.marker.extend_from_slice(&bytes);
+        }
+        Some(Err(error)) => {
+            tracing::warn!(target: "rdmasock", slot = socket.slot, %error, "cannot send again: reset");
+            crate::socket::reset(socket);
+        }
+        None => {}
+    }
+    tx.then_link = false;
+    socket.tx_mode.store(mode::MARKED, SeqCst);
+    if let Some(stats) = socket.stats() {
+        stats.set_tx_path(Path::Tcp);
+    }
+}
+
+/// Moves our sending direction back to TCP: what is on the link stays there and comes first. If
+/// its SWITCH is still to be written, that leads the peer to an empty link.
+pub(super) fn demote_tx(socket: &'static Socket) {
+    let Some(mut tx) = socket.tx.lock() else {
+        return;
+    };
+    let wake = if socket.tx_mode.load(Acquire) == mode::LINK {
+        end_on_link(socket, &mut tx, End::Demote)
+    } else if std::mem::take(&mut tx.then_link) {
+        let wake = tx.producer.as_mut().map(|p| p.end(End::Demote));
+        wake.and_then(Result::ok).unwrap_or(Wake::NONE)
+    } else {
+        return;
+    };
+    drop(tx);
+    flush(socket);
+    ready::notify_peer(socket, wake);
+}

@@ -1,0 +1,310 @@
+//! Markers in what TCP delivers: looking for them, and handing them to the handshake.
+
+use std::os::fd::BorrowedFd;
+use std::sync::atomic::Ordering::{Acquire, SeqCst};
+
+use rdmasock_core::ids::{ID_BYTES, Nonce};
+use rdmasock_core::lock::Guard;
+use rdmasock_core::stream::handshake::{Closing, Role};
+use rdmasock_core::wire::scan::{Found, scan};
+use rdmasock_core::wire::{MAX_MARKER, Marker};
+use rustix::net::RecvFlags;
+
+use super::feed;
+use crate::ready;
+use crate::socket::{Control, Rx, Socket, mode};
+
+/// How far ahead of the program TCP is looked through for markers.
+const PEEK: usize = 16 * 1024;
+
+/// Begins to look for markers: what the kernel delivers from now on is scanned. False if the
+/// socket is in a use that does not allow it.
+pub fn start_scan(socket: &'static Socket, nonce: Nonce) -> bool {
+    let Some(mut rx) = socket.rx.lock() else {
+        return false;
+    };
+    if socket.rx_mode.load(Acquire) != mode::TCP {
+        return false;
+    }
+    rx.scan = Some(nonce);
+    rx.carry.clear();
+    socket.rx_mode.store(mode::MARKED, SeqCst);
+    // One call may be inside the kernel: it scans what it got when it comes back. With two there
+    // would be no telling whose bytes come first.
+    if socket.rx_inside.load(SeqCst) > 1 {
+        rx.scan = None;
+        socket.rx_mode.store(mode::TCP, SeqCst);
+        return false;
+    }
+    true
+}
+
+/// Nothing more is to be looked for in TCP.
+pub fn stop_scan(socket: &'static Socket) {
+    let Some(mut rx) = socket.rx.lock() else {
+        return;
+    };
+    rx.scan = None;
+    // What a call had taken and was held back is data after all; `receive` delivers it.
+    if rx.carry.is_empty() && socket.rx_mode.load(Acquire) == mode::MARKED {
+        socket.rx_mode.store(mode::TCP, SeqCst);
+    }
+}
+
+/// What a look at TCP found in front.
+pub enum Ahead {
+    /// This many bytes of payload can be taken from the carry (first) and from the kernel.
+    Payload { carry: usize, kernel: usize },
+    /// Nothing now.
+    Nothing,
+    /// The end, or an error: the kernel's own call tells which.
+    Ended,
+    /// The direction no longer scans.
+    Changed,
+}
+
+/// Looks at what TCP has for a scanning socket, and processes the markers at its front. The caller
+/// holds `control`, and `rx` through `guard`.
+pub fn look_ahead<'a>(
+    socket: &'static Socket,
+    control: &mut Control,
+    mut guard: Guard<'a, Rx>,
+    relock: impl Fn() -> Option<Guard<'a, Rx>>,
+) -> Option<(Ahead, Guard<'a, Rx>)> {
+    let mut buf = [0u8; MAX_MARKER + PEEK];
+    let mut over = false;
+    loop {
+        if socket.rx_mode.load(Acquire) != mode::MARKED {
+            return Some((Ahead::Changed, guard));
+        }
+        // A call that was in the kernel before the scan began has the first turn.
+        if socket.rx_inside.load(SeqCst) > 0 {
+            return Some((Ahead::Nothing, guard));
+        }
+        let carried = guard.carry.len().min(MAX_MARKER);
+        let (front, rest) = buf.split_at_mut(carried);
+        front.copy_from_slice(guard.carry.get(..carried)?);
+        let Some(fd) = socket.anchor_fd() else {
+            return Some((Ahead::Ended, guard));
+        };
+        let peeked =
+            match rustix::net::recv(fd, &mut rest[..PEEK], RecvFlags::PEEK | RecvFlags::DONTWAIT) {
+                Ok((_, 0)) if carried == 0 => return ended(socket, control, guard, relock),
+                Ok((_, n)) => n.min(PEEK),
+                Err(rustix::io::Errno::AGAIN) => 0,
+                Err(rustix::io::Errno::INTR) => continue,
+                Err(_) => return ended(socket, control, guard, relock),
+            };
+        let Some(nonce) = guard.scan else {
+            // No longer scanning, only the carry is left to deliver.
+            if carried == 0 {
+                socket.rx_mode.store(mode::TCP, SeqCst);
+                return Some((Ahead::Changed, guard));
+            }
+            return Some((
+                Ahead::Payload {
+                    carry: carried,
+                    kernel: 0,
+                },
+                guard,
+            ));
+        };
+        let seen = scan(&nonce, buf.get(..carried + peeked)?);
+        if seen.payload > 0 {
+            let carry = seen.payload.min(carried);
+            return Some((
+                Ahead::Payload {
+                    carry,
+                    kernel: seen.payload - carry,
+                },
+                guard,
+            ));
+        }
+        let (marker, len) = match seen.what {
+            Found::Payload => return Some((Ahead::Nothing, guard)),
+            // P34: if TCP ends here it will not become a marker. Looks again after having seen the
+            // end, so that all that precedes it is there.
+            Found::PartialMarker { have } if over => {
+                if have < ID_BYTES {
+                    let carry = have.min(carried);
+                    return Some((
+                        Ahead::Payload {
+                            carry,
+                            kernel: have - carry,
+                        },
+                        guard,
+                    ));
+                }
+                take(&mut guard, fd, have);
+                continue;
+            }
+            Found::PartialMarker { .. } => {
+                over = ready::kernel(socket, rustix::event::PollFlags::RDHUP) & ready::ENDED != 0;
+                if over {
+                    continue;
+                }
+                return Some((Ahead::Nothing, guard));
+            }
+            Found::Marker { marker, len } => (Some(marker), len),
+            Found::Bad { error, len } => {
+                tracing::warn!(target: "rdmasock::promote", slot = socket.slot, %error, "bad marker");
+                (None, len)
+            }
+        };
+        take(&mut guard, fd, len);
+        drop(guard);
+        on_marker(socket, control, marker);
+        guard = relock()?;
+    }
+}
+
+/// TCP has ended in this direction: no marker comes any more.
+fn ended<'a>(
+    socket: &'static Socket,
+    control: &mut Control,
+    guard: Guard<'a, Rx>,
+    relock: impl Fn() -> Option<Guard<'a, Rx>>,
+) -> Option<(Ahead, Guard<'a, Rx>)> {
+    drop(guard);
+    feed(socket, control, |h| Ok(h.on_end()));
+    let guard = relock()?;
+    let scanning = socket.rx_mode.load(Acquire) == mode::MARKED;
+    Some((
+        if scanning {
+            Ahead::Ended
+        } else {
+            Ahead::Changed
+        },
+        guard,
+    ))
+}
+
+/// Takes `len` bytes of marker from the carry and the kernel.
+fn take(rx: &mut Rx, fd: BorrowedFd<'_>, len: usize) {
+    let carried = rx.carry.len().min(len);
+    rx.carry.drain(..carried);
+    let mut left = len - carried;
+    let mut sink = [0u8; MAX_MARKER];
+    while left > 0 {
+        let want = left.min(MAX_MARKER);
+        match sink
+            .get_mut(..want)
+            .map(|s| rustix::net::recv(fd, s, RecvFlags::DONTWAIT))
+        {
+            Some(Ok((_, n))) if n > 0 => left -= n.min(left),
+            Some(Err(rustix::io::Errno::INTR)) => {}
+            _ => return,
+        }
+    }
+}
+
+fn on_marker(socket: &'static Socket, control: &mut Control, marker: Option<Marker>) {
+    match marker {
+        Some(Marker::Hello(hello)) => {
+            // P32: a HELLO of somebody else than the asker is not followed.
+            let expected = control
+                .handshake
+                .as_ref()
+                .is_some_and(|h| h.role() == Role::Connector);
+            if !expected && control.asked_by != Some(hello.instance) {
+                tracing::warn!(target: "rdmasock::promote", slot = socket.slot, peer = %hello.instance, "greeted by another than the asker");
+                return feed(socket, control, |h| Ok(h.on_bad_marker()));
+            }
+            control.offer = hello.link;
+            control.greeted_by = Some(hello.instance);
+            feed(socket, control, |h| h.on_hello(hello.instance));
+        }
+        Some(Marker::Switch) => feed(socket, control, |h| h.on_closing(Closing::Switch)),
+        Some(Marker::Abort(reason)) => {
+            tracing::debug!(target: "rdmasock::promote", slot = socket.slot, %reason, "peer aborts");
+            feed(socket, control, |h| h.on_closing(Closing::Abort));
+        }
+        None => feed(socket, control, |h| Ok(h.on_bad_marker())),
+    }
+}
+
+/// Scans what a call that was inside the kernel when the scan began has brought: keeps the
+/// payload at the front of `buf`, processes markers, holds back what may become one. Gives the
+/// payload's length. The call is still counted in `rx_inside`.
+///
+/// # Safety
+/// `buf` holds `len` bytes.
+pub unsafe fn scan_taken(socket: &'static Socket, buf: *mut u8, len: usize) -> usize {
+    let Some(mut control) = socket.control.lock() else {
+        return len;
+    };
+    let mut kept = 0;
+    let mut at = 0;
+    // SAFETY: by the contract; nobody else looks at the program's buffer during the call.
+    let bytes = unsafe { std::slice::from_raw_parts_mut(buf, len) };
+    while at < len {
+        let Some(mut rx) = socket.rx.lock() else {
+            break;
+        };
+        let Some(nonce) = rx.scan else {
+            if socket.rx_mode.load(Acquire) == mode::LINK {
+                // The direction has been to the link and back meanwhile: what it has there comes first.
+                rx.carry
+                    .extend_from_slice(bytes.get(at..len).unwrap_or_default());
+                break;
+            }
+            drop(rx);
+            bytes.copy_within(at..len, kept);
+            kept += len - at;
+            break;
+        };
+        let Some(rest) = bytes.get(at..len) else {
+            break;
+        };
+        let seen = scan(&nonce, rest);
+        bytes.copy_within(at..at + seen.payload, kept);
+        kept += seen.payload;
+        at += seen.payload;
+        match seen.what {
+            Found::Payload => break,
+            Found::PartialMarker { have } => {
+                rx.carry
+                    .extend_from_slice(bytes.get(at..at + have).unwrap_or_default());
+                break;
+            }
+            Found::Marker { marker, len: n } => {
+                at += n;
+                drop(rx);
+                on_marker(socket, &mut control, Some(marker));
+            }
+            Found::Bad { len: n, .. } => {
+                at = (at + n).min(len);
+                drop(rx);
+                on_marker(socket, &mut control, None);
+            }
+        }
+    }
+    kept
+}
+
+/// For `ready`: whether a scanning socket has payload to read (EPOLL* bits).
+pub fn readable(socket: &'static Socket) -> u32 {
+    let Some(mut control) = socket.control.lock() else {
+        return 0;
+    };
+    let Some(rx) = socket.rx.lock() else { return 0 };
+    let Some((ahead, rx)) = look_ahead(socket, &mut control, rx, || socket.rx.lock()) else {
+        return 0;
+    };
+    drop(rx);
+    drop(control);
+    match ahead {
+        Ahead::Payload { .. } => libc::EPOLLIN as u32 | libc::EPOLLRDNORM as u32,
+        Ahead::Nothing => 0,
+        Ahead::Ended => {
+            let Some(_rx) = socket.rx.lock() else {
+                return 0;
+            };
+            ready::kernel(
+                socket,
+                rustix::event::PollFlags::IN | rustix::event::PollFlags::RDHUP,
+            )
+        }
+        Ahead::Changed => ready::evaluate(socket, libc::EPOLLIN as u32, ready::Arm::IfNotReady),
+    }
+}

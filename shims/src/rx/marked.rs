@@ -1,0 +1,202 @@
+//! Receiving from TCP that may hold markers: what a scan leaves to the program.
+
+use std::ffi::c_int;
+use std::ops::ControlFlow::{self, Break, Continue};
+use std::sync::atomic::Ordering::SeqCst;
+
+use libc::ssize_t;
+use rustix::net::RecvFlags;
+
+use super::Step;
+use crate::errno;
+use crate::iov::Iov;
+use crate::promote::{self, Ahead};
+use crate::ready;
+use crate::socket::{Rx, Socket, mode};
+use crate::table;
+
+/// A scan began while the call was in the kernel: what it brought may hold markers. `Break`
+/// is the result of the call; `Continue` if it has to go on because the markers have taken the place
+/// of bytes for the program, with how many of those it has.
+#[cold]
+pub(super) unsafe fn scanned(
+    socket: &'static Socket,
+    mut iov: Iov,
+    flags: c_int,
+    n: ssize_t,
+) -> ControlFlow<ssize_t, usize> {
+    let whole = iov.len() as ssize_t;
+    let errno = errno::get();
+    let peeked = flags & libc::MSG_PEEK != 0;
+    let mut kept = n;
+    if n > 0 && !peeked && flags & libc::MSG_TRUNC == 0 {
+        // Gathers the pieces so that a marker across two of them is seen.
+        let mut bytes = vec![0u8; n as usize];
+        let mut from = iov;
+        // SAFETY: the pieces hold the n bytes that the kernel has just written.
+        unsafe {
+            from.copy_to(bytes.as_mut_ptr(), n as usize);
+            kept = promote::scan_taken(socket, bytes.as_mut_ptr(), n as usize) as ssize_t;
+            iov.copy_from(bytes.as_ptr(), kept as usize);
+        }
+    }
+    socket.leave_rx();
+    promote::readable(socket);
+    // Those who found the direction occupied meanwhile look again.
+    ready::notify_local(socket);
+    errno::set(errno);
+    if n > 0 && peeked {
+        // Peeked bytes are still there to be looked at in order.
+        return Continue(0);
+    }
+    if kept > 0
+        && let Some(stats) = socket.stats()
+    {
+        stats.add_rx_tcp(kept as u64);
+    }
+    let wants_all = flags & libc::MSG_WAITALL != 0 && n == whole;
+    if kept < n && (kept == 0 || wants_all) {
+        return Continue(kept as usize);
+    }
+    Break(kept)
+}
+
+/// What a scanning socket has in TCP.
+pub(super) unsafe fn from_marked(
+    socket: &'static Socket,
+    fd: c_int,
+    iov: &mut Iov,
+    flags: c_int,
+) -> Step {
+    let Some(mut control) = socket.control.lock() else {
+        return Step::Fail(libc::EINTR);
+    };
+    let Some(rx) = socket.rx.lock() else {
+        return Step::Fail(libc::EINTR);
+    };
+    if !table::still(fd, socket) {
+        return Step::Kernel;
+    }
+    let Some((ahead, mut rx)) = promote::look_ahead(socket, &mut control, rx, || socket.rx.lock())
+    else {
+        return Step::Fail(libc::EINTR);
+    };
+    match ahead {
+        Ahead::Changed => Step::Again,
+        Ahead::Nothing => Step::Empty,
+        Ahead::Ended => {
+            // Only the kernel's call tells how it ended; it does not block now.
+            let Some(anchor) = socket.anchor_fd() else {
+                return Step::Fail(libc::EBADF);
+            };
+            let mut byte = [0u8; 1];
+            match rustix::net::recv(anchor, &mut byte, RecvFlags::DONTWAIT | RecvFlags::PEEK) {
+                Ok((_, 0)) => {
+                    rx.scan = None;
+                    socket.rx_mode.store(mode::TCP, SeqCst);
+                    Step::Kernel
+                }
+                Err(error) if error != rustix::io::Errno::AGAIN => {
+                    rx.scan = None;
+                    socket.rx_mode.store(mode::TCP, SeqCst);
+                    Step::Fail(error.raw_os_error())
+                }
+                _ => Step::Again,
+            }
+        }
+        // SAFETY: by this function's contract.
+        Ahead::Payload { carry, kernel } => unsafe {
+            let step = take_payload(socket, &mut rx, iov, flags, carry, kernel);
+            // A marker that was behind it has had its edge at the anchor already: who waits for
+            // edges would not look again.
+            let _ = promote::look_ahead(socket, &mut control, rx, || socket.rx.lock());
+            step
+        },
+    }
+}
+
+unsafe fn take_payload(
+    socket: &'static Socket,
+    rx: &mut Rx,
+    iov: &mut Iov,
+    flags: c_int,
+    carry: usize,
+    kernel: usize,
+) -> Step {
+    let peek = flags & libc::MSG_PEEK != 0;
+    let discard = flags & libc::MSG_TRUNC != 0;
+    let mut got = 0;
+    if carry > 0 {
+        let n = carry.min(iov.len()).min(rx.carry.len());
+        if !discard {
+            // SAFETY: the carry holds n bytes.
+            unsafe { iov.copy_from(rx.carry.as_ptr(), n) };
+        }
+        if !peek {
+            rx.carry.drain(..n);
+        }
+        got += n;
+    }
+    let Some(anchor) = socket.anchor_fd() else {
+        return Step::Fail(libc::EBADF);
+    };
+    let mut buf = [0u8; 4096];
+    let mut skip = 0;
+    while got < carry + kernel && iov.len() > 0 && !(peek && skip > 0) {
+        let want = (carry + kernel - got).min(iov.len()).min(buf.len());
+        let Some(piece) = buf.get_mut(..want) else {
+            break;
+        };
+        let flags = RecvFlags::DONTWAIT
+            | if peek {
+                RecvFlags::PEEK
+            } else {
+                RecvFlags::empty()
+            };
+        match rustix::net::recv(anchor, piece, flags) {
+            Ok((_, n)) if n > 0 => {
+                if discard {
+                    iov.advance(n);
+                } else {
+                    // SAFETY: the buffer holds n bytes.
+                    unsafe { iov.copy_from(buf.as_ptr(), n) };
+                }
+                got += n;
+                skip += n;
+            }
+            Err(rustix::io::Errno::INTR) => {}
+            _ => break,
+        }
+    }
+    if got == 0 {
+        return Step::Empty;
+    }
+    if !peek && let Some(stats) = socket.stats() {
+        stats.add_rx_tcp(got as u64);
+    }
+    Step::Got(got)
+}
+
+/// Part of a MSG_WAITALL came over the link before the direction went back to TCP.
+pub(super) unsafe fn finish_on_tcp(
+    socket: &'static Socket,
+    fd: c_int,
+    mut iov: Iov,
+    flags: c_int,
+    got: usize,
+) -> ssize_t {
+    let (to, len) = iov.head();
+    if len == 0 || !socket.enter_rx() {
+        return got as ssize_t;
+    }
+    // SAFETY: the piece is writable by the program's word.
+    let n = unsafe { crate::real::recv()(fd, to.cast(), len, flags) };
+    if n > 0 && socket.rx_was_marked() {
+        // SAFETY: the kernel has written n bytes there.
+        let kept = unsafe { promote::scan_taken(socket, to, n as usize) };
+        socket.leave_rx();
+        return (got + kept) as ssize_t;
+    }
+    socket.leave_rx();
+    (got + n.max(0) as usize) as ssize_t
+}

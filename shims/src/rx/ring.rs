@@ -1,0 +1,122 @@
+//! The size of the ring that a direction receives in: it grows for a sender that finds it too small, and
+//! shrinks when it is idle.
+
+use rdmasock_core::fabric::ring::Consumer;
+
+use crate::library::Library;
+use crate::link::Link;
+use crate::ready;
+use crate::service::Command;
+use crate::socket::Socket;
+
+/// What a ring grows to for a reader that keeps up: more no longer makes it faster.
+const READING: u64 = 1024 * 1024;
+
+/// Gives a sender that is limited by its window a larger ring, up to the bound; frees the old one.
+#[cold]
+pub(super) fn fit(socket: &'static Socket, consumer: &mut Consumer) {
+    let Some(link) = socket.link() else { return };
+    if let Ok(Some(old)) = consumer.take_retired() {
+        link.free(old);
+    }
+    let now = consumer.ring_size();
+    let max = Library::get().config.ring_max.bytes().min(READING);
+    if now < max && !consumer.is_switching() {
+        // In one step: until the reader has come to a new ring there cannot be a further one, and a
+        // reader that stops in between (both ends may be sending) would leave the sender with that.
+        offer(socket, link, consumer, max);
+    }
+}
+
+/// Offers a ring of `bytes`, a power of two. False if there is none.
+fn offer(
+    socket: &'static Socket,
+    link: &'static Link,
+    consumer: &mut Consumer,
+    bytes: u64,
+) -> bool {
+    let Some(region) = link.allocate(bytes.trailing_zeros() as u8) else {
+        return false;
+    };
+    match consumer.offer(region) {
+        Ok(wake) => {
+            ready::notify_peer(socket, wake);
+            Library::get().service.submit(Command::Grown);
+        }
+        Err(_) => link.free(region),
+    }
+    true
+}
+
+/// The peer has asked for attention: if that is because the ring is full and the program does not
+/// read, the sender gets the largest one. In one step, since a second switch of rings would wait
+/// for the reader.
+pub fn relieve(socket: &'static Socket, link: &'static Link) {
+    let Some(mut rx) = socket.rx.lock() else {
+        return;
+    };
+    let Some(consumer) = rx.consumer.as_mut() else {
+        return;
+    };
+    if let Ok(Some(old)) = consumer.take_retired() {
+        link.free(old);
+    }
+    let now = consumer.ring_size();
+    let is_full = consumer.available().is_ok_and(|n| n > now / 4 * 3);
+    if !is_full || consumer.is_switching() {
+        return;
+    }
+    let mut bytes = Library::get().config.ring_max.bytes();
+    while bytes > now && !offer(socket, link, consumer, bytes) {
+        bytes /= 2;
+    }
+}
+
+/// What a look at an idle direction's ring came to.
+pub enum Shrunk {
+    /// Its ring has its first size.
+    Small,
+    /// Not now.
+    Busy,
+    /// A smaller ring is on offer.
+    Offered,
+}
+
+/// For shrinking: an idle direction's ring goes back to its first size.
+pub fn shrink(socket: &'static Socket, link: &'static Link) -> Shrunk {
+    let Some(mut rx) = socket.rx.lock() else {
+        return Shrunk::Busy;
+    };
+    let Some(consumer) = rx.consumer.as_mut() else {
+        return Shrunk::Small;
+    };
+    if let Ok(Some(old)) = consumer.take_retired() {
+        link.free(old);
+    }
+    let min = Library::get().config.ring_min.bytes();
+    if !consumer.is_switching() && consumer.ring_size() <= min {
+        return Shrunk::Small;
+    }
+    let position = consumer.position();
+    let idle = std::mem::replace(&mut rx.seen_at, position) == position;
+    let Some(consumer) = rx.consumer.as_mut() else {
+        return Shrunk::Small;
+    };
+    if !idle || consumer.is_switching() || consumer.has_data().unwrap_or(true) {
+        return Shrunk::Busy;
+    }
+    let Some(region) = link.allocate(min.trailing_zeros() as u8) else {
+        return Shrunk::Busy;
+    };
+    match consumer.offer(region) {
+        Ok(wake) => {
+            drop(rx);
+            ready::notify_peer(socket, wake);
+            Shrunk::Offered
+        }
+        Err(_) => {
+            link.free(region);
+            Shrunk::Busy
+        }
+    }
+}

@@ -1,0 +1,208 @@
+//! The channels to peers: what comes over them, to whom it goes, and their end.
+
+use std::os::fd::AsFd;
+
+use rdmasock_core::ids::InstanceId;
+use rdmasock_core::os::channel::{Channel, RecvError};
+use rdmasock_core::os::privatefd::PrivateFd;
+use rdmasock_core::stats::{Event, Reason};
+use rdmasock_core::wire::{MAX_MESSAGE, Message};
+use rustix::event::epoll as kernel;
+
+use super::{Worker, kind, tag};
+use crate::link::Link;
+use crate::listener::Listener;
+
+/// What a channel is for.
+pub(super) enum Peer {
+    /// Somebody connected to one of our names.
+    Incoming { listener: Option<&'static Listener> },
+    /// We asked there, by a service name or an instance's.
+    Asked { request: u64, by_name: bool },
+    /// We asked for a link there.
+    Linking { peer: InstanceId },
+    /// A link's side channel.
+    Link(&'static Link),
+}
+
+/// A channel in the service thread's epoll set.
+pub(super) struct Conn {
+    /// `None` for a link's, which owns it.
+    pub channel: Option<Channel>,
+    pub peer: Peer,
+}
+
+impl Worker {
+    /// Takes a channel into the set; gives its number.
+    pub(super) fn register(&mut self, channel: Channel, peer: Peer) -> Option<u64> {
+        let id = self.next_conn;
+        self.next_conn += 1;
+        let flags = kernel::EventFlags::IN | kernel::EventFlags::RDHUP;
+        if !self.add(channel.as_fd(), tag(kind::CHANNEL, id), flags) {
+            return None;
+        }
+        self.conns.insert(
+            id,
+            Conn {
+                channel: Some(channel),
+                peer,
+            },
+        );
+        Some(id)
+    }
+
+    /// Whether to look for room on the link's side channel.
+    pub(super) fn await_room(&self, link: &'static Link, wanted: bool) {
+        let Some(id) = self.conn_of(link) else { return };
+        let mut flags = kernel::EventFlags::IN | kernel::EventFlags::RDHUP;
+        flags.set(kernel::EventFlags::OUT, wanted);
+        let data = kernel::EventData::new_u64(tag(kind::CHANNEL, id));
+        let _ = kernel::modify(&self.service.epoll, link.channel().as_fd(), data, flags);
+    }
+
+    /// Reads what has come over a channel.
+    pub(super) fn on_channel(&mut self, id: u64) {
+        if let Some(Peer::Link(link)) = self.conns.get(&id).map(|c| &c.peer)
+            && link.has_outbox()
+            && link.flush()
+        {
+            self.await_room(link, false);
+        }
+        let mut buf = [0u8; MAX_MESSAGE];
+        // A bounded number, so that one peer cannot keep the thread to itself.
+        for _ in 0..64 {
+            let Some(conn) = self.conns.get(&id) else {
+                return;
+            };
+            let received = match (&conn.channel, &conn.peer) {
+                (Some(channel), _) => channel.recv(&mut buf),
+                (None, Peer::Link(link)) => link.channel().recv(&mut buf),
+                _ => return,
+            };
+            match received {
+                Ok(received) => match Message::decode(received.bytes) {
+                    Ok(message) => {
+                        let fds = received.fds;
+                        if received.fds_lost {
+                            self.on_lost_fds(id, &message);
+                        } else {
+                            self.on_message(id, message, fds);
+                        }
+                    }
+                    Err(error) => {
+                        tracing::warn!(target: "rdmasock", %error, "bad message");
+                        self.hang_up(id, Reason::Violation);
+                        return;
+                    }
+                },
+                Err(RecvError::WouldBlock) => return,
+                Err(RecvError::Closed) => {
+                    self.hang_up(id, Reason::PeerGone);
+                    return;
+                }
+                Err(error) => {
+                    tracing::debug!(target: "rdmasock", %error, "channel failed");
+                    self.hang_up(id, Reason::LinkFailed);
+                    return;
+                }
+            }
+        }
+    }
+
+    /// A message came without its fds, because this process has no number left.
+    fn on_lost_fds(&mut self, id: u64, message: &Message) {
+        use Message as M;
+        match (message, self.conns.get(&id).map(|c| &c.peer)) {
+            // P27: we cannot ring there.
+            (M::Waiter { id }, Some(Peer::Link(link))) => {
+                let _ = link.send(&M::WaiterGone { id: *id }, &[]);
+            }
+            _ => self.hang_up(id, Reason::Resources),
+        }
+    }
+
+    fn on_message(&mut self, id: u64, message: Message, fds: Vec<PrivateFd>) {
+        use Message as M;
+        // P10: a message comes with exactly its own fds.
+        if fds.len() != message.fds() {
+            return self.violation(id);
+        }
+        match message {
+            M::Ask {
+                request,
+                tuple,
+                nonce_c,
+                instance_c,
+            } => self.on_ask(id, request, tuple, nonce_c, instance_c),
+            M::Yes {
+                request,
+                nonce_s,
+                instance_s,
+            } => self.on_yes(id, request, nonce_s, instance_s),
+            M::No { request, reason } => self.on_no(id, request, reason),
+            M::Redirect { request, instances } => self.on_redirect(id, request, instances),
+            M::Cancel { nonce_s, .. } => self.on_cancel(nonce_s),
+            M::Link {
+                cookie,
+                instance_c,
+                pid,
+                geometry,
+            } => self.on_link(id, cookie, instance_c, pid, &geometry, fds),
+            M::LinkAccept {
+                instance_s,
+                pid,
+                geometry,
+            } => self.on_link_accept(id, instance_s, pid, &geometry, fds),
+            M::LinkRefuse { reason } => {
+                tracing::debug!(target: "rdmasock", %reason, "link refused");
+                self.hang_up(id, Reason::LinkFailed);
+            }
+            other => {
+                let link = match self.conns.get(&id).map(|c| &c.peer) {
+                    Some(Peer::Link(link)) => Some(*link),
+                    _ => None,
+                };
+                match link {
+                    Some(link) => self.on_link_message(link, other, fds),
+                    None => self.violation(id),
+                }
+            }
+        }
+    }
+
+    /// The channel of a link.
+    pub(super) fn conn_of(&self, link: &'static Link) -> Option<u64> {
+        let found = self
+            .conns
+            .iter()
+            .find(|(_, c)| matches!(c.peer, Peer::Link(l) if std::ptr::eq(l, link)));
+        found.map(|(id, _)| *id)
+    }
+
+    /// The other end of a channel does not keep to the protocol.
+    pub(super) fn violation(&mut self, id: u64) {
+        tracing::warn!(target: "rdmasock", "a peer breaks the protocol");
+        self.library.stats.count(Event::LinkViolation);
+        self.hang_up(id, Reason::Violation);
+    }
+
+    /// A channel has ended, or is not to be used further.
+    pub(super) fn hang_up(&mut self, id: u64, why: Reason) {
+        let Some(conn) = self.conns.remove(&id) else {
+            return;
+        };
+        if let Some(channel) = &conn.channel {
+            let _ = kernel::delete(&self.service.epoll, channel.as_fd());
+        }
+        match conn.peer {
+            Peer::Incoming { .. } => {}
+            Peer::Asked { request, .. } => self.on_silence(id, request),
+            Peer::Linking { peer } => self.link_failed(peer),
+            Peer::Link(link) => {
+                let _ = kernel::delete(&self.service.epoll, link.channel().as_fd());
+                self.on_link_silence(id);
+                self.link_down(link, why);
+            }
+        }
+    }
+}

@@ -1,0 +1,152 @@
+//! What calls of the program leave to the service thread, and who carries it out.
+
+use std::sync::atomic::Ordering::Acquire;
+
+use rdmasock_core::ids::{InstanceId, Nonce};
+use rdmasock_core::os::privatefd::PrivateFd;
+use rdmasock_core::stats::{Event, Reason};
+use rdmasock_core::wire::LinkOffer;
+
+use super::Worker;
+use crate::link::Link;
+use crate::listener::Listener;
+use crate::promote;
+use crate::ready;
+use crate::socket::Socket;
+
+/// How long a peer is not told of bytes that more is to follow, ns: as TCP_CORK (tcp(7)).
+const HELD_FOR: u64 = 200_000_000;
+
+/// A socket as it was when something was asked for it.
+#[derive(Clone, Copy)]
+pub struct Ref {
+    socket: &'static Socket,
+    generation: u64,
+}
+
+impl Ref {
+    pub(super) fn new(socket: &'static Socket) -> Self {
+        Self {
+            socket,
+            generation: socket.generation.load(Acquire),
+        }
+    }
+
+    pub(super) fn is_same(self, other: Self) -> bool {
+        std::ptr::eq(self.socket, other.socket) && self.generation == other.generation
+    }
+
+    /// The socket, if it is still the same connection.
+    pub(super) fn get(self) -> Option<&'static Socket> {
+        (self.socket.generation.load(Acquire) == self.generation).then_some(self.socket)
+    }
+}
+
+/// What calls of the program leave to the service thread.
+pub enum Command {
+    /// The connection has reached the threshold (connector).
+    Promote(Ref),
+    /// Tell those who wait on the socket.
+    Notify(Ref),
+    /// Marker bytes wait for TCP to take them.
+    Flush(Ref),
+    /// A direction has changed: put the socket where it belongs.
+    Settle(Ref),
+    /// The receiving direction is back on TCP; who waits has been told, or is the one who saw it.
+    Drained(Ref),
+    /// An ASK waited for the program's first use of the connection, or for its close.
+    Used(Ref),
+    /// The handshake needs a link.
+    NeedLink(Ref, InstanceId, Option<LinkOffer>),
+    /// The link's side channel is full.
+    AwaitRoom(&'static Link),
+    /// The peer broke the protocol.
+    Violation(&'static Link),
+    /// A listener has accepted its first connection in this process.
+    Listen(&'static Listener),
+    /// A connection that was closed in the middle of a promotion: what markers to it start with, and
+    /// what is to be sent yet.
+    Linger(PrivateFd, Option<Nonce>, Vec<u8>),
+    /// A ring has grown: shrink it when it is idle.
+    Grown,
+    /// A sender finds no room.
+    Pressed(Ref),
+    /// A sender holds something back of which the peer is to be told in a while.
+    Held,
+}
+
+impl Command {
+    /// See [`Command::Notify`].
+    pub fn notify(socket: &'static Socket) -> Self {
+        Self::Notify(Ref::new(socket))
+    }
+
+    /// See [`Command::Flush`].
+    pub fn flush(socket: &'static Socket) -> Self {
+        Self::Flush(Ref::new(socket))
+    }
+
+    /// See [`Command::Settle`].
+    pub fn settle(socket: &'static Socket) -> Self {
+        Self::Settle(Ref::new(socket))
+    }
+
+    /// See [`Command::Used`].
+    pub fn used(socket: &'static Socket) -> Self {
+        Self::Used(Ref::new(socket))
+    }
+
+    /// See [`Command::Drained`].
+    pub fn drained(socket: &'static Socket) -> Self {
+        Self::Drained(Ref::new(socket))
+    }
+
+    /// See [`Command::Pressed`].
+    pub fn pressed(socket: &'static Socket) -> Self {
+        Self::Pressed(Ref::new(socket))
+    }
+
+    /// See [`Command::NeedLink`].
+    pub fn need_link(socket: &'static Socket, peer: InstanceId, offer: Option<LinkOffer>) -> Self {
+        Self::NeedLink(Ref::new(socket), peer, offer)
+    }
+}
+
+impl Worker {
+    pub(super) fn on_command(&mut self, command: Command) {
+        match command {
+            Command::Promote(r) => self.ask(r),
+            Command::Notify(r) => {
+                if let Some(socket) = r.get() {
+                    ready::notify_local(socket);
+                }
+            }
+            Command::Flush(r) => {
+                if let Some(socket) = r.get()
+                    && promote::flush(socket)
+                {
+                    ready::notify_local(socket);
+                }
+            }
+            Command::Settle(r) => self.settle(r),
+            Command::Used(r) => self.answer_deferred(r),
+            Command::Drained(r) => {
+                // No notification: an edge-triggered set would report what it has reported.
+                if let Some(socket) = r.get() {
+                    self.close_if_over(socket);
+                }
+            }
+            Command::NeedLink(r, peer, offer) => self.need_link(r, peer, offer),
+            Command::AwaitRoom(link) => self.await_room(link, true),
+            Command::Violation(link) => {
+                self.library.stats.count(Event::LinkViolation);
+                self.link_down(link, Reason::Violation);
+            }
+            Command::Linger(fd, nonce, unsent) => self.linger(fd, nonce, unsent),
+            Command::Listen(listener) => self.listen(listener),
+            Command::Pressed(r) => self.on_pressed(r),
+            Command::Held => self.held_until = crate::time::now_ns() + HELD_FOR,
+            Command::Grown => self.on_grown(),
+        }
+    }
+}

@@ -1,0 +1,85 @@
+//! Rings whose size does not fit: too small for a sender whose reader stands still, or large and idle.
+
+use std::sync::atomic::Ordering::Acquire;
+
+use rdmasock_core::wire::Message;
+
+use super::{Ref, Worker};
+use crate::rx::{self, Shrunk};
+use crate::socket::{self, mode};
+use crate::tx;
+
+/// A sender that found no room, and how far its reader had got then.
+pub(super) struct Pressed {
+    r: Ref,
+    reader_at: u64,
+    /// Monotonic ns.
+    pub deadline: u64,
+}
+
+/// A reader that has not read for this long, ns, stands still: its ring grows without it.
+const STILL_FOR: u64 = 2_000_000;
+
+/// How often idle rings are looked for after one has grown.
+const SHRINK_EVERY: u64 = 1_000_000_000;
+
+impl Worker {
+    pub(super) fn on_pressed(&mut self, r: Ref) {
+        if let Some(socket) = r.get()
+            && let Some(reader_at) = tx::reader_at(socket)
+        {
+            self.pressed.push(Pressed {
+                r,
+                reader_at,
+                deadline: crate::time::now_ns() + STILL_FOR,
+            });
+        }
+    }
+
+    /// Sees to the senders that have found no room for a while.
+    pub(super) fn relieve(&mut self, now: u64) {
+        let late: Vec<Pressed> = self.pressed.extract_if(.., |p| p.deadline <= now).collect();
+        for Pressed { r, reader_at, .. } in late {
+            let Some(socket) = r.get() else { continue };
+            if let Some(reader_at) = tx::ask_for_room(socket, reader_at) {
+                self.pressed.push(Pressed {
+                    r,
+                    reader_at,
+                    deadline: now + STILL_FOR,
+                });
+            }
+        }
+    }
+
+    /// A ring has grown: looks at the rings once they can be idle.
+    pub(super) fn on_grown(&mut self) {
+        if self.shrink_at == 0 {
+            self.shrink_at = crate::time::now_ns() + SHRINK_EVERY;
+        }
+    }
+
+    /// Gives rings that are idle their first size.
+    pub(super) fn shrink(&mut self, now: u64) {
+        let mut again = false;
+        for socket in socket::all() {
+            if socket.rx_mode.load(Acquire) != mode::LINK {
+                continue;
+            }
+            let Some(link) = socket.link() else { continue };
+            match rx::shrink(socket, link) {
+                Shrunk::Small => {}
+                Shrunk::Busy => again = true,
+                Shrunk::Offered => {
+                    again = true;
+                    let peer = socket.control.lock().and_then(|c| c.peer);
+                    if let Some(yours) = peer {
+                        let _ = link.send(&Message::Adopt { yours }, &[]);
+                    }
+                }
+            }
+        }
+        if again {
+            self.shrink_at = now + SHRINK_EVERY;
+        }
+    }
+}

@@ -1,0 +1,127 @@
+//! Sockets that are being promoted or are on a link: their anchors are watched, and they are put back into the
+//! kernel's sets when both directions are on TCP again.
+
+use std::sync::atomic::Ordering::{Acquire, SeqCst};
+
+use rustix::event::epoll as kernel;
+
+use super::{Ref, Worker, kind, tag};
+use crate::promote;
+use crate::ready;
+use crate::socket::{self, Socket, mode};
+
+/// Whether the library reports a socket's readiness.
+#[derive(PartialEq, Eq)]
+pub(super) enum Watch {
+    Done,
+    /// Not before the program has used epoll_ctl(EPOLL_CTL_MOD) on it (see `Epoll::take_over`).
+    AfterMod,
+    Impossible,
+}
+
+impl Worker {
+    /// From now on this thread watches the anchor, and the library reports the socket's readiness.
+    pub(super) fn watch(&mut self, socket: &'static Socket) -> Watch {
+        {
+            let Some(_control) = socket.control.lock() else {
+                return Watch::Impossible;
+            };
+            let Some(fd) = socket.anchor_fd() else {
+                return Watch::Impossible;
+            };
+            let data = tag(
+                kind::ANCHOR,
+                u64::from(socket.slot) << 32 | socket.generation.load(Acquire) & 0xffff_ffff,
+            );
+            let flags = kernel::EventFlags::IN
+                | kernel::EventFlags::OUT
+                | kernel::EventFlags::RDHUP
+                | kernel::EventFlags::PRI
+                | kernel::EventFlags::ET;
+            if !self.add(fd, data, flags) {
+                return Watch::Impossible;
+            }
+            socket.watched.store(true, SeqCst);
+        }
+        let members = socket
+            .interest
+            .lock()
+            .map(|i| i.members.clone())
+            .unwrap_or_default();
+        if members.iter().all(|m| m.epoll.take_over(m.item, socket)) {
+            return Watch::Done;
+        }
+        self.unwatch(socket);
+        Watch::AfterMod
+    }
+
+    fn unwatch(&mut self, socket: &'static Socket) {
+        {
+            let Some(_control) = socket.control.lock() else {
+                return;
+            };
+            if !socket.watched.swap(false, SeqCst) {
+                return;
+            }
+            if let Some(fd) = socket.anchor_fd() {
+                let _ = kernel::delete(&self.service.epoll, fd);
+            }
+            socket.anchor.store(0, SeqCst);
+        }
+        ready::hand_back(socket);
+        // Those who sleep on our doorbells sleep on the kernel's object from now on.
+        ready::notify_local(socket);
+    }
+
+    pub(super) fn on_anchor(&mut self, id: u64) {
+        let Some(socket) = socket::by_slot((id >> 32) as u32) else {
+            return;
+        };
+        if socket.generation.load(Acquire) & 0xffff_ffff != id & 0xffff_ffff {
+            return;
+        }
+        {
+            let Some(_rx) = socket.rx.lock() else { return };
+            use rustix::event::PollFlags;
+            let now = ready::kernel(socket, PollFlags::IN | PollFlags::RDHUP | PollFlags::PRI);
+            socket
+                .anchor
+                .fetch_or(now & (ready::ENDED | libc::EPOLLPRI as u32), SeqCst);
+        }
+        if socket.tx_mode.load(Acquire) == mode::MARKED {
+            promote::flush(socket);
+        }
+        if socket.rx_mode.load(Acquire) == mode::MARKED {
+            // Meets markers even if the program does not read now.
+            promote::readable(socket);
+        }
+        ready::notify_local(socket);
+    }
+
+    /// Puts a socket where its directions say that it belongs.
+    pub(super) fn settle(&mut self, r: Ref) {
+        let Some(socket) = r.get() else { return };
+        if !self.close_if_over(socket) {
+            ready::change_interest(socket, |_| {});
+            ready::notify_local(socket);
+        }
+    }
+
+    /// With both directions on TCP and no handshake under way the kernel's sets have the socket
+    /// again. False if that is not so.
+    pub(super) fn close_if_over(&mut self, socket: &'static Socket) -> bool {
+        {
+            let Some(mut control) = socket.control.lock() else {
+                return true;
+            };
+            if control.handshake.is_some() || !socket.is_plain() {
+                return false;
+            }
+            promote::close_stream(socket, &mut control);
+        }
+        self.forget_asks(socket);
+        self.unwatch(socket);
+        crate::fork::returned(socket);
+        true
+    }
+}

@@ -1,0 +1,163 @@
+//! sendfile() on a direction that may be on the link.
+
+use std::ffi::c_int;
+use std::sync::atomic::Ordering::{Acquire, SeqCst};
+
+use libc::ssize_t;
+
+use super::cork::{hold, is_more_to_come};
+use super::room::no_room;
+use super::{PIECE, is_dead, plain, take_back, violation};
+use crate::errno;
+use crate::promote;
+use crate::ready;
+use crate::socket::{Socket, mode};
+use crate::table;
+use crate::wait;
+
+/// sendfile() on a direction that is on the link: reads the file straight into the ring.
+///
+/// # Safety
+/// `offset` is null or valid.
+pub unsafe fn sendfile(
+    socket: &'static Socket,
+    fd: c_int,
+    input: c_int,
+    offset: *mut libc::off_t,
+    count: usize,
+    real: impl Fn() -> ssize_t,
+) -> ssize_t {
+    if socket.tx_mode.load(Acquire) != mode::TCP && offset.is_null() && !is_regular(input) {
+        // Only the kernel knows what can be sent from there, and reading it might block.
+        take_back(socket, rdmasock_core::stats::Reason::Unsupported);
+    }
+    if socket.tx_mode.load(Acquire) == mode::TCP && socket.enter_tx() {
+        return plain(socket, &real);
+    }
+    let mut sent = 0usize;
+    let mut patience = wait::Patience::default();
+    let count = count.min(0x7fff_f000);
+    crate::fork::reclaim(socket);
+    loop {
+        if socket.tx_mode.load(Acquire) == mode::MARKED && promote::flush(socket) {
+            continue;
+        }
+        let Some(mut tx) = socket.tx.lock() else {
+            return errno::fail(libc::EINTR);
+        };
+        let on_link = socket.tx_mode.load(Acquire) == mode::LINK;
+        if on_link && !table::still(fd, socket) {
+            return errno::fail(libc::EBADF);
+        }
+        let gone = is_dead(socket) || tx.producer.as_mut().is_none_or(ready::is_reader_gone);
+        if on_link && gone {
+            socket.tx_mode.store(mode::TCP, SeqCst);
+        }
+        if socket.tx_mode.load(Acquire) == mode::TCP {
+            drop(tx);
+            if sent > 0 {
+                return sent as ssize_t;
+            }
+            if socket.enter_tx() {
+                return plain(socket, &real);
+            }
+            continue;
+        }
+        let want = (count - sent).min(PIECE);
+        let spans = match tx
+            .producer
+            .as_mut()
+            .filter(|_| on_link)
+            .map(|p| p.spans(want.max(1)))
+        {
+            Some(Ok(spans)) => Some(spans),
+            Some(Err(error)) => {
+                drop(tx);
+                violation(socket, &error);
+                continue;
+            }
+            None => None,
+        };
+        let [first, second] = spans
+            .map(|s| s.pieces())
+            .unwrap_or([(std::ptr::null_mut(), 0); 2]);
+        let first_len = first.1.min(want);
+        let pieces = [
+            libc::iovec {
+                iov_base: first.0.cast(),
+                iov_len: first_len,
+            },
+            libc::iovec {
+                iov_base: second.0.cast(),
+                iov_len: second.1.min(want - first_len),
+            },
+        ];
+        let room: usize = pieces.iter().map(|p| p.iov_len).sum();
+        if count > sent && room == 0 {
+            if no_room(socket, &mut tx) {
+                continue;
+            }
+            drop(tx);
+            if let Err(error) = wait::for_space(socket, fd, 0, &mut patience) {
+                return errno::after(sent, error);
+            }
+            continue;
+        }
+        // A regular file does not block for long; anything else would block under the lock.
+        // SAFETY: the pieces lie in the ring, which is ours to write; `offset` by the contract.
+        let n = unsafe {
+            if offset.is_null() {
+                libc::syscall(libc::SYS_readv, input, pieces.as_ptr(), 2)
+            } else {
+                let at = *offset;
+                libc::syscall(libc::SYS_preadv, input, pieces.as_ptr(), 2, at, 0)
+            }
+        };
+        if n < 0 && sent == 0 && errno::get() != libc::EINTR {
+            // A pipe or the like after all, or what the kernel has its own error for.
+            drop(tx);
+            take_back(socket, rdmasock_core::stats::Reason::Unsupported);
+            continue;
+        }
+        if n <= 0 {
+            return if sent > 0 {
+                sent as ssize_t
+            } else {
+                n as ssize_t
+            };
+        }
+        let n = n as usize;
+        let wake = if sent + n == count && is_more_to_come(socket, 0, n) {
+            if let Some(producer) = tx.producer.as_mut() {
+                producer.commit_quietly(n);
+            }
+            hold(&mut tx);
+            None
+        } else {
+            tx.held = false;
+            tx.producer.as_mut().map(|p| p.commit(n))
+        };
+        if let Some(stats) = socket.stats() {
+            stats.add_tx_link(n as u64);
+        }
+        drop(tx);
+        if let Some(wake) = wake {
+            ready::notify_peer(socket, wake);
+        }
+        if !offset.is_null() {
+            // SAFETY: by the contract.
+            unsafe { *offset += n as libc::off_t };
+        }
+        sent += n;
+        if sent >= count || n < room {
+            return sent as ssize_t;
+        }
+    }
+}
+
+fn is_regular(fd: c_int) -> bool {
+    // SAFETY: the program's own fd, in the middle of its call.
+    rustix::fs::fstat(unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) }).is_ok_and(|s| {
+        rustix::fs::FileType::from_raw_mode(s.st_mode) == rustix::fs::FileType::RegularFile
+    })
+}

@@ -127,9 +127,9 @@ impl Channel {
             .collect();
         let cut = received.flags.contains(ReturnFlags::CTRUNC);
         // The space for four has room for a fifth by alignment.
-        let too_many = placed.as_ref().is_ok_and(|fds| {
-            fds.len() > MAX_FDS || cut && fds.len() == MAX_FDS
-        });
+        let too_many = placed
+            .as_ref()
+            .is_ok_and(|fds| fds.len() > MAX_FDS || cut && fds.len() == MAX_FDS);
         if received.flags.contains(ReturnFlags::TRUNC) || too_many {
             return Err(RecvError::Truncated);
         }

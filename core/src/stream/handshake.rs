@@ -389,10 +389,7 @@ mod tests {
         assert_eq!(c.on_link_up(), Ok(vec![Step::SendOpen]));
         assert_eq!(s.on_open(), Ok(vec![Step::SendOpen, Step::WriteSwitch]));
         // The acceptor's SWITCH may be seen before its OPEN: they travel on different paths.
-        assert_eq!(
-            c.on_closing(Closing::Switch),
-            Ok(vec![Step::ReceiveOnLink])
-        );
+        assert_eq!(c.on_closing(Closing::Switch), Ok(vec![Step::ReceiveOnLink]));
         assert_eq!(c.on_open(), Ok(vec![Step::WriteSwitch, Step::Promoted]));
         assert_eq!(
             s.on_closing(Closing::Switch),

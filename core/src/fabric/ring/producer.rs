@@ -5,8 +5,7 @@ use std::ptr::NonNull;
 use super::memory::{DataArea, RingMemory, Spans};
 use super::{
     ConsumerLine, DirectionBlock, End, Offer, ProducerLine, RingError, RxFlags, Stopped, Violation,
-    Wake,
-    disarm, take,
+    Wake, disarm, take,
 };
 use crate::sync::{Ordering, fence_after_rmw};
 

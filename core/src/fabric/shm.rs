@@ -44,6 +44,11 @@ impl Side {
         (mapping.bytes() as u64 >= layout.file_len()).then_some(Self { mapping, layout })
     }
 
+    /// What lies where in it.
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
     fn at(&self, offset: usize) -> *mut u8 {
         self.mapping.as_ptr().wrapping_add(offset)
     }

@@ -497,7 +497,10 @@ pub fn oneshot_threads(c: &Ctx) {
             }
             for (i, fd) in fds.iter().enumerate() {
                 let want = data::pattern(i as u64, trip * 8, 8);
-                assert!(sys::recv_exact(*fd, 8) == want, "connection {i} trip {trip}");
+                assert!(
+                    sys::recv_exact(*fd, 8) == want,
+                    "connection {i} trip {trip}"
+                );
             }
         }
         for fd in &fds {

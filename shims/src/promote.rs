@@ -174,7 +174,11 @@ fn send_open(socket: &'static Socket, control: &mut Control) -> Result<(), Reaso
         return Err(Reason::LinkFailed);
     };
     let log2 = library.config.ring_min.bytes().trailing_zeros() as u8;
-    let (vqpn, consumer, ring) = link.open(socket, log2)?;
+    let rdmasock_core::fabric::Opened {
+        vqpn,
+        ring,
+        consumer,
+    } = link.open(socket, log2)?;
     control.opened = Some(Opened {
         link,
         mine: vqpn,

@@ -238,7 +238,7 @@ fn attention(socket: &Socket, interest: &Interest) -> Attention {
         [] => 0,
         [first, rest @ ..] if rest.iter().all(|m| std::ptr::eq(m.epoll, first.epoll)) => {
             let bits = first.epoll.queue_bits();
-            let known = WaiterId::from_word(bits >> 16).is_some_and(told);
+            let known = WaiterId::of_queue(bits).is_some_and(told);
             if known { bits } else { Link::service_bits() }
         }
         _ => Link::service_bits(),

@@ -15,8 +15,9 @@ use std::sync::atomic::{
 use libc::c_int;
 use rdmasock_core::fabric::layout::READY_QUEUES;
 use rdmasock_core::fabric::ready::SleepFlag;
+use rdmasock_core::fabric::waiter::FlagPage;
+pub use rdmasock_core::fabric::waiter::{FLAGS_BYTES, MAX_WAITERS, SLEEPER_MASK, WaiterId};
 use rdmasock_core::lock::Lock;
-use rdmasock_core::os::memfd::Mapping;
 use rdmasock_core::os::privatefd::PrivateFd;
 use rustix::event::EventfdFlags;
 use rustix::io::Errno;
@@ -25,51 +26,12 @@ use crate::ready::Sleeper;
 use crate::socket::Socket;
 use crate::time::{Deadline, Timeout, now_ns};
 
-/// Most waiters that an instance has.
-pub const MAX_WAITERS: u16 = 1024;
 /// The service thread's.
 pub const SERVICE: WaiterId = WaiterId(0);
 
-/// The number of a waiter.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct WaiterId(pub u16);
-
-impl WaiterId {
-    /// For an atomic word where 0 means none.
-    pub fn to_word(self) -> u32 {
-        u32::from(self.0) + 1
-    }
-
-    /// The reverse of `to_word`.
-    pub fn from_word(word: u32) -> Option<Self> {
-        u16::try_from(word.checked_sub(1)?)
-            .ok()
-            .filter(|id| *id < MAX_WAITERS)
-            .map(Self)
-    }
-
-    /// The part of an attention word that asks for an entry in this waiter's ready queue; 0 if it
-    /// has none.
-    pub fn queue_bits(self) -> u32 {
-        if u32::from(self.0) < READY_QUEUES {
-            self.to_word() << 16
-        } else {
-            0
-        }
-    }
-
-    /// The part of an attention word that asks for this waiter's doorbell alone.
-    pub fn sleeper_bits(self) -> u32 {
-        self.to_word()
-    }
-}
-
-/// The part of an attention word that names a sleeper; the rest names a ready queue.
-pub const SLEEPER_MASK: u32 = 0x0000_ffff;
-
 /// The waiters of this instance.
 pub struct Waiters {
-    flags: Mapping,
+    flags: FlagPage,
     flags_fd: PrivateFd,
     doorbells: Box<[AtomicI32]>,
     next_queue: AtomicU32,
@@ -77,16 +39,13 @@ pub struct Waiters {
     free: Lock<Vec<WaiterId>>,
 }
 
-/// Bytes of the file of flags.
-pub const FLAGS_BYTES: u64 = MAX_WAITERS as u64 * size_of::<SleepFlag>() as u64;
-
 impl Waiters {
     /// Makes the page of flags and the service thread's doorbell.
     pub fn new() -> Result<Self, Errno> {
         let (flags_fd, flags) =
             rdmasock_core::os::memfd::create_read_only_for_peers("rdmasock-waiters", FLAGS_BYTES)?;
         let this = Self {
-            flags,
+            flags: FlagPage::new(flags).ok_or(Errno::INVAL)?,
             flags_fd,
             doorbells: (0..MAX_WAITERS).map(|_| AtomicI32::new(-1)).collect(),
             next_queue: AtomicU32::new(1),
@@ -103,7 +62,7 @@ impl Waiters {
     }
 
     fn flag(&self, id: WaiterId) -> Option<&SleepFlag> {
-        flag_in(&self.flags, id)
+        self.flags.flag(id)
     }
 
     fn make_doorbell(&self, id: WaiterId) -> Result<(), Errno> {
@@ -195,15 +154,6 @@ impl Waiters {
             flag.end();
         }
     }
-}
-
-/// The flag of a waiter in a page of flags, ours or a peer's.
-#[inline]
-pub fn flag_in(page: &Mapping, id: WaiterId) -> Option<&SleepFlag> {
-    let at = usize::from(id.0) * size_of::<SleepFlag>();
-    // SAFETY: the page has FLAGS_BYTES, room for MAX_WAITERS flags, and is aligned; a flag is an
-    // atomic word, valid whatever it holds, and another process may write it.
-    (id.0 < MAX_WAITERS).then(|| unsafe { &*page.as_ptr().add(at).cast::<SleepFlag>() })
 }
 
 /// Rings an eventfd. It is never full: a counter of 2^64 - 2 rings.

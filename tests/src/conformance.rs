@@ -1,7 +1,9 @@
 //! What every link has to do, whatever fabric it is on: one suite over [`LinkEnd`], to be run for
 //! each of them by `tests/conformance.rs`. Not here: how a link is made.
 
+use rdmasock_core::fabric::layout::{MAX_STREAMS, READY_QUEUES};
 use rdmasock_core::fabric::ring::{Consumer, End, Ended, Producer, RxFlags, Stopped, Wake};
+use rdmasock_core::fabric::waiter::{MAX_WAITERS, WaiterId};
 use rdmasock_core::fabric::{LinkEnd, OpenError};
 use rdmasock_core::ids::Vqpn;
 use rdmasock_core::wire::{Message, Reason};
@@ -15,9 +17,9 @@ pub trait Harness {
     /// The next message that has arrived.
     fn recv(end: &Self::End) -> Option<Message>;
     /// A waiter of this end announces that it will sleep.
-    fn begin_sleep(end: &Self::End, waiter: u32);
-    /// It is awake: true if its doorbell was rung since.
-    fn end_sleep(end: &Self::End, waiter: u32) -> bool;
+    fn begin_sleep(end: &Self::End, waiter: WaiterId);
+    /// It is awake: how often its doorbell was rung since.
+    fn end_sleep(end: &Self::End, waiter: WaiterId) -> u64;
 }
 
 /// A test of the suite.
@@ -47,6 +49,8 @@ pub fn suite<H: Harness>() -> Vec<(&'static str, Test)> {
         a_waiter_that_is_awake_is_not_rung
         a_stream_is_queued_once_however_often_it_is_told
         a_waiter_for_space_is_told_when_there_is_some
+        a_sleeper_is_rung_whatever_is_queued
+        both_that_a_word_names_are_told
     }
 }
 
@@ -189,7 +193,7 @@ fn a_reader_that_leaves_is_seen_by_the_writer<H: Harness>() {
     let [a, b] = H::link(1 << 20);
     let mut s = open(&a, &b, 12);
     put(&mut s.producer, &[0; 4096]);
-    assert_eq!(s.producer.arm_space(b.attention(3)), Ok(false));
+    assert_eq!(s.producer.arm_space(WaiterId(3).queue_bits()), Ok(false));
     let wake = s.consumer.set_flags(RxFlags::RX_CLOSED);
     assert!(!wake.is_none());
     assert!(s.producer.has_space().unwrap());
@@ -199,7 +203,7 @@ fn a_reader_that_leaves_is_seen_by_the_writer<H: Harness>() {
 fn a_number_is_free_only_when_both_ends_are_done<H: Harness>() {
     let [a, b] = H::link(1 << 20);
     let s = open(&a, &b, 12);
-    a.close(s.number, Some(Vqpn(77)), s.consumer);
+    a.close(s.number, Some(Vqpn(77)), Some(s.consumer));
     assert!(matches!(
         H::recv(&b),
         Some(Message::Closed { yours: Vqpn(77) })
@@ -226,7 +230,7 @@ fn a_number_is_free_only_when_both_ends_are_done<H: Harness>() {
 fn a_number_that_the_peer_never_knew_is_free_at_once<H: Harness>() {
     let [a, b] = H::link(1 << 20);
     let opened = a.open(12).unwrap();
-    a.close(opened.vqpn, None, opened.consumer);
+    a.close(opened.vqpn, None, Some(opened.consumer));
     assert!(H::recv(&b).is_none());
     assert_eq!(a.open(12).unwrap().vqpn, opened.vqpn);
 }
@@ -234,7 +238,7 @@ fn a_number_that_the_peer_never_knew_is_free_at_once<H: Harness>() {
 fn a_number_whose_open_is_unanswered_is_not_free<H: Harness>() {
     let [a, _b] = H::link(1 << 20);
     let opened = a.open(12).unwrap();
-    a.close_unanswered(opened.vqpn, opened.consumer);
+    a.close_unanswered(opened.vqpn, Some(opened.consumer));
     assert_ne!(a.open(12).unwrap().vqpn, opened.vqpn);
     a.on_closed(opened.vqpn);
     assert_eq!(a.open(12).unwrap().vqpn, opened.vqpn);
@@ -252,7 +256,7 @@ fn a_number_used_again_starts_a_new_stream<H: Harness>() {
         let _ = s.producer.end(End::Fin).unwrap();
         let _ = s.consumer.set_flags(RxFlags::RX_CLOSED);
         a.on_closed(s.number);
-        a.close(s.number, Some(Vqpn(0)), s.consumer);
+        a.close(s.number, Some(Vqpn(0)), Some(s.consumer));
     }
     assert_eq!(a.open(12).unwrap().vqpn, Vqpn(0));
 }
@@ -263,7 +267,7 @@ fn an_arena_without_room_refuses_and_recovers<H: Harness>() {
     assert_eq!(a.open(12).err(), Some(OpenError::Arena));
     assert!(a.allocate(12).is_none());
     let last = all.pop().unwrap();
-    a.close(last.vqpn, None, last.consumer);
+    a.close(last.vqpn, None, Some(last.consumer));
     assert_eq!(a.open(12).unwrap().vqpn, last.vqpn);
     assert_eq!(
         a.open(11).err(),
@@ -273,12 +277,18 @@ fn an_arena_without_room_refuses_and_recovers<H: Harness>() {
 }
 
 fn numbers_out_of_range_are_refused<H: Harness>() {
-    let [a, _b] = H::link(1 << 14);
-    assert!(a.producer(Vqpn(a.capabilities().max_streams)).is_none());
+    let [a, b] = H::link(1 << 14);
+    assert!(a.producer(Vqpn(MAX_STREAMS)).is_none());
     assert!(a.producer(Vqpn(u32::MAX)).is_none());
-    assert_eq!(a.attention(a.capabilities().ready_queues), 0);
     a.on_closed(Vqpn(u32::MAX));
     a.notify(Wake(u32::MAX), Vqpn(u32::MAX));
+    a.notify(Wake(WaiterId(0).queue_bits()), Vqpn(MAX_STREAMS));
+    assert!(ready(&b, WaiterId(0)).is_empty());
+    for waiter in [READY_QUEUES as u16, MAX_WAITERS, u16::MAX] {
+        a.notify(Wake((u32::from(waiter) + 1) << 16), Vqpn(0));
+        assert!(!b.has_ready(WaiterId(waiter)));
+        assert!(ready(&b, WaiterId(waiter)).is_empty());
+    }
 }
 
 fn messages_arrive_once_and_in_order<H: Harness>() {
@@ -301,9 +311,9 @@ fn messages_arrive_once_and_in_order<H: Harness>() {
 }
 
 /// What is queued for a waiter.
-fn ready<E: LinkEnd>(end: &E, waiter: u32) -> Vec<Vqpn> {
+fn ready<E: LinkEnd>(end: &E, waiter: WaiterId) -> Vec<Vqpn> {
     let mut all = Vec::new();
-    end.drain_ready(waiter, &mut |v| all.push(v));
+    end.drain_ready(waiter, |v| all.push(v));
     all
 }
 
@@ -311,55 +321,75 @@ fn a_sleeping_waiter_is_rung_once<H: Harness>() {
     let [a, b] = H::link(1 << 20);
     let (mut s, mut t) = (open(&a, &b, 12), open(&a, &b, 12));
     for stream in [&mut s, &mut t] {
-        let armed = stream.consumer.arm_data(a.attention(5)).unwrap();
+        let armed = stream.consumer.arm_data(WaiterId(5).queue_bits()).unwrap();
         assert!(!armed.ready && armed.wake.is_none());
     }
-    H::begin_sleep(&a, 5);
-    assert!(!a.has_ready(5));
+    H::begin_sleep(&a, WaiterId(5));
+    assert!(!a.has_ready(WaiterId(5)));
     for stream in [&mut s, &mut t] {
         let wake = write(&mut stream.producer, b"x").1;
         b.notify(wake, stream.number);
     }
-    assert!(H::end_sleep(&a, 5));
-    assert!(a.has_ready(5) && !a.has_ready(4));
-    assert_eq!(ready(&a, 5), [s.number, t.number]);
-    assert!(!a.has_ready(5));
+    assert_eq!(H::end_sleep(&a, WaiterId(5)), 1);
+    assert!(a.has_ready(WaiterId(5)) && !a.has_ready(WaiterId(4)));
+    assert_eq!(ready(&a, WaiterId(5)), [s.number, t.number]);
+    assert!(!a.has_ready(WaiterId(5)));
     assert!(write(&mut s.producer, b"x").1.is_none(), "not armed again");
 }
 
 fn a_waiter_that_is_awake_is_not_rung<H: Harness>() {
     let [a, b] = H::link(1 << 20);
     let mut s = open(&a, &b, 12);
-    let _ = s.consumer.arm_data(a.attention(0)).unwrap();
+    let _ = s.consumer.arm_data(WaiterId(0).queue_bits()).unwrap();
     let wake = write(&mut s.producer, b"x").1;
     b.notify(wake, s.number);
-    H::begin_sleep(&a, 0);
-    assert!(a.has_ready(0), "seen before it sleeps");
-    assert!(!H::end_sleep(&a, 0));
-    assert_eq!(ready(&a, 0), [s.number]);
+    H::begin_sleep(&a, WaiterId(0));
+    assert!(a.has_ready(WaiterId(0)), "seen before it sleeps");
+    assert_eq!(H::end_sleep(&a, WaiterId(0)), 0);
+    assert_eq!(ready(&a, WaiterId(0)), [s.number]);
 }
 
 fn a_stream_is_queued_once_however_often_it_is_told<H: Harness>() {
     let [a, b] = H::link(1 << 20);
     for _ in 0..1000 {
-        b.notify(Wake(a.attention(1)), Vqpn(9));
-        b.notify(Wake(a.attention(1)), Vqpn(8000));
+        b.notify(Wake(WaiterId(1).queue_bits()), Vqpn(9));
+        b.notify(Wake(WaiterId(1).queue_bits()), Vqpn(8000));
     }
-    assert_eq!(ready(&a, 1), [Vqpn(9), Vqpn(8000)]);
-    assert!(ready(&a, 1).is_empty());
+    assert_eq!(ready(&a, WaiterId(1)), [Vqpn(9), Vqpn(8000)]);
+    assert!(ready(&a, WaiterId(1)).is_empty());
 }
 
 fn a_waiter_for_space_is_told_when_there_is_some<H: Harness>() {
     let [a, b] = H::link(1 << 20);
     let mut s = open(&a, &b, 12);
     assert_eq!(write(&mut s.producer, &[1; 5000]).0, 4096);
-    assert_eq!(s.producer.arm_space(b.attention(2)), Ok(false));
-    H::begin_sleep(&b, 2);
+    assert_eq!(s.producer.arm_space(WaiterId(2).queue_bits()), Ok(false));
+    H::begin_sleep(&b, WaiterId(2));
     // The writer's own number for the way back is what the reader names.
     let (data, wake) = read(&mut s.consumer);
     assert_eq!(data.len(), 4096);
     a.notify(wake, Vqpn(4));
-    assert!(H::end_sleep(&b, 2));
-    assert_eq!(ready(&b, 2), [Vqpn(4)]);
+    assert_eq!(H::end_sleep(&b, WaiterId(2)), 1);
+    assert_eq!(ready(&b, WaiterId(2)), [Vqpn(4)]);
     assert!(s.producer.has_space().unwrap());
+}
+
+fn a_sleeper_is_rung_whatever_is_queued<H: Harness>() {
+    let [a, b] = H::link(1 << 14);
+    let sleeper = WaiterId(MAX_WAITERS - 1);
+    b.notify(Wake(sleeper.sleeper_bits()), Vqpn(4));
+    H::begin_sleep(&a, sleeper);
+    assert_eq!(H::end_sleep(&a, sleeper), 1, "it was about to sleep");
+    assert!((0..READY_QUEUES as u16).all(|w| !a.has_ready(WaiterId(w))));
+}
+
+fn both_that_a_word_names_are_told<H: Harness>() {
+    let [a, b] = H::link(1 << 14);
+    let (queue, sleeper) = (WaiterId(7), WaiterId(100));
+    H::begin_sleep(&a, queue);
+    H::begin_sleep(&a, sleeper);
+    b.notify(Wake(queue.queue_bits() | sleeper.sleeper_bits()), Vqpn(4));
+    assert_eq!(H::end_sleep(&a, queue), 1);
+    assert_eq!(H::end_sleep(&a, sleeper), 1);
+    assert_eq!(ready(&a, queue), [Vqpn(4)]);
 }

@@ -1,67 +1,156 @@
-//! The conformance suite on each fabric that one process can be both ends of: `mem`, and shared
-//! memory with two mappings of each memfd, as two processes have them.
+//! The conformance suite on each fabric that one process can be both ends of: `mem`, and `shm` with two
+//! mappings of each memfd, a SEQPACKET channel and eventfds, as two processes have them.
+#![allow(clippy::expect_used, clippy::panic)]
 
+use std::collections::BTreeMap;
 use std::os::fd::AsFd;
+use std::sync::{Arc, Mutex};
 
 use libtest_mimic::{Arguments, Trial};
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use rdmasock_core::fabric::SendError;
 use rdmasock_core::fabric::layout::Layout;
-use rdmasock_core::fabric::mem::{self, Clock, Heap, Memory};
+use rdmasock_core::fabric::mem::{self, Clock};
+use rdmasock_core::fabric::shm::{self, Outside, Side};
+use rdmasock_core::fabric::waiter::{FLAGS_BYTES, FlagPage, WaiterId};
+use rdmasock_core::os::channel::{Channel, RecvError};
 use rdmasock_core::os::memfd::{self, Access, Mapping};
-use rdmasock_core::wire::Message;
+use rdmasock_core::wire::{MAX_MESSAGE, Message};
 use rdmasock_tests::conformance::{Harness, suite};
-use std::sync::Arc;
 
 /// Links on the heap.
 struct Mem;
 
+impl Harness for Mem {
+    type End = mem::End;
+
+    fn link(data_bytes: u64) -> [Self::End; 2] {
+        mem::heap_pair(data_bytes, &Clock::default()).expect("a size that arenas have")
+    }
+
+    fn recv(end: &Self::End) -> Option<Message> {
+        end.recv()
+    }
+
+    fn begin_sleep(end: &Self::End, waiter: WaiterId) {
+        end.begin_sleep(waiter);
+    }
+
+    fn end_sleep(end: &Self::End, waiter: WaiterId) -> u64 {
+        end.end_sleep(waiter)
+    }
+}
+
 /// Links over memfds.
 struct Shm;
 
-/// What the two have in common: ends of [`mem`], over different memory.
-macro_rules! over {
-    ($harness:ty, $memory:ty, $link:expr) => {
-        impl Harness for $harness {
-            type End = mem::End<$memory>;
+/// The doorbells of one end, made when they are first asked for: 1,024 would be too many fds.
+#[derive(Default)]
+struct Bells(Mutex<BTreeMap<u16, EventFd>>);
 
-            fn link(data_bytes: u64) -> [Self::End; 2] {
-                $link(data_bytes).expect("a size that arenas have")
-            }
-
-            fn recv(end: &Self::End) -> Option<Message> {
-                end.recv()
-            }
-
-            fn begin_sleep(end: &Self::End, waiter: u32) {
-                end.begin_sleep(waiter);
-            }
-
-            fn end_sleep(end: &Self::End, waiter: u32) -> bool {
-                end.end_sleep(waiter)
-            }
-        }
-    };
+impl Bells {
+    fn with<T>(&self, waiter: WaiterId, f: impl FnOnce(&EventFd) -> T) -> T {
+        let mut all = self.0.lock().expect("no test fails in here");
+        f(all.entry(waiter.0).or_insert_with(|| {
+            EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
+                .expect("an eventfd")
+        }))
+    }
 }
 
-over!(Mem, Arc<Heap>, |bytes| mem::heap_pair(
-    bytes,
-    &Clock::default()
-));
-over!(Shm, Mapping, |bytes| {
-    let layout = Layout::for_data(bytes)?;
-    mem::pair(
-        layout,
-        mapped_twice(layout)?,
-        mapped_twice(layout)?,
-        &Clock::default(),
-    )
-});
+/// What an end of a [`Shm`] link has beside its memory.
+struct Outer {
+    channel: Channel,
+    /// By which our waiters sleep, as we have it.
+    flags: FlagPage,
+    bells: Arc<Bells>,
+    peers: Arc<Bells>,
+}
+
+impl Outside for Outer {
+    fn send(&self, message: &Message) -> Result<(), SendError> {
+        let mut buf = [0; MAX_MESSAGE];
+        let bytes = message.encode(&mut buf).map_err(|_| SendError::Encoding)?;
+        self.channel.send(bytes, &[]).map_err(|_| SendError::Down)
+    }
+
+    fn ring(&self, waiter: WaiterId) {
+        self.peers
+            .with(waiter, |bell| bell.write(1))
+            .expect("never full");
+    }
+}
 
 /// An arena as its owner has it and as the peer maps it.
-fn mapped_twice(layout: Layout) -> Option<[Mapping; 2]> {
-    let (fd, mine) = memfd::create("rdmasock-conformance", layout.file_len()).ok()?;
-    let theirs = memfd::map_received(fd.as_fd(), layout.file_len(), Access::ReadWrite).ok()?;
-    assert_ne!(mine.base(), theirs.base());
-    Some([mine, theirs])
+fn arena(data_bytes: u64) -> [Side; 2] {
+    let layout = Layout::for_data(data_bytes).expect("a size that arenas have");
+    let (fd, mine) = memfd::create("rdmasock-conformance", layout.file_len()).expect("a memfd");
+    [mine, map_again(fd, layout.file_len(), Access::ReadWrite)]
+        .map(|mapping| Side::new(mapping, layout).expect("as long as its layout"))
+}
+
+/// A page of flags as its owner has it and as the peer maps it.
+fn flags() -> [FlagPage; 2] {
+    let (fd, mine) =
+        memfd::create_read_only_for_peers("rdmasock-conformance", FLAGS_BYTES).expect("a memfd");
+    [mine, map_again(fd, FLAGS_BYTES, Access::ReadOnly)]
+        .map(|mapping| FlagPage::new(mapping).expect("a whole page"))
+}
+
+fn map_again(fd: impl AsFd, bytes: u64, access: Access) -> Mapping {
+    memfd::map_received(fd.as_fd(), bytes, access).expect("a second mapping")
+}
+
+impl Harness for Shm {
+    type End = shm::End<Outer>;
+
+    fn link(data_bytes: u64) -> [Self::End; 2] {
+        let ([a, a_seen], [b, b_seen]) = (arena(data_bytes), arena(data_bytes));
+        let ([a_flags, a_flags_seen], [b_flags, b_flags_seen]) = (flags(), flags());
+        let (a_channel, b_channel) = Channel::pair().expect("a pair of sockets");
+        let (a_bells, b_bells) = <(Arc<Bells>, Arc<Bells>)>::default();
+        let outer = |channel, flags, bells: &Arc<Bells>, peers: &Arc<Bells>| Outer {
+            channel,
+            flags,
+            bells: Arc::clone(bells),
+            peers: Arc::clone(peers),
+        };
+        let a_outer = outer(a_channel, a_flags, &a_bells, &b_bells);
+        let b_outer = outer(b_channel, b_flags, &b_bells, &a_bells);
+        // SAFETY: the suite makes ends before cursors, so drops them after; it opens a stream, then
+        // asks for its producer once.
+        unsafe {
+            [
+                shm::End::new(a, b_seen, b_flags_seen, a_outer),
+                shm::End::new(b, a_seen, a_flags_seen, b_outer),
+            ]
+        }
+    }
+
+    fn recv(end: &Self::End) -> Option<Message> {
+        let mut buf = [0; MAX_MESSAGE];
+        match end.outside().channel.recv(&mut buf) {
+            Ok(received) => Some(Message::decode(received.bytes).expect("a message")),
+            Err(RecvError::WouldBlock) => None,
+            Err(error) => panic!("{error}"),
+        }
+    }
+
+    fn begin_sleep(end: &Self::End, waiter: WaiterId) {
+        if let Some(flag) = end.outside().flags.flag(waiter) {
+            flag.begin();
+        }
+    }
+
+    fn end_sleep(end: &Self::End, waiter: WaiterId) -> u64 {
+        if let Some(flag) = end.outside().flags.flag(waiter) {
+            flag.end();
+        }
+        // EAGAIN: not rung.
+        end.outside()
+            .bells
+            .with(waiter, |bell| bell.read().unwrap_or(0))
+    }
 }
 
 fn main() {

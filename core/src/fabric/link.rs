@@ -4,21 +4,9 @@
 
 use super::layout::Region;
 use super::ring::{Consumer, Producer, Wake};
+use super::waiter::WaiterId;
 use crate::ids::Vqpn;
 use crate::wire::{Message, RingOffer};
-
-/// What a fabric can do.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Capabilities {
-    /// Streams of one link.
-    pub max_streams: u32,
-    /// Ready queues of one end, and so waiters that `notify` can tell apart.
-    pub ready_queues: u32,
-    /// Bytes in which arenas are carved; the smallest ring.
-    pub min_ring: usize,
-    /// Largest ring, in bytes.
-    pub max_ring: usize,
-}
 
 /// Why no stream was opened: our own limits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -29,6 +17,9 @@ pub enum OpenError {
     /// The arena has no room for such a ring.
     #[error("no room in the arena")]
     Arena,
+    /// We are in a signal handler that has interrupted this thread's use of the end.
+    #[error("the end is in use")]
+    Busy,
 }
 
 /// Why a message was not sent.
@@ -57,10 +48,9 @@ pub struct Opened {
 }
 
 /// One end of a link. Every call returns at once.
+///
+/// Whom a cursor's attention words name is said by [`WaiterId`]; they are the same on every fabric.
 pub trait LinkEnd {
-    /// What the fabric can do.
-    fn capabilities(&self) -> Capabilities;
-
     /// A number of ours for a stream, with a first ring of `1 << log2` bytes to receive into.
     fn open(&self, log2: u8) -> Result<Opened, OpenError>;
 
@@ -70,12 +60,12 @@ pub trait LinkEnd {
 
     /// This end is done with its stream `mine`, and says so to the peer, whose number is `theirs`.
     /// Without one the peer does not know of `mine` either. Once both ends are done the number
-    /// and its rings are free.
-    fn close(&self, mine: Vqpn, theirs: Option<Vqpn>, consumer: Consumer);
+    /// and its rings are free; without a `consumer` the rings are not, for nobody knows them.
+    fn close(&self, mine: Vqpn, theirs: Option<Vqpn>, consumer: Option<Consumer>);
 
     /// This end is done with its stream `mine`, but the peer has not answered its OPEN: what does
     /// ([`on_closed`](Self::on_closed) after a refusal, or CLOSED in the end) frees the number.
-    fn close_unanswered(&self, mine: Vqpn, consumer: Consumer);
+    fn close_unanswered(&self, mine: Vqpn, consumer: Option<Consumer>);
 
     /// The peer is done with our stream `mine` (CLOSED has come, or its OPEN was refused).
     fn on_closed(&self, mine: Vqpn);
@@ -89,17 +79,14 @@ pub trait LinkEnd {
     /// Sends a message on the side channel: delivered once and in order as long as the link is up.
     fn send(&self, message: &Message) -> Result<(), SendError>;
 
-    /// The attention word with which to arm a cursor of this end, so that the other end's
-    /// [`notify`](Self::notify) tells this end's `waiter`; 0 if there is no such waiter.
-    fn attention(&self, waiter: u32) -> u32;
-
     /// Tells the peer what a cursor's `wake` asks for, about its stream `theirs`: queues it for the
-    /// waiter, and rings its doorbell if that sleeps.
+    /// waiter that has a queue, and rings its doorbell if that sleeps; rings at the sleeper.
     fn notify(&self, wake: Wake, theirs: Vqpn);
 
-    /// Takes what the peer has queued for our `waiter`: each stream at most once.
-    fn drain_ready(&self, waiter: u32, each: &mut dyn FnMut(Vqpn));
+    /// Takes what the peer has queued for our `waiter`: each stream at most once. A hostile peer
+    /// may name streams that are not open.
+    fn drain_ready(&self, waiter: WaiterId, each: impl FnMut(Vqpn));
 
     /// Whether the peer has queued something for our `waiter`.
-    fn has_ready(&self, waiter: u32) -> bool;
+    fn has_ready(&self, waiter: WaiterId) -> bool;
 }

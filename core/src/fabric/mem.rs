@@ -1,23 +1,23 @@
 //! The `mem` fabric, for tests: a link within one process, with a side channel under a virtual
 //! clock, and channels whose faults are scripted ([`Medium`]).
 //!
-//! Arenas, ready queues and rings are those of the shm fabric, over any [`Memory`]: the heap, or
-//! mapped files. Not for production; built for tests and with the feature `mem`.
+//! Arenas, ready queues and rings are those of the shm fabric, on the heap. Not for production; built
+//! for tests and with the feature `mem`.
 
 use std::alloc::{Layout as AllocLayout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::arena::Arena;
-use super::layout::{self, Layout, MAX_RING_LOG2, MAX_STREAMS, PAGE, READY_QUEUES, Region};
+use super::layout::{self, Layout, PAGE, READY_QUEUES, Region};
 use super::ready::{ReadyCursor, ReadyQueue, RungMark, SleepFlag};
 use super::ring::{Consumer, DataArea, DirectionBlock, Producer, Wake};
-use super::{Capabilities, LinkEnd, OpenError, Opened, SendError};
+use super::waiter::{MAX_WAITERS, WaiterId};
+use super::{LinkEnd, OpenError, Opened, SendError};
 use crate::ids::Vqpn;
-use crate::os::memfd::Mapping;
 use crate::wire::{MAX_MESSAGE, Message, RingOffer};
 
 /// A test that failed under a lock has failed; the others may go on.
@@ -136,28 +136,9 @@ impl Medium {
     }
 }
 
-/// Memory that both ends of a link reach.
-pub trait Memory {
-    /// The first byte, aligned to a page, zeroed in the beginning; the same for the value's life,
-    /// and not accessed through references.
-    fn base(&self) -> *mut u8;
-    /// How many there are.
-    fn bytes(&self) -> usize;
-}
-
-impl Memory for Mapping {
-    fn base(&self) -> *mut u8 {
-        self.as_ptr()
-    }
-
-    fn bytes(&self) -> usize {
-        self.bytes()
-    }
-}
-
 /// Zeroed pages on the heap.
 #[derive(Debug)]
-pub struct Heap {
+struct Heap {
     start: NonNull<u8>,
     layout: AllocLayout,
 }
@@ -169,7 +150,7 @@ unsafe impl Sync for Heap {}
 
 impl Heap {
     /// This many bytes; `None` if that is no size.
-    pub fn new(bytes: usize) -> Option<Self> {
+    fn new(bytes: usize) -> Option<Self> {
         let layout = AllocLayout::from_size_align(bytes.max(1), PAGE).ok()?;
         // SAFETY: the size is not zero.
         let start = unsafe { alloc_zeroed(layout) };
@@ -185,30 +166,26 @@ impl Drop for Heap {
     }
 }
 
-impl Memory for Arc<Heap> {
-    fn base(&self) -> *mut u8 {
-        self.start.as_ptr()
-    }
-
-    fn bytes(&self) -> usize {
-        self.layout.size()
-    }
-}
-
-/// One arena, as one end reaches it.
-struct Side<M> {
-    memory: M,
+/// One arena; both ends reach the same.
+#[derive(Clone)]
+struct Side {
+    memory: Arc<Heap>,
     layout: Layout,
 }
 
-impl<M: Memory> Side<M> {
+impl Side {
+    fn new(layout: Layout) -> Option<Self> {
+        let memory = Arc::new(Heap::new(layout.file_len() as usize)?);
+        Some(Self { memory, layout })
+    }
+
     fn at(&self, offset: usize) -> *mut u8 {
-        self.memory.base().wrapping_add(offset)
+        self.memory.start.as_ptr().wrapping_add(offset)
     }
 
     fn area(&self) -> DataArea {
-        // SAFETY: `pair` has checked that the memory is as long as the layout says. Whoever has a
-        // cursor keeps the end for longer (see `pair`).
+        // SAFETY: the memory is as long as the layout says (`new`). Whoever has a cursor keeps the
+        // end for longer (see `heap_pair`).
         unsafe { DataArea::new(self.at(layout::DATA_OFFSET), self.layout.data_len()) }
     }
 
@@ -216,8 +193,8 @@ impl<M: Memory> Side<M> {
         NonNull::new(self.at(layout::block_offset(vqpn.0)?).cast())
     }
 
-    fn queue(&self, waiter: u32) -> Option<&ReadyQueue> {
-        let offset = layout::ready_offset(waiter)?;
+    fn queue(&self, waiter: WaiterId) -> Option<&ReadyQueue> {
+        let offset = layout::ready_offset(waiter.0.into())?;
         // SAFETY: inside the memory, aligned (layout), only atomics, there as long as `self`.
         Some(unsafe { &*self.at(offset).cast::<ReadyQueue>() })
     }
@@ -225,15 +202,21 @@ impl<M: Memory> Side<M> {
 
 /// The waiters of one end: what its eventfds and its page of flags are to a real one.
 #[derive(Debug)]
-struct Waiters(Vec<(SleepFlag, AtomicBool)>);
+struct Waiters(Vec<(SleepFlag, AtomicU32)>);
 
 impl Waiters {
     fn new() -> Self {
-        Self((0..READY_QUEUES).map(|_| Default::default()).collect())
+        Self((0..MAX_WAITERS).map(|_| Default::default()).collect())
     }
 
-    fn get(&self, waiter: u32) -> Option<&(SleepFlag, AtomicBool)> {
-        self.0.get(waiter as usize)
+    fn get(&self, waiter: WaiterId) -> Option<&(SleepFlag, AtomicU32)> {
+        self.0.get(waiter.0 as usize)
+    }
+
+    fn ring(&self, waiter: WaiterId) {
+        if let Some((_, bell)) = self.get(waiter) {
+            bell.fetch_add(1, Ordering::SeqCst);
+        }
     }
 }
 
@@ -253,6 +236,13 @@ struct Used {
     rings: Vec<Region>,
 }
 
+impl Used {
+    fn keep(&mut self, consumer: Option<Consumer>) {
+        let rings = consumer.map(Consumer::into_regions);
+        self.rings.extend(rings.into_iter().flatten().flatten());
+    }
+}
+
 impl Numbers {
     fn done(&mut self, number: u32, change: impl FnOnce(&mut Used)) {
         let Some(used) = self.used.get_mut(&number) else {
@@ -270,9 +260,9 @@ impl Numbers {
 }
 
 /// One end of a link within the process.
-pub struct End<M> {
-    mine: Side<M>,
-    theirs: Side<M>,
+pub struct End {
+    mine: Side,
+    theirs: Side,
     outgoing: Arc<Medium>,
     incoming: Arc<Medium>,
     waiters: Arc<Waiters>,
@@ -283,7 +273,7 @@ pub struct End<M> {
     up: Arc<AtomicBool>,
 }
 
-impl<M> fmt::Debug for End<M> {
+impl fmt::Debug for End {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("End")
             .field("numbers", &self.numbers)
@@ -293,37 +283,18 @@ impl<M> fmt::Debug for End<M> {
 
 /// The two ends of a link whose arenas have `data_bytes` each; `None` if no arena has that size.
 /// Cursors made by an end must not outlive it.
-pub fn heap_pair(data_bytes: u64, clock: &Clock) -> Option<[End<Arc<Heap>>; 2]> {
+pub fn heap_pair(data_bytes: u64, clock: &Clock) -> Option<[End; 2]> {
     let layout = Layout::for_data(data_bytes)?;
-    let heap = || Heap::new(layout.file_len() as usize).map(Arc::new);
-    let (a, b) = (heap()?, heap()?);
-    pair(layout, [a.clone(), a], [b.clone(), b], clock)
-}
-
-/// As [`heap_pair`], over two arenas `a` and `b` of this layout, each as the first and as the second
-/// end reach it; `None` if one is too small.
-pub fn pair<M: Memory>(layout: Layout, a: [M; 2], b: [M; 2], clock: &Clock) -> Option<[End<M>; 2]> {
-    if a.iter()
-        .chain(&b)
-        .any(|m| (m.bytes() as u64) < layout.file_len())
-    {
-        return None;
-    }
+    let sides = [Side::new(layout)?, Side::new(layout)?];
     let media = [
         Arc::new(Medium::reliable(clock)),
         Arc::new(Medium::reliable(clock)),
     ];
     let waiters = [Arc::new(Waiters::new()), Arc::new(Waiters::new())];
     let up = Arc::new(AtomicBool::new(true));
-    let end = |mine, theirs, me: usize, you: usize| End {
-        mine: Side {
-            memory: mine,
-            layout,
-        },
-        theirs: Side {
-            memory: theirs,
-            layout,
-        },
+    let end = |me: usize, you: usize| End {
+        mine: sides[me].clone(),
+        theirs: sides[you].clone(),
         outgoing: Arc::clone(&media[me]),
         incoming: Arc::clone(&media[you]),
         waiters: Arc::clone(&waiters[me]),
@@ -338,11 +309,10 @@ pub fn pair<M: Memory>(layout: Layout, a: [M; 2], b: [M; 2], clock: &Clock) -> O
         }),
         up: Arc::clone(&up),
     };
-    let ([a0, a1], [b0, b1]) = (a, b);
-    Some([end(a0, b0, 0, 1), end(b1, a1, 1, 0)])
+    Some([end(0, 1), end(1, 0)])
 }
 
-impl<M> End<M> {
+impl End {
     /// The side channel that this end sends on, to script its delays.
     pub fn medium(&self) -> &Medium {
         &self.outgoing
@@ -364,17 +334,17 @@ impl<M> End<M> {
     }
 
     /// Our `waiter` is about to sleep; look at everything once more after this.
-    pub fn begin_sleep(&self, waiter: u32) {
+    pub fn begin_sleep(&self, waiter: WaiterId) {
         if let Some((flag, _)) = self.waiters.get(waiter) {
             flag.begin();
         }
     }
 
-    /// It is awake. True if its doorbell was rung.
-    pub fn end_sleep(&self, waiter: u32) -> bool {
-        self.waiters.get(waiter).is_some_and(|(flag, bell)| {
+    /// It is awake. How often its doorbell was rung.
+    pub fn end_sleep(&self, waiter: WaiterId) -> u64 {
+        self.waiters.get(waiter).map_or(0, |(flag, bell)| {
             flag.end();
-            bell.swap(false, Ordering::SeqCst)
+            bell.swap(0, Ordering::SeqCst).into()
         })
     }
 
@@ -384,16 +354,7 @@ impl<M> End<M> {
     }
 }
 
-impl<M: Memory> LinkEnd for End<M> {
-    fn capabilities(&self) -> Capabilities {
-        Capabilities {
-            max_streams: MAX_STREAMS,
-            ready_queues: READY_QUEUES,
-            min_ring: PAGE,
-            max_ring: 1 << MAX_RING_LOG2,
-        }
-    }
-
+impl LinkEnd for End {
     fn open(&self, log2: u8) -> Result<Opened, OpenError> {
         let mut numbers = lock(&self.numbers);
         let number = numbers.free.last().copied().unwrap_or(numbers.next);
@@ -426,20 +387,18 @@ impl<M: Memory> LinkEnd for End<M> {
         Some(unsafe { Producer::new(block, self.theirs.area()) })
     }
 
-    fn close(&self, mine: Vqpn, theirs: Option<Vqpn>, consumer: Consumer) {
+    fn close(&self, mine: Vqpn, theirs: Option<Vqpn>, consumer: Option<Consumer>) {
         let told = theirs.is_some_and(|yours| self.send(&Message::Closed { yours }).is_ok());
         lock(&self.numbers).done(mine.0, |used| {
-            used.rings
-                .extend(consumer.into_regions().into_iter().flatten());
+            used.keep(consumer);
             used.left = told || theirs.is_none();
             used.peer_left |= theirs.is_none();
         });
     }
 
-    fn close_unanswered(&self, mine: Vqpn, consumer: Consumer) {
+    fn close_unanswered(&self, mine: Vqpn, consumer: Option<Consumer>) {
         lock(&self.numbers).done(mine.0, |used| {
-            used.rings
-                .extend(consumer.into_regions().into_iter().flatten());
+            used.keep(consumer);
             used.left = true;
         });
     }
@@ -463,29 +422,26 @@ impl<M: Memory> LinkEnd for End<M> {
         self.outgoing.send(message)
     }
 
-    fn attention(&self, waiter: u32) -> u32 {
-        if waiter < READY_QUEUES { waiter + 1 } else { 0 }
-    }
-
     fn notify(&self, wake: Wake, theirs: Vqpn) {
-        let Some(waiter) = wake.0.checked_sub(1) else {
-            return;
-        };
-        let Some(queue) = self.theirs.queue(waiter) else {
-            return;
-        };
-        queue.push(theirs.0);
-        if let (Some((flag, bell)), Some(mark)) =
-            (self.peers.get(waiter), self.marks.get(waiter as usize))
-            && flag.must_ring(mark)
+        if let Some(waiter) = WaiterId::of_queue(wake.0)
+            && let Some(queue) = self.theirs.queue(waiter)
         {
-            bell.store(true, Ordering::SeqCst);
+            queue.push(theirs.0);
+            if let (Some((flag, _)), Some(mark)) =
+                (self.peers.get(waiter), self.marks.get(waiter.0 as usize))
+                && flag.must_ring(mark)
+            {
+                self.peers.ring(waiter);
+            }
+        }
+        if let Some(sleeper) = WaiterId::of_sleeper(wake.0) {
+            self.peers.ring(sleeper);
         }
     }
 
-    fn drain_ready(&self, waiter: u32, each: &mut dyn FnMut(Vqpn)) {
+    fn drain_ready(&self, waiter: WaiterId, mut each: impl FnMut(Vqpn)) {
         if let (Some(queue), Some(cursor)) =
-            (self.mine.queue(waiter), self.cursors.get(waiter as usize))
+            (self.mine.queue(waiter), self.cursors.get(waiter.0 as usize))
         {
             let mut cursor = lock(cursor);
             cursor.begin(queue);
@@ -495,8 +451,8 @@ impl<M: Memory> LinkEnd for End<M> {
         }
     }
 
-    fn has_ready(&self, waiter: u32) -> bool {
-        match (self.mine.queue(waiter), self.cursors.get(waiter as usize)) {
+    fn has_ready(&self, waiter: WaiterId) -> bool {
+        match (self.mine.queue(waiter), self.cursors.get(waiter.0 as usize)) {
             (Some(queue), Some(cursor)) => !lock(cursor).is_idle(queue),
             _ => false,
         }

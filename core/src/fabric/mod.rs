@@ -7,9 +7,13 @@ pub mod layout;
 pub mod mem;
 pub mod ready;
 pub mod ring;
+#[cfg(not(loom))]
+pub mod shm;
+#[cfg(not(loom))]
+pub mod waiter;
 
 #[cfg(not(loom))]
-pub use link::{Capabilities, LinkEnd, OpenError, Opened, SendError};
+pub use link::{LinkEnd, OpenError, Opened, SendError};
 
 #[cfg(not(loom))]
 mod link;

@@ -4,6 +4,8 @@ use std::os::fd::AsFd;
 use std::sync::atomic::Ordering::{Acquire, Release, SeqCst};
 
 use rdmasock_core::fabric::layout::{HEADER_BYTES, Layout, MAX_STREAMS};
+use rdmasock_core::fabric::shm::Side;
+use rdmasock_core::fabric::waiter::FlagPage;
 use rdmasock_core::ids::{Cookie, InstanceId};
 use rdmasock_core::os::channel::Channel;
 use rdmasock_core::os::memfd::{self, Access};
@@ -15,7 +17,7 @@ use rdmasock_core::wire::{self, Geometry, LinkOffer, MAX_MESSAGE, Message};
 use rustix::event::epoll as kernel;
 
 use super::{ASK_TIMEOUT, Conn, Peer, Ref, Worker};
-use crate::link::{Link, Side};
+use crate::link::Link;
 use crate::promote;
 use crate::ready;
 use crate::socket::mode;
@@ -70,7 +72,7 @@ impl Worker {
         let header = layout.header();
         // SAFETY: the file is longer than its header, and nobody else has it yet.
         unsafe { std::ptr::copy_nonoverlapping(header.as_ptr(), mapping.as_ptr(), header.len()) };
-        Some((fd, Side { mapping, layout }))
+        Some((fd, Side::new(mapping, layout)?))
     }
 
     fn dial(&mut self, peer: InstanceId, offer: &LinkOffer) -> Option<Side> {
@@ -80,7 +82,7 @@ impl Worker {
             cookie: offer.cookie,
             instance_c: self.library.id,
             pid: rustix::process::getpid().as_raw_nonzero().get() as u32,
-            geometry: self.geometry(&mine.layout),
+            geometry: self.geometry(mine.layout()),
         };
         let mut buf = [0u8; MAX_MESSAGE];
         let bytes = message.encode(&mut buf).ok()?;
@@ -129,7 +131,7 @@ impl Worker {
         let message = Message::LinkAccept {
             instance_s: self.library.id,
             pid: rustix::process::getpid().as_raw_nonzero().get() as u32,
-            geometry: self.geometry(&mine.layout),
+            geometry: self.geometry(mine.layout()),
         };
         let mut buf = [0u8; MAX_MESSAGE];
         let Ok(bytes) = message.encode(&mut buf) else {
@@ -189,7 +191,7 @@ impl Worker {
         channel: Channel,
         mine: Side,
         theirs: Side,
-        flags: memfd::Mapping,
+        flags: FlagPage,
     ) -> Option<&'static Link> {
         let slot = self.free_slot();
         let info = LinkInfo {
@@ -435,7 +437,7 @@ impl Worker {
     }
 }
 
-fn map_peer(geometry: &Geometry, fds: &[PrivateFd]) -> Option<(Side, memfd::Mapping)> {
+fn map_peer(geometry: &Geometry, fds: &[PrivateFd]) -> Option<(Side, FlagPage)> {
     let [arena, flags] = fds else { return None };
     let mapping =
         memfd::map_received(arena.as_fd(), geometry.arena_bytes, Access::ReadWrite).ok()?;
@@ -447,7 +449,7 @@ fn map_peer(geometry: &Geometry, fds: &[PrivateFd]) -> Option<(Side, memfd::Mapp
     unsafe { std::ptr::copy_nonoverlapping(mapping.as_ptr(), header.as_mut_ptr(), HEADER_BYTES) };
     let layout = Layout::from_header(&header, geometry.arena_bytes).ok()?;
     let flags = memfd::map_received(flags.as_fd(), FLAGS_BYTES, Access::ReadOnly).ok()?;
-    Some((Side { mapping, layout }, flags))
+    Some((Side::new(mapping, layout)?, FlagPage::new(flags)?))
 }
 
 /// The handshake goes on over this link.

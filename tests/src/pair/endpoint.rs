@@ -3,9 +3,7 @@
 
 mod reading;
 
-use std::sync::Arc;
-
-use rdmasock_core::fabric::mem::{End as LinkEnd, Heap, Medium};
+use rdmasock_core::fabric::mem::{End as LinkEnd, Medium};
 use rdmasock_core::fabric::ring::{Consumer, End, Producer, Stopped};
 use rdmasock_core::fabric::{LinkEnd as _, Opened};
 use rdmasock_core::ids::{InstanceId, Nonce, Vqpn};
@@ -42,7 +40,7 @@ pub struct Net<'a> {
     /// Out of band, to the other end.
     pub oob: &'a Medium,
     /// Our end of the link.
-    pub link: &'a LinkEnd<Arc<Heap>>,
+    pub link: &'a LinkEnd,
 }
 
 /// See the module.
@@ -414,9 +412,9 @@ impl Endpoint {
         let peer = self.peer.take();
         if let (Some(stream), Some(consumer)) = (self.stream.take(), self.consumer.take()) {
             if stream.asked {
-                net.link.close_unanswered(stream.mine, consumer);
+                net.link.close_unanswered(stream.mine, Some(consumer));
             } else {
-                net.link.close(stream.mine, peer, consumer);
+                net.link.close(stream.mine, peer, Some(consumer));
             }
         }
     }

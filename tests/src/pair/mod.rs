@@ -5,9 +5,8 @@ pub mod endpoint;
 pub mod tcp;
 
 use std::net::SocketAddr;
-use std::sync::Arc;
 
-use rdmasock_core::fabric::mem::{Clock, End, Fate, Heap, Medium, heap_pair};
+use rdmasock_core::fabric::mem::{Clock, End, Fate, Medium, heap_pair};
 use rdmasock_core::ids::{Nonce, Tuple};
 use rdmasock_core::stream::handshake::{Handshake, Phase, Role, Step};
 
@@ -62,7 +61,7 @@ pub struct World {
     /// By sender.
     tcp: [Tcp; 2],
     oob: [Medium; 2],
-    link: [End<Arc<Heap>>; 2],
+    link: [End; 2],
     link_after: Option<u64>,
     asked_at: u64,
     linking_since: Option<u64>,

@@ -1,0 +1,420 @@
+//! The shm fabric: one end of a link whose memory two processes of one host share.
+//!
+//! Each end receives in an arena of its own, which the other maps ([`layout`]), and looks at the
+//! page of sleep flags that the other shows. What is not memory comes from whoever holds the end
+//! ([`Outside`]): the side channel and the doorbells. Not here: making a link, whether it is up, and
+//! what its streams are for.
+
+use std::ptr::NonNull;
+use std::sync::atomic::{
+    AtomicU8,
+    Ordering::{AcqRel, Release},
+};
+
+use super::arena::Arena;
+use super::layout::{self, Layout, MAX_STREAMS, READY_QUEUES, Region};
+use super::ready::{ReadyCursor, ReadyQueue, RungMark};
+use super::ring::{Consumer, DataArea, DirectionBlock, Producer, Wake};
+use super::waiter::{FlagPage, MAX_WAITERS, WaiterId};
+use super::{LinkEnd, OpenError, Opened, SendError};
+use crate::ids::Vqpn;
+use crate::lock::Lock;
+use crate::os::memfd::Mapping;
+use crate::wire::{Message, RingOffer};
+
+/// What an end needs that is not memory. Neither call may wait, or call the end.
+pub trait Outside {
+    /// As [`LinkEnd::send`].
+    fn send(&self, message: &Message) -> Result<(), SendError>;
+
+    /// Wakes whoever sleeps, or will next sleep, on the doorbell of the peer's `waiter`.
+    fn ring(&self, waiter: WaiterId);
+}
+
+/// One side's arena as mapped here.
+#[derive(Debug)]
+pub struct Side {
+    mapping: Mapping,
+    layout: Layout,
+}
+
+impl Side {
+    /// The arena in `mapping`; `None` if that is shorter than the layout says.
+    pub fn new(mapping: Mapping, layout: Layout) -> Option<Self> {
+        (mapping.bytes() as u64 >= layout.file_len()).then_some(Self { mapping, layout })
+    }
+
+    /// What lies where in it.
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    fn at(&self, offset: usize) -> *mut u8 {
+        self.mapping.as_ptr().wrapping_add(offset)
+    }
+
+    fn area(&self) -> DataArea {
+        // SAFETY: the data area lies within the mapping (`new`), which stays for as long as there
+        // are cursors (`End::new`).
+        unsafe { DataArea::new(self.at(layout::DATA_OFFSET), self.layout.data_len()) }
+    }
+
+    fn block(&self, vqpn: Vqpn) -> Option<NonNull<DirectionBlock>> {
+        NonNull::new(self.at(layout::block_offset(vqpn.0)?).cast())
+    }
+
+    fn queue(&self, waiter: WaiterId) -> Option<&ReadyQueue> {
+        let offset = layout::ready_offset(waiter.0.into())?;
+        // SAFETY: inside the mapping (`new`), aligned (layout), only atomics, mapped as long as `self`.
+        Some(unsafe { &*self.at(offset).cast::<ReadyQueue>() })
+    }
+}
+
+/// Which ends are done with a stream's number.
+mod done {
+    pub const LOCAL: u8 = 1;
+    pub const PEER: u8 = 2;
+    pub const BOTH: u8 = LOCAL | PEER;
+}
+
+struct Numbers {
+    arena: Arena,
+    next: u32,
+    free: Vec<u32>,
+    /// Rings of streams that we are done with but the peer is not.
+    zombies: Vec<(u32, [Option<Region>; 3])>,
+}
+
+/// See the module.
+pub struct End<O> {
+    mine: Side,
+    theirs: Side,
+    peer_flags: FlagPage,
+    marks: Box<[RungMark]>,
+    cursors: Box<[Lock<ReadyCursor>]>,
+    done: Box<[AtomicU8]>,
+    numbers: Lock<Numbers>,
+    outside: O,
+}
+
+impl<O> End<O> {
+    /// An end with nothing open. We receive in `mine`, the peer in `theirs`, and it sleeps by
+    /// `peer_flags`.
+    ///
+    /// # Safety
+    /// The end must live longer than every cursor that it gives out. [`producer`](LinkEnd::producer)
+    /// must be asked at most once for each stream.
+    pub unsafe fn new(mine: Side, theirs: Side, peer_flags: FlagPage, outside: O) -> Self {
+        let arena = Arena::new(mine.layout.data_len() as u64);
+        Self {
+            mine,
+            theirs,
+            peer_flags,
+            marks: (0..MAX_WAITERS).map(|_| RungMark::new()).collect(),
+            cursors: (0..READY_QUEUES)
+                .map(|_| Lock::new(ReadyCursor::new()))
+                .collect(),
+            done: (0..MAX_STREAMS).map(|_| AtomicU8::new(0)).collect(),
+            numbers: Lock::new(Numbers {
+                arena,
+                next: 0,
+                free: Vec::new(),
+                zombies: Vec::new(),
+            }),
+            outside,
+        }
+    }
+
+    /// What the end was given.
+    #[inline]
+    pub fn outside(&self) -> &O {
+        &self.outside
+    }
+
+    /// Every number that was ever given to a stream of ours is below this.
+    pub fn numbers(&self) -> u32 {
+        self.numbers.lock().map_or(0, |n| n.next)
+    }
+
+    /// Gives the memory of a link back that carries nothing any more. The addresses stay readable
+    /// and writable, so that a cursor that is still about does no harm.
+    pub fn release(&self) {
+        self.mine.mapping.neutralise();
+        self.theirs.mapping.neutralise();
+    }
+
+    fn leave(&self, mine: Vqpn, consumer: Option<Consumer>, bits: u8) {
+        if let (Some(consumer), Some(mut numbers)) = (consumer, self.numbers.lock()) {
+            numbers.zombies.push((mine.0, consumer.into_regions()));
+        }
+        if bits != 0 {
+            self.mark_done(mine, bits);
+        }
+    }
+
+    fn mark_done(&self, mine: Vqpn, bits: u8) {
+        let Some(done) = self.done.get(mine.0 as usize) else {
+            return;
+        };
+        let before = done.fetch_or(bits, AcqRel);
+        if before == done::BOTH || before | bits != done::BOTH {
+            return;
+        }
+        let Some(mut numbers) = self.numbers.lock() else {
+            return;
+        };
+        let mut regions = Vec::new();
+        numbers.zombies.retain(|(v, r)| {
+            if *v == mine.0 {
+                regions.extend(r.iter().flatten().copied());
+            }
+            *v != mine.0
+        });
+        drop(numbers);
+        for region in regions {
+            self.give_back(region);
+        }
+        if let Some(mut numbers) = self.numbers.lock() {
+            numbers.free.push(mine.0);
+        }
+    }
+
+    fn give_back(&self, region: Region) {
+        let start = layout::DATA_OFFSET + region.offset();
+        // Gives the pages back. If it fails they just stay.
+        let _ = self.mine.mapping.punch_hole(start..start + region.len());
+        if let Some(mut numbers) = self.numbers.lock() {
+            numbers.arena.free(region);
+        }
+    }
+}
+
+impl<O: Outside> End<O> {
+    fn tell(&self, wake: Wake, theirs: Vqpn) {
+        if let Some(waiter) = WaiterId::of_queue(wake.0)
+            && let Some(queue) = self.theirs.queue(waiter)
+        {
+            queue.push(theirs.0);
+            if let (Some(flag), Some(mark)) = (
+                self.peer_flags.flag(waiter),
+                self.marks.get(waiter.0 as usize),
+            ) && flag.must_ring(mark)
+            {
+                self.outside.ring(waiter);
+            }
+        }
+        if let Some(sleeper) = WaiterId::of_sleeper(wake.0) {
+            self.outside.ring(sleeper);
+        }
+    }
+}
+
+impl<O: Outside> LinkEnd for End<O> {
+    fn open(&self, log2: u8) -> Result<Opened, OpenError> {
+        let mut numbers = self.numbers.lock().ok_or(OpenError::Busy)?;
+        let number = match numbers.free.pop() {
+            Some(number) => number,
+            None if numbers.next < MAX_STREAMS => {
+                numbers.next += 1;
+                numbers.next - 1
+            }
+            None => return Err(OpenError::Streams),
+        };
+        let Some(region) = numbers.arena.alloc(log2) else {
+            numbers.free.push(number);
+            return Err(OpenError::Arena);
+        };
+        let vqpn = Vqpn(number);
+        let block = self.mine.block(vqpn).ok_or(OpenError::Streams)?;
+        // SAFETY: within the mapping; the number is free, so neither end has a cursor on the block.
+        unsafe { block.as_ref() }.reset();
+        // SAFETY: as above; this is the block's only consumer, and the end outlives it (`new`).
+        let mut consumer = unsafe { Consumer::new(block, self.mine.area()) };
+        let Ok(wake) = consumer.offer(region) else {
+            numbers.arena.free(region);
+            numbers.free.push(number);
+            return Err(OpenError::Arena);
+        };
+        // Nobody can be waiting yet.
+        let _ = wake;
+        let ring = RingOffer::new(region.page(), region.log2()).ok_or(OpenError::Arena)?;
+        if let Some(done) = self.done.get(number as usize) {
+            done.store(0, Release);
+        }
+        Ok(Opened {
+            vqpn,
+            ring,
+            consumer,
+        })
+    }
+
+    fn producer(&self, theirs: Vqpn) -> Option<Producer> {
+        let block = self.theirs.block(theirs)?;
+        // SAFETY: within the mapping; the only producer, and the end outlives it (`new`).
+        Some(unsafe { Producer::new(block, self.theirs.area()) })
+    }
+
+    fn close(&self, mine: Vqpn, theirs: Option<Vqpn>, consumer: Option<Consumer>) {
+        let told = match theirs {
+            Some(yours) => self.outside.send(&Message::Closed { yours }).is_ok(),
+            None => true,
+        };
+        let bits = match (theirs, told) {
+            (None, _) => done::BOTH,
+            (_, true) => done::LOCAL,
+            (_, false) => 0,
+        };
+        self.leave(mine, consumer, bits);
+    }
+
+    fn close_unanswered(&self, mine: Vqpn, consumer: Option<Consumer>) {
+        self.leave(mine, consumer, done::LOCAL);
+    }
+
+    fn on_closed(&self, mine: Vqpn) {
+        self.mark_done(mine, done::PEER);
+    }
+
+    fn allocate(&self, log2: u8) -> Option<Region> {
+        self.numbers.lock()?.arena.alloc(log2)
+    }
+
+    fn free(&self, region: Region) {
+        self.give_back(region);
+    }
+
+    fn send(&self, message: &Message) -> Result<(), SendError> {
+        self.outside.send(message)
+    }
+
+    #[inline]
+    fn notify(&self, wake: Wake, theirs: Vqpn) {
+        if !wake.is_none() {
+            self.tell(wake, theirs);
+        }
+    }
+
+    fn drain_ready(&self, waiter: WaiterId, mut each: impl FnMut(Vqpn)) {
+        let (Some(queue), Some(cursor)) =
+            (self.mine.queue(waiter), self.cursors.get(waiter.0 as usize))
+        else {
+            return;
+        };
+        let Some(mut cursor) = cursor.lock() else {
+            return;
+        };
+        cursor.begin(queue);
+        while let Some(vqpn) = cursor.pop(queue) {
+            each(Vqpn(vqpn));
+        }
+    }
+
+    fn has_ready(&self, waiter: WaiterId) -> bool {
+        match (self.mine.queue(waiter), self.cursors.get(waiter.0 as usize)) {
+            (Some(queue), Some(cursor)) => cursor.lock().is_none_or(|c| !c.is_idle(queue)),
+            _ => false,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use super::*;
+
+    /// A side channel that works or not, and a count of rings.
+    #[derive(Default)]
+    struct Outer {
+        is_down: Cell<bool>,
+        rung: Cell<u32>,
+    }
+
+    impl Outside for Outer {
+        fn send(&self, _: &Message) -> Result<(), SendError> {
+            (!self.is_down.get()).then_some(()).ok_or(SendError::Down)
+        }
+
+        fn ring(&self, _: WaiterId) {
+            self.rung.set(self.rung.get() + 1);
+        }
+    }
+
+    fn layout() -> Layout {
+        Layout::for_data(1 << 16).unwrap()
+    }
+
+    fn map(bytes: u64) -> Mapping {
+        Mapping::anonymous(bytes as usize).unwrap()
+    }
+
+    fn end() -> End<Outer> {
+        let side = || Side::new(map(layout().file_len()), layout()).unwrap();
+        let flags = FlagPage::new(map(super::super::waiter::FLAGS_BYTES)).unwrap();
+        // SAFETY: the tests drop or forget cursors before the end.
+        unsafe { End::new(side(), side(), flags, Outer::default()) }
+    }
+
+    fn in_use(end: &End<Outer>) -> u64 {
+        end.numbers.lock().unwrap().arena.bytes_in_use()
+    }
+
+    #[test]
+    fn an_arena_is_not_shorter_than_its_layout() {
+        assert!(Side::new(map(layout().file_len() - 1), layout()).is_none());
+    }
+
+    #[test]
+    fn a_number_that_the_peer_could_not_be_told_of_stays_taken() {
+        let end = end();
+        let opened = end.open(12).unwrap();
+        end.outside().is_down.set(true);
+        end.close(opened.vqpn, Some(Vqpn(0)), Some(opened.consumer));
+        end.on_closed(opened.vqpn);
+        assert_ne!(end.open(12).unwrap().vqpn, opened.vqpn);
+        assert_eq!((in_use(&end), end.numbers()), (2 * 4096, 2));
+    }
+
+    #[test]
+    fn a_number_whose_consumer_is_lost_is_free_but_its_ring_is_not() {
+        let end = end();
+        let opened = end.open(12).unwrap();
+        end.close(opened.vqpn, None, None);
+        assert_eq!(in_use(&end), 4096);
+        assert_eq!(end.open(12).unwrap().vqpn, opened.vqpn);
+    }
+
+    #[test]
+    fn being_told_twice_that_the_peer_is_done_frees_a_number_once() {
+        let end = end();
+        let opened = end.open(12).unwrap();
+        end.close(opened.vqpn, None, Some(opened.consumer));
+        end.on_closed(opened.vqpn);
+        assert_eq!(in_use(&end), 0);
+        assert_ne!(end.open(12).unwrap().vqpn, end.open(12).unwrap().vqpn);
+    }
+
+    #[test]
+    fn the_memory_of_a_freed_ring_reads_as_zeroes() {
+        let end = end();
+        let region = end.allocate(13).unwrap();
+        let at = end.mine.at(layout::DATA_OFFSET + region.offset());
+        // SAFETY: within the mapping, which only this test uses.
+        unsafe { at.write(7) };
+        end.free(region);
+        // SAFETY: as above.
+        assert_eq!(unsafe { at.read() }, 0);
+    }
+
+    #[test]
+    fn cursors_of_a_released_link_do_no_harm() {
+        let end = end();
+        let mut opened = end.open(12).unwrap();
+        let mut producer = end.producer(Vqpn(3)).unwrap();
+        end.release();
+        assert_eq!(opened.consumer.has_data(), Ok(false));
+        assert_eq!(producer.spans(10).map(|s| s.len()), Ok(0));
+        end.notify(Wake(WaiterId(2).queue_bits()), Vqpn(3));
+        assert_eq!(end.outside().rung.get(), 0);
+    }
+}

@@ -124,11 +124,12 @@ fn poll_slow(
         if evaluate(set) > 0 {
             continue;
         }
-        // A socket that became ours meanwhile is not among the sleepers.
+        // A socket that became ours meanwhile is not among the sleepers, and one that went back to
+        // the kernel not in the copy.
         if set
             .iter()
             .zip(&copy)
-            .any(|(p, c)| c.fd >= 0 && is_watched(p.fd))
+            .any(|(p, c)| p.fd >= 0 && (c.fd >= 0) == is_watched(p.fd))
         {
             continue;
         }

@@ -100,7 +100,8 @@ build_siw() {
     local scratch=$1 series=$2 release=$3 into=$4 source="$1/linux-source-$2/drivers/infiniband/sw/siw"
     tar -C "$scratch" -xf "$scratch/root/usr/src/linux-source-$series.tar.xz" "linux-source-$series/drivers/infiniband/sw/siw"
     # A peer that answers without private data makes siw copy from a null pointer, and the machine dies.
-    sed -i 's/if (pd_len) {$/if (pd_len \&\& cep->mpa.pdata) {/' "$source/siw_cm.c"
+    # In this function only: the same test elsewhere is about what we send.
+    sed -i '/^static int siw_cm_upcall(/,/^}/s/if (pd_len) {$/if (pd_len \&\& cep->mpa.pdata) {/' "$source/siw_cm.c"
     grep -q 'if (pd_len && cep->mpa.pdata) {' "$source/siw_cm.c" \
         || echo "  warning: siw's source looks different now; the guard for answers without private data is not in"
     make -s -C "/usr/src/linux-headers-$release" M="$(realpath "$source")" CONFIG_RDMA_SIW=m modules >"$scratch/siw.log" 2>&1 \

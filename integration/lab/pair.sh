@@ -5,6 +5,7 @@
 #
 # A node's output is text, and once a line that ends with "\001lab-exit CODE": its command has ended.
 # A node stays up until both commands have ended, so that what one left in the background can serve the other.
+# shellcheck shell=bash disable=SC2034,SC2154 # some variables are shared with scripts/lab
 
 declare -A pid=() reader=() ended=()
 

@@ -1,6 +1,7 @@
 # Prepares what the lab's virtual machines boot (sourced by scripts/lab): packages, kernel, modules, siw, initramfs.
 # Not for running them. The result stays in the cache until one of the files that make it changes;
 # nothing of it is installed on the host but packages, and no kernel joins the host's boot menu.
+# shellcheck shell=bash
 
 lab_packages="qemu-system-x86 busybox-static cpio kmod iproute2 python3
     ibverbs-providers ibverbs-utils librdmacm1 rdmacm-utils"
@@ -86,7 +87,7 @@ build_boot() {
     echo "  initramfs"
     build_initramfs "$scratch" "$release" >"$scratch/boot/initramfs"
     printf '%s\n' "$key" >"$scratch/boot/key"
-    rm -rf "$cache/boot" "$cache/accelerator"
+    rm -rf "${cache:?}/boot" "$cache/accelerator"
     mv "$scratch/boot" "$cache/boot"
 }
 

@@ -1,4 +1,5 @@
 # For the lab's tests (sourced): both nodes run the same test at the same time.
+# shellcheck shell=bash
 
 skip() {
     echo "$1"

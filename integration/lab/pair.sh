@@ -13,6 +13,9 @@ declare -A pid=() reader=() ended=()
 run_pair() {
     local deadline=$((SECONDS + $1)) status=0 event node value events
     pid=() reader=() ended=()
+    # Nothing of the pair before, whose wire would be taken for ours.
+    rm -rf "${run:?}"/{a,b,wire,events}
+    mkdir "$run/a" "$run/b"
     mkfifo "$run/events"
     exec {events}<>"$run/events"
     for node in a b; do
@@ -39,7 +42,6 @@ run_pair() {
     done
     stop_pair
     exec {events}>&-
-    rm "$run/events"
     [ "$status" = 0 ] || return "$status"
     for node in a b; do
         [ "${ended[$node]}" = 0 ] || note "node $node ended with ${ended[$node]}"

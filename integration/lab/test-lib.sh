@@ -1,0 +1,52 @@
+# For the lab's tests (sourced): both nodes run the same test at the same time.
+# shellcheck shell=bash
+
+skip() {
+    echo "$1"
+    exit 77
+}
+
+# A machine of ours must have its device; real hosts may have none.
+need_device() {
+    [ -n "$LAB_RDMA" ] && return
+    [ "$LAB_DEVICE" = hosts ] || { echo "no RDMA device with $LAB_ADDR"; exit 1; }
+    skip "no RDMA device with $LAB_ADDR"
+}
+
+need_program() { command -v "$1" >/dev/null || skip "$1 is not installed"; }
+
+is_iwarp() { grep -q RNIC "/sys/class/infiniband/$LAB_RDMA/node_type"; }
+
+# together PORT SERVER CLIENT: node a runs the shell line SERVER, which listens on PORT over TCP or RDMA;
+# once it does, node b runs CLIENT. Ends with this node's code.
+together() {
+    local server code=0
+    if [ "$LAB_NODE" = b ]; then
+        [ "$(lab-barrier listening)" = yes ] || { echo "the server on node a does not listen"; return 1; }
+        bash -c "$3"
+        return
+    fi
+    bash -c "$2" &
+    server=$!
+    if wait_listening "$1" "$server"; then
+        lab-barrier listening yes >/dev/null
+        wait "$server" || code=$?
+    else
+        lab-barrier listening no >/dev/null
+        code=1
+    fi
+    kill "$server" 2>/dev/null
+    return "$code"
+}
+
+wait_listening() {
+    local tick
+    for ((tick = 0; tick < 100; tick++)); do
+        if ss -Hltn "sport = :$1" | grep -q . || rdma resource show cm_id state listen 2>/dev/null | grep -q ":$1 "; then
+            return 0
+        fi
+        kill -0 "$2" 2>/dev/null || return 1
+        sleep 0.1
+    done
+    return 1
+}

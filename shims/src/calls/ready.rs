@@ -38,18 +38,27 @@ unsafe extern "C" fn poll_on(
     timeout: Timeout,
     mask: *const sigset_t,
 ) -> c_int {
+    // SAFETY: `fds` has n entries.
+    let call = |fds, n, left| unsafe { kernel_poll(fds, n, left, mask) };
     // SAFETY: the program's array.
-    unsafe { poll::poll(fds, count, timeout, kernel_poll(mask)) }
+    unsafe { poll::poll(fds, count, timeout, call) }
 }
 
-/// ppoll() as `poll` and `Sets::select` call it, with the signal mask `mask`.
-fn kernel_poll(mask: *const sigset_t) -> impl Fn(*mut pollfd, nfds_t, Timeout) -> c_int {
-    move |fds, n, timeout| {
-        let left = timeout.to_timespec();
-        let left = left.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
-        // SAFETY: `fds` has n entries.
-        unsafe { crate::real::ppoll().cancellable()(fds, n, left, mask) }
-    }
+/// What `poll` and `Sets::select` call: the kernel's ppoll(). (Not a function that gives `impl Fn`: such a
+/// value counts as one with a destructor, and the forced unwind of its caller aborts. See `calls`.)
+///
+/// # Safety
+/// `fds` has `count` entries; `mask` is null or the program's.
+unsafe fn kernel_poll(
+    fds: *mut pollfd,
+    count: nfds_t,
+    timeout: Timeout,
+    mask: *const sigset_t,
+) -> c_int {
+    let left = timeout.to_timespec();
+    let left = left.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
+    // SAFETY: by the contract.
+    unsafe { crate::real::ppoll().cancellable()(fds, count, left, mask) }
 }
 
 /// `poll(2)` of a fortified program; libc aborts if `fds` is longer than `size` bytes.
@@ -158,8 +167,10 @@ unsafe extern "C" fn select_on(sets: &Sets, timeout: *mut timeval) -> c_int {
             crate::time::now_ns(),
         ),
     };
+    // SAFETY: `fds` has n entries.
+    let call = |fds, n, left| unsafe { kernel_poll(fds, n, left, std::ptr::null()) };
     // SAFETY: the program's sets.
-    let result = unsafe { sets.select(time, kernel_poll(std::ptr::null())) };
+    let result = unsafe { sets.select(time, call) };
     if let (Some(tv), Timeout::Ns(ns)) = (given, time) {
         // Linux leaves what is left of the time.
         let left = ns.saturating_sub(crate::time::now_ns().saturating_sub(begun));
@@ -198,8 +209,10 @@ pub unsafe extern "C" fn pselect(
 
 #[inline(never)]
 unsafe extern "C" fn pselect_on(sets: &Sets, timeout: Timeout, mask: *const sigset_t) -> c_int {
+    // SAFETY: `fds` has n entries.
+    let call = |fds, n, left| unsafe { kernel_poll(fds, n, left, mask) };
     // SAFETY: the program's sets.
-    unsafe { sets.select(timeout, kernel_poll(mask)) }
+    unsafe { sets.select(timeout, call) }
 }
 
 /// `epoll_create(2)`.

@@ -223,6 +223,9 @@ pub fn close_does_not_wake(c: &Ctx) {
     }
 }
 
+/// What pthread_create runs.
+type ThreadFn = extern "C" fn(*mut libc::c_void) -> *mut libc::c_void;
+
 static CANCEL_FD: AtomicI32 = AtomicI32::new(-1);
 extern "C" fn blocked_in_recv(_: *mut libc::c_void) -> *mut libc::c_void {
     let fd = CANCEL_FD.load(Ordering::Relaxed);
@@ -233,30 +236,118 @@ extern "C" fn blocked_in_recv(_: *mut libc::c_void) -> *mut libc::c_void {
     std::ptr::null_mut()
 }
 
+extern "C" fn blocked_in_poll(_: *mut libc::c_void) -> *mut libc::c_void {
+    let mut entry = libc::pollfd {
+        fd: CANCEL_FD.load(Ordering::Relaxed),
+        events: libc::POLLIN,
+        revents: 0,
+    };
+    // SAFETY: one entry. A plain call, as above.
+    unsafe { libc::poll(&mut entry, 1, -1) };
+    std::ptr::null_mut()
+}
+
+// What could panic, such as FD_SET, is done before: a frame that knows of panics does not let the
+// cancellation's unwinding pass.
+extern "C" fn blocked_in_select(set: *mut libc::c_void) -> *mut libc::c_void {
+    let fd = CANCEL_FD.load(Ordering::Relaxed);
+    let none = std::ptr::null_mut();
+    // SAFETY: `cancel_in` gives a valid set. A plain call, as above.
+    unsafe {
+        libc::select(
+            fd.wrapping_add(1),
+            set.cast(),
+            none,
+            none,
+            std::ptr::null_mut(),
+        )
+    };
+    std::ptr::null_mut()
+}
+
+extern "C" fn blocked_in_pselect(set: *mut libc::c_void) -> *mut libc::c_void {
+    let fd = CANCEL_FD.load(Ordering::Relaxed);
+    let none = std::ptr::null_mut();
+    // SAFETY: as above.
+    unsafe {
+        libc::pselect(
+            fd.wrapping_add(1),
+            set.cast(),
+            none,
+            none,
+            std::ptr::null(),
+            std::ptr::null(),
+        );
+    }
+    std::ptr::null_mut()
+}
+
+static CANCEL_EPOLL: AtomicI32 = AtomicI32::new(-1);
+extern "C" fn blocked_in_epoll_wait(_: *mut libc::c_void) -> *mut libc::c_void {
+    let mut event = libc::epoll_event { events: 0, u64: 0 };
+    // SAFETY: room for one event. A plain call, as above.
+    unsafe { libc::epoll_wait(CANCEL_EPOLL.load(Ordering::Relaxed), &mut event, 1, -1) };
+    std::ptr::null_mut()
+}
+
+/// pthread_cancel of a thread that runs `blocked` with a set that holds the connection.
+fn cancel_in(c: &Ctx, blocked: ThreadFn) {
+    let mut t: libc::pthread_t = 0;
+    let mut ended = std::ptr::null_mut();
+    // SAFETY: the function never returns a pointer that is used; t is joined below.
+    unsafe extern "C" {
+        fn pthread_cancel(t: libc::pthread_t) -> c_int;
+    }
+    let mut set: libc::fd_set = sys::zeroed();
+    // SAFETY: a valid set, and a number below FD_SETSIZE.
+    unsafe { libc::FD_SET(CANCEL_FD.load(Ordering::Relaxed), &mut set) };
+    c.ret(
+        "create",
+        call!(libc::pthread_create(
+            &mut t,
+            std::ptr::null(),
+            blocked,
+            (&raw mut set).cast()
+        )),
+    );
+    sys::pause_ms(60);
+    c.ret("cancel", call!(pthread_cancel(t)));
+    c.ret("join", call!(libc::pthread_join(t, &mut ended)));
+    c.log(format_args!("cancelled: {}", ended as isize == -1));
+}
+
 /// pthread_cancel of a thread blocked in recv; the connection then works for others.
 pub fn cancel(c: &Ctx) {
+    cancel_each(c, |_| {}, &[blocked_in_recv]);
+}
+
+/// pthread_cancel of threads that wait for readiness, likewise.
+pub fn cancel_pollers(c: &Ctx) {
+    let add_to_epoll = |fd| {
+        let ep = epoll::create();
+        ctl(ep, libc::EPOLL_CTL_ADD, fd, IN, 1).ok();
+        CANCEL_EPOLL.store(ep, Ordering::Relaxed);
+    };
+    cancel_each(
+        c,
+        add_to_epoll,
+        &[
+            blocked_in_poll,
+            blocked_in_select,
+            blocked_in_pselect,
+            blocked_in_epoll_wait,
+        ],
+    );
+}
+
+fn cancel_each(c: &Ctx, prepare: impl FnOnce(c_int), blocked: &[ThreadFn]) {
     let fd = c.pair();
     if c.is_server() {
         CANCEL_FD.store(fd, Ordering::Relaxed);
-        let mut t: libc::pthread_t = 0;
-        let mut ended = std::ptr::null_mut();
-        // SAFETY: the function never returns a pointer that is used; t is joined below.
-        unsafe extern "C" {
-            fn pthread_cancel(t: libc::pthread_t) -> c_int;
+        prepare(fd);
+        for function in blocked {
+            cancel_in(c, *function);
         }
-        c.ret(
-            "create",
-            call!(libc::pthread_create(
-                &mut t,
-                std::ptr::null(),
-                blocked_in_recv,
-                std::ptr::null_mut()
-            )),
-        );
-        sys::pause_ms(60);
-        c.ret("cancel", call!(pthread_cancel(t)));
-        c.ret("join", call!(libc::pthread_join(t, &mut ended)));
-        c.log(format_args!("cancelled: {}", ended as isize == -1));
         c.sync("cancelled");
         c.recv(fd, 10, 0);
         c.send(fd, b"works", 0);

@@ -190,6 +190,8 @@ impl<O> End<O> {
 }
 
 impl<O: Outside> End<O> {
+    // Not inlined: `notify` would grow, and be called for every message that wakes nobody.
+    #[inline(never)]
     fn tell(&self, wake: Wake, theirs: Vqpn) {
         if let Some(waiter) = WaiterId::of_queue(wake.0)
             && let Some(queue) = self.theirs.queue(waiter)

@@ -12,7 +12,7 @@ mod scan;
 
 pub use close::{close_stream, close_tx, linger, refuse, scan_left};
 pub use leave::{end_on_link, leave, resend, return_to_tcp};
-pub use scan::{Ahead, look_ahead, readable, scan_taken, start_scan, stop_scan};
+pub use scan::{Ahead, look_ahead, readable, scan_taken, seen_ahead, start_scan, stop_scan};
 
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};

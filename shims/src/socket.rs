@@ -82,6 +82,9 @@ pub struct Rx {
     /// Bytes taken from TCP by a call that was already in the kernel when the scan began, and
     /// which may be the beginning of a marker.
     pub carry: Vec<u8>,
+    /// Bytes in front, in the carry and then in TCP, that a scan has found to be payload: small
+    /// reads do not scan them again.
+    pub scanned: usize,
     /// Bytes read when the ring was last looked at for shrinking.
     pub seen_at: u64,
     /// Whom the peer is to tell of data, as an attention word: the epoll sets' part.

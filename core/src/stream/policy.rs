@@ -5,13 +5,16 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 
+/// What a call counts for at least, in bytes: small messages cost TCP their calls, not their bytes.
+pub const CALL_WEIGHT: u64 = 256;
+
 /// From what point on a connection is promoted; whichever is reached first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Threshold {
     /// The request (turn-around from receiving to sending; the first send is request 1) at whose
     /// beginning the connection is promoted.
     pub requests: Option<u32>,
-    /// Bytes carried in either direction.
+    /// Bytes carried in either direction, where a call counts for at least [`CALL_WEIGHT`].
     pub bytes: Option<u64>,
 }
 
@@ -75,7 +78,7 @@ impl Progress {
 
     #[inline]
     fn add(&self, n: u64, threshold: &Threshold) -> bool {
-        let bytes = self.bytes.load(Relaxed).saturating_add(n);
+        let bytes = self.bytes.load(Relaxed).saturating_add(n.max(CALL_WEIGHT));
         self.bytes.store(bytes, Relaxed);
         threshold.bytes.is_some_and(|t| bytes >= t)
     }
@@ -102,6 +105,17 @@ mod tests {
         assert!(!p.on_sent(10, &t), "a request in two pieces is one request");
         assert!(!p.on_received(10, &t));
         assert!(p.on_sent(10, &t));
+    }
+
+    #[test]
+    fn small_messages_in_one_direction_reach_it_by_their_calls() {
+        let t = Threshold {
+            requests: None,
+            bytes: Some(16384),
+        };
+        let p = fresh();
+        assert!((1..16384 / CALL_WEIGHT).all(|_| !p.on_sent(8, &t)));
+        assert!(p.on_sent(8, &t));
     }
 
     #[test]

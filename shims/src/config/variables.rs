@@ -92,7 +92,7 @@ pub const VARIABLES: &[Variable] = &[
         default: "16r,1M",
         accepts: "a comma-separated list of <N>r (N from 1) and <bytes> with suffix K or M, or 0",
         meaning: "when a connection leaves TCP: as its Nth request begins, or after that many bytes in \
-                  either direction, whichever comes first; 0: as soon as it is connected",
+                  either direction (a call counts as 256 at least), whichever comes first; 0: as soon as it is connected",
         set: |config, value| {
             set(
                 &mut config.promote_after,

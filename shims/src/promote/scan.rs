@@ -28,6 +28,7 @@ pub fn start_scan(socket: &'static Socket, nonce: Nonce) -> bool {
     }
     rx.scan = Some(nonce);
     rx.carry.clear();
+    rx.scanned = 0;
     socket.rx_mode.store(mode::MARKED, SeqCst);
     // One call may be inside the kernel: it scans what it got when it comes back. With two there
     // would be no telling whose bytes come first.
@@ -45,6 +46,7 @@ pub fn stop_scan(socket: &'static Socket) {
         return;
     };
     rx.scan = None;
+    rx.scanned = 0;
     // What a call had taken and was held back is data after all; `receive` delivers it.
     if rx.carry.is_empty() && socket.rx_mode.load(Acquire) == mode::MARKED {
         socket.rx_mode.store(mode::TCP, SeqCst);
@@ -61,6 +63,18 @@ pub enum Ahead {
     Ended,
     /// The direction no longer scans.
     Changed,
+}
+
+/// What an earlier look has left, if that is all that the call wants.
+pub fn seen_ahead(socket: &Socket, rx: &Rx, want: usize) -> Option<Ahead> {
+    if rx.scanned < want || rx.scanned == 0 || socket.rx_mode.load(Acquire) != mode::MARKED {
+        return None;
+    }
+    let carry = rx.scanned.min(rx.carry.len());
+    Some(Ahead::Payload {
+        carry,
+        kernel: rx.scanned - carry,
+    })
 }
 
 /// Looks at what TCP has for a scanning socket, and processes the markers at its front. The caller
@@ -110,6 +124,7 @@ pub fn look_ahead<'a>(
             ));
         };
         let seen = scan(&nonce, buf.get(..carried + peeked)?);
+        guard.scanned = seen.payload;
         if seen.payload > 0 {
             let carry = seen.payload.min(carried);
             return Some((
@@ -288,6 +303,9 @@ pub fn readable(socket: &'static Socket) -> u32 {
         return 0;
     };
     let Some(rx) = socket.rx.lock() else { return 0 };
+    if seen_ahead(socket, &rx, 1).is_some() {
+        return libc::EPOLLIN as u32 | libc::EPOLLRDNORM as u32;
+    }
     let Some((ahead, rx)) = look_ahead(socket, &mut control, rx, || socket.rx.lock()) else {
         return 0;
     };

@@ -77,8 +77,11 @@ pub(super) unsafe fn from_marked(
     if !table::still(fd, socket) {
         return Step::Kernel;
     }
-    let Some((ahead, mut rx)) = promote::look_ahead(socket, &mut control, rx, || socket.rx.lock())
-    else {
+    let looked = match promote::seen_ahead(socket, &rx, iov.len()) {
+        Some(ahead) => Some((ahead, rx)),
+        None => promote::look_ahead(socket, &mut control, rx, || socket.rx.lock()),
+    };
+    let Some((ahead, mut rx)) = looked else {
         return Step::Fail(libc::EINTR);
     };
     match ahead {
@@ -109,7 +112,9 @@ pub(super) unsafe fn from_marked(
             let step = take_payload(socket, &mut rx, iov, flags, carry, kernel);
             // A marker that was behind it has had its edge at the anchor already: who waits for
             // edges would not look again.
-            let _ = promote::look_ahead(socket, &mut control, rx, || socket.rx.lock());
+            if rx.scanned == 0 {
+                let _ = promote::look_ahead(socket, &mut control, rx, || socket.rx.lock());
+            }
             step
         },
     }
@@ -169,7 +174,12 @@ unsafe fn take_payload(
         }
     }
     if got == 0 {
+        // Somebody else has taken what the scan saw.
+        rx.scanned = 0;
         return Step::Empty;
+    }
+    if !peek {
+        rx.scanned = rx.scanned.saturating_sub(got);
     }
     if !peek && let Some(stats) = socket.stats() {
         stats.add_rx_tcp(got as u64);

@@ -90,8 +90,7 @@ pub fn run(peer: &Peer) -> Result<()> {
         Job::EchoBlocking => trips(time, &mut Blocking(connect(&peer.address)?))?,
         Job::EchoEpoll => trips(time, &mut Waiting::new(connect(&peer.address)?)?)?,
         Job::MessagesLargeReads | Job::MessagesSmallReads => {
-            let rate = send_for(connect(&peer.address)?, &[7; 8], time)?;
-            rate / 8.0
+            send_for(connect(&peer.address)?, &[7; 8], time)? / 8.0
         }
         Job::Bulk => send_for(connect(&peer.address)?, &vec![7; 1 << 20], time)?,
     };
@@ -119,27 +118,25 @@ fn serve(peer: &Peer) -> Result<()> {
     if peer.address.starts_with('/') {
         let listener = UnixListener::bind(&peer.address)?;
         loop {
-            answer(
-                TcpStream::from(OwnedFd::from(listener.accept()?.0)),
-                peer.job,
-            )?;
+            answer(TcpStream::from(OwnedFd::from(listener.accept()?.0)), peer)?;
         }
     }
     let listener = TcpListener::bind(&peer.address)?;
     loop {
         let stream = listener.accept()?.0;
         stream.set_nodelay(true)?;
-        answer(stream, peer.job)?;
+        answer(stream, peer)?;
     }
 }
 
-fn answer(stream: TcpStream, job: Job) -> Result<()> {
-    match job {
+fn answer(stream: TcpStream, peer: &Peer) -> Result<()> {
+    let time = Duration::from_secs_f64(peer.seconds);
+    match peer.job {
         Job::EchoBlocking => echo(&mut Blocking(stream)),
         Job::EchoEpoll => echo(&mut Waiting::new(stream)?),
-        Job::MessagesSmallReads => drain(stream, 8),
-        Job::MessagesLargeReads => drain(stream, 64 << 10),
-        _ => drain(stream, 1 << 20),
+        Job::MessagesSmallReads => drain(stream, 8, time),
+        Job::MessagesLargeReads => drain(stream, 64 << 10, time),
+        _ => drain(stream, 1 << 20, time),
     }
 }
 
@@ -240,7 +237,11 @@ fn batches(time: Duration, size: u32, mut work: impl FnMut() -> Result<()>) -> R
     Ok(median(&samples))
 }
 
-/// Sends `message` again and again for `time`; bytes a second until the other end has read all.
+/// For how long the bytes of a one-way measurement flow before they count, as a part of the whole:
+/// the beginning is TCP's also where the connection is promoted.
+const WARM_UP: f64 = 0.3;
+
+/// Sends `message` again and again for `time`; bytes a second, as the other end has measured them.
 fn send_for(mut stream: TcpStream, message: &[u8], time: Duration) -> Result<f64> {
     // Reading the clock costs about as much as a small message on the fast path.
     let burst = if message.len() < 1024 { 256 } else { 1 };
@@ -252,24 +253,39 @@ fn send_for(mut stream: TcpStream, message: &[u8], time: Duration) -> Result<f64
         sent += burst * message.len() as u64;
     }
     stream.shutdown(Shutdown::Write)?;
-    let mut answer = [0; 8];
-    stream.read_exact(&mut answer)?;
-    let got = u64::from_le_bytes(answer);
+    let (mut got, mut rate) = ([0; 8], [0; 8]);
+    stream.read_exact(&mut got)?;
+    stream.read_exact(&mut rate)?;
+    let got = u64::from_le_bytes(got);
     if got != sent {
         bail!("sent {sent} bytes, the other end got {got}");
     }
-    Ok(sent as f64 / begin.elapsed().as_secs_f64())
+    Ok(f64::from_le_bytes(rate))
 }
 
-/// Reads to the end of file with calls of `size` bytes and answers how many bytes came.
-fn drain(mut stream: TcpStream, size: usize) -> Result<()> {
+/// Reads to the end of file with calls of `size` bytes and answers how many bytes came, and how many
+/// a second after the warm-up.
+fn drain(mut stream: TcpStream, size: usize, time: Duration) -> Result<()> {
     let (mut buffer, mut total) = (vec![0; size], 0_u64);
+    let (begin, mut warm, mut reads) = (Instant::now(), None, 0_u32);
     loop {
-        match stream.read(&mut buffer)? {
-            0 => return Ok(stream.write_all(&total.to_le_bytes())?),
-            count => total += count as u64,
+        let count = stream.read(&mut buffer)?;
+        if count == 0 {
+            break;
+        }
+        total += count as u64;
+        reads = reads.wrapping_add(1);
+        if warm.is_none()
+            && (size >= 1024 || reads.is_multiple_of(256))
+            && begin.elapsed() >= time.mul_f64(WARM_UP)
+        {
+            warm = Some((Instant::now(), total));
         }
     }
+    let (from, before) = warm.unwrap_or((begin, 0));
+    let rate = (total - before) as f64 / from.elapsed().as_secs_f64();
+    stream.write_all(&total.to_le_bytes())?;
+    Ok(stream.write_all(&rate.to_le_bytes())?)
 }
 
 /// A cache line of its own, also under the prefetcher that fetches pairs of lines.

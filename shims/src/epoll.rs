@@ -88,6 +88,8 @@ pub struct Epoll {
     moves: AtomicU64,
     /// When the kernel's set was last looked at, monotonic ns.
     looked_at: AtomicU64,
+    /// The last look found nothing there.
+    kernel_quiet: AtomicBool,
     /// The last wait had no room for what the kernel may have to report.
     full: AtomicU32,
     /// Whose turn it is to be looked at first.
@@ -115,6 +117,7 @@ impl Epoll {
                 fds: AtomicU32::new(0),
                 moves: AtomicU64::new(0),
                 looked_at: AtomicU64::new(0),
+                kernel_quiet: AtomicBool::new(false),
                 full: AtomicU32::new(0),
                 turn: AtomicBool::new(false),
                 spinner: Spinner::new(),

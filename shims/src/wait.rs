@@ -171,12 +171,17 @@ pub fn ring(fd: BorrowedFd<'_>) {
 pub struct Spinner {
     score: AtomicI32,
     skipped: AtomicU32,
+    /// Waits in a row that ended after others had been let run.
+    in_turns: AtomicU32,
 }
 
 /// From when on a spinning thread lets others run in between, ns.
 const POLITE_AFTER: u64 = 1_000;
 /// What a sleep and its wake-up cost both sides together, ns.
 const SLEEP_COST: u64 = 5_000;
+/// After so many waits in which the peer ran only when it was let, the two may share a core while
+/// another is idle: the wake-up from a sleep finds the idle one, the yields do not.
+const IN_TURNS_MAX: u32 = 64;
 const SCORE_MAX: i32 = 8;
 const PROBE_EVERY: u32 = 16;
 
@@ -192,6 +197,7 @@ impl Spinner {
         Self {
             score: AtomicI32::new(SCORE_MAX),
             skipped: AtomicU32::new(0),
+            in_turns: AtomicU32::new(0),
         }
     }
 
@@ -215,31 +221,63 @@ impl Spinner {
         }
     }
 
-    /// Spins until `done` or for `bound` ns; gives what `done` said last.
-    pub fn spin(&self, bound: u64, mut done: impl FnMut() -> bool) -> bool {
+    /// Spins until `done` or for `bound` ns; gives what `done` said last. False at once where only a
+    /// sleep gets two threads off one core.
+    pub fn spin(&self, bound: u64, done: impl FnMut() -> bool) -> bool {
         if bound == 0 {
             return false;
         }
-        let start = now_ns();
-        loop {
-            for _ in 0..32 {
-                if done() {
-                    let score = self.score.load(Relaxed);
-                    self.score.store((score + 2).min(SCORE_MAX), Relaxed);
-                    return true;
-                }
-                std::hint::spin_loop();
+        if self.in_turns.load(Relaxed) >= IN_TURNS_MAX {
+            self.in_turns.store(0, Relaxed);
+            return false;
+        }
+        let end = spin_for(bound, done);
+        let score = self.score.load(Relaxed);
+        let score = if end == End::Miss { score - 1 } else { score + 2 };
+        self.score
+            .store(score.clamp(-SCORE_MAX, SCORE_MAX), Relaxed);
+        let in_turns = match end {
+            End::HitInTurn => self.in_turns.load(Relaxed) + 1,
+            End::Hit | End::Miss => 0,
+        };
+        self.in_turns.store(in_turns, Relaxed);
+        end != End::Miss
+    }
+}
+
+/// Spins for as long as a quick peer takes to answer: before a call that costs as much. Nothing is
+/// learnt from it.
+pub fn glance(done: impl FnMut() -> bool) -> bool {
+    spin_for(POLITE_AFTER, done) != End::Miss
+}
+
+/// How a spin ended.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum End {
+    Hit,
+    /// Others were let run before it came.
+    HitInTurn,
+    Miss,
+}
+
+fn spin_for(bound: u64, mut done: impl FnMut() -> bool) -> End {
+    let start = now_ns();
+    let mut hit = End::Hit;
+    loop {
+        for _ in 0..32 {
+            if done() {
+                return hit;
             }
-            let spent = now_ns().wrapping_sub(start);
-            if spent >= bound {
-                let score = self.score.load(Relaxed);
-                self.score.store((score - 1).max(-SCORE_MAX), Relaxed);
-                return false;
-            }
-            if spent >= POLITE_AFTER {
-                // Whoever we wait for may have been woken onto this core.
-                rustix::thread::sched_yield();
-            }
+            std::hint::spin_loop();
+        }
+        let spent = now_ns().wrapping_sub(start);
+        if spent >= bound {
+            return End::Miss;
+        }
+        if spent >= POLITE_AFTER {
+            // Whoever we wait for may have been woken onto this core.
+            rustix::thread::sched_yield();
+            hit = End::HitInTurn;
         }
     }
 }

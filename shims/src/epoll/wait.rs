@@ -7,6 +7,7 @@ use super::{ALWAYS, ET, Epoll, ONESHOT, Set, enqueue};
 use crate::library::Library;
 use crate::ready::{self, Arm};
 use crate::time::Timeout;
+use crate::wait;
 
 /// How long waits may be answered from the links alone before the kernel's set is looked at
 /// again, ns: short enough not to be felt, long enough that a busy program makes few calls.
@@ -71,6 +72,11 @@ impl Epoll {
                 spun = true;
                 let bound = self.spinner.bound();
                 if bound > 0 {
+                    // An answer that comes at once does not wait for a look at a kernel's set that
+                    // was empty the last time.
+                    if self.kernel_quiet.load(Relaxed) && wait::glance(|| self.has_ready()) {
+                        continue;
+                    }
                     let k = self.look(events, max, &real);
                     if k != 0 {
                         return k;
@@ -175,6 +181,7 @@ impl Epoll {
         real: &impl Fn(*mut libc::epoll_event, c_int, Timeout) -> c_int,
     ) -> c_int {
         let n = real(events, max, Timeout::ZERO);
+        self.kernel_quiet.store(n == 0, Relaxed);
         if n <= 0 { n } else { self.strip_key(events, n) }
     }
 

@@ -233,7 +233,11 @@ impl Spinner {
         }
         let end = spin_for(bound, done);
         let score = self.score.load(Relaxed);
-        let score = if end == End::Miss { score - 1 } else { score + 2 };
+        let score = if end == End::Miss {
+            score - 1
+        } else {
+            score + 2
+        };
         self.score
             .store(score.clamp(-SCORE_MAX, SCORE_MAX), Relaxed);
         let in_turns = match end {

@@ -5,7 +5,11 @@ pub mod arena;
 pub mod layout;
 #[cfg(all(not(loom), any(test, feature = "mem")))]
 pub mod mem;
+#[cfg(not(loom))]
+pub mod plugin;
 pub mod ready;
+#[cfg(not(loom))]
+pub mod remote;
 pub mod ring;
 #[cfg(not(loom))]
 pub mod shm;

@@ -1,0 +1,240 @@
+//! The C interface between the library and the verbs plugin, which is opened on first need: two
+//! tables of functions, with a version and their size. Both sides are built from this file; not here is
+//! what they do.
+//!
+//! A function that returns `i32` gives 0, or a count, or a negative errno. No panic, and no exception,
+//! crosses the interface. Pointers are valid for the call alone unless it says otherwise.
+
+use std::ffi::{c_int, c_void};
+
+/// Version of the tables; changes with any change to this file.
+pub const ABI: u32 = 1;
+
+/// The plugin's only symbol, an [`Entry`].
+pub const ENTRY: &std::ffi::CStr = c"rdmasock_verbs_plugin";
+
+/// Gives the plugin's table, which lives as long as the process; 0, or a negative errno. The host's table
+/// lives as long too.
+pub type Entry = unsafe extern "C" fn(host: *const Host, table: *mut *const Plugin) -> i32;
+
+/// Longest private data that a connection request can carry on every transport, in bytes.
+pub const PRIVATE_BYTES: usize = 56;
+
+/// What the library gives to the plugin.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Host {
+    /// [`ABI`].
+    pub abi: u32,
+    /// Bytes of this table.
+    pub size: u32,
+    /// One line for the log, UTF-8; level 1 (error) to 5 (trace).
+    pub log: unsafe extern "C" fn(level: u32, text: *const u8, len: usize),
+    /// Moves an fd to a number that the program does not see; gives that number, or a negative errno (then
+    /// `fd` is as before).
+    pub hide_fd: unsafe extern "C" fn(fd: c_int) -> i32,
+}
+
+/// An IP address and a port, in host byte order. IPv4 is in the first four bytes.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Address {
+    /// 4 or 6.
+    pub family: u16,
+    /// 0: any.
+    pub port: u16,
+    /// Scope of a link-local IPv6 address.
+    pub scope: u32,
+    /// The address in network order.
+    pub ip: [u8; 16],
+}
+
+/// A device's port as the library shows it.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Device {
+    /// Its name, padded with zeroes.
+    pub name: [u8; 64],
+    /// iWARP: no immediates, and a message without a receive buffer ends the connection.
+    pub is_iwarp: u8,
+}
+
+/// A connection request that has come to a listener, or the answer to ours.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Request {
+    /// The connection: to be accepted or rejected.
+    pub conn: *mut Conn,
+    /// What the peer sent along, and how much of it is there; transports may pad with zeroes.
+    pub private: [u8; PRIVATE_BYTES],
+    /// Bytes of it.
+    pub private_len: u32,
+}
+
+/// What a connection can do, and where its events appear.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Info {
+    /// Readable when there is something for [`Plugin::state`].
+    pub state_fd: c_int,
+    /// Readable when a completion has come after [`Plugin::arm`].
+    pub completion_fd: c_int,
+    /// As [`Limits`](super::remote::qp::Limits).
+    pub buffer_bytes: u32,
+    /// As there.
+    pub receive_buffers: u16,
+    /// As there.
+    pub immediate: u8,
+    /// Number of the queue pair.
+    pub qp_number: u32,
+    /// The device.
+    pub device: Device,
+    /// What the peer's accept sent along.
+    pub private: [u8; PRIVATE_BYTES],
+    /// Bytes of it.
+    pub private_len: u32,
+}
+
+/// What [`Plugin::poll`] hands over.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Completion {
+    /// One of [`completion`].
+    pub kind: u32,
+    /// The immediate, in host order.
+    pub immediate: u32,
+    /// The message; null if there is none.
+    pub bytes: *const u8,
+    /// Bytes of the message, or bytes placed.
+    pub len: u32,
+}
+
+/// Kinds of [`Completion`].
+pub mod completion {
+    /// A message.
+    pub const RECEIVED: u32 = 1;
+    /// A WRITE with an immediate.
+    pub const WRITTEN: u32 = 2;
+    /// Room in the send queue.
+    pub const ROOM: u32 = 3;
+}
+
+/// A piece of a message.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Part {
+    /// Where.
+    pub at: *const u8,
+    /// Bytes.
+    pub len: usize,
+}
+
+/// As [`Write`](super::remote::qp::Write).
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct WriteRequest {
+    /// Source.
+    pub from: *const u8,
+    /// Target.
+    pub to: u64,
+    /// Bytes.
+    pub len: u32,
+    /// Key of the source.
+    pub local: u32,
+    /// Key of the target.
+    pub remote: u32,
+    /// 0 or 1.
+    pub has_immediate: u32,
+    /// In host order.
+    pub immediate: u32,
+}
+
+/// Keys of registered memory.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Keys {
+    /// lkey.
+    pub local: u32,
+    /// rkey.
+    pub remote: u32,
+}
+
+/// A listener of the plugin's.
+#[repr(C)]
+#[derive(Debug)]
+pub struct Listener {
+    _opaque: [u8; 0],
+}
+
+/// A connection of the plugin's, with its queue pair and its buffers.
+#[repr(C)]
+#[derive(Debug)]
+pub struct Conn {
+    _opaque: [u8; 0],
+}
+
+/// What the plugin gives to the library. Every function but those of one connection may be called from
+/// any thread; of one connection, `poll` by one thread at a time, `write` and `send` by one thread at
+/// a time, and `disconnect` by any. Only `connect` and `destroy` may wait.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Plugin {
+    /// [`ABI`].
+    pub abi: u32,
+    /// Bytes of this table.
+    pub size: u32,
+    /// The device that has this local address; -ENODEV if none has.
+    pub device: unsafe extern "C" fn(local: *const Address, out: *mut Device) -> i32,
+    /// Listens at a local address; with port 0 at one that the system chooses.
+    pub listen: unsafe extern "C" fn(
+        local: *const Address,
+        out: *mut *mut Listener,
+        port: *mut u16,
+        fd: *mut c_int,
+    ) -> i32,
+    /// The next request; -EAGAIN if there is none now.
+    pub next_request: unsafe extern "C" fn(listener: *mut Listener, out: *mut Request) -> i32,
+    /// Ends a listener.
+    pub close_listener: unsafe extern "C" fn(listener: *mut Listener),
+    /// Connects from a local address, within a time. Waits: for a thread of its own.
+    pub connect: unsafe extern "C" fn(
+        local: *const Address,
+        remote: *const Address,
+        private: *const u8,
+        private_len: usize,
+        timeout_ms: u32,
+        out: *mut *mut Conn,
+    ) -> i32,
+    /// Accepts; the connection is up when `state` says 1.
+    pub accept:
+        unsafe extern "C" fn(conn: *mut Conn, private: *const u8, private_len: usize) -> i32,
+    /// Rejects, and frees the connection.
+    pub reject: unsafe extern "C" fn(conn: *mut Conn),
+    /// Facts about a connection.
+    pub info: unsafe extern "C" fn(conn: *mut Conn, out: *mut Info) -> i32,
+    /// Takes in what has happened to the connection and its device: 0 it is not up yet, 1 it is up, negative: it
+    /// is over, and why.
+    pub state: unsafe extern "C" fn(conn: *mut Conn) -> i32,
+    /// As [`QueuePair::register`](super::remote::qp::QueuePair::register).
+    pub register:
+        unsafe extern "C" fn(conn: *mut Conn, at: *mut c_void, len: usize, out: *mut Keys) -> i32,
+    /// As [`QueuePair::write`](super::remote::qp::QueuePair::write); -EAGAIN when the queue is full.
+    pub write: unsafe extern "C" fn(conn: *mut Conn, request: *const WriteRequest) -> i32,
+    /// As [`QueuePair::send`](super::remote::qp::QueuePair::send); -EAGAIN when the queue is full.
+    pub send: unsafe extern "C" fn(conn: *mut Conn, parts: *const Part, count: usize) -> i32,
+    /// As [`QueuePair::poll`](super::remote::qp::QueuePair::poll); the count, or a negative errno.
+    pub poll: unsafe extern "C" fn(
+        conn: *mut Conn,
+        context: *mut c_void,
+        each: unsafe extern "C" fn(context: *mut c_void, completion: *const Completion),
+    ) -> i32,
+    /// As [`QueuePair::arm`](super::remote::qp::QueuePair::arm).
+    pub arm: unsafe extern "C" fn(conn: *mut Conn) -> i32,
+    /// Begins to end the connection: both ends see that it is over.
+    pub disconnect: unsafe extern "C" fn(conn: *mut Conn),
+    /// Frees it. Nobody is in another call for it, or will be.
+    pub destroy: unsafe extern "C" fn(conn: *mut Conn),
+    /// In a fork child, before anything else: closes what was inherited without a word to the device. All
+    /// that was handed out is void.
+    pub after_fork: unsafe extern "C" fn(),
+}

@@ -1,0 +1,100 @@
+//! What the engine of a link between hosts needs of a connected queue pair, whoever provides it: the
+//! verbs plugin, or memory in tests. Not here: connecting, and what the bytes mean.
+
+/// What a queue pair can do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Receive buffers that this end keeps posted; the peer has as many. A message that meets none ends
+    /// the connection on some devices, so who sends counts them.
+    pub receive_buffers: u16,
+    /// Bytes of one receive buffer, and so the longest message.
+    pub buffer_bytes: u32,
+    /// A WRITE can carry an immediate (not on iWARP). It takes a receive buffer as a message does.
+    pub immediate: bool,
+}
+
+/// How registered memory is named: by this end's device, and by the peer's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Key {
+    /// For work requests of this end (lkey).
+    pub local: u32,
+    /// For the peer's WRITEs (rkey).
+    pub remote: u32,
+}
+
+/// A WRITE: `len` bytes from `from`, in memory registered under `local`, to the peer's address `to`, in
+/// memory that the peer has registered under `remote`.
+#[derive(Clone, Copy, Debug)]
+pub struct Write {
+    /// Source. Stays as it is until the peer has taken the bytes.
+    pub from: *const u8,
+    /// Key of the source.
+    pub local: u32,
+    /// Bytes; not 0.
+    pub len: u32,
+    /// Target, an address of the peer's process.
+    pub to: u64,
+    /// Key of the target.
+    pub remote: u32,
+}
+
+/// Why nothing was posted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum PostError {
+    /// The send queue is full; [`Event::Room`] follows.
+    #[error("the send queue is full")]
+    Full,
+    /// The connection is over.
+    #[error("the connection is down")]
+    Down,
+}
+
+/// The connection is over, with the reason as far as it is known (an errno, or 0).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the connection is down (errno {0})")]
+pub struct Down(pub i32);
+
+/// Something that has completed.
+#[derive(Debug)]
+pub enum Event<'a> {
+    /// A message of the peer; its buffer is posted again when the callback returns.
+    Received(&'a [u8]),
+    /// A WRITE of the peer with this immediate has placed so many bytes.
+    Written {
+        /// The immediate, in host order.
+        immediate: u32,
+        /// Bytes placed.
+        bytes: u32,
+    },
+    /// There is room in the send queue again.
+    Room,
+}
+
+/// A connected reliable queue pair. Work requests complete in the order in which they were posted, and
+/// the peer sees a message only after all that was written before it. No call waits.
+pub trait QueuePair: Send + Sync {
+    /// What it can do.
+    fn limits(&self) -> Limits;
+
+    /// Makes memory usable as the source of this end's WRITEs and the target of the peer's.
+    ///
+    /// # Safety
+    /// The memory stays mapped as long as the queue pair, and is accessed through raw pointers and atomics
+    /// only.
+    unsafe fn register(&self, at: *mut u8, len: usize) -> Result<Key, Down>;
+
+    /// Posts a WRITE, with an immediate if [`Limits::immediate`] allows.
+    ///
+    /// # Safety
+    /// The source is within memory that was registered under its key.
+    unsafe fn write(&self, write: &Write, immediate: Option<u32>) -> Result<(), PostError>;
+
+    /// Posts a message made of these parts, together at most [`Limits::buffer_bytes`] long. They are copied.
+    fn send(&self, parts: &[&[u8]]) -> Result<(), PostError>;
+
+    /// Hands over what has completed, in order; gives how many events that were. One caller at a time.
+    fn poll(&self, each: &mut dyn FnMut(Event<'_>)) -> Result<usize, Down>;
+
+    /// The next completion makes the queue pair's fd readable. To be followed by a [`poll`](Self::poll).
+    fn arm(&self) -> Result<(), Down>;
+}

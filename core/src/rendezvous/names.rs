@@ -139,7 +139,7 @@ fn channel(fd: OwnedFd) -> Result<Channel, Errno> {
 mod tests {
     use super::*;
     use crate::os::forked::{free_port, in_child};
-    use crate::wire::LinkAddress;
+    use crate::wire::ShmName;
 
     fn found(port: u16) -> Vec<Result<(), Errno>> {
         connect_to_services(port)
@@ -152,7 +152,7 @@ mod tests {
         assert_eq!(service(6379, 3), "rdmasock/1/tcp/6379/3");
         let id = InstanceId::from_bytes([0xAB; 16]);
         assert_eq!(instance(&id), format!("rdmasock/1/i/{}", "ab".repeat(16)));
-        assert!(LinkAddress::new(instance(&id).as_bytes()).is_some());
+        assert!(ShmName::new(instance(&id).as_bytes()).is_some());
     }
 
     #[test]

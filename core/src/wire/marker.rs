@@ -4,6 +4,7 @@
 //! when to write one the stream's.
 
 use std::fmt;
+use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 
 use zerocopy::little_endian::{U16, U32};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
@@ -63,17 +64,26 @@ mod kind {
 }
 
 const FABRIC_SHM: u8 = 1;
+const FABRIC_VERBS: u8 = 2;
 
-/// Where a link can be made: the abstract AF_UNIX SEQPACKET name of the shm fabric, 1 to 107 bytes
-/// without the leading NUL.
+/// Where a link can be made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LinkAddress {
+    /// On the shm fabric: at this name.
+    Shm(ShmName),
+    /// On the verbs fabric: by rdma_cm, at this address.
+    Verbs(SocketAddr),
+}
+
+/// An abstract AF_UNIX SEQPACKET name, 1 to 107 bytes without the leading NUL.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub struct LinkAddress {
+pub struct ShmName {
     length: u8,
     name: [u8; MAX_ADDRESS],
 }
 
-impl LinkAddress {
-    /// The address with this abstract name; `None` where it is empty or too long.
+impl ShmName {
+    /// This name; `None` where it is empty or too long.
     pub fn new(name: &[u8]) -> Option<Self> {
         let length = u8::try_from(name.len()).ok().filter(|n| *n > 0)?;
         let mut bytes = [0u8; MAX_ADDRESS];
@@ -92,7 +102,7 @@ impl LinkAddress {
     }
 }
 
-impl fmt::Debug for LinkAddress {
+impl fmt::Debug for ShmName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "@{}", self.as_bytes().escape_ascii())
     }
@@ -211,12 +221,23 @@ fn encode_hello(hello: &Hello, out: &mut Writer<'_>) -> Result<(), WireError> {
         capabilities,
     })?;
     if let Some(LinkOffer { address, cookie }) = &hello.link {
+        let mut place = [0u8; VERBS_BYTES];
+        let (fabric, bytes) = match address {
+            LinkAddress::Shm(name) => (FABRIC_SHM, name.as_bytes()),
+            LinkAddress::Verbs(at) => {
+                let (ip, port) = place.split_at_mut(IP_BYTES);
+                ip.copy_from_slice(&mapped(at.ip()).octets());
+                port.copy_from_slice(&at.port().to_le_bytes());
+                (FABRIC_VERBS, &place[..])
+            }
+        };
         out.put(&OfferBody {
             cookie: *cookie,
-            fabric: FABRIC_SHM,
-            length: address.length,
+            fabric,
+            // At most MAX_ADDRESS.
+            length: bytes.len() as u8,
         })?;
-        out.put(address.as_bytes())?;
+        out.put(bytes)?;
     }
     Ok(())
 }
@@ -237,18 +258,40 @@ fn decode_hello(body: &[u8]) -> Result<Hello, WireError> {
 }
 
 fn decode_offer(bytes: &[u8]) -> Result<LinkOffer, WireError> {
-    let (offer, name) = read_prefix::<OfferBody>(bytes)?;
-    if offer.fabric != FABRIC_SHM {
-        return Err(WireError::Field("fabric"));
-    }
-    if usize::from(offer.length) != name.len() {
+    let (offer, place) = read_prefix::<OfferBody>(bytes)?;
+    if usize::from(offer.length) != place.len() {
         return Err(WireError::Length);
     }
-    let address = LinkAddress::new(name).ok_or(WireError::Field("link address"))?;
+    let address = match offer.fabric {
+        FABRIC_SHM => ShmName::new(place).map(LinkAddress::Shm),
+        FABRIC_VERBS => verbs_address(place).map(LinkAddress::Verbs),
+        _ => return Err(WireError::Field("fabric")),
+    };
+    let address = address.ok_or(WireError::Field("link address"))?;
     Ok(LinkOffer {
         address,
         cookie: offer.cookie,
     })
+}
+
+/// Bytes of an IP address, IPv4 mapped.
+const IP_BYTES: usize = 16;
+/// Bytes of an address on the verbs fabric: IP, port.
+const VERBS_BYTES: usize = IP_BYTES + 2;
+
+fn mapped(ip: IpAddr) -> Ipv6Addr {
+    match ip {
+        IpAddr::V4(ip) => ip.to_ipv6_mapped(),
+        IpAddr::V6(ip) => ip,
+    }
+}
+
+/// `None` unless somebody can be there: no port 0, no multicast, no unspecified address.
+fn verbs_address(bytes: &[u8]) -> Option<SocketAddr> {
+    let (ip, port) = bytes.split_first_chunk::<IP_BYTES>()?;
+    let ip = Ipv6Addr::from(*ip).to_canonical();
+    let port = u16::from_le_bytes(port.try_into().ok()?);
+    (port != 0 && !ip.is_multicast() && !ip.is_unspecified()).then(|| SocketAddr::new(ip, port))
 }
 
 #[cfg(test)]
@@ -262,7 +305,7 @@ mod tests {
         let offer =
             (vec(any::<u8>(), 1..=MAX_ADDRESS), any::<[u8; 16]>()).prop_map(|(name, cookie)| {
                 LinkOffer {
-                    address: LinkAddress::new(&name).unwrap(),
+                    address: LinkAddress::Shm(ShmName::new(&name).unwrap()),
                     cookie: Cookie::from_bytes(cookie),
                 }
             });
@@ -317,7 +360,7 @@ mod tests {
     #[test]
     fn the_longest_marker_fits() {
         let link = LinkOffer {
-            address: LinkAddress::new(&[b'x'; MAX_ADDRESS]).unwrap(),
+            address: LinkAddress::Shm(ShmName::new(&[b'x'; MAX_ADDRESS]).unwrap()),
             cookie: Cookie::from_bytes([2; 16]),
         };
         let hello = Hello {
@@ -343,9 +386,37 @@ mod tests {
 
     #[test]
     fn an_address_is_neither_empty_nor_too_long() {
-        assert!(LinkAddress::new(b"").is_none());
-        assert!(LinkAddress::new(&[b'x'; 108]).is_none());
-        assert!(LinkAddress::new(&[b'x'; 300]).is_none());
-        assert_eq!(LinkAddress::new(b"a/b").unwrap().as_bytes(), b"a/b");
+        assert!(ShmName::new(b"").is_none());
+        assert!(ShmName::new(&[b'x'; 108]).is_none());
+        assert!(ShmName::new(&[b'x'; 300]).is_none());
+        assert_eq!(ShmName::new(b"a/b").unwrap().as_bytes(), b"a/b");
+    }
+
+    #[test]
+    fn an_address_between_hosts_reads_back_and_nowhere_is_refused() {
+        let offer = |at: &str| LinkOffer {
+            address: LinkAddress::Verbs(at.parse().unwrap()),
+            cookie: Cookie::from_bytes([7; 16]),
+        };
+        let sent = |at: &str| {
+            let hello = Hello {
+                instance: InstanceId::from_bytes([1; 16]),
+                capabilities: Capabilities::VERBS,
+                link: Some(offer(at)),
+            };
+            let mut buf = [0; MAX_MARKER];
+            let nonce = Nonce::from_bytes([2; 16]);
+            let bytes = Marker::Hello(hello).encode(&nonce, &mut buf).unwrap();
+            Marker::decode(bytes).map(|m| match m {
+                Marker::Hello(hello) => hello.link.map(|l| l.address),
+                _ => None,
+            })
+        };
+        for at in ["10.0.0.1:5000", "[fd00::1]:65535"] {
+            assert_eq!(sent(at), Ok(Some(offer(at).address)));
+        }
+        for at in ["10.0.0.1:0", "0.0.0.0:1", "[::]:1", "[ff02::1]:1", "224.0.0.1:9"] {
+            assert_eq!(sent(at), Err(WireError::Field("link address")), "{at}");
+        }
     }
 }

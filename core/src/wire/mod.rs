@@ -13,7 +13,7 @@ pub mod scan;
 
 use std::fmt;
 
-pub use marker::{Hello, LinkAddress, LinkOffer, MAX_ADDRESS, MAX_MARKER, MIN_MARKER, Marker};
+pub use marker::{Hello, LinkAddress, LinkOffer, MAX_ADDRESS, MAX_MARKER, MIN_MARKER, Marker, ShmName};
 pub use message::{MAX_MESSAGE, MAX_REDIRECT, Message};
 use zerocopy::{FromBytes, Immutable, KnownLayout, Unaligned};
 
@@ -130,6 +130,8 @@ bitflags::bitflags! {
     pub struct Capabilities: u32 {
         /// The same-host fabric.
         const SHM = 1 << 0;
+        /// Links between hosts.
+        const VERBS = 1 << 1;
         const _ = !0;
     }
 }

@@ -23,4 +23,5 @@ pub mod socket;
 pub mod table;
 pub mod time;
 pub mod tx;
+pub mod verbs;
 pub mod wait;

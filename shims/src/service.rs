@@ -36,7 +36,7 @@ use rdmasock_core::os::privatefd::PrivateFd;
 use rdmasock_core::rendezvous::names;
 use rdmasock_core::rendezvous::peers::DestinationCache;
 use rdmasock_core::stats::Reason;
-use rdmasock_core::wire::{LinkAddress, LinkOffer};
+use rdmasock_core::wire::{LinkAddress, LinkOffer, ShmName};
 use rustix::event::epoll as kernel;
 use rustix::io::Errno;
 
@@ -149,7 +149,9 @@ impl Service {
         let entry = (0..COOKIE_ATTEMPTS).find_map(|_| self.cookies.try_entry(peer))?;
         entry.or_default().push((cookie, until));
         Some(LinkOffer {
-            address: LinkAddress::new(names::instance(&Library::get().id).as_bytes())?,
+            address: LinkAddress::Shm(ShmName::new(
+                names::instance(&Library::get().id).as_bytes(),
+            )?),
             cookie,
         })
     }

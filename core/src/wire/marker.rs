@@ -415,7 +415,13 @@ mod tests {
         for at in ["10.0.0.1:5000", "[fd00::1]:65535"] {
             assert_eq!(sent(at), Ok(Some(offer(at).address)));
         }
-        for at in ["10.0.0.1:0", "0.0.0.0:1", "[::]:1", "[ff02::1]:1", "224.0.0.1:9"] {
+        for at in [
+            "10.0.0.1:0",
+            "0.0.0.0:1",
+            "[::]:1",
+            "[ff02::1]:1",
+            "224.0.0.1:9",
+        ] {
             assert_eq!(sent(at), Err(WireError::Field("link address")), "{at}");
         }
     }

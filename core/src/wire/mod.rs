@@ -13,7 +13,9 @@ pub mod scan;
 
 use std::fmt;
 
-pub use marker::{Hello, LinkAddress, LinkOffer, MAX_ADDRESS, MAX_MARKER, MIN_MARKER, Marker, ShmName};
+pub use marker::{
+    Hello, LinkAddress, LinkOffer, MAX_ADDRESS, MAX_MARKER, MIN_MARKER, Marker, ShmName,
+};
 pub use message::{MAX_MESSAGE, MAX_REDIRECT, Message};
 use zerocopy::{FromBytes, Immutable, KnownLayout, Unaligned};
 

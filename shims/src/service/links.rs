@@ -13,7 +13,7 @@ use rdmasock_core::os::privatefd::PrivateFd;
 use rdmasock_core::rendezvous::names;
 use rdmasock_core::stats::{LinkInfo, Path, Reason};
 use rdmasock_core::stream::handshake::Handshake;
-use rdmasock_core::wire::{self, Geometry, LinkOffer, MAX_MESSAGE, Message};
+use rdmasock_core::wire::{self, Geometry, LinkAddress, LinkOffer, MAX_MESSAGE, Message};
 use rustix::event::epoll as kernel;
 
 use super::{ASK_TIMEOUT, Conn, Peer, Ref, Worker};
@@ -76,7 +76,10 @@ impl Worker {
     }
 
     fn dial(&mut self, peer: InstanceId, offer: &LinkOffer) -> Option<Side> {
-        let channel = names::connect_to(offer.address.as_bytes()).ok()?;
+        let LinkAddress::Shm(name) = &offer.address else {
+            return None;
+        };
+        let channel = names::connect_to(name.as_bytes()).ok()?;
         let (arena, mine) = self.make_arena()?;
         let message = Message::Link {
             cookie: offer.cookie,

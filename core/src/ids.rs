@@ -174,6 +174,11 @@ impl Cookie {
         Self(bytes)
     }
 
+    /// Its bytes, to be presented.
+    pub const fn as_bytes(&self) -> &[u8; ID_BYTES] {
+        &self.0
+    }
+
     /// Is this the same cookie?
     pub fn matches(&self, other: &Self) -> bool {
         self.0

@@ -27,6 +27,8 @@ bitflags::bitflags! {
     pub struct Fabrics: u8 {
         /// Shared memory, same host.
         const SHM = 1;
+        /// RDMA, between hosts.
+        const VERBS = 2;
     }
 }
 
@@ -74,7 +76,7 @@ impl Default for Config {
     fn default() -> Self {
         Self {
             enabled: true,
-            fabrics: Fabrics::SHM,
+            fabrics: Fabrics::all(),
             log: LogFilter::default(),
             log_file: None,
             promote_after: PromoteAfter::default(),

@@ -60,6 +60,8 @@ struct Set {
     ready: VecDeque<usize>,
     /// Links that carry a socket of this set.
     links: Vec<&'static Link>,
+    /// Those to other hosts whose completions the kernel's set reports.
+    heard: Vec<&'static Link>,
 }
 
 /// See the module.

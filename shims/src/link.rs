@@ -1,194 +1,58 @@
-//! A link as the shims use it: the sockets whose streams are on it, the side channel, the doorbells,
-//! and whether it is up. Not its memory, which the fabric's end has, to which calls are handed on.
+//! A link as the shims use it: the sockets whose streams are on it, whether it is up, and which fabric
+//! it is on. Not its memory, which the fabric's end has, to which calls are handed on.
 //!
 //! Link objects are never freed, only their memory is given back when the link is down, and the
 //! addresses stay readable and writable then; so a call that still holds a pointer into a link
 //! that has just died does no harm.
 
-use std::collections::VecDeque;
+mod distant;
+mod neighbour;
+
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{
-    AtomicBool, AtomicI32, AtomicPtr, AtomicU32, AtomicU64,
+    AtomicBool, AtomicPtr, AtomicU32, AtomicU64,
     Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst},
 };
 
-use once_cell::race::OnceRef;
 use rdmasock_core::fabric::layout::{MAX_STREAMS, Region};
 use rdmasock_core::fabric::ring::{Consumer, Producer, Wake};
-use rdmasock_core::fabric::shm::{End, Outside, Side};
+use rdmasock_core::fabric::shm::{self, Side};
 use rdmasock_core::fabric::waiter::FlagPage;
 use rdmasock_core::fabric::{LinkEnd, OpenError, Opened, SendError};
 use rdmasock_core::ids::{InstanceId, Vqpn};
-use rdmasock_core::lock::Lock;
 use rdmasock_core::os::channel::Channel;
 use rdmasock_core::os::privatefd::PrivateFd;
-use rdmasock_core::stats::{LinkStats, Reason};
-use rdmasock_core::wire::{MAX_MESSAGE, Message};
-use rustix::io::Errno;
+use rdmasock_core::stats::{LinkStats, Path, Reason};
+use rdmasock_core::wire::Message;
 
 use crate::library::Library;
-use crate::service::Command;
 use crate::socket::Socket;
+use crate::verbs::Pair;
 use crate::wait::{MAX_WAITERS, SERVICE, WaiterId};
 
-/// A message for which there was no room.
-struct Letter {
-    bytes: Vec<u8>,
-    fds: Vec<PrivateFd>,
-}
+pub use distant::{Distant, Duty};
+use neighbour::Neighbour;
 
 /// How long a doorbell that the peer had no number for is not announced again, ns.
 const REFUSED_FOR: u64 = 1_000_000_000;
 
-/// More is not kept for a peer that reads nothing. A correct one owes at most a few a stream.
-const MAX_OUTBOX: usize = 8 * MAX_STREAMS as usize;
-
-/// The ways to the peer that are not memory.
-struct ToPeer {
-    /// Whose they are, for the service thread.
-    link: OnceRef<'static, Link>,
-    channel: Channel,
-    /// What the channel had no room for, in order.
-    outbox: Lock<VecDeque<Letter>>,
-    doorbells: Box<[AtomicI32]>,
-    /// Rings at doorbells that are not known yet.
-    owed: Box<[AtomicBool]>,
+/// The end of a link, by its fabric.
+enum AnyEnd {
+    Shm(shm::End<Neighbour>),
+    Verbs(Box<Distant>),
 }
 
-impl ToPeer {
-    fn new(channel: Channel) -> Self {
-        Self {
-            link: OnceRef::new(),
-            channel,
-            outbox: Lock::new(VecDeque::new()),
-            doorbells: (0..MAX_WAITERS).map(|_| AtomicI32::new(-1)).collect(),
-            owed: (0..MAX_WAITERS).map(|_| AtomicBool::new(false)).collect(),
-        }
-    }
-
-    /// Sends a message on the side channel, once there is room: delivered in order, and if the link
-    /// does not go down.
-    fn post(&self, message: &Message, fds: &[BorrowedFd<'_>]) -> Result<(), SendError> {
-        let mut buf = [0u8; MAX_MESSAGE];
-        let bytes = message.encode(&mut buf).map_err(|_| SendError::Encoding)?;
-        // Held while sending: what is kept goes first.
-        let mut outbox = self.outbox.lock().ok_or(SendError::Full)?;
-        let sent = if outbox.is_empty() {
-            self.channel.send(bytes, fds)
-        } else {
-            Err(Errno::AGAIN)
-        };
-        tracing::trace!(target: "rdmasock::link", link = self.link.get().map(|l| l.slot), ?message, ?sent);
-        if sent != Err(Errno::AGAIN) {
-            return sent.map_err(send_error);
-        }
-        if outbox.len() >= MAX_OUTBOX {
-            drop(outbox);
-            self.ask_service(Command::Violation);
-            return Err(SendError::Down);
-        }
-        let fds: Result<Vec<_>, _> = fds.iter().map(|fd| PrivateFd::duplicate(*fd)).collect();
-        outbox.push_back(Letter {
-            bytes: bytes.to_vec(),
-            fds: fds.map_err(send_error)?,
-        });
-        let first = outbox.len() == 1;
-        drop(outbox);
-        if first {
-            self.ask_service(Command::AwaitRoom);
-        }
-        Ok(())
-    }
-
-    fn ask_service(&self, command: fn(&'static Link) -> Command) {
-        if let Some(link) = self.link.get() {
-            Library::get().service.submit(command(link));
-        }
-    }
-
-    /// Whether messages wait for room.
-    fn has_outbox(&self) -> bool {
-        self.outbox.lock().is_none_or(|o| !o.is_empty())
-    }
-
-    /// There may be room on the side channel again. True if nothing is kept any more.
-    fn flush(&self) -> bool {
-        let Some(mut outbox) = self.outbox.lock() else {
-            return false;
-        };
-        while let Some(letter) = outbox.front() {
-            let fds: Vec<BorrowedFd<'_>> = letter.fds.iter().map(AsFd::as_fd).collect();
-            if self.channel.send(&letter.bytes, &fds) == Err(Errno::AGAIN) {
-                return false;
+/// A call that is the same on both.
+macro_rules! on_end {
+    ($self:ident, $end:ident => $call:expr) => {
+        match &$self.end {
+            AnyEnd::Shm($end) => $call,
+            AnyEnd::Verbs(distant) => {
+                let $end = distant.end();
+                $call
             }
-            outbox.pop_front();
         }
-        true
-    }
-
-    /// The peer's waiter `id` sleeps on this eventfd.
-    fn on_waiter(&self, id: u32, fd: PrivateFd) {
-        if let (Some(slot), Ok(id)) = (self.doorbells.get(id as usize), u16::try_from(id)) {
-            let old = slot.swap(fd.release(), SeqCst);
-            close_raw(old);
-            self.pay(WaiterId(id));
-        }
-    }
-
-    /// Rings if that is owed and possible.
-    fn pay(&self, waiter: WaiterId) {
-        if let (Some(owed), Some(fd)) = (
-            self.owed.get(waiter.0 as usize),
-            self.doorbells.get(waiter.0 as usize),
-        ) && fd.load(SeqCst) >= 0
-            && owed.swap(false, SeqCst)
-        {
-            self.try_ring(waiter);
-        }
-    }
-
-    /// False if the doorbell is not known.
-    fn try_ring(&self, waiter: WaiterId) -> bool {
-        let fd = self
-            .doorbells
-            .get(waiter.0 as usize)
-            .map_or(-1, |d| d.load(Acquire));
-        if fd < 0 {
-            return false;
-        }
-        // SAFETY: a doorbell is only closed with the link, by the service thread, after `alive`
-        // was cleared and the fd taken out; a ring on a reused number is a needless wake-up of
-        // our own eventfds at worst, since private numbers hold nothing else that takes 8 bytes.
-        crate::wait::ring(unsafe { BorrowedFd::borrow_raw(fd) });
-        true
-    }
-}
-
-impl Outside for ToPeer {
-    fn send(&self, message: &Message) -> Result<(), SendError> {
-        self.post(message, &[])
-    }
-
-    /// Rings a doorbell of the peer; if its eventfd is still on its way to us, as soon as it is here.
-    fn ring(&self, waiter: WaiterId) {
-        if self.try_ring(waiter) {
-            return;
-        }
-        // Noted first, then looked at again; `on_waiter` the other way round.
-        if let Some(owed) = self.owed.get(waiter.0 as usize) {
-            owed.store(true, SeqCst);
-            self.pay(waiter);
-        }
-    }
-}
-
-/// Why a message was not sent, from the kernel's word.
-fn send_error(errno: Errno) -> SendError {
-    match errno {
-        Errno::INVAL => SendError::Encoding,
-        Errno::AGAIN | Errno::TOOMANYREFS | Errno::MFILE | Errno::NOBUFS => SendError::Full,
-        _ => SendError::Down,
-    }
+    };
 }
 
 /// See the module.
@@ -197,7 +61,7 @@ pub struct Link {
     pub slot: u32,
     /// Who is at the other end.
     pub peer: InstanceId,
-    end: End<ToPeer>,
+    end: AnyEnd,
     alive: AtomicBool,
     announced: Box<[AtomicBool]>,
     /// The peer has no number left for this doorbell; not to be announced before then, monotonic ns.
@@ -221,8 +85,38 @@ impl Link {
     ) -> &'static Self {
         // SAFETY: the link, with the end, is leaked below, so no cursor outlives it; the handshake
         // gives each number of the peer's to one socket, which asks for its producer once.
-        let end = unsafe { End::new(mine, theirs, peer_flags, ToPeer::new(channel)) };
-        let link: &'static Self = Box::leak(Box::new(Self {
+        let end = unsafe { shm::End::new(mine, theirs, peer_flags, Neighbour::new(channel)) };
+        let link = Self::leak(slot, peer, AnyEnd::Shm(end), stats);
+        if let AnyEnd::Shm(end) = &link.end {
+            // Nobody else has the link yet, so it is not set.
+            let _ = end.outside().link.set(link);
+        }
+        link
+    }
+
+    /// A link over a connected queue pair. `None` without memory for it.
+    pub fn between_hosts(
+        slot: u32,
+        peer: InstanceId,
+        pair: Pair,
+        arena_bytes: u64,
+        stats: Option<&'static LinkStats>,
+    ) -> Option<&'static Self> {
+        let distant = Distant::new(pair, arena_bytes)?;
+        let link = Self::leak(slot, peer, AnyEnd::Verbs(Box::new(distant)), stats);
+        if let AnyEnd::Verbs(distant) = &link.end {
+            distant.set_link(link);
+        }
+        Some(link)
+    }
+
+    fn leak(
+        slot: u32,
+        peer: InstanceId,
+        end: AnyEnd,
+        stats: Option<&'static LinkStats>,
+    ) -> &'static Self {
+        Box::leak(Box::new(Self {
             slot,
             peer,
             end,
@@ -234,10 +128,51 @@ impl Link {
                 .collect(),
             count: AtomicU32::new(0),
             stats,
-        }));
-        // Nobody else has the link yet, so it is not set.
-        let _ = link.end.outside().link.set(link);
-        link
+        }))
+    }
+
+    /// Whether it leads to another host: then bytes take their time, and the link can break while both ends
+    /// live.
+    #[inline]
+    pub fn is_remote(&self) -> bool {
+        matches!(self.end, AnyEnd::Verbs(_))
+    }
+
+    /// What its streams travel on.
+    pub fn path(&self) -> Path {
+        match self.end {
+            AnyEnd::Shm(_) => Path::Shm,
+            AnyEnd::Verbs(_) => Path::Verbs,
+        }
+    }
+
+    /// The end of a link to another host.
+    pub fn distant(&self) -> Option<&Distant> {
+        match &self.end {
+            AnyEnd::Shm(_) => None,
+            AnyEnd::Verbs(distant) => Some(distant),
+        }
+    }
+
+    fn neighbour(&self) -> Option<&Neighbour> {
+        match &self.end {
+            AnyEnd::Shm(end) => Some(end.outside()),
+            AnyEnd::Verbs(_) => None,
+        }
+    }
+
+    /// Takes in what the peer has sent, where that is not simply there. True if there was something.
+    #[inline]
+    pub fn progress(&self) -> bool {
+        match &self.end {
+            AnyEnd::Shm(_) => false,
+            AnyEnd::Verbs(distant) => distant.progress(),
+        }
+    }
+
+    /// Our stream `mine` is the peer's `theirs`.
+    pub fn pair(&self, mine: Vqpn, theirs: Vqpn) {
+        on_end!(self, end => end.pair(mine, theirs));
     }
 
     /// Whether the link carries streams.
@@ -246,15 +181,15 @@ impl Link {
         self.alive.load(Acquire)
     }
 
-    /// The channel's fd, for the service thread's epoll.
-    pub fn channel(&self) -> &Channel {
-        &self.end.outside().channel
+    /// The side channel, where that is a socket: for the service thread's epoll.
+    pub fn channel(&self) -> Option<&Channel> {
+        self.neighbour().map(|n| &n.channel)
     }
 
     /// A number for a stream of `socket`, and the end that receives, with a first ring of
     /// `1 << log2` bytes.
     pub fn open(&self, socket: &'static Socket, log2: u8) -> Result<Opened, Reason> {
-        let opened = self.end.open(log2).map_err(|e| match e {
+        let opened = on_end!(self, end => end.open(log2)).map_err(|e| match e {
             OpenError::Streams => Reason::LinkLimit,
             OpenError::Arena => Reason::ArenaFull,
             OpenError::Busy => Reason::Resources,
@@ -271,29 +206,29 @@ impl Link {
 
     /// The end that sends to the peer's stream `vqpn`.
     pub fn producer(&self, vqpn: Vqpn) -> Option<Producer> {
-        self.end.producer(vqpn)
+        on_end!(self, end => end.producer(vqpn))
     }
 
     /// A larger or smaller ring for a consumer of ours.
     pub fn allocate(&self, log2: u8) -> Option<Region> {
-        self.end.allocate(log2)
+        on_end!(self, end => end.allocate(log2))
     }
 
     /// A ring that neither end uses any more.
     pub fn free(&self, region: Region) {
-        self.end.free(region);
+        on_end!(self, end => end.free(region));
     }
 
     /// This end is done with its number `mine`; `peer` is the other's. Without one the peer does
     /// not know of `mine` either.
     pub fn close(&self, mine: Vqpn, peer: Option<Vqpn>, consumer: Option<Consumer>) {
-        self.leave(mine, || self.end.close(mine, peer, consumer));
+        self.leave(mine, || on_end!(self, end => end.close(mine, peer, consumer)));
     }
 
     /// This end is done with its number `mine`, but the peer may be about to use it: what answers
     /// the OPEN will say.
     pub fn close_unanswered(&self, mine: Vqpn, consumer: Option<Consumer>) {
-        self.leave(mine, || self.end.close_unanswered(mine, consumer));
+        self.leave(mine, || on_end!(self, end => end.close_unanswered(mine, consumer)));
     }
 
     fn leave(&self, mine: Vqpn, close: impl FnOnce()) {
@@ -310,7 +245,7 @@ impl Link {
 
     /// The peer will not touch our stream `mine` again.
     pub fn on_closed(&self, mine: Vqpn) {
-        self.end.on_closed(mine);
+        on_end!(self, end => end.on_closed(mine));
     }
 
     /// Streams that this end has not closed.
@@ -327,7 +262,7 @@ impl Link {
 
     /// All sockets with a stream on this link.
     pub fn sockets(&self) -> Vec<&'static Socket> {
-        (0..self.end.numbers())
+        (0..on_end!(self, end => end.numbers()))
             .filter_map(|v| self.socket(Vqpn(v)))
             .collect()
     }
@@ -335,12 +270,14 @@ impl Link {
     /// Tells the peer what `wake` asks for about its stream `theirs`.
     #[inline]
     pub fn notify(&self, wake: Wake, theirs: Vqpn) {
-        self.end.notify(wake, theirs);
+        on_end!(self, end => end.notify(wake, theirs));
     }
 
     /// The peer's waiter `id` sleeps on this eventfd.
     pub fn on_waiter(&self, id: u32, fd: PrivateFd) {
-        self.end.outside().on_waiter(id, fd);
+        if let Some(neighbour) = self.neighbour() {
+            neighbour.on_waiter(id, fd);
+        }
     }
 
     /// The peer cannot ring this waiter of ours.
@@ -356,6 +293,10 @@ impl Link {
 
     /// Makes sure that the peer can ring this waiter of ours. False if it could not be told.
     pub fn announce(&self, waiter: WaiterId) -> bool {
+        if self.is_remote() {
+            // Who is told is this end's own business there.
+            return true;
+        }
         let Some(announced) = self.announced.get(waiter.0 as usize) else {
             return false;
         };
@@ -390,31 +331,37 @@ impl Link {
     /// Sends a message on the side channel, once there is room: delivered in order, and if the link
     /// does not go down.
     pub fn send(&self, message: &Message, fds: &[BorrowedFd<'_>]) -> Result<(), SendError> {
-        self.end.outside().post(message, fds)
+        match &self.end {
+            AnyEnd::Shm(end) => end.outside().post(message, fds),
+            AnyEnd::Verbs(distant) => distant.end().send(message),
+        }
     }
 
     /// Whether messages wait for room.
     pub fn has_outbox(&self) -> bool {
-        self.end.outside().has_outbox()
+        self.neighbour().is_some_and(Neighbour::has_outbox)
     }
 
     /// There may be room on the side channel again. True if nothing is kept any more.
     pub fn flush(&self) -> bool {
-        self.end.outside().flush()
+        self.neighbour().is_none_or(Neighbour::flush)
     }
 
     /// Whether the peer has queued something for this waiter of ours.
     pub fn has_ready(&self, waiter: WaiterId) -> bool {
-        self.end.has_ready(waiter)
+        self.progress();
+        on_end!(self, end => end.has_ready(waiter))
     }
 
     /// Takes what the peer has queued for this waiter of ours.
     pub fn drain_ready(&self, waiter: WaiterId, mut each: impl FnMut(&'static Socket)) {
-        self.end.drain_ready(waiter, |vqpn| {
+        self.progress();
+        let each = |vqpn| {
             if let Some(socket) = self.socket(vqpn) {
                 each(socket);
             }
-        });
+        };
+        on_end!(self, end => end.drain_ready(waiter, each));
     }
 
     /// Takes the link down. The caller has seen to its sockets, or does so next.
@@ -430,10 +377,10 @@ impl Link {
 
     /// Gives the memory of a link back that is down and that no socket uses any more.
     pub fn release(&self) {
-        for slot in &self.end.outside().doorbells {
-            close_raw(slot.swap(-1, AcqRel));
+        if let Some(neighbour) = self.neighbour() {
+            neighbour.forget_doorbells();
         }
-        self.end.release();
+        on_end!(self, end => end.release());
         if self.stats.is_some() {
             Library::get().stats.close_link(self.slot);
         }
@@ -443,8 +390,4 @@ impl Link {
     pub fn service_bits() -> u32 {
         SERVICE.queue_bits()
     }
-}
-
-fn close_raw(fd: i32) {
-    drop(PrivateFd::adopt(fd));
 }

@@ -44,11 +44,11 @@ pub fn run(socket: &'static Socket, control: &mut Control, steps: Steps) {
                 };
                 let hello = Hello {
                     instance: library.id,
-                    capabilities: Capabilities::SHM,
+                    capabilities: Capabilities::SHM | Capabilities::VERBS,
                     link: control
                         .greeted_by
                         .filter(|_| handshake.role() == Role::Acceptor)
-                        .and_then(|peer| library.service.offer_link(peer)),
+                        .and_then(|peer| library.service.offer_link(peer, control.reached_at)),
                 };
                 queue_marker(socket, control, &Marker::Hello(hello), false);
             }
@@ -156,11 +156,15 @@ fn receive_on_link(socket: &'static Socket) {
     if rx.consumer.is_some() {
         socket.rx_mode.store(mode::LINK, SeqCst);
         if let Some(stats) = socket.stats() {
-            stats.set_rx_path(Path::Shm);
+            stats.set_rx_path(path_of(socket));
         }
         // Nobody has armed for what is in the ring already.
         Library::get().service.submit(Command::notify(socket));
     }
+}
+
+fn path_of(socket: &Socket) -> Path {
+    socket.link().map_or(Path::Tcp, Link::path)
 }
 
 /// Makes our end of the stream and tells the peer.
@@ -198,6 +202,9 @@ fn send_open(socket: &'static Socket, control: &mut Control) -> Result<(), Reaso
             ring,
         },
     };
+    if let Some(yours) = control.peer {
+        link.pair(vqpn, yours);
+    }
     link.send(&message, &[]).map_err(|_| Reason::LinkFailed)?;
     if let Some(opened) = control.opened.as_mut() {
         opened.asked = control.peer.is_none();
@@ -229,6 +236,7 @@ pub fn on_open(socket: &'static Socket, control: &mut Control, link: &'static Li
     control.peer = Some(vqpn);
     if let Some(opened) = control.opened.as_mut() {
         opened.asked = false;
+        link.pair(opened.mine, vqpn);
     }
     socket.peer_vqpn.store(vqpn.0, Release);
     socket
@@ -295,7 +303,7 @@ pub fn flush(socket: &'static Socket) -> bool {
     if std::mem::take(&mut tx.then_link) && tx.producer.is_some() {
         socket.tx_mode.store(mode::LINK, SeqCst);
         if let Some(stats) = socket.stats() {
-            stats.set_tx_path(Path::Shm);
+            stats.set_tx_path(path_of(socket));
         }
     } else {
         socket.tx_mode.store(mode::TCP, SeqCst);

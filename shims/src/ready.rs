@@ -48,6 +48,7 @@ pub fn is_watched(socket: &Socket) -> bool {
 /// What the socket is ready for, of `events` and what is always reported (EPOLL* bits).
 pub fn evaluate(socket: &'static Socket, events: u32, arm: Arm) -> u32 {
     let mut mask = 0;
+    progress(socket);
     if events & (IN | RDHUP | PRI) != 0 {
         mask |= readable(socket, arm);
     }
@@ -62,6 +63,12 @@ pub fn evaluate(socket: &'static Socket, events: u32, arm: Arm) -> u32 {
         return mask;
     };
     mask | kernel(socket, PollFlags::IN | PollFlags::RDHUP | PollFlags::PRI) & (ENDED | PRI)
+}
+
+/// Takes in what has come over the socket's link, where that is not simply there. True if there was something.
+#[inline]
+pub fn progress(socket: &Socket) -> bool {
+    socket.link().is_some_and(Link::progress)
 }
 
 /// The receiving direction.

@@ -273,7 +273,14 @@ unsafe fn from_link(socket: &'static Socket, fd: c_int, iov: &mut Iov, flags: c_
     match consumer.end() {
         Ok(None) if nothing_asked && consumer.has_data().unwrap_or(true) => Step::Got(0),
         Ok(None) if socket.rx_shut.load(Acquire) => Step::Got(0),
-        Ok(None) if !ended => Step::Empty,
+        Ok(None) if !ended => {
+            drop(rx);
+            if ready::progress(socket) {
+                Step::Again
+            } else {
+                Step::Empty
+            }
+        }
         Ok(_) => {
             drop(rx);
             leave_link_at_end(socket);
@@ -389,6 +396,7 @@ pub fn has_unread(socket: &'static Socket) -> bool {
 pub fn is_worth_a_look(socket: &'static Socket) -> bool {
     match socket.rx_mode.load(Acquire) {
         mode::LINK => {
+            ready::progress(socket);
             is_over(socket)
                 || socket.rx_shut.load(Acquire)
                 || socket.rx.lock().is_none_or(|mut rx| {

@@ -13,15 +13,18 @@ mod channels;
 mod command;
 mod linger;
 mod links;
+mod remote;
 mod rings;
 mod watch;
 
 pub use command::{Command, Ref};
+pub use remote::Dialled;
 
 use channels::{Conn, Peer};
 use watch::Watch;
 
 use std::collections::{HashMap, VecDeque};
+use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{
     AtomicBool,
@@ -45,6 +48,7 @@ use crate::link::Link;
 use crate::listener::Listener;
 use crate::ready;
 use crate::socket::{self, Socket, Stage};
+use crate::verbs::Acceptor;
 use crate::wait::SERVICE;
 
 /// How long an answer may take.
@@ -64,6 +68,8 @@ pub struct Service {
     cookies: DashMap<InstanceId, Vec<(Cookie, u64)>>,
     /// Links that are up.
     links: Lock<Vec<&'static Link>>,
+    /// Where links to other hosts can be made.
+    acceptors: Lock<Vec<SocketAddr>>,
     epoll: PrivateFd,
 }
 
@@ -77,6 +83,7 @@ impl Service {
             holding: AtomicBool::new(false),
             cookies: DashMap::new(),
             links: Lock::new(Vec::new()),
+            acceptors: Lock::new(Vec::new()),
             epoll: PrivateFd::place(epoll)?,
         })
     }
@@ -138,22 +145,31 @@ impl Service {
         }
     }
 
-    /// A one-time offer of a link for the instance `peer`; `None` if there is a link.
-    pub fn offer_link(&self, peer: InstanceId) -> Option<LinkOffer> {
+    /// A one-time offer of a link for the instance `peer`, which is on another host if `local` is
+    /// given, the address that it has reached us at; `None` if there is a link.
+    pub fn offer_link(&self, peer: InstanceId, local: Option<IpAddr>) -> Option<LinkOffer> {
         if self.link_to(&peer).is_some() {
             return None;
         }
+        let address = match local {
+            Some(local) => LinkAddress::Verbs(self.acceptor_at(local)?),
+            None => {
+                let name = names::instance(&Library::get().id);
+                LinkAddress::Shm(ShmName::new(name.as_bytes())?)
+            }
+        };
         let cookie = Cookie::random().ok()?;
         let until = crate::time::now_ns() + COOKIE_LIFE;
         // Never waits: a signal handler may have interrupted this very thread in here.
         let entry = (0..COOKIE_ATTEMPTS).find_map(|_| self.cookies.try_entry(peer))?;
         entry.or_default().push((cookie, until));
-        Some(LinkOffer {
-            address: LinkAddress::Shm(ShmName::new(
-                names::instance(&Library::get().id).as_bytes(),
-            )?),
-            cookie,
-        })
+        Some(LinkOffer { address, cookie })
+    }
+
+    /// Where links can be made at this local address.
+    fn acceptor_at(&self, local: IpAddr) -> Option<SocketAddr> {
+        let acceptors = self.acceptors.lock()?;
+        acceptors.iter().find(|a| a.ip() == local).copied()
     }
 
     /// The socket is being closed: its anchor is not watched any more. The caller holds the control
@@ -226,6 +242,9 @@ mod kind {
     pub const CHANNEL: u64 = 3;
     pub const ANCHOR: u64 = 4;
     pub const LINGER: u64 = 5;
+    pub const ACCEPTOR: u64 = 6;
+    pub const PAIR_STATE: u64 = 7;
+    pub const COMPLETION: u64 = 8;
 }
 
 fn tag(kind: u64, id: u64) -> u64 {
@@ -249,6 +268,9 @@ struct Worker {
     /// From how many of them on those that are over are looked for.
     offered_bound: usize,
     pending_links: HashMap<InstanceId, links::Pending>,
+    /// Where other hosts connect.
+    acceptors: Vec<Acceptor>,
+    arriving: HashMap<u64, remote::Arriving>,
     dead_links: Vec<&'static Link>,
     lingering: HashMap<u64, linger::Lingering>,
     deferred: Vec<answer::Deferred>,
@@ -277,6 +299,8 @@ impl Worker {
             offered: HashMap::new(),
             offered_bound: answer::OFFERED_MIN,
             pending_links: HashMap::new(),
+            acceptors: Vec::new(),
+            arriving: HashMap::new(),
             dead_links: Vec::new(),
             lingering: HashMap::new(),
             deferred: Vec::new(),
@@ -370,12 +394,14 @@ impl Worker {
         let now = crate::time::now_ns();
         let asks = self.asks.values().map(|a| a.deadline);
         let links = self.pending_links.values().map(|p| p.deadline);
+        let arriving = self.arriving.values().map(|a| a.deadline);
         let shrink = (self.shrink_at != 0).then_some(self.shrink_at);
         let held = (self.held_until != 0).then_some(self.held_until);
         let pressed = self.pressed.iter().map(|p| p.deadline);
         let deferred = self.deferred.iter().map(|d| d.deadline);
         let lingering = self.lingering.values().map(|l| l.deadline);
         asks.chain(links)
+            .chain(arriving)
             .chain(lingering)
             .chain(deferred)
             .chain(shrink)
@@ -389,6 +415,7 @@ impl Worker {
         let now = crate::time::now_ns();
         self.expire_asks(now);
         self.expire_links(now);
+        self.expire_arriving(now);
         self.expire_lingering(now);
         self.deferred.retain(|d| d.deadline > now);
         self.relieve(now);
@@ -432,6 +459,9 @@ impl Worker {
             kind::CHANNEL => self.on_channel(id),
             kind::ANCHOR => self.on_anchor(id),
             kind::LINGER => self.on_lingering(id),
+            kind::ACCEPTOR => self.on_acceptor(id),
+            kind::PAIR_STATE => self.on_pair_state(id),
+            kind::COMPLETION => self.on_completion(id),
             _ => {}
         }
     }

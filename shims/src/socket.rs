@@ -5,7 +5,9 @@
 //! set's lock while holding one of a socket's.
 
 use std::ffi::c_int;
+use std::net::IpAddr;
 use std::os::fd::BorrowedFd;
+
 use std::sync::atomic::{
     AtomicBool, AtomicI32, AtomicPtr, AtomicU8, AtomicU32, AtomicU64,
     Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst},
@@ -104,6 +106,8 @@ pub struct Control {
     pub greeted_by: Option<InstanceId>,
     /// Where that HELLO says that a link can be had.
     pub offer: Option<rdmasock_core::wire::LinkOffer>,
+    /// The connector is on another host, and has reached us at this address (acceptor).
+    pub reached_at: Option<IpAddr>,
     /// Our end of the stream on the link.
     pub opened: Option<Opened>,
     /// The other end's number for the stream, once it is open.

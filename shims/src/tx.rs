@@ -269,7 +269,7 @@ unsafe fn step(socket: &'static Socket, fd: c_int, iov: &mut Iov, flags: c_int) 
         if iov.len() == 0 {
             return Step::Done;
         }
-        if full {
+        if full && !ready::progress(socket) {
             return Step::Full;
         }
     }
@@ -400,6 +400,7 @@ pub fn option_timeout(fd: c_int, option: c_int) -> Timeout {
 pub fn is_worth_a_look(socket: &'static Socket) -> bool {
     match socket.tx_mode.load(Acquire) {
         mode::LINK => {
+            ready::progress(socket);
             is_dead(socket)
                 || socket.tx.lock().is_none_or(|mut tx| {
                     tx.producer

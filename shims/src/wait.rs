@@ -22,6 +22,7 @@ use rdmasock_core::os::privatefd::PrivateFd;
 use rustix::event::EventfdFlags;
 use rustix::io::Errno;
 
+use crate::link::{Distant, Duty, Link};
 use crate::ready::Sleeper;
 use crate::socket::Socket;
 use crate::time::{Deadline, Timeout, now_ns};
@@ -368,10 +369,15 @@ fn wait_on(
         return Ok(());
     };
     let _sleeper = Sleeper::new(socket, lease.waiter, data, !data);
+    // On a link to another host the sleeper itself is woken by what completes.
+    let duty = socket
+        .link()
+        .and_then(Link::distant)
+        .and_then(Distant::take_duty);
     if there() {
         return Ok(());
     }
-    sleep(lease.waiter, deadline.left())
+    sleep(lease.waiter, deadline.left(), duty.as_ref().map(Duty::fd))
 }
 
 /// A waiter for the time of one sleep.
@@ -392,35 +398,44 @@ impl Drop for Lease<'_> {
     }
 }
 
-/// Sleeps until the waiter's doorbell rings. A cancellation point.
+/// Sleeps until the waiter's doorbell rings, or `also` is readable. A cancellation point.
 ///
 /// Without a bound the sleep is a read of the eventfd: a signal then ends or restarts it just as
 /// it would the program's own call (SA_RESTART). With a bound the kernel's socket calls are never
-/// restarted, and neither is ppoll.
-fn sleep(waiter: WaiterId, left: Timeout) -> Result<(), c_int> {
+/// restarted, and neither is ppoll. With two descriptors it has to be ppoll, and what the kernel
+/// would have done is asked for afterwards.
+fn sleep(waiter: WaiterId, left: Timeout, also: Option<BorrowedFd<'_>>) -> Result<(), c_int> {
     use crate::real::Cancellable;
     let Some(fd) = crate::library::Library::get().waiters.doorbell(waiter) else {
         return Ok(());
     };
     let fd = fd.as_raw_fd();
-    if let Some(timeout) = left.to_timespec() {
-        let mut set = libc::pollfd {
+    let timeout = left.to_timespec();
+    if timeout.is_some() || also.is_some() {
+        let entry = |fd| libc::pollfd {
             fd,
             events: libc::POLLIN,
             revents: 0,
         };
-        // SAFETY: one entry, and a valid time-out.
+        // A negative number is ignored.
+        let mut set = [entry(fd), entry(also.map_or(-1, |fd| fd.as_raw_fd()))];
+        // SAFETY: two entries, and a valid time-out or none.
         let n = unsafe {
             crate::real::ppoll().cancellable()(
-                &raw mut set,
-                1,
-                &raw const timeout,
+                set.as_mut_ptr(),
+                set.len() as libc::nfds_t,
+                timeout.as_ref().map_or(std::ptr::null(), std::ptr::from_ref),
                 std::ptr::null(),
             )
         };
         match n {
             0 => return Err(libc::EAGAIN),
-            n if n < 0 => return Err(crate::errno::get()),
+            n if n < 0 => {
+                let error = crate::errno::get();
+                let restart = error == libc::EINTR && timeout.is_none() && are_calls_restarted();
+                return if restart { Ok(()) } else { Err(error) };
+            }
+            _ if set.first().is_none_or(|bell| bell.revents == 0) => return Ok(()),
             _ => {}
         }
     }
@@ -432,6 +447,21 @@ fn sleep(waiter: WaiterId, left: Timeout) -> Result<(), c_int> {
     } else {
         Ok(())
     }
+}
+
+/// Whether the kernel restarts a call that a signal has interrupted: no handler of this process is
+/// without SA_RESTART. Which handler ran cannot be told.
+#[cold]
+fn are_calls_restarted() -> bool {
+    (1..libc::SIGRTMAX()).all(|signal| {
+        // SAFETY: zeroes are a value of this plain struct, and the call only fills it.
+        let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+        // SAFETY: as above.
+        let asked = unsafe { libc::sigaction(signal, std::ptr::null(), &raw mut action) };
+        asked != 0
+            || matches!(action.sa_sigaction, libc::SIG_DFL | libc::SIG_IGN)
+            || action.sa_flags & libc::SA_RESTART != 0
+    })
 }
 
 /// Whether the cores are taken.

@@ -62,9 +62,9 @@ pub const VARIABLES: &[Variable] = &[
         name: "RDMASOCK_FABRICS",
         option: "fabrics",
         placeholder: "LIST",
-        default: "shm",
-        accepts: "a comma-separated list of: shm",
-        meaning: "what connections may be moved to; shm is shared memory on the same host",
+        default: "shm,verbs",
+        accepts: "a comma-separated list of: shm, verbs",
+        meaning: "what connections may be moved to: shared memory on the same host, RDMA verbs between hosts",
         set: |config, value| set(&mut config.fabrics, fabrics(value)),
     },
     Variable {
@@ -164,6 +164,7 @@ fn on_off(value: &OsStr) -> Option<bool> {
 fn fabrics(value: &OsStr) -> Option<Fabrics> {
     value::items(value.to_str()?).try_fold(Fabrics::empty(), |all, item| match item {
         "shm" => Some(all | Fabrics::SHM),
+        "verbs" => Some(all | Fabrics::VERBS),
         _ => None,
     })
 }

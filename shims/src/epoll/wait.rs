@@ -4,7 +4,11 @@ use std::ffi::c_int;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, SeqCst};
 
 use super::{ALWAYS, ET, Epoll, ONESHOT, Set, enqueue};
+use rustix::event::epoll as kernel;
+use rustix::io::Errno;
+
 use crate::library::Library;
+use crate::link::Duty;
 use crate::ready::{self, Arm};
 use crate::time::Timeout;
 use crate::wait;
@@ -98,6 +102,7 @@ impl Epoll {
             };
             let waiters = &Library::get().waiters;
             waiters.enter_sleep(waiter);
+            let _duties = self.take_duties();
             if self.has_ready() {
                 waiters.leave_sleep(waiter);
                 continue;
@@ -193,11 +198,44 @@ impl Epoll {
         }
         // SAFETY: the kernel has just filled n entries.
         let filled = unsafe { std::slice::from_raw_parts_mut(events, n as usize) };
-        let Some(at) = filled.iter().position(|e| e.u64 == key) else {
-            return n;
+        let mut kept = 0;
+        for at in 0..filled.len() {
+            if let Some(event) = filled.get(at).copied().filter(|e| e.u64 != key)
+                && let Some(slot) = filled.get_mut(kept)
+            {
+                *slot = event;
+                kept += 1;
+            }
+        }
+        kept as c_int
+    }
+
+    /// For a sleep: what completes on links to other hosts wakes this thread itself. Their descriptors
+    /// are in the kernel's set from the first such sleep on, under the doorbell's key.
+    fn take_duties(&self) -> Vec<Duty> {
+        let Some(mut set) = self.set.lock() else {
+            return Vec::new();
         };
-        filled.copy_within(at + 1.., at);
-        n - 1
+        let Set { links, heard, .. } = &mut *set;
+        links
+            .iter()
+            .filter_map(|link| {
+                let duty = link.distant()?.take_duty()?;
+                if !heard.iter().any(|l| std::ptr::eq(*l, *link)) {
+                    let added = kernel::add(
+                        self.kernel_fd()?,
+                        duty.fd(),
+                        kernel::EventData::new_u64(self.key.load(Relaxed)),
+                        kernel::EventFlags::IN,
+                    );
+                    if !matches!(added, Ok(()) | Err(Errno::EXIST)) {
+                        return None;
+                    }
+                    heard.push(link);
+                }
+                Some(duty)
+            })
+            .collect()
     }
 
     fn has_ready(&self) -> bool {
@@ -240,6 +278,7 @@ impl Epoll {
         let set = &mut *guard;
         self.sweep(set);
         set.links.retain(|l| l.is_alive());
+        set.heard.retain(|l| l.is_alive());
         let mut n = 0;
         for _ in 0..set.ready.len() {
             if n == max {

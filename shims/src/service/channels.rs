@@ -57,7 +57,9 @@ impl Worker {
         let mut flags = kernel::EventFlags::IN | kernel::EventFlags::RDHUP;
         flags.set(kernel::EventFlags::OUT, wanted);
         let data = kernel::EventData::new_u64(tag(kind::CHANNEL, id));
-        let _ = kernel::modify(&self.service.epoll, link.channel().as_fd(), data, flags);
+        if let Some(channel) = link.channel() {
+            let _ = kernel::modify(&self.service.epoll, channel.as_fd(), data, flags);
+        }
     }
 
     /// Reads what has come over a channel.
@@ -76,7 +78,10 @@ impl Worker {
             };
             let received = match (&conn.channel, &conn.peer) {
                 (Some(channel), _) => channel.recv(&mut buf),
-                (None, Peer::Link(link)) => link.channel().recv(&mut buf),
+                (None, Peer::Link(link)) => match link.channel() {
+                    Some(channel) => channel.recv(&mut buf),
+                    None => return,
+                },
                 _ => return,
             };
             match received {
@@ -121,7 +126,7 @@ impl Worker {
         }
     }
 
-    fn on_message(&mut self, id: u64, message: Message, fds: Vec<PrivateFd>) {
+    pub(super) fn on_message(&mut self, id: u64, message: Message, fds: Vec<PrivateFd>) {
         use Message as M;
         // P10: a message comes with exactly its own fds.
         if fds.len() != message.fds() {
@@ -179,6 +184,16 @@ impl Worker {
         found.map(|(id, _)| *id)
     }
 
+    /// What belongs to a link is not looked at any more.
+    pub(super) fn forget_link_fds(&mut self, link: &'static Link) {
+        match link.channel() {
+            Some(channel) => {
+                let _ = kernel::delete(&self.service.epoll, channel.as_fd());
+            }
+            None => self.forget_remote(link),
+        }
+    }
+
     /// The other end of a channel does not keep to the protocol.
     pub(super) fn violation(&mut self, id: u64) {
         tracing::warn!(target: "rdmasock", "a peer breaks the protocol");
@@ -199,7 +214,7 @@ impl Worker {
             Peer::Asked { request, .. } => self.on_silence(id, request),
             Peer::Linking { peer } => self.link_failed(peer),
             Peer::Link(link) => {
-                let _ = kernel::delete(&self.service.epoll, link.channel().as_fd());
+                self.forget_link_fds(link);
                 self.on_link_silence(id);
                 self.link_down(link, why);
             }

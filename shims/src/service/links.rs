@@ -1,5 +1,6 @@
 //! Links: making them, what peers say on their side channels, and their end.
 
+use std::net::IpAddr;
 use std::os::fd::AsFd;
 use std::sync::atomic::Ordering::{Acquire, Release, SeqCst};
 
@@ -11,16 +12,15 @@ use rdmasock_core::os::channel::Channel;
 use rdmasock_core::os::memfd::{self, Access};
 use rdmasock_core::os::privatefd::PrivateFd;
 use rdmasock_core::rendezvous::names;
-use rdmasock_core::stats::{LinkInfo, Path, Reason};
-use rdmasock_core::stream::handshake::Handshake;
-use rdmasock_core::wire::{self, Geometry, LinkAddress, LinkOffer, MAX_MESSAGE, Message};
-use rustix::event::epoll as kernel;
+use rdmasock_core::stats::{LinkInfo, LinkStats, Path, Reason};
+use rdmasock_core::stream::handshake::{Handshake, Role};
+use rdmasock_core::wire::{self, Geometry, LinkAddress, LinkOffer, MAX_MESSAGE, Message, ShmName};
 
 use super::{ASK_TIMEOUT, Conn, Peer, Ref, Worker};
 use crate::link::Link;
 use crate::promote;
 use crate::ready;
-use crate::socket::mode;
+use crate::socket::{self, mode};
 use crate::wait::{FLAGS_BYTES, MAX_WAITERS, SERVICE, WaiterId};
 
 /// A link that we have asked for.
@@ -41,20 +41,29 @@ impl Worker {
             pending.waiting.push(r);
             return;
         }
-        match offer.and_then(|offer| self.dial(peer, &offer)) {
-            Some(mine) => {
-                let deadline = crate::time::now_ns() + ASK_TIMEOUT.as_nanos() as u64;
-                self.pending_links.insert(
-                    peer,
-                    Pending {
-                        waiting: vec![r],
-                        mine: Some(mine),
-                        deadline,
-                    },
-                );
-            }
-            None => no_link(r, Reason::LinkFailed),
-        }
+        let dialled = match offer {
+            Some(offer) => match offer.address {
+                LinkAddress::Shm(name) => self.dial(peer, &name, &offer.cookie).map(Some),
+                LinkAddress::Verbs(at) => ends_of(r)
+                    // Nowhere else than where the TCP connection leads.
+                    .filter(|(_, remote)| *remote == at.ip())
+                    .filter(|(local, _)| self.dial_remote(peer, *local, at, &offer.cookie))
+                    .map(|_| None),
+            },
+            None => None,
+        };
+        let Some(mine) = dialled else {
+            return no_link(r, Reason::LinkFailed);
+        };
+        let deadline = crate::time::now_ns() + ASK_TIMEOUT.as_nanos() as u64;
+        self.pending_links.insert(
+            peer,
+            Pending {
+                waiting: vec![r],
+                mine,
+                deadline,
+            },
+        );
     }
 
     fn geometry(&self, layout: &Layout) -> Geometry {
@@ -75,14 +84,11 @@ impl Worker {
         Some((fd, Side::new(mapping, layout)?))
     }
 
-    fn dial(&mut self, peer: InstanceId, offer: &LinkOffer) -> Option<Side> {
-        let LinkAddress::Shm(name) = &offer.address else {
-            return None;
-        };
+    fn dial(&mut self, peer: InstanceId, name: &ShmName, cookie: &Cookie) -> Option<Side> {
         let channel = names::connect_to(name.as_bytes()).ok()?;
         let (arena, mine) = self.make_arena()?;
         let message = Message::Link {
-            cookie: offer.cookie,
+            cookie: *cookie,
             instance_c: self.library.id,
             pid: rustix::process::getpid().as_raw_nonzero().get() as u32,
             geometry: self.geometry(mine.layout()),
@@ -178,7 +184,12 @@ impl Worker {
         let Some(link) = self.establish(conn, expected, pid, channel, mine, theirs, flags) else {
             return;
         };
-        if let Some(pending) = self.pending_links.remove(&expected) {
+        self.link_made(expected, link);
+    }
+
+    /// The handshakes that wait for a link to `peer` go on.
+    pub(super) fn link_made(&mut self, peer: InstanceId, link: &'static Link) {
+        if let Some(pending) = self.pending_links.remove(&peer) {
             for r in pending.waiting {
                 on_link(r, link);
             }
@@ -197,15 +208,7 @@ impl Worker {
         flags: FlagPage,
     ) -> Option<&'static Link> {
         let slot = self.free_slot();
-        let info = LinkInfo {
-            fabric: Path::Shm,
-            peer: *peer.as_bytes(),
-            peer_pid: pid,
-        };
-        let stats = self.library.stats.open_link(slot, &info);
-        if let Some(stats) = stats {
-            stats.set_up();
-        }
+        let stats = self.open_stats(slot, Path::Shm, peer, pid);
         let link = Link::new(slot, peer, channel, mine, theirs, flags, stats);
         // The registration in the epoll set goes with the fd, which the link has now.
         self.conns.insert(
@@ -221,7 +224,26 @@ impl Worker {
         Some(link)
     }
 
-    fn free_slot(&self) -> u32 {
+    pub(super) fn open_stats(
+        &self,
+        slot: u32,
+        fabric: Path,
+        peer: InstanceId,
+        peer_pid: u32,
+    ) -> Option<&'static LinkStats> {
+        let info = LinkInfo {
+            fabric,
+            peer: *peer.as_bytes(),
+            peer_pid,
+        };
+        let stats = self.library.stats.open_link(slot, &info);
+        if let Some(stats) = stats {
+            stats.set_up();
+        }
+        stats
+    }
+
+    pub(super) fn free_slot(&self) -> u32 {
         let links = self.service.all_links();
         let used = |s: &u32| links.iter().chain(&self.dead_links).any(|l| l.slot == *s);
         (0..).find(|s| !used(s)).unwrap_or(u32::MAX)
@@ -393,7 +415,7 @@ impl Worker {
             .iter()
             .find(|(_, c)| matches!(c.peer, Peer::Link(l) if std::ptr::eq(l, link)));
         if let Some(id) = conn.map(|(id, _)| *id) {
-            let _ = kernel::delete(&self.service.epoll, link.channel().as_fd());
+            self.forget_link_fds(link);
             self.conns.remove(&id);
         }
         for socket in link.sockets() {
@@ -453,6 +475,17 @@ fn map_peer(geometry: &Geometry, fds: &[PrivateFd]) -> Option<(Side, FlagPage)> 
     let layout = Layout::from_header(&header, geometry.arena_bytes).ok()?;
     let flags = memfd::map_received(flags.as_fd(), FLAGS_BYTES, Access::ReadOnly).ok()?;
     Some((Side::new(mapping, layout)?, FlagPage::new(flags)?))
+}
+
+/// The two addresses of a connection, ours first.
+fn ends_of(r: Ref) -> Option<(IpAddr, IpAddr)> {
+    let socket = r.get()?;
+    let tuple = socket::tuple_of(socket)?;
+    let (connector, acceptor) = (tuple.connector().ip(), tuple.acceptor().ip());
+    Some(match socket.role() {
+        Role::Connector => (connector, acceptor),
+        Role::Acceptor => (acceptor, connector),
+    })
 }
 
 /// The handshake goes on over this link.

@@ -1,0 +1,379 @@
+//! Links to other hosts: dialling, accepting, and what their descriptors say.
+//!
+//! The address and the cookie come from the HELLO in the TCP connection; nothing else is ever
+//! connected to. Connecting can block in the kernel, so it has a thread of its own for that time.
+
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::BorrowedFd;
+
+use rdmasock_core::fabric::plugin::PRIVATE_BYTES;
+use rdmasock_core::ids::{Cookie, ID_BYTES, InstanceId};
+use rdmasock_core::stats::Reason;
+use rdmasock_core::wire;
+use rustix::event::epoll as kernel;
+use rustix::io::Errno;
+
+use super::{ASK_TIMEOUT, Command, Peer, SignalsBlocked, Worker, kind, tag};
+use crate::link::Link;
+use crate::verbs::{self, Acceptor, Incoming, Pair, State};
+
+/// What both ends of a new queue pair tell each other first: magic, version, pid, instance; the one that
+/// asks adds the cookie.
+const MAGIC: [u8; 4] = *b"rsok";
+const PID_AT: usize = 8;
+const INSTANCE_AT: usize = 12;
+const COOKIE_AT: usize = INSTANCE_AT + ID_BYTES;
+const _: () = assert!(COOKIE_AT + ID_BYTES <= PRIVATE_BYTES);
+
+/// An accepted connection that is not up yet.
+pub(super) struct Arriving {
+    pair: Pair,
+    peer: InstanceId,
+    pid: u32,
+    /// Monotonic ns.
+    pub deadline: u64,
+}
+
+/// Who is at the other end of a queue pair.
+pub struct Dialled {
+    pair: Pair,
+    peer: InstanceId,
+    pid: u32,
+}
+
+fn introduce(me: &InstanceId, cookie: Option<&Cookie>) -> [u8; PRIVATE_BYTES] {
+    let mut bytes = [0u8; PRIVATE_BYTES];
+    let pid = rustix::process::getpid().as_raw_nonzero().get() as u32;
+    let mut put = |at: usize, what: &[u8]| {
+        if let Some(place) = bytes.get_mut(at..at + what.len()) {
+            place.copy_from_slice(what);
+        }
+    };
+    put(0, &MAGIC);
+    put(MAGIC.len(), &[wire::VERSION]);
+    put(PID_AT, &pid.to_le_bytes());
+    put(INSTANCE_AT, me.as_bytes());
+    if let Some(cookie) = cookie {
+        put(COOKIE_AT, cookie.as_bytes());
+    }
+    bytes
+}
+
+/// The instance, its pid and the cookie; `None` if that is not what a library of this version says.
+fn understand(bytes: &[u8; PRIVATE_BYTES]) -> Option<(InstanceId, u32, Cookie)> {
+    let (magic, rest) = bytes.split_first_chunk::<4>()?;
+    if *magic != MAGIC || rest.first() != Some(&wire::VERSION) {
+        return None;
+    }
+    let pid = u32::from_le_bytes(*bytes.get(PID_AT..)?.first_chunk()?);
+    let id = |at: usize| bytes.get(at..)?.first_chunk::<ID_BYTES>().copied();
+    Some((
+        InstanceId::from_bytes(id(INSTANCE_AT)?),
+        pid,
+        Cookie::from_bytes(id(COOKIE_AT)?),
+    ))
+}
+
+impl Worker {
+    /// Listens for links at this local address, where the acceptor of a connection is. False if there is
+    /// no device for it.
+    pub(super) fn listen_for_links(&mut self, local: IpAddr) -> bool {
+        if self.service.acceptor_at(local).is_some() {
+            return true;
+        }
+        if !verbs::has_device(local) {
+            return false;
+        }
+        let acceptor = match Acceptor::new(local) {
+            Ok(acceptor) => acceptor,
+            Err(error) => {
+                tracing::warn!(target: "rdmasock", %local, %error, "no links from other hosts");
+                return false;
+            }
+        };
+        // SAFETY: open as long as the acceptor, which stays.
+        let fd = unsafe { BorrowedFd::borrow_raw(acceptor.fd) };
+        let id = self.acceptors.len() as u64;
+        if !self.add(fd, tag(kind::ACCEPTOR, id), kernel::EventFlags::IN) {
+            return false;
+        }
+        tracing::info!(target: "rdmasock", address = %acceptor.address, "listens for links from other hosts");
+        if let Some(mut known) = self.service.acceptors.lock() {
+            known.push(acceptor.address);
+        }
+        self.acceptors.push(acceptor);
+        true
+    }
+
+    pub(super) fn on_acceptor(&mut self, id: u64) {
+        // A bounded number: who floods us is not to keep the thread.
+        for _ in 0..16 {
+            let Some(incoming) = self.acceptors.get(id as usize).and_then(Acceptor::next) else {
+                return;
+            };
+            self.on_incoming(incoming);
+        }
+    }
+
+    fn on_incoming(&mut self, incoming: Incoming) {
+        let Some((peer, pid, _)) = understand(&incoming.private)
+            .filter(|(peer, _, cookie)| self.service.redeem(cookie, peer))
+        else {
+            self.library
+                .stats
+                .count(rdmasock_core::stats::Event::LinkViolation);
+            tracing::warn!(target: "rdmasock", "a link without a cookie of ours is refused");
+            return incoming.reject();
+        };
+        let pair = match incoming.accept(&introduce(&self.library.id, None)) {
+            Ok(pair) => pair,
+            Err(error) => {
+                tracing::warn!(target: "rdmasock", %peer, %error, "a link cannot be accepted");
+                return;
+            }
+        };
+        let Ok(info) = pair.info() else { return };
+        let id = self.next_conn;
+        self.next_conn += 1;
+        // SAFETY: open as long as the pair, which is in `arriving` as long as the fd is in the set.
+        let fd = unsafe { BorrowedFd::borrow_raw(info.state_fd) };
+        if !self.add(fd, tag(kind::PAIR_STATE, id), kernel::EventFlags::IN) {
+            return;
+        }
+        let deadline = crate::time::now_ns() + ASK_TIMEOUT.as_nanos() as u64;
+        self.arriving.insert(
+            id,
+            Arriving {
+                pair,
+                peer,
+                pid,
+                deadline,
+            },
+        );
+        self.on_pair_state(id);
+    }
+
+    /// Connects to the address of a HELLO.
+    pub(super) fn dial_remote(
+        &mut self,
+        peer: InstanceId,
+        local: IpAddr,
+        remote: SocketAddr,
+        cookie: &Cookie,
+    ) -> bool {
+        if !verbs::has_device(local) {
+            return false;
+        }
+        let greeting = introduce(&self.library.id, Some(cookie));
+        let blocked = SignalsBlocked::new();
+        let spawned = std::thread::Builder::new()
+            .name("rdmasock-dial".into())
+            .stack_size(256 * 1024)
+            .spawn(move || {
+                let dialled = dial(peer, local, remote, &greeting);
+                crate::library::Library::get()
+                    .service
+                    .submit(Command::Dialled(peer, dialled));
+            });
+        drop(blocked);
+        spawned.is_ok()
+    }
+
+    pub(super) fn on_dialled(&mut self, peer: InstanceId, dialled: Result<Dialled, Errno>) {
+        if !self.pending_links.contains_key(&peer) {
+            // Too late: the pair is dropped, and the other end sees that.
+            return;
+        }
+        match dialled {
+            Ok(Dialled { pair, peer, pid }) => {
+                let id = self.next_conn;
+                self.next_conn += 1;
+                match self.establish_remote(id, peer, pid, pair) {
+                    Some(link) => self.link_made(peer, link),
+                    None => self.link_failed(peer),
+                }
+            }
+            Err(error) => {
+                tracing::warn!(target: "rdmasock", %peer, %error, "no link");
+                self.link_failed(peer);
+            }
+        }
+    }
+
+    /// A pair's state may have changed.
+    pub(super) fn on_pair_state(&mut self, id: u64) {
+        if let Some(link) = self.remote_link(id) {
+            if let Some(State::Down(error)) = link.pair_state() {
+                tracing::info!(target: "rdmasock", peer = %link.peer, %error, "link lost");
+                self.hang_up(id, Reason::LinkFailed);
+            }
+            return;
+        }
+        let state = match self.arriving.get(&id) {
+            Some(arriving) => arriving.pair.state(),
+            None => return,
+        };
+        if state == State::Connecting {
+            return;
+        }
+        let Some(Arriving {
+            pair, peer, pid, ..
+        }) = self.arriving.remove(&id)
+        else {
+            return;
+        };
+        self.forget_fd(pair.info().map(|i| i.state_fd));
+        match state {
+            State::Up => {
+                self.establish_remote(id, peer, pid, pair);
+            }
+            _ => tracing::debug!(target: "rdmasock", %peer, ?state, "a link did not come up"),
+        }
+    }
+
+    /// Connections that did not come up in time.
+    pub(super) fn expire_arriving(&mut self, now: u64) {
+        let late: Vec<u64> = self
+            .arriving
+            .iter()
+            .filter(|(_, a)| a.deadline <= now)
+            .map(|(id, _)| *id)
+            .collect();
+        for id in late {
+            if let Some(arriving) = self.arriving.remove(&id) {
+                self.forget_fd(arriving.pair.info().map(|i| i.state_fd));
+            }
+        }
+    }
+
+    fn forget_fd(&self, fd: Result<i32, Errno>) {
+        if let Ok(fd) = fd {
+            // SAFETY: the caller still has the pair, so the fd is open.
+            let _ = kernel::delete(&self.service.epoll, unsafe { BorrowedFd::borrow_raw(fd) });
+        }
+    }
+
+    fn establish_remote(
+        &mut self,
+        id: u64,
+        peer: InstanceId,
+        pid: u32,
+        pair: Pair,
+    ) -> Option<&'static Link> {
+        let info = pair.info().ok()?;
+        let slot = self.free_slot();
+        let stats = self.open_stats(slot, rdmasock_core::stats::Path::Verbs, peer, pid);
+        let link = Link::between_hosts(slot, peer, pair, self.library.config.arena.bytes(), stats)?;
+        for (fd, kind) in [
+            (info.state_fd, kind::PAIR_STATE),
+            (info.completion_fd, kind::COMPLETION),
+        ] {
+            // SAFETY: open as long as the pair, which the link has now; it is taken out of the set
+            // before the link gives the pair up (`hang_up`).
+            let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+            if !self.add(fd, tag(kind, id), kernel::EventFlags::IN) {
+                return None;
+            }
+        }
+        self.conns.insert(
+            id,
+            super::Conn {
+                channel: None,
+                peer: Peer::Link(link),
+            },
+        );
+        self.service.links.lock()?.push(link);
+        tracing::info!(target: "rdmasock", %peer, pid, slot, qp = info.qp_number, "link to another host up");
+        self.on_completion(id);
+        Some(link)
+    }
+
+    fn remote_link(&self, id: u64) -> Option<&'static Link> {
+        match self.conns.get(&id).map(|c| &c.peer) {
+            Some(Peer::Link(link)) if link.is_remote() => Some(link),
+            _ => None,
+        }
+    }
+
+    /// Something has completed on a link's queue pair.
+    pub(super) fn on_completion(&mut self, id: u64) {
+        let Some(link) = self.remote_link(id) else {
+            return;
+        };
+        // Looks once more after arming: what came in between makes no event.
+        loop {
+            link.progress();
+            self.take_messages(id, link);
+            if !link.arm() || !link.progress() {
+                break;
+            }
+        }
+        self.take_messages(id, link);
+        if link.has_failed() {
+            self.on_link_fault(link);
+        }
+    }
+
+    /// What the peer has said on the link's side channel.
+    pub(super) fn take_messages(&mut self, id: u64, link: &'static Link) {
+        while let Some(message) = link.take_message() {
+            if message.fds() > 0 {
+                return self.violation(id);
+            }
+            self.on_message(id, message, Vec::new());
+        }
+    }
+
+    /// The link cannot be used further.
+    pub(super) fn on_link_fault(&mut self, link: &'static Link) {
+        if let Some(id) = self.conn_of(link) {
+            self.hang_up(id, link.fault_reason());
+        }
+    }
+
+    /// Takes the descriptors of a link that goes down out of the set.
+    pub(super) fn forget_remote(&mut self, link: &'static Link) {
+        if let Some(info) = link.pair_info() {
+            self.forget_fd(Ok(info.state_fd));
+            self.forget_fd(Ok(info.completion_fd));
+        }
+    }
+}
+
+fn dial(
+    peer: InstanceId,
+    local: IpAddr,
+    remote: SocketAddr,
+    greeting: &[u8],
+) -> Result<Dialled, Errno> {
+    let pair = verbs::connect(local, remote, greeting, ASK_TIMEOUT.as_millis() as u32)?;
+    let info = pair.info()?;
+    let (instance, pid, _) = understand(&info.private).ok_or(Errno::PROTO)?;
+    // P23: the instance that the TCP connection leads to, and no other.
+    if instance != peer {
+        return Err(Errno::PERM);
+    }
+    Ok(Dialled { pair, peer, pid })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_introduction_is_understood_and_another_version_is_not() {
+        let (me, cookie) = (
+            InstanceId::from_bytes([3; 16]),
+            Cookie::from_bytes([9; ID_BYTES]),
+        );
+        let bytes = introduce(&me, Some(&cookie));
+        let (instance, pid, got) = understand(&bytes).unwrap();
+        assert_eq!((instance, pid), (me, std::process::id()));
+        assert!(got.matches(&cookie));
+        for at in [0, 3, 4] {
+            let mut bad = bytes;
+            bad[at] ^= 1;
+            assert!(understand(&bad).is_none());
+        }
+    }
+}

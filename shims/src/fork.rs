@@ -274,6 +274,8 @@ extern "C" fn child() {
         }
     };
     OWNER_BELL.store(bell, Release);
+    // Before its descriptors are closed here.
+    crate::verbs::after_fork();
     let log = crate::log::fd().unwrap_or(-1);
     // SAFETY: the old instance is forgotten, so nobody uses the fds that are closed.
     unsafe { privatefd::reset_in_fork_child(|fd| fd == log || fd == bell || kept.contains(&fd)) };

@@ -6,6 +6,7 @@ pub mod epoll;
 pub mod errno;
 pub mod fork;
 pub mod iov;
+pub mod keepalive;
 pub mod library;
 pub mod lifecycle;
 pub mod link;

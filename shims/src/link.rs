@@ -222,13 +222,19 @@ impl Link {
     /// This end is done with its number `mine`; `peer` is the other's. Without one the peer does
     /// not know of `mine` either.
     pub fn close(&self, mine: Vqpn, peer: Option<Vqpn>, consumer: Option<Consumer>) {
-        self.leave(mine, || on_end!(self, end => end.close(mine, peer, consumer)));
+        self.leave(
+            mine,
+            || on_end!(self, end => end.close(mine, peer, consumer)),
+        );
     }
 
     /// This end is done with its number `mine`, but the peer may be about to use it: what answers
     /// the OPEN will say.
     pub fn close_unanswered(&self, mine: Vqpn, consumer: Option<Consumer>) {
-        self.leave(mine, || on_end!(self, end => end.close_unanswered(mine, consumer)));
+        self.leave(
+            mine,
+            || on_end!(self, end => end.close_unanswered(mine, consumer)),
+        );
     }
 
     fn leave(&self, mine: Vqpn, close: impl FnOnce()) {

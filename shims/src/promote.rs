@@ -89,6 +89,11 @@ pub fn run(socket: &'static Socket, control: &mut Control, steps: Steps) {
                     crate::lifecycle::show_addresses(socket);
                 }
                 tracing::debug!(target: "rdmasock::promote", slot = socket.slot, "promoted");
+                if socket.link().is_some_and(Link::is_remote)
+                    && let Some(fd) = socket.anchor_fd()
+                {
+                    socket.keepalive.begin(fd);
+                }
                 if let Some(reason) = control.leave {
                     leave(socket, control, reason);
                 }

@@ -196,6 +196,17 @@ impl Service {
         at.map(|at| offers.swap_remove(at)).is_some()
     }
 
+    /// Whether this thread is woken when something completes on a link to another host.
+    pub fn hear(&self, completions: BorrowedFd<'_>, token: u64, on: bool) {
+        let flags = if on {
+            kernel::EventFlags::IN
+        } else {
+            kernel::EventFlags::empty()
+        };
+        let token = kernel::EventData::new_u64(token);
+        let _ = kernel::modify(&self.epoll, completions, token, flags);
+    }
+
     fn link_to(&self, peer: &InstanceId) -> Option<&'static Link> {
         let links = self.links.lock()?;
         links

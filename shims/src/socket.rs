@@ -22,6 +22,7 @@ use rdmasock_core::stream::handshake::{Handshake, Role};
 use rdmasock_core::stream::policy::Progress;
 
 use crate::epoll::Epoll;
+use crate::keepalive::Keepalive;
 use crate::link::Link;
 use crate::listener::Listener;
 use crate::wait::{Spinner, WaiterId};
@@ -175,6 +176,8 @@ pub struct Socket {
 
     /// TCP_CORK as the program set it.
     pub corked: AtomicBool,
+    /// Ours, for a silent anchor.
+    pub keepalive: Keepalive,
     /// O_NONBLOCK as this process last saw it set.
     pub nonblocking: AtomicBool,
     pub stage: AtomicU8,
@@ -262,6 +265,7 @@ impl Socket {
             rx_inside: AtomicU32::new(0),
             rx: CachePadded::new(Lock::new(Rx::default())),
             corked: AtomicBool::new(false),
+            keepalive: Keepalive::default(),
             nonblocking: AtomicBool::new(false),
             stage: AtomicU8::new(Stage::New as u8),
             role: AtomicU8::new(0),
@@ -312,6 +316,7 @@ impl Socket {
         socket.generation.fetch_add(1, AcqRel);
         socket.progress.reset();
         socket.corked.store(false, Relaxed);
+        socket.keepalive.reset();
         socket.nonblocking.store(nonblocking, Relaxed);
         socket.stage.store(Stage::New as u8, Relaxed);
         socket.anchor.store(0, Relaxed);

@@ -424,7 +424,9 @@ fn sleep(waiter: WaiterId, left: Timeout, also: Option<BorrowedFd<'_>>) -> Resul
             crate::real::ppoll().cancellable()(
                 set.as_mut_ptr(),
                 set.len() as libc::nfds_t,
-                timeout.as_ref().map_or(std::ptr::null(), std::ptr::from_ref),
+                timeout
+                    .as_ref()
+                    .map_or(std::ptr::null(), std::ptr::from_ref),
                 std::ptr::null(),
             )
         };

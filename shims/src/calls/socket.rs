@@ -1,6 +1,7 @@
 //! The calls that make, connect, configure and shut sockets. `bind`, `getsockname` and `getpeername`
 //! are not among them: the anchor answers.
 
+use std::os::fd::BorrowedFd;
 use std::sync::atomic::Ordering::Acquire;
 
 use crate::errno;
@@ -197,9 +198,15 @@ pub unsafe extern "C" fn getsockopt(
     value: *mut c_void,
     value_len: *mut socklen_t,
 ) -> c_int {
-    if level == libc::IPPROTO_TCP && name == libc::TCP_CORK {
+    if matches!(
+        (level, name),
+        (
+            libc::IPPROTO_TCP,
+            libc::TCP_CORK | libc::TCP_KEEPIDLE | libc::TCP_KEEPCNT
+        ) | (libc::SOL_SOCKET, libc::SO_KEEPALIVE)
+    ) {
         // SAFETY: likewise.
-        return unsafe { get_cork(real, fd, value, value_len) };
+        return unsafe { get_kept(real, fd, level, name, value, value_len) };
     }
     // SAFETY: the caller's arguments, as they are.
     unsafe { real(fd, level, name, value, value_len) }
@@ -207,23 +214,33 @@ pub unsafe extern "C" fn getsockopt(
 
 /// The kernel's word, but for the value where the library keeps it.
 #[inline(never)]
-unsafe extern "C" fn get_cork(
+unsafe extern "C" fn get_kept(
     real: GetSockOptFn,
     fd: c_int,
+    level: c_int,
+    name: c_int,
     value: *mut c_void,
     value_len: *mut socklen_t,
 ) -> c_int {
     // SAFETY: the caller's arguments, as they are.
-    let result = unsafe { real(fd, libc::IPPROTO_TCP, libc::TCP_CORK, value, value_len) };
-    if result == 0
-        && let Some(socket) = table::socket(fd)
-        && socket.tx_mode.load(Acquire) == mode::LINK
-    {
-        let corked = c_int::from(socket.corked.load(Acquire)).to_ne_bytes();
+    let result = unsafe { real(fd, level, name, value, value_len) };
+    if result != 0 {
+        return result;
+    }
+    let kept = table::socket(fd).and_then(|socket| {
+        if (level, name) == (libc::IPPROTO_TCP, libc::TCP_CORK) {
+            let is_kept = socket.tx_mode.load(Acquire) == mode::LINK;
+            is_kept.then(|| c_int::from(socket.corked.load(Acquire)))
+        } else {
+            socket.keepalive.get(level, name)
+        }
+    });
+    if let Some(kept) = kept {
+        let kept = kept.to_ne_bytes();
         // SAFETY: the kernel has just written `value_len` bytes there.
         unsafe {
-            let n = corked.len().min(*value_len as usize);
-            std::ptr::copy_nonoverlapping(corked.as_ptr(), value.cast(), n);
+            let n = kept.len().min(*value_len as usize);
+            std::ptr::copy_nonoverlapping(kept.as_ptr(), value.cast(), n);
         }
     }
     result
@@ -257,7 +274,18 @@ pub unsafe extern "C" fn setsockopt(
                 return 0;
             }
             // SAFETY: likewise.
-            unsafe { real(fd, level, name, value, value_len) }
+            let result = unsafe { real(fd, level, name, value, value_len) };
+            if result == 0 && value_len as usize >= size_of::<c_int>() {
+                // SAFETY: the kernel has just read the option there, and the fd is the program's own.
+                let (value, fd) = unsafe {
+                    (
+                        value.cast::<c_int>().read_unaligned(),
+                        BorrowedFd::borrow_raw(fd),
+                    )
+                };
+                socket.keepalive.on_set(fd, level, name, value);
+            }
+            result
         }
     }
 }

@@ -212,7 +212,7 @@ impl Epoll {
 
     /// For a sleep: what completes on links to other hosts wakes this thread itself. Their descriptors
     /// are in the kernel's set from the first such sleep on, under the doorbell's key.
-    fn take_duties(&self) -> Vec<Duty> {
+    fn take_duties(&self) -> Vec<Duty<'_>> {
         let Some(mut set) = self.set.lock() else {
             return Vec::new();
         };

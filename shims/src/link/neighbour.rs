@@ -179,7 +179,6 @@ fn send_error(errno: Errno) -> SendError {
     }
 }
 
-
 impl Neighbour {
     /// Nobody is rung any more.
     pub(super) fn forget_doorbells(&self) {

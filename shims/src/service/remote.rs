@@ -14,7 +14,7 @@ use rustix::event::epoll as kernel;
 use rustix::io::Errno;
 
 use super::{ASK_TIMEOUT, Command, Peer, SignalsBlocked, Worker, kind, tag};
-use crate::link::Link;
+use crate::link::{Distant, Link};
 use crate::verbs::{self, Acceptor, Incoming, Pair, State};
 
 /// What both ends of a new queue pair tell each other first: magic, version, pid, instance; the one that
@@ -202,8 +202,8 @@ impl Worker {
 
     /// A pair's state may have changed.
     pub(super) fn on_pair_state(&mut self, id: u64) {
-        if let Some(link) = self.remote_link(id) {
-            if let Some(State::Down(error)) = link.pair_state() {
+        if let Some((link, distant)) = self.remote_link(id) {
+            if let State::Down(error) = distant.state() {
                 tracing::info!(target: "rdmasock", peer = %link.peer, %error, "link lost");
                 self.hang_up(id, Reason::LinkFailed);
             }
@@ -275,6 +275,9 @@ impl Worker {
                 return None;
             }
         }
+        if let Some(distant) = link.distant() {
+            distant.set_token(tag(kind::COMPLETION, id));
+        }
         self.conns.insert(
             id,
             super::Conn {
@@ -288,35 +291,37 @@ impl Worker {
         Some(link)
     }
 
-    fn remote_link(&self, id: u64) -> Option<&'static Link> {
+    fn remote_link(&self, id: u64) -> Option<(&'static Link, &'static Distant)> {
         match self.conns.get(&id).map(|c| &c.peer) {
-            Some(Peer::Link(link)) if link.is_remote() => Some(link),
+            Some(Peer::Link(link)) => Some((link, link.distant()?)),
             _ => None,
         }
     }
 
     /// Something has completed on a link's queue pair.
     pub(super) fn on_completion(&mut self, id: u64) {
-        let Some(link) = self.remote_link(id) else {
+        let Some((link, distant)) = self.remote_link(id) else {
             return;
         };
-        // Looks once more after arming: what came in between makes no event.
+        // Looks once more after arming: what came in between makes no event. Who sleeps on the
+        // descriptor itself has armed it.
         loop {
-            link.progress();
-            self.take_messages(id, link);
-            if !link.arm() || !link.progress() {
+            distant.progress();
+            self.take_messages(id, distant);
+            if !distant.is_unwatched() || !distant.arm() || !distant.progress() {
                 break;
             }
         }
-        self.take_messages(id, link);
-        if link.has_failed() {
-            self.on_link_fault(link);
+        self.take_messages(id, distant);
+        if let Some(reason) = distant.fault() {
+            tracing::info!(target: "rdmasock", peer = %link.peer, %reason, "link lost");
+            self.hang_up(id, reason);
         }
     }
 
     /// What the peer has said on the link's side channel.
-    pub(super) fn take_messages(&mut self, id: u64, link: &'static Link) {
-        while let Some(message) = link.take_message() {
+    fn take_messages(&mut self, id: u64, distant: &'static Distant) {
+        while let Some(message) = distant.take_message() {
             if message.fds() > 0 {
                 return self.violation(id);
             }
@@ -324,18 +329,11 @@ impl Worker {
         }
     }
 
-    /// The link cannot be used further.
-    pub(super) fn on_link_fault(&mut self, link: &'static Link) {
-        if let Some(id) = self.conn_of(link) {
-            self.hang_up(id, link.fault_reason());
-        }
-    }
-
     /// Takes the descriptors of a link that goes down out of the set.
     pub(super) fn forget_remote(&mut self, link: &'static Link) {
-        if let Some(info) = link.pair_info() {
-            self.forget_fd(Ok(info.state_fd));
-            self.forget_fd(Ok(info.completion_fd));
+        if let Some(distant) = link.distant() {
+            self.forget_fd(Ok(distant.info().state_fd));
+            self.forget_fd(Ok(distant.info().completion_fd));
         }
     }
 }

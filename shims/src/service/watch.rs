@@ -118,6 +118,9 @@ impl Worker {
                 return false;
             }
             promote::close_stream(socket, &mut control);
+            if let Some(fd) = socket.anchor_fd() {
+                socket.keepalive.end(fd);
+            }
         }
         self.forget_asks(socket);
         self.unwatch(socket);

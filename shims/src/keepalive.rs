@@ -1,0 +1,175 @@
+//! Keepalive for the anchors of streams between hosts: a connection whose data takes another way looks
+//! idle to a firewall, which would forget it.
+//!
+//! Only where the program has none of its own, and so patient that it ends nothing that would have
+//! lived. While ours is on, the program reads and changes its own settings, which are kept here.
+
+use std::ffi::c_int;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::sync::atomic::{
+    AtomicBool, AtomicI32,
+    Ordering::{AcqRel, Acquire, Relaxed, Release},
+};
+
+/// After how much silence to probe, s: less than firewalls remember (RFC 5382, REQ-5: 2 hours and 4 minutes;
+/// real ones, from 5 minutes on).
+const IDLE_SECONDS: c_int = 240;
+/// Probes that may stay unanswered: the most that Linux takes, over two hours with its usual interval.
+const PROBES: c_int = 127;
+
+const SWITCH: (c_int, c_int) = (libc::SOL_SOCKET, libc::SO_KEEPALIVE);
+const OURS: [(c_int, c_int); 2] = [
+    (libc::IPPROTO_TCP, libc::TCP_KEEPIDLE),
+    (libc::IPPROTO_TCP, libc::TCP_KEEPCNT),
+];
+const VALUES: [c_int; 2] = [IDLE_SECONDS, PROBES];
+
+/// The program's settings, while the kernel has ours.
+#[derive(Debug, Default)]
+pub struct Keepalive {
+    on: AtomicBool,
+    kept: [AtomicI32; 2],
+}
+
+impl Keepalive {
+    /// A new connection in the same slot.
+    pub fn reset(&self) {
+        self.on.store(false, Relaxed);
+    }
+
+    /// Begins, if the program has none.
+    pub fn begin(&self, fd: BorrowedFd<'_>) {
+        if self.on.load(Acquire) || get(fd, SWITCH) != Some(0) {
+            return;
+        }
+        for (kept, option) in self.kept.iter().zip(OURS) {
+            let Some(value) = get(fd, option) else { return };
+            kept.store(value, Relaxed);
+        }
+        self.on.store(true, Release);
+        for (option, value) in OURS.into_iter().zip(VALUES) {
+            set(fd, option, value);
+        }
+        set(fd, SWITCH, 1);
+    }
+
+    /// The kernel has the program's settings again.
+    pub fn end(&self, fd: BorrowedFd<'_>) {
+        if self.on.swap(false, AcqRel) {
+            set(fd, SWITCH, 0);
+            for (option, kept) in OURS.into_iter().zip(&self.kept) {
+                set(fd, option, kept.load(Relaxed));
+            }
+        }
+    }
+
+    /// What the program is to read for an option; `None` where the kernel knows.
+    pub fn get(&self, level: c_int, name: c_int) -> Option<c_int> {
+        if !self.on.load(Acquire) {
+            return None;
+        }
+        if (level, name) == SWITCH {
+            return Some(0);
+        }
+        let at = OURS.iter().position(|o| *o == (level, name))?;
+        self.kept.get(at).map(|kept| kept.load(Relaxed))
+    }
+
+    /// The program has set an option, which the kernel has taken.
+    pub fn on_set(&self, fd: BorrowedFd<'_>, level: c_int, name: c_int, value: c_int) {
+        if !self.on.load(Acquire) {
+            return;
+        }
+        if (level, name) == SWITCH {
+            if value == 0 {
+                set(fd, SWITCH, 1);
+            } else {
+                self.end(fd);
+                set(fd, SWITCH, 1);
+            }
+        } else if let Some(at) = OURS.iter().position(|o| *o == (level, name))
+            && let (Some(kept), Some(ours)) = (self.kept.get(at), VALUES.get(at))
+        {
+            kept.store(value, Relaxed);
+            set(fd, (level, name), *ours);
+        }
+    }
+}
+
+fn get(fd: BorrowedFd<'_>, (level, name): (c_int, c_int)) -> Option<c_int> {
+    let mut value: c_int = 0;
+    let mut len = size_of::<c_int>() as libc::socklen_t;
+    // SAFETY: the raw system call with a buffer of the right size; no hook is entered.
+    let result = unsafe {
+        libc::syscall(
+            libc::SYS_getsockopt,
+            fd.as_raw_fd(),
+            level,
+            name,
+            &raw mut value,
+            &raw mut len,
+        )
+    };
+    (result == 0).then_some(value)
+}
+
+fn set(fd: BorrowedFd<'_>, (level, name): (c_int, c_int), value: c_int) {
+    // SAFETY: as in `get`.
+    unsafe {
+        libc::syscall(
+            libc::SYS_setsockopt,
+            fd.as_raw_fd(),
+            level,
+            name,
+            &raw const value,
+            size_of::<c_int>(),
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+
+    use super::*;
+
+    fn all(socket: &std::net::TcpListener) -> [Option<c_int>; 3] {
+        let fd = socket.as_fd();
+        [get(fd, SWITCH), get(fd, OURS[0]), get(fd, OURS[1])]
+    }
+
+    #[test]
+    fn the_program_sees_and_gets_back_its_own_settings() {
+        let socket = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let fd = socket.as_fd();
+        set(fd, OURS[0], 777);
+        let own = all(&socket);
+        let keepalive = Keepalive::default();
+        keepalive.begin(fd);
+        assert_eq!(all(&socket), [Some(1), Some(IDLE_SECONDS), Some(PROBES)]);
+        assert_eq!(keepalive.get(SWITCH.0, SWITCH.1), Some(0));
+        assert_eq!(keepalive.get(OURS[0].0, OURS[0].1), Some(777));
+        set(fd, OURS[0], 888);
+        keepalive.on_set(fd, OURS[0].0, OURS[0].1, 888);
+        assert_eq!(get(fd, OURS[0]), Some(IDLE_SECONDS));
+        keepalive.end(fd);
+        assert_eq!(all(&socket), [own[0], Some(888), own[2]]);
+    }
+
+    #[test]
+    fn a_program_with_its_own_keepalive_keeps_it() {
+        let socket = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let fd = socket.as_fd();
+        set(fd, SWITCH, 1);
+        let own = all(&socket);
+        let keepalive = Keepalive::default();
+        keepalive.begin(fd);
+        assert_eq!(all(&socket), own);
+        set(fd, SWITCH, 0);
+        keepalive.begin(fd);
+        set(fd, SWITCH, 1);
+        keepalive.on_set(fd, SWITCH.0, SWITCH.1, 1);
+        assert_eq!(all(&socket), own);
+        assert_eq!(keepalive.get(SWITCH.0, SWITCH.1), None);
+    }
+}

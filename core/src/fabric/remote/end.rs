@@ -9,21 +9,21 @@
 //! sees the other. A signal handler that has interrupted the holder leaves its work in the same way.
 //! Doorbells are rung, and memory is registered, when the lock has been let go of.
 
-use std::ptr::NonNull;
+use std::collections::VecDeque;
+use std::ops::RangeInclusive;
 use std::sync::atomic::{
-    AtomicU32,
+    AtomicBool, AtomicU32,
     Ordering::{Relaxed, SeqCst},
     fence,
 };
 
-use super::chunks::{CHUNK_LOG2, Registry};
-use super::engine::{After, Engine, Ground};
+use super::chunks::{CHUNK_LOG2, Registry, of_region};
+use super::engine::{After, Engine, Ground, Letter, MAX_LETTERS, SERVICE, Which};
 use super::fault::{Fault, FaultCell};
 use super::qp::QueuePair;
-use super::stream::Stream;
 use crate::fabric::layout::{MAX_STREAMS, Region};
 use crate::fabric::numbers::{Done, Numbers, done};
-use crate::fabric::ready::{ReadyQueue, RungMark, SleepFlag};
+use crate::fabric::ready::{RungMark, SleepFlag};
 use crate::fabric::ring::{Consumer, Producer, Wake};
 use crate::fabric::side::{Side, Sweeps};
 use crate::fabric::waiter::{MAX_WAITERS, WaiterId};
@@ -105,9 +105,11 @@ pub struct Counts {
 }
 
 /// Send what is there.
-const PUMP: u32 = 1;
+pub(super) const PUMP: u32 = 1;
 /// Look at the queue pair first.
-const POLL: u32 = 2;
+pub(super) const POLL: u32 = 2;
+/// Send the heads that were held back, too.
+pub(super) const SETTLE: u32 = 4;
 
 /// One end of a link between hosts.
 ///
@@ -136,28 +138,427 @@ const POLL: u32 = 2;
 /// with TCP, so what was not read cannot be sent in its place: who gets the DEMOTE-REQUEST with a resumption for
 /// a stream that has crossed, or whose producer [is ended](Producer::is_ended), resets the connection.
 pub struct End<Q, L> {
-    // First: nothing is registered any more when the memory goes away.
-    qp: Q,
-    mine: Side,
-    mirror: Side,
-    local: L,
-    tuning: Tuning,
+    ground: Ground<Q, L>,
     engine: Lock<Engine>,
-    /// What is left to whoever holds the lock: `PUMP`, `POLL`.
+    /// What is left to whoever holds the lock: [`PUMP`], [`POLL`], [`SETTLE`].
     again: AtomicU32,
     fault: FaultCell,
-    /// Streams, by the peer's number, with something to send.
-    dirty: Box<ReadyQueue>,
-    /// Streams, by the peer's number, whose peer is to be sent CLOSED.
-    closing: Box<ReadyQueue>,
-    /// Whom to tell at the peer, by its number.
-    tells: Box<[AtomicU32]>,
-    /// Messages received and not taken, and 1 for a fault that was not asked for.
-    news: AtomicU32,
-    /// Streams with a head that was held back.
-    owed: AtomicU32,
-    marks: Box<[RungMark]>,
+    fault_unseen: AtomicBool,
     sweeps: Sweeps,
     numbers: Numbers,
-    registry: Registry,
+    registries: [Registry; 2],
+}
+
+impl<Q: QueuePair, L: Local> End<Q, L> {
+    /// An end with nothing open over a queue pair that is connected and has not been used. We receive in
+    /// `mine`; `mirror` has the layout of the peer's arena. Both are zeroed memory of this process alone
+    /// ([`Mapping::anonymous`](crate::os::memfd::Mapping::anonymous)).
+    ///
+    /// # Safety
+    /// The end must live longer than every cursor that it gives out. [`producer`](LinkEnd::producer)
+    /// must be asked at most once for each stream.
+    pub unsafe fn new(
+        qp: Q,
+        mine: Side,
+        mirror: Side,
+        local: L,
+        tuning: Tuning,
+    ) -> Result<Self, Unusable> {
+        let limits = qp.limits();
+        if limits.buffer_bytes < MIN_BUFFER || limits.receive_buffers < MIN_BUFFERS {
+            return Err(Unusable);
+        }
+        let numbers = Numbers::new(mine.layout().data_len() as u64);
+        Ok(Self {
+            engine: Lock::new(Engine::new(&limits)),
+            ground: Ground {
+                qp,
+                limits,
+                mine,
+                mirror,
+                local,
+                tuning,
+                dirty: Box::default(),
+                closing: Box::default(),
+                tells: (0..MAX_STREAMS).map(|_| AtomicU32::new(0)).collect(),
+                outbox: Lock::new(VecDeque::new()),
+                news: AtomicU32::new(0),
+                owes: AtomicBool::new(false),
+                marks: (0..MAX_WAITERS).map(|_| RungMark::new()).collect(),
+            },
+            again: AtomicU32::new(0),
+            fault: FaultCell::default(),
+            fault_unseen: AtomicBool::new(false),
+            sweeps: Sweeps::new(),
+            numbers,
+            registries: [Registry::new(), Registry::new()],
+        })
+    }
+
+    /// The queue pair.
+    pub fn qp(&self) -> &Q {
+        &self.ground.qp
+    }
+
+    /// How it reaches our waiters.
+    pub fn local(&self) -> &L {
+        &self.ground.local
+    }
+
+    /// Every number that was ever given to a stream of ours is below this.
+    pub fn numbers(&self) -> u32 {
+        self.numbers.ever_given()
+    }
+
+    /// Polls the queue pair, applies what has come, tells the waiters of this process, and sends what can
+    /// be sent. True if something came. False at once if another thread is at it.
+    #[inline]
+    pub fn progress(&self) -> Result<bool, Fault> {
+        if let Some(fault) = self.fault.get() {
+            return Err(fault);
+        }
+        let Some(engine) = self.engine.try_lock() else {
+            return Ok(false);
+        };
+        let came = self.turn(engine, POLL)?;
+        Ok(came | self.again()?)
+    }
+
+    /// Before a sleep: the next completion makes the queue pair's fd readable. Then looks once more, as
+    /// [`progress`](Self::progress); if another thread is at that, it looks in our place. Whoever has armed looks
+    /// at what it waits for after this.
+    pub fn arm(&self) -> Result<bool, Fault> {
+        if let Some(fault) = self.fault.get() {
+            return Err(fault);
+        }
+        if let Err(down) = self.ground.qp.arm() {
+            self.fail(down.into());
+            return Err(down.into());
+        }
+        self.run(POLL | PUMP)
+    }
+
+    /// Sends the heads that were held back: an idle direction's last bytes count as unread by the peer
+    /// until then (less than a quarter of a ring; nobody waits for it).
+    pub fn settle(&self) {
+        if self.ground.owes.swap(false, SeqCst) {
+            let _ = self.run(SETTLE | PUMP);
+        }
+    }
+
+    /// There is something for [`settle`](Self::settle).
+    pub fn owes(&self) -> bool {
+        self.ground.owes.load(Relaxed)
+    }
+
+    /// Carries over what has changed on the stream that the peer calls `theirs`, in either direction,
+    /// where no [`Wake`] said so: after [`Producer::adopt`] and [`Consumer::stop`].
+    pub fn touch(&self, theirs: Vqpn) {
+        self.ground.dirty.push(theirs.0);
+        let _ = self.run(PUMP);
+    }
+
+    /// The next message of the peer's. Waiter 0 is told when one comes.
+    pub fn take_message(&self) -> Option<Message> {
+        if self.ground.news.load(SeqCst) == 0 {
+            return None;
+        }
+        self.with(|engine| {
+            let message = engine.inbox.pop_front();
+            if message.is_some() {
+                self.ground.news.fetch_sub(1, SeqCst);
+            }
+            message
+        })?
+    }
+
+    /// Bytes committed to the peer's stream `theirs` that are not known to be in the peer's ring; if it is
+    /// not 0 the peer is asked, and when it answers waiter 0 is told, in its ready queue. 0 also when the peer
+    /// has closed the stream, or it is not paired. `None` when the link is down, and in a signal
+    /// handler that has interrupted the engine.
+    pub fn unconfirmed(&self, theirs: Vqpn) -> Option<u64> {
+        if self.fault.get().is_some() {
+            return None;
+        }
+        let (bytes, ask) = self.with(|engine| engine.unconfirmed(&self.ground, theirs.0))?;
+        if ask {
+            self.touch(theirs);
+        }
+        Some(bytes)
+    }
+
+    /// Up to where our stream `mine` is in our ring. Final once the link is down. `None` if it is not open,
+    /// and in a signal handler that has interrupted the engine.
+    pub fn received(&self, mine: Vqpn) -> Option<u64> {
+        self.with(|engine| engine.received(mine.0))?
+    }
+
+    /// Up to where the peer is known to have the bytes of its stream `theirs`. As far as this end knows:
+    /// the peer's own word may be more.
+    pub fn confirmed(&self, theirs: Vqpn) -> Option<u64> {
+        self.with(|engine| engine.confirmed(theirs.0))?
+    }
+
+    /// Both ends have ended one of the directions of our stream `mine`; see [`End`].
+    pub fn has_crossed(&self, mine: Vqpn) -> bool {
+        self.with(|engine| engine.has_crossed(mine.0)).unwrap_or(false)
+    }
+
+    /// Why the link is down, if it is.
+    pub fn fault(&self) -> Option<Fault> {
+        let fault = self.fault.get();
+        if fault.is_some() {
+            self.fault_unseen.store(false, SeqCst);
+        }
+        fault
+    }
+
+    /// Takes the link down. Nothing is sent or applied any more when this returns, but by a thread that this
+    /// one has interrupted. The queue pair is for the caller to end. True if it was up.
+    pub fn set_down(&self) -> bool {
+        let first = self.fault.set(Fault::Closed);
+        // Whoever is at it has looked for a fault before; let it finish.
+        drop(self.engine.lock());
+        first
+    }
+
+    /// Gives the memory of a link that is down back. The addresses stay readable and writable, so that
+    /// a cursor that is still about does no harm. The queue pair must have been ended.
+    pub fn release(&self) {
+        self.set_down();
+        self.ground.mine.mapping().neutralise();
+        self.ground.mirror.mapping().neutralise();
+    }
+
+    /// What was done so far. Zeroes in a signal handler that has interrupted the engine.
+    pub fn counts(&self) -> Counts {
+        self.with(|engine| engine.sender.counts).unwrap_or_default()
+    }
+
+    /// Does `what`, or leaves it to whoever holds the lock.
+    fn run(&self, what: u32) -> Result<bool, Fault> {
+        self.again.fetch_or(what, SeqCst);
+        self.again()
+    }
+
+    /// Does what was left to do. True if something came.
+    fn again(&self) -> Result<bool, Fault> {
+        let mut came = false;
+        loop {
+            fence(SeqCst);
+            if self.again.load(SeqCst) == 0 {
+                return Ok(came);
+            }
+            let Some(engine) = self.engine.try_lock() else {
+                return Ok(came);
+            };
+            came |= self.turn(engine, 0)?;
+        }
+    }
+
+    /// One turn of the engine. Gives the lock back.
+    fn turn(&self, mut engine: Guard<'_, Engine>, what: u32) -> Result<bool, Fault> {
+        let what = what | self.again.swap(0, SeqCst);
+        let result = match self.fault.get() {
+            Some(fault) => Err(fault),
+            None => engine.run(&self.ground, what),
+        };
+        if let Err(fault) = result {
+            // Before the lock is let go of: nothing else is applied.
+            self.fail(fault);
+        }
+        let after = engine.after.take();
+        drop(engine);
+        self.finish(after);
+        result
+    }
+
+    /// Uses the engine; `None` in a signal handler that has interrupted this thread's use.
+    fn with<T>(&self, f: impl FnOnce(&mut Engine) -> T) -> Option<T> {
+        let mut engine = self.engine.lock()?;
+        let value = f(&mut engine);
+        let after = engine.after.take();
+        drop(engine);
+        self.finish(after);
+        // What others left to us.
+        let _ = self.again();
+        Some(value)
+    }
+
+    /// What is not done under the lock.
+    fn finish(&self, after: After) {
+        after.rings().for_each(|w| self.ground.local.ring(w));
+        for mine in after.closed {
+            self.mark_done(mine, done::LOCAL);
+        }
+        if let Some(chunk) = after.register {
+            let keys = self.register(Which::Mirror, chunk..=chunk);
+            if keys > 0 {
+                let _ = self.run(PUMP);
+            }
+        }
+    }
+
+    fn register(&self, which: Which, chunks: RangeInclusive<u32>) -> usize {
+        let (side, registry) = match which {
+            Which::Mine => (&self.ground.mine, &self.registries[0]),
+            Which::Mirror => (&self.ground.mirror, &self.registries[1]),
+        };
+        let log2 = self.ground.tuning.chunk_log2;
+        let keys = registry.register(&self.ground.qp, side, log2, chunks);
+        if !keys.is_empty() {
+            self.with(|engine| engine.on_registered(&self.ground, which, &keys));
+        }
+        keys.len()
+    }
+
+    #[cold]
+    fn fail(&self, fault: Fault) {
+        if self.fault.set(fault) {
+            self.fault_unseen.store(true, SeqCst);
+            self.ground.local.ring(SERVICE);
+        }
+    }
+
+    fn mark_done(&self, mine: Vqpn, bits: u8) {
+        let Some(Done { number, regions }) = self.numbers.mark(mine, bits) else {
+            return;
+        };
+        // Without the engine the number stays taken.
+        if self.with(|engine| engine.forget(number.0)).is_some() {
+            // Not given back to the kernel: the device has the pages.
+            regions.into_iter().for_each(|r| self.numbers.free(r));
+            self.numbers.give_back(number);
+        }
+    }
+
+    #[cold]
+    fn tell(&self, wake: Wake, theirs: Vqpn) {
+        if self.ground.add_tell(theirs.0, wake.0) {
+            self.touch(theirs);
+        }
+    }
+}
+
+impl<Q: QueuePair, L: Local> LinkEnd for End<Q, L> {
+    fn open(&self, log2: u8) -> Result<Opened, OpenError> {
+        let (vqpn, region) = self.numbers.take(log2)?;
+        let undo = |error| {
+            self.numbers.put_back(vqpn, region);
+            error
+        };
+        let block = self.ground.mine.block(vqpn).ok_or(OpenError::Streams)?;
+        // SAFETY: within the mapping; the number is free, so nobody has a cursor on the block, and the engine
+        // has forgotten it.
+        unsafe { block.as_ref() }.reset();
+        // SAFETY: as above; this is the block's only consumer, and the end outlives it (`new`).
+        let mut consumer = unsafe { Consumer::new(block, self.ground.mine.area()) };
+        // Nobody is waiting yet; the offer is carried over by `pair`.
+        let _ = consumer.offer(region).map_err(|_| undo(OpenError::Arena))?;
+        let ring = RingOffer::new(region.page(), region.log2()).ok_or(OpenError::Arena)?;
+        self.register(Which::Mine, of_region(region, self.ground.tuning.chunk_log2));
+        self.with(|engine| engine.open(vqpn.0))
+            .ok_or_else(|| undo(OpenError::Busy))?;
+        Ok(Opened {
+            vqpn,
+            ring,
+            consumer,
+        })
+    }
+
+    fn pair(&self, mine: Vqpn, theirs: Vqpn) {
+        self.with(|engine| engine.pair(&self.ground, mine.0, theirs.0));
+        self.touch(theirs);
+    }
+
+    fn producer(&self, theirs: Vqpn) -> Option<Producer> {
+        let block = self.ground.mirror.block(theirs)?;
+        // SAFETY: within the mapping; the only producer, and the end outlives it (`new`).
+        Some(unsafe { Producer::new(block, self.ground.mirror.area()) })
+    }
+
+    /// CLOSED follows what is still to be carried over, and the number is done with when that is sent.
+    fn close(&self, mine: Vqpn, theirs: Option<Vqpn>, consumer: Option<Consumer>) {
+        self.numbers.keep(mine, consumer);
+        let Some(yours) = theirs else {
+            return self.mark_done(mine, done::BOTH);
+        };
+        match self.with(|engine| engine.close(mine.0, yours.0)) {
+            Some(true) => {}
+            // It was never paired: there is nothing to be carried over.
+            Some(false) => {
+                if self.send(&Message::Closed { yours }).is_ok() {
+                    self.mark_done(mine, done::LOCAL);
+                }
+            }
+            None => self.ground.closing.push(mine.0),
+        }
+        self.touch(yours);
+    }
+
+    fn close_unanswered(&self, mine: Vqpn, consumer: Option<Consumer>) {
+        self.numbers.keep(mine, consumer);
+        self.mark_done(mine, done::LOCAL);
+    }
+
+    fn on_closed(&self, mine: Vqpn) {
+        self.mark_done(mine, done::PEER);
+    }
+
+    fn allocate(&self, log2: u8) -> Option<Region> {
+        let region = self.numbers.allocate(log2)?;
+        self.register(Which::Mine, of_region(region, self.ground.tuning.chunk_log2));
+        Some(region)
+    }
+
+    fn free(&self, region: Region) {
+        self.numbers.free(region);
+    }
+
+    /// After what the peer has to know of the stream that the message is about: heads, offers, flags, a stop.
+    /// No message that comes with fds. CLOSED is sent by [`close`](Self::close) where there is a stream.
+    fn send(&self, message: &Message) -> Result<(), SendError> {
+        if self.fault.get().is_some() {
+            return Err(SendError::Down);
+        }
+        if message.fds() != 0 {
+            return Err(SendError::Encoding);
+        }
+        let mut buf = [0u8; MAX_MESSAGE];
+        let bytes = message.encode(&mut buf).map_err(|_| SendError::Encoding)?;
+        let letter = Letter {
+            yours: message.yours(),
+            bytes: bytes.into(),
+        };
+        {
+            let mut outbox = self.ground.outbox.lock().ok_or(SendError::Full)?;
+            if outbox.len() >= MAX_LETTERS {
+                return Err(SendError::Full);
+            }
+            outbox.push_back(letter);
+        }
+        self.run(PUMP).map(drop).map_err(|_| SendError::Down)
+    }
+
+    /// [`ENGINE`]: carries over what has changed on the stream. Other wakes travel to the peer, and
+    /// wake whom they name there.
+    #[inline]
+    fn notify(&self, wake: Wake, theirs: Vqpn) {
+        if wake.0 == ENGINE.0 {
+            self.touch(theirs);
+        } else if !wake.is_none() {
+            self.tell(wake, theirs);
+        }
+    }
+
+    fn drain_ready(&self, waiter: WaiterId, each: impl FnMut(Vqpn)) {
+        self.sweeps.drain(&self.ground.mine, waiter, each);
+    }
+
+    /// Of waiter 0 also whether there is a message, or a fault that was not asked for.
+    fn has_ready(&self, waiter: WaiterId) -> bool {
+        self.sweeps.has_ready(&self.ground.mine, waiter)
+            || waiter == SERVICE
+                && (self.ground.news.load(SeqCst) > 0 || self.fault_unseen.load(SeqCst))
+    }
 }

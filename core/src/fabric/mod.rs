@@ -6,6 +6,8 @@ pub mod layout;
 #[cfg(all(not(loom), any(test, feature = "mem")))]
 pub mod mem;
 #[cfg(not(loom))]
+mod numbers;
+#[cfg(not(loom))]
 pub mod plugin;
 pub mod ready;
 #[cfg(not(loom))]
@@ -13,6 +15,8 @@ pub mod remote;
 pub mod ring;
 #[cfg(not(loom))]
 pub mod shm;
+#[cfg(not(loom))]
+mod side;
 #[cfg(not(loom))]
 pub mod waiter;
 

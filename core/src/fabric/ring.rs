@@ -48,6 +48,8 @@
 //! compare-and-swap, so exactly one of them wins and the other learns of it: a direction that the
 //! producer has left is drained, and one that the consumer has stopped is sent again, never both.
 
+#[cfg(not(loom))]
+pub(in crate::fabric) mod carry;
 mod consumer;
 mod memory;
 mod producer;

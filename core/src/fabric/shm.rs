@@ -5,21 +5,15 @@
 //! ([`Outside`]): the side channel and the doorbells. Not here: making a link, whether it is up, and
 //! what its streams are for.
 
-use std::ptr::NonNull;
-use std::sync::atomic::{
-    AtomicU8,
-    Ordering::{AcqRel, Release},
-};
-
-use super::arena::Arena;
-use super::layout::{self, Layout, MAX_STREAMS, READY_QUEUES, Region};
-use super::ready::{ReadyCursor, ReadyQueue, RungMark};
-use super::ring::{Consumer, DataArea, DirectionBlock, Producer, Wake};
+use super::layout::{self, Region};
+use super::numbers::{Done, Numbers, done};
+use super::ready::RungMark;
+use super::ring::{Consumer, Producer, Wake};
+pub use super::side::Side;
+use super::side::Sweeps;
 use super::waiter::{FlagPage, MAX_WAITERS, WaiterId};
 use super::{LinkEnd, OpenError, Opened, SendError};
 use crate::ids::Vqpn;
-use crate::lock::Lock;
-use crate::os::memfd::Mapping;
 use crate::wire::{Message, RingOffer};
 
 /// What an end needs that is not memory. Neither call may wait, or call the end.
@@ -31,69 +25,14 @@ pub trait Outside {
     fn ring(&self, waiter: WaiterId);
 }
 
-/// One side's arena as mapped here.
-#[derive(Debug)]
-pub struct Side {
-    mapping: Mapping,
-    layout: Layout,
-}
-
-impl Side {
-    /// The arena in `mapping`; `None` if that is shorter than the layout says.
-    pub fn new(mapping: Mapping, layout: Layout) -> Option<Self> {
-        (mapping.bytes() as u64 >= layout.file_len()).then_some(Self { mapping, layout })
-    }
-
-    /// What lies where in it.
-    pub fn layout(&self) -> &Layout {
-        &self.layout
-    }
-
-    fn at(&self, offset: usize) -> *mut u8 {
-        self.mapping.as_ptr().wrapping_add(offset)
-    }
-
-    fn area(&self) -> DataArea {
-        // SAFETY: the data area lies within the mapping (`new`), which stays for as long as there
-        // are cursors (`End::new`).
-        unsafe { DataArea::new(self.at(layout::DATA_OFFSET), self.layout.data_len()) }
-    }
-
-    fn block(&self, vqpn: Vqpn) -> Option<NonNull<DirectionBlock>> {
-        NonNull::new(self.at(layout::block_offset(vqpn.0)?).cast())
-    }
-
-    fn queue(&self, waiter: WaiterId) -> Option<&ReadyQueue> {
-        let offset = layout::ready_offset(waiter.0.into())?;
-        // SAFETY: inside the mapping (`new`), aligned (layout), only atomics, mapped as long as `self`.
-        Some(unsafe { &*self.at(offset).cast::<ReadyQueue>() })
-    }
-}
-
-/// Which ends are done with a stream's number.
-mod done {
-    pub const LOCAL: u8 = 1;
-    pub const PEER: u8 = 2;
-    pub const BOTH: u8 = LOCAL | PEER;
-}
-
-struct Numbers {
-    arena: Arena,
-    next: u32,
-    free: Vec<u32>,
-    /// Rings of streams that we are done with but the peer is not.
-    zombies: Vec<(u32, [Option<Region>; 3])>,
-}
-
 /// See the module.
 pub struct End<O> {
     mine: Side,
     theirs: Side,
     peer_flags: FlagPage,
     marks: Box<[RungMark]>,
-    cursors: Box<[Lock<ReadyCursor>]>,
-    done: Box<[AtomicU8]>,
-    numbers: Lock<Numbers>,
+    sweeps: Sweeps,
+    numbers: Numbers,
     outside: O,
 }
 
@@ -105,22 +44,14 @@ impl<O> End<O> {
     /// The end must live longer than every cursor that it gives out. [`producer`](LinkEnd::producer)
     /// must be asked at most once for each stream.
     pub unsafe fn new(mine: Side, theirs: Side, peer_flags: FlagPage, outside: O) -> Self {
-        let arena = Arena::new(mine.layout.data_len() as u64);
+        let numbers = Numbers::new(mine.layout().data_len() as u64);
         Self {
             mine,
             theirs,
             peer_flags,
             marks: (0..MAX_WAITERS).map(|_| RungMark::new()).collect(),
-            cursors: (0..READY_QUEUES)
-                .map(|_| Lock::new(ReadyCursor::new()))
-                .collect(),
-            done: (0..MAX_STREAMS).map(|_| AtomicU8::new(0)).collect(),
-            numbers: Lock::new(Numbers {
-                arena,
-                next: 0,
-                free: Vec::new(),
-                zombies: Vec::new(),
-            }),
+            sweeps: Sweeps::new(),
+            numbers,
             outside,
         }
     }
@@ -133,59 +64,35 @@ impl<O> End<O> {
 
     /// Every number that was ever given to a stream of ours is below this.
     pub fn numbers(&self) -> u32 {
-        self.numbers.lock().map_or(0, |n| n.next)
+        self.numbers.ever_given()
     }
 
     /// Gives the memory of a link back that carries nothing any more. The addresses stay readable
     /// and writable, so that a cursor that is still about does no harm.
     pub fn release(&self) {
-        self.mine.mapping.neutralise();
-        self.theirs.mapping.neutralise();
+        self.mine.mapping().neutralise();
+        self.theirs.mapping().neutralise();
     }
 
     fn leave(&self, mine: Vqpn, consumer: Option<Consumer>, bits: u8) {
-        if let (Some(consumer), Some(mut numbers)) = (consumer, self.numbers.lock()) {
-            numbers.zombies.push((mine.0, consumer.into_regions()));
-        }
+        self.numbers.keep(mine, consumer);
         if bits != 0 {
             self.mark_done(mine, bits);
         }
     }
 
     fn mark_done(&self, mine: Vqpn, bits: u8) {
-        let Some(done) = self.done.get(mine.0 as usize) else {
-            return;
-        };
-        let before = done.fetch_or(bits, AcqRel);
-        if before == done::BOTH || before | bits != done::BOTH {
-            return;
-        }
-        let Some(mut numbers) = self.numbers.lock() else {
-            return;
-        };
-        let mut regions = Vec::new();
-        numbers.zombies.retain(|(v, r)| {
-            if *v == mine.0 {
-                regions.extend(r.iter().flatten().copied());
-            }
-            *v != mine.0
-        });
-        drop(numbers);
-        for region in regions {
-            self.give_back(region);
-        }
-        if let Some(mut numbers) = self.numbers.lock() {
-            numbers.free.push(mine.0);
+        if let Some(Done { number, regions }) = self.numbers.mark(mine, bits) {
+            regions.into_iter().for_each(|r| self.give_back(r));
+            self.numbers.give_back(number);
         }
     }
 
     fn give_back(&self, region: Region) {
         let start = layout::DATA_OFFSET + region.offset();
         // Gives the pages back. If it fails they just stay.
-        let _ = self.mine.mapping.punch_hole(start..start + region.len());
-        if let Some(mut numbers) = self.numbers.lock() {
-            numbers.arena.free(region);
-        }
+        let _ = self.mine.mapping().punch_hole(start..start + region.len());
+        self.numbers.free(region);
     }
 }
 
@@ -213,36 +120,19 @@ impl<O: Outside> End<O> {
 
 impl<O: Outside> LinkEnd for End<O> {
     fn open(&self, log2: u8) -> Result<Opened, OpenError> {
-        let mut numbers = self.numbers.lock().ok_or(OpenError::Busy)?;
-        let number = match numbers.free.pop() {
-            Some(number) => number,
-            None if numbers.next < MAX_STREAMS => {
-                numbers.next += 1;
-                numbers.next - 1
-            }
-            None => return Err(OpenError::Streams),
-        };
-        let Some(region) = numbers.arena.alloc(log2) else {
-            numbers.free.push(number);
-            return Err(OpenError::Arena);
-        };
-        let vqpn = Vqpn(number);
+        let (vqpn, region) = self.numbers.take(log2)?;
         let block = self.mine.block(vqpn).ok_or(OpenError::Streams)?;
         // SAFETY: within the mapping; the number is free, so neither end has a cursor on the block.
         unsafe { block.as_ref() }.reset();
         // SAFETY: as above; this is the block's only consumer, and the end outlives it (`new`).
         let mut consumer = unsafe { Consumer::new(block, self.mine.area()) };
         let Ok(wake) = consumer.offer(region) else {
-            numbers.arena.free(region);
-            numbers.free.push(number);
+            self.numbers.put_back(vqpn, region);
             return Err(OpenError::Arena);
         };
         // Nobody can be waiting yet.
         let _ = wake;
         let ring = RingOffer::new(region.page(), region.log2()).ok_or(OpenError::Arena)?;
-        if let Some(done) = self.done.get(number as usize) {
-            done.store(0, Release);
-        }
         Ok(Opened {
             vqpn,
             ring,
@@ -278,7 +168,7 @@ impl<O: Outside> LinkEnd for End<O> {
     }
 
     fn allocate(&self, log2: u8) -> Option<Region> {
-        self.numbers.lock()?.arena.alloc(log2)
+        self.numbers.allocate(log2)
     }
 
     fn free(&self, region: Region) {
@@ -296,26 +186,12 @@ impl<O: Outside> LinkEnd for End<O> {
         }
     }
 
-    fn drain_ready(&self, waiter: WaiterId, mut each: impl FnMut(Vqpn)) {
-        let (Some(queue), Some(cursor)) =
-            (self.mine.queue(waiter), self.cursors.get(waiter.0 as usize))
-        else {
-            return;
-        };
-        let Some(mut cursor) = cursor.lock() else {
-            return;
-        };
-        cursor.begin(queue);
-        while let Some(vqpn) = cursor.pop(queue) {
-            each(Vqpn(vqpn));
-        }
+    fn drain_ready(&self, waiter: WaiterId, each: impl FnMut(Vqpn)) {
+        self.sweeps.drain(&self.mine, waiter, each);
     }
 
     fn has_ready(&self, waiter: WaiterId) -> bool {
-        match (self.mine.queue(waiter), self.cursors.get(waiter.0 as usize)) {
-            (Some(queue), Some(cursor)) => cursor.lock().is_none_or(|c| !c.is_idle(queue)),
-            _ => false,
-        }
+        self.sweeps.has_ready(&self.mine, waiter)
     }
 }
 
@@ -324,6 +200,8 @@ mod tests {
     use std::cell::Cell;
 
     use super::*;
+    use crate::fabric::layout::Layout;
+    use crate::os::memfd::Mapping;
 
     /// A side channel that works or not, and a count of rings.
     #[derive(Default)]
@@ -358,7 +236,7 @@ mod tests {
     }
 
     fn in_use(end: &End<Outer>) -> u64 {
-        end.numbers.lock().unwrap().arena.bytes_in_use()
+        end.numbers.bytes_in_use()
     }
 
     #[test]

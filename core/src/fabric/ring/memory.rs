@@ -41,6 +41,58 @@ impl DataArea {
     }
 }
 
+#[cfg(not(loom))]
+impl DataArea {
+    /// Where the positions from `pos` on lie in the ring in `region`, and how many of `len` without a
+    /// break; `None` when the region is not wholly inside the area.
+    pub(in crate::fabric) fn piece(
+        &self,
+        region: Region,
+        pos: u64,
+        len: u64,
+    ) -> Option<(*mut u8, usize)> {
+        let [first, _] = self.ring(region)?.spans(pos, len).pieces();
+        Some(first)
+    }
+
+    /// Bytes from the beginning of the area to `at`, which is in it.
+    pub(in crate::fabric) fn offset_of(&self, at: *const u8) -> usize {
+        at.addr().wrapping_sub(self.base.addr())
+    }
+
+    /// Copies `bytes` to position `pos` of the ring in `region`. False if they do not fit.
+    ///
+    /// # Safety
+    /// Nobody else uses that part of the ring.
+    pub(in crate::fabric) unsafe fn copy_in(&self, region: Region, pos: u64, bytes: &[u8]) -> bool {
+        let Some(ring) = self.ring(region) else {
+            return false;
+        };
+        let spans = ring.spans(pos, bytes.len() as u64);
+        // SAFETY: `bytes` is readable, and not shared memory, where no slice is formed.
+        unsafe { spans.copy_in(0, bytes.as_ptr(), bytes.len()) == bytes.len() }
+    }
+
+    /// Copies position `pos` and on of the ring in `region` to `bytes`. False if that is more than a
+    /// ring holds.
+    ///
+    /// # Safety
+    /// Nobody writes to that part of the ring.
+    pub(in crate::fabric) unsafe fn copy_out(
+        &self,
+        region: Region,
+        pos: u64,
+        bytes: &mut [u8],
+    ) -> bool {
+        let Some(ring) = self.ring(region) else {
+            return false;
+        };
+        let spans = ring.spans(pos, bytes.len() as u64);
+        // SAFETY: `bytes` is writable, and not shared memory.
+        unsafe { spans.copy_out(0, bytes.as_mut_ptr(), bytes.len()) == bytes.len() }
+    }
+}
+
 /// The memory of one ring inside a data area; of size 0 (no ring) or a power of two.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RingMemory {

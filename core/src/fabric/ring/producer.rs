@@ -225,7 +225,27 @@ impl Producer {
     #[cfg(not(loom))]
     pub fn unread(&mut self) -> Result<Vec<u8>, RingError> {
         self.reload()?;
-        let from = self.head;
+        self.copy_from(self.head)
+    }
+
+    /// A copy of the bytes from position `from` on, which the peer of a link that is down says it has
+    /// received up to there. `None` if it cannot have (it is not between what was consumed and what
+    /// was committed): the connection cannot go on.
+    #[cfg(not(loom))]
+    pub fn unread_from(&mut self, from: u64) -> Option<Vec<u8>> {
+        self.reload().ok()?;
+        (self.head..=self.tail)
+            .contains(&from)
+            .then(|| self.copy_from(from).ok())?
+    }
+
+    /// Whether this side has [ended](Self::end) the direction, or found it stopped when it tried to.
+    pub fn is_ended(&self) -> bool {
+        self.ended
+    }
+
+    #[cfg(not(loom))]
+    fn copy_from(&self, from: u64) -> Result<Vec<u8>, RingError> {
         let switch = self.switch_pos.clamp(from, self.tail);
         let mut bytes = vec![0u8; (self.tail - from) as usize];
         let (before, after) = bytes.split_at_mut((switch - from) as usize);

@@ -1,0 +1,128 @@
+//! Registered memory: the data areas of both arenas in chunks, made usable for the device when they are
+//! first needed, since arenas are large and sparse. Not who reads or writes it.
+//!
+//! The pages of a registered chunk are the device's as long as the queue pair lives: they must not be given
+//! back to the kernel (`punch_hole`), or the device and the process would see different memory.
+
+use std::ops::RangeInclusive;
+
+use super::qp::{Key, QueuePair};
+use crate::fabric::layout::{self, Region};
+use crate::fabric::side::Side;
+use crate::lock::Lock;
+
+/// log2 of the bytes of a chunk: 1 MiB.
+pub(super) const CHUNK_LOG2: u8 = 20;
+
+/// Which chunks a region touches.
+pub(super) fn of_region(region: Region, log2: u8) -> RangeInclusive<u32> {
+    let first = region.offset() >> log2;
+    let last = (region.offset() + region.len() - 1) >> log2;
+    first as u32..=last as u32
+}
+
+/// How many chunks a data area of so many bytes has.
+pub(super) fn count(data_len: usize, log2: u8) -> u64 {
+    (data_len as u64).div_ceil(1 << log2)
+}
+
+/// Which chunks of one arena were tried: each is registered once, by one thread.
+pub(super) struct Registry(Lock<Vec<bool>>);
+
+impl Registry {
+    pub fn new() -> Self {
+        Self(Lock::new(Vec::new()))
+    }
+
+    /// Registers those of `chunks` that no one has tried. A chunk that the device refuses stays without a key,
+    /// and payload for it travels in messages. Not under the engine's lock: this takes long.
+    pub fn register<Q: QueuePair>(
+        &self,
+        qp: &Q,
+        side: &Side,
+        log2: u8,
+        chunks: RangeInclusive<u32>,
+    ) -> Vec<(u32, Key)> {
+        let mut new = Vec::new();
+        let Some(mut tried) = self.0.lock() else {
+            return new;
+        };
+        let data_len = side.layout().data_len();
+        for chunk in chunks {
+            let at = chunk as usize;
+            if tried.len() <= at {
+                tried.resize(at + 1, false);
+            }
+            let offset = at << log2;
+            let len = data_len.saturating_sub(offset).min(1 << log2);
+            if len == 0 || tried.get_mut(at).is_none_or(|t| std::mem::replace(t, true)) {
+                continue;
+            }
+            // SAFETY: within the data area, which is mapped for as long as the end, and so longer than
+            // its queue pair; ring memory is never referred to.
+            if let Ok(key) = unsafe { qp.register(side.at(layout::DATA_OFFSET + offset), len) } {
+                new.push((chunk, key));
+            }
+        }
+        new
+    }
+}
+
+/// A registered chunk of the peer's arena.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Target {
+    pub rkey: u32,
+    pub base: u64,
+}
+
+/// Keys by chunk; only as long as the highest that has one.
+#[derive(Debug)]
+pub(super) struct Keys<T>(Vec<Option<T>>);
+
+impl<T: Copy> Keys<T> {
+    pub fn new() -> Self {
+        Self(Vec::new())
+    }
+
+    pub fn get(&self, chunk: u32) -> Option<T> {
+        self.0.get(chunk as usize).copied().flatten()
+    }
+
+    /// False if it had one.
+    pub fn set(&mut self, chunk: u32, key: T) -> bool {
+        let at = chunk as usize;
+        if self.0.len() <= at {
+            self.0.resize(at + 1, None);
+        }
+        match self.0.get_mut(at) {
+            Some(slot) if slot.is_none() => {
+                *slot = Some(key);
+                true
+            }
+            _ => false,
+        }
+    }
+}
+
+/// What the engine knows of both arenas' chunks.
+#[derive(Debug)]
+pub(super) struct Chunks {
+    /// Of ours: the key for the peer, and its address; taken out when announced.
+    pub mine: Keys<Target>,
+    pub announced: Keys<()>,
+    /// Of the mirror: the key for our WRITEs.
+    pub mirror: Keys<u32>,
+    /// Of the peer's.
+    pub theirs: Keys<Target>,
+}
+
+impl Chunks {
+    pub fn new() -> Self {
+        Self {
+            mine: Keys::new(),
+            announced: Keys::new(),
+            mirror: Keys::new(),
+            theirs: Keys::new(),
+        }
+    }
+}

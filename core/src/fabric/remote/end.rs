@@ -1,0 +1,564 @@
+//! One end of a link between hosts: the calls, and which thread does the work. What the work is, is the
+//! engine's business (`engine.rs`, `pump.rs`).
+//!
+//! # Threads
+//! Any thread may make any call. One lock guards the engine; it is held for posting and polling, and for
+//! nothing that waits. [`notify`](LinkEnd::notify), [`progress`](End::progress) and [`arm`](End::arm)
+//! leave their work to whoever holds it: they say what is to be done (`again`), then try the lock; the holder lets go of the
+//! lock, then looks whether something is to be done. Both with a full fence between, so one of the two
+//! sees the other. A signal handler that has interrupted the holder leaves its work in the same way.
+//! Doorbells are rung, and memory is registered, when the lock has been let go of.
+
+use std::collections::VecDeque;
+use std::ops::RangeInclusive;
+use std::sync::atomic::{
+    AtomicBool, AtomicU32,
+    Ordering::{Relaxed, SeqCst},
+    fence,
+};
+
+use super::chunks::{CHUNK_LOG2, Registry, of_region};
+use super::engine::{After, Engine, Ground, Letter, MAX_LETTERS, SERVICE, Which};
+use super::fault::{Fault, FaultCell};
+use super::qp::QueuePair;
+use crate::fabric::layout::{MAX_STREAMS, Region};
+use crate::fabric::numbers::{Done, Numbers, done};
+use crate::fabric::ready::{RungMark, SleepFlag};
+use crate::fabric::ring::{Consumer, Producer, Wake};
+use crate::fabric::side::{Side, Sweeps};
+use crate::fabric::waiter::{MAX_WAITERS, WaiterId};
+use crate::fabric::{LinkEnd, OpenError, Opened, SendError};
+use crate::ids::Vqpn;
+use crate::lock::{Guard, Lock};
+use crate::wire::{MAX_MESSAGE, Message, RingOffer};
+
+/// The attention word by which the engine is told. It names no waiter.
+pub const ENGINE: Wake = Wake(1 << 31);
+
+/// Least bytes of a receive buffer that a link can work with: a message of the side channel fits one, with
+/// what has to precede it.
+pub const MIN_BUFFER: u32 = MAX_MESSAGE as u32 + 200;
+
+/// Least receive buffers: credits are given back by halves.
+pub const MIN_BUFFERS: u16 = 4;
+
+/// How the engine reaches those who wait in this process. No call may wait, or call the end.
+pub trait Local: Send + Sync {
+    /// By which our `waiter` sleeps.
+    fn flag(&self, waiter: WaiterId) -> Option<&SleepFlag>;
+
+    /// Wakes whoever sleeps, or will next sleep, on the doorbell of our `waiter`.
+    fn ring(&self, waiter: WaiterId);
+}
+
+/// What may be set for a link.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tuning {
+    /// Payloads of up to so many bytes travel in the message, if they fit; longer ones are written into
+    /// the peer's ring.
+    pub eager_max: u32,
+    /// How many bytes of a stream are sent before others get their turn.
+    pub piece: u32,
+    /// log2 of the bytes that are registered at a time. The same at both ends, so not to be changed but by
+    /// tests.
+    pub chunk_log2: u8,
+}
+
+impl Default for Tuning {
+    fn default() -> Self {
+        Self {
+            eager_max: 2048,
+            piece: 64 * 1024,
+            chunk_log2: CHUNK_LOG2,
+        }
+    }
+}
+
+/// The queue pair cannot carry a link: [`MIN_BUFFER`], [`MIN_BUFFERS`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("receive buffers too few or too small")]
+pub struct Unusable;
+
+/// What an end has done since it was made.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Messages sent on the queue pair.
+    pub sends: u64,
+    /// WRITEs posted, those with an immediate included.
+    pub writes: u64,
+    /// Of these, with an immediate.
+    pub immediates: u64,
+    /// Messages that gave nothing but credits.
+    pub bare_grants: u64,
+    /// Payload bytes sent in messages, and by WRITEs.
+    pub eager_bytes: u64,
+    /// As above.
+    pub written_bytes: u64,
+    /// Messages received, and WRITEs with an immediate.
+    pub received: u64,
+    /// Records in them.
+    pub records: u64,
+    /// How often the send queue was full.
+    pub full: u64,
+    /// How often no credit was left.
+    pub no_credit: u64,
+}
+
+/// Send what is there.
+pub(super) const PUMP: u32 = 1;
+/// Look at the queue pair first.
+pub(super) const POLL: u32 = 2;
+/// Send the heads that were held back, too.
+pub(super) const SETTLE: u32 = 4;
+
+/// One end of a link between hosts.
+///
+/// # What whoever holds it has to do beside [`LinkEnd`]
+/// - [`pair`](LinkEnd::pair) before a cursor of the stream is used; by a thread that is not in a
+///   signal handler.
+/// - Hand *every* [`Wake`] that a cursor gives to [`notify`](LinkEnd::notify), also that of
+///   [`Producer::end`] for FIN. After what gives none but has to be carried over,
+///   [`touch`](Self::touch): [`Producer::adopt`], [`Consumer::stop`].
+/// - Call [`progress`](Self::progress) while waiting, and when the queue pair's completion fd is readable;
+///   before a sleep [`arm`](Self::arm), then look once more.
+/// - When waiter 0 is told: [`take_message`](Self::take_message) until there is none, and
+///   [`fault`](Self::fault).
+/// - While [`owes`](Self::owes), call [`settle`](Self::settle) some ms later.
+///
+/// # When the link is down
+/// Every call stays harmless, cursors too: producers fill their rings and consumers drain theirs.
+/// Nothing that comes from the peer is applied any more, so [`received`](Self::received) is final, and
+/// what the peer has to send again begins there; this end sends again from what the peer
+/// [received](Producer::unread_from).
+///
+/// # Both end a direction
+/// On shm one word decides whether a producer has ended a direction or its consumer has stopped it. Here
+/// both can win, each at its own end, with END and STOP crossing on their way. Both marks then stay, and
+/// [`has_crossed`](Self::has_crossed) holds at either end as soon as it knows. The producer's end may have gone on
+/// with TCP, so what was not read cannot be sent in its place: who gets the DEMOTE-REQUEST with a resumption for
+/// a stream that has crossed, or whose producer [is ended](Producer::is_ended), resets the connection.
+pub struct End<Q, L> {
+    ground: Ground<Q, L>,
+    engine: Lock<Engine>,
+    /// What is left to whoever holds the lock: [`PUMP`], [`POLL`], [`SETTLE`].
+    again: AtomicU32,
+    fault: FaultCell,
+    fault_unseen: AtomicBool,
+    sweeps: Sweeps,
+    numbers: Numbers,
+    registries: [Registry; 2],
+}
+
+impl<Q: QueuePair, L: Local> End<Q, L> {
+    /// An end with nothing open over a queue pair that is connected and has not been used. We receive in
+    /// `mine`; `mirror` has the layout of the peer's arena. Both are zeroed memory of this process alone
+    /// ([`Mapping::anonymous`](crate::os::memfd::Mapping::anonymous)).
+    ///
+    /// # Safety
+    /// The end must live longer than every cursor that it gives out. [`producer`](LinkEnd::producer)
+    /// must be asked at most once for each stream.
+    pub unsafe fn new(
+        qp: Q,
+        mine: Side,
+        mirror: Side,
+        local: L,
+        tuning: Tuning,
+    ) -> Result<Self, Unusable> {
+        let limits = qp.limits();
+        if limits.buffer_bytes < MIN_BUFFER || limits.receive_buffers < MIN_BUFFERS {
+            return Err(Unusable);
+        }
+        let numbers = Numbers::new(mine.layout().data_len() as u64);
+        Ok(Self {
+            engine: Lock::new(Engine::new(&limits)),
+            ground: Ground {
+                qp,
+                limits,
+                mine,
+                mirror,
+                local,
+                tuning,
+                dirty: Box::default(),
+                closing: Box::default(),
+                tells: (0..MAX_STREAMS).map(|_| AtomicU32::new(0)).collect(),
+                outbox: Lock::new(VecDeque::new()),
+                news: AtomicU32::new(0),
+                owes: AtomicBool::new(false),
+                marks: (0..MAX_WAITERS).map(|_| RungMark::new()).collect(),
+            },
+            again: AtomicU32::new(0),
+            fault: FaultCell::default(),
+            fault_unseen: AtomicBool::new(false),
+            sweeps: Sweeps::new(),
+            numbers,
+            registries: [Registry::new(), Registry::new()],
+        })
+    }
+
+    /// The queue pair.
+    pub fn qp(&self) -> &Q {
+        &self.ground.qp
+    }
+
+    /// How it reaches our waiters.
+    pub fn local(&self) -> &L {
+        &self.ground.local
+    }
+
+    /// Every number that was ever given to a stream of ours is below this.
+    pub fn numbers(&self) -> u32 {
+        self.numbers.ever_given()
+    }
+
+    /// Polls the queue pair, applies what has come, tells the waiters of this process, and sends what can
+    /// be sent. True if something came. False at once if another thread is at it.
+    #[inline]
+    pub fn progress(&self) -> Result<bool, Fault> {
+        if let Some(fault) = self.fault.get() {
+            return Err(fault);
+        }
+        let Some(engine) = self.engine.try_lock() else {
+            return Ok(false);
+        };
+        let came = self.turn(engine, POLL)?;
+        Ok(came | self.again()?)
+    }
+
+    /// Before a sleep: the next completion makes the queue pair's fd readable. Then looks once more, as
+    /// [`progress`](Self::progress); if another thread is at that, it looks in our place. Whoever has armed looks
+    /// at what it waits for after this.
+    pub fn arm(&self) -> Result<bool, Fault> {
+        if let Some(fault) = self.fault.get() {
+            return Err(fault);
+        }
+        if let Err(down) = self.ground.qp.arm() {
+            self.fail(down.into());
+            return Err(down.into());
+        }
+        self.run(POLL | PUMP)
+    }
+
+    /// Sends the heads that were held back: an idle direction's last bytes count as unread by the peer
+    /// until then (less than a quarter of a ring; nobody waits for it).
+    pub fn settle(&self) {
+        if self.ground.owes.swap(false, SeqCst) {
+            let _ = self.run(SETTLE | PUMP);
+        }
+    }
+
+    /// There is something for [`settle`](Self::settle).
+    pub fn owes(&self) -> bool {
+        self.ground.owes.load(Relaxed)
+    }
+
+    /// Carries over what has changed on the stream that the peer calls `theirs`, in either direction,
+    /// where no [`Wake`] said so: after [`Producer::adopt`] and [`Consumer::stop`].
+    pub fn touch(&self, theirs: Vqpn) {
+        self.ground.dirty.push(theirs.0);
+        let _ = self.run(PUMP);
+    }
+
+    /// The next message of the peer's. Waiter 0 is told when one comes.
+    pub fn take_message(&self) -> Option<Message> {
+        if self.ground.news.load(SeqCst) == 0 {
+            return None;
+        }
+        self.with(|engine| {
+            let message = engine.inbox.pop_front();
+            if message.is_some() {
+                self.ground.news.fetch_sub(1, SeqCst);
+            }
+            message
+        })?
+    }
+
+    /// Bytes committed to the peer's stream `theirs` that are not known to be in the peer's ring; if it is
+    /// not 0 the peer is asked, and when it answers waiter 0 is told, in its ready queue. 0 also when the peer
+    /// has closed the stream, or it is not paired. `None` when the link is down, and in a signal
+    /// handler that has interrupted the engine.
+    pub fn unconfirmed(&self, theirs: Vqpn) -> Option<u64> {
+        if self.fault.get().is_some() {
+            return None;
+        }
+        let (bytes, ask) = self.with(|engine| engine.unconfirmed(&self.ground, theirs.0))?;
+        if ask {
+            self.touch(theirs);
+        }
+        Some(bytes)
+    }
+
+    /// Up to where our stream `mine` is in our ring. Final once the link is down. `None` if it is not open,
+    /// and in a signal handler that has interrupted the engine.
+    pub fn received(&self, mine: Vqpn) -> Option<u64> {
+        self.with(|engine| engine.received(mine.0))?
+    }
+
+    /// Up to where the peer is known to have the bytes of its stream `theirs`. As far as this end knows:
+    /// the peer's own word may be more.
+    pub fn confirmed(&self, theirs: Vqpn) -> Option<u64> {
+        self.with(|engine| engine.confirmed(theirs.0))?
+    }
+
+    /// Both ends have ended one of the directions of our stream `mine`; see [`End`].
+    pub fn has_crossed(&self, mine: Vqpn) -> bool {
+        self.with(|engine| engine.has_crossed(mine.0)).unwrap_or(false)
+    }
+
+    /// Why the link is down, if it is.
+    pub fn fault(&self) -> Option<Fault> {
+        let fault = self.fault.get();
+        if fault.is_some() {
+            self.fault_unseen.store(false, SeqCst);
+        }
+        fault
+    }
+
+    /// Takes the link down. Nothing is sent or applied any more when this returns, but by a thread that this
+    /// one has interrupted. The queue pair is for the caller to end. True if it was up.
+    pub fn set_down(&self) -> bool {
+        let first = self.fault.set(Fault::Closed);
+        // Whoever is at it has looked for a fault before; let it finish.
+        drop(self.engine.lock());
+        first
+    }
+
+    /// Gives the memory of a link that is down back. The addresses stay readable and writable, so that
+    /// a cursor that is still about does no harm. The queue pair must have been ended.
+    pub fn release(&self) {
+        self.set_down();
+        self.ground.mine.mapping().neutralise();
+        self.ground.mirror.mapping().neutralise();
+    }
+
+    /// What was done so far. Zeroes in a signal handler that has interrupted the engine.
+    pub fn counts(&self) -> Counts {
+        self.with(|engine| engine.sender.counts).unwrap_or_default()
+    }
+
+    /// Does `what`, or leaves it to whoever holds the lock.
+    fn run(&self, what: u32) -> Result<bool, Fault> {
+        self.again.fetch_or(what, SeqCst);
+        self.again()
+    }
+
+    /// Does what was left to do. True if something came.
+    fn again(&self) -> Result<bool, Fault> {
+        let mut came = false;
+        loop {
+            fence(SeqCst);
+            if self.again.load(SeqCst) == 0 {
+                return Ok(came);
+            }
+            let Some(engine) = self.engine.try_lock() else {
+                return Ok(came);
+            };
+            came |= self.turn(engine, 0)?;
+        }
+    }
+
+    /// One turn of the engine. Gives the lock back.
+    fn turn(&self, mut engine: Guard<'_, Engine>, what: u32) -> Result<bool, Fault> {
+        let what = what | self.again.swap(0, SeqCst);
+        let result = match self.fault.get() {
+            Some(fault) => Err(fault),
+            None => engine.run(&self.ground, what),
+        };
+        if let Err(fault) = result {
+            // Before the lock is let go of: nothing else is applied.
+            self.fail(fault);
+        }
+        let after = engine.after.take();
+        drop(engine);
+        self.finish(after);
+        result
+    }
+
+    /// Uses the engine; `None` in a signal handler that has interrupted this thread's use.
+    fn with<T>(&self, f: impl FnOnce(&mut Engine) -> T) -> Option<T> {
+        let mut engine = self.engine.lock()?;
+        let value = f(&mut engine);
+        let after = engine.after.take();
+        drop(engine);
+        self.finish(after);
+        // What others left to us.
+        let _ = self.again();
+        Some(value)
+    }
+
+    /// What is not done under the lock.
+    fn finish(&self, after: After) {
+        after.rings().for_each(|w| self.ground.local.ring(w));
+        for mine in after.closed {
+            self.mark_done(mine, done::LOCAL);
+        }
+        if let Some(chunk) = after.register {
+            let keys = self.register(Which::Mirror, chunk..=chunk);
+            if keys > 0 {
+                let _ = self.run(PUMP);
+            }
+        }
+    }
+
+    fn register(&self, which: Which, chunks: RangeInclusive<u32>) -> usize {
+        let (side, registry) = match which {
+            Which::Mine => (&self.ground.mine, &self.registries[0]),
+            Which::Mirror => (&self.ground.mirror, &self.registries[1]),
+        };
+        let log2 = self.ground.tuning.chunk_log2;
+        let keys = registry.register(&self.ground.qp, side, log2, chunks);
+        if !keys.is_empty() {
+            self.with(|engine| engine.on_registered(&self.ground, which, &keys));
+        }
+        keys.len()
+    }
+
+    #[cold]
+    fn fail(&self, fault: Fault) {
+        if self.fault.set(fault) {
+            self.fault_unseen.store(true, SeqCst);
+            self.ground.local.ring(SERVICE);
+        }
+    }
+
+    fn mark_done(&self, mine: Vqpn, bits: u8) {
+        let Some(Done { number, regions }) = self.numbers.mark(mine, bits) else {
+            return;
+        };
+        // Without the engine the number stays taken.
+        if self.with(|engine| engine.forget(number.0)).is_some() {
+            // Not given back to the kernel: the device has the pages.
+            regions.into_iter().for_each(|r| self.numbers.free(r));
+            self.numbers.give_back(number);
+        }
+    }
+
+    #[cold]
+    fn tell(&self, wake: Wake, theirs: Vqpn) {
+        if self.ground.add_tell(theirs.0, wake.0) {
+            self.touch(theirs);
+        }
+    }
+}
+
+impl<Q: QueuePair, L: Local> LinkEnd for End<Q, L> {
+    fn open(&self, log2: u8) -> Result<Opened, OpenError> {
+        let (vqpn, region) = self.numbers.take(log2)?;
+        let undo = |error| {
+            self.numbers.put_back(vqpn, region);
+            error
+        };
+        let block = self.ground.mine.block(vqpn).ok_or(OpenError::Streams)?;
+        // SAFETY: within the mapping; the number is free, so nobody has a cursor on the block, and the engine
+        // has forgotten it.
+        unsafe { block.as_ref() }.reset();
+        // SAFETY: as above; this is the block's only consumer, and the end outlives it (`new`).
+        let mut consumer = unsafe { Consumer::new(block, self.ground.mine.area()) };
+        // Nobody is waiting yet; the offer is carried over by `pair`.
+        let _ = consumer.offer(region).map_err(|_| undo(OpenError::Arena))?;
+        let ring = RingOffer::new(region.page(), region.log2()).ok_or(OpenError::Arena)?;
+        self.register(Which::Mine, of_region(region, self.ground.tuning.chunk_log2));
+        self.with(|engine| engine.open(vqpn.0))
+            .ok_or_else(|| undo(OpenError::Busy))?;
+        Ok(Opened {
+            vqpn,
+            ring,
+            consumer,
+        })
+    }
+
+    fn pair(&self, mine: Vqpn, theirs: Vqpn) {
+        self.with(|engine| engine.pair(&self.ground, mine.0, theirs.0));
+        self.touch(theirs);
+    }
+
+    fn producer(&self, theirs: Vqpn) -> Option<Producer> {
+        let block = self.ground.mirror.block(theirs)?;
+        // SAFETY: within the mapping; the only producer, and the end outlives it (`new`).
+        Some(unsafe { Producer::new(block, self.ground.mirror.area()) })
+    }
+
+    /// CLOSED follows what is still to be carried over, and the number is done with when that is sent.
+    fn close(&self, mine: Vqpn, theirs: Option<Vqpn>, consumer: Option<Consumer>) {
+        self.numbers.keep(mine, consumer);
+        let Some(yours) = theirs else {
+            return self.mark_done(mine, done::BOTH);
+        };
+        match self.with(|engine| engine.close(mine.0, yours.0)) {
+            Some(true) => {}
+            // It was never paired: there is nothing to be carried over.
+            Some(false) => {
+                if self.send(&Message::Closed { yours }).is_ok() {
+                    self.mark_done(mine, done::LOCAL);
+                }
+            }
+            None => self.ground.closing.push(mine.0),
+        }
+        self.touch(yours);
+    }
+
+    fn close_unanswered(&self, mine: Vqpn, consumer: Option<Consumer>) {
+        self.numbers.keep(mine, consumer);
+        self.mark_done(mine, done::LOCAL);
+    }
+
+    fn on_closed(&self, mine: Vqpn) {
+        self.mark_done(mine, done::PEER);
+    }
+
+    fn allocate(&self, log2: u8) -> Option<Region> {
+        let region = self.numbers.allocate(log2)?;
+        self.register(Which::Mine, of_region(region, self.ground.tuning.chunk_log2));
+        Some(region)
+    }
+
+    fn free(&self, region: Region) {
+        self.numbers.free(region);
+    }
+
+    /// After what the peer has to know of the stream that the message is about: heads, offers, flags, a stop.
+    /// No message that comes with fds. CLOSED is sent by [`close`](Self::close) where there is a stream.
+    fn send(&self, message: &Message) -> Result<(), SendError> {
+        if self.fault.get().is_some() {
+            return Err(SendError::Down);
+        }
+        if message.fds() != 0 {
+            return Err(SendError::Encoding);
+        }
+        let mut buf = [0u8; MAX_MESSAGE];
+        let bytes = message.encode(&mut buf).map_err(|_| SendError::Encoding)?;
+        let letter = Letter {
+            yours: message.yours(),
+            bytes: bytes.into(),
+        };
+        {
+            let mut outbox = self.ground.outbox.lock().ok_or(SendError::Full)?;
+            if outbox.len() >= MAX_LETTERS {
+                return Err(SendError::Full);
+            }
+            outbox.push_back(letter);
+        }
+        self.run(PUMP).map(drop).map_err(|_| SendError::Down)
+    }
+
+    /// [`ENGINE`]: carries over what has changed on the stream. Other wakes travel to the peer, and
+    /// wake whom they name there.
+    #[inline]
+    fn notify(&self, wake: Wake, theirs: Vqpn) {
+        if wake.0 == ENGINE.0 {
+            self.touch(theirs);
+        } else if !wake.is_none() {
+            self.tell(wake, theirs);
+        }
+    }
+
+    fn drain_ready(&self, waiter: WaiterId, each: impl FnMut(Vqpn)) {
+        self.sweeps.drain(&self.ground.mine, waiter, each);
+    }
+
+    /// Of waiter 0 also whether there is a message, or a fault that was not asked for.
+    fn has_ready(&self, waiter: WaiterId) -> bool {
+        self.sweeps.has_ready(&self.ground.mine, waiter)
+            || waiter == SERVICE
+                && (self.ground.news.load(SeqCst) > 0 || self.fault_unseen.load(SeqCst))
+    }
+}

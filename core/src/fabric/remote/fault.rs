@@ -1,0 +1,146 @@
+//! Why a link between hosts is down. Not what is done about it.
+
+#![forbid(unsafe_code)]
+
+use std::sync::atomic::{
+    AtomicU64,
+    Ordering::{Acquire, Release},
+};
+
+use super::qp::Down;
+
+/// What the peer has done that no correct peer does (I7).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[repr(u32)]
+pub enum Breach {
+    /// A message that cannot be read ([`Malformed`](super::record::Malformed)).
+    #[error("malformed message")]
+    Malformed = 1,
+    /// A record about a stream that is not open, or that the peer has closed.
+    #[error("a record about no stream")]
+    Stream,
+    /// More credits than there are receive buffers.
+    #[error("too many receive buffers granted")]
+    Grant,
+    /// A tail that goes back, or is beyond the window, or does not fit its payload.
+    #[error("bad tail")]
+    Tail,
+    /// A switch to a ring that was not on offer, or at another position than the tail.
+    #[error("bad ring switch")]
+    Switch,
+    /// An end mark that is none, is not at the tail, or comes twice; or something after it.
+    #[error("bad end mark")]
+    End,
+    /// A head that goes back or is beyond the tail.
+    #[error("bad head")]
+    Head,
+    /// An offer while another is pending, or out of turn, or outside the arena.
+    #[error("bad ring offer")]
+    Offer,
+    /// A chunk outside the arena, or announced twice.
+    #[error("bad chunk")]
+    Chunk,
+    /// A message of the side channel that cannot be read, or does not belong there.
+    #[error("bad side-channel message")]
+    Message,
+    /// More messages than a correct peer ever owes.
+    #[error("too many messages")]
+    Flood,
+    /// A confirmation of what was not sent.
+    #[error("bad confirmation")]
+    Ack,
+    /// An immediate on a link that has none.
+    #[error("unexpected immediate")]
+    Immediate,
+}
+
+const BREACHES: [Breach; 13] = [
+    Breach::Malformed,
+    Breach::Stream,
+    Breach::Grant,
+    Breach::Tail,
+    Breach::Switch,
+    Breach::End,
+    Breach::Head,
+    Breach::Offer,
+    Breach::Chunk,
+    Breach::Message,
+    Breach::Flood,
+    Breach::Ack,
+    Breach::Immediate,
+];
+
+/// Why a link is down.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Fault {
+    /// The queue pair failed, or the peer is gone: what was not received can be sent again over TCP.
+    #[error("{0}")]
+    Down(Down),
+    /// The peer broke the protocol: what is in the rings cannot be trusted.
+    #[error("peer violation: {0}")]
+    Violation(Breach),
+    /// This end took it down ([`End::set_down`](super::End::set_down)).
+    #[error("taken down")]
+    Closed,
+}
+
+impl From<Breach> for Fault {
+    fn from(breach: Breach) -> Self {
+        Self::Violation(breach)
+    }
+}
+
+impl From<Down> for Fault {
+    fn from(down: Down) -> Self {
+        Self::Down(down)
+    }
+}
+
+/// The first fault of a link; readable from anywhere, a signal handler too.
+#[derive(Debug, Default)]
+pub(super) struct FaultCell(AtomicU64);
+
+impl FaultCell {
+    pub fn get(&self) -> Option<Fault> {
+        let word = self.0.load(Acquire);
+        let value = word as u32;
+        match word >> 32 {
+            0 => None,
+            1 => Some(Fault::Down(Down(value as i32))),
+            2 => BREACHES
+                .into_iter()
+                .find(|b| *b as u32 == value)
+                .map(Fault::Violation),
+            _ => Some(Fault::Closed),
+        }
+    }
+
+    /// True if it is the first.
+    pub fn set(&self, fault: Fault) -> bool {
+        let word = match fault {
+            Fault::Down(Down(errno)) => 1 << 32 | u64::from(errno as u32),
+            Fault::Violation(breach) => 2 << 32 | u64::from(breach as u32),
+            Fault::Closed => 3 << 32,
+        };
+        self.0.compare_exchange(0, word, Release, Acquire).is_ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_fault_stays_and_reads_back() {
+        let faults = BREACHES
+            .into_iter()
+            .map(Fault::Violation)
+            .chain([Fault::Down(Down(-5)), Fault::Down(Down(0)), Fault::Closed]);
+        for fault in faults {
+            let cell = FaultCell::default();
+            assert_eq!(cell.get(), None);
+            assert!(cell.set(fault) && !cell.set(Fault::Closed));
+            assert_eq!(cell.get(), Some(fault));
+        }
+    }
+}

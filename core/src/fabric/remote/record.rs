@@ -1,0 +1,599 @@
+//! What one message on the queue pair holds: a header and any number of records. Written into a buffer of
+//! fixed size, read from any bytes at all. See docs/protocol.md, P50–P58. Not what a record does.
+
+#![forbid(unsafe_code)]
+
+use zerocopy::little_endian::{U16, U32, U64};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+/// Version of the records, in every header.
+pub const VERSION: u8 = 1;
+const MAGIC: u8 = 0xd7;
+
+/// What precedes the records of a message.
+#[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+struct Header {
+    magic: u8,
+    version: u8,
+    /// Receive buffers that the sender has posted again since its last message.
+    grant: U16,
+    /// Bytes of all the records, exactly.
+    length: U16,
+}
+
+/// Bytes of a message without records.
+pub const HEADER_BYTES: usize = size_of::<Header>();
+
+/// One record. `theirs` is the number that the end which reads it gave to the stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Record<'a> {
+    /// The direction goes on to `tail`. The payload is the last part of that; what precedes it was written
+    /// before.
+    Data {
+        theirs: u32,
+        tail: u64,
+        payload: &'a [u8],
+    },
+    /// From `position` on, which is the tail now, the direction is in the ring on offer.
+    Switch {
+        theirs: u32,
+        generation: u32,
+        position: u64,
+    },
+    /// The end mark, at the tail.
+    End { theirs: u32, end: u32, tail: u64 },
+    /// The producer's count of windows that were too small.
+    Limited { theirs: u32, count: u32 },
+    /// The consumer has read up to here.
+    Head { theirs: u32, head: u64 },
+    /// The consumer offers a ring.
+    Offer { theirs: u32, word: u64 },
+    /// The consumer's flags.
+    Flags { theirs: u32, flags: u32 },
+    /// The consumer has stopped.
+    Stop { theirs: u32 },
+    /// A chunk of the sender's data area is registered: its address there.
+    Chunk { index: u32, rkey: u32, base: u64 },
+    /// A message of the side channel.
+    Message { bytes: &'a [u8] },
+    /// "Tell me, by ACK, up to where you have it, now that you have read this."
+    Confirm { theirs: u32 },
+    /// All up to `tail` is in the ring.
+    Ack { theirs: u32, tail: u64 },
+    /// "Queue the stream for these waiters of yours."
+    Tell { theirs: u32, word: u32 },
+}
+
+/// The numbers of the kinds.
+mod kind {
+    pub const DATA: u8 = 1;
+    pub const SWITCH: u8 = 2;
+    pub const END: u8 = 3;
+    pub const LIMITED: u8 = 4;
+    pub const HEAD: u8 = 5;
+    pub const OFFER: u8 = 6;
+    pub const FLAGS: u8 = 7;
+    pub const STOP: u8 = 8;
+    pub const CHUNK: u8 = 9;
+    pub const MESSAGE: u8 = 10;
+    pub const CONFIRM: u8 = 11;
+    pub const ACK: u8 = 12;
+    pub const TELL: u8 = 13;
+}
+
+/// Declares the records' bodies, which follow the kind: plain bytes, no padding, any alignment.
+macro_rules! bodies {
+    ($($name:ident { $($field:ident: $type:ty),* $(,)? })*) => {$(
+        #[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+        #[repr(C)]
+        struct $name { $($field: $type),* }
+    )*};
+}
+
+bodies! {
+    Data { theirs: U32, tail: U64, payload: U16 }
+    Switch { theirs: U32, generation: U32, position: U64 }
+    EndMark { theirs: U32, end: u8, tail: U64 }
+    Word { theirs: U32, word: U32 }
+    Position { theirs: U32, position: U64 }
+    Stream { theirs: U32 }
+    Chunk { index: U32, rkey: U32, base: U64 }
+    Message { length: U16 }
+}
+
+/// Bytes of a DATA record beside its payload.
+pub const DATA_BYTES: usize = 1 + size_of::<Data>();
+/// Bytes of a MESSAGE record beside the message.
+pub const MESSAGE_BYTES: usize = 1 + size_of::<Message>();
+/// Bytes of the longest record without a payload.
+pub const LONGEST: usize = 1 + size_of::<Chunk>();
+
+/// Bytes that are no message of this version. Only the peer can have sent them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Malformed {
+    /// Shorter than a header.
+    #[error("no header")]
+    Short,
+    /// Not a message of ours, or of another version.
+    #[error("wrong magic or version")]
+    Version,
+    /// The header's length is not that of what follows.
+    #[error("wrong length")]
+    Length,
+    /// No record has that kind.
+    #[error("unknown record {0}")]
+    Kind(u8),
+    /// A record is longer than what is left.
+    #[error("truncated record {0}")]
+    Truncated(u8),
+}
+
+/// A message that has been received.
+#[derive(Clone, Copy, Debug)]
+pub struct Received<'a> {
+    /// Receive buffers that the sender has posted again.
+    pub grant: u16,
+    /// Its records, still to be read.
+    pub records: Records<'a>,
+}
+
+/// Reads a message's header. Bytes after the records are refused, since whoever makes messages is of our
+/// version.
+pub fn decode(bytes: &[u8]) -> Result<Received<'_>, Malformed> {
+    let (header, rest) = Header::read_from_prefix(bytes).map_err(|_| Malformed::Short)?;
+    if (header.magic, header.version) != (MAGIC, VERSION) {
+        return Err(Malformed::Version);
+    }
+    if rest.len() != usize::from(header.length.get()) {
+        return Err(Malformed::Length);
+    }
+    Ok(Received {
+        grant: header.grant.get(),
+        records: Records(rest),
+    })
+}
+
+/// Records that are still to be read. After an error there are no more.
+#[derive(Clone, Copy, Debug)]
+pub struct Records<'a>(&'a [u8]);
+
+impl<'a> Records<'a> {
+    fn read<T: FromBytes + Unaligned>(&mut self, kind: u8) -> Result<T, Malformed> {
+        let (value, rest) =
+            T::read_from_prefix(self.0).map_err(|_| Malformed::Truncated(kind))?;
+        self.0 = rest;
+        Ok(value)
+    }
+
+    fn bytes(&mut self, kind: u8, n: U16) -> Result<&'a [u8], Malformed> {
+        let (bytes, rest) = self
+            .0
+            .split_at_checked(n.get().into())
+            .ok_or(Malformed::Truncated(kind))?;
+        self.0 = rest;
+        Ok(bytes)
+    }
+
+    fn record(&mut self) -> Result<Record<'a>, Malformed> {
+        let k: u8 = self.read(0)?;
+        Ok(match k {
+            kind::DATA => {
+                let r: Data = self.read(k)?;
+                Record::Data {
+                    theirs: r.theirs.get(),
+                    tail: r.tail.get(),
+                    payload: self.bytes(k, r.payload)?,
+                }
+            }
+            kind::SWITCH => {
+                let r: Switch = self.read(k)?;
+                Record::Switch {
+                    theirs: r.theirs.get(),
+                    generation: r.generation.get(),
+                    position: r.position.get(),
+                }
+            }
+            kind::END => {
+                let r: EndMark = self.read(k)?;
+                Record::End {
+                    theirs: r.theirs.get(),
+                    end: r.end.into(),
+                    tail: r.tail.get(),
+                }
+            }
+            kind::HEAD | kind::OFFER | kind::ACK => {
+                let r: Position = self.read(k)?;
+                let (theirs, word) = (r.theirs.get(), r.position.get());
+                match k {
+                    kind::HEAD => Record::Head { theirs, head: word },
+                    kind::OFFER => Record::Offer { theirs, word },
+                    _ => Record::Ack { theirs, tail: word },
+                }
+            }
+            kind::LIMITED | kind::FLAGS | kind::TELL => {
+                let r: Word = self.read(k)?;
+                let (theirs, word) = (r.theirs.get(), r.word.get());
+                match k {
+                    kind::LIMITED => Record::Limited {
+                        theirs,
+                        count: word,
+                    },
+                    kind::FLAGS => Record::Flags {
+                        theirs,
+                        flags: word,
+                    },
+                    _ => Record::Tell { theirs, word },
+                }
+            }
+            kind::STOP | kind::CONFIRM => {
+                let theirs = self.read::<Stream>(k)?.theirs.get();
+                if k == kind::STOP {
+                    Record::Stop { theirs }
+                } else {
+                    Record::Confirm { theirs }
+                }
+            }
+            kind::CHUNK => {
+                let r: Chunk = self.read(k)?;
+                Record::Chunk {
+                    index: r.index.get(),
+                    rkey: r.rkey.get(),
+                    base: r.base.get(),
+                }
+            }
+            kind::MESSAGE => {
+                let r: Message = self.read(k)?;
+                Record::Message {
+                    bytes: self.bytes(k, r.length)?,
+                }
+            }
+            _ => return Err(Malformed::Kind(k)),
+        })
+    }
+}
+
+impl<'a> Iterator for Records<'a> {
+    type Item = Result<Record<'a>, Malformed>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        if self.0.is_empty() {
+            return None;
+        }
+        let record = self.record();
+        if record.is_err() {
+            self.0 = &[];
+        }
+        Some(record)
+    }
+}
+
+/// A message being made.
+#[derive(Debug)]
+pub struct Builder {
+    buf: Box<[u8]>,
+    len: usize,
+}
+
+impl Builder {
+    /// For messages of at most so many bytes; no more than 64 KiB are used.
+    pub fn new(bytes: usize) -> Self {
+        let bytes = bytes.clamp(HEADER_BYTES, HEADER_BYTES + usize::from(u16::MAX));
+        Self {
+            buf: vec![0; bytes].into_boxed_slice(),
+            len: HEADER_BYTES,
+        }
+    }
+
+    /// It has no records.
+    pub fn is_empty(&self) -> bool {
+        self.len == HEADER_BYTES
+    }
+
+    /// Bytes that records can still take.
+    pub fn room(&self) -> usize {
+        self.buf.len() - self.len
+    }
+
+    /// Bytes that records can take in an empty one.
+    pub fn capacity(&self) -> usize {
+        self.buf.len() - HEADER_BYTES
+    }
+
+    fn put(&mut self, parts: &[&[u8]]) -> bool {
+        let n: usize = parts.iter().map(|p| p.len()).sum();
+        let Some(mut at) = self.buf.get_mut(self.len..self.len.saturating_add(n)) else {
+            return false;
+        };
+        for part in parts {
+            let Some((to, rest)) = at.split_at_mut_checked(part.len()) else {
+                return false;
+            };
+            to.copy_from_slice(part);
+            at = rest;
+        }
+        self.len += n;
+        true
+    }
+
+    /// Adds a record. False, and nothing is added, if there is no room for it.
+    pub fn push(&mut self, record: &Record<'_>) -> bool {
+        match *record {
+            Record::Data {
+                theirs,
+                tail,
+                payload,
+            } => {
+                let Ok(n) = u16::try_from(payload.len()) else {
+                    return false;
+                };
+                let head = Data {
+                    theirs: theirs.into(),
+                    tail: tail.into(),
+                    payload: n.into(),
+                };
+                self.put(&[&[kind::DATA], head.as_bytes(), payload])
+            }
+            Record::Switch {
+                theirs,
+                generation,
+                position,
+            } => {
+                let body = Switch {
+                    theirs: theirs.into(),
+                    generation: generation.into(),
+                    position: position.into(),
+                };
+                self.put(&[&[kind::SWITCH], body.as_bytes()])
+            }
+            Record::End { theirs, end, tail } => {
+                let body = EndMark {
+                    theirs: theirs.into(),
+                    end: end as u8,
+                    tail: tail.into(),
+                };
+                self.put(&[&[kind::END], body.as_bytes()])
+            }
+            Record::Limited { theirs, count } => self.word(kind::LIMITED, theirs, count),
+            Record::Flags { theirs, flags } => self.word(kind::FLAGS, theirs, flags),
+            Record::Tell { theirs, word } => self.word(kind::TELL, theirs, word),
+            Record::Head { theirs, head } => self.position(kind::HEAD, theirs, head),
+            Record::Offer { theirs, word } => self.position(kind::OFFER, theirs, word),
+            Record::Ack { theirs, tail } => self.position(kind::ACK, theirs, tail),
+            Record::Stop { theirs } => self.stream(kind::STOP, theirs),
+            Record::Confirm { theirs } => self.stream(kind::CONFIRM, theirs),
+            Record::Chunk { index, rkey, base } => {
+                let body = Chunk {
+                    index: index.into(),
+                    rkey: rkey.into(),
+                    base: base.into(),
+                };
+                self.put(&[&[kind::CHUNK], body.as_bytes()])
+            }
+            Record::Message { bytes } => {
+                let Ok(n) = u16::try_from(bytes.len()) else {
+                    return false;
+                };
+                let head = Message { length: n.into() };
+                self.put(&[&[kind::MESSAGE], head.as_bytes(), bytes])
+            }
+        }
+    }
+
+    fn word(&mut self, kind: u8, theirs: u32, word: u32) -> bool {
+        let body = Word {
+            theirs: theirs.into(),
+            word: word.into(),
+        };
+        self.put(&[&[kind], body.as_bytes()])
+    }
+
+    fn position(&mut self, kind: u8, theirs: u32, position: u64) -> bool {
+        let body = Position {
+            theirs: theirs.into(),
+            position: position.into(),
+        };
+        self.put(&[&[kind], body.as_bytes()])
+    }
+
+    fn stream(&mut self, kind: u8, theirs: u32) -> bool {
+        let body = Stream {
+            theirs: theirs.into(),
+        };
+        self.put(&[&[kind], body.as_bytes()])
+    }
+
+    /// Adds a DATA record whose `n` bytes of payload `fill` writes. False, and nothing is added, if there
+    /// is no room or `fill` says so.
+    pub fn push_data(
+        &mut self,
+        theirs: u32,
+        tail: u64,
+        n: usize,
+        fill: impl FnOnce(&mut [u8]) -> bool,
+    ) -> bool {
+        let Ok(length) = u16::try_from(n) else {
+            return false;
+        };
+        let before = self.len;
+        let head = Data {
+            theirs: theirs.into(),
+            tail: tail.into(),
+            payload: length.into(),
+        };
+        let done = self.put(&[&[kind::DATA], head.as_bytes()])
+            && self
+                .buf
+                .get_mut(self.len..self.len.saturating_add(n))
+                .is_some_and(fill);
+        self.len = if done { self.len + n } else { before };
+        done
+    }
+
+    /// The message, with its header.
+    pub fn finish(&mut self, grant: u16) -> &[u8] {
+        let header = Header {
+            magic: MAGIC,
+            version: VERSION,
+            grant: grant.into(),
+            length: ((self.len - HEADER_BYTES) as u16).into(),
+        };
+        if let Some(at) = self.buf.get_mut(..HEADER_BYTES) {
+            at.copy_from_slice(header.as_bytes());
+        }
+        self.buf.get(..self.len).unwrap_or_default()
+    }
+
+    /// Begins the next message.
+    pub fn clear(&mut self) {
+        self.len = HEADER_BYTES;
+    }
+}
+
+/// A message without records.
+pub fn bare(grant: u16) -> [u8; HEADER_BYTES] {
+    zerocopy::transmute!(Header {
+        magic: MAGIC,
+        version: VERSION,
+        grant: grant.into(),
+        length: 0.into(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn all() -> Vec<Record<'static>> {
+        vec![
+            Record::Data {
+                theirs: 1,
+                tail: 2,
+                payload: b"abc",
+            },
+            Record::Data {
+                theirs: 9,
+                tail: u64::MAX,
+                payload: b"",
+            },
+            Record::Switch {
+                theirs: 3,
+                generation: 4,
+                position: 5,
+            },
+            Record::End {
+                theirs: 6,
+                end: 1,
+                tail: 7,
+            },
+            Record::Limited {
+                theirs: 8,
+                count: 9,
+            },
+            Record::Head {
+                theirs: 10,
+                head: 11,
+            },
+            Record::Offer {
+                theirs: 12,
+                word: 13,
+            },
+            Record::Flags {
+                theirs: 14,
+                flags: 15,
+            },
+            Record::Stop { theirs: 16 },
+            Record::Chunk {
+                index: 17,
+                rkey: 18,
+                base: 19,
+            },
+            Record::Message { bytes: b"message" },
+            Record::Confirm { theirs: 20 },
+            Record::Ack {
+                theirs: 21,
+                tail: 22,
+            },
+            Record::Tell {
+                theirs: 23,
+                word: 24,
+            },
+        ]
+    }
+
+    fn message() -> Vec<u8> {
+        let mut builder = Builder::new(1024);
+        assert!(all().iter().all(|r| builder.push(r)));
+        builder.finish(77).to_vec()
+    }
+
+    #[test]
+    fn what_is_written_reads_back() {
+        let bytes = message();
+        let received = decode(&bytes).unwrap();
+        assert_eq!(received.grant, 77);
+        let read: Vec<_> = received.records.map(Result::unwrap).collect();
+        assert_eq!(read, all());
+    }
+
+    #[test]
+    fn a_header_is_six_bytes_and_the_longest_record_is_a_chunk() {
+        assert_eq!(HEADER_BYTES, 6);
+        for record in all() {
+            let mut builder = Builder::new(1024);
+            builder.push(&record);
+            let payload = match record {
+                Record::Data { payload, .. } => payload.len(),
+                Record::Message { bytes } => bytes.len(),
+                _ => 0,
+            };
+            assert!(builder.len - HEADER_BYTES - payload <= LONGEST, "{record:?}");
+        }
+    }
+
+    #[test]
+    fn a_record_without_room_is_not_added_in_part() {
+        for size in HEADER_BYTES..200 {
+            let mut builder = Builder::new(size);
+            let kept: Vec<_> = all().into_iter().filter(|r| builder.push(r)).collect();
+            let bytes = builder.finish(0).to_vec();
+            let read: Vec<_> = decode(&bytes).unwrap().records.map(Result::unwrap).collect();
+            assert_eq!(read, kept);
+        }
+    }
+
+    #[test]
+    fn payload_that_cannot_be_had_is_not_added() {
+        let mut builder = Builder::new(64);
+        assert!(!builder.push_data(1, 4, 4, |_| false));
+        assert!(builder.is_empty());
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_read_without_a_panic(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
+            if let Ok(received) = decode(&bytes) {
+                received.records.for_each(drop);
+            }
+            // Past the header, too.
+            let n = bytes.len() as u16;
+            let mut framed = vec![MAGIC, VERSION, 0, 0, n as u8, (n >> 8) as u8];
+            framed.extend(&bytes);
+            let read: Vec<_> = decode(&framed).unwrap().records.collect();
+            prop_assert!(read.iter().rev().skip(1).all(Result::is_ok));
+        }
+
+        #[test]
+        fn a_damaged_message_is_read_without_a_panic(at in any::<prop::sample::Index>(), to in any::<u8>(), cut in any::<prop::sample::Index>()) {
+            let mut bytes = message();
+            let i = at.index(bytes.len());
+            bytes[i] = to;
+            bytes.truncate(cut.index(bytes.len() + 1));
+            if let Ok(received) = decode(&bytes) {
+                received.records.for_each(drop);
+            }
+        }
+    }
+}

@@ -1,0 +1,299 @@
+//! The two directions of one stream as the engine sees them: what was carried over, and what the peer may
+//! do next. Its words are in the direction blocks, which are given to each call; nothing is sent here.
+
+use super::fault::Breach;
+use crate::fabric::layout::{MAX_STREAMS, Region};
+use crate::fabric::ring::carry::{ProducerView, next_generation, unpack_offer};
+use crate::fabric::ring::{DataArea, DirectionBlock, End, Wake};
+
+/// Where a number of ours is in its life.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum State {
+    /// No stream has it.
+    Free,
+    /// A stream of ours; `theirs` says whether it is paired.
+    Open,
+    /// CLOSED was sent. What the peer still says is of no interest.
+    Left,
+}
+
+/// What the peer said about a stream whose number there we did not know yet.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Early {
+    pub offer: Option<u64>,
+    pub flags: u32,
+    pub stop: bool,
+}
+
+/// See the module. By our number.
+#[derive(Debug)]
+pub(super) struct Stream {
+    pub state: State,
+    /// The peer's number.
+    pub theirs: Option<u32>,
+    /// CLOSED is to be sent when all is carried over.
+    pub closing: bool,
+    /// CLOSED has come.
+    pub peer_left: bool,
+    /// Both ends have ended one of the directions.
+    pub crossed: bool,
+    pub early: Early,
+    pub inc: Incoming,
+    pub out: Outgoing,
+}
+
+impl Stream {
+    fn free() -> Self {
+        Self {
+            state: State::Free,
+            theirs: None,
+            closing: false,
+            peer_left: false,
+            crossed: false,
+            early: Early::default(),
+            inc: Incoming::default(),
+            out: Outgoing::default(),
+        }
+    }
+
+    /// A new stream with this number.
+    pub fn open(&mut self) {
+        *self = Self::free();
+        self.state = State::Open;
+    }
+
+    /// The number is free.
+    pub fn forget(&mut self) {
+        *self = Self::free();
+    }
+}
+
+/// The direction that we receive, in a block of mine: in place of its producer.
+#[derive(Debug, Default)]
+pub(super) struct Incoming {
+    /// All before it is in the ring.
+    pub tail: u64,
+    ring: Option<Region>,
+    /// First position in the ring.
+    start: u64,
+    /// A ring that the peer was told of and has not adopted.
+    offered: Option<(u32, Region)>,
+    pub offer_told: u64,
+    pub head_told: u64,
+    pub flags_told: u32,
+    pub stop_told: bool,
+    ended: bool,
+    /// CONFIRM has come.
+    pub ack_due: bool,
+}
+
+impl Incoming {
+    /// A quarter of the ring: heads are told at least that often.
+    pub fn quarter(&self) -> u64 {
+        self.ring.map_or(0, |r| r.len() as u64 / 4)
+    }
+
+    pub fn on_data(
+        &mut self,
+        block: &DirectionBlock,
+        area: &DataArea,
+        tail: u64,
+        payload: &[u8],
+    ) -> Result<Wake, Breach> {
+        if self.ended {
+            return Err(Breach::End);
+        }
+        let ring = self.ring.ok_or(Breach::Tail)?;
+        let window = block.head().max(self.start).saturating_add(ring.len() as u64);
+        let n = tail.checked_sub(self.tail).filter(|n| *n > 0);
+        let n = n.ok_or(Breach::Tail)?;
+        if tail > window || payload.len() as u64 > n {
+            return Err(Breach::Tail);
+        }
+        // SAFETY: within the window, which the consumer does not read before the tail is put.
+        if !unsafe { area.copy_in(ring, tail - payload.len() as u64, payload) } {
+            return Err(Breach::Tail);
+        }
+        self.tail = tail;
+        Ok(block.put_tail(tail))
+    }
+
+    pub fn on_switch(
+        &mut self,
+        block: &DirectionBlock,
+        generation: u32,
+        position: u64,
+    ) -> Result<(), Breach> {
+        match self.offered {
+            Some((offered, region))
+                if offered == generation && position == self.tail && !self.ended =>
+            {
+                self.ring = Some(region);
+                self.start = position;
+                self.offered = None;
+                block.put_switch(generation, position);
+                Ok(())
+            }
+            _ => Err(Breach::Switch),
+        }
+    }
+
+    /// Whom to wake; `None` if our consumer has stopped, and its mark stays.
+    pub fn on_end(
+        &mut self,
+        block: &DirectionBlock,
+        end: u32,
+        tail: u64,
+    ) -> Result<Option<Wake>, Breach> {
+        let end = End::from_word(end).ok_or(Breach::End)?;
+        if std::mem::replace(&mut self.ended, true) || tail != self.tail {
+            return Err(Breach::End);
+        }
+        Ok(block.put_end(end).ok())
+    }
+
+    /// The peer is being told of this offer of our consumer's.
+    pub fn on_offer_told(&mut self, word: u64) {
+        self.offer_told = word;
+        self.offered = unpack_offer(word);
+    }
+}
+
+/// The direction that we send, in a block of the mirror: in place of its consumer.
+#[derive(Debug, Default)]
+pub(super) struct Outgoing {
+    pub ring: Option<Region>,
+    generation: u32,
+    /// A ring that our producer was told of; the peer has not seen it adopted.
+    offered: Option<(u32, Region)>,
+    /// From where on our producer uses it.
+    pub switch_at: Option<u64>,
+    /// All before it was written to the peer's ring, or sent.
+    pub placed: u64,
+    /// What of that the peer was told.
+    pub told: u64,
+    pub head: u64,
+    pub acked: u64,
+    pub limited_told: u32,
+    pub end_told: bool,
+    /// The peer's consumer has stopped.
+    pub stopped: bool,
+    /// The position is to be confirmed when all is told.
+    pub want_confirm: bool,
+    /// CONFIRM was sent when all up to here had been told.
+    pub asked: u64,
+}
+
+impl Outgoing {
+    /// Asks to be told of more, then looks.
+    pub fn look(&mut self, block: &DirectionBlock, wake: u32) -> ProducerView {
+        let view = block.watch_producer(wake);
+        if self.switch_at.is_none()
+            && self.offered.is_some_and(|(g, _)| g == view.generation)
+        {
+            self.switch_at = Some(view.switch_pos);
+        }
+        view
+    }
+
+    /// The generation of the ring that begins at the position that was told.
+    pub fn next_generation(&self) -> Option<u32> {
+        let is_here = self.switch_at == Some(self.told) && self.placed == self.told;
+        self.offered.filter(|_| is_here).map(|(g, _)| g)
+    }
+
+    /// SWITCH is told.
+    pub fn on_switched(&mut self) {
+        if let Some((generation, region)) = self.offered.take() {
+            self.generation = generation;
+            self.ring = Some(region);
+            self.switch_at = None;
+        }
+    }
+
+    pub fn on_head(&mut self, block: &DirectionBlock, head: u64) -> Result<Wake, Breach> {
+        if !(self.head..=self.told).contains(&head) {
+            return Err(Breach::Head);
+        }
+        self.head = head;
+        Ok(block.put_head(head))
+    }
+
+    pub fn on_offer(
+        &mut self,
+        block: &DirectionBlock,
+        data_len: usize,
+        word: u64,
+    ) -> Result<Wake, Breach> {
+        let (generation, region) = unpack_offer(word).ok_or(Breach::Offer)?;
+        let fits = region
+            .offset()
+            .checked_add(region.len())
+            .is_some_and(|end| end <= data_len);
+        if !fits || self.offered.is_some() || generation != next_generation(self.generation) {
+            return Err(Breach::Offer);
+        }
+        self.offered = Some((generation, region));
+        Ok(block.put_offer(word))
+    }
+
+    /// False if our producer has ended the direction, and its mark stays.
+    pub fn on_stop(&mut self, block: &DirectionBlock) -> bool {
+        self.stopped = block.put_stop().is_ok();
+        self.stopped
+    }
+
+    pub fn on_ack(&mut self, tail: u64) -> Result<(), Breach> {
+        if tail > self.told {
+            return Err(Breach::Ack);
+        }
+        self.acked = self.acked.max(tail);
+        Ok(())
+    }
+}
+
+const PAGE: usize = 64;
+
+/// All streams of a link, by our number; and our number by the peer's. Made as numbers are first used.
+pub(super) struct Streams {
+    pages: Vec<Option<Box<[Stream]>>>,
+    /// Our number plus 1.
+    by_theirs: Vec<u16>,
+}
+
+const _: () = assert!(MAX_STREAMS < u16::MAX as u32);
+
+impl Streams {
+    pub fn new() -> Self {
+        Self {
+            pages: (0..MAX_STREAMS as usize / PAGE).map(|_| None).collect(),
+            by_theirs: vec![0; MAX_STREAMS as usize],
+        }
+    }
+
+    /// Our stream; only if it was ever opened.
+    pub fn get(&mut self, mine: u32) -> Option<&mut Stream> {
+        let page = self.pages.get_mut(mine as usize / PAGE)?.as_deref_mut()?;
+        page.get_mut(mine as usize % PAGE)
+    }
+
+    /// Our stream, which is about to be opened.
+    pub fn make(&mut self, mine: u32) -> Option<&mut Stream> {
+        let page = self.pages.get_mut(mine as usize / PAGE)?;
+        let page = page.get_or_insert_with(|| (0..PAGE).map(|_| Stream::free()).collect());
+        page.get_mut(mine as usize % PAGE)
+    }
+
+    /// Our number for the peer's stream.
+    pub fn mine(&self, theirs: u32) -> Option<u32> {
+        let number = *self.by_theirs.get(theirs as usize)?;
+        u32::from(number).checked_sub(1)
+    }
+
+    /// Sets or clears that.
+    pub fn link(&mut self, theirs: u32, mine: Option<u32>) {
+        if let Some(slot) = self.by_theirs.get_mut(theirs as usize) {
+            *slot = mine.map_or(0, |m| m as u16 + 1);
+        }
+    }
+}

@@ -1,0 +1,148 @@
+//! A direction block from the point of view of the engine of a link between hosts, which stands in for the
+//! peer's cursor: for the consumer of a mirror, for the producer of our own. By the same rules (W1, W2):
+//! it publishes and then takes the attention word, it sets its own word and then looks.
+
+use super::{DirectionBlock, End, Ended, Offer, STOPPED, Stopped, Wake, take};
+use crate::fabric::layout::Region;
+use crate::sync::{AtomicU32, Ordering, fence_after_rmw};
+
+/// What the local producer has published.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::fabric) struct ProducerView {
+    /// The raw end word. If it is not 0 the tail is final.
+    pub end: u32,
+    pub tail: u64,
+    /// A switch that the tail can be beyond is seen.
+    pub generation: u32,
+    pub switch_pos: u64,
+    pub limited: u32,
+}
+
+/// What the local consumer has published.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::fabric) struct ConsumerView {
+    pub head: u64,
+    pub flags: u32,
+    pub offer: u64,
+    pub stopped: bool,
+}
+
+fn arm(word: &AtomicU32, bits: u32) {
+    // If it is still set nobody has taken it: who publishes after this look will.
+    if word.load(Ordering::SeqCst) & bits != bits {
+        word.fetch_or(bits, Ordering::SeqCst);
+    }
+    fence_after_rmw();
+}
+
+impl DirectionBlock {
+    /// In place of the consumer: asks to be told with `bits`, then looks.
+    pub(in crate::fabric) fn watch_producer(&self, bits: u32) -> ProducerView {
+        arm(&self.consumer.want_data, bits);
+        let p = &self.producer;
+        // Acquires the final tail, which precedes the mark.
+        let end = p.end.load(Ordering::SeqCst);
+        // Acquires the payload before it.
+        let tail = p.tail.load(Ordering::SeqCst);
+        let generation = p.generation.load(Ordering::Acquire);
+        ProducerView {
+            end,
+            tail,
+            generation,
+            switch_pos: p.switch_pos.load(Ordering::Relaxed),
+            limited: p.limited.load(Ordering::Relaxed),
+        }
+    }
+
+    /// In place of the producer: asks to be told with `bits`, then looks.
+    pub(in crate::fabric) fn watch_consumer(&self, bits: u32) -> ConsumerView {
+        arm(&self.producer.want_space, bits);
+        let c = &self.consumer;
+        ConsumerView {
+            head: c.head.load(Ordering::SeqCst),
+            flags: c.flags.load(Ordering::SeqCst),
+            offer: c.offer.load(Ordering::SeqCst),
+            stopped: self.producer.end.load(Ordering::SeqCst) == STOPPED,
+        }
+    }
+
+    /// The consumer's published head, without asking for more.
+    pub(in crate::fabric) fn head(&self) -> u64 {
+        self.consumer.head.load(Ordering::SeqCst)
+    }
+
+    /// The producer's published tail, without asking for more.
+    pub(in crate::fabric) fn tail(&self) -> u64 {
+        self.producer.tail.load(Ordering::SeqCst)
+    }
+
+    pub(in crate::fabric) fn put_head(&self, head: u64) -> Wake {
+        self.last.consumed.store(head, Ordering::Relaxed);
+        self.consumer.head.swap(head, Ordering::SeqCst);
+        take(&self.producer.want_space)
+    }
+
+    pub(in crate::fabric) fn put_offer(&self, word: u64) -> Wake {
+        self.consumer.offer.swap(word, Ordering::SeqCst);
+        take(&self.producer.want_space)
+    }
+
+    pub(in crate::fabric) fn put_flags(&self, flags: u32) -> Wake {
+        self.consumer.flags.fetch_or(flags, Ordering::SeqCst);
+        take(&self.producer.want_space)
+    }
+
+    /// The peer's consumer has stopped.
+    pub(in crate::fabric) fn put_stop(&self) -> Result<(), Ended> {
+        self.put_mark(STOPPED).map_err(|_| Ended)
+    }
+
+    pub(in crate::fabric) fn put_tail(&self, tail: u64) -> Wake {
+        self.producer.tail.swap(tail, Ordering::SeqCst);
+        take(&self.consumer.want_data)
+    }
+
+    /// Before any tail beyond `position`.
+    pub(in crate::fabric) fn put_switch(&self, generation: u32, position: u64) {
+        self.producer.switch_pos.store(position, Ordering::Relaxed);
+        // Releases `switch_pos` to the consumer's load of `generation`.
+        self.producer
+            .generation
+            .store(generation, Ordering::Release);
+    }
+
+    /// The peer's producer has ended the direction at the tail that was put before.
+    pub(in crate::fabric) fn put_end(&self, end: End) -> Result<Wake, Stopped> {
+        self.put_mark(end as u32).map_err(|_| Stopped)?;
+        Ok(take(&self.consumer.want_data))
+    }
+
+    pub(in crate::fabric) fn put_limited(&self, limited: u32) {
+        self.producer.limited.store(limited, Ordering::Relaxed);
+    }
+
+    fn put_mark(&self, mark: u32) -> Result<u32, u32> {
+        self.producer
+            .end
+            .compare_exchange(0, mark, Ordering::SeqCst, Ordering::SeqCst)
+    }
+}
+
+impl End {
+    /// From the word of a block; `None` for 0 and for a consumer that has stopped.
+    pub(in crate::fabric) fn from_word(word: u32) -> Option<Self> {
+        [Self::Fin, Self::Demote]
+            .into_iter()
+            .find(|e| *e as u32 == word)
+    }
+}
+
+/// An offered ring as the word of a block has it: its generation and its place. `None` if it is none.
+pub(in crate::fabric) fn unpack_offer(word: u64) -> Option<(u32, Region)> {
+    Offer::unpack(word).map(|o| (o.generation, o.region))
+}
+
+/// The generation after `generation`.
+pub(in crate::fabric) fn next_generation(generation: u32) -> u32 {
+    Offer::next_generation(generation)
+}

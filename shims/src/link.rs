@@ -103,11 +103,8 @@ impl Link {
         stats: Option<&'static LinkStats>,
     ) -> Option<&'static Self> {
         let distant = Distant::new(pair, arena_bytes)?;
-        let link = Self::leak(slot, peer, AnyEnd::Verbs(Box::new(distant)), stats);
-        if let AnyEnd::Verbs(distant) = &link.end {
-            distant.set_link(link);
-        }
-        Some(link)
+        let end = AnyEnd::Verbs(Box::new(distant));
+        Some(Self::leak(slot, peer, end, stats))
     }
 
     fn leak(
@@ -375,14 +372,21 @@ impl Link {
         if !self.alive.swap(false, AcqRel) {
             return false;
         }
+        if let Some(distant) = self.distant() {
+            distant.set_down();
+        }
         if let Some(stats) = self.stats {
             stats.set_down(why);
         }
         true
     }
 
-    /// Gives the memory of a link back that is down and that no socket uses any more.
-    pub fn release(&self) {
+    /// Gives the memory of a link back that is down and that no socket uses any more. False if a thread is
+    /// about to leave it: then later.
+    pub fn release(&self) -> bool {
+        if self.distant().is_some_and(|d| !d.retire()) {
+            return false;
+        }
         if let Some(neighbour) = self.neighbour() {
             neighbour.forget_doorbells();
         }
@@ -390,6 +394,7 @@ impl Link {
         if self.stats.is_some() {
             Library::get().stats.close_link(self.slot);
         }
+        true
     }
 
     /// The service thread's waiter, in the form of an attention word.

@@ -290,6 +290,8 @@ struct Worker {
     /// When rings are next looked at for shrinking, ns; 0: nothing has grown.
     shrink_at: u64,
     held_until: u64,
+    /// When links to other hosts are settled, ns; 0: nothing is owed.
+    settle_at: u64,
     /// Requests of fork children seen so far.
     requests: u32,
 }
@@ -318,6 +320,7 @@ impl Worker {
             pressed: Vec::new(),
             shrink_at: 0,
             held_until: 0,
+            settle_at: 0,
             requests: crate::fork::requests(),
         };
         worker.add(
@@ -398,6 +401,7 @@ impl Worker {
                 crate::rx::relieve(socket, link);
                 ready::notify_local(socket);
             }
+            self.attend(link);
         }
     }
 
@@ -407,12 +411,14 @@ impl Worker {
         let links = self.pending_links.values().map(|p| p.deadline);
         let arriving = self.arriving.values().map(|a| a.deadline);
         let shrink = (self.shrink_at != 0).then_some(self.shrink_at);
+        let settle = (self.settle_at != 0).then_some(self.settle_at);
         let held = (self.held_until != 0).then_some(self.held_until);
         let pressed = self.pressed.iter().map(|p| p.deadline);
         let deferred = self.deferred.iter().map(|d| d.deadline);
         let lingering = self.lingering.values().map(|l| l.deadline);
         asks.chain(links)
             .chain(arriving)
+            .chain(settle)
             .chain(lingering)
             .chain(deferred)
             .chain(shrink)
@@ -427,6 +433,7 @@ impl Worker {
         self.expire_asks(now);
         self.expire_links(now);
         self.expire_arriving(now);
+        self.settle_links(now);
         self.expire_lingering(now);
         self.deferred.retain(|d| d.deadline > now);
         self.relieve(now);

@@ -316,6 +316,8 @@ pub enum State {
 pub struct Pair {
     plugin: &'static Plugin,
     conn: *mut Conn,
+    /// Freed already.
+    destroyed: AtomicBool,
 }
 
 // SAFETY: the plugin's connections may be used from any thread, under the rules of its table, which the
@@ -326,7 +328,11 @@ unsafe impl Sync for Pair {}
 
 impl Pair {
     fn new(plugin: &'static Plugin, conn: *mut Conn) -> Self {
-        Self { plugin, conn }
+        Self {
+            plugin,
+            conn,
+            destroyed: AtomicBool::new(false),
+        }
     }
 
     /// Facts about it.
@@ -355,10 +361,19 @@ impl Pair {
     }
 }
 
+impl Pair {
+    /// Frees it, before this value goes. The caller sees to it that nobody uses it any more.
+    pub fn destroy(&self) {
+        if !self.destroyed.swap(true, Relaxed) {
+            // SAFETY: once, and nobody uses it any more, by the contract.
+            inside(|| unsafe { (self.plugin.destroy)(self.conn) });
+        }
+    }
+}
+
 impl Drop for Pair {
     fn drop(&mut self) {
-        // SAFETY: nobody uses it any more.
-        inside(|| unsafe { (self.plugin.destroy)(self.conn) });
+        self.destroy();
     }
 }
 

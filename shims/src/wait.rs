@@ -62,7 +62,8 @@ impl Waiters {
         self.flags_fd.as_fd()
     }
 
-    fn flag(&self, id: WaiterId) -> Option<&SleepFlag> {
+    /// By which the waiter sleeps.
+    pub fn flag(&self, id: WaiterId) -> Option<&SleepFlag> {
         self.flags.flag(id)
     }
 

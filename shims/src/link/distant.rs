@@ -4,18 +4,19 @@
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{
     AtomicBool, AtomicU32, AtomicU64,
-    Ordering::{AcqRel, Acquire, Release, SeqCst},
+    Ordering::{Acquire, Release, SeqCst},
 };
 
-use once_cell::race::OnceRef;
+use rdmasock_core::fabric::layout::Layout;
 use rdmasock_core::fabric::plugin::Info;
-use rdmasock_core::fabric::remote::{End, Fault, Local};
+use rdmasock_core::fabric::ready::SleepFlag;
+use rdmasock_core::fabric::remote::{End, Fault, Local, Tuning};
+use rdmasock_core::fabric::side::Side;
+use rdmasock_core::os::memfd::Mapping;
 use rdmasock_core::stats::Reason;
 use rdmasock_core::wire::Message;
 
-use super::Link;
 use crate::library::Library;
-use crate::service::Command;
 use crate::verbs::{Pair, State};
 use crate::wait::WaiterId;
 
@@ -23,6 +24,10 @@ use crate::wait::WaiterId;
 pub struct Here;
 
 impl Local for Here {
+    fn flag(&self, waiter: WaiterId) -> Option<&SleepFlag> {
+        Library::get().waiters.flag(waiter)
+    }
+
     fn ring(&self, waiter: WaiterId) {
         Library::get().waiters.ring(waiter);
     }
@@ -32,34 +37,33 @@ impl Local for Here {
 pub struct Distant {
     end: End<Pair, Here>,
     info: Info,
-    link: OnceRef<'static, Link>,
+    /// The link is up: its queue pair may be used.
+    up: AtomicBool,
     /// By which the service thread's epoll set knows the completion descriptor.
     token: AtomicU64,
-    /// Threads that sleep on the completion descriptor themselves.
+    /// Threads that sleep on the completion descriptor themselves, or are about to.
     watchers: AtomicU32,
-    /// The service thread knows that the link has failed.
-    told: AtomicBool,
 }
 
 impl Distant {
     /// The end over a connected pair, with arenas of this size. `None` without memory for it.
     pub(super) fn new(pair: Pair, arena_bytes: u64) -> Option<Self> {
         let info = pair.info().ok()?;
+        let side = || {
+            let layout = Layout::for_data(arena_bytes)?;
+            let memory = Mapping::anonymous(layout.file_len() as usize).ok()?;
+            Side::new(memory, layout)
+        };
+        let (mine, mirror) = (side()?, side()?);
         // SAFETY: the link, with the end, is never freed; see `Link::new`.
-        let end = unsafe { End::new(pair, Here, arena_bytes) }?;
+        let end = unsafe { End::new(pair, mine, mirror, Here, Tuning::default()) };
         Some(Self {
-            end,
+            end: end.ok()?,
             info,
-            link: OnceRef::new(),
+            up: AtomicBool::new(true),
             token: AtomicU64::new(0),
             watchers: AtomicU32::new(0),
-            told: AtomicBool::new(false),
         })
-    }
-
-    pub(super) fn set_link(&self, link: &'static Link) {
-        // Nobody else has the link yet, so it is not set.
-        let _ = self.link.set(link);
     }
 
     pub(super) fn end(&self) -> &End<Pair, Here> {
@@ -73,49 +77,51 @@ impl Distant {
 
     /// How the queue pair is.
     pub fn state(&self) -> State {
-        self.end.queue_pair().state()
+        self.end.qp().state()
     }
 
     /// Takes in what has come, and sends what can be sent. True if there was something.
     #[inline]
     pub fn progress(&self) -> bool {
-        match self.end.progress() {
-            Ok(something) => {
-                if something && self.end.has_message() {
-                    self.ask_service();
-                }
-                something
-            }
-            Err(_) => {
-                if !self.told.swap(true, AcqRel) {
-                    self.ask_service();
-                }
-                false
-            }
-        }
+        self.end.progress().unwrap_or(false)
     }
 
-    /// The next completion makes the descriptor readable. False if the link is down.
+    /// The next completion makes the descriptor readable. True if something has come meanwhile.
     pub fn arm(&self) -> bool {
-        self.end.arm().is_ok()
+        self.end.arm().unwrap_or(false)
     }
 
-    fn ask_service(&self) {
-        if let Some(link) = self.link.get() {
-            Library::get().service.submit(Command::Attend(link));
+    /// Nothing goes over the link any more, and nobody begins to sleep on its descriptor.
+    pub(super) fn set_down(&self) {
+        self.up.store(false, SeqCst);
+        self.end.set_down();
+        self.end.qp().disconnect();
+    }
+
+    /// Ends the queue pair of a link that is down. False if a thread still sleeps on its descriptor.
+    pub(super) fn retire(&self) -> bool {
+        let is_free = self.watchers.load(SeqCst) == 0;
+        if is_free {
+            self.end.qp().destroy();
         }
+        is_free
     }
 
     /// From now on until the value is dropped this thread is woken by completions, and the service
     /// thread is not. Looks once more after this, then sleeps on the descriptor too. `None` if the link is
     /// down.
     pub fn take_duty(&self) -> Option<Duty<'_>> {
-        self.link.get().filter(|l| l.is_alive())?;
-        if self.watchers.fetch_add(1, SeqCst) == 0 {
+        let first = self.watchers.fetch_add(1, SeqCst) == 0;
+        let duty = Duty(self);
+        // Counted first, then looked at; `retire` the other way round.
+        if !self.up.load(SeqCst) {
+            return None;
+        }
+        if first {
             self.let_service_hear(false);
         }
-        let duty = Duty(self);
-        self.arm().then_some(duty)
+        self.arm();
+        Some(duty)
     }
 
     fn let_service_hear(&self, on: bool) {
@@ -128,6 +134,16 @@ impl Distant {
         self.token.store(token, Release);
     }
 
+    /// Heads were held back, and are to be sent some ms later.
+    pub fn owes(&self) -> bool {
+        self.end.owes()
+    }
+
+    /// Sends them.
+    pub fn settle(&self) {
+        self.end.settle();
+    }
+
     /// The next message on the side channel.
     pub fn take_message(&self) -> Option<Message> {
         self.end.take_message()
@@ -136,8 +152,8 @@ impl Distant {
     /// Why the link cannot be used further, if so.
     pub fn fault(&self) -> Option<Reason> {
         self.end.fault().map(|fault| match fault {
-            Fault::Down(_) => Reason::LinkFailed,
-            Fault::Violation(_) => Reason::Violation,
+            Fault::Breach(_) => Reason::Violation,
+            _ => Reason::LinkFailed,
         })
     }
 

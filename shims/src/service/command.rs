@@ -62,8 +62,6 @@ pub enum Command {
     NeedLink(Ref, InstanceId, Option<LinkOffer>),
     /// The thread that connects to another host has come to an end.
     Dialled(InstanceId, Result<Dialled, Errno>),
-    /// The other end of a link has said something on its side channel, or the link has failed.
-    Attend(&'static Link),
     /// The link's side channel is full.
     AwaitRoom(&'static Link),
     /// The peer broke the protocol.
@@ -144,11 +142,6 @@ impl Worker {
             }
             Command::NeedLink(r, peer, offer) => self.need_link(r, peer, offer),
             Command::Dialled(peer, dialled) => self.on_dialled(peer, dialled),
-            Command::Attend(link) => {
-                if let Some(id) = self.conn_of(link) {
-                    self.on_completion(id);
-                }
-            }
             Command::AwaitRoom(link) => self.await_room(link, true),
             Command::Violation(link) => {
                 self.library.stats.count(Event::LinkViolation);

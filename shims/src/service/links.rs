@@ -5,7 +5,7 @@ use std::os::fd::AsFd;
 use std::sync::atomic::Ordering::{Acquire, Release, SeqCst};
 
 use rdmasock_core::fabric::layout::{HEADER_BYTES, Layout, MAX_STREAMS};
-use rdmasock_core::fabric::shm::Side;
+use rdmasock_core::fabric::side::Side;
 use rdmasock_core::fabric::waiter::FlagPage;
 use rdmasock_core::ids::{Cookie, InstanceId};
 use rdmasock_core::os::channel::Channel;
@@ -454,10 +454,7 @@ impl Worker {
     pub(super) fn bury(&mut self) {
         self.dead_links.retain(|link| {
             let used = link.streams() > 0;
-            if !used {
-                link.release();
-            }
-            used
+            used || !link.release()
         });
     }
 }

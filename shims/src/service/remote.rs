@@ -16,6 +16,7 @@ use rustix::io::Errno;
 use super::{ASK_TIMEOUT, Command, Peer, SignalsBlocked, Worker, kind, tag};
 use crate::link::{Distant, Link};
 use crate::verbs::{self, Acceptor, Incoming, Pair, State};
+use crate::wait::SERVICE;
 
 /// What both ends of a new queue pair tell each other first: magic, version, pid, instance; the one that
 /// asks adds the cookie.
@@ -24,6 +25,9 @@ const PID_AT: usize = 8;
 const INSTANCE_AT: usize = 12;
 const COOKIE_AT: usize = INSTANCE_AT + ID_BYTES;
 const _: () = assert!(COOKIE_AT + ID_BYTES <= PRIVATE_BYTES);
+
+/// How long an idle direction's last head is held back, ns.
+const SETTLE_AFTER: u64 = 5_000_000;
 
 /// An accepted connection that is not up yet.
 pub(super) struct Arriving {
@@ -298,6 +302,32 @@ impl Worker {
         }
     }
 
+    /// What is for this thread on a link to another host.
+    pub(super) fn attend(&mut self, link: &'static Link) {
+        if let Some(distant) = link.distant() {
+            if distant.owes() && self.settle_at == 0 {
+                self.settle_at = crate::time::now_ns() + SETTLE_AFTER;
+            }
+            if link.has_ready(SERVICE)
+                && let Some(id) = self.conn_of(link)
+            {
+                self.on_completion(id);
+            }
+        }
+    }
+
+    /// Idle directions tell their peers what they have read.
+    pub(super) fn settle_links(&mut self, now: u64) {
+        if self.settle_at != 0 && now >= self.settle_at {
+            self.settle_at = 0;
+            for link in self.service.all_links() {
+                if let Some(distant) = link.distant() {
+                    distant.settle();
+                }
+            }
+        }
+    }
+
     /// Something has completed on a link's queue pair.
     pub(super) fn on_completion(&mut self, id: u64) {
         let Some((link, distant)) = self.remote_link(id) else {
@@ -308,7 +338,7 @@ impl Worker {
         loop {
             distant.progress();
             self.take_messages(id, distant);
-            if !distant.is_unwatched() || !distant.arm() || !distant.progress() {
+            if !distant.is_unwatched() || !distant.arm() {
                 break;
             }
         }

@@ -13,12 +13,12 @@ mod channels;
 mod command;
 mod linger;
 mod links;
-mod remote;
+mod pairs;
 mod rings;
 mod watch;
 
 pub use command::{Command, Ref};
-pub use remote::Dialled;
+pub use pairs::Dialled;
 
 use channels::{Conn, Peer};
 use watch::Watch;
@@ -281,7 +281,7 @@ struct Worker {
     pending_links: HashMap<InstanceId, links::Pending>,
     /// Where other hosts connect.
     acceptors: Vec<Acceptor>,
-    arriving: HashMap<u64, remote::Arriving>,
+    arriving: HashMap<u64, pairs::Arriving>,
     dead_links: Vec<&'static Link>,
     lingering: HashMap<u64, linger::Lingering>,
     deferred: Vec<answer::Deferred>,

@@ -190,6 +190,18 @@ impl Ring {
 }
 
 impl Message {
+    /// The stream that it is about, by the number that its receiver chose (P26).
+    pub const fn yours(&self) -> Option<Vqpn> {
+        match self {
+            Self::OpenAck { yours, .. }
+            | Self::OpenRefuse { yours, .. }
+            | Self::DemoteRequest { yours, .. }
+            | Self::Adopt { yours }
+            | Self::Closed { yours } => Some(*yours),
+            _ => None,
+        }
+    }
+
     /// How many file descriptors must travel beside this message.
     pub const fn fds(&self) -> usize {
         match self {

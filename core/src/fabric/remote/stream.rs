@@ -85,6 +85,8 @@ pub(super) struct Incoming {
     ended: bool,
     /// CONFIRM has come.
     pub ack_due: bool,
+    /// The head is to be told even if little is new.
+    pub settle: bool,
 }
 
 impl Incoming {

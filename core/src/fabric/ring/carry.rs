@@ -94,7 +94,7 @@ impl DirectionBlock {
 
     /// The peer's consumer has stopped.
     pub(in crate::fabric) fn put_stop(&self) -> Result<(), Ended> {
-        self.put_mark(STOPPED).map_err(|_| Ended)
+        self.put_mark(STOPPED).map(drop).map_err(|_| Ended)
     }
 
     pub(in crate::fabric) fn put_tail(&self, tail: u64) -> Wake {

@@ -1,0 +1,591 @@
+//! The state of one end of a link between hosts, and what the peer's records do to it. What is sent in
+//! turn is `pump.rs`; the lock around this, and what is done outside it, is `end.rs`.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{
+    AtomicBool, AtomicU32,
+    Ordering::SeqCst,
+};
+
+use super::chunks::{self, Chunks, Target};
+use super::end::{Local, POLL, SETTLE, Tuning};
+use super::fault::{Breach, Fault};
+use super::pump::Sender;
+use super::qp::{Event, Key, Limits, QueuePair};
+use super::record::{self, Record};
+use super::stream::{State, Stream, Streams};
+use crate::fabric::layout::{self, MAX_STREAMS, READY_QUEUES};
+use crate::fabric::ready::{ReadyCursor, ReadyQueue, RungMark};
+use crate::fabric::ring::{DirectionBlock, Wake};
+use crate::fabric::side::Side;
+use crate::fabric::waiter::{SLEEPER_MASK, WaiterId};
+use crate::ids::Vqpn;
+use crate::lock::Lock;
+use crate::wire::Message;
+
+/// The service thread's waiter.
+pub(super) const SERVICE: WaiterId = WaiterId(0);
+
+/// More messages are not kept, in either direction. A correct end owes at most a few a stream.
+pub(super) const MAX_LETTERS: usize = 8 * MAX_STREAMS as usize;
+
+/// One of the two arenas.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Which {
+    Mine,
+    Mirror,
+}
+
+/// A message to be sent on the side channel.
+pub(super) struct Letter {
+    /// The peer's stream that it is about.
+    pub yours: Option<Vqpn>,
+    pub bytes: Box<[u8]>,
+}
+
+/// What is used without the engine's lock too.
+pub(super) struct Ground<Q, L> {
+    // First: nothing is registered any more when the memory goes away.
+    pub qp: Q,
+    pub limits: Limits,
+    pub mine: Side,
+    pub mirror: Side,
+    pub local: L,
+    pub tuning: Tuning,
+    /// Streams with something to send, by the peer's number.
+    pub dirty: Box<ReadyQueue>,
+    /// Streams that were closed while the engine could not be used, by our number.
+    pub closing: Box<ReadyQueue>,
+    /// Whom to tell at the peer about its stream.
+    pub tells: Box<[AtomicU32]>,
+    pub outbox: Lock<VecDeque<Letter>>,
+    /// Messages in the inbox.
+    pub news: AtomicU32,
+    /// A head was held back.
+    pub owes: AtomicBool,
+    pub marks: Box<[RungMark]>,
+}
+
+impl<Q: QueuePair, L: Local> Ground<Q, L> {
+    fn block(side: &Side, number: u32) -> Option<&DirectionBlock> {
+        let block = side.block(Vqpn(number))?;
+        // SAFETY: within the mapping, which lives as long as the side; only atomics.
+        Some(unsafe { block.as_ref() })
+    }
+
+    /// The block of our stream that we receive.
+    pub fn block_mine(&self, mine: u32) -> Option<&DirectionBlock> {
+        Self::block(&self.mine, mine)
+    }
+
+    /// The block of the peer's stream that we send to.
+    pub fn block_mirror(&self, theirs: u32) -> Option<&DirectionBlock> {
+        Self::block(&self.mirror, theirs)
+    }
+
+    /// Adds to whom the peer is to tell about its stream. False if there is nobody, or no such stream.
+    pub fn add_tell(&self, theirs: u32, word: u32) -> bool {
+        let queue = WaiterId::of_queue(word).filter(|w| u32::from(w.0) < READY_QUEUES);
+        let sleeper = WaiterId::of_sleeper(word);
+        let word = queue.map_or(0, WaiterId::queue_bits)
+            | sleeper.map_or(0, WaiterId::sleeper_bits);
+        let Some(cell) = self.tells.get(theirs as usize) else {
+            return false;
+        };
+        let merge = |old| Some(merge_tells(old, word));
+        word != 0 && cell.fetch_update(SeqCst, SeqCst, merge).is_ok()
+    }
+
+    /// Wakes whom an attention word names in this process, about our stream.
+    fn tell_here(&self, after: &mut After, wake: Wake, mine: u32) {
+        if let Some(waiter) = WaiterId::of_queue(wake.0)
+            && let Some(queue) = self.mine.queue(waiter)
+        {
+            queue.push(mine);
+            self.ring_if_asleep(after, waiter);
+        }
+        if let Some(sleeper) = WaiterId::of_sleeper(wake.0) {
+            self.ring_after(after, sleeper);
+        }
+    }
+
+    fn ring_if_asleep(&self, after: &mut After, waiter: WaiterId) {
+        if let (Some(flag), Some(mark)) =
+            (self.local.flag(waiter), self.marks.get(waiter.0 as usize))
+            && flag.must_ring(mark)
+        {
+            self.ring_after(after, waiter);
+        }
+    }
+
+    fn ring_after(&self, after: &mut After, waiter: WaiterId) {
+        if !after.add_ring(waiter) {
+            self.local.ring(waiter);
+        }
+    }
+}
+
+/// Two words that one stream's waiters are told by. Different waiters cannot share a word: then the
+/// service thread is told, which tells all.
+fn merge_tells(a: u32, b: u32) -> u32 {
+    let part = |mask: u32| match (a & mask, b & mask) {
+        (0, other) | (other, 0) => Some(other),
+        (x, y) => (x == y).then_some(x),
+    };
+    match (part(!SLEEPER_MASK), part(SLEEPER_MASK)) {
+        (Some(queue), Some(sleeper)) => queue | sleeper,
+        (_, sleeper) => SERVICE.queue_bits() | sleeper.unwrap_or(0),
+    }
+}
+
+/// What is to be done when the lock has been let go of.
+#[derive(Debug, Default)]
+pub(super) struct After {
+    rings: [u16; 8],
+    count: u8,
+    /// CLOSED was sent for these streams of ours.
+    pub closed: Vec<Vqpn>,
+    /// A chunk of the mirror is to be registered.
+    pub register: Option<u32>,
+}
+
+impl After {
+    pub fn take(&mut self) -> Self {
+        std::mem::take(self)
+    }
+
+    fn add_ring(&mut self, waiter: WaiterId) -> bool {
+        match self.rings.get_mut(usize::from(self.count)) {
+            Some(slot) => {
+                *slot = waiter.0;
+                self.count += 1;
+                true
+            }
+            None => false,
+        }
+    }
+
+    pub fn rings(&self) -> impl Iterator<Item = WaiterId> {
+        self.rings
+            .into_iter()
+            .take(usize::from(self.count))
+            .map(WaiterId)
+    }
+}
+
+/// See the module.
+pub(super) struct Engine {
+    pub streams: Streams,
+    pub chunks: Chunks,
+    pub sender: Sender,
+    pub inbox: VecDeque<Message>,
+    pub after: After,
+    /// The sweeps of [`Ground::dirty`], [`Ground::closing`] and `lazy`.
+    pub sweep: ReadyCursor,
+    pub closing: ReadyCursor,
+    pub lazy: (Box<ReadyQueue>, ReadyCursor),
+    /// The stream, by the peer's number, that was served when there was no room to go on.
+    pub current: Option<u32>,
+}
+
+impl Engine {
+    pub fn new(limits: &Limits) -> Self {
+        Self {
+            streams: Streams::new(),
+            chunks: Chunks::new(),
+            sender: Sender::new(limits),
+            inbox: VecDeque::new(),
+            after: After::default(),
+            sweep: ReadyCursor::new(),
+            closing: ReadyCursor::new(),
+            lazy: Default::default(),
+            current: None,
+        }
+    }
+
+    /// One turn: true if something came.
+    pub fn run<Q: QueuePair, L: Local>(
+        &mut self,
+        g: &Ground<Q, L>,
+        what: u32,
+    ) -> Result<bool, Fault> {
+        let mut events = 0;
+        if what & POLL != 0 || self.sender.is_short() {
+            events = self.poll(g)?;
+        }
+        if what & SETTLE != 0 {
+            self.settle(g);
+        }
+        self.pump(g)?;
+        Ok(events > 0)
+    }
+
+    fn poll<Q: QueuePair, L: Local>(&mut self, g: &Ground<Q, L>) -> Result<usize, Fault> {
+        let mut breach = None;
+        let polled = g.qp.poll(&mut |event| {
+            if breach.is_none() {
+                breach = self.on_event(g, event).err();
+            }
+        });
+        if let Some(breach) = breach {
+            return Err(breach.into());
+        }
+        Ok(polled?)
+    }
+
+    /// Held-back heads become due.
+    fn settle<Q: QueuePair, L: Local>(&mut self, g: &Ground<Q, L>) {
+        let (queue, cursor) = &mut self.lazy;
+        cursor.begin(queue);
+        while let Some(theirs) = cursor.pop(queue) {
+            if let Some(mine) = self.streams.mine(theirs)
+                && let Some(s) = self.streams.get(mine)
+            {
+                s.inc.settle = true;
+                g.dirty.push(theirs);
+            }
+        }
+    }
+
+    fn on_event<Q: QueuePair, L: Local>(
+        &mut self,
+        g: &Ground<Q, L>,
+        event: Event<'_>,
+    ) -> Result<(), Breach> {
+        match event {
+            Event::Room => self.sender.on_room(),
+            Event::Written { immediate, bytes } => {
+                self.sender.on_received()?;
+                if !g.limits.immediate {
+                    return Err(Breach::Immediate);
+                }
+                let s = known(&mut self.streams, immediate)?;
+                let tail = s.inc.tail.saturating_add(bytes.into());
+                self.on_data(g, immediate, tail, &[])?;
+            }
+            Event::Received(bytes) => {
+                self.sender.on_received()?;
+                let received = record::decode(bytes).map_err(|_| Breach::Malformed)?;
+                self.sender.on_grant(received.grant)?;
+                for record in received.records {
+                    self.sender.counts.records += 1;
+                    self.on_record(g, record.map_err(|_| Breach::Malformed)?)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn on_data<Q: QueuePair, L: Local>(
+        &mut self,
+        g: &Ground<Q, L>,
+        mine: u32,
+        tail: u64,
+        payload: &[u8],
+    ) -> Result<(), Breach> {
+        let s = known(&mut self.streams, mine)?;
+        let block = g.block_mine(mine).ok_or(Breach::Stream)?;
+        let wake = s.inc.on_data(block, &g.mine.area(), tail, payload)?;
+        g.tell_here(&mut self.after, wake, mine);
+        Ok(())
+    }
+
+    fn on_record<Q: QueuePair, L: Local>(
+        &mut self,
+        g: &Ground<Q, L>,
+        record: Record<'_>,
+    ) -> Result<(), Breach> {
+        match record {
+            Record::Data {
+                theirs: mine,
+                tail,
+                payload,
+            } => self.on_data(g, mine, tail, payload),
+            Record::Switch {
+                theirs: mine,
+                generation,
+                position,
+            } => {
+                let s = known(&mut self.streams, mine)?;
+                let block = g.block_mine(mine).ok_or(Breach::Stream)?;
+                s.inc.on_switch(block, generation, position)
+            }
+            Record::End {
+                theirs: mine,
+                end,
+                tail,
+            } => {
+                let s = known(&mut self.streams, mine)?;
+                let block = g.block_mine(mine).ok_or(Breach::Stream)?;
+                match s.inc.on_end(block, end, tail)? {
+                    Some(wake) => g.tell_here(&mut self.after, wake, mine),
+                    None => s.crossed = true,
+                }
+                Ok(())
+            }
+            Record::Limited {
+                theirs: mine,
+                count,
+            } => {
+                known(&mut self.streams, mine)?;
+                g.block_mine(mine).ok_or(Breach::Stream)?.put_limited(count);
+                Ok(())
+            }
+            Record::Confirm { theirs: mine } => {
+                let s = known(&mut self.streams, mine)?;
+                s.inc.ack_due = true;
+                if let Some(theirs) = s.theirs {
+                    g.dirty.push(theirs);
+                }
+                Ok(())
+            }
+            Record::Chunk { index, rkey, base } => self.on_chunk(g, index, Target { rkey, base }),
+            Record::Message { bytes } => self.on_message(g, bytes),
+            Record::Tell { theirs: mine, word } => {
+                if mine >= MAX_STREAMS {
+                    return Err(Breach::Stream);
+                }
+                g.tell_here(&mut self.after, Wake(word), mine);
+                Ok(())
+            }
+            Record::Head { theirs: mine, .. }
+            | Record::Offer { theirs: mine, .. }
+            | Record::Flags { theirs: mine, .. }
+            | Record::Stop { theirs: mine }
+            | Record::Ack { theirs: mine, .. } => self.on_consumer(g, mine, record),
+        }
+    }
+
+    /// What the peer's consumer says to our producer.
+    fn on_consumer<Q: QueuePair, L: Local>(
+        &mut self,
+        g: &Ground<Q, L>,
+        mine: u32,
+        record: Record<'_>,
+    ) -> Result<(), Breach> {
+        let s = known(&mut self.streams, mine)?;
+        if s.state == State::Left {
+            return Ok(());
+        }
+        let Some(theirs) = s.theirs else {
+            return s.on_early(record);
+        };
+        let block = g.block_mirror(theirs).ok_or(Breach::Stream)?;
+        let mut wake = Wake::NONE;
+        match record {
+            Record::Head { head, .. } => wake = s.out.on_head(block, head)?,
+            Record::Offer { word, .. } => {
+                wake = s.out.on_offer(block, g.mirror.layout().data_len(), word)?;
+            }
+            Record::Flags { flags, .. } => wake = block.put_flags(flags),
+            Record::Stop { .. } => s.crossed |= !s.out.on_stop(block),
+            Record::Ack { tail, .. } => {
+                s.out.on_ack(tail)?;
+                wake = Wake(SERVICE.queue_bits());
+            }
+            _ => {}
+        }
+        g.tell_here(&mut self.after, wake, mine);
+        // It may have been waiting for this ring.
+        g.dirty.push(theirs);
+        Ok(())
+    }
+
+    fn on_chunk<Q: QueuePair, L: Local>(
+        &mut self,
+        g: &Ground<Q, L>,
+        index: u32,
+        target: Target,
+    ) -> Result<(), Breach> {
+        let log2 = g.tuning.chunk_log2;
+        let all = chunks::count(g.mirror.layout().data_len(), log2);
+        let fits = u64::from(index) < all && target.base.checked_add(1 << log2).is_some();
+        if !fits || !self.chunks.theirs.set(index, target) {
+            return Err(Breach::Chunk);
+        }
+        Ok(())
+    }
+
+    fn on_message<Q: QueuePair, L: Local>(
+        &mut self,
+        g: &Ground<Q, L>,
+        bytes: &[u8],
+    ) -> Result<(), Breach> {
+        let message = Message::decode(bytes).map_err(|_| Breach::Message)?;
+        if message.fds() != 0 {
+            return Err(Breach::Message);
+        }
+        if self.inbox.len() >= MAX_LETTERS {
+            return Err(Breach::Flood);
+        }
+        if let Message::Closed { yours } = message
+            && let Some(s) = self.streams.get(yours.0)
+        {
+            s.peer_left = true;
+        }
+        self.inbox.push_back(message);
+        g.news.fetch_add(1, SeqCst);
+        g.ring_if_asleep(&mut self.after, SERVICE);
+        Ok(())
+    }
+
+    /// A new stream of ours.
+    pub fn open(&mut self, mine: u32) {
+        if let Some(s) = self.streams.make(mine) {
+            s.open();
+        }
+    }
+
+    /// Both ends are done with our number.
+    pub fn forget(&mut self, mine: u32) {
+        if let Some(s) = self.streams.get(mine) {
+            let theirs = s.theirs;
+            s.forget();
+            self.unlink(mine, theirs);
+        }
+    }
+
+    /// The peer's number is not that of our stream any more.
+    pub fn unlink(&mut self, mine: u32, theirs: Option<u32>) {
+        if let Some(theirs) = theirs
+            && self.streams.mine(theirs) == Some(mine)
+        {
+            self.streams.link(theirs, None);
+        }
+    }
+
+    /// See [`LinkEnd::pair`](crate::fabric::LinkEnd::pair).
+    pub fn pair<Q: QueuePair, L: Local>(&mut self, g: &Ground<Q, L>, mine: u32, theirs: u32) {
+        let Some(block) = g.block_mirror(theirs) else {
+            return;
+        };
+        if let Some(old) = self.streams.mine(theirs)
+            && let Some(s) = self.streams.get(old)
+        {
+            // The peer has opened its number anew, so it is done with what it was.
+            s.theirs = None;
+        }
+        let Some(s) = self.streams.get(mine) else {
+            return;
+        };
+        if s.state != State::Open || s.theirs.is_some() {
+            return;
+        }
+        s.theirs = Some(theirs);
+        block.reset();
+        let early = std::mem::take(&mut s.early);
+        if let Some(word) = early.offer
+            && s.out
+                .on_offer(block, g.mirror.layout().data_len(), word)
+                .is_err()
+        {
+            // Our producer will refuse it, and the link ends then.
+            let _ = block.put_offer(word);
+        }
+        let _ = block.put_flags(early.flags);
+        if early.stop {
+            s.out.on_stop(block);
+        }
+        self.streams.link(theirs, Some(mine));
+    }
+
+    /// CLOSED is to be sent once all is carried over. False if the two are no pair.
+    pub fn close(&mut self, mine: u32, theirs: u32) -> bool {
+        match self.streams.get(mine) {
+            Some(s) if s.state == State::Open && s.theirs == Some(theirs) => {
+                s.closing = true;
+                true
+            }
+            _ => false,
+        }
+    }
+
+    /// Memory of ours was registered.
+    pub fn on_registered<Q: QueuePair, L: Local>(
+        &mut self,
+        g: &Ground<Q, L>,
+        which: Which,
+        keys: &[(u32, Key)],
+    ) {
+        for (chunk, key) in keys {
+            match which {
+                Which::Mirror => self.chunks.mirror.set(*chunk, key.local),
+                Which::Mine => {
+                    let offset = (*chunk as usize) << g.tuning.chunk_log2;
+                    let base = g.mine.at(layout::DATA_OFFSET + offset).addr() as u64;
+                    let rkey = key.remote;
+                    self.chunks.mine.set(*chunk, Target { rkey, base })
+                }
+            };
+        }
+    }
+
+    /// What is not confirmed of what was committed to the peer's stream, and whether to ask.
+    pub fn unconfirmed<Q: QueuePair, L: Local>(
+        &mut self,
+        g: &Ground<Q, L>,
+        theirs: u32,
+    ) -> (u64, bool) {
+        let Some(s) = self
+            .streams
+            .mine(theirs)
+            .and_then(|mine| self.streams.get(mine))
+        else {
+            return (0, false);
+        };
+        let tail = g.block_mirror(theirs).map_or(0, DirectionBlock::tail);
+        let bytes = tail.saturating_sub(s.out.acked.max(s.out.head));
+        if bytes == 0 || s.peer_left {
+            return (0, false);
+        }
+        let ask = s.out.asked < tail && !s.out.stopped;
+        s.out.want_confirm |= ask;
+        (bytes, ask)
+    }
+
+    pub fn received(&mut self, mine: u32) -> Option<u64> {
+        let s = self.streams.get(mine)?;
+        (s.state != State::Free).then_some(s.inc.tail)
+    }
+
+    pub fn confirmed(&mut self, theirs: u32) -> Option<u64> {
+        let mine = self.streams.mine(theirs)?;
+        let s = self.streams.get(mine)?;
+        Some(s.out.acked.max(s.out.head))
+    }
+
+    pub fn has_crossed(&mut self, mine: u32) -> bool {
+        self.streams.get(mine).is_some_and(|s| s.crossed)
+    }
+}
+
+impl Stream {
+    /// What the peer's consumer says before we know its number: kept until then.
+    fn on_early(&mut self, record: Record<'_>) -> Result<(), Breach> {
+        match record {
+            Record::Offer { word, .. } => match self.early.offer.replace(word) {
+                None => Ok(()),
+                // Nothing can have been adopted yet.
+                Some(_) => Err(Breach::Offer),
+            },
+            Record::Flags { flags, .. } => {
+                self.early.flags |= flags;
+                Ok(())
+            }
+            Record::Stop { .. } => {
+                self.early.stop = true;
+                Ok(())
+            }
+            Record::Head { .. } => Err(Breach::Head),
+            _ => Err(Breach::Ack),
+        }
+    }
+}
+
+/// A stream that the peer may speak of.
+fn known(streams: &mut Streams, mine: u32) -> Result<&mut Stream, Breach> {
+    streams
+        .get(mine)
+        .filter(|s| s.state != State::Free && !s.peer_left)
+        .ok_or(Breach::Stream)
+}

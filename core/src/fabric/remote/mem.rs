@@ -1,0 +1,386 @@
+//! A queue pair in memory that behaves like a device, for tests: a bounded send queue whose entries come
+//! back with completions, receive buffers that end the connection when a message meets none, WRITEs that are
+//! checked against registered memory, delays under a virtual clock, and death at a work request.
+//!
+//! The network runs when either end polls. Source memory is read then, not when the work request is posted, as
+//! a device may do. Built for tests and with the feature `mem`.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use super::qp::{Down, Event, Key, Limits, PostError, QueuePair, Write};
+use crate::fabric::mem::Clock;
+
+/// What a pair of queue pairs is like.
+#[derive(Clone, Copy, Debug)]
+pub struct Config {
+    /// What each end can do.
+    pub limits: Limits,
+    /// Work requests that are posted and whose completion was not polled.
+    pub send_queue: usize,
+    /// Completions come for so many work requests at once; fewer only when the send queue is full.
+    pub signal_every: usize,
+    /// µs from one end to the other.
+    pub delay: u64,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            limits: Limits {
+                receive_buffers: 128,
+                buffer_bytes: 4096,
+                immediate: false,
+            },
+            send_queue: 256,
+            signal_every: 16,
+            delay: 0,
+        }
+    }
+}
+
+#[derive(Debug)]
+enum Work {
+    Send(Vec<u8>),
+    Write(Write, Option<u32>),
+}
+
+// SAFETY: the pointer is to memory that was registered, which any thread may reach.
+unsafe impl Send for Work {}
+
+#[derive(Debug)]
+enum Arrived {
+    Message(Vec<u8>),
+    Written { immediate: u32, bytes: u32 },
+}
+
+/// One end's device.
+#[derive(Debug, Default)]
+struct Device {
+    /// Posted, with the time of arrival.
+    posted: VecDeque<(u64, Work)>,
+    /// Carried out, and not seen by a poll.
+    completed: usize,
+    /// Not seen by a poll at all.
+    outstanding: usize,
+    was_full: bool,
+    /// Receive buffers that are posted.
+    buffers: u16,
+    arrived: VecDeque<Arrived>,
+    /// Address, length, key.
+    regions: Vec<(u64, u64, u32)>,
+    is_armed: bool,
+    armed_fired: u64,
+    registered: u64,
+    refuses_memory: bool,
+}
+
+#[derive(Debug)]
+struct State {
+    config: Config,
+    clock: Clock,
+    devices: [Device; 2],
+    is_down: bool,
+    why: &'static str,
+    /// Work requests that are still carried out.
+    lives: Option<u64>,
+    /// Of what has arrived and was not polled at the end, so much at each end is never seen.
+    loses: usize,
+    next_key: u32,
+}
+
+impl State {
+    fn die(&mut self, why: &'static str) {
+        if self.is_down {
+            return;
+        }
+        self.is_down = true;
+        self.why = why;
+        let loses = self.loses;
+        for device in &mut self.devices {
+            device.posted.clear();
+            let keep = device.arrived.len().saturating_sub(loses);
+            device.arrived.truncate(keep);
+        }
+    }
+
+    /// Carries out what has come to its time.
+    fn run(&mut self) {
+        let now = self.clock.now();
+        for me in [0, 1] {
+            while !self.is_down {
+                let Some(device) = self.devices.get_mut(me) else {
+                    return;
+                };
+                if device.posted.front().is_none_or(|(due, _)| *due > now) {
+                    break;
+                }
+                let Some((_, work)) = device.posted.pop_front() else {
+                    break;
+                };
+                if let Some(lives) = self.lives.as_mut() {
+                    if *lives == 0 {
+                        self.die("scripted");
+                        return;
+                    }
+                    *lives -= 1;
+                }
+                self.carry(me, work);
+            }
+        }
+    }
+
+    fn carry(&mut self, me: usize, work: Work) {
+        let result = match work {
+            Work::Send(bytes) => self.arrive(1 - me, Arrived::Message(bytes)),
+            Work::Write(write, immediate) => self.write(me, &write).and_then(|()| match immediate {
+                Some(immediate) => self.arrive(
+                    1 - me,
+                    Arrived::Written {
+                        immediate,
+                        bytes: write.len,
+                    },
+                ),
+                None => Ok(()),
+            }),
+        };
+        if let Err(why) = result {
+            self.die(why);
+        } else if let Some(device) = self.devices.get_mut(me) {
+            device.completed += 1;
+        }
+    }
+
+    fn arrive(&mut self, to: usize, what: Arrived) -> Result<(), &'static str> {
+        let device = self.devices.get_mut(to).ok_or("no such end")?;
+        device.buffers = device.buffers.checked_sub(1).ok_or("no receive buffer")?;
+        device.arrived.push_back(what);
+        if std::mem::take(&mut device.is_armed) {
+            device.armed_fired += 1;
+        }
+        Ok(())
+    }
+
+    fn write(&mut self, me: usize, write: &Write) -> Result<(), &'static str> {
+        let covers = |device: Option<&Device>, key, at: u64| {
+            let len = u64::from(write.len);
+            let regions = device.map(|d| d.regions.as_slice()).unwrap_or_default();
+            regions.iter().any(|(start, n, k)| {
+                *k == key && at >= *start && at.checked_add(len).is_some_and(|e| e <= start + n)
+            })
+        };
+        if write.len == 0 || !covers(self.devices.get(me), write.local, write.from.addr() as u64) {
+            return Err("bad local key");
+        }
+        if !covers(self.devices.get(1 - me), write.remote, write.to) {
+            return Err("bad remote key");
+        }
+        let to = std::ptr::with_exposed_provenance_mut::<u8>(write.to as usize);
+        // SAFETY: both are registered for this length, and stay mapped (`register`).
+        unsafe { std::ptr::copy(write.from, to, write.len as usize) };
+        Ok(())
+    }
+}
+
+#[derive(Debug)]
+struct Shared {
+    state: Mutex<State>,
+    /// So that a poll of nothing is cheap.
+    is_down: AtomicBool,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// One end of a pair.
+#[derive(Debug)]
+pub struct MemQp {
+    me: usize,
+    limits: Limits,
+    shared: Arc<Shared>,
+}
+
+/// Two queue pairs that are connected with each other.
+pub fn pair(config: Config, clock: &Clock) -> [MemQp; 2] {
+    let device = || Device {
+        buffers: config.limits.receive_buffers,
+        ..Device::default()
+    };
+    let shared = Arc::new(Shared {
+        state: Mutex::new(State {
+            config,
+            clock: clock.clone(),
+            devices: [device(), device()],
+            is_down: false,
+            why: "",
+            lives: None,
+            loses: 0,
+            next_key: 0x100,
+        }),
+        is_down: AtomicBool::new(false),
+    });
+    [0, 1].map(|me| MemQp {
+        me,
+        limits: config.limits,
+        shared: Arc::clone(&shared),
+    })
+}
+
+impl MemQp {
+    /// The connection ends when so many more work requests of both ends were carried out: what follows is lost, and of
+    /// what has arrived by then `loses` messages at each end are never seen.
+    pub fn die_after(&self, requests: u64, loses: usize) {
+        let mut state = self.shared.lock();
+        state.lives = Some(requests);
+        state.loses = loses;
+    }
+
+    /// Ends the connection.
+    pub fn cut(&self) {
+        self.shared.lock().die("cut");
+    }
+
+    /// Why it has ended; empty while it has not.
+    pub fn why(&self) -> &'static str {
+        self.shared.lock().why
+    }
+
+    /// The device refuses to register memory from now on.
+    pub fn refuse_memory(&self) {
+        self.with(|d| d.refuses_memory = true);
+    }
+
+    /// How often memory was registered.
+    pub fn registered(&self) -> u64 {
+        self.with(|d| d.registered)
+    }
+
+    /// How often the completion fd would have become readable.
+    pub fn fired(&self) -> u64 {
+        self.with(|d| d.armed_fired)
+    }
+
+    /// When the next work request of either end arrives, in µs; `None` if none is under way.
+    pub fn next_arrival(&self) -> Option<u64> {
+        let state = self.shared.lock();
+        let due = state.devices.iter().filter_map(|d| d.posted.front());
+        due.map(|(due, _)| *due).min()
+    }
+
+    fn with<T: Default>(&self, f: impl FnOnce(&mut Device) -> T) -> T {
+        let mut state = self.shared.lock();
+        state.devices.get_mut(self.me).map(f).unwrap_or_default()
+    }
+
+    fn post(&self, work: Work) -> Result<(), PostError> {
+        let mut state = self.shared.lock();
+        if state.is_down {
+            return Err(PostError::Down);
+        }
+        let (due, most) = (
+            state.clock.now() + state.config.delay,
+            state.config.send_queue,
+        );
+        let Some(device) = state.devices.get_mut(self.me) else {
+            return Err(PostError::Down);
+        };
+        if device.outstanding >= most {
+            device.was_full = true;
+            return Err(PostError::Full);
+        }
+        device.outstanding += 1;
+        device.posted.push_back((due, work));
+        Ok(())
+    }
+}
+
+impl QueuePair for MemQp {
+    fn limits(&self) -> Limits {
+        self.limits
+    }
+
+    unsafe fn register(&self, at: *mut u8, len: usize) -> Result<Key, Down> {
+        let mut state = self.shared.lock();
+        state.next_key += 2;
+        let key = Key {
+            local: state.next_key,
+            remote: state.next_key + 1,
+        };
+        let Some(device) = state.devices.get_mut(self.me) else {
+            return Err(Down(0));
+        };
+        if device.refuses_memory {
+            return Err(Down(12));
+        }
+        device.registered += 1;
+        let start = at.expose_provenance() as u64;
+        for k in [key.local, key.remote] {
+            device.regions.push((start, len as u64, k));
+        }
+        Ok(key)
+    }
+
+    unsafe fn write(&self, write: &Write, immediate: Option<u32>) -> Result<(), PostError> {
+        self.post(Work::Write(*write, immediate))
+    }
+
+    fn send(&self, parts: &[&[u8]]) -> Result<(), PostError> {
+        let bytes = parts.concat();
+        if bytes.len() > self.limits.buffer_bytes as usize {
+            self.shared.lock().die("message too long");
+            return Err(PostError::Down);
+        }
+        self.post(Work::Send(bytes))
+    }
+
+    fn poll(&self, each: &mut dyn FnMut(Event<'_>)) -> Result<usize, Down> {
+        let mut events = 0;
+        self.shared.lock().run();
+        loop {
+            let arrived = self.with(|d| d.arrived.pop_front());
+            let Some(arrived) = arrived else { break };
+            match &arrived {
+                Arrived::Message(bytes) => each(Event::Received(bytes)),
+                Arrived::Written { immediate, bytes } => each(Event::Written {
+                    immediate: *immediate,
+                    bytes: *bytes,
+                }),
+            }
+            self.with(|d| d.buffers += 1);
+            events += 1;
+        }
+        let mut state = self.shared.lock();
+        let signal = state.config.signal_every.max(1);
+        let mut room = false;
+        if let Some(device) = state.devices.get_mut(self.me) {
+            let signal = if device.was_full { 1 } else { signal };
+            let n = device.completed / signal * signal;
+            device.completed -= n;
+            device.outstanding -= n;
+            room = n > 0 && std::mem::take(&mut device.was_full);
+        }
+        let is_down = state.is_down;
+        drop(state);
+        if room {
+            each(Event::Room);
+            events += 1;
+        }
+        if is_down {
+            self.shared.is_down.store(true, Ordering::SeqCst);
+            return Err(Down(104));
+        }
+        Ok(events)
+    }
+
+    fn arm(&self) -> Result<(), Down> {
+        self.with(|d| d.is_armed = true);
+        if self.shared.is_down.load(Ordering::SeqCst) {
+            return Err(Down(104));
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,506 @@
+//! What is sent, and in which order: messages of the side channel first, then the streams that have something
+//! to send, in turns, then a grant if one is due. Records are collected in one message until that is
+//! full or there is nothing more to add; what was put there counts as sent, and goes out before any later
+//! message. So when the queue pair is full, or credits are used up, nothing has to be undone: the message waits,
+//! and the stream whose turn it was goes on from there.
+
+use super::chunks::{Chunks, of_region};
+use super::credits::Credits;
+use super::end::{Counts, ENGINE, Local};
+use super::engine::{Engine, Ground};
+use super::fault::{Breach, Fault};
+use super::qp::{Limits, PostError, QueuePair, Write};
+use super::record::{self, Builder, DATA_BYTES, MESSAGE_BYTES, Record};
+use super::stream::{State, Stream};
+use crate::fabric::ring::End;
+use crate::fabric::ring::carry::unpack_offer;
+use crate::ids::Vqpn;
+use crate::wire::{MAX_MESSAGE, Message};
+
+/// Whether there was room for what was to be sent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use]
+enum Put {
+    Done,
+    /// Neither a credit nor room in the send queue, one of the two: to be tried again when there is.
+    Blocked,
+}
+
+/// How a stream's turn ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Turn {
+    /// It has nothing more to send.
+    Done,
+    /// It has, but others are next.
+    More,
+    Blocked,
+}
+
+/// Goes on only if there was room.
+macro_rules! put {
+    ($e:expr, $blocked:expr) => {
+        if $e? == Put::Blocked {
+            return Ok($blocked);
+        }
+    };
+}
+
+/// The message being collected, and what it takes to send it.
+pub(super) struct Sender {
+    staged: Builder,
+    credits: Credits,
+    is_full: bool,
+    pub counts: Counts,
+}
+
+impl Sender {
+    pub fn new(limits: &Limits) -> Self {
+        Self {
+            staged: Builder::new(limits.buffer_bytes as usize),
+            credits: Credits::new(limits.receive_buffers),
+            is_full: false,
+            counts: Counts::default(),
+        }
+    }
+
+    /// Only completions can bring what is missing.
+    pub fn is_short(&self) -> bool {
+        self.is_full || !self.credits.can_send()
+    }
+
+    pub fn on_room(&mut self) {
+        self.is_full = false;
+    }
+
+    pub fn on_received(&mut self) -> Result<(), Breach> {
+        self.counts.received += 1;
+        self.credits.on_received()
+    }
+
+    pub fn on_grant(&mut self, grant: u16) -> Result<(), Breach> {
+        self.credits.on_grant(grant)
+    }
+
+    /// What posting came to.
+    fn posted(&mut self, result: Result<(), PostError>) -> Result<Put, Fault> {
+        match result {
+            Ok(()) => Ok(Put::Done),
+            Err(PostError::Full) => {
+                self.is_full = true;
+                self.counts.full += 1;
+                Ok(Put::Blocked)
+            }
+            Err(PostError::Down) => Err(Fault::Down(super::qp::Down(0))),
+        }
+    }
+
+    /// Sends what was collected.
+    fn flush(&mut self, qp: &impl QueuePair) -> Result<Put, Fault> {
+        if self.staged.is_empty() {
+            return Ok(Put::Done);
+        }
+        if self.is_full {
+            return Ok(Put::Blocked);
+        }
+        if !self.credits.can_send() {
+            self.counts.no_credit += 1;
+            return Ok(Put::Blocked);
+        }
+        let posted = qp.send(&[self.staged.finish(self.credits.grant())]);
+        let put = self.posted(posted)?;
+        if put == Put::Done {
+            self.credits.on_sent();
+            self.counts.sends += 1;
+            self.staged.clear();
+        }
+        Ok(put)
+    }
+
+    /// Gives credits back if that is due and nothing else has done it.
+    fn grant(&mut self, qp: &impl QueuePair) -> Result<(), Fault> {
+        if self.is_full || !self.credits.must_grant() {
+            return Ok(());
+        }
+        let posted = qp.send(&[&record::bare(self.credits.grant())]);
+        if self.posted(posted)? == Put::Done {
+            self.credits.on_sent();
+            self.counts.sends += 1;
+            self.counts.bare_grants += 1;
+        }
+        Ok(())
+    }
+
+    /// Adds a record, after sending what is there if need be.
+    fn put(&mut self, qp: &impl QueuePair, record: &Record<'_>) -> Result<Put, Fault> {
+        if self.staged.push(record) {
+            return Ok(Put::Done);
+        }
+        put!(self.flush(qp), Put::Blocked);
+        // A message's length is checked when it is queued; every other record fits an empty one.
+        if !self.staged.push(record) {
+            return Err(Breach::Message.into());
+        }
+        Ok(Put::Done)
+    }
+}
+
+impl Engine {
+    /// Sends what can be sent.
+    pub fn pump<Q: QueuePair, L: Local>(&mut self, g: &Ground<Q, L>) -> Result<(), Fault> {
+        self.take_closing(g);
+        if self.messages(g)? == Put::Done {
+            self.turns(g)?;
+        }
+        let _ = self.sender.flush(&g.qp)?;
+        self.sender.grant(&g.qp)
+    }
+
+    fn turns<Q: QueuePair, L: Local>(&mut self, g: &Ground<Q, L>) -> Result<(), Fault> {
+        loop {
+            let next = self.current.take().or_else(|| {
+                self.sweep.pop(&g.dirty).or_else(|| {
+                    self.sweep.begin(&g.dirty);
+                    self.sweep.pop(&g.dirty)
+                })
+            });
+            let Some(theirs) = next else {
+                return Ok(());
+            };
+            match self.serve(g, theirs)? {
+                Turn::Done => {}
+                Turn::More => g.dirty.push(theirs),
+                Turn::Blocked => {
+                    // It is the first when there is room again, so that none is passed over for ever.
+                    self.current = Some(theirs);
+                    return Ok(());
+                }
+            }
+        }
+    }
+
+    fn take_closing<Q: QueuePair, L: Local>(&mut self, g: &Ground<Q, L>) {
+        self.closing.begin(&g.closing);
+        while let Some(mine) = self.closing.pop(&g.closing) {
+            if let Some(s) = self.streams.get(mine)
+                && let Some(theirs) = s.theirs
+            {
+                s.closing = true;
+                g.dirty.push(theirs);
+            }
+        }
+    }
+
+    /// Messages of the side channel, each after what the peer has to know of its stream.
+    fn messages<Q: QueuePair, L: Local>(&mut self, g: &Ground<Q, L>) -> Result<Put, Fault> {
+        let Some(mut outbox) = g.outbox.lock() else {
+            // We have interrupted whoever puts one there, and then comes here.
+            return Ok(Put::Done);
+        };
+        while let Some(letter) = outbox.front() {
+            if let Some(Vqpn(theirs)) = letter.yours
+                && let Some(mine) = self.streams.mine(theirs)
+                && let Some(s) = self.streams.get(mine)
+            {
+                s.inc.settle = true;
+                put!(
+                    control(g, &mut self.sender, &mut self.chunks, s, mine, theirs),
+                    Put::Blocked
+                );
+            }
+            let record = Record::Message {
+                bytes: &letter.bytes,
+            };
+            put!(self.sender.put(&g.qp, &record), Put::Blocked);
+            outbox.pop_front();
+        }
+        Ok(Put::Done)
+    }
+
+    /// A stream's turn.
+    fn serve<Q: QueuePair, L: Local>(
+        &mut self,
+        g: &Ground<Q, L>,
+        theirs: u32,
+    ) -> Result<Turn, Fault> {
+        if let Some(cell) = g.tells.get(theirs as usize) {
+            let word = cell.swap(0, std::sync::atomic::Ordering::SeqCst);
+            if word != 0 && self.sender.put(&g.qp, &Record::Tell { theirs, word })? == Put::Blocked {
+                g.add_tell(theirs, word);
+                return Ok(Turn::Blocked);
+            }
+        }
+        let Some(mine) = self.streams.mine(theirs) else {
+            return Ok(Turn::Done);
+        };
+        let Some(s) = self.streams.get(mine).filter(|s| s.state == State::Open) else {
+            return Ok(Turn::Done);
+        };
+        put!(
+            control(g, &mut self.sender, &mut self.chunks, s, mine, theirs),
+            Turn::Blocked
+        );
+        let turn = data(g, &mut self.sender, &self.chunks, &mut self.after.register, s, theirs)?;
+        if turn != Turn::Done {
+            return Ok(turn);
+        }
+        if s.closing {
+            s.inc.settle = true;
+        } else if s.inc.head_told != g.block_mine(mine).map_or(0, |b| b.head()) {
+            if self.sender.staged.is_empty() {
+                self.lazy.0.push(theirs);
+                g.owes.store(true, std::sync::atomic::Ordering::SeqCst);
+                return Ok(Turn::Done);
+            }
+            // A message goes out anyway.
+            s.inc.settle = true;
+        } else {
+            return Ok(Turn::Done);
+        }
+        put!(
+            control(g, &mut self.sender, &mut self.chunks, s, mine, theirs),
+            Turn::Blocked
+        );
+        if s.closing {
+            let mut buf = [0; MAX_MESSAGE];
+            let closed = Message::Closed {
+                yours: Vqpn(theirs),
+            };
+            let Ok(bytes) = closed.encode(&mut buf) else {
+                return Ok(Turn::Done);
+            };
+            put!(
+                self.sender.put(&g.qp, &Record::Message { bytes }),
+                Turn::Blocked
+            );
+            s.state = State::Left;
+            s.theirs = None;
+            self.unlink(mine, Some(theirs));
+            self.after.closed.push(Vqpn(mine));
+        }
+        Ok(Turn::Done)
+    }
+}
+
+/// What our consumer has to say.
+fn control<Q: QueuePair, L: Local>(
+    g: &Ground<Q, L>,
+    sender: &mut Sender,
+    chunks: &mut Chunks,
+    s: &mut Stream,
+    mine: u32,
+    theirs: u32,
+) -> Result<Put, Fault> {
+    let Some(block) = g.block_mine(mine) else {
+        return Ok(Put::Done);
+    };
+    let inc = &mut s.inc;
+    let view = block.watch_consumer(ENGINE.0);
+    if view.offer != inc.offer_told {
+        if let Some((_, region)) = unpack_offer(view.offer) {
+            for index in of_region(region, g.tuning.chunk_log2) {
+                if chunks.announced.get(index).is_none()
+                    && let Some(target) = chunks.mine.get(index)
+                {
+                    let record = Record::Chunk {
+                        index,
+                        rkey: target.rkey,
+                        base: target.base,
+                    };
+                    put!(sender.put(&g.qp, &record), Put::Blocked);
+                    chunks.announced.set(index, ());
+                }
+            }
+        }
+        let word = view.offer;
+        put!(
+            sender.put(&g.qp, &Record::Offer { theirs, word }),
+            Put::Blocked
+        );
+        inc.on_offer_told(word);
+    }
+    let head = view.head;
+    let untold = head.saturating_sub(inc.head_told);
+    if untold > 0 && (inc.settle || untold >= inc.quarter()) {
+        put!(
+            sender.put(&g.qp, &Record::Head { theirs, head }),
+            Put::Blocked
+        );
+        inc.head_told = head;
+    }
+    inc.settle = false;
+    if view.flags != inc.flags_told {
+        let flags = view.flags;
+        put!(
+            sender.put(&g.qp, &Record::Flags { theirs, flags }),
+            Put::Blocked
+        );
+        inc.flags_told = flags;
+    }
+    if view.stopped && !inc.stop_told {
+        put!(sender.put(&g.qp, &Record::Stop { theirs }), Put::Blocked);
+        inc.stop_told = true;
+    }
+    if inc.ack_due {
+        let tail = inc.tail;
+        put!(
+            sender.put(&g.qp, &Record::Ack { theirs, tail }),
+            Put::Blocked
+        );
+        inc.ack_due = false;
+    }
+    Ok(Put::Done)
+}
+
+/// What our producer has to say: at most a piece.
+fn data<Q: QueuePair, L: Local>(
+    g: &Ground<Q, L>,
+    sender: &mut Sender,
+    chunks: &Chunks,
+    register: &mut Option<u32>,
+    s: &mut Stream,
+    theirs: u32,
+) -> Result<Turn, Fault> {
+    let Some(block) = g.block_mirror(theirs) else {
+        return Ok(Turn::Done);
+    };
+    let out = &mut s.out;
+    let view = out.look(block, ENGINE.0);
+    if out.stopped {
+        return Ok(Turn::Done);
+    }
+    if view.limited != out.limited_told {
+        let count = view.limited;
+        put!(
+            sender.put(&g.qp, &Record::Limited { theirs, count }),
+            Turn::Blocked
+        );
+        out.limited_told = count;
+    }
+    let area = g.mirror.area();
+    let mut left = u64::from(g.tuning.piece.max(1));
+    loop {
+        if let Some(generation) = out.next_generation() {
+            let position = out.told;
+            let record = Record::Switch {
+                theirs,
+                generation,
+                position,
+            };
+            put!(sender.put(&g.qp, &record), Turn::Blocked);
+            out.on_switched();
+            continue;
+        }
+        let limit = out.switch_at.map_or(view.tail, |at| at.min(view.tail));
+        let there = limit.saturating_sub(out.placed);
+        let next = out.ring.filter(|_| there > 0 && left > 0).and_then(|ring| {
+            let (at, len) = area.piece(ring, out.placed, there.min(left))?;
+            Some((ring, at, len))
+        });
+        let Some((ring, at, len)) = next else {
+            if out.placed == out.told {
+                break;
+            }
+            put!(announce(g, sender, theirs, out.placed), Turn::Blocked);
+            out.told = out.placed;
+            continue;
+        };
+        let offset = area.offset_of(at);
+        let log2 = g.tuning.chunk_log2;
+        let chunk = (offset >> log2) as u32;
+        let in_chunk = offset & ((1 << log2) - 1);
+        let target = chunks.theirs.get(chunk);
+        let key = chunks.mirror.get(chunk);
+        let is_small = there <= u64::from(g.tuning.eager_max);
+        let (Some(target), Some(local), false) = (target, key, is_small) else {
+            if key.is_none() && target.is_some() && !is_small {
+                *register = Some(chunk);
+            }
+            if out.placed != out.told {
+                put!(announce(g, sender, theirs, out.placed), Turn::Blocked);
+                out.told = out.placed;
+            }
+            let want = there.min(left).min(u64::from(u16::MAX)) as usize;
+            let want = want.min(sender.staged.capacity().saturating_sub(DATA_BYTES));
+            if sender.staged.room() < want + DATA_BYTES {
+                put!(sender.flush(&g.qp), Turn::Blocked);
+            }
+            let tail = out.placed + want as u64;
+            let from = out.placed;
+            // SAFETY: committed and not told, so the producer does not write there.
+            let fill = |to: &mut [u8]| unsafe { area.copy_out(ring, from, to) };
+            if !sender.staged.push_data(theirs, tail, want, fill) {
+                // Cannot be: it is as small as the room, and within the ring.
+                return Ok(Turn::Done);
+            }
+            sender.counts.eager_bytes += want as u64;
+            (out.placed, out.told) = (tail, tail);
+            left = left.saturating_sub(want as u64);
+            continue;
+        };
+        let len = len.min((1 << log2) - in_chunk) as u64;
+        let whole = g.limits.immediate
+            && sender.staged.is_empty()
+            && out.placed == out.told
+            && len == there
+            && sender.credits.can_send();
+        if sender.is_full {
+            return Ok(Turn::Blocked);
+        }
+        let write = Write {
+            from: at,
+            local,
+            len: len as u32,
+            to: target.base.wrapping_add(in_chunk as u64),
+            remote: target.rkey,
+        };
+        // SAFETY: within the chunk, which was registered under the key.
+        let posted = unsafe { g.qp.write(&write, whole.then_some(theirs)) };
+        put!(sender.posted(posted), Turn::Blocked);
+        sender.counts.writes += 1;
+        sender.counts.written_bytes += len;
+        out.placed += len;
+        left = left.saturating_sub(len);
+        if whole {
+            sender.counts.immediates += 1;
+            sender.credits.on_immediate();
+            out.told = out.placed;
+        }
+    }
+    if out.told < view.tail {
+        // More, unless it waits for a ring that is not there.
+        return Ok(if left == 0 { Turn::More } else { Turn::Done });
+    }
+    if !out.end_told && End::from_word(view.end).is_some() {
+        let (end, tail) = (view.end, view.tail);
+        put!(
+            sender.put(&g.qp, &Record::End { theirs, end, tail }),
+            Turn::Blocked
+        );
+        out.end_told = true;
+    }
+    if out.want_confirm {
+        put!(
+            sender.put(&g.qp, &Record::Confirm { theirs }),
+            Turn::Blocked
+        );
+        (out.want_confirm, out.asked) = (false, out.told);
+    }
+    Ok(Turn::Done)
+}
+
+/// Tells of what was written.
+fn announce<Q: QueuePair, L: Local>(
+    g: &Ground<Q, L>,
+    sender: &mut Sender,
+    theirs: u32,
+    tail: u64,
+) -> Result<Put, Fault> {
+    let record = Record::Data {
+        theirs,
+        tail,
+        payload: &[],
+    };
+    sender.put(&g.qp, &record)
+}
+
+const _: () = assert!(MESSAGE_BYTES + MAX_MESSAGE + record::HEADER_BYTES + record::LONGEST < 2048);

@@ -11,7 +11,7 @@ use rdmasock_core::fabric::layout::Layout;
 use rdmasock_core::fabric::plugin::Info;
 use rdmasock_core::fabric::ready::SleepFlag;
 use rdmasock_core::fabric::remote::{End, Fault, Local, Tuning};
-use rdmasock_core::fabric::side::Side;
+use rdmasock_core::fabric::shm::Side;
 use rdmasock_core::os::memfd::Mapping;
 use rdmasock_core::stats::Reason;
 use rdmasock_core::wire::Message;
@@ -152,7 +152,7 @@ impl Distant {
     /// Why the link cannot be used further, if so.
     pub fn fault(&self) -> Option<Reason> {
         self.end.fault().map(|fault| match fault {
-            Fault::Breach(_) => Reason::Violation,
+            Fault::Violation(_) => Reason::Violation,
             _ => Reason::LinkFailed,
         })
     }

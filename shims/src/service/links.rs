@@ -5,7 +5,7 @@ use std::os::fd::AsFd;
 use std::sync::atomic::Ordering::{Acquire, Release, SeqCst};
 
 use rdmasock_core::fabric::layout::{HEADER_BYTES, Layout, MAX_STREAMS};
-use rdmasock_core::fabric::side::Side;
+use rdmasock_core::fabric::shm::Side;
 use rdmasock_core::fabric::waiter::FlagPage;
 use rdmasock_core::ids::{Cookie, InstanceId};
 use rdmasock_core::os::channel::Channel;

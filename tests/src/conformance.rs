@@ -20,6 +20,8 @@ pub trait Harness {
     fn begin_sleep(end: &Self::End, waiter: WaiterId);
     /// It is awake: how often its doorbell was rung since.
     fn end_sleep(end: &Self::End, waiter: WaiterId) -> u64;
+    /// Everything that was notified or sent gets to the other end, where that does not happen by itself.
+    fn settle(_ends: &[Self::End; 2]) {}
 }
 
 /// A test of the suite.
@@ -54,20 +56,103 @@ pub fn suite<H: Harness>() -> Vec<(&'static str, Test)> {
     }
 }
 
-/// A stream in one direction.
+/// A link whose ends have all that they tell each other carried over at once.
+struct Link<H: Harness>([H::End; 2]);
+
+/// A stream of which one direction is used.
 struct Stream {
+    /// The end that reads.
+    reader: usize,
+    /// Its number there.
     number: Vqpn,
+    /// Its number at the end that writes.
+    back: Vqpn,
     consumer: Consumer,
     producer: Producer,
+    /// Of the direction that is not used.
+    other: Consumer,
 }
 
-fn open<E: LinkEnd>(reader: &E, writer: &E, log2: u8) -> Stream {
-    let opened = reader.open(log2).unwrap();
-    assert_eq!(opened.ring.bytes(), 1 << log2);
-    Stream {
-        number: opened.vqpn,
-        consumer: opened.consumer,
-        producer: writer.producer(opened.vqpn).unwrap(),
+impl<H: Harness> Link<H> {
+    fn new(data_bytes: u64) -> Self {
+        Self(H::link(data_bytes))
+    }
+
+    fn ends(&self) -> [&H::End; 2] {
+        let [a, b] = &self.0;
+        [a, b]
+    }
+
+    /// A stream that `self.0[reader]` reads from, with a first ring of `1 << log2` bytes.
+    fn open(&self, reader: usize, log2: u8) -> Stream {
+        let (r, w) = (&self.0[reader], &self.0[1 - reader]);
+        let (opened, back) = (r.open(log2).unwrap(), w.open(12).unwrap());
+        assert_eq!(opened.ring.bytes(), 1 << log2);
+        r.pair(opened.vqpn, back.vqpn);
+        w.pair(back.vqpn, opened.vqpn);
+        H::settle(&self.0);
+        Stream {
+            reader,
+            number: opened.vqpn,
+            back: back.vqpn,
+            consumer: opened.consumer,
+            producer: w.producer(opened.vqpn).unwrap(),
+            other: back.consumer,
+        }
+    }
+
+    /// The reading end tells the other what its cursor asks for.
+    fn by_reader(&self, s: &Stream, wake: Wake) {
+        self.0[s.reader].notify(wake, s.back);
+        H::settle(&self.0);
+    }
+
+    /// The writing end does.
+    fn by_writer(&self, s: &Stream, wake: Wake) {
+        self.0[1 - s.reader].notify(wake, s.number);
+        H::settle(&self.0);
+    }
+
+    /// Writes what there is room for.
+    fn write(&self, s: &mut Stream, data: &[u8]) -> usize {
+        let (n, wake) = write(&mut s.producer, data);
+        self.by_writer(s, wake);
+        n
+    }
+
+    /// Writes all of `data`.
+    fn put(&self, s: &mut Stream, data: &[u8]) {
+        assert_eq!(self.write(s, data), data.len());
+    }
+
+    /// All that is there.
+    fn read(&self, s: &mut Stream) -> Vec<u8> {
+        let (data, wake) = read(&mut s.consumer);
+        self.by_reader(s, wake);
+        data
+    }
+
+    fn offer(&self, s: &mut Stream, log2: u8) {
+        let region = self.0[s.reader].allocate(log2).unwrap();
+        let wake = s.consumer.offer(region).unwrap();
+        self.by_reader(s, wake);
+    }
+
+    fn end(&self, s: &mut Stream, mark: End) {
+        let wake = s.producer.end(mark).unwrap();
+        self.by_writer(s, wake);
+    }
+
+    /// Tells the peer of `from` about its stream.
+    fn notify(&self, from: usize, word: u32, theirs: Vqpn) {
+        self.0[from].notify(Wake(word), theirs);
+        H::settle(&self.0);
+    }
+
+    /// The next message at an end.
+    fn recv(&self, at: usize) -> Option<Message> {
+        H::settle(&self.0);
+        H::recv(&self.0[at])
     }
 }
 
@@ -76,11 +161,6 @@ fn write(producer: &mut Producer, data: &[u8]) -> (usize, Wake) {
     // SAFETY: the data is readable and apart from the ring.
     let n = unsafe { spans.copy_in(0, data.as_ptr(), data.len()) };
     (n, producer.commit(n))
-}
-
-/// Writes all of `data`, with nobody to wake.
-fn put(producer: &mut Producer, data: &[u8]) {
-    assert_eq!(write(producer, data), (data.len(), Wake::NONE));
 }
 
 /// All that is there.
@@ -108,14 +188,14 @@ pub fn pattern(from: usize, len: usize) -> Vec<u8> {
 }
 
 fn what_is_written_at_one_end_is_read_at_the_other<H: Harness>() {
-    let [a, b] = H::link(1 << 20);
-    for (reader, writer) in [(&a, &b), (&b, &a)] {
-        let mut s = open(reader, writer, 12);
+    let link = Link::<H>::new(1 << 20);
+    for reader in [0, 1] {
+        let mut s = link.open(reader, 12);
         let (mut sent, mut got) = (0, 0);
         for step in 1..400 {
-            sent += write(&mut s.producer, &pattern(sent, step * 7)).0;
+            sent += link.write(&mut s, &pattern(sent, step * 7));
             if step % 3 == 0 {
-                let data = read(&mut s.consumer).0;
+                let data = link.read(&mut s);
                 assert_eq!(data, pattern(got, data.len()));
                 got += data.len();
             }
@@ -125,89 +205,98 @@ fn what_is_written_at_one_end_is_read_at_the_other<H: Harness>() {
 }
 
 fn streams_do_not_mix<H: Harness>() {
-    let [a, b] = H::link(1 << 20);
-    let mut streams: Vec<Stream> = (0..50).map(|_| open(&a, &b, 12)).collect();
+    let link = Link::<H>::new(1 << 20);
+    let mut streams: Vec<Stream> = (0..50).map(|_| link.open(0, 12)).collect();
     for (i, s) in streams.iter_mut().enumerate() {
-        assert_eq!(write(&mut s.producer, &pattern(i * 1000, 4096)).0, 4096);
+        link.put(s, &pattern(i * 1000, 4096));
     }
     for (i, s) in streams.iter_mut().enumerate() {
-        assert_eq!(read(&mut s.consumer).0, pattern(i * 1000, 4096));
+        assert_eq!(link.read(s), pattern(i * 1000, 4096));
     }
 }
 
 fn the_end_mark_comes_after_the_last_byte<H: Harness>() {
-    let [a, b] = H::link(1 << 20);
+    let link = Link::<H>::new(1 << 20);
     for mark in [End::Fin, End::Demote] {
-        let mut s = open(&a, &b, 12);
-        put(&mut s.producer, b"last");
-        let _ = s.producer.end(mark).unwrap();
+        let mut s = link.open(0, 12);
+        link.put(&mut s, b"last");
+        link.end(&mut s, mark);
         assert_eq!(s.consumer.end(), Ok(None));
-        assert_eq!(read(&mut s.consumer).0, b"last");
+        assert_eq!(link.read(&mut s), b"last");
         assert_eq!(s.consumer.end(), Ok(Some(mark)));
-        assert_eq!(write(&mut s.producer, b"more").0, 0);
+        assert_eq!(link.write(&mut s, b"more"), 0);
     }
 }
 
 fn a_ring_grows_and_shrinks_in_mid_stream<H: Harness>() {
-    let [a, b] = H::link(1 << 20);
-    let mut s = open(&a, &b, 12);
+    let link = Link::<H>::new(1 << 20);
+    let mut s = link.open(0, 12);
     let mut at = 0;
     for log2 in [14, 16, 12, 13] {
-        at += write(&mut s.producer, &pattern(at, 100)).0;
+        at += link.write(&mut s, &pattern(at, 100));
         // The switch before this is over once the reader has seen it.
         assert!(s.consumer.has_data().unwrap());
-        let _ = s.consumer.offer(a.allocate(log2).unwrap()).unwrap();
-        let (n, _) = write(&mut s.producer, &pattern(at, 1 << 17));
+        link.offer(&mut s, log2);
+        let n = link.write(&mut s, &pattern(at, 1 << 17));
         assert_eq!(n, 1 << log2, "the whole of the new ring");
-        assert_eq!(read(&mut s.consumer).0, pattern(at - 100, n + 100));
+        assert_eq!(link.read(&mut s), pattern(at - 100, n + 100));
         at += n;
-        a.free(s.consumer.take_retired().unwrap().unwrap());
+        link.0[0].free(s.consumer.take_retired().unwrap().unwrap());
     }
 }
 
 fn what_was_not_read_can_be_sent_again<H: Harness>() {
-    let [a, b] = H::link(1 << 20);
-    let mut s = open(&a, &b, 12);
-    put(&mut s.producer, &pattern(0, 3000));
+    let link = Link::<H>::new(1 << 20);
+    let mut s = link.open(0, 12);
+    link.put(&mut s, &pattern(0, 3000));
     let _ = s.consumer.spans(1000).unwrap();
-    let _ = s.consumer.consume(1000);
-    let _ = s.consumer.offer(a.allocate(13).unwrap()).unwrap();
-    put(&mut s.producer, &pattern(3000, 500));
+    let wake = s.consumer.consume(1000);
+    link.by_reader(&s, wake);
+    link.offer(&mut s, 13);
+    link.put(&mut s, &pattern(3000, 500));
     assert_eq!(s.consumer.position(), 1000);
-    let _ = s.consumer.stop().unwrap();
+    let wake = s.consumer.stop().unwrap();
+    link.by_reader(&s, wake);
+    // What the message says has to hold when it has come.
+    let request = Message::DemoteRequest {
+        yours: s.back,
+        resend_from: Some(1000),
+    };
+    link.0[0].send(&request).unwrap();
+    assert!(link.recv(1).is_some());
     assert_eq!(s.producer.end(End::Fin), Err(Stopped));
     assert_eq!(s.producer.unread().unwrap(), pattern(1000, 2500));
 }
 
 fn only_one_side_ends_a_direction<H: Harness>() {
-    let [a, b] = H::link(1 << 20);
-    let mut s = open(&a, &b, 12);
-    put(&mut s.producer, &pattern(0, 10));
-    let _ = s.producer.end(End::Demote).unwrap();
+    let link = Link::<H>::new(1 << 20);
+    let mut s = link.open(0, 12);
+    link.put(&mut s, &pattern(0, 10));
+    link.end(&mut s, End::Demote);
     assert_eq!(s.consumer.stop(), Err(Ended));
-    assert_eq!(read(&mut s.consumer).0, pattern(0, 10));
+    assert_eq!(link.read(&mut s), pattern(0, 10));
     assert_eq!(s.consumer.end(), Ok(Some(End::Demote)));
 }
 
 fn a_reader_that_leaves_is_seen_by_the_writer<H: Harness>() {
-    let [a, b] = H::link(1 << 20);
-    let mut s = open(&a, &b, 12);
-    put(&mut s.producer, &[0; 4096]);
+    let link = Link::<H>::new(1 << 20);
+    let mut s = link.open(0, 12);
+    link.put(&mut s, &[0; 4096]);
     assert_eq!(s.producer.arm_space(WaiterId(3).queue_bits()), Ok(false));
     let wake = s.consumer.set_flags(RxFlags::RX_CLOSED);
     assert!(!wake.is_none());
+    link.by_reader(&s, wake);
     assert!(s.producer.has_space().unwrap());
     assert_eq!(s.producer.consumer_flags(), RxFlags::RX_CLOSED);
+    assert_eq!(ready(&link.0[1], WaiterId(3)), [s.back]);
 }
 
 fn a_number_is_free_only_when_both_ends_are_done<H: Harness>() {
-    let [a, b] = H::link(1 << 20);
-    let s = open(&a, &b, 12);
-    a.close(s.number, Some(Vqpn(77)), Some(s.consumer));
-    assert!(matches!(
-        H::recv(&b),
-        Some(Message::Closed { yours: Vqpn(77) })
-    ));
+    let link = Link::<H>::new(1 << 20);
+    let [a, _] = link.ends();
+    let s = link.open(0, 12);
+    a.close(s.number, Some(s.back), Some(s.consumer));
+    assert!(matches!(link.recv(1), Some(Message::Closed { yours }) if yours == s.back));
     let other = a.open(12).unwrap();
     assert_ne!(other.vqpn, s.number);
     assert_ne!(
@@ -218,7 +307,7 @@ fn a_number_is_free_only_when_both_ends_are_done<H: Harness>() {
     a.on_closed(s.number);
     assert_eq!(a.open(12).unwrap().vqpn, s.number);
 
-    let s = open(&a, &b, 12);
+    let s = link.open(0, 12);
     a.on_closed(s.number);
     assert_ne!(
         a.open(12).unwrap().vqpn,
@@ -228,10 +317,11 @@ fn a_number_is_free_only_when_both_ends_are_done<H: Harness>() {
 }
 
 fn a_number_that_the_peer_never_knew_is_free_at_once<H: Harness>() {
-    let [a, b] = H::link(1 << 20);
+    let link = Link::<H>::new(1 << 20);
+    let [a, _] = link.ends();
     let opened = a.open(12).unwrap();
     a.close(opened.vqpn, None, Some(opened.consumer));
-    assert!(H::recv(&b).is_none());
+    assert!(link.recv(1).is_none());
     assert_eq!(a.open(12).unwrap().vqpn, opened.vqpn);
 }
 
@@ -245,20 +335,29 @@ fn a_number_whose_open_is_unanswered_is_not_free<H: Harness>() {
 }
 
 fn a_number_used_again_starts_a_new_stream<H: Harness>() {
-    let [a, b] = H::link(1 << 20);
+    let link = Link::<H>::new(1 << 20);
+    let [a, b] = link.ends();
     for round in 0..20 {
-        let mut s = open(&a, &b, 12);
+        let mut s = link.open(0, 12);
         assert!(s.consumer.end().unwrap().is_none() && !s.consumer.has_data().unwrap());
         assert_eq!(s.producer.consumer_flags(), RxFlags::empty());
-        put(&mut s.producer, &pattern(round, 50));
-        assert_eq!(read(&mut s.consumer).0, pattern(round, 50));
-        put(&mut s.producer, b"unread");
-        let _ = s.producer.end(End::Fin).unwrap();
-        let _ = s.consumer.set_flags(RxFlags::RX_CLOSED);
+        link.put(&mut s, &pattern(round, 50));
+        assert_eq!(link.read(&mut s), pattern(round, 50));
+        link.put(&mut s, b"unread");
+        link.end(&mut s, End::Fin);
+        let wake = s.consumer.set_flags(RxFlags::RX_CLOSED);
+        link.by_reader(&s, wake);
+        // The one is done before it is told, the other after.
+        a.close(s.number, Some(s.back), Some(s.consumer));
+        assert!(matches!(link.recv(1), Some(Message::Closed { yours }) if yours == s.back));
+        b.on_closed(s.back);
+        b.close(s.back, Some(s.number), Some(s.other));
+        assert!(matches!(link.recv(0), Some(Message::Closed { yours }) if yours == s.number));
         a.on_closed(s.number);
-        a.close(s.number, Some(Vqpn(0)), Some(s.consumer));
     }
-    assert_eq!(a.open(12).unwrap().vqpn, Vqpn(0));
+    for end in link.ends() {
+        assert_eq!(end.open(12).unwrap().vqpn, Vqpn(0));
+    }
 }
 
 fn an_arena_without_room_refuses_and_recovers<H: Harness>() {
@@ -277,36 +376,39 @@ fn an_arena_without_room_refuses_and_recovers<H: Harness>() {
 }
 
 fn numbers_out_of_range_are_refused<H: Harness>() {
-    let [a, b] = H::link(1 << 14);
+    let link = Link::<H>::new(1 << 14);
+    let [a, b] = link.ends();
     assert!(a.producer(Vqpn(MAX_STREAMS)).is_none());
     assert!(a.producer(Vqpn(u32::MAX)).is_none());
+    a.pair(Vqpn(u32::MAX), Vqpn(0));
+    a.pair(Vqpn(0), Vqpn(u32::MAX));
     a.on_closed(Vqpn(u32::MAX));
-    a.notify(Wake(u32::MAX), Vqpn(u32::MAX));
-    a.notify(Wake(WaiterId(0).queue_bits()), Vqpn(MAX_STREAMS));
-    assert!(ready(&b, WaiterId(0)).is_empty());
+    link.notify(0, u32::MAX, Vqpn(u32::MAX));
+    link.notify(0, WaiterId(0).queue_bits(), Vqpn(MAX_STREAMS));
+    assert!(ready(b, WaiterId(0)).is_empty());
     for waiter in [READY_QUEUES as u16, MAX_WAITERS, u16::MAX] {
-        a.notify(Wake((u32::from(waiter) + 1) << 16), Vqpn(0));
+        link.notify(0, (u32::from(waiter) + 1) << 16, Vqpn(0));
         assert!(!b.has_ready(WaiterId(waiter)));
-        assert!(ready(&b, WaiterId(waiter)).is_empty());
+        assert!(ready(b, WaiterId(waiter)).is_empty());
     }
 }
 
 fn messages_arrive_once_and_in_order<H: Harness>() {
-    let [a, b] = H::link(1 << 14);
-    for (from, to) in [(&a, &b), (&b, &a)] {
+    let link = Link::<H>::new(1 << 14);
+    for from in [0, 1] {
         for i in 0..20 {
-            from.send(&Message::OpenRefuse {
+            let message = Message::OpenRefuse {
                 yours: Vqpn(i),
                 reason: Reason::Limit,
-            })
-            .unwrap();
+            };
+            link.0[from].send(&message).unwrap();
         }
         for i in 0..20 {
             assert!(
-                matches!(H::recv(to), Some(Message::OpenRefuse { yours, .. }) if yours == Vqpn(i))
+                matches!(link.recv(1 - from), Some(Message::OpenRefuse { yours, .. }) if yours == Vqpn(i))
             );
         }
-        assert!(H::recv(to).is_none());
+        assert!(link.recv(1 - from).is_none());
     }
 }
 
@@ -317,79 +419,88 @@ fn ready<E: LinkEnd>(end: &E, waiter: WaiterId) -> Vec<Vqpn> {
     all
 }
 
+/// Arms for data on behalf of a waiter, which finds none.
+fn arm_data<H: Harness>(link: &Link<H>, s: &mut Stream, waiter: WaiterId) {
+    let armed = s.consumer.arm_data(waiter.queue_bits()).unwrap();
+    assert!(!armed.ready);
+    link.by_reader(s, armed.wake);
+}
+
 fn a_sleeping_waiter_is_rung_once<H: Harness>() {
-    let [a, b] = H::link(1 << 20);
-    let (mut s, mut t) = (open(&a, &b, 12), open(&a, &b, 12));
+    let link = Link::<H>::new(1 << 20);
+    let [a, _] = link.ends();
+    let (mut s, mut t) = (link.open(0, 12), link.open(0, 12));
     for stream in [&mut s, &mut t] {
-        let armed = stream.consumer.arm_data(WaiterId(5).queue_bits()).unwrap();
-        assert!(!armed.ready && armed.wake.is_none());
+        arm_data(&link, stream, WaiterId(5));
     }
-    H::begin_sleep(&a, WaiterId(5));
+    H::begin_sleep(a, WaiterId(5));
     assert!(!a.has_ready(WaiterId(5)));
     for stream in [&mut s, &mut t] {
-        let wake = write(&mut stream.producer, b"x").1;
-        b.notify(wake, stream.number);
+        link.put(stream, b"x");
     }
-    assert_eq!(H::end_sleep(&a, WaiterId(5)), 1);
+    assert_eq!(H::end_sleep(a, WaiterId(5)), 1);
     assert!(a.has_ready(WaiterId(5)) && !a.has_ready(WaiterId(4)));
-    assert_eq!(ready(&a, WaiterId(5)), [s.number, t.number]);
+    assert_eq!(ready(a, WaiterId(5)), [s.number, t.number]);
     assert!(!a.has_ready(WaiterId(5)));
-    assert!(write(&mut s.producer, b"x").1.is_none(), "not armed again");
+    link.put(&mut s, b"x");
+    assert!(!a.has_ready(WaiterId(5)), "not armed again");
 }
 
 fn a_waiter_that_is_awake_is_not_rung<H: Harness>() {
-    let [a, b] = H::link(1 << 20);
-    let mut s = open(&a, &b, 12);
-    let _ = s.consumer.arm_data(WaiterId(0).queue_bits()).unwrap();
-    let wake = write(&mut s.producer, b"x").1;
-    b.notify(wake, s.number);
-    H::begin_sleep(&a, WaiterId(0));
+    let link = Link::<H>::new(1 << 20);
+    let [a, _] = link.ends();
+    let mut s = link.open(0, 12);
+    arm_data(&link, &mut s, WaiterId(0));
+    link.put(&mut s, b"x");
+    H::begin_sleep(a, WaiterId(0));
     assert!(a.has_ready(WaiterId(0)), "seen before it sleeps");
-    assert_eq!(H::end_sleep(&a, WaiterId(0)), 0);
-    assert_eq!(ready(&a, WaiterId(0)), [s.number]);
+    assert_eq!(H::end_sleep(a, WaiterId(0)), 0);
+    assert_eq!(ready(a, WaiterId(0)), [s.number]);
 }
 
 fn a_stream_is_queued_once_however_often_it_is_told<H: Harness>() {
-    let [a, b] = H::link(1 << 20);
+    let link = Link::<H>::new(1 << 20);
+    let [a, b] = link.ends();
     for _ in 0..1000 {
         b.notify(Wake(WaiterId(1).queue_bits()), Vqpn(9));
         b.notify(Wake(WaiterId(1).queue_bits()), Vqpn(8000));
     }
-    assert_eq!(ready(&a, WaiterId(1)), [Vqpn(9), Vqpn(8000)]);
-    assert!(ready(&a, WaiterId(1)).is_empty());
+    H::settle(&link.0);
+    assert_eq!(ready(a, WaiterId(1)), [Vqpn(9), Vqpn(8000)]);
+    assert!(ready(a, WaiterId(1)).is_empty());
 }
 
 fn a_waiter_for_space_is_told_when_there_is_some<H: Harness>() {
-    let [a, b] = H::link(1 << 20);
-    let mut s = open(&a, &b, 12);
-    assert_eq!(write(&mut s.producer, &[1; 5000]).0, 4096);
+    let link = Link::<H>::new(1 << 20);
+    let [_, b] = link.ends();
+    let mut s = link.open(0, 12);
+    assert_eq!(link.write(&mut s, &[1; 5000]), 4096);
     assert_eq!(s.producer.arm_space(WaiterId(2).queue_bits()), Ok(false));
-    H::begin_sleep(&b, WaiterId(2));
-    // The writer's own number for the way back is what the reader names.
-    let (data, wake) = read(&mut s.consumer);
-    assert_eq!(data.len(), 4096);
-    a.notify(wake, Vqpn(4));
-    assert_eq!(H::end_sleep(&b, WaiterId(2)), 1);
-    assert_eq!(ready(&b, WaiterId(2)), [Vqpn(4)]);
+    H::begin_sleep(b, WaiterId(2));
+    assert_eq!(link.read(&mut s).len(), 4096);
+    assert_eq!(H::end_sleep(b, WaiterId(2)), 1);
+    assert_eq!(ready(b, WaiterId(2)), [s.back]);
     assert!(s.producer.has_space().unwrap());
 }
 
 fn a_sleeper_is_rung_whatever_is_queued<H: Harness>() {
-    let [a, b] = H::link(1 << 14);
+    let link = Link::<H>::new(1 << 14);
+    let [a, _] = link.ends();
     let sleeper = WaiterId(MAX_WAITERS - 1);
-    b.notify(Wake(sleeper.sleeper_bits()), Vqpn(4));
-    H::begin_sleep(&a, sleeper);
-    assert_eq!(H::end_sleep(&a, sleeper), 1, "it was about to sleep");
+    link.notify(1, sleeper.sleeper_bits(), Vqpn(4));
+    H::begin_sleep(a, sleeper);
+    assert_eq!(H::end_sleep(a, sleeper), 1, "it was about to sleep");
     assert!((0..READY_QUEUES as u16).all(|w| !a.has_ready(WaiterId(w))));
 }
 
 fn both_that_a_word_names_are_told<H: Harness>() {
-    let [a, b] = H::link(1 << 14);
+    let link = Link::<H>::new(1 << 14);
+    let [a, _] = link.ends();
     let (queue, sleeper) = (WaiterId(7), WaiterId(100));
-    H::begin_sleep(&a, queue);
-    H::begin_sleep(&a, sleeper);
-    b.notify(Wake(queue.queue_bits() | sleeper.sleeper_bits()), Vqpn(4));
-    assert_eq!(H::end_sleep(&a, queue), 1);
-    assert_eq!(H::end_sleep(&a, sleeper), 1);
-    assert_eq!(ready(&a, queue), [Vqpn(4)]);
+    H::begin_sleep(a, queue);
+    H::begin_sleep(a, sleeper);
+    link.notify(1, queue.queue_bits() | sleeper.sleeper_bits(), Vqpn(4));
+    assert_eq!(H::end_sleep(a, queue), 1);
+    assert_eq!(H::end_sleep(a, sleeper), 1);
+    assert_eq!(ready(a, queue), [Vqpn(4)]);
 }

@@ -1,9 +1,11 @@
-//! The conformance suite on each fabric that one process can be both ends of: `mem`, and `shm` with two
-//! mappings of each memfd, a SEQPACKET channel and eventfds, as two processes have them.
+//! The conformance suite on each fabric that one process can be both ends of: `mem`; `shm` with two
+//! mappings of each memfd, a SEQPACKET channel and eventfds, as two processes have them; and links between
+//! hosts over queue pairs in memory, with and without immediates, and with tiny queues.
 #![allow(clippy::expect_used, clippy::panic)]
 
 use std::collections::BTreeMap;
 use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use libtest_mimic::{Arguments, Trial};
@@ -11,8 +13,12 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 use rdmasock_core::fabric::SendError;
 use rdmasock_core::fabric::layout::Layout;
 use rdmasock_core::fabric::mem::{self, Clock};
+use rdmasock_core::fabric::ready::SleepFlag;
+use rdmasock_core::fabric::remote::mem::{self as memqp, MemQp};
+use rdmasock_core::fabric::remote::qp::Limits;
+use rdmasock_core::fabric::remote::{self, Local, MIN_BUFFER, MIN_BUFFERS, Tuning};
 use rdmasock_core::fabric::shm::{self, Outside, Side};
-use rdmasock_core::fabric::waiter::{FLAGS_BYTES, FlagPage, WaiterId};
+use rdmasock_core::fabric::waiter::{FLAGS_BYTES, FlagPage, MAX_WAITERS, WaiterId};
 use rdmasock_core::os::channel::{Channel, RecvError};
 use rdmasock_core::os::memfd::{self, Access, Mapping};
 use rdmasock_core::wire::{MAX_MESSAGE, Message};
@@ -153,6 +159,103 @@ impl Harness for Shm {
     }
 }
 
+/// The waiters of one end of a [`Remote`] link.
+struct Here {
+    flags: Vec<SleepFlag>,
+    bells: Vec<AtomicU64>,
+}
+
+impl Here {
+    fn new() -> Self {
+        Self {
+            flags: (0..MAX_WAITERS).map(|_| SleepFlag::new()).collect(),
+            bells: (0..MAX_WAITERS).map(|_| AtomicU64::new(0)).collect(),
+        }
+    }
+}
+
+impl Local for Here {
+    fn flag(&self, waiter: WaiterId) -> Option<&SleepFlag> {
+        self.flags.get(usize::from(waiter.0))
+    }
+
+    fn ring(&self, waiter: WaiterId) {
+        if let Some(bell) = self.bells.get(usize::from(waiter.0)) {
+            bell.fetch_add(1, Ordering::SeqCst);
+        }
+    }
+}
+
+/// Links between hosts: on a device with immediates, and if `TINY`, with queues and buffers that are as
+/// small as can be.
+struct Remote<const IMMEDIATE: bool, const TINY: bool>;
+
+impl<const IMMEDIATE: bool, const TINY: bool> Harness for Remote<IMMEDIATE, TINY> {
+    type End = remote::End<MemQp, Here>;
+
+    fn link(data_bytes: u64) -> [Self::End; 2] {
+        let mut config = memqp::Config::default();
+        let mut tuning = Tuning::default();
+        if TINY {
+            config.limits = Limits {
+                receive_buffers: MIN_BUFFERS,
+                buffer_bytes: MIN_BUFFER,
+                immediate: IMMEDIATE,
+            };
+            config.send_queue = 2;
+            tuning = Tuning {
+                eager_max: 100,
+                piece: 1000,
+                chunk_log2: 13,
+            };
+        }
+        config.limits.immediate = IMMEDIATE;
+        let side = || {
+            let layout = Layout::for_data(data_bytes).expect("a size that arenas have");
+            let mapping = Mapping::anonymous(layout.file_len() as usize).expect("memory");
+            Side::new(mapping, layout).expect("as long as its layout")
+        };
+        memqp::pair(config, &Clock::default()).map(|qp| {
+            // SAFETY: the suite makes ends before cursors, so drops them after; it opens a stream, then
+            // asks for its producer once.
+            unsafe { remote::End::new(qp, side(), side(), Here::new(), tuning) }
+                .expect("a queue pair that can carry a link")
+        })
+    }
+
+    fn recv(end: &Self::End) -> Option<Message> {
+        end.take_message()
+    }
+
+    fn begin_sleep(end: &Self::End, waiter: WaiterId) {
+        if let Some(flag) = end.local().flag(waiter) {
+            flag.begin();
+        }
+    }
+
+    fn end_sleep(end: &Self::End, waiter: WaiterId) -> u64 {
+        if let Some(flag) = end.local().flag(waiter) {
+            flag.end();
+        }
+        let bell = end.local().bells.get(usize::from(waiter.0));
+        bell.map_or(0, |bell| bell.swap(0, Ordering::SeqCst))
+    }
+
+    fn settle(ends: &[Self::End; 2]) {
+        loop {
+            let mut came = false;
+            for end in ends {
+                came |= end.owes();
+                end.settle();
+                came |= end.progress().expect("the link is up");
+            }
+            if !came {
+                return;
+            }
+        }
+    }
+}
+
 fn main() {
     let args = Arguments::from_args();
     let trials = |fabric: &'static str, tests: Vec<(&'static str, fn())>| {
@@ -165,6 +268,10 @@ fn main() {
     };
     let all = trials("mem", suite::<Mem>())
         .chain(trials("shm", suite::<Shm>()))
+        .chain(trials("iwarp", suite::<Remote<false, false>>()))
+        .chain(trials("roce", suite::<Remote<true, false>>()))
+        .chain(trials("iwarp_tiny", suite::<Remote<false, true>>()))
+        .chain(trials("roce_tiny", suite::<Remote<true, true>>()))
         .collect();
     libtest_mimic::run(&args, all).exit();
 }

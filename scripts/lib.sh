@@ -38,7 +38,7 @@ need_packages() {
         || die "apt-get update failed" "check the network and /etc/apt/sources.list, then run again"
     # shellcheck disable=SC2086 # a list of words
     as_root env DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 \
-        apt-get -q install -y --no-install-recommends $missing \
+        apt-get -q install -y --no-remove --no-install-recommends $missing \
         || die "apt-get install$missing failed" "read apt's message above, repair it, then run again"
 }
 
@@ -59,6 +59,9 @@ need_rust() {
     cargo fetch --locked --quiet \
         || die "cargo cannot fetch the dependencies" "check the network or cargo's source configuration"
 }
+
+# What the verbs plugin is built with. Where libclang is, which its bindings are made with, says .cargo/config.toml.
+need_verbs() { need_packages build-essential pkg-config libibverbs-dev librdmacm-dev libclang-14-dev; }
 
 # Everything that the programs under test come from.
 need_programs() {

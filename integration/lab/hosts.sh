@@ -34,7 +34,7 @@ prepare_hosts() {
     ln -s "$PWD/integration" "$run/integration"
     mkdir -p "$run/target"
     ln -s "$build" "$run/target/release"
-    tar -C "$run" -czhf "$run/archive" integration/lab target/release/{librdmasock.so,rdmasock}
+    tar -C "$run" -czhf "$run/archive" integration/lab target/release/{librdmasock.so,librdmasock_verbs.so,rdmasock,examples/verbs-peer}
 }
 
 # For the shell of a stranger, which need not be bash.

@@ -8,7 +8,7 @@
 use std::ffi::{c_int, c_void};
 
 /// Version of the tables; changes with any change to this file.
-pub const ABI: u32 = 1;
+pub const ABI: u32 = 2;
 
 /// The plugin's only symbol, an [`Entry`].
 pub const ENTRY: &std::ffi::CStr = c"rdmasock_verbs_plugin";
@@ -33,6 +33,8 @@ pub struct Host {
     /// Moves an fd to a number that the program does not see; gives that number, or a negative errno (then
     /// `fd` is as before).
     pub hide_fd: unsafe extern "C" fn(fd: c_int) -> i32,
+    /// Closes an fd that `hide_fd` gave (libc's close, in the program's place, does not see it).
+    pub close_fd: unsafe extern "C" fn(fd: c_int),
 }
 
 /// An IP address and a port, in host byte order. IPv4 is in the first four bytes.

@@ -1,0 +1,536 @@
+//! The plugin's table as a test wants it: loading, a host for it, connections that wait, and memory.
+
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
+use std::ffi::{CString, c_int, c_void};
+use std::ptr::null_mut;
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+use rdmasock_core::fabric::plugin::{
+    ABI, Address, Completion, Conn, ENTRY, Entry, Host, Info, Keys, Listener, Part, Plugin,
+    Request, WriteRequest, completion,
+};
+
+/// Hidden fds are at or above this number.
+pub const HIDDEN: c_int = 900;
+
+/// What any wait may take.
+pub const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Lines of the plugin's log.
+pub static LOG: Mutex<Vec<String>> = Mutex::new(Vec::new());
+
+static HOST: Host = Host {
+    abi: ABI,
+    size: size_of::<Host>() as u32,
+    log,
+    hide_fd,
+    close_fd,
+};
+
+unsafe extern "C" fn log(level: u32, text: *const u8, len: usize) {
+    // SAFETY: a line of text, by the interface.
+    let line =
+        String::from_utf8_lossy(unsafe { std::slice::from_raw_parts(text, len) }).into_owned();
+    eprintln!("log {level}: {line}");
+    LOG.lock().unwrap().push(line);
+}
+
+unsafe extern "C" fn hide_fd(fd: c_int) -> i32 {
+    // SAFETY: numbers only; the plugin gives up the old one if there is a new one.
+    unsafe {
+        let hidden = libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, HIDDEN);
+        if hidden < 0 {
+            return -std::io::Error::last_os_error().raw_os_error().unwrap();
+        }
+        libc::close(fd);
+        hidden
+    }
+}
+
+unsafe extern "C" fn close_fd(fd: c_int) {
+    // SAFETY: an fd that `hide_fd` gave and that the plugin gives up.
+    assert_eq!(unsafe { libc::close(fd) }, 0, "closing {fd}");
+}
+
+/// Open fds of this process: below HIDDEN, and from there on.
+pub fn count_fds() -> (usize, usize) {
+    let numbers = std::fs::read_dir("/proc/self/fd").unwrap();
+    let numbers = numbers.map(|entry| {
+        entry
+            .unwrap()
+            .file_name()
+            .to_str()
+            .unwrap()
+            .parse::<c_int>()
+            .unwrap()
+    });
+    let (low, high): (Vec<_>, Vec<_>) = numbers.partition(|fd| *fd < HIDDEN);
+    // One of the low ones was the directory.
+    (low.len() - 1, high.len())
+}
+
+pub fn address(text: &str, port: u16) -> Address {
+    let mut address = Address {
+        port,
+        ..Address::default()
+    };
+    match text.parse().expect("an IP address") {
+        std::net::IpAddr::V4(v4) => {
+            address.family = 4;
+            address.ip[..4].copy_from_slice(&v4.octets());
+        }
+        std::net::IpAddr::V6(v6) => {
+            address.family = 6;
+            address.ip = v6.octets();
+        }
+    }
+    address
+}
+
+/// The loaded plugin.
+#[derive(Clone)]
+pub struct Api {
+    pub table: &'static Plugin,
+    /// Its path, for processes that do the same.
+    pub path: String,
+}
+
+impl Api {
+    pub fn load(path: &str) -> Self {
+        let name = CString::new(path).unwrap();
+        let before = count_fds();
+        // SAFETY: the plugin's initialisers have no preconditions; its symbol is an Entry.
+        let table = unsafe {
+            let handle = libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL);
+            assert!(
+                !handle.is_null(),
+                "dlopen: {:?}",
+                std::ffi::CStr::from_ptr(libc::dlerror())
+            );
+            let symbol = libc::dlsym(handle, ENTRY.as_ptr());
+            assert!(!symbol.is_null(), "no entry");
+            let entry: Entry = std::mem::transmute::<*mut c_void, Entry>(symbol);
+            let mut table = std::ptr::null();
+            let old = Host {
+                abi: ABI - 1,
+                ..HOST
+            };
+            assert_eq!(entry(&old, &mut table), -libc::EPROTO, "another version");
+            assert_eq!(entry(&HOST, &mut table), 0);
+            &*table
+        };
+        assert_eq!((table.abi, table.size as usize), (ABI, size_of::<Plugin>()));
+        assert_eq!(count_fds(), before, "loading opens nothing");
+        Self {
+            table,
+            path: path.to_owned(),
+        }
+    }
+
+    pub fn listen(&self, local: &Address) -> (Waiting, u16) {
+        let (mut listener, mut port, mut fd) = (null_mut(), 0, -1);
+        // SAFETY: valid pointers.
+        let code = unsafe { (self.table.listen)(local, &mut listener, &mut port, &mut fd) };
+        assert_eq!(code, 0, "listen");
+        assert!(fd >= HIDDEN);
+        (
+            Waiting {
+                api: self.clone(),
+                listener,
+                fd,
+            },
+            port,
+        )
+    }
+
+    /// Connects; the error is the plugin's.
+    pub fn connect(
+        &self,
+        local: &Address,
+        remote: &Address,
+        private: &[u8],
+        timeout: Duration,
+    ) -> Result<Link, i32> {
+        let mut conn = null_mut();
+        // SAFETY: valid pointers.
+        let code = unsafe {
+            (self.table.connect)(
+                local,
+                remote,
+                private.as_ptr(),
+                private.len(),
+                timeout.as_millis() as u32,
+                &mut conn,
+            )
+        };
+        if code == 0 {
+            Ok(Link::new(self, conn))
+        } else {
+            Err(code)
+        }
+    }
+}
+
+/// A listener.
+pub struct Waiting {
+    api: Api,
+    listener: *mut Listener,
+    fd: c_int,
+}
+
+impl Waiting {
+    pub fn next(&self, patience: Duration) -> Request {
+        let until = Instant::now() + patience;
+        loop {
+            let mut request = std::mem::MaybeUninit::uninit();
+            // SAFETY: valid pointers; the request is written on success.
+            match unsafe { (self.api.table.next_request)(self.listener, request.as_mut_ptr()) } {
+                // SAFETY: as said.
+                0 => return unsafe { request.assume_init() },
+                code => assert_eq!(code, -libc::EAGAIN, "next_request"),
+            }
+            let left = until.saturating_duration_since(Instant::now());
+            assert!(wait_readable(&[self.fd], left), "no request came");
+        }
+    }
+}
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        // SAFETY: not used any more.
+        unsafe { (self.api.table.close_listener)(self.listener) };
+    }
+}
+
+/// Sleeps until one of these is readable; false if none is within the time.
+pub fn wait_readable(fds: &[c_int], time: Duration) -> bool {
+    let mut list: Vec<_> = fds
+        .iter()
+        .map(|fd| libc::pollfd {
+            fd: *fd,
+            events: libc::POLLIN,
+            revents: 0,
+        })
+        .collect();
+    // SAFETY: a list of this length.
+    unsafe {
+        libc::poll(
+            list.as_mut_ptr(),
+            list.len() as libc::nfds_t,
+            time.as_millis() as c_int,
+        ) > 0
+    }
+}
+
+#[derive(Debug, PartialEq, Eq)]
+pub enum Event {
+    Message(Vec<u8>),
+    Written(u32, u32),
+    Room,
+}
+
+/// An established or pending connection. A receiver grants a quarter of its buffers at a time.
+pub struct Link {
+    api: Api,
+    conn: *mut Conn,
+    pub info: Info,
+    events: RefCell<VecDeque<Event>>,
+    /// Receive buffers of the peer that are free.
+    credits: Cell<u32>,
+    /// Own buffers that were used since the last grant.
+    used: Cell<u32>,
+}
+
+/// The first byte of a message.
+const DATA: u8 = 1;
+const GRANT: u8 = 2;
+
+impl Link {
+    pub fn new(api: &Api, conn: *mut Conn) -> Self {
+        let mut info = std::mem::MaybeUninit::uninit();
+        // SAFETY: valid pointers; written on success.
+        let info = unsafe {
+            assert_eq!((api.table.info)(conn, info.as_mut_ptr()), 0, "info");
+            info.assume_init()
+        };
+        assert!(info.state_fd >= HIDDEN && info.completion_fd >= HIDDEN);
+        Self {
+            api: api.clone(),
+            conn,
+            info,
+            events: RefCell::default(),
+            credits: Cell::new(info.receive_buffers.into()),
+            used: Cell::new(0),
+        }
+    }
+
+    /// Accepts a request and waits until the connection is up.
+    pub fn accept(api: &Api, request: &Request, private: &[u8]) -> Self {
+        // SAFETY: valid pointers.
+        let code = unsafe { (api.table.accept)(request.conn, private.as_ptr(), private.len()) };
+        assert_eq!(code, 0, "accept");
+        let link = Self::new(api, request.conn);
+        let until = Instant::now() + PATIENCE;
+        while link.state() == 0 {
+            assert!(Instant::now() < until, "not up");
+            wait_readable(&[link.info.state_fd], Duration::from_secs(1));
+        }
+        assert_eq!(link.state(), 1);
+        link
+    }
+
+    pub fn state(&self) -> i32 {
+        // SAFETY: the connection lives.
+        unsafe { (self.api.table.state)(self.conn) }
+    }
+
+    pub fn register(&self, memory: &Memory) -> Keys {
+        let mut keys = Keys::default();
+        // SAFETY: the memory is never unmapped.
+        let code = unsafe {
+            (self.api.table.register)(self.conn, memory.at.cast(), memory.len, &mut keys)
+        };
+        assert_eq!(code, 0, "register");
+        keys
+    }
+
+    pub fn write(&self, request: &WriteRequest) -> i32 {
+        // SAFETY: the tests' requests are within registered memory.
+        unsafe { (self.api.table.write)(self.conn, request) }
+    }
+
+    /// Posts a WRITE; waits for credit and for room as needed.
+    pub fn write_all(&self, request: &WriteRequest) {
+        if request.has_immediate != 0 {
+            self.take_credit();
+        }
+        self.retry(|| self.write(request));
+    }
+
+    /// Posts parts, whatever there is of room.
+    pub fn send_parts(&self, parts: &[&[u8]]) -> i32 {
+        let parts: Vec<_> = parts
+            .iter()
+            .map(|part| Part {
+                at: part.as_ptr(),
+                len: part.len(),
+            })
+            .collect();
+        // SAFETY: valid parts.
+        unsafe { (self.api.table.send)(self.conn, parts.as_ptr(), parts.len()) }
+    }
+
+    /// Sends a message; waits for credit and for room as needed.
+    pub fn send(&self, message: &[u8]) {
+        self.take_credit();
+        self.retry(|| self.send_parts(&[&[DATA], message]));
+    }
+
+    fn take_credit(&self) {
+        let until = Instant::now() + PATIENCE;
+        // One is left for a grant.
+        while self.credits.get() < 2 {
+            assert!(Instant::now() < until, "no credit");
+            self.sleep().expect("over while waiting for credit");
+        }
+        self.credits.set(self.credits.get() - 1);
+    }
+
+    fn retry(&self, post: impl Fn() -> i32) {
+        let until = Instant::now() + PATIENCE;
+        loop {
+            match post() {
+                0 => return,
+                code => assert_eq!(code, -libc::EAGAIN, "posting"),
+            }
+            assert!(Instant::now() < until, "no room");
+            self.sleep().expect("over while waiting for room");
+        }
+    }
+
+    /// Takes what has completed; the error is the plugin's.
+    pub fn poll(&self) -> Result<usize, i32> {
+        unsafe extern "C" fn each(context: *mut c_void, done: *const Completion) {
+            // SAFETY: the context is our link's, the completion is valid during the call, and so are its bytes.
+            unsafe {
+                let (link, done) = (&*context.cast::<Link>(), &*done);
+                match done.kind {
+                    completion::RECEIVED => {
+                        link.on_message(std::slice::from_raw_parts(done.bytes, done.len as usize))
+                    }
+                    completion::WRITTEN => {
+                        link.used.set(link.used.get() + 1);
+                        link.events
+                            .borrow_mut()
+                            .push_back(Event::Written(done.immediate, done.len));
+                    }
+                    completion::ROOM => link.events.borrow_mut().push_back(Event::Room),
+                    kind => panic!("completion of kind {kind}"),
+                }
+            }
+        }
+        let context = std::ptr::from_ref(self).cast_mut().cast();
+        // SAFETY: the connection lives, and so does the context during the call.
+        let code = unsafe { (self.api.table.poll)(self.conn, context, each) };
+        if code < 0 {
+            return Err(code);
+        }
+        if self.used.get() >= u32::from(self.info.receive_buffers) / 4 {
+            let used = self.used.replace(0);
+            // Each credit that the peer spends is granted once, so grants are few; one credit was kept for them.
+            assert_eq!(
+                self.send_parts(&[&[GRANT], &used.to_le_bytes()]),
+                0,
+                "grant"
+            );
+        }
+        Ok(code as usize)
+    }
+
+    fn on_message(&self, message: &[u8]) {
+        match message {
+            [GRANT, count @ ..] => {
+                let count = u32::from_le_bytes(count.try_into().unwrap());
+                self.credits.set(self.credits.get() + count);
+            }
+            [DATA, bytes @ ..] => {
+                self.used.set(self.used.get() + 1);
+                self.events
+                    .borrow_mut()
+                    .push_back(Event::Message(bytes.to_vec()));
+            }
+            _ => panic!("a message of kind {:?}", message.first()),
+        }
+    }
+
+    pub fn arm(&self) {
+        // SAFETY: the connection lives.
+        assert_eq!(unsafe { (self.api.table.arm)(self.conn) }, 0, "arm");
+    }
+
+    /// Arms, looks once more, and sleeps if there is nothing.
+    fn sleep(&self) -> Result<(), i32> {
+        if self.poll()? == 0 {
+            self.arm();
+            if self.poll()? == 0 {
+                wait_readable(
+                    &[self.info.completion_fd, self.info.state_fd],
+                    Duration::from_secs(1),
+                );
+            }
+        }
+        match self.state() {
+            code if code < 0 => Err(code),
+            _ => Ok(()),
+        }
+    }
+
+    /// The next event.
+    pub fn event(&self) -> Event {
+        let until = Instant::now() + PATIENCE;
+        loop {
+            let _ = self.poll();
+            if let Some(event) = self.events.borrow_mut().pop_front() {
+                return event;
+            }
+            assert!(Instant::now() < until, "no event");
+            self.sleep().expect("over while waiting for an event");
+        }
+    }
+
+    /// An event that is there already.
+    pub fn event_now(&self) -> Option<Event> {
+        self.events.borrow_mut().pop_front()
+    }
+
+    pub fn message(&self) -> Vec<u8> {
+        loop {
+            match self.event() {
+                Event::Message(bytes) => return bytes,
+                Event::Room => {}
+                other => panic!("{other:?} instead of a message"),
+            }
+        }
+    }
+
+    pub fn disconnect(&self) {
+        // SAFETY: the connection lives.
+        unsafe { (self.api.table.disconnect)(self.conn) };
+    }
+
+    /// Waits until the connection is seen to be over; gives why.
+    pub fn end(&self) -> i32 {
+        let until = Instant::now() + PATIENCE;
+        loop {
+            if let Err(code) = self.sleep() {
+                return code;
+            }
+            assert!(Instant::now() < until, "the end was not seen");
+        }
+    }
+}
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        // SAFETY: not used any more.
+        unsafe { (self.api.table.destroy)(self.conn) };
+    }
+}
+
+/// Memory that is never unmapped.
+pub struct Memory {
+    pub at: *mut u8,
+    pub len: usize,
+}
+
+impl Memory {
+    pub fn new(len: usize) -> Self {
+        // SAFETY: a new mapping.
+        let at = unsafe {
+            let flags = libc::MAP_SHARED | libc::MAP_ANONYMOUS;
+            libc::mmap(
+                null_mut(),
+                len,
+                libc::PROT_READ | libc::PROT_WRITE,
+                flags,
+                -1,
+                0,
+            )
+        };
+        assert_ne!(at, libc::MAP_FAILED);
+        Self { at: at.cast(), len }
+    }
+
+    /// Fills it with what `check` expects.
+    pub fn fill(&self, seed: u32) {
+        for (at, byte) in pattern(seed).take(self.len).enumerate() {
+            // SAFETY: within the mapping.
+            unsafe { self.at.add(at).write_volatile(byte) };
+        }
+    }
+
+    pub fn check(&self, seed: u32) {
+        // SAFETY: nobody writes any more when this is called.
+        let bytes = unsafe { std::slice::from_raw_parts(self.at, self.len) };
+        if let Some(at) = bytes
+            .iter()
+            .zip(pattern(seed))
+            .position(|(is, should)| *is != should)
+        {
+            panic!("wrong byte at {at}");
+        }
+    }
+}
+
+/// Bytes without a short period.
+pub fn pattern(seed: u32) -> impl Iterator<Item = u8> {
+    let mut state = seed.wrapping_mul(2_654_435_761) | 1;
+    std::iter::repeat_with(move || {
+        state ^= state << 13;
+        state ^= state >> 17;
+        state ^= state << 5;
+        (state >> 8) as u8
+    })
+}

@@ -1,0 +1,560 @@
+//! What client and server do with each other, scenario by scenario.
+
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use rdmasock_core::fabric::plugin::{Address, Device, Keys, PRIVATE_BYTES, Request, WriteRequest};
+
+use crate::link::{
+    Api, Event, HIDDEN, LOG, Link, Memory, PATIENCE, address, count_fds, pattern, wait_readable,
+};
+
+const MIB: usize = 1 << 20;
+
+/// The first byte of a connection's private data.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+enum Scenario {
+    Messages = 1,
+    Writes,
+    Full,
+    Arm,
+    ClientLeaves,
+    ServerLeaves,
+    Killed,
+    Refused,
+    Sequence,
+    Fork,
+    AnyPort,
+    End,
+}
+
+const ALL: [Scenario; 12] = [
+    Scenario::Messages,
+    Scenario::Writes,
+    Scenario::Full,
+    Scenario::Arm,
+    Scenario::ClientLeaves,
+    Scenario::ServerLeaves,
+    Scenario::Killed,
+    Scenario::Refused,
+    Scenario::Sequence,
+    Scenario::Fork,
+    Scenario::AnyPort,
+    Scenario::End,
+];
+
+/// Private data of full length, which begins with the scenario.
+fn private(scenario: Scenario, seed: u32) -> [u8; PRIVATE_BYTES] {
+    let mut bytes = [0; PRIVATE_BYTES];
+    for (to, from) in bytes.iter_mut().zip(pattern(seed)) {
+        *to = from;
+    }
+    bytes[0] = scenario as u8;
+    bytes
+}
+
+fn check_private(bytes: &[u8; PRIVATE_BYTES], len: u32, scenario: Scenario, seed: u32) {
+    assert_eq!(len as usize, PRIVATE_BYTES, "length of private data");
+    assert_eq!(*bytes, private(scenario, seed), "private data");
+}
+
+const ASKED: u32 = 77;
+const ANSWERED: u32 = 78;
+
+pub fn serve(api: &Api, local: &Address) {
+    let (listener, port) = api.listen(local);
+    assert_eq!(port, local.port);
+    loop {
+        let request = listener.next(Duration::from_secs(25));
+        let scenario = ALL
+            .into_iter()
+            .find(|known| *known as u8 == request.private[0])
+            .expect("a scenario");
+        check_private(&request.private, request.private_len, scenario, ASKED);
+        if scenario != Scenario::Sequence {
+            println!("server: {scenario:?}");
+        }
+        if scenario == Scenario::Refused {
+            // SAFETY: a request, not used afterwards.
+            unsafe { (api.table.reject)(request.conn) };
+            continue;
+        }
+        let link = accept(api, &request, scenario);
+        match scenario {
+            Scenario::Messages => {
+                receive_messages(&link);
+                send_messages(&link);
+                assert_eq!(link.message(), b"bye");
+            }
+            Scenario::Writes => receive_writes(&link),
+            Scenario::Full => {
+                let target = Memory::new(MIB);
+                send_keys(&link, &target, link.register(&target));
+                assert_eq!(link.message(), b"bye");
+            }
+            Scenario::Arm => be_woken(&link),
+            Scenario::ClientLeaves | Scenario::Killed => {
+                if scenario == Scenario::Killed {
+                    assert_eq!(link.message(), b"ready");
+                    link.send(b"die");
+                }
+                let started = Instant::now();
+                let reason = link.end();
+                println!(
+                    "server: over with {reason} after {} ms",
+                    started.elapsed().as_millis()
+                );
+                assert_eq!(link.send_parts(&[b"late"]), -libc::ENOTCONN);
+                assert_eq!(link.state(), reason, "the reason stays");
+                while let Ok(_events) = link.poll() {}
+            }
+            Scenario::ServerLeaves => link.disconnect(),
+            Scenario::Sequence | Scenario::Fork | Scenario::End => link.send(&link.message()),
+            Scenario::AnyPort => serve_any_port(api, &link, local),
+            Scenario::Refused => unreachable!(),
+        }
+        if !matches!(
+            scenario,
+            Scenario::ClientLeaves | Scenario::Killed | Scenario::ServerLeaves
+        ) {
+            // The client ends it.
+            link.end();
+        }
+        drop(link);
+        if scenario == Scenario::End {
+            let (low, high) = count_fds();
+            println!("server: {low} fds below {HIDDEN}, {high} above");
+            return;
+        }
+    }
+}
+
+fn accept(api: &Api, request: &Request, scenario: Scenario) -> Link {
+    Link::accept(api, request, &private(scenario, ANSWERED))
+}
+
+fn dial(api: &Api, local: &Address, remote: &Address, scenario: Scenario) -> Result<Link, i32> {
+    let link = api.connect(local, remote, &private(scenario, ASKED), PATIENCE)?;
+    // What a transport pads is not looked at, but ours is as long as it gets.
+    assert!(link.info.private_len as usize >= PRIVATE_BYTES);
+    check_private(&link.info.private, PRIVATE_BYTES as u32, scenario, ANSWERED);
+    Ok(link)
+}
+
+pub fn run(api: &Api, local: &Address, server: &Address) {
+    let device = devices(api, local);
+    let dial = |scenario| {
+        println!("client: {scenario:?}");
+        dial(api, local, server, scenario)
+    };
+    let link = dial(Scenario::Messages).expect("connect");
+    assert_eq!(link.info.device.name, device.name);
+    assert_eq!(link.info.immediate, 1 - device.is_iwarp);
+    println!(
+        "client: {} buffers of {} bytes",
+        link.info.receive_buffers, link.info.buffer_bytes
+    );
+    assert!(link.info.buffer_bytes >= 4096 && link.info.receive_buffers >= 8);
+    send_messages(&link);
+    receive_messages(&link);
+    link.send(b"bye");
+    drop(link);
+
+    send_writes(&dial(Scenario::Writes).expect("connect"));
+    fill_queue(&dial(Scenario::Full).expect("connect"));
+
+    let link = dial(Scenario::Arm).expect("connect");
+    assert_eq!(link.message(), b"asleep");
+    std::thread::sleep(Duration::from_millis(300));
+    link.send(b"wake");
+    assert_eq!(link.message(), b"awake");
+    drop(link);
+
+    let link = dial(Scenario::ClientLeaves).expect("connect");
+    link.disconnect();
+    assert!(link.state() < 0);
+    assert_eq!(link.send_parts(&[b"late"]), -libc::ENOTCONN);
+    drop(link);
+
+    let link = dial(Scenario::ServerLeaves).expect("connect");
+    assert!(link.end() < 0);
+    drop(link);
+
+    process(api, "victim", local, server, Some(libc::SIGKILL));
+    process(api, "poor", local, server, None);
+
+    let code = dial(Scenario::Refused).err().expect("a refusal");
+    assert_eq!(code, -libc::ECONNREFUSED);
+    nobody_listens(api, local, server);
+    sequence(api, local, server);
+    fork(api, local, server);
+    any_port(api, local, server);
+
+    let link = dial(Scenario::End).expect("connect");
+    link.send(b"end");
+    assert_eq!(link.message(), b"end");
+}
+
+/// The device of the local address, and none for others.
+fn devices(api: &Api, local: &Address) -> Device {
+    let find = |address: &Address| {
+        let mut device = Device {
+            name: [0; 64],
+            is_iwarp: 9,
+        };
+        // SAFETY: valid pointers.
+        let code = unsafe { (api.table.device)(address, &mut device) };
+        (code, device)
+    };
+    assert_eq!(find(&address("192.0.2.1", 0)).0, -libc::ENODEV);
+    assert_eq!(find(&address("127.0.0.1", 0)).0, -libc::ENODEV);
+    let (code, device) = find(local);
+    assert_eq!(code, 0, "no device");
+    let name = String::from_utf8_lossy(&device.name);
+    let name = name.trim_end_matches('\0');
+    println!("client: device {name}, iWARP: {}", device.is_iwarp);
+    if let Ok(expected) = std::env::var("LAB_RDMA") {
+        assert_eq!(name, expected);
+    }
+    device
+}
+
+fn lengths(link: &Link) -> impl Iterator<Item = usize> + use<> {
+    // One byte of a message says that it is data.
+    let longest = link.info.buffer_bytes as usize - 1;
+    (0..longest).step_by(7).chain([
+        78,
+        79,
+        80,
+        254,
+        255,
+        256,
+        4094,
+        4095,
+        4096,
+        longest - 1,
+        longest,
+    ])
+}
+
+fn send_messages(link: &Link) {
+    for (number, len) in lengths(link).enumerate() {
+        let bytes: Vec<u8> = pattern(number as u32).take(len).collect();
+        link.send(&bytes);
+    }
+    let long = vec![0; link.info.buffer_bytes as usize];
+    assert_eq!(link.send_parts(&[&long, &[1]]), -libc::EMSGSIZE);
+}
+
+fn receive_messages(link: &Link) {
+    for (number, len) in lengths(link).enumerate() {
+        let bytes = link.message();
+        assert_eq!(bytes.len(), len, "message {number}");
+        assert!(
+            bytes.into_iter().eq(pattern(number as u32).take(len)),
+            "message {number}"
+        );
+    }
+}
+
+fn send_keys(link: &Link, memory: &Memory, keys: Keys) {
+    let mut message = (memory.at.addr() as u64).to_le_bytes().to_vec();
+    message.extend(keys.remote.to_le_bytes());
+    link.send(&message);
+}
+
+fn receive_keys(link: &Link) -> (u64, u32) {
+    let message = link.message();
+    let (base, key) = message.split_at(8);
+    (
+        u64::from_le_bytes(base.try_into().unwrap()),
+        u32::from_le_bytes(key.try_into().unwrap()),
+    )
+}
+
+/// Pieces of a region: offset, bytes, immediate.
+fn pieces(len: usize, immediates: bool) -> Vec<(usize, u32, Option<u32>)> {
+    let mut sizes = [1, 79, 80, 81, 256, 257, 4095, 65_536, 3, 20_000]
+        .into_iter()
+        .cycle();
+    let (mut at, mut list) = (0, Vec::new());
+    while at < len {
+        let bytes = sizes.next().unwrap().min(len - at);
+        let number = list.len() as u32;
+        let immediate = (immediates && number.is_multiple_of(3)).then_some(0xa000_0001 + number);
+        list.push((at, bytes as u32, immediate));
+        at += bytes;
+    }
+    list
+}
+
+fn send_writes(link: &Link) {
+    let source = Memory::new(4 * MIB);
+    source.fill(5);
+    let local = link.register(&source).local;
+    let (base, remote) = receive_keys(link);
+    let immediates = link.info.immediate == 1;
+    for (at, len, immediate) in pieces(source.len, immediates) {
+        // SAFETY: within the mapping.
+        let from = unsafe { source.at.add(at) };
+        let to = base + at as u64;
+        let has_immediate = u32::from(immediate.is_some());
+        let immediate = immediate.unwrap_or(0);
+        let request = WriteRequest {
+            from,
+            to,
+            len,
+            local,
+            remote,
+            has_immediate,
+            immediate,
+        };
+        link.write_all(&request);
+        if at == 0 {
+            assert_eq!(
+                link.write(&WriteRequest { len: 0, ..request }),
+                -libc::EINVAL
+            );
+            if !immediates {
+                assert_eq!(
+                    link.write(&WriteRequest {
+                        has_immediate: 1,
+                        ..request
+                    }),
+                    -libc::EOPNOTSUPP
+                );
+            }
+        }
+    }
+    link.send(b"written");
+    assert_eq!(link.message(), b"right");
+}
+
+fn receive_writes(link: &Link) {
+    let target = Memory::new(4 * MIB);
+    send_keys(link, &target, link.register(&target));
+    let with_immediate = pieces(target.len, link.info.immediate == 1);
+    for (_, len, immediate) in with_immediate.iter().filter(|piece| piece.2.is_some()) {
+        assert_eq!(link.event(), Event::Written(immediate.unwrap(), *len));
+    }
+    assert_eq!(link.message(), b"written");
+    target.check(5);
+    link.send(b"right");
+}
+
+/// Posts without looking at completions until the queue is full; then room is told.
+fn fill_queue(link: &Link) {
+    let source = Memory::new(MIB);
+    let local = link.register(&source).local;
+    let (to, remote) = receive_keys(link);
+    let request = WriteRequest {
+        from: source.at,
+        to,
+        len: 4096,
+        local,
+        remote,
+        has_immediate: 0,
+        immediate: 0,
+    };
+    for round in 0..3 {
+        let mut posted = 0;
+        let code = loop {
+            match link.write(&request) {
+                0 => posted += 1,
+                code => break code,
+            }
+            assert!(posted < 10_000, "the queue has no end");
+        };
+        assert_eq!(code, -libc::EAGAIN);
+        assert_eq!(link.event(), Event::Room, "round {round} after {posted}");
+        assert!(posted > 16, "only {posted} posted");
+    }
+    while link.event_now().is_some() {}
+    link.send(b"bye");
+}
+
+/// Sleeps on the completion fd alone.
+fn be_woken(link: &Link) {
+    link.send(b"asleep");
+    let started = Instant::now();
+    loop {
+        link.arm();
+        link.poll().expect("poll");
+        if let Some(event) = link.event_now() {
+            assert_eq!(event, Event::Message(b"wake".to_vec()));
+            break;
+        }
+        assert!(
+            wait_readable(&[link.info.completion_fd], PATIENCE),
+            "not woken"
+        );
+    }
+    println!("server: woken after {} ms", started.elapsed().as_millis());
+    // With nothing to come an armed queue is quiet.
+    link.arm();
+    link.poll().expect("poll");
+    link.arm();
+    assert!(
+        !wait_readable(&[link.info.completion_fd], Duration::from_millis(100)),
+        "woken by nothing"
+    );
+    link.send(b"awake");
+}
+
+/// Runs this program in another role; by which signal it ends.
+fn process(api: &Api, role: &str, local: &Address, server: &Address, signal: Option<i32>) {
+    use std::os::unix::process::ExitStatusExt;
+    let text = |address: &Address| {
+        let [a, b, c, d, ..] = address.ip;
+        std::net::Ipv4Addr::new(a, b, c, d).to_string()
+    };
+    let status = Command::new(std::env::current_exe().unwrap())
+        .args([
+            role,
+            &api.path,
+            &text(local),
+            &server.port.to_string(),
+            &text(server),
+        ])
+        .status()
+        .unwrap();
+    assert_eq!(status.signal(), signal, "{role}: {status}");
+    assert!(signal.is_some() || status.success(), "{role}: {status}");
+}
+
+pub fn be_killed(api: &Api, local: &Address, server: &Address) {
+    let link = dial(api, local, server, Scenario::Killed).expect("connect");
+    link.send(b"ready");
+    assert_eq!(link.message(), b"die");
+    // SAFETY: ends this process, as intended.
+    unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
+}
+
+/// With little memory to lock, and no right to lock more, the remedy is logged.
+pub fn have_little_memory(api: &Api, local: &Address, server: &Address) {
+    #[repr(C)]
+    struct Header(u32, i32);
+    // _LINUX_CAPABILITY_VERSION_3, this process; no capabilities at all.
+    let (header, none) = (Header(0x2008_0522, 0), [0_u32; 6]);
+    let limit = libc::rlimit {
+        rlim_cur: 65_536,
+        rlim_max: 65_536,
+    };
+    // SAFETY: pointers to what the calls want.
+    unsafe {
+        assert_eq!(libc::setrlimit(libc::RLIMIT_MEMLOCK, &limit), 0);
+        assert_eq!(libc::syscall(libc::SYS_capset, &header, none.as_ptr()), 0);
+    }
+    let code = dial(api, local, server, Scenario::Sequence)
+        .err()
+        .expect("not enough memory");
+    assert_eq!(code, -libc::ENOMEM);
+    let log = LOG.lock().unwrap();
+    let told =
+        |line: &&String| line.contains("memlock limit is 64 KiB") && line.contains("ulimit -l");
+    assert_eq!(log.iter().filter(told).count(), 1, "{log:?}");
+}
+
+fn nobody_listens(api: &Api, local: &Address, server: &Address) {
+    let nobody = Address {
+        port: 7499,
+        ..*server
+    };
+    let started = Instant::now();
+    let timeout = Duration::from_secs(3);
+    let code = api
+        .connect(local, &nobody, b"", timeout)
+        .err()
+        .expect("nobody listens");
+    println!(
+        "client: nobody listens: {code} after {} ms",
+        started.elapsed().as_millis()
+    );
+    assert!(
+        [-libc::ECONNREFUSED, -libc::EHOSTUNREACH, -libc::ETIMEDOUT].contains(&code),
+        "{code}"
+    );
+    assert!(started.elapsed() < 2 * timeout);
+    let absent = Address {
+        ip: {
+            let mut ip = server.ip;
+            ip[3] = 250;
+            ip
+        },
+        ..*server
+    };
+    let started = Instant::now();
+    let code = api
+        .connect(local, &absent, b"", timeout)
+        .err()
+        .expect("nobody is there");
+    println!(
+        "client: nobody there: {code} after {} ms",
+        started.elapsed().as_millis()
+    );
+    assert!(started.elapsed() < 2 * timeout);
+}
+
+/// Fifty connections, one after the other, leave no fd behind.
+fn sequence(api: &Api, local: &Address, server: &Address) {
+    println!("client: Sequence");
+    let before = count_fds();
+    for number in 0..50_u8 {
+        let link = dial(api, local, server, Scenario::Sequence).expect("connect");
+        link.send(&[number]);
+        assert_eq!(link.message(), [number]);
+        let (low, high) = count_fds();
+        assert_eq!(low, before.0, "an fd that is not hidden");
+        assert!(high > before.1);
+    }
+    assert_eq!(count_fds(), before, "fds were left");
+}
+
+/// A child forgets the connection; the parent's goes on.
+fn fork(api: &Api, local: &Address, server: &Address) {
+    let link = dial(api, local, server, Scenario::Fork).expect("connect");
+    // SAFETY: this process has one thread.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        // SAFETY: in the child, before all else.
+        unsafe { (api.table.after_fork)() };
+        assert_eq!(count_fds().1, 0, "the child has fds of the parent's");
+        let code = api
+            .connect(local, server, b"", PATIENCE)
+            .err()
+            .expect("no second life");
+        assert_eq!(code, -libc::EOPNOTSUPP);
+        // SAFETY: ends the child; nothing of the parent's is dropped.
+        unsafe { libc::_exit(7) };
+    }
+    let mut status = 0;
+    // SAFETY: waits for the child.
+    assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
+    assert!(
+        libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 7,
+        "the child: {status:#x}"
+    );
+    link.send(b"still here");
+    assert_eq!(link.message(), b"still here");
+}
+
+fn any_port(api: &Api, local: &Address, server: &Address) {
+    let link = dial(api, local, server, Scenario::AnyPort).expect("connect");
+    let port = u16::from_le_bytes(link.message().try_into().unwrap());
+    let second =
+        dial(api, local, &Address { port, ..*server }, Scenario::AnyPort).expect("connect");
+    second.send(b"over there");
+    assert_eq!(second.message(), b"over there");
+}
+
+fn serve_any_port(api: &Api, link: &Link, local: &Address) {
+    let (listener, port) = api.listen(&Address { port: 0, ..*local });
+    assert_ne!(port, 0);
+    link.send(&port.to_le_bytes());
+    let second = accept(api, &listener.next(PATIENCE), Scenario::AnyPort);
+    // A listener that ends leaves its connections alone.
+    drop(listener);
+    second.send(&second.message());
+    second.end();
+}

@@ -1,0 +1,227 @@
+//! A connection: its id, its queue, and what has become of it.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use rdmasock_core::fabric::plugin::{Device, Info};
+use rdmasock_core::lock::Lock;
+
+use crate::device;
+use crate::error::{Errno, Result};
+use crate::explain::explain;
+use crate::fate::Fate;
+use crate::host::{Level, log};
+use crate::queue::{BUFFER_BYTES, Queue};
+use crate::sys::{Context, Event, Id, Private, event};
+
+/// A connection, from the request on. Fields are in the order in which they go.
+pub struct Conn {
+    /// From `accept` or `connect` on.
+    queue: OnceLock<Queue>,
+    /// What the peer's accept sent along. Its owner takes in the events of the id.
+    private: Lock<Private>,
+    /// rdma_disconnect was called.
+    left: AtomicBool,
+    fate: Arc<Fate>,
+    context: Context,
+    id: Arc<Id>,
+}
+
+impl Conn {
+    /// For an id that has its device: of a request, or with its route resolved.
+    pub fn new(id: Id) -> Result<Self> {
+        Ok(Self {
+            queue: OnceLock::new(),
+            private: Lock::new(Private::NONE),
+            left: AtomicBool::new(false),
+            fate: Arc::default(),
+            context: id.context().ok_or(Errno(libc::ENODEV))?,
+            id: Arc::new(id),
+        })
+    }
+
+    /// The id, for connecting.
+    pub fn id(&self) -> &Id {
+        &self.id
+    }
+
+    /// The queue; ENOTCONN before there is one.
+    pub fn queue(&self) -> Result<&Queue> {
+        self.queue.get().ok_or(Errno(libc::ENOTCONN))
+    }
+
+    /// Makes the queue; gives how many READs each side may have outstanding (none is used, but some devices
+    /// want one).
+    pub fn make_queue(&self) -> Result<u8> {
+        let queue = Queue::new(&self.id, self.context, &self.fate)?;
+        self.queue.set(queue).map_err(|_| Errno(libc::EISCONN))?;
+        Ok(self.context.limits()?.max_reads.min(1) as u8)
+    }
+
+    /// Accepts a request.
+    pub fn accept(&self, private: &[u8]) -> Result<()> {
+        if let Some(reason) = self.fate.over() {
+            return Err(reason);
+        }
+        let depth = self.make_queue()?;
+        self.id.accept(private, depth).map_err(|errno| {
+            self.fate.end(errno);
+            explain("accepting", errno)
+        })
+    }
+
+    /// Rejects a request.
+    pub fn reject(self) {
+        let _ = self.id.reject();
+    }
+
+    /// Takes in what has happened: 0 it is not up yet, 1 it is up, negative: it is over.
+    pub fn state(&self) -> i32 {
+        // If another thread is at it, the state is what it is.
+        if let Some(mut private) = self.private.try_lock() {
+            loop {
+                match self.id.channel().next() {
+                    Ok(Some(event)) => self.on_event(&event, &mut private),
+                    Ok(None) => break,
+                    Err(errno) => {
+                        self.fate.end(errno);
+                        break;
+                    }
+                }
+            }
+        }
+        device::take_events(self.context);
+        self.fate.code()
+    }
+
+    fn on_event(&self, event: &Event, private: &mut Private) {
+        match verdict(event.kind, event.status) {
+            Verdict::Nothing => {}
+            Verdict::Up => {
+                *private = event.private;
+                self.fate.up();
+            }
+            Verdict::Over(reason) => {
+                let first = self.fate.end(reason);
+                if first {
+                    log(
+                        Level::Debug,
+                        format_args!("verbs: connection over: event {}, {reason}", event.kind),
+                    );
+                }
+                if event.kind == event::RDMA_CM_EVENT_DISCONNECTED {
+                    self.leave();
+                }
+            }
+        }
+    }
+
+    /// Says good-bye, once: the queue pair is flushed, and the peer knows.
+    fn leave(&self) {
+        if self.queue.get().is_some() && !self.left.swap(true, Ordering::Relaxed) {
+            let _ = self.id.disconnect();
+        }
+    }
+
+    /// Begins to end the connection.
+    pub fn disconnect(&self) {
+        self.fate.end(Errno(libc::ENOTCONN));
+        self.leave();
+    }
+
+    /// Facts; ENOTCONN before there is a queue.
+    pub fn info(&self) -> Result<Info> {
+        let queue = self.queue()?;
+        let private = self
+            .private
+            .lock()
+            .map_or(Private::NONE, |private| *private);
+        let mut name = [0; 64];
+        for (to, from) in name.iter_mut().take(63).zip(self.context.name().to_bytes()) {
+            *to = *from;
+        }
+        Ok(Info {
+            state_fd: self.id.channel().fd(),
+            completion_fd: queue.completion_fd(),
+            buffer_bytes: BUFFER_BYTES as u32,
+            receive_buffers: queue.receive_buffers(),
+            immediate: u8::from(queue.has_immediate()),
+            qp_number: queue.number(),
+            device: Device {
+                name,
+                is_iwarp: u8::from(self.context.is_iwarp()),
+            },
+            private: private.bytes,
+            private_len: private.len,
+        })
+    }
+}
+
+impl Drop for Conn {
+    fn drop(&mut self) {
+        self.leave();
+    }
+}
+
+/// What an event means for a connection that is being made or is up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    Nothing,
+    Up,
+    Over(Errno),
+}
+
+/// Judges an event by its kind and status.
+pub fn verdict(kind: u32, status: i32) -> Verdict {
+    // A negative status is an errno, a positive one a reason of the transport.
+    let or = |default| {
+        if status < 0 {
+            Errno(status.checked_neg().unwrap_or(default))
+        } else {
+            Errno(default)
+        }
+    };
+    match kind {
+        event::RDMA_CM_EVENT_ESTABLISHED => Verdict::Up,
+        event::RDMA_CM_EVENT_DISCONNECTED => Verdict::Over(Errno(libc::ECONNRESET)),
+        event::RDMA_CM_EVENT_REJECTED => Verdict::Over(Errno(libc::ECONNREFUSED)),
+        event::RDMA_CM_EVENT_UNREACHABLE => Verdict::Over(or(libc::EHOSTUNREACH)),
+        event::RDMA_CM_EVENT_CONNECT_ERROR => Verdict::Over(or(libc::EIO)),
+        event::RDMA_CM_EVENT_ADDR_ERROR | event::RDMA_CM_EVENT_ROUTE_ERROR => {
+            Verdict::Over(or(libc::EHOSTUNREACH))
+        }
+        event::RDMA_CM_EVENT_DEVICE_REMOVAL => Verdict::Over(Errno(libc::ENODEV)),
+        _ => Verdict::Nothing,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn events_have_an_errno() {
+        let over = |code| Verdict::Over(Errno(code));
+        assert_eq!(verdict(event::RDMA_CM_EVENT_ESTABLISHED, 0), Verdict::Up);
+        assert_eq!(
+            verdict(event::RDMA_CM_EVENT_REJECTED, 28),
+            over(libc::ECONNREFUSED)
+        );
+        assert_eq!(
+            verdict(event::RDMA_CM_EVENT_UNREACHABLE, -libc::ETIMEDOUT),
+            over(libc::ETIMEDOUT)
+        );
+        assert_eq!(
+            verdict(event::RDMA_CM_EVENT_CONNECT_ERROR, 3),
+            over(libc::EIO)
+        );
+        assert_eq!(
+            verdict(event::RDMA_CM_EVENT_CONNECT_ERROR, i32::MIN),
+            over(libc::EIO)
+        );
+        assert_eq!(
+            verdict(event::RDMA_CM_EVENT_TIMEWAIT_EXIT, 0),
+            Verdict::Nothing
+        );
+    }
+}

@@ -1,0 +1,80 @@
+//! Makes a connection: address, route, queue pair, connect, within a time.
+
+use std::os::fd::BorrowedFd;
+use std::time::{Duration, Instant};
+
+use rdmasock_core::fabric::plugin::Address;
+
+use crate::conn::{Conn, Verdict, verdict};
+use crate::device;
+use crate::error::{Errno, Result};
+use crate::explain::explain;
+use crate::sys::{Id, event};
+
+/// Connects. siw sends the first packet and waits for its answer inside the call, so the time is not exact there.
+pub fn connect(
+    local: &Address,
+    remote: &Address,
+    private: &[u8],
+    timeout: Duration,
+) -> Result<Conn> {
+    let until = Instant::now()
+        .checked_add(timeout)
+        .ok_or(Errno(libc::EINVAL))?;
+    device::open(local)?;
+    let id = Id::new().map_err(|errno| explain("opening the connection manager", errno))?;
+    let local = Address { port: 0, ..*local };
+    id.resolve_address(&local, remote, milliseconds(until))?;
+    expect(&id, event::RDMA_CM_EVENT_ADDR_RESOLVED, until)?;
+    id.resolve_route(milliseconds(until))?;
+    expect(&id, event::RDMA_CM_EVENT_ROUTE_RESOLVED, until)?;
+    let conn = Conn::new(id)?;
+    let depth = conn.make_queue()?;
+    conn.id()
+        .connect(private, depth)
+        .map_err(|errno| explain("connecting", errno))?;
+    loop {
+        match conn.state() {
+            0 => wait(conn.id(), until)?,
+            1 => return Ok(conn),
+            code => return Err(explain("connecting", Errno(-code))),
+        }
+    }
+}
+
+/// Waits for this event; another one is the reason why it will not come.
+fn expect(id: &Id, wanted: u32, until: Instant) -> Result<()> {
+    loop {
+        match id.channel().next()? {
+            Some(event) if event.kind == wanted => return Ok(()),
+            Some(event) => {
+                if let Verdict::Over(reason) = verdict(event.kind, event.status) {
+                    return Err(explain("finding the way", reason));
+                }
+            }
+            None => wait(id, until)?,
+        }
+    }
+}
+
+/// Sleeps until the id has an event.
+fn wait(id: &Id, until: Instant) -> Result<()> {
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+    let left = until.saturating_duration_since(Instant::now());
+    if left.is_zero() {
+        return Err(Errno(libc::ETIMEDOUT));
+    }
+    let timeout = Timespec::try_from(left).map_err(|_| Errno(libc::EINVAL))?;
+    // SAFETY: the channel's fd is open as long as the id, which is borrowed.
+    let fd = unsafe { BorrowedFd::borrow_raw(id.channel().fd()) };
+    match poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&timeout)) {
+        Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+        Err(errno) => Err(errno.into()),
+    }
+}
+
+/// What is left, for the kernel, which does not know 0.
+fn milliseconds(until: Instant) -> i32 {
+    let left = until.saturating_duration_since(Instant::now()).as_millis();
+    i32::try_from(left).unwrap_or(i32::MAX).max(1)
+}

@@ -1,0 +1,289 @@
+//! Which device has a local address; opening it, once; its events. Not here: queue pairs.
+//!
+//! [`find`] only looks into sysfs, so a process that forks its workers can know that there is a device without
+//! opening it: what the parent has opened its children cannot use (librdmacm keeps the parent's).
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use rdmasock_core::fabric::plugin::{Address, Device};
+use rdmasock_core::lock::Lock;
+
+use crate::error::{Errno, Result};
+use crate::explain::explain;
+use crate::fate::Fate;
+use crate::host::{Level, log};
+use crate::sys::{Context, Id, prepare_for_fork};
+
+/// A call of librdmacm has been made in this process, or in the one that it was forked from.
+static USED: AtomicBool = AtomicBool::new(false);
+/// This is a fork child of a process that had made one.
+static INHERITED: AtomicBool = AtomicBool::new(false);
+
+/// The devices that are open. Each has an id for ever: so that librdmacm keeps what is shared by all ids.
+static OPEN: Lock<Vec<(Context, Id)>> = Lock::new(Vec::new());
+
+/// Who is to be told of a device's events: the address of a queue pair, and its connection's fate.
+static LIVE: Lock<Vec<(usize, Context, Arc<Fate>)>> = Lock::new(Vec::new());
+
+/// The device that has this local address.
+pub fn find(local: &Address) -> Result<Device> {
+    usable()?;
+    let ip = ip(local)?;
+    let interface = interface_of(ip)?;
+    find_in(Path::new("/sys/class"), &interface).ok_or(Errno(libc::ENODEV))
+}
+
+/// Opens the device that has this local address, or finds that it is open.
+pub fn open(local: &Address) -> Result<Context> {
+    find(local)?;
+    let mut open = OPEN.lock().ok_or(Errno(libc::EDEADLK))?;
+    if !USED.swap(true, Ordering::Relaxed) {
+        prepare_for_fork();
+    }
+    // Under the lock, so that no other thread uses a context before its fds are where they stay.
+    let id = Id::new().map_err(|errno| explain("opening the connection manager", errno))?;
+    id.bind(&Address { port: 0, ..*local })
+        .map_err(|errno| explain("opening the device", errno))?;
+    let context = id.context().ok_or(Errno(libc::ENODEV))?;
+    if !open.iter().any(|(known, _)| *known == context) {
+        context
+            .hide()
+            .map_err(|errno| explain("hiding the device's fds", errno))?;
+        open.push((context, id));
+    }
+    Ok(context)
+}
+
+/// In a child of a process that has used librdmacm: that cannot be begun anew.
+fn usable() -> Result<()> {
+    if INHERITED.load(Ordering::Relaxed) {
+        log(
+            Level::Debug,
+            format_args!("verbs: the parent has opened the device, so this process cannot"),
+        );
+        return Err(Errno(libc::EOPNOTSUPP));
+    }
+    Ok(())
+}
+
+/// In a fork child: nothing of the parent's is used again.
+///
+/// # Safety
+/// No other thread exists.
+pub unsafe fn forget() {
+    if USED.load(Ordering::Relaxed) {
+        INHERITED.store(true, Ordering::Relaxed);
+    }
+    // SAFETY: by this function's contract. What the locks protect is not touched again: `usable` sees to
+    // it wherever there may be something.
+    unsafe {
+        OPEN.reset();
+        LIVE.reset();
+    }
+}
+
+/// A queue pair's place among those that are told of the device's events, until dropped.
+#[derive(Debug)]
+pub struct Subscription(usize);
+
+impl Subscription {
+    /// Tells `fate` what happens to the queue pair at this address.
+    pub fn new(queue_pair: usize, context: Context, fate: &Arc<Fate>) -> Result<Self> {
+        let mut live = LIVE.lock().ok_or(Errno(libc::EDEADLK))?;
+        live.push((queue_pair, context, fate.clone()));
+        Ok(Self(queue_pair))
+    }
+}
+
+impl Drop for Subscription {
+    fn drop(&mut self) {
+        if let Some(mut live) = LIVE.lock() {
+            live.retain(|(queue_pair, ..)| *queue_pair != self.0);
+        }
+    }
+}
+
+/// Takes in the events of a device, whoever they are for.
+pub fn take_events(context: Context) {
+    context.drain_events(|kind, object| {
+        let Some((reason, whole_device)) = judge(kind) else {
+            return;
+        };
+        let Some(live) = LIVE.lock() else { return };
+        for (queue_pair, on, fate) in live.iter() {
+            if (whole_device && *on == context) || *queue_pair == object {
+                fate.end(reason);
+            }
+        }
+    });
+}
+
+/// What an asynchronous event (by its number in `enum ibv_event_type`) means for a connection: why it is
+/// over, if it is, and whether that goes for all of the device.
+fn judge(kind: u32) -> Option<(Errno, bool)> {
+    match kind {
+        // CQ_ERR: each connection has its own, but it is named by an address that is not known here.
+        0 => Some((Errno(libc::EIO), true)),
+        // QP_FATAL, QP_REQ_ERR, QP_ACCESS_ERR
+        1..=3 => Some((Errno(libc::EIO), false)),
+        // DEVICE_FATAL
+        8 => Some((Errno(libc::ENODEV), true)),
+        _ => None,
+    }
+}
+
+fn ip(address: &Address) -> Result<IpAddr> {
+    let [a, b, c, d, ..] = address.ip;
+    match address.family {
+        4 => Ok(Ipv4Addr::new(a, b, c, d).into()),
+        6 => Ok(Ipv6Addr::from(address.ip).into()),
+        _ => Err(Errno(libc::EAFNOSUPPORT)),
+    }
+}
+
+/// The network interface with this address.
+fn interface_of(wanted: IpAddr) -> Result<String> {
+    let mut list = std::ptr::null_mut();
+    // SAFETY: the list is written on success.
+    crate::error::check(unsafe { libc::getifaddrs(&mut list) })?;
+    let mut found = None;
+    let mut at = list;
+    // SAFETY: a list as getifaddrs makes it, not freed before the end of the loop.
+    while let Some(entry) = unsafe { at.as_ref() } {
+        // SAFETY: null, or an address with the members of its family.
+        if unsafe { address_of(entry.ifa_addr) } == Some(wanted) {
+            // SAFETY: every entry has a name that ends with a zero.
+            let name = unsafe { std::ffi::CStr::from_ptr(entry.ifa_name) };
+            // An alias is eth0:1.
+            found = name
+                .to_str()
+                .ok()
+                .and_then(|name| name.split(':').next())
+                .map(str::to_owned);
+            break;
+        }
+        at = entry.ifa_next;
+    }
+    // SAFETY: made by getifaddrs, freed once.
+    unsafe { libc::freeifaddrs(list) };
+    found.ok_or(Errno(libc::ENODEV))
+}
+
+/// # Safety
+/// Null, or a socket address with all members of its family.
+unsafe fn address_of(at: *const libc::sockaddr) -> Option<IpAddr> {
+    // SAFETY: by this function's contract.
+    unsafe {
+        match libc::c_int::from(at.as_ref()?.sa_family) {
+            libc::AF_INET => {
+                let v4 = at.cast::<libc::sockaddr_in>().read_unaligned();
+                Some(Ipv4Addr::from(u32::from_be(v4.sin_addr.s_addr)).into())
+            }
+            libc::AF_INET6 => {
+                let v6 = at.cast::<libc::sockaddr_in6>().read_unaligned();
+                Some(Ipv6Addr::from(v6.sin6_addr.s6_addr).into())
+            }
+            _ => None,
+        }
+    }
+}
+
+/// The RDMA device on a network interface, by what the kernel shows in `/sys/class`: the interfaces of each
+/// entry of a port's GID table (RoCE, iWARP), or the device below the interface (IP over InfiniBand).
+fn find_in(class: &Path, interface: &str) -> Option<Device> {
+    let devices = std::fs::read_dir(class.join("infiniband")).ok()?;
+    let below = class.join("net").join(interface).join("device/infiniband");
+    devices.flatten().find_map(|entry| {
+        let name = entry.file_name();
+        let has = || {
+            let ports = std::fs::read_dir(entry.path().join("ports")).ok()?;
+            ports
+                .flatten()
+                .filter_map(|port| std::fs::read_dir(port.path().join("gid_attrs/ndevs")).ok())
+                .flat_map(|ndevs| ndevs.flatten())
+                .any(|ndev| {
+                    std::fs::read_to_string(ndev.path())
+                        .is_ok_and(|text| text.trim_end() == interface)
+                })
+                .then_some(())
+        };
+        let is_ib = || {
+            let link =
+                std::fs::read_to_string(class.join("net").join(interface).join("type")).ok()?;
+            // ARPHRD_INFINIBAND. An Ethernet card may have an RDMA device that this interface is no part of.
+            (link.trim_end() == "32" && below.join(&name).exists()).then_some(())
+        };
+        has().or_else(is_ib)?;
+        let kind = std::fs::read_to_string(entry.path().join("node_type")).ok()?;
+        let mut device = Device {
+            name: [0; 64],
+            is_iwarp: u8::from(kind.contains("RNIC")),
+        };
+        for (to, from) in device.name.iter_mut().take(63).zip(name.as_encoded_bytes()) {
+            *to = *from;
+        }
+        Some(device)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn write(path: std::path::PathBuf, text: &str) {
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(path, text).unwrap();
+    }
+
+    #[test]
+    fn the_device_of_an_interface_is_found_in_sysfs() {
+        let class = tempfile::tempdir().unwrap();
+        let at = |path: &str| class.path().join(path);
+        write(at("infiniband/siw0/node_type"), "4: RNIC\n");
+        write(at("infiniband/siw0/ports/1/gid_attrs/ndevs/0"), "eth0\n");
+        write(at("infiniband/rxe0/node_type"), "1: CA\n");
+        write(at("infiniband/rxe0/ports/1/gid_attrs/ndevs/0"), "eth1\n");
+        write(at("infiniband/rxe0/ports/1/gid_attrs/ndevs/1"), "eth1.7\n");
+        write(at("infiniband/mlx4_0/node_type"), "1: CA\n");
+        write(at("net/ib0/type"), "32\n");
+        write(at("net/ib0/device/infiniband/mlx4_0/node_type"), "");
+        write(at("net/eth2/type"), "1\n");
+        write(at("net/eth2/device/infiniband/mlx4_0/node_type"), "");
+        let found = |interface| {
+            find_in(class.path(), interface).map(|device| {
+                let name = device.name.iter().take_while(|byte| **byte != 0);
+                (
+                    String::from_utf8(name.copied().collect()).unwrap(),
+                    device.is_iwarp,
+                )
+            })
+        };
+        assert_eq!(found("eth0"), Some(("siw0".to_owned(), 1)));
+        assert_eq!(found("eth1"), Some(("rxe0".to_owned(), 0)));
+        assert_eq!(found("eth1.7"), Some(("rxe0".to_owned(), 0)));
+        assert_eq!(found("ib0"), Some(("mlx4_0".to_owned(), 0)));
+        assert_eq!(found("eth2"), None);
+        assert_eq!(found("lo"), None);
+        assert!(find_in(&at("nothing"), "eth0").is_none());
+    }
+
+    #[test]
+    fn an_address_leads_to_its_interface() {
+        assert_eq!(interface_of(Ipv4Addr::LOCALHOST.into()).unwrap(), "lo");
+        assert_eq!(
+            interface_of(Ipv4Addr::BROADCAST.into()),
+            Err(Errno(libc::ENODEV))
+        );
+    }
+
+    #[test]
+    fn events_of_a_queue_pair_end_its_connection_only() {
+        assert_eq!(judge(1), Some((Errno(libc::EIO), false)));
+        assert_eq!(judge(8), Some((Errno(libc::ENODEV), true)));
+        // COMM_EST, PORT_ACTIVE, and one that nobody knows yet.
+        assert_eq!([judge(4), judge(9), judge(99)], [None; 3]);
+    }
+}

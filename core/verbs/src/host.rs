@@ -1,0 +1,81 @@
+//! What the library lends to the plugin: its log, and the numbers for fds that the program does not see.
+
+use std::ffi::c_int;
+use std::fmt::Arguments;
+use std::sync::atomic::{AtomicPtr, Ordering};
+
+use rdmasock_core::fabric::plugin::{ABI, Host};
+
+use crate::error::{Errno, Result};
+use crate::fds;
+
+/// The host's table; set once, by the entry.
+static HOST: AtomicPtr<Host> = AtomicPtr::new(std::ptr::null_mut());
+
+/// How important a line of the log is.
+#[derive(Clone, Copy, Debug)]
+#[repr(u32)]
+pub enum Level {
+    /// Something does not work, with the remedy.
+    Error = 1,
+    /// Why something ended.
+    Debug = 4,
+}
+
+/// Takes the host's table.
+///
+/// # Safety
+/// `host` is null, or a table of which at least the first two fields are there, and as many bytes as they
+/// say; it lives as long as the process.
+pub unsafe fn attach(host: *const Host) -> Result<()> {
+    if host.is_null() {
+        return Err(Errno(libc::EINVAL));
+    }
+    // SAFETY: by this function's contract these two fields exist, whatever the version.
+    let (abi, size) = unsafe { ((*host).abi, (*host).size) };
+    if abi != ABI || size as usize != size_of::<Host>() {
+        return Err(Errno(libc::EPROTO));
+    }
+    // Release: pairs with the Acquire in `get`.
+    HOST.store(host.cast_mut(), Ordering::Release);
+    Ok(())
+}
+
+fn get() -> Option<&'static Host> {
+    // SAFETY: null, or a table that `attach` has checked and that lives as long as the process.
+    unsafe { HOST.load(Ordering::Acquire).as_ref() }
+}
+
+/// Writes one line to the host's log.
+pub fn log(level: Level, text: Arguments<'_>) {
+    if let Some(host) = get() {
+        let line = text.to_string();
+        // SAFETY: the pointer and the length are those of a string that lives during the call.
+        unsafe { (host.log)(level as u32, line.as_ptr(), line.len()) };
+    }
+}
+
+/// Makes `fd` nonblocking and moves it to a hidden number, where a fork child finds it.
+pub fn hide(fd: c_int) -> Result<c_int> {
+    let host = get().ok_or(Errno(libc::EINVAL))?;
+    // SAFETY: the caller's fd is open for the duration of this call; it is not kept.
+    let borrowed = unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) };
+    let flags = rustix::fs::fcntl_getfl(borrowed)?;
+    rustix::fs::fcntl_setfl(borrowed, flags | rustix::fs::OFlags::NONBLOCK)?;
+    // SAFETY: the function of a checked table; it takes any number.
+    let hidden = unsafe { (host.hide_fd)(fd) };
+    if hidden < 0 {
+        return Err(Errno(-hidden));
+    }
+    fds::enter(hidden);
+    Ok(hidden)
+}
+
+/// Closes what [`hide`] gave.
+pub fn close(fd: c_int) {
+    fds::leave(fd);
+    if let Some(host) = get() {
+        // SAFETY: the fd is one that `hide_fd` gave, and its owner gives it up.
+        unsafe { (host.close_fd)(fd) };
+    }
+}

@@ -1,0 +1,41 @@
+//! The verbs fabric as a plugin: queue pairs between hosts by libibverbs and librdmacm, behind the tables of
+//! `rdmasock_core::fabric::plugin`. A library of its own because whoever links rdma-core cannot start without
+//! it. Not here: what the bytes mean, and when to connect.
+
+mod conn;
+mod connect;
+mod device;
+mod error;
+mod explain;
+mod fate;
+mod fds;
+mod host;
+mod listen;
+mod memory;
+mod queue;
+mod slots;
+mod sys;
+mod table;
+
+use rdmasock_core::fabric::plugin::{Host, Plugin};
+
+/// Takes the library's table and gives the plugin's: 0, or a negative errno.
+///
+/// # Safety
+/// As described at `rdmasock_core::fabric::plugin::Entry`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn rdmasock_verbs_plugin(
+    host: *const Host,
+    table: *mut *const Plugin,
+) -> i32 {
+    if table.is_null() {
+        return -libc::EINVAL;
+    }
+    // SAFETY: by this function's contract.
+    if let Err(errno) = unsafe { host::attach(host) } {
+        return errno.code();
+    }
+    // SAFETY: not null, and valid for a write by this function's contract.
+    unsafe { table.write(&raw const table::TABLE) };
+    0
+}

@@ -1,0 +1,78 @@
+//! Memory of the plugin's own for buffers: mapped, shared (so that a fork does not copy it away from under the
+//! device) and not in a fork child.
+
+use crate::error::{Errno, Result};
+
+/// A zeroed mapping.
+#[derive(Debug)]
+pub struct Slab {
+    at: *mut u8,
+    len: usize,
+}
+
+// SAFETY: memory; whoever accesses it does so by raw pointers, under its own rules.
+unsafe impl Send for Slab {}
+// SAFETY: as for Send.
+unsafe impl Sync for Slab {}
+
+impl Slab {
+    pub fn new(len: usize) -> Result<Self> {
+        use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous};
+        // SAFETY: a new mapping, which replaces none.
+        let at = unsafe {
+            mmap_anonymous(
+                std::ptr::null_mut(),
+                len,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::SHARED,
+            )?
+        };
+        // SAFETY: the mapping that was just made. If it fails, fork children have the memory, too.
+        let _ = unsafe { madvise(at, len, Advice::LinuxDontFork) };
+        Ok(Self { at: at.cast(), len })
+    }
+
+    pub fn at(&self) -> *mut u8 {
+        self.at
+    }
+
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// The piece that begins at `index * size`, if it is within.
+    pub fn piece(&self, index: usize, size: usize) -> Result<*mut u8> {
+        let from = index.checked_mul(size).ok_or(Errno(libc::EINVAL))?;
+        let within = from.checked_add(size).is_some_and(|end| end <= self.len);
+        if !within {
+            return Err(Errno(libc::EINVAL));
+        }
+        // SAFETY: within the mapping, by the check above.
+        Ok(unsafe { self.at.add(from) })
+    }
+}
+
+impl Drop for Slab {
+    fn drop(&mut self) {
+        // SAFETY: the mapping that `new` made; its owners are gone.
+        let _ = unsafe { rustix::mm::munmap(self.at.cast(), self.len) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_are_within_the_slab() {
+        let slab = Slab::new(8192).unwrap();
+        assert_eq!(slab.piece(0, 4096), Ok(slab.at()));
+        assert_eq!(
+            slab.piece(1, 4096).map(|at| at.addr() - slab.at().addr()),
+            Ok(4096)
+        );
+        for (index, size) in [(2, 4096), (1, 4097), (usize::MAX, 2), (1, usize::MAX)] {
+            assert_eq!(slab.piece(index, size), Err(Errno(libc::EINVAL)));
+        }
+    }
+}

@@ -1,0 +1,473 @@
+//! The data path of a connection: its queue pair, completion queue and buffers. Not how it is connected.
+//!
+//! One more receive buffer is posted for each completion of a batch than the peer may count on: so a buffer
+//! that is granted back while its batch is still being handed over is there.
+
+use std::ffi::c_void;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use rdmasock_core::lock::Lock;
+
+use crate::device::Subscription;
+use crate::error::{Errno, Result};
+use crate::explain::explain;
+use crate::fate::Fate;
+use crate::host::{Level, log};
+use crate::memory::Slab;
+use crate::slots::Slots;
+use crate::sys::{
+    BATCH, Context, Cq, DeviceLimits, Done, Id, Mr, Pd, Piece, Qp, QueueLengths, Work, status,
+};
+
+/// Bytes of a receive buffer, and of a send slot.
+pub const BUFFER_BYTES: usize = 4096 + 64;
+/// Receive buffers that the peer may count on, if the device allows.
+const RECEIVES: u32 = 128;
+/// Length of the send queue, if the device allows.
+const SENDS: u32 = 256;
+/// Entries of the send queue that stay unused: siw hands a completion over a moment before the entry is free.
+const MARGIN: u32 = 16;
+/// Inline sizes to ask for, the largest first: one that is too large fails. 80 is what siw has.
+const INLINE: [u32; 5] = [256, 128, 80, 64, 0];
+/// From this size on siw sends from the pages themselves if no completion is asked for, and they may be needed for
+/// a retransmission even after a later completion.
+const IWARP_ZERO_COPY: u32 = 4096;
+/// Batches that one poll hands over at most.
+const BATCHES: usize = 64;
+/// In the ids of receives.
+const RECEIVE: u64 = 1 << 63;
+
+/// Lengths of the queues.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Sizes {
+    /// Work requests that may be in the send queue.
+    slots: u32,
+    /// Length of the send queue.
+    sends: u32,
+    /// Buffers that the peer may count on.
+    receives: u32,
+}
+
+impl Sizes {
+    fn fit(limits: &DeviceLimits) -> Option<Self> {
+        let spare = BATCH as u32;
+        // Every entry of both queues may have a completion.
+        let each = limits.max_qp_wr.min(limits.max_cqe / 2);
+        let receives = RECEIVES.min(each.checked_sub(spare)?);
+        let sends = SENDS.min(each);
+        // A link needs a few to make any progress.
+        (receives >= 8 && sends >= 2 * MARGIN).then_some(Self {
+            slots: sends - MARGIN,
+            sends,
+            receives,
+        })
+    }
+
+    fn posted(self) -> u32 {
+        self.receives + BATCH as u32
+    }
+}
+
+/// Something that [`Queue::poll`] hands over.
+#[derive(Debug)]
+pub enum Completion<'a> {
+    Received(&'a [u8]),
+    Written { immediate: u32, bytes: u32 },
+    Room,
+}
+
+/// A queue pair with all that belongs to it. Fields are in the order in which they go.
+pub struct Queue {
+    _subscription: Subscription,
+    qp: Qp,
+    cq: Arc<Cq>,
+    registered: Lock<Vec<Mr>>,
+    receive_mr: Mr,
+    send_mr: Mr,
+    receive_slab: Arc<Slab>,
+    send_slab: Arc<Slab>,
+    pd: Arc<Pd>,
+    slots: Slots,
+    sizes: Sizes,
+    inline: u32,
+    is_iwarp: bool,
+    /// Somebody is in `poll`.
+    polling: AtomicBool,
+    fate: Arc<Fate>,
+}
+
+impl Queue {
+    /// Makes the queue pair of an id, with its receive buffers posted.
+    pub fn new(id: &Arc<Id>, context: Context, fate: &Arc<Fate>) -> Result<Self> {
+        let limits = context.limits()?;
+        let sizes = Sizes::fit(&limits).ok_or(Errno(libc::EOPNOTSUPP))?;
+        let said = |doing: &'static str| move |errno| explain(doing, errno);
+        let pd = Arc::new(Pd::new(context).map_err(said("making a protection domain"))?);
+        let cq = Cq::new(context, sizes.sends + sizes.posted())
+            .map_err(said("making a completion queue"))?;
+        let cq = Arc::new(cq);
+        let slab = |pieces: u32| Slab::new(pieces as usize * BUFFER_BYTES).map(Arc::new);
+        let (receive_slab, send_slab) = (slab(sizes.posted())?, slab(sizes.slots)?);
+        let register = |slab| Mr::of_slab(&pd, slab).map_err(said("registering buffers"));
+        let (receive_mr, send_mr) = (register(&receive_slab)?, register(&send_slab)?);
+        let lengths = QueueLengths {
+            sends: sizes.sends,
+            receives: sizes.posted(),
+        };
+        let mut made = Err(Errno(libc::EINVAL));
+        for inline in INLINE {
+            made = Qp::new(id, &pd, &cq, lengths, inline);
+            if made.is_ok() {
+                break;
+            }
+        }
+        let (qp, inline) = made.map_err(said("making a queue pair"))?;
+        let queue = Self {
+            _subscription: Subscription::new(qp.address(), context, fate)?,
+            qp,
+            cq,
+            registered: Lock::new(Vec::new()),
+            receive_mr,
+            send_mr,
+            receive_slab,
+            send_slab,
+            pd,
+            slots: Slots::new(sizes.slots),
+            sizes,
+            inline,
+            is_iwarp: context.is_iwarp(),
+            polling: AtomicBool::new(false),
+            fate: fate.clone(),
+        };
+        let mut list = Buffers::default();
+        for index in 0..sizes.posted() {
+            list.add(index);
+            if list.is_full() {
+                queue.post_receives(&mut list)?;
+            }
+        }
+        queue.post_receives(&mut list)?;
+        Ok(queue)
+    }
+
+    pub fn receive_buffers(&self) -> u16 {
+        // At most RECEIVES.
+        self.sizes.receives as u16
+    }
+
+    pub fn has_immediate(&self) -> bool {
+        !self.is_iwarp
+    }
+
+    pub fn completion_fd(&self) -> i32 {
+        self.cq.fd()
+    }
+
+    pub fn number(&self) -> u32 {
+        self.qp.number()
+    }
+
+    /// Registers memory for the lifetime of the queue pair; gives lkey and rkey.
+    ///
+    /// # Safety
+    /// The memory stays mapped as long as the queue pair, and is accessed through raw pointers and atomics only.
+    pub unsafe fn register(&self, at: *mut c_void, len: usize) -> Result<(u32, u32)> {
+        // SAFETY: by this function's contract; the registration goes with the queue pair.
+        let mr = unsafe { Mr::of_memory(&self.pd, at, len) }
+            .map_err(|errno| explain("registering memory", errno))?;
+        let keys = (mr.local_key(), mr.remote_key());
+        self.registered.lock().ok_or(Errno(libc::EDEADLK))?.push(mr);
+        Ok(keys)
+    }
+
+    /// Posts a WRITE.
+    ///
+    /// # Safety
+    /// The source is within memory that was registered under its key, and stays as it is until the peer has it.
+    pub unsafe fn write(
+        &self,
+        source: Piece,
+        to: u64,
+        key: u32,
+        immediate: Option<u32>,
+    ) -> Result<()> {
+        if source.len == 0 {
+            return Err(Errno(libc::EINVAL));
+        }
+        if immediate.is_some() && self.is_iwarp {
+            return Err(Errno(libc::EOPNOTSUPP));
+        }
+        self.post(source.len, |_| {
+            Ok((Work::Write { to, key, immediate }, source))
+        })
+    }
+
+    /// Posts a message made of these parts, which are copied.
+    pub fn send<'a>(&self, parts: impl Iterator<Item = &'a [u8]> + Clone) -> Result<()> {
+        let len: usize = parts
+            .clone()
+            .fold(0, |sum, part| sum.saturating_add(part.len()));
+        if len > BUFFER_BYTES {
+            return Err(Errno(libc::EMSGSIZE));
+        }
+        self.post(len as u32, |slot| {
+            let to = self.send_slab.piece(slot, BUFFER_BYTES)?;
+            let mut done = 0;
+            for part in parts {
+                // SAFETY: the slot has room for all parts, whose sum was checked; it belongs to this turn alone,
+                // and its last work request has completed.
+                unsafe {
+                    part.as_ptr()
+                        .copy_to_nonoverlapping(to.add(done), part.len())
+                };
+                done += part.len();
+            }
+            Ok((
+                Work::Send,
+                Piece {
+                    at: to,
+                    len: len as u32,
+                    key: self.send_mr.local_key(),
+                },
+            ))
+        })
+    }
+
+    /// Posts what `make` says, given the turn's slot.
+    fn post(&self, len: u32, make: impl FnOnce(usize) -> Result<(Work, Piece)>) -> Result<()> {
+        if self.fate.code() <= 0 {
+            return Err(Errno(libc::ENOTCONN));
+        }
+        let turn = self.slots.turn().ok_or(Errno(libc::EAGAIN))?;
+        let (work, piece) = make(turn.slot)?;
+        let inline = len <= self.inline;
+        let lent = matches!(work, Work::Send) && self.is_iwarp && len >= IWARP_ZERO_COPY;
+        // SAFETY: a slot of ours is not used again before the completion; other memory is by the contract of `write`.
+        let posted = unsafe {
+            self.qp
+                .post(turn.frees, work, piece, turn.signal || lent, inline)
+        };
+        match posted {
+            Ok(()) => {
+                self.slots.posted(turn);
+                Ok(())
+            }
+            Err(errno) => {
+                // The queue had room by our accounts, so this is no passing state.
+                if self.fate.end(errno) {
+                    log(Level::Debug, format_args!("verbs: posting failed: {errno}"));
+                }
+                Err(Errno(libc::ENOTCONN))
+            }
+        }
+    }
+
+    /// Asks for the completion fd to become readable with the next completion.
+    pub fn arm(&self) -> Result<()> {
+        match self.fate.over() {
+            Some(reason) => Err(reason),
+            None => self.cq.arm(),
+        }
+    }
+
+    /// Hands over what has completed; gives how many events that were. What came before the end is
+    /// handed over even after it.
+    pub fn poll(&self, mut each: impl FnMut(Completion<'_>)) -> Result<usize> {
+        // One caller at a time by the contract; a second one finds nothing.
+        if self.polling.swap(true, Ordering::Acquire) {
+            return Ok(0);
+        }
+        let events = self.take_batches(&mut each);
+        self.polling.store(false, Ordering::Release);
+        match (events, self.fate.over()) {
+            (0, Some(reason)) => Err(reason),
+            _ => Ok(events),
+        }
+    }
+
+    fn take_batches(&self, each: &mut impl FnMut(Completion<'_>)) -> usize {
+        let mut events = 0;
+        for _ in 0..BATCHES {
+            let mut batch = [Done::default(); BATCH];
+            let got = match self.cq.poll(&mut batch) {
+                Ok(got) => got,
+                Err(errno) => {
+                    self.fate.end(errno);
+                    break;
+                }
+            };
+            let mut again = Buffers::default();
+            for done in batch.iter().take(got) {
+                events += self.take(done, &mut again, each);
+            }
+            if let Err(errno) = self.post_receives(&mut again)
+                && self.fate.end(errno)
+            {
+                log(
+                    Level::Debug,
+                    format_args!("verbs: posting receive buffers failed: {errno}"),
+                );
+            }
+            if got < BATCH {
+                break;
+            }
+        }
+        events
+    }
+
+    /// One completion; gives the number of events.
+    fn take(
+        &self,
+        done: &Done,
+        again: &mut Buffers,
+        each: &mut impl FnMut(Completion<'_>),
+    ) -> usize {
+        if let Some(reason) = failure(done.status) {
+            if self.fate.end(reason) {
+                log(
+                    Level::Debug,
+                    format_args!("verbs: a work request failed with status {}", done.status),
+                );
+            }
+            return 0;
+        }
+        if done.id & RECEIVE == 0 {
+            if self.slots.completed(done.id) {
+                each(Completion::Room);
+                return 1;
+            }
+            return 0;
+        }
+        let index = (done.id & !RECEIVE) as usize;
+        let Ok(at) = self.receive_slab.piece(index, BUFFER_BYTES) else {
+            return 0;
+        };
+        match done.immediate {
+            Some(immediate) => each(Completion::Written {
+                immediate,
+                bytes: done.bytes,
+            }),
+            None => {
+                let len = (done.bytes as usize).min(BUFFER_BYTES);
+                // SAFETY: within the slab, and the device is done with the buffer until it is posted again, which
+                // is after the callback.
+                each(Completion::Received(unsafe {
+                    std::slice::from_raw_parts(at, len)
+                }));
+            }
+        }
+        again.add(index as u32);
+        1
+    }
+
+    fn post_receives(&self, buffers: &mut Buffers) -> Result<()> {
+        let mut list = [(
+            0,
+            Piece {
+                at: std::ptr::null(),
+                len: 0,
+                key: 0,
+            },
+        ); BATCH];
+        for (place, index) in list.iter_mut().zip(buffers.list()) {
+            let at = self.receive_slab.piece(*index as usize, BUFFER_BYTES)?;
+            let piece = Piece {
+                at,
+                len: BUFFER_BYTES as u32,
+                key: self.receive_mr.local_key(),
+            };
+            *place = (RECEIVE | u64::from(*index), piece);
+        }
+        let posted = list.get(..buffers.len).unwrap_or_default();
+        buffers.len = 0;
+        // SAFETY: pieces of our slab, which lives as long as the queue pair; each was taken from a completion, or
+        // never posted before, so nobody else uses it.
+        unsafe { self.qp.post_receives(posted) }
+    }
+}
+
+/// Receive buffers to be posted: at most a batch.
+#[derive(Default)]
+struct Buffers {
+    indices: [u32; BATCH],
+    len: usize,
+}
+
+impl Buffers {
+    fn add(&mut self, index: u32) {
+        if let Some(place) = self.indices.get_mut(self.len) {
+            *place = index;
+            self.len += 1;
+        }
+    }
+
+    fn is_full(&self) -> bool {
+        self.len == BATCH
+    }
+
+    fn list(&self) -> impl Iterator<Item = &u32> {
+        self.indices.iter().take(self.len)
+    }
+}
+
+/// Why a connection ends with a completion of this status; `None` if it was a success.
+fn failure(wc_status: u32) -> Option<Errno> {
+    let errno = match wc_status {
+        status::IBV_WC_SUCCESS => return None,
+        status::IBV_WC_WR_FLUSH_ERR => libc::ECONNRESET,
+        status::IBV_WC_RETRY_EXC_ERR | status::IBV_WC_RESP_TIMEOUT_ERR => libc::ETIMEDOUT,
+        status::IBV_WC_REM_ACCESS_ERR
+        | status::IBV_WC_LOC_ACCESS_ERR
+        | status::IBV_WC_LOC_PROT_ERR => libc::EACCES,
+        status::IBV_WC_REM_INV_REQ_ERR | status::IBV_WC_LOC_LEN_ERR => libc::EPROTO,
+        status::IBV_WC_RNR_RETRY_EXC_ERR => libc::ENOBUFS,
+        _ => libc::EIO,
+    };
+    Some(Errno(errno))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn limits(max_qp_wr: u32, max_cqe: u32) -> DeviceLimits {
+        DeviceLimits {
+            max_qp_wr,
+            max_cqe,
+            max_reads: 1,
+        }
+    }
+
+    #[test]
+    fn queues_are_as_long_as_wished_or_as_the_device_allows() {
+        let sizes = |wr, cqe| {
+            Sizes::fit(&limits(wr, cqe)).map(|sizes| (sizes.slots, sizes.sends, sizes.receives))
+        };
+        assert_eq!(sizes(32_768, 1 << 20), Some((240, 256, 128)));
+        assert_eq!(sizes(100, 1 << 20), Some((84, 100, 84)));
+        assert_eq!(sizes(32_768, 200), Some((84, 100, 84)));
+        assert_eq!(sizes(24, 1000), None);
+        assert_eq!(sizes(0, 0), None);
+    }
+
+    #[test]
+    fn both_queues_fit_into_the_completion_queue() {
+        for wr in 0..400 {
+            if let Some(sizes) = Sizes::fit(&limits(wr, 400)) {
+                assert!(
+                    sizes.sends + sizes.posted() <= 400
+                        && sizes.posted() <= wr
+                        && sizes.sends <= wr
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn every_status_but_success_is_a_failure() {
+        assert_eq!(failure(0), None);
+        assert!((1..30).all(|status| failure(status).is_some()));
+        assert_eq!(failure(12), Some(Errno(libc::ETIMEDOUT)));
+    }
+}

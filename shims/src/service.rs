@@ -11,8 +11,10 @@ mod answer;
 mod ask;
 mod channels;
 mod command;
+mod control;
 mod linger;
 mod links;
+mod remote;
 mod rings;
 mod watch;
 
@@ -224,6 +226,8 @@ mod kind {
     pub const CHANNEL: u64 = 3;
     pub const ANCHOR: u64 = 4;
     pub const LINGER: u64 = 5;
+    pub const CONTROL: u64 = 6;
+    pub const HOST: u64 = 7;
 }
 
 fn tag(kind: u64, id: u64) -> u64 {
@@ -250,6 +254,10 @@ struct Worker {
     dead_links: Vec<&'static Link>,
     lingering: HashMap<u64, linger::Lingering>,
     deferred: Vec<answer::Deferred>,
+    /// What other hosts ask.
+    control: control::Control,
+    /// Other hosts that are asked.
+    hosts: remote::Hosts,
     /// Senders that find no room.
     pressed: Vec<rings::Pressed>,
     /// When rings are next looked at for shrinking, ns; 0: nothing has grown.
@@ -278,6 +286,8 @@ impl Worker {
             dead_links: Vec::new(),
             lingering: HashMap::new(),
             deferred: Vec::new(),
+            control: control::Control::new(crate::time::now_ns()),
+            hosts: remote::Hosts::new(),
             pressed: Vec::new(),
             shrink_at: 0,
             held_until: 0,
@@ -378,6 +388,8 @@ impl Worker {
             .chain(deferred)
             .chain(shrink)
             .chain(pressed)
+            .chain(self.control.next_timeout())
+            .chain(self.hosts.next_timeout())
             .chain(held)
             .min()
             .map(|at| at.saturating_sub(now))
@@ -390,6 +402,8 @@ impl Worker {
         self.expire_lingering(now);
         self.deferred.retain(|d| d.deadline > now);
         self.relieve(now);
+        self.control_on_time(now);
+        self.hosts_on_time(now);
         if self.held_until != 0 && now >= self.held_until {
             self.held_until = 0;
             self.service.holding.store(false, SeqCst);
@@ -430,10 +444,14 @@ impl Worker {
             kind::CHANNEL => self.on_channel(id),
             kind::ANCHOR => self.on_anchor(id),
             kind::LINGER => self.on_lingering(id),
+            kind::CONTROL => self.on_control(),
+            kind::HOST => self.on_host(id),
             _ => {}
         }
     }
 }
 
+#[cfg(test)]
+mod control_tests;
 #[cfg(test)]
 mod tests;

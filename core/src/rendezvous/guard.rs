@@ -134,6 +134,11 @@ impl<K: Copy + Eq + Hash, V> Memory<K, V> {
     }
 
     /// What is remembered under `key`.
+    pub fn get(&self, key: &K) -> Option<&V> {
+        self.entries.get(key)
+    }
+
+    /// What is remembered under `key`, to be changed.
     pub fn get_mut(&mut self, key: &K) -> Option<&mut V> {
         self.entries.get_mut(key)
     }

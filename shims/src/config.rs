@@ -13,9 +13,11 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use ipnet::IpNet;
 use rustix::fd::BorrowedFd;
 
 pub use value::{LogFilter, PromoteAfter, Size};
+use variables::DEVELOPER;
 pub use variables::{VARIABLES, Variable};
 
 /// All variables begin with it; alone it is the main switch.
@@ -70,6 +72,12 @@ pub struct Config {
     pub arena: Size,
     /// The rules file.
     pub rules: Option<PathBuf>,
+    /// The UDP port on which hosts ask each other; 0: none.
+    pub control_port: u16,
+    /// The file with the secret of the control port.
+    pub secret_file: Option<PathBuf>,
+    /// For tests: networks that count as reached by an RDMA device of this host.
+    pub pretend_rdma: Vec<IpNet>,
 }
 
 impl Default for Config {
@@ -85,6 +93,9 @@ impl Default for Config {
             ring_max: Size::mib(4),
             arena: Size::gib(1),
             rules: None,
+            control_port: 4797,
+            secret_file: None,
+            pretend_rdma: Vec::new(),
         }
     }
 }
@@ -111,7 +122,11 @@ impl Config {
                 continue;
             }
             let name = name.to_string_lossy();
-            match VARIABLES.iter().find(|variable| variable.name == name) {
+            match VARIABLES
+                .iter()
+                .chain(DEVELOPER)
+                .find(|variable| variable.name == name)
+            {
                 None => warnings.push(Warning {
                     problem: format!(
                         "{} is not a variable of rdmasock ({} is)",

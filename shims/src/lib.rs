@@ -15,6 +15,7 @@ pub mod log;
 pub mod pass;
 pub mod poll;
 pub mod promote;
+pub mod reach;
 pub mod ready;
 pub mod real;
 pub mod rules;

@@ -16,6 +16,7 @@ use rdmasock_core::stats::{InstanceInfo, StatsPage};
 use rdmasock_core::stream::policy::Threshold;
 
 use crate::config::Config;
+use crate::reach::Reach;
 use crate::rules::{Decision, Rules};
 use crate::service::Service;
 use crate::wait::Waiters;
@@ -28,6 +29,8 @@ pub struct Library {
     pub threshold: Threshold,
     /// Which connections may be.
     pub rules: Rules,
+    /// Which other hosts are in reach.
+    pub reach: &'static Reach,
     /// Base name of the program.
     pub program: String,
     /// This instance.
@@ -143,6 +146,7 @@ impl Library {
             threshold: config.promote_after.threshold(),
             config: config.clone(),
             rules,
+            reach: REACH.get_or_init(|| Box::new(Reach::new(config))),
             program,
             id,
             stats,
@@ -183,6 +187,9 @@ static WARNED: AtomicBool = AtomicBool::new(false);
 
 /// The configuration is read once and survives forks.
 static CONFIG: OnceBox<Config> = OnceBox::new();
+
+/// With the secret, which a fork child may not be allowed to read again.
+static REACH: OnceBox<Reach> = OnceBox::new();
 
 unsafe extern "C" {
     static program_invocation_short_name: *const std::ffi::c_char;

@@ -11,9 +11,11 @@ mod answer;
 mod ask;
 mod channels;
 mod command;
+mod control;
 mod linger;
 mod links;
 mod pairs;
+mod remote;
 mod rings;
 mod watch;
 
@@ -256,6 +258,8 @@ mod kind {
     pub const ACCEPTOR: u64 = 6;
     pub const PAIR_STATE: u64 = 7;
     pub const COMPLETION: u64 = 8;
+    pub const CONTROL: u64 = 9;
+    pub const HOST: u64 = 10;
 }
 
 fn tag(kind: u64, id: u64) -> u64 {
@@ -285,6 +289,10 @@ struct Worker {
     dead_links: Vec<&'static Link>,
     lingering: HashMap<u64, linger::Lingering>,
     deferred: Vec<answer::Deferred>,
+    /// What other hosts ask.
+    control: control::Control,
+    /// Other hosts that are asked.
+    hosts: remote::Hosts,
     /// Senders that find no room.
     pressed: Vec<rings::Pressed>,
     /// When rings are next looked at for shrinking, ns; 0: nothing has grown.
@@ -317,6 +325,8 @@ impl Worker {
             dead_links: Vec::new(),
             lingering: HashMap::new(),
             deferred: Vec::new(),
+            control: control::Control::new(crate::time::now_ns()),
+            hosts: remote::Hosts::new(),
             pressed: Vec::new(),
             shrink_at: 0,
             held_until: 0,
@@ -423,6 +433,8 @@ impl Worker {
             .chain(deferred)
             .chain(shrink)
             .chain(pressed)
+            .chain(self.control.next_timeout())
+            .chain(self.hosts.next_timeout())
             .chain(held)
             .min()
             .map(|at| at.saturating_sub(now))
@@ -437,6 +449,8 @@ impl Worker {
         self.expire_lingering(now);
         self.deferred.retain(|d| d.deadline > now);
         self.relieve(now);
+        self.control_on_time(now);
+        self.hosts_on_time(now);
         if self.held_until != 0 && now >= self.held_until {
             self.held_until = 0;
             self.service.holding.store(false, SeqCst);
@@ -480,10 +494,14 @@ impl Worker {
             kind::ACCEPTOR => self.on_acceptor(id),
             kind::PAIR_STATE => self.on_pair_state(id),
             kind::COMPLETION => self.on_completion(id),
+            kind::CONTROL => self.on_control(),
+            kind::HOST => self.on_host(id),
             _ => {}
         }
     }
 }
 
+#[cfg(test)]
+mod control_tests;
 #[cfg(test)]
 mod tests;

@@ -18,4 +18,5 @@ pub mod dialogue;
 pub mod harness;
 pub mod observe;
 pub mod pair;
+pub mod remote;
 pub mod scenarios;

@@ -1,7 +1,9 @@
 //! The JSON of `rdmasock stat`. Names and shapes are an interface: only ever add.
 
+use std::collections::BTreeMap;
+
 use rdmasock_core::stats::{
-    Counts, Direction, LinkSnapshot, LinkState, Path, Process, StreamSnapshot, Totals,
+    Counts, Direction, Event, LinkSnapshot, LinkState, Path, Process, StreamSnapshot, Totals,
 };
 use serde::Serialize;
 
@@ -21,6 +23,8 @@ struct Instance {
     id: String,
     uptime_s: f64,
     totals: Sums,
+    /// How often each event was counted, by its name.
+    events: BTreeMap<&'static str, u64>,
     links: Vec<Link>,
     streams: Vec<Stream>,
 }
@@ -86,6 +90,10 @@ impl From<&Process> for Instance {
             id: hex(seen.id),
             uptime_s: seen.uptime.as_secs_f64(),
             totals: Sums::from(&seen.totals),
+            events: Event::ALL
+                .iter()
+                .map(|e| (e.name(), seen.count(*e)))
+                .collect(),
             links: seen.links.iter().map(Link::from).collect(),
             streams: seen.streams.iter().map(Stream::from).collect(),
         }

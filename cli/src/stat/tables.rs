@@ -17,6 +17,18 @@ pub fn render(processes: &[Process]) -> String {
     sections.join("\n")
 }
 
+/// What was counted about other hosts, if anything was.
+fn control(process: &Process) -> Option<String> {
+    let counts: Vec<String> = Event::ALL
+        .iter()
+        .filter_map(|event| Some((event.name().strip_prefix("control_")?, *event)))
+        .map(|(name, event)| (name, process.instance.count(event)))
+        .filter(|(_, n)| *n > 0)
+        .map(|(name, n)| format!("{} {n}", name.replace('_', " ")))
+        .collect();
+    (!counts.is_empty()).then(|| format!("other hosts: {}", counts.join("  ")))
+}
+
 fn section(process: &Process) -> String {
     let seen = &process.instance;
     let mut text = format!(
@@ -44,6 +56,9 @@ fn section(process: &Process) -> String {
         .collect();
     // Writing to a String cannot fail.
     let _ = writeln!(text, "{}", counts.join("  "));
+    if let Some(line) = control(process) {
+        let _ = writeln!(text, "{line}");
+    }
 
     let mut sums = table(&["total", "sent", "calls", "received", "calls"]);
     let (tx, rx) = (totals.tx, totals.rx);

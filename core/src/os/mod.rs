@@ -4,6 +4,7 @@
 //! library itself interposes.
 
 pub mod channel;
+pub mod datagram;
 #[cfg(test)]
 pub(crate) mod forked;
 pub mod memfd;

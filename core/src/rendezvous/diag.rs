@@ -52,8 +52,8 @@ pub fn listener_owner(server: SocketAddr) -> ListenerOwner {
 }
 
 const SOCK_DIAG_BY_FAMILY: u16 = 20;
-const NLM_F_REQUEST: u16 = 1;
-const NLMSG_ERROR: u16 = 2;
+pub(super) const NLM_F_REQUEST: u16 = 1;
+pub(super) const NLMSG_ERROR: u16 = 2;
 const IPPROTO_TCP: u8 = 6;
 const TCP_LISTEN: u8 = 10;
 const AF_INET: u8 = 2;
@@ -62,12 +62,12 @@ const AF_INET6: u8 = 10;
 /// linux/netlink.h, struct nlmsghdr. Native byte order, as all of netlink but addresses and ports.
 #[derive(Debug, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
-struct NetlinkHeader {
-    len: u32,
-    kind: u16,
-    flags: u16,
-    sequence: u32,
-    port: u32,
+pub(super) struct NetlinkHeader {
+    pub len: u32,
+    pub kind: u16,
+    pub flags: u16,
+    pub sequence: u32,
+    pub port: u32,
 }
 
 /// linux/inet_diag.h, struct inet_diag_sockid. Ports and addresses are in network byte order.

@@ -16,7 +16,7 @@ use super::{Direction, EVENTS, LINK_SLOTS, LinkState, Path, STREAM_SLOTS, Why};
 /// "rdmastat", read as a little-endian number.
 pub(super) const MAGIC: u64 = u64::from_le_bytes(*b"rdmastat");
 /// Version of this layout.
-pub(super) const VERSION: u32 = 1;
+pub(super) const VERSION: u32 = 2;
 /// Longest program name kept, in bytes.
 pub(super) const PROGRAM_MAX: usize = 64;
 

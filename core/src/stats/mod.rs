@@ -90,21 +90,66 @@ code! {
     }
 }
 
-/// Something that happened once, counted for the whole instance.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(usize)]
-pub enum Event {
+/// Defines [`Event`]: each with its number and its name in the JSON of `rdmasock stat`.
+macro_rules! events {
+    ($($(#[$doc:meta])* $name:ident = $number:literal => $text:literal,)+) => {
+        /// Something that happened once, counted for the whole instance.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        #[repr(usize)]
+        pub enum Event { $($(#[$doc])* $name = $number,)+ }
+
+        impl Event {
+            /// All of them, in the order of their numbers.
+            pub const ALL: &'static [Self] = &[$(Self::$name,)+];
+
+            /// Its name in JSON.
+            #[must_use]
+            pub const fn name(self) -> &'static str {
+                match self { $(Self::$name => $text,)+ }
+            }
+        }
+    };
+}
+
+events! {
     /// An ASK was sent.
-    Ask = 0,
+    Ask = 0 => "asks",
     /// A YES came back.
-    Yes = 1,
+    Yes = 1 => "yes",
     /// A NO came back.
-    No = 2,
+    No = 2 => "no",
     /// A step of a handshake did not come in time.
-    HandshakeTimeout = 3,
+    HandshakeTimeout = 3 => "timeouts",
     /// A peer broke the protocol, on a link or while asking; the channel was closed, or the message ignored.
-    LinkViolation = 4,
+    LinkViolation = 4 => "violations",
+    /// A connection's question went to another host (once, however often it was sent).
+    ControlAsk = 5 => "control_asks",
+    /// A question from another host was answered YES or NO.
+    ControlAnswer = 6 => "control_answers",
+    /// A question from another host was passed on to the service names of this one.
+    ControlRelay = 7 => "control_relays",
+    /// A host did not answer, or nobody listens there: it is not asked for a while.
+    ControlAbsent = 8 => "control_absent",
+    /// A question came without a stamp of ours and got one.
+    ControlStamp = 9 => "control_stamps",
+    /// The control port could not be bound.
+    ControlUnbound = 10 => "control_unbound",
+    /// A datagram was refused: not of the one length that there is.
+    ControlLength = 11 => "control_refused_length",
+    /// A datagram was refused: of another version of the protocol.
+    ControlVersion = 12 => "control_refused_version",
+    /// A datagram was refused: not understood, or out of place.
+    ControlKind = 13 => "control_refused_kind",
+    /// A datagram was refused: its HMAC is wrong or missing, or there is one and no secret here.
+    ControlMac = 14 => "control_refused_hmac",
+    /// A datagram was refused: an answer to nothing that was asked, or a question from an address that is not its
+    /// connection's.
+    ControlMisplaced = 15 => "control_refused_misplaced",
+    /// A datagram was refused: its question was over, or known with other contents.
+    ControlReplay = 16 => "control_refused_replay",
+    /// A datagram was refused: too many.
+    ControlRate = 17 => "control_refused_rate",
 }
 
 /// Number of [`Event`]s.
-pub(crate) const EVENTS: usize = 5;
+pub(crate) const EVENTS: usize = Event::ALL.len();

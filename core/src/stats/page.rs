@@ -110,6 +110,13 @@ impl StatsPage {
         }
     }
 
+    /// How often an event has been counted.
+    #[must_use]
+    pub fn counted(&self, event: Event) -> u64 {
+        let counter = self.header.events.get(event as usize);
+        counter.map_or(0, |counter| counter.load(Relaxed))
+    }
+
     /// The slot, whether in use or not; `None` beyond [`STREAM_SLOTS`].
     #[inline]
     #[must_use]

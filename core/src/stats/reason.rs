@@ -100,6 +100,8 @@ reasons! {
     Resources = 28 => "out of memory or file descriptors",
     /// The peer process has ended.
     PeerGone = 29 => "peer process ended",
+    /// The peer is on another host, and no RDMA device leads there, or the control port is off.
+    OtherHost = 30 => "peer on another host, out of RDMA's reach",
 }
 
 /// A [`Reason`], and the peer's own where it declined.

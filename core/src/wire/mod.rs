@@ -1,7 +1,7 @@
 //! The wire: what two instances say to each other, byte by byte (docs/protocol.md has the rules).
 //!
 //! Two kinds of things are said. A [`Message`] goes out of band, one a datagram, on a service name,
-//! a link's side channel or (later) the control port. A [`Marker`] goes inside the TCP stream, where
+//! a link's side channel or the control port. A [`Marker`] goes inside the TCP stream, where
 //! [`scan`] finds it. All integers are little-endian; decoding is total, checks every length and
 //! never panics. Nothing here does I/O or knows what a message leads to.
 
@@ -77,12 +77,14 @@ pub enum Reason {
     Timeout,
     /// The other end withdrew.
     Cancelled,
+    /// No program with the library listens on the port there.
+    Absent,
     /// A reason of a later version, by its number.
     Other(u16),
 }
 
 impl Reason {
-    const KNOWN: [(Self, u16, &'static str); 12] = [
+    const KNOWN: [(Self, u16, &'static str); 13] = [
         (Self::NotHeld, 1, "peer does not hold the connection"),
         (Self::Rule, 2, "a rule leaves it on TCP"),
         (Self::Shared, 3, "shared by several processes"),
@@ -95,6 +97,7 @@ impl Reason {
         (Self::Violation, 10, "protocol violation"),
         (Self::Timeout, 11, "no answer in time"),
         (Self::Cancelled, 12, "withdrawn"),
+        (Self::Absent, 13, "no program with the library on the port"),
     ];
 
     /// The number on the wire.

@@ -14,7 +14,13 @@ fn parse(vars: &[(&str, &str)]) -> (Config, Vec<String>) {
 fn every_default_in_the_table_is_the_default() {
     for variable in VARIABLES.iter().filter(|v| {
         // These have a default in words.
-        !["RDMASOCK_LOG_FILE", "RDMASOCK_RULES", "RDMASOCK_LIBRARY"].contains(&v.name)
+        ![
+            "RDMASOCK_LOG_FILE",
+            "RDMASOCK_RULES",
+            "RDMASOCK_SECRET_FILE",
+            "RDMASOCK_LIBRARY",
+        ]
+        .contains(&v.name)
     }) {
         let mut config = Config::default();
         assert_eq!(
@@ -38,7 +44,10 @@ fn every_variable_is_read() {
         ("RDMASOCK_RING_MAX", "64M"),
         ("RDMASOCK_ARENA", "64G"),
         ("RDMASOCK_RULES", "rules.toml"),
+        ("RDMASOCK_CONTROL_PORT", "0"),
+        ("RDMASOCK_SECRET_FILE", "secret"),
         ("RDMASOCK_LIBRARY", "elsewhere.so"),
+        ("RDMASOCK_DEV_PRETEND_RDMA", "10.0.0.0/8, fd00::/8"),
     ]);
     assert_eq!(warnings, Vec::<String>::new());
     let expected = Config {
@@ -52,6 +61,9 @@ fn every_variable_is_read() {
         ring_max: Size::mib(64),
         arena: Size::gib(64),
         rules: Some("rules.toml".into()),
+        control_port: 0,
+        secret_file: Some("secret".into()),
+        pretend_rdma: vec!["10.0.0.0/8".parse().unwrap(), "fd00::/8".parse().unwrap()],
     };
     assert_eq!(config, expected);
 }
@@ -68,6 +80,8 @@ fn a_bad_value_is_named_and_the_default_used() {
         ("RDMASOCK_RING_MIN", "5000"),
         ("RDMASOCK_RING_MAX", "128M"),
         ("RDMASOCK_ARENA", "8M"),
+        ("RDMASOCK_CONTROL_PORT", "65536"),
+        ("RDMASOCK_CONTROL_PORT", "-1"),
     ] {
         let (config, warnings) = parse(&[(name, value)]);
         assert_eq!(config, Config::default());

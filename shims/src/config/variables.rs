@@ -137,6 +137,25 @@ pub const VARIABLES: &[Variable] = &[
         set: |config, value| set(&mut config.rules, Some(Some(PathBuf::from(value)))),
     },
     Variable {
+        name: "RDMASOCK_CONTROL_PORT",
+        option: "control-port",
+        placeholder: "PORT",
+        default: "4797",
+        accepts: "a number from 0 to 65535",
+        meaning: "UDP port on which programs of different hosts find each other, the same on all of them; 0: none",
+        set: |config, value| set(&mut config.control_port, value.to_str()?.parse().ok()),
+    },
+    Variable {
+        name: "RDMASOCK_SECRET_FILE",
+        option: "secret-file",
+        placeholder: "PATH",
+        default: "none: what comes to the control port is not authenticated",
+        accepts: "the path of a file of 16 to 4096 bytes that others cannot read",
+        meaning: "secret that the control port's datagrams are signed with, the same on all hosts; if it cannot be used, \
+                  no connection moves between hosts",
+        set: |config, value| set(&mut config.secret_file, Some(Some(PathBuf::from(value)))),
+    },
+    Variable {
         name: "RDMASOCK_LIBRARY",
         option: "library",
         placeholder: "PATH",
@@ -146,6 +165,20 @@ pub const VARIABLES: &[Variable] = &[
         set: |_, _| Some(()),
     },
 ];
+
+/// For developers: not in the README, not an option of `rdmasock run`.
+pub(super) const DEVELOPER: &[Variable] = &[Variable {
+    name: "RDMASOCK_DEV_PRETEND_RDMA",
+    option: "",
+    placeholder: "",
+    default: "the devices that there are",
+    accepts: "a comma-separated list of networks such as 10.0.0.0/8",
+    meaning: "this host counts as having an RDMA device that leads to these networks (tests of the control port)",
+    set: |config, value| {
+        let networks = value::items(value.to_str()?).map(|item| item.parse().ok());
+        set(&mut config.pretend_rdma, networks.collect())
+    },
+}];
 
 /// Stores a value that was accepted.
 fn set<T>(field: &mut T, value: Option<T>) -> Option<()> {

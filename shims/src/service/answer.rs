@@ -55,6 +55,7 @@ impl Worker {
             if self.add(name.as_fd(), tag(kind::NAME, id), flags) {
                 listener.enter(&self.library.id);
                 self.listeners.push(listener);
+                self.open_control(crate::time::now_ns());
             }
         }
     }
@@ -199,7 +200,7 @@ impl Worker {
     }
 
     /// The accepted socket with these addresses.
-    fn find(&mut self, tuple: &Tuple) -> Option<&'static Socket> {
+    pub(super) fn find(&mut self, tuple: &Tuple) -> Option<&'static Socket> {
         if let Some(socket) = self.tuples.get(tuple).and_then(|r| r.get()) {
             return Some(socket);
         }

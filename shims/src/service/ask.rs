@@ -9,6 +9,7 @@ use rdmasock_core::os::channel::Channel;
 use rdmasock_core::rendezvous::diag;
 use rdmasock_core::rendezvous::names;
 use rdmasock_core::rendezvous::peers::Answer;
+use rdmasock_core::rendezvous::route::{Place, place_of};
 use rdmasock_core::stats::{Direction, Event, Reason, Why};
 use rdmasock_core::stream::handshake::Handshake;
 use rdmasock_core::wire::{self, MAX_MESSAGE, Message};
@@ -18,13 +19,24 @@ use crate::link::Link;
 use crate::promote;
 use crate::socket::{Socket, Stage};
 
+/// For whom a question is asked.
+#[derive(Clone, Copy)]
+enum Asker {
+    /// A connection of this process.
+    Here(Ref),
+    /// An instance of another host, whose question came in as `conn`.
+    Elsewhere { conn: u64, instance: InstanceId },
+}
+
 /// An ASK under way, to one or more instances.
 pub struct Asking {
-    r: Ref,
+    who: Asker,
     nonce: Nonce,
-    tuple: Tuple,
+    pub(super) tuple: Tuple,
+    /// The other end is on another host: its control port is asked, not the names of this one.
+    remote: bool,
     /// The channels from which the answer has not come. No other's counts.
-    asked: HashSet<u64>,
+    pub(super) asked: HashSet<u64>,
     /// Instances asked so far.
     tried: HashSet<InstanceId>,
     /// The service names have been asked, not only links.
@@ -45,22 +57,57 @@ impl Asking {
     pub fn for_test(r: Ref, nonce: Nonce, conn: u64) -> Self {
         let address = std::net::SocketAddr::from(([127, 0, 0, 1], 9));
         Self {
-            r,
-            nonce,
-            tuple: Tuple::new(address, address),
             asked: HashSet::from([conn]),
-            tried: HashSet::new(),
             named: true,
-            answered: None,
-            busy: false,
-            untrusted: false,
             deadline: u64::MAX,
+            ..Self::new(Asker::Here(r), nonce, Tuple::new(address, address), false)
         }
+    }
+
+    /// A question about a connection to another host, not asked yet.
+    pub fn remote_for_test(r: Ref, nonce: Nonce, tuple: Tuple) -> Self {
+        Self::new(Asker::Here(r), nonce, tuple, true)
     }
 
     /// It is out there too.
     pub fn also_for_test(&mut self, conn: u64) {
         self.asked.insert(conn);
+    }
+}
+
+impl Asking {
+    fn new(who: Asker, nonce: Nonce, tuple: Tuple, remote: bool) -> Self {
+        Self {
+            who,
+            nonce,
+            tuple,
+            remote,
+            asked: HashSet::new(),
+            tried: HashSet::new(),
+            named: false,
+            answered: None,
+            busy: false,
+            untrusted: false,
+            deadline: crate::time::now_ns() + ASK_TIMEOUT.as_nanos() as u64,
+        }
+    }
+
+    /// A question that came from another host.
+    pub(super) fn relayed(conn: u64, tuple: Tuple, nonce: Nonce, instance: InstanceId) -> Self {
+        Self::new(Asker::Elsewhere { conn, instance }, nonce, tuple, false)
+    }
+
+    /// Whether it came from another host.
+    pub(super) fn is_relayed(&self) -> bool {
+        matches!(self.who, Asker::Elsewhere { .. })
+    }
+
+    /// The connection of this process that it is about, if it is still the same.
+    fn socket(&self) -> Option<&'static Socket> {
+        match self.who {
+            Asker::Here(r) => r.get(),
+            Asker::Elsewhere { .. } => None,
+        }
     }
 }
 
@@ -95,11 +142,18 @@ impl Worker {
         if self.cache.get(&acceptor, Instant::now()) == Some(&Answer::Absent) {
             return stay(socket, Reason::PeerWithout.into());
         }
+        let remote = match place_of(connector.ip(), acceptor.ip()) {
+            Place::Here => false,
+            Place::There { interface } => {
+                let reach = self.library.reach;
+                if !reach.verbs_ready() || !reach.is_candidate(acceptor.ip(), interface) {
+                    return stay(socket, Reason::OtherHost.into());
+                }
+                true
+            }
+        };
         promote::set_why(socket, Reason::Handshake);
-        // Not to be guessed, although a channel that was not asked cannot answer anyway.
-        let request = std::iter::repeat_with(crate::library::random_u64)
-            .find(|r| !self.asks.contains_key(r))
-            .unwrap_or_default();
+        let request = self.new_request();
         {
             let Some(mut control) = socket.control.lock() else {
                 return;
@@ -108,20 +162,16 @@ impl Worker {
             control.greeted_by = None;
             control.offer = None;
         }
-        let mut asking = Asking {
-            r,
-            nonce,
-            tuple,
-            asked: HashSet::new(),
-            tried: HashSet::new(),
-            named: false,
-            answered: None,
-            busy: false,
-            untrusted: false,
-            deadline: crate::time::now_ns() + ASK_TIMEOUT.as_nanos() as u64,
-        };
+        let mut asking = Asking::new(Asker::Here(r), nonce, tuple, remote);
         self.ask_links(request, &mut asking);
         self.go_on(request, asking);
+    }
+
+    /// A number for a question: not to be guessed, although a channel that was not asked cannot answer anyway.
+    pub(super) fn new_request(&self) -> u64 {
+        std::iter::repeat_with(crate::library::random_u64)
+            .find(|r| !self.asks.contains_key(r))
+            .unwrap_or_default()
     }
 
     /// Asks the instances that answered for the destination before, over the links to them.
@@ -150,33 +200,50 @@ impl Worker {
         asking.asked.insert(conn)
     }
 
-    fn question(&self, request: u64, asking: &Asking) -> Message {
+    pub(super) fn question(&self, request: u64, asking: &Asking) -> Message {
         Message::Ask {
             request,
             tuple: asking.tuple,
             nonce_c: asking.nonce,
-            instance_c: self.library.id,
+            instance_c: match asking.who {
+                Asker::Here(_) => self.library.id,
+                Asker::Elsewhere { instance, .. } => instance,
+            },
         }
     }
 
-    /// With answers outstanding: waits. Else asks the service names, or gives up.
-    fn go_on(&mut self, request: u64, mut asking: Asking) {
+    /// With answers outstanding: waits. Else asks the service names or the other host, or gives up.
+    pub(super) fn go_on(&mut self, request: u64, mut asking: Asking) {
         if asking.asked.is_empty() && !asking.named {
             asking.named = true;
-            self.ask_names(request, &mut asking);
+            if asking.remote {
+                self.ask_host(request, &mut asking);
+            } else {
+                self.ask_names(request, &mut asking);
+            }
         }
         if !asking.asked.is_empty() {
             self.asks.insert(request, asking);
             return;
         }
-        let Some(socket) = asking.r.get() else { return };
+        if let Asker::Elsewhere { conn, .. } = asking.who {
+            let reason = match asking.answered {
+                Some(reason) => reason,
+                None if asking.busy => wire::Reason::Timeout,
+                None => wire::Reason::Absent,
+            };
+            return self.reply(conn, &Message::No { request, reason });
+        }
+        let Some(socket) = asking.socket() else {
+            return;
+        };
         if !abandon(socket, asking.nonce) {
             return;
         }
         match asking.answered {
             None if asking.busy => later(socket, Reason::TimedOut.into()),
             None if asking.untrusted => stay(socket, Reason::NotTrusted.into()),
-            None => {
+            None | Some(wire::Reason::Absent) => {
                 self.cache.insert(
                     asking.tuple.acceptor(),
                     Answer::Absent,
@@ -304,7 +371,7 @@ impl Worker {
         }
     }
 
-    fn declined(&mut self, request: u64, reason: wire::Reason) {
+    pub(super) fn declined(&mut self, request: u64, reason: wire::Reason) {
         let Some(mut asking) = self.asks.remove(&request) else {
             return;
         };
@@ -357,9 +424,9 @@ impl Worker {
                 },
             ),
             Taken::Yes => {
-                self.library.stats.count(Event::Yes);
-                if let Some(asking) = self.asks.remove(&request)
-                    && !self.greet(&asking, nonce_s, instance_s)
+                let asking = self.asks.remove(&request);
+                if let Some(asking) = &asking
+                    && !self.accept_yes(asking, nonce_s, instance_s)
                 {
                     self.reply(
                         conn,
@@ -369,11 +436,37 @@ impl Worker {
                             nonce_s,
                         },
                     );
-                    self.settle(asking.r);
                 }
             }
         }
         self.done_asking(conn);
+    }
+
+    /// Goes on with a YES: our connection greets, another host's is told. False if it comes too late.
+    pub(super) fn accept_yes(
+        &mut self,
+        asking: &Asking,
+        nonce_s: Nonce,
+        instance_s: InstanceId,
+    ) -> bool {
+        let r = match asking.who {
+            Asker::Here(r) => r,
+            Asker::Elsewhere { conn, .. } => {
+                let yes = Message::Yes {
+                    request: 0,
+                    nonce_s,
+                    instance_s,
+                };
+                self.reply(conn, &yes);
+                return true;
+            }
+        };
+        self.library.stats.count(Event::Yes);
+        let greeted = self.greet(asking, nonce_s, instance_s);
+        if !greeted {
+            self.settle(r);
+        }
+        greeted
     }
 
     /// Goes on with HELLO. False if the attempt is over.
@@ -392,7 +485,7 @@ impl Worker {
             Instant::now(),
             PRESENT_FOR,
         );
-        let Some(socket) = asking.r.get().filter(|s| is_asking(s, asking.nonce)) else {
+        let Some(socket) = asking.socket().filter(|s| is_asking(s, asking.nonce)) else {
             return false;
         };
         if self.watch(socket) != Watch::Done || !promote::start_scan(socket, asking.nonce) {
@@ -421,6 +514,13 @@ impl Worker {
     pub(super) fn reply(&mut self, conn: u64, message: &Message) {
         match self.conns.get(&conn) {
             Some(super::Conn {
+                peer: Peer::Remote(query),
+                ..
+            }) => {
+                let query = *query;
+                self.answer_remote(query, message);
+            }
+            Some(super::Conn {
                 channel: Some(channel),
                 ..
             }) => {
@@ -443,7 +543,7 @@ impl Worker {
     /// Drops the questions of attempts that the program has given up: a YES is too late then.
     pub(super) fn forget_asks(&mut self, socket: &'static Socket) {
         self.asks.retain(|_, a| {
-            !a.r.get().is_some_and(|s| std::ptr::eq(s, socket)) || is_asking(socket, a.nonce)
+            !a.socket().is_some_and(|s| std::ptr::eq(s, socket)) || is_asking(socket, a.nonce)
         });
     }
 
@@ -459,10 +559,24 @@ impl Worker {
                 continue;
             };
             self.library.stats.count(Event::HandshakeTimeout);
-            if let Some(socket) = asking.r.get()
+            if let Asker::Elsewhere { conn, .. } = asking.who {
+                let reason = wire::Reason::Timeout;
+                self.reply(conn, &Message::No { request, reason });
+                continue;
+            }
+            let why = if asking.remote && self.is_host_silent(&asking) {
+                Reason::PeerWithout
+            } else {
+                Reason::TimedOut
+            };
+            if let Some(socket) = asking.socket()
                 && abandon(socket, asking.nonce)
             {
-                later(socket, Reason::TimedOut.into());
+                if why == Reason::TimedOut {
+                    later(socket, why.into());
+                } else {
+                    stay(socket, why.into());
+                }
             }
         }
     }

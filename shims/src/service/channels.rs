@@ -5,6 +5,7 @@ use std::os::fd::AsFd;
 use rdmasock_core::ids::InstanceId;
 use rdmasock_core::os::channel::{Channel, RecvError};
 use rdmasock_core::os::privatefd::PrivateFd;
+use rdmasock_core::rendezvous::control::QueryId;
 use rdmasock_core::stats::{Event, Reason};
 use rdmasock_core::wire::{MAX_MESSAGE, Message};
 use rustix::event::epoll as kernel;
@@ -23,11 +24,13 @@ pub(super) enum Peer {
     Linking { peer: InstanceId },
     /// A link's side channel.
     Link(&'static Link),
+    /// No channel: a question that came to the control port, which its answer goes back to.
+    Remote(QueryId),
 }
 
 /// A channel in the service thread's epoll set.
 pub(super) struct Conn {
-    /// `None` for a link's, which owns it.
+    /// `None` for a link's, which owns it, and for another host's question.
     pub channel: Option<Channel>,
     pub peer: Peer,
 }
@@ -210,7 +213,7 @@ impl Worker {
             let _ = kernel::delete(&self.service.epoll, channel.as_fd());
         }
         match conn.peer {
-            Peer::Incoming { .. } => {}
+            Peer::Incoming { .. } | Peer::Remote(_) => {}
             Peer::Asked { request, .. } => self.on_silence(id, request),
             Peer::Linking { peer } => self.link_failed(peer),
             Peer::Link(link) => {

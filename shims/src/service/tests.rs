@@ -11,14 +11,14 @@ use super::*;
 use crate::socket::mode;
 
 /// A worker whose commands stay in the queue: no service thread runs beside it.
-fn worker() -> Worker {
+pub(super) fn worker() -> Worker {
     let library = Library::ensure().unwrap();
     library.service.started.store(true, SeqCst);
     Worker::new().unwrap()
 }
 
 /// A connected socket, and what keeps it open.
-fn connected() -> (&'static Socket, TcpStream) {
+pub(super) fn connected() -> (&'static Socket, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     let socket = Socket::allocate(stream.as_raw_fd(), true).unwrap();
@@ -42,14 +42,14 @@ fn asked(worker: &mut Worker, socket: &'static Socket, by_name: bool) -> (u64, u
     (request, conn, theirs)
 }
 
-fn say(channel: &Channel, message: &Message) {
+pub(super) fn say(channel: &Channel, message: &Message) {
     let mut buf = [0u8; MAX_MESSAGE];
     channel
         .send(message.encode(&mut buf).unwrap(), &[])
         .unwrap();
 }
 
-fn heard(channel: &Channel) -> Option<Message> {
+pub(super) fn heard(channel: &Channel) -> Option<Message> {
     let mut buf = [0u8; MAX_MESSAGE];
     let received = channel.recv(&mut buf).ok()?;
     Some(Message::decode(received.bytes).unwrap())

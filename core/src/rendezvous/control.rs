@@ -1,0 +1,477 @@
+//! The datagrams of the control port (docs/protocol.md, P60–P64): what they look like, who may have written
+//! them, and whether the sender of a question is where it says it is.
+//!
+//! Pure: bytes in, values out, the time is an argument. The sockets are `os::datagram`'s, the limits
+//! `guard`'s; what an answer leads to is the service thread's business.
+
+#![cfg_attr(not(test), deny(clippy::indexing_slicing))]
+
+use std::fmt;
+use std::net::{IpAddr, SocketAddr};
+use std::path::Path;
+
+use hmac::{Hmac, Mac};
+use rustix::fs::{FileType, Mode, OFlags};
+use rustix::io::Errno;
+use sha2::Sha256;
+use zerocopy::little_endian::U16;
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+use crate::ids::{Cookie, ID_BYTES, InstanceId, Nonce, Tuple};
+use crate::wire::{self, Message, VERSION, WireError};
+
+/// Every datagram has this many bytes, so that no answer is longer than its question.
+pub const DATAGRAM: usize = size_of::<Frame>();
+
+/// Bytes of an HMAC-SHA256.
+const MAC: usize = 32;
+/// Room for a message: the longest, ASK, has 84 bytes.
+const ROOM: usize = 102;
+
+const MAGIC: [u8; 4] = *b"rsku";
+/// The datagram ends with a MAC.
+const SIGNED: u8 = 1;
+
+/// A datagram. Plain bytes, no padding, any alignment.
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+struct Frame {
+    magic: [u8; 4],
+    version: u8,
+    kind: u8,
+    flags: u8,
+    reserved: u8,
+    query: QueryId,
+    stamp: Stamp,
+    instance: InstanceId,
+    /// Bytes of the message; the rest of its field is padding.
+    length: U16,
+    message: [u8; ROOM],
+    mac: [u8; MAC],
+}
+
+/// The random number of a question, which its answers repeat.
+#[derive(
+    Clone, Copy, PartialEq, Eq, Hash, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
+)]
+#[repr(transparent)]
+pub struct QueryId([u8; ID_BYTES]);
+
+impl QueryId {
+    /// Draws a fresh one. Fails only without getrandom(2).
+    pub fn random() -> Result<Self, Errno> {
+        InstanceId::random().map(|id| Self(*id.as_bytes()))
+    }
+
+    /// The one with these bytes.
+    pub const fn from_bytes(bytes: [u8; ID_BYTES]) -> Self {
+        Self(bytes)
+    }
+}
+
+impl fmt::Debug for QueryId {
+    /// The first four bytes, enough to follow one in a log.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [a, b, c, d, ..] = self.0;
+        write!(f, "{a:02x}{b:02x}{c:02x}{d:02x}…")
+    }
+}
+
+/// What an answerer gives to an address and wants to see again from there. Zero: none yet.
+#[derive(Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(transparent)]
+pub struct Stamp([u8; ID_BYTES]);
+
+impl Stamp {
+    /// What a question has that was sent before any answer came.
+    pub const NONE: Self = Self([0; ID_BYTES]);
+
+    /// The stamp with these bytes.
+    pub const fn from_bytes(bytes: [u8; ID_BYTES]) -> Self {
+        Self(bytes)
+    }
+}
+
+impl fmt::Debug for Stamp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if *self == Self::NONE {
+            "none"
+        } else {
+            "Stamp(secret)"
+        })
+    }
+}
+
+/// A datagram as it is understood.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Datagram {
+    /// The question that it is, answers or withdraws.
+    pub query: QueryId,
+    /// From the asker: the last stamp that came from there. From the answerer: a new one.
+    pub stamp: Stamp,
+    /// What it says.
+    pub body: Body,
+}
+
+/// What a datagram says.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Body {
+    /// See [`Message::Ask`].
+    Ask {
+        /// The asker's number for it.
+        request: u64,
+        /// The connection.
+        tuple: Tuple,
+        /// What markers to the asker start with.
+        nonce_c: Nonce,
+        /// Who asks.
+        instance_c: InstanceId,
+    },
+    /// See [`Message::Cancel`]; with the instance that had said YES.
+    Cancel {
+        /// The attempt.
+        nonce_s: Nonce,
+        /// Whose it is.
+        instance_s: InstanceId,
+    },
+    /// The YES has come: it need not be said again.
+    Got,
+    /// "Ask again with this stamp."
+    Stamp,
+    /// See [`Message::Yes`].
+    Yes {
+        /// The asker's number.
+        request: u64,
+        /// What markers to the answerer start with.
+        nonce_s: Nonce,
+        /// Who answers.
+        instance_s: InstanceId,
+    },
+    /// See [`Message::No`].
+    No {
+        /// The asker's number.
+        request: u64,
+        /// Why.
+        reason: wire::Reason,
+    },
+}
+
+/// The numbers of the kinds. Those of answers are 16 and up.
+mod kind {
+    pub const ASK: u8 = 1;
+    pub const CANCEL: u8 = 2;
+    pub const GOT: u8 = 3;
+    pub const STAMP: u8 = 16;
+    pub const ANSWER: u8 = 17;
+}
+
+/// Why a datagram is refused. Nobody is told: whoever sent it is not to be helped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum Refused {
+    /// Not [`DATAGRAM`] bytes long.
+    #[error("wrong length")]
+    Length,
+    /// Another version of the protocol.
+    #[error("protocol version {0}")]
+    Version(u8),
+    /// Not a datagram of this protocol, or of an unknown kind, or with contents that do not fit its kind.
+    #[error("not understood")]
+    Kind,
+    /// The MAC is missing, wrong, or there is one although this end has no secret.
+    #[error("wrong or missing HMAC")]
+    Mac,
+}
+
+impl Datagram {
+    /// The datagram's bytes, with a MAC if there is a key.
+    ///
+    /// # Errors
+    /// [`WireError::Buffer`] for a message that does not fit; none of this file's is that long.
+    pub fn encode(&self, key: Option<&Key>) -> Result<[u8; DATAGRAM], WireError> {
+        let (kind, message, instance) = match self.body {
+            Body::Ask {
+                request,
+                tuple,
+                nonce_c,
+                instance_c,
+            } => (
+                kind::ASK,
+                Some(Message::Ask {
+                    request,
+                    tuple,
+                    nonce_c,
+                    instance_c,
+                }),
+                None,
+            ),
+            Body::Cancel {
+                nonce_s,
+                instance_s,
+            } => (
+                kind::CANCEL,
+                Some(Message::Cancel {
+                    request: 0,
+                    nonce_c: nonce_s,
+                    nonce_s,
+                }),
+                Some(instance_s),
+            ),
+            Body::Got => (kind::GOT, None, None),
+            Body::Stamp => (kind::STAMP, None, None),
+            Body::Yes {
+                request,
+                nonce_s,
+                instance_s,
+            } => (
+                kind::ANSWER,
+                Some(Message::Yes {
+                    request,
+                    nonce_s,
+                    instance_s,
+                }),
+                None,
+            ),
+            Body::No { request, reason } => {
+                (kind::ANSWER, Some(Message::No { request, reason }), None)
+            }
+        };
+        let mut frame = Frame {
+            magic: MAGIC,
+            version: VERSION,
+            kind,
+            flags: if key.is_some() { SIGNED } else { 0 },
+            reserved: 0,
+            query: self.query,
+            stamp: self.stamp,
+            instance: instance.unwrap_or(InstanceId::from_bytes([0; ID_BYTES])),
+            length: U16::ZERO,
+            message: [0; ROOM],
+            mac: [0; MAC],
+        };
+        if let Some(message) = message {
+            let length = message.encode(&mut frame.message)?.len();
+            frame.length = U16::new(u16::try_from(length).map_err(|_| WireError::Buffer)?);
+        }
+        if let Some(key) = key {
+            frame.mac = key.mac(&frame).finalize().into_bytes().into();
+        }
+        let mut bytes = [0; DATAGRAM];
+        frame
+            .write_to(&mut bytes)
+            .map_err(|_| WireError::Buffer)
+            .map(|()| bytes)
+    }
+
+    /// Reads a datagram. Total: any bytes give one or a reason to refuse them.
+    ///
+    /// With a key the MAC has to be there and right; without, there must be none.
+    ///
+    /// # Errors
+    /// Why it is refused. Nothing of what an unsigned datagram says is looked at but its version.
+    pub fn decode(bytes: &[u8], key: Option<&Key>) -> Result<Self, Refused> {
+        // The version before the length: a later version may have another.
+        if let [a, b, c, d, version, ..] = *bytes
+            && [a, b, c, d] == MAGIC
+            && version != VERSION
+        {
+            return Err(Refused::Version(version));
+        }
+        let frame = Frame::ref_from_bytes(bytes).map_err(|_| Refused::Length)?;
+        if frame.magic != MAGIC || frame.flags & !SIGNED != 0 {
+            return Err(Refused::Kind);
+        }
+        match (key, frame.flags & SIGNED != 0) {
+            (None, false) => {}
+            (Some(key), true) => key
+                .mac(frame)
+                // Takes the same time wherever the first difference is.
+                .verify_slice(&frame.mac)
+                .map_err(|_| Refused::Mac)?,
+            _ => return Err(Refused::Mac),
+        }
+        let message = frame
+            .message
+            .get(..usize::from(frame.length.get()))
+            .ok_or(Refused::Kind)?;
+        let decode = || Message::decode(message).map_err(|_| Refused::Kind);
+        let body = match frame.kind {
+            kind::GOT if message.is_empty() => Body::Got,
+            kind::STAMP if message.is_empty() => Body::Stamp,
+            kind::ASK => match decode()? {
+                Message::Ask {
+                    request,
+                    tuple,
+                    nonce_c,
+                    instance_c,
+                } => Body::Ask {
+                    request,
+                    tuple,
+                    nonce_c,
+                    instance_c,
+                },
+                _ => return Err(Refused::Kind),
+            },
+            kind::CANCEL => match decode()? {
+                Message::Cancel { nonce_s, .. } => Body::Cancel {
+                    nonce_s,
+                    instance_s: frame.instance,
+                },
+                _ => return Err(Refused::Kind),
+            },
+            kind::ANSWER => match decode()? {
+                Message::Yes {
+                    request,
+                    nonce_s,
+                    instance_s,
+                } => Body::Yes {
+                    request,
+                    nonce_s,
+                    instance_s,
+                },
+                Message::No { request, reason } => Body::No { request, reason },
+                _ => return Err(Refused::Kind),
+            },
+            _ => return Err(Refused::Kind),
+        };
+        Ok(Self {
+            query: frame.query,
+            stamp: frame.stamp,
+            body,
+        })
+    }
+}
+
+/// What all hosts have that may move connections to each other: the bytes of a file.
+#[derive(Clone)]
+pub struct Key(Hmac<Sha256>);
+
+impl fmt::Debug for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Key(secret)")
+    }
+}
+
+impl Key {
+    /// How many bytes a secret may have.
+    pub const BYTES: std::ops::RangeInclusive<usize> = 16..=4096;
+
+    /// The key from a secret's bytes; `None` if it has too few or too many.
+    pub fn new(secret: &[u8]) -> Option<Self> {
+        if !Self::BYTES.contains(&secret.len()) {
+            return None;
+        }
+        Hmac::new_from_slice(secret).ok().map(Self)
+    }
+
+    /// The key from the file at `path`, all of its bytes.
+    ///
+    /// # Errors
+    /// What is wrong with the file, for a message: it has to be a regular file that others can neither read
+    /// nor write, of a length within [`Self::BYTES`].
+    pub fn load(path: &Path) -> Result<Self, String> {
+        let failed = |errno: Errno| std::io::Error::from(errno).to_string();
+        // A FIFO must not block the program.
+        let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
+        let file = rustix::fs::open(path, flags, Mode::empty()).map_err(failed)?;
+        let stat = rustix::fs::fstat(&file).map_err(failed)?;
+        if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
+            return Err("it is not a regular file".to_owned());
+        }
+        if stat.st_mode & 0o007 != 0 {
+            return Err("it is accessible to other users (chmod o= it)".to_owned());
+        }
+        let mut bytes = [0; *Self::BYTES.end() + 1];
+        let mut have = 0;
+        while let Some(rest) = bytes.get_mut(have..).filter(|rest| !rest.is_empty()) {
+            match rustix::io::read(&file, rest) {
+                Ok(0) => break,
+                Ok(n) => have += n,
+                Err(Errno::INTR) => {}
+                Err(errno) => return Err(failed(errno)),
+            }
+        }
+        let secret = bytes.get(..have).unwrap_or_default();
+        Self::new(secret).ok_or_else(|| {
+            format!(
+                "it must have {} to {} bytes",
+                Self::BYTES.start(),
+                Self::BYTES.end()
+            )
+        })
+    }
+
+    /// Over everything but the MAC itself, and which way the datagram goes.
+    fn mac(&self, frame: &Frame) -> Hmac<Sha256> {
+        let mut mac = self.0.clone();
+        mac.update(if frame.kind < kind::STAMP {
+            b"rdmasock control port: asker to answerer\0"
+        } else {
+            b"rdmasock control port: answerer to asker\0"
+        });
+        let bytes = frame.as_bytes();
+        mac.update(bytes.get(..bytes.len() - MAC).unwrap_or_default());
+        mac
+    }
+}
+
+/// Makes and knows the stamps of one instance.
+///
+/// A stamp is a MAC under a key that only this instance has, over the address it was sent to and the
+/// minute. Who brings it back can receive there, and does so within two minutes by this instance's
+/// clock: no clocks need agree, and no other instance takes it.
+pub struct Stamper(Hmac<Sha256>);
+
+impl Stamper {
+    /// A stamp is good for at least one and less than two of these, ns.
+    const SLOT: u64 = 60_000_000_000;
+    /// No stamp is good for longer, ns.
+    pub const LIFE: u64 = 2 * Self::SLOT;
+
+    /// One with a fresh key. Fails only without getrandom(2).
+    pub fn random() -> Result<Self, Errno> {
+        let key = [Cookie::random()?, Cookie::random()?];
+        Hmac::new_from_slice(key.as_bytes())
+            .map(Self)
+            .map_err(|_| Errno::INVAL)
+    }
+
+    fn mac(&self, to: SocketAddr, slot: u64) -> Hmac<Sha256> {
+        let mut mac = self.0.clone();
+        let ip = match to.ip() {
+            IpAddr::V4(ip) => ip.to_ipv6_mapped(),
+            IpAddr::V6(ip) => ip,
+        };
+        mac.update(&ip.octets());
+        mac.update(&to.port().to_le_bytes());
+        mac.update(&slot.to_le_bytes());
+        mac
+    }
+
+    /// The stamp for the address `to` at `now` (ns).
+    pub fn stamp(&self, to: SocketAddr, now: u64) -> Stamp {
+        let full: [u8; MAC] = self
+            .mac(to, now / Self::SLOT)
+            .finalize()
+            .into_bytes()
+            .into();
+        let mut stamp = [0; ID_BYTES];
+        stamp.iter_mut().zip(full).for_each(|(to, from)| *to = from);
+        Stamp(stamp)
+    }
+
+    /// Whether `stamp` was given to the address `from` not long before `now` (ns).
+    pub fn is_good(&self, stamp: &Stamp, from: SocketAddr, now: u64) -> bool {
+        let slot = now / Self::SLOT;
+        [Some(slot), slot.checked_sub(1)]
+            .into_iter()
+            .flatten()
+            .any(|slot| {
+                let mac = self.mac(from, slot);
+                mac.verify_truncated_left(&stamp.0).is_ok()
+            })
+    }
+}
+
+#[cfg(test)]
+#[path = "control_tests.rs"]
+mod tests;

@@ -1,0 +1,473 @@
+//! The answerer's part of the control port: questions of other hosts, about connections that some process
+//! of this host holds (docs/protocol.md, P60–P69).
+//!
+//! The kernel hands a question to any of the instances that share the port, so what is not held here is passed
+//! on to the service names, as a connector of this host would ask. The asker's part is `remote.rs`.
+
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::AsFd;
+
+use rdmasock_core::ids::{InstanceId, Nonce, Tuple};
+use rdmasock_core::os::datagram::{Answerer, Arrival};
+use rdmasock_core::rendezvous::control::{
+    Body, DATAGRAM, Datagram, QueryId, Refused, Stamp, Stamper,
+};
+use rdmasock_core::rendezvous::guard::{Bucket, Limiter, Memory, Rate};
+use rdmasock_core::rendezvous::names;
+use rdmasock_core::stats::{Event, StatsPage};
+use rdmasock_core::wire::{self, MAX_MESSAGE, Message};
+use rustix::event::epoll as kernel;
+use rustix::io::Errno;
+
+use super::ask::Asking;
+use super::{Conn, Peer, Worker, kind, tag};
+
+const MS: u64 = 1_000_000;
+
+/// Datagrams that are looked at at all. Beyond, the socket is left alone for a while and the kernel drops them.
+const ARRIVALS: Rate = Rate {
+    per_second: 5_000,
+    burst: 1_000,
+};
+const PAUSE: u64 = 50 * MS;
+/// Questions without a good stamp, whose sender's address may be forged.
+const STRANGERS: [Rate; 2] = [
+    Rate {
+        per_second: 200,
+        burst: 400,
+    },
+    Rate {
+        per_second: 20,
+        burst: 40,
+    },
+];
+/// Questions with a good stamp: in total, and of each address.
+const KNOWN: [Rate; 2] = [
+    Rate {
+        per_second: 2_000,
+        burst: 2_000,
+    },
+    Rate {
+        per_second: 200,
+        burst: 400,
+    },
+];
+/// Addresses whose rates are remembered.
+const SOURCES: usize = 1024;
+/// Questions that are remembered, longer than any stamp is good: a copy of one is noticed, or has no good stamp.
+const QUERIES: usize = 16_384;
+const REMEMBERED: u64 = Stamper::LIFE + 1_000 * MS;
+/// Questions that may be with other instances of this host at once.
+const RELAYS: usize = 256;
+/// A YES is said again this often, at first after so long, then after twice as long each (P67).
+const REPEATS: u32 = 8;
+const FIRST_REPEAT: u64 = 200 * MS;
+/// How long a port that could not be bound is left alone.
+const BIND_AGAIN: u64 = 10_000 * MS;
+/// Datagrams that are read in a row.
+const AT_ONCE: usize = 64;
+
+/// What the answerer knows.
+pub(super) struct Control {
+    pub(super) socket: Option<Answerer>,
+    /// Binding has failed, and that has been told.
+    told: bool,
+    bind_again: u64,
+    stamper: Option<Stamper>,
+    arrivals: Bucket,
+    /// The socket is not looked at until then; 0: it is.
+    pub(super) paused_until: u64,
+    strangers: Limiter,
+    known: Limiter,
+    queries: Memory<QueryId, Query>,
+    /// Questions whose YES is to be said again.
+    repeating: Vec<QueryId>,
+}
+
+/// A question that was taken.
+struct Query {
+    /// Its pseudo channel.
+    conn: u64,
+    from: SocketAddr,
+    to: IpAddr,
+    request: u64,
+    nonce_c: Nonce,
+    state: State,
+}
+
+enum State {
+    /// Its answer is to come.
+    Asked,
+    Answered {
+        answer: Box<[u8; DATAGRAM]>,
+        repeats: u32,
+        again: u64,
+    },
+    /// The asker has said that it knows the answer, or does not want it.
+    Over,
+}
+
+impl Control {
+    pub(super) fn new(now: u64) -> Self {
+        let limiter = |[total, each]: [Rate; 2]| Limiter::new(total, each, SOURCES, now);
+        Self {
+            socket: None,
+            told: false,
+            bind_again: 0,
+            stamper: Stamper::random().ok(),
+            arrivals: Bucket::new(ARRIVALS, now),
+            paused_until: 0,
+            strangers: limiter(STRANGERS),
+            known: limiter(KNOWN),
+            queries: Memory::new(QUERIES, REMEMBERED),
+            repeating: Vec::new(),
+        }
+    }
+
+    /// When there is something to do next, monotonic ns.
+    pub(super) fn next_timeout(&self) -> Option<u64> {
+        let paused = (self.paused_until != 0).then_some(self.paused_until);
+        let repeats =
+            self.repeating
+                .iter()
+                .filter_map(|query| match self.queries.get(query)?.state {
+                    State::Answered { again, .. } => Some(again),
+                    _ => None,
+                });
+        repeats.chain(paused).min()
+    }
+}
+
+/// Counts a refusal.
+pub(super) fn count_refused(stats: &StatsPage, refused: Refused) {
+    stats.count(match refused {
+        Refused::Length => Event::ControlLength,
+        Refused::Version(_) => Event::ControlVersion,
+        Refused::Kind => Event::ControlKind,
+        Refused::Mac => Event::ControlMac,
+    });
+}
+
+impl Worker {
+    /// Binds the control port, if this process may hold connections that could be moved. Failing is tried
+    /// again some time later, when the thread is awake anyway; until then only other users' instances, or
+    /// nobody, answers on this host.
+    pub(super) fn open_control(&mut self, now: u64) {
+        let reach = self.library.reach;
+        if self.control.socket.is_some()
+            || self.listeners.is_empty()
+            || now < self.control.bind_again
+            || !reach.verbs_ready()
+        {
+            return;
+        }
+        let Some(port) = reach.port() else { return };
+        let bound = Answerer::bind(port).and_then(|socket| {
+            let flags = kernel::EventFlags::IN;
+            if self.add(socket.as_fd(), tag(kind::CONTROL, 0), flags) {
+                Ok(socket)
+            } else {
+                Err(Errno::NOMEM)
+            }
+        });
+        match bound {
+            Ok(socket) => {
+                tracing::debug!(target: "rdmasock", port, "control port bound");
+                self.control.told = false;
+                self.control.socket = Some(socket);
+            }
+            Err(error) => {
+                self.control.bind_again = now + BIND_AGAIN;
+                if !std::mem::replace(&mut self.control.told, true) {
+                    self.library.stats.count(Event::ControlUnbound);
+                    tracing::warn!(target: "rdmasock", port, %error, "control port not bound: not answering other hosts");
+                }
+            }
+        }
+    }
+
+    /// Datagrams have come.
+    pub(super) fn on_control(&mut self) {
+        let now = crate::time::now_ns();
+        // One byte more, so that a longer one is told from one that fits.
+        let mut buf = [0u8; DATAGRAM + 1];
+        for _ in 0..AT_ONCE {
+            if !self.control.arrivals.take(now) {
+                self.library.stats.count(Event::ControlRate);
+                return self.pause_control(now);
+            }
+            let Some(socket) = &self.control.socket else {
+                return;
+            };
+            match socket.recv(&mut buf) {
+                Ok(Some(arrival)) => {
+                    let bytes = buf.get(..arrival.length).unwrap_or(&buf);
+                    match Datagram::decode(bytes, self.library.reach.key()) {
+                        Ok(datagram) => self.on_datagram(&datagram, &arrival, now),
+                        Err(refused) => count_refused(self.library.stats, refused),
+                    }
+                }
+                Ok(None) => return,
+                // About an answer that found nobody.
+                Err(_) => {}
+            }
+        }
+    }
+
+    fn pause_control(&mut self, now: u64) {
+        self.control.paused_until = now + PAUSE;
+        self.watch_control(kernel::EventFlags::empty());
+    }
+
+    fn watch_control(&self, flags: kernel::EventFlags) {
+        if let Some(socket) = &self.control.socket {
+            let data = kernel::EventData::new_u64(tag(kind::CONTROL, 0));
+            let _ = kernel::modify(&self.service.epoll, socket.as_fd(), data, flags);
+        }
+    }
+
+    fn on_datagram(&mut self, datagram: &Datagram, arrival: &Arrival, now: u64) {
+        let source = arrival.from.ip().to_canonical();
+        let is_stamped = self
+            .control
+            .stamper
+            .as_ref()
+            .is_some_and(|s| s.is_good(&datagram.stamp, arrival.from, now));
+        let limiter = if is_stamped {
+            &mut self.control.known
+        } else {
+            &mut self.control.strangers
+        };
+        if !limiter.take(source, now) {
+            return self.library.stats.count(Event::ControlRate);
+        }
+        match datagram.body {
+            Body::Ask {
+                request,
+                tuple,
+                nonce_c,
+                instance_c,
+            } => {
+                // P63: who asks is the connector, and asks the acceptor.
+                let Some(to) = arrival.to.filter(|to| {
+                    tuple.connector().ip() == source && tuple.acceptor().ip() == to.to_canonical()
+                }) else {
+                    return self.library.stats.count(Event::ControlMisplaced);
+                };
+                if !is_stamped {
+                    self.library.stats.count(Event::ControlStamp);
+                    return self.send_control(datagram.query, Body::Stamp, arrival.from, to, now);
+                }
+                let query = Query {
+                    conn: 0,
+                    from: arrival.from,
+                    to,
+                    request,
+                    nonce_c,
+                    state: State::Asked,
+                };
+                self.on_query(datagram.query, query, tuple, instance_c, now);
+            }
+            Body::Cancel {
+                nonce_s,
+                instance_s,
+            } => {
+                self.end_query(datagram.query, arrival);
+                if self.offered.contains_key(&nonce_s) {
+                    self.on_cancel(nonce_s);
+                } else {
+                    pass_on_cancel(nonce_s, &instance_s);
+                }
+            }
+            Body::Got => self.end_query(datagram.query, arrival),
+            // Answers, on the port for questions.
+            Body::Stamp | Body::Yes { .. } | Body::No { .. } => {
+                self.library.stats.count(Event::ControlKind);
+            }
+        }
+    }
+
+    /// A question from an address that is the asker's.
+    fn on_query(
+        &mut self,
+        id: QueryId,
+        mut query: Query,
+        tuple: Tuple,
+        instance_c: InstanceId,
+        now: u64,
+    ) {
+        self.forget_queries(now);
+        if let Some(known) = self.control.queries.get_mut(&id) {
+            let same = known.from == query.from
+                && known.request == query.request
+                && known.nonce_c == query.nonce_c;
+            match &known.state {
+                // Asked again because the answer takes its time, or was lost.
+                State::Asked if same => {}
+                State::Answered { answer, .. } if same => {
+                    if let Some(socket) = &self.control.socket {
+                        let _ = socket.send(&answer[..], known.from, known.to);
+                    }
+                }
+                _ => self.library.stats.count(Event::ControlReplay),
+            }
+            return;
+        }
+        let conn = self.next_conn;
+        query.conn = conn;
+        let (request, nonce_c) = (query.request, query.nonce_c);
+        if !self.control.queries.insert(id, query, now) {
+            return self.library.stats.count(Event::ControlRate);
+        }
+        self.next_conn += 1;
+        let peer = Peer::Remote(id);
+        self.conns.insert(
+            conn,
+            Conn {
+                channel: None,
+                peer,
+            },
+        );
+        if self.find(&tuple).is_some() {
+            return self.on_ask(conn, request, tuple, nonce_c, instance_c);
+        }
+        if self.asks.values().filter(|a| a.is_relayed()).count() >= RELAYS {
+            let reason = wire::Reason::Limit;
+            return self.reply(conn, &Message::No { request, reason });
+        }
+        self.library.stats.count(Event::ControlRelay);
+        // A number of our own: the asker's may be another asker's too.
+        let request = self.new_request();
+        self.go_on(request, Asking::relayed(conn, tuple, nonce_c, instance_c));
+    }
+
+    /// Sends the answer to another host's question, which this instance or another has given.
+    pub(super) fn answer_remote(&mut self, id: QueryId, message: &Message) {
+        let now = crate::time::now_ns();
+        let Some(query) = self.control.queries.get_mut(&id) else {
+            return;
+        };
+        let request = query.request;
+        let body = match *message {
+            Message::Yes {
+                nonce_s,
+                instance_s,
+                ..
+            } => Body::Yes {
+                request,
+                nonce_s,
+                instance_s,
+            },
+            Message::No { reason, .. } => Body::No { request, reason },
+            _ => Body::No {
+                request,
+                reason: wire::Reason::NotHeld,
+            },
+        };
+        let stamp = match &self.control.stamper {
+            Some(stamper) => stamper.stamp(query.from, now),
+            None => Stamp::NONE,
+        };
+        let datagram = Datagram {
+            query: id,
+            stamp,
+            body,
+        };
+        let Ok(answer) = datagram.encode(self.library.reach.key()) else {
+            return;
+        };
+        self.library.stats.count(Event::ControlAnswer);
+        if let Some(socket) = &self.control.socket {
+            let _ = socket.send(&answer, query.from, query.to);
+        }
+        query.state = State::Answered {
+            answer: Box::new(answer),
+            repeats: 0,
+            again: now + FIRST_REPEAT,
+        };
+        if matches!(body, Body::Yes { .. }) {
+            self.control.repeating.push(id);
+        }
+    }
+
+    fn send_control(&self, query: QueryId, body: Body, to: SocketAddr, from: IpAddr, now: u64) {
+        let (Some(socket), Some(stamper)) = (&self.control.socket, &self.control.stamper) else {
+            return;
+        };
+        let stamp = stamper.stamp(to, now);
+        let datagram = Datagram { query, stamp, body };
+        if let Ok(bytes) = datagram.encode(self.library.reach.key()) {
+            let _ = socket.send(&bytes, to, from);
+        }
+    }
+
+    /// The asker has what it wanted.
+    fn end_query(&mut self, id: QueryId, arrival: &Arrival) {
+        if let Some(query) = self.control.queries.get_mut(&id)
+            && query.from == arrival.from
+            && matches!(query.state, State::Answered { .. })
+        {
+            query.state = State::Over;
+            self.control.repeating.retain(|repeating| *repeating != id);
+        }
+    }
+
+    fn forget_queries(&mut self, now: u64) {
+        for (_, query) in self.control.queries.expire(now) {
+            self.conns.remove(&query.conn);
+        }
+    }
+
+    /// Says YES again where that is due, and looks at the socket again after a flood.
+    pub(super) fn control_on_time(&mut self, now: u64) {
+        self.open_control(now);
+        if self.control.paused_until != 0 && now >= self.control.paused_until {
+            self.control.paused_until = 0;
+            self.watch_control(kernel::EventFlags::IN);
+        }
+        let Control {
+            socket: Some(socket),
+            queries,
+            repeating,
+            ..
+        } = &mut self.control
+        else {
+            return;
+        };
+        repeating.retain(|id| {
+            let Some(query) = queries.get_mut(id) else {
+                return false;
+            };
+            let State::Answered {
+                answer,
+                repeats,
+                again,
+            } = &mut query.state
+            else {
+                return false;
+            };
+            if now >= *again {
+                *repeats += 1;
+                *again = now + (FIRST_REPEAT << *repeats);
+                let _ = socket.send(&answer[..], query.from, query.to);
+            }
+            *repeats < REPEATS
+        });
+    }
+}
+
+/// The attempt is another instance's of this host. If that is gone, so is the connection.
+fn pass_on_cancel(nonce_s: Nonce, instance_s: &InstanceId) {
+    let message = Message::Cancel {
+        request: 0,
+        nonce_c: nonce_s,
+        nonce_s,
+    };
+    let mut buf = [0u8; MAX_MESSAGE];
+    if let Ok(bytes) = message.encode(&mut buf)
+        && let Ok(channel) = names::connect_to(names::instance(instance_s).as_bytes())
+    {
+        // What was sent can be read after the channel has ended.
+        let _ = channel.send(bytes, &[]);
+    }
+}

@@ -1,0 +1,476 @@
+//! The asker's part of the control port: questions to other hosts (docs/protocol.md, P60–P69).
+//!
+//! One connected UDP socket a host and local address. A host that has not answered yet gets one
+//! question; the others wait for the stamp that its answer brings. A host that does not answer, or where
+//! nobody listens, is not asked for a while. What a YES leads to is `ask.rs`'s business.
+
+use std::collections::HashMap;
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
+
+use rdmasock_core::ids::{InstanceId, Nonce};
+use rdmasock_core::os::datagram::Asker;
+use rdmasock_core::rendezvous::control::{Body, DATAGRAM, Datagram, QueryId, Stamp};
+use rdmasock_core::rendezvous::guard::Memory;
+use rdmasock_core::rendezvous::peers::{Answer, DestinationCache};
+use rdmasock_core::stats::Event;
+use rdmasock_core::wire::{self, Message};
+use rustix::event::epoll as kernel;
+use rustix::io::Errno;
+
+use super::ask::Asking;
+use super::control::count_refused;
+use super::{Worker, kind, tag};
+
+const MS: u64 = 1_000_000;
+
+/// How long a host that does not answer is left alone.
+const ABSENT_FOR: Duration = Duration::from_secs(30);
+/// A question is sent again after so long, then after so long; all within the time that an answer may take.
+const AGAIN: [u64; 2] = [400 * MS, 700 * MS];
+/// How often one question is sent anew because its stamp was not good.
+const RESTAMPS: u32 = 3;
+/// Hosts that are talked to at once.
+const HOSTS: usize = 1024;
+/// A host's socket is closed when nothing has been sent or heard for so long: longer than a YES is repeated (P67).
+const QUIET: u64 = 150_000 * MS;
+/// Questions that are remembered, so that a repeated YES gets the same answer as the first.
+const QUERIES: usize = 16_384;
+const REMEMBERED: u64 = 300_000 * MS;
+const NEVER: u64 = u64::MAX;
+
+/// What the asker knows.
+pub(super) struct Hosts {
+    by_address: HashMap<(IpAddr, IpAddr), u64>,
+    hosts: HashMap<u64, Host>,
+    queries: Memory<QueryId, Query>,
+    absent: DestinationCache,
+}
+
+struct Host {
+    socket: Asker,
+    address: (IpAddr, IpAddr),
+    /// From its last answer; `None`: none has come, or the last one did not.
+    stamp: Option<Stamp>,
+    /// Questions whose answer is to come.
+    waiting: Vec<QueryId>,
+    quiet_since: u64,
+}
+
+/// A question to another host.
+struct Query {
+    host: u64,
+    request: u64,
+    sent: usize,
+    restamped: u32,
+    /// When it is to be sent next, monotonic ns.
+    next: u64,
+    fate: Fate,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Fate {
+    Asked,
+    /// Its YES has led to a HELLO.
+    Greeted,
+    /// A YES is not wanted (any more).
+    Unwanted,
+}
+
+impl Hosts {
+    pub(super) fn new() -> Self {
+        Self {
+            by_address: HashMap::new(),
+            hosts: HashMap::new(),
+            queries: Memory::new(QUERIES, REMEMBERED),
+            absent: DestinationCache::new(4096),
+        }
+    }
+
+    /// When there is something to do next, monotonic ns.
+    pub(super) fn next_timeout(&self) -> Option<u64> {
+        let idle = self.hosts.values().filter(|h| h.waiting.is_empty());
+        let quiet = idle.map(|h| h.quiet_since + QUIET);
+        let waiting = self.hosts.values().flat_map(|h| &h.waiting);
+        let sends = waiting.filter_map(|id| Some(self.queries.get(id)?.next));
+        sends.chain(quiet).min().filter(|at| *at != NEVER)
+    }
+}
+
+impl Worker {
+    /// Asks the host that the connection leads to. Nothing if it is known not to answer.
+    pub(super) fn ask_host(&mut self, request: u64, asking: &mut Asking) {
+        let now = crate::time::now_ns();
+        let address = (asking.tuple.connector().ip(), asking.tuple.acceptor().ip());
+        let Some(id) = self.host(address, now) else {
+            return;
+        };
+        let Ok(query) = QueryId::random() else { return };
+        self.hosts.queries.expire(now);
+        let Some(host) = self.hosts.hosts.get_mut(&id) else {
+            return;
+        };
+        let is_first = host.stamp.is_some() || host.waiting.is_empty();
+        let entry = Query {
+            host: id,
+            request,
+            sent: 0,
+            restamped: 0,
+            // Sent by `hosts_on_time`, when the question is in its place.
+            next: if is_first { now } else { NEVER },
+            fate: Fate::Asked,
+        };
+        if !self.hosts.queries.insert(query, entry, now) {
+            return;
+        }
+        host.waiting.push(query);
+        asking.asked.insert(id);
+        self.library.stats.count(Event::Ask);
+        self.library.stats.count(Event::ControlAsk);
+    }
+
+    /// The number of the host at `address`, its socket made if need be.
+    fn host(&mut self, address: (IpAddr, IpAddr), now: u64) -> Option<u64> {
+        let remote = SocketAddr::new(address.1, self.library.reach.port()?);
+        if self.hosts.absent.get(&remote, Instant::now()).is_some() {
+            return None;
+        }
+        if let Some(id) = self.hosts.by_address.get(&address) {
+            return Some(*id);
+        }
+        if self.hosts.hosts.len() >= HOSTS {
+            return None;
+        }
+        let socket = Asker::connect(address.0, remote).ok()?;
+        let id = self.next_conn;
+        self.next_conn += 1;
+        if !self.add(socket.as_fd(), tag(kind::HOST, id), kernel::EventFlags::IN) {
+            return None;
+        }
+        self.hosts.by_address.insert(address, id);
+        self.hosts.hosts.insert(
+            id,
+            Host {
+                socket,
+                address,
+                stamp: None,
+                waiting: Vec::new(),
+                quiet_since: now,
+            },
+        );
+        Some(id)
+    }
+
+    /// Sends what is due, and closes what has been quiet.
+    pub(super) fn hosts_on_time(&mut self, now: u64) {
+        if self.hosts.hosts.is_empty() {
+            return;
+        }
+        let all: Vec<u64> = self.hosts.hosts.keys().copied().collect();
+        for id in all {
+            self.forget_given_up(id);
+            let Some(host) = self.hosts.hosts.get(&id) else {
+                continue;
+            };
+            if host.waiting.is_empty() {
+                if now >= host.quiet_since + QUIET {
+                    self.close_host(id);
+                }
+                continue;
+            }
+            let due: Vec<QueryId> = host
+                .waiting
+                .iter()
+                .filter(|q| self.hosts.queries.get(q).is_some_and(|q| q.next <= now))
+                .copied()
+                .collect();
+            for query in due {
+                if !self.send_query(id, query, now) {
+                    self.host_absent(id);
+                    break;
+                }
+            }
+            self.probe(id, now);
+        }
+    }
+
+    /// Questions that nobody waits for any more: a YES is not wanted.
+    fn forget_given_up(&mut self, id: u64) {
+        let Hosts { hosts, queries, .. } = &mut self.hosts;
+        let Some(host) = hosts.get_mut(&id) else {
+            return;
+        };
+        host.waiting.retain(|query| {
+            let Some(query) = queries.get_mut(query) else {
+                return false;
+            };
+            let wanted = self.asks.contains_key(&query.request);
+            if !wanted {
+                query.fate = Fate::Unwanted;
+            }
+            wanted
+        });
+    }
+
+    /// Where no answer has come yet and no question is out, because the first was given up: sends the next.
+    fn probe(&mut self, id: u64, now: u64) {
+        let Hosts { hosts, queries, .. } = &mut self.hosts;
+        let Some(host) = hosts.get(&id).filter(|h| h.stamp.is_none()) else {
+            return;
+        };
+        let is_out = |q: &QueryId| queries.get(q).is_some_and(|q| q.sent > 0);
+        if !host.waiting.iter().any(is_out)
+            && let Some(first) = host.waiting.first()
+            && let Some(query) = queries.get_mut(first)
+        {
+            query.next = now;
+        }
+    }
+
+    /// Sends a question, for the first time or again. False if nobody listens there.
+    fn send_query(&mut self, id: u64, query: QueryId, now: u64) -> bool {
+        let request = self.hosts.queries.get(&query).map(|q| q.request);
+        let message = request
+            .and_then(|r| Some((r, self.asks.get(&r)?)))
+            .map(|(r, asking)| self.question(r, asking));
+        let (Some(host), Some(entry)) = (
+            self.hosts.hosts.get_mut(&id),
+            self.hosts.queries.get_mut(&query),
+        ) else {
+            return true;
+        };
+        let Some(Message::Ask {
+            request,
+            tuple,
+            nonce_c,
+            instance_c,
+        }) = message
+        else {
+            return true;
+        };
+        entry.next = AGAIN.get(entry.sent).map_or(NEVER, |after| now + after);
+        entry.sent += 1;
+        host.quiet_since = now;
+        let datagram = Datagram {
+            query,
+            stamp: host.stamp.unwrap_or(Stamp::NONE),
+            body: Body::Ask {
+                request,
+                tuple,
+                nonce_c,
+                instance_c,
+            },
+        };
+        let Ok(bytes) = datagram.encode(self.library.reach.key()) else {
+            return true;
+        };
+        match host.socket.send(&bytes) {
+            // What finds no room is lost, as it may be on the way.
+            Ok(()) | Err(Errno::AGAIN | Errno::NOBUFS | Errno::INTR) => true,
+            Err(error) => {
+                tracing::debug!(target: "rdmasock", host = %host.address.1, %error, "control port");
+                false
+            }
+        }
+    }
+
+    /// Something has come from a host, or about it.
+    pub(super) fn on_host(&mut self, id: u64) {
+        let mut buf = [0u8; DATAGRAM + 1];
+        for _ in 0..64 {
+            let Some(host) = self.hosts.hosts.get(&id) else {
+                return;
+            };
+            match host.socket.recv(&mut buf) {
+                Ok(None) => return,
+                Ok(Some(length)) => {
+                    let bytes = buf.get(..length).unwrap_or(&buf);
+                    match Datagram::decode(bytes, self.library.reach.key()) {
+                        Ok(datagram) => self.on_host_datagram(id, &datagram),
+                        Err(refused) => count_refused(self.library.stats, refused),
+                    }
+                }
+                Err(error) => {
+                    tracing::debug!(target: "rdmasock", host = %host.address.1, %error, "control port");
+                    return self.host_absent(id);
+                }
+            }
+        }
+    }
+
+    fn on_host_datagram(&mut self, id: u64, datagram: &Datagram) {
+        let now = crate::time::now_ns();
+        let (Some(host), Some(query)) = (
+            self.hosts.hosts.get_mut(&id),
+            self.hosts
+                .queries
+                .get_mut(&datagram.query)
+                .filter(|q| q.host == id),
+        ) else {
+            return self.library.stats.count(Event::ControlMisplaced);
+        };
+        let request = query.request;
+        match datagram.body {
+            Body::Stamp if query.fate == Fate::Asked => {
+                if query.restamped >= RESTAMPS {
+                    return self.library.stats.count(Event::ControlMisplaced);
+                }
+                query.restamped += 1;
+                query.next = now;
+                host.stamp = Some(datagram.stamp);
+                // All that have waited for it.
+                for waiting in &host.waiting {
+                    if let Some(q) = self.hosts.queries.get_mut(waiting).filter(|q| q.sent == 0) {
+                        q.next = now;
+                    }
+                }
+            }
+            Body::Stamp => {}
+            Body::Yes {
+                request: repeated,
+                nonce_s,
+                instance_s,
+            } if repeated == request => {
+                host.stamp = Some(datagram.stamp);
+                self.on_host_yes(id, datagram.query, nonce_s, instance_s);
+            }
+            Body::No {
+                request: repeated,
+                reason,
+            } if repeated == request => {
+                host.stamp = Some(datagram.stamp);
+                self.on_host_no(id, datagram.query, reason);
+            }
+            _ => self.library.stats.count(Event::ControlMisplaced),
+        }
+    }
+
+    /// The question's answer is there: how it is to be treated when it comes again.
+    fn close_query(&mut self, id: u64, query: QueryId, fate: Fate) {
+        if let Some(host) = self.hosts.hosts.get_mut(&id) {
+            host.waiting.retain(|q| *q != query);
+            host.quiet_since = crate::time::now_ns();
+        }
+        if let Some(query) = self.hosts.queries.get_mut(&query) {
+            query.fate = fate;
+        }
+    }
+
+    fn on_host_yes(&mut self, id: u64, query: QueryId, nonce_s: Nonce, instance_s: InstanceId) {
+        let Some((fate, request)) = self.hosts.queries.get(&query).map(|q| (q.fate, q.request))
+        else {
+            return;
+        };
+        let fate = if fate != Fate::Asked {
+            fate
+        } else if let Some(asking) = self.asks.remove(&request)
+            && self.accept_yes(&asking, nonce_s, instance_s)
+        {
+            Fate::Greeted
+        } else {
+            Fate::Unwanted
+        };
+        self.close_query(id, query, fate);
+        let body = if fate == Fate::Greeted {
+            Body::Got
+        } else {
+            Body::Cancel {
+                nonce_s,
+                instance_s,
+            }
+        };
+        if let Some(host) = self.hosts.hosts.get(&id) {
+            let stamp = host.stamp.unwrap_or(Stamp::NONE);
+            let datagram = Datagram { query, stamp, body };
+            if let Ok(bytes) = datagram.encode(self.library.reach.key()) {
+                let _ = host.socket.send(&bytes);
+            }
+        }
+    }
+
+    fn on_host_no(&mut self, id: u64, query: QueryId, reason: wire::Reason) {
+        let Some(request) = self
+            .hosts
+            .queries
+            .get(&query)
+            .filter(|q| q.fate == Fate::Asked)
+            .map(|q| q.request)
+        else {
+            return;
+        };
+        self.close_query(id, query, Fate::Unwanted);
+        if self
+            .asks
+            .get_mut(&request)
+            .is_some_and(|a| a.asked.remove(&id))
+        {
+            self.library.stats.count(Event::No);
+            self.declined(request, reason);
+        }
+    }
+
+    /// A question's time is over. True if its host has not answered anything, which is remembered.
+    pub(super) fn is_host_silent(&mut self, asking: &Asking) -> bool {
+        let address = (asking.tuple.connector().ip(), asking.tuple.acceptor().ip());
+        let Some(id) = self.hosts.by_address.get(&address).copied() else {
+            return self.is_absent(address.1);
+        };
+        if !asking.asked.contains(&id) {
+            // Only a link was asked.
+            return false;
+        }
+        let Some(host) = self.hosts.hosts.get_mut(&id) else {
+            return false;
+        };
+        // Next time its first answer is waited for again: it may be gone.
+        if host.stamp.take().is_some() {
+            return false;
+        }
+        self.host_absent(id);
+        true
+    }
+
+    fn is_absent(&self, remote: IpAddr) -> bool {
+        let port = self.library.reach.port().unwrap_or_default();
+        let remote = SocketAddr::new(remote, port);
+        self.hosts.absent.get(&remote, Instant::now()).is_some()
+    }
+
+    /// Nobody answers there. Whoever waits for it stays on TCP.
+    fn host_absent(&mut self, id: u64) {
+        let Some(host) = self.close_host(id) else {
+            return;
+        };
+        self.library.stats.count(Event::ControlAbsent);
+        if let Some(port) = self.library.reach.port() {
+            let remote = SocketAddr::new(host.address.1, port);
+            let now = Instant::now();
+            self.hosts
+                .absent
+                .insert(remote, Answer::Absent, now, ABSENT_FOR);
+        }
+        for query in host.waiting {
+            let Some(query) = self.hosts.queries.get_mut(&query) else {
+                continue;
+            };
+            query.fate = Fate::Unwanted;
+            let request = query.request;
+            if self
+                .asks
+                .get_mut(&request)
+                .is_some_and(|a| a.asked.remove(&id))
+                && let Some(asking) = self.asks.remove(&request)
+            {
+                self.go_on(request, asking);
+            }
+        }
+    }
+
+    fn close_host(&mut self, id: u64) -> Option<Host> {
+        let host = self.hosts.hosts.remove(&id)?;
+        self.hosts.by_address.remove(&host.address);
+        let _ = kernel::delete(&self.service.epoll, host.socket.as_fd());
+        Some(host)
+    }
+}

@@ -56,9 +56,10 @@ impl Endpoint {
             Step::WriteResume => {
                 let limit = self.keep;
                 let head = self.consumer.as_ref().map_or(0, |c| c.position());
-                let received = self.consumer.as_mut().map_or(0, |c| {
-                    c.freeze(head.saturating_add(limit)).unwrap()
-                });
+                let received = self
+                    .consumer
+                    .as_mut()
+                    .map_or(0, |c| c.freeze(head.saturating_add(limit)).unwrap());
                 let on_link = self.tx == Mode::Link || std::mem::take(&mut self.then_link);
                 self.held |= on_link;
                 let position = self.producer.as_ref().map_or(0, |p| p.position());

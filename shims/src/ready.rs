@@ -93,8 +93,12 @@ pub fn readable(socket: &'static Socket, arm: Arm) -> u32 {
         },
     };
     let anchor = socket.anchor.load(Acquire);
+    // What TCP has then is RESUME, or will be.
+    let waits = rx.stays && !rx.read_on;
     if !ready {
-        return if anchor & ENDED != 0 {
+        return if waits {
+            0
+        } else if anchor & ENDED != 0 {
             IN | anchor & ENDED
         } else {
             0
@@ -102,6 +106,7 @@ pub fn readable(socket: &'static Socket, arm: Arm) -> u32 {
     }
     match consumer.end() {
         Ok(None) => IN,
+        Ok(Some(_)) if waits => 0,
         // A mark and no data: what it means is for the kernel to say, once the rest is done.
         Ok(Some(_)) => {
             drop(rx);

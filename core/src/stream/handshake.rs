@@ -191,6 +191,11 @@ impl Handshake {
         self.remote = true;
     }
 
+    /// Whether that was said.
+    pub fn is_between_hosts(&self) -> bool {
+        self.remote
+    }
+
     /// The closing marker that this end has decided on.
     pub fn sent(&self) -> Option<Closing> {
         self.sent

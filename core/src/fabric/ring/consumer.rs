@@ -249,6 +249,11 @@ impl Consumer {
         Ok(self.tail)
     }
 
+    /// The producer has marked the end, behind bytes that may be unread.
+    pub fn has_mark(&self) -> bool {
+        self.theirs().end.load(Ordering::SeqCst) == End::Fin as u32
+    }
+
     /// Whether it is [frozen](Self::freeze).
     pub fn is_frozen(&self) -> bool {
         self.frozen

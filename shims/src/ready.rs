@@ -80,6 +80,8 @@ pub fn readable(socket: &'static Socket, arm: Arm) -> u32 {
         return mask & (IN | RDHUP | PRI | HUP | ERR);
     }
     let bits = rx.bits;
+    // What TCP has is RESUME, or will be.
+    let waits = rx.stays && !rx.read_on;
     let Some(consumer) = rx.consumer.as_mut() else {
         return 0;
     };
@@ -93,8 +95,6 @@ pub fn readable(socket: &'static Socket, arm: Arm) -> u32 {
         },
     };
     let anchor = socket.anchor.load(Acquire);
-    // What TCP has then is RESUME, or will be.
-    let waits = rx.stays && !rx.read_on;
     if !ready {
         return if waits {
             0

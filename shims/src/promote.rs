@@ -8,6 +8,7 @@
 
 mod close;
 mod leave;
+pub mod resume;
 mod scan;
 
 pub use close::{close_stream, close_tx, linger, refuse, scan_left};
@@ -20,7 +21,7 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
 use rdmasock_core::fabric::ring::End;
 use rdmasock_core::ids::Vqpn;
 use rdmasock_core::stats::{Path, Reason};
-use rdmasock_core::stream::handshake::{Handshake, Role, Step, Steps};
+use rdmasock_core::stream::handshake::{Closing, Handshake, Role, Step, Steps};
 use rdmasock_core::wire::{self, Capabilities, Hello, MAX_MARKER, Marker, Message};
 use rustix::net::SendFlags;
 
@@ -37,7 +38,10 @@ pub fn run(socket: &'static Socket, control: &mut Control, steps: Steps) {
         match step {
             // Done before the machine was made or fed (`start_scan`), because it can fail.
             Step::StartScan | Step::SendYes => {}
-            Step::StopScan => stop_scan(socket),
+            Step::StopScan => {
+                stop_scan(socket);
+                resume::feed(socket, control, |r| r.on_got(Closing::Abort));
+            }
             Step::WriteHello => {
                 let Some(handshake) = &control.handshake else {
                     continue;
@@ -68,15 +72,25 @@ pub fn run(socket: &'static Socket, control: &mut Control, steps: Steps) {
             }
             Step::WriteSwitch => {
                 queue_marker(socket, control, &Marker::Switch, true);
+                resume::feed(socket, control, |r| r.on_sent(Closing::Switch));
             }
-            Step::WriteAbort => queue_marker(
-                socket,
-                control,
-                &Marker::Abort(wire::Reason::Cancelled),
-                false,
-            ),
-            Step::ReceiveOnLink => receive_on_link(socket),
+            Step::WriteAbort => {
+                let abort = Marker::Abort(wire::Reason::Cancelled);
+                queue_marker(socket, control, &abort, false);
+                resume::feed(socket, control, |r| r.on_sent(Closing::Abort));
+            }
+            Step::ReceiveOnLink => {
+                receive_on_link(socket);
+                resume::feed(socket, control, |r| r.on_got(Closing::Switch));
+                // RESUME may have come with it, and its edge have gone by.
+                resume::look(socket, control);
+            }
             Step::Demote => leave::demote_tx(socket),
+            Step::Resume => {
+                control.handshake = None;
+                socket.set_stage(Stage::Pinned);
+                resume::feed(socket, control, |r| r.on_got(Closing::Abort));
+            }
             Step::Drain => {
                 control.handshake = None;
                 socket.set_stage(Stage::Pinned);
@@ -182,6 +196,17 @@ fn send_open(socket: &'static Socket, control: &mut Control) -> Result<(), Reaso
     let Some((mine, theirs)) = control.handshake.as_ref().map(|h| (h.mine(), h.theirs())) else {
         return Err(Reason::LinkFailed);
     };
+    if control
+        .handshake
+        .as_ref()
+        .is_some_and(Handshake::is_between_hosts)
+    {
+        // P77.
+        if socket.tx.lock().is_none_or(|tx| tx.is_shut) {
+            return Err(Reason::LinkFailed);
+        }
+        resume::begin(socket, control);
+    }
     let log2 = library.config.ring_min.bytes().trailing_zeros() as u8;
     let rdmasock_core::fabric::Opened {
         vqpn,
@@ -305,6 +330,9 @@ pub fn flush(socket: &'static Socket) -> bool {
         }
     }
     push(fd);
+    if tx.is_held {
+        return false;
+    }
     if std::mem::take(&mut tx.then_link) && tx.producer.is_some() {
         socket.tx_mode.store(mode::LINK, SeqCst);
         if let Some(stats) = socket.stats() {

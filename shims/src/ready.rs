@@ -87,6 +87,8 @@ pub fn readable(socket: &'static Socket, arm: Arm) -> u32 {
         return mask & (IN | RDHUP | PRI | HUP | ERR);
     }
     let bits = rx.bits;
+    // What TCP has is RESUME, or will be.
+    let waits = rx.stays && !rx.read_on;
     let Some(consumer) = rx.consumer.as_mut() else {
         return 0;
     };
@@ -101,7 +103,9 @@ pub fn readable(socket: &'static Socket, arm: Arm) -> u32 {
     };
     let anchor = socket.anchor.load(Acquire);
     if !ready {
-        return if anchor & ENDED != 0 {
+        return if waits {
+            0
+        } else if anchor & ENDED != 0 {
             IN | anchor & ENDED
         } else {
             0
@@ -109,6 +113,7 @@ pub fn readable(socket: &'static Socket, arm: Arm) -> u32 {
     }
     match consumer.end() {
         Ok(None) => IN,
+        Ok(Some(_)) if waits => 0,
         // A mark and no data: what it means is for the kernel to say, once the rest is done.
         Ok(Some(_)) => {
             drop(rx);

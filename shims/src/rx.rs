@@ -21,7 +21,7 @@ use crate::iov::Iov;
 use crate::library::Library;
 use crate::promote::{self, Ahead};
 use crate::ready;
-use crate::socket::{Socket, Stage, mode};
+use crate::socket::{Rx, Socket, Stage, mode};
 use crate::table;
 use crate::tx;
 use crate::wait;
@@ -205,7 +205,8 @@ unsafe fn from_link(socket: &'static Socket, fd: c_int, iov: &mut Iov, flags: c_
         return Step::Kernel;
     }
     // Before the look at the ring: what was sent before the end is in the ring when we see the end.
-    let ended = is_over(socket);
+    let ended = is_over(socket, &rx);
+    let rx_stays = rx.stays;
     let Some(consumer) = rx.consumer.as_mut() else {
         return Step::Kernel;
     };
@@ -273,7 +274,7 @@ unsafe fn from_link(socket: &'static Socket, fd: c_int, iov: &mut Iov, flags: c_
     match consumer.end() {
         Ok(None) if nothing_asked && consumer.has_data().unwrap_or(true) => Step::Got(0),
         Ok(None) if socket.rx_shut.load(Acquire) => Step::Got(0),
-        Ok(None) if !ended => {
+        Ok(end) if !ended && (rx_stays || end.is_none()) => {
             drop(rx);
             if ready::progress(socket) {
                 Step::Again
@@ -295,7 +296,10 @@ unsafe fn from_link(socket: &'static Socket, fd: c_int, iov: &mut Iov, flags: c_
 }
 
 /// Nothing more will come over the link: the connection has ended, or the link has.
-fn is_over(socket: &'static Socket) -> bool {
+fn is_over(socket: &'static Socket, rx: &Rx) -> bool {
+    if rx.stays {
+        return rx.read_on;
+    }
     // After a shutdown of our own the kernel says RDHUP whether or not the peer has ended.
     let ends = if socket.rx_shut.load(Acquire) {
         ready::ENDED & !(libc::EPOLLRDHUP as u32)
@@ -314,9 +318,12 @@ pub fn leave_link_at_end(socket: &'static Socket) -> bool {
     if socket.rx_mode.load(Acquire) != mode::LINK {
         return false;
     }
-    let ended = is_over(socket);
+    let ended = is_over(socket, &rx);
+    let stays = rx.stays;
     let over = match rx.consumer.as_mut() {
         None => true,
+        // Whatever the ring's end: RESUME may still come (P73).
+        Some(c) if stays => ended && !c.available().is_ok_and(|n| n > 0),
         Some(c) => match (c.has_data(), c.end()) {
             (_, Ok(Some(_))) => true,
             (Ok(false), Ok(None)) => ended,
@@ -334,6 +341,7 @@ pub fn leave_link_at_end(socket: &'static Socket) -> bool {
         .as_mut()
         .is_some_and(|c| matches!(c.end(), Ok(Some(_))));
     if !marked
+        && !stays
         && socket.tx_mode.load(Acquire) == mode::LINK
         && socket
             .tx
@@ -342,8 +350,11 @@ pub fn leave_link_at_end(socket: &'static Socket) -> bool {
     {
         socket.lost_unread.store(true, SeqCst);
     }
+    if rx.is_lost {
+        socket.lost_unread.store(true, SeqCst);
+    }
     // A call may have brought something from TCP that comes after what the link held.
-    let next = if rx.carry.is_empty() {
+    let next = if rx.carry.is_empty() && rx.owed == 0 {
         mode::TCP
     } else {
         mode::MARKED
@@ -397,12 +408,13 @@ pub fn is_worth_a_look(socket: &'static Socket) -> bool {
     match socket.rx_mode.load(Acquire) {
         mode::LINK => {
             ready::progress(socket);
-            is_over(socket)
-                || socket.rx_shut.load(Acquire)
+            socket.rx_shut.load(Acquire)
                 || socket.rx.lock().is_none_or(|mut rx| {
-                    rx.consumer
-                        .as_mut()
-                        .is_none_or(|c| c.has_data().unwrap_or(true))
+                    is_over(socket, &rx)
+                        || rx
+                            .consumer
+                            .as_mut()
+                            .is_none_or(|c| c.has_data().unwrap_or(true))
                 })
         }
         mode::MARKED => promote::readable(socket) != 0,

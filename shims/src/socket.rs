@@ -63,8 +63,13 @@ pub struct Tx {
     pub marker: Vec<u8>,
     /// The pending marker is a SWITCH: once it is out the direction is on the link.
     pub then_link: bool,
+    /// The direction has left a link between hosts, and the other's RESUME has not come: nothing but the marker
+    /// goes out.
+    pub is_held: bool,
     /// The program has shut the direction down: once the marker is out the kernel is told.
     pub then_shut: bool,
+    /// The program has shut the direction down.
+    pub is_shut: bool,
     /// Whom the peer is to tell of space, as an attention word: the epoll sets' part.
     pub bits: u32,
     /// Bytes are in the ring of which the peer was not told: more follows (`tx/cork.rs`).
@@ -88,6 +93,14 @@ pub struct Rx {
     /// Bytes in front, in the carry and then in TCP, that a scan has found to be payload: small
     /// reads do not scan them again.
     pub scanned: usize,
+    /// The ring is one of a link between hosts: it is left when RESUME has said so,
+    pub stays: bool,
+    /// which it has.
+    pub read_on: bool,
+    /// After the ring comes ECONNRESET.
+    pub is_lost: bool,
+    /// Bytes that RESUME has announced and that TCP has not brought yet.
+    pub owed: u64,
     /// Bytes read when the ring was last looked at for shrinking.
     pub seen_at: u64,
     /// Whom the peer is to tell of data, as an attention word: the epoll sets' part.
@@ -115,6 +128,10 @@ pub struct Control {
     pub peer: Option<Vqpn>,
     /// Go back to TCP as soon as the handshake is over.
     pub leave: Option<Reason>,
+    /// The stay on a link between hosts, until the stream is given back.
+    pub resume: Option<rdmasock_core::stream::resume::Resume>,
+    /// What RESUME starts with, to us and to the other.
+    pub nonces: Option<[Nonce; 2]>,
     /// The other end was asked to take its sending direction back to TCP.
     pub asked_back: bool,
 }
@@ -335,6 +352,8 @@ impl Socket {
         socket.adopted.store(false, Relaxed);
         if let Some(mut tx) = socket.tx.lock() {
             tx.held = false;
+            tx.is_held = false;
+            tx.is_shut = false;
             tx.kernel_corked = false;
         }
         socket.fd.store(fd, Release);

@@ -348,6 +348,12 @@ pub fn shut(socket: &'static Socket) -> bool {
     let Some(mut control) = socket.control.lock() else {
         return false;
     };
+    if let Some(mut tx) = socket.tx.lock() {
+        tx.is_shut = true;
+    }
+    if promote::resume::shut(socket, &mut control) {
+        return true;
+    }
     let Some(mut tx) = socket.tx.lock() else {
         return false;
     };

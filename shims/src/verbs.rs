@@ -5,7 +5,7 @@
 
 use std::ffi::{c_int, c_void};
 use std::net::{IpAddr, SocketAddr};
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::BorrowedFd;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
@@ -35,6 +35,7 @@ static HOST: Host = Host {
     size: size_of::<Host>() as u32,
     log,
     hide_fd,
+    close_fd,
 };
 
 /// Whether this host may have an RDMA device: a look at a folder, before anything is opened.
@@ -139,21 +140,8 @@ unsafe extern "C" fn hide_fd(fd: c_int) -> i32 {
     hidden
 }
 
-thread_local! {
-    /// This thread is inside the plugin, whose libraries may close what `hide_fd` has hidden.
-    static INSIDE: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
-}
-
-/// Whether a call of libc on this thread comes from the plugin.
-pub fn is_inside() -> bool {
-    INSIDE.try_with(std::cell::Cell::get).unwrap_or(false)
-}
-
-fn inside<T>(call: impl FnOnce() -> T) -> T {
-    let before = INSIDE.try_with(|i| i.replace(true)).unwrap_or(false);
-    let result = call();
-    let _ = INSIDE.try_with(|i| i.set(before));
-    result
+unsafe extern "C" fn close_fd(fd: c_int) {
+    drop(PrivateFd::adopt(fd));
 }
 
 fn check(result: i32) -> Result<i32, Errno> {
@@ -194,7 +182,8 @@ pub fn has_device(local: IpAddr) -> bool {
     // SAFETY: zeroes are a value of this plain struct.
     let mut device = unsafe { std::mem::zeroed() };
     // SAFETY: valid pointers for the call.
-    inside(|| unsafe { (plugin.device)(&raw const local, &raw mut device) }) >= 0
+    let found = unsafe { (plugin.device)(&raw const local, &raw mut device) };
+    found >= 0
 }
 
 /// Where connections from other instances come in.
@@ -217,9 +206,9 @@ impl Acceptor {
         let at = to_plugin(SocketAddr::new(local, 0));
         let (mut listener, mut port, mut fd) = (std::ptr::null_mut(), 0, -1);
         // SAFETY: valid pointers for the call.
-        check(inside(|| unsafe {
+        check(unsafe {
             (plugin.listen)(&raw const at, &raw mut listener, &raw mut port, &raw mut fd)
-        }))?;
+        })?;
         Ok(Self {
             plugin,
             listener,
@@ -233,10 +222,7 @@ impl Acceptor {
         // SAFETY: zeroes are a value of this plain struct.
         let mut request: Request = unsafe { std::mem::zeroed() };
         // SAFETY: the listener lives as long as this; one request is written.
-        check(inside(|| unsafe {
-            (self.plugin.next_request)(self.listener, &raw mut request)
-        }))
-        .ok()?;
+        check(unsafe { (self.plugin.next_request)(self.listener, &raw mut request) }).ok()?;
         Some(Incoming {
             pair: Pair::new(self.plugin, request.conn),
             private: request.private,
@@ -247,7 +233,7 @@ impl Acceptor {
 impl Drop for Acceptor {
     fn drop(&mut self) {
         // SAFETY: nobody uses it any more.
-        inside(|| unsafe { (self.plugin.close_listener)(self.listener) });
+        unsafe { (self.plugin.close_listener)(self.listener) };
     }
 }
 
@@ -263,9 +249,7 @@ impl Incoming {
     pub fn accept(self, answer: &[u8]) -> Result<Pair, Errno> {
         let (plugin, conn) = (self.pair.plugin, self.pair.conn);
         // SAFETY: the connection is ours; the answer is readable.
-        check(inside(|| unsafe {
-            (plugin.accept)(conn, answer.as_ptr(), answer.len())
-        }))?;
+        check(unsafe { (plugin.accept)(conn, answer.as_ptr(), answer.len()) })?;
         Ok(self.pair)
     }
 
@@ -273,7 +257,7 @@ impl Incoming {
     pub fn reject(self) {
         let pair = std::mem::ManuallyDrop::new(self.pair);
         // SAFETY: frees the connection, which `pair` does not do any more.
-        inside(|| unsafe { (pair.plugin.reject)(pair.conn) });
+        unsafe { (pair.plugin.reject)(pair.conn) };
     }
 }
 
@@ -288,7 +272,7 @@ pub fn connect(
     let (local, remote) = (to_plugin(SocketAddr::new(local, 0)), to_plugin(remote));
     let mut conn = std::ptr::null_mut();
     // SAFETY: valid pointers for the call.
-    check(inside(|| unsafe {
+    check(unsafe {
         (plugin.connect)(
             &raw const local,
             &raw const remote,
@@ -297,7 +281,7 @@ pub fn connect(
             timeout_ms,
             &raw mut conn,
         )
-    }))?;
+    })?;
     Ok(Pair::new(plugin, conn))
 }
 
@@ -347,7 +331,7 @@ impl Pair {
     /// Takes in what has happened to it.
     pub fn state(&self) -> State {
         // SAFETY: the connection lives as long as this.
-        match check(inside(|| unsafe { (self.plugin.state)(self.conn) })) {
+        match check(unsafe { (self.plugin.state)(self.conn) }) {
             Ok(0) => State::Connecting,
             Ok(_) => State::Up,
             Err(error) => State::Down(error),
@@ -357,7 +341,7 @@ impl Pair {
     /// Both ends see that it is over.
     pub fn disconnect(&self) {
         // SAFETY: the connection lives as long as this.
-        inside(|| unsafe { (self.plugin.disconnect)(self.conn) });
+        unsafe { (self.plugin.disconnect)(self.conn) };
     }
 }
 
@@ -366,7 +350,7 @@ impl Pair {
     pub fn destroy(&self) {
         if !self.destroyed.swap(true, Relaxed) {
             // SAFETY: once, and nobody uses it any more, by the contract.
-            inside(|| unsafe { (self.plugin.destroy)(self.conn) });
+            unsafe { (self.plugin.destroy)(self.conn) };
         }
     }
 }
@@ -408,9 +392,7 @@ impl QueuePair for Pair {
     unsafe fn register(&self, at: *mut u8, len: usize) -> Result<Key, Down> {
         let mut keys = Keys::default();
         // SAFETY: by the caller's contract; the connection lives as long as this.
-        down(inside(|| unsafe {
-            (self.plugin.register)(self.conn, at.cast(), len, &raw mut keys)
-        }))?;
+        down(unsafe { (self.plugin.register)(self.conn, at.cast(), len, &raw mut keys) })?;
         Ok(Key {
             local: keys.local,
             remote: keys.remote,
@@ -474,13 +456,4 @@ unsafe extern "C" fn on_completion(context: *mut c_void, completion: *const Comp
         completion::ROOM => each(Event::Room),
         _ => {}
     }
-}
-
-/// Closes a number that the plugin has hidden. True if it was one.
-pub fn close_hidden(fd: c_int) -> bool {
-    PrivateFd::adopt(fd).is_some_and(|fd| {
-        debug_assert!(fd.as_raw_fd() >= 0);
-        drop(fd);
-        true
-    })
 }

@@ -23,6 +23,9 @@ enum Op {
     Leave(usize),
     ReturnToTcp(usize),
     Shut(usize),
+    /// The link between the hosts fails at one end, which has got this many of the bytes unread there; with what
+    /// is said on the way, or without.
+    Fail(usize, u64, bool),
     Pass(u64),
 }
 
@@ -38,6 +41,16 @@ fn op() -> impl Strategy<Value = Op> {
         1 => end.clone().prop_map(Op::ReturnToTcp),
         1 => end.prop_map(Op::Shut),
         8 => prop_oneof![0..50u64, 0..3000u64].prop_map(Op::Pass),
+    ]
+}
+
+/// As [`op`], on links that fail.
+fn op_between_hosts() -> impl Strategy<Value = Op> {
+    let keep = prop_oneof![Just(0), Just(u64::MAX), 0..3000u64];
+    let fail = (0..2usize, keep, any::<bool>());
+    prop_oneof![
+        9 => op(),
+        1 => fail.prop_map(|(end, keep, flight)| Op::Fail(end, keep, flight)),
     ]
 }
 
@@ -71,7 +84,7 @@ prop_compose! {
         side in [vec((0..600u64).prop_map(Fate::Arrive), 0..20), vec((0..600u64).prop_map(Fate::Arrive), 0..20)],
         link in prop_oneof![3 => Just(Some(0)), 1 => (0..2500u64).prop_map(Some), 1 => Just(None)],
     ) -> Weather {
-        Weather { tcp, oob, side, link }
+        Weather { tcp, oob, side, link, remote: false }
     }
 }
 
@@ -93,6 +106,7 @@ fn play(world: &mut World, op: &Op) {
         Op::Leave(end) => world.at(end, |e, net| e.leave(net)),
         Op::ReturnToTcp(end) => world.return_to_tcp(end),
         Op::Shut(end) => world.shut(end),
+        Op::Fail(end, keep, flight) => world.fail(end, keep, flight),
         Op::Pass(us) => world.pass(us),
     }
 }
@@ -103,6 +117,18 @@ proptest! {
     #[test]
     fn what_arrives_is_what_was_sent_whatever_happens(weather in weather(), ops in vec(op(), 1..80)) {
         let mut world = World::new(weather);
+        for op in &ops {
+            play(&mut world, op);
+        }
+        world.finish();
+    }
+
+    #[test]
+    fn what_arrives_is_what_was_sent_though_links_between_hosts_fail(
+        weather in weather(),
+        ops in vec(op_between_hosts(), 1..80),
+    ) {
+        let mut world = World::new(Weather { remote: true, ..weather });
         for op in &ops {
             play(&mut world, op);
         }
@@ -283,5 +309,100 @@ fn a_connection_can_be_demoted_and_promoted_again_and_again() {
         }
         world.finish();
         assert!(world.ends.iter().all(|e| e.is_plain()), "round {round}");
+    }
+}
+
+/// A connection between hosts that is busy both ways, whose link fails after this many µs at one end, and `later` at
+/// the other.
+fn failing(moment: u64, later: u64, keep: u64, cut: usize) -> World {
+    let shape = Shape {
+        capacity: 400,
+        segments: vec![cut, 7, 300],
+        latency: 5,
+    };
+    let mut weather = Weather {
+        tcp: [shape.clone(), shape],
+        ..Weather::fair_between_hosts()
+    };
+    weather.side = [vec![Fate::Arrive(11); 9], vec![Fate::Arrive(17); 9]];
+    let mut world = World::new(weather);
+    world.promote();
+    for now in 0..400 {
+        for end in [CONNECTOR, ACCEPTOR] {
+            world.write(end, 5);
+            world.read(end, 4);
+        }
+        let first = moment as usize % 2;
+        if now == moment {
+            world.fail(first, keep, true);
+        }
+        if now == moment + later {
+            world.fail(1 - first, keep / 2, true);
+        }
+        world.pass(1);
+    }
+    world.finish();
+    world
+}
+
+#[test]
+fn a_link_that_fails_at_any_moment_loses_nothing() {
+    let variants = [(0, 0), (0, 9), (3, 1), (150, u64::MAX), (20, 4)];
+    for (moment, (later, keep)) in (0..200).zip(variants.into_iter().cycle()) {
+        let world = failing(moment, later, keep, 4);
+        assert!(world.ends.iter().all(|e| e.is_plain()), "at {moment}");
+    }
+}
+
+#[test]
+fn resume_may_be_cut_at_every_byte() {
+    for cut in (1..40).chain([77, 200]) {
+        failing(120, 20, 3, cut);
+    }
+}
+
+#[test]
+fn after_a_failure_the_connection_is_promoted_again_on_a_new_link() {
+    let mut world = World::new(Weather::fair_between_hosts());
+    for round in 0..20 {
+        world.promote();
+        for end in [CONNECTOR, ACCEPTOR] {
+            world.write(end, 500 + round);
+        }
+        world.finish();
+        assert_eq!(world.outcomes(), [Some(Step::Promoted); 2], "round {round}");
+        for end in [CONNECTOR, ACCEPTOR] {
+            world.write(end, 700);
+        }
+        match round % 3 {
+            0 => world.at(round % 2, |e, net| e.leave(net)),
+            1 => world.return_to_tcp(round % 2),
+            _ => world.fail(round % 2, 100, false),
+        }
+        for end in [CONNECTOR, ACCEPTOR] {
+            world.write(end, 300);
+        }
+        world.finish();
+        assert!(world.ends.iter().all(|e| e.is_plain()), "round {round}");
+    }
+}
+
+#[test]
+fn shutdown_between_hosts_ends_the_direction_behind_its_last_byte() {
+    for fails in [None, Some(0), Some(1)] {
+        let mut world = World::new(Weather::fair_between_hosts());
+        world.promote();
+        world.finish();
+        world.write(CONNECTOR, 900);
+        world.shut(CONNECTOR);
+        if let Some(end) = fails {
+            world.fail(end, 10, true);
+        }
+        world.write(ACCEPTOR, 2000);
+        world.finish();
+        assert!(world.ends[ACCEPTOR].eof && !world.ends[CONNECTOR].eof);
+        world.write(ACCEPTOR, 100);
+        world.shut(ACCEPTOR);
+        world.finish();
     }
 }

@@ -127,6 +127,11 @@ impl Medium {
         Message::decode(&first.remove()).ok()
     }
 
+    /// What is under way never arrives.
+    pub fn lose_all(&self) {
+        lock(&self.queue).messages.clear();
+    }
+
     /// When the next message arrives, in µs; `None` if none is under way.
     pub fn next_arrival(&self) -> Option<u64> {
         lock(&self.queue)

@@ -22,6 +22,9 @@
 //! | SWITCH  | ABORT  | demotes its direction at once; the other drains the link, then reads TCP |
 //! | ABORT   | SWITCH | drains the link up to the DEMOTE that its ABORT leads to                 |
 //! | ABORT   | ABORT  | both directions stay on TCP                                              |
+//!
+//! On a link [between hosts](Handshake::between_hosts) there is no DEMOTE: where one of the two is SWITCH
+//! and the other ABORT, [`super::resume`] goes on from there.
 
 use crate::ids::{InstanceId, Nonce};
 
@@ -90,6 +93,8 @@ pub enum Step {
     Promoted,
     /// Over: ours is on TCP as before; the other's is once the link is read up to its end mark.
     Drain,
+    /// Over, and one direction has switched to a link between hosts: it comes back by RESUME.
+    Resume,
     /// Over: both directions are on TCP as before.
     Abandoned,
 }
@@ -114,6 +119,8 @@ pub struct Handshake {
     phase: Phase,
     /// OPEN is out, so the other may switch.
     opened: bool,
+    /// The link is one between hosts.
+    remote: bool,
     sent: Option<Closing>,
     got: Option<Closing>,
 }
@@ -127,6 +134,7 @@ impl Handshake {
             theirs: None,
             phase: Phase::Asked,
             opened: false,
+            remote: false,
             sent: None,
             got: None,
         }
@@ -140,6 +148,7 @@ impl Handshake {
             theirs: Some(theirs),
             phase: Phase::Offered,
             opened: false,
+            remote: false,
             sent: None,
             got: None,
         };
@@ -174,6 +183,22 @@ impl Handshake {
     /// Whether OPEN is what comes next.
     pub fn is_opening(&self) -> bool {
         self.phase == Phase::Opening && self.sent.is_none()
+    }
+
+    /// The link that OPEN comes or goes over leads to another host. To be said before
+    /// [`on_link_up`](Self::on_link_up) or [`on_open`](Self::on_open).
+    pub fn between_hosts(&mut self) {
+        self.remote = true;
+    }
+
+    /// Whether that was said.
+    pub fn is_between_hosts(&self) -> bool {
+        self.remote
+    }
+
+    /// The closing marker that this end has decided on.
+    pub fn sent(&self) -> Option<Closing> {
+        self.sent
     }
 
     /// YES from a trusted answerer.
@@ -318,10 +343,12 @@ impl Handshake {
 
     fn closed_by_peer(&mut self, closing: Closing) -> Steps {
         self.got = Some(closing);
-        let mut steps = vec![match closing {
-            Closing::Switch => Step::ReceiveOnLink,
-            Closing::Abort => Step::StopScan,
-        }];
+        let mut steps = match closing {
+            Closing::Switch => vec![Step::ReceiveOnLink],
+            // RESUME follows, with data before it.
+            Closing::Abort if self.remote && self.sent == Some(Closing::Switch) => Steps::new(),
+            Closing::Abort => vec![Step::StopScan],
+        };
         if self.sent.is_none() && closing == Closing::Abort {
             self.close(Closing::Abort, &mut steps);
         } else {
@@ -344,6 +371,9 @@ impl Handshake {
         use Closing::{Abort, Switch};
         match (self.sent, self.got) {
             (Some(Switch), Some(Switch)) => steps.push(Step::Promoted),
+            (Some(Switch), Some(Abort)) | (Some(Abort), Some(Switch)) if self.remote => {
+                steps.push(Step::Resume);
+            }
             (Some(Switch), Some(Abort)) => steps.extend([Step::Demote, Step::Abandoned]),
             (Some(Abort), Some(Switch)) => steps.push(Step::Drain),
             (Some(Abort), Some(Abort)) => steps.push(Step::Abandoned),

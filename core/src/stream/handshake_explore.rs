@@ -160,6 +160,7 @@ impl End {
                         self.tx = On::Demoted;
                     }
                 }
+                Step::Resume => unreachable!("not a link between hosts"),
                 Step::Promoted | Step::Drain | Step::Abandoned => {
                     assert!(!self.scanning, "the window stays open");
                     assert!(

@@ -2,3 +2,4 @@
 
 pub mod handshake;
 pub mod policy;
+pub mod resume;

@@ -6,7 +6,7 @@
 use std::fmt;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 
-use zerocopy::little_endian::{U16, U32};
+use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use super::{Capabilities, Reason, VERSION, WireError, Writer, read, read_prefix};
@@ -57,10 +57,18 @@ struct AbortBody {
     reason: U16,
 }
 
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+struct ResumeBody {
+    received: U64,
+    sent: U64,
+}
+
 mod kind {
     pub const HELLO: u8 = 1;
     pub const SWITCH: u8 = 2;
     pub const ABORT: u8 = 3;
+    pub const RESUME: u8 = 4;
 }
 
 const FABRIC_SHM: u8 = 1;
@@ -137,6 +145,13 @@ pub enum Marker {
     Switch,
     /// The attempt to promote is over, this direction stays on TCP.
     Abort(Reason),
+    /// The stream leaves a link between hosts: the writer takes nothing more from it (P70).
+    Resume {
+        /// The position, in bytes since SWITCH, up to which the writer has the reader's direction.
+        received: u64,
+        /// The position up to which the writer has given its own direction to the link.
+        sent: u64,
+    },
 }
 
 impl Marker {
@@ -163,6 +178,13 @@ impl Marker {
                     reason: reason.code().into(),
                 })?;
                 kind::ABORT
+            }
+            Self::Resume { received, sent } => {
+                body.put(&ResumeBody {
+                    received: (*received).into(),
+                    sent: (*sent).into(),
+                })?;
+                kind::RESUME
             }
         };
         let length = body.len;
@@ -194,6 +216,13 @@ impl Marker {
             kind::ABORT => {
                 let abort: &AbortBody = read(body)?;
                 Ok(Self::Abort(Reason::from_code(abort.reason.get())))
+            }
+            kind::RESUME => {
+                let resume: &ResumeBody = read(body)?;
+                Ok(Self::Resume {
+                    received: resume.received.get(),
+                    sent: resume.sent.get(),
+                })
             }
             unknown => Err(WireError::Kind(unknown)),
         }
@@ -322,6 +351,7 @@ mod tests {
             hello,
             Just(Marker::Switch),
             any::<u16>().prop_map(|code| Marker::Abort(Reason::from_code(code))),
+            any::<(u64, u64)>().prop_map(|(received, sent)| Marker::Resume { received, sent }),
         ]
     }
 
@@ -348,7 +378,7 @@ mod tests {
         }
 
         #[test]
-        fn any_bytes_are_decoded_without_panic(kind in 0u8..5, body in vec(any::<u8>(), 0..=MAX_BODY)) {
+        fn any_bytes_are_decoded_without_panic(kind in 0u8..6, body in vec(any::<u8>(), 0..=MAX_BODY)) {
             let mut bytes = vec![0; 16];
             bytes.extend([VERSION, kind, body.len() as u8, 0]);
             bytes.extend(&body);
@@ -382,6 +412,23 @@ mod tests {
                 .encode(&Nonce::from_bytes([1; 16]), &mut buf[1..])
                 .is_err()
         );
+    }
+
+    #[test]
+    fn a_resume_has_its_positions_behind_the_header_and_nothing_else() {
+        let mut buf = [0; MAX_MARKER];
+        let marker = Marker::Resume {
+            received: 0x0102_0304_0506_0708,
+            sent: 1,
+        };
+        let bytes = marker
+            .encode(&Nonce::from_bytes([9; 16]), &mut buf)
+            .unwrap();
+        let body = [8, 7, 6, 5, 4, 3, 2, 1, 1, 0, 0, 0, 0, 0, 0, 0];
+        let expected = [&[9; 16][..], &[1, 4, 16, 0], &body].concat();
+        assert_eq!(bytes, expected);
+        let longer = [&expected[..18], &[17, 0], &expected[20..], &[0]].concat();
+        assert_eq!(Marker::decode(&longer).unwrap_err(), WireError::Length);
     }
 
     #[test]

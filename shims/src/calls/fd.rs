@@ -32,11 +32,7 @@ const GO_ON: c_int = c_int::MIN;
 #[inline(never)]
 extern "C" fn close_on(fd: c_int) -> c_int {
     if lifecycle::is_hidden(fd) {
-        return if crate::verbs::is_inside() && crate::verbs::close_hidden(fd) {
-            0
-        } else {
-            errno::fail(libc::EBADF)
-        };
+        return errno::fail(libc::EBADF);
     }
     if !vfork::is_child() {
         lifecycle::before_close(fd);

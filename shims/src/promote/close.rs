@@ -86,9 +86,14 @@ pub fn linger(socket: &'static Socket, nonce: Option<Nonce>, unsent: Vec<u8>) {
 /// Gives our end of the stream on the link back. The directions are on TCP, or the socket is
 /// being closed.
 pub fn close_stream(socket: &'static Socket, control: &mut Control) {
-    let consumer = socket.rx.lock().and_then(|mut rx| rx.consumer.take());
+    let consumer = socket.rx.lock().and_then(|mut rx| {
+        rx.stays = false;
+        rx.consumer.take()
+    });
+    control.resume = None;
     if let Some(mut tx) = socket.tx.lock() {
         tx.producer = None;
+        tx.is_held = false;
     }
     let peer = control.peer.take();
     match control.opened.take() {

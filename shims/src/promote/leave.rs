@@ -7,7 +7,7 @@ use rdmasock_core::ids::Vqpn;
 use rdmasock_core::stats::{Path, Reason};
 use rdmasock_core::wire::Message;
 
-use super::{flush, give_up, run, set_why};
+use super::{flush, give_up, resume, run, set_why};
 use crate::library::Library;
 use crate::link::Link;
 use crate::ready;
@@ -18,6 +18,11 @@ use crate::socket::{Control, Socket, Stage, Tx, mode};
 /// request. During a handshake: as soon as that is over.
 pub fn leave(socket: &'static Socket, control: &mut Control, reason: Reason) {
     control.leave = Some(reason);
+    if resume::is_staying(control) {
+        set_why(socket, reason);
+        socket.set_stage(Stage::Pinned);
+        return resume::leave(socket, control);
+    }
     if control.handshake.is_some() {
         let steps = give_up(control);
         run(socket, control, steps);
@@ -51,6 +56,12 @@ fn ask_back(link: &'static Link, yours: Vqpn, resend_from: Option<u64>) {
 pub fn return_to_tcp(socket: &'static Socket, control: &mut Control, reason: Reason) {
     if control.handshake.is_some() {
         return leave(socket, control, reason);
+    }
+    if resume::is_staying(control) {
+        control.leave = Some(reason);
+        set_why(socket, reason);
+        socket.set_stage(Stage::Pinned);
+        return resume::hand_over(socket, control);
     }
     control.leave = Some(reason);
     set_why(socket, reason);

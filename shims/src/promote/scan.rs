@@ -110,15 +110,21 @@ pub fn look_ahead<'a>(
                 Err(_) => return ended(socket, control, guard, relock),
             };
         let Some(nonce) = guard.scan else {
-            // No longer scanning, only the carry is left to deliver.
-            if carried == 0 {
+            // No longer scanning: only the carry is left to deliver, and what RESUME has announced, which is
+            // counted (P78).
+            if carried == 0 && guard.owed == 0 {
                 socket.rx_mode.store(mode::TCP, SeqCst);
                 return Some((Ahead::Changed, guard));
+            }
+            let owed = usize::try_from(guard.owed).unwrap_or(usize::MAX);
+            let kernel = peeked.min(owed.saturating_sub(carried));
+            if carried + kernel == 0 {
+                return Some((Ahead::Nothing, guard));
             }
             return Some((
                 Ahead::Payload {
                     carry: carried,
-                    kernel: 0,
+                    kernel,
                 },
                 guard,
             ));
@@ -182,7 +188,11 @@ fn ended<'a>(
 ) -> Option<(Ahead, Guard<'a, Rx>)> {
     drop(guard);
     feed(socket, control, |h| Ok(h.on_end()));
-    let guard = relock()?;
+    super::resume::on_end(socket, control);
+    let mut guard = relock()?;
+    if std::mem::take(&mut guard.owed) > 0 {
+        socket.lost_unread.store(true, SeqCst);
+    }
     let scanning = socket.rx_mode.load(Acquire) == mode::MARKED;
     Some((
         if scanning {
@@ -195,7 +205,7 @@ fn ended<'a>(
 }
 
 /// Takes `len` bytes of marker from the carry and the kernel.
-fn take(rx: &mut Rx, fd: BorrowedFd<'_>, len: usize) {
+pub(super) fn take(rx: &mut Rx, fd: BorrowedFd<'_>, len: usize) {
     let carried = rx.carry.len().min(len);
     rx.carry.drain(..carried);
     let mut left = len - carried;
@@ -230,6 +240,9 @@ fn on_marker(socket: &'static Socket, control: &mut Control, marker: Option<Mark
             feed(socket, control, |h| h.on_hello(hello.instance));
         }
         Some(Marker::Switch) => feed(socket, control, |h| h.on_closing(Closing::Switch)),
+        Some(Marker::Resume { received, sent }) => {
+            super::resume::on_resume(socket, control, received, sent);
+        }
         Some(Marker::Abort(reason)) => {
             tracing::debug!(target: "rdmasock::promote", slot = socket.slot, %reason, "peer aborts");
             feed(socket, control, |h| h.on_closing(Closing::Abort));

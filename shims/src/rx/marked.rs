@@ -2,7 +2,7 @@
 
 use std::ffi::c_int;
 use std::ops::ControlFlow::{self, Break, Continue};
-use std::sync::atomic::Ordering::SeqCst;
+use std::sync::atomic::Ordering::{Acquire, SeqCst};
 
 use libc::ssize_t;
 use rustix::net::RecvFlags;
@@ -42,6 +42,12 @@ pub(super) unsafe fn scanned(
     }
     socket.leave_rx();
     promote::readable(socket);
+    if socket.rx_mode.load(Acquire) == mode::LINK
+        && let Some(mut control) = socket.control.lock()
+    {
+        // RESUME may have been in what this call has brought.
+        promote::resume::look(socket, &mut control);
+    }
     // Those who found the direction occupied meanwhile look again.
     ready::notify_local(socket);
     errno::set(errno);
@@ -180,6 +186,7 @@ unsafe fn take_payload(
     }
     if !peek {
         rx.scanned = rx.scanned.saturating_sub(got);
+        rx.owed = rx.owed.saturating_sub(got as u64);
     }
     if !peek && let Some(stats) = socket.stats() {
         stats.add_rx_tcp(got as u64);

@@ -95,6 +95,11 @@ impl Worker {
             // Meets markers even if the program does not read now.
             promote::readable(socket);
         }
+        if socket.rx_mode.load(Acquire) == mode::LINK
+            && let Some(mut control) = socket.control.lock()
+        {
+            promote::resume::look(socket, &mut control);
+        }
         ready::notify_local(socket);
     }
 
@@ -114,7 +119,8 @@ impl Worker {
             let Some(mut control) = socket.control.lock() else {
                 return true;
             };
-            if control.handshake.is_some() || !socket.is_plain() {
+            let busy = control.handshake.is_some() || promote::resume::is_staying(&control);
+            if busy || !socket.is_plain() {
                 return false;
             }
             promote::close_stream(socket, &mut control);

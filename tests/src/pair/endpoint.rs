@@ -2,12 +2,14 @@
 //! (shims/src/promote.rs), on simulated media. Single-threaded, without locks.
 
 mod reading;
+mod resuming;
 
 use rdmasock_core::fabric::mem::{End as LinkEnd, Medium};
 use rdmasock_core::fabric::ring::{Consumer, End, Producer, Stopped};
 use rdmasock_core::fabric::{LinkEnd as _, Opened};
 use rdmasock_core::ids::{InstanceId, Nonce, Vqpn};
-use rdmasock_core::stream::handshake::{Handshake, Misplaced, Phase, Role, Step, Steps};
+use rdmasock_core::stream::handshake::{Closing, Handshake, Misplaced, Phase, Role, Step, Steps};
+use rdmasock_core::stream::resume::Resume;
 use rdmasock_core::wire::{self, Capabilities, Hello, MAX_MARKER, Marker, Message};
 
 use super::tcp::Tcp;
@@ -60,6 +62,11 @@ pub struct Endpoint {
     then_link: bool,
     /// The application has shut its sending direction down.
     pub fin: bool,
+    /// TCP's sending direction ends behind what is to be written.
+    tcp_ended: bool,
+    then_shut: bool,
+    /// Nothing is written in TCP before the other's RESUME has come.
+    held: bool,
     consumer: Option<Consumer>,
     scan: Option<Nonce>,
     carry: Vec<u8>,
@@ -68,6 +75,20 @@ pub struct Endpoint {
     stream: Option<Stream>,
     peer: Option<Vqpn>,
     leave: bool,
+    /// The link is one between hosts.
+    pub remote: bool,
+    /// Our end of it works.
+    pub link_up: bool,
+    /// The stream's stay on a link between hosts.
+    resume: Option<Resume>,
+    /// What RESUME starts with, to us and to the other.
+    nonces: Option<[Nonce; 2]>,
+    /// Unread bytes that have come over a link when it fails: what is behind them is lost.
+    pub keep: u64,
+    /// The other's RESUME has been read: TCP follows the ring.
+    read_on: bool,
+    /// Bytes that TCP has to bring before it may end.
+    pub owed: u64,
     /// The link was asked for.
     pub wants_link: bool,
     request: u64,
@@ -96,6 +117,9 @@ impl Endpoint {
             marker: Vec::new(),
             then_link: false,
             fin: false,
+            tcp_ended: false,
+            then_shut: false,
+            held: false,
             consumer: None,
             scan: None,
             carry: Vec::new(),
@@ -103,6 +127,13 @@ impl Endpoint {
             stream: None,
             peer: None,
             leave: false,
+            remote: false,
+            link_up: true,
+            resume: None,
+            nonces: None,
+            keep: u64::MAX,
+            read_on: false,
+            owed: 0,
             wants_link: false,
             request: 0,
             yes: None,
@@ -111,6 +142,11 @@ impl Endpoint {
             eof: false,
             library_bytes: 0,
         }
+    }
+
+    /// It has a number on the link.
+    pub fn has_stream(&self) -> bool {
+        self.stream.is_some() || self.consumer.is_some() || self.producer.is_some()
     }
 
     /// Nothing but TCP, and no attempt.
@@ -266,12 +302,10 @@ impl Endpoint {
             match step {
                 Step::StartScan | Step::SendYes => {}
                 Step::StopScan => {
-                    self.scan = None;
-                    if self.carry.is_empty() && self.rx == Mode::Marked {
-                        self.rx = Mode::Tcp;
-                    }
+                    self.stop_scan();
+                    self.resumption(net, |r| r.on_got(Closing::Abort));
                 }
-                Step::WriteHello if self.fin => {
+                Step::WriteHello if self.tcp_ended => {
                     return self.feed(net, |h| Ok(h.on_hello_unwritten()));
                 }
                 Step::WriteHello => {
@@ -285,7 +319,7 @@ impl Endpoint {
                 Step::NeedLink(_) => self.wants_link = true,
                 Step::SendOpen => {
                     if !self.send_open(net) {
-                        if let Some(yours) = self.peer.take() {
+                        if let Some(yours) = self.peer.take().filter(|_| self.link_up) {
                             let reason = wire::Reason::Resources;
                             let _ = net.link.send(&Message::OpenRefuse { yours, reason });
                         }
@@ -293,13 +327,23 @@ impl Endpoint {
                     }
                 }
                 Step::WriteSwitch => {
-                    self.then_link = !self.fin;
+                    self.then_link = !self.tcp_ended;
                     self.queue_marker(net, &Marker::Switch);
+                    self.resumption(net, |r| r.on_sent(Closing::Switch));
                 }
-                Step::WriteAbort => self.queue_marker(net, &Marker::Abort(wire::Reason::Cancelled)),
+                Step::WriteAbort => {
+                    self.queue_marker(net, &Marker::Abort(wire::Reason::Cancelled));
+                    self.resumption(net, |r| r.on_sent(Closing::Abort));
+                }
                 Step::ReceiveOnLink => {
                     self.scan = None;
                     self.rx = Mode::Link;
+                    self.resumption(net, |r| r.on_got(Closing::Switch));
+                }
+                Step::Resume => {
+                    self.handshake = None;
+                    self.outcomes.push(step);
+                    self.resumption(net, |r| r.on_got(Closing::Abort));
                 }
                 Step::Demote => self.demote_tx(),
                 Step::Promoted | Step::Drain | Step::Abandoned => {
@@ -315,7 +359,17 @@ impl Endpoint {
         }
     }
 
+    fn stop_scan(&mut self) {
+        self.scan = None;
+        if self.carry.is_empty() && self.rx == Mode::Marked {
+            self.rx = Mode::Tcp;
+        }
+    }
+
     fn send_open(&mut self, net: &mut Net<'_>) -> bool {
+        if self.remote && (self.fin || !self.link_up) {
+            return false;
+        }
         let Ok(Opened {
             vqpn,
             ring,
@@ -324,6 +378,9 @@ impl Endpoint {
         else {
             return false;
         };
+        if self.remote {
+            self.begin_stay();
+        }
         let handshake = self.handshake.as_ref().unwrap();
         self.consumer = Some(consumer);
         let message = match self.peer {
@@ -348,10 +405,13 @@ impl Endpoint {
     }
 
     fn queue_marker(&mut self, net: &mut Net<'_>, marker: &Marker) {
-        if self.fin {
+        if self.tcp_ended {
             return;
         }
-        let reader = self.handshake.as_ref().and_then(Handshake::theirs).unwrap();
+        let reader = match marker {
+            Marker::Resume { .. } => self.nonces.unwrap()[1],
+            _ => self.handshake.as_ref().and_then(Handshake::theirs).unwrap(),
+        };
         let mut buf = [0; MAX_MARKER];
         let bytes = marker.encode(&reader, &mut buf).unwrap();
         self.library_bytes += bytes.len();
@@ -367,7 +427,7 @@ impl Endpoint {
         }
         let n = net.out.write(&self.marker);
         self.marker.drain(..n);
-        if !self.marker.is_empty() {
+        if !self.marker.is_empty() || self.held {
             return false;
         }
         self.tx = if std::mem::take(&mut self.then_link) {
@@ -375,7 +435,11 @@ impl Endpoint {
         } else {
             Mode::Tcp
         };
-        if self.fin {
+        if self.remote {
+            if std::mem::take(&mut self.then_shut) {
+                net.out.shut();
+            }
+        } else if self.fin {
             self.shut(net);
         }
         true
@@ -410,6 +474,11 @@ impl Endpoint {
     fn close_stream(&mut self, net: &mut Net<'_>) {
         self.producer = None;
         let peer = self.peer.take();
+        self.resume = None;
+        if self.remote && !self.link_up {
+            self.stream = None;
+            self.consumer = None;
+        }
         if let (Some(stream), Some(consumer)) = (self.stream.take(), self.consumer.take()) {
             if stream.asked {
                 net.link.close_unanswered(stream.mine, Some(consumer));
@@ -425,6 +494,7 @@ impl Endpoint {
     pub fn on_link(&mut self, net: &mut Net<'_>, up: bool) {
         self.wants_link = false;
         if up {
+            self.mark_remote();
             self.feed(net, Handshake::on_link_up);
         } else {
             self.give_up(net);
@@ -433,6 +503,9 @@ impl Endpoint {
 
     /// A message on the link's side channel.
     pub fn on_side(&mut self, net: &mut Net<'_>, message: Message) {
+        if !self.link_up {
+            return;
+        }
         match message {
             Message::Open {
                 nonce_mine,
@@ -469,6 +542,9 @@ impl Endpoint {
             Message::DemoteRequest { yours, resend_from }
                 if self.stream.as_ref().is_some_and(|s| s.mine == yours) =>
             {
+                if self.remote {
+                    return self.on_asked(net);
+                }
                 if resend_from.is_some() && self.tx == Mode::Link {
                     self.send_again();
                     self.flush(net);
@@ -486,6 +562,7 @@ impl Endpoint {
             stream.asked = false;
         }
         self.producer = net.link.producer(theirs);
+        self.mark_remote();
         self.feed(net, Handshake::on_open);
     }
 
@@ -500,7 +577,11 @@ impl Endpoint {
     pub fn leave(&mut self, net: &mut Net<'_>) {
         self.leave = true;
         if self.handshake.is_some() {
-            return self.give_up(net);
+            self.give_up(net);
+            return self.resumption(net, Resume::leave);
+        }
+        if self.is_staying() {
+            return self.resumption(net, Resume::leave);
         }
         self.demote_tx();
         if let (Mode::Link, Some(yours)) = (self.rx, self.peer) {
@@ -514,6 +595,9 @@ impl Endpoint {
     /// As [`leave`](Self::leave), but our receiving direction goes back to TCP here and now, unless
     /// the other has ended it already.
     pub fn return_to_tcp(&mut self, net: &mut Net<'_>) {
+        if self.is_staying() && self.handshake.is_none() {
+            return self.hand_over(net);
+        }
         if let (None, Mode::Link, Some(consumer), Some(yours)) =
             (&self.handshake, self.rx, self.consumer.as_mut(), self.peer)
             && consumer.stop().is_ok()
@@ -533,7 +617,7 @@ impl Endpoint {
     pub fn write(&mut self, net: &mut Net<'_>, data: &[u8]) -> usize {
         if self.fin || !self.flush(net) {
             assert!(
-                self.fin || net.out.room() == 0,
+                self.fin || net.out.room() == 0 || self.held,
                 "a write waits for more than room"
             );
             return 0;
@@ -554,10 +638,15 @@ impl Endpoint {
     /// shutdown(SHUT_WR): what was begun is finished before the end.
     pub fn shut(&mut self, net: &mut Net<'_>) {
         self.fin = true;
+        if self.is_staying() {
+            return self.shut_between_hosts(net);
+        }
+        self.tcp_ended = true;
         if self.tx == Mode::Link {
             self.end_on_link(End::Fin);
         }
         if self.tx == Mode::Marked {
+            self.then_shut = true;
             self.flush(net);
             return;
         }
@@ -568,11 +657,12 @@ impl Endpoint {
     pub fn poll(&mut self, net: &mut Net<'_>) {
         self.flush(net);
         self.look_ahead(net);
+        self.look_for_resume(net);
         self.settle(net);
     }
 
     fn settle(&mut self, net: &mut Net<'_>) {
-        if self.is_plain() {
+        if self.is_plain() && !self.is_staying() {
             self.close_stream(net);
         }
     }

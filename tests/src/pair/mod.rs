@@ -33,6 +33,8 @@ pub struct Weather {
     pub side: [Vec<Fate>; 2],
     /// µs until a link is there; `None`: never.
     pub link: Option<u64>,
+    /// The link is one between hosts.
+    pub remote: bool,
 }
 
 impl Weather {
@@ -48,6 +50,15 @@ impl Weather {
             oob: Default::default(),
             side: Default::default(),
             link: Some(0),
+            remote: false,
+        }
+    }
+
+    /// As [`fair`](Self::fair), between hosts.
+    pub fn fair_between_hosts() -> Self {
+        Self {
+            remote: true,
+            ..Self::fair()
         }
     }
 }
@@ -65,6 +76,8 @@ pub struct World {
     link_after: Option<u64>,
     asked_at: u64,
     linking_since: Option<u64>,
+    /// When the link failed at the first of the ends.
+    failed_at: u64,
     nonces: u8,
     /// Bytes that each application has written.
     pub sent: [usize; 2],
@@ -85,11 +98,14 @@ impl World {
         for (end, fates) in link.iter().zip(weather.side) {
             end.medium().script(fates);
         }
+        let end = |role| {
+            let mut end = Endpoint::new(role);
+            end.remote = weather.remote;
+            end
+        };
         Self {
-            ends: [
-                Endpoint::new(Role::Connector),
-                Endpoint::new(Role::Acceptor),
-            ],
+            ends: [end(Role::Connector), end(Role::Acceptor)],
+            failed_at: 0,
             tcp: weather.tcp.map(|shape| Tcp::new(&clock, shape)),
             oob,
             link,
@@ -174,6 +190,36 @@ impl World {
         }
     }
 
+    /// The link fails at one end, which has got `keep` of the bytes that it has not read; with
+    /// `flight`, what is said on the way in either direction is lost too.
+    pub fn fail(&mut self, end: usize, keep: u64, flight: bool) {
+        if flight {
+            self.link.iter().for_each(|l| l.medium().lose_all());
+        }
+        if self.ends[1 - end].link_up {
+            self.failed_at = self.clock.now();
+        }
+        self.at(end, |e, net| e.link_failed(net, keep));
+    }
+
+    /// A link that has failed is noticed at both ends in the end, and replaced once nobody is on it.
+    fn mend(&mut self) {
+        let up = [0, 1].map(|i| self.ends[i].link_up);
+        if up == [true, true] {
+            return;
+        }
+        if self.clock.now() >= self.failed_at + 3 * TIMEOUT {
+            for end in [CONNECTOR, ACCEPTOR] {
+                self.at(end, |e, net| e.link_failed(net, 0));
+            }
+        }
+        let idle = |e: &Endpoint| e.is_plain() && !e.has_stream();
+        if self.ends.iter().all(idle) {
+            self.link = heap_pair(1 << 16, &self.clock).unwrap();
+            self.ends.iter_mut().for_each(|e| e.link_up = true);
+        }
+    }
+
     /// Everything that happens by itself at this instant.
     pub fn settle(&mut self) {
         for end in [CONNECTOR, ACCEPTOR] {
@@ -193,12 +239,14 @@ impl World {
         }
         if self.ends[CONNECTOR].wants_link {
             let since = *self.linking_since.get_or_insert(now);
-            let up = self.link_after.is_some_and(|after| now >= since + after);
+            let works = self.ends.iter().all(|e| e.link_up);
+            let up = works && self.link_after.is_some_and(|after| now >= since + after);
             if up || now >= since + TIMEOUT {
                 self.linking_since = None;
                 self.at(CONNECTOR, |e, net| e.on_link(net, up));
             }
         }
+        self.mend();
     }
 
     /// Lets time pass.
@@ -234,6 +282,7 @@ impl World {
                 self.sent[1 - end],
                 "bytes are missing: {self:?}"
             );
+            assert_eq!(self.ends[end].owed, 0, "RESUME has announced more");
             assert_eq!(
                 self.ends[end].eof,
                 self.ends[1 - end].fin,

@@ -2,10 +2,7 @@
 //! turn is `pump.rs`; the lock around this, and what is done outside it, is `end.rs`.
 
 use std::collections::VecDeque;
-use std::sync::atomic::{
-    AtomicBool, AtomicU32,
-    Ordering::SeqCst,
-};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
 
 use super::chunks::{self, Chunks, Target};
 use super::end::{Local, POLL, SETTLE, Tuning};
@@ -87,8 +84,8 @@ impl<Q: QueuePair, L: Local> Ground<Q, L> {
     pub fn add_tell(&self, theirs: u32, word: u32) -> bool {
         let queue = WaiterId::of_queue(word).filter(|w| u32::from(w.0) < READY_QUEUES);
         let sleeper = WaiterId::of_sleeper(word);
-        let word = queue.map_or(0, WaiterId::queue_bits)
-            | sleeper.map_or(0, WaiterId::sleeper_bits);
+        let word =
+            queue.map_or(0, WaiterId::queue_bits) | sleeper.map_or(0, WaiterId::sleeper_bits);
         let Some(cell) = self.tells.get(theirs as usize) else {
             return false;
         };

@@ -106,7 +106,10 @@ impl Incoming {
             return Err(Breach::End);
         }
         let ring = self.ring.ok_or(Breach::Tail)?;
-        let window = block.head().max(self.start).saturating_add(ring.len() as u64);
+        let window = block
+            .head()
+            .max(self.start)
+            .saturating_add(ring.len() as u64);
         let n = tail.checked_sub(self.tail).filter(|n| *n > 0);
         let n = n.ok_or(Breach::Tail)?;
         if tail > window || payload.len() as u64 > n {
@@ -190,9 +193,7 @@ impl Outgoing {
     /// Asks to be told of more, then looks.
     pub fn look(&mut self, block: &DirectionBlock, wake: u32) -> ProducerView {
         let view = block.watch_producer(wake);
-        if self.switch_at.is_none()
-            && self.offered.is_some_and(|(g, _)| g == view.generation)
-        {
+        if self.switch_at.is_none() && self.offered.is_some_and(|(g, _)| g == view.generation) {
             self.switch_at = Some(view.switch_pos);
         }
         view

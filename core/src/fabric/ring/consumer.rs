@@ -62,6 +62,8 @@ pub struct Consumer {
     /// Generation of the last adopted ring.
     generation: u32,
     limited_seen: u32,
+    /// Nothing more is taken from the producer, whatever it publishes.
+    frozen: bool,
 }
 
 // SAFETY: a cursor is only pointers into shared memory, which any thread may use, and values.
@@ -88,6 +90,7 @@ impl Consumer {
             retired: None,
             generation: 0,
             limited_seen: 0,
+            frozen: false,
         }
     }
 
@@ -189,7 +192,8 @@ impl Consumer {
         if self.tail != self.head {
             return Ok(true);
         }
-        let ended = self.theirs().end.load(Ordering::SeqCst) != 0;
+        let mark = self.theirs().end.load(Ordering::SeqCst);
+        let ended = mark != 0 && !(self.frozen && mark == STOPPED);
         self.reload()?;
         Ok(ended || self.tail != self.head)
     }
@@ -209,6 +213,7 @@ impl Consumer {
             return Ok(None);
         }
         match mark {
+            STOPPED if self.frozen => Ok(None),
             m if m == End::Fin as u32 => Ok(Some(End::Fin)),
             m if m == End::Demote as u32 => Ok(Some(End::Demote)),
             _ => Err(Violation::BadEnd.into()),
@@ -223,6 +228,35 @@ impl Consumer {
             .compare_exchange(0, STOPPED, Ordering::SeqCst, Ordering::SeqCst)
             .map(|_| wake)
             .map_err(|_| Ended)
+    }
+
+    /// Takes nothing more from the producer than what has come up to `limit` (`u64::MAX`: all that
+    /// has come; 0: nothing that is unread); gives the position that was reached. After an end mark
+    /// that is all that was sent, whatever the limit. What has come can still be read, and a mark seen.
+    pub fn freeze(&mut self, limit: u64) -> Result<u64, RingError> {
+        if !self.frozen {
+            // Marks and confirmations that come from now on find it taken.
+            let ended =
+                self.theirs()
+                    .end
+                    .compare_exchange(0, STOPPED, Ordering::SeqCst, Ordering::SeqCst);
+            self.reload()?;
+            self.frozen = true;
+            if ended.is_ok() {
+                self.tail = self.tail.min(limit.max(self.head));
+            }
+        }
+        Ok(self.tail)
+    }
+
+    /// The producer has marked the end, behind bytes that may be unread.
+    pub fn has_mark(&self) -> bool {
+        self.theirs().end.load(Ordering::SeqCst) == End::Fin as u32
+    }
+
+    /// Whether it is [frozen](Self::freeze).
+    pub fn is_frozen(&self) -> bool {
+        self.frozen
     }
 
     /// Offers `region` as the ring to use from the producer's next send on: the first one, a
@@ -290,6 +324,9 @@ impl Consumer {
     /// Copies and validates the producer's tail, and a switch that it may lie beyond.
     #[inline(always)]
     fn reload(&mut self) -> Result<(), RingError> {
+        if self.frozen {
+            return Ok(());
+        }
         // Acquires the payload before `tail`. SeqCst for the second look of W2.
         let tail = self.theirs().tail.load(Ordering::SeqCst);
         // After the tail: a switch that this tail can be beyond is seen.

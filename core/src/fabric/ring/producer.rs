@@ -225,18 +225,21 @@ impl Producer {
     #[cfg(not(loom))]
     pub fn unread(&mut self) -> Result<Vec<u8>, RingError> {
         self.reload()?;
-        self.copy_from(self.head)
+        Ok(self.copy_from(self.head))
     }
 
-    /// A copy of the bytes from position `from` on, which the peer of a link that is down says it has
-    /// received up to there. `None` if it cannot have (it is not between what was consumed and what
-    /// was committed): the connection cannot go on.
+    /// A copy of the bytes from position `from` on, up to which a consumer that takes nothing more has
+    /// them. Bytes that it has consumed are not held, and those after the tail are not there.
     #[cfg(not(loom))]
-    pub fn unread_from(&mut self, from: u64) -> Option<Vec<u8>> {
-        self.reload().ok()?;
-        (self.head..=self.tail)
-            .contains(&from)
-            .then(|| self.copy_from(from).ok())?
+    pub fn rest(&mut self, from: u64) -> Result<Vec<u8>, RingError> {
+        self.reload()?;
+        if from < self.head {
+            return Err(Violation::HeadMovedBack.into());
+        }
+        if from > self.tail {
+            return Err(Violation::HeadBeyondTail.into());
+        }
+        Ok(self.copy_from(from))
     }
 
     /// Whether this side has [ended](Self::end) the direction, or found it stopped when it tried to.
@@ -244,8 +247,9 @@ impl Producer {
         self.ended
     }
 
+    /// A copy of what is in flight from position `from` on, which is from head to tail.
     #[cfg(not(loom))]
-    fn copy_from(&self, from: u64) -> Result<Vec<u8>, RingError> {
+    fn copy_from(&self, from: u64) -> Vec<u8> {
         let switch = self.switch_pos.clamp(from, self.tail);
         let mut bytes = vec![0u8; (self.tail - from) as usize];
         let (before, after) = bytes.split_at_mut((switch - from) as usize);
@@ -254,7 +258,7 @@ impl Producer {
             // SAFETY: `to` is writable for its length; a ring is mapped while the cursor exists.
             unsafe { spans.copy_out(0, to.as_mut_ptr(), to.len()) };
         }
-        Ok(bytes)
+        bytes
     }
 
     /// The end of the current ring's window: its bytes begin at the switch position, and older

@@ -19,13 +19,17 @@ impl Endpoint {
             let want = n - (self.received.len() - before);
             let more = match self.rx {
                 Mode::Tcp => self.read_tcp(net, want),
-                Mode::Link => self.read_link(want),
+                Mode::Link => {
+                    self.look_for_resume(net);
+                    self.read_link(want)
+                }
                 Mode::Marked => match self.look_ahead(net) {
                     Some((carry, kernel)) if carry + kernel > 0 => {
                         let from_carry = carry.min(want);
                         self.received.extend(self.carry.drain(..from_carry));
                         let rest = kernel.min(want - from_carry);
                         self.received.extend(net.inn.take(rest));
+                        self.pay(from_carry + rest);
                         true
                     }
                     Some(_) => false,
@@ -43,8 +47,15 @@ impl Endpoint {
     fn read_tcp(&mut self, net: &mut Net<'_>, want: usize) -> bool {
         let n = net.inn.peek().len().min(want);
         self.received.extend(net.inn.take(n));
+        self.pay(n);
         self.eof = n == 0 && net.inn.is_ended();
+        assert!(!self.eof || self.owed == 0, "TCP ends too early");
         n > 0
+    }
+
+    /// TCP has brought `n` bytes of what RESUME has announced.
+    fn pay(&mut self, n: usize) {
+        self.owed = self.owed.saturating_sub(n as u64);
     }
 
     fn read_link(&mut self, want: usize) -> bool {
@@ -55,6 +66,10 @@ impl Endpoint {
         unsafe { spans.copy_out(0, piece.as_mut_ptr(), piece.len()) };
         let _ = consumer.consume(piece.len());
         self.received.extend(&piece);
+        if self.read_on && self.remote && piece.is_empty() {
+            self.leave_ring();
+            return true;
+        }
         if piece.is_empty() && consumer.end().unwrap().is_some() {
             self.rx = Mode::Tcp;
             return true;
@@ -82,7 +97,13 @@ impl Endpoint {
                 Found::Bad { .. } => panic!("a bad marker"),
             }
         }
-        self.received.extend(bytes);
+        if self.rx == Mode::Link {
+            // RESUME, and what follows it, which comes after the ring.
+            self.carry.extend(bytes);
+        } else {
+            self.pay(bytes.len());
+            self.received.extend(bytes);
+        }
         self.inside = false;
     }
 
@@ -96,6 +117,7 @@ impl Endpoint {
             bytes.extend(net.inn.peek());
             if bytes.is_empty() && ended {
                 self.feed(net, |h| Ok(h.on_end()));
+                self.resumption(net, |r| r.on_end(false));
                 self.rx = Mode::Tcp;
                 self.scan = None;
                 return None;
@@ -133,6 +155,7 @@ impl Endpoint {
         match marker {
             Marker::Hello(hello) => self.feed(net, |h| h.on_hello(hello.instance)),
             Marker::Switch => self.feed(net, |h| h.on_closing(Closing::Switch)),
+            Marker::Resume { received, sent } => self.on_resume(net, received, sent),
             Marker::Abort(_) => self.feed(net, |h| h.on_closing(Closing::Abort)),
         }
     }

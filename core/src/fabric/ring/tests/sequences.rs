@@ -307,3 +307,45 @@ fn two_threads_exchange_while_rings_change() {
     assert_eq!(received, total);
     sender.join().unwrap();
 }
+
+#[test]
+fn a_consumer_that_is_frozen_has_what_came_before_and_the_producer_the_rest() {
+    for (limit, reached) in [(0, 4), (9, 9), (u64::MAX, 4096 + 6)] {
+        let m = Memory::new(1 << 15);
+        let (mut p, mut c) = (m.producer(), m.consumer());
+        let _ = c.offer(Region::new(0, 12).unwrap()).unwrap();
+        let sent = pattern(0, 4096 + 6);
+        assert_eq!(send(&mut p, &sent[..4096]).unwrap().0, 4096);
+        let mut buf = [0; 8192];
+        assert_eq!(recv(&mut c, &mut buf[..4]).unwrap().0, 4);
+        let _ = c.offer(Region::new(2, 13).unwrap()).unwrap();
+        assert_eq!(send(&mut p, &sent[4096..]).unwrap().0, 6);
+
+        assert_eq!(c.freeze(limit), Ok(reached));
+        assert_eq!(c.freeze(u64::MAX), Ok(reached), "once");
+        let _ = send(&mut p, b"too late").unwrap();
+        let (n, _) = recv(&mut c, &mut buf[4..]).unwrap();
+        assert_eq!((4 + n as u64, c.has_data()), (reached, Ok(false)));
+        assert_eq!(c.end(), Ok(None));
+        let mut all = buf[..reached as usize].to_vec();
+        all.extend(p.rest(reached).unwrap());
+        assert_eq!(all, [&sent[..], b"too late"].concat());
+        assert!(p.rest(p.position() + 1).is_err(), "never sent");
+        let _ = c.publish();
+        assert!(p.rest(c.position() - 1).is_err(), "no longer held");
+        assert_eq!(p.end(End::Fin), Err(Stopped), "not confirmed from now on");
+    }
+}
+
+#[test]
+fn a_consumer_that_is_frozen_behind_the_end_mark_has_everything() {
+    let m = Memory::new(1 << 14);
+    let (mut p, mut c) = (m.producer(), m.consumer());
+    let _ = c.offer(Region::new(0, 12).unwrap()).unwrap();
+    assert_eq!(send(&mut p, b"all").unwrap().0, 3);
+    let _ = p.end(End::Fin).unwrap();
+    assert_eq!(c.freeze(0), Ok(3));
+    let mut buf = [0; 8];
+    assert_eq!(recv(&mut c, &mut buf).unwrap().0, 3);
+    assert_eq!(c.end(), Ok(Some(End::Fin)));
+}

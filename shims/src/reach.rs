@@ -1,8 +1,7 @@
 //! Which other hosts are in reach: whether this one has an RDMA device, whether that leads to a
 //! destination, and the port and secret by which hosts ask each other.
 //!
-//! The two questions about devices are the hook points of the verbs fabric ([`Reach::verbs_ready`],
-//! [`Reach::is_candidate`]); without it the answer is no. Asking is `service::remote`'s business, answering
+//! Asking is `service::remote`'s business, answering
 //! `service::control`'s.
 
 use std::net::IpAddr;
@@ -10,7 +9,7 @@ use std::net::IpAddr;
 use ipnet::IpNet;
 use rdmasock_core::rendezvous::control::Key;
 
-use crate::config::Config;
+use crate::config::{Config, Fabrics};
 
 /// See the module. Made once, survives forks.
 pub struct Reach {
@@ -18,6 +17,8 @@ pub struct Reach {
     port: u16,
     key: Option<Key>,
     pretend: Vec<IpNet>,
+    /// The fabric may be used.
+    wanted: bool,
 }
 
 impl Reach {
@@ -28,6 +29,7 @@ impl Reach {
             port: config.control_port,
             key: None,
             pretend: config.pretend_rdma.clone(),
+            wanted: config.fabrics.contains(Fabrics::VERBS),
         };
         if let Some(path) = &config.secret_file {
             match Key::load(path) {
@@ -57,12 +59,13 @@ impl Reach {
     /// Whether connections of this process can be moved to an RDMA device at all: the fabric is wanted, the
     /// plugin could be loaded, and there is a device.
     pub fn verbs_ready(&self) -> bool {
-        !self.pretend.is_empty()
+        !self.pretend.is_empty() || self.wanted && crate::verbs::is_possible()
     }
 
-    /// Whether a connection to `remote` could be moved: the interface that leads there (its index) belongs to
-    /// an RDMA device.
-    pub fn is_candidate(&self, remote: IpAddr, _interface: Option<u32>) -> bool {
+    /// Whether a connection from this local address to `remote` could be moved: an RDMA device has the
+    /// address.
+    pub fn is_candidate(&self, local: IpAddr, remote: IpAddr) -> bool {
         self.pretend.iter().any(|net| net.contains(&remote))
+            || self.wanted && crate::verbs::has_device(local)
     }
 }

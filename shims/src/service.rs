@@ -409,6 +409,7 @@ impl Worker {
             link.drain_ready(SERVICE, |s| sockets.push(s));
             for socket in sockets {
                 crate::rx::relieve(socket, link);
+                self.look_for_confirmation(socket, link);
                 ready::notify_local(socket);
             }
             self.attend(link);

@@ -130,6 +130,11 @@ impl Resume {
         self.over
     }
 
+    /// The mark is on the link, and its confirmation is awaited.
+    pub fn is_marked(&self) -> bool {
+        self.fin == Fin::Marked && !self.wrote && !self.over
+    }
+
     /// RESUME is the next marker that TCP brings.
     pub fn is_expecting(&self) -> bool {
         let switched = self.sent == Some(Closing::Switch) || self.got == Some(Closing::Switch);

@@ -12,6 +12,7 @@ use rdmasock_core::fabric::plugin::Info;
 use rdmasock_core::fabric::ready::SleepFlag;
 use rdmasock_core::fabric::remote::{End, Fault, Local, Tuning};
 use rdmasock_core::fabric::shm::Side;
+use rdmasock_core::ids::Vqpn;
 use rdmasock_core::os::memfd::Mapping;
 use rdmasock_core::stats::Reason;
 use rdmasock_core::wire::Message;
@@ -132,6 +133,12 @@ impl Distant {
     /// The number under which the service thread has the completion descriptor in its epoll set.
     pub fn set_token(&self, token: u64) {
         self.token.store(token, Release);
+    }
+
+    /// Whether the peer has all that was committed to its stream `theirs`. If not it is asked, and the service
+    /// thread is told about the stream when it has answered.
+    pub fn is_confirmed(&self, theirs: Vqpn) -> bool {
+        self.end.unconfirmed(theirs) == Some(0)
     }
 
     /// Heads were held back, and are to be sent some ms later.

@@ -4,6 +4,7 @@ use std::os::fd::AsFd;
 use std::sync::atomic::Ordering::{Acquire, SeqCst};
 
 use rdmasock_core::ids::{InstanceId, Nonce, Tuple};
+use rdmasock_core::rendezvous::route::{Place, place_of};
 use rdmasock_core::stats::{Direction, Reason};
 use rdmasock_core::stream::handshake::{Handshake, Role};
 use rdmasock_core::wire::{self, Message};
@@ -165,6 +166,14 @@ impl Worker {
         if crate::fork::is_shared(socket) {
             return Err(wire::Reason::Shared.into());
         }
+        let reached_at = match place_of(tuple.acceptor().ip(), tuple.connector().ip()) {
+            Place::Here => None,
+            // Before the YES: HELLO says where the link can be made.
+            Place::There { .. } if self.listen_for_links(tuple.acceptor().ip()) => {
+                Some(tuple.acceptor().ip())
+            }
+            Place::There { .. } => return Err(wire::Reason::Unsupported.into()),
+        };
         let nonce_s = Nonce::random().map_err(|_| wire::Reason::Resources)?;
         if socket
             .stage
@@ -187,10 +196,14 @@ impl Worker {
                 return Err(wire::Reason::Limit.into());
             }
         }
-        let (handshake, _steps) = Handshake::acceptor(nonce_s, nonce_c);
+        let (mut handshake, _steps) = Handshake::acceptor(nonce_s, nonce_c);
+        if reached_at.is_some() {
+            handshake.between_hosts();
+        }
         let mut control = socket.control.lock().ok_or(wire::Reason::Resources)?;
         control.handshake = Some(handshake);
         control.asked_by = Some(instance_c);
+        control.reached_at = reached_at;
         control.greeted_by = None;
         control.offer = None;
         promote::set_why(socket, Reason::Handshake);

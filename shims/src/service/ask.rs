@@ -144,9 +144,9 @@ impl Worker {
         }
         let remote = match place_of(connector.ip(), acceptor.ip()) {
             Place::Here => false,
-            Place::There { interface } => {
+            Place::There { .. } => {
                 let reach = self.library.reach;
-                if !reach.verbs_ready() || !reach.is_candidate(acceptor.ip(), interface) {
+                if !reach.verbs_ready() || !reach.is_candidate(connector.ip(), acceptor.ip()) {
                     return stay(socket, Reason::OtherHost.into());
                 }
                 true
@@ -158,7 +158,11 @@ impl Worker {
             let Some(mut control) = socket.control.lock() else {
                 return;
             };
-            control.handshake = Some(Handshake::connector(nonce));
+            let mut handshake = Handshake::connector(nonce);
+            if remote {
+                handshake.between_hosts();
+            }
+            control.handshake = Some(handshake);
             control.greeted_by = None;
             control.offer = None;
         }

@@ -375,6 +375,9 @@ impl Worker {
                 if let Some(socket) = link.socket(yours)
                     && let Some(mut control) = socket.control.lock()
                 {
+                    if link.is_remote() {
+                        return promote::resume::on_asked(socket, &mut control);
+                    }
                     if resend_from.is_some() {
                         promote::resend(socket);
                     }
@@ -419,6 +422,16 @@ impl Worker {
             self.conns.remove(&id);
         }
         for socket in link.sockets() {
+            if link.is_remote() && why != Reason::Violation {
+                // It goes on over TCP.
+                if let Some(mut control) = socket.control.lock() {
+                    promote::set_why(socket, why);
+                    promote::resume::link_failed(socket, &mut control);
+                }
+                ready::notify_local(socket);
+                self.settle(Ref::new(socket));
+                continue;
+            }
             if let Some(mut control) = socket.control.lock() {
                 if why == Reason::Violation {
                     // What is in the ring cannot be trusted: the connection is over.

@@ -5,16 +5,20 @@
 
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::BorrowedFd;
+use std::sync::atomic::Ordering::Acquire;
 
 use rdmasock_core::fabric::plugin::PRIVATE_BYTES;
-use rdmasock_core::ids::{Cookie, ID_BYTES, InstanceId};
+use rdmasock_core::ids::{Cookie, ID_BYTES, InstanceId, Vqpn};
 use rdmasock_core::stats::Reason;
+use rdmasock_core::stream::resume::Resume;
 use rdmasock_core::wire;
 use rustix::event::epoll as kernel;
 use rustix::io::Errno;
 
 use super::{ASK_TIMEOUT, Command, Peer, SignalsBlocked, Worker, kind, tag};
 use crate::link::{Distant, Link};
+use crate::promote;
+use crate::socket::Socket;
 use crate::verbs::{self, Acceptor, Incoming, Pair, State};
 use crate::wait::SERVICE;
 
@@ -85,7 +89,7 @@ impl Worker {
         if self.service.acceptor_at(local).is_some() {
             return true;
         }
-        if !verbs::has_device(local) {
+        if !self.library.reach.is_candidate(local, local) {
             return false;
         }
         let acceptor = match Acceptor::new(local) {
@@ -313,6 +317,20 @@ impl Worker {
             {
                 self.on_completion(id);
             }
+        }
+    }
+
+    /// The peer may have confirmed that it has all of a direction that was ended.
+    pub(super) fn look_for_confirmation(&self, socket: &'static Socket, link: &Link) {
+        let Some(distant) = link.distant() else {
+            return;
+        };
+        let theirs = Vqpn(socket.peer_vqpn.load(Acquire));
+        if let Some(mut control) = socket.control.lock()
+            && control.resume.as_ref().is_some_and(Resume::is_marked)
+            && distant.is_confirmed(theirs)
+        {
+            promote::resume::confirmed(socket, &mut control);
         }
     }
 

@@ -272,7 +272,8 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         })?
     }
 
-    /// Bytes committed to the peer's stream `theirs` that are not known to be in the peer's ring; if it is
+    /// Bytes committed to the peer's stream `theirs` that are not known to be in the peer's ring, where the end mark
+    /// counts as one more; if it is
     /// not 0 the peer is asked, and when it answers waiter 0 is told, in its ready queue. 0 also when the peer
     /// has closed the stream, or it is not paired. `None` when the link is down, and in a signal
     /// handler that has interrupted the engine.

@@ -530,7 +530,9 @@ impl Engine {
         else {
             return (0, false);
         };
-        let tail = g.block_mirror(theirs).map_or(0, DirectionBlock::tail);
+        let block = g.block_mirror(theirs);
+        let ended = block.is_some_and(DirectionBlock::has_ended);
+        let tail = block.map_or(0, DirectionBlock::tail) + u64::from(ended);
         let bytes = tail.saturating_sub(s.out.acked.max(s.out.head));
         if bytes == 0 || s.peer_left {
             return (0, false);

@@ -349,7 +349,7 @@ fn control<Q: QueuePair, L: Local>(
         inc.stop_told = true;
     }
     if inc.ack_due {
-        let tail = inc.tail;
+        let tail = inc.ack();
         put!(
             sender.put(&g.qp, &Record::Ack { theirs, tail }),
             Put::Blocked
@@ -491,7 +491,8 @@ fn data<Q: QueuePair, L: Local>(
             sender.put(&g.qp, &Record::Confirm { theirs }),
             Turn::Blocked
         );
-        (out.want_confirm, out.asked) = (false, out.told);
+        out.want_confirm = false;
+        out.asked = out.told.saturating_add(out.end_told.into());
     }
     Ok(Turn::Done)
 }

@@ -157,6 +157,11 @@ impl Incoming {
         Ok(block.put_end(end).ok())
     }
 
+    /// Up to where all is in the ring, the end mark included.
+    pub fn ack(&self) -> u64 {
+        self.tail.saturating_add(self.ended.into())
+    }
+
     /// The peer is being told of this offer of our consumer's.
     pub fn on_offer_told(&mut self, word: u64) {
         self.offer_told = word;
@@ -178,6 +183,7 @@ pub(super) struct Outgoing {
     /// What of that the peer was told.
     pub told: u64,
     pub head: u64,
+    /// As the peer said. The end mark counts as one byte after the last, as TCP's FIN does.
     pub acked: u64,
     pub limited_told: u32,
     pub end_told: bool,
@@ -247,7 +253,7 @@ impl Outgoing {
     }
 
     pub fn on_ack(&mut self, tail: u64) -> Result<(), Breach> {
-        if tail > self.told {
+        if tail > self.told.saturating_add(self.end_told.into()) {
             return Err(Breach::Ack);
         }
         self.acked = self.acked.max(tail);

@@ -76,6 +76,11 @@ impl DirectionBlock {
         self.producer.tail.load(Ordering::SeqCst)
     }
 
+    /// The producer has ended the direction.
+    pub(in crate::fabric) fn has_ended(&self) -> bool {
+        End::from_word(self.producer.end.load(Ordering::SeqCst)).is_some()
+    }
+
     pub(in crate::fabric) fn put_head(&self, head: u64) -> Wake {
         self.last.consumed.store(head, Ordering::Relaxed);
         self.consumer.head.swap(head, Ordering::SeqCst);

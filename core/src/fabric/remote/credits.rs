@@ -58,7 +58,11 @@ impl Credits {
     /// Something that took a buffer of ours was received.
     pub fn on_received(&mut self) -> Result<(), Breach> {
         // The peer never has more credits than we have buffers.
-        self.owed = self.owed.checked_add(1).filter(|o| *o <= self.most).ok_or(Breach::Grant)?;
+        self.owed = self
+            .owed
+            .checked_add(1)
+            .filter(|o| *o <= self.most)
+            .ok_or(Breach::Grant)?;
         Ok(())
     }
 

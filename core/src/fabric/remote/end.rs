@@ -301,7 +301,8 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
 
     /// Both ends have ended one of the directions of our stream `mine`; see [`End`].
     pub fn has_crossed(&self, mine: Vqpn) -> bool {
-        self.with(|engine| engine.has_crossed(mine.0)).unwrap_or(false)
+        self.with(|engine| engine.has_crossed(mine.0))
+            .unwrap_or(false)
     }
 
     /// Why the link is down, if it is.
@@ -456,7 +457,10 @@ impl<Q: QueuePair, L: Local> LinkEnd for End<Q, L> {
         // Nobody is waiting yet; the offer is carried over by `pair`.
         let _ = consumer.offer(region).map_err(|_| undo(OpenError::Arena))?;
         let ring = RingOffer::new(region.page(), region.log2()).ok_or(OpenError::Arena)?;
-        self.register(Which::Mine, of_region(region, self.ground.tuning.chunk_log2));
+        self.register(
+            Which::Mine,
+            of_region(region, self.ground.tuning.chunk_log2),
+        );
         self.with(|engine| engine.open(vqpn.0))
             .ok_or_else(|| undo(OpenError::Busy))?;
         Ok(Opened {
@@ -507,7 +511,10 @@ impl<Q: QueuePair, L: Local> LinkEnd for End<Q, L> {
 
     fn allocate(&self, log2: u8) -> Option<Region> {
         let region = self.numbers.allocate(log2)?;
-        self.register(Which::Mine, of_region(region, self.ground.tuning.chunk_log2));
+        self.register(
+            Which::Mine,
+            of_region(region, self.ground.tuning.chunk_log2),
+        );
         Some(region)
     }
 

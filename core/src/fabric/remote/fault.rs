@@ -132,10 +132,11 @@ mod tests {
 
     #[test]
     fn the_first_fault_stays_and_reads_back() {
-        let faults = BREACHES
-            .into_iter()
-            .map(Fault::Violation)
-            .chain([Fault::Down(Down(-5)), Fault::Down(Down(0)), Fault::Closed]);
+        let faults = BREACHES.into_iter().map(Fault::Violation).chain([
+            Fault::Down(Down(-5)),
+            Fault::Down(Down(0)),
+            Fault::Closed,
+        ]);
         for fault in faults {
             let cell = FaultCell::default();
             assert_eq!(cell.get(), None);

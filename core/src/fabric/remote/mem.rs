@@ -134,16 +134,18 @@ impl State {
     fn carry(&mut self, me: usize, work: Work) {
         let result = match work {
             Work::Send(bytes) => self.arrive(1 - me, Arrived::Message(bytes)),
-            Work::Write(write, immediate) => self.write(me, &write).and_then(|()| match immediate {
-                Some(immediate) => self.arrive(
-                    1 - me,
-                    Arrived::Written {
-                        immediate,
-                        bytes: write.len,
-                    },
-                ),
-                None => Ok(()),
-            }),
+            Work::Write(write, immediate) => {
+                self.write(me, &write).and_then(|()| match immediate {
+                    Some(immediate) => self.arrive(
+                        1 - me,
+                        Arrived::Written {
+                            immediate,
+                            bytes: write.len,
+                        },
+                    ),
+                    None => Ok(()),
+                })
+            }
         };
         if let Err(why) = result {
             self.die(why);

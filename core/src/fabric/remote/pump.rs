@@ -224,7 +224,8 @@ impl Engine {
     ) -> Result<Turn, Fault> {
         if let Some(cell) = g.tells.get(theirs as usize) {
             let word = cell.swap(0, std::sync::atomic::Ordering::SeqCst);
-            if word != 0 && self.sender.put(&g.qp, &Record::Tell { theirs, word })? == Put::Blocked {
+            if word != 0 && self.sender.put(&g.qp, &Record::Tell { theirs, word })? == Put::Blocked
+            {
                 g.add_tell(theirs, word);
                 return Ok(Turn::Blocked);
             }
@@ -239,7 +240,14 @@ impl Engine {
             control(g, &mut self.sender, &mut self.chunks, s, mine, theirs),
             Turn::Blocked
         );
-        let turn = data(g, &mut self.sender, &self.chunks, &mut self.after.register, s, theirs)?;
+        let turn = data(
+            g,
+            &mut self.sender,
+            &self.chunks,
+            &mut self.after.register,
+            s,
+            theirs,
+        )?;
         if turn != Turn::Done {
             return Ok(turn);
         }

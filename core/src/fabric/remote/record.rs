@@ -160,8 +160,7 @@ pub struct Records<'a>(&'a [u8]);
 
 impl<'a> Records<'a> {
     fn read<T: FromBytes + Unaligned>(&mut self, kind: u8) -> Result<T, Malformed> {
-        let (value, rest) =
-            T::read_from_prefix(self.0).map_err(|_| Malformed::Truncated(kind))?;
+        let (value, rest) = T::read_from_prefix(self.0).map_err(|_| Malformed::Truncated(kind))?;
         self.0 = rest;
         Ok(value)
     }
@@ -549,7 +548,10 @@ mod tests {
                 Record::Message { bytes } => bytes.len(),
                 _ => 0,
             };
-            assert!(builder.len - HEADER_BYTES - payload <= LONGEST, "{record:?}");
+            assert!(
+                builder.len - HEADER_BYTES - payload <= LONGEST,
+                "{record:?}"
+            );
         }
     }
 
@@ -559,7 +561,11 @@ mod tests {
             let mut builder = Builder::new(size);
             let kept: Vec<_> = all().into_iter().filter(|r| builder.push(r)).collect();
             let bytes = builder.finish(0).to_vec();
-            let read: Vec<_> = decode(&bytes).unwrap().records.map(Result::unwrap).collect();
+            let read: Vec<_> = decode(&bytes)
+                .unwrap()
+                .records
+                .map(Result::unwrap)
+                .collect();
             assert_eq!(read, kept);
         }
     }

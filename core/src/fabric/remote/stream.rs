@@ -106,7 +106,10 @@ impl Incoming {
             return Err(Breach::End);
         }
         let ring = self.ring.ok_or(Breach::Tail)?;
-        let window = block.head().max(self.start).saturating_add(ring.len() as u64);
+        let window = block
+            .head()
+            .max(self.start)
+            .saturating_add(ring.len() as u64);
         let n = tail.checked_sub(self.tail).filter(|n| *n > 0);
         let n = n.ok_or(Breach::Tail)?;
         if tail > window || payload.len() as u64 > n {
@@ -190,9 +193,7 @@ impl Outgoing {
     /// Asks to be told of more, then looks.
     pub fn look(&mut self, block: &DirectionBlock, wake: u32) -> ProducerView {
         let view = block.watch_producer(wake);
-        if self.switch_at.is_none()
-            && self.offered.is_some_and(|(g, _)| g == view.generation)
-        {
+        if self.switch_at.is_none() && self.offered.is_some_and(|(g, _)| g == view.generation) {
             self.switch_at = Some(view.switch_pos);
         }
         view
@@ -227,6 +228,12 @@ impl Outgoing {
         data_len: usize,
         word: u64,
     ) -> Result<Wake, Breach> {
+        self.offered = Some(self.check_offer(data_len, word)?);
+        Ok(block.put_offer(word))
+    }
+
+    /// An offer that is the next one, within the peer's arena.
+    pub fn check_offer(&self, data_len: usize, word: u64) -> Result<(u32, Region), Breach> {
         let (generation, region) = unpack_offer(word).ok_or(Breach::Offer)?;
         let fits = region
             .offset()
@@ -235,8 +242,7 @@ impl Outgoing {
         if !fits || self.offered.is_some() || generation != next_generation(self.generation) {
             return Err(Breach::Offer);
         }
-        self.offered = Some((generation, region));
-        Ok(block.put_offer(word))
+        Ok((generation, region))
     }
 
     /// False if our producer has ended the direction, and its mark stays.

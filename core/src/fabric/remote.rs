@@ -31,6 +31,8 @@ mod pump;
 pub mod qp;
 pub mod record;
 mod stream;
+#[cfg(test)]
+mod tests;
 
 pub use end::{Counts, ENGINE, End, Local, MIN_BUFFER, MIN_BUFFERS, Tuning, Unusable};
 pub use fault::{Breach, Fault};

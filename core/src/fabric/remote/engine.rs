@@ -365,7 +365,7 @@ impl Engine {
             return Ok(());
         }
         let Some(theirs) = s.theirs else {
-            return s.on_early(record);
+            return s.on_early(g.mirror.layout().data_len(), record);
         };
         let block = g.block_mirror(theirs).ok_or(Breach::Stream)?;
         let mut wake = Wake::NONE;
@@ -471,13 +471,9 @@ impl Engine {
         s.theirs = Some(theirs);
         block.reset();
         let early = std::mem::take(&mut s.early);
-        if let Some(word) = early.offer
-            && s.out
-                .on_offer(block, g.mirror.layout().data_len(), word)
-                .is_err()
-        {
-            // Our producer will refuse it, and the link ends then.
-            let _ = block.put_offer(word);
+        if let Some(word) = early.offer {
+            // It was checked when it came. Nobody waits for it yet.
+            let _ = s.out.on_offer(block, g.mirror.layout().data_len(), word);
         }
         let _ = block.put_flags(early.flags);
         if early.stop {
@@ -560,13 +556,16 @@ impl Engine {
 
 impl Stream {
     /// What the peer's consumer says before we know its number: kept until then.
-    fn on_early(&mut self, record: Record<'_>) -> Result<(), Breach> {
+    fn on_early(&mut self, data_len: usize, record: Record<'_>) -> Result<(), Breach> {
         match record {
-            Record::Offer { word, .. } => match self.early.offer.replace(word) {
-                None => Ok(()),
-                // Nothing can have been adopted yet.
-                Some(_) => Err(Breach::Offer),
-            },
+            Record::Offer { word, .. } => {
+                self.out.check_offer(data_len, word)?;
+                match self.early.offer.replace(word) {
+                    None => Ok(()),
+                    // Nothing can have been adopted yet.
+                    Some(_) => Err(Breach::Offer),
+                }
+            }
             Record::Flags { flags, .. } => {
                 self.early.flags |= flags;
                 Ok(())

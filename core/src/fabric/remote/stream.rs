@@ -234,6 +234,12 @@ impl Outgoing {
         data_len: usize,
         word: u64,
     ) -> Result<Wake, Breach> {
+        self.offered = Some(self.check_offer(data_len, word)?);
+        Ok(block.put_offer(word))
+    }
+
+    /// An offer that is the next one, within the peer's arena.
+    pub fn check_offer(&self, data_len: usize, word: u64) -> Result<(u32, Region), Breach> {
         let (generation, region) = unpack_offer(word).ok_or(Breach::Offer)?;
         let fits = region
             .offset()
@@ -242,8 +248,7 @@ impl Outgoing {
         if !fits || self.offered.is_some() || generation != next_generation(self.generation) {
             return Err(Breach::Offer);
         }
-        self.offered = Some((generation, region));
-        Ok(block.put_offer(word))
+        Ok((generation, region))
     }
 
     /// False if our producer has ended the direction, and its mark stays.

@@ -1,0 +1,340 @@
+//! Tests of a link between hosts, over queue pairs in memory: two ends, any number of streams.
+
+mod failures;
+mod hostile;
+mod sequences;
+mod threads;
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use proptest::prelude::*;
+
+use super::mem::{Config, MemQp, pair};
+use super::qp::Limits;
+use super::*;
+use crate::fabric::layout::Layout;
+use crate::fabric::mem::Clock;
+use crate::fabric::ready::SleepFlag;
+use crate::fabric::ring::{Consumer, Producer};
+use crate::fabric::side::Side;
+use crate::fabric::waiter::{MAX_WAITERS, WaiterId};
+use crate::fabric::{LinkEnd, Opened};
+use crate::ids::Vqpn;
+use crate::os::memfd::Mapping;
+
+/// The waiters of one end.
+struct Here {
+    flags: Vec<SleepFlag>,
+    bells: Vec<AtomicU64>,
+}
+
+impl Here {
+    fn new() -> Self {
+        Self {
+            flags: (0..MAX_WAITERS).map(|_| SleepFlag::new()).collect(),
+            bells: (0..MAX_WAITERS).map(|_| AtomicU64::new(0)).collect(),
+        }
+    }
+}
+
+impl Local for Here {
+    fn flag(&self, waiter: WaiterId) -> Option<&SleepFlag> {
+        self.flags.get(usize::from(waiter.0))
+    }
+
+    fn ring(&self, waiter: WaiterId) {
+        self.bells[usize::from(waiter.0)].fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+type TestEnd = End<MemQp, Here>;
+
+const DATA: u64 = 1 << 20;
+
+fn end(qp: MemQp, tuning: Tuning) -> TestEnd {
+    let side = || {
+        let layout = Layout::for_data(DATA).unwrap();
+        Side::new(
+            Mapping::anonymous(layout.file_len() as usize).unwrap(),
+            layout,
+        )
+        .unwrap()
+    };
+    // SAFETY: the tests keep the end for longer than cursors, and ask for a producer once a stream.
+    unsafe { End::new(qp, side(), side(), Here::new(), tuning) }.unwrap()
+}
+
+/// As small as a link can be.
+fn tiny(immediate: bool) -> (Config, Tuning) {
+    let config = Config {
+        limits: Limits {
+            receive_buffers: MIN_BUFFERS,
+            buffer_bytes: MIN_BUFFER,
+            immediate,
+        },
+        send_queue: 3,
+        signal_every: 2,
+        delay: 5,
+    };
+    let tuning = Tuning {
+        eager_max: 60,
+        piece: 700,
+        chunk_log2: 13,
+    };
+    (config, tuning)
+}
+
+/// What is at one position of a direction.
+fn byte(seed: u64, pos: u64) -> u8 {
+    ((seed.wrapping_mul(31) + pos).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8
+}
+
+fn bytes(seed: u64, from: u64, to: u64) -> Vec<u8> {
+    (from..to).map(|p| byte(seed, p)).collect()
+}
+
+/// One direction of a stream.
+struct Direction {
+    seed: u64,
+    producer: Producer,
+    consumer: Consumer,
+    sent: u64,
+    got: u64,
+    reader: usize,
+    /// Numbers at the reader and at the writer.
+    number: Vqpn,
+    back: Vqpn,
+    ended: bool,
+}
+
+impl Direction {
+    fn write(&mut self, ends: &[TestEnd; 2], n: usize) -> usize {
+        let data = bytes(self.seed, self.sent, self.sent + n as u64);
+        let spans = self.producer.spans(n).unwrap();
+        // SAFETY: readable and apart from the ring.
+        let n = unsafe { spans.copy_in(0, data.as_ptr(), n) };
+        let wake = self.producer.commit(n);
+        self.sent += n as u64;
+        ends[1 - self.reader].notify(wake, self.number);
+        n
+    }
+
+    fn read(&mut self, ends: &[TestEnd; 2], most: usize) -> usize {
+        let mut done = 0;
+        while done < most {
+            let spans = self.consumer.spans(1).unwrap();
+            let mut data = vec![0; spans.len().min(most - done)];
+            if data.is_empty() {
+                break;
+            }
+            // SAFETY: writable and apart from the ring.
+            unsafe { spans.copy_out(0, data.as_mut_ptr(), data.len()) };
+            assert_eq!(
+                data,
+                bytes(self.seed, self.got, self.got + data.len() as u64)
+            );
+            self.got += data.len() as u64;
+            done += data.len();
+            let wake = self.consumer.consume(data.len());
+            ends[self.reader].notify(wake, self.back);
+        }
+        if let Ok(Some(old)) = self.consumer.take_retired() {
+            ends[self.reader].free(old);
+        }
+        done
+    }
+
+    fn offer(&mut self, ends: &[TestEnd; 2], log2: u8) {
+        if self.consumer.is_switching() {
+            return;
+        }
+        if let Some(region) = ends[self.reader].allocate(log2) {
+            let wake = self.consumer.offer(region).unwrap();
+            ends[self.reader].notify(wake, self.back);
+        }
+    }
+}
+
+/// Two ends and their streams, two directions each.
+struct World {
+    directions: Vec<Direction>,
+    ends: [TestEnd; 2],
+    clock: Clock,
+}
+
+impl World {
+    fn new(config: Config, tuning: Tuning, streams: usize) -> Self {
+        let clock = Clock::default();
+        let ends = pair(config, &clock).map(|qp| end(qp, tuning));
+        let mut world = Self {
+            directions: Vec::new(),
+            ends,
+            clock,
+        };
+        for _ in 0..streams {
+            world.open();
+        }
+        world.settle();
+        world
+    }
+
+    fn open(&mut self) {
+        let [a, b]: [Opened; 2] = [0, 1].map(|i| self.ends[i].open(12).unwrap());
+        self.ends[0].pair(a.vqpn, b.vqpn);
+        self.ends[1].pair(b.vqpn, a.vqpn);
+        let numbers = [a.vqpn, b.vqpn];
+        for (reader, opened) in [a, b].into_iter().enumerate() {
+            let writer = &self.ends[1 - reader];
+            self.directions.push(Direction {
+                seed: self.directions.len() as u64,
+                producer: writer.producer(opened.vqpn).unwrap(),
+                consumer: opened.consumer,
+                sent: 0,
+                got: 0,
+                reader,
+                number: opened.vqpn,
+                back: numbers[1 - reader],
+                ended: false,
+            });
+        }
+    }
+
+    /// A larger ring for the first direction, which has to use its first one before; one byte is sent.
+    fn grow(&mut self, log2: u8) {
+        self.directions[0].write(&self.ends, 1);
+        self.settle();
+        self.directions[0].read(&self.ends, 1);
+        self.directions[0].offer(&self.ends, log2);
+        self.settle();
+    }
+
+    /// One look at each end; true if something came.
+    fn round(&self) -> bool {
+        let mut came = false;
+        for end in &self.ends {
+            came |= end.owes();
+            end.settle();
+            came |= end.progress().unwrap();
+        }
+        if !came && let Some(at) = self.ends[0].qp().next_arrival() {
+            self.clock.advance(at.saturating_sub(self.clock.now()));
+            return true;
+        }
+        came
+    }
+
+    fn settle(&self) {
+        for round in 0.. {
+            if !self.round() {
+                return;
+            }
+            assert!(round < 100_000, "it comes to rest");
+        }
+    }
+}
+
+#[derive(Clone, Debug)]
+enum Op {
+    Write(prop::sample::Index, usize),
+    Read(prop::sample::Index, usize),
+    Offer(prop::sample::Index, u8),
+    End(prop::sample::Index),
+    Quietly(prop::sample::Index),
+    Message(usize),
+    Tell(prop::sample::Index),
+    Confirm(prop::sample::Index),
+    Arm(usize),
+    Look(usize),
+    Pass(u64),
+    Settle(usize),
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    let index = any::<prop::sample::Index>;
+    prop_oneof![
+        8 => (index(), 1usize..6000).prop_map(|(i, n)| Op::Write(i, n)),
+        4 => (index(), 1usize..80).prop_map(|(i, n)| Op::Write(i, n)),
+        8 => (index(), 1usize..9000).prop_map(|(i, n)| Op::Read(i, n)),
+        3 => (index(), 12u8..16).prop_map(|(i, n)| Op::Offer(i, n)),
+        1 => index().prop_map(Op::End),
+        1 => index().prop_map(Op::Quietly),
+        2 => (0usize..2).prop_map(Op::Message),
+        1 => index().prop_map(Op::Tell),
+        1 => index().prop_map(Op::Confirm),
+        1 => (0usize..2).prop_map(Op::Arm),
+        8 => (0usize..2).prop_map(Op::Look),
+        4 => (0u64..20).prop_map(Op::Pass),
+        1 => (0usize..2).prop_map(Op::Settle),
+    ]
+}
+
+/// How many messages were sent by each end.
+type Sent = [u32; 2];
+
+impl World {
+    /// Does it; what the link says is of no interest yet.
+    fn apply(&mut self, op: &Op, sent: &mut Sent) {
+        let (ends, all) = (&self.ends, &mut self.directions);
+        let n = all.len();
+        match op {
+            Op::Write(i, bytes) => {
+                all[i.index(n)].write(ends, *bytes);
+            }
+            Op::Read(i, bytes) => {
+                all[i.index(n)].read(ends, *bytes);
+            }
+            Op::Offer(i, log2) => all[i.index(n)].offer(ends, *log2),
+            Op::End(i) => {
+                let d = &mut all[i.index(n)];
+                d.ended = true;
+                let wake = d.producer.end(crate::fabric::ring::End::Fin).unwrap();
+                ends[1 - d.reader].notify(wake, d.number);
+            }
+            Op::Quietly(i) => {
+                let d = &mut all[i.index(n)];
+                let data = bytes(d.seed, d.sent, d.sent + 10);
+                let spans = d.producer.spans(10).unwrap();
+                // SAFETY: readable and apart from the ring.
+                let n = unsafe { spans.copy_in(0, data.as_ptr(), 10) };
+                d.producer.commit_quietly(n);
+                d.sent += n as u64;
+                let wake = d.producer.wake();
+                ends[1 - d.reader].notify(wake, d.number);
+            }
+            Op::Message(from) => {
+                let message = crate::wire::Message::WaiterGone { id: sent[*from] };
+                if ends[*from].send(&message).is_ok() {
+                    sent[*from] += 1;
+                }
+            }
+            Op::Tell(i) => {
+                let d = &all[i.index(n)];
+                let wake = crate::fabric::ring::Wake(WaiterId(0).queue_bits());
+                ends[1 - d.reader].notify(wake, d.number);
+            }
+            Op::Confirm(i) => {
+                let d = &all[i.index(n)];
+                let _ = ends[1 - d.reader].unconfirmed(d.number);
+            }
+            Op::Arm(at) => {
+                let _ = ends[*at].arm();
+            }
+            Op::Look(at) => {
+                let _ = ends[*at].progress();
+            }
+            Op::Pass(us) => self.clock.advance(*us),
+            Op::Settle(at) => ends[*at].settle(),
+        }
+    }
+
+    /// The next messages at an end are `from..to`.
+    fn takes(&self, at: usize, to: u32) {
+        for want in 0..to {
+            match self.ends[at].take_message() {
+                Some(crate::wire::Message::WaiterGone { id }) => assert_eq!(id, want),
+                other => panic!("{other:?}"),
+            }
+        }
+        assert!(self.ends[at].take_message().is_none());
+    }
+}

@@ -1,0 +1,83 @@
+//! A link that fails: nothing is lost or repeated if each end sends again from what the other has received.
+
+use super::*;
+use crate::fabric::SendError;
+
+/// Runs both ends until they know that the link is down.
+fn until_down(world: &World) {
+    world.ends[0].qp().cut();
+    for end in &world.ends {
+        assert!(end.progress().is_err());
+        assert!(matches!(end.fault(), Some(Fault::Down(_))));
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn what_was_received_and_what_is_sent_again_are_the_whole(
+        immediate in any::<bool>(),
+        is_tiny in any::<bool>(),
+        streams in 1usize..4,
+        lives in 0u64..200,
+        loses in 0usize..4,
+        ops in proptest::collection::vec(op(), 1..200),
+    ) {
+        let (mut config, mut tuning) = tiny(immediate);
+        if !is_tiny {
+            config = Config::default();
+            config.limits.immediate = immediate;
+            tuning = Tuning::default();
+        }
+        let mut world = World::new(config, tuning, streams);
+        world.ends[0].qp().die_after(lives, loses);
+        let mut sent = [0, 0];
+        for op in &ops {
+            world.apply(op, &mut sent);
+        }
+        until_down(&world);
+        for d in &mut world.directions {
+            let received = world.ends[d.reader].received(d.number).unwrap();
+            prop_assert!(d.got <= received && received <= d.sent);
+            prop_assert!(world.ends[1 - d.reader].confirmed(d.number).unwrap() <= received);
+            // The reader drains its ring, the writer sends the rest again.
+            d.read(&world.ends, usize::MAX);
+            prop_assert_eq!(d.got, received);
+            let again = d.producer.unread_from(received);
+            prop_assert_eq!(again, Some(bytes(d.seed, received, d.sent)));
+            prop_assert_eq!(d.producer.unread_from(d.sent + 1), None);
+        }
+    }
+}
+
+#[test]
+fn cursors_of_a_link_that_was_taken_down_do_no_harm() {
+    let mut world = World::new(Config::default(), Tuning::default(), 1);
+    assert!(world.ends[0].set_down() && !world.ends[0].set_down());
+    assert_eq!(world.ends[0].progress(), Err(Fault::Closed));
+    assert_eq!(world.ends[0].unconfirmed(Vqpn(0)), None);
+    let message = crate::wire::Message::WaiterGone { id: 1 };
+    assert_eq!(world.ends[0].send(&message), Err(SendError::Down));
+    world.ends[0].release();
+    let World {
+        directions, ends, ..
+    } = &mut world;
+    for d in directions {
+        d.read(ends, 10);
+        let _ = d.producer.spans(10);
+        ends[0].notify(ENGINE, d.number);
+        ends[0].settle();
+    }
+}
+
+#[test]
+fn the_service_is_told_of_a_fault_once() {
+    let world = World::new(Config::default(), Tuning::default(), 1);
+    world.ends[1].qp().cut();
+    assert!(world.ends[0].progress().is_err());
+    assert_eq!(world.ends[0].local().bells[0].load(Ordering::SeqCst), 1);
+    assert!(world.ends[0].has_ready(WaiterId(0)));
+    assert!(world.ends[0].fault().is_some());
+    assert!(!world.ends[0].has_ready(WaiterId(0)));
+}

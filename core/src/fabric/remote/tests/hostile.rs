@@ -1,0 +1,221 @@
+//! A peer that sends anything: the end goes on or ends the link with a reason, and what its cursors see is
+//! always valid.
+
+use super::qp::{Event, QueuePair};
+use super::record::{Builder, Record};
+use super::*;
+
+/// What the peer sends.
+#[derive(Clone, Debug)]
+enum Sent {
+    Bytes(Vec<u8>),
+    Records(Vec<Fields>, u16, Option<(prop::sample::Index, u8)>),
+}
+
+/// A kind, a stream, and two values.
+type Fields = (u8, u32, u64, u32, Vec<u8>);
+
+fn sent() -> impl Strategy<Value = Sent> {
+    let small = prop_oneof![0u64..5, Just(4096u64), 0u64..9000, any::<u64>()];
+    // Sometimes a word that is an offer.
+    let value = prop_oneof![
+        3 => small,
+        1 => (0u64..3, 11u64..15, 0u64..300).prop_map(|(g, log2, page)| g << 40 | log2 << 32 | page)
+    ];
+    let fields = (
+        0u8..13,
+        prop_oneof![4 => 0u32..3, 1 => any::<u32>()],
+        value,
+        prop_oneof![3 => 0u32..4, 1 => any::<u32>()],
+        proptest::collection::vec(any::<u8>(), 0..40),
+    );
+    prop_oneof![
+        1 => proptest::collection::vec(any::<u8>(), 0..80).prop_map(Sent::Bytes),
+        12 => (
+            proptest::collection::vec(fields, 1..4),
+            prop_oneof![8 => Just(0u16), 1 => any::<u16>()],
+            proptest::option::weighted(0.1, (any::<prop::sample::Index>(), any::<u8>())),
+        ).prop_map(|(f, g, m)| Sent::Records(f, g, m)),
+    ]
+}
+
+fn record<'a>((kind, theirs, position, word, payload): &'a Fields) -> Record<'a> {
+    let (theirs, position, word) = (*theirs, *position, *word);
+    match kind {
+        0 => Record::Data {
+            theirs,
+            tail: position,
+            payload,
+        },
+        1 => Record::Switch {
+            theirs,
+            generation: word,
+            position,
+        },
+        2 => Record::End {
+            theirs,
+            end: word,
+            tail: position,
+        },
+        3 => Record::Limited {
+            theirs,
+            count: word,
+        },
+        4 => Record::Head {
+            theirs,
+            head: position,
+        },
+        5 => Record::Offer {
+            theirs,
+            word: position,
+        },
+        6 => Record::Flags {
+            theirs,
+            flags: word,
+        },
+        7 => Record::Stop { theirs },
+        8 => Record::Chunk {
+            index: word,
+            rkey: theirs,
+            base: position,
+        },
+        9 => Record::Message { bytes: payload },
+        10 => Record::Confirm { theirs },
+        11 => Record::Ack {
+            theirs,
+            tail: position,
+        },
+        _ => Record::Tell { theirs, word },
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(400))]
+
+    #[test]
+    fn whatever_the_peer_sends_the_cursors_stay_sound(
+        immediate in any::<bool>(),
+        all in proptest::collection::vec(sent(), 1..30),
+    ) {
+        let clock = Clock::default();
+        let mut config = Config::default();
+        config.limits.immediate = immediate;
+        let [qp, peer] = pair(config, &clock);
+        let e = end(qp, Tuning::default());
+        // One stream that is paired, one that is not.
+        let mut opened = [e.open(12).unwrap(), e.open(12).unwrap()];
+        e.pair(opened[0].vqpn, Vqpn(7));
+        let mut producer = e.producer(Vqpn(7)).unwrap();
+        // So that there may be something in the ring.
+        let mut ready = Builder::new(1000);
+        ready.push(&Record::Switch { theirs: 0, generation: 1, position: 0 });
+        ready.push(&Record::Offer { theirs: 0, word: 1 << 40 | 12 << 32 });
+        peer.send(&[ready.finish(0)]).unwrap();
+        prop_assert_eq!(e.progress(), Ok(true));
+        for message in &all {
+            let posted = match message {
+                Sent::Bytes(bytes) => peer.send(&[bytes]),
+                Sent::Records(fields, grant, mutation) => {
+                    let mut builder = Builder::new(1000);
+                    for f in fields {
+                        builder.push(&record(f));
+                    }
+                    let mut bytes = builder.finish(*grant).to_vec();
+                    if let Some((at, to)) = mutation {
+                        let at = at.index(bytes.len());
+                        bytes[at] = *to;
+                    }
+                    peer.send(&[&bytes])
+                }
+            };
+            prop_assert!(posted.is_ok() || e.fault().is_some());
+            let _ = peer.poll(&mut |_: Event<'_>| {});
+            let result = e.progress();
+            for o in &mut opened {
+                let n = o.consumer.available();
+                prop_assert!(n.is_ok(), "{:?}", n);
+                let n = o.consumer.spans(10).unwrap().len();
+                e.notify(o.consumer.consume(n / 2), Vqpn(7));
+                prop_assert!(o.consumer.end().is_ok());
+            }
+            prop_assert!(producer.has_space().is_ok());
+            let n = producer.spans(100).map(|s| s.len().min(50));
+            prop_assert!(n.is_ok(), "{:?}", n);
+            e.notify(producer.commit(n.unwrap()), Vqpn(7));
+            while e.take_message().is_some() {}
+            match (result, e.fault()) {
+                (Ok(_), None) => {}
+                (_, Some(Fault::Violation(_))) => break,
+                // A key that the peer made up.
+                (_, Some(Fault::Down(_))) => {
+                    prop_assert!(peer.why().contains("key"), "{}", peer.why());
+                    break;
+                }
+                other => prop_assert!(false, "{:?}", other),
+            }
+        }
+    }
+}
+
+/// What the end makes of these records.
+fn verdict(records: &[Record<'_>]) -> Option<Fault> {
+    let [qp, peer] = pair(Config::default(), &Clock::default());
+    let e = end(qp, Tuning::default());
+    let opened = e.open(12).unwrap();
+    e.pair(opened.vqpn, Vqpn(7));
+    let mut builder = Builder::new(1000);
+    assert!(records.iter().all(|r| builder.push(r)));
+    peer.send(&[builder.finish(0)]).unwrap();
+    let _ = e.progress();
+    e.fault()
+}
+
+#[test]
+fn each_breach_has_its_name() {
+    let switch = Record::Switch {
+        theirs: 0,
+        generation: 1,
+        position: 0,
+    };
+    let data = |tail| Record::Data {
+        theirs: 0,
+        tail,
+        payload: b"ab",
+    };
+    let end_at = |tail, end| Record::End {
+        theirs: 0,
+        end,
+        tail,
+    };
+    let offer = |word| Record::Offer { theirs: 0, word };
+    let cases: &[(&[Record<'_>], Option<Breach>)] = &[
+        (&[switch, data(2), data(4096), end_at(4096, 1)], None),
+        (&[data(2)], Some(Breach::Tail)),
+        (&[switch, data(1)], Some(Breach::Tail)),
+        (&[switch, data(4), data(4)], Some(Breach::Tail)),
+        (&[switch, data(4097)], Some(Breach::Tail)),
+        (&[switch, switch], Some(Breach::Switch)),
+        (&[switch, end_at(1, 1)], Some(Breach::End)),
+        (&[switch, end_at(0, 3)], Some(Breach::End)),
+        (&[switch, end_at(0, 1), data(2)], Some(Breach::End)),
+        (&[Record::Head { theirs: 0, head: 1 }], Some(Breach::Head)),
+        (&[offer(1 << 40 | 12 << 32)], None),
+        (&[offer(2 << 40 | 12 << 32)], Some(Breach::Offer)),
+        (&[offer(1 << 40 | 21 << 32)], Some(Breach::Offer)),
+        (&[offer(1 << 40 | 12 << 32 | 256)], Some(Breach::Offer)),
+        (&[Record::Stop { theirs: 1 }], Some(Breach::Stream)),
+        (&[Record::Ack { theirs: 0, tail: 1 }], Some(Breach::Ack)),
+        (&[Record::Message { bytes: b"?" }], Some(Breach::Message)),
+        (
+            &[Record::Chunk {
+                index: 1,
+                rkey: 0,
+                base: 0,
+            }],
+            Some(Breach::Chunk),
+        ),
+    ];
+    for (records, want) in cases {
+        assert_eq!(verdict(records), want.map(Fault::Violation), "{records:?}");
+    }
+}

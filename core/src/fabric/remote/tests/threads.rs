@@ -1,0 +1,85 @@
+//! Real threads on one link: nothing is lost when work is left to whoever holds the engine's lock.
+
+use std::sync::atomic::AtomicUsize;
+use std::thread::{scope, yield_now};
+
+use super::*;
+
+#[test]
+fn four_threads_on_each_end_move_what_they_send() {
+    const BYTES: u64 = 300_000;
+    for immediate in [false, true] {
+        let mut config = Config::default();
+        config.limits.immediate = immediate;
+        config.send_queue = 8;
+        config.limits.receive_buffers = 6;
+        let mut world = World::new(config, Tuning::default(), 2);
+        let World {
+            directions, ends, ..
+        } = &mut world;
+        let ends = &*ends;
+        for d in directions.iter_mut() {
+            d.offer(ends, 14);
+        }
+        let open = AtomicUsize::new(directions.len());
+        scope(|s| {
+            for d in directions.iter_mut() {
+                let Direction {
+                    seed,
+                    producer,
+                    consumer,
+                    reader,
+                    number,
+                    back,
+                    ..
+                } = d;
+                let (seed, reader, number, back) = (*seed, *reader, *number, *back);
+                let open = &open;
+                s.spawn(move || {
+                    let mut sent = 0;
+                    while sent < BYTES {
+                        let want = (1 + sent * 7 % 5000).min(BYTES - sent);
+                        let data = bytes(seed, sent, sent + want);
+                        let spans = producer.spans(data.len()).unwrap();
+                        // SAFETY: readable and apart from the ring.
+                        let n = unsafe { spans.copy_in(0, data.as_ptr(), data.len()) };
+                        let wake = producer.commit(n);
+                        ends[1 - reader].notify(wake, number);
+                        sent += n as u64;
+                        if n == 0 {
+                            ends[1 - reader].progress().unwrap();
+                            yield_now();
+                        }
+                    }
+                    // What could not be sent at once is for whoever looks.
+                    while open.load(Ordering::SeqCst) > 0 {
+                        ends[1 - reader].progress().unwrap();
+                        yield_now();
+                    }
+                });
+                s.spawn(move || {
+                    let mut got = 0;
+                    while got < BYTES {
+                        let spans = consumer.spans(1).unwrap();
+                        let mut data = vec![0; spans.len()];
+                        // SAFETY: writable and apart from the ring.
+                        unsafe { spans.copy_out(0, data.as_mut_ptr(), data.len()) };
+                        assert_eq!(data, bytes(seed, got, got + data.len() as u64));
+                        got += data.len() as u64;
+                        let wake = consumer.consume(data.len());
+                        ends[reader].notify(wake, back);
+                        if let Ok(Some(old)) = consumer.take_retired() {
+                            ends[reader].free(old);
+                        }
+                        if data.is_empty() {
+                            ends[reader].progress().unwrap();
+                            yield_now();
+                        }
+                    }
+                    open.fetch_sub(1, Ordering::SeqCst);
+                });
+            }
+        });
+        assert_eq!(ends[0].qp().why(), "");
+    }
+}

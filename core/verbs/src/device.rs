@@ -16,6 +16,7 @@ use crate::explain::explain;
 use crate::fate::Fate;
 use crate::host::{Level, log};
 use crate::sys::{Context, Id, prepare_for_fork};
+use crate::sysfs::device_on;
 
 /// A call of librdmacm has been made in this process, or in the one that it was forked from.
 static USED: AtomicBool = AtomicBool::new(false);
@@ -33,7 +34,7 @@ pub fn find(local: &Address) -> Result<Device> {
     usable()?;
     let ip = ip(local)?;
     let interface = interface_of(ip)?;
-    find_in(Path::new("/sys/class"), &interface).ok_or(Errno(libc::ENODEV))
+    device_on(Path::new("/sys/class"), &interface).ok_or(Errno(libc::ENODEV))
 }
 
 /// Opens the device that has this local address, or finds that it is open.
@@ -191,84 +192,9 @@ unsafe fn address_of(at: *const libc::sockaddr) -> Option<IpAddr> {
     }
 }
 
-/// The RDMA device on a network interface, by what the kernel shows in `/sys/class`: the interfaces of each
-/// entry of a port's GID table (RoCE, iWARP), or the device below the interface (IP over InfiniBand).
-fn find_in(class: &Path, interface: &str) -> Option<Device> {
-    let devices = std::fs::read_dir(class.join("infiniband")).ok()?;
-    let below = class.join("net").join(interface).join("device/infiniband");
-    devices.flatten().find_map(|entry| {
-        let name = entry.file_name();
-        let has = || {
-            let ports = std::fs::read_dir(entry.path().join("ports")).ok()?;
-            ports
-                .flatten()
-                .filter_map(|port| std::fs::read_dir(port.path().join("gid_attrs/ndevs")).ok())
-                .flat_map(|ndevs| ndevs.flatten())
-                .any(|ndev| {
-                    std::fs::read_to_string(ndev.path())
-                        .is_ok_and(|text| text.trim_end() == interface)
-                })
-                .then_some(())
-        };
-        let is_ib = || {
-            let link =
-                std::fs::read_to_string(class.join("net").join(interface).join("type")).ok()?;
-            // ARPHRD_INFINIBAND. An Ethernet card may have an RDMA device that this interface is no part of.
-            (link.trim_end() == "32" && below.join(&name).exists()).then_some(())
-        };
-        has().or_else(is_ib)?;
-        let kind = std::fs::read_to_string(entry.path().join("node_type")).ok()?;
-        let mut device = Device {
-            name: [0; 64],
-            is_iwarp: u8::from(kind.contains("RNIC")),
-        };
-        for (to, from) in device.name.iter_mut().take(63).zip(name.as_encoded_bytes()) {
-            *to = *from;
-        }
-        Some(device)
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn write(path: std::path::PathBuf, text: &str) {
-        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-        std::fs::write(path, text).unwrap();
-    }
-
-    #[test]
-    fn the_device_of_an_interface_is_found_in_sysfs() {
-        let class = tempfile::tempdir().unwrap();
-        let at = |path: &str| class.path().join(path);
-        write(at("infiniband/siw0/node_type"), "4: RNIC\n");
-        write(at("infiniband/siw0/ports/1/gid_attrs/ndevs/0"), "eth0\n");
-        write(at("infiniband/rxe0/node_type"), "1: CA\n");
-        write(at("infiniband/rxe0/ports/1/gid_attrs/ndevs/0"), "eth1\n");
-        write(at("infiniband/rxe0/ports/1/gid_attrs/ndevs/1"), "eth1.7\n");
-        write(at("infiniband/mlx4_0/node_type"), "1: CA\n");
-        write(at("net/ib0/type"), "32\n");
-        write(at("net/ib0/device/infiniband/mlx4_0/node_type"), "");
-        write(at("net/eth2/type"), "1\n");
-        write(at("net/eth2/device/infiniband/mlx4_0/node_type"), "");
-        let found = |interface| {
-            find_in(class.path(), interface).map(|device| {
-                let name = device.name.iter().take_while(|byte| **byte != 0);
-                (
-                    String::from_utf8(name.copied().collect()).unwrap(),
-                    device.is_iwarp,
-                )
-            })
-        };
-        assert_eq!(found("eth0"), Some(("siw0".to_owned(), 1)));
-        assert_eq!(found("eth1"), Some(("rxe0".to_owned(), 0)));
-        assert_eq!(found("eth1.7"), Some(("rxe0".to_owned(), 0)));
-        assert_eq!(found("ib0"), Some(("mlx4_0".to_owned(), 0)));
-        assert_eq!(found("eth2"), None);
-        assert_eq!(found("lo"), None);
-        assert!(find_in(&at("nothing"), "eth0").is_none());
-    }
 
     #[test]
     fn an_address_leads_to_its_interface() {

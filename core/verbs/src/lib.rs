@@ -15,6 +15,7 @@ mod memory;
 mod queue;
 mod slots;
 mod sys;
+mod sysfs;
 mod table;
 
 use rdmasock_core::fabric::plugin::{Host, Plugin};

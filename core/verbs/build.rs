@@ -1,0 +1,36 @@
+//! Says clearly what rdma-sys, whose bindings are generated with libclang, fails without: its own message for
+//! a libclang from 16 on is "not a valid Ident".
+
+use std::path::Path;
+
+fn main() {
+    println!("cargo::rerun-if-env-changed=LIBCLANG_PATH");
+    println!("cargo::rerun-if-changed=build.rs");
+    let remedy = "rdma-sys needs libclang 14 or 15: apt-get install libclang-14-dev (Debian 12), \
+                  or set LIBCLANG_PATH to the directory of its libclang.so";
+    let path = std::env::var("LIBCLANG_PATH").unwrap_or_default();
+    match version(Path::new(&path)) {
+        Some(16..) => println!("cargo::error=the libclang in {path} is too new; {remedy}"),
+        Some(_) => {}
+        None => println!("cargo::warning=no libclang in LIBCLANG_PATH ({path}); {remedy}"),
+    }
+}
+
+/// The version of the libclang in a directory, or that is the file, by the number in its real name:
+/// libclang-14.so.14.0.6.
+fn version(path: &Path) -> Option<u32> {
+    let library = if path.is_dir() {
+        path.join("libclang.so")
+    } else {
+        path.to_owned()
+    };
+    let file = library.canonicalize().ok()?;
+    let name = file.file_name()?.to_str()?;
+    let number = name.strip_prefix("libclang")?;
+    let digits = number.trim_start_matches(|c: char| !c.is_ascii_digit());
+    digits
+        .split(|c: char| !c.is_ascii_digit())
+        .next()?
+        .parse()
+        .ok()
+}

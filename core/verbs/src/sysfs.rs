@@ -1,0 +1,117 @@
+//! Which RDMA device is on a network interface, by what the kernel shows in `/sys/class`: without opening it.
+
+use std::fs::{read_dir, read_to_string};
+use std::path::Path;
+
+use rdmasock_core::fabric::plugin::Device;
+
+/// The device on an interface; `class` is `/sys/class`.
+pub fn device_on(class: &Path, interface: &str) -> Option<Device> {
+    let net = class.join("net").join(interface);
+    read_dir(class.join("infiniband"))
+        .ok()?
+        .flatten()
+        .find_map(|entry| {
+            let (at, name) = (entry.path(), entry.file_name());
+            let is_iwarp = read_to_string(at.join("node_type")).ok()?.contains("RNIC");
+            let is_on = if is_iwarp {
+                has_address_of(&at, &net)
+            } else {
+                has_gid_on(&at, interface)
+            };
+            if !is_on && !is_ipoib_of(&net, Path::new(&name)) {
+                return None;
+            }
+            let mut device = Device {
+                name: [0; 64],
+                is_iwarp: u8::from(is_iwarp),
+            };
+            for (to, from) in device.name.iter_mut().take(63).zip(name.as_encoded_bytes()) {
+                *to = *from;
+            }
+            Some(device)
+        })
+}
+
+/// The directory `name` of each of a device's ports.
+fn in_ports(device: &Path, name: &str) -> impl Iterator<Item = std::fs::DirEntry> {
+    read_dir(device.join("ports"))
+        .into_iter()
+        .flat_map(|ports| ports.flatten())
+        .filter_map(move |port| read_dir(port.path().join(name)).ok())
+        .flat_map(|entries| entries.flatten())
+}
+
+/// RoCE: each entry of a port's GID table has its interface.
+fn has_gid_on(device: &Path, interface: &str) -> bool {
+    in_ports(device, "gid_attrs/ndevs")
+        .any(|ndev| read_to_string(ndev.path()).is_ok_and(|text| text.trim_end() == interface))
+}
+
+/// iWARP: a port's only GID begins with the interface's hardware address.
+fn has_address_of(device: &Path, net: &Path) -> bool {
+    let digits = |text: String| text.replace(':', "").trim_end().to_owned();
+    let Ok(address) = read_to_string(net.join("address")).map(digits) else {
+        return false;
+    };
+    let is_real = address.bytes().any(|digit| digit != b'0');
+    is_real
+        && in_ports(device, "gids").any(|gid| {
+            read_to_string(gid.path()).is_ok_and(|gid| digits(gid).starts_with(&address))
+        })
+}
+
+/// IP over InfiniBand: the device is the interface's. (An Ethernet card may have an RDMA device that is no part of
+/// the interface, so others are not looked at.)
+fn is_ipoib_of(net: &Path, name: &Path) -> bool {
+    // 32: ARPHRD_INFINIBAND
+    read_to_string(net.join("type")).is_ok_and(|kind| kind.trim_end() == "32")
+        && net.join("device/infiniband").join(name).exists()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn write(path: std::path::PathBuf, text: &str) {
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(path, text).unwrap();
+    }
+
+    #[test]
+    fn the_device_of_an_interface_is_found_in_sysfs() {
+        let class = tempfile::tempdir().unwrap();
+        let at = |path: &str| class.path().join(path);
+        write(at("infiniband/siw0/node_type"), "4: RNIC\n");
+        let gid = "5254:004c:410a:0000:0000:0000:0000:0000\n";
+        write(at("infiniband/siw0/ports/1/gids/0"), gid);
+        write(at("net/eth0/address"), "52:54:00:4c:41:0a\n");
+        write(at("net/eth9/address"), "52:54:00:4c:41:0b\n");
+        write(at("net/lo/address"), "\n");
+        write(at("infiniband/rxe0/node_type"), "1: CA\n");
+        write(at("infiniband/rxe0/ports/1/gid_attrs/ndevs/0"), "eth1\n");
+        write(at("infiniband/rxe0/ports/1/gid_attrs/ndevs/1"), "eth1.7\n");
+        write(at("infiniband/mlx4_0/node_type"), "1: CA\n");
+        write(at("net/ib0/type"), "32\n");
+        write(at("net/ib0/device/infiniband/mlx4_0/node_type"), "");
+        write(at("net/eth2/type"), "1\n");
+        write(at("net/eth2/device/infiniband/mlx4_0/node_type"), "");
+        let found = |interface| {
+            device_on(class.path(), interface).map(|device| {
+                let name = device.name.iter().take_while(|byte| **byte != 0);
+                (
+                    String::from_utf8(name.copied().collect()).unwrap(),
+                    device.is_iwarp,
+                )
+            })
+        };
+        assert_eq!(found("eth0"), Some(("siw0".to_owned(), 1)));
+        assert_eq!(found("eth1"), Some(("rxe0".to_owned(), 0)));
+        assert_eq!(found("eth1.7"), Some(("rxe0".to_owned(), 0)));
+        assert_eq!(found("ib0"), Some(("mlx4_0".to_owned(), 0)));
+        assert_eq!(found("eth2"), None);
+        assert_eq!(found("eth9"), None);
+        assert_eq!(found("lo"), None);
+        assert!(device_on(&at("nothing"), "eth0").is_none());
+    }
+}

@@ -29,6 +29,8 @@ const WANTED: u32 = 1 << 31;
 const PATIENCE: u64 = 5_000_000_000;
 /// How long the end of a process waits for promotions under way, ns.
 const LAST_WORDS: u64 = 20_000_000;
+/// How long an exit may wait for other hosts to have what was sent to them, ns.
+const LAST_BYTES: u64 = 2_000_000_000;
 /// In a fork child: the doorbell of the service thread that owns what was on links, and its process.
 static OWNER_BELL: AtomicI32 = AtomicI32::new(-1);
 static OWNER_PID: AtomicI32 = AtomicI32::new(0);
@@ -207,8 +209,30 @@ pub extern "C" fn at_exit() {
             crate::tx::hand_over(socket, rdmasock_core::stats::Reason::Inherited);
             returned(socket);
         }
+        if let Some(mut control) = socket.control.lock()
+            && !socket.left_behind.load(Acquire)
+        {
+            crate::promote::resume::end(socket, &mut control);
+        }
         let_go(socket);
     });
+    // What is on its way to other hosts dies with the queue pair: until they have it, or TCP has.
+    let is_owed = || {
+        crate::socket::all().any(|socket| {
+            socket.fd.load(Acquire) >= 0
+                && socket
+                    .control
+                    .lock()
+                    .is_some_and(|c| crate::promote::resume::is_staying(&c))
+        })
+    };
+    let until = crate::time::now_ns() + LAST_BYTES;
+    while is_owed() && crate::time::now_ns() < until {
+        let _ = rustix::thread::nanosleep(&rustix::time::Timespec {
+            tv_sec: 0,
+            tv_nsec: 100_000,
+        });
+    }
     crate::errno::set(errno);
 }
 

@@ -4,7 +4,7 @@ use std::ffi::c_int;
 use std::net::SocketAddr;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
 
-use rdmasock_core::os::privatefd;
+use rdmasock_core::os::privatefd::{self, PrivateFd};
 use rdmasock_core::stats::{Direction, Reason, StreamInfo};
 
 use crate::epoll::Epoll;
@@ -15,7 +15,8 @@ use crate::listener::Listener;
 use crate::promote;
 use crate::ready;
 use crate::rx;
-use crate::socket::{Socket, Stage, mode};
+use crate::service::Command;
+use crate::socket::{Control, Socket, Stage, mode};
 use crate::table::{self, Entry};
 
 /// socket() gave a TCP socket.
@@ -259,10 +260,13 @@ fn release_socket(socket: &'static Socket, fd: c_int) {
         fork::returned(socket);
     }
     // A close with unread data resets the connection (RFC 9293, 3.10.4; RFC 2525, 2.17).
-    if last
-        && (rx::has_unread(socket) || refuses_what_came(socket))
-        && let Some(anchor) = socket.anchor_fd()
-    {
+    let resets = last && (rx::has_unread(socket) || refuses_what_came(socket));
+    if last && !resets && stay_behind(socket, &mut control) {
+        drop(control);
+        forget_interest(socket);
+        return;
+    }
+    if resets && let Some(anchor) = socket.anchor_fd() {
         let _ = rustix::net::sockopt::set_socket_linger(anchor, Some(std::time::Duration::ZERO));
     }
     let nonce = if last && socket.rx_mode.load(Acquire) == mode::MARKED {
@@ -274,8 +278,15 @@ fn release_socket(socket: &'static Socket, fd: c_int) {
     if last {
         promote::linger(socket, nonce, unsent);
     }
+    let_go_of(socket, &mut control);
+    drop(control);
+    forget(socket);
+}
+
+/// The stream's numbers are given back, and the object is as new.
+fn let_go_of(socket: &'static Socket, control: &mut Control) {
     control.handshake = None;
-    promote::close_stream(socket, &mut control);
+    promote::close_stream(socket, control);
     Library::get().service.forget_anchor(socket);
     {
         let rx = socket.rx.lock();
@@ -289,8 +300,44 @@ fn release_socket(socket: &'static Socket, fd: c_int) {
             *rx = crate::socket::Rx::default();
         }
     }
-    drop(control);
+}
+
+/// The last number of a stream between hosts is closed, and the peer may not have all of it: the anchor and
+/// the stream live on until it has (P77). False if that is not so, or there is no number left.
+fn stay_behind(socket: &'static Socket, control: &mut Control) -> bool {
+    if !promote::resume::is_staying(control) {
+        return false;
+    }
+    let Some(Ok(copy)) = socket.anchor_fd().map(PrivateFd::duplicate) else {
+        return false;
+    };
+    let service = &Library::get().service;
+    service.forget_anchor(socket);
+    socket.fd.store(copy.release(), Release);
+    socket.left_behind.store(true, Release);
+    service.watch_again(socket);
+    promote::resume::close(socket, control);
+    service.submit(Command::settle(socket));
+    true
+}
+
+/// A stream that was left behind may have come to its end. True if it has.
+pub fn finish(socket: &'static Socket) -> bool {
+    {
+        let Some(mut control) = socket.control.lock() else {
+            return false;
+        };
+        let unsent = socket.tx.lock().is_none_or(|tx| !tx.marker.is_empty());
+        if promote::resume::is_staying(&control) || control.handshake.is_some() || unsent {
+            return false;
+        }
+        socket.left_behind.store(false, Release);
+        let anchor = socket.fd.load(Acquire);
+        let_go_of(socket, &mut control);
+        drop(PrivateFd::adopt(anchor));
+    }
     forget(socket);
+    true
 }
 
 /// Nobody reads the link any more. True if something came before the other end could know. (Where
@@ -310,7 +357,8 @@ fn is_only_number(socket: &'static Socket, fd: c_int) -> bool {
     control.is_some_and(|c| c.fds.iter().all(|f| *f == fd))
 }
 
-fn forget(socket: &'static Socket) {
+/// Nobody waits on the socket any more.
+fn forget_interest(socket: &'static Socket) {
     let interest = socket
         .interest
         .lock()
@@ -322,6 +370,10 @@ fn forget(socket: &'static Socket) {
     for s in interest.sleepers {
         Library::get().waiters.ring(s.waiter);
     }
+}
+
+fn forget(socket: &'static Socket) {
+    forget_interest(socket);
     if let Some(listener) = socket.take_listener() {
         listener.release();
     }

@@ -78,7 +78,7 @@ pub fn release(socket: &'static Socket, reason: Reason) {
         promote::return_to_tcp(socket, &mut control, reason);
     }
     let until = crate::time::now_ns() + PATIENCE;
-    while !socket.is_plain() && crate::time::now_ns() < until {
+    while is_on_link(socket) && crate::time::now_ns() < until {
         promote::flush(socket);
         if socket.rx_mode.load(Acquire) == mode::MARKED {
             promote::readable(socket);
@@ -89,7 +89,7 @@ pub fn release(socket: &'static Socket, reason: Reason) {
             // The handshake has ended in a promotion.
             promote::return_to_tcp(socket, &mut control, reason);
         }
-        if socket.is_plain() {
+        if !is_on_link(socket) {
             break;
         }
         let _ = rustix::thread::nanosleep(&rustix::time::Timespec {
@@ -97,7 +97,19 @@ pub fn release(socket: &'static Socket, reason: Reason) {
             tv_nsec: 50_000,
         });
     }
+    if let Some(control) = socket.control.lock()
+        && promote::resume::is_staying(&control)
+    {
+        // The new holder would read RESUME as data.
+        crate::socket::reset(socket);
+    }
     socket.set_stage(Stage::Pinned);
+}
+
+/// Not yet, or not all, back on TCP.
+fn is_on_link(socket: &'static Socket) -> bool {
+    let control = socket.control.lock();
+    !socket.is_plain() || control.is_some_and(|c| promote::resume::is_staying(&c))
 }
 
 /// Before an exec or a spawn: sockets that survive it go back to TCP. An exec `replaces` this

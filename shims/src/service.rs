@@ -184,6 +184,14 @@ impl Service {
         }
     }
 
+    /// The anchor has another number from now on.
+    pub fn watch_again(&self, socket: &'static Socket) {
+        if let Some(fd) = socket.anchor_fd() {
+            let data = kernel::EventData::new_u64(watch::anchor_tag(socket));
+            let _ = kernel::add(&self.epoll, fd, data, watch::anchor_flags());
+        }
+    }
+
     /// Takes a cookie in; good once, for whom it was made, in time. Service thread only.
     fn redeem(&self, cookie: &Cookie, peer: &InstanceId) -> bool {
         let now = crate::time::now_ns();

@@ -223,6 +223,8 @@ pub struct Socket {
     /// How waits for data and for space went lately.
     pub rx_spin: Spinner,
     pub tx_spin: Spinner,
+    /// The program has closed it; it lives on until the peer has all of it.
+    pub left_behind: AtomicBool,
     /// The listening socket that it was accepted on.
     pub listener: AtomicPtr<Listener>,
     /// The connector asks, and the answer waits for this process's first use of the connection.
@@ -300,6 +302,7 @@ impl Socket {
             tries: AtomicU32::new(0),
             rx_spin: Spinner::new(),
             tx_spin: Spinner::new(),
+            left_behind: AtomicBool::new(false),
             listener: AtomicPtr::new(std::ptr::null_mut()),
             asked: AtomicBool::new(false),
             left_for_exec: AtomicBool::new(false),

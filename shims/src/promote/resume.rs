@@ -105,6 +105,20 @@ pub fn shut(socket: &'static Socket, control: &mut Control) -> bool {
     stays
 }
 
+/// The program has closed the socket.
+pub fn close(socket: &'static Socket, control: &mut Control) {
+    close_attempt(socket, control);
+    feed(socket, control, Resume::close);
+}
+
+/// The process is about to end: as a close of a stream that is on a link between hosts.
+pub fn end(socket: &'static Socket, control: &mut Control) {
+    if is_staying(control) {
+        close(socket, control);
+        Library::get().service.submit(Command::settle(socket));
+    }
+}
+
 /// The attempt under way, if it is not closed, is.
 fn close_attempt(socket: &'static Socket, control: &mut Control) {
     let steps = give_up(control);

@@ -19,6 +19,23 @@ pub(super) enum Watch {
     Impossible,
 }
 
+/// By which events of the socket's anchor are known.
+pub(super) fn anchor_tag(socket: &Socket) -> u64 {
+    tag(
+        kind::ANCHOR,
+        u64::from(socket.slot) << 32 | socket.generation.load(Acquire) & 0xffff_ffff,
+    )
+}
+
+/// What the anchor is watched for.
+pub(super) fn anchor_flags() -> kernel::EventFlags {
+    kernel::EventFlags::IN
+        | kernel::EventFlags::OUT
+        | kernel::EventFlags::RDHUP
+        | kernel::EventFlags::PRI
+        | kernel::EventFlags::ET
+}
+
 impl Worker {
     /// From now on this thread watches the anchor, and the library reports the socket's readiness.
     pub(super) fn watch(&mut self, socket: &'static Socket) -> Watch {
@@ -29,16 +46,7 @@ impl Worker {
             let Some(fd) = socket.anchor_fd() else {
                 return Watch::Impossible;
             };
-            let data = tag(
-                kind::ANCHOR,
-                u64::from(socket.slot) << 32 | socket.generation.load(Acquire) & 0xffff_ffff,
-            );
-            let flags = kernel::EventFlags::IN
-                | kernel::EventFlags::OUT
-                | kernel::EventFlags::RDHUP
-                | kernel::EventFlags::PRI
-                | kernel::EventFlags::ET;
-            if !self.add(fd, data, flags) {
+            if !self.add(fd, anchor_tag(socket), anchor_flags()) {
                 return Watch::Impossible;
             }
             socket.watched.store(true, SeqCst);
@@ -101,11 +109,23 @@ impl Worker {
             promote::resume::look(socket, &mut control);
         }
         ready::notify_local(socket);
+        if socket.left_behind.load(Acquire) {
+            self.settle(Ref::new(socket));
+        }
     }
 
     /// Puts a socket where its directions say that it belongs.
     pub(super) fn settle(&mut self, r: Ref) {
         let Some(socket) = r.get() else { return };
+        if let Some(link) = socket.link() {
+            self.look_for_confirmation(socket, link);
+        }
+        if socket.left_behind.load(Acquire) {
+            if crate::lifecycle::finish(socket) {
+                self.bury();
+            }
+            return;
+        }
         if !self.close_if_over(socket) {
             ready::change_interest(socket, |_| {});
             ready::notify_local(socket);

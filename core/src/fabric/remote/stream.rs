@@ -83,6 +83,8 @@ pub(super) struct Incoming {
     pub flags_told: u32,
     pub stop_told: bool,
     ended: bool,
+    /// The mark is in the block: our consumer has not stopped before.
+    marked: bool,
     /// CONFIRM has come.
     pub ack_due: bool,
     /// The head is to be told even if little is new.
@@ -154,12 +156,14 @@ impl Incoming {
         if std::mem::replace(&mut self.ended, true) || tail != self.tail {
             return Err(Breach::End);
         }
-        Ok(block.put_end(end).ok())
+        let put = block.put_end(end).ok();
+        self.marked = put.is_some();
+        Ok(put)
     }
 
     /// Up to where all is in the ring, the end mark included.
     pub fn ack(&self) -> u64 {
-        self.tail.saturating_add(self.ended.into())
+        self.tail.saturating_add(self.marked.into())
     }
 
     /// The peer is being told of this offer of our consumer's.

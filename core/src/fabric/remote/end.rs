@@ -482,7 +482,9 @@ impl<Q: QueuePair, L: Local> LinkEnd for End<Q, L> {
         Some(unsafe { Producer::new(block, self.ground.mirror.area()) })
     }
 
-    /// CLOSED follows what is still to be carried over, and the number is done with when that is sent.
+    /// CLOSED follows what is still to be carried over, and the number is done with when that is sent. That
+    /// takes calls of [`progress`](Self::progress) if the queue pair is full now, and it may not have arrived
+    /// when the process ends: who cares asks [`unconfirmed`](Self::unconfirmed) before.
     fn close(&self, mine: Vqpn, theirs: Option<Vqpn>, consumer: Option<Consumer>) {
         self.numbers.keep(mine, consumer);
         let Some(yours) = theirs else {

@@ -213,7 +213,12 @@ impl Engine {
         if what & SETTLE != 0 {
             self.settle(g);
         }
-        self.pump(g)?;
+        let pumped = self.pump(g);
+        if matches!(pumped, Err(Fault::Down(_))) {
+            // What has come is still good, and then there is a better reason.
+            self.poll(g)?;
+        }
+        pumped?;
         Ok(events > 0)
     }
 

@@ -13,7 +13,7 @@ fn until_down(world: &World) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(64))]
+    #![proptest_config(ProptestConfig::with_cases(256))]
 
     #[test]
     fn what_was_received_and_what_is_sent_again_are_the_whole(

@@ -5,7 +5,7 @@ use crate::fabric::ring::End as Mark;
 use crate::wire::Message;
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(64))]
+    #![proptest_config(ProptestConfig::with_cases(256))]
 
     #[test]
     fn what_arrives_is_what_was_sent(

@@ -44,10 +44,11 @@ start_node() {
         # Node a makes the wire.
         while [ ! -S "$run/wire" ] && kill -0 "${pid[a]}" 2>/dev/null; do sleep 0.05; done
     fi
-    # tsc=reliable: without it a clock that costs a system call is chosen.
+    # tsc=reliable: without it a clock that costs a system call is chosen. no_timer_check: on a busy host the emulated
+    # timer's first ticks come too late for the kernel, which then panics.
     bound KILL qemu-system-x86_64 -accel "$accelerator" "${machine[@]}" -smp "$cpus" -m "$memory" -name "lab-$node" \
         -kernel "$boot/vmlinux" -initrd "$boot/initramfs" \
-        -append "console=ttyS0 panic=-1 oops=panic loglevel=5 tsc=reliable net.ifnames=0 lab.init=$run/$node/init" \
+        -append "console=ttyS0 panic=-1 oops=panic loglevel=5 tsc=reliable no_timer_check net.ifnames=0 lab.init=$run/$node/init" \
         -serial "file:$run/$node/console" \
         -device virtio-serial-pci -chardev "file,id=out,path=$run/$node/out" -device virtserialport,chardev=out,name=lab.out \
         -fsdev local,id=root,path=/,security_model=none,readonly=on,multidevs=remap -device virtio-9p-pci,fsdev=root,mount_tag=root \

@@ -95,10 +95,8 @@ pub fn serve(api: &Api, local: &Address) {
             }
             Scenario::Arm => be_woken(&link),
             Scenario::ClientLeaves | Scenario::Killed => {
-                if scenario == Scenario::Killed {
-                    assert_eq!(link.message(), b"ready");
-                    link.send(b"die");
-                }
+                assert_eq!(link.message(), b"ready");
+                link.send(b"go");
                 let started = Instant::now();
                 let reason = link.end();
                 println!(
@@ -109,7 +107,10 @@ pub fn serve(api: &Api, local: &Address) {
                 assert_eq!(link.state(), reason, "the reason stays");
                 while let Ok(_events) = link.poll() {}
             }
-            Scenario::ServerLeaves => link.disconnect(),
+            Scenario::ServerLeaves => {
+                assert_eq!(link.message(), b"leave");
+                link.disconnect();
+            }
             Scenario::Sequence | Scenario::Fork | Scenario::End => link.send(&link.message()),
             Scenario::AnyPort => serve_any_port(api, &link, local),
             Scenario::Refused => unreachable!(),
@@ -143,9 +144,13 @@ fn dial(api: &Api, local: &Address, remote: &Address, scenario: Scenario) -> Res
 }
 
 pub fn run(api: &Api, local: &Address, server: &Address) {
+    let started = Instant::now();
     let device = devices(api, local);
     let dial = |scenario| {
-        println!("client: {scenario:?}");
+        println!(
+            "client: {scenario:?} after {} ms",
+            started.elapsed().as_millis()
+        );
         dial(api, local, server, scenario)
     };
     let link = dial(Scenario::Messages).expect("connect");
@@ -174,12 +179,15 @@ pub fn run(api: &Api, local: &Address, server: &Address) {
     drop(link);
 
     let link = dial(Scenario::ClientLeaves).expect("connect");
+    link.send(b"ready");
+    assert_eq!(link.message(), b"go");
     link.disconnect();
     assert!(link.state() < 0);
     assert_eq!(link.send_parts(&[b"late"]), -libc::ENOTCONN);
     drop(link);
 
     let link = dial(Scenario::ServerLeaves).expect("connect");
+    link.send(b"leave");
     assert!(link.end() < 0);
     drop(link);
 
@@ -225,7 +233,7 @@ fn devices(api: &Api, local: &Address) -> Device {
 fn lengths(link: &Link) -> impl Iterator<Item = usize> + use<> {
     // One byte of a message says that it is data.
     let longest = link.info.buffer_bytes as usize - 1;
-    (0..longest).step_by(7).chain([
+    (0..longest).step_by(41).chain([
         78,
         79,
         80,
@@ -430,7 +438,7 @@ fn process(api: &Api, role: &str, local: &Address, server: &Address, signal: Opt
 pub fn be_killed(api: &Api, local: &Address, server: &Address) {
     let link = dial(api, local, server, Scenario::Killed).expect("connect");
     link.send(b"ready");
-    assert_eq!(link.message(), b"die");
+    assert_eq!(link.message(), b"go");
     // SAFETY: ends this process, as intended.
     unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
 }
@@ -466,7 +474,7 @@ fn nobody_listens(api: &Api, local: &Address, server: &Address) {
         ..*server
     };
     let started = Instant::now();
-    let timeout = Duration::from_secs(3);
+    let timeout = Duration::from_millis(1500);
     let code = api
         .connect(local, &nobody, b"", timeout)
         .err()
@@ -502,7 +510,7 @@ fn nobody_listens(api: &Api, local: &Address, server: &Address) {
 
 /// Fifty connections, one after the other, leave no fd behind.
 fn sequence(api: &Api, local: &Address, server: &Address) {
-    println!("client: Sequence");
+    let started = Instant::now();
     let before = count_fds();
     for number in 0..50_u8 {
         let link = dial(api, local, server, Scenario::Sequence).expect("connect");
@@ -512,6 +520,10 @@ fn sequence(api: &Api, local: &Address, server: &Address) {
         assert_eq!(low, before.0, "an fd that is not hidden");
         assert!(high > before.1);
     }
+    println!(
+        "client: 50 connections in {} ms",
+        started.elapsed().as_millis()
+    );
     assert_eq!(count_fds(), before, "fds were left");
 }
 

@@ -101,7 +101,8 @@ fn got() -> Datagram {
 fn each_fault_has_its_reason() {
     let good = got().encode(None).unwrap();
     assert_eq!(DATAGRAM, 192);
-    let cases: [(&dyn Fn(&mut Vec<u8>), Refused); 8] = [
+    type Change<'a> = &'a dyn Fn(&mut Vec<u8>);
+    let cases: [(Change<'_>, Refused); 8] = [
         (&|b| b.truncate(191), Refused::Length),
         (&|b| b.push(0), Refused::Length),
         (&Vec::clear, Refused::Length),

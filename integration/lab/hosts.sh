@@ -34,7 +34,10 @@ prepare_hosts() {
     ln -s "$PWD/integration" "$run/integration"
     mkdir -p "$run/target"
     ln -s "$build" "$run/target/release"
-    tar -C "$run" -czhf "$run/archive" integration/lab target/release/{librdmasock.so,rdmasock}
+    local built
+    built=$(cd "$run" && ls target/release/{librdmasock.so,librdmasock_verbs.so,rdmasock,lab-peer} 2>/dev/null) || true
+    # shellcheck disable=SC2086 # a list of words
+    tar -C "$run" -czhf "$run/archive" integration/lab integration/programs $built
 }
 
 # For the shell of a stranger, which need not be bash.
@@ -56,7 +59,7 @@ start_node() {
     local node=$1 other=b size words
     [ "$node" = a ] || other=a
     size=$(stat -c %s "$run/archive")
-    words=(env "LAB_NODE=$node" "LAB_ADDR=${address[$node]}" "LAB_PEER=${address[$other]}" "LAB_DEVICE=$device"
+    words=(env "LAB_NODE=$node" "LAB_ADDR=${address[$node]}" "LAB_PEER=${address[$other]}" "LAB_DEVICE=$device" "${settings[@]}"
         sh -c "$bootstrap" lab "$size" "$timeout" "${command[@]}")
     mkfifo "$run/$node/in"
     { cat "$run/archive"; bound TERM sleep infinity; } >"$run/$node/in" 2>/dev/null &

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 
-INTERVAL = 0.3
+INTERVAL = 0.5
 TABLE = "rdmasock_lab"
 RDMA = os.environ.get("LAB_RDMA", "")
 DEVICE = os.environ.get("LAB_DEVICE", "")
@@ -32,20 +32,23 @@ SHARE = float(os.environ.get("LAB_LINK_SHARE", "0.5"))
 
 
 def output(*command, text=None):
-    return subprocess.run(command, input=text, capture_output=True, text=True, check=True, timeout=20).stdout
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False, timeout=20)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout
 
 
 # ---- watching
 
 def filter_packets():
     """Counts from zero. The barriers' port is nobody's payload."""
-    device = "udp dport 4791 counter name device" if DEVICE == "rxe" else "meta l4proto tcp counter name device"
+    device = "udp dport 4791 counter name of_device" if DEVICE == "rxe" else "meta l4proto tcp counter name of_device"
     chains = "".join(
         f"""chain {hook} {{
             type filter hook {hook} priority 0; policy accept;
             {name} "lo" accept
-            tcp dport 7480-7499 counter name programs accept
-            tcp sport 7480-7499 counter name programs accept
+            tcp dport 7480-7499 counter name of_programs accept
+            tcp sport 7480-7499 counter name of_programs accept
             tcp dport 7077 accept
             tcp sport 7077 accept
             {device}
@@ -56,8 +59,8 @@ def filter_packets():
     text = f"""add table inet {TABLE}
         delete table inet {TABLE}
         table inet {TABLE} {{
-            counter programs {{ }}
-            counter device {{ }}
+            counter of_programs {{ }}
+            counter of_device {{ }}
             {chains}
         }}
         """
@@ -216,8 +219,8 @@ def judge_device(a, b):
         link = link_bytes(facts)
         good &= link > 0
         if facts["wire"]:
-            good &= facts["wire"]["device"] >= 0.9 * link
-            said.append(f"{node}: {facts['wire']['device']} bytes on the device's wire")
+            good &= facts["wire"]["of_device"] >= 0.9 * link
+            said.append(f"{node}: {facts['wire']['of_device']} bytes on the device's wire")
         if facts["device"]:
             packets = sum(facts["device"].values())
             good &= packets * LARGEST_PACKET >= link and packets > 0
@@ -236,8 +239,8 @@ def judge_tcp(a, b):
             # Nothing but the library's own word, which judge_counters has read.
             said.append(f"{node}: packets are not counted on real hosts")
             continue
-        good &= facts["wire"]["programs"] < link_bytes(facts)
-        said.append(f"{node}: {facts['wire']['programs']} bytes on the wire of the programs' TCP")
+        good &= facts["wire"]["of_programs"] < link_bytes(facts)
+        said.append(f"{node}: {facts['wire']['of_programs']} bytes on the wire of the programs' TCP")
     return good, " | ".join(said)
 
 

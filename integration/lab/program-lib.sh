@@ -44,6 +44,9 @@ wait_for() {
     return 1
 }
 
+# The loader only warns, and goes on without it.
+is_preloaded() { ! grep 'cannot be preloaded' "${LAB_NOTES%.notes}"; }
+
 # run_program [--server-ends]: node a's server is ended when the client is done, or waited for.
 run_program() {
     local code=0 watch process answer
@@ -73,12 +76,22 @@ run_program() {
         end_watch "$watch" || code=1
         lab-barrier client-done "$code" "$(cat "$files/facts")" >/dev/null || return 1
     fi
+    is_preloaded || code=1
     rm -rf "$files"
     return "$code"
 }
 
 # Also when it has failed: its absence is noticed at the end.
-is_counting() { test -e "$files/facts.ready" || ! kill -0 "$1" 2>/dev/null; }
+is_counting() { test -e "$files/facts.fresh" || ! kill -0 "$1" 2>/dev/null; }
+
+# Until all that has been carried so far is in the facts: two samples, for one may have begun before. For
+# programs that end by themselves, and are not to end before they are looked at.
+be_watched() {
+    rm -f "$files/facts.fresh"
+    wait_for test -e "$files/facts.fresh" || return
+    rm -f "$files/facts.fresh"
+    wait_for test -e "$files/facts.fresh"
+}
 
 end_watch() {
     kill -TERM "$1" 2>/dev/null

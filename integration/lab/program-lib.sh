@@ -12,6 +12,7 @@ library=
 case $LAB_MODE-$LAB_NODE in both-? | server-only-a | client-only-b) library=$LAB_BUILD/librdmasock.so ;; esac
 [ -z "$library" ] || [ -f "$library" ] || { echo "$library is missing"; exit 1; }
 files=$(mktemp -d)
+trap 'rm -rf "$files"' EXIT
 
 # program NAME ARGUMENT…: with the library in front if this node has it in this mode.
 program() { env ${library:+LD_PRELOAD="$library"} "$@"; }
@@ -77,7 +78,6 @@ run_program() {
         lab-barrier client-done "$code" "$(cat "$files/facts")" >/dev/null || return 1
     fi
     is_preloaded || code=1
-    rm -rf "$files"
     return "$code"
 }
 

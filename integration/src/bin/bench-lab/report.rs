@@ -140,7 +140,9 @@ pub fn run(json: Option<&Path>) -> Result<()> {
     let mut ours_failed = 0;
     for line in std::io::stdin().lock().lines() {
         let line = line?;
-        let text = line.split_once("| ").map_or(line.as_str(), |(_, text)| text);
+        let text = line
+            .split_once("| ")
+            .map_or(line.as_str(), |(_, text)| text);
         if let Some(text) = text.strip_prefix(MARK) {
             let sample: Sample = serde_json::from_str(text).context("a sample")?;
             eprintln!(

@@ -34,10 +34,10 @@ random_file() {
 
 sha256() { sha256sum "$@" | cut -d' ' -f1; }
 
-# wait_for COMMAND…: up to twenty seconds.
+# wait_for COMMAND…: for a minute; machines that are emulated on a busy host are slow.
 wait_for() {
     local tick
-    for ((tick = 0; tick < 200; tick++)); do
+    for ((tick = 0; tick < 600; tick++)); do
         if "$@"; then return 0; fi
         sleep 0.1
     done

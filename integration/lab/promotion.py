@@ -32,7 +32,7 @@ SHARE = float(os.environ.get("LAB_LINK_SHARE", "0.5"))
 
 
 def output(*command, text=None):
-    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False, timeout=20)
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False, timeout=100)
     if done.returncode:
         sys.exit(f"{' '.join(command)}: {done.stderr.strip()}")
     return done.stdout

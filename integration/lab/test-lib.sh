@@ -58,7 +58,7 @@ together() {
 # wait_listening PORT PID: until something on this node listens there; fails when the process ends before.
 wait_listening() {
     local tick
-    for ((tick = 0; tick < 200; tick++)); do
+    for ((tick = 0; tick < 400; tick++)); do
         if ss -Hltn "sport = :$1" | grep -q . || rdma resource show cm_id state listen 2>/dev/null | grep -q ":$1 "; then
             return 0
         fi

@@ -101,17 +101,16 @@ pub fn rstream(options: &Rstream) -> Result<()> {
     std::io::stdin().read_to_string(&mut text)?;
     let line = text.lines().last().unwrap_or_default();
     let words: Vec<&str> = line.split_whitespace().collect();
-    let [.., gigabits, microseconds] = words.as_slice() else {
-        bail!("not rstream's output: {text}");
+    // The Gb/s before it have two digits after the point, which is nothing for small messages.
+    let microseconds = match words.as_slice() {
+        [.., _, word] => word.parse::<f64>().ok().filter(|figure| *figure > 0.0),
+        _ => None,
     };
-    let parse = |word: &str| {
-        word.parse::<f64>()
-            .with_context(|| format!("not rstream's figures: {line}"))
-    };
+    let microseconds = microseconds.with_context(|| format!("not rstream's output: {text}"))?;
     let value = match options.job {
-        Job::Latency => parse(microseconds)?,
-        Job::Bandwidth => parse(gigabits)? * 1e9 / 8.0,
-        Job::Messages => parse(gigabits)? * 1e9 / 8.0 / f64::from(options.size),
+        Job::Latency => microseconds,
+        Job::Bandwidth => f64::from(options.size) * 1e6 / microseconds,
+        Job::Messages => 1e6 / microseconds,
     };
     Sample::new(Subject::Rstream, options.job, options.size, value, None).print()
 }
@@ -243,7 +242,11 @@ impl Device {
         for (key, row) in &mut self.rows {
             let mut notes = Vec::new();
             match (row.link_bytes, row.tcp_bytes) {
-                (Some(0), _) => notes.push("rdmasock: tcp".to_owned()),
+                (Some(0), _) => {
+                    notes.push("rdmasock: tcp".to_owned());
+                    // What is not measured here meets no goal.
+                    row.goals.clear();
+                }
                 (Some(link), Some(tcp)) if link < tcp => {
                     notes.push("rdmasock: mostly tcp".to_owned());
                 }

@@ -1,7 +1,7 @@
 # The nodes as two real hosts over ssh (sourced by scripts/lab, after vm.sh, whose functions it replaces).
 # A node lives as long as its ssh and the ssh's input: what it needs goes there in one archive, into a directory that
 # it removes itself. Nothing is installed on the hosts, and no device is made.
-# shellcheck shell=bash disable=SC2034,SC2154 # some variables are shared with scripts/lab
+# shellcheck shell=bash disable=SC2004,SC2034,SC2154 # some variables are shared with scripts/lab
 
 declare -A host=() address=() feeder=()
 

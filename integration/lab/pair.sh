@@ -75,6 +75,7 @@ stop_pair() {
     for node in "${!pid[@]}"; do
         wait_or_kill "${pid[$node]}"
         # If the node never opened its output, the reader still waits for it.
+        # shellcheck disable=SC2015 # either may fail
         kill "${reader[$node]}" 2>/dev/null && wait "${reader[$node]}" 2>/dev/null || true
         unset "pid[$node]"
     done

@@ -1,6 +1,6 @@
 # The nodes as two virtual machines on one wire (sourced by scripts/lab, after pair.sh). What they boot comes from prepare.sh.
 # Their root is the host's: read-only, with a layer in memory that dies with the machine.
-# shellcheck shell=bash disable=SC2034,SC2154 # some variables are shared with scripts/lab
+# shellcheck shell=bash disable=SC2004,SC2034,SC2154 # some variables are shared with scripts/lab
 
 cpus=1 memory=1024 mtu=1500 accelerator=
 addr_a=10.77.0.1 addr_b=10.77.0.2

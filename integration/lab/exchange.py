@@ -2,12 +2,14 @@
 
 On each: requests and answers of many sizes, then a stream in both directions at once, then a
 half-close, after which the server says what it has received. LAB_LIBRARY, if set, must be loaded."""
+import contextlib
 import hashlib
 import os
 import random
 import socket
 import sys
 import threading
+import time
 
 CONNECTIONS = 4
 SIZES = [1, 2, 63, 64, 1000, 1448, 4095, 4096, 4097, 16384, 65537]
@@ -82,4 +84,11 @@ if role == "server":
 else:
     connections = [socket.create_connection((address, port)) for _ in range(CONNECTIONS)]
     all_of([lambda c=c, n=n: call(c, n) for n, c in enumerate(connections)])
+# Whoever counts from outside (promotion.py) has to have looked before the process ends: twice it makes this file.
+fresh, deadline = os.environ.get("LAB_FRESH"), time.monotonic() + 20
+for _ in range(2 if fresh else 0):
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(fresh)
+    while not os.path.exists(fresh) and time.monotonic() < deadline:
+        time.sleep(0.05)
 print(f"{role}: {CONNECTIONS} connections, {sum(SIZES) + STREAM} bytes each way on each")

@@ -1,7 +1,7 @@
 # The nodes as two real hosts over ssh (sourced by scripts/lab, after vm.sh, whose functions it replaces).
 # A node lives as long as its ssh and the ssh's input: what it needs goes there in one archive, into a directory that
 # it removes itself. Nothing is installed on the hosts, and no device is made.
-# shellcheck shell=bash disable=SC2034,SC2154 # some variables are shared with scripts/lab
+# shellcheck shell=bash disable=SC2004,SC2034,SC2154 # some variables are shared with scripts/lab
 
 declare -A host=() address=() feeder=()
 
@@ -34,7 +34,10 @@ prepare_hosts() {
     ln -s "$PWD/integration" "$run/integration"
     mkdir -p "$run/target"
     ln -s "$build" "$run/target/release"
-    tar -C "$run" -czhf "$run/archive" integration/lab target/release/{librdmasock.so,librdmasock_verbs.so,rdmasock,examples/verbs-peer}
+    local built
+    built=$(cd "$run" && ls target/release/{librdmasock.so,librdmasock_verbs.so,rdmasock,bench-lab,examples/verbs-peer} 2>/dev/null) || true
+    # shellcheck disable=SC2086 # a list of words
+    tar -C "$run" -czhf "$run/archive" integration/lab integration/programs $built
 }
 
 # For the shell of a stranger, which need not be bash.
@@ -56,7 +59,7 @@ start_node() {
     local node=$1 other=b size words
     [ "$node" = a ] || other=a
     size=$(stat -c %s "$run/archive")
-    words=(env "LAB_NODE=$node" "LAB_ADDR=${address[$node]}" "LAB_PEER=${address[$other]}" "LAB_DEVICE=$device"
+    words=(env "LAB_NODE=$node" "LAB_ADDR=${address[$node]}" "LAB_PEER=${address[$other]}" "LAB_DEVICE=$device" "${settings[@]}"
         sh -c "$bootstrap" lab "$size" "$timeout" "${command[@]}")
     mkfifo "$run/$node/in"
     { cat "$run/archive"; bound TERM sleep infinity; } >"$run/$node/in" 2>/dev/null &

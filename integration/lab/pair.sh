@@ -50,19 +50,20 @@ run_pair() {
     return "$status"
 }
 
-# The output of a node, each line with the node's name; says when its command, and the node, ended.
+# The output of a node, each line with the node's name; says when its command, and the node, ended. It has the
+# pipe of the events open itself: opening it would block for ever once a killed run_pair has left it.
 relay() {
     local node=$1 line
     trap '' INT # ends with the node
     while IFS= read -r line || [ -n "$line" ]; do
         if [[ $line =~ ^(.*)$'\001lab-exit '([0-9]+)$ ]]; then
-            printf 'exit %s %s\n' "$node" "${BASH_REMATCH[2]}" >"$run/events"
+            printf 'exit %s %s\n' "$node" "${BASH_REMATCH[2]}" >&"$events"
             line=${BASH_REMATCH[1]}
             [ -n "$line" ] || continue
         fi
         printf '%s| %s\n' "$node" "$line"
     done
-    printf 'gone %s\n' "$node" >"$run/events"
+    printf 'gone %s\n' "$node" >&"$events"
 }
 
 # Ends both nodes and waits for them: nobody of ours is left afterwards.
@@ -74,6 +75,7 @@ stop_pair() {
     for node in "${!pid[@]}"; do
         wait_or_kill "${pid[$node]}"
         # If the node never opened its output, the reader still waits for it.
+        # shellcheck disable=SC2015 # either may fail
         kill "${reader[$node]}" 2>/dev/null && wait "${reader[$node]}" 2>/dev/null || true
         unset "pid[$node]"
     done

@@ -3,7 +3,7 @@
 # nothing of it is installed on the host but packages, and no kernel joins the host's boot menu.
 # shellcheck shell=bash
 
-lab_packages="qemu-system-x86 busybox-static cpio kmod iproute2 python3
+lab_packages="qemu-system-x86 busybox-static cpio kmod iproute2 nftables python3
     ibverbs-providers ibverbs-utils librdmacm1 rdmacm-utils"
 
 # prepare_machines CACHE: afterwards CACHE/boot holds kernel, initramfs and lib/modules.

@@ -6,6 +6,14 @@ skip() {
     exit 77
 }
 
+# note TEXT: a line below the test's verdict, also if it passes; only node a's are printed.
+note() {
+    printf '%s\n' "$1" | tee -a "$LAB_NOTES"
+}
+
+# full_or FULL CI: a size, for all tests or for those that CI runs.
+full_or() { if [ -n "$LAB_FULL" ]; then echo "$1"; else echo "$2"; fi; }
+
 # A machine of ours must have its device; real hosts may have none.
 need_device() {
     [ -n "$LAB_RDMA" ] && return
@@ -13,7 +21,15 @@ need_device() {
     skip "no RDMA device with $LAB_ADDR"
 }
 
-need_program() { command -v "$1" >/dev/null || skip "$1 is not installed"; }
+# On a machine of ours everything is installed.
+need_program() {
+    local name
+    for name in "$@"; do
+        command -v "$name" >/dev/null && continue
+        [ "$LAB_DEVICE" = hosts ] || { echo "$name is not installed"; exit 1; }
+        skip "$name is not installed"
+    done
+}
 
 is_iwarp() { grep -q RNIC "/sys/class/infiniband/$LAB_RDMA/node_type"; }
 
@@ -39,9 +55,10 @@ together() {
     return "$code"
 }
 
+# wait_listening PORT PID: until something on this node listens there; fails when the process ends before.
 wait_listening() {
     local tick
-    for ((tick = 0; tick < 100; tick++)); do
+    for ((tick = 0; tick < 400; tick++)); do
         if ss -Hltn "sport = :$1" | grep -q . || rdma resource show cm_id state listen 2>/dev/null | grep -q ":$1 "; then
             return 0
         fi

@@ -1,6 +1,6 @@
 # The nodes as two virtual machines on one wire (sourced by scripts/lab, after pair.sh). What they boot comes from prepare.sh.
 # Their root is the host's: read-only, with a layer in memory that dies with the machine.
-# shellcheck shell=bash disable=SC2034,SC2154 # some variables are shared with scripts/lab
+# shellcheck shell=bash disable=SC2004,SC2034,SC2154 # some variables are shared with scripts/lab
 
 cpus=1 memory=1024 mtu=1500 accelerator=
 addr_a=10.77.0.1 addr_b=10.77.0.2
@@ -28,7 +28,7 @@ machine=(-M q35 -cpu max -nodefaults -no-user-config -display none -no-reboot)
 
 # start_node NODE: uses $boot, $device and $command.
 start_node() {
-    local node=$1 peer_addr addr wire mac
+    local node=$1 peer_addr addr wire mac tick
     case $node in
         a) addr=$addr_a peer_addr=$addr_b wire=on mac=52:54:00:4c:41:0a ;;
         b) addr=$addr_b peer_addr=$addr_a wire=off mac=52:54:00:4c:41:0b ;;
@@ -36,13 +36,16 @@ start_node() {
     {
         printf 'cd %q || exit\n' "$PWD"
         printf 'export %s\n' "LAB_NODE=$node" "LAB_ADDR=$addr" "LAB_PEER=$peer_addr" "LAB_DEVICE=$device"
-        printf 'export %q\n' "LAB_BUILD=$build"
+        printf 'export %q\n' "LAB_BUILD=$build" "${settings[@]}"
         printf 'exec integration/lab/guest-init %q %q' "$boot" "$mtu"
         printf ' %q' "${command[@]}"
     } >"$run/$node/init"
     if [ "$node" = b ]; then
-        # Node a makes the wire.
-        while [ ! -S "$run/wire" ] && kill -0 "${pid[a]}" 2>/dev/null; do sleep 0.05; done
+        # Node a makes the wire. If it cannot, node b dies of it, which is reported.
+        for ((tick = 0; tick < 200; tick++)); do
+            if [ -S "$run/wire" ] || ! kill -0 "${pid[a]}" 2>/dev/null; then break; fi
+            sleep 0.05
+        done
     fi
     # tsc=reliable: without it a clock that costs a system call is chosen. no_timer_check: on a busy host the emulated
     # timer's first ticks come too late for the kernel, which then panics.

@@ -1,13 +1,14 @@
-"""Pipelined load with checked answers for memcached's text protocol: memcache.py PORT
+"""Pipelined load with checked answers for memcached's text protocol: memcache.py PORT [ADDRESS CONNECTIONS KEYS]
 
-20 connections, each with its own keys: sets in one burst, gets in one burst, a multi-get, then
+20 connections with 500 keys by default, each with its own keys: sets in one burst, gets in one burst, a multi-get, then
 incr, delete and a value of 900 kB. Prints "ok <keys>".
 """
 import socket
 import sys
 import threading
 
-PORT, KEYS = int(sys.argv[1]), 500
+PORT = int(sys.argv[1])
+ADDRESS, CONNECTIONS, KEYS = (sys.argv[2], int(sys.argv[3]), int(sys.argv[4])) if sys.argv[2:] else ("127.0.0.1", 20, 500)
 failures = []
 
 
@@ -16,7 +17,7 @@ def value(number, key):
 
 
 def one(number):
-    conn = socket.create_connection(("127.0.0.1", PORT))
+    conn = socket.create_connection((ADDRESS, PORT))
     stream = conn.makefile("rb")
 
     def send_all(data):
@@ -70,10 +71,10 @@ def guarded(number):
         failures.append(f"connection {number}: {error!r}")
 
 
-threads = [threading.Thread(target=guarded, args=(n,)) for n in range(20)]
+threads = [threading.Thread(target=guarded, args=(n,)) for n in range(CONNECTIONS)]
 for thread in threads:
     thread.start()
 for thread in threads:
     thread.join()
 assert not failures, failures
-print("ok", 20 * KEYS)
+print("ok", CONNECTIONS * KEYS)

@@ -9,24 +9,36 @@ use serde::Serialize;
 
 use crate::median;
 
-/// What was measured: the bare mechanism, kernel TCP, a Unix socket, or TCP with the library.
+/// What was measured: the bare mechanism, kernel TCP, a Unix socket, rsocket in front of the same program, its own
+/// benchmark rstream, or TCP with the library.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Subject {
     Bare,
     Tcp,
     Unix,
+    Rsocket,
+    Rstream,
     Library,
 }
 
 impl Subject {
-    const ALL: [Self; 4] = [Self::Bare, Self::Tcp, Self::Unix, Self::Library];
+    const ALL: [Self; 6] = [
+        Self::Bare,
+        Self::Tcp,
+        Self::Unix,
+        Self::Rsocket,
+        Self::Rstream,
+        Self::Library,
+    ];
 
     fn title(self) -> &'static str {
         match self {
             Self::Bare => "bare",
             Self::Tcp => "TCP",
             Self::Unix => "Unix",
+            Self::Rsocket => "rsocket",
+            Self::Rstream => "rstream",
             Self::Library => "rdmasock",
         }
     }
@@ -145,6 +157,7 @@ pub struct SummedRow {
     pub row: Row,
     pub medians: BTreeMap<Subject, f64>,
     pub times_tcp: Option<f64>,
+    pub times_rsocket: Option<f64>,
     pub met: Option<bool>,
 }
 
@@ -156,6 +169,7 @@ impl Report {
             .map(|row| SummedRow {
                 medians: row.samples.iter().map(|(k, v)| (*k, median(v))).collect(),
                 times_tcp: row.times(Subject::Tcp),
+                times_rsocket: row.times(Subject::Rsocket),
                 met: row
                     .goals
                     .iter()
@@ -201,7 +215,10 @@ impl std::fmt::Display for Report {
 
         let mut header = vec!["", "unit"];
         header.extend(subjects.iter().map(|subject| subject.title()));
-        header.extend(["× TCP", "goal", "met"]);
+        let rsocket = used(Subject::Rsocket);
+        header.push("× TCP");
+        header.extend(rsocket.then_some("× rsocket"));
+        header.extend(["goal", "met"]);
         header.extend(bytes.then_some("over the link"));
         header.extend(notes.then_some("note"));
         let mut table = Table::new();
@@ -212,6 +229,7 @@ impl std::fmt::Display for Report {
             row,
             medians,
             times_tcp,
+            times_rsocket,
             met,
         } in &self.rows
         {
@@ -222,6 +240,9 @@ impl std::fmt::Display for Report {
                     .map(|s| number(medians.get(s).map(|v| figure(*v)))),
             );
             cells.push(number(times_tcp.map(|ratio| format!("{ratio:.2}"))));
+            if rsocket {
+                cells.push(number(times_rsocket.map(|ratio| format!("{ratio:.2}"))));
+            }
             let goals: Vec<String> = row.goals.iter().map(|goal| row.goal_text(*goal)).collect();
             cells.push(Cell::new(goals.join(", ")));
             cells.push(match met {

@@ -1,0 +1,284 @@
+#!/usr/bin/env -S -u LD_PRELOAD python3 -IS
+"""Whether the programs of a test were promoted, told by everything but the programs.
+
+promotion.py watch FACTS        samples this node until SIGTERM, then writes FACTS (JSON, one line); FACTS.fresh is
+                                made after each sample, the first time once everything is counted
+promotion.py judge MODE EXPECT A B CHECKS   node a's and node b's facts against what the mode demands
+
+Facts: what `rdmasock stat` says of the processes in this process group, which queue pairs the kernel lists
+for each (`rdma resource`), what the device has counted, and the bytes on the wire to and from the ports of the
+tests (7480 to 7499) and of the RDMA device, headers included, which the kernel's packet filter counts. The
+filter is set up on machines of ours only: real hosts are left as they are.
+
+EXPECT is `verbs`, or `tcp` while the library has no fabric between hosts: then promotion is not demanded, but
+reported as not yet there; everything else is demanded as ever."""
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+INTERVAL = 0.5
+TABLE = "rdmasock_lab"
+RDMA = os.environ.get("LAB_RDMA", "")
+DEVICE = os.environ.get("LAB_DEVICE", "")
+COUNTERS = f"/sys/class/infiniband/{RDMA}/ports/1/hw_counters"
+BYTES = ("tx_tcp_bytes", "rx_tcp_bytes", "tx_link_bytes", "rx_link_bytes", "promoted", "demoted", "streams")
+# What a packet of the smallest path carries at most; there may be more packets, never fewer.
+LARGEST_PACKET = 4096
+# Of all bytes, what has to be on a link: before a promotion, and while it is under way, TCP carries them.
+SHARE = float(os.environ.get("LAB_LINK_SHARE", "0.5"))
+
+
+def output(*command, text=None):
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False, timeout=100)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+# ---- watching
+
+def filter_packets():
+    """Counts from zero. The barriers' port is nobody's payload."""
+    device = "udp dport 4791 counter name of_device" if DEVICE == "rxe" else "meta l4proto tcp counter name of_device"
+    chains = "".join(
+        f"""chain {hook} {{
+            type filter hook {hook} priority 0; policy accept;
+            {name} "lo" accept
+            tcp dport 7480-7499 counter name of_programs accept
+            tcp sport 7480-7499 counter name of_programs accept
+            tcp dport 7077 accept
+            tcp sport 7077 accept
+            {device}
+        }}
+        """
+        for hook, name in (("input", "iifname"), ("output", "oifname"))
+    )
+    text = f"""add table inet {TABLE}
+        delete table inet {TABLE}
+        table inet {TABLE} {{
+            counter of_programs {{ }}
+            counter of_device {{ }}
+            {chains}
+        }}
+        """
+    output("nft", "-f", "-", text=text)
+
+
+def packet_bytes():
+    listed = json.loads(output("nft", "-j", "list", "counters", "table", "inet", TABLE))["nftables"]
+    return {entry["counter"]["name"]: entry["counter"]["bytes"] for entry in listed if "counter" in entry}
+
+
+def device_counters():
+    """Empty where the driver has none, as siw."""
+    counters = {}
+    for name in ("sent_pkts", "rcvd_pkts"):
+        try:
+            with open(f"{COUNTERS}/{name}") as file:
+                counters[name] = int(file.read())
+        except OSError:
+            pass
+    return counters
+
+
+def is_ours(pid):
+    try:
+        return os.getpgid(pid) == os.getpgrp()
+    except OSError:
+        return False
+
+
+def queue_pairs():
+    """Number of reliably connected queue pairs by process."""
+    found = {}
+    if RDMA:
+        for pair in json.loads(output("rdma", "-j", "resource", "show", "qp") or "[]"):
+            if pair.get("type") == "RC" and pair.get("ifname") == RDMA and pair.get("pid"):
+                found[pair["pid"]] = found.get(pair["pid"], 0) + 1
+    return found
+
+
+class Watch:
+    def __init__(self):
+        self.instances, self.queue_pairs = {}, {}
+        self.command = os.path.join(os.environ["LAB_BUILD"], "rdmasock")
+
+    def sample(self):
+        for instance in json.loads(output(self.command, "stat", "--json"))["instances"]:
+            if is_ours(instance["pid"]):
+                self.look(instance)
+        for pid, number in queue_pairs().items():
+            if is_ours(pid):
+                self.queue_pairs[pid] = max(number, self.queue_pairs.get(pid, 0))
+
+    def look(self, instance):
+        known = self.instances.setdefault(
+            instance["id"],
+            {"pid": instance["pid"], "program": instance["program"], "peers": [], "fabrics": [], "links": 0, "twice": 0, "why": []},
+        )
+        known.update({name: instance["totals"][name] for name in BYTES})
+        links = [link for link in instance["links"] if link["state"] != "down"]
+        peers = [link["peer"] for link in links]
+        known["links"] = max(known["links"], len(links))
+        known["twice"] = max([known["twice"]] + [peers.count(peer) - 1 for peer in peers])
+        known["peers"] = sorted(set(known["peers"]) | set(peers))
+        known["fabrics"] = sorted(set(known["fabrics"]) | {link["fabric"] for link in links})
+        reasons = {stream["why_tcp"] for stream in instance["streams"] if stream["why_tcp"]}
+        known["why"] = sorted(set(known["why"]) | reasons)[:4]
+
+
+def watch(path):
+    ended = []
+    signal.signal(signal.SIGTERM, lambda *_: ended.append(True))
+    seen, counts_packets = Watch(), DEVICE in ("siw", "rxe")
+    if counts_packets:
+        filter_packets()
+    before = device_counters()
+    while not ended:
+        seen.sample()
+        open(f"{path}.fresh", "w").close()
+        time.sleep(INTERVAL)
+    # What the others have missed.
+    seen.sample()
+    after = device_counters()
+    facts = {
+        "instances": seen.instances,
+        "queue_pairs": seen.queue_pairs,
+        "device": {name: after[name] - before.get(name, 0) for name in after},
+        "wire": packet_bytes() if counts_packets else None,
+    }
+    with open(path, "w") as file:
+        file.write(json.dumps(facts, separators=(",", ":")) + "\n")
+
+
+# ---- judging
+
+def total(facts, *names):
+    return sum(instance[name] for instance in facts["instances"].values() for name in names)
+
+
+def link_bytes(facts):
+    return total(facts, "tx_link_bytes", "rx_link_bytes")
+
+
+def tcp_bytes(facts):
+    return total(facts, "tx_tcp_bytes", "rx_tcp_bytes")
+
+
+def is_loaded(node, facts, wanted):
+    """The library was active exactly where this mode has it. Clients on a busy machine may be too short to be seen."""
+    number = len(facts["instances"])
+    if number > 0 and not wanted or number == 0 and wanted and node == "a":
+        return f"node {node}: rdmasock stat lists {number} processes of the test, expected {'some' if wanted else 'none'}"
+    return None
+
+
+def on_tcp(node, facts):
+    if link_bytes(facts) or total(facts, "promoted"):
+        return f"node {node}: promoted, although the other node has no library: {facts['instances']}"
+    return None
+
+
+def judge_counters(a, b):
+    said = []
+    good = True
+    for node, facts in (("a", a), ("b", b)):
+        link, tcp, promoted = link_bytes(facts), tcp_bytes(facts), total(facts, "promoted")
+        why = sorted({reason for instance in facts["instances"].values() for reason in instance["why"]})
+        said.append(f"{node}: {link} of {link + tcp} bytes on a link, {promoted} promoted{', ' + '; '.join(why) if why else ''}")
+        good &= promoted > 0 and link >= SHARE * (link + tcp) > 0
+    return good, " | ".join(said)
+
+
+def judge_links(a, b):
+    """One link, which is one queue pair, between two processes."""
+    said = []
+    good = True
+    for node, facts, other in (("a", a, b), ("b", b, a)):
+        busy = {name: one for name, one in facts["instances"].items() if one["tx_link_bytes"] + one["rx_link_bytes"] > 0}
+        good &= bool(busy)
+        for name, one in busy.items():
+            pairs = facts["queue_pairs"].get(str(one["pid"]), facts["queue_pairs"].get(one["pid"], 0))
+            good &= one["fabrics"] == ["verbs"] and one["twice"] == 0 and pairs == one["links"] > 0
+            good &= all(peer in other["instances"] for peer in one["peers"])
+            said.append(f"{node}: {one['program']} {one['links']} links at once over {one['fabrics']} to {len(one['peers'])} processes, {pairs} queue pairs")
+        if not busy:
+            said.append(f"{node}: no process with a link, queue pairs {facts['queue_pairs']}")
+    return good, " | ".join(said)
+
+
+def judge_device(a, b):
+    """The device, and its wire, have carried what the library says is on links."""
+    said = []
+    good = True
+    for node, facts in (("a", a), ("b", b)):
+        link = link_bytes(facts)
+        good &= link > 0
+        if facts["wire"]:
+            good &= facts["wire"]["of_device"] >= 0.9 * link
+            said.append(f"{node}: {facts['wire']['of_device']} bytes on the device's wire")
+        if facts["device"]:
+            packets = sum(facts["device"].values())
+            good &= packets * LARGEST_PACKET >= link and packets > 0
+            said.append(f"{node}: {packets} packets of the device")
+        if not facts["wire"] and not facts["device"]:
+            said.append(f"{node}: this device has no counters")
+    return good, " | ".join(said)
+
+
+def judge_tcp(a, b):
+    """The payload has left the programs' TCP connections."""
+    said = []
+    good = True
+    for node, facts in (("a", a), ("b", b)):
+        if not facts["wire"]:
+            # Nothing but the library's own word, which judge_counters has read.
+            said.append(f"{node}: packets are not counted on real hosts")
+            continue
+        good &= facts["wire"]["of_programs"] < link_bytes(facts)
+        said.append(f"{node}: {facts['wire']['of_programs']} bytes on the wire of the programs' TCP")
+    return good, " | ".join(said)
+
+
+PROMOTION = {"counters": judge_counters, "one-link": judge_links, "device": judge_device, "tcp-is-empty": judge_tcp}
+
+
+def judge(mode, expect, a, b):
+    """What is wrong, and the lines on promotion."""
+    at_a, at_b = mode in ("both", "server-only"), mode in ("both", "client-only")
+    wrong = [is_loaded("a", a, at_a), is_loaded("b", b, at_b)]
+    if mode != "both":
+        return [said for said in wrong + [on_tcp("a", a), on_tcp("b", b)] if said], []
+    lines = []
+    verdicts = {name: rule(a, b) for name, rule in PROMOTION.items()}
+    if expect == "tcp":
+        lines.append(f"promoted ignored, not yet (LAB_EXPECT=tcp): {verdicts['counters'][1]}")
+    else:
+        for name, (good, text) in verdicts.items():
+            lines.append(f"{name} {'ok' if good else 'FAILED'} ({text})")
+    return [said for said in wrong if said], lines
+
+
+def main():
+    if sys.argv[1] == "watch":
+        return watch(sys.argv[2])
+    mode, expect, *files, checks = sys.argv[2:]
+    if expect not in ("tcp", "verbs"):
+        sys.exit(f"LAB_EXPECT is '{expect}', not tcp or verbs")
+    facts = []
+    for file in files:
+        with open(file) as text:
+            facts.append(json.loads(text.read()))
+    wrong, lines = judge(mode, expect, *facts)
+    print(json.dumps(dict(zip("ab", facts))))
+    with open(checks, "a") as out:
+        out.writelines(f"{line}\n" for line in lines)
+    if wrong:
+        sys.exit("\n".join(wrong))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+//! `scripts/bench-lab`: latency, bandwidth and message rate between the two nodes of the RDMA lab, on
+//! kernel TCP, rsocket and rdmasock. It is the peer program on the nodes (`server`, `client`) and, on the host,
+//! what makes a table of their samples (`report`). What runs when is the business of integration/lab/bench.
+
+mod peer;
+mod report;
+
+use std::path::PathBuf;
+
+use anyhow::Result;
+use clap::{Parser, Subcommand};
+
+/// Measures between the two nodes of the RDMA lab.
+#[derive(Debug, Parser)]
+struct Options {
+    #[command(subcommand)]
+    part: Part,
+}
+
+#[derive(Debug, Subcommand)]
+enum Part {
+    /// Serves one client after the other.
+    Server(peer::Address),
+    /// Takes one sample and prints it as JSON.
+    Client(peer::Client),
+    /// Turns rstream's output on standard input into a sample.
+    Rstream(report::Rstream),
+    /// Makes tables of the samples on standard input; anything else there is passed on.
+    Report {
+        /// Also write the tables to FILE as JSON.
+        #[arg(long, value_name = "FILE")]
+        json: Option<PathBuf>,
+    },
+}
+
+fn main() -> std::process::ExitCode {
+    rdmasock_integration::exit(run())
+}
+
+fn run() -> Result<()> {
+    match Options::parse().part {
+        Part::Server(address) => peer::serve(&address),
+        Part::Client(client) => peer::sample(&client),
+        Part::Rstream(rstream) => report::rstream(&rstream),
+        Part::Report { json } => report::run(json.as_deref()),
+    }
+}

@@ -1,0 +1,269 @@
+//! The two ends of a measurement, written for what librspreload can take: plain sockets without flags,
+//! blocking send and recv, and no half-close. The last message of a measurement has a 1 as its first byte.
+
+use std::net::Ipv4Addr;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use clap::{Args, ValueEnum};
+use nix::sys::socket::{
+    AddressFamily, Backlog, MsgFlags, SockFlag, SockType, SockaddrIn, accept, bind, connect,
+    listen, recv, send, setsockopt, socket, sockopt,
+};
+use rdmasock_integration::median;
+use rdmasock_integration::stat::{Stat, Totals};
+
+use crate::report::{Job, Sample, Subject};
+
+/// Where the server listens.
+#[derive(Debug, Args)]
+pub struct Address {
+    address: Ipv4Addr,
+    port: u16,
+}
+
+impl Address {
+    fn socket(&self) -> SockaddrIn {
+        SockaddrIn::from(std::net::SocketAddrV4::new(self.address, self.port))
+    }
+}
+
+/// One sample.
+#[derive(Debug, Args)]
+pub struct Client {
+    #[command(flatten)]
+    address: Address,
+    #[arg(long)]
+    job: Job,
+    /// Bytes of a message.
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=1 << 26))]
+    size: u32,
+    #[arg(long)]
+    seconds: f64,
+    /// What is in front of this process; checked.
+    #[arg(long)]
+    subject: Subject,
+}
+
+/// The first bytes on a connection.
+const HELLO: usize = 16;
+/// What flows before it counts, as a part of the time: connections begin on TCP.
+const WARM_UP: f64 = 0.4;
+/// What the reader of small messages reads at once, at least.
+const READ: usize = 64 << 10;
+
+struct Stream(OwnedFd);
+
+impl Stream {
+    fn new() -> Result<Self> {
+        let fd = socket(
+            AddressFamily::Inet,
+            SockType::Stream,
+            SockFlag::empty(),
+            None,
+        )?;
+        Ok(Self(fd))
+    }
+
+    fn set_nodelay(&self) -> Result<()> {
+        setsockopt(&self.0, sockopt::TcpNoDelay, &true).context("TCP_NODELAY")
+    }
+
+    /// Whether the kernel takes the descriptor for a socket: what librspreload puts in its place is none.
+    fn is_socket(&self) -> Result<bool> {
+        let kind = nix::sys::stat::fstat(&self.0)?.st_mode & libc::S_IFMT;
+        Ok(kind == libc::S_IFSOCK)
+    }
+
+    fn send_all(&self, mut bytes: &[u8]) -> Result<()> {
+        while !bytes.is_empty() {
+            let count = send(self.0.as_raw_fd(), bytes, MsgFlags::empty()).context("send")?;
+            bytes = bytes.get(count..).unwrap_or_default();
+        }
+        Ok(())
+    }
+
+    fn receive(&self, buffer: &mut [u8]) -> Result<usize> {
+        recv(self.0.as_raw_fd(), buffer, MsgFlags::empty()).context("recv")
+    }
+
+    fn receive_all(&self, buffer: &mut [u8]) -> Result<()> {
+        let mut got = 0;
+        while let Some(rest) = buffer.get_mut(got..).filter(|rest| !rest.is_empty()) {
+            let count = self.receive(rest)?;
+            ensure!(count > 0, "the other end has closed");
+            got += count;
+        }
+        Ok(())
+    }
+}
+
+/// Serves until it is killed; a client that fails is told on standard error.
+pub fn serve(address: &Address) -> Result<()> {
+    let listener = Stream::new()?;
+    setsockopt(&listener.0, sockopt::ReuseAddr, &true).context("SO_REUSEADDR")?;
+    bind(listener.0.as_raw_fd(), &address.socket()).context("bind")?;
+    listen(&listener.0, Backlog::new(8)?).context("listen")?;
+    loop {
+        let fd = accept(listener.0.as_raw_fd()).context("accept")?;
+        // SAFETY: accept has just made it, for nobody else.
+        let stream = Stream(unsafe { OwnedFd::from_raw_fd(fd) });
+        if let Err(error) = answer(&stream) {
+            eprintln!("server: {error:#}");
+        }
+    }
+}
+
+fn answer(stream: &Stream) -> Result<()> {
+    stream.set_nodelay()?;
+    let mut hello = [0; HELLO];
+    stream.receive_all(&mut hello)?;
+    let [j0, j1, j2, j3, s0, s1, s2, s3, seconds @ ..] = hello;
+    let job = u32::from_le_bytes([j0, j1, j2, j3]);
+    let size = u32::from_le_bytes([s0, s1, s2, s3]) as usize;
+    let time = Duration::try_from_secs_f64(f64::from_le_bytes(seconds))?;
+    ensure!((1..=1 << 26).contains(&size), "a size of {size} bytes");
+    if job == Job::Latency as u32 {
+        echo(stream, size)
+    } else {
+        drain(stream, size, time)
+    }
+}
+
+fn echo(stream: &Stream, size: usize) -> Result<()> {
+    let mut ball = vec![0; size];
+    loop {
+        stream.receive_all(&mut ball)?;
+        stream.send_all(&ball)?;
+        if ball.first() == Some(&1) {
+            return Ok(());
+        }
+    }
+}
+
+/// Reads to the last message, and answers how many bytes came and how many a second after the warm-up.
+fn drain(stream: &Stream, size: usize, time: Duration) -> Result<()> {
+    let (mut buffer, mut total) = (vec![0; size.max(READ)], 0_usize);
+    let (begin, mut warm, mut is_last) = (Instant::now(), None, false);
+    while !(is_last && total.is_multiple_of(size)) {
+        let count = stream.receive(&mut buffer)?;
+        ensure!(count > 0, "the other end has closed after {total} bytes");
+        // The next message that begins in these bytes, and all after it.
+        let first = (size - total % size) % size;
+        let got = buffer.get(first..count).unwrap_or_default();
+        is_last |= got.iter().step_by(size).any(|byte| *byte == 1);
+        total += count;
+        if warm.is_none() && begin.elapsed() >= time.mul_f64(WARM_UP) {
+            warm = Some((Instant::now(), total));
+        }
+    }
+    let (from, before) = warm.unwrap_or((begin, 0));
+    let rate = (total - before) as f64 / from.elapsed().as_secs_f64();
+    let mut said = (total as u64).to_le_bytes().to_vec();
+    said.extend(rate.to_le_bytes());
+    stream.send_all(&said)
+}
+
+/// Takes one sample.
+pub fn sample(client: &Client) -> Result<()> {
+    let stream = Stream::new()?;
+    connect(stream.0.as_raw_fd(), &client.address.socket()).context("connect")?;
+    stream.set_nodelay()?;
+    match (client.subject, stream.is_socket()?) {
+        (Subject::Rsocket, true) => bail!("librspreload has fallen back to TCP"),
+        (Subject::Tcp | Subject::Library, false) => bail!("this is no socket"),
+        _ => {}
+    }
+    let mut hello = (client.job as u32).to_le_bytes().to_vec();
+    hello.extend(client.size.to_le_bytes());
+    hello.extend(client.seconds.to_le_bytes());
+    stream.send_all(&hello)?;
+    let time = Duration::try_from_secs_f64(client.seconds)?;
+    let size = client.size as usize;
+    let value = match client.job {
+        Job::Latency => trips(&stream, size, time)?,
+        Job::Bandwidth => rate(&stream, size, time)?,
+        Job::Messages => rate(&stream, size, time)? / size as f64,
+    };
+    let totals = match client.subject {
+        Subject::Library => Some(counters()?),
+        _ => None,
+    };
+    Sample::new(client.subject, client.job, client.size, value, totals).print()
+}
+
+/// What the library in front of this process has counted, while the connection is open.
+fn counters() -> Result<Totals> {
+    let command = std::env::current_exe()?.with_file_name("rdmasock");
+    // SAFETY: getpgrp has no preconditions.
+    let group = unsafe { libc::getpgrp() }.cast_unsigned();
+    let instances = Stat::new(command).group(group)?;
+    let ours = instances
+        .iter()
+        .find(|instance| instance.pid == std::process::id());
+    Ok(ours
+        .context("the library is not in front of this process")?
+        .totals)
+}
+
+/// µs of half a round trip, the median over batches.
+fn trips(stream: &Stream, size: usize, time: Duration) -> Result<f64> {
+    const BATCH: u32 = 10;
+    let (mut ball, mut back) = (vec![7; size], vec![0; size]);
+    let mut trip = |mark| -> Result<()> {
+        if let Some(first) = ball.first_mut() {
+            *first = mark;
+        }
+        stream.send_all(&ball)?;
+        stream.receive_all(&mut back)?;
+        ensure!(ball == back, "other bytes came back");
+        Ok(())
+    };
+    let begin = Instant::now();
+    while begin.elapsed() < time.mul_f64(WARM_UP) {
+        trip(0)?;
+    }
+    let (begin, mut samples) = (Instant::now(), Vec::new());
+    while begin.elapsed() < time {
+        let start = Instant::now();
+        for _ in 0..BATCH {
+            trip(0)?;
+        }
+        samples.push(start.elapsed().as_secs_f64() * 1e6 / f64::from(BATCH) / 2.0);
+    }
+    trip(1)?;
+    Ok(median(&samples))
+}
+
+/// Bytes a second one way, as the other end has measured them.
+fn rate(stream: &Stream, size: usize, time: Duration) -> Result<f64> {
+    let mut message = vec![0; size];
+    // Reading the clock costs about as much as a small message.
+    let burst = if size < 1024 { 64 } else { 1 };
+    let (begin, mut sent) = (Instant::now(), 0_u64);
+    while begin.elapsed() < time.mul_f64(1.0 + WARM_UP) {
+        for _ in 0..burst {
+            stream.send_all(&message)?;
+        }
+        sent += burst * size as u64;
+    }
+    if let Some(first) = message.first_mut() {
+        *first = 1;
+    }
+    stream.send_all(&message)?;
+    sent += size as u64;
+    let (mut got, mut rate) = ([0; 8], [0; 8]);
+    stream.receive_all(&mut got)?;
+    stream.receive_all(&mut rate)?;
+    let got = u64::from_le_bytes(got);
+    ensure!(got == sent, "sent {sent} bytes, the other end got {got}");
+    Ok(f64::from_le_bytes(rate))
+}
+
+/// The name of a value on the command line.
+pub fn name(value: impl ValueEnum) -> String {
+    value
+        .to_possible_value()
+        .map_or_else(String::new, |value| value.get_name().to_owned())
+}

@@ -1,0 +1,271 @@
+//! Samples as lines of text, and the table that is made of them.
+
+use std::collections::BTreeMap;
+use std::io::{BufRead, Read};
+use std::path::Path;
+
+use anyhow::{Context, Result, bail};
+use clap::{Args, ValueEnum};
+use rdmasock_integration::stat::Totals;
+use rdmasock_integration::table::{self, Better, Goal, Report, Row};
+use serde::{Deserialize, Serialize};
+
+use crate::peer::name;
+
+/// What is measured.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Job {
+    /// Half a round trip, both ends blocking in recv.
+    Latency = 1,
+    /// One way, reads as large as the writes.
+    Bandwidth,
+    /// One way, large reads.
+    Messages,
+}
+
+/// What carries it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Subject {
+    Tcp,
+    /// librspreload in front of the same program.
+    Rsocket,
+    /// rsocket's own benchmark.
+    Rstream,
+    Library,
+}
+
+impl From<Subject> for table::Subject {
+    fn from(subject: Subject) -> Self {
+        match subject {
+            Subject::Tcp => Self::Tcp,
+            Subject::Rsocket => Self::Rsocket,
+            Subject::Rstream => Self::Rstream,
+            Subject::Library => Self::Library,
+        }
+    }
+}
+
+/// What every line of a sample begins with, behind the node's name.
+const MARK: &str = "sample ";
+
+/// One sample, with the machine that it was taken on.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Sample {
+    device: String,
+    kernel: String,
+    cpus: usize,
+    subject: Subject,
+    job: Job,
+    size: u32,
+    value: f64,
+    totals: Option<Totals>,
+}
+
+impl Sample {
+    /// Of this machine.
+    pub fn new(subject: Subject, job: Job, size: u32, value: f64, totals: Option<Totals>) -> Self {
+        let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+        Self {
+            device: std::env::var("LAB_DEVICE").unwrap_or_default(),
+            kernel: kernel.trim().to_owned(),
+            cpus: std::thread::available_parallelism().map_or(0, usize::from),
+            subject,
+            job,
+            size,
+            value,
+            totals,
+        }
+    }
+
+    /// As one line.
+    pub fn print(&self) -> Result<()> {
+        println!("{MARK}{}", serde_json::to_string(self)?);
+        Ok(())
+    }
+}
+
+/// What rstream was told to measure.
+#[derive(Debug, Args)]
+pub struct Rstream {
+    #[arg(long)]
+    job: Job,
+    #[arg(long)]
+    size: u32,
+}
+
+/// The last line of rstream's output: name, bytes, transfers, iterations, total, time, Gb/s, µs a transfer.
+pub fn rstream(options: &Rstream) -> Result<()> {
+    let mut text = String::new();
+    std::io::stdin().read_to_string(&mut text)?;
+    let line = text.lines().last().unwrap_or_default();
+    let words: Vec<&str> = line.split_whitespace().collect();
+    // The Gb/s before it have two digits after the point, which is nothing for small messages.
+    let microseconds = match words.as_slice() {
+        [.., _, word] => word.parse::<f64>().ok().filter(|figure| *figure > 0.0),
+        _ => None,
+    };
+    let microseconds = microseconds.with_context(|| format!("not rstream's output: {text}"))?;
+    let value = match options.job {
+        Job::Latency => microseconds,
+        Job::Bandwidth => f64::from(options.size) * 1e6 / microseconds,
+        Job::Messages => 1e6 / microseconds,
+    };
+    Sample::new(Subject::Rstream, options.job, options.size, value, None).print()
+}
+
+#[derive(Default)]
+struct Device {
+    rows: BTreeMap<(Job, u32), Row>,
+    failures: BTreeMap<(Job, u32), BTreeMap<Subject, u32>>,
+    kernel: String,
+    cpus: usize,
+}
+
+/// A sample that could not be taken.
+#[derive(Debug, Deserialize)]
+struct Failure {
+    device: String,
+    subject: Subject,
+    job: Job,
+    size: u32,
+}
+
+/// Reads samples, writes tables. Fails when kernel TCP or the library could not be measured: rsocket's failures
+/// are its own, and only told.
+pub fn run(json: Option<&Path>) -> Result<()> {
+    let mut devices: BTreeMap<String, Device> = BTreeMap::new();
+    let mut ours_failed = 0;
+    for line in std::io::stdin().lock().lines() {
+        let line = line?;
+        let text = line
+            .split_once("| ")
+            .map_or(line.as_str(), |(_, text)| text);
+        if let Some(text) = text.strip_prefix(MARK) {
+            let sample: Sample = serde_json::from_str(text).context("a sample")?;
+            eprintln!(
+                "{}: {} {} B, {}: {:.4}",
+                sample.device,
+                name(sample.job),
+                sample.size,
+                name(sample.subject),
+                sample.value
+            );
+            devices
+                .entry(sample.device.clone())
+                .or_default()
+                .add(&sample);
+        } else if let Some(text) = text.strip_prefix("failed ") {
+            let failure: Failure = serde_json::from_str(text).context("a failure")?;
+            if matches!(failure.subject, Subject::Tcp | Subject::Library) {
+                ours_failed += 1;
+            }
+            let device = devices.entry(failure.device).or_default();
+            let key = (failure.job, failure.size);
+            device.rows.entry(key).or_insert_with(|| row(key));
+            *device
+                .failures
+                .entry(key)
+                .or_default()
+                .entry(failure.subject)
+                .or_default() += 1;
+        } else {
+            eprintln!("{line}");
+        }
+    }
+    if devices.is_empty() {
+        bail!("no samples");
+    }
+    let reports: BTreeMap<String, Report> = devices
+        .into_iter()
+        .map(|(name, device)| (name.clone(), device.report(&name)))
+        .collect();
+    for report in reports.values() {
+        println!("{report}");
+    }
+    if let Some(path) = json {
+        std::fs::write(path, serde_json::to_string_pretty(&reports)? + "\n")
+            .with_context(|| format!("write {}", path.display()))?;
+    }
+    if ours_failed > 0 {
+        bail!("{ours_failed} samples of TCP or rdmasock failed");
+    }
+    Ok(())
+}
+
+fn row((job, size): (Job, u32)) -> Row {
+    let size = match size {
+        0..1024 => format!("{size} B"),
+        1024..0x10_0000 => format!("{} KiB", size / 1024),
+        _ => format!("{} MiB", size >> 20),
+    };
+    let goals = [
+        Goal::Times(table::Subject::Rsocket, 1.3),
+        Goal::Times(table::Subject::Rstream, 1.3),
+    ];
+    match job {
+        Job::Latency => Row::new(
+            &format!("{size}, half a round trip"),
+            "µs",
+            Better::Lower,
+            &goals,
+        ),
+        Job::Bandwidth => Row::new(
+            &format!("{size} writes, one way"),
+            "bytes/s",
+            Better::Higher,
+            &goals,
+        ),
+        Job::Messages => Row::new(
+            &format!("{size} messages, one way"),
+            "messages/s",
+            Better::Higher,
+            &goals,
+        ),
+    }
+}
+
+impl Device {
+    fn add(&mut self, sample: &Sample) {
+        let key = (sample.job, sample.size);
+        let row = self.rows.entry(key).or_insert_with(|| row(key));
+        row.add(sample.subject.into(), sample.value);
+        if let Some(totals) = sample.totals {
+            row.add_bytes(totals.link(), totals.tcp());
+        }
+        self.kernel.clone_from(&sample.kernel);
+        self.cpus = sample.cpus;
+    }
+
+    fn report(mut self, name: &str) -> Report {
+        for (key, row) in &mut self.rows {
+            let mut notes = Vec::new();
+            match (row.link_bytes, row.tcp_bytes) {
+                (Some(0), _) => {
+                    notes.push("rdmasock: tcp".to_owned());
+                    // What is not measured here meets no goal.
+                    row.goals.clear();
+                }
+                (Some(link), Some(tcp)) if link < tcp => {
+                    notes.push("rdmasock: mostly tcp".to_owned());
+                }
+                _ => {}
+            }
+            for (subject, number) in self.failures.get(key).into_iter().flatten() {
+                notes.push(format!("{}: {number} failed", crate::peer::name(*subject)));
+            }
+            row.note = notes.join(", ");
+        }
+        let rounds = self.rows.values().map(|row| {
+            let samples = row.samples.get(&table::Subject::Tcp);
+            samples.map_or(0, Vec::len)
+        });
+        let rounds = rounds.max().unwrap_or(0) as u32;
+        let title = format!("Between two nodes on {name}");
+        let mut report = Report::new(&title, rounds, self.rows.into_values().collect());
+        report.kernel = self.kernel;
+        report.cpus = self.cpus;
+        report
+    }
+}

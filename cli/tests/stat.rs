@@ -105,6 +105,13 @@ fn json_is_as_documented() {
             "rx_tcp_bytes": 5, "rx_tcp_calls": 1, "rx_link_bytes": 1000, "rx_link_calls": 1,
             "promoted": 1, "demoted": 0, "streams": 3,
         },
+        "events": {
+            "asks": 1, "yes": 0, "no": 0, "timeouts": 0, "violations": 0,
+            "control_asks": 0, "control_answers": 0, "control_relays": 0, "control_absent": 0,
+            "control_stamps": 0, "control_unbound": 0, "control_refused_length": 0,
+            "control_refused_version": 0, "control_refused_kind": 0, "control_refused_hmac": 0,
+            "control_refused_misplaced": 0, "control_refused_replay": 0, "control_refused_rate": 0,
+        },
         "links": [
             {"peer": "01".repeat(16), "peer_pid": 77, "fabric": "shm", "state": "up", "streams": 1},
         ],

@@ -6,10 +6,12 @@
 //! | `qp.rs` | what is needed of a queue pair |
 //! | `record.rs` | the wire: messages of records |
 //! | `end.rs` | an end of a link, its calls and its threads |
+//! | `ground.rs` | what it has that is used without the lock |
 //! | `engine.rs` | its state, and what the peer's records do to it |
 //! | `pump.rs` | what is to be sent, and in which order |
 //! | `stream.rs` | the two directions of one stream |
 //! | `credits.rs`, `chunks.rs` | the peer's receive buffers; registered memory |
+//! | `fault.rs` | why a link is down |
 //! | `mem.rs` | a queue pair in memory, for tests |
 //!
 //! Each node has, for a link, two arenas of its own (`layout.rs`): `mine`, where its consumers read, and
@@ -25,6 +27,7 @@ mod credits;
 mod end;
 mod engine;
 mod fault;
+mod ground;
 #[cfg(any(test, feature = "mem"))]
 pub mod mem;
 mod pump;

@@ -18,8 +18,9 @@ use std::sync::atomic::{
 };
 
 use super::chunks::{CHUNK_LOG2, Registry, of_region};
-use super::engine::{After, Engine, Ground, Letter, MAX_LETTERS, SERVICE, Which};
+use super::engine::Engine;
 use super::fault::{Fault, FaultCell};
+use super::ground::{After, Ground, Letter, MAX_LETTERS, SERVICE, Which};
 use super::qp::QueuePair;
 use crate::fabric::layout::{MAX_STREAMS, Region};
 use crate::fabric::numbers::{Done, Numbers, done};
@@ -412,6 +413,16 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
             self.with(|engine| engine.on_registered(&self.ground, which, &keys));
         }
         keys.len()
+    }
+
+    /// As a signal handler finds it that has interrupted the engine's use.
+    #[cfg(test)]
+    pub(super) fn while_in_use<T>(&self, f: impl FnOnce() -> T) -> T {
+        let engine = self.engine.lock();
+        let value = f();
+        drop(engine);
+        let _ = self.again();
+        value
     }
 
     #[cold]

@@ -4,11 +4,14 @@
 //! message. So when the queue pair is full, or credits are used up, nothing has to be undone: the message waits,
 //! and the stream whose turn it was goes on from there.
 
+use std::sync::atomic::Ordering::SeqCst;
+
 use super::chunks::{Chunks, of_region};
 use super::credits::Credits;
 use super::end::{Counts, ENGINE, Local};
-use super::engine::{Engine, Ground};
+use super::engine::Engine;
 use super::fault::{Breach, Fault};
+use super::ground::Ground;
 use super::qp::{Limits, PostError, QueuePair, Write};
 use super::record::{self, Builder, DATA_BYTES, MESSAGE_BYTES, Record};
 use super::stream::{State, Stream};
@@ -223,7 +226,7 @@ impl Engine {
         theirs: u32,
     ) -> Result<Turn, Fault> {
         if let Some(cell) = g.tells.get(theirs as usize) {
-            let word = cell.swap(0, std::sync::atomic::Ordering::SeqCst);
+            let word = cell.swap(0, SeqCst);
             if word != 0 && self.sender.put(&g.qp, &Record::Tell { theirs, word })? == Put::Blocked
             {
                 g.add_tell(theirs, word);
@@ -256,7 +259,7 @@ impl Engine {
         } else if s.inc.head_told != g.block_mine(mine).map_or(0, |b| b.head()) {
             if self.sender.staged.is_empty() {
                 self.lazy.0.push(theirs);
-                g.owes.store(true, std::sync::atomic::Ordering::SeqCst);
+                g.owes.store(true, SeqCst);
                 return Ok(Turn::Done);
             }
             // A message goes out anyway.

@@ -83,3 +83,26 @@ fn four_threads_on_each_end_move_what_they_send() {
         assert_eq!(ends[0].qp().why(), "");
     }
 }
+
+#[test]
+fn a_signal_handler_that_interrupts_the_engine_leaves_its_work() {
+    let mut world = World::new(Config::default(), Tuning::default(), 1);
+    let World {
+        directions, ends, ..
+    } = &mut world;
+    let message = crate::wire::Message::WaiterGone { id: 0 };
+    ends[1].while_in_use(|| {
+        assert_eq!(directions[0].write(ends, 100), 100);
+        assert_eq!(ends[1].send(&message), Ok(()));
+        assert_eq!(ends[1].progress(), Ok(false));
+        assert_eq!(ends[1].arm(), Ok(false));
+        assert_eq!(ends[1].received(Vqpn(0)), None);
+        assert_eq!(ends[1].unconfirmed(directions[0].number), None);
+        assert!(ends[1].take_message().is_none());
+        assert_eq!(ends[1].open(12).err(), Some(crate::fabric::OpenError::Busy));
+    });
+    world.settle();
+    assert_eq!(world.directions[0].read(&world.ends, 200), 100);
+    world.takes(0, 1);
+    assert_eq!(world.ends[1].open(12).unwrap().vqpn, Vqpn(1));
+}

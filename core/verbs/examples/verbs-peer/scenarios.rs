@@ -72,9 +72,7 @@ pub fn serve(api: &Api, local: &Address) {
             .find(|known| *known as u8 == request.private[0])
             .expect("a scenario");
         check_private(&request.private, request.private_len, scenario, ASKED);
-        if scenario != Scenario::Sequence {
-            println!("server: {scenario:?}");
-        }
+        println!("server: {scenario:?}");
         if scenario == Scenario::Refused {
             // SAFETY: a request, not used afterwards.
             unsafe { (api.table.reject)(request.conn) };

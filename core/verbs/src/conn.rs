@@ -45,6 +45,11 @@ impl Conn {
         &self.id
     }
 
+    /// Is its device an iWARP one?
+    pub fn is_iwarp(&self) -> bool {
+        self.context.is_iwarp()
+    }
+
     /// The queue; ENOTCONN before there is one.
     pub fn queue(&self) -> Result<&Queue> {
         self.queue.get().ok_or(Errno(libc::ENOTCONN))
@@ -52,8 +57,8 @@ impl Conn {
 
     /// Makes the queue; gives how many READs each side may have outstanding (none is used, but some devices
     /// want one).
-    pub fn make_queue(&self) -> Result<u8> {
-        let queue = Queue::new(&self.id, self.context, &self.fate)?;
+    pub fn make_queue(&self, accepts: bool) -> Result<u8> {
+        let queue = Queue::new(&self.id, self.context, &self.fate, accepts)?;
         self.queue.set(queue).map_err(|_| Errno(libc::EISCONN))?;
         Ok(self.context.limits()?.max_reads.min(1) as u8)
     }
@@ -63,7 +68,7 @@ impl Conn {
         if let Some(reason) = self.fate.over() {
             return Err(reason);
         }
-        let depth = self.make_queue()?;
+        let depth = self.make_queue(true)?;
         self.id.accept(private, depth).map_err(|errno| {
             self.fate.end(errno);
             explain("accepting", errno)

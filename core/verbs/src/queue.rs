@@ -92,6 +92,8 @@ pub struct Queue {
     sizes: Sizes,
     inline: u32,
     is_iwarp: bool,
+    /// Something may be sent: on iWARP who accepts speaks second (siw takes an earlier word for a violation).
+    may_speak: AtomicBool,
     /// Somebody is in `poll`.
     polling: AtomicBool,
     fate: Arc<Fate>,
@@ -99,7 +101,7 @@ pub struct Queue {
 
 impl Queue {
     /// Makes the queue pair of an id, with its receive buffers posted.
-    pub fn new(id: &Arc<Id>, context: Context, fate: &Arc<Fate>) -> Result<Self> {
+    pub fn new(id: &Arc<Id>, context: Context, fate: &Arc<Fate>, accepts: bool) -> Result<Self> {
         let limits = context.limits()?;
         let sizes = Sizes::fit(&limits).ok_or(Errno(libc::EOPNOTSUPP))?;
         let said = |doing: &'static str| move |errno| explain(doing, errno);
@@ -137,6 +139,7 @@ impl Queue {
             sizes,
             inline,
             is_iwarp: context.is_iwarp(),
+            may_speak: AtomicBool::new(!accepts || !context.is_iwarp()),
             polling: AtomicBool::new(false),
             fate: fate.clone(),
         };
@@ -239,6 +242,10 @@ impl Queue {
         if self.fate.code() <= 0 {
             return Err(Errno(libc::ENOTCONN));
         }
+        let is_silent = || !self.may_speak.load(Ordering::Acquire);
+        if is_silent() && self.slots.turn_away(is_silent) {
+            return Err(Errno(libc::EAGAIN));
+        }
         let turn = self.slots.turn().ok_or(Errno(libc::EAGAIN))?;
         let (work, piece) = make(turn.slot)?;
         let inline = len <= self.inline;
@@ -339,7 +346,20 @@ impl Queue {
             }
             return 0;
         }
+        let mut events = 0;
         let index = (done.id & !RECEIVE) as usize;
+        if !self.may_speak.load(Ordering::Relaxed) {
+            // The first word of who connects, which is empty: see `greet`.
+            self.may_speak.store(true, Ordering::Release);
+            if self.slots.is_wanted() {
+                each(Completion::Room);
+                events += 1;
+            }
+            if done.bytes == 0 {
+                again.add(index as u32);
+                return events;
+            }
+        }
         let Ok(at) = self.receive_slab.piece(index, BUFFER_BYTES) else {
             return 0;
         };
@@ -358,7 +378,17 @@ impl Queue {
             }
         }
         again.add(index as u32);
-        1
+        events + 1
+    }
+
+    /// On iWARP: who connects says an empty word, which the other end's `poll` keeps to itself, so that that one may
+    /// speak. It takes none of the buffers that are counted, because more are posted.
+    pub fn greet(&self) -> Result<()> {
+        if self.is_iwarp {
+            self.send(std::iter::empty())
+        } else {
+            Ok(())
+        }
     }
 
     fn post_receives(&self, buffers: &mut Buffers) -> Result<()> {

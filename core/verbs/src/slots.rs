@@ -74,6 +74,21 @@ impl Slots {
         self.posted.store(turn.frees, Ordering::Relaxed);
     }
 
+    /// The poster was turned away for another reason, which `still` asks for again; as for a full queue,
+    /// [`is_wanted`](Self::is_wanted) is true afterwards, unless the reason is gone.
+    pub fn turn_away(&self, still: impl Fn() -> bool) -> bool {
+        self.wants_room.store(true, Ordering::Relaxed);
+        // Pairs with the fence in `is_wanted`.
+        fence(Ordering::SeqCst);
+        still()
+    }
+
+    /// True, once, if the poster was turned away. To be called after the reason has gone.
+    pub fn is_wanted(&self) -> bool {
+        fence(Ordering::SeqCst);
+        self.wants_room.load(Ordering::Relaxed) && self.wants_room.swap(false, Ordering::Relaxed)
+    }
+
     /// All up to this one have completed. True if the poster is to be told that there is room. One caller at
     /// a time.
     pub fn completed(&self, frees: u64) -> bool {
@@ -81,8 +96,7 @@ impl Slots {
         if frees > self.freed.load(Ordering::Relaxed) {
             self.freed.store(frees, Ordering::Release);
         }
-        fence(Ordering::SeqCst);
-        self.wants_room.load(Ordering::Relaxed) && self.wants_room.swap(false, Ordering::Relaxed)
+        self.is_wanted()
     }
 }
 

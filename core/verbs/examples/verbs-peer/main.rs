@@ -1,8 +1,9 @@
-//! Tries the verbs plugin between two hosts, loaded as the library loads it. Not shipped; the lab's test
-//! `verbs` runs it on both nodes:
+//! Tries the verbs plugin between two hosts, loaded as the library loads it. Not shipped; the lab's tests
+//! `verbs` and `verbs-ends` run it on both nodes:
 //!
 //!     verbs-peer server PLUGIN ADDRESS PORT
-//!     verbs-peer client PLUGIN ADDRESS PORT PEER
+//!     verbs-peer client PLUGIN ADDRESS PORT PEER        what goes over a connection
+//!     verbs-peer client-ends PLUGIN ADDRESS PORT PEER   how connections begin and end
 //!
 //! The client goes through the scenarios; the first byte of a connection's private data tells the server which.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
@@ -20,9 +21,9 @@ fn main() {
         ["server", plugin, local, at] => {
             scenarios::serve(&Api::load(plugin), &address(local, port(at)));
         }
-        ["client", plugin, local, at, peer] => {
-            let target = address(peer, port(at));
-            scenarios::run(&Api::load(plugin), &address(local, 0), &target);
+        [role @ ("client" | "client-ends"), plugin, local, at, peer] => {
+            let (target, ends) = (address(peer, port(at)), role == "client-ends");
+            scenarios::run(&Api::load(plugin), &address(local, 0), &target, ends);
         }
         // In processes of their own, started by the client.
         ["victim", plugin, local, at, peer] => {
@@ -35,7 +36,7 @@ fn main() {
         }
         _ => {
             eprintln!(
-                "usage: verbs-peer server PLUGIN ADDRESS PORT | client PLUGIN ADDRESS PORT PEER"
+                "usage: verbs-peer server PLUGIN ADDRESS PORT | client|client-ends PLUGIN ADDRESS PORT PEER"
             );
             std::process::exit(2);
         }

@@ -48,7 +48,10 @@ pub fn plugin() -> Result<&'static Plugin, &'static str> {
     let opened = PLUGIN.get_or_init(|| {
         let opened = open();
         match &opened {
-            Ok(_) => OPENED.store(true, Relaxed),
+            Ok(_) => {
+                OPENED.store(true, Relaxed);
+                tracing::debug!(target: "rdmasock::verbs", "plugin opened");
+            }
             Err(why) => {
                 tracing::warn!(target: "rdmasock", %why, "no verbs: connections to other hosts stay on TCP");
             }

@@ -392,7 +392,9 @@ fn dial(
     remote: SocketAddr,
     greeting: &[u8],
 ) -> Result<Dialled, Errno> {
+    tracing::debug!(target: "rdmasock::link", %remote, "dialling");
     let pair = verbs::connect(local, remote, greeting, ASK_TIMEOUT.as_millis() as u32)?;
+    tracing::debug!(target: "rdmasock::link", %remote, "connected");
     let info = pair.info()?;
     let (instance, pid, _) = understand(&info.private).ok_or(Errno::PROTO)?;
     // P23: the instance that the TCP connection leads to, and no other.

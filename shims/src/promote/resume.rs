@@ -176,7 +176,8 @@ fn carry_out(socket: &'static Socket, control: &mut Control, steps: Steps) {
             }
         }
     }
-    ready::notify_local(socket);
+    // Not here: an epoll set's lock is not taken under the control lock.
+    Library::get().service.submit(Command::notify(socket));
 }
 
 fn violation(socket: &'static Socket, what: &str) {

@@ -27,8 +27,9 @@ COUNTERS = f"/sys/class/infiniband/{RDMA}/ports/1/hw_counters"
 BYTES = ("tx_tcp_bytes", "rx_tcp_bytes", "tx_link_bytes", "rx_link_bytes", "promoted", "demoted", "streams")
 # What a packet of the smallest path carries at most; there may be more packets, never fewer.
 LARGEST_PACKET = 4096
-# Of all bytes, what has to be on a link: before a promotion, and while it is under way, TCP carries them.
-SHARE = float(os.environ.get("LAB_LINK_SHARE", "0.5"))
+# Of all bytes, what has to be on a link: before a promotion, and while it is under way, TCP carries them. That takes
+# a second or more on an emulated processor, for each client process, and the tests are short in CI.
+SHARE = 0.5 if os.environ.get("LAB_FULL") else 0.2
 
 
 def output(*command, text=None):
@@ -92,29 +93,29 @@ def is_ours(pid):
 
 
 def queue_pairs():
-    """Number of reliably connected queue pairs by process."""
-    found = {}
-    if RDMA:
-        for pair in json.loads(output("rdma", "-j", "resource", "show", "qp") or "[]"):
-            if pair.get("type") == "RC" and pair.get("ifname") == RDMA and pair.get("pid"):
-                found[pair["pid"]] = found.get(pair["pid"], 0) + 1
-    return found
+    """Number of reliably connected queue pairs of programs. The kernel knows them by the thread that has made them,
+    which may have ended since: so they are not told by process."""
+    if not RDMA:
+        return 0
+    pairs = json.loads(output("rdma", "-j", "resource", "show", "qp") or "[]")
+    return sum(pair.get("type") == "RC" and pair.get("ifname") == RDMA for pair in pairs)
 
 
 class Watch:
     def __init__(self):
-        self.instances, self.queue_pairs = {}, {}
+        self.instances, self.queue_pairs, self.links = {}, 0, 0
         self.command = os.path.join(os.environ["LAB_BUILD"], "rdmasock")
 
     def sample(self):
+        links = 0
         for instance in json.loads(output(self.command, "stat", "--json"))["instances"]:
             if is_ours(instance["pid"]):
-                self.look(instance)
-        for pid, number in queue_pairs().items():
-            if is_ours(pid):
-                self.queue_pairs[pid] = max(number, self.queue_pairs.get(pid, 0))
+                links += self.look(instance)
+        self.queue_pairs = max(self.queue_pairs, queue_pairs())
+        self.links = max(self.links, links)
 
     def look(self, instance):
+        """Gives the number of its links."""
         known = self.instances.setdefault(
             instance["id"],
             {"pid": instance["pid"], "program": instance["program"], "peers": [], "fabrics": [], "links": 0, "twice": 0, "why": []},
@@ -128,6 +129,7 @@ class Watch:
         known["fabrics"] = sorted(set(known["fabrics"]) | {link["fabric"] for link in links})
         reasons = {stream["why_tcp"] for stream in instance["streams"] if stream["why_tcp"]}
         known["why"] = sorted(set(known["why"]) | reasons)[:4]
+        return len(links)
 
 
 def watch(path):
@@ -147,6 +149,7 @@ def watch(path):
     facts = {
         "instances": seen.instances,
         "queue_pairs": seen.queue_pairs,
+        "links": seen.links,
         "device": {name: after[name] - before.get(name, 0) for name in after},
         "wire": packet_bytes() if counts_packets else None,
     }
@@ -194,19 +197,19 @@ def judge_counters(a, b):
 
 
 def judge_links(a, b):
-    """One link, which is one queue pair, between two processes."""
+    """One link, which is one queue pair, between two processes; beside them at most one that is being made or
+    taken down."""
     said = []
     good = True
     for node, facts, other in (("a", a, b), ("b", b, a)):
         busy = {name: one for name, one in facts["instances"].items() if one["tx_link_bytes"] + one["rx_link_bytes"] > 0}
         good &= bool(busy)
         for name, one in busy.items():
-            pairs = facts["queue_pairs"].get(str(one["pid"]), facts["queue_pairs"].get(one["pid"], 0))
-            good &= one["fabrics"] == ["verbs"] and one["twice"] == 0 and pairs == one["links"] > 0
+            good &= one["fabrics"] == ["verbs"] and one["twice"] == 0
             good &= all(peer in other["instances"] for peer in one["peers"])
-            said.append(f"{node}: {one['program']} {one['links']} links at once over {one['fabrics']} to {len(one['peers'])} processes, {pairs} queue pairs")
-        if not busy:
-            said.append(f"{node}: no process with a link, queue pairs {facts['queue_pairs']}")
+            said.append(f"{node}: {one['program']} {one['links']} links at once over {one['fabrics']} to {len(one['peers'])} processes")
+        good &= 0 < facts["queue_pairs"] <= facts["links"] + 1
+        said.append(f"{node}: at most {facts['links']} links and {facts['queue_pairs']} queue pairs at once")
     return good, " | ".join(said)
 
 
@@ -238,7 +241,8 @@ def judge_tcp(a, b):
             # Nothing but the library's own word, which judge_counters has read.
             said.append(f"{node}: packets are not counted on real hosts")
             continue
-        good &= facts["wire"]["of_programs"] < link_bytes(facts)
+        # With headers and what was sent again; what is on a link is not there too.
+        good &= facts["wire"]["of_programs"] < 1.5 * tcp_bytes(facts) + 0.25 * link_bytes(facts)
         said.append(f"{node}: {facts['wire']['of_programs']} bytes on the wire of the programs' TCP")
     return good, " | ".join(said)
 

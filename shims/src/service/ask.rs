@@ -14,7 +14,7 @@ use rdmasock_core::stats::{Direction, Event, Reason, Why};
 use rdmasock_core::stream::handshake::Handshake;
 use rdmasock_core::wire::{self, MAX_MESSAGE, Message};
 
-use super::{ASK_TIMEOUT, Peer, Ref, Watch, Worker};
+use super::{ASK_TIMEOUT, Peer, REMOTE_TIMEOUT, Ref, Watch, Worker};
 use crate::link::Link;
 use crate::promote;
 use crate::socket::{Socket, Stage};
@@ -88,7 +88,8 @@ impl Asking {
             answered: None,
             busy: false,
             untrusted: false,
-            deadline: crate::time::now_ns() + ASK_TIMEOUT.as_nanos() as u64,
+            deadline: crate::time::now_ns()
+                + if remote { REMOTE_TIMEOUT } else { ASK_TIMEOUT }.as_nanos() as u64,
         }
     }
 

@@ -16,7 +16,7 @@ use rdmasock_core::stats::{LinkInfo, LinkStats, Path, Reason};
 use rdmasock_core::stream::handshake::{Handshake, Role};
 use rdmasock_core::wire::{self, Geometry, LinkAddress, LinkOffer, MAX_MESSAGE, Message, ShmName};
 
-use super::{ASK_TIMEOUT, Conn, Peer, Ref, Worker};
+use super::{ASK_TIMEOUT, Conn, Peer, REMOTE_TIMEOUT, Ref, Worker};
 use crate::link::Link;
 use crate::promote;
 use crate::ready;
@@ -55,7 +55,12 @@ impl Worker {
         let Some(mine) = dialled else {
             return no_link(r, Reason::LinkFailed);
         };
-        let deadline = crate::time::now_ns() + ASK_TIMEOUT.as_nanos() as u64;
+        let patience = if mine.is_some() {
+            ASK_TIMEOUT
+        } else {
+            REMOTE_TIMEOUT
+        };
+        let deadline = crate::time::now_ns() + patience.as_nanos() as u64;
         self.pending_links.insert(
             peer,
             Pending {

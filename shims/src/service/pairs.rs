@@ -15,7 +15,7 @@ use rdmasock_core::wire;
 use rustix::event::epoll as kernel;
 use rustix::io::Errno;
 
-use super::{ASK_TIMEOUT, Command, Peer, SignalsBlocked, Worker, kind, tag};
+use super::{Command, Peer, REMOTE_TIMEOUT, SignalsBlocked, Worker, kind, tag};
 use crate::link::{Distant, Link};
 use crate::promote;
 use crate::socket::Socket;
@@ -148,7 +148,7 @@ impl Worker {
         if !self.add(fd, tag(kind::PAIR_STATE, id), kernel::EventFlags::IN) {
             return;
         }
-        let deadline = crate::time::now_ns() + ASK_TIMEOUT.as_nanos() as u64;
+        let deadline = crate::time::now_ns() + REMOTE_TIMEOUT.as_nanos() as u64;
         self.arriving.insert(
             id,
             Arriving {
@@ -393,7 +393,7 @@ fn dial(
     greeting: &[u8],
 ) -> Result<Dialled, Errno> {
     tracing::debug!(target: "rdmasock::link", %remote, "dialling");
-    let pair = verbs::connect(local, remote, greeting, ASK_TIMEOUT.as_millis() as u32)?;
+    let pair = verbs::connect(local, remote, greeting, REMOTE_TIMEOUT.as_millis() as u32)?;
     tracing::debug!(target: "rdmasock::link", %remote, "connected");
     let info = pair.info()?;
     let (instance, pid, _) = understand(&info.private).ok_or(Errno::PROTO)?;

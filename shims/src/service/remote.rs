@@ -28,7 +28,7 @@ const MS: u64 = 1_000_000;
 /// How long a host that does not answer is left alone.
 const ABSENT_FOR: Duration = Duration::from_secs(30);
 /// A question is sent again after so long, then after so long; all within the time that an answer may take.
-const AGAIN: [u64; 2] = [400 * MS, 700 * MS];
+const AGAIN: [u64; 4] = [400 * MS, 700 * MS, 1500 * MS, 2000 * MS];
 /// How often one question is sent anew because its stamp was not good.
 const RESTAMPS: u32 = 3;
 /// Hosts that are talked to at once.

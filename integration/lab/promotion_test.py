@@ -42,7 +42,7 @@ class Promoted(unittest.TestCase):
         for one in (self.a, self.b):
             whole = copy.deepcopy(one)
             for instance in one["instances"].values():
-                instance["tx_link_bytes"] = 10_000
+                instance["tx_link_bytes"] = 1_000
             self.assertIn("counters", self.failed())
             one.clear()
             one.update(whole)

@@ -36,7 +36,8 @@ use neighbour::Neighbour;
 /// How long a doorbell that the peer had no number for is not announced again, ns.
 const REFUSED_FOR: u64 = 1_000_000_000;
 
-/// The end of a link, by its fabric.
+/// The end of a link, by its fabric. The one on the hot path is here, not behind another pointer.
+#[allow(clippy::large_enum_variant)]
 enum AnyEnd {
     Shm(shm::End<Neighbour>),
     Verbs(Box<Distant>),

@@ -14,6 +14,9 @@ use crate::host::{Level, log};
 use crate::queue::{BUFFER_BYTES, Queue};
 use crate::sys::{Context, Event, Id, Private, event};
 
+/// About a second; with seven repetitions a peer that has fallen silent is given up after some eight.
+const ACK_TIMEOUT: u8 = 18;
+
 /// A connection, from the request on. Fields are in the order in which they go.
 pub struct Conn {
     /// From `accept` or `connect` on.
@@ -58,6 +61,7 @@ impl Conn {
     /// Makes the queue; gives how many READs each side may have outstanding (none is used, but some devices
     /// want one).
     pub fn make_queue(&self, accepts: bool) -> Result<u8> {
+        self.id.set_ack_timeout(ACK_TIMEOUT);
         let queue = Queue::new(&self.id, self.context, &self.fate, accepts)?;
         self.queue.set(queue).map_err(|_| Errno(libc::EISCONN))?;
         Ok(self.context.limits()?.max_reads.min(1) as u8)

@@ -282,6 +282,25 @@ impl Id {
         check(unsafe { ffi::rdma_resolve_route(self.ptr.as_ptr(), timeout_ms) })
     }
 
+    /// How long an acknowledgement may take before a request is sent again: 4.096 µs times two to this power
+    /// (InfiniBand specification, 9.7.6.1.3). Without effect on iWARP, where TCP sees to that.
+    pub fn set_ack_timeout(&self, exponent: u8) {
+        // linux/rdma_user_cm.h; not in every binding.
+        const RDMA_OPTION_ID: c_int = 0;
+        const RDMA_OPTION_ID_ACK_TIMEOUT: c_int = 3;
+        let mut exponent = exponent;
+        // SAFETY: the id lives; one byte is read during the call.
+        let _ = unsafe {
+            ffi::rdma_set_option(
+                self.ptr.as_ptr(),
+                RDMA_OPTION_ID,
+                RDMA_OPTION_ID_ACK_TIMEOUT,
+                (&raw mut exponent).cast(),
+                1,
+            )
+        };
+    }
+
     /// The device, once an address is bound or resolved.
     pub fn context(&self) -> Option<Context> {
         // SAFETY: the id lives.

@@ -246,7 +246,7 @@ fn attempts_that_are_over_are_forgotten() {
 fn a_cookie_is_good_once_and_for_whom_it_was_made() {
     let worker = worker();
     let (peer, other) = (InstanceId::random().unwrap(), InstanceId::random().unwrap());
-    let cookie = worker.service.offer_link(peer).unwrap().cookie;
+    let cookie = worker.service.offer_link(peer, None).unwrap().cookie;
     assert!(!worker.service.redeem(&cookie, &other));
     assert!(!worker.service.redeem(&Cookie::random().unwrap(), &peer));
     assert!(worker.service.redeem(&cookie, &peer));

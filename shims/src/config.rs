@@ -84,7 +84,7 @@ impl Default for Config {
     fn default() -> Self {
         Self {
             enabled: true,
-            fabrics: Fabrics::all(),
+            fabrics: Fabrics::SHM,
             log: LogFilter::default(),
             log_file: None,
             promote_after: PromoteAfter::default(),

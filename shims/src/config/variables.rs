@@ -62,9 +62,10 @@ pub const VARIABLES: &[Variable] = &[
         name: "RDMASOCK_FABRICS",
         option: "fabrics",
         placeholder: "LIST",
-        default: "shm,verbs",
+        default: "shm",
         accepts: "a comma-separated list of: shm, verbs",
-        meaning: "what connections may be moved to: shared memory on the same host, RDMA verbs between hosts",
+        meaning: "what connections may be moved to: shared memory on the same host; RDMA verbs between hosts, \
+                  not yet by default",
         set: |config, value| set(&mut config.fabrics, fabrics(value)),
     },
     Variable {

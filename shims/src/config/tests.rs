@@ -72,7 +72,7 @@ fn every_variable_is_read() {
 fn a_bad_value_is_named_and_the_default_used() {
     for (name, value) in [
         ("RDMASOCK", "yes"),
-        ("RDMASOCK_FABRICS", "shm,verbs"),
+        ("RDMASOCK_FABRICS", "shm,ether"),
         ("RDMASOCK_LOG", "loud"),
         ("RDMASOCK_PROMOTE_AFTER", "soon"),
         ("RDMASOCK_SPIN_US", "10001"),

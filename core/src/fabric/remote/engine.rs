@@ -398,7 +398,8 @@ impl Engine {
     pub fn confirmed(&mut self, theirs: u32) -> Option<u64> {
         let mine = self.streams.mine(theirs)?;
         let s = self.streams.get(mine)?;
-        Some(s.out.acked.max(s.out.head))
+        // Without the end mark.
+        Some(s.out.acked.max(s.out.head).min(s.out.told))
     }
 
     pub fn has_crossed(&mut self, mine: u32) -> bool {

@@ -39,6 +39,8 @@ proptest! {
             prop_assert_eq!(d.consumer.end(), Ok(d.ended.then_some(Mark::Fin)));
             let _ = d.consumer.publish();
             world.ends[d.reader].touch(d.back);
+            // The mark is not read, so it is asked for.
+            let _ = world.ends[1 - d.reader].unconfirmed(d.number);
         }
         world.settle();
         for d in &mut world.directions {

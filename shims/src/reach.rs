@@ -62,6 +62,11 @@ impl Reach {
         !self.pretend.is_empty() || self.wanted && crate::verbs::is_possible()
     }
 
+    /// For tests: hosts ask and answer each other, though no link can be made.
+    pub fn pretends(&self) -> bool {
+        !self.pretend.is_empty()
+    }
+
     /// Whether a connection from this local address to `remote` could be moved: an RDMA device has the
     /// address.
     pub fn is_candidate(&self, local: IpAddr, remote: IpAddr) -> bool {

@@ -38,7 +38,7 @@ need_packages() {
         || die "apt-get update failed" "check the network and /etc/apt/sources.list, then run again"
     # shellcheck disable=SC2086 # a list of words
     as_root env DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 \
-        apt-get -q install -y --no-remove --no-install-recommends $missing \
+        apt-get -q install -y --no-install-recommends $missing \
         || die "apt-get install$missing failed" "read apt's message above, repair it, then run again"
 }
 

@@ -75,11 +75,13 @@ impl Keepalive {
         self.kept.get(at).map(|kept| kept.load(Relaxed))
     }
 
-    /// The program has set an option, which the kernel has taken.
+    /// Whether what the program sets is for [`on_set`](Self::on_set). These options take an int.
+    pub fn is_concerned(&self, level: c_int, name: c_int) -> bool {
+        self.get(level, name).is_some()
+    }
+
+    /// The program has set one of the options, which the kernel has taken.
     pub fn on_set(&self, fd: BorrowedFd<'_>, level: c_int, name: c_int, value: c_int) {
-        if !self.on.load(Acquire) {
-            return;
-        }
         if (level, name) == SWITCH {
             if value == 0 {
                 set(fd, SWITCH, 1);
@@ -168,8 +170,11 @@ mod tests {
         set(fd, SWITCH, 0);
         keepalive.begin(fd);
         set(fd, SWITCH, 1);
+        assert!(keepalive.is_concerned(SWITCH.0, SWITCH.1));
+        assert!(!keepalive.is_concerned(libc::IPPROTO_IPV6, libc::IPV6_V6ONLY));
         keepalive.on_set(fd, SWITCH.0, SWITCH.1, 1);
         assert_eq!(all(&socket), own);
+        assert!(!keepalive.is_concerned(SWITCH.0, SWITCH.1));
         assert_eq!(keepalive.get(SWITCH.0, SWITCH.1), None);
     }
 }

@@ -275,8 +275,9 @@ pub unsafe extern "C" fn setsockopt(
             }
             // SAFETY: likewise.
             let result = unsafe { real(fd, level, name, value, value_len) };
-            if result == 0 && value_len as usize >= size_of::<c_int>() {
-                // SAFETY: the kernel has just read the option there, and the fd is the program's own.
+            // Of other options the kernel may not have read a value: it can be null.
+            if result == 0 && socket.keepalive.is_concerned(level, name) {
+                // SAFETY: the kernel has just read the option's int there, and the fd is the program's own.
                 let (value, fd) = unsafe {
                     (
                         value.cast::<c_int>().read_unaligned(),

@@ -204,13 +204,15 @@ pub extern "C" fn at_exit() {
                 tv_nsec: 100_000,
             });
         }
-        if is_shared(socket) && !socket.is_plain() && socket.tx_mode.load(Acquire) != mode::FOREIGN
-        {
+        let shared = is_shared(socket);
+        if shared && !socket.is_plain() && socket.tx_mode.load(Acquire) != mode::FOREIGN {
             crate::tx::hand_over(socket, rdmasock_core::stats::Reason::Inherited);
             returned(socket);
         }
-        if let Some(mut control) = socket.control.lock()
+        // Not what another process goes on with.
+        if !shared
             && !socket.left_behind.load(Acquire)
+            && let Some(mut control) = socket.control.lock()
         {
             crate::promote::resume::end(socket, &mut control);
         }
@@ -286,6 +288,12 @@ extern "C" fn child() {
         }
         Entry::None | Entry::Fresh { .. } => {}
     });
+    // What the parent has closed, and still has to bring to its end, is the parent's alone.
+    for socket in socket::all().filter(|s| s.left_behind.swap(false, AcqRel)) {
+        // SAFETY: as above.
+        unsafe { forget_stream(socket) };
+        socket.fd.store(-1, Release);
+    }
     let bell = match OWNER_BELL.load(Acquire) {
         // A grandchild: the streams still belong to the first.
         bell @ 0.. => bell,

@@ -264,6 +264,9 @@ fn release_socket(socket: &'static Socket, fd: c_int) {
     if last && !resets && stay_behind(socket, &mut control) {
         drop(control);
         forget_interest(socket);
+        // From here on it can come to its end, and be another connection.
+        socket.left_behind.store(true, Release);
+        Library::get().service.submit(Command::settle(socket));
         return;
     }
     if resets && let Some(anchor) = socket.anchor_fd() {
@@ -314,10 +317,8 @@ fn stay_behind(socket: &'static Socket, control: &mut Control) -> bool {
     let service = &Library::get().service;
     service.forget_anchor(socket);
     socket.fd.store(copy.release(), Release);
-    socket.left_behind.store(true, Release);
     service.watch_again(socket);
     promote::resume::close(socket, control);
-    service.submit(Command::settle(socket));
     true
 }
 

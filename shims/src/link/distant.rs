@@ -44,6 +44,8 @@ pub struct Distant {
     token: AtomicU64,
     /// Threads that sleep on the completion descriptor themselves, or are about to.
     watchers: AtomicU32,
+    /// Those that may still use the queue pair's descriptors.
+    users: AtomicU32,
 }
 
 impl Distant {
@@ -64,6 +66,7 @@ impl Distant {
             up: AtomicBool::new(true),
             token: AtomicU64::new(0),
             watchers: AtomicU32::new(0),
+            users: AtomicU32::new(0),
         })
     }
 
@@ -101,7 +104,7 @@ impl Distant {
 
     /// Ends the queue pair of a link that is down. False if a thread still sleeps on its descriptor.
     pub(super) fn retire(&self) -> bool {
-        let is_free = self.watchers.load(SeqCst) == 0;
+        let is_free = self.users.load(SeqCst) == 0;
         if is_free {
             self.end.qp().destroy();
         }
@@ -112,12 +115,14 @@ impl Distant {
     /// thread is not. Looks once more after this, then sleeps on the descriptor too. `None` if the link is
     /// down.
     pub fn take_duty(&self) -> Option<Duty<'_>> {
-        let first = self.watchers.fetch_add(1, SeqCst) == 0;
-        let duty = Duty(self);
         // Counted first, then looked at; `retire` the other way round.
+        self.users.fetch_add(1, SeqCst);
         if !self.up.load(SeqCst) {
+            self.users.fetch_sub(1, SeqCst);
             return None;
         }
+        let first = self.watchers.fetch_add(1, SeqCst) == 0;
+        let duty = Duty(self);
         if first {
             self.let_service_hear(false);
         }
@@ -187,8 +192,14 @@ impl Duty<'_> {
 
 impl Drop for Duty<'_> {
     fn drop(&mut self) {
+        let errno = crate::errno::get();
         if self.0.watchers.fetch_sub(1, SeqCst) == 1 {
             self.0.let_service_hear(true);
+            // The event that woke this thread has used up what it had armed: without this the service
+            // thread would hear nothing, and others may sleep on it.
+            self.0.arm();
         }
+        self.0.users.fetch_sub(1, SeqCst);
+        crate::errno::set(errno);
     }
 }

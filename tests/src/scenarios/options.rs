@@ -4,7 +4,7 @@ use libc::{IPPROTO_TCP, SOL_SOCKET, c_int};
 
 use crate::ctx::Ctx;
 use crate::data;
-use crate::sys::{self, CLOSE_WAIT, CLOSED, FIN_WAIT2};
+use crate::sys::{self, Addr, CLOSE_WAIT, CLOSED, FIN_WAIT2};
 
 const OPTIONS: [(&str, c_int, c_int, &[c_int]); 21] = [
     ("TCP_NODELAY", IPPROTO_TCP, libc::TCP_NODELAY, &[1, 0, 7]),
@@ -344,6 +344,29 @@ pub fn fcntl(c: &Ctx) {
     f("F_GETFD", libc::F_GETFD, 0);
     c.ret("unknown ioctl", call!(libc::ioctl(fd, 0x1234_5678, 0)));
     c.ret("TCGETS", call!(libc::isatty(fd)));
+    c.sync("done");
+    c.close(fd);
+}
+
+/// Options of which the kernel takes a null for 0, though they come with a length.
+pub fn null_value(c: &Ctx) {
+    let fd = c.pair_at(Addr::v6, Addr::v6);
+    for name in [
+        libc::IPV6_RECVERR,
+        libc::IPV6_RECVPKTINFO,
+        libc::IPV6_RECVHOPLIMIT,
+    ] {
+        c.ret(
+            format_args!("set {name} to null"),
+            call!(libc::setsockopt(
+                fd,
+                libc::IPPROTO_IPV6,
+                name,
+                std::ptr::null(),
+                4
+            )),
+        );
+    }
     c.sync("done");
     c.close(fd);
 }

@@ -20,7 +20,7 @@ as_root() {
     fi
 }
 
-# need_packages NAME…: installs the missing ones. Services are left as they are: what is installed
+# need_packages NAME…: installs the missing ones, and removes none. Services are left as they are: what is installed
 # here is not started (RUNLEVEL=1 keeps invoke-rc.d from it), and our own servers use other ports.
 need_packages() {
     local package
@@ -38,7 +38,7 @@ need_packages() {
         || die "apt-get update failed" "check the network and /etc/apt/sources.list, then run again"
     # shellcheck disable=SC2086 # a list of words
     as_root env DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 \
-        apt-get -q install -y --no-install-recommends $missing \
+        apt-get -q install -y --no-remove --no-install-recommends $missing \
         || die "apt-get install$missing failed" "read apt's message above, repair it, then run again"
 }
 

@@ -3,18 +3,20 @@
 # nothing of it is installed on the host but packages, and no kernel joins the host's boot menu.
 # shellcheck shell=bash
 
-lab_packages="qemu-system-x86 busybox-static cpio kmod iproute2 nftables python3
-    ibverbs-providers ibverbs-utils librdmacm1 rdmacm-utils"
+lab_packages="cpio kmod iproute2 nftables python3 ibverbs-providers ibverbs-utils librdmacm1 rdmacm-utils"
+# How qemu is called.
+qemu=(qemu-system-x86_64)
 
 # prepare_machines CACHE: afterwards CACHE/boot holds kernel, initramfs and lib/modules.
 prepare_machines() {
     local cache=$1 key lock status
     # shellcheck disable=SC2086 # a list of words
-    need_lab_packages $lab_packages
+    need_packages $lab_packages
     mkdir -p "$cache"
     key=$(cat integration/lab/{prepare.sh,unpack-kernel,initramfs-init} | sha256sum)
     exec {lock}>"$cache/lock"
     flock "$lock"
+    need_qemu "$cache"
     if [ "$(cat "$cache/boot/key" 2>/dev/null)" != "$key" ]; then
         echo "preparing the lab's kernel in $cache (once)"
         # A subshell: its scratch directory goes when it ends, however it ends. Not as a condition,
@@ -29,20 +31,30 @@ prepare_machines() {
     exec {lock}>&-
 }
 
-# need_lab_packages NAME…: as need_packages, but never at the price of a package that is installed already
-# (a qemu-utils from elsewhere, say, that does not go with this qemu).
-need_lab_packages() {
-    local package lost=
-    for package in "$@"; do
-        dpkg-query -W -f='${db:Status-Status}' "$package" 2>/dev/null | grep -qx installed || lost="$lost $package"
-    done
-    if [ -n "$lost" ] && command -v apt-get >/dev/null; then
-        # shellcheck disable=SC2086 # a list of words
-        lost=$(apt-get -q -s install --no-install-recommends $lost 2>/dev/null | sed -n 's/^Remv \([^ ]*\).*/ \1/p' | tr -d '\n')
-        [ -z "$lost" ] || die "installing the lab's packages would remove:$lost" \
-            "decide yourself: apt-get install --no-install-recommends $*"
+# need_qemu CACHE: the installed one, or one that is unpacked in CACHE/qemu: installing this qemu can mean removing another's
+# package (a newer qemu-utils, say).
+need_qemu() {
+    local root="$1/qemu/root" scratch package
+    command -v "${qemu[0]}" >/dev/null && return
+    if [ ! -d "$root" ]; then
+        echo "  qemu"
+        scratch=$(mktemp -d "$1/new.XXXXXX")
+        # With what it needs and the host has not got; only downloaded, so nothing is removed for it.
+        mkdir -p "$scratch/packages/partial" "$scratch/root"
+        as_root apt-get -q=2 update || echo "apt-get update failed; going on with the lists as they are"
+        as_root env DEBIAN_FRONTEND=noninteractive apt-get -q=2 -y --download-only --no-install-recommends \
+            -o Dir::Cache::archives="$(realpath "$scratch")/packages/" -o APT::Sandbox::User=root install qemu-system-x86 \
+            || { rm -rf "$scratch"; die "qemu-system-x86 cannot be downloaded" "install a qemu-system-x86_64 yourself, then run again"; }
+        for package in "$scratch"/packages/*.deb; do
+            dpkg -x "$package" "$scratch/root"
+        done
+        rm -rf "$scratch/packages"
+        mkdir -p "$1/qemu"
+        mv "$scratch/root" "$root"
+        rm -rf "$scratch"
     fi
-    need_packages "$@"
+    qemu=(env "LD_LIBRARY_PATH=$(find "$root/usr/lib" "$root/lib" -type d -path "*$(uname -m)*" -printf '%p:' 2>/dev/null)"
+        "$root/usr/bin/qemu-system-x86_64" -L "$root/usr/share/qemu" -L "$root/usr/share/seabios" -L "$root/usr/lib/ipxe/qemu")
 }
 
 build_boot() {
@@ -53,7 +65,7 @@ build_boot() {
     fi
     release=$(apt-cache depends linux-image-amd64 | sed -n 's/^ *Depends: linux-image-//p' | head -n 1)
     [ -n "$release" ] || die "apt does not know linux-image-amd64" "run apt-get update on Debian 12"
-    need_lab_packages build-essential xz-utils "linux-headers-$release"
+    need_packages build-essential xz-utils "linux-headers-$release"
     version=$(dpkg-query -W -f='${Version}' "linux-headers-$release")
     series=$(cut -d. -f1,2 <<<"$release")
 
@@ -63,6 +75,7 @@ build_boot() {
     trap "rm -rf '$scratch'" EXIT
     trap 'exit 130' INT TERM HUP
 
+    fetch "$scratch" busybox-static
     echo "  kernel $release"
     fetch "$scratch" "linux-image-$release=$version" || fetch "$scratch" "linux-image-$release-unsigned=$version"
     mkdir "$scratch/boot"
@@ -91,7 +104,7 @@ build_boot() {
     mv "$scratch/boot" "$cache/boot"
 }
 
-# fetch SCRATCH PACKAGE=VERSION: unpacks a package into SCRATCH/root.
+# fetch SCRATCH PACKAGE[=VERSION]: unpacks a package into SCRATCH/root.
 fetch() {
     # The user apt would fetch with cannot write there.
     (cd "$1" && apt-get -q=2 -o APT::Sandbox::User=root download "$2" && dpkg -x ./*.deb root && rm ./*.deb)
@@ -115,7 +128,7 @@ build_siw() {
 build_initramfs() {
     local scratch=$1 release=$2 tree="$1/initramfs" module verb file rest
     mkdir -p "$tree"/{bin,modules,root,lower,upper,proc,sys,dev}
-    cp /bin/busybox "$tree/bin/"
+    cp "$scratch/root/bin/busybox" "$tree/bin/"
     cp integration/lab/initramfs-init "$tree/init"
     for module in virtio_pci virtio_console 9pnet_virtio 9p overlay; do
         # shellcheck disable=SC2034 # rest: options

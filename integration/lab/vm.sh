@@ -14,7 +14,7 @@ choose_accelerator() {
     [ -r /dev/kvm ] && [ -w /dev/kvm ] || return 0
     if [ "$(cut -d' ' -f1 "$known" 2>/dev/null)" != "$id" ]; then
         # Existing is not enough: /dev/kvm may be there and fail, or hang, with this kernel.
-        if timeout -k 1 10 qemu-system-x86_64 -accel kvm "${machine[@]}" -m 256 -kernel "$boot/vmlinux" -initrd "$boot/initramfs" \
+        if timeout -k 1 10 "${qemu[@]}" -accel kvm "${machine[@]}" -m 256 -kernel "$boot/vmlinux" -initrd "$boot/initramfs" \
             -append "console=ttyS0 panic=-1 lab.probe" -serial stdio </dev/null 2>/dev/null | grep -q lab-probe-ok; then
             printf '%s kvm\n' "$id" >"$known"
         else
@@ -49,7 +49,7 @@ start_node() {
     fi
     # tsc=reliable: without it a clock that costs a system call is chosen. no_timer_check: on a busy host the emulated
     # timer's first ticks come too late for the kernel, which then panics.
-    bound KILL qemu-system-x86_64 -accel "$accelerator" "${machine[@]}" -smp "$cpus" -m "$memory" -name "lab-$node" \
+    bound KILL "${qemu[@]}" -accel "$accelerator" "${machine[@]}" -smp "$cpus" -m "$memory" -name "lab-$node" \
         -kernel "$boot/vmlinux" -initrd "$boot/initramfs" \
         -append "console=ttyS0 panic=-1 oops=panic loglevel=5 tsc=reliable no_timer_check net.ifnames=0 lab.init=$run/$node/init" \
         -serial "file:$run/$node/console" \

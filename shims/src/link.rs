@@ -30,7 +30,7 @@ use crate::socket::Socket;
 use crate::verbs::Pair;
 use crate::wait::{MAX_WAITERS, SERVICE, WaiterId};
 
-pub use distant::{Distant, Duty};
+pub use distant::{Distant, Duty, Tended};
 use neighbour::Neighbour;
 
 /// How long a doorbell that the peer had no number for is not announced again, ns.

@@ -10,7 +10,9 @@ use libc::{nfds_t, pollfd};
 
 use crate::errno;
 use crate::library::Library;
+use crate::link::{Duty, Link};
 use crate::ready::{self, Arm, Sleeper};
+use crate::socket::Socket;
 use crate::table::{self, Entry};
 use crate::time::Timeout;
 use crate::wait::{Spinner, WaiterId};
@@ -121,6 +123,8 @@ fn poll_slow(
                 Some(Sleeper::new(socket, waiter, data, space))
             })
             .collect();
+        // What completes on links to other hosts wakes this thread itself.
+        let duties = duties(set);
         if evaluate(set) > 0 {
             continue;
         }
@@ -133,15 +137,19 @@ fn poll_slow(
         {
             continue;
         }
-        copy.push(pollfd {
-            fd: waiters.doorbell(waiter).map_or(-1, |d| d.as_raw_fd()),
+        let bell = waiters.doorbell(waiter).map_or(-1, |d| d.as_raw_fd());
+        let completions = duties.iter().map(|duty| duty.fd().as_raw_fd());
+        copy.extend(std::iter::once(bell).chain(completions).map(|fd| pollfd {
+            fd,
             events: libc::POLLIN,
             revents: 0,
-        });
-        let r = real(copy.as_mut_ptr(), n + 1, deadline.left());
+        }));
+        let r = real(copy.as_mut_ptr(), copy.len() as nfds_t, deadline.left());
         let error = errno::get();
         drop(sleepers);
-        let rung = copy.pop().is_some_and(|p| p.revents != 0);
+        drop(duties);
+        let rung = copy.get(set.len()).is_some_and(|p| p.revents != 0);
+        copy.truncate(set.len());
         if rung && let Some(doorbell) = waiters.doorbell(waiter) {
             let _ = rustix::io::read(doorbell, &mut [0u8; 8]);
         }
@@ -156,6 +164,21 @@ fn poll_slow(
         }
         spun = false;
     }
+}
+
+fn duties(set: &[pollfd]) -> Vec<Duty<'static>> {
+    let mut links: Vec<&'static Link> = Vec::new();
+    for p in set {
+        if let Some(link) = table::socket(p.fd).and_then(Socket::link)
+            && !links.iter().any(|l| std::ptr::eq(*l, link))
+        {
+            links.push(link);
+        }
+    }
+    links
+        .into_iter()
+        .filter_map(|link| link.distant()?.take_duty())
+        .collect()
 }
 
 struct Lease(WaiterId);

@@ -59,7 +59,7 @@ pub fn run(socket: &'static Socket, control: &mut Control, steps: Steps) {
             Step::NeedLink(peer) => {
                 library
                     .service
-                    .submit(Command::need_link(socket, peer, control.offer))
+                    .submit(Command::need_link(socket, peer, control.offer));
             }
             Step::SendOpen => {
                 if let Err(reason) = send_open(socket, control) {

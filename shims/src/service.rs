@@ -69,6 +69,8 @@ pub struct Service {
     started: AtomicBool,
     /// The thread will look for what senders hold back.
     holding: AtomicBool,
+    /// The thread will look after links to other hosts.
+    tending: AtomicBool,
     /// Offers of links by whom they are for, and until when they are good (monotonic ns).
     cookies: DashMap<InstanceId, Vec<(Cookie, u64)>>,
     /// Links that are up.
@@ -86,6 +88,7 @@ impl Service {
             queue: Lock::new(VecDeque::new()),
             started: AtomicBool::new(false),
             holding: AtomicBool::new(false),
+            tending: AtomicBool::new(false),
             cookies: DashMap::new(),
             links: Lock::new(Vec::new()),
             acceptors: Lock::new(Vec::new()),
@@ -93,23 +96,30 @@ impl Service {
         })
     }
 
-    /// Hands over a command. Never waits for it to be carried out.
-    pub fn submit(&self, command: Command) {
+    /// Hands over a command. Never waits for it to be carried out. False in a signal handler that has interrupted
+    /// this.
+    pub fn submit(&self, command: Command) -> bool {
         let Some(mut queue) = self.queue.lock() else {
-            return;
+            return false;
         };
         queue.push_back(command);
         drop(queue);
         Library::get().waiters.ring_if_sleeping(SERVICE);
         self.start();
+        true
     }
 
     /// In a while the peer is to be told of what a sender has just begun to hold back.
     #[inline]
     pub fn release_later(&self) {
-        if !self.holding.load(SeqCst) && !self.holding.swap(true, SeqCst) {
-            self.submit(Command::Held);
-        }
+        later(self, &self.holding, Command::Held);
+    }
+
+    /// In a while links to other hosts are to be looked after: what is owed on them, and who hears of what
+    /// completes.
+    #[inline]
+    pub fn tend_later(&self) {
+        later(self, &self.tending, Command::Tend);
     }
 
     /// Starts the thread if it does not run yet.
@@ -233,6 +243,14 @@ impl Service {
     }
 }
 
+/// Submits a command unless that was done and `asked` says so.
+#[inline]
+fn later(service: &Service, asked: &AtomicBool, command: Command) {
+    if !asked.load(SeqCst) && !asked.swap(true, SeqCst) && !service.submit(command) {
+        asked.store(false, SeqCst);
+    }
+}
+
 /// Blocks all signals of this thread while it lives, so that a new thread starts with them blocked.
 struct SignalsBlocked(libc::sigset_t);
 
@@ -309,8 +327,8 @@ struct Worker {
     /// When rings are next looked at for shrinking, ns; 0: nothing has grown.
     shrink_at: u64,
     held_until: u64,
-    /// When links to other hosts are settled, ns; 0: nothing is owed.
-    settle_at: u64,
+    /// When links to other hosts are looked after, ns; 0: no need.
+    tend_at: u64,
     /// Requests of fork children seen so far.
     requests: u32,
 }
@@ -341,7 +359,7 @@ impl Worker {
             pressed: Vec::new(),
             shrink_at: 0,
             held_until: 0,
-            settle_at: 0,
+            tend_at: 0,
             requests: crate::fork::requests(),
         };
         worker.add(
@@ -433,14 +451,14 @@ impl Worker {
         let links = self.pending_links.values().map(|p| p.deadline);
         let arriving = self.arriving.values().map(|a| a.deadline);
         let shrink = (self.shrink_at != 0).then_some(self.shrink_at);
-        let settle = (self.settle_at != 0).then_some(self.settle_at);
+        let tend = (self.tend_at != 0).then_some(self.tend_at);
         let held = (self.held_until != 0).then_some(self.held_until);
         let pressed = self.pressed.iter().map(|p| p.deadline);
         let deferred = self.deferred.iter().map(|d| d.deadline);
         let lingering = self.lingering.values().map(|l| l.deadline);
         asks.chain(links)
             .chain(arriving)
-            .chain(settle)
+            .chain(tend)
             .chain(lingering)
             .chain(deferred)
             .chain(shrink)
@@ -457,7 +475,7 @@ impl Worker {
         self.expire_asks(now);
         self.expire_links(now);
         self.expire_arriving(now);
-        self.settle_links(now);
+        self.tend_links(now);
         self.expire_lingering(now);
         self.deferred.retain(|d| d.deadline > now);
         self.relieve(now);

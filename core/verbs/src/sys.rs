@@ -9,7 +9,7 @@ use std::ffi::{CStr, c_int, c_void};
 use std::mem::{MaybeUninit, zeroed};
 use std::ptr::{NonNull, null_mut};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
 
 use rdma_sys as ffi;
 use rdmasock_core::fabric::plugin::{Address, PRIVATE_BYTES};
@@ -580,6 +580,8 @@ impl Drop for Mr {
 pub struct Cq {
     ptr: NonNull<ffi::ibv_cq>,
     channel: CompletionChannel,
+    /// An event was asked for, and has not been taken.
+    is_armed: AtomicBool,
 }
 
 // SAFETY: verbs may be called from any thread.
@@ -618,7 +620,11 @@ impl Cq {
             )
         };
         let ptr = NonNull::new(ptr).ok_or_else(Errno::last)?;
-        Ok(Self { ptr, channel })
+        Ok(Self {
+            ptr,
+            channel,
+            is_armed: AtomicBool::new(false),
+        })
     }
 
     pub fn fd(&self) -> c_int {
@@ -656,24 +662,24 @@ impl Cq {
         Ok(got)
     }
 
-    /// Takes the channel's events, so that its fd is not readable because of the past; then asks for one more.
+    /// Takes the channel's event, so that its fd is not readable because of the past, and asks for one more. No system
+    /// call but that look where the last one asked for has not come. Two at once: one of them may return before the
+    /// other has asked; what came until then is for that other to find, who has to look once more as everybody.
     pub fn arm(&self) -> Result<()> {
-        let mut events = 0;
-        loop {
+        if self.is_armed.load(Ordering::Acquire) {
             let (mut cq, mut context) = (null_mut(), null_mut());
-            // SAFETY: the channel lives, and its fd is nonblocking; both are written on success.
-            if unsafe { ffi::ibv_get_cq_event(self.channel.ptr.as_ptr(), &mut cq, &mut context) }
-                != 0
-            {
-                break;
+            // SAFETY: the channel lives, and its fd is nonblocking; both are written on success. The channel is the
+            // queue's own, so the event was its.
+            unsafe {
+                if ffi::ibv_get_cq_event(self.channel.ptr.as_ptr(), &mut cq, &mut context) != 0 {
+                    return Ok(());
+                }
+                ffi::ibv_ack_cq_events(self.ptr.as_ptr(), 1);
             }
-            events += 1;
         }
-        // SAFETY: the queue lives; its channel is its own, so all events were its.
+        self.is_armed.store(true, Ordering::Release);
+        // SAFETY: the queue lives.
         unsafe {
-            if events > 0 {
-                ffi::ibv_ack_cq_events(self.ptr.as_ptr(), events);
-            }
             let notify = (*(*self.ptr.as_ptr()).context)
                 .ops
                 .req_notify_cq

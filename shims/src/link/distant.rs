@@ -4,7 +4,7 @@
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{
     AtomicBool, AtomicU32, AtomicU64,
-    Ordering::{Acquire, Release, SeqCst},
+    Ordering::{Acquire, Relaxed, Release, SeqCst},
 };
 
 use rdmasock_core::fabric::layout::Layout;
@@ -13,6 +13,7 @@ use rdmasock_core::fabric::ready::SleepFlag;
 use rdmasock_core::fabric::remote::{End, Fault, Local, Tuning};
 use rdmasock_core::fabric::shm::Side;
 use rdmasock_core::ids::Vqpn;
+use rdmasock_core::lock::Lock;
 use rdmasock_core::os::memfd::Mapping;
 use rdmasock_core::stats::Reason;
 use rdmasock_core::wire::Message;
@@ -32,6 +33,20 @@ impl Local for Here {
     fn ring(&self, waiter: WaiterId) {
         Library::get().waiters.ring(waiter);
     }
+
+    fn settle_later(&self) {
+        Library::get().service.tend_later();
+    }
+}
+
+/// What [`Distant::tend`] came to.
+pub enum Tended {
+    /// It can be left alone.
+    Quiet,
+    /// It is to be looked after again.
+    Busy,
+    /// The service thread hears of what completes from now on.
+    TakenBack,
 }
 
 /// See the module.
@@ -46,6 +61,12 @@ pub struct Distant {
     watchers: AtomicU32,
     /// Those that may still use the queue pair's descriptors.
     users: AtomicU32,
+    /// How many came to sleep so far, and how many of them were seen by the last [`tend`](Self::tend).
+    sleeps: AtomicU32,
+    sleeps_seen: AtomicU32,
+    /// The service thread is woken by completions; the lock is for changing that.
+    is_heard: AtomicBool,
+    hearing: Lock<()>,
 }
 
 impl Distant {
@@ -67,6 +88,10 @@ impl Distant {
             token: AtomicU64::new(0),
             watchers: AtomicU32::new(0),
             users: AtomicU32::new(0),
+            sleeps: AtomicU32::new(0),
+            sleeps_seen: AtomicU32::new(0),
+            is_heard: AtomicBool::new(true),
+            hearing: Lock::new(()),
         })
     }
 
@@ -111,9 +136,9 @@ impl Distant {
         is_free
     }
 
-    /// From now on until the value is dropped this thread is woken by completions, and the service
-    /// thread is not. Looks once more after this, then sleeps on the descriptor too. `None` if the link is
-    /// down.
+    /// From now on until the value is dropped this thread is woken by completions. The service thread is not, until
+    /// nobody has slept here for some ms: a program that sleeps again and again would else tell the kernel twice each
+    /// time. Looks once more after this, then sleeps on the descriptor too. `None` if the link is down.
     pub fn take_duty(&self) -> Option<Duty<'_>> {
         // Counted first, then looked at; `retire` the other way round.
         self.users.fetch_add(1, SeqCst);
@@ -121,9 +146,11 @@ impl Distant {
             self.users.fetch_sub(1, SeqCst);
             return None;
         }
-        let first = self.watchers.fetch_add(1, SeqCst) == 0;
+        // Before the look at `is_heard`; `tend` the other way round.
+        self.watchers.fetch_add(1, SeqCst);
+        self.sleeps.fetch_add(1, Relaxed);
         let duty = Duty(self);
-        if first {
+        if self.is_heard.load(SeqCst) {
             self.let_service_hear(false);
         }
         self.arm();
@@ -131,8 +158,31 @@ impl Distant {
     }
 
     fn let_service_hear(&self, on: bool) {
-        let token = self.token.load(Acquire);
-        Library::get().service.hear(self.fd(), token, on);
+        if let Some(_hearing) = self.hearing.lock()
+            && self.is_heard.swap(on, SeqCst) != on
+        {
+            let token = self.token.load(Acquire);
+            Library::get().service.hear(self.fd(), token, on);
+        }
+    }
+
+    /// Sends what is owed, and has the service thread hear of completions again if nobody sleeps on them any
+    /// more. Service thread only, some ms after it was asked for.
+    pub fn tend(&self) -> Tended {
+        self.end.settle();
+        let sleeps = self.sleeps.load(Relaxed);
+        if self.sleeps_seen.swap(sleeps, Relaxed) != sleeps {
+            return Tended::Busy;
+        }
+        if self.is_heard.load(SeqCst) || !self.is_unwatched() {
+            return Tended::Quiet;
+        }
+        self.let_service_hear(true);
+        if !self.is_unwatched() {
+            self.let_service_hear(false);
+            return Tended::Busy;
+        }
+        Tended::TakenBack
     }
 
     /// The number under which the service thread has the completion descriptor in its epoll set.
@@ -144,16 +194,6 @@ impl Distant {
     /// thread is told about the stream when it has answered.
     pub fn is_confirmed(&self, theirs: Vqpn) -> bool {
         self.end.unconfirmed(theirs) == Some(0)
-    }
-
-    /// Heads were held back, and are to be sent some ms later.
-    pub fn owes(&self) -> bool {
-        self.end.owes()
-    }
-
-    /// Sends them.
-    pub fn settle(&self) {
-        self.end.settle();
     }
 
     /// The next message on the side channel.
@@ -174,9 +214,9 @@ impl Distant {
         unsafe { BorrowedFd::borrow_raw(self.info.completion_fd) }
     }
 
-    /// Whether the service thread is to sleep on the completion descriptor.
+    /// Whether no thread of the program sleeps on the completion descriptor.
     pub fn is_unwatched(&self) -> bool {
-        self.watchers.load(Acquire) == 0
+        self.watchers.load(SeqCst) == 0
     }
 }
 
@@ -194,9 +234,9 @@ impl Drop for Duty<'_> {
     fn drop(&mut self) {
         let errno = crate::errno::get();
         if self.0.watchers.fetch_sub(1, SeqCst) == 1 {
-            self.0.let_service_hear(true);
-            // The event that woke this thread has used up what it had armed: without this the service
-            // thread would hear nothing, and others may sleep on it.
+            Library::get().service.tend_later();
+        } else {
+            // The event that woke this thread has used up what was armed, and others sleep on.
             self.0.arm();
         }
         self.0.users.fetch_sub(1, SeqCst);

@@ -9,6 +9,7 @@ use rdmasock_core::wire::LinkOffer;
 
 use rustix::io::Errno;
 
+use super::pairs::TEND_AFTER;
 use super::{Dialled, Worker};
 use crate::link::Link;
 use crate::listener::Listener;
@@ -77,6 +78,8 @@ pub enum Command {
     Pressed(Ref),
     /// A sender holds something back of which the peer is to be told in a while.
     Held,
+    /// Links to other hosts are to be looked after in a while.
+    Tend,
 }
 
 impl Command {
@@ -152,6 +155,7 @@ impl Worker {
             Command::Pressed(r) => self.on_pressed(r),
             Command::Held => self.held_until = crate::time::now_ns() + HELD_FOR,
             Command::Grown => self.on_grown(),
+            Command::Tend => self.tend_at = crate::time::now_ns() + TEND_AFTER,
         }
     }
 }

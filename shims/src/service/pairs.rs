@@ -5,7 +5,7 @@
 
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::BorrowedFd;
-use std::sync::atomic::Ordering::Acquire;
+use std::sync::atomic::Ordering::{Acquire, SeqCst};
 
 use rdmasock_core::fabric::plugin::PRIVATE_BYTES;
 use rdmasock_core::ids::{Cookie, ID_BYTES, InstanceId, Vqpn};
@@ -16,7 +16,7 @@ use rustix::event::epoll as kernel;
 use rustix::io::Errno;
 
 use super::{Command, Peer, REMOTE_TIMEOUT, SignalsBlocked, Worker, kind, tag};
-use crate::link::{Distant, Link};
+use crate::link::{Distant, Link, Tended};
 use crate::promote;
 use crate::socket::Socket;
 use crate::verbs::{self, Acceptor, Incoming, Pair, State};
@@ -30,8 +30,9 @@ const INSTANCE_AT: usize = 12;
 const COOKIE_AT: usize = INSTANCE_AT + ID_BYTES;
 const _: () = assert!(COOKIE_AT + ID_BYTES <= PRIVATE_BYTES);
 
-/// How long an idle direction's last head is held back, ns.
-const SETTLE_AFTER: u64 = 5_000_000;
+/// How long an idle direction's last head is held back, and how long nobody need hear of what completes on a link
+/// after the last who slept on it has gone on, ns.
+pub(super) const TEND_AFTER: u64 = 5_000_000;
 
 /// An accepted connection that is not up yet.
 pub(super) struct Arriving {
@@ -308,15 +309,11 @@ impl Worker {
 
     /// What is for this thread on a link to another host.
     pub(super) fn attend(&mut self, link: &'static Link) {
-        if let Some(distant) = link.distant() {
-            if distant.owes() && self.settle_at == 0 {
-                self.settle_at = crate::time::now_ns() + SETTLE_AFTER;
-            }
-            if link.has_ready(SERVICE)
-                && let Some(id) = self.conn_of(link)
-            {
-                self.on_completion(id);
-            }
+        if link.distant().is_some()
+            && link.has_ready(SERVICE)
+            && let Some(id) = self.conn_of(link)
+        {
+            self.on_completion(id);
         }
     }
 
@@ -334,15 +331,32 @@ impl Worker {
         }
     }
 
-    /// Idle directions tell their peers what they have read.
-    pub(super) fn settle_links(&mut self, now: u64) {
-        if self.settle_at != 0 && now >= self.settle_at {
-            self.settle_at = 0;
-            for link in self.service.all_links() {
-                if let Some(distant) = link.distant() {
-                    distant.settle();
+    /// Idle directions tell their peers what they have read; and links on which nobody sleeps any more are
+    /// this thread's to hear.
+    pub(super) fn tend_links(&mut self, now: u64) {
+        if self.tend_at == 0 || now < self.tend_at {
+            return;
+        }
+        self.tend_at = 0;
+        // First: who comes from now on asks again.
+        self.service.tending.store(false, SeqCst);
+        let mut again = false;
+        for link in self.service.all_links() {
+            let Some(distant) = link.distant() else {
+                continue;
+            };
+            match distant.tend() {
+                Tended::Quiet => {}
+                Tended::Busy => again = true,
+                Tended::TakenBack => {
+                    if let Some(id) = self.conn_of(link) {
+                        self.on_completion(id);
+                    }
                 }
             }
+        }
+        if again {
+            self.service.tend_later();
         }
     }
 

@@ -50,6 +50,9 @@ pub trait Local: Send + Sync {
 
     /// Wakes whoever sleeps, or will next sleep, on the doorbell of our `waiter`.
     fn ring(&self, waiter: WaiterId);
+
+    /// Somebody is to call [`End::settle`] some ms later.
+    fn settle_later(&self);
 }
 
 /// What may be set for a link.
@@ -124,7 +127,7 @@ pub(super) const SETTLE: u32 = 4;
 ///   before a sleep [`arm`](Self::arm), then look once more.
 /// - When waiter 0 is told: [`take_message`](Self::take_message) until there is none, and
 ///   [`fault`](Self::fault).
-/// - While [`owes`](Self::owes), call [`settle`](Self::settle) some ms later.
+/// - Some ms after [`Local::settle_later`], call [`settle`](Self::settle).
 ///
 /// # When the link is down
 /// Every call stays harmless, cursors too: producers fill their rings and consumers drain theirs.

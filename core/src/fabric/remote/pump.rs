@@ -259,7 +259,9 @@ impl Engine {
         } else if s.inc.head_told != g.block_mine(mine).map_or(0, |b| b.head()) {
             if self.sender.staged.is_empty() {
                 self.lazy.0.push(theirs);
-                g.owes.store(true, SeqCst);
+                if !g.owes.swap(true, SeqCst) {
+                    g.local.settle_later();
+                }
                 return Ok(Turn::Done);
             }
             // A message goes out anyway.

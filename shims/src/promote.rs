@@ -20,7 +20,7 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
 
 use rdmasock_core::fabric::ring::End;
 use rdmasock_core::ids::Vqpn;
-use rdmasock_core::stats::{Path, Reason};
+use rdmasock_core::stats::{Path, Reason, Why};
 use rdmasock_core::stream::handshake::{Closing, Handshake, Role, Step, Steps};
 use rdmasock_core::wire::{self, Capabilities, Hello, MAX_MARKER, Marker, Message};
 use rustix::net::SendFlags;
@@ -29,6 +29,10 @@ use crate::library::Library;
 use crate::link::Link;
 use crate::service::Command;
 use crate::socket::{Control, Opened, Socket, Stage, mode};
+
+/// When a connection is tried again for the first time, ns, and how often that doubles: up to four minutes.
+const RETRY_AFTER: u64 = 1_000_000_000;
+const RETRY_DOUBLINGS: u32 = 8;
 
 /// Carries out steps. The caller holds the control lock.
 pub fn run(socket: &'static Socket, control: &mut Control, steps: Steps) {
@@ -116,20 +120,27 @@ pub fn run(socket: &'static Socket, control: &mut Control, steps: Steps) {
             Step::Abandoned => {
                 control.handshake = None;
                 close_stream(socket, control);
-                socket
-                    .retry_at
-                    .store(crate::time::now_ns() + 1_000_000_000, Relaxed);
                 if socket.stage() == Stage::Busy {
-                    socket.set_stage(if control.leave.is_some() {
-                        Stage::Pinned
+                    if control.leave.is_some() {
+                        socket.set_stage(Stage::Pinned);
                     } else {
-                        Stage::Watching
-                    });
+                        retry_later(socket);
+                    }
                 }
                 library.service.submit(Command::settle(socket));
             }
         }
     }
+}
+
+/// The connection is on TCP after a failure, and may be promoted again in a while, which doubles each time.
+pub fn retry_later(socket: &Socket) {
+    let failures = socket.failures.fetch_add(1, Relaxed).min(RETRY_DOUBLINGS);
+    let after = RETRY_AFTER << failures;
+    socket
+        .retry_at
+        .store(crate::time::now_ns() + after, Relaxed);
+    socket.set_stage(Stage::Watching);
 }
 
 /// Ends the attempt under way, if that is possible now.
@@ -161,9 +172,9 @@ pub fn feed(
 }
 
 /// Why the socket is on TCP, for `rdmasock stat`.
-pub fn set_why(socket: &Socket, reason: Reason) {
+pub fn set_why(socket: &Socket, why: impl Into<Why>) {
     if let Some(stats) = socket.stats() {
-        stats.set_why(reason);
+        stats.set_why(why);
     }
 }
 

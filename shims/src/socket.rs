@@ -130,6 +130,8 @@ pub struct Control {
     pub leave: Option<Reason>,
     /// The stay on a link between hosts, until the stream is given back.
     pub resume: Option<rdmasock_core::stream::resume::Resume>,
+    /// Nothing but a failure of the link ends that stay: when it is over, the connection may be promoted again.
+    pub returns: bool,
     /// What RESUME starts with, to us and to the other.
     pub nonces: Option<[Nonce; 2]>,
     /// The other end was asked to take its sending direction back to TCP.
@@ -220,6 +222,8 @@ pub struct Socket {
     pub shown: AtomicBool,
     /// Attempts so far.
     pub tries: AtomicU32,
+    /// Attempts that came to nothing once they had begun, and links that failed under it.
+    pub failures: AtomicU32,
     /// How waits for data and for space went lately.
     pub rx_spin: Spinner,
     pub tx_spin: Spinner,
@@ -300,6 +304,7 @@ impl Socket {
             retry_at: AtomicU64::new(0),
             shown: AtomicBool::new(false),
             tries: AtomicU32::new(0),
+            failures: AtomicU32::new(0),
             rx_spin: Spinner::new(),
             tx_spin: Spinner::new(),
             left_behind: AtomicBool::new(false),
@@ -348,6 +353,7 @@ impl Socket {
         socket.holders.store(0, Relaxed);
         socket.retry_at.store(0, Relaxed);
         socket.tries.store(0, Relaxed);
+        socket.failures.store(0, Relaxed);
         socket.shown.store(false, Relaxed);
         socket.listener.store(std::ptr::null_mut(), Relaxed);
         socket.asked.store(false, Relaxed);

@@ -25,6 +25,7 @@ pub(super) fn begin(socket: &Socket, control: &mut Control) {
     };
     control.nonces = handshake.theirs().map(|theirs| [handshake.mine(), theirs]);
     control.resume = Some(Resume::new());
+    control.returns = true;
     if let Some(mut rx) = socket.rx.lock() {
         rx.stays = true;
         rx.read_on = false;
@@ -46,6 +47,7 @@ pub fn link_failed(socket: &'static Socket, control: &mut Control) {
 
 /// The peer asks on the link to leave it (P75).
 pub fn on_asked(socket: &'static Socket, control: &mut Control) {
+    control.returns = false;
     close_attempt(socket, control);
     feed(socket, control, Resume::on_asked);
 }
@@ -67,6 +69,7 @@ pub fn on_resume(socket: &'static Socket, control: &mut Control, received: u64, 
 
 /// TCP has ended in the other's direction.
 pub fn on_end(socket: &'static Socket, control: &mut Control) {
+    control.returns = false;
     let marked = socket
         .rx
         .lock()
@@ -77,6 +80,7 @@ pub fn on_end(socket: &'static Socket, control: &mut Control) {
 
 /// The stream is to leave a link that works.
 pub(super) fn leave(socket: &'static Socket, control: &mut Control) {
+    control.returns = false;
     close_attempt(socket, control);
     feed(socket, control, Resume::leave);
 }
@@ -84,6 +88,7 @@ pub(super) fn leave(socket: &'static Socket, control: &mut Control) {
 /// For a new holder, who reads the kernel alone: what the program has not read comes through it
 /// again. The socket can be handed over once [`is_staying`] says no.
 pub(super) fn hand_over(socket: &'static Socket, control: &mut Control) {
+    control.returns = false;
     close_attempt(socket, control);
     if let Some(mut rx) = socket.rx.lock()
         && let Some(consumer) = rx.consumer.as_mut()
@@ -101,12 +106,14 @@ pub fn shut(socket: &'static Socket, control: &mut Control) -> bool {
     }
     close_attempt(socket, control);
     let stays = is_staying(control);
+    control.returns = false;
     feed(socket, control, Resume::shut);
     stays
 }
 
 /// The program has closed the socket.
 pub fn close(socket: &'static Socket, control: &mut Control) {
+    control.returns = false;
     close_attempt(socket, control);
     feed(socket, control, Resume::close);
 }

@@ -260,6 +260,11 @@ impl Worker {
             Some(reason) => {
                 let why = why_declined(reason);
                 match reason {
+                    // The other end is not through with the link that failed.
+                    wire::Reason::Use if socket.failures.load(Relaxed) > 0 => {
+                        promote::set_why(socket, why);
+                        promote::retry_later(socket);
+                    }
                     wire::Reason::Rule | wire::Reason::Use => stay(socket, why),
                     _ => later(socket, why),
                 }

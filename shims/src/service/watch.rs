@@ -143,7 +143,11 @@ impl Worker {
             if busy || !socket.is_plain() {
                 return false;
             }
+            let returns = std::mem::take(&mut control.returns) && control.leave.is_none();
             promote::close_stream(socket, &mut control);
+            if returns {
+                promote::retry_later(socket);
+            }
             if let Some(fd) = socket.anchor_fd() {
                 socket.keepalive.end(fd);
             }

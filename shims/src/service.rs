@@ -311,6 +311,8 @@ struct Worker {
     held_until: u64,
     /// When links to other hosts are settled, ns; 0: nothing is owed.
     settle_at: u64,
+    /// When it is next seen whether links to other hosts still work, ns; 0: nothing is under way on any.
+    watch_at: u64,
     /// Requests of fork children seen so far.
     requests: u32,
 }
@@ -342,6 +344,7 @@ impl Worker {
             shrink_at: 0,
             held_until: 0,
             settle_at: 0,
+            watch_at: 0,
             requests: crate::fork::requests(),
         };
         worker.add(
@@ -434,6 +437,7 @@ impl Worker {
         let arriving = self.arriving.values().map(|a| a.deadline);
         let shrink = (self.shrink_at != 0).then_some(self.shrink_at);
         let settle = (self.settle_at != 0).then_some(self.settle_at);
+        let watch = (self.watch_at != 0).then_some(self.watch_at);
         let held = (self.held_until != 0).then_some(self.held_until);
         let pressed = self.pressed.iter().map(|p| p.deadline);
         let deferred = self.deferred.iter().map(|d| d.deadline);
@@ -441,6 +445,7 @@ impl Worker {
         asks.chain(links)
             .chain(arriving)
             .chain(settle)
+            .chain(watch)
             .chain(lingering)
             .chain(deferred)
             .chain(shrink)
@@ -458,6 +463,7 @@ impl Worker {
         self.expire_links(now);
         self.expire_arriving(now);
         self.settle_links(now);
+        self.watch_links(now);
         self.expire_lingering(now);
         self.deferred.retain(|d| d.deadline > now);
         self.relieve(now);

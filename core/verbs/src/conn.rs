@@ -58,8 +58,8 @@ impl Conn {
         self.queue.get().ok_or(Errno(libc::ENOTCONN))
     }
 
-    /// Makes the queue; gives how many READs each side may have outstanding (none is used, but some devices
-    /// want one).
+    /// Makes the queue; gives how many READs each side may have outstanding: one, for a probe on iWARP (elsewhere
+    /// none is used, but some devices want one).
     pub fn make_queue(&self, accepts: bool) -> Result<u8> {
         self.id.set_ack_timeout(ACK_TIMEOUT);
         let queue = Queue::new(&self.id, self.context, &self.fate, accepts)?;

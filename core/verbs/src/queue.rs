@@ -26,7 +26,8 @@ pub const BUFFER_BYTES: usize = 4096 + 64;
 const RECEIVES: u32 = 128;
 /// Length of the send queue, if the device allows.
 const SENDS: u32 = 256;
-/// Entries of the send queue that stay unused: siw hands a completion over a moment before the entry is free.
+/// Entries of the send queue that stay unused, but for one probe: siw hands a completion over a moment before the
+/// entry is free.
 const MARGIN: u32 = 16;
 /// Inline sizes to ask for, the largest first: one that is too large fails. 80 is what siw has.
 const INLINE: [u32; 5] = [256, 128, 80, 64, 0];
@@ -37,6 +38,8 @@ const IWARP_ZERO_COPY: u32 = 4096;
 const BATCHES: usize = 64;
 /// In the ids of receives.
 const RECEIVE: u64 = 1 << 63;
+/// The id of a probe, which has no number among the requests that are counted.
+const PROBE: u64 = 1 << 62;
 
 /// Lengths of the queues.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -75,6 +78,7 @@ pub enum Completion<'a> {
     Received(&'a [u8]),
     Written { immediate: u32, bytes: u32 },
     Room,
+    Probed,
 }
 
 /// A queue pair with all that belongs to it. Fields are in the order in which they go.
@@ -94,6 +98,8 @@ pub struct Queue {
     is_iwarp: bool,
     /// Something may be sent: on iWARP who accepts speaks second (siw takes an earlier word for a violation).
     may_speak: AtomicBool,
+    /// A probe is in the send queue.
+    probing: AtomicBool,
     /// Somebody is in `poll`.
     polling: AtomicBool,
     fate: Arc<Fate>,
@@ -140,6 +146,7 @@ impl Queue {
             inline,
             is_iwarp: context.is_iwarp(),
             may_speak: AtomicBool::new(!accepts || !context.is_iwarp()),
+            probing: AtomicBool::new(false),
             polling: AtomicBool::new(false),
             fate: fate.clone(),
         };
@@ -260,14 +267,45 @@ impl Queue {
                 self.slots.posted(turn);
                 Ok(())
             }
-            Err(errno) => {
-                // The queue had room by our accounts, so this is no passing state.
-                if self.fate.end(errno) {
-                    log(Level::Debug, format_args!("verbs: posting failed: {errno}"));
-                }
-                Err(Errno(libc::ENOTCONN))
-            }
+            Err(errno) => Err(self.give_up(errno)),
         }
+    }
+
+    /// Posts a request that only the peer's device can complete, and after all that was posted before; never needs
+    /// room. It is a WRITE of nothing, which a RoCE or InfiniBand device completes with the other's
+    /// acknowledgement. On iWARP a WRITE is complete when TCP has it, so there it is a READ of nothing. That
+    /// would do elsewhere too, but SoftRoCE ends the connection when it has to answer one a second time: it looks
+    /// for the memory then (Linux 6.1, rxe_resp.c, rxe_recheck_mr).
+    pub fn probe(&self) -> Result<()> {
+        if self.fate.code() <= 0 {
+            return Err(Errno(libc::ENOTCONN));
+        }
+        // Room is kept for one.
+        if !self.may_speak.load(Ordering::Acquire) || self.probing.load(Ordering::Acquire) {
+            return Err(Errno(libc::EAGAIN));
+        }
+        let piece = Piece {
+            at: self.send_slab.piece(0, 0)?,
+            len: 0,
+            key: self.send_mr.local_key(),
+        };
+        let work = if self.is_iwarp {
+            Work::ReadNothing
+        } else {
+            Work::WriteNothing
+        };
+        self.probing.store(true, Ordering::Release);
+        // SAFETY: nothing is read or written.
+        let posted = unsafe { self.qp.post(PROBE, work, piece, true, false) };
+        posted.map_err(|errno| self.give_up(errno))
+    }
+
+    /// A post has failed: the queue had room by our accounts, so this is no passing state.
+    fn give_up(&self, errno: Errno) -> Errno {
+        if self.fate.end(errno) {
+            log(Level::Debug, format_args!("verbs: posting failed: {errno}"));
+        }
+        Errno(libc::ENOTCONN)
     }
 
     /// Asks for the completion fd to become readable with the next completion.
@@ -338,6 +376,11 @@ impl Queue {
                 );
             }
             return 0;
+        }
+        if done.id == PROBE {
+            self.probing.store(false, Ordering::Release);
+            each(Completion::Probed);
+            return 1;
         }
         if done.id & RECEIVE == 0 {
             if self.slots.completed(done.id) {

@@ -759,6 +759,10 @@ pub enum Work {
         key: u32,
         immediate: Option<u32>,
     },
+    /// A READ of nothing: a key of the peer's is not needed.
+    ReadNothing,
+    /// A WRITE of nothing: as above.
+    WriteNothing,
 }
 
 /// Memory that a work request reads or writes.
@@ -860,6 +864,12 @@ impl Qp {
                         ffi::ibv_wr_opcode::IBV_WR_RDMA_WRITE_WITH_IMM
                     }
                 }
+            }
+            Work::ReadNothing => ffi::ibv_wr_opcode::IBV_WR_RDMA_READ,
+            Work::WriteNothing => {
+                // Some devices take an entry without bytes for one of 2 GiB.
+                wr.num_sge = 0;
+                ffi::ibv_wr_opcode::IBV_WR_RDMA_WRITE
             }
         };
         let mut bad = null_mut();

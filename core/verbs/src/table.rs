@@ -35,6 +35,7 @@ pub static TABLE: Plugin = Plugin {
     register,
     write,
     send,
+    probe,
     poll,
     arm,
     disconnect,
@@ -269,6 +270,11 @@ unsafe extern "C" fn send(handle: *mut Handle, parts: *const Part, count: usize)
     })
 }
 
+unsafe extern "C" fn probe(handle: *mut Handle) -> i32 {
+    // SAFETY: the handle is as said above.
+    guard(|| unsafe { conn(handle)? }.queue()?.probe().map(|()| 0))
+}
+
 unsafe extern "C" fn poll(
     handle: *mut Handle,
     context: *mut c_void,
@@ -296,6 +302,7 @@ unsafe extern "C" fn poll(
                     given.len = bytes;
                 }
                 queue::Completion::Room => given.kind = completion::ROOM,
+                queue::Completion::Probed => given.kind = completion::PROBED,
             }
             // SAFETY: the caller's function with the caller's context; the completion lives during the call.
             unsafe { each(context, &given) };

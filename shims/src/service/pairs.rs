@@ -33,6 +33,9 @@ const _: () = assert!(COOKIE_AT + ID_BYTES <= PRIVATE_BYTES);
 /// How long an idle direction's last head is held back, ns.
 const SETTLE_AFTER: u64 = 5_000_000;
 
+/// How often it is seen whether a link on which something was sent still works, ns.
+const WATCH_EVERY: u64 = 1_000_000_000;
+
 /// An accepted connection that is not up yet.
 pub(super) struct Arriving {
     pair: Pair,
@@ -312,6 +315,9 @@ impl Worker {
             if distant.owes() && self.settle_at == 0 {
                 self.settle_at = crate::time::now_ns() + SETTLE_AFTER;
             }
+            if distant.is_watched() && self.watch_at == 0 {
+                self.watch_at = crate::time::now_ns() + WATCH_EVERY;
+            }
             if link.has_ready(SERVICE)
                 && let Some(id) = self.conn_of(link)
             {
@@ -342,6 +348,22 @@ impl Worker {
                 if let Some(distant) = link.distant() {
                     distant.settle();
                 }
+            }
+        }
+    }
+
+    /// Links on which something was sent: do their peers' devices still answer? What has failed is seen by `attend`.
+    pub(super) fn watch_links(&mut self, now: u64) {
+        if self.watch_at == 0 || now < self.watch_at {
+            return;
+        }
+        self.watch_at = 0;
+        for distant in self.service.all_links().iter().filter_map(|l| l.distant()) {
+            if distant.is_watched() {
+                distant.tick(now);
+            }
+            if distant.is_watched() {
+                self.watch_at = now + WATCH_EVERY;
             }
         }
     }

@@ -402,12 +402,14 @@ impl Worker {
 
     /// Commands, and streams whose peers told us something.
     fn drain(&mut self) {
-        loop {
-            let command = self.service.queue.lock().and_then(|mut q| q.pop_front());
-            match command {
-                Some(command) => self.on_command(command),
-                None => break,
-            }
+        // What is added meanwhile is for the next time: what is due at a time is not to wait for it.
+        let commands = self
+            .service
+            .queue
+            .lock()
+            .map(|mut q| std::mem::take(&mut *q));
+        for command in commands.unwrap_or_default() {
+            self.on_command(command);
         }
         let requests = crate::fork::requests();
         if std::mem::replace(&mut self.requests, requests) != requests {

@@ -17,8 +17,9 @@ pub const ENTRY: &std::ffi::CStr = c"rdmasock_verbs_plugin";
 /// lives as long too.
 pub type Entry = unsafe extern "C" fn(host: *const Host, table: *mut *const Plugin) -> i32;
 
-/// Longest private data that a connection request can carry on every transport, in bytes.
-pub const PRIVATE_BYTES: usize = 56;
+/// Private data of a connection request or its answer, in bytes. Every transport can carry 56; the rest is the
+/// plugin's own.
+pub const PRIVATE_BYTES: usize = 44;
 
 /// What the library gives to the plugin.
 #[repr(C)]

@@ -16,6 +16,7 @@ use crate::fate::Fate;
 use crate::host::{Level, log};
 use crate::memory::Slab;
 use crate::slots::Slots;
+use crate::spot::{Offer, Spot};
 use crate::sys::{
     BATCH, Context, Cq, DeviceLimits, Done, Id, Mr, Pd, Piece, Qp, QueueLengths, Work, status,
 };
@@ -89,6 +90,8 @@ pub struct Queue {
     registered: Lock<Vec<Mr>>,
     receive_mr: Mr,
     send_mr: Mr,
+    /// On iWARP.
+    spot: Option<Spot>,
     receive_slab: Arc<Slab>,
     send_slab: Arc<Slab>,
     pd: Arc<Pd>,
@@ -123,6 +126,8 @@ impl Queue {
             sends: sizes.sends,
             receives: sizes.posted(),
         };
+        let spot = context.is_iwarp().then(|| Spot::new(&pd)).transpose();
+        let spot = spot.map_err(said("registering memory for probes"))?;
         let mut made = Err(Errno(libc::EINVAL));
         for inline in INLINE {
             made = Qp::new(id, &pd, &cq, lengths, inline);
@@ -138,6 +143,7 @@ impl Queue {
             registered: Lock::new(Vec::new()),
             receive_mr,
             send_mr,
+            spot,
             receive_slab,
             send_slab,
             pd,
@@ -159,6 +165,11 @@ impl Queue {
         }
         queue.post_receives(&mut list)?;
         Ok(queue)
+    }
+
+    /// What the peer may read.
+    pub fn offer(&self) -> Option<Offer> {
+        self.spot.as_ref().map(Spot::offer)
     }
 
     pub fn receive_buffers(&self) -> u16 {
@@ -273,10 +284,9 @@ impl Queue {
 
     /// Posts a request that only the peer's device can complete, and after all that was posted before; never needs
     /// room. It is a WRITE of nothing, which a RoCE or InfiniBand device completes with the other's
-    /// acknowledgement. On iWARP a WRITE is complete when TCP has it, so there it is a READ of nothing. That
-    /// would do elsewhere too, but SoftRoCE ends the connection when it has to answer one a second time: it looks
-    /// for the memory then (Linux 6.1, rxe_resp.c, rxe_recheck_mr).
-    pub fn probe(&self) -> Result<()> {
+    /// acknowledgement. On iWARP a WRITE is complete when TCP has it, so there it is a READ from what the peer has
+    /// on offer for that.
+    pub fn probe(&self, target: Option<Offer>) -> Result<()> {
         if self.fate.code() <= 0 {
             return Err(Errno(libc::ENOTCONN));
         }
@@ -284,18 +294,15 @@ impl Queue {
         if !self.may_speak.load(Ordering::Acquire) || self.probing.load(Ordering::Acquire) {
             return Err(Errno(libc::EAGAIN));
         }
-        let piece = Piece {
-            at: self.send_slab.piece(0, 0)?,
-            len: 0,
-            key: self.send_mr.local_key(),
-        };
-        let work = if self.is_iwarp {
-            Work::ReadNothing
-        } else {
-            Work::WriteNothing
+        let (work, piece) = match &self.spot {
+            Some(spot) => {
+                let Offer { key, address: from } = target.ok_or(Errno(libc::EOPNOTSUPP))?;
+                (Work::Read { from, key }, spot.sink()?)
+            }
+            None => (Work::WriteNothing, Piece::NONE),
         };
         self.probing.store(true, Ordering::Release);
-        // SAFETY: nothing is read or written.
+        // SAFETY: the spot's memory lives as long as the queue pair, and is for this alone.
         let posted = unsafe { self.qp.post(PROBE, work, piece, true, false) };
         posted.map_err(|errno| self.give_up(errno))
     }
@@ -435,14 +442,7 @@ impl Queue {
     }
 
     fn post_receives(&self, buffers: &mut Buffers) -> Result<()> {
-        let mut list = [(
-            0,
-            Piece {
-                at: std::ptr::null(),
-                len: 0,
-                key: 0,
-            },
-        ); BATCH];
+        let mut list = [(0, Piece::NONE); BATCH];
         for (place, index) in list.iter_mut().zip(buffers.list()) {
             let at = self.receive_slab.piece(*index as usize, BUFFER_BYTES)?;
             let piece = Piece {

@@ -1,6 +1,7 @@
-"""failover.py server|client ADDRESS PORT BYTES: bytes both ways at once, and their digests.
+"""failover.py server|client ADDRESS PORT BYTES PAUSE: bytes both ways at once, and their digests.
 
-A stream of random bytes in each direction, neither faster than a link carries it, so that there is time to break that.
+A stream of random bytes in each direction, neither faster than a link carries it, so that there is time to break that: PAUSE ms after
+every ten pieces.
 Ends with 0 if all of the other's bytes came, in order, once."""
 import hashlib
 import random
@@ -10,7 +11,7 @@ import threading
 import time
 
 ROLE, ADDRESS, PORT, BYTES = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-PIECE, PAUSE_EVERY, PAUSE = 30_000, 10, 0.03
+PIECE, PAUSE_EVERY, PAUSE = 30_000, 10, int(sys.argv[5]) / 1000
 MINE, THEIRS = (1, 2) if ROLE == "server" else (2, 1)
 
 

@@ -297,7 +297,10 @@ pub fn change_interest(socket: &'static Socket, change: impl FnOnce(&mut Interes
         return;
     }
     let new = attention(socket, &interest);
+    let wants = |what: fn(&Sleeping) -> bool| interest.sleepers.iter().any(what);
     let mut changed = false;
+    // What a sleeper waits for has come while the word was being changed, or before.
+    let mut come = false;
     if let Some(mut rx) = socket.rx.lock() {
         changed |= rx.bits != new.sets;
         let old = std::mem::replace(&mut rx.bits, new.sets);
@@ -309,7 +312,7 @@ pub fn change_interest(socket: &'static Socket, change: impl FnOnce(&mut Interes
                 u32::MAX
             });
             if new.data != 0 {
-                arm_data(socket, consumer, new.data);
+                come |= arm_data(socket, consumer, new.data) && wants(|s| s.data);
             }
         }
     }
@@ -323,13 +326,16 @@ pub fn change_interest(socket: &'static Socket, change: impl FnOnce(&mut Interes
                 u32::MAX
             });
             if new.space != 0 {
-                let _ = producer.arm_space(new.space);
+                come |= producer.arm_space(new.space).unwrap_or(true) && wants(|s| s.space);
             }
         }
     }
+    // The words of sets are set when they are looked at. Sleepers are told only for a reason: a look makes two of
+    // them change the words again, and if each was told of that none would ever sleep.
+    let tell = come || !interest.members.is_empty();
     drop(interest);
     // Who has just come looks for itself.
-    if changed && after > usize::from(after > before) {
+    if changed && tell && after > usize::from(after > before) {
         // Whoever was armed before may have missed a change in between: let all look again.
         Library::get().service.submit(Command::notify(socket));
     }

@@ -329,6 +329,8 @@ struct Worker {
     held_until: u64,
     /// When links to other hosts are looked after, ns; 0: no need.
     tend_at: u64,
+    /// When it is next seen whether links to other hosts still work, ns; 0: nothing is under way on any.
+    watch_at: u64,
     /// Requests of fork children seen so far.
     requests: u32,
 }
@@ -360,6 +362,7 @@ impl Worker {
             shrink_at: 0,
             held_until: 0,
             tend_at: 0,
+            watch_at: 0,
             requests: crate::fork::requests(),
         };
         worker.add(
@@ -417,12 +420,14 @@ impl Worker {
 
     /// Commands, and streams whose peers told us something.
     fn drain(&mut self) {
-        loop {
-            let command = self.service.queue.lock().and_then(|mut q| q.pop_front());
-            match command {
-                Some(command) => self.on_command(command),
-                None => break,
-            }
+        // What is added meanwhile is for the next time: what is due at a time is not to wait for it.
+        let commands = self
+            .service
+            .queue
+            .lock()
+            .map(|mut q| std::mem::take(&mut *q));
+        for command in commands.unwrap_or_default() {
+            self.on_command(command);
         }
         let requests = crate::fork::requests();
         if std::mem::replace(&mut self.requests, requests) != requests {
@@ -452,6 +457,7 @@ impl Worker {
         let arriving = self.arriving.values().map(|a| a.deadline);
         let shrink = (self.shrink_at != 0).then_some(self.shrink_at);
         let tend = (self.tend_at != 0).then_some(self.tend_at);
+        let watch = (self.watch_at != 0).then_some(self.watch_at);
         let held = (self.held_until != 0).then_some(self.held_until);
         let pressed = self.pressed.iter().map(|p| p.deadline);
         let deferred = self.deferred.iter().map(|d| d.deadline);
@@ -459,6 +465,7 @@ impl Worker {
         asks.chain(links)
             .chain(arriving)
             .chain(tend)
+            .chain(watch)
             .chain(lingering)
             .chain(deferred)
             .chain(shrink)
@@ -476,6 +483,7 @@ impl Worker {
         self.expire_links(now);
         self.expire_arriving(now);
         self.tend_links(now);
+        self.watch_links(now);
         self.expire_lingering(now);
         self.deferred.retain(|d| d.deadline > now);
         self.relieve(now);

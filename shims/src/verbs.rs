@@ -428,6 +428,11 @@ impl QueuePair for Pair {
         post(unsafe { (self.plugin.send)(self.conn, list.as_ptr(), parts.len().min(PARTS)) })
     }
 
+    fn probe(&self) -> Result<(), PostError> {
+        // SAFETY: the connection lives as long as this.
+        post(unsafe { (self.plugin.probe)(self.conn) })
+    }
+
     fn poll(&self, each: &mut dyn FnMut(Event<'_>)) -> Result<usize, Down> {
         let mut each = each;
         // SAFETY: the context is the closure, which outlives the call.
@@ -457,6 +462,7 @@ unsafe extern "C" fn on_completion(context: *mut c_void, completion: *const Comp
             bytes: completion.len,
         }),
         completion::ROOM => each(Event::Room),
+        completion::PROBED => each(Event::Probed),
         _ => {}
     }
 }

@@ -8,7 +8,7 @@
 use std::ffi::{c_int, c_void};
 
 /// Version of the tables; changes with any change to this file.
-pub const ABI: u32 = 2;
+pub const ABI: u32 = 3;
 
 /// The plugin's only symbol, an [`Entry`].
 pub const ENTRY: &std::ffi::CStr = c"rdmasock_verbs_plugin";
@@ -17,8 +17,9 @@ pub const ENTRY: &std::ffi::CStr = c"rdmasock_verbs_plugin";
 /// lives as long too.
 pub type Entry = unsafe extern "C" fn(host: *const Host, table: *mut *const Plugin) -> i32;
 
-/// Longest private data that a connection request can carry on every transport, in bytes.
-pub const PRIVATE_BYTES: usize = 56;
+/// Private data of a connection request or its answer, in bytes. Every transport can carry 56; the rest is the
+/// plugin's own.
+pub const PRIVATE_BYTES: usize = 44;
 
 /// What the library gives to the plugin.
 #[repr(C)]
@@ -119,6 +120,8 @@ pub mod completion {
     pub const WRITTEN: u32 = 2;
     /// Room in the send queue.
     pub const ROOM: u32 = 3;
+    /// The peer's device has answered a probe.
+    pub const PROBED: u32 = 4;
 }
 
 /// A piece of a message.
@@ -176,8 +179,8 @@ pub struct Conn {
 }
 
 /// What the plugin gives to the library. Every function but those of one connection may be called from
-/// any thread; of one connection, `poll` by one thread at a time, `write` and `send` by one thread at
-/// a time, and `disconnect` by any. Only `connect` and `destroy` may wait.
+/// any thread; of one connection, `poll` by one thread at a time, `write`, `send` and `probe` by one
+/// thread at a time, and `disconnect` by any. Only `connect` and `destroy` may wait.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Plugin {
@@ -224,6 +227,8 @@ pub struct Plugin {
     pub write: unsafe extern "C" fn(conn: *mut Conn, request: *const WriteRequest) -> i32,
     /// As [`QueuePair::send`](super::remote::qp::QueuePair::send); -EAGAIN when the queue is full.
     pub send: unsafe extern "C" fn(conn: *mut Conn, parts: *const Part, count: usize) -> i32,
+    /// As [`QueuePair::probe`](super::remote::qp::QueuePair::probe); -EAGAIN when nothing may be posted yet.
+    pub probe: unsafe extern "C" fn(conn: *mut Conn) -> i32,
     /// As [`QueuePair::poll`](super::remote::qp::QueuePair::poll); the count, or a negative errno.
     pub poll: unsafe extern "C" fn(
         conn: *mut Conn,

@@ -12,6 +12,7 @@
 //! | `stream.rs` | the two directions of one stream |
 //! | `credits.rs`, `chunks.rs` | the peer's receive buffers; registered memory |
 //! | `fault.rs` | why a link is down |
+//! | `watch.rs` | whether the peer's device still answers |
 //! | `mem.rs` | a queue pair in memory, for tests |
 //!
 //! Each node has, for a link, two arenas of its own (`layout.rs`): `mine`, where its consumers read, and
@@ -36,6 +37,7 @@ pub mod record;
 mod stream;
 #[cfg(test)]
 mod tests;
+mod watch;
 
 pub use end::{Counts, ENGINE, End, Local, MIN_BUFFER, MIN_BUFFERS, Tuning, Unusable};
 pub use fault::{Breach, Fault};

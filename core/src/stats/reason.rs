@@ -102,6 +102,8 @@ reasons! {
     PeerGone = 29 => "peer process ended",
     /// The peer is on another host, and no RDMA device leads there, or the control port is off.
     OtherHost = 30 => "peer on another host, out of RDMA's reach",
+    /// The peer's device did not answer any more.
+    LinkSilent = 31 => "link failed: no answer from the peer's device for 5 s",
 }
 
 /// A [`Reason`], and the peer's own where it declined.

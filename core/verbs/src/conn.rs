@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use rdmasock_core::fabric::plugin::{Device, Info};
+use rdmasock_core::fabric::plugin::{Device, Info, PRIVATE_BYTES};
 use rdmasock_core::lock::Lock;
 
 use crate::device;
@@ -12,6 +12,7 @@ use crate::explain::explain;
 use crate::fate::Fate;
 use crate::host::{Level, log};
 use crate::queue::{BUFFER_BYTES, Queue};
+use crate::spot::{Offer, compose};
 use crate::sys::{Context, Event, Id, Private, event};
 
 /// About a second; with seven repetitions a peer that has fallen silent is given up after some eight.
@@ -23,6 +24,8 @@ pub struct Conn {
     queue: OnceLock<Queue>,
     /// What the peer's accept sent along. Its owner takes in the events of the id.
     private: Lock<Private>,
+    /// What the peer has on offer for our probes.
+    offer: OnceLock<Offer>,
     /// rdma_disconnect was called.
     left: AtomicBool,
     fate: Arc<Fate>,
@@ -36,6 +39,7 @@ impl Conn {
         Ok(Self {
             queue: OnceLock::new(),
             private: Lock::new(Private::NONE),
+            offer: OnceLock::new(),
             left: AtomicBool::new(false),
             fate: Arc::default(),
             context: id.context().ok_or(Errno(libc::ENODEV))?,
@@ -58,9 +62,40 @@ impl Conn {
         self.queue.get().ok_or(Errno(libc::ENOTCONN))
     }
 
-    /// Makes the queue; gives how many READs each side may have outstanding (none is used, but some devices
-    /// want one).
-    pub fn make_queue(&self, accepts: bool) -> Result<u8> {
+    /// Takes in what the peer has sent along.
+    pub fn hear(&self, private: &Private) {
+        if let Some(offer) = Offer::read(private) {
+            let _ = self.offer.set(offer);
+        }
+    }
+
+    /// Whether the peer offers what probes need.
+    pub fn check_offer(&self) -> Result<()> {
+        let is_missing = self.is_iwarp() && self.offer.get().is_none();
+        if is_missing {
+            Err(Errno(libc::EPROTO))
+        } else {
+            Ok(())
+        }
+    }
+
+    /// See [`Queue::probe`].
+    pub fn probe(&self) -> Result<()> {
+        self.queue()?.probe(self.offer.get().copied())
+    }
+
+    /// Connects; how it ends is for [`state`](Self::state).
+    pub fn connect(&self, private: &[u8]) -> Result<()> {
+        let depth = self.make_queue(false)?;
+        let private = compose(private, self.queue()?.offer())?;
+        self.id
+            .connect(&private, depth)
+            .map_err(|errno| explain("connecting", errno))
+    }
+
+    /// Makes the queue; gives how many READs each side may have outstanding: one, for a probe on iWARP (elsewhere
+    /// none is used, but some devices want one).
+    fn make_queue(&self, accepts: bool) -> Result<u8> {
         self.id.set_ack_timeout(ACK_TIMEOUT);
         let queue = Queue::new(&self.id, self.context, &self.fate, accepts)?;
         self.queue.set(queue).map_err(|_| Errno(libc::EISCONN))?;
@@ -72,8 +107,10 @@ impl Conn {
         if let Some(reason) = self.fate.over() {
             return Err(reason);
         }
+        self.check_offer()?;
         let depth = self.make_queue(true)?;
-        self.id.accept(private, depth).map_err(|errno| {
+        let private = compose(private, self.queue()?.offer())?;
+        self.id.accept(&private, depth).map_err(|errno| {
             self.fate.end(errno);
             explain("accepting", errno)
         })
@@ -108,6 +145,7 @@ impl Conn {
             Verdict::Nothing => {}
             Verdict::Up => {
                 *private = event.private;
+                self.hear(private);
                 self.fate.up();
             }
             Verdict::Over(reason) => {
@@ -160,8 +198,8 @@ impl Conn {
                 name,
                 is_iwarp: u8::from(self.context.is_iwarp()),
             },
-            private: private.bytes,
-            private_len: private.len,
+            private: words(&private),
+            private_len: private.len.min(PRIVATE_BYTES as u32),
         })
     }
 }
@@ -170,6 +208,15 @@ impl Drop for Conn {
     fn drop(&mut self) {
         self.leave();
     }
+}
+
+/// The library's part of what a peer has sent along.
+pub fn words(private: &Private) -> [u8; PRIVATE_BYTES] {
+    let mut words = [0; PRIVATE_BYTES];
+    for (to, from) in words.iter_mut().zip(private.bytes) {
+        *to = from;
+    }
+    words
 }
 
 /// What an event means for a connection that is being made or is up.

@@ -34,14 +34,12 @@ pub fn connect(
     id.resolve_route(milliseconds(until))?;
     expect(&id, event::RDMA_CM_EVENT_ROUTE_RESOLVED, until)?;
     let conn = Conn::new(id)?;
-    let depth = conn.make_queue(false)?;
-    conn.id()
-        .connect(private, depth)
-        .map_err(|errno| explain("connecting", errno))?;
+    conn.connect(private)?;
     loop {
         match conn.state() {
             0 => wait(conn.id(), until)?,
             1 => {
+                conn.check_offer()?;
                 if conn.is_iwarp() {
                     std::thread::sleep(IWARP_SETTLES);
                     conn.queue()?.greet()?;

@@ -14,6 +14,7 @@ mod listen;
 mod memory;
 mod queue;
 mod slots;
+mod spot;
 mod sys;
 mod sysfs;
 mod table;

@@ -58,7 +58,10 @@ impl Listener {
                 continue;
             };
             match incoming.migrate().and_then(Conn::new) {
-                Ok(conn) => return Ok(Some((conn, event.private))),
+                Ok(conn) => {
+                    conn.hear(&event.private);
+                    return Ok(Some((conn, event.private)));
+                }
                 // It was rejected by that; others may follow.
                 Err(errno) => log(
                     Level::Debug,

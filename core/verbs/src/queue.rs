@@ -16,6 +16,7 @@ use crate::fate::Fate;
 use crate::host::{Level, log};
 use crate::memory::Slab;
 use crate::slots::Slots;
+use crate::spot::{Offer, Spot};
 use crate::sys::{
     BATCH, Context, Cq, DeviceLimits, Done, Id, Mr, Pd, Piece, Qp, QueueLengths, Work, status,
 };
@@ -26,7 +27,8 @@ pub const BUFFER_BYTES: usize = 4096 + 64;
 const RECEIVES: u32 = 128;
 /// Length of the send queue, if the device allows.
 const SENDS: u32 = 256;
-/// Entries of the send queue that stay unused: siw hands a completion over a moment before the entry is free.
+/// Entries of the send queue that stay unused, but for one probe: siw hands a completion over a moment before the
+/// entry is free.
 const MARGIN: u32 = 16;
 /// Inline sizes to ask for, the largest first: one that is too large fails. 80 is what siw has.
 const INLINE: [u32; 5] = [256, 128, 80, 64, 0];
@@ -37,6 +39,8 @@ const IWARP_ZERO_COPY: u32 = 4096;
 const BATCHES: usize = 64;
 /// In the ids of receives.
 const RECEIVE: u64 = 1 << 63;
+/// The id of a probe, which has no number among the requests that are counted.
+const PROBE: u64 = 1 << 62;
 
 /// Lengths of the queues.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -75,6 +79,7 @@ pub enum Completion<'a> {
     Received(&'a [u8]),
     Written { immediate: u32, bytes: u32 },
     Room,
+    Probed,
 }
 
 /// A queue pair with all that belongs to it. Fields are in the order in which they go.
@@ -85,6 +90,8 @@ pub struct Queue {
     registered: Lock<Vec<Mr>>,
     receive_mr: Mr,
     send_mr: Mr,
+    /// On iWARP.
+    spot: Option<Spot>,
     receive_slab: Arc<Slab>,
     send_slab: Arc<Slab>,
     pd: Arc<Pd>,
@@ -94,6 +101,8 @@ pub struct Queue {
     is_iwarp: bool,
     /// Something may be sent: on iWARP who accepts speaks second (siw takes an earlier word for a violation).
     may_speak: AtomicBool,
+    /// A probe is in the send queue.
+    probing: AtomicBool,
     /// Somebody is in `poll`.
     polling: AtomicBool,
     fate: Arc<Fate>,
@@ -117,6 +126,8 @@ impl Queue {
             sends: sizes.sends,
             receives: sizes.posted(),
         };
+        let spot = context.is_iwarp().then(|| Spot::new(&pd)).transpose();
+        let spot = spot.map_err(said("registering memory for probes"))?;
         let mut made = Err(Errno(libc::EINVAL));
         for inline in INLINE {
             made = Qp::new(id, &pd, &cq, lengths, inline);
@@ -132,6 +143,7 @@ impl Queue {
             registered: Lock::new(Vec::new()),
             receive_mr,
             send_mr,
+            spot,
             receive_slab,
             send_slab,
             pd,
@@ -140,6 +152,7 @@ impl Queue {
             inline,
             is_iwarp: context.is_iwarp(),
             may_speak: AtomicBool::new(!accepts || !context.is_iwarp()),
+            probing: AtomicBool::new(false),
             polling: AtomicBool::new(false),
             fate: fate.clone(),
         };
@@ -152,6 +165,11 @@ impl Queue {
         }
         queue.post_receives(&mut list)?;
         Ok(queue)
+    }
+
+    /// What the peer may read.
+    pub fn offer(&self) -> Option<Offer> {
+        self.spot.as_ref().map(Spot::offer)
     }
 
     pub fn receive_buffers(&self) -> u16 {
@@ -260,14 +278,41 @@ impl Queue {
                 self.slots.posted(turn);
                 Ok(())
             }
-            Err(errno) => {
-                // The queue had room by our accounts, so this is no passing state.
-                if self.fate.end(errno) {
-                    log(Level::Debug, format_args!("verbs: posting failed: {errno}"));
-                }
-                Err(Errno(libc::ENOTCONN))
-            }
+            Err(errno) => Err(self.give_up(errno)),
         }
+    }
+
+    /// Posts a request that only the peer's device can complete, and after all that was posted before; never needs
+    /// room. It is a WRITE of nothing, which a RoCE or InfiniBand device completes with the other's
+    /// acknowledgement. On iWARP a WRITE is complete when TCP has it, so there it is a READ from what the peer has
+    /// on offer for that.
+    pub fn probe(&self, target: Option<Offer>) -> Result<()> {
+        if self.fate.code() <= 0 {
+            return Err(Errno(libc::ENOTCONN));
+        }
+        // Room is kept for one.
+        if !self.may_speak.load(Ordering::Acquire) || self.probing.load(Ordering::Acquire) {
+            return Err(Errno(libc::EAGAIN));
+        }
+        let (work, piece) = match &self.spot {
+            Some(spot) => {
+                let Offer { key, address: from } = target.ok_or(Errno(libc::EOPNOTSUPP))?;
+                (Work::Read { from, key }, spot.sink()?)
+            }
+            None => (Work::WriteNothing, Piece::NONE),
+        };
+        self.probing.store(true, Ordering::Release);
+        // SAFETY: the spot's memory lives as long as the queue pair, and is for this alone.
+        let posted = unsafe { self.qp.post(PROBE, work, piece, true, false) };
+        posted.map_err(|errno| self.give_up(errno))
+    }
+
+    /// A post has failed: the queue had room by our accounts, so this is no passing state.
+    fn give_up(&self, errno: Errno) -> Errno {
+        if self.fate.end(errno) {
+            log(Level::Debug, format_args!("verbs: posting failed: {errno}"));
+        }
+        Errno(libc::ENOTCONN)
     }
 
     /// Asks for the completion fd to become readable with the next completion.
@@ -339,6 +384,11 @@ impl Queue {
             }
             return 0;
         }
+        if done.id == PROBE {
+            self.probing.store(false, Ordering::Release);
+            each(Completion::Probed);
+            return 1;
+        }
         if done.id & RECEIVE == 0 {
             if self.slots.completed(done.id) {
                 each(Completion::Room);
@@ -392,14 +442,7 @@ impl Queue {
     }
 
     fn post_receives(&self, buffers: &mut Buffers) -> Result<()> {
-        let mut list = [(
-            0,
-            Piece {
-                at: std::ptr::null(),
-                len: 0,
-                key: 0,
-            },
-        ); BATCH];
+        let mut list = [(0, Piece::NONE); BATCH];
         for (place, index) in list.iter_mut().zip(buffers.list()) {
             let at = self.receive_slab.piece(*index as usize, BUFFER_BYTES)?;
             let piece = Piece {

@@ -21,16 +21,20 @@ use crate::memory::Slab;
 pub use ffi::ibv_wc_status as status;
 pub use ffi::rdma_cm_event_type as event;
 
+/// Longest private data that a connection request can carry on every transport, in bytes.
+pub const WIRE_BYTES: usize = PRIVATE_BYTES + 12;
+const _: () = assert!(WIRE_BYTES == 56);
+
 /// Private data of a peer.
 #[derive(Clone, Copy, Debug)]
 pub struct Private {
-    pub bytes: [u8; PRIVATE_BYTES],
+    pub bytes: [u8; WIRE_BYTES],
     pub len: u32,
 }
 
 impl Private {
     pub const NONE: Self = Self {
-        bytes: [0; PRIVATE_BYTES],
+        bytes: [0; WIRE_BYTES],
         len: 0,
     };
 
@@ -39,7 +43,7 @@ impl Private {
     unsafe fn copy(at: *const c_void, len: u8) -> Self {
         let mut private = Self::NONE;
         if !at.is_null() {
-            let len = usize::from(len).min(PRIVATE_BYTES);
+            let len = usize::from(len).min(WIRE_BYTES);
             // SAFETY: `len` is no more than either side has, by the contract and by the line above.
             unsafe {
                 at.cast::<u8>()
@@ -339,7 +343,7 @@ impl Drop for Id {
 }
 
 fn conn_param(private: &[u8], depth: u8) -> Result<ffi::rdma_conn_param> {
-    if private.len() > PRIVATE_BYTES {
+    if private.len() > WIRE_BYTES {
         return Err(Errno(libc::EINVAL));
     }
     Ok(ffi::rdma_conn_param {
@@ -524,6 +528,18 @@ impl Mr {
                 ffi::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE,
             )
         }?;
+        mr._slab = Some(slab.clone());
+        Ok(mr)
+    }
+
+    /// A slab that the peer may read and write too. That it may write is what some iWARP devices ask of memory
+    /// that a READ is to fill.
+    pub fn for_probes(pd: &Arc<Pd>, slab: &Arc<Slab>) -> Result<Self> {
+        let access = ffi::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE
+            | ffi::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE
+            | ffi::ibv_access_flags::IBV_ACCESS_REMOTE_READ;
+        // SAFETY: as in `of_slab`; its bytes are not looked at.
+        let mut mr = unsafe { Self::new(pd, slab.at().cast(), slab.len(), access) }?;
         mr._slab = Some(slab.clone());
         Ok(mr)
     }
@@ -765,6 +781,13 @@ pub enum Work {
         key: u32,
         immediate: Option<u32>,
     },
+    /// Into the piece, which is not only read then.
+    Read {
+        from: u64,
+        key: u32,
+    },
+    /// A WRITE without bytes, which needs no key of the peer's. The piece is not looked at.
+    WriteNothing,
 }
 
 /// Memory that a work request reads or writes.
@@ -777,6 +800,12 @@ pub struct Piece {
 }
 
 impl Piece {
+    pub const NONE: Self = Self {
+        at: std::ptr::null(),
+        len: 0,
+        key: 0,
+    };
+
     fn sge(&self) -> ffi::ibv_sge {
         ffi::ibv_sge {
             addr: self.at.expose_provenance() as u64,
@@ -831,7 +860,8 @@ impl Qp {
     /// Posts a work request.
     ///
     /// # Safety
-    /// The piece can be read until the request has completed, or during the call if it is inline.
+    /// The piece can be read until the request has completed, or during the call if it is inline; that of a READ
+    /// can be written.
     pub unsafe fn post(
         &self,
         id: u64,
@@ -866,6 +896,18 @@ impl Qp {
                         ffi::ibv_wr_opcode::IBV_WR_RDMA_WRITE_WITH_IMM
                     }
                 }
+            }
+            Work::Read { from, key } => {
+                wr.wr.rdma = ffi::rdma_t {
+                    remote_addr: from,
+                    rkey: key,
+                };
+                ffi::ibv_wr_opcode::IBV_WR_RDMA_READ
+            }
+            Work::WriteNothing => {
+                // Some devices take an entry without bytes for one of 2 GiB.
+                wr.num_sge = 0;
+                ffi::ibv_wr_opcode::IBV_WR_RDMA_WRITE
             }
         };
         let mut bad = null_mut();

@@ -10,7 +10,7 @@ use rdmasock_core::fabric::plugin::{
     PRIVATE_BYTES, Part, Plugin, Request, WriteRequest, completion,
 };
 
-use crate::conn::Conn;
+use crate::conn::{Conn, words};
 use crate::connect;
 use crate::device;
 use crate::error::{Errno, Result};
@@ -35,6 +35,7 @@ pub static TABLE: Plugin = Plugin {
     register,
     write,
     send,
+    probe,
     poll,
     arm,
     disconnect,
@@ -140,8 +141,8 @@ unsafe extern "C" fn next_request(listener: *mut ListenerHandle, out: *mut Reque
         let (conn, private) = listener.next()?.ok_or(Errno(libc::EAGAIN))?;
         let request = Request {
             conn: give(conn),
-            private: private.bytes,
-            private_len: private.len,
+            private: words(&private),
+            private_len: private.len.min(PRIVATE_BYTES as u32),
         };
         // SAFETY: the pointer is as said above.
         unsafe { put(out, request) }
@@ -269,6 +270,11 @@ unsafe extern "C" fn send(handle: *mut Handle, parts: *const Part, count: usize)
     })
 }
 
+unsafe extern "C" fn probe(handle: *mut Handle) -> i32 {
+    // SAFETY: the handle is as said above.
+    guard(|| unsafe { conn(handle)? }.probe().map(|()| 0))
+}
+
 unsafe extern "C" fn poll(
     handle: *mut Handle,
     context: *mut c_void,
@@ -296,6 +302,7 @@ unsafe extern "C" fn poll(
                     given.len = bytes;
                 }
                 queue::Completion::Room => given.kind = completion::ROOM,
+                queue::Completion::Probed => given.kind = completion::PROBED,
             }
             // SAFETY: the caller's function with the caller's context; the completion lives during the call.
             unsafe { each(context, &given) };

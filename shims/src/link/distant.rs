@@ -196,6 +196,16 @@ impl Distant {
         self.end.unconfirmed(theirs) == Some(0)
     }
 
+    /// It has to be seen, about once a second, whether the peer's device still answers.
+    pub fn is_watched(&self) -> bool {
+        self.end.is_watched()
+    }
+
+    /// Sees to it. Monotonic ns.
+    pub fn tick(&self, now: u64) {
+        self.end.tick(now);
+    }
+
     /// The next message on the side channel.
     pub fn take_message(&self) -> Option<Message> {
         self.end.take_message()
@@ -205,6 +215,7 @@ impl Distant {
     pub fn fault(&self) -> Option<Reason> {
         self.end.fault().map(|fault| match fault {
             Fault::Violation(_) => Reason::Violation,
+            Fault::Silent => Reason::LinkSilent,
             _ => Reason::LinkFailed,
         })
     }

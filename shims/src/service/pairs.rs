@@ -34,6 +34,9 @@ const _: () = assert!(COOKIE_AT + ID_BYTES <= PRIVATE_BYTES);
 /// after the last who slept on it has gone on, ns.
 pub(super) const TEND_AFTER: u64 = 5_000_000;
 
+/// How often it is seen whether a link on which something was sent still works, ns.
+const WATCH_EVERY: u64 = 1_000_000_000;
+
 /// An accepted connection that is not up yet.
 pub(super) struct Arriving {
     pair: Pair,
@@ -309,8 +312,13 @@ impl Worker {
 
     /// What is for this thread on a link to another host.
     pub(super) fn attend(&mut self, link: &'static Link) {
-        if link.distant().is_some()
-            && link.has_ready(SERVICE)
+        let Some(distant) = link.distant() else {
+            return;
+        };
+        if distant.is_watched() && self.watch_at == 0 {
+            self.watch_at = crate::time::now_ns() + WATCH_EVERY;
+        }
+        if link.has_ready(SERVICE)
             && let Some(id) = self.conn_of(link)
         {
             self.on_completion(id);
@@ -357,6 +365,22 @@ impl Worker {
         }
         if again {
             self.service.tend_later();
+        }
+    }
+
+    /// Links on which something was sent: do their peers' devices still answer? What has failed is seen by `attend`.
+    pub(super) fn watch_links(&mut self, now: u64) {
+        if self.watch_at == 0 || now < self.watch_at {
+            return;
+        }
+        self.watch_at = 0;
+        for distant in self.service.all_links().iter().filter_map(|l| l.distant()) {
+            if distant.is_watched() {
+                distant.tick(now);
+            }
+            if distant.is_watched() {
+                self.watch_at = now + WATCH_EVERY;
+            }
         }
     }
 

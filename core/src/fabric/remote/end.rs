@@ -106,6 +106,8 @@ pub struct Counts {
     pub full: u64,
     /// How often no credit was left.
     pub no_credit: u64,
+    /// How often the peer's device was asked whether it is there.
+    pub probes: u64,
 }
 
 /// Send what is there.
@@ -114,6 +116,8 @@ pub(super) const PUMP: u32 = 1;
 pub(super) const POLL: u32 = 2;
 /// Send the heads that were held back, too.
 pub(super) const SETTLE: u32 = 4;
+/// The watch's time has come.
+pub(super) const TICK: u32 = 8;
 
 /// One end of a link between hosts.
 ///
@@ -128,6 +132,8 @@ pub(super) const SETTLE: u32 = 4;
 /// - When waiter 0 is told: [`take_message`](Self::take_message) until there is none, and
 ///   [`fault`](Self::fault).
 /// - Some ms after [`Local::settle_later`], call [`settle`](Self::settle).
+/// - While [`is_watched`](Self::is_watched), call [`tick`](Self::tick) about once a second. Waiter 0 is told when
+///   that begins.
 ///
 /// # When the link is down
 /// Every call stays harmless, cursors too: producers fill their rings and consumers drain theirs.
@@ -188,6 +194,8 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
                 outbox: Lock::new(VecDeque::new()),
                 news: AtomicU32::new(0),
                 owes: AtomicBool::new(false),
+                is_watched: AtomicBool::new(false),
+                watch_unseen: AtomicBool::new(false),
                 marks: (0..MAX_WAITERS).map(|_| RungMark::new()).collect(),
             },
             again: AtomicU32::new(0),
@@ -255,6 +263,30 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         self.ground.owes.load(Relaxed)
     }
 
+    /// Something was posted that is not proven to have arrived.
+    pub fn is_watched(&self) -> bool {
+        if self.ground.watch_unseen.load(Relaxed) {
+            self.ground.watch_unseen.store(false, SeqCst);
+        }
+        // After that, so that what begins now is told of again.
+        self.ground.is_watched.load(SeqCst)
+    }
+
+    /// A look at whether the peer's device still answers; the link is down with [`Fault::Silent`] if it has not
+    /// for too long. The time is in ns, of a clock that does not go back.
+    pub fn tick(&self, now: u64) {
+        if self.fault.get().is_some() {
+            return;
+        }
+        // In a signal handler that has interrupted the engine the next tick does it.
+        let Some(mut engine) = self.engine.lock() else {
+            return;
+        };
+        engine.now = now;
+        let _ = self.turn(engine, POLL | TICK);
+        let _ = self.again();
+    }
+
     /// Carries over what has changed on the stream that the peer calls `theirs`, in either direction,
     /// where no [`Wake`] said so: after [`Producer::adopt`] and [`Consumer::stop`].
     pub fn touch(&self, theirs: Vqpn) {
@@ -315,6 +347,8 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         let fault = self.fault.get();
         if fault.is_some() {
             self.fault_unseen.store(false, SeqCst);
+            // There is nothing to be watched any more.
+            self.ground.watch_unseen.store(false, SeqCst);
         }
         fault
     }
@@ -579,10 +613,12 @@ impl<Q: QueuePair, L: Local> LinkEnd for End<Q, L> {
         self.sweeps.drain(&self.ground.mine, waiter, each);
     }
 
-    /// Of waiter 0 also whether there is a message, or a fault that was not asked for.
+    /// Of waiter 0 also whether there is a message, or a fault or the beginning of a watch that was not asked for.
     fn has_ready(&self, waiter: WaiterId) -> bool {
         self.sweeps.has_ready(&self.ground.mine, waiter)
             || waiter == SERVICE
-                && (self.ground.news.load(SeqCst) > 0 || self.fault_unseen.load(SeqCst))
+                && (self.ground.news.load(SeqCst) > 0
+                    || self.fault_unseen.load(SeqCst)
+                    || self.ground.watch_unseen.load(SeqCst))
     }
 }

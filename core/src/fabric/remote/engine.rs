@@ -5,13 +5,14 @@ use std::collections::VecDeque;
 use std::sync::atomic::Ordering::SeqCst;
 
 use super::chunks::{self, Chunks, Target};
-use super::end::{Local, POLL, SETTLE};
+use super::end::{Local, POLL, SETTLE, TICK};
 use super::fault::{Breach, Fault};
 use super::ground::{After, Ground, MAX_LETTERS, SERVICE, Which};
 use super::pump::Sender;
-use super::qp::{Event, Key, Limits, QueuePair};
+use super::qp::{Event, Key, Limits, PostError, QueuePair};
 use super::record::{self, Record};
 use super::stream::{State, Stream, Streams};
+use super::watch::{Step, Watch};
 use crate::fabric::layout::{self, MAX_STREAMS};
 use crate::fabric::ready::{ReadyCursor, ReadyQueue};
 use crate::fabric::ring::{DirectionBlock, Wake};
@@ -30,6 +31,9 @@ pub(super) struct Engine {
     pub lazy: (Box<ReadyQueue>, ReadyCursor),
     /// The stream, by the peer's number, that was served when there was no room to go on.
     pub current: Option<u32>,
+    watch: Watch,
+    /// The time of the next tick, ns.
+    pub now: u64,
 }
 
 impl Engine {
@@ -44,6 +48,8 @@ impl Engine {
             closing: ReadyCursor::new(),
             lazy: Default::default(),
             current: None,
+            watch: Watch::new(),
+            now: 0,
         }
     }
 
@@ -66,7 +72,39 @@ impl Engine {
             self.poll(g)?;
         }
         pumped?;
+        if self.watch.on_done(self.sender.done()) {
+            self.begin_watch(g);
+        }
+        // After what has come: the answer may be there.
+        if what & TICK != 0 {
+            self.tick(g)?;
+        }
         Ok(events > 0)
+    }
+
+    /// Something was posted where nothing was for a while.
+    #[cold]
+    fn begin_watch<Q: QueuePair, L: Local>(&mut self, g: &Ground<Q, L>) {
+        g.is_watched.store(true, SeqCst);
+        g.watch_unseen.store(true, SeqCst);
+        g.ring_if_asleep(&mut self.after, SERVICE);
+    }
+
+    fn tick<Q: QueuePair, L: Local>(&mut self, g: &Ground<Q, L>) -> Result<(), Fault> {
+        match self.watch.tick(self.now, self.sender.done()) {
+            Step::Idle => g.is_watched.store(false, SeqCst),
+            Step::Wait => {}
+            Step::Probe => match g.qp.probe() {
+                Ok(()) => {
+                    self.sender.counts.probes += 1;
+                    self.watch.on_posted();
+                }
+                Err(PostError::Full) => {}
+                Err(PostError::Down) => return Err(Fault::Down(super::qp::Down(0))),
+            },
+            Step::Silent => return Err(Fault::Silent),
+        }
+        Ok(())
     }
 
     fn poll<Q: QueuePair, L: Local>(&mut self, g: &Ground<Q, L>) -> Result<usize, Fault> {
@@ -103,6 +141,7 @@ impl Engine {
     ) -> Result<(), Breach> {
         match event {
             Event::Room => self.sender.on_room(),
+            Event::Probed => self.watch.on_answered(),
             Event::Written { immediate, bytes } => {
                 self.sender.on_received()?;
                 if !g.limits.immediate {

@@ -8,6 +8,7 @@ use std::sync::atomic::{
 };
 
 use super::qp::Down;
+use super::watch::SILENCE;
 
 /// What the peer has done that no correct peer does (I7).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -79,6 +80,9 @@ pub enum Fault {
     /// The peer broke the protocol: what is in the rings cannot be trusted.
     #[error("peer violation: {0}")]
     Violation(Breach),
+    /// The peer's device has not answered for too long: what was not received can be sent again over TCP.
+    #[error("no answer from the peer's device for {} s", SILENCE / 1_000_000_000)]
+    Silent,
     /// This end took it down ([`End::set_down`](super::End::set_down)).
     #[error("taken down")]
     Closed,
@@ -111,6 +115,7 @@ impl FaultCell {
                 .into_iter()
                 .find(|b| *b as u32 == value)
                 .map(Fault::Violation),
+            4 => Some(Fault::Silent),
             _ => Some(Fault::Closed),
         }
     }
@@ -121,6 +126,7 @@ impl FaultCell {
             Fault::Down(Down(errno)) => 1 << 32 | u64::from(errno as u32),
             Fault::Violation(breach) => 2 << 32 | u64::from(breach as u32),
             Fault::Closed => 3 << 32,
+            Fault::Silent => 4 << 32,
         };
         self.0.compare_exchange(0, word, Release, Acquire).is_ok()
     }
@@ -136,6 +142,7 @@ mod tests {
             Fault::Down(Down(-5)),
             Fault::Down(Down(0)),
             Fault::Closed,
+            Fault::Silent,
         ]);
         for fault in faults {
             let cell = FaultCell::default();

@@ -54,6 +54,10 @@ pub(super) struct Ground<Q, L> {
     pub news: AtomicU32,
     /// A head was held back.
     pub owes: AtomicBool,
+    /// Somebody has to tick for the engine's watch.
+    pub is_watched: AtomicBool,
+    /// That was not so before, and the service thread has not asked since.
+    pub watch_unseen: AtomicBool,
     pub marks: Box<[RungMark]>,
 }
 

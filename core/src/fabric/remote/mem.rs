@@ -44,6 +44,7 @@ impl Default for Config {
 enum Work {
     Send(Vec<u8>),
     Write(Write, Option<u32>),
+    Probe,
 }
 
 // SAFETY: the pointer is to memory that was registered, which any thread may reach.
@@ -74,6 +75,16 @@ struct Device {
     armed_fired: u64,
     registered: u64,
     refuses_memory: bool,
+    /// What was carried out of probes, and not seen by a poll.
+    probed: usize,
+}
+
+impl Device {
+    fn fire(&mut self) {
+        if std::mem::take(&mut self.is_armed) {
+            self.armed_fired += 1;
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -82,6 +93,7 @@ struct State {
     clock: Clock,
     devices: [Device; 2],
     is_down: bool,
+    is_mute: bool,
     why: &'static str,
     /// Work requests that are still carried out.
     lives: Option<u64>,
@@ -109,7 +121,7 @@ impl State {
     fn run(&mut self) {
         let now = self.clock.now();
         for me in [0, 1] {
-            while !self.is_down {
+            while !self.is_down && !self.is_mute {
                 let Some(device) = self.devices.get_mut(me) else {
                     return;
                 };
@@ -133,6 +145,13 @@ impl State {
 
     fn carry(&mut self, me: usize, work: Work) {
         let result = match work {
+            Work::Probe => {
+                if let Some(device) = self.devices.get_mut(me) {
+                    device.probed += 1;
+                    device.fire();
+                }
+                return;
+            }
             Work::Send(bytes) => self.arrive(1 - me, Arrived::Message(bytes)),
             Work::Write(write, immediate) => {
                 self.write(me, &write).and_then(|()| match immediate {
@@ -158,9 +177,7 @@ impl State {
         let device = self.devices.get_mut(to).ok_or("no such end")?;
         device.buffers = device.buffers.checked_sub(1).ok_or("no receive buffer")?;
         device.arrived.push_back(what);
-        if std::mem::take(&mut device.is_armed) {
-            device.armed_fired += 1;
-        }
+        device.fire();
         Ok(())
     }
 
@@ -218,6 +235,7 @@ pub fn pair(config: Config, clock: &Clock) -> [MemQp; 2] {
             clock: clock.clone(),
             devices: [device(), device()],
             is_down: false,
+            is_mute: false,
             why: "",
             lives: None,
             loses: 0,
@@ -246,6 +264,11 @@ impl MemQp {
         self.shared.lock().die("cut");
     }
 
+    /// From now on until told otherwise nothing arrives at either end, and nothing says so.
+    pub fn mute(&self, on: bool) {
+        self.shared.lock().is_mute = on;
+    }
+
     /// Why it has ended; empty while it has not.
     pub fn why(&self) -> &'static str {
         self.shared.lock().why
@@ -269,6 +292,9 @@ impl MemQp {
     /// When the next work request of either end arrives, in µs; `None` if none is under way.
     pub fn next_arrival(&self) -> Option<u64> {
         let state = self.shared.lock();
+        if state.is_mute {
+            return None;
+        }
         let due = state.devices.iter().filter_map(|d| d.posted.front());
         due.map(|(due, _)| *due).min()
     }
@@ -290,11 +316,14 @@ impl MemQp {
         let Some(device) = state.devices.get_mut(self.me) else {
             return Err(PostError::Down);
         };
-        if device.outstanding >= most {
-            device.was_full = true;
-            return Err(PostError::Full);
+        // There is always room for a probe.
+        if !matches!(work, Work::Probe) {
+            if device.outstanding >= most {
+                device.was_full = true;
+                return Err(PostError::Full);
+            }
+            device.outstanding += 1;
         }
-        device.outstanding += 1;
         device.posted.push_back((due, work));
         Ok(())
     }
@@ -339,6 +368,10 @@ impl QueuePair for MemQp {
         self.post(Work::Send(bytes))
     }
 
+    fn probe(&self) -> Result<(), PostError> {
+        self.post(Work::Probe)
+    }
+
     fn poll(&self, each: &mut dyn FnMut(Event<'_>)) -> Result<usize, Down> {
         let mut events = 0;
         self.shared.lock().run();
@@ -357,18 +390,23 @@ impl QueuePair for MemQp {
         }
         let mut state = self.shared.lock();
         let signal = state.config.signal_every.max(1);
-        let mut room = false;
+        let (mut room, mut probed) = (false, 0);
         if let Some(device) = state.devices.get_mut(self.me) {
             let signal = if device.was_full { 1 } else { signal };
             let n = device.completed / signal * signal;
             device.completed -= n;
             device.outstanding -= n;
             room = n > 0 && std::mem::take(&mut device.was_full);
+            probed = std::mem::take(&mut device.probed);
         }
         let is_down = state.is_down;
         drop(state);
         if room {
             each(Event::Room);
+            events += 1;
+        }
+        for _ in 0..probed {
+            each(Event::Probed);
             events += 1;
         }
         if is_down {

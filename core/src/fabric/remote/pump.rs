@@ -71,6 +71,16 @@ impl Sender {
         self.is_full || !self.credits.can_send()
     }
 
+    /// Grows with all that is posted, and with what found the queue full.
+    #[inline]
+    pub fn done(&self) -> u64 {
+        let counts = &self.counts;
+        counts
+            .sends
+            .wrapping_add(counts.writes)
+            .wrapping_add(counts.full)
+    }
+
     pub fn on_room(&mut self) {
         self.is_full = false;
     }

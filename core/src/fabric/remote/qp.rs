@@ -68,6 +68,8 @@ pub enum Event<'a> {
     },
     /// There is room in the send queue again.
     Room,
+    /// The peer's device has answered a [`probe`](QueuePair::probe).
+    Probed,
 }
 
 /// A connected reliable queue pair. Work requests complete in the order in which they were posted, and
@@ -91,6 +93,12 @@ pub trait QueuePair: Send + Sync {
 
     /// Posts a message made of these parts, together at most [`Limits::buffer_bytes`] long. They are copied.
     fn send(&self, parts: &[&[u8]]) -> Result<(), PostError>;
+
+    /// Posts a request that completes, as [`Event::Probed`], only when the peer's device has answered it, and so
+    /// has all that was posted before. The peer's process has no part in that, and it takes no receive buffer.
+    /// There is room for one whatever else was posted; at most one at a time. [`PostError::Full`] if nothing may
+    /// be posted yet: then no [`Event::Room`] follows.
+    fn probe(&self) -> Result<(), PostError>;
 
     /// Hands over what has completed, in order; gives how many events that were. One caller at a time.
     fn poll(&self, each: &mut dyn FnMut(Event<'_>)) -> Result<usize, Down>;

@@ -3,6 +3,7 @@
 mod failures;
 mod hostile;
 mod sequences;
+mod silence;
 mod threads;
 
 use std::sync::atomic::{AtomicU64, Ordering};

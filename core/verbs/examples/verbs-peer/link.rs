@@ -231,6 +231,7 @@ pub enum Event {
     Message(Vec<u8>),
     Written(u32, u32),
     Room,
+    Probed,
 }
 
 /// An established or pending connection. A receiver grants a quarter of its buffers at a time.
@@ -352,6 +353,14 @@ impl Link {
         }
     }
 
+    /// Asks the peer's device, at most once at a time.
+    pub fn probe(&self) {
+        // SAFETY: the connection lives.
+        let probe = || unsafe { (self.api.table.probe)(self.conn) };
+        assert_eq!(probe(), 0, "probe");
+        assert_eq!(probe(), -libc::EAGAIN, "a second probe");
+    }
+
     /// Takes what has completed; the error is the plugin's.
     pub fn poll(&self) -> Result<usize, i32> {
         unsafe extern "C" fn each(context: *mut c_void, done: *const Completion) {
@@ -369,6 +378,7 @@ impl Link {
                             .push_back(Event::Written(done.immediate, done.len));
                     }
                     completion::ROOM => link.events.borrow_mut().push_back(Event::Room),
+                    completion::PROBED => link.events.borrow_mut().push_back(Event::Probed),
                     kind => panic!("completion of kind {kind}"),
                 }
             }

@@ -82,6 +82,8 @@ pub fn serve(api: &Api, local: &Address) {
         match scenario {
             Scenario::Messages => {
                 receive_messages(&link);
+                link.probe();
+                assert_eq!(link.event(), Event::Probed);
                 send_messages(&link);
                 link.send(&link.message());
             }
@@ -363,7 +365,7 @@ fn receive_writes(link: &Link) {
     link.send(b"right");
 }
 
-/// Posts without looking at completions until the queue is full; then room is told.
+/// Posts without looking at completions until the queue is full; then room is told. There is always room for a probe.
 fn fill_queue(link: &Link) {
     let source = Memory::new(MIB);
     let local = link.register(&source).local;
@@ -387,7 +389,17 @@ fn fill_queue(link: &Link) {
             assert!(posted < 10_000, "the queue has no end");
         };
         assert_eq!(code, -libc::EAGAIN);
-        assert_eq!(link.event(), Event::Room, "round {round} after {posted}");
+        link.probe();
+        let (mut rooms, mut probed) = (0, false);
+        while !probed {
+            match link.event() {
+                Event::Room => rooms += 1,
+                Event::Probed => probed = true,
+                other => panic!("{other:?}"),
+            }
+        }
+        // All writes were before the probe.
+        assert_eq!(rooms, 1, "round {round} after {posted}");
         assert!(posted > 16, "only {posted} posted");
     }
     while link.event_now().is_some() {}

@@ -1,0 +1,234 @@
+//! Whether the peer's device still answers: a state machine without clock and I/O. What a probe is, the
+//! queue pair knows; who ticks, and what follows, is `end.rs`.
+//!
+//! A device whose packets are lost need not say so: SoftRoCE has reported no failed request for 25 s, and on
+//! iWARP TCP tries for a quarter of an hour. So what was posted has to be proven: a probe is a request that
+//! completes only when the peer's device has answered it, and what was posted before it has arrived then. The
+//! peer's process has no part in that, so one that is stopped or busy is not taken for a dead one.
+//!
+//! ```text
+//!            posted                  tick
+//!     Off ──────────▶ On ───────────────────────▶ Asked ──▶ silent, when it has waited for long enough
+//!      ▲   tick,      │ ▲                           │
+//!      └──────────────┘ └───────────────────────────┘
+//!         all is proven            answered
+//! ```
+//!
+//! Where nothing is posted the watch is off, and nobody ticks.
+
+#![forbid(unsafe_code)]
+
+/// How long a probe may stay without an answer, ns.
+pub(super) const SILENCE: u64 = 5_000_000_000;
+
+/// What the time between two ticks counts at most, ns. If there was more, this process, or its host, has not run
+/// for a while, and the peer is not to blame.
+const GAP: u64 = 2_000_000_000;
+
+/// What is to be done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Step {
+    /// Nothing, and no tick is needed before the next post.
+    Idle,
+    /// Post a probe, then [`Watch::on_posted`].
+    Probe,
+    /// Nothing until the next tick.
+    Wait,
+    /// The peer's device does not answer.
+    Silent,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    Off,
+    On,
+    Asked {
+        /// What had been done when the probe was posted.
+        covers: u64,
+        /// It is in the queue.
+        posted: bool,
+        /// ns.
+        waited: u64,
+    },
+}
+
+/// See the module. What was *done* is a number that grows with every post, and every attempt at one.
+#[derive(Debug)]
+pub(super) struct Watch {
+    stage: Stage,
+    /// Of what was done, so much has arrived.
+    proven: u64,
+    /// The last tick, ns.
+    last: u64,
+}
+
+impl Watch {
+    pub fn new() -> Self {
+        Self {
+            stage: Stage::Off,
+            proven: 0,
+            last: 0,
+        }
+    }
+
+    /// So much was done. True if somebody has to tick from now on.
+    #[inline]
+    pub fn on_done(&mut self, done: u64) -> bool {
+        let starts = self.stage == Stage::Off && done != self.proven;
+        if starts {
+            self.stage = Stage::On;
+        }
+        starts
+    }
+
+    /// What is to be done at this time, ns of a clock that does not go back.
+    pub fn tick(&mut self, now: u64, done: u64) -> Step {
+        let gap = now.saturating_sub(self.last).min(GAP);
+        self.last = now;
+        match &mut self.stage {
+            Stage::Off => Step::Idle,
+            Stage::On if done == self.proven => {
+                self.stage = Stage::Off;
+                Step::Idle
+            }
+            Stage::On => {
+                self.stage = Stage::Asked {
+                    covers: done,
+                    posted: false,
+                    waited: 0,
+                };
+                Step::Probe
+            }
+            Stage::Asked {
+                covers,
+                posted,
+                waited,
+            } => {
+                *waited = waited.saturating_add(gap);
+                if *waited >= SILENCE {
+                    Step::Silent
+                } else if *posted {
+                    Step::Wait
+                } else {
+                    *covers = done;
+                    Step::Probe
+                }
+            }
+        }
+    }
+
+    /// The probe is in the queue. If it could not be posted, the next tick asks for it again, and the time counts.
+    pub fn on_posted(&mut self) {
+        if let Stage::Asked { posted, .. } = &mut self.stage {
+            *posted = true;
+        }
+    }
+
+    /// The peer's device has answered.
+    pub fn on_answered(&mut self) {
+        if let Stage::Asked {
+            covers,
+            posted: true,
+            ..
+        } = self.stage
+        {
+            self.proven = covers;
+            self.stage = Stage::On;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: u64 = 1_000_000_000;
+
+    /// On, with a probe posted at second 1.
+    fn asked() -> Watch {
+        let mut watch = Watch::new();
+        assert!(watch.on_done(1));
+        assert_eq!(watch.tick(SECOND, 1), Step::Probe);
+        watch.on_posted();
+        watch
+    }
+
+    #[test]
+    fn where_nothing_is_done_nobody_ticks() {
+        let mut watch = Watch::new();
+        assert!(!watch.on_done(0));
+        assert_eq!(watch.tick(SECOND, 0), Step::Idle);
+    }
+
+    #[test]
+    fn the_watch_is_begun_once_and_ends_when_all_is_proven() {
+        let mut watch = Watch::new();
+        assert!(watch.on_done(1) && !watch.on_done(2));
+        assert_eq!(watch.tick(SECOND, 2), Step::Probe);
+        watch.on_posted();
+        watch.on_answered();
+        assert!(!watch.on_done(2));
+        assert_eq!(watch.tick(2 * SECOND, 2), Step::Idle);
+        // Nothing is new.
+        assert!(!watch.on_done(2));
+        assert!(watch.on_done(3));
+    }
+
+    #[test]
+    fn what_was_done_after_the_probe_takes_another_one() {
+        let mut watch = asked();
+        assert!(!watch.on_done(2));
+        assert_eq!(watch.tick(2 * SECOND, 2), Step::Wait);
+        watch.on_answered();
+        assert_eq!(watch.tick(3 * SECOND, 2), Step::Probe);
+    }
+
+    #[test]
+    fn a_probe_without_an_answer_is_silence() {
+        let mut watch = asked();
+        for second in 2..6 {
+            assert_eq!(watch.tick(second * SECOND, second), Step::Wait);
+        }
+        assert_eq!(watch.tick(6 * SECOND, 6), Step::Silent);
+    }
+
+    #[test]
+    fn so_is_one_that_finds_no_room() {
+        let mut watch = Watch::new();
+        watch.on_done(1);
+        for second in 1..6 {
+            assert_eq!(watch.tick(second * SECOND, 1), Step::Probe);
+            // No answer of anything that could be meant.
+            watch.on_answered();
+        }
+        assert_eq!(watch.tick(6 * SECOND, 1), Step::Silent);
+    }
+
+    #[test]
+    fn one_that_found_room_later_covers_what_was_done_until_then() {
+        let mut watch = Watch::new();
+        watch.on_done(1);
+        assert_eq!(watch.tick(SECOND, 1), Step::Probe);
+        assert_eq!(watch.tick(2 * SECOND, 5), Step::Probe);
+        watch.on_posted();
+        watch.on_answered();
+        assert_eq!(watch.tick(3 * SECOND, 5), Step::Idle);
+    }
+
+    #[test]
+    fn time_in_which_this_process_did_not_run_counts_little() {
+        let mut watch = asked();
+        assert_eq!(watch.tick(1000 * SECOND, 1), Step::Wait);
+        assert_eq!(watch.tick(2000 * SECOND, 1), Step::Wait);
+        assert_eq!(watch.tick(3000 * SECOND, 1), Step::Silent);
+    }
+
+    #[test]
+    fn an_answer_that_was_not_asked_for_proves_nothing() {
+        let mut watch = Watch::new();
+        watch.on_answered();
+        assert!(watch.on_done(1));
+        watch.on_answered();
+        assert_eq!(watch.tick(SECOND, 1), Step::Probe);
+    }
+}

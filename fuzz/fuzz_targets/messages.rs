@@ -20,8 +20,11 @@ fuzz_target!(|input: Input<'_>| {
             introduction(bytes);
         }
         Input::Framed(kind, body) => {
-            let length = (body.len() as u16).to_le_bytes();
-            message(&[b"rsok", &[VERSION, kind][..], &length, body].concat());
+            // Each kind has one length, or few.
+            for n in 0..=body.len().min(MAX_MESSAGE) {
+                let length = (n as u16).to_le_bytes();
+                message(&[b"rsok", &[VERSION, kind][..], &length, &body[..n]].concat());
+            }
             introduction(&[b"rsok", &[VERSION][..], body].concat());
         }
     }

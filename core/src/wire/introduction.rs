@@ -91,7 +91,10 @@ mod tests {
         assert_eq!(bytes[..], expected.concat());
         let padded = [&bytes[..], &[0; 140]].concat();
         let got = Introduction::decode(&padded).unwrap();
-        assert_eq!((got.pid, got.instance), (0x0102_0304, introduction.instance));
+        assert_eq!(
+            (got.pid, got.instance),
+            (0x0102_0304, introduction.instance)
+        );
         assert!(got.cookie.matches(&introduction.cookie));
         for (at, error) in [
             (0, WireError::Magic),

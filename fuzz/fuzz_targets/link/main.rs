@@ -117,6 +117,8 @@ fuzz_target!(|input: Input<'_>| {
         world.pair(0, 0);
     }
     for op in &input.ops {
+        // What follows it in the queue is not applied either.
+        world.failed |= world.end.qp().is_next_malformed();
         world.apply(op);
         world.check();
     }

@@ -65,6 +65,14 @@ impl Wire {
         self.state().is_down = true;
     }
 
+    /// The next event is one that no end may accept.
+    pub fn is_next_malformed(&self) -> bool {
+        match self.state().arrived.front() {
+            Some(Arrived::Message(bytes)) => decode(bytes).is_err(),
+            _ => false,
+        }
+    }
+
     /// Nothing may be posted any more.
     pub fn forbid(&self) {
         self.state().is_forbidden = true;

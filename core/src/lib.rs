@@ -3,6 +3,9 @@
 pub mod fabric;
 pub mod sync;
 
+#[cfg(all(not(loom), feature = "fuzzing"))]
+#[doc(hidden)]
+pub mod fuzzing;
 #[cfg(not(loom))]
 pub mod ids;
 #[cfg(not(loom))]

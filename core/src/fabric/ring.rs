@@ -133,6 +133,9 @@ pub enum Violation {
     /// The producer adopted what was not offered, or at an impossible position.
     #[error("bad ring switch")]
     BadSwitch,
+    /// The consumer wants bytes again whose ring was given up two rings ago.
+    #[error("what is to be sent again is not held")]
+    NotHeld,
     /// Unknown end mark.
     #[error("bad end mark")]
     BadEnd,

@@ -176,7 +176,7 @@ fn request(server: SocketAddr) -> Request {
     }
 }
 
-fn parse(bytes: &[u8]) -> Result<u32, Errno> {
+pub(crate) fn parse(bytes: &[u8]) -> Result<u32, Errno> {
     let (header, body) = NetlinkHeader::read_from_prefix(bytes).map_err(|_| Errno::BADMSG)?;
     if header.kind == NLMSG_ERROR {
         let (code, _) = i32::read_from_prefix(body).map_err(|_| Errno::BADMSG)?;
@@ -234,7 +234,7 @@ fn read_table(path: &str, server: SocketAddr) -> ListenerOwner {
 
 /// Finds the listener for `server` in the text of /proc/net/tcp or tcp6: the one with that address, or
 /// else a wildcard one.
-fn find_listener(table: &str, server: SocketAddr) -> ListenerOwner {
+pub(crate) fn find_listener(table: &str, server: SocketAddr) -> ListenerOwner {
     let listeners = || {
         let sockets = table.lines().filter_map(parse_line);
         sockets.filter(|(local, state, _)| *state == TCP_LISTEN && local.port() == server.port())

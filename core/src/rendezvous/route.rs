@@ -117,7 +117,7 @@ fn request(remote: IpAddr) -> Vec<u8> {
     .concat()
 }
 
-fn parse(bytes: &[u8]) -> Result<Place, Errno> {
+pub(crate) fn parse(bytes: &[u8]) -> Result<Place, Errno> {
     let (header, body) = NetlinkHeader::read_from_prefix(bytes).map_err(|_| Errno::BADMSG)?;
     match header.kind {
         // No route: nothing that is to be reached is there.

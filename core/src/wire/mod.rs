@@ -7,12 +7,14 @@
 
 #![cfg_attr(not(test), deny(clippy::indexing_slicing))]
 
+mod introduction;
 mod marker;
 mod message;
 pub mod scan;
 
 use std::fmt;
 
+pub use introduction::{INTRODUCTION, Introduction};
 pub use marker::{
     Hello, LinkAddress, LinkOffer, MAX_ADDRESS, MAX_MARKER, MIN_MARKER, Marker, ShmName,
 };

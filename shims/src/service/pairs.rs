@@ -8,10 +8,10 @@ use std::os::fd::BorrowedFd;
 use std::sync::atomic::Ordering::{Acquire, SeqCst};
 
 use rdmasock_core::fabric::plugin::PRIVATE_BYTES;
-use rdmasock_core::ids::{Cookie, ID_BYTES, InstanceId, Vqpn};
+use rdmasock_core::ids::{Cookie, InstanceId, Vqpn};
 use rdmasock_core::stats::Reason;
 use rdmasock_core::stream::resume::Resume;
-use rdmasock_core::wire;
+use rdmasock_core::wire::{INTRODUCTION, Introduction};
 use rustix::event::epoll as kernel;
 use rustix::io::Errno;
 
@@ -22,13 +22,7 @@ use crate::socket::Socket;
 use crate::verbs::{self, Acceptor, Incoming, Pair, State};
 use crate::wait::SERVICE;
 
-/// What both ends of a new queue pair tell each other first: magic, version, pid, instance; the one that
-/// asks adds the cookie.
-const MAGIC: [u8; 4] = *b"rsok";
-const PID_AT: usize = 8;
-const INSTANCE_AT: usize = 12;
-const COOKIE_AT: usize = INSTANCE_AT + ID_BYTES;
-const _: () = assert!(COOKIE_AT + ID_BYTES <= PRIVATE_BYTES);
+const _: () = assert!(INTRODUCTION == PRIVATE_BYTES);
 
 /// How long an idle direction's last head is held back, and how long nobody need hear of what completes on a link
 /// after the last who slept on it has gone on, ns.
@@ -53,37 +47,14 @@ pub struct Dialled {
     pid: u32,
 }
 
-fn introduce(me: &InstanceId, cookie: Option<&Cookie>) -> [u8; PRIVATE_BYTES] {
-    let mut bytes = [0u8; PRIVATE_BYTES];
+fn introduce(instance: InstanceId, cookie: Cookie) -> [u8; PRIVATE_BYTES] {
     let pid = rustix::process::getpid().as_raw_nonzero().get() as u32;
-    let mut put = |at: usize, what: &[u8]| {
-        if let Some(place) = bytes.get_mut(at..at + what.len()) {
-            place.copy_from_slice(what);
-        }
-    };
-    put(0, &MAGIC);
-    put(MAGIC.len(), &[wire::VERSION]);
-    put(PID_AT, &pid.to_le_bytes());
-    put(INSTANCE_AT, me.as_bytes());
-    if let Some(cookie) = cookie {
-        put(COOKIE_AT, cookie.as_bytes());
-    }
-    bytes
-}
-
-/// The instance, its pid and the cookie; `None` if that is not what a library of this version says.
-fn understand(bytes: &[u8; PRIVATE_BYTES]) -> Option<(InstanceId, u32, Cookie)> {
-    let (magic, rest) = bytes.split_first_chunk::<4>()?;
-    if *magic != MAGIC || rest.first() != Some(&wire::VERSION) {
-        return None;
-    }
-    let pid = u32::from_le_bytes(*bytes.get(PID_AT..)?.first_chunk()?);
-    let id = |at: usize| bytes.get(at..)?.first_chunk::<ID_BYTES>().copied();
-    Some((
-        InstanceId::from_bytes(id(INSTANCE_AT)?),
+    Introduction {
         pid,
-        Cookie::from_bytes(id(COOKIE_AT)?),
-    ))
+        instance,
+        cookie,
+    }
+    .encode()
 }
 
 impl Worker {
@@ -128,8 +99,13 @@ impl Worker {
     }
 
     fn on_incoming(&mut self, incoming: Incoming) {
-        let Some((peer, pid, _)) = understand(&incoming.private)
-            .filter(|(peer, _, cookie)| self.service.redeem(cookie, peer))
+        let Some(Introduction {
+            pid,
+            instance: peer,
+            ..
+        }) = Introduction::decode(&incoming.private)
+            .ok()
+            .filter(|i| self.service.redeem(&i.cookie, &i.instance))
         else {
             self.library
                 .stats
@@ -137,7 +113,7 @@ impl Worker {
             tracing::warn!(target: "rdmasock", "a link without a cookie of ours is refused");
             return incoming.reject();
         };
-        let pair = match incoming.accept(&introduce(&self.library.id, None)) {
+        let pair = match incoming.accept(&introduce(self.library.id, Introduction::NO_COOKIE)) {
             Ok(pair) => pair,
             Err(error) => {
                 tracing::warn!(target: "rdmasock", %peer, %error, "a link cannot be accepted");
@@ -176,7 +152,7 @@ impl Worker {
         if !verbs::has_device(local) {
             return false;
         }
-        let greeting = introduce(&self.library.id, Some(cookie));
+        let greeting = introduce(self.library.id, *cookie);
         let blocked = SignalsBlocked::new();
         let spawned = std::thread::Builder::new()
             .name("rdmasock-dial".into())
@@ -434,32 +410,11 @@ fn dial(
     let pair = verbs::connect(local, remote, greeting, REMOTE_TIMEOUT.as_millis() as u32)?;
     tracing::debug!(target: "rdmasock::link", %remote, "connected");
     let info = pair.info()?;
-    let (instance, pid, _) = understand(&info.private).ok_or(Errno::PROTO)?;
+    let Introduction { pid, instance, .. } =
+        Introduction::decode(&info.private).map_err(|_| Errno::PROTO)?;
     // P23: the instance that the TCP connection leads to, and no other.
     if instance != peer {
         return Err(Errno::PERM);
     }
     Ok(Dialled { pair, peer, pid })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn an_introduction_is_understood_and_another_version_is_not() {
-        let (me, cookie) = (
-            InstanceId::from_bytes([3; 16]),
-            Cookie::from_bytes([9; ID_BYTES]),
-        );
-        let bytes = introduce(&me, Some(&cookie));
-        let (instance, pid, got) = understand(&bytes).unwrap();
-        assert_eq!((instance, pid), (me, std::process::id()));
-        assert!(got.matches(&cookie));
-        for at in [0, 3, 4] {
-            let mut bad = bytes;
-            bad[at] ^= 1;
-            assert!(understand(&bad).is_none());
-        }
-    }
 }

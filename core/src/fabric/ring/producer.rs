@@ -20,6 +20,8 @@ pub struct Producer {
     ring: RingMemory,
     /// The ring before, which may still hold bytes that were not read.
     previous: RingMemory,
+    /// First position in that.
+    previous_pos: u64,
     /// Bytes ever committed.
     tail: u64,
     /// May write up to this position by what is known of the consumer.
@@ -53,6 +55,7 @@ impl Producer {
             area,
             ring: RingMemory::NONE,
             previous: RingMemory::NONE,
+            previous_pos: 0,
             tail: 0,
             limit: 0,
             head: 0,
@@ -210,6 +213,7 @@ impl Producer {
         let offer = Offer::unpack(word).ok_or(Violation::BadOffer)?;
         let ring = self.area.ring(offer.region).ok_or(Violation::BadOffer)?;
         self.previous = std::mem::replace(&mut self.ring, ring);
+        self.previous_pos = self.switch_pos;
         self.offer = word;
         self.switch_pos = self.tail;
         self.limit = self.window();
@@ -225,7 +229,7 @@ impl Producer {
     #[cfg(not(loom))]
     pub fn unread(&mut self) -> Result<Vec<u8>, RingError> {
         self.reload()?;
-        Ok(self.copy_from(self.head))
+        self.copy_from(self.head)
     }
 
     /// A copy of the bytes from position `from` on, up to which a consumer that takes nothing more has
@@ -239,7 +243,7 @@ impl Producer {
         if from > self.tail {
             return Err(Violation::HeadBeyondTail.into());
         }
-        Ok(self.copy_from(from))
+        self.copy_from(from)
     }
 
     /// Whether this side has [ended](Self::end) the direction, or found it stopped when it tried to.
@@ -248,8 +252,14 @@ impl Producer {
     }
 
     /// A copy of what is in flight from position `from` on, which is from head to tail.
+    ///
+    /// A correct consumer has read up to the last switch before it offers the next ring, so two rings
+    /// hold all that it can ask for. Another one could ask for any number of bytes.
     #[cfg(not(loom))]
-    fn copy_from(&self, from: u64) -> Vec<u8> {
+    fn copy_from(&self, from: u64) -> Result<Vec<u8>, RingError> {
+        if from < self.previous_pos {
+            return Err(Violation::NotHeld.into());
+        }
         let switch = self.switch_pos.clamp(from, self.tail);
         let mut bytes = vec![0u8; (self.tail - from) as usize];
         let (before, after) = bytes.split_at_mut((switch - from) as usize);
@@ -258,7 +268,7 @@ impl Producer {
             // SAFETY: `to` is writable for its length; a ring is mapped while the cursor exists.
             unsafe { spans.copy_out(0, to.as_mut_ptr(), to.len()) };
         }
-        bytes
+        Ok(bytes)
     }
 
     /// The end of the current ring's window: its bytes begin at the switch position, and older

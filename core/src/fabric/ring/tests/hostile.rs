@@ -92,6 +92,24 @@ fn an_unknown_end_is_refused() {
     assert_eq!(c.end(), Err(Violation::BadEnd.into()));
 }
 
+#[test]
+fn what_two_rings_do_not_hold_is_not_sent_again() {
+    let m = Memory::new(1 << 14);
+    let (mut p, mut c) = (m.producer(), m.consumer());
+    let _ = c.offer(Region::new(0, 12).unwrap()).unwrap();
+    assert_eq!(send(&mut p, &[1; 5000]).unwrap().0, 4096);
+    for page in 1..3_u64 {
+        // Nothing was read, so a correct consumer would not offer the third.
+        let word = (page + 1) << 40 | 12 << 32 | page;
+        m.block.consumer.offer.store(word, Ordering::Relaxed);
+        assert_eq!(send(&mut p, &[page as u8 + 1; 5000]).unwrap().0, 4096);
+    }
+    assert_eq!(p.unread(), Err(Violation::NotHeld.into()));
+    assert_eq!(p.rest(4095), Err(Violation::NotHeld.into()));
+    let held = [[2; 4096], [3; 4096]].concat();
+    assert_eq!(p.rest(4096), Ok(held));
+}
+
 fn word() -> impl Strategy<Value = u64> {
     prop_oneof![
         0u64..10_000,

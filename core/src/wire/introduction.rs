@@ -1,0 +1,115 @@
+//! The first words on a new queue pair, each end's private data of the connection (docs/protocol.md, "Links
+//! between hosts"). Encoding and decoding only.
+
+use zerocopy::little_endian::U32;
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+use super::{VERSION, WireError, read_prefix};
+use crate::ids::{Cookie, ID_BYTES, InstanceId};
+
+/// Bytes of an introduction.
+pub const INTRODUCTION: usize = size_of::<Frame>();
+
+const MAGIC: [u8; 4] = *b"rsok";
+
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+struct Frame {
+    magic: [u8; 4],
+    version: u8,
+    reserved: [u8; 3],
+    pid: U32,
+    instance: InstanceId,
+    cookie: Cookie,
+    rest: [u8; 12],
+}
+
+/// Who is at an end of a new queue pair.
+#[derive(Debug, Clone, Copy)]
+pub struct Introduction {
+    /// The process, in its own pid namespace.
+    pub pid: u32,
+    /// The instance.
+    pub instance: InstanceId,
+    /// From who connects: the cookie of the other's HELLO. From who accepts: zeroes.
+    pub cookie: Cookie,
+}
+
+impl Introduction {
+    /// What who accepts sends in the cookie's place.
+    pub const NO_COOKIE: Cookie = Cookie::from_bytes([0; ID_BYTES]);
+
+    /// Its bytes.
+    pub fn encode(&self) -> [u8; INTRODUCTION] {
+        zerocopy::transmute!(Frame {
+            magic: MAGIC,
+            version: VERSION,
+            reserved: [0; 3],
+            pid: self.pid.into(),
+            instance: self.instance,
+            cookie: self.cookie,
+            rest: [0; 12],
+        })
+    }
+
+    /// Reads what the peer's private data begins with. Total; transports may have padded it.
+    pub fn decode(bytes: &[u8]) -> Result<Self, WireError> {
+        let (frame, _) = read_prefix::<Frame>(bytes)?;
+        if frame.magic != MAGIC {
+            return Err(WireError::Magic);
+        }
+        if frame.version != VERSION {
+            return Err(WireError::Version(frame.version));
+        }
+        Ok(Self {
+            pid: frame.pid.get(),
+            instance: frame.instance,
+            cookie: frame.cookie,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_introduction_is_understood_and_another_version_or_a_short_one_is_not() {
+        let introduction = Introduction {
+            pid: 0x0102_0304,
+            instance: InstanceId::from_bytes([3; ID_BYTES]),
+            cookie: Cookie::from_bytes([9; ID_BYTES]),
+        };
+        let bytes = introduction.encode();
+        let expected = [
+            &b"rsok"[..],
+            &[1, 0, 0, 0, 4, 3, 2, 1],
+            &[3; 16],
+            &[9; 16],
+            &[0; 12],
+        ];
+        assert_eq!(bytes[..], expected.concat());
+        let padded = [&bytes[..], &[0; 140]].concat();
+        let got = Introduction::decode(&padded).unwrap();
+        assert_eq!(
+            (got.pid, got.instance),
+            (0x0102_0304, introduction.instance)
+        );
+        assert!(got.cookie.matches(&introduction.cookie));
+        for (at, error) in [
+            (0, WireError::Magic),
+            (3, WireError::Magic),
+            (4, WireError::Version(0)),
+        ] {
+            let mut bad = bytes;
+            bad[at] ^= 1;
+            assert_eq!(Introduction::decode(&bad).unwrap_err(), error);
+        }
+        for length in 0..INTRODUCTION {
+            assert_eq!(
+                Introduction::decode(&bytes[..length]).unwrap_err(),
+                WireError::Length
+            );
+        }
+    }
+}

@@ -1,0 +1,82 @@
+//! What the kernel says: answers of sock_diag and rtnetlink, lines of /proc/net/tcp. A program may run on a
+//! kernel, or in a sandbox, that says something else than ours.
+#![no_main]
+
+use std::net::{IpAddr, SocketAddr};
+
+use libfuzzer_sys::arbitrary::{self, Arbitrary};
+use libfuzzer_sys::fuzz_target;
+use rdmasock_core::fuzzing::{proc_net_tcp, route, sock_diag};
+use rdmasock_core::rendezvous::diag::ListenerOwner;
+
+#[derive(Arbitrary, Debug)]
+enum Input<'a> {
+    Netlink(&'a [u8]),
+    /// The kind that is asked for, then anything.
+    Answer(bool, &'a [u8]),
+    Table {
+        lines: Vec<Line<'a>>,
+        ip: IpAddr,
+        port: u16,
+    },
+    Text {
+        text: &'a str,
+        ip: IpAddr,
+        port: u16,
+    },
+}
+
+/// A line with the fields in their places.
+#[derive(Arbitrary, Debug)]
+struct Line<'a> {
+    ip: IpAddr,
+    port: u16,
+    state: u8,
+    uid: u32,
+    rest: &'a str,
+}
+
+fuzz_target!(|input: Input<'_>| match input {
+    Input::Netlink(bytes) => netlink(bytes),
+    Input::Answer(diag, rest) => {
+        let kind: u16 = if diag { 20 } else { 24 };
+        let mut bytes = vec![0; 16];
+        bytes[4..6].copy_from_slice(&kind.to_ne_bytes());
+        bytes.extend_from_slice(rest);
+        netlink(&bytes);
+    }
+    Input::Table { lines, ip, port } => {
+        let mut table = String::from("  sl  local_address rem_address   st\n");
+        for line in &lines {
+            let address = match line.ip {
+                IpAddr::V4(ip) => hex(&ip.octets()),
+                IpAddr::V6(ip) => hex(&ip.octets()),
+            };
+            table += &format!(
+                "0: {address}:{:04X} 0:0 {:02X} 0:0 0:0 0 {} 0 77 {}\n",
+                line.port, line.state, line.uid, line.rest
+            );
+        }
+        look(&table, SocketAddr::new(ip, port));
+    }
+    Input::Text { text, ip, port } => look(text, SocketAddr::new(ip, port)),
+});
+
+fn netlink(bytes: &[u8]) {
+    let _ = (sock_diag(bytes), route(bytes));
+}
+
+fn hex(octets: &[u8]) -> String {
+    let words = octets.chunks_exact(4);
+    words
+        .map(|w| format!("{:08X}", u32::from_ne_bytes([w[0], w[1], w[2], w[3]])))
+        .collect()
+}
+
+/// The uid that is believed is one that the text has.
+fn look(text: &str, server: SocketAddr) {
+    if let ListenerOwner::Uid(uid) = proc_net_tcp(text, server) {
+        let mut words = text.split_ascii_whitespace();
+        assert!(words.any(|w| w.parse() == Ok(uid)));
+    }
+}

@@ -1,0 +1,438 @@
+//! The engine of a link between hosts under a peer that sends anything, in any order, between anything that
+//! this end does (P50–P59): it goes on or ends the link with a reason, what its cursors see is always valid,
+//! it writes to its rings alone, and nothing more is sent or applied when the link has failed.
+#![no_main]
+
+mod peer;
+mod wire;
+
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+
+use libfuzzer_sys::arbitrary::{self, Arbitrary};
+use libfuzzer_sys::fuzz_target;
+use rdmasock_core::fabric::layout::{DATA_OFFSET, Layout, PAGE, Region};
+use rdmasock_core::fabric::ready::SleepFlag;
+use rdmasock_core::fabric::remote::{End, Local, Tuning};
+use rdmasock_core::fabric::ring::{self, Consumer, Producer, RxFlags, Wake};
+use rdmasock_core::fabric::shm::Side;
+use rdmasock_core::fabric::waiter::WaiterId;
+use rdmasock_core::fabric::{LinkEnd, Opened};
+use rdmasock_core::ids::Vqpn;
+use rdmasock_core::os::memfd::Mapping;
+use rdmasock_core::wire::{Message, Reason};
+
+use peer::Said;
+use wire::{Setting, Wire};
+
+#[derive(Arbitrary, Debug)]
+struct Input<'a> {
+    setting: Setting,
+    eager_max: u8,
+    /// One paired stream to begin with: most that can go wrong needs one.
+    open: bool,
+    ops: Vec<Op<'a>>,
+}
+
+#[derive(Arbitrary, Debug)]
+enum Op<'a> {
+    Peer(Said<'a>),
+    Open(u8),
+    Pair(u8, u8),
+    Write(u8, u16),
+    Read(u8, u16),
+    Grow(u8, u8),
+    EndSending(u8, bool),
+    Stop(u8),
+    Freeze(u8, u16),
+    Shut(u8),
+    Close(u8),
+    CloseUnanswered(u8),
+    Unconfirmed(u8),
+    Arm(u8),
+    Touch(u32),
+    Message,
+    Sleep(u8),
+    Drain(u8),
+    Settle,
+    Look,
+    /// The device's send queue is full; until there is room again.
+    Full(bool),
+    Down,
+    SetDown,
+}
+
+/// Waiters that may sleep; nobody is woken.
+struct Here {
+    flags: [SleepFlag; 4],
+    rung: AtomicU32,
+}
+
+impl Local for Here {
+    fn flag(&self, waiter: WaiterId) -> Option<&SleepFlag> {
+        self.flags.get(usize::from(waiter.0))
+    }
+
+    fn ring(&self, _: WaiterId) {
+        self.rung.fetch_add(1, Relaxed);
+    }
+}
+
+/// A stream of ours.
+struct Stream {
+    mine: Vqpn,
+    theirs: Option<Vqpn>,
+    consumer: Consumer,
+    producer: Option<Producer>,
+    /// The peer has given the number twice; what is in its block is for nobody.
+    shared: bool,
+    /// Our consumer has stopped: its own mark is where the peer's would be.
+    stopped: bool,
+    /// Up to where the peer has sent, the offers that we have made, and those that it has.
+    told: u64,
+    offers: u32,
+    their_offers: u32,
+    received: u64,
+}
+
+const DATA: u64 = 16 * PAGE as u64;
+const PAGES: usize = 16;
+/// Behind the data area, where nobody writes.
+const GUARD: usize = 2 * PAGE;
+const MOST_STREAMS: usize = 6;
+
+struct World {
+    end: End<Wire, Here>,
+    streams: Vec<Stream>,
+    /// Pages that were part of a ring: of ours, of the peer's.
+    mine: [bool; PAGES],
+    mirror: [bool; PAGES],
+    at: [*const u8; 2],
+    failed: bool,
+}
+
+fuzz_target!(|input: Input<'_>| {
+    let mut world = World::new(&input);
+    if input.open {
+        world.open(0);
+        world.pair(0, 0);
+    }
+    for op in &input.ops {
+        // What follows it in the queue is not applied either.
+        world.failed |= world.end.qp().is_next_malformed();
+        world.apply(op);
+        world.check();
+    }
+    world.check_memory();
+});
+
+impl World {
+    fn new(input: &Input<'_>) -> Self {
+        let layout = Layout::for_data(DATA).expect("whole pages");
+        let mut at = [std::ptr::null(); 2];
+        let [mine, mirror] = [0, 1].map(|i| {
+            let bytes = layout.file_len() as usize + GUARD;
+            let mapping = Mapping::anonymous(bytes).expect("memory");
+            at[i] = mapping.as_ptr().cast_const();
+            Side::new(mapping, layout).expect("large enough")
+        });
+        let tuning = Tuning {
+            eager_max: u32::from(input.eager_max) * 16,
+            piece: 3000,
+            chunk_log2: 13,
+        };
+        let here = Here {
+            flags: std::array::from_fn(|_| SleepFlag::new()),
+            rung: AtomicU32::new(0),
+        };
+        // SAFETY: the end lives longer than the cursors, which are dropped with their streams. Where a producer
+        // is asked for twice, as the library does if the peer uses a number twice, this is the only thread.
+        let end = unsafe { End::new(Wire::new(input.setting), mine, mirror, here, tuning) };
+        Self {
+            end: end.expect("enough buffers"),
+            streams: Vec::new(),
+            mine: [false; PAGES],
+            mirror: [false; PAGES],
+            at,
+            failed: false,
+        }
+    }
+
+    fn stream(&mut self, n: u8) -> Option<&mut Stream> {
+        let n = usize::from(n).checked_rem(self.streams.len())?;
+        self.streams.get_mut(n)
+    }
+
+    fn open(&mut self, log2: u8) {
+        if self.streams.len() >= MOST_STREAMS {
+            return;
+        }
+        if let Ok(Opened {
+            vqpn,
+            ring,
+            consumer,
+        }) = self.end.open(12 + log2 % 3)
+        {
+            use_pages(&mut self.mine, ring.page(), ring.log2());
+            self.streams.push(Stream {
+                mine: vqpn,
+                theirs: None,
+                consumer,
+                producer: None,
+                shared: false,
+                stopped: false,
+                told: 0,
+                offers: 1,
+                their_offers: 0,
+                received: 0,
+            });
+        }
+    }
+
+    /// As when the peer's OPEN, or its answer to ours, has come.
+    fn pair(&mut self, n: u8, theirs: u8) {
+        let theirs = Vqpn(if theirs == 255 {
+            u32::MAX
+        } else {
+            theirs.into()
+        });
+        let is_used = |s: &Stream| s.theirs == Some(theirs);
+        let shared = self.streams.iter().any(is_used);
+        let Some(n) = usize::from(n).checked_rem(self.streams.len()) else {
+            return;
+        };
+        if self.streams[n].theirs.is_some() {
+            return;
+        }
+        let Some(producer) = self.end.producer(theirs) else {
+            return;
+        };
+        self.streams
+            .iter_mut()
+            .filter(|s| is_used(s))
+            .for_each(|s| s.shared = true);
+        let stream = &mut self.streams[n];
+        stream.shared = shared;
+        stream.theirs = Some(theirs);
+        stream.producer = Some(producer);
+        let mine = stream.mine;
+        self.end.pair(mine, theirs);
+    }
+
+    fn apply(&mut self, op: &Op<'_>) {
+        match op {
+            Op::Peer(said) => {
+                let bytes = said.event(&mut self.streams, &mut self.mirror, self.end.qp());
+                self.end.qp().arrive(bytes);
+            }
+            Op::Open(log2) => self.open(*log2),
+            Op::Pair(n, theirs) => self.pair(*n, *theirs),
+            Op::Write(n, bytes) => self.write(*n, (*bytes).into()),
+            Op::Read(n, bytes) => self.read(*n, (*bytes).into()),
+            Op::Grow(n, log2) => self.grow(*n, 12 + log2 % 4),
+            Op::EndSending(n, fin) => {
+                let mark = if *fin {
+                    ring::End::Fin
+                } else {
+                    ring::End::Demote
+                };
+                if let Some(s) = self.stream(*n)
+                    && let Some(Ok(wake)) = s.producer.as_mut().map(|p| p.end(mark))
+                {
+                    self.notify(*n, wake);
+                }
+            }
+            Op::Stop(n) => {
+                if let Some(s) = self.stream(*n)
+                    && let Ok(wake) = s.consumer.stop()
+                {
+                    s.stopped = true;
+                    self.notify(*n, wake);
+                    if let Some(theirs) = self.stream(*n).and_then(|s| s.theirs) {
+                        self.end.touch(theirs);
+                    }
+                }
+            }
+            Op::Freeze(n, limit) => {
+                if let Some(s) = self.stream(*n) {
+                    s.consumer
+                        .freeze((*limit).into())
+                        .expect("the engine checks");
+                }
+            }
+            Op::Shut(n) => {
+                if let Some(s) = self.stream(*n) {
+                    let wake = s.consumer.set_flags(RxFlags::RX_CLOSED);
+                    self.notify(*n, wake);
+                }
+            }
+            Op::Close(n) | Op::CloseUnanswered(n) => {
+                if let Some(n) = usize::from(*n).checked_rem(self.streams.len()) {
+                    let s = self.streams.swap_remove(n);
+                    if matches!(op, Op::Close(_)) || s.theirs.is_some() {
+                        self.end.close(s.mine, s.theirs, Some(s.consumer));
+                    } else {
+                        self.end.close_unanswered(s.mine, Some(s.consumer));
+                    }
+                }
+            }
+            Op::Unconfirmed(n) => {
+                if let Some((mine, theirs)) =
+                    self.stream(*n).and_then(|s| Some((s.mine, s.theirs?)))
+                {
+                    let _ = self.end.unconfirmed(theirs);
+                    let _ = (self.end.confirmed(theirs), self.end.has_crossed(mine));
+                }
+            }
+            Op::Arm(n) => {
+                let _ = self.end.arm();
+                let bits = WaiterId(2).queue_bits();
+                if let Some(s) = self.stream(*n) {
+                    let armed = s.consumer.arm_data(bits).expect("the engine checks");
+                    if let Some(p) = s.producer.as_mut() {
+                        let _ = p.arm_space(bits);
+                    }
+                    self.notify(*n, armed.wake);
+                }
+            }
+            Op::Touch(theirs) => self.end.touch(Vqpn(*theirs)),
+            Op::Message => {
+                let _ = self.end.send(&Message::OpenRefuse {
+                    yours: Vqpn(1),
+                    reason: Reason::Limit,
+                });
+            }
+            Op::Sleep(waiter) => {
+                if let Some(flag) = self.end.local().flag(WaiterId((*waiter).into())) {
+                    flag.begin();
+                }
+            }
+            Op::Drain(waiter) => {
+                let waiter = WaiterId((*waiter).into());
+                self.end.drain_ready(waiter, |_| {});
+                let _ = self.end.has_ready(waiter);
+            }
+            Op::Settle => self.end.settle(),
+            Op::Look => self.look(),
+            Op::Full(is_full) => self.end.qp().set_full(*is_full),
+            Op::Down => self.end.qp().cut(),
+            Op::SetDown => {
+                self.end.set_down();
+            }
+        }
+    }
+
+    /// What the service thread does.
+    fn look(&mut self) {
+        let _ = self.end.progress();
+        while let Some(message) = self.end.take_message() {
+            assert_eq!(message.fds(), 0);
+            if let Message::Closed { yours } = message {
+                self.end.on_closed(yours);
+            }
+        }
+    }
+
+    fn notify(&mut self, n: u8, wake: Wake) {
+        if let Some(theirs) = self.stream(n).and_then(|s| s.theirs) {
+            self.end.notify(wake, theirs);
+        }
+    }
+
+    fn write(&mut self, n: u8, bytes: usize) {
+        let Some(s) = self.stream(n) else { return };
+        let shared = s.shared;
+        let Some(p) = s.producer.as_mut() else { return };
+        let spans = match p.spans(bytes) {
+            Ok(spans) => spans,
+            Err(error) => {
+                assert!(shared, "{error}");
+                return;
+            }
+        };
+        let data = vec![0x5a; bytes.min(spans.len())];
+        // SAFETY: readable, and apart from the ring.
+        let copied = unsafe { spans.copy_in(0, data.as_ptr(), data.len()) };
+        let wake = p.commit(copied);
+        self.notify(n, wake);
+    }
+
+    fn read(&mut self, n: u8, bytes: usize) {
+        let Some(s) = self.stream(n) else { return };
+        let mut data = vec![0; bytes];
+        let spans = s.consumer.spans(bytes).expect("the engine checks");
+        // SAFETY: writable, and apart from the ring.
+        let copied = unsafe { spans.copy_out(0, data.as_mut_ptr(), data.len()) };
+        let wake = s.consumer.consume(copied);
+        let retired = s.consumer.take_retired().expect("the engine checks");
+        if !s.stopped {
+            s.consumer.end().expect("the engine checks");
+        }
+        if let Some(region) = retired {
+            self.end.free(region);
+        }
+        self.notify(n, wake);
+    }
+
+    fn grow(&mut self, n: u8, log2: u8) {
+        if self.stream(n).is_none_or(|s| s.consumer.is_switching()) {
+            return;
+        }
+        if let Some(region) = self.end.allocate(log2)
+            && let Some(s) = self.stream(n)
+        {
+            let wake = s.consumer.offer(region).expect("nothing is pending");
+            s.offers += 1;
+            use_pages(&mut self.mine, region.page(), region.log2());
+            self.notify(n, wake);
+        }
+    }
+
+    fn check(&mut self) {
+        let failed = self.end.fault().is_some();
+        for s in &mut self.streams {
+            // Final once the link is down; and a peer never takes anything back.
+            if let Some(received) = self.end.received(s.mine) {
+                assert!(received >= s.received);
+                assert!(
+                    !self.failed || received == s.received,
+                    "applied after a fault"
+                );
+                s.received = received;
+            }
+            let available = s.consumer.available().expect("the engine checks");
+            assert!(s.consumer.position() + available <= s.received);
+            if let Some(p) = s.producer.as_mut() {
+                assert!(p.has_space().is_ok() || s.shared);
+            }
+        }
+        if failed {
+            self.failed = true;
+            self.end.qp().forbid();
+        }
+    }
+
+    /// Nothing outside of rings that were offered was written to.
+    fn check_memory(&self) {
+        for (at, used) in self.at.iter().zip([&self.mine, &self.mirror]) {
+            let data = DATA_OFFSET;
+            let unused = (0..PAGES).filter(|n| !used[*n]).map(|n| data + n * PAGE);
+            let behind = [data + PAGES * PAGE, data + PAGES * PAGE + PAGE];
+            for page in unused.chain(behind).chain([0]) {
+                // SAFETY: within the mapping, which the end has; nobody writes now.
+                let bytes = unsafe { std::slice::from_raw_parts(at.add(page), PAGE) };
+                assert!(
+                    bytes.iter().all(|b| *b == 0),
+                    "page {page:#x} was written to"
+                );
+            }
+        }
+    }
+}
+
+fn use_pages(pages: &mut [bool; PAGES], page: u32, log2: u8) {
+    let Some(region) = Region::new(page, log2) else {
+        return;
+    };
+    let pages = pages.iter_mut().skip(page as usize);
+    pages.take(region.len() / PAGE).for_each(|p| *p = true);
+}

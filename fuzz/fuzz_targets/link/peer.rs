@@ -1,0 +1,278 @@
+//! What the peer says: values that are right, nearly right, or anything. Not what this end makes of it.
+
+use libfuzzer_sys::arbitrary::{self, Arbitrary};
+use rdmasock_core::fabric::remote::record::{Builder, Record};
+use rdmasock_core::ids::Vqpn;
+use rdmasock_core::wire::{MAX_MESSAGE, Message};
+
+use super::wire::{Arrived, Wire};
+use super::{PAGES, Stream, use_pages};
+
+/// What arrives.
+#[derive(Arbitrary, Debug)]
+pub enum Said<'a> {
+    Records(Vec<Say<'a>>, Value),
+    Bytes(&'a [u8]),
+    Written { to: Number, bytes: u16 },
+}
+
+/// A value relative to what a correct peer would say now.
+#[derive(Arbitrary, Debug, Clone, Copy)]
+pub enum Value {
+    Right,
+    Near(i8),
+    Any(u64),
+}
+
+impl Value {
+    fn of(self, right: u64) -> u64 {
+        match self {
+            Self::Right => right,
+            Self::Near(by) => right.wrapping_add_signed(by.into()),
+            Self::Any(value) => value,
+        }
+    }
+}
+
+/// A number of ours.
+#[derive(Arbitrary, Debug, Clone, Copy)]
+pub enum Number {
+    Open(u8),
+    Any(u32),
+}
+
+/// A record.
+#[derive(Arbitrary, Debug)]
+pub enum Say<'a> {
+    Data {
+        to: Number,
+        tail: Value,
+        skip: u8,
+        payload: &'a [u8],
+    },
+    Switch {
+        to: Number,
+        generation: Value,
+        position: Value,
+    },
+    End {
+        to: Number,
+        end: u8,
+        tail: Value,
+    },
+    Limited {
+        to: Number,
+        count: u32,
+    },
+    Head {
+        to: Number,
+        head: Value,
+    },
+    Offer {
+        to: Number,
+        generation: Value,
+        log2: u8,
+        page: u8,
+    },
+    OfferWord {
+        to: Number,
+        word: u64,
+    },
+    Flags {
+        to: Number,
+        flags: u32,
+    },
+    Stop {
+        to: Number,
+    },
+    Chunk {
+        index: Value,
+        rkey: u32,
+        base: u64,
+    },
+    Message(&'a [u8]),
+    Closed(Number),
+    Refuse(Number),
+    Confirm {
+        to: Number,
+    },
+    Ack {
+        to: Number,
+        tail: Value,
+    },
+    Tell {
+        to: Number,
+        word: u32,
+    },
+}
+
+/// The stream, if it is one of ours, and its number.
+fn find(streams: &mut [Stream], number: Number) -> (Option<&mut Stream>, u32) {
+    match number {
+        Number::Any(number) => (None, number),
+        Number::Open(n) => {
+            let n = usize::from(n).checked_rem(streams.len());
+            match n.and_then(|n| streams.get_mut(n)) {
+                Some(stream) => {
+                    let number = stream.mine.0;
+                    (Some(stream), number)
+                }
+                None => (None, 0),
+            }
+        }
+    }
+}
+
+impl Said<'_> {
+    /// As it arrives; keeps the books of a correct peer.
+    pub fn event(&self, streams: &mut [Stream], pages: &mut [bool; PAGES], wire: &Wire) -> Arrived {
+        match self {
+            Self::Bytes(bytes) => Arrived::Message(bytes.to_vec()),
+            Self::Written { to, bytes } => {
+                let (stream, immediate) = find(streams, *to);
+                if let Some(s) = stream {
+                    s.told += u64::from(*bytes);
+                }
+                let bytes = (*bytes).into();
+                Arrived::Written { immediate, bytes }
+            }
+            Self::Records(all, grant) => {
+                let mut builder = Builder::new(4096);
+                for say in all {
+                    say.add(streams, pages, wire, &mut builder);
+                }
+                let grant = grant.of(wire.owes().into());
+                Arrived::Message(builder.finish(grant as u16).to_vec())
+            }
+        }
+    }
+}
+
+impl Say<'_> {
+    fn add(
+        &self,
+        streams: &mut [Stream],
+        pages: &mut [bool; PAGES],
+        wire: &Wire,
+        out: &mut Builder,
+    ) {
+        let record = match *self {
+            Self::Data {
+                to,
+                tail,
+                skip,
+                payload,
+            } => {
+                let payload = &payload[..payload.len().min(1000)];
+                let (stream, theirs) = find(streams, to);
+                let mut own = 0;
+                let told = stream.map_or(&mut own, |s| &mut s.told);
+                *told = tail.of(*told + payload.len() as u64 + u64::from(skip));
+                let tail = *told;
+                Record::Data {
+                    theirs,
+                    tail,
+                    payload,
+                }
+            }
+            Self::Switch {
+                to,
+                generation,
+                position,
+            } => {
+                let (stream, theirs) = find(streams, to);
+                let (offers, told) = stream.map_or((1, 0), |s| (s.offers, s.told));
+                Record::Switch {
+                    theirs,
+                    generation: generation.of(offers.into()) as u32,
+                    position: position.of(told),
+                }
+            }
+            Self::End { to, end, tail } => {
+                let (stream, theirs) = find(streams, to);
+                Record::End {
+                    theirs,
+                    end: end.into(),
+                    tail: tail.of(stream.map_or(0, |s| s.told)),
+                }
+            }
+            Self::Limited { to, count } => Record::Limited {
+                theirs: find(streams, to).1,
+                count,
+            },
+            Self::Head { to, head } => {
+                let (stream, theirs) = find(streams, to);
+                Record::Head {
+                    theirs,
+                    head: head.of(stream.map_or(0, |s| sent(s))),
+                }
+            }
+            Self::Offer {
+                to,
+                generation,
+                log2,
+                page,
+            } => {
+                let (stream, theirs) = find(streams, to);
+                let mut own = 0;
+                let offers = stream.map_or(&mut own, |s| &mut s.their_offers);
+                *offers += 1;
+                let generation = generation.of((*offers).into()) & 0xff_ffff;
+                let (page, log2) = (page % 20, 11 + log2 % 6);
+                use_pages(pages, page.into(), log2);
+                let word = generation << 40 | u64::from(log2) << 32 | u64::from(page);
+                Record::Offer { theirs, word }
+            }
+            Self::OfferWord { to, word } => {
+                use_pages(pages, word as u32, (word >> 32) as u8);
+                let theirs = find(streams, to).1;
+                Record::Offer { theirs, word }
+            }
+            Self::Flags { to, flags } => Record::Flags {
+                theirs: find(streams, to).1,
+                flags,
+            },
+            Self::Stop { to } => Record::Stop {
+                theirs: find(streams, to).1,
+            },
+            Self::Chunk { index, rkey, base } => {
+                let index = index.of(wire.next_chunk().into()) as u32;
+                wire.on_chunk(rkey, base);
+                Record::Chunk { index, rkey, base }
+            }
+            Self::Message(bytes) => Record::Message { bytes },
+            Self::Closed(number) | Self::Refuse(number) => {
+                let yours = Vqpn(find(streams, number).1);
+                let message = if matches!(self, Self::Closed(_)) {
+                    Message::Closed { yours }
+                } else {
+                    Message::Adopt { yours }
+                };
+                let mut buf = [0; MAX_MESSAGE];
+                let bytes = message.encode(&mut buf).expect("it fits");
+                out.push(&Record::Message { bytes });
+                return;
+            }
+            Self::Confirm { to } => Record::Confirm {
+                theirs: find(streams, to).1,
+            },
+            Self::Ack { to, tail } => {
+                let (stream, theirs) = find(streams, to);
+                Record::Ack {
+                    theirs,
+                    tail: tail.of(stream.map_or(0, |s| sent(s))),
+                }
+            }
+            Self::Tell { to, word } => Record::Tell {
+                theirs: find(streams, to).1,
+                word,
+            },
+        };
+        out.push(&record);
+    }
+}
+
+/// What we have sent.
+fn sent(stream: &Stream) -> u64 {
+    stream.producer.as_ref().map_or(0, |p| p.position())
+}

@@ -1,0 +1,202 @@
+//! A queue pair at whose other end is the fuzzer: it delivers what was written down, and checks what is posted.
+
+use std::collections::VecDeque;
+use std::sync::{Mutex, MutexGuard};
+
+use libfuzzer_sys::arbitrary::{self, Arbitrary};
+use rdmasock_core::fabric::remote::qp::{Down, Event, Key, Limits, PostError, QueuePair, Write};
+use rdmasock_core::fabric::remote::record::decode;
+use rdmasock_core::fabric::remote::{MIN_BUFFER, MIN_BUFFERS};
+
+/// What the device is like.
+#[derive(Arbitrary, Debug, Clone, Copy)]
+pub struct Setting {
+    immediate: bool,
+    many_buffers: bool,
+    refuses_memory: bool,
+}
+
+pub enum Arrived {
+    Message(Vec<u8>),
+    Written { immediate: u32, bytes: u32 },
+}
+
+#[derive(Default)]
+struct State {
+    arrived: VecDeque<Arrived>,
+    is_full: bool,
+    was_full: bool,
+    is_down: bool,
+    /// The end has found a fault.
+    is_forbidden: bool,
+    /// Messages, and WRITEs with immediates, whose buffers were not given back.
+    sent: u16,
+    regions: Vec<(usize, usize, u32)>,
+    /// Key and address of what the peer has registered, as it says.
+    chunks: Vec<(u32, u64)>,
+}
+
+pub struct Wire {
+    setting: Setting,
+    state: Mutex<State>,
+}
+
+impl Wire {
+    pub fn new(setting: Setting) -> Self {
+        Self {
+            setting,
+            state: Mutex::default(),
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("no other thread")
+    }
+
+    pub fn arrive(&self, what: Arrived) {
+        self.state().arrived.push_back(what);
+    }
+
+    pub fn set_full(&self, is_full: bool) {
+        self.state().is_full = is_full;
+    }
+
+    pub fn cut(&self) {
+        self.state().is_down = true;
+    }
+
+    /// The next event is one that no end may accept.
+    pub fn is_next_malformed(&self) -> bool {
+        match self.state().arrived.front() {
+            Some(Arrived::Message(bytes)) => decode(bytes).is_err(),
+            _ => false,
+        }
+    }
+
+    /// Nothing may be posted any more.
+    pub fn forbid(&self) {
+        self.state().is_forbidden = true;
+    }
+
+    /// Receive buffers that a correct peer would give back now.
+    pub fn owes(&self) -> u16 {
+        self.state().sent
+    }
+
+    pub fn next_chunk(&self) -> u32 {
+        self.state().chunks.len() as u32
+    }
+
+    pub fn on_chunk(&self, rkey: u32, base: u64) {
+        self.state().chunks.push((rkey, base));
+    }
+
+    fn post(&self, takes_buffer: bool) -> Result<(), PostError> {
+        let mut state = self.state();
+        assert!(!state.is_forbidden, "sent after a fault");
+        if state.is_down {
+            return Err(PostError::Down);
+        }
+        if state.is_full {
+            state.was_full = true;
+            return Err(PostError::Full);
+        }
+        if takes_buffer {
+            state.sent += 1;
+            assert!(state.sent <= self.limits().receive_buffers, "no credit");
+        }
+        Ok(())
+    }
+}
+
+impl QueuePair for Wire {
+    fn limits(&self) -> Limits {
+        Limits {
+            receive_buffers: if self.setting.many_buffers {
+                64
+            } else {
+                MIN_BUFFERS
+            },
+            buffer_bytes: MIN_BUFFER,
+            immediate: self.setting.immediate,
+        }
+    }
+
+    unsafe fn register(&self, at: *mut u8, len: usize) -> Result<Key, Down> {
+        if self.setting.refuses_memory {
+            return Err(Down(12));
+        }
+        let regions = &mut self.state().regions;
+        let local = regions.len() as u32;
+        regions.push((at as usize, len, local));
+        Ok(Key {
+            local,
+            remote: local + 1000,
+        })
+    }
+
+    unsafe fn write(&self, write: &Write, immediate: Option<u32>) -> Result<(), PostError> {
+        assert!(write.len > 0 && (immediate.is_none() || self.setting.immediate));
+        {
+            let state = self.state();
+            let (from, len) = (write.from as usize, write.len as usize);
+            assert!(
+                state
+                    .regions
+                    .iter()
+                    .any(|(at, n, key)| *key == write.local && from >= *at && from + len <= at + n)
+            );
+            // Chunks have 8 KiB, and no WRITE goes beyond one that the peer has told of.
+            assert!(state.chunks.iter().any(|(rkey, base)| *rkey == write.remote
+                && write.to >= *base
+                && write.to - base + len as u64 <= 8192));
+        }
+        self.post(immediate.is_some())
+    }
+
+    fn send(&self, parts: &[&[u8]]) -> Result<(), PostError> {
+        let bytes = parts.concat();
+        assert!(bytes.len() <= MIN_BUFFER as usize);
+        let mut records = decode(&bytes).expect("a message").records;
+        assert!(records.all(|r| r.is_ok()));
+        self.post(true)
+    }
+
+    fn poll(&self, each: &mut dyn FnMut(Event<'_>)) -> Result<usize, Down> {
+        let mut events = 0;
+        loop {
+            let arrived = self.state().arrived.pop_front();
+            match &arrived {
+                None => break,
+                Some(Arrived::Message(bytes)) => {
+                    if let Ok(received) = decode(bytes) {
+                        let mut state = self.state();
+                        state.sent = state.sent.saturating_sub(received.grant);
+                    }
+                    each(Event::Received(bytes));
+                }
+                Some(Arrived::Written { immediate, bytes }) => each(Event::Written {
+                    immediate: *immediate,
+                    bytes: *bytes,
+                }),
+            }
+            events += 1;
+        }
+        let room = {
+            let mut state = self.state();
+            !state.is_full && std::mem::take(&mut state.was_full)
+        };
+        if room {
+            each(Event::Room);
+            events += 1;
+        }
+        if self.state().is_down {
+            return Err(Down(104));
+        }
+        Ok(events)
+    }
+
+    fn arm(&self) -> Result<(), Down> {
+        Ok(())
+    }
+}

@@ -1,0 +1,45 @@
+//! Messages on the queue pair of a link between hosts (P50): any bytes are read or refused, and what was read
+//! is written as the same bytes.
+#![no_main]
+
+use libfuzzer_sys::arbitrary::{self, Arbitrary};
+use libfuzzer_sys::fuzz_target;
+use rdmasock_core::fabric::remote::record::{Builder, HEADER_BYTES, VERSION, decode};
+
+#[derive(Arbitrary, Debug)]
+enum Input<'a> {
+    Bytes(&'a [u8]),
+    /// Records in a right frame.
+    Framed(u16, &'a [u8]),
+}
+
+fuzz_target!(|input: Input<'_>| {
+    match input {
+        Input::Bytes(bytes) => message(bytes),
+        Input::Framed(grant, records) => {
+            let length = (records.len() as u16).to_le_bytes();
+            message(&[&[0xd7, VERSION], &grant.to_le_bytes()[..], &length, records].concat());
+        }
+    }
+});
+
+fn message(bytes: &[u8]) {
+    let Ok(received) = decode(bytes) else {
+        return;
+    };
+    let mut builder = Builder::new(bytes.len());
+    let mut whole = true;
+    for record in received.records {
+        match record {
+            Ok(record) => assert!(whole && builder.push(&record), "{record:?}"),
+            Err(_) => whole = false,
+        }
+    }
+    if whole {
+        assert_eq!(builder.finish(received.grant), bytes);
+    } else {
+        // What precedes a bad record was read.
+        let read = builder.finish(received.grant);
+        assert_eq!(read[HEADER_BYTES..], bytes[HEADER_BYTES..read.len()]);
+    }
+}

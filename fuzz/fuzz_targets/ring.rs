@@ -1,0 +1,279 @@
+//! Shared memory that a hostile peer writes to at any time: the words of a direction block under both cursors,
+//! an arena's header, a ready queue. No access outside the ring's memory, no endless loop, no overflow.
+#![no_main]
+
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
+
+use libfuzzer_sys::arbitrary::{self, Arbitrary};
+use libfuzzer_sys::fuzz_target;
+use rdmasock_core::fabric::layout::{HEADER_BYTES, Layout, MAX_STREAMS, Region};
+use rdmasock_core::fabric::ready::{ReadyCursor, ReadyQueue};
+use rdmasock_core::fabric::ring::{
+    Consumer, DataArea, DirectionBlock, End, Producer, RxFlags, Spans,
+};
+
+const AREA: usize = 8 * 1024;
+const GUARD: usize = 4096;
+const FILL: u8 = 0xa5;
+
+#[derive(Arbitrary, Debug)]
+enum Input {
+    Block(Vec<Op>),
+    Header([u8; HEADER_BYTES], u64),
+    Ready(Vec<(u16, u64)>, Vec<u32>),
+}
+
+#[derive(Arbitrary, Debug, Clone, Copy)]
+enum Word {
+    Tail,
+    End,
+    WantSpace,
+    Limited,
+    Generation,
+    SwitchPos,
+    Head,
+    WantData,
+    Flags,
+    Offer,
+    Consumed,
+}
+
+#[derive(Arbitrary, Debug)]
+enum Value {
+    Any(u64),
+    /// That much more, or less, than what is there.
+    Near(i16),
+    /// A ring on offer.
+    Ring {
+        generation: u8,
+        log2: u8,
+        page: u8,
+    },
+}
+
+/// What the peer does (`Set`), and what this end does.
+#[derive(Arbitrary, Debug)]
+enum Op {
+    Set(Word, Value),
+    Send(u16),
+    SendQuietly(u16),
+    EndSending(bool),
+    Adopt,
+    ArmSpace,
+    Unread,
+    Rest(u16),
+    Receive(u16),
+    Peek(u16, u16),
+    Offer(u8, u8),
+    TakeRetired,
+    ArmData,
+    Publish,
+    Stop,
+    Freeze(u16),
+    Flags,
+}
+
+fuzz_target!(|input: Input| match input {
+    Input::Block(ops) => block(&ops),
+    Input::Header(header, length) => {
+        for header in [header, near(header)] {
+            if let Ok(layout) = Layout::from_header(&header, length) {
+                assert_eq!(layout.file_len(), length);
+            }
+        }
+    }
+    Input::Ready(words, streams) => ready(&words, &streams),
+});
+
+/// The header of an arena, with the size that was drawn.
+fn near(header: [u8; HEADER_BYTES]) -> [u8; HEADER_BYTES] {
+    let good = Layout::for_data(4096).expect("a page").header();
+    std::array::from_fn(|i| if i < 24 { good[i] } else { header[i] })
+}
+
+/// A direction block as the peer sees it: bytes.
+#[repr(C, align(128))]
+struct Shared([AtomicU64; size_of::<DirectionBlock>() / 8]);
+
+impl Shared {
+    fn set(&self, word: Word, value: &Value) {
+        let (at, is_wide) = match word {
+            Word::Tail => (0, true),
+            Word::End => (8, false),
+            Word::WantSpace => (12, false),
+            Word::Limited => (16, false),
+            Word::Generation => (20, false),
+            Word::SwitchPos => (24, true),
+            Word::Head => (64, true),
+            Word::WantData => (72, false),
+            Word::Flags => (76, false),
+            Word::Offer => (80, true),
+            Word::Consumed => (128, true),
+        };
+        let new = |old: u64| match *value {
+            Value::Any(value) => value,
+            Value::Near(by) => old.wrapping_add_signed(by.into()),
+            Value::Ring {
+                generation,
+                log2,
+                page,
+            } => {
+                u64::from(generation % 8) << 40
+                    | u64::from(11 + log2 % 4) << 32
+                    | u64::from(page % 3)
+            }
+        };
+        let place = self.0.as_ptr().cast::<u8>().wrapping_add(at);
+        if is_wide {
+            // SAFETY: an aligned word of the block, which is atomics only.
+            let word = unsafe { AtomicU64::from_ptr(place.cast_mut().cast()) };
+            word.store(new(word.load(Relaxed)), Relaxed);
+        } else {
+            // SAFETY: as above.
+            let word = unsafe { AtomicU32::from_ptr(place.cast_mut().cast()) };
+            word.store(new(word.load(Relaxed).into()) as u32, Relaxed);
+        }
+    }
+}
+
+fn block(ops: &[Op]) {
+    let shared = Box::new(Shared(std::array::from_fn(|_| AtomicU64::new(0))));
+    let memory: Vec<AtomicU64> = (0..(AREA + 2 * GUARD) / 8)
+        .map(|_| AtomicU64::new(u64::from_ne_bytes([FILL; 8])))
+        .collect();
+    let base = memory.as_ptr().cast::<u8>().cast_mut().wrapping_add(GUARD);
+    let at = NonNull::from(&*shared).cast();
+    // SAFETY: within `memory`, which lives longer than the cursors and is interior-mutable.
+    let area = unsafe { DataArea::new(base, AREA) };
+    // SAFETY: the block lives longer than the cursors; one of each.
+    let (mut p, mut c) = unsafe { (Producer::new(at, area), Consumer::new(at, area)) };
+    let _ = c.offer(Region::new(0, 12).expect("a ring"));
+    let range = base as usize..base as usize + AREA;
+    let inside = |spans: &Spans<'_>| {
+        let pieces = spans.pieces();
+        assert!(pieces.iter().all(|(at, n)| {
+            *n == 0 || range.contains(&(*at as usize)) && *at as usize + n <= range.end
+        }));
+        spans.len()
+    };
+    let mut buf = vec![0u8; 1 << 16];
+    for op in ops {
+        match op {
+            Op::Set(word, value) => shared.set(*word, value),
+            Op::Send(n) | Op::SendQuietly(n) => {
+                let n = usize::from(*n);
+                if let Ok(spans) = p.spans(n) {
+                    let n = n.min(inside(&spans));
+                    // SAFETY: readable, and apart from the ring.
+                    let copied = unsafe { spans.copy_in(0, buf.as_ptr(), n) };
+                    assert_eq!(copied, n);
+                    if matches!(op, Op::Send(_)) {
+                        let _ = p.commit(n);
+                    } else {
+                        p.commit_quietly(n);
+                        let _ = p.wake();
+                    }
+                }
+            }
+            Op::EndSending(fin) => {
+                let _ = p.end(if *fin { End::Fin } else { End::Demote });
+            }
+            Op::Adopt => {
+                let _ = p.adopt();
+            }
+            Op::ArmSpace => {
+                let _ = p.arm_space(1);
+                p.disarm_space(1);
+            }
+            // Never more than two rings hold.
+            Op::Unread => assert!(p.unread().map_or(true, |b| b.len() <= 2 * AREA)),
+            Op::Rest(back) => {
+                let from = p.position().saturating_sub((*back).into());
+                assert!(p.rest(from).map_or(true, |b| b.len() <= 2 * AREA));
+            }
+            Op::Receive(n) => {
+                let n = usize::from(*n);
+                if let Ok(spans) = c.spans(n) {
+                    let n = n.min(inside(&spans));
+                    // SAFETY: writable, and apart from the ring.
+                    let copied = unsafe { spans.copy_out(0, buf.as_mut_ptr(), n) };
+                    assert_eq!(copied, n);
+                    let _ = c.consume(n);
+                }
+            }
+            Op::Peek(skip, n) => {
+                if let Ok(spans) = c.peek((*skip).into(), (*n).into()) {
+                    inside(&spans);
+                }
+            }
+            Op::Offer(page, log2) => {
+                if let Some(region) = Region::new(u32::from(page % 3), 11 + log2 % 4) {
+                    let _ = c.offer(region);
+                }
+            }
+            Op::TakeRetired => {
+                let _ = c.take_retired();
+            }
+            Op::ArmData => {
+                let _ = c.arm_data(1);
+                c.disarm_data(1);
+            }
+            Op::Publish => {
+                let _ = c.publish();
+            }
+            Op::Stop => {
+                let _ = c.stop();
+            }
+            Op::Freeze(limit) => {
+                let position = c.position();
+                if let Ok(reached) = c.freeze((*limit).into()) {
+                    assert!(reached >= position);
+                }
+            }
+            Op::Flags => {
+                let _ = (c.set_flags(RxFlags::RX_CLOSED), p.consumer_flags());
+            }
+        }
+        let _ = (p.has_space(), p.used(), p.free(), p.is_unread());
+        let _ = (c.has_data(), c.available(), c.end(), c.producer_limited());
+    }
+    for word in memory[..GUARD / 8]
+        .iter()
+        .chain(&memory[(GUARD + AREA) / 8..])
+    {
+        assert_eq!(word.load(Relaxed), u64::from_ne_bytes([FILL; 8]));
+    }
+}
+
+/// Whatever the bits are, a sweep ends, and gives numbers that a stream may have.
+fn ready(words: &[(u16, u64)], streams: &[u32]) {
+    let queue = Box::new(ReadyQueue::new());
+    // The summary's four words, the others behind its cache line; between them is padding.
+    let all = size_of::<ReadyQueue>() / 8 - 4;
+    let mut cursor = ReadyCursor::new();
+    for stream in streams {
+        queue.push(*stream);
+    }
+    for (at, value) in words {
+        let place = std::ptr::from_ref(&*queue).cast::<u64>().cast_mut();
+        let word = usize::from(*at) % all;
+        let place = place.wrapping_add(if word < 4 { word } else { word + 4 });
+        // SAFETY: an aligned word of the queue, and an atomic one.
+        unsafe { AtomicU64::from_ptr(place) }.store(*value, Relaxed);
+        cursor.begin(&queue);
+        // Not to the end, so that sweeps and changes mix.
+        for _ in 0..at % 80 {
+            if cursor.pop(&queue).is_some_and(|n| n >= MAX_STREAMS) {
+                panic!("no stream has that number");
+            }
+        }
+    }
+    cursor.begin(&queue);
+    let mut count = 0;
+    while let Some(number) = cursor.pop(&queue) {
+        assert!(number < MAX_STREAMS);
+        count += 1;
+        assert!(count <= 2 * MAX_STREAMS);
+    }
+}

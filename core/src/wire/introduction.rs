@@ -21,7 +21,6 @@ struct Frame {
     pid: U32,
     instance: InstanceId,
     cookie: Cookie,
-    rest: [u8; 12],
 }
 
 /// Who is at an end of a new queue pair.
@@ -48,7 +47,6 @@ impl Introduction {
             pid: self.pid.into(),
             instance: self.instance,
             cookie: self.cookie,
-            rest: [0; 12],
         })
     }
 
@@ -81,13 +79,7 @@ mod tests {
             cookie: Cookie::from_bytes([9; ID_BYTES]),
         };
         let bytes = introduction.encode();
-        let expected = [
-            &b"rsok"[..],
-            &[1, 0, 0, 0, 4, 3, 2, 1],
-            &[3; 16],
-            &[9; 16],
-            &[0; 12],
-        ];
+        let expected = [&b"rsok"[..], &[1, 0, 0, 0, 4, 3, 2, 1], &[3; 16], &[9; 16]];
         assert_eq!(bytes[..], expected.concat());
         let padded = [&bytes[..], &[0; 140]].concat();
         let got = Introduction::decode(&padded).unwrap();

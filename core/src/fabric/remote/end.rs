@@ -263,7 +263,7 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         self.ground.owes.load(Relaxed)
     }
 
-    /// Something was posted that is not proven to have arrived.
+    /// Something was posted that is not proven to have arrived. For waiter 0, which is not told of it again.
     pub fn is_watched(&self) -> bool {
         if self.ground.watch_unseen.load(Relaxed) {
             self.ground.watch_unseen.store(false, SeqCst);

@@ -124,6 +124,28 @@ fn find(streams: &mut [Stream], number: Number) -> (Option<&mut Stream>, u32) {
 }
 
 impl Said<'_> {
+    /// For the first stream: its ring is taken, another is offered, and the memory registered.
+    pub fn rings() -> Self {
+        let (to, right) = (Number::Open(0), Value::Right);
+        let switch = Say::Switch {
+            to,
+            generation: right,
+            position: right,
+        };
+        let chunk = Say::Chunk {
+            index: right,
+            rkey: 7,
+            base: 1 << 40,
+        };
+        let offer = Say::Offer {
+            to,
+            generation: right,
+            log2: 1,
+            page: 0,
+        };
+        Self::Records(vec![switch, chunk, offer], right)
+    }
+
     /// As it arrives; keeps the books of a correct peer.
     pub fn event(&self, streams: &mut [Stream], pages: &mut [bool; PAGES], wire: &Wire) -> Arrived {
         match self {
@@ -131,7 +153,7 @@ impl Said<'_> {
             Self::Written { to, bytes } => {
                 let (stream, immediate) = find(streams, *to);
                 if let Some(s) = stream {
-                    s.told += u64::from(*bytes);
+                    s.told = s.told.wrapping_add(u64::from(*bytes));
                 }
                 let bytes = (*bytes).into();
                 Arrived::Written { immediate, bytes }
@@ -167,7 +189,7 @@ impl Say<'_> {
                 let (stream, theirs) = find(streams, to);
                 let mut own = 0;
                 let told = stream.map_or(&mut own, |s| &mut s.told);
-                *told = tail.of(*told + payload.len() as u64 + u64::from(skip));
+                *told = tail.of(told.wrapping_add(payload.len() as u64 + u64::from(skip)));
                 let tail = *told;
                 Record::Data {
                     theirs,

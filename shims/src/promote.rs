@@ -351,6 +351,10 @@ pub fn flush(socket: &'static Socket) -> bool {
         }
     } else {
         socket.tx_mode.store(mode::TCP, SeqCst);
+        if tx.producer.is_some() {
+            // Perhaps the last that was still to be done of a way back.
+            Library::get().service.submit(Command::drained(socket));
+        }
     }
     if std::mem::take(&mut tx.then_shut) {
         if socket.tx_mode.load(Acquire) == mode::LINK {

@@ -11,7 +11,9 @@ use rdmasock_core::wire::{MAX_MARKER, Marker};
 use rustix::net::RecvFlags;
 
 use super::feed;
+use crate::library::Library;
 use crate::ready;
+use crate::service::Command;
 use crate::socket::{Control, Rx, Socket, mode};
 
 /// How far ahead of the program TCP is looked through for markers.
@@ -114,6 +116,10 @@ pub fn look_ahead<'a>(
             // counted (P78).
             if carried == 0 && guard.owed == 0 {
                 socket.rx_mode.store(mode::TCP, SeqCst);
+                if guard.consumer.is_some() {
+                    // Perhaps the last that was still to be done of a way back.
+                    Library::get().service.submit(Command::drained(socket));
+                }
                 return Some((Ahead::Changed, guard));
             }
             let owed = usize::try_from(guard.owed).unwrap_or(usize::MAX);

@@ -55,7 +55,7 @@ pub enum Command {
     Flush(Ref),
     /// A direction has changed: put the socket where it belongs.
     Settle(Ref),
-    /// The receiving direction is back on TCP; who waits has been told, or is the one who saw it.
+    /// A direction is back on TCP; who waits has been told, or is the one who saw it.
     Drained(Ref),
     /// An ASK waited for the program's first use of the connection, or for its close.
     Used(Ref),

@@ -1,4 +1,4 @@
-"""failover.py server|client ADDRESS PORT BYTES PAUSE: bytes both ways at once, and their digests.
+"""stream.py server|client ADDRESS PORT BYTES PAUSE: bytes both ways at once, and their digests.
 
 A stream of random bytes in each direction, neither faster than a link carries it, so that there is time to break that: PAUSE ms after
 every ten pieces.

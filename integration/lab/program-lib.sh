@@ -15,7 +15,7 @@ files=$(mktemp -d)
 trap 'rm -rf "$files"' EXIT
 
 # Early, for the tests are short and setting up a link takes a second or more in an emulated machine.
-export RDMASOCK_PROMOTE_AFTER=2r,16K RDMASOCK_FABRICS=shm,verbs
+export RDMASOCK_PROMOTE_AFTER=2r,16K
 
 # program NAME ARGUMENT…: with the library in front if this node has it in this mode.
 program() { env ${library:+LD_PRELOAD="$library"} "$@"; }

@@ -84,7 +84,7 @@ impl Default for Config {
     fn default() -> Self {
         Self {
             enabled: true,
-            fabrics: Fabrics::SHM,
+            fabrics: Fabrics::SHM | Fabrics::VERBS,
             log: LogFilter::default(),
             log_file: None,
             promote_after: PromoteAfter::default(),

@@ -62,10 +62,9 @@ pub const VARIABLES: &[Variable] = &[
         name: "RDMASOCK_FABRICS",
         option: "fabrics",
         placeholder: "LIST",
-        default: "shm",
+        default: "shm,verbs",
         accepts: "a comma-separated list of: shm, verbs",
-        meaning: "what connections may be moved to: shared memory on the same host; RDMA verbs between hosts, \
-                  not yet by default",
+        meaning: "what connections may be moved to: shared memory on the same host; RDMA verbs between hosts",
         set: |config, value| set(&mut config.fabrics, fabrics(value)),
     },
     Variable {

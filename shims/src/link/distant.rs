@@ -201,6 +201,11 @@ impl Distant {
         self.end.is_watched()
     }
 
+    /// The peer says that its end has failed; ours may not know.
+    pub fn doubt(&self) {
+        self.end.doubt();
+    }
+
     /// Sees to it. Monotonic ns.
     pub fn tick(&self, now: u64) {
         self.end.tick(now);

@@ -61,6 +61,12 @@ pub fn confirmed(socket: &'static Socket, control: &mut Control) {
 pub fn on_resume(socket: &'static Socket, control: &mut Control, received: u64, sent: u64) {
     close_attempt(socket, control);
     let steps = control.resume.as_mut().map(|r| r.on_resume(received, sent));
+    // Unasked: its end of the link has failed.
+    if let Some(distant) = control.opened.and_then(|o| o.link.distant())
+        && control.returns
+    {
+        distant.doubt();
+    }
     match steps {
         Some(Ok(steps)) => carry_out(socket, control, steps),
         _ => violation(socket, "RESUME out of turn"),

@@ -108,6 +108,8 @@ pub struct Counts {
     pub no_credit: u64,
     /// How often the peer's device was asked whether it is there.
     pub probes: u64,
+    /// How often there was reason to ask although nothing was posted.
+    pub doubts: u64,
 }
 
 /// Send what is there.
@@ -270,6 +272,12 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         }
         // After that, so that what begins now is told of again.
         self.ground.is_watched.load(SeqCst)
+    }
+
+    /// There is reason to doubt that the link works: the peer's device is asked even if nothing is posted.
+    pub fn doubt(&self) {
+        self.with(|engine| engine.sender.counts.doubts += 1);
+        let _ = self.run(PUMP);
     }
 
     /// A look at whether the peer's device still answers; the link is down with [`Fault::Silent`] if it has not

@@ -71,7 +71,7 @@ impl Sender {
         self.is_full || !self.credits.can_send()
     }
 
-    /// Grows with all that is posted, and with what found the queue full.
+    /// Grows with all that is posted, with what found the queue full, and with doubts.
     #[inline]
     pub fn done(&self) -> u64 {
         let counts = &self.counts;
@@ -79,6 +79,7 @@ impl Sender {
             .sends
             .wrapping_add(counts.writes)
             .wrapping_add(counts.full)
+            .wrapping_add(counts.doubts)
     }
 
     pub fn on_room(&mut self) {

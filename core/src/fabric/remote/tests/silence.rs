@@ -105,6 +105,18 @@ fn a_peer_that_is_stopped_is_not_a_dead_one() {
 }
 
 #[test]
+fn a_doubt_is_looked_into_though_nothing_is_posted() {
+    let world = quiet(Config::default(), Tuning::default());
+    world.ends[0].doubt();
+    ticks(&world, 0, 10);
+    assert_eq!(world.ends[0].fault(), None);
+    world.ends[1].qp().mute(true);
+    world.ends[0].doubt();
+    ticks(&world, 0, 20);
+    assert_eq!(world.ends[0].fault(), Some(Fault::Silent));
+}
+
+#[test]
 fn a_full_queue_is_watched_too() {
     let (config, tuning) = tiny(false);
     let mut world = quiet(config, tuning);

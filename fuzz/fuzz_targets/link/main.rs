@@ -70,6 +70,11 @@ enum Op {
     Sleep(u8),
     Drain(u8),
     Settle,
+    Doubt,
+    /// So many seconds later.
+    Tick(u8),
+    /// The peer's device does not answer; until it does again.
+    Silent(bool),
     /// The device's send queue is full; until there is room again.
     Full(bool),
     Down,
@@ -90,6 +95,8 @@ impl Local for Here {
     fn ring(&self, _: WaiterId) {
         self.rung.fetch_add(1, Relaxed);
     }
+
+    fn settle_later(&self) {}
 }
 
 /// A stream of ours.
@@ -118,6 +125,8 @@ const MOST_STREAMS: usize = 6;
 struct World {
     end: End<Wire, Here>,
     streams: Vec<Stream>,
+    /// ns
+    now: u64,
     /// Pages that were part of a ring: of ours, of the peer's.
     mine: [bool; PAGES],
     mirror: [bool; PAGES],
@@ -178,6 +187,7 @@ impl World {
         Self {
             end: end.expect("enough buffers"),
             streams: Vec::new(),
+            now: 0,
             mine: [false; PAGES],
             mirror: [false; PAGES],
             at,
@@ -336,6 +346,12 @@ impl World {
                 let _ = self.end.has_ready(waiter);
             }
             Op::Settle => self.end.settle(),
+            Op::Doubt => self.end.doubt(),
+            Op::Tick(seconds) => {
+                self.now += u64::from(*seconds) * 1_000_000_000;
+                self.end.tick(self.now);
+            }
+            Op::Silent(is_silent) => self.end.qp().set_silent(*is_silent),
             Op::Full(is_full) => self.end.qp().set_full(*is_full),
             Op::Down => self.end.qp().cut(),
             Op::SetDown => {

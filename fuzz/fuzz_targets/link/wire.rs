@@ -19,6 +19,7 @@ pub struct Setting {
 pub enum Arrived {
     Message(Vec<u8>),
     Written { immediate: u32, bytes: u32 },
+    Probed,
 }
 
 #[derive(Default)]
@@ -26,6 +27,9 @@ struct State {
     arrived: VecDeque<Arrived>,
     is_full: bool,
     was_full: bool,
+    /// Probes are not answered.
+    is_silent: bool,
+    is_probing: bool,
     is_down: bool,
     /// The end has found a fault.
     is_forbidden: bool,
@@ -55,6 +59,10 @@ impl Wire {
 
     pub fn arrive(&self, what: Arrived) {
         self.state().arrived.push_back(what);
+    }
+
+    pub fn set_silent(&self, is_silent: bool) {
+        self.state().is_silent = is_silent;
     }
 
     pub fn set_full(&self, is_full: bool) {
@@ -162,6 +170,22 @@ impl QueuePair for Wire {
         self.post(true)
     }
 
+    fn probe(&self) -> Result<(), PostError> {
+        let mut state = self.state();
+        assert!(!state.is_forbidden, "sent after a fault");
+        if state.is_down {
+            return Err(PostError::Down);
+        }
+        assert!(
+            !std::mem::replace(&mut state.is_probing, true),
+            "two probes"
+        );
+        if !state.is_silent {
+            state.arrived.push_back(Arrived::Probed);
+        }
+        Ok(())
+    }
+
     fn poll(&self, each: &mut dyn FnMut(Event<'_>)) -> Result<usize, Down> {
         let mut events = 0;
         loop {
@@ -179,6 +203,10 @@ impl QueuePair for Wire {
                     immediate: *immediate,
                     bytes: *bytes,
                 }),
+                Some(Arrived::Probed) => {
+                    self.state().is_probing = false;
+                    each(Event::Probed);
+                }
             }
             events += 1;
         }

@@ -7,7 +7,7 @@ use std::ffi::{c_int, c_void};
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::BorrowedFd;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
 use libloading::os::unix::{Library as Object, RTLD_LOCAL, RTLD_NOW};
 use once_cell::race::OnceBox;
@@ -38,9 +38,27 @@ static HOST: Host = Host {
     close_fd,
 };
 
-/// Whether this host may have an RDMA device: a look at a folder, before anything is opened.
+/// Where the kernel shows RDMA devices.
+const DEVICES: &str = "/sys/class/infiniband";
+/// How long the answer that there is none is good, ns.
+const NONE_FOR: u64 = 10_000_000_000;
+static SOME: AtomicBool = AtomicBool::new(false);
+static LOOK_AT: AtomicU64 = AtomicU64::new(0);
+
+/// Whether this host may have an RDMA device: a look at a folder, before anything is opened. That takes a descriptor
+/// for a moment, whose number the program would miss, so it is done seldom, and never where the kernel knows no RDMA.
 pub fn is_possible() -> bool {
-    std::fs::read_dir("/sys/class/infiniband").is_ok_and(|mut all| all.next().is_some())
+    if SOME.load(Relaxed) {
+        return true;
+    }
+    let now = crate::time::now_ns();
+    if now < LOOK_AT.load(Relaxed) || rustix::fs::stat(DEVICES).is_err() {
+        return false;
+    }
+    LOOK_AT.store(now + NONE_FOR, Relaxed);
+    let some = std::fs::read_dir(DEVICES).is_ok_and(|mut all| all.next().is_some());
+    SOME.store(some, Relaxed);
+    some
 }
 
 /// The plugin; opens it at the first call. `Err` says why there is none.

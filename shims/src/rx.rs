@@ -156,15 +156,23 @@ unsafe fn recv_slow(
             Step::Got(0) => return got as ssize_t,
             Step::Got(n) => {
                 got += n;
+                // A scan looks at a piece at a time, and stops at markers. Who waits for edges takes a short read for
+                // the end of what is there (epoll(7), question 9), so more is looked for, without waiting.
+                let more = all || mode == mode::MARKED;
                 // A peek has looked at what is there; waiting for more would start over.
-                if !all || got >= whole || peek {
+                if !more || got >= whole || peek {
                     return got as ssize_t;
                 }
             }
             Step::Fail(error) => return errno::after(got, error),
             Step::Kernel => {
                 if got > 0 {
-                    // The rest of a MSG_WAITALL that began on the link.
+                    let flags = if all {
+                        flags
+                    } else {
+                        flags | libc::MSG_DONTWAIT
+                    };
+                    // The rest of a read that began on the link, or among markers.
                     // SAFETY: as above.
                     return unsafe { finish_on_tcp(socket, fd, iov, flags, got) };
                 }
@@ -183,6 +191,7 @@ unsafe fn recv_slow(
                     iov.advance(got);
                 }
             }
+            Step::Empty if got > 0 && !all => return got as ssize_t,
             Step::Empty => {
                 if let Err(error) = wait::for_data(socket, fd, flags, &mut patience) {
                     return errno::after(got, error);

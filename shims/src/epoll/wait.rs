@@ -118,7 +118,7 @@ impl Epoll {
             if kept > 0 {
                 return kept;
             }
-            if n == 0 && deadline.is_over() {
+            if deadline.is_over() {
                 // Something may have come with the last tick.
                 return self.harvest(events, max);
             }
@@ -217,6 +217,18 @@ impl Epoll {
             return Vec::new();
         };
         let Set { links, heard, .. } = &mut *set;
+        // What completes on a link that is down is of no interest, and nobody takes it: the set would be ready for
+        // as long as the queue pair is there.
+        heard.retain(|link| {
+            if let (false, Some(distant), Some(set)) =
+                (link.is_alive(), link.distant(), self.kernel_fd())
+            {
+                distant.while_open(|fd| {
+                    let _ = kernel::delete(set, fd);
+                });
+            }
+            link.is_alive()
+        });
         links
             .iter()
             .filter_map(|link| {
@@ -278,7 +290,6 @@ impl Epoll {
         let set = &mut *guard;
         self.sweep(set);
         set.links.retain(|l| l.is_alive());
-        set.heard.retain(|l| l.is_alive());
         let mut n = 0;
         for _ in 0..set.ready.len() {
             if n == max {

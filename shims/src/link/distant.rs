@@ -61,6 +61,8 @@ pub struct Distant {
     watchers: AtomicU32,
     /// Those that may still use the queue pair's descriptors.
     users: AtomicU32,
+    /// The queue pair is ended.
+    is_ended: AtomicBool,
     /// How many came to sleep so far, and how many of them were seen by the last [`tend`](Self::tend).
     sleeps: AtomicU32,
     sleeps_seen: AtomicU32,
@@ -88,6 +90,7 @@ impl Distant {
             token: AtomicU64::new(0),
             watchers: AtomicU32::new(0),
             users: AtomicU32::new(0),
+            is_ended: AtomicBool::new(false),
             sleeps: AtomicU32::new(0),
             sleeps_seen: AtomicU32::new(0),
             is_heard: AtomicBool::new(true),
@@ -129,11 +132,24 @@ impl Distant {
 
     /// Ends the queue pair of a link that is down. False if a thread still sleeps on its descriptor.
     pub(super) fn retire(&self) -> bool {
+        // First said, then looked; `while_open` the other way round.
+        self.is_ended.store(true, SeqCst);
         let is_free = self.users.load(SeqCst) == 0;
         if is_free {
             self.end.qp().destroy();
+        } else {
+            self.is_ended.store(false, SeqCst);
         }
         is_free
+    }
+
+    /// Does something with the completion descriptor, if it is still open.
+    pub fn while_open(&self, f: impl FnOnce(BorrowedFd<'_>)) {
+        self.users.fetch_add(1, SeqCst);
+        if !self.is_ended.load(SeqCst) {
+            f(self.fd());
+        }
+        self.users.fetch_sub(1, SeqCst);
     }
 
     /// From now on until the value is dropped this thread is woken by completions. The service thread is not, until

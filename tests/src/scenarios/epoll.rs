@@ -398,6 +398,57 @@ pub fn hangups(c: &Ctx) {
     c.close(fd);
 }
 
+/// Edge-triggered readers that take a short read for the end of what is there, as the kernel lets them (epoll(7),
+/// question 9), on connections that are promoted with a backlog in TCP.
+pub fn short_reads(c: &Ctx) {
+    const N: u64 = 20;
+    const ANSWER: usize = 3_000_000;
+    let (listener, port) = c.listener(64);
+    for connection in 0..N {
+        if let Some(listener) = listener {
+            let fd = sys::accept4(listener, 0).ok();
+            for trip in 0..2 {
+                assert!(sys::recv_exact(fd, 8) == data::pattern(connection, trip * 8, 8));
+                sys::send_all(fd, &data::pattern(connection, trip * 8, 8)).ok();
+            }
+            sys::send_all(fd, &data::pattern(connection, 0, ANSWER)).ok();
+            assert!(sys::recv_exact(fd, 1) == [1]);
+            sys::close(fd).ok();
+            continue;
+        }
+        let fd = sys::connected(&Addr::v4(port));
+        let ep = create();
+        ctl(ep, EPOLL_CTL_ADD, fd, IN | RDHUP | ET, 1).ok();
+        for trip in 0..2 {
+            let ball = data::pattern(connection, trip * 8, 8);
+            sys::send_all(fd, &ball).ok();
+            assert!(sys::recv_exact(fd, 8) == ball, "trip {trip}");
+        }
+        let (mut got, mut buffer) = (Vec::new(), vec![0; 50_000]);
+        while got.len() < ANSWER {
+            let (_, events) = wait(ep, 1, 10_000);
+            assert!(!events.is_empty(), "no event in 10 s, {} bytes", got.len());
+            loop {
+                let r = sys::recv(fd, &mut buffer, libc::MSG_DONTWAIT);
+                if r.is(libc::EAGAIN) {
+                    break;
+                }
+                let n = r.count();
+                got.extend_from_slice(&buffer[..n]);
+                if n < buffer.len() {
+                    break;
+                }
+            }
+        }
+        assert!(got == data::pattern(connection, 0, ANSWER));
+        sys::send_all(fd, &[1]).ok();
+        sys::close(ep).ok();
+        sys::close(fd).ok();
+    }
+    c.log("all equal");
+    c.sync("done");
+}
+
 /// One thread that reads once, blocking, for each report: a report without data would hang it. Each
 /// connection is promoted while the set is in use.
 pub fn blocking_reads(c: &Ctx) {

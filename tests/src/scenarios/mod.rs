@@ -88,7 +88,7 @@ pub fn all() -> Vec<Scenario> {
         options: warm { matrix, errors, null_value, identity, tcp_info, strings, fcntl } cold {  }
         timing: warm { rcvtimeo, sndtimeo, nonblock_shared, woken, full, full_epoll, blocked_send, blocked_send_reset, poll_timeout, early_and_late } cold {  }
         signals: warm { eintr, restart, partial, handler_writes, handler_storm, masks } cold {  }
-        epoll: warm { level, edge, edge_mod, oneshot, exclusive, data_kept, control, closed_is_removed, dup_keeps_registration, fairness, hangups } cold { blocking_reads, oneshot_threads }
+        epoll: warm { level, edge, edge_mod, oneshot, exclusive, data_kept, control, closed_is_removed, dup_keeps_registration, fairness, hangups } cold { blocking_reads, short_reads, oneshot_threads }
         epoll_more: warm { nested, mixed, two_epolls, two_sleepers, pwait2, added_while_waiting, shared_with_child } cold { loop_level, loop_edge }
         poll: warm { odd_fds, masks, ppoll, select, select_errors, high_fd, two_connections } cold { listener }
         fds: warm { dups, dup2_over, dup2_swap, numbering, limit, close_everything, close_range, reuse } cold {  }

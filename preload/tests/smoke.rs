@@ -163,14 +163,3 @@ finally:
     let printed = same_with_library("/usr/bin/env", &["python3", "-"], script);
     assert_eq!(printed, "0 80000 b''\n");
 }
-
-/// Not a test but a measurement: `cargo test --release -p rdmasock -- --ignored --nocapture`.
-#[test]
-#[ignore = "prints what a pass-through costs"]
-fn cost_of_passing_through() {
-    let program = compile("cost");
-    for preload in [Path::new(""), &LIBRARY] {
-        let output = run(Command::new(&program).env("LD_PRELOAD", preload), "");
-        print!("{}", String::from_utf8_lossy(&output.stdout));
-    }
-}

@@ -35,6 +35,7 @@ const LAST_BYTES: u64 = 2_000_000_000;
 static OWNER_BELL: AtomicI32 = AtomicI32::new(-1);
 static OWNER_PID: AtomicI32 = AtomicI32::new(0);
 
+static EPOCH: AtomicU32 = AtomicU32::new(1);
 static COUNTS: AtomicPtr<AtomicU32> = AtomicPtr::new(std::ptr::null_mut());
 static REGISTERED: AtomicBool = AtomicBool::new(false);
 
@@ -197,7 +198,7 @@ pub extern "C" fn at_exit() {
     for_each_socket(|socket| {
         // A marker that is left unread would make the kernel reset the connection: a promotion that is
         // under way gets the moment that it needs.
-        while socket.rx_mode.load(Acquire) == mode::MARKED && crate::time::now_ns() < until {
+        while crate::promote::is_scanning(socket) && crate::time::now_ns() < until {
             crate::promote::readable(socket);
             let _ = rustix::thread::nanosleep(&rustix::time::Timespec {
                 tv_sec: 0,
@@ -238,6 +239,11 @@ pub extern "C" fn at_exit() {
     crate::errno::set(errno);
 }
 
+/// Changes with each fork, from 1 on: what holds for a socket that this process alone holds may not any more.
+pub fn epoch() -> u32 {
+    EPOCH.load(Acquire)
+}
+
 extern "C" fn prepare() {
     let errno = crate::errno::get();
     table::for_each(0..=u32::MAX, |fd, entry| {
@@ -255,6 +261,8 @@ extern "C" fn prepare() {
             }
         }
     });
+    // Once they count as shared.
+    EPOCH.fetch_add(1, AcqRel);
     crate::errno::set(errno);
 }
 
@@ -336,6 +344,7 @@ unsafe fn forget_stream(socket: &'static Socket) {
         std::mem::forget(std::mem::take(socket.control.get_unlocked()));
         socket.control.get_unlocked().fds = fds;
         socket.control.reset();
+        socket.blocking.after_fork();
     }
     let foreign = socket.stage() == Stage::Busy || !socket.is_plain();
     socket.tx_inside.store(0, Relaxed);

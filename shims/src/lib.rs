@@ -1,5 +1,6 @@
 //! POSIX socket semantics over the engine: what the hooks in `preload/` call.
 
+mod blocking;
 pub mod calls;
 pub mod config;
 pub mod epoll;

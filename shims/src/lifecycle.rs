@@ -147,7 +147,7 @@ fn begin(fd: c_int, nonblocking: bool, direction: Direction) -> Option<&'static 
 pub fn before_disconnect(fd: c_int) {
     let errno = errno::get();
     if let Some(socket) = table::socket(fd) {
-        let nonblocking = socket.nonblocking.load(Relaxed);
+        let nonblocking = socket.blocking.is_nonblocking();
         crate::pass::release(socket, Reason::Closed);
         release(table::put(fd, Entry::Fresh { nonblocking }), fd);
     }
@@ -272,14 +272,14 @@ fn release_socket(socket: &'static Socket, fd: c_int) {
     if resets && let Some(anchor) = socket.anchor_fd() {
         let _ = rustix::net::sockopt::set_socket_linger(anchor, Some(std::time::Duration::ZERO));
     }
-    let nonce = if last && socket.rx_mode.load(Acquire) == mode::MARKED {
+    let awaited = if last && socket.rx_mode.load(Acquire) == mode::MARKED {
         promote::scan_left(socket, &mut control)
     } else {
         None
     };
     let unsent = promote::close_tx(socket);
     if last {
-        promote::linger(socket, nonce, unsent);
+        promote::linger(socket, awaited, unsent);
     }
     let_go_of(socket, &mut control);
     drop(control);
@@ -415,7 +415,7 @@ pub fn is_hidden(fd: c_int) -> bool {
 /// O_NONBLOCK was set or cleared.
 pub fn set_nonblocking(fd: c_int, nonblocking: bool) {
     match table::lookup(fd) {
-        Entry::Socket(socket) => socket.nonblocking.store(nonblocking, Relaxed),
+        Entry::Socket(socket) => socket.blocking.set_nonblocking(nonblocking),
         Entry::Fresh { .. } => {
             table::put(fd, Entry::Fresh { nonblocking });
         }

@@ -82,6 +82,8 @@ pub fn release(socket: &'static Socket, reason: Reason) {
         promote::flush(socket);
         if socket.rx_mode.load(Acquire) == mode::MARKED {
             promote::readable(socket);
+            let _control = socket.control.lock();
+            promote::hand_over_rest(socket);
         }
         if socket.rx_mode.load(Acquire) == mode::LINK
             && let Some(mut control) = socket.control.lock()

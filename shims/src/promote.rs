@@ -11,9 +11,12 @@ mod leave;
 pub mod resume;
 mod scan;
 
-pub use close::{close_stream, close_tx, linger, refuse, scan_left};
+pub use close::{Awaited, close_stream, close_tx, linger, refuse, scan_left};
 pub use leave::{end_on_link, leave, resend, return_to_tcp};
-pub use scan::{Ahead, look_ahead, readable, scan_taken, seen_ahead, start_scan, stop_scan};
+pub use scan::{
+    Ahead, hand_over_rest, is_scanning, look_ahead, readable, scan_taken, seen_ahead, start_scan,
+    stop_scan,
+};
 
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
@@ -199,7 +202,6 @@ fn path_of(socket: &Socket) -> Path {
 
 /// Makes our end of the stream and tells the peer.
 fn send_open(socket: &'static Socket, control: &mut Control) -> Result<(), Reason> {
-    let library = Library::get();
     let link = socket
         .link()
         .filter(|l| l.is_alive())
@@ -218,12 +220,11 @@ fn send_open(socket: &'static Socket, control: &mut Control) -> Result<(), Reaso
         }
         resume::begin(socket, control);
     }
-    let log2 = library.config.ring_min.bytes().trailing_zeros() as u8;
     let rdmasock_core::fabric::Opened {
         vqpn,
         ring,
         consumer,
-    } = link.open(socket, log2)?;
+    } = link.open(socket, crate::rx::first_ring(link))?;
     control.opened = Some(Opened {
         link,
         mine: vqpn,

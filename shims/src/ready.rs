@@ -312,7 +312,8 @@ pub fn change_interest(socket: &'static Socket, change: impl FnOnce(&mut Interes
                 u32::MAX
             });
             if new.data != 0 {
-                come |= arm_data(socket, consumer, new.data) && wants(|s| s.data);
+                let is_there = arm_data(socket, consumer, new.data);
+                come |= is_there && socket.rx_mode.load(Acquire) == mode::LINK && wants(|s| s.data);
             }
         }
     }
@@ -326,7 +327,10 @@ pub fn change_interest(socket: &'static Socket, change: impl FnOnce(&mut Interes
                 u32::MAX
             });
             if new.space != 0 {
-                come |= producer.arm_space(new.space).unwrap_or(true) && wants(|s| s.space);
+                let is_there = producer.arm_space(new.space).unwrap_or(true);
+                // A direction that waits for the other's RESUME may have room.
+                come |=
+                    is_there && socket.tx_mode.load(Acquire) == mode::LINK && wants(|s| s.space);
             }
         }
     }

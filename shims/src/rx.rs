@@ -1,13 +1,15 @@
 //! Receiving: from what the direction runs on into the program's buffers. Here are the call and the link.
 
+mod count;
 mod marked;
 mod ring;
 mod splice;
 
-pub use ring::{Shrunk, relieve, shrink};
+pub use count::available;
+pub use ring::{Shrunk, first as first_ring, relieve, shrink};
 pub use splice::splice;
 
-use marked::{finish_on_tcp, from_marked, scanned};
+use marked::{finish_on_tcp, from_marked, is_at_mark, scanned};
 
 use std::ffi::c_int;
 use std::ops::ControlFlow::{self, Break, Continue};
@@ -19,7 +21,7 @@ use rdmasock_core::stats::Path;
 use crate::errno;
 use crate::iov::Iov;
 use crate::library::Library;
-use crate::promote::{self, Ahead};
+use crate::promote;
 use crate::ready;
 use crate::socket::{Rx, Socket, Stage, mode};
 use crate::table;
@@ -109,8 +111,10 @@ enum Step {
     Kernel,
     /// Nothing there.
     Empty,
-    /// This many bytes came.
+    /// This many bytes came,
     Got(usize),
+    /// and more may be elsewhere.
+    GotPart(usize),
     /// The call fails.
     Fail(c_int),
 }
@@ -147,20 +151,20 @@ unsafe fn recv_slow(
         let step = unsafe {
             match mode {
                 mode::LINK => from_link(socket, fd, &mut iov, flags),
-                mode::MARKED => from_marked(socket, fd, &mut iov, flags),
+                mode::MARKED => from_marked(socket, fd, &mut iov, flags, got > 0 && !all),
                 _ => Step::Kernel,
             }
         };
         match step {
             Step::Again => {}
             Step::Got(0) => return got as ssize_t,
-            Step::Got(n) => {
+            // Who waits for edges takes a short read for the end of what is there (epoll(7), question 9), so more is
+            // looked for, without waiting. A peek has looked at what is there: it would start over.
+            Step::Got(n) | Step::GotPart(n) => {
                 got += n;
-                // A scan looks at a piece at a time, and stops at markers. Who waits for edges takes a short read for
-                // the end of what is there (epoll(7), question 9), so more is looked for, without waiting.
-                let more = all || mode == mode::MARKED;
-                // A peek has looked at what is there; waiting for more would start over.
-                if !more || got >= whole || peek {
+                let part = matches!(step, Step::GotPart(_));
+                let more = all || part;
+                if !more || got >= whole || peek || part && is_at_mark(socket) {
                     return got as ssize_t;
                 }
             }
@@ -174,13 +178,18 @@ unsafe fn recv_slow(
                     };
                     // The rest of a read that began on the link, or among markers.
                     // SAFETY: as above.
-                    return unsafe { finish_on_tcp(socket, fd, iov, flags, got) };
+                    let (errno, n) =
+                        unsafe { (errno::get(), finish_on_tcp(socket, iov, fd, flags, got)) };
+                    // It may have found nothing more, and the call has not failed.
+                    errno::set(errno);
+                    return n;
                 }
                 if !table::still(fd, socket) {
                     return real();
                 }
-                if socket.lost_unread.swap(false, SeqCst) {
-                    return errno::fail(libc::ECONNRESET);
+                match socket.rx_error.swap(0, SeqCst) {
+                    0 => {}
+                    error => return errno::fail(error),
                 }
                 if socket.enter_rx() {
                     // SAFETY: as above.
@@ -275,9 +284,15 @@ unsafe fn from_link(socket: &'static Socket, fd: c_int, iov: &mut Iov, flags: c_
                 ring::fit(socket, consumer);
             }
         }
+        let is_short = iov.len() > 0;
+        let part = is_short && goes_on_in_tcp(&rx);
         drop(rx);
         ready::notify_peer(socket, wake);
-        return Step::Got(got);
+        return if part {
+            Step::GotPart(got)
+        } else {
+            Step::Got(got)
+        };
     }
     let nothing_asked = iov.len() == 0;
     match consumer.end() {
@@ -301,6 +316,16 @@ unsafe fn from_link(socket: &'static Socket, fd: c_int, iov: &mut Iov, flags: c_
             tx::violation(socket, &error);
             Step::Fail(libc::ECONNRESET)
         }
+    }
+}
+
+/// What follows the last byte in the ring is in TCP, and may be there already.
+#[inline]
+fn goes_on_in_tcp(rx: &Rx) -> bool {
+    match &rx.consumer {
+        Some(_) if rx.stays => rx.read_on,
+        Some(consumer) => consumer.has_left(),
+        None => false,
     }
 }
 
@@ -357,13 +382,13 @@ pub fn leave_link_at_end(socket: &'static Socket) -> bool {
             .lock()
             .is_some_and(|tx| tx.producer.as_ref().is_some_and(|p| p.is_unread()))
     {
-        socket.lost_unread.store(true, SeqCst);
+        socket.rx_error.store(libc::ECONNRESET, SeqCst);
     }
     if rx.is_lost {
-        socket.lost_unread.store(true, SeqCst);
+        socket.rx_error.store(libc::ECONNRESET, SeqCst);
     }
     // A call may have brought something from TCP that comes after what the link held.
-    let next = if rx.carry.is_empty() && rx.owed == 0 {
+    let next = if rx.carry.is_empty() && rx.owed == 0 && socket.rx_error.load(SeqCst) == 0 {
         mode::TCP
     } else {
         mode::MARKED
@@ -377,29 +402,6 @@ pub fn leave_link_at_end(socket: &'static Socket) -> bool {
         .service
         .submit(crate::service::Command::drained(socket));
     true
-}
-
-/// Bytes that can be read now, for FIONREAD; `None` where the kernel knows.
-pub fn available(socket: &'static Socket) -> Option<usize> {
-    crate::fork::reclaim(socket);
-    match socket.rx_mode.load(Acquire) {
-        mode::LINK => {
-            let mut rx = socket.rx.lock()?;
-            let n = rx.consumer.as_mut()?.available().ok()?;
-            drop(rx);
-            (n > 0 || !leave_link_at_end(socket)).then_some(n as usize)
-        }
-        mode::MARKED => {
-            let mut control = socket.control.lock()?;
-            let rx = socket.rx.lock()?;
-            match promote::look_ahead(socket, &mut control, rx, || socket.rx.lock())?.0 {
-                Ahead::Payload { carry, kernel } => Some(carry + kernel),
-                Ahead::Nothing => Some(0),
-                Ahead::Ended | Ahead::Changed => None,
-            }
-        }
-        _ => None,
-    }
 }
 
 /// Whether bytes have come that the program has not read: then a close resets the connection.

@@ -401,15 +401,14 @@ impl Worker {
                     .all_links()
                     .iter()
                     .any(|l| l.has_ready(SERVICE));
-            let n = if idle {
-                let timeout = timeout.map(|ns| rustix::time::Timespec {
-                    tv_sec: (ns / 1_000_000_000) as i64,
-                    tv_nsec: (ns % 1_000_000_000) as i64,
-                });
-                kernel::wait(&self.service.epoll, &mut events[..], timeout.as_ref()).unwrap_or(0)
-            } else {
-                0
-            };
+            // Never without a look: commands may come faster than they are carried out.
+            let timeout = if idle { timeout } else { Some(0) };
+            let timeout = timeout.map(|ns| rustix::time::Timespec {
+                tv_sec: (ns / 1_000_000_000) as i64,
+                tv_nsec: (ns % 1_000_000_000) as i64,
+            });
+            let n =
+                kernel::wait(&self.service.epoll, &mut events[..], timeout.as_ref()).unwrap_or(0);
             self.library.waiters.leave_sleep(SERVICE);
             for event in events.iter().take(n).copied().collect::<Vec<_>>() {
                 self.on_event(event);

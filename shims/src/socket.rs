@@ -21,6 +21,7 @@ use rdmasock_core::stats::{Reason, StreamStats};
 use rdmasock_core::stream::handshake::{Handshake, Role};
 use rdmasock_core::stream::policy::Progress;
 
+use crate::blocking::Blocking;
 use crate::epoll::Epoll;
 use crate::keepalive::Keepalive;
 use crate::link::Link;
@@ -87,8 +88,8 @@ pub struct Rx {
     pub consumer: Option<Consumer>,
     /// What markers to us start with, while we look for them.
     pub scan: Option<Nonce>,
-    /// Bytes taken from TCP by a call that was already in the kernel when the scan began, and
-    /// which may be the beginning of a marker.
+    /// Bytes taken from TCP that may be the beginning of a marker, or that a call took which was in the
+    /// kernel when the direction left TCP.
     pub carry: Vec<u8>,
     /// Bytes in front, in the carry and then in TCP, that a scan has found to be payload: small
     /// reads do not scan them again.
@@ -197,8 +198,8 @@ pub struct Socket {
     pub corked: AtomicBool,
     /// Ours, for a silent anchor.
     pub keepalive: Keepalive,
-    /// O_NONBLOCK as this process last saw it set.
-    pub nonblocking: AtomicBool,
+    /// Whether its calls wait.
+    pub blocking: Blocking,
     pub stage: AtomicU8,
     pub role: AtomicU8,
     pub progress: Progress,
@@ -206,8 +207,9 @@ pub struct Socket {
     pub anchor: AtomicU32,
     /// The program has shut the receiving direction down.
     pub rx_shut: AtomicBool,
-    /// The peer process died before it had read what we sent: TCP says ECONNRESET, once.
-    pub lost_unread: AtomicBool,
+    /// errno of the next receive once all is read, if not 0: the peer process died before it had read what
+    /// we sent, or a look for markers has met the error first.
+    pub rx_error: AtomicI32,
     /// The service thread watches the anchor, and epoll sets have handed the socket to us.
     pub watched: AtomicBool,
     pub link: AtomicPtr<Link>,
@@ -289,13 +291,13 @@ impl Socket {
             rx: CachePadded::new(Lock::new(Rx::default())),
             corked: AtomicBool::new(false),
             keepalive: Keepalive::default(),
-            nonblocking: AtomicBool::new(false),
+            blocking: Blocking::new(),
             stage: AtomicU8::new(Stage::New as u8),
             role: AtomicU8::new(0),
             progress: Progress::default(),
             anchor: AtomicU32::new(0),
             rx_shut: AtomicBool::new(false),
-            lost_unread: AtomicBool::new(false),
+            rx_error: AtomicI32::new(0),
             watched: AtomicBool::new(false),
             link: AtomicPtr::new(std::ptr::null_mut()),
             fd: AtomicI32::new(-1),
@@ -342,11 +344,11 @@ impl Socket {
         socket.progress.reset();
         socket.corked.store(false, Relaxed);
         socket.keepalive.reset();
-        socket.nonblocking.store(nonblocking, Relaxed);
+        socket.blocking.reset(nonblocking);
         socket.stage.store(Stage::New as u8, Relaxed);
         socket.anchor.store(0, Relaxed);
         socket.rx_shut.store(false, Relaxed);
-        socket.lost_unread.store(false, Relaxed);
+        socket.rx_error.store(0, Relaxed);
         socket.watched.store(false, Relaxed);
         socket.peer_vqpn.store(0, Relaxed);
         socket.link.store(std::ptr::null_mut(), Relaxed);

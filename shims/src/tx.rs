@@ -27,7 +27,6 @@ use crate::ready;
 use crate::service::Command;
 use crate::socket::{Socket, Stage, mode};
 use crate::table;
-use crate::time::Timeout;
 use crate::wait;
 
 /// A long send is handed over in pieces of this many bytes, so that the reader copies out while
@@ -376,30 +375,6 @@ pub fn shut(socket: &'static Socket) -> bool {
     drop(tx);
     promote::feed(socket, &mut control, |h| Ok(h.on_hello_unwritten()));
     false
-}
-
-/// How long a blocking call may wait, by the socket's own option (SO_RCVTIMEO, SO_SNDTIMEO).
-pub fn option_timeout(fd: c_int, option: c_int) -> Timeout {
-    let mut tv = libc::timeval {
-        tv_sec: 0,
-        tv_usec: 0,
-    };
-    let mut len = size_of::<libc::timeval>() as libc::socklen_t;
-    // SAFETY: the raw system call with a buffer of the right size; no hook is entered.
-    let r = unsafe {
-        libc::syscall(
-            libc::SYS_getsockopt,
-            fd,
-            libc::SOL_SOCKET,
-            option,
-            std::ptr::from_mut(&mut tv),
-            std::ptr::from_mut(&mut len),
-        )
-    };
-    if r != 0 || (tv.tv_sec == 0 && tv.tv_usec == 0) {
-        return Timeout::Forever;
-    }
-    Timeout::Ns(tv.tv_sec as u64 * 1_000_000_000 + tv.tv_usec as u64 * 1000)
 }
 
 /// Whether a blocked send should look again.

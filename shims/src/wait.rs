@@ -317,7 +317,7 @@ pub fn for_space(
 }
 
 fn may_wait(socket: &Socket, flags: c_int) -> Result<(), c_int> {
-    if flags & libc::MSG_DONTWAIT != 0 || socket.nonblocking.load(Relaxed) {
+    if flags & libc::MSG_DONTWAIT != 0 || socket.blocking.is_nonblocking() {
         return Err(libc::EAGAIN);
     }
     Ok(())
@@ -342,21 +342,11 @@ fn wait_on(
     if spinner.spin(spinner.bound(), there) {
         return Ok(());
     }
-    // O_NONBLOCK may have been set where no hook sees it.
-    // SAFETY: the program's own fd, in the middle of its call.
-    let flags = rustix::fs::fcntl_getfl(unsafe { BorrowedFd::borrow_raw(fd) });
-    if flags.is_ok_and(|f| f.contains(rustix::fs::OFlags::NONBLOCK)) {
-        socket.nonblocking.store(true, Relaxed);
+    // Before each sleep: O_NONBLOCK may have been set since the last.
+    let Some(bound) = crate::blocking::patience(socket, fd, data) else {
         return Err(libc::EAGAIN);
-    }
-    let deadline = *patience.0.get_or_insert_with(|| {
-        let option = if data {
-            libc::SO_RCVTIMEO
-        } else {
-            libc::SO_SNDTIMEO
-        };
-        crate::tx::option_timeout(fd, option).deadline()
-    });
+    };
+    let deadline = *patience.0.get_or_insert_with(|| bound.deadline());
     if deadline.is_over() {
         return Err(libc::EAGAIN);
     }

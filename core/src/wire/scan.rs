@@ -71,6 +71,22 @@ pub fn scan(nonce: &Nonce, bytes: &[u8]) -> Scan {
     }
 }
 
+/// How many of `bytes`, which follow each other in TCP from where an earlier scan left off, are the application's
+/// data, with markers among them or not.
+pub fn payload_in(nonce: &Nonce, bytes: &[u8]) -> usize {
+    let (mut payload, mut rest) = (0, bytes);
+    loop {
+        let seen = scan(nonce, rest);
+        payload += seen.payload;
+        match seen.what {
+            Found::Payload | Found::PartialMarker { .. } => return payload,
+            Found::Marker { len, .. } | Found::Bad { len, .. } => {
+                rest = rest.get(seen.payload + len..).unwrap_or_default();
+            }
+        }
+    }
+}
+
 /// Reads the marker at the front of `tail`, which agrees with the reader's nonce as far as it goes.
 fn read_marker(tail: &[u8]) -> Found {
     let len = match Marker::total_length(tail) {

@@ -91,6 +91,20 @@ proptest! {
     }
 
     #[test]
+    fn data_among_markers_is_counted(
+        (nonce, pieces) in nonces().prop_flat_map(|n| (Just(n), vec(teasing(n), 1..5))),
+    ) {
+        let wire = pieces.join(&encoded(&hello(), &nonce)[..]);
+        // Data and marker must not make another nonce together.
+        let markers = wire.windows(16).filter(|w| *w == nonce.as_bytes()).count();
+        prop_assume!(markers + 1 == pieces.len());
+        let data: usize = pieces.iter().map(Vec::len).sum();
+        let last = pieces.last().unwrap();
+        let held = last.len() - scan(&nonce, last).payload;
+        prop_assert_eq!(payload_in(&nonce, &wire), data - held);
+    }
+
+    #[test]
     fn only_a_beginning_of_the_nonce_is_held_back(
         (nonce, data) in nonces().prop_flat_map(|n| (Just(n), teasing(n))),
     ) {

@@ -275,6 +275,7 @@ pub unsafe extern "C" fn setsockopt(
             }
             // SAFETY: likewise.
             let result = unsafe { real(fd, level, name, value, value_len) };
+            socket.blocking.on_set(level, name);
             // Of other options the kernel may not have read a value: it can be null.
             if result == 0 && socket.keepalive.is_concerned(level, name) {
                 // SAFETY: the kernel has just read the option's int there, and the fd is the program's own.

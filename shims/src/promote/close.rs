@@ -25,13 +25,32 @@ pub fn refuse(socket: &'static Socket) {
     }
 }
 
-/// The program closes the socket: what markers to it start with, if there may be some on their way
-/// from the other end. The caller holds the control lock.
-pub fn scan_left(socket: &'static Socket, control: &mut Control) -> Option<Nonce> {
+/// Markers that may be on their way to a socket that is being closed.
+pub struct Awaited {
+    /// What they start with,
+    pub nonce: Nonce,
+    /// and what of the next has come.
+    pub part: Vec<u8>,
+}
+
+/// The program closes the socket: the markers that may be on their way from the other end. The caller
+/// holds the control lock.
+pub fn scan_left(socket: &'static Socket, control: &mut Control) -> Option<Awaited> {
     let rx = socket.rx.lock()?;
-    let (ahead, rx) = look_ahead(socket, control, rx, || socket.rx.lock())?;
+    let (ahead, mut rx) = look_ahead(socket, control, rx, || socket.rx.lock())?;
     match ahead {
-        Ahead::Nothing => rx.scan,
+        Ahead::Nothing => rx.scan.map(|nonce| Awaited {
+            nonce,
+            part: std::mem::take(&mut rx.carry),
+        }),
+        // The kernel has no part in these unread bytes, so it would not reset.
+        Ahead::Payload { carry: 1.., .. } => {
+            if let Some(anchor) = socket.anchor_fd() {
+                let now = Some(std::time::Duration::ZERO);
+                let _ = rustix::net::sockopt::set_socket_linger(anchor, now);
+            }
+            None
+        }
         _ => None,
     }
 }
@@ -61,16 +80,16 @@ pub fn close_tx(socket: &'static Socket) -> Vec<u8> {
         .unwrap_or_default()
 }
 
-/// The program closes the socket before all of `unsent` is in TCP, or while markers that start with
-/// `nonce` may be on their way: see `service::linger`. The caller holds the control lock.
-pub fn linger(socket: &'static Socket, nonce: Option<Nonce>, unsent: Vec<u8>) {
+/// The program closes the socket before all of `unsent` is in TCP, or while markers are `awaited`: see
+/// `service::linger`. The caller holds the control lock.
+pub fn linger(socket: &'static Socket, awaited: Option<Awaited>, unsent: Vec<u8>) {
     let Some(anchor) = socket.anchor_fd() else {
         return;
     };
     // A program that asked for a reset gets it.
     let hard = rustix::net::sockopt::socket_linger(anchor)
         .is_ok_and(|l| l == Some(std::time::Duration::ZERO));
-    if hard || (nonce.is_none() && unsent.is_empty()) {
+    if hard || (awaited.is_none() && unsent.is_empty()) {
         return;
     }
     if let Ok(copy) = rdmasock_core::os::privatefd::PrivateFd::duplicate(anchor) {
@@ -79,7 +98,7 @@ pub fn linger(socket: &'static Socket, nonce: Option<Nonce>, unsent: Vec<u8>) {
         }
         Library::get()
             .service
-            .submit(Command::Linger(copy, nonce, unsent));
+            .submit(Command::Linger(copy, awaited, unsent));
     }
 }
 

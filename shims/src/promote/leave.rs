@@ -7,7 +7,7 @@ use rdmasock_core::ids::Vqpn;
 use rdmasock_core::stats::{Path, Reason};
 use rdmasock_core::wire::Message;
 
-use super::{flush, give_up, resume, run, set_why};
+use super::{flush, give_up, hand_over_rest, resume, run, set_why};
 use crate::library::Library;
 use crate::link::Link;
 use crate::ready;
@@ -66,6 +66,7 @@ pub fn return_to_tcp(socket: &'static Socket, control: &mut Control, reason: Rea
     control.leave = Some(reason);
     set_why(socket, reason);
     socket.set_stage(Stage::Pinned);
+    hand_over_rest(socket);
     demote_tx(socket);
     let (Some(opened), Some(yours)) = (control.opened, control.peer) else {
         return;

@@ -49,9 +49,38 @@ pub fn stop_scan(socket: &'static Socket) {
     };
     rx.scan = None;
     rx.scanned = 0;
-    // What a call had taken and was held back is data after all; `receive` delivers it.
-    if rx.carry.is_empty() && socket.rx_mode.load(Acquire) == mode::MARKED {
+    if socket.rx_mode.load(Acquire) != mode::MARKED {
+        return;
+    }
+    if rx.carry.is_empty() && socket.rx_error.load(SeqCst) == 0 {
         socket.rx_mode.store(mode::TCP, SeqCst);
+    } else {
+        // What was held back is data after all, of which nothing in the kernel tells.
+        Library::get().service.submit(Command::notify(socket));
+    }
+}
+
+/// For a new holder, who reads the kernel alone: no marker comes any more, so the rest is the kernel's. What
+/// was held back cannot be given back to it, and a gap in the data would be worse than the end of the
+/// connection. The caller holds the control lock.
+pub fn hand_over_rest(socket: &'static Socket) {
+    let held_back = {
+        let Some(mut rx) = socket.rx.lock() else {
+            return;
+        };
+        if socket.rx_mode.load(Acquire) != mode::MARKED || rx.scan.is_some() {
+            return;
+        }
+        rx.owed = 0;
+        if rx.consumer.is_some() {
+            Library::get().service.submit(Command::drained(socket));
+        }
+        socket.rx_mode.store(mode::TCP, SeqCst);
+        std::mem::take(&mut rx.carry).len()
+    };
+    if held_back > 0 {
+        tracing::warn!(target: "rdmasock", slot = socket.slot, held_back, "unread data cannot follow the socket: reset");
+        crate::socket::reset(socket);
     }
 }
 
@@ -103,18 +132,30 @@ pub fn look_ahead<'a>(
         let Some(fd) = socket.anchor_fd() else {
             return Some((Ahead::Ended, guard));
         };
-        let peeked =
+        let peeked = if guard.carry.len() > carried {
+            // What TCP has is not what comes next.
+            0
+        } else {
             match rustix::net::recv(fd, &mut rest[..PEEK], RecvFlags::PEEK | RecvFlags::DONTWAIT) {
                 Ok((_, 0)) if carried == 0 => return ended(socket, control, guard, relock),
                 Ok((_, n)) => n.min(PEEK),
                 Err(rustix::io::Errno::AGAIN) => 0,
                 Err(rustix::io::Errno::INTR) => continue,
-                Err(_) => return ended(socket, control, guard, relock),
-            };
+                Err(error) => {
+                    // The look has taken it from the socket.
+                    socket.rx_error.store(error.raw_os_error(), SeqCst);
+                    if carried == 0 {
+                        return ended(socket, control, guard, relock);
+                    }
+                    0
+                }
+            }
+        };
         let Some(nonce) = guard.scan else {
             // No longer scanning: only the carry is left to deliver, and what RESUME has announced, which is
-            // counted (P78).
-            if carried == 0 && guard.owed == 0 {
+            // counted (P78), or all that precedes an error.
+            let fails = socket.rx_error.load(SeqCst) != 0;
+            if carried == 0 && guard.owed == 0 && !fails {
                 socket.rx_mode.store(mode::TCP, SeqCst);
                 if guard.consumer.is_some() {
                     // Perhaps the last that was still to be done of a way back.
@@ -122,7 +163,10 @@ pub fn look_ahead<'a>(
                 }
                 return Some((Ahead::Changed, guard));
             }
-            let owed = usize::try_from(guard.owed).unwrap_or(usize::MAX);
+            let owed = match usize::try_from(guard.owed) {
+                Ok(owed) if !fails => owed,
+                _ => usize::MAX,
+            };
             let kernel = peeked.min(owed.saturating_sub(carried));
             if carried + kernel == 0 {
                 return Some((Ahead::Nothing, guard));
@@ -165,10 +209,18 @@ pub fn look_ahead<'a>(
                 take(&mut guard, fd, have);
                 continue;
             }
-            Found::PartialMarker { .. } => {
+            Found::PartialMarker { have } => {
                 over = ready::kernel(socket, rustix::event::PollFlags::RDHUP) & ready::ENDED != 0;
                 if over {
                     continue;
+                }
+                // Not left in the kernel: a byte keeps all of the buffer that it came in, and with little
+                // room TCP would close its window to what is to follow.
+                let new = buf.get(carried..have).unwrap_or_default();
+                let len = guard.carry.len();
+                guard.carry.extend_from_slice(new);
+                if !drop_from_kernel(fd, new.len()) {
+                    guard.carry.truncate(len);
                 }
                 return Some((Ahead::Nothing, guard));
             }
@@ -197,7 +249,7 @@ fn ended<'a>(
     super::resume::on_end(socket, control);
     let mut guard = relock()?;
     if std::mem::take(&mut guard.owed) > 0 {
-        socket.lost_unread.store(true, SeqCst);
+        socket.rx_error.store(libc::ECONNRESET, SeqCst);
     }
     let scanning = socket.rx_mode.load(Acquire) == mode::MARKED;
     Some((
@@ -214,7 +266,11 @@ fn ended<'a>(
 pub(super) fn take(rx: &mut Rx, fd: BorrowedFd<'_>, len: usize) {
     let carried = rx.carry.len().min(len);
     rx.carry.drain(..carried);
-    let mut left = len - carried;
+    drop_from_kernel(fd, len - carried);
+}
+
+/// Takes `left` bytes that were seen in the kernel out of it. False if they are not there any more.
+fn drop_from_kernel(fd: BorrowedFd<'_>, mut left: usize) -> bool {
     let mut sink = [0u8; MAX_MARKER];
     while left > 0 {
         let want = left.min(MAX_MARKER);
@@ -224,9 +280,10 @@ pub(super) fn take(rx: &mut Rx, fd: BorrowedFd<'_>, len: usize) {
         {
             Some(Ok((_, n))) if n > 0 => left -= n.min(left),
             Some(Err(rustix::io::Errno::INTR)) => {}
-            _ => return,
+            _ => return false,
         }
     }
+    true
 }
 
 fn on_marker(socket: &'static Socket, control: &mut Control, marker: Option<Marker>) {
@@ -314,6 +371,12 @@ pub unsafe fn scan_taken(socket: &'static Socket, buf: *mut u8, len: usize) -> u
         }
     }
     kept
+}
+
+/// Whether a marker may still come in the receiving direction.
+pub fn is_scanning(socket: &Socket) -> bool {
+    socket.rx_mode.load(Acquire) == mode::MARKED
+        && socket.rx.lock().is_some_and(|rx| rx.scan.is_some())
 }
 
 /// For `ready`: whether a scanning socket has payload to read (EPOLL* bits).

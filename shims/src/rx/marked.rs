@@ -2,6 +2,7 @@
 
 use std::ffi::c_int;
 use std::ops::ControlFlow::{self, Break, Continue};
+use std::os::fd::AsRawFd;
 use std::sync::atomic::Ordering::{Acquire, SeqCst};
 
 use libc::ssize_t;
@@ -10,8 +11,10 @@ use rustix::net::RecvFlags;
 use super::Step;
 use crate::errno;
 use crate::iov::Iov;
+use crate::library::Library;
 use crate::promote::{self, Ahead};
 use crate::ready;
+use crate::service::Command;
 use crate::socket::{Rx, Socket, mode};
 use crate::table;
 
@@ -67,12 +70,13 @@ pub(super) unsafe fn scanned(
     Break(kept)
 }
 
-/// What a scanning socket has in TCP.
+/// What a scanning socket has in TCP, for a call that already `has_some` bytes and does not want all.
 pub(super) unsafe fn from_marked(
     socket: &'static Socket,
     fd: c_int,
     iov: &mut Iov,
     flags: c_int,
+    has_some: bool,
 ) -> Step {
     let Some(mut control) = socket.control.lock() else {
         return Step::Fail(libc::EINTR);
@@ -99,19 +103,24 @@ pub(super) unsafe fn from_marked(
                 return Step::Fail(libc::EBADF);
             };
             let mut byte = [0u8; 1];
-            match rustix::net::recv(anchor, &mut byte, RecvFlags::DONTWAIT | RecvFlags::PEEK) {
-                Ok((_, 0)) => {
-                    rx.scan = None;
-                    socket.rx_mode.store(mode::TCP, SeqCst);
-                    Step::Kernel
-                }
-                Err(error) if error != rustix::io::Errno::AGAIN => {
-                    rx.scan = None;
-                    socket.rx_mode.store(mode::TCP, SeqCst);
-                    Step::Fail(error.raw_os_error())
-                }
-                _ => Step::Again,
+            if has_some {
+                // The next call tells.
+                return Step::Empty;
             }
+            let step =
+                match rustix::net::recv(anchor, &mut byte, RecvFlags::DONTWAIT | RecvFlags::PEEK) {
+                    Ok((_, 0)) => Step::Kernel,
+                    Err(error) if error != rustix::io::Errno::AGAIN => {
+                        Step::Fail(error.raw_os_error())
+                    }
+                    _ => return Step::Again,
+                };
+            rx.scan = None;
+            socket.rx_mode.store(mode::TCP, SeqCst);
+            if rx.consumer.is_some() {
+                Library::get().service.submit(Command::drained(socket));
+            }
+            step
         }
         // SAFETY: by this function's contract.
         Ahead::Payload { carry, kernel } => unsafe {
@@ -191,29 +200,54 @@ unsafe fn take_payload(
     if !peek && let Some(stats) = socket.stats() {
         stats.add_rx_tcp(got as u64);
     }
-    Step::Got(got)
+    // A scan looks at a piece at a time, and stops at markers.
+    Step::GotPart(got)
 }
 
-/// Part of a MSG_WAITALL came over the link before the direction went back to TCP.
+/// Whether urgent data is next in TCP: a receive that has something ends there (tcp(7), SIOCATMARK).
+pub(super) fn is_at_mark(socket: &Socket) -> bool {
+    const SIOCATMARK: libc::c_ulong = 0x8905;
+    let mut at: c_int = 0;
+    socket.anchor_fd().is_some_and(|fd| {
+        // SAFETY: the raw system call writes an int; no hook is entered.
+        let r = unsafe {
+            libc::syscall(
+                libc::SYS_ioctl,
+                fd.as_raw_fd(),
+                SIOCATMARK,
+                std::ptr::from_mut(&mut at),
+            )
+        };
+        r == 0 && at != 0
+    })
+}
+
+/// The rest of a call of which `got` bytes came over the link, or from among markers, before the direction went
+/// back to TCP.
 pub(super) unsafe fn finish_on_tcp(
     socket: &'static Socket,
-    fd: c_int,
     mut iov: Iov,
+    fd: c_int,
     flags: c_int,
-    got: usize,
+    mut got: usize,
 ) -> ssize_t {
-    let (to, len) = iov.head();
-    if len == 0 || !socket.enter_rx() {
-        return got as ssize_t;
-    }
-    // SAFETY: the piece is writable by the program's word.
-    let n = unsafe { crate::real::recv()(fd, to.cast(), len, flags) };
-    if n > 0 && socket.rx_was_marked() {
-        // SAFETY: the kernel has written n bytes there.
-        let kept = unsafe { promote::scan_taken(socket, to, n as usize) };
+    loop {
+        let (to, len) = iov.head();
+        if len == 0 || is_at_mark(socket) || !socket.enter_rx() {
+            return got as ssize_t;
+        }
+        // SAFETY: the piece is writable by the program's word.
+        let n = unsafe { crate::real::recv()(fd, to.cast(), len, flags) }.max(0) as usize;
+        let mut kept = n;
+        if n > 0 && socket.rx_was_marked() {
+            // SAFETY: the kernel has written n bytes there.
+            kept = unsafe { promote::scan_taken(socket, to, n) };
+        }
         socket.leave_rx();
-        return (got + kept) as ssize_t;
+        got += kept;
+        if kept < len {
+            return got as ssize_t;
+        }
+        iov.advance(len);
     }
-    socket.leave_rx();
-    (got + n.max(0) as usize) as ssize_t
 }

@@ -12,6 +12,22 @@ use crate::socket::Socket;
 /// What a ring grows to for a reader that keeps up: more no longer makes it faster.
 const READING: u64 = 1024 * 1024;
 
+/// A first ring between hosts is so much larger, as a power of two: what is read of a quarter of it takes a message
+/// to tell, which its writer is woken by.
+const BETWEEN_HOSTS: u32 = 4;
+
+/// log2 of the bytes of a direction's first ring.
+pub fn first(link: &Link) -> u8 {
+    let config = &Library::get().config;
+    let (min, max) = (config.ring_min.bytes(), config.ring_max.bytes());
+    let bytes = if link.is_remote() {
+        (min << BETWEEN_HOSTS).min(max)
+    } else {
+        min
+    };
+    bytes.trailing_zeros() as u8
+}
+
 /// Gives a sender that is limited by its window a larger ring, up to the bound; frees the old one.
 #[cold]
 pub(super) fn fit(socket: &'static Socket, consumer: &mut Consumer) {
@@ -93,8 +109,8 @@ pub fn shrink(socket: &'static Socket, link: &'static Link) -> Shrunk {
     if let Ok(Some(old)) = consumer.take_retired() {
         link.free(old);
     }
-    let min = Library::get().config.ring_min.bytes();
-    if !consumer.is_switching() && consumer.ring_size() <= min {
+    let log2 = first(link);
+    if !consumer.is_switching() && consumer.ring_size() <= 1 << log2 {
         return Shrunk::Small;
     }
     let position = consumer.position();
@@ -105,7 +121,7 @@ pub fn shrink(socket: &'static Socket, link: &'static Link) -> Shrunk {
     if !idle || consumer.is_switching() || consumer.has_data().unwrap_or(true) {
         return Shrunk::Busy;
     }
-    let Some(region) = link.allocate(min.trailing_zeros() as u8) else {
+    let Some(region) = link.allocate(log2) else {
         return Shrunk::Busy;
     };
     match consumer.offer(region) {

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering::Acquire;
 
-use rdmasock_core::ids::{InstanceId, Nonce};
+use rdmasock_core::ids::InstanceId;
 use rdmasock_core::os::privatefd::PrivateFd;
 use rdmasock_core::stats::{Event, Reason};
 use rdmasock_core::wire::LinkOffer;
@@ -13,7 +13,7 @@ use super::pairs::TEND_AFTER;
 use super::{Dialled, Worker};
 use crate::link::Link;
 use crate::listener::Listener;
-use crate::promote;
+use crate::promote::{self, Awaited};
 use crate::ready;
 use crate::socket::Socket;
 
@@ -69,9 +69,9 @@ pub enum Command {
     Violation(&'static Link),
     /// A listener has accepted its first connection in this process.
     Listen(&'static Listener),
-    /// A connection that was closed in the middle of a promotion: what markers to it start with, and
+    /// A connection that was closed in the middle of a promotion: the markers that are awaited, and
     /// what is to be sent yet.
-    Linger(PrivateFd, Option<Nonce>, Vec<u8>),
+    Linger(PrivateFd, Option<Awaited>, Vec<u8>),
     /// A ring has grown: shrink it when it is idle.
     Grown,
     /// A sender finds no room.
@@ -150,7 +150,7 @@ impl Worker {
                 self.library.stats.count(Event::LinkViolation);
                 self.link_down(link, Reason::Violation);
             }
-            Command::Linger(fd, nonce, unsent) => self.linger(fd, nonce, unsent),
+            Command::Linger(fd, awaited, unsent) => self.linger(fd, awaited, unsent),
             Command::Listen(listener) => self.listen(listener),
             Command::Pressed(r) => self.on_pressed(r),
             Command::Held => self.held_until = crate::time::now_ns() + HELD_FOR,

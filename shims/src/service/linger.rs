@@ -9,7 +9,6 @@
 
 use std::os::fd::{AsFd, BorrowedFd};
 
-use rdmasock_core::ids::Nonce;
 use rdmasock_core::os::privatefd::PrivateFd;
 use rdmasock_core::wire::scan::{Found, scan};
 use rdmasock_core::wire::{MAX_MARKER, Marker};
@@ -18,11 +17,12 @@ use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags};
 
 use super::{Worker, kind, tag};
+use crate::promote::Awaited;
 
 /// A connection that outlives its close.
 pub struct Lingering {
     fd: PrivateFd,
-    nonce: Option<Nonce>,
+    awaited: Option<Awaited>,
     unsent: Vec<u8>,
     /// Monotonic ns.
     pub deadline: u64,
@@ -34,7 +34,7 @@ const PATIENCE: u64 = 5_000_000_000;
 const PATIENCE_UNSENT: u64 = 60_000_000_000;
 
 impl Worker {
-    pub(super) fn linger(&mut self, fd: PrivateFd, nonce: Option<Nonce>, unsent: Vec<u8>) {
+    pub(super) fn linger(&mut self, fd: PrivateFd, awaited: Option<Awaited>, unsent: Vec<u8>) {
         let id = self.next_conn;
         self.next_conn += 1;
         let flags = kernel::EventFlags::IN
@@ -52,7 +52,7 @@ impl Worker {
                 id,
                 Lingering {
                     fd,
-                    nonce,
+                    awaited,
                     unsent,
                     deadline,
                 },
@@ -62,10 +62,9 @@ impl Worker {
     }
 
     pub(super) fn on_lingering(&mut self, id: u64) {
-        let over = self
-            .lingering
-            .get_mut(&id)
-            .is_none_or(|l| l.send() && l.nonce.is_none_or(|n| is_over(l.fd.as_fd(), &n)));
+        let over = self.lingering.get_mut(&id).is_none_or(|l| {
+            l.send() && l.awaited.as_mut().is_none_or(|a| is_over(l.fd.as_fd(), a))
+        });
         if over {
             self.lingering.remove(&id);
         }
@@ -99,29 +98,44 @@ impl Lingering {
 }
 
 /// Takes the markers that have come; true when the connection can be closed.
-fn is_over(fd: BorrowedFd<'_>, nonce: &Nonce) -> bool {
-    let mut buf = [0u8; 4 * MAX_MARKER];
+fn is_over(fd: BorrowedFd<'_>, awaited: &mut Awaited) -> bool {
+    let mut buf = [0u8; MAX_MARKER];
     loop {
-        let n = match rustix::net::recv(fd, &mut buf[..], RecvFlags::PEEK | RecvFlags::DONTWAIT) {
-            Ok((_, n)) if n > 0 => n.min(4 * MAX_MARKER),
+        match rustix::net::recv(fd, &mut buf[..], RecvFlags::DONTWAIT) {
+            Ok((_, n)) if n > 0 => {
+                let new = buf.get(..n).unwrap_or_default();
+                awaited.part.extend_from_slice(new);
+            }
             Err(Errno::AGAIN) => return false,
             Err(Errno::INTR) => continue,
             _ => return true,
-        };
-        let seen = scan(nonce, buf.get(..n).unwrap_or_default());
-        let (marker, len) = match seen.what {
-            // Closing with this unread is the reset that TCP asks for.
-            _ if seen.payload > 0 => return true,
-            Found::Marker { marker, len } => (Some(marker), len),
-            Found::Bad { len, .. } => (None, len),
-            Found::PartialMarker { .. } | Found::Payload => return false,
-        };
-        let mut sink = [0u8; MAX_MARKER];
-        let whole = sink
-            .get_mut(..len)
-            .map(|s| rustix::net::recv(fd, s, RecvFlags::DONTWAIT));
-        if !matches!(whole, Some(Ok(_))) || !matches!(marker, Some(Marker::Hello(_))) {
-            return true;
+        }
+        loop {
+            let seen = scan(&awaited.nonce, &awaited.part);
+            let len = match seen.what {
+                _ if seen.payload > 0 => {
+                    reset(fd);
+                    return true;
+                }
+                Found::Marker {
+                    marker: Marker::Hello(_),
+                    len,
+                } => len,
+                Found::Marker { len, .. } | Found::Bad { len, .. } => {
+                    if awaited.part.len() > len {
+                        reset(fd);
+                    }
+                    return true;
+                }
+                Found::PartialMarker { .. } | Found::Payload => break,
+            };
+            awaited.part.drain(..len);
         }
     }
+}
+
+/// Unread data has come: the close that follows is the reset that TCP asks for, though the kernel does not
+/// have the data any more.
+fn reset(fd: BorrowedFd<'_>) {
+    let _ = rustix::net::sockopt::set_socket_linger(fd, Some(std::time::Duration::ZERO));
 }

@@ -454,7 +454,7 @@ impl Worker {
                 if socket.tx_mode.load(Acquire) == mode::LINK {
                     let unread = tx.producer.take().is_some_and(|p| p.is_unread());
                     if unread && why == Reason::PeerGone {
-                        socket.lost_unread.store(true, SeqCst);
+                        socket.rx_error.store(libc::ECONNRESET, SeqCst);
                     }
                     socket.tx_mode.store(mode::TCP, SeqCst);
                 }

@@ -401,6 +401,49 @@ pub fn hangups(c: &Ctx) {
 /// Edge-triggered readers that take a short read for the end of what is there, as the kernel lets them (epoll(7),
 /// question 9), on connections that are promoted with a backlog in TCP.
 pub fn short_reads(c: &Ctx) {
+    backlogs(c, |fd, got| {
+        let mut buffer = vec![0; 50_000];
+        loop {
+            let r = sys::recv(fd, &mut buffer, libc::MSG_DONTWAIT);
+            if r.is(libc::EAGAIN) {
+                break;
+            }
+            let n = r.count();
+            got.extend_from_slice(&buffer[..n]);
+            if n < buffer.len() {
+                break;
+            }
+        }
+    });
+}
+
+/// As [`short_reads`], by readers that also take a read of more than FIONREAD has counted for that end, as nginx
+/// does: what has come since then makes another edge.
+pub fn counted_reads(c: &Ctx) {
+    backlogs(c, |fd, got| {
+        let mut buffer = vec![0; 20_000];
+        let mut left = None;
+        loop {
+            let r = sys::recv(fd, &mut buffer, libc::MSG_DONTWAIT);
+            if r.is(libc::EAGAIN) {
+                break;
+            }
+            let n = r.count();
+            got.extend_from_slice(&buffer[..n]);
+            left = match left {
+                None if n == buffer.len() => Some(sys::readable_bytes(fd) as usize),
+                Some(left) if n <= left => Some(left - n),
+                _ => break,
+            };
+            if n < buffer.len() {
+                break;
+            }
+        }
+    });
+}
+
+/// Connections that are promoted with a backlog in TCP, read at edges.
+fn backlogs(c: &Ctx, read: fn(c_int, &mut Vec<u8>)) {
     const N: u64 = 20;
     const ANSWER: usize = 3_000_000;
     let (listener, port) = c.listener(64);
@@ -424,21 +467,11 @@ pub fn short_reads(c: &Ctx) {
             sys::send_all(fd, &ball).ok();
             assert!(sys::recv_exact(fd, 8) == ball, "trip {trip}");
         }
-        let (mut got, mut buffer) = (Vec::new(), vec![0; 50_000]);
+        let mut got = Vec::new();
         while got.len() < ANSWER {
             let (_, events) = wait(ep, 1, 10_000);
             assert!(!events.is_empty(), "no event in 10 s, {} bytes", got.len());
-            loop {
-                let r = sys::recv(fd, &mut buffer, libc::MSG_DONTWAIT);
-                if r.is(libc::EAGAIN) {
-                    break;
-                }
-                let n = r.count();
-                got.extend_from_slice(&buffer[..n]);
-                if n < buffer.len() {
-                    break;
-                }
-            }
+            read(fd, &mut got);
         }
         assert!(got == data::pattern(connection, 0, ANSWER));
         sys::send_all(fd, &[1]).ok();
@@ -447,6 +480,49 @@ pub fn short_reads(c: &Ctx) {
     }
     c.log("all equal");
     c.sync("done");
+}
+
+/// One large read at each edge gets what came before and after the sender's fd was passed on, which takes the
+/// connection back to TCP, and in all pieces of a vector.
+pub fn edge_across_demotion(c: &Ctx) {
+    const LEN: usize = 3000;
+    let fd = c.pair();
+    let all = data::pattern(5, 0, LEN);
+    if c.is_server() {
+        c.sync("set");
+        sys::send_all(fd, &all[..500]).ok();
+        let [a, b] = super::process::socketpair();
+        c.ret("pass", super::process::pass_fd(a, fd));
+        sys::send_all(fd, &all[500..]).ok();
+        c.sync("sent");
+        c.sync("read");
+        sys::close(super::process::take_fd(b)).ok();
+        c.close(fd);
+        return;
+    }
+    let ep = create();
+    ctl(ep, EPOLL_CTL_ADD, fd, IN | RDHUP | ET, 1).ok();
+    c.sync("set");
+    c.sync("sent");
+    sys::wait_readable_bytes(fd, LEN as c_int);
+    let mut got = Vec::new();
+    while got.len() < LEN {
+        let (_, events) = wait(ep, 1, 10_000);
+        assert!(!events.is_empty(), "no event in 10 s, {} bytes", got.len());
+        let mut pieces = [[0u8; 1000]; 4];
+        let v = pieces.each_mut().map(|piece| sys::iov(piece));
+        let mut left = call!(libc::readv(fd, v.as_ptr(), 4)).count();
+        for piece in &pieces {
+            got.extend_from_slice(&piece[..left.min(1000)]);
+            left = left.saturating_sub(1000);
+        }
+    }
+    assert!(got == all);
+    c.log("all equal");
+    c.sync("read");
+    c.recv_to_end(fd);
+    c.close(ep);
+    c.close(fd);
 }
 
 /// One thread that reads once, blocking, for each report: a report without data would hang it. Each

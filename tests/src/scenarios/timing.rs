@@ -101,6 +101,38 @@ pub fn nonblock_shared(c: &Ctx) {
     c.close(fd);
 }
 
+/// SO_RCVTIMEO and O_NONBLOCK set by a fork child, who has the same socket, after this process has waited on it.
+pub fn set_by_child(c: &Ctx) {
+    let fd = c.pair();
+    if c.is_server() {
+        c.sync("waits");
+        c.recv(fd, 10, 0);
+        let child = sys::fork_child(|| {
+            sys::set_timeout(fd, libc::SO_RCVTIMEO, Duration::from_millis(80)).ok();
+            0
+        });
+        c.log(format_args!("child {}", sys::wait_child(child)));
+        c.recv(fd, 10, 0);
+        sys::set_timeout(fd, libc::SO_RCVTIMEO, Duration::from_secs(5)).ok();
+        c.sync("waits");
+        c.recv(fd, 10, 0);
+        let child = sys::fork_child(|| {
+            sys::set_nonblocking(fd, true);
+            0
+        });
+        c.log(format_args!("child {}", sys::wait_child(child)));
+        c.recv(fd, 10, 0);
+    } else {
+        for _ in 0..2 {
+            c.sync("waits");
+            sys::pause_ms(30);
+            c.send(fd, b"in time", 0);
+        }
+    }
+    c.sync("done");
+    c.close(fd);
+}
+
 /// A blocked recv, read, poll and select wake for data; a blocked recv for EOF.
 pub fn woken(c: &Ctx) {
     let fd = c.pair();

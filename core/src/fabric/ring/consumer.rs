@@ -254,6 +254,12 @@ impl Consumer {
         self.theirs().end.load(Ordering::SeqCst) == End::Fin as u32
     }
 
+    /// The producer goes on elsewhere, behind bytes that may be unread.
+    #[inline]
+    pub fn has_left(&self) -> bool {
+        self.theirs().end.load(Ordering::SeqCst) == End::Demote as u32
+    }
+
     /// Whether it is [frozen](Self::freeze).
     pub fn is_frozen(&self) -> bool {
         self.frozen

@@ -1,0 +1,145 @@
+//! Whether a socket's calls wait, and for how long: O_NONBLOCK, SO_RCVTIMEO and SO_SNDTIMEO.
+//!
+//! Another process that holds the socket too can change them where no hook sees it. So the kernel is asked before a
+//! sleep, but no more than once while this process is the only holder.
+
+use std::ffi::c_int;
+use std::os::fd::BorrowedFd;
+use std::sync::atomic::{
+    AtomicBool, AtomicU32,
+    Ordering::{Acquire, Relaxed, Release},
+};
+
+use rdmasock_core::lock::Lock;
+
+use crate::fork;
+use crate::socket::Socket;
+use crate::time::Timeout;
+
+/// What this process knows of them.
+pub struct Blocking {
+    /// O_NONBLOCK as last seen.
+    nonblocking: AtomicBool,
+    /// How often the program has set one of the options.
+    sets: AtomicU32,
+    known: Lock<Known>,
+}
+
+#[derive(Default)]
+struct Known {
+    /// [`fork::epoch`] and `sets` when the kernel was asked; `None` if it has to be asked.
+    at: Option<(u32, u32)>,
+    /// ns, 0 for no bound.
+    receive: u64,
+    send: u64,
+}
+
+impl Blocking {
+    pub const fn new() -> Self {
+        Self {
+            nonblocking: AtomicBool::new(false),
+            sets: AtomicU32::new(0),
+            known: Lock::new(Known {
+                at: None,
+                receive: 0,
+                send: 0,
+            }),
+        }
+    }
+
+    /// For a new socket.
+    pub fn reset(&self, nonblocking: bool) {
+        self.set_nonblocking(nonblocking);
+        self.sets.fetch_add(1, Release);
+    }
+
+    /// For the same socket in a fork child.
+    ///
+    /// # Safety
+    /// The only thread.
+    pub unsafe fn after_fork(&self) {
+        // SAFETY: by the contract.
+        unsafe {
+            *self.known.get_unlocked() = Known::default();
+            self.known.reset();
+        }
+    }
+
+    /// The program has set O_NONBLOCK.
+    pub fn set_nonblocking(&self, on: bool) {
+        self.nonblocking.store(on, Relaxed);
+    }
+
+    /// O_NONBLOCK as last seen.
+    pub fn is_nonblocking(&self) -> bool {
+        self.nonblocking.load(Relaxed)
+    }
+
+    /// The program has set an option.
+    pub fn on_set(&self, level: c_int, name: c_int) {
+        /// For a 64-bit time_t on 32-bit machines (linux/socket.h); every kernel takes them.
+        const NEW: [c_int; 2] = [66, 67];
+        if level == libc::SOL_SOCKET
+            && (name == libc::SO_RCVTIMEO || name == libc::SO_SNDTIMEO || NEW.contains(&name))
+        {
+            self.sets.fetch_add(1, Release);
+        }
+    }
+}
+
+/// How long a call on the socket may wait now, to receive (`data`) or to send; `None`: not at all.
+pub fn patience(socket: &Socket, fd: c_int, data: bool) -> Option<Timeout> {
+    let blocking = &socket.blocking;
+    // Without the lock, in a signal handler above its holder, all is asked.
+    let mut unknown = Known::default();
+    let mut guard = blocking.known.lock();
+    let known = guard.as_deref_mut().unwrap_or(&mut unknown);
+    // First these: what is changed while the kernel is asked is asked for again next time.
+    let now = (fork::epoch(), blocking.sets.load(Acquire));
+    let is_shared = fork::is_shared(socket);
+    if is_shared || known.at != Some(now) {
+        // SAFETY: the program's own fd, in the middle of its call.
+        let flags = rustix::fs::fcntl_getfl(unsafe { BorrowedFd::borrow_raw(fd) });
+        if flags.is_ok_and(|f| f.contains(rustix::fs::OFlags::NONBLOCK)) {
+            blocking.set_nonblocking(true);
+        }
+        *known = Known {
+            at: (!is_shared).then_some(now),
+            receive: option_timeout(fd, libc::SO_RCVTIMEO),
+            send: option_timeout(fd, libc::SO_SNDTIMEO),
+        };
+    }
+    if blocking.is_nonblocking() {
+        return None;
+    }
+    Some(match if data { known.receive } else { known.send } {
+        0 => Timeout::Forever,
+        ns => Timeout::Ns(ns),
+    })
+}
+
+/// A time-out option's value, ns; 0 is no bound.
+fn option_timeout(fd: c_int, option: c_int) -> u64 {
+    let mut tv = libc::timeval {
+        tv_sec: 0,
+        tv_usec: 0,
+    };
+    let mut len = size_of::<libc::timeval>() as libc::socklen_t;
+    // SAFETY: the raw system call with a buffer of the right size; no hook is entered.
+    let r = unsafe {
+        libc::syscall(
+            libc::SYS_getsockopt,
+            fd,
+            libc::SOL_SOCKET,
+            option,
+            std::ptr::from_mut(&mut tv),
+            std::ptr::from_mut(&mut len),
+        )
+    };
+    if r != 0 {
+        return 0;
+    }
+    (tv.tv_sec as u64)
+        .saturating_mul(1_000_000_000)
+        .saturating_add(tv.tv_usec as u64 * 1000)
+}

@@ -1,0 +1,71 @@
+//! How many bytes can be read: FIONREAD.
+//!
+//! All that has come is counted, as the kernel does. Who waits for edges may take a read of as much as was counted
+//! for the end of what is there (nginx does), and wait.
+
+use std::sync::atomic::Ordering::Acquire;
+
+use rdmasock_core::wire::scan::payload_in;
+use rustix::net::RecvFlags;
+
+use super::leave_link_at_end;
+use crate::promote::{self, Ahead};
+use crate::socket::{Rx, Socket, mode};
+
+/// Bytes that can be read now; `None` where the kernel knows.
+pub fn available(socket: &'static Socket) -> Option<usize> {
+    crate::fork::reclaim(socket);
+    // A look may move the direction on, at most from TCP to the link and back.
+    for _ in 0..4 {
+        match socket.rx_mode.load(Acquire) {
+            mode::LINK => {
+                let mut rx = socket.rx.lock()?;
+                let goes_on = super::goes_on_in_tcp(&rx);
+                let n = rx.consumer.as_mut()?.available().ok()? as usize;
+                if n > 0 && goes_on {
+                    return Some(n + rx.carry.len() + in_kernel(socket));
+                }
+                drop(rx);
+                if n > 0 || !leave_link_at_end(socket) {
+                    return Some(n);
+                }
+            }
+            mode::MARKED => {
+                let mut control = socket.control.lock()?;
+                let rx = socket.rx.lock()?;
+                let (ahead, rx) =
+                    promote::look_ahead(socket, &mut control, rx, || socket.rx.lock())?;
+                match ahead {
+                    Ahead::Payload { .. } => return Some(among_markers(socket, &rx)),
+                    Ahead::Nothing => return Some(0),
+                    Ahead::Ended => return None,
+                    Ahead::Changed => {}
+                }
+            }
+            _ => return None,
+        }
+    }
+    None
+}
+
+fn among_markers(socket: &Socket, rx: &Rx) -> usize {
+    let (carried, more) = (rx.carry.len(), in_kernel(socket));
+    let Some(nonce) = rx.scan else {
+        return carried + more;
+    };
+    let mut bytes = rx.carry.clone();
+    bytes.resize(carried + more, 0);
+    let peeked = match (socket.anchor_fd(), bytes.get_mut(carried..)) {
+        (Some(fd), Some(rest)) => {
+            rustix::net::recv(fd, rest, RecvFlags::PEEK | RecvFlags::DONTWAIT)
+                .map_or(0, |(_, n)| n.min(more))
+        }
+        _ => 0,
+    };
+    payload_in(&nonce, bytes.get(..carried + peeked).unwrap_or_default())
+}
+
+fn in_kernel(socket: &Socket) -> usize {
+    let n = socket.anchor_fd().map(rustix::io::ioctl_fionread);
+    n.and_then(Result::ok).unwrap_or(0) as usize
+}

@@ -11,7 +11,7 @@ use std::sync::atomic::{
 
 use once_cell::race::OnceBox;
 use rdmasock_core::ids::InstanceId;
-use rdmasock_core::os::privatefd::PrivateFd;
+use rdmasock_core::os::privatefd::{PrivateFd, Transit};
 use rdmasock_core::stats::{InstanceInfo, StatsPage};
 use rdmasock_core::stream::policy::Threshold;
 
@@ -135,6 +135,7 @@ impl Library {
             }
         };
         let id = InstanceId::random().ok()?;
+        let transit = Transit::begin();
         let (stats, stats_fd) = StatsPage::create(InstanceInfo {
             pid: rustix::process::getpid().as_raw_nonzero().get() as u32,
             instance: *id.as_bytes(),
@@ -142,6 +143,7 @@ impl Library {
         })
         .ok()?;
         let stats_fd = stats_fd.and_then(|fd| PrivateFd::place(fd).ok());
+        drop(transit);
         let library = Library {
             threshold: config.promote_after.threshold(),
             config: config.clone(),

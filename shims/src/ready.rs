@@ -4,6 +4,7 @@
 //! A direction on the link is asked through its ring, one on TCP through the kernel. While markers
 //! may be in flight it is the payload that counts, not what the kernel calls readable.
 
+use std::os::fd::BorrowedFd;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
 use rdmasock_core::fabric::ring::{Consumer, Producer, RxFlags, Wake};
@@ -178,9 +179,13 @@ pub fn is_reader_gone(producer: &mut Producer) -> bool {
 
 /// What the kernel says of the anchor; the caller holds one of the socket's locks.
 pub fn kernel(socket: &Socket, events: PollFlags) -> u32 {
-    let Some(fd) = socket.anchor_fd() else {
-        return ERR | HUP;
-    };
+    socket
+        .anchor_fd()
+        .map_or(ERR | HUP, |fd| anchor(fd, events))
+}
+
+/// The same, of an anchor that the caller holds.
+pub fn anchor(fd: BorrowedFd<'_>, events: PollFlags) -> u32 {
     let mut set = [PollFd::from_borrowed_fd(fd, events)];
     let now = rustix::time::Timespec {
         tv_sec: 0,

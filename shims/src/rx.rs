@@ -187,9 +187,8 @@ unsafe fn recv_slow(
                 if !table::still(fd, socket) {
                     return real();
                 }
-                match socket.rx_error.swap(0, SeqCst) {
-                    0 => {}
-                    error => return errno::fail(error),
+                if socket.lost_unread.swap(false, SeqCst) {
+                    return errno::fail(libc::ECONNRESET);
                 }
                 if socket.enter_rx() {
                     // SAFETY: as above.
@@ -374,21 +373,18 @@ pub fn leave_link_at_end(socket: &'static Socket) -> bool {
         .consumer
         .as_mut()
         .is_some_and(|c| matches!(c.end(), Ok(Some(_))));
-    if !marked
-        && !stays
-        && socket.tx_mode.load(Acquire) == mode::LINK
-        && socket
-            .tx
-            .lock()
-            .is_some_and(|tx| tx.producer.as_ref().is_some_and(|p| p.is_unread()))
-    {
-        socket.rx_error.store(libc::ECONNRESET, SeqCst);
+    let tx = socket.tx.lock();
+    let unread = socket.tx_mode.load(Acquire) == mode::LINK
+        && tx
+            .as_ref()
+            .is_some_and(|tx| tx.producer.as_ref().is_some_and(|p| p.is_unread()));
+    let is_shut = tx.is_none_or(|tx| tx.is_shut);
+    if rx.is_lost || unread && !marked && !stays {
+        crate::socket::report_reset(socket, is_shut);
     }
-    if rx.is_lost {
-        socket.rx_error.store(libc::ECONNRESET, SeqCst);
-    }
-    // A call may have brought something from TCP that comes after what the link held.
-    let next = if rx.carry.is_empty() && rx.owed == 0 && socket.rx_error.load(SeqCst) == 0 {
+    // A call may have brought something from TCP that comes after what the link held; and of a reset that we
+    // have to report a call straight to the kernel would not learn.
+    let next = if rx.carry.is_empty() && rx.owed == 0 && !socket.lost_unread.load(SeqCst) {
         mode::TCP
     } else {
         mode::MARKED

@@ -83,7 +83,7 @@ pub struct Service {
 impl Service {
     /// A service whose thread is not started.
     pub fn new() -> Result<Self, Errno> {
-        let epoll = kernel::create(kernel::CreateFlags::CLOEXEC)?;
+        let epoll = PrivateFd::open(|| kernel::create(kernel::CreateFlags::CLOEXEC))?;
         Ok(Self {
             queue: Lock::new(VecDeque::new()),
             started: AtomicBool::new(false),
@@ -92,7 +92,7 @@ impl Service {
             cookies: DashMap::new(),
             links: Lock::new(Vec::new()),
             acceptors: Lock::new(Vec::new()),
-            epoll: PrivateFd::place(epoll)?,
+            epoll,
         })
     }
 

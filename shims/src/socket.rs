@@ -207,9 +207,8 @@ pub struct Socket {
     pub anchor: AtomicU32,
     /// The program has shut the receiving direction down.
     pub rx_shut: AtomicBool,
-    /// errno of the next receive once all is read, if not 0: the peer process died before it had read what
-    /// we sent, or a look for markers has met the error first.
-    pub rx_error: AtomicI32,
+    /// The peer process died before it had read what we sent: TCP says ECONNRESET, once.
+    pub lost_unread: AtomicBool,
     /// The service thread watches the anchor, and epoll sets have handed the socket to us.
     pub watched: AtomicBool,
     pub link: AtomicPtr<Link>,
@@ -297,7 +296,7 @@ impl Socket {
             progress: Progress::default(),
             anchor: AtomicU32::new(0),
             rx_shut: AtomicBool::new(false),
-            rx_error: AtomicI32::new(0),
+            lost_unread: AtomicBool::new(false),
             watched: AtomicBool::new(false),
             link: AtomicPtr::new(std::ptr::null_mut()),
             fd: AtomicI32::new(-1),
@@ -348,7 +347,7 @@ impl Socket {
         socket.stage.store(Stage::New as u8, Relaxed);
         socket.anchor.store(0, Relaxed);
         socket.rx_shut.store(false, Relaxed);
-        socket.rx_error.store(0, Relaxed);
+        socket.lost_unread.store(false, Relaxed);
         socket.watched.store(false, Relaxed);
         socket.peer_vqpn.store(0, Relaxed);
         socket.link.store(std::ptr::null_mut(), Relaxed);
@@ -516,6 +515,16 @@ pub fn local_port(fd: c_int) -> Option<u16> {
     let fd = unsafe { BorrowedFd::borrow_raw(fd) };
     let local = std::net::SocketAddr::try_from(rustix::net::getsockname(fd).ok()?).ok()?;
     Some(local.port())
+}
+
+/// The peer has not read what we sent, or has lost what it sent, and is gone: the next receive is to fail. If
+/// TCP has had a RST it says so itself, to whichever call asks first. `is_shut`: the program has shut
+/// sending down, and both ends together look like a RST.
+pub fn report_reset(socket: &Socket, is_shut: bool) {
+    let events = crate::ready::kernel(socket, rustix::event::PollFlags::empty());
+    if is_shut || events & libc::EPOLLHUP as u32 == 0 {
+        socket.lost_unread.store(true, SeqCst);
+    }
 }
 
 /// What the link still held is lost: the connection is reset, at both ends. The caller holds the

@@ -6,7 +6,7 @@
 //! ready queue on each link and belong to epoll sets; those above belong to threads that sleep
 //! in one call, and are handed round.
 
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::sync::atomic::{
     AtomicI32, AtomicU8, AtomicU32, AtomicU64,
     Ordering::{Acquire, Relaxed, Release},
@@ -69,8 +69,7 @@ impl Waiters {
 
     fn make_doorbell(&self, id: WaiterId) -> Result<(), Errno> {
         let slot = self.doorbells.get(id.0 as usize).ok_or(Errno::INVAL)?;
-        let fd: OwnedFd = rustix::event::eventfd(0, EventfdFlags::CLOEXEC)?;
-        let fd = PrivateFd::place(fd)?;
+        let fd = PrivateFd::open(|| rustix::event::eventfd(0, EventfdFlags::CLOEXEC))?;
         // Kept for as long as the instance lives: peers hold copies under this number.
         slot.store(fd.as_raw_fd(), Release);
         std::mem::forget(fd);
@@ -517,13 +516,14 @@ impl Load {
         }
         let mut fd = self.fd.load(Acquire);
         if fd < 0 {
-            let opened = rustix::fs::open(
-                c"/proc/loadavg",
-                rustix::fs::OFlags::RDONLY | rustix::fs::OFlags::CLOEXEC,
-                rustix::fs::Mode::empty(),
-            )
+            let placed = PrivateFd::open(|| {
+                rustix::fs::open(
+                    c"/proc/loadavg",
+                    rustix::fs::OFlags::RDONLY | rustix::fs::OFlags::CLOEXEC,
+                    rustix::fs::Mode::empty(),
+                )
+            })
             .ok()?;
-            let placed = PrivateFd::place(opened).ok()?;
             fd = placed.as_raw_fd();
             std::mem::forget(placed);
             self.fd.store(fd, Release);

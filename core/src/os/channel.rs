@@ -14,7 +14,7 @@ use rustix::net::{
     sendmsg, socketpair,
 };
 
-use super::privatefd::PrivateFd;
+use super::privatefd::{PrivateFd, Transit};
 
 /// The most fds that one message may carry.
 pub const MAX_FDS: usize = 4;
@@ -73,6 +73,7 @@ impl Channel {
 
     /// Two ends that are connected to each other.
     pub fn pair() -> Result<(Self, Self), Errno> {
+        let _transit = Transit::begin();
         let (a, b) = socketpair(
             AddressFamily::UNIX,
             SocketType::SEQPACKET,
@@ -107,6 +108,7 @@ impl Channel {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+        let transit = Transit::begin();
         let received = recvmsg(&self.fd, &mut [IoSliceMut::new(buf)], &mut control, flags)
             .map_err(|e| match e {
                 Errno::AGAIN => RecvError::WouldBlock,
@@ -125,6 +127,7 @@ impl Channel {
             .collect::<Vec<_>>()
             .into_iter()
             .collect();
+        drop(transit);
         let cut = received.flags.contains(ReturnFlags::CTRUNC);
         // The space for four has room for a fifth by alignment.
         let too_many = placed

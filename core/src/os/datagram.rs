@@ -245,7 +245,7 @@ fn socket(is_v6: bool) -> Result<PrivateFd, Errno> {
         AddressFamily::INET
     };
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    PrivateFd::place(socket_with(family, SocketType::DGRAM, flags, None)?)
+    PrivateFd::open(|| socket_with(family, SocketType::DGRAM, flags, None))
 }
 
 /// What a raw system call has given.

@@ -174,9 +174,9 @@ fn create_sealed(name: &str, bytes: u64, seals: SealFlags) -> Result<(PrivateFd,
     let length = mappable(bytes).ok_or(Errno::INVAL)?;
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     // Kernels before 6.3 do not know NOEXEC_SEAL, later ones may insist on it (sysctl vm.memfd_noexec).
-    let fd = memfd_create(name, flags | MemfdFlags::NOEXEC_SEAL)
-        .or_else(|_| memfd_create(name, flags))?;
-    let fd = PrivateFd::place(fd)?;
+    let fd = PrivateFd::open(|| {
+        memfd_create(name, flags | MemfdFlags::NOEXEC_SEAL).or_else(|_| memfd_create(name, flags))
+    })?;
     ftruncate(&fd, bytes)?;
     // Mapped before it is sealed: F_SEAL_FUTURE_WRITE leaves existing mappings alone.
     let mapping = Mapping::file(fd.as_fd(), length, Access::ReadWrite)?;

@@ -12,7 +12,12 @@
 //! the limit cannot be raised: the highest free numbers below it.
 //!
 //! What cannot be had: the kernel gives every new fd the lowest number first, so for the few
-//! instructions until it is moved another thread of the program may get the number above.
+//! instructions until it is moved another thread of the program may get the number above. The file
+//! `transit` keeps a close_range off meanwhile.
+
+mod transit;
+
+pub use transit::{Settled, Transit};
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, IntoRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -93,6 +98,12 @@ pub struct PrivateFd {
 }
 
 impl PrivateFd {
+    /// Opens a file by `open` at a private number. Its errors, and EMFILE as for [`Self::place`].
+    pub fn open(open: impl FnOnce() -> Result<OwnedFd, Errno>) -> Result<Self, Errno> {
+        let _transit = Transit::begin();
+        Self::place(open()?)
+    }
+
     /// Moves `fd` to a private number; the old number is free again, also when this fails.
     ///
     /// EMFILE if the program's limit leaves no number.
@@ -199,6 +210,7 @@ fn plan(soft: u64, hard: u64) -> Plan {
 }
 
 fn place(fd: BorrowedFd<'_>) -> Result<PrivateFd, Errno> {
+    let _transit = Transit::begin();
     let turn = Turn::take();
     let limit = getrlimit(Resource::Nofile);
     let soft = limit.current.unwrap_or(u64::MAX);
@@ -308,6 +320,7 @@ impl Drop for Turn {
 /// No [`PrivateFd`] that `keep` refuses may be used or dropped in the child afterwards: its number may
 /// be another file's. (Forget its owner.)
 pub unsafe fn reset_in_fork_child(keep: impl Fn(RawFd) -> bool) {
+    transit::reset_in_fork_child();
     TURN_TAKEN.store(false, Ordering::Relaxed);
     let soft = SOFT_BEFORE.swap(0, Ordering::Relaxed);
     let now = getrlimit(Resource::Nofile);

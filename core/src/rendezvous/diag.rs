@@ -115,13 +115,10 @@ struct Answer {
 /// answer that is none.
 fn ask_kernel(server: SocketAddr) -> Result<u32, Errno> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let fd = socket_with(
-        AddressFamily::NETLINK,
-        SocketType::DGRAM,
-        flags,
-        Some(netlink::SOCK_DIAG),
-    )?;
-    let fd = PrivateFd::place(fd)?;
+    let protocol = Some(netlink::SOCK_DIAG);
+    let fd = PrivateFd::open(|| {
+        socket_with(AddressFamily::NETLINK, SocketType::DGRAM, flags, protocol)
+    })?;
     send(&fd, request(server).as_bytes(), SendFlags::NOSIGNAL)?;
     // The kernel answers within send(), so the answer is there.
     let mut buf = [MaybeUninit::uninit(); 4096];
@@ -215,8 +212,8 @@ fn read_table(path: &str, server: SocketAddr) -> ListenerOwner {
     // Listeners come first in these tables; what lies beyond this many bytes are connections.
     const ENOUGH: usize = 256 * 1024;
     let mut table = Vec::new();
-    let opened = openat(CWD, path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
-        .and_then(PrivateFd::place);
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC;
+    let opened = PrivateFd::open(|| openat(CWD, path, flags, Mode::empty()));
     let Ok(fd) = opened else {
         return ListenerOwner::Unknown;
     };

@@ -3,7 +3,7 @@
 //! Abstract names belong to a network namespace, as TCP ports do, and vanish with the last fd. Anybody
 //! may bind one, so whoever connects must ask [`super::diag::trusted`] about the answerer first.
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 
 use rustix::io::Errno;
 use rustix::net::{
@@ -73,8 +73,9 @@ impl Listener {
     /// Accepts one connection; `None` if none is waiting. EMFILE and the like with the kernel's errno;
     /// the connection then waits on.
     pub fn accept(&self) -> Result<Option<Channel>, Errno> {
-        match accept_with(&self.fd, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
-            Ok(fd) => channel(fd).map(Some),
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        match PrivateFd::open(|| accept_with(&self.fd, flags)) {
+            Ok(fd) => Ok(Some(Channel::new(fd))),
             // ECONNABORTED: the connector is gone already. The next call sees the next one.
             Err(Errno::AGAIN | Errno::CONNABORTED | Errno::INTR) => Ok(None),
             Err(errno) => Err(errno),
@@ -123,16 +124,7 @@ pub fn connect_to_services(port: u16) -> impl Iterator<Item = Result<Channel, Er
 
 fn socket() -> Result<PrivateFd, Errno> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    PrivateFd::place(socket_with(
-        AddressFamily::UNIX,
-        SocketType::SEQPACKET,
-        flags,
-        None,
-    )?)
-}
-
-fn channel(fd: OwnedFd) -> Result<Channel, Errno> {
-    PrivateFd::place(fd).map(Channel::new)
+    PrivateFd::open(|| socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None))
 }
 
 #[cfg(test)]

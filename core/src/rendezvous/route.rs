@@ -70,14 +70,8 @@ struct Attribute {
 
 fn look_up(remote: IpAddr) -> Result<Place, Errno> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let fd = socket_with(
-        AddressFamily::NETLINK,
-        SocketType::RAW,
-        flags,
-        // NETLINK_ROUTE is protocol 0.
-        None,
-    )?;
-    let fd = PrivateFd::place(fd)?;
+    // NETLINK_ROUTE is protocol 0.
+    let fd = PrivateFd::open(|| socket_with(AddressFamily::NETLINK, SocketType::RAW, flags, None))?;
     send(&fd, &request(remote), SendFlags::NOSIGNAL)?;
     // The kernel answers within send(), so the answer is there.
     let mut buf = [MaybeUninit::uninit(); 4096];

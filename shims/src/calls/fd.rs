@@ -5,6 +5,7 @@ use crate::errno;
 use crate::lifecycle;
 use crate::rx;
 use crate::table::{self, Entry};
+use rdmasock_core::os::privatefd::{self, Settled};
 
 use crate::real::{CloseFn, CloseFromFn, CloseRangeFn, Dup2Fn, Dup3Fn, DupFn, FcntlFn, IoctlFn};
 use libc::{c_int, c_uint, c_ulong, c_void};
@@ -66,16 +67,20 @@ unsafe extern "C" fn close_range_on(
     flags: c_int,
 ) -> c_int {
     let closes = flags & libc::CLOSE_RANGE_CLOEXEC as c_int == 0;
+    let mut settled = None;
+    // A child of vfork has numbers of its own.
     if closes && !vfork::is_child() {
         table::for_each(first..=last, |fd, _| lifecycle::before_close(fd));
+        settled = Some(Settled::begin());
     }
-    for (from, to) in rdmasock_core::os::privatefd::ranges_without_private(first, last) {
+    for (from, to) in privatefd::ranges_without_private(first, last) {
         // SAFETY: part of what the caller asked for.
         let result = unsafe { real(from, to, flags) };
         if result != 0 {
             return result;
         }
     }
+    drop(settled);
     0
 }
 

@@ -107,8 +107,8 @@ fn has_fired(set: BorrowedFd<'_>, fd: c_int, data: u64) -> bool {
 
 fn read_text(path: &str) -> rustix::io::Result<String> {
     use rustix::fs::{Mode, OFlags};
-    let opened = rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
-    let file = PrivateFd::place(opened)?;
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC;
+    let file = PrivateFd::open(|| rustix::fs::open(path, flags, Mode::empty()))?;
     let mut text = Vec::new();
     let mut piece = [0u8; 4096];
     loop {

@@ -8,6 +8,7 @@ use rdmasock_core::lock::Guard;
 use rdmasock_core::stream::handshake::{Closing, Role};
 use rdmasock_core::wire::scan::{Found, scan};
 use rdmasock_core::wire::{MAX_MARKER, Marker};
+use rustix::event::PollFlags;
 use rustix::net::RecvFlags;
 
 use super::feed;
@@ -52,7 +53,7 @@ pub fn stop_scan(socket: &'static Socket) {
     if socket.rx_mode.load(Acquire) != mode::MARKED {
         return;
     }
-    if rx.carry.is_empty() && socket.rx_error.load(SeqCst) == 0 {
+    if rx.carry.is_empty() && !socket.lost_unread.load(SeqCst) {
         socket.rx_mode.store(mode::TCP, SeqCst);
     } else {
         // What was held back is data after all, of which nothing in the kernel tells.
@@ -136,26 +137,17 @@ pub fn look_ahead<'a>(
             // What TCP has is not what comes next.
             0
         } else {
-            match rustix::net::recv(fd, &mut rest[..PEEK], RecvFlags::PEEK | RecvFlags::DONTWAIT) {
-                Ok((_, 0)) if carried == 0 => return ended(socket, control, guard, relock),
-                Ok((_, n)) => n.min(PEEK),
-                Err(rustix::io::Errno::AGAIN) => 0,
-                Err(rustix::io::Errno::INTR) => continue,
-                Err(error) => {
-                    // The look has taken it from the socket.
-                    socket.rx_error.store(error.raw_os_error(), SeqCst);
-                    if carried == 0 {
-                        return ended(socket, control, guard, relock);
-                    }
-                    0
-                }
+            match peek(fd, &mut rest[..PEEK]) {
+                Peeked::Bytes(n) => n,
+                Peeked::Ended if carried == 0 => return ended(socket, control, guard, relock),
+                Peeked::Ended | Peeked::Nothing => 0,
             }
         };
         let Some(nonce) = guard.scan else {
             // No longer scanning: only the carry is left to deliver, and what RESUME has announced, which is
-            // counted (P78), or all that precedes an error.
-            let fails = socket.rx_error.load(SeqCst) != 0;
-            if carried == 0 && guard.owed == 0 && !fails {
+            // counted (P78), or all that precedes the reset which we have to report.
+            let resets = socket.lost_unread.load(SeqCst);
+            if carried == 0 && guard.owed == 0 && !resets {
                 socket.rx_mode.store(mode::TCP, SeqCst);
                 if guard.consumer.is_some() {
                     // Perhaps the last that was still to be done of a way back.
@@ -164,7 +156,7 @@ pub fn look_ahead<'a>(
                 return Some((Ahead::Changed, guard));
             }
             let owed = match usize::try_from(guard.owed) {
-                Ok(owed) if !fails => owed,
+                Ok(owed) if !resets => owed,
                 _ => usize::MAX,
             };
             let kernel = peeked.min(owed.saturating_sub(carried));
@@ -210,7 +202,7 @@ pub fn look_ahead<'a>(
                 continue;
             }
             Found::PartialMarker { have } => {
-                over = ready::kernel(socket, rustix::event::PollFlags::RDHUP) & ready::ENDED != 0;
+                over = ready::anchor(fd, PollFlags::RDHUP) & ready::ENDED != 0;
                 if over {
                     continue;
                 }
@@ -237,6 +229,45 @@ pub fn look_ahead<'a>(
     }
 }
 
+/// What TCP has in front.
+enum Peeked {
+    Bytes(usize),
+    Nothing,
+    /// The end, or an error.
+    Ended,
+}
+
+/// Looks without receiving where nothing is: that would take an error from the socket (`sk_err`), and SO_ERROR, poll
+/// and send are to tell of it as well.
+fn peek(fd: BorrowedFd<'_>, buf: &mut [u8]) -> Peeked {
+    let mut has_ended = false;
+    loop {
+        let is_empty = rustix::io::ioctl_fionread(fd).is_ok_and(|n| n == 0);
+        if is_empty && has_ended {
+            return Peeked::Ended;
+        }
+        if is_empty {
+            let events = ready::anchor(fd, PollFlags::IN | PollFlags::RDHUP);
+            // All that precedes the end is there when it is: counts once more.
+            has_ended = events & ready::ENDED != 0;
+            if has_ended {
+                continue;
+            }
+            // FIONREAD leaves out what is behind urgent data.
+            if events & libc::EPOLLIN as u32 == 0 {
+                return Peeked::Nothing;
+            }
+        }
+        match rustix::net::recv(fd, &mut *buf, RecvFlags::PEEK | RecvFlags::DONTWAIT) {
+            Ok((_, 0)) => return Peeked::Ended,
+            Ok((_, n)) => return Peeked::Bytes(n.min(buf.len())),
+            Err(rustix::io::Errno::AGAIN) => return Peeked::Nothing,
+            Err(rustix::io::Errno::INTR) => {}
+            Err(_) => return Peeked::Ended,
+        }
+    }
+}
+
 /// TCP has ended in this direction: no marker comes any more.
 fn ended<'a>(
     socket: &'static Socket,
@@ -249,7 +280,8 @@ fn ended<'a>(
     super::resume::on_end(socket, control);
     let mut guard = relock()?;
     if std::mem::take(&mut guard.owed) > 0 {
-        socket.rx_error.store(libc::ECONNRESET, SeqCst);
+        let is_shut = socket.tx.lock().is_none_or(|tx| tx.is_shut);
+        crate::socket::report_reset(socket, is_shut);
     }
     let scanning = socket.rx_mode.load(Acquire) == mode::MARKED;
     Some((
@@ -400,10 +432,7 @@ pub fn readable(socket: &'static Socket) -> u32 {
             let Some(_rx) = socket.rx.lock() else {
                 return 0;
             };
-            ready::kernel(
-                socket,
-                rustix::event::PollFlags::IN | rustix::event::PollFlags::RDHUP,
-            )
+            ready::kernel(socket, PollFlags::IN | PollFlags::RDHUP)
         }
         Ahead::Changed => ready::evaluate(socket, libc::EPOLLIN as u32, ready::Arm::IfNotReady),
     }

@@ -56,7 +56,8 @@ fn among_markers(socket: &Socket, rx: &Rx) -> usize {
     let mut bytes = rx.carry.clone();
     bytes.resize(carried + more, 0);
     let peeked = match (socket.anchor_fd(), bytes.get_mut(carried..)) {
-        (Some(fd), Some(rest)) => {
+        // Without room it would take an error from the socket.
+        (Some(fd), Some(rest)) if more > 0 => {
             rustix::net::recv(fd, rest, RecvFlags::PEEK | RecvFlags::DONTWAIT)
                 .map_or(0, |(_, n)| n.min(more))
         }

@@ -1,5 +1,8 @@
 //! Descriptors: dup in all forms, numbering, close_range and loops that close everything.
 
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::SeqCst;
+
 use libc::c_int;
 
 use super::epoll;
@@ -243,6 +246,47 @@ pub fn close_range(c: &Ctx) {
     range(fd, fd as u32, 0);
     c.ret("send", sys::send(fd, b"x", libc::MSG_NOSIGNAL));
     c.sync("done");
+}
+
+/// close_range around a live connection, over and over, while fresh threads use it: the library's own fds come and
+/// go meanwhile.
+pub fn close_range_under_use(c: &Ctx) {
+    let low = c.pair();
+    let fd = call!(libc::fcntl(low, libc::F_DUPFD, 100)).ok();
+    let over = AtomicBool::new(false);
+    std::thread::scope(|s| {
+        s.spawn(|| {
+            for seed in 0..60 {
+                let (done, is_done) = std::sync::mpsc::channel();
+                let over = &over;
+                // Each thread that waits is another one to the library, as long as it lives.
+                s.spawn(move || {
+                    exchange(c, fd, seed);
+                    done.send(()).ok();
+                    while !over.load(SeqCst) {
+                        std::thread::sleep(std::time::Duration::from_millis(5));
+                    }
+                });
+                c.log(format_args!(
+                    "exchange {seed} done {}",
+                    is_done.recv().is_ok()
+                ));
+            }
+            over.store(true, SeqCst);
+        });
+        let mut failed = 0;
+        while !over.load(SeqCst) {
+            for (from, to) in [
+                (3, fd as u32 - 1),
+                (fd as u32 + 1, OWN_FDS as u32 - 1),
+                ((OWN_FDS + OWN_FD_COUNT) as u32, u32::MAX),
+            ] {
+                failed += c_int::from(call!(libc::close_range(from, to, 0)).failed());
+            }
+        }
+        c.log(format_args!("close_range failed {failed} times"));
+    });
+    c.close(fd);
 }
 
 /// Close and reuse of numbers at once: a new connection on the number of an old one.

@@ -4,6 +4,7 @@
 //! Asking is `service::remote`'s business, answering
 //! `service::control`'s.
 
+use std::collections::HashMap;
 use std::net::IpAddr;
 
 use ipnet::IpNet;
@@ -69,8 +70,62 @@ impl Reach {
 
     /// Whether a connection from this local address to `remote` could be moved: an RDMA device has the
     /// address.
-    pub fn is_candidate(&self, local: IpAddr, remote: IpAddr) -> bool {
-        self.pretend.iter().any(|net| net.contains(&remote))
-            || self.wanted && crate::verbs::has_device(local)
+    pub fn is_candidate(&self, local: IpAddr, remote: IpAddr, devices: &mut Devices) -> bool {
+        self.pretend.iter().any(|net| net.contains(&remote)) || self.wanted && devices.have(local)
+    }
+}
+
+/// Which local addresses RDMA devices have, as last seen. To look takes dozens of small files, more where a device
+/// has a large table of GIDs, and a descriptor for each.
+#[derive(Default)]
+pub struct Devices {
+    /// What was seen, and until when that is good, monotonic ns.
+    seen: HashMap<IpAddr, (bool, u64)>,
+}
+
+impl Devices {
+    const GOOD_FOR: u64 = 2_000_000_000;
+    /// More addresses of one host than are worth remembering.
+    const MANY: usize = 256;
+
+    /// Whether an RDMA device has this local address.
+    pub fn have(&mut self, local: IpAddr) -> bool {
+        self.have_at(local, crate::time::now_ns(), crate::verbs::has_device)
+    }
+
+    fn have_at(&mut self, local: IpAddr, now: u64, look: impl FnOnce(IpAddr) -> bool) -> bool {
+        if let Some((has, until)) = self.seen.get(&local)
+            && now < *until
+        {
+            return *has;
+        }
+        let has = look(local);
+        if self.seen.len() >= Self::MANY {
+            self.seen.clear();
+        }
+        self.seen.insert(local, (has, now + Self::GOOD_FOR));
+        has
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn devices_are_looked_for_seldom_and_again() {
+        let mut devices = Devices::default();
+        let at = |n: u8| IpAddr::from([10, 0, 0, n]);
+        let never = |_| unreachable!();
+        assert!(devices.have_at(at(1), 0, |_| true));
+        assert!(!devices.have_at(at(2), 1, |_| false));
+        assert!(devices.have_at(at(1), Devices::GOOD_FOR - 1, never));
+        assert!(!devices.have_at(at(2), Devices::GOOD_FOR, never));
+        assert!(!devices.have_at(at(1), Devices::GOOD_FOR, |_| false));
+        assert!(devices.have_at(at(2), Devices::GOOD_FOR + 1, |_| true));
+        for n in 0..=255 {
+            devices.have_at(at(n), u64::MAX / 2, |_| true);
+        }
+        assert!(devices.seen.len() <= Devices::MANY);
     }
 }

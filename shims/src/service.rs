@@ -48,6 +48,7 @@ use rustix::io::Errno;
 use crate::library::Library;
 use crate::link::Link;
 use crate::listener::Listener;
+use crate::reach::Devices;
 use crate::ready;
 use crate::socket::{self, Socket, Stage};
 use crate::verbs::Acceptor;
@@ -305,6 +306,7 @@ struct Worker {
     next_conn: u64,
     asks: HashMap<u64, ask::Asking>,
     cache: DestinationCache,
+    devices: Devices,
     /// Sockets whose tuple has been looked up.
     tuples: HashMap<Tuple, Ref>,
     /// Handshakes under way, by our nonce.
@@ -347,6 +349,7 @@ impl Worker {
             next_conn: 1,
             asks: HashMap::new(),
             cache: DestinationCache::new(4096),
+            devices: Devices::default(),
             tuples: HashMap::new(),
             offered: HashMap::new(),
             offered_bound: answer::OFFERED_MIN,

@@ -1,5 +1,6 @@
 //! Which RDMA device is on a network interface, by what the kernel shows in `/sys/class`: without opening it.
 
+use std::ffi::OsStr;
 use std::fs::{read_dir, read_to_string};
 use std::path::Path;
 
@@ -42,10 +43,20 @@ fn in_ports(device: &Path, name: &str) -> impl Iterator<Item = std::fs::DirEntry
         .flat_map(|entries| entries.flatten())
 }
 
-/// RoCE: each entry of a port's GID table has its interface.
+/// RoCE: each entry of a port's GID table has its interface. A table may have a thousand entries, of which the
+/// first few are in use.
 fn has_gid_on(device: &Path, interface: &str) -> bool {
-    in_ports(device, "gid_attrs/ndevs")
+    let mut entries: Vec<_> = in_ports(device, "gid_attrs/ndevs").collect();
+    entries.sort_by_key(|entry| index_of(&entry.file_name()));
+    entries
+        .iter()
         .any(|ndev| read_to_string(ndev.path()).is_ok_and(|text| text.trim_end() == interface))
+}
+
+/// A table's files are named by numbers.
+fn index_of(name: &OsStr) -> u32 {
+    let number = name.to_str().and_then(|name| name.parse().ok());
+    number.unwrap_or(u32::MAX)
 }
 
 /// iWARP: a port's only GID begins with the interface's hardware address.

@@ -147,7 +147,8 @@ impl Worker {
             Place::Here => false,
             Place::There { .. } => {
                 let reach = self.library.reach;
-                if !reach.verbs_ready() || !reach.is_candidate(connector.ip(), acceptor.ip()) {
+                let ends = (connector.ip(), acceptor.ip());
+                if !reach.verbs_ready() || !reach.is_candidate(ends.0, ends.1, &mut self.devices) {
                     return stay(socket, Reason::OtherHost.into());
                 }
                 true

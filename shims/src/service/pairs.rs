@@ -64,7 +64,8 @@ impl Worker {
         if self.service.acceptor_at(local).is_some() || self.library.reach.pretends() {
             return true;
         }
-        if !self.library.reach.is_candidate(local, local) {
+        let reach = self.library.reach;
+        if !reach.is_candidate(local, local, &mut self.devices) {
             return false;
         }
         let acceptor = match Acceptor::new(local) {
@@ -149,7 +150,7 @@ impl Worker {
         remote: SocketAddr,
         cookie: &Cookie,
     ) -> bool {
-        if !verbs::has_device(local) {
+        if !self.devices.have(local) {
             return false;
         }
         let greeting = introduce(self.library.id, *cookie);

@@ -69,6 +69,8 @@ pub struct Link {
     refused_until: Box<[AtomicU64]>,
     /// By our vQPN.
     sockets: Box<[AtomicPtr<Socket>]>,
+    /// A bit for each of the peer's vQPNs that a stream of ours sends to.
+    taken: Box<[AtomicU64]>,
     count: AtomicU32,
     stats: Option<&'static LinkStats>,
 }
@@ -84,8 +86,8 @@ impl Link {
         peer_flags: FlagPage,
         stats: Option<&'static LinkStats>,
     ) -> &'static Self {
-        // SAFETY: the link, with the end, is leaked below, so no cursor outlives it; the handshake
-        // gives each number of the peer's to one socket, which asks for its producer once.
+        // SAFETY: the link, with the end, is leaked below, so no cursor outlives it; `producer` gives
+        // out one a number of the peer's.
         let end = unsafe { shm::End::new(mine, theirs, peer_flags, Neighbour::new(channel)) };
         let link = Self::leak(slot, peer, AnyEnd::Shm(end), stats);
         if let AnyEnd::Shm(end) = &link.end {
@@ -123,6 +125,9 @@ impl Link {
             refused_until: (0..MAX_WAITERS).map(|_| AtomicU64::new(0)).collect(),
             sockets: (0..MAX_STREAMS)
                 .map(|_| AtomicPtr::new(std::ptr::null_mut()))
+                .collect(),
+            taken: (0..MAX_STREAMS.div_ceil(64))
+                .map(|_| AtomicU64::new(0))
                 .collect(),
             count: AtomicU32::new(0),
             stats,
@@ -202,9 +207,27 @@ impl Link {
         Ok(opened)
     }
 
-    /// The end that sends to the peer's stream `vqpn`.
+    /// The end that sends to the peer's stream `vqpn`. `None` if a stream of ours sends there already, or if
+    /// there is no such number.
     pub fn producer(&self, vqpn: Vqpn) -> Option<Producer> {
+        let (word, bit) = self.taken_bit(vqpn)?;
+        if word.fetch_or(bit, AcqRel) & bit != 0 {
+            return None;
+        }
         on_end!(self, end => end.producer(vqpn))
+    }
+
+    /// Nothing of ours sends to the peer's stream `vqpn` any more. To be said before the peer hears of it: then
+    /// the number may be another stream's.
+    pub fn done_with(&self, vqpn: Vqpn) {
+        if let Some((word, bit)) = self.taken_bit(vqpn) {
+            word.fetch_and(!bit, AcqRel);
+        }
+    }
+
+    fn taken_bit(&self, vqpn: Vqpn) -> Option<(&AtomicU64, u64)> {
+        let word = self.taken.get(vqpn.0 as usize / 64)?;
+        Some((word, 1 << (vqpn.0 % 64)))
     }
 
     /// A larger or smaller ring for a consumer of ours.
@@ -220,6 +243,9 @@ impl Link {
     /// This end is done with its number `mine`; `peer` is the other's. Without one the peer does
     /// not know of `mine` either.
     pub fn close(&self, mine: Vqpn, peer: Option<Vqpn>, consumer: Option<Consumer>) {
+        if let Some(peer) = peer {
+            self.done_with(peer);
+        }
         self.leave(
             mine,
             || on_end!(self, end => end.close(mine, peer, consumer)),
@@ -401,5 +427,41 @@ impl Link {
     /// The service thread's waiter, in the form of an attention word.
     pub fn service_bits() -> u32 {
         SERVICE.queue_bits()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rdmasock_core::fabric::layout::Layout;
+    use rdmasock_core::fabric::waiter::FLAGS_BYTES;
+    use rdmasock_core::os::memfd;
+
+    use super::*;
+
+    fn side() -> Side {
+        let layout = Layout::for_data(1 << 20).unwrap();
+        let (_, mapping) = memfd::create("test-arena", layout.file_len()).unwrap();
+        Side::new(mapping, layout).unwrap()
+    }
+
+    #[test]
+    fn a_number_of_the_peers_is_one_streams_at_a_time() {
+        crate::library::Library::ensure().unwrap();
+        let (channel, _peer) = Channel::pair().unwrap();
+        let (_, flags) = memfd::create("test-flags", FLAGS_BYTES).unwrap();
+        let flags = FlagPage::new(flags).unwrap();
+        let id = InstanceId::random().unwrap();
+        let link = Link::new(0, id, channel, side(), side(), flags, None);
+        let (socket, _stream) = crate::service::tests::connected();
+        let mine = link.open(socket, 12).unwrap().vqpn;
+        let (theirs, other) = (Vqpn(77), Vqpn(78));
+        assert!(link.producer(theirs).is_some());
+        assert!(link.producer(theirs).is_none());
+        assert!(link.producer(other).is_some());
+        link.close(mine, Some(theirs), None);
+        assert!(link.producer(theirs).is_some());
+        link.done_with(other);
+        assert!(link.producer(other).is_some());
+        assert!(link.producer(Vqpn(MAX_STREAMS)).is_none());
     }
 }

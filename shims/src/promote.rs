@@ -260,6 +260,7 @@ fn send_open(socket: &'static Socket, control: &mut Control) -> Result<(), Reaso
 /// Says that the peer's OPEN, if there was one, is not answered.
 fn refuse_open(socket: &Socket, control: &mut Control) {
     if let (Some(yours), Some(link)) = (control.peer.take(), socket.link()) {
+        link.done_with(yours);
         let _ = link.send(
             &Message::OpenRefuse {
                 yours,
@@ -270,10 +271,16 @@ fn refuse_open(socket: &Socket, control: &mut Control) {
     }
 }
 
-/// The peer's OPEN (or its answer to ours) has come: it receives under `vqpn`.
-pub fn on_open(socket: &'static Socket, control: &mut Control, link: &'static Link, vqpn: Vqpn) {
+/// The peer's OPEN (or its answer to ours) has come: it receives under `vqpn`. False if it cannot: the number is
+/// another stream's, or none at all.
+pub fn on_open(
+    socket: &'static Socket,
+    control: &mut Control,
+    link: &'static Link,
+    vqpn: Vqpn,
+) -> bool {
     let Some(producer) = link.producer(vqpn) else {
-        return;
+        return false;
     };
     control.peer = Some(vqpn);
     if let Some(opened) = control.opened.as_mut() {
@@ -290,6 +297,7 @@ pub fn on_open(socket: &'static Socket, control: &mut Control, link: &'static Li
     feed(socket, control, Handshake::on_open);
     // Arms for those who are interested now that there is a link.
     Library::get().service.submit(Command::settle(socket));
+    true
 }
 
 /// Appends a marker to what TCP is to take, and tries to get it out.

@@ -544,4 +544,4 @@ impl Worker {
 #[cfg(test)]
 mod control_tests;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

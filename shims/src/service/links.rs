@@ -316,33 +316,31 @@ impl Worker {
                     .offered
                     .get(&nonce_yours)
                     .and_then(|r| r.get())
-                    .is_some_and(|socket| {
-                        let Some(mut control) = socket.control.lock() else {
-                            return false;
-                        };
+                    .and_then(|socket| {
+                        let mut control = socket.control.lock()?;
                         // P25: the nonces of this attempt, from the instance that the TCP connection leads to.
                         let matches = control.handshake.as_ref().is_some_and(|h| {
                             h.is_opening()
                                 && h.mine() == nonce_yours
                                 && h.theirs() == Some(nonce_mine)
                         });
-                        if matches && control.greeted_by == Some(link.peer) {
-                            promote::on_open(socket, &mut control, link, vqpn);
-                            true
-                        } else {
-                            false
-                        }
+                        (matches && control.greeted_by == Some(link.peer))
+                            .then(|| promote::on_open(socket, &mut control, link, vqpn))
                     });
-                if opened {
-                    self.offered.remove(&nonce_yours);
-                } else {
-                    let _ = link.send(
-                        &Message::OpenRefuse {
-                            yours: vqpn,
-                            reason: wire::Reason::Cancelled,
-                        },
-                        &[],
-                    );
+                match opened {
+                    Some(true) => {
+                        self.offered.remove(&nonce_yours);
+                    }
+                    Some(false) => self.break_off(link),
+                    None => {
+                        let _ = link.send(
+                            &Message::OpenRefuse {
+                                yours: vqpn,
+                                reason: wire::Reason::Cancelled,
+                            },
+                            &[],
+                        );
+                    }
                 }
             }
             Message::OpenAck {
@@ -357,7 +355,10 @@ impl Worker {
                         .is_some_and(|o| o.asked && o.mine == yours && std::ptr::eq(o.link, link))
                     && control.peer.is_none()
                 {
-                    promote::on_open(socket, &mut control, link, mine);
+                    if !promote::on_open(socket, &mut control, link, mine) {
+                        drop(control);
+                        self.break_off(link);
+                    }
                 } else {
                     // We have left since: the peer's number is free once it has heard so.
                     let _ = link.send(&Message::Closed { yours: mine }, &[]);
@@ -406,6 +407,13 @@ impl Worker {
                     .count(rdmasock_core::stats::Event::LinkViolation);
                 self.link_down(link, Reason::Violation);
             }
+        }
+    }
+
+    /// The peer breaks the protocol on this link.
+    fn break_off(&mut self, link: &'static Link) {
+        if let Some(conn) = self.conn_of(link) {
+            self.violation(conn);
         }
     }
 

@@ -18,7 +18,7 @@ pub(super) fn worker() -> Worker {
 }
 
 /// A connected socket, and what keeps it open.
-pub(super) fn connected() -> (&'static Socket, TcpStream) {
+pub(crate) fn connected() -> (&'static Socket, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     let socket = Socket::allocate(stream.as_raw_fd(), true).unwrap();

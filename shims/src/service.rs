@@ -56,9 +56,11 @@ use crate::wait::SERVICE;
 
 /// How long an answer may take.
 const ASK_TIMEOUT: Duration = Duration::from_secs(2);
-/// How long an answer from another host may take, and a link to it: a busy machine has to open its RDMA device
-/// first, and nobody waits.
+/// How long an answer from another host may take: a busy machine has to open its RDMA device first, and nobody
+/// waits.
 const REMOTE_TIMEOUT: Duration = Duration::from_secs(6);
+/// How long a link to another host may take; less than a cookie lives.
+const LINK_TIMEOUT: Duration = Duration::from_secs(9);
 /// How long a cookie of ours may be presented, ns.
 const COOKIE_LIFE: u64 = 10_000_000_000;
 /// How often an offer is tried to be written down, against another thread that writes one.

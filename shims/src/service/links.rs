@@ -16,7 +16,7 @@ use rdmasock_core::stats::{LinkInfo, LinkStats, Path, Reason};
 use rdmasock_core::stream::handshake::{Handshake, Role};
 use rdmasock_core::wire::{self, Geometry, LinkAddress, LinkOffer, MAX_MESSAGE, Message, ShmName};
 
-use super::{ASK_TIMEOUT, Conn, Peer, REMOTE_TIMEOUT, Ref, Worker};
+use super::{ASK_TIMEOUT, Conn, LINK_TIMEOUT, Peer, Ref, Worker};
 use crate::link::Link;
 use crate::promote;
 use crate::ready;
@@ -58,7 +58,7 @@ impl Worker {
         let patience = if mine.is_some() {
             ASK_TIMEOUT
         } else {
-            REMOTE_TIMEOUT
+            LINK_TIMEOUT
         };
         let deadline = crate::time::now_ns() + patience.as_nanos() as u64;
         self.pending_links.insert(

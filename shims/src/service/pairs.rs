@@ -6,6 +6,7 @@
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::Ordering::{Acquire, SeqCst};
+use std::time::Duration;
 
 use rdmasock_core::fabric::plugin::PRIVATE_BYTES;
 use rdmasock_core::ids::{Cookie, InstanceId, Vqpn};
@@ -15,7 +16,7 @@ use rdmasock_core::wire::{INTRODUCTION, Introduction};
 use rustix::event::epoll as kernel;
 use rustix::io::Errno;
 
-use super::{Command, Peer, REMOTE_TIMEOUT, SignalsBlocked, Worker, kind, tag};
+use super::{Command, LINK_TIMEOUT, Peer, SignalsBlocked, Worker, kind, tag};
 use crate::link::{Distant, Link, Tended};
 use crate::promote;
 use crate::socket::Socket;
@@ -129,7 +130,7 @@ impl Worker {
         if !self.add(fd, tag(kind::PAIR_STATE, id), kernel::EventFlags::IN) {
             return;
         }
-        let deadline = crate::time::now_ns() + REMOTE_TIMEOUT.as_nanos() as u64;
+        let deadline = crate::time::now_ns() + LINK_TIMEOUT.as_nanos() as u64;
         self.arriving.insert(
             id,
             Arriving {
@@ -401,6 +402,11 @@ impl Worker {
     }
 }
 
+/// A request to connect that has not been answered for so long is taken for lost, and made anew. RoCE's are
+/// datagrams, which the kernel repeats after more than 4 s only (Linux, `CMA_CM_RESPONSE_TIMEOUT`), and the first one after a
+/// failure of the network is often one too early.
+const LOST_AFTER: Duration = Duration::from_secs(3);
+
 fn dial(
     peer: InstanceId,
     local: IpAddr,
@@ -408,7 +414,12 @@ fn dial(
     greeting: &[u8],
 ) -> Result<Dialled, Errno> {
     tracing::debug!(target: "rdmasock::link", %remote, "dialling");
-    let pair = verbs::connect(local, remote, greeting, REMOTE_TIMEOUT.as_millis() as u32)?;
+    let connect =
+        |patience: Duration| verbs::connect(local, remote, greeting, patience.as_millis() as u32);
+    let pair = match connect(LOST_AFTER) {
+        Err(Errno::TIMEDOUT) => connect(LINK_TIMEOUT - LOST_AFTER),
+        other => other,
+    }?;
     tracing::debug!(target: "rdmasock::link", %remote, "connected");
     let info = pair.info()?;
     let Introduction { pid, instance, .. } =

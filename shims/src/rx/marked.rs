@@ -111,6 +111,8 @@ pub(super) unsafe fn from_marked(
                 match rustix::net::recv(anchor, &mut byte, RecvFlags::DONTWAIT | RecvFlags::PEEK) {
                     Ok((_, 0)) => Step::Kernel,
                     Err(error) if error != rustix::io::Errno::AGAIN => {
+                        // Said once, whoever knows of it.
+                        socket.lost_unread.store(false, SeqCst);
                         Step::Fail(error.raw_os_error())
                     }
                     _ => return Step::Again,

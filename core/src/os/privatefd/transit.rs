@@ -18,7 +18,7 @@ static SIDES: Sides = Sides(AtomicU64::new(0));
 impl Sides {
     /// Counts one of `own` as soon as there is none of the other kind.
     fn enter(&self, own: u64, turns: u32) {
-        let others = if own == FD { !(RANGE - 1) } else { RANGE - 1 };
+        let others = !mask(own);
         for turn in 0..turns {
             let free = |sides: u64| (sides & others == 0).then_some(sides + own);
             // Acquire: what the other side did is done; Release in `leave`.
@@ -34,9 +34,18 @@ impl Sides {
         self.0.fetch_add(own, Ordering::AcqRel);
     }
 
+    /// Not below none: a signal handler may have forked meanwhile.
     fn leave(&self, own: u64) {
-        self.0.fetch_sub(own, Ordering::Release);
+        let less = |sides: u64| (sides & mask(own) != 0).then(|| sides - own);
+        let _ = self
+            .0
+            .fetch_update(Ordering::Release, Ordering::Relaxed, less);
     }
+}
+
+/// The half in which `own` is counted.
+fn mask(own: u64) -> u64 {
+    if own == FD { RANGE - 1 } else { !(RANGE - 1) }
 }
 
 /// How often to look again: for 90 ms at least.
@@ -127,6 +136,9 @@ mod tests {
         sides.enter(RANGE, SHORT);
         sides.leave(RANGE);
         sides.leave(FD);
+        // As in a fork child, where the count has begun anew.
+        sides.leave(FD);
+        sides.leave(RANGE);
         assert_eq!(sides.0.load(Ordering::Relaxed), 0);
     }
 }

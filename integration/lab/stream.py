@@ -1,26 +1,20 @@
-"""stream.py server|client ADDRESS PORT BYTES PAUSE: bytes both ways at once, and their digests.
+"""stream.py server|client ADDRESS PORT PAUSE STOP: bytes both ways at once until the file STOP is there, and their digests.
 
 A stream of random bytes in each direction, neither faster than a link carries it, so that there is time to break that: PAUSE ms after
-every ten pieces.
+every ten pieces. The last eight bytes say how many precede them.
 Ends with 0 if all of the other's bytes came, in order, once."""
 import hashlib
+import os
 import random
 import socket
 import sys
 import threading
 import time
 
-ROLE, ADDRESS, PORT, BYTES = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-PIECE, PAUSE_EVERY, PAUSE = 30_000, 10, int(sys.argv[5]) / 1000
+ROLE, ADDRESS, PORT, STOP = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[5]
+PIECE, PAUSE_EVERY, PAUSE = 30_000, 10, int(sys.argv[4]) / 1000
 MINE, THEIRS = (1, 2) if ROLE == "server" else (2, 1)
-
-
-def pieces(seed):
-    source, done = random.Random(seed), 0
-    while done < BYTES:
-        piece = source.randbytes(min(PIECE, BYTES - done))
-        done += len(piece)
-        yield piece
+COUNT = 8
 
 
 def connect():
@@ -31,10 +25,13 @@ def connect():
 
 
 def send(connection):
-    for number, piece in enumerate(pieces(MINE)):
-        connection.sendall(piece)
+    source, number = random.Random(MINE), 0
+    while number % PAUSE_EVERY or not os.path.exists(STOP):
+        connection.sendall(source.randbytes(PIECE))
         if number % PAUSE_EVERY == 0:
             time.sleep(PAUSE)
+        number += 1
+    connection.sendall((number * PIECE).to_bytes(COUNT, "big"))
     connection.shutdown(socket.SHUT_WR)
 
 
@@ -42,16 +39,20 @@ def main():
     connection = connect()
     sender = threading.Thread(target=send, args=(connection,), daemon=True)
     sender.start()
-    got, count = hashlib.sha256(), 0
+    # What may be the count is held back.
+    got, count, last = hashlib.sha256(), 0, b""
     while data := connection.recv(65536):
-        got.update(data)
-        count += len(data)
+        data = last + data
+        payload, last = data[:-COUNT], data[-COUNT:]
+        got.update(payload)
+        count += len(payload)
     sender.join()
-    wanted = hashlib.sha256()
-    for piece in pieces(THEIRS):
-        wanted.update(piece)
-    print(f"{ROLE}: {count} of {BYTES} bytes")
-    sys.exit(0 if got.digest() == wanted.digest() else f"{ROLE}: not the bytes that were sent")
+    sent = int.from_bytes(last, "big")
+    source, wanted = random.Random(THEIRS), hashlib.sha256()
+    for _ in range(sent // PIECE):
+        wanted.update(source.randbytes(PIECE))
+    print(f"{ROLE}: {count} of {sent} bytes")
+    sys.exit(0 if count == sent and got.digest() == wanted.digest() else f"{ROLE}: not the bytes that were sent")
 
 
 main()

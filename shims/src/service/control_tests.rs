@@ -494,7 +494,7 @@ fn a_host_that_restamps_for_ever_is_not_followed() {
 }
 
 #[test]
-fn a_host_where_nobody_listens_is_asked_once() {
+fn a_host_where_nobody_listens_is_asked_three_times() {
     let mut worker = worker();
     let (socket, _stream) = connected();
     let address = own_address();
@@ -505,9 +505,14 @@ fn a_host_where_nobody_listens_is_asked_once() {
         let (request, host) = ask(&mut worker, socket, nonce, address);
         if let Some(host) = host {
             assert_eq!(round, 0);
-            // The refusal is there already: the loopback interface delivers at once.
-            worker.on_host(host);
             assert!(counted(&worker, Event::ControlAsk) > before);
+            let now = crate::time::now_ns();
+            for ms in [0, 400, 1100] {
+                assert!(worker.asks.contains_key(&request), "{ms}");
+                worker.hosts_on_time(now + ms * 1_000_000);
+                // The refusal is there already: the loopback interface delivers at once.
+                worker.on_host(host);
+            }
         } else {
             assert_eq!(round, 1);
         }

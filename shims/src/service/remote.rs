@@ -29,6 +29,9 @@ const MS: u64 = 1_000_000;
 const ABSENT_FOR: Duration = Duration::from_secs(30);
 /// A question is sent again after so long, then after so long; all within the time that an answer may take.
 const AGAIN: [u64; 4] = [400 * MS, 700 * MS, 1500 * MS, 2000 * MS];
+/// How often nobody may listen there, in a row, until the host is one without the library: a program that has just
+/// accepted its first connection is about to.
+const REFUSALS: u32 = 3;
 /// How often one question is sent anew because its stamp was not good.
 const RESTAMPS: u32 = 3;
 /// Hosts that are talked to at once.
@@ -55,6 +58,8 @@ struct Host {
     stamp: Option<Stamp>,
     /// Questions whose answer is to come.
     waiting: Vec<QueryId>,
+    /// How often in a row the kernel has said that nobody listens there.
+    refused: u32,
     quiet_since: u64,
 }
 
@@ -156,6 +161,7 @@ impl Worker {
                 address,
                 stamp: None,
                 waiting: Vec::new(),
+                refused: 0,
                 quiet_since: now,
             },
         );
@@ -268,6 +274,11 @@ impl Worker {
         match host.socket.send(&bytes) {
             // What finds no room is lost, as it may be on the way.
             Ok(()) | Err(Errno::AGAIN | Errno::NOBUFS | Errno::INTR) => true,
+            // What an earlier one has met; this one has not been sent, and is when its time comes again.
+            Err(Errno::CONNREFUSED) => {
+                host.refused += 1;
+                host.refused < REFUSALS
+            }
             Err(error) => {
                 tracing::debug!(target: "rdmasock", host = %host.address.1, %error, "control port");
                 false
@@ -279,12 +290,13 @@ impl Worker {
     pub(super) fn on_host(&mut self, id: u64) {
         let mut buf = [0u8; DATAGRAM + 1];
         for _ in 0..64 {
-            let Some(host) = self.hosts.hosts.get(&id) else {
+            let Some(host) = self.hosts.hosts.get_mut(&id) else {
                 return;
             };
             match host.socket.recv(&mut buf) {
                 Ok(None) => return,
                 Ok(Some(length)) => {
+                    host.refused = 0;
                     let bytes = buf.get(..length).unwrap_or(&buf);
                     match Datagram::decode(bytes, self.library.reach.key()) {
                         Ok(datagram) => self.on_host_datagram(id, &datagram),
@@ -293,7 +305,10 @@ impl Worker {
                 }
                 Err(error) => {
                     tracing::debug!(target: "rdmasock", host = %host.address.1, %error, "control port");
-                    return self.host_absent(id);
+                    host.refused += 1;
+                    if error != Errno::CONNREFUSED || host.refused >= REFUSALS {
+                        return self.host_absent(id);
+                    }
                 }
             }
         }

@@ -60,7 +60,7 @@ pub trait LinkEnd {
     }
 
     /// The sending end of the peer's stream `theirs`; `None` if no stream has such a number. The
-    /// handshake sees to it that each number is asked for once.
+    /// caller sees to it that there is one at a time for each number.
     fn producer(&self, theirs: Vqpn) -> Option<Producer>;
 
     /// This end is done with its stream `mine`, and says so to the peer, whose number is `theirs`.

@@ -338,7 +338,7 @@ impl Ctx {
         }
         if self.observed {
             std::fs::write(self.dir.join(WARM), b"").unwrap();
-            let end = Instant::now() + Duration::from_secs(5);
+            let end = Instant::now() + Duration::from_secs(25);
             while !self.dir.join(SEEN).exists() && Instant::now() < end {
                 round(SMALL);
                 sys::pause_ms(2);
@@ -388,7 +388,7 @@ fn rendezvous(side: Side, path: &Path) -> c_int {
             fd as c_int
         }
         Side::Client => {
-            let end = Instant::now() + Duration::from_secs(10);
+            let end = Instant::now() + Duration::from_secs(30);
             while raw(libc::SYS_connect, args) != 0 {
                 assert!(Instant::now() < end, "no server at {}", path.display());
                 sys::pause_ms(1);

@@ -17,9 +17,9 @@ use crate::observe::{Promotion, promotion_state};
 use crate::scenarios::Scenario;
 
 /// Longest time that a scenario may take; then its processes are killed and it has failed.
-pub const TIME_LIMIT: Duration = Duration::from_secs(20);
-/// How long the observer waits for a promotion.
-const PROMOTION_LIMIT: Duration = Duration::from_secs(2);
+pub const TIME_LIMIT: Duration = Duration::from_secs(60);
+/// How long the observer waits for a promotion; longer than a virtual machine may stand still.
+const PROMOTION_LIMIT: Duration = Duration::from_secs(20);
 
 /// Which sides have the library preloaded.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, clap::ValueEnum)]

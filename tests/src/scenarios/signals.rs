@@ -140,7 +140,7 @@ pub fn restart(c: &Ctx) {
             || (),
         );
         // With a receive time-out a recv is not restarted.
-        sys::set_timeout(fd, libc::SO_RCVTIMEO, std::time::Duration::from_secs(5)).ok();
+        sys::set_timeout(fd, libc::SO_RCVTIMEO, std::time::Duration::from_secs(30)).ok();
         interrupt(
             || {
                 c.recv(fd, 10, 0);

@@ -170,7 +170,7 @@ impl Lab {
     /// When it ends, or does not listen in time.
     pub fn serve(&self, cmd: Cmd, port: u16) -> Result<Proc> {
         let mut proc = cmd.spawn()?;
-        wait_until("a server to listen", self.soon(10), || {
+        wait_until("a server to listen", self.deadline(), || {
             proc.check_running()?;
             Ok(ports::is_listening(port))
         })?;
@@ -235,7 +235,7 @@ impl Lab {
             }
             Mode::Both => {
                 self.must_be_loaded(server)?;
-                let promoted = wait_until("promotion", self.soon(5), || {
+                let promoted = wait_until("promotion", self.deadline(), || {
                     let totals = self.totals(server.pid())?;
                     Ok(totals.promoted > 0 && totals.link() > 0)
                 });
@@ -332,12 +332,6 @@ impl Lab {
             }
         }
         Ok(())
-    }
-
-    /// A point at most `seconds` away, never after the deadline.
-    pub fn soon(&self, seconds: u64) -> Instant {
-        self.deadline
-            .min(Instant::now() + Duration::from_secs(seconds))
     }
 }
 

@@ -17,7 +17,7 @@ use crate::signals;
 /// How often a wait looks again.
 const TICK: Duration = Duration::from_millis(5);
 /// How long a program has to end by itself after SIGTERM.
-const GRACE: Duration = Duration::from_secs(5);
+const GRACE: Duration = Duration::from_secs(20);
 
 /// A command and the file that its output goes to.
 #[derive(Debug)]

@@ -11,6 +11,9 @@ use nix::errno::Errno;
 
 pub use crate::addr::Addr;
 
+/// The time limit, in ms, for what will come: longer than a virtual machine may stand still.
+pub const SOON: c_int = 30_000;
+
 /// What a libc call gave: its value and, if that is -1, errno.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Ret {
@@ -279,15 +282,15 @@ pub fn poll_one(fd: c_int, events: i16, timeout_ms: c_int) -> i16 {
 /// Waits, at most 10 s, until poll() reports any of `events` (or an error) for `fd`.
 #[track_caller]
 pub fn wait_for(fd: c_int, events: i16) {
-    assert!(poll_one(fd, events, 10_000) != 0, "no event in 10 s");
+    assert!(poll_one(fd, events, SOON) != 0, "no event");
 }
 
-/// Waits until FIONREAD says that `n` bytes can be read; panics after 10 s.
+/// Waits until FIONREAD says that `n` bytes can be read; panics after a while.
 #[track_caller]
 pub fn wait_readable_bytes(fd: c_int, n: c_int) {
-    let end = Instant::now() + Duration::from_secs(10);
+    let end = Instant::now() + Duration::from_millis(SOON as u64);
     while readable_bytes(fd) < n {
-        assert!(Instant::now() < end, "fewer than {n} bytes after 10 s");
+        assert!(Instant::now() < end, "fewer than {n} bytes");
         std::thread::sleep(Duration::from_millis(1));
     }
 }
@@ -306,10 +309,10 @@ pub const CLOSED: u8 = 7;
 /// TCP_INFO's CLOSE_WAIT.
 pub const CLOSE_WAIT: u8 = 8;
 
-/// Waits until TCP_INFO gives `state`; panics after 10 s.
+/// Waits until TCP_INFO gives `state`; panics after a while.
 #[track_caller]
 pub fn wait_tcp_state(fd: c_int, state: u8) {
-    let end = Instant::now() + Duration::from_secs(10);
+    let end = Instant::now() + Duration::from_millis(SOON as u64);
     loop {
         let mut info = [0u8; 8];
         let mut len = 8;
@@ -324,7 +327,7 @@ pub fn wait_tcp_state(fd: c_int, state: u8) {
         if info[0] == state {
             return;
         }
-        assert!(Instant::now() < end, "TCP state {} after 10 s", info[0]);
+        assert!(Instant::now() < end, "TCP state {}", info[0]);
         pause_ms(1);
     }
 }
@@ -343,7 +346,7 @@ pub fn thread_id() -> i32 {
 pub fn wait_asleep(id: i32) {
     // It may sleep for a moment before it gets there.
     pause_ms(40);
-    let end = Instant::now() + Duration::from_secs(10);
+    let end = Instant::now() + Duration::from_millis(SOON as u64);
     loop {
         let stat = std::fs::read_to_string(format!("/proc/self/task/{id}/stat")).unwrap();
         let state = stat

@@ -14,7 +14,7 @@ use libtest_mimic::{Arguments, Failed, Trial};
 use rdmasock_tests::harness::{Paths, clean_environment};
 use rdmasock_tests::remote::{CONTROL_PORT, Hosts, Namespace};
 
-const LIMIT: Duration = Duration::from_secs(30);
+const LIMIT: Duration = Duration::from_secs(60);
 const SERVER: &str = "10.77.0.2:8077";
 const SERVER_V6: &str = "[fd77::2]:8077";
 

@@ -15,7 +15,7 @@ use rdmasock_tests::harness::{Paths, clean_environment};
 
 /// Connections of each test, one after the other: the later ones meet what the library cached.
 const CONNECTIONS: usize = 3;
-const LIMIT: Duration = Duration::from_secs(20);
+const LIMIT: Duration = Duration::from_secs(60);
 
 /// Who has the library.
 #[derive(Clone, Copy, PartialEq)]

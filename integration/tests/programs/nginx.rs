@@ -151,7 +151,7 @@ fn reload(lab: &mut Lab) -> Result<()> {
                 .args(nginx_args(&conf))
                 .args(["-s", "reload"]),
         )?;
-        wait_until("the new workers", lab.soon(15), || {
+        wait_until("the new workers", lab.deadline(), || {
             let now = workers(server.proc.pid())?;
             Ok(now.iter().filter(|pid| !before.contains(pid)).count() >= 2)
         })

@@ -107,7 +107,7 @@ fn publish_subscribe(lab: &mut Lab) -> Result<()> {
     let mut subscriber = cli(lab, Role::Client, &server)?
         .args(["SUBSCRIBE", "news"])
         .spawn()?;
-    wait_until("the subscription", lab.soon(10), || {
+    wait_until("the subscription", lab.deadline(), || {
         Ok(ask(lab, &server, &["PUBSUB", "NUMSUB", "news"])?.ends_with('1'))
     })?;
     let mut lines = String::new();
@@ -120,7 +120,7 @@ fn publish_subscribe(lab: &mut Lab) -> Result<()> {
         "{receivers}"
     );
     let last = format!("message-{}\n", MESSAGES - 1);
-    wait_until("the last message", lab.soon(10), || {
+    wait_until("the last message", lab.deadline(), || {
         subscriber.check_running()?;
         Ok(subscriber.text().ends_with(&last))
     })?;
@@ -141,7 +141,7 @@ fn blocking_pop(lab: &mut Lab) -> Result<()> {
     let mut popper = cli(lab, Role::Client, &server)?
         .stdin_file(&pops)?
         .spawn()?;
-    wait_until("the first BLPOP to block", lab.soon(10), || {
+    wait_until("the first BLPOP to block", lab.deadline(), || {
         popper.check_running()?;
         Ok(ask(lab, &server, &["INFO", "clients"])?.contains("blocked_clients:1"))
     })?;
@@ -173,7 +173,7 @@ fn save_under_load(lab: &mut Lab) -> Result<()> {
         ask(lab, &server, &["BGSAVE"])?.contains("started"),
         "BGSAVE"
     );
-    wait_until("the snapshot", lab.soon(30), || {
+    wait_until("the snapshot", lab.deadline(), || {
         Ok(ask(lab, &server, &["INFO", "persistence"])?.contains("rdb_bgsave_in_progress:0"))
     })?;
     let info = ask(lab, &server, &["INFO", "persistence"])?;
@@ -202,7 +202,7 @@ fn replication(lab: &mut Lab) -> Result<()> {
     // The replica is the client of the replication stream.
     let port = primary.port.to_string();
     let replica = redis(lab, Role::Client, &["--replicaof", "127.0.0.1", &port])?;
-    wait_until("the first synchronisation", lab.soon(20), || {
+    wait_until("the first synchronisation", lab.deadline(), || {
         Ok(ask(lab, &replica, &["INFO", "replication"])?.contains("master_link_status:up"))
     })?;
     lab.run(cli_benchmark(

@@ -138,7 +138,7 @@ fn socat_both_ways(lab: &mut Lab) -> Result<()> {
             pipe.write_all(&data).map(|()| pipe)
         }));
     }
-    wait_until("all bytes both ways", lab.soon(30), || {
+    wait_until("all bytes both ways", lab.deadline(), || {
         server.check_running()?;
         client.check_running()?;
         Ok(server.stdout().len() >= SIZE && client.stdout().len() >= SIZE)

@@ -24,7 +24,7 @@ fn answerer() -> (Worker, UdpSocket) {
     let asker = UdpSocket::bind((HERE, 0)).unwrap();
     asker.connect((HERE, port)).unwrap();
     asker
-        .set_read_timeout(Some(Duration::from_secs(5)))
+        .set_read_timeout(Some(Duration::from_secs(30)))
         .unwrap();
     (worker, asker)
 }
@@ -334,7 +334,7 @@ impl Asked {
         let port = worker.library.reach.port().unwrap();
         let answerer = UdpSocket::bind((address, port)).unwrap();
         answerer
-            .set_read_timeout(Some(Duration::from_secs(5)))
+            .set_read_timeout(Some(Duration::from_secs(30)))
             .unwrap();
         let (request, host) = ask(&mut worker, socket, nonce, address);
         Self {

@@ -245,7 +245,7 @@ pub fn fortified(c: &Ctx) {
     let size = size_of::<libc::pollfd>();
     c.sync("sent");
     sys::wait_readable_bytes(fd, 1000);
-    c.ret("__poll_chk", call!(poll(&mut p, 1, 5000, size)));
+    c.ret("__poll_chk", call!(poll(&mut p, 1, sys::SOON, size)));
     c.log(p.revents);
     let zero: libc::timespec = sys::zeroed();
     c.ret(

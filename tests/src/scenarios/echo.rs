@@ -371,7 +371,7 @@ pub fn reuseport(c: &Ctx) {
                 events: libc::POLLIN,
                 revents: 0,
             });
-            call!(libc::poll(p.as_mut_ptr(), 2, 5000)).ok();
+            call!(libc::poll(p.as_mut_ptr(), 2, sys::SOON)).ok();
             for p in p.iter().filter(|p| p.revents != 0) {
                 let fd = sys::accept4(p.fd, 0).ok();
                 for _ in 0..4 {

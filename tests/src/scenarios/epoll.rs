@@ -58,7 +58,7 @@ pub fn level(c: &Ctx) {
         c.ret("add", ctl(ep, EPOLL_CTL_ADD, fd, IN | RDHUP, 7));
         log_wait(c, ep, 0);
         c.sync("armed");
-        log_wait(c, ep, 5000);
+        log_wait(c, ep, sys::SOON);
         sys::wait_readable_bytes(fd, 10);
         log_wait(c, ep, 0);
         c.recv(fd, 4, 0);
@@ -66,7 +66,7 @@ pub fn level(c: &Ctx) {
         c.recv(fd, 10, 0);
         log_wait(c, ep, 0);
         c.sync("read");
-        log_wait(c, ep, 5000);
+        log_wait(c, ep, sys::SOON);
         log_wait(c, ep, 0);
         c.recv(fd, 10, 0);
         log_wait(c, ep, 0);
@@ -90,18 +90,18 @@ pub fn edge(c: &Ctx) {
         log_wait(c, ep, 0);
         log_wait(c, ep, 0);
         c.sync("armed");
-        log_wait(c, ep, 5000);
+        log_wait(c, ep, sys::SOON);
         log_wait(c, ep, 30);
         c.recv(fd, 3, 0);
         log_wait(c, ep, 0);
         c.sync("more");
-        log_wait(c, ep, 5000);
+        log_wait(c, ep, sys::SOON);
         sys::wait_readable_bytes(fd, 10);
         c.recv(fd, 100, 0);
         log_wait(c, ep, 0);
         c.recv(fd, 100, libc::MSG_DONTWAIT);
         c.sync("closing");
-        log_wait(c, ep, 5000);
+        log_wait(c, ep, sys::SOON);
         // Long enough for a service thread to report it a second time.
         log_wait(c, ep, 30);
     } else {
@@ -153,7 +153,7 @@ pub fn oneshot(c: &Ctx) {
             let ep = create();
             c.ret("add", ctl(ep, EPOLL_CTL_ADD, fd, IN | ONESHOT | extra, 1));
             c.sync("armed");
-            log_wait(c, ep, 5000);
+            log_wait(c, ep, sys::SOON);
             log_wait(c, ep, 0);
             c.sync("more");
             sys::wait_readable_bytes(fd, 8);
@@ -165,7 +165,7 @@ pub fn oneshot(c: &Ctx) {
             c.ret("mod", ctl(ep, EPOLL_CTL_MOD, fd, IN | ONESHOT | extra, 3));
             log_wait(c, ep, 0);
             c.sync("again");
-            log_wait(c, ep, 5000);
+            log_wait(c, ep, sys::SOON);
             c.recv_all(fd, 4);
             c.close(ep);
         } else {
@@ -217,10 +217,10 @@ pub fn data_kept(c: &Ctx) {
     let fd = c.pair();
     let ep = create();
     c.ret("add", ctl(ep, EPOLL_CTL_ADD, fd, OUT, u64::MAX));
-    log_wait(c, ep, 1000);
+    log_wait(c, ep, sys::SOON);
     for data in [0, 1 << 63, 0xdead_beef_0bad_f00d, u64::from(u32::MAX)] {
         c.ret("mod", ctl(ep, EPOLL_CTL_MOD, fd, OUT, data));
-        log_wait(c, ep, 1000);
+        log_wait(c, ep, sys::SOON);
     }
     c.sync("done");
     c.close(fd);
@@ -310,14 +310,14 @@ pub fn dup_keeps_registration(c: &Ctx) {
         c.ret("add dup", ctl(ep, EPOLL_CTL_ADD, dup, IN, 2));
         c.sync("armed");
         sys::wait_readable_bytes(fd, 4);
-        log_wait(c, ep, 1000);
+        log_wait(c, ep, sys::SOON);
         c.close(fd);
         log_wait(c, ep, 0);
         c.ret("del closed", ctl(ep, EPOLL_CTL_DEL, fd, 0, 0));
         c.recv(dup, 10, 0);
         log_wait(c, ep, 0);
         c.sync("again");
-        log_wait(c, ep, 1000);
+        log_wait(c, ep, sys::SOON);
         c.close(dup);
         log_wait(c, ep, 0);
         c.sync("done");
@@ -355,7 +355,7 @@ pub fn fairness(c: &Ctx) {
         }
         let mut seen = [0; N];
         for _ in 0..2 * N {
-            for (i, _) in wait(ep, 1, 1000).1 {
+            for (i, _) in wait(ep, 1, sys::SOON).1 {
                 seen[i as usize] += 1;
             }
         }
@@ -382,13 +382,13 @@ pub fn hangups(c: &Ctx) {
         c.sync("half");
         log_wait(c, ep, 50);
         c.ret("mod", ctl(ep, EPOLL_CTL_MOD, fd, RDHUP, 1));
-        log_wait(c, ep, 1000);
+        log_wait(c, ep, sys::SOON);
         c.ret("mod", ctl(ep, EPOLL_CTL_MOD, fd, IN | OUT | RDHUP, 1));
-        log_wait(c, ep, 1000);
+        log_wait(c, ep, sys::SOON);
         c.shutdown(fd, libc::SHUT_WR);
-        log_wait(c, ep, 1000);
+        log_wait(c, ep, sys::SOON);
         c.ret("mod", ctl(ep, EPOLL_CTL_MOD, fd, 0, 1));
-        log_wait(c, ep, 1000);
+        log_wait(c, ep, sys::SOON);
     } else {
         c.shutdown(fd, libc::SHUT_WR);
         c.sync("half");

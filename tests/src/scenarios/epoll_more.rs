@@ -38,7 +38,7 @@ pub fn nested(c: &Ctx) {
         look(0);
         c.sync("armed");
         sys::wait_readable_bytes(fd, 4);
-        look(1000);
+        look(sys::SOON);
         c.recv_all(fd, 4);
         // (That the outer ones are no longer ready may show only once they have been asked.)
         wait(outermost, 8, 0);
@@ -47,7 +47,7 @@ pub fn nested(c: &Ctx) {
         c.poll(inner, libc::POLLIN, 0);
         // A thread that sleeps in the outermost one is woken by the socket.
         c.sync("asleep");
-        log_wait(c, outermost, 5000);
+        log_wait(c, outermost, sys::SOON);
         c.recv_all(fd, 4);
     } else {
         c.sync("armed");
@@ -74,9 +74,9 @@ pub fn mixed(c: &Ctx) {
         }
         log_wait(c, ep, 0);
         c.write(pipe[1], b"p");
-        log_wait(c, ep, 1000);
+        log_wait(c, ep, sys::SOON);
         c.write(event, &1u64.to_ne_bytes());
-        log_wait(c, ep, 1000);
+        log_wait(c, ep, sys::SOON);
         let mut time: libc::itimerspec = sys::zeroed();
         time.it_value.tv_nsec = 20_000_000;
         c.ret(
@@ -84,11 +84,11 @@ pub fn mixed(c: &Ctx) {
             call!(libc::timerfd_settime(timer, 0, &time, std::ptr::null_mut())),
         );
         sys::wait_for(timer, libc::POLLIN);
-        log_wait(c, ep, 1000);
+        log_wait(c, ep, sys::SOON);
         c.sync("armed");
         // The bytes are there a moment before the wake-up is.
         c.sync("sent");
-        log_wait(c, ep, 1000);
+        log_wait(c, ep, sys::SOON);
         c.recv_all(fd, 4);
         let mut b = [0; 8];
         for fd in [pipe[0], event, timer] {
@@ -102,7 +102,7 @@ pub fn mixed(c: &Ctx) {
                 sys::pause_ms(40);
                 sys::write(writer, b"late").ok();
             });
-            log_wait(c, ep, 5000);
+            log_wait(c, ep, sys::SOON);
         });
     } else {
         c.sync("armed");
@@ -125,8 +125,8 @@ pub fn two_epolls(c: &Ctx) {
         for _ in 0..2 {
             c.sync("round");
             sys::wait_readable_bytes(fd, 4);
-            log_wait(c, a, 1000);
-            log_wait(c, b, 1000);
+            log_wait(c, a, sys::SOON);
+            log_wait(c, b, sys::SOON);
             log_wait(c, a, 0);
             log_wait(c, b, 0);
             c.recv_all(fd, 4);
@@ -156,7 +156,7 @@ pub fn two_sleepers(c: &Ctx) {
         }
         c.sync("armed");
         let woken: usize = std::thread::scope(|s| {
-            let threads = eps.map(|ep| s.spawn(move || wait(ep, 4, 5000).0.count()));
+            let threads = eps.map(|ep| s.spawn(move || wait(ep, 4, sys::SOON).0.count()));
             threads.into_iter().map(|t| t.join().unwrap()).sum()
         });
         c.log(format_args!("woken {woken}"));
@@ -294,14 +294,14 @@ pub fn added_while_waiting(c: &Ctx) {
         c.sync("sent");
         sys::wait_readable_bytes(fd, 4);
         std::thread::scope(|s| {
-            let sleeper = s.spawn(move || wait(ep, 4, 5000));
+            let sleeper = s.spawn(move || wait(ep, 4, sys::SOON));
             sys::pause_ms(40);
             ctl(ep, EPOLL_CTL_ADD, fd, IN, 1).ok();
             c.log(format_args!("{:?}", sleeper.join().unwrap().1));
         });
         c.recv_all(fd, 4);
         std::thread::scope(|s| {
-            let sleeper = s.spawn(move || wait(ep, 4, 5000));
+            let sleeper = s.spawn(move || wait(ep, 4, sys::SOON));
             sys::pause_ms(40);
             ctl(ep, EPOLL_CTL_MOD, fd, OUT, 2).ok();
             c.log(format_args!("{:?}", sleeper.join().unwrap().1));
@@ -309,7 +309,7 @@ pub fn added_while_waiting(c: &Ctx) {
         // The epoll itself is dup'd: one set, two fds.
         let dup = call!(libc::dup(ep)).ok();
         c.close(ep);
-        log_wait(c, dup, 1000);
+        log_wait(c, dup, sys::SOON);
         c.ret("del", ctl(dup, EPOLL_CTL_DEL, fd, 0, 0));
         log_wait(c, dup, 0);
     } else {
@@ -329,7 +329,7 @@ pub fn shared_with_child(c: &Ctx) {
         c.sync("armed");
         sys::wait_for(fd, libc::POLLIN);
         let child = sys::fork_child(|| {
-            log_wait(c, ep, 2000);
+            log_wait(c, ep, sys::SOON);
             c.recv(fd, 10, 0);
             log_wait(c, ep, 0);
             0
@@ -337,7 +337,7 @@ pub fn shared_with_child(c: &Ctx) {
         c.log(format_args!("child {}", sys::wait_child(child)));
         log_wait(c, ep, 0);
         c.sync("again");
-        log_wait(c, ep, 5000);
+        log_wait(c, ep, sys::SOON);
         c.recv(fd, 10, 0);
     } else {
         c.sync("armed");

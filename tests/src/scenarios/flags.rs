@@ -230,7 +230,7 @@ pub fn oob(c: &Ctx) {
     c.sync("sent");
     sys::wait_for(fd, libc::POLLPRI);
     // The urgent byte counts as readable until the mark is passed; wait for all twelve.
-    while sys::poll_one(fd, libc::POLLIN, 1000) == 0 {}
+    while sys::poll_one(fd, libc::POLLIN, sys::SOON) == 0 {}
     sys::pause_ms(50);
     c.poll(fd, libc::POLLIN | libc::POLLPRI, 0);
     let at_mark = || {
@@ -350,7 +350,7 @@ pub fn rcvlowat(c: &Ctx) {
         c.recv(fd, 3, MSG_DONTWAIT);
         c.sync("fifteen");
         sys::wait_readable_bytes(fd, 12);
-        c.poll(fd, libc::POLLIN, 1000);
+        c.poll(fd, libc::POLLIN, sys::SOON);
         c.recv(fd, 100, 0);
     } else {
         c.sync("armed");
@@ -402,7 +402,7 @@ pub fn held_back(c: &Ctx) {
         c.sync("got");
         super::epoll::log_wait(c, ep, 0);
         c.sync("asleep again");
-        super::epoll::log_wait(c, ep, 5000);
+        super::epoll::log_wait(c, ep, sys::SOON);
         c.recv_all(fd, 6);
         c.sync("got again");
     }

@@ -35,24 +35,29 @@ pub fn odd_fds(c: &Ctx) {
         c,
         "negative and ready",
         &[(-1, POLLIN), (fd, POLLOUT)],
-        1000,
+        sys::SOON,
     );
-    poll(c, "closed", &[(777, POLLIN), (fd, POLLIN)], 1000);
+    poll(c, "closed", &[(777, POLLIN), (fd, POLLIN)], sys::SOON);
     poll(
         c,
         "twice",
         &[(fd, POLLOUT), (fd, POLLIN), (fd, POLLIN | POLLOUT)],
-        1000,
+        sys::SOON,
     );
     poll(c, "with a pipe", &[(pipe[0], POLLIN), (fd, POLLIN)], 10);
     poll(
         c,
         "with a full set",
         &[(pipe[1], POLLOUT), (fd, POLLOUT | POLLPRI)],
-        1000,
+        sys::SOON,
     );
     c.write(pipe[1], b"x");
-    poll(c, "pipe wakes", &[(pipe[0], POLLIN), (fd, POLLIN)], 1000);
+    poll(
+        c,
+        "pipe wakes",
+        &[(pipe[0], POLLIN), (fd, POLLIN)],
+        sys::SOON,
+    );
     poll(
         c,
         "normal and band",
@@ -60,11 +65,11 @@ pub fn odd_fds(c: &Ctx) {
             fd,
             libc::POLLRDNORM | libc::POLLWRNORM | libc::POLLRDBAND | libc::POLLWRBAND,
         )],
-        1000,
+        sys::SOON,
     );
     c.sync("done");
     c.close(fd);
-    poll(c, "after close", &[(fd, POLLIN)], 1000);
+    poll(c, "after close", &[(fd, POLLIN)], sys::SOON);
 }
 
 /// The masks through the life of a connection.
@@ -75,7 +80,7 @@ pub fn masks(c: &Ctx) {
         poll(c, "idle", &[(fd, ALL)], 0);
         c.sync("idle");
         sys::wait_readable_bytes(fd, 4);
-        poll(c, "data", &[(fd, ALL)], 1000);
+        poll(c, "data", &[(fd, ALL)], sys::SOON);
         poll(c, "data, not asked", &[(fd, 0)], 0);
         c.recv_all(fd, 4);
         poll(c, "read", &[(fd, ALL)], 0);
@@ -105,11 +110,11 @@ pub fn listener(c: &Ctx) {
     if let Some(l) = listener {
         poll(c, "no one", &[(l, POLLIN | POLLOUT)], 10);
         c.sync("connect");
-        poll(c, "waiting", &[(l, POLLIN | POLLOUT)], 5000);
+        poll(c, "waiting", &[(l, POLLIN | POLLOUT)], sys::SOON);
         let fd = sys::accept4(l, 0).ok();
-        poll(c, "both", &[(l, POLLIN), (fd, POLLIN | POLLOUT)], 1000);
+        poll(c, "both", &[(l, POLLIN), (fd, POLLIN | POLLOUT)], sys::SOON);
         c.sync("send");
-        poll(c, "data", &[(l, POLLIN), (fd, POLLIN)], 5000);
+        poll(c, "data", &[(l, POLLIN), (fd, POLLIN)], sys::SOON);
         c.recv(fd, 10, 0);
     } else {
         c.sync("connect");
@@ -219,13 +224,13 @@ pub fn select(c: &Ctx) {
         c.sync("send");
         read_only("wait for data", None);
         sys::wait_readable_bytes(fd, 4);
-        go("data", 1000);
+        go("data", sys::SOON.into());
         c.write(pipe[1], b"x");
-        go("data and pipe", 1000);
+        go("data and pipe", sys::SOON.into());
         c.recv_all(fd, 4);
         c.sync("close");
         sys::wait_for(fd, POLLRDHUP);
-        go("EOF", 1000);
+        go("EOF", sys::SOON.into());
     } else {
         c.sync("send");
         sys::pause_ms(30);
@@ -293,7 +298,7 @@ pub fn high_fd(c: &Ctx) {
     if c.is_server() {
         poll(c, "idle", &[(fd, POLLIN | POLLOUT)], 0);
         c.sync("send");
-        poll(c, "data", &[(fd, POLLIN)], 5000);
+        poll(c, "data", &[(fd, POLLIN)], sys::SOON);
         c.recv(fd, 10, 0);
         c.send(fd, b"back", 0);
     } else {
@@ -317,7 +322,7 @@ pub fn two_connections(c: &Ctx) {
         let which = [a, b][round % 2];
         if c.is_server() {
             c.sync("round");
-            poll(c, "either", &[(a, POLLIN), (b, POLLIN)], 5000);
+            poll(c, "either", &[(a, POLLIN), (b, POLLIN)], sys::SOON);
             c.recv_all(which, 20);
         } else {
             c.sync("round");

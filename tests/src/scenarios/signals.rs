@@ -51,7 +51,7 @@ pub fn eintr(c: &Ctx) {
         );
         interrupt(
             || {
-                c.poll(fd, libc::POLLIN, 5000);
+                c.poll(fd, libc::POLLIN, sys::SOON);
             },
             none,
         );
@@ -72,7 +72,10 @@ pub fn eintr(c: &Ctx) {
         call!(libc::epoll_ctl(ep, libc::EPOLL_CTL_ADD, fd, &mut ev)).ok();
         interrupt(
             || {
-                c.ret("epoll_wait", call!(libc::epoll_wait(ep, &mut ev, 1, 5000)));
+                c.ret(
+                    "epoll_wait",
+                    call!(libc::epoll_wait(ep, &mut ev, 1, sys::SOON)),
+                );
             },
             none,
         );
@@ -123,7 +126,7 @@ pub fn restart(c: &Ctx) {
         );
         interrupt(
             || {
-                c.poll(fd, libc::POLLIN, 5000);
+                c.poll(fd, libc::POLLIN, sys::SOON);
             },
             || (),
         );
@@ -135,7 +138,10 @@ pub fn restart(c: &Ctx) {
         call!(libc::epoll_ctl(ep, libc::EPOLL_CTL_ADD, fd, &mut ev)).ok();
         interrupt(
             || {
-                c.ret("epoll_wait", call!(libc::epoll_wait(ep, &mut ev, 1, 5000)));
+                c.ret(
+                    "epoll_wait",
+                    call!(libc::epoll_wait(ep, &mut ev, 1, sys::SOON)),
+                );
             },
             || (),
         );
@@ -292,7 +298,7 @@ pub fn masks(c: &Ctx) {
     pend();
     c.ret(
         "epoll_pwait",
-        call!(libc::epoll_pwait(ep, &mut ev, 1, 1000, &before)),
+        call!(libc::epoll_pwait(ep, &mut ev, 1, sys::SOON, &before)),
     );
     hits("epoll_pwait");
     pend();

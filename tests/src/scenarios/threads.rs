@@ -181,8 +181,8 @@ pub fn shutdown_wakes_pollers(c: &Ctx) {
         let ep = epoll::create();
         ctl(ep, libc::EPOLL_CTL_ADD, fd, IN, 1).ok();
         thread::scope(|s| {
-            let poller = s.spawn(|| sys::poll_one(fd, libc::POLLIN, 5000));
-            let epoller = s.spawn(|| wait(ep, 1, 5000).0.value);
+            let poller = s.spawn(|| sys::poll_one(fd, libc::POLLIN, sys::SOON));
+            let epoller = s.spawn(|| wait(ep, 1, sys::SOON).0.value);
             sys::pause_ms(60);
             call!(libc::shutdown(fd, libc::SHUT_RD)).ok();
             let readable = poller.join().unwrap() & libc::POLLIN != 0;

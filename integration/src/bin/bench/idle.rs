@@ -58,7 +58,7 @@ pub fn measure(lab: &Lab, rows: &mut [Row], subject: Subject) -> Result<()> {
 
     let mut held = |number: u32| {
         writeln!(orders, "{number}")?;
-        wait_until("the streams", lab.soon(60), || {
+        wait_until("the streams", lab.deadline(), || {
             client.check_running()?;
             Ok(client.text().ends_with(&format!("held {number}\n")))
         })?;

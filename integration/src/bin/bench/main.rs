@@ -274,7 +274,7 @@ impl Bench {
         let path = lab.path("socket");
         let address = path.display().to_string();
         let mut server = self.peer(lab, Role::Server, job, &address)?.spawn()?;
-        wait_until("the Unix socket", lab.soon(10), || {
+        wait_until("the Unix socket", lab.deadline(), || {
             server.check_running()?;
             Ok(path.exists())
         })?;

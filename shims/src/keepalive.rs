@@ -5,11 +5,13 @@
 //! lived. While ours is on, the program reads and changes its own settings, which are kept here.
 
 use std::ffi::c_int;
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::BorrowedFd;
 use std::sync::atomic::{
     AtomicBool, AtomicI32,
     Ordering::{AcqRel, Acquire, Relaxed, Release},
 };
+
+use crate::sockopt::{Name, get, set};
 
 /// After how much silence to probe, s: less than firewalls remember (RFC 5382, REQ-5: 2 hours and 4 minutes;
 /// real ones, from 5 minutes on).
@@ -17,8 +19,8 @@ const IDLE_SECONDS: c_int = 240;
 /// Probes that may stay unanswered: the most that Linux takes, over two hours with its usual interval.
 const PROBES: c_int = 127;
 
-const SWITCH: (c_int, c_int) = (libc::SOL_SOCKET, libc::SO_KEEPALIVE);
-const OURS: [(c_int, c_int); 2] = [
+const SWITCH: Name = (libc::SOL_SOCKET, libc::SO_KEEPALIVE);
+const OURS: [Name; 2] = [
     (libc::IPPROTO_TCP, libc::TCP_KEEPIDLE),
     (libc::IPPROTO_TCP, libc::TCP_KEEPCNT),
 ];
@@ -95,37 +97,6 @@ impl Keepalive {
             kept.store(value, Relaxed);
             set(fd, (level, name), *ours);
         }
-    }
-}
-
-fn get(fd: BorrowedFd<'_>, (level, name): (c_int, c_int)) -> Option<c_int> {
-    let mut value: c_int = 0;
-    let mut len = size_of::<c_int>() as libc::socklen_t;
-    // SAFETY: the raw system call with a buffer of the right size; no hook is entered.
-    let result = unsafe {
-        libc::syscall(
-            libc::SYS_getsockopt,
-            fd.as_raw_fd(),
-            level,
-            name,
-            &raw mut value,
-            &raw mut len,
-        )
-    };
-    (result == 0).then_some(value)
-}
-
-fn set(fd: BorrowedFd<'_>, (level, name): (c_int, c_int), value: c_int) {
-    // SAFETY: as in `get`.
-    unsafe {
-        libc::syscall(
-            libc::SYS_setsockopt,
-            fd.as_raw_fd(),
-            level,
-            name,
-            &raw const value,
-            size_of::<c_int>(),
-        );
     }
 }
 

@@ -23,6 +23,7 @@ pub mod rules;
 pub mod rx;
 pub mod service;
 pub mod socket;
+pub mod sockopt;
 pub mod table;
 pub mod time;
 pub mod tx;

@@ -17,6 +17,7 @@ use crate::ready;
 use crate::rx;
 use crate::service::Command;
 use crate::socket::{Control, Socket, Stage, mode};
+use crate::sockopt;
 use crate::table::{self, Entry};
 
 /// socket() gave a TCP socket.
@@ -28,22 +29,9 @@ pub fn on_socket(fd: c_int, nonblocking: bool) {
 
 /// Whether a number that the library has not seen being made is a TCP socket.
 pub fn is_tcp(fd: c_int) -> bool {
-    let option = |name: c_int| {
-        let mut value: c_int = 0;
-        let mut len = size_of::<c_int>() as libc::socklen_t;
-        // SAFETY: the raw system call with a buffer of the right size.
-        let r = unsafe {
-            libc::syscall(
-                libc::SYS_getsockopt,
-                fd,
-                libc::SOL_SOCKET,
-                name,
-                std::ptr::from_mut(&mut value),
-                std::ptr::from_mut(&mut len),
-            )
-        };
-        (r == 0).then_some(value)
-    };
+    // SAFETY: the program's number, in the middle of its call.
+    let fd = unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) };
+    let option = |name| sockopt::get(fd, (libc::SOL_SOCKET, name));
     let errno = errno::get();
     let tcp = option(libc::SO_PROTOCOL) == Some(libc::IPPROTO_TCP)
         && matches!(

@@ -1,7 +1,9 @@
-//! Sockets that leave this process: passed by SCM_RIGHTS, or kept across an exec. What their new
-//! holder reads and writes is the kernel's socket, so they go back to TCP before (DESIGN §6).
+//! Sockets that go back to TCP with all that was not read yet, because only the kernel can serve them: those that
+//! leave this process, passed by SCM_RIGHTS or kept across an exec, whose new holder reads and writes the kernel's
+//! socket (DESIGN §6), and those with an option of receiving that a link does not have.
 
 use std::ffi::{c_int, c_uint};
+use std::os::fd::BorrowedFd;
 use std::sync::atomic::Ordering::Acquire;
 
 use libc::{mmsghdr, msghdr};
@@ -11,6 +13,7 @@ use crate::errno;
 use crate::fork;
 use crate::promote;
 use crate::socket::{Socket, Stage, mode};
+use crate::sockopt;
 use crate::table;
 
 /// Takes back the sockets that a message is about to pass. Costs a look at two fields for a
@@ -108,6 +111,22 @@ pub fn release(socket: &'static Socket, reason: Reason) {
     socket.set_stage(Stage::Pinned);
 }
 
+/// A promotion is under way or done, or the way back is not at its end.
+fn may_be_on_link(socket: &Socket) -> bool {
+    socket.stage() == Stage::Busy || !socket.is_plain()
+}
+
+/// The program has set an option that makes receiving another thing than it is on a link, and the kernel has taken
+/// it: if the socket is not promoted yet, `promote::start_scan` sees that.
+#[cold]
+pub fn on_receive_option(socket: &'static Socket, fd: BorrowedFd<'_>) {
+    let errno = errno::get();
+    if sockopt::receives_otherwise(fd) && may_be_on_link(socket) {
+        release(socket, Reason::Unsupported);
+    }
+    errno::set(errno);
+}
+
 /// Not yet, or not all, back on TCP.
 fn is_on_link(socket: &'static Socket) -> bool {
     let control = socket.control.lock();
@@ -122,11 +141,11 @@ pub fn before_exec(replaces: bool) {
         let survives = socket.control.lock().is_none_or(|c| {
             c.fds.iter().any(|fd| {
                 // SAFETY: one of the socket's numbers; the control lock keeps close() out.
-                let fd = unsafe { std::os::fd::BorrowedFd::borrow_raw(*fd) };
+                let fd = unsafe { BorrowedFd::borrow_raw(*fd) };
                 !rustix::io::fcntl_getfd(fd).is_ok_and(|f| f.contains(rustix::io::FdFlags::CLOEXEC))
             })
         });
-        if survives && (socket.stage() == Stage::Busy || !socket.is_plain()) {
+        if survives && may_be_on_link(socket) {
             release(socket, Reason::Exec);
         } else if !survives && replaces {
             fork::leave_for_exec(socket);

@@ -8,9 +8,11 @@ use crate::errno;
 use crate::fork;
 use crate::lifecycle;
 use crate::listener::Listener;
+use crate::pass;
 use crate::real::Cancellable;
 use crate::rx;
 use crate::socket::{Socket, mode};
+use crate::sockopt;
 use crate::table::{self, Entry};
 use crate::tx;
 
@@ -276,6 +278,10 @@ pub unsafe extern "C" fn setsockopt(
             // SAFETY: likewise.
             let result = unsafe { real(fd, level, name, value, value_len) };
             socket.blocking.on_set(level, name);
+            if result == 0 && sockopt::changes_receiving((level, name)) {
+                // SAFETY: the program's own fd, in the middle of its call.
+                pass::on_receive_option(socket, unsafe { BorrowedFd::borrow_raw(fd) });
+            }
             // Of other options the kernel may not have read a value: it can be null.
             if result == 0 && socket.keepalive.is_concerned(level, name) {
                 // SAFETY: the kernel has just read the option's int there, and the fd is the program's own.

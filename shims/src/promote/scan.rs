@@ -16,6 +16,7 @@ use crate::library::Library;
 use crate::ready;
 use crate::service::Command;
 use crate::socket::{Control, Rx, Socket, mode};
+use crate::sockopt;
 
 /// How far ahead of the program TCP is looked through for markers.
 const PEEK: usize = 16 * 1024;
@@ -26,7 +27,8 @@ pub fn start_scan(socket: &'static Socket, nonce: Nonce) -> bool {
     let Some(mut rx) = socket.rx.lock() else {
         return false;
     };
-    if socket.rx_mode.load(Acquire) != mode::TCP {
+    let is_plain = socket.rx_mode.load(Acquire) == mode::TCP;
+    if !is_plain || socket.anchor_fd().is_none_or(sockopt::receives_otherwise) {
         return false;
     }
     rx.scan = Some(nonce);

@@ -101,6 +101,9 @@ pub fn edge(c: &Ctx) {
         log_wait(c, ep, 0);
         c.recv(fd, 100, libc::MSG_DONTWAIT);
         c.sync("closing");
+        // The kernel wakes twice for a FIN: here before the first look.
+        sys::wait_for(fd, libc::POLLRDHUP);
+        sys::pause_ms(20);
         log_wait(c, ep, sys::SOON);
         // Long enough for a service thread to report it a second time.
         log_wait(c, ep, 30);

@@ -7,7 +7,7 @@ use libc::{MSG_DONTWAIT, MSG_PEEK, MSG_TRUNC, MSG_WAITALL, c_int};
 
 use crate::ctx::Ctx;
 use crate::data;
-use crate::sys;
+use crate::sys::{self, Addr};
 
 /// The client sends `bytes`, the server waits until all can be read.
 fn deliver(c: &Ctx, fd: c_int, bytes: &[u8]) {
@@ -339,28 +339,91 @@ pub fn siocoutq(c: &Ctx) {
 pub fn rcvlowat(c: &Ctx) {
     let fd = c.pair();
     if c.is_server() {
+        c.ret("SO_RCVLOWAT", set_low_water(fd));
+    }
+    below_low_water(c, fd);
+    c.close(fd);
+}
+
+/// SO_RCVLOWAT of a listener is that of what it accepts, also after a while.
+pub fn rcvlowat_of_listener(c: &Ctx) {
+    let (listener, port) = c.listener(4);
+    if let Some(l) = listener {
+        c.ret("SO_RCVLOWAT", set_low_water(l));
+    }
+    c.sync("set");
+    let fd = match listener {
+        Some(l) => sys::accept4(l, 0).ok(),
+        None => sys::connected(&Addr::v4(port)),
+    };
+    // So much that it would be promoted.
+    for seed in 0..30 {
+        let data = data::pattern(seed, 0, 2000);
+        if c.is_server() {
+            assert!(sys::recv_exact(fd, data.len()) == data);
+            sys::send_all(fd, &data).ok();
+            sys::pause_ms(3);
+        } else {
+            sys::send_all(fd, &data).ok();
+            assert!(sys::recv_exact(fd, data.len()) == data);
+        }
+    }
+    below_low_water(c, fd);
+    c.close(fd);
+}
+
+/// SO_PEEK_OFF (TCP has it since Linux 6.9): each MSG_PEEK goes on where the last one ended.
+pub fn peek_offset(c: &Ctx) {
+    let fd = c.pair();
+    if c.is_server() {
         c.ret(
-            "SO_RCVLOWAT",
-            sys::set_int(fd, libc::SOL_SOCKET, libc::SO_RCVLOWAT, 10),
+            "SO_PEEK_OFF",
+            sys::set_int(fd, libc::SOL_SOCKET, libc::SO_PEEK_OFF, 0),
         );
+    }
+    deliver(c, fd, b"0123456789");
+    if c.is_server() {
+        for flags in [MSG_PEEK, MSG_PEEK, 0, MSG_PEEK] {
+            c.recv(fd, 3, flags);
+        }
+    }
+    c.sync("done");
+    c.close(fd);
+}
+
+const LOW_WATER: c_int = 10;
+
+fn set_low_water(fd: c_int) -> sys::Ret {
+    sys::set_int(fd, libc::SOL_SOCKET, libc::SO_RCVLOWAT, LOW_WATER)
+}
+
+/// Less than [`LOW_WATER`] is neither reported nor enough for a receive that waits.
+fn below_low_water(c: &Ctx, fd: c_int) {
+    if c.is_server() {
         c.sync("armed");
         c.sync("five");
         sys::wait_readable_bytes(fd, 5);
         c.poll(fd, libc::POLLIN, 50);
         c.recv(fd, 3, MSG_DONTWAIT);
-        c.sync("fifteen");
+        c.sync("looked");
         sys::wait_readable_bytes(fd, 12);
         c.poll(fd, libc::POLLIN, sys::SOON);
+        c.recv(fd, 100, 0);
+        c.sync("waits");
         c.recv(fd, 100, 0);
     } else {
         c.sync("armed");
         c.send(fd, b"12345", 0);
         c.sync("five");
+        c.sync("looked");
         c.send(fd, b"1234567890", 0);
-        c.sync("fifteen");
+        c.sync("waits");
+        c.send(fd, b"abcd", 0);
+        sys::pause_ms(30);
+        // Linux counts anew from what a waiting receive has taken: six more would not wake it.
+        c.send(fd, b"efghijklmn", 0);
     }
     c.sync("done");
-    c.close(fd);
 }
 
 /// Flags that do not belong to the call.

@@ -12,6 +12,7 @@ use rdmasock_core::stats::Reason;
 use crate::errno;
 use crate::fork;
 use crate::promote;
+use crate::rx;
 use crate::socket::{Socket, Stage, mode};
 use crate::sockopt;
 use crate::table;
@@ -69,7 +70,7 @@ unsafe fn pass(message: *const msghdr) {
     errno::set(errno);
 }
 
-/// How long a handshake that is under way may take to end, ns.
+/// How long a handshake that is under way, or the peer's way back, may take to end, ns.
 const PATIENCE: u64 = 2_000_000_000;
 
 /// Takes the socket back to TCP in both directions, such that all that was not read yet comes
@@ -80,8 +81,7 @@ pub fn release(socket: &'static Socket, reason: Reason) {
     if let Some(mut control) = socket.control.lock() {
         promote::return_to_tcp(socket, &mut control, reason);
     }
-    let until = crate::time::now_ns() + PATIENCE;
-    while is_on_link(socket) && crate::time::now_ns() < until {
+    wait_until(|| {
         promote::flush(socket);
         if socket.rx_mode.load(Acquire) == mode::MARKED {
             promote::readable(socket);
@@ -94,14 +94,8 @@ pub fn release(socket: &'static Socket, reason: Reason) {
             // The handshake has ended in a promotion.
             promote::return_to_tcp(socket, &mut control, reason);
         }
-        if !is_on_link(socket) {
-            break;
-        }
-        let _ = rustix::thread::nanosleep(&rustix::time::Timespec {
-            tv_sec: 0,
-            tv_nsec: 50_000,
-        });
-    }
+        !is_on_link(socket)
+    });
     if let Some(control) = socket.control.lock()
         && promote::resume::is_staying(&control)
     {
@@ -117,14 +111,37 @@ fn may_be_on_link(socket: &Socket) -> bool {
 }
 
 /// The program has set an option that makes receiving another thing than it is on a link, and the kernel has taken
-/// it: if the socket is not promoted yet, `promote::start_scan` sees that.
+/// it: if the socket is not promoted yet, `promote::start_scan` sees that. What the peer has sent
+/// before it left the link by itself is read from there first.
 #[cold]
 pub fn on_receive_option(socket: &'static Socket, fd: BorrowedFd<'_>) {
     let errno = errno::get();
     if sockopt::receives_otherwise(fd) && may_be_on_link(socket) {
-        release(socket, Reason::Unsupported);
+        if let Some(mut control) = socket.control.lock() {
+            promote::prefer_tcp(socket, &mut control, Reason::Unsupported);
+        }
+        wait_until(|| {
+            promote::flush(socket);
+            let has_come = match socket.rx_mode.load(Acquire) {
+                mode::MARKED => promote::readable(socket) != 0,
+                mode::LINK => !rx::leave_link_at_end(socket) && rx::has_unread(socket),
+                _ => false,
+            };
+            has_come || socket.is_plain()
+        });
     }
     errno::set(errno);
+}
+
+/// Asks again and again, for as long as others may take to follow.
+fn wait_until(mut done: impl FnMut() -> bool) {
+    let until = crate::time::now_ns() + PATIENCE;
+    while !done() && crate::time::now_ns() < until {
+        let _ = rustix::thread::nanosleep(&rustix::time::Timespec {
+            tv_sec: 0,
+            tv_nsec: 50_000,
+        });
+    }
 }
 
 /// Not yet, or not all, back on TCP.

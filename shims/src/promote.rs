@@ -12,7 +12,7 @@ pub mod resume;
 mod scan;
 
 pub use close::{Awaited, close_stream, close_tx, linger, refuse, scan_left};
-pub use leave::{end_on_link, leave, resend, return_to_tcp};
+pub use leave::{end_on_link, leave, prefer_tcp, resend, return_to_tcp};
 pub use scan::{
     Ahead, hand_over_rest, is_scanning, look_ahead, readable, scan_taken, seen_ahead, start_scan,
     stop_scan,

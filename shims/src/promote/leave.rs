@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering::{Acquire, SeqCst};
 
-use rdmasock_core::fabric::ring::{End, Ended, Stopped, Wake};
+use rdmasock_core::fabric::ring::{End, Stopped, Wake};
 use rdmasock_core::ids::Vqpn;
 use rdmasock_core::stats::{Path, Reason};
 use rdmasock_core::wire::Message;
@@ -63,52 +63,71 @@ pub fn return_to_tcp(socket: &'static Socket, control: &mut Control, reason: Rea
         socket.set_stage(Stage::Pinned);
         return resume::hand_over(socket, control);
     }
+    hand_over_rest(socket);
+    if !unread_returns_to_tcp(socket, control, reason) {
+        // P28: the peer has left the link already, and TCP may have later bytes. A gap in the
+        // data would be worse than the end of the connection.
+        tracing::warn!(target: "rdmasock", slot = socket.slot, %reason, "unread data before its end cannot follow the socket: reset");
+        crate::socket::reset(socket);
+        socket.rx_mode.store(mode::TCP, SeqCst);
+        on_tcp_again(socket);
+    }
+}
+
+/// Both directions of a socket that is in no handshake go back to TCP with what was not read. False if the peer has left
+/// the link already: what is unread stays there, and what follows it may be in TCP.
+fn unread_returns_to_tcp(socket: &'static Socket, control: &mut Control, reason: Reason) -> bool {
     control.leave = Some(reason);
     set_why(socket, reason);
     socket.set_stage(Stage::Pinned);
-    hand_over_rest(socket);
     demote_tx(socket);
     let (Some(opened), Some(yours)) = (control.opened, control.peer) else {
-        return;
+        return true;
     };
-    let (stopped, clean) = {
+    let stopped = {
         let Some(mut rx) = socket.rx.lock() else {
-            return;
+            return true;
         };
-        let clean = rx.carry.is_empty();
         if socket.rx_mode.load(Acquire) != mode::LINK {
-            return;
+            return true;
         }
+        let is_clean = rx.carry.is_empty();
         let Some(consumer) = rx.consumer.as_mut() else {
-            return;
+            return true;
         };
-        match consumer.stop() {
-            Ok(wake) if clean => {
-                socket.rx_mode.store(mode::TCP, SeqCst);
-                (Some((consumer.position(), wake)), clean)
-            }
-            Ok(_) | Err(Ended) => (None, clean),
+        if !is_clean {
+            return false;
         }
+        consumer.stop().ok().map(|wake| {
+            socket.rx_mode.store(mode::TCP, SeqCst);
+            (consumer.position(), wake)
+        })
     };
     tracing::debug!(target: "rdmasock::promote", slot = socket.slot, %reason, ?stopped, "goes back to TCP");
-    match stopped {
-        Some((from, wake)) => {
-            ready::notify_peer(socket, wake);
-            ask_back(opened.link, yours, Some(from));
-        }
-        None if clean && crate::rx::leave_link_at_end(socket) => {}
-        None => {
-            // P28: the peer has left the link already, and TCP may have later bytes. A gap in the
-            // data would be worse than the end of the connection.
-            tracing::warn!(target: "rdmasock", slot = socket.slot, %reason, "unread data before its end cannot follow the socket: reset");
-            crate::socket::reset(socket);
-            socket.rx_mode.store(mode::TCP, SeqCst);
-        }
+    if let Some((from, wake)) = stopped {
+        ready::notify_peer(socket, wake);
+        ask_back(opened.link, yours, Some(from));
+    } else if !crate::rx::leave_link_at_end(socket) {
+        return false;
     }
+    on_tcp_again(socket);
+    true
+}
+
+fn on_tcp_again(socket: &'static Socket) {
     if let Some(stats) = socket.stats() {
         stats.set_rx_path(Path::Tcp);
     }
     Library::get().service.submit(Command::settle(socket));
+}
+
+/// As [`return_to_tcp`], for the same holder: what cannot come through the kernel is read where it is.
+pub fn prefer_tcp(socket: &'static Socket, control: &mut Control, reason: Reason) {
+    if control.handshake.is_some() || resume::is_staying(control) {
+        leave(socket, control, reason);
+    } else {
+        unread_returns_to_tcp(socket, control, reason);
+    }
 }
 
 /// The peer has stopped reading the link: what it has not read goes over TCP again.

@@ -372,6 +372,25 @@ pub fn rcvlowat_of_listener(c: &Ctx) {
     c.close(fd);
 }
 
+/// SO_RCVLOWAT set between the peer's end and the receiving of what came before it.
+pub fn rcvlowat_after_end(c: &Ctx) {
+    let fd = c.pair();
+    if !c.is_server() {
+        c.send(fd, b"0123456789abcdef", 0);
+        c.close(fd);
+        c.sync("closed");
+    } else {
+        c.sync("closed");
+        sys::wait_for(fd, libc::POLLRDHUP);
+        c.ret("SO_RCVLOWAT", set_low_water(fd));
+        c.recv(fd, 4, 0);
+        c.poll(fd, libc::POLLIN, sys::SOON);
+        c.recv(fd, 100, 0);
+        c.recv(fd, 100, 0);
+        c.close(fd);
+    }
+}
+
 /// SO_PEEK_OFF (TCP has it since Linux 6.9): each MSG_PEEK goes on where the last one ended.
 pub fn peek_offset(c: &Ctx) {
     let fd = c.pair();

@@ -24,10 +24,9 @@ COUNTERS = f"/sys/class/infiniband/{RDMA}/ports/1/hw_counters"
 BYTES = ("tx_tcp_bytes", "rx_tcp_bytes", "tx_link_bytes", "rx_link_bytes", "promoted", "demoted", "streams")
 # What a packet of the smallest path carries at most; there may be more packets, never fewer.
 LARGEST_PACKET = 4096
-# What has to be on a link, of all bytes and at least. Before a promotion, and while it is under way, TCP carries them;
-# that takes some seconds on an emulated processor, for each client process, which are a large share of the short runs
-# in CI.
-SHARE, LEAST = (0.5, 0) if os.environ.get("LAB_FULL") else (0, 1_000_000)
+# Of all bytes, what has to be on a link: before a promotion, and while it is under way, TCP carries them. That takes
+# a second or more on an emulated processor, for each client process, and the tests are short without --full.
+SHARE = 0.5 if os.environ.get("LAB_FULL") else 0.2
 
 
 def output(*command, text=None):
@@ -190,7 +189,7 @@ def judge_counters(a, b):
         link, tcp, promoted = link_bytes(facts), tcp_bytes(facts), total(facts, "promoted")
         why = sorted({reason for instance in facts["instances"].values() for reason in instance["why"]})
         said.append(f"{node}: {link} of {link + tcp} bytes on a link, {promoted} promoted{', ' + '; '.join(why) if why else ''}")
-        good &= promoted > 0 and link >= max(LEAST, SHARE * (link + tcp)) > 0
+        good &= promoted > 0 and link >= SHARE * (link + tcp) > 0
     return good, " | ".join(said)
 
 

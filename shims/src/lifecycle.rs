@@ -29,7 +29,10 @@ pub fn on_socket(fd: c_int, nonblocking: bool) {
 
 /// Whether a number that the library has not seen being made is a TCP socket.
 pub fn is_tcp(fd: c_int) -> bool {
-    // SAFETY: the program's number, in the middle of its call.
+    if fd < 0 {
+        return false;
+    }
+    // SAFETY: the program's number, in the middle of its call, and not -1.
     let fd = unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) };
     let option = |name| sockopt::get(fd, (libc::SOL_SOCKET, name));
     let errno = errno::get();

@@ -117,6 +117,7 @@ fn may_be_on_link(socket: &Socket) -> bool {
 pub fn on_receive_option(socket: &'static Socket, fd: BorrowedFd<'_>) {
     let errno = errno::get();
     if sockopt::receives_otherwise(fd) && may_be_on_link(socket) {
+        fork::reclaim(socket);
         if let Some(mut control) = socket.control.lock() {
             promote::prefer_tcp(socket, &mut control, Reason::Unsupported);
         }

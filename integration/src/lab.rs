@@ -221,12 +221,14 @@ impl Lab {
     }
 
     /// Checks the counters of a server, while it runs: with both sides preloaded its streams
-    /// were promoted and bytes went over a link (this may still be on its way: it is waited for);
-    /// with one side only, none did.
+    /// were promoted and bytes went over a link; with one side only, none did. A promotion takes
+    /// its time, however long that is on a busy machine: as long as there are no bytes on a link,
+    /// `more` makes traffic.
     ///
     /// # Errors
     /// When the counters say otherwise; the text has them, and the reasons that streams give.
-    pub fn check_paths(&self, server: &Proc) -> Result<()> {
+    /// Those of `more`.
+    pub fn check_paths(&self, server: &Proc, mut more: impl FnMut() -> Result<()>) -> Result<()> {
         match self.mode {
             Mode::Kernel | Mode::ClientOnly => Ok(()),
             Mode::ServerOnly => {
@@ -237,7 +239,11 @@ impl Lab {
                 self.must_be_loaded(server)?;
                 let promoted = wait_until("promotion", self.deadline(), || {
                     let totals = self.totals(server.pid())?;
-                    Ok(totals.promoted > 0 && totals.link() > 0)
+                    let done = totals.promoted > 0 && totals.link() > 0;
+                    if !done {
+                        more()?;
+                    }
+                    Ok(done)
                 });
                 promoted.with_context(|| self.not_promoted(server))
             }

@@ -63,7 +63,7 @@ fn keep_alive(lab: &mut Lab) -> Result<()> {
     curl_pages(lab, &server, 100)?;
     wrk(lab, &server, &[])?;
     curl_pages(lab, &server, 100)?;
-    lab.check_paths(&server.proc)
+    lab.check_paths(&server.proc, || curl_pages(lab, &server, 100))
 }
 
 fn connection_per_request(lab: &mut Lab) -> Result<()> {
@@ -108,7 +108,7 @@ fn large_file(lab: &mut Lab) -> Result<()> {
         want.get(..20_000_000) == Some(&std::fs::read(&copy)?[..]),
         "the slow copy differs"
     );
-    lab.check_paths(&server.proc)
+    lab.check_paths(&server.proc, || curl(&[]))
 }
 
 fn reverse_proxy(lab: &mut Lab) -> Result<()> {
@@ -125,9 +125,10 @@ fn reverse_proxy(lab: &mut Lab) -> Result<()> {
         .args(["-sSf", &front.url("large.bin"), "-o"]);
     lab.run(cmd.args([&copy]))?;
     same_file(&copy, &file)?;
-    lab.check_paths(&front.proc)?;
+    let more = || curl_pages(lab, &front, 50);
+    lab.check_paths(&front.proc, more)?;
     if lab.mode() == Mode::Both {
-        lab.check_paths(&back.proc)?;
+        lab.check_paths(&back.proc, more)?;
     }
     Ok(())
 }
@@ -161,7 +162,7 @@ fn reload(lab: &mut Lab) -> Result<()> {
     // None fails on the kernel: mode `kernel` runs this same check.
     ensure!(said.contains(", 0 failed"), "{said}");
     ensure!(!said.starts_with("0 requests"), "{said}");
-    lab.check_paths(&server.proc)
+    lab.check_paths(&server.proc, || curl_pages(lab, &server, 100))
 }
 
 /// The children of a process.

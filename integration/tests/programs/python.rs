@@ -27,17 +27,25 @@ const ECHO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/programs/echo.py");
 fn echo(lab: &mut Lab, server: &str, client: &str, connections: u32) -> Result<()> {
     let server = python(lab, Role::Server, &[ECHO, "server", server, "PORT"])?;
     let (port, connections) = (server.port.to_string(), connections.to_string());
-    let cmd = lab.cmd(Role::Client, "python3")?;
-    let said = lab.text(cmd.args([ECHO, "client", client, &port, &connections, "30"]))?;
-    ensure!(said.starts_with("ok "), "the client said {said}");
-    lab.check_paths(&server.proc)
+    let load = || {
+        let cmd = lab.cmd(Role::Client, "python3")?;
+        let said = lab.text(cmd.args([ECHO, "client", client, &port, &connections, "30"]))?;
+        ensure!(said.starts_with("ok "), "the client said {said}");
+        Ok(())
+    };
+    load()?;
+    lab.check_paths(&server.proc, load)
 }
 
 fn memcached_load(lab: &mut Lab) -> Result<()> {
     let server = memcached(lab, Role::Server)?;
     let program = concat!(env!("CARGO_MANIFEST_DIR"), "/programs/memcache.py");
     let port = server.port.to_string();
-    let said = lab.text(lab.cmd(Role::Client, "python3")?.args([program, &port]))?;
-    ensure!(said == "ok 10000\n", "the client said {said}");
-    lab.check_paths(&server.proc)
+    let load = || {
+        let said = lab.text(lab.cmd(Role::Client, "python3")?.args([program, &port]))?;
+        ensure!(said == "ok 10000\n", "the client said {said}");
+        Ok(())
+    };
+    load()?;
+    lab.check_paths(&server.proc, load)
 }

@@ -96,7 +96,7 @@ fn pipelining(lab: &mut Lab) -> Result<()> {
         "DBSIZE"
     );
     check_keys(lab, &server, 7)?;
-    lab.check_paths(&server.proc)
+    lab.check_paths(&server.proc, || check_keys(lab, &server, 7))
 }
 
 fn publish_subscribe(lab: &mut Lab) -> Result<()> {
@@ -114,7 +114,8 @@ fn publish_subscribe(lab: &mut Lab) -> Result<()> {
     for number in 0..MESSAGES {
         writeln!(lines, "PUBLISH news message-{number}")?;
     }
-    let receivers = script(lab, &server, "publish", &lines)?;
+    let publish = || script(lab, &server, "publish", &lines);
+    let receivers = publish()?;
     ensure!(
         receivers.lines().filter(|line| *line == "1").count() == MESSAGES,
         "{receivers}"
@@ -130,7 +131,7 @@ fn publish_subscribe(lab: &mut Lab) -> Result<()> {
         got.eq((0..MESSAGES).map(|number| format!("message-{number}"))),
         "lost or out of order"
     );
-    lab.check_paths(&server.proc)
+    lab.check_paths(&server.proc, || publish().map(drop))
 }
 
 fn blocking_pop(lab: &mut Lab) -> Result<()> {
@@ -149,14 +150,15 @@ fn blocking_pop(lab: &mut Lab) -> Result<()> {
     for item in 0..ITEMS {
         writeln!(lines, "RPUSH queue item-{item}")?;
     }
-    script(lab, &server, "pushes", &lines)?;
+    let push = || script(lab, &server, "pushes", &lines).map(drop);
+    push()?;
     let got = String::from_utf8(lab.finish(popper)?)?;
     let items = got.lines().filter(|line| line.starts_with("item-"));
     ensure!(
         items.eq((0..ITEMS).map(|item| format!("item-{item}"))),
         "popped: {got}"
     );
-    lab.check_paths(&server.proc)
+    lab.check_paths(&server.proc, push)
 }
 
 fn save_under_load(lab: &mut Lab) -> Result<()> {
@@ -187,7 +189,7 @@ fn save_under_load(lab: &mut Lab) -> Result<()> {
     );
     lab.finish(load)?;
     check_keys(lab, &server, 501)?;
-    lab.check_paths(&server.proc)?;
+    lab.check_paths(&server.proc, || check_keys(lab, &server, 501))?;
     let dir = lab.path(&format!("redis-{}", server.port));
     drop(server);
 
@@ -222,7 +224,7 @@ fn replication(lab: &mut Lab) -> Result<()> {
         ask(lab, &replica, &["DBSIZE"])? == ask(lab, &primary, &["DBSIZE"])?,
         "DBSIZE"
     );
-    lab.check_paths(&primary.proc)
+    lab.check_paths(&primary.proc, || check_keys(lab, &primary, 7))
 }
 
 fn transactions_and_large_values(lab: &mut Lab) -> Result<()> {
@@ -248,7 +250,9 @@ fn transactions_and_large_values(lab: &mut Lab) -> Result<()> {
         let got = lab.run(cli(lab, Role::Client, &server)?.args(["--raw", "GET", name]))?;
         same_but_line_end(&got, &file).with_context(|| format!("GET {name}"))?;
     }
-    lab.check_paths(&server.proc)
+    lab.check_paths(&server.proc, || {
+        script(lab, &server, "multi", &lines).map(drop)
+    })
 }
 
 /// `redis-cli --raw` adds a line end to the value.
@@ -303,5 +307,8 @@ fn fifty_clients(lab: &mut Lab) -> Result<()> {
         let want = format!("cmdstat_{command}:calls={calls},");
         ensure!(stats.contains(&want), "expected {want} in {stats}");
     }
-    lab.check_paths(&server.proc)
+    lab.check_paths(&server.proc, || {
+        let more = cli_benchmark(lab, &server, "30000", &["-t", "set"])?;
+        lab.run(more).map(drop)
+    })
 }

@@ -6,7 +6,7 @@ use std::path::Path;
 use anyhow::{Context, Result, ensure};
 use rdmasock_integration::lab::{Lab, Role};
 use rdmasock_integration::ports::free_port;
-use rdmasock_integration::proc::wait_until;
+use rdmasock_integration::proc::{Proc, wait_until};
 use rdmasock_integration::servers::{iperf3, python};
 
 use crate::Case;
@@ -37,7 +37,12 @@ pub fn same_file(got: &Path, want: &Path) -> Result<()> {
 
 fn iperf(lab: &mut Lab, more: &[&str]) -> Result<()> {
     let server = iperf3(lab, Role::Server)?;
-    let port = server.port.to_string();
+    iperf_client(lab, server.port, more)?;
+    lab.check_paths(&server.proc, || iperf_client(lab, server.port, more))
+}
+
+fn iperf_client(lab: &Lab, port: u16, more: &[&str]) -> Result<()> {
+    let port = port.to_string();
     let cmd = lab.cmd(Role::Client, "iperf3")?;
     let json = lab.run(
         cmd.args(["-c", "127.0.0.1", "-p", &port, "-t", "2", "-J"])
@@ -58,7 +63,7 @@ fn iperf(lab: &mut Lab, more: &[&str]) -> Result<()> {
         let back = bytes("/end/sum_received_bidir_reverse/bytes");
         ensure!(back > Some(0), "nothing in the other direction");
     }
-    lab.check_paths(&server.proc)
+    Ok(())
 }
 
 fn curl_download(lab: &mut Lab) -> Result<()> {
@@ -75,30 +80,30 @@ fn curl_download(lab: &mut Lab) -> Result<()> {
         &www,
     ];
     let server = python(lab, Role::Server, &args)?;
-    for number in 0..3 {
-        let copy = lab.path(&format!("copy-{number}.bin"));
+    let copy = lab.path("copy.bin");
+    let download = || {
         let cmd = lab
             .cmd(Role::Client, "curl")?
             .args(["-sSf", &server.url("file.bin"), "-o"]);
         lab.run(cmd.args([&copy]))?;
         same_file(&copy, &file)?;
+        Ok(std::fs::remove_file(&copy)?)
+    };
+    for _ in 0..3 {
+        download()?;
     }
     let list = lab.text(
         lab.cmd(Role::Client, "curl")?
             .args(["-sSf", &server.url("")]),
     )?;
     ensure!(list.contains("file.bin"), "no directory listing: {list}");
-    lab.check_paths(&server.proc)
+    lab.check_paths(&server.proc, download)
 }
 
 fn curl_upload(lab: &mut Lab) -> Result<()> {
     let program = concat!(env!("CARGO_MANIFEST_DIR"), "/programs/http_put.py");
     let server = python(lab, Role::Server, &[program, "PORT"])?;
-    for (name, size) in [
-        ("small.bin", 1),
-        ("middle.bin", 65_537),
-        ("large.bin", 30_000_000),
-    ] {
+    let upload = |name: &str, size| {
         let file = lab.random_file(name, size, 9)?;
         let cmd = lab
             .cmd(Role::Client, "curl")?
@@ -108,8 +113,12 @@ fn curl_upload(lab: &mut Lab) -> Result<()> {
             answer.trim() == lab.sha256(&file)?,
             "{name} arrived with another hash"
         );
-    }
-    lab.check_paths(&server.proc)
+        Ok(())
+    };
+    upload("small.bin", 1)?;
+    upload("middle.bin", 65_537)?;
+    upload("large.bin", 30_000_000)?;
+    lab.check_paths(&server.proc, || upload("large.bin", 30_000_000))
 }
 
 fn socat_both_ways(lab: &mut Lab) -> Result<()> {
@@ -130,12 +139,26 @@ fn socat_both_ways(lab: &mut Lab) -> Result<()> {
 
     let from_server = lab.random_file("server.bin", SIZE, 10)?;
     let from_client = lab.random_file("client.bin", SIZE, 11)?;
-    let mut pipes = Vec::new();
-    for (proc, file) in [(&mut server, &from_server), (&mut client, &from_client)] {
-        let mut pipe = proc.stdin().context("a pipe")?;
-        let data = std::fs::read(file)?;
-        pipes.push(std::thread::spawn(move || {
-            pipe.write_all(&data).map(|()| pipe)
+    let (data, mut sent) = (
+        [std::fs::read(&from_server)?, std::fs::read(&from_client)?],
+        0,
+    );
+    let mut pipes = [&mut server, &mut client].map(Proc::stdin);
+    // A little at a time until it is promoted, then the rest as fast as it goes.
+    lab.check_paths(&server, || {
+        let more = sent..SIZE.min(sent + 16_384);
+        sent = more.end;
+        for (pipe, data) in pipes.iter_mut().zip(&data) {
+            let part = data.get(more.clone()).unwrap_or_default();
+            pipe.as_mut().context("a pipe")?.write_all(part)?;
+        }
+        Ok(())
+    })?;
+    let mut writers = Vec::new();
+    for (pipe, mut data) in pipes.into_iter().zip(data) {
+        let mut pipe = pipe.context("a pipe")?;
+        writers.push(std::thread::spawn(move || {
+            pipe.write_all(&data.split_off(sent)).map(|()| pipe)
         }));
     }
     wait_until("all bytes both ways", lab.deadline(), || {
@@ -143,11 +166,12 @@ fn socat_both_ways(lab: &mut Lab) -> Result<()> {
         client.check_running()?;
         Ok(server.stdout().len() >= SIZE && client.stdout().len() >= SIZE)
     })?;
-    lab.check_paths(&server)?;
-    for pipe in pipes {
+    lab.check_paths(&server, || Ok(()))?;
+    for writer in writers {
         // Closing the pipe makes this side half-close its connection.
         drop(
-            pipe.join()
+            writer
+                .join()
                 .map_err(|_| anyhow::anyhow!("a writer panicked"))??,
         );
     }
@@ -163,6 +187,7 @@ fn socat_both_ways(lab: &mut Lab) -> Result<()> {
 }
 
 fn socat_fork(lab: &mut Lab) -> Result<()> {
+    const SIZE: usize = 3_000_000;
     let port = free_port()?;
     let listen = format!("TCP-LISTEN:{port},bind=127.0.0.1,reuseaddr,fork");
     let cmd = lab
@@ -172,27 +197,31 @@ fn socat_fork(lab: &mut Lab) -> Result<()> {
     let mut clients = Vec::new();
     for number in 0..4 {
         let name = format!("upload-{number}.bin");
-        let file = lab.random_file(&name, 3_000_000 + number, number as u64 + 20)?;
+        let file = lab.random_file(&name, SIZE + number, number as u64 + 20)?;
         let connect = format!("TCP:127.0.0.1:{port}");
         let cmd = lab
             .cmd(Role::Client, "socat")?
             .args(["-t", "30", "-", &connect])
             .stdin_pipe();
         let mut client = cmd.spawn()?;
-        let mut pipe = client.stdin().context("a pipe")?;
+        let pipe = client.stdin().context("a pipe")?;
         let bytes = std::fs::read(&file)?;
-        let (first, rest) = bytes.split_at(bytes.len() / 2);
-        pipe.write_all(first)?;
-        clients.push((client, pipe, file, rest.to_vec()));
-    }
-    // The first half is through in no time; a promotion takes a moment, since the child that holds the
-    // connection has just come to be.
-    std::thread::sleep(std::time::Duration::from_millis(500));
-    for (_, pipe, _, rest) in &mut clients {
-        pipe.write_all(rest)?;
+        clients.push((client, pipe, file, bytes));
     }
     // The forked children, which own the connections, live until their clients half-close.
-    lab.check_paths(&server)?;
+    let mut sent = 0;
+    lab.check_paths(&server, || {
+        let more = sent..SIZE.min(sent + 16_384);
+        sent = more.end;
+        for (_, pipe, _, bytes) in &mut clients {
+            pipe.write_all(bytes.get(more.clone()).unwrap_or_default())?;
+        }
+        Ok(())
+    })?;
+    for (_, pipe, _, bytes) in &mut clients {
+        pipe.write_all(bytes.get(sent..).unwrap_or_default())?;
+    }
+    lab.check_paths(&server, || Ok(()))?;
     for (client, pipe, file, _) in clients {
         drop(pipe);
         let answer = String::from_utf8(lab.finish(client)?)?;

@@ -35,7 +35,7 @@ prepare_hosts() {
     mkdir -p "$run/target"
     ln -s "$build" "$run/target/release"
     local built
-    built=$(cd "$run" && ls target/release/{librdmasock.so,librdmasock_verbs.so,rdmasock,bench-lab,examples/verbs-peer} 2>/dev/null) || true
+    built=$(cd "$run" && ls target/release/{librdmasock.so,librdmasock_verbs.so,rdmasock,lab-barrier,bench-lab,examples/verbs-peer} 2>/dev/null) || true
     # shellcheck disable=SC2086 # a list of words
     tar -C "$run" -czhf "$run/archive" integration/lab integration/programs $built
 }

@@ -30,12 +30,9 @@ check() {
     "$@" || { echo "failed: $text"; return 1; }
 }
 
-# random_file NAME BYTES SEED: the same on both nodes.
-random_file() {
-    python3 -c 'import random, sys; open(sys.argv[1], "wb").write(random.Random(int(sys.argv[3])).randbytes(int(sys.argv[2])))' "$@"
-}
-
-sha256() { sha256sum "$@" | cut -d' ' -f1; }
+# numbered_file NAME BYTES SEED: the same on both nodes, and nowhere the same as elsewhere in it or in one of another seed.
+# Numbers, for they are made at once.
+numbered_file() { seq "${3}000000000" "${3}999999999" | head -c "$2" >"$1"; }
 
 # wait_for COMMAND…: for a minute; machines that are emulated on a busy host are slow.
 wait_for() {
@@ -51,56 +48,57 @@ wait_for() {
 # The loader only warns, and goes on without it.
 is_preloaded() { ! grep -q 'cannot be preloaded' "${LAB_NOTES%.notes}"; }
 
-# run_program [--server-ends]: node a's server is ended when the client is done, or waited for.
+# run_program [--server-ends]: node a's server is ended when the client is done, or waited for. Node a judges both nodes'
+# facts against what this mode demands: with the library on one node or on none, plain TCP; on both, promotion, with a line
+# of its own for each demand.
 run_program() {
-    local code=0 watch process answer
-    "$lab/promotion.py" watch "$files/facts" &
-    watch=$!
-    # What is counted has to be counted from the beginning.
-    wait_for is_counting "$watch" || { echo "the counters cannot be read"; return 1; }
+    local code=0 process answer judging=()
+    [ "$LAB_NODE" = b ] || judging=("$LAB_MODE" "$files/other" "$LAB_CHECKS")
+    "$lab/promotion.py" "$files/facts" ${judging[@]+"${judging[@]}"} &
+    export LAB_WATCHER=$!
     if [ "$LAB_NODE" = a ]; then
         (server) &
         process=$!
+        is_counted || return 1
         wait_listening "$port" "$process" || { echo "the server does not listen"; lab-barrier listening no >/dev/null; return 1; }
         lab-barrier listening yes >/dev/null || return 1
         answer=$(lab-barrier client-done) || return 1
         [ "${answer%% *}" = 0 ] || { echo "the client on node b failed"; code=1; }
         printf '%s\n' "${answer#* }" >"$files/other"
-        end_watch "$watch" || code=1
+        end_watch || code=1
         if [ "${1:-}" = --server-ends ] && [ "$code" = 0 ]; then
             wait "$process" || { echo "the server ended with $?"; code=1; }
         else
             check "the server still runs" kill -TERM "$process" || code=1
             wait "$process" 2>/dev/null
         fi
-        expect_promoted || code=1
     else
+        is_counted || return 1
         [ "$(lab-barrier listening)" = yes ] || { echo "the server on node a does not listen"; return 1; }
         (client) || code=$?
-        end_watch "$watch" || code=1
+        end_watch || code=1
         lab-barrier client-done "$code" "$(cat "$files/facts")" >/dev/null || return 1
     fi
     is_preloaded || code=1
     return "$code"
 }
 
-# Also when it has failed: its absence is noticed at the end.
-is_counting() { test -e "$files/facts.fresh" || ! kill -0 "$1" 2>/dev/null; }
+# What is counted has to be counted from the beginning: before the client starts.
+is_counted() {
+    wait_for watcher_is_ready && test -e "$files/facts.fresh" || { echo "the counters cannot be read"; return 1; }
+}
 
-# Until all that has been carried so far is in the facts: two samples, for one may have begun before. For
-# programs that end by themselves, and are not to end before they are looked at.
+watcher_is_ready() { test -e "$files/facts.fresh" || ! kill -0 "$LAB_WATCHER" 2>/dev/null; }
+
+# Until all that has been carried so far is in the facts. For programs that end by themselves, and are not to end before
+# they are looked at.
 be_watched() {
     rm -f "$files/facts.fresh"
-    wait_for test -e "$files/facts.fresh" || return
-    rm -f "$files/facts.fresh"
-    wait_for test -e "$files/facts.fresh"
+    kill -USR1 "$LAB_WATCHER" && wait_for test -e "$files/facts.fresh"
 }
 
+# The last sample; on node a, judgement.
 end_watch() {
-    kill -TERM "$1" 2>/dev/null
-    wait "$1" || { echo "the counters could not be read"; return 1; }
+    kill -TERM "$LAB_WATCHER" 2>/dev/null
+    wait "$LAB_WATCHER" || { echo "the counters could not be read, or are not as this mode demands"; return 1; }
 }
-
-# Both nodes' facts against what this mode demands: with the library on one node or on none, plain TCP; on both,
-# promotion. Node a judges; each demand on promotion is a line of its own.
-expect_promoted() { "$lab/promotion.py" judge "$LAB_MODE" "$files/facts" "$files/other" "$LAB_CHECKS"; }

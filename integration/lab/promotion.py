@@ -1,9 +1,12 @@
 #!/usr/bin/env -S -u LD_PRELOAD python3 -IS
 """Whether the programs of a test were promoted, told by everything but the programs.
 
-promotion.py watch FACTS        samples this node until SIGTERM, then writes FACTS (JSON, one line); FACTS.fresh is
-                                made after each sample, the first time once everything is counted
-promotion.py judge MODE A B CHECKS   node a's and node b's facts against what the mode demands
+promotion.py FACTS [MODE OTHER CHECKS]
+
+Makes FACTS.fresh once everything is counted, and again after a sample that SIGUSR1 asks for. At SIGTERM it takes the last
+sample and writes FACTS (JSON, one line); on node a, where there is more on the command line, it judges them then with OTHER,
+node b's facts, against what the MODE demands, and appends the lines on promotion to CHECKS. All in one process, because
+an emulated machine takes a second to start Python.
 
 Facts: what `rdmasock stat` says of the processes in this process group, which queue pairs the kernel lists
 for each (`rdma resource`), what the device has counted, and the bytes on the wire to and from the ports of the
@@ -14,9 +17,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
+import threading
 
-INTERVAL = 0.5
+# Of the counters in shared memory, s; one process goes on reading them, which costs the programs least. A command
+# that lists queue pairs is started with every second sample.
+INTERVAL = 1
 TABLE = "rdmasock_lab"
 RDMA = os.environ.get("LAB_RDMA", "")
 DEVICE = os.environ.get("LAB_DEVICE", "")
@@ -101,15 +106,18 @@ def queue_pairs():
 class Watch:
     def __init__(self):
         self.instances, self.queue_pairs, self.links = {}, 0, 0
-        self.command = os.path.join(os.environ["LAB_BUILD"], "rdmasock")
+        self.lock = threading.Lock()
 
-    def sample(self):
-        links = 0
-        for instance in json.loads(output(self.command, "stat", "--json"))["instances"]:
-            if is_ours(instance["pid"]):
-                links += self.look(instance)
-        self.queue_pairs = max(self.queue_pairs, queue_pairs())
-        self.links = max(self.links, links)
+    def follow(self, documents):
+        """Takes what `rdmasock stat --watch` prints, as long as it does."""
+        for number, line in enumerate(documents):
+            self.take(json.loads(line), with_queue_pairs=number % 2 == 0)
+
+    def take(self, document, with_queue_pairs=True):
+        with self.lock:
+            self.links = max(self.links, sum(self.look(one) for one in document["instances"] if is_ours(one["pid"])))
+            if with_queue_pairs:
+                self.queue_pairs = max(self.queue_pairs, queue_pairs())
 
     def look(self, instance):
         """Gives the number of its links."""
@@ -130,18 +138,28 @@ class Watch:
 
 
 def watch(path):
-    ended = []
-    signal.signal(signal.SIGTERM, lambda *_: ended.append(True))
+    """Gives the facts."""
+    signals = {signal.SIGTERM, signal.SIGUSR1}
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    stat = [os.path.join(os.environ["LAB_BUILD"], "rdmasock"), "stat", "--json"]
     seen, counts_packets = Watch(), DEVICE in ("siw", "rxe")
     if counts_packets:
         filter_packets()
     before = device_counters()
-    while not ended:
-        seen.sample()
+    with subprocess.Popen([*stat, "--watch", str(INTERVAL)], stdout=subprocess.PIPE, text=True) as stream:
+        follower = threading.Thread(target=seen.follow, args=(stream.stdout,), daemon=True)
+        follower.start()
         open(f"{path}.fresh", "w").close()
-        time.sleep(INTERVAL)
-    # What the others have missed.
-    seen.sample()
+        while signal.sigwait(signals) == signal.SIGUSR1:
+            seen.take(json.loads(output(*stat)))
+            open(f"{path}.fresh", "w").close()
+        # What the others have missed.
+        seen.take(json.loads(output(*stat)))
+        is_followed = follower.is_alive()
+        stream.kill()
+    follower.join()
+    if not is_followed:
+        sys.exit("nobody has sampled the counters")
     after = device_counters()
     facts = {
         "instances": seen.instances,
@@ -152,6 +170,7 @@ def watch(path):
     }
     with open(path, "w") as file:
         file.write(json.dumps(facts, separators=(",", ":")) + "\n")
+    return facts
 
 
 # ---- judging
@@ -261,15 +280,15 @@ def judge(mode, a, b):
 
 
 def main():
-    if sys.argv[1] == "watch":
-        return watch(sys.argv[2])
-    mode, *files, checks = sys.argv[2:]
-    facts = []
-    for file in files:
-        with open(file) as text:
-            facts.append(json.loads(text.read()))
-    wrong, lines = judge(mode, *facts)
-    print(json.dumps(dict(zip("ab", facts))))
+    path, *judging = sys.argv[1:]
+    a = watch(path)
+    if not judging:
+        return
+    mode, other, checks = judging
+    with open(other) as file:
+        b = json.load(file)
+    wrong, lines = judge(mode, a, b)
+    print(json.dumps({"a": a, "b": b}))
     with open(checks, "a") as out:
         out.writelines(f"{line}\n" for line in lines)
     if wrong:

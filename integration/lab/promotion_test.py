@@ -1,11 +1,20 @@
 #!/usr/bin/env python3
-"""Tests of promotion.py's judgement on made-up facts: a promoted run passes, and each way of not being one fails."""
+"""Tests of promotion.py: on made-up facts, a promoted run passes and each way of not being one fails; on made-up counters,
+nothing that was there at once is missed."""
 import copy
+import json
+import os
 import pathlib
 import runpy
+import signal
+import subprocess
+import tempfile
+import time
 import unittest
 
-judge = runpy.run_path(str(pathlib.Path(__file__).with_name("promotion.py")))["judge"]
+RULES = pathlib.Path(__file__).with_name("promotion.py")
+rules = runpy.run_path(str(RULES))
+judge, Watch = rules["judge"], rules["Watch"]
 
 
 def facts(name, pid, peer, link=1_000_000, tcp=20_000):
@@ -94,6 +103,127 @@ class OnTcp(unittest.TestCase):
 
     def test_the_library_is_not_loaded(self):
         self.assertTrue(judge("both", NOTHING, NOTHING)[0])
+
+
+def document(*peers, link_bytes=0, state="up"):
+    """What `rdmasock stat --json` says of this process with a link to each of the peers."""
+    totals = dict.fromkeys(rules["BYTES"], 0) | {"tx_link_bytes": link_bytes}
+    links = [{"peer": peer, "fabric": "verbs", "state": state} for peer in peers]
+    return {"instances": [{"id": "me", "pid": os.getpid(), "program": "x", "totals": totals, "links": links, "streams": []}]}
+
+
+class Sampled(unittest.TestCase):
+    def after(self, *documents):
+        watch = Watch()
+        watch.follow(json.dumps(one) for one in documents)
+        return watch
+
+    def test_the_most_at_once_is_kept(self):
+        seen = self.after(document("p"), document("p", "q"), document("q"), document())
+        self.assertEqual((seen.links, seen.instances["me"]["links"], seen.instances["me"]["twice"]), (2, 2, 0))
+        self.assertEqual(seen.instances["me"]["peers"], ["p", "q"])
+
+    def test_two_links_to_one_process_are_kept(self):
+        self.assertEqual(self.after(document("p", "p"), document("p")).instances["me"]["twice"], 1)
+
+    def test_a_link_that_is_down_is_none(self):
+        self.assertEqual(self.after(document("p", "p", state="down")).links, 0)
+
+    def test_the_counters_are_the_last(self):
+        seen = self.after(document(link_bytes=5), document(link_bytes=7))
+        self.assertEqual(seen.instances["me"]["tx_link_bytes"], 7)
+
+    def test_other_process_groups_are_not_ours(self):
+        strange = document("p")
+        strange["instances"][0]["pid"] = 1
+        self.assertEqual(self.after(strange).instances, {})
+
+
+# Prints the file "now": with --watch as often as it changes.
+STAT = """#!/bin/bash
+cd "$(dirname "$0")" || exit
+cat now
+case $* in *--watch*) while sleep 0.01; do [ ! now -nt shown ] || { touch -r now shown; cat now; }; [ ! -e end ] || exit; done ;; esac
+"""
+
+
+class Watching(unittest.TestCase):
+    """The whole program, on a node without packets or queue pairs to count."""
+
+    def setUp(self):
+        directory = tempfile.TemporaryDirectory()
+        self.addCleanup(directory.cleanup)
+        self.build = pathlib.Path(directory.name)
+        self.put("rdmasock", STAT).chmod(0o755)
+        self.say(document())
+
+    def put(self, name, text):
+        new = self.build / f"{name}.new"
+        new.write_text(text)
+        return new.rename(self.build / name)
+
+    def say(self, one):
+        self.put("now", json.dumps(one) + "\n")
+
+    def start(self, *judging):
+        environment = os.environ | {"LAB_BUILD": str(self.build), "LAB_DEVICE": "hosts", "LAB_RDMA": ""}
+        command = [RULES, self.build / "facts", *judging]
+        self.watch = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.addCleanup(self.watch.communicate)
+        self.addCleanup(self.watch.kill)
+        self.wait_fresh()
+
+    def wait_fresh(self):
+        deadline = time.monotonic() + 60
+        while not (self.build / "facts.fresh").exists():
+            self.assertLess(time.monotonic(), deadline, "not made")
+            time.sleep(0.01)
+
+    def ask(self):
+        (self.build / "facts.fresh").unlink()
+        self.watch.send_signal(signal.SIGUSR1)
+        self.wait_fresh()
+
+    def end(self):
+        self.watch.send_signal(signal.SIGTERM)
+        _, wrong = self.watch.communicate(timeout=60)
+        facts = json.loads((self.build / "facts").read_text()) if not wrong else None
+        return facts, wrong
+
+    def test_what_is_asked_for_is_in_the_facts(self):
+        self.start()
+        self.say(document("p", "q", link_bytes=9))
+        self.ask()
+        self.say({"instances": []})
+        facts, _ = self.end()
+        self.assertEqual((facts["links"], facts["instances"]["me"]["tx_link_bytes"]), (2, 9))
+
+    def test_the_last_sample_is_in_the_facts(self):
+        self.start()
+        self.say(document("p", link_bytes=9))
+        self.assertEqual(self.end()[0]["instances"]["me"]["tx_link_bytes"], 9)
+
+    def test_it_fails_when_nobody_samples(self):
+        self.start()
+        (self.build / "end").touch()
+        time.sleep(0.5)
+        self.assertIn("nobody has sampled", self.end()[1])
+
+    def test_node_a_judges(self):
+        other = self.put("other", json.dumps(facts("client", 20, "me")))
+        checks = self.build / "checks"
+        self.start("both", other, checks)
+        self.say(document("client", link_bytes=1_000_000))
+        self.end()
+        self.assertIn("counters FAILED", checks.read_text())
+        self.assertEqual(self.watch.returncode, 0, "the lines are the verdict")
+
+    def test_node_a_fails_what_is_not_to_be_promoted(self):
+        other = self.put("other", json.dumps(NOTHING))
+        self.start("server-only", other, self.build / "checks")
+        self.say(document("client", link_bytes=1_000_000))
+        self.assertTrue(self.end()[1])
+        self.assertEqual(self.watch.returncode, 1)
 
 
 unittest.main()

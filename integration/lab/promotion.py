@@ -125,7 +125,8 @@ class Watch:
             instance["id"],
             {"pid": instance["pid"], "program": instance["program"], "peers": [], "fabrics": [], "links": 0, "twice": 0, "why": []},
         )
-        known.update({name: instance["totals"][name] for name in BYTES})
+        # They only grow, and a sample may be taken in after a later one.
+        known.update({name: max(known.get(name, 0), instance["totals"][name]) for name in BYTES})
         links = [link for link in instance["links"] if link["state"] != "down"]
         peers = [link["peer"] for link in links]
         known["links"] = max(known["links"], len(links))

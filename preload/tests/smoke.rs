@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::sync::LazyLock;
 
-/// The library, built here: `cargo test` takes whatever build of a cdylib there is, or none.
+/// The library, built here: `cargo test` takes whatever build of a cdylib there is, or none. With the command, as
+/// everywhere: what it is built with depends on what it is built beside.
 static LIBRARY: LazyLock<PathBuf> = LazyLock::new(|| {
     // TARGET/PROFILE/deps/smoke-HASH
     let test = std::env::current_exe().unwrap();
@@ -18,7 +19,8 @@ static LIBRARY: LazyLock<PathBuf> = LazyLock::new(|| {
         name => name,
     };
     let status = Command::new(env!("CARGO"))
-        .args(["build", "--quiet", "-p", "rdmasock", "--profile", name])
+        .args(["build", "--quiet", "-p", "rdmasock", "-p", "rdmasock-cli"])
+        .args(["--profile", name])
         .arg("--target-dir")
         .arg(profile.parent().unwrap())
         .status()

@@ -45,6 +45,10 @@ wait_for() {
     return 1
 }
 
+# Until a connection of this node is promoted, however long its host takes for that; a moment where none is to be.
+wait_promoted() { if [ "$LAB_MODE" = both ]; then wait_for is_promoted; else sleep 1; fi; }
+is_promoted() { rdmasock stat --json | grep -q '"promoted": [1-9]'; }
+
 # The loader only warns, and goes on without it.
 is_preloaded() { ! grep -q 'cannot be preloaded' "${LAB_NOTES%.notes}"; }
 

@@ -158,7 +158,8 @@ def watch(path):
         seen.take(json.loads(output(*stat)))
         is_followed = follower.is_alive()
         stream.kill()
-    follower.join()
+        # Before what it reads is closed.
+        follower.join()
     if not is_followed:
         sys.exit("nobody has sampled the counters")
     after = device_counters()

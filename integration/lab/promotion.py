@@ -19,8 +19,8 @@ import subprocess
 import sys
 import threading
 
-# Of the counters in shared memory, s; one process goes on reading them, which costs the programs least. A command
-# that lists queue pairs is started with every second sample.
+# Between samples, s. One process goes on reading the counters in shared memory, which costs the programs least; the command
+# that lists queue pairs has to be started for each.
 INTERVAL = 1
 TABLE = "rdmasock_lab"
 RDMA = os.environ.get("LAB_RDMA", "")
@@ -110,14 +110,13 @@ class Watch:
 
     def follow(self, documents):
         """Takes what `rdmasock stat --watch` prints, as long as it does."""
-        for number, line in enumerate(documents):
-            self.take(json.loads(line), with_queue_pairs=number % 2 == 0)
+        for line in documents:
+            self.take(json.loads(line))
 
-    def take(self, document, with_queue_pairs=True):
+    def take(self, document):
         with self.lock:
             self.links = max(self.links, sum(self.look(one) for one in document["instances"] if is_ours(one["pid"])))
-            if with_queue_pairs:
-                self.queue_pairs = max(self.queue_pairs, queue_pairs())
+            self.queue_pairs = max(self.queue_pairs, queue_pairs())
 
     def look(self, instance):
         """Gives the number of its links."""

@@ -67,7 +67,6 @@ pub fn on_listen(fd: c_int) {
 
 /// accept() has given `fd`.
 pub fn on_accept(listener: &'static Listener, fd: c_int, nonblocking: bool) {
-    listener.on_accept();
     if let Some(socket) = begin(fd, nonblocking, Direction::Accept) {
         socket.role.store(1, Relaxed);
         // Its peer asks by the name, also after the program has closed the listening socket.
@@ -77,6 +76,8 @@ pub fn on_accept(listener: &'static Listener, fd: c_int, nonblocking: bool) {
             .store(std::ptr::from_ref(listener).cast_mut(), Relaxed);
         socket.set_stage(Stage::Watching);
     }
+    // Only now: it answers at once for what it finds.
+    listener.on_accept();
 }
 
 /// A socket joins an epoll set before it is connected (as nginx's do): it gets its object now, so

@@ -117,8 +117,11 @@ const ABSENT_FOR: Duration = Duration::from_secs(5);
 const PRESENT_FOR: Duration = Duration::from_secs(600);
 /// How many instances and names one connection is asked for at: a list that leads to lists must end.
 const MAX_ASKED: usize = 64;
-/// How often a connection is asked for again when the peer could not say yes yet.
+/// How often a connection is asked for again when the peer could not say yes yet: its program may take seconds to
+/// accept it.
 const TRIES: u32 = 8;
+/// The first pause, ns; each is four times the one before, the last 16 s.
+const FIRST_PAUSE: u64 = 1_000_000;
 
 impl Worker {
     /// A connection has reached its threshold.
@@ -648,7 +651,7 @@ fn later(socket: &'static Socket, why: Why) {
     }
     socket
         .retry_at
-        .store(crate::time::now_ns() + (1_000_000 << tries), Relaxed);
+        .store(crate::time::now_ns() + (FIRST_PAUSE << (2 * tries)), Relaxed);
     socket.set_stage(Stage::Watching);
 }
 

@@ -5,6 +5,7 @@ use std::time::Duration;
 use libc::{SOCK_CLOEXEC, SOCK_NONBLOCK, c_int};
 
 use crate::ctx::Ctx;
+use crate::data;
 use crate::sys::{self, Addr};
 
 /// A port of 127.0.0.1 at which nobody listens while the returned socket is open.
@@ -278,6 +279,38 @@ pub fn closed_before_accept(c: &Ctx) {
         c.send(fd, b"early", 0);
         c.close(fd);
         c.sync("closed");
+    }
+}
+
+/// A connection is used long before a program accepts it that already answers for another one.
+pub fn accepted_late(c: &Ctx) {
+    const CHUNKS: u64 = 80;
+    let (listener, port) = c.listener(4);
+    let chunk = |i| data::pattern(3, i * 1000, 1000);
+    if let Some(listener) = listener {
+        let first = sys::accept4(listener, 0).ok();
+        assert!(sys::recv_exact(first, 1) == [1]);
+        c.sync("sent");
+        let fd = sys::accept4(listener, 0).ok();
+        for i in 0..CHUNKS {
+            assert!(sys::recv_exact(fd, 1000) == chunk(i), "chunk {i}");
+        }
+        c.warm_up(fd);
+        c.recv_to_end(fd);
+        c.close(fd);
+        c.close(first);
+    } else {
+        let first = sys::connected(&Addr::v4(port));
+        sys::send_all(first, &[1]).ok();
+        let fd = sys::connected(&Addr::v4(port));
+        for i in 0..CHUNKS {
+            sys::send_all(fd, &chunk(i)).ok();
+            sys::pause_ms(10);
+        }
+        c.sync("sent");
+        c.warm_up(fd);
+        c.close(fd);
+        c.close(first);
     }
 }
 

@@ -84,7 +84,7 @@ pub fn all() -> Vec<Scenario> {
         calls: warm { send_forms, recv_forms, recvmmsg, fortified, zero_length, bad_addresses, vectors } cold { bad_fds, not_sockets }
         flags: warm { peek, peek_large, waitall, waitall_cut, waitall_nonblocking, trunc, dontwait, more, held_back, oob, oobinline, fionread, siocoutq, rcvlowat, rcvlowat_after_end, peek_offset, odd } cold { rcvlowat_of_listener }
         close: warm { half_by_client, half_by_server, shutdown_read, shutdown_both, shutdown_again, unread_data, unread_data_so_error, reset_keeps_received, linger_zero, linger_wait, sigpipe, send_after_close, sigpipe_kills, sent_before_close, leave_by_return, leave_by_exit, leave_by_immediate_exit, leave_by_exec, killed_at_rest, killed_with_unread_data, killed_sending, killed_receiving, killed_while_peer_waits, close_order } cold {  }
-        connect: warm { names, disconnect, listener_closed } cold { refused, refused_nonblocking, nonblocking, full_backlog, errors, accept_flags, reset_before_accept, closed_before_accept }
+        connect: warm { names, disconnect, listener_closed, accepted_late } cold { refused, refused_nonblocking, nonblocking, full_backlog, errors, accept_flags, reset_before_accept, closed_before_accept }
         options: warm { matrix, errors, null_value, identity, tcp_info, strings, fcntl } cold {  }
         timing: warm { rcvtimeo, sndtimeo, nonblock_shared, set_by_child, woken, full, full_epoll, blocked_send, blocked_send_reset, poll_timeout, early_and_late } cold {  }
         signals: warm { eintr, restart, partial, handler_writes, handler_storm, masks } cold {  }

@@ -112,6 +112,9 @@ fn poll_slow(
             continue;
         };
         let _lease = Lease(waiter);
+        // What completes on links to other hosts wakes this thread itself. First: arming looks at what has come, and would
+        // ring the sleeper's bell for it.
+        let duties = duties(set);
         let sleepers: Vec<Sleeper> = set
             .iter()
             .filter_map(|p| {
@@ -123,8 +126,6 @@ fn poll_slow(
                 Some(Sleeper::new(socket, waiter, data, space))
             })
             .collect();
-        // What completes on links to other hosts wakes this thread itself.
-        let duties = duties(set);
         if evaluate(set) > 0 {
             continue;
         }

@@ -224,13 +224,13 @@ impl Service {
 
     /// Whether this thread is woken when something completes on a link to another host.
     pub fn hear(&self, completions: BorrowedFd<'_>, token: u64, on: bool) {
-        let flags = if on {
-            kernel::EventFlags::IN
+        // Taken out, not only muted: the kernel would still wake this thread for each event, and then let it sleep on.
+        let _ = if on {
+            let token = kernel::EventData::new_u64(token);
+            kernel::add(&self.epoll, completions, token, kernel::EventFlags::IN)
         } else {
-            kernel::EventFlags::empty()
+            kernel::delete(&self.epoll, completions)
         };
-        let token = kernel::EventData::new_u64(token);
-        let _ = kernel::modify(&self.epoll, completions, token, flags);
     }
 
     fn link_to(&self, peer: &InstanceId) -> Option<&'static Link> {
@@ -333,6 +333,8 @@ struct Worker {
     held_until: u64,
     /// When links to other hosts are looked after, ns; 0: no need.
     tend_at: u64,
+    /// How often in a row they have been looked after, and were in use.
+    tended: u32,
     /// When it is next seen whether links to other hosts still work, ns; 0: nothing is under way on any.
     watch_at: u64,
     /// Requests of fork children seen so far.
@@ -367,6 +369,7 @@ impl Worker {
             shrink_at: 0,
             held_until: 0,
             tend_at: 0,
+            tended: 0,
             watch_at: 0,
             requests: crate::fork::requests(),
         };

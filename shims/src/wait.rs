@@ -358,12 +358,13 @@ fn wait_on(
         });
         return Ok(());
     };
-    let _sleeper = Sleeper::new(socket, lease.waiter, data, !data);
-    // On a link to another host the sleeper itself is woken by what completes.
+    // On a link to another host the sleeper itself is woken by what completes. First: arming looks at what has come, and
+    // would ring the sleeper's bell for it.
     let duty = socket
         .link()
         .and_then(Link::distant)
         .and_then(Distant::take_duty);
+    let _sleeper = Sleeper::new(socket, lease.waiter, data, !data);
     if there() {
         return Ok(());
     }

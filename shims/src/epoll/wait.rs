@@ -101,8 +101,9 @@ impl Epoll {
                 continue;
             };
             let waiters = &Library::get().waiters;
-            waiters.enter_sleep(waiter);
+            // First: arming looks at what has come, and would ring the bell of whoever sleeps already.
             let _duties = self.take_duties();
+            waiters.enter_sleep(waiter);
             if self.has_ready() {
                 waiters.leave_sleep(waiter);
                 continue;

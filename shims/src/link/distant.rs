@@ -190,6 +190,9 @@ impl Distant {
         if self.sleeps_seen.swap(sleeps, Relaxed) != sleeps {
             return Tended::Busy;
         }
+        if self.end.owes() {
+            return Tended::Busy;
+        }
         if self.is_heard.load(SeqCst) || !self.is_unwatched() {
             return Tended::Quiet;
         }

@@ -649,9 +649,10 @@ fn later(socket: &'static Socket, why: Why) {
     if let Some(stats) = socket.stats() {
         stats.set_why(why);
     }
-    socket
-        .retry_at
-        .store(crate::time::now_ns() + (FIRST_PAUSE << (2 * tries)), Relaxed);
+    socket.retry_at.store(
+        crate::time::now_ns() + (FIRST_PAUSE << (2 * tries)),
+        Relaxed,
+    );
     socket.set_stage(Stage::Watching);
 }
 

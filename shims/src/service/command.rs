@@ -9,7 +9,6 @@ use rdmasock_core::wire::LinkOffer;
 
 use rustix::io::Errno;
 
-use super::pairs::TEND_AFTER;
 use super::{Dialled, Worker};
 use crate::link::Link;
 use crate::listener::Listener;
@@ -155,7 +154,7 @@ impl Worker {
             Command::Pressed(r) => self.on_pressed(r),
             Command::Held => self.held_until = crate::time::now_ns() + HELD_FOR,
             Command::Grown => self.on_grown(),
-            Command::Tend => self.tend_at = crate::time::now_ns() + TEND_AFTER,
+            Command::Tend => self.tend_at = crate::time::now_ns() + self.tend_after(),
         }
     }
 }

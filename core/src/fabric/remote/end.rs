@@ -133,7 +133,7 @@ pub(super) const TICK: u32 = 8;
 ///   before a sleep [`arm`](Self::arm), then look once more.
 /// - When waiter 0 is told: [`take_message`](Self::take_message) until there is none, and
 ///   [`fault`](Self::fault).
-/// - Some ms after [`Local::settle_later`], call [`settle`](Self::settle).
+/// - Some ms after [`Local::settle_later`], call [`settle`](Self::settle), and again as long as it [owes](Self::owes).
 /// - While [`is_watched`](Self::is_watched), call [`tick`](Self::tick) about once a second. Waiter 0 is told when
 ///   that begins.
 ///
@@ -252,15 +252,16 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         self.run(POLL | PUMP)
     }
 
-    /// Sends the heads that were held back: an idle direction's last bytes count as unread by the peer
-    /// until then (less than a quarter of a ring; nobody waits for it).
+    /// Sends the heads that are held back since the last call. An idle direction's last bytes count as unread by the
+    /// peer until then (less than a quarter of a ring; nobody waits for it); to be called again while there is
+    /// [something](Self::owes) left.
     pub fn settle(&self) {
         if self.ground.owes.swap(false, SeqCst) {
             let _ = self.run(SETTLE | PUMP);
         }
     }
 
-    /// There is something for [`settle`](Self::settle).
+    /// There is something for [`settle`](Self::settle), perhaps not yet due.
     pub fn owes(&self) -> bool {
         self.ground.owes.load(Relaxed)
     }

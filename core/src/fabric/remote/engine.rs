@@ -120,16 +120,27 @@ impl Engine {
         Ok(polled?)
     }
 
-    /// Held-back heads become due.
+    /// Heads that were held back, and have not moved since the last call, become due. Others are told with what their
+    /// stream sends, or after the next call.
     fn settle<Q: QueuePair, L: Local>(&mut self, g: &Ground<Q, L>) {
         let (queue, cursor) = &mut self.lazy;
         cursor.begin(queue);
         while let Some(theirs) = cursor.pop(queue) {
-            if let Some(mine) = self.streams.mine(theirs)
-                && let Some(s) = self.streams.get(mine)
-            {
+            let Some(mine) = self.streams.mine(theirs) else {
+                continue;
+            };
+            let (Some(s), Some(block)) = (self.streams.get(mine), g.block_mine(mine)) else {
+                continue;
+            };
+            let head = block.head();
+            if head == s.inc.head_held {
                 s.inc.settle = true;
                 g.dirty.push(theirs);
+            } else if head != s.inc.head_told {
+                s.inc.head_held = head;
+                // For the next sweep: this one has taken the queue's word.
+                queue.push(theirs);
+                g.owes.store(true, SeqCst);
             }
         }
     }

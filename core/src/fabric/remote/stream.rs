@@ -80,6 +80,8 @@ pub(super) struct Incoming {
     offered: Option<(u32, Region)>,
     pub offer_told: u64,
     pub head_told: u64,
+    /// Where the head was when it was last found held back.
+    pub head_held: u64,
     pub flags_told: u32,
     pub stop_told: bool,
     ended: bool,

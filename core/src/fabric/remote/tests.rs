@@ -1,6 +1,7 @@
 //! Tests of a link between hosts, over queue pairs in memory: two ends, any number of streams.
 
 mod failures;
+mod heads;
 mod hostile;
 mod sequences;
 mod silence;

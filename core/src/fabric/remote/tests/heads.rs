@@ -1,0 +1,64 @@
+//! When a reader's head is told: with what goes the other way, and by itself only where nothing does.
+
+use super::*;
+
+fn sends(world: &World) -> [u64; 2] {
+    [0, 1].map(|at| world.ends[at].counts().sends)
+}
+
+/// 64 bytes in a direction, read by a thread that sleeps before what comes next.
+fn carry(world: &mut World, direction: usize) {
+    let World {
+        directions,
+        ends,
+        clock,
+    } = world;
+    let d = &mut directions[direction];
+    d.write(ends, 64);
+    clock.advance(1_000_000);
+    while ends[d.reader].progress().unwrap() {}
+    assert_eq!(d.read(ends, 64), 64);
+    let armed = d.consumer.arm_data(WaiterId(5).queue_bits()).unwrap();
+    ends[d.reader].notify(armed.wake, d.back);
+}
+
+/// A request and its answer.
+fn ask(world: &mut World) {
+    carry(world, 0);
+    carry(world, 1);
+}
+
+#[test]
+fn heads_go_with_answers() {
+    let mut world = World::new(Config::default(), Tuning::default(), 1);
+    ask(&mut world);
+    let before = sends(&world);
+    for _ in 0..10 {
+        ask(&mut world);
+        // As often as requests come.
+        world.ends.iter().for_each(TestEnd::settle);
+    }
+    assert_eq!(sends(&world), before.map(|sends| sends + 10));
+    // The first asker's is the last to have read.
+    world.settle();
+    assert_eq!(sends(&world), [before[0] + 10, before[1] + 11]);
+}
+
+#[test]
+fn a_stream_in_use_does_not_keep_others_from_telling() {
+    let mut world = World::new(Config::default(), Tuning::default(), 2);
+    let room = |world: &mut World| world.directions[2].producer.spans(1 << 20).unwrap().len();
+    let all = room(&mut world);
+    carry(&mut world, 2);
+    for _ in 0..3 {
+        assert_eq!(room(&mut world), all - 64);
+        ask(&mut world);
+        world.ends.iter().for_each(TestEnd::settle);
+        world.clock.advance(1_000_000);
+        world.ends.iter().for_each(|end| drop(end.progress()));
+        if room(&mut world) == all {
+            return;
+        }
+    }
+    panic!("not told");
+}

@@ -16,6 +16,8 @@ trap 'rm -rf "$files"' EXIT
 
 # Early, for the tests are short and setting up a link takes a second or more in an emulated machine.
 export RDMASOCK_PROMOTE_AFTER=2r,16K
+# What the suite shows when the test fails.
+export RDMASOCK_LOG=info,rdmasock::promote=trace RDMASOCK_LOG_FILE=$LAB_LOGS/%p
 
 # program NAME ARGUMENT…: with the library in front if this node has it in this mode.
 program() { env ${library:+LD_PRELOAD="$library"} "$@"; }

@@ -320,6 +320,8 @@ struct Worker {
     acceptors: Vec<Acceptor>,
     arriving: HashMap<u64, pairs::Arriving>,
     dead_links: Vec<&'static Link>,
+    /// When those are looked at again that no socket uses, ns; 0: there are none.
+    bury_at: u64,
     lingering: HashMap<u64, linger::Lingering>,
     deferred: Vec<answer::Deferred>,
     /// What other hosts ask.
@@ -361,6 +363,7 @@ impl Worker {
             acceptors: Vec::new(),
             arriving: HashMap::new(),
             dead_links: Vec::new(),
+            bury_at: 0,
             lingering: HashMap::new(),
             deferred: Vec::new(),
             control: control::Control::new(crate::time::now_ns()),
@@ -465,6 +468,7 @@ impl Worker {
         let shrink = (self.shrink_at != 0).then_some(self.shrink_at);
         let tend = (self.tend_at != 0).then_some(self.tend_at);
         let watch = (self.watch_at != 0).then_some(self.watch_at);
+        let bury = (self.bury_at != 0).then_some(self.bury_at);
         let held = (self.held_until != 0).then_some(self.held_until);
         let pressed = self.pressed.iter().map(|p| p.deadline);
         let deferred = self.deferred.iter().map(|d| d.deadline);
@@ -473,6 +477,7 @@ impl Worker {
             .chain(arriving)
             .chain(tend)
             .chain(watch)
+            .chain(bury)
             .chain(lingering)
             .chain(deferred)
             .chain(shrink)
@@ -491,6 +496,9 @@ impl Worker {
         self.expire_arriving(now);
         self.tend_links(now);
         self.watch_links(now);
+        if self.bury_at != 0 && now >= self.bury_at {
+            self.bury();
+        }
         self.expire_lingering(now);
         self.deferred.retain(|d| d.deadline > now);
         self.relieve(now);

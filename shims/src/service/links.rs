@@ -31,6 +31,10 @@ pub struct Pending {
     pub deadline: u64,
 }
 
+/// After how long a dead link on which a thread still sleeps is looked at again, ns. What is under way on its queue pair
+/// completes as failed, which wakes the thread.
+const BURY_AGAIN: u64 = 100_000_000;
+
 impl Worker {
     /// A handshake has come to where it needs the link to `peer`.
     pub(super) fn need_link(&mut self, r: Ref, peer: InstanceId, offer: Option<LinkOffer>) {
@@ -476,11 +480,20 @@ impl Worker {
         self.bury();
     }
 
-    /// Gives the memory of dead links back once no socket uses them.
+    /// Gives the memory of dead links back once no socket uses them. Some time later again if a thread still sleeps on
+    /// one: nobody says when it has gone on.
     pub(super) fn bury(&mut self) {
+        self.bury_at = 0;
+        let now = crate::time::now_ns();
         self.dead_links.retain(|link| {
-            let used = link.streams() > 0;
-            used || !link.release()
+            if link.streams() > 0 {
+                return true;
+            }
+            let is_released = link.release();
+            if !is_released {
+                self.bury_at = now + BURY_AGAIN;
+            }
+            !is_released
         });
     }
 }

@@ -222,15 +222,16 @@ impl Service {
         at.map(|at| offers.swap_remove(at)).is_some()
     }
 
-    /// Whether this thread is woken when something completes on a link to another host.
-    pub fn hear(&self, completions: BorrowedFd<'_>, token: u64, on: bool) {
+    /// Whether this thread is woken when something completes on a link to another host. False if it cannot be.
+    pub fn hear(&self, completions: BorrowedFd<'_>, token: u64, on: bool) -> bool {
         // Taken out, not only muted: the kernel would still wake this thread for each event, and then let it sleep on.
-        let _ = if on {
-            let token = kernel::EventData::new_u64(token);
-            kernel::add(&self.epoll, completions, token, kernel::EventFlags::IN)
-        } else {
-            kernel::delete(&self.epoll, completions)
-        };
+        if !on {
+            let _ = kernel::delete(&self.epoll, completions);
+            return true;
+        }
+        let token = kernel::EventData::new_u64(token);
+        let added = kernel::add(&self.epoll, completions, token, kernel::EventFlags::IN);
+        matches!(added, Ok(()) | Err(rustix::io::Errno::EXIST))
     }
 
     fn link_to(&self, peer: &InstanceId) -> Option<&'static Link> {
@@ -335,7 +336,7 @@ struct Worker {
     held_until: u64,
     /// When links to other hosts are looked after, ns; 0: no need.
     tend_at: u64,
-    /// How often in a row they have been looked after, and were in use.
+    /// How often in a row they have been looked after, and were in use; counted as far as it matters.
     tended: u32,
     /// When it is next seen whether links to other hosts still work, ns; 0: nothing is under way on any.
     watch_at: u64,

@@ -173,13 +173,19 @@ impl Distant {
         Some(duty)
     }
 
-    fn let_service_hear(&self, on: bool) {
-        if let Some(_hearing) = self.hearing.lock()
-            && self.is_heard.swap(on, SeqCst) != on
-        {
+    /// False if that cannot be had now.
+    fn let_service_hear(&self, on: bool) -> bool {
+        let Some(_hearing) = self.hearing.lock() else {
+            return false;
+        };
+        if self.is_heard.load(SeqCst) != on {
             let token = self.token.load(Acquire);
-            Library::get().service.hear(self.fd(), token, on);
+            if !Library::get().service.hear(self.fd(), token, on) {
+                return false;
+            }
+            self.is_heard.store(on, SeqCst);
         }
+        true
     }
 
     /// Sends what is owed, and has the service thread hear of completions again if nobody sleeps on them any
@@ -196,7 +202,11 @@ impl Distant {
         if self.is_heard.load(SeqCst) || !self.is_unwatched() {
             return Tended::Quiet;
         }
-        self.let_service_hear(true);
+        if !self.let_service_hear(true) {
+            // The user may have no watch left (epoll(7), max_user_watches): this look does instead, and the next.
+            self.progress();
+            return Tended::Busy;
+        }
         if !self.is_unwatched() {
             self.let_service_hear(false);
             return Tended::Busy;

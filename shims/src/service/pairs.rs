@@ -321,7 +321,7 @@ impl Worker {
 
     /// From being asked to look after the links to doing it, ns.
     pub(super) fn tend_after(&self) -> u64 {
-        TEND_AFTER << self.tended.min(TEND_DOUBLINGS)
+        TEND_AFTER << self.tended
     }
 
     /// Idle directions tell their peers what they have read; and links on which nobody sleeps any more are
@@ -349,7 +349,7 @@ impl Worker {
             }
         }
         if again {
-            self.tended += 1;
+            self.tended = (self.tended + 1).min(TEND_DOUBLINGS);
             self.service.tend_later();
         } else {
             self.tended = 0;

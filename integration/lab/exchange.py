@@ -1,7 +1,8 @@
 """exchange.py server|client ADDRESS PORT: four TCP connections, every byte checked.
 
-On each: requests and answers of many sizes, then a stream in both directions at once, then a
-half-close, after which the server says what it has received. LAB_LIBRARY, if set, must be loaded."""
+On each: requests and answers of many sizes, small ones until the file LAB_GO is there (if that is set), then a stream in
+both directions at once, then a half-close, after which the server says what it has received. LAB_LIBRARY, if set, must be
+loaded."""
 import contextlib
 import hashlib
 import os
@@ -14,6 +15,7 @@ import time
 
 CONNECTIONS = 4
 SIZES = [1, 2, 63, 64, 1000, 1448, 4095, 4096, 4097, 16384, 65537]
+GO = os.environ.get("LAB_GO")
 STREAM = int(os.environ.get("LAB_EXCHANGE_STREAM", 2 << 20))
 
 
@@ -38,12 +40,18 @@ def call(connection, number):
             got += data
         assert got == wanted, f"connection {number}: wrong bytes in {what}"
 
+    def ask(size):
+        request = source.randbytes(size)
+        digest.update(request)
+        connection.sendall(request)
+        receive(request, f"the answer of {size} bytes")
+
     with connection:
         for size in SIZES:
-            request = source.randbytes(size)
-            digest.update(request)
-            connection.sendall(request)
-            receive(request, f"the answer of {size} bytes")
+            ask(size)
+        while GO and not os.path.exists(GO):
+            ask(64)
+            time.sleep(0.05)
         stream = source.randbytes(STREAM)
         digest.update(stream)
         sender = threading.Thread(target=connection.sendall, args=(stream,))

@@ -51,6 +51,12 @@ wait_for() {
 wait_promoted() { if [ "$LAB_MODE" = both ]; then wait_for is_promoted; else sleep 1; fi; }
 is_promoted() { rdmasock stat --json | grep -q '"promoted": [1-9]'; }
 
+# For programs that wait for the file LAB_GO before most of their load.
+announce_promotion() {
+    export LAB_GO=$files/go
+    { wait_promoted; touch "$LAB_GO"; } &
+}
+
 # The loader only warns, and goes on without it.
 is_preloaded() { ! grep -q 'cannot be preloaded' "${LAB_NOTES%.notes}"; }
 

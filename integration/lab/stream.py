@@ -10,17 +10,12 @@ import sys
 import threading
 import time
 
+from ends import connect
+
 ROLE, ADDRESS, PORT, STOP = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[5]
 PIECE, PAUSE_EVERY, PAUSE = 30_000, 10, int(sys.argv[4]) / 1000
 MINE, THEIRS = (1, 2) if ROLE == "server" else (2, 1)
 COUNT = 8
-
-
-def connect():
-    if ROLE == "client":
-        return socket.create_connection((ADDRESS, PORT))
-    listener = socket.create_server((ADDRESS, PORT))
-    return listener.accept()[0]
 
 
 def send(connection):
@@ -35,7 +30,7 @@ def send(connection):
 
 
 def main():
-    connection = connect()
+    connection = connect(ROLE, ADDRESS, PORT)
     sender = threading.Thread(target=send, args=(connection,), daemon=True)
     sender.start()
     # What may be the count is held back.

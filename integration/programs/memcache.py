@@ -1,11 +1,14 @@
 """Pipelined load with checked answers for memcached's text protocol: memcache.py PORT [ADDRESS CONNECTIONS KEYS]
 
 20 connections with 500 keys by default, each with its own keys: sets in one burst, gets in one burst, a multi-get, then
-incr, delete and a value of 900 kB. Prints "ok <keys>".
+incr, delete and a value of 900 kB. With LAB_GO in the environment, small gets before that until this file is there. Prints
+"ok <keys>".
 """
+import os
 import socket
 import sys
 import threading
+import time
 
 PORT = int(sys.argv[1])
 ADDRESS, CONNECTIONS, KEYS = (sys.argv[2], int(sys.argv[3]), int(sys.argv[4])) if sys.argv[2:] else ("127.0.0.1", 20, 500)
@@ -37,6 +40,11 @@ def one(number):
     def set_(key, data):
         return b"set %s 0 0 %d\r\n%s\r\n" % (key, len(data), data)
 
+    go = os.environ.get("LAB_GO")
+    while go and not os.path.exists(go):
+        conn.sendall(b"get none\r\n")
+        expect(b"END\r\n")
+        time.sleep(0.05)
     name = lambda key: b"k%d-%d" % (number, key)
     sender = send_all(b"".join(set_(name(k), value(number, k)) for k in range(KEYS)))
     for _ in range(KEYS):

@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
 
 use rdmasock_core::os::privatefd::{self, PrivateFd};
-use rdmasock_core::stats::{Direction, Reason, StreamInfo};
+use rdmasock_core::stats::{Direction, Reason};
 
 use crate::epoll::Epoll;
 use crate::errno;
@@ -119,18 +119,7 @@ fn begin(fd: c_int, nonblocking: bool, direction: Direction) -> Option<&'static 
         return None;
     }
     let socket = Socket::allocate(fd, nonblocking)?;
-    let info = StreamInfo {
-        fd,
-        direction,
-        local: None,
-        peer: None,
-        why: Reason::BelowThreshold.into(),
-    };
-    let stats = library.stats.open_stream(socket.slot, &info);
-    socket.stats.store(
-        stats.map_or(std::ptr::null_mut(), |s| std::ptr::from_ref(s).cast_mut()),
-        Relaxed,
-    );
+    socket.open_statistics(library.stats, direction);
     drop_entry(table::insert(fd, Entry::Socket(socket)), fd);
     Some(socket)
 }
@@ -155,22 +144,12 @@ pub fn on_inherited(socket: &'static Socket) {
         && !socket.adopted.swap(true, Relaxed)
     {
         let accepted = socket.role.load(Relaxed) == 1;
-        let info = StreamInfo {
-            fd: socket.fd.load(Relaxed),
-            direction: if accepted {
-                Direction::Accept
-            } else {
-                Direction::Connect
-            },
-            local: None,
-            peer: None,
-            why: Reason::BelowThreshold.into(),
+        let direction = if accepted {
+            Direction::Accept
+        } else {
+            Direction::Connect
         };
-        let stats = library.stats.open_stream(socket.slot, &info);
-        socket.stats.store(
-            stats.map_or(std::ptr::null_mut(), |s| std::ptr::from_ref(s).cast_mut()),
-            Relaxed,
-        );
+        socket.open_statistics(library.stats, direction);
         if let Some(listener) = socket.listener() {
             listener.on_accept();
         }
@@ -352,11 +331,15 @@ fn is_only_number(socket: &'static Socket, fd: c_int) -> bool {
 
 /// Nobody waits on the socket any more.
 fn forget_interest(socket: &'static Socket) {
-    let interest = socket
-        .interest
-        .lock()
-        .map(|mut i| std::mem::take(&mut *i))
-        .unwrap_or_default();
+    let interest = {
+        let Some(mut interest) = socket.interest.lock() else {
+            return;
+        };
+        if interest.members.is_empty() && interest.sleepers.is_empty() {
+            return;
+        }
+        std::mem::take(&mut *interest)
+    };
     for m in interest.members {
         m.epoll.forget(m.item, socket);
     }
@@ -370,9 +353,7 @@ fn forget(socket: &'static Socket) {
     if let Some(listener) = socket.take_listener() {
         listener.release();
     }
-    socket.stats.store(std::ptr::null_mut(), Relaxed);
-    Library::get().stats.close_stream(socket.slot);
-    socket.recycle();
+    socket.recycle(Library::get().stats);
 }
 
 /// `new` is another number for what `old` stands for.

@@ -6,11 +6,13 @@
 //! thread. Nothing here blocks. What needs an epoll set's lock or a new link is left to the
 //! service thread ([`Command`]).
 
+mod ahead;
 mod close;
 mod leave;
 pub mod resume;
 mod scan;
 
+pub use ahead::{drop_unread, read_ahead};
 pub use close::{Awaited, close_stream, close_tx, linger, refuse, scan_left};
 pub use leave::{end_on_link, leave, prefer_tcp, resend, return_to_tcp};
 pub use scan::{

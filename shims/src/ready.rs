@@ -104,7 +104,9 @@ pub fn readable(socket: &'static Socket, arm: Arm) -> u32 {
     };
     let anchor = socket.anchor.load(Acquire);
     if !ready {
-        return if waits {
+        return if waits && socket.rx_shut.load(Acquire) {
+            IN | RDHUP
+        } else if waits {
             0
         } else if anchor & ENDED != 0 {
             IN | anchor & ENDED
@@ -195,6 +197,17 @@ pub fn anchor(fd: BorrowedFd<'_>, events: PollFlags) -> u32 {
         Ok(_) => set.first().map_or(0, |p| u32::from(p.revents().bits())),
         Err(_) => 0,
     }
+}
+
+/// Whether the peer has ended its direction of TCP, or the connection is over. To poll(2), and to a read of nothing, a
+/// shutdown(SHUT_RD) of our own looks the same, to TCP's state it does not.
+pub fn has_peer_ended(fd: BorrowedFd<'_>) -> bool {
+    is_peers_end(fd, anchor(fd, PollFlags::RDHUP))
+}
+
+/// The same, given what poll(2) says.
+pub fn is_peers_end(fd: BorrowedFd<'_>, events: u32) -> bool {
+    events & ENDED != 0 && (events & ERR != 0 || !crate::sockopt::is_open_to_peer(fd))
 }
 
 /// Passes on what the ring says must be woken at the peer.

@@ -1,5 +1,6 @@
 //! Receiving: from what the direction runs on into the program's buffers. Here are the call and the link.
 
+pub mod carry;
 mod count;
 mod marked;
 mod ring;

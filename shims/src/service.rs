@@ -59,10 +59,10 @@ const ASK_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long an answer from another host may take: a busy machine has to open its RDMA device first, and nobody
 /// waits.
 const REMOTE_TIMEOUT: Duration = Duration::from_secs(6);
-/// How long a link to another host may take; less than a cookie lives.
-const LINK_TIMEOUT: Duration = Duration::from_secs(9);
+/// How long a link to another host may take; less than a cookie lives. Nobody waits: TCP carries what is sent meanwhile.
+const LINK_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long a cookie of ours may be presented, ns.
-const COOKIE_LIFE: u64 = 10_000_000_000;
+const COOKIE_LIFE: u64 = 40_000_000_000;
 /// How often an offer is tried to be written down, against another thread that writes one.
 const COOKIE_ATTEMPTS: usize = 1000;
 
@@ -208,13 +208,24 @@ impl Service {
         }
     }
 
-    /// Takes a cookie in; good once, for whom it was made, in time. Service thread only.
-    fn redeem(&self, cookie: &Cookie, peer: &InstanceId) -> bool {
+    /// Whether the cookie is good: once, for whom it was made, in time.
+    fn is_on_offer(&self, cookie: &Cookie, peer: &InstanceId) -> bool {
+        self.expire_cookies();
+        let offers = self.cookies.get(peer);
+        offers.is_some_and(|offers| offers.iter().any(|(c, _)| c.matches(cookie)))
+    }
+
+    fn expire_cookies(&self) {
         let now = crate::time::now_ns();
         self.cookies.retain(|_, offers| {
             offers.retain(|(_, until)| *until > now);
             !offers.is_empty()
         });
+    }
+
+    /// Spends a cookie. False if it is not good. Service thread only.
+    fn redeem(&self, cookie: &Cookie, peer: &InstanceId) -> bool {
+        self.expire_cookies();
         let Some(mut offers) = self.cookies.get_mut(peer) else {
             return false;
         };
@@ -318,8 +329,9 @@ struct Worker {
     offered_bound: usize,
     pending_links: HashMap<InstanceId, links::Pending>,
     /// Where other hosts connect.
-    acceptors: Vec<Acceptor>,
+    acceptors: HashMap<u64, Acceptor>,
     arriving: HashMap<u64, pairs::Arriving>,
+    unheard: HashMap<u64, pairs::Unheard>,
     dead_links: Vec<&'static Link>,
     /// When those are looked at again that no socket uses, ns; 0: there are none.
     bury_at: u64,
@@ -361,8 +373,9 @@ impl Worker {
             offered: HashMap::new(),
             offered_bound: answer::OFFERED_MIN,
             pending_links: HashMap::new(),
-            acceptors: Vec::new(),
+            acceptors: HashMap::new(),
             arriving: HashMap::new(),
+            unheard: HashMap::new(),
             dead_links: Vec::new(),
             bury_at: 0,
             lingering: HashMap::new(),
@@ -466,6 +479,7 @@ impl Worker {
         let asks = self.asks.values().map(|a| a.deadline);
         let links = self.pending_links.values().map(|p| p.deadline);
         let arriving = self.arriving.values().map(|a| a.deadline);
+        let unheard = self.unheard.values().map(|u| u.deadline);
         let shrink = (self.shrink_at != 0).then_some(self.shrink_at);
         let tend = (self.tend_at != 0).then_some(self.tend_at);
         let watch = (self.watch_at != 0).then_some(self.watch_at);
@@ -476,6 +490,7 @@ impl Worker {
         let lingering = self.lingering.values().map(|l| l.deadline);
         asks.chain(links)
             .chain(arriving)
+            .chain(unheard)
             .chain(tend)
             .chain(watch)
             .chain(bury)

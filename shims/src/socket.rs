@@ -10,22 +10,25 @@ use std::os::fd::BorrowedFd;
 
 use std::sync::atomic::{
     AtomicBool, AtomicI32, AtomicPtr, AtomicU8, AtomicU32, AtomicU64,
-    Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst},
+    Ordering::{Acquire, Relaxed, Release, SeqCst},
+    fence,
 };
 
 use crossbeam_utils::CachePadded;
 use rdmasock_core::fabric::ring::{Consumer, Producer};
 use rdmasock_core::ids::{InstanceId, Nonce, Tuple, Vqpn};
 use rdmasock_core::lock::Lock;
-use rdmasock_core::stats::{Reason, StreamStats};
+use rdmasock_core::stats::{Direction, Reason, StatsPage, StreamInfo, StreamStats};
 use rdmasock_core::stream::handshake::{Handshake, Role};
 use rdmasock_core::stream::policy::Progress;
+use smallvec::SmallVec;
 
 use crate::blocking::Blocking;
 use crate::epoll::Epoll;
 use crate::keepalive::Keepalive;
 use crate::link::Link;
 use crate::listener::Listener;
+use crate::rx::carry::Carry;
 use crate::wait::{Spinner, WaiterId};
 
 /// What a direction runs on. Mirrors what the direction's lock protects, so that the plain case
@@ -89,8 +92,8 @@ pub struct Rx {
     /// What markers to us start with, while we look for them.
     pub scan: Option<Nonce>,
     /// Bytes taken from TCP that may be the beginning of a marker, or that a call took which was in the
-    /// kernel when the direction left TCP.
-    pub carry: Vec<u8>,
+    /// kernel when the direction left TCP, or that were read ahead.
+    pub carry: Carry,
     /// Bytes in front, in the carry and then in TCP, that a scan has found to be payload: small
     /// reads do not scan them again.
     pub scanned: usize,
@@ -112,7 +115,7 @@ pub struct Rx {
 #[derive(Default)]
 pub struct Control {
     /// fd numbers of this process that stand for the socket.
-    pub fds: Vec<c_int>,
+    pub fds: SmallVec<[c_int; 4]>,
     /// The attempt under way.
     pub handshake: Option<Handshake>,
     /// Whose ASK the attempt began with (acceptor).
@@ -165,9 +168,9 @@ pub struct Membership {
 #[derive(Default)]
 pub struct Interest {
     /// The epoll sets that it is in.
-    pub members: Vec<Membership>,
+    pub members: SmallVec<[Membership; 2]>,
     /// Threads that sleep on it (blocking calls, poll, select).
-    pub sleepers: Vec<Sleeping>,
+    pub sleepers: SmallVec<[Sleeping; 2]>,
 }
 
 /// A thread that sleeps, or is about to.
@@ -239,6 +242,8 @@ pub struct Socket {
     /// In a fork child: it is this instance's by now.
     pub adopted: AtomicBool,
     pub control: Lock<Control>,
+    /// Where it was put in the epoll set that it was added to last: a guess for `epoll::control`.
+    pub last_item: AtomicU32,
     pub interest: Lock<Interest>,
     pub slot: u32,
     pub stats: AtomicPtr<StreamStats>,
@@ -262,7 +267,7 @@ pub fn all() -> impl Iterator<Item = &'static Socket> {
     (0..SLOTS.load(Acquire)).filter_map(by_slot)
 }
 
-/// Recycled objects.
+/// Recycled objects. Who opens or closes a slot of the statistics holds this lock.
 static FREE: Lock<Vec<&'static Socket>> = Lock::new(Vec::new());
 static SLOTS: AtomicU32 = AtomicU32::new(0);
 
@@ -314,6 +319,7 @@ impl Socket {
             left_for_exec: AtomicBool::new(false),
             adopted: AtomicBool::new(false),
             control: Lock::new(Control::default()),
+            last_item: AtomicU32::new(0),
             interest: Lock::new(Interest::default()),
             slot,
             stats: AtomicPtr::new(std::ptr::null_mut()),
@@ -339,7 +345,7 @@ impl Socket {
             }
         };
         drop(free);
-        socket.generation.fetch_add(1, AcqRel);
+        socket.renew();
         socket.progress.reset();
         socket.corked.store(false, Relaxed);
         socket.keepalive.reset();
@@ -365,6 +371,7 @@ impl Socket {
             tx.is_held = false;
             tx.is_shut = false;
             tx.kernel_corked = false;
+            tx.pressed = false;
         }
         socket.fd.store(fd, Release);
         let mut control = socket.control.lock()?;
@@ -373,14 +380,43 @@ impl Socket {
         Some(socket)
     }
 
-    /// Gives the object back. Nothing may lead to it any more but stale pointers, which check.
-    pub fn recycle(&'static self) {
+    /// Gives it a slot in this process's statistics.
+    pub fn open_statistics(&self, page: &'static StatsPage, direction: Direction) {
+        let info = StreamInfo {
+            fd: self.fd.load(Relaxed),
+            direction,
+            local: None,
+            peer: None,
+            why: Reason::BelowThreshold.into(),
+        };
+        let stats = FREE
+            .lock()
+            .and_then(|_one_at_a_time| page.open_stream(self.slot, &info));
+        self.stats.store(
+            stats.map_or(std::ptr::null_mut(), |s| std::ptr::from_ref(s).cast_mut()),
+            Relaxed,
+        );
+    }
+
+    /// Gives the object and its slot of the statistics back. Nothing may lead to it any more but stale pointers,
+    /// which check.
+    pub fn recycle(&'static self, page: &'static StatsPage) {
         self.listener.store(std::ptr::null_mut(), Relaxed);
-        self.generation.fetch_add(1, AcqRel);
+        self.stats.store(std::ptr::null_mut(), Relaxed);
+        self.renew();
         self.fd.store(-1, Release);
         if let Some(mut free) = FREE.lock() {
+            page.close_stream(self.slot);
             free.push(self);
         }
+    }
+
+    /// Stale pointers see that it is no longer what they led to. The caller alone has it.
+    fn renew(&self) {
+        let next = self.generation.load(Relaxed).wrapping_add(1);
+        self.generation.store(next, Release);
+        // What is stored for the new use is not seen before.
+        fence(Release);
     }
 
     /// Every object ever made is reachable from the table; this frees the allocator after fork.

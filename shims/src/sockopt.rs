@@ -24,6 +24,25 @@ pub fn get(fd: BorrowedFd<'_>, (level, name): Name) -> Option<c_int> {
     (result == 0).then_some(value)
 }
 
+/// Whether TCP's peer may still send: it has not ended its direction, and the connection is not over. Changes errno.
+pub fn is_open_to_peer(fd: BorrowedFd<'_>) -> bool {
+    // ESTABLISHED, SYN_SENT, SYN_RECV, FIN_WAIT1 and FIN_WAIT2 (Linux, tcp_states.h). The state is the first byte of TCP_INFO.
+    let mut state = 0u8;
+    let mut len = 1 as libc::socklen_t;
+    // SAFETY: a buffer of the right size; the kernel writes no more than that.
+    let result = unsafe {
+        libc::syscall(
+            libc::SYS_getsockopt,
+            fd.as_raw_fd(),
+            libc::IPPROTO_TCP,
+            libc::TCP_INFO,
+            &raw mut state,
+            &raw mut len,
+        )
+    };
+    result == 0 && (1..=5).contains(&state)
+}
+
 /// Sets an option that is an int. Changes errno.
 pub fn set(fd: BorrowedFd<'_>, (level, name): Name, value: c_int) {
     // SAFETY: as in `get`.
@@ -57,10 +76,27 @@ pub fn receives_otherwise(fd: BorrowedFd<'_>) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use std::net::TcpListener;
+    use std::net::{Shutdown, TcpListener, TcpStream};
     use std::os::fd::AsFd;
 
     use super::*;
+
+    #[test]
+    fn only_the_peer_ends_its_direction() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let ours = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (theirs, _) = listener.accept().unwrap();
+        let has_ended = || crate::ready::has_peer_ended(ours.as_fd());
+        assert!(!has_ended());
+        ours.shutdown(Shutdown::Read).unwrap();
+        assert!(!has_ended());
+        ours.shutdown(Shutdown::Both).unwrap();
+        assert!(!has_ended());
+        theirs.shutdown(Shutdown::Write).unwrap();
+        while !has_ended() {
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+    }
 
     #[test]
     fn a_low_water_mark_is_seen_and_so_is_its_end() {

@@ -173,6 +173,8 @@ static HIGHEST: AtomicUsize = AtomicUsize::new(0);
 
 /// [`put`] for a new number.
 pub fn insert(fd: c_int, entry: Entry) -> Entry {
-    HIGHEST.fetch_max(fd.max(0) as usize, Relaxed);
+    if HIGHEST.load(Relaxed) < fd.max(0) as usize {
+        HIGHEST.fetch_max(fd.max(0) as usize, Relaxed);
+    }
     put(fd, entry)
 }

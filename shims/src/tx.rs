@@ -6,7 +6,7 @@ mod room;
 mod sendfile;
 
 pub use cork::{cork, pass_cork, release_held};
-pub use room::{ask_for_room, press, reader_at};
+pub use room::{ask_for_room, is_full, press, reader_at};
 pub use sendfile::sendfile;
 
 use cork::{hold, is_more_to_come};
@@ -102,7 +102,7 @@ pub fn answer_if_asked(socket: &'static Socket) {
     // The service thread sets `asked`, then looks whether the connection has been used; we the other
     // way round. So one of the two sees the other.
     std::sync::atomic::fence(SeqCst);
-    if socket.asked.swap(false, SeqCst) {
+    if socket.asked.load(SeqCst) && socket.asked.swap(false, SeqCst) {
         Library::get().service.submit(Command::used(socket));
     }
 }

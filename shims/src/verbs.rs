@@ -238,16 +238,19 @@ impl Acceptor {
         })
     }
 
-    /// The next connection that somebody asks for.
-    pub fn next(&self) -> Option<Incoming> {
+    /// The next connection that somebody asks for, if there is one now. An error: no more will come.
+    pub fn next(&self) -> Result<Option<Incoming>, Errno> {
         // SAFETY: zeroes are a value of this plain struct.
         let mut request: Request = unsafe { std::mem::zeroed() };
         // SAFETY: the listener lives as long as this; one request is written.
-        check(unsafe { (self.plugin.next_request)(self.listener, &raw mut request) }).ok()?;
-        Some(Incoming {
-            pair: Pair::new(self.plugin, request.conn),
-            private: request.private,
-        })
+        match check(unsafe { (self.plugin.next_request)(self.listener, &raw mut request) }) {
+            Ok(_) => Ok(Some(Incoming {
+                pair: Pair::new(self.plugin, request.conn),
+                private: request.private,
+            })),
+            Err(Errno::AGAIN) => Ok(None),
+            Err(error) => Err(error),
+        }
     }
 }
 
@@ -401,11 +404,13 @@ impl QueuePair for Pair {
                 receive_buffers: 0,
                 buffer_bytes: 0,
                 immediate: false,
+                packet_bytes: 0,
             },
             |info| Limits {
                 receive_buffers: info.receive_buffers,
                 buffer_bytes: info.buffer_bytes,
                 immediate: info.immediate != 0,
+                packet_bytes: info.packet_bytes,
             },
         )
     }

@@ -222,6 +222,12 @@ impl Spinner {
         }
     }
 
+    /// Whether waits have ended in a spin lately, and may again. Unlike [`Self::bound`] it tries nothing anew.
+    pub fn pays(&self) -> bool {
+        let is_off = crate::library::Library::get().config.spin.is_zero();
+        !is_off && self.score.load(Relaxed) > 0 && !matches!(LOAD.room(), Room::OneCore)
+    }
+
     /// Spins until `done` or for `bound` ns; gives what `done` said last. False at once where only a
     /// sleep gets two threads off one core.
     pub fn spin(&self, bound: u64, done: impl FnMut() -> bool) -> bool {

@@ -204,6 +204,7 @@ impl<const IMMEDIATE: bool, const TINY: bool> Harness for Remote<IMMEDIATE, TINY
                 receive_buffers: MIN_BUFFERS,
                 buffer_bytes: MIN_BUFFER,
                 immediate: IMMEDIATE,
+                packet_bytes: 0,
             };
             config.send_queue = 2;
             tuning = Tuning {

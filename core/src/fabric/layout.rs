@@ -45,7 +45,7 @@ pub const DATA_OFFSET: usize =
     page_up(BLOCKS_OFFSET + MAX_STREAMS as usize * size_of::<DirectionBlock>());
 
 const MAGIC: [u8; 8] = *b"rdmasock";
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 
 /// Bytes of the header at offset 0.
 pub const HEADER_BYTES: usize = size_of::<RawHeader>();

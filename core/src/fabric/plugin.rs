@@ -8,7 +8,7 @@
 use std::ffi::{c_int, c_void};
 
 /// Version of the tables; changes with any change to this file.
-pub const ABI: u32 = 3;
+pub const ABI: u32 = 4;
 
 /// The plugin's only symbol, an [`Entry`].
 pub const ENTRY: &std::ffi::CStr = c"rdmasock_verbs_plugin";
@@ -88,6 +88,8 @@ pub struct Info {
     pub receive_buffers: u16,
     /// As there.
     pub immediate: u8,
+    /// As there.
+    pub packet_bytes: u32,
     /// Number of the queue pair.
     pub qp_number: u32,
     /// The device.
@@ -197,7 +199,7 @@ pub struct Plugin {
         port: *mut u16,
         fd: *mut c_int,
     ) -> i32,
-    /// The next request; -EAGAIN if there is none now.
+    /// The next request; -EAGAIN if there is none now, else no more will come.
     pub next_request: unsafe extern "C" fn(listener: *mut Listener, out: *mut Request) -> i32,
     /// Ends a listener.
     pub close_listener: unsafe extern "C" fn(listener: *mut Listener),

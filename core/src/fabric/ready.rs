@@ -27,9 +27,6 @@ const SUMMARY: usize = WORDS.div_ceil(64);
 pub struct ReadyQueue {
     /// Bit w of the whole: `words[w]` may be nonzero.
     summary: [AtomicU64; SUMMARY],
-    /// Keeps a sweeper's look at the summary off the words' cache lines.
-    #[cfg(not(loom))]
-    _pad: [u64; 8 - SUMMARY],
     words: [AtomicU64; WORDS],
 }
 
@@ -38,8 +35,6 @@ impl ReadyQueue {
     pub fn new() -> Self {
         Self {
             summary: std::array::from_fn(|_| AtomicU64::new(0)),
-            #[cfg(not(loom))]
-            _pad: [0; 8 - SUMMARY],
             words: std::array::from_fn(|_| AtomicU64::new(0)),
         }
     }

@@ -106,18 +106,18 @@ impl Counters {
         }
     }
 
-    /// Adds from any thread (used for the totals, which several threads may add to).
+    /// Adds to the totals.
     pub fn fold(&self, counts: Counts) {
-        self.tcp_bytes.fetch_add(counts.tcp_bytes, Relaxed);
-        self.tcp_calls.fetch_add(counts.tcp_calls, Relaxed);
-        self.link_bytes.fetch_add(counts.link_bytes, Relaxed);
-        self.link_calls.fetch_add(counts.link_calls, Relaxed);
+        bump(&self.tcp_bytes, counts.tcp_bytes);
+        bump(&self.tcp_calls, counts.tcp_calls);
+        bump(&self.link_bytes, counts.link_bytes);
+        bump(&self.link_calls, counts.link_calls);
     }
 }
 
 /// Adds without an atomic read-modify-write: the caller is the only writer of `counter`.
 #[inline]
-fn bump(counter: &AtomicU64, by: u64) {
+pub(super) fn bump(counter: &AtomicU64, by: u64) {
     counter.store(counter.load(Relaxed).wrapping_add(by), Relaxed);
 }
 

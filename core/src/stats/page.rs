@@ -14,7 +14,7 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous};
 use rustix::process::{Resource, getrlimit};
 use rustix::time::{ClockId, clock_gettime};
 
-use super::layout::{Header, MAGIC, PROGRAM_MAX, VERSION, moved};
+use super::layout::{Header, MAGIC, PROGRAM_MAX, VERSION, bump, moved};
 use super::{
     Direction, Event, LINK_SLOTS, LinkState, LinkStats, MEMFD_NAME, Path, STREAM_SLOTS, StatsPage,
     StreamStats, Why,
@@ -131,41 +131,42 @@ impl StatsPage {
         self.links.get(slot as usize)
     }
 
-    /// Gives `slot` to a new stream, closing the one that had it. The caller owns the slot: no
-    /// other thread opens, closes or counts on it meanwhile. `None` beyond [`STREAM_SLOTS`].
+    /// Gives `slot` to a new stream, closing the one that had it. The caller owns the slot, so that nobody counts
+    /// on it meanwhile, and sees to it that no other thread opens or closes any. `None` beyond [`STREAM_SLOTS`].
     pub fn open_stream(&self, slot: u32, info: &StreamInfo) -> Option<&StreamStats> {
         let stream = self.stream(slot)?;
         self.close_stream(slot);
         stream.reset(info.fd, info.direction);
         stream.set_addrs(info.local, info.peer);
         stream.set_why(info.why);
-        self.header.opened.fetch_add(1, Relaxed);
+        bump(&self.header.opened, 1);
         stream.word.publish();
         Some(stream)
     }
 
-    /// Frees `slot` and adds its counters to the totals; nothing if it was free. The caller owns
-    /// the slot (see [`Self::open_stream`]).
+    /// Frees `slot` and adds its counters to the totals; nothing if it was free. For the caller as
+    /// [`Self::open_stream`].
     pub fn close_stream(&self, slot: u32) {
         let Some(stream) = self.stream(slot).filter(|s| s.word.is_open()) else {
             return;
         };
         let header = &self.header;
         // Release: what follows is not seen before it by a reader that then sees no closing begun.
-        header.closings_begun.fetch_add(1, Relaxed);
+        bump(&header.closings_begun, 1);
         core::sync::atomic::fence(Release);
         header.closed_tx.fold(stream.tx.load());
         header.closed_rx.fold(stream.rx.load());
         let bits = stream.moved.load(Relaxed);
         if bits & moved::PROMOTED == moved::PROMOTED {
-            header.promoted.fetch_add(1, Relaxed);
+            bump(&header.promoted, 1);
         }
         if bits & moved::DEMOTED != 0 {
-            header.demoted.fetch_add(1, Relaxed);
+            bump(&header.demoted, 1);
         }
         stream.word.free();
         // Pairs with the reader's Acquire load of this counter.
-        header.closings_done.fetch_add(1, Release);
+        let done = header.closings_done.load(Relaxed).wrapping_add(1);
+        header.closings_done.store(done, Release);
     }
 
     /// Gives `slot` to a new link that is being set up. The caller owns the slot. `None` beyond

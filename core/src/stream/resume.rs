@@ -36,6 +36,11 @@
 //!
 //! Reading RESUME is itself a reason to write one, so there is no fourth row with "no, yes".
 //!
+//! A program may read nothing until it has sent all that it has to say, so what comes in front of these markers may
+//! never be taken. Whoever cannot send on without them therefore looks for them behind it ([`Resume::looks_ahead`],
+//! [`Resume::on_ahead`]): for its sending direction they count from then on, for its receiving direction
+//! when it is their turn.
+//!
 //! close() alone has a shorter way: the mark FIN goes out behind the last byte on the link, and once the
 //! peer's engine confirms that both have come, TCP ends without RESUME. A reader that has the mark
 //! has everything. Until the confirmation the sender can still write RESUME instead.
@@ -72,6 +77,22 @@ pub enum Step {
     Done,
 }
 
+/// What was seen in TCP behind data that the program has not taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Ahead {
+    /// The closing marker of the handshake.
+    Closing(Closing),
+    /// RESUME.
+    Resume {
+        /// As [`Resume::on_resume`]'s.
+        received: u64,
+        /// As [`Resume::on_resume`]'s.
+        sent: u64,
+    },
+    /// The end of TCP.
+    End,
+}
+
 /// Up to a handful of steps.
 pub type Steps = Vec<Step>;
 
@@ -99,6 +120,11 @@ pub struct Resume {
     wrote: bool,
     /// What the other's RESUME says: `received` and `sent`.
     read: Option<(u64, u64)>,
+    /// What of `got` and `read` was seen before its turn.
+    got_ahead: Option<Closing>,
+    read_ahead: Option<(u64, u64)>,
+    /// Our direction has gone on, or has nobody to go to.
+    went_on: bool,
     fin: Fin,
     over: bool,
 }
@@ -120,6 +146,9 @@ impl Resume {
             asked: false,
             wrote: false,
             read: None,
+            got_ahead: None,
+            read_ahead: None,
+            went_on: false,
             fin: Fin::Open,
             over: false,
         }
@@ -148,7 +177,28 @@ impl Resume {
 
     /// Our direction has left the link and cannot go on yet.
     pub fn is_held(&self) -> bool {
-        self.sent == Some(Closing::Switch) && self.wrote && self.read.is_none() && !self.over
+        self.sent == Some(Closing::Switch) && self.wrote && !self.went_on && !self.over
+    }
+
+    /// Our sending direction cannot go on, or end, before the other's next marker, wherever in TCP that is.
+    pub fn looks_ahead(&self) -> bool {
+        let leaves = self.asked || matches!(self.fin, Fin::Wanted | Fin::Marked);
+        let waits = match self.sent {
+            Some(Closing::Switch) => leaves && !self.wrote,
+            Some(Closing::Abort) => self.known().is_none(),
+            None => false,
+        };
+        waits && !self.over || self.is_held()
+    }
+
+    /// We have switched, and the other has not said what it does: it may have given up, and take nothing more from
+    /// the link.
+    pub fn is_unanswered(&self) -> bool {
+        self.sent == Some(Closing::Switch) && self.known().is_none() && !self.wrote && !self.over
+    }
+
+    fn known(&self) -> Option<Closing> {
+        self.got.or(self.got_ahead)
     }
 
     /// Whether our RESUME is in TCP, or about to be: nothing more is taken from the link.
@@ -227,10 +277,52 @@ impl Resume {
         vec![Step::EndTcp, Step::Done]
     }
 
+    /// A marker, or the end, was seen in TCP before its turn. It is met again then. An attempt that is not
+    /// closed has been given up before.
+    pub fn on_ahead(&mut self, ahead: Ahead) -> Result<Steps, Misplaced> {
+        if self.over {
+            return Ok(Steps::new());
+        }
+        match ahead {
+            Ahead::Closing(closing) => {
+                if self.known().is_some() {
+                    return Err(Misplaced::Peer("a second closing marker"));
+                }
+                self.got_ahead = Some(closing);
+            }
+            Ahead::Resume { received, sent } => {
+                let known = self.known();
+                let switched = self.sent == Some(Closing::Switch) || known == Some(Closing::Switch);
+                let is_first = self.read.is_none() && self.read_ahead.is_none();
+                if known.is_none() || !switched || !is_first || !self.may_say(received, sent) {
+                    return Err(Misplaced::Peer("RESUME"));
+                }
+                self.read_ahead = Some((received, sent));
+                self.due = true;
+            }
+            Ahead::End => {
+                let mut steps = Steps::new();
+                if self.is_held() {
+                    self.went_on = true;
+                    steps.push(Step::SendNothing);
+                    self.end_tcp(&mut steps);
+                }
+                return Ok(steps);
+            }
+        }
+        Ok(self.advance())
+    }
+
+    /// What a direction that was not on the link has received or sent there is nothing.
+    fn may_say(&self, received: u64, sent: u64) -> bool {
+        let fits = |closing, n| closing == Some(Closing::Switch) || n == 0;
+        fits(self.sent, received) && fits(self.known(), sent)
+    }
+
     /// The other's RESUME was read in TCP. An attempt that is not closed has been given up before.
     pub fn on_resume(&mut self, received: u64, sent: u64) -> Result<Steps, Misplaced> {
-        let nothing = |closing, n| closing == Some(Closing::Switch) || n == 0;
-        if !self.is_expecting() || !nothing(self.sent, received) || !nothing(self.got, sent) {
+        let was_seen = self.read_ahead.is_none_or(|seen| seen == (received, sent));
+        if !self.is_expecting() || !was_seen || !self.may_say(received, sent) {
             return Err(Misplaced::Peer("RESUME"));
         }
         self.read = Some((received, sent));
@@ -251,7 +343,7 @@ impl Resume {
         } else {
             steps.push(Step::ReadOn(0));
         }
-        if self.sent == Some(Closing::Switch) {
+        if self.sent == Some(Closing::Switch) && !self.went_on {
             steps.push(Step::SendNothing);
         }
         self.end_tcp(&mut steps);
@@ -279,7 +371,7 @@ impl Resume {
 
     fn must_write(&self) -> bool {
         use Closing::{Abort, Switch};
-        match (self.sent, self.got) {
+        match (self.sent, self.known()) {
             (Some(Switch), Some(Abort)) | (Some(Abort), Some(Switch)) => true,
             (Some(Switch), _) => self.due,
             _ => false,
@@ -287,7 +379,7 @@ impl Resume {
     }
 
     fn advance(&mut self) -> Steps {
-        use Closing::{Abort, Switch};
+        use Closing::Abort;
         let mut steps = Steps::new();
         if self.over {
             return steps;
@@ -297,7 +389,16 @@ impl Resume {
             steps.push(Step::WriteResume);
         }
         // What we send is on TCP already, and RESUME is out if there is to be one.
-        if self.sent == Some(Abort) && (self.wrote || self.got == Some(Abort)) {
+        if self.sent == Some(Abort) && (self.wrote || self.known() == Some(Abort)) {
+            self.end_tcp(&mut steps);
+        }
+        if self.is_held()
+            && let Some((received, _)) = self.read.or(self.read_ahead)
+        {
+            self.went_on = true;
+            steps.push(Step::SendFrom(received));
+        }
+        if self.went_on && self.read.is_none() {
             self.end_tcp(&mut steps);
         }
         match (self.sent, self.got, self.read) {
@@ -305,11 +406,8 @@ impl Resume {
                 self.over = true;
                 steps.push(Step::Done);
             }
-            (Some(closing), _, Some((received, sent))) if self.wrote => {
+            (Some(_), _, Some((_, sent))) if self.wrote => {
                 self.over = true;
-                if closing == Switch {
-                    steps.push(Step::SendFrom(received));
-                }
                 steps.push(Step::ReadOn(sent));
                 self.end_tcp(&mut steps);
                 steps.push(Step::Done);

@@ -77,6 +77,8 @@ struct End {
     /// The end of TCP has been read, and shown.
     ended: bool,
     eof: bool,
+    /// The program reads nothing before it has sent all.
+    idle: bool,
 
     to_tcp: VecDeque<Tcp>,
     to_link: VecDeque<Record>,
@@ -85,6 +87,7 @@ struct End {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Event {
     Tcp,
+    Ahead,
     Link,
     Ring,
     Write,
@@ -128,6 +131,7 @@ impl End {
             delivered: 0,
             ended: false,
             eof: false,
+            idle: false,
             to_tcp: VecDeque::new(),
             to_link: VecDeque::new(),
         }
@@ -327,6 +331,7 @@ impl End {
         let expecting = self.resume.as_ref().is_some_and(Resume::is_expecting);
         let is_next = self.resume.as_ref().is_some_and(Resume::is_next);
         match next {
+            Tcp::Data(_) if self.idle && !self.closed => return false,
             Tcp::Data(_) if self.on_ring && !self.closed && !is_next => return false,
             Tcp::Fin if self.on_ring && self.read_on && !self.closed => return false,
             _ => {}
@@ -365,6 +370,27 @@ impl End {
         }
         self.settle();
         true
+    }
+
+    /// Looks for what the sending direction waits for behind data; anybody may who waits for an answer.
+    fn look_ahead(&mut self, peer: &VecDeque<Tcp>) {
+        let Some(r) = &self.resume else { return };
+        let in_the_way = matches!(peer.front(), Some(Tcp::Data(_))) && !self.on_ring;
+        if !in_the_way || !self.scanning || !(r.looks_ahead() || r.is_unanswered()) {
+            return;
+        }
+        let ahead = peer.iter().find_map(|what| match *what {
+            Tcp::Closing(closing) if r.known().is_none() => Some(Ahead::Closing(closing)),
+            Tcp::Resume(received, sent) if r.read_ahead.is_none() => Some(Ahead::Resume {
+                received: received.into(),
+                sent: sent.into(),
+            }),
+            Tcp::Fin => Some(Ahead::End),
+            _ => None,
+        });
+        if let Some(ahead) = ahead {
+            self.resumption(|r| r.on_ahead(ahead).expect("an honest peer"));
+        }
     }
 
     fn read_link(&mut self, record: Record, ring: bool) {
@@ -408,6 +434,7 @@ fn happen(event: Event, bytes: u8, me: &mut End, peer: &mut End) -> bool {
     let before = me.clone();
     match event {
         Event::Tcp => return me.read_tcp(&mut peer.to_tcp),
+        Event::Ahead => me.look_ahead(&peer.to_tcp),
         Event::Link | Event::NoRing => {
             if !me.link {
                 return false;
@@ -423,7 +450,7 @@ fn happen(event: Event, bytes: u8, me: &mut End, peer: &mut End) -> bool {
             return true;
         }
         Event::Ring => {
-            if !me.on_ring || me.closed || me.taken == me.ring {
+            if !me.on_ring || me.closed || me.idle || me.taken == me.ring {
                 return false;
             }
             me.deliver(me.delivered);
@@ -505,8 +532,9 @@ fn happen(event: Event, bytes: u8, me: &mut End, peer: &mut End) -> bool {
 fn is_by_itself(event: Event, me: &End, peer: &End) -> bool {
     match event {
         Event::Tcp | Event::Link | Event::Ring | Event::LinkUp => true,
+        Event::Ahead => me.resume.as_ref().is_some_and(Resume::looks_ahead),
         // An attempt over a link that has failed at the other end times out. Nobody else need notice.
-        Event::LinkFails => !peer.link && me.handshake.is_some(),
+        Event::LinkFails => !peer.link && (me.handshake.is_some() || me.idle),
         _ => false,
     }
 }
@@ -558,6 +586,21 @@ fn check_rest(ends: [&End; 2]) {
     }
 }
 
+/// The same where programs do not read: each can send nonetheless. Its end goes out once the other has answered,
+/// for which that may have to read.
+fn check_rest_of_idle(ends: &[End; 2]) {
+    for (me, peer) in [(&ends[0], &ends[1]), (&ends[1], &ends[0])] {
+        assert!(me.tx != On::Held, "cannot send unless it reads\n{ends:?}");
+        let closing = |h: &Handshake| h.phase() == Phase::Closing;
+        let has_answered = peer.handshake.as_ref().is_none_or(closing);
+        let has_left = me.resume.is_some() && !(me.link && peer.link);
+        assert!(
+            !has_left || !has_answered || me.fin == me.shut,
+            "the end does not come\n{ends:?}"
+        );
+    }
+}
+
 /// Explores; gives the number of states and of those that are at rest.
 fn explore(start: [End; 2], bytes: [u8; 2], events: &[Event]) -> (usize, usize) {
     let mut seen = HashSet::from([start.clone()]);
@@ -585,7 +628,11 @@ fn explore(start: [End; 2], bytes: [u8; 2], events: &[Event]) -> (usize, usize) 
         }
         if !moves {
             rests += 1;
-            check_rest([&ends[0], &ends[1]]);
+            if ends.iter().any(|end| end.idle) {
+                check_rest_of_idle(&ends);
+            } else {
+                check_rest([&ends[0], &ends[1]]);
+            }
         }
     }
     (seen.len(), rests)
@@ -606,8 +653,9 @@ fn greeting() -> [End; 2] {
     [c, s]
 }
 
-const BASE: [Event; 7] = [
+const BASE: [Event; 8] = [
     Event::Tcp,
+    Event::Ahead,
     Event::Link,
     Event::Ring,
     Event::Write,
@@ -663,6 +711,21 @@ fn who_has_lost_its_peer_sees_a_clean_end_only_after_every_byte() {
 #[test]
 fn a_failure_in_the_handshake_costs_no_byte_and_leaks_no_marker() {
     let (states, rests) = explore(greeting(), [2, 2], &with(&[Event::GiveUp, Event::NoRing]));
+    assert!(
+        states > 1000 && rests > 10,
+        "{rests} ends in {states} states"
+    );
+}
+
+#[test]
+fn who_does_not_read_can_send_whatever_fails() {
+    let mut start = greeting();
+    start.iter_mut().for_each(|end| end.idle = true);
+    let (states, rests) = explore(
+        start,
+        [2, 2],
+        &with(&[Event::GiveUp, Event::NoRing, Event::Shutdown]),
+    );
     assert!(
         states > 1000 && rests > 10,
         "{rests} ends in {states} states"

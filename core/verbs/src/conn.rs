@@ -193,6 +193,7 @@ impl Conn {
             buffer_bytes: BUFFER_BYTES as u32,
             receive_buffers: queue.receive_buffers(),
             immediate: u8::from(queue.has_immediate()),
+            packet_bytes: queue.packet_bytes(),
             qp_number: queue.number(),
             device: Device {
                 name,

@@ -16,16 +16,15 @@ use crate::sys::{Id, event};
 /// in the lab without it).
 const IWARP_SETTLES: Duration = Duration::from_millis(50);
 
-/// Connects. siw sends the first packet and waits for its answer inside the call, so the time is not exact there.
+/// Connects. The timeout is for finding the way, and again for the peer's answer: siw waits for its TCP connection within the
+/// call, by the kernel's own patience.
 pub fn connect(
     local: &Address,
     remote: &Address,
     private: &[u8],
     timeout: Duration,
 ) -> Result<Conn> {
-    let until = Instant::now()
-        .checked_add(timeout)
-        .ok_or(Errno(libc::EINVAL))?;
+    let until = after(timeout)?;
     device::open(local)?;
     let id = Id::new().map_err(|errno| explain("opening the connection manager", errno))?;
     let local = Address { port: 0, ..*local };
@@ -35,6 +34,7 @@ pub fn connect(
     expect(&id, event::RDMA_CM_EVENT_ROUTE_RESOLVED, until)?;
     let conn = Conn::new(id)?;
     conn.connect(private)?;
+    let until = after(timeout)?;
     loop {
         match conn.state() {
             0 => wait(conn.id(), until)?,
@@ -49,6 +49,12 @@ pub fn connect(
             code => return Err(explain("connecting", Errno(-code))),
         }
     }
+}
+
+fn after(timeout: Duration) -> Result<Instant> {
+    Instant::now()
+        .checked_add(timeout)
+        .ok_or(Errno(libc::EINVAL))
 }
 
 /// Waits for this event; another one is the reason why it will not come.

@@ -7,7 +7,7 @@ use crate::device;
 use crate::error::{Errno, Result};
 use crate::explain::explain;
 use crate::host::{Level, log};
-use crate::sys::{Id, Private};
+use crate::sys::{Id, Private, event};
 
 /// Requests that the kernel keeps.
 const BACKLOG: i32 = 64;
@@ -50,10 +50,13 @@ impl Listener {
         self.id.channel().fd()
     }
 
-    /// The next request, with what the peer sent along; `None` if there is none now.
+    /// The next request, with what the peer sent along; `None` if there is none now, ENODEV if the device is gone, and no
+    /// more will come.
     pub fn next(&self) -> Result<Option<(Conn, Private)>> {
         while let Some(event) = self.id.channel().next()? {
-            // Other events are of no interest: a device that goes away ends its connections, too.
+            if event.kind == event::RDMA_CM_EVENT_DEVICE_REMOVAL {
+                return Err(Errno(libc::ENODEV));
+            }
             let Some(incoming) = event.incoming else {
                 continue;
             };

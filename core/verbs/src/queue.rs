@@ -181,6 +181,15 @@ impl Queue {
         !self.is_iwarp
     }
 
+    /// Bytes that a packet carries; 0 if it is TCP that cuts them, or before the queue pair is connected.
+    pub fn packet_bytes(&self) -> u32 {
+        if self.is_iwarp {
+            0
+        } else {
+            self.qp.path_mtu().unwrap_or(0)
+        }
+    }
+
     pub fn completion_fd(&self) -> i32 {
         self.cq.fd()
     }

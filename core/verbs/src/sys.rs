@@ -852,6 +852,21 @@ impl Qp {
         unsafe { (*self.ptr.as_ptr()).qp_num }
     }
 
+    /// Bytes that a packet of it carries at most; only once it is connected.
+    pub fn path_mtu(&self) -> Result<u32> {
+        // SAFETY: structures of numbers and pointers, for which zeroes are a value.
+        let (mut attr, mut init): (ffi::ibv_qp_attr, ffi::ibv_qp_init_attr) =
+            unsafe { (zeroed(), zeroed()) };
+        let mask = ffi::ibv_qp_attr_mask::IBV_QP_PATH_MTU.0 as c_int;
+        // SAFETY: the queue pair lives, and the structures are written during the call.
+        check_code(unsafe { ffi::ibv_query_qp(self.ptr.as_ptr(), &mut attr, mask, &mut init) })?;
+        // 1 is 256 bytes, 5 is 4,096 (ibv_query_port(3), enum ibv_mtu).
+        match attr.path_mtu {
+            code @ 1..=5 => Ok(128 << code),
+            _ => Ok(0),
+        }
+    }
+
     /// The address that [`Context::drain_events`] names it by.
     pub fn address(&self) -> usize {
         self.ptr.as_ptr().addr()

@@ -127,6 +127,8 @@ impl QueuePair for Wire {
             },
             buffer_bytes: MIN_BUFFER,
             immediate: self.setting.immediate,
+            // So small that much of what is sent fills packets.
+            packet_bytes: 256,
         }
     }
 

@@ -18,6 +18,7 @@ pub const CASES: &[Case] = &[
     ("iperf3_bidirectional", |lab| iperf(lab, &["--bidir"])),
     ("curl_download_from_http_server", curl_download),
     ("curl_upload", curl_upload),
+    ("curl_under_valgrind", curl_under_valgrind),
     ("socat_both_ways_with_half_close", socat_both_ways),
     ("socat_forking_server", socat_fork),
 ];
@@ -98,6 +99,23 @@ fn curl_download(lab: &mut Lab) -> Result<()> {
     )?;
     ensure!(list.contains("file.bin"), "no directory listing: {list}");
     lab.check_paths(&server.proc, download)
+}
+
+/// Valgrind's processor has no vDSO, and runs one thread at a time, so that a promotion takes a while.
+fn curl_under_valgrind(lab: &mut Lab) -> Result<()> {
+    std::fs::create_dir(lab.path("www"))?;
+    let file = lab.random_file("www/file.bin", 60_000_000, 12)?;
+    let www = lab.path("www").display().to_string();
+    let args = ["-m", "http.server", "PORT", "--bind", "127.0.0.1", "-d"];
+    let server = python(lab, Role::Server, &[&args[..], &[&www]].concat())?;
+    let copy = lab.path("copy.bin");
+    lab.check_paths(&server.proc, || {
+        let valgrind = lab.cmd(Role::Client, "valgrind")?;
+        let cmd = valgrind.args(["--quiet", "--tool=none", "--error-exitcode=99", "curl"]);
+        let url = server.url("file.bin");
+        lab.run(cmd.args(["-sSf", &url, "-o"]).args([&copy]))?;
+        same_file(&copy, &file)
+    })
 }
 
 fn curl_upload(lab: &mut Lab) -> Result<()> {

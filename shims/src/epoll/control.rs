@@ -3,7 +3,7 @@
 
 use std::ffi::c_int;
 use std::os::fd::BorrowedFd;
-use std::sync::atomic::Ordering::SeqCst;
+use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 use rustix::event::epoll as kernel;
 
@@ -32,23 +32,21 @@ impl Epoll {
         let Some(mut set) = self.set.lock() else {
             return real();
         };
-        let index = find(socket, self, fd).filter(|i| set.items.get(*i).is_some_and(|i| !i.dead));
-        let taken = index.and_then(|i| set.items.get(i)).map(|i| i.taken);
         let asked = event.map_or(0, |e| e.events);
-        let exclusive = index
-            .and_then(|i| set.items.get(i))
-            .is_some_and(|i| i.events & EXCLUSIVE != 0);
-        let refused = match op {
-            libc::EPOLL_CTL_ADD => asked & EXCLUSIVE != 0 && asked & !EXCLUSIVE_OK != 0,
-            libc::EPOLL_CTL_MOD => asked & EXCLUSIVE != 0 || exclusive,
-            _ => false,
-        };
-        if refused {
+        if let (libc::EPOLL_CTL_ADD, Some(event)) = (op, event) {
+            if asked & EXCLUSIVE != 0 && asked & !EXCLUSIVE_OK != 0 {
+                return crate::errno::fail(libc::EINVAL);
+            }
+            return self.add(set, socket, fd, event, real);
+        }
+        let index = self.find(&set, socket, fd);
+        let item = index.and_then(|i| set.items.get(i));
+        let taken = item.map(|i| i.taken);
+        let exclusive = item.is_some_and(|i| i.events & EXCLUSIVE != 0);
+        if op == libc::EPOLL_CTL_MOD && (asked & EXCLUSIVE != 0 || exclusive) {
             return crate::errno::fail(libc::EINVAL);
         }
         match (op, event, index, taken) {
-            (libc::EPOLL_CTL_ADD, Some(_), Some(_), _) => crate::errno::fail(libc::EEXIST),
-            (libc::EPOLL_CTL_ADD, Some(event), None, _) => self.add(set, socket, fd, event, real),
             (libc::EPOLL_CTL_MOD, Some(event), Some(index), Some(true)) => {
                 set.arm(index, event);
                 set.enqueue(index);
@@ -94,7 +92,7 @@ impl Epoll {
         }
     }
 
-    /// EPOLL_CTL_ADD of a socket that the set does not have under this number.
+    /// EPOLL_CTL_ADD.
     fn add(
         &'static self,
         mut set: Guard<'_, Set>,
@@ -119,13 +117,23 @@ impl Epoll {
         }
         // First the membership, then the look (`watch` the other way round): a promotion that
         // begins now is seen here, or sees the membership.
+        let mut is_there = false;
         ready::change_interest(socket, |i| {
-            i.members.push(Membership {
-                epoll: self,
-                fd,
-                item: index,
-            })
+            let mut items = i.members.iter().filter(|m| m.is_of(self, fd));
+            is_there = items.any(|m| set.has(m.item, socket, fd));
+            if !is_there {
+                i.members.push(Membership {
+                    epoll: self,
+                    fd,
+                    item: index,
+                });
+            }
         });
+        if is_there {
+            set.remove(index);
+            return crate::errno::fail(libc::EEXIST);
+        }
+        socket.last_item.store(index as u32, Relaxed);
         if ready::is_watched(socket) {
             if let Some(item) = set.items.get_mut(index) {
                 item.taken = true;
@@ -150,6 +158,17 @@ impl Epoll {
         result
     }
 
+    /// The item of a socket under one number.
+    fn find(&self, set: &Set, socket: &'static Socket, fd: c_int) -> Option<usize> {
+        let last = socket.last_item.load(Relaxed) as usize;
+        if set.has(last, socket, fd) {
+            return Some(last);
+        }
+        let interest = socket.interest.lock()?;
+        let mut items = interest.members.iter().filter(|m| m.is_of(self, fd));
+        items.find(|m| set.has(m.item, socket, fd)).map(|m| m.item)
+    }
+
     /// The socket's readiness no longer concerns this item.
     fn leave(&'static self, socket: &'static Socket, index: usize) {
         ready::change_interest(socket, |i| {
@@ -159,7 +178,20 @@ impl Epoll {
     }
 }
 
+impl Membership {
+    fn is_of(&self, epoll: &Epoll, fd: c_int) -> bool {
+        std::ptr::eq(self.epoll, epoll) && self.fd == fd
+    }
+}
+
 impl Set {
+    /// Whether this item is the socket under this number.
+    fn has(&self, index: usize, socket: &Socket, fd: c_int) -> bool {
+        self.items
+            .get(index)
+            .is_some_and(|i| !i.dead && i.fd == fd && std::ptr::eq(i.socket, socket))
+    }
+
     /// EPOLL_CTL_MOD of an item that is taken over, or is from now on.
     fn arm(&mut self, index: usize, event: libc::epoll_event) {
         if let Some(item) = self.items.get_mut(index) {
@@ -169,14 +201,4 @@ impl Set {
             item.taken = true;
         }
     }
-}
-
-/// The item of a socket under one number.
-fn find(socket: &'static Socket, epoll: &Epoll, fd: c_int) -> Option<usize> {
-    let interest = socket.interest.lock()?;
-    interest
-        .members
-        .iter()
-        .find(|m| std::ptr::eq(m.epoll, epoll) && m.fd == fd)
-        .map(|m| m.item)
 }

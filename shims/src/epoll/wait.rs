@@ -36,6 +36,9 @@ impl Epoll {
         if let Some(n) = self.wait_plain(events, max, timeout, &real) {
             return n;
         }
+        if !deadline.is_zero() {
+            self.await_last();
+        }
         let mut spun = false;
         loop {
             // Now and then the kernel's set is looked at too, every other time first: neither may keep
@@ -249,6 +252,31 @@ impl Epoll {
                 Some(duty)
             })
             .collect()
+    }
+
+    /// What was reported last, and alone, is likely to be the next: its ring is looked at for a moment before its peer is
+    /// asked to tell. That saves the peer, and us, four cache lines that would have to change sides.
+    fn await_last(&'static self) {
+        if self.nested.load(Relaxed) || !self.kernel_quiet.load(Relaxed) || !self.spinner.pays() {
+            return;
+        }
+        wait::glance(|| self.last_is_ready() != Some(false));
+    }
+
+    /// Whether there is anything to report, if the set has one socket left to look at, on a link within this host.
+    fn last_is_ready(&'static self) -> Option<bool> {
+        let waiter = self.waiter()?;
+        let set = self.set.lock()?;
+        let (&index, true) = (set.ready.front()?, set.ready.len() == 1) else {
+            return None;
+        };
+        let item = set.items.get(index)?;
+        let is_near = item.socket.link().is_some_and(|l| !l.is_remote());
+        if item.dead || item.disabled || !item.taken || !is_near {
+            return None;
+        }
+        let mask = ready::evaluate(item.socket, item.events, Arm::No) & (item.events | ALWAYS);
+        Some(mask != 0 || set.links.iter().any(|l| l.has_ready(waiter)))
     }
 
     fn has_ready(&self) -> bool {

@@ -10,6 +10,7 @@ use std::sync::atomic::{
 use rdmasock_core::fabric::layout::Layout;
 use rdmasock_core::fabric::plugin::Info;
 use rdmasock_core::fabric::ready::SleepFlag;
+use rdmasock_core::fabric::remote::qp::QueuePair;
 use rdmasock_core::fabric::remote::{End, Fault, Local, Tuning};
 use rdmasock_core::fabric::shm::Side;
 use rdmasock_core::ids::Vqpn;
@@ -81,8 +82,9 @@ impl Distant {
             Side::new(memory, layout)
         };
         let (mine, mirror) = (side()?, side()?);
+        let tuning = Tuning::fit(&pair.limits());
         // SAFETY: the link, with the end, is never freed; see `Link::new`.
-        let end = unsafe { End::new(pair, mine, mirror, Here, Tuning::default()) };
+        let end = unsafe { End::new(pair, mine, mirror, Here, tuning) };
         Some(Self {
             end: end.ok()?,
             info,
@@ -228,6 +230,11 @@ impl Distant {
     /// It has to be seen, about once a second, whether the peer's device still answers.
     pub fn is_watched(&self) -> bool {
         self.end.is_watched()
+    }
+
+    /// Whether anything has come from the peer.
+    pub fn has_heard(&self) -> bool {
+        self.end.counts().received > 0
     }
 
     /// The peer says that its end has failed; ours may not know.

@@ -41,7 +41,7 @@ pub fn scan_left(socket: &'static Socket, control: &mut Control) -> Option<Await
     match ahead {
         Ahead::Nothing => rx.scan.map(|nonce| Awaited {
             nonce,
-            part: std::mem::take(&mut rx.carry),
+            part: rx.carry.take(),
         }),
         // The kernel has no part in these unread bytes, so it would not reset.
         Ahead::Payload { carry: 1.., .. } => {

@@ -9,9 +9,8 @@ use rdmasock_core::stream::handshake::Handshake;
 use rdmasock_core::stream::resume::{Resume, Step, Steps};
 use rdmasock_core::wire::scan::{Found, scan};
 use rdmasock_core::wire::{MAX_MARKER, Marker, Message};
-use rustix::io::Errno;
-use rustix::net::RecvFlags;
 
+use super::scan::Peeked;
 use super::{flush, give_up, run};
 use crate::library::Library;
 use crate::ready;
@@ -149,7 +148,7 @@ pub(super) fn feed(
     }
 }
 
-fn carry_out(socket: &'static Socket, control: &mut Control, steps: Steps) {
+pub(super) fn carry_out(socket: &'static Socket, control: &mut Control, steps: Steps) {
     for step in steps {
         tracing::trace!(target: "rdmasock::promote", slot = socket.slot, ?step);
         match step {
@@ -189,11 +188,15 @@ fn carry_out(socket: &'static Socket, control: &mut Control, steps: Steps) {
             }
         }
     }
+    let service = &Library::get().service;
     // Not here: an epoll set's lock is not taken under the control lock.
-    Library::get().service.submit(Command::notify(socket));
+    service.submit(Command::notify(socket));
+    if control.resume.as_ref().is_some_and(Resume::looks_ahead) {
+        service.submit(Command::read_ahead(socket));
+    }
 }
 
-fn violation(socket: &'static Socket, what: &str) {
+pub(super) fn violation(socket: &'static Socket, what: &str) {
     tracing::warn!(target: "rdmasock", slot = socket.slot, what, "resumption failed: reset");
     crate::socket::reset(socket);
     read_on(socket, None);
@@ -309,40 +312,38 @@ pub fn look(socket: &'static Socket, control: &mut Control) {
         let Some(fd) = socket.anchor_fd() else {
             return;
         };
-        let mut bytes = rx.carry.clone();
-        let mut buf = [0u8; MAX_MARKER];
-        let peeked = loop {
-            match rustix::net::recv(fd, &mut buf[..], RecvFlags::PEEK | RecvFlags::DONTWAIT) {
-                Ok((_, n)) => break Some(n.min(MAX_MARKER)),
-                Err(Errno::AGAIN) if bytes.is_empty() => return,
-                Err(Errno::AGAIN) => break Some(0),
-                Err(Errno::INTR) => {}
-                Err(_) => break None,
+        let mut over = false;
+        loop {
+            // What was read ahead comes first, and tells more than what has become of TCP since.
+            let mut bytes = rx.carry.as_slice().to_vec();
+            let mut buf = [0u8; MAX_MARKER];
+            match super::scan::peek(fd, &mut buf, true) {
+                Peeked::Bytes(n) => bytes.extend_from_slice(buf.get(..n).unwrap_or_default()),
+                Peeked::Ended => over = true,
+                Peeked::Nothing | Peeked::Shut => {}
             }
-        };
-        let ended = peeked.is_none_or(|n| n == 0 && bytes.is_empty());
-        bytes.extend_from_slice(buf.get(..peeked.unwrap_or(0)).unwrap_or_default());
-        let seen = scan(&mine, &bytes);
-        match seen.what {
-            _ if ended => Ok(None),
-            _ if seen.payload > 0 => Err("data in place of RESUME"),
-            Found::Marker {
-                marker: Marker::Resume { received, sent },
-                len,
-            } => {
-                super::scan::take(&mut rx, fd, len);
-                Ok(Some((received, sent)))
-            }
-            Found::Payload => return,
-            // A part of it, and then the end, is the end: seen only once no more comes.
-            Found::PartialMarker { .. } => {
-                let over = ready::kernel(socket, rustix::event::PollFlags::RDHUP) & ready::ENDED;
-                if over == 0 {
-                    return;
+            let seen = scan(&mine, &bytes);
+            break match seen.what {
+                _ if seen.payload > 0 => Err("data in place of RESUME"),
+                Found::Marker {
+                    marker: Marker::Resume { received, sent },
+                    len,
+                } => {
+                    let _ = super::scan::take(&mut rx, fd, len);
+                    Ok(Some((received, sent)))
                 }
-                Ok(None)
-            }
-            Found::Marker { .. } | Found::Bad { .. } => Err("another marker in place of RESUME"),
+                // A part of it, and then the end, is the end.
+                Found::Payload | Found::PartialMarker { .. } if over => Ok(None),
+                // Looks again after having seen the end, so that all that precedes it is there.
+                Found::PartialMarker { .. } if ready::has_peer_ended(fd) => {
+                    over = true;
+                    continue;
+                }
+                Found::Payload | Found::PartialMarker { .. } => return,
+                Found::Marker { .. } | Found::Bad { .. } => {
+                    Err("another marker in place of RESUME")
+                }
+            };
         }
     };
     match found {

@@ -14,6 +14,7 @@ use rustix::net::RecvFlags;
 use super::feed;
 use crate::library::Library;
 use crate::ready;
+use crate::rx::carry::Carry;
 use crate::service::Command;
 use crate::socket::{Control, Rx, Socket, mode};
 use crate::sockopt;
@@ -32,7 +33,7 @@ pub fn start_scan(socket: &'static Socket, nonce: Nonce) -> bool {
         return false;
     }
     rx.scan = Some(nonce);
-    rx.carry.clear();
+    rx.carry = Carry::default();
     rx.scanned = 0;
     socket.rx_mode.store(mode::MARKED, SeqCst);
     // One call may be inside the kernel: it scans what it got when it comes back. With two there
@@ -79,7 +80,7 @@ pub fn hand_over_rest(socket: &'static Socket) {
             Library::get().service.submit(Command::drained(socket));
         }
         socket.rx_mode.store(mode::TCP, SeqCst);
-        std::mem::take(&mut rx.carry).len()
+        rx.carry.take().len()
     };
     if held_back > 0 {
         tracing::warn!(target: "rdmasock", slot = socket.slot, held_back, "unread data cannot follow the socket: reset");
@@ -129,9 +130,9 @@ pub fn look_ahead<'a>(
         if socket.rx_inside.load(SeqCst) > 0 {
             return Some((Ahead::Nothing, guard));
         }
-        let carried = guard.carry.len().min(MAX_MARKER);
+        let carried = guard.carry.len().min(PEEK);
         let (front, rest) = buf.split_at_mut(carried);
-        front.copy_from_slice(guard.carry.get(..carried)?);
+        front.copy_from_slice(guard.carry.as_slice().get(..carried)?);
         let Some(fd) = socket.anchor_fd() else {
             return Some((Ahead::Ended, guard));
         };
@@ -139,10 +140,11 @@ pub fn look_ahead<'a>(
             // What TCP has is not what comes next.
             0
         } else {
-            match peek(fd, &mut rest[..PEEK]) {
+            match peek(fd, rest, guard.stays) {
                 Peeked::Bytes(n) => n,
                 Peeked::Ended if carried == 0 => return ended(socket, control, guard, relock),
-                Peeked::Ended | Peeked::Nothing => 0,
+                Peeked::Shut if carried == 0 => return Some((Ahead::Ended, guard)),
+                Peeked::Ended | Peeked::Shut | Peeked::Nothing => 0,
             }
         };
         let Some(nonce) = guard.scan else {
@@ -200,11 +202,11 @@ pub fn look_ahead<'a>(
                         guard,
                     ));
                 }
-                take(&mut guard, fd, have);
+                let _ = take(&mut guard, fd, have);
                 continue;
             }
             Found::PartialMarker { have } => {
-                over = ready::anchor(fd, PollFlags::RDHUP) & ready::ENDED != 0;
+                over = is_end(fd, ready::anchor(fd, PollFlags::RDHUP), guard.stays);
                 if over {
                     continue;
                 }
@@ -212,7 +214,7 @@ pub fn look_ahead<'a>(
                 // room TCP would close its window to what is to follow.
                 let new = buf.get(carried..have).unwrap_or_default();
                 let len = guard.carry.len();
-                guard.carry.extend_from_slice(new);
+                guard.carry.push(new);
                 if !drop_from_kernel(fd, new.len()) {
                     guard.carry.truncate(len);
                 }
@@ -224,7 +226,7 @@ pub fn look_ahead<'a>(
                 (None, len)
             }
         };
-        take(&mut guard, fd, len);
+        let _ = take(&mut guard, fd, len);
         drop(guard);
         on_marker(socket, control, marker);
         guard = relock()?;
@@ -232,28 +234,43 @@ pub fn look_ahead<'a>(
 }
 
 /// What TCP has in front.
-enum Peeked {
+pub(super) enum Peeked {
     Bytes(usize),
     Nothing,
     /// The end, or an error.
     Ended,
+    /// Nothing, and the program has shut its receiving direction: to it this is the end, but markers may come.
+    Shut,
+}
+
+/// Whether poll(2) says that no marker can come any more. On a stream that has no stay on a link between hosts an end of
+/// our own counts as well: nobody there waits for RESUME.
+fn is_end(fd: BorrowedFd<'_>, events: u32, stays: bool) -> bool {
+    if stays {
+        ready::is_peers_end(fd, events)
+    } else {
+        events & ready::ENDED != 0
+    }
 }
 
 /// Looks without receiving where nothing is: that would take an error from the socket (`sk_err`), and SO_ERROR, poll
 /// and send are to tell of it as well.
-fn peek(fd: BorrowedFd<'_>, buf: &mut [u8]) -> Peeked {
-    let mut has_ended = false;
+pub(super) fn peek(fd: BorrowedFd<'_>, buf: &mut [u8], stays: bool) -> Peeked {
+    let mut is_over = false;
     loop {
         let is_empty = rustix::io::ioctl_fionread(fd).is_ok_and(|n| n == 0);
-        if is_empty && has_ended {
+        if is_empty && is_over {
             return Peeked::Ended;
         }
         if is_empty {
             let events = ready::anchor(fd, PollFlags::IN | PollFlags::RDHUP);
             // All that precedes the end is there when it is: counts once more.
-            has_ended = events & ready::ENDED != 0;
-            if has_ended {
+            is_over = is_end(fd, events, stays);
+            if is_over {
                 continue;
+            }
+            if events & ready::ENDED != 0 {
+                return Peeked::Shut;
             }
             // FIONREAD leaves out what is behind urgent data.
             if events & libc::EPOLLIN as u32 == 0 {
@@ -261,6 +278,7 @@ fn peek(fd: BorrowedFd<'_>, buf: &mut [u8]) -> Peeked {
             }
         }
         match rustix::net::recv(fd, &mut *buf, RecvFlags::PEEK | RecvFlags::DONTWAIT) {
+            Ok((_, 0)) if stays && !ready::has_peer_ended(fd) => return Peeked::Shut,
             Ok((_, 0)) => return Peeked::Ended,
             Ok((_, n)) => return Peeked::Bytes(n.min(buf.len())),
             Err(rustix::io::Errno::AGAIN) => return Peeked::Nothing,
@@ -296,18 +314,18 @@ fn ended<'a>(
     ))
 }
 
-/// Takes `len` bytes of marker from the carry and the kernel.
-pub(super) fn take(rx: &mut Rx, fd: BorrowedFd<'_>, len: usize) {
+/// Takes `len` bytes that were seen from the carry and the kernel. False if they are not there any more.
+pub(super) fn take(rx: &mut Rx, fd: BorrowedFd<'_>, len: usize) -> bool {
     let carried = rx.carry.len().min(len);
-    rx.carry.drain(..carried);
-    drop_from_kernel(fd, len - carried);
+    rx.carry.consume(carried);
+    drop_from_kernel(fd, len - carried)
 }
 
 /// Takes `left` bytes that were seen in the kernel out of it. False if they are not there any more.
 fn drop_from_kernel(fd: BorrowedFd<'_>, mut left: usize) -> bool {
-    let mut sink = [0u8; MAX_MARKER];
+    let mut sink = [0u8; 4096];
     while left > 0 {
-        let want = left.min(MAX_MARKER);
+        let want = left.min(sink.len());
         match sink
             .get_mut(..want)
             .map(|s| rustix::net::recv(fd, s, RecvFlags::DONTWAIT))
@@ -369,8 +387,7 @@ pub unsafe fn scan_taken(socket: &'static Socket, buf: *mut u8, len: usize) -> u
         let Some(nonce) = rx.scan else {
             if socket.rx_mode.load(Acquire) == mode::LINK {
                 // The direction has been to the link and back meanwhile: what it has there comes first.
-                rx.carry
-                    .extend_from_slice(bytes.get(at..len).unwrap_or_default());
+                rx.carry.push(bytes.get(at..len).unwrap_or_default());
                 break;
             }
             drop(rx);
@@ -388,8 +405,7 @@ pub unsafe fn scan_taken(socket: &'static Socket, buf: *mut u8, len: usize) -> u
         match seen.what {
             Found::Payload => break,
             Found::PartialMarker { have } => {
-                rx.carry
-                    .extend_from_slice(bytes.get(at..at + have).unwrap_or_default());
+                rx.carry.push(bytes.get(at..at + have).unwrap_or_default());
                 break;
             }
             Found::Marker { marker, len: n } => {

@@ -53,7 +53,7 @@ fn among_markers(socket: &Socket, rx: &Rx) -> usize {
     let Some(nonce) = rx.scan else {
         return carried + more;
     };
-    let mut bytes = rx.carry.clone();
+    let mut bytes = rx.carry.as_slice().to_vec();
     bytes.resize(carried + more, 0);
     let peeked = match (socket.anchor_fd(), bytes.get_mut(carried..)) {
         // Without room it would take an error from the socket.

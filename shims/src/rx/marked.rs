@@ -45,6 +45,8 @@ pub(super) unsafe fn scanned(
     }
     socket.leave_rx();
     promote::readable(socket);
+    // Could not be done meanwhile, and what the kernel has has had its edge.
+    promote::read_ahead(socket, false);
     if socket.rx_mode.load(Acquire) == mode::LINK
         && let Some(mut control) = socket.control.lock()
     {
@@ -152,10 +154,10 @@ unsafe fn take_payload(
         let n = carry.min(iov.len()).min(rx.carry.len());
         if !discard {
             // SAFETY: the carry holds n bytes.
-            unsafe { iov.copy_from(rx.carry.as_ptr(), n) };
+            unsafe { iov.copy_from(rx.carry.as_slice().as_ptr(), n) };
         }
         if !peek {
-            rx.carry.drain(..n);
+            rx.carry.consume(n);
         }
         got += n;
     }

@@ -122,6 +122,8 @@ const MAX_ASKED: usize = 64;
 const TRIES: u32 = 8;
 /// The first pause, ns; each is four times the one before, the last 16 s.
 const FIRST_PAUSE: u64 = 1_000_000;
+/// The pause after another host has not answered, ns: as long as it is left alone.
+const NOBODY_PAUSE: u64 = super::remote::ABSENT_FOR.as_nanos() as u64;
 
 impl Worker {
     /// A connection has reached its threshold.
@@ -144,7 +146,8 @@ impl Worker {
             return later(socket, Reason::Resources.into());
         };
         if self.cache.get(&acceptor, Instant::now()) == Some(&Answer::Absent) {
-            return stay(socket, Reason::PeerWithout.into());
+            let there = !matches!(place_of(connector.ip(), acceptor.ip()), Place::Here);
+            return nobody(socket, there);
         }
         let remote = match place_of(connector.ip(), acceptor.ip()) {
             Place::Here => false,
@@ -259,7 +262,7 @@ impl Worker {
                     Instant::now(),
                     ABSENT_FOR,
                 );
-                stay(socket, Reason::PeerWithout.into());
+                nobody(socket, asking.remote);
             }
             Some(reason) => {
                 let why = why_declined(reason);
@@ -589,7 +592,7 @@ impl Worker {
                 if why == Reason::TimedOut {
                     later(socket, why.into());
                 } else {
-                    stay(socket, why.into());
+                    nobody(socket, asking.remote);
                 }
             }
         }
@@ -640,8 +643,23 @@ fn stay(socket: &'static Socket, why: Why) {
     socket.set_stage(Stage::Pinned);
 }
 
+/// Nobody at the other end has the library. Here that is certain. Another host may have been too busy to answer, or its
+/// datagrams lost: a connection that lives on is asked for again.
+fn nobody(socket: &'static Socket, remote: bool) {
+    let why = Reason::PeerWithout.into();
+    if remote {
+        later_than(socket, why, NOBODY_PAUSE);
+    } else {
+        stay(socket, why);
+    }
+}
+
 /// The connection may be asked for again later.
 fn later(socket: &'static Socket, why: Why) {
+    later_than(socket, why, 0);
+}
+
+fn later_than(socket: &'static Socket, why: Why, pause: u64) {
     let tries = socket.tries.fetch_add(1, Relaxed);
     if tries >= TRIES {
         return stay(socket, why);
@@ -649,10 +667,10 @@ fn later(socket: &'static Socket, why: Why) {
     if let Some(stats) = socket.stats() {
         stats.set_why(why);
     }
-    socket.retry_at.store(
-        crate::time::now_ns() + (FIRST_PAUSE << (2 * tries)),
-        Relaxed,
-    );
+    let pause = pause.max(FIRST_PAUSE << (2 * tries));
+    socket
+        .retry_at
+        .store(crate::time::now_ns() + pause, Relaxed);
     socket.set_stage(Stage::Watching);
 }
 

@@ -206,6 +206,7 @@ impl Worker {
 
     /// A channel has ended, or is not to be used further.
     pub(super) fn hang_up(&mut self, id: u64, why: Reason) {
+        self.unheard.remove(&id);
         let Some(conn) = self.conns.remove(&id) else {
             return;
         };

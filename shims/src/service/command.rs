@@ -52,6 +52,8 @@ pub enum Command {
     Notify(Ref),
     /// Marker bytes wait for TCP to take them.
     Flush(Ref),
+    /// The sending direction waits for what may be behind unread data in TCP.
+    ReadAhead(Ref),
     /// A direction has changed: put the socket where it belongs.
     Settle(Ref),
     /// A direction is back on TCP; who waits has been told, or is the one who saw it.
@@ -92,6 +94,11 @@ impl Command {
         Self::Flush(Ref::new(socket))
     }
 
+    /// See [`Command::ReadAhead`].
+    pub fn read_ahead(socket: &'static Socket) -> Self {
+        Self::ReadAhead(Ref::new(socket))
+    }
+
     /// See [`Command::Settle`].
     pub fn settle(socket: &'static Socket) -> Self {
         Self::Settle(Ref::new(socket))
@@ -130,6 +137,13 @@ impl Worker {
             Command::Flush(r) => {
                 if let Some(socket) = r.get()
                     && promote::flush(socket)
+                {
+                    ready::notify_local(socket);
+                }
+            }
+            Command::ReadAhead(r) => {
+                if let Some(socket) = r.get()
+                    && promote::read_ahead(socket, false)
                 {
                     ready::notify_local(socket);
                 }

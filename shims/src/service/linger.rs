@@ -28,8 +28,8 @@ pub struct Lingering {
     pub deadline: u64,
 }
 
-/// How long the other end may take, ns: to write a marker,
-const PATIENCE: u64 = 5_000_000_000;
+/// How long the other end may take, ns: to write a marker, which it does when there is a link or none can be had,
+const PATIENCE: u64 = super::LINK_TIMEOUT.as_nanos() as u64 + 5_000_000_000;
 /// and to make room for what is to be sent.
 const PATIENCE_UNSENT: u64 = 60_000_000_000;
 

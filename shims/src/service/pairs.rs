@@ -6,7 +6,7 @@
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::Ordering::{Acquire, SeqCst};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rdmasock_core::fabric::plugin::PRIVATE_BYTES;
 use rdmasock_core::ids::{Cookie, InstanceId, Vqpn};
@@ -39,6 +39,17 @@ pub(super) struct Arriving {
     pair: Pair,
     peer: InstanceId,
     pid: u32,
+    cookie: Cookie,
+    /// Monotonic ns.
+    pub deadline: u64,
+}
+
+/// A link that was accepted and on which nothing has come yet. Its other end may not know of it: on iWARP it is up as soon as
+/// the answer has been sent.
+pub(super) struct Unheard {
+    peer: InstanceId,
+    /// What it was asked for with.
+    cookie: Cookie,
     /// Monotonic ns.
     pub deadline: u64,
 }
@@ -80,7 +91,8 @@ impl Worker {
         };
         // SAFETY: open as long as the acceptor, which stays.
         let fd = unsafe { BorrowedFd::borrow_raw(acceptor.fd) };
-        let id = self.acceptors.len() as u64;
+        let id = self.next_conn;
+        self.next_conn += 1;
         if !self.add(fd, tag(kind::ACCEPTOR, id), kernel::EventFlags::IN) {
             return false;
         }
@@ -88,28 +100,44 @@ impl Worker {
         if let Some(mut known) = self.service.acceptors.lock() {
             known.push(acceptor.address);
         }
-        self.acceptors.push(acceptor);
+        self.acceptors.insert(id, acceptor);
         true
     }
 
     pub(super) fn on_acceptor(&mut self, id: u64) {
         // A bounded number: who floods us is not to keep the thread.
         for _ in 0..16 {
-            let Some(incoming) = self.acceptors.get(id as usize).and_then(Acceptor::next) else {
-                return;
-            };
-            self.on_incoming(incoming);
+            match self.acceptors.get(&id).map(Acceptor::next) {
+                Some(Ok(Some(incoming))) => self.on_incoming(incoming),
+                Some(Err(error)) => return self.drop_acceptor(id, error),
+                _ => return,
+            }
+        }
+    }
+
+    /// The device has gone. With the next connection that it could serve another one may be there.
+    fn drop_acceptor(&mut self, id: u64, error: Errno) {
+        let Some(acceptor) = self.acceptors.remove(&id) else {
+            return;
+        };
+        tracing::info!(target: "rdmasock", address = %acceptor.address, %error, "no more links from other hosts");
+        self.forget_fd(Ok(acceptor.fd));
+        if let Some(mut known) = self.service.acceptors.lock() {
+            known.retain(|address| *address != acceptor.address);
         }
     }
 
     fn on_incoming(&mut self, incoming: Incoming) {
+        for id in self.unheard.keys().copied().collect::<Vec<_>>() {
+            self.spend_cookie(id);
+        }
         let Some(Introduction {
             pid,
             instance: peer,
-            ..
+            cookie,
         }) = Introduction::decode(&incoming.private)
             .ok()
-            .filter(|i| self.service.redeem(&i.cookie, &i.instance))
+            .filter(|i| self.service.is_on_offer(&i.cookie, &i.instance))
         else {
             self.library
                 .stats
@@ -117,6 +145,7 @@ impl Worker {
             tracing::warn!(target: "rdmasock", "a link without a cookie of ours is refused");
             return incoming.reject();
         };
+        self.drop_request(&cookie);
         let pair = match incoming.accept(&introduce(self.library.id, Introduction::NO_COOKIE)) {
             Ok(pair) => pair,
             Err(error) => {
@@ -139,6 +168,7 @@ impl Worker {
                 pair,
                 peer,
                 pid,
+                cookie,
                 deadline,
             },
         );
@@ -172,11 +202,8 @@ impl Worker {
     }
 
     pub(super) fn on_dialled(&mut self, peer: InstanceId, dialled: Result<Dialled, Errno>) {
-        if !self.pending_links.contains_key(&peer) {
-            // Too late: the pair is dropped, and the other end sees that.
-            return;
-        }
         match dialled {
+            // If it is late it serves the next attempt.
             Ok(Dialled { pair, peer, pid }) => {
                 let id = self.next_conn;
                 self.next_conn += 1;
@@ -209,7 +236,11 @@ impl Worker {
             return;
         }
         let Some(Arriving {
-            pair, peer, pid, ..
+            pair,
+            peer,
+            pid,
+            cookie,
+            ..
         }) = self.arriving.remove(&id)
         else {
             return;
@@ -217,21 +248,54 @@ impl Worker {
         self.forget_fd(pair.info().map(|i| i.state_fd));
         match state {
             State::Up => {
-                self.establish_remote(id, peer, pid, pair);
+                if self.establish_remote(id, peer, pid, pair).is_some() {
+                    let deadline = crate::time::now_ns() + LINK_TIMEOUT.as_nanos() as u64;
+                    let unheard = Unheard {
+                        peer,
+                        cookie,
+                        deadline,
+                    };
+                    self.unheard.insert(id, unheard);
+                    self.spend_cookie(id);
+                }
             }
             _ => tracing::debug!(target: "rdmasock", %peer, ?state, "a link did not come up"),
         }
     }
 
-    /// Connections that did not come up in time.
+    /// Connections that did not come up in time, and links that nobody uses.
     pub(super) fn expire_arriving(&mut self, now: u64) {
-        let late: Vec<u64> = self
-            .arriving
-            .iter()
-            .filter(|(_, a)| a.deadline <= now)
-            .map(|(id, _)| *id)
-            .collect();
-        for id in late {
+        self.drop_arriving(|arriving| arriving.deadline <= now);
+        self.drop_unheard(|unheard| unheard.deadline <= now);
+    }
+
+    /// Who asks again with a cookie has given the request before up, and does not know of the link that it has led to.
+    fn drop_request(&mut self, cookie: &Cookie) {
+        self.drop_arriving(|arriving| arriving.cookie.matches(cookie));
+        self.drop_unheard(|unheard| unheard.cookie.matches(cookie));
+    }
+
+    fn drop_unheard(&mut self, is_over: impl Fn(&Unheard) -> bool) {
+        let over = self.unheard.iter().filter(|(_, u)| is_over(u));
+        for id in over.map(|(id, _)| *id).collect::<Vec<_>>() {
+            self.hang_up(id, Reason::LinkFailed);
+        }
+    }
+
+    /// The cookie of an accepted link is spent once something has come over it.
+    fn spend_cookie(&mut self, id: u64) {
+        let Some(Unheard { peer, cookie, .. }) = self.unheard.get(&id) else {
+            return;
+        };
+        if self.remote_link(id).is_some_and(|(_, d)| d.has_heard()) {
+            self.service.redeem(cookie, peer);
+            self.unheard.remove(&id);
+        }
+    }
+
+    fn drop_arriving(&mut self, is_over: impl Fn(&Arriving) -> bool) {
+        let over = self.arriving.iter().filter(|(_, a)| is_over(a));
+        for id in over.map(|(id, _)| *id).collect::<Vec<_>>() {
             if let Some(arriving) = self.arriving.remove(&id) {
                 self.forget_fd(arriving.pair.info().map(|i| i.state_fd));
             }
@@ -387,6 +451,7 @@ impl Worker {
             }
         }
         self.take_messages(id, distant);
+        self.spend_cookie(id);
         if let Some(reason) = distant.fault() {
             tracing::info!(target: "rdmasock", peer = %link.peer, %reason, "link lost");
             self.hang_up(id, reason);
@@ -412,9 +477,10 @@ impl Worker {
     }
 }
 
-/// A request to connect that has not been answered for so long is taken for lost, and made anew. RoCE's are
-/// datagrams, which the kernel repeats after more than 4 s only (Linux, `CMA_CM_RESPONSE_TIMEOUT`), and the first one after a
-/// failure of the network is often one too early.
+/// A request to connect that has not been answered for so long is taken for lost, and made anew; each is given twice as long
+/// as the one before, for the peer may only be slow. RoCE's requests are datagrams, which the kernel repeats after more than 4 s
+/// (Linux, `CMA_CM_RESPONSE_TIMEOUT`), iWARP's a TCP connection, which it tries at longer and longer intervals; and the first one
+/// after a failure of the network is often one too early.
 const LOST_AFTER: Duration = Duration::from_secs(3);
 
 fn dial(
@@ -424,12 +490,17 @@ fn dial(
     greeting: &[u8],
 ) -> Result<Dialled, Errno> {
     tracing::debug!(target: "rdmasock::link", %remote, "dialling");
-    let connect =
-        |patience: Duration| verbs::connect(local, remote, greeting, patience.as_millis() as u32);
-    let pair = match connect(LOST_AFTER) {
-        Err(Errno::TIMEDOUT) => connect(LINK_TIMEOUT - LOST_AFTER),
-        other => other,
-    }?;
+    let started = Instant::now();
+    let mut patience = LOST_AFTER;
+    let pair = loop {
+        let left = LINK_TIMEOUT.saturating_sub(started.elapsed());
+        let millis = patience.min(left).as_millis() as u32;
+        match verbs::connect(local, remote, greeting, millis) {
+            Err(Errno::TIMEDOUT) if left > patience => patience *= 2,
+            other => break other?,
+        }
+        tracing::debug!(target: "rdmasock::link", %remote, "dialling again");
+    };
     tracing::debug!(target: "rdmasock::link", %remote, "connected");
     let info = pair.info()?;
     let Introduction { pid, instance, .. } =

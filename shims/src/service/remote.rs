@@ -26,7 +26,7 @@ use super::{Worker, kind, tag};
 const MS: u64 = 1_000_000;
 
 /// How long a host that does not answer is left alone.
-const ABSENT_FOR: Duration = Duration::from_secs(30);
+pub(super) const ABSENT_FOR: Duration = Duration::from_secs(30);
 /// A question is sent again after so long, then after so long; all within the time that an answer may take.
 const AGAIN: [u64; 4] = [400 * MS, 700 * MS, 1500 * MS, 2000 * MS];
 /// How often nobody may listen there, in a row, until the host is one without the library: a program that has just

@@ -5,6 +5,8 @@ use std::sync::atomic::Ordering::Acquire;
 use rdmasock_core::wire::Message;
 
 use super::{Ref, Worker};
+use crate::promote;
+use crate::ready;
 use crate::rx::{self, Shrunk};
 use crate::socket::{self, mode};
 use crate::tx;
@@ -47,6 +49,8 @@ impl Worker {
                     reader_at,
                     deadline: now + STILL_FOR,
                 });
+            } else if promote::read_ahead(socket, true) {
+                ready::notify_local(socket);
             }
         }
     }

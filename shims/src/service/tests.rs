@@ -10,11 +10,24 @@ use rdmasock_core::wire::{self, MAX_MESSAGE, Message};
 use super::*;
 use crate::socket::mode;
 
-/// A worker whose commands stay in the queue: no service thread runs beside it.
+/// A worker beside which no service thread runs.
 pub(super) fn worker() -> Worker {
+    without_thread();
+    Worker::new().unwrap()
+}
+
+/// What is submitted stays in the queue.
+pub(crate) fn without_thread() {
     let library = Library::ensure().unwrap();
     library.service.started.store(true, SeqCst);
-    Worker::new().unwrap()
+}
+
+/// How often it is to be looked for markers behind what `socket` has not read.
+pub(crate) fn reads_ahead(socket: &'static Socket) -> usize {
+    let queue = Library::get().service.queue.lock().unwrap();
+    let is_this = |r: &Ref| r.get().is_some_and(|s| std::ptr::eq(s, socket));
+    let count = |c: &&Command| matches!(c, Command::ReadAhead(r) if is_this(r));
+    queue.iter().filter(count).count()
 }
 
 /// A connected socket, and what keeps it open.
@@ -249,6 +262,12 @@ fn a_cookie_is_good_once_and_for_whom_it_was_made() {
     let cookie = worker.service.offer_link(peer, None).unwrap().cookie;
     assert!(!worker.service.redeem(&cookie, &other));
     assert!(!worker.service.redeem(&Cookie::random().unwrap(), &peer));
+    // A request to connect may be lost, and come again.
+    for _ in 0..2 {
+        assert!(worker.service.is_on_offer(&cookie, &peer));
+    }
+    assert!(!worker.service.is_on_offer(&cookie, &other));
     assert!(worker.service.redeem(&cookie, &peer));
+    assert!(!worker.service.is_on_offer(&cookie, &peer));
     assert!(!worker.service.redeem(&cookie, &peer));
 }

@@ -9,6 +9,7 @@ use super::{Ref, Worker, kind, tag};
 use crate::promote;
 use crate::ready;
 use crate::socket::{self, Socket, mode};
+use crate::tx;
 
 /// Whether the library reports a socket's readiness.
 #[derive(PartialEq, Eq)]
@@ -102,6 +103,9 @@ impl Worker {
         if socket.rx_mode.load(Acquire) == mode::MARKED {
             // Meets markers even if the program does not read now.
             promote::readable(socket);
+            if !socket.left_behind.load(Acquire) {
+                promote::read_ahead(socket, tx::is_full(socket));
+            }
         }
         if socket.rx_mode.load(Acquire) == mode::LINK
             && let Some(mut control) = socket.control.lock()
@@ -121,6 +125,9 @@ impl Worker {
             self.look_for_confirmation(socket, link);
         }
         if socket.left_behind.load(Acquire) {
+            if socket.rx_mode.load(Acquire) == mode::MARKED {
+                promote::drop_unread(socket);
+            }
             if crate::lifecycle::finish(socket) {
                 self.bury();
             }

@@ -37,6 +37,13 @@ pub fn press(socket: &'static Socket, tx: &mut Tx) {
     }
 }
 
+/// Whether a link has no room for what is to be sent.
+pub fn is_full(socket: &'static Socket) -> bool {
+    let full = |tx: &mut Tx| Some(tx.producer.as_mut()?.has_space() == Ok(false));
+    socket.tx_mode.load(Acquire) == mode::LINK
+        && socket.tx.lock().and_then(|mut tx| full(&mut tx)) == Some(true)
+}
+
 /// How far the reader has got.
 pub fn reader_at(socket: &'static Socket) -> Option<u64> {
     let mut tx = socket.tx.lock()?;

@@ -21,7 +21,8 @@ use super::chunks::{CHUNK_LOG2, Registry, of_region};
 use super::engine::Engine;
 use super::fault::{Fault, FaultCell};
 use super::ground::{After, Ground, Letter, MAX_LETTERS, SERVICE, Which};
-use super::qp::QueuePair;
+use super::qp::{Limits, QueuePair};
+use super::record::{DATA_BYTES, HEADER_BYTES};
 use crate::fabric::layout::{MAX_STREAMS, Region};
 use crate::fabric::numbers::{Done, Numbers, done};
 use crate::fabric::ready::{RungMark, SleepFlag};
@@ -75,6 +76,19 @@ impl Default for Tuning {
             piece: 64 * 1024,
             chunk_log2: CHUNK_LOG2,
         }
+    }
+}
+
+impl Tuning {
+    /// For a queue pair with these limits. Where a WRITE has no immediate a message follows each: what fits a message
+    /// goes in one, for a copy costs less than another work request. Elsewhere the one WRITE saves the copy.
+    pub fn fit(limits: &Limits) -> Self {
+        let mut tuning = Self::default();
+        if !limits.immediate {
+            let headers = (HEADER_BYTES + DATA_BYTES) as u32;
+            tuning.eager_max = limits.buffer_bytes.saturating_sub(headers);
+        }
+        tuning
     }
 }
 

@@ -32,6 +32,7 @@ impl Default for Config {
                 receive_buffers: 128,
                 buffer_bytes: 4096,
                 immediate: false,
+                packet_bytes: 0,
             },
             send_queue: 256,
             signal_every: 16,

@@ -13,7 +13,7 @@ use super::engine::Engine;
 use super::fault::{Breach, Fault};
 use super::ground::Ground;
 use super::qp::{Limits, PostError, QueuePair, Write};
-use super::record::{self, Builder, DATA_BYTES, MESSAGE_BYTES, Record};
+use super::record::{self, Builder, DATA_BYTES, HEADER_BYTES, MESSAGE_BYTES, Record};
 use super::stream::{State, Stream};
 use crate::fabric::ring::End;
 use crate::fabric::ring::carry::unpack_offer;
@@ -434,7 +434,11 @@ fn data<Q: QueuePair, L: Local>(
         let in_chunk = offset & ((1 << log2) - 1);
         let target = chunks.theirs.get(chunk);
         let key = chunks.mirror.get(chunk);
-        let is_small = there <= u64::from(g.tuning.eager_max);
+        // A WRITE with an immediate needs no header, which may be what takes another packet.
+        let alone = g.limits.immediate && sender.staged.is_empty() && out.placed == out.told;
+        let header = (HEADER_BYTES + DATA_BYTES) as u64;
+        let is_small = there <= u64::from(g.tuning.eager_max)
+            && !(alone && g.limits.spills(there, header) && sender.credits.can_send());
         let (Some(target), Some(local), false) = (target, key, is_small) else {
             if key.is_none() && target.is_some() && !is_small {
                 *register = Some(chunk);
@@ -462,11 +466,7 @@ fn data<Q: QueuePair, L: Local>(
             continue;
         };
         let len = len.min((1 << log2) - in_chunk) as u64;
-        let whole = g.limits.immediate
-            && sender.staged.is_empty()
-            && out.placed == out.told
-            && len == there
-            && sender.credits.can_send();
+        let whole = alone && len == there && sender.credits.can_send();
         if sender.is_full {
             return Ok(Turn::Blocked);
         }
@@ -528,4 +528,4 @@ fn announce<Q: QueuePair, L: Local>(
     sender.put(&g.qp, &record)
 }
 
-const _: () = assert!(MESSAGE_BYTES + MAX_MESSAGE + record::HEADER_BYTES + record::LONGEST < 2048);
+const _: () = assert!(MESSAGE_BYTES + MAX_MESSAGE + HEADER_BYTES + record::LONGEST < 2048);

@@ -11,6 +11,17 @@ pub struct Limits {
     pub buffer_bytes: u32,
     /// A WRITE can carry an immediate (not on iWARP). It takes a receive buffer as a message does.
     pub immediate: bool,
+    /// What a packet carries at most, a power of two: messages and WRITEs are cut into such. 0: it does not matter (TCP
+    /// cuts iWARP's).
+    pub packet_bytes: u32,
+}
+
+impl Limits {
+    /// Whether so many bytes, at least one, take more packets with `header` before them than without.
+    pub fn spills(&self, bytes: u64, header: u64) -> bool {
+        let packet = u64::from(self.packet_bytes);
+        packet != 0 && (bytes.wrapping_sub(1) & (packet - 1)) + header >= packet
+    }
 }
 
 /// How registered memory is named: by this end's device, and by the peer's.

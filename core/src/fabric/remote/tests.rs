@@ -76,6 +76,7 @@ fn tiny(immediate: bool) -> (Config, Tuning) {
             receive_buffers: MIN_BUFFERS,
             buffer_bytes: MIN_BUFFER,
             immediate,
+            packet_bytes: 0,
         },
         send_queue: 3,
         signal_every: 2,

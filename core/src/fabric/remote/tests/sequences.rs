@@ -145,6 +145,53 @@ fn a_write_with_an_immediate_needs_no_message() {
 }
 
 #[test]
+fn what_fills_a_packet_goes_without_a_header() {
+    let mut config = Config::default();
+    config.limits.immediate = true;
+    config.limits.packet_bytes = 1024;
+    let mut world = World::new(config, Tuning::default(), 1);
+    world.grow(16);
+    let mut immediates = |size| {
+        let before = world.ends[1].counts().immediates;
+        world.directions[0].write(&world.ends, size);
+        world.settle();
+        assert_eq!(world.directions[0].read(&world.ends, usize::MAX), size);
+        world.settle();
+        world.ends[1].counts().immediates - before
+    };
+    // The first of its chunk goes in messages, while memory is registered.
+    let _ = immediates(1024);
+    for (size, expected) in [
+        (64, 0),
+        (1003, 0),
+        (1004, 1),
+        (1024, 1),
+        (1025, 0),
+        (2048, 1),
+    ] {
+        assert_eq!(immediates(size), expected, "{size} bytes");
+    }
+}
+
+#[test]
+fn a_message_takes_what_fits_where_a_write_needs_one_too() {
+    let config = Config::default();
+    let tuning = Tuning::fit(&config.limits);
+    let mut world = World::new(config, tuning, 1);
+    world.grow(16);
+    for (size, expected) in [(4000, 0), (5000, 1)] {
+        for _ in 0..2 {
+            world.directions[0].write(&world.ends, size);
+            world.settle();
+            world.directions[0].read(&world.ends, usize::MAX);
+            world.settle();
+        }
+        let writes = world.ends[1].counts().writes;
+        assert_eq!(writes.min(1), expected, "{size} bytes");
+    }
+}
+
+#[test]
 fn closed_comes_after_all_that_was_sent() {
     for immediate in [false, true] {
         let (config, tuning) = tiny(immediate);
@@ -251,6 +298,7 @@ fn a_link_needs_buffers_that_hold_a_message() {
                 receive_buffers,
                 buffer_bytes,
                 immediate: false,
+                packet_bytes: 0,
             },
             ..Config::default()
         };

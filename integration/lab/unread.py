@@ -40,8 +40,9 @@ def main():
         if ROLE == "server":
             connection.sendall(WORD)
     source = random.Random(MINE)
-    # The other's greeting has been read: nothing but SWITCH is to come, and that only when there is a link.
-    wait_for("step=NeedLink" if ROLE == "client" else "step=WriteHello")
+    # The other's greeting has been read: nothing but SWITCH is to come, and that only when there is a link. And ours has
+    # been sent: one behind what the other does not read would wait for it.
+    wait_for("step=NeedLink" if ROLE == "client" else "markers are out")
     connection.sendall(source.randbytes(PIECES[0]))
     wait_for("step=WriteSwitch")
     open(f"{FILES}/switched", "w", encoding="utf-8").close()

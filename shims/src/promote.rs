@@ -352,6 +352,7 @@ pub fn flush(socket: &'static Socket) -> bool {
         }
     }
     push(fd);
+    tracing::trace!(target: "rdmasock::promote", slot = socket.slot, "markers are out");
     if tx.is_held {
         return false;
     }

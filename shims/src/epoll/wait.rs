@@ -19,6 +19,16 @@ const KERNEL_EVERY: u64 = 20_000;
 /// How long to sleep at a time where nobody can wake us, ns.
 const WITHOUT_DOORBELL: u64 = 1_000_000;
 
+/// What a look at the socket that was reported last has found.
+#[derive(PartialEq)]
+enum Last {
+    /// Nothing.
+    Quiet,
+    Reported,
+    /// Others may be ready too, or there is no such socket.
+    NotAlone,
+}
+
 impl Epoll {
     /// epoll_wait() and its kin. `real(events, max, timeout)` is the kernel's, with the timeout
     /// in ms: -1 the whole of what is left, 0 only a look.
@@ -36,15 +46,22 @@ impl Epoll {
         if let Some(n) = self.wait_plain(events, max, timeout, &real) {
             return n;
         }
-        if !deadline.is_zero() {
-            self.await_last();
+        let due = self.is_time_to_look();
+        if !due && !deadline.is_zero() && self.await_last(events) {
+            if max == 1 {
+                self.full.store(1, Relaxed);
+            }
+            return 1;
         }
+        let mut due = Some(due);
         let mut spun = false;
         loop {
             // Now and then the kernel's set is looked at too, every other time first: neither may keep
             // the other out where the program takes few events at a time.
-            let due = self.is_time_to_look();
-            let starved = self.full.load(Relaxed) != 0 && self.full.swap(0, Relaxed) != 0;
+            let due = due.take().unwrap_or_else(|| self.is_time_to_look());
+            let may_have = due || !self.kernel_quiet.load(Relaxed);
+            let starved =
+                may_have && self.full.load(Relaxed) != 0 && self.full.swap(0, Relaxed) != 0;
             let kernel_first = starved || due && self.turn.fetch_xor(true, Relaxed);
             let moves = self.moves.load(Acquire);
             let first = if kernel_first {
@@ -255,28 +272,53 @@ impl Epoll {
     }
 
     /// What was reported last, and alone, is likely to be the next: its ring is looked at for a moment before its peer is
-    /// asked to tell. That saves the peer, and us, four cache lines that would have to change sides.
-    fn await_last(&'static self) {
+    /// asked to tell. That saves the peer, and us, four cache lines that would have to change sides. True if it is
+    /// reported: `events` has room for one.
+    fn await_last(&'static self, events: *mut libc::epoll_event) -> bool {
         if self.nested.load(Relaxed) || !self.kernel_quiet.load(Relaxed) || !self.spinner.pays() {
-            return;
+            return false;
         }
-        wait::glance(|| self.last_is_ready() != Some(false));
+        let mut last = Last::Quiet;
+        wait::glance(|| {
+            last = self.look_at_last(events);
+            last != Last::Quiet
+        });
+        last == Last::Reported
     }
 
-    /// Whether there is anything to report, if the set has one socket left to look at, on a link within this host.
-    fn last_is_ready(&'static self) -> Option<bool> {
-        let waiter = self.waiter()?;
-        let set = self.set.lock()?;
-        let (&index, true) = (set.ready.front()?, set.ready.len() == 1) else {
-            return None;
+    /// The set has one socket left to look at, on a link within this host: it is reported if it is ready, and stays the one
+    /// to be looked at.
+    fn look_at_last(&'static self, events: *mut libc::epoll_event) -> Last {
+        let (Some(waiter), Some(set)) = (self.waiter(), self.set.lock()) else {
+            return Last::NotAlone;
         };
-        let item = set.items.get(index)?;
+        let (Some(&index), 1) = (set.ready.front(), set.ready.len()) else {
+            return Last::NotAlone;
+        };
+        let Some(item) = set.items.get(index) else {
+            return Last::NotAlone;
+        };
         let is_near = item.socket.link().is_some_and(|l| !l.is_remote());
         if item.dead || item.disabled || !item.taken || !is_near {
-            return None;
+            return Last::NotAlone;
         }
         let mask = ready::evaluate(item.socket, item.events, Arm::No) & (item.events | ALWAYS);
-        Some(mask != 0 || set.links.iter().any(|l| l.has_ready(waiter)))
+        if mask == 0 {
+            return Last::Quiet;
+        }
+        // An edge has to be armed again, and ONESHOT is over.
+        let goes_on = item.events & (ET | ONESHOT) == 0;
+        if !goes_on || set.links.iter().any(|l| l.has_ready(waiter)) {
+            return Last::NotAlone;
+        }
+        // SAFETY: one entry is writable by `wait`'s contract.
+        unsafe {
+            events.write(libc::epoll_event {
+                events: mask,
+                u64: item.data,
+            });
+        }
+        Last::Reported
     }
 
     fn has_ready(&self) -> bool {

@@ -113,6 +113,47 @@ pub fn mixed(c: &Ctx) {
     c.close(fd);
 }
 
+/// A connection and a pipe that are ready all the time, asked for one event at a time: each has its turn.
+pub fn in_turns(c: &Ctx) {
+    let fd = c.pair();
+    if c.is_server() {
+        let ep = create();
+        let mut pipe = [0; 2];
+        call!(libc::pipe(pipe.as_mut_ptr())).ok();
+        for (data, fd) in [(1, fd), (2, pipe[0])] {
+            c.ret("add", ctl(ep, EPOLL_CTL_ADD, fd, IN, data));
+        }
+        c.sync("sent");
+        sys::wait_readable_bytes(fd, 4);
+        // The pipe is empty at first, so that waits are answered without it.
+        for _ in 0..1000 {
+            let (_, got) = wait(ep, 1, sys::SOON);
+            if got != [(1, IN)] {
+                c.log(format_args!("{got:?} where only the connection is ready"));
+            }
+        }
+        sys::write(pipe[1], b"p").ok();
+        let until = std::time::Instant::now() + std::time::Duration::from_secs(10);
+        let mut turns = [0; 2];
+        while turns.iter().any(|n| *n < 100) && std::time::Instant::now() < until {
+            match wait(ep, 1, sys::SOON).1.first() {
+                Some((1, IN)) => turns[0] += 1,
+                Some((2, IN)) => turns[1] += 1,
+                other => c.log(format_args!("{other:?}")),
+            }
+        }
+        c.log(format_args!(
+            "had 100 turns each: {}",
+            turns.iter().all(|n| *n >= 100)
+        ));
+    } else {
+        c.send(fd, b"here", 0);
+        c.sync("sent");
+    }
+    c.sync("done");
+    c.close(fd);
+}
+
 /// One connection in two epolls with different interest.
 pub fn two_epolls(c: &Ctx) {
     let fd = c.pair();

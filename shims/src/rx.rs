@@ -79,7 +79,9 @@ unsafe fn plain(
         // SAFETY: by this function's contract.
         return unsafe { scanned(socket, iov, flags, n) };
     }
-    socket.leave_rx();
+    if socket.leave_rx() {
+        marked::look_again(socket);
+    }
     if n > 0 && flags & libc::MSG_PEEK == 0 {
         account(socket, n as u64);
     }

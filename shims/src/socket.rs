@@ -526,10 +526,11 @@ impl Socket {
         self.rx_mode.load(SeqCst) != mode::TCP
     }
 
-    /// Ends what `enter_rx` began.
+    /// Ends what `enter_rx` began. True if it was the last call inside, and what TCP has is scanned by now: who has looked for
+    /// markers meanwhile found the direction occupied.
     #[inline]
-    pub fn leave_rx(&self) {
-        self.rx_inside.fetch_sub(1, SeqCst);
+    pub fn leave_rx(&self) -> bool {
+        self.rx_inside.fetch_sub(1, SeqCst) == 1 && self.rx_mode.load(SeqCst) == mode::MARKED
     }
 }
 

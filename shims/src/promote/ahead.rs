@@ -269,6 +269,27 @@ mod tests {
     }
 
     #[test]
+    fn a_call_that_leaves_the_kernel_is_told_to_look_for_what_nobody_could() {
+        let (socket, _ours, mut theirs) = held();
+        socket.rx_mode.store(mode::TCP, SeqCst);
+        assert!(socket.enter_rx());
+        socket.rx_mode.store(mode::MARKED, SeqCst);
+        theirs.write_all(&resume()).unwrap();
+        until(|| {
+            socket
+                .anchor_fd()
+                .is_some_and(|fd| rustix::io::ioctl_fionread(fd).unwrap() > 0)
+        });
+        read_ahead(socket, false);
+        assert!(is_held(socket), "the call has the first turn");
+        assert!(socket.leave_rx());
+        until(|| {
+            read_ahead(socket, false);
+            !is_held(socket)
+        });
+    }
+
+    #[test]
     fn an_end_that_changes_nothing_is_not_looked_for_again_and_again() {
         let (socket, ours, mut theirs) = unanswered(Closing::Abort);
         theirs.write_all(b"data").unwrap();

@@ -44,17 +44,7 @@ pub(super) unsafe fn scanned(
         }
     }
     socket.leave_rx();
-    promote::readable(socket);
-    // Could not be done meanwhile, and what the kernel has has had its edge.
-    promote::read_ahead(socket, false);
-    if socket.rx_mode.load(Acquire) == mode::LINK
-        && let Some(mut control) = socket.control.lock()
-    {
-        // RESUME may have been in what this call has brought.
-        promote::resume::look(socket, &mut control);
-    }
-    // Those who found the direction occupied meanwhile look again.
-    ready::notify_local(socket);
+    look_again(socket);
     errno::set(errno);
     if n > 0 && peeked {
         // Peeked bytes are still there to be looked at in order.
@@ -70,6 +60,23 @@ pub(super) unsafe fn scanned(
         return Continue(kept as usize);
     }
     Break(kept)
+}
+
+/// Does what could not be done while a call was inside the kernel's receive: what the kernel has has had its edge.
+#[cold]
+pub(super) fn look_again(socket: &'static Socket) {
+    let errno = errno::get();
+    promote::readable(socket);
+    promote::read_ahead(socket, false);
+    if socket.rx_mode.load(Acquire) == mode::LINK
+        && let Some(mut control) = socket.control.lock()
+    {
+        // RESUME may have been in what the call has brought.
+        promote::resume::look(socket, &mut control);
+    }
+    // Those who found the direction occupied meanwhile look again.
+    ready::notify_local(socket);
+    errno::set(errno);
 }
 
 /// What a scanning socket has in TCP, for a call that already `has_some` bytes and does not want all.
@@ -247,7 +254,9 @@ pub(super) unsafe fn finish_on_tcp(
             // SAFETY: the kernel has written n bytes there.
             kept = unsafe { promote::scan_taken(socket, to, n) };
         }
-        socket.leave_rx();
+        if socket.leave_rx() {
+            look_again(socket);
+        }
         got += kept;
         if kept < len {
             return got as ssize_t;

@@ -38,6 +38,8 @@ use crate::socket::{Control, Opened, Socket, Stage, mode};
 /// When a connection is tried again for the first time, ns, and how often that doubles: up to four minutes.
 const RETRY_AFTER: u64 = 1_000_000_000;
 const RETRY_DOUBLINGS: u32 = 8;
+/// A connection that has gone so long without a failure, ns, since it might be promoted again, is as a new one.
+const FORGIVEN_AFTER: u64 = 60_000_000_000;
 
 /// Carries out steps. The caller holds the control lock.
 pub fn run(socket: &'static Socket, control: &mut Control, steps: Steps) {
@@ -107,6 +109,7 @@ pub fn run(socket: &'static Socket, control: &mut Control, steps: Steps) {
             }
             Step::Promoted => {
                 control.handshake = None;
+                socket.tries.store(0, Relaxed);
                 set_why(socket, Reason::None);
                 if !socket.shown.swap(true, Relaxed) {
                     crate::lifecycle::show_addresses(socket);
@@ -140,11 +143,13 @@ pub fn run(socket: &'static Socket, control: &mut Control, steps: Steps) {
 
 /// The connection is on TCP after a failure, and may be promoted again in a while, which doubles each time.
 pub fn retry_later(socket: &Socket) {
+    let now = crate::time::now_ns();
+    if now.saturating_sub(socket.retry_at.load(Relaxed)) > FORGIVEN_AFTER {
+        socket.failures.store(0, Relaxed);
+    }
     let failures = socket.failures.fetch_add(1, Relaxed).min(RETRY_DOUBLINGS);
     let after = RETRY_AFTER << failures;
-    socket
-        .retry_at
-        .store(crate::time::now_ns() + after, Relaxed);
+    socket.retry_at.store(now + after, Relaxed);
     socket.set_stage(Stage::Watching);
 }
 

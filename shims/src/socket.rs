@@ -224,9 +224,9 @@ pub struct Socket {
     pub retry_at: AtomicU64,
     /// The statistics have its addresses.
     pub shown: AtomicBool,
-    /// Attempts so far.
+    /// Attempts since it was last promoted.
     pub tries: AtomicU32,
-    /// Attempts that came to nothing once they had begun, and links that failed under it.
+    /// Attempts that came to nothing once they had begun, and links that failed under it, lately.
     pub failures: AtomicU32,
     /// How waits for data and for space went lately.
     pub rx_spin: Spinner,

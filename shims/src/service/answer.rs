@@ -180,7 +180,14 @@ impl Worker {
             .compare_exchange(Stage::Watching as u8, Stage::Busy as u8, Acquire, Acquire)
             .is_err()
         {
-            return Err(wire::Reason::Use.into());
+            // An attempt that the asker has given up may not be over here.
+            let is_busy = socket.stage() == Stage::Busy;
+            return Err(if is_busy {
+                wire::Reason::Limit
+            } else {
+                wire::Reason::Use
+            }
+            .into());
         }
         match self.watch(socket) {
             Watch::AfterMod => {

@@ -268,7 +268,9 @@ impl Worker {
                 let why = why_declined(reason);
                 match reason {
                     // The other end is not through with the link that failed.
-                    wire::Reason::Use if socket.failures.load(Relaxed) > 0 => {
+                    wire::Reason::Use | wire::Reason::Limit
+                        if socket.failures.load(Relaxed) > 0 =>
+                    {
                         promote::set_why(socket, why);
                         promote::retry_later(socket);
                     }

@@ -49,6 +49,16 @@ fn question(stamp: Stamp, destination: SocketAddr) -> Datagram {
     }
 }
 
+/// The same about the connection whose connector's end is `stream`.
+fn question_about(stamp: Stamp, stream: &TcpStream) -> Datagram {
+    let (connector, acceptor) = (stream.local_addr().unwrap(), stream.peer_addr().unwrap());
+    let mut datagram = question(stamp, acceptor);
+    if let Body::Ask { tuple, .. } = &mut datagram.body {
+        *tuple = Tuple::new(connector, acceptor);
+    }
+    datagram
+}
+
 fn send(worker: &mut Worker, asker: &UdpSocket, datagram: &Datagram) {
     asker.send(&datagram.encode(None).unwrap()).unwrap();
     worker.on_control();
@@ -268,23 +278,7 @@ fn a_yes_is_not_repeated_for_ever() {
     let (mut worker, asker) = answerer();
     let stamp = stamp(&mut worker, &asker);
     let (_socket, stream, _server) = accepted();
-    let ask = Datagram {
-        body: match question(stamp, stream.peer_addr().unwrap()).body {
-            Body::Ask {
-                request,
-                nonce_c,
-                instance_c,
-                ..
-            } => Body::Ask {
-                request,
-                tuple: Tuple::new(stream.local_addr().unwrap(), stream.peer_addr().unwrap()),
-                nonce_c,
-                instance_c,
-            },
-            other => other,
-        },
-        ..question(stamp, closed_port())
-    };
+    let ask = question_about(stamp, &stream);
     send(&mut worker, &asker, &ask);
     assert!(matches!(receive(&asker).body, Body::Yes { .. }));
     let mut repeats = 0;
@@ -543,7 +537,7 @@ fn a_silent_host_gets_one_question_at_a_time_and_is_then_left_alone() {
     other.control.lock().unwrap().handshake = Some(Handshake::connector(nonce));
     let address = asked.address;
     let (request, _) = ask(&mut asked.worker, other, nonce, address);
-    let (first, _) = asked.receive();
+    let (first, from) = asked.receive();
     // The question's time passes, and all that is due is done.
     let start = crate::time::now_ns();
     for ms in (0..5900).step_by(50) {
@@ -562,5 +556,62 @@ fn a_silent_host_gets_one_question_at_a_time_and_is_then_left_alone() {
     for socket in [asked.socket, other] {
         assert!(is_left_alone(socket));
     }
-    assert!(asked.worker.hosts.next_timeout().is_none());
+    let nonce = Nonce::random().unwrap();
+    asked.socket.control.lock().unwrap().handshake = Some(Handshake::connector(nonce));
+    let (socket, address) = (asked.socket, asked.address);
+    let (_, host) = ask(&mut asked.worker, socket, nonce, address);
+    assert!(host.is_none(), "it is not asked now");
+
+    // It was only slow: a YES that it holds the connection for is not left without an answer.
+    let yes = asked.yes();
+    let Body::Yes {
+        nonce_s,
+        instance_s,
+        ..
+    } = yes
+    else {
+        unreachable!()
+    };
+    asked.answerer.set_nonblocking(false).unwrap();
+    asked.send(from, first.query, yes);
+    let cancel = Body::Cancel {
+        nonce_s,
+        instance_s,
+    };
+    assert_eq!(asked.receive().0.body, cancel);
+}
+
+#[test]
+fn an_asker_that_has_begun_anew_is_told_that_the_first_attempt_is_not_over() {
+    let (mut worker, asker) = answerer();
+    let stamp = stamp(&mut worker, &asker);
+    let (socket, stream, _server) = accepted();
+    let first = question_about(stamp, &stream);
+    send(&mut worker, &asker, &first);
+    let Body::Yes {
+        nonce_s,
+        instance_s,
+        ..
+    } = receive(&asker).body
+    else {
+        panic!("no YES")
+    };
+    send(&mut worker, &asker, &question_about(stamp, &stream));
+    let later = Body::No {
+        request: 7,
+        reason: rdmasock_core::wire::Reason::Limit,
+    };
+    assert_eq!(receive(&asker).body, later);
+
+    let cancel = Datagram {
+        body: Body::Cancel {
+            nonce_s,
+            instance_s,
+        },
+        ..first
+    };
+    send(&mut worker, &asker, &cancel);
+    worker.settle(Ref::new(socket));
+    send(&mut worker, &asker, &question_about(stamp, &stream));
+    assert!(matches!(receive(&asker).body, Body::Yes { .. }));
 }

@@ -442,7 +442,9 @@ impl Worker {
         if host.stamp.take().is_some() {
             return false;
         }
-        self.host_absent(id);
+        // Its socket stays for now: a host that has only been slow says YES to what it has been asked, until it hears that
+        // this is not wanted any more, and till then would not be asked about that connection again.
+        self.leave_alone(id);
         true
     }
 
@@ -452,11 +454,19 @@ impl Worker {
         self.hosts.absent.get(&remote, Instant::now()).is_some()
     }
 
-    /// Nobody answers there. Whoever waits for it stays on TCP.
+    /// Nobody listens there.
     fn host_absent(&mut self, id: u64) {
-        let Some(host) = self.close_host(id) else {
+        self.leave_alone(id);
+        self.close_host(id);
+    }
+
+    /// Nobody answers there for now. Whoever waits for it stays on TCP.
+    fn leave_alone(&mut self, id: u64) {
+        let Some(host) = self.hosts.hosts.get_mut(&id) else {
             return;
         };
+        let waiting = std::mem::take(&mut host.waiting);
+        host.stamp = None;
         self.library.stats.count(Event::ControlAbsent);
         if let Some(port) = self.library.reach.port() {
             let remote = SocketAddr::new(host.address.1, port);
@@ -465,7 +475,7 @@ impl Worker {
                 .absent
                 .insert(remote, Answer::Absent, now, ABSENT_FOR);
         }
-        for query in host.waiting {
+        for query in waiting {
             let Some(query) = self.hosts.queries.get_mut(&query) else {
                 continue;
             };
@@ -482,10 +492,10 @@ impl Worker {
         }
     }
 
-    fn close_host(&mut self, id: u64) -> Option<Host> {
-        let host = self.hosts.hosts.remove(&id)?;
-        self.hosts.by_address.remove(&host.address);
-        let _ = kernel::delete(&self.service.epoll, host.socket.as_fd());
-        Some(host)
+    fn close_host(&mut self, id: u64) {
+        if let Some(host) = self.hosts.hosts.remove(&id) {
+            self.hosts.by_address.remove(&host.address);
+            let _ = kernel::delete(&self.service.epoll, host.socket.as_fd());
+        }
     }
 }

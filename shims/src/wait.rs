@@ -272,8 +272,7 @@ enum End {
 }
 
 fn spin_for(bound: u64, mut done: impl FnMut() -> bool) -> End {
-    // Reading the clock costs as much as half a round trip within a host: what comes at once does without.
-    let mut start = None;
+    let start = now_ns();
     let mut hit = End::Hit;
     loop {
         for _ in 0..32 {
@@ -282,8 +281,7 @@ fn spin_for(bound: u64, mut done: impl FnMut() -> bool) -> End {
             }
             std::hint::spin_loop();
         }
-        let now = now_ns();
-        let spent = now.wrapping_sub(*start.get_or_insert(now));
+        let spent = now_ns().wrapping_sub(start);
         if spent >= bound {
             return End::Miss;
         }

@@ -303,12 +303,13 @@ impl Epoll {
             return Last::NotAlone;
         }
         let mask = ready::evaluate(item.socket, item.events, Arm::No) & (item.events | ALWAYS);
-        if mask == 0 {
+        let others = set.links.iter().any(|l| l.has_ready(waiter));
+        if mask == 0 && !others {
             return Last::Quiet;
         }
         // An edge has to be armed again, and ONESHOT is over.
         let goes_on = item.events & (ET | ONESHOT) == 0;
-        if !goes_on || set.links.iter().any(|l| l.has_ready(waiter)) {
+        if others || !goes_on {
             return Last::NotAlone;
         }
         // SAFETY: one entry is writable by `wait`'s contract.

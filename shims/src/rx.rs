@@ -24,6 +24,7 @@ use crate::iov::Iov;
 use crate::library::Library;
 use crate::promote;
 use crate::ready;
+use crate::real::or_if_cancelled;
 use crate::socket::{Rx, Socket, Stage, mode};
 use crate::table;
 use crate::tx;
@@ -74,18 +75,24 @@ unsafe fn plain(
     flags: c_int,
     real: &impl Fn() -> ssize_t,
 ) -> ControlFlow<ssize_t, usize> {
-    let n = real();
+    let n = or_if_cancelled(real, || leave(socket));
     if socket.rx_was_marked() {
         // SAFETY: by this function's contract.
         return unsafe { scanned(socket, iov, flags, n) };
     }
-    if socket.leave_rx() {
-        marked::look_again(socket);
-    }
+    leave(socket);
     if n > 0 && flags & libc::MSG_PEEK == 0 {
         account(socket, n as u64);
     }
     Break(n)
+}
+
+/// A call is back from the kernel's receive.
+#[inline]
+fn leave(socket: &'static Socket) {
+    if socket.leave_rx() {
+        marked::look_again(socket);
+    }
 }
 
 /// Counts what TCP delivered, and begins a promotion at the threshold.

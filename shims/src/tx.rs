@@ -24,6 +24,7 @@ use crate::iov::Iov;
 use crate::library::Library;
 use crate::promote;
 use crate::ready;
+use crate::real::or_if_cancelled;
 use crate::service::Command;
 use crate::socket::{Socket, Stage, mode};
 use crate::table;
@@ -62,11 +63,18 @@ pub unsafe fn send(
 /// The kernel's call on a plain direction, which the caller has entered.
 #[inline]
 fn plain(socket: &'static Socket, real: &impl Fn() -> ssize_t) -> ssize_t {
-    let n = real();
+    let n = or_if_cancelled(real, || flush_marker(socket, socket.leave_tx()));
     let marker_waits = socket.leave_tx();
     if n > 0 {
         account(socket, n as u64);
     }
+    flush_marker(socket, marker_waits);
+    n
+}
+
+/// A call is back from the kernel's send, and perhaps a marker waits for that.
+#[inline]
+fn flush_marker(socket: &'static Socket, marker_waits: bool) {
     if marker_waits {
         let errno = errno::get();
         if promote::flush(socket) {
@@ -74,7 +82,6 @@ fn plain(socket: &'static Socket, real: &impl Fn() -> ssize_t) -> ssize_t {
         }
         errno::set(errno);
     }
-    n
 }
 
 /// Counts what TCP took, and begins a promotion at the threshold.

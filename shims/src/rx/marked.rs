@@ -8,12 +8,13 @@ use std::sync::atomic::Ordering::{Acquire, SeqCst};
 use libc::ssize_t;
 use rustix::net::RecvFlags;
 
-use super::Step;
+use super::{Step, leave};
 use crate::errno;
 use crate::iov::Iov;
 use crate::library::Library;
 use crate::promote::{self, Ahead};
 use crate::ready;
+use crate::real::{Cancellable, or_if_cancelled};
 use crate::service::Command;
 use crate::socket::{Rx, Socket, mode};
 use crate::table;
@@ -244,19 +245,23 @@ pub(super) unsafe fn finish_on_tcp(
 ) -> ssize_t {
     loop {
         let (to, len) = iov.head();
-        if len == 0 || is_at_mark(socket) || !socket.enter_rx() {
+        if len == 0 || is_at_mark(socket) {
+            return got as ssize_t;
+        }
+        if !socket.enter_rx() {
+            // The try may have kept others from looking.
+            look_again(socket);
             return got as ssize_t;
         }
         // SAFETY: the piece is writable by the program's word.
-        let n = unsafe { crate::real::recv()(fd, to.cast(), len, flags) }.max(0) as usize;
+        let call = || unsafe { crate::real::recv().cancellable()(fd, to.cast(), len, flags) };
+        let n = or_if_cancelled(call, || leave(socket)).max(0) as usize;
         let mut kept = n;
         if n > 0 && socket.rx_was_marked() {
             // SAFETY: the kernel has written n bytes there.
             kept = unsafe { promote::scan_taken(socket, to, n) };
         }
-        if socket.leave_rx() {
-            look_again(socket);
-        }
+        leave(socket);
         got += kept;
         if kept < len {
             return got as ssize_t;

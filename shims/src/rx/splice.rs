@@ -5,10 +5,10 @@ use std::sync::atomic::Ordering::Acquire;
 
 use libc::ssize_t;
 
-use super::{account, recv_slow};
+use super::{account, leave, recv_slow};
 use crate::errno;
 use crate::iov::Iov;
-use crate::real::Cancellable;
+use crate::real::{Cancellable, or_if_cancelled};
 use crate::socket::{Socket, mode};
 
 /// splice() from a socket that is on its way back to TCP: `real` is libc's own call, for what comes
@@ -29,8 +29,8 @@ pub fn splice(
         if socket.rx_mode.load(Acquire) == mode::TCP && socket.enter_rx() {
             // Should a scan begin while the call waits, its markers are in the pipe: so the socket is
             // pinned to TCP before (`splice_on`).
-            let n = real();
-            socket.leave_rx();
+            let n = or_if_cancelled(&real, || leave(socket));
+            leave(socket);
             if n > 0 {
                 account(socket, n as u64);
             }

@@ -313,6 +313,21 @@ struct Asked {
     address: IpAddr,
 }
 
+/// What is said to a YES that is not wanted.
+fn cancel_of(yes: Body) -> Body {
+    match yes {
+        Body::Yes {
+            nonce_s,
+            instance_s,
+            ..
+        } => Body::Cancel {
+            nonce_s,
+            instance_s,
+        },
+        other => panic!("{other:?} is no YES"),
+    }
+}
+
 /// An address of this host that no other test has.
 fn own_address() -> IpAddr {
     let [a, b, c, ..] = crate::library::random_u64().to_ne_bytes();
@@ -422,19 +437,7 @@ fn a_yes_that_is_not_wanted_any_more_gets_cancel_each_time() {
     for _ in 0..2 {
         let yes = asked.yes();
         asked.send(from, first.query, yes);
-        let Body::Yes {
-            nonce_s,
-            instance_s,
-            ..
-        } = yes
-        else {
-            unreachable!()
-        };
-        let cancel = Body::Cancel {
-            nonce_s,
-            instance_s,
-        };
-        assert_eq!(asked.receive().0.body, cancel);
+        assert_eq!(asked.receive().0.body, cancel_of(yes));
     }
 }
 
@@ -564,21 +567,9 @@ fn a_silent_host_gets_one_question_at_a_time_and_is_then_left_alone() {
 
     // It was only slow: a YES that it holds the connection for is not left without an answer.
     let yes = asked.yes();
-    let Body::Yes {
-        nonce_s,
-        instance_s,
-        ..
-    } = yes
-    else {
-        unreachable!()
-    };
     asked.answerer.set_nonblocking(false).unwrap();
     asked.send(from, first.query, yes);
-    let cancel = Body::Cancel {
-        nonce_s,
-        instance_s,
-    };
-    assert_eq!(asked.receive().0.body, cancel);
+    assert_eq!(asked.receive().0.body, cancel_of(yes));
 }
 
 #[test]
@@ -588,14 +579,7 @@ fn an_asker_that_has_begun_anew_is_told_that_the_first_attempt_is_not_over() {
     let (socket, stream, _server) = accepted();
     let first = question_about(stamp, &stream);
     send(&mut worker, &asker, &first);
-    let Body::Yes {
-        nonce_s,
-        instance_s,
-        ..
-    } = receive(&asker).body
-    else {
-        panic!("no YES")
-    };
+    let yes = receive(&asker).body;
     send(&mut worker, &asker, &question_about(stamp, &stream));
     let later = Body::No {
         request: 7,
@@ -604,10 +588,7 @@ fn an_asker_that_has_begun_anew_is_told_that_the_first_attempt_is_not_over() {
     assert_eq!(receive(&asker).body, later);
 
     let cancel = Datagram {
-        body: Body::Cancel {
-            nonce_s,
-            instance_s,
-        },
+        body: cancel_of(yes),
         ..first
     };
     send(&mut worker, &asker, &cancel);

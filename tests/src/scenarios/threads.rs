@@ -226,6 +226,9 @@ pub fn close_does_not_wake(c: &Ctx) {
 /// What pthread_create runs.
 type ThreadFn = extern "C" fn(*mut libc::c_void) -> *mut libc::c_void;
 
+/// More than a connection of kernel TCP takes from a sender whose peer does not read.
+const MUCH_BYTES: usize = 32 * 1024 * 1024;
+
 static CANCEL_FD: AtomicI32 = AtomicI32::new(-1);
 extern "C" fn blocked_in_recv(_: *mut libc::c_void) -> *mut libc::c_void {
     let fd = CANCEL_FD.load(Ordering::Relaxed);
@@ -233,6 +236,14 @@ extern "C" fn blocked_in_recv(_: *mut libc::c_void) -> *mut libc::c_void {
     // SAFETY: the buffer is as long as said. A plain call: no frame here has a destructor,
     // so that the cancellation's unwinding passes.
     unsafe { libc::recv(fd, b.as_mut_ptr().cast(), 4, 0) };
+    std::ptr::null_mut()
+}
+
+extern "C" fn blocked_in_send(_: *mut libc::c_void) -> *mut libc::c_void {
+    let fd = CANCEL_FD.load(Ordering::Relaxed);
+    static MUCH: [u8; MUCH_BYTES] = [7; MUCH_BYTES];
+    // SAFETY: as many bytes as said. A plain call, as above.
+    unsafe { libc::send(fd, MUCH.as_ptr().cast(), MUCH_BYTES, 0) };
     std::ptr::null_mut()
 }
 
@@ -319,6 +330,37 @@ fn cancel_in(c: &Ctx, blocked: ThreadFn) {
 /// pthread_cancel of a thread blocked in recv; the connection then works for others.
 pub fn cancel(c: &Ctx) {
     cancel_each(c, |_| {}, &[blocked_in_recv]);
+}
+
+/// The same on a connection that is not promoted yet, and is afterwards.
+pub fn cancel_early(c: &Ctx) {
+    let fd = c.cold_pair();
+    if c.is_server() {
+        CANCEL_FD.store(fd, Ordering::Relaxed);
+        cancel_in(c, blocked_in_recv);
+    }
+    c.sync("cancelled");
+    c.warm_up(fd);
+    c.close(fd);
+}
+
+/// Likewise, in send.
+pub fn cancel_sender_early(c: &Ctx) {
+    let fd = c.cold_pair();
+    if c.is_server() {
+        CANCEL_FD.store(fd, Ordering::Relaxed);
+        cancel_in(c, blocked_in_send);
+    }
+    c.sync("cancelled");
+    if !c.is_server() {
+        // How much had gone out nobody knows.
+        while sys::poll_one(fd, libc::POLLIN, 500) != 0 {
+            sys::recv(fd, &mut [0; 65536], 0).ok();
+        }
+    }
+    c.sync("drained");
+    c.warm_up(fd);
+    c.close(fd);
 }
 
 /// pthread_cancel of threads that wait for readiness, likewise.

@@ -3,6 +3,7 @@
 pub mod carry;
 mod count;
 mod marked;
+pub mod pace;
 mod ring;
 mod splice;
 
@@ -14,7 +15,7 @@ use marked::{finish_on_tcp, from_marked, is_at_mark, scanned};
 
 use std::ffi::c_int;
 use std::ops::ControlFlow::{self, Break, Continue};
-use std::sync::atomic::Ordering::{Acquire, SeqCst};
+use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 
 use libc::ssize_t;
 use rdmasock_core::stats::Path;
@@ -155,6 +156,9 @@ unsafe fn recv_slow(
     let all = flags & libc::MSG_WAITALL != 0;
     let whole = got + iov.len();
     let mut patience = wait::Patience::default();
+    if flags & libc::MSG_DONTWAIT == 0 {
+        pace::rest(&socket.rx_rests);
+    }
     loop {
         let mode = socket.rx_mode.load(Acquire);
         // SAFETY: the pieces are writable by `recv`'s contract.
@@ -234,7 +238,8 @@ unsafe fn from_link(socket: &'static Socket, fd: c_int, iov: &mut Iov, flags: c_
     // Before the look at the ring: what was sent before the end is in the ring when we see the end.
     let ended = is_over(socket, &rx);
     let rx_stays = rx.stays;
-    let Some(consumer) = rx.consumer.as_mut() else {
+    let state = &mut *rx;
+    let Some(consumer) = state.consumer.as_mut() else {
         return Step::Kernel;
     };
     if flags & libc::MSG_TRUNC == 0 && iov.is_implausible() && consumer.has_data().unwrap_or(true) {
@@ -282,12 +287,23 @@ unsafe fn from_link(socket: &'static Socket, fd: c_int, iov: &mut Iov, flags: c_
             // At most one of the two is set: taking a word clears it.
             let w = consumer.consume(done);
             wake = if wake.is_none() { w } else { wake };
+            // One look a call: another would take the lines from a writer who is about to use them again.
+            if consumer.known() == 0 {
+                break;
+            }
         }
     }
     if got > 0 {
         if !peek {
             if let Some(stats) = socket.stats() {
                 stats.add_rx_link(got as u64);
+                let rests = !socket.blocking.is_nonblocking()
+                    && state
+                        .pace
+                        .on_read(got as u64, consumer.known(), stats.sent_on_link());
+                if rests != socket.rx_rests.load(Relaxed) {
+                    socket.rx_rests.store(rests, Relaxed);
+                }
             }
             if consumer.producer_limited() || consumer.is_switching() {
                 ring::fit(socket, consumer);

@@ -29,6 +29,7 @@ use crate::keepalive::Keepalive;
 use crate::link::Link;
 use crate::listener::Listener;
 use crate::rx::carry::Carry;
+use crate::rx::pace::Pace;
 use crate::wait::{Spinner, WaiterId};
 
 /// What a direction runs on. Mirrors what the direction's lock protects, so that the plain case
@@ -109,6 +110,8 @@ pub struct Rx {
     pub seen_at: u64,
     /// Whom the peer is to tell of data, as an attention word: the epoll sets' part.
     pub bits: u32,
+    /// Whether the reader keeps up.
+    pub pace: Pace,
 }
 
 /// The promotion under way and the link that it led to.
@@ -195,6 +198,8 @@ pub struct Socket {
     /// Receiving, likewise.
     pub rx_mode: AtomicU8,
     pub rx_inside: AtomicU32,
+    /// The next look for data is to be put off a little.
+    pub rx_rests: AtomicBool,
     pub rx: CachePadded<Lock<Rx>>,
 
     /// TCP_CORK as the program set it.
@@ -292,6 +297,7 @@ impl Socket {
             peer_vqpn: AtomicU32::new(0),
             rx_mode: AtomicU8::new(mode::TCP),
             rx_inside: AtomicU32::new(0),
+            rx_rests: AtomicBool::new(false),
             rx: CachePadded::new(Lock::new(Rx::default())),
             corked: AtomicBool::new(false),
             keepalive: Keepalive::default(),
@@ -352,6 +358,7 @@ impl Socket {
         socket.blocking.reset(nonblocking);
         socket.stage.store(Stage::New as u8, Relaxed);
         socket.anchor.store(0, Relaxed);
+        socket.rx_rests.store(false, Relaxed);
         socket.rx_shut.store(false, Relaxed);
         socket.lost_unread.store(false, Relaxed);
         socket.watched.store(false, Relaxed);

@@ -288,6 +288,12 @@ impl StreamStats {
         bump(&self.tx.link_calls, 1);
     }
 
+    /// Bytes that were sent over links.
+    #[inline]
+    pub fn sent_on_link(&self) -> u64 {
+        self.tx.link_bytes.load(Relaxed)
+    }
+
     /// A call received `bytes` over TCP. One receiver at a time.
     #[inline]
     pub fn add_rx_tcp(&self, bytes: u64) {

@@ -133,6 +133,12 @@ impl Consumer {
         })
     }
 
+    /// Bytes that are known to be there without a look.
+    #[inline]
+    pub fn known(&self) -> u64 {
+        self.tail - self.head
+    }
+
     /// Bytes that can be read now (FIONREAD).
     pub fn available(&mut self) -> Result<u64, RingError> {
         self.reload()?;

@@ -16,6 +16,10 @@ use crate::sys::{Id, event};
 /// in the lab without it).
 const IWARP_SETTLES: Duration = Duration::from_millis(50);
 
+/// siw uses the port that the connection manager has chosen among those that RDMA does not use, whether or not TCP does. Each
+/// attempt gets another one.
+const PORTS_TRIED: u32 = 16;
+
 /// Connects. The timeout is for finding the way, and again for the peer's answer: siw waits for its TCP connection within the
 /// call, by the kernel's own patience.
 pub fn connect(
@@ -24,6 +28,17 @@ pub fn connect(
     private: &[u8],
     timeout: Duration,
 ) -> Result<Conn> {
+    let mut tried = 1;
+    loop {
+        match attempt(local, remote, private, timeout) {
+            // Of another socket, or of a connection to the same address that has just ended.
+            Err(Errno(libc::EADDRINUSE | libc::EADDRNOTAVAIL)) if tried < PORTS_TRIED => tried += 1,
+            result => return result,
+        }
+    }
+}
+
+fn attempt(local: &Address, remote: &Address, private: &[u8], timeout: Duration) -> Result<Conn> {
     let until = after(timeout)?;
     device::open(local)?;
     let id = Id::new().map_err(|errno| explain("opening the connection manager", errno))?;

@@ -47,9 +47,9 @@ start_node() {
             sleep 0.05
         done
     fi
-    # maxcpus: for a machine that cannot have a second processor qemu's emulator (before 8.0) leaves memory barriers out, which virtio
-    # needs between the processor and qemu's own thread: a notification was lost, and the network with it, about once an hour.
-    # nr_cpus: the guest makes nothing of it.
+    # maxcpus: for a machine that cannot have a second processor qemu's emulator (before 8.0) leaves memory barriers out,
+    # which virtio needs between the processor and qemu's own thread: a notification was lost, and the network with it, about
+    # once an hour. nr_cpus: the guest makes nothing of it.
     # tsc=reliable: without it a clock that costs a system call is chosen. no_timer_check: on a busy host the emulated
     # timer's first ticks come too late for the kernel, which then panics.
     bound KILL "${qemu[@]}" -accel "$accelerator" "${machine[@]}" -smp "$cpus,maxcpus=$((cpus + 1))" -m "$memory" -name "lab-$node" \

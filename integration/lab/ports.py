@@ -8,8 +8,12 @@ with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as file:
     low, high = map(int, file.read().split())
 wanted = range(low, high + 1, 4)
 need = len(wanted) + 64
-hard = max(need, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+try:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (need, max(need, hard)))
+except ValueError:
+    # Not root: as many as may be.
+    wanted = wanted[: hard - 64]
 taken = []
 for port in wanted:
     listener = socket.socket()

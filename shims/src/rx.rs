@@ -156,9 +156,7 @@ unsafe fn recv_slow(
     let all = flags & libc::MSG_WAITALL != 0;
     let whole = got + iov.len();
     let mut patience = wait::Patience::default();
-    if flags & libc::MSG_DONTWAIT == 0 {
-        pace::rest(&socket.rx_rests);
-    }
+    pace::rest(socket, flags);
     loop {
         let mode = socket.rx_mode.load(Acquire);
         // SAFETY: the pieces are writable by `recv`'s contract.
@@ -297,7 +295,8 @@ unsafe fn from_link(socket: &'static Socket, fd: c_int, iov: &mut Iov, flags: c_
         if !peek {
             if let Some(stats) = socket.stats() {
                 stats.add_rx_link(got as u64);
-                let rests = !socket.blocking.is_nonblocking()
+                // Between hosts a look takes nothing from the writer.
+                let rests = !rx_stays
                     && state
                         .pace
                         .on_read(got as u64, consumer.known(), stats.sent_on_link());

@@ -321,7 +321,8 @@ pub fn for_space(
     wait_on(socket, fd, patience, &socket.tx_spin, false)
 }
 
-fn may_wait(socket: &Socket, flags: c_int) -> Result<(), c_int> {
+/// Whether a call with these flags may wait; `Err` is the errno that it fails with otherwise.
+pub fn may_wait(socket: &Socket, flags: c_int) -> Result<(), c_int> {
     if flags & libc::MSG_DONTWAIT != 0 || socket.blocking.is_nonblocking() {
         return Err(libc::EAGAIN);
     }

@@ -4,9 +4,12 @@
 //! for the next message. Between looks that are some misses apart it writes many messages for those two. Only where
 //! nobody can be waiting for the reader's answer: it has sent nothing for some reads.
 
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::ffi::c_int;
+use std::sync::atomic::Ordering::Relaxed;
 
+use crate::socket::{Socket, mode};
 use crate::time::now_ns;
+use crate::wait;
 
 /// From so many looks in a row on that each found a little.
 const KEEPS_UP: u8 = 16;
@@ -46,15 +49,18 @@ impl Pace {
     }
 }
 
-/// Puts a look off if `is_due`.
+/// Puts off the look of a receive with these `flags` if that is due, and the call may wait.
 #[inline]
-pub fn rest(is_due: &AtomicBool) {
-    if is_due.load(Relaxed) {
+pub fn rest(socket: &Socket, flags: c_int) {
+    if socket.rx_rests.load(Relaxed)
+        && socket.rx_mode.load(Relaxed) == mode::LINK
+        && wait::may_wait(socket, flags).is_ok()
+    {
         rest_now();
     }
 }
 
-#[cold]
+#[inline(never)]
 fn rest_now() {
     let start = now_ns();
     while now_ns().wrapping_sub(start) < REST {

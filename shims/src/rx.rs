@@ -439,7 +439,6 @@ pub fn has_unread(socket: &'static Socket) -> bool {
 pub fn is_worth_a_look(socket: &'static Socket) -> bool {
     match socket.rx_mode.load(Acquire) {
         mode::LINK => {
-            ready::progress(socket);
             socket.rx_shut.load(Acquire)
                 || socket.rx.lock().is_none_or(|mut rx| {
                     is_over(socket, &rx)

@@ -388,7 +388,6 @@ pub fn shut(socket: &'static Socket) -> bool {
 pub fn is_worth_a_look(socket: &'static Socket) -> bool {
     match socket.tx_mode.load(Acquire) {
         mode::LINK => {
-            ready::progress(socket);
             is_dead(socket)
                 || socket.tx.lock().is_none_or(|mut tx| {
                     tx.producer

@@ -345,7 +345,11 @@ fn wait_on(
             crate::tx::is_worth_a_look(socket)
         }
     };
-    if spinner.spin(spinner.bound(), there) {
+    let come = || {
+        crate::ready::progress(socket);
+        there()
+    };
+    if spinner.spin(spinner.bound(), come) {
         return Ok(());
     }
     // Before each sleep: O_NONBLOCK may have been set since the last.
@@ -372,6 +376,7 @@ fn wait_on(
         .and_then(Link::distant)
         .and_then(Distant::take_duty);
     let _sleeper = Sleeper::new(socket, lease.waiter, data, !data);
+    // Arming has taken in what had come until then; what comes later makes the descriptor readable.
     if there() {
         return Ok(());
     }

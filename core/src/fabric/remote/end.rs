@@ -263,7 +263,7 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
             self.fail(down.into());
             return Err(down.into());
         }
-        self.run(POLL | PUMP)
+        self.run(POLL)
     }
 
     /// Sends the heads that are held back since the last call. An idle direction's last bytes count as unread by the

@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use std::sync::atomic::Ordering::SeqCst;
 
 use super::chunks::{self, Chunks, Target};
-use super::end::{Local, POLL, SETTLE, TICK};
+use super::end::{Local, POLL, PUMP, SETTLE, TICK};
 use super::fault::{Breach, Fault};
 use super::ground::{After, Ground, MAX_LETTERS, SERVICE, Which};
 use super::pump::Sender;
@@ -66,7 +66,13 @@ impl Engine {
         if what & SETTLE != 0 {
             self.settle(g);
         }
-        let pumped = self.pump(g);
+        // A look that finds nothing leaves nothing to send: who adds something says PUMP, and what is blocked waits for
+        // something to come.
+        let pumped = if events > 0 || what & (PUMP | SETTLE) != 0 {
+            self.pump(g)
+        } else {
+            Ok(())
+        };
         if matches!(pumped, Err(Fault::Down(_))) {
             // What has come is still good, and then there is a better reason.
             self.poll(g)?;
@@ -285,8 +291,10 @@ impl Engine {
             _ => {}
         }
         g.tell_here(&mut self.after, wake, mine);
-        // It may have been waiting for this ring.
-        g.dirty.push(theirs);
+        if matches!(record, Record::Offer { .. }) {
+            // It may have been waiting for this ring.
+            g.dirty.push(theirs);
+        }
         Ok(())
     }
 

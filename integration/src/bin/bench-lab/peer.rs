@@ -46,6 +46,16 @@ pub struct Client {
     subject: Subject,
 }
 
+impl Client {
+    /// What it says first.
+    fn hello(&self) -> Vec<u8> {
+        let mut hello = (self.job as u32).to_le_bytes().to_vec();
+        hello.extend(self.size.to_le_bytes());
+        hello.extend(self.seconds.to_le_bytes());
+        hello
+    }
+}
+
 /// The first bytes on a connection.
 const HELLO: usize = 16;
 /// What flows before it counts, as a part of the time.
@@ -67,6 +77,13 @@ impl Stream {
             None,
         )?;
         Ok(Self(fd))
+    }
+
+    fn connected(address: &Address) -> Result<Self> {
+        let stream = Self::new()?;
+        connect(stream.0.as_raw_fd(), &address.socket()).context("connect")?;
+        stream.set_nodelay()?;
+        Ok(stream)
     }
 
     fn set_nodelay(&self) -> Result<()> {
@@ -128,7 +145,9 @@ fn answer(stream: &Stream) -> Result<()> {
     let time = Duration::try_from_secs_f64(f64::from_le_bytes(seconds))?;
     ensure!((1..=1 << 26).contains(&size), "a size of {size} bytes");
     echo(stream, HELLO)?;
-    if job == Job::Latency as u32 {
+    if job == Job::Connect as u32 {
+        Ok(())
+    } else if job == Job::Latency as u32 {
         echo(stream, size)
     } else {
         drain(stream, size, time)
@@ -171,27 +190,25 @@ fn drain(stream: &Stream, size: usize, time: Duration) -> Result<()> {
 
 /// Takes one sample.
 pub fn sample(client: &Client) -> Result<()> {
-    let stream = Stream::new()?;
-    connect(stream.0.as_raw_fd(), &client.address.socket()).context("connect")?;
-    stream.set_nodelay()?;
+    let time = Duration::try_from_secs_f64(client.seconds)?;
+    if client.job == Job::Connect {
+        return connects(client, time);
+    }
+    let stream = Stream::connected(&client.address)?;
     match (client.subject, stream.is_socket()?) {
         (Subject::Rsocket, true) => bail!("librspreload has fallen back to TCP"),
         (Subject::Tcp | Subject::Library, false) => bail!("this is no socket"),
         _ => {}
     }
-    let mut hello = (client.job as u32).to_le_bytes().to_vec();
-    hello.extend(client.size.to_le_bytes());
-    hello.extend(client.seconds.to_le_bytes());
-    stream.send_all(&hello)?;
+    stream.send_all(&client.hello())?;
     let before = match client.subject {
         Subject::Library => Some(promoted(&stream)?),
         _ => None,
     };
     ping(&stream, 1)?;
-    let time = Duration::try_from_secs_f64(client.seconds)?;
     let size = client.size as usize;
     let value = match client.job {
-        Job::Latency => trips(&stream, size, time)?,
+        Job::Connect | Job::Latency => trips(&stream, size, time)?,
         Job::Bandwidth => rate(&stream, size, time)?,
         Job::Messages => rate(&stream, size, time)? / size as f64,
     };
@@ -200,6 +217,29 @@ pub fn sample(client: &Client) -> Result<()> {
         None => None,
     };
     Sample::new(client.subject, client.job, client.size, value, totals).print()
+}
+
+/// µs from connect to the first byte of the answer, the median over connections that are made one after the other.
+/// The server is one without the library, so every byte has to stay on TCP.
+fn connects(client: &Client, time: Duration) -> Result<()> {
+    let mut said = client.hello();
+    said.extend([1; HELLO]);
+    let (begin, mut samples) = (Instant::now(), Vec::new());
+    loop {
+        let start = Instant::now();
+        let stream = Stream::connected(&client.address)?;
+        stream.send_all(&said)?;
+        stream.receive_all(&mut [0; 1])?;
+        samples.push(start.elapsed().as_secs_f64() * 1e6);
+        stream.receive_all(&mut [0; HELLO - 1])?;
+        if begin.elapsed() >= time {
+            if client.subject == Subject::Library {
+                ensure!(counters()?.link() == 0, "the server has the library");
+            }
+            let value = median(&samples);
+            return Sample::new(client.subject, client.job, client.size, value, None).print();
+        }
+    }
 }
 
 /// There and back; the other end goes on to the measurement after one that begins with 1.

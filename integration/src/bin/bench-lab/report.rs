@@ -16,8 +16,10 @@ use crate::peer::name;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Job {
+    /// From connect to the first byte of the answer, of a server that has not the library.
+    Connect = 1,
     /// Half a round trip, both ends blocking in recv.
-    Latency = 1,
+    Latency,
     /// One way, reads as large as the writes.
     Bandwidth,
     /// One way, large reads.
@@ -108,7 +110,7 @@ pub fn rstream(options: &Rstream) -> Result<()> {
     };
     let microseconds = microseconds.with_context(|| format!("not rstream's output: {text}"))?;
     let value = match options.job {
-        Job::Latency => microseconds,
+        Job::Connect | Job::Latency => microseconds,
         Job::Bandwidth => f64::from(options.size) * 1e6 / microseconds,
         Job::Messages => 1e6 / microseconds,
     };
@@ -205,6 +207,13 @@ fn row((job, size): (Job, u32)) -> Row {
         Goal::Times(table::Subject::Rstream, 1.3),
     ];
     match job {
+        Job::Connect => Row::new(
+            "connect to first byte, server without it",
+            "µs",
+            Better::Lower,
+            // As good, but for the noise of emulated machines.
+            &[Goal::Times(table::Subject::Tcp, 0.9)],
+        ),
         Job::Latency => Row::new(
             &format!("{size}, half a round trip"),
             "µs",

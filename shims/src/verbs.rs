@@ -5,7 +5,7 @@
 
 use std::ffi::{c_int, c_void};
 use std::net::{IpAddr, SocketAddr};
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
@@ -18,7 +18,9 @@ use rdmasock_core::fabric::plugin::{
 use rdmasock_core::fabric::remote::qp::{
     Down, Event, Key, Limits, PostError, QueuePair, Write as RdmaWrite,
 };
+use rdmasock_core::os::dir;
 use rdmasock_core::os::privatefd::PrivateFd;
+use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
 /// The file's name, beside the library's own.
@@ -56,7 +58,9 @@ pub fn is_possible() -> bool {
         return false;
     }
     LOOK_AT.store(now + NONE_FOR, Relaxed);
-    let some = std::fs::read_dir(DEVICES).is_ok_and(|mut all| all.next().is_some());
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let directory = PrivateFd::open(|| rustix::fs::open(DEVICES, flags, Mode::empty()));
+    let some = directory.is_ok_and(|at| dir::names(at.as_fd()).is_ok_and(|all| !all.is_empty()));
     SOME.store(some, Relaxed);
     some
 }

@@ -5,6 +5,7 @@
 
 pub mod channel;
 pub mod datagram;
+pub mod dir;
 #[cfg(test)]
 pub(crate) mod forked;
 pub mod memfd;

@@ -2,9 +2,12 @@
 
 use std::ffi::c_int;
 use std::fmt::Arguments;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, IntoRawFd};
+use std::path::Path;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
 use rdmasock_core::fabric::plugin::{ABI, Host};
+use rustix::fs::{Mode, OFlags};
 
 use crate::error::{Errno, Result};
 use crate::fds;
@@ -59,9 +62,9 @@ pub fn log(level: Level, text: Arguments<'_>) {
 pub fn hide(fd: c_int) -> Result<c_int> {
     let host = get().ok_or(Errno(libc::EINVAL))?;
     // SAFETY: the caller's fd is open for the duration of this call; it is not kept.
-    let borrowed = unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) };
+    let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
     let flags = rustix::fs::fcntl_getfl(borrowed)?;
-    rustix::fs::fcntl_setfl(borrowed, flags | rustix::fs::OFlags::NONBLOCK)?;
+    rustix::fs::fcntl_setfl(borrowed, flags | OFlags::NONBLOCK)?;
     // SAFETY: the function of a checked table; it takes any number.
     let hidden = unsafe { (host.hide_fd)(fd) };
     if hidden < 0 {
@@ -69,6 +72,43 @@ pub fn hide(fd: c_int) -> Result<c_int> {
     }
     fds::enter(hidden);
     Ok(hidden)
+}
+
+/// A file at a hidden number for as long as the value lives: a program that closes numbers that are not its own, or
+/// counts on the lowest, misses nothing. Where no host is attached, as in tests, at the number that the kernel gave.
+pub struct Hidden(c_int);
+
+impl Hidden {
+    /// Opens `path` for reading.
+    pub fn open(path: &Path, flags: OFlags) -> Result<Self> {
+        let flags = flags | OFlags::RDONLY | OFlags::CLOEXEC;
+        let fd = rustix::fs::open(path, flags, Mode::empty())?;
+        if get().is_none() {
+            return Ok(Self(fd.into_raw_fd()));
+        }
+        let hidden = hide(fd.as_raw_fd())?;
+        // The number is free again.
+        let _ = fd.into_raw_fd();
+        Ok(Self(hidden))
+    }
+}
+
+impl AsFd for Hidden {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        // SAFETY: open until `self` is dropped.
+        unsafe { BorrowedFd::borrow_raw(self.0) }
+    }
+}
+
+impl Drop for Hidden {
+    fn drop(&mut self) {
+        if get().is_some() {
+            close(self.0);
+        } else {
+            // SAFETY: opened by `open`, and given up.
+            unsafe { rustix::io::close(self.0) };
+        }
+    }
 }
 
 /// Closes what [`hide`] gave.

@@ -1,56 +1,77 @@
 //! Which RDMA device is on a network interface, by what the kernel shows in `/sys/class`: without opening it.
 
-use std::ffi::OsStr;
-use std::fs::{read_dir, read_to_string};
-use std::path::Path;
+use std::ffi::{OsStr, OsString};
+use std::os::fd::AsFd;
+use std::path::{Path, PathBuf};
 
 use rdmasock_core::fabric::plugin::Device;
+use rdmasock_core::os::dir::names;
+use rustix::fs::OFlags;
+
+use crate::host::Hidden;
 
 /// The device on an interface; `class` is `/sys/class`.
 pub fn device_on(class: &Path, interface: &str) -> Option<Device> {
     let net = class.join("net").join(interface);
-    read_dir(class.join("infiniband"))
-        .ok()?
-        .flatten()
-        .find_map(|entry| {
-            let (at, name) = (entry.path(), entry.file_name());
-            let is_iwarp = read_to_string(at.join("node_type")).ok()?.contains("RNIC");
-            let is_on = if is_iwarp {
-                has_address_of(&at, &net)
-            } else {
-                has_gid_on(&at, interface)
-            };
-            if !is_on && !is_ipoib_of(&net, Path::new(&name)) {
-                return None;
-            }
-            let mut device = Device {
-                name: [0; 64],
-                is_iwarp: u8::from(is_iwarp),
-            };
-            for (to, from) in device.name.iter_mut().take(63).zip(name.as_encoded_bytes()) {
-                *to = *from;
-            }
-            Some(device)
-        })
+    let devices = class.join("infiniband");
+    list(&devices).into_iter().find_map(|name| {
+        let at = devices.join(&name);
+        let is_iwarp = text(&at.join("node_type"))?.contains("RNIC");
+        let is_on = if is_iwarp {
+            has_address_of(&at, &net)
+        } else {
+            has_gid_on(&at, interface)
+        };
+        if !is_on && !is_ipoib_of(&net, Path::new(&name)) {
+            return None;
+        }
+        let mut device = Device {
+            name: [0; 64],
+            is_iwarp: u8::from(is_iwarp),
+        };
+        for (to, from) in device.name.iter_mut().take(63).zip(name.as_encoded_bytes()) {
+            *to = *from;
+        }
+        Some(device)
+    })
 }
 
-/// The directory `name` of each of a device's ports.
-fn in_ports(device: &Path, name: &str) -> impl Iterator<Item = std::fs::DirEntry> {
-    read_dir(device.join("ports"))
-        .into_iter()
-        .flat_map(|ports| ports.flatten())
-        .filter_map(move |port| read_dir(port.path().join(name)).ok())
-        .flat_map(|entries| entries.flatten())
+/// The names in a directory; none if it cannot be read.
+fn list(directory: &Path) -> Vec<OsString> {
+    Hidden::open(directory, OFlags::DIRECTORY)
+        .ok()
+        .and_then(|at| names(at.as_fd()).ok())
+        .unwrap_or_default()
+}
+
+/// An attribute's value, which is at most a page.
+fn text(file: &Path) -> Option<String> {
+    let file = Hidden::open(file, OFlags::empty()).ok()?;
+    let mut page = vec![0; 4096];
+    let len = rustix::io::read(file.as_fd(), &mut page).ok()?;
+    page.truncate(len);
+    String::from_utf8(page).ok()
+}
+
+/// What the directory `name` of each of a device's ports has.
+fn in_ports(device: &Path, name: &str) -> impl Iterator<Item = PathBuf> {
+    let ports = device.join("ports");
+    list(&ports).into_iter().flat_map(move |port| {
+        let directory = ports.join(port).join(name);
+        list(&directory)
+            .into_iter()
+            .map(move |entry| directory.join(entry))
+    })
 }
 
 /// RoCE: each entry of a port's GID table has its interface. A table may have a thousand entries, of which the
 /// first few are in use.
 fn has_gid_on(device: &Path, interface: &str) -> bool {
     let mut entries: Vec<_> = in_ports(device, "gid_attrs/ndevs").collect();
-    entries.sort_by_key(|entry| index_of(&entry.file_name()));
+    entries.sort_by_key(|entry| entry.file_name().map_or(u32::MAX, index_of));
     entries
         .iter()
-        .any(|ndev| read_to_string(ndev.path()).is_ok_and(|text| text.trim_end() == interface))
+        .any(|ndev| text(ndev).is_some_and(|text| text.trim_end() == interface))
 }
 
 /// A table's files are named by numbers.
@@ -62,21 +83,20 @@ fn index_of(name: &OsStr) -> u32 {
 /// iWARP: a port's only GID begins with the interface's hardware address.
 fn has_address_of(device: &Path, net: &Path) -> bool {
     let digits = |text: String| text.replace(':', "").trim_end().to_owned();
-    let Ok(address) = read_to_string(net.join("address")).map(digits) else {
+    let Some(address) = text(&net.join("address")).map(digits) else {
         return false;
     };
     let is_real = address.bytes().any(|digit| digit != b'0');
     is_real
-        && in_ports(device, "gids").any(|gid| {
-            read_to_string(gid.path()).is_ok_and(|gid| digits(gid).starts_with(&address))
-        })
+        && in_ports(device, "gids")
+            .any(|gid| text(&gid).is_some_and(|gid| digits(gid).starts_with(&address)))
 }
 
 /// IP over InfiniBand: the device is the interface's. (An Ethernet card may have an RDMA device that is no part of
 /// the interface, so others are not looked at.)
 fn is_ipoib_of(net: &Path, name: &Path) -> bool {
     // 32: ARPHRD_INFINIBAND
-    read_to_string(net.join("type")).is_ok_and(|kind| kind.trim_end() == "32")
+    text(&net.join("type")).is_some_and(|kind| kind.trim_end() == "32")
         && net.join("device/infiniband").join(name).exists()
 }
 

@@ -1,0 +1,74 @@
+//! What a directory holds, as a thread of ours has to read it in a program that may close any descriptor:
+//! `std::fs::read_dir` panics when its own has been closed (iperf3, for one, closes some twice).
+
+use std::ffi::{OsStr, OsString};
+use std::mem::MaybeUninit;
+use std::os::fd::BorrowedFd;
+use std::os::unix::ffi::OsStrExt;
+
+use rustix::fs::RawDir;
+use rustix::io::Errno;
+
+/// The names in the directory that `dir` is open for, from where it is; in the kernel's order (getdents64(2)).
+pub fn names(dir: BorrowedFd<'_>) -> Result<Vec<OsString>, Errno> {
+    let mut buffer = [MaybeUninit::uninit(); 4096];
+    let mut entries = RawDir::new(dir, &mut buffer);
+    let mut names = Vec::new();
+    while let Some(entry) = entries.next() {
+        let entry = entry?;
+        let name = entry.file_name().to_bytes();
+        if !matches!(name, b"." | b"..") {
+            names.push(OsStr::from_bytes(name).to_owned());
+        }
+    }
+    Ok(names)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::{AsFd, OwnedFd};
+    use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+
+    use rustix::fs::{Mode, OFlags};
+
+    use super::*;
+    use crate::os::forked::in_child;
+
+    fn open(path: &str) -> Result<OwnedFd, Errno> {
+        rustix::fs::open(path, OFlags::RDONLY | OFlags::DIRECTORY, Mode::empty())
+    }
+
+    #[test]
+    fn the_names_are_those_that_std_finds() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/src/fabric");
+        let mut found = names(open(path).unwrap().as_fd()).unwrap();
+        let mut expected: Vec<_> = std::fs::read_dir(path)
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name())
+            .collect();
+        found.sort();
+        expected.sort();
+        assert_eq!(found, expected);
+        assert!(found.len() > 5);
+    }
+
+    #[test]
+    fn a_program_that_closes_what_is_not_its_own_is_survived() {
+        static DONE: AtomicBool = AtomicBool::new(false);
+        in_child(|| {
+            let closer = std::thread::spawn(|| {
+                while !DONE.load(Relaxed) {
+                    for fd in 3..16 {
+                        // SAFETY: nothing in this child relies on its descriptors.
+                        unsafe { libc::close(fd) };
+                    }
+                }
+            });
+            let came = |_| open("/proc/self/task").and_then(|dir| names(dir.as_fd()));
+            let failed = (0..20_000).map(came).filter(Result::is_err).count();
+            DONE.store(true, Relaxed);
+            closer.join().unwrap();
+            assert!(failed > 0, "nothing was closed under way");
+        });
+    }
+}

@@ -435,7 +435,7 @@ pub fn has_unread(socket: &'static Socket) -> bool {
             .is_some_and(|n| n > 0)
 }
 
-/// Whether a blocked receive should look again.
+/// Whether a blocked receive should look again, by what has been [taken in](ready::progress).
 pub fn is_worth_a_look(socket: &'static Socket) -> bool {
     match socket.rx_mode.load(Acquire) {
         mode::LINK => {

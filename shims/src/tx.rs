@@ -384,7 +384,7 @@ pub fn shut(socket: &'static Socket) -> bool {
     false
 }
 
-/// Whether a blocked send should look again.
+/// Whether a blocked send should look again, by what has been [taken in](ready::progress).
 pub fn is_worth_a_look(socket: &'static Socket) -> bool {
     match socket.tx_mode.load(Acquire) {
         mode::LINK => {

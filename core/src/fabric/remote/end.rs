@@ -126,7 +126,7 @@ pub struct Counts {
     pub doubts: u64,
 }
 
-/// Send what is there.
+/// Send what is there. Whoever adds something says so: a [`POLL`] that finds nothing does not look for it.
 pub(super) const PUMP: u32 = 1;
 /// Look at the queue pair first.
 pub(super) const POLL: u32 = 2;

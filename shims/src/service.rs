@@ -12,6 +12,7 @@ mod ask;
 mod channels;
 mod command;
 mod control;
+mod guard;
 mod linger;
 mod links;
 mod pairs;
@@ -27,6 +28,7 @@ use watch::Watch;
 
 use std::collections::{HashMap, VecDeque};
 use std::net::{IpAddr, SocketAddr};
+use std::ops::ControlFlow;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{
     AtomicBool,
@@ -131,6 +133,7 @@ impl Service {
             return;
         }
         let errno = crate::errno::get();
+        guard::log_panics();
         let blocked = SignalsBlocked::new();
         let spawned = std::thread::Builder::new()
             .name("rdmasock".into())
@@ -412,34 +415,37 @@ impl Worker {
     }
 
     fn run(&mut self) {
+        guard::rounds(|| self.round(), std::thread::sleep);
+    }
+
+    /// What there is to do, a sleep, and what that brings.
+    fn round(&mut self) -> ControlFlow<()> {
         let mut events = [kernel::Event {
             flags: kernel::EventFlags::empty(),
             data: kernel::EventData::new_u64(0),
         }; 64];
-        loop {
-            self.drain();
-            let timeout = self.next_timeout();
-            self.library.waiters.enter_sleep(SERVICE);
-            let idle = self.service.queue.lock().is_none_or(|q| q.is_empty())
-                && !self
-                    .service
-                    .all_links()
-                    .iter()
-                    .any(|l| l.has_ready(SERVICE));
-            // Never without a look: commands may come faster than they are carried out.
-            let timeout = if idle { timeout } else { Some(0) };
-            let timeout = timeout.map(|ns| rustix::time::Timespec {
-                tv_sec: (ns / 1_000_000_000) as i64,
-                tv_nsec: (ns % 1_000_000_000) as i64,
-            });
-            let n =
-                kernel::wait(&self.service.epoll, &mut events[..], timeout.as_ref()).unwrap_or(0);
-            self.library.waiters.leave_sleep(SERVICE);
-            for event in events.iter().take(n).copied().collect::<Vec<_>>() {
-                self.on_event(event);
-            }
-            self.on_time();
+        self.drain();
+        let timeout = self.next_timeout();
+        self.library.waiters.enter_sleep(SERVICE);
+        let idle = self.service.queue.lock().is_none_or(|q| q.is_empty())
+            && !self
+                .service
+                .all_links()
+                .iter()
+                .any(|l| l.has_ready(SERVICE));
+        // Never without a look: commands may come faster than they are carried out.
+        let timeout = if idle { timeout } else { Some(0) };
+        let timeout = timeout.map(|ns| rustix::time::Timespec {
+            tv_sec: (ns / 1_000_000_000) as i64,
+            tv_nsec: (ns % 1_000_000_000) as i64,
+        });
+        let n = kernel::wait(&self.service.epoll, &mut events[..], timeout.as_ref()).unwrap_or(0);
+        self.library.waiters.leave_sleep(SERVICE);
+        for event in events.iter().take(n).copied().collect::<Vec<_>>() {
+            self.on_event(event);
         }
+        self.on_time();
+        ControlFlow::Continue(())
     }
 
     /// Commands, and streams whose peers told us something.

@@ -375,12 +375,19 @@ fn wait_on(
         .link()
         .and_then(Link::distant)
         .and_then(Distant::take_duty);
-    let _sleeper = Sleeper::new(socket, lease.waiter, data, !data);
+    let sleeper = Sleeper::new(socket, lease.waiter, data, !data);
     // Arming has taken in what had come until then; what comes later makes the descriptor readable.
     if there() {
         return Ok(());
     }
-    sleep(lease.waiter, deadline.left(), duty.as_ref().map(Duty::fd))
+    let slept = sleep(lease.waiter, deadline.left(), duty.as_ref().map(Duty::fd));
+    // What has come is taken in before the descriptor is made ready for the next sleep: that is two system calls, which the
+    // peer then need not wait for. After the sleeper, or it would have its own bell rung.
+    drop(sleeper);
+    if duty.is_some() && slept.is_ok() {
+        crate::ready::progress(socket);
+    }
+    slept
 }
 
 /// A waiter for the time of one sleep.

@@ -1,0 +1,66 @@
+//! A panic is a defect of ours, which neither the program nor its other connections are to suffer from.
+
+use std::ops::ControlFlow;
+use std::panic::{AssertUnwindSafe, catch_unwind, set_hook};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::time::Duration;
+
+/// The first pause; each is twice as long as the one before, so that what happens again and again costs little.
+const FIRST_PAUSE: Duration = Duration::from_millis(1);
+const LAST_PAUSE: Duration = Duration::from_secs(1);
+
+/// Calls `round` until it breaks. A panic ends the one round; the next begins after a `pause`.
+///
+/// What the round had under way is left as it is: a command or an event is lost, so a connection may stay on TCP, or
+/// wait until its promotion's time is up. Locks are given back as their guards unwind.
+pub fn rounds(mut round: impl FnMut() -> ControlFlow<()>, mut pause: impl FnMut(Duration)) {
+    let mut rest = FIRST_PAUSE;
+    loop {
+        match catch_unwind(AssertUnwindSafe(&mut round)) {
+            Ok(ControlFlow::Continue(())) => {}
+            Ok(ControlFlow::Break(())) => return,
+            Err(_) => {
+                pause(rest);
+                rest = (rest * 2).min(LAST_PAUSE);
+            }
+        }
+    }
+}
+
+/// Panics are logged from now on, where the standard library would write them to descriptor 2, which is the program's.
+/// That library is linked into this one: a program in Rust has its own, with its own hook.
+pub fn log_panics() {
+    // No `Once`: a fork child must not wait for a thread that it does not have.
+    static IS_SET: AtomicBool = AtomicBool::new(false);
+    if !IS_SET.swap(true, Relaxed) {
+        set_hook(Box::new(|panic| {
+            tracing::error!(target: "rdmasock", %panic, "a defect of the library; please report it");
+        }));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A round that panics is not the last, and pauses grow up to their bound.
+    #[test]
+    fn a_panic_costs_one_round() {
+        log_panics();
+        let (mut done, mut pauses) = (0, Vec::new());
+        let round = || {
+            done += 1;
+            assert!(done % 2 == 0, "round {done}");
+            if done < 40 {
+                ControlFlow::Continue(())
+            } else {
+                ControlFlow::Break(())
+            }
+        };
+        rounds(round, |pause| pauses.push(pause));
+        assert_eq!((done, pauses.len()), (40, 20));
+        assert_eq!(pauses.first(), Some(&FIRST_PAUSE));
+        assert_eq!(pauses.last(), Some(&LAST_PAUSE));
+        assert!(pauses.is_sorted());
+    }
+}

@@ -357,6 +357,8 @@ struct Worker {
     watch_at: u64,
     /// Requests of fork children seen so far.
     requests: u32,
+    /// What the epoll set has reported and is not seen to yet. Much of it is reported once only.
+    events: VecDeque<kernel::Event>,
 }
 
 impl Worker {
@@ -392,6 +394,7 @@ impl Worker {
             tended: 0,
             watch_at: 0,
             requests: crate::fork::requests(),
+            events: VecDeque::new(),
         };
         worker.add(
             library.waiters.doorbell(SERVICE)?,
@@ -427,7 +430,8 @@ impl Worker {
         self.drain();
         let timeout = self.next_timeout();
         self.library.waiters.enter_sleep(SERVICE);
-        let idle = self.service.queue.lock().is_none_or(|q| q.is_empty())
+        let idle = self.events.is_empty()
+            && self.service.queue.lock().is_none_or(|q| q.is_empty())
             && !self
                 .service
                 .all_links()
@@ -441,7 +445,8 @@ impl Worker {
         });
         let n = kernel::wait(&self.service.epoll, &mut events[..], timeout.as_ref()).unwrap_or(0);
         self.library.waiters.leave_sleep(SERVICE);
-        for event in events.iter().take(n).copied().collect::<Vec<_>>() {
+        self.events.extend(events.iter().take(n).copied());
+        while let Some(event) = self.events.pop_front() {
             self.on_event(event);
         }
         self.on_time();
@@ -450,13 +455,12 @@ impl Worker {
 
     /// Commands, and streams whose peers told us something.
     fn drain(&mut self) {
-        // What is added meanwhile is for the next time: what is due at a time is not to wait for it.
-        let commands = self
-            .service
-            .queue
-            .lock()
-            .map(|mut q| std::mem::take(&mut *q));
-        for command in commands.unwrap_or_default() {
+        // What is added meanwhile is for the next time: what is due at a time is not to wait for it. One by one: a panic
+        // costs no other command.
+        let count = self.service.queue.lock().map_or(0, |q| q.len());
+        for _ in 0..count {
+            let command = self.service.queue.lock().and_then(|mut q| q.pop_front());
+            let Some(command) = command else { break };
             self.on_command(command);
         }
         let requests = crate::fork::requests();

@@ -11,8 +11,8 @@ const LAST_PAUSE: Duration = Duration::from_secs(1);
 
 /// Calls `round` until it breaks. A panic ends the one round; the next begins after a `pause`.
 ///
-/// What the round had under way is left as it is: a command or an event is lost, so a connection may stay on TCP, or
-/// wait until its promotion's time is up. Locks are given back as their guards unwind.
+/// The one command or event that the round was about is lost, so a connection may stay on TCP, or wait until its
+/// promotion's time is up; the others are the next round's. Locks are given back as their guards unwind.
 pub fn rounds(mut round: impl FnMut() -> ControlFlow<()>, mut pause: impl FnMut(Duration)) {
     let mut rest = FIRST_PAUSE;
     loop {

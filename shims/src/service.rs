@@ -133,7 +133,6 @@ impl Service {
             return;
         }
         let errno = crate::errno::get();
-        guard::log_panics();
         let blocked = SignalsBlocked::new();
         let spawned = std::thread::Builder::new()
             .name("rdmasock".into())
@@ -423,7 +422,7 @@ impl Worker {
 
     /// What there is to do, a sleep, and what that brings.
     fn round(&mut self) -> ControlFlow<()> {
-        let mut events = [kernel::Event {
+        let mut reported = [kernel::Event {
             flags: kernel::EventFlags::empty(),
             data: kernel::EventData::new_u64(0),
         }; 64];
@@ -443,9 +442,9 @@ impl Worker {
             tv_sec: (ns / 1_000_000_000) as i64,
             tv_nsec: (ns % 1_000_000_000) as i64,
         });
-        let n = kernel::wait(&self.service.epoll, &mut events[..], timeout.as_ref()).unwrap_or(0);
+        let n = kernel::wait(&self.service.epoll, &mut reported[..], timeout.as_ref()).unwrap_or(0);
         self.library.waiters.leave_sleep(SERVICE);
-        self.events.extend(events.iter().take(n).copied());
+        self.events.extend(reported.iter().take(n).copied());
         while let Some(event) = self.events.pop_front() {
             self.on_event(event);
         }

@@ -1,7 +1,8 @@
 //! A panic is a defect of ours, which neither the program nor its other connections are to suffer from.
 
+use std::cell::Cell;
 use std::ops::ControlFlow;
-use std::panic::{AssertUnwindSafe, catch_unwind, set_hook};
+use std::panic::{AssertUnwindSafe, catch_unwind, set_hook, take_hook};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
@@ -9,11 +10,17 @@ use std::time::Duration;
 const FIRST_PAUSE: Duration = Duration::from_millis(1);
 const LAST_PAUSE: Duration = Duration::from_secs(1);
 
+thread_local! {
+    /// This thread's panics are caught here. No destructor, so it may be read at any time.
+    static IS_GUARDED: Cell<bool> = const { Cell::new(false) };
+}
+
 /// Calls `round` until it breaks. A panic ends the one round; the next begins after a `pause`.
 ///
 /// The one command or event that the round was about is lost, so a connection may stay on TCP, or wait until its
 /// promotion's time is up; the others are the next round's. Locks are given back as their guards unwind.
 pub fn rounds(mut round: impl FnMut() -> ControlFlow<()>, mut pause: impl FnMut(Duration)) {
+    log_caught_panics();
     let mut rest = FIRST_PAUSE;
     loop {
         match catch_unwind(AssertUnwindSafe(&mut round)) {
@@ -27,16 +34,24 @@ pub fn rounds(mut round: impl FnMut() -> ControlFlow<()>, mut pause: impl FnMut(
     }
 }
 
-/// Panics are logged from now on, where the standard library would write them to descriptor 2, which is the program's.
-/// That library is linked into this one: a program in Rust has its own, with its own hook.
-pub fn log_panics() {
+/// A panic that this thread's [`rounds`] will catch is logged, where the standard library would write it to descriptor 2, which
+/// is the program's. Any other ends the process, and is told as usual. That library is linked into this one: a program
+/// in Rust has its own, with its own hook.
+fn log_caught_panics() {
+    IS_GUARDED.set(true);
     // No `Once`: a fork child must not wait for a thread that it does not have.
     static IS_SET: AtomicBool = AtomicBool::new(false);
-    if !IS_SET.swap(true, Relaxed) {
-        set_hook(Box::new(|panic| {
-            tracing::error!(target: "rdmasock", %panic, "a defect of the library; please report it");
-        }));
+    if IS_SET.swap(true, Relaxed) {
+        return;
     }
+    let others = take_hook();
+    set_hook(Box::new(move |panic| {
+        if IS_GUARDED.get() {
+            tracing::error!(target: "rdmasock", %panic, "a defect of the library; please report it");
+        } else {
+            others(panic);
+        }
+    }));
 }
 
 #[cfg(test)]
@@ -46,7 +61,6 @@ mod tests {
     /// A round that panics is not the last, and pauses grow up to their bound.
     #[test]
     fn a_panic_costs_one_round() {
-        log_panics();
         let (mut done, mut pauses) = (0, Vec::new());
         let round = || {
             done += 1;

@@ -4,7 +4,7 @@
 //! sleep, but no more than once while this process is the only holder.
 
 use std::ffi::c_int;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::atomic::{
     AtomicBool, AtomicU32,
     Ordering::{Acquire, Relaxed, Release},
@@ -88,7 +88,7 @@ impl Blocking {
 }
 
 /// How long a call on the socket may wait now, to receive (`data`) or to send; `None`: not at all.
-pub fn patience(socket: &Socket, fd: c_int, data: bool) -> Option<Timeout> {
+pub fn patience(socket: &Socket, data: bool) -> Option<Timeout> {
     let blocking = &socket.blocking;
     // Without the lock, in a signal handler above its holder, all is asked.
     let mut unknown = Known::default();
@@ -98,16 +98,19 @@ pub fn patience(socket: &Socket, fd: c_int, data: bool) -> Option<Timeout> {
     let now = (fork::epoch(), blocking.sets.load(Acquire));
     let is_shared = fork::is_shared(socket);
     if is_shared || known.at != Some(now) {
-        // SAFETY: the program's own fd, in the middle of its call.
-        let flags = rustix::fs::fcntl_getfl(unsafe { BorrowedFd::borrow_raw(fd) });
-        if flags.is_ok_and(|f| f.contains(rustix::fs::OFlags::NONBLOCK)) {
-            blocking.set_nonblocking(true);
+        // Keeps close() out.
+        let _control = socket.control.lock();
+        if let Some(fd) = socket.anchor_fd() {
+            let flags = rustix::fs::fcntl_getfl(fd);
+            if flags.is_ok_and(|f| f.contains(rustix::fs::OFlags::NONBLOCK)) {
+                blocking.set_nonblocking(true);
+            }
+            *known = Known {
+                at: (!is_shared).then_some(now),
+                receive: option_timeout(fd, libc::SO_RCVTIMEO),
+                send: option_timeout(fd, libc::SO_SNDTIMEO),
+            };
         }
-        *known = Known {
-            at: (!is_shared).then_some(now),
-            receive: option_timeout(fd, libc::SO_RCVTIMEO),
-            send: option_timeout(fd, libc::SO_SNDTIMEO),
-        };
     }
     if blocking.is_nonblocking() {
         return None;
@@ -119,7 +122,7 @@ pub fn patience(socket: &Socket, fd: c_int, data: bool) -> Option<Timeout> {
 }
 
 /// A time-out option's value, ns; 0 is no bound.
-fn option_timeout(fd: c_int, option: c_int) -> u64 {
+fn option_timeout(fd: BorrowedFd<'_>, option: c_int) -> u64 {
     let mut tv = libc::timeval {
         tv_sec: 0,
         tv_usec: 0,
@@ -129,7 +132,7 @@ fn option_timeout(fd: c_int, option: c_int) -> u64 {
     let r = unsafe {
         libc::syscall(
             libc::SYS_getsockopt,
-            fd,
+            fd.as_raw_fd(),
             libc::SOL_SOCKET,
             option,
             std::ptr::from_mut(&mut tv),

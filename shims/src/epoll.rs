@@ -12,14 +12,17 @@
 
 mod control;
 mod takeover;
+mod visit;
 mod wait;
+
+pub use visit::Visit;
 
 use std::collections::VecDeque;
 use std::ffi::c_int;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{
     AtomicBool, AtomicI32, AtomicU32, AtomicU64,
-    Ordering::{Acquire, Relaxed, Release, SeqCst},
+    Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst},
 };
 
 use rustix::event::epoll as kernel;
@@ -28,8 +31,10 @@ use crate::library::Library;
 use crate::link::Link;
 use crate::ready;
 use crate::socket::Socket;
+use crate::table::{self, Entry};
 use crate::wait::{Spinner, WaiterId};
 use rdmasock_core::lock::Lock;
+use rdmasock_core::os::privatefd::PrivateFd;
 
 const ET: u32 = libc::EPOLLET as u32;
 const ONESHOT: u32 = libc::EPOLLONESHOT as u32;
@@ -74,7 +79,17 @@ pub struct Epoll {
     waiter: AtomicU32,
     /// The doorbell's data in the kernel's set. Random, so that it is not a program's own.
     key: AtomicU64,
+    /// One of the program's numbers, -1 when it has closed the last.
     fd: AtomicI32,
+    /// A number of ours for the same set, from when it is active on: what is done to it and what sleeps on it does not
+    /// depend on the program's numbers. -1: none.
+    own: AtomicI32,
+    /// Changes whenever the object is another set's.
+    generation: AtomicU32,
+    /// Waits that have begun to wait, and go through this module.
+    inside: AtomicU32,
+    /// The program has closed the last number, and waits that began before are not back.
+    closed: AtomicBool,
     /// Another set holds this one, so the kernel's object has to show when something is ready: peers
     /// ring as if somebody always slept here.
     nested: AtomicBool,
@@ -112,6 +127,10 @@ impl Epoll {
                 waiter: AtomicU32::new(0),
                 key: AtomicU64::new(0),
                 fd: AtomicI32::new(-1),
+                own: AtomicI32::new(-1),
+                generation: AtomicU32::new(0),
+                inside: AtomicU32::new(0),
+                closed: AtomicBool::new(false),
                 nested: AtomicBool::new(false),
                 shown: AtomicBool::new(false),
                 inherited: AtomicBool::new(false),
@@ -137,9 +156,23 @@ impl Epoll {
         self.fds.fetch_add(1, Relaxed);
     }
 
-    /// A number of the set is closed.
-    pub fn release(&'static self, _fd: c_int) {
-        if self.fds.fetch_sub(1, Relaxed) == 1 {
+    /// A number of the set is closed, and not in the table any more.
+    pub fn release(&'static self, fd: c_int) {
+        if self.fds.fetch_sub(1, AcqRel) == 1 {
+            self.fd.store(-1, Release);
+            self.closed.store(true, SeqCst);
+            self.end_if_left();
+        } else if self.fd.load(Acquire) == fd {
+            let other = table::find(|e| matches!(e, Entry::Epoll(e) if std::ptr::eq(e, self)));
+            self.fd.store(other.unwrap_or(-1), Release);
+        }
+    }
+
+    /// The set is closed, and the last wait that began before is back: the object is as new.
+    fn end_if_left(&'static self) {
+        // SeqCst: who leaves counts down and then looks whether it is closed, who closes it the other way round.
+        let is_left = self.inside.load(SeqCst) == 0 && self.plain.load(SeqCst) == 0;
+        if is_left && self.closed.swap(false, SeqCst) {
             self.recycle();
         }
     }
@@ -173,11 +206,13 @@ impl Epoll {
     }
 
     fn recycle(&'static self) {
+        self.generation.fetch_add(1, SeqCst);
         self.fd.store(-1, Release);
         self.active.store(false, Release);
         let Some(mut set) = self.set.lock() else {
             return;
         };
+        drop(PrivateFd::adopt(self.own.swap(-1, AcqRel)));
         let sockets: Vec<&'static Socket> = set
             .items
             .iter()
@@ -217,15 +252,22 @@ impl Epoll {
         }
         self.active.store(false, Release);
         self.inherited.store(true, Release);
+        self.own.store(-1, Release);
+        self.inside.store(0, Relaxed);
         self.waiter.store(0, Relaxed);
         self.plain.store(0, Relaxed);
         self.shown.store(false, Relaxed);
         // The key stays: the parent's doorbell may show up here and is filtered out.
     }
 
+    /// The kernel's set. The caller holds the set's lock, or is [inside](Visit).
     fn kernel_fd(&self) -> Option<BorrowedFd<'static>> {
-        let fd = self.fd.load(Acquire);
-        // SAFETY: open while the set's lock is held or the program is inside a call on it.
+        let fd = match self.own.load(Acquire) {
+            -1 => self.fd.load(Acquire),
+            own => own,
+        };
+        // SAFETY: ours is closed under the set's lock, when nobody is inside. Where there was no number left for it,
+        // the program's is open unless it closes that at this moment.
         (fd >= 0).then(|| unsafe { BorrowedFd::borrow_raw(fd) })
     }
 
@@ -275,6 +317,11 @@ impl Epoll {
             return;
         }
         let library = Library::get();
+        if self.own.load(Acquire) < 0
+            && let Some(Ok(own)) = self.kernel_fd().map(PrivateFd::duplicate)
+        {
+            self.own.store(own.release(), Release);
+        }
         let waiter = self.waiter().or_else(|| library.waiters.acquire_queue());
         if let (Some(waiter), Some(kernel_fd)) = (waiter, self.kernel_fd())
             && let Some(doorbell) = library.waiters.doorbell(waiter)

@@ -1,11 +1,13 @@
 //! POSIX socket semantics over the engine: what the hooks in `preload/` call.
 
 mod blocking;
+pub mod call;
 pub mod calls;
 pub mod config;
 pub mod epoll;
 pub mod errno;
 pub mod fork;
+pub mod identity;
 pub mod iov;
 pub mod keepalive;
 pub mod library;

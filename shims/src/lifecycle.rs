@@ -1,29 +1,37 @@
-//! From socket() to the last close(): which numbers stand for which objects.
+//! From socket() to the last close(): which numbers stand for which objects. What the last close of a connection leads to
+//! is in `close`.
+
+mod close;
+
+pub use close::{
+    connection, end_orphans, finish, is_alive, is_behind, look_again, look_at_anchor, on_call_back,
+    on_its_file,
+};
 
 use std::ffi::c_int;
 use std::net::SocketAddr;
-use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
+use std::sync::atomic::Ordering::Relaxed;
 
-use rdmasock_core::os::privatefd::{self, PrivateFd};
+use rdmasock_core::os::privatefd;
 use rdmasock_core::stats::{Direction, Reason};
 
 use crate::epoll::Epoll;
 use crate::errno;
-use crate::fork;
 use crate::library::Library;
 use crate::listener::Listener;
-use crate::promote;
-use crate::ready;
-use crate::rx;
-use crate::service::Command;
-use crate::socket::{Control, Socket, Stage, mode};
+use crate::socket::{Socket, Stage};
 use crate::sockopt;
 use crate::table::{self, Entry};
 
 /// socket() gave a TCP socket.
 pub fn on_socket(fd: c_int, nonblocking: bool) {
     if Library::ensure().is_some() {
-        drop_entry(table::insert(fd, Entry::Fresh { nonblocking }), fd);
+        let serial = table::new_serial();
+        let entry = Entry::Fresh {
+            nonblocking,
+            serial,
+        };
+        drop_entry(table::insert(fd, entry), fd);
     }
 }
 
@@ -85,7 +93,7 @@ pub fn on_accept(listener: &'static Listener, fd: c_int, nonblocking: bool) {
 #[inline]
 pub fn on_epoll_add(fd: c_int) -> Entry {
     match table::lookup(fd) {
-        Entry::Fresh { nonblocking } => {
+        Entry::Fresh { nonblocking, .. } => {
             begin(fd, nonblocking, Direction::Connect).map_or(Entry::None, Entry::Socket)
         }
         entry => entry,
@@ -96,7 +104,7 @@ pub fn on_epoll_add(fd: c_int) -> Entry {
 pub fn on_connect(fd: c_int) {
     let errno = errno::get();
     let socket = match table::lookup(fd) {
-        Entry::Fresh { nonblocking } => begin(fd, nonblocking, Direction::Connect),
+        Entry::Fresh { nonblocking, .. } => begin(fd, nonblocking, Direction::Connect),
         Entry::None if Library::ensure().is_some() && is_tcp(fd) => {
             begin(fd, is_nonblocking(fd), Direction::Connect)
         }
@@ -130,7 +138,12 @@ pub fn before_disconnect(fd: c_int) {
     if let Some(socket) = table::socket(fd) {
         let nonblocking = socket.blocking.is_nonblocking();
         crate::pass::release(socket, Reason::Closed);
-        release(table::put(fd, Entry::Fresh { nonblocking }), fd);
+        let serial = table::new_serial();
+        let entry = Entry::Fresh {
+            nonblocking,
+            serial,
+        };
+        release(table::put(fd, entry), fd);
     }
     errno::set(errno);
 }
@@ -182,7 +195,10 @@ pub fn on_epoll(fd: c_int) {
 
 /// An entry that a new file has replaced: the number was closed where no hook saw it.
 fn drop_entry(entry: Entry, fd: c_int) {
-    release(entry, fd);
+    match entry {
+        Entry::Socket(socket) => close::lose(socket, fd),
+        entry => release(entry, fd),
+    }
 }
 
 /// Before the kernel closes `fd`.
@@ -197,163 +213,8 @@ fn release(entry: Entry, fd: c_int) {
         Entry::None | Entry::Fresh { .. } => {}
         Entry::Listener(listener) => listener.release(),
         Entry::Epoll(epoll) => epoll.release(fd),
-        Entry::Socket(socket) => release_socket(socket, fd),
+        Entry::Socket(socket) => close::release(socket, fd),
     }
-}
-
-fn release_socket(socket: &'static Socket, fd: c_int) {
-    if fork::is_shared(socket) && is_only_number(socket, fd) && !socket.is_plain() {
-        // The other holders go on with the kernel's socket.
-        crate::pass::release(socket, Reason::Inherited);
-    }
-    let Some(mut control) = socket.control.lock() else {
-        return;
-    };
-    control.fds.retain(|f| *f != fd);
-    if let Some(other) = control.fds.first() {
-        socket.fd.store(*other, Release);
-        return;
-    }
-    crate::tx::answer_if_asked(socket);
-    let last = fork::let_go(socket);
-    let foreign = socket.tx_mode.load(Acquire) == mode::FOREIGN;
-    if foreign {
-        socket.tx_mode.store(mode::TCP, Release);
-        socket.rx_mode.store(mode::TCP, Release);
-    }
-    if socket.is_plain() && !ready::is_watched(socket) {
-        socket.fd.store(-1, Release);
-        drop(control);
-        forget(socket);
-        return;
-    }
-    if !last {
-        fork::returned(socket);
-    }
-    // A close with unread data resets the connection (RFC 9293, 3.10.4; RFC 2525, 2.17).
-    let resets = last && (rx::has_unread(socket) || refuses_what_came(socket));
-    if last && !resets && stay_behind(socket, &mut control) {
-        drop(control);
-        forget_interest(socket);
-        // From here on it can come to its end, and be another connection.
-        socket.left_behind.store(true, Release);
-        Library::get().service.submit(Command::settle(socket));
-        return;
-    }
-    if resets && let Some(anchor) = socket.anchor_fd() {
-        let _ = rustix::net::sockopt::set_socket_linger(anchor, Some(std::time::Duration::ZERO));
-    }
-    let awaited = if last && socket.rx_mode.load(Acquire) == mode::MARKED {
-        promote::scan_left(socket, &mut control)
-    } else {
-        None
-    };
-    let unsent = promote::close_tx(socket);
-    if last {
-        promote::linger(socket, awaited, unsent);
-    }
-    let_go_of(socket, &mut control);
-    drop(control);
-    forget(socket);
-}
-
-/// The stream's numbers are given back, and the object is as new.
-fn let_go_of(socket: &'static Socket, control: &mut Control) {
-    control.handshake = None;
-    promote::close_stream(socket, control);
-    Library::get().service.forget_anchor(socket);
-    {
-        let rx = socket.rx.lock();
-        let tx = socket.tx.lock();
-        socket.fd.store(-1, Release);
-        socket.rx_mode.store(mode::TCP, SeqCst);
-        socket.tx_mode.store(mode::TCP, SeqCst);
-        socket.watched.store(false, SeqCst);
-        drop(tx);
-        if let Some(mut rx) = rx {
-            *rx = crate::socket::Rx::default();
-        }
-    }
-}
-
-/// The last number of a stream between hosts is closed, and the peer may not have all of it: the anchor and
-/// the stream live on until it has (P77). False if that is not so, or there is no number left.
-fn stay_behind(socket: &'static Socket, control: &mut Control) -> bool {
-    if !promote::resume::is_staying(control) {
-        return false;
-    }
-    let Some(Ok(copy)) = socket.anchor_fd().map(PrivateFd::duplicate) else {
-        return false;
-    };
-    let service = &Library::get().service;
-    service.forget_anchor(socket);
-    socket.fd.store(copy.release(), Release);
-    service.watch_again(socket);
-    promote::resume::close(socket, control);
-    true
-}
-
-/// A stream that was left behind may have come to its end. True if it has.
-pub fn finish(socket: &'static Socket) -> bool {
-    {
-        let Some(mut control) = socket.control.lock() else {
-            return false;
-        };
-        let unsent = socket.tx.lock().is_none_or(|tx| !tx.marker.is_empty());
-        if promote::resume::is_staying(&control) || control.handshake.is_some() || unsent {
-            return false;
-        }
-        socket.left_behind.store(false, Release);
-        let anchor = socket.fd.load(Acquire);
-        let_go_of(socket, &mut control);
-        drop(PrivateFd::adopt(anchor));
-    }
-    forget(socket);
-    true
-}
-
-/// Nobody reads the link any more. True if something came before the other end could know. (Where
-/// something is unread anyway, the reset tells it, and not before it is there: a program that was told
-/// by us would find the connection still standing.)
-fn refuses_what_came(socket: &'static Socket) -> bool {
-    // A direction that is back on TCP may have another holder, who got the socket by SCM_RIGHTS.
-    if socket.rx_mode.load(Acquire) == mode::TCP {
-        return false;
-    }
-    promote::refuse(socket);
-    rx::has_unread(socket)
-}
-
-fn is_only_number(socket: &'static Socket, fd: c_int) -> bool {
-    let control = socket.control.lock();
-    control.is_some_and(|c| c.fds.iter().all(|f| *f == fd))
-}
-
-/// Nobody waits on the socket any more.
-fn forget_interest(socket: &'static Socket) {
-    let interest = {
-        let Some(mut interest) = socket.interest.lock() else {
-            return;
-        };
-        if interest.members.is_empty() && interest.sleepers.is_empty() {
-            return;
-        }
-        std::mem::take(&mut *interest)
-    };
-    for m in interest.members {
-        m.epoll.forget(m.item, socket);
-    }
-    for s in interest.sleepers {
-        Library::get().waiters.ring(s.waiter);
-    }
-}
-
-fn forget(socket: &'static Socket) {
-    forget_interest(socket);
-    if let Some(listener) = socket.take_listener() {
-        listener.release();
-    }
-    socket.recycle(Library::get().stats);
 }
 
 /// `new` is another number for what `old` stands for.
@@ -366,6 +227,12 @@ pub fn on_dup(old: c_int, new: c_int) {
         Entry::Listener(listener) => listener.retain(),
         Entry::Epoll(epoll) => epoll.retain(),
         Entry::Socket(socket) => {
+            if !close::is_behind(socket, new) {
+                // Another has closed `old` and got the number meanwhile.
+                drop_entry(table::insert(new, Entry::None), new);
+                errno::set(errno);
+                return;
+            }
             if let Some(mut control) = socket.control.lock() {
                 control.fds.push(new);
             }
@@ -389,8 +256,14 @@ pub fn is_hidden(fd: c_int) -> bool {
 pub fn set_nonblocking(fd: c_int, nonblocking: bool) {
     match table::lookup(fd) {
         Entry::Socket(socket) => socket.blocking.set_nonblocking(nonblocking),
-        Entry::Fresh { .. } => {
-            table::put(fd, Entry::Fresh { nonblocking });
+        Entry::Fresh { serial, .. } => {
+            table::put(
+                fd,
+                Entry::Fresh {
+                    nonblocking,
+                    serial,
+                },
+            );
         }
         _ => {}
     }

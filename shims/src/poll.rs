@@ -10,12 +10,16 @@ use libc::{nfds_t, pollfd};
 
 use crate::errno;
 use crate::library::Library;
+use crate::lifecycle;
 use crate::link::{Duty, Link};
 use crate::ready::{self, Arm, Sleeper};
 use crate::socket::Socket;
-use crate::table::{self, Entry};
+use crate::table::{self, Entry, Token};
 use crate::time::Timeout;
 use crate::wait::{Spinner, WaiterId};
+
+/// Reported whether asked for or not.
+const ALWAYS: u32 = (libc::POLLERR | libc::POLLHUP) as u32;
 
 static SPINNER: Spinner = Spinner::new();
 
@@ -70,19 +74,27 @@ fn poll_slow(
     }
     let deadline = timeout.deadline();
     let mut copy: Vec<pollfd> = Vec::with_capacity(set.len() + 1);
+    // What the numbers stand for. As in the kernel they are looked up when the call begins, and again when something is
+    // there or the time is over; what gets a number meanwhile is none of its business.
+    let mut tokens: Vec<Token> = Vec::with_capacity(set.len());
+    look_up(set, &mut tokens);
     let mut spun = false;
+    let mut is_last = deadline.is_zero();
     loop {
         // What is ours to say, and what the kernel says.
-        let ours = evaluate(set);
+        let ours = evaluate(set, &tokens);
         copy.clear();
-        copy.extend(set.iter().map(|p| pollfd {
-            fd: if is_watched(p.fd) { -1 } else { p.fd },
-            events: p.events,
-            revents: 0,
+        copy.extend(set.iter().zip(&tokens).map(|(p, token)| {
+            let is_kernels = !is_watched(p.fd) && table::token(p.fd) == *token;
+            pollfd {
+                fd: if is_kernels { p.fd } else { -1 },
+                events: p.events,
+                revents: 0,
+            }
         }));
         let n = copy.len() as nfds_t;
         let spin = if spun { 0 } else { SPINNER.bound() };
-        if ours > 0 || deadline.is_zero() || spin > 0 {
+        if ours > 0 || is_last || spin > 0 {
             if copy.iter().any(|p| p.fd >= 0) {
                 let r = real(copy.as_mut_ptr(), n, Timeout::ZERO);
                 if r < 0 {
@@ -90,11 +102,11 @@ fn poll_slow(
                 }
             }
             let ready = merge(set, &copy);
-            if ready > 0 || deadline.is_zero() {
+            if ready > 0 || is_last {
                 return ready;
             }
             spun = true;
-            if SPINNER.spin(spin, || evaluate(set) > 0) {
+            if SPINNER.spin(spin, || evaluate(set, &tokens) > 0) {
                 continue;
             }
         }
@@ -109,33 +121,43 @@ fn poll_slow(
             if r != 0 || deadline.is_over() {
                 return if r < 0 { r } else { merge(set, &copy) };
             }
+            look_up(set, &mut tokens);
+            spun = false;
             continue;
         };
         let _lease = Lease(waiter);
         // What completes on links to other hosts wakes this thread itself. First: arming looks at what has come, and would
         // ring the sleeper's bell for it.
         let duties = duties(set);
-        let sleepers: Vec<Sleeper> = set
+        let sleepers: Vec<(u32, Sleeper)> = set
             .iter()
-            .filter_map(|p| {
+            .zip(&tokens)
+            .filter_map(|(p, token)| {
                 let socket = table::socket(p.fd).filter(|s| ready::is_watched(s))?;
+                if table::token(p.fd) != *token {
+                    return None;
+                }
                 let data = p.events
                     & (libc::POLLIN | libc::POLLRDNORM | libc::POLLRDHUP | libc::POLLPRI)
                     != 0;
                 let space = p.events & (libc::POLLOUT | libc::POLLWRNORM) != 0;
-                Some(Sleeper::new(socket, waiter, data, space))
+                let events = u32::from(p.events as u16);
+                Some((events, Sleeper::new(socket, waiter, data, space)))
             })
             .collect();
-        if evaluate(set) > 0 {
+        if evaluate(set, &tokens) > 0 {
             continue;
         }
-        // A socket that became ours meanwhile is not among the sleepers, and one that went back to
-        // the kernel not in the copy.
-        if set
-            .iter()
-            .zip(&copy)
-            .any(|(p, c)| p.fd >= 0 && (c.fd >= 0) == is_watched(p.fd))
-        {
+        // A socket that became ours meanwhile is not among the sleepers, and one that went back to the kernel not in the
+        // copy; what has got a number meanwhile is to be in neither.
+        let is_misplaced = |p: &pollfd, c: &pollfd, token: &Token| {
+            let is_same = table::token(p.fd) == *token;
+            let is_ours = is_watched(p.fd);
+            c.fd >= 0 && (is_ours || !is_same) || c.fd < 0 && is_same && !is_ours
+        };
+        let mut entries = set.iter().zip(&copy).zip(&tokens);
+        if entries.any(|((p, c), token)| p.fd >= 0 && is_misplaced(p, c, token)) {
+            spun = false;
             continue;
         }
         let bell = waiters.doorbell(waiter).map_or(-1, |d| d.as_raw_fd());
@@ -147,6 +169,10 @@ fn poll_slow(
         }));
         let r = real(copy.as_mut_ptr(), copy.len() as nfds_t, deadline.left());
         let error = errno::get();
+        // What the sleepers hold is there to be asked, also where its number is closed.
+        let is_there = sleepers.iter().any(|(events, sleeper)| {
+            ready::evaluate(sleeper.socket, *events, Arm::No) & (events | ALWAYS) != 0
+        });
         drop(sleepers);
         drop(duties);
         let rung = copy.get(set.len()).is_some_and(|p| p.revents != 0);
@@ -158,13 +184,31 @@ fn poll_slow(
             errno::set(error);
             return r;
         }
-        evaluate(set);
-        let ready = merge(set, &copy);
-        if ready > 0 || deadline.is_over() {
-            return ready;
+        let is_over = deadline.is_over();
+        if is_there || is_over || copy.iter().any(|c| c.revents != 0) {
+            let is_same = |(p, token): (&pollfd, &Token)| table::token(p.fd) == *token;
+            if set.iter().zip(&tokens).all(is_same) {
+                evaluate(set, &tokens);
+                let ready = merge(set, &copy);
+                if ready > 0 || is_over {
+                    return ready;
+                }
+            }
+            look_up(set, &mut tokens);
+            is_last = is_over;
         }
         spun = false;
     }
+}
+
+/// What the numbers stand for now.
+fn look_up(set: &[pollfd], tokens: &mut Vec<Token>) {
+    tokens.clear();
+    tokens.extend(set.iter().map(|p| {
+        // One that was closed past the hooks is taken out of the table by this.
+        let _ = lifecycle::connection(p.fd);
+        table::token(p.fd)
+    }));
 }
 
 fn duties(set: &[pollfd]) -> Vec<Duty<'static>> {
@@ -195,15 +239,15 @@ fn is_watched(fd: c_int) -> bool {
 }
 
 /// Fills in `revents` of what is ours; gives how many are ready.
-fn evaluate(set: &mut [pollfd]) -> c_int {
+fn evaluate(set: &mut [pollfd], tokens: &[Token]) -> c_int {
     let mut ready = 0;
-    for p in set {
+    for (p, token) in set.iter_mut().zip(tokens) {
         p.revents = 0;
         match table::lookup(p.fd) {
+            _ if table::token(p.fd) != *token => {}
             Entry::Socket(socket) if ready::is_watched(socket) => {
-                let always = (libc::POLLERR | libc::POLLHUP) as u32;
                 let events = p.events as u16 as u32;
-                p.revents = (ready::evaluate(socket, events, Arm::No) & (events | always)) as i16;
+                p.revents = (ready::evaluate(socket, events, Arm::No) & (events | ALWAYS)) as i16;
             }
             Entry::Epoll(epoll) if p.events & libc::POLLIN != 0 && epoll.is_ready() => {
                 p.revents = libc::POLLIN

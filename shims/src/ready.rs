@@ -366,7 +366,7 @@ pub fn change_interest(socket: &'static Socket, change: impl FnOnce(&mut Interes
 /// A thread's interest for as long as the value lives. The thread looks once more after making
 /// it, and sleeps on the waiter's doorbell then.
 pub struct Sleeper {
-    socket: &'static Socket,
+    pub socket: &'static Socket,
     waiter: WaiterId,
 }
 
@@ -392,5 +392,8 @@ impl Drop for Sleeper {
                 i.sleepers.swap_remove(at);
             }
         });
+        if self.socket.is_closed() {
+            crate::lifecycle::on_call_back(self.socket);
+        }
     }
 }

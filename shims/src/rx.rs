@@ -20,9 +20,11 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 use libc::ssize_t;
 use rdmasock_core::stats::Path;
 
+use crate::call::{Call, Direction, Place};
 use crate::errno;
 use crate::iov::Iov;
 use crate::library::Library;
+use crate::lifecycle::{self, on_its_file};
 use crate::promote;
 use crate::ready;
 use crate::real::or_if_cancelled;
@@ -40,7 +42,7 @@ const SERVED: c_int = libc::MSG_DONTWAIT
     | libc::MSG_CMSG_CLOEXEC
     | libc::MSG_WAITFORONE;
 
-/// recv() and its kin. `real` is libc's own call with the program's arguments.
+/// recv() and its kin. `real(fd)` is libc's own call with the program's other arguments.
 ///
 /// # Safety
 /// The pieces of `iov` are writable.
@@ -50,19 +52,39 @@ pub unsafe fn recv(
     fd: c_int,
     mut iov: Iov,
     flags: c_int,
-    real: impl Fn() -> ssize_t,
+    real: &impl Fn(c_int) -> ssize_t,
 ) -> ssize_t {
+    let call = Call::new(socket, fd, Direction::Receive);
     let mut got = 0;
     if socket.rx_mode.load(Acquire) == mode::TCP && socket.enter_rx() {
-        // SAFETY: by this function's contract.
-        match unsafe { plain(socket, iov, flags, &real) } {
-            Break(n) => return n,
-            Continue(n) => got = n,
+        if call.is_named() {
+            // SAFETY: by this function's contract.
+            match unsafe { plain(socket, fd, iov, flags, real) } {
+                Break(n) => return n,
+                Continue(n) => got = n,
+            }
+            iov.advance(got);
+        } else {
+            leave(socket);
         }
-        iov.advance(got);
     }
     // SAFETY: by this function's contract.
-    unsafe { recv_slow(socket, fd, iov, flags, got, real) }
+    unsafe { recv_slow(call, iov, flags, got, real) }
+}
+
+/// The call has not begun yet, and its number stands for something else by now.
+#[cold]
+unsafe fn begin_anew(
+    fd: c_int,
+    iov: Iov,
+    flags: c_int,
+    real: &impl Fn(c_int) -> ssize_t,
+) -> ssize_t {
+    match table::socket(fd) {
+        // SAFETY: by the caller's word.
+        Some(socket) => unsafe { recv(socket, fd, iov, flags, real) },
+        None => real(fd),
+    }
 }
 
 /// The kernel's call on a plain direction, which the caller has entered. The result is as `scanned`'s.
@@ -72,19 +94,20 @@ pub unsafe fn recv(
 #[inline]
 unsafe fn plain(
     socket: &'static Socket,
+    fd: c_int,
     iov: Iov,
     flags: c_int,
-    real: &impl Fn() -> ssize_t,
+    real: &impl Fn(c_int) -> ssize_t,
 ) -> ControlFlow<ssize_t, usize> {
-    let n = or_if_cancelled(real, || leave(socket));
+    let n = or_if_cancelled(|| real(fd), || leave(socket));
     if socket.rx_was_marked() {
         // SAFETY: by this function's contract.
         return unsafe { scanned(socket, iov, flags, n) };
     }
-    leave(socket);
     if n > 0 && flags & libc::MSG_PEEK == 0 {
         account(socket, n as u64);
     }
+    leave(socket);
     Break(n)
 }
 
@@ -122,6 +145,8 @@ enum Step {
     Kernel,
     /// Nothing there.
     Empty,
+    /// The connection is not this call's ([`Place`]).
+    Elsewhere(Place),
     /// This many bytes came,
     Got(usize),
     /// and more may be elsewhere.
@@ -130,14 +155,16 @@ enum Step {
     Fail(c_int),
 }
 
+// Not inlined: the forced unwind of pthread_cancel runs the call's destructor here (see `calls`).
+#[inline(never)]
 unsafe fn recv_slow(
-    socket: &'static Socket,
-    fd: c_int,
+    mut call: Call,
     mut iov: Iov,
     flags: c_int,
     mut got: usize,
-    real: impl Fn() -> ssize_t,
+    real: &impl Fn(c_int) -> ssize_t,
 ) -> ssize_t {
+    let socket = call.socket;
     crate::fork::reclaim(socket);
     if flags & !SERVED != 0 {
         tx::take_back(
@@ -149,7 +176,7 @@ unsafe fn recv_slow(
             },
         );
         if flags & libc::MSG_OOB != 0 {
-            return real();
+            return real(call.fd);
         }
     }
     let peek = flags & libc::MSG_PEEK != 0;
@@ -162,8 +189,8 @@ unsafe fn recv_slow(
         // SAFETY: the pieces are writable by `recv`'s contract.
         let step = unsafe {
             match mode {
-                mode::LINK => from_link(socket, fd, &mut iov, flags),
-                mode::MARKED => from_marked(socket, fd, &mut iov, flags, got > 0 && !all),
+                mode::LINK => from_link(&mut call, &mut iov, flags),
+                mode::MARKED => from_marked(&mut call, &mut iov, flags, got > 0 && !all),
                 _ => Step::Kernel,
             }
         };
@@ -181,6 +208,18 @@ unsafe fn recv_slow(
                 }
             }
             Step::Fail(error) => return errno::after(got, error),
+            Step::Elsewhere(Place::Moved) if got == 0 => {
+                let fd = call.fd;
+                lifecycle::look_again(socket, fd);
+                drop(call);
+                // SAFETY: as above.
+                return unsafe { begin_anew(fd, iov, flags, real) };
+            }
+            Step::Elsewhere(Place::Here) => {}
+            Step::Elsewhere(_) => {
+                lifecycle::look_again(socket, call.fd);
+                return errno::after(got, libc::EBADF);
+            }
             Step::Kernel => {
                 if got > 0 {
                     let flags = if all {
@@ -190,30 +229,51 @@ unsafe fn recv_slow(
                     };
                     // The rest of a read that began on the link, or among markers.
                     // SAFETY: as above.
-                    let (errno, n) =
-                        unsafe { (errno::get(), finish_on_tcp(socket, iov, fd, flags, got)) };
+                    let (errno, n) = unsafe {
+                        let n = on_its_file(&call, |fd| finish_on_tcp(socket, iov, fd, flags, got));
+                        (errno::get(), n.unwrap_or(got as ssize_t))
+                    };
                     // It may have found nothing more, and the call has not failed.
                     errno::set(errno);
                     return n;
                 }
-                if !table::still(fd, socket) {
-                    return real();
+                if !call.is_held() && !call.is_named() {
+                    let fd = call.fd;
+                    drop(call);
+                    // SAFETY: as above.
+                    return unsafe { begin_anew(fd, iov, flags, real) };
                 }
                 if socket.lost_unread.swap(false, SeqCst) {
                     return errno::fail(libc::ECONNRESET);
                 }
                 if socket.enter_rx() {
                     // SAFETY: as above.
-                    match unsafe { plain(socket, iov, flags, &real) } {
-                        Break(n) => return n,
-                        Continue(n) => got = n,
+                    let went =
+                        on_its_file(&call, |fd| unsafe { plain(socket, fd, iov, flags, real) });
+                    match went {
+                        Some(Break(n)) => return n,
+                        Some(Continue(n)) => got = n,
+                        None => {
+                            leave(socket);
+                            return errno::fail(libc::EBADF);
+                        }
                     }
                     iov.advance(got);
                 }
             }
             Step::Empty if got > 0 && !all => return got as ssize_t,
             Step::Empty => {
-                if let Err(error) = wait::for_data(socket, fd, flags, &mut patience) {
+                if let Err(error) = wait::may_wait(socket, flags) {
+                    return errno::after(got, error);
+                }
+                if !call.is_held() {
+                    match call.hold_now() {
+                        Place::Here => {}
+                        Place::Moved if got == 0 => continue,
+                        Place::Moved | Place::Lost => return errno::after(got, libc::EBADF),
+                    }
+                }
+                if let Err(error) = wait::for_data(socket, &mut patience) {
                     return errno::after(got, error);
                 }
             }
@@ -223,15 +283,17 @@ unsafe fn recv_slow(
 
 /// What the ring holds.
 #[inline]
-unsafe fn from_link(socket: &'static Socket, fd: c_int, iov: &mut Iov, flags: c_int) -> Step {
+unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int) -> Step {
+    let socket = call.socket;
     let Some(mut rx) = socket.rx.lock() else {
         return Step::Fail(libc::EINTR);
     };
     if socket.rx_mode.load(Acquire) != mode::LINK {
         return Step::Again;
     }
-    if !table::still(fd, socket) {
-        return Step::Kernel;
+    let place = call.place(&rx.seen);
+    if place != Place::Here {
+        return Step::Elsewhere(place);
     }
     // Before the look at the ring: what was sent before the end is in the ring when we see the end.
     let ended = is_over(socket, &rx);
@@ -310,6 +372,9 @@ unsafe fn from_link(socket: &'static Socket, fd: c_int, iov: &mut Iov, flags: c_
         }
         let is_short = iov.len() > 0;
         let part = is_short && goes_on_in_tcp(&rx);
+        if !(is_short && flags & libc::MSG_WAITALL != 0) {
+            call.let_go(&mut rx.waiting);
+        }
         drop(rx);
         ready::notify_peer(socket, wake);
         return if part {
@@ -323,6 +388,9 @@ unsafe fn from_link(socket: &'static Socket, fd: c_int, iov: &mut Iov, flags: c_
         Ok(None) if nothing_asked && consumer.has_data().unwrap_or(true) => Step::Got(0),
         Ok(None) if socket.rx_shut.load(Acquire) => Step::Got(0),
         Ok(end) if !ended && (rx_stays || end.is_none()) => {
+            if wait::may_wait(socket, flags).is_ok() {
+                call.hold(&mut rx.waiting);
+            }
             drop(rx);
             if ready::progress(socket) {
                 Step::Again

@@ -345,6 +345,8 @@ struct Worker {
     hosts: remote::Hosts,
     /// Senders that find no room.
     pressed: Vec<rings::Pressed>,
+    /// Connections whose other end was closed where its library did not see it, it seems.
+    unmarked: Vec<watch::Unmarked>,
     /// When rings are next looked at for shrinking, ns; 0: nothing has grown.
     shrink_at: u64,
     held_until: u64,
@@ -387,6 +389,7 @@ impl Worker {
             control: control::Control::new(crate::time::now_ns()),
             hosts: remote::Hosts::new(),
             pressed: Vec::new(),
+            unmarked: Vec::new(),
             shrink_at: 0,
             held_until: 0,
             tend_at: 0,
@@ -454,6 +457,7 @@ impl Worker {
 
     /// Commands, and streams whose peers told us something.
     fn drain(&mut self) {
+        crate::lifecycle::end_orphans();
         // What is added meanwhile is for the next time: what is due at a time is not to wait for it. One by one: a panic
         // costs no other command.
         let count = self.service.queue.lock().map_or(0, |q| q.len());
@@ -495,6 +499,7 @@ impl Worker {
         let bury = (self.bury_at != 0).then_some(self.bury_at);
         let held = (self.held_until != 0).then_some(self.held_until);
         let pressed = self.pressed.iter().map(|p| p.deadline);
+        let unmarked = self.unmarked.iter().map(|u| u.deadline);
         let deferred = self.deferred.iter().map(|d| d.deadline);
         let lingering = self.lingering.values().map(|l| l.deadline);
         asks.chain(links)
@@ -507,6 +512,7 @@ impl Worker {
             .chain(deferred)
             .chain(shrink)
             .chain(pressed)
+            .chain(unmarked)
             .chain(self.control.next_timeout())
             .chain(self.hosts.next_timeout())
             .chain(held)
@@ -527,6 +533,7 @@ impl Worker {
         self.expire_lingering(now);
         self.deferred.retain(|d| d.deadline > now);
         self.relieve(now);
+        self.leave_unmarked(now);
         self.control_on_time(now);
         self.hosts_on_time(now);
         if self.held_until != 0 && now >= self.held_until {

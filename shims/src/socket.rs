@@ -25,6 +25,7 @@ use smallvec::SmallVec;
 
 use crate::blocking::Blocking;
 use crate::epoll::Epoll;
+use crate::identity::{Cookie, Seen};
 use crate::keepalive::Keepalive;
 use crate::link::Link;
 use crate::listener::Listener;
@@ -43,6 +44,16 @@ pub mod mode {
     pub const LINK: u8 = 2;
     /// In a fork child: another process has the stream on a link.
     pub const FOREIGN: u8 = 3;
+}
+
+/// What has become of the numbers that stood for a socket.
+pub mod closed {
+    /// There is one; or the object is not in use.
+    pub const OPEN: u8 = 0;
+    /// The program has closed the last, and calls that began before are not back: until then all is as it was.
+    pub const HELD: u8 = 1;
+    /// Likewise, but the last was closed where no hook saw it: there is no anchor any more.
+    pub const LOST: u8 = 2;
 }
 
 /// Whether the socket may be promoted.
@@ -83,6 +94,10 @@ pub struct Tx {
     pub kernel_corked: bool,
     /// The service thread watches whether the reader stands still (`tx::press`).
     pub pressed: bool,
+    /// Calls that have waited for room, and are not back.
+    pub waiting: u32,
+    /// When a number was last seen to stand for the socket (`identity`).
+    pub seen: Seen,
 }
 
 /// The receiving direction.
@@ -112,6 +127,10 @@ pub struct Rx {
     pub bits: u32,
     /// Whether the reader keeps up.
     pub pace: Pace,
+    /// Calls that have waited for data, and are not back.
+    pub waiting: u32,
+    /// When a number was last seen to stand for the socket (`identity`).
+    pub seen: Seen,
 }
 
 /// The promotion under way and the link that it led to.
@@ -223,6 +242,10 @@ pub struct Socket {
     /// One of the numbers that stand for it, -1 when closed.
     pub fd: AtomicI32,
     pub generation: AtomicU64,
+    /// The kernel's socket behind the numbers.
+    pub cookie: Cookie,
+    /// When that was last seen, for calls that take no direction's lock.
+    pub seen: Seen,
     /// The index of its cell in the table of holders that fork children share, plus one.
     pub holders: AtomicU32,
     /// After a failed attempt: not before this instant (monotonic ns).
@@ -238,6 +261,10 @@ pub struct Socket {
     pub tx_spin: Spinner,
     /// The program has closed it; it lives on until the peer has all of it.
     pub left_behind: AtomicBool,
+    /// What has become of its numbers ([`closed`]).
+    pub closed: AtomicU8,
+    /// Numbers were closed by a signal handler that interrupted a use of the object.
+    pub orphaned: AtomicBool,
     /// The listening socket that it was accepted on.
     pub listener: AtomicPtr<Listener>,
     /// The connector asks, and the answer waits for this process's first use of the connection.
@@ -312,6 +339,8 @@ impl Socket {
             link: AtomicPtr::new(std::ptr::null_mut()),
             fd: AtomicI32::new(-1),
             generation: AtomicU64::new(0),
+            cookie: Cookie::default(),
+            seen: Seen::default(),
             holders: AtomicU32::new(0),
             retry_at: AtomicU64::new(0),
             shown: AtomicBool::new(false),
@@ -320,6 +349,8 @@ impl Socket {
             rx_spin: Spinner::new(),
             tx_spin: Spinner::new(),
             left_behind: AtomicBool::new(false),
+            closed: AtomicU8::new(closed::OPEN),
+            orphaned: AtomicBool::new(false),
             listener: AtomicPtr::new(std::ptr::null_mut()),
             asked: AtomicBool::new(false),
             left_for_exec: AtomicBool::new(false),
@@ -362,6 +393,8 @@ impl Socket {
         socket.rx_shut.store(false, Relaxed);
         socket.lost_unread.store(false, Relaxed);
         socket.watched.store(false, Relaxed);
+        socket.closed.store(closed::OPEN, Relaxed);
+        socket.orphaned.store(false, Relaxed);
         socket.peer_vqpn.store(0, Relaxed);
         socket.link.store(std::ptr::null_mut(), Relaxed);
         socket.holders.store(0, Relaxed);
@@ -379,7 +412,14 @@ impl Socket {
             tx.is_shut = false;
             tx.kernel_corked = false;
             tx.pressed = false;
+            tx.seen.forget();
         }
+        // SAFETY: the program's number, in the middle of the call that has made it.
+        match (fd >= 0).then(|| unsafe { BorrowedFd::borrow_raw(fd) }) {
+            Some(fd) => socket.cookie.record(fd),
+            None => socket.cookie.clear(),
+        }
+        socket.seen.forget();
         socket.fd.store(fd, Release);
         let mut control = socket.control.lock()?;
         *control = Control::default();
@@ -479,11 +519,18 @@ impl Socket {
     }
 
     /// The anchor, for a call that does not block. The caller holds one of the socket's locks, so
-    /// that the number cannot be closed and reused meanwhile.
+    /// that the number cannot be closed and reused meanwhile. `None` also where that has happened unseen.
     pub fn anchor_fd(&self) -> Option<BorrowedFd<'static>> {
         let fd = self.fd.load(Acquire);
-        // SAFETY: a non-negative number is open as long as the caller's lock keeps close() out.
-        (fd >= 0).then(|| unsafe { BorrowedFd::borrow_raw(fd) })
+        // SAFETY: a non-negative number is open as long as the caller's lock keeps close() out; one that was closed
+        // past the hooks is only asked what it stands for.
+        let fd = (fd >= 0).then(|| unsafe { BorrowedFd::borrow_raw(fd) })?;
+        self.cookie.is_behind(fd).then_some(fd)
+    }
+
+    /// Whether calls are inside the kernel's receive or send.
+    pub fn is_inside(&self) -> bool {
+        self.rx_inside.load(SeqCst) > 0 || self.tx_inside.load(SeqCst) > 0
     }
 
     /// Whether neither direction needs anything but the kernel's call.
@@ -505,10 +552,18 @@ impl Socket {
         false
     }
 
-    /// The call is back; true if a marker waits for the direction to be quiet.
+    /// The call is back; true if it was the last and something waits for that: a marker, or the end of a connection
+    /// that the program has closed.
     #[inline]
     pub fn leave_tx(&self) -> bool {
-        self.tx_inside.fetch_sub(1, SeqCst) == 1 && self.tx_mode.load(SeqCst) == mode::MARKED
+        self.tx_inside.fetch_sub(1, SeqCst) == 1
+            && (self.tx_mode.load(SeqCst) == mode::MARKED || self.is_closed())
+    }
+
+    /// No number stands for it any more.
+    #[inline]
+    pub fn is_closed(&self) -> bool {
+        self.closed.load(SeqCst) != closed::OPEN
     }
 
     /// With the mode set to MARKED: no call is inside the kernel's send.
@@ -533,11 +588,13 @@ impl Socket {
         self.rx_mode.load(SeqCst) != mode::TCP
     }
 
-    /// Ends what `enter_rx` began. True if it was the last call inside, and what TCP has is scanned by now: who has looked for
-    /// markers meanwhile found the direction occupied.
+    /// Ends what `enter_rx` began. True if it was the last call inside, and something waits for that: what TCP has is
+    /// scanned by now, and who has looked for markers meanwhile found the direction occupied; or the program has
+    /// closed the connection.
     #[inline]
     pub fn leave_rx(&self) -> bool {
-        self.rx_inside.fetch_sub(1, SeqCst) == 1 && self.rx_mode.load(SeqCst) == mode::MARKED
+        self.rx_inside.fetch_sub(1, SeqCst) == 1
+            && (self.rx_mode.load(SeqCst) == mode::MARKED || self.is_closed())
     }
 }
 

@@ -3,7 +3,8 @@
 //! Objects are type-stable: they are recycled but never unmapped, so a word read from the table
 //! may always be followed. Whether the object is still the one behind the fd is settled under
 //! the object's own lock by reading the table again ([`still`]); a close that races with a call
-//! takes those locks before the kernel can hand the number out anew.
+//! takes those locks before the kernel can hand the number out anew. What a call belongs to once it has
+//! begun to wait is in `call`.
 //!
 //! Lock-free, allocation-free, async-signal-safe: this is all that a hook that passes through
 //! looks at (I10).
@@ -21,6 +22,9 @@ use crate::socket::Socket;
 /// Numbers beyond this are not accelerated; it is the kernel's default for fs.nr_open.
 const ENTRIES: usize = 1 << 20;
 const KIND: usize = 0b111;
+/// In the word of a fresh socket.
+const NONBLOCKING: usize = 1 << 3;
+const SERIAL_SHIFT: u32 = 4;
 
 /// What stands behind an fd number.
 #[derive(Clone, Copy)]
@@ -37,6 +41,8 @@ pub enum Entry {
     Fresh {
         /// O_NONBLOCK is set.
         nonblocking: bool,
+        /// No two sockets have the same ([`new_serial`]).
+        serial: usize,
     },
 }
 
@@ -91,7 +97,8 @@ fn decode(raw: usize) -> Entry {
             2 => Entry::Listener(&*(ptr as *const Listener)),
             3 => Entry::Epoll(&*(ptr as *const Epoll)),
             4 => Entry::Fresh {
-                nonblocking: ptr != 0,
+                nonblocking: ptr & NONBLOCKING != 0,
+                serial: raw >> SERIAL_SHIFT,
             },
             _ => Entry::None,
         }
@@ -104,7 +111,10 @@ fn encode(entry: Entry) -> usize {
         Entry::Socket(s) => std::ptr::from_ref(s) as usize | 1,
         Entry::Listener(l) => std::ptr::from_ref(l) as usize | 2,
         Entry::Epoll(e) => std::ptr::from_ref(e) as usize | 3,
-        Entry::Fresh { nonblocking } => usize::from(nonblocking) << 3 | 4,
+        Entry::Fresh {
+            nonblocking,
+            serial,
+        } => (serial << SERIAL_SHIFT) | (usize::from(nonblocking) * NONBLOCKING) | 4,
     }
 }
 
@@ -141,6 +151,41 @@ pub fn still(fd: c_int, socket: &'static Socket) -> bool {
     word(fd).is_some_and(|w| w.load(Relaxed) == encode(Entry::Socket(socket)))
 }
 
+/// What tells one file behind a number from the next: to be compared over a call that blocks.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Token {
+    word: usize,
+    generation: u64,
+}
+
+/// Of what stands behind `fd` now.
+pub fn token(fd: c_int) -> Token {
+    let word = word(fd).map_or(0, |w| w.load(Acquire));
+    let generation = match decode(word) {
+        Entry::Socket(socket) => socket.generation.load(Acquire),
+        _ => 0,
+    };
+    // O_NONBLOCK may be set meanwhile.
+    let word = match decode(word) {
+        Entry::Fresh { .. } => word & !NONBLOCKING,
+        _ => word,
+    };
+    Token { word, generation }
+}
+
+/// For a fresh socket.
+pub fn new_serial() -> usize {
+    static NEXT: AtomicUsize = AtomicUsize::new(0);
+    NEXT.fetch_add(1, Relaxed) & usize::MAX >> SERIAL_SHIFT
+}
+
+/// Takes the socket's entry out, unless another stands there by now.
+pub fn remove(fd: c_int, socket: &'static Socket) {
+    if let Some(w) = word(fd) {
+        let _ = w.compare_exchange(encode(Entry::Socket(socket)), 0, AcqRel, Relaxed);
+    }
+}
+
 /// Puts an entry and returns what stood there.
 pub fn put(fd: c_int, entry: Entry) -> Entry {
     match word(fd) {
@@ -166,6 +211,17 @@ pub fn for_each(range: std::ops::RangeInclusive<u32>, mut f: impl FnMut(c_int, E
             }
         }
     }
+}
+
+/// A number whose entry is such.
+pub fn find(mut is_such: impl FnMut(Entry) -> bool) -> Option<c_int> {
+    let mut found = None;
+    for_each(0..=u32::MAX, |fd, entry| {
+        if found.is_none() && is_such(entry) {
+            found = Some(fd);
+        }
+    });
+    found
 }
 
 /// The highest number that ever had an entry, so that walks end early.

@@ -19,9 +19,11 @@ use libc::ssize_t;
 use rdmasock_core::fabric::ring::{End, Wake};
 use rdmasock_core::stream::handshake::Role;
 
+use crate::call::{Call, Direction, Place};
 use crate::errno;
 use crate::iov::Iov;
 use crate::library::Library;
+use crate::lifecycle::{self, on_its_file};
 use crate::promote;
 use crate::ready;
 use crate::real::or_if_cancelled;
@@ -41,7 +43,7 @@ const SERVED: c_int =
 /// What the anchor says of a connection on which nothing can be sent.
 const DEAD: u32 = (libc::EPOLLERR | libc::EPOLLHUP) as u32;
 
-/// send() and its kin. `real` is libc's own call with the program's arguments.
+/// send() and its kin. `real(fd)` is libc's own call with the program's other arguments.
 ///
 /// # Safety
 /// The pieces of `iov` are readable.
@@ -51,37 +53,64 @@ pub unsafe fn send(
     fd: c_int,
     iov: Iov,
     flags: c_int,
-    real: impl Fn() -> ssize_t,
+    real: &impl Fn(c_int) -> ssize_t,
 ) -> ssize_t {
+    let call = Call::new(socket, fd, Direction::Send);
     if socket.tx_mode.load(Acquire) == mode::TCP && socket.enter_tx() {
-        return plain(socket, &real);
+        if call.is_named() {
+            return plain(socket, || real(fd));
+        }
+        leave(socket);
     }
     // SAFETY: by this function's contract.
-    unsafe { send_slow(socket, fd, iov, flags, real) }
+    unsafe { send_slow(call, iov, flags, real) }
+}
+
+/// The call has not begun yet, and its number stands for something else by now.
+#[cold]
+unsafe fn begin_anew(
+    fd: c_int,
+    iov: Iov,
+    flags: c_int,
+    real: &impl Fn(c_int) -> ssize_t,
+) -> ssize_t {
+    match table::socket(fd) {
+        // SAFETY: by the caller's word.
+        Some(socket) => unsafe { send(socket, fd, iov, flags, real) },
+        None => real(fd),
+    }
 }
 
 /// The kernel's call on a plain direction, which the caller has entered.
 #[inline]
-fn plain(socket: &'static Socket, real: &impl Fn() -> ssize_t) -> ssize_t {
-    let n = or_if_cancelled(real, || flush_marker(socket, socket.leave_tx()));
-    let marker_waits = socket.leave_tx();
+fn plain(socket: &'static Socket, real: impl FnOnce() -> ssize_t) -> ssize_t {
+    let n = or_if_cancelled(real, || leave(socket));
     if n > 0 {
         account(socket, n as u64);
     }
-    flush_marker(socket, marker_waits);
+    leave(socket);
     n
 }
 
-/// A call is back from the kernel's send, and perhaps a marker waits for that.
+/// A call is back from the kernel's send.
 #[inline]
-fn flush_marker(socket: &'static Socket, marker_waits: bool) {
-    if marker_waits {
-        let errno = errno::get();
-        if promote::flush(socket) {
-            ready::notify_local(socket);
-        }
-        errno::set(errno);
+fn leave(socket: &'static Socket) {
+    if socket.leave_tx() {
+        go_on(socket);
     }
+}
+
+/// Does what waited for the last call to be back from the kernel's send.
+#[cold]
+fn go_on(socket: &'static Socket) {
+    let errno = errno::get();
+    if socket.tx_mode.load(Acquire) == mode::MARKED && promote::flush(socket) {
+        ready::notify_local(socket);
+    }
+    if socket.is_closed() {
+        lifecycle::on_call_back(socket);
+    }
+    errno::set(errno);
 }
 
 /// Counts what TCP took, and begins a promotion at the threshold.
@@ -135,6 +164,8 @@ enum Step {
     Again,
     /// The kernel's own call.
     Kernel,
+    /// The connection is not this call's ([`Place`]).
+    Elsewhere(Place),
     /// No room.
     Full,
     /// All is sent.
@@ -148,13 +179,15 @@ fn interrupted() -> Step {
     Step::Done
 }
 
+// Not inlined: the forced unwind of pthread_cancel runs the call's destructor here (see `calls`).
+#[inline(never)]
 unsafe fn send_slow(
-    socket: &'static Socket,
-    fd: c_int,
+    mut call: Call,
     mut iov: Iov,
     flags: c_int,
-    real: impl Fn() -> ssize_t,
+    real: &impl Fn(c_int) -> ssize_t,
 ) -> ssize_t {
+    let socket = call.socket;
     crate::fork::reclaim(socket);
     if flags & !SERVED != 0 {
         take_back(socket, reason_for(flags));
@@ -168,25 +201,54 @@ unsafe fn send_slow(
         }
         let before = iov.len();
         // SAFETY: the pieces are readable by `send`'s contract.
-        let step = unsafe { step(socket, fd, &mut iov, flags) };
+        let step = unsafe { step(&mut call, &mut iov, flags) };
         sent += before - iov.len();
         match step {
             Step::Done if sent == 0 && before > 0 => return -1,
             Step::Done => return sent as ssize_t,
             Step::Again => continue,
+            Step::Elsewhere(Place::Here) => {}
+            Step::Elsewhere(Place::Moved) if sent == 0 => {
+                let fd = call.fd;
+                lifecycle::look_again(socket, fd);
+                drop(call);
+                // SAFETY: as above.
+                return unsafe { begin_anew(fd, iov, flags, real) };
+            }
+            Step::Elsewhere(_) => {
+                lifecycle::look_again(socket, call.fd);
+                return errno::after(sent, libc::EBADF);
+            }
             Step::Kernel => {
                 if sent > 0 {
                     return sent as ssize_t;
                 }
-                if socket.enter_tx() {
-                    return plain(socket, &real);
+                if !call.is_held() && !call.is_named() {
+                    let fd = call.fd;
+                    drop(call);
+                    // SAFETY: as above.
+                    return unsafe { begin_anew(fd, iov, flags, real) };
                 }
-                if !table::still(fd, socket) {
-                    return real();
+                if socket.enter_tx() {
+                    let went = on_its_file(&call, |fd| plain(socket, || real(fd)));
+                    return went.unwrap_or_else(|| {
+                        leave(socket);
+                        errno::fail(libc::EBADF)
+                    });
                 }
             }
             Step::Full => {
-                if let Err(error) = wait::for_space(socket, fd, flags, &mut patience) {
+                if let Err(error) = wait::may_wait(socket, flags) {
+                    return errno::after(sent, error);
+                }
+                if !call.is_held() {
+                    match call.hold_now() {
+                        Place::Here => {}
+                        Place::Moved if sent == 0 => continue,
+                        Place::Moved | Place::Lost => return errno::after(sent, libc::EBADF),
+                    }
+                }
+                if let Err(error) = wait::for_space(socket, &mut patience) {
                     return errno::after(sent, error);
                 }
             }
@@ -196,8 +258,12 @@ unsafe fn send_slow(
 
 /// One attempt.
 #[inline]
-unsafe fn step(socket: &'static Socket, fd: c_int, iov: &mut Iov, flags: c_int) -> Step {
+unsafe fn step(call: &mut Call, iov: &mut Iov, flags: c_int) -> Step {
+    let socket = call.socket;
     if socket.tx_mode.load(Acquire) == mode::MARKED {
+        if !call.is_held() && !call.is_named() {
+            return Step::Elsewhere(Place::Moved);
+        }
         return if promote::flush(socket) {
             Step::Again
         } else {
@@ -215,8 +281,9 @@ unsafe fn step(socket: &'static Socket, fd: c_int, iov: &mut Iov, flags: c_int) 
                 Step::Again
             };
         }
-        if !table::still(fd, socket) {
-            return Step::Kernel;
+        let place = call.place(&tx.seen);
+        if place != Place::Here {
+            return Step::Elsewhere(place);
         }
         let Some(producer) = tx.producer.as_mut() else {
             return Step::Kernel;
@@ -270,6 +337,9 @@ unsafe fn step(socket: &'static Socket, fd: c_int, iov: &mut Iov, flags: c_int) 
             stats.add_tx_link(copied as u64);
         }
         let full = copied < want && !no_room(socket, &mut tx);
+        if iov.len() == 0 {
+            call.let_go(&mut tx.waiting);
+        }
         drop(tx);
         ready::notify_peer(socket, wake);
         if iov.len() == 0 {
@@ -298,12 +368,26 @@ fn reason_for(flags: c_int) -> rdmasock_core::stats::Reason {
 }
 
 /// A call that only the kernel can serve, on a socket that is on its way back to TCP.
-pub fn send_on_tcp(socket: &'static Socket, fd: c_int, real: impl Fn() -> ssize_t) -> ssize_t {
+// Not inlined: as `send_slow`.
+#[inline(never)]
+pub fn send_on_tcp(
+    socket: &'static Socket,
+    fd: c_int,
+    real: &impl Fn(c_int) -> ssize_t,
+) -> ssize_t {
     crate::fork::reclaim(socket);
+    let mut call = Call::new(socket, fd, Direction::Send);
     let mut patience = wait::Patience::default();
     loop {
+        if !call.is_held() && !call.is_named() {
+            return real(fd);
+        }
         if socket.enter_tx() {
-            return plain(socket, &real);
+            let went = on_its_file(&call, |fd| plain(socket, || real(fd)));
+            return went.unwrap_or_else(|| {
+                leave(socket);
+                errno::fail(libc::EBADF)
+            });
         }
         if promote::flush(socket) {
             if socket.tx_mode.load(Acquire) == mode::LINK {
@@ -312,7 +396,15 @@ pub fn send_on_tcp(socket: &'static Socket, fd: c_int, real: impl Fn() -> ssize_
             }
             continue;
         }
-        if let Err(error) = wait::for_space(socket, fd, 0, &mut patience) {
+        if let Err(error) = wait::may_wait(socket, 0) {
+            return errno::fail(error);
+        }
+        match call.hold_now() {
+            Place::Here => {}
+            Place::Moved => continue,
+            Place::Lost => return errno::fail(libc::EBADF),
+        }
+        if let Err(error) = wait::for_space(socket, &mut patience) {
             return errno::fail(error);
         }
     }

@@ -298,27 +298,14 @@ fn spin_for(bound: u64, mut done: impl FnMut() -> bool) -> End {
 #[derive(Default)]
 pub struct Patience(Option<Deadline>);
 
-/// Waits until there may be something to read. `Err` is the errno that the call with these `flags` fails
-/// with: EAGAIN at once if it is not to wait.
-pub fn for_data(
-    socket: &'static Socket,
-    fd: c_int,
-    flags: c_int,
-    patience: &mut Patience,
-) -> Result<(), c_int> {
-    may_wait(socket, flags)?;
-    wait_on(socket, fd, patience, &socket.rx_spin, true)
+/// Waits until there may be something to read, for a call that [may wait](may_wait). `Err` is the errno that it fails with.
+pub fn for_data(socket: &'static Socket, patience: &mut Patience) -> Result<(), c_int> {
+    wait_on(socket, patience, &socket.rx_spin, true)
 }
 
 /// Waits until there may be room to write; as `for_data`.
-pub fn for_space(
-    socket: &'static Socket,
-    fd: c_int,
-    flags: c_int,
-    patience: &mut Patience,
-) -> Result<(), c_int> {
-    may_wait(socket, flags)?;
-    wait_on(socket, fd, patience, &socket.tx_spin, false)
+pub fn for_space(socket: &'static Socket, patience: &mut Patience) -> Result<(), c_int> {
+    wait_on(socket, patience, &socket.tx_spin, false)
 }
 
 /// Whether a call with these flags may wait; `Err` is the errno that it fails with otherwise.
@@ -333,7 +320,6 @@ pub fn may_wait(socket: &Socket, flags: c_int) -> Result<(), c_int> {
 #[inline(never)]
 fn wait_on(
     socket: &'static Socket,
-    fd: c_int,
     patience: &mut Patience,
     spinner: &Spinner,
     data: bool,
@@ -353,7 +339,7 @@ fn wait_on(
         return Ok(());
     }
     // Before each sleep: O_NONBLOCK may have been set since the last.
-    let Some(bound) = crate::blocking::patience(socket, fd, data) else {
+    let Some(bound) = crate::blocking::patience(socket, data) else {
         return Err(libc::EAGAIN);
     };
     let deadline = *patience.0.get_or_insert_with(|| bound.deadline());

@@ -347,18 +347,20 @@ pub fn wait_asleep(id: i32) {
     // It may sleep for a moment before it gets there.
     pause_ms(40);
     let end = Instant::now() + Duration::from_millis(SOON as u64);
-    loop {
-        let stat = std::fs::read_to_string(format!("/proc/self/task/{id}/stat")).unwrap();
-        let state = stat
-            .rsplit(") ")
-            .next()
-            .and_then(|rest| rest.chars().next());
-        if state == Some('S') {
-            return;
-        }
-        assert!(Instant::now() < end, "thread {id} does not sleep: {stat}");
+    while !is_asleep(id) {
+        assert!(Instant::now() < end, "thread {id} does not sleep");
         pause_ms(5);
     }
+}
+
+/// Whether thread `id` of this process sleeps at this moment.
+pub fn is_asleep(id: i32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/self/task/{id}/stat")).unwrap();
+    let state = stat
+        .rsplit(") ")
+        .next()
+        .and_then(|rest| rest.chars().next());
+    state == Some('S')
 }
 
 /// An iovec over `buf`.

@@ -10,13 +10,6 @@ use libtest_mimic::{Arguments, Failed, Trial};
 use rdmasock_tests::harness::{Mode, Paths, References, describe, difference, play};
 use rdmasock_tests::scenarios::{self, Scenario};
 
-/// What is known not to be as on kernel TCP with the library, and why; shown as ignored.
-const KNOWN: &[(&str, &str)] = &[(
-    "both/threads_close_does_not_wake",
-    "a close() while another thread is blocked in recv() on the same socket ends that call with EBADF; \
-     the kernel lets it wait on, because the call holds the file",
-)];
-
 fn main() -> ExitCode {
     let mut args = Arguments::from_args();
     // Scenarios are two processes each and some of them want a core per process.
@@ -30,14 +23,9 @@ fn main() -> ExitCode {
             let (paths, references) = (Arc::clone(&paths), Arc::clone(&references));
             let played = Arc::clone(&scenario);
             let name = format!("{}/{}", mode.name(), scenario.name);
-            let known = KNOWN.iter().find(|(known, _)| *known == name);
-            if let Some((name, why)) = known
-                && !args.list
-            {
-                println!("{name} is skipped: {why}");
-            }
-            let trial = Trial::test(name, move || run(&paths, &references, &played, *mode));
-            trials.push(trial.with_ignored_flag(known.is_some()));
+            trials.push(Trial::test(name, move || {
+                run(&paths, &references, &played, *mode)
+            }));
         }
     }
     libtest_mimic::run(&args, trials).exit_code()

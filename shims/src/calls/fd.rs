@@ -249,14 +249,14 @@ unsafe extern "C" fn ioctl_on(
             libc::FIONBIO => lifecycle::set_nonblocking(fd, *value != 0),
             // What the link still holds comes before the mark.
             SIOCATMARK
-                if table::socket(fd)
+                if lifecycle::connection(fd)
                     .and_then(rx::available)
                     .is_some_and(|n| n > 0) =>
             {
                 *value = 0
             }
             libc::FIONREAD => {
-                if let Some(n) = table::socket(fd).and_then(rx::available) {
+                if let Some(n) = lifecycle::connection(fd).and_then(rx::available) {
                     *value = n as c_int;
                 }
             }

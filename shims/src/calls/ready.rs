@@ -248,6 +248,10 @@ pub unsafe extern "C" fn epoll_ctl(
     };
     match entry {
         // SAFETY: the caller's arguments, as they are.
+        Entry::Socket(_) if lifecycle::connection(fd).is_none() => unsafe {
+            real(epoll, operation, fd, event)
+        },
+        // SAFETY: likewise.
         Entry::Socket(socket) => unsafe { epoll_ctl_on(socket, real, epoll, operation, fd, event) },
         Entry::Epoll(inner) => {
             if operation == libc::EPOLL_CTL_ADD {
@@ -318,12 +322,12 @@ unsafe extern "C" fn epoll_wait_on(
     count: c_int,
     timeout: c_int,
 ) -> c_int {
-    let call = |e: *mut epoll_event, n: c_int, t: Timeout| {
+    let call = |epoll: c_int, e: *mut epoll_event, n: c_int, t: Timeout| {
         // SAFETY: `e` has n entries.
         unsafe { real.cancellable()(epoll, e, n, t.to_ms()) }
     };
     // SAFETY: the program's array.
-    unsafe { set.wait(events, count, Timeout::from_ms(timeout), call) }
+    unsafe { set.wait(epoll, events, count, Timeout::from_ms(timeout), &call) }
 }
 
 /// `epoll_pwait(2)`, time-out in ms.
@@ -356,12 +360,12 @@ unsafe extern "C" fn epoll_pwait_on(
     timeout: c_int,
     mask: *const sigset_t,
 ) -> c_int {
-    let call = |e: *mut epoll_event, n: c_int, t: Timeout| {
+    let call = |epoll: c_int, e: *mut epoll_event, n: c_int, t: Timeout| {
         // SAFETY: `e` has n entries.
         unsafe { real.cancellable()(epoll, e, n, t.to_ms(), mask) }
     };
     // SAFETY: the program's array.
-    unsafe { set.wait(events, count, Timeout::from_ms(timeout), call) }
+    unsafe { set.wait(epoll, events, count, Timeout::from_ms(timeout), &call) }
 }
 
 /// `epoll_pwait2(2)`.
@@ -398,12 +402,12 @@ unsafe extern "C" fn epoll_pwait2_on(
     let Some(time) = Timeout::from_timespec(unsafe { timeout.as_ref() }) else {
         return crate::errno::fail(libc::EINVAL);
     };
-    let call = |e: *mut epoll_event, n: c_int, t: Timeout| {
+    let call = |epoll: c_int, e: *mut epoll_event, n: c_int, t: Timeout| {
         let left = t.to_timespec();
         let left = left.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
         // SAFETY: `e` has n entries.
         unsafe { real.cancellable()(epoll, e, n, left, mask) }
     };
     // SAFETY: the program's array.
-    unsafe { set.wait(events, count, time, call) }
+    unsafe { set.wait(epoll, events, count, time, &call) }
 }

@@ -9,7 +9,7 @@ use crate::fork;
 use crate::lifecycle;
 use crate::listener::Listener;
 use crate::pass;
-use crate::real::Cancellable;
+use crate::real::{Cancellable, or_if_cancelled};
 use crate::rx;
 use crate::socket::{Socket, mode};
 use crate::sockopt;
@@ -75,10 +75,25 @@ unsafe extern "C" fn accept_on(
     address_len: *mut socklen_t,
 ) -> c_int {
     // SAFETY: the caller's arguments, as they are.
-    let new = unsafe { real.cancellable()(fd, address, address_len) };
+    let accept = || unsafe { real.cancellable()(fd, address, address_len) };
+    accept_from(listener, false, accept)
+}
+
+/// The listener is kept meanwhile: the number may be closed, and the kernel still gives out a connection.
+#[inline(never)]
+fn accept_from(
+    listener: &'static Listener,
+    nonblocking: bool,
+    accept: impl FnOnce() -> c_int,
+) -> c_int {
+    listener.retain();
+    let new = or_if_cancelled(accept, || listener.release());
     if new >= 0 {
-        lifecycle::on_accept(listener, new, false);
+        lifecycle::on_accept(listener, new, nonblocking);
     }
+    let errno = errno::get();
+    listener.release();
+    errno::set(errno);
     new
 }
 
@@ -111,11 +126,8 @@ unsafe extern "C" fn accept4_on(
     flags: c_int,
 ) -> c_int {
     // SAFETY: the caller's arguments, as they are.
-    let new = unsafe { real.cancellable()(fd, address, address_len, flags) };
-    if new >= 0 {
-        lifecycle::on_accept(listener, new, flags & libc::SOCK_NONBLOCK != 0);
-    }
-    new
+    let accept = || unsafe { real.cancellable()(fd, address, address_len, flags) };
+    accept_from(listener, flags & libc::SOCK_NONBLOCK != 0, accept)
 }
 
 /// `connect(2)`.
@@ -146,9 +158,12 @@ unsafe extern "C" fn connect_on(
     address: *const sockaddr,
     address_len: socklen_t,
 ) -> c_int {
+    let before = table::token(fd);
     // SAFETY: the caller's arguments, as they are.
     let result = unsafe { real.cancellable()(fd, address, address_len) };
-    if result == 0 || matches!(errno::get(), libc::EINPROGRESS | libc::EINTR) {
+    let connects = result == 0 || matches!(errno::get(), libc::EINPROGRESS | libc::EINTR);
+    // Another file may have the number by now.
+    if connects && table::token(fd) == before {
         lifecycle::on_connect(fd);
     }
     result
@@ -157,7 +172,7 @@ unsafe extern "C" fn connect_on(
 /// `shutdown(2)`.
 #[inline]
 pub unsafe extern "C" fn shutdown(real: SocketIntFn, fd: c_int, how: c_int) -> c_int {
-    match table::socket(fd) {
+    match lifecycle::connection(fd) {
         // SAFETY: the caller's arguments, as they are.
         None => unsafe { real(fd, how) },
         // SAFETY: likewise.
@@ -229,7 +244,7 @@ unsafe extern "C" fn get_kept(
     if result != 0 {
         return result;
     }
-    let kept = table::socket(fd).and_then(|socket| {
+    let kept = lifecycle::connection(fd).and_then(|socket| {
         if (level, name) == (libc::IPPROTO_TCP, libc::TCP_CORK) {
             let is_kept = socket.tx_mode.load(Acquire) == mode::LINK;
             is_kept.then(|| c_int::from(socket.corked.load(Acquire)))
@@ -258,7 +273,7 @@ pub unsafe extern "C" fn setsockopt(
     value: *const c_void,
     value_len: socklen_t,
 ) -> c_int {
-    match table::socket(fd) {
+    match lifecycle::connection(fd) {
         // SAFETY: the caller's arguments, as they are.
         None => unsafe { real(fd, level, name, value, value_len) },
         Some(socket) => {

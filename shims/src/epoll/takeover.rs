@@ -28,6 +28,10 @@ impl Epoll {
         if item.dead || item.taken || !std::ptr::eq(item.socket, socket) {
             return true;
         }
+        if self.kernel_fd().is_none() {
+            // Closed, while a wait that began before goes on in the kernel alone.
+            return false;
+        }
         let fd = item.fd;
         item.disabled = item.events & ONESHOT != 0;
         if item.disabled
@@ -40,8 +44,11 @@ impl Epoll {
         }
         item.taken = true;
         self.activate(&mut set);
-        if let Some(kernel_fd) = self.kernel_fd() {
-            // SAFETY: the number is the socket's own: closing it removes the item first.
+        if let Some(control) = socket.control.lock()
+            && control.fds.contains(&fd)
+            && let Some(kernel_fd) = self.kernel_fd()
+        {
+            // SAFETY: still one of the socket's numbers, and control keeps close() out.
             let _ = kernel::delete(kernel_fd, unsafe { BorrowedFd::borrow_raw(fd) });
         }
         // After the removal: who reads the new count finds it in one set only.

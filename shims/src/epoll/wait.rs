@@ -3,13 +3,17 @@
 use std::ffi::c_int;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, SeqCst};
 
-use super::{ALWAYS, ET, Epoll, ONESHOT, Set, enqueue};
+use super::{ALWAYS, ET, Epoll, ONESHOT, Set, Visit, enqueue};
 use rustix::event::epoll as kernel;
 use rustix::io::Errno;
 
 use crate::library::Library;
+use crate::lifecycle;
 use crate::link::Duty;
 use crate::ready::{self, Arm};
+use crate::real::or_if_cancelled;
+use crate::service::Command;
+use crate::table::{self, Entry};
 use crate::time::Timeout;
 use crate::wait;
 
@@ -30,24 +34,32 @@ enum Last {
 }
 
 impl Epoll {
-    /// epoll_wait() and its kin. `real(events, max, timeout)` is the kernel's, with the timeout
-    /// in ms: -1 the whole of what is left, 0 only a look.
+    /// epoll_wait() and its kin on number `fd`. `real(fd, events, max, timeout)` is the kernel's.
     ///
     /// # Safety
     /// `events` is writable for `max` entries.
+    // Not inlined: the forced unwind of pthread_cancel runs the visit's destructor here (see `calls`).
+    #[inline(never)]
     pub unsafe fn wait(
         &'static self,
+        fd: c_int,
         events: *mut libc::epoll_event,
         max: c_int,
         timeout: Timeout,
-        real: impl Fn(*mut libc::epoll_event, c_int, Timeout) -> c_int,
+        real: &impl Fn(c_int, *mut libc::epoll_event, c_int, Timeout) -> c_int,
     ) -> c_int {
+        let mut visit = Visit::new(self, fd);
         let deadline = timeout.deadline();
-        if let Some(n) = self.wait_plain(events, max, timeout, &real) {
+        if let Some(n) = self.wait_plain(&mut visit, events, max, timeout, real) {
             return n;
         }
+        if !visit.is_here() {
+            drop(visit);
+            // SAFETY: by this function's contract.
+            return unsafe { begin_anew(fd, events, max, timeout, real) };
+        }
         let due = self.is_time_to_look();
-        if !due && !deadline.is_zero() && self.await_last(events) {
+        if !due && !deadline.is_zero() && self.await_last(&visit, events) {
             if max == 1 {
                 self.full.store(1, Relaxed);
             }
@@ -65,12 +77,12 @@ impl Epoll {
             let kernel_first = starved || due && self.turn.fetch_xor(true, Relaxed);
             let moves = self.moves.load(Acquire);
             let first = if kernel_first {
-                self.look(events, max, &real).max(0)
+                self.look(&visit, events, max, real).max(0)
             } else {
                 0
             };
             // SAFETY: `first` of `max` entries are used.
-            let ours = self.harvest(unsafe { events.add(first as usize) }, max - first);
+            let ours = self.harvest(&visit, unsafe { events.add(first as usize) }, max - first);
             if ours == max && !kernel_first {
                 self.full.store(1, Relaxed);
             }
@@ -78,7 +90,7 @@ impl Epoll {
             if due && !kernel_first && 0 < n && n < max {
                 // SAFETY: n < max entries are used.
                 let rest = unsafe { events.add(n as usize) };
-                n += self.look(rest, max - n, &real).max(0);
+                n += self.look(&visit, rest, max - n, real).max(0);
             }
             if n > 0 {
                 let front = if kernel_first { first } else { ours };
@@ -90,7 +102,12 @@ impl Epoll {
                 };
             }
             if deadline.is_zero() {
-                return self.look(events, max, &real);
+                return self.look(&visit, events, max, real);
+            }
+            if !visit.enter() {
+                drop(visit);
+                // SAFETY: by this function's contract.
+                return unsafe { begin_anew(fd, events, max, deadline.left(), real) };
             }
             if !spun {
                 spun = true;
@@ -101,7 +118,7 @@ impl Epoll {
                     if self.kernel_quiet.load(Relaxed) && wait::glance(|| self.has_ready()) {
                         continue;
                     }
-                    let k = self.look(events, max, &real);
+                    let k = self.look(&visit, events, max, real);
                     if k != 0 {
                         return k;
                     }
@@ -112,8 +129,8 @@ impl Epoll {
             }
             let Some(waiter) = self.waiter() else {
                 // There was no number left for a doorbell: looks now and then.
-                let n = self.look(events, max, &|e, m, _| {
-                    real(e, m, deadline.left().at_most(WITHOUT_DOORBELL))
+                let n = self.look(&visit, events, max, &|fd, e, m, _| {
+                    real(fd, e, m, deadline.left().at_most(WITHOUT_DOORBELL))
                 });
                 if n != 0 || deadline.is_over() {
                     return n;
@@ -128,7 +145,7 @@ impl Epoll {
                 waiters.leave_sleep(waiter);
                 continue;
             }
-            let n = real(events, max, deadline.left());
+            let n = real(visit.number(), events, max, deadline.left());
             let errno = crate::errno::get();
             waiters.leave_sleep(waiter);
             let kept = self.strip_key(events, n);
@@ -141,7 +158,7 @@ impl Epoll {
             }
             if deadline.is_over() {
                 // Something may have come with the last tick.
-                return self.harvest(events, max);
+                return self.harvest(&visit, events, max);
             }
             spun = false;
         }
@@ -150,19 +167,21 @@ impl Epoll {
     /// The kernel's wait alone, as long as nothing is taken over. `None` if that has changed.
     fn wait_plain(
         &'static self,
+        visit: &mut Visit,
         events: *mut libc::epoll_event,
         max: c_int,
         timeout: Timeout,
-        real: &impl Fn(*mut libc::epoll_event, c_int, Timeout) -> c_int,
+        real: &impl Fn(c_int, *mut libc::epoll_event, c_int, Timeout) -> c_int,
     ) -> Option<c_int> {
+        let fd = visit.number();
         if max <= 0 {
-            return Some(real(events, max, timeout));
+            return Some(real(fd, events, max, timeout));
         }
         if events.is_null() && self.is_ready() {
             return Some(crate::errno::fail(libc::EFAULT));
         }
         if events.is_null() {
-            return Some(real(events, max, timeout));
+            return Some(real(fd, events, max, timeout));
         }
         if self.active.load(Acquire) {
             return None;
@@ -170,25 +189,44 @@ impl Epoll {
         if self.inherited.load(Acquire) && self.inherited.swap(false, AcqRel) {
             crate::fork::reclaim_all();
         }
-        // SeqCst on both sides (`activate`): either we see that it is active, or it sees us.
+        // SeqCst on both sides (`activate`, `release`): either we see that it is active or another's, or they see us.
         self.plain.fetch_add(1, SeqCst);
-        if self.active.load(SeqCst) {
-            self.plain.fetch_sub(1, SeqCst);
+        if self.active.load(SeqCst) || !visit.is_here() {
+            self.leave_plain();
             return None;
         }
-        let n = real(events, max, timeout);
-        let others = self.plain.fetch_sub(1, SeqCst) > 1;
-        if !self.active.load(SeqCst) {
-            return Some(n);
-        }
+        let n = or_if_cancelled(
+            || real(fd, events, max, timeout),
+            || {
+                self.leave_plain();
+            },
+        );
         let errno = crate::errno::get();
-        if others {
+        if self.active.load(SeqCst) {
+            visit.stay();
+        }
+        let others = self.leave_plain();
+        if others && self.active.load(SeqCst) {
             // A ring wakes one thread; the next one must come here too.
             self.ring();
         }
         crate::errno::set(errno);
+        if n < 0 {
+            return Some(n);
+        }
+        // The doorbell may be in the kernel's set before the set counts as active.
         let kept = self.strip_key(events, n);
-        (n < 0 || kept > 0 || timeout.is_zero()).then_some(if n < 0 { n } else { kept })
+        let is_over = kept > 0 || timeout.is_zero() || n == 0 && !self.active.load(SeqCst);
+        is_over.then_some(kept)
+    }
+
+    /// True if others are inside the kernel's wait alone.
+    fn leave_plain(&'static self) -> bool {
+        let others = self.plain.fetch_sub(1, SeqCst) > 1;
+        if self.closed.load(SeqCst) {
+            self.end_if_left();
+        }
+        others
     }
 
     fn is_time_to_look(&self) -> bool {
@@ -202,11 +240,12 @@ impl Epoll {
 
     fn look(
         &self,
+        visit: &Visit,
         events: *mut libc::epoll_event,
         max: c_int,
-        real: &impl Fn(*mut libc::epoll_event, c_int, Timeout) -> c_int,
+        real: &impl Fn(c_int, *mut libc::epoll_event, c_int, Timeout) -> c_int,
     ) -> c_int {
-        let n = real(events, max, Timeout::ZERO);
+        let n = real(visit.number(), events, max, Timeout::ZERO);
         self.kernel_quiet.store(n == 0, Relaxed);
         if n <= 0 { n } else { self.strip_key(events, n) }
     }
@@ -274,13 +313,13 @@ impl Epoll {
     /// What was reported last, and alone, is likely to be the next: its ring is looked at for a moment before its peer is
     /// asked to tell. That saves the peer, and us, four cache lines that would have to change sides. True if it is
     /// reported: `events` has room for one.
-    fn await_last(&'static self, events: *mut libc::epoll_event) -> bool {
+    fn await_last(&'static self, visit: &Visit, events: *mut libc::epoll_event) -> bool {
         if self.nested.load(Relaxed) || !self.kernel_quiet.load(Relaxed) || !self.spinner.pays() {
             return false;
         }
         let mut last = Last::Quiet;
         wait::glance(|| {
-            last = self.look_at_last(events);
+            last = self.look_at_last(visit, events);
             last != Last::Quiet
         });
         last == Last::Reported
@@ -288,13 +327,17 @@ impl Epoll {
 
     /// The set has one socket left to look at, on a link within this host: it is reported if it is ready, and stays the one
     /// to be looked at.
-    fn look_at_last(&'static self, events: *mut libc::epoll_event) -> Last {
+    fn look_at_last(&'static self, visit: &Visit, events: *mut libc::epoll_event) -> Last {
         let (Some(waiter), Some(set)) = (self.waiter(), self.set.lock()) else {
             return Last::NotAlone;
         };
         let (Some(&index), 1) = (set.ready.front(), set.ready.len()) else {
             return Last::NotAlone;
         };
+        // Under the lock: a set that is closed is not another's before it is free.
+        if !visit.is_here() {
+            return Last::NotAlone;
+        }
         let Some(item) = set.items.get(index) else {
             return Last::NotAlone;
         };
@@ -303,6 +346,9 @@ impl Epoll {
             return Last::NotAlone;
         }
         let mask = ready::evaluate(item.socket, item.events, Arm::No) & (item.events | ALWAYS);
+        if mask != 0 && !lifecycle::is_alive(item.socket) {
+            return Last::NotAlone;
+        }
         let others = set.links.iter().any(|l| l.has_ready(waiter));
         if mask == 0 && !others {
             return Last::Quiet;
@@ -355,10 +401,13 @@ impl Epoll {
     }
 
     /// Reports what is ready.
-    fn harvest(&'static self, events: *mut libc::epoll_event, max: c_int) -> c_int {
+    fn harvest(&'static self, visit: &Visit, events: *mut libc::epoll_event, max: c_int) -> c_int {
         let Some(mut guard) = self.set.lock() else {
             return 0;
         };
+        if !visit.is_here() {
+            return 0;
+        }
         let set = &mut *guard;
         self.sweep(set);
         set.links.retain(|l| l.is_alive());
@@ -388,6 +437,11 @@ impl Epoll {
             };
             let mask = ready::evaluate(item.socket, item.events, arm) & (item.events | ALWAYS);
             if mask == 0 {
+                continue;
+            }
+            if !lifecycle::is_alive(item.socket) {
+                // Closed past the hooks: the kernel's set would not have it any more.
+                Library::get().service.submit(Command::lost(item.socket));
                 continue;
             }
             // SAFETY: n < max entries, writable by `wait`'s contract.
@@ -442,6 +496,25 @@ impl Epoll {
             }
         }
         false
+    }
+}
+
+/// The wait has not begun yet, and its number stands for something else by now.
+///
+/// # Safety
+/// `events` is writable for `max` entries.
+#[cold]
+unsafe fn begin_anew(
+    fd: c_int,
+    events: *mut libc::epoll_event,
+    max: c_int,
+    timeout: Timeout,
+    real: &impl Fn(c_int, *mut libc::epoll_event, c_int, Timeout) -> c_int,
+) -> c_int {
+    match table::lookup(fd) {
+        // SAFETY: by the contract.
+        Entry::Epoll(set) => unsafe { set.wait(fd, events, max, timeout, real) },
+        _ => real(fd, events, max, timeout),
     }
 }
 

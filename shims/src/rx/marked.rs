@@ -9,15 +9,17 @@ use libc::ssize_t;
 use rustix::net::RecvFlags;
 
 use super::{Step, leave};
+use crate::call::{Call, Place};
 use crate::errno;
 use crate::iov::Iov;
 use crate::library::Library;
+use crate::lifecycle;
 use crate::promote::{self, Ahead};
 use crate::ready;
 use crate::real::{Cancellable, or_if_cancelled};
 use crate::service::Command;
 use crate::socket::{Rx, Socket, mode};
-use crate::table;
+use crate::wait;
 
 /// A scan began while the call was in the kernel: what it brought may hold markers. `Break`
 /// is the result of the call; `Continue` if it has to go on because the markers have taken the place
@@ -77,25 +79,29 @@ pub(super) fn look_again(socket: &'static Socket) {
     }
     // Those who found the direction occupied meanwhile look again.
     ready::notify_local(socket);
+    if socket.is_closed() {
+        lifecycle::on_call_back(socket);
+    }
     errno::set(errno);
 }
 
 /// What a scanning socket has in TCP, for a call that already `has_some` bytes and does not want all.
 pub(super) unsafe fn from_marked(
-    socket: &'static Socket,
-    fd: c_int,
+    call: &mut Call,
     iov: &mut Iov,
     flags: c_int,
     has_some: bool,
 ) -> Step {
+    let socket = call.socket;
     let Some(mut control) = socket.control.lock() else {
         return Step::Fail(libc::EINTR);
     };
     let Some(rx) = socket.rx.lock() else {
         return Step::Fail(libc::EINTR);
     };
-    if !table::still(fd, socket) {
-        return Step::Kernel;
+    let place = call.place(&rx.seen);
+    if place != Place::Here {
+        return Step::Elsewhere(place);
     }
     let looked = match promote::seen_ahead(socket, &rx, iov.len()) {
         Some(ahead) => Some((ahead, rx)),
@@ -106,7 +112,12 @@ pub(super) unsafe fn from_marked(
     };
     match ahead {
         Ahead::Changed => Step::Again,
-        Ahead::Nothing => Step::Empty,
+        Ahead::Nothing => {
+            if wait::may_wait(socket, flags).is_ok() {
+                call.hold(&mut rx.waiting);
+            }
+            Step::Empty
+        }
         Ahead::Ended => {
             // Only the kernel's call tells how it ended; it does not block now.
             let Some(anchor) = socket.anchor_fd() else {

@@ -6,6 +6,7 @@ use std::sync::atomic::Ordering::Acquire;
 use libc::ssize_t;
 
 use super::{account, leave, recv_slow};
+use crate::call::{Call, Direction};
 use crate::errno;
 use crate::iov::Iov;
 use crate::real::{Cancellable, or_if_cancelled};
@@ -30,10 +31,10 @@ pub fn splice(
             // Should a scan begin while the call waits, its markers are in the pipe: so the socket is
             // pinned to TCP before (`splice_on`).
             let n = or_if_cancelled(&real, || leave(socket));
-            leave(socket);
             if n > 0 {
                 account(socket, n as u64);
             }
+            leave(socket);
             return n;
         }
         let room = match pipe_room(to, nonblocking) {
@@ -45,7 +46,10 @@ pub fn splice(
         let iov = Iov::one(buf.as_mut_ptr().cast(), room);
         // SAFETY: the buffer has `room` bytes. The call is not reached: only the link and what
         // precedes a marker are read here.
-        let n = unsafe { recv_slow(socket, fd, iov, flags, 0, || LEFT) };
+        let n = unsafe {
+            let call = Call::new(socket, fd, Direction::Receive);
+            recv_slow(call, iov, flags, 0, &|_| LEFT)
+        };
         if n == LEFT {
             continue;
         }

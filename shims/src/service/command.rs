@@ -77,6 +77,8 @@ pub enum Command {
     Grown,
     /// A sender finds no room.
     Pressed(Ref),
+    /// The anchor's number stands for something else, it seems.
+    Lost(Ref),
     /// A sender holds something back of which the peer is to be told in a while.
     Held,
     /// Links to other hosts are to be looked after in a while.
@@ -117,6 +119,11 @@ impl Command {
     /// See [`Command::Pressed`].
     pub fn pressed(socket: &'static Socket) -> Self {
         Self::Pressed(Ref::new(socket))
+    }
+
+    /// See [`Command::Lost`].
+    pub fn lost(socket: &'static Socket) -> Self {
+        Self::Lost(Ref::new(socket))
     }
 
     /// See [`Command::NeedLink`].
@@ -166,6 +173,11 @@ impl Worker {
             Command::Linger(fd, awaited, unsent) => self.linger(fd, awaited, unsent),
             Command::Listen(listener) => self.listen(listener),
             Command::Pressed(r) => self.on_pressed(r),
+            Command::Lost(r) => {
+                if let Some(socket) = r.get() {
+                    crate::lifecycle::look_at_anchor(socket);
+                }
+            }
             Command::Held => self.held_until = crate::time::now_ns() + HELD_FOR,
             Command::Grown => self.on_grown(),
             Command::Tend => self.tend_at = crate::time::now_ns() + self.tend_after(),

@@ -3,13 +3,39 @@
 
 use std::sync::atomic::Ordering::{Acquire, SeqCst};
 
+use rdmasock_core::stats::Reason;
 use rustix::event::epoll as kernel;
 
 use super::{Ref, Worker, kind, tag};
+use crate::link::Link;
 use crate::promote;
 use crate::ready;
 use crate::socket::{self, Socket, mode};
 use crate::tx;
+
+/// A connection whose other end TCP says is over, though nothing on the link has said so.
+pub(super) struct Unmarked {
+    r: Ref,
+    /// Monotonic ns.
+    pub deadline: u64,
+}
+
+/// How long the other process may take to say so, or to be seen to have ended, ns.
+const MARK_WITHIN: u64 = 100_000_000;
+
+/// Whether a socket's receiving direction is on a link within the host, and its end mark has not come.
+fn is_unmarked(socket: &'static Socket) -> bool {
+    let Some(mut rx) = socket.rx.lock() else {
+        return false;
+    };
+    socket.rx_mode.load(Acquire) == mode::LINK
+        && !rx.stays
+        && !socket.rx_shut.load(Acquire)
+        && rx
+            .consumer
+            .as_mut()
+            .is_some_and(|c| matches!(c.end(), Ok(None)))
+}
 
 /// Whether the library reports a socket's readiness.
 #[derive(PartialEq, Eq)]
@@ -112,9 +138,28 @@ impl Worker {
         {
             promote::resume::look(socket, &mut control);
         }
+        if socket.anchor.load(Acquire) & libc::EPOLLRDHUP as u32 != 0 && is_unmarked(socket) {
+            let deadline = crate::time::now_ns() + MARK_WITHIN;
+            let r = Ref::new(socket);
+            self.unmarked.push(Unmarked { r, deadline });
+        }
         ready::notify_local(socket);
         if socket.left_behind.load(Acquire) {
             self.settle(Ref::new(socket));
+        }
+    }
+
+    /// The other program has closed or shut down its socket where its library did not see it: what is sent now
+    /// goes over TCP, which knows how to answer it.
+    pub(super) fn leave_unmarked(&mut self, now: u64) {
+        let late: Vec<Unmarked> = self
+            .unmarked
+            .extract_if(.., |u| u.deadline <= now)
+            .collect();
+        for socket in late.into_iter().filter_map(|u| u.r.get()) {
+            if is_unmarked(socket) && socket.link().is_some_and(Link::is_alive) {
+                tx::take_back(socket, Reason::Closed);
+            }
         }
     }
 

@@ -7,8 +7,10 @@ use libc::ssize_t;
 
 use super::cork::{hold, is_more_to_come};
 use super::room::no_room;
-use super::{PIECE, is_dead, plain, take_back, violation};
+use super::{PIECE, is_dead, leave, plain, take_back, violation};
+use crate::call::{Call, Direction, Place};
 use crate::errno;
+use crate::lifecycle::{self, on_its_file};
 use crate::promote;
 use crate::ready;
 use crate::socket::{Socket, mode};
@@ -25,20 +27,48 @@ pub unsafe fn sendfile(
     input: c_int,
     offset: *mut libc::off_t,
     count: usize,
-    real: impl Fn() -> ssize_t,
+    real: &impl Fn(c_int) -> ssize_t,
 ) -> ssize_t {
     if socket.tx_mode.load(Acquire) != mode::TCP && offset.is_null() && !is_regular(input) {
         // Only the kernel knows what can be sent from there, and reading it might block.
         take_back(socket, rdmasock_core::stats::Reason::Unsupported);
     }
+    let call = Call::new(socket, fd, Direction::Send);
     if socket.tx_mode.load(Acquire) == mode::TCP && socket.enter_tx() {
-        return plain(socket, &real);
+        if call.is_named() {
+            return plain(socket, || real(fd));
+        }
+        leave(socket);
     }
+    // SAFETY: by this function's contract.
+    unsafe { sendfile_slow(call, input, offset, count, real) }
+}
+
+// Not inlined: the forced unwind of pthread_cancel runs the call's destructor here (see `calls`).
+#[inline(never)]
+unsafe fn sendfile_slow(
+    mut call: Call,
+    input: c_int,
+    offset: *mut libc::off_t,
+    count: usize,
+    real: &impl Fn(c_int) -> ssize_t,
+) -> ssize_t {
+    let socket = call.socket;
     let mut sent = 0usize;
     let mut patience = wait::Patience::default();
     let count = count.min(0x7fff_f000);
     crate::fork::reclaim(socket);
     loop {
+        if !call.is_held() && !call.is_named() {
+            let fd = call.fd;
+            drop(call);
+            return match table::socket(fd) {
+                _ if sent > 0 => sent as ssize_t,
+                // SAFETY: by the caller's word.
+                Some(socket) => unsafe { sendfile(socket, fd, input, offset, count, real) },
+                None => real(fd),
+            };
+        }
         if socket.tx_mode.load(Acquire) == mode::MARKED && promote::flush(socket) {
             continue;
         }
@@ -46,8 +76,14 @@ pub unsafe fn sendfile(
             return errno::fail(libc::EINTR);
         };
         let on_link = socket.tx_mode.load(Acquire) == mode::LINK;
-        if on_link && !table::still(fd, socket) {
-            return errno::fail(libc::EBADF);
+        let place = call.place(&tx.seen);
+        if place != Place::Here {
+            drop(tx);
+            lifecycle::look_again(socket, call.fd);
+            if place == Place::Lost {
+                return errno::after(sent, libc::EBADF);
+            }
+            continue;
         }
         let gone = is_dead(socket) || tx.producer.as_mut().is_none_or(ready::is_reader_gone);
         if on_link && gone {
@@ -59,7 +95,11 @@ pub unsafe fn sendfile(
                 return sent as ssize_t;
             }
             if socket.enter_tx() {
-                return plain(socket, &real);
+                let went = on_its_file(&call, |fd| plain(socket, || real(fd)));
+                return went.unwrap_or_else(|| {
+                    leave(socket);
+                    errno::fail(libc::EBADF)
+                });
             }
             continue;
         }
@@ -97,8 +137,12 @@ pub unsafe fn sendfile(
             if no_room(socket, &mut tx) {
                 continue;
             }
+            if let Err(error) = wait::may_wait(socket, 0) {
+                return errno::after(sent, error);
+            }
+            call.hold(&mut tx.waiting);
             drop(tx);
-            if let Err(error) = wait::for_space(socket, fd, 0, &mut patience) {
+            if let Err(error) = wait::for_space(socket, &mut patience) {
                 return errno::after(sent, error);
             }
             continue;

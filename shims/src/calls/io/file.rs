@@ -1,5 +1,6 @@
 //! The calls that move bytes between a socket and a file or pipe.
 
+use crate::lifecycle;
 use crate::real::Cancellable;
 use crate::rx;
 use crate::socket::Socket;
@@ -37,7 +38,7 @@ unsafe extern "C" fn sendfile_on(
 ) -> ssize_t {
     // SAFETY: the program's own offset.
     unsafe {
-        tx::sendfile(socket, out, input, offset, count, || {
+        tx::sendfile(socket, out, input, offset, count, &|out| {
             real.cancellable()(out, input, offset, count)
         })
     }
@@ -54,7 +55,7 @@ pub unsafe extern "C" fn splice(
     len: size_t,
     flags: c_uint,
 ) -> ssize_t {
-    match (table::socket(input), table::socket(out)) {
+    match (lifecycle::connection(input), lifecycle::connection(out)) {
         // SAFETY: the caller's arguments, as they are.
         (None, None) => unsafe { real(input, input_offset, out, out_offset, len, flags) },
         // SAFETY: likewise.
@@ -103,7 +104,10 @@ unsafe extern "C" fn splice_on(
             let nonblocking = flags & libc::SPLICE_F_NONBLOCK != 0;
             rx::splice(socket, input, out, len, nonblocking, call)
         }
-        (_, Some(socket)) => tx::send_on_tcp(socket, out, call),
+        (_, Some(socket)) => tx::send_on_tcp(socket, out, &|out| {
+            // SAFETY: likewise.
+            unsafe { real.cancellable()(input, input_offset, out, out_offset, len, flags) }
+        }),
         _ => call(),
     }
 }

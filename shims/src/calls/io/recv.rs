@@ -44,7 +44,7 @@ unsafe extern "C" fn read_on(
     }
     let iov = Iov::one(buf.cast(), len);
     // SAFETY: the program's buffer.
-    unsafe { rx::recv(socket, fd, iov, 0, || real.cancellable()(fd, buf, len)) }
+    unsafe { rx::recv(socket, fd, iov, 0, &|fd| real.cancellable()(fd, buf, len)) }
 }
 
 /// `read(2)` of a fortified program; libc aborts if `len` exceeds `size`.
@@ -98,7 +98,11 @@ unsafe extern "C" fn readv_on(
         return unsafe { real(fd, iov, count) };
     };
     // SAFETY: the program's buffers.
-    unsafe { rx::recv(socket, fd, array, 0, || real.cancellable()(fd, iov, count)) }
+    unsafe {
+        rx::recv(socket, fd, array, 0, &|fd| {
+            real.cancellable()(fd, iov, count)
+        })
+    }
 }
 
 /// `preadv2(2)`; on a socket only offset -1 is valid.
@@ -139,7 +143,7 @@ unsafe extern "C" fn preadv2_on(
     };
     // SAFETY: the program's buffers.
     unsafe {
-        rx::recv(socket, fd, array, how, || {
+        rx::recv(socket, fd, array, how, &|fd| {
             real.cancellable()(fd, iov, count, offset, flags)
         })
     }
@@ -174,7 +178,7 @@ unsafe extern "C" fn recv_on(
     let iov = Iov::one(buf.cast(), len);
     // SAFETY: the program's buffer.
     unsafe {
-        rx::recv(socket, fd, iov, flags, || {
+        rx::recv(socket, fd, iov, flags, &|fd| {
             real.cancellable()(fd, buf, len, flags)
         })
     }
@@ -236,7 +240,7 @@ unsafe extern "C" fn recvfrom_on(
     let iov = Iov::one(buf, len);
     // SAFETY: the program's buffer.
     let n = unsafe {
-        rx::recv(socket, fd, iov, flags, || {
+        rx::recv(socket, fd, iov, flags, &|fd| {
             real.cancellable()(fd, buf, len, flags, address, address_len)
         })
     };
@@ -314,7 +318,7 @@ unsafe extern "C" fn recvmsg_on(
     let was_plain = socket.rx_mode.load(Acquire) == mode::TCP;
     // SAFETY: the program's buffers.
     let n = unsafe {
-        rx::recv(socket, fd, array, flags, || {
+        rx::recv(socket, fd, array, flags, &|fd| {
             real.cancellable()(fd, message, flags)
         })
     };
@@ -366,7 +370,9 @@ unsafe extern "C" fn recvmmsg_on(
         None => None,
     };
     let mut done = 0;
-    while done < count {
+    let began_on = table::token(fd);
+    // What the number stands for later is not this call's.
+    while done < count && (done == 0 || table::token(fd) == began_on) {
         let how = if done > 0 && flags & libc::MSG_WAITFORONE != 0 {
             flags | libc::MSG_DONTWAIT
         } else {

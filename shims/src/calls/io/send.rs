@@ -38,7 +38,7 @@ unsafe extern "C" fn write_on(
 ) -> ssize_t {
     let iov = Iov::one(buf.cast(), len);
     // SAFETY: the program's buffer.
-    unsafe { tx::send(socket, fd, iov, 0, || real.cancellable()(fd, buf, len)) }
+    unsafe { tx::send(socket, fd, iov, 0, &|fd| real.cancellable()(fd, buf, len)) }
 }
 
 /// `writev(2)`.
@@ -71,7 +71,11 @@ unsafe extern "C" fn writev_on(
         return unsafe { real(fd, iov, count) };
     };
     // SAFETY: the program's buffers.
-    unsafe { tx::send(socket, fd, array, 0, || real.cancellable()(fd, iov, count)) }
+    unsafe {
+        tx::send(socket, fd, array, 0, &|fd| {
+            real.cancellable()(fd, iov, count)
+        })
+    }
 }
 
 /// `pwritev2(2)`; on a socket only offset -1 is valid.
@@ -111,7 +115,7 @@ unsafe extern "C" fn pwritev2_on(
     };
     // SAFETY: the program's buffers.
     unsafe {
-        tx::send(socket, fd, array, how, || {
+        tx::send(socket, fd, array, how, &|fd| {
             real.cancellable()(fd, iov, count, offset, flags)
         })
     }
@@ -146,7 +150,7 @@ unsafe extern "C" fn send_on(
     let iov = Iov::one(buf.cast(), len);
     // SAFETY: the program's buffer.
     unsafe {
-        tx::send(socket, fd, iov, flags, || {
+        tx::send(socket, fd, iov, flags, &|fd| {
             real.cancellable()(fd, buf, len, flags)
         })
     }
@@ -187,7 +191,7 @@ unsafe extern "C" fn sendto_on(
     let iov = Iov::one(buf.cast(), len);
     // SAFETY: the program's buffer.
     unsafe {
-        tx::send(socket, fd, iov, flags, || {
+        tx::send(socket, fd, iov, flags, &|fd| {
             real.cancellable()(fd, buf, len, flags, address, address_len)
         })
     }
@@ -230,12 +234,12 @@ unsafe extern "C" fn sendmsg_on(
         // Control data of a TCP socket ask for something of the kernel's.
         tx::take_back(socket, rdmasock_core::stats::Reason::Unsupported);
         // SAFETY: the caller's arguments, as they are.
-        let call = || unsafe { real.cancellable()(fd, message, flags) };
-        return tx::send_on_tcp(socket, fd, call);
+        let call = |fd| unsafe { real.cancellable()(fd, message, flags) };
+        return tx::send_on_tcp(socket, fd, &call);
     };
     // SAFETY: the program's buffers.
     unsafe {
-        tx::send(socket, fd, array, flags, || {
+        tx::send(socket, fd, array, flags, &|fd| {
             real.cancellable()(fd, message, flags)
         })
     }
@@ -271,7 +275,8 @@ unsafe extern "C" fn sendmmsg_on(
     flags: c_int,
 ) -> c_int {
     let mut done = 0;
-    while done < count.min(1024) {
+    let began_on = table::token(fd);
+    while done < count.min(1024) && (done == 0 || table::token(fd) == began_on) {
         // SAFETY: the program's array has `count` entries.
         let entry = unsafe { &mut *messages.add(done as usize) };
         // SAFETY: likewise.

@@ -1,0 +1,178 @@
+//! A call that receives or sends: which connection it belongs to, whatever becomes of the number meanwhile.
+//!
+//! The kernel looks a number up once, and then holds the file until the call is over. So does this: until a call has
+//! waited or moved a byte nobody can tell that it has begun, and it may as well begin anew on what the number stands for
+//! by then; from its first wait on it is counted in the direction (`Rx::waiting`, `Tx::waiting`), and a close
+//! leaves the connection as it is until the last such call is back (`lifecycle`). Calls inside the kernel's own receive or
+//! send are counted by `Socket::enter_rx` and `enter_tx`.
+
+use std::ffi::c_int;
+use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
+
+use crate::identity::Seen;
+use crate::lifecycle;
+use crate::socket::{Socket, closed};
+use crate::table;
+
+/// Which way the bytes go.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Direction {
+    Receive,
+    Send,
+}
+
+/// See the module.
+pub struct Call {
+    pub socket: &'static Socket,
+    pub fd: c_int,
+    direction: Direction,
+    generation: u64,
+    /// Counted in the direction now,
+    is_counted: bool,
+    /// and ever.
+    was_counted: bool,
+}
+
+/// What a call finds when it looks again whether the connection is its own.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Place {
+    /// It is.
+    Here,
+    /// The number stands for something else, and the call may begin anew there.
+    Moved,
+    /// The number was closed where no hook saw it, while the call waited.
+    Lost,
+}
+
+impl Call {
+    /// A call on `fd`, which the table has just led from to `socket`.
+    #[inline]
+    pub fn new(socket: &'static Socket, fd: c_int, direction: Direction) -> Self {
+        Self {
+            socket,
+            fd,
+            direction,
+            generation: socket.generation.load(Relaxed),
+            is_counted: false,
+            was_counted: false,
+        }
+    }
+
+    /// Whether the socket is still what the call began on. The caller holds the direction's lock, with `seen` in it.
+    #[inline]
+    pub fn place(&self, seen: &Seen) -> Place {
+        if !self.is_named() {
+            return self.place_without_number();
+        }
+        if seen.is_due(self.fd) && !lifecycle::is_behind(self.socket, self.fd) {
+            seen.forget();
+            return if self.is_counted {
+                Place::Lost
+            } else {
+                Place::Moved
+            };
+        }
+        Place::Here
+    }
+
+    /// The number stands for the socket, as far as hooks have seen.
+    #[inline]
+    pub fn is_named(&self) -> bool {
+        table::still(self.fd, self.socket)
+            && self.socket.generation.load(Relaxed) == self.generation
+    }
+
+    #[cold]
+    fn place_without_number(&self) -> Place {
+        match self.socket.closed.load(Acquire) {
+            _ if !self.is_counted => Place::Moved,
+            closed::LOST => Place::Lost,
+            _ => Place::Here,
+        }
+    }
+
+    /// The call is about to wait: from now on it holds the connection. The caller holds the direction's lock, with
+    /// `waiting` in it, and has just found the place.
+    #[inline]
+    pub fn hold(&mut self, waiting: &mut u32) {
+        if !self.is_counted {
+            *waiting += 1;
+            self.is_counted = true;
+            self.was_counted = true;
+        }
+    }
+
+    /// The call is about to return. Likewise.
+    #[inline]
+    pub fn let_go(&mut self, waiting: &mut u32) {
+        if self.is_counted {
+            *waiting = waiting.saturating_sub(1);
+            self.is_counted = false;
+        }
+    }
+
+    /// Whether the connection is held for this call.
+    pub fn is_held(&self) -> bool {
+        self.is_counted
+    }
+
+    /// [`Self::hold`] where no lock is held. Not `Here`: nothing is held.
+    pub fn hold_now(&mut self) -> Place {
+        let socket = self.socket;
+        match self.direction {
+            Direction::Receive => match socket.rx.lock() {
+                Some(mut rx) => {
+                    let place = self.place(&rx.seen);
+                    if place == Place::Here {
+                        self.hold(&mut rx.waiting);
+                    }
+                    place
+                }
+                None => Place::Here,
+            },
+            Direction::Send => match socket.tx.lock() {
+                Some(mut tx) => {
+                    let place = self.place(&tx.seen);
+                    if place == Place::Here {
+                        self.hold(&mut tx.waiting);
+                    }
+                    place
+                }
+                None => Place::Here,
+            },
+        }
+    }
+}
+
+impl Drop for Call {
+    #[inline]
+    fn drop(&mut self) {
+        if !self.was_counted {
+            return;
+        }
+        if self.is_counted {
+            self.uncount();
+        }
+        if self.socket.closed.load(SeqCst) != closed::OPEN {
+            lifecycle::on_call_back(self.socket);
+        }
+    }
+}
+
+impl Call {
+    #[cold]
+    fn uncount(&mut self) {
+        match self.direction {
+            Direction::Receive => {
+                if let Some(mut rx) = self.socket.rx.lock() {
+                    self.let_go(&mut rx.waiting);
+                }
+            }
+            Direction::Send => {
+                if let Some(mut tx) = self.socket.tx.lock() {
+                    self.let_go(&mut tx.waiting);
+                }
+            }
+        }
+    }
+}

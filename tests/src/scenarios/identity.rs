@@ -1,0 +1,627 @@
+//! What a call belongs to when its number is closed under it and stands for something else at once: one thread is blocked
+//! in a call on a connection, another closes it in each of the ways that there are and gives its number to the next
+//! connection or file. Every byte says which connection or file it belongs to.
+
+use std::cell::Cell;
+use std::sync::atomic::{AtomicI32, Ordering};
+use std::thread;
+
+use libc::{c_int, c_void};
+
+use super::epoll;
+use crate::ctx::Ctx;
+use crate::data;
+use crate::sys::{self, Addr};
+
+/// Bytes of a record; the stream that they are of names the connection.
+const RECORD: usize = 24;
+/// Rounds of each way to close, with each call.
+const ROUNDS: u64 = 4;
+/// Exchanges before the call: none, so that it is on TCP; so many that a promotion is about to begin or under way; and
+/// so many that the connection is on a link.
+const WARM: [u64; 4] = [0, 2, 3, 500];
+
+/// How a number is given up.
+#[derive(Clone, Copy, PartialEq, Debug)]
+enum Close {
+    Libc,
+    /// libc's `syscall`, as libuv does it.
+    Syscall,
+    Range,
+    /// Another file is put in its place.
+    Over,
+    /// A system call of the program's own, which no library sees.
+    Inline,
+}
+
+const SEEN: [Close; 4] = [Close::Libc, Close::Libc, Close::Range, Close::Over];
+
+fn close_by(how: Close, fd: c_int) {
+    match how {
+        Close::Libc => sys::close(fd).ok(),
+        Close::Syscall => call!(libc::syscall(libc::SYS_close, fd)).ok(),
+        Close::Range => call!(libc::close_range(fd as u32, fd as u32, 0)).ok(),
+        Close::Over => {
+            let other = call!(libc::memfd_create(c"over".as_ptr(), 0)).ok();
+            call!(libc::dup2(other, fd)).ok();
+            sys::close(other).ok();
+            // The number is to be free for what comes next.
+            sys::close(fd).ok()
+        }
+        Close::Inline => inline_close(fd),
+    };
+}
+
+/// close(2) past libc.
+fn inline_close(fd: c_int) -> i32 {
+    let result: i64;
+    // SAFETY: the system call close, which touches no memory.
+    unsafe {
+        std::arch::asm!("syscall", inlateout("rax") libc::SYS_close => result, in("rdi") i64::from(fd),
+            lateout("rcx") _, lateout("r11") _);
+    }
+    assert_eq!(result, 0);
+    0
+}
+
+/// The calls that wait for bytes.
+const RECEIVERS: usize = 8;
+
+/// Receives up to one record by the call number `which`.
+fn receive(which: usize, fd: c_int, buf: &mut [u8; RECORD]) -> i64 {
+    let at: *mut c_void = buf.as_mut_ptr().cast();
+    let mut iov = libc::iovec {
+        iov_base: at,
+        iov_len: RECORD,
+    };
+    let mut message: libc::mmsghdr = sys::zeroed();
+    message.msg_hdr.msg_iov = &raw mut iov;
+    message.msg_hdr.msg_iovlen = 1;
+    let nothing: *mut c_void = std::ptr::null_mut();
+    // SAFETY: one buffer of that length behind all of them.
+    unsafe {
+        match which {
+            0 => libc::recv(fd, at, RECORD, 0) as i64,
+            1 => libc::read(fd, at, RECORD) as i64,
+            2 => libc::readv(fd, &raw const iov, 1) as i64,
+            3 => libc::recvfrom(fd, at, RECORD, 0, nothing.cast(), nothing.cast()) as i64,
+            4 => libc::recvmsg(fd, &raw mut message.msg_hdr, 0) as i64,
+            5 => libc::recv(fd, at, RECORD, libc::MSG_WAITALL) as i64,
+            6 => match libc::recvmmsg(fd, &raw mut message, 1, 0, std::ptr::null_mut()) {
+                1 => i64::from(message.msg_len),
+                n => i64::from(n),
+            },
+            _ => libc::preadv2(fd, &raw const iov, 1, -1, 0) as i64,
+        }
+    }
+}
+
+/// The stream that names connection `round` of kind `which`.
+fn name(which: u64, round: u64) -> u64 {
+    0x1d00_0000 + which * 100_000 + round
+}
+
+fn send_record(fd: c_int, of: u64, at: u64) {
+    sys::send_all(fd, &data::pattern(of, at * RECORD as u64, RECORD)).ok();
+}
+
+fn expect_record(fd: c_int, of: u64, at: u64) {
+    data::verify(of, at * RECORD as u64, &sys::recv_exact(fd, RECORD));
+}
+
+/// The client of every scenario here: connection `i` is warmed up; the word to go on comes on connection `i + 1`. `late` is
+/// what it does then on the old one, which the server has closed.
+fn client(port: u16, which: u64, rounds: u64, mut late: impl FnMut(c_int, u64)) {
+    let mut fd = sys::connected(&Addr::v4(port));
+    for round in 0..rounds {
+        let me = name(which, round);
+        for i in 0..WARM[round as usize % WARM.len()] {
+            send_record(fd, me, i);
+            expect_record(fd, me, i);
+        }
+        let next = sys::connected(&Addr::v4(port));
+        send_record(next, name(which, round + 1), 1_000_000);
+        expect_record(next, name(which, round + 1), 1_000_001);
+        late(fd, round);
+        sys::close(fd).ok();
+        fd = next;
+    }
+    sys::close(fd).ok();
+}
+
+/// Fills the numbers below `fd`, so that it is the lowest free one when it is closed.
+fn plug(fd: c_int) {
+    loop {
+        let filler = call!(libc::open(c"/dev/null".as_ptr(), libc::O_RDONLY)).ok();
+        if filler > fd {
+            sys::close(filler).ok();
+            return;
+        }
+    }
+}
+
+/// The server's part of a round: warms `fd` up.
+fn warm_up(fd: c_int, which: u64, round: u64) {
+    plug(fd);
+    let me = name(which, round);
+    for i in 0..WARM[round as usize % WARM.len()] {
+        expect_record(fd, me, i);
+        send_record(fd, me, i);
+    }
+    if WARM[round as usize % WARM.len()] > 10 {
+        // On the link by now, if it is to be.
+        sys::pause_ms(2);
+    }
+}
+
+/// Takes the next connection, which gets the number that has just become free, and tells the client to go on.
+fn next_connection(listener: c_int, which: u64, round: u64) -> c_int {
+    let next = sys::accept4(listener, 0).ok();
+    expect_record(next, name(which, round + 1), 1_000_000);
+    send_record(next, name(which, round + 1), 1_000_001);
+    next
+}
+
+/// Runs `call` in a thread, and `meanwhile` once that is asleep in it.
+fn beside_a_blocked<R: Send>(call: impl FnOnce() -> R + Send, meanwhile: impl FnOnce()) -> R {
+    let id = &AtomicI32::new(0);
+    thread::scope(|s| {
+        let caller = s.spawn(move || {
+            id.store(sys::thread_id(), Ordering::Release);
+            call()
+        });
+        while id.load(Ordering::Acquire) == 0 {
+            thread::yield_now();
+        }
+        let id = id.load(Ordering::Acquire);
+        let mut asleep = 0;
+        while asleep < 3 {
+            sys::pause_ms(1);
+            asleep = if sys::is_asleep(id) { asleep + 1 } else { 0 };
+        }
+        meanwhile();
+        caller.join().unwrap()
+    })
+}
+
+/// A thread is blocked in each of the calls that receive. After shutdown it gets the end of its own stream; after a mere
+/// close the call still holds the file, and what the peer sends then.
+pub fn receivers(c: &Ctx) {
+    let rounds = RECEIVERS as u64 * SEEN.len() as u64 * ROUNDS * 2;
+    let (listener, port) = c.listener(8);
+    let Some(listener) = listener else {
+        client(port, 1, rounds, |fd, round| {
+            if round % 2 == 1 {
+                send_record(fd, name(1, round), 500);
+            }
+        });
+        c.log("all equal");
+        return;
+    };
+    let mut fd = sys::accept4(listener, 0).ok();
+    for round in 0..rounds {
+        warm_up(fd, 1, round);
+        let how = SEEN[(round / 2) as usize % SEEN.len()];
+        let which = (round / 8) as usize % RECEIVERS;
+        let ends = round % 2 == 0;
+        let next = Cell::new(-1);
+        let mut buf = [0; RECORD];
+        let receiving = &mut buf;
+        let got = beside_a_blocked(
+            move || receive(which, fd, receiving),
+            || {
+                if ends {
+                    call!(libc::shutdown(fd, libc::SHUT_RDWR)).ok();
+                }
+                close_by(how, fd);
+                next.set(next_connection(listener, 1, round));
+            },
+        );
+        if ends {
+            assert_eq!(got, 0, "round {round}: {how:?}, call {which}");
+        } else {
+            assert_eq!(got, RECORD as i64, "round {round}: {how:?}, call {which}");
+            data::verify(name(1, round), 500 * RECORD as u64, &buf);
+        }
+        fd = next.get();
+    }
+    sys::close(fd).ok();
+    c.log("all equal");
+}
+
+/// A thread is blocked in send() on a connection whose peer does not read; the connection is closed, and its number is
+/// the next one's. The peer gets what it was sent, all of it, and the next connection nothing.
+pub fn senders(c: &Ctx) {
+    const MUCH: usize = 24 << 20;
+    let rounds = 8;
+    let (listener, port) = c.listener(8);
+    let Some(listener) = listener else {
+        client(port, 2, rounds, |fd, round| {
+            let (end, got) = sys::recv_to_end(fd);
+            end.ok();
+            assert_eq!(got.len(), MUCH, "round {round}");
+            data::verify(name(2, round), 9_000_000, &got);
+        });
+        c.log("all equal");
+        return;
+    };
+    let mut fd = sys::accept4(listener, 0).ok();
+    for round in 0..rounds {
+        warm_up(fd, 2, round);
+        let how = SEEN[round as usize % SEEN.len()];
+        let bytes = data::pattern(name(2, round), 9_000_000, MUCH);
+        let next = Cell::new(-1);
+        let sent = beside_a_blocked(
+            move || {
+                // SAFETY: the vector's bytes.
+                unsafe { libc::send(fd, bytes.as_ptr().cast(), bytes.len(), 0) }
+            },
+            || {
+                close_by(how, fd);
+                next.set(next_connection(listener, 2, round));
+            },
+        );
+        assert_eq!(sent, MUCH as isize, "round {round}: {how:?}");
+        fd = next.get();
+    }
+    sys::close(fd).ok();
+    c.log("all equal");
+}
+
+/// A thread waits for the connection by poll, select or epoll_wait; the connection is closed, and its number is a file's,
+/// which the wait does not touch.
+pub fn waiters(c: &Ctx) {
+    /// Longer than a busy machine needs to get there.
+    const MS: c_int = 120;
+    let rounds = 4 * 3 * 2;
+    let (listener, port) = c.listener(8);
+    let Some(listener) = listener else {
+        client(port, 3, rounds, |_, _| {});
+        c.log("all equal");
+        return;
+    };
+    let mut fd = sys::accept4(listener, 0).ok();
+    for round in 0..rounds {
+        warm_up(fd, 3, round);
+        let how = SEEN[round as usize % SEEN.len()];
+        let ep = epoll::create();
+        epoll::ctl(ep, libc::EPOLL_CTL_ADD, fd, epoll::IN, 77).ok();
+        let which = round / 4 % 3;
+        let file = Cell::new(-1);
+        let waited = beside_a_blocked(
+            move || match which {
+                0 => {
+                    let mut set = libc::pollfd {
+                        fd,
+                        events: libc::POLLIN,
+                        revents: 0,
+                    };
+                    call!(libc::poll(&raw mut set, 1, MS)).ok()
+                }
+                1 => {
+                    let mut set: libc::fd_set = sys::zeroed();
+                    let mut time = libc::timeval {
+                        tv_sec: 0,
+                        tv_usec: i64::from(MS) * 1000,
+                    };
+                    let none = std::ptr::null_mut();
+                    // SAFETY: a set of the test's own.
+                    unsafe { libc::FD_SET(fd, &raw mut set) };
+                    call!(libc::select(
+                        fd + 1,
+                        &raw mut set,
+                        none,
+                        none,
+                        &raw mut time
+                    ))
+                    .ok()
+                }
+                _ => epoll::wait(ep, 8, MS).1.len() as i32,
+            },
+            || {
+                close_by(how, fd);
+                file.set(tagged_file(round));
+                check_file(file.get(), round);
+            },
+        );
+        // At the end of their time poll and select look the number up again, and a file can always be read.
+        let expected = i32::from(which < 2);
+        assert_eq!(waited, expected, "round {round}: {how:?}, wait {which}");
+        check_file(file.get(), round);
+        sys::close(file.get()).ok();
+        // A set that was closed while a thread was in it is not that of its number either.
+        let again = beside_a_blocked(
+            move || epoll::wait(ep, 8, MS).1.len(),
+            || {
+                sys::close(ep).ok();
+                let file = tagged_file(round);
+                check_file(file, round);
+                sys::close(file).ok();
+            },
+        );
+        assert_eq!(again, 0, "round {round}");
+        let me = name(3, round + 1);
+        fd = sys::accept4(listener, 0).ok();
+        expect_record(fd, me, 1_000_000);
+        send_record(fd, me, 1_000_001);
+    }
+    sys::close(fd).ok();
+    c.log("all equal");
+}
+
+/// A file of one of the kinds that there are, with its name in it.
+fn tagged_file(round: u64) -> c_int {
+    let fd = match round % 3 {
+        0 => call!(libc::memfd_create(c"tagged".as_ptr(), 0)).ok(),
+        1 => {
+            let mut path = *b"/tmp/rdmasock-identity-XXXXXX\0";
+            let fd = call!(libc::mkstemp(path.as_mut_ptr().cast())).ok();
+            call!(libc::unlink(path.as_ptr().cast())).ok();
+            fd
+        }
+        _ => {
+            let dir = c"/tmp";
+            let flags = libc::O_TMPFILE | libc::O_RDWR;
+            call!(libc::open(dir.as_ptr(), flags, 0o600)).ok()
+        }
+    };
+    let text = data::pattern(name(4, round), 0, RECORD);
+    assert_eq!(sys::write(fd, &text).count(), RECORD);
+    fd
+}
+
+/// The file has what was written to it, and nothing else.
+fn check_file(fd: c_int, round: u64) {
+    let mut buf = [0u8; 2 * RECORD];
+    call!(libc::lseek(fd, 0, libc::SEEK_SET)).ok();
+    let n = sys::read(fd, &mut buf).count();
+    assert_eq!(n, RECORD, "round {round}");
+    data::verify(name(4, round), 0, &buf[..n]);
+    let mut kind: libc::stat = sys::zeroed();
+    call!(libc::fstat(fd, &raw mut kind)).ok();
+    assert_eq!(kind.st_size, RECORD as i64, "round {round}");
+}
+
+/// A connection is closed where no library sees it, after a rest, and the next file has its number: what is written to the
+/// file is in the file, and the peer of the connection gets its end, and nothing else.
+pub fn files(c: &Ctx) {
+    let rounds = 240;
+    let ways = [Close::Inline, Close::Syscall, Close::Libc];
+    let (listener, port) = c.listener(8);
+    let Some(listener) = listener else {
+        client(port, 5, rounds, |fd, round| {
+            let (_, got) = sys::recv_to_end(fd);
+            assert!(got.is_empty(), "round {round}: {} bytes", got.len());
+            // Nobody reads what is sent there any more, and the kernel says so.
+            let mut last = sys::send(fd, b"x", libc::MSG_NOSIGNAL);
+            for _ in 0..1_000 {
+                if last.failed() {
+                    break;
+                }
+                sys::pause_ms(1);
+                last = sys::send(fd, b"x", libc::MSG_NOSIGNAL);
+            }
+            assert!(
+                last.failed(),
+                "round {round}: a closed connection takes bytes"
+            );
+        });
+        c.log("all equal");
+        return;
+    };
+    let mut fd = sys::accept4(listener, 0).ok();
+    for round in 0..rounds {
+        warm_up(fd, 5, round);
+        sys::pause_ms(1);
+        close_by(ways[round as usize % ways.len()], fd);
+        let file = tagged_file(round);
+        check_file(file, round);
+        fd = next_connection(listener, 5, round);
+        check_file(file, round);
+        sys::close(file).ok();
+    }
+    sys::close(fd).ok();
+    c.log("all equal");
+}
+
+/// A connection in an epoll set, closed where no library sees it: the set no longer reports it, and its number in the set
+/// is the next connection's.
+pub fn sets(c: &Ctx) {
+    let rounds = 120;
+    let (listener, port) = c.listener(8);
+    let Some(listener) = listener else {
+        client(port, 6, rounds, |fd, round| {
+            // What comes too late for the old one.
+            let _ = sys::send(
+                fd,
+                &data::pattern(name(6, round), 0, RECORD),
+                libc::MSG_NOSIGNAL,
+            );
+        });
+        c.log("all equal");
+        return;
+    };
+    let ep = epoll::create();
+    let mut fd = sys::accept4(listener, 0).ok();
+    epoll::ctl(ep, libc::EPOLL_CTL_ADD, fd, epoll::IN, 0).ok();
+    for round in 0..rounds {
+        warm_up(fd, 6, round);
+        // What the set has reported of it is seen to.
+        while !epoll::wait(ep, 8, 0).1.is_empty() {}
+        sys::pause_ms(1);
+        let how = [Close::Inline, Close::Syscall][round as usize % 2];
+        close_by(how, fd);
+        // Its number is an event counter's first, which is in the set from then on.
+        let counter = call!(libc::eventfd(7, 0)).ok();
+        epoll::ctl(ep, libc::EPOLL_CTL_ADD, counter, epoll::IN, 1_000).ok();
+        let reported = epoll::wait(ep, 8, 1_000).1;
+        assert_eq!(reported, [(1_000, epoll::IN)], "round {round}: {how:?}");
+        let mut count = [0u8; 8];
+        assert_eq!(sys::read(counter, &mut count).count(), 8);
+        assert_eq!(u64::from_ne_bytes(count), 7, "round {round}: {how:?}");
+        sys::close(counter).ok();
+        let next = sys::accept4(listener, 0).ok();
+        epoll::ctl(ep, libc::EPOLL_CTL_ADD, next, epoll::IN, round + 1).ok();
+        let me = name(6, round + 1);
+        expect_record(next, me, 1_000_000);
+        send_record(next, me, 1_000_001);
+        for (data, _) in epoll::wait(ep, 8, 5).1 {
+            assert_eq!(data, round + 1, "reported for a connection that is closed");
+        }
+        fd = next;
+    }
+    sys::close(fd).ok();
+    sys::close(ep).ok();
+    c.log("all equal");
+}
+
+/// Connections of the churn.
+const CHURNED: u64 = 1_500;
+
+/// Records of the churn: who sent it, which one it is, and what that makes.
+fn churn_record(connection: u64, at: u64) -> [u8; RECORD] {
+    let mut record = [0; RECORD];
+    record[..8].copy_from_slice(&connection.to_ne_bytes());
+    record[8..16].copy_from_slice(&at.to_ne_bytes());
+    let sum = data::hash(&record[..16]);
+    record[16..].copy_from_slice(&sum.to_ne_bytes());
+    record
+}
+
+/// One thread closes connections in every way that there is and fills their numbers with files, event counters, socket
+/// pairs and the next connections, while others are in every call that receives or waits. A call may begin on whatever the
+/// number stands for at that moment, as on the kernel; what it gets is of one connection, and what is in a file stays.
+pub fn churn(c: &Ctx) {
+    let (listener, port) = c.listener(8);
+    let Some(listener) = listener else {
+        churn_client(port);
+        c.log("all whole");
+        return;
+    };
+    let current = &AtomicI32::new(-1);
+    let is_over = &AtomicI32::new(0);
+    thread::scope(|s| {
+        for victim in 0..3 {
+            s.spawn(move || {
+                let mut rng = data::Rng::new(victim);
+                let ep = epoll::create();
+                while is_over.load(Ordering::Acquire) == 0 {
+                    churn_victim(current.load(Ordering::Acquire), ep, &mut rng);
+                }
+                sys::close(ep).ok();
+            });
+        }
+        let mut rng = data::Rng::new(99);
+        for round in 0..CHURNED {
+            let fd = sys::accept4(listener, 0).ok();
+            current.store(fd, Ordering::Release);
+            // Some long enough for a link, most for a piece of the way there.
+            let us = match rng.below(4) {
+                0 => 3_000,
+                1 => 900,
+                _ => rng.below(500),
+            };
+            thread::sleep(std::time::Duration::from_micros(us));
+            if rng.below(2) == 0 {
+                let _ = call!(libc::shutdown(fd, libc::SHUT_RDWR));
+            }
+            let how = [SEEN[0], SEEN[1], SEEN[2], SEEN[3], Close::Inline];
+            close_by(how[rng.below(5) as usize], fd);
+            match rng.below(4) {
+                0 => {
+                    // Not by its offset, which a victim's read() may move.
+                    let file = tagged_file(round);
+                    let mut buf = [0u8; 2 * RECORD];
+                    let n = call!(libc::pread(file, buf.as_mut_ptr().cast(), buf.len(), 0)).count();
+                    assert_eq!(n, RECORD, "round {round}");
+                    data::verify(name(4, round), 0, &buf[..n]);
+                    sys::close(file).ok();
+                }
+                1 => {
+                    let mut pair = [0; 2];
+                    call!(libc::socketpair(
+                        libc::AF_UNIX,
+                        libc::SOCK_STREAM,
+                        0,
+                        pair.as_mut_ptr()
+                    ))
+                    .ok();
+                    for fd in pair {
+                        sys::close(fd).ok();
+                    }
+                }
+                _ => {}
+            }
+        }
+        // The last goes on until nobody is inside any more.
+        let fd = sys::accept4(listener, 0).ok();
+        current.store(fd, Ordering::Release);
+        is_over.store(1, Ordering::Release);
+        sys::close(listener).ok();
+    });
+    sys::close(current.load(Ordering::Acquire)).ok();
+    c.log("all whole");
+}
+
+/// One call on a number that may be closed at any moment.
+fn churn_victim(fd: c_int, ep: c_int, rng: &mut data::Rng) {
+    let mut poll = libc::pollfd {
+        fd,
+        events: libc::POLLIN,
+        revents: 0,
+    };
+    match rng.below(12) {
+        which @ 0..RECEIVERS_U64 => {
+            let mut buf = [0; RECORD];
+            let n = receive(which as usize, fd, &mut buf);
+            if n == RECORD as i64 {
+                let of = |at: usize| u64::from_ne_bytes(buf[at..at + 8].try_into().unwrap());
+                let is_whole = buf == churn_record(of(0), of(8));
+                // read() may have met a file.
+                let is_files =
+                    || (0..CHURNED).any(|r| buf[..] == data::pattern(name(4, r), 0, RECORD));
+                assert!(is_whole || is_files(), "bytes of two connections: {buf:?}");
+            } else {
+                assert!(n <= 0, "a part of a record: {n}");
+            }
+        }
+        8 => {
+            let _ = call!(libc::poll(&raw mut poll, 1, 1));
+        }
+        9 => {
+            let _ = epoll::ctl(ep, libc::EPOLL_CTL_ADD, fd, epoll::IN, 1);
+            let _ = epoll::wait(ep, 4, 1);
+            let _ = epoll::ctl(ep, libc::EPOLL_CTL_DEL, fd, 0, 0);
+        }
+        10 => {
+            let _ = epoll::wait(ep, 4, 1);
+        }
+        _ => {
+            let mut n: c_int = 0;
+            let _ = call!(libc::ioctl(fd, libc::FIONREAD, &raw mut n));
+        }
+    }
+}
+
+const RECEIVERS_U64: u64 = RECEIVERS as u64;
+
+/// Sends records on one connection after the other, each until it is closed; ends when there is nobody to connect to.
+fn churn_client(port: u16) {
+    let mut connection = 0;
+    loop {
+        let fd = sys::tcp(libc::AF_INET);
+        if sys::connect(fd, &Addr::v4(port)).failed() {
+            sys::close(fd).ok();
+            return;
+        }
+        connection += 1;
+        let mut at = 0;
+        while sys::send(fd, &churn_record(connection, at), libc::MSG_NOSIGNAL).value > 0 {
+            at += 1;
+            if at % 16 == 0 {
+                thread::sleep(std::time::Duration::from_micros(50));
+            }
+        }
+        sys::close(fd).ok();
+    }
+}

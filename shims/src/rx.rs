@@ -18,6 +18,7 @@ use std::ops::ControlFlow::{self, Break, Continue};
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 
 use libc::ssize_t;
+use rdmasock_core::fabric::ring::{RxFlags, Wake};
 use rdmasock_core::stats::Path;
 
 use crate::call::{Call, Direction, Place};
@@ -308,7 +309,7 @@ unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int) -> Step {
     let discard = flags & libc::MSG_TRUNC != 0;
     let peek = flags & libc::MSG_PEEK != 0;
     let mut got = 0;
-    let mut wake = rdmasock_core::fabric::ring::Wake::NONE;
+    let mut wake = Wake::NONE;
     while iov.len() > 0 {
         let skip = if peek { got } else { 0 };
         let spans = if peek {
@@ -466,6 +467,12 @@ pub fn leave_link_at_end(socket: &'static Socket) -> bool {
         .consumer
         .as_mut()
         .is_some_and(|c| matches!(c.end(), Ok(Some(_))));
+    // The connection is over here, and the peer may go on sending (after a shutdown of both directions here): as in TCP
+    // that is answered by a reset, which is the kernel's to send (RFC 9293, 3.10.7.4). It sends there from now on.
+    let refused = match rx.consumer.as_ref() {
+        Some(c) if !marked && !stays => c.set_flags(RxFlags::RX_CLOSED),
+        _ => Wake::NONE,
+    };
     let tx = socket.tx.lock();
     let unread = socket.tx_mode.load(Acquire) == mode::LINK
         && tx
@@ -487,6 +494,7 @@ pub fn leave_link_at_end(socket: &'static Socket) -> bool {
         stats.set_rx_path(Path::Tcp);
     }
     drop(rx);
+    ready::notify_peer(socket, refused);
     Library::get()
         .service
         .submit(crate::service::Command::drained(socket));

@@ -479,6 +479,8 @@ impl Worker {
             let mut sockets = Vec::new();
             link.drain_ready(SERVICE, |s| sockets.push(s));
             for socket in sockets {
+                // Its sender may wait for a reader that has closed the number past the hooks.
+                crate::lifecycle::look_at_anchor(socket);
                 crate::rx::relieve(socket, link);
                 self.look_for_confirmation(socket, link);
                 ready::notify_local(socket);

@@ -484,7 +484,7 @@ pub fn is_worth_a_look(socket: &'static Socket) -> bool {
                 || socket.tx.lock().is_none_or(|mut tx| {
                     tx.producer
                         .as_mut()
-                        .is_none_or(|p| p.has_space().unwrap_or(true))
+                        .is_none_or(|p| p.has_space().unwrap_or(true) || ready::is_reader_gone(p))
                 })
         }
         mode::MARKED => promote::flush(socket),

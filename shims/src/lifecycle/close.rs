@@ -292,7 +292,8 @@ fn end(socket: &'static Socket, mut control: Guard<'static, Control>) {
         fork::returned(socket);
     }
     // A close with unread data resets the connection (RFC 9293, 3.10.4; RFC 2525, 2.17).
-    let resets = last && (rx::has_unread(socket) || refuses_what_came(socket));
+    let is_unread = rx::has_unread(socket) && anchor >= 0;
+    let resets = last && (is_unread || refuses_what_came(socket));
     if last && !resets && stay_behind(socket, &mut control) {
         drop(control);
         forget_interest(socket);
@@ -376,7 +377,11 @@ fn refuses_what_came(socket: &'static Socket) -> bool {
     if socket.rx_mode.load(Acquire) == mode::TCP {
         return false;
     }
-    promote::refuse(socket);
+    let wake = promote::refuse(socket);
+    if socket.anchor_fd().is_none() {
+        // It was closed past the hooks, so no reset of it will tell.
+        ready::notify_peer(socket, wake);
+    }
     rx::has_unread(socket)
 }
 

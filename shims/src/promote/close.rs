@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
-use rdmasock_core::fabric::ring::{End, RxFlags};
+use rdmasock_core::fabric::ring::{End, RxFlags, Wake};
 use rdmasock_core::ids::Nonce;
 
 use super::flush;
@@ -14,15 +14,12 @@ use crate::socket::{Control, Opened, Socket, mode};
 
 /// The program has closed the socket: nobody will read what comes over the link. (Not for a
 /// direction that goes back to TCP: the peer would send there before it has sent again what we
-/// have not read.)
-pub fn refuse(socket: &'static Socket) {
-    let Some(mut rx) = socket.rx.lock() else {
-        return;
-    };
-    if let Some(consumer) = rx.consumer.as_mut() {
-        // Nobody waits for room in a ring that has been read.
-        let _ = consumer.set_flags(RxFlags::RX_CLOSED);
-    }
+/// have not read.) Gives whom the peer has waiting for room: nobody, in a ring that has been read; else the reset of the
+/// kernel's socket tells, if there still is one.
+pub fn refuse(socket: &'static Socket) -> Wake {
+    let rx = socket.rx.lock();
+    let consumer = rx.as_ref().and_then(|rx| rx.consumer.as_ref());
+    consumer.map_or(Wake::NONE, |c| c.set_flags(RxFlags::RX_CLOSED))
 }
 
 /// Markers that may be on their way to a socket that is being closed.

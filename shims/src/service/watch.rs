@@ -3,6 +3,7 @@
 
 use std::sync::atomic::Ordering::{Acquire, SeqCst};
 
+use rdmasock_core::fabric::ring::Wake;
 use rdmasock_core::stats::Reason;
 use rustix::event::epoll as kernel;
 
@@ -142,6 +143,10 @@ impl Worker {
             let deadline = crate::time::now_ns() + MARK_WITHIN;
             let r = Ref::new(socket);
             self.unmarked.push(Unmarked { r, deadline });
+        }
+        if socket.anchor.load(Acquire) & libc::EPOLLRDHUP as u32 != 0 && tx::is_full(socket) {
+            // Whether there still is a reader the other process is to look.
+            ready::notify_peer(socket, Wake(Link::service_bits()));
         }
         ready::notify_local(socket);
         if socket.left_behind.load(Acquire) {

@@ -3,7 +3,7 @@
 //! connection or file. Every byte says which connection or file it belongs to.
 
 use std::cell::Cell;
-use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 use std::thread;
 
 use libc::{c_int, c_void};
@@ -478,19 +478,39 @@ pub fn sets(c: &Ctx) {
 /// Connections of the churn.
 const CHURNED: u64 = 1_500;
 
-/// Records of the churn: who sent it, which one it is, and what that makes.
-fn churn_record(connection: u64, at: u64) -> [u8; RECORD] {
-    let mut record = [0; RECORD];
-    record[..8].copy_from_slice(&connection.to_ne_bytes());
-    record[8..16].copy_from_slice(&at.to_ne_bytes());
-    let sum = data::hash(&record[..16]);
-    record[16..].copy_from_slice(&sum.to_ne_bytes());
-    record
+/// Records of the churn: who sent it, which one it is, and what that makes, as text. (The end of other bytes may be held
+/// back where a marker may begin, and several threads receive here.)
+fn churn_record(connection: u64, at: u64) -> Vec<u8> {
+    let head = format!("{connection:08x}{at:08x}");
+    let sum = data::hash(head.as_bytes()) as u32;
+    format!("{head}{sum:08x}").into_bytes()
 }
 
-/// One thread closes connections in every way that there is and fills their numbers with files, event counters, socket
-/// pairs and the next connections, while others are in every call that receives or waits. A call may begin on whatever the
-/// number stands for at that moment, as on the kernel; what it gets is of one connection, and what is in a file stays.
+/// What the victims are to use: the connection's number among all, and its descriptor in the low bits. 0: nothing.
+static CURRENT: AtomicU64 = AtomicU64::new(0);
+
+/// A thread of the churn that makes one call after the other.
+#[derive(Default)]
+struct Victim {
+    id: AtomicI32,
+    is_inside: AtomicBool,
+}
+
+impl Victim {
+    /// Waits until the call that it may be in has ended, or sleeps for good: not only for a lock, on its way there.
+    fn settle(&self) {
+        let mut asleep = 0;
+        while self.is_inside.load(Ordering::SeqCst) && asleep < 4 {
+            thread::sleep(std::time::Duration::from_micros(100));
+            let is_asleep = sys::is_asleep(self.id.load(Ordering::SeqCst));
+            asleep = if is_asleep { asleep + 1 } else { 0 };
+        }
+    }
+}
+
+/// One thread closes connections in every way that there is and fills their numbers with files, socket pairs and the next
+/// connections, while others sit in every call that receives or waits. What they get is of the connection that they began
+/// on, and what is in a file stays.
 pub fn churn(c: &Ctx) {
     let (listener, port) = c.listener(8);
     let Some(listener) = listener else {
@@ -498,23 +518,31 @@ pub fn churn(c: &Ctx) {
         c.log("all whole");
         return;
     };
-    let current = &AtomicI32::new(-1);
-    let is_over = &AtomicI32::new(0);
+    let is_over = &AtomicBool::new(false);
+    let victims: [Victim; 3] = Default::default();
     thread::scope(|s| {
-        for victim in 0..3 {
+        for (seed, victim) in victims.iter().enumerate() {
             s.spawn(move || {
-                let mut rng = data::Rng::new(victim);
+                victim.id.store(sys::thread_id(), Ordering::SeqCst);
+                let mut rng = data::Rng::new(seed as u64);
                 let ep = epoll::create();
-                while is_over.load(Ordering::Acquire) == 0 {
-                    churn_victim(current.load(Ordering::Acquire), ep, &mut rng);
+                while !is_over.load(Ordering::SeqCst) {
+                    // First this, so that who takes the number away sees it.
+                    victim.is_inside.store(true, Ordering::SeqCst);
+                    let current = CURRENT.load(Ordering::SeqCst);
+                    if current != 0 {
+                        churn_call(current, ep, &mut rng);
+                    }
+                    victim.is_inside.store(false, Ordering::SeqCst);
+                    thread::yield_now();
                 }
                 sys::close(ep).ok();
             });
         }
         let mut rng = data::Rng::new(99);
-        for round in 0..CHURNED {
+        for round in 1..=CHURNED {
             let fd = sys::accept4(listener, 0).ok();
-            current.store(fd, Ordering::Release);
+            CURRENT.store(round << 32 | fd as u64, Ordering::SeqCst);
             // Some long enough for a link, most for a piece of the way there.
             let us = match rng.below(4) {
                 0 => 3_000,
@@ -522,88 +550,80 @@ pub fn churn(c: &Ctx) {
                 _ => rng.below(500),
             };
             thread::sleep(std::time::Duration::from_micros(us));
+            CURRENT.store(0, Ordering::SeqCst);
+            victims.iter().for_each(Victim::settle);
             if rng.below(2) == 0 {
                 let _ = call!(libc::shutdown(fd, libc::SHUT_RDWR));
             }
-            let how = [SEEN[0], SEEN[1], SEEN[2], SEEN[3], Close::Inline];
-            close_by(how[rng.below(5) as usize], fd);
-            match rng.below(4) {
-                0 => {
-                    // Not by its offset, which a victim's read() may move.
-                    let file = tagged_file(round);
-                    let mut buf = [0u8; 2 * RECORD];
-                    let n = call!(libc::pread(file, buf.as_mut_ptr().cast(), buf.len(), 0)).count();
-                    assert_eq!(n, RECORD, "round {round}");
-                    data::verify(name(4, round), 0, &buf[..n]);
-                    sys::close(file).ok();
-                }
-                1 => {
-                    let mut pair = [0; 2];
-                    call!(libc::socketpair(
-                        libc::AF_UNIX,
-                        libc::SOCK_STREAM,
-                        0,
-                        pair.as_mut_ptr()
-                    ))
-                    .ok();
-                    for fd in pair {
-                        sys::close(fd).ok();
-                    }
-                }
-                _ => {}
-            }
+            let how = SEEN;
+            close_by(how[rng.below(4) as usize], fd);
+            fill_number(round, rng.below(3));
         }
-        // The last goes on until nobody is inside any more.
-        let fd = sys::accept4(listener, 0).ok();
-        current.store(fd, Ordering::Release);
-        is_over.store(1, Ordering::Release);
+        is_over.store(true, Ordering::SeqCst);
         sys::close(listener).ok();
     });
-    sys::close(current.load(Ordering::Acquire)).ok();
     c.log("all whole");
 }
 
-/// One call on a number that may be closed at any moment.
-fn churn_victim(fd: c_int, ep: c_int, rng: &mut data::Rng) {
-    let mut poll = libc::pollfd {
-        fd,
-        events: libc::POLLIN,
-        revents: 0,
-    };
-    match rng.below(12) {
-        which @ 0..RECEIVERS_U64 => {
-            let mut buf = [0; RECORD];
-            let n = receive(which as usize, fd, &mut buf);
-            if n == RECORD as i64 {
-                let of = |at: usize| u64::from_ne_bytes(buf[at..at + 8].try_into().unwrap());
-                let is_whole = buf == churn_record(of(0), of(8));
-                // read() may have met a file.
-                let is_files =
-                    || (0..CHURNED).any(|r| buf[..] == data::pattern(name(4, r), 0, RECORD));
-                assert!(is_whole || is_files(), "bytes of two connections: {buf:?}");
-            } else {
-                assert!(n <= 0, "a part of a record: {n}");
+/// The number that has become free is a file's, or a socket pair's, for a moment.
+fn fill_number(round: u64, what: u64) {
+    match what {
+        0 => {
+            let file = tagged_file(round);
+            check_file(file, round);
+            sys::close(file).ok();
+        }
+        1 => {
+            let mut pair = [0; 2];
+            let (domain, kind) = (libc::AF_UNIX, libc::SOCK_STREAM);
+            call!(libc::socketpair(domain, kind, 0, pair.as_mut_ptr())).ok();
+            assert_eq!(sys::write(pair[0], b"pair").count(), 4);
+            let mut got = [0; 8];
+            assert_eq!(sys::read(pair[1], &mut got).count(), 4);
+            assert_eq!(&got[..4], b"pair");
+            for fd in pair {
+                sys::close(fd).ok();
             }
         }
-        8 => {
-            let _ = call!(libc::poll(&raw mut poll, 1, 1));
-        }
-        9 => {
-            let _ = epoll::ctl(ep, libc::EPOLL_CTL_ADD, fd, epoll::IN, 1);
-            let _ = epoll::wait(ep, 4, 1);
-            let _ = epoll::ctl(ep, libc::EPOLL_CTL_DEL, fd, 0, 0);
-        }
-        10 => {
-            let _ = epoll::wait(ep, 4, 1);
-        }
-        _ => {
-            let mut n: c_int = 0;
-            let _ = call!(libc::ioctl(fd, libc::FIONREAD, &raw mut n));
-        }
+        _ => {}
     }
 }
 
-const RECEIVERS_U64: u64 = RECEIVERS as u64;
+/// One call on the connection, which may be closed while it waits.
+fn churn_call(current: u64, ep: c_int, rng: &mut data::Rng) {
+    let (round, fd) = (current >> 32, current as u32 as c_int);
+    let which = rng.below(RECEIVERS as u64 + 4) as usize;
+    if which < RECEIVERS {
+        let mut buf = [0; RECORD];
+        let n = receive(which, fd, &mut buf);
+        if n > 0 {
+            let text = String::from_utf8_lossy(&buf);
+            let at = text
+                .get(8..16)
+                .and_then(|at| u64::from_str_radix(at, 16).ok());
+            let expected = churn_record(round, at.unwrap_or_default());
+            assert!(
+                buf[..] == expected,
+                "call {which} of {round} got {n}: {text}"
+            );
+        }
+    } else if which == RECEIVERS {
+        let mut poll = libc::pollfd {
+            fd,
+            events: libc::POLLIN,
+            revents: 0,
+        };
+        let _ = call!(libc::poll(&raw mut poll, 1, 2));
+    } else if which == RECEIVERS + 1 {
+        let _ = epoll::ctl(ep, libc::EPOLL_CTL_ADD, fd, epoll::IN, round);
+        let _ = epoll::wait(ep, 4, 2);
+    } else if which == RECEIVERS + 2 {
+        let _ = epoll::wait(ep, 4, 2);
+    } else {
+        let mut n: c_int = 0;
+        let _ = call!(libc::ioctl(fd, libc::FIONREAD, &raw mut n));
+    }
+}
 
 /// Sends records on one connection after the other, each until it is closed; ends when there is nobody to connect to.
 fn churn_client(port: u16) {

@@ -4,6 +4,7 @@
 
 mod bypass;
 mod fd;
+mod heap;
 mod io;
 mod load;
 mod process;

@@ -21,6 +21,7 @@ pub mod promote;
 pub mod reach;
 pub mod ready;
 pub mod real;
+mod registry;
 pub mod rules;
 pub mod rx;
 pub mod service;

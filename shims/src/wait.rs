@@ -487,6 +487,11 @@ static LOAD: Load = Load {
     cores: AtomicU32::new(0),
 };
 
+/// In a fork child, whose copy of the descriptor is closed.
+pub fn after_fork() {
+    LOAD.fd.store(-1, Release);
+}
+
 impl Load {
     const EVERY_NS: u64 = 4_000_000;
 

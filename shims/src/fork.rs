@@ -434,6 +434,8 @@ unsafe fn forget_stream(socket: &'static Socket) {
     socket.asked.store(false, Relaxed);
     // What the parent has closed, and still has to bring to its end, is the parent's alone.
     socket.left_behind.store(false, Relaxed);
+    socket.closed.store(socket::closed::OPEN, Relaxed);
+    socket.orphaned.store(false, Relaxed);
     socket.fd.store(-1, Release);
 }
 

@@ -6,6 +6,7 @@ mod bypass;
 mod fd;
 mod heap;
 mod io;
+mod jump;
 mod load;
 mod process;
 mod ready;

@@ -33,10 +33,24 @@ struct Program {
     arguments: &'static [&'static str],
 }
 
-const PROGRAMS: &[Program] = &[Program {
-    name: "fork_churn",
-    arguments: &["3000", "4"],
-}];
+const PROGRAMS: &[Program] = &[
+    Program {
+        name: "fork_churn",
+        arguments: &["3000", "4"],
+    },
+    Program {
+        name: "handlers",
+        arguments: &["4000"],
+    },
+    Program {
+        name: "handlers",
+        arguments: &["4000", "small"],
+    },
+    Program {
+        name: "jump",
+        arguments: &["3000"],
+    },
+];
 
 fn main() -> ExitCode {
     let mut args = Arguments::from_args();
@@ -51,9 +65,15 @@ fn main() -> ExitCode {
             (With::Soon, "link"),
         ] {
             let paths = Arc::clone(&paths);
-            trials.push(Trial::test(format!("{name}/{}", program.name), move || {
-                run(&paths, program, with)
-            }));
+            // The first argument is how often.
+            let how: String = program
+                .arguments
+                .iter()
+                .skip(1)
+                .map(|a| format!("_{a}"))
+                .collect();
+            let title = format!("{name}/{}{how}", program.name);
+            trials.push(Trial::test(title, move || run(&paths, program, with)));
         }
     }
     trials.push(Trial::test("link/fork_holds", move || fork_holds(&paths)));

@@ -183,15 +183,15 @@ mod machine {
         };
         let here = stack_pointer();
         if thread.depth() != 0 {
-            if let Some(stack) = leaves(here, thread.base(), jump.target())
-                && let Some(frame) = signal_frame(here, thread.base(), stack)
+            if leaves(here, thread.base(), jump.target())
+                && let Some(frame) = signal_frame()
             {
                 wait(thread, jump);
                 // SAFETY: the frame of a handler that has interrupted this very thread, and that is not gone on with.
                 unsafe { return_from_signal(frame) };
             }
         } else if let Some(place) = thread.outside()
-            && leaves(here, std::ptr::from_ref(place) as usize, jump.target()).is_some()
+            && leaves(here, std::ptr::from_ref(place) as usize, jump.target())
         {
             wait(thread, jump);
             // SAFETY: `run` for this place is on the stack, and nothing between here and there is gone on with.
@@ -220,7 +220,7 @@ mod machine {
             return;
         };
         if let Some(place) = thread.outside()
-            && leaves(stack_pointer(), std::ptr::from_ref(place) as usize, target).is_some()
+            && leaves(stack_pointer(), std::ptr::from_ref(place) as usize, target)
         {
             // This call was one of a handler's, which has itself interrupted another.
             // SAFETY: as in `before_slow`.
@@ -235,28 +235,17 @@ mod machine {
         }
     }
 
-    /// Where the handler runs.
-    #[derive(Clone)]
-    enum Stack {
-        /// On that of the code that it has interrupted.
-        Same,
-        /// On the alternate one (sigaltstack).
-        Alternate(Range<usize>),
-    }
-
     /// Whether a jump from `here` to `target` leaves what has its frame at `limit`: that is on the same stack as the target, and
-    /// further in. `None`: it does not.
-    fn leaves(here: usize, limit: usize, target: usize) -> Option<Stack> {
-        let stack = match alternate() {
-            Some(alternate) if !alternate.contains(&limit) => Stack::Alternate(alternate),
-            _ => Stack::Same,
+    /// further in.
+    fn leaves(here: usize, limit: usize, target: usize) -> bool {
+        let from = match alternate() {
+            Some(range) if range.contains(&limit) => here,
+            // To a place within the handler.
+            Some(range) if range.contains(&target) => return false,
+            Some(_) => limit,
+            None => here,
         };
-        let from = match &stack {
-            Stack::Same => here,
-            Stack::Alternate(range) if range.contains(&target) => return None,
-            Stack::Alternate(_) => limit,
-        };
-        (from <= limit && limit < target && is_readable(from..target)).then_some(stack)
+        from <= limit && limit < target && is_readable(from..target)
     }
 
     /// The alternate stack, if the thread is on it.
@@ -285,48 +274,60 @@ mod machine {
             })
     }
 
-    /// As `struct rt_sigframe` begins (arch/x86/include/asm/sigframe.h).
+    /// The unwinder's view of a frame (Itanium C++ ABI, "Exception Handling").
     #[repr(C)]
-    struct SignalFrame {
-        restorer: usize,
-        context: libc::ucontext_t,
+    struct Context {
+        _opaque: [u8; 0],
     }
 
-    /// How far above the stack pointer of a section's beginning its code may be: functions that began it and have
-    /// returned.
-    const ABOVE: usize = 1024;
+    /// `_Unwind_Reason_Code`.
+    const GO_ON: c_int = 0;
+    const STOP: c_int = 4;
 
-    /// The signal frame that was put on the stack when the code at `base`, or further in, was interrupted.
-    fn signal_frame(here: usize, base: usize, stack: Stack) -> Option<usize> {
-        let restorers = restorers();
-        let range = match stack {
-            Stack::Alternate(ref range) => here..range.end,
-            Stack::Same if is_readable(base..base + ABOVE) => here..base + ABOVE,
-            Stack::Same => here..base,
+    unsafe extern "C" {
+        fn _Unwind_Backtrace(
+            each: extern "C" fn(*mut Context, *mut c_void) -> c_int,
+            argument: *mut c_void,
+        ) -> c_int;
+        fn _Unwind_GetIP(context: *mut Context) -> usize;
+        fn _Unwind_GetCFA(context: *mut Context) -> usize;
+    }
+
+    struct Search {
+        restorers: [usize; 4],
+        frame: usize,
+    }
+
+    /// The signal frame of the handler that this thread is in, the innermost. What that has interrupted may be another handler,
+    /// which then comes to its end before the jump. Found by unwinding, since stacks are full of frames of signals past;
+    /// `None` where the handler was compiled without tables for that.
+    fn signal_frame() -> Option<usize> {
+        let mut search = Search {
+            restorers: restorers(),
+            frame: 0,
         };
-        // A frame begins where a return address is. The outermost: others are of handlers above handlers, and further out
-        // there is only the library's own.
-        let first = range.start.next_multiple_of(16) + 8;
-        (first..range.end.saturating_sub(size_of::<SignalFrame>()))
-            .step_by(16)
-            .rfind(|at| {
-                // SAFETY: within a stack, all of which can be read, and aligned to a word.
-                let frame = unsafe { &*(*at as *const SignalFrame) };
-                let registers = &frame.context.uc_mcontext;
-                let interrupted = registers
-                    .gregs
-                    .get(libc::REG_RSP as usize)
-                    .map_or(0, |rsp| *rsp as usize);
-                let is_on_it = match &stack {
-                    Stack::Same => range.contains(&interrupted) && interrupted > *at,
-                    // The handler's own stack is empty before the first.
-                    Stack::Alternate(range) => !range.contains(&interrupted),
-                };
-                restorers.contains(&frame.restorer)
-                    && is_on_it
-                    && interrupted <= base + ABOVE
-                    && registers.fpregs as usize > *at
-            })
+        // SAFETY: only walks the stack, without locks (glibc finds the tables by `_dl_find_object`), and calls `look`.
+        unsafe { _Unwind_Backtrace(look, (&raw mut search).cast()) };
+        let frame = search.frame;
+        // `struct rt_sigframe` begins with the address that the handler returns to (arch/x86/include/asm/sigframe.h).
+        // SAFETY: on this thread's stack, by the unwinder's word.
+        (frame != 0
+            && search
+                .restorers
+                .contains(&unsafe { *(frame as *const usize) }))
+        .then_some(frame)
+    }
+
+    extern "C" fn look(context: *mut Context, search: *mut c_void) -> c_int {
+        // SAFETY: by `signal_frame`.
+        let search = unsafe { &mut *search.cast::<Search>() };
+        // SAFETY: the unwinder's context.
+        let (at, above) = unsafe { (_Unwind_GetIP(context), _Unwind_GetCFA(context)) };
+        if !search.restorers.contains(&at) {
+            return GO_ON;
+        }
+        search.frame = above - size_of::<usize>();
+        STOP
     }
 
     /// Where handlers return to. One function of libc's for all of them, as a rule.

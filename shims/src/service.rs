@@ -50,6 +50,7 @@ use rdmasock_core::wire::{LinkAddress, LinkOffer, ShmName};
 use rustix::event::epoll as kernel;
 use rustix::io::Errno;
 
+use crate::jump;
 use crate::library::Library;
 use crate::link::Link;
 use crate::listener::Listener;
@@ -68,6 +69,9 @@ const REMOTE_TIMEOUT: Duration = Duration::from_secs(6);
 const LINK_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long a cookie of ours may be presented, ns.
 const COOKIE_LIFE: u64 = 40_000_000_000;
+/// When a connection is looked at again that a signal handler would have had promoted, ns.
+const NOT_IN_HANDLER: u64 = 100_000_000;
+
 /// The handle that calls of the program use.
 pub struct Service {
     queue: Queue,
@@ -120,9 +124,10 @@ impl Service {
         later(self, &self.tending, Command::Tend);
     }
 
-    /// Starts the thread if it does not run yet.
+    /// Starts the thread if it does not run yet. Not from a signal handler, which may have interrupted the `malloc` that
+    /// pthread_create calls: what was asked for then waits for the next who asks.
     pub fn start(&self) {
-        if self.started.load(Acquire) || self.started.swap(true, AcqRel) {
+        if self.started.load(Acquire) || jump::is_in_handler() || self.started.swap(true, AcqRel) {
             return;
         }
         let errno = crate::errno::get();
@@ -147,6 +152,12 @@ impl Service {
         use std::sync::atomic::Ordering::Relaxed;
         let retry_at = socket.retry_at.load(Relaxed);
         if retry_at != 0 && crate::time::now_ns() < retry_at {
+            return;
+        }
+        if !self.started.load(Acquire) && jump::is_in_handler() {
+            // Later, perhaps by a request that is not a handler's.
+            let again = crate::time::now_ns() + NOT_IN_HANDLER;
+            socket.retry_at.store(again, Relaxed);
             return;
         }
         if socket

@@ -47,6 +47,10 @@ const PROGRAMS: &[Program] = &[
         arguments: &["4000", "small"],
     },
     Program {
+        name: "cold",
+        arguments: &["30"],
+    },
+    Program {
         name: "jump",
         arguments: &["3000"],
     },

@@ -19,4 +19,6 @@ pub mod stats;
 #[cfg(not(loom))]
 pub mod stream;
 #[cfg(not(loom))]
+pub mod thread;
+#[cfg(not(loom))]
 pub mod wire;

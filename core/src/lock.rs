@@ -3,9 +3,10 @@
 //! Not for anything that blocks while it is held. What it has over `std::sync::Mutex`: no
 //! poisoning, no libc call (so no hook is re-entered), it can be reset in a fork child, and it
 //! knows its owner: a signal handler that interrupts the critical section and asks for the same
-//! lock gets `None` instead of a deadlock.
+//! lock gets `None` instead of a deadlock. A thread that holds one is within the library (`thread`): what a handler
+//! above it jumps out of is finished first.
 
-use std::cell::{Cell, UnsafeCell};
+use std::cell::UnsafeCell;
 use std::hint::spin_loop;
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{
@@ -13,31 +14,21 @@ use std::sync::atomic::{
     Ordering::{Acquire, Relaxed, Release},
 };
 
+use crate::thread;
+
 const WAITERS: u32 = 1 << 31;
 /// How often to look again before sleeping; critical sections are far shorter than a sleep.
 const SPINS: u32 = 200;
 
-thread_local! {
-    /// This thread's id; 0 until asked for. No destructor, so it may be read at any time.
-    static TID: Cell<u32> = const { Cell::new(0) };
-}
-
 /// The calling thread's kernel id.
 #[inline]
 pub fn tid() -> u32 {
-    TID.with(|t| match t.get() {
-        0 => {
-            let id = rustix::thread::gettid().as_raw_nonzero().get() as u32;
-            t.set(id);
-            id
-        }
-        id => id,
-    })
+    thread::current().tid()
 }
 
 /// In a fork child: the surviving thread has a new id.
 pub fn forget_tid() {
-    TID.with(|t| t.set(0));
+    thread::current().forget_tid();
 }
 
 /// The lock; see the module.
@@ -64,20 +55,40 @@ impl<T> Lock<T> {
     /// Takes the lock; `None` if this very thread holds it (we are in a signal handler).
     #[inline]
     pub fn lock(&self) -> Option<Guard<'_, T>> {
-        let me = tid();
-        if self.word.compare_exchange(0, me, Acquire, Relaxed).is_err() {
-            self.lock_slow(me)?;
+        let thread = thread::current();
+        let me = thread.tid();
+        // First: a jump between the two would leave the lock for ever.
+        thread.begin();
+        if self.word.compare_exchange(0, me, Acquire, Relaxed).is_err()
+            && self.lock_slow(me).is_none()
+        {
+            thread.end();
+            return None;
         }
         Some(Guard { lock: self })
+    }
+
+    #[inline]
+    fn unlock(&self) {
+        if self.word.swap(0, Release) & WAITERS != 0 {
+            futex_wake(&self.word);
+        }
     }
 
     /// Takes the lock if it is free.
     #[inline]
     pub fn try_lock(&self) -> Option<Guard<'_, T>> {
-        self.word
-            .compare_exchange(0, tid(), Acquire, Relaxed)
-            .ok()
-            .map(|_| Guard { lock: self })
+        let thread = thread::current();
+        thread.begin();
+        if self
+            .word
+            .compare_exchange(0, thread.tid(), Acquire, Relaxed)
+            .is_err()
+        {
+            thread.end();
+            return None;
+        }
+        Some(Guard { lock: self })
     }
 
     #[cold]
@@ -162,9 +173,29 @@ impl<T> DerefMut for Guard<'_, T> {
 impl<T> Drop for Guard<'_, T> {
     #[inline]
     fn drop(&mut self) {
-        if self.lock.word.swap(0, Release) & WAITERS != 0 {
-            futex_wake(&self.lock.word);
-        }
+        self.lock.unlock();
+        thread::current().end();
+    }
+}
+
+impl<T> Guard<'_, T> {
+    /// Frees the lock. The section that it was goes on, for what is still owed to others because of what was done under it.
+    #[inline]
+    pub fn unlock(self) -> Section {
+        let guard = std::mem::ManuallyDrop::new(self);
+        guard.lock.unlock();
+        Section(())
+    }
+}
+
+/// What is left of a [`Guard`] that was unlocked: ends a section of the thread when it is dropped.
+#[derive(Debug)]
+pub struct Section(());
+
+impl Drop for Section {
+    #[inline]
+    fn drop(&mut self) {
+        thread::current().end();
     }
 }
 

@@ -4,7 +4,9 @@
 
 mod bypass;
 mod fd;
+mod heap;
 mod io;
+mod jump;
 mod load;
 mod process;
 mod ready;

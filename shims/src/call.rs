@@ -9,6 +9,8 @@
 use std::ffi::c_int;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 
+use rdmasock_core::thread;
+
 use crate::identity::Seen;
 use crate::lifecycle;
 use crate::socket::{Socket, closed};
@@ -96,6 +98,10 @@ impl Call {
     #[inline]
     pub fn hold(&mut self, waiting: &mut u32) {
         if !self.is_counted {
+            if !self.was_counted {
+                // Until the call is over: a jump out of a signal handler is not to leave it counted.
+                thread::current().begin();
+            }
             *waiting += 1;
             self.is_counted = true;
             self.was_counted = true;
@@ -156,6 +162,7 @@ impl Drop for Call {
         if self.socket.closed.load(SeqCst) != closed::OPEN {
             lifecycle::on_call_back(self.socket);
         }
+        thread::current().end();
     }
 }
 

@@ -30,6 +30,7 @@ use rustix::event::epoll as kernel;
 use crate::library::Library;
 use crate::link::Link;
 use crate::ready;
+use crate::registry::Registry;
 use crate::socket::Socket;
 use crate::table::{self, Entry};
 use crate::wait::{Spinner, WaiterId};
@@ -115,13 +116,14 @@ pub struct Epoll {
 }
 
 static FREE: Lock<Vec<&'static Epoll>> = Lock::new(Vec::new());
+static ALL: Registry<Epoll> = Registry::new();
 
 impl Epoll {
     /// An object for a new set behind `fd`.
     pub fn allocate(fd: c_int) -> Option<&'static Epoll> {
         let recycled = FREE.lock()?.pop();
         let epoll = recycled.unwrap_or_else(|| {
-            Box::leak(Box::new(Epoll {
+            ALL.add(Epoll {
                 set: Lock::new(Set::default()),
                 active: AtomicBool::new(false),
                 waiter: AtomicU32::new(0),
@@ -142,7 +144,7 @@ impl Epoll {
                 full: AtomicU32::new(0),
                 turn: AtomicBool::new(false),
                 spinner: Spinner::new(),
-            }))
+            })
         });
         epoll.fd.store(fd, Release);
         epoll.nested.store(false, Release);
@@ -238,26 +240,47 @@ impl Epoll {
         }
     }
 
-    /// In a fork child: the set's kernel object is shared with the parent, whose doorbell it
-    /// holds; nothing of ours is used on it any more.
+    /// In a fork child, for every set, also one that another thread of the parent was about to make or to end: its kernel
+    /// object is shared with the parent, whose doorbell it holds; nothing of ours is used on it any more. Numbers that
+    /// stand for it are told by [`Self::inherit`].
     ///
     /// # Safety
     /// In a fork child only, before any other use.
-    pub unsafe fn after_fork(&'static self) {
-        // SAFETY: only this thread exists; a set that was being changed is leaked, not used.
+    pub unsafe fn after_fork() {
+        // SAFETY: only this thread exists; what was being changed is leaked, not used.
+        unsafe {
+            std::mem::forget(std::mem::take(FREE.get_unlocked()));
+            FREE.reset();
+        }
+        for epoll in ALL.all() {
+            // SAFETY: as above.
+            unsafe { epoll.forget_parent() };
+        }
+    }
+
+    unsafe fn forget_parent(&self) {
+        // SAFETY: by the contract of `after_fork`.
         unsafe {
             std::mem::forget(std::mem::take(self.set.get_unlocked()));
             self.set.reset();
-            FREE.reset();
         }
+        self.fd.store(-1, Release);
+        self.fds.store(0, Release);
         self.active.store(false, Release);
         self.inherited.store(true, Release);
         self.own.store(-1, Release);
         self.inside.store(0, Relaxed);
+        self.closed.store(false, Relaxed);
         self.waiter.store(0, Relaxed);
         self.plain.store(0, Relaxed);
         self.shown.store(false, Relaxed);
         // The key stays: the parent's doorbell may show up here and is filtered out.
+    }
+
+    /// In a fork child, after [`Self::after_fork`]: this number stands for the set.
+    pub fn inherit(&self, fd: c_int) {
+        self.fd.store(fd, Release);
+        self.retain();
     }
 
     /// The kernel's set. The caller holds the set's lock, or is [inside](Visit).

@@ -11,6 +11,7 @@ use std::sync::atomic::{
 use rdmasock_core::os::memfd::Mapping;
 use rdmasock_core::os::privatefd;
 
+use crate::epoll::Epoll;
 use crate::library::Library;
 use crate::listener::Listener;
 use crate::socket::{self, Socket, Stage, mode};
@@ -48,11 +49,17 @@ pub fn register() {
         COUNTS.store(counts.as_ptr().cast(), Release);
         std::mem::forget(counts);
     }
+    set_mark();
     // SAFETY: the handlers are functions for the life of the process.
     unsafe {
-        libc::pthread_atfork(Some(prepare), None, Some(child));
+        libc::pthread_atfork(Some(prepare), Some(parent), Some(child));
         libc::atexit(at_exit);
     }
+}
+
+/// Whether there is anything that a fork concerns.
+pub fn is_registered() -> bool {
+    REGISTERED.load(Acquire)
 }
 
 fn cell(index: u32) -> Option<&'static AtomicU32> {
@@ -193,6 +200,7 @@ pub fn reclaim_all() {
 
 /// Before this process ends: what other processes hold too goes back to TCP.
 pub extern "C" fn at_exit() {
+    notice();
     let errno = crate::errno::get();
     let until = crate::time::now_ns() + LAST_WORDS;
     for_each_socket(|socket| {
@@ -244,7 +252,8 @@ pub fn epoch() -> u32 {
     EPOCH.load(Acquire)
 }
 
-extern "C" fn prepare() {
+/// Before a fork: who will hold what.
+pub extern "C" fn prepare() {
     let errno = crate::errno::get();
     table::for_each(0..=u32::MAX, |fd, entry| {
         if let Entry::Socket(socket) = entry
@@ -266,42 +275,106 @@ extern "C" fn prepare() {
     crate::errno::set(errno);
 }
 
-extern "C" fn child() {
+/// After a fork, in the parent.
+pub extern "C" fn parent() {
+    hold_uncounted();
+}
+
+/// What another thread has got between the count and the fork is held by both, and nobody knows by how many.
+fn hold_uncounted() {
+    table::for_each(0..=u32::MAX, |_, entry| {
+        if let Entry::Socket(socket) = entry {
+            let _ = socket
+                .holders
+                .compare_exchange(0, u32::MAX, AcqRel, Relaxed);
+        }
+    });
+}
+
+/// After a fork, in the child.
+pub extern "C" fn child() {
     let errno = crate::errno::get();
+    // SAFETY: the only thread of the child.
+    unsafe { begin_anew() };
+    hold_uncounted();
+    crate::errno::set(errno);
+}
+
+/// In a process that is a child of one with this memory, by a fork that no handler has seen (a raw system call): nobody
+/// is left who could release the locks of its parent's threads. What the library has counted is the parent's.
+///
+/// Not in a child that shares the memory (vfork, clone with CLONE_VM): that page is not wiped there.
+pub fn notice() {
+    let mark = MARK.load(Acquire);
+    // SAFETY: null, or a word that is mapped for good.
+    if unsafe { mark.as_ref() }.is_some_and(|m| m.load(Acquire) == 0) {
+        let errno = crate::errno::get();
+        // SAFETY: a wiped page says that a fork was this thread's last, and its child has no other.
+        unsafe { begin_anew() };
+        for socket in socket::all() {
+            socket.holders.store(0, Release);
+        }
+        crate::errno::set(errno);
+    }
+}
+
+/// A word that is 1, and 0 in a child whom nobody has told that it is one.
+static MARK: AtomicPtr<AtomicU32> = AtomicPtr::new(std::ptr::null_mut());
+
+fn set_mark() {
+    use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous};
+    const BYTES: usize = 4096;
+    let mut mark = MARK.load(Acquire);
+    if mark.is_null() {
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a fresh private mapping, which stays for good.
+        let made = unsafe {
+            mmap_anonymous(std::ptr::null_mut(), BYTES, access, MapFlags::PRIVATE)
+                .and_then(|at| madvise(at, BYTES, Advice::LinuxWipeOnFork).map(|()| at))
+        };
+        let Ok(page) = made else { return };
+        mark = page.cast();
+    }
+    // SAFETY: a mapped page.
+    if let Some(word) = unsafe { mark.as_ref() } {
+        word.store(1, Release);
+        MARK.store(mark, Release);
+    }
+}
+
+/// The child is a new instance. Other threads of the parent may have been anywhere: every object that was ever made is
+/// put right, whether or not a number leads to it, and what stands for what is read from the table, each word of
+/// which is always true.
+///
+/// # Safety
+/// In a fork child, whose only thread this is, before any other use of the library.
+unsafe fn begin_anew() {
     crate::calls::vfork::on_fork_child();
     rdmasock_core::lock::forget_tid();
-    let mut kept = [-1; 64];
-    let mut n = 0;
-    let mut keep = |listener: &'static Listener| {
-        listener.after_fork();
-        if let Some(number) = listener
-            .name_number()
-            .filter(|number| !kept.contains(number))
-            && let Some(slot) = kept.get_mut(n)
-        {
-            *slot = number;
-            n += 1;
+    set_mark();
+    // SAFETY: by the contract, throughout.
+    unsafe {
+        Listener::after_fork();
+        Epoll::after_fork();
+        Socket::after_fork();
+        for socket in socket::all() {
+            forget_stream(socket);
         }
-    };
-    table::for_each(0..=u32::MAX, |_, entry| match entry {
-        Entry::Listener(listener) => keep(listener),
-        // SAFETY: the only thread of the child.
-        Entry::Epoll(epoll) => unsafe { epoll.after_fork() },
+    }
+    table::for_each(0..=u32::MAX, |fd, entry| match entry {
+        Entry::Listener(listener) => listener.retain(),
+        Entry::Epoll(epoll) => epoll.inherit(fd),
         Entry::Socket(socket) => {
-            if let Some(listener) = socket.listener() {
-                keep(listener);
+            if socket.fd.swap(fd, AcqRel) < 0
+                && let Some(listener) = socket.listener()
+            {
+                listener.retain();
             }
-            // SAFETY: as above.
-            unsafe { forget_stream(socket) };
+            // SAFETY: by the contract.
+            unsafe { socket.control.get_unlocked() }.fds.push(fd);
         }
         Entry::None | Entry::Fresh { .. } => {}
     });
-    // What the parent has closed, and still has to bring to its end, is the parent's alone.
-    for socket in socket::all().filter(|s| s.left_behind.swap(false, AcqRel)) {
-        // SAFETY: as above.
-        unsafe { forget_stream(socket) };
-        socket.fd.store(-1, Release);
-    }
     let bell = match OWNER_BELL.load(Acquire) {
         // A grandchild: the streams still belong to the first.
         bell @ 0.. => bell,
@@ -316,17 +389,18 @@ extern "C" fn child() {
     OWNER_BELL.store(bell, Release);
     // Before its descriptors are closed here.
     crate::verbs::after_fork();
+    crate::wait::after_fork();
     let log = crate::log::fd().unwrap_or(-1);
-    // SAFETY: the old instance is forgotten, so nobody uses the fds that are closed.
-    unsafe { privatefd::reset_in_fork_child(|fd| fd == log || fd == bell || kept.contains(&fd)) };
-    // SAFETY: the only thread.
-    unsafe { Socket::after_fork() };
+    // SAFETY: by the contract, and the old instance is forgotten, so nobody uses the fds that are closed.
+    unsafe {
+        Listener::forget_unused();
+        privatefd::reset_in_fork_child(|fd| fd == log || fd == bell || Listener::has_name(fd));
+    }
     crate::log::after_fork_in_child();
     Library::forget();
-    crate::errno::set(errno);
 }
 
-/// The parent's stream is not the child's.
+/// The parent's stream is not the child's, nor is, until the table says so, any number.
 ///
 /// # Safety
 /// In a fork child only, before any other use of the socket.
@@ -340,9 +414,7 @@ unsafe fn forget_stream(socket: &'static Socket) {
         socket.rx.reset();
         std::mem::forget(std::mem::take(socket.interest.get_unlocked()));
         socket.interest.reset();
-        let fds = std::mem::take(&mut socket.control.get_unlocked().fds);
         std::mem::forget(std::mem::take(socket.control.get_unlocked()));
-        socket.control.get_unlocked().fds = fds;
         socket.control.reset();
         socket.blocking.after_fork();
     }
@@ -360,6 +432,11 @@ unsafe fn forget_stream(socket: &'static Socket) {
     socket.stats.store(std::ptr::null_mut(), Relaxed);
     socket.adopted.store(false, Relaxed);
     socket.asked.store(false, Relaxed);
+    // What the parent has closed, and still has to bring to its end, is the parent's alone.
+    socket.left_behind.store(false, Relaxed);
+    socket.closed.store(socket::closed::OPEN, Relaxed);
+    socket.orphaned.store(false, Relaxed);
+    socket.fd.store(-1, Release);
 }
 
 /// The sockets of this process, for what concerns all of them (exec, exit).

@@ -8,7 +8,7 @@ use std::ffi::c_int;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::atomic::{
     AtomicBool, AtomicU32,
-    Ordering::{AcqRel, Acquire},
+    Ordering::{AcqRel, Acquire, Release},
 };
 
 use rdmasock_core::ids::InstanceId;
@@ -18,6 +18,7 @@ use rdmasock_core::rendezvous::names;
 use rdmasock_core::rendezvous::peers::PeerPage;
 
 use crate::library::Library;
+use crate::registry::Registry;
 use crate::service::Command;
 
 /// See the module. Never freed: there are few, and fork children inherit them.
@@ -30,6 +31,8 @@ pub struct Listener {
     /// The service thread of this process answers on the name.
     served: AtomicBool,
 }
+
+static ALL: Registry<Listener> = Registry::new();
 
 impl Listener {
     /// Makes the name for a socket that has just begun to listen on `fd`. Where that is not
@@ -46,12 +49,12 @@ impl Listener {
                     None
                 }
             });
-        Box::leak(Box::new(Self {
+        ALL.add(Self {
             name: Lock::new(name),
             page: PeerPage::new().ok(),
             fds: AtomicU32::new(1),
             served: AtomicBool::new(false),
-        }))
+        })
     }
 
     /// The name's fd.
@@ -102,21 +105,40 @@ impl Listener {
         }
     }
 
-    /// In a fork child: nobody answers yet.
-    pub fn after_fork(&self) {
-        self.served
-            .store(false, std::sync::atomic::Ordering::Release);
-        // SAFETY: only this thread exists in the child; a name in the middle of being closed is
-        // closed either way.
-        unsafe { self.name.reset() };
+    /// In a fork child, for every listener: nobody answers yet. Who stands for it is counted anew, by
+    /// [`Self::retain`].
+    pub fn after_fork() {
+        for listener in ALL.all() {
+            listener.served.store(false, Release);
+            listener.fds.store(0, Release);
+            // SAFETY: only this thread exists in the child; a name in the middle of being closed is closed
+            // either way.
+            unsafe { listener.name.reset() };
+        }
     }
 
-    /// The name's number, to be kept across a fork.
-    pub fn name_number(&self) -> Option<c_int> {
-        // SAFETY: called in a fork child, where no other thread exists.
-        unsafe { self.name.get_unlocked() }
-            .as_ref()
-            .map(|n| n.as_fd().as_raw_fd())
+    /// In a fork child, once all are counted: the names that stay are those that something stands for.
+    ///
+    /// # Safety
+    /// The only thread; and the numbers of the other names are closed next.
+    pub unsafe fn forget_unused() {
+        for listener in ALL.all().filter(|l| l.fds.load(Acquire) == 0) {
+            // SAFETY: by the contract. It may have been in the middle of being dropped: leaked, not used.
+            unsafe { std::mem::forget(std::mem::take(listener.name.get_unlocked())) };
+        }
+    }
+
+    /// In a fork child: whether this is the number of a name that stays.
+    ///
+    /// # Safety
+    /// The only thread.
+    pub unsafe fn has_name(number: c_int) -> bool {
+        ALL.all().any(|listener| {
+            // SAFETY: by the contract.
+            let name = unsafe { listener.name.get_unlocked() };
+            name.as_ref()
+                .is_some_and(|n| n.as_fd().as_raw_fd() == number)
+        })
     }
 }
 

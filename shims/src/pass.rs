@@ -154,6 +154,7 @@ fn is_on_link(socket: &'static Socket) -> bool {
 /// Before an exec or a spawn: sockets that survive it go back to TCP. An exec `replaces` this
 /// process, which then no longer holds those that do not survive.
 pub fn before_exec(replaces: bool) {
+    fork::notice();
     let errno = errno::get();
     fork::for_each_socket(|socket| {
         let survives = socket.control.lock().is_none_or(|c| {

@@ -59,7 +59,8 @@ impl Symbol {
 }
 
 /// The value with which a function says "see errno".
-trait Failure {
+pub trait Failure {
+    /// It.
     const FAILURE: Self;
 }
 
@@ -95,10 +96,10 @@ pub trait Cancellable {
     fn cancellable(self) -> Self::Unwinding;
 }
 
-/// Makes a call that can block; `leave` undoes what precedes it if `pthread_cancel` ends the thread in there. Not inlined:
-/// see `calls` on destructors.
+/// Makes a call that can block; `leave` undoes what precedes it if `pthread_cancel` ends the thread in there. A jump out of a
+/// signal handler leaves it with EINTR ([`crate::jump`]). Not inlined: see `calls` on destructors.
 #[inline(never)]
-pub fn or_if_cancelled<R>(call: impl FnOnce() -> R, leave: impl FnOnce()) -> R {
+pub fn or_if_cancelled<R: Failure>(call: impl FnOnce() -> R, leave: impl FnOnce()) -> R {
     struct Unwound<F: FnOnce()>(Option<F>);
     impl<F: FnOnce()> Drop for Unwound<F> {
         fn drop(&mut self) {
@@ -108,7 +109,7 @@ pub fn or_if_cancelled<R>(call: impl FnOnce() -> R, leave: impl FnOnce()) -> R {
         }
     }
     let mut unwound = Unwound(Some(leave));
-    let result = call();
+    let result = crate::jump::outside(call);
     unwound.0 = None;
     result
 }
@@ -316,6 +317,11 @@ functions! {
     ForkFn = () -> pid_t: _Fork;
     /// `_exit(status)`, `_Exit` and `quick_exit`; none of them returns
     ExitFn = (c_int) -> (): _exit, _Exit, quick_exit;
+
+    // Out of signal handlers.
+
+    /// `longjmp(environment, value)`; does not return
+    LongjmpFn = (*mut c_void, c_int) -> (): longjmp, _longjmp, siglongjmp, __longjmp_chk;
 
     // Calls in which libc itself does the I/O, where no hook sees it.
 

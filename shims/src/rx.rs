@@ -20,10 +20,12 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 use libc::ssize_t;
 use rdmasock_core::fabric::ring::{RxFlags, Wake};
 use rdmasock_core::stats::Path;
+use rdmasock_core::thread;
 
 use crate::call::{Call, Direction, Place};
 use crate::errno;
 use crate::iov::Iov;
+use crate::jump::within;
 use crate::library::Library;
 use crate::lifecycle::{self, on_its_file};
 use crate::promote;
@@ -118,6 +120,7 @@ fn leave(socket: &'static Socket) {
     if socket.leave_rx() {
         marked::look_again(socket);
     }
+    thread::current().end();
 }
 
 /// Counts what TCP delivered, and begins a promotion at the threshold.
@@ -168,14 +171,12 @@ unsafe fn recv_slow(
     let socket = call.socket;
     crate::fork::reclaim(socket);
     if flags & !SERVED != 0 {
-        tx::take_back(
-            socket,
-            if flags & libc::MSG_OOB != 0 {
-                rdmasock_core::stats::Reason::OutOfBand
-            } else {
-                rdmasock_core::stats::Reason::Unsupported
-            },
-        );
+        let reason = if flags & libc::MSG_OOB != 0 {
+            rdmasock_core::stats::Reason::OutOfBand
+        } else {
+            rdmasock_core::stats::Reason::Unsupported
+        };
+        within(|| tx::take_back(socket, reason));
         if flags & libc::MSG_OOB != 0 {
             return real(call.fd);
         }
@@ -191,7 +192,7 @@ unsafe fn recv_slow(
         let step = unsafe {
             match mode {
                 mode::LINK => from_link(&mut call, &mut iov, flags),
-                mode::MARKED => from_marked(&mut call, &mut iov, flags, got > 0 && !all),
+                mode::MARKED => within(|| from_marked(&mut call, &mut iov, flags, got > 0 && !all)),
                 _ => Step::Kernel,
             }
         };
@@ -320,7 +321,7 @@ unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int) -> Step {
         let spans = match spans {
             Ok(spans) => spans,
             Err(error) => {
-                drop(rx);
+                let _section = rx.unlock();
                 tx::violation(socket, &error);
                 return Step::Fail(libc::ECONNRESET);
             }
@@ -376,7 +377,7 @@ unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int) -> Step {
         if !(is_short && flags & libc::MSG_WAITALL != 0) {
             call.let_go(&mut rx.waiting);
         }
-        drop(rx);
+        let _section = rx.unlock();
         ready::notify_peer(socket, wake);
         return if part {
             Step::GotPart(got)
@@ -392,7 +393,7 @@ unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int) -> Step {
             if wait::may_wait(socket, flags).is_ok() {
                 call.hold(&mut rx.waiting);
             }
-            drop(rx);
+            let _section = rx.unlock();
             if ready::progress(socket) {
                 Step::Again
             } else {
@@ -400,12 +401,12 @@ unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int) -> Step {
             }
         }
         Ok(_) => {
-            drop(rx);
+            let _section = rx.unlock();
             leave_link_at_end(socket);
             Step::Again
         }
         Err(error) => {
-            drop(rx);
+            let _section = rx.unlock();
             tx::violation(socket, &error);
             Step::Fail(libc::ECONNRESET)
         }

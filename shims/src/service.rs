@@ -15,7 +15,9 @@ mod control;
 mod guard;
 mod linger;
 mod links;
+mod offers;
 mod pairs;
+mod queue;
 mod remote;
 mod rings;
 mod watch;
@@ -24,6 +26,8 @@ pub use command::{Command, Ref};
 pub use pairs::Dialled;
 
 use channels::{Conn, Peer};
+use offers::Offers;
+use queue::Queue;
 use watch::Watch;
 
 use std::collections::{HashMap, VecDeque};
@@ -36,8 +40,7 @@ use std::sync::atomic::{
 };
 use std::time::Duration;
 
-use dashmap::DashMap;
-use rdmasock_core::ids::{Cookie, InstanceId, Nonce, Tuple};
+use rdmasock_core::ids::{InstanceId, Nonce, Tuple};
 use rdmasock_core::lock::Lock;
 use rdmasock_core::os::privatefd::PrivateFd;
 use rdmasock_core::rendezvous::names;
@@ -47,6 +50,7 @@ use rdmasock_core::wire::{LinkAddress, LinkOffer, ShmName};
 use rustix::event::epoll as kernel;
 use rustix::io::Errno;
 
+use crate::jump;
 use crate::library::Library;
 use crate::link::Link;
 use crate::listener::Listener;
@@ -65,19 +69,18 @@ const REMOTE_TIMEOUT: Duration = Duration::from_secs(6);
 const LINK_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long a cookie of ours may be presented, ns.
 const COOKIE_LIFE: u64 = 40_000_000_000;
-/// How often an offer is tried to be written down, against another thread that writes one.
-const COOKIE_ATTEMPTS: usize = 1000;
+/// When a connection is looked at again that a signal handler would have had promoted, ns.
+const NOT_IN_HANDLER: u64 = 100_000_000;
 
 /// The handle that calls of the program use.
 pub struct Service {
-    queue: Lock<VecDeque<Command>>,
+    queue: Queue,
     started: AtomicBool,
     /// The thread will look for what senders hold back.
     holding: AtomicBool,
     /// The thread will look after links to other hosts.
     tending: AtomicBool,
-    /// Offers of links by whom they are for, and until when they are good (monotonic ns).
-    cookies: DashMap<InstanceId, Vec<(Cookie, u64)>>,
+    offers: Offers,
     /// Links that are up.
     links: Lock<Vec<&'static Link>>,
     /// Where links to other hosts can be made.
@@ -90,28 +93,22 @@ impl Service {
     pub fn new() -> Result<Self, Errno> {
         let epoll = PrivateFd::open(|| kernel::create(kernel::CreateFlags::CLOEXEC))?;
         Ok(Self {
-            queue: Lock::new(VecDeque::new()),
+            queue: Queue::new(),
             started: AtomicBool::new(false),
             holding: AtomicBool::new(false),
             tending: AtomicBool::new(false),
-            cookies: DashMap::new(),
+            offers: Offers::new(),
             links: Lock::new(Vec::new()),
             acceptors: Lock::new(Vec::new()),
             epoll,
         })
     }
 
-    /// Hands over a command. Never waits for it to be carried out. False in a signal handler that has interrupted
-    /// this.
-    pub fn submit(&self, command: Command) -> bool {
-        let Some(mut queue) = self.queue.lock() else {
-            return false;
-        };
-        queue.push_back(command);
-        drop(queue);
+    /// Hands over a command. Never waits, also in a signal handler that has interrupted this.
+    pub fn submit(&self, command: Command) {
+        self.queue.push(command);
         Library::get().waiters.ring_if_sleeping(SERVICE);
         self.start();
-        true
     }
 
     /// In a while the peer is to be told of what a sender has just begun to hold back.
@@ -127,9 +124,10 @@ impl Service {
         later(self, &self.tending, Command::Tend);
     }
 
-    /// Starts the thread if it does not run yet.
+    /// Starts the thread if it does not run yet. Not from a signal handler, which may have interrupted the `malloc` that
+    /// pthread_create calls: what was asked for then waits for the next who asks.
     pub fn start(&self) {
-        if self.started.load(Acquire) || self.started.swap(true, AcqRel) {
+        if self.started.load(Acquire) || jump::is_in_handler() || self.started.swap(true, AcqRel) {
             return;
         }
         let errno = crate::errno::get();
@@ -156,6 +154,12 @@ impl Service {
         if retry_at != 0 && crate::time::now_ns() < retry_at {
             return;
         }
+        if !self.started.load(Acquire) && jump::is_in_handler() {
+            // Later, perhaps by a request that is not a handler's.
+            let again = crate::time::now_ns() + NOT_IN_HANDLER;
+            socket.retry_at.store(again, Relaxed);
+            return;
+        }
         if socket
             .stage
             .compare_exchange(Stage::Watching as u8, Stage::Busy as u8, AcqRel, Acquire)
@@ -178,11 +182,7 @@ impl Service {
                 LinkAddress::Shm(ShmName::new(name.as_bytes())?)
             }
         };
-        let cookie = Cookie::random().ok()?;
-        let until = crate::time::now_ns() + COOKIE_LIFE;
-        // Never waits: a signal handler may have interrupted this very thread in here.
-        let entry = (0..COOKIE_ATTEMPTS).find_map(|_| self.cookies.try_entry(peer))?;
-        entry.or_default().push((cookie, until));
+        let cookie = self.offers.make(peer, COOKIE_LIFE)?;
         Some(LinkOffer { address, cookie })
     }
 
@@ -208,31 +208,6 @@ impl Service {
             let data = kernel::EventData::new_u64(watch::anchor_tag(socket));
             let _ = kernel::add(&self.epoll, fd, data, watch::anchor_flags());
         }
-    }
-
-    /// Whether the cookie is good: once, for whom it was made, in time.
-    fn is_on_offer(&self, cookie: &Cookie, peer: &InstanceId) -> bool {
-        self.expire_cookies();
-        let offers = self.cookies.get(peer);
-        offers.is_some_and(|offers| offers.iter().any(|(c, _)| c.matches(cookie)))
-    }
-
-    fn expire_cookies(&self) {
-        let now = crate::time::now_ns();
-        self.cookies.retain(|_, offers| {
-            offers.retain(|(_, until)| *until > now);
-            !offers.is_empty()
-        });
-    }
-
-    /// Spends a cookie. False if it is not good. Service thread only.
-    fn redeem(&self, cookie: &Cookie, peer: &InstanceId) -> bool {
-        self.expire_cookies();
-        let Some(mut offers) = self.cookies.get_mut(peer) else {
-            return false;
-        };
-        let at = offers.iter().position(|(c, _)| c.matches(cookie));
-        at.map(|at| offers.swap_remove(at)).is_some()
     }
 
     /// Whether this thread is woken when something completes on a link to another host. False if it cannot be.
@@ -263,8 +238,8 @@ impl Service {
 /// Submits a command unless that was done and `asked` says so.
 #[inline]
 fn later(service: &Service, asked: &AtomicBool, command: Command) {
-    if !asked.load(SeqCst) && !asked.swap(true, SeqCst) && !service.submit(command) {
-        asked.store(false, SeqCst);
+    if !asked.load(SeqCst) && !asked.swap(true, SeqCst) {
+        service.submit(command);
     }
 }
 
@@ -358,6 +333,8 @@ struct Worker {
     watch_at: u64,
     /// Requests of fork children seen so far.
     requests: u32,
+    /// Commands that were taken over and are not carried out yet.
+    commands: VecDeque<Command>,
     /// What the epoll set has reported and is not seen to yet. Much of it is reported once only.
     events: VecDeque<kernel::Event>,
 }
@@ -396,6 +373,7 @@ impl Worker {
             tended: 0,
             watch_at: 0,
             requests: crate::fork::requests(),
+            commands: VecDeque::new(),
             events: VecDeque::new(),
         };
         worker.add(
@@ -433,7 +411,8 @@ impl Worker {
         let timeout = self.next_timeout();
         self.library.waiters.enter_sleep(SERVICE);
         let idle = self.events.is_empty()
-            && self.service.queue.lock().is_none_or(|q| q.is_empty())
+            && self.commands.is_empty()
+            && self.service.queue.is_empty()
             && !self
                 .service
                 .all_links()
@@ -460,10 +439,8 @@ impl Worker {
         crate::lifecycle::end_orphans();
         // What is added meanwhile is for the next time: what is due at a time is not to wait for it. One by one: a panic
         // costs no other command.
-        let count = self.service.queue.lock().map_or(0, |q| q.len());
-        for _ in 0..count {
-            let command = self.service.queue.lock().and_then(|mut q| q.pop_front());
-            let Some(command) = command else { break };
+        self.service.queue.take_all(&mut self.commands);
+        while let Some(command) = self.commands.pop_front() {
             self.on_command(command);
         }
         let requests = crate::fork::requests();

@@ -21,6 +21,7 @@ use rdmasock_core::lock::Lock;
 use rdmasock_core::stats::{Direction, Reason, StatsPage, StreamInfo, StreamStats};
 use rdmasock_core::stream::handshake::{Handshake, Role};
 use rdmasock_core::stream::policy::Progress;
+use rdmasock_core::thread;
 use smallvec::SmallVec;
 
 use crate::blocking::Blocking;
@@ -539,9 +540,12 @@ impl Socket {
         self.tx_mode.load(Acquire) == mode::TCP && self.rx_mode.load(Acquire) == mode::TCP
     }
 
-    /// A call enters the kernel's send. False if the direction is no longer plain.
+    /// A call enters the kernel's send, which is a section of the thread's until the caller ends it, after
+    /// [`Self::leave_tx`] and what follows from that. False if the direction is no longer plain.
     #[inline]
     pub fn enter_tx(&self) -> bool {
+        let thread = thread::current();
+        thread.begin();
         // SeqCst on both sides (see `is_tx_quiet`): either the marker writer sees us inside or we
         // see its mode.
         self.tx_inside.fetch_add(1, SeqCst);
@@ -549,6 +553,7 @@ impl Socket {
             return true;
         }
         self.leave_tx();
+        thread.end();
         false
     }
 
@@ -571,14 +576,17 @@ impl Socket {
         self.tx_inside.load(SeqCst) == 0
     }
 
-    /// A call enters the kernel's receive. False if the direction is no longer plain.
+    /// As [`Self::enter_tx`], for the kernel's receive.
     #[inline]
     pub fn enter_rx(&self) -> bool {
+        let thread = thread::current();
+        thread.begin();
         self.rx_inside.fetch_add(1, SeqCst);
         if self.rx_mode.load(SeqCst) == mode::TCP {
             return true;
         }
         self.rx_inside.fetch_sub(1, SeqCst);
+        thread.end();
         false
     }
 

@@ -18,10 +18,12 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 use libc::ssize_t;
 use rdmasock_core::fabric::ring::{End, Wake};
 use rdmasock_core::stream::handshake::Role;
+use rdmasock_core::thread;
 
 use crate::call::{Call, Direction, Place};
 use crate::errno;
 use crate::iov::Iov;
+use crate::jump::{outside, within};
 use crate::library::Library;
 use crate::lifecycle::{self, on_its_file};
 use crate::promote;
@@ -98,6 +100,7 @@ fn leave(socket: &'static Socket) {
     if socket.leave_tx() {
         go_on(socket);
     }
+    thread::current().end();
 }
 
 /// Does what waited for the last call to be back from the kernel's send.
@@ -190,7 +193,7 @@ unsafe fn send_slow(
     let socket = call.socket;
     crate::fork::reclaim(socket);
     if flags & !SERVED != 0 {
-        take_back(socket, reason_for(flags));
+        within(|| take_back(socket, reason_for(flags)));
     }
     let mut sent = 0usize;
     let mut patience = wait::Patience::default();
@@ -264,7 +267,7 @@ unsafe fn step(call: &mut Call, iov: &mut Iov, flags: c_int) -> Step {
         if !call.is_held() && !call.is_named() {
             return Step::Elsewhere(Place::Moved);
         }
-        return if promote::flush(socket) {
+        return if within(|| promote::flush(socket)) {
             Step::Again
         } else {
             Step::Full
@@ -302,7 +305,7 @@ unsafe fn step(call: &mut Call, iov: &mut Iov, flags: c_int) -> Step {
         let spans = match producer.spans(want) {
             Ok(spans) => spans,
             Err(error) => {
-                drop(tx);
+                let _section = tx.unlock();
                 violation(socket, &error);
                 return Step::Again;
             }
@@ -340,8 +343,9 @@ unsafe fn step(call: &mut Call, iov: &mut Iov, flags: c_int) -> Step {
         if iov.len() == 0 {
             call.let_go(&mut tx.waiting);
         }
-        drop(tx);
+        let section = tx.unlock();
         ready::notify_peer(socket, wake);
+        drop(section);
         if iov.len() == 0 {
             return Step::Done;
         }
@@ -380,7 +384,7 @@ pub fn send_on_tcp(
     let mut patience = wait::Patience::default();
     loop {
         if !call.is_held() && !call.is_named() {
-            return real(fd);
+            return outside(|| real(fd));
         }
         if socket.enter_tx() {
             let went = on_its_file(&call, |fd| plain(socket, || real(fd)));

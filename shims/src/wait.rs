@@ -19,9 +19,11 @@ use rdmasock_core::fabric::waiter::FlagPage;
 pub use rdmasock_core::fabric::waiter::{FLAGS_BYTES, MAX_WAITERS, SLEEPER_MASK, WaiterId};
 use rdmasock_core::lock::Lock;
 use rdmasock_core::os::privatefd::PrivateFd;
+use rdmasock_core::thread;
 use rustix::event::EventfdFlags;
 use rustix::io::Errno;
 
+use crate::jump::within;
 use crate::link::{Distant, Duty, Link};
 use crate::ready::Sleeper;
 use crate::socket::Socket;
@@ -300,12 +302,12 @@ pub struct Patience(Option<Deadline>);
 
 /// Waits until there may be something to read, for a call that [may wait](may_wait). `Err` is the errno that it fails with.
 pub fn for_data(socket: &'static Socket, patience: &mut Patience) -> Result<(), c_int> {
-    wait_on(socket, patience, &socket.rx_spin, true)
+    within(|| wait_on(socket, patience, &socket.rx_spin, true))
 }
 
 /// Waits until there may be room to write; as `for_data`.
 pub fn for_space(socket: &'static Socket, patience: &mut Patience) -> Result<(), c_int> {
-    wait_on(socket, patience, &socket.tx_spin, false)
+    within(|| wait_on(socket, patience, &socket.tx_spin, false))
 }
 
 /// Whether a call with these flags may wait; `Err` is the errno that it fails with otherwise.
@@ -416,7 +418,7 @@ fn sleep(waiter: WaiterId, left: Timeout, also: Option<BorrowedFd<'_>>) -> Resul
         // A negative number is ignored.
         let mut set = [entry(fd), entry(also.map_or(-1, |fd| fd.as_raw_fd()))];
         // SAFETY: two entries, and a valid time-out or none.
-        let n = unsafe {
+        let n = crate::jump::outside(|| unsafe {
             crate::real::ppoll().cancellable()(
                 set.as_mut_ptr(),
                 set.len() as libc::nfds_t,
@@ -425,12 +427,15 @@ fn sleep(waiter: WaiterId, left: Timeout, also: Option<BorrowedFd<'_>>) -> Resul
                     .map_or(std::ptr::null(), std::ptr::from_ref),
                 std::ptr::null(),
             )
-        };
+        });
         match n {
             0 => return Err(libc::EAGAIN),
             n if n < 0 => {
                 let error = crate::errno::get();
-                let restart = error == libc::EINTR && timeout.is_none() && are_calls_restarted();
+                let restart = error == libc::EINTR
+                    && timeout.is_none()
+                    && !thread::current().is_leaving()
+                    && are_calls_restarted();
                 return if restart { Ok(()) } else { Err(error) };
             }
             _ if set.first().is_none_or(|bell| bell.revents == 0) => return Ok(()),
@@ -439,7 +444,9 @@ fn sleep(waiter: WaiterId, left: Timeout, also: Option<BorrowedFd<'_>>) -> Resul
     }
     let mut count = 0u64;
     // SAFETY: eight bytes to write to.
-    let n = unsafe { crate::real::read().cancellable()(fd, (&raw mut count).cast(), 8) };
+    let n = crate::jump::outside(|| unsafe {
+        crate::real::read().cancellable()(fd, (&raw mut count).cast(), 8)
+    });
     if n < 0 {
         Err(crate::errno::get())
     } else {
@@ -486,6 +493,11 @@ static LOAD: Load = Load {
     room: AtomicU8::new(Room::Free as u8),
     cores: AtomicU32::new(0),
 };
+
+/// In a fork child, whose copy of the descriptor is closed.
+pub fn after_fork() {
+    LOAD.fd.store(-1, Release);
+}
 
 impl Load {
     const EVERY_NS: u64 = 4_000_000;

@@ -8,5 +8,7 @@ pub mod datagram;
 pub mod dir;
 #[cfg(test)]
 pub(crate) mod forked;
+#[cfg(target_arch = "x86_64")]
+pub mod heap;
 pub mod memfd;
 pub mod privatefd;

@@ -2,6 +2,7 @@
 
 use crate::calls::vfork;
 use crate::errno;
+use crate::jump::within;
 use crate::lifecycle;
 use crate::rx;
 use crate::table::{self, Entry};
@@ -36,7 +37,7 @@ extern "C" fn close_on(fd: c_int) -> c_int {
         return errno::fail(libc::EBADF);
     }
     if !vfork::is_child() {
-        lifecycle::before_close(fd);
+        within(|| lifecycle::before_close(fd));
     }
     GO_ON
 }
@@ -56,7 +57,7 @@ pub unsafe extern "C" fn close_range(
         return unsafe { real(first, last, flags) };
     }
     // SAFETY: the caller's arguments, in pieces.
-    unsafe { close_range_on(real, first, last, flags) }
+    within(|| unsafe { close_range_on(real, first, last, flags) })
 }
 
 #[inline(never)]
@@ -89,7 +90,7 @@ unsafe extern "C" fn close_range_on(
 pub unsafe extern "C" fn closefrom(real: CloseFromFn, first: c_int) {
     let from = first.max(0) as c_uint;
     // SAFETY: the same numbers, without ours.
-    if unsafe { close_range_on(crate::real::close_range(), from, c_uint::MAX, 0) } != 0 {
+    if within(|| unsafe { close_range_on(crate::real::close_range(), from, c_uint::MAX, 0) }) != 0 {
         // No such system call: libc reads /proc instead.
         // SAFETY: the caller's arguments, as they are.
         unsafe { real(first) }
@@ -110,7 +111,7 @@ pub unsafe extern "C" fn dup(real: DupFn, fd: c_int) -> c_int {
 #[inline(never)]
 extern "C" fn on_dup(old: c_int, new: c_int) {
     if !vfork::is_child() {
-        lifecycle::on_dup(old, new);
+        within(|| lifecycle::on_dup(old, new));
     }
 }
 
@@ -123,7 +124,7 @@ extern "C" fn before_dup(old: c_int, new: c_int) -> c_int {
     // SAFETY: the program's own number, in the middle of its call.
     let open = rustix::io::fcntl_getfd(unsafe { std::os::fd::BorrowedFd::borrow_raw(old) }).is_ok();
     if open && !vfork::is_child() {
-        lifecycle::before_close(new);
+        within(|| lifecycle::before_close(new));
     }
     GO_ON
 }

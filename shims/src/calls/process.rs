@@ -140,11 +140,22 @@ pub unsafe extern "C" fn daemon(real: DaemonFn, nochdir: c_int, noclose: c_int) 
     unsafe { real(nochdir, noclose) }
 }
 
-/// `_Fork(3)`: no handler of `pthread_atfork` runs.
+/// `_Fork(3)`: no handler of `pthread_atfork` runs, so ours are called here.
 #[inline]
 pub unsafe extern "C" fn fork_bare(real: ForkFn) -> pid_t {
-    // SAFETY: the caller's arguments, as they are.
-    unsafe { real() }
+    if !crate::fork::is_registered() {
+        // SAFETY: the caller's arguments, as they are.
+        return unsafe { real() };
+    }
+    crate::fork::prepare();
+    // SAFETY: likewise.
+    let pid = unsafe { real() };
+    if pid == 0 {
+        crate::fork::child();
+    } else {
+        crate::fork::parent();
+    }
+    pid
 }
 
 /// `_exit(2)` and `_Exit`: no handler of `atexit` runs. Does not return.

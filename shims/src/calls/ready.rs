@@ -1,6 +1,7 @@
 //! The calls that wait for readiness.
 
 use crate::epoll::Epoll;
+use crate::jump::{outside, within};
 use crate::lifecycle;
 use crate::poll::{self, Sets};
 use crate::real::Cancellable;
@@ -41,7 +42,7 @@ unsafe extern "C" fn poll_on(
     // SAFETY: `fds` has n entries.
     let call = |fds, n, left| unsafe { kernel_poll(fds, n, left, mask) };
     // SAFETY: the program's array.
-    unsafe { poll::poll(fds, count, timeout, call) }
+    within(|| unsafe { poll::poll(fds, count, timeout, call) })
 }
 
 /// What `poll` and `Sets::select` call: the kernel's ppoll(). (Not a function that gives `impl Fn`: such a
@@ -58,7 +59,12 @@ unsafe fn kernel_poll(
     let left = timeout.to_timespec();
     let left = left.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
     // SAFETY: by the contract.
-    unsafe { crate::real::ppoll().cancellable()(fds, count, left, mask) }
+    let call = || unsafe { crate::real::ppoll().cancellable()(fds, count, left, mask) };
+    if timeout.is_zero() {
+        call()
+    } else {
+        outside(call)
+    }
 }
 
 /// `poll(2)` of a fortified program; libc aborts if `fds` is longer than `size` bytes.
@@ -170,7 +176,7 @@ unsafe extern "C" fn select_on(sets: &Sets, timeout: *mut timeval) -> c_int {
     // SAFETY: `fds` has n entries.
     let call = |fds, n, left| unsafe { kernel_poll(fds, n, left, std::ptr::null()) };
     // SAFETY: the program's sets.
-    let result = unsafe { sets.select(time, call) };
+    let result = within(|| unsafe { sets.select(time, call) });
     if let (Some(tv), Timeout::Ns(ns)) = (given, time) {
         // Linux leaves what is left of the time.
         let left = ns.saturating_sub(crate::time::now_ns().saturating_sub(begun));
@@ -212,7 +218,7 @@ unsafe extern "C" fn pselect_on(sets: &Sets, timeout: Timeout, mask: *const sigs
     // SAFETY: `fds` has n entries.
     let call = |fds, n, left| unsafe { kernel_poll(fds, n, left, mask) };
     // SAFETY: the program's sets.
-    unsafe { sets.select(timeout, call) }
+    within(|| unsafe { sets.select(timeout, call) })
 }
 
 /// `epoll_create(2)`.
@@ -221,7 +227,7 @@ pub unsafe extern "C" fn epoll_create(real: EpollCreateFn, size: c_int) -> c_int
     // SAFETY: the caller's arguments, as they are.
     let fd = unsafe { real(size) };
     if fd >= 0 {
-        lifecycle::on_epoll(fd);
+        within(|| lifecycle::on_epoll(fd));
     }
     fd
 }
@@ -243,7 +249,7 @@ pub unsafe extern "C" fn epoll_ctl(
     event: *mut epoll_event,
 ) -> c_int {
     let entry = match operation {
-        libc::EPOLL_CTL_ADD => lifecycle::on_epoll_add(fd),
+        libc::EPOLL_CTL_ADD => within(|| lifecycle::on_epoll_add(fd)),
         _ => table::lookup(fd),
     };
     match entry {
@@ -255,7 +261,7 @@ pub unsafe extern "C" fn epoll_ctl(
         Entry::Socket(socket) => unsafe { epoll_ctl_on(socket, real, epoll, operation, fd, event) },
         Entry::Epoll(inner) => {
             if operation == libc::EPOLL_CTL_ADD {
-                inner.on_nested();
+                within(|| inner.on_nested());
             }
             // SAFETY: likewise.
             unsafe { real(epoll, operation, fd, event) }
@@ -283,7 +289,7 @@ unsafe extern "C" fn epoll_ctl_on(
             }
             // SAFETY: null, or the program's own.
             let event = unsafe { event.as_ref() }.copied();
-            set.control(socket, fd, operation, event, call)
+            within(|| set.control(socket, fd, operation, event, call))
         }
         _ => {
             let result = call();
@@ -324,10 +330,11 @@ unsafe extern "C" fn epoll_wait_on(
 ) -> c_int {
     let call = |epoll: c_int, e: *mut epoll_event, n: c_int, t: Timeout| {
         // SAFETY: `e` has n entries.
-        unsafe { real.cancellable()(epoll, e, n, t.to_ms()) }
+        let call = || unsafe { real.cancellable()(epoll, e, n, t.to_ms()) };
+        if t.is_zero() { call() } else { outside(call) }
     };
     // SAFETY: the program's array.
-    unsafe { set.wait(epoll, events, count, Timeout::from_ms(timeout), &call) }
+    within(|| unsafe { set.wait(epoll, events, count, Timeout::from_ms(timeout), &call) })
 }
 
 /// `epoll_pwait(2)`, time-out in ms.
@@ -362,10 +369,11 @@ unsafe extern "C" fn epoll_pwait_on(
 ) -> c_int {
     let call = |epoll: c_int, e: *mut epoll_event, n: c_int, t: Timeout| {
         // SAFETY: `e` has n entries.
-        unsafe { real.cancellable()(epoll, e, n, t.to_ms(), mask) }
+        let call = || unsafe { real.cancellable()(epoll, e, n, t.to_ms(), mask) };
+        if t.is_zero() { call() } else { outside(call) }
     };
     // SAFETY: the program's array.
-    unsafe { set.wait(epoll, events, count, Timeout::from_ms(timeout), &call) }
+    within(|| unsafe { set.wait(epoll, events, count, Timeout::from_ms(timeout), &call) })
 }
 
 /// `epoll_pwait2(2)`.
@@ -406,8 +414,9 @@ unsafe extern "C" fn epoll_pwait2_on(
         let left = t.to_timespec();
         let left = left.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
         // SAFETY: `e` has n entries.
-        unsafe { real.cancellable()(epoll, e, n, left, mask) }
+        let call = || unsafe { real.cancellable()(epoll, e, n, left, mask) };
+        if t.is_zero() { call() } else { outside(call) }
     };
     // SAFETY: the program's array.
-    unsafe { set.wait(epoll, events, count, time, &call) }
+    within(|| unsafe { set.wait(epoll, events, count, time, &call) })
 }

@@ -6,6 +6,7 @@ use std::sync::atomic::Ordering::Acquire;
 
 use crate::errno;
 use crate::fork;
+use crate::jump::within;
 use crate::lifecycle;
 use crate::listener::Listener;
 use crate::pass;
@@ -34,7 +35,7 @@ pub unsafe extern "C" fn socket(
     let stream = kind & !(libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC) == libc::SOCK_STREAM;
     let inet = domain == libc::AF_INET || domain == libc::AF_INET6;
     if fd >= 0 && stream && inet && (protocol == 0 || protocol == libc::IPPROTO_TCP) {
-        lifecycle::on_socket(fd, kind & libc::SOCK_NONBLOCK != 0);
+        within(|| lifecycle::on_socket(fd, kind & libc::SOCK_NONBLOCK != 0));
     }
     fd
 }
@@ -45,7 +46,7 @@ pub unsafe extern "C" fn listen(real: SocketIntFn, fd: c_int, backlog: c_int) ->
     // SAFETY: the caller's arguments, as they are.
     let result = unsafe { real(fd, backlog) };
     if result == 0 {
-        lifecycle::on_listen(fd);
+        within(|| lifecycle::on_listen(fd));
     }
     result
 }
@@ -76,7 +77,7 @@ unsafe extern "C" fn accept_on(
 ) -> c_int {
     // SAFETY: the caller's arguments, as they are.
     let accept = || unsafe { real.cancellable()(fd, address, address_len) };
-    accept_from(listener, false, accept)
+    within(|| accept_from(listener, false, accept))
 }
 
 /// The listener is kept meanwhile: the number may be closed, and the kernel still gives out a connection.
@@ -127,7 +128,7 @@ unsafe extern "C" fn accept4_on(
 ) -> c_int {
     // SAFETY: the caller's arguments, as they are.
     let accept = || unsafe { real.cancellable()(fd, address, address_len, flags) };
-    accept_from(listener, flags & libc::SOCK_NONBLOCK != 0, accept)
+    within(|| accept_from(listener, flags & libc::SOCK_NONBLOCK != 0, accept))
 }
 
 /// `connect(2)`.
@@ -141,7 +142,7 @@ pub unsafe extern "C" fn connect(
     // SAFETY: null, or an address of the program's; its family is all that is read.
     let family = unsafe { address.as_ref() }.map_or(0, |a| c_int::from(a.sa_family));
     if family == libc::AF_UNSPEC && !address.is_null() && table::socket(fd).is_some() {
-        lifecycle::before_disconnect(fd);
+        within(|| lifecycle::before_disconnect(fd));
     }
     if family != libc::AF_INET && family != libc::AF_INET6 {
         // SAFETY: the caller's arguments, as they are.
@@ -164,7 +165,7 @@ unsafe extern "C" fn connect_on(
     let connects = result == 0 || matches!(errno::get(), libc::EINPROGRESS | libc::EINTR);
     // Another file may have the number by now.
     if connects && table::token(fd) == before {
-        lifecycle::on_connect(fd);
+        within(|| lifecycle::on_connect(fd));
     }
     result
 }
@@ -187,6 +188,11 @@ unsafe extern "C" fn shutdown_on(
     fd: c_int,
     how: c_int,
 ) -> c_int {
+    // SAFETY: the caller's arguments, as they are.
+    within(|| unsafe { shut(socket, real, fd, how) })
+}
+
+unsafe fn shut(socket: &'static Socket, real: SocketIntFn, fd: c_int, how: c_int) -> c_int {
     fork::reclaim(socket);
     let sends = how == libc::SHUT_WR || how == libc::SHUT_RDWR;
     let result = if sends && tx::shut(socket) {

@@ -8,6 +8,7 @@ use std::sync::atomic::Ordering::Release;
 use rustix::event::epoll as kernel;
 
 use super::{ET, EXCLUSIVE, Epoll, ONESHOT};
+use crate::scratch::Scratch;
 use crate::socket::Socket;
 use rdmasock_core::os::privatefd::PrivateFd;
 
@@ -117,7 +118,7 @@ fn read_text(path: &str) -> rustix::io::Result<String> {
     let flags = OFlags::RDONLY | OFlags::CLOEXEC;
     let file = PrivateFd::open(|| rustix::fs::open(path, flags, Mode::empty()))?;
     let mut text = Vec::new();
-    let mut piece = [0u8; 4096];
+    let mut piece = Scratch::new(4096).ok_or(rustix::io::Errno::NOMEM)?;
     loop {
         match rustix::io::read(&file, &mut piece[..]) {
             Ok(0) => return String::from_utf8(text).map_err(|_| rustix::io::Errno::ILSEQ),

@@ -25,7 +25,9 @@ use crate::table;
 
 /// The program closes `fd`, which is not in the table any more.
 pub(super) fn release(socket: &'static Socket, fd: c_int) {
-    if fork::is_shared(socket) && is_only_number(socket, fd) && !socket.is_plain() {
+    // What another process has on a link stays there: this one only lets go.
+    let is_foreign = socket.tx_mode.load(Acquire) == mode::FOREIGN;
+    if fork::is_shared(socket) && !is_foreign && is_only_number(socket, fd) && !socket.is_plain() {
         // The other holders go on with the kernel's socket.
         crate::pass::release(socket, Reason::Inherited);
     }

@@ -15,6 +15,7 @@ use super::resume;
 use super::scan::{self, look_ahead};
 use crate::library::Library;
 use crate::rx::carry::Carry;
+use crate::scratch::Scratch;
 use crate::service::Command;
 use crate::socket::{Control, Rx, Socket, mode};
 
@@ -113,7 +114,7 @@ fn fetch(fd: BorrowedFd<'_>, carry: &mut Carry) -> rustix::io::Result<usize> {
         let has_ended = crate::ready::has_peer_ended(fd) && rustix::io::ioctl_fionread(fd)? == 0;
         return if has_ended { Ok(0) } else { Err(Errno::AGAIN) };
     }
-    let mut piece = [0u8; PIECE];
+    let mut piece = Scratch::new(PIECE).ok_or(Errno::NOMEM)?;
     let (_, n) = rustix::net::recv(fd, &mut piece[..], RecvFlags::DONTWAIT)?;
     carry.push(piece.get(..n).unwrap_or_default());
     Ok(n)

@@ -15,6 +15,7 @@ use super::feed;
 use crate::library::Library;
 use crate::ready;
 use crate::rx::carry::Carry;
+use crate::scratch::Scratch;
 use crate::service::Command;
 use crate::socket::{Control, Rx, Socket, mode};
 use crate::sockopt;
@@ -120,7 +121,7 @@ pub fn look_ahead<'a>(
     mut guard: Guard<'a, Rx>,
     relock: impl Fn() -> Option<Guard<'a, Rx>>,
 ) -> Option<(Ahead, Guard<'a, Rx>)> {
-    let mut buf = [0u8; MAX_MARKER + PEEK];
+    let mut buf = Scratch::new(MAX_MARKER + PEEK)?;
     let mut over = false;
     loop {
         if socket.rx_mode.load(Acquire) != mode::MARKED {
@@ -323,7 +324,7 @@ pub(super) fn take(rx: &mut Rx, fd: BorrowedFd<'_>, len: usize) -> bool {
 
 /// Takes `left` bytes that were seen in the kernel out of it. False if they are not there any more.
 fn drop_from_kernel(fd: BorrowedFd<'_>, mut left: usize) -> bool {
-    let mut sink = [0u8; 4096];
+    let mut sink = [0u8; 512];
     while left > 0 {
         let want = left.min(sink.len());
         match sink

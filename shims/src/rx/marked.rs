@@ -6,6 +6,7 @@ use std::os::fd::AsRawFd;
 use std::sync::atomic::Ordering::{Acquire, SeqCst};
 
 use libc::ssize_t;
+use rdmasock_core::thread;
 use rustix::net::RecvFlags;
 
 use super::{Step, leave};
@@ -17,6 +18,7 @@ use crate::lifecycle;
 use crate::promote::{self, Ahead};
 use crate::ready;
 use crate::real::{Cancellable, or_if_cancelled};
+use crate::scratch::Scratch;
 use crate::service::Command;
 use crate::socket::{Rx, Socket, mode};
 use crate::wait;
@@ -48,6 +50,7 @@ pub(super) unsafe fn scanned(
     }
     socket.leave_rx();
     look_again(socket);
+    thread::current().end();
     errno::set(errno);
     if n > 0 && peeked {
         // Peeked bytes are still there to be looked at in order.
@@ -183,7 +186,8 @@ unsafe fn take_payload(
     let Some(anchor) = socket.anchor_fd() else {
         return Step::Fail(libc::EBADF);
     };
-    let mut buf = [0u8; 4096];
+    // Without memory for more, what there is.
+    let mut buf = Scratch::new(kernel.min(iov.len()).min(4096)).unwrap_or_default();
     let mut skip = 0;
     while got < carry + kernel && iov.len() > 0 && !(peek && skip > 0) {
         let want = (carry + kernel - got).min(iov.len()).min(buf.len());

@@ -4,11 +4,13 @@ use std::ffi::c_int;
 use std::sync::atomic::Ordering::Acquire;
 
 use libc::ssize_t;
+use rdmasock_core::thread;
 
 use super::{account, leave, recv_slow};
 use crate::call::{Call, Direction};
 use crate::errno;
 use crate::iov::Iov;
+use crate::jump::outside;
 use crate::real::{Cancellable, or_if_cancelled};
 use crate::socket::{Socket, mode};
 
@@ -75,7 +77,8 @@ fn pipe_room(pipe: c_int, nonblocking: bool) -> Result<usize, c_int> {
     };
     let timeout = if nonblocking { 0 } else { -1 };
     // SAFETY: one entry.
-    match unsafe { crate::real::poll().cancellable()(&raw mut set, 1, timeout) } {
+    let call = || unsafe { crate::real::poll().cancellable()(&raw mut set, 1, timeout) };
+    match outside(call) {
         0 => Err(libc::EAGAIN),
         n if n < 0 => Err(errno::get()),
         _ => Ok(PAGE),
@@ -86,9 +89,11 @@ fn pipe_room(pipe: c_int, nonblocking: bool) -> Result<usize, c_int> {
 fn write_all(pipe: c_int, mut bytes: &[u8]) {
     while !bytes.is_empty() {
         // SAFETY: the slice is readable.
-        let n =
-            unsafe { crate::real::write().cancellable()(pipe, bytes.as_ptr().cast(), bytes.len()) };
+        let n = outside(|| unsafe {
+            crate::real::write().cancellable()(pipe, bytes.as_ptr().cast(), bytes.len())
+        });
         match n {
+            _ if thread::current().is_leaving() => return,
             n if n > 0 => bytes = bytes.get(n as usize..).unwrap_or_default(),
             _ if errno::get() == libc::EINTR => {}
             _ if errno::get() == libc::EAGAIN => {

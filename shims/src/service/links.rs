@@ -121,7 +121,7 @@ impl Worker {
         geometry: &Geometry,
         fds: Vec<PrivateFd>,
     ) {
-        if !self.service.redeem(&cookie, &peer) {
+        if !self.service.offers.redeem(&cookie, &peer) {
             self.reply(
                 conn,
                 &Message::LinkRefuse {

@@ -137,7 +137,7 @@ impl Worker {
             cookie,
         }) = Introduction::decode(&incoming.private)
             .ok()
-            .filter(|i| self.service.is_on_offer(&i.cookie, &i.instance))
+            .filter(|i| self.service.offers.has(&i.cookie, &i.instance))
         else {
             self.library
                 .stats
@@ -288,7 +288,7 @@ impl Worker {
             return;
         };
         if self.remote_link(id).is_some_and(|(_, d)| d.has_heard()) {
-            self.service.redeem(cookie, peer);
+            self.service.offers.redeem(cookie, peer);
             self.unheard.remove(&id);
         }
     }

@@ -1,7 +1,10 @@
 //! Who may answer what: the rules P10, P11, P14, P15 and the memory of attempts, on one worker.
 
+use rdmasock_core::ids::Cookie;
+use std::collections::VecDeque;
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::AsRawFd;
+use std::sync::Mutex;
 
 use rdmasock_core::os::channel::Channel;
 use rdmasock_core::stream::handshake::Handshake;
@@ -24,10 +27,12 @@ pub(crate) fn without_thread() {
 
 /// How often it is to be looked for markers behind what `socket` has not read.
 pub(crate) fn reads_ahead(socket: &'static Socket) -> usize {
-    let queue = Library::get().service.queue.lock().unwrap();
+    static TAKEN: Mutex<VecDeque<Command>> = Mutex::new(VecDeque::new());
+    let mut taken = TAKEN.lock().unwrap();
+    Library::get().service.queue.take_all(&mut taken);
     let is_this = |r: &Ref| r.get().is_some_and(|s| std::ptr::eq(s, socket));
     let count = |c: &&Command| matches!(c, Command::ReadAhead(r) if is_this(r));
-    queue.iter().filter(count).count()
+    taken.iter().filter(count).count()
 }
 
 /// A connected socket, and what keeps it open.
@@ -260,14 +265,19 @@ fn a_cookie_is_good_once_and_for_whom_it_was_made() {
     let worker = worker();
     let (peer, other) = (InstanceId::random().unwrap(), InstanceId::random().unwrap());
     let cookie = worker.service.offer_link(peer, None).unwrap().cookie;
-    assert!(!worker.service.redeem(&cookie, &other));
-    assert!(!worker.service.redeem(&Cookie::random().unwrap(), &peer));
+    assert!(!worker.service.offers.redeem(&cookie, &other));
+    assert!(
+        !worker
+            .service
+            .offers
+            .redeem(&Cookie::random().unwrap(), &peer)
+    );
     // A request to connect may be lost, and come again.
     for _ in 0..2 {
-        assert!(worker.service.is_on_offer(&cookie, &peer));
+        assert!(worker.service.offers.has(&cookie, &peer));
     }
-    assert!(!worker.service.is_on_offer(&cookie, &other));
-    assert!(worker.service.redeem(&cookie, &peer));
-    assert!(!worker.service.is_on_offer(&cookie, &peer));
-    assert!(!worker.service.redeem(&cookie, &peer));
+    assert!(!worker.service.offers.has(&cookie, &other));
+    assert!(worker.service.offers.redeem(&cookie, &peer));
+    assert!(!worker.service.offers.has(&cookie, &peer));
+    assert!(!worker.service.offers.redeem(&cookie, &peer));
 }

@@ -1,5 +1,6 @@
 //! The calls that move bytes between a socket and a file or pipe.
 
+use crate::jump::within;
 use crate::lifecycle;
 use crate::real::Cancellable;
 use crate::rx;
@@ -38,8 +39,10 @@ unsafe extern "C" fn sendfile_on(
 ) -> ssize_t {
     // SAFETY: the program's own offset.
     unsafe {
-        tx::sendfile(socket, out, input, offset, count, &|out| {
-            real.cancellable()(out, input, offset, count)
+        within(|| {
+            tx::sendfile(socket, out, input, offset, count, &|out| {
+                real.cancellable()(out, input, offset, count)
+            })
         })
     }
 }
@@ -102,12 +105,15 @@ unsafe extern "C" fn splice_on(
     match (from, to) {
         (Some(socket), _) => {
             let nonblocking = flags & libc::SPLICE_F_NONBLOCK != 0;
-            rx::splice(socket, input, out, len, nonblocking, call)
+            within(|| rx::splice(socket, input, out, len, nonblocking, call))
         }
-        (_, Some(socket)) => tx::send_on_tcp(socket, out, &|out| {
+        (_, Some(socket)) => {
             // SAFETY: likewise.
-            unsafe { real.cancellable()(input, input_offset, out, out_offset, len, flags) }
-        }),
+            let call = |out| unsafe {
+                real.cancellable()(input, input_offset, out, out_offset, len, flags)
+            };
+            within(|| tx::send_on_tcp(socket, out, &call))
+        }
         _ => call(),
     }
 }

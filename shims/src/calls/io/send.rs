@@ -1,6 +1,7 @@
 //! send() and its kin.
 
 use crate::iov::Iov;
+use crate::jump::within;
 use crate::pass;
 use crate::real::Cancellable;
 use crate::socket::Socket;
@@ -235,7 +236,7 @@ unsafe extern "C" fn sendmsg_on(
         tx::take_back(socket, rdmasock_core::stats::Reason::Unsupported);
         // SAFETY: the caller's arguments, as they are.
         let call = |fd| unsafe { real.cancellable()(fd, message, flags) };
-        return tx::send_on_tcp(socket, fd, &call);
+        return within(|| tx::send_on_tcp(socket, fd, &call));
     };
     // SAFETY: the program's buffers.
     unsafe {

@@ -1,0 +1,241 @@
+//! What the library keeps of each thread: its id, and where in the library it is.
+//!
+//! Every call touches this, so it is found by two instructions (the initial-exec model of TLS, which a preloaded library may
+//! use); `thread_local!` in a shared library is a call of the loader's. Nothing here has a destructor.
+//!
+//! A thread is *within* the library while it has a section open: between `begin` and `end` it has announced something, or
+//! holds a lock, and a `longjmp` out of a signal handler has to wait (`shims::jump`). A call of libc's that may block is made
+//! [outside](Outside), however deep it is.
+
+use std::cell::Cell;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed, Ordering::SeqCst, compiler_fence};
+
+/// See the module.
+#[repr(C)]
+#[derive(Debug)]
+pub struct Thread {
+    /// The kernel's id; 0 until asked for.
+    tid: Cell<u32>,
+    /// Sections that are open, one in another.
+    depth: Cell<u32>,
+    /// The stack pointer where the outermost began.
+    base: Cell<usize>,
+    /// A jump that waits; null if there is none.
+    jump: Cell<*mut u8>,
+    /// The innermost call that is made outside; null if there is none.
+    outside: Cell<*const Outside>,
+}
+
+const BYTES: usize = 64;
+const _: () = assert!(size_of::<Thread>() <= BYTES);
+
+#[cfg(target_arch = "x86_64")]
+std::arch::global_asm!(
+    ".pushsection .tbss.rdmasock_thread, \"awT\", @nobits",
+    ".globl rdmasock_thread",
+    ".hidden rdmasock_thread",
+    ".type rdmasock_thread, @object",
+    ".size rdmasock_thread, {bytes}",
+    ".p2align 4",
+    "rdmasock_thread:",
+    ".zero {bytes}",
+    ".popsection",
+    bytes = const BYTES,
+);
+
+/// The calling thread's. The reference is not to leave the thread.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+pub fn current() -> &'static Thread {
+    let at: *const Thread;
+    // SAFETY: the address of this thread's copy of the variable above, which is zero at first, a valid `Thread`, and
+    // lives as long as the thread.
+    unsafe {
+        std::arch::asm!(
+            "mov {at}, qword ptr [rip + rdmasock_thread@gottpoff]",
+            "add {at}, qword ptr fs:[0]",
+            at = out(reg) at,
+            options(pure, nomem, nostack),
+        );
+        &*at
+    }
+}
+
+/// The calling thread's. The reference is not to leave the thread.
+#[cfg(not(target_arch = "x86_64"))]
+#[inline]
+pub fn current() -> &'static Thread {
+    thread_local! {
+        static THREAD: Thread = const {
+            Thread {
+                tid: Cell::new(0),
+                depth: Cell::new(0),
+                base: Cell::new(0),
+                jump: Cell::new(std::ptr::null_mut()),
+                outside: Cell::new(std::ptr::null()),
+            }
+        };
+    }
+    // SAFETY: without a destructor it is valid for as long as the thread.
+    THREAD.with(|t| unsafe { &*std::ptr::from_ref(t) })
+}
+
+/// A call that may block, and that a jump may leave; in the frame of whoever makes it.
+#[derive(Debug)]
+pub struct Outside {
+    /// The one that this one was made in, by a signal handler.
+    before: *const Outside,
+    /// How deep the thread was.
+    depth: u32,
+    base: usize,
+    /// The stack pointer to go on with when the call is left.
+    pub landing: Cell<usize>,
+}
+
+/// Carries out the jump that waits, or a part of it; set when there first is one.
+static CARRY_OUT: AtomicUsize = AtomicUsize::new(0);
+
+impl Thread {
+    /// The kernel's id of the thread.
+    #[inline]
+    pub fn tid(&self) -> u32 {
+        match self.tid.get() {
+            0 => self.ask_tid(),
+            id => id,
+        }
+    }
+
+    #[cold]
+    fn ask_tid(&self) -> u32 {
+        let id = rustix::thread::gettid().as_raw_nonzero().get() as u32;
+        self.tid.set(id);
+        id
+    }
+
+    /// In a fork child: the surviving thread has a new id.
+    pub fn forget_tid(&self) {
+        self.tid.set(0);
+    }
+
+    /// Opens a section.
+    #[inline(always)]
+    pub fn begin(&self) {
+        let depth = self.depth.get();
+        if depth == 0 {
+            self.base.set(stack_pointer());
+        }
+        self.depth.set(depth + 1);
+        // What is announced in the section is announced after this, and withdrawn before `end`.
+        compiler_fence(SeqCst);
+    }
+
+    /// Closes the section that was opened last. Where that is the outermost, a jump that waits is carried out: then this
+    /// does not return.
+    #[inline(always)]
+    pub fn end(&self) {
+        compiler_fence(SeqCst);
+        let depth = self.depth.get().wrapping_sub(1);
+        self.depth.set(depth);
+        // A handler may have jumped before this load, or finds nothing to wait for after it.
+        compiler_fence(SeqCst);
+        if depth == 0 && !self.jump.get().is_null() {
+            carry_out();
+        }
+    }
+
+    /// How many sections are open.
+    pub fn depth(&self) -> u32 {
+        self.depth.get()
+    }
+
+    /// The stack pointer where the outermost began.
+    pub fn base(&self) -> usize {
+        self.base.get()
+    }
+
+    /// Whether the thread is on its way out of the library, to where a jump leads: whatever fails is not tried again.
+    #[inline]
+    pub fn is_leaving(&self) -> bool {
+        !self.jump.get().is_null()
+    }
+
+    /// The jump that waits.
+    pub fn jump(&self) -> *mut u8 {
+        self.jump.get()
+    }
+
+    /// Has a jump wait for the end of the sections that are open, and of calls that are left. `carry_out` is called then.
+    pub fn set_jump(&self, jump: *mut u8, carry_out: extern "C" fn()) {
+        CARRY_OUT.store(carry_out as usize, Relaxed);
+        self.jump.set(jump);
+    }
+
+    /// Forgets it.
+    pub fn take_jump(&self) -> *mut u8 {
+        self.jump.replace(std::ptr::null_mut())
+    }
+
+    /// The innermost call that is made outside.
+    pub fn outside(&self) -> Option<&Outside> {
+        // SAFETY: null, or in the frame of a call that is not back yet.
+        unsafe { self.outside.get().as_ref() }
+    }
+
+    /// What [`Self::step_out`] needs, in the caller's frame.
+    #[inline]
+    pub fn about_to_step_out(&self) -> Outside {
+        Outside {
+            before: self.outside.get(),
+            depth: self.depth.get(),
+            base: self.base.get(),
+            landing: Cell::new(0),
+        }
+    }
+
+    /// From now on a jump leaves the call at its landing.
+    #[inline]
+    pub fn step_out(&self, outside: &Outside) {
+        self.outside.set(outside);
+        compiler_fence(SeqCst);
+        self.depth.set(0);
+        compiler_fence(SeqCst);
+    }
+
+    /// The call is back, or was left.
+    #[inline]
+    pub fn step_in(&self, outside: &Outside) {
+        compiler_fence(SeqCst);
+        self.base.set(outside.base);
+        self.depth.set(outside.depth);
+        compiler_fence(SeqCst);
+        self.outside.set(outside.before);
+    }
+}
+
+#[cold]
+#[inline(never)]
+fn carry_out() {
+    let address = CARRY_OUT.load(Relaxed);
+    if address != 0 {
+        // SAFETY: stored by `set_jump` from a function of this type.
+        let carry_out: extern "C" fn() = unsafe { std::mem::transmute(address) };
+        carry_out();
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+fn stack_pointer() -> usize {
+    let at: usize;
+    // SAFETY: reads a register.
+    unsafe {
+        std::arch::asm!("mov {}, rsp", out(reg) at, options(nomem, nostack, preserves_flags))
+    };
+    at
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+#[inline(always)]
+fn stack_pointer() -> usize {
+    0
+}

@@ -1,0 +1,207 @@
+//! Signals, longjmp and fork at any instruction: programs of C (`c/`) that do with sockets what a program may, in signal
+//! handlers, out of them, and in children of a process with threads. Each ends by itself, with the library as without.
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitCode, Stdio};
+use std::sync::{Arc, OnceLock};
+
+use libtest_mimic::{Arguments, Failed, Trial};
+use nix::sys::signal::{Signal, killpg};
+use nix::unistd::Pid;
+use rdmasock_tests::harness::{Paths, clean_environment};
+use rdmasock_tests::observe::promotion_state;
+
+/// After so many seconds a program that has not ended hangs.
+const LIMIT: u32 = 90;
+
+/// Which connections are moved.
+#[derive(Clone, Copy, PartialEq)]
+enum With {
+    /// No library.
+    Kernel,
+    /// None: all stay on TCP.
+    Defaults,
+    /// All, soon.
+    Soon,
+}
+
+struct Program {
+    name: &'static str,
+    arguments: &'static [&'static str],
+}
+
+const PROGRAMS: &[Program] = &[
+    Program {
+        name: "fork_churn",
+        arguments: &["3000", "4"],
+    },
+    Program {
+        name: "handlers",
+        arguments: &["4000"],
+    },
+    Program {
+        name: "handlers",
+        arguments: &["4000", "small"],
+    },
+    Program {
+        name: "cold",
+        arguments: &["30"],
+    },
+    Program {
+        name: "jump",
+        arguments: &["3000"],
+    },
+];
+
+fn main() -> ExitCode {
+    let mut args = Arguments::from_args();
+    // Most of them have several threads each.
+    args.test_threads.get_or_insert(1);
+    let paths = Arc::new(Paths::find(Path::new(env!("CARGO_BIN_EXE_scenario"))));
+    let mut trials = Vec::new();
+    for program in PROGRAMS {
+        for (with, name) in [
+            (With::Kernel, "kernel"),
+            (With::Defaults, "tcp"),
+            (With::Soon, "link"),
+        ] {
+            let paths = Arc::clone(&paths);
+            // The first argument is how often.
+            let how: String = program
+                .arguments
+                .iter()
+                .skip(1)
+                .map(|a| format!("_{a}"))
+                .collect();
+            let title = format!("{name}/{}{how}", program.name);
+            trials.push(Trial::test(title, move || run(&paths, program, with)));
+        }
+    }
+    trials.push(Trial::test("link/fork_holds", move || fork_holds(&paths)));
+    libtest_mimic::run(&args, trials).exit_code()
+}
+
+/// Compiles `c/NAME.c`, once.
+fn compile(name: &str) -> Result<PathBuf, String> {
+    static DIRECTORY: OnceLock<tempfile::TempDir> = OnceLock::new();
+    let directory = DIRECTORY.get_or_init(|| tempfile::tempdir().unwrap());
+    let program = directory.path().join(name);
+    if program.exists() {
+        return Ok(program);
+    }
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("c/{name}.c"));
+    let output = Command::new("cc")
+        .args(["-O1", "-g", "-Wall", "-Werror", "-pthread", "-o"])
+        .args([&program, &source])
+        .output()
+        .map_err(|e| format!("cc (Debian: apt install gcc libc6-dev): {e}"))?;
+    if output.status.success() {
+        Ok(program)
+    } else {
+        Err(String::from_utf8_lossy(&output.stderr).into_owned())
+    }
+}
+
+/// A running program, in a process group of its own; killed with all that it has started when this is dropped.
+struct Running(Child);
+
+impl Running {
+    fn start(paths: &Paths, name: &str, arguments: &[&str], with: With) -> Result<Self, Failed> {
+        // What hangs for good is ended by the kernel: the alarm's handler of a program is its own, `timeout` is not.
+        let mut command = Command::new("timeout");
+        command
+            .args(["--signal", "KILL", &LIMIT.to_string(), "env"])
+            .process_group(0)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        clean_environment(&mut command);
+        if with != With::Kernel {
+            let library = paths.library.as_ref()?;
+            command.arg(format!("LD_PRELOAD={}", library.display()));
+        }
+        if with == With::Soon {
+            command.arg("RDMASOCK_PROMOTE_AFTER=2r,16K");
+        }
+        command.arg(compile(name)?).args(arguments);
+        Ok(Self(command.spawn().map_err(|e| e.to_string())?))
+    }
+
+    /// Its output, and whether it ended well.
+    fn end(mut self) -> Result<String, Failed> {
+        drop(self.0.stdin.take());
+        let (mut out, mut errors) = (String::new(), String::new());
+        let (stdout, stderr) = (self.0.stdout.take(), self.0.stderr.take());
+        std::thread::scope(|s| {
+            s.spawn(|| std::io::read_to_string(stderr.unwrap()).map(|text| errors = text));
+            stdout.map(|stdout| std::io::read_to_string(stdout).map(|text| out = text));
+        });
+        let status = self.0.wait().map_err(|e| e.to_string())?;
+        if status.success() && errors.is_empty() {
+            Ok(out)
+        } else {
+            Err(format!("ended with {status}, and said\n{out}{errors}").into())
+        }
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = killpg(Pid::from_raw(self.0.id() as i32), Signal::SIGKILL);
+        let _ = self.0.wait();
+    }
+}
+
+fn run(paths: &Paths, program: &Program, with: With) -> Result<(), Failed> {
+    let printed = Running::start(paths, program.name, program.arguments, with)?.end()?;
+    let expected = Running::start(paths, program.name, &["1"], With::Kernel)?.end()?;
+    if printed == expected {
+        Ok(())
+    } else {
+        Err(format!("printed\n{printed}and not\n{expected}").into())
+    }
+}
+
+/// How many connections of the process are on a link.
+fn on_link(paths: &Paths, pid: u32) -> Result<usize, Failed> {
+    let state = promotion_state(&paths.command, pid).map_err(|e| e.to_string())?;
+    Ok(state.map_or(0, |s| s.on_link))
+}
+
+fn fork_holds(paths: &Paths) -> Result<(), Failed> {
+    let mut running = Running::start(paths, "fork_holds", &[], With::Soon)?;
+    let mut lines = BufReader::new(running.0.stdout.take().unwrap()).lines();
+    let mut input = running.0.stdin.take().unwrap();
+    let mut next = || lines.next().transpose().map(Option::unwrap_or_default);
+    if next()? != "warm" {
+        return running.end().map(drop);
+    }
+    // `timeout` has it as its child.
+    let pid = child_of(running.0.id())?;
+    while on_link(paths, pid)? == 0 {
+        std::thread::sleep(std::time::Duration::from_millis(5));
+        if running.0.try_wait()?.is_some() {
+            return Err("it ended without being promoted".into());
+        }
+    }
+    input.write_all(b"\n")?;
+    assert_eq!(next()?, "children have ended");
+    assert_eq!(
+        on_link(paths, pid)?,
+        1,
+        "the parent's stream has left the link"
+    );
+    input.write_all(b"\n")?;
+    assert_eq!(next()?, "done");
+    drop(input);
+    running.end().map(drop)
+}
+
+fn child_of(parent: u32) -> Result<u32, Failed> {
+    let children = std::fs::read_to_string(format!("/proc/{parent}/task/{parent}/children"))?;
+    let first = children.split_whitespace().next().ok_or("no child")?;
+    Ok(first.parse()?)
+}

@@ -9,5 +9,6 @@ mod load;
 mod process;
 mod ready;
 mod socket;
+mod syscall;
 mod variadic;
 mod vfork;

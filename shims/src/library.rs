@@ -92,6 +92,11 @@ impl Library {
 
     #[cold]
     fn make() -> Option<&'static Library> {
+        // SAFETY: libc's own variable.
+        if unsafe { environ.is_null() } {
+            // In a function that the linker calls before libc has begun: what the user asks for is not known yet.
+            return None;
+        }
         let errno = crate::errno::get();
         let made = Self::build();
         crate::errno::set(errno);
@@ -194,6 +199,7 @@ static CONFIG: OnceBox<Config> = OnceBox::new();
 static REACH: OnceBox<Reach> = OnceBox::new();
 
 unsafe extern "C" {
+    static environ: *const *const std::ffi::c_char;
     static program_invocation_short_name: *const std::ffi::c_char;
 }
 

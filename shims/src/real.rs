@@ -17,9 +17,9 @@
 use core::ffi::CStr;
 use core::sync::atomic::{AtomicPtr, Ordering};
 use libc::{
-    FILE, aiocb, c_char, c_int, c_uint, c_ulong, c_void, epoll_event, fd_set, iovec, mmsghdr,
-    msghdr, nfds_t, off_t, pid_t, pollfd, posix_spawn_file_actions_t, posix_spawnattr_t, sigevent,
-    sigset_t, size_t, sockaddr, socklen_t, ssize_t, timespec, timeval,
+    FILE, aiocb, c_char, c_int, c_long, c_uint, c_ulong, c_void, epoll_event, fd_set, iovec,
+    mmsghdr, msghdr, nfds_t, off_t, pid_t, pollfd, posix_spawn_file_actions_t, posix_spawnattr_t,
+    sigevent, sigset_t, size_t, sockaddr, socklen_t, ssize_t, timespec, timeval,
 };
 
 /// One symbol of libc, looked up at first use and kept.
@@ -64,6 +64,10 @@ trait Failure {
 }
 
 impl Failure for c_int {
+    const FAILURE: Self = -1;
+}
+
+impl Failure for c_long {
     const FAILURE: Self = -1;
 }
 
@@ -316,6 +320,11 @@ functions! {
     ForkFn = () -> pid_t: _Fork;
     /// `_exit(status)`, `_Exit` and `quick_exit`; none of them returns
     ExitFn = (c_int) -> (): _exit, _Exit, quick_exit;
+
+    // System calls by number.
+
+    /// `syscall(number, six arguments)`; variadic in C
+    SyscallFn = (c_long, c_long, c_long, c_long, c_long, c_long, c_long) -> c_long: syscall;
 
     // Calls in which libc itself does the I/O, where no hook sees it.
 

@@ -8,5 +8,6 @@ pub mod datagram;
 pub mod dir;
 #[cfg(test)]
 pub(crate) mod forked;
+pub mod kernel;
 pub mod memfd;
 pub mod privatefd;

@@ -8,6 +8,7 @@ pub mod epoll;
 pub mod errno;
 pub mod fork;
 pub mod identity;
+pub mod hold;
 pub mod iov;
 pub mod keepalive;
 pub mod library;

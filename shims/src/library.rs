@@ -12,7 +12,7 @@ use std::sync::atomic::{
 use once_cell::race::OnceBox;
 use rdmasock_core::ids::InstanceId;
 use rdmasock_core::os::privatefd::{PrivateFd, Transit};
-use rdmasock_core::stats::{InstanceInfo, StatsPage};
+use rdmasock_core::stats::{InstanceInfo, Reason, StatsPage};
 use rdmasock_core::stream::policy::Threshold;
 
 use crate::config::Config;
@@ -27,8 +27,8 @@ pub struct Library {
     pub config: Config,
     /// From when on a connection is promoted.
     pub threshold: Threshold,
-    /// Which connections may be.
-    pub rules: Rules,
+    /// Which connections may be; `None` if that cannot be known.
+    pub rules: Option<&'static Rules>,
     /// Which other hosts are in reach.
     pub reach: &'static Reach,
     /// Base name of the program.
@@ -127,18 +127,7 @@ impl Library {
         crate::log::init(config);
         crate::fork::register();
         let program = program_name();
-        let rules = match &config.rules {
-            None => Rules::default(),
-            Some(path) => {
-                let (rules, warning) = Rules::load(path);
-                if let Some(warning) = warning
-                    && !WARNED.swap(true, Relaxed)
-                {
-                    crate::config::warn(&warning);
-                }
-                rules
-            }
-        };
+        let rules = RULES.get_or_init(|| Box::new(read_rules(config)));
         let id = InstanceId::random().ok()?;
         let transit = Transit::begin();
         let (stats, stats_fd) = StatsPage::create(InstanceInfo {
@@ -152,7 +141,7 @@ impl Library {
         let library = Library {
             threshold: config.promote_after.threshold(),
             config: config.clone(),
-            rules,
+            rules: rules.as_ref(),
             reach: REACH.get_or_init(|| Box::new(Reach::new(config))),
             program,
             id,
@@ -165,14 +154,20 @@ impl Library {
         Some(library)
     }
 
-    /// Whether the rules let this connection be accelerated.
-    pub fn may_accelerate(
+    /// Why this connection may not be accelerated, whatever its ends are ready for.
+    pub fn refuses(
         &self,
         local: SocketAddr,
         peer: SocketAddr,
         direction: rdmasock_core::stats::Direction,
-    ) -> bool {
-        self.rules.decide(&self.program, local, peer, direction) == Decision::Accelerate
+    ) -> Option<Reason> {
+        let Some(rules) = self.rules else {
+            return Some(Reason::NoRules);
+        };
+        match rules.decide(&self.program, local, peer, direction) {
+            Decision::Leave => Some(Reason::Rule),
+            Decision::Accelerate => crate::hold::reason(),
+        }
     }
 
     /// In a fork child, before [`Self::forget`]: the number of the parent's service doorbell.
@@ -190,10 +185,21 @@ impl Library {
     }
 }
 
-static WARNED: AtomicBool = AtomicBool::new(false);
-
 /// The configuration is read once and survives forks.
 static CONFIG: OnceBox<Config> = OnceBox::new();
+
+/// Likewise: a fork child may not be allowed to read the file again.
+static RULES: OnceBox<Option<Rules>> = OnceBox::new();
+
+/// The rules that the user wants, `None` if they cannot be had; what is wrong with them goes to stderr.
+fn read_rules(config: &Config) -> Option<Rules> {
+    let Some(path) = &config.rules else {
+        return Some(Rules::default());
+    };
+    Rules::load(path)
+        .inspect_err(|problem| crate::config::warn(problem))
+        .ok()
+}
 
 /// With the secret, which a fork child may not be allowed to read again.
 static REACH: OnceBox<Reach> = OnceBox::new();

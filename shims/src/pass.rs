@@ -106,7 +106,7 @@ pub fn release(socket: &'static Socket, reason: Reason) {
 }
 
 /// A promotion is under way or done, or the way back is not at its end.
-fn may_be_on_link(socket: &Socket) -> bool {
+pub fn may_be_on_link(socket: &Socket) -> bool {
     socket.stage() == Stage::Busy || !socket.is_plain()
 }
 

@@ -6,10 +6,13 @@ use libc::{
     c_int, epoll_event, fd_set, iovec, nfds_t, off_t, pollfd, sigset_t, size_t, ssize_t, timespec,
 };
 use rdmasock_core::os::kernel;
+use rdmasock_core::stats::Reason;
 
 use super::{Handler, result, waits, waits_on};
 use crate::calls::{io, process, ready, vfork};
-use crate::{iov, poll, time};
+use crate::config::IoUring;
+use crate::library::Library;
+use crate::{errno, hold, iov, poll, time};
 
 /// Calls whose arguments are not those of libc's functions.
 pub(super) const OTHERS: &[(c_long, Handler)] = &[
@@ -20,6 +23,7 @@ pub(super) const OTHERS: &[(c_long, Handler)] = &[
     (libc::SYS_epoll_pwait, epoll_pwait),
     (libc::SYS_epoll_pwait2, epoll_pwait2),
     (libc::SYS_exit_group, exit_group),
+    (libc::SYS_io_uring_setup, io_uring_setup),
 ];
 
 /// The offset in two halves, of which on a 64-bit machine the lower one is the whole.
@@ -315,4 +319,25 @@ unsafe extern "C" fn exit_group(
     // SAFETY: likewise.
     unsafe { process::exit_now(system_call, a as c_int) };
     0
+}
+
+/// Where there is no io_uring, programs use epoll. (liburing makes this call in line, and is not seen.)
+unsafe extern "C" fn io_uring_setup(
+    a: usize,
+    b: usize,
+    c: usize,
+    d: usize,
+    e: usize,
+    f: usize,
+) -> c_long {
+    let asked = Library::ensure().map(|library| library.config.io_uring);
+    if asked == Some(IoUring::Hide) {
+        return errno::fail(libc::ENOSYS);
+    }
+    // SAFETY: the program's own call.
+    let ring = result(unsafe { kernel::call(libc::SYS_io_uring_setup, [a, b, c, d, e, f]) });
+    if ring >= 0 && asked.is_some() {
+        hold::all_on_tcp(Reason::IoUring);
+    }
+    ring
 }

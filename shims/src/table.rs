@@ -227,6 +227,12 @@ pub fn find(mut is_such: impl FnMut(Entry) -> bool) -> Option<c_int> {
 /// The highest number that ever had an entry, so that walks end early.
 static HIGHEST: AtomicUsize = AtomicUsize::new(0);
 
+/// No number above this has an entry.
+pub fn highest() -> c_int {
+    // Below ENTRIES, which fits.
+    HIGHEST.load(Relaxed) as c_int
+}
+
 /// [`put`] for a new number.
 pub fn insert(fd: c_int, entry: Entry) -> Entry {
     if HIGHEST.load(Relaxed) < fd.max(0) as usize {

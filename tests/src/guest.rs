@@ -1,15 +1,17 @@
 //! The two ends of a connection that goes on until the test ends it, for tests of what a process is in or has done: each
 //! is a `scenario helper guest …` whose messages are checked, and which the test can question meanwhile.
 
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+
 use crate::data;
 use crate::sys::{self, Addr, Ret};
 
 /// Bytes of a message.
 const MESSAGE: usize = 64;
 
-/// `server WHAT…` listens, prints its port, does each WHAT that follows (`before-accept` ones first), and sends back what
-/// comes over one connection; `client PORT WHAT…` says one thing after the other until its standard input ends, and
-/// does what a line there says. True if all went well.
+/// `server WHAT…` listens, prints its port, does each WHAT (`early:WHAT` before it makes a socket), and sends back what
+/// comes over one connection; `client PORT` says one thing after the other until it is told to `end`. Both do what a line
+/// on their standard input says. True if all went well.
 pub fn main(words: &[String]) -> bool {
     match words.first().map(String::as_str) {
         Some("server") => server(&words[1..]),
@@ -22,9 +24,15 @@ pub fn main(words: &[String]) -> bool {
 }
 
 fn server(what: &[String]) -> bool {
+    let (early, later): (Vec<_>, Vec<_>) = what.iter().partition(|word| word.starts_with("early:"));
+    let early: Vec<_> = early
+        .iter()
+        .map(|word| act(&word["early:".len()..]))
+        .collect();
     let (listener, port) = sys::listener(&Addr::v4(0), 16);
     say(&port.to_string());
-    for word in what {
+    early.iter().for_each(|said| say(said));
+    for word in later {
         say(&act(word));
     }
     let fd = sys::accept4(listener, 0).ok();
@@ -84,6 +92,8 @@ fn command() -> Option<String> {
 /// Does one thing, and says what it gave.
 fn act(word: &str) -> String {
     match word {
+        // That it is still there.
+        "say" => "said".into(),
         "io_uring" => {
             let mut parameters = [0u64; 32];
             let ring = call!(libc::syscall(
@@ -93,9 +103,62 @@ fn act(word: &str) -> String {
             ));
             outcome(ring)
         }
-        "nothing" => "nothing".into(),
+        // Whether the limit of open files is seen to change.
+        "watch the limit" => {
+            std::thread::spawn(|| {
+                let before = open_files();
+                while !WATCHED.load(SeqCst) {
+                    if open_files() != before {
+                        CHANGED.store(true, SeqCst);
+                    }
+                }
+            });
+            "watching".into()
+        }
+        "watched" => {
+            WATCHED.store(true, SeqCst);
+            let how = if CHANGED.load(SeqCst) {
+                "changed"
+            } else {
+                "kept"
+            };
+            how.into()
+        }
+        _ if word.starts_with("file size ") => {
+            limited(libc::RLIMIT_FSIZE, &word["file size ".len()..])
+        }
+        // With the hard limit as it is, so that it could be raised again.
+        "1024 open files for now" => {
+            let limit = libc::rlimit {
+                rlim_cur: 1024,
+                rlim_max: open_files().1,
+            };
+            outcome(call!(libc::setrlimit(libc::RLIMIT_NOFILE, &limit)))
+        }
+        _ if word.starts_with("open files ") => {
+            limited(libc::RLIMIT_NOFILE, &word["open files ".len()..])
+        }
         _ => format!("{word}: unknown"),
     }
+}
+
+fn limited(what: libc::__rlimit_resource_t, to: &str) -> String {
+    let to = to.parse().unwrap();
+    let limit = libc::rlimit {
+        rlim_cur: to,
+        rlim_max: to,
+    };
+    outcome(call!(libc::setrlimit(what, &limit)))
+}
+
+static WATCHED: AtomicBool = AtomicBool::new(false);
+static CHANGED: AtomicBool = AtomicBool::new(false);
+
+/// The soft and the hard limit.
+fn open_files() -> (u64, u64) {
+    let mut limit: libc::rlimit = sys::zeroed();
+    call!(libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit)).ok();
+    (limit.rlim_cur, limit.rlim_max)
 }
 
 fn outcome(of: Ret) -> String {

@@ -24,6 +24,10 @@ const CASES: &[(&str, Case)] = &[
     ("io_uring_is_hidden", io_uring_is_hidden),
     ("io_uring_allowed_before", io_uring_allowed_before),
     ("io_uring_allowed_on_a_link", io_uring_allowed_on_a_link),
+    ("no_files_at_all", no_files_at_all),
+    ("no_large_files", no_large_files),
+    ("limit_of_open_files_is_kept", limit_of_open_files_is_kept),
+    ("few_open_files", few_open_files),
 ];
 
 fn main() -> ExitCode {
@@ -183,6 +187,15 @@ impl<'a> Talk<'a> {
         }
     }
 
+    /// A good many more messages go there and back.
+    fn goes_on(&mut self) -> Result<(), Failed> {
+        for _ in 0..20 {
+            self.client.tell("say")?;
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        Ok(())
+    }
+
     /// Both ends end as they should; gives what the server wrote to stderr.
     fn end(mut self) -> Result<String, Failed> {
         writeln!(self.client.child.stdin.as_mut().unwrap(), "end")?;
@@ -276,5 +289,40 @@ fn io_uring_allowed_on_a_link(paths: &Paths) -> Result<(), Failed> {
     }
     expect("the ring", &said, "done")?;
     talk.stays(HAS_RING)?;
+    expect("stderr", &talk.end()?, "")
+}
+
+/// Whether it is promoted or not: no SIGXFSZ, which would end it.
+fn no_files_at_all(paths: &Paths) -> Result<(), Failed> {
+    let (mut talk, said) = Talk::begin(paths, &["early:file size 0"], &[])?;
+    expect("the limit", &said[0], "done")?;
+    talk.goes_on()?;
+    expect("stderr", &talk.end()?, "")
+}
+
+fn no_large_files(paths: &Paths) -> Result<(), Failed> {
+    let (mut talk, said) = Talk::begin(paths, &["early:file size 300000"], &[])?;
+    expect("the limit", &said[0], "done")?;
+    talk.goes_on()?;
+    expect("stderr", &talk.end()?, "")
+}
+
+/// The library's own descriptors come and go under the limit that there is.
+fn limit_of_open_files_is_kept(paths: &Paths) -> Result<(), Failed> {
+    let (mut talk, said) = Talk::begin(
+        paths,
+        &["early:1024 open files for now", "early:watch the limit"],
+        &[],
+    )?;
+    expect("the limit", &said[0], "done")?;
+    talk.on_link()?;
+    expect("the limit", &talk.server.tell("watched")?, "kept")?;
+    expect("stderr", &talk.end()?, "")
+}
+
+fn few_open_files(paths: &Paths) -> Result<(), Failed> {
+    let (talk, said) = Talk::begin(paths, &["early:open files 64"], &[])?;
+    expect("the limit", &said[0], "done")?;
+    talk.on_link()?;
     expect("stderr", &talk.end()?, "")
 }

@@ -14,6 +14,7 @@ use rustix::fs::{
 };
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
+use rustix::process::{Resource, getrlimit};
 
 use super::privatefd::PrivateFd;
 
@@ -159,7 +160,8 @@ impl Drop for Mapping {
 
 /// Creates sealed shared memory of `bytes` that peers may write to; pages come as they are touched.
 ///
-/// `name` shows in /proc/PID/maps. Fails with the kernel's errno (EMFILE, ENOMEM, EINVAL for 0 bytes).
+/// `name` shows in /proc/PID/maps. Fails with the kernel's errno (EMFILE, ENOMEM, EINVAL for 0 bytes, EFBIG where the
+/// process may not have files of that size).
 pub fn create(name: &str, bytes: u64) -> Result<(PrivateFd, Mapping), Errno> {
     create_sealed(name, bytes, FIXED_SIZE)
 }
@@ -172,6 +174,7 @@ pub fn create_read_only_for_peers(name: &str, bytes: u64) -> Result<(PrivateFd, 
 
 fn create_sealed(name: &str, bytes: u64, seals: SealFlags) -> Result<(PrivateFd, Mapping), Errno> {
     let length = mappable(bytes).ok_or(Errno::INVAL)?;
+    within_file_limit(bytes)?;
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     // Kernels before 6.3 do not know NOEXEC_SEAL, later ones may insist on it (sysctl vm.memfd_noexec).
     let fd = PrivateFd::open(|| {
@@ -182,6 +185,14 @@ fn create_sealed(name: &str, bytes: u64, seals: SealFlags) -> Result<(PrivateFd,
     let mapping = Mapping::file(fd.as_fd(), length, Access::ReadWrite)?;
     fcntl_add_seals(&fd, seals)?;
     Ok((fd, mapping))
+}
+
+/// EFBIG if a file may not grow to that many bytes: trying that sends SIGXFSZ besides.
+pub fn within_file_limit(bytes: u64) -> Result<(), Errno> {
+    match getrlimit(Resource::Fsize).current {
+        Some(limit) if limit < bytes => Err(Errno::FBIG),
+        _ => Ok(()),
+    }
 }
 
 /// Maps the first `claimed` bytes of what a peer has sent as shared memory, after checking that it is.

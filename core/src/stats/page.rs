@@ -11,8 +11,9 @@ use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous};
-use rustix::process::{Resource, getrlimit};
 use rustix::time::{ClockId, clock_gettime};
+
+use crate::os::memfd::within_file_limit;
 
 use super::layout::{Header, MAGIC, PROGRAM_MAX, VERSION, bump, moved};
 use super::{
@@ -206,13 +207,7 @@ pub(super) fn monotonic_ns() -> u64 {
 /// A sparse memfd of the page's size, sealed so that a reader's mapping can never fault.
 fn sealed_memfd() -> Result<OwnedFd, Errno> {
     let size = size_of::<StatsPage>() as u64;
-    // Growing a file beyond RLIMIT_FSIZE would not only fail, it would send SIGXFSZ.
-    if getrlimit(Resource::Fsize)
-        .current
-        .is_some_and(|limit| limit < size)
-    {
-        return Err(Errno::FBIG);
-    }
+    within_file_limit(size)?;
     let base = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     // Kernels before 6.3 do not know NOEXEC_SEAL; vm.memfd_noexec=2 on later ones asks for it.
     let fd = memfd_create(MEMFD_NAME, base | MemfdFlags::NOEXEC_SEAL)

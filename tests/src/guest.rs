@@ -124,6 +124,17 @@ fn act(word: &str) -> String {
             };
             how.into()
         }
+        // All memory from now on.
+        "lock memory" => outcome(call!(libc::mlockall(libc::MCL_FUTURE))),
+        // Locked and resident, in KiB.
+        "memory" => {
+            let status = std::fs::read_to_string("/proc/self/status").unwrap();
+            let field = |name: &str| {
+                let line = status.lines().find(|line| line.starts_with(name)).unwrap();
+                line.split_whitespace().nth(1).unwrap()
+            };
+            format!("{} {}", field("VmLck:"), field("VmRSS:"))
+        }
         _ if word.starts_with("file size ") => {
             limited(libc::RLIMIT_FSIZE, &word["file size ".len()..])
         }

@@ -28,6 +28,7 @@ const CASES: &[(&str, Case)] = &[
     ("no_large_files", no_large_files),
     ("limit_of_open_files_is_kept", limit_of_open_files_is_kept),
     ("few_open_files", few_open_files),
+    ("locked_memory", locked_memory),
 ];
 
 fn main() -> ExitCode {
@@ -325,4 +326,29 @@ fn few_open_files(paths: &Paths) -> Result<(), Failed> {
     expect("the limit", &said[0], "done")?;
     talk.on_link()?;
     expect("stderr", &talk.end()?, "")
+}
+
+/// What the library maps is not filled because the program locks what it maps.
+fn locked_memory(paths: &Paths) -> Result<(), Failed> {
+    /// What may be locked and resident of a link and its thread, KiB. glibc reserves 64 MiB for what the thread allocates.
+    const ROOM: [u64; 2] = [80 * 1024, 16 * 1024];
+    let words = ["early:lock memory", "early:memory"];
+    let (mut talk, said) = Talk::begin(paths, &words, &[])?;
+    if said[0] != "done" {
+        println!("skipped: no memory may be locked ({})", said[0]);
+        return Ok(());
+    }
+    talk.on_link()?;
+    let after = talk.server.tell("memory")?;
+    let (before, after) = (numbers(&said[1]), numbers(&after));
+    for ((before, after), room) in before.into_iter().zip(after).zip(ROOM) {
+        if after > before + room {
+            return Err(format!("locked or resident: {before} KiB, then {after}").into());
+        }
+    }
+    expect("stderr", &talk.end()?, "")
+}
+
+fn numbers(of: &str) -> Vec<u64> {
+    of.split(' ').map(|n| n.parse().unwrap()).collect()
 }

@@ -13,9 +13,10 @@ use rustix::fs::{
     memfd_create,
 };
 use rustix::io::Errno;
-use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, munmap};
 use rustix::process::{Resource, getrlimit};
 
+use super::lazy;
 use super::privatefd::PrivateFd;
 
 /// The file system that memfds without huge pages live on (statfs(2)).
@@ -116,15 +117,9 @@ impl Mapping {
 
     /// Anonymous memory that fork children share, zeroed. EINVAL for no bytes.
     pub fn anonymous(bytes: usize) -> Result<Self, Errno> {
-        // SAFETY: a new mapping at an address of the kernel's choice touches nobody's memory.
-        let start = unsafe {
-            rustix::mm::mmap_anonymous(
-                std::ptr::null_mut(),
-                bytes,
-                ProtFlags::READ | ProtFlags::WRITE,
-                MapFlags::SHARED | MapFlags::NORESERVE,
-            )?
-        };
+        let protection = ProtFlags::READ | ProtFlags::WRITE;
+        let flags = MapFlags::SHARED | MapFlags::NORESERVE;
+        let start = lazy::map(bytes, protection, flags, None)?;
         Self::own(start.cast(), bytes)
     }
 
@@ -134,8 +129,7 @@ impl Mapping {
             Access::ReadOnly => ProtFlags::READ,
         };
         let flags = MapFlags::SHARED | MapFlags::NORESERVE;
-        // SAFETY: a new mapping at an address of the kernel's choice touches nobody's memory.
-        let start = unsafe { mmap(std::ptr::null_mut(), bytes, prot, flags, fd, 0)? };
+        let start = lazy::map(bytes, prot, flags, Some(fd))?;
         let mapping = Self::own(start.cast(), bytes)?;
         // A core dump of the program should not hold gigabytes of rings. Only advice: no error.
         // SAFETY: exactly the new mapping.
@@ -280,7 +274,7 @@ mod tests {
     #[test]
     fn peers_cannot_write_to_what_is_read_only_for_them() {
         let (fd, mine) = create_read_only_for_peers("rdmasock-test", 4096).unwrap();
-        assert_eq!(refusal(&fd, 4096), MapError::Kernel(Errno::PERM));
+        assert_eq!(refusal(&fd, 4096), MapError::Kernel(Errno::ACCESS));
         assert_eq!(pwrite(&fd, b"x", 0), Err(Errno::PERM));
         let theirs = map_received(fd.as_fd(), 4096, Access::ReadOnly).unwrap();
         // SAFETY: within the mappings; nobody else writes.

@@ -9,5 +9,6 @@ pub mod dir;
 #[cfg(test)]
 pub(crate) mod forked;
 pub mod kernel;
+pub mod lazy;
 pub mod memfd;
 pub mod privatefd;

@@ -4,16 +4,16 @@
 
 use core::mem::size_of;
 use core::net::SocketAddr;
-use core::ptr::{self, NonNull};
+use core::ptr::NonNull;
 use core::sync::atomic::Ordering::{Relaxed, Release};
 
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::io::Errno;
-use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous};
+use rustix::mm::{MapFlags, ProtFlags};
 use rustix::time::{ClockId, clock_gettime};
 
-use crate::os::memfd::within_file_limit;
+use crate::os::{lazy, memfd::within_file_limit};
 
 use super::layout::{Header, MAGIC, PROGRAM_MAX, VERSION, bump, moved};
 use super::{
@@ -221,15 +221,12 @@ fn sealed_memfd() -> Result<OwnedFd, Errno> {
 fn map(fd: Option<BorrowedFd<'_>>) -> Result<&'static StatsPage, Errno> {
     let length = size_of::<StatsPage>();
     let protection = ProtFlags::READ | ProtFlags::WRITE;
-    let address = match fd {
-        // SAFETY: a new mapping at an address of the kernel's choice touches no memory in use.
-        Some(fd) => unsafe { mmap(ptr::null_mut(), length, protection, MapFlags::SHARED, fd, 0)? },
-        // SAFETY: as above. NORESERVE, since hardly any of it is ever touched.
-        None => unsafe {
-            let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
-            mmap_anonymous(ptr::null_mut(), length, protection, flags)?
-        },
+    // NORESERVE, since hardly any of it is ever touched.
+    let flags = match fd {
+        Some(_) => MapFlags::SHARED,
+        None => MapFlags::PRIVATE | MapFlags::NORESERVE,
     };
+    let address = lazy::map(length, protection, flags, fd)?;
     let page = NonNull::new(address.cast::<StatsPage>()).ok_or(Errno::NOMEM)?;
     // SAFETY: the mapping is page-aligned (the type asks for 4096), as long as the type, zeroed
     // (valid: all fields are atomics) and never unmapped; a memfd mapping cannot be cut short,

@@ -130,7 +130,14 @@ fn option_timeout(fd: BorrowedFd<'_>, option: c_int) -> u64 {
     };
     let mut len = size_of::<libc::timeval>() as libc::socklen_t;
     // SAFETY: a buffer of the right size.
-    if !unsafe { sockopt::read(fd.as_raw_fd(), (libc::SOL_SOCKET, option), &raw mut tv, &mut len) } {
+    if !unsafe {
+        sockopt::read(
+            fd.as_raw_fd(),
+            (libc::SOL_SOCKET, option),
+            &raw mut tv,
+            &mut len,
+        )
+    } {
         return 0;
     }
     (tv.tv_sec as u64)

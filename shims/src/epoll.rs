@@ -260,6 +260,33 @@ impl Epoll {
         // The key stays: the parent's doorbell may show up here and is filtered out.
     }
 
+    /// Whether nothing of the set is reported from here.
+    pub fn is_kernels_alone(&self) -> bool {
+        let set = self.set.lock();
+        set.is_some_and(|set| set.items.iter().all(|i| i.dead || !i.taken))
+    }
+
+    /// The library lets go of a set that is the kernel's alone: it reports what is the program's, and nothing else.
+    pub fn retire(&'static self) {
+        let Some(mut set) = self.set.lock() else {
+            return;
+        };
+        if let Some(kernel_fd) = self.kernel_fd() {
+            let bell = self
+                .waiter()
+                .and_then(|w| Library::get().waiters.doorbell(w));
+            if let (true, Some(bell)) = (self.is_active(), bell) {
+                let _ = kernel::delete(kernel_fd, bell);
+            }
+            for distant in set.heard.drain(..).filter_map(Link::distant) {
+                distant.while_open(|fd| {
+                    let _ = kernel::delete(kernel_fd, fd);
+                });
+            }
+        }
+        self.active.store(false, Release);
+    }
+
     /// The kernel's set. The caller holds the set's lock, or is [inside](Visit).
     fn kernel_fd(&self) -> Option<BorrowedFd<'static>> {
         let fd = match self.own.load(Acquire) {

@@ -245,6 +245,9 @@ pub fn epoch() -> u32 {
 }
 
 extern "C" fn prepare() {
+    if Library::has_retired() {
+        return;
+    }
     let errno = crate::errno::get();
     table::for_each(0..=u32::MAX, |fd, entry| {
         if let Entry::Socket(socket) = entry
@@ -267,6 +270,10 @@ extern "C" fn prepare() {
 }
 
 extern "C" fn child() {
+    // What it would do may be forbidden, and there is nothing to be done.
+    if Library::has_retired() {
+        return;
+    }
     let errno = crate::errno::get();
     crate::calls::vfork::on_fork_child();
     rdmasock_core::lock::forget_tid();

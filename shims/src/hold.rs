@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU16, Ordering::SeqCst};
 
 use rdmasock_core::stats::Reason;
 
+use crate::library::Library;
 use crate::{errno, fork, pass};
 
 /// The first reason, as its code; none at 0. A fork child inherits it, with what it stands for.
@@ -18,8 +19,11 @@ pub fn reason() -> Option<Reason> {
 }
 
 /// From now on none may.
-pub fn begin(reason: Reason) {
+fn begin(reason: Reason) {
     let _ = HELD.compare_exchange(Reason::None as u16, reason as u16, SeqCst, SeqCst);
+    if let Some(library) = Library::current() {
+        library.stats.set_held(reason);
+    }
 }
 
 /// From now on none may, and those that have return. Waits for that, as `pass::release` does.

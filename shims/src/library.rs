@@ -47,6 +47,8 @@ pub struct Library {
 static CURRENT: AtomicPtr<Library> = AtomicPtr::new(std::ptr::null_mut());
 /// Nothing is accelerated: switched off, or the instance could not be made.
 static OFF: AtomicBool = AtomicBool::new(false);
+/// The library has let go of the process.
+static RETIRED: AtomicBool = AtomicBool::new(false);
 
 impl Library {
     /// The instance, which exists: objects that lead here are only made after it.
@@ -65,15 +67,28 @@ impl Library {
     /// The instance; makes it if need be. `None` if nothing is to be accelerated.
     #[inline]
     pub fn ensure() -> Option<&'static Library> {
-        let ptr = CURRENT.load(Acquire);
-        if !ptr.is_null() {
-            // SAFETY: never freed.
-            return Some(unsafe { &*ptr });
-        }
         if OFF.load(Relaxed) {
             return None;
         }
-        Self::make()
+        Self::current().or_else(Self::make)
+    }
+
+    /// The instance, if it was made.
+    #[inline]
+    pub fn current() -> Option<&'static Library> {
+        // SAFETY: never freed.
+        unsafe { CURRENT.load(Acquire).as_ref() }
+    }
+
+    /// From now on nothing is accelerated, here and in fork children.
+    pub fn retire() {
+        RETIRED.store(true, Relaxed);
+        OFF.store(true, Relaxed);
+    }
+
+    /// Whether the library has let go of the process.
+    pub fn has_retired() -> bool {
+        RETIRED.load(Relaxed)
     }
 
     #[cold]

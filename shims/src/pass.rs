@@ -135,7 +135,7 @@ pub fn on_receive_option(socket: &'static Socket, fd: BorrowedFd<'_>) {
 }
 
 /// Asks again and again, for as long as others may take to follow.
-fn wait_until(mut done: impl FnMut() -> bool) {
+pub fn wait_until(mut done: impl FnMut() -> bool) {
     let until = crate::time::now_ns() + PATIENCE;
     while !done() && crate::time::now_ns() < until {
         let _ = rustix::thread::nanosleep(&rustix::time::Timespec {

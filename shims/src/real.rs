@@ -189,6 +189,9 @@ macro_rules! functions {
     };
 }
 
+/// `seccomp(operation, flags, argument)`, a system call without a function in libc
+pub type SeccompFn = unsafe extern "C" fn(c_uint, c_uint, *mut c_void) -> c_int;
+
 functions! {
     // Bytes in and out.
 
@@ -320,6 +323,9 @@ functions! {
     ForkFn = () -> pid_t: _Fork;
     /// `_exit(status)`, `_Exit` and `quick_exit`; none of them returns
     ExitFn = (c_int) -> (): _exit, _Exit, quick_exit;
+
+    /// `prctl(option, four arguments)`; variadic in C
+    PrctlFn = (c_int, c_ulong, c_ulong, c_ulong, c_ulong) -> c_int: prctl;
 
     // System calls by number.
 

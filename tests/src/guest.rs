@@ -3,7 +3,10 @@
 
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 
+use rdmasock_core::os::kernel;
+
 use crate::data;
+use crate::filters::{self, By};
 use crate::sys::{self, Addr, Ret};
 
 /// Bytes of a message.
@@ -39,6 +42,11 @@ fn server(what: &[String]) -> bool {
     let mut message = [0; MESSAGE];
     loop {
         match sys::read(fd, &mut message).value {
+            0 if STRICT.load(SeqCst) => {
+                // Of the calls that end a process this one is left, and it ends the thread: the last one, if all is well.
+                // SAFETY: does not return.
+                let _ = unsafe { kernel::call(libc::SYS_exit, [0; 6]) };
+            }
             0 => return true,
             n @ 1.. => {
                 if sys::write(fd, &message[..n as usize]).value != n {
@@ -47,7 +55,9 @@ fn server(what: &[String]) -> bool {
             }
             _ => return false,
         }
-        while let Some(word) = command() {
+        while !STRICT.load(SeqCst)
+            && let Some(word) = command()
+        {
             say(&act(&word));
         }
     }
@@ -135,6 +145,16 @@ fn act(word: &str) -> String {
             };
             format!("{} {}", field("VmLck:"), field("VmRSS:"))
         }
+        "sandbox" => outcome(filters::load(filters::SANDBOX, By::Prctl)),
+        "sandbox for all threads" => outcome(filters::load(filters::SANDBOX, By::Seccomp)),
+        "system service" => outcome(filters::load(filters::SYSTEM_SERVICE, By::Prctl)),
+        "system service for all threads" => {
+            outcome(filters::load(filters::SYSTEM_SERVICE, By::Seccomp))
+        }
+        "strict" => {
+            STRICT.store(true, SeqCst);
+            outcome(filters::strict())
+        }
         _ if word.starts_with("file size ") => {
             limited(libc::RLIMIT_FSIZE, &word["file size ".len()..])
         }
@@ -162,6 +182,8 @@ fn limited(what: libc::__rlimit_resource_t, to: &str) -> String {
     outcome(call!(libc::setrlimit(what, &limit)))
 }
 
+/// Only read and write are left.
+static STRICT: AtomicBool = AtomicBool::new(false);
 static WATCHED: AtomicBool = AtomicBool::new(false);
 static CHANGED: AtomicBool = AtomicBool::new(false);
 

@@ -27,6 +27,7 @@ struct Instance {
     pid: u32,
     totals: Totals,
     streams: Vec<Stream>,
+    held: Option<String>,
 }
 
 #[derive(Deserialize)]
@@ -53,10 +54,13 @@ pub fn promotion_state(command: &Path, pid: u32) -> Result<Option<Promotion>> {
     }))
 }
 
-/// Why connections of `pid` are on TCP, of each one that is.
+/// Why connections of `pid` are on TCP: all of them, and each one that is.
 pub fn reasons(command: &Path, pid: u32) -> Result<Vec<String>> {
-    let streams = instance(command, pid)?.map_or(Vec::new(), |i| i.streams);
-    Ok(streams.into_iter().filter_map(|s| s.why_tcp).collect())
+    let Some(instance) = instance(command, pid)? else {
+        return Ok(Vec::new());
+    };
+    let streams = instance.streams.into_iter().filter_map(|s| s.why_tcp);
+    Ok(instance.held.into_iter().chain(streams).collect())
 }
 
 fn instance(command: &Path, pid: u32) -> Result<Option<Instance>> {

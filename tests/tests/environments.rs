@@ -1,4 +1,4 @@
-//! What a program is in, or does, that decides whether its connections may leave TCP: its rules file, io_uring. A
+//! What a program is in, or does, that decides whether its connections may leave TCP: rules, io_uring, limits, seccomp. A
 //! connection of two guests (`src/guest.rs`) goes on all the while, and each byte of it is checked.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -29,6 +29,40 @@ const CASES: &[(&str, Case)] = &[
     ("limit_of_open_files_is_kept", limit_of_open_files_is_kept),
     ("few_open_files", few_open_files),
     ("locked_memory", locked_memory),
+    ("sandbox/plain_client", |paths| {
+        sandboxed(paths, "sandbox", false)
+    }),
+    ("sandbox/client", |paths| sandboxed(paths, "sandbox", true)),
+    ("sandbox/all_threads/plain_client", |paths| {
+        sandboxed(paths, "sandbox for all threads", false)
+    }),
+    ("sandbox/all_threads/client", |paths| {
+        sandboxed(paths, "sandbox for all threads", true)
+    }),
+    ("sandbox/on_a_link", |paths| {
+        sandboxed_on_a_link(paths, "sandbox")
+    }),
+    ("sandbox/all_threads/on_a_link", |paths| {
+        sandboxed_on_a_link(paths, "sandbox for all threads")
+    }),
+    ("strict_mode/on_a_link", |paths| {
+        sandboxed_on_a_link(paths, "strict")
+    }),
+    ("system_service/plain_client", |paths| {
+        service_for_plain_client(paths, "system service")
+    }),
+    ("system_service/client", |paths| {
+        service(paths, "system service")
+    }),
+    ("system_service/all_threads/client", |paths| {
+        service(paths, "system service for all threads")
+    }),
+    ("system_service/on_a_link", |paths| {
+        service_on_a_link(paths, "system service")
+    }),
+    ("system_service/all_threads/on_a_link", |paths| {
+        service_on_a_link(paths, "system service for all threads")
+    }),
 ];
 
 fn main() -> ExitCode {
@@ -56,14 +90,22 @@ impl Drop for Guest {
 }
 
 impl Guest {
-    fn start(paths: &Paths, words: &[&str], variables: &[(&str, &str)]) -> Result<Self, Failed> {
+    /// With the library if it is given variables for it.
+    fn start(
+        paths: &Paths,
+        words: &[&str],
+        variables: Option<&[(&str, &str)]>,
+    ) -> Result<Self, Failed> {
         let mut command = Command::new(&paths.scenario);
         clean_environment(&mut command);
+        if variables.is_some() {
+            command.env("LD_PRELOAD", paths.library.as_ref()?);
+            command.env("RDMASOCK_PROMOTE_AFTER", "2r,16K");
+        }
+        let variables = variables.unwrap_or_default();
         let mut child = command
             .args(["helper", "guest"])
             .args(words)
-            .env("LD_PRELOAD", paths.library.as_ref()?)
-            .env("RDMASOCK_PROMOTE_AFTER", "2r,16K")
             .envs(variables.iter().copied())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -131,13 +173,24 @@ impl<'a> Talk<'a> {
         what: &[&str],
         variables: &[(&str, &str)],
     ) -> Result<(Self, Vec<String>), Failed> {
-        let mut server = Guest::start(paths, &[&["server"], what].concat(), variables)?;
+        Self::with_client(paths, what, variables, false)
+    }
+
+    /// As [`Self::begin`]; the client need not have the library.
+    fn with_client(
+        paths: &'a Paths,
+        what: &[&str],
+        variables: &[(&str, &str)],
+        is_plain: bool,
+    ) -> Result<(Self, Vec<String>), Failed> {
+        let words = [&["server"], what].concat();
+        let mut server = Guest::start(paths, &words, Some(variables))?;
         let port = server.line()?;
         let said = what
             .iter()
             .map(|_| server.line())
             .collect::<Result<_, _>>()?;
-        let client = Guest::start(paths, &["client", &port], &[])?;
+        let client = Guest::start(paths, &["client", &port], (!is_plain).then_some(&[]))?;
         Ok((
             Self {
                 paths,
@@ -351,4 +404,50 @@ fn locked_memory(paths: &Paths) -> Result<(), Failed> {
 
 fn numbers(of: &str) -> Vec<u64> {
     of.split(' ').map(|n| n.parse().unwrap()).collect()
+}
+
+const CONFINED: &str = "the program restricts its system calls";
+
+/// A server that allows itself little after it has begun to listen serves its client, on TCP.
+fn sandboxed(paths: &Paths, how: &str, is_client_ours: bool) -> Result<(), Failed> {
+    let (mut talk, said) = Talk::with_client(paths, &[how], &[], !is_client_ours)?;
+    expect("the filter", &said[0], "done")?;
+    talk.goes_on()?;
+    talk.stays(CONFINED)?;
+    expect("stderr", &talk.end()?, "")
+}
+
+/// The same in the middle of a connection that is on a link.
+fn sandboxed_on_a_link(paths: &Paths, how: &str) -> Result<(), Failed> {
+    let (mut talk, _) = Talk::begin(paths, &[], &[])?;
+    talk.on_link()?;
+    expect("the filter", &talk.server.tell(how)?, "done")?;
+    talk.goes_on()?;
+    talk.stays(CONFINED)?;
+    expect("stderr", &talk.end()?, "")
+}
+
+/// A filter that allows what services need leaves everything as it is.
+fn service(paths: &Paths, how: &str) -> Result<(), Failed> {
+    let (mut talk, said) = Talk::begin(paths, &[how], &[])?;
+    expect("the filter", &said[0], "done")?;
+    talk.on_link()?;
+    talk.goes_on()?;
+    expect("stderr", &talk.end()?, "")
+}
+
+fn service_for_plain_client(paths: &Paths, how: &str) -> Result<(), Failed> {
+    let (mut talk, said) = Talk::with_client(paths, &[how], &[], true)?;
+    expect("the filter", &said[0], "done")?;
+    talk.goes_on()?;
+    expect("stderr", &talk.end()?, "")
+}
+
+fn service_on_a_link(paths: &Paths, how: &str) -> Result<(), Failed> {
+    let (mut talk, _) = Talk::begin(paths, &[], &[])?;
+    talk.on_link()?;
+    expect("the filter", &talk.server.tell(how)?, "done")?;
+    talk.goes_on()?;
+    talk.on_link()?;
+    expect("stderr", &talk.end()?, "")
 }

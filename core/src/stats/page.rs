@@ -17,8 +17,8 @@ use crate::os::{lazy, memfd::within_file_limit};
 
 use super::layout::{Header, MAGIC, PROGRAM_MAX, VERSION, bump, moved};
 use super::{
-    Direction, Event, LINK_SLOTS, LinkState, LinkStats, MEMFD_NAME, Path, STREAM_SLOTS, StatsPage,
-    StreamStats, Why,
+    Direction, Event, LINK_SLOTS, LinkState, LinkStats, MEMFD_NAME, Path, Reason, STREAM_SLOTS,
+    StatsPage, StreamStats, Why,
 };
 
 /// Who the instance is.
@@ -102,6 +102,11 @@ impl StatsPage {
         header.program_len.store(size(length), Relaxed);
         // Pairs with the reader's Acquire: a valid magic means a complete header.
         header.magic.store(MAGIC, Release);
+    }
+
+    /// All connections are held on TCP from now on.
+    pub fn set_held(&self, reason: Reason) {
+        self.header.held.store(u32::from(reason as u16), Relaxed);
     }
 
     /// Counts an event.

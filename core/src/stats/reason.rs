@@ -108,6 +108,8 @@ reasons! {
     IoUring = 32 => "the program uses io_uring",
     /// The rules file, which may say leave, cannot be read or understood.
     NoRules = 33 => "rules file cannot be used",
+    /// A seccomp filter of the program's does not allow what the library does.
+    Confined = 34 => "the program restricts its system calls",
 }
 
 /// A [`Reason`], and the peer's own where it declined.

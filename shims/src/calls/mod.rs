@@ -28,6 +28,7 @@
 )]
 
 pub mod bypass;
+pub mod confine;
 pub mod fd;
 pub mod io;
 pub mod process;

@@ -16,7 +16,7 @@ use libc::{
 use rdmasock_core::os::kernel;
 use rustix::io::Errno;
 
-use super::{fd, io, process, ready, socket, vfork};
+use super::{confine, fd, io, process, ready, socket, vfork};
 use crate::real::SyscallFn;
 use crate::table;
 use crate::{errno, lifecycle};
@@ -257,6 +257,8 @@ served! { (a b c d e f) PROCESSES:
         (a: *const c_char, b: *const *const c_char, c: *const *const c_char) -> c_int;
     owns SYS_execveat = process::execveat,
         (a: c_int, b: *const c_char, c: *const *const c_char, d: *const *const c_char, e: c_int) -> c_int;
+    owns SYS_prctl = confine::prctl, (a: c_int, b: c_ulong, c: c_ulong, d: c_ulong, e: c_ulong) -> c_int;
+    owns SYS_seccomp = confine::seccomp, (a: c_uint, b: c_uint, c: *mut c_void) -> c_int;
 }
 
 /// Calls that newer architectures do not have.

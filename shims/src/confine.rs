@@ -73,7 +73,7 @@ fn let_go() {
         }
         Entry::Epoll(set) => {
             table::put(fd, Entry::None);
-            set.retire();
+            set.retire(fd);
         }
         Entry::Socket(socket) if is_plain(socket) => {
             table::put(fd, Entry::None);

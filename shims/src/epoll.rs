@@ -266,16 +266,16 @@ impl Epoll {
         set.is_some_and(|set| set.items.iter().all(|i| i.dead || !i.taken))
     }
 
-    /// The library lets go of a set that is the kernel's alone: it reports what is the program's, and nothing else.
-    pub fn retire(&'static self) {
-        let Some(mut set) = self.set.lock() else {
-            return;
-        };
-        if let Some(kernel_fd) = self.kernel_fd() {
-            let bell = self
-                .waiter()
-                .and_then(|w| Library::get().waiters.doorbell(w));
-            if let (true, Some(bell)) = (self.is_active(), bell) {
+    /// The library lets go of a set that is the kernel's alone: it reports what is the program's, and nothing else. `fd` is not
+    /// in the table any more.
+    pub fn retire(&'static self, fd: c_int) {
+        if let Some(mut set) = self.set.lock()
+            && let Some(kernel_fd) = self.kernel_fd()
+            && self.active.swap(false, AcqRel)
+        {
+            if let Some(waiter) = self.waiter()
+                && let Some(bell) = Library::get().waiters.doorbell(waiter)
+            {
                 let _ = kernel::delete(kernel_fd, bell);
             }
             for distant in set.heard.drain(..).filter_map(Link::distant) {
@@ -284,7 +284,7 @@ impl Epoll {
                 });
             }
         }
-        self.active.store(false, Release);
+        self.release(fd);
     }
 
     /// The kernel's set. The caller holds the set's lock, or is [inside](Visit).

@@ -10,6 +10,8 @@ pub const SANDBOX: &[c_long] = &[
     libc::SYS_accept4,
     libc::SYS_brk,
     libc::SYS_close,
+    libc::SYS_epoll_ctl,
+    libc::SYS_epoll_wait,
     libc::SYS_exit,
     libc::SYS_exit_group,
     libc::SYS_futex,

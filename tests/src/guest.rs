@@ -7,6 +7,7 @@ use rdmasock_core::os::kernel;
 
 use crate::data;
 use crate::filters::{self, By};
+use crate::scenarios::epoll;
 use crate::sys::{self, Addr, Ret};
 
 /// Bytes of a message.
@@ -33,14 +34,23 @@ fn server(what: &[String]) -> bool {
         .map(|word| act(&word["early:".len()..]))
         .collect();
     let (listener, port) = sys::listener(&Addr::v4(0), 16);
+    let set = EPOLL.load(SeqCst).then(epoll::create);
     say(&port.to_string());
     early.iter().for_each(|said| say(said));
     for word in later {
         say(&act(word));
     }
     let fd = sys::accept4(listener, 0).ok();
+    if let Some(set) = set {
+        epoll::ctl(set, libc::EPOLL_CTL_ADD, fd, epoll::IN, 1).ok();
+    }
     let mut message = [0; MESSAGE];
     loop {
+        if let Some(set) = set
+            && epoll::wait(set, 4, sys::SOON).1 != [(1, epoll::IN)]
+        {
+            return false;
+        }
         match sys::read(fd, &mut message).value {
             0 if STRICT.load(SeqCst) => {
                 // Of the calls that end a process this one is left, and it ends the thread: the last one, if all is well.
@@ -145,6 +155,11 @@ fn act(word: &str) -> String {
             };
             format!("{} {}", field("VmLck:"), field("VmRSS:"))
         }
+        // Before each read, and nothing but the connection may be reported.
+        "wait by epoll" => {
+            EPOLL.store(true, SeqCst);
+            "done".into()
+        }
         "sandbox" => outcome(filters::load(filters::SANDBOX, By::Prctl)),
         "sandbox for all threads" => outcome(filters::load(filters::SANDBOX, By::Seccomp)),
         "system service" => outcome(filters::load(filters::SYSTEM_SERVICE, By::Prctl)),
@@ -182,6 +197,8 @@ fn limited(what: libc::__rlimit_resource_t, to: &str) -> String {
     outcome(call!(libc::setrlimit(what, &limit)))
 }
 
+/// The server waits by an epoll set.
+static EPOLL: AtomicBool = AtomicBool::new(false);
 /// Only read and write are left.
 static STRICT: AtomicBool = AtomicBool::new(false);
 static WATCHED: AtomicBool = AtomicBool::new(false);

@@ -30,23 +30,34 @@ const CASES: &[(&str, Case)] = &[
     ("few_open_files", few_open_files),
     ("locked_memory", locked_memory),
     ("sandbox/plain_client", |paths| {
-        sandboxed(paths, "sandbox", false)
+        sandboxed(paths, &["sandbox"], false)
     }),
-    ("sandbox/client", |paths| sandboxed(paths, "sandbox", true)),
+    ("sandbox/client", |paths| {
+        sandboxed(paths, &["sandbox"], true)
+    }),
     ("sandbox/all_threads/plain_client", |paths| {
-        sandboxed(paths, "sandbox for all threads", false)
+        sandboxed(paths, &["sandbox for all threads"], false)
     }),
     ("sandbox/all_threads/client", |paths| {
-        sandboxed(paths, "sandbox for all threads", true)
+        sandboxed(paths, &["sandbox for all threads"], true)
     }),
     ("sandbox/on_a_link", |paths| {
-        sandboxed_on_a_link(paths, "sandbox")
+        sandboxed_on_a_link(paths, &[], "sandbox")
     }),
     ("sandbox/all_threads/on_a_link", |paths| {
-        sandboxed_on_a_link(paths, "sandbox for all threads")
+        sandboxed_on_a_link(paths, &[], "sandbox for all threads")
+    }),
+    ("sandbox/epoll/client", |paths| {
+        sandboxed(paths, &[EPOLL, "sandbox"], true)
+    }),
+    ("sandbox/epoll/on_a_link", |paths| {
+        sandboxed_on_a_link(paths, &[EPOLL], "sandbox")
+    }),
+    ("sandbox/epoll/all_threads/on_a_link", |paths| {
+        sandboxed_on_a_link(paths, &[EPOLL], "sandbox for all threads")
     }),
     ("strict_mode/on_a_link", |paths| {
-        sandboxed_on_a_link(paths, "strict")
+        sandboxed_on_a_link(paths, &[], "strict")
     }),
     ("system_service/plain_client", |paths| {
         service_for_plain_client(paths, "system service")
@@ -406,20 +417,23 @@ fn numbers(of: &str) -> Vec<u64> {
     of.split(' ').map(|n| n.parse().unwrap()).collect()
 }
 
+const EPOLL: &str = "early:wait by epoll";
 const CONFINED: &str = "the program restricts its system calls";
 
 /// A server that allows itself little after it has begun to listen serves its client, on TCP.
-fn sandboxed(paths: &Paths, how: &str, is_client_ours: bool) -> Result<(), Failed> {
-    let (mut talk, said) = Talk::with_client(paths, &[how], &[], !is_client_ours)?;
-    expect("the filter", &said[0], "done")?;
+fn sandboxed(paths: &Paths, what: &[&str], is_client_ours: bool) -> Result<(), Failed> {
+    let (mut talk, said) = Talk::with_client(paths, what, &[], !is_client_ours)?;
+    for said in said {
+        expect("the filter", &said, "done")?;
+    }
     talk.goes_on()?;
     talk.stays(CONFINED)?;
     expect("stderr", &talk.end()?, "")
 }
 
 /// The same in the middle of a connection that is on a link.
-fn sandboxed_on_a_link(paths: &Paths, how: &str) -> Result<(), Failed> {
-    let (mut talk, _) = Talk::begin(paths, &[], &[])?;
+fn sandboxed_on_a_link(paths: &Paths, before: &[&str], how: &str) -> Result<(), Failed> {
+    let (mut talk, _) = Talk::begin(paths, before, &[])?;
     talk.on_link()?;
     expect("the filter", &talk.server.tell(how)?, "done")?;
     talk.goes_on()?;

@@ -5,7 +5,7 @@ mod calls;
 mod close;
 mod connect;
 mod echo;
-mod epoll;
+pub mod epoll;
 mod epoll_more;
 mod fds;
 mod files;

@@ -170,6 +170,19 @@ fn act(word: &str) -> String {
             STRICT.store(true, SeqCst);
             outcome(filters::strict())
         }
+        _ if word.starts_with("address space ") => {
+            limited(libc::RLIMIT_AS, &word["address space ".len()..])
+        }
+        // Of root only.
+        "nobody" => {
+            call!(libc::setgid(65_534)).ok();
+            outcome(call!(libc::setuid(65_534)))
+        }
+        _ if word.starts_with("root ") => {
+            let root = std::ffi::CString::new(&word["root ".len()..]).unwrap();
+            call!(libc::chroot(root.as_ptr())).ok();
+            outcome(call!(libc::chdir(c"/".as_ptr())))
+        }
         _ if word.starts_with("file size ") => {
             limited(libc::RLIMIT_FSIZE, &word["file size ".len()..])
         }

@@ -29,6 +29,10 @@ const CASES: &[(&str, Case)] = &[
     ("limit_of_open_files_is_kept", limit_of_open_files_is_kept),
     ("few_open_files", few_open_files),
     ("locked_memory", locked_memory),
+    ("little_address_space", little_address_space),
+    ("nobody", |paths| as_root(paths, &["early:nobody"])),
+    ("chroot", chroot),
+    ("chroot_and_nobody", chroot_and_nobody),
     ("sandbox/plain_client", |paths| {
         sandboxed(paths, &["sandbox"], false)
     }),
@@ -415,6 +419,40 @@ fn locked_memory(paths: &Paths) -> Result<(), Failed> {
 
 fn numbers(of: &str) -> Vec<u64> {
     of.split(' ').map(|n| n.parse().unwrap()).collect()
+}
+
+/// Too little for a link: that costs the promotion alone.
+fn little_address_space(paths: &Paths) -> Result<(), Failed> {
+    let (mut talk, said) = Talk::begin(paths, &["early:address space 300000000"], &[])?;
+    expect("the limit", &said[0], "done")?;
+    talk.goes_on()?;
+    expect("stderr", &talk.end()?, "")
+}
+
+/// A server that has done what only root may, before it made a socket, is promoted all the same.
+fn as_root(paths: &Paths, what: &[&str]) -> Result<(), Failed> {
+    if !nix::unistd::geteuid().is_root() {
+        println!("skipped: only root may");
+        return Ok(());
+    }
+    let (mut talk, said) = Talk::begin(paths, what, &[])?;
+    for said in said {
+        expect("what was to be done", &said, "done")?;
+    }
+    talk.on_link()?;
+    talk.goes_on()?;
+    expect("stderr", &talk.end()?, "")
+}
+
+fn chroot(paths: &Paths) -> Result<(), Failed> {
+    let root = tempfile::tempdir()?;
+    as_root(paths, &[&format!("early:root {}", root.path().display())])
+}
+
+fn chroot_and_nobody(paths: &Paths) -> Result<(), Failed> {
+    let root = tempfile::tempdir()?;
+    let enter = format!("early:root {}", root.path().display());
+    as_root(paths, &[&enter, "early:nobody"])
 }
 
 const EPOLL: &str = "early:wait by epoll";

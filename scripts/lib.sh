@@ -63,6 +63,9 @@ need_rust() {
 # What the verbs plugin is built with. Where libclang is, which its bindings are made with, says .cargo/config.toml.
 need_verbs() { need_packages build-essential pkg-config libibverbs-dev librdmacm-dev libclang-14-dev; }
 
+# A Node that is there already will do, wherever it comes from.
+need_node() { command -v node >/dev/null || need_packages nodejs; }
+
 # Everything that the programs under test come from.
 need_programs() {
     need_packages build-essential pkg-config ca-certificates curl python3 procps \

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow};
 use clap::Args;
-use rdmasock_core::stats::{self, Process};
+use rdmasock_core::stats::{self, Process, Reason};
 
 /// Options of `rdmasock stat`.
 #[derive(Debug, Args)]
@@ -90,6 +90,14 @@ fn hex(id: [u8; 16]) -> String {
 /// The word for a code, or for one that this version does not know.
 fn word(text: Option<&'static str>) -> &'static str {
     text.unwrap_or("unknown")
+}
+
+/// Why a whole instance is held on TCP.
+fn held(reason: Result<Reason, u16>) -> String {
+    reason.map_or_else(
+        |code| format!("unknown reason {code}"),
+        |reason| reason.to_string(),
+    )
 }
 
 /// Why a stream is on TCP; `None` where it is not, or nothing is known.

@@ -100,6 +100,7 @@ fn json_is_as_documented() {
         "program": "redis-server",
         "id": "ab".repeat(16),
         "uptime_s": null,
+        "held": null,
         "totals": {
             "tx_tcp_bytes": 110, "tx_tcp_calls": 2, "tx_link_bytes": 2000, "tx_link_calls": 1,
             "rx_tcp_bytes": 5, "rx_tcp_calls": 1, "rx_link_bytes": 1000, "rx_link_calls": 1,

@@ -201,15 +201,33 @@ pub fn memcached(lab: &Lab, role: Role) -> Result<Service> {
 /// # Errors
 /// As [`redis`].
 pub fn python(lab: &Lab, role: Role, args: &[&str]) -> Result<Service> {
+    interpreted(lab, role, "python3", args, &[("PYTHONUNBUFFERED", "1")])
+}
+
+/// The same for Node, with variables.
+///
+/// # Errors
+/// As [`redis`].
+pub fn node(lab: &Lab, role: Role, args: &[&str], env: &[(&str, &str)]) -> Result<Service> {
+    interpreted(lab, role, "node", args, env)
+}
+
+fn interpreted(
+    lab: &Lab,
+    role: Role,
+    program: &str,
+    args: &[&str],
+    env: &[(&str, &str)],
+) -> Result<Service> {
     let port = free_port()?;
     let number = port.to_string();
     let args = args
         .iter()
         .map(|arg| if *arg == "PORT" { number.as_str() } else { arg });
-    let cmd = lab
-        .cmd(role, "python3")?
-        .args(args)
-        .env("PYTHONUNBUFFERED", "1");
+    let mut cmd = lab.cmd(role, program)?.args(args);
+    for (key, value) in env {
+        cmd = cmd.env(key, value);
+    }
     Ok(Service {
         proc: lab.serve(cmd, port)?,
         port,

@@ -11,5 +11,6 @@ mod load;
 mod process;
 mod ready;
 mod socket;
+mod syscall;
 mod variadic;
 mod vfork;

@@ -1,5 +1,5 @@
-//! The hooks of the calls that replace, spawn or end a process. What they do is in
-//! `rdmasock_shims::calls::process`. Not here: `fork` and `exit`, which the shims see through
+//! The hooks of the calls that replace, spawn, restrict or end a process. What they do is in
+//! `rdmasock_shims::calls::{process,confine}`. Not here: `fork` and `exit`, which the shims see through
 //! `pthread_atfork` and `atexit`; `execl*`, which are variadic; `vfork`.
 
 #![allow(
@@ -7,8 +7,11 @@
     reason = "every body hands on its caller's arguments, under its caller's contract"
 )]
 
-use libc::{FILE, c_char, c_int, pid_t, posix_spawn_file_actions_t, posix_spawnattr_t};
-use rdmasock_shims::{calls::process as calls, real};
+use libc::{FILE, c_char, c_int, c_ulong, pid_t, posix_spawn_file_actions_t, posix_spawnattr_t};
+use rdmasock_shims::{
+    calls::{confine, process as calls},
+    real,
+};
 use redhook::hook;
 
 hook! {
@@ -98,5 +101,11 @@ hook! {
 hook! {
     unsafe fn quick_exit(status: c_int) => hook_quick_exit {
         calls::quick_exit(real::quick_exit(), status)
+    }
+}
+
+hook! {
+    unsafe fn prctl(option: c_int, a: c_ulong, b: c_ulong, c: c_ulong, d: c_ulong) -> c_int => hook_prctl {
+        confine::prctl(real::prctl(), option, a, b, c, d)
     }
 }

@@ -1,4 +1,4 @@
-//! Programs under the built library, whose hooks here pass through: same output and status as without it.
+//! Programs under the built library, whose hooks here mostly pass through: same output and status as without it.
 //! What the library does with TCP streams is not for this file but for `tests/` and `integration/`.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test")]
@@ -62,10 +62,12 @@ fn run(command: &mut Command, input: &str) -> Output {
 fn same_with_library(program: impl AsRef<Path>, args: &[&str], input: &str) -> String {
     let program = program.as_ref();
     let bare = run(Command::new(program).args(args), input);
+    // Soon, so that what a test does with a connection is done on a link.
     let hooked = run(
         Command::new(program)
             .args(args)
-            .env("LD_PRELOAD", &*LIBRARY),
+            .env("LD_PRELOAD", &*LIBRARY)
+            .env("RDMASOCK_PROMOTE_AFTER", "2r"),
         input,
     );
     assert_eq!(
@@ -102,6 +104,12 @@ fn cancelled_threads_end_and_run_their_handlers() {
         printed.matches(" cancelled\n").count(),
         printed.lines().count()
     );
+}
+
+#[test]
+fn calls_by_number_do_what_they_do_without_the_library() {
+    let printed = same_with_library(compile("numbers"), &[], "");
+    assert!(printed.ends_with("the end: 0\n"), "{printed}");
 }
 
 #[test]

@@ -14,6 +14,7 @@ use rdmasock_core::lock::Lock;
 
 use crate::fork;
 use crate::socket::Socket;
+use crate::sockopt;
 use crate::time::Timeout;
 
 /// What this process knows of them.
@@ -128,18 +129,15 @@ fn option_timeout(fd: BorrowedFd<'_>, option: c_int) -> u64 {
         tv_usec: 0,
     };
     let mut len = size_of::<libc::timeval>() as libc::socklen_t;
-    // SAFETY: the raw system call with a buffer of the right size; no hook is entered.
-    let r = unsafe {
-        libc::syscall(
-            libc::SYS_getsockopt,
+    // SAFETY: a buffer of the right size.
+    if !unsafe {
+        sockopt::read(
             fd.as_raw_fd(),
-            libc::SOL_SOCKET,
-            option,
-            std::ptr::from_mut(&mut tv),
-            std::ptr::from_mut(&mut len),
+            (libc::SOL_SOCKET, option),
+            &raw mut tv,
+            &mut len,
         )
-    };
-    if r != 0 {
+    } {
         return 0;
     }
     (tv.tv_sec as u64)

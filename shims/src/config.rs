@@ -34,6 +34,16 @@ bitflags::bitflags! {
     }
 }
 
+/// What a program gets that asks for an io_uring, whose calls no hook sees.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum IoUring {
+    /// ENOSYS, as of a kernel without it.
+    #[default]
+    Hide,
+    /// The ring; from then on its connections are on TCP.
+    Allow,
+}
+
 /// Something in the environment that is not as it should be.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Warning {
@@ -70,6 +80,8 @@ pub struct Config {
     pub ring_max: Size,
     /// Virtual size of a link's arena on each side, bytes, a power of two.
     pub arena: Size,
+    /// What becomes of a program that asks for an io_uring.
+    pub io_uring: IoUring,
     /// The rules file.
     pub rules: Option<PathBuf>,
     /// The UDP port on which hosts ask each other; 0: none.
@@ -92,6 +104,7 @@ impl Default for Config {
             ring_min: Size::kib(4),
             ring_max: Size::mib(4),
             arena: Size::gib(1),
+            io_uring: IoUring::default(),
             rules: None,
             control_port: 4797,
             secret_file: None,

@@ -283,6 +283,33 @@ impl Epoll {
         self.retain();
     }
 
+    /// Whether nothing of the set is reported from here.
+    pub fn is_kernels_alone(&self) -> bool {
+        let set = self.set.lock();
+        set.is_some_and(|set| set.items.iter().all(|i| i.dead || !i.taken))
+    }
+
+    /// The library lets go of a set that is the kernel's alone: it reports what is the program's, and nothing else. `fd` is not
+    /// in the table any more.
+    pub fn retire(&'static self, fd: c_int) {
+        if let Some(mut set) = self.set.lock()
+            && let Some(kernel_fd) = self.kernel_fd()
+            && self.active.swap(false, AcqRel)
+        {
+            if let Some(waiter) = self.waiter()
+                && let Some(bell) = Library::get().waiters.doorbell(waiter)
+            {
+                let _ = kernel::delete(kernel_fd, bell);
+            }
+            for distant in set.heard.drain(..).filter_map(Link::distant) {
+                distant.while_open(|fd| {
+                    let _ = kernel::delete(kernel_fd, fd);
+                });
+            }
+        }
+        self.release(fd);
+    }
+
     /// The kernel's set. The caller holds the set's lock, or is [inside](Visit).
     fn kernel_fd(&self) -> Option<BorrowedFd<'static>> {
         let fd = match self.own.load(Acquire) {

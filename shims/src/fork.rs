@@ -254,6 +254,9 @@ pub fn epoch() -> u32 {
 
 /// Before a fork: who will hold what.
 pub extern "C" fn prepare() {
+    if Library::has_retired() {
+        return;
+    }
     let errno = crate::errno::get();
     table::for_each(0..=u32::MAX, |fd, entry| {
         if let Entry::Socket(socket) = entry
@@ -293,6 +296,10 @@ fn hold_uncounted() {
 
 /// After a fork, in the child.
 pub extern "C" fn child() {
+    // What it would do may be forbidden, and there is nothing to be done.
+    if Library::has_retired() {
+        return;
+    }
     let errno = crate::errno::get();
     // SAFETY: the only thread of the child.
     unsafe { begin_anew() };

@@ -12,7 +12,7 @@ use std::sync::atomic::{
 use once_cell::race::OnceBox;
 use rdmasock_core::ids::InstanceId;
 use rdmasock_core::os::privatefd::{PrivateFd, Transit};
-use rdmasock_core::stats::{InstanceInfo, StatsPage};
+use rdmasock_core::stats::{InstanceInfo, Reason, StatsPage};
 use rdmasock_core::stream::policy::Threshold;
 
 use crate::config::Config;
@@ -27,8 +27,8 @@ pub struct Library {
     pub config: Config,
     /// From when on a connection is promoted.
     pub threshold: Threshold,
-    /// Which connections may be.
-    pub rules: Rules,
+    /// Which connections may be; `None` if that cannot be known.
+    pub rules: Option<&'static Rules>,
     /// Which other hosts are in reach.
     pub reach: &'static Reach,
     /// Base name of the program.
@@ -47,6 +47,8 @@ pub struct Library {
 static CURRENT: AtomicPtr<Library> = AtomicPtr::new(std::ptr::null_mut());
 /// Nothing is accelerated: switched off, or the instance could not be made.
 static OFF: AtomicBool = AtomicBool::new(false);
+/// The library has let go of the process.
+static RETIRED: AtomicBool = AtomicBool::new(false);
 
 impl Library {
     /// The instance, which exists: objects that lead here are only made after it.
@@ -65,15 +67,28 @@ impl Library {
     /// The instance; makes it if need be. `None` if nothing is to be accelerated.
     #[inline]
     pub fn ensure() -> Option<&'static Library> {
-        let ptr = CURRENT.load(Acquire);
-        if !ptr.is_null() {
-            // SAFETY: never freed.
-            return Some(unsafe { &*ptr });
-        }
         if OFF.load(Relaxed) {
             return None;
         }
-        Self::make()
+        Self::current().or_else(Self::make)
+    }
+
+    /// The instance, if it was made.
+    #[inline]
+    pub fn current() -> Option<&'static Library> {
+        // SAFETY: never freed.
+        unsafe { CURRENT.load(Acquire).as_ref() }
+    }
+
+    /// From now on nothing is accelerated, here and in fork children.
+    pub fn retire() {
+        RETIRED.store(true, Relaxed);
+        OFF.store(true, Relaxed);
+    }
+
+    /// Whether the library has let go of the process.
+    pub fn has_retired() -> bool {
+        RETIRED.load(Relaxed)
     }
 
     #[cold]
@@ -92,6 +107,11 @@ impl Library {
 
     #[cold]
     fn make() -> Option<&'static Library> {
+        // SAFETY: libc's own variable.
+        if unsafe { environ.is_null() } {
+            // In a function that the linker calls before libc has begun: what the user asks for is not known yet.
+            return None;
+        }
         let errno = crate::errno::get();
         let made = Self::build();
         crate::errno::set(errno);
@@ -122,18 +142,7 @@ impl Library {
         crate::log::init(config);
         crate::fork::register();
         let program = program_name();
-        let rules = match &config.rules {
-            None => Rules::default(),
-            Some(path) => {
-                let (rules, warning) = Rules::load(path);
-                if let Some(warning) = warning
-                    && !WARNED.swap(true, Relaxed)
-                {
-                    crate::config::warn(&warning);
-                }
-                rules
-            }
-        };
+        let rules = RULES.get_or_init(|| Box::new(read_rules(config)));
         let id = InstanceId::random().ok()?;
         let transit = Transit::begin();
         let (stats, stats_fd) = StatsPage::create(InstanceInfo {
@@ -147,7 +156,7 @@ impl Library {
         let library = Library {
             threshold: config.promote_after.threshold(),
             config: config.clone(),
-            rules,
+            rules: rules.as_ref(),
             reach: REACH.get_or_init(|| Box::new(Reach::new(config))),
             program,
             id,
@@ -160,14 +169,20 @@ impl Library {
         Some(library)
     }
 
-    /// Whether the rules let this connection be accelerated.
-    pub fn may_accelerate(
+    /// Why this connection may not be accelerated, whatever its ends are ready for.
+    pub fn refuses(
         &self,
         local: SocketAddr,
         peer: SocketAddr,
         direction: rdmasock_core::stats::Direction,
-    ) -> bool {
-        self.rules.decide(&self.program, local, peer, direction) == Decision::Accelerate
+    ) -> Option<Reason> {
+        let Some(rules) = self.rules else {
+            return Some(Reason::NoRules);
+        };
+        match rules.decide(&self.program, local, peer, direction) {
+            Decision::Leave => Some(Reason::Rule),
+            Decision::Accelerate => crate::hold::reason(),
+        }
     }
 
     /// In a fork child, before [`Self::forget`]: the number of the parent's service doorbell.
@@ -185,15 +200,27 @@ impl Library {
     }
 }
 
-static WARNED: AtomicBool = AtomicBool::new(false);
-
 /// The configuration is read once and survives forks.
 static CONFIG: OnceBox<Config> = OnceBox::new();
+
+/// Likewise: a fork child may not be allowed to read the file again.
+static RULES: OnceBox<Option<Rules>> = OnceBox::new();
+
+/// The rules that the user wants, `None` if they cannot be had; what is wrong with them goes to stderr.
+fn read_rules(config: &Config) -> Option<Rules> {
+    let Some(path) = &config.rules else {
+        return Some(Rules::default());
+    };
+    Rules::load(path)
+        .inspect_err(|problem| crate::config::warn(problem))
+        .ok()
+}
 
 /// With the secret, which a fork child may not be allowed to read again.
 static REACH: OnceBox<Reach> = OnceBox::new();
 
 unsafe extern "C" {
+    static environ: *const *const std::ffi::c_char;
     static program_invocation_short_name: *const std::ffi::c_char;
 }
 

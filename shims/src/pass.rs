@@ -106,7 +106,7 @@ pub fn release(socket: &'static Socket, reason: Reason) {
 }
 
 /// A promotion is under way or done, or the way back is not at its end.
-fn may_be_on_link(socket: &Socket) -> bool {
+pub fn may_be_on_link(socket: &Socket) -> bool {
     socket.stage() == Stage::Busy || !socket.is_plain()
 }
 
@@ -135,7 +135,7 @@ pub fn on_receive_option(socket: &'static Socket, fd: BorrowedFd<'_>) {
 }
 
 /// Asks again and again, for as long as others may take to follow.
-fn wait_until(mut done: impl FnMut() -> bool) {
+pub fn wait_until(mut done: impl FnMut() -> bool) {
     let until = crate::time::now_ns() + PATIENCE;
     while !done() && crate::time::now_ns() < until {
         let _ = rustix::thread::nanosleep(&rustix::time::Timespec {

@@ -7,6 +7,8 @@ use std::ffi::c_int;
 use std::os::fd::AsRawFd;
 
 use libc::{nfds_t, pollfd};
+use rdmasock_core::os::kernel;
+use smallvec::SmallVec;
 
 use crate::errno;
 use crate::library::Library;
@@ -160,13 +162,11 @@ fn poll_slow(
             spun = false;
             continue;
         }
-        let bell = waiters.doorbell(waiter).map_or(-1, |d| d.as_raw_fd());
+        // Without a sleeper nobody rings.
+        let bell = waiters.doorbell(waiter).filter(|_| !sleepers.is_empty());
+        let bell = bell.map(|d| d.as_raw_fd());
         let completions = duties.iter().map(|duty| duty.fd().as_raw_fd());
-        copy.extend(std::iter::once(bell).chain(completions).map(|fd| pollfd {
-            fd,
-            events: libc::POLLIN,
-            revents: 0,
-        }));
+        let seats = Seats::take(&mut copy, bell.into_iter().chain(completions));
         let r = real(copy.as_mut_ptr(), copy.len() as nfds_t, deadline.left());
         let error = errno::get();
         // What the sleepers hold is there to be asked, also where its number is closed.
@@ -175,8 +175,8 @@ fn poll_slow(
         });
         drop(sleepers);
         drop(duties);
-        let rung = copy.get(set.len()).is_some_and(|p| p.revents != 0);
-        copy.truncate(set.len());
+        let rung = bell.is_some() && seats.is_first_ready(&copy);
+        seats.leave(&mut copy);
         if rung && let Some(doorbell) = waiters.doorbell(waiter) {
             let _ = rustix::io::read(doorbell, &mut [0u8; 8]);
         }
@@ -226,6 +226,54 @@ fn duties(set: &[pollfd]) -> Vec<Duty<'static>> {
         .collect()
 }
 
+/// Where in the kernel's array the sleeper's own descriptors are: in the places of sockets that are not the kernel's to
+/// report on, as far as there are such, because an array may be as long as the limit of open files and no longer.
+struct Seats {
+    taken: SmallVec<[usize; 4]>,
+    /// How long the array was.
+    len: usize,
+}
+
+impl Seats {
+    fn take(copy: &mut Vec<pollfd>, fds: impl Iterator<Item = c_int>) -> Self {
+        let len = copy.len();
+        let mut taken = SmallVec::new();
+        let mut at = 0;
+        for fd in fds {
+            while copy.get(at).is_some_and(|p| p.fd >= 0) {
+                at += 1;
+            }
+            let seat = pollfd {
+                fd,
+                events: libc::POLLIN,
+                revents: 0,
+            };
+            match copy.get_mut(at) {
+                Some(free) => *free = seat,
+                None => copy.push(seat),
+            }
+            taken.push(at);
+            at += 1;
+        }
+        Self { taken, len }
+    }
+
+    fn is_first_ready(&self, copy: &[pollfd]) -> bool {
+        let first = self.taken.first().and_then(|at| copy.get(*at));
+        first.is_some_and(|p| p.revents != 0)
+    }
+
+    fn leave(self, copy: &mut Vec<pollfd>) {
+        for at in self.taken {
+            if let Some(seat) = copy.get_mut(at) {
+                seat.fd = -1;
+                seat.revents = 0;
+            }
+        }
+        copy.truncate(self.len);
+    }
+}
+
 struct Lease(WaiterId);
 
 impl Drop for Lease {
@@ -270,6 +318,40 @@ fn merge(set: &mut [pollfd], kernel: &[pollfd]) -> c_int {
         ready += c_int::from(p.revents != 0);
     }
     ready
+}
+
+/// What the kernel makes of a count of select(): numbers beyond its table of this process's files do not count, and the
+/// sets need not have bits for them. (The table has 64 or 128 entries at first, and twice as many whenever it grows;
+/// up to the size of an fd_set every set has its bits.)
+fn within_table(count: c_int) -> c_int {
+    let mut size = libc::FD_SETSIZE as c_int;
+    while size < count && is_in_table(size) {
+        size *= 2;
+    }
+    count.min(size)
+}
+
+/// Whether the kernel's table reaches up to a number: asked about one that is not open, it then says so.
+fn is_in_table(fd: c_int) -> bool {
+    // SAFETY: only asks whether the number is in use.
+    if rustix::io::fcntl_getfd(unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) }).is_ok() {
+        return true;
+    }
+    let mut bits = vec![0u64; fd as usize / 64 + 1];
+    if let Some(word) = bits.last_mut() {
+        *word = 1 << (fd % 64);
+    }
+    let mut none = libc::timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    let (set, time) = (
+        kernel::address(bits.as_mut_ptr()),
+        kernel::address(&raw mut none),
+    );
+    // SAFETY: a set of that many bits, and a time-out of ours.
+    let asked = unsafe { kernel::call(libc::SYS_pselect6, [fd as usize + 1, set, 0, 0, time, 0]) };
+    asked == Err(rustix::io::Errno::BADF)
 }
 
 /// The three sets of a select() call.
@@ -318,7 +400,9 @@ impl Sets {
     /// # Safety
     /// The sets are null or hold `count` bits.
     pub unsafe fn has_ours(&self) -> bool {
-        (0..self.count.max(0)).any(|fd| {
+        // The program's sets need not be as long as its count says: the kernel does not look beyond its table.
+        let end = self.count.min(table::highest() + 1);
+        (0..end.max(0)).any(|fd| {
             // SAFETY: by the contract.
             let asked = unsafe {
                 Self::has(self.read, fd) || Self::has(self.write, fd) || Self::has(self.except, fd)
@@ -337,7 +421,7 @@ impl Sets {
         real: impl Fn(*mut pollfd, nfds_t, Timeout) -> c_int,
     ) -> c_int {
         let mut set = Vec::new();
-        for fd in 0..self.count {
+        for fd in 0..within_table(self.count) {
             let mut events = 0;
             // SAFETY: by the contract.
             unsafe {

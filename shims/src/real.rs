@@ -17,9 +17,9 @@
 use core::ffi::CStr;
 use core::sync::atomic::{AtomicPtr, Ordering};
 use libc::{
-    FILE, aiocb, c_char, c_int, c_uint, c_ulong, c_void, epoll_event, fd_set, iovec, mmsghdr,
-    msghdr, nfds_t, off_t, pid_t, pollfd, posix_spawn_file_actions_t, posix_spawnattr_t, sigevent,
-    sigset_t, size_t, sockaddr, socklen_t, ssize_t, timespec, timeval,
+    FILE, aiocb, c_char, c_int, c_long, c_uint, c_ulong, c_void, epoll_event, fd_set, iovec,
+    mmsghdr, msghdr, nfds_t, off_t, pid_t, pollfd, posix_spawn_file_actions_t, posix_spawnattr_t,
+    sigevent, sigset_t, size_t, sockaddr, socklen_t, ssize_t, timespec, timeval,
 };
 
 /// One symbol of libc, looked up at first use and kept.
@@ -65,6 +65,10 @@ pub trait Failure {
 }
 
 impl Failure for c_int {
+    const FAILURE: Self = -1;
+}
+
+impl Failure for c_long {
     const FAILURE: Self = -1;
 }
 
@@ -185,6 +189,9 @@ macro_rules! functions {
         }
     };
 }
+
+/// `seccomp(operation, flags, argument)`, a system call without a function in libc
+pub type SeccompFn = unsafe extern "C" fn(c_uint, c_uint, *mut c_void) -> c_int;
 
 functions! {
     // Bytes in and out.
@@ -322,6 +329,13 @@ functions! {
 
     /// `longjmp(environment, value)`; does not return
     LongjmpFn = (*mut c_void, c_int) -> (): longjmp, _longjmp, siglongjmp, __longjmp_chk;
+    /// `prctl(option, four arguments)`; variadic in C
+    PrctlFn = (c_int, c_ulong, c_ulong, c_ulong, c_ulong) -> c_int: prctl;
+
+    // System calls by number.
+
+    /// `syscall(number, six arguments)`; variadic in C
+    SyscallFn = (c_long, c_long, c_long, c_long, c_long, c_long, c_long) -> c_long: syscall;
 
     // Calls in which libc itself does the I/O, where no hook sees it.
 

@@ -131,21 +131,20 @@ impl TryFrom<String> for Net {
 }
 
 impl Rules {
-    /// Reads the file at `path`. Where that fails there are no rules, and a message of one line
-    /// that says what is wrong, where, and what to do.
-    #[must_use]
-    pub fn load(path: &Path) -> (Self, Option<String>) {
-        let text = read(path).map_err(|problem| format!("cannot read it: {problem}"));
-        match text.and_then(|text| Self::parse(&text)) {
-            Ok(rules) => (rules, None),
-            Err(problem) => {
-                let message = format!(
-                    "rules file {path:?}: {problem}; no rule is applied, every connection may be \
-                     accelerated; correct the file or unset RDMASOCK_RULES"
-                );
-                (Self::default(), Some(message))
-            }
-        }
+    /// Reads the file at `path`.
+    ///
+    /// # Errors
+    /// A message of one line that says what is wrong, where, and what to do.
+    pub fn load(path: &Path) -> Result<Self, String> {
+        read(path)
+            .map_err(|problem| format!("cannot read it: {problem}"))
+            .and_then(|text| Self::parse(&text))
+            .map_err(|problem| {
+                format!(
+                    "rules file {path:?}: {problem}; every connection stays on TCP, because the file may leave \
+                     it there; correct the file or unset RDMASOCK_RULES"
+                )
+            })
     }
 
     /// Rules from the text of a file.

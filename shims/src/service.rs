@@ -35,7 +35,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::ops::ControlFlow;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{
-    AtomicBool,
+    AtomicBool, AtomicI32,
     Ordering::{AcqRel, Acquire, SeqCst},
 };
 use std::time::Duration;
@@ -76,6 +76,10 @@ const NOT_IN_HANDLER: u64 = 100_000_000;
 pub struct Service {
     queue: Queue,
     started: AtomicBool,
+    /// The thread, once it runs.
+    thread: AtomicI32,
+    /// The thread is to end.
+    ending: AtomicBool,
     /// The thread will look for what senders hold back.
     holding: AtomicBool,
     /// The thread will look after links to other hosts.
@@ -95,6 +99,8 @@ impl Service {
         Ok(Self {
             queue: Queue::new(),
             started: AtomicBool::new(false),
+            thread: AtomicI32::new(0),
+            ending: AtomicBool::new(false),
             holding: AtomicBool::new(false),
             tending: AtomicBool::new(false),
             offers: Offers::new(),
@@ -136,6 +142,9 @@ impl Service {
             .name("rdmasock".into())
             .stack_size(512 * 1024)
             .spawn(|| {
+                let own = &Library::get().service;
+                let id = rustix::thread::gettid().as_raw_nonzero().get();
+                own.thread.store(id, SeqCst);
                 if let Some(mut worker) = Worker::new() {
                     worker.run();
                 }
@@ -145,6 +154,22 @@ impl Service {
             tracing::warn!(target: "rdmasock", %error, "no service thread: connections stay on TCP");
         }
         crate::errno::set(errno);
+    }
+
+    /// Ends the thread for good, also one that has not begun, and waits until it is gone.
+    pub fn end(&self) {
+        self.ending.store(true, SeqCst);
+        if !self.started.swap(true, AcqRel) {
+            return;
+        }
+        Library::get().waiters.ring(SERVICE);
+        crate::pass::wait_until(|| match self.thread.load(Acquire) {
+            0 => false,
+            id => {
+                let path = format!("/proc/self/task/{id}");
+                rustix::fs::access(path, rustix::fs::Access::EXISTS).is_err()
+            }
+        });
     }
 
     /// The connection is worth promoting: asks for it once.
@@ -403,6 +428,9 @@ impl Worker {
 
     /// What there is to do, a sleep, and what that brings.
     fn round(&mut self) -> ControlFlow<()> {
+        if self.service.ending.load(SeqCst) {
+            return ControlFlow::Break(());
+        }
         let mut reported = [kernel::Event {
             flags: kernel::EventFlags::empty(),
             data: kernel::EventData::new_u64(0),

@@ -18,6 +18,7 @@ use crossbeam_utils::CachePadded;
 use rdmasock_core::fabric::ring::{Consumer, Producer};
 use rdmasock_core::ids::{InstanceId, Nonce, Tuple, Vqpn};
 use rdmasock_core::lock::Lock;
+use rdmasock_core::os::kernel;
 use rdmasock_core::stats::{Direction, Reason, StatsPage, StreamInfo, StreamStats};
 use rdmasock_core::stream::handshake::{Handshake, Role};
 use rdmasock_core::stream::policy::Progress;
@@ -646,14 +647,19 @@ pub fn reset(socket: &'static Socket) {
             sa_family: libc::AF_UNSPEC as libc::sa_family_t,
             sa_data: [0; 14],
         };
-        // SAFETY: the raw system call on a valid address.
-        unsafe {
-            libc::syscall(
+        // SAFETY: a valid address.
+        let _ = unsafe {
+            kernel::call(
                 libc::SYS_connect,
-                std::os::fd::AsRawFd::as_raw_fd(&fd),
-                std::ptr::from_ref(&unspecified),
-                size_of::<libc::sockaddr>(),
-            );
-        }
+                [
+                    std::os::fd::AsRawFd::as_raw_fd(&fd) as usize,
+                    kernel::address(&raw const unspecified),
+                    size_of::<libc::sockaddr>(),
+                    0,
+                    0,
+                    0,
+                ],
+            )
+        };
     }
 }

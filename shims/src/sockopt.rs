@@ -3,61 +3,76 @@
 use std::ffi::c_int;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
+use rdmasock_core::os::kernel;
+
 /// Level and name.
 pub type Name = (c_int, c_int);
 
-/// The value of an option that is an int; `None` where the kernel has no such option. Changes errno.
+/// The value of an option that is an int; `None` where the kernel has no such option.
 pub fn get(fd: BorrowedFd<'_>, (level, name): Name) -> Option<c_int> {
     let mut value: c_int = 0;
     let mut len = size_of::<c_int>() as libc::socklen_t;
     // SAFETY: a buffer of the right size.
-    let result = unsafe {
-        libc::syscall(
-            libc::SYS_getsockopt,
-            fd.as_raw_fd(),
-            level,
-            name,
-            &raw mut value,
-            &raw mut len,
-        )
-    };
-    (result == 0).then_some(value)
+    unsafe { read(fd.as_raw_fd(), (level, name), &raw mut value, &mut len) }.then_some(value)
 }
 
-/// Whether TCP's peer may still send: it has not ended its direction, and the connection is not over. Changes errno.
+/// Reads an option into what `value` points to. False where the kernel refuses.
+///
+/// # Safety
+/// `value` is valid for writes of `len` bytes.
+pub unsafe fn read<T>(
+    fd: c_int,
+    (level, name): Name,
+    value: *mut T,
+    len: &mut libc::socklen_t,
+) -> bool {
+    // SAFETY: by the contract; the kernel writes no more than `len` says.
+    let result = unsafe {
+        kernel::call(
+            libc::SYS_getsockopt,
+            [
+                fd as usize,
+                level as usize,
+                name as usize,
+                kernel::address(value),
+                kernel::address(std::ptr::from_mut(len)),
+                0,
+            ],
+        )
+    };
+    result.is_ok()
+}
+
+/// Whether TCP's peer may still send: it has not ended its direction, and the connection is not over.
 pub fn is_open_to_peer(fd: BorrowedFd<'_>) -> bool {
     // ESTABLISHED, SYN_SENT, SYN_RECV, FIN_WAIT1 and FIN_WAIT2 (Linux, tcp_states.h). The state is the first byte of TCP_INFO.
     let mut state = 0u8;
     let mut len = 1 as libc::socklen_t;
     // SAFETY: a buffer of the right size; the kernel writes no more than that.
-    let result = unsafe {
-        libc::syscall(
-            libc::SYS_getsockopt,
-            fd.as_raw_fd(),
-            libc::IPPROTO_TCP,
-            libc::TCP_INFO,
-            &raw mut state,
-            &raw mut len,
-        )
-    };
-    result == 0 && (1..=5).contains(&state)
+    let known = unsafe { read(fd.as_raw_fd(), STATE, &raw mut state, &mut len) };
+    known && (1..=5).contains(&state)
 }
 
-/// Sets an option that is an int. Changes errno.
+/// Sets an option that is an int.
 pub fn set(fd: BorrowedFd<'_>, (level, name): Name, value: c_int) {
     // SAFETY: as in `get`.
-    unsafe {
-        libc::syscall(
+    let _ = unsafe {
+        kernel::call(
             libc::SYS_setsockopt,
-            fd.as_raw_fd(),
-            level,
-            name,
-            &raw const value,
-            size_of::<c_int>(),
-        );
-    }
+            [
+                fd.as_raw_fd() as usize,
+                level as usize,
+                name as usize,
+                kernel::address(&raw const value),
+                size_of::<c_int>(),
+                0,
+            ],
+        )
+    };
 }
 
+/// The connection's state and more.
+const STATE: Name = (libc::IPPROTO_TCP, libc::TCP_INFO);
 /// How much has to be there before a socket is readable or a receive ends: 1 unless the program says otherwise.
 const LOW_WATER: Name = (libc::SOL_SOCKET, libc::SO_RCVLOWAT);
 /// From where MSG_PEEK looks: -1 unless the program says otherwise.

@@ -15,6 +15,8 @@ use std::sync::atomic::{
     Ordering::{AcqRel, Acquire, Relaxed},
 };
 
+use rdmasock_core::os::lazy;
+
 use crate::epoll::Epoll;
 use crate::listener::Listener;
 use crate::socket::Socket;
@@ -60,21 +62,15 @@ fn word(fd: c_int) -> Option<&'static AtomicUsize> {
 
 /// Maps the table; without it nothing is accelerated.
 pub fn init() -> Result<(), rustix::io::Errno> {
-    use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous};
+    use rustix::mm::{MapFlags, ProtFlags};
     if !BASE.load(Acquire).is_null() {
         return Ok(());
     }
     let bytes = ENTRIES * size_of::<AtomicUsize>();
-    // SAFETY: a fresh private mapping; zero is a valid AtomicUsize.
-    let base = unsafe {
-        mmap_anonymous(
-            std::ptr::null_mut(),
-            bytes,
-            ProtFlags::READ | ProtFlags::WRITE,
-            MapFlags::PRIVATE | MapFlags::NORESERVE,
-        )
-    }?
-    .cast::<AtomicUsize>();
+    let protection = ProtFlags::READ | ProtFlags::WRITE;
+    let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+    // Zero is a valid AtomicUsize.
+    let base = lazy::map(bytes, protection, flags, None)?.cast::<AtomicUsize>();
     if BASE
         .compare_exchange(std::ptr::null_mut(), base, AcqRel, Acquire)
         .is_err()
@@ -226,6 +222,12 @@ pub fn find(mut is_such: impl FnMut(Entry) -> bool) -> Option<c_int> {
 
 /// The highest number that ever had an entry, so that walks end early.
 static HIGHEST: AtomicUsize = AtomicUsize::new(0);
+
+/// No number above this has an entry.
+pub fn highest() -> c_int {
+    // Below ENTRIES, which fits.
+    HIGHEST.load(Relaxed) as c_int
+}
 
 /// [`put`] for a new number.
 pub fn insert(fd: c_int, entry: Entry) -> Entry {

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use libc::c_int;
+use rdmasock_core::os::kernel;
 
 use crate::data;
 use crate::sys::{self, Addr, Ret};
@@ -359,13 +360,13 @@ const SMALL: u8 = b's';
 const BIG: u8 = b'b';
 const END: u8 = b'e';
 
-/// A syscall that goes by the library unseen; the kernel's result, errors negated.
+/// A system call that goes by the library unseen; the kernel's result, errors negated.
 fn raw(number: libc::c_long, args: [i64; 3]) -> i64 {
-    let r = call!(libc::syscall(number, args[0], args[1], args[2]));
-    if r.failed() {
-        -i64::from(r.errno)
-    } else {
-        r.value
+    let [a, b, c] = args.map(|argument| argument as usize);
+    // SAFETY: live locals of the callers, whose lengths are taken from the same locals.
+    match unsafe { kernel::call(number, [a, b, c, 0, 0, 0]) } {
+        Ok(value) => value as i64,
+        Err(error) => -i64::from(error.raw_os_error()),
     }
 }
 

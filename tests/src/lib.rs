@@ -15,6 +15,8 @@ pub mod conformance;
 pub mod ctx;
 pub mod data;
 pub mod dialogue;
+pub mod filters;
+pub mod guest;
 pub mod harness;
 pub mod observe;
 pub mod pair;

@@ -27,6 +27,7 @@ struct Instance {
     pid: u32,
     totals: Totals,
     streams: Vec<Stream>,
+    held: Option<String>,
 }
 
 #[derive(Deserialize)]
@@ -38,10 +39,31 @@ struct Totals {
 struct Stream {
     tx_path: String,
     rx_path: String,
+    why_tcp: Option<String>,
 }
 
 /// Asks `command` (the `rdmasock` binary) about `pid`. None: it knows no such instance.
 pub fn promotion_state(command: &Path, pid: u32) -> Result<Option<Promotion>> {
+    Ok(instance(command, pid)?.map(|i| Promotion {
+        promoted: i.totals.promoted,
+        on_link: i
+            .streams
+            .iter()
+            .filter(|s| s.tx_path != "tcp" && s.rx_path != "tcp")
+            .count(),
+    }))
+}
+
+/// Why connections of `pid` are on TCP: all of them, and each one that is.
+pub fn reasons(command: &Path, pid: u32) -> Result<Vec<String>> {
+    let Some(instance) = instance(command, pid)? else {
+        return Ok(Vec::new());
+    };
+    let streams = instance.streams.into_iter().filter_map(|s| s.why_tcp);
+    Ok(instance.held.into_iter().chain(streams).collect())
+}
+
+fn instance(command: &Path, pid: u32) -> Result<Option<Instance>> {
     let out = Command::new(command)
         .args(["stat", "--json", "--pid", &pid.to_string()])
         .output()
@@ -56,13 +78,5 @@ pub fn promotion_state(command: &Path, pid: u32) -> Result<Option<Promotion>> {
         bail!("rdmasock stat --json --pid {pid}: {}", text.trim());
     }
     let report: Report = serde_json::from_slice(&out.stdout).context("rdmasock stat --json")?;
-    let instance = report.instances.into_iter().find(|i| i.pid == pid);
-    Ok(instance.map(|i| Promotion {
-        promoted: i.totals.promoted,
-        on_link: i
-            .streams
-            .iter()
-            .filter(|s| s.tx_path != "tcp" && s.rx_path != "tcp")
-            .count(),
-    }))
+    Ok(report.instances.into_iter().find(|i| i.pid == pid))
 }

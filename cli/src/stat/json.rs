@@ -22,6 +22,8 @@ struct Instance {
     program: String,
     id: String,
     uptime_s: f64,
+    /// Why all connections are held on TCP, if they are.
+    held: Option<String>,
     totals: Sums,
     /// How often each event was counted, by its name.
     events: BTreeMap<&'static str, u64>,
@@ -89,6 +91,7 @@ impl From<&Process> for Instance {
             program: seen.program.clone(),
             id: hex(seen.id),
             uptime_s: seen.uptime.as_secs_f64(),
+            held: seen.held.map(super::held),
             totals: Sums::from(&seen.totals),
             events: Event::ALL
                 .iter()

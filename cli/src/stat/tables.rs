@@ -39,6 +39,10 @@ fn section(process: &Process) -> String {
         duration(seen.uptime.as_secs()),
         hex(seen.id),
     );
+    if let Some(held) = seen.held {
+        // Writing to a String cannot fail.
+        let _ = writeln!(text, "all connections on TCP: {}", super::held(held));
+    }
     let totals = &seen.totals;
     let counts = [
         ("streams", totals.streams),

@@ -14,6 +14,7 @@ use rustix::net::{
     sendmsg, socketpair,
 };
 
+use super::kernel;
 use super::privatefd::{PrivateFd, Transit};
 
 /// The most fds that one message may carry.
@@ -172,20 +173,20 @@ fn peer_credentials(fd: BorrowedFd<'_>) -> Result<Credentials, Errno> {
     };
     let mut len = size_of::<libc::ucred>() as libc::socklen_t;
     // SAFETY: `cred` and `len` are valid for writes for the whole call, and `len` is the size of
-    // `cred`, so the kernel writes no more than that. libc's `syscall` is not hooked.
-    let result = unsafe {
-        libc::syscall(
+    // `cred`, so the kernel writes no more than that.
+    unsafe {
+        kernel::call(
             libc::SYS_getsockopt,
-            fd.as_raw_fd(),
-            libc::SOL_SOCKET,
-            libc::SO_PEERCRED,
-            &raw mut cred,
-            &raw mut len,
+            [
+                fd.as_raw_fd() as usize,
+                libc::SOL_SOCKET as usize,
+                libc::SO_PEERCRED as usize,
+                kernel::address(&raw mut cred),
+                kernel::address(&raw mut len),
+                0,
+            ],
         )
-    };
-    if result != 0 {
-        return Err(Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::INVAL));
-    }
+    }?;
     Ok(Credentials {
         pid: u32::try_from(cred.pid).ok().filter(|pid| *pid != 0),
         uid: cred.uid,

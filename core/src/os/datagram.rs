@@ -14,6 +14,7 @@ use rustix::net::{
     socket_with, sockopt,
 };
 
+use super::kernel;
 use super::privatefd::PrivateFd;
 
 /// A datagram that came to an [`Answerer`].
@@ -64,16 +65,19 @@ impl Answerer {
         };
         let on: libc::c_int = 1;
         // SAFETY: the value is valid for reads of its size for the whole call, which keeps nothing of it.
-        check(unsafe {
-            libc::syscall(
+        unsafe {
+            kernel::call(
                 libc::SYS_setsockopt,
-                fd.as_fd().as_raw_fd(),
-                level,
-                name,
-                &raw const on,
-                size_of_val(&on),
+                [
+                    fd.as_fd().as_raw_fd() as usize,
+                    level as usize,
+                    name as usize,
+                    kernel::address(&raw const on),
+                    size_of_val(&on),
+                    0,
+                ],
             )
-        })?;
+        }?;
         bind(&fd, &address)?;
         Ok(Self { fd, is_v6 })
     }
@@ -104,14 +108,19 @@ impl Answerer {
         // SAFETY: the header and the four buffers that it names outlive the call, which keeps nothing of
         // them; each is valid for writes of the size that the header says.
         let received = unsafe {
-            libc::syscall(
+            kernel::call(
                 libc::SYS_recvmsg,
-                self.fd.as_fd().as_raw_fd(),
-                &raw mut header,
-                libc::MSG_DONTWAIT | libc::MSG_TRUNC,
+                [
+                    self.fd.as_fd().as_raw_fd() as usize,
+                    kernel::address(&raw mut header),
+                    (libc::MSG_DONTWAIT | libc::MSG_TRUNC) as usize,
+                    0,
+                    0,
+                    0,
+                ],
             )
         };
-        let length = match check(received) {
+        let length = match received {
             Ok(length) => length,
             Err(Errno::AGAIN | Errno::INTR) => return Ok(None),
             Err(errno) => return Err(errno),
@@ -182,14 +191,19 @@ impl Answerer {
             }
         }
         // SAFETY: the header and what it names outlive the call, which keeps nothing of them.
-        check(unsafe {
-            libc::syscall(
+        unsafe {
+            kernel::call(
                 libc::SYS_sendmsg,
-                self.fd.as_fd().as_raw_fd(),
-                &raw const header,
-                libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL,
+                [
+                    self.fd.as_fd().as_raw_fd() as usize,
+                    kernel::address(&raw const header),
+                    (libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL) as usize,
+                    0,
+                    0,
+                    0,
+                ],
             )
-        })
+        }
         .map(drop)
     }
 }
@@ -246,12 +260,6 @@ fn socket(is_v6: bool) -> Result<PrivateFd, Errno> {
     };
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     PrivateFd::open(|| socket_with(family, SocketType::DGRAM, flags, None))
-}
-
-/// What a raw system call has given.
-fn check(result: libc::c_long) -> Result<usize, Errno> {
-    usize::try_from(result)
-        .map_err(|_| Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::INVAL))
 }
 
 /// The address that the kernel has written; what was meant for IPv4 is shorter, and begins alike.

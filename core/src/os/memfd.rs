@@ -13,8 +13,10 @@ use rustix::fs::{
     memfd_create,
 };
 use rustix::io::Errno;
-use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, munmap};
+use rustix::process::{Resource, getrlimit};
 
+use super::lazy;
 use super::privatefd::PrivateFd;
 
 /// The file system that memfds without huge pages live on (statfs(2)).
@@ -115,15 +117,9 @@ impl Mapping {
 
     /// Anonymous memory that fork children share, zeroed. EINVAL for no bytes.
     pub fn anonymous(bytes: usize) -> Result<Self, Errno> {
-        // SAFETY: a new mapping at an address of the kernel's choice touches nobody's memory.
-        let start = unsafe {
-            rustix::mm::mmap_anonymous(
-                std::ptr::null_mut(),
-                bytes,
-                ProtFlags::READ | ProtFlags::WRITE,
-                MapFlags::SHARED | MapFlags::NORESERVE,
-            )?
-        };
+        let protection = ProtFlags::READ | ProtFlags::WRITE;
+        let flags = MapFlags::SHARED | MapFlags::NORESERVE;
+        let start = lazy::map(bytes, protection, flags, None)?;
         Self::own(start.cast(), bytes)
     }
 
@@ -133,8 +129,7 @@ impl Mapping {
             Access::ReadOnly => ProtFlags::READ,
         };
         let flags = MapFlags::SHARED | MapFlags::NORESERVE;
-        // SAFETY: a new mapping at an address of the kernel's choice touches nobody's memory.
-        let start = unsafe { mmap(std::ptr::null_mut(), bytes, prot, flags, fd, 0)? };
+        let start = lazy::map(bytes, prot, flags, Some(fd))?;
         let mapping = Self::own(start.cast(), bytes)?;
         // A core dump of the program should not hold gigabytes of rings. Only advice: no error.
         // SAFETY: exactly the new mapping.
@@ -159,7 +154,8 @@ impl Drop for Mapping {
 
 /// Creates sealed shared memory of `bytes` that peers may write to; pages come as they are touched.
 ///
-/// `name` shows in /proc/PID/maps. Fails with the kernel's errno (EMFILE, ENOMEM, EINVAL for 0 bytes).
+/// `name` shows in /proc/PID/maps. Fails with the kernel's errno (EMFILE, ENOMEM, EINVAL for 0 bytes, EFBIG where the
+/// process may not have files of that size).
 pub fn create(name: &str, bytes: u64) -> Result<(PrivateFd, Mapping), Errno> {
     create_sealed(name, bytes, FIXED_SIZE)
 }
@@ -172,6 +168,7 @@ pub fn create_read_only_for_peers(name: &str, bytes: u64) -> Result<(PrivateFd, 
 
 fn create_sealed(name: &str, bytes: u64, seals: SealFlags) -> Result<(PrivateFd, Mapping), Errno> {
     let length = mappable(bytes).ok_or(Errno::INVAL)?;
+    within_file_limit(bytes)?;
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     // Kernels before 6.3 do not know NOEXEC_SEAL, later ones may insist on it (sysctl vm.memfd_noexec).
     let fd = PrivateFd::open(|| {
@@ -182,6 +179,14 @@ fn create_sealed(name: &str, bytes: u64, seals: SealFlags) -> Result<(PrivateFd,
     let mapping = Mapping::file(fd.as_fd(), length, Access::ReadWrite)?;
     fcntl_add_seals(&fd, seals)?;
     Ok((fd, mapping))
+}
+
+/// EFBIG if a file may not grow to that many bytes: trying that sends SIGXFSZ besides.
+pub fn within_file_limit(bytes: u64) -> Result<(), Errno> {
+    match getrlimit(Resource::Fsize).current {
+        Some(limit) if limit < bytes => Err(Errno::FBIG),
+        _ => Ok(()),
+    }
 }
 
 /// Maps the first `claimed` bytes of what a peer has sent as shared memory, after checking that it is.
@@ -269,7 +274,7 @@ mod tests {
     #[test]
     fn peers_cannot_write_to_what_is_read_only_for_them() {
         let (fd, mine) = create_read_only_for_peers("rdmasock-test", 4096).unwrap();
-        assert_eq!(refusal(&fd, 4096), MapError::Kernel(Errno::PERM));
+        assert_eq!(refusal(&fd, 4096), MapError::Kernel(Errno::ACCESS));
         assert_eq!(pwrite(&fd, b"x", 0), Err(Errno::PERM));
         let theirs = map_received(fd.as_fd(), 4096, Access::ReadOnly).unwrap();
         // SAFETY: within the mappings; nobody else writes.

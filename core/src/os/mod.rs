@@ -10,5 +10,7 @@ pub mod dir;
 pub(crate) mod forked;
 #[cfg(target_arch = "x86_64")]
 pub mod heap;
+pub mod kernel;
+pub mod lazy;
 pub mod memfd;
 pub mod privatefd;

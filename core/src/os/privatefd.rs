@@ -4,12 +4,11 @@
 //! that the hooks of close, dup2 and close_range can ask [`is_private`] in a few nanoseconds. This
 //! file does not decide what a hook answers for such a number.
 //!
-//! Where the numbers are. At or above the program's soft RLIMIT_NOFILE if the hard limit allows, so
-//! that the program can neither reach them nor miss them: the limit is raised for the one fcntl that
-//! takes the number, and an fd beyond the limit stays valid afterwards. Not below [`FLOOR`] even so,
-//! because servers raise their soft limit at start-up, and not far above [`CEILING`], because the
-//! kernel's fd table has 8 bytes for each number up to the highest in use, which fork copies. Where
-//! the limit cannot be raised: the highest free numbers below it.
+//! Where the numbers are. The program's limit (RLIMIT_NOFILE) is never raised, not even for a moment: other threads
+//! would see it, and children that they start would keep it. So the numbers are from below [`USUAL`] downwards, and from
+//! below the limit where that is lower, or many are needed. They are not near the end of a high limit at once, because the
+//! kernel's fd table then reaches up to there: fork copies it, and a select over getdtablesize() numbers, which the kernel
+//! cuts to that table, would read beyond the 1,024 bits of an fd_set. And they leave the program most of its limit.
 //!
 //! What cannot be had: the kernel gives every new fd the lowest number first, so for the few
 //! instructions until it is moved another thread of the program may get the number above. The file
@@ -20,16 +19,17 @@ mod transit;
 pub use transit::{Settled, Transit};
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, IntoRawFd, OwnedFd, RawFd};
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use rustix::io::{Errno, fcntl_dupfd_cloexec};
-use rustix::process::{Resource, Rlimit, getrlimit, prlimit};
+use rustix::process::{Resource, getrlimit};
 
-/// Where a hard limit allows, no private fd is below this number.
-pub const FLOOR: u32 = 16_128;
+/// As long as they are few, private fds have numbers below this: within an fd_set, above what most programs ever
+/// use, and not at an end that programs choose for themselves.
+const USUAL: u32 = 960;
 
-/// The lowest number used where the soft limit is larger than this.
-pub const CEILING: u32 = 65_536;
+/// None is above this, whatever the limit.
+const CEILING: u32 = 65_536;
 
 /// No private fd has this number or a higher one.
 const END: u32 = 131_072;
@@ -39,6 +39,9 @@ const WORDS: usize = (END / WORD_BITS) as usize;
 
 /// One bit a number. 16 KiB of zero pages, of which only those in use cost memory.
 static OWNED: [AtomicU64; WORDS] = [const { AtomicU64::new(0) }; WORDS];
+
+/// How many there are.
+static COUNT: AtomicU32 = AtomicU32::new(0);
 
 /// No private fd has ever had a lower number than this.
 static LOWEST: AtomicU32 = AtomicU32::new(END);
@@ -91,7 +94,7 @@ fn bit(n: u32) -> Option<(&'static AtomicU64, u64)> {
     Some((OWNED.get((n / WORD_BITS) as usize)?, 1 << (n % WORD_BITS)))
 }
 
-/// A file descriptor that only the library knows: high, close-on-exec, registered until dropped.
+/// A file descriptor that only the library knows: out of the way, close-on-exec, registered until dropped.
 #[derive(Debug)]
 pub struct PrivateFd {
     fd: RawFd,
@@ -173,61 +176,52 @@ fn register(fd: RawFd) -> bool {
     // The bit before the bound: a hook that sees the bound must see the bit. Nothing is read
     // through either, so a hook on another thread that is a moment late sees what it would have
     // seen if it had run a moment earlier.
-    word.fetch_or(mask, Ordering::Release);
+    if word.fetch_or(mask, Ordering::Release) & mask == 0 {
+        COUNT.fetch_add(1, Ordering::Relaxed);
+    }
     LOWEST.fetch_min(n, Ordering::Release);
     true
 }
 
 fn unregister(fd: RawFd) {
-    if let Some((word, mask)) = bit(fd as u32) {
-        word.fetch_and(!mask, Ordering::Relaxed);
+    if let Some((word, mask)) = bit(fd as u32)
+        && word.fetch_and(!mask, Ordering::Relaxed) & mask != 0
+    {
+        COUNT.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
-/// Where to look for a number, given the soft and the hard limit.
+/// Where to look for a number: downwards from below `end`, as long as there are fewer than `most` private fds.
 #[derive(Debug, PartialEq, Eq)]
-enum Plan {
-    /// From this number up, which the soft limit allows anyway.
-    Within(u32),
-    /// From this number up, with the soft limit raised meanwhile.
-    Beyond(u32),
-    /// Downwards from below this number.
-    HighestBelow(u32),
+struct Place {
+    end: u32,
+    most: u32,
 }
 
-fn plan(soft: u64, hard: u64) -> Plan {
-    let ideal = soft.clamp(FLOOR.into(), CEILING.into());
-    // All casts: the values are at most CEILING.
-    if soft > ideal {
-        Plan::Within(ideal as u32)
-    } else if hard > ideal {
-        Plan::Beyond(ideal as u32)
-    } else if hard > soft {
-        Plan::Beyond(soft as u32)
-    } else {
-        Plan::HighestBelow(soft as u32)
-    }
+/// The places under a soft limit, one after the other. Each leaves the program three quarters of its numbers, but for
+/// the few that the library cannot do without.
+fn places(soft: u64) -> [Place; 2] {
+    const NEEDED: u32 = 8;
+    [USUAL, CEILING].map(|end| {
+        // At most `end`, which fits.
+        let end = soft.min(end.into()) as u32;
+        let most = (end / 4).saturating_add(NEEDED);
+        Place { end, most }
+    })
 }
 
 fn place(fd: BorrowedFd<'_>) -> Result<PrivateFd, Errno> {
     let _transit = Transit::begin();
-    let turn = Turn::take();
-    let limit = getrlimit(Resource::Nofile);
-    let soft = limit.current.unwrap_or(u64::MAX);
-    let below = |_| place_below(fd, soft.min(CEILING.into()) as u32);
-    let Some(turn) = turn else {
-        return below(Errno::AGAIN);
-    };
-    match plan(soft, limit.maximum.unwrap_or(u64::MAX)) {
-        Plan::Within(first) => dup_registered(fd, first),
-        Plan::Beyond(first) => turn
-            .with_raised_limit(limit, || dup_registered(fd, first))
-            .or_else(below),
-        Plan::HighestBelow(end) => place_below(fd, end),
-    }
+    let soft = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+    let count = COUNT.load(Ordering::Relaxed);
+    places(soft)
+        .into_iter()
+        .filter(|place| count < place.most)
+        .find_map(|place| place_below(fd, place.end))
+        .ok_or(Errno::MFILE)
 }
 
-fn place_below(fd: BorrowedFd<'_>, end: u32) -> Result<PrivateFd, Errno> {
+fn place_below(fd: BorrowedFd<'_>, end: u32) -> Option<PrivateFd> {
     // A try costs a system call; a program that uses this many numbers at the top of its range
     // needs them more than we do.
     const TRIES: usize = 1024;
@@ -236,7 +230,6 @@ fn place_below(fd: BorrowedFd<'_>, end: u32) -> Result<PrivateFd, Errno> {
         .filter(|n| !is_private(*n as RawFd))
         .take(TRIES)
         .find_map(|n| dup_registered(fd, n).ok())
-        .ok_or(Errno::MFILE)
 }
 
 /// Duplicates `fd` to the lowest free number from `first` and registers it.
@@ -252,66 +245,8 @@ fn dup_registered(fd: BorrowedFd<'_>, first: u32) -> Result<PrivateFd, Errno> {
     }
 }
 
-/// Set while a thread has its [`Turn`].
-static TURN_TAKEN: AtomicBool = AtomicBool::new(false);
-
-/// The soft limit to put back, while it is raised; otherwise 0.
-static SOFT_BEFORE: AtomicU64 = AtomicU64::new(0);
-
-/// The right to look at the limit and to raise it: one thread at a time, or each would take the other's
-/// raised limit for the program's. Not a mutex, because it must be usable in a fork child, and because a
-/// signal handler may come here on the thread that holds it: then the other way is taken.
-struct Turn;
-
-impl Turn {
-    /// The other holder is a few system calls from its end, so a few tries are enough.
-    fn take() -> Option<Self> {
-        const TRIES: usize = 100;
-        (0..TRIES).find_map(|_| {
-            // Acquire: pairs with the Release in `drop`; the last holder's limit is back.
-            if !TURN_TAKEN.swap(true, Ordering::Acquire) {
-                return Some(Self);
-            }
-            rustix::thread::sched_yield();
-            None
-        })
-    }
-
-    /// Runs `f` with the soft limit at the hard one. EPERM where a sandbox forbids that.
-    fn with_raised_limit<T>(
-        self,
-        before: Rlimit,
-        f: impl FnOnce() -> Result<T, Errno>,
-    ) -> Result<T, Errno> {
-        let raised = Rlimit {
-            current: before.maximum,
-            ..before
-        };
-        SOFT_BEFORE.store(before.current.unwrap_or(u64::MAX), Ordering::Relaxed);
-        let result = prlimit(None, Resource::Nofile, raised).and_then(|old| {
-            let result = f();
-            let meanwhile = prlimit(None, Resource::Nofile, old);
-            // Another thread of the program may have set its limit in between: then that stands.
-            if let Ok(set) = meanwhile
-                && (set.current, set.maximum) != (raised.current, raised.maximum)
-            {
-                let _ = prlimit(None, Resource::Nofile, set);
-            }
-            result
-        });
-        SOFT_BEFORE.store(0, Ordering::Relaxed);
-        result
-    }
-}
-
-impl Drop for Turn {
-    fn drop(&mut self) {
-        TURN_TAKEN.store(false, Ordering::Release);
-    }
-}
-
-/// Puts things right in a fork child: the limit that another thread of the parent had raised, and the
-/// inherited private fds, of which only those that `keep` names stay open and private.
+/// Puts things right in a fork child: of the inherited private fds only those that `keep` names stay open and
+/// private.
 ///
 /// To be called from the child's atfork handler, before anything else here. Async-signal-safe if
 /// `keep` is.
@@ -321,13 +256,6 @@ impl Drop for Turn {
 /// be another file's. (Forget its owner.)
 pub unsafe fn reset_in_fork_child(keep: impl Fn(RawFd) -> bool) {
     transit::reset_in_fork_child();
-    TURN_TAKEN.store(false, Ordering::Relaxed);
-    let soft = SOFT_BEFORE.swap(0, Ordering::Relaxed);
-    let now = getrlimit(Resource::Nofile);
-    if soft != 0 && now.current == now.maximum {
-        let current = Some(soft).filter(|s| *s != u64::MAX);
-        let _ = prlimit(None, Resource::Nofile, Rlimit { current, ..now });
-    }
     let mut from = 0;
     while let Some(n) = next_private(from, END) {
         from = n + 1;

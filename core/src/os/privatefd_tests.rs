@@ -1,9 +1,8 @@
 //! Tests of the hidden fds. The bitmap and the limits belong to the process, so what changes the
 //! limits runs in a forked child.
 
-use proptest::prelude::*;
 use rustix::io::{FdFlags, fcntl_getfd};
-use rustix::process::setrlimit;
+use rustix::process::{Rlimit, setrlimit};
 
 use super::*;
 use crate::os::forked::in_child;
@@ -65,37 +64,47 @@ fn no_private_fd_is_seen_at_odd_numbers() {
 }
 
 #[test]
-fn the_program_can_not_reach_a_number_beyond_its_limit() {
+fn numbers_are_within_the_limit_which_stays_as_it_is() {
     in_child(|| {
         let hard = getrlimit(Resource::Nofile).maximum.unwrap_or(1 << 20);
-        if hard <= 4096 {
+        let place = || PrivateFd::place(pipe().0).unwrap();
+        if hard >= 4096 {
+            limits(4096, hard);
+            let high = place();
+            assert_eq!(high.as_raw_fd(), USUAL as RawFd - 1);
+            assert_eq!(getrlimit(Resource::Nofile).current, Some(4096));
+        }
+        limits(256, 300.min(hard));
+        let (first, second) = (place(), place());
+        assert_eq!((first.as_raw_fd(), second.as_raw_fd()), (255, 254));
+        drop(first);
+        assert_eq!(place().as_raw_fd(), 255);
+    });
+}
+
+#[test]
+fn most_numbers_are_the_programs() {
+    in_child(|| {
+        let hard = getrlimit(Resource::Nofile).maximum.unwrap_or(1 << 20);
+        if hard < 2048 {
             return;
         }
-        limits(256, hard);
-        let private = PrivateFd::place(pipe().0).unwrap();
-        assert!(
-            private.as_raw_fd()
-                >= if hard > FLOOR.into() {
-                    FLOOR as RawFd
-                } else {
-                    256
-                }
-        );
-        assert_eq!(getrlimit(Resource::Nofile).current, Some(256));
-        assert!(fcntl_getfd(&private).is_ok());
-
-        // Under a hard limit below FLOOR, from the soft limit up.
-        limits(256, 1024);
-        let private = PrivateFd::place(pipe().0).unwrap();
-        assert!((256..1024).contains(&private.as_raw_fd()));
-
-        // Where the hard limit gives no room, the highest number, one after the other.
-        limits(200, 200);
-        let first = PrivateFd::place(pipe().0).unwrap();
-        let second = PrivateFd::place(pipe().0).unwrap();
-        assert_eq!((first.as_raw_fd(), second.as_raw_fd()), (199, 198));
-        drop(first);
-        assert_eq!(PrivateFd::place(pipe().0).unwrap().as_raw_fd(), 199);
+        let reader = pipe().0;
+        let all =
+            || std::iter::from_fn(|| PrivateFd::duplicate(reader.as_fd()).ok()).collect::<Vec<_>>();
+        // Beyond the first place there is more at the top of the limit.
+        limits(2048, hard);
+        let many = all();
+        let count = |range: std::ops::Range<RawFd>| {
+            many.iter()
+                .filter(|fd| range.contains(&fd.as_raw_fd()))
+                .count()
+        };
+        assert_eq!(count(0..960) + count(1500..2048), 2048 / 4 + 8);
+        assert_eq!(count(0..960), 960 / 4 + 8);
+        drop(many);
+        limits(64, hard);
+        assert_eq!(all().len(), 64 / 4 + 8);
     });
 }
 
@@ -133,20 +142,6 @@ fn a_fork_child_keeps_only_what_it_is_told_to() {
 }
 
 #[test]
-fn a_fork_child_gets_back_the_limit_that_a_thread_of_the_parent_had_raised() {
-    in_child(|| {
-        let hard = getrlimit(Resource::Nofile).maximum.unwrap();
-        limits(hard, hard);
-        TURN_TAKEN.store(true, Ordering::Relaxed);
-        SOFT_BEFORE.store(100, Ordering::Relaxed);
-        // SAFETY: the child uses no owner of a private fd afterwards.
-        unsafe { reset_in_fork_child(|_| true) };
-        assert_eq!(getrlimit(Resource::Nofile).current, Some(100));
-        assert!(!TURN_TAKEN.load(Ordering::Relaxed));
-    });
-}
-
-#[test]
 fn the_pieces_between_private_fds_cover_all_else() {
     in_child(|| {
         // SAFETY: the child uses no owner of a private fd afterwards.
@@ -166,24 +161,12 @@ fn the_pieces_between_private_fds_cover_all_else() {
     });
 }
 
-proptest! {
-    #[test]
-    fn a_plan_keeps_to_the_limits(soft in 0u64..2_000_000, more in 0u64..2_000_000) {
-        let hard = soft + more;
-        match plan(soft, hard) {
-            Plan::Within(n) => prop_assert!(u64::from(n) < soft && n == CEILING),
-            Plan::Beyond(n) => prop_assert!((soft..hard).contains(&n.into()) && n <= CEILING),
-            Plan::HighestBelow(n) => prop_assert!(soft == hard && u64::from(n) == soft),
+#[test]
+fn places_keep_to_any_limit() {
+    for soft in [0, 1, 64, 1023, 1024, 20_000, 524_288, u64::MAX] {
+        for place in places(soft) {
+            assert!(u64::from(place.end) <= soft && place.end <= CEILING);
+            assert!(place.most <= place.end / 4 + 8);
         }
     }
-}
-
-#[test]
-fn an_unlimited_program_has_a_plan_too() {
-    assert_eq!(plan(u64::MAX, u64::MAX), Plan::Within(CEILING));
-    assert_eq!(plan(1024, u64::MAX), Plan::Beyond(FLOOR));
-    assert_eq!(plan(1024, 1024), Plan::HighestBelow(1024));
-    assert_eq!(plan(20_000, 20_000), Plan::HighestBelow(20_000));
-    assert_eq!(plan(1024, 4096), Plan::Beyond(1024));
-    assert_eq!(plan(20_000, 524_288), Plan::Beyond(20_000));
 }

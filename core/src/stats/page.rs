@@ -4,20 +4,21 @@
 
 use core::mem::size_of;
 use core::net::SocketAddr;
-use core::ptr::{self, NonNull};
+use core::ptr::NonNull;
 use core::sync::atomic::Ordering::{Relaxed, Release};
 
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::io::Errno;
-use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous};
-use rustix::process::{Resource, getrlimit};
+use rustix::mm::{MapFlags, ProtFlags};
 use rustix::time::{ClockId, clock_gettime};
+
+use crate::os::{lazy, memfd::within_file_limit};
 
 use super::layout::{Header, MAGIC, PROGRAM_MAX, VERSION, bump, moved};
 use super::{
-    Direction, Event, LINK_SLOTS, LinkState, LinkStats, MEMFD_NAME, Path, STREAM_SLOTS, StatsPage,
-    StreamStats, Why,
+    Direction, Event, LINK_SLOTS, LinkState, LinkStats, MEMFD_NAME, Path, Reason, STREAM_SLOTS,
+    StatsPage, StreamStats, Why,
 };
 
 /// Who the instance is.
@@ -101,6 +102,11 @@ impl StatsPage {
         header.program_len.store(size(length), Relaxed);
         // Pairs with the reader's Acquire: a valid magic means a complete header.
         header.magic.store(MAGIC, Release);
+    }
+
+    /// All connections are held on TCP from now on.
+    pub fn set_held(&self, reason: Reason) {
+        self.header.held.store(u32::from(reason as u16), Relaxed);
     }
 
     /// Counts an event.
@@ -206,13 +212,7 @@ pub(super) fn monotonic_ns() -> u64 {
 /// A sparse memfd of the page's size, sealed so that a reader's mapping can never fault.
 fn sealed_memfd() -> Result<OwnedFd, Errno> {
     let size = size_of::<StatsPage>() as u64;
-    // Growing a file beyond RLIMIT_FSIZE would not only fail, it would send SIGXFSZ.
-    if getrlimit(Resource::Fsize)
-        .current
-        .is_some_and(|limit| limit < size)
-    {
-        return Err(Errno::FBIG);
-    }
+    within_file_limit(size)?;
     let base = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     // Kernels before 6.3 do not know NOEXEC_SEAL; vm.memfd_noexec=2 on later ones asks for it.
     let fd = memfd_create(MEMFD_NAME, base | MemfdFlags::NOEXEC_SEAL)
@@ -226,15 +226,12 @@ fn sealed_memfd() -> Result<OwnedFd, Errno> {
 fn map(fd: Option<BorrowedFd<'_>>) -> Result<&'static StatsPage, Errno> {
     let length = size_of::<StatsPage>();
     let protection = ProtFlags::READ | ProtFlags::WRITE;
-    let address = match fd {
-        // SAFETY: a new mapping at an address of the kernel's choice touches no memory in use.
-        Some(fd) => unsafe { mmap(ptr::null_mut(), length, protection, MapFlags::SHARED, fd, 0)? },
-        // SAFETY: as above. NORESERVE, since hardly any of it is ever touched.
-        None => unsafe {
-            let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
-            mmap_anonymous(ptr::null_mut(), length, protection, flags)?
-        },
+    // NORESERVE, since hardly any of it is ever touched.
+    let flags = match fd {
+        Some(_) => MapFlags::SHARED,
+        None => MapFlags::PRIVATE | MapFlags::NORESERVE,
     };
+    let address = lazy::map(length, protection, flags, fd)?;
     let page = NonNull::new(address.cast::<StatsPage>()).ok_or(Errno::NOMEM)?;
     // SAFETY: the mapping is page-aligned (the type asks for 4096), as long as the type, zeroed
     // (valid: all fields are atomics) and never unmapped; a memfd mapping cannot be cut short,

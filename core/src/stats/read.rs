@@ -21,7 +21,7 @@ use thiserror::Error;
 use super::layout::{Header, MAGIC, VERSION, moved};
 use super::page::monotonic_ns;
 use super::{
-    Counts, Direction, EVENTS, Event, LINK_SLOTS, LinkState, LinkStats, MEMFD_NAME, Path,
+    Counts, Direction, EVENTS, Event, LINK_SLOTS, LinkState, LinkStats, MEMFD_NAME, Path, Reason,
     STREAM_SLOTS, StatsPage, StreamStats, Why,
 };
 
@@ -59,6 +59,8 @@ pub struct InstanceSnapshot {
     pub id: [u8; 16],
     /// Time since the instance began.
     pub uptime: Duration,
+    /// Why all of its connections are held on TCP, if they are: a [`Reason`], or its unknown code.
+    pub held: Option<Result<Reason, u16>>,
     /// Sums over all its streams, closed ones included.
     pub totals: Totals,
     /// Links in use, by slot.
@@ -297,6 +299,9 @@ impl StatsReader {
             program: printable(&program),
             id: header.instance.each_ref().map(|b| b.load(Relaxed)),
             uptime: Duration::from_nanos(monotonic_ns().saturating_sub(started)),
+            // The code was a u16.
+            held: Some(Reason::try_from(header.held.load(Relaxed) as u16))
+                .filter(|held| *held != Ok(Reason::None)),
             totals,
             links,
             streams,

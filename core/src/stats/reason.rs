@@ -104,6 +104,12 @@ reasons! {
     OtherHost = 30 => "peer on another host, out of RDMA's reach",
     /// The peer's device did not answer any more.
     LinkSilent = 31 => "link failed: no answer from the peer's device for 5 s",
+    /// The program has made an io_uring, whose calls no hook sees.
+    IoUring = 32 => "the program uses io_uring",
+    /// The rules file, which may say leave, cannot be read or understood.
+    NoRules = 33 => "rules file cannot be used",
+    /// A seccomp filter of the program's does not allow what the library does.
+    Confined = 34 => "the program restricts its system calls",
 }
 
 /// A [`Reason`], and the peer's own where it declined.

@@ -7,6 +7,7 @@
 //! `target/test-logs/programs/`.
 
 mod nginx;
+mod node;
 mod python;
 mod redis;
 mod streams;
@@ -45,7 +46,13 @@ fn run() -> Result<ExitCode> {
     arguments.test_threads.get_or_insert(1);
     let modes = modes()?;
     let mut trials = Vec::new();
-    for cases in [redis::CASES, nginx::CASES, streams::CASES, python::CASES] {
+    for cases in [
+        redis::CASES,
+        nginx::CASES,
+        streams::CASES,
+        python::CASES,
+        node::CASES,
+    ] {
         for (name, case) in cases {
             trials.extend(modes.iter().map(|mode| trial(name, *case, *mode)));
         }

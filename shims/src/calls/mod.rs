@@ -28,11 +28,13 @@
 )]
 
 pub mod bypass;
+pub mod confine;
 pub mod fd;
 pub mod io;
 pub mod process;
 pub mod ready;
 pub mod socket;
+pub mod syscall;
 pub mod vfork;
 
 use crate::real;
@@ -41,5 +43,7 @@ use crate::real;
 /// of another library can have called one.
 pub extern "C" fn on_load() {
     real::resolve_all();
+    syscall::resolve();
+    vfork::remember_process();
     crate::library::remember_program();
 }

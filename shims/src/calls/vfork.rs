@@ -17,6 +17,21 @@ static RUNNING: AtomicU32 = AtomicU32::new(0);
 /// The process that owns this memory; valid while `RUNNING` is not 0.
 static OWNER: AtomicI32 = AtomicI32::new(0);
 
+/// The process that the library's tables are about; 0 before the library is loaded.
+static HOME: AtomicI32 = AtomicI32::new(0);
+
+/// When the library is loaded, and in the child of a fork.
+pub fn remember_process() {
+    HOME.store(pid(), Ordering::Relaxed);
+}
+
+/// Whether the caller is a process that began in a way that no hook sees: by the system calls of vfork, clone or
+/// fork. It may run on our memory, and its descriptors are its own. Costs a system call.
+pub fn is_stranger() -> bool {
+    let home = HOME.load(Ordering::Relaxed);
+    home != 0 && home != pid()
+}
+
 fn pid() -> c_int {
     rustix::process::getpid().as_raw_nonzero().get()
 }
@@ -51,4 +66,5 @@ pub fn is_child() -> bool {
 /// In the child of a real fork, whose memory is its own whatever another thread of the parent did.
 pub fn on_fork_child() {
     RUNNING.store(0, Ordering::Relaxed);
+    remember_process();
 }

@@ -44,6 +44,7 @@ fn every_variable_is_read() {
         ("RDMASOCK_RING_MAX", "64M"),
         ("RDMASOCK_ARENA", "64G"),
         ("RDMASOCK_RULES", "rules.toml"),
+        ("RDMASOCK_IO_URING", "allow"),
         ("RDMASOCK_CONTROL_PORT", "0"),
         ("RDMASOCK_SECRET_FILE", "secret"),
         ("RDMASOCK_LIBRARY", "elsewhere.so"),
@@ -61,6 +62,7 @@ fn every_variable_is_read() {
         ring_max: Size::mib(64),
         arena: Size::gib(64),
         rules: Some("rules.toml".into()),
+        io_uring: IoUring::Allow,
         control_port: 0,
         secret_file: Some("secret".into()),
         pretend_rdma: vec!["10.0.0.0/8".parse().unwrap(), "fd00::/8".parse().unwrap()],
@@ -80,6 +82,7 @@ fn a_bad_value_is_named_and_the_default_used() {
         ("RDMASOCK_RING_MIN", "5000"),
         ("RDMASOCK_RING_MAX", "128M"),
         ("RDMASOCK_ARENA", "8M"),
+        ("RDMASOCK_IO_URING", "on"),
         ("RDMASOCK_CONTROL_PORT", "65536"),
         ("RDMASOCK_CONTROL_PORT", "-1"),
     ] {

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use super::value::{self, LogFilter, PromoteAfter, Size};
-use super::{Config, Fabrics};
+use super::{Config, Fabrics, IoUring};
 
 /// One environment variable.
 #[derive(Debug)]
@@ -137,6 +137,16 @@ pub const VARIABLES: &[Variable] = &[
         set: |config, value| set(&mut config.rules, Some(Some(PathBuf::from(value)))),
     },
     Variable {
+        name: "RDMASOCK_IO_URING",
+        option: "io-uring",
+        placeholder: "HIDE|ALLOW",
+        default: "hide",
+        accepts: "hide or allow",
+        meaning: "what a program gets that asks for an io_uring; hide: ENOSYS, as from a kernel without it, and it uses \
+                  epoll; allow: the ring, and all of its connections stay on TCP from then on",
+        set: |config, value| set(&mut config.io_uring, io_uring(value)),
+    },
+    Variable {
         name: "RDMASOCK_CONTROL_PORT",
         option: "control-port",
         placeholder: "PORT",
@@ -190,6 +200,14 @@ fn on_off(value: &OsStr) -> Option<bool> {
     match value.to_str()? {
         "on" => Some(true),
         "off" => Some(false),
+        _ => None,
+    }
+}
+
+fn io_uring(value: &OsStr) -> Option<IoUring> {
+    match value.to_str()? {
+        "hide" => Some(IoUring::Hide),
+        "allow" => Some(IoUring::Allow),
         _ => None,
     }
 }

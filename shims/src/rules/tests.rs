@@ -165,22 +165,19 @@ fn mistakes_are_told_with_their_line() {
 fn a_file_is_loaded_or_its_fault_reported() {
     let mut file = tempfile::NamedTempFile::new().unwrap();
     file.write_all(b"[[rule]]\naction = \"leave\"\n").unwrap();
-    let (rules, problem) = Rules::load(file.path());
-    assert_eq!((rules.rules.len(), problem), (1, None));
+    let rules = Rules::load(file.path()).unwrap();
+    assert_eq!(rules.rules.len(), 1);
 
     file.write_all(b"[[rule]]\nport = \"x\"\n").unwrap();
-    let (rules, problem) = Rules::load(file.path());
-    let problem = problem.unwrap();
-    assert!(rules.rules.is_empty());
+    let problem = Rules::load(file.path()).unwrap_err();
     assert!(
-        problem.contains("line 4") && problem.contains("every connection may be"),
+        problem.contains("line 4") && problem.contains("every connection stays on TCP"),
         "{problem}"
     );
 
     for path in ["/nonexistent/rules.toml", "/"] {
-        let (rules, problem) = Rules::load(Path::new(path));
-        assert!(rules.rules.is_empty());
-        assert!(problem.unwrap().contains("cannot read it"));
+        let problem = Rules::load(Path::new(path)).unwrap_err();
+        assert!(problem.contains("cannot read it"), "{problem}");
     }
 }
 

@@ -6,6 +6,7 @@ use std::os::fd::AsRawFd;
 use std::sync::atomic::Ordering::{Acquire, SeqCst};
 
 use libc::ssize_t;
+use rdmasock_core::os::kernel;
 use rdmasock_core::thread;
 use rustix::net::RecvFlags;
 
@@ -233,19 +234,24 @@ unsafe fn take_payload(
 
 /// Whether urgent data is next in TCP: a receive that has something ends there (tcp(7), SIOCATMARK).
 pub(super) fn is_at_mark(socket: &Socket) -> bool {
-    const SIOCATMARK: libc::c_ulong = 0x8905;
+    const SIOCATMARK: usize = 0x8905;
     let mut at: c_int = 0;
     socket.anchor_fd().is_some_and(|fd| {
-        // SAFETY: the raw system call writes an int; no hook is entered.
-        let r = unsafe {
-            libc::syscall(
+        // SAFETY: the system call writes an int.
+        let known = unsafe {
+            kernel::call(
                 libc::SYS_ioctl,
-                fd.as_raw_fd(),
-                SIOCATMARK,
-                std::ptr::from_mut(&mut at),
+                [
+                    fd.as_raw_fd() as usize,
+                    SIOCATMARK,
+                    kernel::address(&raw mut at),
+                    0,
+                    0,
+                    0,
+                ],
             )
         };
-        r == 0 && at != 0
+        known.is_ok() && at != 0
     })
 }
 

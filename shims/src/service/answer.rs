@@ -156,12 +156,16 @@ impl Worker {
     ) -> Result<(Nonce, Ref), Refusal> {
         let socket = self.find(tuple).ok_or(wire::Reason::NotHeld)?;
         let r = Ref::new(socket);
-        if !self
-            .library
-            .may_accelerate(tuple.acceptor(), tuple.connector(), Direction::Accept)
+        if let Some(reason) =
+            self.library
+                .refuses(tuple.acceptor(), tuple.connector(), Direction::Accept)
         {
-            promote::set_why(socket, Reason::Rule);
-            return Err(wire::Reason::Rule.into());
+            promote::set_why(socket, reason);
+            return Err(match reason {
+                Reason::Rule | Reason::NoRules => wire::Reason::Rule,
+                _ => wire::Reason::Use,
+            }
+            .into());
         }
         if crate::fork::is_shared(socket) {
             return Err(wire::Reason::Shared.into());
@@ -195,7 +199,9 @@ impl Worker {
                 socket.asked.store(true, SeqCst);
                 return Err(Refusal::NotYet(socket));
             }
-            Watch::Done if promote::start_scan(socket, nonce_s) => {}
+            // What holds all connections on TCP may have come since, and has then not seen this one.
+            Watch::Done
+                if crate::hold::reason().is_none() && promote::start_scan(socket, nonce_s) => {}
             _ => {
                 socket.set_stage(Stage::Watching);
                 self.settle(r);

@@ -133,11 +133,11 @@ impl Worker {
             return stay(socket, Reason::NoMatch.into());
         };
         let (connector, acceptor) = (tuple.connector(), tuple.acceptor());
-        if !self
+        if let Some(reason) = self
             .library
-            .may_accelerate(connector, acceptor, Direction::Connect)
+            .refuses(connector, acceptor, Direction::Connect)
         {
-            return stay(socket, Reason::Rule.into());
+            return stay(socket, reason.into());
         }
         if crate::fork::is_shared(socket) {
             return later(socket, Reason::Inherited.into());

@@ -391,7 +391,9 @@ impl Worker {
                     if resend_from.is_some() {
                         promote::resend(socket);
                     }
-                    promote::leave(socket, &mut control, Reason::PeerAsked);
+                    // An end that has left by itself keeps its own reason.
+                    let reason = control.leave.unwrap_or(Reason::PeerAsked);
+                    promote::leave(socket, &mut control, reason);
                     drop(control);
                     self.settle(Ref::new(socket));
                 }

@@ -4,6 +4,7 @@ use std::ffi::c_int;
 use std::sync::atomic::Ordering::{Acquire, SeqCst};
 
 use libc::ssize_t;
+use rdmasock_core::os::kernel;
 
 use super::cork::{hold, is_more_to_come};
 use super::room::no_room;
@@ -149,28 +150,25 @@ unsafe fn sendfile_slow(
         }
         // A regular file does not block for long; anything else would block under the lock.
         // SAFETY: the pieces lie in the ring, which is ours to write; `offset` by the contract.
-        let n = unsafe {
-            if offset.is_null() {
-                libc::syscall(libc::SYS_readv, input, pieces.as_ptr(), 2)
-            } else {
-                let at = *offset;
-                libc::syscall(libc::SYS_preadv, input, pieces.as_ptr(), 2, at, 0)
-            }
+        let read = unsafe {
+            let (number, at) = match offset.as_ref() {
+                None => (libc::SYS_readv, 0),
+                Some(at) => (libc::SYS_preadv, *at as usize),
+            };
+            let pieces = kernel::address(pieces.as_ptr());
+            kernel::call(number, [input as usize, pieces, 2, at, 0, 0])
         };
-        if n < 0 && sent == 0 && errno::get() != libc::EINTR {
+        if read.is_err_and(|error| sent == 0 && error != rustix::io::Errno::INTR) {
             // A pipe or the like after all, or what the kernel has its own error for.
             drop(tx);
             take_back(socket, rdmasock_core::stats::Reason::Unsupported);
             continue;
         }
-        if n <= 0 {
-            return if sent > 0 {
-                sent as ssize_t
-            } else {
-                n as ssize_t
-            };
-        }
-        let n = n as usize;
+        let n = match read {
+            Err(error) => return errno::after(sent, error.raw_os_error()),
+            Ok(0) => return sent as ssize_t,
+            Ok(n) => n,
+        };
         let wake = if sent + n == count && is_more_to_come(socket, 0, n) {
             if let Some(producer) = tx.producer.as_mut() {
                 producer.commit_quietly(n);

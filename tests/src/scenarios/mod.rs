@@ -5,7 +5,7 @@ mod calls;
 mod close;
 mod connect;
 mod echo;
-mod epoll;
+pub mod epoll;
 mod epoll_more;
 mod fds;
 mod files;
@@ -13,6 +13,8 @@ mod flags;
 pub mod helper;
 mod identity;
 mod migrate;
+mod numbers;
+mod numbers_more;
 mod options;
 mod poll;
 mod process;
@@ -91,10 +93,12 @@ pub fn all() -> Vec<Scenario> {
         signals: warm { eintr, restart, partial, handler_writes, handler_storm, masks } cold {  }
         epoll: warm { level, edge, edge_mod, oneshot, exclusive, data_kept, control, closed_is_removed, dup_keeps_registration, fairness, hangups, edge_across_demotion } cold { blocking_reads, short_reads, counted_reads, oneshot_threads }
         epoll_more: warm { nested, mixed, in_turns, two_epolls, two_sleepers, pwait2, added_while_waiting, shared_with_child } cold { loop_level, loop_edge }
-        poll: warm { odd_fds, masks, ppoll, select, select_errors, high_fd, two_connections } cold { listener }
+        poll: warm { odd_fds, masks, ppoll, select, select_errors, select_all, high_fd, two_connections, as_many_as_the_limit } cold { listener }
         fds: warm { dups, dup2_over, dup2_swap, numbering, limit, close_everything, close_range, close_range_under_use, reuse } cold {  }
         identity: warm {  } cold { receivers, senders, waiters, files, sets, churn }
         files: warm { sendfile, sendfile_nonblocking, splice, splice_errors } cold {  }
+        numbers: warm { bytes_out, bytes_in, waits, sets } cold {  }
+        numbers_more: warm { sockets, descriptors, closed_number, in_handler, exec, exit } cold {  }
         process: warm { fork_child_then_parent, fork_child_closes, fork_parent_closes, fork_client, fork_with_unread_data, fork_both_write, fork_exec, exec_itself, exec_fails, spawn, system, pass_to_child, pass_to_itself } cold { prefork, fork_per_connection, pass_fresh }
         threads: warm { send_and_receive, eight_senders, four_receivers, shutdown_wakes, shutdown_wakes_pollers, close_does_not_wake, cancel, cancel_early, cancel_sender_early, cancel_pollers } cold { eight_on_one_epoll, four_acceptors }
     ];

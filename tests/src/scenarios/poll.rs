@@ -224,13 +224,13 @@ pub fn select(c: &Ctx) {
         c.sync("send");
         read_only("wait for data", None);
         sys::wait_readable_bytes(fd, 4);
-        go("data", sys::SOON.into());
+        go("data", i64::from(sys::SOON));
         c.write(pipe[1], b"x");
-        go("data and pipe", sys::SOON.into());
+        go("data and pipe", i64::from(sys::SOON));
         c.recv_all(fd, 4);
         c.sync("close");
         sys::wait_for(fd, POLLRDHUP);
-        go("EOF", sys::SOON.into());
+        go("EOF", i64::from(sys::SOON));
     } else {
         c.sync("send");
         sys::pause_ms(30);
@@ -331,4 +331,105 @@ pub fn two_connections(c: &Ctx) {
         }
     }
     c.sync("done");
+}
+
+/// As many entries as the limit of open files, with one that sleeps in them; and one more.
+pub fn as_many_as_the_limit(c: &Ctx) {
+    const LIMIT: usize = 64;
+    let fd = c.pair();
+    let mut pipe = [0; 2];
+    call!(libc::pipe(pipe.as_mut_ptr())).ok();
+    let mut limit: libc::rlimit = sys::zeroed();
+    call!(libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit)).ok();
+    limit.rlim_cur = LIMIT as libc::rlim_t;
+    call!(libc::setrlimit(libc::RLIMIT_NOFILE, &limit)).ok();
+    let mut fds = vec![(pipe[0], POLLIN); LIMIT];
+    // What stands in `revents` after an error is nobody's business.
+    let poll = |what: &str, fds: &[(c_int, i16)], ms: c_int| {
+        let entry = |(fd, events): &(c_int, i16)| libc::pollfd {
+            fd: *fd,
+            events: *events,
+            revents: 0,
+        };
+        let mut p: Vec<_> = fds.iter().map(entry).collect();
+        let r = call!(libc::poll(p.as_mut_ptr(), p.len() as libc::nfds_t, ms));
+        let ready: Vec<_> = p
+            .iter()
+            .map(|p| p.revents)
+            .enumerate()
+            .filter(|p| p.1 != 0)
+            .collect();
+        c.log(format_args!("poll {what} -> {r} {ready:?}"));
+    };
+    poll("all plain", &fds, 5);
+    fds[10] = (fd, POLLIN);
+    fds[20] = (-1, POLLIN);
+    if c.is_server() {
+        poll("idle", &fds, 5);
+        c.sync("idle");
+        poll("woken", &fds, sys::SOON);
+        c.recv(fd, 10, 0);
+        fds.push((pipe[0], POLLIN));
+        poll("too many", &fds, 5);
+        c.sync("read");
+    } else {
+        c.sync("idle");
+        sys::pause_ms(20);
+        c.send(fd, b"wake", 0);
+        c.sync("read");
+    }
+    c.close(fd);
+}
+
+/// select() over all numbers that there may be, with a set that has bits for 1,024 only.
+pub fn select_all(c: &Ctx) {
+    #[repr(C)]
+    struct Set {
+        bits: libc::fd_set,
+        beyond: [u64; 64],
+    }
+    let fd = c.pair();
+    let mut pipe = [0; 2];
+    call!(libc::pipe(pipe.as_mut_ptr())).ok();
+    let all = call!(libc::getdtablesize()).ok();
+    let look = |what: &str, fds: &[c_int], ms: i64| {
+        let mut set = Set {
+            bits: sys::zeroed(),
+            beyond: [u64::MAX; 64],
+        };
+        for fd in fds {
+            // SAFETY: the numbers are below FD_SETSIZE.
+            unsafe { libc::FD_SET(*fd, &mut set.bits) };
+        }
+        let mut t = libc::timeval {
+            tv_sec: ms / 1000,
+            tv_usec: ms % 1000 * 1000,
+        };
+        let none = std::ptr::null_mut();
+        let r = call!(libc::select(all, &mut set.bits, none, none, &mut t));
+        // SAFETY: as above.
+        let left: Vec<_> = fds
+            .iter()
+            .map(|fd| unsafe { libc::FD_ISSET(*fd, &set.bits) })
+            .collect();
+        let kept = set.beyond.iter().all(|word| *word == u64::MAX);
+        c.log(format_args!(
+            "select {what} -> {r} {left:?}, beyond it {kept}"
+        ));
+    };
+    look("plain", &pipe[..1], 5);
+    if c.is_server() {
+        look("idle", &[fd, pipe[0]], 5);
+        c.sync("idle");
+        look("woken", &[fd, pipe[0]], i64::from(sys::SOON));
+        c.recv(fd, 10, 0);
+        look("closed", &[fd, 777], 5);
+        c.sync("read");
+    } else {
+        c.sync("idle");
+        sys::pause_ms(20);
+        c.send(fd, b"wake", 0);
+        c.sync("read");
+    }
+    c.close(fd);
 }

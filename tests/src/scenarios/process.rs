@@ -220,7 +220,7 @@ pub fn fork_per_connection(c: &Ctx) {
 }
 
 /// The words of a helper's command line.
-fn helper_words(what: &str, fd: c_int, more: &[&str]) -> Vec<CString> {
+pub(super) fn helper_words(what: &str, fd: c_int, more: &[&str]) -> Vec<CString> {
     let exe = std::env::current_exe().unwrap();
     let mut words = [exe.to_str().unwrap(), "helper", what]
         .iter()
@@ -232,7 +232,7 @@ fn helper_words(what: &str, fd: c_int, more: &[&str]) -> Vec<CString> {
 }
 
 /// Null-terminated pointers to them.
-fn argv(words: &[CString]) -> Vec<*mut libc::c_char> {
+pub(super) fn argv(words: &[CString]) -> Vec<*mut libc::c_char> {
     let mut v: Vec<_> = words.iter().map(|w| w.as_ptr().cast_mut()).collect();
     v.push(std::ptr::null_mut());
     v

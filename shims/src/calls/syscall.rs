@@ -1,0 +1,279 @@
+//! `syscall(2)`: system calls by number. Those that have a hook under a name of libc's go its way; the rest is not for
+//! this file, but jumped to by `preload/src/syscall.rs`.
+//!
+//! What is called in place of libc's function (`real`) is the system call itself, in line: libc's functions are
+//! cancellation points, take other arguments in places, and are not what the program has asked for.
+
+mod others;
+
+use core::ffi::c_long;
+use core::sync::atomic::{AtomicPtr, Ordering};
+
+use libc::{
+    c_char, c_int, c_uint, c_ulong, c_void, epoll_event, fd_set, iovec, mmsghdr, msghdr, nfds_t,
+    off_t, pollfd, size_t, sockaddr, socklen_t, ssize_t, timespec, timeval,
+};
+use rdmasock_core::os::kernel;
+use rustix::io::Errno;
+
+use super::{confine, fd, io, process, ready, socket, vfork};
+use crate::real::SyscallFn;
+use crate::table;
+use crate::{errno, lifecycle};
+
+/// What a number is served by: the six arguments, of which a call uses those that it has, and the result as
+/// `syscall` gives it.
+pub type Handler = unsafe extern "C" fn(usize, usize, usize, usize, usize, usize) -> c_long;
+
+/// One more than the highest number that is served.
+pub const NUMBERS: usize = 448;
+
+/// What serves each number, if anything does.
+pub static HANDLERS: [Option<Handler>; NUMBERS] = {
+    let mut handlers = [None; NUMBERS];
+    let mut i = 0;
+    while i < SERVED.len() {
+        let mut k = 0;
+        while k < SERVED[i].len() {
+            let (number, handler) = SERVED[i][k];
+            handlers[number as usize] = Some(handler);
+            k += 1;
+        }
+        i += 1;
+    }
+    handlers
+};
+
+/// libc's own `syscall`; until that is known, what finds it and goes on there.
+pub static LIBC: AtomicPtr<c_void> = AtomicPtr::new(unresolved as *mut c_void);
+
+/// Finds libc's own `syscall`.
+pub extern "C" fn resolve() -> SyscallFn {
+    let function = crate::real::syscall();
+    LIBC.store(function as *mut c_void, Ordering::Relaxed);
+    function
+}
+
+/// Stands in for libc's `syscall` before the library's constructor has run.
+#[cfg(target_arch = "x86_64")]
+#[unsafe(naked)]
+unsafe extern "C" fn unresolved() {
+    core::arch::naked_asm!(
+        ".cfi_startproc",
+        "push rdi",
+        "push rsi",
+        "push rdx",
+        "push rcx",
+        "push r8",
+        "push r9",
+        "sub rsp, 8", // A call needs rsp at a multiple of 16.
+        ".cfi_adjust_cfa_offset 56",
+        "call {resolve}",
+        "add rsp, 8",
+        "pop r9",
+        "pop r8",
+        "pop rcx",
+        "pop rdx",
+        "pop rsi",
+        "pop rdi",
+        ".cfi_adjust_cfa_offset -56",
+        "jmp rax",
+        ".cfi_endproc",
+        resolve = sym resolve,
+    )
+}
+
+/// Stands in for libc's `syscall` before the library's constructor has run.
+#[cfg(target_arch = "aarch64")]
+#[unsafe(naked)]
+unsafe extern "C" fn unresolved() {
+    core::arch::naked_asm!(
+        ".cfi_startproc",
+        "stp x29, x30, [sp, #-80]!",
+        ".cfi_def_cfa_offset 80",
+        ".cfi_offset x29, -80",
+        ".cfi_offset x30, -72",
+        "mov x29, sp",
+        "stp x0, x1, [sp, #16]",
+        "stp x2, x3, [sp, #32]",
+        "stp x4, x5, [sp, #48]",
+        "str x6, [sp, #64]",
+        "bl {resolve}",
+        "mov x16, x0",
+        "ldp x0, x1, [sp, #16]",
+        "ldp x2, x3, [sp, #32]",
+        "ldp x4, x5, [sp, #48]",
+        "ldr x6, [sp, #64]",
+        "ldp x29, x30, [sp], #80",
+        ".cfi_def_cfa_offset 0",
+        ".cfi_restore x29",
+        ".cfi_restore x30",
+        "br x16",
+        ".cfi_endproc",
+        resolve = sym resolve,
+    )
+}
+
+unsafe extern "C" {
+    fn pthread_setcancelstate(state: c_int, before: *mut c_int) -> c_int;
+}
+
+/// `PTHREAD_CANCEL_DISABLE` of glibc's pthread.h.
+const CANCEL_DISABLE: c_int = 1;
+
+/// As libc gives it.
+fn result(of: Result<usize, Errno>) -> c_long {
+    match of {
+        Ok(value) => value as c_long,
+        Err(error) => errno::fail::<c_long>(error.raw_os_error()),
+    }
+}
+
+/// Serves a call that waits for nothing but the kernel, in any process.
+fn direct(
+    _first: usize,
+    served: impl FnOnce() -> c_long,
+    _plain: impl FnOnce() -> c_long,
+) -> c_long {
+    served()
+}
+
+/// Serves a call that may wait for a link, which is a cancellation point as libc's functions are; a system call by
+/// number is none.
+fn waits(
+    _first: usize,
+    served: impl FnOnce() -> c_long,
+    _plain: impl FnOnce() -> c_long,
+) -> c_long {
+    let mut before = 0;
+    // SAFETY: async-signal-safe in glibc; the state is this thread's own.
+    unsafe { pthread_setcancelstate(CANCEL_DISABLE, &mut before) };
+    let result = served();
+    // SAFETY: as above.
+    unsafe { pthread_setcancelstate(before, core::ptr::null_mut()) };
+    result
+}
+
+/// [`waits`] for a call on the descriptor `fd`, if that is a socket.
+fn waits_on(fd: usize, served: impl FnOnce() -> c_long, plain: impl FnOnce() -> c_long) -> c_long {
+    if table::is_known(fd as c_int) {
+        waits(fd, served, plain)
+    } else {
+        plain()
+    }
+}
+
+/// Serves a call that changes what the library's tables say, which are not about a process that runs on our memory
+/// without our knowing how it began.
+fn owns(_first: usize, served: impl FnOnce() -> c_long, plain: impl FnOnce() -> c_long) -> c_long {
+    if vfork::is_stranger() {
+        plain()
+    } else {
+        served()
+    }
+}
+
+/// [`owns`] for a call on the descriptor `fd`.
+fn owns_fd(fd: usize, served: impl FnOnce() -> c_long, plain: impl FnOnce() -> c_long) -> c_long {
+    let concerns = table::is_known(fd as c_int) || lifecycle::is_hidden(fd as c_int);
+    if concerns {
+        owns(fd, served, plain)
+    } else {
+        plain()
+    }
+}
+
+/// `served![(a b c d e f) LIST: WAY NUMBER = FUNCTION(a: TYPE, …) -> RESULT; …]`: pairs of a number and what serves
+/// it, which is the function of a hook with the system call for libc's function, called in that way.
+macro_rules! served {
+    (($a:ident $b:ident $c:ident $d:ident $e:ident $f:ident) $list:ident: $($way:ident $number:ident = $call:path, ($($arg:ident: $type:ty),*) -> $result:ty;)*) => {
+        const $list: &[(c_long, Handler)] = &[$((libc::$number, {
+            unsafe extern "C" fn system_call($($arg: $type),*) -> $result {
+                let mut words = [0; 6];
+                for (word, argument) in words.iter_mut().zip([$($arg as usize),*]) {
+                    *word = argument;
+                }
+                // SAFETY: the program's own call.
+                result(unsafe { kernel::call(libc::$number, words) }) as $result
+            }
+            #[allow(unused_variables, reason = "most calls have fewer")]
+            unsafe extern "C" fn serve($a: usize, $b: usize, $c: usize, $d: usize, $e: usize, $f: usize) -> c_long {
+                // SAFETY: the program's own call.
+                let served = || unsafe { $call(system_call, $($arg as $type),*) } as c_long;
+                // SAFETY: likewise.
+                let plain = || unsafe { system_call($($arg as $type),*) } as c_long;
+                $way($a, served, plain)
+            }
+            serve as Handler
+        })),*];
+    };
+}
+
+served! { (a b c d e f) BYTES:
+    waits_on SYS_read = io::read, (a: c_int, b: *mut c_void, c: size_t) -> ssize_t;
+    waits_on SYS_readv = io::readv, (a: c_int, b: *const iovec, c: c_int) -> ssize_t;
+    waits_on SYS_recvfrom = io::recvfrom,
+        (a: c_int, b: *mut c_void, c: size_t, d: c_int, e: *mut sockaddr, f: *mut socklen_t) -> ssize_t;
+    waits_on SYS_recvmsg = io::recvmsg, (a: c_int, b: *mut msghdr, c: c_int) -> ssize_t;
+    waits_on SYS_recvmmsg = io::recvmmsg, (a: c_int, b: *mut mmsghdr, c: c_uint, d: c_int, e: *mut timespec) -> c_int;
+    waits_on SYS_write = io::write, (a: c_int, b: *const c_void, c: size_t) -> ssize_t;
+    waits_on SYS_writev = io::writev, (a: c_int, b: *const iovec, c: c_int) -> ssize_t;
+    waits_on SYS_sendto = io::sendto,
+        (a: c_int, b: *const c_void, c: size_t, d: c_int, e: *const sockaddr, f: socklen_t) -> ssize_t;
+    // Of any socket: a message may pass one of ours.
+    waits SYS_sendmsg = io::sendmsg, (a: c_int, b: *const msghdr, c: c_int) -> ssize_t;
+    waits SYS_sendmmsg = io::sendmmsg, (a: c_int, b: *mut mmsghdr, c: c_uint, d: c_int) -> c_int;
+    waits_on SYS_sendfile = io::sendfile, (a: c_int, b: c_int, c: *mut off_t, d: size_t) -> ssize_t;
+    waits SYS_splice = io::splice,
+        (a: c_int, b: *mut off_t, c: c_int, d: *mut off_t, e: size_t, f: c_uint) -> ssize_t;
+}
+
+served! { (a b c d e f) SOCKETS:
+    owns SYS_socket = socket::socket, (a: c_int, b: c_int, c: c_int) -> c_int;
+    owns_fd SYS_listen = socket::listen, (a: c_int, b: c_int) -> c_int;
+    owns_fd SYS_accept = socket::accept, (a: c_int, b: *mut sockaddr, c: *mut socklen_t) -> c_int;
+    owns_fd SYS_accept4 = socket::accept4, (a: c_int, b: *mut sockaddr, c: *mut socklen_t, d: c_int) -> c_int;
+    owns SYS_connect = socket::connect, (a: c_int, b: *const sockaddr, c: socklen_t) -> c_int;
+    direct SYS_shutdown = socket::shutdown, (a: c_int, b: c_int) -> c_int;
+    direct SYS_getsockopt = socket::getsockopt,
+        (a: c_int, b: c_int, c: c_int, d: *mut c_void, e: *mut socklen_t) -> c_int;
+    direct SYS_setsockopt = socket::setsockopt,
+        (a: c_int, b: c_int, c: c_int, d: *const c_void, e: socklen_t) -> c_int;
+}
+
+served! { (a b c d e f) DESCRIPTORS:
+    owns_fd SYS_close = fd::close, (a: c_int) -> c_int;
+    owns SYS_close_range = fd::close_range, (a: c_uint, b: c_uint, c: c_int) -> c_int;
+    owns_fd SYS_dup = fd::dup, (a: c_int) -> c_int;
+    owns SYS_dup3 = fd::dup3, (a: c_int, b: c_int, c: c_int) -> c_int;
+    owns_fd SYS_fcntl = fd::fcntl, (a: c_int, b: c_int, c: c_ulong) -> c_int;
+    direct SYS_ioctl = fd::ioctl, (a: c_int, b: c_ulong, c: *mut c_void) -> c_int;
+    owns SYS_epoll_create1 = ready::epoll_create1, (a: c_int) -> c_int;
+    owns SYS_epoll_ctl = ready::epoll_ctl, (a: c_int, b: c_int, c: c_int, d: *mut epoll_event) -> c_int;
+}
+
+served! { (a b c d e f) PROCESSES:
+    owns SYS_execve = process::execve,
+        (a: *const c_char, b: *const *const c_char, c: *const *const c_char) -> c_int;
+    owns SYS_execveat = process::execveat,
+        (a: c_int, b: *const c_char, c: *const *const c_char, d: *const *const c_char, e: c_int) -> c_int;
+    owns SYS_prctl = confine::prctl, (a: c_int, b: c_ulong, c: c_ulong, d: c_ulong, e: c_ulong) -> c_int;
+    owns SYS_seccomp = confine::seccomp, (a: c_uint, b: c_uint, c: *mut c_void) -> c_int;
+}
+
+/// Calls that newer architectures do not have.
+#[cfg(not(target_arch = "x86_64"))]
+const OLD: &[(c_long, Handler)] = &[];
+
+#[cfg(target_arch = "x86_64")]
+served! { (a b c d e f) OLD:
+    waits SYS_poll = ready::poll, (a: *mut pollfd, b: nfds_t, c: c_int) -> c_int;
+    waits SYS_select = ready::select,
+        (a: c_int, b: *mut fd_set, c: *mut fd_set, d: *mut fd_set, e: *mut timeval) -> c_int;
+    owns SYS_epoll_create = ready::epoll_create, (a: c_int) -> c_int;
+    waits_on SYS_epoll_wait = ready::epoll_wait, (a: c_int, b: *mut epoll_event, c: c_int, d: c_int) -> c_int;
+    owns SYS_dup2 = fd::dup2, (a: c_int, b: c_int) -> c_int;
+}
+
+const SERVED: [&[(c_long, Handler)]; 6] =
+    [BYTES, SOCKETS, DESCRIPTORS, PROCESSES, OLD, others::OTHERS];

@@ -1,0 +1,233 @@
+//! The two ends of a connection that goes on until the test ends it, for tests of what a process is in or has done: each
+//! is a `scenario helper guest …` whose messages are checked, and which the test can question meanwhile.
+
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+
+use rdmasock_core::os::kernel;
+
+use crate::data;
+use crate::filters::{self, By};
+use crate::scenarios::epoll;
+use crate::sys::{self, Addr, Ret};
+
+/// Bytes of a message.
+const MESSAGE: usize = 64;
+
+/// `server WHAT…` listens, prints its port, does each WHAT (`early:WHAT` before it makes a socket), and sends back what
+/// comes over one connection; `client PORT` says one thing after the other until it is told to `end`. Both do what a line
+/// on their standard input says. True if all went well.
+pub fn main(words: &[String]) -> bool {
+    match words.first().map(String::as_str) {
+        Some("server") => server(&words[1..]),
+        Some("client") => words
+            .get(1)
+            .and_then(|port| port.parse().ok())
+            .is_some_and(client),
+        _ => false,
+    }
+}
+
+fn server(what: &[String]) -> bool {
+    let (early, later): (Vec<_>, Vec<_>) = what.iter().partition(|word| word.starts_with("early:"));
+    let early: Vec<_> = early
+        .iter()
+        .map(|word| act(&word["early:".len()..]))
+        .collect();
+    let (listener, port) = sys::listener(&Addr::v4(0), 16);
+    let set = EPOLL.load(SeqCst).then(epoll::create);
+    say(&port.to_string());
+    early.iter().for_each(|said| say(said));
+    for word in later {
+        say(&act(word));
+    }
+    let fd = sys::accept4(listener, 0).ok();
+    if let Some(set) = set {
+        epoll::ctl(set, libc::EPOLL_CTL_ADD, fd, epoll::IN, 1).ok();
+    }
+    let mut message = [0; MESSAGE];
+    loop {
+        if let Some(set) = set
+            && epoll::wait(set, 4, sys::SOON).1 != [(1, epoll::IN)]
+        {
+            return false;
+        }
+        match sys::read(fd, &mut message).value {
+            0 if STRICT.load(SeqCst) => {
+                // Of the calls that end a process this one is left, and it ends the thread: the last one, if all is well.
+                // SAFETY: does not return.
+                let _ = unsafe { kernel::call(libc::SYS_exit, [0; 6]) };
+            }
+            0 => return true,
+            n @ 1.. => {
+                if sys::write(fd, &message[..n as usize]).value != n {
+                    return false;
+                }
+            }
+            _ => return false,
+        }
+        while !STRICT.load(SeqCst)
+            && let Some(word) = command()
+        {
+            say(&act(&word));
+        }
+    }
+}
+
+fn client(port: u16) -> bool {
+    let fd = sys::connected(&Addr::v4(port));
+    for round in 0.. {
+        let message = data::pattern(round, 0, MESSAGE);
+        sys::send_all(fd, &message).ok();
+        if sys::recv_exact(fd, MESSAGE) != message {
+            return false;
+        }
+        match command().as_deref() {
+            Some("end") => break,
+            Some(word) => say(&act(word)),
+            None => sys::pause_ms(1),
+        }
+    }
+    call!(libc::shutdown(fd, libc::SHUT_WR)).ok();
+    let (end, rest) = sys::recv_to_end(fd);
+    end.value == 0 && rest.is_empty()
+}
+
+/// A line to the test.
+fn say(line: &str) {
+    let line = format!("{line}\n");
+    sys::write(1, line.as_bytes());
+}
+
+/// A line from the test, if there is one.
+fn command() -> Option<String> {
+    if sys::poll_one(0, libc::POLLIN, 0) & libc::POLLIN == 0 {
+        return None;
+    }
+    let mut line = [0; 200];
+    let n = usize::try_from(sys::read(0, &mut line).value).ok()?;
+    let text = String::from_utf8_lossy(&line[..n]);
+    (n > 0).then(|| text.trim().to_owned())
+}
+
+/// Does one thing, and says what it gave.
+fn act(word: &str) -> String {
+    match word {
+        // That it is still there.
+        "say" => "said".into(),
+        "io_uring" => {
+            let mut parameters = [0u64; 32];
+            let ring = call!(libc::syscall(
+                libc::SYS_io_uring_setup,
+                4,
+                parameters.as_mut_ptr()
+            ));
+            outcome(ring)
+        }
+        // Whether the limit of open files is seen to change.
+        "watch the limit" => {
+            std::thread::spawn(|| {
+                let before = open_files();
+                while !WATCHED.load(SeqCst) {
+                    if open_files() != before {
+                        CHANGED.store(true, SeqCst);
+                    }
+                }
+            });
+            "watching".into()
+        }
+        "watched" => {
+            WATCHED.store(true, SeqCst);
+            let how = if CHANGED.load(SeqCst) {
+                "changed"
+            } else {
+                "kept"
+            };
+            how.into()
+        }
+        // All memory from now on.
+        "lock memory" => outcome(call!(libc::mlockall(libc::MCL_FUTURE))),
+        // Locked and resident, in KiB.
+        "memory" => {
+            let status = std::fs::read_to_string("/proc/self/status").unwrap();
+            let field = |name: &str| {
+                let line = status.lines().find(|line| line.starts_with(name)).unwrap();
+                line.split_whitespace().nth(1).unwrap()
+            };
+            format!("{} {}", field("VmLck:"), field("VmRSS:"))
+        }
+        // Before each read, and nothing but the connection may be reported.
+        "wait by epoll" => {
+            EPOLL.store(true, SeqCst);
+            "done".into()
+        }
+        "sandbox" => outcome(filters::load(filters::SANDBOX, By::Prctl)),
+        "sandbox for all threads" => outcome(filters::load(filters::SANDBOX, By::Seccomp)),
+        "system service" => outcome(filters::load(filters::SYSTEM_SERVICE, By::Prctl)),
+        "system service for all threads" => {
+            outcome(filters::load(filters::SYSTEM_SERVICE, By::Seccomp))
+        }
+        "strict" => {
+            STRICT.store(true, SeqCst);
+            outcome(filters::strict())
+        }
+        _ if word.starts_with("address space ") => {
+            limited(libc::RLIMIT_AS, &word["address space ".len()..])
+        }
+        // Of root only.
+        "nobody" => {
+            call!(libc::setgid(65_534)).ok();
+            outcome(call!(libc::setuid(65_534)))
+        }
+        _ if word.starts_with("root ") => {
+            let root = std::ffi::CString::new(&word["root ".len()..]).unwrap();
+            call!(libc::chroot(root.as_ptr())).ok();
+            outcome(call!(libc::chdir(c"/".as_ptr())))
+        }
+        _ if word.starts_with("file size ") => {
+            limited(libc::RLIMIT_FSIZE, &word["file size ".len()..])
+        }
+        // With the hard limit as it is, so that it could be raised again.
+        "1024 open files for now" => {
+            let limit = libc::rlimit {
+                rlim_cur: 1024,
+                rlim_max: open_files().1,
+            };
+            outcome(call!(libc::setrlimit(libc::RLIMIT_NOFILE, &limit)))
+        }
+        _ if word.starts_with("open files ") => {
+            limited(libc::RLIMIT_NOFILE, &word["open files ".len()..])
+        }
+        _ => format!("{word}: unknown"),
+    }
+}
+
+fn limited(what: libc::__rlimit_resource_t, to: &str) -> String {
+    let to = to.parse().unwrap();
+    let limit = libc::rlimit {
+        rlim_cur: to,
+        rlim_max: to,
+    };
+    outcome(call!(libc::setrlimit(what, &limit)))
+}
+
+/// The server waits by an epoll set.
+static EPOLL: AtomicBool = AtomicBool::new(false);
+/// Only read and write are left.
+static STRICT: AtomicBool = AtomicBool::new(false);
+static WATCHED: AtomicBool = AtomicBool::new(false);
+static CHANGED: AtomicBool = AtomicBool::new(false);
+
+/// The soft and the hard limit.
+fn open_files() -> (u64, u64) {
+    let mut limit: libc::rlimit = sys::zeroed();
+    call!(libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit)).ok();
+    (limit.rlim_cur, limit.rlim_max)
+}
+
+fn outcome(of: Ret) -> String {
+    if of.failed() {
+        of.to_string()
+    } else {
+        "done".into()
+    }
+}

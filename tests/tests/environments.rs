@@ -1,0 +1,505 @@
+//! What a program is in, or does, that decides whether its connections may leave TCP: rules, io_uring, limits, seccomp. A
+//! connection of two guests (`src/guest.rs`) goes on all the while, and each byte of it is checked.
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::path::Path;
+use std::process::{Child, Command, ExitCode, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use libtest_mimic::{Arguments, Failed, Trial};
+use rdmasock_tests::harness::{Paths, clean_environment};
+use rdmasock_tests::observe::{Promotion, promotion_state, reasons};
+
+const LIMIT: Duration = Duration::from_secs(30);
+
+type Case = fn(&Paths) -> Result<(), Failed>;
+
+const CASES: &[(&str, Case)] = &[
+    ("without_rules", without_rules),
+    ("rules_file_missing", rules_file_missing),
+    ("rules_file_unreadable", rules_file_unreadable),
+    ("rules_file_wrong", rules_file_wrong),
+    ("io_uring_is_hidden", io_uring_is_hidden),
+    ("io_uring_allowed_before", io_uring_allowed_before),
+    ("io_uring_allowed_on_a_link", io_uring_allowed_on_a_link),
+    ("no_files_at_all", no_files_at_all),
+    ("no_large_files", no_large_files),
+    ("limit_of_open_files_is_kept", limit_of_open_files_is_kept),
+    ("few_open_files", few_open_files),
+    ("locked_memory", locked_memory),
+    ("little_address_space", little_address_space),
+    ("nobody", |paths| as_root(paths, &["early:nobody"])),
+    ("chroot", chroot),
+    ("chroot_and_nobody", chroot_and_nobody),
+    ("sandbox/plain_client", |paths| {
+        sandboxed(paths, &["sandbox"], false)
+    }),
+    ("sandbox/client", |paths| {
+        sandboxed(paths, &["sandbox"], true)
+    }),
+    ("sandbox/all_threads/plain_client", |paths| {
+        sandboxed(paths, &["sandbox for all threads"], false)
+    }),
+    ("sandbox/all_threads/client", |paths| {
+        sandboxed(paths, &["sandbox for all threads"], true)
+    }),
+    ("sandbox/on_a_link", |paths| {
+        sandboxed_on_a_link(paths, &[], "sandbox")
+    }),
+    ("sandbox/all_threads/on_a_link", |paths| {
+        sandboxed_on_a_link(paths, &[], "sandbox for all threads")
+    }),
+    ("sandbox/epoll/client", |paths| {
+        sandboxed(paths, &[EPOLL, "sandbox"], true)
+    }),
+    ("sandbox/epoll/on_a_link", |paths| {
+        sandboxed_on_a_link(paths, &[EPOLL], "sandbox")
+    }),
+    ("sandbox/epoll/all_threads/on_a_link", |paths| {
+        sandboxed_on_a_link(paths, &[EPOLL], "sandbox for all threads")
+    }),
+    ("strict_mode/on_a_link", |paths| {
+        sandboxed_on_a_link(paths, &[], "strict")
+    }),
+    ("system_service/plain_client", |paths| {
+        service_for_plain_client(paths, "system service")
+    }),
+    ("system_service/client", |paths| {
+        service(paths, "system service")
+    }),
+    ("system_service/all_threads/client", |paths| {
+        service(paths, "system service for all threads")
+    }),
+    ("system_service/on_a_link", |paths| {
+        service_on_a_link(paths, "system service")
+    }),
+    ("system_service/all_threads/on_a_link", |paths| {
+        service_on_a_link(paths, "system service for all threads")
+    }),
+];
+
+fn main() -> ExitCode {
+    let mut args = Arguments::from_args();
+    args.test_threads.get_or_insert(2);
+    let paths = Arc::new(Paths::find(Path::new(env!("CARGO_BIN_EXE_scenario"))));
+    let trial = |(name, case): &(&str, Case)| {
+        let (paths, case) = (Arc::clone(&paths), *case);
+        Trial::test(*name, move || case(&paths))
+    };
+    libtest_mimic::run(&args, CASES.iter().map(trial).collect()).exit_code()
+}
+
+/// A guest, killed if it is still there when this is dropped.
+struct Guest {
+    child: Child,
+    lines: BufReader<std::process::ChildStdout>,
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Guest {
+    /// With the library if it is given variables for it.
+    fn start(
+        paths: &Paths,
+        words: &[&str],
+        variables: Option<&[(&str, &str)]>,
+    ) -> Result<Self, Failed> {
+        let mut command = Command::new(&paths.scenario);
+        clean_environment(&mut command);
+        if variables.is_some() {
+            command.env("LD_PRELOAD", paths.library.as_ref()?);
+            command.env("RDMASOCK_PROMOTE_AFTER", "2r,16K");
+        }
+        let variables = variables.unwrap_or_default();
+        let mut child = command
+            .args(["helper", "guest"])
+            .args(words)
+            .envs(variables.iter().copied())
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()?;
+        let lines = BufReader::new(child.stdout.take().unwrap());
+        Ok(Self { child, lines })
+    }
+
+    fn line(&mut self) -> Result<String, Failed> {
+        let mut line = String::new();
+        self.lines.read_line(&mut line)?;
+        Ok(line.trim().to_owned())
+    }
+
+    /// Tells it to do something, and gives what it says about that.
+    fn tell(&mut self, what: &str) -> Result<String, Failed> {
+        writeln!(self.child.stdin.as_mut().unwrap(), "{what}")?;
+        self.line()
+    }
+
+    fn state(&self, paths: &Paths) -> Result<Promotion, Failed> {
+        let state = promotion_state(&paths.command, self.child.id()).map_err(|e| e.to_string())?;
+        Ok(state.ok_or("not among the instances")?)
+    }
+
+    /// Why its connections are on TCP.
+    fn reasons(&self, paths: &Paths) -> Result<Vec<String>, Failed> {
+        Ok(reasons(&paths.command, self.child.id()).map_err(|e| e.to_string())?)
+    }
+
+    /// Waits for its end, which must be a success; gives what it wrote to stderr.
+    fn succeed(&mut self, who: &str) -> Result<String, Failed> {
+        let end = Instant::now() + LIMIT;
+        let status = loop {
+            if let Some(status) = self.child.try_wait()? {
+                break status;
+            }
+            if Instant::now() > end {
+                return Err(format!("the {who} is still there after {LIMIT:?}").into());
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        };
+        let mut words = String::new();
+        let stderr = self.child.stderr.as_mut().unwrap();
+        stderr.read_to_string(&mut words)?;
+        if status.success() {
+            return Ok(words);
+        }
+        Err(format!("the {who}: {status}\n{words}").into())
+    }
+}
+
+/// A server and its client, who talk.
+struct Talk<'a> {
+    paths: &'a Paths,
+    server: Guest,
+    client: Guest,
+}
+
+impl<'a> Talk<'a> {
+    /// The server does `what` after it has begun to listen.
+    fn begin(
+        paths: &'a Paths,
+        what: &[&str],
+        variables: &[(&str, &str)],
+    ) -> Result<(Self, Vec<String>), Failed> {
+        Self::with_client(paths, what, variables, false)
+    }
+
+    /// As [`Self::begin`]; the client need not have the library.
+    fn with_client(
+        paths: &'a Paths,
+        what: &[&str],
+        variables: &[(&str, &str)],
+        is_plain: bool,
+    ) -> Result<(Self, Vec<String>), Failed> {
+        let words = [&["server"], what].concat();
+        let mut server = Guest::start(paths, &words, Some(variables))?;
+        let port = server.line()?;
+        let said = what
+            .iter()
+            .map(|_| server.line())
+            .collect::<Result<_, _>>()?;
+        let client = Guest::start(paths, &["client", &port], (!is_plain).then_some(&[]))?;
+        Ok((
+            Self {
+                paths,
+                server,
+                client,
+            },
+            said,
+        ))
+    }
+
+    /// Waits until both ends have the connection on a link.
+    fn on_link(&self) -> Result<(), Failed> {
+        let end = Instant::now() + LIMIT;
+        loop {
+            let states = (self.server.state(self.paths), self.client.state(self.paths));
+            if let (Ok(s), Ok(c)) = &states
+                && s.on_link > 0
+                && c.on_link > 0
+            {
+                return Ok(());
+            }
+            if Instant::now() > end {
+                let reasons = self.server.reasons(self.paths);
+                return Err(format!("not promoted: {states:?}, {reasons:?}").into());
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// Waits until the server says that its connection is on TCP because of `reason`.
+    fn stays(&self, reason: &str) -> Result<(), Failed> {
+        let end = Instant::now() + LIMIT;
+        loop {
+            let state = (
+                self.server.state(self.paths),
+                self.server.reasons(self.paths),
+            );
+            if let (Ok(s), Ok(r)) = &state
+                && s.on_link == 0
+                && r.iter().any(|r| r == reason)
+            {
+                return Ok(());
+            }
+            if Instant::now() > end {
+                return Err(format!("not on TCP because of {reason}: {state:?}").into());
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// A good many more messages go there and back.
+    fn goes_on(&mut self) -> Result<(), Failed> {
+        for _ in 0..20 {
+            self.client.tell("say")?;
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        Ok(())
+    }
+
+    /// Both ends end as they should; gives what the server wrote to stderr.
+    fn end(mut self) -> Result<String, Failed> {
+        writeln!(self.client.child.stdin.as_mut().unwrap(), "end")?;
+        let words = self.client.succeed("client")?;
+        let logged = std::env::var_os("RDMASOCK_LOG").is_some();
+        if !words.is_empty() && !logged {
+            return Err(format!("the client wrote {words}").into());
+        }
+        self.server.succeed("server")
+    }
+}
+
+fn expect(what: &str, is: &str, should: &str) -> Result<(), Failed> {
+    if is == should {
+        return Ok(());
+    }
+    Err(format!("{what}: {is}, not {should}").into())
+}
+
+fn without_rules(paths: &Paths) -> Result<(), Failed> {
+    let (talk, _) = Talk::begin(paths, &[], &[])?;
+    talk.on_link()?;
+    expect("stderr", &talk.end()?, "")
+}
+
+/// A server whose rules cannot be had leaves its connections on TCP, and says so in one line.
+fn with_rules(paths: &Paths, file: &Path) -> Result<(), Failed> {
+    let file = file.to_str().unwrap();
+    let (talk, _) = Talk::begin(paths, &[], &[("RDMASOCK_RULES", file)])?;
+    talk.stays("rules file cannot be used")?;
+    let said = talk.end()?;
+    let is_one_line = said.matches('\n').count() == 1;
+    if is_one_line && said.contains("every connection stays on TCP") && said.contains(file) {
+        return Ok(());
+    }
+    Err(format!("the server wrote {said}").into())
+}
+
+fn rules_file_missing(paths: &Paths) -> Result<(), Failed> {
+    let dir = tempfile::tempdir()?;
+    with_rules(paths, &dir.path().join("rules.toml"))
+}
+
+fn rules_file_unreadable(paths: &Paths) -> Result<(), Failed> {
+    // A directory: root may read any file.
+    let dir = tempfile::tempdir()?;
+    with_rules(paths, dir.path())
+}
+
+fn rules_file_wrong(paths: &Paths) -> Result<(), Failed> {
+    let dir = tempfile::tempdir()?;
+    let file = dir.path().join("rules.toml");
+    std::fs::write(&file, "[[rule]]\nprot = 80\naction = \"leave\"\n")?;
+    with_rules(paths, &file)
+}
+
+fn io_uring_is_hidden(paths: &Paths) -> Result<(), Failed> {
+    let (mut talk, said) = Talk::begin(paths, &["io_uring"], &[])?;
+    expect("the server's ring", &said[0], "-1 ENOSYS")?;
+    talk.on_link()?;
+    expect(
+        "the client's ring",
+        &talk.client.tell("io_uring")?,
+        "-1 ENOSYS",
+    )?;
+    talk.on_link()?;
+    expect("stderr", &talk.end()?, "")
+}
+
+const ALLOWED: &[(&str, &str)] = &[("RDMASOCK_IO_URING", "allow")];
+const HAS_RING: &str = "the program uses io_uring";
+
+fn io_uring_allowed_before(paths: &Paths) -> Result<(), Failed> {
+    let (talk, said) = Talk::begin(paths, &["io_uring"], ALLOWED)?;
+    if said[0] == "-1 ENOSYS" || said[0] == "-1 EPERM" {
+        println!("skipped: this kernel gives no io_uring ({})", said[0]);
+        return Ok(());
+    }
+    expect("the ring", &said[0], "done")?;
+    talk.stays(HAS_RING)?;
+    expect("stderr", &talk.end()?, "")
+}
+
+fn io_uring_allowed_on_a_link(paths: &Paths) -> Result<(), Failed> {
+    let (mut talk, _) = Talk::begin(paths, &[], ALLOWED)?;
+    talk.on_link()?;
+    let said = talk.server.tell("io_uring")?;
+    if said == "-1 ENOSYS" || said == "-1 EPERM" {
+        println!("skipped: this kernel gives no io_uring ({said})");
+        return Ok(());
+    }
+    expect("the ring", &said, "done")?;
+    talk.stays(HAS_RING)?;
+    expect("stderr", &talk.end()?, "")
+}
+
+/// Whether it is promoted or not: no SIGXFSZ, which would end it.
+fn no_files_at_all(paths: &Paths) -> Result<(), Failed> {
+    let (mut talk, said) = Talk::begin(paths, &["early:file size 0"], &[])?;
+    expect("the limit", &said[0], "done")?;
+    talk.goes_on()?;
+    expect("stderr", &talk.end()?, "")
+}
+
+fn no_large_files(paths: &Paths) -> Result<(), Failed> {
+    let (mut talk, said) = Talk::begin(paths, &["early:file size 300000"], &[])?;
+    expect("the limit", &said[0], "done")?;
+    talk.goes_on()?;
+    expect("stderr", &talk.end()?, "")
+}
+
+/// The library's own descriptors come and go under the limit that there is.
+fn limit_of_open_files_is_kept(paths: &Paths) -> Result<(), Failed> {
+    let (mut talk, said) = Talk::begin(
+        paths,
+        &["early:1024 open files for now", "early:watch the limit"],
+        &[],
+    )?;
+    expect("the limit", &said[0], "done")?;
+    talk.on_link()?;
+    expect("the limit", &talk.server.tell("watched")?, "kept")?;
+    expect("stderr", &talk.end()?, "")
+}
+
+fn few_open_files(paths: &Paths) -> Result<(), Failed> {
+    let (talk, said) = Talk::begin(paths, &["early:open files 64"], &[])?;
+    expect("the limit", &said[0], "done")?;
+    talk.on_link()?;
+    expect("stderr", &talk.end()?, "")
+}
+
+/// What the library maps is not filled because the program locks what it maps.
+fn locked_memory(paths: &Paths) -> Result<(), Failed> {
+    /// What may be locked and resident of a link and its thread, KiB. glibc reserves 64 MiB for what the thread allocates.
+    const ROOM: [u64; 2] = [80 * 1024, 16 * 1024];
+    let words = ["early:lock memory", "early:memory"];
+    let (mut talk, said) = Talk::begin(paths, &words, &[])?;
+    if said[0] != "done" {
+        println!("skipped: no memory may be locked ({})", said[0]);
+        return Ok(());
+    }
+    talk.on_link()?;
+    let after = talk.server.tell("memory")?;
+    let (before, after) = (numbers(&said[1]), numbers(&after));
+    for ((before, after), room) in before.into_iter().zip(after).zip(ROOM) {
+        if after > before + room {
+            return Err(format!("locked or resident: {before} KiB, then {after}").into());
+        }
+    }
+    expect("stderr", &talk.end()?, "")
+}
+
+fn numbers(of: &str) -> Vec<u64> {
+    of.split(' ').map(|n| n.parse().unwrap()).collect()
+}
+
+/// Too little for a link: that costs the promotion alone.
+fn little_address_space(paths: &Paths) -> Result<(), Failed> {
+    let (mut talk, said) = Talk::begin(paths, &["early:address space 300000000"], &[])?;
+    expect("the limit", &said[0], "done")?;
+    talk.goes_on()?;
+    expect("stderr", &talk.end()?, "")
+}
+
+/// A server that has done what only root may, before it made a socket, is promoted all the same.
+fn as_root(paths: &Paths, what: &[&str]) -> Result<(), Failed> {
+    if !nix::unistd::geteuid().is_root() {
+        println!("skipped: only root may");
+        return Ok(());
+    }
+    let (mut talk, said) = Talk::begin(paths, what, &[])?;
+    for said in said {
+        expect("what was to be done", &said, "done")?;
+    }
+    talk.on_link()?;
+    talk.goes_on()?;
+    expect("stderr", &talk.end()?, "")
+}
+
+fn chroot(paths: &Paths) -> Result<(), Failed> {
+    let root = tempfile::tempdir()?;
+    as_root(paths, &[&format!("early:root {}", root.path().display())])
+}
+
+fn chroot_and_nobody(paths: &Paths) -> Result<(), Failed> {
+    let root = tempfile::tempdir()?;
+    let enter = format!("early:root {}", root.path().display());
+    as_root(paths, &[&enter, "early:nobody"])
+}
+
+const EPOLL: &str = "early:wait by epoll";
+const CONFINED: &str = "the program restricts its system calls";
+
+/// A server that allows itself little after it has begun to listen serves its client, on TCP.
+fn sandboxed(paths: &Paths, what: &[&str], is_client_ours: bool) -> Result<(), Failed> {
+    let (mut talk, said) = Talk::with_client(paths, what, &[], !is_client_ours)?;
+    for said in said {
+        expect("the filter", &said, "done")?;
+    }
+    talk.goes_on()?;
+    talk.stays(CONFINED)?;
+    expect("stderr", &talk.end()?, "")
+}
+
+/// The same in the middle of a connection that is on a link.
+fn sandboxed_on_a_link(paths: &Paths, before: &[&str], how: &str) -> Result<(), Failed> {
+    let (mut talk, _) = Talk::begin(paths, before, &[])?;
+    talk.on_link()?;
+    expect("the filter", &talk.server.tell(how)?, "done")?;
+    talk.goes_on()?;
+    talk.stays(CONFINED)?;
+    expect("stderr", &talk.end()?, "")
+}
+
+/// A filter that allows what services need leaves everything as it is.
+fn service(paths: &Paths, how: &str) -> Result<(), Failed> {
+    let (mut talk, said) = Talk::begin(paths, &[how], &[])?;
+    expect("the filter", &said[0], "done")?;
+    talk.on_link()?;
+    talk.goes_on()?;
+    expect("stderr", &talk.end()?, "")
+}
+
+fn service_for_plain_client(paths: &Paths, how: &str) -> Result<(), Failed> {
+    let (mut talk, said) = Talk::with_client(paths, &[how], &[], true)?;
+    expect("the filter", &said[0], "done")?;
+    talk.goes_on()?;
+    expect("stderr", &talk.end()?, "")
+}
+
+fn service_on_a_link(paths: &Paths, how: &str) -> Result<(), Failed> {
+    let (mut talk, _) = Talk::begin(paths, &[], &[])?;
+    talk.on_link()?;
+    expect("the filter", &talk.server.tell(how)?, "done")?;
+    talk.goes_on()?;
+    talk.on_link()?;
+    expect("stderr", &talk.end()?, "")
+}

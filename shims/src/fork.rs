@@ -322,6 +322,8 @@ extern "C" fn child() {
     // SAFETY: the only thread.
     unsafe { Socket::after_fork() };
     crate::log::after_fork_in_child();
+    // SAFETY: the only thread.
+    unsafe { crate::link::after_fork() };
     Library::forget();
     crate::errno::set(errno);
 }

@@ -252,7 +252,7 @@ impl Service {
         links
             .iter()
             .copied()
-            .find(|l| l.peer == *peer && l.is_alive())
+            .find(|l| l.peer() == *peer && l.is_alive())
     }
 
     fn all_links(&self) -> Vec<&'static Link> {

@@ -2,8 +2,12 @@
 //! any time, so no reference to payload is ever formed: bytes are copied, then interpreted.
 
 use std::marker::PhantomData;
+#[cfg(not(loom))]
+use std::ptr::NonNull;
 
 use crate::fabric::layout::Region;
+#[cfg(not(loom))]
+use crate::fabric::side::DataSegments;
 
 /// A byte of shared memory. Under loom a modelled cell, so that a model fails when payload is
 /// read or overwritten without being ordered after the other side's access.
@@ -18,6 +22,18 @@ pub type Byte = loom::cell::UnsafeCell<u8>;
 pub struct DataArea {
     base: *mut Byte,
     len: usize,
+    /// Where not all of it is mapped, and not at `base`.
+    #[cfg(not(loom))]
+    segments: Option<NonNull<DataSegments>>,
+}
+
+/// Why there is no ring in a region.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum NoRing {
+    /// Whoever offers it has none there.
+    Outside,
+    /// It cannot be mapped here: our own limits.
+    Unmapped,
 }
 
 impl DataArea {
@@ -27,17 +43,59 @@ impl DataArea {
     /// They are mapped readable and writable, outside every Rust allocation that is accessed
     /// through references, for as long as this value or a cursor made from it is used.
     pub unsafe fn new(base: *mut Byte, len: usize) -> Self {
-        Self { base, len }
+        Self {
+            base,
+            len,
+            #[cfg(not(loom))]
+            segments: None,
+        }
     }
 
-    /// The ring in `region`; `None` when that is not wholly inside the area.
-    pub(super) fn ring(&self, region: Region) -> Option<RingMemory> {
-        let end = region.offset().checked_add(region.len())?;
-        (end <= self.len).then(|| RingMemory {
+    /// The ring in `region`. Where the area is mapped as it is used, this maps as much of it.
+    pub(super) fn ring(&self, region: Region) -> Result<RingMemory, NoRing> {
+        #[cfg(not(loom))]
+        if let Some(segments) = self.segments {
+            // SAFETY: there for as long as this value is used (`of_segments`).
+            return ring_in(unsafe { segments.as_ref() }, region);
+        }
+        let end = region.offset().checked_add(region.len());
+        if end.is_none_or(|end| end > self.len) {
+            return Err(NoRing::Outside);
+        }
+        Ok(RingMemory {
             // In bounds of the area, by the check above.
             ptr: self.base.wrapping_add(region.offset()),
             size: region.len() as u64,
         })
+    }
+}
+
+/// The ring in `region` of an area of which more is mapped as more is used.
+#[cfg(not(loom))]
+fn ring_in(segments: &DataSegments, region: Region) -> Result<RingMemory, NoRing> {
+    if !segments.is_piece(region.offset(), region.len()) {
+        return Err(NoRing::Outside);
+    }
+    let reached = segments.reach(region.offset()).ok();
+    let start = reached.and_then(|()| segments.at(region.offset()));
+    Ok(RingMemory {
+        ptr: start.ok_or(NoRing::Unmapped)?.as_ptr(),
+        size: region.len() as u64,
+    })
+}
+
+#[cfg(not(loom))]
+impl DataArea {
+    /// The area that these segments are of.
+    ///
+    /// # Safety
+    /// They are there, and what they show stays mapped, for as long as this value or a cursor made from it is used.
+    pub(in crate::fabric) unsafe fn of_segments(segments: &DataSegments) -> Self {
+        Self {
+            base: std::ptr::null_mut(),
+            len: 0,
+            segments: Some(NonNull::from(segments)),
+        }
     }
 }
 
@@ -51,7 +109,7 @@ impl DataArea {
         pos: u64,
         len: u64,
     ) -> Option<(*mut u8, usize)> {
-        let [first, _] = self.ring(region)?.spans(pos, len).pieces();
+        let [first, _] = self.ring(region).ok()?.spans(pos, len).pieces();
         Some(first)
     }
 
@@ -65,7 +123,7 @@ impl DataArea {
     /// # Safety
     /// Nobody else uses that part of the ring.
     pub(in crate::fabric) unsafe fn copy_in(&self, region: Region, pos: u64, bytes: &[u8]) -> bool {
-        let Some(ring) = self.ring(region) else {
+        let Ok(ring) = self.ring(region) else {
             return false;
         };
         let spans = ring.spans(pos, bytes.len() as u64);
@@ -84,7 +142,7 @@ impl DataArea {
         pos: u64,
         bytes: &mut [u8],
     ) -> bool {
-        let Some(ring) = self.ring(region) else {
+        let Ok(ring) = self.ring(region) else {
             return false;
         };
         let spans = ring.spans(pos, bytes.len() as u64);
@@ -94,7 +152,7 @@ impl DataArea {
 }
 
 /// The memory of one ring inside a data area; of size 0 (no ring) or a power of two.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct RingMemory {
     ptr: *mut Byte,
     size: u64,

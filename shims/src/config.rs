@@ -68,7 +68,7 @@ pub struct Config {
     pub ring_min: Size,
     /// A stream's largest ring, bytes, a power of two, at least `ring_min`, at most `arena`.
     pub ring_max: Size,
-    /// Virtual size of a link's arena on each side, bytes, a power of two.
+    /// Largest size of a link's arena on each side, bytes, a power of two.
     pub arena: Size,
     /// The rules file.
     pub rules: Option<PathBuf>,

@@ -65,7 +65,7 @@ impl Waiters {
     /// In a fork child, which does not have the parent's flags: a call that was asleep when the fork interrupted it
     /// lowers one that nobody sees.
     pub fn after_fork(&self) {
-        let _ = self.flags.neutralise();
+        self.flags.after_fork();
     }
 
     /// By which the waiter sleeps.

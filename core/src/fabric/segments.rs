@@ -161,6 +161,15 @@ impl<const UNIT: usize> Segments<UNIT> {
         }
     }
 
+    /// In a fork child, which has none of the memory.
+    pub fn after_fork(&self) {
+        self.live.store(0, Release);
+        for extent in (0..MOST).filter_map(|k| self.extent(k)) {
+            // SAFETY: ours; only atomics are referred to.
+            unsafe { extent.after_fork() };
+        }
+    }
+
     /// Lets go of the file and the addresses.
     ///
     /// # Safety

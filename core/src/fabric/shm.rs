@@ -157,9 +157,9 @@ impl<O> End<O> {
 
     /// In a fork child, which has none of the memory, before anything else is done with the end.
     pub fn after_fork(&self) {
-        self.mine.neutralise();
-        self.theirs.neutralise();
-        self.forget_flags();
+        self.mine.after_fork();
+        self.theirs.after_fork();
+        self.peer_flags.after_fork();
     }
 
     /// Memory for what a new stream writes, and is written to it.
@@ -221,6 +221,7 @@ impl<O: Outside> LinkEnd for End<O> {
     fn open(&self, log2: u8) -> Result<Opened, OpenError> {
         let (vqpn, region) = self.numbers.take(log2)?;
         if self.back(vqpn, region).is_err() {
+            self.mine.give_back(region);
             self.numbers.put_back(vqpn, region);
             return Err(OpenError::Arena);
         }

@@ -6,8 +6,8 @@ use std::os::fd::AsFd;
 use super::super::waiter::FLAGS_BYTES;
 use super::*;
 use crate::fabric::layout::GROUP_STREAMS;
-use crate::os::memfd;
 use crate::os::privatefd::PrivateFd;
+use crate::os::{forked, memfd};
 
 /// A side channel that works or not, and a count of rings.
 #[derive(Default)]
@@ -214,4 +214,69 @@ fn memory_that_a_peer_could_take_away_is_refused() {
     assert!(end.is_usable());
     end.show(&files.memory(0)).unwrap();
     assert!(end.open(12).is_ok());
+}
+
+#[test]
+fn a_ring_that_cannot_be_mapped_is_not_adopted_and_none_is_given() {
+    forked::in_child(|| {
+        let files = Files::new(1 << 26);
+        let ends = [0, 1].map(|me| {
+            let end = blank();
+            end.show(&files.memory(me)).unwrap();
+            end
+        });
+        let mut opened = ends[0].open(12).unwrap();
+        let mut producer = ends[1].producer(opened.vqpn).unwrap();
+        let _ = producer.spans(1).unwrap();
+        assert_eq!(opened.consumer.take_retired(), Ok(None));
+        let region = ends[0].allocate(20).unwrap();
+        let _ = opened.consumer.offer(region).unwrap();
+        let limit = rustix::process::Rlimit {
+            current: Some(1 << 20),
+            maximum: None,
+        };
+        rustix::process::setrlimit(rustix::process::Resource::As, limit).unwrap();
+        // Its owner has mapped it, the sender cannot.
+        assert_eq!(producer.spans(8192).map(|s| s.len()), Ok(4096));
+        let _ = producer.commit(4096);
+        assert_eq!(producer.has_space(), Ok(false), "it is not tried for ever");
+        assert!(ends[1].allocate(22).is_none());
+        assert_eq!(ends[1].open(22).err(), Some(OpenError::Arena));
+        assert!(ends[1].open(12).is_ok());
+        assert!(ends[1].producer(Vqpn(GROUP_STREAMS)).is_none());
+        // What was sent is there all the same.
+        assert_eq!(opened.consumer.available(), Ok(4096));
+    });
+}
+
+#[test]
+fn a_fork_child_reads_zeroes_and_writes_to_nobody() {
+    let files = Files::new(1 << 16);
+    let ends = [0, 1].map(|me| {
+        let end = blank();
+        end.show(&files.memory(me)).unwrap();
+        end
+    });
+    let mut opened = ends[0].open(12).unwrap();
+    let mut producer = ends[1].producer(opened.vqpn).unwrap();
+    let spans = producer.spans(3).unwrap();
+    // SAFETY: readable.
+    unsafe { spans.copy_in(0, b"yes".as_ptr(), 3) };
+    let _ = producer.commit(3);
+    forked::in_child(|| {
+        // Without this the next line would be the child's end.
+        ends.iter().for_each(End::after_fork);
+        assert_eq!(opened.consumer.available(), Ok(0));
+        let spans = producer.spans(3).unwrap();
+        // SAFETY: readable.
+        unsafe { spans.copy_in(0, b"no!".as_ptr(), 3) };
+        let _ = producer.commit(3);
+        ends[1].notify(Wake(WaiterId(2).queue_bits()), opened.vqpn);
+    });
+    assert!(!ends[0].has_ready(WaiterId(2)));
+    let mut bytes = [0; 6];
+    let spans = opened.consumer.spans(6).unwrap();
+    // SAFETY: writable.
+    assert_eq!(unsafe { spans.copy_out(0, bytes.as_mut_ptr(), 6) }, 3);
+    assert_eq!(&bytes, b"yes\0\0\0");
 }

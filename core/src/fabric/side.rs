@@ -73,8 +73,16 @@ impl Side {
         self.neutralise();
     }
 
-    /// Lets go of the arena, but keeps all addresses readable and writable: in a fork child, which has none of the memory,
-    /// for what a call was about to touch that the fork has interrupted.
+    /// In a fork child, which has none of the memory: what a call was about to touch that the fork has interrupted
+    /// reads as zeroes.
+    pub fn after_fork(&self) {
+        if self.whole.is_none() {
+            self.groups.after_fork();
+            self.data.after_fork();
+        }
+    }
+
+    /// Lets go of the arena, but keeps all addresses readable and writable.
     pub fn neutralise(&self) {
         match &self.whole {
             // If it fails the memory stays.

@@ -89,6 +89,11 @@ impl FlagPage {
         self.0.neutralise()
     }
 
+    /// In a fork child, which does not have the page: as by [`neutralise`](Self::neutralise).
+    pub fn after_fork(&self) {
+        self.0.after_fork();
+    }
+
     /// The flag of a waiter; of a peer's only to be looked at.
     #[inline]
     pub fn flag(&self, id: WaiterId) -> Option<&SleepFlag> {

@@ -10,7 +10,7 @@ use std::ptr::{NonNull, null_mut};
 
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, MremapFlags, ProtFlags};
-use rustix::mm::{madvise, mmap, mmap_anonymous, mremap, mremap_fixed, munmap};
+use rustix::mm::{madvise, mmap, mmap_anonymous, mremap, mremap_fixed, munlock, munmap};
 
 /// The unit of mappings in bytes.
 pub const PAGE: usize = 4096;
@@ -90,6 +90,16 @@ impl Extent {
     pub unsafe fn neutralise(self) -> Result<(), Errno> {
         // SAFETY: by the contract.
         unsafe { neutral(self.start.as_ptr(), self.bytes, MapFlags::FIXED) }.map(drop)
+    }
+
+    /// In a fork child, which does not have what is mapped here: as by [`neutralise`](Self::neutralise), unless
+    /// somebody has taken the addresses since the fork.
+    ///
+    /// # Safety
+    /// As for [`show`](Self::show).
+    pub unsafe fn after_fork(self) {
+        // SAFETY: by the contract; nothing is replaced.
+        let _ = unsafe { neutral(self.start.as_ptr(), self.bytes, MapFlags::FIXED_NOREPLACE) };
     }
 
     /// The `bytes` of the file that follow what is mapped here, behind a page that is the last one of this
@@ -209,5 +219,9 @@ unsafe fn file(
         // SAFETY: exactly the new mapping.
         let _ = unsafe { madvise(start, bytes, advice) };
     }
+    // What a program that has called mlockall(2) needs of it is backed when it is used. What follows the range must not
+    // be filled when it is mapped.
+    // SAFETY: as above.
+    let _ = unsafe { munlock(start, bytes) };
     Extent::of(start, bytes)
 }

@@ -77,6 +77,12 @@ impl Mapping {
         unsafe { self.0.neutralise() }
     }
 
+    /// As [`Extent::after_fork`].
+    pub fn after_fork(&self) {
+        // SAFETY: as in `neutralise`.
+        unsafe { self.0.after_fork() };
+    }
+
     /// What a peer has sent takes the place of what is mapped here, as by [`map_received`].
     pub fn show_received(&self, fd: BorrowedFd<'_>, access: Access) -> Result<(), MapError> {
         check_received(fd, self.bytes() as u64, access)?;

@@ -321,7 +321,10 @@ impl Worker {
 
     /// Who has not answered on a channel that was made for one question will not.
     pub(super) fn expire_asked(&mut self, now: u64) {
-        while let Some((_, conn)) = self.asked_until.pop_front_if(|(until, _)| *until <= now) {
+        while let Some((until, conn)) = self.asked_until.front().copied()
+            && until <= now
+        {
+            self.asked_until.pop_front();
             self.done_asking(conn);
         }
     }

@@ -2,7 +2,6 @@
 //! any time, so no reference to payload is ever formed: bytes are copied, then interpreted.
 
 use std::marker::PhantomData;
-#[cfg(not(loom))]
 use std::ptr::NonNull;
 
 use crate::fabric::layout::Region;
@@ -19,12 +18,15 @@ pub type Byte = loom::cell::UnsafeCell<u8>;
 
 /// The data area of a mapped arena.
 #[derive(Clone, Copy, Debug)]
-pub struct DataArea {
-    base: *mut Byte,
-    len: usize,
-    /// Where not all of it is mapped, and not at `base`.
+pub struct DataArea(Place);
+
+#[derive(Clone, Copy, Debug)]
+enum Place {
+    /// All of it, side by side.
+    Whole { base: NonNull<Byte>, len: usize },
+    /// As much as is used.
     #[cfg(not(loom))]
-    segments: Option<NonNull<DataSegments>>,
+    Segments(NonNull<DataSegments>),
 }
 
 /// Why there is no ring in a region.
@@ -43,28 +45,28 @@ impl DataArea {
     /// They are mapped readable and writable, outside every Rust allocation that is accessed
     /// through references, for as long as this value or a cursor made from it is used.
     pub unsafe fn new(base: *mut Byte, len: usize) -> Self {
-        Self {
-            base,
-            len,
-            #[cfg(not(loom))]
-            segments: None,
-        }
+        let (base, len) = match NonNull::new(base) {
+            Some(base) => (base, len),
+            None => (NonNull::dangling(), 0),
+        };
+        Self(Place::Whole { base, len })
     }
 
     /// The ring in `region`. Where the area is mapped as it is used, this maps as much of it.
     pub(super) fn ring(&self, region: Region) -> Result<RingMemory, NoRing> {
-        #[cfg(not(loom))]
-        if let Some(segments) = self.segments {
+        let (base, len) = match self.0 {
+            Place::Whole { base, len } => (base, len),
             // SAFETY: there for as long as this value is used (`of_segments`).
-            return ring_in(unsafe { segments.as_ref() }, region);
-        }
+            #[cfg(not(loom))]
+            Place::Segments(segments) => return ring_in(unsafe { segments.as_ref() }, region),
+        };
         let end = region.offset().checked_add(region.len());
-        if end.is_none_or(|end| end > self.len) {
+        if end.is_none_or(|end| end > len) {
             return Err(NoRing::Outside);
         }
         Ok(RingMemory {
             // In bounds of the area, by the check above.
-            ptr: self.base.wrapping_add(region.offset()),
+            ptr: base.as_ptr().wrapping_add(region.offset()),
             size: region.len() as u64,
         })
     }
@@ -91,11 +93,7 @@ impl DataArea {
     /// # Safety
     /// They are there, and what they show stays mapped, for as long as this value or a cursor made from it is used.
     pub(in crate::fabric) unsafe fn of_segments(segments: &DataSegments) -> Self {
-        Self {
-            base: std::ptr::null_mut(),
-            len: 0,
-            segments: Some(NonNull::from(segments)),
-        }
+        Self(Place::Segments(NonNull::from(segments)))
     }
 }
 
@@ -113,9 +111,13 @@ impl DataArea {
         Some(first)
     }
 
-    /// Bytes from the beginning of the area to `at`, which is in it.
+    /// Bytes from the beginning of an area that is mapped as a whole to `at`, which is in it.
     pub(in crate::fabric) fn offset_of(&self, at: *const u8) -> usize {
-        at.addr().wrapping_sub(self.base.addr())
+        let base = match self.0 {
+            Place::Whole { base, .. } => base.as_ptr().addr(),
+            Place::Segments(_) => 0,
+        };
+        at.addr().wrapping_sub(base)
     }
 
     /// Copies `bytes` to position `pos` of the ring in `region`. False if they do not fit.

@@ -22,7 +22,10 @@ fn main() {
         ["serve"] => serve(),
         ["serve-forking"] => serve_forking(),
         ["dial", port, connections] => dial(port.parse().unwrap(), connections.parse().unwrap()),
-        _ => panic!("soak-peer serve | serve-forking | dial PORT CONNECTIONS"),
+        _ => {
+            eprintln!("soak-peer serve | serve-forking | dial PORT CONNECTIONS");
+            std::process::exit(2);
+        }
     }
 }
 

@@ -15,6 +15,8 @@ pub mod os;
 #[cfg(not(loom))]
 pub mod rendezvous;
 #[cfg(not(loom))]
+pub mod sparse;
+#[cfg(not(loom))]
 pub mod stats;
 #[cfg(not(loom))]
 pub mod stream;

@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 
 use libfuzzer_sys::arbitrary::{self, Arbitrary};
 use libfuzzer_sys::fuzz_target;
-use rdmasock_core::fabric::layout::{HEADER_BYTES, Layout, MAX_STREAMS, Region};
-use rdmasock_core::fabric::ready::{ReadyCursor, ReadyQueue};
+use rdmasock_core::fabric::layout::{GROUPS, Layout, MAX_STREAMS, Region};
+use rdmasock_core::fabric::ready::{ReadyCursor, ReadyLine, ReadyQueue};
 use rdmasock_core::fabric::ring::{
     Consumer, DataArea, DirectionBlock, End, Producer, RxFlags, Spans,
 };
@@ -20,7 +20,7 @@ const FILL: u8 = 0xa5;
 #[derive(Arbitrary, Debug)]
 enum Input {
     Block(Vec<Op>),
-    Header([u8; HEADER_BYTES], u64),
+    Length(u64),
     Ready(Vec<(u16, u64)>, Vec<u32>),
 }
 
@@ -76,21 +76,13 @@ enum Op {
 
 fuzz_target!(|input: Input| match input {
     Input::Block(ops) => block(&ops),
-    Input::Header(header, length) => {
-        for header in [header, near(header)] {
-            if let Ok(layout) = Layout::from_header(&header, length) {
-                assert_eq!(layout.file_len(), length);
-            }
+    Input::Length(length) => {
+        if let Some(layout) = Layout::of_file(length) {
+            assert_eq!(layout.file_len(), length);
         }
     }
     Input::Ready(words, streams) => ready(&words, &streams),
 });
-
-/// The header of an arena, with the size that was drawn.
-fn near(header: [u8; HEADER_BYTES]) -> [u8; HEADER_BYTES] {
-    let good = Layout::for_data(4096).expect("a page").header();
-    std::array::from_fn(|i| if i < 24 { good[i] } else { header[i] })
-}
 
 /// A direction block as the peer sees it: bytes.
 #[repr(C, align(128))]
@@ -248,18 +240,17 @@ fn block(ops: &[Op]) {
 
 /// Whatever the bits are, a sweep ends, and gives numbers that a stream may have.
 fn ready(words: &[(u16, u64)], streams: &[u32]) {
-    let queue = Box::new(ReadyQueue::new());
-    // The summary's four words, the others behind its cache line; between them is padding.
-    let all = size_of::<ReadyQueue>() / 8 - 4;
+    let lines: Box<[ReadyLine]> = (0..GROUPS).map(|_| ReadyLine::new()).collect();
+    let queue = Lines(&lines);
+    let all = size_of_val(&*lines) / 8;
     let mut cursor = ReadyCursor::new();
     for stream in streams {
         queue.push(*stream);
     }
     for (at, value) in words {
-        let place = std::ptr::from_ref(&*queue).cast::<u64>().cast_mut();
-        let word = usize::from(*at) % all;
-        let place = place.wrapping_add(if word < 4 { word } else { word + 4 });
-        // SAFETY: an aligned word of the queue, and an atomic one.
+        let place = lines.as_ptr().cast::<u64>().cast_mut();
+        let place = place.wrapping_add(usize::from(*at) % all);
+        // SAFETY: an aligned word of a line, and an atomic one: lines have no padding.
         unsafe { AtomicU64::from_ptr(place) }.store(*value, Relaxed);
         cursor.begin(&queue);
         // Not to the end, so that sweeps and changes mix.
@@ -275,5 +266,14 @@ fn ready(words: &[(u16, u64)], streams: &[u32]) {
         assert!(number < MAX_STREAMS);
         count += 1;
         assert!(count <= 2 * MAX_STREAMS);
+    }
+}
+
+/// A ready queue whose lines lie side by side.
+struct Lines<'a>(&'a [ReadyLine]);
+
+impl ReadyQueue for Lines<'_> {
+    fn line(&self, group: usize) -> Option<&ReadyLine> {
+        self.0.get(group)
     }
 }

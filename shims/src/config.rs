@@ -78,7 +78,7 @@ pub struct Config {
     pub ring_min: Size,
     /// A stream's largest ring, bytes, a power of two, at least `ring_min`, at most `arena`.
     pub ring_max: Size,
-    /// Virtual size of a link's arena on each side, bytes, a power of two.
+    /// Largest size of a link's arena on each side, bytes, a power of two.
     pub arena: Size,
     /// What becomes of a program that asks for an io_uring.
     pub io_uring: IoUring,

@@ -404,6 +404,8 @@ unsafe fn begin_anew() {
         privatefd::reset_in_fork_child(|fd| fd == log || fd == bell || Listener::has_name(fd));
     }
     crate::log::after_fork_in_child();
+    // SAFETY: the only thread.
+    unsafe { crate::link::after_fork() };
     Library::forget();
 }
 

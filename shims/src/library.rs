@@ -6,7 +6,7 @@
 use std::net::SocketAddr;
 use std::sync::atomic::{
     AtomicBool, AtomicPtr, AtomicU8,
-    Ordering::{AcqRel, Acquire, Relaxed, Release},
+    Ordering::{AcqRel, Acquire, Relaxed},
 };
 
 use once_cell::race::OnceBox;
@@ -196,7 +196,11 @@ impl Library {
 
     /// In a fork child: this is another instance from now on.
     pub fn forget() {
-        CURRENT.store(std::ptr::null_mut(), Release);
+        let ptr = CURRENT.swap(std::ptr::null_mut(), AcqRel);
+        // SAFETY: never freed.
+        if let Some(library) = unsafe { ptr.as_ref() } {
+            library.waiters.after_fork();
+        }
     }
 }
 

@@ -1,11 +1,12 @@
 //! A link as the shims use it: the sockets whose streams are on it, whether it is up, and which fabric
 //! it is on. Not its memory, which the fabric's end has, to which calls are handed on.
 //!
-//! Link objects are never freed, only their memory is given back when the link is down, and the
-//! addresses stay readable and writable then; so a call that still holds a pointer into a link
-//! that has just died does no harm.
+//! Link objects are never freed, but one that is on the same host becomes another link when it is down and
+//! has neither streams nor producers left (`life`). Whoever has one of these keeps the link what it is; a call
+//! that still holds a pointer without, to wake somebody, may wake somebody of another link.
 
 mod distant;
+mod life;
 mod neighbour;
 
 use std::os::fd::{AsFd, BorrowedFd};
@@ -16,21 +17,22 @@ use std::sync::atomic::{
 
 use rdmasock_core::fabric::layout::{MAX_STREAMS, Region};
 use rdmasock_core::fabric::ring::{Consumer, Producer, Wake};
-use rdmasock_core::fabric::shm::{self, Side};
-use rdmasock_core::fabric::waiter::FlagPage;
+use rdmasock_core::fabric::shm;
 use rdmasock_core::fabric::{LinkEnd, OpenError, Opened, SendError};
 use rdmasock_core::ids::{InstanceId, Vqpn};
 use rdmasock_core::os::channel::Channel;
 use rdmasock_core::os::privatefd::PrivateFd;
+use rdmasock_core::sparse::Sparse;
 use rdmasock_core::stats::{LinkStats, Path, Reason};
 use rdmasock_core::wire::Message;
 
 use crate::library::Library;
+use crate::service::Command;
 use crate::socket::Socket;
-use crate::verbs::Pair;
 use crate::wait::{MAX_WAITERS, SERVICE, WaiterId};
 
 pub use distant::{Distant, Duty, Tended};
+pub use life::{Identity, after_fork};
 use neighbour::Neighbour;
 
 /// How long a doorbell that the peer had no number for is not announced again, ns.
@@ -56,82 +58,71 @@ macro_rules! on_end {
     };
 }
 
+/// Why nothing of ours can send to a stream of the peer's.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum NoProducer {
+    /// A stream of ours sends there already, or there is no such number: the peer misbehaves.
+    NoSuch,
+    /// The link is over, or its memory has no room here.
+    Limits,
+}
+
+/// In [`Link::pins`]: the link is over, and has nothing that would keep it.
+const OVER: u32 = 1 << 31;
+
 /// See the module.
 pub struct Link {
     /// The index in the library's list and in the statistics.
-    pub slot: u32,
-    /// Who is at the other end.
-    pub peer: InstanceId,
+    slot: AtomicU32,
+    peer: [AtomicU64; 2],
     end: AnyEnd,
     alive: AtomicBool,
+    /// Streams of ours, and producers, or [`OVER`].
+    pins: AtomicU32,
     announced: Box<[AtomicBool]>,
     /// The peer has no number left for this doorbell; not to be announced before then, monotonic ns.
-    refused_until: Box<[AtomicU64]>,
+    refused_until: Sparse<AtomicU64, { MAX_WAITERS as usize / 64 }, 64>,
     /// By our vQPN.
-    sockets: Box<[AtomicPtr<Socket>]>,
+    sockets: Sparse<AtomicPtr<Socket>, { MAX_STREAMS as usize / 128 }, 128>,
     /// A bit for each of the peer's vQPNs that a stream of ours sends to.
-    taken: Box<[AtomicU64]>,
+    taken: Sparse<AtomicU64, { MAX_STREAMS as usize / 1024 }, 16>,
     count: AtomicU32,
-    stats: Option<&'static LinkStats>,
+    stats: AtomicPtr<LinkStats>,
+    /// The link object that was made before this one.
+    next: AtomicPtr<Link>,
 }
 
 impl Link {
-    /// A link over arenas and a channel that the handshake has set up.
-    pub fn new(
-        slot: u32,
-        peer: InstanceId,
-        channel: Channel,
-        mine: Side,
-        theirs: Side,
-        peer_flags: FlagPage,
-        stats: Option<&'static LinkStats>,
-    ) -> &'static Self {
-        // SAFETY: the link, with the end, is leaked below, so no cursor outlives it; `producer` gives
-        // out one a number of the peer's.
-        let end = unsafe { shm::End::new(mine, theirs, peer_flags, Neighbour::new(channel)) };
-        let link = Self::leak(slot, peer, AnyEnd::Shm(end), stats);
-        if let AnyEnd::Shm(end) = &link.end {
-            // Nobody else has the link yet, so it is not set.
-            let _ = end.outside().link.set(link);
+    /// The index in the library's list and in the statistics.
+    pub fn slot(&self) -> u32 {
+        self.slot.load(Acquire)
+    }
+
+    /// Who is at the other end.
+    pub fn peer(&self) -> InstanceId {
+        let mut bytes = [0; 16];
+        for (half, word) in bytes.as_chunks_mut().0.iter_mut().zip(&self.peer) {
+            *half = word.load(Acquire).to_ne_bytes();
         }
-        link
+        InstanceId::from_bytes(bytes)
     }
 
-    /// A link over a connected queue pair. `None` without memory for it.
-    pub fn between_hosts(
-        slot: u32,
-        peer: InstanceId,
-        pair: Pair,
-        arena_bytes: u64,
-        stats: Option<&'static LinkStats>,
-    ) -> Option<&'static Self> {
-        let distant = Distant::new(pair, arena_bytes)?;
-        let end = AnyEnd::Verbs(Box::new(distant));
-        Some(Self::leak(slot, peer, end, stats))
+    fn stats(&self) -> Option<&'static LinkStats> {
+        // SAFETY: null, or a place in the page of statistics, which is never unmapped.
+        unsafe { self.stats.load(Acquire).as_ref() }
     }
 
-    fn leak(
-        slot: u32,
-        peer: InstanceId,
-        end: AnyEnd,
-        stats: Option<&'static LinkStats>,
-    ) -> &'static Self {
-        Box::leak(Box::new(Self {
-            slot,
-            peer,
-            end,
-            alive: AtomicBool::new(true),
-            announced: (0..MAX_WAITERS).map(|_| AtomicBool::new(false)).collect(),
-            refused_until: (0..MAX_WAITERS).map(|_| AtomicU64::new(0)).collect(),
-            sockets: (0..MAX_STREAMS)
-                .map(|_| AtomicPtr::new(std::ptr::null_mut()))
-                .collect(),
-            taken: (0..MAX_STREAMS.div_ceil(64))
-                .map(|_| AtomicU64::new(0))
-                .collect(),
-            count: AtomicU32::new(0),
-            stats,
-        }))
+    /// From now on until [`unpin`](Self::unpin) the link stays this one. False if it is over.
+    fn pin(&self) -> bool {
+        let one_more = |pins| (pins & OVER == 0).then_some(pins + 1);
+        self.pins.fetch_update(AcqRel, Acquire, one_more).is_ok()
+    }
+
+    /// The last that is done for whatever has pinned the link.
+    fn unpin(&self) {
+        if self.pins.fetch_sub(1, AcqRel) == 1 && !self.is_alive() {
+            Library::get().service.submit(Command::Bury);
+        }
     }
 
     /// Whether it leads to another host: then bytes take their time, and the link can break while both ends
@@ -184,50 +175,67 @@ impl Link {
         self.alive.load(Acquire)
     }
 
-    /// The side channel, where that is a socket: for the service thread's epoll.
+    /// The side channel, where that is a socket: for the service thread, which closes it.
     pub fn channel(&self) -> Option<&Channel> {
-        self.neighbour().map(|n| &n.channel)
+        self.neighbour().and_then(Neighbour::channel)
     }
 
     /// A number for a stream of `socket`, and the end that receives, with a first ring of
     /// `1 << log2` bytes.
     pub fn open(&self, socket: &'static Socket, log2: u8) -> Result<Opened, Reason> {
-        let opened = on_end!(self, end => end.open(log2)).map_err(|e| match e {
-            OpenError::Streams => Reason::LinkLimit,
-            OpenError::Arena => Reason::ArenaFull,
-            OpenError::Busy => Reason::Resources,
-        })?;
-        if let Some(slot) = self.sockets.get(opened.vqpn.0 as usize) {
+        if !self.pin() {
+            return Err(Reason::LinkFailed);
+        }
+        let opened = match on_end!(self, end => end.open(log2)) {
+            Ok(opened) => opened,
+            Err(e) => {
+                self.unpin();
+                return Err(match e {
+                    OpenError::Streams => Reason::LinkLimit,
+                    OpenError::Arena => Reason::ArenaFull,
+                    OpenError::Busy => Reason::Resources,
+                });
+            }
+        };
+        if let Some(slot) = self.sockets.make(opened.vqpn.0 as usize) {
             slot.store(std::ptr::from_ref(socket).cast_mut(), Release);
         }
         let count = self.count.fetch_add(1, Relaxed) + 1;
-        if let Some(stats) = self.stats {
+        if let Some(stats) = self.stats() {
             stats.set_streams(count);
         }
         Ok(opened)
     }
 
-    /// The end that sends to the peer's stream `vqpn`. `None` if a stream of ours sends there already, or if
-    /// there is no such number.
-    pub fn producer(&self, vqpn: Vqpn) -> Option<Producer> {
-        let (word, bit) = self.taken_bit(vqpn)?;
-        if word.fetch_or(bit, AcqRel) & bit != 0 {
-            return None;
+    /// The end that sends to the peer's stream `vqpn`.
+    pub fn producer(&self, vqpn: Vqpn) -> Result<Producer, NoProducer> {
+        let Some(word) = self.taken.make(vqpn.0 as usize / 64) else {
+            return Err(NoProducer::NoSuch);
+        };
+        if !self.pin() {
+            return Err(NoProducer::Limits);
         }
-        on_end!(self, end => end.producer(vqpn))
+        if word.fetch_or(1 << (vqpn.0 % 64), AcqRel) & 1 << (vqpn.0 % 64) != 0 {
+            self.unpin();
+            return Err(NoProducer::NoSuch);
+        }
+        // It may be of a size or at a place that this process has no room for.
+        let made = on_end!(self, end => end.producer(vqpn)).filter(Producer::can_adopt);
+        if made.is_none() {
+            self.done_with(vqpn);
+        }
+        made.ok_or(NoProducer::Limits)
     }
 
     /// Nothing of ours sends to the peer's stream `vqpn` any more. To be said before the peer hears of it: then
     /// the number may be another stream's.
     pub fn done_with(&self, vqpn: Vqpn) {
-        if let Some((word, bit)) = self.taken_bit(vqpn) {
-            word.fetch_and(!bit, AcqRel);
+        let bit = 1 << (vqpn.0 % 64);
+        if let Some(word) = self.taken.get(vqpn.0 as usize / 64)
+            && word.fetch_and(!bit, AcqRel) & bit != 0
+        {
+            self.unpin();
         }
-    }
-
-    fn taken_bit(&self, vqpn: Vqpn) -> Option<(&AtomicU64, u64)> {
-        let word = self.taken.get(vqpn.0 as usize / 64)?;
-        Some((word, 1 << (vqpn.0 % 64)))
     }
 
     /// A larger or smaller ring for a consumer of ours.
@@ -268,9 +276,10 @@ impl Link {
         }
         close();
         let count = self.count.fetch_sub(1, Relaxed) - 1;
-        if let Some(stats) = self.stats {
+        if let Some(stats) = self.stats() {
             stats.set_streams(count);
         }
+        self.unpin();
     }
 
     /// The peer will not touch our stream `mine` again.
@@ -314,7 +323,7 @@ impl Link {
     pub fn on_waiter_refused(&self, waiter: WaiterId) {
         if let (Some(announced), Some(until)) = (
             self.announced.get(waiter.0 as usize),
-            self.refused_until.get(waiter.0 as usize),
+            self.refused_until.make(waiter.0 as usize),
         ) {
             until.store(crate::time::now_ns() + REFUSED_FOR, Relaxed);
             announced.store(false, SeqCst);
@@ -367,6 +376,11 @@ impl Link {
         }
     }
 
+    /// Whether more messages wait for room than a correct peer leaves unread.
+    pub fn is_overfull(&self) -> bool {
+        self.neighbour().is_some_and(Neighbour::is_overfull)
+    }
+
     /// Whether messages wait for room.
     pub fn has_outbox(&self) -> bool {
         self.neighbour().is_some_and(Neighbour::has_outbox)
@@ -402,24 +416,8 @@ impl Link {
         if let Some(distant) = self.distant() {
             distant.set_down();
         }
-        if let Some(stats) = self.stats {
+        if let Some(stats) = self.stats() {
             stats.set_down(why);
-        }
-        true
-    }
-
-    /// Gives the memory of a link back that is down and that no socket uses any more. False if a thread is
-    /// about to leave it: then later.
-    pub fn release(&self) -> bool {
-        if self.distant().is_some_and(|d| !d.retire()) {
-            return false;
-        }
-        if let Some(neighbour) = self.neighbour() {
-            neighbour.forget_doorbells();
-        }
-        on_end!(self, end => end.release());
-        if self.stats.is_some() {
-            Library::get().stats.close_link(self.slot);
         }
         true
     }
@@ -431,37 +429,4 @@ impl Link {
 }
 
 #[cfg(test)]
-mod tests {
-    use rdmasock_core::fabric::layout::Layout;
-    use rdmasock_core::fabric::waiter::FLAGS_BYTES;
-    use rdmasock_core::os::memfd;
-
-    use super::*;
-
-    fn side() -> Side {
-        let layout = Layout::for_data(1 << 20).unwrap();
-        let (_, mapping) = memfd::create("test-arena", layout.file_len()).unwrap();
-        Side::new(mapping, layout).unwrap()
-    }
-
-    #[test]
-    fn a_number_of_the_peers_is_one_streams_at_a_time() {
-        crate::library::Library::ensure().unwrap();
-        let (channel, _peer) = Channel::pair().unwrap();
-        let (_, flags) = memfd::create("test-flags", FLAGS_BYTES).unwrap();
-        let flags = FlagPage::new(flags).unwrap();
-        let id = InstanceId::random().unwrap();
-        let link = Link::new(0, id, channel, side(), side(), flags, None);
-        let (socket, _stream) = crate::service::tests::connected();
-        let mine = link.open(socket, 12).unwrap().vqpn;
-        let (theirs, other) = (Vqpn(77), Vqpn(78));
-        assert!(link.producer(theirs).is_some());
-        assert!(link.producer(theirs).is_none());
-        assert!(link.producer(other).is_some());
-        link.close(mine, Some(theirs), None);
-        assert!(link.producer(theirs).is_some());
-        link.done_with(other);
-        assert!(link.producer(other).is_some());
-        assert!(link.producer(Vqpn(MAX_STREAMS)).is_none());
-    }
-}
+mod tests;

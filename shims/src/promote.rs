@@ -31,7 +31,7 @@ use rdmasock_core::wire::{self, Capabilities, Hello, MAX_MARKER, Marker, Message
 use rustix::net::SendFlags;
 
 use crate::library::Library;
-use crate::link::Link;
+use crate::link::{Link, NoProducer};
 use crate::service::Command;
 use crate::socket::{Control, Opened, Socket, Stage, mode};
 
@@ -232,6 +232,11 @@ fn send_open(socket: &'static Socket, control: &mut Control) -> Result<(), Reaso
         ring,
         consumer,
     } = link.open(socket, crate::rx::first_ring(link))?;
+    // Looked at once the stream keeps the link what it is: the object may have become a link to somebody else.
+    if control.greeted_by != Some(link.peer()) {
+        link.close(vqpn, None, Some(consumer));
+        return Err(Reason::LinkFailed);
+    }
     control.opened = Some(Opened {
         link,
         mine: vqpn,
@@ -259,7 +264,7 @@ fn send_open(socket: &'static Socket, control: &mut Control) -> Result<(), Reaso
         opened.asked = control.peer.is_none();
     }
     if let Some(stats) = socket.stats() {
-        stats.set_link(Some(link.slot));
+        stats.set_link(Some(link.slot()));
     }
     Ok(())
 }
@@ -267,6 +272,9 @@ fn send_open(socket: &'static Socket, control: &mut Control) -> Result<(), Reaso
 /// Says that the peer's OPEN, if there was one, is not answered.
 fn refuse_open(socket: &Socket, control: &mut Control) {
     if let (Some(yours), Some(link)) = (control.peer.take(), socket.link()) {
+        if let Some(mut tx) = socket.tx.lock() {
+            tx.producer = None;
+        }
         link.done_with(yours);
         let _ = link.send(
             &Message::OpenRefuse {
@@ -278,17 +286,15 @@ fn refuse_open(socket: &Socket, control: &mut Control) {
     }
 }
 
-/// The peer's OPEN (or its answer to ours) has come: it receives under `vqpn`. False if it cannot: the number is
-/// another stream's, or none at all.
+/// The peer's OPEN (or its answer to ours) has come: it receives under `vqpn`. An error if we cannot send there; then
+/// nothing is done.
 pub fn on_open(
     socket: &'static Socket,
     control: &mut Control,
     link: &'static Link,
     vqpn: Vqpn,
-) -> bool {
-    let Some(producer) = link.producer(vqpn) else {
-        return false;
-    };
+) -> Result<(), NoProducer> {
+    let producer = link.producer(vqpn)?;
     control.peer = Some(vqpn);
     if let Some(opened) = control.opened.as_mut() {
         opened.asked = false;
@@ -304,7 +310,7 @@ pub fn on_open(
     feed(socket, control, Handshake::on_open);
     // Arms for those who are interested now that there is a link.
     Library::get().service.submit(Command::settle(socket));
-    true
+    Ok(())
 }
 
 /// Appends a marker to what TCP is to take, and tries to get it out.

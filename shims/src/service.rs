@@ -252,7 +252,7 @@ impl Service {
         links
             .iter()
             .copied()
-            .find(|l| l.peer == *peer && l.is_alive())
+            .find(|l| l.peer() == *peer && l.is_alive())
     }
 
     fn all_links(&self) -> Vec<&'static Link> {
@@ -321,6 +321,8 @@ struct Worker {
     conns: HashMap<u64, Conn>,
     next_conn: u64,
     asks: HashMap<u64, ask::Asking>,
+    /// Channels that were made for one question, and until when they are kept (monotonic ns), in that order.
+    asked_until: VecDeque<(u64, u64)>,
     cache: DestinationCache,
     devices: Devices,
     /// Sockets whose tuple has been looked up.
@@ -375,6 +377,7 @@ impl Worker {
             conns: HashMap::new(),
             next_conn: 1,
             asks: HashMap::new(),
+            asked_until: VecDeque::new(),
             cache: DestinationCache::new(4096),
             devices: Devices::default(),
             tuples: HashMap::new(),
@@ -497,6 +500,7 @@ impl Worker {
     fn next_timeout(&self) -> Option<u64> {
         let now = crate::time::now_ns();
         let asks = self.asks.values().map(|a| a.deadline);
+        let asked = self.asked_until.front().map(|(until, _)| *until);
         let links = self.pending_links.values().map(|p| p.deadline);
         let arriving = self.arriving.values().map(|a| a.deadline);
         let unheard = self.unheard.values().map(|u| u.deadline);
@@ -509,7 +513,8 @@ impl Worker {
         let unmarked = self.unmarked.iter().map(|u| u.deadline);
         let deferred = self.deferred.iter().map(|d| d.deadline);
         let lingering = self.lingering.values().map(|l| l.deadline);
-        asks.chain(links)
+        asks.chain(asked)
+            .chain(links)
             .chain(arriving)
             .chain(unheard)
             .chain(tend)
@@ -530,6 +535,7 @@ impl Worker {
     fn on_time(&mut self) {
         let now = crate::time::now_ns();
         self.expire_asks(now);
+        self.expire_asked(now);
         self.expire_links(now);
         self.expire_arriving(now);
         self.tend_links(now);

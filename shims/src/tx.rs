@@ -435,9 +435,7 @@ pub fn hand_over(socket: &'static Socket, reason: rdmasock_core::stats::Reason) 
 #[cold]
 pub fn violation(socket: &'static Socket, error: &rdmasock_core::fabric::ring::RingError) {
     tracing::warn!(target: "rdmasock", slot = socket.slot, %error, "link closed");
-    if let Some(link) = socket.link() {
-        Library::get().service.submit(Command::Violation(link));
-    }
+    Library::get().service.submit(Command::violation(socket));
     // Nothing more goes over it, whoever asks first.
     socket.anchor.fetch_or(DEAD, SeqCst);
 }

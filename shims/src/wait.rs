@@ -64,6 +64,12 @@ impl Waiters {
         self.flags_fd.as_fd()
     }
 
+    /// In a fork child, which does not have the parent's flags: a call that was asleep when the fork interrupted it
+    /// lowers one that nobody sees.
+    pub fn after_fork(&self) {
+        self.flags.after_fork();
+    }
+
     /// By which the waiter sleeps.
     pub fn flag(&self, id: WaiterId) -> Option<&SleepFlag> {
         self.flags.flag(id)

@@ -87,12 +87,15 @@ impl Outside for Outer {
     }
 }
 
-/// An arena as its owner has it and as the peer maps it.
+/// An arena as its owner maps it and as the peer does: each as much as it uses.
 fn arena(data_bytes: u64) -> [Side; 2] {
     let layout = Layout::for_data(data_bytes).expect("a size that arenas have");
-    let (fd, mine) = memfd::create("rdmasock-conformance", layout.file_len()).expect("a memfd");
-    [mine, map_again(fd, layout.file_len(), Access::ReadWrite)]
-        .map(|mapping| Side::new(mapping, layout).expect("as long as its layout"))
+    let fd = memfd::create_file("rdmasock-conformance", layout.file_len()).expect("a memfd");
+    [(), ()].map(|()| {
+        let side = Side::blank().expect("addresses");
+        side.show(fd.as_fd(), &layout).expect("a mapping");
+        side
+    })
 }
 
 /// A page of flags as its owner has it and as the peer maps it.

@@ -6,14 +6,16 @@
 
 use std::collections::BTreeSet;
 
-use super::layout::{MAX_RING_LOG2, MIN_RING_LOG2, PAGE_LOG2, Region};
+use super::layout::{MAX_RING_LOG2, MIN_RING_LOG2, PAGE_LOG2, Region, UNIT_LOG2};
 
 /// Number of sizes: one page up to the largest ring, in powers of two.
 const ORDERS: usize = (MAX_RING_LOG2 - MIN_RING_LOG2 + 1) as usize;
+/// The order of the largest region that begins at page 0: a larger one would lie in two segments.
+const UNIT: u32 = (UNIT_LOG2 - MIN_RING_LOG2) as u32;
 
 /// The free space of one data area.
 ///
-/// Only free blocks are stored, ordered by address: a fresh 1 GiB arena costs 16 entries, and
+/// Only free blocks are stored, ordered by address: a fresh 1 GiB arena costs 24 entries, and
 /// taking the lowest block first keeps the touched part of a sparse file small.
 #[derive(Debug)]
 pub struct Arena {
@@ -35,7 +37,10 @@ impl Arena {
         };
         let mut page = 0u32;
         while page < pages {
-            let aligned = page.trailing_zeros().min(ORDERS as u32 - 1);
+            let aligned = match page {
+                0 => UNIT,
+                _ => page.trailing_zeros().min(ORDERS as u32 - 1),
+            };
             let fits = (pages - page).ilog2();
             let order = aligned.min(fits);
             if let Some(list) = arena.free.get_mut(order as usize) {
@@ -77,6 +82,9 @@ impl Arena {
         self.pages_in_use = self.pages_in_use.saturating_sub(1 << order);
         while order + 1 < ORDERS {
             let buddy = page ^ (1 << order);
+            if page.min(buddy) == 0 && order >= UNIT as usize {
+                break;
+            }
             if !self.free.get_mut(order).is_some_and(|l| l.remove(&buddy)) {
                 break;
             }
@@ -118,9 +126,15 @@ mod tests {
             arena.free(r);
         }
         assert_eq!(arena.bytes_in_use(), 0);
-        assert_eq!(arena.free[ORDERS - 1].len(), 16);
-        let big: Vec<_> = (0..16).map(|_| arena.alloc(26).unwrap()).collect();
-        assert_eq!(big.len(), 16);
+        // All but the first 64 MiB, where the segments are smaller.
+        assert_eq!(arena.free[ORDERS - 1].len(), 15);
+        let big: Vec<_> = (0..15).map(|_| arena.alloc(26).unwrap()).collect();
+        assert_eq!(big.len(), 15);
+        let rest: Vec<_> = [18, 18, 19, 20, 21, 22, 23, 24, 25]
+            .into_iter()
+            .map(|log2| arena.alloc(log2).unwrap().page())
+            .collect();
+        assert_eq!(rest, [0, 64, 128, 256, 512, 1024, 2048, 4096, 8192]);
         assert!(arena.alloc(12).is_none());
     }
 
@@ -135,7 +149,8 @@ mod tests {
         assert_eq!(arena.bytes_in_use(), 4096);
         arena.free(b);
         assert_eq!(arena.bytes_in_use(), 0);
-        assert_eq!(arena.alloc(24).map(Region::page), Some(0));
+        assert_eq!(arena.alloc(24), None);
+        assert_eq!(arena.alloc(23).map(Region::page), Some(2048));
     }
 
     #[test]
@@ -143,7 +158,7 @@ mod tests {
         let mut arena = Arena::new(1 << 30);
         assert!(arena.alloc(11).is_none());
         assert!(arena.alloc(27).is_none());
-        assert!(Arena::new(1 << 20).alloc(21).is_none());
+        assert!(Arena::new(1 << 20).alloc(20).is_none());
         assert!(Arena::new(0).alloc(12).is_none());
     }
 
@@ -159,6 +174,9 @@ mod tests {
                 if give || live.is_empty() {
                     if let Some(r) = arena.alloc(log2) {
                         prop_assert!(r.offset() + r.len() <= (pages as usize) << PAGE_LOG2);
+                        let unit = 1usize << UNIT_LOG2;
+                        let segment = |at: usize| (at / unit).checked_ilog2();
+                        prop_assert_eq!(segment(r.offset()), segment(r.offset() + r.len() - 1));
                         for o in &live {
                             prop_assert!(r.offset() + r.len() <= o.offset() || o.offset() + o.len() <= r.offset());
                         }

@@ -1,22 +1,21 @@
-//! Where things lie in one arena file: header page, ready queues, direction blocks, data area.
-//! Only numbers; mapping the file and handing out the data area is done elsewhere.
+//! Where things lie in one arena file: the groups of streams, then the data area. Only numbers; mapping
+//! the file and handing out the data area is done elsewhere.
 //!
 //! ```text
-//! 0                header page: `Layout::header`
-//! READY_OFFSET     READY_QUEUES × ReadyQueue         (which streams have something to do)
-//! BLOCKS_OFFSET    MAX_STREAMS  × DirectionBlock     (indexed by vQPN)
+//! 0                GROUPS × group: READY_QUEUES × ReadyLine    (which of its streams have something to do)
+//!                                  GROUP_STREAMS × DirectionBlock
 //! DATA_OFFSET      data area: rings, carved by `Arena`
 //! ```
 //!
-//! The file is sparse: what was never touched costs no memory.
+//! The file is sparse, and what was never touched costs no memory. Nor need it be mapped: both parts are
+//! mapped from their beginnings on as far as they are used, in segments that double (`Segments`). So the
+//! addresses of a link with few streams are a few hundred KiB.
 
 #![forbid(unsafe_code)]
 
 use std::mem::size_of;
 
-use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
-
-use super::ready::ReadyQueue;
+use super::ready::ReadyLine;
 use super::ring::DirectionBlock;
 
 /// log2 of the unit, in bytes, in which the data area is carved. Tiny under loom, where every
@@ -35,20 +34,20 @@ pub const READY_QUEUES: u32 = 64;
 /// Largest data area in bytes: 64 GiB.
 pub const MAX_DATA_BYTES: u64 = 64 << 30;
 
-/// Offset of ready queue 0.
-pub const READY_OFFSET: usize = PAGE;
-/// Offset of the direction block of vQPN 0.
-pub const BLOCKS_OFFSET: usize =
-    page_up(READY_OFFSET + READY_QUEUES as usize * size_of::<ReadyQueue>());
+/// Streams of one group: those whose numbers differ only in the lower bits.
+pub const GROUP_STREAMS: u32 = if cfg!(loom) { 64 } else { 256 };
+/// Groups of one arena.
+pub const GROUPS: u32 = MAX_STREAMS / GROUP_STREAMS;
+/// Bytes of a group's part of the ready queues.
+pub const LINES_BYTES: usize = page_up(READY_QUEUES as usize * size_of::<ReadyLine>());
+/// Bytes of one group.
+pub const GROUP_BYTES: usize =
+    LINES_BYTES + page_up(GROUP_STREAMS as usize * size_of::<DirectionBlock>());
 /// Offset of the data area.
-pub const DATA_OFFSET: usize =
-    page_up(BLOCKS_OFFSET + MAX_STREAMS as usize * size_of::<DirectionBlock>());
-
-const MAGIC: [u8; 8] = *b"rdmasock";
-const VERSION: u32 = 2;
-
-/// Bytes of the header at offset 0.
-pub const HEADER_BYTES: usize = size_of::<RawHeader>();
+pub const DATA_OFFSET: usize = GROUPS as usize * GROUP_BYTES;
+/// log2 of the first segment of the data area in bytes. No larger region begins at page 0, so that none
+/// lies in two segments.
+pub const UNIT_LOG2: u8 = PAGE_LOG2 + 6;
 
 const fn page_up(n: usize) -> usize {
     (n + PAGE - 1) & !(PAGE - 1)
@@ -92,40 +91,6 @@ impl Region {
     }
 }
 
-/// The header as it lies in the file, in the byte order of the host that both sides share.
-#[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout)]
-#[repr(C)]
-struct RawHeader {
-    magic: [u8; 8],
-    version: u32,
-    page_log2: u32,
-    streams: u32,
-    queues: u32,
-    data_bytes: u64,
-}
-
-/// Why the arena of a peer cannot be used.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum LayoutError {
-    /// The header does not begin as an arena's does.
-    #[error("not an arena (bad magic)")]
-    Magic,
-    /// The peer speaks another version of the layout.
-    #[error("arena layout version {0} is not supported")]
-    Version(u32),
-    /// The header's sizes are not those of this version.
-    #[error("arena header has impossible sizes")]
-    Sizes,
-    /// The file is not as long as the header says.
-    #[error("arena file is {file} bytes long, its header says {header}")]
-    Length {
-        /// Real length in bytes.
-        file: u64,
-        /// Length in bytes that follows from the header.
-        header: u64,
-    },
-}
-
 /// The layout of one arena: everything but the size of the data area is constant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layout {
@@ -140,40 +105,16 @@ impl Layout {
         (whole && data_bytes <= MAX_DATA_BYTES).then_some(Self { data_bytes })
     }
 
-    /// Reads a peer's header (the first `HEADER_BYTES` of its file, already copied out of the
-    /// shared memory) of a sealed file of `file_len` bytes.
-    pub fn from_header(header: &[u8; HEADER_BYTES], file_len: u64) -> Result<Self, LayoutError> {
-        let raw = RawHeader::read_from_bytes(header).map_err(|_| LayoutError::Sizes)?;
-        if raw.magic != MAGIC {
-            return Err(LayoutError::Magic);
-        }
-        if raw.version != VERSION {
-            return Err(LayoutError::Version(raw.version));
-        }
-        let expected = (u32::from(PAGE_LOG2), MAX_STREAMS, READY_QUEUES);
-        if (raw.page_log2, raw.streams, raw.queues) != expected {
-            return Err(LayoutError::Sizes);
-        }
-        let layout = Self::for_data(raw.data_bytes).ok_or(LayoutError::Sizes)?;
-        if layout.file_len() != file_len {
-            return Err(LayoutError::Length {
-                file: file_len,
-                header: layout.file_len(),
-            });
-        }
-        Ok(layout)
+    /// The arena in a file of so many bytes, `None` if that is not an arena's size.
+    pub fn of_file(bytes: u64) -> Option<Self> {
+        Self::for_data(bytes.checked_sub(DATA_OFFSET as u64)?)
     }
 
-    /// The header to write at offset 0 of a new arena.
-    pub fn header(&self) -> [u8; HEADER_BYTES] {
-        zerocopy::transmute!(RawHeader {
-            magic: MAGIC,
-            version: VERSION,
-            page_log2: u32::from(PAGE_LOG2),
-            streams: MAX_STREAMS,
-            queues: READY_QUEUES,
-            data_bytes: self.data_bytes,
-        })
+    /// The largest arena with a data area of a power of two, at most `data_bytes`, whose file has at most
+    /// `limit` bytes.
+    pub fn within(data_bytes: u64, limit: u64) -> Option<Self> {
+        let room = limit.checked_sub(DATA_OFFSET as u64)?.min(data_bytes);
+        Self::for_data(1 << room.checked_ilog2()?)
     }
 
     /// Bytes of the data area.
@@ -193,14 +134,19 @@ pub fn required_size(data_bytes: u64) -> Option<u64> {
     Some(Layout::for_data(data_bytes)?.file_len())
 }
 
-/// Offset in the file of ready queue `queue`; `None` when there is no such queue.
-pub fn ready_offset(queue: u32) -> Option<usize> {
-    (queue < READY_QUEUES).then(|| READY_OFFSET + queue as usize * size_of::<ReadyQueue>())
+/// Offset in the file of the part of ready queue `queue` that is for the streams of `group`; `None` when
+/// there is no such queue or group.
+pub fn line_offset(queue: u32, group: u32) -> Option<usize> {
+    (queue < READY_QUEUES && group < GROUPS)
+        .then(|| group as usize * GROUP_BYTES + queue as usize * size_of::<ReadyLine>())
 }
 
 /// Offset in the file of the direction block of `vqpn`; `None` when there is no such stream.
 pub fn block_offset(vqpn: u32) -> Option<usize> {
-    (vqpn < MAX_STREAMS).then(|| BLOCKS_OFFSET + vqpn as usize * size_of::<DirectionBlock>())
+    let (group, place) = (vqpn / GROUP_STREAMS, vqpn % GROUP_STREAMS);
+    (vqpn < MAX_STREAMS).then(|| {
+        group as usize * GROUP_BYTES + LINES_BYTES + place as usize * size_of::<DirectionBlock>()
+    })
 }
 
 #[cfg(all(test, not(loom)))]
@@ -209,46 +155,50 @@ mod tests {
 
     #[test]
     fn parts_do_not_overlap_and_are_aligned() {
-        let last_queue = ready_offset(READY_QUEUES - 1).unwrap();
-        assert!(last_queue + size_of::<ReadyQueue>() <= BLOCKS_OFFSET);
-        let last_block = block_offset(MAX_STREAMS - 1).unwrap();
-        assert!(last_block + size_of::<DirectionBlock>() <= DATA_OFFSET);
-        assert_eq!(ready_offset(1).unwrap() % align_of::<ReadyQueue>(), 0);
+        for group in [0, 1, GROUPS - 1] {
+            let first = group * GROUP_STREAMS;
+            let last_line = line_offset(READY_QUEUES - 1, group).unwrap();
+            assert!(last_line + size_of::<ReadyLine>() <= block_offset(first).unwrap());
+            let last_block = block_offset(first + GROUP_STREAMS - 1).unwrap();
+            let end = line_offset(0, group + 1).unwrap_or(DATA_OFFSET);
+            assert!(last_block + size_of::<DirectionBlock>() <= end);
+            assert_eq!(block_offset(first).unwrap() % PAGE, 0);
+        }
+        assert_eq!(line_offset(1, 0).unwrap() % align_of::<ReadyLine>(), 0);
         assert_eq!(block_offset(1).unwrap() % align_of::<DirectionBlock>(), 0);
         assert_eq!(DATA_OFFSET % PAGE, 0);
-        assert_eq!(ready_offset(READY_QUEUES), None);
+        assert_eq!(
+            (line_offset(READY_QUEUES, 0), line_offset(0, GROUPS)),
+            (None, None)
+        );
         assert_eq!(block_offset(MAX_STREAMS), None);
     }
 
     #[test]
-    fn a_header_reads_back_and_a_wrong_one_is_refused() {
+    fn a_file_is_as_long_as_its_arena() {
         let layout = Layout::for_data(1 << 30).unwrap();
-        let good = layout.header();
-        assert_eq!(Layout::from_header(&good, layout.file_len()), Ok(layout));
-        assert!(matches!(
-            Layout::from_header(&good, layout.file_len() - 1),
-            Err(LayoutError::Length { .. })
-        ));
-        for (at, want) in [
-            (0, LayoutError::Magic),
-            (8, LayoutError::Version(VERSION ^ 0x80)),
-            (12, LayoutError::Sizes),
-            (16, LayoutError::Sizes),
-            (20, LayoutError::Sizes),
-            (24, LayoutError::Sizes),
-        ] {
-            let mut bad = good;
-            bad[at] ^= 0x80;
-            assert_eq!(Layout::from_header(&bad, layout.file_len()), Err(want));
+        assert_eq!(Layout::of_file(layout.file_len()), Some(layout));
+        for bytes in [0, DATA_OFFSET as u64, layout.file_len() - 1, u64::MAX] {
+            assert_eq!(Layout::of_file(bytes), None, "{bytes}");
         }
     }
 
     #[test]
-    fn sizes_are_checked() {
-        assert_eq!(required_size(0), None);
-        assert_eq!(required_size(4097), None);
-        assert_eq!(required_size(MAX_DATA_BYTES + 4096), None);
-        assert_eq!(required_size(4096), Some(DATA_OFFSET as u64 + 4096));
-        assert!(Region::new(0, 11).is_none() && Region::new(0, 27).is_none());
+    fn data_areas_have_bounds() {
+        assert_eq!(Layout::for_data(0), None);
+        assert_eq!(Layout::for_data(4095), None);
+        assert!(Layout::for_data(MAX_DATA_BYTES).is_some());
+        assert_eq!(Layout::for_data(MAX_DATA_BYTES + 4096), None);
+    }
+
+    #[test]
+    fn an_arena_is_made_to_fit_a_limit() {
+        let whole = Layout::for_data(1 << 30).unwrap();
+        assert_eq!(Layout::within(1 << 30, u64::MAX), Some(whole));
+        assert_eq!(Layout::within(1 << 30, whole.file_len()), Some(whole));
+        let half = Layout::for_data(1 << 29);
+        assert_eq!(Layout::within(1 << 30, whole.file_len() - 1), half);
+        assert_eq!(Layout::within(1 << 30, DATA_OFFSET as u64 + 4095), None);
+        assert_eq!(Layout::within(1 << 30, 0), None);
     }
 }

@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::arena::Arena;
 use super::layout::{self, Layout, PAGE, READY_QUEUES, Region};
-use super::ready::{ReadyCursor, ReadyQueue, RungMark, SleepFlag};
+use super::ready::{ReadyCursor, ReadyLine, ReadyQueue, RungMark, SleepFlag};
 use super::ring::{Consumer, DataArea, DirectionBlock, Producer, Wake};
 use super::waiter::{MAX_WAITERS, WaiterId};
 use super::{LinkEnd, OpenError, Opened, SendError};
@@ -198,10 +198,19 @@ impl Side {
         NonNull::new(self.at(layout::block_offset(vqpn.0)?).cast())
     }
 
-    fn queue(&self, waiter: WaiterId) -> Option<&ReadyQueue> {
-        let offset = layout::ready_offset(waiter.0.into())?;
-        // SAFETY: inside the memory, aligned (layout), only atomics, there as long as `self`.
-        Some(unsafe { &*self.at(offset).cast::<ReadyQueue>() })
+    fn queue(&self, waiter: WaiterId) -> Option<InArena<'_>> {
+        (u32::from(waiter.0) < READY_QUEUES).then_some(InArena(self, waiter))
+    }
+}
+
+struct InArena<'a>(&'a Side, WaiterId);
+
+impl ReadyQueue for InArena<'_> {
+    fn line(&self, group: usize) -> Option<&ReadyLine> {
+        let Self(side, waiter) = self;
+        let offset = layout::line_offset(waiter.0.into(), u32::try_from(group).ok()?)?;
+        // SAFETY: inside the memory, aligned (layout), only atomics, there as long as the side.
+        Some(unsafe { &*side.at(offset).cast::<ReadyLine>() })
     }
 }
 
@@ -449,8 +458,8 @@ impl LinkEnd for End {
             (self.mine.queue(waiter), self.cursors.get(waiter.0 as usize))
         {
             let mut cursor = lock(cursor);
-            cursor.begin(queue);
-            while let Some(vqpn) = cursor.pop(queue) {
+            cursor.begin(&queue);
+            while let Some(vqpn) = cursor.pop(&queue) {
                 each(Vqpn(vqpn));
             }
         }
@@ -458,7 +467,7 @@ impl LinkEnd for End {
 
     fn has_ready(&self, waiter: WaiterId) -> bool {
         match (self.mine.queue(waiter), self.cursors.get(waiter.0 as usize)) {
-            (Some(queue), Some(cursor)) => !lock(cursor).is_idle(queue),
+            (Some(queue), Some(cursor)) => !lock(cursor).is_idle(&queue),
             _ => false,
         }
     }

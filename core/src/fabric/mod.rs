@@ -14,6 +14,8 @@ pub mod ready;
 pub mod remote;
 pub mod ring;
 #[cfg(not(loom))]
+mod segments;
+#[cfg(not(loom))]
 pub mod shm;
 #[cfg(not(loom))]
 mod side;

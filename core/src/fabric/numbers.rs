@@ -14,6 +14,7 @@ use super::layout::{MAX_STREAMS, Region};
 use super::ring::Consumer;
 use crate::ids::Vqpn;
 use crate::lock::Lock;
+use crate::sparse::Sparse;
 
 /// Which ends are done with a stream's number.
 pub(super) mod done {
@@ -30,9 +31,20 @@ struct Inner {
     zombies: Vec<(u32, [Option<Region>; 3])>,
 }
 
+impl Inner {
+    fn new(data_bytes: u64) -> Self {
+        Self {
+            arena: Arena::new(data_bytes),
+            next: 0,
+            free: Vec::new(),
+            zombies: Vec::new(),
+        }
+    }
+}
+
 /// See the module.
 pub(super) struct Numbers {
-    done: Box<[AtomicU8]>,
+    done: Sparse<AtomicU8, { MAX_STREAMS as usize / 128 }, 128>,
     inner: Lock<Inner>,
 }
 
@@ -47,13 +59,15 @@ impl Numbers {
     /// Of an arena with a data area of so many bytes, with none given.
     pub fn new(data_bytes: u64) -> Self {
         Self {
-            done: (0..MAX_STREAMS).map(|_| AtomicU8::new(0)).collect(),
-            inner: Lock::new(Inner {
-                arena: Arena::new(data_bytes),
-                next: 0,
-                free: Vec::new(),
-                zombies: Vec::new(),
-            }),
+            done: Sparse::new(),
+            inner: Lock::new(Inner::new(data_bytes)),
+        }
+    }
+
+    /// For another arena, with none given.
+    pub fn reset(&self, data_bytes: u64) {
+        if let Some(mut inner) = self.inner.lock() {
+            *inner = Inner::new(data_bytes);
         }
     }
 
@@ -77,7 +91,7 @@ impl Numbers {
             inner.free.push(number);
             return Err(OpenError::Arena);
         };
-        if let Some(done) = self.done.get(number as usize) {
+        if let Some(done) = self.done.make(number as usize) {
             done.store(0, Release);
         }
         Ok((Vqpn(number), region))

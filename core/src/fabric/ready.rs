@@ -13,51 +13,92 @@
 //! that finds its summary bit already set relies on the waiter to take the word after the
 //! summary, which it does: the word's bit was set before that summary bit was seen.
 
-use super::layout::MAX_STREAMS;
+use super::layout::{GROUP_STREAMS, GROUPS, MAX_STREAMS};
 use crate::sync::{AtomicU64, Ordering, fence_after_rmw};
 
 const WORDS: usize = MAX_STREAMS as usize / 64;
 const SUMMARY: usize = WORDS.div_ceil(64);
+const LINE_WORDS: usize = GROUP_STREAMS as usize / 64;
 
-/// The ready queue of one waiter: many pushers (the threads of one peer), one sweeper.
-///
-/// Lies in shared memory; all-zero is empty.
+/// What lies in one group of streams of the ready queue of one waiter. All-zero is empty.
 #[derive(Debug)]
-#[repr(C, align(128))]
-pub struct ReadyQueue {
-    /// Bit w of the whole: `words[w]` may be nonzero.
+#[repr(C, align(64))]
+pub struct ReadyLine {
+    words: [AtomicU64; LINE_WORDS],
+    /// In the first group's line only. Bit w of the whole: word w of the queue may be nonzero. There,
+    /// because a push for one of the first streams then touches one cache line.
     summary: [AtomicU64; SUMMARY],
-    words: [AtomicU64; WORDS],
 }
 
-impl ReadyQueue {
-    /// An empty queue outside shared memory, for tests and models.
+#[cfg(not(loom))]
+const _: () = assert!(size_of::<ReadyLine>() == 64);
+
+impl ReadyLine {
+    /// An empty line outside shared memory.
     pub fn new() -> Self {
         Self {
-            summary: std::array::from_fn(|_| AtomicU64::new(0)),
             words: std::array::from_fn(|_| AtomicU64::new(0)),
+            summary: std::array::from_fn(|_| AtomicU64::new(0)),
         }
     }
+}
+
+impl Default for ReadyLine {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// The ready queue of one waiter: many pushers (the threads of one peer), one sweeper.
+pub trait ReadyQueue {
+    /// The line of a group of streams; `None` where there is none, or not yet.
+    fn line(&self, group: usize) -> Option<&ReadyLine>;
 
     /// Adds `vqpn`; without effect when it is in already or when there is no such stream. To be
     /// followed by [`SleepFlag::must_ring`] on the waiter's flag.
-    pub fn push(&self, vqpn: u32) {
-        let (word, bit) = (vqpn as usize / 64, 1u64 << (vqpn % 64));
-        let (group, group_bit) = (word / 64, 1u64 << (word % 64));
-        let (Some(word), Some(group)) = (self.words.get(word), self.summary.get(group)) else {
+    #[inline]
+    fn push(&self, vqpn: u32) {
+        let (at, bit) = (vqpn as usize / 64, 1u64 << (vqpn % 64));
+        let (summary, summary_bit) = (at / 64, 1u64 << (at % 64));
+        let (Some(word), Some(summary)) = (
+            word(self, at),
+            self.line(0).and_then(|l| l.summary.get(summary)),
+        ) else {
             return;
         };
         word.fetch_or(bit, Ordering::SeqCst);
         fence_after_rmw();
-        if group.load(Ordering::SeqCst) & group_bit == 0 {
-            group.fetch_or(group_bit, Ordering::SeqCst);
+        if summary.load(Ordering::SeqCst) & summary_bit == 0 {
+            summary.fetch_or(summary_bit, Ordering::SeqCst);
         }
     }
 }
 
-impl Default for ReadyQueue {
+#[inline]
+fn word(queue: &(impl ReadyQueue + ?Sized), at: usize) -> Option<&AtomicU64> {
+    queue.line(at / LINE_WORDS)?.words.get(at % LINE_WORDS)
+}
+
+/// A queue outside shared memory.
+#[derive(Debug)]
+pub struct PrivateQueue(Box<[ReadyLine]>);
+
+impl PrivateQueue {
+    /// An empty one.
+    pub fn new() -> Self {
+        Self((0..GROUPS).map(|_| ReadyLine::new()).collect())
+    }
+}
+
+impl Default for PrivateQueue {
     fn default() -> Self {
         Self::new()
+    }
+}
+
+impl ReadyQueue for PrivateQueue {
+    fn line(&self, group: usize) -> Option<&ReadyLine> {
+        self.0.get(group)
     }
 }
 
@@ -78,11 +119,12 @@ impl ReadyCursor {
     }
 
     /// Begins a sweep, unless one is unfinished. Then call [`pop`](Self::pop) until `None`.
-    pub fn begin(&mut self, queue: &ReadyQueue) {
+    pub fn begin(&mut self, queue: &(impl ReadyQueue + ?Sized)) {
         if self.bits != 0 || self.summary != [0; SUMMARY] {
             return;
         }
-        for (mine, shared) in self.summary.iter_mut().zip(&queue.summary) {
+        let Some(first) = queue.line(0) else { return };
+        for (mine, shared) in self.summary.iter_mut().zip(&first.summary) {
             if shared.load(Ordering::Relaxed) != 0 {
                 *mine = shared.swap(0, Ordering::SeqCst);
             }
@@ -91,18 +133,18 @@ impl ReadyCursor {
 
     /// The next vQPN of this sweep, below `MAX_STREAMS`; it need not be one that is open. At
     /// most `MAX_STREAMS` per sweep; touches at most one word of shared memory per 64 streams.
-    pub fn pop(&mut self, queue: &ReadyQueue) -> Option<u32> {
+    pub fn pop(&mut self, queue: &(impl ReadyQueue + ?Sized)) -> Option<u32> {
         while self.bits == 0 {
-            let (g, group) = self
+            let (at, summary) = self
                 .summary
                 .iter_mut()
                 .enumerate()
-                .find(|(_, g)| **g != 0)?;
-            let word = g * 64 + group.trailing_zeros() as usize;
-            *group &= *group - 1;
+                .find(|(_, s)| **s != 0)?;
+            let at = at * 64 + summary.trailing_zeros() as usize;
+            *summary &= *summary - 1;
             // A hostile summary bit may name a word that does not exist.
-            if let Some(shared) = queue.words.get(word) {
-                self.base = word as u32 * 64;
+            if let Some(shared) = word(queue, at).filter(|_| at < WORDS) {
+                self.base = at as u32 * 64;
                 self.bits = shared.swap(0, Ordering::SeqCst);
             }
         }
@@ -113,10 +155,13 @@ impl ReadyCursor {
 
     /// Nothing to sweep: neither left over nor newly pushed. The re-check between
     /// [`SleepFlag::begin`] and sleeping.
-    pub fn is_idle(&self, queue: &ReadyQueue) -> bool {
+    #[inline]
+    pub fn is_idle(&self, queue: &(impl ReadyQueue + ?Sized)) -> bool {
         self.bits == 0
             && self.summary == [0; SUMMARY]
-            && queue.summary.iter().all(|s| s.load(Ordering::SeqCst) == 0)
+            && queue
+                .line(0)
+                .is_none_or(|first| first.summary.iter().all(|s| s.load(Ordering::SeqCst) == 0))
     }
 }
 
@@ -184,6 +229,11 @@ impl RungMark {
     /// Never rung.
     pub fn new() -> Self {
         Self(AtomicU64::new(0))
+    }
+
+    /// Back to that: for another peer's waiter.
+    pub fn reset(&self) {
+        self.0.store(0, Ordering::Relaxed);
     }
 }
 

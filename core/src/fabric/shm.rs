@@ -5,15 +5,24 @@
 //! ([`Outside`]): the side channel and the doorbells. Not here: making a link, whether it is up, and
 //! what its streams are for.
 
-use super::layout::{self, Region};
+use std::os::fd::BorrowedFd;
+use std::sync::atomic::{
+    AtomicBool, AtomicU32,
+    Ordering::{AcqRel, Acquire, Release},
+};
+
+use rustix::io::Errno;
+
+use super::layout::{self, Layout, Region};
 use super::numbers::{Done, Numbers, done};
-use super::ready::RungMark;
-use super::ring::{Consumer, Producer, Wake};
+use super::ready::{ReadyQueue, RungMark};
+use super::ring::{Consumer, DirectionBlock, Producer, Wake};
 pub use super::side::Side;
 use super::side::Sweeps;
-use super::waiter::{FlagPage, MAX_WAITERS, WaiterId};
+use super::waiter::{FLAGS_BYTES, FlagPage, WaiterId};
 use super::{LinkEnd, OpenError, Opened, SendError};
 use crate::ids::Vqpn;
+use crate::os::memfd::{Access, MapError, check_received};
 use crate::wire::{Message, RingOffer};
 
 /// What an end needs that is not memory. Neither call may wait, or call the end.
@@ -25,14 +34,28 @@ pub trait Outside {
     fn ring(&self, waiter: WaiterId);
 }
 
+/// What a link is made of: the files of the arenas, ours and the peer's, and of the peer's flags. The peer's are
+/// checked.
+pub struct Memory<'a> {
+    /// We receive here.
+    pub mine: (BorrowedFd<'a>, Layout),
+    /// The peer receives here, by what it says.
+    pub theirs: (BorrowedFd<'a>, Layout),
+    /// The peer's waiters sleep by these.
+    pub flags: BorrowedFd<'a>,
+}
+
 /// See the module.
 pub struct End<O> {
     mine: Side,
     theirs: Side,
     peer_flags: FlagPage,
-    marks: Box<[RungMark]>,
+    marks: [RungMark; layout::READY_QUEUES as usize],
     sweeps: Sweeps,
     numbers: Numbers,
+    /// Numbers of ours below this have memory for their blocks.
+    backed: AtomicU32,
+    is_lost: AtomicBool,
     outside: O,
 }
 
@@ -44,16 +67,61 @@ impl<O> End<O> {
     /// The end must live longer than every cursor that it gives out. [`producer`](LinkEnd::producer)
     /// must be asked at most once for each stream.
     pub unsafe fn new(mine: Side, theirs: Side, peer_flags: FlagPage, outside: O) -> Self {
-        let numbers = Numbers::new(mine.layout().data_len() as u64);
+        let numbers = Numbers::new(mine.data_len() as u64);
         Self {
             mine,
             theirs,
             peer_flags,
-            marks: (0..MAX_WAITERS).map(|_| RungMark::new()).collect(),
+            marks: std::array::from_fn(|_| RungMark::new()),
             sweeps: Sweeps::new(),
             numbers,
+            backed: AtomicU32::new(0),
+            is_lost: AtomicBool::new(false),
             outside,
         }
+    }
+
+    /// The end of no link yet, to be [given](Self::show) one.
+    ///
+    /// # Safety
+    /// As for [`new`](Self::new).
+    pub unsafe fn blank(outside: O) -> Result<Self, Errno> {
+        let (mine, theirs) = (Side::blank()?, Side::blank()?);
+        // SAFETY: by the contract.
+        Ok(unsafe { Self::new(mine, theirs, FlagPage::blank()?, outside) })
+    }
+
+    /// Becomes the end of a link, with nothing open. An end that is [blank](Self::blank) or was
+    /// [released](Self::release) can be given one; after an error that too, if it [is usable](Self::is_usable).
+    pub fn show(&self, memory: &Memory<'_>) -> Result<(), MapError> {
+        let shown = self.try_show(memory);
+        if shown.is_err() {
+            // SAFETY: nothing was opened.
+            unsafe { self.release() };
+        }
+        shown
+    }
+
+    fn try_show(&self, memory: &Memory<'_>) -> Result<(), MapError> {
+        let (fd, layout) = memory.theirs;
+        check_received(fd, layout.file_len(), Access::ReadWrite)?;
+        self.theirs.show(fd, &layout)?;
+        let (fd, layout) = memory.mine;
+        self.mine.show(fd, &layout)?;
+        check_received(memory.flags, FLAGS_BYTES, Access::ReadOnly)?;
+        self.peer_flags
+            .show_received(memory.flags)
+            .inspect_err(|_| self.is_lost.store(true, Release))?;
+        self.numbers.reset(layout.data_len() as u64);
+        self.sweeps.reset();
+        self.marks.iter().for_each(RungMark::reset);
+        self.backed.store(0, Release);
+        Ok(())
+    }
+
+    /// Whether it can be given another link. Not if the kernel could not replace what is mapped.
+    pub fn is_usable(&self) -> bool {
+        !self.is_lost.load(Acquire)
     }
 
     /// What the end was given.
@@ -67,11 +135,44 @@ impl<O> End<O> {
         self.numbers.ever_given()
     }
 
-    /// Gives the memory of a link back that carries nothing any more. The addresses stay readable
-    /// and writable, so that a cursor that is still about does no harm.
-    pub fn release(&self) {
-        self.mine.mapping().neutralise();
-        self.theirs.mapping().neutralise();
+    /// Gives the memory of a link back that carries nothing any more. What is reached without a cursor (queues and flags)
+    /// stays readable and writable, so that a thread that is late does no harm.
+    ///
+    /// # Safety
+    /// No cursor is left.
+    pub unsafe fn release(&self) {
+        // SAFETY: by the contract.
+        unsafe {
+            self.mine.release();
+            self.theirs.release();
+        }
+        self.forget_flags();
+    }
+
+    fn forget_flags(&self) {
+        if self.is_usable() && self.peer_flags.neutralise().is_err() {
+            self.is_lost.store(true, Release);
+        }
+    }
+
+    /// In a fork child, which has none of the memory, before anything else is done with the end.
+    pub fn after_fork(&self) {
+        self.mine.after_fork();
+        self.theirs.after_fork();
+        self.peer_flags.after_fork();
+    }
+
+    /// Memory for what a new stream writes, and is written to it.
+    fn back(&self, vqpn: Vqpn, region: Region) -> Result<(), Errno> {
+        self.mine.reach(vqpn)?;
+        if vqpn.0 >= self.backed.load(Acquire) {
+            self.mine.back_stream(vqpn)?;
+            // All blocks of a page have it.
+            let (page, block) = (layout::PAGE, size_of::<DirectionBlock>());
+            let next = (vqpn.0 + 1).next_multiple_of((page / block) as u32);
+            self.backed.fetch_max(next, AcqRel);
+        }
+        self.mine.back_ring(region)
     }
 
     fn leave(&self, mine: Vqpn, consumer: Option<Consumer>, bits: u8) {
@@ -89,9 +190,7 @@ impl<O> End<O> {
     }
 
     fn give_back(&self, region: Region) {
-        let start = layout::DATA_OFFSET + region.offset();
-        // Gives the pages back. If it fails they just stay.
-        let _ = self.mine.mapping().punch_hole(start..start + region.len());
+        self.mine.give_back(region);
         self.numbers.free(region);
     }
 }
@@ -121,6 +220,11 @@ impl<O: Outside> End<O> {
 impl<O: Outside> LinkEnd for End<O> {
     fn open(&self, log2: u8) -> Result<Opened, OpenError> {
         let (vqpn, region) = self.numbers.take(log2)?;
+        if self.back(vqpn, region).is_err() {
+            self.mine.give_back(region);
+            self.numbers.put_back(vqpn, region);
+            return Err(OpenError::Arena);
+        }
         let block = self.mine.block(vqpn).ok_or(OpenError::Streams)?;
         // SAFETY: within the mapping; the number is free, so neither end has a cursor on the block.
         unsafe { block.as_ref() }.reset();
@@ -141,6 +245,7 @@ impl<O: Outside> LinkEnd for End<O> {
     }
 
     fn producer(&self, theirs: Vqpn) -> Option<Producer> {
+        self.theirs.reach(theirs).ok()?;
         let block = self.theirs.block(theirs)?;
         // SAFETY: within the mapping; the only producer, and the end outlives it (`new`).
         Some(unsafe { Producer::new(block, self.theirs.area()) })
@@ -168,7 +273,12 @@ impl<O: Outside> LinkEnd for End<O> {
     }
 
     fn allocate(&self, log2: u8) -> Option<Region> {
-        self.numbers.allocate(log2)
+        let region = self.numbers.allocate(log2)?;
+        if self.mine.back_ring(region).is_err() {
+            self.give_back(region);
+            return None;
+        }
+        Some(region)
     }
 
     fn free(&self, region: Region) {
@@ -196,105 +306,5 @@ impl<O: Outside> LinkEnd for End<O> {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::cell::Cell;
-
-    use super::*;
-    use crate::fabric::layout::Layout;
-    use crate::os::memfd::Mapping;
-
-    /// A side channel that works or not, and a count of rings.
-    #[derive(Default)]
-    struct Outer {
-        is_down: Cell<bool>,
-        rung: Cell<u32>,
-    }
-
-    impl Outside for Outer {
-        fn send(&self, _: &Message) -> Result<(), SendError> {
-            (!self.is_down.get()).then_some(()).ok_or(SendError::Down)
-        }
-
-        fn ring(&self, _: WaiterId) {
-            self.rung.set(self.rung.get() + 1);
-        }
-    }
-
-    fn layout() -> Layout {
-        Layout::for_data(1 << 16).unwrap()
-    }
-
-    fn map(bytes: u64) -> Mapping {
-        Mapping::anonymous(bytes as usize).unwrap()
-    }
-
-    fn end() -> End<Outer> {
-        let side = || Side::new(map(layout().file_len()), layout()).unwrap();
-        let flags = FlagPage::new(map(super::super::waiter::FLAGS_BYTES)).unwrap();
-        // SAFETY: the tests drop or forget cursors before the end.
-        unsafe { End::new(side(), side(), flags, Outer::default()) }
-    }
-
-    fn in_use(end: &End<Outer>) -> u64 {
-        end.numbers.bytes_in_use()
-    }
-
-    #[test]
-    fn an_arena_is_not_shorter_than_its_layout() {
-        assert!(Side::new(map(layout().file_len() - 1), layout()).is_none());
-    }
-
-    #[test]
-    fn a_number_that_the_peer_could_not_be_told_of_stays_taken() {
-        let end = end();
-        let opened = end.open(12).unwrap();
-        end.outside().is_down.set(true);
-        end.close(opened.vqpn, Some(Vqpn(0)), Some(opened.consumer));
-        end.on_closed(opened.vqpn);
-        assert_ne!(end.open(12).unwrap().vqpn, opened.vqpn);
-        assert_eq!((in_use(&end), end.numbers()), (2 * 4096, 2));
-    }
-
-    #[test]
-    fn a_number_whose_consumer_is_lost_is_free_but_its_ring_is_not() {
-        let end = end();
-        let opened = end.open(12).unwrap();
-        end.close(opened.vqpn, None, None);
-        assert_eq!(in_use(&end), 4096);
-        assert_eq!(end.open(12).unwrap().vqpn, opened.vqpn);
-    }
-
-    #[test]
-    fn being_told_twice_that_the_peer_is_done_frees_a_number_once() {
-        let end = end();
-        let opened = end.open(12).unwrap();
-        end.close(opened.vqpn, None, Some(opened.consumer));
-        end.on_closed(opened.vqpn);
-        assert_eq!(in_use(&end), 0);
-        assert_ne!(end.open(12).unwrap().vqpn, end.open(12).unwrap().vqpn);
-    }
-
-    #[test]
-    fn the_memory_of_a_freed_ring_reads_as_zeroes() {
-        let end = end();
-        let region = end.allocate(13).unwrap();
-        let at = end.mine.at(layout::DATA_OFFSET + region.offset());
-        // SAFETY: within the mapping, which only this test uses.
-        unsafe { at.write(7) };
-        end.free(region);
-        // SAFETY: as above.
-        assert_eq!(unsafe { at.read() }, 0);
-    }
-
-    #[test]
-    fn cursors_of_a_released_link_do_no_harm() {
-        let end = end();
-        let mut opened = end.open(12).unwrap();
-        let mut producer = end.producer(Vqpn(3)).unwrap();
-        end.release();
-        assert_eq!(opened.consumer.has_data(), Ok(false));
-        assert_eq!(producer.spans(10).map(|s| s.len()), Ok(0));
-        end.notify(Wake(WaiterId(2).queue_bits()), Vqpn(3));
-        assert_eq!(end.outside().rung.get(), 0);
-    }
-}
+#[path = "shm_tests.rs"]
+mod tests;

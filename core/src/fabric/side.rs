@@ -1,91 +1,245 @@
 //! One arena as mapped here, and its owner's places in the ready queues: what every fabric with arenas
-//! of its own makes an end of. Not for who maps an arena, nor for the cursors on it.
+//! of its own makes an end of. Not for who makes an arena, nor for the cursors on it.
 
+use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 
-use super::layout::{self, Layout, READY_QUEUES};
-use super::ready::{ReadyCursor, ReadyQueue};
+use rustix::io::Errno;
+
+use super::layout::{self, GROUP_BYTES, Layout, Region, UNIT_LOG2};
+use super::ready::{ReadyCursor, ReadyLine, ReadyQueue};
 use super::ring::{DataArea, DirectionBlock};
+use super::segments::Segments;
 use super::waiter::WaiterId;
 use crate::ids::Vqpn;
 use crate::lock::Lock;
 use crate::os::memfd::Mapping;
+use crate::sparse::Sparse;
 
-/// One side's arena as mapped here.
+/// The mapped part of a data area.
+pub(super) type DataSegments = Segments<{ 1 << UNIT_LOG2 }>;
+
+/// One side's arena as mapped here: all of it ([`new`](Self::new)), or as much as is used
+/// ([`blank`](Self::blank)). The latter is a place for one arena after another.
+///
+/// What threads reach without a lock, the groups, keeps its addresses from one arena to the next; so a thread
+/// that is late with a wake-up for a link that is gone does no harm.
 #[derive(Debug)]
 pub struct Side {
-    mapping: Mapping,
-    layout: Layout,
+    groups: Segments<GROUP_BYTES>,
+    data: DataSegments,
+    whole: Option<Mapping>,
 }
 
 impl Side {
     /// The arena in `mapping`; `None` if that is shorter than the layout says.
     pub fn new(mapping: Mapping, layout: Layout) -> Option<Self> {
-        (mapping.bytes() as u64 >= layout.file_len()).then_some(Self { mapping, layout })
+        let start = mapping.as_ptr();
+        (mapping.bytes() as u64 >= layout.file_len()).then(|| Self {
+            groups: Segments::whole(start, layout::DATA_OFFSET),
+            data: Segments::whole(start.wrapping_add(layout::DATA_OFFSET), layout.data_len()),
+            whole: Some(mapping),
+        })
     }
 
-    /// What lies where in it.
-    pub fn layout(&self) -> &Layout {
-        &self.layout
+    /// A place for an arena, with none in it.
+    pub fn blank() -> Result<Self, Errno> {
+        let groups = Segments::new();
+        groups.reserve(layout::DATA_OFFSET)?;
+        Ok(Self {
+            groups,
+            data: Segments::new(),
+            whole: None,
+        })
     }
 
-    pub(super) fn mapping(&self) -> &Mapping {
-        &self.mapping
+    /// Maps the beginning of the arena that a file of that layout holds; more of it as it is used. For a place
+    /// without an arena, and a file that keeps its size.
+    pub fn show(&self, fd: BorrowedFd<'_>, layout: &Layout) -> Result<(), Errno> {
+        self.groups.show(fd, 0, layout::DATA_OFFSET)?;
+        let data = layout::DATA_OFFSET as u64;
+        self.data.show(fd, data, layout.data_len())
     }
 
-    pub(super) fn at(&self, offset: usize) -> *mut u8 {
-        self.mapping.as_ptr().wrapping_add(offset)
+    /// Lets go of the arena.
+    ///
+    /// # Safety
+    /// No cursor on it is left.
+    pub unsafe fn release(&self) {
+        if self.whole.is_none() {
+            // SAFETY: the data area is reached by cursors alone.
+            unsafe { self.data.unmap() };
+        }
+        self.neutralise();
+    }
+
+    /// In a fork child, which has none of the memory: what a call was about to touch that the fork has interrupted
+    /// reads as zeroes.
+    pub fn after_fork(&self) {
+        if self.whole.is_none() {
+            self.groups.after_fork();
+            self.data.after_fork();
+        }
+    }
+
+    /// Lets go of the arena, but keeps all addresses readable and writable.
+    pub fn neutralise(&self) {
+        match &self.whole {
+            // If it fails the memory stays.
+            Some(whole) => drop(whole.neutralise()),
+            None => {
+                self.groups.neutralise();
+                self.data.neutralise();
+            }
+        }
+    }
+
+    /// Bytes of the data area.
+    pub fn data_len(&self) -> usize {
+        self.data.total()
+    }
+
+    /// For an arena that is mapped as a whole.
+    pub(super) fn data_at(&self, offset: usize) -> *mut u8 {
+        let start = self
+            .whole
+            .as_ref()
+            .map_or(std::ptr::null_mut(), Mapping::as_ptr);
+        start.wrapping_add(layout::DATA_OFFSET + offset)
     }
 
     pub(super) fn area(&self) -> DataArea {
-        // SAFETY: the data area lies within the mapping (`new`), which stays for as long as there
-        // are cursors (the contract of each fabric's `End::new`).
-        unsafe { DataArea::new(self.at(layout::DATA_OFFSET), self.layout.data_len()) }
+        match self.whole {
+            // SAFETY: the data area lies within the mapping (`new`), which stays for as long as there
+            // are cursors (the contract of each fabric's `End::new`).
+            Some(_) => unsafe { DataArea::new(self.data_at(0), self.data_len()) },
+            // SAFETY: as above, and of `release`.
+            None => unsafe { DataArea::of_segments(&self.data) },
+        }
     }
 
+    /// The block of a stream, once its group is [mapped](Self::reach).
     pub(super) fn block(&self, vqpn: Vqpn) -> Option<NonNull<DirectionBlock>> {
-        NonNull::new(self.at(layout::block_offset(vqpn.0)?).cast())
+        Some(self.groups.at(layout::block_offset(vqpn.0)?)?.cast())
     }
 
-    pub(super) fn queue(&self, waiter: WaiterId) -> Option<&ReadyQueue> {
-        let offset = layout::ready_offset(waiter.0.into())?;
-        // SAFETY: inside the mapping (`new`), aligned (layout), only atomics, mapped as long as `self`.
-        Some(unsafe { &*self.at(offset).cast::<ReadyQueue>() })
+    /// Maps the group of a stream. EINVAL if there is no such stream.
+    pub(super) fn reach(&self, vqpn: Vqpn) -> Result<(), Errno> {
+        self.groups
+            .reach(layout::block_offset(vqpn.0).ok_or(Errno::INVAL)?)
+    }
+
+    /// Sees to it that writes to a stream's block, and to its group's lines, find memory.
+    pub(super) fn back_stream(&self, vqpn: Vqpn) -> Result<(), Errno> {
+        let block = layout::block_offset(vqpn.0).ok_or(Errno::INVAL)?;
+        self.groups.back(block, size_of::<DirectionBlock>())?;
+        let lines = layout::line_offset(0, vqpn.0 / layout::GROUP_STREAMS).ok_or(Errno::INVAL)?;
+        self.groups.back(lines, layout::LINES_BYTES)
+    }
+
+    /// Maps a ring, and sees to it that writes to it find memory.
+    pub(super) fn back_ring(&self, region: Region) -> Result<(), Errno> {
+        self.data.reach(region.offset())?;
+        self.data.back(region.offset(), region.len())
+    }
+
+    /// Gives the memory of a ring back. If it fails it just stays.
+    pub(super) fn give_back(&self, region: Region) {
+        let _ = self.data.punch_hole(region.offset(), region.len());
+    }
+
+    /// The ready queue of a waiter of the arena's owner.
+    #[inline]
+    pub(super) fn queue(&self, waiter: WaiterId) -> Option<Queue<'_>> {
+        (u32::from(waiter.0) < layout::READY_QUEUES).then_some(Queue { side: self, waiter })
     }
 }
 
+impl Drop for Side {
+    fn drop(&mut self) {
+        if self.whole.is_none() {
+            // SAFETY: whoever has a pointer into the arena borrows this value, or has promised to outlive it
+            // (the contract of each fabric's `End::new`).
+            unsafe {
+                self.groups.unmap();
+                self.data.unmap();
+            }
+        }
+    }
+}
+
+/// A ready queue in an arena.
+pub(super) struct Queue<'a> {
+    side: &'a Side,
+    waiter: WaiterId,
+}
+
+impl ReadyQueue for Queue<'_> {
+    #[inline]
+    fn line(&self, group: usize) -> Option<&ReadyLine> {
+        let offset = layout::line_offset(self.waiter.0.into(), u32::try_from(group).ok()?)?;
+        let line = self.side.groups.at(offset)?.cast::<ReadyLine>();
+        // SAFETY: inside a segment of groups, aligned (layout), only atomics. Its addresses take reads and writes for as
+        // long as the side lives.
+        Some(unsafe { line.as_ref() })
+    }
+}
+
+/// Cursors that are made at once.
+const CURSORS: usize = 4;
+
 /// The places of our waiters in the ready queues of our arena.
-pub(super) struct Sweeps(Box<[Lock<ReadyCursor>]>);
+pub(super) struct Sweeps(Sparse<Sweep, { layout::READY_QUEUES as usize / CURSORS }, CURSORS>);
+
+struct Sweep(Lock<ReadyCursor>);
+
+impl Default for Sweep {
+    fn default() -> Self {
+        Self(Lock::new(ReadyCursor::new()))
+    }
+}
 
 impl Sweeps {
     pub fn new() -> Self {
-        Self(
-            (0..READY_QUEUES)
-                .map(|_| Lock::new(ReadyCursor::new()))
-                .collect(),
-        )
+        Self(Sparse::new())
     }
 
     /// Takes what is queued for `waiter` in `mine`.
     pub fn drain(&self, mine: &Side, waiter: WaiterId, mut each: impl FnMut(Vqpn)) {
-        let (Some(queue), Some(cursor)) = (mine.queue(waiter), self.0.get(waiter.0 as usize))
-        else {
+        let Some(queue) = mine.queue(waiter) else {
             return;
         };
-        let Some(mut cursor) = cursor.lock() else {
+        let sweep = match self.0.get(waiter.0.into()) {
+            None if ReadyCursor::new().is_idle(&queue) => return,
+            None => self.0.make(waiter.0.into()),
+            made => made,
+        };
+        let Some(mut cursor) = sweep.and_then(|s| s.0.lock()) else {
             return;
         };
-        cursor.begin(queue);
-        while let Some(vqpn) = cursor.pop(queue) {
+        cursor.begin(&queue);
+        while let Some(vqpn) = cursor.pop(&queue) {
             each(Vqpn(vqpn));
         }
     }
 
     /// Whether something is queued for `waiter` in `mine`.
     pub fn has_ready(&self, mine: &Side, waiter: WaiterId) -> bool {
-        match (mine.queue(waiter), self.0.get(waiter.0 as usize)) {
-            (Some(queue), Some(cursor)) => cursor.lock().is_none_or(|c| !c.is_idle(queue)),
-            _ => false,
+        let Some(queue) = mine.queue(waiter) else {
+            return false;
+        };
+        match self.0.get(waiter.0.into()) {
+            Some(sweep) => sweep.0.lock().is_none_or(|c| !c.is_idle(&queue)),
+            None => !ReadyCursor::new().is_idle(&queue),
+        }
+    }
+
+    /// For another arena.
+    pub fn reset(&self) {
+        for sweep in self.0.made() {
+            if let Some(mut cursor) = sweep.0.lock() {
+                *cursor = ReadyCursor::new();
+            }
         }
     }
 }

@@ -2,9 +2,13 @@
 //! the page of sleep flags that an instance shows its peers. Not for sleeping, nor for who has which
 //! number.
 
+use std::os::fd::BorrowedFd;
+
+use rustix::io::Errno;
+
 use super::layout::READY_QUEUES;
 use super::ready::SleepFlag;
-use crate::os::memfd::Mapping;
+use crate::os::memfd::{Access, MapError, Mapping};
 
 /// Most waiters that an instance has.
 pub const MAX_WAITERS: u16 = 1024;
@@ -68,6 +72,26 @@ impl FlagPage {
     /// `None` if that is less than [`FLAGS_BYTES`]. A peer's may be mapped to be read only.
     pub fn new(mapping: Mapping) -> Option<Self> {
         (mapping.bytes() as u64 >= FLAGS_BYTES).then_some(Self(mapping))
+    }
+
+    /// The page of no peer yet: nobody sleeps.
+    pub fn blank() -> Result<Self, Errno> {
+        Mapping::neutral(FLAGS_BYTES as usize).map(Self)
+    }
+
+    /// Becomes the page that a peer has sent.
+    pub fn show_received(&self, fd: BorrowedFd<'_>) -> Result<(), MapError> {
+        self.0.show_received(fd, Access::ReadOnly)
+    }
+
+    /// Becomes nobody's: no flag is raised, and raising one is not seen by anybody.
+    pub fn neutralise(&self) -> Result<(), Errno> {
+        self.0.neutralise()
+    }
+
+    /// In a fork child, which does not have the page: as by [`neutralise`](Self::neutralise).
+    pub fn after_fork(&self) {
+        self.0.after_fork();
     }
 
     /// The flag of a waiter; of a peer's only to be looked at.

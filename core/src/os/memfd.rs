@@ -13,9 +13,11 @@ use rustix::fs::{
     memfd_create,
 };
 use rustix::io::Errno;
-use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, munmap};
+use rustix::mm::{MapFlags, ProtFlags};
 use rustix::process::{Resource, getrlimit};
 
+pub use super::extent::Access;
+use super::extent::Extent;
 use super::lazy;
 use super::privatefd::PrivateFd;
 
@@ -26,8 +28,6 @@ const TMPFS_MAGIC: i64 = 0x0102_1994;
 const FIXED_SIZE: SealFlags = SealFlags::SHRINK
     .union(SealFlags::GROW)
     .union(SealFlags::SEAL);
-
-const PAGE: usize = 4096;
 
 /// Why a peer's fd was not mapped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -46,128 +46,110 @@ pub enum MapError {
     Kernel(#[from] Errno),
 }
 
-/// What a mapping permits.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Access {
-    /// Read and write.
-    ReadWrite,
-    /// Read only; writing raises SIGSEGV.
-    ReadOnly,
-}
-
 /// Mapped shared memory; unmapped when dropped. Other processes write to it at any time, so it gives
-/// out a pointer and no reference.
+/// out a pointer and no reference. A fork child has it only if it is anonymous.
 #[derive(Debug)]
-pub struct Mapping {
-    start: NonNull<u8>,
-    bytes: usize,
-}
-
-// SAFETY: a mapping belongs to the process, not to a thread, and this type itself never reads or
-// writes the memory; its users synchronise what they do through the pointer.
-unsafe impl Send for Mapping {}
-// SAFETY: as above; all methods take plain values.
-unsafe impl Sync for Mapping {}
+pub struct Mapping(Extent);
 
 impl Mapping {
     /// The first byte, aligned to a page. Valid for as long as the mapping lives.
     pub const fn as_ptr(&self) -> *mut u8 {
-        self.start.as_ptr()
+        self.0.start().as_ptr()
     }
 
     /// The size in bytes, as asked for.
     pub const fn bytes(&self) -> usize {
-        self.bytes
+        self.0.len()
     }
 
-    /// Gives the whole pages within `range` (bytes) back to the kernel, for all who map them; they
-    /// read as zeroes afterwards. EINVAL if `range` leaves the mapping.
+    /// The addresses.
+    pub const fn extent(&self) -> Extent {
+        self.0
+    }
+
+    /// As [`Extent::punch_hole`].
     pub fn punch_hole(&self, range: Range<usize>) -> Result<(), Errno> {
-        if range.end > self.bytes {
-            return Err(Errno::INVAL);
-        }
-        let (first, end) = (range.start.next_multiple_of(PAGE), range.end & !(PAGE - 1));
-        if first >= end {
-            return Ok(());
-        }
-        // SAFETY: `first..end` lies within the mapping, whose memory nobody holds references to.
-        unsafe {
-            madvise(
-                self.start.as_ptr().add(first).cast(),
-                end - first,
-                Advice::LinuxRemove,
-            )
-        }
+        self.0.punch_hole(range)
     }
 
-    /// Lets go of the memory but not of the addresses: they read as zeroes and take writes from now
-    /// on, for whoever still holds a pointer.
-    pub fn neutralise(&self) {
-        // SAFETY: replaces exactly this mapping, whose memory nobody holds references to, by memory of
-        // the same size and kind of access.
-        let _ = unsafe {
-            rustix::mm::mmap_anonymous(
-                self.start.as_ptr().cast(),
-                self.bytes,
-                ProtFlags::READ | ProtFlags::WRITE,
-                MapFlags::PRIVATE | MapFlags::NORESERVE | MapFlags::FIXED,
-            )
-        };
+    /// As [`Extent::neutralise`].
+    pub fn neutralise(&self) -> Result<(), Errno> {
+        // SAFETY: exactly this mapping, whose memory nobody holds references to but to atomics that may change.
+        unsafe { self.0.neutralise() }
+    }
+
+    /// As [`Extent::after_fork`].
+    pub fn after_fork(&self) {
+        // SAFETY: as in `neutralise`.
+        unsafe { self.0.after_fork() };
+    }
+
+    /// What a peer has sent takes the place of what is mapped here, as by [`map_received`].
+    pub fn show_received(&self, fd: BorrowedFd<'_>, access: Access) -> Result<(), MapError> {
+        check_received(fd, self.bytes() as u64, access)?;
+        // SAFETY: as in `neutralise`.
+        Ok(unsafe { self.0.show(fd, 0, access) }?)
+    }
+
+    /// Memory of no file and no other process, zeroed. EINVAL for no bytes.
+    pub fn neutral(bytes: usize) -> Result<Self, Errno> {
+        Extent::neutral(bytes).map(Self)
     }
 
     /// Anonymous memory that fork children share, zeroed. EINVAL for no bytes.
     pub fn anonymous(bytes: usize) -> Result<Self, Errno> {
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         let flags = MapFlags::SHARED | MapFlags::NORESERVE;
-        let start = lazy::map(bytes, protection, flags, None)?;
-        Self::own(start.cast(), bytes)
-    }
-
-    fn file(fd: BorrowedFd<'_>, bytes: usize, access: Access) -> Result<Self, Errno> {
-        let prot = match access {
-            Access::ReadWrite => ProtFlags::READ | ProtFlags::WRITE,
-            Access::ReadOnly => ProtFlags::READ,
-        };
-        let flags = MapFlags::SHARED | MapFlags::NORESERVE;
-        let start = lazy::map(bytes, prot, flags, Some(fd))?;
-        let mapping = Self::own(start.cast(), bytes)?;
-        // A core dump of the program should not hold gigabytes of rings. Only advice: no error.
-        // SAFETY: exactly the new mapping.
-        let _ = unsafe { madvise(start, bytes, Advice::LinuxDontDump) };
-        Ok(mapping)
-    }
-
-    fn own(start: *mut u8, bytes: usize) -> Result<Self, Errno> {
+        let start: *mut u8 = lazy::map(bytes, protection, flags, None)?.cast();
         // The kernel never maps at null unless asked to.
-        NonNull::new(start)
-            .map(|start| Self { start, bytes })
-            .ok_or(Errno::NOMEM)
+        let start = NonNull::new(start).ok_or(Errno::NOMEM)?;
+        Ok(Self(Extent::new(start, bytes)))
     }
 }
 
 impl Drop for Mapping {
     fn drop(&mut self) {
         // SAFETY: this value owned the mapping, and whoever kept its pointer borrowed this value.
-        let _ = unsafe { munmap(self.start.as_ptr().cast(), self.bytes) };
+        unsafe { self.0.unmap() };
     }
 }
 
 /// Creates sealed shared memory of `bytes` that peers may write to; pages come as they are touched.
 ///
-/// `name` shows in /proc/PID/maps. Fails with the kernel's errno (EMFILE, ENOMEM, EINVAL for 0 bytes, EFBIG where the
-/// process may not have files of that size).
+/// `name` shows in /proc/PID/maps. Fails with the kernel's errno (EMFILE, ENOMEM, EINVAL for 0 bytes), EFBIG if it
+/// is more than files [may have](file_limit).
 pub fn create(name: &str, bytes: u64) -> Result<(PrivateFd, Mapping), Errno> {
-    create_sealed(name, bytes, FIXED_SIZE)
+    let fd = create_file(name, bytes)?;
+    let extent = Extent::of_file(fd.as_fd(), 0, bytes as usize, Access::ReadWrite)?;
+    Ok((fd, Mapping(extent)))
+}
+
+/// As [`create`], without a mapping.
+pub fn create_file(name: &str, bytes: u64) -> Result<PrivateFd, Errno> {
+    let fd = unsealed(name, bytes)?;
+    fcntl_add_seals(&fd, FIXED_SIZE)?;
+    Ok(fd)
 }
 
 /// Like [`create`], but only the returned mapping can ever be written through: a peer that is sent the
 /// fd can map it to read only. Linux 5.1; EINVAL before.
 pub fn create_read_only_for_peers(name: &str, bytes: u64) -> Result<(PrivateFd, Mapping), Errno> {
-    create_sealed(name, bytes, FIXED_SIZE | SealFlags::FUTURE_WRITE)
+    let fd = unsealed(name, bytes)?;
+    // Mapped before it is sealed: F_SEAL_FUTURE_WRITE leaves existing mappings alone.
+    let extent = Extent::of_file(fd.as_fd(), 0, bytes as usize, Access::ReadWrite)?;
+    let mapping = Mapping(extent);
+    fcntl_add_seals(&fd, FIXED_SIZE | SealFlags::FUTURE_WRITE)?;
+    Ok((fd, mapping))
 }
 
-fn create_sealed(name: &str, bytes: u64, seals: SealFlags) -> Result<(PrivateFd, Mapping), Errno> {
-    let length = mappable(bytes).ok_or(Errno::INVAL)?;
+/// Bytes that a file of this process may have (RLIMIT_FSIZE), memory or not. Beyond it the kernel raises SIGXFSZ,
+/// which ends the program.
+pub fn file_limit() -> u64 {
+    getrlimit(Resource::Fsize).current.unwrap_or(u64::MAX)
+}
+
+fn unsealed(name: &str, bytes: u64) -> Result<PrivateFd, Errno> {
+    mappable(bytes).ok_or(Errno::INVAL)?;
     within_file_limit(bytes)?;
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     // Kernels before 6.3 do not know NOEXEC_SEAL, later ones may insist on it (sysctl vm.memfd_noexec).
@@ -175,23 +157,28 @@ fn create_sealed(name: &str, bytes: u64, seals: SealFlags) -> Result<(PrivateFd,
         memfd_create(name, flags | MemfdFlags::NOEXEC_SEAL).or_else(|_| memfd_create(name, flags))
     })?;
     ftruncate(&fd, bytes)?;
-    // Mapped before it is sealed: F_SEAL_FUTURE_WRITE leaves existing mappings alone.
-    let mapping = Mapping::file(fd.as_fd(), length, Access::ReadWrite)?;
-    fcntl_add_seals(&fd, seals)?;
-    Ok((fd, mapping))
+    Ok(fd)
 }
 
-/// EFBIG if a file may not grow to that many bytes: trying that sends SIGXFSZ besides.
+/// EFBIG if a file may not grow to that many bytes.
 pub fn within_file_limit(bytes: u64) -> Result<(), Errno> {
-    match getrlimit(Resource::Fsize).current {
-        Some(limit) if limit < bytes => Err(Errno::FBIG),
-        _ => Ok(()),
+    if bytes > file_limit() {
+        return Err(Errno::FBIG);
     }
+    Ok(())
 }
 
 /// Maps the first `claimed` bytes of what a peer has sent as shared memory, after checking that it is.
 pub fn map_received(fd: BorrowedFd<'_>, claimed: u64, access: Access) -> Result<Mapping, MapError> {
     let length = mappable(claimed).ok_or(MapError::Size)?;
+    check_received(fd, claimed, access)?;
+    Ok(Mapping(Extent::of_file(fd, 0, length, access)?))
+}
+
+/// Whether what a peer has sent is shared memory of at least `claimed` bytes, for ever, and can be mapped like this. If the
+/// kernel refuses that where something else is mapped already, that may be gone.
+pub fn check_received(fd: BorrowedFd<'_>, claimed: u64, access: Access) -> Result<(), MapError> {
+    mappable(claimed).ok_or(MapError::Size)?;
     // Files on other file systems cannot be sealed; those on hugetlbfs can, but touching them raises
     // SIGBUS when huge pages run out.
     if fstatfs(fd)?.f_type as i64 != TMPFS_MAGIC {
@@ -201,11 +188,15 @@ pub fn map_received(fd: BorrowedFd<'_>, claimed: u64, access: Access) -> Result<
     if !seals.contains(FIXED_SIZE) {
         return Err(MapError::NotSealed);
     }
+    let read_only = SealFlags::WRITE | SealFlags::FUTURE_WRITE;
+    if access == Access::ReadWrite && seals.intersects(read_only) {
+        return Err(MapError::Kernel(Errno::PERM));
+    }
     // Checked after the seals: from there on it cannot change.
     if u64::try_from(fstat(fd)?.st_size).map_or(true, |size| size < claimed) {
         return Err(MapError::Size);
     }
-    Ok(Mapping::file(fd, length, access)?)
+    Ok(())
 }
 
 /// A size that a mapping, and pointer arithmetic in it, can have.
@@ -269,6 +260,23 @@ mod tests {
         assert_eq!(ftruncate(&fd, 4096), Err(Errno::PERM));
         assert_eq!(ftruncate(&fd, 16384), Err(Errno::PERM));
         assert_eq!(fcntl_add_seals(&fd, SealFlags::WRITE), Err(Errno::PERM));
+    }
+
+    #[test]
+    fn a_file_is_not_made_larger_than_files_may_be() {
+        super::super::forked::in_child(|| {
+            let limit = rustix::process::Rlimit {
+                current: Some(1 << 20),
+                maximum: None,
+            };
+            rustix::process::setrlimit(Resource::Fsize, limit).unwrap();
+            // Without a look at the limit this child is killed by SIGXFSZ.
+            assert_eq!(
+                create("rdmasock-test", (1 << 20) + 1).unwrap_err(),
+                Errno::FBIG
+            );
+            assert!(create("rdmasock-test", 1 << 20).is_ok());
+        });
     }
 
     #[test]

@@ -106,7 +106,7 @@ fn each_fault_has_its_reason() {
         (&|b| b.truncate(191), Refused::Length),
         (&|b| b.push(0), Refused::Length),
         (&Vec::clear, Refused::Length),
-        (&|b| b[4] = 2, Refused::Version(2)),
+        (&|b| b[4] = 3, Refused::Version(3)),
         // A later version may be longer.
         (
             &|b| {

@@ -216,7 +216,7 @@ fn the_bytes_of_a_message_are_fixed() {
         vqpn: Vqpn(0x0A0B_0C0D),
         ring,
     };
-    let mut expected = b"rsok\x01\x20\x29\x00".to_vec();
+    let mut expected = b"rsok\x02\x20\x29\x00".to_vec();
     expected.extend([0xAA; 16]);
     expected.extend([0xBB; 16]);
     expected.extend([0x0D, 0x0C, 0x0B, 0x0A, 4, 3, 2, 1, 16]);

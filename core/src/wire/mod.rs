@@ -22,7 +22,7 @@ pub use message::{MAX_MESSAGE, MAX_REDIRECT, Message};
 use zerocopy::{FromBytes, Immutable, KnownLayout, Unaligned};
 
 /// The version of the whole protocol, part of every service name, message and marker (P1).
-pub const VERSION: u8 = 1;
+pub const VERSION: u8 = 2;
 
 /// The size of a page of a link's arena, in which rings are placed.
 pub const ARENA_PAGE: u64 = 4096;

@@ -117,7 +117,7 @@ pub const VARIABLES: &[Variable] = &[
         placeholder: "SIZE",
         default: "1G",
         accepts: "a power of two from 16M to 64G",
-        meaning: "address space of a link on each side; memory is used only as streams need it",
+        meaning: "largest size of a link on each side; addresses and memory are taken as streams need them",
         set: |config, value| {
             let size = Size::parse(value.to_str()?)?;
             set(

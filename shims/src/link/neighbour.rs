@@ -2,9 +2,10 @@
 
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd};
+use std::ptr::null_mut;
 use std::sync::atomic::{
-    AtomicBool, AtomicI32,
-    Ordering::{AcqRel, Acquire, SeqCst},
+    AtomicBool, AtomicI32, AtomicPtr,
+    Ordering::{AcqRel, Acquire, Release, SeqCst},
 };
 
 use once_cell::race::OnceRef;
@@ -35,7 +36,8 @@ const MAX_OUTBOX: usize = 8 * MAX_STREAMS as usize;
 pub struct Neighbour {
     /// Whose they are, for the service thread.
     pub(super) link: OnceRef<'static, Link>,
-    pub(super) channel: Channel,
+    /// Null, or what only the service thread may free, under the outbox's lock.
+    channel: AtomicPtr<Channel>,
     /// What the channel had no room for, in order.
     outbox: Lock<VecDeque<Letter>>,
     doorbells: Box<[AtomicI32]>,
@@ -44,14 +46,39 @@ pub struct Neighbour {
 }
 
 impl Neighbour {
-    pub(super) fn new(channel: Channel) -> Self {
+    pub(super) fn new() -> Self {
         Self {
             link: OnceRef::new(),
-            channel,
+            channel: AtomicPtr::new(null_mut()),
             outbox: Lock::new(VecDeque::new()),
             doorbells: (0..MAX_WAITERS).map(|_| AtomicI32::new(-1)).collect(),
             owed: (0..MAX_WAITERS).map(|_| AtomicBool::new(false)).collect(),
         }
+    }
+
+    /// The side channel, if there is one. Service thread only, or under the outbox's lock.
+    pub(super) fn channel(&self) -> Option<&Channel> {
+        // SAFETY: null, or a box that `end` frees, on the service thread and under the lock.
+        unsafe { self.channel.load(Acquire).as_ref() }
+    }
+
+    /// There is a peer, on the other side of this channel.
+    pub(super) fn begin(&self, channel: Channel) {
+        self.channel
+            .store(Box::into_raw(Box::new(channel)), Release);
+    }
+
+    /// There is none any more. Service thread only.
+    pub(super) fn end(&self) {
+        if let Some(mut outbox) = self.outbox.lock() {
+            outbox.clear();
+            let channel = self.channel.swap(null_mut(), AcqRel);
+            if !channel.is_null() {
+                // SAFETY: from `begin`, and nobody uses it (`channel`).
+                drop(unsafe { Box::from_raw(channel) });
+            }
+        }
+        self.forget_doorbells();
     }
 
     /// Sends a message on the side channel, once there is room: delivered in order, and if the link
@@ -61,18 +88,18 @@ impl Neighbour {
         let bytes = message.encode(&mut buf).map_err(|_| SendError::Encoding)?;
         // Held while sending: what is kept goes first.
         let mut outbox = self.outbox.lock().ok_or(SendError::Full)?;
-        let sent = if outbox.is_empty() {
-            self.channel.send(bytes, fds)
-        } else {
-            Err(Errno::AGAIN)
+        let sent = match self.channel() {
+            None => Err(Errno::PIPE),
+            Some(channel) if outbox.is_empty() => channel.send(bytes, fds),
+            Some(_) => Err(Errno::AGAIN),
         };
-        tracing::trace!(target: "rdmasock::link", link = self.link.get().map(|l| l.slot), ?message, ?sent);
+        tracing::trace!(target: "rdmasock::link", link = self.link.get().map(|l| l.slot()), ?message, ?sent);
         if sent != Err(Errno::AGAIN) {
             return sent.map_err(send_error);
         }
         if outbox.len() >= MAX_OUTBOX {
             drop(outbox);
-            self.ask_service(Command::Violation);
+            self.ask_service(Command::Overfull);
             return Err(SendError::Down);
         }
         let fds: Result<Vec<_>, _> = fds.iter().map(|fd| PrivateFd::duplicate(*fd)).collect();
@@ -94,6 +121,11 @@ impl Neighbour {
         }
     }
 
+    /// Whether more messages wait for room than a correct peer leaves unread.
+    pub(super) fn is_overfull(&self) -> bool {
+        self.outbox.lock().is_some_and(|o| o.len() >= MAX_OUTBOX)
+    }
+
     /// Whether messages wait for room.
     pub(super) fn has_outbox(&self) -> bool {
         self.outbox.lock().is_none_or(|o| !o.is_empty())
@@ -106,7 +138,7 @@ impl Neighbour {
         };
         while let Some(letter) = outbox.front() {
             let fds: Vec<BorrowedFd<'_>> = letter.fds.iter().map(AsFd::as_fd).collect();
-            if self.channel.send(&letter.bytes, &fds) == Err(Errno::AGAIN) {
+            if self.channel().map(|c| c.send(&letter.bytes, &fds)) == Some(Err(Errno::AGAIN)) {
                 return false;
             }
             outbox.pop_front();
@@ -181,9 +213,10 @@ fn send_error(errno: Errno) -> SendError {
 
 impl Neighbour {
     /// Nobody is rung any more.
-    pub(super) fn forget_doorbells(&self) {
-        for slot in &self.doorbells {
+    fn forget_doorbells(&self) {
+        for (slot, owed) in self.doorbells.iter().zip(&self.owed) {
             close_raw(slot.swap(-1, AcqRel));
+            owed.store(false, Release);
         }
     }
 }

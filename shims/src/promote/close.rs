@@ -119,7 +119,11 @@ pub fn close_stream(socket: &'static Socket, control: &mut Control) {
             asked: true,
         }) => link.close_unanswered(mine, consumer),
         Some(Opened { link, mine, .. }) => link.close(mine, peer, consumer),
-        None => {}
+        None => {
+            if let (Some(link), Some(peer)) = (socket.link(), peer) {
+                link.done_with(peer);
+            }
+        }
     }
     socket.link.store(std::ptr::null_mut(), Relaxed);
     control.asked_back = false;

@@ -112,6 +112,8 @@ impl Asking {
     }
 }
 
+/// How long a channel for one question is kept, ns: longer than the answer counts, for a late YES is to be cancelled.
+const CHANNEL_LIFE: u64 = 10_000_000_000;
 /// How long a destination without the library is believed to be one.
 const ABSENT_FOR: Duration = Duration::from_secs(5);
 const PRESENT_FOR: Duration = Duration::from_secs(600);
@@ -312,6 +314,18 @@ impl Worker {
         {
             self.library.stats.count(Event::Ask);
             asking.asked.insert(conn);
+            let until = crate::time::now_ns() + CHANNEL_LIFE;
+            self.asked_until.push_back((until, conn));
+        }
+    }
+
+    /// Who has not answered on a channel that was made for one question will not.
+    pub(super) fn expire_asked(&mut self, now: u64) {
+        while let Some((until, conn)) = self.asked_until.front().copied()
+            && until <= now
+        {
+            self.asked_until.pop_front();
+            self.done_asking(conn);
         }
     }
 

@@ -66,8 +66,12 @@ pub enum Command {
     Dialled(InstanceId, Result<Dialled, Errno>),
     /// The link's side channel is full.
     AwaitRoom(&'static Link),
-    /// The peer broke the protocol.
-    Violation(&'static Link),
+    /// The link's peer does not read what it is told.
+    Overfull(&'static Link),
+    /// The peer broke the protocol in the memory of the socket's stream.
+    Violation(Ref),
+    /// Nothing pins a link any more that is down.
+    Bury,
     /// A listener has accepted its first connection in this process.
     Listen(&'static Listener),
     /// A connection that was closed in the middle of a promotion: the markers that are awaited, and
@@ -114,6 +118,11 @@ impl Command {
     /// See [`Command::Drained`].
     pub fn drained(socket: &'static Socket) -> Self {
         Self::Drained(Ref::new(socket))
+    }
+
+    /// See [`Command::Violation`].
+    pub fn violation(socket: &'static Socket) -> Self {
+        Self::Violation(Ref::new(socket))
     }
 
     /// See [`Command::Pressed`].
@@ -165,11 +174,25 @@ impl Worker {
             }
             Command::NeedLink(r, peer, offer) => self.need_link(r, peer, offer),
             Command::Dialled(peer, dialled) => self.on_dialled(peer, dialled),
-            Command::AwaitRoom(link) => self.await_room(link, true),
-            Command::Violation(link) => {
-                self.library.stats.count(Event::LinkViolation);
-                self.link_down(link, Reason::Violation);
+            // The object may be another link by now, or none.
+            Command::AwaitRoom(link) => {
+                if link.has_outbox() {
+                    self.await_room(link, true);
+                }
             }
+            Command::Overfull(link) => {
+                if link.is_overfull() {
+                    self.break_off(link);
+                }
+            }
+            Command::Violation(r) => {
+                let opened = r.get().and_then(|socket| socket.control.lock()?.opened);
+                if let Some(opened) = opened {
+                    self.library.stats.count(Event::LinkViolation);
+                    self.link_down(opened.link, Reason::Violation);
+                }
+            }
+            Command::Bury => self.bury(),
             Command::Linger(fd, awaited, unsent) => self.linger(fd, awaited, unsent),
             Command::Listen(listener) => self.listen(listener),
             Command::Pressed(r) => self.on_pressed(r),

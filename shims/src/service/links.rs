@@ -4,12 +4,11 @@ use std::net::IpAddr;
 use std::os::fd::AsFd;
 use std::sync::atomic::Ordering::{Acquire, Release, SeqCst};
 
-use rdmasock_core::fabric::layout::{HEADER_BYTES, Layout, MAX_STREAMS};
-use rdmasock_core::fabric::shm::Side;
-use rdmasock_core::fabric::waiter::FlagPage;
+use rdmasock_core::fabric::layout::{Layout, MAX_STREAMS};
+use rdmasock_core::fabric::shm::Memory;
 use rdmasock_core::ids::{Cookie, InstanceId};
 use rdmasock_core::os::channel::Channel;
-use rdmasock_core::os::memfd::{self, Access};
+use rdmasock_core::os::memfd;
 use rdmasock_core::os::privatefd::PrivateFd;
 use rdmasock_core::rendezvous::names;
 use rdmasock_core::stats::{LinkInfo, LinkStats, Path, Reason};
@@ -17,7 +16,7 @@ use rdmasock_core::stream::handshake::{Handshake, Role};
 use rdmasock_core::wire::{self, Geometry, LinkAddress, LinkOffer, MAX_MESSAGE, Message, ShmName};
 
 use super::{ASK_TIMEOUT, Conn, LINK_TIMEOUT, Peer, Ref, Worker};
-use crate::link::Link;
+use crate::link::{Identity, Link, NoProducer};
 use crate::promote;
 use crate::ready;
 use crate::socket::{self, mode};
@@ -26,7 +25,8 @@ use crate::wait::{FLAGS_BYTES, MAX_WAITERS, SERVICE, WaiterId};
 /// A link that we have asked for.
 pub struct Pending {
     waiting: Vec<Ref>,
-    mine: Option<Side>,
+    /// The arena that we receive in.
+    mine: Option<(PrivateFd, Layout)>,
     /// Monotonic ns.
     pub deadline: u64,
 }
@@ -84,23 +84,26 @@ impl Worker {
         }
     }
 
-    fn make_arena(&self) -> Option<(PrivateFd, Side)> {
-        let layout = Layout::for_data(self.library.config.arena.bytes())?;
-        let (fd, mapping) = memfd::create("rdmasock-arena", layout.file_len()).ok()?;
-        let header = layout.header();
-        // SAFETY: the file is longer than its header, and nobody else has it yet.
-        unsafe { std::ptr::copy_nonoverlapping(header.as_ptr(), mapping.as_ptr(), header.len()) };
-        Some((fd, Side::new(mapping, layout)?))
+    /// The file of an arena, as large as files may be here.
+    fn make_arena(&self) -> Option<(PrivateFd, Layout)> {
+        let layout = Layout::within(self.library.config.arena.bytes(), memfd::file_limit())?;
+        let fd = memfd::create_file("rdmasock-arena", layout.file_len()).ok()?;
+        Some((fd, layout))
     }
 
-    fn dial(&mut self, peer: InstanceId, name: &ShmName, cookie: &Cookie) -> Option<Side> {
+    fn dial(
+        &mut self,
+        peer: InstanceId,
+        name: &ShmName,
+        cookie: &Cookie,
+    ) -> Option<(PrivateFd, Layout)> {
         let channel = names::connect_to(name.as_bytes()).ok()?;
-        let (arena, mine) = self.make_arena()?;
+        let (arena, layout) = self.make_arena()?;
         let message = Message::Link {
             cookie: *cookie,
             instance_c: self.library.id,
             pid: rustix::process::getpid().as_raw_nonzero().get() as u32,
-            geometry: self.geometry(mine.layout()),
+            geometry: self.geometry(&layout),
         };
         let mut buf = [0u8; MAX_MESSAGE];
         let bytes = message.encode(&mut buf).ok()?;
@@ -108,7 +111,7 @@ impl Worker {
             .send(bytes, &[arena.as_fd(), self.library.waiters.flags_fd()])
             .ok()?;
         self.register(channel, Peer::Linking { peer })?;
-        Some(mine)
+        Some((arena, layout))
     }
 
     /// LINK: a connector presents the cookie that it read in TCP.
@@ -130,11 +133,12 @@ impl Worker {
             );
             return self.hang_up(conn, Reason::Violation);
         }
-        let made = self.make_arena().and_then(|(fd, mine)| {
-            let theirs = map_peer(geometry, &fds)?;
-            Some((fd, mine, theirs))
+        let made = self.make_arena().and_then(|(arena, layout)| {
+            let memory = memory((&arena, layout), geometry, &fds)?;
+            let link = self.make_link(peer, pid, &memory)?;
+            Some((arena, layout, link))
         });
-        let Some((arena, mine, (theirs, flags))) = made else {
+        let Some((arena, layout, link)) = made else {
             self.reply(
                 conn,
                 &Message::LinkRefuse {
@@ -149,20 +153,19 @@ impl Worker {
         let message = Message::LinkAccept {
             instance_s: self.library.id,
             pid: rustix::process::getpid().as_raw_nonzero().get() as u32,
-            geometry: self.geometry(mine.layout()),
+            geometry: self.geometry(&layout),
         };
         let mut buf = [0u8; MAX_MESSAGE];
-        let Ok(bytes) = message.encode(&mut buf) else {
-            return;
-        };
-        if channel
-            .send(bytes, &[arena.as_fd(), self.library.waiters.flags_fd()])
-            .is_err()
-        {
+        let sent = message.encode(&mut buf).is_ok_and(|bytes| {
+            let fds = [arena.as_fd(), self.library.waiters.flags_fd()];
+            channel.send(bytes, &fds).is_ok()
+        });
+        if !sent {
             self.conns.remove(&conn);
+            self.give_up(link);
             return;
         }
-        self.establish(conn, peer, pid, channel, mine, theirs, flags);
+        self.establish(conn, link, channel);
     }
 
     /// LINK-ACCEPT: the link that we asked for stands.
@@ -182,17 +185,17 @@ impl Worker {
             .pending_links
             .get_mut(&expected)
             .and_then(|p| p.mine.take());
-        let (Some(mine), true, Some((theirs, flags))) =
-            (mine, instance == expected, map_peer(geometry, &fds))
-        else {
+        let link = mine.filter(|_| instance == expected).and_then(|mine| {
+            let memory = memory((&mine.0, mine.1), geometry, &fds)?;
+            self.make_link(expected, pid, &memory)
+        });
+        let Some(link) = link else {
             return self.hang_up(conn, Reason::LinkFailed);
         };
         let Some(channel) = self.conns.get_mut(&conn).and_then(|c| c.channel.take()) else {
-            return;
+            return self.give_up(link);
         };
-        let Some(link) = self.establish(conn, expected, pid, channel, mine, theirs, flags) else {
-            return;
-        };
+        self.establish(conn, link, channel);
         self.link_made(expected, link);
     }
 
@@ -205,20 +208,31 @@ impl Worker {
         }
     }
 
-    #[allow(clippy::too_many_arguments)]
-    fn establish(
+    fn make_link(
         &mut self,
-        conn: u64,
         peer: InstanceId,
         pid: u32,
-        channel: Channel,
-        mine: Side,
-        theirs: Side,
-        flags: FlagPage,
+        memory: &Memory<'_>,
     ) -> Option<&'static Link> {
         let slot = self.free_slot();
         let stats = self.open_stats(slot, Path::Shm, peer, pid);
-        let link = Link::new(slot, peer, channel, mine, theirs, flags, stats);
+        let link = Link::new(Identity { slot, peer, stats }, memory);
+        match link {
+            None => self.library.stats.close_link(slot),
+            Some(_) => tracing::info!(target: "rdmasock", %peer, pid, slot, "link up"),
+        }
+        link
+    }
+
+    /// A link that has come to nothing.
+    fn give_up(&mut self, link: &'static Link) {
+        link.set_down(Reason::LinkFailed);
+        self.dead_links.push(link);
+        self.bury();
+    }
+
+    fn establish(&mut self, conn: u64, link: &'static Link, channel: Channel) {
+        link.attach(channel);
         // The registration in the epoll set goes with the fd, which the link has now.
         self.conns.insert(
             conn,
@@ -227,10 +241,10 @@ impl Worker {
                 peer: Peer::Link(link),
             },
         );
-        self.service.links.lock()?.push(link);
+        if let Some(mut links) = self.service.links.lock() {
+            links.push(link);
+        }
         link.announce(SERVICE);
-        tracing::info!(target: "rdmasock", %peer, pid, slot, "link up");
-        Some(link)
     }
 
     pub(super) fn open_stats(
@@ -254,7 +268,7 @@ impl Worker {
 
     pub(super) fn free_slot(&self) -> u32 {
         let links = self.service.all_links();
-        let used = |s: &u32| links.iter().chain(&self.dead_links).any(|l| l.slot == *s);
+        let used = |s: &u32| links.iter().chain(&self.dead_links).any(|l| l.slot() == *s);
         (0..).find(|s| !used(s)).unwrap_or(u32::MAX)
     }
 
@@ -291,7 +305,7 @@ impl Worker {
         message: Message,
         mut fds: Vec<PrivateFd>,
     ) {
-        tracing::trace!(target: "rdmasock::link", link = link.slot, ?message, "received");
+        tracing::trace!(target: "rdmasock::link", link = link.slot(), ?message, "received");
         match message {
             Message::Waiter { id } => {
                 if let Some(fd) = fds.pop() {
@@ -328,15 +342,15 @@ impl Worker {
                                 && h.mine() == nonce_yours
                                 && h.theirs() == Some(nonce_mine)
                         });
-                        (matches && control.greeted_by == Some(link.peer))
+                        (matches && control.greeted_by == Some(link.peer()))
                             .then(|| promote::on_open(socket, &mut control, link, vqpn))
                     });
                 match opened {
-                    Some(true) => {
+                    Some(Ok(())) => {
                         self.offered.remove(&nonce_yours);
                     }
-                    Some(false) => self.break_off(link),
-                    None => {
+                    Some(Err(NoProducer::NoSuch)) => self.break_off(link),
+                    Some(Err(NoProducer::Limits)) | None => {
                         let _ = link.send(
                             &Message::OpenRefuse {
                                 yours: vqpn,
@@ -359,9 +373,18 @@ impl Worker {
                         .is_some_and(|o| o.asked && o.mine == yours && std::ptr::eq(o.link, link))
                     && control.peer.is_none()
                 {
-                    if !promote::on_open(socket, &mut control, link, mine) {
-                        drop(control);
-                        self.break_off(link);
+                    match promote::on_open(socket, &mut control, link, mine) {
+                        Ok(()) => {}
+                        Err(NoProducer::NoSuch) => {
+                            drop(control);
+                            self.break_off(link);
+                        }
+                        Err(NoProducer::Limits) => {
+                            // As if we had left before the answer came.
+                            let _ = link.send(&Message::Closed { yours: mine }, &[]);
+                            let steps = promote::give_up(&mut control);
+                            promote::run(socket, &mut control, steps);
+                        }
                     }
                 } else {
                     // We have left since: the peer's number is free once it has heard so.
@@ -417,7 +440,7 @@ impl Worker {
     }
 
     /// The peer breaks the protocol on this link.
-    fn break_off(&mut self, link: &'static Link) {
+    pub(super) fn break_off(&mut self, link: &'static Link) {
         if let Some(conn) = self.conn_of(link) {
             self.violation(conn);
         }
@@ -428,7 +451,7 @@ impl Worker {
         if !link.set_down(why) {
             return;
         }
-        tracing::info!(target: "rdmasock", peer = %link.peer, %why, "link down");
+        tracing::info!(target: "rdmasock", peer = %link.peer(), %why, "link down");
         if let Some(mut links) = self.service.links.lock() {
             links.retain(|l| !std::ptr::eq(*l, link));
         }
@@ -488,11 +511,9 @@ impl Worker {
         self.bury_at = 0;
         let now = crate::time::now_ns();
         self.dead_links.retain(|link| {
-            if link.streams() > 0 {
-                return true;
-            }
+            // What pins it says when it no longer does; who sleeps on another host's does not.
             let is_released = link.release();
-            if !is_released {
+            if !is_released && link.is_remote() && link.streams() == 0 {
                 self.bury_at = now + BURY_AGAIN;
             }
             !is_released
@@ -500,19 +521,20 @@ impl Worker {
     }
 }
 
-fn map_peer(geometry: &Geometry, fds: &[PrivateFd]) -> Option<(Side, FlagPage)> {
+/// The memory of a link, by what the peer says of its own. `None` if that is not what this version has.
+fn memory<'a>(
+    mine: (&'a PrivateFd, Layout),
+    geometry: &Geometry,
+    fds: &'a [PrivateFd],
+) -> Option<Memory<'a>> {
     let [arena, flags] = fds else { return None };
-    let mapping =
-        memfd::map_received(arena.as_fd(), geometry.arena_bytes, Access::ReadWrite).ok()?;
-    if mapping.bytes() < HEADER_BYTES || geometry.waiter_bytes < FLAGS_BYTES {
-        return None;
-    }
-    let mut header = [0u8; HEADER_BYTES];
-    // SAFETY: within the mapping; copied before it is looked at, because the peer may change it.
-    unsafe { std::ptr::copy_nonoverlapping(mapping.as_ptr(), header.as_mut_ptr(), HEADER_BYTES) };
-    let layout = Layout::from_header(&header, geometry.arena_bytes).ok()?;
-    let flags = memfd::map_received(flags.as_fd(), FLAGS_BYTES, Access::ReadOnly).ok()?;
-    Some((Side::new(mapping, layout)?, FlagPage::new(flags)?))
+    let is_known = geometry.waiter_bytes >= FLAGS_BYTES && geometry.queue_entries == MAX_STREAMS;
+    let theirs = Layout::of_file(geometry.arena_bytes).filter(|_| is_known)?;
+    Some(Memory {
+        mine: (mine.0.as_fd(), mine.1),
+        theirs: (arena.as_fd(), theirs),
+        flags: flags.as_fd(),
+    })
 }
 
 /// The two addresses of a connection, ours first.

@@ -17,7 +17,7 @@ use rustix::event::epoll as kernel;
 use rustix::io::Errno;
 
 use super::{Command, LINK_TIMEOUT, Peer, SignalsBlocked, Worker, kind, tag};
-use crate::link::{Distant, Link, Tended};
+use crate::link::{Distant, Identity, Link, Tended};
 use crate::promote;
 use crate::socket::Socket;
 use crate::verbs::{self, Acceptor, Incoming, Pair, State};
@@ -223,7 +223,7 @@ impl Worker {
     pub(super) fn on_pair_state(&mut self, id: u64) {
         if let Some((link, distant)) = self.remote_link(id) {
             if let State::Down(error) = distant.state() {
-                tracing::info!(target: "rdmasock", peer = %link.peer, %error, "link lost");
+                tracing::info!(target: "rdmasock", peer = %link.peer(), %error, "link lost");
                 self.hang_up(id, Reason::LinkFailed);
             }
             return;
@@ -319,7 +319,8 @@ impl Worker {
         let info = pair.info().ok()?;
         let slot = self.free_slot();
         let stats = self.open_stats(slot, rdmasock_core::stats::Path::Verbs, peer, pid);
-        let link = Link::between_hosts(slot, peer, pair, self.library.config.arena.bytes(), stats)?;
+        let identity = Identity { slot, peer, stats };
+        let link = Link::between_hosts(identity, pair, self.library.config.arena.bytes())?;
         for (fd, kind) in [
             (info.state_fd, kind::PAIR_STATE),
             (info.completion_fd, kind::COMPLETION),
@@ -453,7 +454,7 @@ impl Worker {
         self.take_messages(id, distant);
         self.spend_cookie(id);
         if let Some(reason) = distant.fault() {
-            tracing::info!(target: "rdmasock", peer = %link.peer, %reason, "link lost");
+            tracing::info!(target: "rdmasock", peer = %link.peer(), %reason, "link lost");
             self.hang_up(id, reason);
         }
     }

@@ -112,7 +112,7 @@ fn squat(port: u16, how: &str) -> bool {
         .map(|k| {
             let kind = libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC;
             let fd = call!(libc::socket(libc::AF_UNIX, kind, 0)).ok();
-            let name = format!("\0rdmasock/1/tcp/{port}/{k}");
+            let name = format!("\0rdmasock/2/tcp/{port}/{k}");
             sys::bind(fd, &Addr::unix(name.as_bytes())).ok();
             call!(libc::listen(fd, 16)).ok();
             fd

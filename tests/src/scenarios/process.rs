@@ -102,6 +102,30 @@ pub fn fork_client(c: &Ctx) {
     }
 }
 
+/// What the peer sends to the parent is not the child's to read: it does not have the memory.
+pub fn fork_child_has_no_arena(c: &Ctx) {
+    let fd = c.pair();
+    if c.is_server() {
+        answer(fd, 2, 500);
+        let child = sys::fork_child(|| {
+            let maps = std::fs::read_to_string("/proc/self/maps").expect("maps");
+            let ours = |line: &&str| {
+                ["rdmasock-arena", "rdmasock-waiters"]
+                    .iter()
+                    .any(|name| line.contains(name))
+            };
+            maps.lines().filter(ours).count() as c_int
+        });
+        c.log(format_args!("child {}", sys::wait_child(child)));
+        answer(fd, 2, 500);
+        c.recv_to_end(fd);
+    } else {
+        ask(c, fd, 4, 500);
+        c.shutdown(fd, libc::SHUT_WR);
+        c.recv_to_end(fd);
+    }
+}
+
 /// Bytes received before the fork and not read are for whoever reads first, once.
 pub fn fork_with_unread_data(c: &Ctx) {
     let fd = c.pair();

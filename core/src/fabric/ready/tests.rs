@@ -10,7 +10,7 @@ mod sequences {
 
     #[test]
     fn a_sweep_ends_though_streams_are_pushed_again() {
-        let (queue, mut cursor) = (ReadyQueue::new(), ReadyCursor::new());
+        let (queue, mut cursor) = (PrivateQueue::new(), ReadyCursor::new());
         for v in [0, 63, 64, 16383, 16383, 99999] {
             queue.push(v);
         }
@@ -27,11 +27,11 @@ mod sequences {
 
     #[test]
     fn hostile_contents_are_only_spurious_streams() {
-        let (queue, mut cursor) = (ReadyQueue::new(), ReadyCursor::new());
-        for s in &queue.summary {
+        let (queue, mut cursor) = (PrivateQueue::new(), ReadyCursor::new());
+        for s in &queue.0[0].summary {
             s.store(u64::MAX, Ordering::Relaxed);
         }
-        queue.words[7].store(u64::MAX, Ordering::Relaxed);
+        queue.0[1].words[3].store(u64::MAX, Ordering::Relaxed);
         cursor.begin(&queue);
         let all: Vec<u32> = std::iter::from_fn(|| cursor.pop(&queue)).collect();
         assert_eq!(all, (7 * 64..8 * 64).collect::<Vec<u32>>());
@@ -59,7 +59,7 @@ mod sequences {
         fn what_is_pushed_is_popped(
             ops in proptest::collection::vec(proptest::option::of(0..MAX_STREAMS), 1..300),
         ) {
-            let (queue, mut cursor) = (ReadyQueue::new(), ReadyCursor::new());
+            let (queue, mut cursor) = (PrivateQueue::new(), ReadyCursor::new());
             let mut model = BTreeSet::new();
             for op in ops {
                 match op {
@@ -110,7 +110,7 @@ mod loom_models {
     }
 
     struct Waiter {
-        queue: ReadyQueue,
+        queue: PrivateQueue,
         flag: SleepFlag,
         bell: Doorbell,
         mark: RungMark,
@@ -122,7 +122,7 @@ mod loom_models {
         builder.preemption_bound = Some(3);
         builder.check(move || {
             let waiter = Arc::new(Waiter {
-                queue: ReadyQueue::new(),
+                queue: PrivateQueue::new(),
                 flag: SleepFlag::new(),
                 bell: Doorbell(Mutex::new(0), Condvar::new()),
                 mark: RungMark::new(),

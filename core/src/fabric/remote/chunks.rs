@@ -7,7 +7,7 @@
 use std::ops::RangeInclusive;
 
 use super::qp::{Key, QueuePair};
-use crate::fabric::layout::{self, Region};
+use crate::fabric::layout::Region;
 use crate::fabric::side::Side;
 use crate::lock::Lock;
 
@@ -47,7 +47,7 @@ impl Registry {
         let Some(mut tried) = self.0.lock() else {
             return new;
         };
-        let data_len = side.layout().data_len();
+        let data_len = side.data_len();
         for chunk in chunks {
             let at = chunk as usize;
             if tried.len() <= at {
@@ -60,7 +60,7 @@ impl Registry {
             }
             // SAFETY: within the data area, which is mapped for as long as the end, and so longer than
             // its queue pair; ring memory is never referred to.
-            if let Ok(key) = unsafe { qp.register(side.at(layout::DATA_OFFSET + offset), len) } {
+            if let Ok(key) = unsafe { qp.register(side.data_at(offset), len) } {
                 new.push((chunk, key));
             }
         }

@@ -25,7 +25,7 @@ use super::qp::{Limits, QueuePair};
 use super::record::{DATA_BYTES, HEADER_BYTES};
 use crate::fabric::layout::{MAX_STREAMS, Region};
 use crate::fabric::numbers::{Done, Numbers, done};
-use crate::fabric::ready::{RungMark, SleepFlag};
+use crate::fabric::ready::{PrivateQueue, ReadyQueue, RungMark, SleepFlag};
 use crate::fabric::ring::{Consumer, Producer, Wake};
 use crate::fabric::side::{Side, Sweeps};
 use crate::fabric::waiter::{MAX_WAITERS, WaiterId};
@@ -194,7 +194,7 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         if limits.buffer_bytes < MIN_BUFFER || limits.receive_buffers < MIN_BUFFERS {
             return Err(Unusable);
         }
-        let numbers = Numbers::new(mine.layout().data_len() as u64);
+        let numbers = Numbers::new(mine.data_len() as u64);
         Ok(Self {
             engine: Lock::new(Engine::new(&limits)),
             ground: Ground {
@@ -204,8 +204,8 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
                 mirror,
                 local,
                 tuning,
-                dirty: Box::default(),
-                closing: Box::default(),
+                dirty: PrivateQueue::new(),
+                closing: PrivateQueue::new(),
                 tells: (0..MAX_STREAMS).map(|_| AtomicU32::new(0)).collect(),
                 outbox: Lock::new(VecDeque::new()),
                 news: AtomicU32::new(0),
@@ -389,8 +389,8 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
     /// a cursor that is still about does no harm. The queue pair must have been ended.
     pub fn release(&self) {
         self.set_down();
-        self.ground.mine.mapping().neutralise();
-        self.ground.mirror.mapping().neutralise();
+        self.ground.mine.neutralise();
+        self.ground.mirror.neutralise();
     }
 
     /// What was done so far. Zeroes in a signal handler that has interrupted the engine.

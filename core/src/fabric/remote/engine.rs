@@ -13,8 +13,8 @@ use super::qp::{Event, Key, Limits, PostError, QueuePair};
 use super::record::{self, Record};
 use super::stream::{State, Stream, Streams};
 use super::watch::{Step, Watch};
-use crate::fabric::layout::{self, MAX_STREAMS};
-use crate::fabric::ready::{ReadyCursor, ReadyQueue};
+use crate::fabric::layout::MAX_STREAMS;
+use crate::fabric::ready::{PrivateQueue, ReadyCursor, ReadyQueue};
 use crate::fabric::ring::{DirectionBlock, Wake};
 use crate::wire::Message;
 
@@ -28,7 +28,7 @@ pub(super) struct Engine {
     /// The sweeps of [`Ground::dirty`], [`Ground::closing`] and `lazy`.
     pub sweep: ReadyCursor,
     pub closing: ReadyCursor,
-    pub lazy: (Box<ReadyQueue>, ReadyCursor),
+    pub lazy: (PrivateQueue, ReadyCursor),
     /// The stream, by the peer's number, that was served when there was no room to go on.
     pub current: Option<u32>,
     watch: Watch,
@@ -273,14 +273,14 @@ impl Engine {
             return Ok(());
         }
         let Some(theirs) = s.theirs else {
-            return s.on_early(g.mirror.layout().data_len(), record);
+            return s.on_early(g.mirror.data_len(), record);
         };
         let block = g.block_mirror(theirs).ok_or(Breach::Stream)?;
         let mut wake = Wake::NONE;
         match record {
             Record::Head { head, .. } => wake = s.out.on_head(block, head)?,
             Record::Offer { word, .. } => {
-                wake = s.out.on_offer(block, g.mirror.layout().data_len(), word)?;
+                wake = s.out.on_offer(block, g.mirror.data_len(), word)?;
             }
             Record::Flags { flags, .. } => wake = block.put_flags(flags),
             Record::Stop { .. } => s.crossed |= !s.out.on_stop(block),
@@ -305,7 +305,7 @@ impl Engine {
         target: Target,
     ) -> Result<(), Breach> {
         let log2 = g.tuning.chunk_log2;
-        let all = chunks::count(g.mirror.layout().data_len(), log2);
+        let all = chunks::count(g.mirror.data_len(), log2);
         let fits = u64::from(index) < all && target.base.checked_add(1 << log2).is_some();
         if !fits || !self.chunks.theirs.set(index, target) {
             return Err(Breach::Chunk);
@@ -383,7 +383,7 @@ impl Engine {
         let early = std::mem::take(&mut s.early);
         if let Some(word) = early.offer {
             // It was checked when it came. Nobody waits for it yet.
-            let _ = s.out.on_offer(block, g.mirror.layout().data_len(), word);
+            let _ = s.out.on_offer(block, g.mirror.data_len(), word);
         }
         let _ = block.put_flags(early.flags);
         if early.stop {
@@ -415,7 +415,7 @@ impl Engine {
                 Which::Mirror => self.chunks.mirror.set(*chunk, key.local),
                 Which::Mine => {
                     let offset = (*chunk as usize) << g.tuning.chunk_log2;
-                    let base = g.mine.at(layout::DATA_OFFSET + offset).addr() as u64;
+                    let base = g.mine.data_at(offset).addr() as u64;
                     let rkey = key.remote;
                     self.chunks.mine.set(*chunk, Target { rkey, base })
                 }

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
 use super::end::{Local, Tuning};
 use super::qp::{Limits, QueuePair};
 use crate::fabric::layout::{MAX_STREAMS, READY_QUEUES};
-use crate::fabric::ready::{ReadyQueue, RungMark};
+use crate::fabric::ready::{PrivateQueue, ReadyQueue, RungMark};
 use crate::fabric::ring::{DirectionBlock, Wake};
 use crate::fabric::side::Side;
 use crate::fabric::waiter::{SLEEPER_MASK, WaiterId};
@@ -44,9 +44,9 @@ pub(super) struct Ground<Q, L> {
     pub local: L,
     pub tuning: Tuning,
     /// Streams with something to send, by the peer's number.
-    pub dirty: Box<ReadyQueue>,
+    pub dirty: PrivateQueue,
     /// Streams that were closed while the engine could not be used, by our number.
-    pub closing: Box<ReadyQueue>,
+    pub closing: PrivateQueue,
     /// Whom to tell at the peer about its stream.
     pub tells: Box<[AtomicU32]>,
     pub outbox: Lock<VecDeque<Letter>>,

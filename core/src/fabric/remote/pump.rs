@@ -15,6 +15,7 @@ use super::ground::Ground;
 use super::qp::{Limits, PostError, QueuePair, Write};
 use super::record::{self, Builder, DATA_BYTES, HEADER_BYTES, MESSAGE_BYTES, Record};
 use super::stream::{State, Stream};
+use crate::fabric::ready::ReadyQueue;
 use crate::fabric::ring::End;
 use crate::fabric::ring::carry::unpack_offer;
 use crate::ids::Vqpn;

@@ -2,7 +2,7 @@
 
 use std::ptr::NonNull;
 
-use super::memory::{DataArea, RingMemory, Spans};
+use super::memory::{DataArea, NoRing, RingMemory, Spans};
 use super::{
     ConsumerLine, DirectionBlock, End, Ended, Offer, ProducerLine, RingError, RxFlags, STOPPED,
     Violation, Wake, disarm, take,
@@ -19,6 +19,9 @@ pub enum OfferError {
     /// The region is not inside the data area.
     #[error("region outside the data area")]
     Outside,
+    /// The region cannot be mapped.
+    #[error("no memory for the region")]
+    Unmapped,
 }
 
 /// What arming for data found.
@@ -278,7 +281,10 @@ impl Consumer {
         if self.pending.is_some() || self.retired.is_some() {
             return Err(OfferError::Pending);
         }
-        let ring = self.area.ring(region).ok_or(OfferError::Outside)?;
+        let ring = self.area.ring(region).map_err(|e| match e {
+            NoRing::Outside => OfferError::Outside,
+            NoRing::Unmapped => OfferError::Unmapped,
+        })?;
         let offer = Offer {
             generation: Offer::next_generation(self.generation),
             region,

@@ -2,8 +2,11 @@
 //! any time, so no reference to payload is ever formed: bytes are copied, then interpreted.
 
 use std::marker::PhantomData;
+use std::ptr::NonNull;
 
 use crate::fabric::layout::Region;
+#[cfg(not(loom))]
+use crate::fabric::side::DataSegments;
 
 /// A byte of shared memory. Under loom a modelled cell, so that a model fails when payload is
 /// read or overwritten without being ordered after the other side's access.
@@ -15,9 +18,24 @@ pub type Byte = loom::cell::UnsafeCell<u8>;
 
 /// The data area of a mapped arena.
 #[derive(Clone, Copy, Debug)]
-pub struct DataArea {
-    base: *mut Byte,
-    len: usize,
+pub struct DataArea(Place);
+
+#[derive(Clone, Copy, Debug)]
+enum Place {
+    /// All of it, side by side.
+    Whole { base: NonNull<Byte>, len: usize },
+    /// As much as is used.
+    #[cfg(not(loom))]
+    Segments(NonNull<DataSegments>),
+}
+
+/// Why there is no ring in a region.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum NoRing {
+    /// Whoever offers it has none there.
+    Outside,
+    /// It cannot be mapped here: our own limits.
+    Unmapped,
 }
 
 impl DataArea {
@@ -27,17 +45,55 @@ impl DataArea {
     /// They are mapped readable and writable, outside every Rust allocation that is accessed
     /// through references, for as long as this value or a cursor made from it is used.
     pub unsafe fn new(base: *mut Byte, len: usize) -> Self {
-        Self { base, len }
+        let (base, len) = match NonNull::new(base) {
+            Some(base) => (base, len),
+            None => (NonNull::dangling(), 0),
+        };
+        Self(Place::Whole { base, len })
     }
 
-    /// The ring in `region`; `None` when that is not wholly inside the area.
-    pub(super) fn ring(&self, region: Region) -> Option<RingMemory> {
-        let end = region.offset().checked_add(region.len())?;
-        (end <= self.len).then(|| RingMemory {
+    /// The ring in `region`. Where the area is mapped as it is used, this maps as much of it.
+    pub(super) fn ring(&self, region: Region) -> Result<RingMemory, NoRing> {
+        let (base, len) = match self.0 {
+            Place::Whole { base, len } => (base, len),
+            // SAFETY: there for as long as this value is used (`of_segments`).
+            #[cfg(not(loom))]
+            Place::Segments(segments) => return ring_in(unsafe { segments.as_ref() }, region),
+        };
+        let end = region.offset().checked_add(region.len());
+        if end.is_none_or(|end| end > len) {
+            return Err(NoRing::Outside);
+        }
+        Ok(RingMemory {
             // In bounds of the area, by the check above.
-            ptr: self.base.wrapping_add(region.offset()),
+            ptr: base.as_ptr().wrapping_add(region.offset()),
             size: region.len() as u64,
         })
+    }
+}
+
+/// The ring in `region` of an area of which more is mapped as more is used.
+#[cfg(not(loom))]
+fn ring_in(segments: &DataSegments, region: Region) -> Result<RingMemory, NoRing> {
+    if !segments.is_piece(region.offset(), region.len()) {
+        return Err(NoRing::Outside);
+    }
+    let reached = segments.reach(region.offset()).ok();
+    let start = reached.and_then(|()| segments.at(region.offset()));
+    Ok(RingMemory {
+        ptr: start.ok_or(NoRing::Unmapped)?.as_ptr(),
+        size: region.len() as u64,
+    })
+}
+
+#[cfg(not(loom))]
+impl DataArea {
+    /// The area that these segments are of.
+    ///
+    /// # Safety
+    /// They are there, and what they show stays mapped, for as long as this value or a cursor made from it is used.
+    pub(in crate::fabric) unsafe fn of_segments(segments: &DataSegments) -> Self {
+        Self(Place::Segments(NonNull::from(segments)))
     }
 }
 
@@ -51,13 +107,17 @@ impl DataArea {
         pos: u64,
         len: u64,
     ) -> Option<(*mut u8, usize)> {
-        let [first, _] = self.ring(region)?.spans(pos, len).pieces();
+        let [first, _] = self.ring(region).ok()?.spans(pos, len).pieces();
         Some(first)
     }
 
-    /// Bytes from the beginning of the area to `at`, which is in it.
+    /// Bytes from the beginning of an area that is mapped as a whole to `at`, which is in it.
     pub(in crate::fabric) fn offset_of(&self, at: *const u8) -> usize {
-        at.addr().wrapping_sub(self.base.addr())
+        let base = match self.0 {
+            Place::Whole { base, .. } => base.as_ptr().addr(),
+            Place::Segments(_) => 0,
+        };
+        at.addr().wrapping_sub(base)
     }
 
     /// Copies `bytes` to position `pos` of the ring in `region`. False if they do not fit.
@@ -65,7 +125,7 @@ impl DataArea {
     /// # Safety
     /// Nobody else uses that part of the ring.
     pub(in crate::fabric) unsafe fn copy_in(&self, region: Region, pos: u64, bytes: &[u8]) -> bool {
-        let Some(ring) = self.ring(region) else {
+        let Ok(ring) = self.ring(region) else {
             return false;
         };
         let spans = ring.spans(pos, bytes.len() as u64);
@@ -84,7 +144,7 @@ impl DataArea {
         pos: u64,
         bytes: &mut [u8],
     ) -> bool {
-        let Some(ring) = self.ring(region) else {
+        let Ok(ring) = self.ring(region) else {
             return false;
         };
         let spans = ring.spans(pos, bytes.len() as u64);
@@ -94,7 +154,7 @@ impl DataArea {
 }
 
 /// The memory of one ring inside a data area; of size 0 (no ring) or a power of two.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct RingMemory {
     ptr: *mut Byte,
     size: u64,

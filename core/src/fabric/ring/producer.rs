@@ -2,7 +2,7 @@
 
 use std::ptr::NonNull;
 
-use super::memory::{DataArea, RingMemory, Spans};
+use super::memory::{DataArea, NoRing, RingMemory, Spans};
 use super::{
     ConsumerLine, DirectionBlock, End, Offer, ProducerLine, RingError, RxFlags, Stopped, Violation,
     Wake, disarm, take,
@@ -203,6 +203,14 @@ impl Producer {
         self.ring.size()
     }
 
+    /// Whether the ring that is on offer can be had: the first one, without which nothing can be sent.
+    #[cfg(not(loom))]
+    pub fn can_adopt(&self) -> bool {
+        let word = self.theirs().offer.load(Ordering::SeqCst);
+        // What is not a ring is for `adopt` to find.
+        Offer::unpack(word).is_none_or(|o| self.area.ring(o.region) != Err(NoRing::Unmapped))
+    }
+
     /// Moves on to the ring that the consumer offers, if it does; true when it did. `spans` does
     /// this by itself; to be called for an idle direction whose consumer wants to shrink.
     pub fn adopt(&mut self) -> Result<bool, RingError> {
@@ -211,7 +219,15 @@ impl Producer {
             return Ok(false);
         }
         let offer = Offer::unpack(word).ok_or(Violation::BadOffer)?;
-        let ring = self.area.ring(offer.region).ok_or(Violation::BadOffer)?;
+        let ring = match self.area.ring(offer.region) {
+            Ok(ring) => ring,
+            Err(NoRing::Outside) => return Err(Violation::BadOffer.into()),
+            Err(NoRing::Unmapped) => {
+                // The direction stays on the ring that it has. Not tried again: each send would.
+                self.offer = word;
+                return Ok(false);
+            }
+        };
         self.previous = std::mem::replace(&mut self.ring, ring);
         self.previous_pos = self.switch_pos;
         self.offer = word;

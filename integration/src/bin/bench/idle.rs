@@ -15,7 +15,7 @@ use crate::peer::{Job, command};
 const FEW: u32 = 100;
 const MANY: u32 = 1_100;
 /// What the library may need to notice that a stream is idle.
-const SETTLE: Duration = Duration::from_secs(2);
+pub const SETTLE: Duration = Duration::from_secs(2);
 const WATCH: Duration = Duration::from_secs(5);
 
 /// The rows that [`measure`] fills, in its order. "A side" is the mean of the two ends.
@@ -93,21 +93,25 @@ pub fn measure(lab: &Lab, rows: &mut [Row], subject: Subject) -> Result<()> {
 
 /// What some processes use together.
 #[derive(Debug, Default)]
-struct Usage {
+pub struct Usage {
     /// Proportional set size, bytes: pages that both map count half on each side.
-    memory: f64,
-    descriptors: f64,
+    pub memory: f64,
+    pub descriptors: f64,
+    /// Bytes.
+    pub addresses: f64,
     /// Context switches of all threads: a thread that sleeps has none.
     wake_ups: f64,
     cpu_ms: f64,
 }
 
 impl Usage {
-    fn of(pids: &[u32]) -> Result<Self> {
+    pub fn of(pids: &[u32]) -> Result<Self> {
         let mut sum = Self::default();
         for pid in pids {
             let rollup = std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup"))?;
             sum.memory += field(&rollup, "Pss:") * 1024.0;
+            let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
+            sum.addresses += field(&status, "VmSize:") * 1024.0;
             sum.descriptors += std::fs::read_dir(format!("/proc/{pid}/fd"))?.count() as f64;
             for task in std::fs::read_dir(format!("/proc/{pid}/task"))? {
                 let status = std::fs::read_to_string(task?.path().join("status"))?;

@@ -4,6 +4,7 @@
 
 mod idle;
 mod peer;
+mod peers;
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -102,6 +103,20 @@ fn all() -> Result<()> {
             |bench, subject| idle::measure(&bench.lab(subject)?, &mut idle, subject),
         );
         rows.extend(idle);
+    }
+    let mut peers = peers::rows();
+    if peers.iter().any(is_wanted) {
+        // A thousand processes do not come and go in every round.
+        let rounds = std::mem::replace(&mut bench.rounds, 1);
+        bench.repeat(
+            "peers",
+            &[Subject::Tcp, Subject::Library],
+            |bench, subject| {
+                peers::measure(&bench.lab(subject)?, &mut peers, subject, options.quick)
+            },
+        );
+        bench.rounds = rounds;
+        rows.extend(peers);
     }
     for (mut row, job) in pass_through() {
         if is_wanted(&row) {

@@ -1,0 +1,368 @@
+//! The part of a shared file that is mapped here, which grows: a first segment of `UNIT` bytes, and then one
+//! after the other that is as long as all before it. A segment never moves.
+//!
+//! Either end maps more when it has to, by itself and in any thread: see `Extent::followed_by`. What is
+//! mapped in front of a segment is the last page of the one before, so the file needs no descriptor.
+
+use std::fmt;
+use std::os::fd::BorrowedFd;
+use std::ptr::{NonNull, null_mut};
+use std::sync::atomic::{
+    AtomicPtr, AtomicU32, AtomicUsize,
+    Ordering::{Acquire, Release},
+};
+
+use rustix::io::Errno;
+
+use crate::lock::Lock;
+use crate::os::extent::{Access, Extent, PAGE};
+
+/// More segments no part of an arena has.
+const MOST: usize = 20;
+
+/// See the module.
+pub(super) struct Segments<const UNIT: usize> {
+    /// The first byte of each segment that has addresses; in front of all but the first there is a page.
+    at: [AtomicPtr<u8>; MOST],
+    /// How many show the file.
+    live: AtomicU32,
+    /// Bytes of the part.
+    total: AtomicUsize,
+    growing: Lock<()>,
+}
+
+impl<const UNIT: usize> Segments<UNIT> {
+    /// Nothing mapped, of a part of no bytes.
+    pub const fn new() -> Self {
+        Self {
+            at: [const { AtomicPtr::new(null_mut()) }; MOST],
+            live: AtomicU32::new(0),
+            total: AtomicUsize::new(0),
+            growing: Lock::new(()),
+        }
+    }
+
+    /// All of a part of `total` bytes, which somebody else has mapped at `start`.
+    pub fn whole(start: *mut u8, total: usize) -> Self {
+        let this = Self::new();
+        this.total.store(total, Release);
+        let mut count = 0;
+        for (k, at) in this.at.iter().enumerate() {
+            if first_of(k) * UNIT >= total {
+                break;
+            }
+            at.store(start.wrapping_add(first_of(k) * UNIT), Release);
+            count += 1;
+        }
+        this.live.store(count, Release);
+        this
+    }
+
+    /// Addresses for the first segment, before there is a file.
+    pub fn reserve(&self, total: usize) -> Result<(), Errno> {
+        self.total.store(total, Release);
+        let first = Extent::neutral(self.length(0))?;
+        self.set(0, first.start());
+        Ok(())
+    }
+
+    /// Maps the first segment of the part that begins at `offset` of the file and has `total` bytes. Where the
+    /// segments have addresses, `total` is as before.
+    pub fn show(&self, fd: BorrowedFd<'_>, offset: u64, total: usize) -> Result<(), Errno> {
+        self.total.store(total, Release);
+        match self.extent(0) {
+            Some(kept) => {
+                // SAFETY: ours; only atomics are referred to.
+                let shown = unsafe { kept.show(fd, offset, Access::ReadWrite) };
+                shown.inspect_err(|_| self.lose(0))?;
+            }
+            None => {
+                let first = Extent::of_file(fd, offset, self.length(0), Access::ReadWrite)?;
+                self.set(0, first.start());
+            }
+        }
+        self.live.store(1, Release);
+        Ok(())
+    }
+
+    /// Bytes of the part.
+    pub fn total(&self) -> usize {
+        self.total.load(Acquire)
+    }
+
+    /// The byte at `offset`, which is in the part, if it is mapped.
+    #[inline]
+    pub fn at(&self, offset: usize) -> Option<NonNull<u8>> {
+        let k = segment_of::<UNIT>(offset);
+        if k >= self.live.load(Acquire) as usize {
+            return None;
+        }
+        let start = NonNull::new(self.at.get(k)?.load(Acquire))?;
+        NonNull::new(start.as_ptr().wrapping_add(offset - first_of(k) * UNIT))
+    }
+
+    /// Maps as much as reaches to the byte at `offset`. EINVAL if the part has no such byte; EBUSY in a signal handler
+    /// that has interrupted this.
+    pub fn reach(&self, offset: usize) -> Result<(), Errno> {
+        if offset >= self.total() {
+            return Err(Errno::INVAL);
+        }
+        let k = segment_of::<UNIT>(offset);
+        if k < self.live.load(Acquire) as usize {
+            return Ok(());
+        }
+        let _growing = self.growing.lock().ok_or(Errno::BUSY)?;
+        for next in self.live.load(Acquire) as usize..=k {
+            let before = next.checked_sub(1).and_then(|k| self.extent(k));
+            let before = before.ok_or(Errno::INVAL)?;
+            let length = self.length(next);
+            // SAFETY: the segment before is a mapping of the file, which is sealed at a length that this is in.
+            let made = unsafe { before.followed_by(length, self.extent(next)) };
+            let made = made.inspect_err(|_| self.lose(next))?;
+            if let Some(start) = NonNull::new(made.start().as_ptr().wrapping_add(PAGE)) {
+                self.set(next, start);
+            }
+            self.live.store(next as u32 + 1, Release);
+        }
+        Ok(())
+    }
+
+    /// Whether `length` bytes from `offset` on lie in one segment, which is where a peer may have placed something.
+    pub fn is_piece(&self, offset: usize, length: usize) -> bool {
+        let end = offset
+            .checked_add(length)
+            .filter(|end| *end <= self.total());
+        end.is_some_and(|end| segment_of::<UNIT>(offset) == segment_of::<UNIT>(end - 1))
+    }
+
+    /// As [`Extent::back`], of a piece that is mapped.
+    pub fn back(&self, offset: usize, length: usize) -> Result<(), Errno> {
+        let (extent, at) = self.place(offset).ok_or(Errno::INVAL)?;
+        extent.back(at..at + length)
+    }
+
+    /// As [`Extent::punch_hole`], of a piece that is mapped.
+    pub fn punch_hole(&self, offset: usize, length: usize) -> Result<(), Errno> {
+        let (extent, at) = self.place(offset).ok_or(Errno::INVAL)?;
+        extent.punch_hole(at..at + length)
+    }
+
+    /// Lets go of the file, but keeps the addresses for the next.
+    pub fn neutralise(&self) {
+        self.live.store(0, Release);
+        for k in 0..MOST {
+            let Some(extent) = self.extent(k) else {
+                continue;
+            };
+            // SAFETY: ours; only atomics are referred to.
+            if unsafe { extent.neutralise() }.is_err() {
+                self.lose(k);
+            }
+        }
+    }
+
+    /// In a fork child, which has none of the memory.
+    pub fn after_fork(&self) {
+        self.live.store(0, Release);
+        for extent in (0..MOST).filter_map(|k| self.extent(k)) {
+            // SAFETY: ours; only atomics are referred to.
+            unsafe { extent.after_fork() };
+        }
+    }
+
+    /// Lets go of the file and the addresses.
+    ///
+    /// # Safety
+    /// Nobody has a pointer into a segment any more.
+    pub unsafe fn unmap(&self) {
+        self.live.store(0, Release);
+        for k in 0..MOST {
+            let extent = self.extent(k);
+            self.lose(k);
+            if let Some(extent) = extent {
+                // SAFETY: by the contract; ours.
+                unsafe { extent.unmap() };
+            }
+        }
+    }
+
+    fn set(&self, k: usize, start: NonNull<u8>) {
+        if let Some(at) = self.at.get(k) {
+            at.store(start.as_ptr(), Release);
+        }
+    }
+
+    /// The addresses of a segment are not ours any more: the kernel had no memory to replace what is mapped there, and may have
+    /// taken that away.
+    fn lose(&self, k: usize) {
+        if let Some(at) = self.at.get(k) {
+            at.store(null_mut(), Release);
+        }
+    }
+
+    /// The extent and the place in it of a byte that is mapped.
+    fn place(&self, offset: usize) -> Option<(Extent, usize)> {
+        let at = self.at(offset)?;
+        let extent = self.extent(segment_of::<UNIT>(offset))?;
+        Some((extent, at.as_ptr().addr() - extent.start().as_ptr().addr()))
+    }
+
+    /// All that is mapped for a segment, with the page in front.
+    fn extent(&self, k: usize) -> Option<Extent> {
+        let start = NonNull::new(self.at.get(k)?.load(Acquire))?;
+        let front = if k == 0 { 0 } else { PAGE };
+        let start = NonNull::new(start.as_ptr().wrapping_sub(front))?;
+        Some(Extent::new(start, front + self.length(k)))
+    }
+
+    fn length(&self, k: usize) -> usize {
+        let (first, end) = (first_of(k) * UNIT, first_of(k + 1) * UNIT);
+        end.min(self.total()).saturating_sub(first)
+    }
+}
+
+impl<const UNIT: usize> fmt::Debug for Segments<UNIT> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Segments")
+            .field("live", &self.live)
+            .field("total", &self.total)
+            .finish_non_exhaustive()
+    }
+}
+
+/// The first unit of a segment.
+const fn first_of(k: usize) -> usize {
+    match k {
+        0 => 0,
+        k => 1 << (k - 1),
+    }
+}
+
+#[inline]
+const fn segment_of<const UNIT: usize>(offset: usize) -> usize {
+    (usize::BITS - (offset / UNIT).leading_zeros()) as usize
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+
+    use super::*;
+    use crate::os::memfd;
+
+    const UNIT: usize = 8192;
+    const OFFSET: u64 = 4096;
+
+    fn file(total: usize) -> crate::os::privatefd::PrivateFd {
+        memfd::create_file("rdmasock-test", OFFSET + total as u64).unwrap()
+    }
+
+    /// How much address space this process has, in pages.
+    fn pages() -> usize {
+        let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
+        statm.split(' ').next().unwrap().parse().unwrap()
+    }
+
+    #[test]
+    fn two_ends_that_map_by_themselves_see_the_same_bytes() {
+        let total = 21 * UNIT + 4096;
+        let fd = file(total);
+        let ends = [Segments::<UNIT>::new(), Segments::<UNIT>::new()];
+        for end in &ends {
+            end.show(fd.as_fd(), OFFSET, total).unwrap();
+        }
+        drop(fd);
+        let [a, b] = &ends;
+        for (n, offset) in [0, UNIT - 1, UNIT, 2 * UNIT, 16 * UNIT - 1, total - 1]
+            .into_iter()
+            .enumerate()
+        {
+            a.reach(offset).unwrap();
+            b.reach(offset).unwrap();
+            let (a, b) = (a.at(offset).unwrap(), b.at(offset).unwrap());
+            // SAFETY: mapped, and nobody else has the file.
+            unsafe {
+                a.write(n as u8 + 1);
+                assert_eq!(b.read(), n as u8 + 1, "{offset}");
+            }
+        }
+        assert_eq!(a.reach(total), Err(Errno::INVAL));
+        // SAFETY: no pointer is left.
+        ends.iter().for_each(|end| unsafe { end.unmap() });
+    }
+
+    #[test]
+    fn what_is_not_used_takes_no_addresses() {
+        let total = 1 << 30;
+        let fd = file(total);
+        let before = pages();
+        let end = Segments::<UNIT>::new();
+        end.show(fd.as_fd(), OFFSET, total).unwrap();
+        end.reach(100 * UNIT).unwrap();
+        // 128 units, and a page in front of each segment but the first. Other tests run beside this one.
+        assert!(pages() - before < 64 * 1024, "{}", pages() - before);
+        assert!(end.at(100 * UNIT).is_some() && end.at(128 * UNIT).is_none());
+        // SAFETY: no pointer is left.
+        unsafe { end.unmap() };
+        assert!(end.at(0).is_none());
+    }
+
+    #[test]
+    fn addresses_outlive_the_file_and_serve_the_next() {
+        let end = Segments::<UNIT>::new();
+        end.reserve(8 * UNIT).unwrap();
+        let mut stale: Option<[NonNull<u8>; 2]> = None;
+        for life in 1..4u8 {
+            assert!(end.at(0).is_none());
+            end.show(file(8 * UNIT).as_fd(), OFFSET, 8 * UNIT).unwrap();
+            assert!(end.at(UNIT).is_none());
+            end.reach(5 * UNIT).unwrap();
+            let now = [end.at(0).unwrap(), end.at(5 * UNIT).unwrap()];
+            assert_eq!(*stale.get_or_insert(now), now);
+            for at in now {
+                // SAFETY: mapped.
+                unsafe {
+                    assert_eq!(at.read(), 0);
+                    at.write(life);
+                }
+            }
+            end.neutralise();
+            for at in now {
+                // SAFETY: the addresses are kept.
+                unsafe {
+                    assert_eq!(at.read(), 0);
+                    at.write(life);
+                }
+            }
+        }
+        // SAFETY: nobody uses them.
+        unsafe { end.unmap() };
+    }
+
+    #[test]
+    fn a_piece_lies_in_one_segment() {
+        let end = Segments::<UNIT>::new();
+        end.show(file(8 * UNIT).as_fd(), OFFSET, 8 * UNIT).unwrap();
+        assert!(end.is_piece(0, UNIT) && !end.is_piece(0, 2 * UNIT));
+        assert!(end.is_piece(4 * UNIT, 4 * UNIT) && !end.is_piece(4 * UNIT, 4 * UNIT + 1));
+        assert!(!end.is_piece(usize::MAX, 2) && !end.is_piece(8 * UNIT, 1));
+        // SAFETY: nobody uses them.
+        unsafe { end.unmap() };
+    }
+
+    #[test]
+    fn memory_is_backed_and_given_back() {
+        let fd = file(8 * UNIT);
+        let end = Segments::<UNIT>::new();
+        end.show(fd.as_fd(), OFFSET, 8 * UNIT).unwrap();
+        end.reach(3 * UNIT).unwrap();
+        let blocks = || rustix::fs::fstat(&fd).unwrap().st_blocks;
+        end.back(2 * UNIT, UNIT).unwrap();
+        assert_eq!(blocks(), UNIT as i64 / 512);
+        end.punch_hole(2 * UNIT, UNIT).unwrap();
+        assert_eq!(blocks(), 0);
+        assert_eq!(end.back(4 * UNIT, 1), Err(Errno::INVAL));
+        // SAFETY: nobody uses them.
+        unsafe { end.unmap() };
+    }
+}

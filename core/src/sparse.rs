@@ -1,0 +1,97 @@
+//! A long array of which little is used: parts of it are made when they are first needed. Not for
+//! what a signal handler may need first, since making one takes memory.
+
+use std::ptr::null_mut;
+use std::sync::atomic::{
+    AtomicPtr,
+    Ordering::{AcqRel, Acquire},
+};
+
+/// `CHUNKS` times `LEN` values, which begin as their defaults.
+pub struct Sparse<T, const CHUNKS: usize, const LEN: usize> {
+    chunks: [AtomicPtr<[T; LEN]>; CHUNKS],
+}
+
+impl<T: Default + Sync, const CHUNKS: usize, const LEN: usize> Sparse<T, CHUNKS, LEN> {
+    /// All defaults.
+    pub const fn new() -> Self {
+        Self {
+            chunks: [const { AtomicPtr::new(null_mut()) }; CHUNKS],
+        }
+    }
+
+    /// The value at `index`; `None` if there is none, or it was never [made](Self::make) and is the default.
+    #[inline]
+    pub fn get(&self, index: usize) -> Option<&T> {
+        let chunk = self.chunks.get(index / LEN)?.load(Acquire);
+        // SAFETY: null, or a box that lives as long as `self`.
+        unsafe { chunk.as_ref() }?.get(index % LEN)
+    }
+
+    /// The value at `index`, from now on to be [had](Self::get); `None` if there is none.
+    pub fn make(&self, index: usize) -> Option<&T> {
+        let chunk = self.chunks.get(index / LEN)?;
+        if chunk.load(Acquire).is_null() {
+            let fresh = Box::into_raw(Box::new(std::array::from_fn(|_| T::default())));
+            if chunk
+                .compare_exchange(null_mut(), fresh, AcqRel, Acquire)
+                .is_err()
+            {
+                // SAFETY: another thread was first, so nobody has seen this one.
+                drop(unsafe { Box::from_raw(fresh) });
+            }
+        }
+        self.get(index)
+    }
+
+    /// Every value that was made, and those beside them.
+    pub fn made(&self) -> impl Iterator<Item = &T> {
+        self.chunks
+            .iter()
+            // SAFETY: as in `get`.
+            .filter_map(|chunk| unsafe { chunk.load(Acquire).as_ref() })
+            .flatten()
+    }
+}
+
+impl<T: Default + Sync, const CHUNKS: usize, const LEN: usize> Default for Sparse<T, CHUNKS, LEN> {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl<T, const CHUNKS: usize, const LEN: usize> Drop for Sparse<T, CHUNKS, LEN> {
+    fn drop(&mut self) {
+        for chunk in &mut self.chunks {
+            if !chunk.get_mut().is_null() {
+                // SAFETY: made by `make`, and nobody borrows `self` any more.
+                drop(unsafe { Box::from_raw(*chunk.get_mut()) });
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+
+    use super::*;
+
+    #[test]
+    fn values_are_there_once_they_are_made() {
+        let all = Sparse::<AtomicU32, 4, 8>::new();
+        assert!(all.get(9).is_none());
+        all.make(9).unwrap().store(7, Relaxed);
+        assert_eq!(all.get(9).unwrap().load(Relaxed), 7);
+        assert_eq!(all.make(10).unwrap().load(Relaxed), 0);
+        assert!(all.get(7).is_none() && all.get(16).is_none());
+        assert_eq!(all.made().count(), 8);
+    }
+
+    #[test]
+    fn there_is_nothing_beyond_the_last_chunk() {
+        let all = Sparse::<AtomicU32, 4, 8>::new();
+        assert!(all.make(31).is_some() && all.make(32).is_none());
+        assert!(all.get(usize::MAX).is_none() && all.make(usize::MAX).is_none());
+    }
+}

@@ -1,0 +1,72 @@
+//! Tests of link objects, between ends of which only one is a library's.
+
+use std::os::fd::AsFd;
+
+use rdmasock_core::fabric::layout::Layout;
+use rdmasock_core::fabric::shm::Memory;
+use rdmasock_core::fabric::waiter::FLAGS_BYTES;
+use rdmasock_core::os::memfd;
+
+use super::life::Identity;
+use super::*;
+
+/// A link, and the peer's end of its channel.
+fn link() -> (&'static Link, Channel) {
+    crate::service::tests::without_thread();
+    let (channel, peer) = Channel::pair().unwrap();
+    let layout = Layout::for_data(1 << 20).unwrap();
+    let arena = || memfd::create_file("test-arena", layout.file_len()).unwrap();
+    let (mine, theirs) = (arena(), arena());
+    let (flags, _) = memfd::create_read_only_for_peers("test-flags", FLAGS_BYTES).unwrap();
+    let memory = Memory {
+        mine: (mine.as_fd(), layout),
+        theirs: (theirs.as_fd(), layout),
+        flags: flags.as_fd(),
+    };
+    let identity = Identity {
+        slot: 0,
+        peer: InstanceId::random().unwrap(),
+        stats: None,
+    };
+    let link = Link::new(identity, &memory).unwrap();
+    link.attach(channel);
+    (link, peer)
+}
+
+#[test]
+fn a_number_of_the_peers_is_one_streams_at_a_time() {
+    let (link, _peer) = link();
+    let (socket, _stream) = crate::service::tests::connected();
+    let mine = link.open(socket, 12).unwrap().vqpn;
+    let (theirs, other) = (Vqpn(77), Vqpn(78));
+    assert!(link.producer(theirs).is_ok());
+    assert_eq!(link.producer(theirs).err(), Some(NoProducer::NoSuch));
+    assert!(link.producer(other).is_ok());
+    link.close(mine, Some(theirs), None);
+    assert!(link.producer(theirs).is_ok());
+    link.done_with(other);
+    assert!(link.producer(other).is_ok());
+    let beyond = Vqpn(MAX_STREAMS);
+    assert_eq!(link.producer(beyond).err(), Some(NoProducer::NoSuch));
+}
+
+#[test]
+fn a_link_is_given_up_when_neither_stream_nor_producer_is_left() {
+    let (link, peer) = link();
+    let (socket, _stream) = crate::service::tests::connected();
+    let opened = link.open(socket, 12).unwrap();
+    assert!(link.producer(Vqpn(3)).is_ok());
+    assert!(link.set_down(Reason::PeerGone) && !link.release());
+    link.close(opened.vqpn, None, Some(opened.consumer));
+    assert!(!link.release());
+    link.done_with(Vqpn(3));
+    link.done_with(Vqpn(3));
+    assert!(link.release() && !link.release());
+    // Its channel is closed.
+    let mut buf = [0; 16];
+    assert!(peer.recv(&mut buf).is_err());
+    // And nothing begins on it any more.
+    assert_eq!(link.open(socket, 12).err(), Some(Reason::LinkFailed));
+    assert_eq!(link.producer(Vqpn(3)).err(), Some(NoProducer::Limits));
+    assert!(link.send(&Message::Closed { yours: Vqpn(0) }, &[]).is_err());
+}

@@ -25,6 +25,11 @@ const ALWAYS: u32 = (libc::POLLERR | libc::POLLHUP) as u32;
 
 static SPINNER: Spinner = Spinner::new();
 
+/// So many entries, and a doorbell's, need no memory.
+const FEW: usize = 9;
+type Tokens = SmallVec<[Token; FEW]>;
+type Entries = SmallVec<[pollfd; FEW]>;
+
 /// Whether any number in the set is one that the library may have to say something about.
 fn is_ours(fd: c_int) -> bool {
     match table::lookup(fd) {
@@ -75,10 +80,10 @@ fn poll_slow(
         }
     }
     let deadline = timeout.deadline();
-    let mut copy: Vec<pollfd> = Vec::with_capacity(set.len() + 1);
+    let mut copy: Entries = SmallVec::with_capacity(set.len() + 1);
     // What the numbers stand for. As in the kernel they are looked up when the call begins, and again when something is
     // there or the time is over; what gets a number meanwhile is none of its business.
-    let mut tokens: Vec<Token> = Vec::with_capacity(set.len());
+    let mut tokens: Tokens = SmallVec::with_capacity(set.len());
     look_up(set, &mut tokens);
     let mut spun = false;
     let mut is_last = deadline.is_zero();
@@ -202,7 +207,7 @@ fn poll_slow(
 }
 
 /// What the numbers stand for now.
-fn look_up(set: &[pollfd], tokens: &mut Vec<Token>) {
+fn look_up(set: &[pollfd], tokens: &mut Tokens) {
     tokens.clear();
     tokens.extend(set.iter().map(|p| {
         // One that was closed past the hooks is taken out of the table by this.
@@ -235,7 +240,7 @@ struct Seats {
 }
 
 impl Seats {
-    fn take(copy: &mut Vec<pollfd>, fds: impl Iterator<Item = c_int>) -> Self {
+    fn take(copy: &mut Entries, fds: impl Iterator<Item = c_int>) -> Self {
         let len = copy.len();
         let mut taken = SmallVec::new();
         let mut at = 0;
@@ -263,7 +268,7 @@ impl Seats {
         first.is_some_and(|p| p.revents != 0)
     }
 
-    fn leave(self, copy: &mut Vec<pollfd>) {
+    fn leave(self, copy: &mut Entries) {
         for at in self.taken {
             if let Some(seat) = copy.get_mut(at) {
                 seat.fd = -1;

@@ -5,7 +5,7 @@
 //! file does not decide what a hook answers for such a number.
 //!
 //! Where the numbers are. The program's limit (RLIMIT_NOFILE) is never raised, not even for a moment: other threads
-//! would see it, and children that they start would keep it. So the numbers are from below [`USUAL`] downwards, and from
+//! would see it, and children that they start would keep it. So the numbers are from below `USUAL` downwards, and from
 //! below the limit where that is lower, or many are needed. They are not near the end of a high limit at once, because the
 //! kernel's fd table then reaches up to there: fork copies it, and a select over getdtablesize() numbers, which the kernel
 //! cuts to that table, would read beyond the 1,024 bits of an fd_set. And they leave the program most of its limit.

@@ -33,6 +33,9 @@ pub struct Call {
     is_counted: bool,
     /// and ever.
     was_counted: bool,
+    /// The number was seen to stand for the socket when the call began to wait, and what it waited for came while it
+    /// spun.
+    pub is_fresh: bool,
 }
 
 /// What a call finds when it looks again whether the connection is its own.
@@ -57,16 +60,40 @@ impl Call {
             generation: socket.generation.load(Relaxed),
             is_counted: false,
             was_counted: false,
+            is_fresh: false,
         }
     }
 
     /// Whether the socket is still what the call began on. The caller holds the direction's lock, with `seen` in it.
     #[inline]
     pub fn place(&self, seen: &Seen) -> Place {
-        if !self.is_named() {
-            return self.place_without_number();
+        match self.place_by_name() {
+            Place::Here => self.place_by_kernel(seen, true),
+            place => place,
         }
-        if seen.is_due(self.fd) && !lifecycle::is_behind(self.socket, self.fd) {
+    }
+
+    /// The same, as far as hooks have seen.
+    #[inline]
+    pub fn place_by_name(&self) -> Place {
+        if self.is_named() {
+            Place::Here
+        } else {
+            self.place_without_number()
+        }
+    }
+
+    /// The same, by the kernel's word, where the hooks have seen nothing; it is asked now and then, and when it may be
+    /// long since the last use (`has_rested`).
+    #[inline]
+    pub fn place_by_kernel(&self, seen: &Seen, has_rested: bool) -> Place {
+        if self.is_fresh {
+            return Place::Here;
+        }
+        if seen.is_perhaps_due(self.fd, has_rested)
+            && self.is_named()
+            && !lifecycle::is_behind(self.socket, self.fd)
+        {
             seen.forget();
             return if self.is_counted {
                 Place::Lost
@@ -115,6 +142,11 @@ impl Call {
             *waiting = waiting.saturating_sub(1);
             self.is_counted = false;
         }
+    }
+
+    /// Whether it has waited for something.
+    pub fn has_waited(&self) -> bool {
+        self.was_counted
     }
 
     /// Whether the connection is held for this call.

@@ -3,12 +3,12 @@
 //! file, and what is meant for that must not reach the connection.
 //!
 //! The kernel's socket is known by its cookie (SO_COOKIE, socket(7)), which it never gives to another. To ask for it
-//! is a system call, so the hot path asks only when the last answer is older than [`TICKS`].
+//! is a system call, so the hot path asks only when the last answer is older than `TICKS`.
 
 use std::ffi::c_int;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::atomic::{
-    AtomicU64,
+    AtomicU32, AtomicU64,
     Ordering::{Acquire, Relaxed, Release},
 };
 
@@ -63,33 +63,58 @@ fn ask(fd: BorrowedFd<'_>) -> Option<u64> {
 /// When which number was last seen to stand for the socket. Shared, for calls that hold no lock; what two threads find at
 /// once they may both look up.
 #[derive(Default)]
-pub struct Seen(AtomicU64);
+pub struct Seen {
+    /// The time, and the number in its low bits.
+    at: AtomicU64,
+    /// Uses since.
+    uses: AtomicU32,
+}
+
+/// Uses in a row for which the time is not looked at, where nothing says that there may have been a rest.
+const USES: u32 = 32;
 
 impl Seen {
+    /// Whether it is time to look again at `fd`, in a call that reads the clock only now and then: that alone would cost a
+    /// small message more than all else (20 ns a call, with what it keeps the processor from doing meanwhile).
+    /// `has_rested`: it may be long since the last use.
+    #[inline]
+    pub fn is_perhaps_due(&self, fd: c_int, has_rested: bool) -> bool {
+        let uses = self.uses.load(Relaxed).wrapping_add(1);
+        self.uses.store(uses, Relaxed);
+        let is_same = self.at.load(Relaxed) & FD_MASK == fd as u64 & FD_MASK;
+        (has_rested || !is_same || uses.is_multiple_of(USES)) && self.is_due(fd)
+    }
+
     /// Whether it is time to look again at `fd`; from then on it counts as looked at.
     #[inline]
     pub fn is_due(&self, fd: c_int) -> bool {
-        let (now, last) = (ticks() & !FD_MASK, self.0.load(Relaxed));
+        self.is_due_at(fd, now())
+    }
+
+    /// The same, at a [time](now) that has just been read.
+    #[inline]
+    pub fn is_due_at(&self, fd: c_int, now: u64) -> bool {
+        let (now, last) = (now & !FD_MASK, self.at.load(Relaxed));
         let due =
             now.wrapping_sub(last & !FD_MASK) > TICKS || last & FD_MASK != fd as u64 & FD_MASK;
         if due {
-            self.0.store(now | fd as u64 & FD_MASK, Relaxed);
+            self.at.store(now | fd as u64 & FD_MASK, Relaxed);
         }
         due
     }
 
     /// Whatever is used next is looked at before.
     pub fn forget(&self) {
-        self.0.store(0, Relaxed);
+        self.at.store(0, Relaxed);
     }
 }
 
 /// The number, in the low bits of a time; two that differ by a multiple of this pass for one.
 const FD_MASK: u64 = 0xfff;
 
-/// A clock that costs less than the kernel's: what is asked of it is only whether it is long ago.
+/// Ticks of a clock that costs less than the kernel's: what is asked of it is only whether something is long ago.
 #[inline]
-fn ticks() -> u64 {
+pub fn now() -> u64 {
     #[cfg(target_arch = "x86_64")]
     // SAFETY: every x86-64 processor has it.
     unsafe {

@@ -4,8 +4,8 @@
 mod close;
 
 pub use close::{
-    connection, end_orphans, finish, is_alive, is_behind, look_again, look_at_anchor, on_call_back,
-    on_its_file,
+    connection, connection_at, end_orphans, finish, is_alive, is_behind, look_again,
+    look_at_anchor, on_call_back, on_its_file,
 };
 
 use std::ffi::c_int;

@@ -11,6 +11,7 @@ use rdmasock_core::os::kernel;
 use smallvec::SmallVec;
 
 use crate::errno;
+use crate::identity;
 use crate::library::Library;
 use crate::lifecycle;
 use crate::link::{Duty, Link};
@@ -209,9 +210,10 @@ fn poll_slow(
 /// What the numbers stand for now.
 fn look_up(set: &[pollfd], tokens: &mut Tokens) {
     tokens.clear();
+    let now = identity::now();
     tokens.extend(set.iter().map(|p| {
         // One that was closed past the hooks is taken out of the table by this.
-        let _ = lifecycle::connection(p.fd);
+        let _ = lifecycle::connection_at(p.fd, now);
         table::token(p.fd)
     }));
 }

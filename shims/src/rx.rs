@@ -275,8 +275,9 @@ unsafe fn recv_slow(
                         Place::Moved | Place::Lost => return errno::after(got, libc::EBADF),
                     }
                 }
-                if let Err(error) = wait::for_data(socket, &mut patience) {
-                    return errno::after(got, error);
+                match wait::for_data(socket, &mut patience) {
+                    Ok(spun) => call.is_fresh = spun,
+                    Err(error) => return errno::after(got, error),
                 }
             }
         }
@@ -293,7 +294,7 @@ unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int) -> Step {
     if socket.rx_mode.load(Acquire) != mode::LINK {
         return Step::Again;
     }
-    let place = call.place(&rx.seen);
+    let place = call.place_by_name();
     if place != Place::Here {
         return Step::Elsewhere(place);
     }
@@ -329,6 +330,12 @@ unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int) -> Step {
         let here = spans.len().min(iov.len());
         if here == 0 {
             break;
+        }
+        if got == 0 {
+            let place = call.place_by_kernel(&state.seen, call.has_waited());
+            if place != Place::Here {
+                return Step::Elsewhere(place);
+            }
         }
         let mut done = 0;
         while done < here {
@@ -391,6 +398,12 @@ unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int) -> Step {
         Ok(None) if socket.rx_shut.load(Acquire) => Step::Got(0),
         Ok(end) if !ended && (rx_stays || end.is_none()) => {
             if wait::may_wait(socket, flags).is_ok() {
+                // While the peer is at work on it.
+                call.is_fresh = false;
+                let place = call.place_by_kernel(&rx.seen, true);
+                if place != Place::Here {
+                    return Step::Elsewhere(place);
+                }
                 call.hold(&mut rx.waiting);
             }
             let _section = rx.unlock();

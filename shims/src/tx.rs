@@ -284,13 +284,21 @@ unsafe fn step(call: &mut Call, iov: &mut Iov, flags: c_int) -> Step {
                 Step::Again
             };
         }
-        let place = call.place(&tx.seen);
+        let tx_now = &mut *tx;
+        let Some(producer) = tx_now.producer.as_mut() else {
+            return Step::Kernel;
+        };
+        let place = match call.place_by_name() {
+            // A reader that waits has had nothing for a while.
+            Place::Here => {
+                let has_rested = call.has_waited() || producer.is_awaited();
+                call.place_by_kernel(&tx_now.seen, has_rested)
+            }
+            place => place,
+        };
         if place != Place::Here {
             return Step::Elsewhere(place);
         }
-        let Some(producer) = tx.producer.as_mut() else {
-            return Step::Kernel;
-        };
         if iov.is_implausible() {
             drop(tx);
             errno::set(libc::EFAULT);

@@ -306,13 +306,14 @@ fn spin_for(bound: u64, mut done: impl FnMut() -> bool) -> End {
 #[derive(Default)]
 pub struct Patience(Option<Deadline>);
 
-/// Waits until there may be something to read, for a call that [may wait](may_wait). `Err` is the errno that it fails with.
-pub fn for_data(socket: &'static Socket, patience: &mut Patience) -> Result<(), c_int> {
+/// Waits until there may be something to read, for a call that [may wait](may_wait). True if that came while it spun. `Err`
+/// is the errno that it fails with.
+pub fn for_data(socket: &'static Socket, patience: &mut Patience) -> Result<bool, c_int> {
     within(|| wait_on(socket, patience, &socket.rx_spin, true))
 }
 
 /// Waits until there may be room to write; as `for_data`.
-pub fn for_space(socket: &'static Socket, patience: &mut Patience) -> Result<(), c_int> {
+pub fn for_space(socket: &'static Socket, patience: &mut Patience) -> Result<bool, c_int> {
     within(|| wait_on(socket, patience, &socket.tx_spin, false))
 }
 
@@ -331,7 +332,7 @@ fn wait_on(
     patience: &mut Patience,
     spinner: &Spinner,
     data: bool,
-) -> Result<(), c_int> {
+) -> Result<bool, c_int> {
     let there = || {
         if data {
             crate::rx::is_worth_a_look(socket)
@@ -344,7 +345,7 @@ fn wait_on(
         there()
     };
     if spinner.spin(spinner.bound(), come) {
-        return Ok(());
+        return Ok(true);
     }
     // Before each sleep: O_NONBLOCK may have been set since the last.
     let Some(bound) = crate::blocking::patience(socket, data) else {
@@ -361,7 +362,7 @@ fn wait_on(
             tv_sec: 0,
             tv_nsec: 1_000_000,
         });
-        return Ok(());
+        return Ok(false);
     };
     // On a link to another host the sleeper itself is woken by what completes. First: arming looks at what has come, and
     // would ring the sleeper's bell for it.
@@ -372,7 +373,7 @@ fn wait_on(
     let sleeper = Sleeper::new(socket, lease.waiter, data, !data);
     // Arming has taken in what had come until then; what comes later makes the descriptor readable.
     if there() {
-        return Ok(());
+        return Ok(false);
     }
     let slept = sleep(lease.waiter, deadline.left(), duty.as_ref().map(Duty::fd));
     // What has come is taken in before the descriptor is made ready for the next sleep: that is two system calls, which the
@@ -381,7 +382,7 @@ fn wait_on(
     if duty.is_some() && slept.is_ok() {
         crate::ready::progress(socket);
     }
-    slept
+    slept.map(|()| false)
 }
 
 /// A waiter for the time of one sleep.

@@ -81,8 +81,11 @@ impl Epoll {
             } else {
                 0
             };
-            // SAFETY: `first` of `max` entries are used.
-            let ours = self.harvest(&visit, unsafe { events.add(first as usize) }, max - first);
+            let ours = {
+                // SAFETY: `first` of `max` entries are used.
+                let rest = unsafe { events.add(first as usize) };
+                self.harvest(&visit, rest, max - first, due)
+            };
             if ours == max && !kernel_first {
                 self.full.store(1, Relaxed);
             }
@@ -158,7 +161,7 @@ impl Epoll {
             }
             if deadline.is_over() {
                 // Something may have come with the last tick.
-                return self.harvest(&visit, events, max);
+                return self.harvest(&visit, events, max, true);
             }
             spun = false;
         }
@@ -346,9 +349,6 @@ impl Epoll {
             return Last::NotAlone;
         }
         let mask = ready::evaluate(item.socket, item.events, Arm::No) & (item.events | ALWAYS);
-        if mask != 0 && !lifecycle::is_alive(item.socket) {
-            return Last::NotAlone;
-        }
         let others = set.links.iter().any(|l| l.has_ready(waiter));
         if mask == 0 && !others {
             return Last::Quiet;
@@ -400,8 +400,14 @@ impl Epoll {
         }
     }
 
-    /// Reports what is ready.
-    fn harvest(&'static self, visit: &Visit, events: *mut libc::epoll_event, max: c_int) -> c_int {
+    /// Reports what is ready. After a rest it is seen that the kernel would still know of it.
+    fn harvest(
+        &'static self,
+        visit: &Visit,
+        events: *mut libc::epoll_event,
+        max: c_int,
+        after_rest: bool,
+    ) -> c_int {
         let Some(mut guard) = self.set.lock() else {
             return 0;
         };
@@ -439,7 +445,7 @@ impl Epoll {
             if mask == 0 {
                 continue;
             }
-            if !lifecycle::is_alive(item.socket) {
+            if after_rest && !lifecycle::is_alive(item.socket) {
                 // Closed past the hooks: the kernel's set would not have it any more.
                 Library::get().service.submit(Command::lost(item.socket));
                 continue;

@@ -15,6 +15,7 @@ use rdmasock_core::stats::Reason;
 use crate::call::Call;
 use crate::errno;
 use crate::fork;
+use crate::identity;
 use crate::library::Library;
 use crate::promote;
 use crate::ready;
@@ -85,8 +86,14 @@ pub fn look_again(socket: &'static Socket, fd: c_int) {
 
 /// The connection behind `fd`, for a call that holds none of its locks; not one whose number was closed past the hooks.
 pub fn connection(fd: c_int) -> Option<&'static Socket> {
+    table::socket(fd).and_then(|_| connection_at(fd, identity::now()))
+}
+
+/// The same, at a time that has just been read.
+#[inline]
+pub fn connection_at(fd: c_int, now: u64) -> Option<&'static Socket> {
     let socket = table::socket(fd)?;
-    if !is_seen(socket, fd) {
+    if !is_seen(socket, fd, now) {
         look_again(socket, fd);
         return table::socket(fd);
     }
@@ -96,7 +103,7 @@ pub fn connection(fd: c_int) -> Option<&'static Socket> {
 /// Whether some number still stands for the connection, by a look that is not too old.
 #[inline]
 pub fn is_alive(socket: &Socket) -> bool {
-    is_seen(socket, socket.fd.load(Acquire))
+    is_seen(socket, socket.fd.load(Acquire), identity::now())
 }
 
 /// The anchor's number was found to stand for something else.
@@ -105,8 +112,8 @@ pub fn look_at_anchor(socket: &'static Socket) {
 }
 
 #[inline]
-fn is_seen(socket: &Socket, fd: c_int) -> bool {
-    let is_it = !socket.seen.is_due(fd) || is_behind(socket, fd);
+fn is_seen(socket: &Socket, fd: c_int, now: u64) -> bool {
+    let is_it = !socket.seen.is_due_at(fd, now) || is_behind(socket, fd);
     if !is_it {
         socket.seen.forget();
     }

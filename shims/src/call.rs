@@ -68,7 +68,7 @@ impl Call {
     #[inline]
     pub fn place(&self, seen: &Seen) -> Place {
         match self.place_by_name() {
-            Place::Here => self.place_by_kernel(seen, true),
+            Place::Here => self.place_by_kernel(seen),
             place => place,
         }
     }
@@ -83,17 +83,13 @@ impl Call {
         }
     }
 
-    /// The same, by the kernel's word, where the hooks have seen nothing; it is asked now and then, and when it may be
-    /// long since the last use (`has_rested`).
+    /// The same, by the kernel's word, where the hooks have seen nothing; it is asked when the last answer is old.
     #[inline]
-    pub fn place_by_kernel(&self, seen: &Seen, has_rested: bool) -> Place {
+    pub fn place_by_kernel(&self, seen: &Seen) -> Place {
         if self.is_fresh {
             return Place::Here;
         }
-        if seen.is_perhaps_due(self.fd, has_rested)
-            && self.is_named()
-            && !lifecycle::is_behind(self.socket, self.fd)
-        {
+        if seen.is_due(self.fd) && self.is_named() && !lifecycle::is_behind(self.socket, self.fd) {
             seen.forget();
             return if self.is_counted {
                 Place::Lost
@@ -142,11 +138,6 @@ impl Call {
             *waiting = waiting.saturating_sub(1);
             self.is_counted = false;
         }
-    }
-
-    /// Whether it has waited for something.
-    pub fn has_waited(&self) -> bool {
-        self.was_counted
     }
 
     /// Whether the connection is held for this call.

@@ -8,7 +8,7 @@
 use std::ffi::c_int;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::atomic::{
-    AtomicU32, AtomicU64,
+    AtomicU64,
     Ordering::{Acquire, Relaxed, Release},
 };
 
@@ -66,25 +66,9 @@ fn ask(fd: BorrowedFd<'_>) -> Option<u64> {
 pub struct Seen {
     /// The time, and the number in its low bits.
     at: AtomicU64,
-    /// Uses since.
-    uses: AtomicU32,
 }
 
-/// Uses in a row for which the time is not looked at, where nothing says that there may have been a rest.
-const USES: u32 = 32;
-
 impl Seen {
-    /// Whether it is time to look again at `fd`, in a call that reads the clock only now and then: that alone would cost a
-    /// small message more than all else (20 ns a call, with what it keeps the processor from doing meanwhile).
-    /// `has_rested`: it may be long since the last use.
-    #[inline]
-    pub fn is_perhaps_due(&self, fd: c_int, has_rested: bool) -> bool {
-        let uses = self.uses.load(Relaxed).wrapping_add(1);
-        self.uses.store(uses, Relaxed);
-        let is_same = self.at.load(Relaxed) & FD_MASK == fd as u64 & FD_MASK;
-        (has_rested || !is_same || uses.is_multiple_of(USES)) && self.is_due(fd)
-    }
-
     /// Whether it is time to look again at `fd`; from then on it counts as looked at.
     #[inline]
     pub fn is_due(&self, fd: c_int) -> bool {

@@ -332,7 +332,7 @@ unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int) -> Step {
             break;
         }
         if got == 0 {
-            let place = call.place_by_kernel(&state.seen, call.has_waited());
+            let place = call.place_by_kernel(&state.seen);
             if place != Place::Here {
                 return Step::Elsewhere(place);
             }
@@ -400,7 +400,7 @@ unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int) -> Step {
             if wait::may_wait(socket, flags).is_ok() {
                 // While the peer is at work on it.
                 call.is_fresh = false;
-                let place = call.place_by_kernel(&rx.seen, true);
+                let place = call.place_by_kernel(&rx.seen);
                 if place != Place::Here {
                     return Step::Elsewhere(place);
                 }

@@ -289,11 +289,7 @@ unsafe fn step(call: &mut Call, iov: &mut Iov, flags: c_int) -> Step {
             return Step::Kernel;
         };
         let place = match call.place_by_name() {
-            // A reader that waits has had nothing for a while.
-            Place::Here => {
-                let has_rested = call.has_waited() || producer.is_awaited();
-                call.place_by_kernel(&tx_now.seen, has_rested)
-            }
+            Place::Here => call.place_by_kernel(&tx_now.seen),
             place => place,
         };
         if place != Place::Here {

@@ -507,13 +507,14 @@ pub fn after_fork() {
 }
 
 impl Load {
-    const EVERY_NS: u64 = 4_000_000;
+    /// Some ms, in [ticks](crate::identity::now).
+    const EVERY: u64 = 1 << 23;
 
     /// How it is on the cores. Wrong by at most a few ms.
     fn room(&self) -> Room {
-        let now = now_ns();
+        let now = crate::identity::now();
         let last = self.at.load(Relaxed);
-        if now.wrapping_sub(last) > Self::EVERY_NS
+        if now.wrapping_sub(last) > Self::EVERY
             && self
                 .at
                 .compare_exchange(last, now, Relaxed, Relaxed)

@@ -193,12 +193,6 @@ impl Producer {
         Ok(self.limit - self.tail)
     }
 
-    /// Whether somebody is to be told of what comes next: the consumer has found nothing for a while.
-    #[inline]
-    pub fn is_awaited(&self) -> bool {
-        self.theirs().want_data.load(Ordering::Relaxed) != 0
-    }
-
     /// Bytes ever committed.
     pub fn position(&self) -> u64 {
         self.tail

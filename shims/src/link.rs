@@ -11,7 +11,7 @@ mod neighbour;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{
     AtomicBool, AtomicPtr, AtomicU32, AtomicU64,
-    Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst},
+    Ordering::{AcqRel, Acquire, Relaxed, Release},
 };
 
 use rdmasock_core::fabric::layout::{MAX_STREAMS, Region};
@@ -20,7 +20,9 @@ use rdmasock_core::fabric::shm::{self, Side};
 use rdmasock_core::fabric::waiter::FlagPage;
 use rdmasock_core::fabric::{LinkEnd, OpenError, Opened, SendError};
 use rdmasock_core::ids::{InstanceId, Vqpn};
+use rdmasock_core::lock::Lock;
 use rdmasock_core::os::channel::Channel;
+use rdmasock_core::os::doorbell::Doorbell;
 use rdmasock_core::os::privatefd::PrivateFd;
 use rdmasock_core::stats::{LinkStats, Path, Reason};
 use rdmasock_core::wire::Message;
@@ -28,12 +30,13 @@ use rdmasock_core::wire::Message;
 use crate::library::Library;
 use crate::socket::Socket;
 use crate::verbs::Pair;
-use crate::wait::{MAX_WAITERS, SERVICE, WaiterId};
+use crate::wait::{SERVICE, WaiterId};
 
 pub use distant::{Distant, Duty, Tended};
 use neighbour::Neighbour;
+pub use neighbour::Refused;
 
-/// How long a doorbell that the peer had no number for is not announced again, ns.
+/// How long a button that the peer has not kept is not sent again, ns.
 const REFUSED_FOR: u64 = 1_000_000_000;
 
 /// The end of a link, by its fabric. The one on the hot path is here, not behind another pointer.
@@ -56,6 +59,20 @@ macro_rules! on_end {
     };
 }
 
+/// What the peer can wake a waiter of ours by.
+struct Announced {
+    waiter: WaiterId,
+    /// `None`: the peer has not kept the button.
+    bell: Option<Doorbell>,
+    /// Then it is not sent another before this, monotonic ns.
+    refused_until: u64,
+}
+
+/// Buttons that are kept for a peer whatever it has on the link, and beside them for each of its streams: an epoll set
+/// and a thread that polls.
+const BUTTONS: u32 = 16;
+const BUTTONS_A_STREAM: u32 = 2;
+
 /// See the module.
 pub struct Link {
     /// The index in the library's list and in the statistics.
@@ -64,9 +81,7 @@ pub struct Link {
     pub peer: InstanceId,
     end: AnyEnd,
     alive: AtomicBool,
-    announced: Box<[AtomicBool]>,
-    /// The peer has no number left for this doorbell; not to be announced before then, monotonic ns.
-    refused_until: Box<[AtomicU64]>,
+    announced: Lock<Vec<Announced>>,
     /// By our vQPN.
     sockets: Box<[AtomicPtr<Socket>]>,
     /// A bit for each of the peer's vQPNs that a stream of ours sends to.
@@ -121,8 +136,7 @@ impl Link {
             peer,
             end,
             alive: AtomicBool::new(true),
-            announced: (0..MAX_WAITERS).map(|_| AtomicBool::new(false)).collect(),
-            refused_until: (0..MAX_WAITERS).map(|_| AtomicU64::new(0)).collect(),
+            announced: Lock::new(Vec::new()),
             sockets: (0..MAX_STREAMS)
                 .map(|_| AtomicPtr::new(std::ptr::null_mut()))
                 .collect(),
@@ -184,9 +198,9 @@ impl Link {
         self.alive.load(Acquire)
     }
 
-    /// The side channel, where that is a socket: for the service thread's epoll.
-    pub fn channel(&self) -> Option<&Channel> {
-        self.neighbour().map(|n| &n.channel)
+    /// Does something with the side channel, where that is a socket and not closed.
+    pub fn with_channel<R>(&self, f: impl FnOnce(&Channel) -> R) -> Option<R> {
+        self.neighbour()?.with_channel(f)
     }
 
     /// A number for a stream of `socket`, and the end that receives, with a first ring of
@@ -303,59 +317,54 @@ impl Link {
         on_end!(self, end => end.notify(wake, theirs));
     }
 
-    /// The peer's waiter `id` sleeps on this eventfd.
-    pub fn on_waiter(&self, id: u32, fd: PrivateFd) {
-        if let Some(neighbour) = self.neighbour() {
-            neighbour.on_waiter(id, fd);
-        }
+    /// The peer's waiter `id` is woken by this button.
+    pub fn on_waiter(&self, id: u32, fd: PrivateFd) -> Result<(), Refused> {
+        let neighbour = self.neighbour().ok_or(Refused::Violation)?;
+        let most = BUTTONS + BUTTONS_A_STREAM * self.streams();
+        neighbour.on_waiter(id, fd, most)
     }
 
-    /// The peer cannot ring this waiter of ours.
+    /// The peer has not kept the button of this waiter of ours.
     pub fn on_waiter_refused(&self, waiter: WaiterId) {
-        if let (Some(announced), Some(until)) = (
-            self.announced.get(waiter.0 as usize),
-            self.refused_until.get(waiter.0 as usize),
-        ) {
-            until.store(crate::time::now_ns() + REFUSED_FOR, Relaxed);
-            announced.store(false, SeqCst);
+        if let Some(mut announced) = self.announced.lock()
+            && let Some(a) = announced.iter_mut().find(|a| a.waiter == waiter)
+        {
+            a.bell = None;
+            a.refused_until = crate::time::now_ns() + REFUSED_FOR;
         }
     }
 
-    /// Makes sure that the peer can ring this waiter of ours. False if it could not be told.
+    /// Makes sure that the peer can wake this waiter of ours. False if it could not be told how.
     pub fn announce(&self, waiter: WaiterId) -> bool {
-        if self.is_remote() {
-            // Who is told is this end's own business there.
+        if self.is_remote() || !waiter.is_polling() || waiter == SERVICE {
+            // Who is told is this end's own business there. A thread is woken by its futex, the service thread by the channel.
             return true;
         }
-        let Some(announced) = self.announced.get(waiter.0 as usize) else {
+        let Some(mut announced) = self.announced.lock() else {
             return false;
         };
-        if announced.load(Acquire) {
-            return true;
+        if let Some(at) = announced.iter().position(|a| a.waiter == waiter) {
+            match announced.get(at) {
+                Some(a) if a.bell.is_some() => return true,
+                Some(a) if crate::time::now_ns() < a.refused_until => return false,
+                _ => announced.swap_remove(at),
+            };
         }
-        let refused_until = self.refused_until.get(waiter.0 as usize);
-        if refused_until.is_some_and(|at| {
-            let at = at.load(Relaxed);
-            at != 0 && crate::time::now_ns() < at
-        }) {
-            return false;
-        }
-        let Some(doorbell) = Library::get().waiters.doorbell(waiter) else {
+        let Ok((bell, button)) = Library::get().waiters.add_doorbell(waiter) else {
             return false;
         };
-        if self
-            .send(
-                &Message::Waiter {
-                    id: waiter.0.into(),
-                },
-                &[doorbell.as_fd()],
-            )
-            .is_err()
-        {
-            return false;
+        let id = waiter.0.into();
+        let is_sent = self
+            .send(&Message::Waiter { id }, &[button.as_fd()])
+            .is_ok();
+        if is_sent {
+            announced.push(Announced {
+                waiter,
+                bell: Some(bell),
+                refused_until: 0,
+            });
         }
-        announced.store(true, SeqCst);
-        true
+        is_sent
     }
 
     /// Sends a message on the side channel, once there is room: delivered in order, and if the link
@@ -408,14 +417,19 @@ impl Link {
         true
     }
 
+    /// Closes the descriptors of a link that is down. False if a thread is about to use one: then later.
+    pub fn close_channel(&self) -> bool {
+        if let Some(mut announced) = self.announced.lock() {
+            announced.clear();
+        }
+        self.neighbour().is_none_or(Neighbour::close)
+    }
+
     /// Gives the memory of a link back that is down and that no socket uses any more. False if a thread is
     /// about to leave it: then later.
     pub fn release(&self) -> bool {
         if self.distant().is_some_and(|d| !d.retire()) {
             return false;
-        }
-        if let Some(neighbour) = self.neighbour() {
-            neighbour.forget_doorbells();
         }
         on_end!(self, end => end.release());
         if self.stats.is_some() {

@@ -58,7 +58,7 @@ use crate::reach::Devices;
 use crate::ready;
 use crate::socket::{self, Socket, Stage};
 use crate::verbs::Acceptor;
-use crate::wait::SERVICE;
+use crate::wait::{SERVICE, Waiters};
 
 /// How long an answer may take.
 const ASK_TIMEOUT: Duration = Duration::from_secs(2);
@@ -109,6 +109,11 @@ impl Service {
         self.queue.push(command);
         Library::get().waiters.ring_if_sleeping(SERVICE);
         self.start();
+    }
+
+    /// Before a fork: the child is to be able to wake the thread.
+    pub fn before_fork(&self, waiters: &Waiters) {
+        waiters.before_fork(self.epoll.as_fd());
     }
 
     /// In a while the peer is to be told of what a sender has just begun to hold back.

@@ -2,16 +2,16 @@
 //!
 //! Each end receives in an arena of its own, which the other maps ([`layout`]), and looks at the
 //! page of sleep flags that the other shows. What is not memory comes from whoever holds the end
-//! ([`Outside`]): the side channel and the doorbells. Not here: making a link, whether it is up, and
+//! ([`Outside`]): the side channel and how a waiter is woken. Not here: making a link, whether it is up, and
 //! what its streams are for.
 
-use super::layout::{self, Region};
+use super::layout::{self, READY_QUEUES, Region};
 use super::numbers::{Done, Numbers, done};
 use super::ready::RungMark;
 use super::ring::{Consumer, Producer, Wake};
 pub use super::side::Side;
 use super::side::Sweeps;
-use super::waiter::{FlagPage, MAX_WAITERS, WaiterId};
+use super::waiter::{FlagPage, WaiterId};
 use super::{LinkEnd, OpenError, Opened, SendError};
 use crate::ids::Vqpn;
 use crate::wire::{Message, RingOffer};
@@ -21,8 +21,8 @@ pub trait Outside {
     /// As [`LinkEnd::send`].
     fn send(&self, message: &Message) -> Result<(), SendError>;
 
-    /// Wakes whoever sleeps, or will next sleep, on the doorbell of the peer's `waiter`.
-    fn ring(&self, waiter: WaiterId);
+    /// Wakes whoever sleeps, or will next sleep, as the peer's `waiter`, by the `page` that the peer shows if that will do.
+    fn ring(&self, waiter: WaiterId, page: &FlagPage);
 }
 
 /// See the module.
@@ -30,6 +30,7 @@ pub struct End<O> {
     mine: Side,
     theirs: Side,
     peer_flags: FlagPage,
+    /// One for each waiter that has a queue.
     marks: Box<[RungMark]>,
     sweeps: Sweeps,
     numbers: Numbers,
@@ -49,7 +50,7 @@ impl<O> End<O> {
             mine,
             theirs,
             peer_flags,
-            marks: (0..MAX_WAITERS).map(|_| RungMark::new()).collect(),
+            marks: (0..READY_QUEUES).map(|_| RungMark::new()).collect(),
             sweeps: Sweeps::new(),
             numbers,
             outside,
@@ -109,11 +110,11 @@ impl<O: Outside> End<O> {
                 self.marks.get(waiter.0 as usize),
             ) && flag.must_ring(mark)
             {
-                self.outside.ring(waiter);
+                self.outside.ring(waiter, &self.peer_flags);
             }
         }
         if let Some(sleeper) = WaiterId::of_sleeper(wake.0) {
-            self.outside.ring(sleeper);
+            self.outside.ring(sleeper, &self.peer_flags);
         }
     }
 }
@@ -215,7 +216,7 @@ mod tests {
             (!self.is_down.get()).then_some(()).ok_or(SendError::Down)
         }
 
-        fn ring(&self, _: WaiterId) {
+        fn ring(&self, _: WaiterId, _: &FlagPage) {
             self.rung.set(self.rung.get() + 1);
         }
     }

@@ -6,6 +6,7 @@
 pub mod channel;
 pub mod datagram;
 pub mod dir;
+pub mod doorbell;
 #[cfg(test)]
 pub(crate) mod forked;
 #[cfg(target_arch = "x86_64")]

@@ -66,7 +66,7 @@ proptest! {
         let _ = Datagram::decode(&bytes, key.as_ref());
         let mut framed = [0; DATAGRAM];
         framed.iter_mut().zip(&bytes).for_each(|(to, from)| *to = *from);
-        framed[..5].copy_from_slice(b"rsku\x01");
+        framed[..5].copy_from_slice(b"rsku\x02");
         framed[6] &= 1;
         let _ = Datagram::decode(&framed, key.as_ref());
     }
@@ -106,7 +106,7 @@ fn each_fault_has_its_reason() {
         (&|b| b.truncate(191), Refused::Length),
         (&|b| b.push(0), Refused::Length),
         (&Vec::clear, Refused::Length),
-        (&|b| b[4] = 2, Refused::Version(2)),
+        (&|b| b[4] = 1, Refused::Version(1)),
         // A later version may be longer.
         (
             &|b| {

@@ -141,9 +141,9 @@ mod tests {
 
     #[test]
     fn names_are_as_documented_and_fit() {
-        assert_eq!(service(6379, 3), "rdmasock/1/tcp/6379/3");
+        assert_eq!(service(6379, 3), "rdmasock/2/tcp/6379/3");
         let id = InstanceId::from_bytes([0xAB; 16]);
-        assert_eq!(instance(&id), format!("rdmasock/1/i/{}", "ab".repeat(16)));
+        assert_eq!(instance(&id), format!("rdmasock/2/i/{}", "ab".repeat(16)));
         assert!(ShmName::new(instance(&id).as_bytes()).is_some());
     }
 

@@ -79,7 +79,7 @@ mod tests {
             cookie: Cookie::from_bytes([9; ID_BYTES]),
         };
         let bytes = introduction.encode();
-        let expected = [&b"rsok"[..], &[1, 0, 0, 0, 4, 3, 2, 1], &[3; 16], &[9; 16]];
+        let expected = [&b"rsok"[..], &[2, 0, 0, 0, 4, 3, 2, 1], &[3; 16], &[9; 16]];
         assert_eq!(bytes[..], expected.concat());
         let padded = [&bytes[..], &[0; 140]].concat();
         let got = Introduction::decode(&padded).unwrap();
@@ -91,7 +91,7 @@ mod tests {
         for (at, error) in [
             (0, WireError::Magic),
             (3, WireError::Magic),
-            (4, WireError::Version(0)),
+            (4, WireError::Version(3)),
         ] {
             let mut bad = bytes;
             bad[at] ^= 1;

@@ -425,7 +425,7 @@ mod tests {
             .encode(&Nonce::from_bytes([9; 16]), &mut buf)
             .unwrap();
         let body = [8, 7, 6, 5, 4, 3, 2, 1, 1, 0, 0, 0, 0, 0, 0, 0];
-        let expected = [&[9; 16][..], &[1, 4, 16, 0], &body].concat();
+        let expected = [&[9; 16][..], &[2, 4, 16, 0], &body].concat();
         assert_eq!(bytes, expected);
         let longer = [&expected[..18], &[17, 0], &expected[20..], &[0]].concat();
         assert_eq!(Marker::decode(&longer).unwrap_err(), WireError::Length);

@@ -15,12 +15,13 @@ fn ring() -> impl Strategy<Value = RingOffer> {
 }
 
 fn geometry() -> impl Strategy<Value = Geometry> {
-    any::<(u64, u64, u32, u32)>().prop_map(
-        |(arena_bytes, waiter_bytes, queue_entries, max_waiters)| Geometry {
+    any::<(u64, u64, u32, u32, u64)>().prop_map(
+        |(arena_bytes, waiter_bytes, queue_entries, max_waiters, max_ring)| Geometry {
             arena_bytes,
             waiter_bytes,
             queue_entries,
             max_waiters,
+            max_ring,
         },
     )
 }
@@ -96,6 +97,7 @@ fn message() -> impl Strategy<Value = Message> {
         (vqpn(), reason).prop_map(|(yours, reason)| Message::OpenRefuse { yours, reason }),
         any::<u32>().prop_map(|id| Message::Waiter { id }),
         any::<u32>().prop_map(|id| Message::WaiterGone { id }),
+        any::<u32>().prop_map(|id| Message::Ring { id }),
         (vqpn(), any::<Option<u64>>())
             .prop_map(|(yours, resend_from)| Message::DemoteRequest { yours, resend_from }),
         vqpn().prop_map(|yours| Message::Adopt { yours }),
@@ -216,7 +218,7 @@ fn the_bytes_of_a_message_are_fixed() {
         vqpn: Vqpn(0x0A0B_0C0D),
         ring,
     };
-    let mut expected = b"rsok\x01\x20\x29\x00".to_vec();
+    let mut expected = b"rsok\x02\x20\x29\x00".to_vec();
     expected.extend([0xAA; 16]);
     expected.extend([0xBB; 16]);
     expected.extend([0x0D, 0x0C, 0x0B, 0x0A, 4, 3, 2, 1, 16]);

@@ -22,7 +22,7 @@ pub use message::{MAX_MESSAGE, MAX_REDIRECT, Message};
 use zerocopy::{FromBytes, Immutable, KnownLayout, Unaligned};
 
 /// The version of the whole protocol, part of every service name, message and marker (P1).
-pub const VERSION: u8 = 1;
+pub const VERSION: u8 = 2;
 
 /// The size of a page of a link's arena, in which rings are placed.
 pub const ARENA_PAGE: u64 = 4096;
@@ -203,6 +203,8 @@ pub struct Geometry {
     pub queue_entries: u32,
     /// How many waiters the end may announce.
     pub max_waiters: u32,
+    /// Bytes of the largest ring that the end writes into.
+    pub max_ring: u64,
 }
 
 /// Reads a value that takes up the whole of `bytes`.

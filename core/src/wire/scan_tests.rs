@@ -18,7 +18,7 @@ fn hello() -> Marker {
         instance: InstanceId::from_bytes([7; 16]),
         capabilities: Capabilities::SHM,
         link: Some(LinkOffer {
-            address: LinkAddress::Shm(ShmName::new(b"rdmasock/1/i/0123").unwrap()),
+            address: LinkAddress::Shm(ShmName::new(b"rdmasock/2/i/0123").unwrap()),
             cookie: Cookie::from_bytes([9; 16]),
         }),
     })

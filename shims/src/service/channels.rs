@@ -60,9 +60,9 @@ impl Worker {
         let mut flags = kernel::EventFlags::IN | kernel::EventFlags::RDHUP;
         flags.set(kernel::EventFlags::OUT, wanted);
         let data = kernel::EventData::new_u64(tag(kind::CHANNEL, id));
-        if let Some(channel) = link.channel() {
+        link.with_channel(|channel| {
             let _ = kernel::modify(&self.service.epoll, channel.as_fd(), data, flags);
-        }
+        });
     }
 
     /// Reads what has come over a channel.
@@ -81,8 +81,8 @@ impl Worker {
             };
             let received = match (&conn.channel, &conn.peer) {
                 (Some(channel), _) => channel.recv(&mut buf),
-                (None, Peer::Link(link)) => match link.channel() {
-                    Some(channel) => channel.recv(&mut buf),
+                (None, Peer::Link(link)) => match link.with_channel(|c| c.recv(&mut buf)) {
+                    Some(received) => received,
                     None => return,
                 },
                 _ => return,
@@ -189,12 +189,12 @@ impl Worker {
 
     /// What belongs to a link is not looked at any more.
     pub(super) fn forget_link_fds(&mut self, link: &'static Link) {
-        match link.channel() {
-            Some(channel) => {
-                let _ = kernel::delete(&self.service.epoll, channel.as_fd());
-            }
-            None => self.forget_remote(link),
+        if link.is_remote() {
+            return self.forget_remote(link);
         }
+        link.with_channel(|channel| {
+            let _ = kernel::delete(&self.service.epoll, channel.as_fd());
+        });
     }
 
     /// The other end of a channel does not keep to the protocol.

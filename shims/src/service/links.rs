@@ -17,7 +17,7 @@ use rdmasock_core::stream::handshake::{Handshake, Role};
 use rdmasock_core::wire::{self, Geometry, LinkAddress, LinkOffer, MAX_MESSAGE, Message, ShmName};
 
 use super::{ASK_TIMEOUT, Conn, LINK_TIMEOUT, Peer, Ref, Worker};
-use crate::link::Link;
+use crate::link::{Link, Refused};
 use crate::promote;
 use crate::ready;
 use crate::socket::{self, mode};
@@ -81,6 +81,7 @@ impl Worker {
             waiter_bytes: FLAGS_BYTES,
             queue_entries: MAX_STREAMS,
             max_waiters: MAX_WAITERS.into(),
+            max_ring: self.library.config.ring_max.bytes(),
         }
     }
 
@@ -228,7 +229,6 @@ impl Worker {
             },
         );
         self.service.links.lock()?.push(link);
-        link.announce(SERVICE);
         tracing::info!(target: "rdmasock", %peer, pid, slot, "link up");
         Some(link)
     }
@@ -293,14 +293,15 @@ impl Worker {
     ) {
         tracing::trace!(target: "rdmasock::link", link = link.slot, ?message, "received");
         match message {
-            Message::Waiter { id } => {
-                if let Some(fd) = fds.pop() {
-                    link.on_waiter(id, fd);
+            Message::Waiter { id } => match fds.pop().map(|fd| link.on_waiter(id, fd)) {
+                Some(Err(Refused::TooMany)) => {
+                    let _ = link.send(&Message::WaiterGone { id }, &[]);
                 }
-            }
-            Message::WaiterGone { id } => match u16::try_from(id).map(WaiterId) {
-                Ok(SERVICE) => self.link_down(link, Reason::Resources),
-                Ok(waiter) => {
+                Some(Err(Refused::Violation)) => self.break_off(link),
+                Some(Ok(())) | None => {}
+            },
+            Message::WaiterGone { id } => {
+                if let Ok(waiter) = u16::try_from(id).map(WaiterId) {
                     // The service thread is told in its place.
                     link.on_waiter_refused(waiter);
                     for socket in link.sockets() {
@@ -308,7 +309,12 @@ impl Worker {
                         ready::notify_local(socket);
                     }
                 }
-                Err(_) => {}
+            }
+            Message::Ring { id } => match u16::try_from(id).map(WaiterId) {
+                // This thread looks before it sleeps again.
+                Ok(SERVICE) => {}
+                Ok(waiter) if waiter.0 < MAX_WAITERS => self.library.waiters.ring(waiter),
+                _ => self.break_off(link),
             },
             Message::Open {
                 nonce_mine,
@@ -486,10 +492,11 @@ impl Worker {
         self.bury_at = 0;
         let now = crate::time::now_ns();
         self.dead_links.retain(|link| {
-            if link.streams() > 0 {
+            let is_closed = link.close_channel();
+            if is_closed && link.streams() > 0 {
                 return true;
             }
-            let is_released = link.release();
+            let is_released = is_closed && link.release();
             if !is_released {
                 self.bury_at = now + BURY_AGAIN;
             }

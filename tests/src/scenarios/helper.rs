@@ -111,7 +111,7 @@ fn squat(port: u16, how: &str) -> bool {
         .map(|k| {
             let kind = libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC;
             let fd = call!(libc::socket(libc::AF_UNIX, kind, 0)).ok();
-            let name = format!("\0rdmasock/1/tcp/{port}/{k}");
+            let name = format!("\0rdmasock/2/tcp/{port}/{k}");
             sys::bind(fd, &Addr::unix(name.as_bytes())).ok();
             call!(libc::listen(fd, 16)).ok();
             fd
@@ -170,7 +170,7 @@ fn reply(fd: i32, how: &str) -> bool {
         // A well-formed YES: header (magic, version, kind 2, length), the request's number as
         // it came, a nonce and an instance.
         "yes" if n >= 16 => {
-            let mut yes = b"rsok\x01\x02\x28\x00".to_vec();
+            let mut yes = b"rsok\x02\x02\x28\x00".to_vec();
             yes.extend(&message[8..16]);
             yes.extend([0x5a; 16]);
             yes.extend([0xa5; 16]);

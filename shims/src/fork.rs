@@ -403,6 +403,7 @@ unsafe fn begin_anew() {
         privatefd::reset_in_fork_child(|fd| fd == log || fd == bell || Listener::has_name(fd));
     }
     crate::log::after_fork_in_child();
+    crate::rx::carry::after_fork();
     Library::forget();
 }
 

@@ -9,13 +9,14 @@ mod distant;
 mod neighbour;
 
 use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
 use std::sync::atomic::{
     AtomicBool, AtomicPtr, AtomicU32, AtomicU64,
     Ordering::{AcqRel, Acquire, Relaxed, Release},
 };
 
-use rdmasock_core::fabric::layout::{MAX_STREAMS, Region};
-use rdmasock_core::fabric::ring::{Consumer, Producer, Wake};
+use rdmasock_core::fabric::layout::{MAX_RING_LOG2, MAX_STREAMS, MIN_RING_LOG2, Region};
+use rdmasock_core::fabric::ring::{Allowance, Consumer, Ground, Producer, Wake};
 use rdmasock_core::fabric::shm::{self, Side};
 use rdmasock_core::fabric::waiter::FlagPage;
 use rdmasock_core::fabric::{LinkEnd, OpenError, Opened, SendError};
@@ -28,6 +29,7 @@ use rdmasock_core::stats::{LinkStats, Path, Reason};
 use rdmasock_core::wire::Message;
 
 use crate::library::Library;
+use crate::service::Command;
 use crate::socket::Socket;
 use crate::verbs::Pair;
 use crate::wait::{SERVICE, WaiterId};
@@ -73,6 +75,16 @@ struct Announced {
 const BUTTONS: u32 = 16;
 const BUTTONS_A_STREAM: u32 = 2;
 
+/// So many looks in vain are asked about,
+const MOST_VAIN: u32 = 8192;
+/// and one that finds something makes up for so many.
+const VAIN_A_FIND: u32 = 16;
+
+/// How many of the largest rings of a peer's arena are written into at most: for each of its streams one, the one before,
+/// and as much again for what lies between; and some for all.
+const RINGS_A_STREAM: u64 = 4;
+const RINGS: u64 = 4;
+
 /// See the module.
 pub struct Link {
     /// The index in the library's list and in the statistics.
@@ -82,6 +94,14 @@ pub struct Link {
     end: AnyEnd,
     alive: AtomicBool,
     announced: Lock<Vec<Announced>>,
+    /// Bytes of the largest ring that the peer writes into.
+    peers_max_ring: AtomicU64,
+    /// What was written into of the peer's arena, where that is its memory.
+    ground: Lock<Option<Arc<Ground>>>,
+    /// Looks for the peer's sake that have found nothing; see `judge`.
+    vain: AtomicU32,
+    /// What had gone over the link when that was last too much.
+    moved: AtomicU64,
     /// By our vQPN.
     sockets: Box<[AtomicPtr<Socket>]>,
     /// A bit for each of the peer's vQPNs that a stream of ours sends to.
@@ -112,6 +132,35 @@ impl Link {
         link
     }
 
+    /// What the peer says of itself: the largest ring that it writes into, and the size of its data area, of
+    /// which we write into no more than its streams need. Before the first stream.
+    pub fn on_geometry(&self, max_ring: u64, data_bytes: u64) {
+        let max_ring = max_ring.clamp(1 << MIN_RING_LOG2, 1 << MAX_RING_LOG2);
+        let max_ring = 1 << max_ring.ilog2();
+        self.peers_max_ring.store(max_ring, Release);
+        if let Some(mut ground) = self.ground.lock() {
+            *ground = Some(Arc::new(Ground::new(data_bytes)));
+        }
+    }
+
+    /// Bytes of the largest ring that we receive in.
+    pub fn max_ring(&self) -> u64 {
+        let ours = Library::get().config.ring_max.bytes();
+        ours.min(self.peers_max_ring.load(Acquire))
+    }
+
+    /// How far we adopt the rings that the peer offers to one more stream.
+    fn allowance(&self) -> Allowance {
+        let ground = self.ground.lock();
+        let Some(ground) = ground.as_ref().and_then(|ground| ground.as_ref()) else {
+            return Allowance::default();
+        };
+        let largest = Library::get().config.ring_max.bytes();
+        let rings = RINGS + RINGS_A_STREAM * u64::from(self.streams() + 1);
+        ground.allow(rings.saturating_mul(largest));
+        Allowance::new(largest.ilog2() as u8, Arc::clone(ground))
+    }
+
     /// A link over a connected queue pair. `None` without memory for it.
     pub fn between_hosts(
         slot: u32,
@@ -137,6 +186,10 @@ impl Link {
             end,
             alive: AtomicBool::new(true),
             announced: Lock::new(Vec::new()),
+            peers_max_ring: AtomicU64::new(u64::MAX),
+            ground: Lock::new(None),
+            vain: AtomicU32::new(0),
+            moved: AtomicU64::new(0),
             sockets: (0..MAX_STREAMS)
                 .map(|_| AtomicPtr::new(std::ptr::null_mut()))
                 .collect(),
@@ -228,7 +281,8 @@ impl Link {
         if word.fetch_or(bit, AcqRel) & bit != 0 {
             return None;
         }
-        on_end!(self, end => end.producer(vqpn))
+        let producer = on_end!(self, end => end.producer(vqpn))?;
+        Some(producer.with_allowance(self.allowance()))
     }
 
     /// Nothing of ours sends to the peer's stream `vqpn` any more. To be said before the peer hears of it: then
@@ -392,15 +446,59 @@ impl Link {
         on_end!(self, end => end.has_ready(waiter))
     }
 
-    /// Takes what the peer has queued for this waiter of ours.
+    /// Takes what the peer has queued for this waiter of ours. The caller looks at each, and [judges](Self::judge).
     pub fn drain_ready(&self, waiter: WaiterId, mut each: impl FnMut(&'static Socket)) {
         self.progress();
-        let each = |vqpn| {
-            if let Some(socket) = self.socket(vqpn) {
-                each(socket);
-            }
+        let each = |vqpn| match self.socket(vqpn) {
+            Some(socket) => each(socket),
+            None => self.judge(false),
         };
         on_end!(self, end => end.drain_ready(waiter, each));
+    }
+
+    /// A look at a stream that the peer may have queued has found something, or not. A peer that queues streams again and
+    /// again with which nothing is the matter keeps our threads from sleeping; if looks in vain are almost all that
+    /// there are the service thread asks whether anything goes over the link.
+    #[inline]
+    pub fn judge(&self, found: bool) {
+        // Neither add up exactly where several threads look.
+        let vain = self.vain.load(Relaxed);
+        if !found {
+            self.on_vain(vain);
+        } else if vain != 0 {
+            self.vain.store(vain.saturating_sub(VAIN_A_FIND), Relaxed);
+        }
+    }
+
+    #[cold]
+    fn on_vain(&self, vain: u32) {
+        self.vain.store(vain + 1, Relaxed);
+        if vain + 1 == MOST_VAIN
+            && let AnyEnd::Shm(end) = &self.end
+            && let Some(link) = end.outside().link.get()
+        {
+            Library::get().service.submit(Command::Vain(link));
+        }
+    }
+
+    /// Whether so many looks in vain are the peer's malice: not if as many bytes have gone over the link since that was last
+    /// asked. (Where several threads look for the same bytes all but one look in vain.) Service thread only.
+    pub fn is_only_noise(&self) -> bool {
+        let moved = self.sockets().into_iter().map(|socket| {
+            let received = socket
+                .rx
+                .lock()
+                .and_then(|rx| Some(rx.consumer.as_ref()?.position()));
+            let sent = socket
+                .tx
+                .lock()
+                .and_then(|tx| Some(tx.producer.as_ref()?.position()));
+            received.unwrap_or(0) + sent.unwrap_or(0)
+        });
+        let moved = moved.fold(0, u64::wrapping_add);
+        let since = moved.wrapping_sub(self.moved.swap(moved, Relaxed));
+        self.vain.store(0, Relaxed);
+        since < u64::from(MOST_VAIN)
     }
 
     /// Takes the link down. The caller has seen to its sockets, or does so next.

@@ -13,6 +13,7 @@ mod channels;
 mod command;
 mod control;
 mod guard;
+mod guests;
 mod linger;
 mod links;
 mod offers;
@@ -55,7 +56,7 @@ use crate::library::Library;
 use crate::link::Link;
 use crate::listener::Listener;
 use crate::reach::Devices;
-use crate::ready;
+use crate::ready::{self, Arm};
 use crate::socket::{self, Socket, Stage};
 use crate::verbs::Acceptor;
 use crate::wait::{SERVICE, Waiters};
@@ -299,6 +300,10 @@ struct Worker {
     instance_name: Option<names::Listener>,
     listeners: Vec<&'static Listener>,
     conns: HashMap<u64, Conn>,
+    /// Those of them that others have opened.
+    guests: guests::Guests,
+    /// When the names are listened on again after there was no descriptor for who came, ns; 0: they are.
+    deaf_until: u64,
     next_conn: u64,
     asks: HashMap<u64, ask::Asking>,
     cache: DestinationCache,
@@ -353,6 +358,8 @@ impl Worker {
             instance_name: names::Listener::instance(&library.id).ok(),
             listeners: Vec::new(),
             conns: HashMap::new(),
+            guests: guests::Guests::new(descriptors()),
+            deaf_until: 0,
             next_conn: 1,
             asks: HashMap::new(),
             cache: DestinationCache::new(4096),
@@ -463,6 +470,7 @@ impl Worker {
             for socket in sockets {
                 // Its sender may wait for a reader that has closed the number past the hooks.
                 crate::lifecycle::look_at_anchor(socket);
+                link.judge(ready::readable(socket, Arm::No) != 0);
                 crate::rx::relieve(socket, link);
                 self.look_for_confirmation(socket, link);
                 ready::notify_local(socket);
@@ -476,6 +484,7 @@ impl Worker {
         let asks = self.asks.values().map(|a| a.deadline);
         let links = self.pending_links.values().map(|p| p.deadline);
         let arriving = self.arriving.values().map(|a| a.deadline);
+        let deaf = (self.deaf_until != 0).then_some(self.deaf_until);
         let unheard = self.unheard.values().map(|u| u.deadline);
         let shrink = (self.shrink_at != 0).then_some(self.shrink_at);
         let tend = (self.tend_at != 0).then_some(self.tend_at);
@@ -489,6 +498,8 @@ impl Worker {
         asks.chain(links)
             .chain(arriving)
             .chain(unheard)
+            .chain(self.guests.next_timeout())
+            .chain(deaf)
             .chain(tend)
             .chain(watch)
             .chain(bury)
@@ -508,6 +519,7 @@ impl Worker {
         let now = crate::time::now_ns();
         self.expire_asks(now);
         self.expire_links(now);
+        self.expire_guests(now);
         self.expire_arriving(now);
         self.tend_links(now);
         self.watch_links(now);
@@ -538,24 +550,17 @@ impl Worker {
         let id = data & 0x00ff_ffff_ffff_ffff;
         match data >> 56 {
             kind::INSTANCE => {
-                while let Some(Ok(Some(channel))) =
-                    self.instance_name.as_ref().map(names::Listener::accept)
-                {
-                    self.register(channel, Peer::Incoming { listener: None });
-                }
+                let accept = |worker: &Self| match &worker.instance_name {
+                    Some(name) => name.accept(),
+                    None => Ok(None),
+                };
+                self.receive_guests(None, accept);
             }
             kind::NAME => {
                 let Some(listener) = self.listeners.get(id as usize).copied() else {
                     return;
                 };
-                while let Some(channel) = listener.accept_asker() {
-                    self.register(
-                        channel,
-                        Peer::Incoming {
-                            listener: Some(listener),
-                        },
-                    );
-                }
+                self.receive_guests(Some(listener), |_| listener.accept_asker());
             }
             kind::CHANNEL => self.on_channel(id),
             kind::ANCHOR => self.on_anchor(id),
@@ -568,6 +573,12 @@ impl Worker {
             _ => {}
         }
     }
+}
+
+/// How many descriptors this process may have, ours among them.
+fn descriptors() -> u64 {
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
+    limit.maximum.unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]

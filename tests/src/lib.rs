@@ -16,6 +16,7 @@ pub mod ctx;
 pub mod data;
 pub mod dialogue;
 pub mod harness;
+pub mod hostile;
 pub mod observe;
 pub mod pair;
 pub mod remote;

@@ -68,6 +68,8 @@ pub enum Command {
     AwaitRoom(&'static Link),
     /// The peer broke the protocol.
     Violation(&'static Link),
+    /// Looks for the peer's sake find nothing.
+    Vain(&'static Link),
     /// A listener has accepted its first connection in this process.
     Listen(&'static Listener),
     /// A connection that was closed in the middle of a promotion: the markers that are awaited, and
@@ -169,6 +171,12 @@ impl Worker {
             Command::Violation(link) => {
                 self.library.stats.count(Event::LinkViolation);
                 self.link_down(link, Reason::Violation);
+            }
+            Command::Vain(link) => {
+                if link.is_only_noise() {
+                    self.library.stats.count(Event::LinkViolation);
+                    self.link_down(link, Reason::Violation);
+                }
             }
             Command::Linger(fd, awaited, unsent) => self.linger(fd, awaited, unsent),
             Command::Listen(listener) => self.listen(listener),

@@ -163,7 +163,16 @@ impl Worker {
             self.conns.remove(&conn);
             return;
         }
-        self.establish(conn, peer, pid, channel, mine, theirs, flags);
+        self.establish(
+            conn,
+            peer,
+            pid,
+            channel,
+            mine,
+            theirs,
+            flags,
+            geometry.max_ring,
+        );
     }
 
     /// LINK-ACCEPT: the link that we asked for stands.
@@ -191,7 +200,16 @@ impl Worker {
         let Some(channel) = self.conns.get_mut(&conn).and_then(|c| c.channel.take()) else {
             return;
         };
-        let Some(link) = self.establish(conn, expected, pid, channel, mine, theirs, flags) else {
+        let Some(link) = self.establish(
+            conn,
+            expected,
+            pid,
+            channel,
+            mine,
+            theirs,
+            flags,
+            geometry.max_ring,
+        ) else {
             return;
         };
         self.link_made(expected, link);
@@ -216,10 +234,14 @@ impl Worker {
         mine: Side,
         theirs: Side,
         flags: FlagPage,
+        max_ring: u64,
     ) -> Option<&'static Link> {
         let slot = self.free_slot();
         let stats = self.open_stats(slot, Path::Shm, peer, pid);
+        let data_bytes = theirs.layout().data_len() as u64;
         let link = Link::new(slot, peer, channel, mine, theirs, flags, stats);
+        link.on_geometry(max_ring, data_bytes);
+        self.guests.on_gone(conn);
         // The registration in the epoll set goes with the fd, which the link has now.
         self.conns.insert(
             conn,

@@ -14,7 +14,7 @@ use crate::sys::{self, Addr};
 ///   The server prints its port once it listens.
 /// - `squat PORT HOW` listens on the library's service names of PORT, as uid 65534 if it can,
 ///   and answers `nothing`, `garbage`, `yes` or `close`, until stdin ends.
-/// - `remote …`: see `remote::main`.
+/// - `remote …`: see `remote::main`; `hostile …`: see `hostile::main`.
 pub fn main(words: &[String]) -> ExitCode {
     let number = |i: usize| words.get(i).and_then(|w| w.parse().ok());
     let fd: i32 = number(1).unwrap_or(-1);
@@ -27,6 +27,7 @@ pub fn main(words: &[String]) -> ExitCode {
         Some("gone") => call!(libc::fcntl(fd, libc::F_GETFD)).is(libc::EBADF),
         Some("serve") => serve(port, number(2).unwrap_or(1)),
         Some("dial") => dial(port, number(2).unwrap_or(1)),
+        Some("hostile") => crate::hostile::main(&words[1..]),
         Some("remote") => crate::remote::main(&words[1..]),
         Some("squat") => squat(port, words.get(2).map_or("", String::as_str)),
         _ => false,

@@ -30,7 +30,7 @@ const FIRST_RING: u8 = 12;
 /// How long one step of the protocol may take.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// A link whose waiters are rung by hand.
+/// The side channel.
 pub struct Outer(Rc<Channel>);
 
 impl Outside for Outer {
@@ -38,7 +38,13 @@ impl Outside for Outer {
         say(&self.0, message, &[]).map_err(|_| SendError::Down)
     }
 
-    fn ring(&self, _: WaiterId, _: &FlagPage) {}
+    /// As a correct peer that has no button.
+    fn ring(&self, waiter: WaiterId, page: &FlagPage) {
+        if waiter.is_polling() || !page.wake(waiter) {
+            let id = waiter.0.into();
+            let _ = say(&self.0, &Message::Ring { id }, &[]);
+        }
+    }
 }
 
 /// See the module.
@@ -51,6 +57,7 @@ pub struct Attacker {
     pub producer: Producer,
     /// The victim's number for the stream.
     pub theirs: Vqpn,
+    nonce_s: Nonce,
     /// The page of flags that the victim looks at.
     pub flags: FlagPage,
     pub arena: PrivateFd,
@@ -123,7 +130,6 @@ impl Attacker {
             Marker::Switch => {}
             other => bail!("{other:?} for SWITCH"),
         }
-        put(&mut tcp, &nonce_s, Marker::Switch)?;
         Ok(Self {
             tcp,
             channel,
@@ -131,10 +137,16 @@ impl Attacker {
             consumer: opened.consumer,
             producer,
             theirs,
+            nonce_s,
             flags: parts.flags,
             arena: parts.arena,
             bells: parts.bells,
         })
+    }
+
+    /// What it sends is on the link from now on, too.
+    pub fn switch(&mut self) -> Result<()> {
+        put(&mut self.tcp, &self.nonce_s, Marker::Switch)
     }
 
     /// Sends a request on the link; the victim is told as a correct peer tells it. False if there is no room.

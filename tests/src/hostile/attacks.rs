@@ -14,7 +14,7 @@ use rdmasock_core::rendezvous::names;
 use rdmasock_core::wire::Message;
 
 use super::attacker::{Attacker, exchange, say};
-use super::{STREAM, end_with_stdin};
+use super::{REQUEST, STREAM, end_with_stdin};
 
 /// The waiter that the victim is to wake: one that sleeps on what is sent, not on a futex.
 const WAITER: u32 = 100;
@@ -79,6 +79,7 @@ fn attack(port: u16, name: &str) -> Result<()> {
         _ => {}
     }
     let mut a = Attacker::connect(port, ARENA)?;
+    a.switch()?;
     match name {
         "full_pipe" => {
             let (_reader, writer) = nix::unistd::pipe()?;
@@ -287,10 +288,10 @@ fn rings(port: u16, is_large: bool) -> Result<()> {
         a.end.notify(wake, a.theirs);
         Ok(())
     };
-    a.request(b'a')?;
+    a.tcp.write_all(&[b'a'; REQUEST])?;
     while a.swallow() == 0 && Instant::now() < end {}
     offer(&mut a)?;
-    a.request(STREAM)?;
+    a.tcp.write_all(&[STREAM; REQUEST])?;
     let mut most = 0;
     tell("on");
     while Instant::now() < end {

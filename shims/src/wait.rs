@@ -76,7 +76,7 @@ fn wait_on(
     }
     let waiters = &crate::library::Library::get().waiters;
     let distant = socket.link().and_then(Link::distant);
-    let Some(lease) = Lease::new(waiters, distant.is_some()) else {
+    let Some(mut lease) = Lease::new(waiters, distant.is_some()) else {
         // Out of waiters or fds: look now and then.
         let _ = rustix::thread::nanosleep(&rustix::time::Timespec {
             tv_sec: 0,
@@ -88,7 +88,10 @@ fn wait_on(
     // would ring the sleeper's bell for it.
     let duty = distant.and_then(Distant::take_duty);
     let sleeper = Sleeper::new(socket, lease.waiter, data, !data);
-    // Arming has taken in what had come until then; what comes later makes the descriptor readable.
+    // Arming has taken in what had come until then; what comes later makes the descriptor readable. A peer that was told of
+    // this sleeper before it says that it sleeps does not wake it, but has written before that: one more look. So what a peer
+    // that does see it has to wait for is not much more than the way into the kernel.
+    lease.begin();
     if there() {
         return Ok(());
     }
@@ -102,13 +105,14 @@ fn wait_on(
     slept
 }
 
-/// A waiter for the time of one sleep, which is said to sleep meanwhile.
+/// A waiter for the time of one sleep.
 struct Lease<'a> {
     waiters: &'a Waiters,
     waiter: WaiterId,
     futex: *const u32,
     /// As the futex was before anything was looked at.
     ticket: u32,
+    sleeps: bool,
 }
 
 impl<'a> Lease<'a> {
@@ -124,13 +128,19 @@ impl<'a> Lease<'a> {
             waiters.release(waiter);
             return None;
         };
-        waiters.enter_sleep(waiter);
         Some(Self {
             waiters,
             waiter,
             futex,
             ticket,
+            sleeps: false,
         })
+    }
+
+    /// From now on peers see that the waiter sleeps, or is just about to.
+    fn begin(&mut self) {
+        self.waiters.enter_sleep(self.waiter);
+        self.sleeps = true;
     }
 
     /// Sleeps until the waiter is rung, or there is something for the duty. A cancellation point.
@@ -148,7 +158,9 @@ impl<'a> Lease<'a> {
 
 impl Drop for Lease<'_> {
     fn drop(&mut self) {
-        self.waiters.leave_sleep(self.waiter);
+        if self.sleeps {
+            self.waiters.leave_sleep(self.waiter);
+        }
         self.waiters.release(self.waiter);
     }
 }

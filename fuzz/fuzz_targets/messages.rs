@@ -58,6 +58,6 @@ fn introduction(bytes: &[u8]) {
             // But for what is reserved.
             assert_eq!(again[8..44], bytes[8..44]);
         }
-        Err(_) => assert!(bytes.len() < INTRODUCTION || bytes[..5] != *b"rsok\x01"),
+        Err(_) => assert!(bytes.len() < INTRODUCTION || bytes[..5] != *b"rsok\x02"),
     }
 }

@@ -8,6 +8,7 @@ use std::sync::atomic::{
     Ordering::{AcqRel, Acquire, Relaxed, Release},
 };
 
+use rdmasock_core::os::doorbell;
 use rdmasock_core::os::memfd::Mapping;
 use rdmasock_core::os::privatefd;
 
@@ -32,7 +33,7 @@ const PATIENCE: u64 = 5_000_000_000;
 const LAST_WORDS: u64 = 20_000_000;
 /// How long an exit may wait for other hosts to have what was sent to them, ns.
 const LAST_BYTES: u64 = 2_000_000_000;
-/// In a fork child: the doorbell of the service thread that owns what was on links, and its process.
+/// In a fork child: its button for the service thread that owns what was on links, and that one's process.
 static OWNER_BELL: AtomicI32 = AtomicI32::new(-1);
 static OWNER_PID: AtomicI32 = AtomicI32::new(0);
 
@@ -167,7 +168,7 @@ fn reclaim_slow(socket: &'static Socket) {
         let bell = OWNER_BELL.load(Acquire);
         if bell >= 0 {
             // SAFETY: kept open for this across the fork.
-            crate::wait::ring(unsafe { std::os::fd::BorrowedFd::borrow_raw(bell) });
+            doorbell::press(unsafe { std::os::fd::BorrowedFd::borrow_raw(bell) });
         }
         let owner = rustix::process::Pid::from_raw(OWNER_PID.load(Acquire));
         while word & OWNED != 0 && crate::time::now_ns() < until {
@@ -258,6 +259,7 @@ pub extern "C" fn prepare() {
         return;
     }
     let errno = crate::errno::get();
+    let mut owns = false;
     table::for_each(0..=u32::MAX, |fd, entry| {
         if let Entry::Socket(socket) = entry
             && socket.fd.load(Acquire) == fd
@@ -269,10 +271,14 @@ pub extern "C" fn prepare() {
                 c.fetch_add(1, AcqRel);
                 if !socket.is_plain() || socket.stage() == Stage::Busy {
                     c.fetch_or(OWNED, AcqRel);
+                    owns = true;
                 }
             }
         }
     });
+    if owns {
+        Library::before_fork();
+    }
     // Once they count as shared.
     EPOCH.fetch_add(1, AcqRel);
     crate::errno::set(errno);
@@ -390,7 +396,7 @@ unsafe fn begin_anew() {
                 rustix::process::getppid().map_or(0, |p| p.as_raw_nonzero().get()),
                 Release,
             );
-            Library::bell_before_fork()
+            Library::button_before_fork()
         }
     };
     OWNER_BELL.store(bell, Release);
@@ -406,6 +412,7 @@ unsafe fn begin_anew() {
     crate::log::after_fork_in_child();
     // SAFETY: the only thread.
     unsafe { crate::link::after_fork() };
+    crate::rx::carry::after_fork();
     Library::forget();
 }
 

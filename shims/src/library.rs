@@ -185,13 +185,20 @@ impl Library {
         }
     }
 
-    /// In a fork child, before [`Self::forget`]: the number of the parent's service doorbell.
-    pub fn bell_before_fork() -> i32 {
+    /// Before a fork whose child may want a stream back: it can wake the service thread then.
+    pub fn before_fork() {
         let ptr = CURRENT.load(Acquire);
         // SAFETY: never freed.
-        unsafe { ptr.as_ref() }
-            .and_then(|l| l.waiters.doorbell(crate::wait::SERVICE))
-            .map_or(-1, |d| std::os::fd::AsRawFd::as_raw_fd(&d))
+        if let Some(library) = unsafe { ptr.as_ref() } {
+            library.service.before_fork(&library.waiters);
+        }
+    }
+
+    /// In a fork child, before [`Self::forget`]: the number of its button for the parent's service thread.
+    pub fn button_before_fork() -> i32 {
+        let ptr = CURRENT.load(Acquire);
+        // SAFETY: never freed.
+        unsafe { ptr.as_ref() }.map_or(-1, |l| l.waiters.childrens_button())
     }
 
     /// In a fork child: this is another instance from now on.

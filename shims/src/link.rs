@@ -5,22 +5,26 @@
 //! has neither streams nor producers left (`life`). Whoever has one of these keeps the link what it is; a call
 //! that still holds a pointer without, to wake somebody, may wake somebody of another link.
 
+mod bounds;
 mod distant;
 mod life;
 mod neighbour;
 
 use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
 use std::sync::atomic::{
     AtomicBool, AtomicPtr, AtomicU32, AtomicU64,
-    Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst},
+    Ordering::{AcqRel, Acquire, Relaxed, Release},
 };
 
 use rdmasock_core::fabric::layout::{MAX_STREAMS, Region};
-use rdmasock_core::fabric::ring::{Consumer, Producer, Wake};
+use rdmasock_core::fabric::ring::{Consumer, Ground, Producer, Wake};
 use rdmasock_core::fabric::shm;
 use rdmasock_core::fabric::{LinkEnd, OpenError, Opened, SendError};
 use rdmasock_core::ids::{InstanceId, Vqpn};
+use rdmasock_core::lock::Lock;
 use rdmasock_core::os::channel::Channel;
+use rdmasock_core::os::doorbell::Doorbell;
 use rdmasock_core::os::privatefd::PrivateFd;
 use rdmasock_core::sparse::Sparse;
 use rdmasock_core::stats::{LinkStats, Path, Reason};
@@ -29,13 +33,14 @@ use rdmasock_core::wire::Message;
 use crate::library::Library;
 use crate::service::Command;
 use crate::socket::Socket;
-use crate::wait::{MAX_WAITERS, SERVICE, WaiterId};
+use crate::wait::{SERVICE, WaiterId};
 
 pub use distant::{Distant, Duty, Tended};
 pub use life::{Identity, after_fork};
 use neighbour::Neighbour;
+pub use neighbour::Refused;
 
-/// How long a doorbell that the peer had no number for is not announced again, ns.
+/// How long a button that the peer has not kept is not sent again, ns.
 const REFUSED_FOR: u64 = 1_000_000_000;
 
 /// The end of a link, by its fabric. The one on the hot path is here, not behind another pointer.
@@ -70,6 +75,20 @@ pub enum NoProducer {
 /// In [`Link::pins`]: the link is over, and has nothing that would keep it.
 const OVER: u32 = 1 << 31;
 
+/// What the peer can wake a waiter of ours by.
+struct Announced {
+    waiter: WaiterId,
+    /// `None`: the peer has not kept the button.
+    bell: Option<Doorbell>,
+    /// Then it is not sent another before this, monotonic ns.
+    refused_until: u64,
+}
+
+/// Buttons that are kept for a peer whatever it has on the link, and beside them for each of its streams: an epoll set
+/// and a thread that polls.
+const BUTTONS: u32 = 16;
+const BUTTONS_A_STREAM: u32 = 2;
+
 /// See the module.
 pub struct Link {
     /// The index in the library's list and in the statistics.
@@ -79,9 +98,15 @@ pub struct Link {
     alive: AtomicBool,
     /// Streams of ours, and producers, or [`OVER`].
     pins: AtomicU32,
-    announced: Box<[AtomicBool]>,
-    /// The peer has no number left for this doorbell; not to be announced before then, monotonic ns.
-    refused_until: Sparse<AtomicU64, { MAX_WAITERS as usize / 64 }, 64>,
+    announced: Lock<Vec<Announced>>,
+    /// Bytes of the largest ring that the peer writes into.
+    peers_max_ring: AtomicU64,
+    /// What was written into of the peer's arena, where that is its memory.
+    ground: Lock<Option<Arc<Ground>>>,
+    /// Looks for the peer's sake that have found nothing; see `judge`.
+    vain: AtomicU32,
+    /// What had gone over the link when that was last too much.
+    moved: AtomicU64,
     /// By our vQPN.
     sockets: Sparse<AtomicPtr<Socket>, { MAX_STREAMS as usize / 128 }, 128>,
     /// A bit for each of the peer's vQPNs that a stream of ours sends to.
@@ -175,9 +200,9 @@ impl Link {
         self.alive.load(Acquire)
     }
 
-    /// The side channel, where that is a socket: for the service thread, which closes it.
-    pub fn channel(&self) -> Option<&Channel> {
-        self.neighbour().and_then(Neighbour::channel)
+    /// Does something with the side channel, where that is a socket and not closed.
+    pub fn with_channel<R>(&self, f: impl FnOnce(&Channel) -> R) -> Option<R> {
+        self.neighbour()?.with_channel(f)
     }
 
     /// A number for a stream of `socket`, and the end that receives, with a first ring of
@@ -221,10 +246,11 @@ impl Link {
         }
         // It may be of a size or at a place that this process has no room for.
         let made = on_end!(self, end => end.producer(vqpn)).filter(Producer::can_adopt);
-        if made.is_none() {
+        let Some(producer) = made else {
             self.done_with(vqpn);
-        }
-        made.ok_or(NoProducer::Limits)
+            return Err(NoProducer::Limits);
+        };
+        Ok(producer.with_allowance(self.allowance()))
     }
 
     /// Nothing of ours sends to the peer's stream `vqpn` any more. To be said before the peer hears of it: then
@@ -312,59 +338,54 @@ impl Link {
         on_end!(self, end => end.notify(wake, theirs));
     }
 
-    /// The peer's waiter `id` sleeps on this eventfd.
-    pub fn on_waiter(&self, id: u32, fd: PrivateFd) {
-        if let Some(neighbour) = self.neighbour() {
-            neighbour.on_waiter(id, fd);
-        }
+    /// The peer's waiter `id` is woken by this button.
+    pub fn on_waiter(&self, id: u32, fd: PrivateFd) -> Result<(), Refused> {
+        let neighbour = self.neighbour().ok_or(Refused::Violation)?;
+        let most = BUTTONS + BUTTONS_A_STREAM * self.streams();
+        neighbour.on_waiter(id, fd, most)
     }
 
-    /// The peer cannot ring this waiter of ours.
+    /// The peer has not kept the button of this waiter of ours.
     pub fn on_waiter_refused(&self, waiter: WaiterId) {
-        if let (Some(announced), Some(until)) = (
-            self.announced.get(waiter.0 as usize),
-            self.refused_until.make(waiter.0 as usize),
-        ) {
-            until.store(crate::time::now_ns() + REFUSED_FOR, Relaxed);
-            announced.store(false, SeqCst);
+        if let Some(mut announced) = self.announced.lock()
+            && let Some(a) = announced.iter_mut().find(|a| a.waiter == waiter)
+        {
+            a.bell = None;
+            a.refused_until = crate::time::now_ns() + REFUSED_FOR;
         }
     }
 
-    /// Makes sure that the peer can ring this waiter of ours. False if it could not be told.
+    /// Makes sure that the peer can wake this waiter of ours. False if it could not be told how.
     pub fn announce(&self, waiter: WaiterId) -> bool {
-        if self.is_remote() {
-            // Who is told is this end's own business there.
+        if self.is_remote() || !waiter.is_polling() || waiter == SERVICE {
+            // Who is told is this end's own business there. A thread is woken by its futex, the service thread by the channel.
             return true;
         }
-        let Some(announced) = self.announced.get(waiter.0 as usize) else {
+        let Some(mut announced) = self.announced.lock() else {
             return false;
         };
-        if announced.load(Acquire) {
-            return true;
+        if let Some(at) = announced.iter().position(|a| a.waiter == waiter) {
+            match announced.get(at) {
+                Some(a) if a.bell.is_some() => return true,
+                Some(a) if crate::time::now_ns() < a.refused_until => return false,
+                _ => announced.swap_remove(at),
+            };
         }
-        let refused_until = self.refused_until.get(waiter.0 as usize);
-        if refused_until.is_some_and(|at| {
-            let at = at.load(Relaxed);
-            at != 0 && crate::time::now_ns() < at
-        }) {
-            return false;
-        }
-        let Some(doorbell) = Library::get().waiters.doorbell(waiter) else {
+        let Ok((bell, button)) = Library::get().waiters.add_doorbell(waiter) else {
             return false;
         };
-        if self
-            .send(
-                &Message::Waiter {
-                    id: waiter.0.into(),
-                },
-                &[doorbell.as_fd()],
-            )
-            .is_err()
-        {
-            return false;
+        let id = waiter.0.into();
+        let is_sent = self
+            .send(&Message::Waiter { id }, &[button.as_fd()])
+            .is_ok();
+        if is_sent {
+            announced.push(Announced {
+                waiter,
+                bell: Some(bell),
+                refused_until: 0,
+            });
         }
-        announced.store(true, SeqCst);
-        true
+        is_sent
     }
 
     /// Sends a message on the side channel, once there is room: delivered in order, and if the link
@@ -397,13 +418,12 @@ impl Link {
         on_end!(self, end => end.has_ready(waiter))
     }
 
-    /// Takes what the peer has queued for this waiter of ours.
+    /// Takes what the peer has queued for this waiter of ours. The caller looks at each, and [judges](Self::judge).
     pub fn drain_ready(&self, waiter: WaiterId, mut each: impl FnMut(&'static Socket)) {
         self.progress();
-        let each = |vqpn| {
-            if let Some(socket) = self.socket(vqpn) {
-                each(socket);
-            }
+        let each = |vqpn| match self.socket(vqpn) {
+            Some(socket) => each(socket),
+            None => self.judge(false),
         };
         on_end!(self, end => end.drain_ready(waiter, each));
     }
@@ -420,6 +440,17 @@ impl Link {
             stats.set_down(why);
         }
         true
+    }
+
+    /// Closes the descriptors of a link that is down. False if a thread is about to use one: then later. Service thread
+    /// only.
+    pub fn close_channel(&self) -> bool {
+        let is_closed = self.neighbour().is_none_or(Neighbour::close);
+        // Afterwards: what is announced from now on is not sent.
+        if is_closed && let Some(mut announced) = self.announced.lock() {
+            announced.clear();
+        }
+        is_closed
     }
 
     /// The service thread's waiter, in the form of an attention word.

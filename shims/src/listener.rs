@@ -16,6 +16,7 @@ use rdmasock_core::lock::Lock;
 use rdmasock_core::os::channel::Channel;
 use rdmasock_core::rendezvous::names;
 use rdmasock_core::rendezvous::peers::PeerPage;
+use rustix::io::Errno;
 
 use crate::library::Library;
 use crate::registry::Registry;
@@ -67,8 +68,10 @@ impl Listener {
     }
 
     /// The next connection of somebody who asks.
-    pub fn accept_asker(&self) -> Option<Channel> {
-        self.name.lock()?.as_ref()?.accept().ok().flatten()
+    pub fn accept_asker(&self) -> Result<Option<Channel>, Errno> {
+        let name = self.name.lock();
+        let name = name.as_ref().and_then(|name| name.as_ref());
+        name.map_or(Ok(None), |name| name.accept())
     }
 
     /// This process has accepted a connection: its service thread answers for the listener.

@@ -119,7 +119,7 @@ fn poll_slow(
             }
         }
         let waiters = &Library::get().waiters;
-        let Some(waiter) = waiters.acquire() else {
+        let Some(waiter) = waiters.acquire_polling() else {
             // Out of waiters: look every millisecond.
             let step = match deadline.left() {
                 Timeout::Ns(ns) => Timeout::Ns(ns.min(1_000_000)),
@@ -183,8 +183,8 @@ fn poll_slow(
         drop(duties);
         let rung = bell.is_some() && seats.is_first_ready(&copy);
         seats.leave(&mut copy);
-        if rung && let Some(doorbell) = waiters.doorbell(waiter) {
-            let _ = rustix::io::read(doorbell, &mut [0u8; 8]);
+        if rung {
+            waiters.quiet(waiter);
         }
         if r < 0 {
             errno::set(error);

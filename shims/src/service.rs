@@ -13,6 +13,7 @@ mod channels;
 mod command;
 mod control;
 mod guard;
+mod guests;
 mod linger;
 mod links;
 mod offers;
@@ -55,10 +56,10 @@ use crate::library::Library;
 use crate::link::Link;
 use crate::listener::Listener;
 use crate::reach::Devices;
-use crate::ready;
+use crate::ready::{self, Arm};
 use crate::socket::{self, Socket, Stage};
 use crate::verbs::Acceptor;
-use crate::wait::SERVICE;
+use crate::wait::{SERVICE, Waiters};
 
 /// How long an answer may take.
 const ASK_TIMEOUT: Duration = Duration::from_secs(2);
@@ -115,6 +116,11 @@ impl Service {
         self.queue.push(command);
         Library::get().waiters.ring_if_sleeping(SERVICE);
         self.start();
+    }
+
+    /// Before a fork: the child is to be able to wake the thread.
+    pub fn before_fork(&self, waiters: &Waiters) {
+        waiters.before_fork(self.epoll.as_fd());
     }
 
     /// In a while the peer is to be told of what a sender has just begun to hold back.
@@ -319,6 +325,10 @@ struct Worker {
     instance_name: Option<names::Listener>,
     listeners: Vec<&'static Listener>,
     conns: HashMap<u64, Conn>,
+    /// Those of them that others have opened.
+    guests: guests::Guests,
+    /// When the names are listened on again after there was no descriptor for who came, ns; 0: they are.
+    deaf_until: u64,
     next_conn: u64,
     asks: HashMap<u64, ask::Asking>,
     /// Channels that were made for one question, and until when they are kept (monotonic ns), in that order.
@@ -375,6 +385,8 @@ impl Worker {
             instance_name: names::Listener::instance(&library.id).ok(),
             listeners: Vec::new(),
             conns: HashMap::new(),
+            guests: guests::Guests::new(descriptors()),
+            deaf_until: 0,
             next_conn: 1,
             asks: HashMap::new(),
             asked_until: VecDeque::new(),
@@ -489,6 +501,7 @@ impl Worker {
             for socket in sockets {
                 // Its sender may wait for a reader that has closed the number past the hooks.
                 crate::lifecycle::look_at_anchor(socket);
+                link.judge(ready::readable(socket, Arm::No) != 0);
                 crate::rx::relieve(socket, link);
                 self.look_for_confirmation(socket, link);
                 ready::notify_local(socket);
@@ -503,6 +516,7 @@ impl Worker {
         let asked = self.asked_until.front().map(|(until, _)| *until);
         let links = self.pending_links.values().map(|p| p.deadline);
         let arriving = self.arriving.values().map(|a| a.deadline);
+        let deaf = (self.deaf_until != 0).then_some(self.deaf_until);
         let unheard = self.unheard.values().map(|u| u.deadline);
         let shrink = (self.shrink_at != 0).then_some(self.shrink_at);
         let tend = (self.tend_at != 0).then_some(self.tend_at);
@@ -517,6 +531,8 @@ impl Worker {
             .chain(links)
             .chain(arriving)
             .chain(unheard)
+            .chain(self.guests.next_timeout())
+            .chain(deaf)
             .chain(tend)
             .chain(watch)
             .chain(bury)
@@ -537,6 +553,7 @@ impl Worker {
         self.expire_asks(now);
         self.expire_asked(now);
         self.expire_links(now);
+        self.expire_guests(now);
         self.expire_arriving(now);
         self.tend_links(now);
         self.watch_links(now);
@@ -567,24 +584,17 @@ impl Worker {
         let id = data & 0x00ff_ffff_ffff_ffff;
         match data >> 56 {
             kind::INSTANCE => {
-                while let Some(Ok(Some(channel))) =
-                    self.instance_name.as_ref().map(names::Listener::accept)
-                {
-                    self.register(channel, Peer::Incoming { listener: None });
-                }
+                let accept = |worker: &Self| match &worker.instance_name {
+                    Some(name) => name.accept(),
+                    None => Ok(None),
+                };
+                self.receive_guests(None, accept);
             }
             kind::NAME => {
                 let Some(listener) = self.listeners.get(id as usize).copied() else {
                     return;
                 };
-                while let Some(channel) = listener.accept_asker() {
-                    self.register(
-                        channel,
-                        Peer::Incoming {
-                            listener: Some(listener),
-                        },
-                    );
-                }
+                self.receive_guests(Some(listener), |_| listener.accept_asker());
             }
             kind::CHANNEL => self.on_channel(id),
             kind::ANCHOR => self.on_anchor(id),
@@ -597,6 +607,12 @@ impl Worker {
             _ => {}
         }
     }
+}
+
+/// How many descriptors this process may have, ours among them.
+fn descriptors() -> u64 {
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
+    limit.maximum.unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]

@@ -18,6 +18,7 @@ pub mod dialogue;
 pub mod filters;
 pub mod guest;
 pub mod harness;
+pub mod hostile;
 pub mod observe;
 pub mod pair;
 pub mod remote;

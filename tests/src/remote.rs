@@ -141,7 +141,7 @@ fn answers(how: &str, question: &[u8]) -> Vec<Vec<u8>> {
         answer[5] = 17;
         answer[56..58].copy_from_slice(&48_u16.to_le_bytes());
         let request = question[66..74].to_vec();
-        answer[58..66].copy_from_slice(b"rsok\x01\x02\x28\x00");
+        answer[58..66].copy_from_slice(b"rsok\x02\x02\x28\x00");
         answer[66..74].copy_from_slice(&request);
         answer[74..160].fill(0x5a);
     };

@@ -80,7 +80,7 @@ impl Outside for Outer {
         self.channel.send(bytes, &[]).map_err(|_| SendError::Down)
     }
 
-    fn ring(&self, waiter: WaiterId) {
+    fn ring(&self, waiter: WaiterId, _: &FlagPage) {
         self.peers
             .with(waiter, |bell| bell.write(1))
             .expect("never full");

@@ -1,5 +1,5 @@
 //! How a peer tells a waiter which streams have something to do ([`ReadyQueue`]) and when it must
-//! also be woken ([`SleepFlag`]). Not for sleeping or waking: the eventfd is the owner's.
+//! also be woken ([`SleepFlag`]). Not for sleeping or waking (`waiter`, `os::doorbell`).
 //!
 //! A ready queue is a set of vQPNs, not a list: a bit per stream and a summary bit per word of
 //! them. So it holds each stream at most once however often that is pushed, cannot overflow,
@@ -169,7 +169,7 @@ impl ReadyCursor {
 const SLEEPERS: u64 = 0xffff;
 const EPOCH: u64 = SLEEPERS + 1;
 
-/// Says whether a waiter is, or is about to be, asleep on its eventfd. Written by the waiter
+/// Says whether a waiter is, or is about to be, asleep. Written by the waiter
 /// only; peers may map it read-only. All-zero: nobody sleeps.
 ///
 /// Holds the number of sleeping threads and an epoch that every `begin` advances. Together they

@@ -48,6 +48,7 @@
 //! compare-and-swap, so exactly one of them wins and the other learns of it: a direction that the
 //! producer has left is drained, and one that the consumer has stopped is sent again, never both.
 
+mod allowance;
 #[cfg(not(loom))]
 pub(in crate::fabric) mod carry;
 mod consumer;
@@ -56,6 +57,7 @@ mod producer;
 #[cfg(test)]
 mod tests;
 
+pub use allowance::{Allowance, Ground};
 pub use consumer::{Armed, Consumer, OfferError};
 pub use memory::{Byte, DataArea, Spans};
 pub use producer::Producer;
@@ -130,6 +132,9 @@ pub enum Violation {
     /// The offered ring has a bad size or is outside the data area.
     #[error("bad ring offer")]
     BadOffer,
+    /// The offered ring is larger than the producer lets it be, or one more than it writes into.
+    #[error("ring beyond what is written into")]
+    BeyondAllowance,
     /// The producer adopted what was not offered, or at an impossible position.
     #[error("bad ring switch")]
     BadSwitch,

@@ -2,7 +2,7 @@
 //!
 //! Each end receives in an arena of its own, which the other maps ([`layout`]), and looks at the
 //! page of sleep flags that the other shows. What is not memory comes from whoever holds the end
-//! ([`Outside`]): the side channel and the doorbells. Not here: making a link, whether it is up, and
+//! ([`Outside`]): the side channel and how a waiter is woken. Not here: making a link, whether it is up, and
 //! what its streams are for.
 
 use std::os::fd::BorrowedFd;
@@ -30,8 +30,8 @@ pub trait Outside {
     /// As [`LinkEnd::send`].
     fn send(&self, message: &Message) -> Result<(), SendError>;
 
-    /// Wakes whoever sleeps, or will next sleep, on the doorbell of the peer's `waiter`.
-    fn ring(&self, waiter: WaiterId);
+    /// Wakes whoever sleeps, or will next sleep, as the peer's `waiter`, by the `page` that the peer shows if that will do.
+    fn ring(&self, waiter: WaiterId, page: &FlagPage);
 }
 
 /// What a link is made of: the files of the arenas, ours and the peer's, and of the peer's flags. The peer's are
@@ -208,11 +208,11 @@ impl<O: Outside> End<O> {
                 self.marks.get(waiter.0 as usize),
             ) && flag.must_ring(mark)
             {
-                self.outside.ring(waiter);
+                self.outside.ring(waiter, &self.peer_flags);
             }
         }
         if let Some(sleeper) = WaiterId::of_sleeper(wake.0) {
-            self.outside.ring(sleeper);
+            self.outside.ring(sleeper, &self.peer_flags);
         }
     }
 }

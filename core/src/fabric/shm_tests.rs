@@ -21,7 +21,7 @@ impl Outside for Outer {
         (!self.is_down.get()).then_some(()).ok_or(SendError::Down)
     }
 
-    fn ring(&self, _: WaiterId) {
+    fn ring(&self, _: WaiterId, _: &FlagPage) {
         self.rung.set(self.rung.get() + 1);
     }
 }

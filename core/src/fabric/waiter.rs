@@ -1,20 +1,39 @@
 //! Who can be woken through a link: the numbers of waiters, the attention words that name them, and
-//! the page of sleep flags that an instance shows its peers. Not for sleeping, nor for who has which
-//! number.
+//! the page by which an instance's waiters sleep. Not for who has which number, nor for doorbells.
+//!
+//! A thread that sleeps in one call sleeps on a futex in the page, which peers map to be read only: a
+//! peer can wake it, and can do nothing else. But for that reason a peer cannot change the word that the
+//! thread compares, so its wake-up is lost on a thread that is about to sleep and has not come to it. It
+//! sees that by the sleep flag, which still says that somebody sleeps though nobody was woken. Then it tries again a few times
+//! ([`FlagPage::wake`]), and at last asks the owner over the side channel, who can change the word
+//! ([`FlagPage::ring`]).
 
 use std::os::fd::BorrowedFd;
+use std::sync::atomic::AtomicU32;
+use std::sync::atomic::Ordering::SeqCst;
 
 use rustix::io::Errno;
+use rustix::thread::futex;
 
 use super::layout::READY_QUEUES;
 use super::ready::SleepFlag;
 use crate::os::memfd::{Access, MapError, Mapping};
 
 /// Most waiters that an instance has.
-pub const MAX_WAITERS: u16 = 1024;
+pub const MAX_WAITERS: u16 = 1536;
 
-/// Bytes of the file of flags.
-pub const FLAGS_BYTES: u64 = MAX_WAITERS as u64 * size_of::<SleepFlag>() as u64;
+/// Those below sleep in a system call that polls, on a doorbell; those from here on on a futex.
+pub const POLLING: u16 = 512;
+
+/// Where the futexes begin in the page.
+const BELLS_OFFSET: usize = MAX_WAITERS as usize * size_of::<SleepFlag>();
+
+/// Bytes of the file of flags and futexes.
+pub const FLAGS_BYTES: u64 = (BELLS_OFFSET + MAX_WAITERS as usize * size_of::<AtomicU32>()) as u64;
+
+/// How often a thread that says that it sleeps is tried to be woken: it is a few instructions and the
+/// way into the kernel from sleeping, or was just about to say that it does not sleep after all.
+const TRIES: u32 = 8;
 
 /// The part of an attention word that names a sleeper; the rest names a ready queue.
 pub const SLEEPER_MASK: u32 = 0x0000_ffff;
@@ -51,6 +70,11 @@ impl WaiterId {
     /// The part of an attention word that asks for this waiter's doorbell alone.
     pub fn sleeper_bits(self) -> u32 {
         self.to_word()
+    }
+
+    /// Whether it sleeps on a doorbell, not on a futex.
+    pub fn is_polling(self) -> bool {
+        self.0 < POLLING
     }
 
     /// The reverse of `queue_bits`, in a whole attention word.
@@ -103,11 +127,56 @@ impl FlagPage {
         // another process may write it.
         (id.0 < MAX_WAITERS).then(|| unsafe { &*self.0.as_ptr().add(at).cast::<SleepFlag>() })
     }
+
+    /// The futex of a waiter; of a peer's only to be looked at.
+    fn bell(&self, id: WaiterId) -> Option<&AtomicU32> {
+        let at = BELLS_OFFSET + usize::from(id.0) * size_of::<AtomicU32>();
+        // SAFETY: as in `flag`; `at` is behind all flags and aligned to a word.
+        (id.0 < MAX_WAITERS).then(|| unsafe { &*self.0.as_ptr().add(at).cast::<AtomicU32>() })
+    }
+
+    /// What the futex of a waiter of ours holds now: to be read before anything is looked at that could be
+    /// a reason not to sleep, and given to the sleep on [`Self::futex`]. Never 0, which is what a fork child
+    /// [finds there](Self::after_fork): the kernel may restart a sleep in it that the fork has interrupted, and nobody would end it.
+    pub fn ticket(&self, id: WaiterId) -> u32 {
+        let Some(bell) = self.bell(id) else { return 1 };
+        match bell.load(SeqCst) {
+            0 => bell
+                .compare_exchange(0, 1, SeqCst, SeqCst)
+                .map_or_else(|rung| rung, |_| 1),
+            ticket => ticket,
+        }
+    }
+
+    /// Where a waiter of ours sleeps with its ticket. Other processes wake it: the futex is not a private one.
+    pub fn futex(&self, id: WaiterId) -> Option<*const u32> {
+        self.bell(id).map(|bell| bell.as_ptr().cast_const())
+    }
+
+    /// Wakes a waiter of ours that sleeps on its futex, or is about to.
+    pub fn ring(&self, id: WaiterId) {
+        if let Some(bell) = self.bell(id) {
+            bell.fetch_add(1, SeqCst);
+            let _ = futex::wake(bell, futex::Flags::empty(), 1);
+        }
+    }
+
+    /// Wakes a waiter of a peer's that sleeps on its futex. False if it says that it sleeps and nobody does.
+    pub fn wake(&self, id: WaiterId) -> bool {
+        let (Some(flag), Some(bell)) = (self.flag(id), self.bell(id)) else {
+            return true;
+        };
+        (0..TRIES)
+            .any(|_| !flag.is_sleeping() || futex::wake(bell, futex::Flags::empty(), 1) != Ok(0))
+    }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsFd;
+
     use super::*;
+    use crate::os::memfd;
 
     #[test]
     fn a_word_names_a_queue_and_a_sleeper() {
@@ -131,5 +200,45 @@ mod tests {
         last.begin();
         assert!(last.is_sleeping());
         assert!(page.flag(WaiterId(MAX_WAITERS)).is_none());
+        assert_eq!(page.ticket(WaiterId(MAX_WAITERS - 1)), 1);
+        assert_eq!(page.ticket(WaiterId(MAX_WAITERS - 1)), 1);
+        assert!(page.futex(WaiterId(MAX_WAITERS)).is_none());
+    }
+
+    /// A page as its owner and as a peer has it.
+    fn pages() -> [FlagPage; 2] {
+        let (fd, mine) = memfd::create_read_only_for_peers("test-flags", FLAGS_BYTES).unwrap();
+        let theirs = memfd::map_received(fd.as_fd(), FLAGS_BYTES, memfd::Access::ReadOnly);
+        [mine, theirs.unwrap()].map(|mapping| FlagPage::new(mapping).unwrap())
+    }
+
+    #[test]
+    fn a_peer_that_can_only_read_wakes_who_sleeps_and_notices_who_does_not_yet() {
+        let [mine, theirs] = pages();
+        let id = WaiterId(POLLING);
+        assert!(theirs.wake(id), "nobody says that he sleeps");
+        let flag = mine.flag(id).unwrap();
+        flag.begin();
+        assert!(!theirs.wake(id), "not there yet");
+        let ticket = mine.ticket(id);
+        std::thread::scope(|s| {
+            let sleeper = s
+                .spawn(|| futex::wait(mine.bell(id).unwrap(), futex::Flags::empty(), ticket, None));
+            while !theirs.wake(id) {
+                std::thread::yield_now();
+            }
+            assert_eq!(sleeper.join().unwrap(), Ok(()));
+        });
+        flag.end();
+    }
+
+    #[test]
+    fn a_ring_before_the_sleep_is_not_lost() {
+        let [mine, _] = pages();
+        let id = WaiterId(MAX_WAITERS - 1);
+        let ticket = mine.ticket(id);
+        mine.ring(id);
+        let slept = futex::wait(mine.bell(id).unwrap(), futex::Flags::empty(), ticket, None);
+        assert_eq!(slept, Err(rustix::io::Errno::AGAIN));
     }
 }

@@ -151,6 +151,11 @@ impl Channel {
         })
     }
 
+    /// Gives up the ownership, but not the fd, which stays private ([`PrivateFd::release`]).
+    pub fn release(self) -> i32 {
+        self.fd.release()
+    }
+
     /// Who is at the other end. ENOTCONN-like errors cannot happen on a connected socket.
     pub fn peer(&self) -> Result<Credentials, Errno> {
         peer_credentials(self.as_fd())

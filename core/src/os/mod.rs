@@ -6,6 +6,7 @@
 pub mod channel;
 pub mod datagram;
 pub mod dir;
+pub mod doorbell;
 pub mod extent;
 #[cfg(test)]
 pub(crate) mod forked;

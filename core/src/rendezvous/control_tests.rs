@@ -66,7 +66,7 @@ proptest! {
         let _ = Datagram::decode(&bytes, key.as_ref());
         let mut framed = [0; DATAGRAM];
         framed.iter_mut().zip(&bytes).for_each(|(to, from)| *to = *from);
-        framed[..5].copy_from_slice(b"rsku\x01");
+        framed[..5].copy_from_slice(b"rsku\x02");
         framed[6] &= 1;
         let _ = Datagram::decode(&framed, key.as_ref());
     }

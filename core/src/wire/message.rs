@@ -88,9 +88,9 @@ pub enum Message {
     },
     /// The stream that the opener called `yours` stays on TCP.
     OpenRefuse { yours: Vqpn, reason: Reason },
-    /// Waiter `id` of the sender sleeps on the eventfd that comes with this.
+    /// With the button of the doorbell on which waiter `id` of the sender sleeps.
     Waiter { id: u32 },
-    /// Waiter `id` of the sender is no more: forget its eventfd.
+    /// The button of the receiver's waiter `id` is not kept.
     WaiterGone { id: u32 },
     /// "Move your sending direction of stream `yours` back to TCP"; from byte `resend_from` of that
     /// direction if the link failed, else after the last byte on the link.
@@ -102,6 +102,8 @@ pub enum Message {
     Adopt { yours: Vqpn },
     /// The sender will not touch stream `yours` again; its own number for it is free.
     Closed { yours: Vqpn },
+    /// "Wake your waiter `id`": where its sender cannot.
+    Ring { id: u32 },
 }
 
 /// The numbers of the kinds. Numbers are never used again for something else.
@@ -122,6 +124,7 @@ mod kind {
     pub const DEMOTE_REQUEST: u8 = 37;
     pub const ADOPT: u8 = 38;
     pub const CLOSED: u8 = 39;
+    pub const RING: u8 = 40;
 }
 
 /// Declares the body structs: plain bytes, no padding, any alignment.
@@ -142,7 +145,7 @@ bodies! {
     Link { cookie: Cookie, instance: InstanceId, pid: U32, geometry: Sizes }
     LinkAccept { instance: InstanceId, pid: U32, geometry: Sizes }
     LinkRefuse { reason: U16 }
-    Sizes { arena_bytes: U64, waiter_bytes: U64, queue_entries: U32, max_waiters: U32 }
+    Sizes { arena_bytes: U64, waiter_bytes: U64, queue_entries: U32, max_waiters: U32, max_ring: U64 }
     Ring { page: U32, log2: u8 }
     Open { nonce_mine: Nonce, nonce_yours: Nonce, vqpn: U32, ring: Ring }
     OpenAck { yours: U32, mine: U32, ring: Ring }
@@ -159,6 +162,7 @@ impl From<&Geometry> for Sizes {
             waiter_bytes: g.waiter_bytes.into(),
             queue_entries: g.queue_entries.into(),
             max_waiters: g.max_waiters.into(),
+            max_ring: g.max_ring.into(),
         }
     }
 }
@@ -170,6 +174,7 @@ impl From<&Sizes> for Geometry {
             waiter_bytes: s.waiter_bytes.get(),
             queue_entries: s.queue_entries.get(),
             max_waiters: s.max_waiters.get(),
+            max_ring: s.max_ring.get(),
         }
     }
 }
@@ -380,6 +385,7 @@ impl Message {
             }
             Self::Waiter { id } => (kind::WAITER, out.put(&Waiter { id: id.into() })),
             Self::WaiterGone { id } => (kind::WAITER_GONE, out.put(&Waiter { id: id.into() })),
+            Self::Ring { id } => (kind::RING, out.put(&Waiter { id: id.into() })),
             Self::DemoteRequest { yours, resend_from } => {
                 let resend = u8::from(resend_from.is_some());
                 let from = resend_from.unwrap_or(0).into();
@@ -529,6 +535,9 @@ impl Message {
                 id: read::<Waiter>(body)?.id.get(),
             },
             kind::WAITER_GONE => Self::WaiterGone {
+                id: read::<Waiter>(body)?.id.get(),
+            },
+            kind::RING => Self::Ring {
                 id: read::<Waiter>(body)?.id.get(),
             },
             kind::DEMOTE_REQUEST => {

@@ -15,12 +15,13 @@ fn ring() -> impl Strategy<Value = RingOffer> {
 }
 
 fn geometry() -> impl Strategy<Value = Geometry> {
-    any::<(u64, u64, u32, u32)>().prop_map(
-        |(arena_bytes, waiter_bytes, queue_entries, max_waiters)| Geometry {
+    any::<(u64, u64, u32, u32, u64)>().prop_map(
+        |(arena_bytes, waiter_bytes, queue_entries, max_waiters, max_ring)| Geometry {
             arena_bytes,
             waiter_bytes,
             queue_entries,
             max_waiters,
+            max_ring,
         },
     )
 }
@@ -96,6 +97,7 @@ fn message() -> impl Strategy<Value = Message> {
         (vqpn(), reason).prop_map(|(yours, reason)| Message::OpenRefuse { yours, reason }),
         any::<u32>().prop_map(|id| Message::Waiter { id }),
         any::<u32>().prop_map(|id| Message::WaiterGone { id }),
+        any::<u32>().prop_map(|id| Message::Ring { id }),
         (vqpn(), any::<Option<u64>>())
             .prop_map(|(yours, resend_from)| Message::DemoteRequest { yours, resend_from }),
         vqpn().prop_map(|yours| Message::Adopt { yours }),

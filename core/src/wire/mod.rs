@@ -203,6 +203,8 @@ pub struct Geometry {
     pub queue_entries: u32,
     /// How many waiters the end may announce.
     pub max_waiters: u32,
+    /// Bytes of the largest ring that the end writes into.
+    pub max_ring: u64,
 }
 
 /// Reads a value that takes up the whole of `bytes`.

@@ -4,9 +4,9 @@
 
 use libc::{
     AF_INET, AF_NETLINK, AF_UNIX, F_ADD_SEALS, F_DUPFD_CLOEXEC, F_GET_SEALS, F_GETFD, F_GETFL,
-    FIONREAD, MADV_DONTDUMP, MADV_DONTFORK, MADV_REMOVE, MAP_ANONYMOUS, MAP_NORESERVE, MAP_PRIVATE,
-    MAP_SHARED, PROT_NONE, PROT_READ, PROT_WRITE, SOCK_CLOEXEC, SOCK_DGRAM, SOCK_NONBLOCK,
-    SOCK_SEQPACKET, SOCK_STREAM,
+    FIONREAD, MADV_DONTDUMP, MADV_DONTFORK, MADV_POPULATE_WRITE, MADV_REMOVE, MAP_ANONYMOUS,
+    MAP_NORESERVE, MAP_PRIVATE, MAP_SHARED, PROT_NONE, PROT_READ, PROT_WRITE, SOCK_CLOEXEC,
+    SOCK_DGRAM, SOCK_NONBLOCK, SOCK_SEQPACKET, SOCK_STREAM,
 };
 use libc::{c_int, c_long};
 
@@ -53,6 +53,7 @@ const ANY: &[c_long] = &[
     libc::SYS_openat,
     libc::SYS_ppoll,
     libc::SYS_prctl,
+    libc::SYS_pread64,
     libc::SYS_preadv,
     libc::SYS_prlimit64,
     libc::SYS_read,
@@ -91,6 +92,7 @@ const THIRD: &[(c_long, c_int)] = &[
     (libc::SYS_madvise, MADV_REMOVE),
     (libc::SYS_madvise, MADV_DONTDUMP),
     (libc::SYS_madvise, MADV_DONTFORK),
+    (libc::SYS_madvise, MADV_POPULATE_WRITE),
 ];
 
 const SOCKETS: &[[c_int; 2]] = &[

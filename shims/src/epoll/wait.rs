@@ -20,6 +20,8 @@ use crate::wait;
 /// How long waits may be answered from the links alone before the kernel's set is looked at
 /// again, ns: short enough not to be felt, long enough that a busy program makes few calls.
 const KERNEL_EVERY: u64 = 20_000;
+/// There is room as a rule, whatever a peer has queued: not what it has queued the socket for.
+const OUT: u32 = (libc::EPOLLOUT | libc::EPOLLWRNORM) as u32;
 /// How long to sleep at a time where nobody can wake us, ns.
 const WITHOUT_DOORBELL: u64 = 1_000_000;
 
@@ -442,6 +444,9 @@ impl Epoll {
                 Arm::IfNotReady
             };
             let mask = ready::evaluate(item.socket, item.events, arm) & (item.events | ALWAYS);
+            if let Some(link) = item.socket.link() {
+                link.judge(mask & !OUT != 0);
+            }
             if mask == 0 {
                 continue;
             }

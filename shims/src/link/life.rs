@@ -17,7 +17,6 @@ use rdmasock_core::stats::LinkStats;
 use super::{AnyEnd, Distant, Link, Neighbour, OVER};
 use crate::library::Library;
 use crate::verbs::Pair;
-use crate::wait::MAX_WAITERS;
 
 /// The link object that was made last; they are a list.
 static LAST: AtomicPtr<Link> = AtomicPtr::new(null_mut());
@@ -97,8 +96,11 @@ impl Link {
             end,
             alive: AtomicBool::new(false),
             pins: AtomicU32::new(OVER),
-            announced: (0..MAX_WAITERS).map(|_| AtomicBool::new(false)).collect(),
-            refused_until: Sparse::new(),
+            announced: Lock::new(Vec::new()),
+            peers_max_ring: AtomicU64::new(u64::MAX),
+            ground: Lock::new(None),
+            vain: AtomicU32::new(0),
+            moved: AtomicU64::new(0),
             sockets: Sparse::new(),
             taken: Sparse::new(),
             count: AtomicU32::new(0),
@@ -123,12 +125,10 @@ impl Link {
         for (word, half) in self.peer.iter().zip(halves) {
             word.store(u64::from_ne_bytes(*half), Release);
         }
-        for announced in &self.announced {
-            announced.store(false, Relaxed);
-        }
-        for until in self.refused_until.made() {
-            until.store(0, Relaxed);
-        }
+        // What the peer says of itself comes next (`on_geometry`).
+        self.peers_max_ring.store(u64::MAX, Relaxed);
+        self.vain.store(0, Relaxed);
+        self.moved.store(0, Relaxed);
         let stats = identity
             .stats
             .map_or(null_mut(), |s| std::ptr::from_ref(s).cast_mut());
@@ -137,8 +137,8 @@ impl Link {
         self.pins.store(0, SeqCst);
     }
 
-    /// Gives up a link that is down and that no stream uses any more: its memory and its channel, and on the same host the
-    /// object. False if that cannot be yet.
+    /// Gives up a link that is down, whose channel is [closed](Self::close_channel) and that no stream uses any more: its
+    /// memory, and on the same host the object. False if that cannot be yet.
     pub fn release(&'static self) -> bool {
         match self.pins.compare_exchange(0, OVER, AcqRel, Acquire) {
             Ok(_) => {}
@@ -154,7 +154,9 @@ impl Link {
         match &self.end {
             AnyEnd::Verbs(distant) => distant.end().release(),
             AnyEnd::Shm(end) => {
-                end.outside().end();
+                if let Some(mut ground) = self.ground.lock() {
+                    *ground = None;
+                }
                 // SAFETY: no cursor is left: streams and producers pin the link until they have given theirs up.
                 unsafe { end.release() };
                 if end.is_usable()
@@ -182,6 +184,7 @@ pub unsafe fn after_fork() {
         // A handler may have forked in the middle of a call, which goes on in the child.
         if let AnyEnd::Shm(end) = &link.end {
             end.after_fork();
+            end.outside().after_fork();
         }
         next = link.next.load(Acquire);
     }

@@ -1,19 +1,24 @@
-//! The ways to a peer on the same host that are not memory: its side channel and its doorbells.
+//! The ways to a peer on the same host that are not memory: its side channel, and how its waiters are woken.
+//!
+//! All is closed when the link is down. Threads of the program that are about to use a descriptor then
+//! are counted, and none is closed while one is (`Neighbour::while_open`): its number could be a file of the program's next.
 
 use std::collections::VecDeque;
+use std::mem::ManuallyDrop;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::ptr::null_mut;
 use std::sync::atomic::{
-    AtomicBool, AtomicI32, AtomicPtr,
-    Ordering::{AcqRel, Acquire, Release, SeqCst},
+    AtomicBool, AtomicI32, AtomicU32, AtomicU64,
+    Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst},
 };
 
 use once_cell::race::OnceRef;
 use rdmasock_core::fabric::SendError;
 use rdmasock_core::fabric::layout::MAX_STREAMS;
 use rdmasock_core::fabric::shm::Outside;
+use rdmasock_core::fabric::waiter::{FlagPage, POLLING};
 use rdmasock_core::lock::Lock;
 use rdmasock_core::os::channel::Channel;
+use rdmasock_core::os::doorbell::{self, Button};
 use rdmasock_core::os::privatefd::PrivateFd;
 use rdmasock_core::wire::{MAX_MESSAGE, Message};
 use rustix::io::Errno;
@@ -21,7 +26,7 @@ use rustix::io::Errno;
 use super::Link;
 use crate::library::Library;
 use crate::service::Command;
-use crate::wait::{MAX_WAITERS, WaiterId};
+use crate::wait::{MAX_WAITERS, SERVICE, WaiterId};
 
 /// A message for which there was no room.
 struct Letter {
@@ -36,49 +41,109 @@ const MAX_OUTBOX: usize = 8 * MAX_STREAMS as usize;
 pub struct Neighbour {
     /// Whose they are, for the service thread.
     pub(super) link: OnceRef<'static, Link>,
-    /// Null, or what only the service thread may free, under the outbox's lock.
-    channel: AtomicPtr<Channel>,
+    /// The side channel's number, -1 once it is closed.
+    channel: AtomicI32,
     /// What the channel had no room for, in order.
     outbox: Lock<VecDeque<Letter>>,
-    doorbells: Box<[AtomicI32]>,
-    /// Rings at doorbells that are not known yet.
-    owed: Box<[AtomicBool]>,
+    /// By waiter: the number of its button.
+    buttons: Box<[AtomicI32]>,
+    /// How many of them there are.
+    held: AtomicU32,
+    /// The waiters, a bit each, that the peer is to be asked to wake when the channel has room.
+    owed: Box<[AtomicU64]>,
+    /// Threads that may be using a descriptor.
+    users: AtomicU32,
+    is_closed: AtomicBool,
+}
+
+/// Why a peer's button is not kept.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Refused {
+    /// It is none, or there is no such waiter, or it has one already.
+    Violation,
+    /// There are too many.
+    TooMany,
 }
 
 impl Neighbour {
     pub(super) fn new() -> Self {
         Self {
             link: OnceRef::new(),
-            channel: AtomicPtr::new(null_mut()),
+            channel: AtomicI32::new(-1),
             outbox: Lock::new(VecDeque::new()),
-            doorbells: (0..MAX_WAITERS).map(|_| AtomicI32::new(-1)).collect(),
-            owed: (0..MAX_WAITERS).map(|_| AtomicBool::new(false)).collect(),
+            buttons: (0..POLLING).map(|_| AtomicI32::new(-1)).collect(),
+            held: AtomicU32::new(0),
+            owed: (0..MAX_WAITERS.div_ceil(64))
+                .map(|_| AtomicU64::new(0))
+                .collect(),
+            users: AtomicU32::new(0),
+            is_closed: AtomicBool::new(true),
         }
     }
 
-    /// The side channel, if there is one. Service thread only, or under the outbox's lock.
-    pub(super) fn channel(&self) -> Option<&Channel> {
-        // SAFETY: null, or a box that `end` frees, on the service thread and under the lock.
-        unsafe { self.channel.load(Acquire).as_ref() }
-    }
-
-    /// There is a peer, on the other side of this channel.
+    /// There is a peer, on the other side of this channel. Service thread only, as for [`close`](Self::close), which has
+    /// come before if there was another.
     pub(super) fn begin(&self, channel: Channel) {
-        self.channel
-            .store(Box::into_raw(Box::new(channel)), Release);
+        self.held.store(0, Relaxed);
+        for word in &self.owed {
+            word.store(0, Relaxed);
+        }
+        self.channel.store(channel.release(), Release);
+        self.is_closed.store(false, SeqCst);
     }
 
-    /// There is none any more. Service thread only.
-    pub(super) fn end(&self) {
-        if let Some(mut outbox) = self.outbox.lock() {
-            outbox.clear();
-            let channel = self.channel.swap(null_mut(), AcqRel);
-            if !channel.is_null() {
-                // SAFETY: from `begin`, and nobody uses it (`channel`).
-                drop(unsafe { Box::from_raw(channel) });
+    /// In a fork child, where the descriptors are closed: a call that the fork has interrupted uses none.
+    pub(super) fn after_fork(&self) {
+        self.is_closed.store(true, SeqCst);
+    }
+
+    /// Does something with a descriptor of the link's, unless they are closed.
+    fn while_open<R>(&self, f: impl FnOnce() -> Option<R>) -> Option<R> {
+        struct User<'a>(&'a AtomicU32);
+        impl Drop for User<'_> {
+            fn drop(&mut self) {
+                self.0.fetch_sub(1, SeqCst);
             }
         }
-        self.forget_doorbells();
+        // Counted first, then looked at; `close` the other way round.
+        self.users.fetch_add(1, SeqCst);
+        let _user = User(&self.users);
+        if self.is_closed.load(SeqCst) {
+            return None;
+        }
+        f()
+    }
+
+    /// Closes the channel and gives back the buttons of a link that is down. False if a thread is about to use one:
+    /// then later. Service thread only.
+    pub(super) fn close(&self) -> bool {
+        // First said, then looked; `while_open` the other way round.
+        self.is_closed.store(true, SeqCst);
+        if self.users.load(SeqCst) != 0 {
+            return false;
+        }
+        for slot in self.buttons.iter().chain([&self.channel]) {
+            drop(PrivateFd::adopt(slot.swap(-1, AcqRel)));
+        }
+        if let Some(mut outbox) = self.outbox.lock() {
+            outbox.clear();
+        }
+        true
+    }
+
+    /// The side channel, unless it is closed.
+    pub(super) fn with_channel<R>(&self, f: impl FnOnce(&Channel) -> R) -> Option<R> {
+        self.while_open(|| {
+            let fd = PrivateFd::adopt(self.channel.load(Acquire))?;
+            // Not dropped: it stays the link's.
+            let channel = ManuallyDrop::new(Channel::new(fd));
+            Some(f(&channel))
+        })
+    }
+
+    fn send_now(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), Errno> {
+        self.with_channel(|channel| channel.send(bytes, fds))
+            .unwrap_or(Err(Errno::PIPE))
     }
 
     /// Sends a message on the side channel, once there is room: delivered in order, and if the link
@@ -88,10 +153,10 @@ impl Neighbour {
         let bytes = message.encode(&mut buf).map_err(|_| SendError::Encoding)?;
         // Held while sending: what is kept goes first.
         let mut outbox = self.outbox.lock().ok_or(SendError::Full)?;
-        let sent = match self.channel() {
-            None => Err(Errno::PIPE),
-            Some(channel) if outbox.is_empty() => channel.send(bytes, fds),
-            Some(_) => Err(Errno::AGAIN),
+        let sent = if outbox.is_empty() {
+            self.send_now(bytes, fds)
+        } else {
+            Err(Errno::AGAIN)
         };
         tracing::trace!(target: "rdmasock::link", link = self.link.get().map(|l| l.slot()), ?message, ?sent);
         if sent != Err(Errno::AGAIN) {
@@ -129,6 +194,7 @@ impl Neighbour {
     /// Whether messages wait for room.
     pub(super) fn has_outbox(&self) -> bool {
         self.outbox.lock().is_none_or(|o| !o.is_empty())
+            || self.owed.iter().any(|word| word.load(SeqCst) != 0)
     }
 
     /// There may be room on the side channel again. True if nothing is kept any more.
@@ -138,49 +204,57 @@ impl Neighbour {
         };
         while let Some(letter) = outbox.front() {
             let fds: Vec<BorrowedFd<'_>> = letter.fds.iter().map(AsFd::as_fd).collect();
-            if self.channel().map(|c| c.send(&letter.bytes, &fds)) == Some(Err(Errno::AGAIN)) {
+            if self.send_now(&letter.bytes, &fds) == Err(Errno::AGAIN) {
                 return false;
             }
             outbox.pop_front();
         }
+        drop(outbox);
+        for (at, word) in self.owed.iter().enumerate() {
+            let mut bits = word.swap(0, SeqCst);
+            while bits != 0 {
+                let waiter = WaiterId((at * 64) as u16 + bits.trailing_zeros() as u16);
+                if self.ask_to_wake(waiter) == Err(Errno::AGAIN) {
+                    word.fetch_or(bits, SeqCst);
+                    return false;
+                }
+                bits &= bits - 1;
+            }
+        }
         true
     }
 
-    /// The peer's waiter `id` sleeps on this eventfd.
-    pub(super) fn on_waiter(&self, id: u32, fd: PrivateFd) {
-        if let (Some(slot), Ok(id)) = (self.doorbells.get(id as usize), u16::try_from(id)) {
-            let old = slot.swap(fd.release(), SeqCst);
-            close_raw(old);
-            self.pay(WaiterId(id));
+    /// The peer's waiter `id` is woken by this button, for as long as the link is up: there can be no other for
+    /// it, so none is closed while a thread presses it. No more than `most` are kept. Service thread only.
+    pub(super) fn on_waiter(&self, id: u32, fd: PrivateFd, most: u32) -> Result<(), Refused> {
+        let slot = self.buttons.get(id as usize).ok_or(Refused::Violation)?;
+        if id == u32::from(SERVICE.0) || slot.load(Acquire) >= 0 {
+            return Err(Refused::Violation);
         }
+        let button = Button::received(fd).ok_or(Refused::Violation)?;
+        if self.held.load(Acquire) >= most {
+            return Err(Refused::TooMany);
+        }
+        self.held.fetch_add(1, AcqRel);
+        slot.store(button.release(), SeqCst);
+        Ok(())
     }
 
-    /// Rings if that is owed and possible.
-    fn pay(&self, waiter: WaiterId) {
-        if let (Some(owed), Some(fd)) = (
-            self.owed.get(waiter.0 as usize),
-            self.doorbells.get(waiter.0 as usize),
-        ) && fd.load(SeqCst) >= 0
-            && owed.swap(false, SeqCst)
-        {
-            self.try_ring(waiter);
-        }
+    /// Presses the waiter's button. False if there is none.
+    fn press(&self, waiter: WaiterId) -> bool {
+        let pressed = self.while_open(|| {
+            let fd = self.buttons.get(usize::from(waiter.0))?.load(Acquire);
+            // SAFETY: open until `close`, which nobody is in now.
+            (fd >= 0).then(|| doorbell::press(unsafe { BorrowedFd::borrow_raw(fd) }))
+        });
+        pressed.is_some()
     }
 
-    /// False if the doorbell is not known.
-    fn try_ring(&self, waiter: WaiterId) -> bool {
-        let fd = self
-            .doorbells
-            .get(waiter.0 as usize)
-            .map_or(-1, |d| d.load(Acquire));
-        if fd < 0 {
-            return false;
-        }
-        // SAFETY: a doorbell is only closed with the link, by the service thread, after `alive`
-        // was cleared and the fd taken out; a ring on a reused number is a needless wake-up of
-        // our own eventfds at worst, since private numbers hold nothing else that takes 8 bytes.
-        crate::wait::ring(unsafe { BorrowedFd::borrow_raw(fd) });
-        true
+    fn ask_to_wake(&self, waiter: WaiterId) -> Result<(), Errno> {
+        let mut buf = [0u8; MAX_MESSAGE];
+        let id = waiter.0.into();
+        let bytes = Message::Ring { id }.encode(&mut buf);
+        self.send_now(bytes.map_err(|_| Errno::INVAL)?, &[])
     }
 }
 
@@ -189,15 +263,21 @@ impl Outside for Neighbour {
         self.post(message, &[])
     }
 
-    /// Rings a doorbell of the peer; if its eventfd is still on its way to us, as soon as it is here.
-    fn ring(&self, waiter: WaiterId) {
-        if self.try_ring(waiter) {
+    /// Wakes a waiter of the peer's. Where this process cannot, the peer's service thread is asked to; in front of what waits
+    /// for room, for it depends on nothing.
+    fn ring(&self, waiter: WaiterId, page: &FlagPage) {
+        let is_woken = match waiter {
+            SERVICE => false,
+            polling if polling.is_polling() => self.press(polling),
+            thread => page.wake(thread),
+        };
+        // A service thread whose channel is full is awake already.
+        if is_woken || self.ask_to_wake(waiter) != Err(Errno::AGAIN) || waiter == SERVICE {
             return;
         }
-        // Noted first, then looked at again; `on_waiter` the other way round.
-        if let Some(owed) = self.owed.get(waiter.0 as usize) {
-            owed.store(true, SeqCst);
-            self.pay(waiter);
+        if let Some(word) = self.owed.get(usize::from(waiter.0) / 64) {
+            word.fetch_or(1 << (waiter.0 % 64), SeqCst);
+            self.ask_service(Command::AwaitRoom);
         }
     }
 }
@@ -209,18 +289,4 @@ fn send_error(errno: Errno) -> SendError {
         Errno::AGAIN | Errno::TOOMANYREFS | Errno::MFILE | Errno::NOBUFS => SendError::Full,
         _ => SendError::Down,
     }
-}
-
-impl Neighbour {
-    /// Nobody is rung any more.
-    fn forget_doorbells(&self) {
-        for (slot, owed) in self.doorbells.iter().zip(&self.owed) {
-            close_raw(slot.swap(-1, AcqRel));
-            owed.store(false, Release);
-        }
-    }
-}
-
-fn close_raw(fd: i32) {
-    drop(PrivateFd::adopt(fd));
 }

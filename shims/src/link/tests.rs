@@ -56,7 +56,7 @@ fn a_link_is_given_up_when_neither_stream_nor_producer_is_left() {
     let (socket, _stream) = crate::service::tests::connected();
     let opened = link.open(socket, 12).unwrap();
     assert!(link.producer(Vqpn(3)).is_ok());
-    assert!(link.set_down(Reason::PeerGone) && !link.release());
+    assert!(link.set_down(Reason::PeerGone) && link.close_channel() && !link.release());
     link.close(opened.vqpn, None, Some(opened.consumer));
     assert!(!link.release());
     link.done_with(Vqpn(3));
@@ -69,4 +69,22 @@ fn a_link_is_given_up_when_neither_stream_nor_producer_is_left() {
     assert_eq!(link.open(socket, 12).err(), Some(Reason::LinkFailed));
     assert_eq!(link.producer(Vqpn(3)).err(), Some(NoProducer::Limits));
     assert!(link.send(&Message::Closed { yours: Vqpn(0) }, &[]).is_err());
+}
+
+#[test]
+fn an_object_has_the_descriptors_of_the_link_that_it_is() {
+    let message = Message::Closed { yours: Vqpn(0) };
+    for _ in 0..8 {
+        let (link, peer) = link();
+        let (bell, button) = rdmasock_core::os::doorbell::pair().unwrap();
+        let button = PrivateFd::adopt(button.release()).unwrap();
+        // It has no button of an earlier one.
+        assert_eq!(link.on_waiter(1, button), Ok(()));
+        link.send(&message, &[]).unwrap();
+        let mut buf = [0; 64];
+        assert!(!peer.recv(&mut buf).unwrap().bytes.is_empty());
+        assert!(link.set_down(Reason::PeerGone) && link.close_channel() && link.release());
+        assert!(link.send(&message, &[]).is_err() && peer.recv(&mut buf).is_err());
+        drop(bell);
+    }
 }

@@ -19,7 +19,8 @@ use crate::scratch::Scratch;
 use crate::service::Command;
 use crate::socket::{Control, Rx, Socket, mode};
 
-/// No more than this is taken. Kernel TCP would not hold as much between two programs of which neither reads.
+/// No more than this is taken, nor more than all connections may (`rx::carry`). Kernel TCP would not hold as much between two
+/// programs of which neither reads.
 const MOST: usize = 16 * 1024 * 1024;
 /// Bytes taken at a time.
 const PIECE: usize = 16 * 1024;
@@ -96,7 +97,7 @@ fn next(socket: &'static Socket, rx: &mut Rx, took: &mut bool) -> Option<Seen> {
         if let Some(marker) = rx.carry.next_marker(&nonce) {
             return Some(Seen::Marker(marker));
         }
-        if rx.carry.len() >= MOST {
+        if rx.carry.len() >= MOST || !rx.carry.charge(PIECE) {
             return None;
         }
         match fetch(socket.anchor_fd()?, &mut rx.carry) {

@@ -1,11 +1,21 @@
 //! What was taken from TCP and is not the program's yet: what may become a marker, what a call has brought that
 //! comes later, and what was read ahead (`promote::ahead`).
 
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
 use bytes::{Buf, BytesMut};
 
 use rdmasock_core::ids::Nonce;
 use rdmasock_core::wire::Marker;
 use rdmasock_core::wire::scan::{Found, scan};
+
+/// So many bytes a connection may be read ahead of its program whatever others are: less than the kernel would hold.
+const OWN: usize = 64 * 1024;
+/// What all connections together may beyond that: who sends decides how much it is.
+const ALL: usize = 256 * 1024 * 1024;
+
+/// What is read ahead beyond [`OWN`].
+static AHEAD: AtomicUsize = AtomicUsize::new(0);
 
 /// See the module.
 #[derive(Default)]
@@ -13,6 +23,8 @@ pub struct Carry {
     bytes: BytesMut,
     /// So many in front hold no marker that [`Self::next_marker`] has not given.
     looked: usize,
+    /// What of [`AHEAD`] is this one's.
+    charged: usize,
 }
 
 impl Carry {
@@ -34,16 +46,41 @@ impl Carry {
         self.bytes.extend_from_slice(bytes);
     }
 
+    /// Whether `more` bytes may be read ahead; they count then until the program has them. No other may be
+    /// [pushed](Self::push) meanwhile.
+    pub fn charge(&mut self, more: usize) -> bool {
+        let beyond = (self.bytes.len() + more).saturating_sub(OWN.max(self.charged + OWN));
+        if beyond == 0 {
+            return true;
+        }
+        let before = AHEAD.fetch_add(beyond, Relaxed);
+        self.charged += beyond;
+        let may = before + beyond <= ALL;
+        if !may {
+            self.settle();
+        }
+        may
+    }
+
+    /// What is not held any more does not count any more.
+    fn settle(&mut self) {
+        let held = self.bytes.len().saturating_sub(OWN).min(self.charged);
+        AHEAD.fetch_sub(self.charged - held, Relaxed);
+        self.charged = held;
+    }
+
     /// Takes back what was added last: `len` bytes stay.
     pub fn truncate(&mut self, len: usize) {
         self.bytes.truncate(len);
         self.looked = self.looked.min(len);
+        self.settle();
     }
 
     /// Drops up to `n` bytes in front.
     pub fn consume(&mut self, n: usize) {
         self.bytes.advance(n.min(self.bytes.len()));
         self.looked = self.looked.saturating_sub(n);
+        self.settle();
         if self.bytes.is_empty() {
             // Its memory, which may be what was read far ahead, goes.
             *self = Self::default();
@@ -52,7 +89,9 @@ impl Carry {
 
     /// All of it; nothing is left.
     pub fn take(&mut self) -> Vec<u8> {
-        std::mem::take(self).bytes.into()
+        let bytes = std::mem::take(&mut self.bytes);
+        *self = Self::default();
+        bytes.into()
     }
 
     /// The next marker for the reader that chose `nonce`, wherever it is; each is given once, and stays. `None`
@@ -70,10 +109,53 @@ impl Carry {
     }
 }
 
+impl Drop for Carry {
+    fn drop(&mut self) {
+        AHEAD.fetch_sub(self.charged, Relaxed);
+    }
+}
+
+/// In a fork child: what was carried is leaked there, and counts no more.
+pub fn after_fork() {
+    AHEAD.store(0, Relaxed);
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use rdmasock_core::wire::MAX_MARKER;
+
+    #[test]
+    fn what_all_together_read_ahead_has_a_bound_and_a_little_is_always_allowed() {
+        let piece = vec![0; OWN];
+        let mut all: Vec<Carry> = Vec::new();
+        let mut read = 0;
+        'all: for _ in 0..100 {
+            all.push(Carry::default());
+            let carry = all.last_mut().unwrap();
+            for at in 0..MOST / OWN {
+                if !carry.charge(OWN) {
+                    assert!(at > 0, "the first piece is its own");
+                    break 'all;
+                }
+                carry.push(&piece);
+                read += OWN;
+            }
+        }
+        assert!((ALL..=ALL + all.len() * OWN).contains(&read), "{read}");
+        let mut late = Carry::default();
+        assert!(late.charge(OWN));
+        late.push(&piece);
+        assert!(!late.charge(OWN));
+        // A program reads.
+        all.first_mut().unwrap().consume(2 * OWN);
+        assert!(late.charge(OWN));
+        drop(late);
+        drop(all);
+        assert_eq!(AHEAD.load(Relaxed), 0);
+    }
+
+    const MOST: usize = 16 * 1024 * 1024;
 
     const NONCE: Nonce = Nonce::from_bytes([0xc0; 16]);
 

@@ -19,12 +19,13 @@ const BETWEEN_HOSTS: u32 = 4;
 /// log2 of the bytes of a direction's first ring.
 pub fn first(link: &Link) -> u8 {
     let config = &Library::get().config;
-    let (min, max) = (config.ring_min.bytes(), config.ring_max.bytes());
+    let (min, max) = (config.ring_min.bytes(), link.max_ring());
     let bytes = if link.is_remote() {
-        (min << BETWEEN_HOSTS).min(max)
+        min << BETWEEN_HOSTS
     } else {
         min
-    };
+    }
+    .min(max);
     bytes.trailing_zeros() as u8
 }
 
@@ -36,7 +37,7 @@ pub(super) fn fit(socket: &'static Socket, consumer: &mut Consumer) {
         link.free(old);
     }
     let now = consumer.ring_size();
-    let max = Library::get().config.ring_max.bytes().min(READING);
+    let max = link.max_ring().min(READING);
     if now < max && !consumer.is_switching() {
         // In one step: until the reader has come to a new ring there cannot be a further one, and a
         // reader that stops in between (both ends may be sending) would leave the sender with that.
@@ -82,7 +83,7 @@ pub fn relieve(socket: &'static Socket, link: &'static Link) {
     if !is_full || consumer.is_switching() {
         return;
     }
-    let mut bytes = Library::get().config.ring_max.bytes();
+    let mut bytes = link.max_ring();
     while bytes > now && !offer(socket, link, consumer, bytes) {
         bytes /= 2;
     }

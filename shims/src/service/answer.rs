@@ -29,6 +29,9 @@ pub struct Deferred {
     pub deadline: u64,
 }
 
+/// How many such wait at a time; a connection is asked for by one, as a rule.
+const MOST_DEFERRED: usize = 4096;
+
 /// Why an ASK is not answered by YES.
 enum Refusal {
     /// It is answered by NO.
@@ -73,7 +76,9 @@ impl Worker {
             Some(socket) if !is_used(socket) => Err(Refusal::NotYet(socket)),
             _ => self.answer(&tuple, nonce_c, instance_c),
         };
-        if let Err(Refusal::NotYet(socket)) = answer {
+        if let Err(Refusal::NotYet(socket)) = answer
+            && self.deferred.len() < MOST_DEFERRED
+        {
             self.deferred.push(Deferred {
                 r: Ref::new(socket),
                 conn,
@@ -102,7 +107,10 @@ impl Worker {
                 },
             },
             Err(Refusal::No(reason)) => Message::No { request, reason },
-            Err(Refusal::NotYet(_)) => return,
+            Err(Refusal::NotYet(_)) => Message::No {
+                request,
+                reason: wire::Reason::Limit,
+            },
         };
         tracing::debug!(target: "rdmasock::promote", ?reply, "answer");
         self.reply(conn, &reply);

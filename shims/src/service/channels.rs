@@ -9,10 +9,16 @@ use rdmasock_core::rendezvous::control::QueryId;
 use rdmasock_core::stats::{Event, Reason};
 use rdmasock_core::wire::{MAX_MESSAGE, Message};
 use rustix::event::epoll as kernel;
+use rustix::io::Errno;
 
 use super::{Worker, kind, tag};
 use crate::link::Link;
 use crate::listener::Listener;
+
+/// How many of those who wait at a name are received before others have their turn.
+const GUESTS_AT_ONCE: usize = 16;
+/// How long nobody is received after there was no descriptor, ns.
+const DEAF_FOR: u64 = 100_000_000;
 
 /// What a channel is for.
 pub(super) enum Peer {
@@ -54,15 +60,85 @@ impl Worker {
         Some(id)
     }
 
+    /// Somebody has connected to one of our names.
+    pub(super) fn receive_guests(
+        &mut self,
+        listener: Option<&'static Listener>,
+        accept: impl Fn(&Self) -> Result<Option<Channel>, Errno>,
+    ) {
+        // Not all who wait: those who are here have their turn between.
+        for _ in 0..GUESTS_AT_ONCE {
+            match accept(self) {
+                Ok(Some(channel)) => self.receive_guest(channel, listener),
+                Ok(None) => return,
+                Err(_) => {
+                    // No descriptor: who has been here for longest goes, and if it was none of them the names are left
+                    // alone for a moment; they stay readable.
+                    match self.guests.first() {
+                        Some(first) => self.hang_up(first, Reason::Resources),
+                        None => return self.listen_to_names(false),
+                    }
+                }
+            }
+        }
+    }
+
+    fn receive_guest(&mut self, channel: Channel, listener: Option<&'static Listener>) {
+        // Whom the kernel cannot name is one user with all such.
+        let uid = channel.peer().map_or(u32::MAX, |c| c.uid);
+        let Some(id) = self.register(channel, Peer::Incoming { listener }) else {
+            return;
+        };
+        if let Some(leaves) = self.guests.admit(id, uid, crate::time::now_ns()) {
+            self.hang_up(leaves, Reason::LinkLimit);
+        }
+        // It has asked already, as a rule.
+        self.on_channel(id);
+    }
+
+    pub(super) fn expire_guests(&mut self, now: u64) {
+        for id in self.guests.overdue(now) {
+            self.hang_up(id, Reason::TimedOut);
+        }
+        if self.deaf_until != 0 && now >= self.deaf_until {
+            self.listen_to_names(true);
+        }
+    }
+
+    fn listen_to_names(&mut self, on: bool) {
+        self.deaf_until = if on {
+            0
+        } else {
+            crate::time::now_ns() + DEAF_FOR
+        };
+        let instance = self.instance_name.as_ref().map(|name| name.as_fd());
+        let instance = instance.map(|fd| (fd, tag(kind::INSTANCE, 0), kernel::EventFlags::IN));
+        let exclusive = kernel::EventFlags::IN | kernel::EventFlags::EXCLUSIVE;
+        let services = self
+            .listeners
+            .iter()
+            .enumerate()
+            .filter_map(|(id, listener)| {
+                Some((listener.name()?, tag(kind::NAME, id as u64), exclusive))
+            });
+        for (fd, data, flags) in instance.into_iter().chain(services) {
+            // One that is EXCLUSIVE cannot be modified.
+            let _ = kernel::delete(&self.service.epoll, fd);
+            if on {
+                self.add(fd, data, flags);
+            }
+        }
+    }
+
     /// Whether to look for room on the link's side channel.
     pub(super) fn await_room(&self, link: &'static Link, wanted: bool) {
         let Some(id) = self.conn_of(link) else { return };
         let mut flags = kernel::EventFlags::IN | kernel::EventFlags::RDHUP;
         flags.set(kernel::EventFlags::OUT, wanted);
         let data = kernel::EventData::new_u64(tag(kind::CHANNEL, id));
-        if let Some(channel) = link.channel() {
+        link.with_channel(|channel| {
             let _ = kernel::modify(&self.service.epoll, channel.as_fd(), data, flags);
-        }
+        });
     }
 
     /// Reads what has come over a channel.
@@ -81,8 +157,8 @@ impl Worker {
             };
             let received = match (&conn.channel, &conn.peer) {
                 (Some(channel), _) => channel.recv(&mut buf),
-                (None, Peer::Link(link)) => match link.channel() {
-                    Some(channel) => channel.recv(&mut buf),
+                (None, Peer::Link(link)) => match link.with_channel(|c| c.recv(&mut buf)) {
+                    Some(received) => received,
                     None => return,
                 },
                 _ => return,
@@ -90,6 +166,7 @@ impl Worker {
             match received {
                 Ok(received) => match Message::decode(received.bytes) {
                     Ok(message) => {
+                        self.guests.on_word(id, crate::time::now_ns());
                         let fds = received.fds;
                         if received.fds_lost {
                             self.on_lost_fds(id, &message);
@@ -189,12 +266,12 @@ impl Worker {
 
     /// What belongs to a link is not looked at any more.
     pub(super) fn forget_link_fds(&mut self, link: &'static Link) {
-        match link.channel() {
-            Some(channel) => {
-                let _ = kernel::delete(&self.service.epoll, channel.as_fd());
-            }
-            None => self.forget_remote(link),
+        if link.is_remote() {
+            return self.forget_remote(link);
         }
+        link.with_channel(|channel| {
+            let _ = kernel::delete(&self.service.epoll, channel.as_fd());
+        });
     }
 
     /// The other end of a channel does not keep to the protocol.
@@ -207,6 +284,7 @@ impl Worker {
     /// A channel has ended, or is not to be used further.
     pub(super) fn hang_up(&mut self, id: u64, why: Reason) {
         self.unheard.remove(&id);
+        self.guests.on_gone(id);
         let Some(conn) = self.conns.remove(&id) else {
             return;
         };

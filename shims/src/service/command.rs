@@ -72,6 +72,8 @@ pub enum Command {
     Violation(Ref),
     /// Nothing pins a link any more that is down.
     Bury,
+    /// Looks for the peer's sake find nothing.
+    Vain(&'static Link),
     /// A listener has accepted its first connection in this process.
     Listen(&'static Listener),
     /// A connection that was closed in the middle of a promotion: the markers that are awaited, and
@@ -193,6 +195,12 @@ impl Worker {
                 }
             }
             Command::Bury => self.bury(),
+            Command::Vain(link) => {
+                if link.is_only_noise() {
+                    self.library.stats.count(Event::LinkViolation);
+                    self.link_down(link, Reason::Violation);
+                }
+            }
             Command::Linger(fd, awaited, unsent) => self.linger(fd, awaited, unsent),
             Command::Listen(listener) => self.listen(listener),
             Command::Pressed(r) => self.on_pressed(r),

@@ -16,7 +16,7 @@ use rdmasock_core::stream::handshake::{Handshake, Role};
 use rdmasock_core::wire::{self, Geometry, LinkAddress, LinkOffer, MAX_MESSAGE, Message, ShmName};
 
 use super::{ASK_TIMEOUT, Conn, LINK_TIMEOUT, Peer, Ref, Worker};
-use crate::link::{Identity, Link, NoProducer};
+use crate::link::{Identity, Link, NoProducer, Refused};
 use crate::promote;
 use crate::ready;
 use crate::socket::{self, mode};
@@ -81,6 +81,7 @@ impl Worker {
             waiter_bytes: FLAGS_BYTES,
             queue_entries: MAX_STREAMS,
             max_waiters: MAX_WAITERS.into(),
+            max_ring: self.library.config.ring_max.bytes(),
         }
     }
 
@@ -135,7 +136,7 @@ impl Worker {
         }
         let made = self.make_arena().and_then(|(arena, layout)| {
             let memory = memory((&arena, layout), geometry, &fds)?;
-            let link = self.make_link(peer, pid, &memory)?;
+            let link = self.make_link(peer, pid, geometry.max_ring, &memory)?;
             Some((arena, layout, link))
         });
         let Some((arena, layout, link)) = made else {
@@ -187,7 +188,7 @@ impl Worker {
             .and_then(|p| p.mine.take());
         let link = mine.filter(|_| instance == expected).and_then(|mine| {
             let memory = memory((&mine.0, mine.1), geometry, &fds)?;
-            self.make_link(expected, pid, &memory)
+            self.make_link(expected, pid, geometry.max_ring, &memory)
         });
         let Some(link) = link else {
             return self.hang_up(conn, Reason::LinkFailed);
@@ -212,16 +213,18 @@ impl Worker {
         &mut self,
         peer: InstanceId,
         pid: u32,
+        max_ring: u64,
         memory: &Memory<'_>,
     ) -> Option<&'static Link> {
         let slot = self.free_slot();
         let stats = self.open_stats(slot, Path::Shm, peer, pid);
-        let link = Link::new(Identity { slot, peer, stats }, memory);
-        match link {
-            None => self.library.stats.close_link(slot),
-            Some(_) => tracing::info!(target: "rdmasock", %peer, pid, slot, "link up"),
-        }
-        link
+        let Some(link) = Link::new(Identity { slot, peer, stats }, memory) else {
+            self.library.stats.close_link(slot);
+            return None;
+        };
+        link.on_geometry(max_ring, memory.theirs.1.data_len() as u64);
+        tracing::info!(target: "rdmasock", %peer, pid, slot, "link up");
+        Some(link)
     }
 
     /// A link that has come to nothing.
@@ -233,6 +236,7 @@ impl Worker {
 
     fn establish(&mut self, conn: u64, link: &'static Link, channel: Channel) {
         link.attach(channel);
+        self.guests.on_gone(conn);
         // The registration in the epoll set goes with the fd, which the link has now.
         self.conns.insert(
             conn,
@@ -244,7 +248,6 @@ impl Worker {
         if let Some(mut links) = self.service.links.lock() {
             links.push(link);
         }
-        link.announce(SERVICE);
     }
 
     pub(super) fn open_stats(
@@ -307,14 +310,15 @@ impl Worker {
     ) {
         tracing::trace!(target: "rdmasock::link", link = link.slot(), ?message, "received");
         match message {
-            Message::Waiter { id } => {
-                if let Some(fd) = fds.pop() {
-                    link.on_waiter(id, fd);
+            Message::Waiter { id } => match fds.pop().map(|fd| link.on_waiter(id, fd)) {
+                Some(Err(Refused::TooMany)) => {
+                    let _ = link.send(&Message::WaiterGone { id }, &[]);
                 }
-            }
-            Message::WaiterGone { id } => match u16::try_from(id).map(WaiterId) {
-                Ok(SERVICE) => self.link_down(link, Reason::Resources),
-                Ok(waiter) => {
+                Some(Err(Refused::Violation)) => self.break_off(link),
+                Some(Ok(())) | None => {}
+            },
+            Message::WaiterGone { id } => {
+                if let Ok(waiter) = u16::try_from(id).map(WaiterId) {
                     // The service thread is told in its place.
                     link.on_waiter_refused(waiter);
                     for socket in link.sockets() {
@@ -322,7 +326,12 @@ impl Worker {
                         ready::notify_local(socket);
                     }
                 }
-                Err(_) => {}
+            }
+            Message::Ring { id } => match u16::try_from(id).map(WaiterId) {
+                // This thread looks before it sleeps again.
+                Ok(SERVICE) => {}
+                Ok(waiter) if waiter.0 < MAX_WAITERS => self.library.waiters.ring(waiter),
+                _ => self.break_off(link),
             },
             Message::Open {
                 nonce_mine,
@@ -511,6 +520,11 @@ impl Worker {
         self.bury_at = 0;
         let now = crate::time::now_ns();
         self.dead_links.retain(|link| {
+            if !link.close_channel() {
+                // A thread is about to use it.
+                self.bury_at = now + BURY_AGAIN;
+                return true;
+            }
             // What pins it says when it no longer does; who sleeps on another host's does not.
             let is_released = link.release();
             if !is_released && link.is_remote() && link.streams() == 0 {

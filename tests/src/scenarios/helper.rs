@@ -14,7 +14,7 @@ use crate::sys::{self, Addr};
 ///   The server prints its port once it listens.
 /// - `squat PORT HOW` listens on the library's service names of PORT, as uid 65534 if it can,
 ///   and answers `nothing`, `garbage`, `yes` or `close`, until stdin ends.
-/// - `remote …`: see `remote::main`; `guest …`: see `guest::main`.
+/// - `remote …`: see `remote::main`; `guest …`: see `guest::main`; `hostile …`: see `hostile::main`.
 pub fn main(words: &[String]) -> ExitCode {
     let number = |i: usize| words.get(i).and_then(|w| w.parse().ok());
     let fd: i32 = number(1).unwrap_or(-1);
@@ -28,6 +28,7 @@ pub fn main(words: &[String]) -> ExitCode {
         Some("serve") => serve(port, number(2).unwrap_or(1)),
         Some("dial") => dial(port, number(2).unwrap_or(1)),
         Some("guest") => crate::guest::main(&words[1..]),
+        Some("hostile") => crate::hostile::main(&words[1..]),
         Some("remote") => crate::remote::main(&words[1..]),
         Some("squat") => squat(port, words.get(2).map_or("", String::as_str)),
         _ => false,
@@ -171,7 +172,7 @@ fn reply(fd: i32, how: &str) -> bool {
         // A well-formed YES: header (magic, version, kind 2, length), the request's number as
         // it came, a nonce and an instance.
         "yes" if n >= 16 => {
-            let mut yes = b"rsok\x01\x02\x28\x00".to_vec();
+            let mut yes = b"rsok\x02\x02\x28\x00".to_vec();
             yes.extend(&message[8..16]);
             yes.extend([0x5a; 16]);
             yes.extend([0xa5; 16]);

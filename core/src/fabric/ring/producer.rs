@@ -2,6 +2,7 @@
 
 use std::ptr::NonNull;
 
+use super::allowance::Allowance;
 use super::memory::{DataArea, NoRing, RingMemory, Spans};
 use super::{
     ConsumerLine, DirectionBlock, End, Offer, ProducerLine, RingError, RxFlags, Stopped, Violation,
@@ -37,6 +38,8 @@ pub struct Producer {
     /// The tail when `limited` was last counted: once per position, however often retried.
     limited_at: Option<u64>,
     ended: bool,
+    /// What may be written into.
+    allowance: Allowance,
 }
 
 // SAFETY: a cursor is only pointers into shared memory, which any thread may use, and values.
@@ -65,7 +68,13 @@ impl Producer {
             limited: 0,
             limited_at: None,
             ended: false,
+            allowance: Allowance::default(),
         }
+    }
+
+    /// Only rings that are within this are adopted. Before the first.
+    pub fn with_allowance(self, allowance: Allowance) -> Self {
+        Self { allowance, ..self }
     }
 
     #[inline(always)]
@@ -228,6 +237,9 @@ impl Producer {
                 return Ok(false);
             }
         };
+        if !self.allowance.admits(offer.region) {
+            return Err(Violation::BeyondAllowance.into());
+        }
         self.previous = std::mem::replace(&mut self.ring, ring);
         self.previous_pos = self.switch_pos;
         self.offer = word;

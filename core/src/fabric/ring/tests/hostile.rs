@@ -63,6 +63,19 @@ fn bad_offers_are_refused() {
 }
 
 #[test]
+fn a_ring_beyond_the_allowance_is_refused() {
+    let (m, p, _) = pair();
+    let ground = std::sync::Arc::new(Ground::new(1 << 20));
+    ground.allow(1 << 20);
+    let mut p = p.with_allowance(Allowance::new(12, ground));
+    m.block
+        .consumer
+        .offer
+        .store(2 << 40 | 13 << 32, Ordering::Relaxed);
+    assert_eq!(p.adopt(), Err(Violation::BeyondAllowance.into()));
+}
+
+#[test]
 fn bad_switches_are_refused() {
     for (generation, pos, offered) in [
         (2, 100, false),

@@ -1,0 +1,187 @@
+//! A doorbell: who has its [`Button`] can wake whoever polls the [`Doorbell`], and can do nothing else to
+//! him. Not for threads that sleep in one call (`fabric::waiter` has futexes for them).
+//!
+//! It is a pair of connected AF_UNIX stream sockets over which no byte ever goes. To press is
+//! `shutdown(SHUT_WR)`: the first makes the other end readable for good (it is at its end), and each
+//! further one wakes who polls that again (the kernel calls the peer's `sk_state_change` whether its
+//! state changes or not), so an edge-triggered registration reports each. Why not an eventfd, a pipe or
+//! a byte through a socket:
+//!
+//! - Nothing is stored, so nothing fills up: to press never waits, nor fails for want of room, and there
+//!   is nothing to drain. The state of a socket that has been shut down cannot be taken back.
+//! - The call takes no flag of the open file into account, which the peer shares with us and could
+//!   change (O_NONBLOCK), raises no signal, and holds no lock over anything of the peer's.
+//! - It costs what a write to an eventfd costs, a byte through a socket half as much again for each wake-up.
+//!
+//! The end that is polled is its owner's alone. The other goes to the peer, which checks only that it is
+//! such a socket: whatever the peer made of it, a shutdown is what the peer could have done himself.
+
+use std::os::fd::{AsFd, BorrowedFd};
+
+use rustix::event::epoll;
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, Shutdown, SocketFlags, SocketType, socketpair, sockopt};
+
+use super::privatefd::{PrivateFd, Transit};
+
+/// The end that is polled: edge-triggered, for input.
+#[derive(Debug)]
+pub struct Doorbell(PrivateFd);
+
+/// What rings it.
+#[derive(Debug)]
+pub struct Button(PrivateFd);
+
+/// A doorbell and its button. Fails with the kernel's errno (EMFILE).
+pub fn pair() -> Result<(Doorbell, Button), Errno> {
+    let _transit = Transit::begin();
+    let (bell, button) = socketpair(
+        AddressFamily::UNIX,
+        SocketType::STREAM,
+        SocketFlags::CLOEXEC,
+        None,
+    )?;
+    // Both are moved before either result is looked at: a plain OwnedFd would be closed through libc.
+    let (bell, button) = (PrivateFd::place(bell), PrivateFd::place(button));
+    Ok((Doorbell(bell?), Button(button?)))
+}
+
+impl Button {
+    /// What a peer has sent as a button; `None` if it is none.
+    pub fn received(fd: PrivateFd) -> Option<Self> {
+        let is_stream = sockopt::socket_domain(&fd) == Ok(AddressFamily::UNIX)
+            && sockopt::socket_type(&fd) == Ok(SocketType::STREAM);
+        is_stream.then_some(Self(fd))
+    }
+
+    /// Wakes who polls the doorbell.
+    pub fn press(&self) {
+        press(self.0.as_fd());
+    }
+
+    /// Gives up the ownership, but not the fd, which stays private ([`PrivateFd::release`]).
+    pub fn release(self) -> i32 {
+        self.0.release()
+    }
+}
+
+/// [`Button::press`], of a button that is kept as a number.
+pub fn press(button: BorrowedFd<'_>) {
+    // The doorbell may be gone: then nobody waits for it.
+    let _ = rustix::net::shutdown(button, Shutdown::Write);
+}
+
+impl Doorbell {
+    /// Gives up the ownership, but not the fd, which stays private ([`PrivateFd::release`]).
+    pub fn release(self) -> i32 {
+        self.0.release()
+    }
+}
+
+impl AsFd for Doorbell {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+impl AsFd for Button {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+/// Whether this kernel reports each press, as all since 2.6 do; no interface promises it. Costs a few descriptors for a moment.
+pub fn is_reliable() -> bool {
+    fn try_it() -> Result<bool, Errno> {
+        let (bell, button) = pair()?;
+        let set = PrivateFd::open(|| epoll::create(epoll::CreateFlags::CLOEXEC))?;
+        let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
+        epoll::add(&set, &bell, epoll::EventData::new_u64(0), flags)?;
+        let mut reported = [epoll::Event {
+            flags: epoll::EventFlags::empty(),
+            data: epoll::EventData::new_u64(0),
+        }; 1];
+        let now = rustix::time::Timespec {
+            tv_sec: 0,
+            tv_nsec: 0,
+        };
+        let mut is_rung = || Ok(epoll::wait(&set, &mut reported[..], Some(&now))? == 1);
+        for _ in 0..2 {
+            if is_rung()? {
+                return Ok(false);
+            }
+            button.press();
+            if !is_rung()? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+    try_it().unwrap_or(false)
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::event::{EventfdFlags, eventfd};
+    use rustix::fs::{OFlags, fcntl_setfl};
+
+    use super::*;
+
+    fn sockets(kind: SocketType) -> (PrivateFd, PrivateFd) {
+        let (a, b) = socketpair(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None).unwrap();
+        (PrivateFd::place(a).unwrap(), PrivateFd::place(b).unwrap())
+    }
+
+    #[test]
+    fn each_press_is_reported_also_through_a_set_in_a_set() {
+        assert!(is_reliable());
+        let (bell, button) = pair().unwrap();
+        let [inner, outer] = [(); 2].map(|()| epoll::create(epoll::CreateFlags::CLOEXEC).unwrap());
+        let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
+        epoll::add(&inner, &bell, epoll::EventData::new_u64(1), flags).unwrap();
+        epoll::add(&outer, &inner, epoll::EventData::new_u64(2), flags).unwrap();
+        let now = rustix::time::Timespec {
+            tv_sec: 0,
+            tv_nsec: 0,
+        };
+        let rung = || {
+            let mut reported = Vec::with_capacity(4);
+            epoll::wait(
+                &outer,
+                rustix::buffer::spare_capacity(&mut reported),
+                Some(&now),
+            )
+            .unwrap()
+        };
+        assert_eq!(rung(), 0);
+        for _ in 0..1000 {
+            button.press();
+            assert_eq!((rung(), rung()), (1, 0));
+        }
+    }
+
+    #[test]
+    fn only_such_a_socket_is_taken_for_a_button() {
+        let (_reader, writer) = rustix::pipe::pipe().unwrap();
+        let event = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+        for other in [writer, event] {
+            assert!(Button::received(PrivateFd::place(other).unwrap()).is_none());
+        }
+        assert!(Button::received(sockets(SocketType::SEQPACKET).0).is_none());
+        assert!(Button::received(sockets(SocketType::DGRAM).0).is_none());
+        assert!(Button::received(sockets(SocketType::STREAM).0).is_some());
+    }
+
+    #[test]
+    fn a_button_that_is_full_blocking_or_whose_bell_is_gone_can_be_pressed() {
+        let (bell, button) = sockets(SocketType::STREAM);
+        fcntl_setfl(&button, OFlags::NONBLOCK).unwrap();
+        while rustix::io::write(&button, &[0; 4096]).is_ok() {}
+        fcntl_setfl(&button, OFlags::empty()).unwrap();
+        let button = Button::received(button).unwrap();
+        button.press();
+        button.press();
+        drop(bell);
+        button.press();
+    }
+}

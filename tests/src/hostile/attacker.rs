@@ -1,0 +1,312 @@
+//! The client of the attack: how it gets its link, as docs/protocol.md says (P13, P32, P22, P25, P37), and what it has then.
+
+use std::io::{Read, Write};
+use std::mem::ManuallyDrop;
+use std::net::TcpStream;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::rc::Rc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow, bail};
+use rdmasock_core::fabric::layout::{Layout, MAX_STREAMS};
+use rdmasock_core::fabric::ring::{Consumer, Producer};
+use rdmasock_core::fabric::shm::{End, Outside, Side};
+use rdmasock_core::fabric::waiter::{FLAGS_BYTES, FlagPage, MAX_WAITERS, WaiterId};
+use rdmasock_core::fabric::{LinkEnd, SendError};
+use rdmasock_core::ids::{InstanceId, Nonce, Tuple, Vqpn};
+use rdmasock_core::os::channel::{Channel, RecvError};
+use rdmasock_core::os::memfd::{self, Access};
+use rdmasock_core::os::privatefd::PrivateFd;
+use rdmasock_core::rendezvous::names;
+use rdmasock_core::wire::scan::{Found, scan};
+use rdmasock_core::wire::{
+    Capabilities, Geometry, Hello, LinkAddress, LinkOffer, MAX_MARKER, MAX_MESSAGE, Marker, Message,
+};
+
+use super::REQUEST;
+
+/// The first ring is of one page, as the library's.
+const FIRST_RING: u8 = 12;
+/// How long one step of the protocol may take.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// The side channel.
+pub struct Outer(Rc<Channel>);
+
+impl Outside for Outer {
+    fn send(&self, message: &Message) -> Result<(), SendError> {
+        say(&self.0, message, &[]).map_err(|_| SendError::Down)
+    }
+
+    /// As a correct peer that has no button.
+    fn ring(&self, waiter: WaiterId, page: &FlagPage) {
+        if waiter.is_polling() || !page.wake(waiter) {
+            let id = waiter.0.into();
+            let _ = say(&self.0, &Message::Ring { id }, &[]);
+        }
+    }
+}
+
+/// See the module.
+pub struct Attacker {
+    pub tcp: TcpStream,
+    pub channel: Rc<Channel>,
+    /// Outlives the cursors: it is never dropped.
+    pub end: ManuallyDrop<Box<End<Outer>>>,
+    pub consumer: Consumer,
+    pub producer: Producer,
+    /// The victim's number for the stream.
+    pub theirs: Vqpn,
+    nonce_s: Nonce,
+    /// The page of flags that the victim looks at.
+    pub flags: FlagPage,
+    pub arena: PrivateFd,
+    /// What the victim has sent to wake its waiters.
+    pub bells: Vec<PrivateFd>,
+}
+
+/// Sends one message with these descriptors.
+pub fn say(channel: &Channel, message: &Message, fds: &[BorrowedFd<'_>]) -> Result<()> {
+    let mut buf = [0; MAX_MESSAGE];
+    let bytes = message.encode(&mut buf).map_err(|e| anyhow!("{e}"))?;
+    Ok(channel.send(bytes, fds)?)
+}
+
+/// The next message, in time.
+fn hear(channel: &Channel) -> Result<(Message, Vec<PrivateFd>)> {
+    let end = Instant::now() + PATIENCE;
+    let mut buf = [0; MAX_MESSAGE];
+    loop {
+        match channel.recv(&mut buf) {
+            Ok(received) => {
+                return Ok((Message::decode(received.bytes)?, received.fds));
+            }
+            Err(RecvError::WouldBlock) if Instant::now() < end => {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            Err(error) => bail!("no message: {error}"),
+        }
+    }
+}
+
+/// One request and its answer, over TCP.
+pub fn exchange(tcp: &mut TcpStream) -> Result<()> {
+    tcp.write_all(&[b'a'; REQUEST])?;
+    let mut answer = [0; REQUEST];
+    Ok(tcp.read_exact(&mut answer)?)
+}
+
+impl Attacker {
+    /// Connects, and goes as far as a link on which the victim sends. `data` is the size of the arena that it is offered.
+    pub fn connect(port: u16, data: u64) -> Result<Self> {
+        let mut tcp = TcpStream::connect(("127.0.0.1", port))?;
+        tcp.set_read_timeout(Some(PATIENCE))?;
+        exchange(&mut tcp).context("before the link")?;
+        let (nonce_c, me) = (Nonce::random()?, InstanceId::random()?);
+        let (nonce_s, victim) = ask(port, &tcp, nonce_c, me)?;
+        put(&mut tcp, &nonce_s, hello(me))?;
+        let offer = match get(&mut tcp, &nonce_c)? {
+            Marker::Hello(hello) => hello.link.context("HELLO without a link")?,
+            other => bail!("{other:?} for HELLO"),
+        };
+        let (channel, mut parts) = link(&offer, me, victim, data)?;
+        let opened = parts.end.open(FIRST_RING)?;
+        let open = Message::Open {
+            nonce_mine: nonce_c,
+            nonce_yours: nonce_s,
+            vqpn: opened.vqpn,
+            ring: opened.ring,
+        };
+        say(&channel, &open, &[])?;
+        let theirs = loop {
+            match hear(&channel)? {
+                (Message::OpenAck { mine, .. }, _) => break mine,
+                (Message::Waiter { .. }, fds) => parts.bells.extend(fds),
+                (other, _) => bail!("{other:?} for OPEN-ACK"),
+            }
+        };
+        let producer = parts.end.producer(theirs).context("a producer")?;
+        match get(&mut tcp, &nonce_c)? {
+            Marker::Switch => {}
+            other => bail!("{other:?} for SWITCH"),
+        }
+        Ok(Self {
+            tcp,
+            channel,
+            end: parts.end,
+            consumer: opened.consumer,
+            producer,
+            theirs,
+            nonce_s,
+            flags: parts.flags,
+            arena: parts.arena,
+            bells: parts.bells,
+        })
+    }
+
+    /// What it sends is on the link from now on, too.
+    pub fn switch(&mut self) -> Result<()> {
+        put(&mut self.tcp, &self.nonce_s, Marker::Switch)
+    }
+
+    /// Sends a request on the link; the victim is told as a correct peer tells it. False if there is no room.
+    pub fn request(&mut self, first: u8) -> Result<bool> {
+        let Ok(spans) = self.producer.spans(REQUEST) else {
+            bail!("the victim's ring is not one any more");
+        };
+        if spans.len() < REQUEST {
+            return Ok(false);
+        }
+        let request = [first; REQUEST];
+        // SAFETY: the ring is mapped as long as the process lives, and the request is readable.
+        unsafe { spans.copy_in(0, request.as_ptr(), REQUEST) };
+        let wake = self.producer.commit(REQUEST);
+        self.end.notify(wake, self.theirs);
+        Ok(true)
+    }
+
+    /// Drops what the victim has answered; gives how much it was.
+    pub fn swallow(&mut self) -> usize {
+        let n = self.consumer.spans(1).map_or(0, |s| s.len());
+        let wake = self.consumer.consume(n);
+        self.end.notify(wake, self.theirs);
+        let wake = self.consumer.publish();
+        self.end.notify(wake, self.theirs);
+        n
+    }
+
+    /// Announces one of its waiters with whatever this is.
+    pub fn announce(&self, id: u32, fd: BorrowedFd<'_>) -> Result<()> {
+        say(&self.channel, &Message::Waiter { id }, &[fd])
+    }
+
+    /// Takes the victim's messages. False once it has closed the channel.
+    pub fn listen(&mut self) -> bool {
+        let mut buf = [0; MAX_MESSAGE];
+        loop {
+            match self.channel.recv(&mut buf) {
+                Ok(received) => self.bells.extend(received.fds),
+                Err(RecvError::WouldBlock) => return true,
+                Err(_) => return false,
+            }
+        }
+    }
+}
+
+fn ask(port: u16, tcp: &TcpStream, nonce_c: Nonce, me: InstanceId) -> Result<(Nonce, InstanceId)> {
+    let channel = names::connect_to_services(port)
+        .next()
+        .context("the victim has no name")??;
+    let ask = Message::Ask {
+        request: 1,
+        tuple: Tuple::new(tcp.local_addr()?, tcp.peer_addr()?),
+        nonce_c,
+        instance_c: me,
+    };
+    say(&channel, &ask, &[])?;
+    match hear(&channel)?.0 {
+        Message::Yes {
+            nonce_s,
+            instance_s,
+            ..
+        } => Ok((nonce_s, instance_s)),
+        other => bail!("{other:?} for YES"),
+    }
+}
+
+fn hello(me: InstanceId) -> Marker {
+    Marker::Hello(Hello {
+        instance: me,
+        capabilities: Capabilities::SHM,
+        link: None,
+    })
+}
+
+fn put(tcp: &mut TcpStream, to: &Nonce, marker: Marker) -> Result<()> {
+    let mut buf = [0; MAX_MARKER];
+    let bytes = marker.encode(to, &mut buf).map_err(|e| anyhow!("{e}"))?;
+    Ok(tcp.write_all(bytes)?)
+}
+
+/// The next marker, byte by byte: nothing behind it is taken.
+fn get(tcp: &mut TcpStream, nonce: &Nonce) -> Result<Marker> {
+    let mut bytes = Vec::new();
+    loop {
+        let mut byte = [0];
+        tcp.read_exact(&mut byte)?;
+        bytes.push(byte[0]);
+        match scan(nonce, &bytes).what {
+            Found::Marker { marker, .. } => return Ok(marker),
+            Found::Bad { error, .. } => bail!("{error}"),
+            Found::Payload | Found::PartialMarker { .. } => {}
+        }
+    }
+}
+
+struct Parts {
+    end: ManuallyDrop<Box<End<Outer>>>,
+    flags: FlagPage,
+    arena: PrivateFd,
+    bells: Vec<PrivateFd>,
+}
+
+fn link(
+    offer: &LinkOffer,
+    me: InstanceId,
+    victim: InstanceId,
+    data: u64,
+) -> Result<(Rc<Channel>, Parts)> {
+    let LinkAddress::Shm(name) = offer.address else {
+        bail!("a link to another host");
+    };
+    let channel = Rc::new(names::connect_to(name.as_bytes())?);
+    let layout = Layout::for_data(data).context("no such arena")?;
+    let (arena, mapping) = memfd::create("hostile-arena", layout.file_len())?;
+    let mine = Side::new(mapping, layout).context("an arena")?;
+    let (flags_fd, flags) = memfd::create("hostile-flags", FLAGS_BYTES)?;
+    let geometry = Geometry {
+        arena_bytes: layout.file_len(),
+        waiter_bytes: FLAGS_BYTES,
+        queue_entries: MAX_STREAMS,
+        max_waiters: MAX_WAITERS.into(),
+        max_ring: 64 << 20,
+    };
+    let message = Message::Link {
+        cookie: offer.cookie,
+        instance_c: me,
+        pid: std::process::id(),
+        geometry,
+    };
+    say(&channel, &message, &[arena.as_fd(), flags_fd.as_fd()])?;
+    let (theirs, their_flags) = match hear(&channel)? {
+        (
+            Message::LinkAccept {
+                instance_s,
+                geometry,
+                ..
+            },
+            fds,
+        ) if instance_s == victim => map(&geometry, &fds)?,
+        (other, _) => bail!("{other:?} for LINK-ACCEPT"),
+    };
+    // SAFETY: the end is never dropped; there is one stream, and one producer for it.
+    let end = unsafe { End::new(mine, theirs, their_flags, Outer(Rc::clone(&channel))) };
+    let parts = Parts {
+        end: ManuallyDrop::new(Box::new(end)),
+        flags: FlagPage::new(flags).context("a page of flags")?,
+        arena,
+        bells: Vec::new(),
+    };
+    Ok((channel, parts))
+}
+
+fn map(geometry: &Geometry, fds: &[PrivateFd]) -> Result<(Side, FlagPage)> {
+    let [arena, flags] = fds else {
+        bail!("{} descriptors", fds.len());
+    };
+    let mapping = memfd::map_received(arena.as_fd(), geometry.arena_bytes, Access::ReadWrite)?;
+    let layout = Layout::of_file(geometry.arena_bytes).context("the size of an arena")?;
+    let flags = memfd::map_received(flags.as_fd(), geometry.waiter_bytes, Access::ReadOnly)?;
+    let side = Side::new(mapping, layout).context("the victim's arena")?;
+    Ok((side, FlagPage::new(flags).context("the victim's flags")?))
+}

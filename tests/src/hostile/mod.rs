@@ -1,0 +1,34 @@
+//! A peer that keeps to the protocol until it has a link, and then to nothing: who attacks, what is attacked and who else is
+//! there meanwhile. `tests/hostile_peer.rs` starts them and says what has to hold.
+//!
+//! `scenario helper hostile victim|friend|attack …`; what each does is said at its function.
+
+pub mod attacker;
+pub mod attacks;
+pub mod victim;
+
+/// Bytes of a request, and of its answer.
+pub const REQUEST: usize = 64;
+/// The first byte of a request that is answered by all that the connection takes.
+pub const STREAM: u8 = b's';
+
+/// Runs one of the programs; whether all went as it should.
+pub fn main(words: &[String]) -> bool {
+    let word = |i: usize| words.get(i).map_or("", String::as_str);
+    let number = |i: usize| word(i).parse().unwrap_or(0);
+    match word(0) {
+        "victim" => victim::serve(word(1), number(2)),
+        "friend" => victim::visit(number(1) as u16),
+        "attack" => attacks::run(number(1) as u16, word(2)),
+        _ => false,
+    }
+}
+
+/// Ends the process when stdin does.
+pub fn end_with_stdin() {
+    std::thread::spawn(|| {
+        use std::io::Read;
+        let _ = std::io::stdin().lock().read_to_end(&mut Vec::new());
+        std::process::exit(0);
+    });
+}

@@ -1,0 +1,211 @@
+//! A server with the library has one client that attacks it over the link, as another user where that is possible: all
+//! others are served, also those that come then.
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+use std::io::{BufRead, BufReader, Write};
+use std::path::Path;
+use std::process::{Child, ChildStdin, Command, ExitCode, Stdio};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, channel};
+use std::time::{Duration, Instant};
+
+use libtest_mimic::{Arguments, Failed, Trial};
+use rdmasock_tests::harness::{Paths, clean_environment};
+use rdmasock_tests::hostile::attacks;
+use rdmasock_tests::observe::promotion_state;
+
+/// Longest time that any step may take; it takes milliseconds.
+const LIMIT: Duration = Duration::from_secs(15);
+/// Rounds of a friend on each of its connections, while nothing happens and under attack.
+const ROUNDS: u32 = 300;
+/// What the victim may have in descriptors.
+const DESCRIPTORS: u32 = 200;
+/// The memory that a receiver of one stream may make the victim use, MiB: eight of the largest rings.
+const MOST_BACKED: u64 = 34;
+/// Clients that come and go.
+const VISITS: usize = 30;
+
+fn main() -> ExitCode {
+    let mut args = Arguments::from_args();
+    args.test_threads.get_or_insert(2);
+    let paths = Arc::new(Paths::find(Path::new(env!("CARGO_BIN_EXE_scenario"))));
+    let mut trials = Vec::new();
+    for (name, victim) in attacks::ALL {
+        let paths = Arc::clone(&paths);
+        trials.push(Trial::test(format!("{name}/{victim}"), move || {
+            attack(&paths, name, victim)
+        }));
+    }
+    for victim in ["epoll", "threads"] {
+        let paths = Arc::clone(&paths);
+        trials.push(Trial::test(
+            format!("clients_that_have_gone_leave_nothing/{victim}"),
+            move || come_and_go(&paths, victim),
+        ));
+    }
+    libtest_mimic::run(&args, trials).exit_code()
+}
+
+/// A program of the test, ended when this is dropped.
+struct Program {
+    who: &'static str,
+    child: Child,
+    stdin: ChildStdin,
+    lines: Receiver<String>,
+}
+
+impl Program {
+    fn start(
+        paths: &Paths,
+        who: &'static str,
+        words: &[&str],
+        library: bool,
+    ) -> Result<Self, Failed> {
+        let mut command = Command::new(&paths.scenario);
+        clean_environment(&mut command);
+        command.args(["helper", "hostile", who]).args(words);
+        if library {
+            command
+                .env("LD_PRELOAD", paths.library.as_ref()?)
+                .env("RDMASOCK_PROMOTE_AFTER", "1r");
+        }
+        let mut child = command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()?;
+        let (sender, lines) = channel();
+        let stdout = BufReader::new(child.stdout.take().unwrap());
+        std::thread::spawn(move || {
+            for line in stdout.lines().map_while(Result::ok) {
+                let _ = sender.send(line);
+            }
+        });
+        let stdin = child.stdin.take().unwrap();
+        Ok(Self {
+            who,
+            child,
+            stdin,
+            lines,
+        })
+    }
+
+    /// The next line that it prints, in time.
+    fn line(&mut self) -> Result<String, Failed> {
+        self.lines.recv_timeout(LIMIT).map_err(|_| {
+            let status = self.child.try_wait();
+            format!(
+                "the {}: no line in {LIMIT:?}; its end: {status:?}",
+                self.who
+            )
+            .into()
+        })
+    }
+
+    fn expect(&mut self, want: &str) -> Result<(), Failed> {
+        let line = self.line()?;
+        if line == want {
+            return Ok(());
+        }
+        Err(format!("the {}: {line:?} for {want:?}", self.who).into())
+    }
+
+    /// Makes a friend talk.
+    fn talk(&mut self) -> Result<(), Failed> {
+        writeln!(self.stdin, "{ROUNDS}")?;
+        self.expect("done")
+    }
+
+    /// A friend whose connections are on a link.
+    fn promoted(&mut self, paths: &Paths) -> Result<(), Failed> {
+        let end = Instant::now() + LIMIT;
+        loop {
+            self.talk()?;
+            let state = promotion_state(&paths.command, self.child.id())?;
+            if state.is_some_and(|s| s.on_link == 2) {
+                return Ok(());
+            }
+            if Instant::now() > end {
+                return Err(format!("a friend's connections are not promoted: {state:?}").into());
+            }
+        }
+    }
+
+    fn descriptors(&self) -> Result<usize, Failed> {
+        Ok(std::fs::read_dir(format!("/proc/{}/fd", self.child.id()))?.count())
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn friend(paths: &Paths, port: &str) -> Result<Program, Failed> {
+    let mut friend = Program::start(paths, "friend", &[port], true)?;
+    friend.promoted(paths)?;
+    Ok(friend)
+}
+
+fn attack(paths: &Paths, name: &str, victim: &str) -> Result<(), Failed> {
+    let words = [victim, &DESCRIPTORS.to_string()];
+    let mut victim = Program::start(paths, "victim", &words, true)?;
+    let port = victim.line()?;
+    let mut old = friend(paths, &port)?;
+    let mut attacker = Program::start(paths, "attack", &[&port, name], false)?;
+    attacker.expect("on")?;
+    old.talk()?;
+    let mut new = friend(paths, &port)?;
+    for _ in 0..3 {
+        old.talk()?;
+        new.talk()?;
+    }
+    match name {
+        // A link over which nothing but noise comes is left.
+        "ready_bits" | "service_bits" => attacker.expect("out")?,
+        "large_ring" | "rings_all_over" => {
+            let line = attacker.line()?;
+            let backed = line.strip_prefix("backed ").and_then(|n| n.parse().ok());
+            if backed.is_none_or(|mib: u64| mib > MOST_BACKED) {
+                return Err(format!("{line} MiB of the attacker's arena").into());
+            }
+        }
+        _ => {}
+    }
+    drop(attacker);
+    old.talk()?;
+    new.talk()?;
+    friend(paths, &port)?;
+    match victim.child.try_wait()? {
+        None => Ok(()),
+        Some(status) => Err(format!("the victim's end: {status}").into()),
+    }
+}
+
+fn come_and_go(paths: &Paths, victim: &str) -> Result<(), Failed> {
+    let mut victim = Program::start(paths, "victim", &[victim, "0"], true)?;
+    let port = victim.line()?;
+    for _ in 0..3 {
+        friend(paths, &port)?;
+    }
+    let before = settled(&victim)?;
+    for _ in 0..VISITS {
+        friend(paths, &port)?;
+    }
+    let after = settled(&victim)?;
+    if after <= before {
+        return Ok(());
+    }
+    Err(format!("{before} descriptors before {VISITS} clients, {after} after them").into())
+}
+
+/// How many descriptors it has once that no longer falls.
+fn settled(victim: &Program) -> Result<usize, Failed> {
+    let mut fewest = victim.descriptors()?;
+    for _ in 0..20 {
+        std::thread::sleep(Duration::from_millis(50));
+        fewest = fewest.min(victim.descriptors()?);
+    }
+    Ok(fewest)
+}

@@ -176,7 +176,7 @@ mod tests {
     use std::os::fd::AsFd;
 
     use super::*;
-    use crate::os::memfd;
+    use crate::os::{forked, memfd};
 
     #[test]
     fn a_word_names_a_queue_and_a_sleeper() {
@@ -239,6 +239,19 @@ mod tests {
         let ticket = mine.ticket(id);
         mine.ring(id);
         let slept = futex::wait(mine.bell(id).unwrap(), futex::Flags::empty(), ticket, None);
-        assert_eq!(slept, Err(rustix::io::Errno::AGAIN));
+        assert_eq!(slept, Err(Errno::AGAIN));
+    }
+
+    #[test]
+    fn a_sleep_that_a_fork_interrupts_ends_in_the_child() {
+        let [mine, _] = pages();
+        let id = WaiterId(POLLING);
+        let ticket = mine.ticket(id);
+        forked::in_child(|| {
+            mine.after_fork();
+            // As the kernel does where it restarts the call.
+            let slept = futex::wait(mine.bell(id).unwrap(), futex::Flags::empty(), ticket, None);
+            assert_eq!(slept, Err(Errno::AGAIN));
+        });
     }
 }

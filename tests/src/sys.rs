@@ -353,9 +353,11 @@ pub fn wait_asleep(id: i32) {
     }
 }
 
-/// Whether thread `id` of this process sleeps at this moment.
+/// Whether thread `id` of this process sleeps at this moment, or has ended.
 pub fn is_asleep(id: i32) -> bool {
-    let stat = std::fs::read_to_string(format!("/proc/self/task/{id}/stat")).unwrap();
+    let Ok(stat) = std::fs::read_to_string(format!("/proc/self/task/{id}/stat")) else {
+        return true;
+    };
     let state = stat
         .rsplit(") ")
         .next()

@@ -272,8 +272,8 @@ pub fn senders(c: &Ctx) {
 /// which the wait does not touch.
 pub fn waiters(c: &Ctx) {
     /// Longer than a busy machine needs to get there.
-    const MS: c_int = 120;
-    let rounds = 4 * 3 * 2;
+    const MS: c_int = 400;
+    let rounds = 4 * 3;
     let (listener, port) = c.listener(8);
     let Some(listener) = listener else {
         client(port, 3, rounds, |_, _| {});

@@ -27,7 +27,7 @@ impl Cookie {
     /// Remembers the socket behind `fd`. Where the kernel does not say (before Linux 4.12, or a filter forbids to ask), no
     /// number is doubted.
     pub fn record(&self, fd: BorrowedFd<'_>) {
-        self.0.store(ask(fd).unwrap_or(0), Release);
+        self.0.store(ask(fd).unwrap_or(None).unwrap_or(0), Release);
     }
 
     /// No socket yet.
@@ -38,11 +38,13 @@ impl Cookie {
     /// Whether `fd` stands for the socket.
     pub fn is_behind(&self, fd: BorrowedFd<'_>) -> bool {
         let known = self.0.load(Acquire);
-        known == 0 || ask(fd) == Some(known)
+        // Forbidden to ask, by a filter that no hook has seen: nothing is known to have changed.
+        known == 0 || ask(fd).is_none_or(|cookie| cookie == Some(known))
     }
 }
 
-fn ask(fd: BorrowedFd<'_>) -> Option<u64> {
+/// The cookie of the socket behind `fd`, if it is one; `None` where the kernel does not tell.
+fn ask(fd: BorrowedFd<'_>) -> Option<Option<u64>> {
     let errno = crate::errno::get();
     let mut cookie = 0u64;
     let mut len = size_of::<u64>() as libc::socklen_t;
@@ -56,8 +58,13 @@ fn ask(fd: BorrowedFd<'_>) -> Option<u64> {
             &raw mut len,
         )
     };
+    let error = crate::errno::get();
     crate::errno::set(errno);
-    (r == 0 && cookie != 0).then_some(cookie)
+    match error {
+        _ if r == 0 => Some(Some(cookie)),
+        libc::EBADF | libc::ENOTSOCK => Some(None),
+        _ => None,
+    }
 }
 
 /// When which number was last seen to stand for the socket. Shared, for calls that hold no lock; what two threads find at

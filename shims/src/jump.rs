@@ -70,6 +70,24 @@ pub fn outside<R: Failure, F: FnOnce() -> R>(call: F) -> R {
     result
 }
 
+/// Makes a call that can block; `leave` undoes what precedes it if `pthread_cancel` ends the thread in there. A jump out of a
+/// signal handler leaves it with EINTR. Not inlined: see `calls` on destructors.
+#[inline(never)]
+pub fn or_if_cancelled<R: Failure>(call: impl FnOnce() -> R, leave: impl FnOnce()) -> R {
+    struct Unwound<F: FnOnce()>(Option<F>);
+    impl<F: FnOnce()> Drop for Unwound<F> {
+        fn drop(&mut self) {
+            if let Some(leave) = self.0.take() {
+                leave();
+            }
+        }
+    }
+    let mut unwound = Unwound(Some(leave));
+    let result = outside(call);
+    unwound.0 = None;
+    result
+}
+
 struct Job<'a, R, F> {
     call: ManuallyDrop<F>,
     result: MaybeUninit<R>,

@@ -100,24 +100,6 @@ pub trait Cancellable {
     fn cancellable(self) -> Self::Unwinding;
 }
 
-/// Makes a call that can block; `leave` undoes what precedes it if `pthread_cancel` ends the thread in there. A jump out of a
-/// signal handler leaves it with EINTR ([`crate::jump`]). Not inlined: see `calls` on destructors.
-#[inline(never)]
-pub fn or_if_cancelled<R: Failure>(call: impl FnOnce() -> R, leave: impl FnOnce()) -> R {
-    struct Unwound<F: FnOnce()>(Option<F>);
-    impl<F: FnOnce()> Drop for Unwound<F> {
-        fn drop(&mut self) {
-            if let Some(leave) = self.0.take() {
-                leave();
-            }
-        }
-    }
-    let mut unwound = Unwound(Some(leave));
-    let result = crate::jump::outside(call);
-    unwound.0 = None;
-    result
-}
-
 macro_rules! arity {
     ($($arg:ident)*) => {
         impl<R, $($arg),*> Cancellable for unsafe extern "C" fn($($arg),*) -> R {

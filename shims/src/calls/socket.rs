@@ -6,11 +6,12 @@ use std::sync::atomic::Ordering::Acquire;
 
 use crate::errno;
 use crate::fork;
+use crate::jump::or_if_cancelled;
 use crate::jump::within;
 use crate::lifecycle;
 use crate::listener::Listener;
 use crate::pass;
-use crate::real::{Cancellable, or_if_cancelled};
+use crate::real::Cancellable;
 use crate::rx;
 use crate::socket::{Socket, mode};
 use crate::sockopt;

@@ -7,11 +7,11 @@ use super::{ALWAYS, ET, Epoll, ONESHOT, Set, Visit, enqueue};
 use rustix::event::epoll as kernel;
 use rustix::io::Errno;
 
+use crate::jump::or_if_cancelled;
 use crate::library::Library;
 use crate::lifecycle;
 use crate::link::Duty;
 use crate::ready::{self, Arm};
-use crate::real::or_if_cancelled;
 use crate::service::Command;
 use crate::table::{self, Entry};
 use crate::time::Timeout;

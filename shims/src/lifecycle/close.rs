@@ -51,6 +51,11 @@ pub(super) fn release(socket: &'static Socket, fd: c_int) {
 #[cold]
 pub(super) fn lose(socket: &'static Socket, fd: c_int) {
     let errno = errno::get();
+    lose_number(socket, fd);
+    errno::set(errno);
+}
+
+fn lose_number(socket: &'static Socket, fd: c_int) {
     let Some(mut control) = socket.control.lock() else {
         return orphan(socket);
     };
@@ -72,7 +77,6 @@ pub(super) fn lose(socket: &'static Socket, fd: c_int) {
     } else {
         end(socket, control);
     }
-    errno::set(errno);
 }
 
 /// A call has found that `fd` does not stand for `socket`, or not any more.

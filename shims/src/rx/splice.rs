@@ -10,8 +10,9 @@ use super::{account, leave, recv_slow};
 use crate::call::{Call, Direction};
 use crate::errno;
 use crate::iov::Iov;
+use crate::jump::or_if_cancelled;
 use crate::jump::outside;
-use crate::real::{Cancellable, or_if_cancelled};
+use crate::real::Cancellable;
 use crate::socket::{Socket, mode};
 
 /// splice() from a socket that is on its way back to TCP: `real` is libc's own call, for what comes

@@ -17,6 +17,7 @@ use std::sync::atomic::{
     Ordering::{AcqRel, Acquire, Relaxed, Release},
 };
 
+use crossbeam_utils::CachePadded;
 use rdmasock_core::fabric::layout::{MAX_STREAMS, Region};
 use rdmasock_core::fabric::ring::{Consumer, Ground, Producer, Wake};
 use rdmasock_core::fabric::shm;
@@ -103,10 +104,10 @@ pub struct Link {
     peers_max_ring: AtomicU64,
     /// What was written into of the peer's arena, where that is its memory.
     ground: Lock<Option<Arc<Ground>>>,
-    /// Looks for the peer's sake that have found nothing; see `judge`.
-    vain: AtomicU32,
-    /// What had gone over the link when that was last too much.
-    moved: AtomicU64,
+    /// Looks for the peer's sake; see `judge`. What every thread writes is apart from what they all read.
+    looks: CachePadded<bounds::Looks>,
+    /// The link's sockets have been asked to leave it for that.
+    pub is_left: AtomicBool,
     /// By our vQPN.
     sockets: Sparse<AtomicPtr<Socket>, { MAX_STREAMS as usize / 128 }, 128>,
     /// A bit for each of the peer's vQPNs that a stream of ours sends to.

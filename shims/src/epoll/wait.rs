@@ -21,7 +21,6 @@ use crate::wait;
 /// again, ns: short enough not to be felt, long enough that a busy program makes few calls.
 const KERNEL_EVERY: u64 = 20_000;
 /// There is room as a rule, whatever a peer has queued: not what it has queued the socket for.
-const OUT: u32 = (libc::EPOLLOUT | libc::EPOLLWRNORM) as u32;
 /// How long to sleep at a time where nobody can wake us, ns.
 const WITHOUT_DOORBELL: u64 = 1_000_000;
 
@@ -445,7 +444,7 @@ impl Epoll {
             };
             let mask = ready::evaluate(item.socket, item.events, arm) & (item.events | ALWAYS);
             if let Some(link) = item.socket.link() {
-                link.judge(mask & !OUT != 0);
+                link.judge(mask != 0);
             }
             if mask == 0 {
                 continue;

@@ -2,7 +2,10 @@
 //! the neighbour's.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+use std::sync::atomic::{
+    AtomicU32, AtomicU64,
+    Ordering::{Acquire, Relaxed, Release},
+};
 
 use rdmasock_core::fabric::layout::{MAX_RING_LOG2, MIN_RING_LOG2};
 use rdmasock_core::fabric::ring::{Allowance, Ground};
@@ -11,10 +14,12 @@ use super::{AnyEnd, Link};
 use crate::library::Library;
 use crate::service::Command;
 
-/// So many looks in vain are asked about,
+/// So many looks in vain are asked about.
 const MOST_VAIN: u32 = 8192;
-/// and one that finds something makes up for so many.
-const VAIN_A_FIND: u32 = 16;
+/// One that finds something makes up for so many.
+const VAIN_A_FIND: u32 = 256;
+/// In more than this they harm nobody, ns.
+const FAST: u64 = 10_000_000_000;
 
 /// How many of the largest rings of a peer's arena are written into at most: for each of its streams one, the one before,
 /// and as much again for what lies between; and some for all.
@@ -52,23 +57,20 @@ impl Link {
     }
 
     /// A look at a stream that the peer may have queued has found something, or not. A peer that queues streams again and
-    /// again with which nothing is the matter keeps our threads from sleeping; if looks in vain are almost all that
-    /// there are the service thread asks whether anything goes over the link.
+    /// again with which nothing is the matter keeps our threads from sleeping; if nearly all looks are in vain, and there
+    /// are many, the service thread asks whether bytes go over the link.
     #[inline]
     pub fn judge(&self, found: bool) {
-        // Neither add up exactly where several threads look.
-        let vain = self.vain.load(Relaxed);
-        if !found {
-            self.on_vain(vain);
-        } else if vain != 0 {
-            self.vain.store(vain.saturating_sub(VAIN_A_FIND), Relaxed);
+        if found {
+            self.looks.found.bump();
+        } else if self.looks.vain.bump().is_multiple_of(MOST_VAIN) {
+            self.on_many_vain();
         }
     }
 
     #[cold]
-    fn on_vain(&self, vain: u32) {
-        self.vain.store(vain + 1, Relaxed);
-        if vain + 1 == MOST_VAIN
+    fn on_many_vain(&self) {
+        if self.looks.are_noise(crate::time::now_ns())
             && let AnyEnd::Shm(end) = &self.end
             && let Some(link) = end.outside().link.get()
         {
@@ -76,13 +78,10 @@ impl Link {
         }
     }
 
-    /// Whether so many looks in vain are the peer's malice: not if as many bytes have gone over the link since that was last
-    /// asked. (Where several threads look for the same bytes all but one look in vain.) Service thread only.
-    pub fn is_only_noise(&self) -> bool {
-        if self.vain.load(Relaxed) < MOST_VAIN / 2 {
-            // Finds have made up for it, or the object has become another link since.
-            return false;
-        }
+    /// Whether hardly a byte has gone over the link since this was last asked. (Where several threads look for the same
+    /// bytes all but one look in vain, and threads that block in a receive do not count what they find.) Service thread
+    /// only.
+    pub fn is_idle(&self) -> bool {
         let moved = self.sockets().into_iter().map(|socket| {
             let received = socket
                 .rx
@@ -95,8 +94,109 @@ impl Link {
             received.unwrap_or(0) + sent.unwrap_or(0)
         });
         let moved = moved.fold(0, u64::wrapping_add);
-        let since = moved.wrapping_sub(self.moved.swap(moved, Relaxed));
-        self.vain.store(0, Relaxed);
-        since < u64::from(MOST_VAIN)
+        let before = self.looks.moved.swap(moved, Relaxed);
+        moved.wrapping_sub(before) < u64::from(MOST_VAIN)
+    }
+}
+
+/// What looks for the peer's sake have come to, and what that was at the last question.
+#[derive(Default)]
+pub(super) struct Looks {
+    vain: Counter,
+    found: Counter,
+    vain_before: AtomicU32,
+    found_before: AtomicU32,
+    /// Monotonic ns.
+    at: AtomicU64,
+    moved: AtomicU64,
+}
+
+impl Looks {
+    /// For another peer.
+    pub(super) fn reset(&self) {
+        let Self {
+            vain,
+            found,
+            vain_before,
+            found_before,
+            at,
+            moved,
+        } = self;
+        for count in [&vain.0, &found.0, vain_before, found_before] {
+            count.store(0, Relaxed);
+        }
+        at.store(0, Relaxed);
+        moved.store(0, Relaxed);
+    }
+
+    /// Whether nearly all looks since the last question were in vain, and came fast.
+    fn are_noise(&self, now: u64) -> bool {
+        let since = |count: &Counter, before: &AtomicU32| {
+            let count = count.get();
+            count.wrapping_sub(before.swap(count, Relaxed))
+        };
+        let vain = since(&self.vain, &self.vain_before);
+        let found = since(&self.found, &self.found_before);
+        let is_fast = now.wrapping_sub(self.at.swap(now, Relaxed)) < FAST;
+        // A thread that was slow to write its count has turned it back: that is a short time, or what looks like an
+        // endless one.
+        let is_whole = (MOST_VAIN / 2..2 * MOST_VAIN).contains(&vain);
+        is_whole && is_fast && found < vain / VAIN_A_FIND
+    }
+}
+
+/// Does not count exactly where several threads do: that would cost more than it counts.
+#[derive(Default)]
+struct Counter(AtomicU32);
+
+impl Counter {
+    #[inline]
+    fn bump(&self) -> u32 {
+        let n = self.get().wrapping_add(1);
+        self.0.store(n, Relaxed);
+        n
+    }
+
+    fn get(&self) -> u32 {
+        self.0.load(Relaxed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Looks of which one in `find_every` finds something, so many ns after each other; whether that is ever noise.
+    fn is_noise(find_every: u32, pause: u64) -> bool {
+        let looks = Looks::default();
+        let mut now = 1 << 40;
+        (1..200_000).any(|n| {
+            now += pause;
+            if n % find_every == 0 {
+                looks.found.bump();
+                return false;
+            }
+            looks.vain.bump().is_multiple_of(MOST_VAIN) && looks.are_noise(now)
+        })
+    }
+
+    #[test]
+    fn looks_in_vain_are_noise_if_they_are_many_and_fast_and_hardly_anything_is_found() {
+        assert!(is_noise(u32::MAX, 1_000));
+        assert!(is_noise(1_000, 1_000));
+        assert!(!is_noise(100, 1_000), "something is found");
+        assert!(!is_noise(2, 10), "an event loop looks again at what it has reported");
+        assert!(!is_noise(u32::MAX, 2_000_000), "they cost nothing");
+    }
+
+    #[test]
+    fn a_question_that_is_asked_twice_is_answered_once() {
+        let looks = Looks::default();
+        assert!((1..=MOST_VAIN).all(|_| looks.vain.bump() > 0));
+        looks.are_noise(1 << 40);
+        assert!(!looks.are_noise((1 << 40) + 1));
+        looks.vain.0.fetch_sub(1, Relaxed);
+        looks.vain.bump();
+        assert!(!looks.are_noise((1 << 40) + 2));
     }
 }

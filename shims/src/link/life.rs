@@ -11,6 +11,7 @@ use rdmasock_core::fabric::shm::{self, Memory};
 use rdmasock_core::ids::InstanceId;
 use rdmasock_core::lock::Lock;
 use rdmasock_core::os::channel::Channel;
+use crossbeam_utils::CachePadded;
 use rdmasock_core::sparse::Sparse;
 use rdmasock_core::stats::LinkStats;
 
@@ -99,8 +100,8 @@ impl Link {
             announced: Lock::new(Vec::new()),
             peers_max_ring: AtomicU64::new(u64::MAX),
             ground: Lock::new(None),
-            vain: AtomicU32::new(0),
-            moved: AtomicU64::new(0),
+            looks: CachePadded::default(),
+            is_left: AtomicBool::new(false),
             sockets: Sparse::new(),
             taken: Sparse::new(),
             count: AtomicU32::new(0),
@@ -127,8 +128,8 @@ impl Link {
         }
         // What the peer says of itself comes next (`on_geometry`).
         self.peers_max_ring.store(u64::MAX, Relaxed);
-        self.vain.store(0, Relaxed);
-        self.moved.store(0, Relaxed);
+        self.looks.reset();
+        self.is_left.store(false, Relaxed);
         let stats = identity
             .stats
             .map_or(null_mut(), |s| std::ptr::from_ref(s).cast_mut());

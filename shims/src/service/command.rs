@@ -195,12 +195,7 @@ impl Worker {
                 }
             }
             Command::Bury => self.bury(),
-            Command::Vain(link) => {
-                if link.is_only_noise() {
-                    self.library.stats.count(Event::LinkViolation);
-                    self.link_down(link, Reason::Violation);
-                }
-            }
+            Command::Vain(link) => self.look_for_noise(link),
             Command::Linger(fd, awaited, unsent) => self.linger(fd, awaited, unsent),
             Command::Listen(listener) => self.listen(listener),
             Command::Pressed(r) => self.on_pressed(r),

@@ -2,7 +2,7 @@
 
 use std::net::IpAddr;
 use std::os::fd::AsFd;
-use std::sync::atomic::Ordering::{Acquire, Release, SeqCst};
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
 
 use rdmasock_core::fabric::layout::{Layout, MAX_STREAMS};
 use rdmasock_core::fabric::shm::Memory;
@@ -452,6 +452,25 @@ impl Worker {
     pub(super) fn break_off(&mut self, link: &'static Link) {
         if let Some(conn) = self.conn_of(link) {
             self.violation(conn);
+        }
+    }
+
+    /// Looks for the peer's sake find nothing. If that is all that comes of the link its streams go back to TCP, and
+    /// nothing is lost should the suspicion be wrong; if it goes on after that, the link is closed.
+    pub(super) fn look_for_noise(&mut self, link: &'static Link) {
+        if !link.is_alive() || !link.is_idle() {
+            return;
+        }
+        tracing::warn!(target: "rdmasock", link = link.slot(), "the peer wakes us for nothing, again and again: back to TCP");
+        if link.is_left.swap(true, Relaxed) {
+            self.library.stats.count(rdmasock_core::stats::Event::LinkViolation);
+            return self.link_down(link, Reason::Violation);
+        }
+        for socket in link.sockets() {
+            if let Some(mut control) = socket.control.lock() {
+                promote::prefer_tcp(socket, &mut control, Reason::Violation);
+            }
+            self.settle(Ref::new(socket));
         }
     }
 

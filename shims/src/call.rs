@@ -23,6 +23,37 @@ pub enum Direction {
     Send,
 }
 
+/// What a call began on: what the number led to then.
+#[derive(Clone, Copy)]
+pub struct Began {
+    socket: &'static Socket,
+    fd: c_int,
+    generation: u64,
+}
+
+impl Began {
+    /// A call on `fd`, which the table has just led from to `socket`.
+    #[inline]
+    pub fn now(socket: &'static Socket, fd: c_int) -> Self {
+        Self {
+            socket,
+            fd,
+            generation: socket.generation.load(Relaxed),
+        }
+    }
+
+    /// The number still stands for the socket, as far as hooks have seen.
+    #[inline]
+    pub fn is_named(&self) -> bool {
+        is_named(self.fd, self.socket, self.generation)
+    }
+}
+
+#[inline]
+fn is_named(fd: c_int, socket: &'static Socket, generation: u64) -> bool {
+    table::still(fd, socket) && socket.generation.load(Relaxed) == generation
+}
+
 /// See the module.
 pub struct Call {
     pub socket: &'static Socket,
@@ -50,14 +81,14 @@ pub enum Place {
 }
 
 impl Call {
-    /// A call on `fd`, which the table has just led from to `socket`.
+    /// A call that has not waited yet.
     #[inline]
-    pub fn new(socket: &'static Socket, fd: c_int, direction: Direction) -> Self {
+    pub fn new(began: Began, direction: Direction) -> Self {
         Self {
-            socket,
-            fd,
+            socket: began.socket,
+            fd: began.fd,
             direction,
-            generation: socket.generation.load(Relaxed),
+            generation: began.generation,
             is_counted: false,
             was_counted: false,
             is_fresh: false,
@@ -103,8 +134,7 @@ impl Call {
     /// The number stands for the socket, as far as hooks have seen.
     #[inline]
     pub fn is_named(&self) -> bool {
-        table::still(self.fd, self.socket)
-            && self.socket.generation.load(Relaxed) == self.generation
+        is_named(self.fd, self.socket, self.generation)
     }
 
     #[cold]

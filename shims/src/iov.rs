@@ -32,32 +32,29 @@ pub unsafe fn plausible<'a, T>(ptr: *const T) -> Option<&'a T> {
 /// A cursor over the pieces.
 #[derive(Clone, Copy)]
 pub struct Iov {
-    pieces: *const iovec,
-    count: usize,
-    /// The single piece of a plain send or recv, so that no array is needed.
-    single: Option<iovec>,
-    /// Bytes left.
+    /// What is left of the piece that the cursor stands in.
+    base: *mut u8,
+    here: usize,
+    /// Bytes left in all.
     left: usize,
-    /// Where the cursor stands: piece and offset in it.
-    piece: usize,
-    offset: usize,
+    /// The pieces that follow.
+    next: *const iovec,
+    others: usize,
 }
+
+/// What the kernel does with a longer one (MAX_RW_COUNT).
+const LONGEST: usize = 0x7fff_f000;
 
 impl Iov {
     /// One buffer.
     #[inline]
     pub fn one(base: *const c_void, len: usize) -> Self {
         Self {
-            pieces: std::ptr::null(),
-            count: 1,
-            single: Some(iovec {
-                iov_base: base.cast_mut(),
-                iov_len: len,
-            }),
-            // What the kernel does with a longer one (MAX_RW_COUNT).
-            left: len.min(0x7fff_f000),
-            piece: 0,
-            offset: 0,
+            base: base.cast_mut().cast(),
+            here: len,
+            left: len.min(LONGEST),
+            next: std::ptr::null(),
+            others: 0,
         }
     }
 
@@ -79,12 +76,11 @@ impl Iov {
             left = left.saturating_add(len);
         }
         Some(Self {
-            pieces,
-            count,
-            single: None,
-            left: left.min(0x7fff_f000),
-            piece: 0,
-            offset: 0,
+            base: std::ptr::null_mut(),
+            here: 0,
+            left: left.min(LONGEST),
+            next: pieces,
+            others: count,
         })
     }
 
@@ -116,27 +112,31 @@ impl Iov {
     /// The next contiguous piece; empty at the end.
     #[inline]
     pub fn head(&mut self) -> (*mut u8, usize) {
-        while self.piece < self.count && self.left > 0 {
-            let v = match self.single {
-                Some(v) => v,
-                // SAFETY: piece < count, and the array is readable by `many`'s contract.
-                None => unsafe { *self.pieces.add(self.piece) },
-            };
-            if self.offset < v.iov_len {
-                let len = (v.iov_len - self.offset).min(self.left);
-                return (v.iov_base.cast::<u8>().wrapping_add(self.offset), len);
-            }
-            self.piece += 1;
-            self.offset = 0;
+        if self.here == 0 {
+            self.enter_next();
         }
-        (std::ptr::null_mut(), 0)
+        (self.base, self.here.min(self.left))
     }
 
-    /// Moves the cursor on within the current piece.
+    /// Goes on to the next piece that is not empty, if there is one.
+    fn enter_next(&mut self) {
+        while self.here == 0 && self.others > 0 {
+            // SAFETY: there is another, and the array is readable by `many`'s contract.
+            let piece = unsafe { *self.next };
+            self.next = self.next.wrapping_add(1);
+            self.others -= 1;
+            self.base = piece.iov_base.cast();
+            self.here = piece.iov_len;
+        }
+    }
+
+    /// Moves the cursor on, within the current piece.
     #[inline]
     pub fn advance(&mut self, n: usize) {
-        self.offset += n;
-        self.left -= n.min(self.left);
+        let n = n.min(self.here).min(self.left);
+        self.base = self.base.wrapping_add(n);
+        self.here -= n;
+        self.left -= n;
     }
 
     /// Copies from the pieces to `to`, at most `len` bytes; gives the number.
@@ -212,5 +212,14 @@ mod tests {
         assert_eq!(unsafe { iov.copy_from(data.as_ptr().add(5), 3) }, 2);
         assert_eq!((&a, &b), (b"abc", b"defg"));
         assert_eq!(iov.len(), 0);
+        assert_eq!(iov.head().1, 0);
+    }
+
+    #[test]
+    fn no_more_than_the_kernel_takes_is_taken() {
+        let mut iov = Iov::one(std::ptr::dangling(), usize::MAX);
+        assert_eq!(iov.head().1, LONGEST);
+        iov.advance(LONGEST);
+        assert_eq!((iov.len(), iov.head().1), (0, 0));
     }
 }

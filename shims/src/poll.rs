@@ -11,7 +11,6 @@ use rdmasock_core::os::kernel;
 use smallvec::SmallVec;
 
 use crate::errno;
-use crate::identity;
 use crate::library::Library;
 use crate::lifecycle;
 use crate::link::{Duty, Link};
@@ -210,7 +209,7 @@ fn poll_slow(
 /// What the numbers stand for now.
 fn look_up(set: &[pollfd], tokens: &mut Tokens) {
     tokens.clear();
-    let now = identity::now();
+    let now = crate::time::tick();
     tokens.extend(set.iter().map(|p| {
         // One that was closed past the hooks is taken out of the table by this.
         let _ = lifecycle::connection_at(p.fd, now);

@@ -22,7 +22,7 @@ use rdmasock_core::fabric::ring::{RxFlags, Wake};
 use rdmasock_core::stats::Path;
 use rdmasock_core::thread;
 
-use crate::call::{Call, Direction, Place};
+use crate::call::{Began, Call, Direction, Place};
 use crate::errno;
 use crate::iov::Iov;
 use crate::jump::or_if_cancelled;
@@ -53,33 +53,32 @@ const SERVED: c_int = libc::MSG_DONTWAIT
 pub unsafe fn recv(
     socket: &'static Socket,
     fd: c_int,
-    mut iov: Iov,
+    iov: &mut Iov,
     flags: c_int,
     real: &impl Fn(c_int) -> ssize_t,
 ) -> ssize_t {
-    let call = Call::new(socket, fd, Direction::Receive);
+    let began = Began::now(socket, fd);
     let mut got = 0;
     if socket.rx_mode.load(Acquire) == mode::TCP && socket.enter_rx() {
-        if call.is_named() {
+        if began.is_named() {
             // SAFETY: by this function's contract.
             match unsafe { plain(socket, fd, iov, flags, real) } {
                 Break(n) => return n,
                 Continue(n) => got = n,
             }
-            iov.advance(got);
         } else {
             leave(socket);
         }
     }
     // SAFETY: by this function's contract.
-    unsafe { recv_slow(call, iov, flags, got, real) }
+    unsafe { recv_slow(began, iov, flags, got, real) }
 }
 
 /// The call has not begun yet, and its number stands for something else by now.
 #[cold]
 unsafe fn begin_anew(
     fd: c_int,
-    iov: Iov,
+    iov: &mut Iov,
     flags: c_int,
     real: &impl Fn(c_int) -> ssize_t,
 ) -> ssize_t {
@@ -98,7 +97,7 @@ unsafe fn begin_anew(
 unsafe fn plain(
     socket: &'static Socket,
     fd: c_int,
-    iov: Iov,
+    iov: &mut Iov,
     flags: c_int,
     real: &impl Fn(c_int) -> ssize_t,
 ) -> ControlFlow<ssize_t, usize> {
@@ -162,12 +161,13 @@ enum Step {
 // Not inlined: the forced unwind of pthread_cancel runs the call's destructor here (see `calls`).
 #[inline(never)]
 unsafe fn recv_slow(
-    mut call: Call,
-    mut iov: Iov,
+    began: Began,
+    iov: &mut Iov,
     flags: c_int,
     mut got: usize,
     real: &impl Fn(c_int) -> ssize_t,
 ) -> ssize_t {
+    let mut call = Call::new(began, Direction::Receive);
     let socket = call.socket;
     crate::fork::reclaim(socket);
     if flags & !SERVED != 0 {
@@ -191,8 +191,8 @@ unsafe fn recv_slow(
         // SAFETY: the pieces are writable by `recv`'s contract.
         let step = unsafe {
             match mode {
-                mode::LINK => from_link(&mut call, &mut iov, flags),
-                mode::MARKED => within(|| from_marked(&mut call, &mut iov, flags, got > 0 && !all)),
+                mode::LINK => from_link(&mut call, iov, flags),
+                mode::MARKED => within(|| from_marked(&mut call, iov, flags, got > 0 && !all)),
                 _ => Step::Kernel,
             }
         };
@@ -254,13 +254,12 @@ unsafe fn recv_slow(
                         on_its_file(&call, |fd| unsafe { plain(socket, fd, iov, flags, real) });
                     match went {
                         Some(Break(n)) => return n,
-                        Some(Continue(n)) => got = n,
+                        Some(Continue(n)) => got += n,
                         None => {
                             leave(socket);
                             return errno::fail(libc::EBADF);
                         }
                     }
-                    iov.advance(got);
                 }
             }
             Step::Empty if got > 0 && !all => return got as ssize_t,

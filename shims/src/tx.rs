@@ -20,7 +20,7 @@ use rdmasock_core::fabric::ring::{End, Wake};
 use rdmasock_core::stream::handshake::Role;
 use rdmasock_core::thread;
 
-use crate::call::{Call, Direction, Place};
+use crate::call::{Began, Call, Direction, Place};
 use crate::errno;
 use crate::iov::Iov;
 use crate::jump::or_if_cancelled;
@@ -53,26 +53,26 @@ const DEAD: u32 = (libc::EPOLLERR | libc::EPOLLHUP) as u32;
 pub unsafe fn send(
     socket: &'static Socket,
     fd: c_int,
-    iov: Iov,
+    iov: &mut Iov,
     flags: c_int,
     real: &impl Fn(c_int) -> ssize_t,
 ) -> ssize_t {
-    let call = Call::new(socket, fd, Direction::Send);
+    let began = Began::now(socket, fd);
     if socket.tx_mode.load(Acquire) == mode::TCP && socket.enter_tx() {
-        if call.is_named() {
+        if began.is_named() {
             return plain(socket, || real(fd));
         }
         leave(socket);
     }
     // SAFETY: by this function's contract.
-    unsafe { send_slow(call, iov, flags, real) }
+    unsafe { send_slow(began, iov, flags, real) }
 }
 
 /// The call has not begun yet, and its number stands for something else by now.
 #[cold]
 unsafe fn begin_anew(
     fd: c_int,
-    iov: Iov,
+    iov: &mut Iov,
     flags: c_int,
     real: &impl Fn(c_int) -> ssize_t,
 ) -> ssize_t {
@@ -185,11 +185,12 @@ fn interrupted() -> Step {
 // Not inlined: the forced unwind of pthread_cancel runs the call's destructor here (see `calls`).
 #[inline(never)]
 unsafe fn send_slow(
-    mut call: Call,
-    mut iov: Iov,
+    began: Began,
+    iov: &mut Iov,
     flags: c_int,
     real: &impl Fn(c_int) -> ssize_t,
 ) -> ssize_t {
+    let mut call = Call::new(began, Direction::Send);
     let socket = call.socket;
     crate::fork::reclaim(socket);
     if flags & !SERVED != 0 {
@@ -204,7 +205,7 @@ unsafe fn send_slow(
         }
         let before = iov.len();
         // SAFETY: the pieces are readable by `send`'s contract.
-        let step = unsafe { step(&mut call, &mut iov, flags) };
+        let step = unsafe { step(&mut call, iov, flags) };
         sent += before - iov.len();
         match step {
             Step::Done if sent == 0 && before > 0 => return -1,
@@ -384,7 +385,7 @@ pub fn send_on_tcp(
     real: &impl Fn(c_int) -> ssize_t,
 ) -> ssize_t {
     crate::fork::reclaim(socket);
-    let mut call = Call::new(socket, fd, Direction::Send);
+    let mut call = Call::new(Began::now(socket, fd), Direction::Send);
     let mut patience = wait::Patience::default();
     loop {
         if !call.is_held() && !call.is_named() {

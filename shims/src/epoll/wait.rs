@@ -18,9 +18,9 @@ use crate::time::Timeout;
 use crate::wait;
 
 /// How long waits may be answered from the links alone before the kernel's set is looked at
-/// again, ns: short enough not to be felt, long enough that a busy program makes few calls.
-const KERNEL_EVERY: u64 = 20_000;
-/// There is room as a rule, whatever a peer has queued: not what it has queued the socket for.
+/// again, [cycles](crate::time::cycles), some 20 us: short enough not to be felt, long enough that a busy program makes
+/// few calls.
+const KERNEL_EVERY: u64 = 1 << 16;
 /// How long to sleep at a time where nobody can wake us, ns.
 const WITHOUT_DOORBELL: u64 = 1_000_000;
 
@@ -234,7 +234,7 @@ impl Epoll {
     }
 
     fn is_time_to_look(&self) -> bool {
-        let now = crate::time::now_ns();
+        let now = crate::time::cycles();
         let due = now.wrapping_sub(self.looked_at.load(Relaxed)) > KERNEL_EVERY;
         if due {
             self.looked_at.store(now, Relaxed);

@@ -15,7 +15,6 @@ use rdmasock_core::stats::Reason;
 use crate::call::Call;
 use crate::errno;
 use crate::fork;
-use crate::identity;
 use crate::library::Library;
 use crate::promote;
 use crate::ready;
@@ -23,6 +22,7 @@ use crate::rx;
 use crate::service::Command;
 use crate::socket::{self, Control, Socket, Stage, closed, mode};
 use crate::table;
+use crate::time;
 
 /// The program closes `fd`, which is not in the table any more.
 pub(super) fn release(socket: &'static Socket, fd: c_int) {
@@ -90,14 +90,14 @@ pub fn look_again(socket: &'static Socket, fd: c_int) {
 
 /// The connection behind `fd`, for a call that holds none of its locks; not one whose number was closed past the hooks.
 pub fn connection(fd: c_int) -> Option<&'static Socket> {
-    table::socket(fd).and_then(|_| connection_at(fd, identity::now()))
+    table::socket(fd).and_then(|_| connection_at(fd, time::tick()))
 }
 
-/// The same, at a time that has just been read.
+/// The same, at a [tick](time::tick) that has just been read.
 #[inline]
-pub fn connection_at(fd: c_int, now: u64) -> Option<&'static Socket> {
+pub fn connection_at(fd: c_int, tick: u64) -> Option<&'static Socket> {
     let socket = table::socket(fd)?;
-    if !is_seen(socket, fd, now) {
+    if !is_seen(socket, fd, tick) {
         look_again(socket, fd);
         return table::socket(fd);
     }
@@ -107,7 +107,7 @@ pub fn connection_at(fd: c_int, now: u64) -> Option<&'static Socket> {
 /// Whether some number still stands for the connection, by a look that is not too old.
 #[inline]
 pub fn is_alive(socket: &Socket) -> bool {
-    is_seen(socket, socket.fd.load(Acquire), identity::now())
+    is_seen(socket, socket.fd.load(Acquire), time::tick())
 }
 
 /// The anchor's number was found to stand for something else.
@@ -116,8 +116,8 @@ pub fn look_at_anchor(socket: &'static Socket) {
 }
 
 #[inline]
-fn is_seen(socket: &Socket, fd: c_int, now: u64) -> bool {
-    let is_it = !socket.seen.is_due_at(fd, now) || is_behind(socket, fd);
+fn is_seen(socket: &Socket, fd: c_int, tick: u64) -> bool {
+    let is_it = !socket.seen.is_due_at(fd, tick) || is_behind(socket, fd);
     if !is_it {
         socket.seen.forget();
     }

@@ -247,10 +247,10 @@ mod tests {
         let mut at = 0;
         while at < got.len() {
             let to = got.get_mut(at..).unwrap();
-            let iov = crate::iov::Iov::one(to.as_mut_ptr().cast(), to.len().min(7_001));
+            let mut iov = crate::iov::Iov::one(to.as_mut_ptr().cast(), to.len().min(7_001));
             let fd = ours.as_raw_fd();
             // SAFETY: a piece of the vector.
-            let n = unsafe { crate::rx::recv(socket, fd, iov, 0, &|_| 0) };
+            let n = unsafe { crate::rx::recv(socket, fd, &mut iov, 0, &|_| 0) };
             at += usize::try_from(n).unwrap();
         }
         assert_eq!(got, [&data[..], b"later"].concat());

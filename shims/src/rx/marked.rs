@@ -31,7 +31,7 @@ use crate::wait;
 #[cold]
 pub(super) unsafe fn scanned(
     socket: &'static Socket,
-    mut iov: Iov,
+    iov: &mut Iov,
     flags: c_int,
     n: ssize_t,
 ) -> ControlFlow<ssize_t, usize> {
@@ -42,7 +42,7 @@ pub(super) unsafe fn scanned(
     if n > 0 && !peeked && flags & libc::MSG_TRUNC == 0 {
         // Gathers the pieces so that a marker across two of them is seen.
         let mut bytes = vec![0u8; n as usize];
-        let mut from = iov;
+        let mut from = *iov;
         // SAFETY: the pieces hold the n bytes that the kernel has just written.
         unsafe {
             from.copy_to(bytes.as_mut_ptr(), n as usize);
@@ -260,7 +260,7 @@ pub(super) fn is_at_mark(socket: &Socket) -> bool {
 /// back to TCP.
 pub(super) unsafe fn finish_on_tcp(
     socket: &'static Socket,
-    mut iov: Iov,
+    iov: &mut Iov,
     fd: c_int,
     flags: c_int,
     mut got: usize,

@@ -7,7 +7,7 @@ use libc::ssize_t;
 use rdmasock_core::thread;
 
 use super::{account, leave, recv_slow};
-use crate::call::{Call, Direction};
+use crate::call::Began;
 use crate::errno;
 use crate::iov::Iov;
 use crate::jump::or_if_cancelled;
@@ -46,12 +46,11 @@ pub fn splice(
         };
         let mut buf = vec![0u8; room];
         let flags = if nonblocking { libc::MSG_DONTWAIT } else { 0 };
-        let iov = Iov::one(buf.as_mut_ptr().cast(), room);
+        let mut iov = Iov::one(buf.as_mut_ptr().cast(), room);
         // SAFETY: the buffer has `room` bytes. The call is not reached: only the link and what
         // precedes a marker are read here.
         let n = unsafe {
-            let call = Call::new(socket, fd, Direction::Receive);
-            recv_slow(call, iov, flags, 0, &|_| LEFT)
+            recv_slow(Began::now(socket, fd), &mut iov, flags, 0, &|_| LEFT)
         };
         if n == LEFT {
             continue;

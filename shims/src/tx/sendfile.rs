@@ -9,7 +9,7 @@ use rdmasock_core::os::kernel;
 use super::cork::{hold, is_more_to_come};
 use super::room::no_room;
 use super::{PIECE, is_dead, leave, plain, take_back, violation};
-use crate::call::{Call, Direction, Place};
+use crate::call::{Began, Call, Direction, Place};
 use crate::errno;
 use crate::lifecycle::{self, on_its_file};
 use crate::promote;
@@ -34,7 +34,7 @@ pub unsafe fn sendfile(
         // Only the kernel knows what can be sent from there, and reading it might block.
         take_back(socket, rdmasock_core::stats::Reason::Unsupported);
     }
-    let call = Call::new(socket, fd, Direction::Send);
+    let call = Call::new(Began::now(socket, fd), Direction::Send);
     if socket.tx_mode.load(Acquire) == mode::TCP && socket.enter_tx() {
         if call.is_named() {
             return plain(socket, || real(fd));

@@ -120,8 +120,9 @@ enum End {
 }
 
 fn spin_for(bound: u64, mut done: impl FnMut() -> bool) -> End {
-    let start = now_ns();
     let mut hit = End::Hit;
+    // What comes at once costs no look at the clock.
+    let mut start = None;
     loop {
         for _ in 0..32 {
             if done() {
@@ -129,7 +130,8 @@ fn spin_for(bound: u64, mut done: impl FnMut() -> bool) -> End {
             }
             std::hint::spin_loop();
         }
-        let spent = now_ns().wrapping_sub(start);
+        let now = now_ns();
+        let spent = now.wrapping_sub(*start.get_or_insert(now));
         if spent >= bound {
             return End::Miss;
         }
@@ -172,14 +174,11 @@ pub fn after_fork() {
 }
 
 impl Load {
-    /// Some ms, in [ticks](crate::identity::now).
-    const EVERY: u64 = 1 << 23;
-
-    /// How it is on the cores. Wrong by at most a few ms.
+    /// How it is on the cores, as of the kernel clock's last tick.
     fn room(&self) -> Room {
-        let now = crate::identity::now();
+        let now = crate::time::tick();
         let last = self.at.load(Relaxed);
-        if now.wrapping_sub(last) > Self::EVERY
+        if now != last
             && self
                 .at
                 .compare_exchange(last, now, Relaxed, Relaxed)

@@ -42,9 +42,9 @@ unsafe extern "C" fn read_on(
         // SAFETY: the caller's arguments, as they are: the kernel looks at the number only.
         return unsafe { real(fd, buf, len) };
     }
-    let iov = Iov::one(buf.cast(), len);
+    let mut iov = Iov::one(buf.cast(), len);
     // SAFETY: the program's buffer.
-    unsafe { rx::recv(socket, fd, iov, 0, &|fd| real.cancellable()(fd, buf, len)) }
+    unsafe { rx::recv(socket, fd, &mut iov, 0, &|fd| real.cancellable()(fd, buf, len)) }
 }
 
 /// `read(2)` of a fortified program; libc aborts if `len` exceeds `size`.
@@ -92,14 +92,14 @@ unsafe extern "C" fn readv_on(
     count: c_int,
 ) -> ssize_t {
     // SAFETY: the program's array.
-    let Some(array) = (unsafe { Iov::vector(iov, count) }).filter(|a| a.len() > 0) else {
+    let Some(mut array) = (unsafe { Iov::vector(iov, count) }).filter(|a| a.len() > 0) else {
         // What it would not take the kernel refuses; of nothing it looks at the number only.
         // SAFETY: the caller's arguments, as they are.
         return unsafe { real(fd, iov, count) };
     };
     // SAFETY: the program's buffers.
     unsafe {
-        rx::recv(socket, fd, array, 0, &|fd| {
+        rx::recv(socket, fd, &mut array, 0, &|fd| {
             real.cancellable()(fd, iov, count)
         })
     }
@@ -136,14 +136,14 @@ unsafe extern "C" fn preadv2_on(
     // SAFETY: the program's array.
     let array = |how| unsafe { Iov::vector(iov, count) }.map(|array| (array, how));
     let served = super::socket_flags(offset, flags).and_then(array);
-    let Some((array, how)) = served.filter(|(a, _)| a.len() > 0) else {
+    let Some((mut array, how)) = served.filter(|(a, _)| a.len() > 0) else {
         // As for readv.
         // SAFETY: the caller's arguments, as they are.
         return unsafe { real(fd, iov, count, offset, flags) };
     };
     // SAFETY: the program's buffers.
     unsafe {
-        rx::recv(socket, fd, array, how, &|fd| {
+        rx::recv(socket, fd, &mut array, how, &|fd| {
             real.cancellable()(fd, iov, count, offset, flags)
         })
     }
@@ -175,10 +175,10 @@ unsafe extern "C" fn recv_on(
     len: size_t,
     flags: c_int,
 ) -> ssize_t {
-    let iov = Iov::one(buf.cast(), len);
+    let mut iov = Iov::one(buf.cast(), len);
     // SAFETY: the program's buffer.
     unsafe {
-        rx::recv(socket, fd, iov, flags, &|fd| {
+        rx::recv(socket, fd, &mut iov, flags, &|fd| {
             real.cancellable()(fd, buf, len, flags)
         })
     }
@@ -237,10 +237,10 @@ unsafe extern "C" fn recvfrom_on(
     address: *mut sockaddr,
     address_len: *mut socklen_t,
 ) -> ssize_t {
-    let iov = Iov::one(buf, len);
+    let mut iov = Iov::one(buf, len);
     // SAFETY: the program's buffer.
     let n = unsafe {
-        rx::recv(socket, fd, iov, flags, &|fd| {
+        rx::recv(socket, fd, &mut iov, flags, &|fd| {
             real.cancellable()(fd, buf, len, flags, address, address_len)
         })
     };
@@ -311,14 +311,14 @@ unsafe extern "C" fn recvmsg_on(
     // SAFETY: checked for plausibility; the program's own.
     let array =
         unsafe { crate::iov::plausible(message).and_then(|m| Iov::many(m.msg_iov, m.msg_iovlen)) };
-    let Some(array) = array else {
+    let Some(mut array) = array else {
         // SAFETY: the caller's arguments, as they are.
         return unsafe { real(fd, message, flags) };
     };
     let was_plain = socket.rx_mode.load(Acquire) == mode::TCP;
     // SAFETY: the program's buffers.
     let n = unsafe {
-        rx::recv(socket, fd, array, flags, &|fd| {
+        rx::recv(socket, fd, &mut array, flags, &|fd| {
             real.cancellable()(fd, message, flags)
         })
     };

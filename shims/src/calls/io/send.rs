@@ -37,9 +37,9 @@ unsafe extern "C" fn write_on(
     buf: *const c_void,
     len: size_t,
 ) -> ssize_t {
-    let iov = Iov::one(buf.cast(), len);
+    let mut iov = Iov::one(buf.cast(), len);
     // SAFETY: the program's buffer.
-    unsafe { tx::send(socket, fd, iov, 0, &|fd| real.cancellable()(fd, buf, len)) }
+    unsafe { tx::send(socket, fd, &mut iov, 0, &|fd| real.cancellable()(fd, buf, len)) }
 }
 
 /// `writev(2)`.
@@ -67,13 +67,13 @@ unsafe extern "C" fn writev_on(
     count: c_int,
 ) -> ssize_t {
     // SAFETY: the program's array; what the kernel would not take, it refuses.
-    let Some(array) = (unsafe { Iov::vector(iov, count) }) else {
+    let Some(mut array) = (unsafe { Iov::vector(iov, count) }) else {
         // SAFETY: the caller's arguments, as they are.
         return unsafe { real(fd, iov, count) };
     };
     // SAFETY: the program's buffers.
     unsafe {
-        tx::send(socket, fd, array, 0, &|fd| {
+        tx::send(socket, fd, &mut array, 0, &|fd| {
             real.cancellable()(fd, iov, count)
         })
     }
@@ -109,14 +109,14 @@ unsafe extern "C" fn pwritev2_on(
 ) -> ssize_t {
     // SAFETY: the program's array.
     let array = |how| unsafe { Iov::vector(iov, count) }.map(|array| (array, how));
-    let Some((array, how)) = super::socket_flags(offset, flags).and_then(array) else {
+    let Some((mut array, how)) = super::socket_flags(offset, flags).and_then(array) else {
         // What it would not take the kernel refuses.
         // SAFETY: the caller's arguments, as they are.
         return unsafe { real(fd, iov, count, offset, flags) };
     };
     // SAFETY: the program's buffers.
     unsafe {
-        tx::send(socket, fd, array, how, &|fd| {
+        tx::send(socket, fd, &mut array, how, &|fd| {
             real.cancellable()(fd, iov, count, offset, flags)
         })
     }
@@ -148,10 +148,10 @@ unsafe extern "C" fn send_on(
     len: size_t,
     flags: c_int,
 ) -> ssize_t {
-    let iov = Iov::one(buf.cast(), len);
+    let mut iov = Iov::one(buf.cast(), len);
     // SAFETY: the program's buffer.
     unsafe {
-        tx::send(socket, fd, iov, flags, &|fd| {
+        tx::send(socket, fd, &mut iov, flags, &|fd| {
             real.cancellable()(fd, buf, len, flags)
         })
     }
@@ -189,10 +189,10 @@ unsafe extern "C" fn sendto_on(
     address: *const sockaddr,
     address_len: socklen_t,
 ) -> ssize_t {
-    let iov = Iov::one(buf.cast(), len);
+    let mut iov = Iov::one(buf.cast(), len);
     // SAFETY: the program's buffer.
     unsafe {
-        tx::send(socket, fd, iov, flags, &|fd| {
+        tx::send(socket, fd, &mut iov, flags, &|fd| {
             real.cancellable()(fd, buf, len, flags, address, address_len)
         })
     }
@@ -231,7 +231,7 @@ unsafe extern "C" fn sendmsg_on(
             .filter(|m| m.msg_controllen == 0)
             .and_then(|m| Iov::many(m.msg_iov, m.msg_iovlen))
     };
-    let Some(array) = array else {
+    let Some(mut array) = array else {
         // Control data of a TCP socket ask for something of the kernel's.
         tx::take_back(socket, rdmasock_core::stats::Reason::Unsupported);
         // SAFETY: the caller's arguments, as they are.
@@ -240,7 +240,7 @@ unsafe extern "C" fn sendmsg_on(
     };
     // SAFETY: the program's buffers.
     unsafe {
-        tx::send(socket, fd, array, flags, &|fd| {
+        tx::send(socket, fd, &mut array, flags, &|fd| {
             real.cancellable()(fd, message, flags)
         })
     }

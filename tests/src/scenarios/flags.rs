@@ -94,6 +94,53 @@ pub fn waitall(c: &Ctx) {
 /// Bytes wanted, and in how many pieces they come.
 const WAITALL: [(usize, usize); 4] = [(10, 3), (5000, 4), (100_000, 5), (1, 1)];
 
+/// MSG_WAITALL into several pieces, by which a connection may be promoted while a call waits for the rest: each byte is in its
+/// place.
+pub fn waitall_pieces(c: &Ctx) {
+    const RECORD: usize = 100;
+    let (listener, port) = c.listener(8);
+    for round in 0..60 {
+        let record = |n: u64| data::pattern(round, n * RECORD as u64, RECORD);
+        if let Some(listener) = listener {
+            let fd = sys::accept4(listener, 0).ok();
+            for n in 0..30 {
+                let got = recv_pieces(fd, &[3, 0, 41, 17, RECORD - 61]);
+                assert!(got == record(n), "connection {round}, record {n}: {got:?}");
+                sys::send_all(fd, b".").ok();
+            }
+            sys::close(fd).ok();
+        } else {
+            let fd = sys::connected(&Addr::v4(port));
+            for n in 0..30 {
+                sys::send_all(fd, &record(n)).ok();
+                sys::recv_exact(fd, 1);
+            }
+            sys::close(fd).ok();
+        }
+    }
+    c.log("all in place");
+}
+
+/// One recvmsg() with MSG_WAITALL into pieces of these lengths.
+fn recv_pieces(fd: c_int, lengths: &[usize]) -> Vec<u8> {
+    let mut pieces: Vec<Vec<u8>> = lengths.iter().map(|n| vec![0; *n]).collect();
+    let mut array: Vec<libc::iovec> = pieces
+        .iter_mut()
+        .map(|piece| libc::iovec {
+            iov_base: piece.as_mut_ptr().cast(),
+            iov_len: piece.len(),
+        })
+        .collect();
+    // SAFETY: all zero is a valid msghdr.
+    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+    message.msg_iov = array.as_mut_ptr();
+    message.msg_iovlen = array.len();
+    let got = call!(libc::recvmsg(fd, &raw mut message, MSG_WAITALL)).count();
+    let mut all = pieces.concat();
+    all.truncate(got);
+    all
+}
+
 /// MSG_WAITALL cut short by EOF, then by a time-out.
 pub fn waitall_cut(c: &Ctx) {
     let fd = c.pair();

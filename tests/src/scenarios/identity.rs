@@ -412,7 +412,7 @@ pub fn files(c: &Ctx) {
     let mut fd = sys::accept4(listener, 0).ok();
     for round in 0..rounds {
         warm_up(fd, 5, round);
-        sys::pause_ms(8);
+        sys::pause_ms(15);
         close_by(ways[round as usize % ways.len()], fd);
         let file = tagged_file(round);
         check_file(file, round);
@@ -448,7 +448,7 @@ pub fn sets(c: &Ctx) {
         warm_up(fd, 6, round);
         // What the set has reported of it is seen to.
         while !epoll::wait(ep, 8, 0).1.is_empty() {}
-        sys::pause_ms(8);
+        sys::pause_ms(15);
         let how = [Close::Inline, Close::Syscall][round as usize % 2];
         close_by(how, fd);
         // Its number is an event counter's first, which is in the set from then on.

@@ -40,16 +40,16 @@ const CASES: &[(&str, Case)] = &[
         sandboxed(paths, &["sandbox"], true)
     }),
     ("sandbox/all_threads/plain_client", |paths| {
-        sandboxed(paths, &["sandbox for all threads"], false)
+        sandboxed(paths, &["sandbox:all threads"], false)
     }),
     ("sandbox/all_threads/client", |paths| {
-        sandboxed(paths, &["sandbox for all threads"], true)
+        sandboxed(paths, &["sandbox:all threads"], true)
     }),
     ("sandbox/on_a_link", |paths| {
         sandboxed_on_a_link(paths, &[], "sandbox")
     }),
     ("sandbox/all_threads/on_a_link", |paths| {
-        sandboxed_on_a_link(paths, &[], "sandbox for all threads")
+        sandboxed_on_a_link(paths, &[], "sandbox:all threads")
     }),
     ("sandbox/epoll/client", |paths| {
         sandboxed(paths, &[EPOLL, "sandbox"], true)
@@ -58,7 +58,7 @@ const CASES: &[(&str, Case)] = &[
         sandboxed_on_a_link(paths, &[EPOLL], "sandbox")
     }),
     ("sandbox/epoll/all_threads/on_a_link", |paths| {
-        sandboxed_on_a_link(paths, &[EPOLL], "sandbox for all threads")
+        sandboxed_on_a_link(paths, &[EPOLL], "sandbox:all threads")
     }),
     ("strict_mode/on_a_link", |paths| {
         sandboxed_on_a_link(paths, &[], "strict")
@@ -70,13 +70,13 @@ const CASES: &[(&str, Case)] = &[
         service(paths, "system service")
     }),
     ("system_service/all_threads/client", |paths| {
-        service(paths, "system service for all threads")
+        service(paths, "system service:all threads")
     }),
     ("system_service/on_a_link", |paths| {
         service_on_a_link(paths, "system service")
     }),
     ("system_service/all_threads/on_a_link", |paths| {
-        service_on_a_link(paths, "system service for all threads")
+        service_on_a_link(paths, "system service:all threads")
     }),
 ];
 
@@ -363,14 +363,14 @@ fn io_uring_allowed_on_a_link(paths: &Paths) -> Result<(), Failed> {
 
 /// Whether it is promoted or not: no SIGXFSZ, which would end it.
 fn no_files_at_all(paths: &Paths) -> Result<(), Failed> {
-    let (mut talk, said) = Talk::begin(paths, &["early:file size 0"], &[])?;
+    let (mut talk, said) = Talk::begin(paths, &["early:file size:0"], &[])?;
     expect("the limit", &said[0], "done")?;
     talk.goes_on()?;
     expect("stderr", &talk.end()?, "")
 }
 
 fn no_large_files(paths: &Paths) -> Result<(), Failed> {
-    let (mut talk, said) = Talk::begin(paths, &["early:file size 300000"], &[])?;
+    let (mut talk, said) = Talk::begin(paths, &["early:file size:300000"], &[])?;
     expect("the limit", &said[0], "done")?;
     talk.goes_on()?;
     expect("stderr", &talk.end()?, "")
@@ -390,7 +390,7 @@ fn limit_of_open_files_is_kept(paths: &Paths) -> Result<(), Failed> {
 }
 
 fn few_open_files(paths: &Paths) -> Result<(), Failed> {
-    let (talk, said) = Talk::begin(paths, &["early:open files 64"], &[])?;
+    let (talk, said) = Talk::begin(paths, &["early:open files:64"], &[])?;
     expect("the limit", &said[0], "done")?;
     talk.on_link()?;
     expect("stderr", &talk.end()?, "")
@@ -423,7 +423,7 @@ fn numbers(of: &str) -> Vec<u64> {
 
 /// Too little for a link: that costs the promotion alone.
 fn little_address_space(paths: &Paths) -> Result<(), Failed> {
-    let (mut talk, said) = Talk::begin(paths, &["early:address space 300000000"], &[])?;
+    let (mut talk, said) = Talk::begin(paths, &["early:address space:300000000"], &[])?;
     expect("the limit", &said[0], "done")?;
     talk.goes_on()?;
     expect("stderr", &talk.end()?, "")
@@ -446,12 +446,12 @@ fn as_root(paths: &Paths, what: &[&str]) -> Result<(), Failed> {
 
 fn chroot(paths: &Paths) -> Result<(), Failed> {
     let root = tempfile::tempdir()?;
-    as_root(paths, &[&format!("early:root {}", root.path().display())])
+    as_root(paths, &[&format!("early:root:{}", root.path().display())])
 }
 
 fn chroot_and_nobody(paths: &Paths) -> Result<(), Failed> {
     let root = tempfile::tempdir()?;
-    let enter = format!("early:root {}", root.path().display());
+    let enter = format!("early:root:{}", root.path().display());
     as_root(paths, &[&enter, "early:nobody"])
 }
 

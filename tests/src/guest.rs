@@ -145,14 +145,16 @@ fn act(word: &str) -> String {
             };
             how.into()
         }
-        // Locked and resident, in KiB.
+        // Locked, resident, and resident of no program's or library's file, in KiB.
         "memory" => {
             let status = std::fs::read_to_string("/proc/self/status").unwrap();
             let field = |name: &str| {
                 let line = status.lines().find(|line| line.starts_with(name)).unwrap();
                 line.split_whitespace().nth(1).unwrap()
             };
-            format!("{} {}", field("VmLck:"), field("VmRSS:"))
+            let shared: u64 = field("RssShmem:").parse().unwrap();
+            let unnamed = shared + field("RssAnon:").parse::<u64>().unwrap();
+            format!("{} {} {unnamed}", field("VmLck:"), field("VmRSS:"))
         }
         // Before each read, and nothing but the connection may be reported.
         "wait by epoll" => {

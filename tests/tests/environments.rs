@@ -29,6 +29,7 @@ const CASES: &[(&str, Case)] = &[
     ("limit_of_open_files_is_kept", limit_of_open_files_is_kept),
     ("few_open_files", few_open_files),
     ("locked_memory", locked_memory),
+    ("locked_memory_on_a_link", locked_memory_on_a_link),
     ("little_address_space", little_address_space),
     ("nobody", |paths| as_root(paths, &["early:nobody"])),
     ("chroot", chroot),
@@ -414,6 +415,26 @@ fn locked_memory(paths: &Paths) -> Result<(), Failed> {
             return Err(format!("locked or resident: {before} KiB, then {after}").into());
         }
     }
+    expect("stderr", &talk.end()?, "")
+}
+
+/// A program that locks what it has fills what is in use of a link, not what one might become.
+fn locked_memory_on_a_link(paths: &Paths) -> Result<(), Failed> {
+    /// More may not become resident, KiB: most of it are one segment of each arena and the stacks and heaps of two threads.
+    const ROOM: u64 = 5 * 1024;
+    let (mut talk, _) = Talk::begin(paths, &[], &[])?;
+    talk.on_link()?;
+    let before = talk.server.tell("memory")?;
+    let locked = talk.server.tell("lock present memory")?;
+    if locked != "done" {
+        println!("skipped: the memory may not be locked ({locked})");
+        return Ok(());
+    }
+    let after = talk.server.tell("memory")?;
+    if numbers(&after)[2] > numbers(&before)[2] + ROOM {
+        return Err(format!("locked, resident, of no file: {before} KiB, then {after}").into());
+    }
+    talk.on_link()?;
     expect("stderr", &talk.end()?, "")
 }
 

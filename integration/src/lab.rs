@@ -220,6 +220,22 @@ impl Lab {
             .map_or(Ok(Totals::default()), |build| build.stat.totals(group))
     }
 
+    /// Why streams of a running program are on TCP (nothing without the library).
+    ///
+    /// # Errors
+    /// When `rdmasock stat` fails.
+    pub fn reasons(&self, group: u32) -> Result<String> {
+        let Some(build) = &self.build else {
+            return Ok(String::new());
+        };
+        let instances = build.stat.group(group)?;
+        let reasons: Vec<_> = instances
+            .iter()
+            .map(crate::stat::Instance::reasons)
+            .collect();
+        Ok(reasons.join("; "))
+    }
+
     /// Checks the counters of a server, while it runs: with both sides preloaded its streams
     /// were promoted and bytes went over a link; with one side only, none did. A promotion takes
     /// its time, however long that is on a busy machine: as long as there are no bytes on a link,

@@ -2,6 +2,7 @@
 //! the demonstration (`demo`), the benchmark (`bench`) and the test matrix (`tests/programs.rs`).
 //! Nothing here is ever loaded into the programs under test.
 
+pub mod filter;
 pub mod lab;
 pub mod ports;
 pub mod proc;

@@ -12,6 +12,7 @@ use nix::sys::signal::{Signal, kill, killpg};
 use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
 use nix::unistd::Pid;
 
+use crate::filter::Filter;
 use crate::signals;
 
 /// How often a wait looks again.
@@ -73,6 +74,16 @@ impl Cmd {
     #[must_use]
     pub fn stdin_pipe(mut self) -> Self {
         self.stdin = Stdio::piped();
+        self
+    }
+
+    /// Restricts its system calls from its beginning.
+    #[must_use]
+    pub fn confined(mut self, filter: Filter) -> Self {
+        // SAFETY: loading is async-signal-safe, and the filter was made before the fork.
+        unsafe {
+            self.command.pre_exec(move || filter.load());
+        }
         self
     }
 

@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 
 use crate::lab::{Lab, Role};
 use crate::ports::free_port;
-use crate::proc::Proc;
+use crate::proc::{Cmd, Proc};
 
 /// A running server.
 #[derive(Debug)]
@@ -33,6 +33,18 @@ impl Service {
 /// # Errors
 /// When it does not come up; so for all below.
 pub fn redis(lab: &Lab, role: Role, options: &[&str]) -> Result<Service> {
+    let (cmd, port) = redis_cmd(lab, role, options)?;
+    Ok(Service {
+        proc: lab.serve(cmd, port)?,
+        port,
+    })
+}
+
+/// What starts [`redis`], and its port.
+///
+/// # Errors
+/// When it is not installed.
+pub fn redis_cmd(lab: &Lab, role: Role, options: &[&str]) -> Result<(Cmd, u16)> {
     let port = free_port()?;
     let dir = lab.path(&format!("redis-{port}"));
     std::fs::create_dir_all(&dir)?;
@@ -62,10 +74,7 @@ pub fn redis(lab: &Lab, role: Role, options: &[&str]) -> Result<Service> {
             &redis_unix(lab, port),
         ])
         .args(options);
-    Ok(Service {
-        proc: lab.serve(cmd, port)?,
-        port,
-    })
+    Ok((cmd, port))
 }
 
 /// The Unix socket of the redis server on `port`.
@@ -78,13 +87,22 @@ pub fn redis_unix(lab: &Lab, port: u16) -> PathBuf {
 /// # Errors
 /// As [`redis`].
 pub fn nginx(lab: &Lab, role: Role, upstream: Option<u16>) -> Result<Service> {
-    let port = free_port()?;
-    let conf = nginx_conf(lab, port, upstream)?;
-    let cmd = lab.cmd(role, "nginx")?.args(nginx_args(&conf));
+    let (cmd, port) = nginx_cmd(lab, role, upstream)?;
     Ok(Service {
         proc: lab.serve(cmd, port)?,
         port,
     })
+}
+
+/// What starts [`nginx`], and its port.
+///
+/// # Errors
+/// When it is not installed.
+pub fn nginx_cmd(lab: &Lab, role: Role, upstream: Option<u16>) -> Result<(Cmd, u16)> {
+    let port = free_port()?;
+    let conf = nginx_conf(lab, port, upstream)?;
+    let cmd = lab.cmd(role, "nginx")?.args(nginx_args(&conf));
+    Ok((cmd, port))
 }
 
 /// The arguments that select a configuration; more may follow (`-s reload`).

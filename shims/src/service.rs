@@ -156,8 +156,13 @@ impl Service {
                 }
             });
         drop(blocked);
-        if let Err(error) = spawned {
-            tracing::warn!(target: "rdmasock", %error, "no service thread: connections stay on TCP");
+        match spawned {
+            // Not until then does libc have the thread's record in order: in a child that the program makes by clone(2) as it is, the
+            // record stays as it was, and setuid(2) would wait for ever for a thread that is about to begin.
+            Ok(_) => crate::pass::wait_until(|| self.thread.load(Acquire) != 0),
+            Err(error) => {
+                tracing::warn!(target: "rdmasock", %error, "no service thread: connections stay on TCP");
+            }
         }
         crate::errno::set(errno);
     }
@@ -171,9 +176,12 @@ impl Service {
         Library::get().waiters.ring(SERVICE);
         crate::pass::wait_until(|| match self.thread.load(Acquire) {
             0 => false,
+            // Not by /proc, which need not be there.
             id => {
-                let path = format!("/proc/self/task/{id}");
-                rustix::fs::access(path, rustix::fs::Access::EXISTS).is_err()
+                let process = rustix::process::getpid().as_raw_nonzero().get();
+                let arguments = [process as usize, id as usize, 0, 0, 0, 0];
+                // SAFETY: signal 0 is none.
+                unsafe { rdmasock_core::os::kernel::call(libc::SYS_tgkill, arguments) }.is_err()
             }
         });
     }

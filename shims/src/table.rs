@@ -49,6 +49,10 @@ pub enum Entry {
 }
 
 static BASE: AtomicPtr<AtomicUsize> = AtomicPtr::new(std::ptr::null_mut());
+/// How many entries may be written. The others are read as zeroes, and are no memory that mlockall(2) could fill.
+static OPEN: AtomicUsize = AtomicUsize::new(0);
+/// How many are to begin with: a page of them.
+const FIRST: usize = 4096 / size_of::<AtomicUsize>();
 
 #[inline]
 fn word(fd: c_int) -> Option<&'static AtomicUsize> {
@@ -67,10 +71,9 @@ pub fn init() -> Result<(), rustix::io::Errno> {
         return Ok(());
     }
     let bytes = ENTRIES * size_of::<AtomicUsize>();
-    let protection = ProtFlags::READ | ProtFlags::WRITE;
     let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
     // Zero is a valid AtomicUsize.
-    let base = lazy::map(bytes, protection, flags, None)?.cast::<AtomicUsize>();
+    let base = lazy::map(bytes, ProtFlags::READ, flags, None)?.cast::<AtomicUsize>();
     if BASE
         .compare_exchange(std::ptr::null_mut(), base, AcqRel, Acquire)
         .is_err()
@@ -80,6 +83,28 @@ pub fn init() -> Result<(), rustix::io::Errno> {
         let _ = unsafe { rustix::mm::munmap(base.cast(), bytes) };
     }
     Ok(())
+}
+
+/// Whether the entry of `fd`, which the table has, may be written; makes it so if it can.
+#[inline]
+fn is_open(fd: c_int) -> bool {
+    (fd as u32 as usize) < OPEN.load(Acquire) || open(fd as u32 as usize)
+}
+
+#[cold]
+fn open(fd: usize) -> bool {
+    let base = BASE.load(Acquire);
+    if base.is_null() || fd >= ENTRIES {
+        return false;
+    }
+    let count = (fd + 1).next_power_of_two().max(FIRST);
+    // SAFETY: whole pages from the table's beginning, of which it has as many. Who does the same meanwhile does no harm.
+    let opened = unsafe { lazy::open(base.cast(), count * size_of::<AtomicUsize>()) };
+    if opened.is_ok() {
+        // Release: pairs with the Acquire in `is_open`, by which the entries are open for whoever sees the count.
+        OPEN.fetch_max(count, AcqRel);
+    }
+    opened.is_ok()
 }
 
 #[inline]
@@ -177,22 +202,26 @@ pub fn new_serial() -> usize {
 
 /// Takes the socket's entry out, unless another stands there by now.
 pub fn remove(fd: c_int, socket: &'static Socket) {
-    if let Some(w) = word(fd) {
+    if let Some(w) = word(fd)
+        && is_open(fd)
+    {
         let _ = w.compare_exchange(encode(Entry::Socket(socket)), 0, AcqRel, Relaxed);
     }
 }
 
-/// Puts an entry and returns what stood there.
+/// Puts an entry, if the table [covers](covers) the number, and returns what stood there.
 pub fn put(fd: c_int, entry: Entry) -> Entry {
     match word(fd) {
-        None => Entry::None,
-        Some(w) => decode(w.swap(encode(entry), AcqRel)),
+        // Nothing is there, and nothing is to be.
+        Some(w) if matches!(entry, Entry::None) && w.load(Acquire) == 0 => Entry::None,
+        Some(w) if is_open(fd) => decode(w.swap(encode(entry), AcqRel)),
+        _ => Entry::None,
     }
 }
 
-/// Whether the table can hold this number.
+/// Whether the table can hold this number: it is not too high, and there is the memory.
 pub fn covers(fd: c_int) -> bool {
-    word(fd).is_some()
+    word(fd).is_some() && is_open(fd)
 }
 
 /// Calls `f` for every number in `range` that has an entry.
@@ -235,4 +264,26 @@ pub fn insert(fd: c_int, entry: Entry) -> Entry {
         HIGHEST.fetch_max(fd.max(0) as usize, Relaxed);
     }
     put(fd, entry)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_highest_number_has_an_entry_and_the_next_has_none() {
+        init().unwrap();
+        let (last, beyond) = (ENTRIES as c_int - 1, ENTRIES as c_int);
+        // Before any number as high was written.
+        assert!(matches!(put(last, Entry::None), Entry::None));
+        assert!(!is_known(last) && covers(last) && !covers(beyond) && !covers(-1));
+        let fresh = Entry::Fresh {
+            nonblocking: true,
+            serial: 5,
+        };
+        put(last, fresh);
+        assert!(matches!(lookup(last), Entry::Fresh { serial: 5, .. }));
+        assert!(matches!(put(last, Entry::None), Entry::Fresh { .. }));
+        assert!(matches!(put(beyond, fresh), Entry::None));
+    }
 }

@@ -12,6 +12,7 @@ use libc::c_int;
 use rdmasock_core::os::kernel;
 
 use crate::data;
+use crate::environment;
 use crate::sys::{self, Addr, Ret};
 
 /// The fds from here on (two of them) are the test's own.
@@ -49,6 +50,8 @@ pub struct Ctx {
     pub param: u32,
     /// A private directory of this run, shared by the two sides.
     pub dir: PathBuf,
+    /// What the process enters when its listener listens, or before it connects.
+    pub when_listening: Vec<String>,
     /// Whether somebody watches for the promotion, so that `warm_up` waits for it.
     observed: bool,
     log_fd: c_int,
@@ -73,6 +76,7 @@ impl Ctx {
             side,
             param,
             dir: dir.to_path_buf(),
+            when_listening: Vec::new(),
             observed,
             log_fd,
             sync_fd,
@@ -287,10 +291,12 @@ impl Ctx {
     ) -> (c_int, Option<c_int>) {
         if self.is_server() {
             let (listener, port) = sys::listener(&listen(0), 16);
+            self.enter_when_listening();
             self.exchange("port", u64::from(port));
             (sys::accept4(listener, 0).ok(), Some(listener))
         } else {
             let port = self.exchange("port", 0) as u16;
+            self.enter_when_listening();
             (sys::connected(&connect(port)), None)
         }
     }
@@ -299,10 +305,19 @@ impl Ctx {
     pub fn listener(&self, backlog: c_int) -> (Option<c_int>, u16) {
         if self.is_server() {
             let (fd, port) = sys::listener(&Addr::v4(0), backlog);
+            self.enter_when_listening();
             self.exchange("port", u64::from(port));
             (Some(fd), port)
         } else {
-            (None, self.exchange("port", 0) as u16)
+            let port = self.exchange("port", 0) as u16;
+            self.enter_when_listening();
+            (None, port)
+        }
+    }
+
+    fn enter_when_listening(&self) {
+        for word in &self.when_listening {
+            environment::enter(word).ok();
         }
     }
 

@@ -1,6 +1,10 @@
 //! Allow-lists of system calls that kill, as programs load them: for a test program, which has nothing to lose.
 
-use libc::{c_long, sock_filter, sock_fprog};
+mod system_service;
+
+use libc::{c_int, c_long, sock_filter, sock_fprog};
+
+pub use system_service::SYSTEM_SERVICE;
 
 use crate::sys::Ret;
 
@@ -28,168 +32,58 @@ pub const SANDBOX: &[c_long] = &[
     libc::SYS_write,
 ];
 
-/// Of systemd's `@system-service` (systemd.exec(5), SystemCallFilter=) what a server may meet: @basic-io, @default, @file-system,
-/// @io-event, @ipc, @memlock, @network-io, @process, @resources, @signal, @sync, @timer and single ones. Not in it are, among
-/// others, io_uring's neighbours ptrace, mount, bpf and module loading.
-pub const SYSTEM_SERVICE: &[c_long] = &[
-    // @basic-io
-    libc::SYS_close,
-    libc::SYS_close_range,
+/// What a worker that plays scenarios needs beside [`SANDBOX`], in one process and without files: nothing by which a thread could
+/// begin, memory be shared, or another program be found.
+pub const WORKER: &[c_long] = &[
+    libc::SYS_accept,
+    libc::SYS_bind,
+    libc::SYS_clock_nanosleep,
+    libc::SYS_connect,
     libc::SYS_dup,
     libc::SYS_dup2,
     libc::SYS_dup3,
+    libc::SYS_epoll_create1,
+    libc::SYS_epoll_pwait,
+    libc::SYS_fcntl,
+    libc::SYS_getpeername,
+    libc::SYS_getpid,
+    libc::SYS_getsockname,
+    libc::SYS_getsockopt,
+    libc::SYS_gettid,
+    libc::SYS_ioctl,
+    libc::SYS_listen,
     libc::SYS_lseek,
+    libc::SYS_mprotect,
+    libc::SYS_newfstatat,
+    libc::SYS_openat,
+    libc::SYS_pipe2,
+    libc::SYS_ppoll,
     libc::SYS_pread64,
     libc::SYS_preadv,
     libc::SYS_preadv2,
+    libc::SYS_pselect6,
     libc::SYS_pwrite64,
     libc::SYS_pwritev,
     libc::SYS_pwritev2,
-    libc::SYS_read,
     libc::SYS_readv,
-    libc::SYS_write,
-    libc::SYS_writev,
-    // @default
-    libc::SYS_clock_getres,
-    libc::SYS_clock_gettime,
-    libc::SYS_clock_nanosleep,
-    libc::SYS_execve,
-    libc::SYS_exit,
-    libc::SYS_exit_group,
-    libc::SYS_futex,
-    libc::SYS_get_robust_list,
-    libc::SYS_getegid,
-    libc::SYS_geteuid,
-    libc::SYS_getgid,
-    libc::SYS_getgroups,
-    libc::SYS_getpgid,
-    libc::SYS_getpid,
-    libc::SYS_getppid,
-    libc::SYS_getrandom,
-    libc::SYS_getrlimit,
-    libc::SYS_getsid,
-    libc::SYS_gettid,
-    libc::SYS_gettimeofday,
-    libc::SYS_getuid,
-    libc::SYS_membarrier,
-    libc::SYS_nanosleep,
-    libc::SYS_pause,
-    libc::SYS_prlimit64,
-    libc::SYS_restart_syscall,
-    libc::SYS_rseq,
-    libc::SYS_rt_sigreturn,
-    libc::SYS_sched_getaffinity,
-    libc::SYS_sched_yield,
-    libc::SYS_set_robust_list,
-    libc::SYS_set_tid_address,
-    libc::SYS_brk,
-    libc::SYS_mmap,
-    libc::SYS_munmap,
-    // @file-system
-    libc::SYS_access,
-    libc::SYS_chdir,
-    libc::SYS_faccessat,
-    libc::SYS_fallocate,
-    libc::SYS_fcntl,
-    libc::SYS_fstat,
-    libc::SYS_fstatfs,
-    libc::SYS_ftruncate,
-    libc::SYS_getcwd,
-    libc::SYS_getdents64,
-    libc::SYS_lstat,
-    libc::SYS_newfstatat,
-    libc::SYS_open,
-    libc::SYS_openat,
-    libc::SYS_readlink,
-    libc::SYS_readlinkat,
-    libc::SYS_stat,
-    libc::SYS_statfs,
-    libc::SYS_statx,
-    libc::SYS_unlink,
-    // @io-event
-    libc::SYS_epoll_create,
-    libc::SYS_epoll_create1,
-    libc::SYS_epoll_ctl,
-    libc::SYS_epoll_pwait,
-    libc::SYS_epoll_wait,
-    libc::SYS_eventfd,
-    libc::SYS_eventfd2,
-    libc::SYS_poll,
-    libc::SYS_ppoll,
-    libc::SYS_pselect6,
-    libc::SYS_select,
-    // @ipc
-    libc::SYS_memfd_create,
-    libc::SYS_pipe,
-    libc::SYS_pipe2,
-    // @memlock
-    libc::SYS_mlock,
-    libc::SYS_mlock2,
-    libc::SYS_mlockall,
-    libc::SYS_munlock,
-    libc::SYS_munlockall,
-    // @network-io
-    libc::SYS_accept,
-    libc::SYS_accept4,
-    libc::SYS_bind,
-    libc::SYS_connect,
-    libc::SYS_getpeername,
-    libc::SYS_getsockname,
-    libc::SYS_getsockopt,
-    libc::SYS_listen,
     libc::SYS_recvfrom,
     libc::SYS_recvmmsg,
     libc::SYS_recvmsg,
+    libc::SYS_rt_sigaction,
+    libc::SYS_select,
     libc::SYS_sendmmsg,
     libc::SYS_sendmsg,
     libc::SYS_sendto,
     libc::SYS_setsockopt,
-    libc::SYS_shutdown,
     libc::SYS_socket,
-    libc::SYS_socketpair,
-    // @process
-    libc::SYS_arch_prctl,
-    libc::SYS_capget,
-    libc::SYS_clone,
-    libc::SYS_clone3,
-    libc::SYS_fork,
-    libc::SYS_getrusage,
-    libc::SYS_kill,
-    libc::SYS_pidfd_open,
-    libc::SYS_prctl,
-    libc::SYS_tgkill,
-    libc::SYS_times,
-    libc::SYS_vfork,
-    libc::SYS_wait4,
-    libc::SYS_waitid,
-    // @resources, @signal, @sync, @timer
-    libc::SYS_setrlimit,
-    libc::SYS_rt_sigaction,
-    libc::SYS_rt_sigpending,
-    libc::SYS_rt_sigprocmask,
-    libc::SYS_rt_sigsuspend,
-    libc::SYS_rt_sigtimedwait,
-    libc::SYS_sigaltstack,
-    libc::SYS_fdatasync,
-    libc::SYS_fsync,
-    libc::SYS_alarm,
-    libc::SYS_timer_create,
-    libc::SYS_timer_settime,
-    // Single ones.
-    libc::SYS_ioctl,
-    libc::SYS_madvise,
-    libc::SYS_mprotect,
-    libc::SYS_mremap,
-    libc::SYS_sendfile,
-    libc::SYS_splice,
-    libc::SYS_sysinfo,
-    libc::SYS_umask,
-    libc::SYS_uname,
+    libc::SYS_statx,
+    libc::SYS_writev,
 ];
 
 /// What the kernel makes of a filter's word (linux/seccomp.h).
 const ALLOW: u32 = 0x7fff_0000;
 const KILL_PROCESS: u32 = 0x8000_0000;
+const ERRNO: u32 = 0x0005_0000;
 
 /// How a filter is loaded.
 #[derive(Clone, Copy)]
@@ -202,7 +96,6 @@ pub enum By {
 
 /// Loads a filter by which all calls but `allowed` kill the process.
 pub fn load(allowed: &[c_long], by: By) -> Ret {
-    let step = |code, jt, jf, k| sock_filter { code, jt, jf, k };
     // The number; one pair of steps for each.
     let mut steps = vec![step(0x20, 0, 0, 0)];
     for number in allowed {
@@ -210,6 +103,33 @@ pub fn load(allowed: &[c_long], by: By) -> Ret {
         steps.push(step(0x06, 0, 0, ALLOW));
     }
     steps.push(step(0x06, 0, 0, KILL_PROCESS));
+    load_steps(&mut steps, by)
+}
+
+/// Loads a filter by which all of `calls` fail with `error`: those with a third argument where it is this one.
+pub fn refuse(calls: &[(c_long, Option<c_int>)], error: c_int) -> Ret {
+    /// Of `struct seccomp_data`: the lower half of the third argument.
+    const THIRD: u32 = 32;
+    let mut steps = Vec::new();
+    for (number, third) in calls {
+        let rest = if third.is_some() { 3 } else { 1 };
+        steps.push(step(0x20, 0, 0, 0));
+        steps.push(step(0x15, 0, rest, *number as u32));
+        if let Some(third) = third {
+            steps.push(step(0x20, 0, 0, THIRD));
+            steps.push(step(0x15, 0, 1, *third as u32));
+        }
+        steps.push(step(0x06, 0, 0, ERRNO | error as u32));
+    }
+    steps.push(step(0x06, 0, 0, ALLOW));
+    load_steps(&mut steps, By::Prctl)
+}
+
+const fn step(code: u16, jt: u8, jf: u8, k: u32) -> sock_filter {
+    sock_filter { code, jt, jf, k }
+}
+
+fn load_steps(steps: &mut [sock_filter], by: By) -> Ret {
     let program = sock_fprog {
         len: steps.len() as u16,
         filter: steps.as_mut_ptr(),

@@ -6,7 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use rdmasock_core::os::kernel;
 
 use crate::data;
-use crate::filters::{self, By};
+use crate::environment;
+use crate::filters;
 use crate::scenarios::epoll;
 use crate::sys::{self, Addr, Ret};
 
@@ -144,47 +145,25 @@ fn act(word: &str) -> String {
             };
             how.into()
         }
-        // All memory from now on.
-        "lock memory" => outcome(call!(libc::mlockall(libc::MCL_FUTURE))),
-        // Locked and resident, in KiB.
+        // Locked, resident, and resident of no program's or library's file, in KiB.
         "memory" => {
             let status = std::fs::read_to_string("/proc/self/status").unwrap();
             let field = |name: &str| {
                 let line = status.lines().find(|line| line.starts_with(name)).unwrap();
                 line.split_whitespace().nth(1).unwrap()
             };
-            format!("{} {}", field("VmLck:"), field("VmRSS:"))
+            let shared: u64 = field("RssShmem:").parse().unwrap();
+            let unnamed = shared + field("RssAnon:").parse::<u64>().unwrap();
+            format!("{} {} {unnamed}", field("VmLck:"), field("VmRSS:"))
         }
         // Before each read, and nothing but the connection may be reported.
         "wait by epoll" => {
             EPOLL.store(true, SeqCst);
             "done".into()
         }
-        "sandbox" => outcome(filters::load(filters::SANDBOX, By::Prctl)),
-        "sandbox for all threads" => outcome(filters::load(filters::SANDBOX, By::Seccomp)),
-        "system service" => outcome(filters::load(filters::SYSTEM_SERVICE, By::Prctl)),
-        "system service for all threads" => {
-            outcome(filters::load(filters::SYSTEM_SERVICE, By::Seccomp))
-        }
         "strict" => {
             STRICT.store(true, SeqCst);
             outcome(filters::strict())
-        }
-        _ if word.starts_with("address space ") => {
-            limited(libc::RLIMIT_AS, &word["address space ".len()..])
-        }
-        // Of root only.
-        "nobody" => {
-            call!(libc::setgid(65_534)).ok();
-            outcome(call!(libc::setuid(65_534)))
-        }
-        _ if word.starts_with("root ") => {
-            let root = std::ffi::CString::new(&word["root ".len()..]).unwrap();
-            call!(libc::chroot(root.as_ptr())).ok();
-            outcome(call!(libc::chdir(c"/".as_ptr())))
-        }
-        _ if word.starts_with("file size ") => {
-            limited(libc::RLIMIT_FSIZE, &word["file size ".len()..])
         }
         // With the hard limit as it is, so that it could be raised again.
         "1024 open files for now" => {
@@ -194,20 +173,8 @@ fn act(word: &str) -> String {
             };
             outcome(call!(libc::setrlimit(libc::RLIMIT_NOFILE, &limit)))
         }
-        _ if word.starts_with("open files ") => {
-            limited(libc::RLIMIT_NOFILE, &word["open files ".len()..])
-        }
-        _ => format!("{word}: unknown"),
+        _ => outcome(environment::enter(word)),
     }
-}
-
-fn limited(what: libc::__rlimit_resource_t, to: &str) -> String {
-    let to = to.parse().unwrap();
-    let limit = libc::rlimit {
-        rlim_cur: to,
-        rlim_max: to,
-    };
-    outcome(call!(libc::setrlimit(what, &limit)))
 }
 
 /// The server waits by an epoll set.

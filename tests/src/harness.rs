@@ -1,9 +1,12 @@
 //! Plays a scenario: two processes, in one of four modes, and compares their transcripts.
 //!
-//! It runs without the library and knows no scenario; `tests/differential.rs` makes the matrix.
+//! It runs without the library and knows no scenario; `tests/differential.rs` makes the matrix, and
+//! `tests/environment_matrix.rs` that of scenarios and environments.
 
 use std::collections::HashMap;
 use std::fs;
+use std::io::Read;
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -13,7 +16,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, anyhow, bail};
 
 use crate::ctx::{SEEN, Side, WARM};
-use crate::observe::{Promotion, promotion_state};
+use crate::environment::{self, Environment};
+use crate::observe::{Promotion, promotion_state, reasons};
 use crate::scenarios::Scenario;
 
 /// Longest time that a scenario may take; then its processes are killed and it has failed.
@@ -139,11 +143,77 @@ pub fn clean_environment(command: &mut Command) {
     command.env_remove("LD_PRELOAD").env("RUST_BACKTRACE", "0");
 }
 
+/// Where a side runs, and in what.
+#[derive(Clone, Copy)]
+struct Place<'a> {
+    dir: &'a Path,
+    environment: Option<&'a Environment>,
+}
+
+impl Place<'_> {
+    fn file(&self, side: Side, what: &str) -> PathBuf {
+        self.dir.join(format!("{}.{what}", side.name()))
+    }
+
+    /// What a side writes: a file, or a pipe where the environment may limit files or its side may be somebody else.
+    fn make(&self, side: Side) -> Result<Vec<(&'static str, fs::File)>> {
+        let mut made = Vec::new();
+        for what in ["transcript", "output"] {
+            let path = self.file(side, what);
+            let mut options = fs::OpenOptions::new();
+            options.read(true).write(true);
+            if self.environment.is_some() {
+                nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRUSR)?;
+                fs::set_permissions(&path, fs::Permissions::from_mode(0o666))?;
+                options.custom_flags(libc::O_NONBLOCK);
+            } else {
+                options.create(true);
+            }
+            made.push((what, options.open(&path)?));
+        }
+        Ok(made)
+    }
+
+    /// The program that plays a side, with what comes before it.
+    fn command(&self, paths: &Paths, side: Side, library: Option<&Path>) -> Command {
+        let program = &paths.scenario;
+        let mut command = Command::new(program);
+        clean_environment(&mut command);
+        let Some(environment) = self.environment else {
+            if let Some(library) = library {
+                command.env("LD_PRELOAD", library);
+            }
+            return command;
+        };
+        let of_kernel = Path::new("none");
+        let word = |word: &String| {
+            word.replace("{dir}", &self.dir.to_string_lossy())
+                .replace("{side}", side.name())
+                .replace("{program}", &program.to_string_lossy())
+                .replace("{library}", &library.unwrap_or(of_kernel).to_string_lossy())
+        };
+        command
+            .args(["helper", "within"])
+            .arg(library.unwrap_or(of_kernel))
+            .args(environment.before.iter().map(word))
+            .arg("--")
+            .arg(program);
+        for inside in environment.inside.iter().map(word) {
+            command.args(["--enter", &inside]);
+        }
+        for listening in environment.listening.iter().map(word) {
+            command.args(["--enter-listening", &listening]);
+        }
+        command
+    }
+}
+
 /// A running side; killed with its children if it is still there when this is dropped.
 struct Running {
     side: Side,
     child: Child,
     exit: Option<ExitStatus>,
+    written: Vec<(&'static str, fs::File)>,
 }
 
 impl Running {
@@ -152,25 +222,33 @@ impl Running {
         scenario: &Scenario,
         mode: Mode,
         side: Side,
-        dir: &Path,
+        place: Place,
     ) -> Result<Self> {
-        let output = fs::File::create(dir.join(format!("{}.output", side.name())))?;
-        let mut command = Command::new(&paths.scenario);
-        clean_environment(&mut command);
+        let written = place.make(side)?;
+        let output = || {
+            fs::File::options()
+                .append(true)
+                .open(place.file(side, "output"))
+        };
+        let library = if mode.preloads(side) {
+            let library = paths.library.as_ref().map_err(|why| anyhow!("{why}"))?;
+            Some(library.as_path())
+        } else {
+            None
+        };
+        let mut command = place.command(paths, side, library);
         command
             .args(["--name", &scenario.name, "--side", side.name()])
             .arg("--dir")
-            .arg(dir)
+            .arg(place.dir)
             .stdin(Stdio::null())
-            .stdout(output.try_clone()?)
-            .stderr(output)
+            .stdout(output()?)
+            .stderr(output()?)
             .process_group(0);
         if mode != Mode::Kernel && scenario.warms_up {
             command.arg("--observed");
         }
-        if mode.preloads(side) {
-            let library = paths.library.as_ref().map_err(|why| anyhow!("{why}"))?;
-            command.env("LD_PRELOAD", library);
+        if library.is_some() {
             // Soon, so that a scenario need not go on for long.
             command.env("RDMASOCK_PROMOTE_AFTER", "2r,16K");
             command.envs(scenario.env.iter().map(|(k, v)| (k, v)));
@@ -182,6 +260,7 @@ impl Running {
             side,
             child,
             exit: None,
+            written,
         })
     }
 
@@ -192,10 +271,17 @@ impl Running {
         Ok(self.exit.is_some())
     }
 
-    fn outcome(&self, dir: &Path) -> SideOutcome {
+    fn outcome(&self) -> SideOutcome {
         let text = |what: &str| {
-            let path = dir.join(format!("{}.{what}", self.side.name()));
-            let bytes = fs::read(path).unwrap_or_default();
+            let mut bytes = Vec::new();
+            let mut file = &self
+                .written
+                .iter()
+                .find(|(name, _)| *name == what)
+                .unwrap()
+                .1;
+            // A pipe says EAGAIN at its end: this end is open for writing too, and nobody waits for children that have one.
+            let _ = file.read_to_end(&mut bytes);
             String::from_utf8_lossy(&bytes).into_owned()
         };
         let exit = match self.exit {
@@ -224,11 +310,26 @@ impl Drop for Running {
 
 /// Plays `scenario` in `mode` and checks that it was promoted, or not, as it should be.
 pub fn play(paths: &Paths, scenario: &Scenario, mode: Mode) -> Result<Outcome> {
+    play_in(None, paths, scenario, mode)
+}
+
+/// The same with both sides in an environment.
+pub fn play_in(
+    environment: Option<&Environment>,
+    paths: &Paths,
+    scenario: &Scenario,
+    mode: Mode,
+) -> Result<Outcome> {
     let dir = tempfile::tempdir()?;
     let dir = dir.path();
+    if environment.is_some() {
+        // Its sides need not be this user.
+        fs::set_permissions(dir, fs::Permissions::from_mode(0o777))?;
+    }
+    let place = Place { dir, environment };
     let start = Instant::now();
-    let mut server = Running::start(paths, scenario, mode, Side::Server, dir)?;
-    let mut client = Running::start(paths, scenario, mode, Side::Client, dir)?;
+    let mut server = Running::start(paths, scenario, mode, Side::Server, place)?;
+    let mut client = Running::start(paths, scenario, mode, Side::Client, place)?;
     let mut seen = None;
     while start.elapsed() < TIME_LIMIT {
         let ended = [server.has_ended()?, client.has_ended()?];
@@ -244,14 +345,20 @@ pub fn play(paths: &Paths, scenario: &Scenario, mode: Mode) -> Result<Outcome> {
             break;
         }
         if mode != Mode::Kernel && seen.is_none() && dir.join(WARM).exists() {
-            seen = Some(watch(paths, mode, &server, &client));
+            seen = Some(match environment.map(|e| e.outcome) {
+                Some(environment::Outcome::Plain(reason)) => {
+                    watch_plain(paths, reason, &server, &client)
+                }
+                Some(environment::Outcome::Unknown) => watch_unknown(paths, &server, &client),
+                _ => watch(paths, mode, &server, &client),
+            });
             fs::write(dir.join(SEEN), b"")?;
         }
         std::thread::sleep(Duration::from_millis(1));
     }
     let outcome = Outcome {
-        server: server.outcome(dir),
-        client: client.outcome(dir),
+        server: server.outcome(),
+        client: client.outcome(),
     };
     drop((server, client));
     for side in Side::ALL {
@@ -304,6 +411,39 @@ fn watch(paths: &Paths, mode: Mode, server: &Running, client: &Running) -> Resul
     Ok(())
 }
 
+/// Waits until one end says that it stays on TCP because of `reason`, and neither is on a link.
+fn watch_plain(paths: &Paths, reason: &str, server: &Running, client: &Running) -> Result<()> {
+    let end = Instant::now() + PROMOTION_LIMIT;
+    loop {
+        let mut given = Vec::new();
+        let mut on_link = 0;
+        for side in [server, client] {
+            let pid = side.child.id();
+            // The command fails if it knows nothing of the other end.
+            given.extend(reasons(&paths.command, pid).unwrap_or_default());
+            let state = promotion_state(&paths.command, pid).unwrap_or_default();
+            on_link += state.map_or(0, |state| state.on_link);
+        }
+        if on_link == 0 && given.iter().any(|given| given.contains(reason)) {
+            return Ok(());
+        }
+        if Instant::now() > end {
+            bail!("not on TCP because of {reason}: {on_link} ends on a link, {given:?}");
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// Makes sure that neither end is among the instances.
+fn watch_unknown(paths: &Paths, server: &Running, client: &Running) -> Result<()> {
+    for side in [server, client] {
+        if let Ok(Some(state)) = promotion_state(&paths.command, side.child.id()) {
+            bail!("the {} is an instance: {state:?}", side.side.name());
+        }
+    }
+    Ok(())
+}
+
 /// Both transcripts with what the sides printed; of a long one, its end.
 pub fn describe(outcome: &Outcome) -> String {
     let one = |side: Side| {
@@ -344,11 +484,24 @@ pub struct References {
 impl References {
     /// The outcome of `scenario` on kernel TCP.
     pub fn get(&self, paths: &Paths, scenario: &Scenario) -> Result<Outcome, String> {
+        self.get_in(None, paths, scenario)
+    }
+
+    /// The same in an environment.
+    pub fn get_in(
+        &self,
+        environment: Option<&Environment>,
+        paths: &Paths,
+        scenario: &Scenario,
+    ) -> Result<Outcome, String> {
+        let place = environment.map_or("", |e| e.name);
         let slot = {
             let mut known = self.known.lock().unwrap();
-            Arc::clone(known.entry(scenario.name.clone()).or_default())
+            let name = format!("{place}/{}", scenario.name);
+            Arc::clone(known.entry(name).or_default())
         };
-        slot.get_or_init(|| play(paths, scenario, Mode::Kernel).map_err(|e| format!("{e:#}")))
+        let played = || play_in(environment, paths, scenario, Mode::Kernel);
+        slot.get_or_init(|| played().map_err(|e| format!("{e:#}")))
             .clone()
     }
 }

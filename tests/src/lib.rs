@@ -15,6 +15,7 @@ pub mod conformance;
 pub mod ctx;
 pub mod data;
 pub mod dialogue;
+pub mod environment;
 pub mod filters;
 pub mod guest;
 pub mod harness;

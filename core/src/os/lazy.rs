@@ -1,5 +1,6 @@
 //! Mappings of which only what is touched takes memory, also in a process that has all of its future memory locked
-//! (mlockall(2), MCL_FUTURE): the kernel would fill each new mapping at once.
+//! (mlockall(2), MCL_FUTURE): the kernel would fill each new mapping at once. With MCL_CURRENT it fills all that is mapped and
+//! can be written, so of what is long and mostly unused only the part that is in use is opened.
 
 use core::ffi::c_void;
 use std::os::fd::BorrowedFd;
@@ -42,6 +43,15 @@ pub fn map(
         return Err(error);
     }
     Ok(start)
+}
+
+/// Lets the `bytes` from `start` on be read and written. The kernel's errors.
+///
+/// # Safety
+/// They are within a mapping of [`map`]'s, and are whole pages.
+pub unsafe fn open(start: *mut c_void, bytes: usize) -> Result<(), Errno> {
+    // SAFETY: by the contract; nothing loses a permission.
+    unsafe { mprotect(start, bytes, MprotectFlags::READ | MprotectFlags::WRITE) }
 }
 
 #[cfg(test)]

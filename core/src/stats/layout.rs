@@ -16,7 +16,7 @@ use super::{Direction, EVENTS, LINK_SLOTS, LinkState, Path, STREAM_SLOTS, Why};
 /// "rdmastat", read as a little-endian number.
 pub(super) const MAGIC: u64 = u64::from_le_bytes(*b"rdmastat");
 /// Version of this layout.
-pub(super) const VERSION: u32 = 3;
+pub(super) const VERSION: u32 = 4;
 /// Longest program name kept, in bytes.
 pub(super) const PROGRAM_MAX: usize = 64;
 
@@ -62,6 +62,8 @@ pub(super) struct Header {
     pub closings_done: AtomicU64,
     /// Why all connections are held on TCP, as the code of a `Reason`.
     pub held: AtomicU32,
+    /// The owner's alone: how many slots of streams it may write in its mapping.
+    pub open: AtomicU32,
 }
 
 /// The four counters of one direction. One thread at a time writes them.

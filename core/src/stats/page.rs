@@ -2,10 +2,11 @@
 //!
 //! Not here: the counters' hot methods (layout.rs), and reading (read.rs).
 
-use core::mem::size_of;
+use core::ffi::c_void;
+use core::mem::{offset_of, size_of};
 use core::net::SocketAddr;
 use core::ptr::NonNull;
-use core::sync::atomic::Ordering::{Relaxed, Release};
+use core::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
@@ -13,13 +14,16 @@ use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
 use rustix::time::{ClockId, clock_gettime};
 
-use crate::os::{lazy, memfd::within_file_limit};
+use crate::os::{extent::PAGE, lazy, memfd::within_file_limit};
 
 use super::layout::{Header, MAGIC, PROGRAM_MAX, VERSION, bump, moved};
 use super::{
     Direction, Event, LINK_SLOTS, LinkState, LinkStats, MEMFD_NAME, Path, Reason, STREAM_SLOTS,
     StatsPage, StreamStats, Why,
 };
+
+/// Slots of streams that are open to begin with.
+const FIRST: u32 = 32;
 
 /// Who the instance is.
 #[derive(Clone, Copy, Debug)]
@@ -123,11 +127,28 @@ impl StatsPage {
         counter.map_or(0, |counter| counter.load(Relaxed))
     }
 
-    /// The slot, whether in use or not; `None` beyond [`STREAM_SLOTS`].
+    /// The slot, whether in use or not; `None` beyond [`STREAM_SLOTS`], and while none so high was ever in use.
     #[inline]
     #[must_use]
     pub fn stream(&self, slot: u32) -> Option<&StreamStats> {
+        // Acquire: pairs with the Release in `reach`, before which the slot cannot be read.
+        if slot >= self.header.open.load(Acquire) {
+            return None;
+        }
         self.streams.get(slot as usize)
+    }
+
+    /// Makes sure that a slot can be written, and twice as many as were before. The caller sees to it that one thread at a
+    /// time does; `None` beyond [`STREAM_SLOTS`], and if the kernel refuses.
+    #[cold]
+    fn reach(&self, slot: u32) -> Option<()> {
+        let open = (slot + 1).next_power_of_two().max(FIRST);
+        if open > STREAM_SLOTS {
+            return None;
+        }
+        open_streams(core::ptr::from_ref(self).cast_mut().cast(), open).ok()?;
+        self.header.open.store(open, Release);
+        Some(())
     }
 
     /// The slot, whether in use or not; `None` beyond [`LINK_SLOTS`].
@@ -138,8 +159,12 @@ impl StatsPage {
     }
 
     /// Gives `slot` to a new stream, closing the one that had it. The caller owns the slot, so that nobody counts
-    /// on it meanwhile, and sees to it that no other thread opens or closes any. `None` beyond [`STREAM_SLOTS`].
+    /// on it meanwhile, and sees to it that no other thread opens or closes any. `None` beyond [`STREAM_SLOTS`], or
+    /// without memory.
     pub fn open_stream(&self, slot: u32, info: &StreamInfo) -> Option<&StreamStats> {
+        if self.stream(slot).is_none() {
+            self.reach(slot)?;
+        }
         let stream = self.stream(slot)?;
         self.close_stream(slot);
         stream.reset(info.fd, info.direction);
@@ -225,17 +250,29 @@ fn sealed_memfd() -> Result<OwnedFd, Errno> {
 /// Maps an empty page for good: the sealed memfd, or private memory.
 fn map(fd: Option<BorrowedFd<'_>>) -> Result<&'static StatsPage, Errno> {
     let length = size_of::<StatsPage>();
-    let protection = ProtFlags::READ | ProtFlags::WRITE;
     // NORESERVE, since hardly any of it is ever touched.
     let flags = match fd {
         Some(_) => MapFlags::SHARED,
         None => MapFlags::PRIVATE | MapFlags::NORESERVE,
     };
-    let address = lazy::map(length, protection, flags, fd)?;
+    // What is not open mlockall(2) does not fill.
+    let address = lazy::map(length, ProtFlags::empty(), flags, fd)?;
+    open_streams(address, FIRST)?;
     let page = NonNull::new(address.cast::<StatsPage>()).ok_or(Errno::NOMEM)?;
-    // SAFETY: the mapping is page-aligned (the type asks for 4096), as long as the type, zeroed
+    // SAFETY: what is not open is never read or written: `stream` gives no reference into it, and atomics are not read ahead of
+    // the program. The rest: the mapping is page-aligned (the type asks for 4096), as long as the type, zeroed
     // (valid: all fields are atomics) and never unmapped; a memfd mapping cannot be cut short,
     // because the file was sealed at this size before. Other processes map it read-only, and all
     // accesses are atomic.
-    Ok(unsafe { page.as_ref() })
+    let page = unsafe { page.as_ref() };
+    page.header.open.store(FIRST, Release);
+    Ok(page)
+}
+
+/// Opens the page at `start` with its first `count` slots of streams.
+fn open_streams(start: *mut c_void, count: u32) -> Result<(), Errno> {
+    let bytes = offset_of!(StatsPage, streams) + count as usize * size_of::<StreamStats>();
+    // SAFETY: within the page's mapping, which `map` has made: `count` is at most STREAM_SLOTS. The last page of it may be
+    // opened whole.
+    unsafe { lazy::open(start, bytes.next_multiple_of(PAGE)) }
 }

@@ -6,6 +6,7 @@
 //! `kernel` runs the checks without the library at all. The logs of a failed test stay in
 //! `target/test-logs/programs/`.
 
+mod confined;
 mod nginx;
 mod node;
 mod python;
@@ -52,6 +53,7 @@ fn run() -> Result<ExitCode> {
         streams::CASES,
         python::CASES,
         node::CASES,
+        confined::CASES,
     ] {
         for (name, case) in cases {
             trials.extend(modes.iter().map(|mode| trial(name, *case, *mode)));

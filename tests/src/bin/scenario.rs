@@ -9,6 +9,7 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use rdmasock_tests::ctx::{Ctx, Side};
+use rdmasock_tests::environment;
 use rdmasock_tests::harness::{self, Mode, Paths};
 use rdmasock_tests::scenarios::{self, Scenario, helper};
 
@@ -27,6 +28,12 @@ struct Args {
     /// A harness watches: wait in the warm-up until it has seen the promotion.
     #[arg(long)]
     observed: bool,
+    /// What the side is in before it makes a socket: see `environment::enter`.
+    #[arg(long)]
+    enter: Vec<String>,
+    /// The same for when its listener listens, or before it connects.
+    #[arg(long)]
+    enter_listening: Vec<String>,
     /// Which sides get the library, when both are played.
     #[arg(long, value_enum, default_value = "kernel")]
     mode: Mode,
@@ -61,7 +68,11 @@ fn main() -> ExitCode {
         (Some(side), Some(dir)) => {
             std::fs::create_dir_all(dir).unwrap();
             rdmasock_tests::scenarios::behave_like_a_c_program();
-            let ctx = Ctx::meet(side, dir, chosen[0].param, args.observed);
+            let mut ctx = Ctx::meet(side, dir, chosen[0].param, args.observed);
+            for word in &args.enter {
+                environment::enter(word).ok();
+            }
+            ctx.when_listening = args.enter_listening;
             (chosen[0].run)(&ctx);
             ExitCode::SUCCESS
         }

@@ -1,0 +1,166 @@
+//! Servers whose system calls are restricted, by a service manager or by themselves: they are never killed for what the library
+//! does, and their connections are promoted, or stay on TCP for a reason that `rdmasock stat` gives.
+
+use std::io::{Read, Write};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, ensure};
+use rdmasock_integration::filter::Filter;
+use rdmasock_integration::lab::{Lab, Mode, Role};
+use rdmasock_integration::ports::free_port;
+use rdmasock_integration::proc::wait_until;
+use rdmasock_integration::servers::{Service, nginx_cmd, redis_cmd};
+
+use crate::Case;
+use crate::streams::same_file;
+
+pub const CASES: &[Case] = &[
+    ("confined_redis_as_a_service", redis),
+    ("confined_nginx_as_a_service", nginx),
+    ("confined_sshd_by_its_sandbox", sshd),
+];
+
+/// The server, with the service manager's filter in force before it begins.
+fn as_service(lab: &Lab, (cmd, port): (rdmasock_integration::proc::Cmd, u16)) -> Result<Service> {
+    let proc = lab.serve(cmd.confined(Filter::system_service()), port)?;
+    let status = std::fs::read_to_string(format!("/proc/{}/status", proc.pid()))?;
+    ensure!(status.contains("\nSeccomp:\t2\n"), "no filter is in force");
+    Ok(Service { proc, port })
+}
+
+fn redis(lab: &mut Lab) -> Result<()> {
+    let mut server = as_service(lab, redis_cmd(lab, Role::Server, &[])?)?;
+    let port = server.port.to_string();
+    let requests = || -> Result<()> {
+        let cmd = lab.cmd(Role::Client, "redis-benchmark")?;
+        let said = lab.text(cmd.args([
+            "-p",
+            &port,
+            "-c",
+            "5",
+            "-n",
+            "5000",
+            "-t",
+            "set,get,lpush",
+            "-d",
+            "3000",
+            "-q",
+        ]))?;
+        ensure!(said.matches("requests per second").count() == 3, "{said}");
+        Ok(())
+    };
+    requests()?;
+    lab.check_paths(&server.proc, requests)?;
+    // It forks, and the child writes a file.
+    let cmd = lab.cmd(Role::Client, "redis-cli")?;
+    ensure!(
+        lab.text(cmd.args(["-p", &port, "SAVE"]))?.trim() == "OK",
+        "SAVE"
+    );
+    server.proc.check_running()
+}
+
+fn nginx(lab: &mut Lab) -> Result<()> {
+    let mut server = as_service(lab, nginx_cmd(lab, Role::Server, None)?)?;
+    let want = lab.random_file("www/page", 30_000, 11)?;
+    // Over one connection.
+    let url = server.url("page?[1-200]");
+    let requests = || -> Result<()> {
+        let got = lab.path("got");
+        let cmd = lab.cmd(Role::Client, "curl")?.args(["-sSf", "-o"]);
+        lab.run(cmd.args([got.as_os_str(), url.as_ref()]))?;
+        same_file(&got, &want)
+    };
+    requests()?;
+    lab.check_paths(&server.proc, requests)?;
+    server.proc.check_running()
+}
+
+/// What a root's sshd needs to be there; removed if it was not.
+struct Directory(Option<PathBuf>);
+
+impl Directory {
+    fn new(path: &Path) -> Result<Self> {
+        if !nix::unistd::geteuid().is_root() || path.exists() {
+            return Ok(Self(None));
+        }
+        std::fs::create_dir(path).with_context(|| path.display().to_string())?;
+        Ok(Self(Some(path.into())))
+    }
+}
+
+impl Drop for Directory {
+    fn drop(&mut self) {
+        if let Some(path) = &self.0 {
+            let _ = std::fs::remove_dir(path);
+        }
+    }
+}
+
+/// sshd executes itself for each connection, and who has not logged in yet is talked to in its sandbox, which kills. The connection
+/// survives an exec, so it stays on TCP.
+fn sshd(lab: &mut Lab) -> Result<()> {
+    const BYTES: usize = 5_000_000;
+    let _directory = Directory::new(Path::new("/run/sshd"))?;
+    let (host_key, key, port) = (lab.path("host-key"), lab.path("key"), free_port()?);
+    for file in [&host_key, &key] {
+        let cmd = lab
+            .cmd(Role::Outsider, "ssh-keygen")?
+            .args(["-q", "-t", "ed25519", "-N", "", "-f"]);
+        lab.run(cmd.args([file]))?;
+    }
+    let config = lab.path("sshd_config");
+    std::fs::write(
+        &config,
+        format!(
+            "ListenAddress 127.0.0.1\nPort {port}\nHostKey {}\nAuthorizedKeysFile {}.pub\nStrictModes no\nUsePAM no\nPidFile none\n\
+             PasswordAuthentication no\nPermitRootLogin prohibit-password\n",
+            host_key.display(),
+            key.display()
+        ),
+    )?;
+    let cmd = lab
+        .cmd(Role::Server, "/usr/sbin/sshd")?
+        .args(["-D", "-e", "-f"]);
+    let mut server = lab.serve(cmd.args([&config]), port)?;
+
+    let user =
+        nix::unistd::User::from_uid(nix::unistd::geteuid())?.context("no user of this uid")?;
+    let mut cmd = lab
+        .cmd(Role::Client, "ssh")?
+        .args(["-F", "none", "-p", &port.to_string(), "-i"])
+        .args([&key]);
+    for option in [
+        "BatchMode=yes",
+        "StrictHostKeyChecking=no",
+        "UserKnownHostsFile=/dev/null",
+        "LogLevel=ERROR",
+    ] {
+        cmd = cmd.args(["-o", option]);
+    }
+    let cmd = cmd.args([&format!("{}@127.0.0.1", user.name), "cat"]);
+    let want = lab.random_file("want", BYTES, 3)?;
+    let mut client = cmd.stdin_pipe().spawn()?;
+    let mut input = client.stdin().context("no pipe to ssh")?;
+    let mut data = Vec::new();
+    std::fs::File::open(&want)?.read_to_end(&mut data)?;
+    input.write_all(&data)?;
+    wait_until("all to come back", lab.deadline(), || {
+        client.check_running()?;
+        Ok(client.stdout().len() == BYTES)
+    })?;
+    ensure!(
+        lab.totals(client.pid())?.link() == 0,
+        "a byte went over a link"
+    );
+    if matches!(lab.mode(), Mode::Both | Mode::ClientOnly) {
+        wait_until("a reason", lab.deadline(), || {
+            let said = lab.reasons(client.pid())?;
+            Ok(said.contains("declined by peer") || said.contains("peer without the library"))
+        })
+        .with_context(|| lab.not_promoted(&client))?;
+    }
+    drop(input);
+    ensure!(lab.finish(client)? == data, "other bytes came back");
+    server.check_running()
+}

@@ -305,7 +305,15 @@ fn end(socket: &'static Socket, mut control: Guard<'static, Control>) {
         fork::returned(socket);
     }
     // A close with unread data resets the connection (RFC 9293, 3.10.4; RFC 2525, 2.17).
-    let is_unread = rx::has_unread(socket) && anchor >= 0;
+    let is_lost = anchor < 0;
+    if is_lost && last && promote::return_unread(socket, &control) {
+        // No end mark: to the peer it is no orderly end.
+        let_go_of(socket, &mut control);
+        drop(control);
+        forget(socket);
+        return;
+    }
+    let is_unread = rx::has_unread(socket) && !is_lost;
     let resets = last && (is_unread || refuses_what_came(socket));
     if last && !resets && stay_behind(socket, &mut control) {
         drop(control);

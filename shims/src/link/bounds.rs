@@ -185,7 +185,10 @@ mod tests {
         assert!(is_noise(u32::MAX, 1_000));
         assert!(is_noise(1_000, 1_000));
         assert!(!is_noise(100, 1_000), "something is found");
-        assert!(!is_noise(2, 10), "an event loop looks again at what it has reported");
+        assert!(
+            !is_noise(2, 10),
+            "an event loop looks again at what it has reported"
+        );
         assert!(!is_noise(u32::MAX, 2_000_000), "they cost nothing");
     }
 

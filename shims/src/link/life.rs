@@ -7,11 +7,11 @@ use std::sync::atomic::{
     Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst},
 };
 
+use crossbeam_utils::CachePadded;
 use rdmasock_core::fabric::shm::{self, Memory};
 use rdmasock_core::ids::InstanceId;
 use rdmasock_core::lock::Lock;
 use rdmasock_core::os::channel::Channel;
-use crossbeam_utils::CachePadded;
 use rdmasock_core::sparse::Sparse;
 use rdmasock_core::stats::LinkStats;
 

@@ -463,7 +463,9 @@ impl Worker {
         }
         tracing::warn!(target: "rdmasock", link = link.slot(), "the peer wakes us for nothing, again and again: back to TCP");
         if link.is_left.swap(true, Relaxed) {
-            self.library.stats.count(rdmasock_core::stats::Event::LinkViolation);
+            self.library
+                .stats
+                .count(rdmasock_core::stats::Event::LinkViolation);
             return self.link_down(link, Reason::Violation);
         }
         for socket in link.sockets() {

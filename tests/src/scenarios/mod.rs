@@ -21,6 +21,7 @@ mod process;
 mod signals;
 mod threads;
 mod timing;
+mod unseen;
 
 use crate::ctx::Ctx;
 use crate::harness::Mode;
@@ -103,6 +104,9 @@ pub fn all() -> Vec<Scenario> {
         threads: warm { send_and_receive, eight_senders, four_receivers, shutdown_wakes, shutdown_wakes_pollers, close_does_not_wake, cancel, cancel_early, cancel_sender_early, cancel_pollers } cold { eight_on_one_epoll, four_acceptors }
     ];
     migrate::add_to(&mut all);
+    all.extend(
+        (0..unseen::WAYS).map(|n| Scenario::numbered("unseen_close", n, unseen::close, false)),
+    );
     all
 }
 

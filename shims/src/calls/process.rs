@@ -1,5 +1,5 @@
 //! The calls that replace, spawn or end a process. Before an exec or a spawn, streams whose
-//! descriptor survives it go back to TCP; `fork` itself is seen through `pthread_atfork`.
+//! descriptor survives it go back to TCP; what a `fork` leads to is done by our handlers of `pthread_atfork`.
 
 use crate::real::{
     DaemonFn, ExecEnvFn, ExecFn, ExecveatFn, ExitFn, FexecveFn, ForkFn, PopenFn, PosixSpawnFn,

@@ -1,6 +1,6 @@
 //! The hooks of the calls that replace, spawn, restrict or end a process. What they do is in
-//! `rdmasock_shims::calls::{process,confine}`. Not here: `fork` and `exit`, which the shims see through
-//! `pthread_atfork` and `atexit`; `execl*`, which are variadic; `vfork`.
+//! `rdmasock_shims::calls::{process,confine}`. Not here: `exit`, which the shims see
+//! through `atexit`; `execl*`, which are variadic; `vfork`.
 
 #![allow(
     unsafe_op_in_unsafe_fn,
@@ -77,6 +77,12 @@ hook! {
 hook! {
     unsafe fn daemon(nochdir: c_int, noclose: c_int) -> c_int => hook_daemon {
         calls::daemon(real::daemon(), nochdir, noclose)
+    }
+}
+
+hook! {
+    unsafe fn fork() -> pid_t => hook_fork {
+        calls::fork(real::fork())
     }
 }
 

@@ -131,6 +131,19 @@ impl Call {
         Place::Here
     }
 
+    /// The same, always asked: for what is about to wait on the kernel's word.
+    #[cold]
+    pub fn place_now(&self) -> Place {
+        if self.is_named() && !lifecycle::is_behind(self.socket, self.fd) {
+            return if self.is_counted {
+                Place::Lost
+            } else {
+                Place::Moved
+            };
+        }
+        Place::Here
+    }
+
     /// The number stands for the socket, as far as hooks have seen.
     #[inline]
     pub fn is_named(&self) -> bool {

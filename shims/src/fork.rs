@@ -289,6 +289,26 @@ pub extern "C" fn parent() {
     hold_uncounted();
 }
 
+/// There is no child of the fork that was prepared in the epoch after `epoch`: nobody but this process has got anything.
+#[cold]
+pub fn take_back(epoch: u32) {
+    if !is_registered() || Library::has_retired() {
+        return;
+    }
+    table::for_each(0..=u32::MAX, |fd, entry| {
+        // What is younger was not counted.
+        if let Entry::Socket(socket) = entry
+            && socket.fd.load(Acquire) == fd
+            && epoch.wrapping_sub(socket.born.load(Acquire)) < u32::MAX / 2
+            && let index @ 1..=0xffff = socket.holders.load(Acquire)
+            && let Some(c) = cell(index)
+        {
+            // Never below the one that is this process.
+            let _ = c.fetch_update(AcqRel, Relaxed, |word| (word & COUNT > 1).then(|| word - 1));
+        }
+    });
+}
+
 /// What another thread has got between the count and the fork is held by both, and nobody knows by how many.
 fn hold_uncounted() {
     table::for_each(0..=u32::MAX, |_, entry| {

@@ -195,7 +195,7 @@ mod machine {
     #[inline]
     pub unsafe extern "C" fn before(environment: *const c_void, value: c_int) {
         let thread = thread::current();
-        if thread.depth() != 0 || thread.outside().is_some() {
+        if thread.depth() != 0 || thread.outside().is_some() || thread.is_leaving() {
             // SAFETY: by the contract.
             unsafe { before_slow(thread, environment, value) };
         }
@@ -224,6 +224,11 @@ mod machine {
             wait(thread, jump);
             // SAFETY: `run` for this place is on the stack, and nothing between here and there is gone on with.
             unsafe { resume(place.landing.get()) };
+        } else if thread.is_leaving() && leaves(here, thread.base(), jump.target()) {
+            // The end of a section was about to carry out the one before. It is not to be carried out later, when its target
+            // may be gone.
+            // SAFETY: ours, by `wait`, and what was interrupted is not gone on with.
+            drop(unsafe { Box::from_raw(thread.take_jump().cast::<Jump>()) });
         }
     }
 
@@ -494,5 +499,60 @@ mod machine {
             "pop rbp",
             "ret",
         )
+    }
+
+    #[cfg(test)]
+    mod tests {
+        use super::*;
+
+        /// A `jmp_buf` that leads to a frame with this stack pointer.
+        fn leading_to(target: usize) -> [u64; ENVIRONMENT / 8] {
+            let mut jump = Jump {
+                environment: [0; ENVIRONMENT / 8],
+                value: 1,
+            };
+            // Mangling is its own inverse but for the rotation.
+            jump.environment[STACK_POINTER] = 0;
+            let guard = jump.target() as u64;
+            jump.environment[STACK_POINTER] = (target as u64 ^ guard).rotate_left(0x11);
+            assert_eq!(jump.target(), target);
+            jump.environment
+        }
+
+        #[inline(never)]
+        fn section() {
+            thread::current().begin();
+            thread::current().end();
+        }
+
+        #[inline(never)]
+        fn jump_to(target: usize) {
+            let environment = leading_to(target);
+            // SAFETY: as good as filled; the jump itself is not made.
+            unsafe { before(environment.as_ptr().cast(), 1) };
+        }
+
+        #[test]
+        fn a_jump_over_the_end_of_a_section_is_instead_of_the_one_that_waits() {
+            let thread = thread::current();
+            let outermost = stack_pointer();
+            let far_out = outermost + 64;
+            section();
+            // As a handler does in the middle of it; `end` would carry it out, and is interrupted before.
+            let environment = leading_to(far_out);
+            wait(
+                thread,
+                Jump {
+                    environment,
+                    value: 1,
+                },
+            );
+            // Within the handler: what was interrupted goes on.
+            jump_to(thread.base() - 16);
+            assert!(thread.is_leaving());
+            // Out of it.
+            jump_to(far_out);
+            assert!(!thread.is_leaving(), "it would be made at the next call");
+        }
     }
 }

@@ -302,8 +302,8 @@ functions! {
     PopenFn = (*const c_char, *const c_char) -> *mut FILE: popen;
     /// `daemon(nochdir, noclose)`
     DaemonFn = (c_int, c_int) -> c_int: daemon;
-    /// `_Fork()`: fork without the handlers of `pthread_atfork`, from glibc 2.34 on
-    ForkFn = () -> pid_t: _Fork;
+    /// `fork()`; `_Fork()`: fork without the handlers of `pthread_atfork`, from glibc 2.34 on
+    ForkFn = () -> pid_t: fork, _Fork;
     /// `_exit(status)`, `_Exit` and `quick_exit`; none of them returns
     ExitFn = (c_int) -> (): _exit, _Exit, quick_exit;
 

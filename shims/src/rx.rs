@@ -270,7 +270,10 @@ unsafe fn recv_slow(
                 if !call.is_held() {
                     match call.hold_now() {
                         Place::Here => {}
-                        Place::Moved if got == 0 => continue,
+                        Place::Moved if got == 0 => {
+                            lifecycle::look_again(socket, call.fd);
+                            continue;
+                        }
                         Place::Moved | Place::Lost => return errno::after(got, libc::EBADF),
                     }
                 }

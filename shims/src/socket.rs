@@ -273,6 +273,8 @@ pub struct Socket {
     pub asked: AtomicBool,
     /// An exec that is under way has let go of it.
     pub left_for_exec: AtomicBool,
+    /// The epoch of forks in which the program got it.
+    pub born: AtomicU32,
     /// In a fork child: it is this instance's by now.
     pub adopted: AtomicBool,
     pub control: Lock<Control>,
@@ -356,6 +358,7 @@ impl Socket {
             listener: AtomicPtr::new(std::ptr::null_mut()),
             asked: AtomicBool::new(false),
             left_for_exec: AtomicBool::new(false),
+            born: AtomicU32::new(0),
             adopted: AtomicBool::new(false),
             control: Lock::new(Control::default()),
             last_item: AtomicU32::new(0),
@@ -407,6 +410,7 @@ impl Socket {
         socket.listener.store(std::ptr::null_mut(), Relaxed);
         socket.asked.store(false, Relaxed);
         socket.left_for_exec.store(false, Relaxed);
+        socket.born.store(crate::fork::epoch(), Relaxed);
         socket.adopted.store(false, Relaxed);
         if let Some(mut tx) = socket.tx.lock() {
             tx.held = false;

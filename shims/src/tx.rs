@@ -6,7 +6,7 @@ mod room;
 mod sendfile;
 
 pub use cork::{cork, pass_cork, release_held};
-pub use room::{ask_for_room, is_full, press, reader_at};
+pub use room::{ask_for_room, is_full, is_unread, press, reader_at};
 pub use sendfile::sendfile;
 
 use cork::{hold, is_more_to_come};
@@ -248,7 +248,10 @@ unsafe fn send_slow(
                 if !call.is_held() {
                     match call.hold_now() {
                         Place::Here => {}
-                        Place::Moved if sent == 0 => continue,
+                        Place::Moved if sent == 0 => {
+                            lifecycle::look_again(socket, call.fd);
+                            continue;
+                        }
                         Place::Moved | Place::Lost => return errno::after(sent, libc::EBADF),
                     }
                 }
@@ -265,13 +268,17 @@ unsafe fn send_slow(
 unsafe fn step(call: &mut Call, iov: &mut Iov, flags: c_int) -> Step {
     let socket = call.socket;
     if socket.tx_mode.load(Acquire) == mode::MARKED {
-        if !call.is_held() && !call.is_named() {
-            return Step::Elsewhere(Place::Moved);
+        let place = call.place_by_name();
+        if place != Place::Here {
+            return Step::Elsewhere(place);
         }
-        return if within(|| promote::flush(socket)) {
-            Step::Again
-        } else {
-            Step::Full
+        if within(|| promote::flush(socket)) {
+            return Step::Again;
+        }
+        // Where the number is another's nobody will say that there is room.
+        return match call.place_now() {
+            Place::Here => Step::Full,
+            place => Step::Elsewhere(place),
         };
     }
     loop {
@@ -410,7 +417,10 @@ pub fn send_on_tcp(
         }
         match call.hold_now() {
             Place::Here => {}
-            Place::Moved => continue,
+            Place::Moved => {
+                lifecycle::look_again(socket, fd);
+                continue;
+            }
             Place::Lost => return errno::fail(libc::EBADF),
         }
         if let Err(error) = wait::for_space(socket, &mut patience) {

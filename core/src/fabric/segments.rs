@@ -161,13 +161,14 @@ impl<const UNIT: usize> Segments<UNIT> {
         }
     }
 
-    /// In a fork child, which has none of the memory.
+    /// In a fork child, which has none of the memory, and does not get any: a thread of the parent may have been growing.
     pub fn after_fork(&self) {
         self.live.store(0, Release);
         for extent in (0..MOST).filter_map(|k| self.extent(k)) {
             // SAFETY: ours; only atomics are referred to.
             unsafe { extent.after_fork() };
         }
+        self.total.store(0, Release);
     }
 
     /// Lets go of the file and the addresses.
@@ -335,6 +336,22 @@ mod tests {
                 }
             }
         }
+        // SAFETY: nobody uses them.
+        unsafe { end.unmap() };
+    }
+
+    #[test]
+    fn a_fork_child_does_not_wait_for_a_thread_that_was_growing() {
+        let end = Segments::<UNIT>::new();
+        end.show(file(8 * UNIT).as_fd(), OFFSET, 8 * UNIT).unwrap();
+        let growing = end.growing.lock().unwrap();
+        crate::os::forked::in_child(|| {
+            end.after_fork();
+            // To the child this lock is another thread's.
+            crate::lock::forget_tid();
+            assert_eq!(end.reach(5 * UNIT), Err(Errno::INVAL));
+        });
+        drop(growing);
         // SAFETY: nobody uses them.
         unsafe { end.unmap() };
     }

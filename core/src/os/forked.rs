@@ -3,13 +3,23 @@
 //! Such a child is alone: limits and uids that it changes are its own, and no fd of it is held open
 //! by what another test forks at the same time.
 
+/// After so many seconds a child that has not ended never will: it fails by a panic whose message takes a lock that another
+/// test's thread held at the fork, to say why it fails itself.
+const LIMIT: u32 = 60;
+
 /// Runs `f` in a forked child; a panic or a limit hit fails the test.
 pub fn in_child(f: impl FnOnce()) {
+    in_child_within(LIMIT, f);
+}
+
+fn in_child_within(seconds: u32, f: impl FnOnce()) {
     // SAFETY: the child runs `f` and leaves by _exit; the tests' other threads do not exist in it, and
     // `f` takes no lock of theirs but the allocator's, which glibc makes usable after fork.
     match unsafe { libc::fork() } {
         -1 => panic!("fork failed"),
         0 => {
+            // SAFETY: no test handles SIGALRM, which ends the child.
+            unsafe { libc::alarm(seconds) };
             let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(f));
             // SAFETY: ends the child at once, without the parent's exit handlers.
             unsafe { libc::_exit(i32::from(result.is_err())) }
@@ -30,4 +40,15 @@ pub fn free_port() -> u16 {
         .local_addr()
         .unwrap()
         .port()
+}
+
+#[test]
+#[should_panic(expected = "the child failed")]
+fn a_child_that_does_not_end_fails() {
+    in_child_within(1, || {
+        loop {
+            // SAFETY: waits for a signal.
+            unsafe { libc::pause() };
+        }
+    });
 }

@@ -1,5 +1,5 @@
 //! The calls that replace, spawn or end a process. Before an exec or a spawn, streams whose
-//! descriptor survives it go back to TCP; `fork` itself is seen through `pthread_atfork`.
+//! descriptor survives it go back to TCP; what a `fork` leads to is done by our handlers of `pthread_atfork`.
 
 use crate::real::{
     DaemonFn, ExecEnvFn, ExecFn, ExecveatFn, ExitFn, FexecveFn, ForkFn, PopenFn, PosixSpawnFn,
@@ -140,6 +140,19 @@ pub unsafe extern "C" fn daemon(real: DaemonFn, nochdir: c_int, noclose: c_int) 
     unsafe { real(nochdir, noclose) }
 }
 
+/// `fork(2)`. What precedes it and follows is done by our handlers of `pthread_atfork`, which are not told that there is no
+/// child.
+#[inline]
+pub unsafe extern "C" fn fork(real: ForkFn) -> pid_t {
+    let epoch = crate::fork::epoch();
+    // SAFETY: the caller's arguments, as they are.
+    let pid = unsafe { real() };
+    if pid < 0 {
+        crate::fork::take_back(epoch);
+    }
+    pid
+}
+
 /// `_Fork(3)`: no handler of `pthread_atfork` runs, so ours are called here.
 #[inline]
 pub unsafe extern "C" fn fork_bare(real: ForkFn) -> pid_t {
@@ -147,13 +160,14 @@ pub unsafe extern "C" fn fork_bare(real: ForkFn) -> pid_t {
         // SAFETY: the caller's arguments, as they are.
         return unsafe { real() };
     }
+    let epoch = crate::fork::epoch();
     crate::fork::prepare();
     // SAFETY: likewise.
     let pid = unsafe { real() };
-    if pid == 0 {
-        crate::fork::child();
-    } else {
-        crate::fork::parent();
+    match pid {
+        0 => crate::fork::child(),
+        1.. => crate::fork::parent(),
+        _ => crate::fork::take_back(epoch),
     }
     pid
 }

@@ -70,12 +70,14 @@ fn lose_number(socket: &'static Socket, fd: c_int) {
     tracing::info!(target: "rdmasock", slot = socket.slot, fd, "closed past the library");
     socket.fd.store(-1, Release);
     socket.set_stage(Stage::Pinned);
-    if calls_inside(socket, closed::LOST) != Inside::Nobody {
-        drop(control);
-        // They find that it is not theirs any more.
-        ready::notify_local(socket);
-    } else {
-        end(socket, control);
+    match calls_inside(socket, closed::LOST) {
+        Inside::Nobody => end(socket, control),
+        Inside::Interrupted => orphan(socket),
+        Inside::Kernel | Inside::Ours => {
+            drop(control);
+            // They find that it is not theirs any more.
+            ready::notify_local(socket);
+        }
     }
 }
 
@@ -157,8 +159,13 @@ pub fn on_its_file<R>(call: &Call, f: impl FnOnce(c_int) -> R) -> Option<R> {
 /// until they are. The caller holds the control lock.
 fn hold(socket: &'static Socket) -> bool {
     let inside = calls_inside(socket, closed::HELD);
-    if inside == Inside::Nobody {
-        return false;
+    match inside {
+        Inside::Nobody => return false,
+        Inside::Interrupted => {
+            orphan(socket);
+            return true;
+        }
+        Inside::Kernel | Inside::Ours => {}
     }
     socket.set_stage(Stage::Pinned);
     if inside == Inside::Kernel && socket.is_plain() && !ready::is_watched(socket) {
@@ -180,6 +187,8 @@ fn hold(socket: &'static Socket) -> bool {
 #[derive(Clone, Copy, PartialEq)]
 enum Inside {
     Nobody,
+    /// This very thread is in the middle of a use of the object, which a signal handler has interrupted.
+    Interrupted,
     /// In the kernel's receive or send.
     Kernel,
     /// In a wait of ours, some of them.
@@ -189,12 +198,9 @@ enum Inside {
 /// Says what has become of the numbers, and finds calls that began before: each of them sees that then when it is back.
 /// If there are none the object is as before.
 fn calls_inside(socket: &'static Socket, what: u8) -> Inside {
-    let sleeps = socket
-        .interest
-        .lock()
-        .is_some_and(|i| !i.sleepers.is_empty());
-    let (Some(rx), Some(tx)) = (socket.rx.lock(), socket.tx.lock()) else {
-        return Inside::Nobody;
+    let sleeps = socket.interest.lock().map(|i| !i.sleepers.is_empty());
+    let (Some(sleeps), Some(rx), Some(tx)) = (sleeps, socket.rx.lock(), socket.tx.lock()) else {
+        return Inside::Interrupted;
     };
     socket.closed.store(what, SeqCst);
     if sleeps || rx.waiting > 0 || tx.waiting > 0 {
@@ -232,10 +238,14 @@ pub fn on_call_back(socket: &'static Socket) {
         return orphan(socket);
     };
     let what = socket.closed.load(SeqCst);
-    if what == closed::OPEN || calls_inside(socket, what) != Inside::Nobody {
+    if what == closed::OPEN {
         return;
     }
-    end(socket, control);
+    match calls_inside(socket, what) {
+        Inside::Nobody => end(socket, control),
+        Inside::Interrupted => orphan(socket),
+        Inside::Kernel | Inside::Ours => {}
+    }
     errno::set(errno);
 }
 
@@ -305,7 +315,15 @@ fn end(socket: &'static Socket, mut control: Guard<'static, Control>) {
         fork::returned(socket);
     }
     // A close with unread data resets the connection (RFC 9293, 3.10.4; RFC 2525, 2.17).
-    let is_unread = rx::has_unread(socket) && anchor >= 0;
+    let is_lost = anchor < 0;
+    if is_lost && last && promote::return_unread(socket, &control) {
+        // No end mark: to the peer it is no orderly end.
+        let_go_of(socket, &mut control);
+        drop(control);
+        forget(socket);
+        return;
+    }
+    let is_unread = rx::has_unread(socket) && !is_lost;
     let resets = last && (is_unread || refuses_what_came(socket));
     if last && !resets && stay_behind(socket, &mut control) {
         drop(control);
@@ -429,3 +447,6 @@ fn forget(socket: &'static Socket) {
     }
     socket.recycle(Library::get().stats);
 }
+
+#[cfg(test)]
+mod tests;

@@ -6,9 +6,10 @@ use rdmasock_core::fabric::ring::{End, RxFlags, Wake};
 use rdmasock_core::ids::Nonce;
 
 use super::flush;
-use super::leave::end_on_link;
+use super::leave::{ask_back, end_on_link};
 use super::scan::{Ahead, look_ahead};
 use crate::library::Library;
+use crate::ready;
 use crate::service::Command;
 use crate::socket::{Control, Opened, Socket, mode};
 
@@ -20,6 +21,37 @@ pub fn refuse(socket: &'static Socket) -> Wake {
     let rx = socket.rx.lock();
     let consumer = rx.as_ref().and_then(|rx| rx.consumer.as_ref());
     consumer.map_or(Wake::NONE, |c| c.set_flags(RxFlags::RX_CLOSED))
+}
+
+/// The connection was closed where no hook saw it, so the kernel knows nothing of what is unread on the link. The peer sends that
+/// again over TCP, where it is answered as TCP answers it: by a reset. True if there is something. The caller holds the
+/// control lock.
+pub fn return_unread(socket: &'static Socket, control: &Control) -> bool {
+    let (Some(opened), Some(yours)) = (control.opened, control.peer) else {
+        return false;
+    };
+    let (from, wake) = {
+        let Some(mut rx) = socket.rx.lock() else {
+            return false;
+        };
+        // What TCP has brought already comes after what the link holds.
+        if socket.rx_mode.load(Acquire) != mode::LINK || rx.stays || !rx.carry.is_empty() {
+            return false;
+        }
+        let Some(consumer) = rx.consumer.as_mut() else {
+            return false;
+        };
+        if !consumer.available().is_ok_and(|n| n > 0) {
+            return false;
+        }
+        let Ok(wake) = consumer.stop() else {
+            return false;
+        };
+        (consumer.position(), wake)
+    };
+    ready::notify_peer(socket, wake);
+    ask_back(opened.link, yours, Some(from));
+    true
 }
 
 /// Markers that may be on their way to a socket that is being closed.

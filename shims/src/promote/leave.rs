@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering::{Acquire, SeqCst};
 
-use rdmasock_core::fabric::ring::{End, Stopped, Wake};
+use rdmasock_core::fabric::ring::{Consumer, End, Stopped, Wake};
 use rdmasock_core::ids::Vqpn;
 use rdmasock_core::stats::{Path, Reason};
 use rdmasock_core::wire::Message;
@@ -45,7 +45,7 @@ pub fn leave(socket: &'static Socket, control: &mut Control, reason: Reason) {
 
 /// Asks the peer to take its sending direction back to TCP; with `resend_from`, a position in what it has
 /// sent, it sends again there what follows it.
-fn ask_back(link: &'static Link, yours: Vqpn, resend_from: Option<u64>) {
+pub(super) fn ask_back(link: &'static Link, yours: Vqpn, resend_from: Option<u64>) {
     let request = Message::DemoteRequest { yours, resend_from };
     let _ = link.send(&request, &[]);
 }
@@ -132,6 +132,7 @@ pub fn prefer_tcp(socket: &'static Socket, control: &mut Control, reason: Reason
 
 /// The peer has stopped reading the link: what it has not read goes over TCP again.
 pub fn resend(socket: &'static Socket) {
+    look_for_reset(socket);
     let Some(mut tx) = socket.tx.lock() else {
         return;
     };
@@ -165,6 +166,20 @@ pub fn end_on_link(socket: &'static Socket, tx: &mut Tx, end: End) -> Wake {
         stats.set_tx_path(Path::Tcp);
     }
     wake
+}
+
+/// Where TCP has ended without an end mark the peer has closed the connection where its library did not see it, and has left
+/// bytes unread. A receive is to say that: to TCP, which has seen an end, the reset that follows is none (RFC 9293, 3.10.7.4).
+pub fn look_for_reset(socket: &'static Socket) {
+    let Some(rx) = socket.rx.lock() else { return };
+    let is_unmarked = |c: &Consumer| !c.has_mark() && !c.has_left();
+    if socket.rx_mode.load(Acquire) == mode::LINK
+        && !socket.rx_shut.load(Acquire)
+        && rx.consumer.as_ref().is_some_and(is_unmarked)
+        && socket.anchor_fd().is_some_and(ready::has_peer_ended)
+    {
+        socket.lost_unread.store(true, SeqCst);
+    }
 }
 
 fn send_again(socket: &'static Socket, tx: &mut Tx) {

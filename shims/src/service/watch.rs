@@ -21,12 +21,28 @@ pub(super) struct Unmarked {
     pub deadline: u64,
 }
 
-/// How long the other process may take to say so, or to be seen to have ended, ns.
-const MARK_WITHIN: u64 = 100_000_000;
+/// How long the other process may take to say so, which it is asked to, or to be seen to have ended, ns.
+const MARK_WITHIN: u64 = 1_000_000_000;
 
-/// Whether a socket's receiving direction is on a link within the host, and its end mark has not come.
+/// A connection on whose link is something to be read yet, or may be, by an end that TCP says has sent its last. If that closes it
+/// where its library does not see it, TCP has nothing more to say, and its library is to look.
+pub(super) struct OneWay {
+    r: Ref,
+    /// How far the other end had read when this was last looked at.
+    reader_at: Option<u64>,
+    /// Until the next look, ns,
+    every: u64,
+    /// and when that is, monotonic ns.
+    pub deadline: u64,
+}
+
+/// How soon the first look is, ns, and how long it is between two at most: half closed connections may live for days.
+const LOOK_FIRST: u64 = 100_000_000;
+const LOOK_LAST: u64 = 1_000_000_000;
+
+/// Whether a socket's receiving direction is on a link within the host, and no end mark has come.
 fn is_unmarked(socket: &'static Socket) -> bool {
-    let Some(mut rx) = socket.rx.lock() else {
+    let Some(rx) = socket.rx.lock() else {
         return false;
     };
     socket.rx_mode.load(Acquire) == mode::LINK
@@ -34,8 +50,16 @@ fn is_unmarked(socket: &'static Socket) -> bool {
         && !socket.rx_shut.load(Acquire)
         && rx
             .consumer
-            .as_mut()
-            .is_some_and(|c| matches!(c.end(), Ok(None)))
+            .as_ref()
+            .is_some_and(|c| !c.has_mark() && !c.has_left())
+}
+
+/// Whether a socket's sending direction is on a link within the host.
+fn sends_on_link(socket: &'static Socket) -> bool {
+    socket.tx_mode.load(Acquire) == mode::LINK
+        && socket
+            .link()
+            .is_some_and(|l| l.is_alive() && !l.is_remote())
 }
 
 /// Whether the library reports a socket's readiness.
@@ -139,19 +163,57 @@ impl Worker {
         {
             promote::resume::look(socket, &mut control);
         }
-        if socket.anchor.load(Acquire) & libc::EPOLLRDHUP as u32 != 0 && is_unmarked(socket) {
-            let deadline = crate::time::now_ns() + MARK_WITHIN;
-            let r = Ref::new(socket);
-            self.unmarked.push(Unmarked { r, deadline });
-        }
-        if socket.anchor.load(Acquire) & libc::EPOLLRDHUP as u32 != 0 && tx::is_full(socket) {
-            // Whether there still is a reader the other process is to look.
-            ready::notify_peer(socket, Wake(Link::service_bits()));
+        if socket.anchor.load(Acquire) & libc::EPOLLRDHUP as u32 != 0 {
+            self.on_end_of_tcp(socket);
         }
         ready::notify_local(socket);
         if socket.left_behind.load(Acquire) {
             self.settle(Ref::new(socket));
         }
+    }
+
+    /// TCP says that the other end has sent its last.
+    fn on_end_of_tcp(&mut self, socket: &'static Socket) {
+        let now = crate::time::now_ns();
+        let r = Ref::new(socket);
+        let is_unmarked = is_unmarked(socket);
+        if is_unmarked {
+            let deadline = now + MARK_WITHIN;
+            self.unmarked.push(Unmarked { r, deadline });
+        }
+        if is_unmarked || tx::is_full(socket) {
+            // Whether there still is a reader the other process is to look.
+            ready::notify_peer(socket, Wake(Link::service_bits()));
+        }
+        if sends_on_link(socket) {
+            let look = OneWay {
+                r,
+                reader_at: None,
+                every: LOOK_FIRST,
+                deadline: now + LOOK_FIRST,
+            };
+            self.one_way.insert(socket.slot, look);
+        }
+    }
+
+    /// Has the other process look whether there still is a reader, where what was sent is not read.
+    pub(super) fn look_for_readers(&mut self, now: u64) {
+        self.one_way.retain(|_, look| {
+            let Some(socket) = look.r.get().filter(|s| sends_on_link(s)) else {
+                return false;
+            };
+            if look.deadline > now {
+                return true;
+            }
+            let reader_at = tx::reader_at(socket);
+            let has_read = std::mem::replace(&mut look.reader_at, reader_at) != reader_at;
+            if tx::is_unread(socket) && !has_read {
+                ready::notify_peer(socket, Wake(Link::service_bits()));
+            }
+            look.every = (look.every * 2).min(LOOK_LAST);
+            look.deadline = now + look.every;
+            true
+        });
     }
 
     /// The other program has closed or shut down its socket where its library did not see it: what is sent now
@@ -163,6 +225,9 @@ impl Worker {
             .collect();
         for socket in late.into_iter().filter_map(|u| u.r.get()) {
             if is_unmarked(socket) && socket.link().is_some_and(Link::is_alive) {
+                if tx::is_unread(socket) {
+                    promote::look_for_reset(socket);
+                }
                 tx::take_back(socket, Reason::Closed);
             }
         }

@@ -44,6 +44,13 @@ pub fn is_full(socket: &'static Socket) -> bool {
         && socket.tx.lock().and_then(|mut tx| full(&mut tx)) == Some(true)
 }
 
+/// Whether a link holds what the reader has not read.
+pub fn is_unread(socket: &'static Socket) -> bool {
+    let unread = |tx: &mut Tx| Some(tx.producer.as_mut()?.used().is_ok_and(|n| n > 0));
+    socket.tx_mode.load(Acquire) == mode::LINK
+        && socket.tx.lock().and_then(|mut tx| unread(&mut tx)) == Some(true)
+}
+
 /// How far the reader has got.
 pub fn reader_at(socket: &'static Socket) -> Option<u64> {
     let mut tx = socket.tx.lock()?;

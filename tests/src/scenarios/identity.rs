@@ -35,6 +35,15 @@ enum Close {
 }
 
 const SEEN: [Close; 4] = [Close::Libc, Close::Syscall, Close::Range, Close::Over];
+const EVERY: [Close; 5] = [
+    Close::Libc,
+    Close::Syscall,
+    Close::Range,
+    Close::Over,
+    Close::Inline,
+];
+/// A number that was closed unseen may pass for the connection for less than this after its last use.
+const REST_MS: u64 = 15;
 
 fn close_by(how: Close, fd: c_int) {
     match how {
@@ -412,7 +421,7 @@ pub fn files(c: &Ctx) {
     let mut fd = sys::accept4(listener, 0).ok();
     for round in 0..rounds {
         warm_up(fd, 5, round);
-        sys::pause_ms(15);
+        sys::pause_ms(REST_MS);
         close_by(ways[round as usize % ways.len()], fd);
         let file = tagged_file(round);
         check_file(file, round);
@@ -448,7 +457,7 @@ pub fn sets(c: &Ctx) {
         warm_up(fd, 6, round);
         // What the set has reported of it is seen to.
         while !epoll::wait(ep, 8, 0).1.is_empty() {}
-        sys::pause_ms(15);
+        sys::pause_ms(REST_MS);
         let how = [Close::Inline, Close::Syscall][round as usize % 2];
         close_by(how, fd);
         // Its number is an event counter's first, which is in the set from then on.
@@ -555,8 +564,11 @@ pub fn churn(c: &Ctx) {
             if rng.below(2) == 0 {
                 let _ = call!(libc::shutdown(fd, libc::SHUT_RDWR));
             }
-            let how = SEEN;
-            close_by(how[rng.below(4) as usize], fd);
+            let how = EVERY[rng.below(EVERY.len() as u64) as usize];
+            close_by(how, fd);
+            if how == Close::Inline {
+                sys::pause_ms(REST_MS);
+            }
             fill_number(round, rng.below(3));
         }
         is_over.store(true, Ordering::SeqCst);

@@ -1,0 +1,196 @@
+//! What the peer of a connection sees that is closed by a system call in line, which no library sees, and whose number
+//! nobody touches after that: a table of what the peer is doing, what is unread, how the connection was shut down before,
+//! and whether its number is another file's by then. The bounds are there to tell what never comes.
+
+use std::thread;
+
+use libc::c_int;
+use rdmasock_core::os::kernel;
+
+use super::epoll;
+use crate::ctx::Ctx;
+use crate::data;
+use crate::sys::{self, Addr, Ret};
+
+/// Exchanges before: so many that the connection is on a link.
+const WARM: usize = 300;
+const REQUEST: usize = 32;
+/// More than a connection holds that is not read.
+const MUCH: usize = 32 << 20;
+/// How long the peer waits for what comes by itself, and for the end of what it sends, ms.
+const BOUND: c_int = 3_000;
+
+/// What the peer is doing when the connection is closed.
+#[derive(Clone, Copy, PartialEq, Debug)]
+enum Peer {
+    /// Nothing, and all that it has sent is read.
+    Idle,
+    /// Nothing, and some of what it has sent is not read.
+    Unread,
+    /// A thread is blocked in a send.
+    Blocked,
+    /// It waits by epoll for room.
+    WaitsForRoom,
+}
+
+const PEERS: [Peer; 4] = [Peer::Idle, Peer::Unread, Peer::Blocked, Peer::WaitsForRoom];
+
+/// The scenario's number: how the connection was shut down before.
+const SHUT: [Option<c_int>; 4] = [
+    None,
+    Some(libc::SHUT_RD),
+    Some(libc::SHUT_WR),
+    Some(libc::SHUT_RDWR),
+];
+
+/// How many there are.
+pub const WAYS: u32 = SHUT.len() as u32;
+
+/// A connection in each state of the table is closed in line.
+pub fn close(c: &Ctx) {
+    let before = SHUT[c.param as usize];
+    let (listener, port) = c.listener(8);
+    for peer in PEERS {
+        for is_reused in [false, true] {
+            let what = format!(
+                "{peer:?}, number {}",
+                ["free", "reused"][usize::from(is_reused)]
+            );
+            match listener {
+                Some(listener) => closer(c, listener, before, is_reused),
+                None => observer(c, port, peer, &what),
+            }
+        }
+    }
+}
+
+fn closer(c: &Ctx, listener: c_int, before: Option<c_int>, is_reused: bool) {
+    let fd = sys::accept4(listener, 0).ok();
+    for _ in 0..2 * WARM {
+        let request = sys::recv_exact(fd, REQUEST);
+        sys::send_all(fd, &request).ok();
+    }
+    c.sync("ready");
+    if let Some(how) = before {
+        call!(libc::shutdown(fd, how)).ok();
+        // What the peer sees of that it has seen.
+        sys::pause_ms(10);
+    }
+    in_line(libc::SYS_close, fd as usize);
+    let file = is_reused.then(|| in_line(libc::SYS_memfd_create, c"other".as_ptr() as usize));
+    assert!(file.is_none_or(|file| file == fd));
+    c.sync("closed");
+    c.sync("seen");
+    if let Some(file) = file {
+        in_line(libc::SYS_close, file as usize);
+    }
+}
+
+/// A system call that no library sees.
+fn in_line(number: libc::c_long, argument: usize) -> c_int {
+    // SAFETY: close, or memfd_create of a name that lives on.
+    unsafe { kernel::call(number, [argument, 0, 0, 0, 0, 0]).unwrap() as c_int }
+}
+
+fn observer(c: &Ctx, port: u16, peer: Peer, what: &str) {
+    let fd = sys::connected(&Addr::v4(port));
+    for i in 0..2 * WARM {
+        let request = data::pattern(i as u64, 0, REQUEST);
+        sys::send_all(fd, &request).ok();
+        assert!(sys::recv_exact(fd, REQUEST) == request);
+        if i == WARM {
+            // On the link by then, if it is to be; what is exchanged after that takes the last marker out of TCP.
+            sys::pause_ms(40);
+        }
+    }
+    match peer {
+        Peer::Idle => c.sync("ready"),
+        Peer::Unread => {
+            send_until_full(fd, 10_000);
+            c.sync("ready");
+        }
+        Peer::Blocked => return blocked(c, fd, what),
+        Peer::WaitsForRoom => {
+            sys::set_nonblocking(fd, true);
+            fill(fd);
+            c.sync("ready");
+            let ep = epoll::create();
+            epoll::ctl(ep, libc::EPOLL_CTL_ADD, fd, epoll::OUT, 7).ok();
+            let is_told = !epoll::wait(ep, 4, BOUND).1.is_empty();
+            c.log(format_args!("{what}: told by epoll {is_told}"));
+            sys::close(ep).ok();
+        }
+    }
+    c.sync("closed");
+    report(c, fd, peer, what);
+}
+
+/// What came by itself, how receiving ends, and how sending does.
+fn report(c: &Ctx, fd: c_int, peer: Peer, what: &str) {
+    // A reset comes by itself where something was unread, and nowhere else.
+    let ms = if peer == Peer::Idle { 400 } else { BOUND };
+    let is_reset = sys::poll_one(fd, 0, ms) != 0;
+    let mut buf = [0; 8];
+    let got = sys::recv(fd, &mut buf, libc::MSG_DONTWAIT);
+    let sent = last_send(fd);
+    c.log(format_args!(
+        "{what}: reset {is_reset}, receives {got}, sends {sent}"
+    ));
+    c.sync("seen");
+    sys::close(fd).ok();
+}
+
+/// Sends until that fails, or nothing can be sent for a long time.
+fn last_send(fd: c_int) -> Ret {
+    sys::set_nonblocking(fd, true);
+    for _ in 0..BOUND {
+        let sent = sys::send(fd, b"late", libc::MSG_NOSIGNAL);
+        if sent.failed() && !sent.is(libc::EAGAIN) {
+            return sent;
+        }
+        sys::pause_ms(1);
+    }
+    sys::send(fd, b"late", libc::MSG_NOSIGNAL)
+}
+
+fn send_until_full(fd: c_int, most: usize) {
+    let bytes = vec![7; most];
+    sys::send_all(fd, &bytes).ok();
+}
+
+/// Sends until there is no room, and none comes by itself.
+fn fill(fd: c_int) {
+    let bytes = vec![7; 64 << 10];
+    while sys::poll_one(fd, libc::POLLOUT, 50) != 0 {
+        while !sys::send(fd, &bytes, libc::MSG_NOSIGNAL).failed() {}
+    }
+}
+
+/// A thread is blocked in a send while the connection is closed.
+fn blocked(c: &Ctx, fd: c_int, what: &str) {
+    let (tell, told) = std::sync::mpsc::channel();
+    let sender = thread::spawn(move || {
+        tell.send(sys::thread_id()).unwrap();
+        let bytes = vec![7; MUCH];
+        let sent = sys::send(fd, &bytes, libc::MSG_NOSIGNAL);
+        tell.send(0).unwrap();
+        sent
+    });
+    sys::wait_asleep(told.recv().unwrap());
+    // A ring that stands still is given more room.
+    sys::pause_ms(30);
+    c.sync("ready");
+    c.sync("closed");
+    let bound = std::time::Duration::from_millis(BOUND as u64);
+    let is_back = told.recv_timeout(bound).is_ok();
+    if !is_back {
+        // Ends it, for the scenarios that follow.
+        call!(libc::shutdown(fd, libc::SHUT_RDWR)).ok();
+    }
+    let sent = sender.join().unwrap();
+    let some = (1..MUCH as i64).contains(&sent.value);
+    c.log(format_args!(
+        "{what}: the send is back {is_back}, with a part {some}"
+    ));
+    report(c, fd, Peer::Blocked, what);
+}

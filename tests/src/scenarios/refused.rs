@@ -1,4 +1,4 @@
-//! What the kernel refuses by a filter that no library has seen being loaded: the connections go on as without it.
+//! Forks that the kernel refuses, by a filter that no library has seen being loaded: the connections go on as without.
 
 use libc::{c_int, c_long, sock_filter, sock_fprog};
 use rdmasock_core::os::kernel;
@@ -55,21 +55,6 @@ fn refuse_forks() {
     ]);
 }
 
-/// SO_COOKIE (socket(7)), which libc does not name.
-const SO_COOKIE: c_int = 57;
-
-/// Nobody may ask for a socket's cookie.
-fn refuse_cookies() {
-    load(&mut [
-        step(LOAD, 0, 0, NUMBER),
-        step(EQUAL, 0, 3, libc::SYS_getsockopt as u32),
-        step(LOAD, 0, 0, argument(2)),
-        step(EQUAL, 0, 1, SO_COOKIE as u32),
-        step(RETURN, 0, 0, FAIL_WITH | libc::EPERM as u32),
-        step(RETURN, 0, 0, ALLOW),
-    ]);
-}
-
 fn fork() -> Ret {
     let forked = call!(libc::fork());
     if forked.value == 0 {
@@ -109,33 +94,4 @@ fn end_unread(c: &Ctx, fd: c_int) {
         let mut buf = [0; 8];
         c.log(sys::recv(fd, &mut buf, 0));
     }
-}
-
-/// Where the kernel does not say what a number stands for, nothing is known to have changed.
-pub fn cookies(c: &Ctx) {
-    let fd = c.pair();
-    refuse_cookies();
-    let mut cookie = 0u64;
-    let mut len = 8;
-    let value = (&raw mut cookie).cast();
-    c.log(call!(libc::getsockopt(
-        fd,
-        libc::SOL_SOCKET,
-        SO_COOKIE,
-        value,
-        &raw mut len
-    )));
-    for i in 0..20 {
-        let request = data::pattern(i, 0, 100);
-        if c.is_server() {
-            assert!(sys::recv_exact(fd, 100) == request);
-            sys::send_all(fd, &request).ok();
-        } else {
-            // What was known is too old.
-            sys::pause_ms(8);
-            sys::send_all(fd, &request).ok();
-            assert!(sys::recv_exact(fd, 100) == request);
-        }
-    }
-    end_unread(c, fd);
 }

@@ -5,6 +5,7 @@ pub mod call;
 pub mod calls;
 pub mod config;
 pub mod confine;
+mod ending;
 pub mod epoll;
 pub mod errno;
 pub mod fork;

@@ -102,7 +102,10 @@ unsafe extern "C-unwind" fn run<R: Failure, F: FnOnce() -> R>(job: *mut c_void) 
     let call = unsafe { ManuallyDrop::take(&mut job.call) };
     let thread = thread::current();
     thread.step_out(job.place);
-    // From here on a jump does not come back. One that waits already came before.
+    // From here on a jump does not come back, and a handler does not wait. What waits already came before.
+    if thread.is_due() {
+        thread.let_signals_in();
+    }
     let result = if thread.is_leaving() {
         errno::set(libc::EINTR);
         R::FAILURE

@@ -30,6 +30,7 @@ pub mod rules;
 pub mod rx;
 mod scratch;
 pub mod service;
+pub mod signals;
 pub mod socket;
 pub mod sockopt;
 pub mod table;

@@ -23,3 +23,4 @@ pub mod observe;
 pub mod pair;
 pub mod remote;
 pub mod scenarios;
+pub mod storm;

@@ -11,6 +11,7 @@ use clap::Parser;
 use rdmasock_tests::ctx::{Ctx, Side};
 use rdmasock_tests::harness::{self, Mode, Paths};
 use rdmasock_tests::scenarios::{self, Scenario, helper};
+use rdmasock_tests::storm;
 
 /// Plays a scenario of the differential suite.
 #[derive(Parser)]
@@ -27,6 +28,9 @@ struct Args {
     /// A harness watches: wait in the warm-up until it has seen the promotion.
     #[arg(long)]
     observed: bool,
+    /// In a storm of signals.
+    #[arg(long)]
+    storm: bool,
     /// Which sides get the library, when both are played.
     #[arg(long, value_enum, default_value = "kernel")]
     mode: Mode,
@@ -62,7 +66,11 @@ fn main() -> ExitCode {
             std::fs::create_dir_all(dir).unwrap();
             rdmasock_tests::scenarios::behave_like_a_c_program();
             let ctx = Ctx::meet(side, dir, chosen[0].param, args.observed);
+            if args.storm {
+                storm::begin();
+            }
             (chosen[0].run)(&ctx);
+            assert!(!args.storm || storm::has_blown(), "no signal has come");
             ExitCode::SUCCESS
         }
         _ => both(&chosen, &args),

@@ -101,6 +101,8 @@ pub fn current() -> &'static Thread {
 pub struct Outside {
     /// The one that this one was made in, by a signal handler.
     before: *const Outside,
+    /// What it is about, for [`Thread::is_inside`].
+    about: *const (),
     /// How deep the thread was.
     depth: u32,
     base: usize,
@@ -235,11 +237,25 @@ impl Thread {
         unsafe { self.outside.get().as_ref() }
     }
 
+    /// Whether the thread is in a call outside about this: the caller is in a signal handler above it.
+    pub fn is_inside(&self, about: *const ()) -> bool {
+        let mut place = self.outside();
+        while let Some(call) = place {
+            if call.about == about {
+                return true;
+            }
+            // SAFETY: as in `outside`.
+            place = unsafe { call.before.as_ref() };
+        }
+        false
+    }
+
     /// What [`Self::step_out`] needs, in the caller's frame.
     #[inline]
-    pub fn about_to_step_out(&self) -> Outside {
+    pub fn about_to_step_out(&self, about: *const ()) -> Outside {
         Outside {
             before: self.outside.get(),
+            about,
             depth: self.depth.get(),
             base: self.base.get(),
             landing: Cell::new(0),

@@ -55,6 +55,10 @@ const PROGRAMS: &[Program] = &[
         arguments: &["3000"],
     },
     Program {
+        name: "same",
+        arguments: &["20000"],
+    },
+    Program {
         name: "last_thread",
         arguments: &["50", "exit"],
     },

@@ -102,7 +102,7 @@ impl Watch {
 
 /// Whether the calling thread is the only one but for the main thread, which has ended. Nobody else can change that.
 fn is_alone() -> bool {
-    let mut text = [MaybeUninit::uninit(); 1024];
+    let mut text = [MaybeUninit::uninit(); 512];
     // Without /proc it is not known.
     let Ok(file) = rustix::fs::openat(
         CWD,

@@ -157,6 +157,7 @@ pub const SYSTEM_SERVICE: &[c_long] = &[
     libc::SYS_kill,
     libc::SYS_pidfd_open,
     libc::SYS_prctl,
+    libc::SYS_rt_tgsigqueueinfo,
     libc::SYS_tgkill,
     libc::SYS_times,
     libc::SYS_vfork,

@@ -8,7 +8,8 @@
 //! the section unblocks it, which is when the kernel delivers it.
 //!
 //! Not held back: what the processor raises, for which the code that it has interrupted cannot go on; handlers that the kernel
-//! uninstalls when it calls them (SA_RESETHAND); those that are installed by number. What they jump out of is `jump`'s business.
+//! uninstalls when it calls them (SA_RESETHAND); real-time signals whose handlers are told what they are about, for their order;
+//! those that are installed by number. What they jump out of is `jump`'s business.
 
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicUsize, Ordering::AcqRel, Ordering::Acquire};
@@ -24,6 +25,8 @@ use crate::real::{SigactionFn, SignalFn};
 const COUNT: usize = 65;
 /// In a word of `HANDLERS`: the handler is told what the signal is about. No address of the program's has this bit.
 const IS_TOLD: usize = 1 << 63;
+/// Signals from here on are queued: one that is sent again would come after those that came after it.
+const QUEUED: c_int = 32;
 /// The highest value that is not a handler's address: SIG_DFL, SIG_IGN, and SIG_HOLD.
 const NO_HANDLER: usize = 2;
 
@@ -178,7 +181,7 @@ unsafe fn hold(
     info: *mut c_void,
     context: *mut c_void,
 ) -> bool {
-    if Library::has_retired() {
+    if Library::has_retired() || is_told && signal >= QUEUED {
         return false;
     }
     let bit = 1u64 << (signal - 1);

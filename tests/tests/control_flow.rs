@@ -63,6 +63,10 @@ const PROGRAMS: &[Program] = &[
         arguments: &["200"],
     },
     Program {
+        name: "installed",
+        arguments: &["5000"],
+    },
+    Program {
         name: "last_thread",
         arguments: &["50", "exit"],
     },

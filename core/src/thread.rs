@@ -4,11 +4,21 @@
 //! use); `thread_local!` in a shared library is a call of the loader's. Nothing here has a destructor.
 //!
 //! A thread is *within* the library while it has a section open: between `begin` and `end` it has announced something, or
-//! holds a lock, and a `longjmp` out of a signal handler has to wait (`shims::jump`). A call of libc's that may block is made
-//! [outside](Outside), however deep it is.
+//! holds a lock, and a signal handler of the program has to wait (`shims::signals`), as has a `longjmp` out of one that could
+//! not (`shims::jump`). A call of libc's that may block is made [outside](Outside), however deep it is.
 
 use std::cell::Cell;
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed, Ordering::SeqCst, compiler_fence};
+use std::sync::atomic::{
+    AtomicU32, AtomicU64, AtomicUsize, Ordering::Relaxed, Ordering::SeqCst, compiler_fence,
+};
+
+use crate::os::kernel;
+
+/// What may be due at the end of a section.
+mod due {
+    pub const JUMP: u32 = 1;
+    pub const SIGNALS: u32 = 2;
+}
 
 /// See the module.
 #[repr(C)]
@@ -20,6 +30,10 @@ pub struct Thread {
     depth: Cell<u32>,
     /// The stack pointer where the outermost began.
     base: Cell<usize>,
+    /// What waits for the end of the sections. Atomic for the thread's own signal handlers, as is the next.
+    due: AtomicU32,
+    /// Signals that wait, a bit each; the kernel has them blocked.
+    held: AtomicU64,
     /// A jump that waits; null if there is none.
     jump: Cell<*mut u8>,
     /// The innermost call that is made outside; null if there is none.
@@ -71,6 +85,8 @@ pub fn current() -> &'static Thread {
                 tid: Cell::new(0),
                 depth: Cell::new(0),
                 base: Cell::new(0),
+                due: AtomicU32::new(0),
+                held: AtomicU64::new(0),
                 jump: Cell::new(std::ptr::null_mut()),
                 outside: Cell::new(std::ptr::null()),
             }
@@ -85,6 +101,8 @@ pub fn current() -> &'static Thread {
 pub struct Outside {
     /// The one that this one was made in, by a signal handler.
     before: *const Outside,
+    /// What it is about, for [`Thread::is_inside`].
+    about: *const (),
     /// How deep the thread was.
     depth: u32,
     base: usize,
@@ -129,17 +147,53 @@ impl Thread {
         compiler_fence(SeqCst);
     }
 
-    /// Closes the section that was opened last. Where that is the outermost, a jump that waits is carried out: then this
-    /// does not return.
+    /// Closes the section that was opened last. Where that is the outermost, handlers that wait run, and a jump that waits is
+    /// carried out: then this does not return.
     #[inline(always)]
     pub fn end(&self) {
         compiler_fence(SeqCst);
         let depth = self.depth.get().wrapping_sub(1);
         self.depth.set(depth);
-        // A handler may have jumped before this load, or finds nothing to wait for after it.
+        // A signal that comes before this load waits, and one that comes after it finds nothing to wait for.
         compiler_fence(SeqCst);
-        if depth == 0 && !self.jump.get().is_null() {
+        if depth == 0 && self.due.load(Relaxed) != 0 {
+            self.settle();
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn settle(&self) {
+        self.let_signals_in();
+        if self.is_leaving() {
             carry_out();
+        }
+    }
+
+    /// Has a signal wait for the end of the sections that are open. It is pending, and blocked when the handler returns.
+    pub fn hold_signal(&self, bit: u64) {
+        self.held.fetch_or(bit, Relaxed);
+        self.due.fetch_or(due::SIGNALS, Relaxed);
+    }
+
+    /// Whether anything waits for the end of the sections.
+    #[inline]
+    pub fn is_due(&self) -> bool {
+        self.due.load(Relaxed) != 0
+    }
+
+    /// Handlers that wait run now. No section is open.
+    #[cold]
+    pub fn let_signals_in(&self) {
+        self.due.fetch_and(!due::SIGNALS, Relaxed);
+        let held = self.held.swap(0, Relaxed);
+        if held != 0 {
+            let unblock = libc::SIG_UNBLOCK as usize;
+            // SAFETY: a mask of 8 bytes. Nothing is announced, nor in the middle of a change: the handlers may do anything.
+            let _ = unsafe {
+                let mask = kernel::address(&raw const held);
+                kernel::call(libc::SYS_rt_sigprocmask, [unblock, mask, 0, 8, 0, 0])
+            };
         }
     }
 
@@ -168,10 +222,12 @@ impl Thread {
     pub fn set_jump(&self, jump: *mut u8, carry_out: extern "C" fn()) {
         CARRY_OUT.store(carry_out as usize, Relaxed);
         self.jump.set(jump);
+        self.due.fetch_or(due::JUMP, Relaxed);
     }
 
     /// Forgets it.
     pub fn take_jump(&self) -> *mut u8 {
+        self.due.fetch_and(!due::JUMP, Relaxed);
         self.jump.replace(std::ptr::null_mut())
     }
 
@@ -181,11 +237,25 @@ impl Thread {
         unsafe { self.outside.get().as_ref() }
     }
 
+    /// Whether the thread is in a call outside about this: the caller is in a signal handler above it.
+    pub fn is_inside(&self, about: *const ()) -> bool {
+        let mut place = self.outside();
+        while let Some(call) = place {
+            if call.about == about {
+                return true;
+            }
+            // SAFETY: as in `outside`.
+            place = unsafe { call.before.as_ref() };
+        }
+        false
+    }
+
     /// What [`Self::step_out`] needs, in the caller's frame.
     #[inline]
-    pub fn about_to_step_out(&self) -> Outside {
+    pub fn about_to_step_out(&self, about: *const ()) -> Outside {
         Outside {
             before: self.outside.get(),
+            about,
             depth: self.depth.get(),
             base: self.base.get(),
             landing: Cell::new(0),

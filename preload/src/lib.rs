@@ -10,6 +10,7 @@ mod jump;
 mod load;
 mod process;
 mod ready;
+mod signals;
 mod socket;
 mod syscall;
 mod variadic;

@@ -30,9 +30,14 @@ pub fn within<R>(call: impl FnOnce() -> R) -> R {
 }
 
 /// Makes a call of libc's that may block, and has no destructor; a jump may leave it. EINTR then, and where the thread is on its way
-/// out already. Not inlined: see `calls` on destructors.
-#[inline(never)]
+/// out already.
 pub fn outside<R: Failure, F: FnOnce() -> R>(call: F) -> R {
+    outside_about(std::ptr::null(), call)
+}
+
+/// [`outside`], with what the call is about. Not inlined: see `calls` on destructors.
+#[inline(never)]
+fn outside_about<R: Failure, F: FnOnce() -> R>(about: *const (), call: F) -> R {
     /// Also where `pthread_cancel` ends the thread in the call.
     struct Inside<'a>(&'a thread::Outside);
     impl Drop for Inside<'_> {
@@ -49,7 +54,7 @@ pub fn outside<R: Failure, F: FnOnce() -> R>(call: F) -> R {
         return R::FAILURE;
     }
     thread.begin();
-    let place = thread.about_to_step_out();
+    let place = thread.about_to_step_out(about);
     let mut job = Job {
         call: ManuallyDrop::new(call),
         result: MaybeUninit::uninit(),
@@ -71,9 +76,18 @@ pub fn outside<R: Failure, F: FnOnce() -> R>(call: F) -> R {
 }
 
 /// Makes a call that can block; `leave` undoes what precedes it if `pthread_cancel` ends the thread in there. A jump out of a
-/// signal handler leaves it with EINTR. Not inlined: see `calls` on destructors.
-#[inline(never)]
+/// signal handler leaves it with EINTR.
 pub fn or_if_cancelled<R: Failure>(call: impl FnOnce() -> R, leave: impl FnOnce()) -> R {
+    about_or_if_cancelled(std::ptr::null(), call, leave)
+}
+
+/// [`or_if_cancelled`], with what the call is about (`Thread::is_inside`). Not inlined: see `calls` on destructors.
+#[inline(never)]
+pub fn about_or_if_cancelled<R: Failure>(
+    about: *const (),
+    call: impl FnOnce() -> R,
+    leave: impl FnOnce(),
+) -> R {
     struct Unwound<F: FnOnce()>(Option<F>);
     impl<F: FnOnce()> Drop for Unwound<F> {
         fn drop(&mut self) {
@@ -83,7 +97,7 @@ pub fn or_if_cancelled<R: Failure>(call: impl FnOnce() -> R, leave: impl FnOnce(
         }
     }
     let mut unwound = Unwound(Some(leave));
-    let result = outside(call);
+    let result = outside_about(about, call);
     unwound.0 = None;
     result
 }
@@ -102,7 +116,10 @@ unsafe extern "C-unwind" fn run<R: Failure, F: FnOnce() -> R>(job: *mut c_void) 
     let call = unsafe { ManuallyDrop::take(&mut job.call) };
     let thread = thread::current();
     thread.step_out(job.place);
-    // From here on a jump does not come back. One that waits already came before.
+    // From here on a jump does not come back, and a handler does not wait. What waits already came before.
+    if thread.is_due() {
+        thread.let_signals_in();
+    }
     let result = if thread.is_leaving() {
         errno::set(libc::EINTR);
         R::FAILURE

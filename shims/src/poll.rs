@@ -88,8 +88,7 @@ fn poll_slow(
     let mut spun = false;
     let mut is_last = deadline.is_zero();
     loop {
-        // What is ours to say, and what the kernel says.
-        let ours = evaluate(set, &tokens);
+        // What the kernel is to say, and what is ours to say. In this order: what becomes ours in between is seen to have moved.
         copy.clear();
         copy.extend(set.iter().zip(&tokens).map(|(p, token)| {
             let is_kernels = !is_watched(p.fd) && table::token(p.fd) == *token;
@@ -99,6 +98,7 @@ fn poll_slow(
                 revents: 0,
             }
         }));
+        let ours = evaluate(set, &tokens);
         let n = copy.len() as nfds_t;
         let spin = if spun { 0 } else { SPINNER.bound() };
         if ours > 0 || is_last || spin > 0 {
@@ -108,9 +108,10 @@ fn poll_slow(
                     return r;
                 }
             }
-            let ready = merge(set, &copy);
-            if ready > 0 || is_last {
-                return ready;
+            match merge(set, &copy, &tokens) {
+                None => continue,
+                Some(ready) if ready > 0 || is_last => return ready,
+                Some(_) => {}
             }
             spun = true;
             if SPINNER.spin(spin, || evaluate(set, &tokens) > 0) {
@@ -125,11 +126,17 @@ fn poll_slow(
                 Timeout::Forever => Timeout::Ns(1_000_000),
             };
             let r = real(copy.as_mut_ptr(), n, step);
-            if r != 0 || deadline.is_over() {
-                return if r < 0 { r } else { merge(set, &copy) };
+            if r < 0 {
+                return r;
+            }
+            if r > 0
+                && let Some(ready) = merge(set, &copy, &tokens)
+            {
+                return ready;
             }
             look_up(set, &mut tokens);
             spun = false;
+            is_last = deadline.is_over();
             continue;
         };
         let _lease = Lease(waiter);
@@ -155,15 +162,8 @@ fn poll_slow(
         if evaluate(set, &tokens) > 0 {
             continue;
         }
-        // A socket that became ours meanwhile is not among the sleepers, and one that went back to the kernel not in the
-        // copy; what has got a number meanwhile is to be in neither.
-        let is_misplaced = |p: &pollfd, c: &pollfd, token: &Token| {
-            let is_same = table::token(p.fd) == *token;
-            let is_ours = is_watched(p.fd);
-            c.fd >= 0 && (is_ours || !is_same) || c.fd < 0 && is_same && !is_ours
-        };
         let mut entries = set.iter().zip(&copy).zip(&tokens);
-        if entries.any(|((p, c), token)| p.fd >= 0 && is_misplaced(p, c, token)) {
+        if entries.any(|((p, c), token)| has_moved(p, c, *token)) {
             spun = false;
             continue;
         }
@@ -194,8 +194,9 @@ fn poll_slow(
             let is_same = |(p, token): (&pollfd, &Token)| table::token(p.fd) == *token;
             if set.iter().zip(&tokens).all(is_same) {
                 evaluate(set, &tokens);
-                let ready = merge(set, &copy);
-                if ready > 0 || is_over {
+                if let Some(ready) = merge(set, &copy, &tokens)
+                    && (ready > 0 || is_over)
+                {
                     return ready;
                 }
             }
@@ -313,17 +314,29 @@ fn evaluate(set: &mut [pollfd], tokens: &[Token]) -> c_int {
     ready
 }
 
-/// Adds what the kernel said; gives how many are ready. What it said of a socket that is ours by
-/// now does not count.
-fn merge(set: &mut [pollfd], kernel: &[pollfd]) -> c_int {
+/// Whether an entry is not where the kernel's array has it: a socket that became ours is not the kernel's to report on, and one
+/// that went back is; what has got a number since the call began is in neither.
+fn has_moved(entry: &pollfd, kernel: &pollfd, token: Token) -> bool {
+    let is_same = table::token(entry.fd) == token;
+    let is_ours = is_watched(entry.fd);
+    entry.fd >= 0
+        && (kernel.fd >= 0 && (is_ours || !is_same) || kernel.fd < 0 && is_same && !is_ours)
+}
+
+/// Adds what the kernel said; gives how many are ready. `None` if one of them has moved meanwhile, of which nobody has been asked
+/// who could know.
+fn merge(set: &mut [pollfd], kernel: &[pollfd], tokens: &[Token]) -> Option<c_int> {
     let mut ready = 0;
-    for (p, k) in set.iter_mut().zip(kernel) {
-        if k.fd >= 0 && !is_watched(p.fd) {
+    for ((p, k), token) in set.iter_mut().zip(kernel).zip(tokens) {
+        if has_moved(p, k, *token) {
+            return None;
+        }
+        if k.fd >= 0 {
             p.revents |= k.revents;
         }
         ready += c_int::from(p.revents != 0);
     }
-    ready
+    Some(ready)
 }
 
 /// What the kernel makes of a count of select(): numbers beyond its table of this process's files do not count, and the

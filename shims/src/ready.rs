@@ -145,7 +145,11 @@ fn arm_data(socket: &'static Socket, consumer: &mut Consumer, bits: u32) -> bool
 /// The sending direction; as `readable`.
 pub fn writable(socket: &'static Socket, arm: Arm) -> u32 {
     if socket.tx_mode.load(Acquire) == mode::MARKED && !promote::flush(socket) {
-        return 0;
+        return if crate::tx::is_above_own_send(socket) {
+            kernel(socket, PollFlags::OUT | PollFlags::WRNORM) & (OUT | HUP | ERR)
+        } else {
+            0
+        };
     }
     let Some(mut tx) = socket.tx.lock() else {
         return 0;

@@ -19,7 +19,7 @@ use core::sync::atomic::{AtomicPtr, Ordering};
 use libc::{
     FILE, aiocb, c_char, c_int, c_long, c_uint, c_ulong, c_void, epoll_event, fd_set, iovec,
     mmsghdr, msghdr, nfds_t, off_t, pid_t, pollfd, posix_spawn_file_actions_t, posix_spawnattr_t,
-    sigevent, sigset_t, size_t, sockaddr, socklen_t, ssize_t, timespec, timeval,
+    sigevent, sighandler_t, sigset_t, size_t, sockaddr, socklen_t, ssize_t, timespec, timeval,
 };
 
 /// One symbol of libc, looked up at first use and kept.
@@ -74,6 +74,11 @@ impl Failure for c_long {
 
 impl Failure for ssize_t {
     const FAILURE: Self = -1;
+}
+
+impl Failure for sighandler_t {
+    // SIG_ERR
+    const FAILURE: Self = usize::MAX;
 }
 
 impl<T> Failure for *mut T {
@@ -176,6 +181,14 @@ macro_rules! functions {
 pub type SeccompFn = unsafe extern "C" fn(c_uint, c_uint, *mut c_void) -> c_int;
 
 functions! {
+    // Signals.
+
+    /// `sigaction(signal, new action, old action)`
+    SigactionFn = (c_int, *const libc::sigaction, *mut libc::sigaction) -> c_int: sigaction, __sigaction;
+    /// `signal(signal, handler)`, and its kin
+    SignalFn = (c_int, sighandler_t) -> sighandler_t:
+        signal, bsd_signal, ssignal, sigset, sysv_signal, __sysv_signal;
+
     // Bytes in and out.
 
     /// `read(fd, buf, len)`

@@ -51,6 +51,7 @@ use rdmasock_core::wire::{LinkAddress, LinkOffer, ShmName};
 use rustix::event::epoll as kernel;
 use rustix::io::Errno;
 
+use crate::ending;
 use crate::jump;
 use crate::library::Library;
 use crate::link::Link;
@@ -144,14 +145,15 @@ impl Service {
         }
         let errno = crate::errno::get();
         let blocked = SignalsBlocked::new();
+        let mask = blocked.0;
         let spawned = std::thread::Builder::new()
             .name("rdmasock".into())
             .stack_size(512 * 1024)
-            .spawn(|| {
+            .spawn(move || {
                 let own = &Library::get().service;
                 let id = rustix::thread::gettid().as_raw_nonzero().get();
                 own.thread.store(id, SeqCst);
-                if let Some(mut worker) = Worker::new() {
+                if let Some(mut worker) = Worker::new(mask) {
                     worker.run();
                 }
             });
@@ -378,6 +380,8 @@ struct Worker {
     tended: u32,
     /// When it is next seen whether links to other hosts still work, ns; 0: nothing is under way on any.
     watch_at: u64,
+    /// Whether the process is at its end but for this thread.
+    ending: ending::Watch,
     /// Requests of fork children seen so far.
     requests: u32,
     /// Commands that were taken over and are not carried out yet.
@@ -387,7 +391,7 @@ struct Worker {
 }
 
 impl Worker {
-    fn new() -> Option<Self> {
+    fn new(mask: libc::sigset_t) -> Option<Self> {
         let library = Library::get();
         let worker = Self {
             library,
@@ -423,6 +427,7 @@ impl Worker {
             tend_at: 0,
             tended: 0,
             watch_at: 0,
+            ending: ending::Watch::new(mask),
             requests: crate::fork::requests(),
             commands: VecDeque::new(),
             events: VecDeque::new(),
@@ -533,6 +538,7 @@ impl Worker {
         let tend = (self.tend_at != 0).then_some(self.tend_at);
         let watch = (self.watch_at != 0).then_some(self.watch_at);
         let bury = (self.bury_at != 0).then_some(self.bury_at);
+        let alone = (self.ending.at != 0).then_some(self.ending.at);
         let held = (self.held_until != 0).then_some(self.held_until);
         let pressed = self.pressed.iter().map(|p| p.deadline);
         let unmarked = self.unmarked.iter().map(|u| u.deadline);
@@ -557,6 +563,7 @@ impl Worker {
             .chain(self.control.next_timeout())
             .chain(self.hosts.next_timeout())
             .chain(held)
+            .chain(alone)
             .min()
             .map(|at| at.saturating_sub(now))
     }
@@ -580,6 +587,7 @@ impl Worker {
         self.look_for_readers(now);
         self.control_on_time(now);
         self.hosts_on_time(now);
+        self.ending.on_time(now);
         if self.held_until != 0 && now >= self.held_until {
             self.held_until = 0;
             self.service.holding.store(false, SeqCst);

@@ -320,6 +320,22 @@ impl Socket {
         unsafe { self.listener.swap(std::ptr::null_mut(), Relaxed).as_ref() }
     }
 
+    /// One more object. The caller holds FREE's lock: nobody else hands out slots. Not inlined: a whole object is on the stack
+    /// here, which is not to be so in each call that gets one.
+    #[cold]
+    #[inline(never)]
+    fn make() -> Option<&'static Self> {
+        let slot = SLOTS.load(Relaxed);
+        if slot as usize >= MAX_SOCKETS {
+            return None;
+        }
+        let fresh: &'static Socket = Box::leak(Box::new(Socket::new(slot)));
+        ALL.get(slot as usize)?
+            .store(std::ptr::from_ref(fresh).cast_mut(), Release);
+        SLOTS.store(slot + 1, Release);
+        Some(fresh)
+    }
+
     fn new(slot: u32) -> Self {
         Self {
             tx_mode: AtomicU8::new(mode::TCP),
@@ -373,18 +389,7 @@ impl Socket {
         let mut free = FREE.lock()?;
         let socket = match free.pop() {
             Some(s) => s,
-            None => {
-                let slot = SLOTS.load(Relaxed);
-                if slot as usize >= MAX_SOCKETS {
-                    return None;
-                }
-                // Under FREE's lock nobody else hands out slots.
-                let fresh: &'static Socket = Box::leak(Box::new(Socket::new(slot)));
-                ALL.get(slot as usize)?
-                    .store(std::ptr::from_ref(fresh).cast_mut(), Release);
-                SLOTS.store(slot + 1, Release);
-                fresh
-            }
+            None => Self::make()?,
         };
         drop(free);
         socket.renew();

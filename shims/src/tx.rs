@@ -23,7 +23,7 @@ use rdmasock_core::thread;
 use crate::call::{Began, Call, Direction, Place};
 use crate::errno;
 use crate::iov::Iov;
-use crate::jump::or_if_cancelled;
+use crate::jump::about_or_if_cancelled;
 use crate::jump::{outside, within};
 use crate::library::Library;
 use crate::lifecycle::{self, on_its_file};
@@ -86,12 +86,24 @@ unsafe fn begin_anew(
 /// The kernel's call on a plain direction, which the caller has entered.
 #[inline]
 fn plain(socket: &'static Socket, real: impl FnOnce() -> ssize_t) -> ssize_t {
-    let n = or_if_cancelled(real, || leave(socket));
+    let n = about_or_if_cancelled(about(socket), real, || leave(socket));
     if n > 0 {
         account(socket, n as u64);
     }
     leave(socket);
     n
+}
+
+/// How a thread knows that it is in the kernel's send on this socket.
+fn about(socket: &'static Socket) -> *const () {
+    (&raw const socket.tx_inside).cast()
+}
+
+/// Whether this is a signal handler above the kernel's send on this very socket. A marker waits for that call, which waits for
+/// the handler: until then nothing of it goes, and what the handler sends may go before it.
+#[cold]
+pub fn is_above_own_send(socket: &'static Socket) -> bool {
+    thread::current().is_inside(about(socket))
 }
 
 /// A call is back from the kernel's send.
@@ -167,6 +179,8 @@ enum Step {
     Again,
     /// The kernel's own call.
     Kernel,
+    /// The same, ahead of a marker ([`is_above_own_send`]).
+    Ahead,
     /// The connection is not this call's ([`Place`]).
     Elsewhere(Place),
     /// No room.
@@ -223,6 +237,14 @@ unsafe fn send_slow(
                 lifecycle::look_again(socket, call.fd);
                 return errno::after(sent, libc::EBADF);
             }
+            Step::Ahead => {
+                let went = on_its_file(&call, |fd| outside(|| real(fd)));
+                let n = went.unwrap_or_else(|| errno::fail(libc::EBADF));
+                if n > 0 {
+                    account(socket, n as u64);
+                }
+                return n;
+            }
             Step::Kernel => {
                 if sent > 0 {
                     return sent as ssize_t;
@@ -274,6 +296,9 @@ unsafe fn step(call: &mut Call, iov: &mut Iov, flags: c_int) -> Step {
         }
         if within(|| promote::flush(socket)) {
             return Step::Again;
+        }
+        if is_above_own_send(socket) {
+            return Step::Ahead;
         }
         // Where the number is another's nobody will say that there is room.
         return match call.place_now() {

@@ -1,4 +1,4 @@
-//! Plays a scenario: two processes, in one of four modes, and compares their transcripts.
+//! Plays a scenario: two processes, in one of six modes, and compares their transcripts.
 //!
 //! It runs without the library and knows no scenario; `tests/differential.rs` makes the matrix, and
 //! `tests/environment_matrix.rs` that of scenarios and environments.
@@ -36,6 +36,10 @@ pub enum Mode {
     Client,
     /// The server only.
     Server,
+    /// None, in a storm of signals (`storm`).
+    KernelStorm,
+    /// Both, in such a storm.
+    Storm,
 }
 
 impl Mode {
@@ -49,14 +53,26 @@ impl Mode {
             Self::Both => "both",
             Self::Client => "client",
             Self::Server => "server",
+            Self::KernelStorm => "kernel-storm",
+            Self::Storm => "storm",
         }
+    }
+
+    /// Whether neither side has the library.
+    pub fn is_plain(self) -> bool {
+        matches!(self, Self::Kernel | Self::KernelStorm)
+    }
+
+    /// Whether the timer of `storm` fires.
+    pub fn storms(self) -> bool {
+        matches!(self, Self::KernelStorm | Self::Storm)
     }
 
     /// Whether `side` has the library.
     pub fn preloads(self, side: Side) -> bool {
         match self {
-            Self::Kernel => false,
-            Self::Both => true,
+            Self::Kernel | Self::KernelStorm => false,
+            Self::Both | Self::Storm => true,
             Self::Client => side == Side::Client,
             Self::Server => side == Side::Server,
         }
@@ -245,8 +261,11 @@ impl Running {
             .stdout(output()?)
             .stderr(output()?)
             .process_group(0);
-        if mode != Mode::Kernel && scenario.warms_up {
+        if !mode.is_plain() && scenario.warms_up {
             command.arg("--observed");
+        }
+        if mode.storms() {
+            command.arg("--storm");
         }
         if library.is_some() {
             // Soon, so that a scenario need not go on for long.
@@ -344,7 +363,7 @@ pub fn play_in(
             client.has_ended()?;
             break;
         }
-        if mode != Mode::Kernel && seen.is_none() && dir.join(WARM).exists() {
+        if !mode.is_plain() && seen.is_none() && dir.join(WARM).exists() {
             seen = Some(match environment.map(|e| e.outcome) {
                 Some(environment::Outcome::Plain(reason)) => {
                     watch_plain(paths, reason, &server, &client)
@@ -367,7 +386,7 @@ pub fn play_in(
             bail!("{}", describe(&outcome));
         }
     }
-    if mode != Mode::Kernel && scenario.warms_up {
+    if !mode.is_plain() && scenario.warms_up {
         seen.ok_or_else(|| anyhow!("the scenario never warmed up"))??;
     }
     Ok(outcome)
@@ -380,12 +399,14 @@ fn watch(paths: &Paths, mode: Mode, server: &Running, client: &Running) -> Resul
             .ok_or_else(|| anyhow!("the {} is not among the instances", r.side.name()))
     };
     let end = Instant::now() + PROMOTION_LIMIT;
-    if mode == Mode::Both {
+    if matches!(mode, Mode::Both | Mode::Storm) {
+        // The storm has a connection of its own.
+        let others = usize::from(mode.storms());
         loop {
             let (s, c) = (ask(server), ask(client));
             if let (Ok(s), Ok(c)) = (&s, &c)
-                && s.on_link > 0
-                && c.on_link > 0
+                && s.on_link > others
+                && c.on_link > others
             {
                 return Ok(());
             }

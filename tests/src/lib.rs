@@ -24,3 +24,4 @@ pub mod observe;
 pub mod pair;
 pub mod remote;
 pub mod scenarios;
+pub mod storm;

@@ -268,15 +268,20 @@ pub fn recv_to_end(fd: c_int) -> (Ret, Vec<u8>) {
     }
 }
 
-/// poll() on one fd; gives the events that came (0 on a time-out). `timeout_ms` -1 is for ever.
+/// poll() on one fd; gives the events that came (0 on a time-out). `timeout_ms` -1 is for ever. A signal begins it anew.
 pub fn poll_one(fd: c_int, events: i16, timeout_ms: c_int) -> i16 {
     let mut p = libc::pollfd {
         fd,
         events,
         revents: 0,
     };
-    call!(libc::poll(&mut p, 1, timeout_ms)).ok();
-    p.revents
+    loop {
+        let ready = call!(libc::poll(&mut p, 1, timeout_ms));
+        if !ready.is(libc::EINTR) {
+            ready.ok();
+            return p.revents;
+        }
+    }
 }
 
 /// Waits, at most 10 s, until poll() reports any of `events` (or an error) for `fd`.

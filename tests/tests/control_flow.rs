@@ -54,6 +54,42 @@ const PROGRAMS: &[Program] = &[
         name: "jump",
         arguments: &["3000"],
     },
+    Program {
+        name: "same",
+        arguments: &["20000"],
+    },
+    Program {
+        name: "stack",
+        arguments: &["200"],
+    },
+    Program {
+        name: "installed",
+        arguments: &["5000"],
+    },
+    Program {
+        name: "last_thread",
+        arguments: &["50", "exit"],
+    },
+    Program {
+        name: "last_thread",
+        arguments: &["50", "late"],
+    },
+    Program {
+        name: "last_thread",
+        arguments: &["50", "cancel"],
+    },
+    Program {
+        name: "last_thread",
+        arguments: &["50", "alone"],
+    },
+    Program {
+        name: "last_thread",
+        arguments: &["50", "unconnected"],
+    },
+    Program {
+        name: "last_thread",
+        arguments: &["50", "child"],
+    },
 ];
 
 fn main() -> ExitCode {
@@ -80,7 +116,11 @@ fn main() -> ExitCode {
             trials.push(Trial::test(title, move || run(&paths, program, with)));
         }
     }
-    trials.push(Trial::test("link/fork_holds", move || fork_holds(&paths)));
+    let shared = Arc::clone(&paths);
+    trials.push(Trial::test("link/fork_holds", move || fork_holds(&shared)));
+    trials.push(Trial::test("link/last_thread_is_promoted", move || {
+        promoted_without_main(&paths)
+    }));
     libtest_mimic::run(&args, trials).exit_code()
 }
 
@@ -94,7 +134,9 @@ fn compile(name: &str) -> Result<PathBuf, String> {
     }
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("c/{name}.c"));
     let output = Command::new("cc")
-        .args(["-O1", "-g", "-Wall", "-Werror", "-pthread", "-o"])
+        .args(["-O1", "-g", "-Wall", "-Werror", "-pthread"])
+        // The dynamic linker's own work at a first call would count as the call's.
+        .args(["-Wl,-z,now", "-o"])
         .args([&program, &source])
         .output()
         .map_err(|e| format!("cc (Debian: apt install gcc libc6-dev): {e}"))?;
@@ -198,6 +240,24 @@ fn fork_holds(paths: &Paths) -> Result<(), Failed> {
     assert_eq!(next()?, "done");
     drop(input);
     running.end().map(drop)
+}
+
+/// A connection that is made when the main thread has ended is moved like any other, and `rdmasock stat` shows it.
+fn promoted_without_main(paths: &Paths) -> Result<(), Failed> {
+    let mut running = Running::start(paths, "last_thread", &["1000000", "late"], With::Soon)?;
+    let pid = loop {
+        if let Ok(pid) = child_of(running.0.id()) {
+            break pid;
+        }
+    };
+    // It is not there yet, or not yet shown.
+    while on_link(paths, pid).unwrap_or(0) == 0 {
+        std::thread::sleep(std::time::Duration::from_millis(5));
+        if running.0.try_wait()?.is_some() {
+            return Err("it ended without being promoted".into());
+        }
+    }
+    Ok(())
 }
 
 fn child_of(parent: u32) -> Result<u32, Failed> {

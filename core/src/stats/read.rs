@@ -439,8 +439,8 @@ pub fn instances() -> io::Result<Vec<Process>> {
 /// No such process, no permission to look at it, or a page that cannot be read.
 pub fn instance_of(pid: u32) -> Result<Option<Process>, ReadError> {
     let link_text = format!("/memfd:{MEMFD_NAME}");
-    let links: Vec<PathBuf> = fs::read_dir(format!("/proc/{pid}/fd"))?
-        .filter_map(|entry| Some(entry.ok()?.path()))
+    let links: Vec<PathBuf> = descriptors(pid)?
+        .into_iter()
         .filter(|path| {
             fs::read_link(path).is_ok_and(|to| {
                 let to = to.to_string_lossy();
@@ -465,6 +465,24 @@ pub fn instance_of(pid: u32) -> Result<Option<Process>, ReadError> {
         }
     }
     failure.map_or(Ok(None), Err)
+}
+
+/// The links to what a process has open. A main thread that has ended before the others has none: theirs are those of the process.
+fn descriptors(pid: u32) -> io::Result<Vec<PathBuf>> {
+    let list = |of: PathBuf| -> io::Result<Vec<PathBuf>> {
+        let entries = fs::read_dir(of)?;
+        Ok(entries.filter_map(|e| Some(e.ok()?.path())).collect())
+    };
+    let own = list(format!("/proc/{pid}/fd").into())?;
+    if !own.is_empty() {
+        return Ok(own);
+    }
+    let threads = list(format!("/proc/{pid}/task").into())?;
+    let theirs = threads.into_iter().filter_map(|t| list(t.join("fd")).ok());
+    Ok(theirs
+        .into_iter()
+        .find(|l| !l.is_empty())
+        .unwrap_or_default())
 }
 
 /// Real uid of a process, and its pid in its own (innermost) pid namespace.

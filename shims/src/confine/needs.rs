@@ -64,6 +64,7 @@ const ANY: &[c_long] = &[
     libc::SYS_rseq,
     libc::SYS_rt_sigaction,
     libc::SYS_rt_sigprocmask,
+    libc::SYS_rt_tgsigqueueinfo,
     libc::SYS_sched_getaffinity,
     libc::SYS_sched_yield,
     libc::SYS_sendmsg,
@@ -74,6 +75,7 @@ const ANY: &[c_long] = &[
     libc::SYS_sigaltstack,
     libc::SYS_socketpair,
     libc::SYS_statx,
+    libc::SYS_tgkill,
     libc::SYS_write,
     libc::SYS_writev,
 ];

@@ -16,7 +16,8 @@ use crate::socket::mode;
 /// A worker beside which no service thread runs.
 pub(super) fn worker() -> Worker {
     without_thread();
-    Worker::new().unwrap()
+    // SAFETY: a set of no signals.
+    Worker::new(unsafe { std::mem::zeroed() }).unwrap()
 }
 
 /// What is submitted stays in the queue.

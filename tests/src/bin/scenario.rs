@@ -12,6 +12,7 @@ use rdmasock_tests::ctx::{Ctx, Side};
 use rdmasock_tests::environment;
 use rdmasock_tests::harness::{self, Mode, Paths};
 use rdmasock_tests::scenarios::{self, Scenario, helper};
+use rdmasock_tests::storm;
 
 /// Plays a scenario of the differential suite.
 #[derive(Parser)]
@@ -34,6 +35,9 @@ struct Args {
     /// The same for when its listener listens, or before it connects.
     #[arg(long)]
     enter_listening: Vec<String>,
+    /// In a storm of signals.
+    #[arg(long)]
+    storm: bool,
     /// Which sides get the library, when both are played.
     #[arg(long, value_enum, default_value = "kernel")]
     mode: Mode,
@@ -73,7 +77,11 @@ fn main() -> ExitCode {
                 environment::enter(word).ok();
             }
             ctx.when_listening = args.enter_listening;
+            if args.storm {
+                storm::begin();
+            }
             (chosen[0].run)(&ctx);
+            assert!(!args.storm || storm::has_blown(), "no signal has come");
             ExitCode::SUCCESS
         }
         _ => both(&chosen, &args),

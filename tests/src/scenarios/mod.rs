@@ -109,7 +109,89 @@ pub fn all() -> Vec<Scenario> {
     all.extend(
         (0..unseen::WAYS).map(|n| Scenario::numbered("unseen_close", n, unseen::close, false)),
     );
+    for scenario in all.iter_mut().filter(|s| fits_a_storm(s)) {
+        scenario.modes = if scenario.modes.len() == Mode::ALL.len() {
+            &[
+                Mode::Kernel,
+                Mode::Both,
+                Mode::Client,
+                Mode::Server,
+                Mode::Storm,
+            ]
+        } else {
+            &[Mode::Kernel, Mode::Both, Mode::Storm]
+        };
+    }
     all
+}
+
+/// Families whose outcome depends on signals or on times.
+const WITHOUT_STORM: [&str; 3] = ["identity_", "signals_", "timing_"];
+/// Scenarios whose outcome does on kernel TCP too, mostly by EINTR of poll, select and epoll_wait, which is never restarted; or
+/// that end before the first signal comes, or close the storm's own descriptors.
+const NOT_IN_A_STORM: &[&str] = &[
+    "calls_bad_fds",
+    "calls_not_sockets",
+    "connect_accept_flags",
+    "connect_closed_before_accept",
+    "connect_errors",
+    "connect_full_backlog",
+    "connect_nonblocking",
+    "connect_refused",
+    "connect_refused_nonblocking",
+    "connect_reset_before_accept",
+    "echo_reuseport",
+    "echo_short",
+    "echo_udp_untouched",
+    "echo_unix_untouched",
+    "epoll_blocking_reads",
+    "epoll_counted_reads",
+    "epoll_edge",
+    "epoll_hangups",
+    "epoll_level",
+    "epoll_more_added_while_waiting",
+    "epoll_more_loop_edge",
+    "epoll_more_loop_level",
+    "epoll_more_mixed",
+    "epoll_more_nested",
+    "epoll_more_pwait2",
+    "epoll_more_shared_with_child",
+    "epoll_more_two_sleepers",
+    "epoll_oneshot",
+    "epoll_short_reads",
+    "fds_close_everything",
+    "fds_close_range",
+    "fds_close_range_under_use",
+    "fds_limit",
+    "flags_held_back",
+    "flags_rcvlowat",
+    "flags_rcvlowat_of_listener",
+    "flags_waitall",
+    "flags_waitall_cut",
+    "numbers_more_sockets",
+    "numbers_sets",
+    "numbers_waits",
+    "poll_as_many_as_the_limit",
+    "poll_listener",
+    "poll_odd_fds",
+    "poll_ppoll",
+    "poll_select",
+    "poll_select_all",
+    "poll_select_errors",
+    "poll_two_connections",
+    "threads_cancel",
+    "threads_cancel_pollers",
+    "threads_cancel_sender_early",
+    "threads_close_does_not_wake",
+    "threads_shutdown_wakes_pollers",
+];
+
+/// Whether a scenario says the same in a storm of signals (`storm`).
+fn fits_a_storm(scenario: &Scenario) -> bool {
+    // Of a family that differs by a number some are enough.
+    scenario.param.is_multiple_of(8)
+        && !NOT_IN_A_STORM.contains(&scenario.name.as_str())
+        && !WITHOUT_STORM.iter().any(|f| scenario.name.starts_with(f))
 }
 
 /// Undoes what Rust's start-up changes: SIGPIPE is at its default again. Raises the soft limit

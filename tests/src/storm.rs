@@ -1,0 +1,495 @@
+//! A storm of signals over a scenario: a fast timer whose handler makes each call that may be made in a handler
+//! (signal-safety(7)) and that the library hooks, on connections and files of its own, above whatever the scenario is at, its
+//! allocations too. Each of them has to do what it does anywhere; what is wrong is said on standard error, which is
+//! compared.
+//!
+//! The timer's signal goes to the process, so to its main thread as a rule; every other time the handler sends it on to
+//! the next of its threads. A child has no timer, nor has what is executed.
+
+use std::sync::atomic::{
+    AtomicBool, AtomicI32, AtomicPtr, AtomicU32,
+    Ordering::{AcqRel, Acquire, Relaxed, Release},
+};
+
+use libc::{c_int, c_void};
+use nix::errno::Errno;
+
+use crate::addr::Addr;
+use crate::ctx::OWN_FDS;
+use crate::sys;
+
+/// Of the handler alone.
+const SIGNAL: c_int = libc::SIGPROF;
+const PERIOD_NS: i64 = 700_000;
+/// The handler's descriptors, below those of the scenario's runner.
+const FIRST_FD: c_int = OWN_FDS - 20;
+
+static TICKS: AtomicU32 = AtomicU32::new(0);
+/// One handler at a time: they share connections.
+static IS_BUSY: AtomicBool = AtomicBool::new(false);
+/// A connection to a process that echoes.
+static ECHO: AtomicI32 = AtomicI32::new(-1);
+/// One end of a pair of local sockets, and the other.
+static PAIR: [AtomicI32; 2] = [AtomicI32::new(-1), AtomicI32::new(-1)];
+static LISTENER: AtomicI32 = AtomicI32::new(-1);
+static PORT: AtomicU32 = AtomicU32::new(0);
+/// The handler's epoll set, with the connection in it.
+static SET: AtomicI32 = AtomicI32::new(-1);
+static TASKS: AtomicI32 = AtomicI32::new(-1);
+static TIMER: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
+static PID: AtomicI32 = AtomicI32::new(0);
+
+unsafe extern "C" {
+    // The `fork` of glibc waits for the allocator, so it is not for handlers.
+    fn _Fork() -> libc::pid_t;
+}
+
+/// Begins it, before the process has any other thread.
+pub fn begin() {
+    let port = echo_process();
+    ECHO.store(up(sys::connected(&Addr::v4(port)), 0), Relaxed);
+    let (listener, port) = sys::listener(&Addr::v4(0), 16);
+    LISTENER.store(up(listener, 1), Relaxed);
+    PORT.store(u32::from(port), Relaxed);
+    let mut pair = [0; 2];
+    call!(libc::socketpair(
+        libc::AF_UNIX,
+        libc::SOCK_STREAM,
+        0,
+        pair.as_mut_ptr()
+    ))
+    .ok();
+    for (at, fd) in pair.into_iter().enumerate() {
+        PAIR[at].store(up(fd, 2 + at as c_int), Relaxed);
+    }
+    let set = call!(libc::epoll_create1(0)).ok();
+    let set = up(set, 4);
+    let mut event = libc::epoll_event {
+        events: libc::EPOLLIN as u32,
+        u64: 17,
+    };
+    call!(libc::epoll_ctl(
+        set,
+        libc::EPOLL_CTL_ADD,
+        ECHO.load(Relaxed),
+        &mut event
+    ))
+    .ok();
+    SET.store(set, Relaxed);
+    let tasks = call!(libc::open(
+        c"/proc/self/task".as_ptr(),
+        libc::O_RDONLY | libc::O_DIRECTORY
+    ));
+    TASKS.store(up(tasks.ok(), 5), Relaxed);
+    PID.store(call!(libc::getpid()).ok(), Relaxed);
+    sys::on_signal(SIGNAL, on_timer, true);
+    let mut event: libc::sigevent = sys::zeroed();
+    event.sigev_notify = libc::SIGEV_SIGNAL;
+    event.sigev_signo = SIGNAL;
+    let mut timer = std::ptr::null_mut();
+    call!(libc::timer_create(
+        libc::CLOCK_MONOTONIC,
+        &mut event,
+        &mut timer
+    ))
+    .ok();
+    TIMER.store(timer, Relaxed);
+    soon();
+}
+
+/// The next signal, from now on: as long as a handler may take, what it interrupts gets on.
+fn soon() {
+    let mut next: libc::itimerspec = sys::zeroed();
+    next.it_value.tv_nsec = PERIOD_NS;
+    // SAFETY: the timer of this process, and a live local.
+    unsafe {
+        libc::timer_settime(
+            TIMER.load(Relaxed),
+            0,
+            &raw const next,
+            std::ptr::null_mut(),
+        )
+    };
+}
+
+/// Gives a descriptor one of the handler's numbers.
+fn up(fd: c_int, at: c_int) -> c_int {
+    let high = call!(libc::dup3(fd, FIRST_FD + at, libc::O_CLOEXEC)).ok();
+    sys::close(fd).ok();
+    high
+}
+
+/// A process that echoes what one connection brings, and is nobody's child; gives its port.
+fn echo_process() -> u16 {
+    let mut pipe = [0; 2];
+    call!(libc::pipe(pipe.as_mut_ptr())).ok();
+    let child = sys::fork_child(|| {
+        sys::fork_child(|| {
+            let (listener, port) = sys::listener(&Addr::v4(0), 1);
+            sys::write(pipe[1], &port.to_ne_bytes());
+            let fd = sys::accept4(listener, 0).ok();
+            let mut buf = [0; 64];
+            loop {
+                let n = sys::recv(fd, &mut buf, 0).value;
+                if n <= 0 {
+                    return 0;
+                }
+                sys::send_all(fd, &buf[..n as usize]);
+            }
+        });
+        0
+    });
+    assert_eq!(sys::wait_child(child), 0);
+    let mut port = [0; 2];
+    assert_eq!(sys::read(pipe[0], &mut port).value, 2);
+    for fd in pipe {
+        sys::close(fd).ok();
+    }
+    u16::from_ne_bytes(port)
+}
+
+/// Says what is not so. Nothing else is sure to be seen that is done in a handler.
+fn so(is_so: bool, what: &str) {
+    if !is_so {
+        let errno = Errno::last_raw();
+        let digits = [
+            b'0' + (errno / 100 % 10) as u8,
+            b'0' + (errno / 10 % 10) as u8,
+            b'0' + (errno % 10) as u8,
+        ];
+        for part in [
+            b"in the handler: ".as_slice(),
+            what.as_bytes(),
+            b" (errno ",
+            &digits,
+            b")\n",
+        ] {
+            // SAFETY: live bytes.
+            unsafe { libc::write(2, part.as_ptr().cast(), part.len()) };
+        }
+    }
+}
+
+extern "C" fn on_timer(_: c_int) {
+    let kept = Errno::last_raw();
+    if !IS_BUSY.swap(true, AcqRel) {
+        let tick = TICKS.fetch_add(1, Relaxed);
+        if tick % 2 == 1 {
+            send_on(tick);
+        }
+        // SAFETY: what a handler may do, on what is the handler's.
+        unsafe { each_call(tick) };
+        IS_BUSY.store(false, Release);
+        soon();
+    }
+    Errno::from_raw(kept).set();
+}
+
+/// The next thread of the process is interrupted too.
+fn send_on(tick: u32) {
+    let mut entries = [0u8; 2048];
+    let tasks = TASKS.load(Relaxed);
+    // SAFETY: a buffer of that length, and a thread of this process or none.
+    unsafe {
+        libc::lseek(tasks, 0, libc::SEEK_SET);
+        let len = libc::syscall(
+            libc::SYS_getdents64,
+            tasks,
+            entries.as_mut_ptr(),
+            entries.len(),
+        );
+        let mut chosen = 0;
+        let mut seen = 0;
+        let mut at = 0usize;
+        while at + 19 < len.max(0) as usize {
+            let size = usize::from(u16::from_ne_bytes([entries[at + 16], entries[at + 17]]));
+            let name = &entries[at + 19..at + size];
+            let id = name
+                .iter()
+                .take_while(|byte| byte.is_ascii_digit())
+                .fold(0, |id: i64, byte| id * 10 + i64::from(byte - b'0'));
+            if id != 0 {
+                seen += 1;
+                // Each is the last one seen in some tick.
+                if (tick / 2).is_multiple_of(seen) {
+                    chosen = id;
+                }
+            }
+            at += size.max(1);
+        }
+        if chosen != 0 {
+            libc::syscall(libc::SYS_tgkill, PID.load(Relaxed), chosen, SIGNAL);
+        }
+    }
+}
+
+unsafe fn each_call(tick: u32) {
+    let echo = ECHO.load(Relaxed);
+    // SAFETY: see the single calls.
+    unsafe {
+        match tick % 9 {
+            0 | 1 => byte_on(echo, echo, tick / 9),
+            2 => byte_on(PAIR[0].load(Relaxed), PAIR[1].load(Relaxed), tick / 9),
+            3 => asks(echo),
+            4 => copies(echo, tick / 9),
+            5 => connection(),
+            6 => many(echo),
+            7 => set_of_its_own(echo),
+            _ if tick % 27 == 8 => fork(),
+            _ => file(),
+        }
+    }
+}
+
+/// One byte into `to` and out of `from`, by each call in turn.
+unsafe fn byte_on(to: c_int, from: c_int, how: u32) {
+    let mut out = how as u8;
+    let mut back = 0u8;
+    let mut piece = libc::iovec {
+        iov_base: (&raw mut out).cast(),
+        iov_len: 1,
+    };
+    let mut message: libc::msghdr = sys::zeroed();
+    message.msg_iov = &raw mut piece;
+    message.msg_iovlen = 1;
+    let data: *const c_void = (&raw const out).cast();
+    let flags = libc::MSG_NOSIGNAL;
+    // SAFETY: live bytes, one each.
+    unsafe {
+        let sent = match how % 5 {
+            0 => libc::write(to, data, 1),
+            1 => libc::send(to, data, 1, flags),
+            2 => libc::sendto(to, data, 1, flags, std::ptr::null(), 0),
+            3 => libc::writev(to, &raw const piece, 1),
+            _ => libc::sendmsg(to, &raw const message, flags),
+        };
+        so(sent == 1, "sent");
+        waits(from, how);
+        let into: *mut c_void = (&raw mut back).cast();
+        piece.iov_base = into;
+        let got = match how % 6 {
+            0 => libc::read(from, into, 1),
+            1 => libc::recv(from, into, 1, 0),
+            2 => libc::recvfrom(from, into, 1, 0, std::ptr::null_mut(), std::ptr::null_mut()),
+            3 => libc::recvmsg(from, &raw mut message, 0),
+            4 => libc::readv(from, &raw const piece, 1),
+            _ => libc::recv(from, into, 1, libc::MSG_WAITALL),
+        };
+        so(got == 1, "received");
+        so(back == out, "the byte that was sent");
+    }
+}
+
+/// Signals of the scenario interrupt what waits here, and it waits again.
+fn whatever_interrupts(mut call: impl FnMut() -> c_int) -> c_int {
+    loop {
+        let result = call();
+        if result >= 0 || Errno::last() != Errno::EINTR {
+            return result;
+        }
+    }
+}
+
+/// Until there is something to be read.
+unsafe fn waits(fd: c_int, how: u32) {
+    let mut entry = libc::pollfd {
+        fd,
+        events: libc::POLLIN,
+        revents: 0,
+    };
+    let mut read: libc::fd_set = sys::zeroed();
+    let null = std::ptr::null_mut();
+    // SAFETY: live sets.
+    let ready = whatever_interrupts(|| unsafe {
+        if fd < libc::FD_SETSIZE as c_int {
+            libc::FD_SET(fd, &mut read);
+        }
+        match how % 7 {
+            1 | 2 if fd >= libc::FD_SETSIZE as c_int => 1,
+            0 => libc::poll(&raw mut entry, 1, sys::SOON),
+            1 => libc::select(fd + 1, &raw mut read, null, null, std::ptr::null_mut()),
+            2 => {
+                let null_set = std::ptr::null();
+                libc::pselect(
+                    fd + 1,
+                    &raw mut read,
+                    null,
+                    null,
+                    std::ptr::null(),
+                    null_set,
+                )
+            }
+            3 => libc::ppoll(&raw mut entry, 1, std::ptr::null(), std::ptr::null()),
+            _ => 1,
+        }
+    });
+    so(ready == 1, "readable");
+}
+
+/// What only asks.
+unsafe fn asks(fd: c_int) {
+    let mut value: c_int = 1;
+    let mut len = size_of::<c_int>() as libc::socklen_t;
+    let mut address: libc::sockaddr_in = sys::zeroed();
+    let mut address_len = size_of::<libc::sockaddr_in>() as libc::socklen_t;
+    let at: *mut c_void = (&raw mut value).cast();
+    // SAFETY: live locals of these lengths.
+    unsafe {
+        so(
+            libc::getsockopt(fd, libc::SOL_SOCKET, libc::SO_ERROR, at, &raw mut len) == 0
+                && value == 0,
+            "no error",
+        );
+        so(
+            libc::setsockopt(fd, libc::SOL_SOCKET, libc::SO_KEEPALIVE, at, len) == 0,
+            "an option",
+        );
+        so(libc::fcntl(fd, libc::F_GETFL) >= 0, "flags");
+        let into = (&raw mut address).cast();
+        so(
+            libc::getpeername(fd, into, &raw mut address_len) == 0,
+            "a peer",
+        );
+        so(
+            libc::getsockname(fd, into, &raw mut address_len) == 0,
+            "a name",
+        );
+    }
+}
+
+/// The connection by other numbers.
+unsafe fn copies(fd: c_int, how: u32) {
+    // SAFETY: numbers that are the handler's.
+    unsafe {
+        let copy = libc::dup(fd);
+        so(copy >= 0, "a copy");
+        byte_on(copy, fd, how);
+        so(libc::dup2(fd, copy) == copy, "over itself");
+        byte_on(fd, copy, how + 1);
+        so(libc::close(copy) == 0, "closed");
+        let copy = libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, FIRST_FD + 8);
+        so(copy >= FIRST_FD + 8, "a high copy");
+        so(libc::close(copy) == 0, "closed high");
+    }
+}
+
+/// A connection for the moment, and its end.
+unsafe fn connection() {
+    let mut byte = 1u8;
+    let at: *mut c_void = (&raw mut byte).cast();
+    let reset = libc::linger {
+        l_onoff: 1,
+        l_linger: 0,
+    };
+    let to = Addr::v4(PORT.load(Relaxed) as u16);
+    // SAFETY: live locals of these lengths.
+    unsafe {
+        let fd = libc::socket(libc::AF_INET, libc::SOCK_STREAM | libc::SOCK_CLOEXEC, 0);
+        so(libc::connect(fd, to.ptr(), to.len) == 0, "connected");
+        let accepted = libc::accept(
+            LISTENER.load(Relaxed),
+            std::ptr::null_mut(),
+            std::ptr::null_mut(),
+        );
+        so(accepted >= 0, "accepted");
+        so(libc::send(fd, at, 1, libc::MSG_NOSIGNAL) == 1, "sent on it");
+        so(libc::recv(accepted, at, 1, 0) == 1, "received on it");
+        so(libc::shutdown(accepted, libc::SHUT_WR) == 0, "shut down");
+        so(libc::recv(fd, at, 1, 0) == 0, "its end");
+        let option = (&raw const reset).cast();
+        let len = size_of::<libc::linger>() as libc::socklen_t;
+        so(
+            libc::setsockopt(fd, libc::SOL_SOCKET, libc::SO_LINGER, option, len) == 0,
+            "linger",
+        );
+        so(libc::close(fd) == 0, "closed it");
+        so(libc::close(accepted) == 0, "closed its other end");
+    }
+}
+
+/// So many entries that memory for them is not at hand.
+unsafe fn many(fd: c_int) {
+    const MANY: usize = 300;
+    static mut ENTRIES: [libc::pollfd; MANY] = [libc::pollfd {
+        fd: -1,
+        events: libc::POLLOUT,
+        revents: 0,
+    }; MANY];
+    let entries = &raw mut ENTRIES;
+    // SAFETY: one handler at a time, by `IS_BUSY`.
+    unsafe {
+        for at in 0..MANY {
+            (*entries)[at].fd = if at % 2 == 0 { fd } else { -1 };
+        }
+        so(
+            libc::poll(entries.cast(), MANY as libc::nfds_t, 0) == MANY as c_int / 2,
+            "half of them",
+        );
+    }
+}
+
+/// epoll is system calls alone in glibc.
+unsafe fn set_of_its_own(fd: c_int) {
+    let mut event = libc::epoll_event { events: 0, u64: 0 };
+    let byte = 9u8;
+    let mut back = 0u8;
+    let set = SET.load(Relaxed);
+    // SAFETY: live locals.
+    unsafe {
+        so(
+            libc::epoll_wait(set, &raw mut event, 1, 0) == 0,
+            "nothing yet",
+        );
+        so(libc::write(fd, (&raw const byte).cast(), 1) == 1, "written");
+        let events = whatever_interrupts(|| libc::epoll_wait(set, &raw mut event, 1, sys::SOON));
+        so(events == 1, "an event");
+        so(event.u64 == 17, "its data");
+        so(
+            libc::read(fd, (&raw mut back).cast(), 1) == 1 && back == byte,
+            "read",
+        );
+    }
+}
+
+/// A child that ends at once.
+unsafe fn fork() {
+    // SAFETY: the child only ends, and nobody else waits for it.
+    unsafe {
+        let child = _Fork();
+        if child == 0 {
+            libc::_exit(7);
+        }
+        so(child > 0, "a child");
+        let mut status = 0;
+        // Another thread of the scenario may wait for any child.
+        let waited = libc::waitpid(child, &raw mut status, 0);
+        so(
+            waited == child && status == 7 << 8 || waited == -1 && Errno::last() == Errno::ECHILD,
+            "its end",
+        );
+    }
+}
+
+/// A file, which takes a number that a connection had.
+unsafe fn file() {
+    // SAFETY: live locals.
+    unsafe {
+        let fd = libc::open(c"/dev/null".as_ptr(), libc::O_RDWR | libc::O_CLOEXEC);
+        let mut byte = 3u8;
+        so(fd >= 0, "a file");
+        so(
+            libc::write(fd, (&raw const byte).cast(), 1) == 1,
+            "written to it",
+        );
+        so(
+            libc::read(fd, (&raw mut byte).cast(), 1) == 0,
+            "its end of file",
+        );
+        so(libc::close(fd) == 0, "closed it again");
+    }
+}
+
+/// Whether the handler has run, so that it means something that nothing was wrong.
+pub fn has_blown() -> bool {
+    TICKS.load(Acquire) > 0
+}

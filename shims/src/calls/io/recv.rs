@@ -44,7 +44,11 @@ unsafe extern "C" fn read_on(
     }
     let mut iov = Iov::one(buf.cast(), len);
     // SAFETY: the program's buffer.
-    unsafe { rx::recv(socket, fd, &mut iov, 0, &|fd| real.cancellable()(fd, buf, len)) }
+    unsafe {
+        rx::recv(socket, fd, &mut iov, 0, &|fd| {
+            real.cancellable()(fd, buf, len)
+        })
+    }
 }
 
 /// `read(2)` of a fortified program; libc aborts if `len` exceeds `size`.

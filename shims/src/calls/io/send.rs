@@ -39,7 +39,11 @@ unsafe extern "C" fn write_on(
 ) -> ssize_t {
     let mut iov = Iov::one(buf.cast(), len);
     // SAFETY: the program's buffer.
-    unsafe { tx::send(socket, fd, &mut iov, 0, &|fd| real.cancellable()(fd, buf, len)) }
+    unsafe {
+        tx::send(socket, fd, &mut iov, 0, &|fd| {
+            real.cancellable()(fd, buf, len)
+        })
+    }
 }
 
 /// `writev(2)`.

@@ -100,16 +100,16 @@ unsafe extern "C" fn fork_by_number(
 
 /// As for `_Fork(3)`, unless the process is itself one that runs on memory which is not its own.
 fn forked(call: impl FnOnce() -> Result<usize, Errno>) -> c_long {
-    let concerns = fork::is_registered() && !super::vfork::is_stranger();
-    if concerns {
-        fork::prepare();
+    if !fork::is_registered() || super::vfork::is_stranger() {
+        return result(call());
     }
+    let epoch = fork::epoch();
+    fork::prepare();
     let made = call();
-    if concerns {
-        match made {
-            Ok(0) => fork::child(),
-            _ => fork::parent(),
-        }
+    match made {
+        Ok(0) => fork::child(),
+        Ok(_) => fork::parent(),
+        Err(_) => fork::take_back(epoch),
     }
     result(made)
 }

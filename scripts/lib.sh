@@ -69,7 +69,7 @@ need_node() { command -v node >/dev/null || need_packages nodejs; }
 # Everything that the programs under test come from.
 need_programs() {
     need_packages build-essential pkg-config ca-certificates curl python3 procps \
-        redis-server redis-tools nginx-light wrk iperf3 memcached socat openssh-server openssh-client
+        redis-server redis-tools nginx-light wrk iperf3 memcached socat openssh-server openssh-client vsftpd
 }
 
 ulimit -n "$(ulimit -Hn)" || true

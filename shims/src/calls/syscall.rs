@@ -4,6 +4,7 @@
 //! What is called in place of libc's function (`real`) is the system call itself, in line: libc's functions are
 //! cancellation points, take other arguments in places, and are not what the program has asked for.
 
+mod forks;
 mod others;
 
 use core::ffi::c_long;
@@ -275,5 +276,12 @@ served! { (a b c d e f) OLD:
     owns SYS_dup2 = fd::dup2, (a: c_int, b: c_int) -> c_int;
 }
 
-const SERVED: [&[(c_long, Handler)]; 6] =
-    [BYTES, SOCKETS, DESCRIPTORS, PROCESSES, OLD, others::OTHERS];
+const SERVED: [&[(c_long, Handler)]; 7] = [
+    BYTES,
+    SOCKETS,
+    DESCRIPTORS,
+    PROCESSES,
+    OLD,
+    others::OTHERS,
+    forks::FORKS,
+];

@@ -238,6 +238,34 @@ pub fn cloned_changes_user(c: &Ctx) {
     c.close(fd);
 }
 
+/// A server makes a child by clone(2) as it is for each connection, which the child accepts, while the server has one that is
+/// promoted.
+pub fn cloned_accepts(c: &Ctx) {
+    let fd = c.pair();
+    let (listener, port) = c.listener(32);
+    for round in 0..3 {
+        let Some(listener) = listener else {
+            let fd = sys::connected(&Addr::v4(port));
+            ask(c, fd, 6, 4000);
+            c.close(fd);
+            c.sync("served");
+            continue;
+        };
+        let child = call!(libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0)).ok();
+        if child == 0 {
+            let fd = sys::accept4(listener, 0).ok();
+            answer(fd, 6, 4000);
+            sys::recv_to_end(fd);
+            sys::leave_at_once(round);
+        }
+        c.log(format_args!("child {}", sys::wait_child(child)));
+        c.sync("served");
+    }
+    c.send(fd, b"still there", 0);
+    c.recv_all(fd, 11);
+    c.close(fd);
+}
+
 /// A child of a forking server per connection, the classic.
 pub fn fork_per_connection(c: &Ctx) {
     let (listener, port) = c.listener(32);

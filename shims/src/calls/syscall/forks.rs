@@ -1,0 +1,115 @@
+//! fork and clone by number. A child with memory and descriptors of its own is one as of fork(3), and the handlers run, though no
+//! handler of `pthread_atfork` does. What shares either with its parent is not for this file: it is jumped to.
+
+use core::ffi::c_long;
+
+use libc::c_int;
+use rdmasock_core::os::kernel;
+use rustix::io::Errno;
+
+use super::{Handler, LIBC, result};
+use crate::fork;
+
+pub(super) const FORKS: &[(c_long, Handler)] = &[
+    #[cfg(target_arch = "x86_64")]
+    (libc::SYS_fork, fork_by_number),
+    (libc::SYS_clone, clone),
+];
+
+/// What such a child shares.
+const SHARES: c_int = libc::CLONE_VM | libc::CLONE_FILES;
+
+/// Naked, since the child of a clone that shares the memory, or is given a stack, returns on another one: see
+/// `preload/src/syscall.rs`, whose moves of the arguments are undone here.
+#[cfg(target_arch = "x86_64")]
+#[unsafe(naked)]
+unsafe extern "C" fn clone(_: usize, _: usize, _: usize, _: usize, _: usize, _: usize) -> c_long {
+    core::arch::naked_asm!(
+        ".cfi_startproc",
+        "test edi, {SHARES}",
+        "jnz 2f",
+        "test rsi, rsi",
+        "jz {own}",
+        "2: mov r9, r8",
+        "mov r8, rcx",
+        "mov rcx, rdx",
+        "mov rdx, rsi",
+        "mov rsi, rdi",
+        "mov edi, {NUMBER}",
+        "jmp [rip + {LIBC}]",
+        ".cfi_endproc",
+        SHARES = const SHARES,
+        NUMBER = const libc::SYS_clone,
+        own = sym clone_of_its_own,
+        LIBC = sym LIBC,
+    )
+}
+
+/// As above.
+#[cfg(target_arch = "aarch64")]
+#[unsafe(naked)]
+unsafe extern "C" fn clone(_: usize, _: usize, _: usize, _: usize, _: usize, _: usize) -> c_long {
+    core::arch::naked_asm!(
+        ".cfi_startproc",
+        "mov w16, {SHARES}",
+        "tst w0, w16",
+        "b.ne 2f",
+        "cbnz x1, 2f",
+        "b {own}",
+        "2: mov x5, x4",
+        "mov x4, x3",
+        "mov x3, x2",
+        "mov x2, x1",
+        "mov x1, x0",
+        "mov x0, {NUMBER}",
+        "adrp x16, {LIBC}",
+        "ldr x16, [x16, :lo12:{LIBC}]",
+        "br x16",
+        ".cfi_endproc",
+        SHARES = const SHARES,
+        NUMBER = const libc::SYS_clone,
+        own = sym clone_of_its_own,
+        LIBC = sym LIBC,
+    )
+}
+
+unsafe extern "C" fn clone_of_its_own(
+    a: usize,
+    b: usize,
+    c: usize,
+    d: usize,
+    e: usize,
+    _: usize,
+) -> c_long {
+    // SAFETY: the program's own call; nothing is shared, and the child goes on here, on a copy of this stack.
+    forked(|| unsafe { kernel::call(libc::SYS_clone, [a, b, c, d, e, 0]) })
+}
+
+#[cfg(target_arch = "x86_64")]
+unsafe extern "C" fn fork_by_number(
+    _: usize,
+    _: usize,
+    _: usize,
+    _: usize,
+    _: usize,
+    _: usize,
+) -> c_long {
+    // SAFETY: the program's own call.
+    forked(|| unsafe { kernel::call(libc::SYS_fork, [0; 6]) })
+}
+
+/// As for `_Fork(3)`, unless the process is itself one that runs on memory which is not its own.
+fn forked(call: impl FnOnce() -> Result<usize, Errno>) -> c_long {
+    if !fork::is_registered() || super::vfork::is_stranger() {
+        return result(call());
+    }
+    let epoch = fork::epoch();
+    fork::prepare();
+    let made = call();
+    match made {
+        Ok(0) => fork::child(),
+        Ok(_) => fork::parent(),
+        Err(_) => fork::take_back(epoch),
+    }
+    result(made)
+}

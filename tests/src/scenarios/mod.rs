@@ -125,8 +125,8 @@ pub fn all() -> Vec<Scenario> {
     all
 }
 
-/// Families whose outcome depends on signals or on times.
-const WITHOUT_STORM: [&str; 3] = ["identity_", "signals_", "timing_"];
+/// Families whose outcome depends on signals, on times, or on what a process may not do.
+const WITHOUT_STORM: [&str; 4] = ["identity_", "refused_", "signals_", "timing_"];
 /// Scenarios whose outcome does on kernel TCP too, mostly by EINTR of poll, select and epoll_wait, which is never restarted; or
 /// that end before the first signal comes, or close the storm's own descriptors.
 const NOT_IN_A_STORM: &[&str] = &[

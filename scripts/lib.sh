@@ -69,7 +69,17 @@ need_node() { command -v node >/dev/null || need_packages nodejs; }
 # Everything that the programs under test come from.
 need_programs() {
     need_packages build-essential pkg-config ca-certificates curl python3 procps \
-        redis-server redis-tools nginx-light wrk iperf3 memcached socat openssh-server openssh-client vsftpd
+        redis-server redis-tools nginx-light wrk iperf3 memcached socat openssh-client
+    need_server openssh-server ssh
+    need_server vsftpd vsftpd
+}
+
+# need_server PACKAGE UNIT: a server that the tests start by themselves, and that is not to run on this machine for that: what
+# Debian would start at the next boot it does not, if it was not installed before.
+need_server() {
+    need_packages "$1"
+    [ -n "$missing" ] || return 0
+    as_root systemctl disable "$2" >/dev/null 2>&1 || true
 }
 
 ulimit -n "$(ulimit -Hn)" || true

@@ -297,11 +297,9 @@ unsafe fn step(call: &mut Call, iov: &mut Iov, flags: c_int) -> Step {
         if within(|| promote::flush(socket)) {
             return Step::Again;
         }
-        if is_above_own_send(socket) {
-            return Step::Ahead;
-        }
         // Where the number is another's nobody will say that there is room.
         return match call.place_now() {
+            Place::Here if is_above_own_send(socket) => Step::Ahead,
             Place::Here => Step::Full,
             place => Step::Elsewhere(place),
         };

@@ -120,6 +120,60 @@ mod tests {
     }
 
     #[test]
+    fn where_it_is_forbidden_to_ask_no_number_is_doubted() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let cookie = Cookie::default();
+        cookie.record(listener.as_fd());
+        let other = TcpListener::bind("127.0.0.1:0").unwrap();
+        assert!(!cookie.is_behind(other.as_fd()));
+        // A thread's filter is its own, and ends with it.
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                refuse(libc::SYS_getsockopt, libc::EPERM);
+                assert!(cookie.is_behind(other.as_fd()));
+            });
+        });
+    }
+
+    /// Has a system call of this thread fail from now on, where no hook sees it.
+    fn refuse(number: libc::c_long, error: c_int) {
+        let instruction = |code: u32, jf: u8, k: u32| libc::sock_filter {
+            code: code as u16,
+            jt: 0,
+            jf,
+            k,
+        };
+        let mut program = [
+            // The number is the first word of what a filter sees (seccomp(2)).
+            instruction(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0),
+            instruction(
+                libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K,
+                1,
+                number as u32,
+            ),
+            instruction(
+                libc::BPF_RET | libc::BPF_K,
+                0,
+                libc::SECCOMP_RET_ERRNO | error as u32,
+            ),
+            instruction(libc::BPF_RET | libc::BPF_K, 0, libc::SECCOMP_RET_ALLOW),
+        ];
+        let filter = libc::sock_fprog {
+            len: program.len() as u16,
+            filter: program.as_mut_ptr(),
+        };
+        // SAFETY: valid arguments; the filter is copied.
+        unsafe {
+            assert_eq!(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
+            let mode = libc::SECCOMP_MODE_FILTER;
+            assert_eq!(
+                libc::prctl(libc::PR_SET_SECCOMP, mode, &raw const filter),
+                0
+            );
+        }
+    }
+
+    #[test]
     fn an_answer_is_good_for_its_number_until_the_clock_ticks_or_it_is_forgotten() {
         let seen = Seen::default();
         assert!(seen.is_due_at(5, 8_000_000));

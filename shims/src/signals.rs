@@ -3,7 +3,7 @@
 //! So a handler may do whatever it may do on kernel TCP, wait on a connection for one: no lock is held beneath it, on which
 //! the service thread, or its own call, would wait.
 //!
-//! What is installed is [`enter`], which jumps to the program's handler as if it were not there, or puts the signal back: it sends it
+//! What is installed is `machine::enter`, which jumps to the program's handler as if it were not there, or puts the signal back: it sends it
 //! to its own thread again, with all that the kernel has told of it, and has it blocked when it returns. The end of
 //! the section unblocks it, which is when the kernel delivers it.
 //!
@@ -30,7 +30,7 @@ const QUEUED: c_int = 32;
 /// The highest value that is not a handler's address: SIG_DFL, SIG_IGN, and SIG_HOLD.
 const NO_HANDLER: usize = 2;
 
-/// The program's handler of each signal for which [`enter`] is installed, or was.
+/// The program's handler of each signal for which `machine::enter` is installed, or was.
 static HANDLERS: [AtomicUsize; COUNT] = [const { AtomicUsize::new(0) }; COUNT];
 
 /// Where a signal's handler is kept; `None` for a signal whose handlers do not wait.
@@ -61,7 +61,7 @@ fn known_as(handler: usize, kept: usize) -> usize {
     }
 }
 
-/// Whether a handler is to be entered by [`enter`], as far as that is for the program to change: a vfork child has its own
+/// Whether a handler is to be entered by `machine::enter`, as far as that is for the program to change: a vfork child has its own
 /// handlers in the kernel, and this memory is its parent's.
 fn is_led(handler: usize) -> bool {
     machine::CAN_ENTER && handler > NO_HANDLER && handler != usize::MAX && !vfork::is_child()

@@ -209,7 +209,7 @@ pub fn remove(fd: c_int, socket: &'static Socket) {
     }
 }
 
-/// Puts an entry, if the table [covers](covers) the number, and returns what stood there.
+/// Puts an entry, if the table [covers] the number, and returns what stood there.
 pub fn put(fd: c_int, entry: Entry) -> Entry {
     match word(fd) {
         // Nothing is there, and nothing is to be.

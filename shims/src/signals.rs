@@ -186,7 +186,14 @@ unsafe fn hold(
     }
     let bit = 1u64 << (signal - 1);
     let number = signal as usize;
-    // SAFETY: the kernel's frame, whose mask is 8 bytes; the calls read what they are given.
+    // SAFETY: the kernel's frame, whose mask is 8 bytes.
+    let mask =
+        unsafe { &mut *(&raw mut (*context.cast::<libc::ucontext_t>()).uc_sigmask).cast::<u64>() };
+    if *mask & bit != 0 {
+        // The program has it blocked but for the call that it has interrupted (ppoll, epoll_pwait), whose result it is.
+        return false;
+    }
+    // SAFETY: the calls read what they are given.
     unsafe {
         // It may come at once where the handler allows that (SA_NODEFER).
         let (block, mask) = (libc::SIG_BLOCK as usize, kernel::address(&raw const bit));
@@ -210,9 +217,8 @@ unsafe fn hold(
         if sent.is_err() {
             return false;
         }
-        let context = context.cast::<libc::ucontext_t>();
-        *(&raw mut (*context).uc_sigmask).cast::<u64>() |= bit;
     }
+    *mask |= bit;
     thread.hold_signal(bit);
     true
 }

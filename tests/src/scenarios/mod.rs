@@ -126,7 +126,7 @@ pub fn all() -> Vec<Scenario> {
 }
 
 /// Families whose outcome depends on signals, on times, or on what a process may not do.
-const WITHOUT_STORM: [&str; 4] = ["identity_", "refused_", "signals_", "timing_"];
+const WITHOUT_STORM: [&str; 5] = ["identity_", "refused_", "signals_", "timing_", "unseen_"];
 /// Scenarios whose outcome does on kernel TCP too, mostly by EINTR of poll, select and epoll_wait, which is never restarted; or
 /// that end before the first signal comes, or close the storm's own descriptors.
 const NOT_IN_A_STORM: &[&str] = &[

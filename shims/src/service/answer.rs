@@ -113,7 +113,12 @@ impl Worker {
             },
         };
         tracing::debug!(target: "rdmasock::promote", ?reply, "answer");
-        self.reply(conn, &reply);
+        if !self.send_reply(conn, &reply)
+            && let Message::Yes { nonce_s, .. } = reply
+        {
+            // Nobody knows of this attempt, so nobody ends it.
+            self.on_cancel(nonce_s);
+        }
     }
 
     /// The connection has been used, or closed.

@@ -545,6 +545,11 @@ impl Worker {
 
     /// Answers on a channel, link or not.
     pub(super) fn reply(&mut self, conn: u64, message: &Message) {
+        self.send_reply(conn, message);
+    }
+
+    /// The same. False if the answer is not on its way: who asked has gone, or was hung up on.
+    pub(super) fn send_reply(&mut self, conn: u64, message: &Message) -> bool {
         match self.conns.get(&conn) {
             Some(super::Conn {
                 peer: Peer::Remote(query),
@@ -552,24 +557,23 @@ impl Worker {
             }) => {
                 let query = *query;
                 self.answer_remote(query, message);
+                true
             }
             Some(super::Conn {
                 channel: Some(channel),
                 ..
             }) => {
                 let mut buf = [0u8; MAX_MESSAGE];
-                if let Ok(bytes) = message.encode(&mut buf) {
-                    // A channel for one question has room for its answer.
-                    let _ = channel.send(bytes, &[]);
-                }
+                // A channel for one question has room for its answer.
+                message
+                    .encode(&mut buf)
+                    .is_ok_and(|bytes| channel.send(bytes, &[]).is_ok())
             }
             Some(super::Conn {
                 peer: Peer::Link(link),
                 ..
-            }) => {
-                let _ = link.send(message, &[]);
-            }
-            _ => {}
+            }) => link.send(message, &[]).is_ok(),
+            _ => false,
         }
     }
 

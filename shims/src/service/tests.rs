@@ -248,6 +248,32 @@ fn a_message_with_fds_that_it_does_not_carry_ends_the_channel() {
 }
 
 #[test]
+fn a_yes_that_reaches_nobody_begins_nothing() {
+    let mut worker = worker();
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let _client = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let (server, _) = listener.accept().unwrap();
+    let socket = Socket::allocate(server.as_raw_fd(), true).unwrap();
+    socket.role.store(1, SeqCst);
+    socket.set_stage(Stage::Watching);
+    socket.progress.on_sent(1, &Library::get().threshold);
+    let tuple = socket::tuple_of(socket).unwrap();
+    let (nonce, instance) = (Nonce::random().unwrap(), InstanceId::random().unwrap());
+    // Who asked was hung up on before.
+    worker.on_ask(u64::MAX, 1, tuple, nonce, instance);
+    assert_eq!(socket.rx_mode.load(SeqCst), mode::TCP);
+    assert_eq!(socket.stage(), Stage::Watching);
+    worker.settle(Ref::new(socket));
+    let (ours, theirs) = Channel::pair().unwrap();
+    let conn = worker
+        .register(ours, Peer::Incoming { listener: None })
+        .unwrap();
+    worker.on_ask(conn, 1, tuple, nonce, instance);
+    assert!(matches!(heard(&theirs), Some(Message::Yes { .. })));
+    assert_eq!(socket.rx_mode.load(SeqCst), mode::MARKED);
+}
+
+#[test]
 fn attempts_that_are_over_are_forgotten() {
     let mut worker = worker();
     let (socket, _stream) = connected();

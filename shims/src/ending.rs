@@ -8,15 +8,13 @@
 
 use std::ffi::c_void;
 use std::mem::MaybeUninit;
+use std::sync::OnceLock;
 use std::sync::atomic::{
     AtomicBool, AtomicU32,
     Ordering::{Acquire, Relaxed, Release},
 };
 
 use rustix::fs::{CWD, Mode, OFlags};
-
-use crate::library::Library;
-use crate::wait::SERVICE;
 
 /// No key.
 const NONE: u32 = u32::MAX;
@@ -30,9 +28,13 @@ const LONGEST: u64 = 64_000_000;
 static KEY: AtomicU32 = AtomicU32::new(NONE);
 /// The main thread has come to its end, or is about to.
 static HAS_BEGUN: AtomicBool = AtomicBool::new(false);
+/// Has the service thread look, if there is one.
+static TELL: OnceLock<fn()> = OnceLock::new();
 
-/// When the library is loaded, by the main thread.
-pub fn watch_main_thread() {
+/// When the library is loaded, by the main thread. `tell` has the service thread, if there is one by then, look at its
+/// [`Watch`].
+pub fn watch_main_thread(tell: fn()) {
+    let _ = TELL.set(tell);
     let mut key = 0;
     // SAFETY: the functions stay for the life of the process.
     unsafe {
@@ -60,8 +62,8 @@ fn mark_main_thread() {
 
 extern "C" fn main_ends(_: *mut c_void) {
     HAS_BEGUN.store(true, Release);
-    if let Some(library) = Library::current() {
-        library.waiters.ring(SERVICE);
+    if let Some(tell) = TELL.get() {
+        tell();
     }
 }
 

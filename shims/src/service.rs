@@ -276,6 +276,13 @@ impl Service {
     }
 }
 
+/// Has the service thread, if there is one, look at what it does now and then.
+pub fn wake() {
+    if let Some(library) = Library::current() {
+        library.waiters.ring(crate::wait::SERVICE);
+    }
+}
+
 /// Submits a command unless that was done and `asked` says so.
 #[inline]
 fn later(service: &Service, asked: &AtomicBool, command: Command) {

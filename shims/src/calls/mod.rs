@@ -45,6 +45,6 @@ pub extern "C" fn on_load() {
     real::resolve_all();
     syscall::resolve();
     vfork::remember_process();
-    crate::ending::watch_main_thread();
+    crate::ending::watch_main_thread(crate::service::wake);
     crate::library::remember_program();
 }

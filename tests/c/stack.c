@@ -136,7 +136,11 @@ int main(int argc, char **argv)
             long now = used(call) - bare;
             if (now > most[call])
                 most[call] = now;
-            over += now > BOUND;
+            if (now > BOUND) {
+                over++;
+                /* The other threads that the step needs may not have a processor: the next call is not to be in the same one. */
+                usleep(5000);
+            }
             CHECK(result >= 0 || strcmp(names[call], "recv_nothing") == 0);
             if (waiting >= 0)
                 close(waiting);

@@ -1,5 +1,8 @@
 //! The heart of rdmasock below the POSIX calls: identities, wire format, rendezvous, the promotion
 //! protocol, links and fabrics.
+
+pub mod cycles;
+
 pub mod fabric;
 pub mod sync;
 

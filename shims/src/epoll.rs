@@ -51,6 +51,8 @@ struct Item {
     data: u64,
     /// Taken over: the kernel's set no longer has it.
     taken: bool,
+    /// The set's count of moves when it was.
+    moved_at: u64,
     /// Is in `ready`.
     queued: bool,
     /// EPOLLONESHOT has fired; MOD arms it again.
@@ -64,6 +66,12 @@ struct Set {
     items: Vec<Item>,
     free: Vec<usize>,
     ready: VecDeque<usize>,
+    /// Reported by the present harvest, and to be looked at again by the next. Empty in between, as is `come`.
+    again: Vec<usize>,
+    /// What peers have queued, and when.
+    come: Vec<(u64, usize)>,
+    /// How many items the kernel's set has.
+    plain: usize,
     /// Links that carry a socket of this set.
     links: Vec<&'static Link>,
     /// Those to other hosts whose completions the kernel's set reports.
@@ -104,6 +112,8 @@ pub struct Epoll {
     fds: AtomicU32,
     /// How often a socket went from the kernel's set to ours or back.
     moves: AtomicU64,
+    /// The kernel's set has sockets that may be taken over, so connections, too.
+    mixed: AtomicBool,
     /// When the kernel's set was last looked at, monotonic ns.
     looked_at: AtomicU64,
     /// The last look found nothing there.
@@ -139,6 +149,7 @@ impl Epoll {
                 plain: AtomicU32::new(0),
                 fds: AtomicU32::new(0),
                 moves: AtomicU64::new(0),
+                mixed: AtomicBool::new(false),
                 looked_at: AtomicU64::new(0),
                 kernel_quiet: AtomicBool::new(false),
                 full: AtomicU32::new(0),
@@ -415,6 +426,7 @@ impl Epoll {
 
 impl Set {
     fn insert(&mut self, item: Item) -> usize {
+        self.plain += usize::from(!item.taken);
         match self.free.pop() {
             Some(index) => {
                 if let Some(slot) = self.items.get_mut(index) {
@@ -438,9 +450,24 @@ impl Set {
             && !item.dead
         {
             item.dead = true;
+            self.plain -= usize::from(!item.taken);
             if !item.queued {
                 self.free.push(index);
             }
+        }
+    }
+
+    /// Notes in which of the two sets an item is.
+    fn set_taken(&mut self, index: usize, taken: bool) {
+        if let Some(item) = self.items.get_mut(index)
+            && !item.dead
+            && std::mem::replace(&mut item.taken, taken) != taken
+        {
+            self.plain = if taken {
+                self.plain - 1
+            } else {
+                self.plain + 1
+            };
         }
     }
 
@@ -476,6 +503,7 @@ mod tests {
             events: 0,
             data: 0,
             taken: true,
+            moved_at: 0,
             queued: false,
             disabled: false,
             dead: false,

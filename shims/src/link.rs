@@ -419,14 +419,14 @@ impl Link {
         on_end!(self, end => end.has_ready(waiter))
     }
 
-    /// Takes what the peer has queued for this waiter of ours. The caller looks at each, and [judges](Self::judge).
-    pub fn drain_ready(&self, waiter: WaiterId, mut each: impl FnMut(&'static Socket)) {
+    /// Takes what the peer has queued for this waiter of ours, each with the [time](rdmasock_core::cycles) at which it was. The
+    /// caller looks at each, and [judges](Self::judge).
+    pub fn drain_ready(&self, waiter: WaiterId, mut each: impl FnMut(&'static Socket, u64)) {
         self.progress();
-        let each = |vqpn| match self.socket(vqpn) {
-            Some(socket) => each(socket),
+        on_end!(self, end => end.drain_ready(waiter, |vqpn| match self.socket(vqpn) {
+            Some(socket) => each(socket, end.queued_at(vqpn)),
             None => self.judge(false),
-        };
-        on_end!(self, end => end.drain_ready(waiter, each));
+        }));
     }
 
     /// Takes the link down. The caller has seen to its sockets, or does so next.

@@ -520,8 +520,9 @@ impl Worker {
         }
         for link in self.service.all_links() {
             let mut sockets = Vec::new();
-            link.drain_ready(SERVICE, |s| sockets.push(s));
-            for socket in sockets {
+            link.drain_ready(SERVICE, |socket, at| sockets.push((at, socket)));
+            sockets.sort_by_key(|(at, _)| *at);
+            for (_, socket) in sockets {
                 // Its sender may wait for a reader that has closed the number past the hooks.
                 crate::lifecycle::look_at_anchor(socket);
                 link.judge(ready::readable(socket, Arm::No) != 0);

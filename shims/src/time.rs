@@ -23,18 +23,6 @@ pub fn tick() -> u64 {
     ns(rustix::time::ClockId::MonotonicCoarse)
 }
 
-/// Ticks of the processor's counter, of which a ns has one to five: for what need only be about as often as wanted.
-#[inline]
-pub fn cycles() -> u64 {
-    #[cfg(target_arch = "x86_64")]
-    // SAFETY: every x86-64 processor has it.
-    unsafe {
-        core::arch::x86_64::_rdtsc()
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    now_ns().wrapping_mul(2)
-}
-
 /// How long a call may wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]

@@ -92,6 +92,10 @@ pub trait LinkEnd {
     /// may name streams that are not open.
     fn drain_ready(&self, waiter: WaiterId, each: impl FnMut(Vqpn));
 
+    /// When our stream `mine` was last queued because there is something to be read, by the host's
+    /// [counter](crate::cycles); 0 where that is not known. A hint for the order of streams.
+    fn queued_at(&self, mine: Vqpn) -> u64;
+
     /// Whether the peer has queued something for our `waiter`.
     fn has_ready(&self, waiter: WaiterId) -> bool;
 }

@@ -465,6 +465,12 @@ impl LinkEnd for End {
         }
     }
 
+    fn queued_at(&self, mine: Vqpn) -> u64 {
+        // SAFETY: in the arena, which is there as long as the end, and only atomics.
+        let block = self.mine.block(mine).map(|b| unsafe { b.as_ref() });
+        block.map_or(0, DirectionBlock::told_at)
+    }
+
     fn has_ready(&self, waiter: WaiterId) -> bool {
         match (self.mine.queue(waiter), self.cursors.get(waiter.0 as usize)) {
             (Some(queue), Some(cursor)) => !lock(cursor).is_idle(&queue),

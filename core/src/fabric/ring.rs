@@ -169,6 +169,21 @@ struct ProducerLine {
     generation: AtomicU32,
     /// The first position in the adopted ring.
     switch_pos: AtomicU64,
+    /// When `want_data` was last taken, by the host's [counter](crate::cycles): in which order streams have come to be
+    /// ready. Only a hint.
+    taken_at: AtomicU64,
+}
+
+impl ProducerLine {
+    /// To go with each take of `want_data`, before anybody is told.
+    #[inline(always)]
+    fn date(&self, wake: Wake) -> Wake {
+        #[cfg(not(loom))]
+        if !wake.is_none() {
+            self.taken_at.store(crate::cycles::now(), Ordering::Relaxed);
+        }
+        wake
+    }
 }
 
 /// Written by the consumer only, but for `want_data`, which the producer swaps to 0.
@@ -219,6 +234,7 @@ impl DirectionBlock {
                 limited: AtomicU32::new(0),
                 generation: AtomicU32::new(0),
                 switch_pos: AtomicU64::new(0),
+                taken_at: AtomicU64::new(0),
             },
             consumer: ConsumerLine {
                 head: AtomicU64::new(0),
@@ -242,6 +258,7 @@ impl DirectionBlock {
         for word in [
             &p.tail,
             &p.switch_pos,
+            &p.taken_at,
             &c.head,
             &c.offer,
             &self.last.consumed,
@@ -251,6 +268,14 @@ impl DirectionBlock {
         for word in [&c.want_data, &c.flags] {
             word.store(0, Ordering::Release);
         }
+    }
+}
+
+impl DirectionBlock {
+    /// When it was last said that there is something to be read.
+    #[inline]
+    pub(in crate::fabric) fn told_at(&self) -> u64 {
+        self.producer.taken_at.load(Ordering::Relaxed)
     }
 }
 

@@ -300,6 +300,10 @@ impl<O: Outside> LinkEnd for End<O> {
         self.sweeps.drain(&self.mine, waiter, each);
     }
 
+    fn queued_at(&self, mine: Vqpn) -> u64 {
+        self.mine.told_at(mine)
+    }
+
     fn has_ready(&self, waiter: WaiterId) -> bool {
         self.sweeps.has_ready(&self.mine, waiter)
     }

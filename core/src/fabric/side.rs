@@ -123,6 +123,15 @@ impl Side {
         Some(self.groups.at(layout::block_offset(vqpn.0)?)?.cast())
     }
 
+    /// When it was last said that there is something to be read of a stream; 0 if that is not known.
+    #[inline]
+    pub(super) fn told_at(&self, vqpn: Vqpn) -> u64 {
+        // SAFETY: inside a segment of groups, aligned (layout), only atomics. Its addresses take reads and writes for as
+        // long as the side lives.
+        self.block(vqpn)
+            .map_or(0, |block| unsafe { block.as_ref() }.told_at())
+    }
+
     /// Maps the group of a stream. EINVAL if there is no such stream.
     pub(super) fn reach(&self, vqpn: Vqpn) -> Result<(), Errno> {
         self.groups

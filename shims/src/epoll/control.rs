@@ -107,6 +107,7 @@ impl Epoll {
             events: event.events,
             data: event.u64,
             taken: false,
+            moved_at: 0,
             queued: false,
             disabled: false,
             dead: false,
@@ -135,9 +136,7 @@ impl Epoll {
         }
         socket.last_item.store(index as u32, Relaxed);
         if ready::is_watched(socket) {
-            if let Some(item) = set.items.get_mut(index) {
-                item.taken = true;
-            }
+            set.set_taken(index, true);
             self.activate(&mut set);
             if let Some(link) = socket.link() {
                 set.add_link(link);
@@ -154,6 +153,8 @@ impl Epoll {
             drop(set);
             self.leave(socket, index);
             crate::errno::set(errno);
+        } else {
+            self.mixed.store(true, Relaxed);
         }
         result
     }
@@ -198,7 +199,7 @@ impl Set {
             item.events = event.events;
             item.data = event.u64;
             item.disabled = false;
-            item.taken = true;
         }
+        self.set_taken(index, true);
     }
 }

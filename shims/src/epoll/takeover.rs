@@ -3,7 +3,7 @@
 
 use std::ffi::c_int;
 use std::os::fd::BorrowedFd;
-use std::sync::atomic::Ordering::Release;
+use std::sync::atomic::Ordering::{Relaxed, Release};
 
 use rustix::event::epoll as kernel;
 
@@ -43,7 +43,7 @@ impl Epoll {
             item.disabled = false;
             return false;
         }
-        item.taken = true;
+        set.set_taken(index, true);
         self.activate(&mut set);
         if let Some(control) = socket.control.lock()
             && control.fds.contains(&fd)
@@ -53,7 +53,10 @@ impl Epoll {
             let _ = kernel::delete(kernel_fd, unsafe { BorrowedFd::borrow_raw(fd) });
         }
         // After the removal: who reads the new count finds it in one set only.
-        self.moves.fetch_add(1, Release);
+        let moved_at = self.moves.fetch_add(1, Release) + 1;
+        if let Some(item) = set.items.get_mut(index) {
+            item.moved_at = moved_at;
+        }
         if let Some(link) = socket.link() {
             set.add_link(link);
         }
@@ -80,15 +83,17 @@ impl Epoll {
         if !control.fds.contains(&item.fd) {
             return;
         }
-        item.taken = false;
-        self.moves.fetch_add(1, Release);
+        let (fd, data) = (item.fd, item.data);
         let events = if item.disabled { ONESHOT } else { item.events };
+        set.set_taken(index, false);
+        self.mixed.store(true, Relaxed);
+        self.moves.fetch_add(1, Release);
         if let Some(kernel_fd) = self.kernel_fd() {
             let _ = kernel::add(
                 kernel_fd,
                 // SAFETY: still one of the socket's numbers, and control keeps close() out.
-                unsafe { BorrowedFd::borrow_raw(item.fd) },
-                kernel::EventData::new_u64(item.data),
+                unsafe { BorrowedFd::borrow_raw(fd) },
+                kernel::EventData::new_u64(data),
                 kernel::EventFlags::from_bits_retain(events),
             );
         }

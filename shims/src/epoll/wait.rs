@@ -3,6 +3,8 @@
 use std::ffi::c_int;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, SeqCst};
 
+use rdmasock_core::cycles;
+
 use super::{ALWAYS, ET, Epoll, ONESHOT, Set, Visit, enqueue};
 use rustix::event::epoll as kernel;
 use rustix::io::Errno;
@@ -18,11 +20,56 @@ use crate::time::Timeout;
 use crate::wait;
 
 /// How long waits may be answered from the links alone before the kernel's set is looked at
-/// again, [cycles](crate::time::cycles), some 20 us: short enough not to be felt, long enough that a busy program makes
+/// again, [cycles](rdmasock_core::cycles), some 20 us: short enough not to be felt, long enough that a busy program makes
 /// few calls.
 const KERNEL_EVERY: u64 = 1 << 16;
 /// How long to sleep at a time where nobody can wake us, ns.
 const WITHOUT_DOORBELL: u64 = 1_000_000;
+
+/// What a harvest is to look at.
+#[derive(Clone, Copy, PartialEq)]
+enum Harvest {
+    All,
+    /// The same, and that the kernel would still know of what is ready.
+    AfterRest,
+    /// Only what has come since the last.
+    News,
+}
+
+/// How often a harvest looks at what has come meanwhile: a set that is found in full each time is not looked at for ever.
+const ROUNDS: usize = 4;
+
+/// Where a wait's results go.
+struct Results {
+    events: *mut libc::epoll_event,
+    /// Entries that are filled.
+    front: c_int,
+    max: c_int,
+    /// How often items had moved between the two sets before the kernel filled those.
+    moves: u64,
+}
+
+impl Results {
+    fn room(&self) -> c_int {
+        self.max - self.front
+    }
+
+    /// Fills the `n`th entry behind the front.
+    fn put(&self, n: c_int, events: u32, u64: u64) {
+        if (0..self.room()).contains(&n) {
+            // SAFETY: `max` entries are writable by `wait`'s contract.
+            unsafe {
+                let slot = self.events.add((self.front + n) as usize);
+                slot.write(libc::epoll_event { events, u64 });
+            }
+        }
+    }
+
+    fn is_listed(&self, data: u64) -> bool {
+        // SAFETY: these are filled.
+        (0..self.front).any(|at| unsafe { (*self.events.add(at as usize)).u64 } == data)
+    }
+}
 
 /// What a look at the socket that was reported last has found.
 #[derive(PartialEq)]
@@ -51,8 +98,14 @@ impl Epoll {
     ) -> c_int {
         let mut visit = Visit::new(self, fd);
         let deadline = timeout.deadline();
+        let mut all = Results {
+            events,
+            front: 0,
+            max,
+            moves: self.moves.load(Acquire),
+        };
         if let Some(n) = self.wait_plain(&mut visit, events, max, timeout, real) {
-            return n;
+            return self.with_ours(&visit, &all, n);
         }
         if !visit.is_here() {
             drop(visit);
@@ -64,7 +117,7 @@ impl Epoll {
             if max == 1 {
                 self.full.store(1, Relaxed);
             }
-            return 1;
+            return self.with_kernels(&visit, &all, 1, false, real);
         }
         let mut due = Some(due);
         let mut spun = false;
@@ -72,41 +125,33 @@ impl Epoll {
             // Now and then the kernel's set is looked at too, every other time first: neither may keep
             // the other out where the program takes few events at a time.
             let due = due.take().unwrap_or_else(|| self.is_time_to_look());
+            all.moves = self.moves.load(Acquire);
             let may_have = due || !self.kernel_quiet.load(Relaxed);
             let starved =
                 may_have && self.full.load(Relaxed) != 0 && self.full.swap(0, Relaxed) != 0;
-            let kernel_first = starved || due && self.turn.fetch_xor(true, Relaxed);
-            let moves = self.moves.load(Acquire);
-            let first = if kernel_first {
-                self.look(&visit, events, max, real).max(0)
+            let its_turn = due && !self.is_mixed() && self.turn.fetch_xor(true, Relaxed);
+            if starved || its_turn {
+                let n = self.look(&visit, events, max, real);
+                if n > 0 {
+                    return self.with_ours(&visit, &all, n);
+                }
+            }
+            let how = if due {
+                Harvest::AfterRest
             } else {
-                0
+                Harvest::All
             };
-            let ours = {
-                // SAFETY: `first` of `max` entries are used.
-                let rest = unsafe { events.add(first as usize) };
-                self.harvest(&visit, rest, max - first, due)
-            };
-            if ours == max && !kernel_first {
+            let n = self.harvest(&visit, &all, how);
+            if n == max {
                 self.full.store(1, Relaxed);
             }
-            let mut n = first + ours;
-            if due && !kernel_first && 0 < n && n < max {
-                // SAFETY: n < max entries are used.
-                let rest = unsafe { events.add(n as usize) };
-                n += self.look(&visit, rest, max - n, real).max(0);
-            }
             if n > 0 {
-                let front = if kernel_first { first } else { ours };
-                return if 0 < front && front < n && self.moves.load(Acquire) != moves {
-                    // SAFETY: n entries are filled.
-                    unsafe { without_repeats(events, front as usize, n as usize) }
-                } else {
-                    n
-                };
+                let look = due && !(starved || its_turn);
+                return self.with_kernels(&visit, &all, n, look, real);
             }
             if deadline.is_zero() {
-                return self.look(&visit, events, max, real);
+                let n = self.look(&visit, events, max, real);
+                return self.with_ours(&visit, &all, n);
             }
             if !visit.enter() {
                 drop(visit);
@@ -124,7 +169,7 @@ impl Epoll {
                     }
                     let k = self.look(&visit, events, max, real);
                     if k != 0 {
-                        return k;
+                        return self.with_ours(&visit, &all, k);
                     }
                     if self.spinner.spin(bound, || self.has_ready()) {
                         continue;
@@ -137,7 +182,7 @@ impl Epoll {
                     real(fd, e, m, deadline.left().at_most(WITHOUT_DOORBELL))
                 });
                 if n != 0 || deadline.is_over() {
-                    return n;
+                    return self.with_ours(&visit, &all, n);
                 }
                 continue;
             };
@@ -158,14 +203,61 @@ impl Epoll {
                 return n;
             }
             if kept > 0 {
-                return kept;
+                return self.with_ours(&visit, &all, kept);
             }
             if deadline.is_over() {
                 // Something may have come with the last tick.
-                return self.harvest(&visit, events, max, true);
+                return self.harvest(&visit, &all, Harvest::AfterRest);
             }
             spun = false;
         }
+    }
+
+    /// Whether the kernel's set has connections too.
+    fn is_mixed(&self) -> bool {
+        self.mixed.load(Relaxed)
+    }
+
+    /// Behind the first `n` entries, which the kernel has filled since `moves` was read, what the links have: who has sent on
+    /// one of them before he sent what the kernel reports is not to be heard in the wrong order.
+    fn with_ours(&'static self, visit: &Visit, all: &Results, n: c_int) -> c_int {
+        if n <= 0 || n >= all.max || !self.active.load(Acquire) {
+            return n;
+        }
+        let rest = Results { front: n, ..*all };
+        n + self.harvest(visit, &rest, Harvest::All)
+    }
+
+    /// Behind the first `n` entries, which are ours, what the kernel has, and what has come on links before that: if
+    /// connections are in both sets, for who has sent on one of the kernel's before he sent what is ours is not to be heard in
+    /// the wrong order; else if it is time to `look`.
+    fn with_kernels(
+        &'static self,
+        visit: &Visit,
+        all: &Results,
+        n: c_int,
+        look: bool,
+        real: &impl Fn(c_int, *mut libc::epoll_event, c_int, Timeout) -> c_int,
+    ) -> c_int {
+        if n >= all.max || !(look || self.is_mixed()) {
+            return n;
+        }
+        let Results {
+            events, max, moves, ..
+        } = *all;
+        // SAFETY: n < max entries are used.
+        let rest = unsafe { events.add(n as usize) };
+        let end = n + self.look(visit, rest, max - n, real).max(0);
+        let mut news = 0;
+        if n < end && end < max {
+            let rest = Results { front: end, ..*all };
+            news = self.harvest(visit, &rest, Harvest::News);
+        }
+        if n < end && self.moves.load(Acquire) != moves {
+            // SAFETY: so many entries are filled.
+            return unsafe { without_repeats(events, n as usize, (end + news) as usize) };
+        }
+        end + news
     }
 
     /// The kernel's wait alone, as long as nothing is taken over. `None` if that has changed.
@@ -234,7 +326,7 @@ impl Epoll {
     }
 
     fn is_time_to_look(&self) -> bool {
-        let now = crate::time::cycles();
+        let now = cycles::now();
         let due = now.wrapping_sub(self.looked_at.load(Relaxed)) > KERNEL_EVERY;
         if due {
             self.looked_at.store(now, Relaxed);
@@ -385,30 +477,30 @@ impl Epoll {
             links,
             items,
             ready,
+            come,
             ..
         } = set;
         for link in links.iter() {
-            link.drain_ready(waiter, |socket| {
+            link.drain_ready(waiter, |socket, at| {
                 let Some(interest) = socket.interest.lock() else {
                     return;
                 };
                 for m in &interest.members {
                     if std::ptr::eq(m.epoll, self) {
-                        enqueue(items, ready, m.item);
+                        come.push((at, m.item));
                     }
                 }
             });
         }
+        // A queue does not keep an order, and there is one for each link. The kernel's list is in the order of arrival.
+        come.sort_unstable();
+        for (_, index) in come.drain(..) {
+            enqueue(items, ready, index);
+        }
     }
 
-    /// Reports what is ready. After a rest it is seen that the kernel would still know of it.
-    fn harvest(
-        &'static self,
-        visit: &Visit,
-        events: *mut libc::epoll_event,
-        max: c_int,
-        after_rest: bool,
-    ) -> c_int {
+    /// Reports what is ready, behind the first `front` of `max` entries, which the kernel has filled since `moves` was read.
+    fn harvest(&'static self, visit: &Visit, to: &Results, how: Harvest) -> c_int {
         let Some(mut guard) = self.set.lock() else {
             return 0;
         };
@@ -416,11 +508,58 @@ impl Epoll {
             return 0;
         }
         let set = &mut *guard;
+        let before = set.ready.len();
         self.sweep(set);
         set.links.retain(|l| l.is_alive());
+        if how == Harvest::News {
+            set.ready.rotate_left(before);
+        }
+        let mut left = set.ready.len() - if how == Harvest::News { before } else { 0 };
         let mut n = 0;
-        for _ in 0..set.ready.len() {
-            if n == max {
+        for _ in 0..ROUNDS {
+            n += self.report(set, left, to, n, how);
+            if n == 0 || n == to.room() {
+                break;
+            }
+            // A look took its time: who has sent to one that was found empty, and then to one that was not, is heard now.
+            let before = set.ready.len();
+            self.sweep(set);
+            left = set.ready.len() - before;
+            if left == 0 {
+                break;
+            }
+            set.ready.rotate_left(before);
+        }
+        let Set { ready, again, .. } = set;
+        ready.extend(again.drain(..));
+        let more = set.ready.len() > n as usize;
+        let mixed = set.plain > 0;
+        if self.mixed.load(Relaxed) != mixed {
+            self.mixed.store(mixed, Relaxed);
+        }
+        drop(guard);
+        if self.nested.load(Acquire) {
+            self.show_ready();
+        }
+        if more {
+            // Another thread that sleeps on this set can take the rest.
+            self.ring_if_sleeping();
+        }
+        n
+    }
+
+    /// Looks at the first `left` of the list, as long as there is room; gives how many were ready. `n` entries are filled before.
+    fn report(
+        &self,
+        set: &mut Set,
+        left: usize,
+        to: &Results,
+        mut n: c_int,
+        how: Harvest,
+    ) -> c_int {
+        let before = n;
+        for _ in 0..left {
+            if n == to.room() {
                 break;
             }
             let Some(index) = set.ready.pop_front() else {
@@ -437,6 +576,12 @@ impl Epoll {
             if item.disabled || !item.taken {
                 continue;
             }
+            if item.moved_at > to.moves && to.is_listed(item.data) {
+                // The kernel has reported it just before it became ours.
+                item.queued = true;
+                set.again.push(index);
+                continue;
+            }
             let arm = if item.events & ET != 0 {
                 Arm::Always
             } else {
@@ -449,36 +594,21 @@ impl Epoll {
             if mask == 0 {
                 continue;
             }
-            if after_rest && !lifecycle::is_alive(item.socket) {
+            if how == Harvest::AfterRest && !lifecycle::is_alive(item.socket) {
                 // Closed past the hooks: the kernel's set would not have it any more.
                 Library::get().service.submit(Command::lost(item.socket));
                 continue;
             }
-            // SAFETY: n < max entries, writable by `wait`'s contract.
-            unsafe {
-                events.add(n as usize).write(libc::epoll_event {
-                    events: mask,
-                    u64: item.data,
-                });
-            }
+            to.put(n, mask, item.data);
             n += 1;
             if item.events & ONESHOT != 0 {
                 item.disabled = true;
             } else if item.events & ET == 0 {
                 item.queued = true;
-                set.ready.push_back(index);
+                set.again.push(index);
             }
         }
-        let more = set.ready.len() > n as usize;
-        drop(guard);
-        if self.nested.load(Acquire) {
-            self.show_ready();
-        }
-        if more {
-            // Another thread that sleeps on this set can take the rest.
-            self.ring_if_sleeping();
-        }
-        n
+        n - before
     }
 
     /// Whether any taken-over item is ready now: for poll(), select() and sets that hold this one.

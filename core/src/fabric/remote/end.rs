@@ -636,6 +636,10 @@ impl<Q: QueuePair, L: Local> LinkEnd for End<Q, L> {
         self.sweeps.drain(&self.ground.mine, waiter, each);
     }
 
+    fn queued_at(&self, mine: Vqpn) -> u64 {
+        self.ground.mine.told_at(mine)
+    }
+
     /// Of waiter 0 also whether there is a message, or a fault or the beginning of a watch that was not asked for.
     fn has_ready(&self, waiter: WaiterId) -> bool {
         self.sweeps.has_ready(&self.ground.mine, waiter)

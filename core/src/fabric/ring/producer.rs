@@ -89,6 +89,11 @@ impl Producer {
         unsafe { &self.block.as_ref().consumer }
     }
 
+    #[inline(always)]
+    fn take_data(&self) -> Wake {
+        self.mine().date(take(&self.theirs().want_data))
+    }
+
     /// All the free pieces. Looks at the consumer only when less than `want` bytes are known to
     /// be free; when that is so after looking too, this counts as limited by the window.
     #[inline(always)]
@@ -110,7 +115,7 @@ impl Producer {
         self.tail += n;
         // Releases the payload to the consumer's load of `tail`; and W2.
         self.mine().tail.swap(self.tail, Ordering::SeqCst);
-        let wake = take(&self.theirs().want_data);
+        let wake = self.take_data();
         // The line is here anyway: notice a new offer, and let the next `spans` adopt it.
         if self.theirs().offer.load(Ordering::Relaxed) != self.offer {
             self.limit = self.tail;
@@ -134,7 +139,7 @@ impl Producer {
     pub fn wake(&mut self) -> Wake {
         // The same value again, as a read-modify-write: W2.
         self.mine().tail.swap(self.tail, Ordering::SeqCst);
-        take(&self.theirs().want_data)
+        self.take_data()
     }
 
     /// Marks what follows the last byte. Only the first mark counts; nothing can be sent after,
@@ -149,7 +154,7 @@ impl Producer {
             .end
             .compare_exchange(0, end as u32, Ordering::SeqCst, Ordering::SeqCst)
             .map_err(|_| Stopped)?;
-        Ok(take(&self.theirs().want_data))
+        Ok(self.take_data())
     }
 
     /// Asks for a wake-up when there is space: sets `bits` in the attention word, then looks.

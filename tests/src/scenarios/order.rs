@@ -1,0 +1,127 @@
+//! The order in which a set tells of several connections whose peer has sent on one after the other.
+
+use libc::{EPOLL_CTL_ADD, c_int};
+
+use super::epoll::{ET, IN, create, ctl, wait};
+use crate::ctx::Ctx;
+use crate::sys::{self, Ret};
+
+const CONNECTIONS: usize = 6;
+const ROUNDS: usize = 60;
+
+/// The `round`th of some permutations of the connections.
+fn permutation(round: usize) -> Vec<usize> {
+    let mut rest: Vec<usize> = (0..CONNECTIONS).collect();
+    let mut seed = round * 7919 + 13;
+    (0..CONNECTIONS)
+        .map(|_| {
+            seed = seed * 31 % 65_521;
+            rest.remove(seed % rest.len())
+        })
+        .collect()
+}
+
+/// epoll_wait(), as data in the order of the kernel's list.
+fn listed(ep: c_int) -> Vec<usize> {
+    let mut evs = [libc::epoll_event { events: 0, u64: 0 }; 2 * CONNECTIONS];
+    let max = evs.len() as c_int;
+    let n: Ret = call!(libc::epoll_wait(ep, evs.as_mut_ptr(), max, sys::SOON));
+    let n = usize::try_from(n.value).unwrap_or(0);
+    evs[..n].iter().map(|e| e.u64 as usize).collect()
+}
+
+/// A set that was quiet lists connections in the order in which they were sent on.
+pub fn of_arrival(c: &Ctx) {
+    let fds: Vec<c_int> = (0..CONNECTIONS).map(|_| c.pair()).collect();
+    for (name, flags) in [("level", IN), ("edge", IN | ET)] {
+        let ep = create();
+        for (at, fd) in fds.iter().enumerate().filter(|_| c.is_server()) {
+            ctl(ep, EPOLL_CTL_ADD, *fd, flags, at as u64).ok();
+        }
+        let mut in_order = 0;
+        for round in 0..ROUNDS {
+            if c.is_server() {
+                // What was found before is off the list.
+                wait(ep, CONNECTIONS, 0);
+                c.sync("go");
+                c.sync("sent");
+                fds.iter().for_each(|fd| sys::wait_readable_bytes(*fd, 1));
+                in_order += usize::from(listed(ep) == permutation(round));
+                for fd in &fds {
+                    sys::recv_exact(*fd, 1);
+                }
+            } else {
+                c.sync("go");
+                for at in permutation(round) {
+                    sys::send_all(fds[at], b"x").ok();
+                }
+                c.sync("sent");
+            }
+        }
+        if c.is_server() {
+            // The kernel's list can be another where the sender goes from one processor to another.
+            c.log(format_args!(
+                "{name}: in order: {}",
+                in_order * 10 > ROUNDS * 9
+            ));
+        }
+        sys::close(ep).ok();
+    }
+    c.sync("done");
+}
+
+/// Who hears the second of two messages on two connections has heard the first: both on links, or one kept on TCP.
+pub fn none_alone(c: &Ctx) {
+    const PAIRS: usize = 4000;
+    let mut fds: Vec<c_int> = (1..CONNECTIONS).map(|_| c.pair()).collect();
+    fds.push(c.cold_pair());
+    let last = CONNECTIONS - 1;
+    // A socket with this option stays on TCP.
+    sys::set_int(fds[last], libc::SOL_SOCKET, libc::SO_RCVLOWAT, 4).ok();
+    c.sync("connected");
+    if c.is_server() {
+        let ep = create();
+        for (at, fd) in fds.iter().enumerate() {
+            ctl(ep, EPOLL_CTL_ADD, *fd, IN, at as u64).ok();
+        }
+        let mut heard = vec![false; 2 * PAIRS];
+        let mut alone = 0;
+        for _ in 0..PAIRS {
+            let mut left = 2;
+            while left > 0 {
+                let mut batch = Vec::new();
+                for at in listed(ep) {
+                    let message = sys::recv_exact(fds[at], 4);
+                    let id = u32::from_le_bytes(message[..].try_into().unwrap()) as usize;
+                    heard[id] = true;
+                    batch.push((at, id));
+                }
+                let is_alone = |(_, id): &&(usize, usize)| id % 2 == 1 && !heard[id - 1];
+                alone += batch.iter().filter(is_alone).count();
+                left -= batch.len();
+                for (at, _) in batch {
+                    sys::send_all(fds[at], b"okay").ok();
+                }
+            }
+        }
+        c.log(format_args!("hardly ever alone: {}", alone * 50 < PAIRS));
+        sys::close(ep).ok();
+    } else {
+        for pair in 0..PAIRS {
+            let order = permutation(pair);
+            let links = order.iter().copied().filter(|at| *at != last);
+            let two: Vec<usize> = match pair % 4 {
+                0 => links.take(1).chain([last]).collect(),
+                1 => [last].into_iter().chain(links).take(2).collect(),
+                _ => links.take(2).collect(),
+            };
+            for (at, id) in two.iter().zip(2 * pair as u32..) {
+                sys::send_all(fds[*at], &id.to_le_bytes()).ok();
+            }
+            for at in two {
+                sys::recv_exact(fds[at], 4);
+            }
+        }
+    }
+    c.sync("done");
+}

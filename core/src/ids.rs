@@ -68,6 +68,17 @@ impl InstanceId {
     pub const fn as_bytes(&self) -> &[u8; ID_BYTES] {
         &self.0
     }
+
+    /// The id in memory that only words are shared in.
+    pub const fn to_words(&self) -> [u64; 2] {
+        let bits = u128::from_le_bytes(self.0);
+        [bits as u64, (bits >> 64) as u64]
+    }
+
+    /// The opposite of [`Self::to_words`].
+    pub const fn from_words([low, high]: [u64; 2]) -> Self {
+        Self((low as u128 | (high as u128) << 64).to_le_bytes())
+    }
 }
 
 impl fmt::Display for InstanceId {

@@ -13,6 +13,7 @@ use once_cell::race::OnceBox;
 use rdmasock_core::ids::InstanceId;
 use rdmasock_core::os::privatefd::{PrivateFd, Transit};
 use rdmasock_core::stats::{InstanceInfo, Reason, StatsPage};
+use rdmasock_core::stream::handshake::Role;
 use rdmasock_core::stream::policy::Threshold;
 
 use crate::config::Config;
@@ -27,6 +28,8 @@ pub struct Library {
     pub config: Config,
     /// From when on a connection is promoted.
     pub threshold: Threshold,
+    /// For connections that were accepted.
+    pub acceptors_threshold: Threshold,
     /// Which connections may be; `None` if that cannot be known.
     pub rules: Option<&'static Rules>,
     /// Which other hosts are in reach.
@@ -155,6 +158,7 @@ impl Library {
         drop(transit);
         let library = Library {
             threshold: config.promote_after.threshold(),
+            acceptors_threshold: config.promote_after.threshold().just_before(),
             config: config.clone(),
             rules: rules.as_ref(),
             reach: REACH.get_or_init(|| Box::new(Reach::new(config))),
@@ -167,6 +171,15 @@ impl Library {
         };
         tracing::info!(target: "rdmasock", instance = %library.id, program = %library.program, "instance made");
         Some(library)
+    }
+
+    /// What a connection has to have carried before something is done about it.
+    #[inline]
+    pub fn threshold_of(&self, role: Role) -> &Threshold {
+        match role {
+            Role::Connector => &self.threshold,
+            Role::Acceptor => &self.acceptors_threshold,
+        }
     }
 
     /// Why this connection may not be accelerated, whatever its ends are ready for.

@@ -2,7 +2,7 @@
 //!
 //! The name lives as long as some process holds the listening socket or a connection accepted on
 //! it: forked workers inherit it,
-//! together with the page that lists the instances which answer behind it.
+//! together with the pages that list the instances which answer behind it, and who of them has which connection.
 
 use std::ffi::c_int;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
@@ -11,9 +11,10 @@ use std::sync::atomic::{
     Ordering::{AcqRel, Acquire, Release},
 };
 
-use rdmasock_core::ids::InstanceId;
+use rdmasock_core::ids::{InstanceId, Tuple};
 use rdmasock_core::lock::Lock;
 use rdmasock_core::os::channel::Channel;
+use rdmasock_core::rendezvous::holders::HolderPage;
 use rdmasock_core::rendezvous::names;
 use rdmasock_core::rendezvous::peers::PeerPage;
 use rustix::io::Errno;
@@ -27,6 +28,9 @@ use crate::service::Command;
 pub struct Listener {
     name: Lock<Option<names::Listener>>,
     page: Option<PeerPage>,
+    holders: Option<HolderPage>,
+    /// From a parent process: others may answer on the name.
+    inherited: AtomicBool,
     /// Numbers of this process that stand for the socket, and connections accepted on it.
     pub fds: AtomicU32,
     /// The service thread of this process answers on the name.
@@ -53,6 +57,8 @@ impl Listener {
         ALL.add(Self {
             name: Lock::new(name),
             page: PeerPage::new().ok(),
+            holders: HolderPage::new().ok(),
+            inherited: AtomicBool::new(false),
             fds: AtomicU32::new(1),
             served: AtomicBool::new(false),
         })
@@ -94,6 +100,23 @@ impl Listener {
         self.page.as_ref().map(PeerPage::list).unwrap_or_default()
     }
 
+    /// Whether other processes may be behind the name.
+    pub fn is_inherited(&self) -> bool {
+        self.inherited.load(Acquire)
+    }
+
+    /// An instance holds this connection.
+    pub fn enter_holder(&self, tuple: &Tuple, id: &InstanceId) {
+        if let Some(page) = &self.holders {
+            page.enter(tuple, id);
+        }
+    }
+
+    /// Who has said that he holds this connection.
+    pub fn holder(&self, tuple: &Tuple) -> Option<InstanceId> {
+        self.holders.as_ref()?.holder(tuple)
+    }
+
     /// One more number stands for it.
     pub fn retain(&self) {
         self.fds.fetch_add(1, AcqRel);
@@ -113,6 +136,7 @@ impl Listener {
     pub fn after_fork() {
         for listener in ALL.all() {
             listener.served.store(false, Release);
+            listener.inherited.store(true, Release);
             listener.fds.store(0, Release);
             // SAFETY: only this thread exists in the child; a name in the middle of being closed is closed
             // either way.

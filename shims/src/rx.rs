@@ -132,7 +132,8 @@ pub fn account(socket: &'static Socket, n: u64) {
     if socket.stage() == Stage::Watching {
         let library = Library::get();
         let first = !socket.progress.has_begun();
-        if socket.progress.on_received(n, &library.threshold) {
+        let threshold = library.threshold_of(socket.role());
+        if socket.progress.on_received(n, threshold) {
             tx::worth_it(socket);
         }
         if first {

@@ -138,7 +138,8 @@ pub fn account(socket: &'static Socket, n: u64) {
     if socket.stage() == Stage::Watching {
         let library = Library::get();
         let first = !socket.progress.has_begun();
-        if socket.progress.on_sent(n, &library.threshold) {
+        let threshold = library.threshold_of(socket.role());
+        if socket.progress.on_sent(n, threshold) {
             worth_it(socket);
         }
         if first {
@@ -158,11 +159,12 @@ pub fn answer_if_asked(socket: &'static Socket) {
     }
 }
 
-/// The connection has reached the threshold: its connector asks.
+/// The connection has reached the threshold: its connector asks, its acceptor says that it has it.
 #[cold]
 pub fn worth_it(socket: &'static Socket) {
     let errno = errno::get();
-    if socket.tries.load(Relaxed) == 0 && !socket.shown.swap(true, Relaxed) {
+    let first = socket.tries.load(Relaxed) == 0 && !socket.shown.swap(true, Relaxed);
+    if first {
         crate::lifecycle::show_addresses(socket);
     }
     if socket.role() == Role::Connector {
@@ -170,6 +172,9 @@ pub fn worth_it(socket: &'static Socket) {
     } else if let Some(listener) = socket.listener() {
         // A fork child answers for connections that its parent accepted.
         listener.on_accept();
+        if first && listener.is_inherited() {
+            Library::get().service.submit(Command::hold(socket));
+        }
     }
     errno::set(errno);
 }

@@ -37,6 +37,10 @@ fn main() -> ExitCode {
     let trials = vec![
         Trial::test("many_clients_of_one_server", many_clients),
         Trial::test("one_client_of_a_server_that_forks", forking_server),
+        Trial::test(
+            "questions_do_not_grow_with_the_processes_of_a_server",
+            questions,
+        ),
     ];
     libtest_mimic::run(&args, trials).exit_code()
 }
@@ -107,13 +111,17 @@ struct Peer(Child);
 
 impl Peer {
     fn start(args: &[&str]) -> Result<Self, Failed> {
+        Self::start_with(args, "0")
+    }
+
+    fn start_with(args: &[&str], promote_after: &str) -> Result<Self, Failed> {
         let paths = Paths::find(Path::new(env!("CARGO_BIN_EXE_scenario")));
         let mut command = Command::new(env!("CARGO_BIN_EXE_soak-peer"));
         command.args(args);
         clean_environment(&mut command);
         let child = command
             .env("LD_PRELOAD", paths.library?)
-            .env("RDMASOCK_PROMOTE_AFTER", "0")
+            .env("RDMASOCK_PROMOTE_AFTER", promote_after)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()?;
@@ -207,6 +215,22 @@ fn forking_server() -> Result<(), Failed> {
         if !client.0.wait()?.success() {
             return Err("the client failed".into());
         }
+    }
+    Ok(())
+}
+
+/// A server with a process for each of a hundred connections: more than a name lists.
+fn questions() -> Result<(), Failed> {
+    const CONNECTIONS: u64 = 100;
+    let mut server = Peer::start_with(&["serve-forking"], "16r")?;
+    let port = server.line()?;
+    let args = ["dial-at-once", &port, &CONNECTIONS.to_string()];
+    let line = Peer::start_with(&args, "16r")?.line()?;
+    let asked: u64 = line.parse().map_err(|_| "not all were promoted")?;
+    println!("{asked} questions for {CONNECTIONS} connections");
+    // One by name and one to who has it, a few over links at first, and what is asked again on a slow machine.
+    if asked > 5 * CONNECTIONS {
+        return Err(format!("{asked} questions for {CONNECTIONS} connections").into());
     }
     Ok(())
 }

@@ -86,7 +86,7 @@ impl PeerPage {
             }
             // Pairs with the reader's fence: a reader that sees a word of this id sees the claim too.
             fence(Ordering::Release);
-            for (word, value) in slot.id.iter().zip(words(id)) {
+            for (word, value) in slot.id.iter().zip(id.to_words()) {
                 word.store(value, Ordering::Relaxed);
             }
             // Pairs with the Acquire load in `read`.
@@ -129,19 +129,10 @@ fn read(slot: &Slot) -> Option<(u32, InstanceId)> {
         return None;
     }
     let [low, high] = &slot.id;
-    let id = from_words([low.load(Ordering::Relaxed), high.load(Ordering::Relaxed)]);
+    let id = InstanceId::from_words([low.load(Ordering::Relaxed), high.load(Ordering::Relaxed)]);
     // Pairs with the Release fence in `claim`.
     fence(Ordering::Acquire);
     (slot.owner.load(Ordering::Relaxed) == before).then_some((pid_of(before), id))
-}
-
-fn words(id: &InstanceId) -> [u64; 2] {
-    let bits = u128::from_le_bytes(*id.as_bytes());
-    [bits as u64, (bits >> 64) as u64]
-}
-
-fn from_words([low, high]: [u64; 2]) -> InstanceId {
-    InstanceId::from_bytes((u128::from(low) | u128::from(high) << 64).to_le_bytes())
 }
 
 /// Does the process exist, as far as can be told? A zombie does.

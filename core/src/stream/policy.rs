@@ -25,6 +25,15 @@ impl Threshold {
         bytes: Some(0),
     };
 
+    /// What the accepting end has carried a moment before the connecting end reaches this: by then it has to be known who
+    /// holds the connection.
+    pub fn just_before(&self) -> Self {
+        Self {
+            requests: self.requests.map(|n| n.saturating_sub(1).max(1)),
+            bytes: self.bytes.map(|n| n - n / 8),
+        }
+    }
+
     /// Whether a connection that has just been established is already worth promoting.
     pub fn is_at_once(&self) -> bool {
         self.bytes == Some(0)

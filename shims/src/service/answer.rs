@@ -99,7 +99,7 @@ impl Worker {
                     instance_s: self.library.id,
                 }
             }
-            Err(Refusal::No(wire::Reason::NotHeld)) => match self.others(conn) {
+            Err(Refusal::No(wire::Reason::NotHeld)) => match self.others(conn, &tuple) {
                 instances if !instances.is_empty() => Message::Redirect { request, instances },
                 _ => Message::No {
                     request,
@@ -145,12 +145,26 @@ impl Worker {
         self.offered.insert(nonce_s, r);
     }
 
-    /// The other live instances behind the name that the question came to.
-    fn others(&self, conn: u64) -> Vec<InstanceId> {
+    /// Other processes answer on the name too: what is asked there about this connection is to come here.
+    pub(super) fn hold(&self, r: Ref) {
+        if let Some(socket) = r.get()
+            && let Some(listener) = socket.listener()
+            && let Some(tuple) = socket::tuple_of(socket)
+        {
+            listener.enter_holder(&tuple, &self.library.id);
+        }
+    }
+
+    /// Who else behind the name that the question came to has the connection: if nobody has said so, any of the other live
+    /// instances.
+    fn others(&self, conn: u64, tuple: &Tuple) -> Vec<InstanceId> {
         match self.conns.get(&conn).map(|c| &c.peer) {
             Some(Peer::Incoming {
                 listener: Some(listener),
             }) => {
+                if let Some(holder) = listener.holder(tuple).filter(|h| *h != self.library.id) {
+                    return vec![holder];
+                }
                 let mut all = listener.instances();
                 all.retain(|i| *i != self.library.id);
                 all.truncate(wire::MAX_REDIRECT);

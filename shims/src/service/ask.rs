@@ -119,6 +119,9 @@ const ABSENT_FOR: Duration = Duration::from_secs(5);
 const PRESENT_FOR: Duration = Duration::from_secs(600);
 /// How many instances and names one connection is asked for at: a list that leads to lists must end.
 const MAX_ASKED: usize = 64;
+/// Where more instances have answered for a destination, it is one of those that have a process a connection, which none
+/// of them has: then the name is asked at once.
+const MAX_KNOWN: usize = 4;
 /// How often a connection is asked for again when the peer could not say yes yet: its program may take seconds to
 /// accept it.
 const TRIES: u32 = 8;
@@ -194,6 +197,9 @@ impl Worker {
             Some(Answer::Present(instances)) => instances.clone(),
             _ => return,
         };
+        if known.len() > MAX_KNOWN {
+            return;
+        }
         for instance in known {
             if let Some(link) = self.service.link_to(&instance)
                 && self.ask_over(request, asking, link)
@@ -511,7 +517,7 @@ impl Worker {
         };
         known.retain(|i| *i != instance_s);
         known.insert(0, instance_s);
-        known.truncate(16);
+        known.truncate(MAX_KNOWN + 1);
         self.cache.insert(
             destination,
             Answer::Present(known),

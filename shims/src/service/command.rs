@@ -60,6 +60,8 @@ pub enum Command {
     Drained(Ref),
     /// An ASK waited for the program's first use of the connection, or for its close.
     Used(Ref),
+    /// One of several processes that accept on a name holds the connection.
+    Hold(Ref),
     /// The handshake needs a link.
     NeedLink(Ref, InstanceId, Option<LinkOffer>),
     /// The thread that connects to another host has come to an end.
@@ -117,6 +119,11 @@ impl Command {
         Self::Used(Ref::new(socket))
     }
 
+    /// See [`Command::Hold`].
+    pub fn hold(socket: &'static Socket) -> Self {
+        Self::Hold(Ref::new(socket))
+    }
+
     /// See [`Command::Drained`].
     pub fn drained(socket: &'static Socket) -> Self {
         Self::Drained(Ref::new(socket))
@@ -168,6 +175,7 @@ impl Worker {
             }
             Command::Settle(r) => self.settle(r),
             Command::Used(r) => self.answer_deferred(r),
+            Command::Hold(r) => self.hold(r),
             Command::Drained(r) => {
                 // No notification: an edge-triggered set would report what it has reported.
                 if let Some(socket) = r.get() {

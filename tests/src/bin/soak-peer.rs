@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::unistd::{ForkResult, fork};
-use rdmasock_core::stats::instance_of;
+use rdmasock_core::stats::{Event, instance_of};
 
 /// A machine that stands still for so long is not worth waiting for.
 const LIMIT: Duration = Duration::from_secs(20);
@@ -22,8 +22,13 @@ fn main() {
         ["serve"] => serve(),
         ["serve-forking"] => serve_forking(),
         ["dial", port, connections] => dial(port.parse().unwrap(), connections.parse().unwrap()),
+        ["dial-at-once", port, connections] => {
+            dial_at_once(port.parse().unwrap(), connections.parse().unwrap())
+        }
         _ => {
-            eprintln!("soak-peer serve | serve-forking | dial PORT CONNECTIONS");
+            eprintln!(
+                "soak-peer serve | serve-forking | dial PORT CONNECTIONS | dial-at-once PORT CONNECTIONS"
+            );
             std::process::exit(2);
         }
     }
@@ -106,4 +111,31 @@ fn dial(port: u16, connections: u64) {
     }
     println!("done");
     std::io::stdin().lock().lines().for_each(drop);
+}
+
+/// So many connections at once, all used until all are promoted; then says how many questions that took.
+fn dial_at_once(port: u16, connections: u64) {
+    let mut streams: Vec<TcpStream> = (0..connections)
+        .map(|_| TcpStream::connect(("127.0.0.1", port)).unwrap())
+        .collect();
+    let end = Instant::now() + LIMIT;
+    let mut message = [7; MESSAGE];
+    loop {
+        for stream in &mut streams {
+            stream.write_all(&message).unwrap();
+            stream.read_exact(&mut message).unwrap();
+        }
+        let own = instance_of(std::process::id()).unwrap();
+        let (promoted, asks) = own.map_or((0, 0), |p| {
+            let instance = p.instance;
+            (instance.totals.promoted, instance.count(Event::Ask))
+        });
+        if promoted == connections {
+            return println!("{asks}");
+        }
+        assert!(
+            Instant::now() < end,
+            "{promoted} are promoted, by {asks} questions"
+        );
+    }
 }

@@ -29,6 +29,7 @@ use rustix::event::epoll as kernel;
 
 use crate::library::Library;
 use crate::link::Link;
+use crate::points::point;
 use crate::ready;
 use crate::registry::Registry;
 use crate::socket::Socket;
@@ -190,14 +191,18 @@ impl Epoll {
         }
     }
 
-    /// Another set, or something else that the kernel waits on, is about to hold this one.
+    /// Another set is about to hold this one, or a thread to sleep on it in poll() or select().
     pub fn on_nested(&'static self) {
-        if !self.nested.swap(true, SeqCst) && self.is_active() {
+        // SeqCst on both sides (`activate`): one of the two sees the other.
+        if !self.nested.load(Acquire) && !self.nested.swap(true, SeqCst) && self.active.load(SeqCst)
+        {
             self.show_ready();
         }
     }
 
-    /// Starts a new epoch in which peers ring, and rings if something is left to report.
+    /// Has the kernel's object of a nested set show what is true now: it is readable for as long as a ring has not been taken
+    /// from it, and after a ring peers do not ring again before there is a new epoch. So whoever has taken from the set, or has
+    /// taken a ring, comes here afterwards.
     fn show_ready(&'static self) {
         let Some(waiter) = self.waiter() else {
             return;
@@ -207,6 +212,9 @@ impl Epoll {
             waiters.leave_sleep(waiter);
         }
         waiters.enter_sleep(waiter);
+        point!("nested: a new epoch has begun");
+        // In this order: what a ring of the new epoch was for is seen below, should the ring be taken here.
+        waiters.quiet(waiter);
         if self.is_ready() {
             waiters.ring(waiter);
         }
@@ -398,7 +406,9 @@ impl Epoll {
                 kernel::EventFlags::IN | kernel::EventFlags::ET,
             );
         }
+        point!("activate: the kernel's set has the doorbell");
         self.active.store(true, SeqCst);
+        point!("activate: the set is active");
         if self.nested.load(SeqCst)
             && !self.shown.swap(true, SeqCst)
             && let Some(waiter) = waiter

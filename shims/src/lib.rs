@@ -20,6 +20,7 @@ pub mod link;
 pub mod listener;
 pub mod log;
 pub mod pass;
+mod points;
 pub mod poll;
 pub mod promote;
 pub mod reach;

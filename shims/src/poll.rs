@@ -11,14 +11,16 @@ use rdmasock_core::os::kernel;
 use smallvec::SmallVec;
 
 use crate::errno;
+use crate::jump::within;
 use crate::library::Library;
 use crate::lifecycle;
 use crate::link::{Duty, Link};
+use crate::points::point;
 use crate::ready::{self, Arm, Sleeper};
 use crate::socket::Socket;
 use crate::table::{self, Entry, Token};
 use crate::time::Timeout;
-use crate::wait::{Spinner, WaiterId};
+use crate::wait::{Sockets, Spinner, WaiterId};
 
 /// Reported whether asked for or not.
 const ALWAYS: u32 = (libc::POLLERR | libc::POLLHUP) as u32;
@@ -34,7 +36,11 @@ type Entries = SmallVec<[pollfd; FEW]>;
 fn is_ours(fd: c_int) -> bool {
     match table::lookup(fd) {
         Entry::Socket(_) => true,
-        Entry::Epoll(e) => e.is_active(),
+        Entry::Epoll(set) => {
+            // From now on the kernel's object shows what becomes ready, also should the set become active meanwhile.
+            within(|| set.on_nested());
+            set.is_active()
+        }
         _ => false,
     }
 }
@@ -98,6 +104,7 @@ fn poll_slow(
                 revents: 0,
             }
         }));
+        point!("poll: it is seen what is the kernel's");
         let ours = evaluate(set, &tokens);
         let n = copy.len() as nfds_t;
         let spin = if spun { 0 } else { SPINNER.bound() };
@@ -139,7 +146,7 @@ fn poll_slow(
             is_last = deadline.is_over();
             continue;
         };
-        let _lease = Lease(waiter);
+        let lease = Lease(waiter);
         // What completes on links to other hosts wakes this thread itself. First: arming looks at what has come, and would
         // ring the sleeper's bell for it.
         let duties = duties(set);
@@ -159,6 +166,8 @@ fn poll_slow(
                 Some((events, Sleeper::new(socket, waiter, data, space)))
             })
             .collect();
+        point!("poll: sleeps on what is ours");
+        let is_looked_on = lease.look_on(&copy);
         if evaluate(set, &tokens) > 0 {
             continue;
         }
@@ -167,13 +176,16 @@ fn poll_slow(
             spun = false;
             continue;
         }
-        // Without a sleeper nobody rings.
-        let bell = waiters.doorbell(waiter).filter(|_| !sleepers.is_empty());
+        point!("poll: is about to sleep");
+        // Without a sleeper or a socket that may become ours nobody rings.
+        let is_told = is_looked_on || !sleepers.is_empty();
+        let bell = waiters.doorbell(waiter).filter(|_| is_told);
         let bell = bell.map(|d| d.as_raw_fd());
         let completions = duties.iter().map(|duty| duty.fd().as_raw_fd());
         let seats = Seats::take(&mut copy, bell.into_iter().chain(completions));
         let r = real(copy.as_mut_ptr(), copy.len() as nfds_t, deadline.left());
         let error = errno::get();
+        point!("poll: is awake");
         // What the sleepers hold is there to be asked, also where its number is closed.
         let is_there = sleepers.iter().any(|(events, sleeper)| {
             ready::evaluate(sleeper.socket, *events, Arm::No) & (events | ALWAYS) != 0
@@ -182,6 +194,7 @@ fn poll_slow(
         drop(duties);
         let rung = bell.is_some() && seats.is_first_ready(&copy);
         seats.leave(&mut copy);
+        point!("poll: is not told any more");
         if rung {
             waiters.quiet(waiter);
         }
@@ -214,6 +227,9 @@ fn look_up(set: &[pollfd], tokens: &mut Tokens) {
     tokens.extend(set.iter().map(|p| {
         // One that was closed past the hooks is taken out of the table by this.
         let _ = lifecycle::connection_at(p.fd, now);
+        if let Entry::Epoll(set) = table::lookup(p.fd) {
+            set.on_nested();
+        }
         table::token(p.fd)
     }));
 }
@@ -283,9 +299,25 @@ impl Seats {
 
 struct Lease(WaiterId);
 
+impl Lease {
+    /// From now on the waiter is rung when a socket that is the kernel's to report on becomes ours. False if there is none.
+    fn look_on(&self, kernel: &[pollfd]) -> bool {
+        let mut sockets = Sockets::default();
+        for socket in kernel.iter().filter_map(|p| table::socket(p.fd)) {
+            sockets.add(socket);
+        }
+        if !sockets.is_empty() {
+            Library::get().waiters.onlookers.enter(self.0, sockets);
+        }
+        !sockets.is_empty()
+    }
+}
+
 impl Drop for Lease {
     fn drop(&mut self) {
-        Library::get().waiters.release(self.0);
+        let waiters = &Library::get().waiters;
+        waiters.onlookers.leave(self.0);
+        waiters.release(self.0);
     }
 }
 

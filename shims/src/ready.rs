@@ -13,6 +13,7 @@ use rustix::event::{PollFd, PollFlags};
 
 use crate::library::Library;
 use crate::link::Link;
+use crate::points::point;
 use crate::promote;
 use crate::service::Command;
 use crate::socket::{Interest, Sleeping, Socket, mode};
@@ -232,12 +233,21 @@ pub fn notify_local(socket: &'static Socket) {
     let members = interest.members.clone();
     let sleepers = interest.sleepers.clone();
     drop(interest);
+    point!("notify: it is known whom");
     for m in members {
         m.epoll.push(m.item, socket);
     }
     let waiters = &Library::get().waiters;
     for w in sleepers {
         waiters.ring(w.waiter);
+    }
+}
+
+/// The socket has just become ours to report on: threads that are inside the kernel's poll on it come here.
+pub fn tell_onlookers(socket: &'static Socket) {
+    let waiters = &Library::get().waiters;
+    for waiter in waiters.onlookers.of(socket) {
+        waiters.ring(waiter);
     }
 }
 
@@ -319,6 +329,7 @@ pub fn change_interest(socket: &'static Socket, change: impl FnOnce(&mut Interes
         return;
     }
     let new = attention(socket, &interest);
+    point!("interest: it is known whom the peer is to tell");
     let wants = |what: fn(&Sleeping) -> bool| interest.sleepers.iter().any(what);
     let mut changed = false;
     // What a sleeper waits for has come while the word was being changed, or before.

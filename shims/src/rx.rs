@@ -29,6 +29,7 @@ use crate::jump::or_if_cancelled;
 use crate::jump::within;
 use crate::library::Library;
 use crate::lifecycle::{self, on_its_file};
+use crate::points::point;
 use crate::promote;
 use crate::ready;
 use crate::socket::{Rx, Socket, Stage, mode};
@@ -101,7 +102,9 @@ unsafe fn plain(
     flags: c_int,
     real: &impl Fn(c_int) -> ssize_t,
 ) -> ControlFlow<ssize_t, usize> {
+    point!("receive: is about to sleep in the kernel");
     let n = or_if_cancelled(|| real(fd), || leave(socket));
+    point!("receive: is awake");
     if socket.rx_was_marked() {
         // SAFETY: by this function's contract.
         return unsafe { scanned(socket, iov, flags, n) };

@@ -6,6 +6,7 @@
 //! to epoll sets; those above belong to threads that sleep in one call, and are handed round.
 
 mod asleep;
+mod onlookers;
 mod spin;
 mod waiters;
 
@@ -14,10 +15,12 @@ pub use rdmasock_core::fabric::waiter::{FLAGS_BYTES, MAX_WAITERS, SLEEPER_MASK, 
 
 use crate::jump::within;
 use crate::link::{Distant, Duty, Link};
+use crate::points::point;
 use crate::ready::Sleeper;
 use crate::socket::Socket;
 use crate::time::Deadline;
 
+pub use onlookers::Sockets;
 pub use spin::{Spinner, after_fork, glance};
 pub use waiters::{SERVICE, Waiters};
 
@@ -89,6 +92,7 @@ fn wait_on(
     // would ring the sleeper's bell for it.
     let duty = distant.and_then(Distant::take_duty);
     let sleeper = Sleeper::new(socket, lease.waiter, data, !data);
+    point!("wait: the peer knows of the sleeper");
     // Arming has taken in what had come until then; what comes later makes the descriptor readable. A peer that was told of
     // this sleeper before it says that it sleeps does not wake it, but has written before that: one more look. So what a peer
     // that does see it has to wait for is not much more than the way into the kernel.
@@ -96,7 +100,9 @@ fn wait_on(
     if there() {
         return Ok(false);
     }
+    point!("wait: is about to sleep");
     let slept = lease.sleep(deadline.left(), duty.as_ref());
+    point!("wait: is awake");
     // What has come is taken in before the descriptor is made ready for the next sleep: that is two system calls, which the
     // peer then need not wait for. After the sleeper, or it would have its own bell rung.
     drop(sleeper);

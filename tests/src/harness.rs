@@ -271,6 +271,8 @@ impl Running {
             // Soon, so that a scenario need not go on for long.
             command.env("RDMASOCK_PROMOTE_AFTER", "2r,16K");
             command.envs(scenario.env.iter().map(|(k, v)| (k, v)));
+            let held = scenario.held.iter().filter(|(held, _)| *held == side);
+            command.envs(held.map(|(_, point)| ("POINT_TO_HOLD", point)));
         }
         let child = command
             .spawn()

@@ -8,6 +8,7 @@ use std::sync::atomic::Ordering::{Relaxed, Release};
 use rustix::event::epoll as kernel;
 
 use super::{ET, EXCLUSIVE, Epoll, ONESHOT};
+use crate::points::point;
 use crate::scratch::Scratch;
 use crate::socket::Socket;
 use rdmasock_core::os::privatefd::PrivateFd;
@@ -45,6 +46,7 @@ impl Epoll {
         }
         set.set_taken(index, true);
         self.activate(&mut set);
+        point!("take over: both sets have the socket");
         if let Some(control) = socket.control.lock()
             && control.fds.contains(&fd)
             && let Some(kernel_fd) = self.kernel_fd()
@@ -52,6 +54,7 @@ impl Epoll {
             // SAFETY: still one of the socket's numbers, and control keeps close() out.
             let _ = kernel::delete(kernel_fd, unsafe { BorrowedFd::borrow_raw(fd) });
         }
+        point!("take over: the kernel's set has it no more");
         // After the removal: who reads the new count finds it in one set only.
         let moved_at = self.moves.fetch_add(1, Release) + 1;
         if let Some(item) = set.items.get_mut(index) {
@@ -86,6 +89,7 @@ impl Epoll {
         let (fd, data) = (item.fd, item.data);
         let events = if item.disabled { ONESHOT } else { item.events };
         set.set_taken(index, false);
+        point!("hand back: neither set has the socket");
         self.mixed.store(true, Relaxed);
         self.moves.fetch_add(1, Release);
         if let Some(kernel_fd) = self.kernel_fd() {

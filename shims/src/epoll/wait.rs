@@ -13,6 +13,7 @@ use crate::jump::or_if_cancelled;
 use crate::library::Library;
 use crate::lifecycle;
 use crate::link::Duty;
+use crate::points::point;
 use crate::ready::{self, Arm};
 use crate::service::Command;
 use crate::table::{self, Entry};
@@ -189,13 +190,17 @@ impl Epoll {
             let waiters = &Library::get().waiters;
             // First: arming looks at what has come, and would ring the bell of whoever sleeps already.
             let _duties = self.take_duties();
+            point!("epoll: nothing was there");
             waiters.enter_sleep(waiter);
+            point!("epoll: says that it sleeps");
             if self.has_ready() {
                 waiters.leave_sleep(waiter);
                 continue;
             }
+            point!("epoll: is about to sleep");
             let n = real(visit.number(), events, max, deadline.left());
             let errno = crate::errno::get();
+            point!("epoll: is awake");
             waiters.leave_sleep(waiter);
             let kept = self.strip_key(events, n);
             if n < 0 {
@@ -285,12 +290,14 @@ impl Epoll {
         if self.inherited.load(Acquire) && self.inherited.swap(false, AcqRel) {
             crate::fork::reclaim_all();
         }
+        point!("epoll alone: the set is not active");
         // SeqCst on both sides (`activate`, `release`): either we see that it is active or another's, or they see us.
         self.plain.fetch_add(1, SeqCst);
         if self.active.load(SeqCst) || !visit.is_here() {
             self.leave_plain();
             return None;
         }
+        point!("epoll alone: is about to sleep");
         let n = or_if_cancelled(
             || real(fd, events, max, timeout),
             || {
@@ -298,9 +305,11 @@ impl Epoll {
             },
         );
         let errno = crate::errno::get();
+        point!("epoll alone: is awake");
         if self.active.load(SeqCst) {
             visit.stay();
         }
+        point!("epoll alone: holds the set");
         let others = self.leave_plain();
         if others && self.active.load(SeqCst) {
             // A ring wakes one thread; the next one must come here too.
@@ -335,7 +344,7 @@ impl Epoll {
     }
 
     fn look(
-        &self,
+        &'static self,
         visit: &Visit,
         events: *mut libc::epoll_event,
         max: c_int,
@@ -347,7 +356,7 @@ impl Epoll {
     }
 
     /// Takes our doorbell out of what the kernel reported.
-    fn strip_key(&self, events: *mut libc::epoll_event, n: c_int) -> c_int {
+    fn strip_key(&'static self, events: *mut libc::epoll_event, n: c_int) -> c_int {
         let key = self.key.load(Relaxed);
         if n <= 0 || key == 0 {
             return n.max(0);
@@ -363,7 +372,11 @@ impl Epoll {
                 kept += 1;
             }
         }
-        kept as c_int
+        let kept = kept as c_int;
+        if kept < n && self.nested.load(Acquire) {
+            self.show_ready();
+        }
+        kept
     }
 
     /// For a sleep: what completes on links to other hosts wakes this thread itself. Their descriptors

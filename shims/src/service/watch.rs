@@ -9,6 +9,7 @@ use rustix::event::epoll as kernel;
 
 use super::{Ref, Worker, kind, tag};
 use crate::link::Link;
+use crate::points::point;
 use crate::promote;
 use crate::ready;
 use crate::socket::{self, Socket, mode};
@@ -103,6 +104,9 @@ impl Worker {
             }
             socket.watched.store(true, SeqCst);
         }
+        point!("watch: the socket is ours, and nobody knows");
+        ready::tell_onlookers(socket);
+        point!("watch: pollers have been told");
         let members = socket
             .interest
             .lock()
@@ -128,7 +132,9 @@ impl Worker {
             }
             socket.anchor.store(0, SeqCst);
         }
+        point!("unwatch: the socket is the kernel's, and nobody knows");
         ready::hand_back(socket);
+        point!("unwatch: sets have been told");
         // Those who sleep on our doorbells sleep on the kernel's object from now on.
         ready::notify_local(socket);
     }

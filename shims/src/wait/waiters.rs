@@ -22,6 +22,8 @@ use rdmasock_core::os::privatefd::PrivateFd;
 use rustix::event::{EventfdFlags, epoll as kernel};
 use rustix::io::Errno;
 
+use super::onlookers::Onlookers;
+
 /// The service thread's.
 pub const SERVICE: WaiterId = WaiterId(0);
 
@@ -73,6 +75,7 @@ pub struct Waiters {
     events: Box<[AtomicI32]>,
     /// By which fork children wake the service thread, and the doorbell that it rings, once there is one.
     childrens: [AtomicI32; 2],
+    pub onlookers: Onlookers,
     /// Whether doorbells work on this kernel, once known: 1 no, 2 yes.
     doorbells: AtomicU8,
 }
@@ -90,6 +93,7 @@ impl Waiters {
             polled: none(),
             events: none(),
             childrens: [const { AtomicI32::new(-1) }; 2],
+            onlookers: Onlookers::new(),
             doorbells: AtomicU8::new(0),
         };
         let event = event()?;

@@ -24,8 +24,9 @@ mod signals;
 mod threads;
 mod timing;
 mod unseen;
+mod wakes;
 
-use crate::ctx::Ctx;
+use crate::ctx::{Ctx, Side};
 use crate::harness::Mode;
 
 /// One scenario.
@@ -40,6 +41,8 @@ pub struct Scenario {
     pub warms_up: bool,
     /// Variables for the sides that have the library.
     pub env: Vec<(&'static str, String)>,
+    /// The side whose threads are held up, and the point at which (see `tests/wakes.rs`).
+    pub held: Option<(Side, String)>,
     /// The modes in which it runs.
     pub modes: &'static [Mode],
 }
@@ -52,6 +55,7 @@ impl Scenario {
             param: 0,
             warms_up,
             env: Vec::new(),
+            held: None,
             modes: &Mode::ALL,
         }
     }
@@ -106,6 +110,7 @@ pub fn all() -> Vec<Scenario> {
         refused: warm { fork_before, fork_on_a_link } cold {  }
         process: warm { cloned_accepts, fork_child_then_parent, fork_child_has_no_arena, fork_child_closes, fork_parent_closes, fork_client, fork_with_unread_data, fork_both_write, fork_exec, exec_itself, exec_fails, spawn, system, pass_to_child, pass_to_itself } cold { prefork, fork_per_connection, cloned_changes_user, pass_fresh }
         threads: warm { send_and_receive, eight_senders, four_receivers, shutdown_wakes, shutdown_wakes_pollers, close_does_not_wake, cancel, cancel_early, cancel_sender_early, cancel_pollers } cold { eight_on_one_epoll, four_acceptors }
+        wakes: warm {  } cold { poll, select, receive, epoll, edge, oneshot, added, two_sets, nested, polled_set, two_waiters, two_receivers }
     ];
     migrate::add_to(&mut all);
     all.extend(
@@ -128,7 +133,14 @@ pub fn all() -> Vec<Scenario> {
 }
 
 /// Families whose outcome depends on signals, on times, or on what a process may not do.
-const WITHOUT_STORM: [&str; 5] = ["identity_", "refused_", "signals_", "timing_", "unseen_"];
+const WITHOUT_STORM: [&str; 6] = [
+    "identity_",
+    "refused_",
+    "signals_",
+    "timing_",
+    "unseen_",
+    "wakes_",
+];
 /// Scenarios whose outcome does on kernel TCP too, mostly by EINTR of poll, select and epoll_wait, which is never restarted; or
 /// that end before the first signal comes, or close the storm's own descriptors.
 const NOT_IN_A_STORM: &[&str] = &[

@@ -1,0 +1,297 @@
+//! Threads that enter each kind of wait at each moment of a promotion, of a demotion and of a hand-over: short dialogues on
+//! new connections, in which every message has to end a wait, and nothing may be reported that was not registered.
+//! `tests/wakes.rs` plays them with threads held up in between.
+
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+
+use libc::{EPOLL_CTL_ADD, EPOLL_CTL_DEL, EPOLL_CTL_MOD, c_int};
+
+use super::epoll::{ET, IN, ONESHOT, OUT, create, ctl, wait};
+use crate::ctx::Ctx;
+use crate::sys;
+
+/// Connections one after the other, and messages each way on each.
+const CONNECTIONS: usize = 4;
+const MESSAGES: usize = 24;
+/// Before this one one end takes the connection off its link.
+const DEMOTED_AT: usize = 16;
+/// A wait that is not ended within this time never is.
+const AT_MOST_MS: c_int = 5_000;
+const LEN: usize = 4;
+
+/// Long enough for a promotion to come about while the other end waits, whose threads may be held up.
+const THINKING_MS: u64 = 15;
+
+/// Before an answer: in the messages after which a connection is promoted or demoted.
+fn think(message: usize) {
+    if (1..4).contains(&message) || (DEMOTED_AT..DEMOTED_AT + 2).contains(&message) {
+        sys::pause_ms(THINKING_MS);
+    }
+}
+
+/// A wait until a connection can be read. False if it has not ended in time.
+type Wait = Box<dyn FnMut() -> bool>;
+
+/// The dialogues of both ends, each of which waits in the way that is `prepared` for a new connection.
+fn talk(c: &Ctx, prepare: fn(c_int) -> Wait) {
+    let (listener, port) = c.listener(16);
+    for connection in 0..CONNECTIONS {
+        let fd = match listener {
+            Some(listener) => sys::accept4(listener, 0).ok(),
+            None => sys::connected(&sys::Addr::v4(port)),
+        };
+        let mut wait = prepare(fd);
+        for message in 0..MESSAGES {
+            if message == DEMOTED_AT && (connection % 2 == 0) == c.is_server() {
+                leave_link(fd, connection);
+            }
+            if !c.is_server() {
+                sys::send_all(fd, &[message as u8; LEN]).ok();
+            }
+            assert!(
+                wait(),
+                "no wake-up: connection {connection}, message {message}"
+            );
+            assert_eq!(sys::recv_exact(fd, LEN), [message as u8; LEN]);
+            if c.is_server() {
+                think(message);
+                sys::send_all(fd, &[message as u8; LEN]).ok();
+            }
+        }
+        drop(wait);
+        sys::close(fd).ok();
+    }
+    c.log("every message has ended a wait");
+}
+
+/// The program asks for the bytes in a way that only TCP serves, or has a child that holds the connection too for a moment.
+fn leave_link(fd: c_int, connection: usize) {
+    if connection < CONNECTIONS / 2 {
+        sys::set_int(fd, libc::SOL_SOCKET, libc::SO_RCVLOWAT, LEN as c_int).ok();
+    } else {
+        assert_eq!(sys::wait_child(sys::fork_child(|| 0)), 0);
+    }
+}
+
+/// In poll().
+pub fn poll(c: &Ctx) {
+    talk(c, |fd| {
+        Box::new(move || sys::poll_one(fd, libc::POLLIN, AT_MOST_MS) == libc::POLLIN)
+    });
+}
+
+/// In select().
+pub fn select(c: &Ctx) {
+    talk(c, |fd| Box::new(move || is_selected(fd)));
+}
+
+fn is_selected(fd: c_int) -> bool {
+    let mut set: libc::fd_set = sys::zeroed();
+    // SAFETY: the fd is far below FD_SETSIZE.
+    unsafe { libc::FD_SET(fd, &mut set) };
+    let mut time = libc::timeval {
+        tv_sec: i64::from(AT_MOST_MS) / 1000,
+        tv_usec: 0,
+    };
+    let null = std::ptr::null_mut();
+    call!(libc::select(fd + 1, &mut set, null, null, &mut time)).value == 1
+}
+
+/// In a receiving call.
+pub fn receive(c: &Ctx) {
+    talk(c, |fd| {
+        let time = std::time::Duration::from_millis(AT_MOST_MS as u64);
+        sys::set_timeout(fd, libc::SO_RCVTIMEO, time);
+        Box::new(move || sys::recv(fd, &mut [0; LEN], libc::MSG_PEEK).value > 0)
+    });
+}
+
+/// A set of one's own; closed with the wait.
+struct Owned(c_int);
+
+impl Owned {
+    /// (By this a closure takes the whole value, not the number alone.)
+    fn fd(&self) -> c_int {
+        self.0
+    }
+}
+
+impl Drop for Owned {
+    fn drop(&mut self) {
+        sys::close(self.0).ok();
+    }
+}
+
+fn set_of(fd: c_int, events: u32) -> Owned {
+    let set = Owned(create());
+    ctl(set.fd(), EPOLL_CTL_ADD, fd, events, fd as u64).ok();
+    set
+}
+
+/// Whether a wait on a set reports the connection, and nothing else ever.
+fn reports(set: c_int, fd: c_int) -> bool {
+    let (_, events) = wait(set, 8, AT_MOST_MS);
+    assert!(
+        events.iter().all(|(data, _)| *data == fd as u64),
+        "reported, and never registered: {events:x?}"
+    );
+    if events != [(fd as u64, IN)] {
+        eprintln!("{events:x?}");
+    }
+    events == [(fd as u64, IN)]
+}
+
+/// In epoll_wait().
+pub fn epoll(c: &Ctx) {
+    talk(c, |fd| {
+        let set = set_of(fd, IN);
+        Box::new(move || reports(set.fd(), fd))
+    });
+}
+
+/// In epoll_wait(), once for each edge. (A connection that changes between the kernel's set and ours may have more edges.)
+pub fn edge(c: &Ctx) {
+    talk(c, |fd| {
+        let set = set_of(fd, IN | ET);
+        Box::new(move || {
+            while reports(set.fd(), fd) {
+                if sys::readable_bytes(fd) >= LEN as c_int {
+                    return true;
+                }
+            }
+            false
+        })
+    });
+}
+
+/// In epoll_wait(), armed again for each.
+pub fn oneshot(c: &Ctx) {
+    talk(c, |fd| {
+        let set = set_of(fd, 0);
+        Box::new(move || {
+            ctl(set.fd(), EPOLL_CTL_MOD, fd, IN | ONESHOT, fd as u64).ok();
+            reports(set.fd(), fd)
+        })
+    });
+}
+
+/// In epoll_wait(), where the connection is added for each, and taken out again.
+pub fn added(c: &Ctx) {
+    talk(c, |fd| {
+        let set = Owned(create());
+        Box::new(move || {
+            ctl(set.fd(), EPOLL_CTL_ADD, fd, IN, fd as u64).ok();
+            let is_reported = reports(set.fd(), fd);
+            ctl(set.fd(), EPOLL_CTL_DEL, fd, 0, 0).ok();
+            is_reported
+        })
+    });
+}
+
+/// In epoll_wait(), while the connection is in a second set in which nobody waits.
+pub fn two_sets(c: &Ctx) {
+    talk(c, |fd| {
+        let (set, other) = (set_of(fd, IN), set_of(fd, OUT));
+        Box::new(move || other.fd() >= 0 && reports(set.fd(), fd))
+    });
+}
+
+/// In epoll_wait() on a set that holds the connection's set.
+pub fn nested(c: &Ctx) {
+    talk(c, |fd| {
+        let inner = set_of(fd, IN);
+        let outer = set_of(inner.fd(), IN);
+        Box::new(move || {
+            // What the inner one reports may be over when it is asked, as in the kernel.
+            while reports(outer.fd(), inner.fd()) {
+                let (_, events) = wait(inner.fd(), 8, 0);
+                if !events.is_empty() {
+                    return events == [(fd as u64, IN)];
+                }
+            }
+            false
+        })
+    });
+}
+
+/// In poll() on the connection's set.
+pub fn polled_set(c: &Ctx) {
+    talk(c, |fd| {
+        let set = set_of(fd, IN);
+        Box::new(move || {
+            while sys::poll_one(set.fd(), libc::POLLIN, AT_MOST_MS) == libc::POLLIN {
+                let (_, events) = wait(set.fd(), 8, 0);
+                if !events.is_empty() {
+                    return events == [(fd as u64, IN)];
+                }
+            }
+            false
+        })
+    });
+}
+
+/// Two threads in epoll_wait() on one set. One of them leaves in the middle of it, and the other has the rest.
+pub fn two_waiters(c: &Ctx) {
+    talk(c, |fd| {
+        let set = set_of(fd, IN | ONESHOT);
+        let mut left = MESSAGES;
+        Box::new(move || {
+            left -= 1;
+            let threads = if left > MESSAGES / 2 { 2 } else { 1 };
+            let found = AtomicUsize::new(0);
+            std::thread::scope(|s| {
+                for _ in 0..threads {
+                    s.spawn(|| {
+                        while found.load(SeqCst) == 0 {
+                            let (_, events) = wait(set.fd(), 8, 20);
+                            let is_other = |(data, _): &(u64, u32)| *data != fd as u64;
+                            assert!(!events.iter().any(is_other), "{events:x?}");
+                            found.fetch_add(events.len(), SeqCst);
+                        }
+                    });
+                }
+            });
+            ctl(set.fd(), EPOLL_CTL_MOD, fd, IN | ONESHOT, fd as u64).ok();
+            found.into_inner() == 1
+        })
+    });
+}
+
+/// In a receiving call in two threads, the first of which has one message and leaves; the other has the rest.
+pub fn two_receivers(c: &Ctx) {
+    let (listener, port) = c.listener(16);
+    for connection in 0..CONNECTIONS {
+        let Some(listener) = listener else {
+            let fd = sys::connected(&sys::Addr::v4(port));
+            for message in 0..MESSAGES {
+                sys::send_all(fd, &[message as u8; LEN]).ok();
+                assert_eq!(sys::recv_exact(fd, LEN), [message as u8; LEN]);
+            }
+            sys::close(fd).ok();
+            continue;
+        };
+        let fd = sys::accept4(listener, 0).ok();
+        let time = std::time::Duration::from_millis(AT_MOST_MS as u64);
+        sys::set_timeout(fd, libc::SO_RCVTIMEO, time);
+        let answered = AtomicUsize::new(0);
+        let answer = |messages: usize| {
+            for _ in 0..messages {
+                let mut bytes = [0; LEN];
+                let n = sys::recv(fd, &mut bytes, 0);
+                if answered.load(SeqCst) == MESSAGES {
+                    return;
+                }
+                assert_eq!(n.value, LEN as i64, "no wake-up: connection {connection}");
+                think(answered.fetch_add(1, SeqCst));
+                sys::send_all(fd, &bytes).ok();
+            }
+        };
+        std::thread::scope(|s| {
+            for turns in [connection + 2, MESSAGES] {
+                s.spawn(move || answer(turns));
+            }
+        });
+        sys::close(fd).ok();
+    }
+    c.log("every message has ended a wait");
+}

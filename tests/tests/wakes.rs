@@ -1,0 +1,130 @@
+//! No thread sleeps on for what has come, and none is told what it has not asked for, wherever another is held up: the
+//! scenarios `wakes_…` with a library whose threads are held up at one point of the wake-up code after the other
+//! (`shims/src/points.rs`). What they do without that is in the differential suite.
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use libtest_mimic::{Arguments, Failed, Trial};
+use rdmasock_tests::ctx::Side;
+use rdmasock_tests::harness::{Mode, Paths, References, describe, difference, play};
+use rdmasock_tests::scenarios;
+
+/// The points, as they are named in the library.
+const POINTS: &[&str] = &[
+    "activate: the kernel's set has the doorbell",
+    "activate: the set is active",
+    "epoll alone: holds the set",
+    "epoll alone: is about to sleep",
+    "epoll alone: is awake",
+    "epoll alone: the set is not active",
+    "epoll: is about to sleep",
+    "epoll: is awake",
+    "epoll: nothing was there",
+    "epoll: says that it sleeps",
+    "hand back: neither set has the socket",
+    "interest: it is known whom the peer is to tell",
+    "nested: a new epoch has begun",
+    "notify: it is known whom",
+    "poll: is about to sleep",
+    "poll: is awake",
+    "poll: is not told any more",
+    "poll: it is seen what is the kernel's",
+    "poll: sleeps on what is ours",
+    "receive: is about to sleep in the kernel",
+    "receive: is awake",
+    "take over: both sets have the socket",
+    "take over: the kernel's set has it no more",
+    "unwatch: sets have been told",
+    "unwatch: the socket is the kernel's, and nobody knows",
+    "wait: is about to sleep",
+    "wait: is awake",
+    "wait: the peer knows of the sleeper",
+    "watch: pollers have been told",
+    "watch: the socket is ours, and nobody knows",
+];
+
+fn main() -> ExitCode {
+    let mut args = Arguments::from_args();
+    // A run sleeps most of its time.
+    args.test_threads.get_or_insert(8);
+    let mut paths = Paths::find(Path::new(env!("CARGO_BIN_EXE_scenario")));
+    paths.library = library();
+    let paths = Arc::new(paths);
+    let references = Arc::new(References::default());
+    let trials = POINTS.iter().map(|point| {
+        let (paths, references) = (Arc::clone(&paths), Arc::clone(&references));
+        Trial::test(*point, move || hold(&paths, &references, point))
+    });
+    libtest_mimic::run(&args, trials.collect()).exit_code()
+}
+
+/// The library with points.
+fn library() -> Result<PathBuf, String> {
+    let path = std::env::var_os("RDMASOCK_POINTS_LIBRARY").map_or_else(
+        || {
+            let profiles = Path::new(env!("CARGO_BIN_EXE_scenario")).ancestors().nth(2);
+            profiles
+                .unwrap_or(Path::new("."))
+                .join("points/librdmasock.so")
+        },
+        PathBuf::from,
+    );
+    path.canonicalize().map_err(|e| {
+        format!(
+            "no library with points at {} ({e}): build it with `cargo build --profile points -p rdmasock --features \
+             points`, or set RDMASOCK_POINTS_LIBRARY",
+            path.display()
+        )
+    })
+}
+
+/// Every scenario with threads held up at one point, which some of them reach.
+fn hold(paths: &Paths, references: &References, point: &str) -> Result<(), Failed> {
+    if let Err(why) = &paths.library {
+        return Err(why.into());
+    }
+    let dir = tempfile::tempdir()?;
+    let reached = dir.path().join("reached");
+    let mut failures = Vec::new();
+    let mut played = scenarios::all();
+    played.retain(|scenario| scenario.name.starts_with("wakes_"));
+    for scenario in &mut played {
+        // Without spinning they come to where they sleep before anybody has been asked about a promotion.
+        scenario.env = vec![
+            ("RDMASOCK_SPIN_US", "0".into()),
+            ("POINTS_REACHED", reached.to_string_lossy().into()),
+        ];
+        let kernel = references
+            .get(paths, scenario)
+            .map_err(|e| Failed::from(format!("on kernel TCP: {e}")))?;
+        for side in Side::ALL {
+            scenario.held = Some((side, point.into()));
+            let name = format!("{} with the {} held up", scenario.name, side.name());
+            match play(paths, scenario, Mode::Both) {
+                Err(e) => failures.push(format!("{name}: {e:#}")),
+                Ok(other) => {
+                    if let Some(text) = difference(&kernel, &other) {
+                        let run = describe(&other);
+                        failures.push(format!("{name}: {text}\nthe run:\n{run}"));
+                    }
+                }
+            }
+        }
+    }
+    let reached = std::fs::read_to_string(&reached)?;
+    let reached: BTreeSet<&str> = reached.lines().collect();
+    if !reached.contains(point) {
+        failures.push("no scenario comes to this point".into());
+    }
+    let others = reached.iter().filter(|p| !POINTS.contains(p));
+    failures.extend(others.map(|p| format!("{p:?} is not in the list")));
+    if failures.is_empty() {
+        Ok(())
+    } else {
+        Err(failures.join("\n").into())
+    }
+}

@@ -23,6 +23,7 @@ mod signals;
 mod threads;
 mod timing;
 mod unseen;
+mod urgent;
 
 use crate::ctx::Ctx;
 use crate::harness::Mode;
@@ -99,6 +100,7 @@ pub fn all() -> Vec<Scenario> {
         fds: warm { dups, dup2_over, dup2_swap, numbering, limit, close_everything, close_range, close_range_under_use, reuse } cold {  }
         identity: warm {  } cold { receivers, senders, waiters, files, sets, churn }
         files: warm { sendfile, sendfile_nonblocking, splice, splice_errors } cold {  }
+        urgent: warm { behind_unread, twice } cold {  }
         numbers: warm { bytes_out, bytes_in, waits, sets } cold {  }
         numbers_more: warm { sockets, descriptors, closed_number, in_handler, exec, exit } cold {  }
         refused: warm { fork_before, fork_on_a_link } cold {  }
@@ -106,6 +108,7 @@ pub fn all() -> Vec<Scenario> {
         threads: warm { send_and_receive, eight_senders, four_receivers, shutdown_wakes, shutdown_wakes_pollers, close_does_not_wake, cancel, cancel_early, cancel_sender_early, cancel_pollers } cold { eight_on_one_epoll, four_acceptors }
     ];
     migrate::add_to(&mut all);
+    urgent::add_to(&mut all);
     all.extend(
         (0..unseen::WAYS).map(|n| Scenario::numbered("unseen_close", n, unseen::close, false)),
     );

@@ -14,10 +14,12 @@ mod scan;
 
 pub use ahead::{drop_unread, read_ahead};
 pub use close::{Awaited, close_stream, close_tx, linger, refuse, return_unread, scan_left};
-pub use leave::{end_on_link, leave, look_for_reset, prefer_tcp, resend, return_to_tcp};
+pub use leave::{
+    end_on_link, leave, look_for_reset, prefer_tcp, resend, return_to_tcp, wait_for_tcp,
+};
 pub use scan::{
-    Ahead, hand_over_rest, is_scanning, look_ahead, readable, scan_taken, seen_ahead, start_scan,
-    stop_scan,
+    Ahead, AtMark, hand_over_rest, is_at_mark, is_scanning, look_ahead, readable, scan_taken,
+    seen_ahead, start_scan, stop_scan,
 };
 
 use std::os::fd::BorrowedFd;

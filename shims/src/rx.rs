@@ -7,7 +7,7 @@ pub mod pace;
 mod ring;
 mod splice;
 
-pub use count::available;
+pub use count::{available, comes_before_tcp};
 pub use ring::{Shrunk, first as first_ring, relieve, shrink};
 pub use splice::splice;
 

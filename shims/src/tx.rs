@@ -57,6 +57,9 @@ pub unsafe fn send(
     flags: c_int,
     real: &impl Fn(c_int) -> ssize_t,
 ) -> ssize_t {
+    if flags & libc::MSG_OOB != 0 {
+        keep_on_tcp(socket);
+    }
     let began = Began::now(socket, fd);
     if socket.tx_mode.load(Acquire) == mode::TCP && socket.enter_tx() {
         if began.is_named() {
@@ -66,6 +69,13 @@ pub unsafe fn send(
     }
     // SAFETY: by this function's contract.
     unsafe { send_slow(began, iov, flags, real) }
+}
+
+/// Urgent data is about to be sent, perhaps by the call that would begin a promotion: nothing of ours may follow it in TCP, for
+/// what is read behind the mark takes the urgent byte from the kernel (tcp(7)).
+#[cold]
+fn keep_on_tcp(socket: &'static Socket) {
+    within(|| take_back(socket, rdmasock_core::stats::Reason::OutOfBand));
 }
 
 /// The call has not begun yet, and its number stands for something else by now.
@@ -221,6 +231,10 @@ unsafe fn send_slow(
         if sent > 0 && socket.tx_mode.load(Acquire) == mode::TCP {
             // The rest of a send that began on the link: the program calls again.
             return sent as ssize_t;
+        }
+        if flags & !SERVED != 0 {
+            // A link between hosts is not left before the other end has answered.
+            promote::wait_for_tcp(socket);
         }
         let before = iov.len();
         // SAFETY: the pieces are readable by `send`'s contract.

@@ -248,14 +248,7 @@ unsafe extern "C" fn ioctl_on(
     unsafe {
         match request {
             libc::FIONBIO => lifecycle::set_nonblocking(fd, *value != 0),
-            // What the link still holds comes before the mark.
-            SIOCATMARK
-                if lifecycle::connection(fd)
-                    .and_then(rx::available)
-                    .is_some_and(|n| n > 0) =>
-            {
-                *value = 0
-            }
+            SIOCATMARK if lifecycle::connection(fd).is_some_and(rx::comes_before_tcp) => *value = 0,
             libc::FIONREAD => {
                 if let Some(n) = lifecycle::connection(fd).and_then(rx::available) {
                     *value = n as c_int;

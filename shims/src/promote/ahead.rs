@@ -12,7 +12,7 @@ use rustix::io::Errno;
 use rustix::net::RecvFlags;
 
 use super::resume;
-use super::scan::{self, look_ahead};
+use super::scan::{self, AtMark, look_ahead};
 use crate::library::Library;
 use crate::rx::carry::Carry;
 use crate::scratch::Scratch;
@@ -115,6 +115,9 @@ fn fetch(fd: BorrowedFd<'_>, carry: &mut Carry) -> rustix::io::Result<usize> {
         let has_ended = crate::ready::has_peer_ended(fd) && rustix::io::ioctl_fionread(fd)? == 0;
         return if has_ended { Ok(0) } else { Err(Errno::AGAIN) };
     }
+    if scan::is_at_mark(fd) {
+        return Err(Errno::AGAIN);
+    }
     let mut piece = Scratch::new(PIECE).ok_or(Errno::NOMEM)?;
     let (_, n) = rustix::net::recv(fd, &mut piece[..], RecvFlags::DONTWAIT)?;
     carry.push(piece.get(..n).unwrap_or_default());
@@ -132,7 +135,7 @@ pub fn drop_unread(socket: &'static Socket) {
         let Some(rx) = socket.rx.lock() else {
             return;
         };
-        match look_ahead(socket, &mut control, rx, || socket.rx.lock()) {
+        match look_ahead(socket, &mut control, rx, AtMark::GoOn, || socket.rx.lock()) {
             Some((scan::Ahead::Payload { carry, kernel }, mut rx)) => {
                 let Some(fd) = socket.anchor_fd() else {
                     return;

@@ -7,7 +7,7 @@ use rdmasock_core::ids::Nonce;
 
 use super::flush;
 use super::leave::{ask_back, end_on_link};
-use super::scan::{Ahead, look_ahead};
+use super::scan::{Ahead, AtMark, look_ahead};
 use crate::library::Library;
 use crate::ready;
 use crate::service::Command;
@@ -66,7 +66,7 @@ pub struct Awaited {
 /// holds the control lock.
 pub fn scan_left(socket: &'static Socket, control: &mut Control) -> Option<Awaited> {
     let rx = socket.rx.lock()?;
-    let (ahead, mut rx) = look_ahead(socket, control, rx, || socket.rx.lock())?;
+    let (ahead, mut rx) = look_ahead(socket, control, rx, AtMark::GoOn, || socket.rx.lock())?;
     match ahead {
         Ahead::Nothing => rx.scan.map(|nonce| Awaited {
             nonce,

@@ -26,6 +26,8 @@ pub fn leave(socket: &'static Socket, control: &mut Control, reason: Reason) {
     if control.handshake.is_some() {
         let steps = give_up(control);
         run(socket, control, steps);
+        // After our SWITCH the direction need not wait for the other's.
+        demote_tx(socket);
         return;
     }
     set_why(socket, reason);
@@ -41,6 +43,18 @@ pub fn leave(socket: &'static Socket, control: &mut Control, reason: Reason) {
         }
     }
     socket.set_stage(Stage::Pinned);
+}
+
+/// What is sent next is for TCP alone, and the stream [leaves](leave) a link between hosts for it: until it has, sends wait.
+pub fn wait_for_tcp(socket: &Socket) {
+    let Some(mut tx) = socket.tx.lock() else {
+        return;
+    };
+    if tx.then_link || socket.tx_mode.load(Acquire) == mode::LINK {
+        tx.then_link = true;
+        tx.is_held = true;
+        socket.tx_mode.store(mode::MARKED, SeqCst);
+    }
 }
 
 /// Asks the peer to take its sending direction back to TCP; with `resend_from`, a position in what it has

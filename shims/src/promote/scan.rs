@@ -1,10 +1,11 @@
 //! Markers in what TCP delivers: looking for them, and handing them to the handshake.
 
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::atomic::Ordering::{Acquire, SeqCst};
 
 use rdmasock_core::ids::{ID_BYTES, Nonce};
 use rdmasock_core::lock::Guard;
+use rdmasock_core::os::kernel;
 use rdmasock_core::stream::handshake::{Closing, Role};
 use rdmasock_core::wire::scan::{Found, scan};
 use rdmasock_core::wire::{MAX_MARKER, Marker};
@@ -101,6 +102,15 @@ pub enum Ahead {
     Changed,
 }
 
+/// What becomes of urgent data in front of a marker: whoever reads behind the mark takes the urgent byte from the kernel.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum AtMark {
+    /// The marker waits: the program may still ask for the byte.
+    Stop,
+    /// The program itself reads on, or has closed the socket.
+    GoOn,
+}
+
 /// What an earlier look has left, if that is all that the call wants.
 pub fn seen_ahead(socket: &Socket, rx: &Rx, want: usize) -> Option<Ahead> {
     if rx.scanned < want || rx.scanned == 0 || socket.rx_mode.load(Acquire) != mode::MARKED {
@@ -119,6 +129,7 @@ pub fn look_ahead<'a>(
     socket: &'static Socket,
     control: &mut Control,
     mut guard: Guard<'a, Rx>,
+    at_mark: AtMark,
     relock: impl Fn() -> Option<Guard<'a, Rx>>,
 ) -> Option<(Ahead, Guard<'a, Rx>)> {
     let mut buf = Scratch::new(MAX_MARKER + PEEK)?;
@@ -188,6 +199,10 @@ pub fn look_ahead<'a>(
                 guard,
             ));
         }
+        if !matches!(seen.what, Found::Payload) && at_mark == AtMark::Stop && is_at_mark(fd) {
+            let behind = buf.get(carried..carried + peeked).unwrap_or_default();
+            return Some((behind_mark(&nonce, behind), guard));
+        }
         let (marker, len) = match seen.what {
             Found::Payload => return Some((Ahead::Nothing, guard)),
             // P34: if TCP ends here it will not become a marker. Looks again after having seen the
@@ -232,6 +247,46 @@ pub fn look_ahead<'a>(
         on_marker(socket, control, marker);
         guard = relock()?;
     }
+}
+
+/// Whether the program has something to read behind a mark and the markers that follow that.
+fn behind_mark(nonce: &Nonce, mut bytes: &[u8]) -> Ahead {
+    loop {
+        let seen = scan(nonce, bytes);
+        if seen.payload > 0 {
+            return Ahead::Payload {
+                carry: 0,
+                kernel: seen.payload,
+            };
+        }
+        match seen.what {
+            Found::Marker { len, .. } | Found::Bad { len, .. } if len < bytes.len() => {
+                bytes = bytes.get(len..).unwrap_or_default();
+            }
+            _ => return Ahead::Nothing,
+        }
+    }
+}
+
+/// Whether urgent data is next in TCP (tcp(7), SIOCATMARK).
+pub fn is_at_mark(fd: BorrowedFd<'_>) -> bool {
+    const SIOCATMARK: usize = 0x8905;
+    let mut at: std::ffi::c_int = 0;
+    // SAFETY: the system call writes an int.
+    let known = unsafe {
+        kernel::call(
+            libc::SYS_ioctl,
+            [
+                fd.as_raw_fd() as usize,
+                SIOCATMARK,
+                kernel::address(&raw mut at),
+                0,
+                0,
+                0,
+            ],
+        )
+    };
+    known.is_ok() && at != 0
 }
 
 /// What TCP has in front.
@@ -347,6 +402,10 @@ fn on_marker(socket: &'static Socket, control: &mut Control, marker: Option<Mark
                 .handshake
                 .as_ref()
                 .is_some_and(|h| h.role() == Role::Connector);
+            if !expected && control.leave.is_some() {
+                // The program has put the socket to a use since our YES that forbids it: ABORT is owed, and no more.
+                return feed(socket, control, |h| Ok(h.on_bad_marker()));
+            }
             if !expected && control.asked_by != Some(hello.instance) {
                 tracing::warn!(target: "rdmasock::promote", slot = socket.slot, peer = %hello.instance, "greeted by another than the asker");
                 return feed(socket, control, |h| Ok(h.on_bad_marker()));
@@ -439,7 +498,8 @@ pub fn readable(socket: &'static Socket) -> u32 {
     if seen_ahead(socket, &rx, 1).is_some() {
         return libc::EPOLLIN as u32 | libc::EPOLLRDNORM as u32;
     }
-    let Some((ahead, rx)) = look_ahead(socket, &mut control, rx, || socket.rx.lock()) else {
+    let Some((ahead, rx)) = look_ahead(socket, &mut control, rx, AtMark::Stop, || socket.rx.lock())
+    else {
         return 0;
     };
     drop(rx);

@@ -9,7 +9,7 @@ use rdmasock_core::wire::scan::payload_in;
 use rustix::net::RecvFlags;
 
 use super::leave_link_at_end;
-use crate::promote::{self, Ahead};
+use crate::promote::{self, Ahead, AtMark};
 use crate::socket::{Rx, Socket, mode};
 
 /// Bytes that can be read now; `None` where the kernel knows.
@@ -34,7 +34,9 @@ pub fn available(socket: &'static Socket) -> Option<usize> {
                 let mut control = socket.control.lock()?;
                 let rx = socket.rx.lock()?;
                 let (ahead, rx) =
-                    promote::look_ahead(socket, &mut control, rx, || socket.rx.lock())?;
+                    promote::look_ahead(socket, &mut control, rx, AtMark::Stop, || {
+                        socket.rx.lock()
+                    })?;
                 match ahead {
                     Ahead::Payload { .. } => return Some(among_markers(socket, &rx)),
                     Ahead::Nothing => return Some(0),
@@ -46,6 +48,17 @@ pub fn available(socket: &'static Socket) -> Option<usize> {
         }
     }
     None
+}
+
+/// Whether something comes before the first byte that TCP has: an urgent mark there is not next then.
+pub fn comes_before_tcp(socket: &'static Socket) -> bool {
+    let mode = socket.rx_mode.load(Acquire);
+    mode != mode::TCP
+        && socket.rx.lock().is_some_and(|mut rx| {
+            let consumer = rx.consumer.as_mut().filter(|_| mode == mode::LINK);
+            let on_link = consumer.is_some_and(|c| c.available().is_ok_and(|n| n > 0));
+            on_link || !rx.carry.is_empty()
+        })
 }
 
 fn among_markers(socket: &Socket, rx: &Rx) -> usize {

@@ -2,11 +2,9 @@
 
 use std::ffi::c_int;
 use std::ops::ControlFlow::{self, Break, Continue};
-use std::os::fd::AsRawFd;
 use std::sync::atomic::Ordering::{Acquire, SeqCst};
 
 use libc::ssize_t;
-use rdmasock_core::os::kernel;
 use rdmasock_core::thread;
 use rustix::net::RecvFlags;
 
@@ -17,7 +15,7 @@ use crate::iov::Iov;
 use crate::jump::or_if_cancelled;
 use crate::library::Library;
 use crate::lifecycle;
-use crate::promote::{self, Ahead};
+use crate::promote::{self, Ahead, AtMark};
 use crate::ready;
 use crate::real::Cancellable;
 use crate::scratch::Scratch;
@@ -110,7 +108,7 @@ pub(super) unsafe fn from_marked(
     }
     let looked = match promote::seen_ahead(socket, &rx, iov.len()) {
         Some(ahead) => Some((ahead, rx)),
-        None => promote::look_ahead(socket, &mut control, rx, || socket.rx.lock()),
+        None => promote::look_ahead(socket, &mut control, rx, AtMark::GoOn, || socket.rx.lock()),
     };
     let Some((ahead, mut rx)) = looked else {
         return Step::Fail(libc::EINTR);
@@ -156,7 +154,9 @@ pub(super) unsafe fn from_marked(
             // A marker that was behind it has had its edge at the anchor already: who waits for
             // edges would not look again.
             if rx.scanned == 0 {
-                let _ = promote::look_ahead(socket, &mut control, rx, || socket.rx.lock());
+                let _ = promote::look_ahead(socket, &mut control, rx, AtMark::Stop, || {
+                    socket.rx.lock()
+                });
             }
             step
         },
@@ -235,25 +235,7 @@ unsafe fn take_payload(
 
 /// Whether urgent data is next in TCP: a receive that has something ends there (tcp(7), SIOCATMARK).
 pub(super) fn is_at_mark(socket: &Socket) -> bool {
-    const SIOCATMARK: usize = 0x8905;
-    let mut at: c_int = 0;
-    socket.anchor_fd().is_some_and(|fd| {
-        // SAFETY: the system call writes an int.
-        let known = unsafe {
-            kernel::call(
-                libc::SYS_ioctl,
-                [
-                    fd.as_raw_fd() as usize,
-                    SIOCATMARK,
-                    kernel::address(&raw mut at),
-                    0,
-                    0,
-                    0,
-                ],
-            )
-        };
-        known.is_ok() && at != 0
-    })
+    socket.anchor_fd().is_some_and(promote::is_at_mark)
 }
 
 /// The rest of a call of which `got` bytes came over the link, or from among markers, before the direction went

@@ -241,6 +241,15 @@ impl Worker {
             handshake.between_hosts();
         }
         let mut control = socket.control.lock().ok_or(wire::Reason::Resources)?;
+        if let Some(reason) = control.leave {
+            // The program has put the socket to a use since that forbids it.
+            promote::set_why(socket, reason);
+            promote::stop_scan(socket);
+            socket.set_stage(Stage::Pinned);
+            drop(control);
+            self.settle(r);
+            return Err(wire::Reason::Use.into());
+        }
         control.handshake = Some(handshake);
         control.asked_by = Some(instance_c);
         control.reached_at = reached_at;

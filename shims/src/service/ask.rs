@@ -171,6 +171,11 @@ impl Worker {
             let Some(mut control) = socket.control.lock() else {
                 return;
             };
+            if let Some(reason) = control.leave {
+                // The program has put the socket to a use since that forbids it.
+                drop(control);
+                return stay(socket, reason.into());
+            }
             let mut handshake = Handshake::connector(nonce);
             if remote {
                 handshake.between_hosts();

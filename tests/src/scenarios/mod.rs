@@ -24,6 +24,7 @@ mod signals;
 mod threads;
 mod timing;
 mod unseen;
+mod urgent;
 mod wakes;
 
 use crate::ctx::{Ctx, Side};
@@ -105,6 +106,7 @@ pub fn all() -> Vec<Scenario> {
         fds: warm { dups, dup2_over, dup2_swap, numbering, limit, close_everything, close_range, close_range_under_use, reuse } cold {  }
         identity: warm {  } cold { receivers, senders, waiters, files, sets, churn }
         files: warm { sendfile, sendfile_nonblocking, splice, splice_errors } cold {  }
+        urgent: warm { behind_unread, twice } cold {  }
         numbers: warm { bytes_out, bytes_in, waits, sets } cold {  }
         numbers_more: warm { sockets, descriptors, closed_number, in_handler, exec, exit } cold {  }
         refused: warm { fork_before, fork_on_a_link } cold {  }
@@ -113,6 +115,7 @@ pub fn all() -> Vec<Scenario> {
         wakes: warm {  } cold { poll, select, receive, epoll, edge, oneshot, added, two_sets, nested, polled_set, two_waiters, two_receivers }
     ];
     migrate::add_to(&mut all);
+    urgent::add_to(&mut all);
     all.extend(
         (0..unseen::WAYS).map(|n| Scenario::numbered("unseen_close", n, unseen::close, false)),
     );

@@ -113,6 +113,6 @@ fn forget(socket: &'static Socket) {
         listener.release();
     }
     if let Some(library) = Library::current() {
-        socket.recycle(library.stats);
+        socket.recycle(Some(library.stats));
     }
 }

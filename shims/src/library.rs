@@ -24,12 +24,6 @@ use crate::wait::Waiters;
 
 /// See the module.
 pub struct Library {
-    /// What the user asked for.
-    pub config: Config,
-    /// From when on a connection is promoted.
-    pub threshold: Threshold,
-    /// For connections that were accepted.
-    pub acceptors_threshold: Threshold,
     /// Which connections may be; `None` if that cannot be known.
     pub rules: Option<&'static Rules>,
     /// Which other hosts are in reach.
@@ -48,6 +42,8 @@ pub struct Library {
 }
 
 static CURRENT: AtomicPtr<Library> = AtomicPtr::new(std::ptr::null_mut());
+/// There is one, or the process that this one was forked from had one.
+static HAD: AtomicBool = AtomicBool::new(false);
 /// Nothing is accelerated: switched off, or the instance could not be made.
 static OFF: AtomicBool = AtomicBool::new(false);
 /// The library has let go of the process.
@@ -74,6 +70,13 @@ impl Library {
             return None;
         }
         Self::current().or_else(Self::make)
+    }
+
+    /// Whether anything is to be accelerated. Makes the instance, but not in a fork child: many live for one short connection,
+    /// and to make one costs as much as such a connection does. There [`Self::ensure`] is for when one is worth it.
+    #[inline]
+    pub fn is_on() -> bool {
+        !OFF.load(Relaxed) && (HAD.load(Relaxed) || Self::ensure().is_some())
     }
 
     /// The instance, if it was made.
@@ -122,6 +125,7 @@ impl Library {
             OFF.store(true, Relaxed);
             return None;
         };
+        HAD.store(true, Relaxed);
         let fresh = Box::into_raw(Box::new(library));
         match CURRENT.compare_exchange(std::ptr::null_mut(), fresh, AcqRel, Acquire) {
             // SAFETY: now shared, never freed.
@@ -137,7 +141,7 @@ impl Library {
     }
 
     fn build() -> Option<Library> {
-        let config = CONFIG.get_or_init(|| Box::new(Config::from_env()));
+        let config = config();
         if !config.enabled || config.fabrics.is_empty() {
             return None;
         }
@@ -157,9 +161,6 @@ impl Library {
         let stats_fd = stats_fd.and_then(|fd| PrivateFd::place(fd).ok());
         drop(transit);
         let library = Library {
-            threshold: config.promote_after.threshold(),
-            acceptors_threshold: config.promote_after.threshold().just_before(),
-            config: config.clone(),
             rules: rules.as_ref(),
             reach: REACH.get_or_init(|| Box::new(Reach::new(config))),
             program,
@@ -171,15 +172,6 @@ impl Library {
         };
         tracing::info!(target: "rdmasock", instance = %library.id, program = %library.program, "instance made");
         Some(library)
-    }
-
-    /// What a connection has to have carried before something is done about it.
-    #[inline]
-    pub fn threshold_of(&self, role: Role) -> &Threshold {
-        match role {
-            Role::Connector => &self.threshold,
-            Role::Acceptor => &self.acceptors_threshold,
-        }
     }
 
     /// Why this connection may not be accelerated, whatever its ends are ready for.
@@ -226,6 +218,28 @@ impl Library {
 
 /// The configuration is read once and survives forks.
 static CONFIG: OnceBox<Config> = OnceBox::new();
+
+/// What the user asked for.
+#[inline]
+pub fn config() -> &'static Config {
+    CONFIG.get_or_init(|| Box::new(Config::from_env()))
+}
+
+/// Likewise: for connections of this end, and for those that were accepted.
+static THRESHOLDS: OnceBox<[Threshold; 2]> = OnceBox::new();
+
+/// What a connection has to have carried before something is done about it.
+#[inline]
+pub fn threshold_of(role: Role) -> &'static Threshold {
+    let [connectors, acceptors] = THRESHOLDS.get_or_init(|| {
+        let threshold = config().promote_after.threshold();
+        Box::new([threshold, threshold.just_before()])
+    });
+    match role {
+        Role::Connector => connectors,
+        Role::Acceptor => acceptors,
+    }
+}
 
 /// Likewise: a fork child may not be allowed to read the file again.
 static RULES: OnceBox<Option<Rules>> = OnceBox::new();

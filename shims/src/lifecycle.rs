@@ -14,10 +14,11 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use rdmasock_core::os::privatefd;
 use rdmasock_core::stats::{Direction, Reason};
+use rdmasock_core::stream::handshake::Role;
 
 use crate::epoll::Epoll;
 use crate::errno;
-use crate::library::Library;
+use crate::library::{Library, threshold_of};
 use crate::listener::Listener;
 use crate::socket::{Socket, Stage};
 use crate::sockopt;
@@ -25,7 +26,7 @@ use crate::table::{self, Entry};
 
 /// socket() gave a TCP socket.
 pub fn on_socket(fd: c_int, nonblocking: bool) {
-    if Library::ensure().is_some() {
+    if Library::is_on() {
         let serial = table::new_serial();
         let entry = Entry::Fresh {
             nonblocking,
@@ -67,7 +68,7 @@ pub fn on_listen(fd: c_int) {
         _ => false,
     };
     let errno = errno::get();
-    if Library::ensure().is_some() && (known || is_tcp(fd)) {
+    if Library::is_on() && (known || is_tcp(fd)) {
         drop_entry(table::insert(fd, Entry::Listener(Listener::new(fd))), fd);
     }
     errno::set(errno);
@@ -105,7 +106,7 @@ pub fn on_connect(fd: c_int) {
     let errno = errno::get();
     let socket = match table::lookup(fd) {
         Entry::Fresh { nonblocking, .. } => begin(fd, nonblocking, Direction::Connect),
-        Entry::None if Library::ensure().is_some() && is_tcp(fd) => {
+        Entry::None if Library::is_on() && is_tcp(fd) => {
             begin(fd, is_nonblocking(fd), Direction::Connect)
         }
         Entry::Socket(socket) if socket.stage() == Stage::New => Some(socket),
@@ -114,7 +115,7 @@ pub fn on_connect(fd: c_int) {
     if let Some(socket) = socket {
         socket.role.store(0, Relaxed);
         socket.set_stage(Stage::Watching);
-        if Library::get().threshold.is_at_once() {
+        if threshold_of(Role::Connector).is_at_once() {
             crate::tx::worth_it(socket);
         }
     }
@@ -122,12 +123,13 @@ pub fn on_connect(fd: c_int) {
 }
 
 fn begin(fd: c_int, nonblocking: bool, direction: Direction) -> Option<&'static Socket> {
-    let library = Library::ensure()?;
-    if !table::covers(fd) {
+    if !Library::is_on() || !table::covers(fd) {
         return None;
     }
     let socket = Socket::allocate(fd, nonblocking)?;
-    socket.open_statistics(library.stats, direction);
+    if let Some(library) = Library::current() {
+        socket.open_statistics(library.stats, direction);
+    }
     drop_entry(table::insert(fd, Entry::Socket(socket)), fd);
     Some(socket)
 }
@@ -148,26 +150,21 @@ pub fn before_disconnect(fd: c_int) {
     errno::set(errno);
 }
 
-/// A fork child uses a connection that its parent made: it is this instance's from now on, and for
-/// an accepted one this instance answers too.
+/// A connection of a fork child has proved worth an instance: it is in its statistics from now on, and where it was accepted
+/// this instance answers too. False if there can be none.
 #[cold]
-pub fn on_inherited(socket: &'static Socket) {
-    let errno = errno::get();
-    if let Some(library) = Library::ensure()
-        && !socket.adopted.swap(true, Relaxed)
-    {
-        let accepted = socket.role.load(Relaxed) == 1;
-        let direction = if accepted {
-            Direction::Accept
-        } else {
-            Direction::Connect
+pub fn adopt(socket: &'static Socket) -> bool {
+    let Some(library) = Library::ensure() else {
+        return false;
+    };
+    if !socket.adopted.swap(true, Relaxed) {
+        let direction = match socket.role() {
+            Role::Acceptor => Direction::Accept,
+            Role::Connector => Direction::Connect,
         };
         socket.open_statistics(library.stats, direction);
-        if let Some(listener) = socket.listener() {
-            listener.on_accept();
-        }
     }
-    errno::set(errno);
+    true
 }
 
 /// Shows the addresses in the statistics, once the connection has proved to last.
@@ -186,7 +183,7 @@ pub fn show_addresses(socket: &'static Socket) {
 
 /// epoll_create() has given `fd`.
 pub fn on_epoll(fd: c_int) {
-    if Library::ensure().is_some()
+    if Library::is_on()
         && let Some(epoll) = Epoll::allocate(fd)
     {
         drop_entry(table::insert(fd, Entry::Epoll(epoll)), fd);

@@ -27,7 +27,7 @@ use crate::errno;
 use crate::iov::Iov;
 use crate::jump::or_if_cancelled;
 use crate::jump::within;
-use crate::library::Library;
+use crate::library::{Library, threshold_of};
 use crate::lifecycle::{self, on_its_file};
 use crate::points::point;
 use crate::promote;
@@ -128,15 +128,12 @@ fn leave(socket: &'static Socket) {
 /// Counts what TCP delivered, and begins a promotion at the threshold.
 #[inline]
 pub fn account(socket: &'static Socket, n: u64) {
-    match socket.stats() {
-        Some(stats) => stats.add_rx_tcp(n),
-        None => crate::lifecycle::on_inherited(socket),
+    if let Some(stats) = socket.stats() {
+        stats.add_rx_tcp(n);
     }
     if socket.stage() == Stage::Watching {
-        let library = Library::get();
         let first = !socket.progress.has_begun();
-        let threshold = library.threshold_of(socket.role());
-        if socket.progress.on_received(n, threshold) {
+        if socket.progress.on_received(n, threshold_of(socket.role())) {
             tx::worth_it(socket);
         }
         if first {

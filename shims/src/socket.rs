@@ -458,13 +458,15 @@ impl Socket {
 
     /// Gives the object and its slot of the statistics back. Nothing may lead to it any more but stale pointers,
     /// which check.
-    pub fn recycle(&'static self, page: &'static StatsPage) {
+    pub fn recycle(&'static self, page: Option<&'static StatsPage>) {
         self.listener.store(std::ptr::null_mut(), Relaxed);
         self.stats.store(std::ptr::null_mut(), Relaxed);
         self.renew();
         self.fd.store(-1, Release);
         if let Some(mut free) = FREE.lock() {
-            page.close_stream(self.slot);
+            if let Some(page) = page {
+                page.close_stream(self.slot);
+            }
             free.push(self);
         }
     }

@@ -25,7 +25,7 @@ use crate::errno;
 use crate::iov::Iov;
 use crate::jump::about_or_if_cancelled;
 use crate::jump::{outside, within};
-use crate::library::Library;
+use crate::library::{Library, threshold_of};
 use crate::lifecycle::{self, on_its_file};
 use crate::promote;
 use crate::ready;
@@ -141,15 +141,12 @@ fn go_on(socket: &'static Socket) {
 /// Counts what TCP took, and begins a promotion at the threshold.
 #[inline]
 pub fn account(socket: &'static Socket, n: u64) {
-    match socket.stats() {
-        Some(stats) => stats.add_tx_tcp(n),
-        None => crate::lifecycle::on_inherited(socket),
+    if let Some(stats) = socket.stats() {
+        stats.add_tx_tcp(n);
     }
     if socket.stage() == Stage::Watching {
-        let library = Library::get();
         let first = !socket.progress.has_begun();
-        let threshold = library.threshold_of(socket.role());
-        if socket.progress.on_sent(n, threshold) {
+        if socket.progress.on_sent(n, threshold_of(socket.role())) {
             worth_it(socket);
         }
         if first {
@@ -173,6 +170,9 @@ pub fn answer_if_asked(socket: &'static Socket) {
 #[cold]
 pub fn worth_it(socket: &'static Socket) {
     let errno = errno::get();
+    if socket.stats().is_none() && !crate::lifecycle::adopt(socket) {
+        return errno::set(errno);
+    }
     let first = socket.tries.load(Relaxed) == 0 && !socket.shown.swap(true, Relaxed);
     if first {
         crate::lifecycle::show_addresses(socket);

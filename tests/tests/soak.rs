@@ -4,12 +4,14 @@
 
 use std::fmt;
 use std::fs;
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
 use std::path::Path;
 use std::process::{Child, Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
 use libtest_mimic::{Arguments, Failed, Trial};
+use rdmasock_core::stats::instance_of;
 use rdmasock_tests::harness::{Paths, clean_environment};
 
 /// Peers that are there before anything is counted: objects and addresses for as many as there are at once exist then.
@@ -37,6 +39,7 @@ fn main() -> ExitCode {
     let trials = vec![
         Trial::test("many_clients_of_one_server", many_clients),
         Trial::test("one_client_of_a_server_that_forks", forking_server),
+        Trial::test("a_child_for_a_short_connection_is_no_instance", short_child),
         Trial::test(
             "questions_do_not_grow_with_the_processes_of_a_server",
             questions,
@@ -215,6 +218,37 @@ fn forking_server() -> Result<(), Failed> {
         if !client.0.wait()?.success() {
             return Err("the client failed".into());
         }
+    }
+    Ok(())
+}
+
+/// To be an instance costs a process as much as a short connection does: a child for one becomes none.
+fn short_child() -> Result<(), Failed> {
+    let mut server = Peer::start_with(&["serve-forking"], "16r")?;
+    let port: u16 = server.line()?.parse()?;
+    let mut stream = TcpStream::connect(("127.0.0.1", port))?;
+    let mut requests = |count| -> Result<(), Failed> {
+        for _ in 0..count {
+            stream.write_all(b"request")?;
+            stream.read_exact(&mut [0; 7])?;
+        }
+        Ok(())
+    };
+    requests(5)?;
+    let pid = server.0.id();
+    let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children"))?;
+    let child = children.trim().parse()?;
+    let is_instance = || instance_of(child).is_ok_and(|found| found.is_some());
+    if is_instance() {
+        return Err("a child that has answered five requests is an instance".into());
+    }
+    requests(20)?;
+    let end = Instant::now() + PATIENCE;
+    while !is_instance() {
+        if Instant::now() > end {
+            return Err("a child that has answered 25 requests is no instance".into());
+        }
+        requests(1)?;
     }
     Ok(())
 }

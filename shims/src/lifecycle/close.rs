@@ -445,7 +445,7 @@ fn forget(socket: &'static Socket) {
     if let Some(listener) = socket.take_listener() {
         listener.release();
     }
-    socket.recycle(Library::get().stats);
+    socket.recycle(Library::current().map(|library| library.stats));
 }
 
 #[cfg(test)]

@@ -12,6 +12,7 @@ use rdmasock_core::fabric::ring::{Allowance, Ground};
 
 use super::{AnyEnd, Link};
 use crate::library::Library;
+use crate::library::config;
 use crate::service::Command;
 
 /// So many looks in vain are asked about.
@@ -40,7 +41,7 @@ impl Link {
 
     /// Bytes of the largest ring that we receive in.
     pub fn max_ring(&self) -> u64 {
-        let ours = Library::get().config.ring_max.bytes();
+        let ours = config().ring_max.bytes();
         ours.min(self.peers_max_ring.load(Acquire))
     }
 
@@ -50,7 +51,7 @@ impl Link {
         let Some(ground) = ground.as_ref().and_then(|ground| ground.as_ref()) else {
             return Allowance::default();
         };
-        let largest = Library::get().config.ring_max.bytes();
+        let largest = config().ring_max.bytes();
         let rings = RINGS + RINGS_A_STREAM * u64::from(self.streams() + 1);
         ground.allow(rings.saturating_mul(largest));
         Allowance::new(largest.ilog2() as u8, Arc::clone(ground))

@@ -4,6 +4,7 @@
 use rdmasock_core::fabric::ring::Consumer;
 
 use crate::library::Library;
+use crate::library::config;
 use crate::link::Link;
 use crate::ready;
 use crate::service::Command;
@@ -18,7 +19,7 @@ const BETWEEN_HOSTS: u32 = 4;
 
 /// log2 of the bytes of a direction's first ring.
 pub fn first(link: &Link) -> u8 {
-    let config = &Library::get().config;
+    let config = config();
     let (min, max) = (config.ring_min.bytes(), link.max_ring());
     let bytes = if link.is_remote() {
         min << BETWEEN_HOSTS

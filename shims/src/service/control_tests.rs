@@ -9,7 +9,7 @@ use std::time::Duration;
 use rdmasock_core::os::datagram::Answerer;
 use rdmasock_core::rendezvous::control::{Body, DATAGRAM, Datagram, QueryId, Stamp};
 use rdmasock_core::stats::Event;
-use rdmasock_core::stream::handshake::Handshake;
+use rdmasock_core::stream::handshake::{Handshake, Role};
 
 use super::tests::{connected, heard, say, worker};
 use super::*;
@@ -298,7 +298,9 @@ fn accepted() -> (&'static Socket, TcpStream, TcpStream) {
     let socket = Socket::allocate(server.as_raw_fd(), true).unwrap();
     socket.role.store(1, SeqCst);
     socket.set_stage(Stage::Watching);
-    socket.progress.on_sent(1, &Library::get().threshold);
+    socket
+        .progress
+        .on_sent(1, crate::library::threshold_of(Role::Connector));
     (socket, client, server)
 }
 

@@ -16,6 +16,7 @@ use rdmasock_core::stream::handshake::{Handshake, Role};
 use rdmasock_core::wire::{self, Geometry, LinkAddress, LinkOffer, MAX_MESSAGE, Message, ShmName};
 
 use super::{ASK_TIMEOUT, Conn, LINK_TIMEOUT, Peer, Ref, Worker};
+use crate::library::config;
 use crate::link::{Identity, Link, NoProducer, Refused};
 use crate::promote;
 use crate::ready;
@@ -81,13 +82,13 @@ impl Worker {
             waiter_bytes: FLAGS_BYTES,
             queue_entries: MAX_STREAMS,
             max_waiters: MAX_WAITERS.into(),
-            max_ring: self.library.config.ring_max.bytes(),
+            max_ring: config().ring_max.bytes(),
         }
     }
 
     /// The file of an arena, as large as files may be here.
     fn make_arena(&self) -> Option<(PrivateFd, Layout)> {
-        let layout = Layout::within(self.library.config.arena.bytes(), memfd::file_limit())?;
+        let layout = Layout::within(config().arena.bytes(), memfd::file_limit())?;
         let fd = memfd::create_file("rdmasock-arena", layout.file_len()).ok()?;
         Some((fd, layout))
     }

@@ -17,6 +17,7 @@ use rustix::event::epoll as kernel;
 use rustix::io::Errno;
 
 use super::{Command, LINK_TIMEOUT, Peer, SignalsBlocked, Worker, kind, tag};
+use crate::library::config;
 use crate::link::{Distant, Identity, Link, Tended};
 use crate::promote;
 use crate::socket::Socket;
@@ -320,7 +321,7 @@ impl Worker {
         let slot = self.free_slot();
         let stats = self.open_stats(slot, rdmasock_core::stats::Path::Verbs, peer, pid);
         let identity = Identity { slot, peer, stats };
-        let link = Link::between_hosts(identity, pair, self.library.config.arena.bytes())?;
+        let link = Link::between_hosts(identity, pair, config().arena.bytes())?;
         for (fd, kind) in [
             (info.state_fd, kind::PAIR_STATE),
             (info.completion_fd, kind::COMPLETION),

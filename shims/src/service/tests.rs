@@ -7,7 +7,7 @@ use std::os::fd::AsRawFd;
 use std::sync::Mutex;
 
 use rdmasock_core::os::channel::Channel;
-use rdmasock_core::stream::handshake::Handshake;
+use rdmasock_core::stream::handshake::{Handshake, Role};
 use rdmasock_core::wire::{self, MAX_MESSAGE, Message};
 
 use super::*;
@@ -256,7 +256,9 @@ fn a_yes_that_reaches_nobody_begins_nothing() {
     let socket = Socket::allocate(server.as_raw_fd(), true).unwrap();
     socket.role.store(1, SeqCst);
     socket.set_stage(Stage::Watching);
-    socket.progress.on_sent(1, &Library::get().threshold);
+    socket
+        .progress
+        .on_sent(1, crate::library::threshold_of(Role::Connector));
     let tuple = socket::tuple_of(socket).unwrap();
     let (nonce, instance) = (Nonce::random().unwrap(), InstanceId::random().unwrap());
     // Who asked was hung up on before.

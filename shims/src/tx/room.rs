@@ -6,6 +6,7 @@ use std::sync::atomic::Ordering::Acquire;
 use rdmasock_core::fabric::ring::Wake;
 
 use crate::library::Library;
+use crate::library::config;
 use crate::link::Link;
 use crate::ready;
 use crate::service::Command;
@@ -30,7 +31,7 @@ pub(super) fn no_room(socket: &'static Socket, tx: &mut Tx) -> bool {
 /// (both ends may send before they read), but a ring grows only as its reader finds it too small.
 /// So has the service thread ask for a larger one if the reader stands still.
 pub fn press(socket: &'static Socket, tx: &mut Tx) {
-    let max = Library::get().config.ring_max.bytes();
+    let max = config().ring_max.bytes();
     if !tx.pressed && tx.producer.as_ref().is_some_and(|p| p.ring_size() < max) {
         tx.pressed = true;
         Library::get().service.submit(Command::pressed(socket));

@@ -12,6 +12,7 @@ use super::{Handler, result, waits, waits_on};
 use crate::calls::{io, process, ready, vfork};
 use crate::config::IoUring;
 use crate::library::Library;
+use crate::library::config;
 use crate::{errno, hold, iov, poll, time};
 
 /// Calls whose arguments are not those of libc's functions.
@@ -330,7 +331,7 @@ unsafe extern "C" fn io_uring_setup(
     e: usize,
     f: usize,
 ) -> c_long {
-    let asked = Library::ensure().map(|library| library.config.io_uring);
+    let asked = Library::is_on().then(|| config().io_uring);
     if asked == Some(IoUring::Hide) {
         return errno::fail(libc::ENOSYS);
     }

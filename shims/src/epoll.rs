@@ -6,16 +6,21 @@
 //! ready queues of the links (one entry a stream that has something to do, so a wait costs
 //! O(ready)) and by the service thread (what happens on the anchor). When the socket is back on
 //! TCP for good it is *handed back*. The kernel's set also holds the doorbell of this set, an
-//! eventfd under a random key, so that one sleep in the kernel waits for both.
+//! eventfd under a key of ours, so that one sleep in the kernel waits for both.
 //!
 //! Here is the set, from its making to its end; what is done with it is in the modules below.
 
+mod alone;
 mod control;
+mod key;
 mod takeover;
 mod visit;
 mod wait;
 
+pub use key::without_ours;
 pub use visit::Visit;
+
+use key::Key;
 
 use std::collections::VecDeque;
 use std::ffi::c_int;
@@ -87,7 +92,7 @@ pub struct Epoll {
     active: AtomicBool,
     /// The set's waiter, plus one.
     waiter: AtomicU32,
-    /// The doorbell's data in the kernel's set. Random, so that it is not a program's own.
+    /// The data of what is ours in the kernel's set, once there is something ([`Key`]).
     key: AtomicU64,
     /// One of the program's numbers, -1 when it has closed the last.
     fd: AtomicI32,
@@ -109,6 +114,8 @@ pub struct Epoll {
     inherited: AtomicBool,
     /// Threads inside the kernel's wait alone (`wait_plain`).
     plain: AtomicU32,
+    /// The waiter's flag counts one sleeper for those who were there when the set became active, and still are.
+    plain_sleeps: AtomicBool,
     /// Numbers that stand for the set.
     fds: AtomicU32,
     /// How often a socket went from the kernel's set to ours or back.
@@ -148,6 +155,7 @@ impl Epoll {
                 shown: AtomicBool::new(false),
                 inherited: AtomicBool::new(false),
                 plain: AtomicU32::new(0),
+                plain_sleeps: AtomicBool::new(false),
                 fds: AtomicU32::new(0),
                 moves: AtomicU64::new(0),
                 mixed: AtomicBool::new(false),
@@ -249,8 +257,10 @@ impl Epoll {
         }
         if let Some(waiter) = WaiterId::from_word(self.waiter.swap(0, Relaxed)) {
             let waiters = &Library::get().waiters;
-            if self.shown.swap(false, SeqCst) {
-                waiters.leave_sleep(waiter);
+            for counted in [&self.shown, &self.plain_sleeps] {
+                if counted.swap(false, SeqCst) {
+                    waiters.leave_sleep(waiter);
+                }
             }
             waiters.release(waiter);
         }
@@ -292,8 +302,9 @@ impl Epoll {
         self.closed.store(false, Relaxed);
         self.waiter.store(0, Relaxed);
         self.plain.store(0, Relaxed);
+        self.plain_sleeps.store(false, Relaxed);
         self.shown.store(false, Relaxed);
-        // The key stays: the parent's doorbell may show up here and is filtered out.
+        self.key.store(0, Relaxed);
     }
 
     /// In a fork child, after [`Self::after_fork`]: this number stands for the set.
@@ -391,18 +402,22 @@ impl Epoll {
         {
             self.own.store(own.release(), Release);
         }
-        let waiter = self.waiter().or_else(|| library.waiters.acquire_queue());
+        let waiter = self.waiter().or_else(|| {
+            let waiter = library.waiters.acquire_queue()?;
+            // What its last owner was rung for is not to make this set readable.
+            library.waiters.quiet(waiter);
+            Some(waiter)
+        });
         if let (Some(waiter), Some(kernel_fd)) = (waiter, self.kernel_fd())
             && let Some(doorbell) = library.waiters.doorbell(waiter)
         {
             self.waiter.store(waiter.to_word(), Relaxed);
-            if self.key.load(Relaxed) == 0 {
-                self.key.store(crate::library::random_u64() | 1, Relaxed);
-            }
+            let key = Key::of_this_process();
+            self.key.store(key.0, Relaxed);
             let _ = kernel::add(
                 kernel_fd,
                 doorbell.as_fd(),
-                kernel::EventData::new_u64(self.key.load(Relaxed)),
+                kernel::EventData::new_u64(key.0),
                 kernel::EventFlags::IN | kernel::EventFlags::ET,
             );
         }
@@ -416,8 +431,26 @@ impl Epoll {
             library.waiters.enter_sleep(waiter);
         }
         if self.plain.load(SeqCst) > 0 {
-            // They sleep in the kernel's wait alone.
+            // They sleep in the kernel's wait alone. A ring wakes one of all that sleep in the kernel, not always one of these.
+            // As long as one is left peers are to ring.
+            if let Some(waiter) = waiter
+                && !self.plain_sleeps.swap(true, SeqCst)
+            {
+                library.waiters.enter_sleep(waiter);
+            }
+            if self.plain.load(SeqCst) == 0 {
+                self.end_plain_sleep(waiter);
+            }
             self.ring();
+        }
+    }
+
+    /// In a fork parent: a child of ours has taken what some thread that sleeps on a set was rung for.
+    pub fn ring_all_who_sleep() {
+        for epoll in ALL.all() {
+            if epoll.active.load(Acquire) {
+                epoll.ring_if_sleeping();
+            }
         }
     }
 

@@ -162,14 +162,7 @@ fn reclaim_slow(socket: &'static Socket) {
     if let Some(c) = cell(socket.holders.load(Acquire)) {
         let until = crate::time::now_ns() + PATIENCE;
         let mut word = c.fetch_or(WANTED, AcqRel) | WANTED;
-        if let Some(requests) = cell(0) {
-            requests.fetch_add(1, AcqRel);
-        }
-        let bell = OWNER_BELL.load(Acquire);
-        if bell >= 0 {
-            // SAFETY: kept open for this across the fork.
-            doorbell::press(unsafe { std::os::fd::BorrowedFd::borrow_raw(bell) });
-        }
+        ask_owner();
         let owner = rustix::process::Pid::from_raw(OWNER_PID.load(Acquire));
         while word & OWNED != 0 && crate::time::now_ns() < until {
             let alive = owner.is_some_and(|p| rustix::process::test_kill_process(p).is_ok());
@@ -192,6 +185,24 @@ fn reclaim_slow(socket: &'static Socket) {
     socket.tx_mode.store(mode::TCP, Release);
     socket.rx_mode.store(mode::TCP, Release);
     crate::errno::set(errno);
+}
+
+/// In a child: it has taken from a set that it shares with its parent what a thread of that was rung for. The parent rings again.
+#[cold]
+pub fn give_ring_back() {
+    ask_owner();
+}
+
+/// Has the service thread of the parent look what is wanted of it. Without effect where there is none.
+fn ask_owner() {
+    if let Some(requests) = cell(0) {
+        requests.fetch_add(1, AcqRel);
+    }
+    let bell = OWNER_BELL.load(Acquire);
+    if bell >= 0 {
+        // SAFETY: kept open for this across the fork.
+        doorbell::press(unsafe { std::os::fd::BorrowedFd::borrow_raw(bell) });
+    }
 }
 
 /// [`reclaim`] for all streams that were inherited.
@@ -259,8 +270,10 @@ pub extern "C" fn prepare() {
         return;
     }
     let errno = crate::errno::get();
-    let mut owns = false;
+    let mut wants_bell = false;
     table::for_each(0..=u32::MAX, |fd, entry| {
+        // What wakes this process from a set the child may take.
+        wants_bell |= matches!(entry, Entry::Epoll(_));
         if let Entry::Socket(socket) = entry
             && socket.fd.load(Acquire) == fd
         {
@@ -271,12 +284,12 @@ pub extern "C" fn prepare() {
                 c.fetch_add(1, AcqRel);
                 if !socket.is_plain() || socket.stage() == Stage::Busy {
                     c.fetch_or(OWNED, AcqRel);
-                    owns = true;
+                    wants_bell = true;
                 }
             }
         }
     });
-    if owns {
+    if wants_bell {
         Library::before_fork();
     }
     // Once they count as shared.

@@ -190,7 +190,7 @@ impl Library {
         }
     }
 
-    /// Before a fork whose child may want a stream back: it can wake the service thread then.
+    /// Before a fork whose child may want a stream back, or take a ring: it can wake the service thread then.
     pub fn before_fork() {
         let ptr = CURRENT.load(Acquire);
         // SAFETY: never freed.

@@ -511,6 +511,7 @@ impl Worker {
         }
         let requests = crate::fork::requests();
         if std::mem::replace(&mut self.requests, requests) != requests {
+            crate::epoll::Epoll::ring_all_who_sleep();
             crate::fork::for_each_socket(|socket| {
                 if crate::fork::is_wanted(socket) {
                     crate::tx::hand_over(socket, Reason::OtherProcess);

@@ -1,7 +1,8 @@
 //! The calls that wait for readiness.
 
-use crate::epoll::Epoll;
+use crate::epoll::{Epoll, without_ours};
 use crate::jump::{outside, within};
+use crate::library::Library;
 use crate::lifecycle;
 use crate::poll::{self, Sets};
 use crate::real::Cancellable;
@@ -315,8 +316,29 @@ pub unsafe extern "C" fn epoll_wait(
         // SAFETY: the caller's arguments, as they are.
         Entry::Epoll(set) => unsafe { epoll_wait_on(set, real, epoll, events, count, timeout) },
         // SAFETY: likewise.
+        _ if Library::current().is_some() => unsafe {
+            epoll_wait_unknown(real, epoll, events, count, timeout)
+        },
+        // SAFETY: likewise.
         _ => unsafe { real(epoll, events, count, timeout) },
     }
+}
+
+#[inline(never)]
+unsafe extern "C" fn epoll_wait_unknown(
+    real: EpollWaitFn,
+    epoll: c_int,
+    events: *mut epoll_event,
+    count: c_int,
+    timeout: c_int,
+) -> c_int {
+    let call = |t: Timeout| {
+        // SAFETY: the caller's arguments, as they are.
+        let call = || unsafe { real.cancellable()(epoll, events, count, t.to_ms()) };
+        if t.is_zero() { call() } else { outside(call) }
+    };
+    // SAFETY: the program's array.
+    within(|| unsafe { without_ours(events, Timeout::from_ms(timeout), call) })
 }
 
 #[inline(never)]
@@ -353,8 +375,30 @@ pub unsafe extern "C" fn epoll_pwait(
             epoll_pwait_on(set, real, epoll, events, count, timeout, mask)
         },
         // SAFETY: likewise.
+        _ if Library::current().is_some() => unsafe {
+            epoll_pwait_unknown(real, epoll, events, count, timeout, mask)
+        },
+        // SAFETY: likewise.
         _ => unsafe { real(epoll, events, count, timeout, mask) },
     }
+}
+
+#[inline(never)]
+unsafe extern "C" fn epoll_pwait_unknown(
+    real: EpollPwaitFn,
+    epoll: c_int,
+    events: *mut epoll_event,
+    count: c_int,
+    timeout: c_int,
+    mask: *const sigset_t,
+) -> c_int {
+    let call = |t: Timeout| {
+        // SAFETY: the caller's arguments, as they are.
+        let call = || unsafe { real.cancellable()(epoll, events, count, t.to_ms(), mask) };
+        if t.is_zero() { call() } else { outside(call) }
+    };
+    // SAFETY: the program's array.
+    within(|| unsafe { without_ours(events, Timeout::from_ms(timeout), call) })
 }
 
 #[inline(never)]
@@ -392,8 +436,44 @@ pub unsafe extern "C" fn epoll_pwait2(
             epoll_pwait2_on(set, real, epoll, events, count, timeout, mask)
         },
         // SAFETY: likewise.
+        _ if Library::current().is_some() => unsafe {
+            epoll_pwait2_unknown(real, epoll, events, count, timeout, mask)
+        },
+        // SAFETY: likewise.
         _ => unsafe { real(epoll, events, count, timeout, mask) },
     }
+}
+
+#[inline(never)]
+unsafe extern "C" fn epoll_pwait2_unknown(
+    real: EpollPwait2Fn,
+    epoll: c_int,
+    events: *mut epoll_event,
+    count: c_int,
+    timeout: *const timespec,
+    mask: *const sigset_t,
+) -> c_int {
+    // SAFETY: null, or the program's own.
+    let (time, is_odd) = unsafe {
+        let given = crate::iov::plausible(timeout);
+        (
+            Timeout::from_timespec(given),
+            given.is_none() && !timeout.is_null(),
+        )
+    };
+    let Some(time) = time.filter(|_| !is_odd) else {
+        // SAFETY: the caller's arguments, as they are: the kernel says what is wrong.
+        return unsafe { real(epoll, events, count, timeout, mask) };
+    };
+    let call = |t: Timeout| {
+        let left = t.to_timespec();
+        let left = left.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
+        // SAFETY: the caller's arguments, as they are.
+        let call = || unsafe { real.cancellable()(epoll, events, count, left, mask) };
+        if t.is_zero() { call() } else { outside(call) }
+    };
+    // SAFETY: the program's array.
+    within(|| unsafe { without_ours(events, time, call) })
 }
 
 #[inline(never)]

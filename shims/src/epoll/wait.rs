@@ -1,7 +1,7 @@
 //! epoll_wait(): what is ready in the kernel's set and in ours, and one sleep for both.
 
 use std::ffi::c_int;
-use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, SeqCst};
+use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
 use rdmasock_core::cycles;
 
@@ -9,7 +9,6 @@ use super::{ALWAYS, ET, Epoll, ONESHOT, Set, Visit, enqueue};
 use rustix::event::epoll as kernel;
 use rustix::io::Errno;
 
-use crate::jump::or_if_cancelled;
 use crate::library::Library;
 use crate::lifecycle;
 use crate::link::Duty;
@@ -105,7 +104,7 @@ impl Epoll {
             max,
             moves: self.moves.load(Acquire),
         };
-        if let Some(n) = self.wait_plain(&mut visit, events, max, timeout, real) {
+        if let Some(n) = self.wait_plain(&mut visit, events, max, deadline, timeout, real) {
             return self.with_ours(&visit, &all, n);
         }
         if !visit.is_here() {
@@ -202,7 +201,7 @@ impl Epoll {
             let errno = crate::errno::get();
             point!("epoll: is awake");
             waiters.leave_sleep(waiter);
-            let kept = self.strip_key(events, n);
+            let kept = self.after_sleep(events, n);
             if n < 0 {
                 crate::errno::set(errno);
                 return n;
@@ -265,75 +264,6 @@ impl Epoll {
         end + news
     }
 
-    /// The kernel's wait alone, as long as nothing is taken over. `None` if that has changed.
-    fn wait_plain(
-        &'static self,
-        visit: &mut Visit,
-        events: *mut libc::epoll_event,
-        max: c_int,
-        timeout: Timeout,
-        real: &impl Fn(c_int, *mut libc::epoll_event, c_int, Timeout) -> c_int,
-    ) -> Option<c_int> {
-        let fd = visit.number();
-        if max <= 0 {
-            return Some(real(fd, events, max, timeout));
-        }
-        if events.is_null() && self.is_ready() {
-            return Some(crate::errno::fail(libc::EFAULT));
-        }
-        if events.is_null() {
-            return Some(real(fd, events, max, timeout));
-        }
-        if self.active.load(Acquire) {
-            return None;
-        }
-        if self.inherited.load(Acquire) && self.inherited.swap(false, AcqRel) {
-            crate::fork::reclaim_all();
-        }
-        point!("epoll alone: the set is not active");
-        // SeqCst on both sides (`activate`, `release`): either we see that it is active or another's, or they see us.
-        self.plain.fetch_add(1, SeqCst);
-        if self.active.load(SeqCst) || !visit.is_here() {
-            self.leave_plain();
-            return None;
-        }
-        point!("epoll alone: is about to sleep");
-        let n = or_if_cancelled(
-            || real(fd, events, max, timeout),
-            || {
-                self.leave_plain();
-            },
-        );
-        let errno = crate::errno::get();
-        point!("epoll alone: is awake");
-        if self.active.load(SeqCst) {
-            visit.stay();
-        }
-        point!("epoll alone: holds the set");
-        let others = self.leave_plain();
-        if others && self.active.load(SeqCst) {
-            // A ring wakes one thread; the next one must come here too.
-            self.ring();
-        }
-        crate::errno::set(errno);
-        if n < 0 {
-            return Some(n);
-        }
-        // The doorbell may be in the kernel's set before the set counts as active.
-        let kept = self.strip_key(events, n);
-        let is_over = kept > 0 || timeout.is_zero() || n == 0 && !self.active.load(SeqCst);
-        is_over.then_some(kept)
-    }
-
-    /// True if others are inside the kernel's wait alone.
-    fn leave_plain(&'static self) -> bool {
-        let others = self.plain.fetch_sub(1, SeqCst) > 1;
-        if self.closed.load(SeqCst) {
-            self.end_if_left();
-        }
-        others
-    }
-
     fn is_time_to_look(&self) -> bool {
         let now = cycles::now();
         let due = now.wrapping_sub(self.looked_at.load(Relaxed)) > KERNEL_EVERY;
@@ -352,31 +282,11 @@ impl Epoll {
     ) -> c_int {
         let n = real(visit.number(), events, max, Timeout::ZERO);
         self.kernel_quiet.store(n == 0, Relaxed);
-        if n <= 0 { n } else { self.strip_key(events, n) }
-    }
-
-    /// Takes our doorbell out of what the kernel reported.
-    fn strip_key(&'static self, events: *mut libc::epoll_event, n: c_int) -> c_int {
-        let key = self.key.load(Relaxed);
-        if n <= 0 || key == 0 {
-            return n.max(0);
+        if n <= 0 {
+            n
+        } else {
+            self.after_look(events, n)
         }
-        // SAFETY: the kernel has just filled n entries.
-        let filled = unsafe { std::slice::from_raw_parts_mut(events, n as usize) };
-        let mut kept = 0;
-        for at in 0..filled.len() {
-            if let Some(event) = filled.get(at).copied().filter(|e| e.u64 != key)
-                && let Some(slot) = filled.get_mut(kept)
-            {
-                *slot = event;
-                kept += 1;
-            }
-        }
-        let kept = kept as c_int;
-        if kept < n && self.nested.load(Acquire) {
-            self.show_ready();
-        }
-        kept
     }
 
     /// For a sleep: what completes on links to other hosts wakes this thread itself. Their descriptors
@@ -474,7 +384,7 @@ impl Epoll {
         Last::Reported
     }
 
-    fn has_ready(&self) -> bool {
+    pub(super) fn has_ready(&self) -> bool {
         let Some(waiter) = self.waiter() else {
             return true;
         };

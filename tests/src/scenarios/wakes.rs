@@ -33,7 +33,7 @@ fn think(message: usize) {
 type Wait = Box<dyn FnMut() -> bool>;
 
 /// The dialogues of both ends, each of which waits in the way that is `prepared` for a new connection.
-fn talk(c: &Ctx, prepare: fn(c_int) -> Wait) {
+fn talk(c: &Ctx, prepare: impl Fn(c_int) -> Wait) {
     let (listener, port) = c.listener(16);
     for connection in 0..CONNECTIONS {
         let fd = match listener {
@@ -294,4 +294,74 @@ pub fn two_receivers(c: &Ctx) {
         sys::close(fd).ok();
     }
     c.log("every message has ended a wait");
+}
+
+/// Three threads in epoll_wait() on one set, each of which leaves after its share: whoever is left has the rest.
+pub fn crowd(c: &Ctx) {
+    const EACH: usize = MESSAGES / 3;
+    let (listener, port) = c.listener(16);
+    for connection in 0..CONNECTIONS {
+        let Some(listener) = listener else {
+            let fd = sys::connected(&sys::Addr::v4(port));
+            for message in 0..MESSAGES {
+                sys::send_all(fd, &[message as u8; LEN]).ok();
+                assert_eq!(sys::recv_exact(fd, LEN), [message as u8; LEN]);
+            }
+            sys::close(fd).ok();
+            continue;
+        };
+        let fd = sys::accept4(listener, 0).ok();
+        let set = set_of(fd, IN | ONESHOT);
+        let answered = AtomicUsize::new(0);
+        std::thread::scope(|s| {
+            for thread in 0..3 {
+                let (set, answered) = (&set, &answered);
+                s.spawn(move || {
+                    for _ in 0..EACH {
+                        assert!(
+                            reports(set.fd(), fd),
+                            "no wake-up: connection {connection}, thread {thread}"
+                        );
+                        let bytes = sys::recv_exact(fd, LEN);
+                        think(answered.fetch_add(1, SeqCst));
+                        ctl(set.fd(), EPOLL_CTL_MOD, fd, IN | ONESHOT, fd as u64).ok();
+                        sys::send_all(fd, &bytes).ok();
+                    }
+                });
+                // So that they come one after the other.
+                sys::pause_ms(1);
+            }
+        });
+        sys::close(fd).ok();
+    }
+    c.log("every message has ended a wait");
+}
+
+/// In epoll_wait() on a set that a child waits on too, which cannot use the connections that come after it.
+pub fn shared_set(c: &Ctx) {
+    let set = Owned(create());
+    let number = set.fd();
+    let mut pipe = [0; 2];
+    call!(libc::pipe(pipe.as_mut_ptr())).ok();
+    let [end, alive] = pipe;
+    let child = sys::fork_child(|| {
+        sys::close(alive).ok();
+        while sys::poll_one(end, libc::POLLIN, 0) == 0 {
+            let (_, events) = wait(number, 8, 20);
+            if events.iter().any(|(data, _)| *data > 1000) {
+                eprintln!("reported to the child: {events:x?}");
+            }
+            if !events.is_empty() {
+                // What the parent is to read.
+                sys::pause_ms(1);
+            }
+        }
+        0
+    });
+    talk(c, move |fd| {
+        ctl(number, EPOLL_CTL_ADD, fd, IN, fd as u64).ok();
+        Box::new(move || reports(number, fd))
+    });
+    sys::close(alive).ok();
+    c.log(format_args!("child {}", sys::wait_child(child)));
 }

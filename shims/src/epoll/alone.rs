@@ -1,0 +1,112 @@
+//! A wait in the kernel's set alone, as long as nothing of the set is ours. It may become ours at any moment of the wait, in
+//! which the thread is counted: whoever makes the set active sees it there, rings, and counts a sleeper for it.
+
+use std::ffi::c_int;
+use std::sync::atomic::Ordering::{AcqRel, Acquire, SeqCst};
+
+use super::{Epoll, Visit};
+use crate::jump::or_if_cancelled;
+use crate::library::Library;
+use crate::points::point;
+use crate::time::{Deadline, Timeout};
+use crate::wait::WaiterId;
+
+impl Epoll {
+    /// The kernel's wait alone, as long as nothing is taken over. `None` if that has changed.
+    pub(super) fn wait_plain(
+        &'static self,
+        visit: &mut Visit,
+        events: *mut libc::epoll_event,
+        max: c_int,
+        deadline: Deadline,
+        mut left: Timeout,
+        real: &impl Fn(c_int, *mut libc::epoll_event, c_int, Timeout) -> c_int,
+    ) -> Option<c_int> {
+        let fd = visit.number();
+        if max <= 0 {
+            return Some(real(fd, events, max, left));
+        }
+        if events.is_null() && self.is_ready() {
+            return Some(crate::errno::fail(libc::EFAULT));
+        }
+        if events.is_null() {
+            return Some(real(fd, events, max, left));
+        }
+        if self.active.load(Acquire) {
+            return None;
+        }
+        if self.inherited.load(Acquire) && self.inherited.swap(false, AcqRel) {
+            crate::fork::reclaim_all();
+        }
+        loop {
+            point!("epoll alone: the set is not active");
+            // SeqCst on both sides (`activate`, `release`): either we see that it is active or another's, or they see us.
+            self.plain.fetch_add(1, SeqCst);
+            if self.active.load(SeqCst) || !visit.is_here() {
+                self.leave_plain();
+                return None;
+            }
+            point!("epoll alone: is about to sleep");
+            let n = or_if_cancelled(
+                || real(fd, events, max, left),
+                || {
+                    self.leave_plain();
+                },
+            );
+            let errno = crate::errno::get();
+            point!("epoll alone: is awake");
+            if self.active.load(SeqCst) {
+                visit.stay();
+            }
+            point!("epoll alone: holds the set");
+            let others = self.leave_plain();
+            if others && self.active.load(SeqCst) {
+                // A ring wakes one thread; the next one must come here too.
+                self.ring();
+            }
+            if n < 0 {
+                crate::errno::set(errno);
+                return Some(n);
+            }
+            // The doorbell may be in the kernel's set before the set counts as active.
+            let kept = if left.is_zero() {
+                self.after_look(events, n)
+            } else {
+                self.after_sleep(events, n)
+            };
+            crate::errno::set(errno);
+            let is_active = self.active.load(SeqCst);
+            if kept > 0 || left.is_zero() || n == 0 && !is_active {
+                return Some(kept);
+            }
+            // What was reported is another process's, so the set may be the kernel's alone still.
+            if is_active || !visit.is_here() {
+                return None;
+            }
+            left = deadline.left();
+        }
+    }
+
+    /// True if others are inside the kernel's wait alone.
+    fn leave_plain(&'static self) -> bool {
+        let waiter = self.waiter();
+        let others = self.plain.fetch_sub(1, SeqCst) > 1;
+        // SeqCst: who makes the set active counts a sleeper for us, and then looks whether we are still there.
+        if !others && self.plain_sleeps.load(SeqCst) {
+            self.end_plain_sleep(waiter);
+        }
+        if self.closed.load(SeqCst) {
+            self.end_if_left();
+        }
+        others
+    }
+
+    /// The last of those who were in the kernel's wait alone is back.
+    pub(super) fn end_plain_sleep(&self, waiter: Option<WaiterId>) {
+        if let Some(waiter) = waiter
+            && self.plain_sleeps.swap(false, SeqCst)
+        {
+            Library::get().waiters.leave_sleep(waiter);
+        }
+    }
+}

@@ -5,6 +5,7 @@ mod calls;
 mod close;
 mod connect;
 mod echo;
+mod ends;
 pub mod epoll;
 mod epoll_more;
 mod fds;
@@ -109,6 +110,7 @@ pub fn all() -> Vec<Scenario> {
     ];
     migrate::add_to(&mut all);
     urgent::add_to(&mut all);
+    ends::add_to(&mut all);
     all.extend(
         (0..unseen::WAYS).map(|n| Scenario::numbered("unseen_close", n, unseen::close, false)),
     );
@@ -129,7 +131,14 @@ pub fn all() -> Vec<Scenario> {
 }
 
 /// Families whose outcome depends on signals, on times, or on what a process may not do.
-const WITHOUT_STORM: [&str; 5] = ["identity_", "refused_", "signals_", "timing_", "unseen_"];
+const WITHOUT_STORM: [&str; 6] = [
+    "ends_",
+    "identity_",
+    "refused_",
+    "signals_",
+    "timing_",
+    "unseen_",
+];
 /// Scenarios whose outcome does on kernel TCP too, mostly by EINTR of poll, select and epoll_wait, which is never restarted; or
 /// that end before the first signal comes, or close the storm's own descriptors.
 const NOT_IN_A_STORM: &[&str] = &[

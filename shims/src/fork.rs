@@ -231,11 +231,11 @@ pub extern "C" fn at_exit() {
             returned(socket);
         }
         // Not what another process goes on with.
-        if !shared
-            && !socket.left_behind.load(Acquire)
-            && let Some(mut control) = socket.control.lock()
-        {
-            crate::promote::resume::end(socket, &mut control);
+        if !shared && !socket.left_behind.load(Acquire) {
+            crate::lifecycle::reset_if_unread(socket);
+            if let Some(mut control) = socket.control.lock() {
+                crate::promote::resume::end(socket, &mut control);
+            }
         }
         let_go(socket);
     });

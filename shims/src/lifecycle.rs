@@ -5,7 +5,7 @@ mod close;
 
 pub use close::{
     connection, connection_at, end_orphans, finish, is_alive, is_behind, look_again,
-    look_at_anchor, on_call_back, on_its_file,
+    look_at_anchor, on_call_back, on_its_file, reset_if_unread,
 };
 
 use std::ffi::c_int;

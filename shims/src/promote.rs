@@ -18,8 +18,8 @@ pub use leave::{
     end_on_link, leave, look_for_reset, prefer_tcp, resend, return_to_tcp, wait_for_tcp,
 };
 pub use scan::{
-    Ahead, AtMark, hand_over_rest, is_at_mark, is_scanning, look_ahead, readable, scan_taken,
-    seen_ahead, start_scan, stop_scan,
+    Ahead, AtMark, hand_over_rest, is_scanning, look_ahead, readable, scan_taken, seen_ahead,
+    start_scan, stop_scan,
 };
 
 use std::os::fd::BorrowedFd;

@@ -247,6 +247,7 @@ unsafe fn recv_slow(
                     return unsafe { begin_anew(fd, iov, flags, real) };
                 }
                 if socket.lost_unread.swap(false, SeqCst) {
+                    socket.reset_told.store(true, SeqCst);
                     return errno::fail(libc::ECONNRESET);
                 }
                 if socket.enter_rx() {

@@ -238,6 +238,10 @@ pub struct Socket {
     pub rx_shut: AtomicBool,
     /// The peer process died before it had read what we sent: TCP says ECONNRESET, once.
     pub lost_unread: AtomicBool,
+    /// It has been said.
+    pub reset_told: AtomicBool,
+    /// TCP is still to show that the process has died.
+    pub reader_died: AtomicBool,
     /// The service thread watches the anchor, and epoll sets have handed the socket to us.
     pub watched: AtomicBool,
     pub link: AtomicPtr<Link>,
@@ -355,6 +359,8 @@ impl Socket {
             anchor: AtomicU32::new(0),
             rx_shut: AtomicBool::new(false),
             lost_unread: AtomicBool::new(false),
+            reset_told: AtomicBool::new(false),
+            reader_died: AtomicBool::new(false),
             watched: AtomicBool::new(false),
             link: AtomicPtr::new(std::ptr::null_mut()),
             fd: AtomicI32::new(-1),
@@ -402,6 +408,8 @@ impl Socket {
         socket.rx_rests.store(false, Relaxed);
         socket.rx_shut.store(false, Relaxed);
         socket.lost_unread.store(false, Relaxed);
+        socket.reset_told.store(false, Relaxed);
+        socket.reader_died.store(false, Relaxed);
         socket.watched.store(false, Relaxed);
         socket.closed.store(closed::OPEN, Relaxed);
         socket.orphaned.store(false, Relaxed);
@@ -653,24 +661,61 @@ pub fn report_reset(socket: &Socket, is_shut: bool) {
 pub fn reset(socket: &'static Socket) {
     if let Some(fd) = socket.anchor_fd() {
         let _ = rustix::net::sockopt::set_socket_linger(fd, Some(std::time::Duration::ZERO));
-        // Breaks the association: a RST goes out, and this end sees ECONNRESET.
-        let unspecified = libc::sockaddr {
-            sa_family: libc::AF_UNSPEC as libc::sa_family_t,
-            sa_data: [0; 14],
-        };
-        // SAFETY: a valid address.
-        let _ = unsafe {
-            kernel::call(
-                libc::SYS_connect,
-                [
-                    std::os::fd::AsRawFd::as_raw_fd(&fd) as usize,
-                    kernel::address(&raw const unspecified),
-                    size_of::<libc::sockaddr>(),
-                    0,
-                    0,
-                    0,
-                ],
-            )
-        };
+        break_off(fd);
+    }
+}
+
+/// Breaks the association: a RST goes out, and this end sees ECONNRESET, once. What is unread is dropped.
+fn break_off(fd: BorrowedFd<'_>) {
+    let unspecified = libc::sockaddr {
+        sa_family: libc::AF_UNSPEC as libc::sa_family_t,
+        sa_data: [0; 14],
+    };
+    // SAFETY: a valid address.
+    let _ = unsafe {
+        kernel::call(
+            libc::SYS_connect,
+            [
+                std::os::fd::AsRawFd::as_raw_fd(&fd) as usize,
+                kernel::address(&raw const unspecified),
+                size_of::<libc::sockaddr>(),
+                0,
+                0,
+                0,
+            ],
+        )
+    };
+}
+
+/// The peer's process has ended, which TCP shows as the end of its direction, or will, and has not read what the link held for
+/// it. Had that been in its socket a reset would have come in place of the end, to be seen by every call: so the
+/// anchor is made what that would have made of it.
+pub fn on_reader_died(socket: &Socket, is_shut: bool) {
+    let Some(fd) = socket.anchor_fd() else { return };
+    let has_ended = |bits: c_int| {
+        crate::ready::kernel(socket, rustix::event::PollFlags::RDHUP) & bits as u32 != 0
+    };
+    // What TCP has yet to give would be lost.
+    let is_read = rustix::io::ioctl_fionread(fd).is_ok_and(|n| n == 0);
+    if is_shut || !is_read {
+        return report_reset(socket, is_shut);
+    }
+    if !has_ended(libc::EPOLLRDHUP | libc::EPOLLHUP) {
+        // It comes a moment later, perhaps as a reset (see `lifecycle::reset_if_unread`); or never, where another process has
+        // the other end as well.
+        socket.reader_died.store(true, SeqCst);
+        if !has_ended(libc::EPOLLRDHUP | libc::EPOLLHUP) {
+            return report_reset(socket, is_shut);
+        }
+        socket.reader_died.store(false, SeqCst);
+    }
+    if !has_ended(libc::EPOLLHUP) {
+        break_off(fd);
+        // Nothing is connected any more, so it fails; but both directions are shut from now on, as after a reset.
+        let _ = rustix::net::shutdown(fd, rustix::net::Shutdown::Both);
+    }
+    socket.lost_unread.store(false, SeqCst);
+    if socket.reset_told.load(SeqCst) {
+        let _ = rustix::net::sockopt::socket_error(fd);
     }
 }

@@ -400,6 +400,15 @@ pub fn finish(socket: &'static Socket) -> bool {
     true
 }
 
+/// The process is about to end, and the kernel closes the socket without knowing of what is unread on the link.
+pub fn reset_if_unread(socket: &'static Socket) {
+    if rx::has_unread(socket)
+        && let Some(anchor) = socket.anchor_fd()
+    {
+        let _ = rustix::net::sockopt::set_socket_linger(anchor, Some(std::time::Duration::ZERO));
+    }
+}
+
 /// Nobody reads the link any more. True if something came before the other end could know. (Where
 /// something is unread anyway, the reset tells it, and not before it is there: a program that was told
 /// by us would find the connection still standing.)

@@ -115,7 +115,7 @@ fn fetch(fd: BorrowedFd<'_>, carry: &mut Carry) -> rustix::io::Result<usize> {
         let has_ended = crate::ready::has_peer_ended(fd) && rustix::io::ioctl_fionread(fd)? == 0;
         return if has_ended { Ok(0) } else { Err(Errno::AGAIN) };
     }
-    if scan::is_at_mark(fd) {
+    if crate::sockopt::is_at_mark(fd) {
         return Err(Errno::AGAIN);
     }
     let mut piece = Scratch::new(PIECE).ok_or(Errno::NOMEM)?;

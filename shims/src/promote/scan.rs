@@ -1,11 +1,10 @@
 //! Markers in what TCP delivers: looking for them, and handing them to the handshake.
 
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::BorrowedFd;
 use std::sync::atomic::Ordering::{Acquire, SeqCst};
 
 use rdmasock_core::ids::{ID_BYTES, Nonce};
 use rdmasock_core::lock::Guard;
-use rdmasock_core::os::kernel;
 use rdmasock_core::stream::handshake::{Closing, Role};
 use rdmasock_core::wire::scan::{Found, scan};
 use rdmasock_core::wire::{MAX_MARKER, Marker};
@@ -199,7 +198,10 @@ pub fn look_ahead<'a>(
                 guard,
             ));
         }
-        if !matches!(seen.what, Found::Payload) && at_mark == AtMark::Stop && is_at_mark(fd) {
+        if !matches!(seen.what, Found::Payload)
+            && at_mark == AtMark::Stop
+            && sockopt::is_at_mark(fd)
+        {
             let behind = buf.get(carried..carried + peeked).unwrap_or_default();
             return Some((behind_mark(&nonce, behind), guard));
         }
@@ -266,27 +268,6 @@ fn behind_mark(nonce: &Nonce, mut bytes: &[u8]) -> Ahead {
             _ => return Ahead::Nothing,
         }
     }
-}
-
-/// Whether urgent data is next in TCP (tcp(7), SIOCATMARK).
-pub fn is_at_mark(fd: BorrowedFd<'_>) -> bool {
-    const SIOCATMARK: usize = 0x8905;
-    let mut at: std::ffi::c_int = 0;
-    // SAFETY: the system call writes an int.
-    let known = unsafe {
-        kernel::call(
-            libc::SYS_ioctl,
-            [
-                fd.as_raw_fd() as usize,
-                SIOCATMARK,
-                kernel::address(&raw mut at),
-                0,
-                0,
-                0,
-            ],
-        )
-    };
-    known.is_ok() && at != 0
 }
 
 /// What TCP has in front.

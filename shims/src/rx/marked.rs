@@ -235,7 +235,7 @@ unsafe fn take_payload(
 
 /// Whether urgent data is next in TCP: a receive that has something ends there (tcp(7), SIOCATMARK).
 pub(super) fn is_at_mark(socket: &Socket) -> bool {
-    socket.anchor_fd().is_some_and(promote::is_at_mark)
+    socket.anchor_fd().is_some_and(crate::sockopt::is_at_mark)
 }
 
 /// The rest of a call of which `got` bytes came over the link, or from among markers, before the direction went

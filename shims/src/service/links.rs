@@ -522,7 +522,7 @@ impl Worker {
                 if socket.tx_mode.load(Acquire) == mode::LINK {
                     let unread = tx.producer.take().is_some_and(|p| p.is_unread());
                     if unread && why == Reason::PeerGone {
-                        crate::socket::report_reset(socket, tx.is_shut);
+                        crate::socket::on_reader_died(socket, tx.is_shut);
                     }
                     socket.tx_mode.store(mode::TCP, SeqCst);
                 }

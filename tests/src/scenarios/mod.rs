@@ -5,6 +5,7 @@ mod calls;
 mod close;
 mod connect;
 mod echo;
+mod ends;
 pub mod epoll;
 mod epoll_more;
 mod fds;
@@ -116,6 +117,7 @@ pub fn all() -> Vec<Scenario> {
     ];
     migrate::add_to(&mut all);
     urgent::add_to(&mut all);
+    ends::add_to(&mut all);
     all.extend(
         (0..unseen::WAYS).map(|n| Scenario::numbered("unseen_close", n, unseen::close, false)),
     );
@@ -136,7 +138,8 @@ pub fn all() -> Vec<Scenario> {
 }
 
 /// Families whose outcome depends on signals, on times, or on what a process may not do.
-const WITHOUT_STORM: [&str; 6] = [
+const WITHOUT_STORM: [&str; 7] = [
+    "ends_",
     "identity_",
     "refused_",
     "signals_",

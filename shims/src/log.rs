@@ -38,7 +38,8 @@ static SINK: OnceBox<Sink> = OnceBox::new();
 /// Starts logging as configured; nothing at all if that is "off". Call once, early; a log file
 /// that cannot be opened costs a line on stderr, where the log then goes.
 pub fn init(config: &Config) {
-    if config.log.most() == LevelFilter::OFF {
+    // A fork child, which may not be allowed to open the file, has its parent's.
+    if config.log.most() == LevelFilter::OFF || SINK.get().is_some() {
         return;
     }
     let Some(sink) = Sink::open(config.log_file.as_deref()) else {

@@ -270,7 +270,9 @@ impl Running {
         if library.is_some() {
             // Soon, so that a scenario need not go on for long.
             command.env("RDMASOCK_PROMOTE_AFTER", "2r,16K");
-            command.envs(scenario.env.iter().map(|(k, v)| (k, v)));
+            let dir = place.dir.to_string_lossy();
+            let variables = scenario.env.iter();
+            command.envs(variables.map(|(name, value)| (name, value.replace("{dir}", &dir))));
             let held = scenario.held.iter().filter(|(held, _)| *held == side);
             command.envs(held.map(|(_, point)| ("POINT_TO_HOLD", point)));
         }

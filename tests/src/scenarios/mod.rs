@@ -115,6 +115,15 @@ pub fn all() -> Vec<Scenario> {
         threads: warm { send_and_receive, eight_senders, four_receivers, shutdown_wakes, shutdown_wakes_pollers, close_does_not_wake, cancel, cancel_early, cancel_sender_early, cancel_pollers } cold { eight_on_one_epoll, four_acceptors }
         wakes: warm {  } cold { poll, select, receive, epoll, edge, oneshot, added, two_sets, nested, polled_set, two_waiters, two_receivers, crowd, shared_set }
     ];
+    all.push(
+        Scenario::new(
+            "process_fork_changes_user",
+            process::fork_changes_user,
+            false,
+        )
+        .with_env("RDMASOCK_LOG", "info")
+        .with_env("RDMASOCK_LOG_FILE", "{dir}/log"),
+    );
     migrate::add_to(&mut all);
     urgent::add_to(&mut all);
     ends::add_to(&mut all);

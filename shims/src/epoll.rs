@@ -63,6 +63,9 @@ struct Item {
     queued: bool,
     /// EPOLLONESHOT has fired; MOD arms it again.
     disabled: bool,
+    /// It is disabled, and was handed back: in neither set until then, for whatever is added to the kernel's reports how a
+    /// connection has ended.
+    parked: bool,
     /// Removed, but still in `ready`.
     dead: bool,
 }
@@ -331,6 +334,15 @@ impl Epoll {
             {
                 let _ = kernel::delete(kernel_fd, bell);
             }
+            for item in set.items.iter().filter(|i| i.parked && !i.dead) {
+                let _ = kernel::add(
+                    kernel_fd,
+                    // SAFETY: an item is forgotten before its number is closed.
+                    unsafe { BorrowedFd::borrow_raw(item.fd) },
+                    kernel::EventData::new_u64(item.data),
+                    kernel::EventFlags::from_bits_retain(ONESHOT),
+                );
+            }
             for distant in set.heard.drain(..).filter_map(Link::distant) {
                 distant.while_open(|fd| {
                     let _ = kernel::delete(kernel_fd, fd);
@@ -549,6 +561,7 @@ mod tests {
             moved_at: 0,
             queued: false,
             disabled: false,
+            parked: false,
             dead: false,
         };
         let mut set = Set::default();

@@ -40,6 +40,7 @@ use crate::registry::Registry;
 use crate::socket::Socket;
 use crate::table::{self, Entry};
 use crate::wait::{Spinner, WaiterId};
+use rdmasock_core::fabric::asleep::Gate;
 use rdmasock_core::lock::Lock;
 use rdmasock_core::os::privatefd::PrivateFd;
 
@@ -63,6 +64,9 @@ struct Item {
     queued: bool,
     /// EPOLLONESHOT has fired; MOD arms it again.
     disabled: bool,
+    /// It is disabled, and was handed back: in neither set until then, for whatever is added to the kernel's reports how a
+    /// connection has ended.
+    parked: bool,
     /// Removed, but still in `ready`.
     dead: bool,
 }
@@ -88,8 +92,6 @@ struct Set {
 #[repr(align(64))]
 pub struct Epoll {
     set: Lock<Set>,
-    /// Some item is or was taken over: waits go through this module.
-    active: AtomicBool,
     /// The set's waiter, plus one.
     waiter: AtomicU32,
     /// The data of what is ours in the kernel's set, once there is something ([`Key`]).
@@ -112,8 +114,9 @@ pub struct Epoll {
     shown: AtomicBool,
     /// Shared with the process that we were forked from, which may have taken sockets over.
     inherited: AtomicBool,
-    /// Threads inside the kernel's wait alone (`wait_plain`).
-    plain: AtomicU32,
+    /// To the kernel's wait alone (`alone`). Closed once some item is or was taken over: the set is active, and waits go through
+    /// this module.
+    gate: Gate,
     /// The waiter's flag counts one sleeper for those who were there when the set became active, and still are.
     plain_sleeps: AtomicBool,
     /// Numbers that stand for the set.
@@ -143,7 +146,6 @@ impl Epoll {
         let epoll = recycled.unwrap_or_else(|| {
             ALL.add(Epoll {
                 set: Lock::new(Set::default()),
-                active: AtomicBool::new(false),
                 waiter: AtomicU32::new(0),
                 key: AtomicU64::new(0),
                 fd: AtomicI32::new(-1),
@@ -154,7 +156,7 @@ impl Epoll {
                 nested: AtomicBool::new(false),
                 shown: AtomicBool::new(false),
                 inherited: AtomicBool::new(false),
-                plain: AtomicU32::new(0),
+                gate: Gate::new(),
                 plain_sleeps: AtomicBool::new(false),
                 fds: AtomicU32::new(0),
                 moves: AtomicU64::new(0),
@@ -193,7 +195,7 @@ impl Epoll {
     /// The set is closed, and the last wait that began before is back: the object is as new.
     fn end_if_left(&'static self) {
         // SeqCst: who leaves counts down and then looks whether it is closed, who closes it the other way round.
-        let is_left = self.inside.load(SeqCst) == 0 && self.plain.load(SeqCst) == 0;
+        let is_left = self.inside.load(SeqCst) == 0 && !self.gate.is_in_use();
         if is_left && self.closed.swap(false, SeqCst) {
             self.recycle();
         }
@@ -202,8 +204,7 @@ impl Epoll {
     /// Another set is about to hold this one, or a thread to sleep on it in poll() or select().
     pub fn on_nested(&'static self) {
         // SeqCst on both sides (`activate`): one of the two sees the other.
-        if !self.nested.load(Acquire) && !self.nested.swap(true, SeqCst) && self.active.load(SeqCst)
-        {
+        if !self.nested.load(Acquire) && !self.nested.swap(true, SeqCst) && self.is_active() {
             self.show_ready();
         }
     }
@@ -231,13 +232,13 @@ impl Epoll {
     /// Whether waits have to go through this module.
     #[inline]
     pub fn is_active(&self) -> bool {
-        self.active.load(Acquire)
+        self.gate.is_closed()
     }
 
     fn recycle(&'static self) {
         self.generation.fetch_add(1, SeqCst);
         self.fd.store(-1, Release);
-        self.active.store(false, Release);
+        self.gate.reopen();
         let Some(mut set) = self.set.lock() else {
             return;
         };
@@ -295,13 +296,12 @@ impl Epoll {
         }
         self.fd.store(-1, Release);
         self.fds.store(0, Release);
-        self.active.store(false, Release);
+        self.gate.reset();
         self.inherited.store(true, Release);
         self.own.store(-1, Release);
         self.inside.store(0, Relaxed);
         self.closed.store(false, Relaxed);
         self.waiter.store(0, Relaxed);
-        self.plain.store(0, Relaxed);
         self.plain_sleeps.store(false, Relaxed);
         self.shown.store(false, Relaxed);
         self.key.store(0, Relaxed);
@@ -324,12 +324,21 @@ impl Epoll {
     pub fn retire(&'static self, fd: c_int) {
         if let Some(mut set) = self.set.lock()
             && let Some(kernel_fd) = self.kernel_fd()
-            && self.active.swap(false, AcqRel)
+            && self.gate.reopen()
         {
             if let Some(waiter) = self.waiter()
                 && let Some(bell) = Library::get().waiters.doorbell(waiter)
             {
                 let _ = kernel::delete(kernel_fd, bell);
+            }
+            for item in set.items.iter().filter(|i| i.parked && !i.dead) {
+                let _ = kernel::add(
+                    kernel_fd,
+                    // SAFETY: an item is forgotten before its number is closed.
+                    unsafe { BorrowedFd::borrow_raw(item.fd) },
+                    kernel::EventData::new_u64(item.data),
+                    kernel::EventFlags::from_bits_retain(ONESHOT),
+                );
             }
             for distant in set.heard.drain(..).filter_map(Link::distant) {
                 distant.while_open(|fd| {
@@ -393,7 +402,7 @@ impl Epoll {
 
     /// From now on waits go through this module. The caller holds the set's lock.
     fn activate(&self, _held: &mut Set) {
-        if self.active.load(Acquire) {
+        if self.is_active() {
             return;
         }
         let library = Library::get();
@@ -422,7 +431,7 @@ impl Epoll {
             );
         }
         point!("activate: the kernel's set has the doorbell");
-        self.active.store(true, SeqCst);
+        let are_inside = self.gate.close();
         point!("activate: the set is active");
         if self.nested.load(SeqCst)
             && !self.shown.swap(true, SeqCst)
@@ -430,7 +439,7 @@ impl Epoll {
         {
             library.waiters.enter_sleep(waiter);
         }
-        if self.plain.load(SeqCst) > 0 {
+        if are_inside {
             // They sleep in the kernel's wait alone. A ring wakes one of all that sleep in the kernel, not always one of these.
             // As long as one is left peers are to ring.
             if let Some(waiter) = waiter
@@ -438,7 +447,7 @@ impl Epoll {
             {
                 library.waiters.enter_sleep(waiter);
             }
-            if self.plain.load(SeqCst) == 0 {
+            if !self.gate.is_in_use() {
                 self.end_plain_sleep(waiter);
             }
             self.ring();
@@ -448,7 +457,7 @@ impl Epoll {
     /// In a fork parent: a child of ours has taken what some thread that sleeps on a set was rung for.
     pub fn ring_all_who_sleep() {
         for epoll in ALL.all() {
-            if epoll.active.load(Acquire) {
+            if epoll.is_active() {
                 epoll.ring_if_sleeping();
             }
         }
@@ -549,6 +558,7 @@ mod tests {
             moved_at: 0,
             queued: false,
             disabled: false,
+            parked: false,
             dead: false,
         };
         let mut set = Set::default();

@@ -20,7 +20,7 @@ use crate::ready::{self, Arm, Sleeper};
 use crate::socket::Socket;
 use crate::table::{self, Entry, Token};
 use crate::time::Timeout;
-use crate::wait::{Sockets, Spinner, WaiterId};
+use crate::wait::{Slots, Spinner, WaiterId};
 
 /// Reported whether asked for or not.
 const ALWAYS: u32 = (libc::POLLERR | libc::POLLHUP) as u32;
@@ -302,21 +302,21 @@ struct Lease(WaiterId);
 impl Lease {
     /// From now on the waiter is rung when a socket that is the kernel's to report on becomes ours. False if there is none.
     fn look_on(&self, kernel: &[pollfd]) -> bool {
-        let mut sockets = Sockets::default();
+        let mut slots = Slots::default();
         for socket in kernel.iter().filter_map(|p| table::socket(p.fd)) {
-            sockets.add(socket);
+            slots = slots.with(socket.slot);
         }
-        if !sockets.is_empty() {
-            Library::get().waiters.onlookers.enter(self.0, sockets);
+        if !slots.is_empty() {
+            Library::get().waiters.onlookers.enter(self.0.0, slots);
         }
-        !sockets.is_empty()
+        !slots.is_empty()
     }
 }
 
 impl Drop for Lease {
     fn drop(&mut self) {
         let waiters = &Library::get().waiters;
-        waiters.onlookers.leave(self.0);
+        waiters.onlookers.leave(self.0.0);
         waiters.release(self.0);
     }
 }

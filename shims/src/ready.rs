@@ -246,8 +246,8 @@ pub fn notify_local(socket: &'static Socket) {
 /// The socket has just become ours to report on: threads that are inside the kernel's poll on it come here.
 pub fn tell_onlookers(socket: &'static Socket) {
     let waiters = &Library::get().waiters;
-    for waiter in waiters.onlookers.of(socket) {
-        waiters.ring(waiter);
+    for waiter in waiters.onlookers.of(socket.slot) {
+        waiters.ring(WaiterId(waiter));
     }
 }
 

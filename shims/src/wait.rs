@@ -6,7 +6,6 @@
 //! to epoll sets; those above belong to threads that sleep in one call, and are handed round.
 
 mod asleep;
-mod onlookers;
 mod spin;
 mod waiters;
 
@@ -20,7 +19,7 @@ use crate::ready::Sleeper;
 use crate::socket::Socket;
 use crate::time::Deadline;
 
-pub use onlookers::Sockets;
+pub use rdmasock_core::fabric::asleep::Slots;
 pub use spin::{Spinner, after_fork, glance};
 pub use waiters::{SERVICE, Waiters};
 

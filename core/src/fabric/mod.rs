@@ -2,6 +2,7 @@
 //! ([`LinkEnd`]). Not how links are made, nor what their streams are for.
 
 pub mod arena;
+pub mod asleep;
 pub mod layout;
 #[cfg(all(not(loom), any(test, feature = "mem")))]
 pub mod mem;

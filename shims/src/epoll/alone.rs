@@ -32,7 +32,7 @@ impl Epoll {
         if events.is_null() {
             return Some(real(fd, events, max, left));
         }
-        if self.active.load(Acquire) {
+        if self.is_active() {
             return None;
         }
         if self.inherited.load(Acquire) && self.inherited.swap(false, AcqRel) {
@@ -40,9 +40,8 @@ impl Epoll {
         }
         loop {
             point!("epoll alone: the set is not active");
-            // SeqCst on both sides (`activate`, `release`): either we see that it is active or another's, or they see us.
-            self.plain.fetch_add(1, SeqCst);
-            if self.active.load(SeqCst) || !visit.is_here() {
+            // Either we see that it is active or another's, or who made it that (`activate`, `release`) sees us.
+            if !self.gate.enter() || !visit.is_here() {
                 self.leave_plain();
                 return None;
             }
@@ -55,12 +54,12 @@ impl Epoll {
             );
             let errno = crate::errno::get();
             point!("epoll alone: is awake");
-            if self.active.load(SeqCst) {
+            if self.is_active() {
                 visit.stay();
             }
             point!("epoll alone: holds the set");
             let others = self.leave_plain();
-            if others && self.active.load(SeqCst) {
+            if others && self.is_active() {
                 // A ring wakes one thread; the next one must come here too.
                 self.ring();
             }
@@ -75,7 +74,7 @@ impl Epoll {
                 self.after_sleep(events, n)
             };
             crate::errno::set(errno);
-            let is_active = self.active.load(SeqCst);
+            let is_active = self.is_active();
             if kept > 0 || left.is_zero() || n == 0 && !is_active {
                 return Some(kept);
             }
@@ -90,7 +89,7 @@ impl Epoll {
     /// True if others are inside the kernel's wait alone.
     fn leave_plain(&'static self) -> bool {
         let waiter = self.waiter();
-        let others = self.plain.fetch_sub(1, SeqCst) > 1;
+        let others = self.gate.leave();
         // SeqCst: who makes the set active counts a sleeper for us, and then looks whether we are still there.
         if !others && self.plain_sleeps.load(SeqCst) {
             self.end_plain_sleep(waiter);

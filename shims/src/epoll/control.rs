@@ -42,6 +42,7 @@ impl Epoll {
         let index = self.find(&set, socket, fd);
         let item = index.and_then(|i| set.items.get(i));
         let taken = item.map(|i| i.taken);
+        let parked = item.is_some_and(|i| i.parked);
         let exclusive = item.is_some_and(|i| i.events & EXCLUSIVE != 0);
         if op == libc::EPOLL_CTL_MOD && (asked & EXCLUSIVE != 0 || exclusive) {
             return crate::errno::fail(libc::EINVAL);
@@ -72,15 +73,20 @@ impl Epoll {
                 0
             }
             (libc::EPOLL_CTL_MOD, Some(event), Some(index), _) => {
-                let result = real();
+                let result = if parked {
+                    self.unpark(fd, event)
+                } else {
+                    real()
+                };
                 if let Some(item) = set.items.get_mut(index).filter(|_| result == 0) {
                     item.events = event.events;
                     item.data = event.u64;
+                    item.parked = false;
                 }
                 result
             }
             (libc::EPOLL_CTL_DEL, _, Some(index), Some(taken)) => {
-                let result = if taken { 0 } else { real() };
+                let result = if taken || parked { 0 } else { real() };
                 if result == 0 {
                     set.remove(index);
                     drop(set);
@@ -89,6 +95,24 @@ impl Epoll {
                 result
             }
             _ => real(),
+        }
+    }
+
+    /// EPOLL_CTL_MOD of an item that the kernel's set does not have.
+    fn unpark(&self, fd: c_int, event: libc::epoll_event) -> c_int {
+        let added = self.kernel_fd().map(|set| {
+            kernel::add(
+                set,
+                // SAFETY: the program's own number, in the middle of its call.
+                unsafe { BorrowedFd::borrow_raw(fd) },
+                kernel::EventData::new_u64(event.u64),
+                kernel::EventFlags::from_bits_retain(event.events),
+            )
+        });
+        match added {
+            Some(Ok(())) => 0,
+            Some(Err(error)) => crate::errno::fail(error.raw_os_error()),
+            None => crate::errno::fail(libc::EBADF),
         }
     }
 
@@ -110,6 +134,7 @@ impl Epoll {
             moved_at: 0,
             queued: false,
             disabled: false,
+            parked: false,
             dead: false,
         });
         if ready::is_watched(socket) {
@@ -199,6 +224,7 @@ impl Set {
             item.events = event.events;
             item.data = event.u64;
             item.disabled = false;
+            item.parked = false;
         }
         self.set_taken(index, true);
     }

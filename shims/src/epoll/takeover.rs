@@ -35,8 +35,10 @@ impl Epoll {
             return false;
         }
         let fd = item.fd;
+        // A parked one has fired.
         item.disabled = item.events & ONESHOT != 0;
         if item.disabled
+            && !std::mem::replace(&mut item.parked, false)
             && !self
                 .kernel_fd()
                 .is_some_and(|set| has_fired(set, fd, item.data))
@@ -86,12 +88,16 @@ impl Epoll {
         if !control.fds.contains(&item.fd) {
             return;
         }
-        let (fd, data) = (item.fd, item.data);
-        let events = if item.disabled { ONESHOT } else { item.events };
+        let (fd, data, events) = (item.fd, item.data, item.events);
+        item.parked = item.disabled;
+        let parked = item.parked;
         set.set_taken(index, false);
         point!("hand back: neither set has the socket");
         self.mixed.store(true, Relaxed);
         self.moves.fetch_add(1, Release);
+        if parked {
+            return;
+        }
         if let Some(kernel_fd) = self.kernel_fd() {
             let _ = kernel::add(
                 kernel_fd,

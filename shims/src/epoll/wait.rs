@@ -225,7 +225,7 @@ impl Epoll {
     /// Behind the first `n` entries, which the kernel has filled since `moves` was read, what the links have: who has sent on
     /// one of them before he sent what the kernel reports is not to be heard in the wrong order.
     fn with_ours(&'static self, visit: &Visit, all: &Results, n: c_int) -> c_int {
-        if n <= 0 || n >= all.max || !self.active.load(Acquire) {
+        if n <= 0 || n >= all.max || !self.is_active() {
             return n;
         }
         let rest = Results { front: n, ..*all };
@@ -536,7 +536,7 @@ impl Epoll {
 
     /// Whether any taken-over item is ready now: for poll(), select() and sets that hold this one.
     pub fn is_ready(&'static self) -> bool {
-        if !self.active.load(Acquire) {
+        if !self.is_active() {
             return false;
         }
         let Some(mut guard) = self.set.lock() else {

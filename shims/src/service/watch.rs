@@ -102,7 +102,7 @@ impl Worker {
             if !self.add(fd, anchor_tag(socket), anchor_flags()) {
                 return Watch::Impossible;
             }
-            socket.watched.store(true, SeqCst);
+            socket.watched.swap(true, SeqCst);
         }
         point!("watch: the socket is ours, and nobody knows");
         ready::tell_onlookers(socket);

@@ -13,6 +13,7 @@ use std::sync::atomic::{
     Ordering::{Acquire, Relaxed, Release},
 };
 
+use rdmasock_core::fabric::asleep::Onlookers;
 use rdmasock_core::fabric::layout::READY_QUEUES;
 use rdmasock_core::fabric::ready::SleepFlag;
 use rdmasock_core::fabric::waiter::{FLAGS_BYTES, FlagPage, MAX_WAITERS, POLLING, WaiterId};
@@ -21,8 +22,6 @@ use rdmasock_core::os::doorbell::{self, Button, Doorbell};
 use rdmasock_core::os::privatefd::PrivateFd;
 use rustix::event::{EventfdFlags, epoll as kernel};
 use rustix::io::Errno;
-
-use super::onlookers::Onlookers;
 
 /// The service thread's.
 pub const SERVICE: WaiterId = WaiterId(0);
@@ -75,6 +74,7 @@ pub struct Waiters {
     events: Box<[AtomicI32]>,
     /// By which fork children wake the service thread, and the doorbell that it rings, once there is one.
     childrens: [AtomicI32; 2],
+    /// What the threads of polling waiters poll in the kernel.
     pub onlookers: Onlookers,
     /// Whether doorbells work on this kernel, once known: 1 no, 2 yes.
     doorbells: AtomicU8,
@@ -93,7 +93,7 @@ impl Waiters {
             polled: none(),
             events: none(),
             childrens: [const { AtomicI32::new(-1) }; 2],
-            onlookers: Onlookers::new(),
+            onlookers: Onlookers::new(POLLING),
             doorbells: AtomicU8::new(0),
         };
         let event = event()?;

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 
 use libc::{EPOLL_CTL_ADD, EPOLL_CTL_DEL, EPOLL_CTL_MOD, c_int};
 
-use super::epoll::{ET, IN, ONESHOT, OUT, create, ctl, wait};
+use super::epoll::{ET, IN, ONESHOT, OUT, create, ctl, log_wait, wait};
 use crate::ctx::Ctx;
 use crate::sys;
 
@@ -364,4 +364,44 @@ pub fn shared_set(c: &Ctx) {
     });
     sys::close(alive).ok();
     c.log(format_args!("child {}", sys::wait_child(child)));
+}
+
+/// EPOLLONESHOT has fired when the connection leaves its link, and again when it ends: nothing is reported before it is armed again.
+pub fn oneshot_over(c: &Ctx) {
+    let fd = c.pair();
+    if c.is_server() {
+        let set = set_of(fd, IN | ONESHOT);
+        c.sync("armed");
+        assert!(reports(set.fd(), fd));
+        sys::recv_exact(fd, LEN);
+        sys::set_int(fd, libc::SOL_SOCKET, libc::SO_RCVLOWAT, 1).ok();
+        c.sync("left");
+        c.sync("reset");
+        sys::wait_for(fd, libc::POLLIN);
+        log_wait(c, set.fd(), 200);
+        c.ret("arm", ctl(set.fd(), EPOLL_CTL_MOD, fd, IN | ONESHOT, 7));
+        log_wait(c, set.fd(), AT_MOST_MS);
+        log_wait(c, set.fd(), 0);
+        c.ret("arm", ctl(set.fd(), EPOLL_CTL_MOD, fd, IN, 8));
+        log_wait(c, set.fd(), AT_MOST_MS);
+        c.ret("add", ctl(set.fd(), EPOLL_CTL_ADD, fd, IN, 9));
+        c.ret("delete", ctl(set.fd(), EPOLL_CTL_DEL, fd, 0, 0));
+        c.ret("again", ctl(set.fd(), EPOLL_CTL_DEL, fd, 0, 0));
+        log_wait(c, set.fd(), 0);
+        c.close(fd);
+    } else {
+        c.sync("armed");
+        sys::send_all(fd, &[1; LEN]).ok();
+        c.sync("left");
+        let linger = libc::linger {
+            l_onoff: 1,
+            l_linger: 0,
+        };
+        let size = size_of::<libc::linger>() as libc::socklen_t;
+        let (level, name) = (libc::SOL_SOCKET, libc::SO_LINGER);
+        let value = std::ptr::from_ref(&linger).cast();
+        call!(libc::setsockopt(fd, level, name, value, size)).ok();
+        c.close(fd);
+        c.sync("reset");
+    }
 }

@@ -1,0 +1,252 @@
+//! Threads that are already asleep in the kernel when what they wait for becomes ours, so that what comes next does not come
+//! to the kernel: those in poll or select name their sockets ([`Onlookers`]), those in the wait on an epoll set are counted
+//! ([`Gate`]). Not for who sleeps on what is ours already (`ready`, `waiter`), nor for how they are woken.
+//!
+//! Both are Dekker's protocol again: who is about to sleep says so, and then looks whether it is still the kernel's; who
+//! makes it ours says that, and then looks who sleeps. Both announce with a `SeqCst` read-modify-write before they look
+//! with a `SeqCst` load, so not both can miss the other.
+
+use crate::sync::{AtomicU32, AtomicU64, Ordering, fence_after_rmw};
+
+/// A set of sockets by their slots, of which it may say too many: a bit stands for all whose slots leave the same rest. So to
+/// sleep costs one exchange however many sockets are polled, and a thread that is told in vain looks once more.
+#[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
+pub struct Slots(u64);
+
+impl Slots {
+    /// With one more.
+    #[must_use]
+    pub fn with(self, slot: u32) -> Self {
+        Self(self.0 | 1 << (slot % u64::BITS))
+    }
+
+    /// Whether nobody is in it.
+    pub fn is_empty(self) -> bool {
+        self.0 == 0
+    }
+}
+
+/// By the number of a waiter: which sockets its thread polls in the kernel.
+#[derive(Debug)]
+pub struct Onlookers(Box<[AtomicU64]>);
+
+impl Onlookers {
+    /// For waiters with numbers below `waiters`.
+    pub fn new(waiters: u16) -> Self {
+        Self((0..waiters).map(|_| AtomicU64::new(0)).collect())
+    }
+
+    /// The waiter's thread is about to poll these. It looks once more after this whether one has become ours.
+    pub fn enter(&self, id: u16, slots: Slots) {
+        if let Some(word) = self.0.get(usize::from(id)) {
+            word.swap(slots.0, Ordering::SeqCst);
+            fence_after_rmw();
+        }
+    }
+
+    /// It is back.
+    pub fn leave(&self, id: u16) {
+        if let Some(word) = self.0.get(usize::from(id)) {
+            word.store(0, Ordering::Release);
+        }
+    }
+
+    /// Whose threads may poll a socket that has just become ours, which was said by a `SeqCst` read-modify-write.
+    pub fn of(&self, slot: u32) -> impl Iterator<Item = u16> {
+        fence_after_rmw();
+        let one = Slots::default().with(slot).0;
+        let polls = move |word: &AtomicU64| word.load(Ordering::SeqCst) & one != 0;
+        let words = self.0.iter().zip(0u16..);
+        words.filter_map(move |(word, id)| polls(word).then_some(id))
+    }
+}
+
+/// A way into the kernel's wait, which is closed for good once something that is waited for is ours.
+#[derive(Debug)]
+pub struct Gate {
+    closed: AtomicU32,
+    inside: AtomicU32,
+}
+
+impl Gate {
+    /// An open one with nobody inside.
+    pub fn new() -> Self {
+        Self {
+            closed: AtomicU32::new(0),
+            inside: AtomicU32::new(0),
+        }
+    }
+
+    /// Counts the thread, until it [leaves](Self::leave). False, and it is to leave at once, if the gate is closed.
+    #[must_use]
+    pub fn enter(&self) -> bool {
+        self.inside.fetch_add(1, Ordering::SeqCst);
+        fence_after_rmw();
+        self.closed.load(Ordering::SeqCst) == 0
+    }
+
+    /// True if others are inside. Whoever was woken by the ring for the closing passes it on to one of them: it wakes one thread.
+    #[must_use]
+    pub fn leave(&self) -> bool {
+        let others = self.inside.fetch_sub(1, Ordering::SeqCst) > 1;
+        fence_after_rmw();
+        others
+    }
+
+    /// Whether threads are inside.
+    pub fn is_in_use(&self) -> bool {
+        self.inside.load(Ordering::SeqCst) > 0
+    }
+
+    /// From now on nobody goes in. True if threads are inside: one of them is to be rung for.
+    #[must_use]
+    pub fn close(&self) -> bool {
+        self.closed.swap(1, Ordering::SeqCst);
+        fence_after_rmw();
+        self.is_in_use()
+    }
+
+    /// Whether it is closed.
+    #[inline]
+    pub fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::SeqCst) != 0
+    }
+
+    /// Opens it again, where nobody waits. True if it was closed.
+    pub fn reopen(&self) -> bool {
+        self.closed.swap(0, Ordering::SeqCst) != 0
+    }
+
+    /// In a fork child, where nobody is inside: as new.
+    pub fn reset(&self) {
+        self.reopen();
+        self.inside.store(0, Ordering::Relaxed);
+    }
+}
+
+impl Default for Gate {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn whoever_polls_a_socket_is_named_until_he_is_back() {
+        let onlookers = Onlookers::new(100);
+        let named = |slot| onlookers.of(slot).collect::<Vec<_>>();
+        let (first, last) = (0, 99);
+        onlookers.enter(first, Slots::default().with(3).with(64));
+        onlookers.enter(last, Slots::default().with(67));
+        assert_eq!(named(3), [first, last]);
+        assert_eq!(named(64), [first]);
+        assert_eq!(named(4), []);
+        onlookers.leave(first);
+        assert_eq!((named(67), named(64)), (vec![last], vec![]));
+    }
+
+    #[test]
+    fn a_gate_is_closed_until_it_is_opened_again() {
+        let gate = Gate::new();
+        assert!(gate.enter() && gate.is_in_use());
+        assert!(gate.close(), "one is inside");
+        assert!(!gate.enter());
+        assert!(gate.leave());
+        assert!(!gate.leave() && !gate.is_in_use());
+        assert!(gate.reopen() && !gate.reopen() && !gate.is_closed());
+    }
+}
+
+#[cfg(all(test, loom))]
+mod loom_models {
+    use loom::sync::{Arc, Condvar, Mutex};
+    use loom::thread;
+
+    use super::*;
+
+    /// A doorbell: each ring wakes one thread.
+    struct Doorbell(Mutex<u32>, Condvar);
+
+    impl Doorbell {
+        fn new() -> Self {
+            Self(Mutex::new(0), Condvar::new())
+        }
+        fn ring(&self) {
+            *self.0.lock().unwrap() += 1;
+            self.1.notify_one();
+        }
+        fn wait(&self) {
+            let mut rings = self.0.lock().unwrap();
+            while *rings == 0 {
+                rings = self.1.wait(rings).unwrap();
+            }
+            *rings -= 1;
+        }
+    }
+
+    fn check(model: impl Fn() + Send + Sync + 'static) {
+        let mut builder = loom::model::Builder::new();
+        builder.preemption_bound = Some(3);
+        builder.check(model);
+    }
+
+    /// Threads in poll while their socket becomes ours. One that sleeps on shows as a deadlock, which loom reports.
+    #[test]
+    fn loom_a_thread_in_poll_is_woken_when_its_socket_becomes_ours() {
+        check(|| {
+            let all = Arc::new((Onlookers::new(2), AtomicU32::new(0)));
+            let bells = Arc::new([Doorbell::new(), Doorbell::new()]);
+            let pollers = [0u16, 1].map(|id| {
+                let (all, bells) = (all.clone(), bells.clone());
+                thread::spawn(move || {
+                    let (onlookers, is_ours) = &*all;
+                    onlookers.enter(id, Slots::default().with(u32::from(id) * 64 + 5));
+                    if is_ours.load(Ordering::SeqCst) == 0 {
+                        bells[usize::from(id)].wait();
+                    }
+                    onlookers.leave(id);
+                })
+            });
+            let (onlookers, is_ours) = &*all;
+            is_ours.swap(1, Ordering::SeqCst);
+            for id in onlookers.of(5) {
+                bells[usize::from(id)].ring();
+            }
+            for poller in pollers {
+                poller.join().unwrap();
+            }
+        });
+    }
+
+    /// Threads in the kernel's wait on a set while it becomes active: each comes out, though a ring wakes only one.
+    #[test]
+    fn loom_all_in_the_kernels_wait_come_out_when_the_gate_is_closed() {
+        check(|| {
+            let all = Arc::new((Gate::new(), Doorbell::new()));
+            let waiters = [(); 2].map(|()| {
+                let all = all.clone();
+                thread::spawn(move || {
+                    let (gate, bell) = &*all;
+                    if !gate.enter() {
+                        let _ = gate.leave();
+                        return;
+                    }
+                    bell.wait();
+                    if gate.leave() && gate.is_closed() {
+                        bell.ring();
+                    }
+                })
+            });
+            let (gate, bell) = &*all;
+            if gate.close() {
+                bell.ring();
+            }
+            for waiter in waiters {
+                waiter.join().unwrap();
+            }
+        });
+    }
+}

@@ -89,6 +89,27 @@ pub fn receives_otherwise(fd: BorrowedFd<'_>) -> bool {
         || get(fd, PEEK_OFFSET).is_some_and(|at| at >= 0)
 }
 
+/// Whether urgent data is next in TCP (tcp(7), SIOCATMARK).
+pub fn is_at_mark(fd: BorrowedFd<'_>) -> bool {
+    const SIOCATMARK: usize = 0x8905;
+    let mut at: c_int = 0;
+    // SAFETY: the system call writes an int.
+    let known = unsafe {
+        kernel::call(
+            libc::SYS_ioctl,
+            [
+                fd.as_raw_fd() as usize,
+                SIOCATMARK,
+                kernel::address(&raw mut at),
+                0,
+                0,
+                0,
+            ],
+        )
+    };
+    known.is_ok() && at != 0
+}
+
 #[cfg(test)]
 mod tests {
     use std::net::{Shutdown, TcpListener, TcpStream};
@@ -126,25 +147,4 @@ mod tests {
         assert!(changes_receiving(PEEK_OFFSET));
         assert!(!changes_receiving((libc::SOL_SOCKET, libc::SO_KEEPALIVE)));
     }
-}
-
-/// Whether urgent data is next in TCP (tcp(7), SIOCATMARK).
-pub fn is_at_mark(fd: BorrowedFd<'_>) -> bool {
-    const SIOCATMARK: usize = 0x8905;
-    let mut at: c_int = 0;
-    // SAFETY: the system call writes an int.
-    let known = unsafe {
-        kernel::call(
-            libc::SYS_ioctl,
-            [
-                fd.as_raw_fd() as usize,
-                SIOCATMARK,
-                kernel::address(&raw mut at),
-                0,
-                0,
-                0,
-            ],
-        )
-    };
-    known.is_ok() && at != 0
 }

@@ -38,6 +38,8 @@ pub struct Thread {
     jump: Cell<*mut u8>,
     /// The innermost call that is made outside; null if there is none.
     outside: Cell<*const Outside>,
+    /// The frame of the signal handler that was last noted, by its `ucontext`, and where that returns to; 0 is none.
+    handler: Cell<(usize, usize)>,
 }
 
 const BYTES: usize = 64;
@@ -89,6 +91,7 @@ pub fn current() -> &'static Thread {
                 held: AtomicU64::new(0),
                 jump: Cell::new(std::ptr::null_mut()),
                 outside: Cell::new(std::ptr::null()),
+                handler: Cell::new((0, 0)),
             }
         };
     }
@@ -195,6 +198,16 @@ impl Thread {
                 kernel::call(libc::SYS_rt_sigprocmask, [unblock, mask, 0, 8, 0, 0])
             };
         }
+    }
+
+    /// Notes the frame of a signal handler, by its `ucontext`, and where that returns to.
+    pub fn note_handler(&self, context: usize, returns_to: usize) {
+        self.handler.set((context, returns_to));
+    }
+
+    /// What was noted last.
+    pub fn handler(&self) -> (usize, usize) {
+        self.handler.get()
     }
 
     /// How many sections are open.

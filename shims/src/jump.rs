@@ -130,12 +130,6 @@ unsafe extern "C-unwind" fn run<R: Failure, F: FnOnce() -> R>(job: *mut c_void) 
     job.result.write(result);
 }
 
-/// Whether the thread is in a signal handler, as far as its stack can be unwound. Takes some µs.
-#[cold]
-pub fn is_in_handler() -> bool {
-    machine::is_in_handler()
-}
-
 pub use machine::before;
 use machine::land;
 
@@ -146,10 +140,6 @@ mod machine {
     use std::ffi::{c_int, c_void};
 
     pub unsafe extern "C" fn before(_: *const c_void, _: c_int) {}
-
-    pub(super) fn is_in_handler() -> bool {
-        false
-    }
 
     pub(super) unsafe fn land(
         run: unsafe extern "C-unwind" fn(*mut c_void),
@@ -366,10 +356,6 @@ mod machine {
                 .restorers
                 .contains(&unsafe { *(frame as *const usize) }))
         .then_some(frame)
-    }
-
-    pub(super) fn is_in_handler() -> bool {
-        signal_frame().is_some()
     }
 
     extern "C" fn look(context: *mut Context, search: *mut c_void) -> c_int {

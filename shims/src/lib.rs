@@ -9,6 +9,7 @@ mod ending;
 pub mod epoll;
 pub mod errno;
 pub mod fork;
+mod handler;
 pub mod hold;
 pub mod identity;
 pub mod iov;

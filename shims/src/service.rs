@@ -52,7 +52,7 @@ use rustix::event::epoll as kernel;
 use rustix::io::Errno;
 
 use crate::ending;
-use crate::jump;
+use crate::handler;
 use crate::library::Library;
 use crate::link::Link;
 use crate::listener::Listener;
@@ -140,7 +140,7 @@ impl Service {
     /// Starts the thread if it does not run yet. Not from a signal handler, which may have interrupted the `malloc` that
     /// pthread_create calls: what was asked for then waits for the next who asks.
     pub fn start(&self) {
-        if self.started.load(Acquire) || jump::is_in_handler() || self.started.swap(true, AcqRel) {
+        if self.started.load(Acquire) || handler::is_in_one() || self.started.swap(true, AcqRel) {
             return;
         }
         let errno = crate::errno::get();
@@ -195,7 +195,7 @@ impl Service {
         if retry_at != 0 && crate::time::now_ns() < retry_at {
             return;
         }
-        if !self.started.load(Acquire) && jump::is_in_handler() {
+        if !self.started.load(Acquire) && handler::is_in_one() {
             // Later, perhaps by a request that is not a handler's.
             let again = crate::time::now_ns() + NOT_IN_HANDLER;
             socket.retry_at.store(again, Relaxed);

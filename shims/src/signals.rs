@@ -19,6 +19,7 @@ use rdmasock_core::os::kernel;
 use rdmasock_core::thread::{self, Thread};
 
 use crate::calls::vfork;
+use crate::handler;
 use crate::library::Library;
 use crate::real::{SigactionFn, SignalFn};
 
@@ -165,6 +166,7 @@ unsafe extern "C" fn route(signal: c_int, info: *mut c_void, context: *mut c_voi
     if thread.depth() != 0 && unsafe { hold(thread, signal, kept & IS_TOLD != 0, info, context) } {
         return 0;
     }
+    handler::note(thread, context.addr());
     kept & !IS_TOLD
 }
 

@@ -67,6 +67,10 @@ const PROGRAMS: &[Program] = &[
         arguments: &["5000"],
     },
     Program {
+        name: "greenlet",
+        arguments: &["20"],
+    },
+    Program {
         name: "last_thread",
         arguments: &["50", "exit"],
     },

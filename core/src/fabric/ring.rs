@@ -44,7 +44,7 @@
 //!
 //! # The reserve
 //! A ring that is offered for good: addresses without memory, for a producer that finds no room while nobody reads. It
-//! switches to it as to any other ring, with the next generation and [`RESERVE`], but sees to the memory itself, piece by piece
+//! switches to it as to any other ring, with the next generation and `RESERVE`, but sees to the memory itself, piece by piece
 //! before it writes, so it is charged for it. It takes the reserve only once it knows that the consumer has come to the current ring, so that
 //! two rings hold all that is in flight. The consumer may be offering another ring at that moment: that has
 //! not the generation after the reserve's, so the producer leaves it alone and the consumer withdraws it.

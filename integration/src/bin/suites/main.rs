@@ -127,7 +127,7 @@ fn run_suites(
     let shop = Workshop::new(dir.join("fetched"));
     std::fs::create_dir_all(dir.join("fetched"))?;
     std::fs::create_dir_all(results)?;
-    let sandbox = Sandbox::new(library, dir.join(format!("run-{}", std::process::id())))?;
+    let sandbox = Sandbox::new(&library, dir.to_owned())?;
     let began = Instant::now();
     let (mut passed, mut failed) = (0, 0);
     for suite in suites {

@@ -16,10 +16,12 @@ const TICK: Duration = Duration::from_millis(50);
 
 /// Brings loopback up, and stays as the first process of the namespace: it reaps, and what it starts gets signals as any
 /// other process does.
-/// The first argument is what is laid over /usr/share.
+/// The first argument is what is laid over /usr/share. The second is a folder that other users may not enter, the third one
+/// below it that the job's user has to see: the first is covered by an empty one in which there is nothing else.
 const INIT: &str = r#"ip link set lo up || exit 125
 [ -z "$1" ] || mount -t overlay -o "ro,lowerdir=$1:/usr/share" overlay /usr/share || exit 125
-shift; "$@" 2>&1; exit $?"#;
+[ -z "$2" ] || { mount --bind "$3" /mnt && mount -t tmpfs -o mode=755 none "$2" && mkdir -p "$3" && mount --move /mnt "$3"; } || exit 125
+shift 3; "$@" 2>&1; exit $?"#;
 
 /// How a process ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -55,6 +57,8 @@ pub struct Ran {
 #[derive(Debug)]
 pub struct Sandbox {
     library: PathBuf,
+    /// Where suites lie, and below it the folder of the jobs.
+    base: PathBuf,
     root: PathBuf,
     next: AtomicU32,
 }
@@ -83,17 +87,21 @@ impl Drop for Scratch {
 }
 
 impl Sandbox {
-    /// Jobs get `library`; their folders lie in `root`, which is emptied.
+    /// Jobs get a copy of `library`; their folders lie in one of this process in `base`.
     ///
     /// # Errors
-    /// Those of making the folder.
-    pub fn new(library: PathBuf, root: PathBuf) -> Result<Self> {
+    /// Those of making it.
+    pub fn new(library: &Path, base: PathBuf) -> Result<Self> {
+        let root = base.join(format!("run-{}", std::process::id()));
         if root.exists() {
             std::fs::remove_dir_all(&root)?;
         }
         std::fs::create_dir_all(&root).with_context(|| root.display().to_string())?;
+        let copy = root.join("librdmasock.so");
+        std::fs::copy(library, &copy).with_context(|| library.display().to_string())?;
         Ok(Self {
-            library,
+            library: copy,
+            base,
             root,
             next: AtomicU32::new(0),
         })
@@ -123,10 +131,18 @@ impl Sandbox {
             open_to_all(dir)?;
         }
         let output = scratch.join("output");
+        let closed = match job.user {
+            Some(_) => closed_above(&self.base).unwrap_or_default(),
+            None => PathBuf::new(),
+        };
         let mut proc = Cmd::new("unshare", output.clone())?
             .args(["--net", "--pid", "--fork", "--kill-child", "--mount-proc"])
             .args(["sh", "-c", INIT, "init"])
-            .args([job.over_share.clone().unwrap_or_default()])
+            .args([
+                job.over_share.clone().unwrap_or_default(),
+                closed,
+                self.base.clone(),
+            ])
             .args(self.command(job, way, scratch, counted))
             .spawn()?;
         let began = Instant::now();
@@ -206,6 +222,14 @@ fn open_to_all(dir: &Path) -> Result<()> {
         dir,
         std::fs::Permissions::from_mode(0o1777),
     )?)
+}
+
+/// The highest folder above `dir` that other users may not enter.
+fn closed_above(dir: &Path) -> Option<PathBuf> {
+    use std::os::unix::fs::PermissionsExt;
+    let is_closed =
+        |dir: &&Path| std::fs::metadata(dir).is_ok_and(|data| data.permissions().mode() & 1 == 0);
+    dir.ancestors().filter(is_closed).last().map(Path::to_owned)
 }
 
 fn said(file: &Path) -> u64 {

@@ -90,8 +90,8 @@ pub fn all() -> Vec<Box<dyn Suite>> {
             name: "twisted",
             requirements: &[
                 "twisted[tls,http2,conch]==26.10.0",
-                "PyHamcrest",
-                "hypothesis",
+                "PyHamcrest==2.1.0",
+                "hypothesis==6.170.17",
             ],
             tests: "twisted",
             module: "twisted",

@@ -134,8 +134,10 @@ impl Workshop {
     /// When it cannot be had.
     pub fn pypi_source(&self, package: &str, tests: &str, dir: &Path) -> Result<()> {
         let source = dir.join("source");
+        let name = package.split(['[', '=', '<']).next().unwrap_or(package);
+        // Of this package alone: what its source is looked at with need not be compiled.
         run(Command::new(dir.join("venv/bin/pip"))
-            .args(["download", "-q", "--no-deps", "--no-binary", ":all:", "-d"])
+            .args(["download", "-q", "--no-deps", "--no-binary", name, "-d"])
             .arg(&source)
             .arg(package))?;
         let archive = entry(&source, |name| name.ends_with(".tar.gz"))?;

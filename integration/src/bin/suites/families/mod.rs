@@ -4,6 +4,7 @@ mod libevent;
 mod libuv;
 mod memcached;
 mod node;
+mod postgresql;
 mod python;
 mod redis;
 mod stress;
@@ -23,6 +24,7 @@ pub fn all() -> Vec<Box<dyn Suite>> {
     suites.push(Box::new(libevent::Libevent));
     suites.push(Box::new(node::Node));
     suites.push(Box::new(memcached::Memcached));
+    suites.push(Box::new(postgresql::Postgresql));
     suites.push(Box::new(stress::Stress));
     suites
 }

@@ -95,7 +95,7 @@ pub fn all() -> Vec<Box<dyn Suite>> {
             ],
             tests: "twisted",
             module: "twisted",
-            ci: &["test.test_tcp", "internet.test.test_tcp"],
+            ci: &["internet.test.test_tcp"],
         }),
         Box::new(Package {
             name: "gevent",
@@ -114,7 +114,7 @@ pub fn all() -> Vec<Box<dyn Suite>> {
             ],
             tests: "tests",
             module: "tests",
-            ci: &["test_tcp", "test_sockets"],
+            ci: &["test_sockets"],
         }),
     ]
 }

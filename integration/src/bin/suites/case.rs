@@ -135,11 +135,16 @@ pub trait Suite: Sync {
     /// When something cannot be had or built.
     fn fetch(&self, shop: &Workshop, dir: &Path) -> Result<String>;
 
-    /// Its parts; if `quick`, those that are for CI, which may be none.
+    /// Its parts; if `quick`, those that are for CI.
     ///
     /// # Errors
     /// When they cannot be listed.
     fn parts(&self, place: &Place, quick: bool) -> Result<Vec<String>>;
+
+    /// Whether it has parts for CI; if not, it is not fetched there.
+    fn is_quick(&self) -> bool {
+        true
+    }
 
     /// The process that runs `selection` of a part. `scratch` is its own, empty, and removed afterwards.
     ///

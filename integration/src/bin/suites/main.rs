@@ -97,6 +97,7 @@ fn run(options: &Options) -> Result<()> {
 fn chosen(options: &Options) -> Result<Vec<Box<dyn Suite>>> {
     let mut suites = families::all();
     let everything = options.all || options.ci || options.list || options.table;
+    suites.retain(|suite| !options.ci || suite.is_quick());
     match (options.names.is_empty(), everything) {
         (true, true) => Ok(suites),
         (true, false) => bail!("which suites? --all, --ci, or names; --list has them"),

@@ -18,13 +18,6 @@ const SUBJECTS: &[&str] = &[
     "cluster",
     "child-process",
 ];
-/// Tests that are for CI, by the beginning of their names.
-const CI: &[&str] = &[
-    "test-net-server-",
-    "test-net-socket-",
-    "test-net-write",
-    "test-tls-client-",
-];
 
 /// The suite.
 pub struct Node;
@@ -69,21 +62,23 @@ impl Suite for Node {
         Ok(version)
     }
 
-    fn parts(&self, place: &Place, quick: bool) -> Result<Vec<String>> {
+    fn parts(&self, place: &Place, _quick: bool) -> Result<Vec<String>> {
         let mut parts = Vec::new();
         for kind in ["parallel", "sequential"] {
             for entry in std::fs::read_dir(place.dir.join("tree/test").join(kind))?.flatten() {
                 let name = entry.file_name().to_string_lossy().into_owned();
                 let about = |subject: &&str| name.starts_with(&format!("test-{subject}-"));
-                let for_ci =
-                    || kind == "parallel" && CI.iter().any(|prefix| name.starts_with(prefix));
-                if SUBJECTS.iter().any(about) && name.contains("js") && (!quick || for_ci()) {
+                if SUBJECTS.iter().any(about) && name.contains("js") {
                     parts.push(format!("{kind}/{name}"));
                 }
             }
         }
         parts.sort();
         Ok(parts)
+    }
+
+    fn is_quick(&self) -> bool {
+        false
     }
 
     fn job(&self, place: &Place, part: &str, _: Selection<'_>, scratch: &Path) -> Result<Job> {

@@ -50,8 +50,14 @@ impl Suite for Redis {
         std::fs::rename(source.join("tests"), dir.join("tests"))?;
         std::fs::create_dir(dir.join("src"))?;
         for program in PROGRAMS {
+            // One program under many names; the sentinel's package, which would start at boot, adds only that.
+            let installed = if *program == "redis-sentinel" {
+                "redis-server"
+            } else {
+                program
+            };
             std::os::unix::fs::symlink(
-                Path::new("/usr/bin").join(program),
+                Path::new("/usr/bin").join(installed),
                 dir.join("src").join(program),
             )?;
         }

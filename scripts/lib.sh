@@ -1,4 +1,4 @@
-# Shared by scripts/test and scripts/demo (sourced): installs what they need, and nothing else.
+# Shared by scripts/test, scripts/suites and scripts/demo (sourced): installs what they need, and nothing else.
 # Needs Debian's apt and an installed Rust; each failure names its remedy.
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

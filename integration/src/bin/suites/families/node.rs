@@ -1,0 +1,115 @@
+//! Node's test/parallel and test/sequential: a program each. Debian's Node, whatever the machine's own is, beside it.
+
+use std::path::Path;
+
+use anyhow::Result;
+
+use crate::case::{Cases, Job, Outcome, Place, Selection, Suite};
+use crate::sandbox::Ran;
+use crate::workshop::Workshop;
+
+/// What the tests are about, by the word after `test-`.
+const SUBJECTS: &[&str] = &[
+    "net",
+    "http",
+    "https",
+    "http2",
+    "tls",
+    "cluster",
+    "child-process",
+];
+
+/// The suite.
+pub struct Node;
+
+impl Suite for Node {
+    fn name(&self) -> &'static str {
+        "node"
+    }
+
+    fn packages(&self) -> &'static [&'static str] {
+        &["dpkg-dev", "openssl"]
+    }
+
+    fn fetch(&self, shop: &Workshop, dir: &Path) -> Result<String> {
+        let version = shop.unpack(
+            &[
+                "nodejs",
+                "libnode108",
+                "libuv1",
+                "libc-ares2",
+                "libnghttp2-14",
+                "libicu72",
+                "libbrotli1",
+                "node-acorn",
+                "node-cjs-module-lexer",
+                "node-undici",
+            ],
+            &dir.join("node"),
+        )?;
+        let (source, _) = shop.source("nodejs", dir)?;
+        let tree = dir.join("tree");
+        std::fs::create_dir(&tree)?;
+        for part in ["test", "benchmark", "deps/v8/tools", "lib", "doc", "tools"] {
+            if let Some(above) = tree.join(part).parent() {
+                std::fs::create_dir_all(above)?;
+            }
+            if source.join(part).exists() {
+                std::fs::rename(source.join(part), tree.join(part))?;
+            }
+        }
+        std::fs::remove_dir_all(source)?;
+        Ok(version)
+    }
+
+    fn parts(&self, place: &Place, _quick: bool) -> Result<Vec<String>> {
+        let mut parts = Vec::new();
+        for kind in ["parallel", "sequential"] {
+            for entry in std::fs::read_dir(place.dir.join("tree/test").join(kind))?.flatten() {
+                let name = entry.file_name().to_string_lossy().into_owned();
+                let about = |subject: &&str| name.starts_with(&format!("test-{subject}-"));
+                if SUBJECTS.iter().any(about) && name.contains("js") {
+                    parts.push(format!("{kind}/{name}"));
+                }
+            }
+        }
+        parts.sort();
+        Ok(parts)
+    }
+
+    fn is_quick(&self) -> bool {
+        false
+    }
+
+    fn job(&self, place: &Place, part: &str, _: Selection<'_>, scratch: &Path) -> Result<Job> {
+        let node = place.dir.join("node/usr");
+        let command = [
+            node.join("bin/node").display().to_string(),
+            format!("test/{part}"),
+        ];
+        let mut job = Job::new(command)
+            .env(
+                "LD_LIBRARY_PATH",
+                node.join("lib/x86_64-linux-gnu").display().to_string(),
+            )
+            .env("NODE_TEST_DIR", scratch.display().to_string())
+            .dir(place.dir.join("tree"));
+        // Debian's Node has some of its modules there.
+        job.over_share = Some(node.join("share"));
+        job.silence = std::time::Duration::from_secs(60);
+        Ok(job)
+    }
+
+    fn cases(&self, part: &str, ran: &Ran, _: &Path) -> Cases {
+        let skipped = ran
+            .output
+            .lines()
+            .any(|line| line.starts_with("1..0 # Skipped"));
+        let outcome = if skipped {
+            Outcome::Skipped
+        } else {
+            ran.end.outcome()
+        };
+        Cases::from([(part.to_owned(), outcome)])
+    }
+}

@@ -1,0 +1,160 @@
+//! redis' suite in Tcl, whose client, servers and replicas talk over TCP.
+
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::{Context, Result};
+
+use crate::case::{Cases, Job, Outcome, Place, Selection, Suite};
+use crate::sandbox::Ran;
+use crate::workshop::{Workshop, run};
+
+/// What the suite runs; the machine's own is of the same version.
+const PROGRAMS: &[&str] = &[
+    "redis-server",
+    "redis-cli",
+    "redis-benchmark",
+    "redis-check-rdb",
+    "redis-check-aof",
+    "redis-sentinel",
+];
+
+/// Files that are for CI.
+const CI: &[&str] = &[
+    "unit/protocol",
+    "unit/multi",
+    "unit/type/hash",
+    "unit/querybuf",
+];
+
+/// The suite.
+pub struct Redis;
+
+impl Suite for Redis {
+    fn name(&self) -> &'static str {
+        "redis"
+    }
+
+    fn packages(&self) -> &'static [&'static str] {
+        &[
+            "dpkg-dev",
+            "tcl",
+            "redis-server",
+            "redis-tools",
+            "redis-sentinel",
+        ]
+    }
+
+    fn fetch(&self, shop: &Workshop, dir: &Path) -> Result<String> {
+        let (source, version) = shop.source("redis", dir)?;
+        std::fs::rename(source.join("tests"), dir.join("tests"))?;
+        std::fs::create_dir(dir.join("src"))?;
+        for program in PROGRAMS {
+            // One program under many names; the sentinel's package, which would start at boot, adds only that.
+            let installed = if *program == "redis-sentinel" {
+                "redis-server"
+            } else {
+                program
+            };
+            std::os::unix::fs::symlink(
+                Path::new("/usr/bin").join(installed),
+                dir.join("src").join(program),
+            )?;
+        }
+        std::fs::remove_dir_all(source)?;
+        Ok(version)
+    }
+
+    fn parts(&self, place: &Place, quick: bool) -> Result<Vec<String>> {
+        if quick {
+            return Ok(CI.iter().map(|part| (*part).to_owned()).collect());
+        }
+        let helper = std::fs::read_to_string(place.dir.join("tests/test_helper.tcl"))?;
+        let list = helper
+            .split_once("set ::all_tests {")
+            .context("test_helper.tcl has no list of files")?
+            .1;
+        let list = list
+            .split_once('}')
+            .context("test_helper.tcl has no list of files")?
+            .0;
+        Ok(list.split_whitespace().map(str::to_owned).collect())
+    }
+
+    fn job(
+        &self,
+        place: &Place,
+        part: &str,
+        selection: Selection<'_>,
+        scratch: &Path,
+    ) -> Result<Job> {
+        // It writes below itself.
+        for dir in ["tests", "src"] {
+            run(Command::new("cp")
+                .arg("-a")
+                .arg(place.dir.join(dir))
+                .arg(scratch))?;
+        }
+        let mut job = Job::new([
+            "tclsh",
+            "tests/test_helper.tcl",
+            "--clients",
+            "1",
+            "--durable",
+            "--single",
+            part,
+        ]);
+        if let Selection::Only(names) = selection {
+            job.command.extend(
+                names
+                    .iter()
+                    .flat_map(|name| ["--only".to_owned(), name.clone()]),
+            );
+        }
+        Ok(job.dir(scratch.to_owned()))
+    }
+
+    fn selects(&self) -> bool {
+        true
+    }
+
+    /// `[ok]: NAME (N ms)`, or `[err]: NAME in FILE`, in colours.
+    fn cases(&self, _: &str, ran: &Ran, _: &Path) -> Cases {
+        let mut cases = Cases::new();
+        for line in ran.output.lines() {
+            let line = without_colours(line);
+            let Some((word, rest)) = line
+                .strip_prefix('[')
+                .and_then(|line| line.split_once("]: "))
+            else {
+                continue;
+            };
+            let outcome = match word {
+                "ok" => Outcome::Passed,
+                "err" | "exception" => Outcome::Failed,
+                "ignore" | "skip" => Outcome::Skipped,
+                _ => continue,
+            };
+            let name = match outcome {
+                Outcome::Passed => rest.rsplit_once(" (").map_or(rest, |(name, _)| name),
+                Outcome::Failed => rest.split_once(" in tests/").map_or(rest, |(name, _)| name),
+                _ => rest,
+            };
+            cases.insert(name.to_owned(), outcome);
+        }
+        if cases.is_empty() && ran.output.contains("All tests passed") {
+            // Every case of the file is for other settings than ours.
+            cases.insert("the whole file".to_owned(), Outcome::Skipped);
+        }
+        cases
+    }
+}
+
+/// A line without the terminal's escapes.
+fn without_colours(line: &str) -> String {
+    let mut pieces = line.split("\u{1b}[");
+    let first = pieces.next().unwrap_or_default().to_owned();
+    pieces.fold(first, |all, piece| {
+        all + piece.split_once('m').map_or("", |(_, text)| text)
+    })
+}

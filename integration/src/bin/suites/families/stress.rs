@@ -1,0 +1,85 @@
+//! stress-ng's stressors of sockets and of what waits for them, with its own verification.
+
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::{Context, Result};
+
+use crate::case::{Cases, Job, Outcome, Place, Selection, Suite};
+use crate::sandbox::Ran;
+use crate::workshop::{Workshop, run};
+
+/// What is run: a stressor, with options.
+const STRESSORS: &[&str] = &[
+    "sock",
+    "sock --sock-domain ipv6",
+    "sock --sock-opts sendmsg",
+    "sock --sock-opts sendmmsg",
+    "sock --sock-opts random",
+    "sock --sock-zerocopy",
+    "sock --sock-if lo",
+    "sockabuse",
+    "sockfd",
+    "sockmany",
+    "sctp",
+    "epoll",
+    "epoll --epoll-domain ipv6",
+    "poll",
+    "sendfile",
+    "splice",
+    "netdev",
+    "handle",
+    "fork",
+    "vfork",
+    "clone",
+    "dup",
+    "close",
+];
+
+/// The suite.
+pub struct Stress;
+
+impl Suite for Stress {
+    fn name(&self) -> &'static str {
+        "stress-ng"
+    }
+
+    fn packages(&self) -> &'static [&'static str] {
+        &["stress-ng"]
+    }
+
+    fn fetch(&self, _: &Workshop, _: &Path) -> Result<String> {
+        let said = run(Command::new("stress-ng").arg("--version"))?;
+        Ok(said
+            .split_whitespace()
+            .nth(2)
+            .context("stress-ng tells no version")?
+            .to_owned())
+    }
+
+    fn parts(&self, _: &Place, quick: bool) -> Result<Vec<String>> {
+        let parts = STRESSORS.iter().map(|part| (*part).to_owned());
+        Ok(parts.take(if quick { 3 } else { usize::MAX }).collect())
+    }
+
+    fn job(&self, _: &Place, part: &str, _: Selection<'_>, _: &Path) -> Result<Job> {
+        let (stressor, options) = part.split_once(' ').unwrap_or((part, ""));
+        let mut command: Vec<String> = ["stress-ng", "--verify", "--timeout", "3"]
+            .map(Into::into)
+            .into();
+        command.extend([format!("--{stressor}"), "2".to_owned()]);
+        command.extend(options.split_whitespace().map(str::to_owned));
+        Ok(Job::new(command))
+    }
+
+    fn cases(&self, part: &str, ran: &Ran, _: &Path) -> Cases {
+        let skipped =
+            ran.output.contains("skipped stressor") || ran.output.contains("skipping stressor");
+        let outcome = if skipped {
+            Outcome::Skipped
+        } else {
+            ran.end.outcome()
+        };
+        Cases::from([(part.to_owned(), outcome)])
+    }
+}

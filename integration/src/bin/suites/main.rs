@@ -1,0 +1,223 @@
+//! `scripts/suites`: other people's test suites without and with the library, compared case by case. What is fetched lies in
+//! target/suites and is used again; results are kept there, and `--all` makes docs/compatibility.md of them.
+
+mod case;
+mod compare;
+mod families;
+mod reasons;
+mod report;
+mod sandbox;
+mod workshop;
+
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail};
+use clap::Parser;
+
+use crate::case::Suite;
+use crate::compare::Comparison;
+use crate::reasons::Reasons;
+use crate::sandbox::Sandbox;
+use crate::workshop::Workshop;
+
+/// Runs test suites of other projects without and with the library.
+#[derive(Debug, Parser)]
+struct Options {
+    /// Suites to run; with --part, one.
+    names: Vec<String>,
+    /// Every suite, and docs/compatibility.md.
+    #[arg(long)]
+    all: bool,
+    /// The parts that are quick and steady, of the suites that have such.
+    #[arg(long)]
+    ci: bool,
+    /// Only parts whose names begin so; more than once for several.
+    #[arg(long, value_name = "PART")]
+    part: Vec<String>,
+    /// Parts that run at the same time.
+    #[arg(long, default_value_t = 2)]
+    jobs: usize,
+    /// Write docs/compatibility.md of the results that are there, and run nothing.
+    #[arg(long)]
+    table: bool,
+    /// Print the names of the suites.
+    #[arg(long)]
+    list: bool,
+    /// Print the Debian packages that the suites need.
+    #[arg(long)]
+    packages: bool,
+    /// The library.
+    #[arg(
+        long,
+        value_name = "FILE",
+        default_value = "target/release/librdmasock.so"
+    )]
+    library: PathBuf,
+    /// Where suites lie, and results.
+    #[arg(long, value_name = "DIR", default_value = "target/suites")]
+    dir: PathBuf,
+}
+
+fn main() -> std::process::ExitCode {
+    rdmasock_integration::exit(run(&Options::parse()))
+}
+
+fn run(options: &Options) -> Result<()> {
+    let suites = chosen(options)?;
+    if options.list {
+        suites.iter().for_each(|suite| println!("{}", suite.name()));
+        return Ok(());
+    }
+    if options.packages {
+        let all: std::collections::BTreeSet<_> =
+            suites.iter().flat_map(|suite| suite.packages()).collect();
+        all.iter().for_each(|package| println!("{package}"));
+        return Ok(());
+    }
+    std::fs::create_dir_all(&options.dir)?;
+    let dir = options.dir.canonicalize()?;
+    let results = dir.join(if options.ci { "results-ci" } else { "results" });
+    let reasons = Reasons::read(Path::new("integration/suites/reasons.toml"))?;
+    if !options.table {
+        run_suites(options, &suites, &dir, &results, &reasons)?;
+    }
+    if options.table || options.all {
+        let comparisons = read_results(&families::all(), &results)?;
+        std::fs::write(
+            "docs/compatibility.md",
+            report::page(&comparisons, &reasons),
+        )?;
+        println!("docs/compatibility.md is written");
+    }
+    Ok(())
+}
+
+/// The suites that the command line means.
+fn chosen(options: &Options) -> Result<Vec<Box<dyn Suite>>> {
+    let mut suites = families::all();
+    let everything = options.all || options.ci || options.list || options.table;
+    suites.retain(|suite| !options.ci || suite.is_quick());
+    match (options.names.is_empty(), everything) {
+        (true, true) => Ok(suites),
+        (true, false) => bail!("which suites? --all, --ci, or names; --list has them"),
+        (false, _) => {
+            for name in &options.names {
+                if !suites.iter().any(|suite| suite.name() == name) {
+                    bail!("there is no suite {name}; --list has them");
+                }
+            }
+            suites.retain(|suite| options.names.iter().any(|name| name == suite.name()));
+            Ok(suites)
+        }
+    }
+}
+
+fn run_suites(
+    options: &Options,
+    suites: &[Box<dyn Suite>],
+    dir: &Path,
+    results: &Path,
+    reasons: &Reasons,
+) -> Result<()> {
+    rdmasock_integration::signals::catch()?;
+    let library = options
+        .library
+        .canonicalize()
+        .context("the library is not built")?;
+    let shop = Workshop::new(dir.join("fetched"));
+    std::fs::create_dir_all(dir.join("fetched"))?;
+    std::fs::create_dir_all(results)?;
+    let sandbox = Sandbox::new(&library, dir.to_owned())?;
+    let began = Instant::now();
+    let (mut passed, mut failed) = (0, 0);
+    for suite in suites {
+        println!("[{:4} s] {}", began.elapsed().as_secs(), suite.name());
+        match run_suite(options, suite.as_ref(), &shop, &sandbox) {
+            Ok(None) => {}
+            Ok(Some(comparison)) => {
+                let missing = reasons.missing(&comparison);
+                failed += missing.len();
+                passed += comparison.cases.saturating_sub(missing.len());
+                tell(&comparison, reasons);
+                let file = results.join(format!("{}.json", suite.name()));
+                std::fs::write(file, serde_json::to_string_pretty(&comparison)? + "\n")?;
+            }
+            Err(error) if rdmasock_integration::signals::is_interrupted() => return Err(error),
+            // The others can be run all the same.
+            Err(error) => {
+                failed += 1;
+                println!("  FAILED: {error:#}");
+            }
+        }
+    }
+    println!(
+        "test result: {passed} passed; {failed} failed; 0 ignored, {} s",
+        began.elapsed().as_secs()
+    );
+    if failed > 0 && !options.all {
+        bail!("{failed} without a written reason");
+    }
+    Ok(())
+}
+
+fn run_suite(
+    options: &Options,
+    suite: &dyn Suite,
+    shop: &Workshop,
+    sandbox: &Sandbox,
+) -> Result<Option<Comparison>> {
+    let place = shop.place(suite)?;
+    let mut parts = suite.parts(&place, options.ci)?;
+    if !options.part.is_empty() {
+        parts.retain(|part| options.part.iter().any(|prefix| part.starts_with(prefix)));
+    }
+    if parts.is_empty() {
+        return Ok(None);
+    }
+    compare::compare(suite, &place, &parts, sandbox, options.jobs).map(Some)
+}
+
+fn tell(comparison: &Comparison, reasons: &Reasons) {
+    let Comparison {
+        version,
+        cases,
+        skipped,
+        failing,
+        promoted,
+        seconds,
+        ..
+    } = comparison;
+    println!(
+        "  {version}: {cases} cases, {skipped} skipped, {failing} fail on kernel TCP, promoted {promoted:?}, {seconds} s"
+    );
+    for difference in &comparison.differences {
+        let kind = match (
+            difference.is_steady(),
+            reasons.of(&comparison.suite, difference),
+        ) {
+            (false, _) => "unsteady".to_owned(),
+            (true, Some(reason)) => format!("different ({reason})"),
+            (true, None) => "DIFFERENT".to_owned(),
+        };
+        println!(
+            "  {kind}: {} | kernel TCP {} | {} {}",
+            difference.case,
+            report::tally(&difference.kernel),
+            difference.way.title(),
+            report::tally(&difference.library)
+        );
+    }
+}
+
+fn read_results(suites: &[Box<dyn Suite>], results: &Path) -> Result<Vec<Comparison>> {
+    let mut comparisons = Vec::new();
+    for suite in suites {
+        let file = results.join(format!("{}.json", suite.name()));
+        if let Ok(text) = std::fs::read_to_string(&file) {
+            comparisons
+                .push(serde_json::from_str(&text).with_context(|| file.display().to_string())?);
+        }
+    }
+    Ok(comparisons)
+}

@@ -1,0 +1,84 @@
+//! The written reasons for differences that are known, from integration/suites/reasons.toml: by suite and case, in
+//! which `*` stands for anything.
+
+use std::path::Path;
+
+use anyhow::{Context, Result};
+use serde::Deserialize;
+
+use crate::compare::{Comparison, Difference};
+
+/// All that is written.
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Reasons {
+    #[serde(default)]
+    difference: Vec<Entry>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Entry {
+    suite: String,
+    case: String,
+    reason: String,
+}
+
+impl Reasons {
+    /// Reads the file.
+    ///
+    /// # Errors
+    /// When it cannot be read, or is not of this form.
+    pub fn read(file: &Path) -> Result<Self> {
+        let text = std::fs::read_to_string(file).with_context(|| file.display().to_string())?;
+        toml::from_str(&text).with_context(|| file.display().to_string())
+    }
+
+    /// Why this case differs, if that is written.
+    pub fn of(&self, suite: &str, difference: &Difference) -> Option<&str> {
+        self.difference
+            .iter()
+            .find(|entry| entry.suite == suite && is_like(&difference.case, &entry.case))
+            .map(|entry| entry.reason.as_str())
+    }
+
+    /// The differences of a comparison that come back and have no reason.
+    pub fn missing<'a>(&self, comparison: &'a Comparison) -> Vec<&'a Difference> {
+        comparison
+            .differences
+            .iter()
+            .filter(|difference| {
+                difference.is_steady() && self.of(&comparison.suite, difference).is_none()
+            })
+            .collect()
+    }
+}
+
+/// Whether `text` is `pattern`, in which `*` is any text.
+fn is_like(text: &str, pattern: &str) -> bool {
+    let Some((head, tail)) = pattern.split_once('*') else {
+        return text == pattern;
+    };
+    let Some(rest) = text.strip_prefix(head) else {
+        return false;
+    };
+    rest.char_indices()
+        .map(|(at, _)| at)
+        .chain([rest.len()])
+        .any(|at| rest.get(at..).is_some_and(|rest| is_like(rest, tail)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::is_like;
+
+    #[test]
+    fn a_star_is_any_text() {
+        assert!(is_like("a: b", "a: b"));
+        assert!(!is_like("a: b", "a"));
+        assert!(is_like("test_x.A.test_b", "test_x.*.test_b"));
+        assert!(is_like("abcabc", "a*c"));
+        assert!(!is_like("abcabd", "a*c"));
+        assert!(is_like("a", "a*"));
+    }
+}

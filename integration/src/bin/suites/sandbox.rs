@@ -1,0 +1,254 @@
+//! Runs a process of a suite such that it cannot be noticed afterwards: with loopback of its own, process ids of its
+//! own, which end with it, a scratch folder that is removed, and nothing of the user's environment.
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use rdmasock_integration::proc::{Cmd, pause};
+use rdmasock_integration::signals;
+
+use crate::case::{Job, Outcome, Way};
+
+/// How often it is looked whether a process is silent.
+const TICK: Duration = Duration::from_millis(50);
+
+/// Brings loopback up, and stays as the first process of the namespace: it reaps, and what it starts gets signals as any
+/// other process does.
+/// The first argument is what is laid over /usr/share. The second is a folder that other users may not enter, the third one
+/// below it that the job's user has to see: the first is covered by an empty one in which there is nothing else.
+const INIT: &str = r#"ip link set lo up || exit 125
+[ -z "$1" ] || mount -t overlay -o "ro,lowerdir=$1:/usr/share" overlay /usr/share || exit 125
+[ -z "$2" ] || { mount --bind "$3" /mnt && mount -t tmpfs -o mode=755 none "$2" && mkdir -p "$3" && mount --move /mnt "$3"; } || exit 125
+shift 3; "$@" 2>&1; exit $?"#;
+
+/// How a process ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum End {
+    /// With this status; 128 and the signal's number if by one.
+    Exited(i32),
+    /// It was stopped, for its silence or at its limit.
+    Stopped,
+}
+
+impl End {
+    /// The outcome of a process that is one case.
+    pub fn outcome(self) -> Outcome {
+        match self {
+            Self::Exited(0) => Outcome::Passed,
+            Self::Exited(_) => Outcome::Failed,
+            Self::Stopped => Outcome::Unfinished,
+        }
+    }
+}
+
+/// What a process left.
+#[derive(Debug)]
+pub struct Ran {
+    pub end: End,
+    /// Standard output and error.
+    pub output: String,
+    /// Ends of connections that were promoted, if it was asked to be counted.
+    pub promoted: usize,
+}
+
+/// Where jobs run and with what.
+#[derive(Debug)]
+pub struct Sandbox {
+    library: PathBuf,
+    /// Where suites lie, and below it the folder of the jobs.
+    base: PathBuf,
+    root: PathBuf,
+    next: AtomicU32,
+}
+
+/// A folder that goes with this object.
+#[derive(Debug)]
+pub struct Scratch(PathBuf);
+
+impl Scratch {
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+}
+
+impl Drop for Sandbox {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.root);
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        // What cannot be removed is in the way of nobody: the next run clears the folder above.
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+impl Sandbox {
+    /// Jobs get a copy of `library`; their folders lie in one of this process in `base`.
+    ///
+    /// # Errors
+    /// Those of making it.
+    pub fn new(library: &Path, base: PathBuf) -> Result<Self> {
+        let root = base.join(format!("run-{}", std::process::id()));
+        if root.exists() {
+            std::fs::remove_dir_all(&root)?;
+        }
+        std::fs::create_dir_all(&root).with_context(|| root.display().to_string())?;
+        let copy = root.join("librdmasock.so");
+        std::fs::copy(library, &copy).with_context(|| library.display().to_string())?;
+        Ok(Self {
+            library: copy,
+            base,
+            root,
+            next: AtomicU32::new(0),
+        })
+    }
+
+    /// An empty folder, in which every user may make files.
+    ///
+    /// # Errors
+    /// Those of making it.
+    pub fn scratch(&self) -> Result<Scratch> {
+        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        let path = self.root.join(number.to_string());
+        std::fs::create_dir(&path)?;
+        open_to_all(&path)?;
+        Ok(Scratch(path))
+    }
+
+    /// Runs `job`. If `counted`, the library logs into the scratch folder, and its promotions are counted.
+    ///
+    /// # Errors
+    /// When it cannot be started, or the run is interrupted.
+    pub fn run(&self, job: &Job, way: Way, scratch: &Path, counted: bool) -> Result<Ran> {
+        let temp = scratch.join("tmp");
+        let logs = scratch.join("log");
+        for dir in [&temp, &logs] {
+            std::fs::create_dir_all(dir)?;
+            open_to_all(dir)?;
+        }
+        let output = scratch.join("output");
+        let closed = match job.user {
+            Some(_) => closed_above(&self.base).unwrap_or_default(),
+            None => PathBuf::new(),
+        };
+        let mut proc = Cmd::new("unshare", output.clone())?
+            .args(["--net", "--pid", "--fork", "--kill-child", "--mount-proc"])
+            .args(["sh", "-c", INIT, "init"])
+            .args([
+                job.over_share.clone().unwrap_or_default(),
+                closed,
+                self.base.clone(),
+            ])
+            .args(self.command(job, way, scratch, counted))
+            .spawn()?;
+        let began = Instant::now();
+        let deadline = began + job.limit;
+        let mut heard = (began, 0);
+        let end = loop {
+            if !proc.is_running() {
+                let never = || Ok(());
+                let status = proc.wait(Instant::now(), never)?;
+                break End::Exited(status.code().unwrap_or(-1));
+            }
+            let length = said(&output) + said(&scratch.join("cases"));
+            if length != heard.1 {
+                heard = (Instant::now(), length);
+            }
+            if heard.0.elapsed() > job.silence || Instant::now() > deadline {
+                break End::Stopped;
+            }
+            if signals::is_interrupted() {
+                pause(deadline)?;
+            }
+            std::thread::sleep(TICK);
+        };
+        drop(proc);
+        let text = std::fs::read(&output).unwrap_or_default();
+        Ok(Ran {
+            end,
+            output: String::from_utf8_lossy(&text).into_owned(),
+            promoted: promotions(&logs),
+        })
+    }
+
+    /// The words after the init's: the user, the environment, the folder, and the job's own.
+    fn command(&self, job: &Job, way: Way, scratch: &Path, counted: bool) -> Vec<String> {
+        let temp = scratch.join("tmp");
+        let dir = match &job.dir {
+            Some(dir) => scratch.join(dir),
+            None => temp.clone(),
+        };
+        let mut words: Vec<String> = Vec::new();
+        if let Some(user) = job.user {
+            words.extend(["setpriv", "--reuid", user, "--regid", "nogroup"].map(Into::into));
+            words.push("--clear-groups".into());
+        }
+        words.extend(["env", "-i", "-C"].map(Into::into));
+        words.push(dir.display().to_string());
+        let temp = temp.display();
+        words.push("PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin".into());
+        words.extend([
+            "LANG=C.UTF-8".into(),
+            "TERM=dumb".into(),
+            "USER=root".into(),
+        ]);
+        words.push(format!("TMPDIR={temp}"));
+        words.push(format!("HOME={temp}"));
+        words.extend(job.env.iter().map(|(key, value)| format!("{key}={value}")));
+        if way != Way::Kernel {
+            words.push(format!("LD_PRELOAD={}", self.library.display()));
+            if counted {
+                let logs = scratch.join("log");
+                words.push("RDMASOCK_LOG=rdmasock::promote=debug".into());
+                words.push(format!("RDMASOCK_LOG_FILE={}/%p", logs.display()));
+            }
+        }
+        if way == Way::AtOnce {
+            words.push("RDMASOCK_PROMOTE_AFTER=0".into());
+        }
+        words.extend(job.command.iter().cloned());
+        words
+    }
+}
+
+/// Lets jobs that run as another user write there.
+fn open_to_all(dir: &Path) -> Result<()> {
+    use std::os::unix::fs::PermissionsExt;
+    Ok(std::fs::set_permissions(
+        dir,
+        std::fs::Permissions::from_mode(0o1777),
+    )?)
+}
+
+/// The highest folder above `dir` that other users may not enter.
+fn closed_above(dir: &Path) -> Option<PathBuf> {
+    use std::os::unix::fs::PermissionsExt;
+    let is_closed =
+        |dir: &&Path| std::fs::metadata(dir).is_ok_and(|data| data.permissions().mode() & 1 == 0);
+    dir.ancestors().filter(is_closed).last().map(Path::to_owned)
+}
+
+fn said(file: &Path) -> u64 {
+    std::fs::metadata(file).map_or(0, |data| data.len())
+}
+
+/// How many ends of connections say in the logs that they were promoted.
+fn promotions(logs: &Path) -> usize {
+    let Ok(entries) = std::fs::read_dir(logs) else {
+        return 0;
+    };
+    entries
+        .flatten()
+        .filter_map(|entry| std::fs::read(entry.path()).ok())
+        .map(|text| {
+            String::from_utf8_lossy(&text)
+                .lines()
+                .filter(|line| line.contains(" promoted"))
+                .count()
+        })
+        .sum()
+}

@@ -4,8 +4,10 @@
 
 pub mod filter;
 pub mod lab;
+pub mod loads;
 pub mod ports;
 pub mod proc;
+pub mod rounds;
 pub mod servers;
 pub mod signals;
 pub mod stat;

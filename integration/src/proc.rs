@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use nix::sys::signal::{Signal, kill, killpg};
 use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
-use nix::unistd::Pid;
+use nix::unistd::{Gid, Pid, Uid};
 
 use crate::filter::Filter;
 use crate::signals;
@@ -74,6 +74,13 @@ impl Cmd {
     #[must_use]
     pub fn stdin_pipe(mut self) -> Self {
         self.stdin = Stdio::piped();
+        self
+    }
+
+    /// Runs it as another user, which takes root.
+    #[must_use]
+    pub fn owner(mut self, user: Uid, group: Gid) -> Self {
+        self.command.uid(user.as_raw()).gid(group.as_raw());
         self
     }
 
@@ -303,7 +310,7 @@ pub fn find(program: &str) -> Result<PathBuf> {
         .map(|dir| dir.join(program))
         .find(|candidate| candidate.is_file())
         .with_context(|| {
-            format!("{program} is not installed; scripts/test and scripts/demo install it with apt")
+            format!("{program} is not installed; scripts/test, scripts/demo and scripts/never-slower install what they use with apt")
         })
 }
 

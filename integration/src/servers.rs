@@ -1,5 +1,8 @@
 //! The servers under test, each on a private port, with its files in the experiment's directory
-//! and without the distribution's configuration.
+//! and without the distribution's configuration. A family that needs more than a few lines has a file of its own.
+
+pub mod databases;
+pub mod relays;
 
 use std::path::{Path, PathBuf};
 

@@ -112,7 +112,19 @@ impl Row {
 
     /// How many times as good as `subject` the library is; none where that is not a number.
     pub fn times(&self, subject: Subject) -> Option<f64> {
-        let (ours, theirs) = (self.median(Subject::Library)?, self.median(subject)?);
+        self.ratio(self.median(Subject::Library)?, self.median(subject)?)
+    }
+
+    /// The same for each round that has both.
+    pub fn times_by_round(&self, subject: Subject) -> Vec<f64> {
+        let samples = |subject| self.samples.get(&subject).into_iter().flatten();
+        samples(Subject::Library)
+            .zip(samples(subject))
+            .filter_map(|(ours, theirs)| self.ratio(*ours, *theirs))
+            .collect()
+    }
+
+    fn ratio(&self, ours: f64, theirs: f64) -> Option<f64> {
         let times = match self.better {
             Better::Higher => ours / theirs,
             Better::Lower => theirs / ours,
@@ -188,6 +200,26 @@ impl Report {
             rounds,
             rows,
         }
+    }
+
+    /// The rows that miss their goals, in lines: how many times as good as `subject` each is, and was in its worst and its
+    /// best round. One round says little where the two are far apart.
+    pub fn losing(&self, subject: Subject) -> String {
+        let losing: Vec<_> = self.rows.iter().filter(|r| r.met == Some(false)).collect();
+        let measured = self.rows.iter().filter(|r| r.met.is_some()).count();
+        let mut text = format!("{} of {measured} rows miss their goals\n", losing.len());
+        for SummedRow { row, .. } in losing {
+            let times = row.times(subject).unwrap_or(0.0);
+            let rounds = row.times_by_round(subject);
+            let worst = rounds.iter().copied().fold(f64::INFINITY, f64::min);
+            let best = rounds.iter().copied().fold(0.0, f64::max);
+            text += &format!(
+                "  {}: {times:.2} × {} ({worst:.2} to {best:.2})\n",
+                row.name,
+                subject.title()
+            );
+        }
+        text
     }
 
     /// Writes it as JSON.
@@ -312,6 +344,28 @@ mod tests {
         assert_eq!(row.is_met(Goal::Times(Subject::Bare, 0.25)), Some(true));
         assert_eq!(row.is_met(Goal::AtMost(0.4)), Some(false));
         assert_eq!(row.is_met(Goal::Over(Subject::Bare, 0.3)), Some(true));
+    }
+
+    #[test]
+    fn rows_that_miss_their_goals_are_named_with_their_rounds() {
+        let goal = [Goal::Times(Subject::Tcp, 0.97)];
+        let row = |name, ours: [f64; 3]| {
+            let mut row = Row::new(name, "1/s", Better::Higher, &goal);
+            for value in ours {
+                row.add(Subject::Tcp, 100.0);
+                row.add(Subject::Library, value);
+            }
+            row
+        };
+        let rows = vec![
+            row("slow", [70.0, 120.0, 90.0]),
+            row("fast", [150.0, 90.0, 97.0]),
+            Row::new("not measured", "1/s", Better::Higher, &goal),
+        ];
+        assert_eq!(
+            Report::new("", 3, rows).losing(Subject::Tcp),
+            "1 of 2 rows miss their goals\n  slow: 0.90 × TCP (0.70 to 1.20)\n"
+        );
     }
 
     #[test]

@@ -1,8 +1,10 @@
 //! What single calls, messages and idle streams cost: kernel TCP, a Unix socket and the library,
 //! alternately in one run. It starts itself again as both ends of every measurement (`peer`).
-//! Whole programs are the business of `demo`; nothing here is a test with a time limit.
+//! Its part `never-slower` measures whole programs; those that the library makes much faster are the business of `demo`.
+//! Nothing here is a test with a time limit.
 
 mod idle;
+mod never_slower;
 mod peer;
 mod peers;
 
@@ -10,7 +12,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use clap::{Parser, Subcommand};
+use clap::{Args, Parser, Subcommand};
 use rdmasock_integration::lab::{Build, Lab, Mode, Role};
 use rdmasock_integration::ports::free_port;
 use rdmasock_integration::proc::{Cmd, Proc, wait_until};
@@ -25,6 +27,13 @@ use peer::{Job, Peer};
 struct Options {
     #[command(subcommand)]
     part: Option<Part>,
+    #[command(flatten)]
+    choice: Choice,
+}
+
+/// What all parts take.
+#[derive(Debug, Args)]
+struct Choice {
     /// Also write the table to FILE as JSON.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
@@ -44,6 +53,8 @@ struct Options {
 
 #[derive(Debug, Subcommand)]
 enum Part {
+    /// Measures whole programs for which the library must never be slower than kernel TCP.
+    NeverSlower(Choice),
     /// One end of a measurement; started by the benchmark itself.
     #[command(hide = true)]
     Peer(Peer),
@@ -63,12 +74,20 @@ fn main() -> std::process::ExitCode {
 }
 
 fn all() -> Result<()> {
-    let options = Options::parse();
-    if let Some(Part::Peer(peer)) = options.part {
+    let Options { part, choice } = Options::parse();
+    if let Some(Part::Peer(peer)) = part {
         return peer::run(&peer);
     }
     signals::catch()?;
     signals::raise_nofile()?;
+    match part {
+        Some(Part::NeverSlower(choice)) => never_slower::run(&choice),
+        _ => calls(&choice),
+    }
+}
+
+/// Calls, messages and idle streams.
+fn calls(options: &Choice) -> Result<()> {
     let build = Build::locate();
     let mut bench = Bench {
         build: if options.kernel {
@@ -81,12 +100,7 @@ fn all() -> Result<()> {
         rounds: if options.quick { 1 } else { options.rounds },
         failures: Vec::new(),
     };
-    let is_wanted = |row: &Row| {
-        options
-            .only
-            .as_ref()
-            .is_none_or(|text| row.name.contains(text))
-    };
+    let is_wanted = |row: &Row| options.is_wanted(row);
 
     let mut rows = Vec::new();
     for (mut row, job, has_unix) in pairs() {
@@ -142,20 +156,36 @@ fn all() -> Result<()> {
         bench.rounds,
         rows,
     );
-    println!("{report}");
-    if let Some(path) = &options.json {
-        report
-            .write(path)
-            .with_context(|| format!("write {}", path.display()))?;
+    options.publish(&report, &bench.failures)
+}
+
+impl Choice {
+    fn is_wanted(&self, row: &Row) -> bool {
+        self.only
+            .as_ref()
+            .is_none_or(|text| row.name.contains(text))
     }
-    if !bench.failures.is_empty() {
-        bail!(
-            "{} measurements failed:\n  {}",
-            bench.failures.len(),
-            bench.failures.join("\n  ")
-        );
+
+    /// Prints and writes what was measured.
+    ///
+    /// # Errors
+    /// Those of writing it, and when there are `failures`.
+    fn publish(&self, report: &Report, failures: &[String]) -> Result<()> {
+        println!("{report}");
+        if let Some(path) = &self.json {
+            report
+                .write(path)
+                .with_context(|| format!("write {}", path.display()))?;
+        }
+        if !failures.is_empty() {
+            bail!(
+                "{} measurements failed:\n  {}",
+                failures.len(),
+                failures.join("\n  ")
+            );
+        }
+        Ok(())
     }
-    Ok(())
 }
 
 /// Measurements between a server and a client: the row, the job, and whether Unix sockets have it.

@@ -1,0 +1,62 @@
+//! haproxy in front of another server, and an rsync daemon: what passes on bytes that it does not look at.
+
+use anyhow::Result;
+
+use super::Service;
+use crate::lab::{Lab, Role};
+use crate::ports::free_port;
+
+/// haproxy that passes TCP connections on to `upstream`, by splice where it thinks that this pays.
+///
+/// # Errors
+/// When it does not come up; so for all below.
+pub fn haproxy(lab: &Lab, role: Role, upstream: u16) -> Result<Service> {
+    let port = free_port()?;
+    let conf = lab.path(&format!("haproxy-{port}.conf"));
+    let text = format!(
+        "global
+    maxconn 1000
+defaults
+    mode tcp
+    option splice-auto
+    timeout connect 10s
+    timeout client 1m
+    timeout server 1m
+listen relay
+    bind 127.0.0.1:{port}
+    server back 127.0.0.1:{upstream}
+"
+    );
+    std::fs::write(&conf, text)?;
+    let cmd = lab.cmd(role, "haproxy")?.args(["-db", "-f"]).args([&conf]);
+    Ok(Service {
+        proc: lab.serve(cmd, port)?,
+        port,
+    })
+}
+
+/// An rsync daemon that gives out `lab.path("files")`, as "files"; a process for each connection.
+///
+/// # Errors
+/// See above.
+pub fn rsync(lab: &Lab, role: Role) -> Result<Service> {
+    let port = free_port()?;
+    let files = lab.path("files");
+    std::fs::create_dir_all(&files)?;
+    let conf = lab.path("rsyncd.conf");
+    let text = format!(
+        "use chroot = no\nlog file = {}\n[files]\n    path = {}\n    read only = yes\n",
+        lab.path("rsyncd.log").display(),
+        files.display()
+    );
+    std::fs::write(&conf, text)?;
+    let cmd = lab
+        .cmd(role, "rsync")?
+        .args(["--daemon", "--no-detach", "--address", "127.0.0.1"])
+        .args(["--port", &port.to_string(), "--config"])
+        .args([&conf]);
+    Ok(Service {
+        proc: lab.serve(cmd, port)?,
+        port,
+    })
+}

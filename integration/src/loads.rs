@@ -139,7 +139,7 @@ pub fn sysbench(
         .with_context(|| format!("no figure in what sysbench printed: {text}"))
 }
 
-/// rsync of a file of `bytes` from [`crate::servers::rsync`], as often as it takes for `seconds`. Bytes per second.
+/// rsync of a file of `bytes` from [`rsync`](crate::servers::relays::rsync), as often as it takes for `seconds`. Bytes per second.
 ///
 /// # Errors
 /// See above.

@@ -315,7 +315,8 @@ fn end(socket: &'static Socket, mut control: Guard<'static, Control>) {
         fork::returned(socket);
     }
     // A close with unread data resets the connection (RFC 9293, 3.10.4; RFC 2525, 2.17).
-    let is_lost = anchor < 0;
+    // A number that was closed where no hook saw it, and is closed now as the next file's, leads to no kernel's socket either.
+    let is_lost = anchor < 0 || !is_behind(socket, anchor);
     if is_lost && last && promote::return_unread(socket, &control) {
         // No end mark: to the peer it is no orderly end.
         let_go_of(socket, &mut control);

@@ -1,6 +1,6 @@
 //! What the peer of a connection sees that is closed by a system call in line, which no library sees, and whose number
 //! nobody touches after that: a table of what the peer is doing, what is unread, how the connection was shut down before,
-//! and whether its number is another file's by then. The bounds are there to tell what never comes.
+//! and what has become of its number by then. The bounds are there to tell what never comes.
 
 use std::thread;
 
@@ -35,6 +35,16 @@ enum Peer {
 
 const PEERS: [Peer; 4] = [Peer::Idle, Peer::Unread, Peer::Blocked, Peer::WaitsForRoom];
 
+/// What has become of its number when the peer looks.
+#[derive(Clone, Copy, PartialEq, Debug)]
+enum Number {
+    Free,
+    /// It is another file's,
+    Reused,
+    /// which libc has closed.
+    ClosedAgain,
+}
+
 /// The scenario's number: how the connection was shut down before.
 const SHUT: [Option<c_int>; 4] = [
     None,
@@ -51,20 +61,17 @@ pub fn close(c: &Ctx) {
     let before = SHUT[c.param as usize];
     let (listener, port) = c.listener(8);
     for peer in PEERS {
-        for is_reused in [false, true] {
-            let what = format!(
-                "{peer:?}, number {}",
-                ["free", "reused"][usize::from(is_reused)]
-            );
+        for number in [Number::Free, Number::Reused, Number::ClosedAgain] {
+            let what = format!("{peer:?}, number {number:?}");
             match listener {
-                Some(listener) => closer(c, listener, before, is_reused),
+                Some(listener) => closer(c, listener, before, number),
                 None => observer(c, port, peer, &what),
             }
         }
     }
 }
 
-fn closer(c: &Ctx, listener: c_int, before: Option<c_int>, is_reused: bool) {
+fn closer(c: &Ctx, listener: c_int, before: Option<c_int>, number: Number) {
     let fd = sys::accept4(listener, 0).ok();
     for _ in 0..2 * WARM {
         let request = sys::recv_exact(fd, REQUEST);
@@ -77,8 +84,12 @@ fn closer(c: &Ctx, listener: c_int, before: Option<c_int>, is_reused: bool) {
         sys::pause_ms(10);
     }
     in_line(libc::SYS_close, fd as usize);
-    let file = is_reused.then(|| in_line(libc::SYS_memfd_create, c"other".as_ptr() as usize));
+    let mut file = (number != Number::Free)
+        .then(|| in_line(libc::SYS_memfd_create, c"other".as_ptr() as usize));
     assert!(file.is_none_or(|file| file == fd));
+    if number == Number::ClosedAgain {
+        file.take().map(sys::close);
+    }
     c.sync("closed");
     c.sync("seen");
     if let Some(file) = file {

@@ -166,13 +166,14 @@ pub fn writable(socket: &'static Socket, arm: Arm) -> u32 {
         return OUT;
     }
     let ready = match arm {
+        _ if producer.has_reserve() => true,
         Arm::Always | Arm::IfNotReady => match producer.has_space() {
             Ok(false) => producer.arm_space(bits).unwrap_or(true),
             _ => true,
         },
         Arm::No => producer.has_space().unwrap_or(true),
     };
-    if ready || producer.has_reserve() && tx::may_hold_much(socket) {
+    if ready {
         return OUT;
     }
     tx::press(socket, &mut tx);

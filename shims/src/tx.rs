@@ -6,7 +6,7 @@ mod room;
 mod sendfile;
 
 pub use cork::{cork, pass_cork, release_held};
-pub use room::{ask_for_room, is_full, is_unread, make_room, may_hold_much, press, reader_at};
+pub use room::{ask_for_room, is_full, is_unread, make_room, press, reader_at};
 pub use sendfile::sendfile;
 
 use cork::{hold, is_more_to_come};

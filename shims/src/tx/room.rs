@@ -1,7 +1,6 @@
 //! Senders that find no room in the ring: being told of it, and getting a larger ring from a reader that
 //! stands still.
 
-use std::ffi::c_int;
 use std::sync::atomic::Ordering::Acquire;
 
 use rdmasock_core::fabric::ring::Wake;
@@ -12,14 +11,13 @@ use crate::link::Link;
 use crate::ready;
 use crate::service::Command;
 use crate::socket::{Socket, Tx, mode};
-use crate::sockopt;
 
 /// A send that may not wait, or will, has found too little room: takes the ring that the reader has in reserve, or asks for a wake-up
 /// on behalf of the epoll sets, since an edge-triggered one reports only what has changed after this. True if there is
 /// room after all.
 #[cold]
 pub(super) fn no_room(socket: &'static Socket, tx: &mut Tx, waits: bool) -> bool {
-    if !waits && take_reserve(socket, tx) {
+    if !waits && take_reserve(tx) {
         return true;
     }
     let bits = tx.bits;
@@ -34,36 +32,17 @@ pub(super) fn no_room(socket: &'static Socket, tx: &mut Tx, waits: bool) -> bool
 }
 
 /// What is broken the next send finds.
-fn take_reserve(socket: &Socket, tx: &mut Tx) -> bool {
-    let Some(producer) = tx.producer.as_mut().filter(|p| p.has_reserve()) else {
-        return false;
-    };
-    may_hold_much(socket) && producer.take_reserve().unwrap_or(true)
-}
-
-/// Whether the connection would take megabytes on TCP: not where the program has set a size of the send buffer that is less.
-pub fn may_hold_much(socket: &Socket) -> bool {
-    const MUCH: c_int = 1 << 20;
-    // Not among libc's constants: which sizes the program has set (Linux 5.14).
-    const SO_BUF_LOCK: c_int = 72;
-    const SNDBUF: c_int = 1;
-    let get = |name| {
-        socket
-            .anchor_fd()
-            .and_then(|fd| sockopt::get(fd, (libc::SOL_SOCKET, name)))
-    };
-    get(SO_BUF_LOCK).is_none_or(|set| set & SNDBUF == 0)
-        || get(libc::SO_SNDBUF).is_none_or(|bytes| bytes >= MUCH)
+fn take_reserve(tx: &mut Tx) -> bool {
+    tx.producer
+        .as_mut()
+        .is_some_and(|p| p.take_reserve().unwrap_or(true))
 }
 
 /// A send is about to sleep for want of room. True if there is some by the ring in reserve.
 #[cold]
 pub fn make_room(socket: &'static Socket) -> bool {
     socket.tx_mode.load(Acquire) == mode::LINK
-        && socket
-            .tx
-            .lock()
-            .is_some_and(|mut tx| take_reserve(socket, &mut tx))
+        && socket.tx.lock().is_some_and(|mut tx| take_reserve(&mut tx))
 }
 
 /// Nothing can be sent now. Kernel TCP takes megabytes without a reader, and programs count on it

@@ -61,23 +61,6 @@ pub fn at_once(c: &Ctx) {
     c.close(fd);
 }
 
-/// A size of the send buffer that the program has set is a bound, though the kernel takes some times as much.
-pub fn set_size(c: &Ctx) {
-    const SIZE: c_int = 32 * 1024;
-    let fd = c.pair();
-    if c.is_server() {
-        sys::set_int(fd, libc::SOL_SOCKET, libc::SO_SNDBUF, SIZE).ok();
-        let sent = fill(fd, 7, 4096);
-        let is_bounded = (4096 / 2..1 << 20).contains(&sent);
-        c.log(format_args!("bounded: {is_bounded}"));
-        c.exchange("full", sent as u64);
-        c.sync("drained");
-    } else {
-        drain(c, fd, 7);
-    }
-    c.close(fd);
-}
-
 /// Both ends fill the connection before either reads.
 pub fn both_ways(c: &Ctx) {
     let fd = c.pair();

@@ -109,7 +109,7 @@ pub fn all() -> Vec<Scenario> {
         identity: warm {  } cold { receivers, senders, waiters, files, sets, churn }
         files: warm { sendfile, sendfile_nonblocking, splice, splice_errors } cold {  }
         urgent: warm { behind_unread, twice } cold {  }
-        capacity: warm { at_once, set_size, both_ways, announced, left_behind } cold {  }
+        capacity: warm { at_once, both_ways, announced, left_behind } cold {  }
         numbers: warm { bytes_out, bytes_in, waits, sets } cold {  }
         numbers_more: warm { sockets, descriptors, closed_number, in_handler, exec, exit } cold {  }
         refused: warm { fork_before, fork_on_a_link } cold {  }

@@ -159,9 +159,6 @@ pub enum RingError {
     /// The peer broke the protocol.
     #[error("peer violation: {0}")]
     PeerViolation(#[from] Violation),
-    /// The process has no addresses left for the reserve that the peer has taken.
-    #[error("the ring in reserve cannot be mapped")]
-    Unmapped,
 }
 
 /// Written by the producer only, but for `want_space`, which the consumer swaps to 0, and `end`.

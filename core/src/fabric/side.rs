@@ -154,9 +154,7 @@ impl Side {
 
     /// Gives the memory of a ring back. If it fails it just stays.
     pub(super) fn give_back(&self, region: Region) {
-        // A reserve may have got memory by the peer alone.
-        let reached = self.data.reach(region.offset());
-        let _ = reached.and_then(|()| self.data.punch_hole(region.offset(), region.len()));
+        let _ = self.data.punch_hole(region.offset(), region.len());
     }
 
     /// The ready queue of a waiter of the arena's owner.

@@ -66,7 +66,7 @@ pub struct Consumer {
     pending: Option<Pending>,
     /// To be freed: the ring before the last switch, and what a switch to the reserve has put in their places.
     retired: [Option<Region>; 3],
-    reserve: Option<Offer>,
+    reserve: Option<Pending>,
     /// Tells one reserve from the other.
     reserves: u32,
     /// Generation of the last adopted ring.
@@ -307,19 +307,20 @@ impl Consumer {
         })
     }
 
-    /// Offers `region`, which need neither have memory nor be mapped, for a producer that finds no room. One at a time; a ring may be on offer beside
+    /// Offers `region`, which need not have memory, for a producer that finds no room. One at a time; a ring may be on offer beside
     /// it.
     pub fn offer_reserve(&mut self, region: Region) -> Result<(), OfferError> {
         let has_retired = self.retired.iter().any(Option::is_some);
         if has_retired || self.switch_pos != u64::MAX || self.reserve.is_some() {
             return Err(OfferError::Pending);
         }
+        let ring = self.ring_of(region)?;
         self.reserves = Offer::next_generation(self.reserves);
         let offer = Offer {
             generation: self.reserves,
             region,
         };
-        self.reserve = Some(offer);
+        self.reserve = Some(Pending { offer, ring });
         // Releases the block as it is now, which the producer has seen anyway.
         self.mine().reserve.store(offer.pack(), Ordering::Release);
         Ok(())
@@ -354,9 +355,8 @@ impl Consumer {
     /// the reserve, retired.
     pub fn into_regions(self) -> [Option<Region>; REGIONS] {
         let [a, b, c] = self.retired;
-        let pending = self.pending.map(|p| p.offer.region);
-        let reserve = self.reserve.map(|offer| offer.region);
-        [self.region, pending, reserve, a, b, c]
+        let offered = [self.pending, self.reserve].map(|p| p.map(|p| p.offer.region));
+        [self.region, offered[0], offered[1], a, b, c]
     }
 
     /// Size of the current ring in bytes; 0 before the first one.
@@ -437,15 +437,6 @@ impl Consumer {
         if pos < self.tail || pos > self.head + self.ring.size() {
             return Err(Violation::BadSwitch.into());
         }
-        let reserve = match reserve {
-            Some(offer) => {
-                let ring = self
-                    .ring_of(offer.region)
-                    .map_err(|_| RingError::Unmapped)?;
-                Some(Pending { offer, ring })
-            }
-            None => None,
-        };
         self.generation = generation & !RESERVE;
         self.switch_pos = pos;
         if let Some(taken) = reserve {

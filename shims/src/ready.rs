@@ -166,7 +166,6 @@ pub fn writable(socket: &'static Socket, arm: Arm) -> u32 {
         return OUT;
     }
     let ready = match arm {
-        _ if producer.has_reserve() => true,
         Arm::Always | Arm::IfNotReady => match producer.has_space() {
             Ok(false) => producer.arm_space(bits).unwrap_or(true),
             _ => true,

@@ -6,7 +6,7 @@ mod room;
 mod sendfile;
 
 pub use cork::{cork, pass_cork, release_held};
-pub use room::{ask_for_room, is_full, is_unread, make_room, press, reader_at};
+pub use room::{ask_for_room, is_full, is_unread, press, reader_at};
 pub use sendfile::sendfile;
 
 use cork::{hold, is_more_to_come};
@@ -393,8 +393,7 @@ unsafe fn step(call: &mut Call, iov: &mut Iov, flags: c_int) -> Step {
         {
             stats.add_tx_link(copied as u64);
         }
-        let full =
-            copied < want && !no_room(socket, &mut tx, wait::may_wait(socket, flags).is_ok());
+        let full = copied < want && !no_room(socket, &mut tx);
         if iov.len() == 0 {
             call.let_go(&mut tx.waiting);
         }

@@ -78,13 +78,6 @@ pub trait LinkEnd {
     /// Room for another ring of `1 << log2` bytes.
     fn allocate(&self, log2: u8) -> Option<Region>;
 
-    /// Addresses for a ring of `1 << log2` bytes that may never be used, without memory ([`Consumer::offer_reserve`]). `None` where
-    /// the fabric has no such, or where rings in use need the room.
-    fn reserve(&self, log2: u8) -> Option<Region> {
-        let _ = log2;
-        None
-    }
-
     /// A ring that neither end uses any more.
     fn free(&self, region: Region);
 

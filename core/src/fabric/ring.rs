@@ -42,13 +42,6 @@
 //! position the old ring is *retired* and may be freed; until then nothing else can be offered.
 //! The first ring is an offer too: an all-zero block is a direction without a ring.
 //!
-//! # The reserve
-//! A ring that is offered for good: addresses without memory, for a producer that finds no room while nobody reads. It
-//! switches to it as to any other ring, with the next generation and `RESERVE`, but sees to the memory itself, piece by piece
-//! before it writes, so it is charged for it. It takes the reserve only once it knows that the consumer has come to the current ring, so that
-//! two rings hold all that is in flight. The consumer may be offering another ring at that moment: that has
-//! not the generation after the reserve's, so the producer leaves it alone and the consumer withdraws it.
-//!
 //! # Who ends a direction
 //! Either side may, once: the producer with an [`End`], or the consumer that [stops](Consumer::stop)
 //! reading in the middle and wants the rest sent again on TCP. Both set the one word `end` from 0 by
@@ -65,7 +58,7 @@ mod producer;
 mod tests;
 
 pub use allowance::{Allowance, Ground};
-pub use consumer::{Armed, Consumer, OfferError, REGIONS};
+pub use consumer::{Armed, Consumer, OfferError};
 pub use memory::{Byte, DataArea, Spans};
 pub use producer::Producer;
 
@@ -204,8 +197,6 @@ struct ConsumerLine {
     flags: AtomicU32,
     /// The offered ring, see [`Offer`]; 0: none.
     offer: AtomicU64,
-    /// The reserve, likewise, where the generation only tells one from the other; 0: none.
-    reserve: AtomicU64,
 }
 
 /// On a line of its own: the consumer writes it at every read, and the producer looks at it only
@@ -250,7 +241,6 @@ impl DirectionBlock {
                 want_data: AtomicU32::new(0),
                 flags: AtomicU32::new(0),
                 offer: AtomicU64::new(0),
-                reserve: AtomicU64::new(0),
             },
             last: LastLine {
                 consumed: AtomicU64::new(0),
@@ -271,7 +261,6 @@ impl DirectionBlock {
             &p.taken_at,
             &c.head,
             &c.offer,
-            &c.reserve,
             &self.last.consumed,
         ] {
             word.store(0, Ordering::Relaxed);
@@ -295,9 +284,6 @@ impl Default for DirectionBlock {
         Self::new()
     }
 }
-
-/// In the producer's generation: the ring is the reserve.
-const RESERVE: u32 = 1 << 31;
 
 /// An offered ring. In one word, so that it is read whole: generation (24 bits, never 0),
 /// log2 of the size in bytes (8), first page (32).

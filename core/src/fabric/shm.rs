@@ -281,10 +281,6 @@ impl<O: Outside> LinkEnd for End<O> {
         Some(region)
     }
 
-    fn reserve(&self, log2: u8) -> Option<Region> {
-        self.numbers.reserve(log2, self.mine.data_len() as u64 / 2)
-    }
-
     fn free(&self, region: Region) {
         self.give_back(region);
     }

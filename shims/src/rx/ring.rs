@@ -30,32 +30,11 @@ pub fn first(link: &Link) -> u8 {
     bytes.trailing_zeros() as u8
 }
 
-/// Puts addresses for the largest ring on offer, which the sender takes, and sees to the memory of, when it finds no room while nobody
-/// reads: kernel TCP takes megabytes then, and at once.
-pub fn reserve(link: &Link, consumer: &mut Consumer) {
-    let bytes = link.max_ring();
-    if consumer.has_reserve() || bytes <= 1 << first(link) || has_few_addresses() {
-        return;
-    }
-    if let Some(region) = link.reserve(bytes.trailing_zeros() as u8)
-        && consumer.offer_reserve(region).is_err()
-    {
-        link.free(region);
-    }
-}
-
-/// Whether addresses are limited, which the program then has better use for.
-fn has_few_addresses() -> bool {
-    rustix::process::getrlimit(rustix::process::Resource::As)
-        .current
-        .is_some()
-}
-
 /// Gives a sender that is limited by its window a larger ring, up to the bound; frees the old one.
 #[cold]
 pub(super) fn fit(socket: &'static Socket, consumer: &mut Consumer) {
     let Some(link) = socket.link() else { return };
-    while let Ok(Some(old)) = consumer.take_retired() {
+    if let Ok(Some(old)) = consumer.take_retired() {
         link.free(old);
     }
     let now = consumer.ring_size();
@@ -97,7 +76,7 @@ pub fn relieve(socket: &'static Socket, link: &'static Link) {
     let Some(consumer) = rx.consumer.as_mut() else {
         return;
     };
-    while let Ok(Some(old)) = consumer.take_retired() {
+    if let Ok(Some(old)) = consumer.take_retired() {
         link.free(old);
     }
     let now = consumer.ring_size();
@@ -129,12 +108,11 @@ pub fn shrink(socket: &'static Socket, link: &'static Link) -> Shrunk {
     let Some(consumer) = rx.consumer.as_mut() else {
         return Shrunk::Small;
     };
-    while let Ok(Some(old)) = consumer.take_retired() {
+    if let Ok(Some(old)) = consumer.take_retired() {
         link.free(old);
     }
     let log2 = first(link);
     if !consumer.is_switching() && consumer.ring_size() <= 1 << log2 {
-        reserve(link, consumer);
         return Shrunk::Small;
     }
     let position = consumer.position();
@@ -150,8 +128,6 @@ pub fn shrink(socket: &'static Socket, link: &'static Link) -> Shrunk {
     };
     match consumer.offer(region) {
         Ok(wake) => {
-            // The next that fills the small one may come at any time.
-            reserve(link, consumer);
             drop(rx);
             ready::notify_peer(socket, wake);
             Shrunk::Offered

@@ -12,14 +12,10 @@ use crate::ready;
 use crate::service::Command;
 use crate::socket::{Socket, Tx, mode};
 
-/// A send that may not wait, or will, has found too little room: takes the ring that the reader has in reserve, or asks for a wake-up
-/// on behalf of the epoll sets, since an edge-triggered one reports only what has changed after this. True if there is
-/// room after all.
+/// A send has found too little room: asks for a wake-up on behalf of the epoll sets, since an
+/// edge-triggered one reports only what has changed after this. True if there is room after all.
 #[cold]
-pub(super) fn no_room(socket: &'static Socket, tx: &mut Tx, waits: bool) -> bool {
-    if !waits && take_reserve(tx) {
-        return true;
-    }
+pub(super) fn no_room(socket: &'static Socket, tx: &mut Tx) -> bool {
     let bits = tx.bits;
     let room = tx
         .producer
@@ -29,20 +25,6 @@ pub(super) fn no_room(socket: &'static Socket, tx: &mut Tx, waits: bool) -> bool
         press(socket, tx);
     }
     room
-}
-
-/// What is broken the next send finds.
-fn take_reserve(tx: &mut Tx) -> bool {
-    tx.producer
-        .as_mut()
-        .is_some_and(|p| p.take_reserve().unwrap_or(true))
-}
-
-/// A send is about to sleep for want of room. True if there is some by the ring in reserve.
-#[cold]
-pub fn make_room(socket: &'static Socket) -> bool {
-    socket.tx_mode.load(Acquire) == mode::LINK
-        && socket.tx.lock().is_some_and(|mut tx| take_reserve(&mut tx))
 }
 
 /// Nothing can be sent now. Kernel TCP takes megabytes without a reader, and programs count on it

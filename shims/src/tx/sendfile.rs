@@ -135,8 +135,7 @@ unsafe fn sendfile_slow(
         ];
         let room: usize = pieces.iter().map(|p| p.iov_len).sum();
         if count > sent && room == 0 {
-            let waits = wait::may_wait(socket, 0).is_ok();
-            if no_room(socket, &mut tx, waits) {
+            if no_room(socket, &mut tx) {
                 continue;
             }
             if let Err(error) = wait::may_wait(socket, 0) {

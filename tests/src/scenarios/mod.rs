@@ -2,7 +2,6 @@
 //! run; it uses libc calls only, and logs what must not depend on the path of the bytes.
 
 mod calls;
-mod capacity;
 mod close;
 mod connect;
 mod echo;
@@ -109,7 +108,6 @@ pub fn all() -> Vec<Scenario> {
         identity: warm {  } cold { receivers, senders, waiters, files, sets, churn }
         files: warm { sendfile, sendfile_nonblocking, splice, splice_errors } cold {  }
         urgent: warm { behind_unread, twice } cold {  }
-        capacity: warm { at_once, both_ways, announced, left_behind } cold {  }
         numbers: warm { bytes_out, bytes_in, waits, sets } cold {  }
         numbers_more: warm { sockets, descriptors, closed_number, in_handler, exec, exit } cold {  }
         refused: warm { fork_before, fork_on_a_link } cold {  }
@@ -161,9 +159,9 @@ const WITHOUT_STORM: [&str; 7] = [
 /// Scenarios whose outcome does on kernel TCP too, mostly by EINTR of poll, select and epoll_wait, which is never restarted; or
 /// that end before the first signal comes, or close the storm's own descriptors.
 const NOT_IN_A_STORM: &[&str] = &[
+    "process_cloned_changes_user",
     "calls_bad_fds",
     "calls_not_sockets",
-    "capacity_announced",
     "connect_accept_flags",
     "connect_closed_before_accept",
     "connect_errors",

@@ -4,8 +4,8 @@ use std::ptr::NonNull;
 
 use super::memory::{DataArea, NoRing, RingMemory, Spans};
 use super::{
-    ConsumerLine, DirectionBlock, End, Ended, Offer, ProducerLine, RESERVE, RingError, RxFlags,
-    STOPPED, Violation, Wake, disarm, take,
+    ConsumerLine, DirectionBlock, End, Ended, Offer, ProducerLine, RingError, RxFlags, STOPPED,
+    Violation, Wake, disarm, take,
 };
 use crate::fabric::layout::Region;
 use crate::sync::{Ordering, fence_after_rmw};
@@ -34,9 +34,6 @@ pub struct Armed {
     pub wake: Wake,
 }
 
-/// Regions that a direction may hold at a time.
-pub const REGIONS: usize = 6;
-
 /// A ring on offer, and from which position on it is used, once that is known.
 #[derive(Clone, Copy, Debug)]
 struct Pending {
@@ -64,11 +61,7 @@ pub struct Consumer {
     /// First position in the pending ring; `u64::MAX` while not adopted.
     switch_pos: u64,
     pending: Option<Pending>,
-    /// To be freed: the ring before the last switch, and what a switch to the reserve has put in their places.
-    retired: [Option<Region>; 3],
-    reserve: Option<Pending>,
-    /// Tells one reserve from the other.
-    reserves: u32,
+    retired: Option<Region>,
     /// Generation of the last adopted ring.
     generation: u32,
     limited_seen: u32,
@@ -97,9 +90,7 @@ impl Consumer {
             tail: 0,
             switch_pos: u64::MAX,
             pending: None,
-            retired: [None; 3],
-            reserve: None,
-            reserves: 0,
+            retired: None,
             generation: 0,
             limited_seen: 0,
             frozen: false,
@@ -287,10 +278,13 @@ impl Consumer {
     /// larger one while the producer is limited, a smaller one when idle. The producer may be
     /// waiting for just that.
     pub fn offer(&mut self, region: Region) -> Result<Wake, OfferError> {
-        if self.is_switching() {
+        if self.pending.is_some() || self.retired.is_some() {
             return Err(OfferError::Pending);
         }
-        let ring = self.ring_of(region)?;
+        let ring = self.area.ring(region).map_err(|e| match e {
+            NoRing::Outside => OfferError::Outside,
+            NoRing::Unmapped => OfferError::Unmapped,
+        })?;
         let offer = Offer {
             generation: Offer::next_generation(self.generation),
             region,
@@ -300,63 +294,27 @@ impl Consumer {
         Ok(take(&self.theirs().want_space))
     }
 
-    fn ring_of(&self, region: Region) -> Result<RingMemory, OfferError> {
-        self.area.ring(region).map_err(|e| match e {
-            NoRing::Outside => OfferError::Outside,
-            NoRing::Unmapped => OfferError::Unmapped,
-        })
-    }
-
-    /// Offers `region`, which need not have memory, for a producer that finds no room. One at a time; a ring may be on offer beside
-    /// it.
-    pub fn offer_reserve(&mut self, region: Region) -> Result<(), OfferError> {
-        let has_retired = self.retired.iter().any(Option::is_some);
-        if has_retired || self.switch_pos != u64::MAX || self.reserve.is_some() {
-            return Err(OfferError::Pending);
-        }
-        let ring = self.ring_of(region)?;
-        self.reserves = Offer::next_generation(self.reserves);
-        let offer = Offer {
-            generation: self.reserves,
-            region,
-        };
-        self.reserve = Some(Pending { offer, ring });
-        // Releases the block as it is now, which the producer has seen anyway.
-        self.mine().reserve.store(offer.pack(), Ordering::Release);
-        Ok(())
-    }
-
-    /// Whether there is a reserve that has not been taken, as far as is known.
-    pub fn has_reserve(&self) -> bool {
-        self.reserve.is_some()
-    }
-
-    /// The region of a ring that is no longer used, once: to be freed by the caller. There may be more.
+    /// The region of the ring that is no longer used, once: to be freed by the caller.
     pub fn take_retired(&mut self) -> Result<Option<Region>, RingError> {
         if self.pending.is_some() {
             self.reload()?;
         }
-        Ok(self.retired.iter_mut().find_map(Option::take))
-    }
-
-    fn retire(&mut self, region: Option<Region>) {
-        // There is a place: nothing is offered before all are taken.
-        if let Some(place) = self.retired.iter_mut().find(|r| r.is_none()) {
-            *place = region;
-        }
+        Ok(self.retired.take())
     }
 
     /// A switch of rings is under way, or its old ring has not been taken.
     pub fn is_switching(&self) -> bool {
-        self.pending.is_some() || self.retired.iter().any(Option::is_some)
+        self.pending.is_some() || self.retired.is_some()
     }
 
     /// Every region that this direction holds, to be freed when it is over: current, offered,
-    /// the reserve, retired.
-    pub fn into_regions(self) -> [Option<Region>; REGIONS] {
-        let [a, b, c] = self.retired;
-        let offered = [self.pending, self.reserve].map(|p| p.map(|p| p.offer.region));
-        [self.region, offered[0], offered[1], a, b, c]
+    /// retired.
+    pub fn into_regions(self) -> [Option<Region>; 3] {
+        [
+            self.region,
+            self.pending.map(|p| p.offer.region),
+            self.retired,
+        ]
     }
 
     /// Size of the current ring in bytes; 0 before the first one.
@@ -391,7 +349,7 @@ impl Consumer {
         let tail = self.theirs().tail.load(Ordering::SeqCst);
         // After the tail: a switch that this tail can be beyond is seen.
         let generation = self.theirs().generation.load(Ordering::Acquire);
-        if generation & !RESERVE != self.generation {
+        if generation != self.generation {
             self.see_switch(generation)?;
         }
         if tail < self.tail {
@@ -412,38 +370,16 @@ impl Consumer {
     #[cold]
     fn see_switch(&mut self, generation: u32) -> Result<(), RingError> {
         let pos = self.theirs().switch_pos.load(Ordering::Relaxed);
-        if let Some(next) = self.pending
-            && self.reserve.is_some()
-            && self.switch_pos == u64::MAX
-            && generation == Offer::next_generation(next.offer.generation) | RESERVE
-        {
-            // Two switches at once. The producer takes the reserve only when it knows that the ring before its own has been read to
-            // the end, and of nothing behind it have we seen a byte: the first of the two was where we are.
-            if self.tail != self.head {
-                return Err(Violation::BadSwitch.into());
-            }
-            self.generation = next.offer.generation;
-            self.finish_switch();
-        }
-        let reserve = self
-            .reserve
-            .filter(|_| generation == Offer::next_generation(self.generation) | RESERVE);
         match self.pending {
             Some(next) if next.offer.generation == generation => {}
-            _ if reserve.is_some() && self.switch_pos == u64::MAX => {}
             _ => return Err(Violation::BadSwitch.into()),
         }
         // It adopted after every tail seen with the generation before, within the old window.
         if pos < self.tail || pos > self.head + self.ring.size() {
             return Err(Violation::BadSwitch.into());
         }
-        self.generation = generation & !RESERVE;
+        self.generation = generation;
         self.switch_pos = pos;
-        if let Some(taken) = reserve {
-            let withdrawn = self.pending.replace(taken);
-            self.retire(withdrawn.map(|p| p.offer.region));
-            self.reserve = None;
-        }
         if pos == self.head {
             self.finish_switch();
         }
@@ -454,8 +390,7 @@ impl Consumer {
     #[cold]
     fn finish_switch(&mut self) {
         if let Some(next) = self.pending.take() {
-            let before = self.region.replace(next.offer.region);
-            self.retire(before);
+            self.retired = self.region.replace(next.offer.region);
             self.ring = next.ring;
         }
         self.switch_pos = u64::MAX;

@@ -86,31 +86,6 @@ fn ring_in(segments: &DataSegments, region: Region) -> Result<RingMemory, NoRing
     })
 }
 
-impl DataArea {
-    /// Sees to memory for `len` bytes from position `pos` on of the ring in `region`, which is mapped; cut to the ring. False if
-    /// there is none. An area that is mapped as a whole is the process's own.
-    pub(super) fn back(&self, region: Region, pos: u64, len: u64) -> bool {
-        match self.0 {
-            Place::Whole { .. } => true,
-            #[cfg(not(loom))]
-            Place::Segments(segments) => {
-                let size = region.len() as u64;
-                let (at, len) = (pos & (size - 1), len.min(size));
-                let first = len.min(size - at);
-                let pieces = [(at, first), (0, len - first)];
-                // SAFETY: there for as long as this value is used (`of_segments`).
-                let segments = unsafe { segments.as_ref() };
-                pieces.into_iter().all(|(at, n)| {
-                    n == 0
-                        || segments
-                            .back(region.offset() + at as usize, n as usize)
-                            .is_ok()
-                })
-            }
-        }
-    }
-}
-
 #[cfg(not(loom))]
 impl DataArea {
     /// The area that these segments are of.

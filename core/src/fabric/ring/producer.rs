@@ -5,14 +5,10 @@ use std::ptr::NonNull;
 use super::allowance::Allowance;
 use super::memory::{DataArea, NoRing, RingMemory, Spans};
 use super::{
-    ConsumerLine, DirectionBlock, End, Offer, ProducerLine, RESERVE, RingError, RxFlags, Stopped,
-    Violation, Wake, disarm, take,
+    ConsumerLine, DirectionBlock, End, Offer, ProducerLine, RingError, RxFlags, Stopped, Violation,
+    Wake, disarm, take,
 };
-use crate::fabric::layout::Region;
 use crate::sync::{Ordering, fence_after_rmw};
-
-/// Bytes of a reserve that get memory at a time.
-const PIECE: u64 = 128 * 1024;
 
 /// The producer of one direction; used under the owner's lock of that direction.
 ///
@@ -37,14 +33,6 @@ pub struct Producer {
     switch_pos: u64,
     /// The offer that the current ring comes from, as read.
     offer: u64,
-    /// The generation of the current ring.
-    generation: u32,
-    /// The reserve that was taken last, as read.
-    reserve: u64,
-    /// That is the current ring, and has memory up to this position.
-    backed: Option<(Region, u64)>,
-    /// So many bytes may be unread: there was no memory for more.
-    bound: u64,
     seen_flags: u32,
     limited: u32,
     /// The tail when `limited` was last counted: once per position, however often retried.
@@ -76,10 +64,6 @@ impl Producer {
             head: 0,
             switch_pos: 0,
             offer: 0,
-            generation: 0,
-            reserve: 0,
-            backed: None,
-            bound: u64::MAX,
             seen_flags: 0,
             limited: 0,
             limited_at: None,
@@ -193,10 +177,9 @@ impl Producer {
     pub fn has_space(&mut self) -> Result<bool, RingError> {
         self.reload()?;
         let size = self.ring.size();
-        let quarter = self.ring.quarter().min(self.bound / 4);
         Ok(self.theirs().offer.load(Ordering::SeqCst) != self.offer
             || self.theirs().flags.load(Ordering::SeqCst) != self.seen_flags
-            || size != 0 && self.window() - self.tail >= quarter)
+            || size != 0 && self.window() - self.tail >= self.ring.quarter())
     }
 
     /// What the consumer has told so far. Unknown bits are dropped.
@@ -250,11 +233,6 @@ impl Producer {
             return Ok(false);
         }
         let offer = Offer::unpack(word).ok_or(Violation::BadOffer)?;
-        if offer.generation != Offer::next_generation(self.generation) {
-            // Offered when the consumer did not know yet that the reserve was taken: it is withdrawn.
-            self.offer = word;
-            return Ok(false);
-        }
         let ring = match self.area.ring(offer.region) {
             Ok(ring) => ring,
             Err(NoRing::Outside) => return Err(Violation::BadOffer.into()),
@@ -267,63 +245,16 @@ impl Producer {
         if !self.allowance.admits(offer.region) {
             return Err(Violation::BeyondAllowance.into());
         }
-        self.offer = word;
-        self.backed = None;
-        self.switch_to(ring, offer.generation, 0);
-        Ok(true)
-    }
-
-    fn switch_to(&mut self, ring: RingMemory, generation: u32, mark: u32) {
         self.previous = std::mem::replace(&mut self.ring, ring);
         self.previous_pos = self.switch_pos;
-        self.generation = generation;
+        self.offer = word;
         self.switch_pos = self.tail;
-        self.limit = self.writable();
+        self.limit = self.window();
         let mine = self.mine();
         mine.switch_pos.store(self.tail, Ordering::Relaxed);
         // Releases `switch_pos` to the consumer's load of `generation`; the next tail releases both.
-        mine.generation.store(generation | mark, Ordering::Release);
-    }
-
-    /// Moves on to the reserve, if there is one and it is larger: nobody reads, and the sender is not to wait. True if there is
-    /// more room than before.
-    pub fn take_reserve(&mut self) -> Result<bool, RingError> {
-        self.reload()?;
-        let Some((word, region)) = self.next_reserve() else {
-            return Ok(false);
-        };
-        self.reserve = word;
-        let ring = match self.area.ring(region) {
-            Ok(ring) => ring,
-            Err(NoRing::Outside) => return Err(Violation::BadOffer.into()),
-            Err(NoRing::Unmapped) => return Ok(false),
-        };
-        if !self.allowance.admits(region) {
-            return Err(Violation::BeyondAllowance.into());
-        }
-        // Without memory for the first piece the direction stays where it is.
-        if !self.area.back(region, self.tail, PIECE) {
-            return Ok(false);
-        }
-        self.backed = Some((region, self.tail + PIECE));
-        self.switch_to(ring, Offer::next_generation(self.generation), RESERVE);
+        mine.generation.store(offer.generation, Ordering::Release);
         Ok(true)
-    }
-
-    /// Whether there would be room by [`take_reserve`](Self::take_reserve), by what is known of the consumer.
-    pub fn has_reserve(&self) -> bool {
-        self.next_reserve().is_some()
-    }
-
-    /// The reserve, if it can be taken now.
-    fn next_reserve(&self) -> Option<(u64, Region)> {
-        let word = self.theirs().reserve.load(Ordering::Acquire);
-        if word == self.reserve || self.ended || self.head < self.switch_pos {
-            return None;
-        }
-        let region = Offer::unpack(word)?.region;
-        (region.len() as u64 > self.ring.size() && self.tail - self.head < self.bound)
-            .then_some((word, region))
     }
 
     /// A copy of the bytes that a consumer which has [stopped](super::Consumer::stop) has not read.
@@ -376,45 +307,13 @@ impl Producer {
     /// The end of the current ring's window: its bytes begin at the switch position, and older
     /// ones are in the ring before.
     fn window(&self) -> u64 {
-        let end = self.head.max(self.switch_pos) + self.ring.size();
-        end.min(self.head.saturating_add(self.bound)).max(self.tail)
-    }
-
-    /// What of the window has memory.
-    fn writable(&self) -> u64 {
-        match self.backed {
-            Some((_, backed)) => self.window().min(backed).max(self.tail),
-            None => self.window(),
-        }
-    }
-
-    /// Sees to memory for `want` bytes more in a reserve, of which the ring has been once around when all of it has some.
-    fn back_more(&mut self, want: u64) {
-        let Some((region, backed)) = self.backed else {
-            return;
-        };
-        let end = self.switch_pos + self.ring.size();
-        if backed >= end {
-            self.backed = None;
-        } else if self.window().min(end) > backed {
-            let more = want.next_multiple_of(PIECE).max(PIECE).min(end - backed);
-            if self.area.back(region, backed, more) {
-                self.backed = Some((region, backed + more));
-            } else {
-                // It is to do with what it has.
-                self.bound = self.bound.min(backed - self.head);
-            }
-        }
-        self.limit = self.writable();
+        self.head.max(self.switch_pos) + self.ring.size()
     }
 
     #[cold]
     fn refill(&mut self, want: u64) -> Result<(), RingError> {
         self.reload()?;
         self.adopt()?;
-        if self.backed.is_some() && self.limit - self.tail < want {
-            self.back_more(want);
-        }
         if self.limit - self.tail < want && self.limited_at != Some(self.tail) && !self.ended {
             self.limited_at = Some(self.tail);
             self.limited = self.limited.wrapping_add(1);
@@ -436,7 +335,7 @@ impl Producer {
         }
         self.head = head;
         if !self.ended {
-            self.limit = self.writable();
+            self.limit = self.window();
         }
         Ok(())
     }

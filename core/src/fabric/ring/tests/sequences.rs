@@ -164,8 +164,6 @@ enum Op {
     Offer(u8),
     Adopt,
     Retire,
-    Reserve(u8),
-    TakeReserve,
     ArmData,
     ArmSpace,
 }
@@ -176,9 +174,7 @@ fn op() -> impl Strategy<Value = Op> {
         4 => prop_oneof![0usize..40, 0usize..9000].prop_map(Op::Recv),
         1 => (12u8..15).prop_map(Op::Offer),
         1 => Just(Op::Adopt),
-        2 => Just(Op::Retire),
-        1 => (13u8..16).prop_map(Op::Reserve),
-        2 => Just(Op::TakeReserve),
+        1 => Just(Op::Retire),
         1 => Just(Op::ArmData),
         1 => Just(Op::ArmSpace),
     ]
@@ -202,7 +198,7 @@ proptest! {
                     let (done, wake) = send(&mut p, &pattern(sent, n))?;
                     sent += done as u64;
                     to_consumer = wake;
-                    prop_assert!(done == n || p.free()? == 0 || p.has_reserve());
+                    prop_assert!(done == n || p.free()? == 0);
                 }
                 Op::Recv(n) => {
                     let mut buf = vec![0; n];
@@ -216,13 +212,6 @@ proptest! {
                     to_producer = c.offer(r).unwrap();
                 },
                 Op::Adopt => { p.adopt()?; }
-                Op::Reserve(log2) => if let Some(r) = arena.alloc(log2)
-                    && c.offer_reserve(r).is_err()
-                {
-                    arena.free(r);
-                },
-                // Nobody sleeps who could take it.
-                Op::TakeReserve => space_asleep &= !p.take_reserve()?,
                 Op::Retire => if let Some(r) = c.take_retired()? { arena.free(r); },
                 Op::ArmData => {
                     let armed = c.arm_data(1)?;

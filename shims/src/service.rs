@@ -376,6 +376,7 @@ struct Worker {
     pressed: Vec<rings::Pressed>,
     /// Connections whose other end was closed where its library did not see it, it seems.
     unmarked: Vec<watch::Unmarked>,
+    dying: Vec<links::Dying>,
     /// Connections whose other end has sent its last, and is sent to over a link, by their slots.
     one_way: HashMap<u32, watch::OneWay>,
     /// When rings are next looked at for shrinking, ns; 0: nothing has grown.
@@ -428,6 +429,7 @@ impl Worker {
             hosts: remote::Hosts::new(),
             pressed: Vec::new(),
             unmarked: Vec::new(),
+            dying: Vec::new(),
             one_way: HashMap::new(),
             shrink_at: 0,
             held_until: 0,
@@ -551,6 +553,7 @@ impl Worker {
         let held = (self.held_until != 0).then_some(self.held_until);
         let pressed = self.pressed.iter().map(|p| p.deadline);
         let unmarked = self.unmarked.iter().map(|u| u.deadline);
+        let dying = self.dying.iter().map(|d| d.deadline);
         let one_way = self.one_way.values().map(|o| o.deadline);
         let deferred = self.deferred.iter().map(|d| d.deadline);
         let lingering = self.lingering.values().map(|l| l.deadline);
@@ -568,6 +571,7 @@ impl Worker {
             .chain(shrink)
             .chain(pressed)
             .chain(unmarked)
+            .chain(dying)
             .chain(one_way)
             .chain(self.control.next_timeout())
             .chain(self.hosts.next_timeout())
@@ -593,6 +597,7 @@ impl Worker {
         self.deferred.retain(|d| d.deadline > now);
         self.relieve(now);
         self.leave_unmarked(now);
+        self.leave_dying(now);
         self.look_for_readers(now);
         self.control_on_time(now);
         self.hosts_on_time(now);

@@ -240,8 +240,6 @@ pub struct Socket {
     pub lost_unread: AtomicBool,
     /// It has been said.
     pub reset_told: AtomicBool,
-    /// TCP is still to show that the process has died.
-    pub reader_died: AtomicBool,
     /// The service thread watches the anchor, and epoll sets have handed the socket to us.
     pub watched: AtomicBool,
     pub link: AtomicPtr<Link>,
@@ -360,7 +358,6 @@ impl Socket {
             rx_shut: AtomicBool::new(false),
             lost_unread: AtomicBool::new(false),
             reset_told: AtomicBool::new(false),
-            reader_died: AtomicBool::new(false),
             watched: AtomicBool::new(false),
             link: AtomicPtr::new(std::ptr::null_mut()),
             fd: AtomicI32::new(-1),
@@ -409,7 +406,6 @@ impl Socket {
         socket.rx_shut.store(false, Relaxed);
         socket.lost_unread.store(false, Relaxed);
         socket.reset_told.store(false, Relaxed);
-        socket.reader_died.store(false, Relaxed);
         socket.watched.store(false, Relaxed);
         socket.closed.store(closed::OPEN, Relaxed);
         socket.orphaned.store(false, Relaxed);
@@ -687,7 +683,7 @@ fn break_off(fd: BorrowedFd<'_>) {
     };
 }
 
-/// The peer's process has ended, which TCP shows as the end of its direction, or will, and has not read what the link held for
+/// The peer's process has ended, which TCP shows as the end of its direction, as a rule, and has not read what the link held for
 /// it. Had that been in its socket a reset would have come in place of the end, to be seen by every call: so the
 /// anchor is made what that would have made of it.
 pub fn on_reader_died(socket: &Socket, is_shut: bool) {
@@ -697,17 +693,8 @@ pub fn on_reader_died(socket: &Socket, is_shut: bool) {
     };
     // What TCP has yet to give would be lost.
     let is_read = rustix::io::ioctl_fionread(fd).is_ok_and(|n| n == 0);
-    if is_shut || !is_read {
+    if is_shut || !is_read || !has_ended(libc::EPOLLRDHUP | libc::EPOLLHUP) {
         return report_reset(socket, is_shut);
-    }
-    if !has_ended(libc::EPOLLRDHUP | libc::EPOLLHUP) {
-        // It comes a moment later, perhaps as a reset (see `lifecycle::reset_if_unread`); or never, where another process has
-        // the other end as well.
-        socket.reader_died.store(true, SeqCst);
-        if !has_ended(libc::EPOLLRDHUP | libc::EPOLLHUP) {
-            return report_reset(socket, is_shut);
-        }
-        socket.reader_died.store(false, SeqCst);
     }
     if !has_ended(libc::EPOLLHUP) {
         break_off(fd);

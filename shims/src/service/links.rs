@@ -20,7 +20,7 @@ use crate::library::config;
 use crate::link::{Identity, Link, NoProducer, Refused};
 use crate::promote;
 use crate::ready;
-use crate::socket::{self, mode};
+use crate::socket::{self, Socket, mode};
 use crate::wait::{FLAGS_BYTES, MAX_WAITERS, SERVICE, WaiterId};
 
 /// A link that we have asked for.
@@ -35,6 +35,32 @@ pub struct Pending {
 /// After how long a dead link on which a thread still sleeps is looked at again, ns. What is under way on its queue pair
 /// completes as failed, which wakes the thread.
 const BURY_AGAIN: u64 = 100_000_000;
+
+/// A stream whose peer's process has ended with bytes of ours unread, which TCP does not show yet. Until it does the stream stays
+/// what it is: who is told before that finds the connection still standing.
+pub(super) struct Dying {
+    r: Ref,
+    /// Monotonic ns.
+    pub deadline: u64,
+}
+
+/// How long TCP has to show it, ns; where another process has the other end too, it never does.
+const END_WITHIN: u64 = 1_000_000_000;
+
+fn awaits_end(socket: &'static Socket) -> bool {
+    let is_unread = socket.tx.lock().is_some_and(|tx| {
+        let unread = tx.producer.as_ref().is_some_and(|p| p.is_unread());
+        unread && !tx.is_shut && socket.tx_mode.load(Acquire) == mode::LINK
+    });
+    is_unread && !has_ended(socket)
+}
+
+fn has_ended(socket: &'static Socket) -> bool {
+    let Some(_control) = socket.control.lock() else {
+        return true;
+    };
+    ready::kernel(socket, rustix::event::PollFlags::RDHUP) & ready::ENDED != 0
+}
 
 impl Worker {
     /// A handshake has come to where it needs the link to `peer`.
@@ -505,35 +531,55 @@ impl Worker {
                 self.settle(Ref::new(socket));
                 continue;
             }
-            if let Some(mut control) = socket.control.lock() {
-                if why == Reason::Violation {
-                    // What is in the ring cannot be trusted: the connection is over.
-                    crate::socket::reset(socket);
-                }
-                if control.handshake.is_some() {
-                    let steps = promote::give_up(&mut control);
-                    promote::run(socket, &mut control, steps);
-                }
-                promote::set_why(socket, why);
+            if why == Reason::PeerGone && awaits_end(socket) {
+                let deadline = crate::time::now_ns() + END_WITHIN;
+                let r = Ref::new(socket);
+                self.dying.push(Dying { r, deadline });
+                continue;
             }
-            if let Some(mut tx) = socket.tx.lock() {
-                // A SWITCH that is still to be written leads the peer to a link that is over.
-                tx.then_link = false;
-                if socket.tx_mode.load(Acquire) == mode::LINK {
-                    let unread = tx.producer.take().is_some_and(|p| p.is_unread());
-                    if unread && why == Reason::PeerGone {
-                        crate::socket::on_reader_died(socket, tx.is_shut);
-                    }
-                    socket.tx_mode.store(mode::TCP, SeqCst);
-                }
-            }
-            // What the peer had written is still to be read; `leave_link_at_end` goes on from there.
-            crate::rx::leave_link_at_end(socket);
-            crate::ready::notify_local(socket);
-            self.settle(Ref::new(socket));
+            self.leave_dead(socket, why);
         }
         self.dead_links.push(link);
         self.bury();
+    }
+
+    /// A stream goes on without its link.
+    fn leave_dead(&mut self, socket: &'static Socket, why: Reason) {
+        if let Some(mut control) = socket.control.lock() {
+            if why == Reason::Violation {
+                // What is in the ring cannot be trusted: the connection is over.
+                crate::socket::reset(socket);
+            }
+            if control.handshake.is_some() {
+                let steps = promote::give_up(&mut control);
+                promote::run(socket, &mut control, steps);
+            }
+            promote::set_why(socket, why);
+        }
+        if let Some(mut tx) = socket.tx.lock() {
+            // A SWITCH that is still to be written leads the peer to a link that is over.
+            tx.then_link = false;
+            if socket.tx_mode.load(Acquire) == mode::LINK {
+                let unread = tx.producer.take().is_some_and(|p| p.is_unread());
+                if unread && why == Reason::PeerGone {
+                    crate::socket::on_reader_died(socket, tx.is_shut);
+                }
+                socket.tx_mode.store(mode::TCP, SeqCst);
+            }
+        }
+        // What the peer had written is still to be read; `leave_link_at_end` goes on from there.
+        crate::rx::leave_link_at_end(socket);
+        crate::ready::notify_local(socket);
+        self.settle(Ref::new(socket));
+    }
+
+    /// TCP says how the peer of a link that has ended has ended itself, or it does not within the time.
+    pub(super) fn leave_dying(&mut self, now: u64) {
+        let is_over = |d: &mut Dying| d.deadline <= now || d.r.get().is_none_or(has_ended);
+        let over: Vec<Dying> = self.dying.extract_if(.., is_over).collect();
+        for socket in over.into_iter().filter_map(|d| d.r.get()) {
+            self.leave_dead(socket, Reason::PeerGone);
+        }
     }
 
     /// Gives the memory of dead links back once no socket uses them. Some time later again if a thread still sleeps on

@@ -154,12 +154,8 @@ impl Worker {
                 .anchor
                 .fetch_or(now & (ready::ENDED | libc::EPOLLPRI as u32), SeqCst);
         }
-        if socket.reader_died.load(Acquire)
-            && socket.anchor.load(Acquire) & ready::ENDED != 0
-            && let Some(tx) = socket.tx.lock()
-        {
-            socket.reader_died.store(false, SeqCst);
-            socket::on_reader_died(socket, tx.is_shut);
+        if !self.dying.is_empty() && socket.anchor.load(Acquire) & ready::ENDED != 0 {
+            self.leave_dying(0);
         }
         if socket.tx_mode.load(Acquire) == mode::MARKED {
             promote::flush(socket);

@@ -37,11 +37,6 @@ const STATES: [&str; 5] = ["recv", "send", "poll", "epoll", "later"];
 pub fn add_to(all: &mut Vec<Scenario>) {
     for (way, name) in WAYS.iter().enumerate() {
         for unread in 0..4 {
-            // Of a killed process TCP's own end may come after a receive that was told of the reset by the link: what the calls
-            // behind that see is not yet the same each time.
-            if *name == "kill" && unread % 2 == 1 {
-                continue;
-            }
             let base = format!("ends_by_{name}");
             all.push(Scenario::numbered(
                 &base,

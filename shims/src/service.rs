@@ -144,6 +144,9 @@ impl Service {
             return;
         }
         let errno = crate::errno::get();
+        // Here, in the middle of the program's own call, so that what the thread begins with is at no moment the number that the
+        // program's next file is to get.
+        let name = names::Listener::instance(&Library::get().id).ok();
         let blocked = SignalsBlocked::new();
         let mask = blocked.0;
         let spawned = std::thread::Builder::new()
@@ -153,7 +156,7 @@ impl Service {
                 let own = &Library::get().service;
                 let id = rustix::thread::gettid().as_raw_nonzero().get();
                 own.thread.store(id, SeqCst);
-                if let Some(mut worker) = Worker::new(mask) {
+                if let Some(mut worker) = Worker::new(mask, name) {
                     worker.run();
                 }
             });
@@ -399,12 +402,12 @@ struct Worker {
 }
 
 impl Worker {
-    fn new(mask: libc::sigset_t) -> Option<Self> {
+    fn new(mask: libc::sigset_t, instance_name: Option<names::Listener>) -> Option<Self> {
         let library = Library::get();
         let worker = Self {
             library,
             service: &library.service,
-            instance_name: names::Listener::instance(&library.id).ok(),
+            instance_name,
             listeners: Vec::new(),
             conns: HashMap::new(),
             guests: guests::Guests::new(descriptors()),

@@ -17,7 +17,7 @@ use crate::socket::mode;
 pub(super) fn worker() -> Worker {
     without_thread();
     // SAFETY: a set of no signals.
-    Worker::new(unsafe { std::mem::zeroed() }).unwrap()
+    Worker::new(unsafe { std::mem::zeroed() }, None).unwrap()
 }
 
 /// What is submitted stays in the queue.

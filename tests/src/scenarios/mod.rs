@@ -159,7 +159,6 @@ const WITHOUT_STORM: [&str; 7] = [
 /// Scenarios whose outcome does on kernel TCP too, mostly by EINTR of poll, select and epoll_wait, which is never restarted; or
 /// that end before the first signal comes, or close the storm's own descriptors.
 const NOT_IN_A_STORM: &[&str] = &[
-    "process_cloned_changes_user",
     "calls_bad_fds",
     "calls_not_sockets",
     "connect_accept_flags",

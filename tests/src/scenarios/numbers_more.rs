@@ -27,8 +27,6 @@ pub fn sockets(c: &Ctx) {
         c.log(format_args!("accept -> {new} {len}"));
         let flags = libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC;
         c.sync("second");
-        // With the first connection the library begins, whose fds are for an instant each the lowest free number.
-        sys::pause_ms(40);
         let second = number!(SYS_accept4, fd, NONE, NONE, flags);
         c.ret("accept4", second);
         c.log(call!(libc::fcntl(second.ok(), libc::F_GETFL)));

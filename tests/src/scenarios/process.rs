@@ -220,22 +220,25 @@ pub fn prefork(c: &Ctx) {
 /// for every other thread that it knows of, and a clone's child has none of its parent's.
 pub fn cloned_changes_user(c: &Ctx) {
     let (listener, port) = c.listener(32);
-    let Some(listener) = listener else {
-        let fd = sys::connected(&Addr::v4(port));
-        c.recv_to_end(fd);
-        return;
-    };
-    let fd = sys::accept4(listener, 0).ok();
-    let child = call!(libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0)).ok();
-    if child == 0 {
-        // To what it is.
-        let unchanged = libc::uid_t::MAX;
-        let changed = call!(libc::setresuid(unchanged, unchanged, unchanged));
-        sys::leave_at_once(i32::from(changed.failed()));
+    for _ in 0..20 {
+        let Some(listener) = listener else {
+            let fd = sys::connected(&Addr::v4(port));
+            c.recv_to_end(fd);
+            c.close(fd);
+            continue;
+        };
+        let fd = sys::accept4(listener, 0).ok();
+        let child = call!(libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0)).ok();
+        if child == 0 {
+            // To what it is.
+            let unchanged = libc::uid_t::MAX;
+            let changed = call!(libc::setresuid(unchanged, unchanged, unchanged));
+            sys::leave_at_once(i32::from(changed.failed()));
+        }
+        c.log(format_args!("child {}", sys::wait_child(child)));
+        c.send(fd, b"done", 0);
+        c.close(fd);
     }
-    c.log(format_args!("child {}", sys::wait_child(child)));
-    c.send(fd, b"done", 0);
-    c.close(fd);
 }
 
 /// A server makes a child by clone(2) as it is for each connection, which the child accepts, while the server has one that is

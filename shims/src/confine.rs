@@ -112,7 +112,5 @@ fn forget(socket: &'static Socket) {
     if let Some(listener) = socket.take_listener() {
         listener.release();
     }
-    if let Some(library) = Library::current() {
-        socket.recycle(Some(library.stats));
-    }
+    socket.recycle(Library::current().map(|library| library.stats));
 }

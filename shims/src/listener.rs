@@ -83,8 +83,11 @@ impl Listener {
     /// This process has accepted a connection: its service thread answers for the listener.
     #[inline]
     pub fn on_accept(&'static self) {
-        if !self.served.load(Acquire) && !self.served.swap(true, AcqRel) {
-            Library::get().service.submit(Command::Listen(self));
+        if !self.served.load(Acquire)
+            && let Some(library) = Library::ensure()
+            && !self.served.swap(true, AcqRel)
+        {
+            library.service.submit(Command::Listen(self));
         }
     }
 

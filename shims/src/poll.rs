@@ -85,6 +85,10 @@ fn poll_slow(
             crate::fork::reclaim(socket);
         }
     }
+    if Library::current().is_none() && Library::ensure().is_none() {
+        // A fork child that has nothing left to become an instance by, so nothing of its is ours.
+        return real(set.as_mut_ptr(), set.len() as nfds_t, timeout);
+    }
     let deadline = timeout.deadline();
     let mut copy: Entries = SmallVec::with_capacity(set.len() + 1);
     // What the numbers stand for. As in the kernel they are looked up when the call begins, and again when something is

@@ -111,7 +111,7 @@ pub fn all() -> Vec<Scenario> {
         numbers: warm { bytes_out, bytes_in, waits, sets } cold {  }
         numbers_more: warm { sockets, descriptors, closed_number, in_handler, exec, exit } cold {  }
         refused: warm { fork_before, fork_on_a_link } cold {  }
-        process: warm { cloned_accepts, fork_child_then_parent, fork_child_has_no_arena, fork_child_closes, fork_parent_closes, fork_client, fork_with_unread_data, fork_both_write, fork_exec, exec_itself, exec_fails, spawn, system, pass_to_child, pass_to_itself } cold { prefork, fork_per_connection, cloned_changes_user, pass_fresh }
+        process: warm { cloned_accepts, fork_child_then_parent, fork_child_has_no_arena, fork_child_closes, fork_parent_closes, fork_client, fork_with_unread_data, fork_both_write, fork_exec, exec_itself, exec_fails, spawn, system, pass_to_child, pass_to_itself } cold { prefork, fork_per_connection, fork_without_descriptors, cloned_changes_user, pass_fresh }
         threads: warm { send_and_receive, eight_senders, four_receivers, shutdown_wakes, shutdown_wakes_pollers, close_does_not_wake, cancel, cancel_early, cancel_sender_early, cancel_pollers } cold { eight_on_one_epoll, four_acceptors }
         wakes: warm { oneshot_over } cold { poll, select, receive, epoll, edge, oneshot, added, two_sets, nested, polled_set, two_waiters, two_receivers, crowd, shared_set }
     ];

@@ -319,6 +319,33 @@ pub fn fork_changes_user(c: &Ctx) {
     }
 }
 
+/// A child that may not open another file goes on with the connection that its parent has accepted, and with one that it finds
+/// in a poll.
+pub fn fork_without_descriptors(c: &Ctx) {
+    let (listener, port) = c.listener(32);
+    let Some(listener) = listener else {
+        let fd = sys::connected(&Addr::v4(port));
+        ask(c, fd, 40, 500);
+        c.recv_to_end(fd);
+        c.close(fd);
+        return;
+    };
+    let fd = sys::accept4(listener, 0).ok();
+    let child = sys::fork_child(|| {
+        let mut limit: libc::rlimit = sys::zeroed();
+        call!(libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit)).ok();
+        limit.rlim_cur = 1;
+        call!(libc::setrlimit(libc::RLIMIT_NOFILE, &limit)).ok();
+        for _ in 0..40 {
+            sys::wait_for(fd, libc::POLLIN);
+            answer(fd, 1, 500);
+        }
+        0
+    });
+    sys::close(fd).ok();
+    c.log(format_args!("child {}", sys::wait_child(child)));
+}
+
 /// The words of a helper's command line.
 pub(super) fn helper_words(what: &str, fd: c_int, more: &[&str]) -> Vec<CString> {
     let exe = std::env::current_exe().unwrap();

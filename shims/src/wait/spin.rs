@@ -24,8 +24,15 @@ pub struct Spinner {
     in_turns: AtomicU32,
 }
 
-/// From when on a spinning thread lets others run in between, ns.
-const POLITE_AFTER: u64 = 1_000;
+/// How long a quick peer takes to answer, ns.
+const GLANCE: u64 = 1_000;
+/// From when on a spinning thread lets others run in between, ns: at once where they wait for a core, and else late, for
+/// a peer that has a core of its own may yet be woken onto this one.
+const POLITE_AFTER: u64 = 4_000;
+const POLITE_AFTER_CROWDED: u64 = 1_000;
+/// So many looks, each with a pause, at a time: about half a microsecond. With more of them a thread that spins beside too many
+/// others is polite too late.
+const BETWEEN_CLOCKS: u32 = 8;
 /// What a sleep and its wake-up cost both sides together, ns.
 const SLEEP_COST: u64 = 5_000;
 /// After so many waits in which the peer ran only when it was let, the two may share a core while
@@ -107,7 +114,7 @@ impl Spinner {
 /// Spins for as long as a quick peer takes to answer: before a call that costs as much. Nothing is
 /// learnt from it.
 pub fn glance(done: impl FnMut() -> bool) -> bool {
-    spin_for(POLITE_AFTER, done) != End::Miss
+    spin_for(GLANCE, done) != End::Miss
 }
 
 /// How a spin ended.
@@ -124,7 +131,7 @@ fn spin_for(bound: u64, mut done: impl FnMut() -> bool) -> End {
     // What comes at once costs no look at the clock.
     let mut start = None;
     loop {
-        for _ in 0..32 {
+        for _ in 0..BETWEEN_CLOCKS {
             if done() {
                 return hit;
             }
@@ -135,7 +142,7 @@ fn spin_for(bound: u64, mut done: impl FnMut() -> bool) -> End {
         if spent >= bound {
             return End::Miss;
         }
-        if spent >= POLITE_AFTER {
+        if spent >= LOAD.polite_after() {
             // Whoever we wait for may have been woken onto this core.
             rustix::thread::sched_yield();
             hit = End::HitInTurn;
@@ -174,6 +181,14 @@ pub fn after_fork() {
 }
 
 impl Load {
+    fn polite_after(&self) -> u64 {
+        if self.room.load(Relaxed) == Room::Free as u8 {
+            POLITE_AFTER
+        } else {
+            POLITE_AFTER_CROWDED
+        }
+    }
+
     /// How it is on the cores, as of the kernel clock's last tick.
     fn room(&self) -> Room {
         let now = crate::time::tick();

@@ -83,7 +83,7 @@ impl Seen {
     /// The same, at a [tick](crate::time::tick) that has just been read.
     #[inline]
     pub fn is_due_at(&self, fd: c_int, tick: u64) -> bool {
-        let now = tick & !FD_MASK | fd as u64 & FD_MASK;
+        let now = at(tick, fd);
         let due = self.at.load(Relaxed) != now;
         if due {
             self.at.store(now, Relaxed);
@@ -91,10 +91,20 @@ impl Seen {
         due
     }
 
+    /// `fd` has been looked at just now.
+    pub fn note(&self, fd: c_int) {
+        self.at.store(at(crate::time::tick(), fd), Relaxed);
+    }
+
     /// Whatever is used next is looked at before.
     pub fn forget(&self) {
         self.at.store(0, Relaxed);
     }
+}
+
+#[inline]
+fn at(tick: u64, fd: c_int) -> u64 {
+    tick & !FD_MASK | fd as u64 & FD_MASK
 }
 
 /// The number, in the low bits of a time in ns; two that differ by a multiple of this pass for one.

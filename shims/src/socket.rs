@@ -6,7 +6,7 @@
 
 use std::ffi::c_int;
 use std::net::IpAddr;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsRawFd, BorrowedFd};
 
 use std::sync::atomic::{
     AtomicBool, AtomicI32, AtomicPtr, AtomicU8, AtomicU32, AtomicU64,
@@ -431,10 +431,16 @@ impl Socket {
         }
         // SAFETY: the program's number, in the middle of the call that has made it.
         match (fd >= 0).then(|| unsafe { BorrowedFd::borrow_raw(fd) }) {
-            Some(fd) => socket.cookie.record(fd),
-            None => socket.cookie.clear(),
+            Some(fd) => {
+                socket.cookie.record(fd);
+                // That was a look. A connection of a few calls, which is most of a short one, need not ask once more.
+                socket.seen.note(fd.as_raw_fd());
+            }
+            None => {
+                socket.cookie.clear();
+                socket.seen.forget();
+            }
         }
-        socket.seen.forget();
         socket.fd.store(fd, Release);
         let mut control = socket.control.lock()?;
         *control = Control::default();

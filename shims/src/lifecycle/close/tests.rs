@@ -85,3 +85,16 @@ fn a_number_of_several_is_closed_under_a_lock() {
     drop(copy);
     assert!(!is_open_to(&mut theirs));
 }
+
+/// To be made known takes a look at what the number stands for, which is a system call; a short connection makes no second.
+#[test]
+fn a_connection_that_has_just_become_known_is_not_looked_at_again() {
+    let is_due = || {
+        let (socket, ours, _theirs) = known();
+        let is_due = socket.seen.is_due(ours.as_raw_fd());
+        crate::lifecycle::before_close(ours.as_raw_fd());
+        is_due
+    };
+    // It is where the clock has ticked in between.
+    assert!((0..1_000).any(|_| !is_due()));
+}

@@ -88,6 +88,12 @@ impl Blocking {
     }
 }
 
+/// Whether a call with these flags is back at once, whatever another process does with the socket.
+#[inline]
+pub fn is_quick(socket: &Socket, flags: c_int) -> bool {
+    flags & libc::MSG_DONTWAIT != 0 || socket.blocking.is_nonblocking() && !fork::is_shared(socket)
+}
+
 /// How long a call on the socket may wait now, to receive (`data`) or to send; `None`: not at all.
 pub fn patience(socket: &Socket, data: bool) -> Option<Timeout> {
     let blocking = &socket.blocking;

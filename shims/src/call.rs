@@ -42,6 +42,10 @@ impl Began {
         }
     }
 
+    pub fn socket(&self) -> &'static Socket {
+        self.socket
+    }
+
     /// The number still stands for the socket, as far as hooks have seen.
     #[inline]
     pub fn is_named(&self) -> bool {

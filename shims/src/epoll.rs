@@ -125,6 +125,8 @@ pub struct Epoll {
     moves: AtomicU64,
     /// The kernel's set has sockets that may be taken over, so connections, too.
     mixed: AtomicBool,
+    /// Connections that stay on TCP for good have been added to the kernel's set, and no item tells of them.
+    has_plain: AtomicBool,
     /// When the kernel's set was last looked at, monotonic ns.
     looked_at: AtomicU64,
     /// The last look found nothing there.
@@ -161,6 +163,7 @@ impl Epoll {
                 fds: AtomicU32::new(0),
                 moves: AtomicU64::new(0),
                 mixed: AtomicBool::new(false),
+                has_plain: AtomicBool::new(false),
                 looked_at: AtomicU64::new(0),
                 kernel_quiet: AtomicBool::new(false),
                 full: AtomicU32::new(0),
@@ -171,6 +174,7 @@ impl Epoll {
         epoll.fd.store(fd, Release);
         epoll.nested.store(false, Release);
         epoll.inherited.store(false, Release);
+        epoll.has_plain.store(false, Relaxed);
         epoll.fds.store(1, Release);
         Some(epoll)
     }

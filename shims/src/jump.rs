@@ -81,6 +81,16 @@ pub fn or_if_cancelled<R: Failure>(call: impl FnOnce() -> R, leave: impl FnOnce(
     about_or_if_cancelled(std::ptr::null(), call, leave)
 }
 
+/// Makes a call of libc's that cannot block, in the section that is open: nothing leaves it but `pthread_cancel`, which
+/// `leave` undoes. Not inlined: see `calls` on destructors.
+#[inline(never)]
+pub fn quick_or_if_cancelled<R>(call: impl FnOnce() -> R, leave: impl FnOnce()) -> R {
+    let mut unwound = Unwound(Some(leave));
+    let result = call();
+    unwound.0 = None;
+    result
+}
+
 /// [`or_if_cancelled`], with what the call is about (`Thread::is_inside`). Not inlined: see `calls` on destructors.
 #[inline(never)]
 pub fn about_or_if_cancelled<R: Failure>(
@@ -88,18 +98,20 @@ pub fn about_or_if_cancelled<R: Failure>(
     call: impl FnOnce() -> R,
     leave: impl FnOnce(),
 ) -> R {
-    struct Unwound<F: FnOnce()>(Option<F>);
-    impl<F: FnOnce()> Drop for Unwound<F> {
-        fn drop(&mut self) {
-            if let Some(leave) = self.0.take() {
-                leave();
-            }
-        }
-    }
     let mut unwound = Unwound(Some(leave));
     let result = outside_about(about, call);
     unwound.0 = None;
     result
+}
+
+struct Unwound<F: FnOnce()>(Option<F>);
+
+impl<F: FnOnce()> Drop for Unwound<F> {
+    fn drop(&mut self) {
+        if let Some(leave) = self.0.take() {
+            leave();
+        }
+    }
 }
 
 struct Job<'a, R, F> {

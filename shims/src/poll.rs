@@ -17,7 +17,7 @@ use crate::lifecycle;
 use crate::link::{Duty, Link};
 use crate::points::point;
 use crate::ready::{self, Arm, Sleeper};
-use crate::socket::Socket;
+use crate::socket::{Socket, Stage};
 use crate::table::{self, Entry, Token};
 use crate::time::Timeout;
 use crate::wait::{Slots, Spinner, WaiterId};
@@ -35,7 +35,7 @@ type Entries = SmallVec<[pollfd; FEW]>;
 /// Whether any number in the set is one that the library may have to say something about.
 fn is_ours(fd: c_int) -> bool {
     match table::lookup(fd) {
-        Entry::Socket(_) => true,
+        Entry::Socket(socket) => socket.stage() != Stage::Plain,
         Entry::Epoll(set) => {
             // From now on the kernel's object shows what becomes ready, also should the set become active meanwhile.
             within(|| set.on_nested());

@@ -22,11 +22,11 @@ use rdmasock_core::fabric::ring::{RxFlags, Wake};
 use rdmasock_core::stats::Path;
 use rdmasock_core::thread;
 
+use crate::blocking;
 use crate::call::{Began, Call, Direction, Place};
 use crate::errno;
 use crate::iov::Iov;
-use crate::jump::or_if_cancelled;
-use crate::jump::within;
+use crate::jump::{or_if_cancelled, quick_or_if_cancelled, within};
 use crate::library::{Library, threshold_of};
 use crate::lifecycle::{self, on_its_file};
 use crate::points::point;
@@ -60,7 +60,16 @@ pub unsafe fn recv(
 ) -> ssize_t {
     let began = Began::now(socket, fd);
     let mut got = 0;
-    if socket.rx_mode.load(Acquire) == mode::TCP && socket.enter_rx() {
+    if socket.rx_mode.load(Acquire) != mode::TCP {
+        // SAFETY: by this function's contract.
+        return unsafe { recv_slow(began, iov, flags, got, real) };
+    }
+    if socket.stage() == Stage::Plain {
+        let n = real(fd);
+        count_received(&began, flags, n);
+        return n;
+    }
+    if socket.enter_rx() {
         if began.is_named() {
             // SAFETY: by this function's contract.
             match unsafe { plain(socket, fd, iov, flags, real) } {
@@ -90,6 +99,18 @@ unsafe fn begin_anew(
     }
 }
 
+/// Counts what TCP delivered on a connection that stays there.
+#[inline]
+fn count_received(began: &Began, flags: c_int, n: ssize_t) {
+    if n > 0
+        && flags & libc::MSG_PEEK == 0
+        && began.is_named()
+        && let Some(stats) = began.socket().stats()
+    {
+        stats.add_rx_tcp(n as u64);
+    }
+}
+
 /// The kernel's call on a plain direction, which the caller has entered. The result is as `scanned`'s.
 ///
 /// # Safety
@@ -103,7 +124,11 @@ unsafe fn plain(
     real: &impl Fn(c_int) -> ssize_t,
 ) -> ControlFlow<ssize_t, usize> {
     point!("receive: is about to sleep in the kernel");
-    let n = or_if_cancelled(|| real(fd), || leave(socket));
+    let n = if blocking::is_quick(socket, flags) {
+        quick_or_if_cancelled(|| real(fd), || leave(socket))
+    } else {
+        or_if_cancelled(|| real(fd), || leave(socket))
+    };
     point!("receive: is awake");
     if socket.rx_was_marked() {
         // SAFETY: by this function's contract.

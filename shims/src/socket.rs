@@ -68,8 +68,10 @@ pub enum Stage {
     Watching = 1,
     /// A promotion is under way, or done.
     Busy = 2,
-    /// Stays on TCP for good.
+    /// Stays on TCP for good, once the way back to it is over.
     Pinned = 3,
+    /// Stays on TCP for good, and nothing of ours was ever in it: its calls are the kernel's alone.
+    Plain = 4,
 }
 
 /// The sending direction.
@@ -509,6 +511,7 @@ impl Socket {
             0 => Stage::New,
             1 => Stage::Watching,
             2 => Stage::Busy,
+            4 => Stage::Plain,
             _ => Stage::Pinned,
         }
     }

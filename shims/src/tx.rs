@@ -20,11 +20,11 @@ use rdmasock_core::fabric::ring::{End, Wake};
 use rdmasock_core::stream::handshake::Role;
 use rdmasock_core::thread;
 
+use crate::blocking;
 use crate::call::{Began, Call, Direction, Place};
 use crate::errno;
 use crate::iov::Iov;
-use crate::jump::about_or_if_cancelled;
-use crate::jump::{outside, within};
+use crate::jump::{about_or_if_cancelled, outside, quick_or_if_cancelled, within};
 use crate::library::{Library, threshold_of};
 use crate::lifecycle::{self, on_its_file};
 use crate::promote;
@@ -61,11 +61,18 @@ pub unsafe fn send(
         keep_on_tcp(socket);
     }
     let began = Began::now(socket, fd);
-    if socket.tx_mode.load(Acquire) == mode::TCP && socket.enter_tx() {
-        if began.is_named() {
-            return plain(socket, || real(fd));
+    if socket.tx_mode.load(Acquire) == mode::TCP {
+        if socket.stage() == Stage::Plain {
+            let n = real(fd);
+            count_sent(&began, n);
+            return n;
         }
-        leave(socket);
+        if socket.enter_tx() {
+            if began.is_named() {
+                return plain(socket, blocking::is_quick(socket, flags), || real(fd));
+            }
+            leave(socket);
+        }
     }
     // SAFETY: by this function's contract.
     unsafe { send_slow(began, iov, flags, real) }
@@ -93,10 +100,25 @@ unsafe fn begin_anew(
     }
 }
 
+/// Counts what TCP took of a connection that stays there.
+#[inline]
+fn count_sent(began: &Began, n: ssize_t) {
+    if n > 0
+        && began.is_named()
+        && let Some(stats) = began.socket().stats()
+    {
+        stats.add_tx_tcp(n as u64);
+    }
+}
+
 /// The kernel's call on a plain direction, which the caller has entered.
 #[inline]
-fn plain(socket: &'static Socket, real: impl FnOnce() -> ssize_t) -> ssize_t {
-    let n = about_or_if_cancelled(about(socket), real, || leave(socket));
+fn plain(socket: &'static Socket, is_quick: bool, real: impl FnOnce() -> ssize_t) -> ssize_t {
+    let n = if is_quick {
+        quick_or_if_cancelled(real, || leave(socket))
+    } else {
+        about_or_if_cancelled(about(socket), real, || leave(socket))
+    };
     if n > 0 {
         account(socket, n as u64);
     }
@@ -275,7 +297,9 @@ unsafe fn send_slow(
                     return unsafe { begin_anew(fd, iov, flags, real) };
                 }
                 if socket.enter_tx() {
-                    let went = on_its_file(&call, |fd| plain(socket, || real(fd)));
+                    let went = on_its_file(&call, |fd| {
+                        plain(socket, blocking::is_quick(socket, flags), || real(fd))
+                    });
                     return went.unwrap_or_else(|| {
                         leave(socket);
                         errno::fail(libc::EBADF)
@@ -441,7 +465,7 @@ pub fn send_on_tcp(
             return outside(|| real(fd));
         }
         if socket.enter_tx() {
-            let went = on_its_file(&call, |fd| plain(socket, || real(fd)));
+            let went = on_its_file(&call, |fd| plain(socket, false, || real(fd)));
             return went.unwrap_or_else(|| {
                 leave(socket);
                 errno::fail(libc::EBADF)

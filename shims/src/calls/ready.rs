@@ -6,7 +6,7 @@ use crate::library::Library;
 use crate::lifecycle;
 use crate::poll::{self, Sets};
 use crate::real::Cancellable;
-use crate::socket::Socket;
+use crate::socket::{Socket, Stage};
 use crate::table::{self, Entry};
 use crate::time::Timeout;
 
@@ -254,6 +254,13 @@ pub unsafe extern "C" fn epoll_ctl(
         _ => table::lookup(fd),
     };
     match entry {
+        Entry::Socket(socket) if socket.stage() == Stage::Plain => {
+            if let (libc::EPOLL_CTL_ADD, Entry::Epoll(set)) = (operation, table::lookup(epoll)) {
+                set.on_plain();
+            }
+            // SAFETY: the caller's arguments, as they are.
+            unsafe { real(epoll, operation, fd, event) }
+        }
         // SAFETY: the caller's arguments, as they are.
         Entry::Socket(_) if lifecycle::connection(fd).is_none() => unsafe {
             real(epoll, operation, fd, event)

@@ -98,6 +98,15 @@ impl Epoll {
         }
     }
 
+    /// EPOLL_CTL_ADD of a connection that stays on TCP for good, and is none of ours.
+    #[inline]
+    pub fn on_plain(&self) {
+        if !self.has_plain.load(Relaxed) {
+            self.has_plain.store(true, Relaxed);
+            self.mixed.store(true, Relaxed);
+        }
+    }
+
     /// EPOLL_CTL_MOD of an item that the kernel's set does not have.
     fn unpark(&self, fd: c_int, event: libc::epoll_event) -> c_int {
         let added = self.kernel_fd().map(|set| {

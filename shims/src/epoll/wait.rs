@@ -456,7 +456,7 @@ impl Epoll {
         let Set { ready, again, .. } = set;
         ready.extend(again.drain(..));
         let more = set.ready.len() > n as usize;
-        let mixed = set.plain > 0;
+        let mixed = set.plain > 0 || self.has_plain.load(Relaxed);
         if self.mixed.load(Relaxed) != mixed {
             self.mixed.store(mixed, Relaxed);
         }

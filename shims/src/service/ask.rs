@@ -671,7 +671,12 @@ fn stay(socket: &'static Socket, why: Why) {
     if let Some(stats) = socket.stats() {
         stats.set_why(why);
     }
-    socket.set_stage(Stage::Pinned);
+    let was_ever_ours = crate::ready::is_watched(socket) || !socket.is_plain();
+    socket.set_stage(if was_ever_ours {
+        Stage::Pinned
+    } else {
+        Stage::Plain
+    });
 }
 
 /// Nobody at the other end has the library. Here that is certain. Another host may have been too busy to answer, or its

@@ -8,13 +8,13 @@ use rdmasock_core::os::kernel;
 
 use super::cork::{hold, is_more_to_come};
 use super::room::no_room;
-use super::{PIECE, is_dead, leave, plain, take_back, violation};
+use super::{PIECE, count_sent, is_dead, leave, plain, take_back, violation};
 use crate::call::{Began, Call, Direction, Place};
 use crate::errno;
 use crate::lifecycle::{self, on_its_file};
 use crate::promote;
 use crate::ready;
-use crate::socket::{Socket, mode};
+use crate::socket::{Socket, Stage, mode};
 use crate::table;
 use crate::wait;
 
@@ -34,12 +34,21 @@ pub unsafe fn sendfile(
         // Only the kernel knows what can be sent from there, and reading it might block.
         take_back(socket, rdmasock_core::stats::Reason::Unsupported);
     }
-    let call = Call::new(Began::now(socket, fd), Direction::Send);
-    if socket.tx_mode.load(Acquire) == mode::TCP && socket.enter_tx() {
-        if call.is_named() {
-            return plain(socket, || real(fd));
+    let began = Began::now(socket, fd);
+    let call = Call::new(began, Direction::Send);
+    if socket.tx_mode.load(Acquire) == mode::TCP {
+        if socket.stage() == Stage::Plain {
+            let n = real(fd);
+            count_sent(&began, n);
+            return n;
         }
-        leave(socket);
+        if socket.enter_tx() {
+            if call.is_named() {
+                // What it reads may take its time.
+                return plain(socket, false, || real(fd));
+            }
+            leave(socket);
+        }
     }
     // SAFETY: by this function's contract.
     unsafe { sendfile_slow(call, input, offset, count, real) }
@@ -96,7 +105,7 @@ unsafe fn sendfile_slow(
                 return sent as ssize_t;
             }
             if socket.enter_tx() {
-                let went = on_its_file(&call, |fd| plain(socket, || real(fd)));
+                let went = on_its_file(&call, |fd| plain(socket, false, || real(fd)));
                 return went.unwrap_or_else(|| {
                     leave(socket);
                     errno::fail(libc::EBADF)

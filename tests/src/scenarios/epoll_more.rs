@@ -391,3 +391,60 @@ pub fn shared_with_child(c: &Ctx) {
     c.sync("done");
     c.close(fd);
 }
+
+/// Registered before the threshold and changed after it: whether the other end has the library has been found out in between.
+pub fn registered_before(c: &Ctx) {
+    let fd = c.cold_pair();
+    if c.is_server() {
+        c.warm_up(fd);
+        for word in ["known", "removed", "again", "copied", "one shot"] {
+            c.sync(word);
+            c.send(fd, b"word", 0);
+        }
+        c.sync("closed");
+        c.close(fd);
+        return;
+    }
+    let (ep, other) = (create(), create());
+    c.ret("add", ctl(ep, EPOLL_CTL_ADD, fd, 0, 1));
+    c.warm_up(fd);
+    c.ret("add again", ctl(ep, EPOLL_CTL_ADD, fd, IN, 2));
+    c.ret("change", ctl(ep, EPOLL_CTL_MOD, fd, IN, 3));
+    let take = |word: &str, ep: c_int| {
+        c.sync(word);
+        log_wait(c, ep, sys::SOON);
+        c.recv_all(fd, 4);
+        log_wait(c, ep, 0);
+    };
+    take("known", ep);
+    c.ret("remove", ctl(ep, EPOLL_CTL_DEL, fd, 0, 0));
+    c.ret("remove again", ctl(ep, EPOLL_CTL_DEL, fd, 0, 0));
+    c.ret("change", ctl(ep, EPOLL_CTL_MOD, fd, IN, 3));
+    c.ret("add to another", ctl(other, EPOLL_CTL_ADD, fd, IN | ET, 4));
+    take("removed", other);
+    c.ret("add", ctl(ep, EPOLL_CTL_ADD, fd, IN, 5));
+    take("again", ep);
+    log_wait(c, other, 0);
+    let copy = call!(libc::dup(fd)).ok();
+    c.ret("remove", ctl(ep, EPOLL_CTL_DEL, fd, 0, 0));
+    c.ret("change the copy", ctl(ep, EPOLL_CTL_MOD, copy, IN, 6));
+    c.ret("add the copy", ctl(ep, EPOLL_CTL_ADD, copy, IN, 6));
+    take("copied", ep);
+    let once = IN | libc::EPOLLONESHOT as u32;
+    c.ret("change the copy", ctl(ep, EPOLL_CTL_MOD, copy, once, 7));
+    c.sync("one shot");
+    log_wait(c, ep, sys::SOON);
+    log_wait(c, ep, 0);
+    c.ret("change the copy", ctl(ep, EPOLL_CTL_MOD, copy, once, 8));
+    log_wait(c, ep, sys::SOON);
+    c.poll(fd, libc::POLLIN | libc::POLLOUT, 0);
+    c.recv_all(copy, 4);
+    c.close(copy);
+    c.ret("remove the copy", ctl(ep, EPOLL_CTL_DEL, copy, 0, 0));
+    c.sync("closed");
+    c.poll(fd, libc::POLLIN, sys::SOON);
+    c.recv_to_end(fd);
+    c.close(fd);
+    log_wait(c, ep, 0);
+    log_wait(c, other, 0);
+}

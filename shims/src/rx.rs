@@ -7,7 +7,7 @@ pub mod pace;
 mod ring;
 mod splice;
 
-pub use count::{available, comes_before_tcp};
+pub use count::{after_receive, available, comes_before_tcp, held};
 pub use ring::{Shrunk, first as first_ring, relieve, shrink};
 pub use splice::splice;
 
@@ -368,6 +368,7 @@ unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int) -> Step {
     }
     if got > 0 {
         if !peek {
+            state.last = state.seen.tick();
             if let Some(stats) = socket.stats() {
                 stats.add_rx_link(got as u64);
                 // Between hosts a look takes nothing from the writer.

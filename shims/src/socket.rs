@@ -31,6 +31,7 @@ use crate::identity::{Cookie, Seen};
 use crate::keepalive::Keepalive;
 use crate::link::Link;
 use crate::listener::Listener;
+use crate::report::Ledger;
 use crate::rx::carry::Carry;
 use crate::rx::pace::Pace;
 use crate::wait::{Spinner, WaiterId};
@@ -77,8 +78,14 @@ pub enum Stage {
 pub struct Tx {
     /// Present while the direction is on the link.
     pub producer: Option<Producer>,
-    /// Marker bytes that TCP has not taken yet.
+    /// Marker bytes that TCP has not taken yet, and behind them
     pub marker: Vec<u8>,
+    /// so many of the program's, which the peer has not read on the link.
+    pub again: usize,
+    /// How long the SWITCH was that the direction went to the link by: the last that TCP has of it.
+    pub closing: usize,
+    /// The [tick](crate::time::tick) at which something was last put on the link.
+    pub last: u64,
     /// The pending marker is a SWITCH: once it is out the direction is on the link.
     pub then_link: bool,
     /// The direction has left a link between hosts, and the other's RESUME has not come: nothing but the marker
@@ -133,6 +140,8 @@ pub struct Rx {
     pub waiting: u32,
     /// When a number was last seen to stand for the socket (`identity`).
     pub seen: Seen,
+    /// The [tick](crate::time::tick) at which something was last taken from the link.
+    pub last: u64,
 }
 
 /// The promotion under way and the link that it led to.
@@ -225,6 +234,10 @@ pub struct Socket {
 
     /// TCP_CORK as the program set it.
     pub corked: AtomicBool,
+    /// TCP_INQ as the program set it.
+    pub tells_more: AtomicBool,
+    /// What the kernel does not know of its traffic.
+    pub ledger: Ledger,
     /// Ours, for a silent anchor.
     pub keepalive: Keepalive,
     /// Whether its calls wait.
@@ -349,6 +362,8 @@ impl Socket {
             rx_rests: AtomicBool::new(false),
             rx: CachePadded::new(Lock::new(Rx::default())),
             corked: AtomicBool::new(false),
+            tells_more: AtomicBool::new(false),
+            ledger: Ledger::default(),
             keepalive: Keepalive::default(),
             blocking: Blocking::new(),
             stage: AtomicU8::new(Stage::New as u8),
@@ -398,6 +413,8 @@ impl Socket {
         socket.renew();
         socket.progress.reset();
         socket.corked.store(false, Relaxed);
+        socket.tells_more.store(false, Relaxed);
+        socket.ledger.reset();
         socket.keepalive.reset();
         socket.blocking.reset(nonblocking);
         socket.stage.store(Stage::New as u8, Relaxed);
@@ -426,8 +443,14 @@ impl Socket {
             tx.is_held = false;
             tx.is_shut = false;
             tx.kernel_corked = false;
+            tx.again = 0;
+            tx.closing = 0;
+            tx.last = 0;
             tx.pressed = false;
             tx.seen.forget();
+        }
+        if let Some(mut rx) = socket.rx.lock() {
+            rx.last = 0;
         }
         // SAFETY: the program's number, in the middle of the call that has made it.
         match (fd >= 0).then(|| unsafe { BorrowedFd::borrow_raw(fd) }) {

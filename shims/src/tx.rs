@@ -6,7 +6,7 @@ mod room;
 mod sendfile;
 
 pub use cork::{cork, pass_cork, release_held};
-pub use room::{ask_for_room, is_full, is_unread, press, reader_at};
+pub use room::{ask_for_room, is_full, is_unread, press, reader_at, unread};
 pub use sendfile::sendfile;
 
 use cork::{hold, is_more_to_come};
@@ -388,10 +388,11 @@ unsafe fn step(call: &mut Call, iov: &mut Iov, flags: c_int) -> Step {
         } else {
             tx.held = false;
         }
-        if copied > 0
-            && let Some(stats) = socket.stats()
-        {
-            stats.add_tx_link(copied as u64);
+        if copied > 0 {
+            tx.last = tx.seen.tick();
+            if let Some(stats) = socket.stats() {
+                stats.add_tx_link(copied as u64);
+            }
         }
         let full = copied < want && !no_room(socket, &mut tx);
         if iov.len() == 0 {

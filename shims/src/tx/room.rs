@@ -52,6 +52,12 @@ pub fn is_unread(socket: &'static Socket) -> bool {
         && socket.tx.lock().and_then(|mut tx| unread(&mut tx)) == Some(true)
 }
 
+/// Bytes on the link that the reader is not known to have read.
+pub fn unread(socket: &'static Socket) -> Option<u64> {
+    let mut tx = socket.tx.lock()?;
+    tx.producer.as_mut()?.used().ok()
+}
+
 /// How far the reader has got.
 pub fn reader_at(socket: &'static Socket) -> Option<u64> {
     let mut tx = socket.tx.lock()?;

@@ -111,7 +111,8 @@ pub fn readable(socket: &'static Socket, arm: Arm) -> u32 {
         } else if waits {
             0
         } else if anchor & ENDED != 0 {
-            IN | anchor & ENDED
+            // An error is over when somebody has been told of it: whether there still is one is for the kernel to say.
+            IN | anchor & ENDED & !ERR
         } else {
             0
         };

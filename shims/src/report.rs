@@ -20,8 +20,8 @@ use rdmasock_core::stream::handshake::Role;
 
 use crate::link::Link;
 use crate::ready;
-use crate::rx;
-use crate::socket::{Socket, mode};
+use crate::rx::{self, Held};
+use crate::socket::{Socket, Tx, mode};
 use crate::sockopt;
 
 /// One direction's part of the [`Ledger`].
@@ -122,21 +122,19 @@ impl Traffic {
     }
 }
 
-fn sent(socket: &'static Socket) -> Traffic {
+/// The caller holds the direction's lock. `unconfirmed` is as the function of that name says.
+fn sent(socket: &Socket, tx: &Tx, unconfirmed: u64) -> Traffic {
     let way = &socket.ledger.sent;
     let counts = socket.stats().map(StreamStats::sent).unwrap_or_default();
-    let unsent = socket
-        .tx
-        .lock()
-        .map_or((0, 0), |tx| (tx.again.min(tx.marker.len()) as u64, tx.last));
+    let unsent = tx.again.min(tx.marker.len()) as u64;
     Traffic {
         bytes: way.bytes.load(Relaxed) + counts.link_bytes,
         calls: way.calls.load(Relaxed) + counts.link_calls,
         unread: 0,
         ours: way.ours.load(Relaxed),
-        waiting: unsent.0 + unconfirmed(socket),
-        unsent: unsent.0,
-        last: unsent.1,
+        waiting: unsent + unconfirmed,
+        unsent,
+        last: tx.last,
     }
 }
 
@@ -152,9 +150,9 @@ fn unconfirmed(socket: &'static Socket) -> u64 {
     distant.unconfirmed(Vqpn(socket.peer_vqpn.load(Relaxed)))
 }
 
-fn received(socket: &Socket) -> Traffic {
+/// The caller holds the direction's lock, with `held` from there.
+fn received(socket: &Socket, held: &Held) -> Traffic {
     let way = &socket.ledger.received;
-    let held = rx::held(socket);
     let counts = socket
         .stats()
         .map(StreamStats::received)
@@ -170,24 +168,30 @@ fn received(socket: &Socket) -> Traffic {
     }
 }
 
-/// How long the SWITCH is, which TCP has last of a direction that is on the link: nothing of the program's follows it there.
-fn closing(socket: &Socket) -> u64 {
-    match (socket.tx_mode.load(Acquire), socket.tx.lock()) {
-        (mode::LINK, Some(tx)) => tx.closing as u64,
-        _ => 0,
+/// How long the SWITCH is, which TCP has last of a direction that is on the link: nothing of the program's follows it there. The
+/// caller holds the direction's lock.
+fn closing(socket: &Socket, tx: &Tx) -> u64 {
+    if socket.tx_mode.load(Acquire) == mode::LINK {
+        tx.closing as u64
+    } else {
+        0
     }
 }
 
 /// SIOCOUTQ, of which the kernel says `kernel`: bytes that the peer's host does not have. With `unsent`, SIOCOUTQNSD: those that have
 /// not been sent.
 pub fn out_queue(socket: &'static Socket, kernel: c_int, unsent: bool) -> c_int {
-    let traffic = sent(socket);
+    let unconfirmed = unconfirmed(socket);
+    let Some(tx) = socket.tx.lock() else {
+        return kernel;
+    };
+    let traffic = sent(socket, &tx, unconfirmed);
     let ours = if unsent {
         traffic.unsent
     } else {
         traffic.waiting
     };
-    let sum = (kernel.max(0) as u64).saturating_sub(closing(socket)) + ours;
+    let sum = (kernel.max(0) as u64).saturating_sub(closing(socket, &tx)) + ours;
     c_int::try_from(sum).unwrap_or(c_int::MAX)
 }
 
@@ -209,40 +213,41 @@ const LONGEST: usize = 512;
 /// `value` is valid for writes of `len` bytes, which getsockopt(2) has just written for `option`.
 #[cold]
 pub unsafe fn correct(socket: &'static Socket, option: sockopt::Name, value: *mut u8, len: usize) {
-    let (sent, received) = (sent(socket), received(socket));
-    if sent.is_none() && received.is_none() {
+    let unconfirmed = unconfirmed(socket);
+    // With both locks the kernel's counts and ours are of one moment: whoever puts something of ours into TCP, or takes it out,
+    // holds one of them until it is counted.
+    let (Some(mut rx), Some(tx)) = (socket.rx.lock(), socket.tx.lock()) else {
+        return;
+    };
+    let sent = sent(socket, &tx, unconfirmed);
+    let is_quiet = socket.is_plain() && sent.is_none();
+    if is_quiet && received(socket, &Held::default()).is_none() {
+        // It was never anything else than TCP.
         return;
     }
     // The program may ask for the first bytes alone, which may end in the middle of a number.
     let mut copy = [0u8; LONGEST];
     let mut known = LONGEST as libc::socklen_t;
-    let asked = {
-        // Keeps close() out.
-        let _tx = socket.tx.lock();
-        socket.anchor_fd().is_some_and(|fd| {
-            let fd = std::os::fd::AsRawFd::as_raw_fd(&fd);
-            // SAFETY: a buffer of that length.
-            unsafe { sockopt::read(fd, option, copy.as_mut_ptr(), &mut known) }
-        })
-    };
+    let asked = socket.anchor_fd().is_some_and(|fd| {
+        let fd = std::os::fd::AsRawFd::as_raw_fd(&fd);
+        // SAFETY: a buffer of that length.
+        unsafe { sockopt::read(fd, option, copy.as_mut_ptr(), &mut known) }
+    });
+    // After the kernel's counts: what comes in between is rather left out than counted twice.
+    let held = rx::held(socket, &mut rx);
+    let received = received(socket, &held);
     let Some(bytes) = copy.get_mut(..known as usize).filter(|_| asked) else {
         return;
     };
     let mut fields = Fields(bytes);
     if option == TCP_INFO {
-        correct_info(socket, &mut fields, &sent, &received);
+        correct_info(socket, &tx, &mut fields, &sent, &received);
     } else {
-        let unread = received_unread(socket);
+        let unread = u32::try_from(held.on_link + held.carried).unwrap_or(u32::MAX);
         fields.put_u32(RMEM_ALLOC, |n| n.saturating_add(unread));
     }
     // SAFETY: by the contract, and no more than is known.
     unsafe { std::ptr::copy_nonoverlapping(copy.as_ptr(), value, len.min(known as usize)) };
-}
-
-/// What has come and not been read, as far as it is not in the kernel.
-fn received_unread(socket: &Socket) -> u32 {
-    let held = rx::held(socket);
-    u32::try_from(held.on_link + held.carried).unwrap_or(u32::MAX)
 }
 
 /// SK_MEMINFO_RMEM_ALLOC (linux/sock_diag.h): the first of an array of 32 bits each.
@@ -268,15 +273,21 @@ mod at {
     pub const BYTES_RETRANS: usize = 208;
 }
 
-fn correct_info(socket: &Socket, info: &mut Fields<'_>, sent: &Traffic, received: &Traffic) {
+fn correct_info(
+    socket: &Socket,
+    tx: &Tx,
+    info: &mut Fields<'_>,
+    sent: &Traffic,
+    received: &Traffic,
+) {
     let mss = u64::from(info.u32(at::SND_MSS));
     // The kernel hears of a shutdown when what precedes the end is in TCP.
-    if socket.tx.lock().is_some_and(|tx| tx.is_shut) {
+    if tx.is_shut {
         info.put_u8(at::STATE, state_after_shutdown);
     }
     // The peer's host may be slow to acknowledge a SWITCH, which is not the program's.
     let on_the_way = in_flight(info, socket.role());
-    let unanswered = on_the_way.min(closing(socket));
+    let unanswered = on_the_way.min(closing(socket, tx));
     if unanswered > 0 && unanswered == on_the_way {
         info.put_u32(at::UNACKED, |_| 0);
     }

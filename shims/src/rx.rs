@@ -7,7 +7,7 @@ pub mod pace;
 mod ring;
 mod splice;
 
-pub use count::{after_receive, available, comes_before_tcp, held};
+pub use count::{Held, after_receive, available, comes_before_tcp, held};
 pub use ring::{Shrunk, first as first_ring, relieve, shrink};
 pub use splice::splice;
 
@@ -32,7 +32,7 @@ use crate::lifecycle::{self, on_its_file};
 use crate::points::point;
 use crate::promote;
 use crate::ready;
-use crate::socket::{Rx, Socket, Stage, mode};
+use crate::socket::{self, Rx, Socket, Stage, mode};
 use crate::table;
 use crate::tx;
 use crate::wait;
@@ -111,6 +111,8 @@ unsafe fn plain(
     }
     if n > 0 && flags & libc::MSG_PEEK == 0 {
         account(socket, n as u64);
+    } else if n < 0 && socket.timed_out.load(Relaxed) {
+        socket::say_timed_out(socket);
     }
     leave(socket);
     Break(n)

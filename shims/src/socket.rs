@@ -103,6 +103,8 @@ pub struct Tx {
     pub kernel_corked: bool,
     /// The service thread watches whether the reader stands still (`tx::press`).
     pub pressed: bool,
+    /// The service thread watches for how long the reader takes nothing (`service::standstill`).
+    pub timed: bool,
     /// Calls that have waited for room, and are not back.
     pub waiting: u32,
     /// When a number was last seen to stand for the socket (`identity`).
@@ -234,6 +236,10 @@ pub struct Socket {
 
     /// TCP_CORK as the program set it.
     pub corked: AtomicBool,
+    /// TCP_USER_TIMEOUT as the program set it, ms; 0: none.
+    pub user_timeout: AtomicU32,
+    /// It is over, and no call has said so yet.
+    pub timed_out: AtomicBool,
     /// TCP_INQ as the program set it.
     pub tells_more: AtomicBool,
     /// What the kernel does not know of its traffic.
@@ -362,6 +368,8 @@ impl Socket {
             rx_rests: AtomicBool::new(false),
             rx: CachePadded::new(Lock::new(Rx::default())),
             corked: AtomicBool::new(false),
+            user_timeout: AtomicU32::new(0),
+            timed_out: AtomicBool::new(false),
             tells_more: AtomicBool::new(false),
             ledger: Ledger::default(),
             keepalive: Keepalive::default(),
@@ -413,6 +421,8 @@ impl Socket {
         socket.renew();
         socket.progress.reset();
         socket.corked.store(false, Relaxed);
+        socket.user_timeout.store(0, Relaxed);
+        socket.timed_out.store(false, Relaxed);
         socket.tells_more.store(false, Relaxed);
         socket.ledger.reset();
         socket.keepalive.reset();
@@ -447,6 +457,7 @@ impl Socket {
             tx.closing = 0;
             tx.last = 0;
             tx.pressed = false;
+            tx.timed = false;
             tx.seen.forget();
         }
         if let Some(mut rx) = socket.rx.lock() {
@@ -710,6 +721,35 @@ fn break_off(fd: BorrowedFd<'_>) {
             ],
         )
     };
+}
+
+/// The peer has taken nothing for as long as the program lets it: the connection is over at both ends, as where the kernel has
+/// found that. Of the reset that this is to the kernel, calls say ETIMEDOUT.
+pub fn time_out(socket: &Socket) {
+    let Some(_control) = socket.control.lock() else {
+        return;
+    };
+    let Some(fd) = socket.anchor_fd() else { return };
+    socket.timed_out.store(true, SeqCst);
+    break_off(fd);
+    // As in `on_reader_died`.
+    let _ = rustix::net::shutdown(fd, rustix::net::Shutdown::Both);
+}
+
+/// What a call on a connection that was [timed out](time_out) says in place of `error`: it is said once.
+pub fn as_timed_out(socket: &Socket, error: c_int) -> c_int {
+    let is_reset = error == libc::ECONNRESET;
+    if is_reset && socket.timed_out.swap(false, SeqCst) {
+        libc::ETIMEDOUT
+    } else {
+        error
+    }
+}
+
+/// The same, for a call that has just failed.
+#[cold]
+pub fn say_timed_out(socket: &Socket) {
+    crate::errno::set(as_timed_out(socket, crate::errno::get()));
 }
 
 /// The peer's process has ended, which TCP shows as the end of its direction, as a rule, and has not read what the link held for

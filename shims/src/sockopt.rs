@@ -87,6 +87,9 @@ const NEW_TIMESTAMPING: c_int = 65;
 /// Whether a receive by recvmsg tells how much more there is (tcp(7)).
 pub const INQ: Name = (libc::IPPROTO_TCP, 36);
 
+/// For how long the peer may take nothing, ms; 0 is no bound (tcp(7)).
+pub const USER_TIMEOUT: Name = (libc::IPPROTO_TCP, libc::TCP_USER_TIMEOUT);
+
 /// The options with which sending or receiving is another thing in the kernel than on a link, and with which values.
 const BEYOND_LINKS: [(Name, Values); 8] = [
     (LOW_WATER, |bytes| bytes != 1),

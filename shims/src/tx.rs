@@ -6,7 +6,9 @@ mod room;
 mod sendfile;
 
 pub use cork::{cork, pass_cork, release_held};
-pub use room::{ask_for_room, is_full, is_unread, press, reader_at, unread};
+pub use room::{
+    ask_for_room, forget_standing, is_full, is_unread, press, reader_at, stands_still, unread,
+};
 pub use sendfile::sendfile;
 
 use cork::{hold, is_more_to_come};
@@ -30,7 +32,7 @@ use crate::lifecycle::{self, on_its_file};
 use crate::promote;
 use crate::ready;
 use crate::service::Command;
-use crate::socket::{Socket, Stage, mode};
+use crate::socket::{self, Socket, Stage, mode};
 use crate::table;
 use crate::wait;
 
@@ -99,6 +101,8 @@ fn plain(socket: &'static Socket, real: impl FnOnce() -> ssize_t) -> ssize_t {
     let n = about_or_if_cancelled(about(socket), real, || leave(socket));
     if n > 0 {
         account(socket, n as u64);
+    } else if n < 0 && socket.timed_out.load(Relaxed) {
+        socket::say_timed_out(socket);
     }
     leave(socket);
     n

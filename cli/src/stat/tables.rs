@@ -37,6 +37,8 @@ pub fn overview(processes: &[Process], connections: &[Connection<'_>]) -> String
         for connection in connections {
             lines.add_row(line(connection));
         }
+        // No rules between them: a line is a connection.
+        lines.load_preset(presets::NOTHING);
         align_right(&mut lines, [0, 2, 7, 8, 9, 10]);
         // Writing to a String cannot fail.
         let _ = writeln!(text, "{lines}");

@@ -16,7 +16,7 @@ use crate::pass;
 use crate::real::Cancellable;
 use crate::report;
 use crate::rx;
-use crate::socket::{Socket, mode};
+use crate::socket::{Socket, as_timed_out, mode};
 use crate::sockopt::{self, Name};
 use crate::table::{self, Entry};
 use crate::tx;
@@ -249,9 +249,11 @@ const TCP_ZEROCOPY_RECEIVE: c_int = 35;
 const TCP_REPAIR: c_int = 19;
 
 const NODELAY: Name = (libc::IPPROTO_TCP, libc::TCP_NODELAY);
+const ERROR: Name = (libc::SOL_SOCKET, libc::SO_ERROR);
 
 fn is_ours_to_correct(option: Name) -> bool {
     option == NODELAY
+        || option == ERROR
         || option == (libc::IPPROTO_TCP, TCP_ZEROCOPY_RECEIVE)
         || report::is_corrected(option)
 }
@@ -272,13 +274,17 @@ unsafe extern "C" fn get_corrected(
         return ask();
     };
     within(|| {
-        if name == TCP_ZEROCOPY_RECEIVE {
+        if (level, name) == (libc::IPPROTO_TCP, TCP_ZEROCOPY_RECEIVE) {
             pass::release(socket, Reason::ZeroCopy);
         }
         if (level, name) == NODELAY {
             return asked_while_quiet(socket, ask);
         }
         let result = ask();
+        if (level, name) == ERROR && result == 0 && socket.timed_out.load(Acquire) {
+            // SAFETY: the kernel has just written that many bytes there.
+            unsafe { correct_error(socket, value.cast(), *value_len as usize) };
+        }
         if result == 0 && report::is_corrected((level, name)) {
             let errno = errno::get();
             // SAFETY: the kernel has just written that many bytes there.
@@ -287,6 +293,20 @@ unsafe extern "C" fn get_corrected(
         }
         result
     })
+}
+
+/// SO_ERROR as of a connection that was timed out.
+///
+/// # Safety
+/// `value` is valid for reads and writes of `len` bytes.
+unsafe fn correct_error(socket: &Socket, value: *mut u8, len: usize) {
+    let mut error = [0; size_of::<c_int>()];
+    let len = len.min(error.len());
+    // SAFETY: by the contract.
+    unsafe { std::ptr::copy_nonoverlapping(value, error.as_mut_ptr(), len) };
+    let error = as_timed_out(socket, c_int::from_ne_bytes(error)).to_ne_bytes();
+    // SAFETY: likewise.
+    unsafe { std::ptr::copy_nonoverlapping(error.as_ptr(), value, len) };
 }
 
 /// TCP_NODELAY is on for a moment after a marker, whatever the program has set (`promote::flush`): not while this holds the lock.
@@ -373,10 +393,14 @@ pub unsafe extern "C" fn setsockopt(
                 // SAFETY: the program's own fd, in the middle of its call.
                 pass::on_option_beyond_links(socket, unsafe { BorrowedFd::borrow_raw(fd) });
             }
-            if result == 0 && (level, name) == sockopt::INQ {
+            if result == 0 && [sockopt::INQ, sockopt::USER_TIMEOUT].contains(&(level, name)) {
                 // SAFETY: the kernel has just read the option's int there.
-                let on = unsafe { value.cast::<c_int>().read_unaligned() } != 0;
-                socket.tells_more.store(on, Release);
+                let value = unsafe { value.cast::<c_int>().read_unaligned() };
+                if (level, name) == sockopt::INQ {
+                    socket.tells_more.store(value != 0, Release);
+                } else {
+                    socket.user_timeout.store(value.cast_unsigned(), Release);
+                }
             }
             // Of other options the kernel may not have read a value: it can be null.
             if result == 0 && socket.keepalive.is_concerned(level, name) {

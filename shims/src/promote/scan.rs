@@ -1,7 +1,7 @@
 //! Markers in what TCP delivers: looking for them, and handing them to the handshake.
 
 use std::os::fd::BorrowedFd;
-use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
 
 use rdmasock_core::ids::{ID_BYTES, Nonce};
 use rdmasock_core::lock::Guard;
@@ -36,9 +36,12 @@ pub fn start_scan(socket: &'static Socket, nonce: Nonce) -> bool {
     if !is_plain || sockopt::is_beyond_links(fd) {
         return false;
     }
-    // It may be the listener's. That it is not is for the program's own call to say, which may be under way.
+    // They may be the listener's. That they are not is for the program's own call to say, which may be under way.
     if sockopt::get(fd, sockopt::INQ) == Some(1) {
         socket.tells_more.store(true, Relaxed);
+    }
+    if let Some(ms @ 1..) = sockopt::get(fd, sockopt::USER_TIMEOUT) {
+        socket.user_timeout.store(ms.cast_unsigned(), Release);
     }
     rx.scan = Some(nonce);
     rx.carry = Carry::default();

@@ -75,17 +75,14 @@ pub struct Held {
     pub last: u64,
 }
 
-/// It, as it is at this moment; nothing is moved on.
-pub fn held(socket: &Socket) -> Held {
-    let Some(mut rx) = socket.rx.lock() else {
-        return Held::default();
-    };
+/// It, as it is at this moment; nothing is moved on. The caller holds the direction's lock.
+pub fn held(socket: &Socket, rx: &mut Rx) -> Held {
     let mode = socket.rx_mode.load(Acquire);
     let in_tcp = || (rx.carry.len() + in_kernel(socket)) as u64;
     let ours = match mode {
         // What TCP has is RESUME, or will be.
-        mode::LINK if !super::goes_on_in_tcp(&rx) => in_tcp(),
-        mode::MARKED => in_tcp().saturating_sub(among_markers(socket, &rx) as u64),
+        mode::LINK if !super::goes_on_in_tcp(rx) => in_tcp(),
+        mode::MARKED => in_tcp().saturating_sub(among_markers(socket, rx) as u64),
         _ => 0,
     };
     let (carried, last) = (rx.carry.len() as u64, rx.last);

@@ -4,7 +4,7 @@ use libc::{IPPROTO_TCP, SOL_SOCKET, c_int};
 
 use super::process::{pass_fd, socketpair, take_fd};
 use super::told::{SIOCOUTQNSD, exchange, get, queue};
-use crate::ctx::Ctx;
+use crate::ctx::{Ctx, poll_names};
 use crate::data;
 use crate::sys;
 
@@ -317,13 +317,12 @@ pub fn user_timeout(c: &Ctx) {
             let last = loop {
                 let r = sys::send(fd, &piece, libc::MSG_NOSIGNAL);
                 if r.is(libc::EAGAIN) {
-                    c.log(format_args!(
-                        "{:#x}",
-                        sys::poll_one(fd, libc::POLLIN, sys::SOON)
-                    ));
-                    break r;
-                }
-                if r.failed() {
+                    // There may be room once more before there is none for good.
+                    let events = sys::poll_one(fd, libc::POLLOUT, sys::SOON);
+                    if events & libc::POLLERR != 0 {
+                        c.log(format_args!("poll: {}", poll_names(events)));
+                    }
+                } else if r.failed() {
                     break r;
                 }
             };

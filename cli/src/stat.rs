@@ -1,7 +1,8 @@
-//! `rdmasock stat`: the running instances with their links and streams, as tables or JSON.
+//! `rdmasock stat`: the connections of the running instances as a table, all that is known of them, or JSON.
 //!
 //! It only reads the counters that instances keep in shared memory; the programs do not notice.
 
+mod connections;
 mod json;
 mod tables;
 
@@ -21,6 +22,9 @@ pub struct Options {
     /// Print JSON, with --watch one document a line
     #[arg(long)]
     json: bool,
+    /// Print all that is known, one section a process
+    #[arg(long, short, conflicts_with = "json")]
+    verbose: bool,
     /// Show only the process with this pid
     #[arg(long)]
     pid: Option<u32>,
@@ -40,7 +44,9 @@ fn seconds(text: &str) -> Result<Duration, String> {
 pub fn run(options: &Options) -> Result<()> {
     let mut out = std::io::stdout().lock();
     loop {
-        let text = render(options, &gather(options.pid)?)?;
+        let shown = gather(options.pid)?;
+        let others = peers_of(&shown, options.pid);
+        let text = render(options, &shown, &others)?;
         if options.watch.is_some() && !options.json && out.is_terminal() {
             // Cursor home, then clear to the end of the screen.
             out.write_all(b"\x1b[H\x1b[2J")?;
@@ -70,16 +76,34 @@ fn gather(pid: Option<u32>) -> Result<Vec<Process>> {
     Ok(vec![process])
 }
 
-fn render(options: &Options, processes: &[Process]) -> Result<String> {
+/// Where one process alone is shown: those at the other ends of its links, as far as they can be looked at.
+fn peers_of(shown: &[Process], pid: Option<u32>) -> Vec<Process> {
+    let Some(pid) = pid else { return Vec::new() };
+    let links = shown.iter().flat_map(|p| &p.instance.links);
+    let mut pids: Vec<u32> = links.map(|l| l.peer_pid).collect();
+    pids.sort_unstable();
+    pids.dedup();
+    pids.into_iter()
+        .filter(|peer| *peer != 0 && *peer != pid)
+        .filter_map(|peer| stats::instance_of(peer).ok().flatten())
+        .collect()
+}
+
+fn render(options: &Options, shown: &[Process], others: &[Process]) -> Result<String> {
+    let connections = connections::all(shown, others);
     if options.json {
-        let document = json::Document::from(processes);
+        let document = json::Document::new(shown, &connections);
         let text = match options.watch {
             Some(_) => serde_json::to_string(&document)?,
             None => serde_json::to_string_pretty(&document)?,
         };
         return Ok(text + "\n");
     }
-    Ok(tables::render(processes))
+    Ok(if options.verbose {
+        tables::sections(shown, &connections)
+    } else {
+        tables::overview(shown, &connections)
+    })
 }
 
 /// An instance id as it is written.

@@ -6,7 +6,8 @@ use std::os::fd::OwnedFd;
 
 use assert_cmd::Command;
 use rdmasock_core::stats::{
-    Direction, Event, InstanceInfo, LinkInfo, Path, Reason, StatsPage, StreamInfo, Why,
+    Asleep, Call, Direction, Event, InstanceInfo, LinkInfo, Path, Reason, StatsPage, StreamInfo,
+    Why,
 };
 use serde_json::{Value, json};
 
@@ -60,6 +61,14 @@ fn instance() -> OwnedFd {
     promoted.set_link(Some(0));
     promoted.add_tx_link(2_000);
     promoted.add_rx_link(1_000);
+    // Its peer is no process that can be looked at, so what this thread has seen is all that is known.
+    page.sleeper(600).unwrap().begin(&Asleep {
+        thread: std::process::id(),
+        call: Call::Send,
+        stream: Some(0),
+        since: 0,
+        unread: 700,
+    });
     let plain = open(
         1,
         8,
@@ -89,11 +98,16 @@ fn json_is_as_documented() {
         .unwrap();
     assert!(output.status.success());
     let mut seen: Value = serde_json::from_slice(&output.stdout).unwrap();
-    let uptime = seen["instances"][0]["uptime_s"].take();
-    assert!(
-        uptime.as_f64().is_some_and(|seconds| seconds >= 0.0),
-        "{uptime}"
-    );
+    for time in [
+        "/instances/0/uptime_s",
+        "/instances/0/streams/0/asleep/0/asleep_s",
+    ] {
+        let time = seen.pointer_mut(time).unwrap().take();
+        assert!(
+            time.as_f64().is_some_and(|seconds| seconds >= 0.0),
+            "{time}"
+        );
+    }
     let expected = json!({"instances": [{
         "pid": std::process::id(),
         "uid": own_uid(),
@@ -122,6 +136,10 @@ fn json_is_as_documented() {
                 "direction": "accept", "tx_path": "shm", "rx_path": "shm", "why_tcp": null,
                 "tx_tcp_bytes": 10, "tx_tcp_calls": 1, "tx_link_bytes": 2000, "tx_link_calls": 1,
                 "rx_tcp_bytes": 0, "rx_tcp_calls": 0, "rx_link_bytes": 1000, "rx_link_calls": 1,
+                "unread_here": null, "unread_there": 700,
+                "asleep": [
+                    {"call": "send", "thread": std::process::id(), "threads": 1, "asleep_s": null},
+                ],
             },
             {
                 "fd": 8, "local": "127.0.0.1:6379", "peer": "[::1]:4001",
@@ -129,6 +147,7 @@ fn json_is_as_documented() {
                 "why_tcp": "declined by peer: rule",
                 "tx_tcp_bytes": 0, "tx_tcp_calls": 0, "tx_link_bytes": 0, "tx_link_calls": 0,
                 "rx_tcp_bytes": 5, "rx_tcp_calls": 1, "rx_link_bytes": 0, "rx_link_calls": 0,
+                "unread_here": null, "unread_there": null, "asleep": [],
             },
         ],
     }]});
@@ -141,9 +160,45 @@ fn own_uid() -> u32 {
 }
 
 #[test]
-fn tables_show_paths_and_reasons() {
+fn a_connection_is_one_line_with_its_path_what_is_unread_and_who_sleeps() {
     let _fd = instance();
     let output = rdmasock(&["stat"]).output().unwrap();
+    assert!(output.status.success());
+    let text = String::from_utf8(output.stdout).unwrap();
+    let line = |peer: &str| {
+        let mut lines = text.lines().filter(|line| line.contains(peer));
+        let line = lines.next().unwrap_or_default();
+        assert!(lines.next().is_none(), "{text}");
+        line
+    };
+    let thread = format!("thread {}", std::process::id());
+    for (peer, parts) in [
+        (
+            "127.0.0.1:4000",
+            &[
+                "redis-server",
+                "shm",
+                "2.0 KiB",
+                "1000 B",
+                "700 B",
+                "?",
+                "send",
+                &thread,
+            ][..],
+        ),
+        ("[::1]:4001", &["tcp", "5 B", "declined by peer: rule"]),
+    ] {
+        for part in parts {
+            assert!(line(peer).contains(part), "{part} in {text}");
+        }
+    }
+    assert!(!text.contains("asks 1"), "{text}");
+}
+
+#[test]
+fn all_that_is_known_is_shown_on_demand() {
+    let _fd = instance();
+    let output = rdmasock(&["stat", "--verbose"]).output().unwrap();
     assert!(output.status.success());
     let text = String::from_utf8(output.stdout).unwrap();
     for part in [
@@ -152,6 +207,7 @@ fn tables_show_paths_and_reasons() {
         "shm",
         "2.0 KiB",
         "127.0.0.1:4000",
+        "700 B",
         "declined by peer: rule",
     ] {
         assert!(text.contains(part), "{part} in {text}");

@@ -364,7 +364,8 @@ impl Epoll {
         (fd >= 0).then(|| unsafe { BorrowedFd::borrow_raw(fd) })
     }
 
-    fn waiter(&self) -> Option<WaiterId> {
+    /// Who is told of what is ready in the set, from when it is active on.
+    pub fn waiter(&self) -> Option<WaiterId> {
         WaiterId::from_word(self.waiter.load(Relaxed))
     }
 

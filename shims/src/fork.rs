@@ -478,6 +478,7 @@ unsafe fn forget_stream(socket: &'static Socket) {
     socket.rx_mode.store(now, Relaxed);
     socket.watched.store(false, Relaxed);
     socket.link.store(std::ptr::null_mut(), Relaxed);
+    socket.ledger.keep(socket.stats());
     socket.stats.store(std::ptr::null_mut(), Relaxed);
     socket.adopted.store(false, Relaxed);
     socket.asked.store(false, Relaxed);

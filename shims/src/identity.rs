@@ -96,6 +96,12 @@ impl Seen {
         self.at.store(at(crate::time::tick(), fd), Relaxed);
     }
 
+    /// The [tick](crate::time::tick) of the last look, to within 4 us; 0 if that is forgotten.
+    #[inline]
+    pub fn tick(&self) -> u64 {
+        self.at.load(Relaxed) & !FD_MASK
+    }
+
     /// Whatever is used next is looked at before.
     pub fn forget(&self) {
         self.at.store(0, Relaxed);

@@ -28,6 +28,7 @@ pub mod reach;
 pub mod ready;
 pub mod real;
 mod registry;
+pub mod report;
 pub mod rules;
 pub mod rx;
 mod scratch;

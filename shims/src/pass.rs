@@ -1,6 +1,6 @@
 //! Sockets that go back to TCP with all that was not read yet, because only the kernel can serve them: those that
 //! leave this process, passed by SCM_RIGHTS or kept across an exec, whose new holder reads and writes the kernel's
-//! socket (DESIGN §6), and those with an option of receiving that a link does not have.
+//! socket (DESIGN §6), and those with an option that a link does not have.
 
 use std::ffi::{c_int, c_uint};
 use std::os::fd::BorrowedFd;
@@ -110,13 +110,13 @@ pub fn may_be_on_link(socket: &Socket) -> bool {
     socket.stage() == Stage::Busy || !socket.is_plain()
 }
 
-/// The program has set an option that makes receiving another thing than it is on a link, and the kernel has taken
+/// The program has set an option that makes sending or receiving another thing than it is on a link, and the kernel has taken
 /// it: if the socket is not promoted yet, `promote::start_scan` sees that. What the peer has sent
 /// before it left the link by itself is read from there first.
 #[cold]
-pub fn on_receive_option(socket: &'static Socket, fd: BorrowedFd<'_>) {
+pub fn on_option_beyond_links(socket: &'static Socket, fd: BorrowedFd<'_>) {
     let errno = errno::get();
-    if sockopt::receives_otherwise(fd) && may_be_on_link(socket) {
+    if sockopt::is_beyond_links(fd) && may_be_on_link(socket) {
         fork::reclaim(socket);
         if let Some(mut control) = socket.control.lock() {
             promote::prefer_tcp(socket, &mut control, Reason::Unsupported);

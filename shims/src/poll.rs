@@ -8,6 +8,7 @@ use std::os::fd::AsRawFd;
 
 use libc::{nfds_t, pollfd};
 use rdmasock_core::os::kernel;
+use rdmasock_core::stats::Call;
 use smallvec::SmallVec;
 
 use crate::errno;
@@ -20,7 +21,7 @@ use crate::ready::{self, Arm, Sleeper};
 use crate::socket::{Socket, Stage};
 use crate::table::{self, Entry, Token};
 use crate::time::Timeout;
-use crate::wait::{Slots, Spinner, WaiterId};
+use crate::wait::{Record, Slots, Spinner, WaiterId};
 
 /// Reported whether asked for or not.
 const ALWAYS: u32 = (libc::POLLERR | libc::POLLHUP) as u32;
@@ -187,9 +188,11 @@ fn poll_slow(
         let bell = bell.map(|d| d.as_raw_fd());
         let completions = duties.iter().map(|duty| duty.fd().as_raw_fd());
         let seats = Seats::take(&mut copy, bell.into_iter().chain(completions));
+        let record = (!sleepers.is_empty()).then(|| Record::begin(waiter, Call::Poll, None));
         let r = real(copy.as_mut_ptr(), copy.len() as nfds_t, deadline.left());
         let error = errno::get();
         point!("poll: is awake");
+        drop(record);
         // What the sleepers hold is there to be asked, also where its number is closed.
         let is_there = sleepers.iter().any(|(events, sleeper)| {
             ready::evaluate(sleeper.socket, *events, Arm::No) & (events | ALWAYS) != 0

@@ -35,7 +35,7 @@ use rustix::net::SendFlags;
 use crate::library::Library;
 use crate::link::{Link, NoProducer};
 use crate::service::Command;
-use crate::socket::{Control, Opened, Socket, Stage, mode};
+use crate::socket::{Control, Opened, Socket, Stage, Tx, mode};
 
 /// When a connection is tried again for the first time, ns, and how often that doubles: up to four minutes.
 const RETRY_AFTER: u64 = 1_000_000_000;
@@ -326,11 +326,22 @@ fn queue_marker(socket: &'static Socket, control: &Control, marker: &Marker, the
     };
     if let Some(mut tx) = socket.tx.lock() {
         tx.marker.extend_from_slice(bytes);
+        tx.closing = if then_link { bytes.len() } else { 0 };
         tx.then_link |= then_link;
         socket.tx_mode.store(mode::MARKED, SeqCst);
     }
     if !flush(socket) {
         Library::get().service.submit(Command::flush(socket));
+    }
+}
+
+/// Appends what the peer has not read on the link, behind the markers.
+fn queue_again(socket: &Socket, tx: &mut Tx, bytes: &[u8]) {
+    tracing::debug!(target: "rdmasock::promote", slot = socket.slot, bytes = bytes.len(), "sends again on TCP");
+    tx.marker.extend_from_slice(bytes);
+    tx.again += bytes.len();
+    if let Some(stats) = socket.stats() {
+        stats.move_tx_to_tcp(bytes.len() as u64);
     }
 }
 
@@ -353,7 +364,10 @@ pub fn flush(socket: &'static Socket) -> bool {
     while !tx.marker.is_empty() {
         match rustix::net::send(fd, &tx.marker, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
             Ok(n) => {
+                let ours = tx.marker.len().saturating_sub(tx.again);
+                socket.ledger.sent.add_ours(n.min(ours));
                 tx.marker.drain(..n);
+                tx.again = tx.again.min(tx.marker.len());
             }
             Err(rustix::io::Errno::INTR) => {}
             Err(rustix::io::Errno::AGAIN) => return false,

@@ -9,6 +9,7 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
 use rdmasock_core::fabric::ring::{Consumer, Producer, RxFlags, Wake};
 use rdmasock_core::ids::Vqpn;
+use rdmasock_core::stats::Waiting;
 use rustix::event::{PollFd, PollFlags};
 
 use crate::library::Library;
@@ -110,7 +111,8 @@ pub fn readable(socket: &'static Socket, arm: Arm) -> u32 {
         } else if waits {
             0
         } else if anchor & ENDED != 0 {
-            IN | anchor & ENDED
+            // An error is over when somebody has been told of it: whether there still is one is for the kernel to say.
+            IN | anchor & ENDED & !ERR
         } else {
             0
         };
@@ -317,6 +319,25 @@ fn attention(socket: &Socket, interest: &Interest) -> Attention {
     }
 }
 
+/// Has the statistics say who is interested.
+fn show(socket: &Socket, interest: &Interest) {
+    let Some(stats) = socket.stats() else { return };
+    let sleeper = match interest.sleepers.as_slice() {
+        [] => Waiting::Nobody,
+        [one] => Waiting::One(one.waiter.0),
+        _ => Waiting::Several,
+    };
+    let set = match interest.members.as_slice() {
+        [] => Waiting::Nobody,
+        [first, rest @ ..] if rest.iter().all(|m| std::ptr::eq(m.epoll, first.epoll)) => {
+            let waiter = first.epoll.waiter();
+            waiter.map_or(Waiting::Nobody, |w| Waiting::One(w.0))
+        }
+        _ => Waiting::Several,
+    };
+    stats.set_waiting(sleeper, set);
+}
+
 /// Changes who is interested, and whom the peer tells.
 pub fn change_interest(socket: &'static Socket, change: impl FnOnce(&mut Interest)) {
     let Some(mut interest) = socket.interest.lock() else {
@@ -325,6 +346,7 @@ pub fn change_interest(socket: &'static Socket, change: impl FnOnce(&mut Interes
     let before = interest.members.len() + interest.sleepers.len();
     change(&mut interest);
     let after = interest.members.len() + interest.sleepers.len();
+    show(socket, &interest);
     if socket.is_plain() && !is_watched(socket) {
         return;
     }

@@ -7,7 +7,7 @@ pub mod pace;
 mod ring;
 mod splice;
 
-pub use count::{available, comes_before_tcp};
+pub use count::{Held, after_receive, available, comes_before_tcp, held};
 pub use ring::{Shrunk, first as first_ring, relieve, shrink};
 pub use splice::splice;
 
@@ -32,7 +32,7 @@ use crate::lifecycle::{self, on_its_file};
 use crate::points::point;
 use crate::promote;
 use crate::ready;
-use crate::socket::{Rx, Socket, Stage, mode};
+use crate::socket::{self, Rx, Socket, Stage, mode};
 use crate::table;
 use crate::tx;
 use crate::wait;
@@ -136,6 +136,8 @@ unsafe fn plain(
     }
     if n > 0 && flags & libc::MSG_PEEK == 0 {
         account(socket, n as u64);
+    } else if n < 0 && socket.timed_out.load(Relaxed) {
+        socket::say_timed_out(socket);
     }
     leave(socket);
     Break(n)
@@ -393,6 +395,7 @@ unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int) -> Step {
     }
     if got > 0 {
         if !peek {
+            state.last = state.seen.tick();
             if let Some(stats) = socket.stats() {
                 stats.add_rx_link(got as u64);
                 // Between hosts a look takes nothing from the writer.

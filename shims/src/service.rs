@@ -21,6 +21,7 @@ mod pairs;
 mod queue;
 mod remote;
 mod rings;
+mod standstill;
 mod watch;
 
 pub use command::{Command, Ref};
@@ -377,6 +378,8 @@ struct Worker {
     hosts: remote::Hosts,
     /// Senders that find no room.
     pressed: Vec<rings::Pressed>,
+    /// Those that do not wait for ever.
+    standing: Vec<standstill::Standing>,
     /// Connections whose other end was closed where its library did not see it, it seems.
     unmarked: Vec<watch::Unmarked>,
     dying: Vec<links::Dying>,
@@ -431,6 +434,7 @@ impl Worker {
             control: control::Control::new(crate::time::now_ns()),
             hosts: remote::Hosts::new(),
             pressed: Vec::new(),
+            standing: Vec::new(),
             unmarked: Vec::new(),
             dying: Vec::new(),
             one_way: HashMap::new(),
@@ -555,6 +559,7 @@ impl Worker {
         let alone = (self.ending.at != 0).then_some(self.ending.at);
         let held = (self.held_until != 0).then_some(self.held_until);
         let pressed = self.pressed.iter().map(|p| p.deadline);
+        let standing = self.standing.iter().map(|s| s.deadline);
         let unmarked = self.unmarked.iter().map(|u| u.deadline);
         let dying = self.dying.iter().map(|d| d.deadline);
         let one_way = self.one_way.values().map(|o| o.deadline);
@@ -573,6 +578,7 @@ impl Worker {
             .chain(deferred)
             .chain(shrink)
             .chain(pressed)
+            .chain(standing)
             .chain(unmarked)
             .chain(dying)
             .chain(one_way)
@@ -599,6 +605,7 @@ impl Worker {
         self.expire_lingering(now);
         self.deferred.retain(|d| d.deadline > now);
         self.relieve(now);
+        self.end_standing(now);
         self.leave_unmarked(now);
         self.leave_dying(now);
         self.look_for_readers(now);

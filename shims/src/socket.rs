@@ -31,6 +31,7 @@ use crate::identity::{Cookie, Seen};
 use crate::keepalive::Keepalive;
 use crate::link::Link;
 use crate::listener::Listener;
+use crate::report::Ledger;
 use crate::rx::carry::Carry;
 use crate::rx::pace::Pace;
 use crate::wait::{Spinner, WaiterId};
@@ -79,8 +80,14 @@ pub enum Stage {
 pub struct Tx {
     /// Present while the direction is on the link.
     pub producer: Option<Producer>,
-    /// Marker bytes that TCP has not taken yet.
+    /// Marker bytes that TCP has not taken yet, and behind them
     pub marker: Vec<u8>,
+    /// so many of the program's, which the peer has not read on the link.
+    pub again: usize,
+    /// How long the SWITCH was that the direction went to the link by: the last that TCP has of it.
+    pub closing: usize,
+    /// The [tick](crate::time::tick) at which something was last put on the link.
+    pub last: u64,
     /// The pending marker is a SWITCH: once it is out the direction is on the link.
     pub then_link: bool,
     /// The direction has left a link between hosts, and the other's RESUME has not come: nothing but the marker
@@ -98,6 +105,8 @@ pub struct Tx {
     pub kernel_corked: bool,
     /// The service thread watches whether the reader stands still (`tx::press`).
     pub pressed: bool,
+    /// The service thread watches for how long the reader takes nothing (`service::standstill`).
+    pub timed: bool,
     /// Calls that have waited for room, and are not back.
     pub waiting: u32,
     /// When a number was last seen to stand for the socket (`identity`).
@@ -135,6 +144,8 @@ pub struct Rx {
     pub waiting: u32,
     /// When a number was last seen to stand for the socket (`identity`).
     pub seen: Seen,
+    /// The [tick](crate::time::tick) at which something was last taken from the link.
+    pub last: u64,
 }
 
 /// The promotion under way and the link that it led to.
@@ -227,6 +238,14 @@ pub struct Socket {
 
     /// TCP_CORK as the program set it.
     pub corked: AtomicBool,
+    /// TCP_USER_TIMEOUT as the program set it, ms; 0: none.
+    pub user_timeout: AtomicU32,
+    /// It is over, and no call has said so yet.
+    pub timed_out: AtomicBool,
+    /// TCP_INQ as the program set it.
+    pub tells_more: AtomicBool,
+    /// What the kernel does not know of its traffic.
+    pub ledger: Ledger,
     /// Ours, for a silent anchor.
     pub keepalive: Keepalive,
     /// Whether its calls wait.
@@ -351,6 +370,10 @@ impl Socket {
             rx_rests: AtomicBool::new(false),
             rx: CachePadded::new(Lock::new(Rx::default())),
             corked: AtomicBool::new(false),
+            user_timeout: AtomicU32::new(0),
+            timed_out: AtomicBool::new(false),
+            tells_more: AtomicBool::new(false),
+            ledger: Ledger::default(),
             keepalive: Keepalive::default(),
             blocking: Blocking::new(),
             stage: AtomicU8::new(Stage::New as u8),
@@ -400,6 +423,10 @@ impl Socket {
         socket.renew();
         socket.progress.reset();
         socket.corked.store(false, Relaxed);
+        socket.user_timeout.store(0, Relaxed);
+        socket.timed_out.store(false, Relaxed);
+        socket.tells_more.store(false, Relaxed);
+        socket.ledger.reset();
         socket.keepalive.reset();
         socket.blocking.reset(nonblocking);
         socket.stage.store(Stage::New as u8, Relaxed);
@@ -428,8 +455,15 @@ impl Socket {
             tx.is_held = false;
             tx.is_shut = false;
             tx.kernel_corked = false;
+            tx.again = 0;
+            tx.closing = 0;
+            tx.last = 0;
             tx.pressed = false;
+            tx.timed = false;
             tx.seen.forget();
+        }
+        if let Some(mut rx) = socket.rx.lock() {
+            rx.last = 0;
         }
         // SAFETY: the program's number, in the middle of the call that has made it.
         match (fd >= 0).then(|| unsafe { BorrowedFd::borrow_raw(fd) }) {
@@ -690,6 +724,35 @@ fn break_off(fd: BorrowedFd<'_>) {
             ],
         )
     };
+}
+
+/// The peer has taken nothing for as long as the program lets it: the connection is over at both ends, as where the kernel has
+/// found that. Of the reset that this is to the kernel, calls say ETIMEDOUT.
+pub fn time_out(socket: &Socket) {
+    let Some(_control) = socket.control.lock() else {
+        return;
+    };
+    let Some(fd) = socket.anchor_fd() else { return };
+    socket.timed_out.store(true, SeqCst);
+    break_off(fd);
+    // As in `on_reader_died`.
+    let _ = rustix::net::shutdown(fd, rustix::net::Shutdown::Both);
+}
+
+/// What a call on a connection that was [timed out](time_out) says in place of `error`: it is said once.
+pub fn as_timed_out(socket: &Socket, error: c_int) -> c_int {
+    let is_reset = error == libc::ECONNRESET;
+    if is_reset && socket.timed_out.swap(false, SeqCst) {
+        libc::ETIMEDOUT
+    } else {
+        error
+    }
+}
+
+/// The same, for a call that has just failed.
+#[cold]
+pub fn say_timed_out(socket: &Socket) {
+    crate::errno::set(as_timed_out(socket, crate::errno::get()));
 }
 
 /// The peer's process has ended, which TCP shows as the end of its direction, as a rule, and has not read what the link held for

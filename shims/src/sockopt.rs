@@ -77,16 +77,47 @@ const STATE: Name = (libc::IPPROTO_TCP, libc::TCP_INFO);
 const LOW_WATER: Name = (libc::SOL_SOCKET, libc::SO_RCVLOWAT);
 /// From where MSG_PEEK looks: -1 unless the program says otherwise.
 const PEEK_OFFSET: Name = (libc::SOL_SOCKET, libc::SO_PEEK_OFF);
+/// How fast is sent, in bytes a second: without a bound unless the program says otherwise.
+const PACE: Name = (libc::SOL_SOCKET, libc::SO_MAX_PACING_RATE);
+/// SO_TIMESTAMP, SO_TIMESTAMPNS and SO_TIMESTAMPING with a 64-bit time_t (linux/socket.h): when packets have come or gone, for
+/// recvmsg. The first two are not the same to the kernel as those of libc's constants; of the third there is one state.
+const NEW_TIMESTAMP: c_int = 63;
+const NEW_TIMESTAMPNS: c_int = 64;
+const NEW_TIMESTAMPING: c_int = 65;
+/// Whether a receive by recvmsg tells how much more there is (tcp(7)).
+pub const INQ: Name = (libc::IPPROTO_TCP, 36);
 
-/// Whether an option may make receiving from the kernel another thing than receiving from a link.
-pub fn changes_receiving(option: Name) -> bool {
-    [LOW_WATER, PEEK_OFFSET].contains(&option)
+/// For how long the peer may take nothing, ms; 0 is no bound (tcp(7)).
+pub const USER_TIMEOUT: Name = (libc::IPPROTO_TCP, libc::TCP_USER_TIMEOUT);
+
+/// The options with which sending or receiving is another thing in the kernel than on a link, and with which values.
+const BEYOND_LINKS: [(Name, Values); 8] = [
+    (LOW_WATER, |bytes| bytes != 1),
+    (PEEK_OFFSET, |at| at >= 0),
+    (PACE, |bytes| bytes != -1),
+    ((libc::SOL_SOCKET, libc::SO_TIMESTAMP), is_on),
+    ((libc::SOL_SOCKET, NEW_TIMESTAMP), is_on),
+    ((libc::SOL_SOCKET, libc::SO_TIMESTAMPNS), is_on),
+    ((libc::SOL_SOCKET, NEW_TIMESTAMPNS), is_on),
+    ((libc::SOL_SOCKET, libc::SO_TIMESTAMPING), is_on),
+];
+
+type Values = fn(c_int) -> bool;
+
+fn is_on(value: c_int) -> bool {
+    value != 0
+}
+
+/// Whether an option may make sending or receiving another thing than it is on a link.
+pub fn may_be_beyond_links(option: Name) -> bool {
+    option == (libc::SOL_SOCKET, NEW_TIMESTAMPING)
+        || BEYOND_LINKS.iter().any(|(name, _)| *name == option)
 }
 
 /// Whether one of those does. An accepted connection has its listener's.
-pub fn receives_otherwise(fd: BorrowedFd<'_>) -> bool {
-    get(fd, LOW_WATER).is_some_and(|bytes| bytes != 1)
-        || get(fd, PEEK_OFFSET).is_some_and(|at| at >= 0)
+pub fn is_beyond_links(fd: BorrowedFd<'_>) -> bool {
+    let is = |(name, is): &(Name, Values)| get(fd, *name).is_some_and(is);
+    BEYOND_LINKS.iter().any(is)
 }
 
 /// Whether urgent data is next in TCP (tcp(7), SIOCATMARK).
@@ -138,13 +169,38 @@ mod tests {
     fn a_low_water_mark_is_seen_and_so_is_its_end() {
         let socket = TcpListener::bind("127.0.0.1:0").unwrap();
         let fd = socket.as_fd();
-        assert!(!receives_otherwise(fd));
+        assert!(!is_beyond_links(fd));
         set(fd, LOW_WATER, 10);
-        assert!(receives_otherwise(fd));
+        assert!(is_beyond_links(fd));
         // 0 stands for 1.
         set(fd, LOW_WATER, 0);
-        assert!(!receives_otherwise(fd));
-        assert!(changes_receiving(PEEK_OFFSET));
-        assert!(!changes_receiving((libc::SOL_SOCKET, libc::SO_KEEPALIVE)));
+        assert!(!is_beyond_links(fd));
+        assert!(may_be_beyond_links(PEEK_OFFSET));
+        assert!(!may_be_beyond_links((libc::SOL_SOCKET, libc::SO_KEEPALIVE)));
+    }
+
+    #[test]
+    fn every_option_that_is_beyond_links_is_seen_when_it_is_set_and_when_it_is_not_any_more() {
+        // By which name an option is set, to what, and to what then.
+        let names = [
+            (LOW_WATER, 5, 1),
+            (PEEK_OFFSET, 0, -1),
+            (PACE, 1_000_000, -1),
+            ((libc::SOL_SOCKET, libc::SO_TIMESTAMP), 1, 0),
+            ((libc::SOL_SOCKET, NEW_TIMESTAMP), 1, 0),
+            ((libc::SOL_SOCKET, libc::SO_TIMESTAMPNS), 1, 0),
+            ((libc::SOL_SOCKET, NEW_TIMESTAMPNS), 1, 0),
+            ((libc::SOL_SOCKET, libc::SO_TIMESTAMPING), 1 << 3, 0),
+            ((libc::SOL_SOCKET, NEW_TIMESTAMPING), 1 << 3, 0),
+        ];
+        for (name, on, off) in names {
+            let socket = TcpListener::bind("127.0.0.1:0").unwrap();
+            let fd = socket.as_fd();
+            assert!(!is_beyond_links(fd) && may_be_beyond_links(name));
+            set(fd, name, on);
+            assert!(is_beyond_links(fd), "{name:?}");
+            set(fd, name, off);
+            assert!(!is_beyond_links(fd), "{name:?}");
+        }
     }
 }

@@ -6,7 +6,9 @@ mod room;
 mod sendfile;
 
 pub use cork::{cork, pass_cork, release_held};
-pub use room::{ask_for_room, is_full, is_unread, press, reader_at};
+pub use room::{
+    ask_for_room, forget_standing, is_full, is_unread, press, reader_at, stands_still, unread,
+};
 pub use sendfile::sendfile;
 
 use cork::{hold, is_more_to_come};
@@ -30,7 +32,7 @@ use crate::lifecycle::{self, on_its_file};
 use crate::promote;
 use crate::ready;
 use crate::service::Command;
-use crate::socket::{Socket, Stage, mode};
+use crate::socket::{self, Socket, Stage, mode};
 use crate::table;
 use crate::wait;
 
@@ -121,6 +123,8 @@ fn plain(socket: &'static Socket, is_quick: bool, real: impl FnOnce() -> ssize_t
     };
     if n > 0 {
         account(socket, n as u64);
+    } else if n < 0 && socket.timed_out.load(Relaxed) {
+        socket::say_timed_out(socket);
     }
     leave(socket);
     n
@@ -412,10 +416,11 @@ unsafe fn step(call: &mut Call, iov: &mut Iov, flags: c_int) -> Step {
         } else {
             tx.held = false;
         }
-        if copied > 0
-            && let Some(stats) = socket.stats()
-        {
-            stats.add_tx_link(copied as u64);
+        if copied > 0 {
+            tx.last = tx.seen.tick();
+            if let Some(stats) = socket.stats() {
+                stats.add_tx_link(copied as u64);
+            }
         }
         let full = copied < want && !no_room(socket, &mut tx);
         if iov.len() == 0 {

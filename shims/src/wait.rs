@@ -6,11 +6,13 @@
 //! to epoll sets; those above belong to threads that sleep in one call, and are handed round.
 
 mod asleep;
+mod record;
 mod spin;
 mod waiters;
 
 use libc::c_int;
 pub use rdmasock_core::fabric::waiter::{FLAGS_BYTES, MAX_WAITERS, SLEEPER_MASK, WaiterId};
+use rdmasock_core::stats::Call;
 
 use crate::jump::within;
 use crate::link::{Distant, Duty, Link};
@@ -20,6 +22,7 @@ use crate::socket::Socket;
 use crate::time::Deadline;
 
 pub use rdmasock_core::fabric::asleep::Slots;
+pub use record::Record;
 pub use spin::{Spinner, after_fork, glance};
 pub use waiters::{SERVICE, Waiters};
 
@@ -99,9 +102,12 @@ fn wait_on(
     if there() {
         return Ok(false);
     }
+    let call = if data { Call::Receive } else { Call::Send };
+    let record = Record::begin(lease.waiter, call, Some(socket));
     point!("wait: is about to sleep");
     let slept = lease.sleep(deadline.left(), duty.as_ref());
     point!("wait: is awake");
+    drop(record);
     // What has come is taken in before the descriptor is made ready for the next sleep: that is two system calls, which the
     // peer then need not wait for. After the sleeper, or it would have its own bell rung.
     drop(sleeper);

@@ -325,29 +325,39 @@ impl Ctx {
     /// one above 16 KiB each way, then small ones until the observer has seen the promotion
     /// (or has given up). Leaves no byte behind and nothing in the transcript.
     pub fn warm_up(&self, fd: c_int) {
+        self.warm_up_told(fd, || {});
+    }
+
+    /// As [`Ctx::warm_up`], with something to be done in between, again and again; gives the bytes that went each way.
+    pub fn warm_up_told(&self, fd: c_int, mut between: impl FnMut()) -> u64 {
+        let mut bytes = 0;
         if self.is_server() {
             loop {
                 let mut request = sys::recv_exact(fd, MESSAGE);
                 if request[0] == BIG {
                     request.extend(sys::recv_exact(fd, BIG_LEN));
                 }
+                between();
                 sys::send_all(fd, &request).ok();
+                bytes += request.len() as u64;
                 if request[0] == END {
-                    return;
+                    return bytes;
                 }
             }
         }
-        let round = |kind: u8| {
+        let mut round = |kind: u8| {
             let mut request = data::pattern(1, 0, MESSAGE);
             request[0] = kind;
             if kind == BIG {
                 request.extend(data::pattern(2, 0, BIG_LEN));
             }
             sys::send_all(fd, &request).ok();
+            between();
             assert!(
                 sys::recv_exact(fd, request.len()) == request,
                 "warm-up bytes differ"
             );
+            bytes += request.len() as u64;
         };
         for kind in [SMALL, SMALL, SMALL, BIG, SMALL] {
             round(kind);
@@ -361,6 +371,7 @@ impl Ctx {
             }
         }
         round(END);
+        bytes
     }
 }
 

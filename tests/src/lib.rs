@@ -24,4 +24,5 @@ pub mod observe;
 pub mod pair;
 pub mod remote;
 pub mod scenarios;
+pub mod stall;
 pub mod storm;

@@ -3,10 +3,12 @@
 use std::collections::BTreeMap;
 
 use rdmasock_core::stats::{
-    Counts, Direction, Event, LinkSnapshot, LinkState, Path, Process, StreamSnapshot, Totals,
+    Call, Counts, Direction, Event, LinkSnapshot, LinkState, Path, Process, SleeperSnapshot,
+    StreamSnapshot, Totals,
 };
 use serde::Serialize;
 
+use super::connections::Connection;
 use super::{hex, why_tcp, word};
 
 /// The whole output.
@@ -72,18 +74,36 @@ struct Stream {
     why_tcp: Option<String>,
     #[serde(flatten)]
     counters: Counters,
+    /// Bytes on the link that were not read; null where there is none, or that cannot be known.
+    unread_here: Option<u64>,
+    unread_there: Option<u64>,
+    asleep: Vec<Sleeper>,
 }
 
-impl From<&[Process]> for Document {
-    fn from(processes: &[Process]) -> Self {
+/// Who sleeps until something happens on the stream.
+#[derive(Debug, Serialize)]
+struct Sleeper {
+    call: &'static str,
+    /// The one who came last, if that still sleeps, and how many there are.
+    thread: Option<u32>,
+    threads: u16,
+    asleep_s: f64,
+}
+
+impl Document {
+    pub fn new(processes: &[Process], connections: &[Connection<'_>]) -> Self {
+        let instance = |p| Instance::new(p, connections);
         Self {
-            instances: processes.iter().map(Instance::from).collect(),
+            instances: processes.iter().map(instance).collect(),
         }
     }
 }
 
-impl From<&Process> for Instance {
-    fn from(process: &Process) -> Self {
+impl Instance {
+    fn new(process: &Process, connections: &[Connection<'_>]) -> Self {
+        let streams = connections
+            .iter()
+            .filter(|c| std::ptr::eq(c.process, process));
         let seen = &process.instance;
         Self {
             pid: process.pid,
@@ -98,7 +118,7 @@ impl From<&Process> for Instance {
                 .map(|e| (e.name(), seen.count(*e)))
                 .collect(),
             links: seen.links.iter().map(Link::from).collect(),
-            streams: seen.streams.iter().map(Stream::from).collect(),
+            streams: streams.map(Stream::from).collect(),
         }
     }
 }
@@ -141,8 +161,20 @@ impl From<&LinkSnapshot> for Link {
     }
 }
 
-impl From<&StreamSnapshot> for Stream {
-    fn from(stream: &StreamSnapshot) -> Self {
+impl From<&&SleeperSnapshot> for Sleeper {
+    fn from(sleeper: &&SleeperSnapshot) -> Self {
+        Self {
+            call: word(sleeper.call.map(Call::text)),
+            thread: sleeper.thread,
+            threads: sleeper.count,
+            asleep_s: sleeper.asleep.as_secs_f64(),
+        }
+    }
+}
+
+impl From<&Connection<'_>> for Stream {
+    fn from(connection: &Connection<'_>) -> Self {
+        let stream: &StreamSnapshot = connection.stream;
         Self {
             fd: stream.fd,
             local: stream.local.map(|addr| addr.to_string()),
@@ -152,6 +184,9 @@ impl From<&StreamSnapshot> for Stream {
             rx_path: word(stream.rx_path.map(Path::text)),
             why_tcp: why_tcp(stream),
             counters: Counters::new(stream.tx, stream.rx),
+            unread_here: connection.unread_here,
+            unread_there: connection.unread_there,
+            asleep: connection.asleep.iter().map(Sleeper::from).collect(),
         }
     }
 }

@@ -3,17 +3,104 @@
 use core::net::SocketAddr;
 use std::fmt::Write;
 
-use comfy_table::{CellAlignment, Table, presets};
+use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
 use rdmasock_core::stats::{Counts, Direction, Event, LinkState, Path, Process, StreamSnapshot};
 
+use super::connections::{Connection, sleep};
 use super::{hex, why_tcp, word};
 
-/// One section a process.
-pub fn render(processes: &[Process]) -> String {
+const NONE: &str =
+    "No program that you may look at runs with rdmasock (root sees those of all users).\n";
+
+/// One line a connection.
+pub fn overview(processes: &[Process], connections: &[Connection<'_>]) -> String {
     if processes.is_empty() {
-        return "No program that you may look at runs with rdmasock (root sees those of all users).\n".to_owned();
+        return NONE.to_owned();
     }
-    let sections: Vec<String> = processes.iter().map(section).collect();
+    let mut text = String::new();
+    if !connections.is_empty() {
+        let mut lines = table(&[
+            "pid",
+            "program",
+            "fd",
+            "local",
+            "",
+            "peer",
+            "path",
+            "sent",
+            "received",
+            "unread here",
+            "there",
+            "asleep",
+            "why on tcp",
+        ]);
+        for connection in connections {
+            lines.add_row(line(connection));
+        }
+        // No rules between them: a line is a connection.
+        lines.load_preset(presets::NOTHING);
+        align_right(&mut lines, [0, 2, 7, 8, 9, 10]);
+        // Writing to a String cannot fail.
+        let _ = writeln!(text, "{lines}");
+    }
+    for process in processes {
+        let seen = &process.instance;
+        let who = format!("{} (pid {})", seen.program, process.pid);
+        if let Some(held) = seen.held {
+            let _ = writeln!(text, "{who}: all connections on TCP: {}", super::held(held));
+        } else if seen.streams.is_empty() {
+            let _ = writeln!(
+                text,
+                "{who}: no connection now, {} so far",
+                seen.totals.streams
+            );
+        }
+    }
+    text
+}
+
+fn line(connection: &Connection<'_>) -> [String; 13] {
+    let (process, stream) = (connection.process, connection.stream);
+    let both = |counts: Counts| bytes(counts.tcp_bytes.saturating_add(counts.link_bytes));
+    let [here, there, asleep] = state(connection);
+    [
+        process.pid.to_string(),
+        process.instance.program.clone(),
+        stream.fd.to_string(),
+        address(stream.local),
+        arrow(stream).to_owned(),
+        address(stream.peer),
+        path(stream),
+        both(stream.tx),
+        both(stream.rx),
+        here,
+        there,
+        asleep,
+        why_tcp(stream).unwrap_or_default(),
+    ]
+}
+
+/// What is unread here and there, and who sleeps. A stream that is on no link has nothing there.
+fn state(connection: &Connection<'_>) -> [String; 3] {
+    let unread = |n: Option<u64>| match (n, connection.stream.link) {
+        (Some(n), _) => bytes(n),
+        (None, Some(_)) => "?".to_owned(),
+        (None, None) => String::new(),
+    };
+    let asleep: Vec<String> = connection.asleep.iter().map(|s| sleep(s)).collect();
+    [
+        unread(connection.unread_here),
+        unread(connection.unread_there),
+        asleep.join("; "),
+    ]
+}
+
+/// One section a process.
+pub fn sections(processes: &[Process], connections: &[Connection<'_>]) -> String {
+    if processes.is_empty() {
+        return NONE.to_owned();
+    }
+    let sections: Vec<String> = processes.iter().map(|p| section(p, connections)).collect();
     sections.join("\n")
 }
 
@@ -29,7 +116,7 @@ fn control(process: &Process) -> Option<String> {
     (!counts.is_empty()).then(|| format!("other hosts: {}", counts.join("  ")))
 }
 
-fn section(process: &Process) -> String {
+fn section(process: &Process, connections: &[Connection<'_>]) -> String {
     let seen = &process.instance;
     let mut text = format!(
         "{}  pid {}  uid {}  up {}  id {}\n",
@@ -115,28 +202,39 @@ fn section(process: &Process) -> String {
             "received tcp",
             "received link",
             "calls",
+            "unread here",
+            "there",
+            "asleep",
             "why on tcp",
         ]);
-        for stream in &seen.streams {
-            streams.add_row(row(stream));
+        for connection in connections {
+            if std::ptr::eq(connection.process, process) {
+                streams.add_row(row(connection));
+            }
         }
-        align_right(&mut streams, [0, 5, 6, 7, 8, 9]);
+        align_right(&mut streams, [0, 5, 6, 7, 8, 9, 10, 11]);
         let _ = writeln!(text, "{streams}");
     }
     text
 }
 
-fn row(stream: &StreamSnapshot) -> [String; 11] {
-    let arrow = match stream.direction {
+/// Who has connected to whom.
+fn arrow(stream: &StreamSnapshot) -> &'static str {
+    match stream.direction {
         Some(Direction::Accept) => "<-",
         Some(Direction::Connect) => "->",
         None => "--",
-    };
+    }
+}
+
+fn row(connection: &Connection<'_>) -> [String; 14] {
+    let stream = connection.stream;
+    let [here, there, asleep] = state(connection);
     let calls = |counts: Counts| counts.tcp_calls.saturating_add(counts.link_calls);
     [
         stream.fd.to_string(),
         address(stream.local),
-        arrow.to_owned(),
+        arrow(stream).to_owned(),
         address(stream.peer),
         path(stream),
         bytes(stream.tx.tcp_bytes),
@@ -146,6 +244,9 @@ fn row(stream: &StreamSnapshot) -> [String; 11] {
         calls(stream.tx)
             .saturating_add(calls(stream.rx))
             .to_string(),
+        here,
+        there,
+        asleep,
         why_tcp(stream).unwrap_or_default(),
     ]
 }
@@ -169,6 +270,8 @@ fn table(header: &[&str]) -> Table {
     let mut table = Table::new();
     table
         .load_preset(presets::UTF8_HORIZONTAL_ONLY)
+        // As wide as a terminal, and as wide as need be elsewhere.
+        .set_content_arrangement(ContentArrangement::Dynamic)
         .set_header(header);
     table
 }
@@ -200,7 +303,7 @@ fn bytes(count: u64) -> String {
     }
 }
 
-fn duration(seconds: u64) -> String {
+pub fn duration(seconds: u64) -> String {
     let (minutes, hours, days) = (seconds / 60, seconds / 3600, seconds / 86_400);
     match (days, hours, minutes) {
         (0, 0, 0) => format!("{seconds} s"),

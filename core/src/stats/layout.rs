@@ -11,12 +11,13 @@ use core::sync::atomic::{
     fence,
 };
 
-use super::{Direction, EVENTS, LINK_SLOTS, LinkState, Path, STREAM_SLOTS, Why};
+use super::sleepers::{SleeperStats, Waiting};
+use super::{Direction, EVENTS, LINK_SLOTS, LinkState, Path, SLEEPER_SLOTS, STREAM_SLOTS, Why};
 
 /// "rdmastat", read as a little-endian number.
 pub(super) const MAGIC: u64 = u64::from_le_bytes(*b"rdmastat");
 /// Version of this layout.
-pub(super) const VERSION: u32 = 4;
+pub(super) const VERSION: u32 = 5;
 /// Longest program name kept, in bytes.
 pub(super) const PROGRAM_MAX: usize = 64;
 
@@ -26,6 +27,7 @@ pub(super) const PROGRAM_MAX: usize = 64;
 pub struct StatsPage {
     pub(super) header: Header,
     pub(super) links: [LinkStats; LINK_SLOTS as usize],
+    pub(super) sleepers: [SleeperStats; SLEEPER_SLOTS as usize],
     pub(super) streams: [StreamStats; STREAM_SLOTS as usize],
 }
 
@@ -38,6 +40,8 @@ pub(super) struct Header {
     pub header_size: AtomicU32,
     pub link_size: AtomicU32,
     pub link_slots: AtomicU32,
+    pub sleeper_size: AtomicU32,
+    pub sleeper_slots: AtomicU32,
     pub stream_size: AtomicU32,
     pub stream_slots: AtomicU32,
     /// The owner's pid in its own pid namespace.
@@ -266,6 +270,9 @@ pub struct StreamStats {
     /// Slot of the link plus one; 0 is none.
     pub(super) link: AtomicU32,
     pub(super) why: AtomicU32,
+    /// Which sleepers are told of what comes: the thread that sleeps in a call or in poll, and the epoll set.
+    pub(super) sleeper: AtomicU16,
+    pub(super) set: AtomicU16,
 }
 
 /// Bits of [`StreamStats::moved`]: what has happened to the stream so far.
@@ -296,6 +303,31 @@ impl StreamStats {
     #[inline]
     pub fn sent_on_link(&self) -> u64 {
         self.tx.link_bytes.load(Relaxed)
+    }
+
+    /// What was sent.
+    #[must_use]
+    pub fn sent(&self) -> Counts {
+        self.tx.load()
+    }
+
+    /// What was received.
+    #[must_use]
+    pub fn received(&self) -> Counts {
+        self.rx.load()
+    }
+
+    /// `bytes` that were sent over a link, and not read there, go over TCP now.
+    pub fn move_tx_to_tcp(&self, bytes: u64) {
+        let moved = bytes.min(self.tx.link_bytes.load(Relaxed));
+        bump(&self.tx.link_bytes, moved.wrapping_neg());
+        bump(&self.tx.tcp_bytes, moved);
+    }
+
+    /// Who is told of what comes, or of room.
+    pub fn set_waiting(&self, sleeper: Waiting, set: Waiting) {
+        self.sleeper.store(sleeper.to_word(), Relaxed);
+        self.set.store(set.to_word(), Relaxed);
     }
 
     /// A call received `bytes` over TCP. One receiver at a time.
@@ -364,6 +396,7 @@ impl StreamStats {
         self.moved.store(0, Relaxed);
         self.link.store(0, Relaxed);
         self.why.store(0, Relaxed);
+        self.set_waiting(Waiting::Nobody, Waiting::Nobody);
     }
 }
 

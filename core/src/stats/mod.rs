@@ -8,20 +8,21 @@
 //! Not here: the instance's own pointer to its page (shims hold it, and replace it after a fork),
 //! and how the figures are printed (cli).
 
+mod find;
 mod layout;
 mod page;
 mod read;
 mod reason;
+mod sleepers;
 #[cfg(test)]
 mod tests;
 
+pub use find::{Process, instance_of, instances};
 pub use layout::{Counts, LinkStats, StatsPage, StreamStats};
 pub use page::{InstanceInfo, LinkInfo, StreamInfo};
-pub use read::{
-    InstanceSnapshot, LinkSnapshot, Process, ReadError, StatsReader, StreamSnapshot, Totals,
-    instance_of, instances,
-};
+pub use read::{InstanceSnapshot, LinkSnapshot, ReadError, StatsReader, StreamSnapshot, Totals};
 pub use reason::{Reason, Why};
+pub use sleepers::{Asleep, SleeperSnapshot, SleeperStats, Waiting};
 
 /// Name of the memfd; the link in `/proc/<pid>/fd` reads `/memfd:rdmasock-stats (deleted)`.
 pub const MEMFD_NAME: &str = "rdmasock-stats";
@@ -29,6 +30,8 @@ pub const MEMFD_NAME: &str = "rdmasock-stats";
 pub const STREAM_SLOTS: u32 = 65_536;
 /// Links that an instance can show at once.
 pub const LINK_SLOTS: u32 = 1_024;
+/// Sleepers that an instance can show at once: one a waiter.
+pub const SLEEPER_SLOTS: u32 = crate::fabric::waiter::MAX_WAITERS as u32;
 
 /// Defines a `#[repr(u8)]` code that is stored in shared memory: each value with its text.
 macro_rules! code {
@@ -75,6 +78,20 @@ code! {
         Accept = 0 => "accept",
         /// This instance called connect().
         Connect = 1 => "connect",
+    }
+}
+
+code! {
+    /// What a thread sleeps in.
+    Call {
+        /// A call that receives.
+        Receive = 0 => "recv",
+        /// A call that sends.
+        Send = 1 => "send",
+        /// poll or select.
+        Poll = 2 => "poll",
+        /// epoll_wait.
+        Epoll = 3 => "epoll_wait",
     }
 }
 

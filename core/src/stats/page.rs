@@ -18,8 +18,8 @@ use crate::os::{extent::PAGE, lazy, memfd::within_file_limit};
 
 use super::layout::{Header, MAGIC, PROGRAM_MAX, VERSION, bump, moved};
 use super::{
-    Direction, Event, LINK_SLOTS, LinkState, LinkStats, MEMFD_NAME, Path, Reason, STREAM_SLOTS,
-    StatsPage, StreamStats, Why,
+    Direction, Event, LINK_SLOTS, LinkState, LinkStats, MEMFD_NAME, Path, Reason, SLEEPER_SLOTS,
+    STREAM_SLOTS, SleeperStats, StatsPage, StreamStats, Why,
 };
 
 /// Slots of streams that are open to begin with.
@@ -91,6 +91,10 @@ impl StatsPage {
             .store(size(size_of::<LinkStats>()), Relaxed);
         header.link_slots.store(LINK_SLOTS, Relaxed);
         header
+            .sleeper_size
+            .store(size(size_of::<SleeperStats>()), Relaxed);
+        header.sleeper_slots.store(SLEEPER_SLOTS, Relaxed);
+        header
             .stream_size
             .store(size(size_of::<StreamStats>()), Relaxed);
         header.stream_slots.store(STREAM_SLOTS, Relaxed);
@@ -156,6 +160,13 @@ impl StatsPage {
     #[must_use]
     pub fn link(&self, slot: u32) -> Option<&LinkStats> {
         self.links.get(slot as usize)
+    }
+
+    /// What is shown of those who sleep as waiter `number`; `None` beyond [`SLEEPER_SLOTS`].
+    #[inline]
+    #[must_use]
+    pub fn sleeper(&self, number: u16) -> Option<&SleeperStats> {
+        self.sleepers.get(usize::from(number))
     }
 
     /// Gives `slot` to a new stream, closing the one that had it. The caller owns the slot, so that nobody counts

@@ -1,4 +1,4 @@
-//! The reader's side: finding the pages of running instances and copying them.
+//! The reader's side: copying the page of an instance. Which ones there are is in find.rs.
 //!
 //! Runs in tools and tests, never in the preloaded library, hence std::fs. Nothing in a page is
 //! trusted: sizes are checked, codes decoded with a fallback, text cleaned of control characters.
@@ -11,7 +11,7 @@ use core::time::Duration;
 use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::OpenOptionsExt;
-use std::path::{self, PathBuf};
+use std::path;
 
 use rustix::fs::{SealFlags, SeekFrom, fcntl_get_seals, seek};
 use rustix::io::Errno;
@@ -20,9 +20,10 @@ use thiserror::Error;
 
 use super::layout::{Header, MAGIC, VERSION, moved};
 use super::page::monotonic_ns;
+use super::sleepers::{SleeperSnapshot, SleeperStats, Waiting};
 use super::{
-    Counts, Direction, EVENTS, Event, LINK_SLOTS, LinkState, LinkStats, MEMFD_NAME, Path, Reason,
-    STREAM_SLOTS, StatsPage, StreamStats, Why,
+    Counts, Direction, EVENTS, Event, LINK_SLOTS, LinkState, LinkStats, Path, Reason,
+    SLEEPER_SLOTS, STREAM_SLOTS, StatsPage, StreamStats, Why,
 };
 
 /// How often a copy of the whole page is tried again because streams were closed meanwhile.
@@ -67,6 +68,8 @@ pub struct InstanceSnapshot {
     pub links: Vec<LinkSnapshot>,
     /// Open streams, by slot.
     pub streams: Vec<StreamSnapshot>,
+    /// Who sleeps until something comes over a link, or there is room on it.
+    pub sleepers: Vec<SleeperSnapshot>,
     events: [u64; EVENTS],
 }
 
@@ -75,6 +78,15 @@ impl InstanceSnapshot {
     #[must_use]
     pub fn count(&self, event: Event) -> u64 {
         self.events.get(event as usize).copied().unwrap_or(0)
+    }
+
+    /// Those of them who are told of what happens on `stream`.
+    pub fn asleep_on(&self, stream: &StreamSnapshot) -> impl Iterator<Item = &SleeperSnapshot> {
+        let (slot, sleeper, set) = (stream.slot, stream.sleeper, stream.set);
+        self.sleepers.iter().filter(move |s| match s.stream {
+            Some(of) => of == slot,
+            None => [sleeper, set].contains(&Waiting::One(s.waiter)),
+        })
     }
 }
 
@@ -115,6 +127,8 @@ pub struct LinkSnapshot {
 /// An open stream.
 #[derive(Clone, Copy, Debug)]
 pub struct StreamSnapshot {
+    /// Its slot; sleepers refer to it.
+    pub slot: u32,
     /// The program's fd.
     pub fd: i32,
     /// Which end of the connection; `None` for an unknown code.
@@ -139,6 +153,10 @@ pub struct StreamSnapshot {
     pub promoted: bool,
     /// A direction was moved back to TCP.
     pub demoted: bool,
+    /// Which thread in a call or in poll is told of what comes.
+    pub sleeper: Waiting,
+    /// Which epoll set is.
+    pub set: Waiting,
 }
 
 impl StreamSnapshot {
@@ -222,6 +240,8 @@ impl StatsReader {
         let fits = is_as_built(&header.header_size, size_of::<Header>())
             && is_as_built(&header.link_size, size_of::<LinkStats>())
             && is_as_built(&header.link_slots, LINK_SLOTS as usize)
+            && is_as_built(&header.sleeper_size, size_of::<SleeperStats>())
+            && is_as_built(&header.sleeper_slots, SLEEPER_SLOTS as usize)
             && is_as_built(&header.stream_size, size_of::<StreamStats>())
             && is_as_built(&header.stream_slots, STREAM_SLOTS as usize);
         if fits {
@@ -270,6 +290,8 @@ impl StatsReader {
         };
         let mut links = Vec::new();
         let mut streams = Vec::new();
+        let mut sleepers = Vec::new();
+        let now = monotonic_ns();
         for extent in self.extents()? {
             links.extend(
                 slots(
@@ -279,9 +301,16 @@ impl StatsReader {
                 )
                 .filter_map(|(slot, link)| copy_link(slot, link)),
             );
+            let offset = core::mem::offset_of!(StatsPage, sleepers);
+            sleepers.extend(
+                slots(&page.sleepers, offset, &extent)
+                    .filter_map(|(slot, s)| s.copy(u16::try_from(slot).ok()?, now)),
+            );
             let offset = core::mem::offset_of!(StatsPage, streams);
-            streams
-                .extend(slots(&page.streams, offset, &extent).filter_map(|(_, s)| copy_stream(s)));
+            streams.extend(
+                slots(&page.streams, offset, &extent)
+                    .filter_map(|(slot, stream)| copy_stream(slot, stream)),
+            );
         }
         for stream in &streams {
             totals.add(stream);
@@ -298,13 +327,14 @@ impl StatsReader {
             pid: self.pid(),
             program: printable(&program),
             id: header.instance.each_ref().map(|b| b.load(Relaxed)),
-            uptime: Duration::from_nanos(monotonic_ns().saturating_sub(started)),
+            uptime: Duration::from_nanos(now.saturating_sub(started)),
             // The code was a u16.
             held: Some(Reason::try_from(header.held.load(Relaxed) as u16))
                 .filter(|held| *held != Ok(Reason::None)),
             totals,
             links,
             streams,
+            sleepers,
             events: header.events.each_ref().map(|e| e.load(Relaxed)),
         })
     }
@@ -354,10 +384,11 @@ fn copy_link(slot: u32, link: &LinkStats) -> Option<LinkSnapshot> {
     })
 }
 
-fn copy_stream(stream: &StreamStats) -> Option<StreamSnapshot> {
+fn copy_stream(slot: u32, stream: &StreamStats) -> Option<StreamSnapshot> {
     stream.word.copy(|| {
         let bits = stream.moved.load(Relaxed);
         StreamSnapshot {
+            slot,
             fd: stream.fd.load(Relaxed),
             direction: Direction::from_code(stream.direction.load(Relaxed)),
             local: stream.local.load(),
@@ -370,6 +401,8 @@ fn copy_stream(stream: &StreamStats) -> Option<StreamSnapshot> {
             rx: stream.rx.load(),
             promoted: bits & moved::PROMOTED == moved::PROMOTED,
             demoted: bits & moved::DEMOTED != 0,
+            sleeper: Waiting::from_word(stream.sleeper.load(Relaxed)),
+            set: Waiting::from_word(stream.set.load(Relaxed)),
         }
     })
 }
@@ -404,93 +437,4 @@ fn printable(bytes: &[u8]) -> String {
             }
         })
         .collect()
-}
-
-/// An instance among the running processes.
-#[derive(Clone, Debug)]
-pub struct Process {
-    /// Pid as this process sees it.
-    pub pid: u32,
-    /// Real uid, from the kernel.
-    pub uid: u32,
-    /// Its counters.
-    pub instance: InstanceSnapshot,
-}
-
-/// All instances that the caller may look at (its own user's; root: everybody's), by pid.
-///
-/// # Errors
-/// `/proc` cannot be listed. A single process that ends meanwhile, or that the caller may not
-/// look at, is left out.
-pub fn instances() -> io::Result<Vec<Process>> {
-    let mut pids: Vec<u32> = fs::read_dir("/proc")?
-        .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
-        .collect();
-    pids.sort_unstable();
-    Ok(pids
-        .into_iter()
-        .filter_map(|pid| instance_of(pid).ok().flatten())
-        .collect())
-}
-
-/// The instance that process `pid` is; `None` if it runs without the library.
-///
-/// # Errors
-/// No such process, no permission to look at it, or a page that cannot be read.
-pub fn instance_of(pid: u32) -> Result<Option<Process>, ReadError> {
-    let link_text = format!("/memfd:{MEMFD_NAME}");
-    let links: Vec<PathBuf> = descriptors(pid)?
-        .into_iter()
-        .filter(|path| {
-            fs::read_link(path).is_ok_and(|to| {
-                let to = to.to_string_lossy();
-                to.trim_end_matches(" (deleted)") == link_text
-            })
-        })
-        .collect();
-    if links.is_empty() {
-        return Ok(None);
-    }
-    let (uid, own_pid) = identity(pid)?;
-    let mut failure = None;
-    for link in links {
-        match StatsReader::open(&link) {
-            // A fork child may still have its parent's page open: that one is not its own.
-            Ok(reader) if reader.pid() != own_pid => {}
-            Ok(reader) => {
-                let instance = reader.read()?;
-                return Ok(Some(Process { pid, uid, instance }));
-            }
-            Err(error) => failure = Some(error),
-        }
-    }
-    failure.map_or(Ok(None), Err)
-}
-
-/// The links to what a process has open. A main thread that has ended before the others has none: theirs are those of the process.
-fn descriptors(pid: u32) -> io::Result<Vec<PathBuf>> {
-    let list = |of: PathBuf| -> io::Result<Vec<PathBuf>> {
-        let entries = fs::read_dir(of)?;
-        Ok(entries.filter_map(|e| Some(e.ok()?.path())).collect())
-    };
-    let own = list(format!("/proc/{pid}/fd").into())?;
-    if !own.is_empty() {
-        return Ok(own);
-    }
-    let threads = list(format!("/proc/{pid}/task").into())?;
-    let theirs = threads.into_iter().filter_map(|t| list(t.join("fd")).ok());
-    Ok(theirs
-        .into_iter()
-        .find(|l| !l.is_empty())
-        .unwrap_or_default())
-}
-
-/// Real uid of a process, and its pid in its own (innermost) pid namespace.
-fn identity(pid: u32) -> io::Result<(u32, u32)> {
-    let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
-    let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name));
-    let uid = field("Uid:").and_then(|ids| ids.split_whitespace().next()?.parse().ok());
-    let inner = field("NSpid:").and_then(|pids| pids.split_whitespace().last()?.parse().ok());
-    let uid = uid.ok_or_else(|| io::Error::other("no Uid in its status"))?;
-    Ok((uid, inner.unwrap_or(pid)))
 }

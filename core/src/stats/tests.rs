@@ -132,6 +132,75 @@ fn a_reader_sees_links_and_events() {
     assert!(reader.read().unwrap().links.is_empty());
 }
 
+fn asleep(thread: u32, call: Call, stream: Option<u32>) -> Asleep {
+    Asleep {
+        thread,
+        call,
+        stream,
+        since: page::monotonic_ns(),
+        unread: 5,
+    }
+}
+
+#[test]
+fn a_reader_sees_who_sleeps_on_which_stream() {
+    let (page, reader, _fd) = page();
+    let one = page.open_stream(1, &stream_info(5)).unwrap();
+    page.open_stream(2, &stream_info(6)).unwrap();
+    let last = u16::try_from(SLEEPER_SLOTS - 1).unwrap();
+    let (receiver, poller) = (page.sleeper(last).unwrap(), page.sleeper(64).unwrap());
+    assert!(page.sleeper(last + 1).is_none());
+    receiver.begin(&asleep(11, Call::Receive, Some(1)));
+    poller.begin(&asleep(12, Call::Poll, None));
+    one.set_waiting(Waiting::Several, Waiting::One(64));
+
+    let seen = reader.read().unwrap();
+    let on = |slot: usize| -> Vec<_> {
+        let sleepers = seen.asleep_on(&seen.streams[slot]);
+        sleepers.map(|s| (s.thread, s.call, s.unread)).collect()
+    };
+    let both = [
+        (Some(12), Some(Call::Poll), 5),
+        (Some(11), Some(Call::Receive), 5),
+    ];
+    assert_eq!((on(0), on(1)), (both.to_vec(), Vec::new()));
+
+    receiver.end(11);
+    one.set_waiting(Waiting::Nobody, Waiting::Nobody);
+    let seen = reader.read().unwrap();
+    assert_eq!(seen.asleep_on(&seen.streams[0]).count(), 0);
+    assert_eq!(seen.sleepers.len(), 1, "it sleeps on something else");
+}
+
+#[test]
+fn of_those_who_sleep_as_one_the_last_is_named_and_all_are_counted() {
+    let (page, reader, _fd) = page();
+    let set = page.sleeper(1).unwrap();
+    let seen = || {
+        let sleepers = reader.read().unwrap().sleepers;
+        sleepers.first().map(|s| (s.count, s.thread))
+    };
+    set.begin(&asleep(11, Call::Epoll, None));
+    set.begin(&asleep(12, Call::Epoll, None));
+    assert_eq!(seen(), Some((2, Some(12))));
+    set.end(12);
+    assert_eq!(seen(), Some((1, None)));
+    set.end(11);
+    assert_eq!(seen(), None);
+}
+
+#[test]
+fn what_is_sent_again_on_tcp_was_not_sent_over_the_link() {
+    let (page, reader, _fd) = page();
+    let stream = page.open_stream(0, &stream_info(5)).unwrap();
+    stream.add_tx_link(100);
+    stream.move_tx_to_tcp(30);
+    let tx = reader.read().unwrap().totals.tx;
+    assert_eq!((tx.link_bytes, tx.tcp_bytes), (70, 30));
+    stream.move_tx_to_tcp(1000);
+    assert_eq!(stream.sent().link_bytes, 0);
+}
+
 #[test]
 fn reading_allocates_nothing_in_the_page() {
     let (page, reader, fd) = page();

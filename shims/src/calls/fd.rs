@@ -4,6 +4,7 @@ use crate::calls::vfork;
 use crate::errno;
 use crate::jump::within;
 use crate::lifecycle;
+use crate::report;
 use crate::rx;
 use crate::table::{self, Entry};
 use rdmasock_core::os::privatefd::{self, Settled};
@@ -228,8 +229,10 @@ pub unsafe extern "C" fn ioctl(
     unsafe { ioctl_on(real, fd, request, argument) }
 }
 
-/// sockatmark(3); not among libc's constants.
+/// sockatmark(3); not among libc's constants, nor is the next.
 const SIOCATMARK: c_ulong = 0x8905;
+/// Bytes that have not been sent (linux/sockios.h).
+const SIOCOUTQNSD: c_ulong = 0x894b;
 
 #[inline(never)]
 unsafe extern "C" fn ioctl_on(
@@ -249,6 +252,13 @@ unsafe extern "C" fn ioctl_on(
         match request {
             libc::FIONBIO => lifecycle::set_nonblocking(fd, *value != 0),
             SIOCATMARK if lifecycle::connection(fd).is_some_and(rx::comes_before_tcp) => *value = 0,
+            // SIOCOUTQ has the same number.
+            libc::TIOCOUTQ | SIOCOUTQNSD => {
+                if let Some(socket) = lifecycle::connection(fd) {
+                    let is_unsent = request == SIOCOUTQNSD;
+                    *value = within(|| report::out_queue(socket, *value, is_unsent));
+                }
+            }
             libc::FIONREAD => {
                 if let Some(n) = lifecycle::connection(fd).and_then(rx::available) {
                     *value = n as c_int;

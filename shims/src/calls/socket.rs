@@ -2,7 +2,9 @@
 //! are not among them: the anchor answers.
 
 use std::os::fd::BorrowedFd;
-use std::sync::atomic::Ordering::Acquire;
+use std::sync::atomic::Ordering::{Acquire, Release};
+
+use rdmasock_core::stats::Reason;
 
 use crate::errno;
 use crate::fork;
@@ -12,9 +14,10 @@ use crate::lifecycle;
 use crate::listener::Listener;
 use crate::pass;
 use crate::real::Cancellable;
+use crate::report;
 use crate::rx;
-use crate::socket::{Socket, mode};
-use crate::sockopt;
+use crate::socket::{Socket, as_timed_out, mode};
+use crate::sockopt::{self, Name};
 use crate::table::{self, Entry};
 use crate::tx;
 
@@ -232,8 +235,85 @@ pub unsafe extern "C" fn getsockopt(
         // SAFETY: likewise.
         return unsafe { get_kept(real, fd, level, name, value, value_len) };
     }
+    if is_ours_to_correct((level, name)) {
+        // SAFETY: likewise.
+        return unsafe { get_corrected(real, fd, level, name, value, value_len) };
+    }
     // SAFETY: the caller's arguments, as they are.
     unsafe { real(fd, level, name, value, value_len) }
+}
+
+/// Receives into what the program has mapped of the socket (linux/tcp.h).
+const TCP_ZEROCOPY_RECEIVE: c_int = 35;
+/// Takes the state of a connection out of the kernel, or puts one in (linux/tcp.h).
+const TCP_REPAIR: c_int = 19;
+
+const NODELAY: Name = (libc::IPPROTO_TCP, libc::TCP_NODELAY);
+const ERROR: Name = (libc::SOL_SOCKET, libc::SO_ERROR);
+
+fn is_ours_to_correct(option: Name) -> bool {
+    option == NODELAY
+        || option == ERROR
+        || option == (libc::IPPROTO_TCP, TCP_ZEROCOPY_RECEIVE)
+        || report::is_corrected(option)
+}
+
+/// The kernel's word, put right by what it does not know.
+#[inline(never)]
+unsafe extern "C" fn get_corrected(
+    real: GetSockOptFn,
+    fd: c_int,
+    level: c_int,
+    name: c_int,
+    value: *mut c_void,
+    value_len: *mut socklen_t,
+) -> c_int {
+    // SAFETY: the caller's arguments, as they are.
+    let ask = || unsafe { real(fd, level, name, value, value_len) };
+    let Some(socket) = lifecycle::connection(fd) else {
+        return ask();
+    };
+    within(|| {
+        if (level, name) == (libc::IPPROTO_TCP, TCP_ZEROCOPY_RECEIVE) {
+            pass::release(socket, Reason::ZeroCopy);
+        }
+        if (level, name) == NODELAY {
+            return asked_while_quiet(socket, ask);
+        }
+        let result = ask();
+        if (level, name) == ERROR && result == 0 && socket.timed_out.load(Acquire) {
+            // SAFETY: the kernel has just written that many bytes there.
+            unsafe { correct_error(socket, value.cast(), *value_len as usize) };
+        }
+        if result == 0 && report::is_corrected((level, name)) {
+            let errno = errno::get();
+            // SAFETY: the kernel has just written that many bytes there.
+            unsafe { report::correct(socket, (level, name), value.cast(), *value_len as usize) };
+            errno::set(errno);
+        }
+        result
+    })
+}
+
+/// SO_ERROR as of a connection that was timed out.
+///
+/// # Safety
+/// `value` is valid for reads and writes of `len` bytes.
+unsafe fn correct_error(socket: &Socket, value: *mut u8, len: usize) {
+    let mut error = [0; size_of::<c_int>()];
+    let len = len.min(error.len());
+    // SAFETY: by the contract.
+    unsafe { std::ptr::copy_nonoverlapping(value, error.as_mut_ptr(), len) };
+    let error = as_timed_out(socket, c_int::from_ne_bytes(error)).to_ne_bytes();
+    // SAFETY: likewise.
+    unsafe { std::ptr::copy_nonoverlapping(error.as_ptr(), value, len) };
+}
+
+/// TCP_NODELAY is on for a moment after a marker, whatever the program has set (`promote::flush`): not while this holds the lock.
+#[inline(never)]
+fn asked_while_quiet(socket: &'static Socket, ask: impl FnOnce() -> c_int) -> c_int {
+    let _tx = socket.tx.lock();
+    ask()
 }
 
 /// The kernel's word, but for the value where the library keeps it.
@@ -286,7 +366,7 @@ pub unsafe extern "C" fn setsockopt(
         Some(socket) => {
             if level == libc::IPPROTO_TCP && name == libc::TCP_ULP {
                 // The kernel's TLS works on what goes through the kernel.
-                tx::take_back(socket, rdmasock_core::stats::Reason::KernelTls);
+                tx::take_back(socket, Reason::KernelTls);
             }
             if level == libc::IPPROTO_TCP
                 && name == libc::TCP_CORK
@@ -297,12 +377,30 @@ pub unsafe extern "C" fn setsockopt(
             {
                 return 0;
             }
+            if level == libc::IPPROTO_TCP && name == TCP_REPAIR {
+                // The kernel is asked what is unread, and unsent, and sends nothing.
+                pass::release(socket, Reason::Unsupported);
+            }
             // SAFETY: likewise.
-            let result = unsafe { real(fd, level, name, value, value_len) };
+            let set = || unsafe { real(fd, level, name, value, value_len) };
+            let result = if (level, name) == NODELAY {
+                within(|| asked_while_quiet(socket, set))
+            } else {
+                set()
+            };
             socket.blocking.on_set(level, name);
-            if result == 0 && sockopt::changes_receiving((level, name)) {
+            if result == 0 && sockopt::may_be_beyond_links((level, name)) {
                 // SAFETY: the program's own fd, in the middle of its call.
-                pass::on_receive_option(socket, unsafe { BorrowedFd::borrow_raw(fd) });
+                pass::on_option_beyond_links(socket, unsafe { BorrowedFd::borrow_raw(fd) });
+            }
+            if result == 0 && [sockopt::INQ, sockopt::USER_TIMEOUT].contains(&(level, name)) {
+                // SAFETY: the kernel has just read the option's int there.
+                let value = unsafe { value.cast::<c_int>().read_unaligned() };
+                if (level, name) == sockopt::INQ {
+                    socket.tells_more.store(value != 0, Release);
+                } else {
+                    socket.user_timeout.store(value.cast_unsigned(), Release);
+                }
             }
             // Of other options the kernel may not have read a value: it can be null.
             if result == 0 && socket.keepalive.is_concerned(level, name) {

@@ -4,6 +4,7 @@ use std::ffi::c_int;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
 use rdmasock_core::cycles;
+use rdmasock_core::stats::Call;
 
 use super::{ALWAYS, ET, Epoll, ONESHOT, Set, Visit, enqueue};
 use rustix::event::epoll as kernel;
@@ -17,7 +18,7 @@ use crate::ready::{self, Arm};
 use crate::service::Command;
 use crate::table::{self, Entry};
 use crate::time::Timeout;
-use crate::wait;
+use crate::wait::{self, Record};
 
 /// How long waits may be answered from the links alone before the kernel's set is looked at
 /// again, [cycles](rdmasock_core::cycles), some 20 us: short enough not to be felt, long enough that a busy program makes
@@ -197,9 +198,11 @@ impl Epoll {
                 continue;
             }
             point!("epoll: is about to sleep");
+            let record = Record::begin(waiter, Call::Epoll, None);
             let n = real(visit.number(), events, max, deadline.left());
             let errno = crate::errno::get();
             point!("epoll: is awake");
+            drop(record);
             waiters.leave_sleep(waiter);
             let kept = self.after_sleep(events, n);
             if n < 0 {

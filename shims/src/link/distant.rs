@@ -227,6 +227,11 @@ impl Distant {
         self.end.unconfirmed(theirs) == Some(0)
     }
 
+    /// How much of what was committed to the peer's stream `theirs` it is not known to have; it is asked.
+    pub fn unconfirmed(&self, theirs: Vqpn) -> u64 {
+        self.end.unconfirmed(theirs).unwrap_or(0)
+    }
+
     /// It has to be seen, about once a second, whether the peer's device still answers.
     pub fn is_watched(&self) -> bool {
         self.end.is_watched()

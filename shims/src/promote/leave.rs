@@ -198,10 +198,7 @@ pub fn look_for_reset(socket: &'static Socket) {
 
 fn send_again(socket: &'static Socket, tx: &mut Tx) {
     match tx.producer.as_mut().map(|p| p.unread()) {
-        Some(Ok(bytes)) => {
-            tracing::debug!(target: "rdmasock::promote", slot = socket.slot, bytes = bytes.len(), "sends again on TCP");
-            tx.marker.extend_from_slice(&bytes);
-        }
+        Some(Ok(bytes)) => super::queue_again(socket, tx, &bytes),
         Some(Err(error)) => {
             tracing::warn!(target: "rdmasock", slot = socket.slot, %error, "cannot send again: reset");
             crate::socket::reset(socket);

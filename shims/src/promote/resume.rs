@@ -241,8 +241,7 @@ fn send_from(socket: &'static Socket, from: u64) {
         };
         let rest = tx.producer.as_mut().map(|p| p.rest(from));
         if let Some(Ok(bytes)) = &rest {
-            tracing::debug!(target: "rdmasock::promote", slot = socket.slot, bytes = bytes.len(), "sends again on TCP");
-            tx.marker.extend_from_slice(bytes);
+            super::queue_again(socket, &mut tx, bytes);
         }
         tx.is_held = false;
         socket.tx_mode.store(mode::MARKED, SeqCst);
@@ -330,6 +329,7 @@ pub fn look(socket: &'static Socket, control: &mut Control) {
                     len,
                 } => {
                     let _ = super::scan::take(&mut rx, fd, len);
+                    socket.ledger.received.add_ours(len);
                     Ok(Some((received, sent)))
                 }
                 // A part of it, and then the end, is the end.

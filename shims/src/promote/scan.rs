@@ -1,7 +1,7 @@
 //! Markers in what TCP delivers: looking for them, and handing them to the handshake.
 
 use std::os::fd::BorrowedFd;
-use std::sync::atomic::Ordering::{Acquire, SeqCst};
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
 
 use rdmasock_core::ids::{ID_BYTES, Nonce};
 use rdmasock_core::lock::Guard;
@@ -30,8 +30,18 @@ pub fn start_scan(socket: &'static Socket, nonce: Nonce) -> bool {
         return false;
     };
     let is_plain = socket.rx_mode.load(Acquire) == mode::TCP;
-    if !is_plain || socket.anchor_fd().is_none_or(sockopt::receives_otherwise) {
+    let Some(fd) = socket.anchor_fd() else {
         return false;
+    };
+    if !is_plain || sockopt::is_beyond_links(fd) {
+        return false;
+    }
+    // They may be the listener's. That they are not is for the program's own call to say, which may be under way.
+    if sockopt::get(fd, sockopt::INQ) == Some(1) {
+        socket.tells_more.store(true, Relaxed);
+    }
+    if let Some(ms @ 1..) = sockopt::get(fd, sockopt::USER_TIMEOUT) {
+        socket.user_timeout.store(ms.cast_unsigned(), Release);
     }
     rx.scan = Some(nonce);
     rx.carry = Carry::default();
@@ -221,6 +231,7 @@ pub fn look_ahead<'a>(
                     ));
                 }
                 let _ = take(&mut guard, fd, have);
+                socket.ledger.received.add_ours(have);
                 continue;
             }
             Found::PartialMarker { have } => {
@@ -245,6 +256,7 @@ pub fn look_ahead<'a>(
             }
         };
         let _ = take(&mut guard, fd, len);
+        socket.ledger.received.add_ours(len);
         drop(guard);
         on_marker(socket, control, marker);
         guard = relock()?;
@@ -451,10 +463,12 @@ pub unsafe fn scan_taken(socket: &'static Socket, buf: *mut u8, len: usize) -> u
             }
             Found::Marker { marker, len: n } => {
                 at += n;
+                socket.ledger.received.add_ours(n);
                 drop(rx);
                 on_marker(socket, &mut control, Some(marker));
             }
             Found::Bad { len: n, .. } => {
+                socket.ledger.received.add_ours(n.min(len - at));
                 at = (at + n).min(len);
                 drop(rx);
                 on_marker(socket, &mut control, None);

@@ -10,6 +10,7 @@ use rustix::net::RecvFlags;
 
 use super::leave_link_at_end;
 use crate::promote::{self, Ahead, AtMark};
+use crate::ready::{ENDED, has_peer_ended, is_watched};
 use crate::socket::{Rx, Socket, mode};
 
 /// Bytes that can be read now; `None` where the kernel knows.
@@ -59,6 +60,51 @@ pub fn comes_before_tcp(socket: &'static Socket) -> bool {
             let on_link = consumer.is_some_and(|c| c.available().is_ok_and(|n| n > 0));
             on_link || !rx.carry.is_empty()
         })
+}
+
+/// What of the receiving direction the kernel does not tell, or takes for the program's.
+#[derive(Clone, Copy, Default)]
+pub struct Held {
+    /// Bytes on the link that have not been read.
+    pub on_link: u64,
+    /// Bytes taken from TCP that have not been read.
+    pub carried: u64,
+    /// Bytes of markers that TCP has brought, and that lie there or were taken from it.
+    pub ours: u64,
+    /// When something was last taken from the link, by the [tick](crate::time::tick); 0: never.
+    pub last: u64,
+}
+
+/// It, as it is at this moment; nothing is moved on. The caller holds the direction's lock.
+pub fn held(socket: &Socket, rx: &mut Rx) -> Held {
+    let mode = socket.rx_mode.load(Acquire);
+    let in_tcp = || (rx.carry.len() + in_kernel(socket)) as u64;
+    let ours = match mode {
+        // What TCP has is RESUME, or will be.
+        mode::LINK if !super::goes_on_in_tcp(rx) => in_tcp(),
+        mode::MARKED => in_tcp().saturating_sub(among_markers(socket, rx) as u64),
+        _ => 0,
+    };
+    let (carried, last) = (rx.carry.len() as u64, rx.last);
+    let consumer = rx.consumer.as_mut().filter(|_| mode == mode::LINK);
+    Held {
+        on_link: consumer.map_or(0, |c| c.available().unwrap_or(0)),
+        carried,
+        ours,
+        last,
+    }
+}
+
+/// How much can be read after a receive, for TCP_INQ, where the end counts as one more (`tcp_inq_hint` of Linux). As long as nothing
+/// has ended this is no system call.
+pub fn after_receive(socket: &'static Socket) -> usize {
+    let n = available(socket).unwrap_or_else(|| in_kernel(socket));
+    let may_have_ended = !is_watched(socket) || socket.anchor.load(Acquire) & ENDED != 0;
+    let has_ended = || {
+        let _rx = socket.rx.lock();
+        socket.anchor_fd().is_some_and(has_peer_ended)
+    };
+    n + usize::from(may_have_ended && has_ended())
 }
 
 fn among_markers(socket: &Socket, rx: &Rx) -> usize {

@@ -20,7 +20,7 @@ use crate::ready;
 use crate::real::Cancellable;
 use crate::scratch::Scratch;
 use crate::service::Command;
-use crate::socket::{Rx, Socket, mode};
+use crate::socket::{self, Rx, Socket, mode};
 use crate::wait;
 
 /// A scan began while the call was in the kernel: what it brought may hold markers. `Break`
@@ -137,7 +137,7 @@ pub(super) unsafe fn from_marked(
                     Err(error) if error != rustix::io::Errno::AGAIN => {
                         // Said once, whoever knows of it.
                         socket.lost_unread.store(false, SeqCst);
-                        Step::Fail(error.raw_os_error())
+                        Step::Fail(socket::as_timed_out(socket, error.raw_os_error()))
                     }
                     _ => return Step::Again,
                 };

@@ -85,6 +85,8 @@ pub enum Command {
     Grown,
     /// A sender finds no room.
     Pressed(Ref),
+    /// Likewise, and it does not wait for ever.
+    Standing(Ref),
     /// The anchor's number stands for something else, it seems.
     Lost(Ref),
     /// A sender holds something back of which the peer is to be told in a while.
@@ -137,6 +139,11 @@ impl Command {
     /// See [`Command::Pressed`].
     pub fn pressed(socket: &'static Socket) -> Self {
         Self::Pressed(Ref::new(socket))
+    }
+
+    /// See [`Command::Standing`].
+    pub fn standing(socket: &'static Socket) -> Self {
+        Self::Standing(Ref::new(socket))
     }
 
     /// See [`Command::Lost`].
@@ -207,6 +214,7 @@ impl Worker {
             Command::Linger(fd, awaited, unsent) => self.linger(fd, awaited, unsent),
             Command::Listen(listener) => self.listen(listener),
             Command::Pressed(r) => self.on_pressed(r),
+            Command::Standing(r) => self.on_standing(r),
             Command::Lost(r) => {
                 if let Some(socket) = r.get() {
                     crate::lifecycle::look_at_anchor(socket);

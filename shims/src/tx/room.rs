@@ -1,7 +1,7 @@
 //! Senders that find no room in the ring: being told of it, and getting a larger ring from a reader that
 //! stands still.
 
-use std::sync::atomic::Ordering::Acquire;
+use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
 use rdmasock_core::fabric::ring::Wake;
 
@@ -31,6 +31,10 @@ pub(super) fn no_room(socket: &'static Socket, tx: &mut Tx) -> bool {
 /// (both ends may send before they read), but a ring grows only as its reader finds it too small.
 /// So has the service thread ask for a larger one if the reader stands still.
 pub fn press(socket: &'static Socket, tx: &mut Tx) {
+    if !tx.timed && tx.producer.is_some() && socket.user_timeout.load(Relaxed) != 0 {
+        tx.timed = true;
+        Library::get().service.submit(Command::standing(socket));
+    }
     let max = config().ring_max.bytes();
     if !tx.pressed && tx.producer.as_ref().is_some_and(|p| p.ring_size() < max) {
         tx.pressed = true;
@@ -50,6 +54,32 @@ pub fn is_unread(socket: &'static Socket) -> bool {
     let unread = |tx: &mut Tx| Some(tx.producer.as_mut()?.used().is_ok_and(|n| n > 0));
     socket.tx_mode.load(Acquire) == mode::LINK
         && socket.tx.lock().and_then(|mut tx| unread(&mut tx)) == Some(true)
+}
+
+/// Bytes on the link that the reader is not known to have read.
+pub fn unread(socket: &'static Socket) -> Option<u64> {
+    let mut tx = socket.tx.lock()?;
+    tx.producer.as_mut()?.used().ok()
+}
+
+/// How far the reader has got, as long as a link has no room: then it is watched on for whether it stands still (`press`).
+pub fn stands_still(socket: &'static Socket) -> Option<u64> {
+    let mut tx = socket.tx.lock()?;
+    let on_link = socket.tx_mode.load(Acquire) == mode::LINK;
+    let full = |tx: &mut Tx| {
+        let producer = tx.producer.as_mut().filter(|_| on_link)?;
+        (producer.has_space() == Ok(false)).then(|| producer.consumed().ok())?
+    };
+    let at = full(&mut tx);
+    tx.timed = at.is_some();
+    at
+}
+
+/// It is not watched any more.
+pub fn forget_standing(socket: &'static Socket) {
+    if let Some(mut tx) = socket.tx.lock() {
+        tx.timed = false;
+    }
 }
 
 /// How far the reader has got.

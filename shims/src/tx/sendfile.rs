@@ -188,6 +188,7 @@ unsafe fn sendfile_slow(
             tx.held = false;
             tx.producer.as_mut().map(|p| p.commit(n))
         };
+        tx.last = tx.seen.tick();
         if let Some(stats) = socket.stats() {
             stats.add_tx_link(n as u64);
         }

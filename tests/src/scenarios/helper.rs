@@ -14,7 +14,7 @@ use crate::sys::{self, Addr};
 ///   The server prints its port once it listens.
 /// - `squat PORT HOW` listens on the library's service names of PORT, as uid 65534 if it can,
 ///   and answers `nothing`, `garbage`, `yes` or `close`, until stdin ends.
-/// - `remote …`: see `remote::main`; `guest …`: see `guest::main`; `hostile …`: see `hostile::main`;
+/// - `remote …`: see `remote::main`; `guest …`: see `guest::main`; `stall …`: see `stall::main`; `hostile …`: see `hostile::main`;
 ///   `within …`: see `environment::launch`.
 pub fn main(words: &[String]) -> ExitCode {
     let number = |i: usize| words.get(i).and_then(|w| w.parse().ok());
@@ -32,6 +32,7 @@ pub fn main(words: &[String]) -> ExitCode {
         Some("hostile") => crate::hostile::main(&words[1..]),
         Some("within") => crate::environment::launch(&words[1..]),
         Some("remote") => crate::remote::main(&words[1..]),
+        Some("stall") => crate::stall::main(&words[1..]),
         Some("squat") => squat(port, words.get(2).map_or("", String::as_str)),
         _ => false,
     };

@@ -194,6 +194,17 @@ impl Producer {
         Ok(self.tail - self.head)
     }
 
+    /// Up to where the consumer has read, as far as its own count of that is seen here (within a host), or was published.
+    pub fn consumed(&mut self) -> Result<u64, RingError> {
+        self.reload()?;
+        // SAFETY: mapped while `self` exists, by the contract of `new`.
+        let last = unsafe { &self.block.as_ref().last };
+        Ok(last
+            .consumed
+            .load(Ordering::Relaxed)
+            .clamp(self.head, self.tail))
+    }
+
     /// Whether the consumer, whose process has died, has left bytes unread.
     pub fn is_unread(&self) -> bool {
         // SAFETY: mapped while `self` exists, by the contract of `new`.

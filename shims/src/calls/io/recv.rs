@@ -1,9 +1,11 @@
 //! recv() and its kin.
 
+use std::cell::Cell;
 use std::sync::atomic::Ordering::Acquire;
 
 use crate::errno;
 use crate::iov::Iov;
+use crate::jump::within;
 use crate::real::Cancellable;
 use crate::rx;
 use crate::socket::{Socket, mode};
@@ -319,23 +321,70 @@ unsafe extern "C" fn recvmsg_on(
         // SAFETY: the caller's arguments, as they are.
         return unsafe { real(fd, message, flags) };
     };
+    // SAFETY: not null, see above.
+    let room = unsafe { (*message).msg_controllen };
     let was_plain = socket.rx_mode.load(Acquire) == mode::TCP;
+    let is_kernels = Cell::new(false);
     // SAFETY: the program's buffers.
     let n = unsafe {
         rx::recv(socket, fd, &mut array, flags, &|fd| {
-            real.cancellable()(fd, message, flags)
+            let n = real.cancellable()(fd, message, flags);
+            is_kernels.set(n >= 0);
+            n
         })
     };
-    if n >= 0 && !was_plain {
-        // A stream's message has neither sender nor control data.
+    // Where the direction has moved meanwhile, what the kernel has said is not of all that was received.
+    let is_all = was_plain && is_kernels.get() && socket.rx_mode.load(Acquire) == mode::TCP;
+    if n >= 0 && !is_all {
+        // A stream's message has no sender, and control data only where the program wants to know how much is left.
         // SAFETY: not null, see above.
         unsafe {
             (*message).msg_namelen = 0;
-            (*message).msg_controllen = 0;
+            (*message).msg_controllen = room;
             (*message).msg_flags = 0;
+            within(|| tell_more(socket, &mut *message));
         }
     }
     n
+}
+
+/// The control data of a message that was received without the kernel: how much is left, if the program has set TCP_INQ.
+///
+/// # Safety
+/// The control buffer is the program's own, and of the length that the message says.
+unsafe fn tell_more(socket: &'static Socket, message: &mut msghdr) {
+    /// TCP_CM_INQ (linux/tcp.h).
+    const LEFT: c_int = 36;
+    let room = std::mem::replace(&mut message.msg_controllen, 0);
+    if !socket.tells_more.load(Acquire) {
+        return;
+    }
+    let header = size_of::<libc::cmsghdr>();
+    if message.msg_control.is_null() || room < header {
+        message.msg_flags |= libc::MSG_CTRUNC;
+        return;
+    }
+    let errno = errno::get();
+    let left = c_int::try_from(rx::after_receive(socket)).unwrap_or(c_int::MAX);
+    errno::set(errno);
+    let (whole, space) = (header + size_of::<c_int>(), header + size_of::<usize>());
+    if room < whole {
+        message.msg_flags |= libc::MSG_CTRUNC;
+    }
+    let bytes = left.to_ne_bytes();
+    // SAFETY: `room` bytes are writable by the contract, in which there is place for a header.
+    unsafe {
+        let at: *mut u8 = message.msg_control.cast();
+        let cmsg = libc::cmsghdr {
+            cmsg_len: whole.min(room),
+            cmsg_level: libc::IPPROTO_TCP,
+            cmsg_type: LEFT,
+        };
+        at.cast::<libc::cmsghdr>().write_unaligned(cmsg);
+        let n = bytes.len().min(room - header);
+        std::ptr::copy_nonoverlapping(bytes.as_ptr(), at.add(header), n);
+    }
+    message.msg_controllen = space.min(room);
 }
 
 /// `recvmmsg(2)`.

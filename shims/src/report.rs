@@ -1,0 +1,441 @@
+//! What a program reads of its connection from the kernel, put right by what went over links instead, and by what in TCP is ours:
+//! TCP_INFO (tcp(7); struct tcp_info of linux/tcp.h), SO_MEMINFO, SIOCOUTQ and SIOCOUTQNSD. Not here: FIONREAD (`rx::count`), and
+//! options that are kept here (`keepalive`, `tx::cork`).
+//!
+//! To TCP a byte is acknowledged when it has arrived at the peer's host, whether or not the program there has read it. So is what is on
+//! a link within the host as soon as it is there: the ring lies in the reader's memory, and is read to its end whatever becomes of the
+//! sender. Between hosts it is when the other end says that it has it.
+//!
+//! What has been told is never taken back: a count does not fall while bytes change from the link to TCP.
+
+use std::ffi::c_int;
+use std::sync::atomic::{
+    AtomicU32, AtomicU64,
+    Ordering::{Acquire, Relaxed},
+};
+
+use rdmasock_core::ids::Vqpn;
+use rdmasock_core::stats::StreamStats;
+use rdmasock_core::stream::handshake::Role;
+
+use crate::link::Link;
+use crate::ready;
+use crate::rx::{self, Held};
+use crate::socket::{Socket, Tx, mode};
+use crate::sockopt;
+
+/// One direction's part of the [`Ledger`].
+#[derive(Default)]
+pub struct Way {
+    /// Bytes of ours that TCP has taken, or brought: markers.
+    ours: AtomicU64,
+    /// Bytes and calls that went over links before the process had this instance.
+    bytes: AtomicU64,
+    calls: AtomicU64,
+}
+
+impl Way {
+    /// The program's counts do not include these.
+    pub fn add_ours(&self, bytes: usize) {
+        self.ours.fetch_add(bytes as u64, Relaxed);
+    }
+
+    fn reset(&self) {
+        for count in [&self.ours, &self.bytes, &self.calls] {
+            count.store(0, Relaxed);
+        }
+    }
+}
+
+/// What the kernel does not know of a connection's traffic, and what was told of it.
+#[derive(Default)]
+pub struct Ledger {
+    pub sent: Way,
+    pub received: Way,
+    told_bytes: [AtomicU64; 3],
+    told_segments: [AtomicU32; 5],
+}
+
+impl Ledger {
+    /// A new connection.
+    pub fn reset(&self) {
+        self.sent.reset();
+        self.received.reset();
+        for told in &self.told_bytes {
+            told.store(0, Relaxed);
+        }
+        for told in &self.told_segments {
+            told.store(0, Relaxed);
+        }
+    }
+
+    /// In a fork child, whose statistics begin anew: what the parent's say is added to what was before.
+    pub fn keep(&self, stats: Option<&StreamStats>) {
+        if let Some(stats) = stats {
+            for (way, counts) in [
+                (&self.sent, stats.sent()),
+                (&self.received, stats.received()),
+            ] {
+                way.bytes.fetch_add(counts.link_bytes, Relaxed);
+                way.calls.fetch_add(counts.link_calls, Relaxed);
+            }
+        }
+    }
+}
+
+/// One direction as it is now.
+#[derive(Clone, Copy, Default)]
+struct Traffic {
+    /// Bytes and calls that went over links.
+    bytes: u64,
+    calls: u64,
+    /// Of those bytes, what no call has received yet.
+    unread: u64,
+    /// Bytes in TCP that are not the program's.
+    ours: u64,
+    /// Bytes that have left the program, and have not arrived.
+    waiting: u64,
+    /// Of those, what TCP is still to be given.
+    unsent: u64,
+    /// When the link was last used, by the [tick](crate::time::tick); 0: never.
+    last: u64,
+}
+
+impl Traffic {
+    fn is_none(&self) -> bool {
+        self.bytes | self.ours | self.waiting == 0
+    }
+
+    /// As many segments as TCP would have needed at least, a call at a time.
+    fn segments(&self, mss: u64) -> u64 {
+        let mss = mss.max(1);
+        self.calls.max((self.bytes - self.unread).div_ceil(mss)) + self.unread.div_ceil(mss)
+    }
+
+    /// ms since the link was last used, as far as that is later than `kernel` says.
+    fn idle(&self, kernel: u32) -> u32 {
+        if self.last == 0 {
+            return kernel;
+        }
+        let ms = crate::time::tick().saturating_sub(self.last) / 1_000_000;
+        kernel.min(u32::try_from(ms).unwrap_or(u32::MAX))
+    }
+}
+
+/// The caller holds the direction's lock. `unconfirmed` is as the function of that name says.
+fn sent(socket: &Socket, tx: &Tx, unconfirmed: u64) -> Traffic {
+    let way = &socket.ledger.sent;
+    let counts = socket.stats().map(StreamStats::sent).unwrap_or_default();
+    let unsent = tx.again.min(tx.marker.len()) as u64;
+    Traffic {
+        bytes: way.bytes.load(Relaxed) + counts.link_bytes,
+        calls: way.calls.load(Relaxed) + counts.link_calls,
+        unread: 0,
+        ours: way.ours.load(Relaxed),
+        waiting: unsent + unconfirmed,
+        unsent,
+        last: tx.last,
+    }
+}
+
+/// What is on its way to another host, as far as that has not said that it has it; it is asked.
+fn unconfirmed(socket: &'static Socket) -> u64 {
+    if socket.tx_mode.load(Acquire) != mode::LINK {
+        return 0;
+    }
+    let Some(distant) = socket.link().and_then(Link::distant) else {
+        return 0;
+    };
+    ready::progress(socket);
+    distant.unconfirmed(Vqpn(socket.peer_vqpn.load(Relaxed)))
+}
+
+/// The caller holds the direction's lock, with `held` from there.
+fn received(socket: &Socket, held: &Held) -> Traffic {
+    let way = &socket.ledger.received;
+    let counts = socket
+        .stats()
+        .map(StreamStats::received)
+        .unwrap_or_default();
+    Traffic {
+        bytes: way.bytes.load(Relaxed) + counts.link_bytes + held.on_link,
+        calls: way.calls.load(Relaxed) + counts.link_calls,
+        unread: held.on_link,
+        ours: way.ours.load(Relaxed) + held.ours,
+        waiting: 0,
+        unsent: 0,
+        last: held.last,
+    }
+}
+
+/// How long the SWITCH is, which TCP has last of a direction that is on the link: nothing of the program's follows it there. The
+/// caller holds the direction's lock.
+fn closing(socket: &Socket, tx: &Tx) -> u64 {
+    if socket.tx_mode.load(Acquire) == mode::LINK {
+        tx.closing as u64
+    } else {
+        0
+    }
+}
+
+/// SIOCOUTQ, of which the kernel says `kernel`: bytes that the peer's host does not have. With `unsent`, SIOCOUTQNSD: those that have
+/// not been sent.
+pub fn out_queue(socket: &'static Socket, kernel: c_int, unsent: bool) -> c_int {
+    let unconfirmed = unconfirmed(socket);
+    let Some(tx) = socket.tx.lock() else {
+        return kernel;
+    };
+    let traffic = sent(socket, &tx, unconfirmed);
+    let ours = if unsent {
+        traffic.unsent
+    } else {
+        traffic.waiting
+    };
+    let sum = (kernel.max(0) as u64).saturating_sub(closing(socket, &tx)) + ours;
+    c_int::try_from(sum).unwrap_or(c_int::MAX)
+}
+
+/// An option whose value this corrects.
+pub fn is_corrected(option: sockopt::Name) -> bool {
+    [TCP_INFO, MEMINFO].contains(&option)
+}
+
+const TCP_INFO: sockopt::Name = (libc::IPPROTO_TCP, libc::TCP_INFO);
+/// SO_MEMINFO (asm-generic/socket.h).
+const MEMINFO: sockopt::Name = (libc::SOL_SOCKET, 55);
+
+/// Longer than either on any kernel so far.
+const LONGEST: usize = 512;
+
+/// Corrects what the kernel has written for the program.
+///
+/// # Safety
+/// `value` is valid for writes of `len` bytes, which getsockopt(2) has just written for `option`.
+#[cold]
+pub unsafe fn correct(socket: &'static Socket, option: sockopt::Name, value: *mut u8, len: usize) {
+    let unconfirmed = unconfirmed(socket);
+    // With both locks the kernel's counts and ours are of one moment: whoever puts something of ours into TCP, or takes it out,
+    // holds one of them until it is counted.
+    let (Some(mut rx), Some(tx)) = (socket.rx.lock(), socket.tx.lock()) else {
+        return;
+    };
+    let sent = sent(socket, &tx, unconfirmed);
+    let is_quiet = socket.is_plain() && sent.is_none();
+    if is_quiet && received(socket, &Held::default()).is_none() {
+        // It was never anything else than TCP.
+        return;
+    }
+    // The program may ask for the first bytes alone, which may end in the middle of a number.
+    let mut copy = [0u8; LONGEST];
+    let mut known = LONGEST as libc::socklen_t;
+    let asked = socket.anchor_fd().is_some_and(|fd| {
+        let fd = std::os::fd::AsRawFd::as_raw_fd(&fd);
+        // SAFETY: a buffer of that length.
+        unsafe { sockopt::read(fd, option, copy.as_mut_ptr(), &mut known) }
+    });
+    // After the kernel's counts: what comes in between is rather left out than counted twice.
+    let held = rx::held(socket, &mut rx);
+    let received = received(socket, &held);
+    let Some(bytes) = copy.get_mut(..known as usize).filter(|_| asked) else {
+        return;
+    };
+    let mut fields = Fields(bytes);
+    if option == TCP_INFO {
+        correct_info(socket, &tx, &mut fields, &sent, &received);
+    } else {
+        let unread = u32::try_from(held.on_link + held.carried).unwrap_or(u32::MAX);
+        fields.put_u32(RMEM_ALLOC, |n| n.saturating_add(unread));
+    }
+    // SAFETY: by the contract, and no more than is known.
+    unsafe { std::ptr::copy_nonoverlapping(copy.as_ptr(), value, len.min(known as usize)) };
+}
+
+/// SK_MEMINFO_RMEM_ALLOC (linux/sock_diag.h): the first of an array of 32 bits each.
+const RMEM_ALLOC: usize = 0;
+
+/// Where the members of struct tcp_info are (linux/tcp.h).
+mod at {
+    pub const STATE: usize = 0;
+    pub const SND_MSS: usize = 16;
+    pub const UNACKED: usize = 24;
+    pub const LAST_DATA_SENT: usize = 44;
+    pub const LAST_DATA_RECV: usize = 52;
+    pub const LAST_ACK_RECV: usize = 56;
+    pub const BYTES_ACKED: usize = 120;
+    pub const BYTES_RECEIVED: usize = 128;
+    pub const SEGS_OUT: usize = 136;
+    pub const SEGS_IN: usize = 140;
+    pub const NOTSENT_BYTES: usize = 144;
+    pub const DATA_SEGS_IN: usize = 152;
+    pub const DATA_SEGS_OUT: usize = 156;
+    pub const DELIVERED: usize = 192;
+    pub const BYTES_SENT: usize = 200;
+    pub const BYTES_RETRANS: usize = 208;
+}
+
+fn correct_info(
+    socket: &Socket,
+    tx: &Tx,
+    info: &mut Fields<'_>,
+    sent: &Traffic,
+    received: &Traffic,
+) {
+    let mss = u64::from(info.u32(at::SND_MSS));
+    // The kernel hears of a shutdown when what precedes the end is in TCP.
+    if tx.is_shut {
+        info.put_u8(at::STATE, state_after_shutdown);
+    }
+    // The peer's host may be slow to acknowledge a SWITCH, which is not the program's.
+    let on_the_way = in_flight(info, socket.role());
+    let unanswered = on_the_way.min(closing(socket, tx));
+    if unanswered > 0 && unanswered == on_the_way {
+        info.put_u32(at::UNACKED, |_| 0);
+    }
+    let told = &socket.ledger.told_bytes;
+    let counts = [
+        (
+            at::BYTES_ACKED,
+            (sent.bytes + unanswered).saturating_sub(sent.waiting),
+            sent.ours,
+        ),
+        (at::BYTES_SENT, sent.bytes, sent.ours),
+        (at::BYTES_RECEIVED, received.bytes, received.ours),
+    ];
+    for ((place, more, ours), told) in counts.into_iter().zip(told) {
+        info.put_u64(place, |n| {
+            let count = n.wrapping_add(more).saturating_sub(ours);
+            count.max(told.fetch_max(count, Relaxed))
+        });
+    }
+    let told = &socket.ledger.told_segments;
+    let (out, into) = (sent.segments(mss), received.segments(mss));
+    // Each is acknowledged, as TCP does where there are few of them.
+    let segments = [
+        (at::SEGS_OUT, out + into),
+        (at::DATA_SEGS_OUT, out),
+        (at::DELIVERED, out),
+        (at::SEGS_IN, into + out),
+        (at::DATA_SEGS_IN, into),
+    ];
+    for ((place, more), told) in segments.into_iter().zip(told) {
+        // These go round at 2^32.
+        info.put_u32(place, |n| later(told, n.wrapping_add(more as u32)));
+    }
+    let waiting = sent.waiting.saturating_sub(sent.unsent);
+    info.put_u32(at::UNACKED, |n| {
+        n.saturating_add(u32::try_from(waiting.div_ceil(mss.max(1))).unwrap_or(u32::MAX))
+    });
+    info.put_u32(at::NOTSENT_BYTES, |n| {
+        n.saturating_add(u32::try_from(sent.unsent).unwrap_or(u32::MAX))
+    });
+    info.put_u32(at::LAST_DATA_SENT, |ms| sent.idle(ms));
+    info.put_u32(at::LAST_DATA_RECV, |ms| received.idle(ms));
+    // What is on a link has arrived.
+    info.put_u32(at::LAST_ACK_RECV, |ms| sent.idle(ms));
+}
+
+/// Bytes that TCP has sent and that are not acknowledged. The SYN of who has connected counts as acknowledged.
+fn in_flight(info: &Fields<'_>, role: Role) -> u64 {
+    let acked = info.u64(at::BYTES_ACKED);
+    let acked = acked.saturating_sub(u64::from(role == Role::Connector));
+    let sent = info.u64(at::BYTES_SENT);
+    sent.saturating_sub(info.u64(at::BYTES_RETRANS))
+        .saturating_sub(acked)
+}
+
+/// TCP's state after a shutdown(SHUT_WR) of which it has not heard (tcp_states.h).
+fn state_after_shutdown(state: u8) -> u8 {
+    const ESTABLISHED: u8 = 1;
+    const FIN_WAIT1: u8 = 4;
+    const CLOSE_WAIT: u8 = 8;
+    const LAST_ACK: u8 = 9;
+    match state {
+        ESTABLISHED => FIN_WAIT1,
+        CLOSE_WAIT => LAST_ACK,
+        state => state,
+    }
+}
+
+/// A count that goes round, or what was told of it if that is more.
+fn later(told: &AtomicU32, count: u32) -> u32 {
+    let before = told.load(Relaxed);
+    if (count.wrapping_sub(before) as i32) < 0 {
+        return before;
+    }
+    told.store(count, Relaxed);
+    count
+}
+
+/// A struct of the kernel's, of which an old one knows the first part.
+struct Fields<'a>(&'a mut [u8]);
+
+impl Fields<'_> {
+    fn u32(&self, at: usize) -> u32 {
+        let bytes = self.0.get(at..).and_then(|b| b.first_chunk());
+        bytes.map_or(0, |b| u32::from_ne_bytes(*b))
+    }
+
+    fn u64(&self, at: usize) -> u64 {
+        let bytes = self.0.get(at..).and_then(|b| b.first_chunk());
+        bytes.map_or(0, |b| u64::from_ne_bytes(*b))
+    }
+
+    fn put_u8(&mut self, at: usize, new: impl FnOnce(u8) -> u8) {
+        if let Some(byte) = self.0.get_mut(at) {
+            *byte = new(*byte);
+        }
+    }
+
+    fn put_u32(&mut self, at: usize, new: impl FnOnce(u32) -> u32) {
+        if let Some(bytes) = self.0.get_mut(at..).and_then(|b| b.first_chunk_mut()) {
+            *bytes = new(u32::from_ne_bytes(*bytes)).to_ne_bytes();
+        }
+    }
+
+    fn put_u64(&mut self, at: usize, new: impl FnOnce(u64) -> u64) {
+        if let Some(bytes) = self.0.get_mut(at..).and_then(|b| b.first_chunk_mut()) {
+            *bytes = new(u64::from_ne_bytes(*bytes)).to_ne_bytes();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_count_that_goes_round_is_not_taken_back() {
+        let told = AtomicU32::new(u32::MAX - 1);
+        assert_eq!(later(&told, u32::MAX - 5), u32::MAX - 1);
+        assert_eq!(later(&told, 3), 3);
+        assert_eq!(later(&told, 2), 3);
+    }
+
+    #[test]
+    fn what_an_old_kernel_does_not_know_is_left_out() {
+        let mut bytes = [1u8, 0, 0, 0, 9, 9];
+        let mut fields = Fields(&mut bytes);
+        fields.put_u32(0, |n| n + 1);
+        fields.put_u32(4, |_| 0);
+        fields.put_u64(0, |_| 0);
+        assert_eq!(fields.u32(0), 2);
+        assert_eq!(bytes, [2, 0, 0, 0, 9, 9]);
+    }
+
+    #[test]
+    fn segments_are_those_of_tcp_at_least() {
+        let traffic = |bytes, calls| Traffic {
+            bytes,
+            calls,
+            ..Traffic::default()
+        };
+        assert_eq!(traffic(100_000, 2).segments(1000), 100);
+        assert_eq!(traffic(100, 20).segments(1000), 20);
+        assert_eq!(traffic(100, 0).segments(0), 100);
+        let unread = Traffic {
+            unread: 1500,
+            ..traffic(1600, 7)
+        };
+        assert_eq!(unread.segments(1000), 9);
+    }
+}

@@ -1,0 +1,69 @@
+//! TCP_USER_TIMEOUT on a link: a connection whose other end takes nothing for so long, though there is something for it to take, is at
+//! its end (tcp(7)). TCP counts from when the window is closed, this from when a send has found no room; on TCP the kernel counts.
+
+use std::sync::atomic::Ordering::Acquire;
+
+use super::{Ref, Worker};
+use crate::socket::{self, Socket};
+use crate::tx;
+
+/// A sender that has found no room, and lets its peer have only so much time.
+pub(super) struct Standing {
+    r: Ref,
+    /// How far the reader had got,
+    reader_at: u64,
+    /// and since when, monotonic ns.
+    since: u64,
+    /// When it is looked at again.
+    pub deadline: u64,
+}
+
+fn patience(socket: &Socket) -> u64 {
+    u64::from(socket.user_timeout.load(Acquire)) * 1_000_000
+}
+
+impl Worker {
+    pub(super) fn on_standing(&mut self, r: Ref) {
+        if let Some(socket) = r.get()
+            && let Some(reader_at) = tx::stands_still(socket)
+        {
+            let since = crate::time::now_ns();
+            self.standing.push(Standing {
+                r,
+                reader_at,
+                since,
+                deadline: since + patience(socket),
+            });
+        }
+    }
+
+    /// Ends what has stood still for too long.
+    pub(super) fn end_standing(&mut self, now: u64) {
+        self.standing.retain_mut(|standing| {
+            if standing.deadline > now {
+                return true;
+            }
+            let Some(socket) = standing.r.get() else {
+                return false;
+            };
+            let Some(reader_at) = tx::stands_still(socket) else {
+                return false;
+            };
+            if std::mem::replace(&mut standing.reader_at, reader_at) != reader_at {
+                standing.since = now;
+            }
+            // The program may have set another time meanwhile, or none.
+            let patience = patience(socket);
+            standing.deadline = standing.since + patience;
+            let is_over = patience != 0 && standing.deadline <= now;
+            if is_over {
+                tracing::debug!(target: "rdmasock", slot = socket.slot, "timed out");
+                socket::time_out(socket);
+            }
+            if is_over || patience == 0 {
+                tx::forget_standing(socket);
+            }
+            patience != 0 && !is_over
+        });
+    }
+}

@@ -1,0 +1,346 @@
+//! Options of a connection that are read back, and do what they say, before it is promoted, on the link, and back on TCP.
+
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+
+use libc::{IPPROTO_TCP, SOL_SOCKET, c_int};
+
+use super::process::{pass_fd, socketpair, take_fd};
+use super::told::{SIOCOUTQNSD, exchange, get, queue};
+use crate::ctx::{Ctx, poll_names};
+use crate::data;
+use crate::sys;
+
+/// linux/tcp.h; the control message has the same number.
+const TCP_INQ: c_int = 36;
+
+const KEPT: [(&str, c_int, c_int, c_int); 26] = [
+    ("TCP_NODELAY", IPPROTO_TCP, libc::TCP_NODELAY, 1),
+    ("TCP_CORK", IPPROTO_TCP, libc::TCP_CORK, 1),
+    ("TCP_KEEPIDLE", IPPROTO_TCP, libc::TCP_KEEPIDLE, 31),
+    ("TCP_KEEPINTVL", IPPROTO_TCP, libc::TCP_KEEPINTVL, 7),
+    ("TCP_KEEPCNT", IPPROTO_TCP, libc::TCP_KEEPCNT, 3),
+    (
+        "TCP_USER_TIMEOUT",
+        IPPROTO_TCP,
+        libc::TCP_USER_TIMEOUT,
+        50_000,
+    ),
+    ("TCP_SYNCNT", IPPROTO_TCP, libc::TCP_SYNCNT, 3),
+    ("TCP_LINGER2", IPPROTO_TCP, libc::TCP_LINGER2, 10),
+    (
+        "TCP_NOTSENT_LOWAT",
+        IPPROTO_TCP,
+        libc::TCP_NOTSENT_LOWAT,
+        16_384,
+    ),
+    (
+        "TCP_WINDOW_CLAMP",
+        IPPROTO_TCP,
+        libc::TCP_WINDOW_CLAMP,
+        60_000,
+    ),
+    ("TCP_DEFER_ACCEPT", IPPROTO_TCP, libc::TCP_DEFER_ACCEPT, 5),
+    (
+        "TCP_FASTOPEN_CONNECT",
+        IPPROTO_TCP,
+        libc::TCP_FASTOPEN_CONNECT,
+        1,
+    ),
+    (
+        "TCP_THIN_LINEAR_TIMEOUTS",
+        IPPROTO_TCP,
+        libc::TCP_THIN_LINEAR_TIMEOUTS,
+        1,
+    ),
+    ("TCP_SAVE_SYN", IPPROTO_TCP, libc::TCP_SAVE_SYN, 1),
+    ("TCP_INQ", IPPROTO_TCP, TCP_INQ, 1),
+    ("SO_KEEPALIVE", SOL_SOCKET, libc::SO_KEEPALIVE, 1),
+    ("SO_REUSEADDR", SOL_SOCKET, libc::SO_REUSEADDR, 1),
+    ("SO_SNDBUF", SOL_SOCKET, libc::SO_SNDBUF, 30_000),
+    ("SO_RCVBUF", SOL_SOCKET, libc::SO_RCVBUF, 30_000),
+    ("SO_PRIORITY", SOL_SOCKET, libc::SO_PRIORITY, 3),
+    ("SO_MARK", SOL_SOCKET, libc::SO_MARK, 17),
+    ("SO_BUSY_POLL", SOL_SOCKET, libc::SO_BUSY_POLL, 20),
+    ("SO_INCOMING_CPU", SOL_SOCKET, libc::SO_INCOMING_CPU, 0),
+    ("SO_ZEROCOPY", SOL_SOCKET, libc::SO_ZEROCOPY, 1),
+    ("IP_TOS", libc::IPPROTO_IP, libc::IP_TOS, 0x10),
+    ("IP_TTL", libc::IPPROTO_IP, libc::IP_TTL, 33),
+];
+
+/// Options that were set before the promotion are read back after it, and after the demotion; likewise those set on the link.
+pub fn kept(c: &Ctx) {
+    let fd = c.cold_pair();
+    let read_back = |when: &str, fds: c_int| {
+        for (name, level, option, _) in KEPT {
+            // Where it was processed last.
+            let varies = option == libc::SO_INCOMING_CPU && level == SOL_SOCKET;
+            let (r, value) = sys::get_int(fds, level, option);
+            let value = if varies {
+                c_int::from(value >= 0)
+            } else {
+                value
+            };
+            c.log(format_args!("{when}: {name} -> {r}, {value}"));
+        }
+        let mut name = [0; 16];
+        let (r, len) = get(fds, IPPROTO_TCP, libc::TCP_CONGESTION, &mut name);
+        c.log(format_args!("{when}: {r} {len} {}", data::show(&name[..5])));
+        let mut linger = [0; 8];
+        let (r, len) = get(fds, SOL_SOCKET, libc::SO_LINGER, &mut linger);
+        c.log(format_args!("{when}: SO_LINGER -> {r} {len} {linger:?}"));
+    };
+    for (name, level, option, value) in KEPT {
+        c.ret(
+            format_args!("set {name}"),
+            sys::set_int(fd, level, option, value),
+        );
+    }
+    let linger = libc::linger {
+        l_onoff: 1,
+        l_linger: 4,
+    };
+    let len = size_of::<libc::linger>() as libc::socklen_t;
+    let at = (&raw const linger).cast();
+    c.ret(
+        "linger",
+        call!(libc::setsockopt(fd, SOL_SOCKET, libc::SO_LINGER, at, len)),
+    );
+    let reno = b"reno";
+    let at = reno.as_ptr().cast();
+    c.ret(
+        "reno",
+        call!(libc::setsockopt(
+            fd,
+            IPPROTO_TCP,
+            libc::TCP_CONGESTION,
+            at,
+            4
+        )),
+    );
+    read_back("on TCP", fd);
+    // Corked, a request would wait for 200 ms.
+    sys::set_int(fd, IPPROTO_TCP, libc::TCP_CORK, 0).ok();
+    c.warm_up(fd);
+    read_back("promoted", fd);
+    sys::set_int(fd, IPPROTO_TCP, libc::TCP_CORK, 1).ok();
+    sys::set_int(fd, IPPROTO_TCP, libc::TCP_NODELAY, 0).ok();
+    sys::set_int(fd, IPPROTO_TCP, libc::TCP_KEEPIDLE, 77).ok();
+    read_back("set anew", fd);
+    c.sync("read");
+    if c.is_server() {
+        let [a, b] = socketpair();
+        pass_fd(a, fd).ok();
+        sys::close(take_fd(b)).ok();
+    }
+    sys::set_int(fd, IPPROTO_TCP, libc::TCP_CORK, 0).ok();
+    exchange(c, fd, 1);
+    sys::set_int(fd, IPPROTO_TCP, libc::TCP_CORK, 1).ok();
+    read_back("demoted", fd);
+    sys::set_int(fd, IPPROTO_TCP, libc::TCP_CORK, 0).ok();
+    c.sync("done");
+    c.close(fd);
+}
+
+/// TCP_NODELAY is as the program has set it, whatever a promotion does meanwhile: a thread looks all the time.
+pub fn nodelay_while_promoted(c: &Ctx) {
+    let mut differs = 0;
+    for _ in 0..250 {
+        let fd = c.cold_pair();
+        let is_over = AtomicBool::new(false);
+        differs += std::thread::scope(|scope| {
+            let looks = scope.spawn(|| {
+                let mut differs = 0;
+                while !is_over.load(Relaxed) {
+                    let (_, on) = sys::get_int(fd, IPPROTO_TCP, libc::TCP_NODELAY);
+                    differs += on;
+                }
+                differs
+            });
+            for at in 0..30 {
+                exchange(c, fd, at);
+            }
+            is_over.store(true, Relaxed);
+            looks.join().unwrap()
+        });
+        c.sync("round");
+        c.close(fd);
+    }
+    c.log(format_args!("{differs} differ"));
+}
+
+#[repr(align(8))]
+struct Control([u8; 64]);
+
+/// recvmsg() of up to `len` bytes with room for `room` bytes of control data: what came, and the control data.
+fn receive(c: &Ctx, fd: c_int, len: usize, room: usize) {
+    let mut bytes = vec![0; len];
+    let mut iov = [sys::iov(&mut bytes)];
+    let mut message = sys::msghdr(&mut iov);
+    let mut control = Control([0xee; 64]);
+    message.msg_control = control.0.as_mut_ptr().cast();
+    message.msg_controllen = room;
+    let r = call!(libc::recvmsg(fd, &mut message, 0));
+    let used = message.msg_controllen.min(room);
+    let untouched = control.0[room..].iter().all(|b| *b == 0xee);
+    c.log(format_args!(
+        "recvmsg {len} room {room} -> {r}, flags {:#x}, control {used} {:?} {untouched}",
+        message.msg_flags,
+        &control.0[..used.min(20)],
+    ));
+}
+
+/// TCP_INQ: a receive tells how much is left.
+pub fn how_much_is_left(c: &Ctx) {
+    let fd = c.pair();
+    if c.is_server() {
+        c.ret("TCP_INQ", sys::set_int(fd, IPPROTO_TCP, TCP_INQ, 1));
+        for room in [64, 24, 23, 20, 19, 17, 16, 15, 0] {
+            c.sync("send");
+            sys::wait_readable_bytes(fd, 1000);
+            receive(c, fd, 300, room);
+            receive(c, fd, 700, room);
+        }
+        c.ret("off", sys::set_int(fd, IPPROTO_TCP, TCP_INQ, 0));
+        c.sync("send");
+        sys::wait_readable_bytes(fd, 1000);
+        receive(c, fd, 1000, 64);
+        c.ret("on", sys::set_int(fd, IPPROTO_TCP, TCP_INQ, 1));
+        c.sync("end");
+        sys::wait_for(fd, libc::POLLRDHUP);
+        receive(c, fd, 50, 64);
+        receive(c, fd, 50, 64);
+        receive(c, fd, 50, 64);
+    } else {
+        for _ in 0..10 {
+            c.sync("send");
+            sys::send_all(fd, &data::pattern(1, 0, 1000)).ok();
+        }
+        c.sync("end");
+        sys::send_all(fd, &data::pattern(1, 0, 100)).ok();
+        c.shutdown(fd, libc::SHUT_WR);
+    }
+    c.sync("done");
+    c.close(fd);
+}
+
+/// The same, set on a listener.
+pub fn how_much_is_left_by_listener(c: &Ctx) {
+    let (listener, port) = c.listener(4);
+    if let Some(l) = listener {
+        c.ret("TCP_INQ", sys::set_int(l, IPPROTO_TCP, TCP_INQ, 1));
+    }
+    c.sync("set");
+    let fd = match listener {
+        Some(l) => sys::accept4(l, 0).ok(),
+        None => sys::connected(&sys::Addr::v4(port)),
+    };
+    c.warm_up(fd);
+    c.sync("warm");
+    if c.is_server() {
+        sys::wait_readable_bytes(fd, 1000);
+        receive(c, fd, 300, 64);
+        receive(c, fd, 700, 64);
+    } else {
+        sys::send_all(fd, &data::pattern(1, 0, 1000)).ok();
+    }
+    c.sync("done");
+    c.close(fd);
+}
+
+/// Options by which a receive tells when a packet has come.
+pub fn timestamps(c: &Ctx) {
+    const RX_SOFTWARE: c_int = 1 << 3;
+    const SOFTWARE: c_int = 1 << 4;
+    for (name, option, value) in [
+        ("SO_TIMESTAMP", libc::SO_TIMESTAMP, 1),
+        ("SO_TIMESTAMPNS", libc::SO_TIMESTAMPNS, 1),
+        (
+            "SO_TIMESTAMPING",
+            libc::SO_TIMESTAMPING,
+            RX_SOFTWARE | SOFTWARE,
+        ),
+    ] {
+        let fd = c.pair();
+        if c.is_server() {
+            c.ret(name, sys::set_int(fd, SOL_SOCKET, option, value));
+            c.log(format_args!("{}", sys::get_int(fd, SOL_SOCKET, option).1));
+        }
+        c.sync("set");
+        if c.is_server() {
+            sys::wait_readable_bytes(fd, 1000);
+            let mut bytes = [0; 1000];
+            let mut iov = [sys::iov(&mut bytes)];
+            let mut message = sys::msghdr(&mut iov);
+            let mut control = Control([0; 64]);
+            message.msg_control = control.0.as_mut_ptr().cast();
+            message.msg_controllen = control.0.len();
+            let r = call!(libc::recvmsg(fd, &mut message, 0));
+            let used = message.msg_controllen;
+            let kind = &control.0[..16];
+            c.log(format_args!("recvmsg -> {r}, {used} {kind:?}"));
+        } else {
+            // Time for the connection to be back on TCP.
+            sys::pause_ms(50);
+            sys::send_all(fd, &data::pattern(1, 0, 1000)).ok();
+        }
+        c.sync("done");
+        c.close(fd);
+    }
+}
+
+/// SO_MAX_PACING_RATE holds back what is sent.
+pub fn pacing(c: &Ctx) {
+    let fd = c.pair();
+    if !c.is_server() {
+        let slow = 200_000;
+        let option = libc::SO_MAX_PACING_RATE;
+        c.ret("set", sys::set_int(fd, SOL_SOCKET, option, slow));
+        c.log(format_args!("{}", sys::get_int(fd, SOL_SOCKET, option).1));
+    }
+    c.sync("set");
+    let all = data::pattern(1, 0, 400_000);
+    if c.is_server() {
+        let got = sys::recv_exact(fd, all.len());
+        c.log(format_args!("all: {}", got == all));
+    } else {
+        sys::send_all(fd, &all).ok();
+        c.log(format_args!("held back: {}", queue(fd, SIOCOUTQNSD) > 0));
+    }
+    c.sync("done");
+    c.close(fd);
+}
+
+/// TCP_USER_TIMEOUT ends a connection whose peer takes nothing for so long, for a blocking sender and for one that polls.
+pub fn user_timeout(c: &Ctx) {
+    for polls in [false, true] {
+        let fd = c.pair();
+        if c.is_server() {
+            c.sync("over");
+            let (end, got) = sys::recv_to_end(fd);
+            c.log(format_args!("something came: {}, {end}", !got.is_empty()));
+        } else {
+            let option = libc::TCP_USER_TIMEOUT;
+            c.ret("set", sys::set_int(fd, IPPROTO_TCP, option, 1500));
+            sys::set_nonblocking(fd, polls);
+            let piece = data::pattern(1, 0, 65_536);
+            let last = loop {
+                let r = sys::send(fd, &piece, libc::MSG_NOSIGNAL);
+                if r.is(libc::EAGAIN) {
+                    // There may be room once more before there is none for good.
+                    let events = sys::poll_one(fd, libc::POLLOUT, sys::SOON);
+                    if events & libc::POLLERR != 0 {
+                        c.log(format_args!("poll: {}", poll_names(events)));
+                    }
+                } else if r.failed() {
+                    break r;
+                }
+            };
+            c.log(format_args!("send -> {last}"));
+            c.so_error(fd);
+            c.poll(fd, libc::POLLIN | libc::POLLOUT, 0);
+            c.recv(fd, 10, 0);
+            c.sync("over");
+        }
+        c.close(fd);
+    }
+}

@@ -1,0 +1,83 @@
+//! Two ends of a connection that do what a line on their standard input says, so that a test can have each of them stand still in
+//! any call: `scenario helper stall server`, which prints its port, and `scenario helper stall client PORT`.
+
+use libc::c_int;
+
+use crate::data;
+use crate::scenarios::epoll;
+use crate::sys::{self, Addr};
+
+/// Bytes of a message.
+const MESSAGE: usize = 64;
+
+/// Runs one of them; true if all went well.
+pub fn main(words: &[String]) -> bool {
+    let port = words.get(1).and_then(|port| port.parse().ok());
+    let fd = match (words.first().map(String::as_str), port) {
+        (Some("server"), _) => {
+            let (listener, port) = sys::listener(&Addr::v4(0), 16);
+            say(&port.to_string());
+            sys::accept4(listener, 0).ok()
+        }
+        (Some("client"), Some(port)) => sys::connected(&Addr::v4(port)),
+        _ => return false,
+    };
+    say("connected");
+    while let Some(word) = command() {
+        let (what, n) = word.split_once(' ').unwrap_or((&word, "0"));
+        act(fd, what, n.parse().unwrap_or(0));
+        say("done");
+    }
+    true
+}
+
+fn act(fd: c_int, what: &str, n: usize) {
+    let message = data::pattern(1, 0, MESSAGE);
+    match what {
+        // So many messages and their answers.
+        "ask" => (0..n).for_each(|_| {
+            sys::send_all(fd, &message).ok();
+            assert!(sys::recv_exact(fd, MESSAGE) == message);
+        }),
+        "answer" => (0..n).for_each(|_| {
+            assert!(sys::recv_exact(fd, MESSAGE) == message);
+            sys::send_all(fd, &message).ok();
+        }),
+        "send" => {
+            sys::send_all(fd, &data::pattern(2, 0, n)).ok();
+        }
+        "receive" => {
+            sys::recv_exact(fd, n);
+        }
+        "poll" => {
+            sys::poll_one(fd, libc::POLLIN, -1);
+        }
+        "epoll" => {
+            let set = epoll::create();
+            epoll::ctl(set, libc::EPOLL_CTL_ADD, fd, epoll::IN, 1).ok();
+            epoll::wait(set, 1, -1);
+            sys::close(set).ok();
+        }
+        // Both directions at once, each by a thread of its own.
+        "both" => {
+            let thread = std::thread::spawn(move || sys::recv_exact(fd, 1));
+            sys::send_all(fd, &data::pattern(2, 0, n)).ok();
+            thread.join().unwrap();
+        }
+        _ => panic!("no such word: {what}"),
+    }
+}
+
+/// A line to the test.
+fn say(line: &str) {
+    let line = format!("{line}\n");
+    sys::write(1, line.as_bytes());
+}
+
+/// The next line from the test.
+fn command() -> Option<String> {
+    let mut line = [0; 200];
+    let n = usize::try_from(sys::read(0, &mut line).value).ok()?;
+    let text = String::from_utf8_lossy(&line[..n]);
+    (n > 0).then(|| text.trim().to_owned())
+}

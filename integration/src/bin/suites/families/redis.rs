@@ -5,6 +5,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result};
 
+use super::{kept, told};
 use crate::case::{Cases, Job, Outcome, Place, Selection, Suite};
 use crate::sandbox::Ran;
 use crate::workshop::{Workshop, run};
@@ -46,8 +47,7 @@ impl Suite for Redis {
     }
 
     fn fetch(&self, shop: &Workshop, dir: &Path) -> Result<String> {
-        let (source, version) = shop.source("redis", dir)?;
-        std::fs::rename(source.join("tests"), dir.join("tests"))?;
+        let version = kept(shop, "redis", dir, &[("tests", "tests")])?;
         std::fs::create_dir(dir.join("src"))?;
         for program in PROGRAMS {
             // One program under many names; the sentinel's package, which would start at boot, adds only that.
@@ -61,7 +61,6 @@ impl Suite for Redis {
                 dir.join("src").join(program),
             )?;
         }
-        std::fs::remove_dir_all(source)?;
         Ok(version)
     }
 
@@ -120,28 +119,17 @@ impl Suite for Redis {
 
     /// `[ok]: NAME (N ms)`, or `[err]: NAME in FILE`, in colours.
     fn cases(&self, _: &str, ran: &Ran, _: &Path) -> Cases {
-        let mut cases = Cases::new();
-        for line in ran.output.lines() {
+        let mut cases = told(&ran.output, |line| {
             let line = without_colours(line);
-            let Some((word, rest)) = line
-                .strip_prefix('[')
-                .and_then(|line| line.split_once("]: "))
-            else {
-                continue;
+            let (word, rest) = line.strip_prefix('[')?.split_once("]: ")?;
+            let (outcome, name) = match word {
+                "ok" => (Outcome::Passed, rest.rsplit_once(" (")),
+                "err" | "exception" => (Outcome::Failed, rest.split_once(" in tests/")),
+                "ignore" | "skip" => (Outcome::Skipped, None),
+                _ => return None,
             };
-            let outcome = match word {
-                "ok" => Outcome::Passed,
-                "err" | "exception" => Outcome::Failed,
-                "ignore" | "skip" => Outcome::Skipped,
-                _ => continue,
-            };
-            let name = match outcome {
-                Outcome::Passed => rest.rsplit_once(" (").map_or(rest, |(name, _)| name),
-                Outcome::Failed => rest.split_once(" in tests/").map_or(rest, |(name, _)| name),
-                _ => rest,
-            };
-            cases.insert(name.to_owned(), outcome);
-        }
+            Some((name.map_or(rest, |(name, _)| name).to_owned(), outcome))
+        });
         if cases.is_empty() && ran.output.contains("All tests passed") {
             // Every case of the file is for other settings than ours.
             cases.insert("the whole file".to_owned(), Outcome::Skipped);

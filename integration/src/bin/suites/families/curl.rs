@@ -47,6 +47,7 @@ impl Suite for Curl {
             "patch",
             "perl",
             "python3",
+            "libwrap0",
         ]
     }
 
@@ -69,6 +70,8 @@ impl Suite for Curl {
             run(in_tree("make").args(["-sj2", "-C", folder]))?;
         }
         run(in_tree("find").args([".", "-name", "*.o", "-delete"]))?;
+        // Not installed, since Debian would start it with the machine.
+        shop.unpack(&["stunnel4"], &dir.join("stunnel"))?;
         Ok(version)
     }
 
@@ -123,7 +126,9 @@ impl Suite for Curl {
         }
         let mut job = Job::new(command).dir(scratch.join("tests"));
         job.limit = Duration::from_secs(1800);
-        Ok(job)
+        let stunnel = place.dir.join("stunnel/usr/bin");
+        let path = format!("{}:/usr/sbin:/usr/bin:/sbin:/bin", stunnel.display());
+        Ok(job.env("PATH", path))
     }
 
     /// `PASS: NUMBER - TITLE`, or FAIL; of what it skips it tells the number only.

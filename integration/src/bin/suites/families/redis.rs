@@ -5,7 +5,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result};
 
-use super::{kept, told};
+use super::kept;
 use crate::case::{Cases, Job, Outcome, Place, Selection, Suite};
 use crate::sandbox::Ran;
 use crate::workshop::{Workshop, run};
@@ -119,23 +119,36 @@ impl Suite for Redis {
 
     /// `[ok]: NAME (N ms)`, or `[err]: NAME in FILE`, in colours.
     fn cases(&self, _: &str, ran: &Ran, _: &Path) -> Cases {
-        let mut cases = told(&ran.output, |line| {
-            let line = without_colours(line);
-            let (word, rest) = line.strip_prefix('[')?.split_once("]: ")?;
-            let (outcome, name) = match word {
-                "ok" => (Outcome::Passed, rest.rsplit_once(" (")),
-                "err" | "exception" => (Outcome::Failed, rest.split_once(" in tests/")),
-                "ignore" | "skip" => (Outcome::Skipped, None),
-                _ => return None,
-            };
-            Some((name.map_or(rest, |(name, _)| name).to_owned(), outcome))
-        });
+        let mut cases = Cases::new();
+        for (name, outcome) in ran.output.lines().filter_map(case) {
+            // Those that are called the same are one case, which passes if all do.
+            let all = cases.entry(name).or_insert(outcome);
+            *all = (*all).max(outcome);
+        }
         if cases.is_empty() && ran.output.contains("All tests passed") {
             // Every case of the file is for other settings than ours.
             cases.insert("the whole file".to_owned(), Outcome::Skipped);
         }
         cases
     }
+}
+
+/// What a line tells of a case. Some have random numbers in their names, of replicas and keys.
+fn case(line: &str) -> Option<(String, Outcome)> {
+    let line = without_colours(line);
+    let (word, rest) = line.strip_prefix('[')?.split_once("]: ")?;
+    let (outcome, name) = match word {
+        "ok" => (Outcome::Passed, rest.rsplit_once(" (")),
+        "err" | "exception" => (Outcome::Failed, rest.split_once(" in tests/")),
+        "ignore" | "skip" => (Outcome::Skipped, None),
+        _ => return None,
+    };
+    let name = name.map_or(rest, |(name, _)| name);
+    let name = match name.starts_with("PSYNC2: ") {
+        true => name.replace(|c: char| c.is_ascii_digit(), ""),
+        false => name.to_owned(),
+    };
+    Some((name, outcome))
 }
 
 /// A line without the terminal's escapes.

@@ -25,37 +25,30 @@ type Outcomes = BTreeMap<Way, Cases>;
 /// How many ends were promoted, by way.
 type Promoted = BTreeMap<Way, usize>;
 
-/// Runs a suite's parts, `jobs` at a time, and what differs again.
+/// Takes what came of a part as soon as it is known.
+pub type Keep<'a> = &'a (dyn Fn(&str, Counts) -> Result<()> + Sync);
+
+/// Runs a suite's parts, `jobs` at a time, and then what differs again, when nothing else runs.
 ///
 /// # Errors
-/// When a part cannot be started, ran nothing, or the run is interrupted.
+/// When a part cannot be started, the suite does not run here, or the run is interrupted.
 pub fn compare(
     suite: &dyn Suite,
     place: &Place,
     parts: &[String],
     sandbox: &Sandbox,
     jobs: usize,
-) -> Result<BTreeMap<String, Counts>> {
+    keep: Keep<'_>,
+) -> Result<()> {
     let runner = Runner {
         suite,
         place,
         sandbox,
     };
-    let ran = runner.all(parts, jobs)?;
-    let passes = |(outcomes, _): &(Outcomes, _)| {
-        outcomes[&Way::Kernel]
-            .values()
-            .any(|outcome| *outcome == Outcome::Passed)
-    };
-    if !ran.values().any(passes) {
-        anyhow::bail!("no case passes on kernel TCP: the suite does not run here");
+    for (part, (outcomes, promoted)) in runner.all(parts, jobs, keep)? {
+        keep(&part, runner.count(&part, &outcomes, promoted)?)?;
     }
-    ran.into_iter()
-        .map(|(part, (outcomes, promoted))| {
-            let counts = runner.count(&part, &outcomes, promoted)?;
-            Ok((part, counts))
-        })
-        .collect()
+    Ok(())
 }
 
 /// What became of a case. One that a run has no word of did not come to its end there.
@@ -74,10 +67,15 @@ struct Runner<'a> {
 }
 
 impl Runner<'_> {
-    /// Each part in each way once.
-    fn all(&self, parts: &[String], jobs: usize) -> Result<BTreeMap<String, (Outcomes, Promoted)>> {
+    /// Each part in each way once. Keeps those that are equal, and returns the others.
+    fn all(
+        &self,
+        parts: &[String],
+        jobs: usize,
+        keep: Keep<'_>,
+    ) -> Result<BTreeMap<String, (Outcomes, Promoted)>> {
         let next = AtomicUsize::new(0);
-        let done = Mutex::new(BTreeMap::new());
+        let differing = Mutex::new(BTreeMap::new());
         let work = || -> Result<()> {
             while let Some(part) = parts.get(next.fetch_add(1, Ordering::Relaxed)) {
                 let began = Instant::now();
@@ -95,8 +93,13 @@ impl Runner<'_> {
                     "    {part}: {} cases, {seconds} s",
                     outcomes.values().map(Cases::len).max().unwrap_or(0)
                 );
-                if let Ok(mut done) = done.lock() {
-                    done.insert(part.clone(), (outcomes, promoted));
+                if outcomes
+                    .values()
+                    .all(|cases| *cases == outcomes[&Way::Kernel])
+                {
+                    keep(part, self.count(part, &outcomes, promoted)?)?;
+                } else if let Ok(mut differing) = differing.lock() {
+                    differing.insert(part.clone(), (outcomes, promoted));
                 }
             }
             Ok(())
@@ -109,7 +112,7 @@ impl Runner<'_> {
                     .unwrap_or_else(|_| anyhow::bail!("a worker panicked"))
             })
         })?;
-        done.into_inner().ok().context("a worker panicked")
+        differing.into_inner().ok().context("a worker panicked")
     }
 
     /// What came of a part, after what differs was run again.

@@ -10,7 +10,9 @@ mod report;
 mod sandbox;
 mod workshop;
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Mutex;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
@@ -36,6 +38,9 @@ struct Options {
     /// Only parts whose names begin so; more than once for several.
     #[arg(long, value_name = "PART")]
     part: Vec<String>,
+    /// Only parts of which no result of this library is there: goes on with a run that was interrupted.
+    #[arg(long)]
+    missing: bool,
     /// Parts that run at the same time.
     #[arg(long, default_value_t = 2)]
     jobs: usize,
@@ -136,7 +141,7 @@ fn run_suites(
     let (mut passed, mut failed, mut ignored) = (0, 0, 0);
     for suite in suites {
         println!("[{:4} s] {}", began.elapsed().as_secs(), suite.name());
-        match run_suite(options, suite.as_ref(), &shop, &sandbox) {
+        match run_suite(options, suite.as_ref(), &shop, &sandbox, results) {
             Ok(None) => {}
             Ok(Some(record)) => {
                 let counts = record.total();
@@ -145,7 +150,6 @@ fn run_suites(
                 passed += counts.cases.saturating_sub(counts.failing + missing);
                 ignored += counts.failing + counts.skipped;
                 tell(&record, &counts, reasons);
-                record.keep(results)?;
             }
             Err(error) if rdmasock_integration::signals::is_interrupted() => return Err(error),
             // The others can be run all the same.
@@ -165,27 +169,46 @@ fn run_suites(
     Ok(())
 }
 
+/// Runs a suite's chosen parts, and keeps what comes of each. None if there is none to run.
 fn run_suite(
     options: &Options,
     suite: &dyn Suite,
     shop: &Workshop,
     sandbox: &Sandbox,
+    results: &Path,
 ) -> Result<Option<Record>> {
     let place = shop.place(suite)?;
+    let record = Record {
+        suite: suite.name().to_owned(),
+        version: place.version.clone(),
+        library: options.library_name.clone(),
+        all: suite.parts(&place, false)?.len(),
+        parts: BTreeMap::new(),
+    };
     let mut parts = suite.parts(&place, options.ci)?;
     if !options.part.is_empty() {
         parts.retain(|part| options.part.iter().any(|prefix| part.starts_with(prefix)));
     }
+    if options.missing {
+        let earlier = record.earlier(results);
+        parts.retain(|part| !earlier.contains_key(part));
+    }
     if parts.is_empty() {
         return Ok(None);
     }
-    Ok(Some(Record {
-        suite: suite.name().to_owned(),
-        all: suite.parts(&place, false)?.len(),
-        parts: compare::compare(suite, &place, &parts, sandbox, options.jobs)?,
-        version: place.version,
-        library: options.library_name.clone(),
-    }))
+    let record = Mutex::new(record);
+    let keep = |part: &str, counts| {
+        let mut record = record.lock().ok().context("a worker panicked")?;
+        record.parts.insert(part.to_owned(), counts);
+        record.keep(results)
+    };
+    compare::compare(suite, &place, &parts, sandbox, options.jobs, &keep)?;
+    let record = record.into_inner().ok().context("a worker panicked")?;
+    let counts = record.total();
+    if counts.cases > 0 && counts.cases == counts.failing {
+        bail!("no case passes on kernel TCP: the suite does not run here");
+    }
+    Ok(Some(record))
 }
 
 fn tell(record: &Record, counts: &Counts, reasons: &Reasons) {

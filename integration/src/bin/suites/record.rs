@@ -90,14 +90,12 @@ impl Record {
         total
     }
 
-    /// Takes the parts of an earlier record that this one lacks, if that is of the same suite and library.
-    fn complete(&mut self, earlier: Self) {
-        if (&earlier.suite, &earlier.version, &earlier.library)
-            == (&self.suite, &self.version, &self.library)
-        {
-            for (part, counts) in earlier.parts {
-                self.parts.entry(part).or_insert(counts);
-            }
+    /// The parts that are kept of the same suite and library.
+    pub fn earlier(&self, results: &Path) -> BTreeMap<String, Counts> {
+        let key = |record: &Self| (record.version.clone(), record.library.clone());
+        match Self::read(results, &self.suite) {
+            Ok(Some(earlier)) if key(&earlier) == key(self) => earlier.parts,
+            _ => BTreeMap::new(),
         }
     }
 
@@ -105,12 +103,13 @@ impl Record {
     ///
     /// # Errors
     /// Those of writing.
-    pub fn keep(mut self, results: &Path) -> Result<()> {
-        let file = file_of(results, &self.suite);
-        if let Some(earlier) = Self::read(results, &self.suite).ok().flatten() {
-            self.complete(earlier);
+    pub fn keep(&self, results: &Path) -> Result<()> {
+        let mut all = self.clone();
+        for (part, counts) in self.earlier(results) {
+            all.parts.entry(part).or_insert(counts);
         }
-        fs::write(&file, serde_json::to_string_pretty(&self)? + "\n")
+        let file = file_of(results, &self.suite);
+        fs::write(&file, serde_json::to_string_pretty(&all)? + "\n")
             .with_context(|| file.display().to_string())
     }
 

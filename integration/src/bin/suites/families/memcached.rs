@@ -11,17 +11,6 @@ use crate::workshop::{Workshop, run};
 
 /// Scripts about the source code, or that take minutes.
 const NOT: &[&str] = &["whitespace.t", "malicious-commands.t"];
-/// Scripts that are for CI.
-const CI: &[&str] = &[
-    "binary.t",
-    "bogus-commands.t",
-    "getset.t",
-    "noreply.t",
-    "multiversioning.t",
-    "incrdecr.t",
-    "cas.t",
-];
-
 /// The suite.
 pub struct Memcached;
 
@@ -63,15 +52,18 @@ impl Suite for Memcached {
         Ok(version)
     }
 
-    fn parts(&self, place: &Place, quick: bool) -> Result<Vec<String>> {
+    fn parts(&self, place: &Place, _: bool) -> Result<Vec<String>> {
         let mut parts: Vec<String> = std::fs::read_dir(place.dir.join("tree/t"))?
             .flatten()
             .filter_map(|entry| entry.file_name().into_string().ok())
             .filter(|name| name.ends_with(".t") && !NOT.contains(&name.as_str()))
-            .filter(|name| !quick || CI.contains(&name.as_str()))
             .collect();
         parts.sort();
         Ok(parts)
+    }
+
+    fn is_quick(&self) -> bool {
+        false
     }
 
     fn job(&self, place: &Place, part: &str, _: Selection<'_>, _: &Path) -> Result<Job> {

@@ -5,6 +5,7 @@
 What a case prints goes where it goes; the file is opened for each line only, so that no descriptor of ours is in the program's table.
 """
 
+import logging
 import os
 import sys
 import unittest
@@ -75,17 +76,22 @@ def flat(tests):
             yield test
 
 
+def as_its_runner(module):
+    """Sets what the suite's own runner sets before the cases."""
+    if module.startswith("test."):
+        from test import support
+
+        # But for what needs a screen or much room. What needs another network than loopback fails.
+        support.use_resources = ["cpu", "network", "subprocess", "walltime"]
+    elif module.startswith("tornado."):
+        # Cases fail for log lines that they do not expect, and these tell of each request.
+        logging.getLogger("tornado.access").setLevel(logging.CRITICAL)
+
+
 def main():
     path, module, *selection = sys.argv[1:]
     sys.argv[1:] = []
-    try:
-        from test import support
-    except ImportError:
-        pass
-    else:
-        # As CPython's own runner does, but for what needs a screen or much room. What needs another network than loopback fails.
-        if module.startswith("test."):
-            support.use_resources = ["cpu", "network", "subprocess", "walltime"]
+    as_its_runner(module)
     tests = list(flat(unittest.defaultTestLoader.loadTestsFromName(module)))
     if selection:
         with open(selection[1], encoding="utf-8") as file:

@@ -7,9 +7,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 use anyhow::{Context, Result};
-use serde::{Deserialize, Serialize};
 
 use crate::case::{Cases, Outcome, Place, Selection, Suite, Way};
+use crate::record::{Counts, Difference, Tally};
 use crate::sandbox::Sandbox;
 
 /// How often a case that differs is run again on each, at most and, if the difference has come back by then, at least.
@@ -20,118 +20,35 @@ const SINGLY: usize = 12;
 /// How often a part goes on behind a case that was stopped.
 const RESUMES: usize = 6;
 
-/// What a case's outcomes were, over all of its runs, and how often each.
-pub type Tally = BTreeMap<Outcome, usize>;
-
-/// A case that had another outcome with the library in its first run.
-#[derive(Debug, Clone, Serialize, Deserialize)]
-pub struct Difference {
-    pub case: String,
-    pub way: Way,
-    pub kernel: Tally,
-    pub library: Tally,
-}
-
-impl Difference {
-    /// Whether the repeats say that it is the library: outcomes came back that kernel TCP never had. What differed once and
-    /// then in none of the repeats is unsteady.
-    pub fn is_steady(&self) -> bool {
-        let foreign = |(outcome, times): (&Outcome, &usize)| {
-            if self.kernel.contains_key(outcome) {
-                0
-            } else {
-                *times
-            }
-        };
-        self.library.iter().map(foreign).sum::<usize>() > 1
-    }
-}
-
-/// What came of a suite.
-#[derive(Debug, Clone, Serialize, Deserialize)]
-pub struct Comparison {
-    pub suite: String,
-    pub version: String,
-    /// Parts that were run, and that there are.
-    pub parts: (usize, usize),
-    /// Cases that ran in some way.
-    pub cases: usize,
-    pub skipped: usize,
-    /// Of those that ran, the ones that kernel TCP did not pass in its first run.
-    pub failing: usize,
-    /// Ends of connections that were promoted, by way.
-    pub promoted: BTreeMap<Way, usize>,
-    pub differences: Vec<Difference>,
-    pub seconds: u64,
-}
-
 /// A part's outcomes by way.
 type Outcomes = BTreeMap<Way, Cases>;
+/// How many ends were promoted, by way.
+type Promoted = BTreeMap<Way, usize>;
 
-/// Runs a suite's parts, `jobs` at a time, and what differs again.
+/// Takes what came of a part as soon as it is known.
+pub type Keep<'a> = &'a (dyn Fn(&str, Counts) -> Result<()> + Sync);
+
+/// Runs a suite's parts, `jobs` at a time, and then what differs again, when nothing else runs.
 ///
 /// # Errors
-/// When a part cannot be started, ran nothing, or the run is interrupted.
+/// When a part cannot be started, the suite does not run here, or the run is interrupted.
 pub fn compare(
     suite: &dyn Suite,
     place: &Place,
     parts: &[String],
     sandbox: &Sandbox,
     jobs: usize,
-) -> Result<Comparison> {
-    let began = Instant::now();
+    keep: Keep<'_>,
+) -> Result<()> {
     let runner = Runner {
         suite,
         place,
         sandbox,
     };
-    let (outcomes, promoted) = runner.all(parts, jobs)?;
-    let mut result = Comparison {
-        suite: suite.name().to_owned(),
-        version: place.version.clone(),
-        parts: (parts.len(), suite.parts(place, false)?.len()),
-        cases: 0,
-        skipped: 0,
-        failing: 0,
-        promoted,
-        differences: Vec::new(),
-        seconds: 0,
-    };
-    let passed = |outcomes: &Outcomes| {
-        outcomes[&Way::Kernel]
-            .values()
-            .any(|o| *o == Outcome::Passed)
-    };
-    if !outcomes.values().any(passed) {
-        anyhow::bail!("no case passes on kernel TCP: the suite does not run here");
+    for (part, (outcomes, promoted)) in runner.all(parts, jobs, keep)? {
+        keep(&part, runner.count(&part, &outcomes, promoted)?)?;
     }
-    for (part, outcomes) in &outcomes {
-        let names: BTreeSet<&String> = outcomes.values().flat_map(Cases::keys).collect();
-        for name in &names {
-            let of = |way| outcome(outcomes, way, name);
-            let skipped = [Way::Kernel, Way::Default, Way::AtOnce]
-                .iter()
-                .all(|way| of(*way) == Outcome::Skipped);
-            result.skipped += usize::from(skipped);
-            result.cases += usize::from(!skipped);
-            result.failing += usize::from(!matches!(
-                of(Way::Kernel),
-                Outcome::Passed | Outcome::Skipped
-            ));
-        }
-        for way in Way::LIBRARY {
-            let differing: Vec<&String> = names
-                .iter()
-                .copied()
-                .filter(|name| outcome(outcomes, way, name) != outcome(outcomes, Way::Kernel, name))
-                .collect();
-            result
-                .differences
-                .extend(runner.again(part, way, outcomes, &differing)?);
-        }
-    }
-    result.seconds = began.elapsed().as_secs();
-    Ok(result)
+    Ok(())
 }
 
 /// What became of a case. One that a run has no word of did not come to its end there.
@@ -150,34 +67,39 @@ struct Runner<'a> {
 }
 
 impl Runner<'_> {
-    /// Each part in each way once.
+    /// Each part in each way once. Keeps those that are equal, and returns the others.
     fn all(
         &self,
         parts: &[String],
         jobs: usize,
-    ) -> Result<(BTreeMap<String, Outcomes>, BTreeMap<Way, usize>)> {
+        keep: Keep<'_>,
+    ) -> Result<BTreeMap<String, (Outcomes, Promoted)>> {
         let next = AtomicUsize::new(0);
-        let done = Mutex::new((BTreeMap::new(), BTreeMap::new()));
+        let differing = Mutex::new(BTreeMap::new());
         let work = || -> Result<()> {
             while let Some(part) = parts.get(next.fetch_add(1, Ordering::Relaxed)) {
                 let began = Instant::now();
                 let mut outcomes = Outcomes::new();
+                let mut promoted = Promoted::new();
                 for way in [Way::Kernel, Way::Default, Way::AtOnce] {
-                    let (cases, promoted) = self
+                    let (cases, times) = self
                         .part(part, way, Selection::All, true)
                         .with_context(|| format!("{part} of {}", self.suite.name()))?;
                     outcomes.insert(way, cases);
-                    if let Ok(mut done) = done.lock() {
-                        *done.1.entry(way).or_insert(0) += promoted;
-                    }
+                    promoted.insert(way, times);
                 }
                 let seconds = began.elapsed().as_secs();
                 println!(
                     "    {part}: {} cases, {seconds} s",
                     outcomes.values().map(Cases::len).max().unwrap_or(0)
                 );
-                if let Ok(mut done) = done.lock() {
-                    done.0.insert(part.clone(), outcomes);
+                if outcomes
+                    .values()
+                    .all(|cases| *cases == outcomes[&Way::Kernel])
+                {
+                    keep(part, self.count(part, &outcomes, promoted)?)?;
+                } else if let Ok(mut differing) = differing.lock() {
+                    differing.insert(part.clone(), (outcomes, promoted));
                 }
             }
             Ok(())
@@ -190,7 +112,43 @@ impl Runner<'_> {
                     .unwrap_or_else(|_| anyhow::bail!("a worker panicked"))
             })
         })?;
-        done.into_inner().ok().context("a worker panicked")
+        differing.into_inner().ok().context("a worker panicked")
+    }
+
+    /// What came of a part, after what differs was run again.
+    fn count(&self, part: &str, outcomes: &Outcomes, promoted: Promoted) -> Result<Counts> {
+        let names: BTreeSet<&String> = outcomes.values().flat_map(Cases::keys).collect();
+        let mut counts = Counts {
+            promoted,
+            ..Counts::default()
+        };
+        let mut failing = Vec::new();
+        for name in &names {
+            let of = |way| outcome(outcomes, way, name);
+            let skipped = [Way::Kernel, Way::Default, Way::AtOnce]
+                .iter()
+                .all(|way| of(*way) == Outcome::Skipped);
+            counts.skipped += usize::from(skipped);
+            counts.cases += usize::from(!skipped);
+            if !matches!(of(Way::Kernel), Outcome::Passed | Outcome::Skipped) {
+                failing.push(name.as_str());
+            }
+        }
+        counts.failing = failing.len();
+        if !failing.is_empty() {
+            println!("    {part}: fail on kernel TCP: {}", failing.join(", "));
+        }
+        for way in Way::LIBRARY {
+            let differing: Vec<&String> = names
+                .iter()
+                .copied()
+                .filter(|name| outcome(outcomes, way, name) != outcome(outcomes, Way::Kernel, name))
+                .collect();
+            counts
+                .differences
+                .extend(self.again(part, way, outcomes, &differing)?);
+        }
+        Ok(counts)
     }
 
     /// A part's cases, and how many ends were promoted. Goes on behind a case at which the part was stopped, or that ended it.
@@ -277,13 +235,7 @@ impl Runner<'_> {
             }
             steady
         });
-        let telling = |difference: &Difference| {
-            difference
-                .library
-                .keys()
-                .any(|outcome| !difference.kernel.contains_key(outcome))
-        };
-        if rest.iter().any(telling) {
+        if rest.iter().any(Difference::is_foreign) {
             let times = if singly { 2 } else { REPEATS };
             self.repeat(part, way, Selection::All, times, &mut rest)?;
         }

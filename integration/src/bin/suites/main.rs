@@ -5,19 +5,22 @@ mod case;
 mod compare;
 mod families;
 mod reasons;
+mod record;
 mod report;
 mod sandbox;
 mod workshop;
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Mutex;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 use clap::Parser;
 
 use crate::case::Suite;
-use crate::compare::Comparison;
 use crate::reasons::Reasons;
+use crate::record::{Counts, Record};
 use crate::sandbox::Sandbox;
 use crate::workshop::Workshop;
 
@@ -35,6 +38,9 @@ struct Options {
     /// Only parts whose names begin so; more than once for several.
     #[arg(long, value_name = "PART")]
     part: Vec<String>,
+    /// Only parts of which no result of this library is there: goes on with a run that was interrupted.
+    #[arg(long)]
+    missing: bool,
     /// Parts that run at the same time.
     #[arg(long, default_value_t = 2)]
     jobs: usize,
@@ -54,6 +60,9 @@ struct Options {
         default_value = "target/release/librdmasock.so"
     )]
     library: PathBuf,
+    /// What the library is called in the results; those of another one are not put together with these.
+    #[arg(long, value_name = "NAME", default_value = "unknown")]
+    library_name: String,
     /// Where suites lie, and results.
     #[arg(long, value_name = "DIR", default_value = "target/suites")]
     dir: PathBuf,
@@ -83,11 +92,10 @@ fn run(options: &Options) -> Result<()> {
         run_suites(options, &suites, &dir, &results, &reasons)?;
     }
     if options.table || options.all {
-        let comparisons = read_results(&families::all(), &results)?;
-        std::fs::write(
-            "docs/compatibility.md",
-            report::page(&comparisons, &reasons),
-        )?;
+        let records = read_results(&suites, &results)?;
+        let programs = std::fs::read_to_string("integration/suites/programs.md")?;
+        let page = report::page(&records, &reasons, &programs)?;
+        std::fs::write("docs/compatibility.md", page)?;
         println!("docs/compatibility.md is written");
     }
     Ok(())
@@ -130,18 +138,18 @@ fn run_suites(
     std::fs::create_dir_all(results)?;
     let sandbox = Sandbox::new(&library, dir.to_owned())?;
     let began = Instant::now();
-    let (mut passed, mut failed) = (0, 0);
+    let (mut passed, mut failed, mut ignored) = (0, 0, 0);
     for suite in suites {
         println!("[{:4} s] {}", began.elapsed().as_secs(), suite.name());
-        match run_suite(options, suite.as_ref(), &shop, &sandbox) {
+        match run_suite(options, suite.as_ref(), &shop, &sandbox, results) {
             Ok(None) => {}
-            Ok(Some(comparison)) => {
-                let missing = reasons.missing(&comparison);
-                failed += missing.len();
-                passed += comparison.cases.saturating_sub(missing.len());
-                tell(&comparison, reasons);
-                let file = results.join(format!("{}.json", suite.name()));
-                std::fs::write(file, serde_json::to_string_pretty(&comparison)? + "\n")?;
+            Ok(Some(record)) => {
+                let counts = record.total();
+                let missing = reasons.missing(suite.name(), &counts);
+                failed += missing;
+                passed += counts.cases.saturating_sub(counts.failing + missing);
+                ignored += counts.failing + counts.skipped;
+                tell(&record, &counts, reasons);
             }
             Err(error) if rdmasock_integration::signals::is_interrupted() => return Err(error),
             // The others can be run all the same.
@@ -152,7 +160,7 @@ fn run_suites(
         }
     }
     println!(
-        "test result: {passed} passed; {failed} failed; 0 ignored, {} s",
+        "test result: {passed} passed; {failed} failed; {ignored} ignored, {} s",
         began.elapsed().as_secs()
     );
     if failed > 0 {
@@ -161,41 +169,65 @@ fn run_suites(
     Ok(())
 }
 
+/// Runs a suite's chosen parts, and keeps what comes of each. None if there is none to run.
 fn run_suite(
     options: &Options,
     suite: &dyn Suite,
     shop: &Workshop,
     sandbox: &Sandbox,
-) -> Result<Option<Comparison>> {
+    results: &Path,
+) -> Result<Option<Record>> {
     let place = shop.place(suite)?;
+    let record = Record {
+        suite: suite.name().to_owned(),
+        version: place.version.clone(),
+        library: options.library_name.clone(),
+        all: suite.parts(&place, false)?.len(),
+        parts: BTreeMap::new(),
+    };
     let mut parts = suite.parts(&place, options.ci)?;
     if !options.part.is_empty() {
         parts.retain(|part| options.part.iter().any(|prefix| part.starts_with(prefix)));
     }
+    if options.missing {
+        let earlier = record.earlier(results);
+        parts.retain(|part| !earlier.contains_key(part));
+    }
     if parts.is_empty() {
         return Ok(None);
     }
-    compare::compare(suite, &place, &parts, sandbox, options.jobs).map(Some)
+    let record = Mutex::new(record);
+    let keep = |part: &str, counts| {
+        let mut record = record.lock().ok().context("a worker panicked")?;
+        record.parts.insert(part.to_owned(), counts);
+        record.keep(results)
+    };
+    compare::compare(suite, &place, &parts, sandbox, options.jobs, &keep)?;
+    let record = record.into_inner().ok().context("a worker panicked")?;
+    let counts = record.total();
+    if counts.cases > 0 && counts.cases == counts.failing {
+        bail!("no case passes on kernel TCP: the suite does not run here");
+    }
+    Ok(Some(record))
 }
 
-fn tell(comparison: &Comparison, reasons: &Reasons) {
-    let Comparison {
-        version,
+fn tell(record: &Record, counts: &Counts, reasons: &Reasons) {
+    let Counts {
         cases,
         skipped,
         failing,
         promoted,
-        seconds,
-        ..
-    } = comparison;
-    println!(
-        "  {version}: {cases} cases, {skipped} skipped, {failing} fail on kernel TCP, promoted {promoted:?}, {seconds} s"
-    );
-    for difference in &comparison.differences {
-        let kind = match (
-            difference.is_steady(),
-            reasons.of(&comparison.suite, difference),
-        ) {
+        differences,
+    } = counts;
+    let suite = &record.suite;
+    println!("  {}: {cases} cases, promoted {promoted:?}", record.version);
+    if skipped + failing > 0 {
+        println!(
+            "skipped: {suite}: {skipped} cases by itself, {failing} that fail on kernel TCP too"
+        );
+    }
+    for difference in differences {
+        let kind = match (difference.is_steady(), reasons.of(suite, difference)) {
             (false, _) => "unsteady".to_owned(),
             (true, Some(reason)) => format!("different ({reason})"),
             (true, None) => "DIFFERENT".to_owned(),
@@ -210,14 +242,9 @@ fn tell(comparison: &Comparison, reasons: &Reasons) {
     }
 }
 
-fn read_results(suites: &[Box<dyn Suite>], results: &Path) -> Result<Vec<Comparison>> {
-    let mut comparisons = Vec::new();
-    for suite in suites {
-        let file = results.join(format!("{}.json", suite.name()));
-        if let Ok(text) = std::fs::read_to_string(&file) {
-            comparisons
-                .push(serde_json::from_str(&text).with_context(|| file.display().to_string())?);
-        }
-    }
-    Ok(comparisons)
+fn read_results(suites: &[Box<dyn Suite>], results: &Path) -> Result<Vec<Record>> {
+    let kept = suites
+        .iter()
+        .filter_map(|suite| Record::read(results, suite.name()).transpose());
+    kept.collect()
 }

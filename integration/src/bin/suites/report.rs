@@ -1,133 +1,130 @@
-//! docs/compatibility.md, made of what the comparisons found: a table of suites, the cases that differ with the reasons, and
-//! those that are unsteady. Not a place for judgement: what is no reason in the file is shown without one.
+//! docs/compatibility.md, made of what the comparisons found: a table of suites, the cases that differ with the reasons, those that
+//! are unsteady, and the page on programs that is kept by hand. Not a place for judgement: what is no reason in the file is shown
+//! without one.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
+use anyhow::{Result, bail};
+
 use crate::case::{Outcome, Way};
-use crate::compare::{Comparison, Difference, Tally};
 use crate::reasons::Reasons;
+use crate::record::{Counts, Difference, Record, Tally};
 
 const HEAD: &str = "\
 # Compatibility
 
 Test suites of other projects, run on kernel TCP and with the library, in its default settings and with
-`RDMASOCK_PROMOTE_AFTER=0` (*at once*). This page is written by `scripts/suites --all`.
+`RDMASOCK_PROMOTE_AFTER=0` (*at once*). This page is written by `scripts/suites --all`; [programs](#programs) are in it too.
+";
 
+const LEGEND: &str = "
 A case is equal if its outcome is the same in all three runs, or if repeats show it to be as unsteady on kernel TCP. What
 differs is run again alone, and with its fellows: it is *different* if the outcome that kernel TCP did not have comes
 back, and *unsteady* if it does not. *Failing* are cases that kernel TCP does not pass either: for want of a network, say.
-*Promoted* counts the ends of connections that were promoted.
+*Promoted* counts the ends of connections that were promoted, without those of servers that a suite kills.
 
+| suite | version | cases | equal | unsteady | different | skipped | failing | promoted, default | at once |
+|---|---|--:|--:|--:|--:|--:|--:|--:|--:|
 ";
 
-/// The page.
-pub fn page(comparisons: &[Comparison], reasons: &Reasons) -> String {
-    let mut page = HEAD.to_owned();
-    page += "| suite | version | cases | equal | unsteady | different | skipped | failing | promoted, default | at once |\n";
-    page += "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|\n";
-    for comparison in comparisons {
-        let (different, unsteady) = names(comparison);
-        let promoted = |way| comparison.promoted.get(&way).copied().unwrap_or(0);
+/// The page, with `programs` at its end.
+///
+/// # Errors
+/// When there are no records, or they are of several libraries.
+pub fn page(records: &[Record], reasons: &Reasons, programs: &str) -> Result<String> {
+    let Some(first) = records.first() else {
+        bail!("there are no results to make a table of");
+    };
+    if let Some(other) = records.iter().find(|r| r.library != first.library) {
+        bail!(
+            "{} was run with the library {}, and {} with {}: run one of them again",
+            first.suite,
+            first.library,
+            other.suite,
+            other.library
+        );
+    }
+    let mut page = format!("{HEAD}The library was {}.\n{LEGEND}", first.library);
+    let totals: Vec<(&Record, Counts)> = records.iter().map(|r| (r, r.total())).collect();
+    for (record, counts) in &totals {
+        let (different, unsteady) = differing(counts);
+        let promoted = |way| counts.promoted.get(&way).copied().unwrap_or(0);
         let _ = writeln!(
             page,
-            "| {} | {} | {} | {} | {} | {} | {} | {} | {} | {} |",
-            named(comparison),
-            comparison.version,
-            comparison.cases,
-            comparison
-                .cases
-                .saturating_sub(different.len() + unsteady.len()),
-            unsteady.len(),
-            different.len(),
-            comparison.skipped,
-            comparison.failing,
+            "| {} | {} | {} | {} | {unsteady} | {different} | {} | {} | {} | {} |",
+            named(record),
+            record.version,
+            counts.cases,
+            counts.cases.saturating_sub(different + unsteady),
+            counts.skipped,
+            counts.failing,
             promoted(Way::Default),
             promoted(Way::AtOnce),
         );
     }
-    section(&mut page, "Different", comparisons, |suite, difference| {
-        difference.is_steady().then(|| {
-            reasons
-                .of(suite, difference)
-                .unwrap_or("no reason is known")
-                .to_owned()
-        })
+    section(&mut page, "Different", "reason", &totals, |suite, d| {
+        let reason = || reasons.of(suite, d).unwrap_or("no reason is known");
+        d.is_steady().then(reason)
     });
-    section(&mut page, "Unsteady", comparisons, |_, difference| {
-        (!difference.is_steady() && is_foreign(difference)).then(String::new)
+    section(&mut page, "Unsteady", "", &totals, |_, d| {
+        (!d.is_steady() && d.is_foreign()).then_some("")
     });
-    page
+    Ok(page + "\n" + programs)
 }
 
 /// The suite, and how much of it was run where that is not all.
-fn named(comparison: &Comparison) -> String {
-    match comparison.parts {
-        (run, all) if run < all => format!("{} ({run} of {all} parts)", comparison.suite),
-        _ => comparison.suite.clone(),
+fn named(record: &Record) -> String {
+    match (record.parts.len(), record.all) {
+        (run, all) if run < all => format!("{} ({run} of {all} parts)", record.suite),
+        _ => record.suite.clone(),
     }
 }
 
-/// The names of a suite's cases that differ, and of those that are unsteady with the library alone.
-fn names(comparison: &Comparison) -> (Vec<&str>, Vec<&str>) {
+/// How many cases differ, and how many are unsteady with the library alone.
+fn differing(counts: &Counts) -> (usize, usize) {
     let mut steady: BTreeMap<&str, bool> = BTreeMap::new();
-    for difference in &comparison.differences {
-        if is_foreign(difference) {
-            *steady.entry(&difference.case).or_default() |= difference.is_steady();
-        }
+    for difference in counts.differences.iter().filter(|d| d.is_foreign()) {
+        *steady.entry(&difference.case).or_default() |= difference.is_steady();
     }
-    let of = |wanted| {
-        steady
-            .iter()
-            .filter(move |(_, is)| **is == wanted)
-            .map(|(name, _)| *name)
-            .collect()
-    };
-    (of(true), of(false))
+    let different = steady.values().filter(|is| **is).count();
+    (different, steady.len() - different)
 }
 
-/// Whether the library had an outcome that kernel TCP had in none of its runs.
-fn is_foreign(difference: &Difference) -> bool {
-    difference
-        .library
-        .keys()
-        .any(|outcome| !difference.kernel.contains_key(outcome))
-}
-
-fn section(
+/// A table of the differences that `note` has a note for.
+fn section<'a>(
     page: &mut String,
     title: &str,
-    comparisons: &[Comparison],
-    note: impl Fn(&str, &Difference) -> Option<String>,
+    last: &str,
+    totals: &'a [(&Record, Counts)],
+    note: impl Fn(&str, &'a Difference) -> Option<&'a str>,
 ) {
-    let rows: Vec<String> = comparisons
-        .iter()
-        .flat_map(|comparison| comparison.differences.iter().map(move |d| (comparison, d)))
-        .filter_map(|(comparison, d)| {
-            note(&comparison.suite, d).map(|note| {
-                let (kernel, library) = (tally(&d.kernel), tally(&d.library));
-                let way = if d.way == Way::AtOnce {
-                    "at once"
-                } else {
-                    "default"
-                };
-                let case = d.case.replace('|', "\\|");
-                format!(
-                    "| {} | `{case}` | {way} | {kernel} | {library} | {note} |\n",
-                    comparison.suite
-                )
-            })
-        })
-        .collect();
-    if rows.is_empty() {
-        return;
+    let mut rows = String::new();
+    for (record, counts) in totals {
+        for difference in &counts.differences {
+            let Some(note) = note(&record.suite, difference) else {
+                continue;
+            };
+            let _ = writeln!(
+                rows,
+                "| {} | `{}` | {} | {} | {} | {note} |",
+                record.suite,
+                difference.case.replace('|', "\\|"),
+                match difference.way {
+                    Way::AtOnce => "at once",
+                    _ => "default",
+                },
+                tally(&difference.kernel),
+                tally(&difference.library),
+            );
+        }
     }
-    let reason = if title == "Different" { "reason" } else { "" };
-    let _ = write!(
-        page,
-        "\n## {title}\n\n| suite | case | setting | kernel TCP | library | {reason} |\n|---|---|---|---|---|---|\n"
-    );
-    page.extend(rows);
+    if !rows.is_empty() {
+        let _ = write!(
+            page,
+            "\n## {title}\n\n| suite | case | setting | kernel TCP | library | {last} |\n|---|---|---|---|---|---|\n{rows}"
+        );
+    }
 }
 
 /// A tally in words.

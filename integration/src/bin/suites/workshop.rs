@@ -96,6 +96,7 @@ impl Workshop {
                 .current_dir(dir));
             match fetched {
                 Ok(_) => {
+                    remove_archives(package, dir)?;
                     let tree = entry(dir, |name| {
                         dir.join(name).is_dir() && dir.join(name).join("debian").is_dir()
                     })?;
@@ -215,6 +216,17 @@ impl Workshop {
         run(self.configured("apt-get", root).args(["-q", "update"]))?;
         Ok(fs::write(root.join("updated"), "")?)
     }
+}
+
+/// Removes what a source package was unpacked from.
+fn remove_archives(package: &str, dir: &Path) -> Result<()> {
+    let prefix = format!("{package}_");
+    for entry in fs::read_dir(dir)?.flatten() {
+        if entry.path().is_file() && entry.file_name().to_string_lossy().starts_with(&prefix) {
+            fs::remove_file(entry.path())?;
+        }
+    }
+    Ok(())
 }
 
 /// The entries for this release of a file of stanzas, with sources.

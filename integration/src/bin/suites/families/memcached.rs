@@ -5,23 +5,12 @@ use std::process::Command;
 
 use anyhow::Result;
 
-use crate::case::{Cases, Job, Outcome, Place, Selection, Suite};
+use crate::case::{Cases, Job, Place, Selection, Suite};
 use crate::sandbox::Ran;
 use crate::workshop::{Workshop, run};
 
 /// Scripts about the source code, or that take minutes.
 const NOT: &[&str] = &["whitespace.t", "malicious-commands.t"];
-/// Scripts that are for CI.
-const CI: &[&str] = &[
-    "binary.t",
-    "bogus-commands.t",
-    "getset.t",
-    "noreply.t",
-    "multiversioning.t",
-    "incrdecr.t",
-    "cas.t",
-];
-
 /// The suite.
 pub struct Memcached;
 
@@ -63,15 +52,18 @@ impl Suite for Memcached {
         Ok(version)
     }
 
-    fn parts(&self, place: &Place, quick: bool) -> Result<Vec<String>> {
+    fn parts(&self, place: &Place, _: bool) -> Result<Vec<String>> {
         let mut parts: Vec<String> = std::fs::read_dir(place.dir.join("tree/t"))?
             .flatten()
             .filter_map(|entry| entry.file_name().into_string().ok())
             .filter(|name| name.ends_with(".t") && !NOT.contains(&name.as_str()))
-            .filter(|name| !quick || CI.contains(&name.as_str()))
             .collect();
         parts.sort();
         Ok(parts)
+    }
+
+    fn is_quick(&self) -> bool {
+        false
     }
 
     fn job(&self, place: &Place, part: &str, _: Selection<'_>, _: &Path) -> Result<Job> {
@@ -80,13 +72,6 @@ impl Suite for Memcached {
     }
 
     fn cases(&self, _: &str, ran: &Ran, _: &Path) -> Cases {
-        // Tens of thousands of checks: those that pass are told by the script, which is the case.
-        let mut cases = super::tap(&ran.output);
-        cases.retain(|_, outcome| *outcome != Outcome::Passed);
-        cases.insert("the script".to_owned(), ran.end.outcome());
-        if cases.len() == 1 && ran.output.contains("1..0") {
-            cases.insert("the script".to_owned(), Outcome::Skipped);
-        }
-        cases
+        super::script_cases(ran)
     }
 }

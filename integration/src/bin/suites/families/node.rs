@@ -47,18 +47,10 @@ impl Suite for Node {
             ],
             &dir.join("node"),
         )?;
-        let (source, _) = shop.source("nodejs", dir)?;
-        let tree = dir.join("tree");
-        std::fs::create_dir(&tree)?;
-        for part in ["test", "benchmark", "deps/v8/tools", "lib", "doc", "tools"] {
-            if let Some(above) = tree.join(part).parent() {
-                std::fs::create_dir_all(above)?;
-            }
-            if source.join(part).exists() {
-                std::fs::rename(source.join(part), tree.join(part))?;
-            }
-        }
-        std::fs::remove_dir_all(source)?;
+        let parts = ["test", "benchmark", "deps/v8/tools", "lib", "doc", "tools"];
+        let in_tree = parts.map(|part| (part, format!("tree/{part}")));
+        let wanted = in_tree.each_ref().map(|(part, to)| (*part, to.as_str()));
+        super::kept(shop, "nodejs", dir, &wanted)?;
         Ok(version)
     }
 

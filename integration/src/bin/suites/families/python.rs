@@ -323,16 +323,15 @@ fn quick_to_stop(command: Vec<String>) -> Job {
 /// What cases.py has told. A case that began and has not ended was under way when the process ended.
 fn cases(scratch: &Path) -> Cases {
     let told = fs::read(scratch.join("cases")).unwrap_or_default();
-    let mut cases = Cases::new();
-    for line in String::from_utf8_lossy(&told).lines() {
-        let (outcome, name) = match line.split_once(' ') {
-            Some(("began", name)) => (Outcome::Unfinished, name),
-            Some(("passed", name)) => (Outcome::Passed, name),
-            Some(("failed", name)) => (Outcome::Failed, name),
-            Some(("skipped", name)) => (Outcome::Skipped, name),
-            _ => continue,
+    super::told(&String::from_utf8_lossy(&told), |line| {
+        let (word, name) = line.split_once(' ')?;
+        let outcome = match word {
+            "began" => Outcome::Unfinished,
+            "passed" => Outcome::Passed,
+            "failed" => Outcome::Failed,
+            "skipped" => Outcome::Skipped,
+            _ => return None,
         };
-        cases.insert(name.to_owned(), outcome);
-    }
-    cases
+        Some((name.to_owned(), outcome))
+    })
 }

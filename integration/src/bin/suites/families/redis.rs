@@ -5,6 +5,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result};
 
+use super::kept;
 use crate::case::{Cases, Job, Outcome, Place, Selection, Suite};
 use crate::sandbox::Ran;
 use crate::workshop::{Workshop, run};
@@ -46,8 +47,7 @@ impl Suite for Redis {
     }
 
     fn fetch(&self, shop: &Workshop, dir: &Path) -> Result<String> {
-        let (source, version) = shop.source("redis", dir)?;
-        std::fs::rename(source.join("tests"), dir.join("tests"))?;
+        let version = kept(shop, "redis", dir, &[("tests", "tests")])?;
         std::fs::create_dir(dir.join("src"))?;
         for program in PROGRAMS {
             // One program under many names; the sentinel's package, which would start at boot, adds only that.
@@ -61,7 +61,6 @@ impl Suite for Redis {
                 dir.join("src").join(program),
             )?;
         }
-        std::fs::remove_dir_all(source)?;
         Ok(version)
     }
 
@@ -121,26 +120,10 @@ impl Suite for Redis {
     /// `[ok]: NAME (N ms)`, or `[err]: NAME in FILE`, in colours.
     fn cases(&self, _: &str, ran: &Ran, _: &Path) -> Cases {
         let mut cases = Cases::new();
-        for line in ran.output.lines() {
-            let line = without_colours(line);
-            let Some((word, rest)) = line
-                .strip_prefix('[')
-                .and_then(|line| line.split_once("]: "))
-            else {
-                continue;
-            };
-            let outcome = match word {
-                "ok" => Outcome::Passed,
-                "err" | "exception" => Outcome::Failed,
-                "ignore" | "skip" => Outcome::Skipped,
-                _ => continue,
-            };
-            let name = match outcome {
-                Outcome::Passed => rest.rsplit_once(" (").map_or(rest, |(name, _)| name),
-                Outcome::Failed => rest.split_once(" in tests/").map_or(rest, |(name, _)| name),
-                _ => rest,
-            };
-            cases.insert(name.to_owned(), outcome);
+        for (name, outcome) in ran.output.lines().filter_map(case) {
+            // Those that are called the same are one case, which passes if all do.
+            let all = cases.entry(name).or_insert(outcome);
+            *all = (*all).max(outcome);
         }
         if cases.is_empty() && ran.output.contains("All tests passed") {
             // Every case of the file is for other settings than ours.
@@ -148,6 +131,24 @@ impl Suite for Redis {
         }
         cases
     }
+}
+
+/// What a line tells of a case. Some have random numbers in their names, of replicas and keys.
+fn case(line: &str) -> Option<(String, Outcome)> {
+    let line = without_colours(line);
+    let (word, rest) = line.strip_prefix('[')?.split_once("]: ")?;
+    let (outcome, name) = match word {
+        "ok" => (Outcome::Passed, rest.rsplit_once(" (")),
+        "err" | "exception" => (Outcome::Failed, rest.split_once(" in tests/")),
+        "ignore" | "skip" => (Outcome::Skipped, None),
+        _ => return None,
+    };
+    let name = name.map_or(rest, |(name, _)| name);
+    let name = match name.starts_with("PSYNC2: ") {
+        true => name.replace(|c: char| c.is_ascii_digit(), ""),
+        false => name.to_owned(),
+    };
+    Some((name, outcome))
 }
 
 /// A line without the terminal's escapes.

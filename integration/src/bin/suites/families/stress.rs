@@ -1,13 +1,12 @@
 //! stress-ng's stressors of sockets and of what waits for them, with its own verification.
 
 use std::path::Path;
-use std::process::Command;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 
 use crate::case::{Cases, Job, Outcome, Place, Selection, Suite};
 use crate::sandbox::Ran;
-use crate::workshop::{Workshop, run};
+use crate::workshop::Workshop;
 
 /// What is run: a stressor, with options.
 const STRESSORS: &[&str] = &[
@@ -49,12 +48,7 @@ impl Suite for Stress {
     }
 
     fn fetch(&self, _: &Workshop, _: &Path) -> Result<String> {
-        let said = run(Command::new("stress-ng").arg("--version"))?;
-        Ok(said
-            .split_whitespace()
-            .nth(2)
-            .context("stress-ng tells no version")?
-            .to_owned())
+        super::version_of("stress-ng", 2)
     }
 
     fn parts(&self, _: &Place, quick: bool) -> Result<Vec<String>> {

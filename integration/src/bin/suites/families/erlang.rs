@@ -1,0 +1,120 @@
+//! The tests of Erlang's gen_tcp and inet, by its Common Test.
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::Result;
+
+use super::kept;
+use crate::case::{Cases, Job, Outcome, Place, Selection, Suite};
+use crate::sandbox::Ran;
+use crate::workshop::{Workshop, entry, run};
+
+const SUITES: &[&str] = &[
+    "gen_tcp_api_SUITE",
+    "gen_tcp_echo_SUITE",
+    "gen_tcp_misc_SUITE",
+    "inet_SUITE",
+    "inet_sockopt_SUITE",
+    "sendfile_SUITE",
+];
+/// What they call.
+const HELPERS: &[&str] = &[
+    "kernel_test_lib",
+    "kernel_test_sys_monitor",
+    "kernel_test_global_sys_monitor",
+    "ts_install_cth",
+];
+/// Stands for the hook of Erlang's own build, which would compile programs of C that these suites do without.
+const HOOK: &str = "-module(ts_install_cth).\n-export([init/2]).\ninit(_, _) -> {ok, []}.\n";
+
+/// The suite.
+pub struct Erlang;
+
+impl Suite for Erlang {
+    fn name(&self) -> &'static str {
+        "erlang"
+    }
+
+    fn packages(&self) -> &'static [&'static str] {
+        &["dpkg-dev", "erlang-base", "erlang-common-test"]
+    }
+
+    fn fetch(&self, shop: &Workshop, dir: &Path) -> Result<String> {
+        let wanted = [
+            ("lib/kernel/test", "test"),
+            ("lib/kernel/src", "kernel/src"),
+            ("lib/kernel/include", "kernel/include"),
+        ];
+        let version = kept(shop, "erlang", dir, &wanted)?;
+        let tests = dir.join("test");
+        fs::write(tests.join("ts_install_cth.erl"), HOOK)?;
+        let sources = SUITES.iter().chain(HELPERS);
+        run(Command::new("erlc")
+            .arg("-I")
+            .arg(dir)
+            .args(sources.map(|name| format!("{name}.erl")))
+            .current_dir(&tests))?;
+        Ok(version)
+    }
+
+    fn parts(&self, _: &Place, _: bool) -> Result<Vec<String>> {
+        Ok(SUITES.iter().map(|part| (*part).to_owned()).collect())
+    }
+
+    fn is_quick(&self) -> bool {
+        false
+    }
+
+    fn job(&self, place: &Place, part: &str, _: Selection<'_>, _: &Path) -> Result<Job> {
+        let words = ["ct_run", "-noinput", "-no_auto_compile", "-logdir", "."];
+        let mut command = words.map(str::to_owned).to_vec();
+        command.extend(["-suite".to_owned(), part.to_owned(), "-dir".to_owned()]);
+        command.push(place.dir.join("test").display().to_string());
+        let mut job = Job::new(command);
+        // The limit of a case is below that, and what it prints goes to files.
+        job.silence = Duration::from_secs(900);
+        job.limit = Duration::from_secs(1800);
+        Ok(job)
+    }
+
+    /// From the log that Common Test keeps for programs: `=case`, the group of it, and `=result`.
+    fn cases(&self, _: &str, _: &Ran, scratch: &Path) -> Cases {
+        let mut cases = Cases::new();
+        let mut name = String::new();
+        for line in log(&scratch.join("tmp")).unwrap_or_default().lines() {
+            let (key, value) = line.split_once(' ').unwrap_or((line, ""));
+            let value = value.trim();
+            let outcome = match key {
+                "=case" => {
+                    value.clone_into(&mut name);
+                    continue;
+                }
+                "=group_props" => {
+                    let group = value.split(['{', ',', '}']).nth(2).unwrap_or_default();
+                    name = format!("{group} {name}");
+                    continue;
+                }
+                "=result" if value.starts_with("ok") => Outcome::Passed,
+                "=result" if value.contains("skipped") => Outcome::Skipped,
+                "=result" => Outcome::Failed,
+                _ => continue,
+            };
+            // Those that prepare a group are cases too there.
+            if !name.contains("_per_") || outcome == Outcome::Failed {
+                cases.insert(name.clone(), outcome);
+            }
+        }
+        cases
+    }
+}
+
+/// The text of the log, which lies two folders below, both named after the time.
+fn log(dir: &Path) -> Option<String> {
+    let run = entry(dir, |name| name.starts_with("ct_run.")).ok()?;
+    let suite = entry(&run, |name| name.ends_with(".logs")).ok()?;
+    let last = entry(&suite, |name| name.starts_with("run.")).ok()?;
+    fs::read_to_string(last.join("suite.log")).ok()
+}

@@ -1,0 +1,192 @@
+//! What came of a suite, as it is kept in a file: by part, so that a long suite can be put together from several runs, as long as
+//! they were of the same library and the same suite. Not how it came about (`compare`), nor how it is shown (`report`).
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use serde::{Deserialize, Serialize};
+
+use crate::case::{Outcome, Way};
+
+/// What a case's outcomes were, over all of its runs, and how often each.
+pub type Tally = BTreeMap<Outcome, usize>;
+
+/// A case that had another outcome with the library in its first run.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Difference {
+    pub case: String,
+    pub way: Way,
+    pub kernel: Tally,
+    pub library: Tally,
+}
+
+impl Difference {
+    /// Whether the repeats say that it is the library: outcomes came back that kernel TCP never had. What differed once and
+    /// then in none of the repeats is unsteady.
+    pub fn is_steady(&self) -> bool {
+        let foreign = |(outcome, times): (&Outcome, &usize)| {
+            if self.kernel.contains_key(outcome) {
+                0
+            } else {
+                *times
+            }
+        };
+        self.library.iter().map(foreign).sum::<usize>() > 1
+    }
+
+    /// Whether the library had an outcome that kernel TCP had in none of its runs.
+    pub fn is_foreign(&self) -> bool {
+        self.library
+            .keys()
+            .any(|outcome| !self.kernel.contains_key(outcome))
+    }
+}
+
+/// What came of cases: those of a part, or of a suite.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Counts {
+    /// Cases that ran in some way.
+    pub cases: usize,
+    /// Cases that ran in none, by the suite's own decision.
+    pub skipped: usize,
+    /// Of those that ran, the ones that kernel TCP did not pass in its first run.
+    pub failing: usize,
+    /// Ends of connections that were promoted, by way.
+    pub promoted: BTreeMap<Way, usize>,
+    pub differences: Vec<Difference>,
+}
+
+impl Counts {
+    fn add(&mut self, other: &Self) {
+        self.cases += other.cases;
+        self.skipped += other.skipped;
+        self.failing += other.failing;
+        for (way, times) in &other.promoted {
+            *self.promoted.entry(*way).or_insert(0) += times;
+        }
+        self.differences.extend(other.differences.iter().cloned());
+    }
+}
+
+/// What came of a suite, or of as much of it as was run.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Record {
+    pub suite: String,
+    pub version: String,
+    /// The library that it ran with.
+    pub library: String,
+    /// How many parts there are.
+    pub all: usize,
+    pub parts: BTreeMap<String, Counts>,
+}
+
+impl Record {
+    /// Its parts together.
+    pub fn total(&self) -> Counts {
+        let mut total = Counts::default();
+        self.parts.values().for_each(|part| total.add(part));
+        total
+    }
+
+    /// The parts that are kept of the same suite and library.
+    pub fn earlier(&self, results: &Path) -> BTreeMap<String, Counts> {
+        let key = |record: &Self| (record.version.clone(), record.library.clone());
+        match Self::read(results, &self.suite) {
+            Ok(Some(earlier)) if key(&earlier) == key(self) => earlier.parts,
+            _ => BTreeMap::new(),
+        }
+    }
+
+    /// Writes it into the folder of results, together with what is there already of the same suite and library.
+    ///
+    /// # Errors
+    /// Those of writing.
+    pub fn keep(&self, results: &Path) -> Result<()> {
+        let mut all = self.clone();
+        for (part, counts) in self.earlier(results) {
+            all.parts.entry(part).or_insert(counts);
+        }
+        let file = file_of(results, &self.suite);
+        fs::write(&file, serde_json::to_string_pretty(&all)? + "\n")
+            .with_context(|| file.display().to_string())
+    }
+
+    /// What is kept of a suite.
+    ///
+    /// # Errors
+    /// When the file is there, but is not of this form.
+    pub fn read(results: &Path, suite: &str) -> Result<Option<Self>> {
+        let file = file_of(results, suite);
+        match fs::read_to_string(&file) {
+            Ok(text) => serde_json::from_str(&text)
+                .map(Some)
+                .with_context(|| file.display().to_string()),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(error).with_context(|| file.display().to_string()),
+        }
+    }
+}
+
+fn file_of(results: &Path, suite: &str) -> PathBuf {
+    results.join(format!("{suite}.json"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn record(library: &str, parts: &[(&str, usize)]) -> Record {
+        let counts = |cases| Counts {
+            cases,
+            ..Counts::default()
+        };
+        Record {
+            suite: "a".into(),
+            version: "1".into(),
+            library: library.into(),
+            all: 2,
+            parts: parts
+                .iter()
+                .map(|(name, cases)| ((*name).to_owned(), counts(*cases)))
+                .collect(),
+        }
+    }
+
+    #[test]
+    fn parts_of_the_same_library_are_put_together_and_the_later_run_of_a_part_stands() {
+        let dir = tempfile::tempdir().expect("a folder");
+        record("x", &[("one", 1), ("two", 2)])
+            .keep(dir.path())
+            .expect("kept");
+        record("x", &[("two", 3)]).keep(dir.path()).expect("kept");
+        let kept = Record::read(dir.path(), "a").expect("read");
+        assert_eq!(kept, Some(record("x", &[("one", 1), ("two", 3)])));
+    }
+
+    #[test]
+    fn parts_of_another_library_are_not_taken() {
+        let dir = tempfile::tempdir().expect("a folder");
+        record("x", &[("one", 1)]).keep(dir.path()).expect("kept");
+        record("y", &[("two", 3)]).keep(dir.path()).expect("kept");
+        let kept = Record::read(dir.path(), "a").expect("read");
+        assert_eq!(kept, Some(record("y", &[("two", 3)])));
+    }
+
+    #[test]
+    fn an_outcome_that_comes_back_is_steady_and_one_that_kernel_tcp_has_too_is_none() {
+        let difference = |kernel: &[(Outcome, usize)], library: &[(Outcome, usize)]| Difference {
+            case: "c".into(),
+            way: Way::Default,
+            kernel: kernel.iter().copied().collect(),
+            library: library.iter().copied().collect(),
+        };
+        use Outcome::{Failed, Passed};
+        assert!(difference(&[(Passed, 3)], &[(Failed, 2), (Passed, 1)]).is_steady());
+        let once = difference(&[(Passed, 8)], &[(Failed, 1), (Passed, 7)]);
+        assert!(!once.is_steady() && once.is_foreign());
+        let both = difference(&[(Passed, 2), (Failed, 1)], &[(Failed, 3)]);
+        assert!(!both.is_steady() && !both.is_foreign());
+    }
+}

@@ -11,6 +11,8 @@ mod close;
 mod leave;
 pub mod resume;
 mod scan;
+#[cfg(test)]
+mod tests;
 
 pub use ahead::{drop_unread, read_ahead};
 pub use close::{Awaited, close_stream, close_tx, linger, refuse, return_unread, scan_left};
@@ -30,10 +32,12 @@ use rdmasock_core::ids::Vqpn;
 use rdmasock_core::stats::{Path, Reason, Why};
 use rdmasock_core::stream::handshake::{Closing, Handshake, Role, Step, Steps};
 use rdmasock_core::wire::{self, Capabilities, Hello, MAX_MARKER, Marker, Message};
+use rustix::event::PollFlags;
 use rustix::net::SendFlags;
 
 use crate::library::Library;
 use crate::link::{Link, NoProducer};
+use crate::ready;
 use crate::service::Command;
 use crate::socket::{Control, Opened, Socket, Stage, Tx, mode};
 
@@ -361,6 +365,11 @@ pub fn flush(socket: &'static Socket) -> bool {
     let Some(fd) = socket.anchor_fd() else {
         return false;
     };
+    // A send into a connection that has been reset would take the error from the socket, of which the program's own calls are to tell.
+    if !tx.marker.is_empty() && ready::anchor(fd, PollFlags::empty()) & libc::EPOLLERR as u32 != 0 {
+        tx.marker.clear();
+        tx.then_link = false;
+    }
     while !tx.marker.is_empty() {
         match rustix::net::send(fd, &tx.marker, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
             Ok(n) => {
@@ -371,7 +380,11 @@ pub fn flush(socket: &'static Socket) -> bool {
             }
             Err(rustix::io::Errno::INTR) => {}
             Err(rustix::io::Errno::AGAIN) => return false,
-            Err(_) => {
+            Err(error) => {
+                if error == rustix::io::Errno::CONNRESET {
+                    // Only now, and taken: a receive is to tell.
+                    socket.lost_unread.store(true, SeqCst);
+                }
                 // The connection is dead: what was to be said no longer matters.
                 tx.marker.clear();
                 tx.then_link = false;

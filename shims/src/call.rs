@@ -124,28 +124,33 @@ impl Call {
         if self.is_fresh {
             return Place::Here;
         }
-        if seen.is_due(self.fd) && self.is_named() && !lifecycle::is_behind(self.socket, self.fd) {
-            seen.forget();
-            return if self.is_counted {
-                Place::Lost
-            } else {
-                Place::Moved
-            };
+        if seen.is_due(self.fd) {
+            return self.place_when_due(seen);
         }
         Place::Here
+    }
+
+    #[cold]
+    fn place_when_due(&self, seen: &Seen) -> Place {
+        // The service thread may have found that the number is lost since this call has looked at the name.
+        let place = self.place_now();
+        if place != Place::Here {
+            seen.forget();
+        }
+        place
     }
 
     /// The same, always asked: for what is about to wait on the kernel's word.
     #[cold]
     pub fn place_now(&self) -> Place {
-        if self.is_named() && !lifecycle::is_behind(self.socket, self.fd) {
-            return if self.is_counted {
-                Place::Lost
-            } else {
-                Place::Moved
-            };
+        if !self.is_named() {
+            return self.place_without_number();
         }
-        Place::Here
+        match lifecycle::is_behind(self.socket, self.fd) {
+            true => Place::Here,
+            false if self.is_counted => Place::Lost,
+            false => Place::Moved,
+        }
     }
 
     /// The number stands for the socket, as far as hooks have seen.

@@ -32,10 +32,12 @@ enum Word {
     Limited,
     Generation,
     SwitchPos,
+    ReservePos,
     Head,
     WantData,
     Flags,
     Offer,
+    Reserve,
     Consumed,
 }
 
@@ -60,12 +62,15 @@ enum Op {
     SendQuietly(u16),
     EndSending(bool),
     Adopt,
+    Bound(u16),
+    TakeReserve,
     ArmSpace,
     Unread,
     Rest(u16),
     Receive(u16),
     Peek(u16, u16),
     Offer(u8, u8),
+    OfferReserve(u8, u8),
     TakeRetired,
     ArmData,
     Publish,
@@ -97,10 +102,12 @@ impl Shared {
             Word::Limited => (16, false),
             Word::Generation => (20, false),
             Word::SwitchPos => (24, true),
+            Word::ReservePos => (40, true),
             Word::Head => (64, true),
             Word::WantData => (72, false),
             Word::Flags => (76, false),
             Word::Offer => (80, true),
+            Word::Reserve => (88, true),
             Word::Consumed => (128, true),
         };
         let new = |old: u64| match *value {
@@ -174,6 +181,10 @@ fn block(ops: &[Op]) {
             Op::Adopt => {
                 let _ = p.adopt();
             }
+            Op::Bound(bytes) => p.set_bound((*bytes).into()),
+            Op::TakeReserve => {
+                let _ = p.make_room();
+            }
             Op::ArmSpace => {
                 let _ = p.arm_space(1);
                 p.disarm_space(1);
@@ -202,6 +213,11 @@ fn block(ops: &[Op]) {
             Op::Offer(page, log2) => {
                 if let Some(region) = Region::new(u32::from(page % 3), 11 + log2 % 4) {
                     let _ = c.offer(region);
+                }
+            }
+            Op::OfferReserve(page, log2) => {
+                if let Some(region) = Region::new(u32::from(page % 3), 11 + log2 % 4) {
+                    let _ = c.offer_reserve(region);
                 }
             }
             Op::TakeRetired => {

@@ -270,6 +270,11 @@ impl Link {
         on_end!(self, end => end.allocate(log2))
     }
 
+    /// Addresses for a larger ring of a consumer of ours, which may never be used.
+    pub fn reserve(&self, log2: u8) -> Option<Region> {
+        on_end!(self, end => end.reserve(log2))
+    }
+
     /// A ring that neither end uses any more.
     pub fn free(&self, region: Region) {
         on_end!(self, end => end.free(region));

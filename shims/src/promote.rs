@@ -236,8 +236,9 @@ fn send_open(socket: &'static Socket, control: &mut Control) -> Result<(), Reaso
     let rdmasock_core::fabric::Opened {
         vqpn,
         ring,
-        consumer,
+        mut consumer,
     } = link.open(socket, crate::rx::first_ring(link))?;
+    crate::rx::reserve(link, &mut consumer);
     // Looked at once the stream keeps the link what it is: the object may have become a link to somebody else.
     if control.greeted_by != Some(link.peer()) {
         link.close(vqpn, None, Some(consumer));

@@ -174,7 +174,7 @@ pub fn writable(socket: &'static Socket, arm: Arm) -> u32 {
         },
         Arm::No => producer.has_space().unwrap_or(true),
     };
-    if ready {
+    if ready || tx::could_have_room(socket, producer) {
         return OUT;
     }
     tx::press(socket, &mut tx);

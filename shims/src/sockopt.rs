@@ -53,6 +53,21 @@ pub fn is_open_to_peer(fd: BorrowedFd<'_>) -> bool {
     known && (1..=5).contains(&state)
 }
 
+/// The window that the peer has told, bytes; what it is at first where the kernel does not say (before Linux 5.4).
+pub fn peers_window(fd: BorrowedFd<'_>) -> u64 {
+    // Of the u32s of `tcp_info` (linux/tcp.h), which only grows.
+    const SND_WND: usize = 57;
+    let mut info = [0u32; SND_WND + 1];
+    let mut len = size_of_val(&info) as libc::socklen_t;
+    // SAFETY: a buffer of that size.
+    let known = unsafe { read(fd.as_raw_fd(), STATE, info.as_mut_ptr(), &mut len) };
+    let has_it = known && len as usize == size_of_val(&info);
+    match info.last() {
+        Some(window) if has_it => (*window).into(),
+        _ => 64 * 1024,
+    }
+}
+
 /// Sets an option that is an int.
 pub fn set(fd: BorrowedFd<'_>, (level, name): Name, value: c_int) {
     // SAFETY: as in `get`.

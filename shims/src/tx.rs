@@ -7,12 +7,13 @@ mod sendfile;
 
 pub use cork::{cork, pass_cork, release_held};
 pub use room::{
-    ask_for_room, forget_standing, is_full, is_unread, press, reader_at, stands_still, unread,
+    ask_for_room, could_have_room, forget_standing, is_full, is_unread, make_room, on_buffer_size,
+    press, reader_at, stands_still, unread,
 };
 pub use sendfile::sendfile;
 
 use cork::{hold, is_more_to_come};
-use room::no_room;
+use room::{Room, no_room};
 
 use std::ffi::c_int;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
@@ -422,7 +423,11 @@ unsafe fn step(call: &mut Call, iov: &mut Iov, flags: c_int) -> Step {
                 stats.add_tx_link(copied as u64);
             }
         }
-        let full = copied < want && !no_room(socket, &mut tx);
+        let room = if copied < want {
+            no_room(socket, &mut tx, wait::may_wait(socket, flags).is_ok())
+        } else {
+            Room::There
+        };
         if iov.len() == 0 {
             call.let_go(&mut tx.waiting);
         }
@@ -432,8 +437,14 @@ unsafe fn step(call: &mut Call, iov: &mut Iov, flags: c_int) -> Step {
         if iov.len() == 0 {
             return Step::Done;
         }
-        if full && !ready::progress(socket) {
-            return Step::Full;
+        match room {
+            Room::There => {}
+            Room::Full if ready::progress(socket) => {}
+            Room::Full => return Step::Full,
+            Room::Unbacked => {
+                within(|| take_back(socket, rdmasock_core::stats::Reason::Resources));
+                return Step::Again;
+            }
         }
     }
 }

@@ -72,6 +72,9 @@ fn wait_on(
     if spinner.spin(spinner.bound(), come) {
         return Ok(true);
     }
+    if !data && crate::tx::make_room(socket) {
+        return Ok(true);
+    }
     // Before each sleep: O_NONBLOCK may have been set since the last.
     let Some(bound) = crate::blocking::patience(socket, data) else {
         return Err(libc::EAGAIN);

@@ -6,6 +6,8 @@ use libc::{c_int, c_long, sock_filter, sock_fprog};
 
 pub use system_service::SYSTEM_SERVICE;
 
+use rdmasock_core::os::kernel;
+
 use crate::sys::Ret;
 
 /// What the guest itself needs that serves a connection, in the manner of the sandbox in which OpenSSH's child talks before
@@ -92,6 +94,8 @@ pub enum By {
     Prctl,
     /// seccomp() by its number, for all threads.
     Seccomp,
+    /// The same for the calling thread, by a system call in line, which no hook sees.
+    Unseen,
 }
 
 /// Loads a filter by which all calls but `allowed` kill the process.
@@ -108,6 +112,15 @@ pub fn load(allowed: &[c_long], by: By) -> Ret {
 
 /// Loads a filter by which all of `calls` fail with `error`: those with a third argument where it is this one.
 pub fn refuse(calls: &[(c_long, Option<c_int>)], error: c_int) -> Ret {
+    load_steps(&mut refusal(calls, error), By::Prctl)
+}
+
+/// The same of this thread, without that the library knows.
+pub fn refuse_unseen(calls: &[(c_long, Option<c_int>)], error: c_int) {
+    load_steps(&mut refusal(calls, error), By::Unseen).ok();
+}
+
+fn refusal(calls: &[(c_long, Option<c_int>)], error: c_int) -> Vec<sock_filter> {
     /// Of `struct seccomp_data`: the lower half of the third argument.
     const THIRD: u32 = 32;
     let mut steps = Vec::new();
@@ -122,7 +135,7 @@ pub fn refuse(calls: &[(c_long, Option<c_int>)], error: c_int) -> Ret {
         steps.push(step(0x06, 0, 0, ERRNO | error as u32));
     }
     steps.push(step(0x06, 0, 0, ALLOW));
-    load_steps(&mut steps, By::Prctl)
+    steps
 }
 
 const fn step(code: u16, jt: u8, jf: u8, k: u32) -> sock_filter {
@@ -149,6 +162,19 @@ fn load_steps(steps: &mut [sock_filter], by: By) -> Ret {
             libc::SECCOMP_FILTER_FLAG_TSYNC,
             &raw const program
         )),
+        By::Unseen => {
+            let arguments = [
+                libc::SECCOMP_SET_MODE_FILTER as usize,
+                0,
+                (&raw const program).addr(),
+                0,
+                0,
+                0,
+            ];
+            // SAFETY: the program is a live local.
+            let loaded = unsafe { kernel::call(libc::SYS_seccomp, arguments) };
+            Ret::of(if loaded.is_ok() { 0 } else { -1 })
+        }
     }
 }
 

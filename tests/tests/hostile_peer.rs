@@ -164,7 +164,7 @@ fn attack(paths: &Paths, name: &str, victim: &str) -> Result<(), Failed> {
     match name {
         // A link over which nothing but noise comes is left.
         "ready_bits" | "service_bits" => attacker.expect("out")?,
-        "large_ring" | "rings_all_over" => {
+        "large_ring" | "rings_all_over" | "reserves_all_over" => {
             let line = attacker.line()?;
             let backed = line.strip_prefix("backed ").and_then(|n| n.parse().ok());
             if backed.is_none_or(|mib: u64| mib > MOST_BACKED) {

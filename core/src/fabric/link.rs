@@ -78,6 +78,13 @@ pub trait LinkEnd {
     /// Room for another ring of `1 << log2` bytes.
     fn allocate(&self, log2: u8) -> Option<Region>;
 
+    /// A ring of `1 << log2` bytes that may never be used, without memory ([`Consumer::offer_reserve`]), mapped so that its use
+    /// cannot fail. `None` where the fabric has no such, where that cannot be had, or where rings in use need the room.
+    fn reserve(&self, log2: u8) -> Option<Region> {
+        let _ = log2;
+        None
+    }
+
     /// A ring that neither end uses any more.
     fn free(&self, region: Region);
 

@@ -11,7 +11,7 @@ use std::sync::atomic::{
 use super::OpenError;
 use super::arena::Arena;
 use super::layout::{MAX_STREAMS, Region};
-use super::ring::Consumer;
+use super::ring::{Consumer, REGIONS};
 use crate::ids::Vqpn;
 use crate::lock::Lock;
 use crate::sparse::Sparse;
@@ -28,7 +28,7 @@ struct Inner {
     next: u32,
     free: Vec<u32>,
     /// Rings of streams that we are done with but the peer is not.
-    zombies: Vec<(u32, [Option<Region>; 3])>,
+    zombies: Vec<(u32, [Option<Region>; REGIONS])>,
 }
 
 impl Inner {
@@ -139,6 +139,13 @@ impl Numbers {
     /// Room for a ring of `1 << log2` bytes.
     pub fn allocate(&self, log2: u8) -> Option<Region> {
         self.inner.lock()?.arena.alloc(log2)
+    }
+
+    /// The same, if no more than `most` bytes are in use with it.
+    pub fn reserve(&self, log2: u8, most: u64) -> Option<Region> {
+        let mut inner = self.inner.lock()?;
+        let fits = inner.arena.bytes_in_use() + (1 << log2) <= most;
+        fits.then(|| inner.arena.alloc(log2)).flatten()
     }
 
     /// A ring that nobody uses any more.

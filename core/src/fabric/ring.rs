@@ -42,6 +42,19 @@
 //! position the old ring is *retired* and may be freed; until then nothing else can be offered.
 //! The first ring is an offer too: an all-zero block is a direction without a ring.
 //!
+//! # The reserve
+//! A ring that is offered for good: addresses without memory, for a producer that finds no room while nobody reads. It
+//! switches to it as to any other ring, with the next generation, but says how much of its beginning it uses
+//! (`Adopted`), and sees to the memory itself, piece by piece before it writes, so it is charged for it. Where it finds none
+//! it is [starved](Producer::is_starved): reading frees none of what it has not been through, so it has to end the direction.
+//! It takes the reserve only once it knows that the consumer has come to the current ring, so that two rings hold all that is
+//! in flight. The consumer may be offering another ring at that moment: that has not the generation after the
+//! reserve's, so the producer leaves it alone and the consumer withdraws it.
+//!
+//! # A bound
+//! A producer may keep less unread than the ring holds ([`Producer::set_bound`]), but not less than half of it: W4 holds
+//! for three eighths. So it uses no more of a reserve than the next power of two.
+//!
 //! # Who ends a direction
 //! Either side may, once: the producer with an [`End`], or the consumer that [stops](Consumer::stop)
 //! reading in the middle and wants the rest sent again on TCP. Both set the one word `end` from 0 by
@@ -58,7 +71,7 @@ mod producer;
 mod tests;
 
 pub use allowance::{Allowance, Ground};
-pub use consumer::{Armed, Consumer, OfferError};
+pub use consumer::{Armed, Consumer, OfferError, REGIONS};
 pub use memory::{Byte, DataArea, Spans};
 pub use producer::Producer;
 
@@ -152,6 +165,9 @@ pub enum RingError {
     /// The peer broke the protocol.
     #[error("peer violation: {0}")]
     PeerViolation(#[from] Violation),
+    /// The kernel does not open what it has mapped for a reserve.
+    #[error("the ring in reserve is not to be had")]
+    Unmapped,
 }
 
 /// Written by the producer only, but for `want_space`, which the consumer swaps to 0, and `end`.
@@ -165,13 +181,16 @@ struct ProducerLine {
     want_space: AtomicU32,
     /// How often the window was too small, modulo 2^32.
     limited: AtomicU32,
-    /// The generation of the adopted ring; 0: none.
+    /// The adopted ring, see [`Adopted`]; 0: none.
     generation: AtomicU32,
     /// The first position in the adopted ring.
     switch_pos: AtomicU64,
     /// When `want_data` was last taken, by the host's [counter](crate::cycles): in which order streams have come to be
     /// ready. Only a hint.
     taken_at: AtomicU64,
+    /// The first position in the reserve, if that was adopted. Not in the place of `switch_pos`, which the consumer may be about
+    /// to read for the switch before.
+    reserve_pos: AtomicU64,
 }
 
 impl ProducerLine {
@@ -197,10 +216,12 @@ struct ConsumerLine {
     flags: AtomicU32,
     /// The offered ring, see [`Offer`]; 0: none.
     offer: AtomicU64,
+    /// The reserve, likewise, where the generation only tells one from the other; 0: none.
+    reserve: AtomicU64,
 }
 
 /// On a line of its own: the consumer writes it at every read, and the producer looks at it only
-/// when the consumer's process has died.
+/// when it is short of room and may not wait, or when the consumer's process has died.
 #[derive(Debug)]
 #[repr(C, align(64))]
 struct LastLine {
@@ -235,12 +256,14 @@ impl DirectionBlock {
                 generation: AtomicU32::new(0),
                 switch_pos: AtomicU64::new(0),
                 taken_at: AtomicU64::new(0),
+                reserve_pos: AtomicU64::new(0),
             },
             consumer: ConsumerLine {
                 head: AtomicU64::new(0),
                 want_data: AtomicU32::new(0),
                 flags: AtomicU32::new(0),
                 offer: AtomicU64::new(0),
+                reserve: AtomicU64::new(0),
             },
             last: LastLine {
                 consumed: AtomicU64::new(0),
@@ -259,8 +282,10 @@ impl DirectionBlock {
             &p.tail,
             &p.switch_pos,
             &p.taken_at,
+            &p.reserve_pos,
             &c.head,
             &c.offer,
+            &c.reserve,
             &self.last.consumed,
         ] {
             word.store(0, Ordering::Relaxed);
@@ -282,6 +307,27 @@ impl DirectionBlock {
 impl Default for DirectionBlock {
     fn default() -> Self {
         Self::new()
+    }
+}
+
+/// The ring that a producer has adopted, as one word: the generation of the offer (24 bits), or the next one and the log2 of
+/// the bytes of the reserve's beginning that are the ring (8 bits; 0 for a ring that was offered).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Adopted {
+    generation: u32,
+    part: u8,
+}
+
+impl Adopted {
+    fn pack(self) -> u32 {
+        u32::from(self.part) << 24 | self.generation
+    }
+
+    fn unpack(word: u32) -> Self {
+        Self {
+            generation: word & 0xff_ffff,
+            part: (word >> 24) as u8,
+        }
     }
 }
 

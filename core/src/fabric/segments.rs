@@ -3,13 +3,16 @@
 //!
 //! Either end maps more when it has to, by itself and in any thread: see `Extent::followed_by`. What is
 //! mapped in front of a segment is the last page of the one before, so the file needs no descriptor.
+//!
+//! What may have to be used at a moment at which nothing may fail is mapped in advance, without access
+//! ([`hold`](Segments::hold)): until it is reached it takes addresses, and never memory, whatever the program locks.
 
 use std::fmt;
 use std::os::fd::BorrowedFd;
 use std::ptr::{NonNull, null_mut};
 use std::sync::atomic::{
     AtomicPtr, AtomicU32, AtomicUsize,
-    Ordering::{Acquire, Release},
+    Ordering::{AcqRel, Acquire, Release},
 };
 
 use rustix::io::Errno;
@@ -20,12 +23,21 @@ use crate::os::extent::{Access, Extent, PAGE};
 /// More segments no part of an arena has.
 const MOST: usize = 20;
 
+/// Bytes that this process has mapped in advance, and how many there may be: addresses are many, but of mappings the kernel lets
+/// a process have 65,530, which its own memory needs too.
+static HELD: AtomicUsize = AtomicUsize::new(0);
+const MOST_HELD: usize = 8 << 30;
+
 /// See the module.
 pub(super) struct Segments<const UNIT: usize> {
     /// The first byte of each segment that has addresses; in front of all but the first there is a page.
     at: [AtomicPtr<u8>; MOST],
-    /// How many show the file.
+    /// How many show the file and can be used.
     live: AtomicU32,
+    /// How many show the file: what is more cannot be accessed yet.
+    shown: AtomicU32,
+    /// Bytes of what was mapped in advance ([`HELD`]).
+    held: AtomicUsize,
     /// Bytes of the part.
     total: AtomicUsize,
     growing: Lock<()>,
@@ -37,6 +49,8 @@ impl<const UNIT: usize> Segments<UNIT> {
         Self {
             at: [const { AtomicPtr::new(null_mut()) }; MOST],
             live: AtomicU32::new(0),
+            shown: AtomicU32::new(0),
+            held: AtomicUsize::new(0),
             total: AtomicUsize::new(0),
             growing: Lock::new(()),
         }
@@ -54,6 +68,7 @@ impl<const UNIT: usize> Segments<UNIT> {
             at.store(start.wrapping_add(first_of(k) * UNIT), Release);
             count += 1;
         }
+        this.shown.store(count, Release);
         this.live.store(count, Release);
         this
     }
@@ -81,6 +96,7 @@ impl<const UNIT: usize> Segments<UNIT> {
                 self.set(0, first.start());
             }
         }
+        self.shown.store(1, Release);
         self.live.store(1, Release);
         Ok(())
     }
@@ -102,7 +118,7 @@ impl<const UNIT: usize> Segments<UNIT> {
     }
 
     /// Maps as much as reaches to the byte at `offset`. EINVAL if the part has no such byte; EBUSY in a signal handler
-    /// that has interrupted this.
+    /// that has interrupted this. Does not fail for what is [held](Self::hold).
     pub fn reach(&self, offset: usize) -> Result<(), Errno> {
         if offset >= self.total() {
             return Err(Errno::INVAL);
@@ -113,18 +129,59 @@ impl<const UNIT: usize> Segments<UNIT> {
         }
         let _growing = self.growing.lock().ok_or(Errno::BUSY)?;
         for next in self.live.load(Acquire) as usize..=k {
-            let before = next.checked_sub(1).and_then(|k| self.extent(k));
-            let before = before.ok_or(Errno::INVAL)?;
-            let length = self.length(next);
-            // SAFETY: the segment before is a mapping of the file, which is sealed at a length that this is in.
-            let made = unsafe { before.followed_by(length, self.extent(next)) };
-            let made = made.inspect_err(|_| self.lose(next))?;
-            if let Some(start) = NonNull::new(made.start().as_ptr().wrapping_add(PAGE)) {
-                self.set(next, start);
+            if next < self.shown.load(Acquire) as usize {
+                let extent = self.extent(next).ok_or(Errno::INVAL)?;
+                // SAFETY: one mapping of ours.
+                unsafe { extent.open() }?;
+            } else {
+                self.show_next(next)?;
             }
             self.live.store(next as u32 + 1, Release);
         }
         Ok(())
+    }
+
+    /// Maps as much as reaches to the byte at `offset`, without access but for what can be used already. Errors as
+    /// [`reach`](Self::reach)'s; ENOMEM also where the process has too much of this.
+    pub fn hold(&self, offset: usize) -> Result<(), Errno> {
+        if offset >= self.total() {
+            return Err(Errno::INVAL);
+        }
+        let k = segment_of::<UNIT>(offset);
+        if k < self.shown.load(Acquire) as usize {
+            return Ok(());
+        }
+        let _growing = self.growing.lock().ok_or(Errno::BUSY)?;
+        for next in self.shown.load(Acquire) as usize..=k {
+            let bytes = self.length(next);
+            if HELD.fetch_add(bytes, AcqRel) + bytes > MOST_HELD {
+                HELD.fetch_sub(bytes, AcqRel);
+                return Err(Errno::NOMEM);
+            }
+            self.held.fetch_add(bytes, AcqRel);
+            let extent = self.show_next(next)?;
+            // What is behind one without access has none either.
+            if next == self.live.load(Acquire) as usize {
+                // SAFETY: just mapped, and nobody knows of it.
+                unsafe { extent.shut() }?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Maps segment `next`, the first that is not, with the access of the one before.
+    fn show_next(&self, next: usize) -> Result<Extent, Errno> {
+        let before = next.checked_sub(1).and_then(|k| self.extent(k));
+        let before = before.ok_or(Errno::INVAL)?;
+        let length = self.length(next);
+        // SAFETY: the segment before is a mapping of the file, which is sealed at a length that this is in.
+        let made = unsafe { before.followed_by(length, self.extent(next)) };
+        let made = made.inspect_err(|_| self.lose(next))?;
+        if let Some(start) = NonNull::new(made.start().as_ptr().wrapping_add(PAGE)) {
+            self.set(next, start);
+        }
+        self.shown.store(next as u32 + 1, Release);
+        Ok(made)
     }
 
     /// Whether `length` bytes from `offset` on lie in one segment, which is where a peer may have placed something.
@@ -149,7 +206,7 @@ impl<const UNIT: usize> Segments<UNIT> {
 
     /// Lets go of the file, but keeps the addresses for the next.
     pub fn neutralise(&self) {
-        self.live.store(0, Release);
+        self.forget();
         for k in 0..MOST {
             let Some(extent) = self.extent(k) else {
                 continue;
@@ -163,7 +220,7 @@ impl<const UNIT: usize> Segments<UNIT> {
 
     /// In a fork child, which has none of the memory, and does not get any: a thread of the parent may have been growing.
     pub fn after_fork(&self) {
-        self.live.store(0, Release);
+        self.forget();
         for extent in (0..MOST).filter_map(|k| self.extent(k)) {
             // SAFETY: ours; only atomics are referred to.
             unsafe { extent.after_fork() };
@@ -176,7 +233,7 @@ impl<const UNIT: usize> Segments<UNIT> {
     /// # Safety
     /// Nobody has a pointer into a segment any more.
     pub unsafe fn unmap(&self) {
-        self.live.store(0, Release);
+        self.forget();
         for k in 0..MOST {
             let extent = self.extent(k);
             self.lose(k);
@@ -185,6 +242,13 @@ impl<const UNIT: usize> Segments<UNIT> {
                 unsafe { extent.unmap() };
             }
         }
+    }
+
+    /// None shows the file any more.
+    fn forget(&self) {
+        self.live.store(0, Release);
+        self.shown.store(0, Release);
+        HELD.fetch_sub(self.held.swap(0, AcqRel), AcqRel);
     }
 
     fn set(&self, k: usize, start: NonNull<u8>) {
@@ -365,6 +429,58 @@ mod tests {
         assert!(!end.is_piece(usize::MAX, 2) && !end.is_piece(8 * UNIT, 1));
         // SAFETY: nobody uses them.
         unsafe { end.unmap() };
+    }
+
+    #[test]
+    fn what_is_held_takes_no_memory_and_can_be_reached_when_nothing_else_can() {
+        crate::os::forked::in_child(|| {
+            let total = 64 << 20;
+            let fd = file(total);
+            let end = Segments::<UNIT>::new();
+            end.show(fd.as_fd(), OFFSET, total).unwrap();
+            // SAFETY: concerns this child's mappings only.
+            let locks = |what| unsafe { libc::mlockall(what) } == 0;
+            let is_locked = locks(libc::MCL_CURRENT | libc::MCL_FUTURE);
+            end.hold(total / 4).unwrap();
+            assert!(end.at(total / 4).is_none());
+            assert!(!is_locked || locks(libc::MCL_CURRENT));
+            let blocks = || rustix::fs::fstat(&fd).unwrap().st_blocks;
+            assert!(blocks() <= 2 * UNIT as i64 / 512, "{}", blocks());
+            // No address and no locked page more.
+            for resource in [
+                rustix::process::Resource::As,
+                rustix::process::Resource::Memlock,
+            ] {
+                let limit = rustix::process::Rlimit {
+                    current: Some(0),
+                    maximum: Some(0),
+                };
+                rustix::process::setrlimit(resource, limit).unwrap();
+            }
+            end.reach(total / 4).unwrap();
+            let at = end.at(total / 4).unwrap();
+            // SAFETY: mapped, and nobody else has the file.
+            unsafe { at.write(7) };
+            assert!(end.reach(total - 1).is_err());
+        });
+    }
+
+    #[test]
+    fn no_more_is_held_than_a_process_may_have() {
+        crate::os::forked::in_child(|| {
+            let total = 4 << 30;
+            let ends: Vec<_> = (0..4).map(|_| Segments::<UNIT>::new()).collect();
+            let held = |end: &Segments<UNIT>| {
+                end.show(file(total).as_fd(), OFFSET, total).unwrap();
+                end.hold(total - 1)
+            };
+            let first: Vec<bool> = ends.iter().map(|end| held(end).is_ok()).collect();
+            assert_eq!(first, [true, true, false, false]);
+            ends.iter().take(2).for_each(Segments::neutralise);
+            assert!(ends.iter().skip(2).all(|end| end.hold(total - 1).is_ok()));
+            ends.iter().skip(2).for_each(Segments::after_fork);
+            assert_eq!(HELD.load(Acquire), 0);
+        });
     }
 
     #[test]

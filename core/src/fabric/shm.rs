@@ -281,6 +281,17 @@ impl<O: Outside> LinkEnd for End<O> {
         Some(region)
     }
 
+    fn reserve(&self, log2: u8) -> Option<Region> {
+        let region = self
+            .numbers
+            .reserve(log2, self.mine.data_len() as u64 / 2)?;
+        if self.mine.hold_ring(region).is_err() {
+            self.numbers.free(region);
+            return None;
+        }
+        Some(region)
+    }
+
     fn free(&self, region: Region) {
         self.give_back(region);
     }

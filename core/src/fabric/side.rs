@@ -152,9 +152,16 @@ impl Side {
         self.data.back(region.offset(), region.len())
     }
 
+    /// Maps a ring that may never be used, so that to use it [cannot fail](Segments::hold).
+    pub(super) fn hold_ring(&self, region: Region) -> Result<(), Errno> {
+        self.data.hold(region.offset())
+    }
+
     /// Gives the memory of a ring back. If it fails it just stays.
     pub(super) fn give_back(&self, region: Region) {
-        let _ = self.data.punch_hole(region.offset(), region.len());
+        // A reserve may have got memory by the peer alone.
+        let reached = self.data.reach(region.offset());
+        let _ = reached.and_then(|()| self.data.punch_hole(region.offset(), region.len()));
     }
 
     /// The ready queue of a waiter of the arena's owner.

@@ -9,8 +9,8 @@ use std::os::fd::BorrowedFd;
 use std::ptr::{NonNull, null_mut};
 
 use rustix::io::Errno;
-use rustix::mm::{Advice, MapFlags, MremapFlags, ProtFlags};
-use rustix::mm::{madvise, mmap, mmap_anonymous, mremap, mremap_fixed, munlock, munmap};
+use rustix::mm::{Advice, MapFlags, MprotectFlags, MremapFlags, ProtFlags};
+use rustix::mm::{madvise, mmap, mmap_anonymous, mprotect, mremap, mremap_fixed, munlock, munmap};
 
 /// The unit of mappings in bytes.
 pub const PAGE: usize = 4096;
@@ -106,13 +106,16 @@ impl Extent {
     /// range: at new addresses, or in place of what is mapped at `over`, which has a page and `bytes`.
     ///
     /// mremap(2) of no bytes of a shared mapping maps the same file again, from there on and as far as is asked
-    /// for. So it takes no descriptor, which would have to be kept for each peer.
+    /// for. So it takes no descriptor, which would have to be kept for each peer. What permits no access here does not there.
     ///
     /// # Safety
     /// This range is a mapping of a shared file, which has the bytes; `over` is as for [`show`](Self::show).
     pub unsafe fn followed_by(self, bytes: usize, over: Option<Extent>) -> Result<Self, Errno> {
         let last = self.start.as_ptr().wrapping_add(self.bytes - PAGE).cast();
         let (whole, flags) = (PAGE + bytes, MremapFlags::MAYMOVE);
+        // As in `file`: a program that locks what it has (MCL_CURRENT) has locked this, and its copy would be locked and filled.
+        // SAFETY: ours, by the contract.
+        let _ = unsafe { munlock(self.start.as_ptr().cast(), self.bytes) };
         // SAFETY: the last page is mapped, by the contract, and stays so; and see `over`.
         let start = unsafe {
             match over {
@@ -122,6 +125,32 @@ impl Extent {
         };
         // The new mapping has the advice that this one was given.
         Self::of(start, whole)
+    }
+
+    /// From now on nobody can access what is mapped here, so it is not filled where a program locks its memory.
+    ///
+    /// # Safety
+    /// This is one mapping of [`of_file`](Self::of_file)'s or [`followed_by`](Self::followed_by)'s, and nobody uses it.
+    pub unsafe fn shut(self) -> Result<(), Errno> {
+        // SAFETY: by the contract.
+        unsafe {
+            mprotect(
+                self.start.as_ptr().cast(),
+                self.bytes,
+                MprotectFlags::empty(),
+            )
+        }
+    }
+
+    /// What was [shut](Self::shut), or is mapped behind such, can be read and written. Neither limits nor the number of mappings
+    /// stand against it: no address is new, no mapping is split, and shared memory is counted with its file.
+    ///
+    /// # Safety
+    /// This is one mapping of ours.
+    pub unsafe fn open(self) -> Result<(), Errno> {
+        let access = MprotectFlags::READ | MprotectFlags::WRITE;
+        // SAFETY: by the contract; nothing loses a permission.
+        unsafe { mprotect(self.start.as_ptr().cast(), self.bytes, access) }
     }
 
     /// Makes sure that the memory of the pages that `range` (bytes) touches is there: whoever writes to it, in whatever

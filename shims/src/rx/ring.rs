@@ -30,14 +30,41 @@ pub fn first(link: &Link) -> u8 {
     bytes.trailing_zeros() as u8
 }
 
+/// Puts addresses for the largest ring on offer, which the sender takes, as much of it as it may, and sees to the memory of, when it
+/// finds no room while nobody reads: kernel TCP takes megabytes then, and at once.
+pub fn reserve(link: &Link, consumer: &mut Consumer) {
+    let bytes = link.max_ring();
+    if consumer.has_reserve() || bytes <= 1 << first(link) || has_few_addresses() {
+        return;
+    }
+    if let Some(region) = link.reserve(bytes.trailing_zeros() as u8)
+        && consumer.offer_reserve(region).is_err()
+    {
+        link.free(region);
+    }
+}
+
+/// Whether addresses are limited, which the program then has better use for.
+fn has_few_addresses() -> bool {
+    rustix::process::getrlimit(rustix::process::Resource::As)
+        .current
+        .is_some()
+}
+
 /// Gives a sender that is limited by its window a larger ring, up to the bound; frees the old one.
 #[cold]
 pub(super) fn fit(socket: &'static Socket, consumer: &mut Consumer) {
     let Some(link) = socket.link() else { return };
-    if let Ok(Some(old)) = consumer.take_retired() {
+    let mut has_moved = false;
+    while let Ok(Some(old)) = consumer.take_retired() {
         link.free(old);
+        has_moved = true;
     }
     let now = consumer.ring_size();
+    if has_moved && now > 1 << first(link) {
+        // Perhaps by the sender's own doing.
+        Library::get().service.submit(Command::Grown);
+    }
     let max = link.max_ring().min(READING);
     if now < max && !consumer.is_switching() {
         // In one step: until the reader has come to a new ring there cannot be a further one, and a
@@ -76,7 +103,7 @@ pub fn relieve(socket: &'static Socket, link: &'static Link) {
     let Some(consumer) = rx.consumer.as_mut() else {
         return;
     };
-    if let Ok(Some(old)) = consumer.take_retired() {
+    while let Ok(Some(old)) = consumer.take_retired() {
         link.free(old);
     }
     let now = consumer.ring_size();
@@ -108,11 +135,12 @@ pub fn shrink(socket: &'static Socket, link: &'static Link) -> Shrunk {
     let Some(consumer) = rx.consumer.as_mut() else {
         return Shrunk::Small;
     };
-    if let Ok(Some(old)) = consumer.take_retired() {
+    while let Ok(Some(old)) = consumer.take_retired() {
         link.free(old);
     }
     let log2 = first(link);
     if !consumer.is_switching() && consumer.ring_size() <= 1 << log2 {
+        reserve(link, consumer);
         return Shrunk::Small;
     }
     let position = consumer.position();
@@ -128,6 +156,8 @@ pub fn shrink(socket: &'static Socket, link: &'static Link) -> Shrunk {
     };
     match consumer.offer(region) {
         Ok(wake) => {
+            // The next that fills the small one may come at any time.
+            reserve(link, consumer);
             drop(rx);
             ready::notify_peer(socket, wake);
             Shrunk::Offered

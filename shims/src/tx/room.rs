@@ -1,9 +1,10 @@
 //! Senders that find no room in the ring: being told of it, and getting a larger ring from a reader that
 //! stands still.
 
+use std::ffi::c_int;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
-use rdmasock_core::fabric::ring::Wake;
+use rdmasock_core::fabric::ring::{Producer, Wake};
 
 use crate::library::Library;
 use crate::library::config;
@@ -11,20 +12,93 @@ use crate::link::Link;
 use crate::ready;
 use crate::service::Command;
 use crate::socket::{Socket, Tx, mode};
+use crate::sockopt;
 
-/// A send has found too little room: asks for a wake-up on behalf of the epoll sets, since an
-/// edge-triggered one reports only what has changed after this. True if there is room after all.
+/// What a send has found that wants more room.
+pub(super) enum Room {
+    /// There is some.
+    There,
+    /// None now.
+    Full,
+    /// The ring has some, and this process no memory for it: what follows has to go by TCP, whose memory is the kernel's.
+    Unbacked,
+}
+
+/// A send that may not wait, or will, has found too little room: takes the ring that the reader has in reserve, or asks for a wake-up
+/// on behalf of the epoll sets, since an edge-triggered one reports only what has changed after this.
 #[cold]
-pub(super) fn no_room(socket: &'static Socket, tx: &mut Tx) -> bool {
-    let bits = tx.bits;
-    let room = tx
-        .producer
-        .as_mut()
-        .is_some_and(|p| bits != 0 && p.arm_space(bits).unwrap_or(true));
-    if !room {
-        press(socket, tx);
+pub(super) fn no_room(socket: &'static Socket, tx: &mut Tx, waits: bool) -> Room {
+    if !waits && take_reserve(socket, tx) {
+        return Room::There;
     }
-    room
+    let bits = tx.bits;
+    if let Some(producer) = tx.producer.as_mut() {
+        if producer.is_starved() {
+            return Room::Unbacked;
+        }
+        if bits != 0 && producer.arm_space(bits).unwrap_or(true) {
+            return Room::There;
+        }
+    }
+    press(socket, tx);
+    Room::Full
+}
+
+/// What is broken the next send finds.
+fn take_reserve(socket: &Socket, tx: &mut Tx) -> bool {
+    let Some(producer) = tx.producer.as_mut() else {
+        return false;
+    };
+    could_have_room(socket, producer) && producer.make_room().unwrap_or(true)
+}
+
+/// Whether a ring that has no room has some at a closer look, or can be changed for one that has, by what the program lets be unread.
+pub fn could_have_room(socket: &Socket, producer: &mut Producer) -> bool {
+    if !producer.has_bound() {
+        producer.set_bound(bound(socket));
+    }
+    producer.could_have_room().unwrap_or(true)
+}
+
+/// The bytes that kernel TCP would have of this direction. Where the program has set a size of the send buffer, that and the window
+/// that the peer's receive buffer lets it have; else the kernel would let its own grow, to 4 MiB by default.
+fn bound(socket: &Socket) -> u64 {
+    let most = config().ring_max.bytes();
+    // Not among libc's constants: which sizes the program has set (Linux 5.14).
+    const SO_BUF_LOCK: c_int = 72;
+    const SNDBUF: c_int = 1;
+    let Some(fd) = socket.anchor_fd() else {
+        return most;
+    };
+    let get = |name| sockopt::get(fd, (libc::SOL_SOCKET, name));
+    if get(SO_BUF_LOCK).is_none_or(|set| set & SNDBUF == 0) {
+        return most;
+    }
+    let own = get(libc::SO_SNDBUF).and_then(|bytes| u64::try_from(bytes).ok());
+    own.map_or(most, |own| most.min(own + sockopt::peers_window(fd)))
+}
+
+/// The program has set the size of the send buffer.
+#[cold]
+pub fn on_buffer_size(socket: &'static Socket) {
+    if let Some(mut tx) = socket.tx.lock()
+        && socket.tx_mode.load(Acquire) == mode::LINK
+        && let Some(producer) = tx.producer.as_mut()
+    {
+        producer.set_bound(bound(socket));
+        drop(tx);
+        ready::notify_local(socket);
+    }
+}
+
+/// A send is about to sleep for want of room. True if there is some by the ring in reserve.
+#[cold]
+pub fn make_room(socket: &'static Socket) -> bool {
+    socket.tx_mode.load(Acquire) == mode::LINK
+        && socket
+            .tx
+            .lock()
+            .is_some_and(|mut tx| take_reserve(socket, &mut tx))
 }
 
 /// Nothing can be sent now. Kernel TCP takes megabytes without a reader, and programs count on it
@@ -36,7 +110,8 @@ pub fn press(socket: &'static Socket, tx: &mut Tx) {
         Library::get().service.submit(Command::standing(socket));
     }
     let max = config().ring_max.bytes();
-    if !tx.pressed && tx.producer.as_ref().is_some_and(|p| p.ring_size() < max) {
+    let may_grow = |p: &Producer| p.ring_size() < max && p.may_grow();
+    if !tx.pressed && tx.producer.as_ref().is_some_and(may_grow) {
         tx.pressed = true;
         Library::get().service.submit(Command::pressed(socket));
     }

@@ -7,7 +7,7 @@ use libc::ssize_t;
 use rdmasock_core::os::kernel;
 
 use super::cork::{hold, is_more_to_come};
-use super::room::no_room;
+use super::room::{Room, no_room};
 use super::{PIECE, count_sent, is_dead, leave, plain, take_back, violation};
 use crate::call::{Began, Call, Direction, Place};
 use crate::errno;
@@ -144,8 +144,15 @@ unsafe fn sendfile_slow(
         ];
         let room: usize = pieces.iter().map(|p| p.iov_len).sum();
         if count > sent && room == 0 {
-            if no_room(socket, &mut tx) {
-                continue;
+            let waits = wait::may_wait(socket, 0).is_ok();
+            match no_room(socket, &mut tx, waits) {
+                Room::There => continue,
+                Room::Full => {}
+                Room::Unbacked => {
+                    drop(tx);
+                    take_back(socket, rdmasock_core::stats::Reason::Resources);
+                    continue;
+                }
             }
             if let Err(error) = wait::may_wait(socket, 0) {
                 return errno::after(sent, error);

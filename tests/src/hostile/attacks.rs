@@ -48,6 +48,7 @@ pub const ALL: &[(&str, &str)] = &[
     ("unread_messages", "epoll"),
     ("large_ring", "threads"),
     ("rings_all_over", "threads"),
+    ("reserves_all_over", "threads"),
     ("silent_channels", "epoll"),
     ("silent_channels", "threads"),
 ];
@@ -77,7 +78,9 @@ fn tell(word: &str) {
 fn attack(port: u16, name: &str) -> Result<()> {
     match name {
         "silent_channels" => return silent_channels(port),
-        "large_ring" | "rings_all_over" => return rings(port, name == "large_ring"),
+        "large_ring" => return rings(port, Rings::Large),
+        "rings_all_over" => return rings(port, Rings::AllOver),
+        "reserves_all_over" => return rings(port, Rings::Reserves),
         _ => {}
     }
     let mut a = Attacker::connect(port, ARENA)?;
@@ -278,10 +281,21 @@ fn fill(fd: BorrowedFd<'_>) {
     {}
 }
 
-/// Offers the victim, which sends all that there is room for, rings of 64 MiB, or ever new ones all over a large arena. Prints
-/// how many bytes of the arena have memory.
-fn rings(port: u16, is_large: bool) -> Result<()> {
+/// What the attacker offers.
+#[derive(Clone, Copy, PartialEq)]
+enum Rings {
+    /// One of 64 MiB.
+    Large,
+    /// Ever new ones, all over a large arena.
+    AllOver,
+    /// Small ones, and ever new ones in reserve.
+    Reserves,
+}
+
+/// Offers rings to the victim, which sends all that there is room for. Prints how many bytes of the arena have memory.
+fn rings(port: u16, which: Rings) -> Result<()> {
     let mut a = Attacker::connect(port, ARENA_OF_RINGS)?;
+    let is_large = which == Rings::Large;
     let log2 = if is_large { 26 } else { 22 };
     let end = Instant::now() + Duration::from_secs(3);
     // Behind its first ring. Not from its allocator, which would see to the memory itself.
@@ -293,7 +307,15 @@ fn rings(port: u16, is_large: bool) -> Result<()> {
             .filter(|_| is_there)
             .context("the arena is used up")?;
         next += 1;
-        let wake = a.consumer.offer(region)?;
+        let ring = match which {
+            Rings::Large | Rings::AllOver => region,
+            Rings::Reserves => {
+                a.consumer.offer_reserve(region)?;
+                let page = 8 + (next % 8) as u32;
+                Region::new(page, 12).context("a small ring")?
+            }
+        };
+        let wake = a.consumer.offer(ring)?;
         a.end.notify(wake, a.theirs);
         Ok(())
     };
@@ -311,7 +333,7 @@ fn rings(port: u16, is_large: bool) -> Result<()> {
         if !is_large {
             // It reads, but gives no ring back.
             while a.swallow() > 0 {}
-            let _ = a.consumer.take_retired();
+            while let Ok(Some(_)) = a.consumer.take_retired() {}
             if !a.consumer.is_switching() && offer(&mut a).is_err() {
                 break;
             }

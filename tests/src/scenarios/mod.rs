@@ -2,6 +2,7 @@
 //! run; it uses libc calls only, and logs what must not depend on the path of the bytes.
 
 mod calls;
+mod capacity;
 mod close;
 mod connect;
 mod echo;
@@ -110,6 +111,7 @@ pub fn all() -> Vec<Scenario> {
         identity: warm {  } cold { receivers, senders, waiters, files, sets, churn }
         files: warm { sendfile, sendfile_nonblocking, splice, splice_errors } cold {  }
         urgent: warm { behind_unread, twice } cold {  }
+        capacity: warm { at_once, set_sizes, size_changes, both_ways, announced, left_behind, no_memory } cold {  }
         numbers: warm { bytes_out, bytes_in, waits, sets } cold {  }
         numbers_more: warm { sockets, descriptors, closed_number, in_handler, exec, exit } cold {  }
         refused: warm { fork_before, fork_on_a_link } cold {  }
@@ -134,6 +136,9 @@ pub fn all() -> Vec<Scenario> {
     all.extend(
         (0..unseen::WAYS).map(|n| Scenario::numbered("unseen_close", n, unseen::close, false)),
     );
+    let few_addresses =
+        |n| Scenario::numbered("capacity_few_addresses", n, capacity::few_addresses, n != 0);
+    all.extend((0..capacity::FEW).map(few_addresses));
     for scenario in all.iter_mut().filter(|s| fits_a_storm(s)) {
         scenario.modes = if scenario.modes.len() == Mode::ALL.len() {
             &[
@@ -166,6 +171,7 @@ const WITHOUT_STORM: [&str; 8] = [
 const NOT_IN_A_STORM: &[&str] = &[
     "calls_bad_fds",
     "calls_not_sockets",
+    "capacity_announced",
     "connect_accept_flags",
     "connect_closed_before_accept",
     "connect_errors",

@@ -4,8 +4,8 @@ use std::ptr::NonNull;
 
 use super::memory::{DataArea, NoRing, RingMemory, Spans};
 use super::{
-    ConsumerLine, DirectionBlock, End, Ended, Offer, ProducerLine, RingError, RxFlags, STOPPED,
-    Violation, Wake, disarm, take,
+    Adopted, ConsumerLine, DirectionBlock, End, Ended, Offer, ProducerLine, RingError, RxFlags,
+    STOPPED, Violation, Wake, disarm, take,
 };
 use crate::fabric::layout::Region;
 use crate::sync::{Ordering, fence_after_rmw};
@@ -34,6 +34,9 @@ pub struct Armed {
     pub wake: Wake,
 }
 
+/// Regions that a direction may hold at a time.
+pub const REGIONS: usize = 6;
+
 /// A ring on offer, and from which position on it is used, once that is known.
 #[derive(Clone, Copy, Debug)]
 struct Pending {
@@ -61,9 +64,13 @@ pub struct Consumer {
     /// First position in the pending ring; `u64::MAX` while not adopted.
     switch_pos: u64,
     pending: Option<Pending>,
-    retired: Option<Region>,
-    /// Generation of the last adopted ring.
-    generation: u32,
+    /// To be freed: the ring before the last switch, and what a switch to the reserve has put in their places.
+    retired: [Option<Region>; 3],
+    reserve: Option<Offer>,
+    /// Tells one reserve from the other.
+    reserves: u32,
+    /// The last adopted ring, as the producer's word.
+    adopted: u32,
     limited_seen: u32,
     /// Nothing more is taken from the producer, whatever it publishes.
     frozen: bool,
@@ -90,8 +97,10 @@ impl Consumer {
             tail: 0,
             switch_pos: u64::MAX,
             pending: None,
-            retired: None,
-            generation: 0,
+            retired: [None; 3],
+            reserve: None,
+            reserves: 0,
+            adopted: 0,
             limited_seen: 0,
             frozen: false,
         }
@@ -155,7 +164,8 @@ impl Consumer {
         self.head += (n as u64).min(self.tail - self.head);
         // SAFETY: mapped while `self` exists, by the contract of `new`.
         let last = unsafe { &self.block.as_ref().last };
-        last.consumed.store(self.head, Ordering::Relaxed);
+        // Releases our reads to a producer that is short of room (`Producer::make_room`).
+        last.consumed.store(self.head, Ordering::Release);
         if self.head >= self.switch_pos {
             self.finish_switch();
         }
@@ -278,15 +288,12 @@ impl Consumer {
     /// larger one while the producer is limited, a smaller one when idle. The producer may be
     /// waiting for just that.
     pub fn offer(&mut self, region: Region) -> Result<Wake, OfferError> {
-        if self.pending.is_some() || self.retired.is_some() {
+        if self.is_switching() {
             return Err(OfferError::Pending);
         }
-        let ring = self.area.ring(region).map_err(|e| match e {
-            NoRing::Outside => OfferError::Outside,
-            NoRing::Unmapped => OfferError::Unmapped,
-        })?;
+        let ring = self.ring_of(region)?;
         let offer = Offer {
-            generation: Offer::next_generation(self.generation),
+            generation: Offer::next_generation(Adopted::unpack(self.adopted).generation),
             region,
         };
         self.pending = Some(Pending { offer, ring });
@@ -294,27 +301,63 @@ impl Consumer {
         Ok(take(&self.theirs().want_space))
     }
 
-    /// The region of the ring that is no longer used, once: to be freed by the caller.
+    fn ring_of(&self, region: Region) -> Result<RingMemory, OfferError> {
+        self.area.ring(region).map_err(|e| match e {
+            NoRing::Outside => OfferError::Outside,
+            NoRing::Unmapped => OfferError::Unmapped,
+        })
+    }
+
+    /// Offers `region`, which need not have memory but [can be mapped](crate::fabric::LinkEnd::reserve), for a producer that finds
+    /// no room. One at a time; a ring may be on offer beside it.
+    pub fn offer_reserve(&mut self, region: Region) -> Result<(), OfferError> {
+        let has_retired = self.retired.iter().any(Option::is_some);
+        if has_retired || self.switch_pos != u64::MAX || self.reserve.is_some() {
+            return Err(OfferError::Pending);
+        }
+        self.reserves = Offer::next_generation(self.reserves);
+        let offer = Offer {
+            generation: self.reserves,
+            region,
+        };
+        self.reserve = Some(offer);
+        // Releases the block as it is now, which the producer has seen anyway.
+        self.mine().reserve.store(offer.pack(), Ordering::Release);
+        Ok(())
+    }
+
+    /// Whether there is a reserve that has not been taken, as far as is known.
+    pub fn has_reserve(&self) -> bool {
+        self.reserve.is_some()
+    }
+
+    /// The region of a ring that is no longer used, once: to be freed by the caller. There may be more.
     pub fn take_retired(&mut self) -> Result<Option<Region>, RingError> {
         if self.pending.is_some() {
             self.reload()?;
         }
-        Ok(self.retired.take())
+        Ok(self.retired.iter_mut().find_map(Option::take))
+    }
+
+    fn retire(&mut self, region: Option<Region>) {
+        // There is a place: nothing is offered before all are taken.
+        if let Some(place) = self.retired.iter_mut().find(|r| r.is_none()) {
+            *place = region;
+        }
     }
 
     /// A switch of rings is under way, or its old ring has not been taken.
     pub fn is_switching(&self) -> bool {
-        self.pending.is_some() || self.retired.is_some()
+        self.pending.is_some() || self.retired.iter().any(Option::is_some)
     }
 
     /// Every region that this direction holds, to be freed when it is over: current, offered,
-    /// retired.
-    pub fn into_regions(self) -> [Option<Region>; 3] {
-        [
-            self.region,
-            self.pending.map(|p| p.offer.region),
-            self.retired,
-        ]
+    /// the reserve, retired.
+    pub fn into_regions(self) -> [Option<Region>; REGIONS] {
+        let [a, b, c] = self.retired;
+        let pending = self.pending.map(|p| p.offer.region);
+        let reserve = self.reserve.map(|offer| offer.region);
+        [self.region, pending, reserve, a, b, c]
     }
 
     /// Size of the current ring in bytes; 0 before the first one.
@@ -348,9 +391,9 @@ impl Consumer {
         // Acquires the payload before `tail`. SeqCst for the second look of W2.
         let tail = self.theirs().tail.load(Ordering::SeqCst);
         // After the tail: a switch that this tail can be beyond is seen.
-        let generation = self.theirs().generation.load(Ordering::Acquire);
-        if generation != self.generation {
-            self.see_switch(generation)?;
+        let adopted = self.theirs().generation.load(Ordering::Acquire);
+        if adopted != self.adopted {
+            self.see_switch(adopted)?;
         }
         if tail < self.tail {
             return Err(Violation::TailMovedBack.into());
@@ -366,19 +409,52 @@ impl Consumer {
         Ok(())
     }
 
-    /// The producer has adopted the pending ring: from which position on?
+    /// The producer has adopted the pending ring, or the reserve: from which position on?
     #[cold]
-    fn see_switch(&mut self, generation: u32) -> Result<(), RingError> {
-        let pos = self.theirs().switch_pos.load(Ordering::Relaxed);
+    fn see_switch(&mut self, word: u32) -> Result<(), RingError> {
+        let Adopted { generation, part } = Adopted::unpack(word);
+        let pos = match part {
+            0 => &self.theirs().switch_pos,
+            _ => &self.theirs().reserve_pos,
+        };
+        let pos = pos.load(Ordering::Relaxed);
+        if let Some(next) = self.pending
+            && self.reserve.is_some()
+            && part != 0
+            && self.switch_pos == u64::MAX
+            && generation == Offer::next_generation(next.offer.generation)
+        {
+            // Two switches at once. The producer takes the reserve only when it knows that the ring before its own has been read to
+            // the end, and of nothing behind it have we seen a byte: the first of the two was where we are.
+            let first = self.theirs().switch_pos.load(Ordering::Relaxed);
+            if self.tail != self.head || first != self.head {
+                return Err(Violation::BadSwitch.into());
+            }
+            self.adopted = next.offer.generation;
+            self.finish_switch();
+        }
+        let before = Adopted::unpack(self.adopted).generation;
+        let taken = self.reserve.filter(|_| {
+            part != 0 && self.switch_pos == u64::MAX && generation == Offer::next_generation(before)
+        });
         match self.pending {
-            Some(next) if next.offer.generation == generation => {}
+            Some(next) if part == 0 && next.offer.generation == generation => {}
+            _ if taken.is_some() => {}
             _ => return Err(Violation::BadSwitch.into()),
         }
         // It adopted after every tail seen with the generation before, within the old window.
         if pos < self.tail || pos > self.head + self.ring.size() {
             return Err(Violation::BadSwitch.into());
         }
-        self.generation = generation;
+        if let Some(offer) = taken {
+            let ring = self.ring_of(offer.region);
+            let ring = ring.map_err(|_| RingError::Unmapped)?;
+            let ring = ring.part(part).ok_or(Violation::BadSwitch)?;
+            let withdrawn = self.pending.replace(Pending { offer, ring });
+            self.retire(withdrawn.map(|p| p.offer.region));
+            self.reserve = None;
+        }
+        self.adopted = word;
         self.switch_pos = pos;
         if pos == self.head {
             self.finish_switch();
@@ -390,7 +466,8 @@ impl Consumer {
     #[cold]
     fn finish_switch(&mut self) {
         if let Some(next) = self.pending.take() {
-            self.retired = self.region.replace(next.offer.region);
+            let before = self.region.replace(next.offer.region);
+            self.retire(before);
             self.ring = next.ring;
         }
         self.switch_pos = u64::MAX;

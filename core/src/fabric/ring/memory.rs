@@ -4,7 +4,7 @@
 use std::marker::PhantomData;
 use std::ptr::NonNull;
 
-use crate::fabric::layout::Region;
+use crate::fabric::layout::{MIN_RING_LOG2, Region};
 #[cfg(not(loom))]
 use crate::fabric::side::DataSegments;
 
@@ -84,6 +84,31 @@ fn ring_in(segments: &DataSegments, region: Region) -> Result<RingMemory, NoRing
         ptr: start.ok_or(NoRing::Unmapped)?.as_ptr(),
         size: region.len() as u64,
     })
+}
+
+impl DataArea {
+    /// Sees to memory for `len` bytes from position `pos` on of the ring in `region`, which is mapped; cut to the ring. False if
+    /// there is none. An area that is mapped as a whole is the process's own.
+    pub(super) fn back(&self, region: Region, pos: u64, len: u64) -> bool {
+        match self.0 {
+            Place::Whole { .. } => true,
+            #[cfg(not(loom))]
+            Place::Segments(segments) => {
+                let size = region.len() as u64;
+                let (at, len) = (pos & (size - 1), len.min(size));
+                let first = len.min(size - at);
+                let pieces = [(at, first), (0, len - first)];
+                // SAFETY: there for as long as this value is used (`of_segments`).
+                let segments = unsafe { segments.as_ref() };
+                pieces.into_iter().all(|(at, n)| {
+                    n == 0
+                        || segments
+                            .back(region.offset() + at as usize, n as usize)
+                            .is_ok()
+                })
+            }
+        }
+    }
 }
 
 #[cfg(not(loom))]
@@ -175,6 +200,12 @@ impl RingMemory {
     #[inline(always)]
     pub(super) fn quarter(&self) -> u64 {
         self.size / 4
+    }
+
+    /// The ring of `1 << log2` bytes at the beginning of this; `None` if there is no such.
+    pub(super) fn part(&self, log2: u8) -> Option<Self> {
+        let size = 1u64.checked_shl(log2.into())?;
+        (log2 >= MIN_RING_LOG2 && size <= self.size).then_some(Self { size, ..*self })
     }
 
     /// The pieces that hold positions `pos..pos + len`; `len` is cut to the size.

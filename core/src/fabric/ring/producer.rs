@@ -5,10 +5,21 @@ use std::ptr::NonNull;
 use super::allowance::Allowance;
 use super::memory::{DataArea, NoRing, RingMemory, Spans};
 use super::{
-    ConsumerLine, DirectionBlock, End, Offer, ProducerLine, RingError, RxFlags, Stopped, Violation,
-    Wake, disarm, take,
+    Adopted, ConsumerLine, DirectionBlock, End, Offer, ProducerLine, RingError, RxFlags, Stopped,
+    Violation, Wake, disarm, take,
 };
+use crate::fabric::layout::{MIN_RING_LOG2, Region};
 use crate::sync::{Ordering, fence_after_rmw};
+
+/// Bytes of a reserve that get memory at a time.
+const PIECE: u64 = 128 * 1024;
+
+/// A reserve: the consumer's word, its place, and the ring at its beginning that is wanted.
+struct Reserve {
+    word: u64,
+    whole: Region,
+    part: Region,
+}
 
 /// The producer of one direction; used under the owner's lock of that direction.
 ///
@@ -27,12 +38,24 @@ pub struct Producer {
     tail: u64,
     /// May write up to this position by what is known of the consumer.
     limit: u64,
-    /// The consumer's head as last seen.
+    /// How far the consumer has come, as last seen.
     head: u64,
+    /// What it has published of that, as last seen.
+    published: u64,
     /// First position in the current ring.
     switch_pos: u64,
     /// The offer that the current ring comes from, as read.
     offer: u64,
+    /// The generation of the current ring.
+    generation: u32,
+    /// The reserve that was taken last, as read.
+    reserve: u64,
+    /// That is the current ring, and has memory up to this position.
+    backed: Option<(Region, u64)>,
+    /// There was no memory for more.
+    starved: bool,
+    /// So many bytes may be unread, but no less than half of the ring; 0: not known yet.
+    bound: u64,
     seen_flags: u32,
     limited: u32,
     /// The tail when `limited` was last counted: once per position, however often retried.
@@ -62,8 +85,14 @@ impl Producer {
             tail: 0,
             limit: 0,
             head: 0,
+            published: 0,
             switch_pos: 0,
             offer: 0,
+            generation: 0,
+            reserve: 0,
+            backed: None,
+            starved: false,
+            bound: 0,
             seen_flags: 0,
             limited: 0,
             limited_at: None,
@@ -177,9 +206,10 @@ impl Producer {
     pub fn has_space(&mut self) -> Result<bool, RingError> {
         self.reload()?;
         let size = self.ring.size();
+        let quarter = self.ring.quarter().min(self.most() / 4);
         Ok(self.theirs().offer.load(Ordering::SeqCst) != self.offer
             || self.theirs().flags.load(Ordering::SeqCst) != self.seen_flags
-            || size != 0 && self.window() - self.tail >= self.ring.quarter())
+            || size != 0 && self.window() - self.tail >= quarter)
     }
 
     /// What the consumer has told so far. Unknown bits are dropped.
@@ -244,6 +274,15 @@ impl Producer {
             return Ok(false);
         }
         let offer = Offer::unpack(word).ok_or(Violation::BadOffer)?;
+        if offer.generation != Offer::next_generation(self.generation) {
+            // Offered when the consumer did not know yet that the reserve was taken: it is withdrawn.
+            self.offer = word;
+            return Ok(false);
+        }
+        if self.is_too_large(offer.region) {
+            self.offer = word;
+            return Ok(false);
+        }
         let ring = match self.area.ring(offer.region) {
             Ok(ring) => ring,
             Err(NoRing::Outside) => return Err(Violation::BadOffer.into()),
@@ -256,15 +295,144 @@ impl Producer {
         if !self.allowance.admits(offer.region) {
             return Err(Violation::BeyondAllowance.into());
         }
+        self.offer = word;
+        self.backed = None;
+        self.switch_to(ring, offer.generation, 0);
+        Ok(true)
+    }
+
+    /// Whether a ring on offer would have the program's bound overstepped, and there are others.
+    fn is_too_large(&self, region: Region) -> bool {
+        let half = region.len() as u64 / 2;
+        let has_others = self.ring.size() >= self.bound || self.has_reserve();
+        self.ring.size() != 0 && self.bound != 0 && half > self.bound && has_others
+    }
+
+    /// The program lets so many bytes be unread: taken for half of the ring if that is more.
+    pub fn set_bound(&mut self, bytes: u64) {
+        self.bound = bytes.max(1);
+    }
+
+    /// Whether that was said.
+    pub fn has_bound(&self) -> bool {
+        self.bound != 0
+    }
+
+    /// Whether more might be unread than the ring holds.
+    pub fn may_grow(&self) -> bool {
+        self.bound == 0 || self.ring.size() < self.bound
+    }
+
+    /// How many bytes may be unread in this ring.
+    fn most(&self) -> u64 {
+        match self.bound {
+            0 => u64::MAX,
+            bound => bound.max(self.ring.size() / 2),
+        }
+    }
+
+    fn switch_to(&mut self, ring: RingMemory, generation: u32, part: u8) {
         self.previous = std::mem::replace(&mut self.ring, ring);
         self.previous_pos = self.switch_pos;
-        self.offer = word;
+        self.generation = generation;
         self.switch_pos = self.tail;
-        self.limit = self.window();
+        self.starved = false;
+        self.limit = self.writable();
         let mine = self.mine();
-        mine.switch_pos.store(self.tail, Ordering::Relaxed);
-        // Releases `switch_pos` to the consumer's load of `generation`; the next tail releases both.
-        mine.generation.store(offer.generation, Ordering::Release);
+        let position = match part {
+            0 => &mine.switch_pos,
+            _ => &mine.reserve_pos,
+        };
+        position.store(self.tail, Ordering::Relaxed);
+        // Releases the position to the consumer's load of `generation`; the next tail releases both.
+        let adopted = Adopted { generation, part };
+        mine.generation.store(adopted.pack(), Ordering::Release);
+    }
+
+    /// A sender that is not to wait has found no room: looks for what the consumer has read and not published; else moves on to as
+    /// much of the reserve as the bound allows, if there is one and that is more than the ring. True if there is more room than before.
+    pub fn make_room(&mut self) -> Result<bool, RingError> {
+        if self.look_closely()? {
+            return Ok(true);
+        }
+        match self.next_reserve() {
+            Some(next) if self.has_more(&next) => self.move_to(&next),
+            _ => Ok(false),
+        }
+    }
+
+    /// Whether there would be room by [`make_room`](Self::make_room).
+    pub fn could_have_room(&mut self) -> Result<bool, RingError> {
+        Ok(self.look_closely()? || self.has_reserve())
+    }
+
+    /// As far as is known of the consumer.
+    fn has_reserve(&self) -> bool {
+        self.next_reserve().is_some_and(|next| self.has_more(&next))
+    }
+
+    /// The consumer's line with what it has read costs it a miss at its next read. True if a quarter of the ring is free by that.
+    fn look_closely(&mut self) -> Result<bool, RingError> {
+        self.reload()?;
+        // SAFETY: mapped while `self` exists, by the contract of `new`.
+        let last = unsafe { &self.block.as_ref().last };
+        // Acquires that the bytes before have been read, which `consume` releases.
+        let consumed = last.consumed.load(Ordering::Acquire);
+        if consumed > self.tail {
+            return Err(Violation::HeadBeyondTail.into());
+        }
+        self.head = self.head.max(consumed);
+        if !self.ended {
+            self.limit = self.writable();
+        }
+        let quarter = self.ring.quarter().min(self.most() / 4);
+        Ok(quarter != 0 && self.limit - self.tail >= quarter)
+    }
+
+    /// Whether bytes are to be sent for which the ring has room but this process no memory.
+    pub fn is_starved(&self) -> bool {
+        self.starved
+    }
+
+    fn has_more(&self, next: &Reserve) -> bool {
+        let is_bound = self.bound != 0 && self.tail - self.head >= self.bound;
+        next.part.len() as u64 > self.ring.size() && !is_bound
+    }
+
+    /// The reserve, if it can be taken now.
+    fn next_reserve(&self) -> Option<Reserve> {
+        let word = self.theirs().reserve.load(Ordering::Acquire);
+        if word == self.reserve || self.ended || self.head < self.switch_pos {
+            return None;
+        }
+        let whole = Offer::unpack(word)?.region;
+        let log2 = match self.bound {
+            0 => whole.log2(),
+            bound => bound.checked_next_power_of_two()?.ilog2() as u8,
+        };
+        let log2 = log2.max(MIN_RING_LOG2).min(whole.log2());
+        let part = Region::new(whole.page(), log2)?;
+        Some(Reserve { word, whole, part })
+    }
+
+    fn move_to(&mut self, &Reserve { word, whole, part }: &Reserve) -> Result<bool, RingError> {
+        self.reserve = word;
+        let ring = match self.area.ring(whole) {
+            Ok(ring) => ring,
+            Err(NoRing::Outside) => return Err(Violation::BadOffer.into()),
+            Err(NoRing::Unmapped) => return Ok(false),
+        };
+        let ring = ring.part(part.log2()).ok_or(Violation::BadOffer)?;
+        if !self.allowance.admits(part) {
+            return Err(Violation::BeyondAllowance.into());
+        }
+        // Without memory for the first piece the direction stays where it is.
+        if !self.area.back(part, self.tail, PIECE) {
+            return Ok(false);
+        }
+        self.backed = Some((part, self.tail + PIECE));
+        let generation = Offer::next_generation(self.generation);
+        self.switch_to(ring, generation, part.log2());
         Ok(true)
     }
 
@@ -318,14 +486,48 @@ impl Producer {
     /// The end of the current ring's window: its bytes begin at the switch position, and older
     /// ones are in the ring before.
     fn window(&self) -> u64 {
-        self.head.max(self.switch_pos) + self.ring.size()
+        let end = self.head.max(self.switch_pos) + self.ring.size();
+        // By the published head, as W4; so it takes a byte in this ring for the consumer to go by this ring's quarter.
+        let most = self.head.saturating_add(self.most());
+        let least = self.switch_pos + self.ring.quarter();
+        end.min(most.max(least)).max(self.tail)
+    }
+
+    /// What of the window has memory.
+    fn writable(&self) -> u64 {
+        match self.backed {
+            Some((_, backed)) => self.window().min(backed).max(self.tail),
+            None => self.window(),
+        }
+    }
+
+    /// Sees to memory for `want` bytes more in a reserve, of which the ring has been once around when all of it has some.
+    fn back_more(&mut self, want: u64) {
+        let Some((region, backed)) = self.backed else {
+            return;
+        };
+        let end = self.switch_pos + self.ring.size();
+        if backed >= end {
+            self.backed = None;
+        } else if self.window().min(end) > backed {
+            let more = want.next_multiple_of(PIECE).max(PIECE).min(end - backed);
+            self.starved = !self.area.back(region, backed, more);
+            if !self.starved {
+                self.backed = Some((region, backed + more));
+            }
+        }
+        self.limit = self.writable();
     }
 
     #[cold]
     fn refill(&mut self, want: u64) -> Result<(), RingError> {
         self.reload()?;
         self.adopt()?;
-        if self.limit - self.tail < want && self.limited_at != Some(self.tail) && !self.ended {
+        if self.backed.is_some() && self.limit - self.tail < want {
+            self.back_more(want);
+        }
+        let is_short = self.limit - self.tail < want && self.may_grow();
+        if is_short && self.limited_at != Some(self.tail) && !self.ended {
             self.limited_at = Some(self.tail);
             self.limited = self.limited.wrapping_add(1);
             self.mine().limited.store(self.limited, Ordering::Relaxed);
@@ -338,15 +540,16 @@ impl Producer {
         // Acquires what the consumer's publishing released: it has read the bytes before `head`,
         // so they may be overwritten. SeqCst for the second look of W2; no dearer on x86-64.
         let head = self.theirs().head.load(Ordering::SeqCst);
-        if head < self.head {
+        if head < self.published {
             return Err(Violation::HeadMovedBack.into());
         }
         if head > self.tail {
             return Err(Violation::HeadBeyondTail.into());
         }
-        self.head = head;
+        self.published = head;
+        self.head = self.head.max(head);
         if !self.ended {
-            self.limit = self.window();
+            self.limit = self.writable();
         }
         Ok(())
     }

@@ -164,3 +164,76 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn a_reserve_that_is_none_is_not_taken() {
+    let reserve = |generation: u64, log2: u64, page: u64| generation << 40 | log2 << 32 | page;
+    for (word, said) in [
+        (reserve(0, 13, 0), Ok(false)),
+        (reserve(1, 11, 0), Ok(false)),
+        (reserve(1, 27, 0), Ok(false)),
+        (reserve(1, 13, 3), Err(Violation::BadOffer.into())),
+        (reserve(1, 26, 0), Err(Violation::BadOffer.into())),
+        (
+            reserve(1, 13, u64::from(u32::MAX)),
+            Err(Violation::BadOffer.into()),
+        ),
+    ] {
+        let (m, mut p, _) = pair();
+        assert_eq!(send(&mut p, &[1; 4096]).unwrap().0, 3996);
+        m.block.consumer.reserve.store(word, Ordering::Relaxed);
+        assert_eq!(p.make_room(), said, "{word:x}");
+        assert_eq!(p.free(), Ok(0));
+    }
+}
+
+#[test]
+fn what_was_consumed_counts_for_no_more_than_was_sent() {
+    let (m, mut p, _) = pair();
+    for (consumed, said) in [
+        (101, Err(Violation::HeadBeyondTail.into())),
+        (100, Ok(true)),
+        (0, Ok(true)),
+    ] {
+        let word = &m.block.last.consumed;
+        word.store(consumed, Ordering::Relaxed);
+        assert_eq!(p.make_room(), said, "{consumed}");
+    }
+    assert_eq!(p.used(), Ok(0));
+    m.block.consumer.head.store(101, Ordering::Relaxed);
+    assert_eq!(p.make_room(), Err(Violation::HeadBeyondTail.into()));
+}
+
+#[test]
+fn a_producer_moves_on_to_nothing_but_what_is_in_reserve() {
+    let word = |part: u32, generation: u32| part << 24 | generation;
+    // All of the first ring is in front of the switch, and more would not fit.
+    let places = [(100, true), (4096, true), (99, false), (4097, false)];
+    for (word, fits) in [
+        (word(13, 2), true),
+        (word(12, 2), true),
+        (word(0, 2), false),
+        (word(11, 2), false),
+        (word(14, 2), false),
+        (word(255, 2), false),
+        (word(13, 1), false),
+        (word(13, 3), false),
+    ] {
+        for (at, is_place) in places {
+            let (m, _, mut c) = pair();
+            c.offer_reserve(Region::new(2, 13).unwrap()).unwrap();
+            m.block.producer.reserve_pos.store(at, Ordering::Relaxed);
+            m.block.producer.generation.store(word, Ordering::Relaxed);
+            m.block.producer.tail.store(at, Ordering::Relaxed);
+            let said = c.available();
+            assert_eq!(said.is_ok(), fits && is_place, "{word:x} at {at}: {said:?}");
+        }
+    }
+    // Without a reserve there is none to move on to.
+    let (m, _, mut c) = pair();
+    m.block
+        .producer
+        .generation
+        .store(word(13, 2), Ordering::Relaxed);
+    assert_eq!(c.available(), Err(Violation::BadSwitch.into()));
+}

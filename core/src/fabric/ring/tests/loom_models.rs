@@ -34,6 +34,17 @@ struct Model {
 }
 
 fn check(preemptions: usize, rings: &'static [u8], total: u8, piece: usize) {
+    check_with_reserve(preemptions, rings, None, total, piece);
+}
+
+/// With a ring of `1 << log2` bytes in reserve, and the producer's bound.
+fn check_with_reserve(
+    preemptions: usize,
+    rings: &'static [u8],
+    reserve: Option<(u8, u64)>,
+    total: u8,
+    piece: usize,
+) {
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound = Some(preemptions);
     builder.check(move || {
@@ -43,6 +54,10 @@ fn check(preemptions: usize, rings: &'static [u8], total: u8, piece: usize) {
             for_consumer: Doorbell::new(),
         });
         let (mut p, mut c) = (model.memory.producer(), model.memory.consumer());
+        if let Some((log2, bound)) = reserve {
+            c.offer_reserve(Region::new(4, log2).unwrap()).unwrap();
+            p.set_bound(bound);
+        }
         let producer = {
             let model = model.clone();
             thread::spawn(move || produce(&model, &mut p, total, piece))
@@ -60,7 +75,7 @@ fn produce(model: &Model, p: &mut Producer, total: u8, piece: usize) {
         let (n, wake) = send(p, &data[sent..end]).unwrap();
         model.for_consumer.ring(wake);
         sent += n;
-        if n == 0 && !p.arm_space(1).unwrap() {
+        if n == 0 && !p.make_room().unwrap() && !p.arm_space(1).unwrap() {
             model.for_producer.wait();
         }
     }
@@ -85,7 +100,7 @@ fn consume(model: &Model, c: &mut Consumer, rings: &[u8], total: u8, piece: usiz
         let (n, wake) = recv(c, &mut buf[..piece]).unwrap();
         model.for_producer.ring(wake);
         received.extend_from_slice(&buf[..n]);
-        let _ = c.take_retired().unwrap();
+        while c.take_retired().unwrap().is_some() {}
         if n == 0 {
             if c.end().unwrap() == Some(End::Fin) {
                 break;
@@ -119,4 +134,14 @@ fn loom_ring_grows_in_mid_stream() {
 #[test]
 fn loom_ring_shrinks_in_mid_stream() {
     check(3, &[3, 2], 7, 4);
+}
+
+#[test]
+fn loom_ring_moves_on_to_the_reserve() {
+    check_with_reserve(3, &[2], Some((3, 8)), 7, 4);
+}
+
+#[test]
+fn loom_ring_moves_on_to_a_part_of_the_reserve_beside_an_offer() {
+    check_with_reserve(2, &[2, 3], Some((4, 6)), 9, 5);
 }

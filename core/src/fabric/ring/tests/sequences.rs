@@ -164,6 +164,9 @@ enum Op {
     Offer(u8),
     Adopt,
     Retire,
+    Reserve(u8),
+    TakeReserve,
+    Bound(u64),
     ArmData,
     ArmSpace,
 }
@@ -174,7 +177,10 @@ fn op() -> impl Strategy<Value = Op> {
         4 => prop_oneof![0usize..40, 0usize..9000].prop_map(Op::Recv),
         1 => (12u8..15).prop_map(Op::Offer),
         1 => Just(Op::Adopt),
-        1 => Just(Op::Retire),
+        2 => Just(Op::Retire),
+        1 => (13u8..16).prop_map(Op::Reserve),
+        2 => Just(Op::TakeReserve),
+        1 => prop_oneof![0u64..10, 0u64..40_000].prop_map(Op::Bound),
         1 => Just(Op::ArmData),
         1 => Just(Op::ArmSpace),
     ]
@@ -198,7 +204,7 @@ proptest! {
                     let (done, wake) = send(&mut p, &pattern(sent, n))?;
                     sent += done as u64;
                     to_consumer = wake;
-                    prop_assert!(done == n || p.free()? == 0);
+                    prop_assert!(done == n || p.free()? == 0 || p.could_have_room()?);
                 }
                 Op::Recv(n) => {
                     let mut buf = vec![0; n];
@@ -212,6 +218,14 @@ proptest! {
                     to_producer = c.offer(r).unwrap();
                 },
                 Op::Adopt => { p.adopt()?; }
+                Op::Reserve(log2) => if let Some(r) = arena.alloc(log2)
+                    && c.offer_reserve(r).is_err()
+                {
+                    arena.free(r);
+                },
+                // Nobody sleeps who could take it.
+                Op::TakeReserve => space_asleep &= !p.make_room()?,
+                Op::Bound(bytes) => p.set_bound(bytes),
                 Op::Retire => if let Some(r) = c.take_retired()? { arena.free(r); },
                 Op::ArmData => {
                     let armed = c.arm_data(1)?;

@@ -37,6 +37,7 @@ use rustix::net::SendFlags;
 
 use crate::library::Library;
 use crate::link::{Link, NoProducer};
+use crate::points::point;
 use crate::ready;
 use crate::service::Command;
 use crate::socket::{Control, Opened, Socket, Stage, Tx, mode};
@@ -425,6 +426,7 @@ fn push(fd: BorrowedFd<'_>) {
     use rustix::net::sockopt::{set_tcp_nodelay, tcp_nodelay};
     if tcp_nodelay(fd) == Ok(false) {
         let _ = set_tcp_nodelay(fd, true);
+        point!("flush: TCP_NODELAY is on for a moment");
         let _ = set_tcp_nodelay(fd, false);
     }
 }

@@ -237,7 +237,7 @@ impl Epoll {
 
     /// Behind the first `n` entries, which are ours, what the kernel has, and what has come on links before that: if
     /// connections are in both sets, for who has sent on one of the kernel's before he sent what is ours is not to be heard in
-    /// the wrong order; else if it is time to `look`.
+    /// the wrong order; else if it is time to `look`. The kernel's are then the first.
     fn with_kernels(
         &'static self,
         visit: &Visit,
@@ -263,6 +263,12 @@ impl Epoll {
         if n < end && self.moves.load(Acquire) != moves {
             // SAFETY: so many entries are filled.
             return unsafe { without_repeats(events, n as usize, (end + news) as usize) };
+        }
+        if self.is_mixed() {
+            // Which came first nobody knows. Who is on a link has mostly waited for his answers, so that what is there is what
+            // he sent last; who sends on a young connection and does not wait expects to be heard before that.
+            // SAFETY: so many entries are filled.
+            unsafe { std::slice::from_raw_parts_mut(events, end as usize) }.rotate_left(n as usize);
         }
         end + news
     }

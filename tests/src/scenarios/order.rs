@@ -70,6 +70,49 @@ pub fn of_arrival(c: &Ctx) {
     c.sync("done");
 }
 
+/// A message on a connection that stays on TCP, and then one on an older connection: both are there when the set is looked at.
+pub fn young_first(c: &Ctx) {
+    let (old, young) = (c.pair(), c.cold_pair());
+    // A socket with this option stays on TCP.
+    sys::set_int(young, libc::SOL_SOCKET, libc::SO_RCVLOWAT, 4).ok();
+    c.sync("connected");
+    let ep = create();
+    if c.is_server() {
+        ctl(ep, EPOLL_CTL_ADD, old, IN, 1).ok();
+        ctl(ep, EPOLL_CTL_ADD, young, IN, 0).ok();
+        wait(ep, 2, 0);
+    }
+    let mut in_order = 0;
+    for _ in 0..ROUNDS {
+        c.sync("go");
+        if c.is_server() {
+            c.sync("sent");
+            sys::wait_readable_bytes(young, 4);
+            sys::wait_readable_bytes(old, 4);
+            in_order += usize::from(listed(ep) == [0, 1]);
+            for fd in [young, old] {
+                sys::recv_exact(fd, 4);
+                sys::send_all(fd, b"okay").ok();
+            }
+            // What was found before is off the list.
+            wait(ep, 2, 0);
+        } else {
+            sys::send_all(young, b"last").ok();
+            sys::send_all(old, b"more").ok();
+            c.sync("sent");
+            for fd in [young, old] {
+                sys::recv_exact(fd, 4);
+            }
+        }
+    }
+    if c.is_server() {
+        // The kernel's list can be another where the sender goes from one processor to another.
+        c.log(format_args!("in order: {}", in_order * 10 > ROUNDS * 9));
+    }
+    sys::close(ep).ok();
+    c.sync("done");
+}
+
 /// Who hears the second of two messages on two connections has heard the first: both on links, or one kept on TCP.
 pub fn none_alone(c: &Ctx) {
     const PAIRS: usize = 4000;

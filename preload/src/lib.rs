@@ -3,6 +3,7 @@
 //! here. `exports.txt` lists the symbols, `scripts/check-exports` compares.
 
 mod bypass;
+mod dlopen;
 mod fd;
 mod heap;
 mod io;

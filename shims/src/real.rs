@@ -181,6 +181,9 @@ macro_rules! functions {
 pub type SeccompFn = unsafe extern "C" fn(c_uint, c_uint, *mut c_void) -> c_int;
 
 functions! {
+    /// `dlopen(path, flags)`
+    DlopenFn = (*const c_char, c_int) -> *mut c_void: dlopen;
+
     // Signals.
 
     /// `sigaction(signal, new action, old action)`

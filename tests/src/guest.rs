@@ -115,6 +115,13 @@ fn act(word: &str) -> String {
     match word {
         // That it is still there.
         "say" => "said".into(),
+        "deep bind" => {
+            let name = c"libm.so.6";
+            let flags = libc::RTLD_NOW | libc::RTLD_DEEPBIND;
+            // SAFETY: a library of libc's, without constructors of its own.
+            let library = unsafe { libc::dlopen(name.as_ptr(), flags) };
+            if library.is_null() { "none" } else { "done" }.to_owned()
+        }
         "io_uring" => {
             let mut parameters = [0u64; 32];
             let ring = call!(libc::syscall(

@@ -24,6 +24,8 @@ const CASES: &[(&str, Case)] = &[
     ("io_uring_is_hidden", io_uring_is_hidden),
     ("io_uring_allowed_before", io_uring_allowed_before),
     ("io_uring_allowed_on_a_link", io_uring_allowed_on_a_link),
+    ("deep_bind_before", deep_bind_before),
+    ("deep_bind_on_a_link", deep_bind_on_a_link),
     ("no_files_at_all", no_files_at_all),
     ("no_large_files", no_large_files),
     ("limit_of_open_files_is_kept", limit_of_open_files_is_kept),
@@ -359,6 +361,23 @@ fn io_uring_allowed_on_a_link(paths: &Paths) -> Result<(), Failed> {
     }
     expect("the ring", &said, "done")?;
     talk.stays(HAS_RING)?;
+    expect("stderr", &talk.end()?, "")
+}
+
+const HAS_LIBRARY: &str = "a library was opened with RTLD_DEEPBIND";
+
+fn deep_bind_before(paths: &Paths) -> Result<(), Failed> {
+    let (talk, said) = Talk::begin(paths, &["deep bind"], &[])?;
+    expect("the library", &said[0], "done")?;
+    talk.stays(HAS_LIBRARY)?;
+    expect("stderr", &talk.end()?, "")
+}
+
+fn deep_bind_on_a_link(paths: &Paths) -> Result<(), Failed> {
+    let (mut talk, _) = Talk::begin(paths, &[], &[])?;
+    talk.on_link()?;
+    expect("the library", &talk.server.tell("deep bind")?, "done")?;
+    talk.stays(HAS_LIBRARY)?;
     expect("stderr", &talk.end()?, "")
 }
 

@@ -110,6 +110,8 @@ reasons! {
     NoRules = 33 => "rules file cannot be used",
     /// A seccomp filter of the program's does not allow what the library does.
     Confined = 34 => "the program restricts its system calls",
+    /// The program has opened a library whose calls no hook sees.
+    DeepBind = 35 => "a library was opened with RTLD_DEEPBIND",
 }
 
 /// A [`Reason`], and the peer's own where it declined.

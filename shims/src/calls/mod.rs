@@ -29,6 +29,7 @@
 
 pub mod bypass;
 pub mod confine;
+pub mod dlopen;
 pub mod fd;
 pub mod io;
 pub mod process;

@@ -94,7 +94,9 @@ fn run(options: &Options) -> Result<()> {
     if options.table || options.all {
         let records = read_results(&suites, &results)?;
         let programs = std::fs::read_to_string("integration/suites/programs.md")?;
-        let page = report::page(&records, &reasons, &programs)?;
+        let all = families::all();
+        let names: Vec<&str> = all.iter().map(|suite| suite.name()).collect();
+        let page = report::page(&names, &records, &reasons, &programs)?;
         std::fs::write("docs/compatibility.md", page)?;
         println!("docs/compatibility.md is written");
     }

@@ -28,11 +28,16 @@ back, and *unsteady* if it does not. *Failing* are cases that kernel TCP does no
 |---|---|--:|--:|--:|--:|--:|--:|--:|--:|
 ";
 
-/// The page, with `programs` at its end.
+/// The page, with `programs` at its end. `suites` are all that there are.
 ///
 /// # Errors
 /// When there are no records, or they are of several libraries.
-pub fn page(records: &[Record], reasons: &Reasons, programs: &str) -> Result<String> {
+pub fn page(
+    suites: &[&str],
+    records: &[Record],
+    reasons: &Reasons,
+    programs: &str,
+) -> Result<String> {
     let Some(first) = records.first() else {
         bail!("there are no results to make a table of");
     };
@@ -62,6 +67,11 @@ pub fn page(records: &[Record], reasons: &Reasons, programs: &str) -> Result<Str
             promoted(Way::Default),
             promoted(Way::AtOnce),
         );
+    }
+    let is_missing = |suite: &&str| records.iter().all(|record| record.suite != *suite);
+    let missing: Vec<&str> = suites.iter().copied().filter(is_missing).collect();
+    if !missing.is_empty() {
+        let _ = writeln!(page, "\nNot run with this library: {}.", missing.join(", "));
     }
     section(&mut page, "Different", "reason", &totals, |suite, d| {
         let reason = || reasons.of(suite, d).unwrap_or("no reason is known");

@@ -81,7 +81,7 @@ impl Suite for Libuv {
             .output
             .lines()
             .any(|line| line.starts_with("ok ") && line.contains("# SKIP"));
-        let unknown = ran.output.contains("No test named");
+        let unknown = ran.output.contains("No test with that name");
         let outcome = if skipped || unknown {
             crate::case::Outcome::Skipped
         } else {

@@ -99,8 +99,8 @@ impl Suite for Ruby {
                 Some((_, "Skipped:")) => Outcome::Skipped,
                 _ => continue,
             };
-            let name = line.split([' ', ':']).next().unwrap_or(line);
-            cases.insert(name.to_owned(), outcome);
+            let name = line.split(' ').next().unwrap_or(line);
+            cases.insert(name.trim_end_matches(':').to_owned(), outcome);
         }
         cases
     }

@@ -17,10 +17,12 @@ const TICK: Duration = Duration::from_millis(50);
 /// Brings loopback up, and stays as the first process of the namespace: it reaps, and what it starts gets signals as any
 /// other process does.
 /// The first argument is what is laid over /usr/share. The second is a folder that other users may not enter, the third one
-/// below it that the job's user has to see: the first is covered by an empty one in which there is nothing else.
+/// below it that the job's user has to see: the first is covered by an empty one in which there is nothing else. What the machine
+/// runs on cannot be changed: suites that run as root make files there, and change the modes of devices.
 const INIT: &str = r#"ip link set lo up || exit 125
 [ -z "$1" ] || mount -t overlay -o "ro,lowerdir=$1:/usr/share" overlay /usr/share || exit 125
 [ -z "$2" ] || { mount --bind "$3" /mnt && mount -t tmpfs -o mode=755 none "$2" && mkdir -p "$3" && mount --move /mnt "$3"; } || exit 125
+for dir in /dev /etc /usr; do mount --rbind "$dir" "$dir" && mount -o remount,bind,ro "$dir" || exit 125; done
 shift 3; "$@" 2>&1; exit $?"#;
 
 /// How a process ended.

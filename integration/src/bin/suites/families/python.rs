@@ -79,12 +79,7 @@ pub fn all() -> Vec<Box<dyn Suite>> {
             requirements: &["tornado==6.6.1"],
             tests: "tornado/test",
             module: "tornado.test",
-            ci: &[
-                "iostream_test",
-                "tcpclient_test",
-                "tcpserver_test",
-                "netutil_test",
-            ],
+            ci: &["tcpclient_test", "tcpserver_test", "netutil_test"],
         }),
         Box::new(Package {
             name: "twisted",

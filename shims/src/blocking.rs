@@ -13,7 +13,7 @@ use std::sync::atomic::{
 use rdmasock_core::lock::Lock;
 
 use crate::fork;
-use crate::socket::Socket;
+use crate::socket::{Socket, Stage};
 use crate::sockopt;
 use crate::time::Timeout;
 
@@ -88,10 +88,14 @@ impl Blocking {
     }
 }
 
-/// Whether a call with these flags is back at once, whatever another process does with the socket.
+/// Whether a call with these flags is back at once, whatever another process does with the socket: one that has been passed on
+/// is not watched any more.
 #[inline]
 pub fn is_quick(socket: &Socket, flags: c_int) -> bool {
-    flags & libc::MSG_DONTWAIT != 0 || socket.blocking.is_nonblocking() && !fork::is_shared(socket)
+    flags & libc::MSG_DONTWAIT != 0
+        || socket.blocking.is_nonblocking()
+            && socket.stage() == Stage::Watching
+            && !fork::is_shared(socket)
 }
 
 /// How long a call on the socket may wait now, to receive (`data`) or to send; `None`: not at all.

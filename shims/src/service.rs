@@ -7,6 +7,7 @@
 //! Calls of the program hand it [`Command`]s; all else comes through its epoll set. Here are the handle that
 //! they use, the thread's state and its loop.
 
+mod alone;
 mod answer;
 mod ask;
 mod channels;
@@ -209,6 +210,7 @@ impl Service {
             .stage
             .compare_exchange(Stage::Watching as u8, Stage::Busy as u8, AcqRel, Acquire)
             .is_ok()
+            && (self.started.load(Acquire) || !alone::settle(Library::get(), socket))
         {
             self.submit(Command::Promote(Ref::new(socket)));
         }

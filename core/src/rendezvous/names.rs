@@ -100,6 +100,17 @@ pub fn connect_to(name: &[u8]) -> Result<Channel, Errno> {
     Ok(Channel::new(fd))
 }
 
+/// Whether there are service names of `port`, or that cannot be told now: less than [`connect_to_services`] does. Never waits.
+pub fn is_served(port: u16) -> bool {
+    let Ok(fd) = socket() else { return true };
+    (0..MAX_GAP).any(|k| {
+        SocketAddrUnix::new_abstract_name(service(port, k).as_bytes())
+            // A socket that was refused is as good as new.
+            .and_then(|address| connect(&fd, &address))
+            != Err(Errno::CONNREFUSED)
+    })
+}
+
 /// Connects to the service names of `port`, one after the other, until no more are found.
 ///
 /// Gives a channel or an errno for each name that exists (EAGAIN: it is too busy; EMFILE and the like:
@@ -149,6 +160,10 @@ mod tests {
 
     #[test]
     fn a_port_without_the_library_has_no_names() {
+        let port = free_port();
+        assert!(!is_served(port));
+        let (_name, _) = Listener::service(port).unwrap();
+        assert!(is_served(port));
         assert_eq!(found(free_port()), []);
     }
 

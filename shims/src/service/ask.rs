@@ -667,7 +667,7 @@ fn abandon(socket: &'static Socket, nonce: Nonce) -> bool {
 }
 
 /// The connection stays on TCP for good.
-fn stay(socket: &'static Socket, why: Why) {
+pub(super) fn stay(socket: &'static Socket, why: Why) {
     if let Some(stats) = socket.stats() {
         stats.set_why(why);
     }

@@ -1,10 +1,9 @@
 //! The calls that close, duplicate and control descriptors.
 
-use crate::calls::vfork;
+use crate::calls::{report, vfork};
 use crate::errno;
 use crate::jump::within;
 use crate::lifecycle;
-use crate::report;
 use crate::rx;
 use crate::table::{self, Entry};
 use rdmasock_core::os::privatefd::{self, Settled};

@@ -34,6 +34,7 @@ pub mod fd;
 pub mod io;
 pub mod process;
 pub mod ready;
+pub mod report;
 pub mod socket;
 pub mod syscall;
 pub mod vfork;

@@ -6,6 +6,7 @@ use std::sync::atomic::Ordering::{Acquire, Release};
 
 use rdmasock_core::stats::Reason;
 
+use crate::calls::report;
 use crate::errno;
 use crate::fork;
 use crate::jump::or_if_cancelled;
@@ -14,7 +15,6 @@ use crate::lifecycle;
 use crate::listener::Listener;
 use crate::pass;
 use crate::real::Cancellable;
-use crate::report;
 use crate::rx;
 use crate::socket::{Socket, as_timed_out, mode};
 use crate::sockopt::{self, Name};

@@ -32,6 +32,7 @@ pub mod confine;
 pub mod dlopen;
 pub mod fd;
 pub mod io;
+pub mod numbers;
 pub mod process;
 pub mod ready;
 pub mod report;

@@ -344,7 +344,11 @@ pub fn repair(c: &Ctx) {
             "{:?}",
             sys::get_int(fd, IPPROTO_TCP, TCP_REPAIR)
         ));
+        // Of no queue, and then of the other: the kernel neither takes nor gives.
+        c.ret("send", sys::send(fd, b"x", libc::MSG_NOSIGNAL));
+        c.recv(fd, 10, libc::MSG_DONTWAIT);
         c.ret("queue", set(TCP_REPAIR_QUEUE, RECV_QUEUE));
+        c.recv(fd, 10, libc::MSG_DONTWAIT);
         // What is unread is looked at without being taken.
         c.recv(fd, 600, libc::MSG_PEEK | libc::MSG_DONTWAIT);
         c.ret("off", set(TCP_REPAIR, OFF_WITHOUT_PROBE));

@@ -6,7 +6,7 @@ use super::allowance::Allowance;
 use super::memory::{DataArea, NoRing, RingMemory, Spans};
 use super::{
     Adopted, ConsumerLine, DirectionBlock, End, Offer, ProducerLine, RingError, RxFlags, Stopped,
-    Violation, Wake, disarm, take,
+    Violation, Wake, disarm,
 };
 use crate::fabric::layout::{MIN_RING_LOG2, Region};
 use crate::sync::{Ordering, fence_after_rmw};
@@ -120,7 +120,7 @@ impl Producer {
 
     #[inline(always)]
     fn take_data(&self) -> Wake {
-        self.mine().date(take(&self.theirs().want_data))
+        self.theirs().take_want_data()
     }
 
     /// All the free pieces. Looks at the consumer only when less than `want` bytes are known to

@@ -349,7 +349,8 @@ pub fn repair(c: &Ctx) {
         c.recv(fd, 10, libc::MSG_DONTWAIT);
         c.ret("queue", set(TCP_REPAIR_QUEUE, RECV_QUEUE));
         c.recv(fd, 10, libc::MSG_DONTWAIT);
-        // What is unread is looked at without being taken.
+        // What is unread is looked at without being taken, when the peer has sent it again over TCP.
+        sys::wait_readable_bytes(fd, 500);
         c.recv(fd, 600, libc::MSG_PEEK | libc::MSG_DONTWAIT);
         c.ret("off", set(TCP_REPAIR, OFF_WITHOUT_PROBE));
         c.fionread(fd);

@@ -9,6 +9,7 @@ mod heap;
 mod io;
 mod jump;
 mod load;
+mod numbers;
 mod process;
 mod ready;
 mod signals;

@@ -107,6 +107,33 @@ fn cancelled_threads_end_and_run_their_handlers() {
 }
 
 #[test]
+fn a_library_is_found_where_the_runpath_of_its_opener_says() {
+    let tmp = Path::new(env!("CARGO_TARGET_TMPDIR"));
+    let beside = tmp.join("runpath_libraries");
+    std::fs::create_dir_all(&beside).unwrap();
+    for name in ["found", "deep"] {
+        let library = beside.join(format!("librunpath_{name}.so"));
+        let status = Command::new("cc")
+            .args(["-shared", "-x", "c", "/dev/null", "-o"])
+            .arg(&library)
+            .status()
+            .unwrap();
+        assert!(status.success());
+    }
+    let program = tmp.join("runpath");
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/c/runpath.c");
+    let status = Command::new("cc")
+        .args(["-Wl,--enable-new-dtags,-rpath,$ORIGIN/runpath_libraries"])
+        .arg("-o")
+        .args([&program, &source])
+        .status()
+        .unwrap();
+    assert!(status.success());
+    assert_eq!(same_with_library(&program, &[], ""), "1 1 0 1\n");
+    std::fs::remove_dir_all(&beside).unwrap();
+}
+
+#[test]
 fn calls_by_number_do_what_they_do_without_the_library() {
     let printed = same_with_library(compile("numbers"), &[], "");
     assert!(printed.ends_with("the end: 0\n"), "{printed}");

@@ -14,6 +14,7 @@ use std::sync::atomic::{
     Ordering::{Acquire, Relaxed, Release},
 };
 
+use rdmasock_core::os::privatefd::Transit;
 use rustix::fs::{CWD, Mode, OFlags};
 
 /// No key.
@@ -105,6 +106,7 @@ impl Watch {
 /// Whether the calling thread is the only one but for the main thread, which has ended. Nobody else can change that.
 fn is_alone() -> bool {
     let mut text = [MaybeUninit::uninit(); 512];
+    let _transit = Transit::begin();
     // Without /proc it is not known.
     let Ok(file) = rustix::fs::openat(
         CWD,

@@ -10,7 +10,7 @@ use std::sync::atomic::{
 
 use rdmasock_core::os::doorbell;
 use rdmasock_core::os::memfd::Mapping;
-use rdmasock_core::os::privatefd;
+use rdmasock_core::os::privatefd::{self, Settled};
 
 use crate::epoll::Epoll;
 use crate::library::Library;
@@ -264,8 +264,15 @@ pub fn epoch() -> u32 {
     EPOCH.load(Acquire)
 }
 
-/// Before a fork: who will hold what.
+/// Before a fork.
 pub extern "C" fn prepare() {
+    count_holders();
+    // From here to the fork nothing of ours has a low number, where the child would keep it.
+    Settled::begin().hold();
+}
+
+/// Who will hold what.
+fn count_holders() {
     if Library::has_retired() {
         return;
     }
@@ -299,7 +306,14 @@ pub extern "C" fn prepare() {
 
 /// After a fork, in the parent.
 pub extern "C" fn parent() {
+    Settled::end();
     hold_uncounted();
+}
+
+/// [`take_back`] where [`parent`] has not run.
+pub fn failed(epoch: u32) {
+    Settled::end();
+    take_back(epoch);
 }
 
 /// There is no child of the fork that was prepared in the epoch after `epoch`: nobody but this process has got anything.

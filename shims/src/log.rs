@@ -15,6 +15,7 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
 use once_cell::race::OnceBox;
+use rdmasock_core::os::privatefd::Transit;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::{AsFd, BorrowedFd, IntoRawFd, OwnedFd, RawFd};
 use rustix::fs::{FileType, Mode, OFlags};
@@ -175,6 +176,7 @@ fn open_file(path: &Path) -> Result<OwnedFd, Errno> {
         | OFlags::CLOEXEC
         | OFlags::NOCTTY
         | OFlags::NONBLOCK;
+    let _transit = Transit::begin();
     let file = rustix::fs::open(with_pid(path), flags, Mode::from_raw_mode(0o644))?;
     raised(file.as_fd())
 }

@@ -188,7 +188,9 @@ fn poll_slow(
         let bell = bell.map(|d| d.as_raw_fd());
         let completions = duties.iter().map(|duty| duty.fd().as_raw_fd());
         let seats = Seats::take(&mut copy, bell.into_iter().chain(completions));
-        let record = (!sleepers.is_empty()).then(|| Record::begin(waiter, Call::Poll, None));
+        let page = Library::get().stats;
+        let record =
+            (!sleepers.is_empty()).then(|| Record::begin(page, waiter, Call::Poll, None, 0));
         let r = real(copy.as_mut_ptr(), copy.len() as nfds_t, deadline.left());
         let error = errno::get();
         point!("poll: is awake");

@@ -250,6 +250,34 @@ functions! {
 
     // Descriptors.
 
+    /// `open(path, flags, mode)`; variadic in C, with at most one more argument
+    OpenFn = (*const c_char, c_int, c_uint) -> c_int: open, open64, __open, __open64;
+    /// `__open_2(path, flags)`
+    Open2Fn = (*const c_char, c_int) -> c_int: __open_2, __open64_2;
+    /// `openat(at, path, flags, mode)`, as `open`
+    OpenatFn = (c_int, *const c_char, c_int, c_uint) -> c_int: openat, openat64;
+    /// `__openat_2(at, path, flags)`
+    Openat2Fn = (c_int, *const c_char, c_int) -> c_int: __openat_2, __openat64_2;
+    /// `creat(path, mode)`
+    CreatFn = (*const c_char, c_uint) -> c_int: creat, creat64;
+    /// `pipe(ends)`
+    PipeFn = (*mut c_int) -> c_int: pipe, __pipe;
+    /// `pipe2(ends, flags)`
+    Pipe2Fn = (*mut c_int, c_int) -> c_int: pipe2;
+    /// `socketpair(domain, type, protocol, ends)`
+    SocketpairFn = (c_int, c_int, c_int, *mut c_int) -> c_int: socketpair;
+    /// `eventfd(value, flags)`
+    EventfdFn = (c_uint, c_int) -> c_int: eventfd;
+    /// `timerfd_create(clock, flags)`
+    TimerfdFn = (c_int, c_int) -> c_int: timerfd_create;
+    /// `signalfd(fd, mask, flags)`
+    SignalfdFn = (c_int, *const sigset_t, c_int) -> c_int: signalfd;
+    /// `inotify_init()`
+    InotifyInitFn = () -> c_int: inotify_init;
+    /// `inotify_init1(flags)`
+    InotifyFn = (c_int) -> c_int: inotify_init1;
+    /// `memfd_create(name, flags)`
+    MemfdFn = (*const c_char, c_uint) -> c_int: memfd_create;
     /// `close(fd)`
     CloseFn = (c_int) -> c_int: close, __close;
     /// `close_range(first, last, flags)`, from glibc 2.34 on

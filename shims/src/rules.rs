@@ -19,6 +19,7 @@ use core::ops::RangeInclusive;
 use std::path::Path;
 
 use ipnet::IpNet;
+use rdmasock_core::os::privatefd::Transit;
 use rdmasock_core::stats::Direction;
 use rustix::fs::{Mode, OFlags};
 use serde::Deserialize;
@@ -243,6 +244,7 @@ fn read(path: &Path) -> Result<String, String> {
     let failed = |errno: rustix::io::Errno| std::io::Error::from(errno).to_string();
     // A FIFO must not block the program's start.
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK;
+    let _transit = Transit::begin();
     let file = rustix::fs::open(path, flags, Mode::empty()).map_err(failed)?;
     let mut bytes = Vec::new();
     let mut piece = [0_u8; 4096];

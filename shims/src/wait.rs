@@ -15,6 +15,7 @@ pub use rdmasock_core::fabric::waiter::{FLAGS_BYTES, MAX_WAITERS, SLEEPER_MASK, 
 use rdmasock_core::stats::Call;
 
 use crate::jump::within;
+use crate::library::Library;
 use crate::link::{Distant, Duty, Link};
 use crate::points::point;
 use crate::ready::Sleeper;
@@ -106,7 +107,19 @@ fn wait_on(
         return Ok(false);
     }
     let call = if data { Call::Receive } else { Call::Send };
-    let record = Record::begin(lease.waiter, call, Some(socket));
+    let unread = if data {
+        None
+    } else {
+        crate::tx::unread(socket)
+    };
+    let page = Library::get().stats;
+    let record = Record::begin(
+        page,
+        lease.waiter,
+        call,
+        Some(socket.slot),
+        unread.unwrap_or(0),
+    );
     point!("wait: is about to sleep");
     let slept = lease.sleep(deadline.left(), duty.as_ref());
     point!("wait: is awake");

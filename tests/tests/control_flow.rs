@@ -71,6 +71,14 @@ const PROGRAMS: &[Program] = &[
         arguments: &["20"],
     },
     Program {
+        name: "numbers",
+        arguments: &["400000"],
+    },
+    Program {
+        name: "numbers",
+        arguments: &["60000", "low"],
+    },
+    Program {
         name: "last_thread",
         arguments: &["50", "exit"],
     },

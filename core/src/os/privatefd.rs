@@ -10,13 +10,17 @@
 //! kernel's fd table then reaches up to there: fork copies it, and a select over getdtablesize() numbers, which the kernel
 //! cuts to that table, would read beyond the 1,024 bits of an fd_set. And they leave the program most of its limit.
 //!
-//! What cannot be had: the kernel gives every new fd the lowest number first, so for the few
-//! instructions until it is moved another thread of the program may get the number above. The file
-//! `transit` keeps a close_range off meanwhile.
+//! The kernel gives every new fd the lowest number first, so for the few instructions until it is moved another thread of
+//! the program may get the number above. It is put right there (`shims/src/calls/numbers.rs`), by what the file `transit` counts,
+//! which also keeps a close_range off meanwhile.
+//!
+//! Nor has one ever a number in the lower part of the limit, where the program would miss it for as long as it is there. And
+//! the last numbers are the program's: a few are always left, so that one which is at its limit, and closes some to open
+//! others, finds those free.
 
 mod transit;
 
-pub use transit::{Settled, Transit};
+pub use transit::{Look, Settled, Transit};
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, IntoRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -111,14 +115,21 @@ impl PrivateFd {
     ///
     /// EMFILE if the program's limit leaves no number.
     pub fn place(fd: OwnedFd) -> Result<Self, Errno> {
-        let placed = place(fd.as_fd());
+        let _transit = Transit::begin();
+        let placed = place(fd.as_fd(), Take::High);
         close(fd);
         placed
     }
 
     /// A private fd for the same open file as the program's `fd`. EMFILE as for [`Self::place`].
     pub fn duplicate(fd: BorrowedFd<'_>) -> Result<Self, Errno> {
-        place(fd)
+        place(fd, Take::High)
+    }
+
+    /// [`Self::duplicate`] of an `fd` that the program is closing, with calls or bytes that would else be lost: its number is free
+    /// soon, so any other will do.
+    pub fn duplicate_closing(fd: BorrowedFd<'_>) -> Result<Self, Errno> {
+        place(fd, Take::Any)
     }
 
     /// Takes back a number that [`Self::release`] gave out.
@@ -134,7 +145,7 @@ impl PrivateFd {
 
     /// A second fd for the same open file, under another private number. EMFILE as for [`Self::place`].
     pub fn try_clone(&self) -> Result<Self, Errno> {
-        place(self.as_fd())
+        place(self.as_fd(), Take::High)
     }
 }
 
@@ -191,7 +202,7 @@ fn unregister(fd: RawFd) {
     }
 }
 
-/// Where to look for a number: downwards from below `end`, as long as there are fewer than `most` private fds.
+/// Where to look for a number: the upper `most` of those below `end`, downwards, as long as there are fewer than that private fds.
 #[derive(Debug, PartialEq, Eq)]
 struct Place {
     end: u32,
@@ -210,38 +221,76 @@ fn places(soft: u64) -> [Place; 2] {
     })
 }
 
-fn place(fd: BorrowedFd<'_>) -> Result<PrivateFd, Errno> {
+/// So many numbers are left to the program whenever one is taken: as many as it may close before it opens as many.
+const SPARE: usize = 4;
+
+/// Which numbers will do.
+#[derive(Clone, Copy, PartialEq)]
+enum Take {
+    /// Those in the upper part, if some are left.
+    High,
+    /// The highest that is free, whichever.
+    Any,
+}
+
+fn place(fd: BorrowedFd<'_>, take: Take) -> Result<PrivateFd, Errno> {
     let _transit = Transit::begin();
     let soft = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
     let count = COUNT.load(Ordering::Relaxed);
     places(soft)
         .into_iter()
         .filter(|place| count < place.most)
-        .find_map(|place| place_below(fd, place.end))
+        .find_map(|place| place_in(fd, &place, take))
         .ok_or(Errno::MFILE)
 }
 
-fn place_below(fd: BorrowedFd<'_>, end: u32) -> Option<PrivateFd> {
+fn place_in(fd: BorrowedFd<'_>, place: &Place, take: Take) -> Option<PrivateFd> {
     // A try costs a system call; a program that uses this many numbers at the top of its range
     // needs them more than we do.
     const TRIES: usize = 1024;
-    (0..end)
+    let mut tries = (0..place.end)
         .rev()
         .filter(|n| !is_private(*n as RawFd))
         .take(TRIES)
-        .find_map(|n| dup_registered(fd, n).ok())
+        .peekable();
+    let mut next = || {
+        loop {
+            match fcntl_dupfd_cloexec(fd, *tries.peek()? as RawFd) {
+                // There may be another from there on.
+                Ok(new) => return Some(new),
+                Err(_) => tries.next(),
+            };
+        }
+    };
+    let new = next()?;
+    let is_high = new.as_raw_fd() as u32 >= place.end.saturating_sub(place.most);
+    let mut left: [Option<OwnedFd>; SPARE] = Default::default();
+    // From the top, as the number itself: where there are many, none of them is a low one.
+    let mut is_left = || {
+        left.iter_mut().all(|slot| {
+            *slot = next();
+            slot.is_some()
+        })
+    };
+    let does = take == Take::Any || is_high && is_left();
+    left.into_iter().flatten().for_each(close);
+    if does {
+        keep(new)
+    } else {
+        close(new);
+        None
+    }
 }
 
-/// Duplicates `fd` to the lowest free number from `first` and registers it.
-fn dup_registered(fd: BorrowedFd<'_>, first: u32) -> Result<PrivateFd, Errno> {
-    let new = fcntl_dupfd_cloexec(fd, first as RawFd)?;
+/// Enters a number that is to be private.
+fn keep(new: OwnedFd) -> Option<PrivateFd> {
     if register(new.as_raw_fd()) {
-        Ok(PrivateFd {
+        Some(PrivateFd {
             fd: new.into_raw_fd(),
         })
     } else {
         close(new);
-        Err(Errno::MFILE)
+        None
     }
 }
 

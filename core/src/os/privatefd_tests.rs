@@ -124,6 +124,38 @@ fn no_number_left_is_an_error_that_leaks_nothing() {
 }
 
 #[test]
+fn the_last_numbers_are_left_to_the_program() {
+    in_child(|| {
+        limits(64, 64);
+        let (reader, _writer) = pipe();
+        let mut taken = Vec::new();
+        while let Ok(fd) = rustix::io::dup(&reader) {
+            taken.push(fd);
+        }
+        // A low number, as any: with so few free none is ours, but in place of one that is being closed.
+        for free in 1..=SPARE {
+            drop(taken.remove(0));
+            assert_eq!(
+                PrivateFd::duplicate(reader.as_fd()).unwrap_err(),
+                Errno::MFILE
+            );
+            assert!(PrivateFd::duplicate_closing(reader.as_fd()).is_ok());
+            let all: Vec<_> = std::iter::from_fn(|| rustix::io::dup(&reader).ok()).collect();
+            assert_eq!(all.len(), free);
+        }
+        // Nor is one with many free, if none of them is high.
+        drop(taken.drain(..SPARE + 4));
+        assert_eq!(
+            PrivateFd::duplicate(reader.as_fd()).unwrap_err(),
+            Errno::MFILE
+        );
+        drop(taken.pop());
+        let private = PrivateFd::duplicate(reader.as_fd()).unwrap();
+        assert_eq!(private.as_raw_fd(), 63);
+    });
+}
+
+#[test]
 fn a_fork_child_keeps_only_what_it_is_told_to() {
     let kept = PrivateFd::place(pipe().0).unwrap();
     let closed = PrivateFd::place(pipe().0).unwrap();

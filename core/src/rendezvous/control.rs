@@ -18,6 +18,7 @@ use zerocopy::little_endian::U16;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use crate::ids::{Cookie, ID_BYTES, InstanceId, Nonce, Tuple};
+use crate::os::privatefd::Transit;
 use crate::wire::{self, Message, VERSION, WireError};
 
 /// Every datagram has this many bytes, so that no answer is longer than its question.
@@ -372,6 +373,7 @@ impl Key {
         let failed = |errno: Errno| std::io::Error::from(errno).to_string();
         // A FIFO must not block the program.
         let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
+        let _transit = Transit::begin();
         let file = rustix::fs::open(path, flags, Mode::empty()).map_err(failed)?;
         let stat = rustix::fs::fstat(&file).map_err(failed)?;
         if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {

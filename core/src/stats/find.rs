@@ -7,7 +7,7 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use super::MEMFD_NAME;
+use super::codes::MEMFD_NAME;
 use super::read::{InstanceSnapshot, ReadError, StatsReader};
 use super::sleepers::SleeperSnapshot;
 

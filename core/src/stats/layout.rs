@@ -11,8 +11,9 @@ use core::sync::atomic::{
     fence,
 };
 
+use super::codes::{Direction, EVENTS, LINK_SLOTS, LinkState, Path, SLEEPER_SLOTS, STREAM_SLOTS};
+use super::reason::Why;
 use super::sleepers::{SleeperStats, Waiting};
-use super::{Direction, EVENTS, LINK_SLOTS, LinkState, Path, SLEEPER_SLOTS, STREAM_SLOTS, Why};
 
 /// "rdmastat", read as a little-endian number.
 pub(super) const MAGIC: u64 = u64::from_le_bytes(*b"rdmastat");

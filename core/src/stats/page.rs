@@ -16,11 +16,14 @@ use rustix::time::{ClockId, clock_gettime};
 
 use crate::os::{extent::PAGE, lazy, memfd::within_file_limit};
 
-use super::layout::{Header, MAGIC, PROGRAM_MAX, VERSION, bump, moved};
-use super::{
-    Direction, Event, LINK_SLOTS, LinkState, LinkStats, MEMFD_NAME, Path, Reason, SLEEPER_SLOTS,
-    STREAM_SLOTS, SleeperStats, StatsPage, StreamStats, Why,
+use super::codes::{
+    Direction, Event, LINK_SLOTS, LinkState, MEMFD_NAME, Path, SLEEPER_SLOTS, STREAM_SLOTS,
 };
+use super::layout::{
+    Header, LinkStats, MAGIC, PROGRAM_MAX, StatsPage, StreamStats, VERSION, bump, moved,
+};
+use super::reason::{Reason, Why};
+use super::sleepers::SleeperStats;
 
 /// Slots of streams that are open to begin with.
 const FIRST: u32 = 32;

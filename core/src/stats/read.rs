@@ -18,13 +18,13 @@ use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use thiserror::Error;
 
-use super::layout::{Header, MAGIC, VERSION, moved};
-use super::page::monotonic_ns;
-use super::sleepers::{SleeperSnapshot, SleeperStats, Waiting};
-use super::{
-    Counts, Direction, EVENTS, Event, LINK_SLOTS, LinkState, LinkStats, Path, Reason,
-    SLEEPER_SLOTS, STREAM_SLOTS, StatsPage, StreamStats, Why,
+use super::codes::{
+    Direction, EVENTS, Event, LINK_SLOTS, LinkState, Path, SLEEPER_SLOTS, STREAM_SLOTS,
 };
+use super::layout::{Counts, Header, LinkStats, MAGIC, StatsPage, StreamStats, VERSION, moved};
+use super::page::monotonic_ns;
+use super::reason::{Reason, Why};
+use super::sleepers::{SleeperSnapshot, SleeperStats, Waiting};
 
 /// How often a copy of the whole page is tried again because streams were closed meanwhile.
 const ATTEMPTS: u32 = 8;

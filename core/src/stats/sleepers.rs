@@ -10,7 +10,7 @@ use core::sync::atomic::{
 };
 use core::time::Duration;
 
-use super::{Call, SLEEPER_SLOTS};
+use super::codes::{Call, SLEEPER_SLOTS};
 
 /// Which waiter is told of something.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -2,6 +2,7 @@
  * clean-up handlers run, and that the process lives on. Prints one line per call. */
 #define _GNU_SOURCE
 #include <errno.h>
+#include <fcntl.h>
 #include <poll.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -9,10 +10,12 @@
 #include <sys/epoll.h>
 #include <sys/select.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
-static int ends[2], pipe_ends[2], epoll;
+static int ends[2], pipe_ends[2], epoll, listener;
+static char fifo[64];
 static volatile int entered, cleaned;
 static volatile pid_t tid;
 
@@ -34,6 +37,8 @@ static void block_select(void)
     select(ends[0] + 1, &set, NULL, NULL, NULL);
 }
 static void block_epoll(void) { struct epoll_event e; epoll_wait(epoll, &e, 1, -1); }
+static void block_open(void) { open(fifo, O_RDONLY); }
+static void block_accept(void) { accept(listener, NULL, NULL); }
 static void block_dprintf(void)
 {
     static char big[1 << 16];
@@ -93,6 +98,14 @@ int main(void)
     int bad = 0;
     if (socketpair(AF_UNIX, SOCK_STREAM, 0, ends) || pipe(pipe_ends) || (epoll = epoll_create1(0)) < 0)
         return 2;
+    snprintf(fifo, sizeof fifo, "/tmp/rdmasock-cancel-%d", getpid());
+    listener = socket(AF_UNIX, SOCK_STREAM, 0);
+    struct sockaddr unnamed = {AF_UNIX, ""};
+    if (mkfifo(fifo, 0600) || bind(listener, &unnamed, sizeof unnamed.sa_family) || listen(listener, 1))
+        return 2;
+    bad |= cancel("open", block_open);
+    unlink(fifo);
+    bad |= cancel("accept", block_accept);
     bad |= cancel("read", block_read);
     bad |= cancel("recv", block_recv);
     bad |= cancel("recvmsg", block_recvmsg);

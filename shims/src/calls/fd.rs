@@ -1,10 +1,10 @@
 //! The calls that close, duplicate and control descriptors.
 
-use crate::calls::vfork;
+use crate::calls::numbers::{lowest, lowest_from, onto};
+use crate::calls::{report, vfork};
 use crate::errno;
 use crate::jump::within;
 use crate::lifecycle;
-use crate::report;
 use crate::rx;
 use crate::table::{self, Entry};
 use rdmasock_core::os::privatefd::{self, Settled};
@@ -102,7 +102,7 @@ pub unsafe extern "C" fn closefrom(real: CloseFromFn, first: c_int) {
 #[inline]
 pub unsafe extern "C" fn dup(real: DupFn, fd: c_int) -> c_int {
     // SAFETY: the caller's arguments, as they are.
-    let new = unsafe { real(fd) };
+    let new = lowest(|| unsafe { real(fd) });
     if new >= 0 && table::is_known(fd) {
         on_dup(fd, new);
     }
@@ -146,7 +146,7 @@ pub unsafe extern "C" fn dup2(real: Dup2Fn, old: c_int, new: c_int) -> c_int {
         return refused;
     }
     // SAFETY: the caller's arguments, as they are.
-    let result = unsafe { real(old, new) };
+    let result = onto(new, || unsafe { real(old, new) });
     if concerns && result >= 0 {
         on_dup(old, new);
     }
@@ -170,7 +170,7 @@ pub unsafe extern "C" fn dup3(real: Dup3Fn, old: c_int, new: c_int, flags: c_int
         return refused;
     }
     // SAFETY: the caller's arguments, as they are.
-    let result = unsafe { real(old, new, flags) };
+    let result = onto(new, || unsafe { real(old, new, flags) });
     if concerns && result >= 0 {
         on_dup(old, new);
     }
@@ -185,7 +185,8 @@ pub unsafe extern "C" fn fcntl(
     command: c_int,
     argument: c_ulong,
 ) -> c_int {
-    if !table::is_known(fd) {
+    let makes = matches!(command, libc::F_DUPFD | libc::F_DUPFD_CLOEXEC);
+    if !makes && !table::is_known(fd) {
         // SAFETY: the caller's arguments, as they are.
         return unsafe { real(fd, command, argument) };
     }
@@ -201,8 +202,12 @@ unsafe extern "C" fn fcntl_on(
     argument: c_ulong,
 ) -> c_int {
     // SAFETY: the caller's arguments, as they are.
-    let result = unsafe { real(fd, command, argument) };
-    if result < 0 {
+    let call = || unsafe { real(fd, command, argument) };
+    let result = match command {
+        libc::F_DUPFD | libc::F_DUPFD_CLOEXEC => lowest_from(argument as c_int, call),
+        _ => call(),
+    };
+    if result < 0 || !table::is_known(fd) {
         return result;
     }
     match command {

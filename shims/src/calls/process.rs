@@ -167,7 +167,7 @@ pub unsafe extern "C" fn fork_bare(real: ForkFn) -> pid_t {
     match pid {
         0 => crate::fork::child(),
         1.. => crate::fork::parent(),
-        _ => crate::fork::take_back(epoch),
+        _ => crate::fork::failed(epoch),
     }
     pid
 }

@@ -1,5 +1,6 @@
 //! The calls that wait for readiness.
 
+use crate::calls::numbers::lowest;
 use crate::epoll::{Epoll, without_ours};
 use crate::jump::{outside, within};
 use crate::library::Library;
@@ -226,7 +227,7 @@ unsafe extern "C" fn pselect_on(sets: &Sets, timeout: Timeout, mask: *const sigs
 #[inline]
 pub unsafe extern "C" fn epoll_create(real: EpollCreateFn, size: c_int) -> c_int {
     // SAFETY: the caller's arguments, as they are.
-    let fd = unsafe { real(size) };
+    let fd = lowest(|| unsafe { real(size) });
     if fd >= 0 {
         within(|| lifecycle::on_epoll(fd));
     }

@@ -6,6 +6,8 @@ use std::sync::atomic::Ordering::{Acquire, Release};
 
 use rdmasock_core::stats::Reason;
 
+use crate::calls::numbers::lowest;
+use crate::calls::report;
 use crate::errno;
 use crate::fork;
 use crate::jump::or_if_cancelled;
@@ -14,7 +16,6 @@ use crate::lifecycle;
 use crate::listener::Listener;
 use crate::pass;
 use crate::real::Cancellable;
-use crate::report;
 use crate::rx;
 use crate::socket::{Socket, as_timed_out, mode};
 use crate::sockopt::{self, Name};
@@ -35,7 +36,7 @@ pub unsafe extern "C" fn socket(
     protocol: c_int,
 ) -> c_int {
     // SAFETY: the caller's arguments, as they are.
-    let fd = unsafe { real(domain, kind, protocol) };
+    let fd = lowest(|| unsafe { real(domain, kind, protocol) });
     let stream = kind & !(libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC) == libc::SOCK_STREAM;
     let inet = domain == libc::AF_INET || domain == libc::AF_INET6;
     if fd >= 0 && stream && inet && (protocol == 0 || protocol == libc::IPPROTO_TCP) {
@@ -67,7 +68,7 @@ pub unsafe extern "C" fn accept(
         // SAFETY: the caller's arguments, as they are.
         Entry::Listener(listener) => unsafe { accept_on(listener, real, fd, address, address_len) },
         // SAFETY: likewise.
-        _ => unsafe { real(fd, address, address_len) },
+        _ => lowest(|| unsafe { real.cancellable()(fd, address, address_len) }),
     }
 }
 
@@ -80,7 +81,7 @@ unsafe extern "C" fn accept_on(
     address_len: *mut socklen_t,
 ) -> c_int {
     // SAFETY: the caller's arguments, as they are.
-    let accept = || unsafe { real.cancellable()(fd, address, address_len) };
+    let accept = || lowest(|| unsafe { real.cancellable()(fd, address, address_len) });
     within(|| accept_from(listener, false, accept))
 }
 
@@ -117,7 +118,7 @@ pub unsafe extern "C" fn accept4(
             accept4_on(listener, real, fd, address, address_len, flags)
         },
         // SAFETY: likewise.
-        _ => unsafe { real(fd, address, address_len, flags) },
+        _ => lowest(|| unsafe { real.cancellable()(fd, address, address_len, flags) }),
     }
 }
 
@@ -131,7 +132,7 @@ unsafe extern "C" fn accept4_on(
     flags: c_int,
 ) -> c_int {
     // SAFETY: the caller's arguments, as they are.
-    let accept = || unsafe { real.cancellable()(fd, address, address_len, flags) };
+    let accept = || lowest(|| unsafe { real.cancellable()(fd, address, address_len, flags) });
     within(|| accept_from(listener, flags & libc::SOCK_NONBLOCK != 0, accept))
 }
 

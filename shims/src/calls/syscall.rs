@@ -17,7 +17,7 @@ use libc::{
 use rdmasock_core::os::kernel;
 use rustix::io::Errno;
 
-use super::{confine, fd, io, process, ready, socket, vfork};
+use super::{confine, fd, io, numbers, process, ready, socket, vfork};
 use crate::real::SyscallFn;
 use crate::table;
 use crate::{errno, lifecycle};
@@ -184,6 +184,15 @@ fn owns_fd(fd: usize, served: impl FnOnce() -> c_long, plain: impl FnOnce() -> c
     }
 }
 
+/// [`owns`] for a call that makes a number out of the descriptor `fd`: all that is done for one of no socket's is about that number.
+fn owns_made(fd: usize, served: impl FnOnce() -> c_long, plain: impl FnOnce() -> c_long) -> c_long {
+    if table::is_known(fd as c_int) {
+        owns(fd, served, plain)
+    } else {
+        served()
+    }
+}
+
 /// `served![(a b c d e f) LIST: WAY NUMBER = FUNCTION(a: TYPE, …) -> RESULT; …]`: pairs of a number and what serves
 /// it, which is the function of a hook with the system call for libc's function, called in that way.
 macro_rules! served {
@@ -232,8 +241,8 @@ served! { (a b c d e f) BYTES:
 served! { (a b c d e f) SOCKETS:
     owns SYS_socket = socket::socket, (a: c_int, b: c_int, c: c_int) -> c_int;
     owns_fd SYS_listen = socket::listen, (a: c_int, b: c_int) -> c_int;
-    owns_fd SYS_accept = socket::accept, (a: c_int, b: *mut sockaddr, c: *mut socklen_t) -> c_int;
-    owns_fd SYS_accept4 = socket::accept4, (a: c_int, b: *mut sockaddr, c: *mut socklen_t, d: c_int) -> c_int;
+    owns_made SYS_accept = socket::accept, (a: c_int, b: *mut sockaddr, c: *mut socklen_t) -> c_int;
+    owns_made SYS_accept4 = socket::accept4, (a: c_int, b: *mut sockaddr, c: *mut socklen_t, d: c_int) -> c_int;
     owns SYS_connect = socket::connect, (a: c_int, b: *const sockaddr, c: socklen_t) -> c_int;
     direct SYS_shutdown = socket::shutdown, (a: c_int, b: c_int) -> c_int;
     direct SYS_getsockopt = socket::getsockopt,
@@ -245,12 +254,22 @@ served! { (a b c d e f) SOCKETS:
 served! { (a b c d e f) DESCRIPTORS:
     owns_fd SYS_close = fd::close, (a: c_int) -> c_int;
     owns SYS_close_range = fd::close_range, (a: c_uint, b: c_uint, c: c_int) -> c_int;
-    owns_fd SYS_dup = fd::dup, (a: c_int) -> c_int;
+    owns_made SYS_dup = fd::dup, (a: c_int) -> c_int;
     owns SYS_dup3 = fd::dup3, (a: c_int, b: c_int, c: c_int) -> c_int;
-    owns_fd SYS_fcntl = fd::fcntl, (a: c_int, b: c_int, c: c_ulong) -> c_int;
+    owns_made SYS_fcntl = fd::fcntl, (a: c_int, b: c_int, c: c_ulong) -> c_int;
     direct SYS_ioctl = fd::ioctl, (a: c_int, b: c_ulong, c: *mut c_void) -> c_int;
     owns SYS_epoll_create1 = ready::epoll_create1, (a: c_int) -> c_int;
     owns SYS_epoll_ctl = ready::epoll_ctl, (a: c_int, b: c_int, c: c_int, d: *mut epoll_event) -> c_int;
+}
+
+served! { (a b c d e f) FILES:
+    direct SYS_openat = numbers::openat, (a: c_int, b: *const c_char, c: c_int, d: c_uint) -> c_int;
+    direct SYS_socketpair = numbers::socketpair, (a: c_int, b: c_int, c: c_int, d: *mut c_int) -> c_int;
+    direct SYS_pipe2 = numbers::pipe2, (a: *mut c_int, b: c_int) -> c_int;
+    direct SYS_eventfd2 = numbers::eventfd, (a: c_uint, b: c_int) -> c_int;
+    direct SYS_timerfd_create = numbers::timerfd_create, (a: c_int, b: c_int) -> c_int;
+    direct SYS_inotify_init1 = numbers::inotify_init1, (a: c_int) -> c_int;
+    direct SYS_memfd_create = numbers::memfd_create, (a: *const c_char, b: c_uint) -> c_int;
 }
 
 served! { (a b c d e f) PROCESSES:
@@ -274,12 +293,16 @@ served! { (a b c d e f) OLD:
     owns SYS_epoll_create = ready::epoll_create, (a: c_int) -> c_int;
     waits_on SYS_epoll_wait = ready::epoll_wait, (a: c_int, b: *mut epoll_event, c: c_int, d: c_int) -> c_int;
     owns SYS_dup2 = fd::dup2, (a: c_int, b: c_int) -> c_int;
+    direct SYS_open = numbers::open, (a: *const c_char, b: c_int, c: c_uint) -> c_int;
+    direct SYS_creat = numbers::creat, (a: *const c_char, b: c_uint) -> c_int;
+    direct SYS_pipe = numbers::pipe, (a: *mut c_int) -> c_int;
 }
 
-const SERVED: [&[(c_long, Handler)]; 7] = [
+const SERVED: [&[(c_long, Handler)]; 8] = [
     BYTES,
     SOCKETS,
     DESCRIPTORS,
+    FILES,
     PROCESSES,
     OLD,
     others::OTHERS,

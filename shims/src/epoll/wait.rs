@@ -198,7 +198,8 @@ impl Epoll {
                 continue;
             }
             point!("epoll: is about to sleep");
-            let record = Record::begin(waiter, Call::Epoll, None);
+            let page = Library::get().stats;
+            let record = Record::begin(page, waiter, Call::Epoll, None, 0);
             let n = real(visit.number(), events, max, deadline.left());
             let errno = crate::errno::get();
             point!("epoll: is awake");

@@ -218,7 +218,7 @@ fn move_anchor(socket: &'static Socket) -> bool {
     if privatefd::is_private(socket.fd.load(Acquire)) {
         return true;
     }
-    let Some(Ok(copy)) = socket.anchor_fd().map(PrivateFd::duplicate) else {
+    let Some(Ok(copy)) = socket.anchor_fd().map(PrivateFd::duplicate_closing) else {
         return false;
     };
     let service = &Library::get().service;
@@ -258,7 +258,7 @@ fn orphan(socket: &'static Socket) {
         && !table::still(fd, socket)
         && is_behind(socket, fd)
         // SAFETY: the caller is about to close the number, and it still stands for the socket.
-        && let Ok(copy) = PrivateFd::duplicate(unsafe { BorrowedFd::borrow_raw(fd) })
+        && let Ok(copy) = PrivateFd::duplicate_closing(unsafe { BorrowedFd::borrow_raw(fd) })
     {
         socket.fd.store(copy.release(), Release);
     }

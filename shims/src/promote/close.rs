@@ -121,7 +121,7 @@ pub fn linger(socket: &'static Socket, awaited: Option<Awaited>, unsent: Vec<u8>
     if hard || (awaited.is_none() && unsent.is_empty()) {
         return;
     }
-    if let Ok(copy) = rdmasock_core::os::privatefd::PrivateFd::duplicate(anchor) {
+    if let Ok(copy) = rdmasock_core::os::privatefd::PrivateFd::duplicate_closing(anchor) {
         if unsent.is_empty() {
             let _ = rustix::net::shutdown(&copy, rustix::net::Shutdown::Write);
         }

@@ -1,11 +1,8 @@
 //! What `rdmasock stat` shows of a thread that sleeps until something comes over a link, or there is room on it.
 
+use rdmasock_core::fabric::waiter::WaiterId;
 use rdmasock_core::stats::{Asleep, Call, StatsPage};
 use rdmasock_core::thread;
-
-use super::WaiterId;
-use crate::library::Library;
-use crate::socket::Socket;
 
 /// The thread is shown as asleep for as long as the value lives.
 pub struct Record {
@@ -15,18 +12,23 @@ pub struct Record {
 }
 
 impl Record {
-    /// The thread is about to sleep as `waiter`, in a call on `socket` if it is on one.
-    pub fn begin(waiter: WaiterId, call: Call, socket: Option<&'static Socket>) -> Self {
-        let page = Library::get().stats;
+    /// The thread is about to sleep as `waiter`, in a call on the stream with this slot if it is on one, of which the reader has not
+    /// read `unread` bytes if it is a sender.
+    pub fn begin(
+        page: &'static StatsPage,
+        waiter: WaiterId,
+        call: Call,
+        stream: Option<u32>,
+        unread: u64,
+    ) -> Self {
         let thread = thread::current().tid();
         if let Some(sleeper) = page.sleeper(waiter.0) {
-            let sends = socket.filter(|_| call == Call::Send);
             sleeper.begin(&Asleep {
                 thread,
                 call,
-                stream: socket.map(|s| s.slot),
+                stream,
                 since: crate::time::tick(),
-                unread: sends.and_then(crate::tx::unread).unwrap_or(0),
+                unread,
             });
         }
         Self {
@@ -39,8 +41,8 @@ impl Record {
 
 impl Drop for Record {
     fn drop(&mut self) {
-        // In a child of a fork that has interrupted the sleep the record is the parent's.
-        let is_ours = Library::current().is_some_and(|l| std::ptr::eq(l.stats, self.page));
+        // In a child of a fork that has interrupted the sleep the record is the parent's thread's.
+        let is_ours = thread::current().tid() == self.thread;
         if is_ours && let Some(sleeper) = self.page.sleeper(self.waiter.0) {
             sleeper.end(self.thread);
         }

@@ -335,6 +335,47 @@ pub fn counts_across_a_demotion(c: &Ctx) {
     c.close(fd);
 }
 
+/// A child of fork reads of its connection what the parent would, before it uses it and after.
+pub fn counts_in_a_child(c: &Ctx) {
+    let fd = c.pair();
+    until_acknowledged(fd);
+    c.sync("quiet");
+    let before = counts(fd);
+    c.sync("counted");
+    let talk = |rounds: std::ops::Range<u64>, what: &str| {
+        for round in rounds {
+            exchange(c, fd, round);
+        }
+        until_acknowledged(fd);
+        c.sync("exchanged");
+        let info = tell(c, fd, what, before);
+        c.sync("told");
+        info
+    };
+    let parents = talk(0..5, "parent");
+    if c.is_server() {
+        let child = sys::fork_child(|| {
+            let first = tell(c, fd, "child", before);
+            assert!(first.sent() == parents.sent() && first.received() == parents.received());
+            not_less(fd, &parents);
+            c.sync("forked");
+            let used = talk(5..8, "child");
+            not_less(fd, &first);
+            talk(8..20, "child");
+            not_less(fd, &used);
+            0
+        });
+        c.log(format_args!("child {}", sys::wait_child(child)));
+        c.log(format_args!("parent {:?}", not_less(fd, &parents).state()));
+    } else {
+        c.sync("forked");
+        talk(5..8, "the child's peer");
+        talk(8..20, "the child's peer");
+    }
+    c.sync("done");
+    c.close(fd);
+}
+
 /// The peer's process is killed with everything read.
 pub fn peer_killed(c: &Ctx) {
     let fd = c.pair();

@@ -1,5 +1,6 @@
 //! Options of a connection that are read back, and do what they say, before it is promoted, on the link, and back on TCP.
 
+use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use libc::{IPPROTO_TCP, SOL_SOCKET, c_int};
@@ -319,6 +320,189 @@ pub fn pacing(c: &Ctx) {
     }
     c.sync("done");
     c.close(fd);
+}
+
+/// TCP_REPAIR: the state that the kernel tells is the connection's, and the connection goes on. (Without the right to, it is refused.)
+pub fn repair(c: &Ctx) {
+    const TCP_REPAIR: c_int = 19;
+    const TCP_REPAIR_QUEUE: c_int = 20;
+    const RECV_QUEUE: c_int = 1;
+    const OFF_WITHOUT_PROBE: c_int = -1;
+    let fd = c.pair();
+    for round in 0..3 {
+        exchange(c, fd, round);
+    }
+    if !c.is_server() {
+        sys::send_all(fd, &data::pattern(3, 0, 500)).ok();
+    }
+    c.sync("sent");
+    if c.is_server() {
+        sys::wait_readable_bytes(fd, 500);
+        let set = |name, value| sys::set_int(fd, IPPROTO_TCP, name, value);
+        c.ret("repair", set(TCP_REPAIR, 1));
+        c.log(format_args!(
+            "{:?}",
+            sys::get_int(fd, IPPROTO_TCP, TCP_REPAIR)
+        ));
+        // Of no queue, and then of the other: the kernel neither takes nor gives.
+        c.ret("send", sys::send(fd, b"x", libc::MSG_NOSIGNAL));
+        c.recv(fd, 10, libc::MSG_DONTWAIT);
+        c.ret("queue", set(TCP_REPAIR_QUEUE, RECV_QUEUE));
+        c.recv(fd, 10, libc::MSG_DONTWAIT);
+        // What is unread is looked at without being taken, when the peer has sent it again over TCP.
+        sys::wait_readable_bytes(fd, 500);
+        c.recv(fd, 600, libc::MSG_PEEK | libc::MSG_DONTWAIT);
+        c.ret("off", set(TCP_REPAIR, OFF_WITHOUT_PROBE));
+        c.fionread(fd);
+        c.recv_all(fd, 500);
+    }
+    c.sync("repaired");
+    for round in 3..40 {
+        exchange(c, fd, round);
+    }
+    c.sync("done");
+    c.close(fd);
+}
+
+/// TCP_ZEROCOPY_RECEIVE: all bytes come, mapped or copied, whatever was unread when it was first asked for.
+pub fn zero_copy_receive(c: &Ctx) {
+    const TCP_ZEROCOPY_RECEIVE: c_int = 35;
+    const MAPPED: usize = 1 << 18;
+    /// struct tcp_zerocopy_receive of linux/tcp.h, as it was first.
+    #[repr(C)]
+    struct Request {
+        address: u64,
+        length: u32,
+        skip: u32,
+    }
+    let all = data::pattern(1, 0, 700_000);
+    let fd = c.pair();
+    if !c.is_server() {
+        sys::send_all(fd, &all[..3000]).ok();
+        c.sync("first");
+        sys::send_all(fd, &all[3000..]).ok();
+        c.sync("done");
+        c.close(fd);
+        return;
+    }
+    c.sync("first");
+    sys::wait_readable_bytes(fd, 3000);
+    let (read, shared) = (libc::PROT_READ, libc::MAP_SHARED);
+    // SAFETY: a mapping where the kernel chooses.
+    let at = unsafe { libc::mmap(std::ptr::null_mut(), MAPPED, read, shared, fd, 0) };
+    c.log(format_args!("mapped: {}", at != libc::MAP_FAILED));
+    let mut got = Vec::new();
+    while got.len() < all.len() {
+        let mut request = Request {
+            address: at as u64,
+            length: MAPPED as u32,
+            skip: 0,
+        };
+        let mut len = size_of::<Request>() as libc::socklen_t;
+        let to = (&raw mut request).cast();
+        let asked = call!(libc::getsockopt(
+            fd,
+            IPPROTO_TCP,
+            TCP_ZEROCOPY_RECEIVE,
+            to,
+            &mut len
+        ));
+        if asked.failed() {
+            c.log(format_args!("refused: {asked}"));
+            break;
+        }
+        // SAFETY: the kernel has mapped so many bytes there.
+        got.extend_from_slice(unsafe {
+            std::slice::from_raw_parts(at.cast::<u8>(), request.length as usize)
+        });
+        let skip = (request.skip as usize).min(all.len() - got.len());
+        if skip > 0 {
+            got.extend(sys::recv_exact(fd, skip));
+        } else if request.length == 0 {
+            sys::wait_for(fd, libc::POLLIN);
+        }
+    }
+    c.log(format_args!("all that was sent: {}", got == all));
+    call!(libc::munmap(at, MAPPED)).ok();
+    c.sync("done");
+    c.close(fd);
+}
+
+/// Keepalive asks the peer's host, not its program: one that stands still for longer than all probes together lives.
+pub fn keepalive_of_a_frozen_peer(c: &Ctx) {
+    let fd = c.pair();
+    let pid = c.exchange("pid", std::process::id().into()) as libc::pid_t;
+    if c.is_server() {
+        call!(libc::raise(libc::SIGSTOP)).ok();
+    } else {
+        probe_soon(c, fd);
+        while !std::fs::read_to_string(format!("/proc/{pid}/stat"))
+            .is_ok_and(|s| s.contains(") T "))
+        {
+            sys::pause_ms(5);
+        }
+        let events = sys::poll_one(fd, libc::POLLIN, 5000);
+        c.log(format_args!("poll: {}", poll_names(events)));
+        c.so_error(fd);
+        call!(libc::kill(pid, libc::SIGCONT)).ok();
+    }
+    for round in 0..20 {
+        exchange(c, fd, round);
+    }
+    c.sync("done");
+    c.close(fd);
+}
+
+/// Keepalive ends a connection to a host that is gone, while a receive waits: here the loopback interface of a network of their own
+/// goes down.
+pub fn keepalive_of_a_host_that_is_gone(c: &Ctx) {
+    if call!(libc::geteuid()).value != 0 {
+        eprintln!("as root only");
+        return;
+    }
+    if !c.is_server() {
+        call!(libc::unshare(libc::CLONE_NEWNET)).ok();
+        loopback(libc::IFF_UP);
+    }
+    let pid = c.exchange("pid", std::process::id().into());
+    if c.is_server() {
+        let network = std::fs::File::open(format!("/proc/{pid}/ns/net")).unwrap();
+        call!(libc::setns(network.as_raw_fd(), libc::CLONE_NEWNET)).ok();
+    }
+    let fd = c.pair();
+    if !c.is_server() {
+        probe_soon(c, fd);
+        loopback(0);
+        c.recv(fd, 10, 0);
+        c.so_error(fd);
+        c.poll(fd, libc::POLLIN | libc::POLLOUT, 0);
+        c.ret("send", sys::send(fd, b"x", libc::MSG_NOSIGNAL));
+    }
+    c.sync("gone");
+    c.close(fd);
+}
+
+fn loopback(flags: c_int) {
+    let control = call!(libc::socket(libc::AF_INET, libc::SOCK_DGRAM, 0)).ok();
+    let mut request: libc::ifreq = sys::zeroed();
+    request.ifr_name[0] = b'l' as libc::c_char;
+    request.ifr_name[1] = b'o' as libc::c_char;
+    request.ifr_ifru.ifru_flags = flags as libc::c_short;
+    call!(libc::ioctl(control, libc::SIOCSIFFLAGS, &request)).ok();
+    sys::close(control).ok();
+}
+
+/// 3 s of silence end the connection.
+fn probe_soon(c: &Ctx, fd: c_int) {
+    for (name, value) in [
+        (libc::TCP_KEEPIDLE, 1),
+        (libc::TCP_KEEPINTVL, 1),
+        (libc::TCP_KEEPCNT, 2),
+    ] {
+        c.ret("probes", sys::set_int(fd, IPPROTO_TCP, name, value));
+    }
+    let on = sys::set_int(fd, SOL_SOCKET, libc::SO_KEEPALIVE, 1);
+    c.ret("keepalive", on);
 }
 
 /// TCP_USER_TIMEOUT ends a connection whose peer takes nothing for so long, for a blocking sender and for one that polls.

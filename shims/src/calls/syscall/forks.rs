@@ -109,7 +109,7 @@ fn forked(call: impl FnOnce() -> Result<usize, Errno>) -> c_long {
     match made {
         Ok(0) => fork::child(),
         Ok(_) => fork::parent(),
-        Err(_) => fork::take_back(epoch),
+        Err(_) => fork::failed(epoch),
     }
     result(made)
 }

@@ -10,7 +10,7 @@
 
 use std::ffi::c_int;
 use std::sync::atomic::{
-    AtomicU32, AtomicU64,
+    AtomicU32,
     Ordering::{Acquire, Relaxed},
 };
 
@@ -23,65 +23,6 @@ use crate::ready;
 use crate::rx::{self, Held};
 use crate::socket::{Socket, Tx, mode};
 use crate::sockopt;
-
-/// One direction's part of the [`Ledger`].
-#[derive(Default)]
-pub struct Way {
-    /// Bytes of ours that TCP has taken, or brought: markers.
-    ours: AtomicU64,
-    /// Bytes and calls that went over links before the process had this instance.
-    bytes: AtomicU64,
-    calls: AtomicU64,
-}
-
-impl Way {
-    /// The program's counts do not include these.
-    pub fn add_ours(&self, bytes: usize) {
-        self.ours.fetch_add(bytes as u64, Relaxed);
-    }
-
-    fn reset(&self) {
-        for count in [&self.ours, &self.bytes, &self.calls] {
-            count.store(0, Relaxed);
-        }
-    }
-}
-
-/// What the kernel does not know of a connection's traffic, and what was told of it.
-#[derive(Default)]
-pub struct Ledger {
-    pub sent: Way,
-    pub received: Way,
-    told_bytes: [AtomicU64; 3],
-    told_segments: [AtomicU32; 5],
-}
-
-impl Ledger {
-    /// A new connection.
-    pub fn reset(&self) {
-        self.sent.reset();
-        self.received.reset();
-        for told in &self.told_bytes {
-            told.store(0, Relaxed);
-        }
-        for told in &self.told_segments {
-            told.store(0, Relaxed);
-        }
-    }
-
-    /// In a fork child, whose statistics begin anew: what the parent's say is added to what was before.
-    pub fn keep(&self, stats: Option<&StreamStats>) {
-        if let Some(stats) = stats {
-            for (way, counts) in [
-                (&self.sent, stats.sent()),
-                (&self.received, stats.received()),
-            ] {
-                way.bytes.fetch_add(counts.link_bytes, Relaxed);
-                way.calls.fetch_add(counts.link_calls, Relaxed);
-            }
-        }
-    }
-}
 
 /// One direction as it is now.
 #[derive(Clone, Copy, Default)]

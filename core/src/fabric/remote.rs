@@ -10,7 +10,7 @@
 //! | `engine.rs` | its state, and what the peer's records do to it |
 //! | `pump.rs` | what is to be sent, and in which order |
 //! | `stream.rs` | the two directions of one stream |
-//! | `buffers.rs` | what is written while the peer's ring has no room |
+//! | `lend.rs`, `buffers.rs` | send buffers: what is written while the peer's ring has no room |
 //! | `credits.rs`, `chunks.rs` | the peer's receive buffers; registered memory |
 //! | `fault.rs` | why a link is down |
 //! | `watch.rs` | whether the peer's device still answers |
@@ -31,6 +31,7 @@ mod end;
 mod engine;
 mod fault;
 mod ground;
+mod lend;
 #[cfg(any(test, feature = "mem"))]
 pub mod mem;
 mod pump;

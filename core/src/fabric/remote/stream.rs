@@ -180,7 +180,7 @@ impl Incoming {
 pub(super) struct Aside {
     /// From this position on,
     pub from: u64,
-    /// in a ring of ours (`buffers.rs`).
+    /// in a ring of ours (`lend.rs`).
     pub region: Region,
 }
 

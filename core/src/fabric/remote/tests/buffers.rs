@@ -26,11 +26,17 @@ fn more_is_taken_at_once_than_the_peer_has_room_for() {
         let mut config = Config::default();
         config.limits.immediate = immediate;
         let mut world = World::new(config, Tuning::default(), 1);
-        assert_eq!(full(&mut world, 16), 1 << 16);
+        let World {
+            directions, ends, ..
+        } = &mut world;
+        let d = &mut directions[0];
+        assert_eq!(d.write(ends, 4096), 4096);
+        assert!(d.lend(ends, 16));
+        assert_eq!(d.write(ends, 1 << 16), 1 << 16);
         world.settle();
         let d = &mut world.directions[0];
         assert_eq!(world.ends[0].received(d.number), Some(4096), "no more");
-        // It is the window that is too small: the reader can tell.
+        // The window is too small, though the producer has not found it so: the reader can tell.
         assert_eq!(d.read(&world.ends, 1), 1);
         assert!(d.consumer.producer_limited());
         world.drain();
@@ -104,6 +110,30 @@ fn a_buffer_is_given_back_when_all_is_read() {
     world.drain();
     assert_eq!(world.directions[0].got, world.directions[0].sent);
     assert!(world.directions[0].producer.rest(0).is_err());
+}
+
+#[test]
+fn two_rings_hold_all_that_is_unread() {
+    let mut world = World::new(Config::default(), Tuning::default(), 1);
+    world.directions[0].write(&world.ends, 100);
+    world.settle();
+    world.directions[0].read(&world.ends, 1);
+    world.directions[0].offer(&world.ends, 14);
+    world.settle();
+    let World {
+        directions, ends, ..
+    } = &mut world;
+    let d = &mut directions[0];
+    assert_eq!(d.write(ends, 1 << 20), 1 << 14, "another ring");
+    assert!(!d.lend(ends, 16), "of the first not all is read");
+    world.drain();
+    world.rest();
+    let World {
+        directions, ends, ..
+    } = &mut world;
+    let d = &mut directions[0];
+    d.write(ends, 1 << 20);
+    assert!(d.lend(ends, 16));
 }
 
 #[test]

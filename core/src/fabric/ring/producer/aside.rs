@@ -1,5 +1,5 @@
 //! A producer between hosts whose peer's ring has no room writes *aside*: into a ring of its own end's, from which that carries over
-//! what the peer has room for. Both moves are its end's (`remote/buffers.rs`), which makes them under its own lock and the
+//! what the peer has room for. Both moves are its end's (`remote/lend.rs`), which makes them under its own lock and the
 //! producer's, so nothing is said of them in the block. W4 holds as long as the peer's ring is no larger than this one.
 //! Not for producers within a host, whose readers see what they write.
 

@@ -219,6 +219,8 @@ pub(super) struct Outgoing {
     pub acked: u64,
     pub limited_told: u32,
     pub end_told: bool,
+    /// Our producer has ended, as far as we have looked.
+    has_ended: bool,
     /// The peer's consumer has stopped.
     pub stopped: bool,
     /// The position is to be confirmed when all is told.
@@ -231,6 +233,7 @@ impl Outgoing {
     /// Asks to be told of more, then looks.
     pub fn look(&mut self, block: &DirectionBlock, wake: u32) -> ProducerView {
         let view = block.watch_producer(wake);
+        self.has_ended = End::from_word(view.end).is_some();
         // A producer that writes aside has adopted nothing since.
         let is_new = self.switch_at.is_none() && self.aside.is_none();
         if is_new && self.offered.is_some_and(|(g, _)| g == view.generation) {
@@ -268,12 +271,14 @@ impl Outgoing {
         self.aside.is_some_and(|aside| position >= aside.from)
     }
 
-    /// Whether we move on to the ring on offer, at a position at which our producer writes aside. Not to a larger one than it has there: of
-    /// that the reader could hold back more than W4 allows. Nor behind the end, where there is nothing that it could be for.
+    /// Whether we move on to the ring on offer, at a position at which our producer writes aside. Not to a larger one than it has there,
+    /// unless it has ended: of that the reader could hold back more than W4 allows. Nor behind the end, where there is nothing that
+    /// it could be for.
     fn adopts(&self, position: u64) -> bool {
         let aside = self.aside.filter(|_| self.is_aside_at(position));
         let fits = aside.zip(self.offered);
-        !self.end_told && fits.is_some_and(|(a, (_, ring))| ring.len() <= a.region.len())
+        let is_small = fits.is_some_and(|(a, (_, ring))| ring.len() <= a.region.len());
+        !self.end_told && (is_small || fits.is_some() && self.has_ended)
     }
 
     /// Up to where the peer's ring has room, as far as is known.

@@ -168,6 +168,24 @@ fn a_bound_holds_in_a_buffer() {
 }
 
 #[test]
+fn what_precedes_an_end_takes_any_ring() {
+    let mut world = World::new(Config::default(), Tuning::default(), 1);
+    let sent = 4096 + full(&mut world, 13) as u64;
+    world.settle();
+    let d = &mut world.directions[0];
+    d.read(&world.ends, 1);
+    d.offer(&world.ends, 16);
+    world.settle();
+    let number = world.directions[0].number;
+    let received = world.ends[0].received(number).unwrap();
+    assert!(received < sent, "too large for a buffer that small");
+    let wake = world.directions[0].producer.end(Mark::Fin).unwrap();
+    world.ends[1].notify(wake, number);
+    world.settle();
+    assert_eq!(world.ends[0].received(number), Some(sent));
+}
+
+#[test]
 fn there_are_no_more_buffers_than_was_said() {
     let mut world = World::new(Config::default(), Tuning::default(), 5);
     let World {

@@ -90,6 +90,11 @@ struct Announced {
 const BUTTONS: u32 = 16;
 const BUTTONS_A_STREAM: u32 = 2;
 
+/// The bit of a waiter in [`Link::has_bell`]; none for those that have no place there.
+fn bell_bit(waiter: WaiterId) -> u64 {
+    1u64.checked_shl(waiter.0.into()).unwrap_or(0)
+}
+
 /// See the module.
 pub struct Link {
     /// The index in the library's list and in the statistics.
@@ -100,6 +105,9 @@ pub struct Link {
     /// Streams of ours, and producers, or [`OVER`].
     pins: AtomicU32,
     announced: Lock<Vec<Announced>>,
+    /// A bit for each of the first waiters, which epoll sets are, that has a bell in `announced`; changed under that lock. Each
+    /// epoll_ctl asks.
+    has_bell: AtomicU64,
     /// Bytes of the largest ring that the peer writes into.
     peers_max_ring: AtomicU64,
     /// What was written into of the peer's arena, where that is its memory.
@@ -367,6 +375,7 @@ impl Link {
             && let Some(a) = announced.iter_mut().find(|a| a.waiter == waiter)
         {
             a.bell = None;
+            self.has_bell.fetch_and(!bell_bit(waiter), Relaxed);
             a.refused_until = crate::time::now_ns() + REFUSED_FOR;
         }
     }
@@ -375,6 +384,9 @@ impl Link {
     pub fn announce(&self, waiter: WaiterId) -> bool {
         if self.is_remote() || !waiter.is_polling() || waiter == SERVICE {
             // Who is told is this end's own business there. A thread is woken by its futex, the service thread by the channel.
+            return true;
+        }
+        if self.has_bell.load(Relaxed) & bell_bit(waiter) != 0 {
             return true;
         }
         let Some(mut announced) = self.announced.lock() else {
@@ -400,6 +412,7 @@ impl Link {
                 bell: Some(bell),
                 refused_until: 0,
             });
+            self.has_bell.fetch_or(bell_bit(waiter), Relaxed);
         }
         is_sent
     }
@@ -465,6 +478,7 @@ impl Link {
         // Afterwards: what is announced from now on is not sent.
         if is_closed && let Some(mut announced) = self.announced.lock() {
             announced.clear();
+            self.has_bell.store(0, Relaxed);
         }
         is_closed
     }

@@ -185,27 +185,12 @@ struct ProducerLine {
     generation: AtomicU32,
     /// The first position in the adopted ring.
     switch_pos: AtomicU64,
-    /// When `want_data` was last taken, by the host's [counter](crate::cycles): in which order streams have come to be
-    /// ready. Only a hint.
-    taken_at: AtomicU64,
     /// The first position in the reserve, if that was adopted. Not in the place of `switch_pos`, which the consumer may be about
     /// to read for the switch before.
     reserve_pos: AtomicU64,
 }
 
-impl ProducerLine {
-    /// To go with each take of `want_data`, before anybody is told.
-    #[inline(always)]
-    fn date(&self, wake: Wake) -> Wake {
-        #[cfg(not(loom))]
-        if !wake.is_none() {
-            self.taken_at.store(crate::cycles::now(), Ordering::Relaxed);
-        }
-        wake
-    }
-}
-
-/// Written by the consumer only, but for `want_data`, which the producer swaps to 0.
+/// Written by the consumer only, but for `want_data`, which the producer swaps to 0, and `taken_at`.
 #[derive(Debug)]
 #[repr(C, align(64))]
 struct ConsumerLine {
@@ -218,6 +203,23 @@ struct ConsumerLine {
     offer: AtomicU64,
     /// The reserve, likewise, where the generation only tells one from the other; 0: none.
     reserve: AtomicU64,
+    /// When `want_data` was last taken, by the host's [counter](crate::cycles): in which order streams have come to be
+    /// ready. Only a hint. In this line, which the producer has for itself when it has just taken that word: its own the
+    /// consumer may be reading again.
+    taken_at: AtomicU64,
+}
+
+impl ConsumerLine {
+    /// Whoever is to be told that there is something to be read. Dated before anybody is.
+    #[inline(always)]
+    fn take_want_data(&self) -> Wake {
+        let wake = take(&self.want_data);
+        #[cfg(not(loom))]
+        if !wake.is_none() {
+            self.taken_at.store(crate::cycles::now(), Ordering::Relaxed);
+        }
+        wake
+    }
 }
 
 /// On a line of its own: the consumer writes it at every read, and the producer looks at it only
@@ -255,7 +257,6 @@ impl DirectionBlock {
                 limited: AtomicU32::new(0),
                 generation: AtomicU32::new(0),
                 switch_pos: AtomicU64::new(0),
-                taken_at: AtomicU64::new(0),
                 reserve_pos: AtomicU64::new(0),
             },
             consumer: ConsumerLine {
@@ -264,6 +265,7 @@ impl DirectionBlock {
                 flags: AtomicU32::new(0),
                 offer: AtomicU64::new(0),
                 reserve: AtomicU64::new(0),
+                taken_at: AtomicU64::new(0),
             },
             last: LastLine {
                 consumed: AtomicU64::new(0),
@@ -281,7 +283,7 @@ impl DirectionBlock {
         for word in [
             &p.tail,
             &p.switch_pos,
-            &p.taken_at,
+            &c.taken_at,
             &p.reserve_pos,
             &c.head,
             &c.offer,
@@ -300,7 +302,7 @@ impl DirectionBlock {
     /// When it was last said that there is something to be read.
     #[inline]
     pub(in crate::fabric) fn told_at(&self) -> u64 {
-        self.producer.taken_at.load(Ordering::Relaxed)
+        self.consumer.taken_at.load(Ordering::Relaxed)
     }
 }
 

@@ -98,6 +98,7 @@ impl Link {
             alive: AtomicBool::new(false),
             pins: AtomicU32::new(OVER),
             announced: Lock::new(Vec::new()),
+            has_bell: AtomicU64::new(0),
             peers_max_ring: AtomicU64::new(u64::MAX),
             ground: Lock::new(None),
             looks: CachePadded::default(),

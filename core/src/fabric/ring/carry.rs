@@ -104,7 +104,7 @@ impl DirectionBlock {
 
     pub(in crate::fabric) fn put_tail(&self, tail: u64) -> Wake {
         self.producer.tail.swap(tail, Ordering::SeqCst);
-        self.producer.date(take(&self.consumer.want_data))
+        self.consumer.take_want_data()
     }
 
     /// Before any tail beyond `position`.
@@ -119,7 +119,7 @@ impl DirectionBlock {
     /// The peer's producer has ended the direction at the tail that was put before.
     pub(in crate::fabric) fn put_end(&self, end: End) -> Result<Wake, Stopped> {
         self.put_mark(end as u32).map_err(|_| Stopped)?;
-        Ok(self.producer.date(take(&self.consumer.want_data)))
+        Ok(self.consumer.take_want_data())
     }
 
     pub(in crate::fabric) fn put_limited(&self, limited: u32) {

@@ -10,7 +10,7 @@ use super::allowance::Allowance;
 use super::memory::{DataArea, NoRing, RingMemory, Spans};
 use super::{
     Adopted, ConsumerLine, DirectionBlock, End, Offer, ProducerLine, RingError, RxFlags, Stopped,
-    Violation, Wake, disarm, take,
+    Violation, Wake, disarm,
 };
 use crate::fabric::layout::Region;
 use crate::sync::{Ordering, fence_after_rmw};
@@ -117,7 +117,7 @@ impl Producer {
 
     #[inline(always)]
     fn take_data(&self) -> Wake {
-        self.mine().date(take(&self.theirs().want_data))
+        self.theirs().take_want_data()
     }
 
     /// All the free pieces. Looks at the consumer only when less than `want` bytes are known to

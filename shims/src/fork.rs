@@ -242,11 +242,10 @@ pub extern "C" fn at_exit() {
     // What is on its way to other hosts dies with the queue pair: until they have it, or TCP has.
     let is_owed = || {
         crate::socket::all().any(|socket| {
-            socket.fd.load(Acquire) >= 0
-                && socket
-                    .control
-                    .lock()
-                    .is_some_and(|c| crate::promote::resume::is_staying(&c))
+            let control = socket.control.lock();
+            let is_staying = control.is_some_and(|c| crate::promote::resume::is_staying(&c));
+            let is_open = socket.fd.load(Acquire) >= 0;
+            is_open && (is_staying || crate::tx::is_sending_again(socket))
         })
     };
     let until = crate::time::now_ns() + LAST_BYTES;

@@ -283,6 +283,16 @@ impl Link {
         on_end!(self, end => end.reserve(log2))
     }
 
+    /// A buffer of this end's own for `producer`, of the peer's stream `theirs`, whose ring has no room: of up to `1 << log2` bytes.
+    pub fn lend(&self, theirs: Vqpn, producer: &mut Producer, log2: u8) -> bool {
+        on_end!(self, end => end.lend(theirs, producer, log2))
+    }
+
+    /// Takes that back, if all has been read.
+    pub fn take_back(&self, theirs: Vqpn, producer: &mut Producer) -> bool {
+        on_end!(self, end => end.take_back(theirs, producer))
+    }
+
     /// A ring that neither end uses any more.
     pub fn free(&self, region: Region) {
         on_end!(self, end => end.free(region));

@@ -8,7 +8,7 @@ mod ring;
 mod splice;
 
 pub use count::{Held, after_receive, available, comes_before_tcp, held};
-pub use ring::{Shrunk, first as first_ring, relieve, reserve, shrink};
+pub use ring::{Shrunk, first as first_ring, has_few_addresses, relieve, reserve, shrink};
 pub use splice::splice;
 
 use marked::{finish_on_tcp, from_marked, is_at_mark, scanned};

@@ -12,6 +12,8 @@ use rdmasock_core::wire::{Message, Reason};
 pub trait Harness {
     /// One end.
     type End: LinkEnd;
+    /// Whether an end keeps what its peer's ring has no room for.
+    const KEEPS: bool = false;
     /// A link whose arenas have this many bytes each for rings, up, with nothing open.
     fn link(data_bytes: u64) -> [Self::End; 2];
     /// The next message that has arrived.
@@ -38,6 +40,7 @@ pub fn suite<H: Harness>() -> Vec<(&'static str, Test)> {
         the_end_mark_comes_after_the_last_byte
         a_ring_grows_and_shrinks_in_mid_stream
         what_was_not_read_can_be_sent_again
+        what_an_end_keeps_goes_on_as_the_other_reads
         only_one_side_ends_a_direction
         a_reader_that_leaves_is_seen_by_the_writer
         a_number_is_free_only_when_both_ends_are_done
@@ -266,6 +269,32 @@ fn what_was_not_read_can_be_sent_again<H: Harness>() {
     assert!(link.recv(1).is_some());
     assert_eq!(s.producer.end(End::Fin), Err(Stopped));
     assert_eq!(s.producer.unread().unwrap(), pattern(1000, 2500));
+}
+
+fn what_an_end_keeps_goes_on_as_the_other_reads<H: Harness>() {
+    let link = Link::<H>::new(1 << 20);
+    let mut s = link.open(0, 12);
+    for _ in 0..3 {
+        let at = s.producer.position() as usize;
+        let mut end = at + link.write(&mut s, &pattern(at, 1 << 17));
+        assert_eq!(end, at + (1 << 12), "the reader's ring");
+        let keeps = link.0[1].lend(s.number, &mut s.producer, 16);
+        assert_eq!(keeps, H::KEEPS);
+        let more = link.write(&mut s, &pattern(end, 1 << 17));
+        assert_eq!(more, if keeps { 1 << 16 } else { 0 });
+        end += more;
+        let mut got = at;
+        while got < end {
+            let piece = link.read(&mut s);
+            assert!(!piece.is_empty(), "{got} of {end}");
+            assert_eq!(piece, pattern(got, piece.len()));
+            got += piece.len();
+        }
+        assert!(link.read(&mut s).is_empty());
+        let wake = s.consumer.publish();
+        link.by_reader(&s, wake);
+        assert_eq!(link.0[1].take_back(s.number, &mut s.producer), keeps);
+    }
 }
 
 fn only_one_side_ends_a_direction<H: Harness>() {

@@ -198,6 +198,7 @@ struct Remote<const IMMEDIATE: bool, const TINY: bool>;
 
 impl<const IMMEDIATE: bool, const TINY: bool> Harness for Remote<IMMEDIATE, TINY> {
     type End = remote::End<MemQp, Here>;
+    const KEEPS: bool = true;
 
     fn link(data_bytes: u64) -> [Self::End; 2] {
         let mut config = memqp::Config::default();
@@ -214,18 +215,21 @@ impl<const IMMEDIATE: bool, const TINY: bool> Harness for Remote<IMMEDIATE, TINY
                 eager_max: 100,
                 piece: 1000,
                 chunk_log2: 13,
+                ..tuning
             };
         }
         config.limits.immediate = IMMEDIATE;
-        let side = || {
+        tuning.buffers = data_bytes;
+        let side = |data_bytes| {
             let layout = Layout::for_data(data_bytes).expect("a size that arenas have");
             let mapping = Mapping::anonymous(layout.file_len() as usize).expect("memory");
             Side::new(mapping, layout).expect("as long as its layout")
         };
         memqp::pair(config, &Clock::default()).map(|qp| {
+            let (mine, mirror) = (side(data_bytes), side(data_bytes + tuning.buffers));
             // SAFETY: the suite makes ends before cursors, so drops them after; it opens a stream, then
             // asks for its producer once.
-            unsafe { remote::End::new(qp, side(), side(), Here::new(), tuning) }
+            unsafe { remote::End::new(qp, mine, mirror, Here::new(), tuning) }
                 .expect("a queue pair that can carry a link")
         })
     }

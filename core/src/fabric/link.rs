@@ -85,6 +85,20 @@ pub trait LinkEnd {
         None
     }
 
+    /// The peer's ring has no room, and this end can keep what is sent: `producer`, of the peer's stream `theirs`, gets a buffer of
+    /// this end's own in its place, of up to `1 << log2` bytes, as far as its bound goes. False where the fabric has none, or
+    /// that would not be more. The caller holds the producer's lock.
+    fn lend(&self, theirs: Vqpn, producer: &mut Producer, log2: u8) -> bool {
+        let _ = (theirs, producer, log2);
+        false
+    }
+
+    /// Takes the buffer back, if all has been read. The caller holds the producer's lock.
+    fn take_back(&self, theirs: Vqpn, producer: &mut Producer) -> bool {
+        let _ = (theirs, producer);
+        false
+    }
+
     /// A ring that neither end uses any more.
     fn free(&self, region: Region);
 

@@ -10,6 +10,7 @@
 //! | `engine.rs` | its state, and what the peer's records do to it |
 //! | `pump.rs` | what is to be sent, and in which order |
 //! | `stream.rs` | the two directions of one stream |
+//! | `lend.rs`, `buffers.rs` | send buffers: what is written while the peer's ring has no room |
 //! | `credits.rs`, `chunks.rs` | the peer's receive buffers; registered memory |
 //! | `fault.rs` | why a link is down |
 //! | `watch.rs` | whether the peer's device still answers |
@@ -23,12 +24,14 @@
 //! What comes from the peer it writes into the blocks as the peer would on shm, and wakes whoever the
 //! other attention word names, who is in this process.
 
+mod buffers;
 mod chunks;
 mod credits;
 mod end;
 mod engine;
 mod fault;
 mod ground;
+mod lend;
 #[cfg(any(test, feature = "mem"))]
 pub mod mem;
 mod pump;

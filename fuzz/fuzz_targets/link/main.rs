@@ -57,6 +57,9 @@ enum Op {
     Write(u8, u16),
     Read(u8, u16),
     Grow(u8, u8),
+    /// The producer writes into a buffer of this end's; and back.
+    Lend(u8, u8),
+    TakeBack(u8),
     EndSending(u8, bool),
     Stop(u8),
     Freeze(u8, u16),
@@ -116,9 +119,10 @@ struct Stream {
     received: u64,
 }
 
-const DATA: u64 = 16 * PAGE as u64;
 const PAGES: usize = 16;
-/// Behind the data area, where nobody writes.
+/// Send buffers, behind the mirror's data area.
+const BUFFER_PAGES: usize = 8;
+/// Behind all that, where nobody writes.
 const GUARD: usize = 2 * PAGE;
 const MOST_STREAMS: usize = 6;
 
@@ -164,9 +168,10 @@ fuzz_target!(|input: Input<'_>| {
 
 impl World {
     fn new(input: &Input<'_>) -> Self {
-        let layout = Layout::for_data(DATA).expect("whole pages");
         let mut at = [std::ptr::null(); 2];
         let [mine, mirror] = [0, 1].map(|i| {
+            let data = ((PAGES + i * BUFFER_PAGES) * PAGE) as u64;
+            let layout = Layout::for_data(data).expect("whole pages");
             let bytes = layout.file_len() as usize + GUARD;
             let mapping = Mapping::anonymous(bytes).expect("memory");
             at[i] = mapping.as_ptr().cast_const();
@@ -176,6 +181,7 @@ impl World {
             eager_max: u32::from(input.eager_max) * 16,
             piece: 3000,
             chunk_log2: 13,
+            buffers: (BUFFER_PAGES * PAGE) as u64,
         };
         let here = Here {
             flags: std::array::from_fn(|_| SleepFlag::new()),
@@ -263,6 +269,8 @@ impl World {
             Op::Write(n, bytes) => self.write(*n, (*bytes).into()),
             Op::Read(n, bytes) => self.read(*n, (*bytes).into()),
             Op::Grow(n, log2) => self.grow(*n, 12 + log2 % 4),
+            Op::Lend(n, log2) => self.lend(*n, Some(12 + log2 % 4)),
+            Op::TakeBack(n) => self.lend(*n, None),
             Op::EndSending(n, fin) => {
                 let mark = if *fin {
                     ring::End::Fin
@@ -431,6 +439,20 @@ impl World {
         }
     }
 
+    /// A buffer for a producer; `None`: from it.
+    fn lend(&mut self, n: u8, log2: Option<u8>) {
+        let Some(n) = usize::from(n).checked_rem(self.streams.len()) else {
+            return;
+        };
+        let s = &mut self.streams[n];
+        if let (Some(theirs), Some(p), false) = (s.theirs, s.producer.as_mut(), s.shared) {
+            match log2 {
+                Some(log2) => self.end.lend(theirs, p, log2),
+                None => self.end.take_back(theirs, p),
+            };
+        }
+    }
+
     fn check(&mut self) {
         let failed = self.end.fault().is_some();
         for s in &mut self.streams {
@@ -457,10 +479,11 @@ impl World {
 
     /// Nothing outside of rings that were offered was written to.
     fn check_memory(&self) {
-        for (at, used) in self.at.iter().zip([&self.mine, &self.mirror]) {
+        let sides = [(&self.mine, PAGES), (&self.mirror, PAGES + BUFFER_PAGES)];
+        for (at, (used, pages)) in self.at.iter().zip(sides) {
             let data = DATA_OFFSET;
             let unused = (0..PAGES).filter(|n| !used[*n]).map(|n| data + n * PAGE);
-            let behind = [data + PAGES * PAGE, data + PAGES * PAGE + PAGE];
+            let behind = [data + pages * PAGE, data + pages * PAGE + PAGE];
             for page in unused.chain(behind) {
                 // SAFETY: within the mapping, which the end has; nobody writes now.
                 let bytes = unsafe { std::slice::from_raw_parts(at.add(page), PAGE) };

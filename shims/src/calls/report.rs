@@ -36,7 +36,7 @@ struct Traffic {
     ours: u64,
     /// Bytes that have left the program, and have not arrived.
     waiting: u64,
-    /// Of those, what TCP is still to be given.
+    /// Of those, what TCP or the other host is still to be given.
     unsent: u64,
     /// When the link was last used, by the [tick](crate::time::tick); 0: never.
     last: u64,
@@ -63,32 +63,47 @@ impl Traffic {
     }
 }
 
-/// The caller holds the direction's lock. `unconfirmed` is as the function of that name says.
-fn sent(socket: &Socket, tx: &Tx, unconfirmed: u64) -> Traffic {
+/// The caller holds the direction's lock. `away` is what the function of that name says.
+fn sent(socket: &Socket, tx: &Tx, away: Away) -> Traffic {
     let way = &socket.ledger.sent;
     let counts = socket.stats().map(StreamStats::sent).unwrap_or_default();
-    let unsent = tx.again.min(tx.marker.len()) as u64;
+    let again = tx.again.min(tx.marker.len()) as u64;
     Traffic {
         bytes: way.bytes.load(Relaxed) + counts.link_bytes,
         calls: way.calls.load(Relaxed) + counts.link_calls,
         unread: 0,
         ours: way.ours.load(Relaxed),
-        waiting: unsent + unconfirmed,
-        unsent,
+        waiting: again + away.unconfirmed,
+        unsent: again + away.unsent,
         last: tx.last,
     }
 }
 
-/// What is on its way to another host, as far as that has not said that it has it; it is asked.
-fn unconfirmed(socket: &'static Socket) -> u64 {
+/// What is on its way to another host.
+#[derive(Clone, Copy, Default)]
+struct Away {
+    /// As far as that has not said that it has it,
+    unconfirmed: u64,
+    /// and of that, what it has no room for.
+    unsent: u64,
+}
+
+/// The other host is asked.
+fn away(socket: &'static Socket) -> Away {
     if socket.tx_mode.load(Acquire) != mode::LINK {
-        return 0;
+        return Away::default();
     }
     let Some(distant) = socket.link().and_then(Link::distant) else {
-        return 0;
+        return Away::default();
     };
     ready::progress(socket);
-    distant.unconfirmed(Vqpn(socket.peer_vqpn.load(Relaxed)))
+    let theirs = Vqpn(socket.peer_vqpn.load(Relaxed));
+    // In this order: what is sent in between counts as unconfirmed alone.
+    let unconfirmed = distant.unconfirmed(theirs);
+    Away {
+        unconfirmed,
+        unsent: distant.unsent(theirs).min(unconfirmed),
+    }
 }
 
 /// The caller holds the direction's lock, with `held` from there.
@@ -122,11 +137,11 @@ fn closing(socket: &Socket, tx: &Tx) -> u64 {
 /// SIOCOUTQ, of which the kernel says `kernel`: bytes that the peer's host does not have. With `unsent`, SIOCOUTQNSD: those that have
 /// not been sent.
 pub fn out_queue(socket: &'static Socket, kernel: c_int, unsent: bool) -> c_int {
-    let unconfirmed = unconfirmed(socket);
+    let away = away(socket);
     let Some(tx) = socket.tx.lock() else {
         return kernel;
     };
-    let traffic = sent(socket, &tx, unconfirmed);
+    let traffic = sent(socket, &tx, away);
     let ours = if unsent {
         traffic.unsent
     } else {
@@ -154,13 +169,13 @@ const LONGEST: usize = 512;
 /// `value` is valid for writes of `len` bytes, which getsockopt(2) has just written for `option`.
 #[cold]
 pub unsafe fn correct(socket: &'static Socket, option: sockopt::Name, value: *mut u8, len: usize) {
-    let unconfirmed = unconfirmed(socket);
+    let away = away(socket);
     // With both locks the kernel's counts and ours are of one moment: whoever puts something of ours into TCP, or takes it out,
     // holds one of them until it is counted.
     let (Some(mut rx), Some(tx)) = (socket.rx.lock(), socket.tx.lock()) else {
         return;
     };
-    let sent = sent(socket, &tx, unconfirmed);
+    let sent = sent(socket, &tx, away);
     let is_quiet = socket.is_plain() && sent.is_none();
     if is_quiet && received(socket, &Held::default()).is_none() {
         // It was never anything else than TCP.

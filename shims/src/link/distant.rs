@@ -7,7 +7,7 @@ use std::sync::atomic::{
     Ordering::{Acquire, Relaxed, Release, SeqCst},
 };
 
-use rdmasock_core::fabric::layout::Layout;
+use rdmasock_core::fabric::layout::{Layout, MAX_DATA_BYTES};
 use rdmasock_core::fabric::plugin::Info;
 use rdmasock_core::fabric::ready::SleepFlag;
 use rdmasock_core::fabric::remote::qp::QueuePair;
@@ -50,6 +50,15 @@ pub enum Tended {
     TakenBack,
 }
 
+/// Addresses for the send buffers of a link whose arenas have `arena_bytes` each: registered memory is not given back before the
+/// link is over, so they are a bound of it too. None where addresses are limited.
+fn buffers(arena_bytes: u64) -> u64 {
+    if crate::rx::has_few_addresses() {
+        return 0;
+    }
+    (arena_bytes / 4).min(MAX_DATA_BYTES - arena_bytes)
+}
+
 /// See the module.
 pub struct Distant {
     end: End<Pair, Here>,
@@ -76,13 +85,14 @@ impl Distant {
     /// The end over a connected pair, with arenas of this size. `None` without memory for it.
     pub(super) fn new(pair: Pair, arena_bytes: u64) -> Option<Self> {
         let info = pair.info().ok()?;
-        let side = || {
-            let layout = Layout::for_data(arena_bytes)?;
+        let side = |data_bytes| {
+            let layout = Layout::for_data(data_bytes)?;
             let memory = Mapping::anonymous(layout.file_len() as usize).ok()?;
             Side::new(memory, layout)
         };
-        let (mine, mirror) = (side()?, side()?);
-        let tuning = Tuning::fit(&pair.limits());
+        let mut tuning = Tuning::fit(&pair.limits());
+        tuning.buffers = buffers(arena_bytes);
+        let (mine, mirror) = (side(arena_bytes)?, side(arena_bytes + tuning.buffers)?);
         // SAFETY: the link, with the end, is never freed; see `Link::new`.
         let end = unsafe { End::new(pair, mine, mirror, Here, tuning) };
         Some(Self {
@@ -230,6 +240,11 @@ impl Distant {
     /// How much of what was committed to the peer's stream `theirs` it is not known to have; it is asked.
     pub fn unconfirmed(&self, theirs: Vqpn) -> u64 {
         self.end.unconfirmed(theirs).unwrap_or(0)
+    }
+
+    /// How much of what was committed to the peer's stream `theirs` has not been sent, for it finds no room there yet.
+    pub fn unsent(&self, theirs: Vqpn) -> u64 {
+        self.end.unsent(theirs)
     }
 
     /// It has to be seen, about once a second, whether the peer's device still answers.

@@ -163,7 +163,9 @@ pub(super) fn carry_out(socket: &'static Socket, control: &mut Control, steps: S
             Step::Mark => {
                 let wake = socket.tx.lock().and_then(|mut tx| {
                     use rdmasock_core::fabric::ring::End;
-                    tx.producer.as_mut()?.end(End::Fin).ok()
+                    let wake = tx.producer.as_mut()?.end(End::Fin).ok();
+                    crate::tx::press_to_the_end(socket, &tx);
+                    wake
                 });
                 if let Some(wake) = wake {
                     ready::notify_peer(socket, wake);

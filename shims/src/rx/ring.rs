@@ -45,7 +45,7 @@ pub fn reserve(link: &Link, consumer: &mut Consumer) {
 }
 
 /// Whether addresses are limited, which the program then has better use for.
-fn has_few_addresses() -> bool {
+pub fn has_few_addresses() -> bool {
     rustix::process::getrlimit(rustix::process::Resource::As)
         .current
         .is_some()

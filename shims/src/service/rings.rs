@@ -15,12 +15,17 @@ use crate::tx;
 pub(super) struct Pressed {
     r: Ref,
     reader_at: u64,
-    /// Monotonic ns.
+    /// How long it is left alone, ns, until
+    every: u64,
+    /// monotonic ns.
     pub deadline: u64,
 }
 
 /// A reader that has not read for this long, ns, stands still: its ring grows without it.
 const STILL_FOR: u64 = 2_000_000;
+
+/// The longest time between two looks at one that stands still, ns.
+const LONGEST: u64 = 1_000_000_000;
 
 /// How often idle rings are looked for after one has grown.
 const SHRINK_EVERY: u64 = 1_000_000_000;
@@ -33,6 +38,7 @@ impl Worker {
             self.pressed.push(Pressed {
                 r,
                 reader_at,
+                every: STILL_FOR,
                 deadline: crate::time::now_ns() + STILL_FOR,
             });
         }
@@ -41,13 +47,20 @@ impl Worker {
     /// Sees to the senders that have found no room for a while.
     pub(super) fn relieve(&mut self, now: u64) {
         let late: Vec<Pressed> = self.pressed.extract_if(.., |p| p.deadline <= now).collect();
-        for Pressed { r, reader_at, .. } in late {
-            let Some(socket) = r.get() else { continue };
-            if let Some(reader_at) = tx::ask_for_room(socket, reader_at) {
+        for pressed in late {
+            let Some(socket) = pressed.r.get() else {
+                continue;
+            };
+            if let Some(reader_at) = tx::ask_for_room(socket, pressed.reader_at) {
+                let every = match reader_at == pressed.reader_at {
+                    true => (pressed.every * 2).min(LONGEST),
+                    false => STILL_FOR,
+                };
                 self.pressed.push(Pressed {
-                    r,
                     reader_at,
-                    deadline: now + STILL_FOR,
+                    every,
+                    deadline: now + every,
+                    ..pressed
                 });
             } else if promote::read_ahead(socket, true) {
                 ready::notify_local(socket);
@@ -66,6 +79,7 @@ impl Worker {
     pub(super) fn shrink(&mut self, now: u64) {
         let mut again = false;
         for socket in socket::all() {
+            again |= !tx::give_back(socket);
             if socket.rx_mode.load(Acquire) != mode::LINK {
                 continue;
             }

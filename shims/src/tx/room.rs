@@ -1,10 +1,11 @@
-//! Senders that find no room in the ring: being told of it, and getting a larger ring from a reader that
-//! stands still.
+//! Senders that find no room in the ring: being told of it, and getting a larger ring, from a reader that
+//! stands still or, between hosts, from this end of the link.
 
 use std::ffi::c_int;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
 use rdmasock_core::fabric::ring::{Producer, Wake};
+use rdmasock_core::ids::Vqpn;
 
 use crate::library::Library;
 use crate::library::config;
@@ -57,7 +58,47 @@ pub fn could_have_room(socket: &Socket, producer: &mut Producer) -> bool {
     if !producer.has_bound() {
         producer.set_bound(bound(socket));
     }
-    producer.could_have_room().unwrap_or(true)
+    producer.could_have_room().unwrap_or(true) || borrow(socket, producer)
+}
+
+/// Has this end of a link between hosts keep what its peer's ring has no room for.
+fn borrow(socket: &Socket, producer: &mut Producer) -> bool {
+    if producer.is_aside() {
+        return false;
+    }
+    let largest = config().ring_max.bytes().trailing_zeros() as u8;
+    let theirs = Vqpn(socket.peer_vqpn.load(Relaxed));
+    let has_borrowed = socket
+        .link()
+        .is_some_and(|link| link.lend(theirs, producer, largest));
+    if has_borrowed {
+        Library::get().service.submit(Command::Grown);
+    }
+    has_borrowed
+}
+
+/// The direction has ended, perhaps with bytes that this end keeps: the peer is asked for room for them, again and again.
+pub fn press_to_the_end(socket: &'static Socket, tx: &Tx) {
+    if tx.producer.as_ref().is_some_and(Producer::is_aside) {
+        Library::get().service.submit(Command::pressed(socket));
+    }
+}
+
+/// Gives back what was [borrowed](borrow), if all of it has been read. False if it is still in use.
+pub fn give_back(socket: &Socket) -> bool {
+    if socket.tx_mode.load(Acquire) != mode::LINK {
+        return true;
+    }
+    let Some(mut tx) = socket.tx.lock() else {
+        return false;
+    };
+    let Some(producer) = tx.producer.as_mut().filter(|p| p.is_aside()) else {
+        return true;
+    };
+    let theirs = Vqpn(socket.peer_vqpn.load(Relaxed));
+    socket
+        .link()
+        .is_none_or(|link| link.take_back(theirs, producer))
 }
 
 /// The bytes that kernel TCP would have of this direction. Where the program has set a size of the send buffer, that and the window
@@ -110,7 +151,12 @@ pub fn press(socket: &'static Socket, tx: &mut Tx) {
         Library::get().service.submit(Command::standing(socket));
     }
     let max = config().ring_max.bytes();
-    let may_grow = |p: &Producer| p.ring_size() < max && p.may_grow();
+    // While the other end has not answered a promotion its answer may be what is waited for (P73).
+    let is_answered = socket.rx_mode.load(Acquire) != mode::MARKED;
+    let may_grow = |p: &Producer| {
+        let grows = p.ring_size() < max && p.may_grow();
+        grows || p.is_aside() && !is_answered
+    };
     if !tx.pressed && tx.producer.as_ref().is_some_and(may_grow) {
         tx.pressed = true;
         Library::get().service.submit(Command::pressed(socket));
@@ -129,6 +175,12 @@ pub fn is_unread(socket: &'static Socket) -> bool {
     let unread = |tx: &mut Tx| Some(tx.producer.as_mut()?.used().is_ok_and(|n| n > 0));
     socket.tx_mode.load(Acquire) == mode::LINK
         && socket.tx.lock().and_then(|mut tx| unread(&mut tx)) == Some(true)
+}
+
+/// Whether TCP has not taken all of what a link had, and that gives back.
+pub fn is_sending_again(socket: &Socket) -> bool {
+    let tx = socket.tx.lock();
+    tx.is_some_and(|tx| tx.again.min(tx.marker.len()) > 0)
 }
 
 /// Bytes on the link that the reader is not known to have read.
@@ -164,15 +216,20 @@ pub fn reader_at(socket: &'static Socket) -> Option<u64> {
     Some(producer.position().saturating_sub(producer.used().ok()?))
 }
 
-/// A while after `press`, when the reader was at `then`. Asks the peer for the largest ring if it
-/// still is and there is no room; gives where it is if it is to be looked at again.
+/// A while after `press`, when the reader was at `then`. Asks the peer for the largest ring if it still is and there is no room
+/// but with it; gives where it is if it is to be looked at again. What this end keeps stays here until the direction has
+/// ended: then this process may end too, and the rest is the peer's to keep.
 pub fn ask_for_room(socket: &'static Socket, then: u64) -> Option<u64> {
     let now = reader_at(socket);
     let mut tx = socket.tx.lock()?;
     let on_link = socket.tx_mode.load(Acquire) == mode::LINK;
-    let full = on_link
-        && tx
-            .producer
+    let mut producer = tx.producer.as_mut().filter(|_| on_link);
+    let (is_aside, has_ended) = producer
+        .as_ref()
+        .map_or((false, false), |p| (p.is_aside(), p.is_ended()));
+    let is_owed = is_aside && has_ended && is_behind(socket);
+    let full = is_owed
+        || producer
             .as_mut()
             .is_some_and(|p| p.has_space() == Ok(false));
     if full && now != Some(then) {
@@ -180,8 +237,15 @@ pub fn ask_for_room(socket: &'static Socket, then: u64) -> Option<u64> {
     }
     tx.pressed = false;
     drop(tx);
-    if full {
+    if full && (is_owed || !is_aside) {
         ready::notify_peer(socket, Wake(Link::service_bits()));
     }
-    None
+    now.filter(|_| is_owed)
+}
+
+/// Whether this end keeps what its peer's ring has no room for.
+fn is_behind(socket: &Socket) -> bool {
+    let theirs = Vqpn(socket.peer_vqpn.load(Relaxed));
+    let distant = socket.link().and_then(Link::distant);
+    distant.is_some_and(|d| d.unsent(theirs) > 0)
 }

@@ -17,6 +17,7 @@ use std::sync::atomic::{
     fence,
 };
 
+use super::buffers::Buffers;
 use super::chunks::{CHUNK_LOG2, Registry, of_region};
 use super::engine::Engine;
 use super::fault::{Fault, FaultCell};
@@ -67,6 +68,9 @@ pub struct Tuning {
     /// log2 of the bytes that are registered at a time. The same at both ends, so not to be changed but by
     /// tests.
     pub chunk_log2: u8,
+    /// Bytes at the end of the mirror's data area, whole pages, that are not the peer's: room for send buffers
+    /// ([`LinkEnd::lend`]).
+    pub buffers: u64,
 }
 
 impl Default for Tuning {
@@ -75,6 +79,7 @@ impl Default for Tuning {
             eager_max: 2048,
             piece: 64 * 1024,
             chunk_log2: CHUNK_LOG2,
+            buffers: 0,
         }
     }
 }
@@ -177,7 +182,7 @@ pub struct End<Q, L> {
 
 impl<Q: QueuePair, L: Local> End<Q, L> {
     /// An end with nothing open over a queue pair that is connected and has not been used. We receive in
-    /// `mine`; `mirror` has the layout of the peer's arena. Both are zeroed memory of this process alone
+    /// `mine`; `mirror` has the layout of the peer's arena, and behind that room for [buffers](Tuning::buffers). Both are zeroed memory of this process alone
     /// ([`Mapping::anonymous`](crate::os::memfd::Mapping::anonymous)).
     ///
     /// # Safety
@@ -195,6 +200,8 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
             return Err(Unusable);
         }
         let numbers = Numbers::new(mine.data_len() as u64);
+        let buffers = mirror.data_len().min(tuning.buffers as usize);
+        let peers_len = mirror.data_len() - buffers;
         Ok(Self {
             engine: Lock::new(Engine::new(&limits)),
             ground: Ground {
@@ -202,6 +209,8 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
                 limits,
                 mine,
                 mirror,
+                peers_len,
+                buffers: Buffers::new(peers_len, buffers),
                 local,
                 tuning,
                 dirty: PrivateQueue::new(),
@@ -347,6 +356,13 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         Some(bytes)
     }
 
+    /// Bytes committed to the peer's stream `theirs` that have not been sent: its ring has no room, or the queue pair. 0
+    /// also in a signal handler that has interrupted the engine.
+    pub fn unsent(&self, theirs: Vqpn) -> u64 {
+        self.with(|engine| engine.unsent(&self.ground, theirs.0))
+            .unwrap_or(0)
+    }
+
     /// Up to where our stream `mine` is in our ring. Final once the link is down. `None` if it is not open,
     /// and in a signal handler that has interrupted the engine.
     pub fn received(&self, mine: Vqpn) -> Option<u64> {
@@ -475,6 +491,11 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         keys.len()
     }
 
+    #[cfg(test)]
+    pub(super) fn buffers_in_use(&self) -> u64 {
+        self.ground.buffers.bytes_in_use()
+    }
+
     /// As a signal handler finds it that has interrupted the engine's use.
     #[cfg(test)]
     pub(super) fn while_in_use<T>(&self, f: impl FnOnce() -> T) -> T {
@@ -498,7 +519,8 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
             return;
         };
         // Without the engine the number stays taken.
-        if self.with(|engine| engine.forget(number.0)).is_some() {
+        let forgot = self.with(|engine| engine.forget(&self.ground, number.0));
+        if forgot.is_some() {
             // Not given back to the kernel: the device has the pages.
             regions.into_iter().for_each(|r| self.numbers.free(r));
             self.numbers.give_back(number);
@@ -553,7 +575,18 @@ impl<Q: QueuePair, L: Local> LinkEnd for End<Q, L> {
         Some(unsafe { Producer::new(block, self.ground.mirror.area()) })
     }
 
-    /// CLOSED follows what is still to be carried over, and the number is done with when that is sent. That
+    fn lend(&self, theirs: Vqpn, producer: &mut Producer, log2: u8) -> bool {
+        let lent = self.with(|engine| engine.lend(&self.ground, theirs.0, producer, log2));
+        lent.unwrap_or(false)
+    }
+
+    fn take_back(&self, theirs: Vqpn, producer: &mut Producer) -> bool {
+        let taken = self.with(|engine| engine.take_back(&self.ground, theirs.0, producer));
+        taken.unwrap_or(false)
+    }
+
+    /// CLOSED follows what is still to be carried over, as far as the peer's ring has room, or, before an end mark, all of it;
+    /// the number is done with when that is sent. That
     /// takes calls of [`progress`](Self::progress) if the queue pair is full now, and it may not have arrived
     /// when the process ends: who cares asks [`unconfirmed`](Self::unconfirmed) before.
     fn close(&self, mine: Vqpn, theirs: Option<Vqpn>, consumer: Option<Consumer>) {

@@ -273,14 +273,14 @@ impl Engine {
             return Ok(());
         }
         let Some(theirs) = s.theirs else {
-            return s.on_early(g.mirror.data_len(), record);
+            return s.on_early(g.peers_len, record);
         };
         let block = g.block_mirror(theirs).ok_or(Breach::Stream)?;
         let mut wake = Wake::NONE;
         match record {
             Record::Head { head, .. } => wake = s.out.on_head(block, head)?,
             Record::Offer { word, .. } => {
-                wake = s.out.on_offer(block, g.mirror.data_len(), word)?;
+                wake = s.out.on_offer(block, g.peers_len, word)?;
             }
             Record::Flags { flags, .. } => wake = block.put_flags(flags),
             Record::Stop { .. } => s.crossed |= !s.out.on_stop(block),
@@ -291,8 +291,9 @@ impl Engine {
             _ => {}
         }
         g.tell_here(&mut self.after, wake, mine);
-        if matches!(record, Record::Offer { .. }) {
-            // It may have been waiting for this ring.
+        // It may have been waiting for this ring, or for this room.
+        let has_room = matches!(record, Record::Head { .. }) && s.out.told < block.tail();
+        if has_room || matches!(record, Record::Offer { .. }) {
             g.dirty.push(theirs);
         }
         Ok(())
@@ -305,7 +306,7 @@ impl Engine {
         target: Target,
     ) -> Result<(), Breach> {
         let log2 = g.tuning.chunk_log2;
-        let all = chunks::count(g.mirror.data_len(), log2);
+        let all = chunks::count(g.peers_len, log2);
         let fits = u64::from(index) < all && target.base.checked_add(1 << log2).is_some();
         if !fits || !self.chunks.theirs.set(index, target) {
             return Err(Breach::Chunk);
@@ -329,6 +330,10 @@ impl Engine {
             && let Some(s) = self.streams.get(yours.0)
         {
             s.peer_left = true;
+            if let Some(theirs) = s.theirs.filter(|_| s.closing) {
+                // Nobody waits for the rest any more.
+                g.dirty.push(theirs);
+            }
         }
         self.inbox.push_back(message);
         g.news.fetch_add(1, SeqCst);
@@ -344,9 +349,12 @@ impl Engine {
     }
 
     /// Both ends are done with our number.
-    pub fn forget(&mut self, mine: u32) {
+    pub fn forget<Q: QueuePair, L: Local>(&mut self, g: &Ground<Q, L>, mine: u32) {
         if let Some(s) = self.streams.get(mine) {
             let theirs = s.theirs;
+            if let Some(aside) = s.out.aside {
+                g.buffers.give_back(aside.region);
+            }
             s.forget();
             self.unlink(mine, theirs);
         }
@@ -383,7 +391,7 @@ impl Engine {
         let early = std::mem::take(&mut s.early);
         if let Some(word) = early.offer {
             // It was checked when it came. Nobody waits for it yet.
-            let _ = s.out.on_offer(block, g.mirror.data_len(), word);
+            let _ = s.out.on_offer(block, g.peers_len, word);
         }
         let _ = block.put_flags(early.flags);
         if early.stop {

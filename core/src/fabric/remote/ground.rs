@@ -4,6 +4,7 @@
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
 
+use super::buffers::Buffers;
 use super::end::{Local, Tuning};
 use super::qp::{Limits, QueuePair};
 use crate::fabric::layout::{MAX_STREAMS, READY_QUEUES};
@@ -41,6 +42,10 @@ pub(super) struct Ground<Q, L> {
     pub limits: Limits,
     pub mine: Side,
     pub mirror: Side,
+    /// Bytes of the mirror's data area that are the peer's.
+    pub peers_len: usize,
+    /// What is behind them.
+    pub buffers: Buffers,
     pub local: L,
     pub tuning: Tuning,
     /// Streams with something to send, by the peer's number.

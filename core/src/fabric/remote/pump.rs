@@ -12,11 +12,11 @@ use super::end::{Counts, ENGINE, Local};
 use super::engine::Engine;
 use super::fault::{Breach, Fault};
 use super::ground::Ground;
-use super::qp::{Limits, PostError, QueuePair, Write};
-use super::record::{self, Builder, DATA_BYTES, HEADER_BYTES, MESSAGE_BYTES, Record};
+use super::qp::{Limits, PostError, QueuePair};
+use super::record::{self, Builder, HEADER_BYTES, MESSAGE_BYTES, Record};
 use super::stream::{State, Stream};
 use crate::fabric::ready::ReadyQueue;
-use crate::fabric::ring::End;
+use crate::fabric::ring::DirectionBlock;
 use crate::fabric::ring::carry::unpack_offer;
 use crate::ids::Vqpn;
 use crate::wire::{MAX_MESSAGE, Message};
@@ -37,6 +37,8 @@ enum Turn {
     Done,
     /// It has, but others are next.
     More,
+    /// It has, but the peer's ring has no room for it.
+    Full,
     Blocked,
 }
 
@@ -48,6 +50,9 @@ macro_rules! put {
         }
     };
 }
+
+// After the macro, which it uses.
+mod data;
 
 /// The message being collected, and what it takes to send it.
 pub(super) struct Sender {
@@ -182,7 +187,7 @@ impl Engine {
                 return Ok(());
             };
             match self.serve(g, theirs)? {
-                Turn::Done => {}
+                Turn::Done | Turn::Full => {}
                 Turn::More => g.dirty.push(theirs),
                 Turn::Blocked => {
                     // It is the first when there is room again, so that none is passed over for ever.
@@ -255,7 +260,7 @@ impl Engine {
             control(g, &mut self.sender, &mut self.chunks, s, mine, theirs),
             Turn::Blocked
         );
-        let turn = data(
+        let turn = data::data(
             g,
             &mut self.sender,
             &self.chunks,
@@ -263,10 +268,16 @@ impl Engine {
             s,
             theirs,
         )?;
-        if turn != Turn::Done {
+        if matches!(turn, Turn::More | Turn::Blocked) {
             return Ok(turn);
         }
-        if s.closing {
+        // What precedes an end mark is owed to whoever still reads. Without one it is not: it goes over TCP.
+        let is_owed = turn == Turn::Full
+            && !s.peer_left
+            && g.block_mirror(theirs)
+                .is_some_and(DirectionBlock::has_ended);
+        let closes = s.closing && !is_owed;
+        if closes {
             s.inc.settle = true;
         } else if s.inc.head_told != g.block_mine(mine).map_or(0, |b| b.head()) {
             if self.sender.staged.is_empty() {
@@ -285,7 +296,7 @@ impl Engine {
             control(g, &mut self.sender, &mut self.chunks, s, mine, theirs),
             Turn::Blocked
         );
-        if s.closing {
+        if closes {
             let mut buf = [0; MAX_MESSAGE];
             let closed = Message::Closed {
                 yours: Vqpn(theirs),
@@ -374,159 +385,6 @@ fn control<Q: QueuePair, L: Local>(
         inc.ack_due = false;
     }
     Ok(Put::Done)
-}
-
-/// What our producer has to say: at most a piece.
-fn data<Q: QueuePair, L: Local>(
-    g: &Ground<Q, L>,
-    sender: &mut Sender,
-    chunks: &Chunks,
-    register: &mut Option<u32>,
-    s: &mut Stream,
-    theirs: u32,
-) -> Result<Turn, Fault> {
-    let Some(block) = g.block_mirror(theirs) else {
-        return Ok(Turn::Done);
-    };
-    let out = &mut s.out;
-    let view = out.look(block, ENGINE.0);
-    if out.stopped {
-        return Ok(Turn::Done);
-    }
-    if view.limited != out.limited_told {
-        let count = view.limited;
-        put!(
-            sender.put(&g.qp, &Record::Limited { theirs, count }),
-            Turn::Blocked
-        );
-        out.limited_told = count;
-    }
-    let area = g.mirror.area();
-    let mut left = u64::from(g.tuning.piece.max(1));
-    loop {
-        if let Some(generation) = out.next_generation() {
-            let position = out.told;
-            let record = Record::Switch {
-                theirs,
-                generation,
-                position,
-            };
-            put!(sender.put(&g.qp, &record), Turn::Blocked);
-            out.on_switched();
-            continue;
-        }
-        let limit = out.switch_at.map_or(view.tail, |at| at.min(view.tail));
-        let there = limit.saturating_sub(out.placed);
-        let next = out.ring.filter(|_| there > 0 && left > 0).and_then(|ring| {
-            let (at, len) = area.piece(ring, out.placed, there.min(left))?;
-            Some((ring, at, len))
-        });
-        let Some((ring, at, len)) = next else {
-            if out.placed == out.told {
-                break;
-            }
-            put!(announce(g, sender, theirs, out.placed), Turn::Blocked);
-            out.told = out.placed;
-            continue;
-        };
-        let offset = area.offset_of(at);
-        let log2 = g.tuning.chunk_log2;
-        let chunk = (offset >> log2) as u32;
-        let in_chunk = offset & ((1 << log2) - 1);
-        let target = chunks.theirs.get(chunk);
-        let key = chunks.mirror.get(chunk);
-        // A WRITE with an immediate needs no header, which may be what takes another packet.
-        let alone = g.limits.immediate && sender.staged.is_empty() && out.placed == out.told;
-        let header = (HEADER_BYTES + DATA_BYTES) as u64;
-        let is_small = there <= u64::from(g.tuning.eager_max)
-            && !(alone && g.limits.spills(there, header) && sender.credits.can_send());
-        let (Some(target), Some(local), false) = (target, key, is_small) else {
-            if key.is_none() && target.is_some() && !is_small {
-                *register = Some(chunk);
-            }
-            if out.placed != out.told {
-                put!(announce(g, sender, theirs, out.placed), Turn::Blocked);
-                out.told = out.placed;
-            }
-            let want = there.min(left).min(u64::from(u16::MAX)) as usize;
-            let want = want.min(sender.staged.capacity().saturating_sub(DATA_BYTES));
-            if sender.staged.room() < want + DATA_BYTES {
-                put!(sender.flush(&g.qp), Turn::Blocked);
-            }
-            let tail = out.placed + want as u64;
-            let from = out.placed;
-            // SAFETY: committed and not told, so the producer does not write there.
-            let fill = |to: &mut [u8]| unsafe { area.copy_out(ring, from, to) };
-            if !sender.staged.push_data(theirs, tail, want, fill) {
-                // Cannot be: it is as small as the room, and within the ring.
-                return Ok(Turn::Done);
-            }
-            sender.counts.eager_bytes += want as u64;
-            (out.placed, out.told) = (tail, tail);
-            left = left.saturating_sub(want as u64);
-            continue;
-        };
-        let len = len.min((1 << log2) - in_chunk) as u64;
-        let whole = alone && len == there && sender.credits.can_send();
-        if sender.is_full {
-            return Ok(Turn::Blocked);
-        }
-        let write = Write {
-            from: at,
-            local,
-            len: len as u32,
-            to: target.base.wrapping_add(in_chunk as u64),
-            remote: target.rkey,
-        };
-        // SAFETY: within the chunk, which was registered under the key.
-        let posted = unsafe { g.qp.write(&write, whole.then_some(theirs)) };
-        put!(sender.posted(posted), Turn::Blocked);
-        sender.counts.writes += 1;
-        sender.counts.written_bytes += len;
-        out.placed += len;
-        left = left.saturating_sub(len);
-        if whole {
-            sender.counts.immediates += 1;
-            sender.credits.on_immediate();
-            out.told = out.placed;
-        }
-    }
-    if out.told < view.tail {
-        // More, unless it waits for a ring that is not there.
-        return Ok(if left == 0 { Turn::More } else { Turn::Done });
-    }
-    if !out.end_told && End::from_word(view.end).is_some() {
-        let (end, tail) = (view.end, view.tail);
-        put!(
-            sender.put(&g.qp, &Record::End { theirs, end, tail }),
-            Turn::Blocked
-        );
-        out.end_told = true;
-    }
-    if out.want_confirm {
-        put!(
-            sender.put(&g.qp, &Record::Confirm { theirs }),
-            Turn::Blocked
-        );
-        out.want_confirm = false;
-        out.asked = out.told.saturating_add(out.end_told.into());
-    }
-    Ok(Turn::Done)
-}
-
-/// Tells of what was written.
-fn announce<Q: QueuePair, L: Local>(
-    g: &Ground<Q, L>,
-    sender: &mut Sender,
-    theirs: u32,
-    tail: u64,
-) -> Result<Put, Fault> {
-    let record = Record::Data {
-        theirs,
-        tail,
-        payload: &[],
-    };
-    sender.put(&g.qp, &record)
 }
 
 const _: () = assert!(MESSAGE_BYTES + MAX_MESSAGE + HEADER_BYTES + record::LONGEST < 2048);

@@ -175,15 +175,41 @@ impl Incoming {
     }
 }
 
+/// Where our producer writes while the peer's ring has no room.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Aside {
+    /// From this position on,
+    pub from: u64,
+    /// in a ring of ours (`lend.rs`).
+    pub region: Region,
+}
+
+/// What is to be carried over next.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Next {
+    /// Our ring that it is in,
+    pub source: Region,
+    /// the peer's that it goes to, at the same positions,
+    pub ring: Region,
+    /// and up to where.
+    pub until: u64,
+}
+
 /// The direction that we send, in a block of the mirror: in place of its consumer.
 #[derive(Debug, Default)]
 pub(super) struct Outgoing {
     pub ring: Option<Region>,
-    generation: u32,
+    /// First position in the ring.
+    start: u64,
+    pub generation: u32,
     /// A ring that our producer was told of; the peer has not seen it adopted.
     offered: Option<(u32, Region)>,
-    /// From where on our producer uses it.
+    /// From where on our producer uses it. While that writes aside it does not: then it is for us to switch.
     pub switch_at: Option<u64>,
+    pub aside: Option<Aside>,
+    /// How often the peer's ring had no room for what is written aside, and where that was last.
+    stalls: u32,
+    stalled_at: Option<u64>,
     /// All before it was written to the peer's ring, or sent.
     pub placed: u64,
     /// What of that the peer was told.
@@ -193,6 +219,8 @@ pub(super) struct Outgoing {
     pub acked: u64,
     pub limited_told: u32,
     pub end_told: bool,
+    /// Our producer has ended, as far as we have looked.
+    has_ended: bool,
     /// The peer's consumer has stopped.
     pub stopped: bool,
     /// The position is to be confirmed when all is told.
@@ -205,7 +233,10 @@ impl Outgoing {
     /// Asks to be told of more, then looks.
     pub fn look(&mut self, block: &DirectionBlock, wake: u32) -> ProducerView {
         let view = block.watch_producer(wake);
-        if self.switch_at.is_none() && self.offered.is_some_and(|(g, _)| g == view.generation) {
+        self.has_ended = End::from_word(view.end).is_some();
+        // A producer that writes aside has adopted nothing since.
+        let is_new = self.switch_at.is_none() && self.aside.is_none();
+        if is_new && self.offered.is_some_and(|(g, _)| g == view.generation) {
             self.switch_at = Some(view.switch_pos);
         }
         view
@@ -213,7 +244,11 @@ impl Outgoing {
 
     /// The generation of the ring that begins at the position that was told.
     pub fn next_generation(&self) -> Option<u32> {
-        let is_here = self.switch_at == Some(self.told) && self.placed == self.told;
+        let is_due = match self.switch_at {
+            Some(at) => at == self.told,
+            None => self.adopts(self.told),
+        };
+        let is_here = is_due && self.placed == self.told;
         self.offered.filter(|_| is_here).map(|(g, _)| g)
     }
 
@@ -222,7 +257,68 @@ impl Outgoing {
         if let Some((generation, region)) = self.offered.take() {
             self.generation = generation;
             self.ring = Some(region);
+            self.start = self.told;
             self.switch_at = None;
+        }
+    }
+
+    /// The ring that the peer offers, while it is not in use.
+    pub fn offered(&self) -> Option<(u32, Region)> {
+        self.offered
+    }
+
+    fn is_aside_at(&self, position: u64) -> bool {
+        self.aside.is_some_and(|aside| position >= aside.from)
+    }
+
+    /// Whether we move on to the ring on offer, at a position at which our producer writes aside. Not to a larger one than it has there,
+    /// unless it has ended: of that the reader could hold back more than W4 allows. Nor behind the end, where there is nothing that
+    /// it could be for.
+    fn adopts(&self, position: u64) -> bool {
+        let aside = self.aside.filter(|_| self.is_aside_at(position));
+        let fits = aside.zip(self.offered);
+        let is_small = fits.is_some_and(|(a, (_, ring))| ring.len() <= a.region.len());
+        !self.end_told && (is_small || fits.is_some() && self.has_ended)
+    }
+
+    /// Up to where the peer's ring has room, as far as is known.
+    fn window(&self) -> u64 {
+        let size = self.ring.map_or(0, |ring| ring.len() as u64);
+        self.head.max(self.start).saturating_add(size)
+    }
+
+    /// What can be carried over of all up to `tail`, before the next switch of rings. `None` if the peer has no ring yet.
+    pub fn next(&self, tail: u64) -> Option<Next> {
+        let ring = self.ring?;
+        let (source, until) = match self.aside {
+            // The next ring begins here.
+            Some(aside) if self.adopts(self.placed) => (aside.region, self.placed),
+            Some(aside) if self.is_aside_at(self.placed) => (aside.region, tail),
+            Some(aside) => (ring, aside.from),
+            None => (ring, tail),
+        };
+        let until = self.switch_at.map_or(until, |at| at.min(until));
+        Some(Next {
+            source,
+            ring,
+            until: until.min(tail).min(self.window()),
+        })
+    }
+
+    /// How often the window was too small, by what our producer has counted of that.
+    pub fn limited(&self, counted: u32) -> u32 {
+        counted.wrapping_add(self.stalls)
+    }
+
+    /// There is more, up to `tail`. If that is for want of room in the peer's ring, and that is the smaller one, it counts as limited,
+    /// once per position, as it would if our producer had found it.
+    pub fn on_rest(&mut self, tail: u64) {
+        let ring = self.ring.map_or(0, Region::len);
+        let is_small = self.aside.is_some_and(|aside| aside.region.len() > ring);
+        let is_full = self.placed < tail && self.placed == self.window();
+        if is_small && is_full && self.stalled_at != Some(self.placed) {
+            self.stalled_at = Some(self.placed);
+            self.stalls = self.stalls.wrapping_add(1);
         }
     }
 
@@ -241,7 +337,11 @@ impl Outgoing {
         word: u64,
     ) -> Result<Wake, Breach> {
         self.offered = Some(self.check_offer(data_len, word)?);
-        Ok(block.put_offer(word))
+        Ok(match self.aside {
+            // It is for us to adopt it.
+            Some(_) => Wake::NONE,
+            None => block.put_offer(word),
+        })
     }
 
     /// An offer that is the next one, within the peer's arena.

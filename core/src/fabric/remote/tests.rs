@@ -1,5 +1,6 @@
 //! Tests of a link between hosts, over queue pairs in memory: two ends, any number of streams.
 
+mod buffers;
 mod failures;
 mod heads;
 mod hostile;
@@ -55,18 +56,25 @@ impl Local for Here {
 type TestEnd = End<MemQp, Here>;
 
 const DATA: u64 = 1 << 20;
+/// Bytes of an end's send buffers. Not whole chunks together with the data.
+const BUFFERS: u64 = 3 << 18;
 
 fn end(qp: MemQp, tuning: Tuning) -> TestEnd {
-    let side = || {
-        let layout = Layout::for_data(DATA).unwrap();
+    let side = |data| {
+        let layout = Layout::for_data(data).unwrap();
         Side::new(
             Mapping::anonymous(layout.file_len() as usize).unwrap(),
             layout,
         )
         .unwrap()
     };
+    let tuning = Tuning {
+        buffers: BUFFERS,
+        ..tuning
+    };
+    let (mine, mirror) = (side(DATA), side(DATA + BUFFERS));
     // SAFETY: the tests keep the end for longer than cursors, and ask for a producer once a stream.
-    unsafe { End::new(qp, side(), side(), Here::new(), tuning) }.unwrap()
+    unsafe { End::new(qp, mine, mirror, Here::new(), tuning) }.unwrap()
 }
 
 /// As small as a link can be.
@@ -86,6 +94,7 @@ fn tiny(immediate: bool) -> (Config, Tuning) {
         eager_max: 60,
         piece: 700,
         chunk_log2: 13,
+        buffers: 0,
     };
     (config, tuning)
 }
@@ -148,6 +157,14 @@ impl Direction {
             ends[self.reader].free(old);
         }
         done
+    }
+
+    fn lend(&mut self, ends: &[TestEnd; 2], log2: u8) -> bool {
+        ends[1 - self.reader].lend(self.number, &mut self.producer, log2)
+    }
+
+    fn take_back(&mut self, ends: &[TestEnd; 2]) -> bool {
+        ends[1 - self.reader].take_back(self.number, &mut self.producer)
     }
 
     fn offer(&mut self, ends: &[TestEnd; 2], log2: u8) {
@@ -229,6 +246,32 @@ impl World {
         came
     }
 
+    /// Reads all that comes, until nothing does, and says so.
+    fn drain(&mut self) {
+        loop {
+            self.settle();
+            let ends = &self.ends;
+            let all = &mut self.directions;
+            if all
+                .iter_mut()
+                .map(|d| d.read(ends, usize::MAX))
+                .sum::<usize>()
+                == 0
+            {
+                return;
+            }
+        }
+    }
+
+    /// The readers say what they have read, as before a sleep.
+    fn rest(&mut self) {
+        for d in &mut self.directions {
+            let wake = d.consumer.publish();
+            self.ends[d.reader].notify(wake, d.back);
+        }
+        self.settle();
+    }
+
     fn settle(&self) {
         for round in 0.. {
             if !self.round() {
@@ -244,6 +287,8 @@ enum Op {
     Write(prop::sample::Index, usize),
     Read(prop::sample::Index, usize),
     Offer(prop::sample::Index, u8),
+    Lend(prop::sample::Index, u8),
+    TakeBack(prop::sample::Index),
     End(prop::sample::Index),
     Quietly(prop::sample::Index),
     Message(usize),
@@ -259,9 +304,12 @@ fn op() -> impl Strategy<Value = Op> {
     let index = any::<prop::sample::Index>;
     prop_oneof![
         8 => (index(), 1usize..6000).prop_map(|(i, n)| Op::Write(i, n)),
+        2 => (index(), 6000usize..70_000).prop_map(|(i, n)| Op::Write(i, n)),
         4 => (index(), 1usize..80).prop_map(|(i, n)| Op::Write(i, n)),
         8 => (index(), 1usize..9000).prop_map(|(i, n)| Op::Read(i, n)),
         3 => (index(), 12u8..16).prop_map(|(i, n)| Op::Offer(i, n)),
+        3 => (index(), 12u8..17).prop_map(|(i, n)| Op::Lend(i, n)),
+        3 => index().prop_map(Op::TakeBack),
         1 => index().prop_map(Op::End),
         1 => index().prop_map(Op::Quietly),
         2 => (0usize..2).prop_map(Op::Message),
@@ -290,6 +338,12 @@ impl World {
                 all[i.index(n)].read(ends, *bytes);
             }
             Op::Offer(i, log2) => all[i.index(n)].offer(ends, *log2),
+            Op::Lend(i, log2) => {
+                all[i.index(n)].lend(ends, *log2);
+            }
+            Op::TakeBack(i) => {
+                all[i.index(n)].take_back(ends);
+            }
             Op::End(i) => {
                 let d = &mut all[i.index(n)];
                 d.ended = true;

@@ -147,6 +147,11 @@ pub(in crate::fabric) fn unpack_offer(word: u64) -> Option<(u32, Region)> {
     Offer::unpack(word).map(|o| (o.generation, o.region))
 }
 
+/// The word for a ring of that generation.
+pub(in crate::fabric) fn pack_offer(generation: u32, region: Region) -> u64 {
+    Offer { generation, region }.pack()
+}
+
 /// The generation after `generation`.
 pub(in crate::fabric) fn next_generation(generation: u32) -> u32 {
     Offer::next_generation(generation)

@@ -1,5 +1,9 @@
 //! The sending side's private cursor of one direction.
 
+#[cfg(not(loom))]
+mod aside;
+mod reserve;
+
 use std::ptr::NonNull;
 
 use super::allowance::Allowance;
@@ -8,18 +12,8 @@ use super::{
     Adopted, ConsumerLine, DirectionBlock, End, Offer, ProducerLine, RingError, RxFlags, Stopped,
     Violation, Wake, disarm,
 };
-use crate::fabric::layout::{MIN_RING_LOG2, Region};
+use crate::fabric::layout::Region;
 use crate::sync::{Ordering, fence_after_rmw};
-
-/// Bytes of a reserve that get memory at a time.
-const PIECE: u64 = 128 * 1024;
-
-/// A reserve: the consumer's word, its place, and the ring at its beginning that is wanted.
-struct Reserve {
-    word: u64,
-    whole: Region,
-    part: Region,
-}
 
 /// The producer of one direction; used under the owner's lock of that direction.
 ///
@@ -54,6 +48,8 @@ pub struct Producer {
     backed: Option<(Region, u64)>,
     /// There was no memory for more.
     starved: bool,
+    /// The ring is this end's own, not the consumer's.
+    aside: bool,
     /// So many bytes may be unread, but no less than half of the ring; 0: not known yet.
     bound: u64,
     seen_flags: u32,
@@ -92,6 +88,7 @@ impl Producer {
             reserve: 0,
             backed: None,
             starved: false,
+            aside: false,
             bound: 0,
             seen_flags: 0,
             limited: 0,
@@ -331,13 +328,18 @@ impl Producer {
         }
     }
 
-    fn switch_to(&mut self, ring: RingMemory, generation: u32, part: u8) {
+    /// What is committed from now on is in `ring`.
+    fn change_ring(&mut self, ring: RingMemory) {
         self.previous = std::mem::replace(&mut self.ring, ring);
         self.previous_pos = self.switch_pos;
-        self.generation = generation;
         self.switch_pos = self.tail;
         self.starved = false;
         self.limit = self.writable();
+    }
+
+    fn switch_to(&mut self, ring: RingMemory, generation: u32, part: u8) {
+        self.change_ring(ring);
+        self.generation = generation;
         let mine = self.mine();
         let position = match part {
             0 => &mine.switch_pos,
@@ -347,93 +349,6 @@ impl Producer {
         // Releases the position to the consumer's load of `generation`; the next tail releases both.
         let adopted = Adopted { generation, part };
         mine.generation.store(adopted.pack(), Ordering::Release);
-    }
-
-    /// A sender that is not to wait has found no room: looks for what the consumer has read and not published; else moves on to as
-    /// much of the reserve as the bound allows, if there is one and that is more than the ring. True if there is more room than before.
-    pub fn make_room(&mut self) -> Result<bool, RingError> {
-        if self.look_closely()? {
-            return Ok(true);
-        }
-        match self.next_reserve() {
-            Some(next) if self.has_more(&next) => self.move_to(&next),
-            _ => Ok(false),
-        }
-    }
-
-    /// Whether there would be room by [`make_room`](Self::make_room).
-    pub fn could_have_room(&mut self) -> Result<bool, RingError> {
-        Ok(self.look_closely()? || self.has_reserve())
-    }
-
-    /// As far as is known of the consumer.
-    fn has_reserve(&self) -> bool {
-        self.next_reserve().is_some_and(|next| self.has_more(&next))
-    }
-
-    /// The consumer's line with what it has read costs it a miss at its next read. True if a quarter of the ring is free by that.
-    fn look_closely(&mut self) -> Result<bool, RingError> {
-        self.reload()?;
-        // SAFETY: mapped while `self` exists, by the contract of `new`.
-        let last = unsafe { &self.block.as_ref().last };
-        // Acquires that the bytes before have been read, which `consume` releases.
-        let consumed = last.consumed.load(Ordering::Acquire);
-        if consumed > self.tail {
-            return Err(Violation::HeadBeyondTail.into());
-        }
-        self.head = self.head.max(consumed);
-        if !self.ended {
-            self.limit = self.writable();
-        }
-        let quarter = self.ring.quarter().min(self.most() / 4);
-        Ok(quarter != 0 && self.limit - self.tail >= quarter)
-    }
-
-    /// Whether bytes are to be sent for which the ring has room but this process no memory.
-    pub fn is_starved(&self) -> bool {
-        self.starved
-    }
-
-    fn has_more(&self, next: &Reserve) -> bool {
-        let is_bound = self.bound != 0 && self.tail - self.head >= self.bound;
-        next.part.len() as u64 > self.ring.size() && !is_bound
-    }
-
-    /// The reserve, if it can be taken now.
-    fn next_reserve(&self) -> Option<Reserve> {
-        let word = self.theirs().reserve.load(Ordering::Acquire);
-        if word == self.reserve || self.ended || self.head < self.switch_pos {
-            return None;
-        }
-        let whole = Offer::unpack(word)?.region;
-        let log2 = match self.bound {
-            0 => whole.log2(),
-            bound => bound.checked_next_power_of_two()?.ilog2() as u8,
-        };
-        let log2 = log2.max(MIN_RING_LOG2).min(whole.log2());
-        let part = Region::new(whole.page(), log2)?;
-        Some(Reserve { word, whole, part })
-    }
-
-    fn move_to(&mut self, &Reserve { word, whole, part }: &Reserve) -> Result<bool, RingError> {
-        self.reserve = word;
-        let ring = match self.area.ring(whole) {
-            Ok(ring) => ring,
-            Err(NoRing::Outside) => return Err(Violation::BadOffer.into()),
-            Err(NoRing::Unmapped) => return Ok(false),
-        };
-        let ring = ring.part(part.log2()).ok_or(Violation::BadOffer)?;
-        if !self.allowance.admits(part) {
-            return Err(Violation::BeyondAllowance.into());
-        }
-        // Without memory for the first piece the direction stays where it is.
-        if !self.area.back(part, self.tail, PIECE) {
-            return Ok(false);
-        }
-        self.backed = Some((part, self.tail + PIECE));
-        let generation = Offer::next_generation(self.generation);
-        self.switch_to(ring, generation, part.log2());
-        Ok(true)
     }
 
     /// A copy of the bytes that a consumer which has [stopped](super::Consumer::stop) has not read.
@@ -499,24 +414,6 @@ impl Producer {
             Some((_, backed)) => self.window().min(backed).max(self.tail),
             None => self.window(),
         }
-    }
-
-    /// Sees to memory for `want` bytes more in a reserve, of which the ring has been once around when all of it has some.
-    fn back_more(&mut self, want: u64) {
-        let Some((region, backed)) = self.backed else {
-            return;
-        };
-        let end = self.switch_pos + self.ring.size();
-        if backed >= end {
-            self.backed = None;
-        } else if self.window().min(end) > backed {
-            let more = want.next_multiple_of(PIECE).max(PIECE).min(end - backed);
-            self.starved = !self.area.back(region, backed, more);
-            if !self.starved {
-                self.backed = Some((region, backed + more));
-            }
-        }
-        self.limit = self.writable();
     }
 
     #[cold]

@@ -203,6 +203,8 @@ fn each_breach_has_its_name() {
         (&[offer(2 << 40 | 12 << 32)], Some(Breach::Offer)),
         (&[offer(1 << 40 | 21 << 32)], Some(Breach::Offer)),
         (&[offer(1 << 40 | 12 << 32 | 256)], Some(Breach::Offer)),
+        // Where this end has its buffers.
+        (&[offer(1 << 40 | 12 << 32 | 300)], Some(Breach::Offer)),
         (&[Record::Stop { theirs: 1 }], Some(Breach::Stream)),
         (&[Record::Ack { theirs: 0, tail: 1 }], Some(Breach::Ack)),
         (&[Record::Message { bytes: b"?" }], Some(Breach::Message)),

@@ -1,0 +1,45 @@
+//! Room for send buffers: rings of this end's own, where the producers of streams write whose peer's ring has no room. They lie in
+//! the mirror's data area, behind what is the peer's, so that a cursor reaches them as it does the peer's rings. Not who gets
+//! one (`lend.rs`).
+
+#![forbid(unsafe_code)]
+
+use crate::fabric::arena::Arena;
+use crate::fabric::layout::{PAGE_LOG2, Region};
+use crate::lock::Lock;
+
+/// Where there is room for buffers.
+pub(super) struct Buffers {
+    arena: Lock<Arena>,
+    /// The page of the data area that they begin at.
+    first: u32,
+}
+
+impl Buffers {
+    /// `bytes` of them behind the first `at` bytes of a data area, whole pages.
+    pub fn new(at: usize, bytes: usize) -> Self {
+        Self {
+            arena: Lock::new(Arena::new(bytes as u64)),
+            first: (at >> PAGE_LOG2) as u32,
+        }
+    }
+
+    pub fn take(&self, log2: u8) -> Option<Region> {
+        let region = self.arena.lock()?.alloc(log2)?;
+        Region::new(self.first.checked_add(region.page())?, log2)
+    }
+
+    pub fn give_back(&self, buffer: Region) {
+        if let Some(page) = buffer.page().checked_sub(self.first)
+            && let Some(region) = Region::new(page, buffer.log2())
+            && let Some(mut arena) = self.arena.lock()
+        {
+            arena.free(region);
+        }
+    }
+
+    #[cfg(test)]
+    pub fn bytes_in_use(&self) -> u64 {
+        self.arena.lock().map_or(0, |a| a.bytes_in_use())
+    }
+}

@@ -1,0 +1,91 @@
+//! Which stream has a send buffer, and from which position on. The peer knows nothing of it: a buffer's bytes go to the peer's ring as
+//! that has room, at the same positions. Not how they are carried over (`pump/data.rs`).
+//!
+//! A stream has at most one. Its producer moves there, and back when all has been read, under its own lock and the engine's, so
+//! that both know at the same moment where the next byte is. A buffer is free when its bytes have been read, or the peer has closed.
+
+use super::end::{ENGINE, Local};
+use super::engine::Engine;
+use super::ground::Ground;
+use super::qp::QueuePair;
+use super::stream::{Aside, State};
+use crate::fabric::ring::carry::pack_offer;
+use crate::fabric::ring::{Producer, Wake};
+
+impl Engine {
+    /// See [`LinkEnd::lend`](crate::fabric::LinkEnd::lend).
+    pub fn lend<Q: QueuePair, L: Local>(
+        &mut self,
+        g: &Ground<Q, L>,
+        theirs: u32,
+        producer: &mut Producer,
+        log2: u8,
+    ) -> bool {
+        let Some(part) = producer.fits_aside(log2) else {
+            return false;
+        };
+        let (Some(mine), Some(block)) = (self.streams.mine(theirs), g.block_mirror(theirs)) else {
+            return false;
+        };
+        let s = self.streams.get(mine).filter(|s| s.state == State::Open);
+        let Some(s) = s.filter(|s| !s.out.stopped && s.out.aside.is_none()) else {
+            return false;
+        };
+        // What it has adopted before comes before.
+        s.out.look(block, ENGINE.0);
+        let Some(region) = g.buffers.take(part) else {
+            return false;
+        };
+        let from = producer.position();
+        let moves = producer.move_aside(region);
+        if moves {
+            s.out.aside = Some(Aside { from, region });
+        } else {
+            g.buffers.give_back(region);
+        }
+        moves
+    }
+
+    /// See [`LinkEnd::take_back`](crate::fabric::LinkEnd::take_back).
+    pub fn take_back<Q: QueuePair, L: Local>(
+        &mut self,
+        g: &Ground<Q, L>,
+        theirs: u32,
+        producer: &mut Producer,
+    ) -> bool {
+        let (Some(mine), Some(block)) = (self.streams.mine(theirs), g.block_mirror(theirs)) else {
+            return false;
+        };
+        let Some(out) = self.streams.get(mine).map(|s| &mut s.out) else {
+            return false;
+        };
+        let (Some(aside), Some(ring)) = (out.aside, out.ring) else {
+            return false;
+        };
+        let next = out.offered();
+        let is_carried = out.told == producer.position();
+        let moves =
+            is_carried && producer.move_back(ring, out.generation, next.map(|(_, ring)| ring));
+        if moves {
+            out.aside = None;
+            g.buffers.give_back(aside.region);
+            // From here on it is for the producer.
+            let wake = next.map_or(Wake::NONE, |(generation, ring)| {
+                block.put_offer(pack_offer(generation, ring))
+            });
+            g.tell_here(&mut self.after, wake, mine);
+        }
+        moves
+    }
+
+    /// See [`End::unsent`](super::End::unsent).
+    pub fn unsent<Q: QueuePair, L: Local>(&mut self, g: &Ground<Q, L>, theirs: u32) -> u64 {
+        let Some(mine) = self.streams.mine(theirs) else {
+            return 0;
+        };
+        let told = self.streams.get(mine).map(|s| s.out.told);
+        let tail = g.block_mirror(theirs).map(|block| block.tail());
+        told.zip(tail)
+            .map_or(0, |(told, tail)| tail.saturating_sub(told))
+    }
+}

@@ -1,0 +1,193 @@
+//! What is sent of what a producer has published: payload, switches of rings, the end mark. Each piece goes from where it was
+//! written here to the same positions of the peer's ring, which may be another size. Not what consumers say.
+
+use super::{Put, Sender, Turn};
+use crate::fabric::remote::chunks::Chunks;
+use crate::fabric::remote::end::{ENGINE, Local};
+use crate::fabric::remote::fault::Fault;
+use crate::fabric::remote::ground::Ground;
+use crate::fabric::remote::qp::{QueuePair, Write};
+use crate::fabric::remote::record::{DATA_BYTES, HEADER_BYTES, Record};
+use crate::fabric::remote::stream::{Outgoing, Stream};
+use crate::fabric::ring::End;
+
+/// What our producer has to say: at most a piece.
+pub(super) fn data<Q: QueuePair, L: Local>(
+    g: &Ground<Q, L>,
+    sender: &mut Sender,
+    chunks: &Chunks,
+    register: &mut Option<u32>,
+    s: &mut Stream,
+    theirs: u32,
+) -> Result<Turn, Fault> {
+    let Some(block) = g.block_mirror(theirs) else {
+        return Ok(Turn::Done);
+    };
+    let out = &mut s.out;
+    let view = out.look(block, ENGINE.0);
+    if out.stopped {
+        return Ok(Turn::Done);
+    }
+    put!(
+        tell_limited(g, sender, out, theirs, view.limited),
+        Turn::Blocked
+    );
+    let area = g.mirror.area();
+    let mut left = u64::from(g.tuning.piece.max(1));
+    loop {
+        if let Some(generation) = out.next_generation() {
+            let position = out.told;
+            let record = Record::Switch {
+                theirs,
+                generation,
+                position,
+            };
+            put!(sender.put(&g.qp, &record), Turn::Blocked);
+            out.on_switched();
+            continue;
+        }
+        let next = out.next(view.tail);
+        let there = next.map_or(0, |next| next.until.saturating_sub(out.placed));
+        let next = next.filter(|_| there > 0 && left > 0).and_then(|next| {
+            let (at, len) = area.piece(next.source, out.placed, there.min(left))?;
+            Some((next, at, len))
+        });
+        let Some((next, at, len)) = next else {
+            if out.placed == out.told {
+                break;
+            }
+            put!(announce(g, sender, theirs, out.placed), Turn::Blocked);
+            out.told = out.placed;
+            continue;
+        };
+        let log2 = g.tuning.chunk_log2;
+        let chunk = |offset: usize| (offset >> log2) as u32;
+        let in_chunk = |offset: usize| offset & ((1 << log2) - 1);
+        let from = area.offset_of(at);
+        let in_ring = (out.placed & (next.ring.len() as u64 - 1)) as usize;
+        let to = next.ring.offset() + in_ring;
+        let target = chunks.theirs.get(chunk(to));
+        let key = chunks.mirror.get(chunk(from));
+        // A WRITE with an immediate needs no header, which may be what takes another packet.
+        let alone = g.limits.immediate && sender.staged.is_empty() && out.placed == out.told;
+        let header = (HEADER_BYTES + DATA_BYTES) as u64;
+        let is_small = there <= u64::from(g.tuning.eager_max)
+            && !(alone && g.limits.spills(there, header) && sender.credits.can_send());
+        let (Some(target), Some(local), false) = (target, key, is_small) else {
+            if key.is_none() && target.is_some() && !is_small {
+                *register = Some(chunk(from));
+            }
+            if out.placed != out.told {
+                put!(announce(g, sender, theirs, out.placed), Turn::Blocked);
+                out.told = out.placed;
+            }
+            let want = there.min(left).min(u64::from(u16::MAX)) as usize;
+            let want = want.min(sender.staged.capacity().saturating_sub(DATA_BYTES));
+            if sender.staged.room() < want + DATA_BYTES {
+                put!(sender.flush(&g.qp), Turn::Blocked);
+            }
+            let tail = out.placed + want as u64;
+            let from = out.placed;
+            // SAFETY: committed and not told, so the producer does not write there.
+            let fill = |to: &mut [u8]| unsafe { area.copy_out(next.source, from, to) };
+            if !sender.staged.push_data(theirs, tail, want, fill) {
+                // Cannot be: it is as small as the room, and within the ring.
+                return Ok(Turn::Done);
+            }
+            sender.counts.eager_bytes += want as u64;
+            (out.placed, out.told) = (tail, tail);
+            left = left.saturating_sub(want as u64);
+            continue;
+        };
+        // Both rings may wrap, and be in several chunks.
+        let len = len
+            .min(next.ring.len() - in_ring)
+            .min((1 << log2) - in_chunk(from))
+            .min((1 << log2) - in_chunk(to)) as u64;
+        let whole = alone && len == there && sender.credits.can_send();
+        if sender.is_full {
+            return Ok(Turn::Blocked);
+        }
+        let write = Write {
+            from: at,
+            local,
+            len: len as u32,
+            to: target.base.wrapping_add(in_chunk(to) as u64),
+            remote: target.rkey,
+        };
+        // SAFETY: within the chunk, which was registered under the key.
+        let posted = unsafe { g.qp.write(&write, whole.then_some(theirs)) };
+        put!(sender.posted(posted), Turn::Blocked);
+        sender.counts.writes += 1;
+        sender.counts.written_bytes += len;
+        out.placed += len;
+        left = left.saturating_sub(len);
+        if whole {
+            sender.counts.immediates += 1;
+            sender.credits.on_immediate();
+            out.told = out.placed;
+        }
+    }
+    let has_rest = out.told < view.tail;
+    if has_rest && left == 0 {
+        return Ok(Turn::More);
+    }
+    if has_rest {
+        out.on_rest(view.tail);
+        put!(
+            tell_limited(g, sender, out, theirs, view.limited),
+            Turn::Blocked
+        );
+    } else if !out.end_told && End::from_word(view.end).is_some() {
+        let (end, tail) = (view.end, view.tail);
+        put!(
+            sender.put(&g.qp, &Record::End { theirs, end, tail }),
+            Turn::Blocked
+        );
+        out.end_told = true;
+    }
+    let asks = out.told.saturating_add(out.end_told.into());
+    if out.want_confirm && asks > out.asked {
+        put!(
+            sender.put(&g.qp, &Record::Confirm { theirs }),
+            Turn::Blocked
+        );
+        out.want_confirm = false;
+        out.asked = asks;
+    }
+    Ok(if has_rest { Turn::Full } else { Turn::Done })
+}
+
+/// Tells of what was written.
+fn announce<Q: QueuePair, L: Local>(
+    g: &Ground<Q, L>,
+    sender: &mut Sender,
+    theirs: u32,
+    tail: u64,
+) -> Result<Put, Fault> {
+    let record = Record::Data {
+        theirs,
+        tail,
+        payload: &[],
+    };
+    sender.put(&g.qp, &record)
+}
+
+/// Tells how often the window was too small, if that is news.
+fn tell_limited<Q: QueuePair, L: Local>(
+    g: &Ground<Q, L>,
+    sender: &mut Sender,
+    out: &mut Outgoing,
+    theirs: u32,
+    counted: u32,
+) -> Result<Put, Fault> {
+    let count = out.limited(counted);
+    if count != out.limited_told {
+        put!(
+            sender.put(&g.qp, &Record::Limited { theirs, count }),
+            Put::Blocked
+        );
+        out.limited_told = count;
+    }
+    Ok(Put::Done)
+}

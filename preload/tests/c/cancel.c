@@ -7,6 +7,7 @@
 #include <pthread.h>
 #include <stdio.h>
 #include <string.h>
+#include <netinet/in.h>
 #include <sys/epoll.h>
 #include <sys/select.h>
 #include <sys/socket.h>
@@ -14,7 +15,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-static int ends[2], pipe_ends[2], epoll, listener;
+static int ends[2], pipe_ends[2], epoll, listener, lingering;
 static char fifo[64];
 static volatile int entered, cleaned;
 static volatile pid_t tid;
@@ -39,6 +40,24 @@ static void block_select(void)
 static void block_epoll(void) { struct epoll_event e; epoll_wait(epoll, &e, 1, -1); }
 static void block_open(void) { open(fifo, O_RDONLY); }
 static void block_accept(void) { accept(listener, NULL, NULL); }
+/* A socket that is to linger, with more to send than its peer takes. */
+static void block_close(void) { close(lingering); }
+static int connect_lingering(void)
+{
+    struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    socklen_t length = sizeof address;
+    struct linger linger = {1, 60};
+    static char bytes[1 << 16];
+    int server = socket(AF_INET, SOCK_STREAM, 0);
+    lingering = socket(AF_INET, SOCK_STREAM, 0);
+    if (listen(server, 1) || getsockname(server, (struct sockaddr *)&address, &length)
+        || connect(lingering, (struct sockaddr *)&address, length)
+        || setsockopt(lingering, SOL_SOCKET, SO_LINGER, &linger, sizeof linger))
+        return 1;
+    while (send(lingering, bytes, sizeof bytes, MSG_DONTWAIT) > 0)
+        ;
+    return 0;
+}
 static void block_dprintf(void)
 {
     static char big[1 << 16];
@@ -112,6 +131,7 @@ int main(void)
     bad |= cancel("poll", block_poll);
     bad |= cancel("select", block_select);
     bad |= cancel("epoll_wait", block_epoll);
+    bad |= connect_lingering() || cancel("close", block_close);
     bad |= cancel("dprintf", block_dprintf);
     _exit(bad); /* A cancelled dprintf leaves a FILE behind on which glibc's exit can stumble. */
 }

@@ -85,7 +85,7 @@ pub fn page(
 
 /// The suite, and how much of it was run where that is not all.
 fn named(record: &Record) -> String {
-    match (record.parts.len(), record.all) {
+    match (record.complete(), record.all) {
         (run, all) if run < all => format!("{} ({run} of {all} parts)", record.suite),
         _ => record.suite.clone(),
     }
@@ -137,8 +137,20 @@ fn section<'a>(
     }
 }
 
+/// A difference in a line.
+pub fn line(difference: &Difference) -> String {
+    let Difference {
+        case,
+        way,
+        kernel,
+        library,
+    } = difference;
+    let (kernel, library) = (tally(kernel), tally(library));
+    format!("{case} | kernel TCP {kernel} | {} {library}", way.title())
+}
+
 /// A tally in words.
-pub fn tally(tally: &Tally) -> String {
+fn tally(tally: &Tally) -> String {
     let word = |outcome: &Outcome| match outcome {
         Outcome::Passed => "passed",
         Outcome::Failed => "failed",

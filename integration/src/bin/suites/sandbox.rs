@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result};
-use rdmasock_integration::proc::{Cmd, pause};
+use anyhow::{Context, Result, bail};
+use rdmasock_integration::proc::Cmd;
 use rdmasock_integration::signals;
 
 use crate::case::{Job, Outcome, Way};
@@ -153,24 +153,28 @@ impl Sandbox {
             ])
             .args(self.command(job, way, scratch, counted))
             .spawn()?;
-        let began = Instant::now();
-        let deadline = began + job.limit;
-        let mut heard = (began, 0);
+        let (mut ran, mut silent, mut heard) = (Duration::ZERO, Duration::ZERO, 0);
+        let mut looked = Instant::now();
         let end = loop {
             if !proc.is_running() {
                 let never = || Ok(());
                 let status = proc.wait(Instant::now(), never)?;
                 break End::Exited(status.code().unwrap_or(-1));
             }
+            // What was stopped as a whole, as a virtual machine may be, has not been silent meanwhile.
+            let step = looked.elapsed().min(TICK * 20);
+            looked = Instant::now();
+            ran += step;
+            silent += step;
             let length = said(&output) + said(&scratch.join("cases"));
-            if length != heard.1 {
-                heard = (Instant::now(), length);
+            if length != heard {
+                (silent, heard) = (Duration::ZERO, length);
             }
-            if heard.0.elapsed() > job.silence || Instant::now() > deadline {
+            if silent > job.silence || ran > job.limit {
                 break End::Stopped;
             }
             if signals::is_interrupted() {
-                pause(deadline)?;
+                bail!("interrupted");
             }
             std::thread::sleep(TICK);
         };

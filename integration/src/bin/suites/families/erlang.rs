@@ -96,41 +96,26 @@ impl Suite for Erlang {
         false
     }
 
-    fn job(&self, place: &Place, part: &str, selection: Selection<'_>, _: &Path) -> Result<Job> {
+    fn job(&self, place: &Place, part: &str, _: Selection<'_>, _: &Path) -> Result<Job> {
         let (suite, piece) = part.split_once(' ').unwrap_or((part, ""));
         let words = ["ct_run", "-noinput", "-no_auto_compile", "-logdir", "."];
         let mut command = words.map(str::to_owned).to_vec();
         command.extend(["-suite".to_owned(), suite.to_owned(), "-dir".to_owned()]);
         command.push(place.dir.join("test").display().to_string());
-        match (selection, piece.split_once(' ')) {
-            // As `cases` names them: the group, if there is one, and the case.
-            (Selection::Only(names), _) => {
-                let (grouped, alone): (Vec<_>, Vec<_>) =
-                    names.iter().partition(|name| name.contains(' '));
-                let mut groups = Vec::new();
-                let mut cases: Vec<&str> = alone.into_iter().map(String::as_str).collect();
-                for (group, case) in grouped.iter().filter_map(|name| name.split_once(' ')) {
-                    groups.push(group);
-                    cases.push(case);
-                }
-                select(&mut command, &groups, &cases);
+        let words: Vec<&str> = piece.split_whitespace().collect();
+        match words.as_slice() {
+            [] => {}
+            ["case", cases @ ..] => {
+                select(&mut command, "-group", &[FIRST]);
+                select(&mut command, "-case", cases);
             }
-            (_, Some((_, cases))) => {
-                let cases: Vec<&str> = cases.split(' ').collect();
-                select(&mut command, &[FIRST], &cases);
-            }
-            (_, None) if piece.is_empty() => {}
-            (_, None) => select(&mut command, &[piece], &[]),
+            groups => select(&mut command, "-group", groups),
         }
         let mut job = Job::new(command);
         // The limit of a case is below that, and what it prints goes to files.
         job.silence = Duration::from_secs(900);
         job.limit = Duration::from_secs(1800);
         Ok(job)
-    }
-
-    fn selects(&self) -> bool {
-        true
     }
 
     /// From the log that Common Test keeps for programs: `=case`, the group of it, and `=result`.
@@ -165,13 +150,9 @@ impl Suite for Erlang {
 }
 
 /// Has ct_run take these only.
-fn select(command: &mut Vec<String>, groups: &[&str], cases: &[&str]) {
-    for (option, names) in [("-group", groups), ("-case", cases)] {
-        if !names.is_empty() {
-            command.push(option.to_owned());
-            command.extend(names.iter().map(|name| (*name).to_owned()));
-        }
-    }
+fn select(command: &mut Vec<String>, option: &str, names: &[&str]) {
+    command.push(option.to_owned());
+    command.extend(names.iter().map(|name| (*name).to_owned()));
 }
 
 /// The text of the log, which lies two folders below, both named after the time.

@@ -73,8 +73,8 @@ pub fn page(
     if !missing.is_empty() {
         let _ = writeln!(page, "\nNot run with this library: {}.", missing.join(", "));
     }
-    section(&mut page, "Different", "reason", &totals, |suite, d| {
-        let reason = || reasons.of(suite, d).unwrap_or("no reason is known");
+    section(&mut page, "Different", "reason", &totals, |record, d| {
+        let reason = || reasons.of(record, d).unwrap_or("no reason is known");
         d.is_steady().then(reason)
     });
     section(&mut page, "Unsteady", "", &totals, |_, d| {
@@ -107,12 +107,12 @@ fn section<'a>(
     title: &str,
     last: &str,
     totals: &'a [(&Record, Counts)],
-    note: impl Fn(&str, &'a Difference) -> Option<&'a str>,
+    note: impl Fn(&Record, &'a Difference) -> Option<&'a str>,
 ) {
     let mut rows = String::new();
     for (record, counts) in totals {
         for difference in &counts.differences {
-            let Some(note) = note(&record.suite, difference) else {
+            let Some(note) = note(record, difference) else {
                 continue;
             };
             let _ = writeln!(

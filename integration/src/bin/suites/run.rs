@@ -83,7 +83,7 @@ pub fn run(plan: &Plan<'_>, dir: &Path, sandbox: &Sandbox, reasons: &Reasons) ->
         match ready.outcome() {
             Ok(record) => {
                 let counts = record.total();
-                let missing = reasons.missing(&record.suite, &counts);
+                let missing = reasons.missing(&record, &counts);
                 failed += missing;
                 passed += counts.cases.saturating_sub(counts.failing + missing);
                 ignored += counts.failing + counts.skipped;
@@ -312,7 +312,7 @@ fn tell(record: &Record, counts: &Counts, reasons: &Reasons) {
         );
     }
     for difference in differences {
-        let kind = match (difference.is_steady(), reasons.of(suite, difference)) {
+        let kind = match (difference.is_steady(), reasons.of(record, difference)) {
             (false, _) => "unsteady".to_owned(),
             (true, Some(reason)) => format!("different ({reason})"),
             (true, None) => "DIFFERENT".to_owned(),

@@ -9,7 +9,7 @@ use rustix::io::Errno;
 
 /// Adds 0 to the second word, which takes that it can be written, and wakes nobody for it: FUTEX_OP(ADD, 0, LT, 0) of
 /// <linux/futex.h>, and FUTEX_WAKE_OP with FUTEX_PRIVATE_FLAG.
-const ADD_NOTHING: usize = 2 << 24;
+const ADD_NOTHING: usize = 1 << 28 | 2 << 24;
 const WAKE_OP: usize = 5 | 128;
 
 /// Whether the first entry can be written. The kernel is asked only where it is another than the thread's last.
@@ -46,10 +46,8 @@ mod tests {
         unsafe { events.cast::<u64>().write(0x0123_4567_89ab_cdef) };
         assert!(can_be_written(events) && can_be_written(events));
         // SAFETY: as above.
-        assert_eq!(
-            unsafe { events.cast::<u64>().read() },
-            0x0123_4567_89ab_cdef
-        );
+        let kept = unsafe { events.cast::<u64>().read() };
+        assert_eq!(kept, 0x0123_4567_89ab_cdef);
         let other = events.wrapping_add(1);
         for protection in [libc::PROT_READ, none] {
             // SAFETY: ours, and nobody looks into it meanwhile.

@@ -50,6 +50,7 @@ pub fn page(
             other.library
         );
     }
+    let records: Vec<Record> = records.iter().map(Record::complete).collect();
     let mut page = format!("{HEAD}The library was {}.\n{LEGEND}", first.library);
     let totals: Vec<(&Record, Counts)> = records.iter().map(|r| (r, r.total())).collect();
     for (record, counts) in &totals {
@@ -85,7 +86,7 @@ pub fn page(
 
 /// The suite, and how much of it was run where that is not all.
 fn named(record: &Record) -> String {
-    match (record.complete(), record.all) {
+    match (record.parts.len(), record.all) {
         (run, all) if run < all => format!("{} ({run} of {all} parts)", record.suite),
         _ => record.suite.clone(),
     }

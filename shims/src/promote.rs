@@ -15,9 +15,7 @@ mod scan;
 mod tests;
 
 pub use ahead::{drop_unread, read_ahead};
-pub use close::{
-    Awaited, Farewell, close_stream, close_tx, linger, refuse, return_unread, scan_left,
-};
+pub use close::{Awaited, close_stream, close_tx, linger, refuse, return_unread, scan_left};
 pub use leave::{
     end_on_link, leave, look_for_reset, prefer_tcp, resend, return_to_tcp, wait_for_tcp,
 };

@@ -4,7 +4,6 @@ use crate::calls::vfork;
 use crate::errno;
 use crate::jump::within;
 use crate::lifecycle;
-use crate::promote::Farewell;
 use crate::report;
 use crate::rx;
 use crate::table::{self, Entry};
@@ -19,15 +18,10 @@ pub unsafe extern "C" fn close(real: CloseFn, fd: c_int) -> c_int {
     match table::lookup(fd) {
         Entry::None if !lifecycle::is_hidden(fd) => {}
         _ => {
-            let mut farewell = Farewell::NONE;
-            let result = close_on(fd, &mut farewell);
+            let result = close_on(fd);
             if result != GO_ON {
                 return result;
             }
-            // SAFETY: the caller's arguments, as they are.
-            let result = unsafe { real(fd) };
-            after_close(farewell);
-            return result;
         }
     }
     // SAFETY: the caller's arguments, as they are.
@@ -39,22 +33,14 @@ const GO_ON: c_int = c_int::MIN;
 
 /// What is to be done before a number is closed.
 #[inline(never)]
-fn close_on(fd: c_int, farewell: &mut Farewell) -> c_int {
+extern "C" fn close_on(fd: c_int) -> c_int {
     if lifecycle::is_hidden(fd) {
         return errno::fail(libc::EBADF);
     }
     if !vfork::is_child() {
-        *farewell = within(|| lifecycle::before_close(fd));
+        within(|| lifecycle::before_close(fd));
     }
     GO_ON
-}
-
-/// The number is closed.
-#[inline(never)]
-fn after_close(farewell: Farewell) {
-    let errno = errno::get();
-    within(|| farewell.tell());
-    errno::set(errno);
 }
 
 /// `close_range(2)`.
@@ -86,9 +72,7 @@ unsafe extern "C" fn close_range_on(
     let mut settled = None;
     // A child of vfork has numbers of its own.
     if closes && !vfork::is_child() {
-        table::for_each(first..=last, |fd, _| {
-            lifecycle::before_close(fd);
-        });
+        table::for_each(first..=last, |fd, _| lifecycle::before_close(fd));
         settled = Some(Settled::begin());
     }
     for (from, to) in privatefd::ranges_without_private(first, last) {

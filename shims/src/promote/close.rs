@@ -3,13 +3,12 @@
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
 use rdmasock_core::fabric::ring::{End, RxFlags, Wake};
-use rdmasock_core::ids::{Nonce, Vqpn};
+use rdmasock_core::ids::Nonce;
 
 use super::flush;
 use super::leave::{ask_back, end_on_link};
 use super::scan::{Ahead, AtMark, look_ahead};
 use crate::library::Library;
-use crate::link::Link;
 use crate::ready;
 use crate::service::Command;
 use crate::socket::{Control, Opened, Socket, mode};
@@ -85,36 +84,16 @@ pub fn scan_left(socket: &'static Socket, control: &mut Control) -> Option<Await
     }
 }
 
-/// Who sleeps at the other end of a link within the host, to be woken once the kernel has sent its FIN: only then is the mark an
-/// end. That the FIN wakes him too is not enough, for he would hear of it after what is sent on other connections next.
-pub struct Farewell(Option<(&'static Link, Wake, Vqpn)>);
-
-impl Farewell {
-    /// Nobody is to be woken.
-    pub const NONE: Self = Self(None);
-
-    /// The kernel's socket is closed.
-    pub fn tell(self) {
-        // The number may be another stream's by now, which is looked at in vain then.
-        if let Some((link, wake, theirs)) = self.0 {
-            link.notify(wake, theirs);
-        }
-    }
-}
-
 /// The program closes the socket: ends the sending direction, and gives what TCP has not taken yet
 /// of what has to precede its end. The caller holds the control lock.
-pub fn close_tx(socket: &'static Socket) -> (Vec<u8>, Farewell) {
-    let mut farewell = Farewell::NONE;
+pub fn close_tx(socket: &'static Socket) -> Vec<u8> {
     {
         let Some(mut tx) = socket.tx.lock() else {
-            return (Vec::new(), farewell);
+            return Vec::new();
         };
+        // Nobody is woken for the mark: the peer is told of the end when the kernel's FIN arrives.
         if socket.tx_mode.load(Acquire) == mode::LINK {
-            let wake = end_on_link(socket, &mut tx, End::Fin);
-            let theirs = Vqpn(socket.peer_vqpn.load(Relaxed));
-            let link = socket.link().filter(|l| !wake.is_none() && !l.is_remote());
-            farewell = Farewell(link.map(|link| (link, wake, theirs)));
+            let _ = end_on_link(socket, &mut tx, End::Fin);
         } else if std::mem::take(&mut tx.then_link)
             && let Some(producer) = tx.producer.as_mut()
         {
@@ -123,9 +102,11 @@ pub fn close_tx(socket: &'static Socket) -> (Vec<u8>, Farewell) {
         tx.then_shut = false;
     }
     flush(socket);
-    let unsent = socket.tx.lock();
-    let unsent = unsent.map(|mut tx| std::mem::take(&mut tx.marker));
-    (unsent.unwrap_or_default(), farewell)
+    socket
+        .tx
+        .lock()
+        .map(|mut tx| std::mem::take(&mut tx.marker))
+        .unwrap_or_default()
 }
 
 /// The program closes the socket before all of `unsent` is in TCP, or while markers are `awaited`: see

@@ -4,7 +4,7 @@ use libc::{EPOLL_CTL_ADD, c_int};
 
 use super::epoll::{ET, IN, create, ctl, wait};
 use crate::ctx::Ctx;
-use crate::sys::{self, Addr, Ret};
+use crate::sys::{self, Ret};
 
 const CONNECTIONS: usize = 6;
 const ROUNDS: usize = 60;
@@ -165,48 +165,6 @@ pub fn none_alone(c: &Ctx) {
                 sys::recv_exact(fds[at], 4);
             }
         }
-    }
-    c.sync("done");
-}
-
-/// A close of one connection, then a message on another: who hears the message has heard of the end. All ends are in one thread,
-/// which does nothing in between that would let others run.
-pub fn end_first(c: &Ctx) {
-    const ENDS: usize = 60;
-    const WARM: usize = 24;
-    let (listener, port) = c.listener(16);
-    if let Some(listener) = listener {
-        let pair = || {
-            let ours = sys::connected(&Addr::v4(port));
-            (ours, sys::accept4(listener, 0).ok())
-        };
-        let ep = create();
-        let mut in_order = 0;
-        for _ in 0..ENDS {
-            let pairs = [pair(), pair()];
-            for message in 0..WARM {
-                for (ours, theirs) in pairs {
-                    sys::send_all(ours, &[message as u8]).ok();
-                    sys::recv_exact(theirs, 1);
-                    sys::send_all(theirs, &[message as u8]).ok();
-                    sys::recv_exact(ours, 1);
-                }
-                // Promotions come about.
-                sys::pause_ms(u64::from(message < 4) * 3);
-            }
-            for (at, (_, theirs)) in pairs.iter().enumerate() {
-                ctl(ep, EPOLL_CTL_ADD, *theirs, IN, at as u64).ok();
-            }
-            wait(ep, 2, 0);
-            let [(ending, _), (other, _)] = pairs;
-            sys::close(ending).ok();
-            sys::send_all(other, b"more").ok();
-            in_order += usize::from(listed(ep) == [0, 1]);
-            for fd in [pairs[0].1, other, pairs[1].1] {
-                sys::close(fd).ok();
-            }
-        }
-        c.log(format_args!("in order: {}", in_order * 10 > ENDS * 9));
     }
     c.sync("done");
 }

@@ -40,9 +40,11 @@ pub struct Thread {
     outside: Cell<*const Outside>,
     /// The frame of the signal handler that was last noted, by its `ucontext`, and where that returns to; 0 is none.
     handler: Cell<(usize, usize)>,
+    /// Where the program had what it waits for written to last; 0 if nowhere.
+    results: Cell<usize>,
 }
 
-const BYTES: usize = 64;
+const BYTES: usize = 80;
 const _: () = assert!(size_of::<Thread>() <= BYTES);
 
 #[cfg(target_arch = "x86_64")]
@@ -92,6 +94,7 @@ pub fn current() -> &'static Thread {
                 jump: Cell::new(std::ptr::null_mut()),
                 outside: Cell::new(std::ptr::null()),
                 handler: Cell::new((0, 0)),
+                results: Cell::new(0),
             }
         };
     }
@@ -208,6 +211,11 @@ impl Thread {
     /// What was noted last.
     pub fn handler(&self) -> (usize, usize) {
         self.handler.get()
+    }
+
+    /// Whether what the program waits for was last written here; if not, it is from now on.
+    pub fn note_results(&self, at: usize) -> bool {
+        self.results.replace(at) == at
     }
 
     /// How many sections are open.

@@ -11,6 +11,7 @@
 //! Here is the set, from its making to its end; what is done with it is in the modules below.
 
 mod alone;
+mod buffer;
 mod control;
 mod key;
 mod takeover;

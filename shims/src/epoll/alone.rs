@@ -4,6 +4,7 @@
 use std::ffi::c_int;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, SeqCst};
 
+use super::buffer::can_be_written;
 use super::{Epoll, Visit};
 use crate::jump::or_if_cancelled;
 use crate::library::Library;
@@ -26,11 +27,13 @@ impl Epoll {
         if max <= 0 {
             return Some(real(fd, events, max, left));
         }
-        if events.is_null() && self.is_ready() {
-            return Some(crate::errno::fail(libc::EFAULT));
-        }
-        if events.is_null() {
-            return Some(real(fd, events, max, left));
+        if events.is_null() || self.is_active() && !can_be_written(events) {
+            let is_there = self.is_ready();
+            return Some(if is_there {
+                crate::errno::fail(libc::EFAULT)
+            } else {
+                real(fd, events, max, left)
+            });
         }
         if self.is_active() {
             return None;

@@ -2,7 +2,7 @@
 
 use libc::{EPOLL_CTL_ADD, EPOLL_CTL_DEL, EPOLL_CTL_MOD, c_int};
 
-use super::epoll::{ET, IN, OUT, create, ctl, log_wait, wait};
+use super::epoll::{ET, IN, ONESHOT, OUT, create, ctl, log_wait, wait};
 use crate::ctx::{Ctx, epoll_names};
 use crate::data;
 use crate::sys::{self, Addr};
@@ -447,4 +447,46 @@ pub fn registered_before(c: &Ctx) {
     c.close(fd);
     log_wait(c, ep, 0);
     log_wait(c, other, 0);
+}
+
+/// An array that cannot be written: nothing is said of it while nothing is ready, then EFAULT, and the event is there for the next.
+pub fn unwritable(c: &Ctx) {
+    const PAGE: usize = 4096;
+    let fd = c.pair();
+    if c.is_server() {
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        let page = |protection| {
+            // SAFETY: new memory.
+            unsafe { libc::mmap(std::ptr::null_mut(), PAGE, protection, flags, -1, 0) }
+        };
+        let arrays = [page(libc::PROT_NONE), page(libc::PROT_READ)];
+        for events in [IN, IN | ET, IN | ONESHOT] {
+            let set = create();
+            ctl(set, EPOLL_CTL_ADD, fd, events, 7).ok();
+            let wait_into = |array: *mut libc::c_void| {
+                let wait = call!(libc::epoll_wait(set, array.cast(), 4, 0));
+                c.ret("epoll_wait into what cannot be written", wait);
+            };
+            arrays.into_iter().for_each(wait_into);
+            c.sync("nothing");
+            c.sync("sent");
+            sys::wait_readable_bytes(fd, 1);
+            arrays.into_iter().for_each(wait_into);
+            log_wait(c, set, sys::SOON);
+            c.recv(fd, 10, 0);
+            sys::close(set).ok();
+        }
+        arrays.into_iter().for_each(|array| {
+            // SAFETY: ours, and not used any more.
+            unsafe { libc::munmap(array, PAGE) };
+        });
+    } else {
+        for _ in 0..3 {
+            c.sync("nothing");
+            c.send(fd, b"x", 0);
+            c.sync("sent");
+        }
+    }
+    c.sync("done");
+    c.close(fd);
 }

@@ -104,7 +104,7 @@ pub fn all() -> Vec<Scenario> {
         timing: warm { rcvtimeo, sndtimeo, nonblock_shared, set_by_child, woken, full, full_epoll, blocked_send, blocked_send_reset, poll_timeout, early_and_late } cold {  }
         signals: warm { eintr, restart, partial, handler_writes, handler_storm, masks } cold {  }
         epoll: warm { level, edge, edge_mod, oneshot, exclusive, data_kept, control, closed_is_removed, dup_keeps_registration, fairness, hangups, edge_across_demotion } cold { blocking_reads, short_reads, counted_reads, oneshot_threads }
-        epoll_more: warm { nested, mixed, in_turns, two_epolls, two_sleepers, registered_before, pwait2, added_while_waiting, shared_with_child } cold { loop_level, loop_edge }
+        epoll_more: warm { nested, mixed, in_turns, two_epolls, two_sleepers, registered_before, pwait2, added_while_waiting, shared_with_child, unwritable } cold { loop_level, loop_edge }
         order: warm { of_arrival, young_first, none_alone } cold {  }
         poll: warm { odd_fds, masks, ppoll, select, select_errors, select_all, high_fd, two_connections, as_many_as_the_limit } cold { listener }
         fds: warm { dups, dup2_over, dup2_swap, numbering, limit, close_everything, close_range, close_range_under_use, reuse } cold {  }

@@ -1,9 +1,10 @@
-//! Runs the parts of a suite without the library and with it, and compares case by case. What differs is run again, alone,
+//! Runs a part of a suite without the library and with it, and compares case by case. What differs is run again, alone,
 //! several times on both, which tells a case that is unsteady on kernel TCP too from one that the library changes.
+//! Not in which order parts run: `run` has that.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::fs;
+use std::path::Path;
 use std::time::Instant;
 
 use anyhow::{Context, Result};
@@ -22,33 +23,23 @@ const RESUMES: usize = 6;
 
 /// A part's outcomes by way.
 type Outcomes = BTreeMap<Way, Cases>;
-/// How many ends were promoted, by way.
-type Promoted = BTreeMap<Way, usize>;
 
-/// Takes what came of a part as soon as it is known.
-pub type Keep<'a> = &'a (dyn Fn(&str, Counts) -> Result<()> + Sync);
+/// What a part left in one way.
+struct Whole {
+    cases: Cases,
+    /// Ends of connections that were promoted.
+    promoted: usize,
+    /// What it has printed.
+    said: String,
+}
 
-/// Runs a suite's parts, `jobs` at a time, and then what differs again, when nothing else runs.
-///
-/// # Errors
-/// When a part cannot be started, the suite does not run here, or the run is interrupted.
-pub fn compare(
-    suite: &dyn Suite,
-    place: &Place,
-    parts: &[String],
-    sandbox: &Sandbox,
-    jobs: usize,
-    keep: Keep<'_>,
-) -> Result<()> {
-    let runner = Runner {
-        suite,
-        place,
-        sandbox,
-    };
-    for (part, (outcomes, promoted)) in runner.all(parts, jobs, keep)? {
-        keep(&part, runner.count(&part, &outcomes, promoted)?)?;
-    }
-    Ok(())
+/// Runs the parts of one suite.
+pub struct Runner<'a> {
+    pub suite: &'a dyn Suite,
+    pub place: &'a Place,
+    pub sandbox: &'a Sandbox,
+    /// Where what parts have printed is written if they differ.
+    pub said: &'a Path,
 }
 
 /// What became of a case. One that a run has no word of did not come to its end there.
@@ -60,68 +51,42 @@ fn outcome(outcomes: &Outcomes, way: Way, name: &str) -> Outcome {
         .unwrap_or(Outcome::Unfinished)
 }
 
-struct Runner<'a> {
-    suite: &'a dyn Suite,
-    place: &'a Place,
-    sandbox: &'a Sandbox,
-}
-
 impl Runner<'_> {
-    /// Each part in each way once. Keeps those that are equal, and returns the others.
-    fn all(
-        &self,
-        parts: &[String],
-        jobs: usize,
-        keep: Keep<'_>,
-    ) -> Result<BTreeMap<String, (Outcomes, Promoted)>> {
-        let next = AtomicUsize::new(0);
-        let differing = Mutex::new(BTreeMap::new());
-        let work = || -> Result<()> {
-            while let Some(part) = parts.get(next.fetch_add(1, Ordering::Relaxed)) {
-                let began = Instant::now();
-                let mut outcomes = Outcomes::new();
-                let mut promoted = Promoted::new();
-                for way in [Way::Kernel, Way::Default, Way::AtOnce] {
-                    let (cases, times) = self
-                        .part(part, way, Selection::All, true)
-                        .with_context(|| format!("{part} of {}", self.suite.name()))?;
-                    outcomes.insert(way, cases);
-                    promoted.insert(way, times);
-                }
-                let seconds = began.elapsed().as_secs();
-                println!(
-                    "    {part}: {} cases, {seconds} s",
-                    outcomes.values().map(Cases::len).max().unwrap_or(0)
-                );
-                if outcomes
-                    .values()
-                    .all(|cases| *cases == outcomes[&Way::Kernel])
-                {
-                    keep(part, self.count(part, &outcomes, promoted)?)?;
-                } else if let Ok(mut differing) = differing.lock() {
-                    differing.insert(part.clone(), (outcomes, promoted));
-                }
+    /// A part in each way once.
+    ///
+    /// # Errors
+    /// When it cannot be started, or the run is interrupted.
+    pub fn once(&self, part: &str) -> Result<Counts> {
+        let began = Instant::now();
+        let mut outcomes = Outcomes::new();
+        let mut counts = Counts::default();
+        let mut said = BTreeMap::new();
+        for way in [Way::Kernel, Way::Default, Way::AtOnce] {
+            let whole = self
+                .part(part, way, Selection::All, true)
+                .with_context(|| format!("{part} of {}", self.suite.name()))?;
+            counts.promoted.insert(way, whole.promoted);
+            outcomes.insert(way, whole.cases);
+            said.insert(way, whole.said);
+        }
+        self.count(part, &outcomes, &mut counts);
+        if !counts.differences.is_empty() {
+            for (way, text) in said {
+                self.keep_what_was_said(part, way, "", &text)?;
             }
-            Ok(())
-        };
-        std::thread::scope(|scope| {
-            let workers: Vec<_> = (0..jobs).map(|_| scope.spawn(work)).collect();
-            workers.into_iter().try_for_each(|worker| {
-                worker
-                    .join()
-                    .unwrap_or_else(|_| anyhow::bail!("a worker panicked"))
-            })
-        })?;
-        differing.into_inner().ok().context("a worker panicked")
+        }
+        let seconds = began.elapsed().as_secs();
+        let suite = self.suite.name();
+        println!(
+            "    {suite} {part}: {} cases, {seconds} s",
+            counts.cases + counts.skipped
+        );
+        Ok(counts)
     }
 
-    /// What came of a part, after what differs was run again.
-    fn count(&self, part: &str, outcomes: &Outcomes, promoted: Promoted) -> Result<Counts> {
+    /// Counts the cases, and notes those that differ.
+    fn count(&self, part: &str, outcomes: &Outcomes, counts: &mut Counts) {
         let names: BTreeSet<&String> = outcomes.values().flat_map(Cases::keys).collect();
-        let mut counts = Counts {
-            promoted,
-            ..Counts::default()
-        };
         let mut failing = Vec::new();
         for name in &names {
             let of = |way| outcome(outcomes, way, name);
@@ -133,36 +98,32 @@ impl Runner<'_> {
             if !matches!(of(Way::Kernel), Outcome::Passed | Outcome::Skipped) {
                 failing.push(name.as_str());
             }
+            for way in Way::LIBRARY {
+                if of(way) != of(Way::Kernel) {
+                    counts.differences.push(Difference {
+                        case: (*name).clone(),
+                        way,
+                        kernel: Tally::from([(of(Way::Kernel), 1)]),
+                        library: Tally::from([(of(way), 1)]),
+                    });
+                }
+            }
         }
         counts.failing = failing.len();
         if !failing.is_empty() {
             println!("    {part}: fail on kernel TCP: {}", failing.join(", "));
         }
-        for way in Way::LIBRARY {
-            let differing: Vec<&String> = names
-                .iter()
-                .copied()
-                .filter(|name| outcome(outcomes, way, name) != outcome(outcomes, Way::Kernel, name))
-                .collect();
-            counts
-                .differences
-                .extend(self.again(part, way, outcomes, &differing)?);
-        }
-        Ok(counts)
     }
 
-    /// A part's cases, and how many ends were promoted. Goes on behind a case at which the part was stopped, or that ended it.
-    fn part(
-        &self,
-        part: &str,
-        way: Way,
-        selection: Selection<'_>,
-        counted: bool,
-    ) -> Result<(Cases, usize)> {
-        let mut cases = Cases::new();
-        let mut promoted = 0;
+    /// A part's cases. Goes on behind a case at which the part was stopped, or that ended it.
+    fn part(&self, part: &str, way: Way, selection: Selection<'_>, counted: bool) -> Result<Whole> {
+        let mut whole = Whole {
+            cases: Cases::new(),
+            promoted: 0,
+            said: String::new(),
+        };
         for _ in 0..=RESUMES {
-            let seen: Vec<String> = cases.keys().cloned().collect();
+            let seen: Vec<String> = whole.cases.keys().cloned().collect();
             let selected = match selection {
                 Selection::All if !seen.is_empty() => Selection::Except(&seen),
                 other => other,
@@ -170,52 +131,46 @@ impl Runner<'_> {
             let scratch = self.sandbox.scratch()?;
             let job = self.suite.job(self.place, part, selected, scratch.path())?;
             let ran = self.sandbox.run(&job, way, scratch.path(), counted)?;
-            promoted += ran.promoted;
+            whole.promoted += ran.promoted;
+            whole.said += &ran.output;
             let mut found = self.suite.cases(part, &ran, scratch.path());
             // What tells of no case is one itself: a program, or a part that does not begin.
-            if cases.is_empty() && found.is_empty() {
+            if whole.cases.is_empty() && found.is_empty() {
                 found.insert(part.to_owned(), ran.end.outcome());
             }
             let broke_off = found
                 .values()
                 .any(|outcome| *outcome == Outcome::Unfinished);
-            let new = found.keys().any(|name| !cases.contains_key(name));
-            cases.extend(found);
+            let new = found.keys().any(|name| !whole.cases.contains_key(name));
+            whole.cases.extend(found);
             if !broke_off || !new || !self.suite.selects() || !matches!(selection, Selection::All) {
                 break;
             }
         }
-        Ok((cases, promoted))
+        Ok(whole)
     }
 
-    /// Runs the cases that differ again.
-    fn again(
-        &self,
-        part: &str,
-        way: Way,
-        outcomes: &Outcomes,
-        differing: &[&String],
-    ) -> Result<Vec<Difference>> {
-        let mut differences: Vec<Difference> = differing
-            .iter()
-            .map(|name| Difference {
-                case: (*name).clone(),
-                way,
-                kernel: Tally::from([(outcome(outcomes, Way::Kernel, name), 1)]),
-                library: Tally::from([(outcome(outcomes, way, name), 1)]),
-            })
-            .collect();
-        if differences.is_empty() {
-            return Ok(differences);
+    /// Runs the cases of a part that differ again.
+    ///
+    /// # Errors
+    /// As [`Runner::once`].
+    pub fn again(&self, part: &str, counts: &mut Counts) -> Result<()> {
+        for way in Way::LIBRARY {
+            let (mut differences, others): (Vec<_>, Vec<_>) =
+                std::mem::take(&mut counts.differences)
+                    .into_iter()
+                    .partition(|difference| difference.way == way);
+            counts.differences = others;
+            self.again_in(part, way, &mut differences)?;
+            counts.differences.extend(differences);
         }
-        println!(
-            "    {part}: {} differ ({}), again",
-            differences.len(),
-            way.title()
-        );
+        Ok(())
+    }
+
+    fn again_in(&self, part: &str, way: Way, differences: &mut Vec<Difference>) -> Result<()> {
         let singly = self.suite.selects() && differences.len() <= SINGLY;
         if singly {
-            for difference in &mut differences {
+            for difference in &mut *differences {
                 let name = vec![difference.case.clone()];
                 self.repeat(
                     part,
@@ -240,12 +195,7 @@ impl Runner<'_> {
             self.repeat(part, way, Selection::All, times, &mut rest)?;
         }
         differences.extend(rest);
-        for difference in &mut differences {
-            if difference.case != part {
-                difference.case = format!("{part}: {}", difference.case);
-            }
-        }
-        Ok(differences)
+        Ok(())
     }
 
     fn repeat(
@@ -261,19 +211,31 @@ impl Runner<'_> {
                 break;
             }
             for on in [Way::Kernel, way] {
-                let (cases, _) = self.part(part, on, selection, false)?;
+                let whole = self.part(part, on, selection, false)?;
+                let mut is_foreign = false;
                 for difference in &mut *differences {
-                    let outcome = cases.get(&difference.case).copied();
+                    let outcome = whole.cases.get(&difference.case).copied();
+                    let outcome = outcome.unwrap_or(Outcome::Unfinished);
                     let tally = match on {
                         Way::Kernel => &mut difference.kernel,
                         _ => &mut difference.library,
                     };
-                    *tally
-                        .entry(outcome.unwrap_or(Outcome::Unfinished))
-                        .or_insert(0) += 1;
+                    *tally.entry(outcome).or_insert(0) += 1;
+                    is_foreign |= !difference.kernel.contains_key(&outcome);
+                }
+                if is_foreign {
+                    self.keep_what_was_said(part, way, " again", &whole.said)?;
                 }
             }
         }
         Ok(())
+    }
+
+    /// By which a difference can be understood.
+    fn keep_what_was_said(&self, part: &str, way: Way, when: &str, text: &str) -> Result<()> {
+        let dir = self.said.join(self.suite.name());
+        fs::create_dir_all(&dir)?;
+        let name = format!("{}, {}{when}", part.replace('/', " "), way.title());
+        Ok(fs::write(dir.join(name), text)?)
     }
 }

@@ -7,22 +7,20 @@ mod families;
 mod reasons;
 mod record;
 mod report;
+mod run;
 mod sandbox;
 mod workshop;
 
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
-use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 use clap::Parser;
 
 use crate::case::Suite;
 use crate::reasons::Reasons;
-use crate::record::{Counts, Record};
+use crate::record::Record;
+use crate::run::Plan;
 use crate::sandbox::Sandbox;
-use crate::workshop::Workshop;
 
 /// Runs test suites of other projects without and with the library.
 #[derive(Debug, Parser)]
@@ -118,6 +116,8 @@ fn chosen(options: &Options) -> Result<Vec<Box<dyn Suite>>> {
                 }
             }
             suites.retain(|suite| options.names.iter().any(|name| name == suite.name()));
+            // In the order of the names.
+            suites.sort_by_key(|suite| options.names.iter().position(|name| name == suite.name()));
             Ok(suites)
         }
     }
@@ -135,113 +135,17 @@ fn run_suites(
         .library
         .canonicalize()
         .context("the library is not built")?;
-    let shop = Workshop::new(dir.join("fetched"));
-    std::fs::create_dir_all(dir.join("fetched"))?;
-    std::fs::create_dir_all(results)?;
     let sandbox = Sandbox::new(&library, dir.to_owned())?;
-    let began = Instant::now();
-    let (mut passed, mut failed, mut ignored) = (0, 0, 0);
-    for suite in suites {
-        println!("[{:4} s] {}", began.elapsed().as_secs(), suite.name());
-        match run_suite(options, suite.as_ref(), &shop, &sandbox, results) {
-            Ok(None) => {}
-            Ok(Some(record)) => {
-                let counts = record.total();
-                let missing = reasons.missing(suite.name(), &counts);
-                failed += missing;
-                passed += counts.cases.saturating_sub(counts.failing + missing);
-                ignored += counts.failing + counts.skipped;
-                tell(&record, &counts, reasons);
-            }
-            Err(error) if rdmasock_integration::signals::is_interrupted() => return Err(error),
-            // The others can be run all the same.
-            Err(error) => {
-                failed += 1;
-                println!("  FAILED: {error:#}");
-            }
-        }
-    }
-    println!(
-        "test result: {passed} passed; {failed} failed; {ignored} ignored, {} s",
-        began.elapsed().as_secs()
-    );
-    if failed > 0 {
-        bail!("{failed} without a written reason");
-    }
-    Ok(())
-}
-
-/// Runs a suite's chosen parts, and keeps what comes of each. None if there is none to run.
-fn run_suite(
-    options: &Options,
-    suite: &dyn Suite,
-    shop: &Workshop,
-    sandbox: &Sandbox,
-    results: &Path,
-) -> Result<Option<Record>> {
-    let place = shop.place(suite)?;
-    let record = Record {
-        suite: suite.name().to_owned(),
-        version: place.version.clone(),
-        library: options.library_name.clone(),
-        all: suite.parts(&place, false)?.len(),
-        parts: BTreeMap::new(),
+    let plan = Plan {
+        suites,
+        is_quick: options.ci,
+        prefixes: &options.part,
+        only_missing: options.missing,
+        jobs: options.jobs,
+        library: &options.library_name,
+        results: results.to_owned(),
     };
-    let mut parts = suite.parts(&place, options.ci)?;
-    if !options.part.is_empty() {
-        parts.retain(|part| options.part.iter().any(|prefix| part.starts_with(prefix)));
-    }
-    if options.missing {
-        let earlier = record.earlier(results);
-        parts.retain(|part| !earlier.contains_key(part));
-    }
-    if parts.is_empty() {
-        return Ok(None);
-    }
-    let record = Mutex::new(record);
-    let keep = |part: &str, counts| {
-        let mut record = record.lock().ok().context("a worker panicked")?;
-        record.parts.insert(part.to_owned(), counts);
-        record.keep(results)
-    };
-    compare::compare(suite, &place, &parts, sandbox, options.jobs, &keep)?;
-    let record = record.into_inner().ok().context("a worker panicked")?;
-    let counts = record.total();
-    if counts.cases > 0 && counts.cases == counts.failing {
-        bail!("no case passes on kernel TCP: the suite does not run here");
-    }
-    Ok(Some(record))
-}
-
-fn tell(record: &Record, counts: &Counts, reasons: &Reasons) {
-    let Counts {
-        cases,
-        skipped,
-        failing,
-        promoted,
-        differences,
-    } = counts;
-    let suite = &record.suite;
-    println!("  {}: {cases} cases, promoted {promoted:?}", record.version);
-    if skipped + failing > 0 {
-        println!(
-            "skipped: {suite}: {skipped} cases by itself, {failing} that fail on kernel TCP too"
-        );
-    }
-    for difference in differences {
-        let kind = match (difference.is_steady(), reasons.of(suite, difference)) {
-            (false, _) => "unsteady".to_owned(),
-            (true, Some(reason)) => format!("different ({reason})"),
-            (true, None) => "DIFFERENT".to_owned(),
-        };
-        println!(
-            "  {kind}: {} | kernel TCP {} | {} {}",
-            difference.case,
-            report::tally(&difference.kernel),
-            difference.way.title(),
-            report::tally(&difference.library)
-        );
-    }
+    run::run(&plan, dir, &sandbox, reasons)
 }
 
 fn read_results(suites: &[Box<dyn Suite>], results: &Path) -> Result<Vec<Record>> {

@@ -7,7 +7,7 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use serde::Deserialize;
 
-use crate::record::{Counts, Difference};
+use crate::record::{Counts, Difference, Record};
 
 /// All that is written.
 #[derive(Debug, Default, Deserialize)]
@@ -23,6 +23,8 @@ struct Entry {
     suite: String,
     case: String,
     reason: String,
+    /// The library that it is of, where the cause was mended since: a relapse has no reason.
+    library: Option<String>,
 }
 
 impl Reasons {
@@ -35,20 +37,24 @@ impl Reasons {
         toml::from_str(&text).with_context(|| file.display().to_string())
     }
 
-    /// Why this case differs, if that is written.
-    pub fn of(&self, suite: &str, difference: &Difference) -> Option<&str> {
-        self.difference
-            .iter()
-            .find(|entry| entry.suite == suite && is_like(&difference.case, &entry.case))
-            .map(|entry| entry.reason.as_str())
+    /// Why this case of a suite differs with the record's library, if that is written.
+    pub fn of(&self, record: &Record, difference: &Difference) -> Option<&str> {
+        let is_it = |entry: &&Entry| {
+            let library = entry.library.as_ref();
+            entry.suite == record.suite
+                && is_like(&difference.case, &entry.case)
+                && library.is_none_or(|library| *library == record.library)
+        };
+        let entry = self.difference.iter().find(is_it);
+        entry.map(|entry| entry.reason.as_str())
     }
 
     /// How many cases of a suite differ, steadily and without a reason.
-    pub fn missing(&self, suite: &str, counts: &Counts) -> usize {
+    pub fn missing(&self, record: &Record, counts: &Counts) -> usize {
         let cases: BTreeSet<&str> = counts
             .differences
             .iter()
-            .filter(|difference| difference.is_steady() && self.of(suite, difference).is_none())
+            .filter(|difference| difference.is_steady() && self.of(record, difference).is_none())
             .map(|difference| difference.case.as_str())
             .collect();
         cases.len()
@@ -71,7 +77,31 @@ fn is_like(text: &str, pattern: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::is_like;
+    use super::*;
+    use crate::case::{Outcome, Way};
+    use crate::record::Tally;
+
+    #[test]
+    fn what_was_mended_has_no_reason_with_another_library() {
+        let text = "[[difference]]\nsuite = \"a\"\ncase = \"c*\"\nlibrary = \"old\"\nreason = \"was so\"\n";
+        let reasons: Reasons = toml::from_str(text).expect("of that form");
+        let difference = Difference {
+            case: "case".into(),
+            way: Way::AtOnce,
+            kernel: Tally::from([(Outcome::Passed, 3)]),
+            library: Tally::from([(Outcome::Failed, 3)]),
+        };
+        let mut record = Record {
+            suite: "a".into(),
+            version: "1".into(),
+            library: "old".into(),
+            all: 1,
+            parts: std::collections::BTreeMap::new(),
+        };
+        assert_eq!(reasons.of(&record, &difference), Some("was so"));
+        record.library = "new".into();
+        assert_eq!(reasons.of(&record, &difference), None);
+    }
 
     #[test]
     fn a_star_is_any_text() {

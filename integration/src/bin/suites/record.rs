@@ -36,6 +36,11 @@ impl Difference {
         self.library.iter().map(foreign).sum::<usize>() > 1
     }
 
+    /// Whether it was run again since.
+    fn is_repeated(&self) -> bool {
+        self.kernel.values().sum::<usize>() > 1
+    }
+
     /// Whether the library had an outcome that kernel TCP had in none of its runs.
     pub fn is_foreign(&self) -> bool {
         self.library
@@ -59,6 +64,22 @@ pub struct Counts {
 }
 
 impl Counts {
+    /// Whether what differs was run again.
+    pub fn is_complete(&self) -> bool {
+        self.differences.iter().all(Difference::is_repeated)
+    }
+
+    /// The same, with cases named as they are where there are other parts.
+    pub fn of_part(&self, part: &str) -> Self {
+        let mut counts = self.clone();
+        for difference in &mut counts.differences {
+            if difference.case != part {
+                difference.case = format!("{part}: {}", difference.case);
+            }
+        }
+        counts
+    }
+
     fn add(&mut self, other: &Self) {
         self.cases += other.cases;
         self.skipped += other.skipped;
@@ -88,6 +109,13 @@ impl Record {
         let mut total = Counts::default();
         self.parts.values().for_each(|part| total.add(part));
         total
+    }
+
+    /// The same without the parts whose differences were not run again, of which nothing can be said yet.
+    pub fn complete(&self) -> Self {
+        let mut record = self.clone();
+        record.parts.retain(|_, part| part.is_complete());
+        record
     }
 
     /// The parts that are kept of the same suite and library.
@@ -172,6 +200,26 @@ mod tests {
         record("y", &[("two", 3)]).keep(dir.path()).expect("kept");
         let kept = Record::read(dir.path(), "a").expect("read");
         assert_eq!(kept, Some(record("y", &[("two", 3)])));
+    }
+
+    #[test]
+    fn a_part_whose_differences_were_not_run_again_is_not_complete() {
+        let tally = |times| Tally::from([(Outcome::Passed, times)]);
+        let mut part = Counts {
+            differences: vec![Difference {
+                case: "c".into(),
+                way: Way::Default,
+                kernel: tally(1),
+                library: Tally::from([(Outcome::Failed, 1)]),
+            }],
+            ..Counts::default()
+        };
+        let mut record = record("x", &[("one", 1)]);
+        record.parts.insert("two".into(), part.clone());
+        assert_eq!(record.complete().parts.len(), 1);
+        part.differences[0].kernel = tally(3);
+        record.parts.insert("two".into(), part);
+        assert_eq!(record.complete().parts.len(), 2);
     }
 
     #[test]

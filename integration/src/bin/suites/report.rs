@@ -50,6 +50,7 @@ pub fn page(
             other.library
         );
     }
+    let records: Vec<Record> = records.iter().map(Record::complete).collect();
     let mut page = format!("{HEAD}The library was {}.\n{LEGEND}", first.library);
     let totals: Vec<(&Record, Counts)> = records.iter().map(|r| (r, r.total())).collect();
     for (record, counts) in &totals {
@@ -73,8 +74,8 @@ pub fn page(
     if !missing.is_empty() {
         let _ = writeln!(page, "\nNot run with this library: {}.", missing.join(", "));
     }
-    section(&mut page, "Different", "reason", &totals, |suite, d| {
-        let reason = || reasons.of(suite, d).unwrap_or("no reason is known");
+    section(&mut page, "Different", "reason", &totals, |record, d| {
+        let reason = || reasons.of(record, d).unwrap_or("no reason is known");
         d.is_steady().then(reason)
     });
     section(&mut page, "Unsteady", "", &totals, |_, d| {
@@ -107,12 +108,12 @@ fn section<'a>(
     title: &str,
     last: &str,
     totals: &'a [(&Record, Counts)],
-    note: impl Fn(&str, &'a Difference) -> Option<&'a str>,
+    note: impl Fn(&Record, &'a Difference) -> Option<&'a str>,
 ) {
     let mut rows = String::new();
     for (record, counts) in totals {
         for difference in &counts.differences {
-            let Some(note) = note(&record.suite, difference) else {
+            let Some(note) = note(record, difference) else {
                 continue;
             };
             let _ = writeln!(
@@ -137,8 +138,20 @@ fn section<'a>(
     }
 }
 
+/// A difference in a line.
+pub fn line(difference: &Difference) -> String {
+    let Difference {
+        case,
+        way,
+        kernel,
+        library,
+    } = difference;
+    let (kernel, library) = (tally(kernel), tally(library));
+    format!("{case} | kernel TCP {kernel} | {} {library}", way.title())
+}
+
 /// A tally in words.
-pub fn tally(tally: &Tally) -> String {
+fn tally(tally: &Tally) -> String {
     let word = |outcome: &Outcome| match outcome {
         Outcome::Passed => "passed",
         Outcome::Failed => "failed",

@@ -1,12 +1,13 @@
-//! Runs a process of a suite such that it cannot be noticed afterwards: with loopback of its own, process ids of its
-//! own, which end with it, a scratch folder that is removed, and nothing of the user's environment.
+//! Runs a process of a suite such that it cannot be noticed afterwards, nor by another that runs at the same time: with loopback,
+//! temporary files and shared memory of its own, process ids of its own, which end with it, a scratch folder that is removed, and
+//! nothing of the user's environment.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result};
-use rdmasock_integration::proc::{Cmd, pause};
+use anyhow::{Context, Result, bail};
+use rdmasock_integration::proc::Cmd;
 use rdmasock_integration::signals;
 
 use crate::case::{Job, Outcome, Way};
@@ -16,13 +17,17 @@ const TICK: Duration = Duration::from_millis(50);
 
 /// Brings loopback up, and stays as the first process of the namespace: it reaps, and what it starts gets signals as any
 /// other process does.
-/// The first argument is what is laid over /usr/share. The second is a folder that other users may not enter, the third one
-/// below it that the job's user has to see: the first is covered by an empty one in which there is nothing else. What the machine
+/// The first argument is what is laid over /usr/share. The second is a folder that other users may not enter, the third the one
+/// of the suites, which the job's user has to see: /tmp, and the former, are covered by empty folders in which there is nothing
+/// else. Process ids begin anew in each job, so what is named after them must not be where another job finds it. What the machine
 /// runs on cannot be changed: suites that run as root make files there, and change the modes of devices.
 const INIT: &str = r#"ip link set lo up || exit 125
 [ -z "$1" ] || mount -t overlay -o "ro,lowerdir=$1:/usr/share" overlay /usr/share || exit 125
-[ -z "$2" ] || { mount --bind "$3" /mnt && mount -t tmpfs -o mode=755 none "$2" && mkdir -p "$3" && mount --move /mnt "$3"; } || exit 125
+cover() { mount --bind "$3" /mnt && mount -t tmpfs -o "mode=$2" none "$1" && mkdir -p "$3" && mount --move /mnt "$3"; }
+cover /tmp 1777 "$3" || exit 125
+[ -z "$2" ] || cover "$2" 755 "$3" || exit 125
 for dir in /dev /etc /usr; do mount --rbind "$dir" "$dir" && mount -o remount,bind,ro "$dir" || exit 125; done
+mount -t tmpfs -o mode=1777 none /dev/shm || exit 125
 shift 3; "$@" 2>&1; exit $?"#;
 
 /// How a process ended.
@@ -138,7 +143,8 @@ impl Sandbox {
             None => PathBuf::new(),
         };
         let mut proc = Cmd::new("unshare", output.clone())?
-            .args(["--net", "--pid", "--fork", "--kill-child", "--mount-proc"])
+            .args(["--net", "--ipc", "--pid", "--fork", "--kill-child"])
+            .args(["--mount-proc"])
             .args(["sh", "-c", INIT, "init"])
             .args([
                 job.over_share.clone().unwrap_or_default(),
@@ -147,24 +153,28 @@ impl Sandbox {
             ])
             .args(self.command(job, way, scratch, counted))
             .spawn()?;
-        let began = Instant::now();
-        let deadline = began + job.limit;
-        let mut heard = (began, 0);
+        let (mut ran, mut silent, mut heard) = (Duration::ZERO, Duration::ZERO, 0);
+        let mut looked = Instant::now();
         let end = loop {
             if !proc.is_running() {
                 let never = || Ok(());
                 let status = proc.wait(Instant::now(), never)?;
                 break End::Exited(status.code().unwrap_or(-1));
             }
+            // What was stopped as a whole, as a virtual machine may be, has not been silent meanwhile.
+            let step = looked.elapsed().min(TICK * 20);
+            looked = Instant::now();
+            ran += step;
+            silent += step;
             let length = said(&output) + said(&scratch.join("cases"));
-            if length != heard.1 {
-                heard = (Instant::now(), length);
+            if length != heard {
+                (silent, heard) = (Duration::ZERO, length);
             }
-            if heard.0.elapsed() > job.silence || Instant::now() > deadline {
+            if silent > job.silence || ran > job.limit {
                 break End::Stopped;
             }
             if signals::is_interrupted() {
-                pause(deadline)?;
+                bail!("interrupted");
             }
             std::thread::sleep(TICK);
         };

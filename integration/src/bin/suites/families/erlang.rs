@@ -20,6 +20,27 @@ const SUITES: &[&str] = &[
     "inet_sockopt_SUITE",
     "sendfile_SUITE",
 ];
+/// The longest of them runs in pieces: a group, or cases that are in none below the first.
+const LONG: &str = "gen_tcp_misc_SUITE";
+const FIRST: &str = "inet_backend_default";
+const PIECES: &[&str] = &[
+    "ctrl_proc",
+    "close",
+    "active",
+    "shutdown",
+    "econnreset",
+    "linger_zero",
+    "busy_disconnect",
+    "partial_recv_and_close",
+    "pktoptions",
+    "accept",
+    "send_timeout",
+    "socket_monitor",
+    "case iter_max_socks",
+    "case wrapping_oct",
+    "case zombie_sockets",
+    "case default_options http_bad_packet busy_send fill_sendq so_priority otp_7731 otp_7816 otp_8102 otp_9389 otp_12242 delay_send_error bidirectional_traffic otp_17492",
+];
 /// What they call.
 const HELPERS: &[&str] = &[
     "kernel_test_lib",
@@ -39,7 +60,12 @@ impl Suite for Erlang {
     }
 
     fn packages(&self) -> &'static [&'static str] {
-        &["dpkg-dev", "erlang-base", "erlang-common-test"]
+        &[
+            "dpkg-dev",
+            "erlang-base",
+            "erlang-common-test",
+            "erlang-dev",
+        ]
     }
 
     fn fetch(&self, shop: &Workshop, dir: &Path) -> Result<String> {
@@ -61,7 +87,9 @@ impl Suite for Erlang {
     }
 
     fn parts(&self, _: &Place, _: bool) -> Result<Vec<String>> {
-        Ok(SUITES.iter().map(|part| (*part).to_owned()).collect())
+        let whole = SUITES.iter().filter(|suite| **suite != LONG);
+        let pieces = PIECES.iter().map(|piece| format!("{LONG} {piece}"));
+        Ok(pieces.chain(whole.map(|part| (*part).to_owned())).collect())
     }
 
     fn is_quick(&self) -> bool {
@@ -69,10 +97,20 @@ impl Suite for Erlang {
     }
 
     fn job(&self, place: &Place, part: &str, _: Selection<'_>, _: &Path) -> Result<Job> {
+        let (suite, piece) = part.split_once(' ').unwrap_or((part, ""));
         let words = ["ct_run", "-noinput", "-no_auto_compile", "-logdir", "."];
         let mut command = words.map(str::to_owned).to_vec();
-        command.extend(["-suite".to_owned(), part.to_owned(), "-dir".to_owned()]);
+        command.extend(["-suite".to_owned(), suite.to_owned(), "-dir".to_owned()]);
         command.push(place.dir.join("test").display().to_string());
+        let words: Vec<&str> = piece.split_whitespace().collect();
+        match words.as_slice() {
+            [] => {}
+            ["case", cases @ ..] => {
+                select(&mut command, "-group", &[FIRST]);
+                select(&mut command, "-case", cases);
+            }
+            groups => select(&mut command, "-group", groups),
+        }
         let mut job = Job::new(command);
         // The limit of a case is below that, and what it prints goes to files.
         job.silence = Duration::from_secs(900);
@@ -109,6 +147,12 @@ impl Suite for Erlang {
         }
         cases
     }
+}
+
+/// Has ct_run take these only.
+fn select(command: &mut Vec<String>, option: &str, names: &[&str]) {
+    command.push(option.to_owned());
+    command.extend(names.iter().map(|name| (*name).to_owned()));
 }
 
 /// The text of the log, which lies two folders below, both named after the time.

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 use std::process::Command;
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 
@@ -110,6 +111,9 @@ impl Suite for Redis {
                     .flat_map(|name| ["--only".to_owned(), name.clone()]),
             );
         }
+        // A file of many cases with replicas takes ten minutes on a busy machine, and a case that fills buffers two.
+        job.limit = Duration::from_secs(1800);
+        job.silence = Duration::from_secs(300);
         Ok(job.dir(scratch.to_owned()))
     }
 

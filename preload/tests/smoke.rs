@@ -107,6 +107,21 @@ fn cancelled_threads_end_and_run_their_handlers() {
 }
 
 #[test]
+fn a_program_whose_servers_lack_the_library_has_no_second_thread() {
+    let server = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = server.local_addr().unwrap().port().to_string();
+    std::thread::spawn(move || {
+        for stream in server.incoming().flatten() {
+            std::thread::spawn(move || std::io::copy(&mut &stream, &mut &stream));
+        }
+    });
+    assert_eq!(
+        same_with_library(compile("one_thread"), &[&port], ""),
+        "1\n"
+    );
+}
+
+#[test]
 fn a_library_is_found_where_the_runpath_of_its_opener_says() {
     let tmp = Path::new(env!("CARGO_TARGET_TMPDIR"));
     let beside = tmp.join("runpath_libraries");

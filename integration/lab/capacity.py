@@ -46,11 +46,14 @@ def play(connection):
 def fill(connection, seed, piece):
     """As much as is taken at once."""
     whole, sent = memoryview(data(seed)), 0
+    # With a time-out Python would wait for room.
+    connection.setblocking(False)
     while sent < AT_MOST:
         try:
-            sent += connection.send(whole[sent:sent + piece], socket.MSG_DONTWAIT)
+            sent += connection.send(whole[sent:sent + piece])
         except BlockingIOError:
             break
+    connection.settimeout(PATIENCE)
     return sent
 
 

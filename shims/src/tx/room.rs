@@ -84,7 +84,7 @@ pub fn press_to_the_end(socket: &'static Socket, tx: &Tx) {
     }
 }
 
-/// Gives back what was [borrowed](borrow), if all of it has been read. False if it is still in use.
+/// Gives back what was borrowed, if all of it has been read. False if it is still in use.
 pub fn give_back(socket: &Socket) -> bool {
     if socket.tx_mode.load(Acquire) != mode::LINK {
         return true;

@@ -30,7 +30,12 @@ proptest! {
         // All is read, which lets more through.
         world.drain();
         for d in &mut world.directions {
-            prop_assert_eq!(d.producer.has_space(), Ok(true), "W4: nobody says more than that");
+            // After its end a direction takes a ring of any size, whose reader may hold back more, and nobody waits for room.
+            let has_space = d.producer.has_space();
+            prop_assert!(
+                d.ended || has_space == Ok(true),
+                "W4: nobody says more than that"
+            );
             prop_assert_eq!(d.got, d.sent);
             prop_assert_eq!(world.ends[d.reader].received(d.number), Some(d.sent));
             prop_assert_eq!(d.consumer.end(), Ok(d.ended.then_some(Mark::Fin)));

@@ -153,6 +153,14 @@ static void *work(void *arg)
 
 static struct sockaddr_in server[SERVERS];
 
+/* In a child: ends with its parent, also one that has ended already. */
+static void end_with(pid_t parent)
+{
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    if (getppid() != parent)
+        _exit(0);
+}
+
 /* Closes what a thread is done with, and gives it another connection. */
 static void attend(struct worker *worker)
 {
@@ -173,10 +181,11 @@ static void attend(struct worker *worker)
 /* Serves on `at` by children that each end after some connections, of which one may be in the middle of its use. */
 static void serve(int at)
 {
+    pid_t me = getpid();
     for (;;) {
         pid_t child = MUST(fork());
         if (child == 0) {
-            prctl(PR_SET_PDEATHSIG, SIGKILL);
+            end_with(me);
             for (int i = 0; i < SERVED; i++) {
                 pthread_t thread;
                 int fd = MUST(accept4(at, NULL, NULL, SOCK_CLOEXEC));
@@ -242,12 +251,13 @@ int main(int argc, char **argv)
 {
     int rounds = atoi(argv[1]), linked = 0;
     pthread_t thread;
+    pid_t me = getpid();
     low = argc > 2;
     signal(SIGPIPE, SIG_IGN);
     for (int i = 0; i < SERVERS; i++) {
         int at = listening(&server[i]);
         if (MUST(fork()) == 0) {
-            prctl(PR_SET_PDEATHSIG, SIGKILL);
+            end_with(me);
             serve(at);
         }
         close(at);

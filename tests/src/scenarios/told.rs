@@ -355,6 +355,8 @@ pub fn counts_in_a_child(c: &Ctx) {
     let parents = talk(0..5, "parent");
     if c.is_server() {
         let child = sys::fork_child(|| {
+            // On a link what the parent has said of the fork is on its way.
+            until_acknowledged(fd);
             let first = tell(c, fd, "child", before);
             assert!(first.sent() == parents.sent() && first.received() == parents.received());
             not_less(fd, &parents);

@@ -245,7 +245,7 @@ pub extern "C" fn at_exit() {
             let control = socket.control.lock();
             let is_staying = control.is_some_and(|c| crate::promote::resume::is_staying(&c));
             let is_open = socket.fd.load(Acquire) >= 0;
-            is_open && (is_staying || crate::tx::is_sending_again(socket))
+            is_open && is_staying
         })
     };
     let until = crate::time::now_ns() + LAST_BYTES;

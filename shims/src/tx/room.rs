@@ -177,12 +177,6 @@ pub fn is_unread(socket: &'static Socket) -> bool {
         && socket.tx.lock().and_then(|mut tx| unread(&mut tx)) == Some(true)
 }
 
-/// Whether TCP has not taken all of what a link had, and that gives back.
-pub fn is_sending_again(socket: &Socket) -> bool {
-    let tx = socket.tx.lock();
-    tx.is_some_and(|tx| tx.again.min(tx.marker.len()) > 0)
-}
-
 /// Bytes on the link that the reader is not known to have read.
 pub fn unread(socket: &'static Socket) -> Option<u64> {
     let mut tx = socket.tx.lock()?;

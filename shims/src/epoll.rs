@@ -61,6 +61,8 @@ struct Item {
     taken: bool,
     /// The set's count of moves when it was.
     moved_at: u64,
+    /// The result that it was listed in last ([`Set::results`]).
+    listed_in: u64,
     /// Is in `ready`.
     queued: bool,
     /// EPOLLONESHOT has fired; MOD arms it again.
@@ -81,6 +83,8 @@ struct Set {
     again: Vec<usize>,
     /// What peers have queued, and when.
     come: Vec<(u64, usize)>,
+    /// How many waits have looked for results here.
+    results: u64,
     /// How many items the kernel's set has.
     plain: usize,
     /// Links that carry a socket of this set.
@@ -562,6 +566,7 @@ mod tests {
             data: 0,
             taken: true,
             moved_at: 0,
+            listed_in: 0,
             queued: false,
             disabled: false,
             parked: false,

@@ -141,6 +141,7 @@ impl Epoll {
             data: event.u64,
             taken: false,
             moved_at: 0,
+            listed_in: 0,
             queued: false,
             disabled: false,
             parked: false,

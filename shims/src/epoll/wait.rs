@@ -1,5 +1,6 @@
 //! epoll_wait(): what is ready in the kernel's set and in ours, and one sleep for both.
 
+use std::cell::Cell;
 use std::ffi::c_int;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
@@ -48,9 +49,28 @@ struct Results {
     max: c_int,
     /// How often items had moved between the two sets before the kernel filled those.
     moves: u64,
+    /// Which of the set's results these are; 0 before the first look at ours.
+    serial: Cell<u64>,
 }
 
 impl Results {
+    /// The same result, of which the first `front` entries are filled.
+    fn behind(&self, front: c_int) -> Self {
+        Self {
+            front,
+            serial: self.serial.clone(),
+            ..*self
+        }
+    }
+
+    fn serial(&self, set: &mut Set) -> u64 {
+        if self.serial.get() == 0 {
+            set.results += 1;
+            self.serial.set(set.results);
+        }
+        self.serial.get()
+    }
+
     fn room(&self) -> c_int {
         self.max - self.front
     }
@@ -104,6 +124,7 @@ impl Epoll {
             front: 0,
             max,
             moves: self.moves.load(Acquire),
+            serial: Cell::new(0),
         };
         if let Some(n) = self.wait_plain(&mut visit, events, max, deadline, timeout, real) {
             return self.with_ours(&visit, &all, n);
@@ -232,8 +253,7 @@ impl Epoll {
         if n <= 0 || n >= all.max || !self.is_active() {
             return n;
         }
-        let rest = Results { front: n, ..*all };
-        n + self.harvest(visit, &rest, Harvest::All)
+        n + self.harvest(visit, &all.behind(n), Harvest::All)
     }
 
     /// Behind the first `n` entries, which are ours, what the kernel has, and what has come on links before that: if
@@ -258,8 +278,7 @@ impl Epoll {
         let end = n + self.look(visit, rest, max - n, real).max(0);
         let mut news = 0;
         if n < end && end < max {
-            let rest = Results { front: end, ..*all };
-            news = self.harvest(visit, &rest, Harvest::News);
+            news = self.harvest(visit, &all.behind(end), Harvest::News);
         }
         if n < end && self.moves.load(Acquire) != moves {
             // SAFETY: so many entries are filled.
@@ -491,6 +510,7 @@ impl Epoll {
         how: Harvest,
     ) -> c_int {
         let before = n;
+        let serial = to.serial(set);
         for _ in 0..left {
             if n == to.room() {
                 break;
@@ -509,8 +529,11 @@ impl Epoll {
             if item.disabled || !item.taken {
                 continue;
             }
-            if item.moved_at > to.moves && to.is_listed(item.data) {
-                // The kernel has reported it just before it became ours.
+            let is_listed = item.listed_in == serial
+                || item.moved_at > to.moves && to.is_listed(item.data);
+            if is_listed {
+                // Something has come for it again, or the kernel has reported it just before it became ours: the next result's. A
+                // program may have closed it before it comes to a second entry.
                 item.queued = true;
                 set.again.push(index);
                 continue;
@@ -534,6 +557,7 @@ impl Epoll {
             }
             to.put(n, mask, item.data);
             n += 1;
+            item.listed_in = serial;
             if item.events & ONESHOT != 0 {
                 item.disabled = true;
             } else if item.events & ET == 0 {

@@ -113,6 +113,50 @@ pub fn young_first(c: &Ctx) {
     c.sync("done");
 }
 
+/// One result lists a connection once, also if something comes for it while the rest is looked at: a program may close it at the first
+/// entry.
+pub fn listed_once(c: &Ctx) {
+    const MESSAGES: usize = 40_000;
+    let mut fds: Vec<c_int> = (1..CONNECTIONS).map(|_| c.pair()).collect();
+    fds.push(c.cold_pair());
+    // A socket with this option stays on TCP.
+    sys::set_int(fds[CONNECTIONS - 1], libc::SOL_SOCKET, libc::SO_RCVLOWAT, 4).ok();
+    c.sync("connected");
+    if c.is_server() {
+        let ep = create();
+        for (at, fd) in fds.iter().enumerate() {
+            sys::set_nonblocking(*fd, true);
+            ctl(ep, EPOLL_CTL_ADD, *fd, IN | ET, at as u64).ok();
+        }
+        let (mut got, mut twice) = (0, 0);
+        while got < 4 * MESSAGES {
+            let now = listed(ep);
+            assert!(!now.is_empty(), "no event after {got} bytes");
+            let mut distinct = now.clone();
+            distinct.sort_unstable();
+            distinct.dedup();
+            twice += now.len() - distinct.len();
+            let mut bytes = [0; 4096];
+            for at in distinct {
+                loop {
+                    let r = sys::recv(fds[at], &mut bytes, 0);
+                    if r.is(libc::EAGAIN) {
+                        break;
+                    }
+                    got += r.count();
+                }
+            }
+        }
+        c.log(format_args!("listed twice: {twice}"));
+        sys::close(ep).ok();
+    } else {
+        for message in 0..MESSAGES {
+            sys::send_all(fds[message % CONNECTIONS], b"word").ok();
+        }
+    }
+    c.sync("done");
+}
+
 /// Who hears the second of two messages on two connections has heard the first: both on links, or one kept on TCP.
 pub fn none_alone(c: &Ctx) {
     const PAIRS: usize = 4000;

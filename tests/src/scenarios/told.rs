@@ -93,7 +93,7 @@ pub fn queue(fd: c_int, request: libc::c_ulong) -> c_int {
 }
 
 /// Waits until the peer's host has all that was sent; an acknowledgement may be delayed.
-fn until_acknowledged(fd: c_int) {
+pub fn until_acknowledged(fd: c_int) {
     let mut left = 0;
     for _ in 0..5000 {
         left = queue(fd, libc::TIOCOUTQ);

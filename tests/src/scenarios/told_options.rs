@@ -1,11 +1,12 @@
 //! Options of a connection that are read back, and do what they say, before it is promoted, on the link, and back on TCP.
 
+use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use libc::{IPPROTO_TCP, SOL_SOCKET, c_int};
 
 use super::process::{pass_fd, socketpair, take_fd};
-use super::told::{SIOCOUTQNSD, exchange, get, queue};
+use super::told::{SIOCOUTQNSD, exchange, get, queue, until_acknowledged};
 use crate::ctx::{Ctx, poll_names};
 use crate::data;
 use crate::sys;
@@ -450,6 +451,51 @@ pub fn keepalive_of_a_frozen_peer(c: &Ctx) {
     }
     c.sync("done");
     c.close(fd);
+}
+
+/// Keepalive ends a connection at rest to a host that is gone, while a receive waits: here the loopback interface of a network of their
+/// own goes down.
+pub fn keepalive_of_a_host_that_is_gone(c: &Ctx) {
+    if call!(libc::geteuid()).value != 0 {
+        eprintln!("as root only");
+        return;
+    }
+    if !c.is_server() {
+        call!(libc::unshare(libc::CLONE_NEWNET)).ok();
+        loopback(libc::IFF_UP);
+    }
+    let pid = c.exchange("pid", std::process::id().into());
+    if c.is_server() {
+        let network = std::fs::File::open(format!("/proc/{pid}/ns/net")).unwrap();
+        call!(libc::setns(network.as_raw_fd(), libc::CLONE_NEWNET)).ok();
+    }
+    let fd = c.pair();
+    for round in 0..20 {
+        exchange(c, fd, round);
+    }
+    // While anything is on its way the kernel does not probe.
+    until_acknowledged(fd);
+    c.sync("at rest");
+    if !c.is_server() {
+        probe_soon(c, fd);
+        loopback(0);
+        c.recv(fd, 10, 0);
+        c.so_error(fd);
+        c.poll(fd, libc::POLLIN | libc::POLLOUT, 0);
+        c.ret("send", sys::send(fd, b"x", libc::MSG_NOSIGNAL));
+    }
+    c.sync("gone");
+    c.close(fd);
+}
+
+fn loopback(flags: c_int) {
+    let control = call!(libc::socket(libc::AF_INET, libc::SOCK_DGRAM, 0)).ok();
+    let mut request: libc::ifreq = sys::zeroed();
+    request.ifr_name[0] = b'l' as libc::c_char;
+    request.ifr_name[1] = b'o' as libc::c_char;
+    request.ifr_ifru.ifru_flags = flags as libc::c_short;
+    call!(libc::ioctl(control, libc::SIOCSIFFLAGS, &request)).ok();
+    sys::close(control).ok();
 }
 
 /// 3 s of silence end the connection.

@@ -12,8 +12,8 @@ from ends import take
 
 ROLE, ADDRESS, PORT, CUT = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
 PIECE, EXCHANGES = 20_000, 10
-# Silence ends the connection after 5 s.
-PROBES = {socket.TCP_KEEPIDLE: 2, socket.TCP_KEEPINTVL: 1, socket.TCP_KEEPCNT: 3}
+# Silence ends the connection after 13 s: the link is given up after 5.
+PROBES = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 1, socket.TCP_KEEPCNT: 3}
 
 
 def connections():

@@ -21,15 +21,16 @@ lose_answers() {
     if [ "$LAB_DEVICE" = siw ]; then filter "tcp flags & syn == 0 drop"; else filter "$what drop"; fi
 }
 
-# filter RULE: for what comes in.
+# filter RULE [PORTS]: for what comes in, but for what the programs and the barrier (or PORTS) say over TCP.
 filter() {
+    local ports=${2-7470-7499, 7077}
     nft -f - <<END
 table inet failures {
   chain input {
     type filter hook input priority 0
     iifname "lo" accept
-    tcp dport { 7470-7499, 7077 } accept
-    tcp sport { 7470-7499, 7077 } accept
+    tcp dport { $ports } accept
+    tcp sport { $ports } accept
     $1
   }
 }

@@ -29,10 +29,9 @@ const OWNED: u32 = 1 << 30;
 const WANTED: u32 = 1 << 31;
 /// How long a child waits for the owner, ns.
 const PATIENCE: u64 = 5_000_000_000;
-/// How long the end of a process waits for promotions under way, ns.
-const LAST_WORDS: u64 = 20_000_000;
-/// How long an exit may wait for other hosts to have what was sent to them, ns.
-const LAST_BYTES: u64 = 2_000_000_000;
+/// How long the end of a process waits for promotions under way, and then for other hosts to have what was sent to them, ns: for longer
+/// than a busy machine keeps a peer's thread from running.
+const LAST_WORDS: u64 = 2_000_000_000;
 /// In a fork child: its button for the service thread that owns what was on links, and that one's process.
 static OWNER_BELL: AtomicI32 = AtomicI32::new(-1);
 static OWNER_PID: AtomicI32 = AtomicI32::new(0);
@@ -215,11 +214,17 @@ pub extern "C" fn at_exit() {
     notice();
     let errno = crate::errno::get();
     let until = crate::time::now_ns() + LAST_WORDS;
+    // The service thread, which lives on until the end, begins no more promotions.
+    crate::hold::begin(rdmasock_core::stats::Reason::Closed);
     for_each_socket(|socket| {
         // A marker that is left unread would make the kernel reset the connection: a promotion that is
         // under way gets the moment that it needs.
-        while crate::promote::is_scanning(socket) && crate::time::now_ns() < until {
+        while crate::promote::is_scanning(socket) {
             crate::promote::readable(socket);
+            // The last look comes after the last sleep, which may have been longer.
+            if crate::time::now_ns() >= until {
+                break;
+            }
             let _ = rustix::thread::nanosleep(&rustix::time::Timespec {
                 tv_sec: 0,
                 tv_nsec: 100_000,
@@ -248,7 +253,7 @@ pub extern "C" fn at_exit() {
             is_open && is_staying
         })
     };
-    let until = crate::time::now_ns() + LAST_BYTES;
+    let until = crate::time::now_ns() + LAST_WORDS;
     while is_owed() && crate::time::now_ns() < until {
         let _ = rustix::thread::nanosleep(&rustix::time::Timespec {
             tv_sec: 0,

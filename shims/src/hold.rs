@@ -18,8 +18,8 @@ pub fn reason() -> Option<Reason> {
         .filter(|reason| *reason != Reason::None)
 }
 
-/// From now on none may.
-fn begin(reason: Reason) {
+/// From now on none may; those that have stay where they are.
+pub fn begin(reason: Reason) {
     let _ = HELD.compare_exchange(Reason::None as u16, reason as u16, SeqCst, SeqCst);
     if let Some(library) = Library::current() {
         library.stats.set_held(reason);

@@ -3,6 +3,9 @@
 //!
 //! Only where the program has none of its own, and so patient that it ends nothing that would have
 //! lived. While ours is on, the program reads and changes its own settings, which are kept here.
+//!
+//! Where it has its own: the kernel does not probe while something is on its way, and what the library says in TCP may be, to a host
+//! that is gone. Until it is answered TCP_USER_TIMEOUT (tcp(7)) stands for the probes.
 
 use std::ffi::c_int;
 use std::os::fd::BorrowedFd;
@@ -11,7 +14,7 @@ use std::sync::atomic::{
     Ordering::{AcqRel, Acquire, Relaxed, Release},
 };
 
-use crate::sockopt::{Name, get, set};
+use crate::sockopt::{Name, USER_TIMEOUT, get, set};
 
 /// After how much silence to probe, s: less than firewalls remember (RFC 5382, REQ-5: 2 hours and 4 minutes;
 /// real ones, from 5 minutes on).
@@ -25,18 +28,46 @@ const OURS: [Name; 2] = [
     (libc::IPPROTO_TCP, libc::TCP_KEEPCNT),
 ];
 const VALUES: [c_int; 2] = [IDLE_SECONDS, PROBES];
+const INTERVAL: Name = (libc::IPPROTO_TCP, libc::TCP_KEEPINTVL);
 
 /// The program's settings, while the kernel has ours.
 #[derive(Debug, Default)]
 pub struct Keepalive {
     on: AtomicBool,
     kept: [AtomicI32; 2],
+    /// The kernel has a TCP_USER_TIMEOUT of ours; the program's is none.
+    bounded: AtomicBool,
 }
 
 impl Keepalive {
     /// A new connection in the same slot.
     pub fn reset(&self) {
         self.on.store(false, Relaxed);
+        self.bounded.store(false, Relaxed);
+    }
+
+    /// What the library says in TCP next is to be answered within the time after which the program's own keepalive ends a
+    /// connection, if it has one.
+    pub fn bound(&self, fd: BorrowedFd<'_>) {
+        if self.on.load(Acquire) || get(fd, SWITCH) != Some(1) || get(fd, USER_TIMEOUT) != Some(0) {
+            return;
+        }
+        let [idle, probes] = OURS.map(|option| get(fd, option));
+        let (Some(idle), Some(probes), Some(every)) = (idle, probes, get(fd, INTERVAL)) else {
+            return;
+        };
+        let ms = every
+            .saturating_mul(probes)
+            .saturating_add(idle)
+            .saturating_mul(1000);
+        self.bounded.store(true, Release);
+        set(fd, USER_TIMEOUT, ms);
+    }
+
+    fn unbound(&self, fd: BorrowedFd<'_>) {
+        if self.bounded.swap(false, AcqRel) {
+            set(fd, USER_TIMEOUT, 0);
+        }
     }
 
     /// Begins, if the program has none.
@@ -57,6 +88,7 @@ impl Keepalive {
 
     /// The kernel has the program's settings again.
     pub fn end(&self, fd: BorrowedFd<'_>) {
+        self.unbound(fd);
         if self.on.swap(false, AcqRel) {
             set(fd, SWITCH, 0);
             for (option, kept) in OURS.into_iter().zip(&self.kept) {
@@ -67,6 +99,9 @@ impl Keepalive {
 
     /// What the program is to read for an option; `None` where the kernel knows.
     pub fn get(&self, level: c_int, name: c_int) -> Option<c_int> {
+        if (level, name) == USER_TIMEOUT && self.bounded.load(Acquire) {
+            return Some(0);
+        }
         if !self.on.load(Acquire) {
             return None;
         }
@@ -79,13 +114,19 @@ impl Keepalive {
 
     /// Whether what the program sets is for [`on_set`](Self::on_set). These options take an int.
     pub fn is_concerned(&self, level: c_int, name: c_int) -> bool {
-        self.get(level, name).is_some()
+        self.get(level, name).is_some() || (level, name) == SWITCH && self.bounded.load(Acquire)
     }
 
     /// The program has set one of the options, which the kernel has taken.
     pub fn on_set(&self, fd: BorrowedFd<'_>, level: c_int, name: c_int, value: c_int) {
-        if (level, name) == SWITCH {
-            if value == 0 {
+        if (level, name) == USER_TIMEOUT {
+            self.bounded.store(false, Release);
+        } else if (level, name) == SWITCH {
+            if !self.on.load(Acquire) {
+                if value == 0 {
+                    self.unbound(fd);
+                }
+            } else if value == 0 {
                 set(fd, SWITCH, 1);
             } else {
                 self.end(fd);
@@ -147,5 +188,47 @@ mod tests {
         assert_eq!(all(&socket), own);
         assert!(!keepalive.is_concerned(SWITCH.0, SWITCH.1));
         assert_eq!(keepalive.get(SWITCH.0, SWITCH.1), None);
+    }
+
+    #[test]
+    fn what_we_say_is_answered_within_the_programs_patience() {
+        let socket = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let fd = socket.as_fd();
+        let keepalive = Keepalive::default();
+        let ours = |keepalive: &Keepalive| keepalive.get(USER_TIMEOUT.0, USER_TIMEOUT.1);
+        let probes = |on| {
+            set(fd, SWITCH, on);
+            keepalive.bound(fd);
+        };
+        // Nobody probes.
+        probes(0);
+        assert_eq!((get(fd, USER_TIMEOUT), ours(&keepalive)), (Some(0), None));
+        for (option, value) in [(OURS[0], 20), (OURS[1], 3), (INTERVAL, 5)] {
+            set(fd, option, value);
+        }
+        probes(1);
+        assert_eq!(
+            (get(fd, USER_TIMEOUT), ours(&keepalive)),
+            (Some(35_000), Some(0))
+        );
+        keepalive.end(fd);
+        assert_eq!((get(fd, USER_TIMEOUT), ours(&keepalive)), (Some(0), None));
+        // The program does not want to probe any more.
+        probes(1);
+        set(fd, SWITCH, 0);
+        assert!(keepalive.is_concerned(SWITCH.0, SWITCH.1));
+        keepalive.on_set(fd, SWITCH.0, SWITCH.1, 0);
+        assert_eq!((get(fd, USER_TIMEOUT), ours(&keepalive)), (Some(0), None));
+        assert_eq!(get(fd, SWITCH), Some(0));
+        // The program's own holds, also afterwards.
+        probes(1);
+        set(fd, USER_TIMEOUT, 4000);
+        keepalive.on_set(fd, USER_TIMEOUT.0, USER_TIMEOUT.1, 4000);
+        keepalive.end(fd);
+        probes(1);
+        assert_eq!(
+            (get(fd, USER_TIMEOUT), ours(&keepalive)),
+            (Some(4000), None)
+        );
     }
 }

@@ -20,6 +20,7 @@ use crate::epoll::Epoll;
 use crate::errno;
 use crate::library::{Library, threshold_of};
 use crate::listener::Listener;
+use crate::promote::Farewell;
 use crate::socket::{Socket, Stage};
 use crate::sockopt;
 use crate::table::{self, Entry};
@@ -194,24 +195,26 @@ pub fn on_epoll(fd: c_int) {
 fn drop_entry(entry: Entry, fd: c_int) {
     match entry {
         Entry::Socket(socket) => close::lose(socket, fd),
-        entry => release(entry, fd),
+        entry => release(entry, fd).tell(),
     }
 }
 
-/// Before the kernel closes `fd`.
-pub fn before_close(fd: c_int) {
+/// Before the kernel closes `fd`. Gives who is to be told when it has.
+pub fn before_close(fd: c_int) -> Farewell {
     let errno = errno::get();
-    release(table::put(fd, Entry::None), fd);
+    let farewell = release(table::put(fd, Entry::None), fd);
     errno::set(errno);
+    farewell
 }
 
-fn release(entry: Entry, fd: c_int) {
+fn release(entry: Entry, fd: c_int) -> Farewell {
     match entry {
         Entry::None | Entry::Fresh { .. } => {}
         Entry::Listener(listener) => listener.release(),
         Entry::Epoll(epoll) => epoll.release(fd),
-        Entry::Socket(socket) => close::release(socket, fd),
+        Entry::Socket(socket) => return close::release(socket, fd),
     }
+    Farewell::NONE
 }
 
 /// `new` is another number for what `old` stands for.

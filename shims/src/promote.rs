@@ -15,7 +15,9 @@ mod scan;
 mod tests;
 
 pub use ahead::{drop_unread, read_ahead};
-pub use close::{Awaited, close_stream, close_tx, linger, refuse, return_unread, scan_left};
+pub use close::{
+    Awaited, Farewell, close_stream, close_tx, linger, refuse, return_unread, scan_left,
+};
 pub use leave::{
     end_on_link, leave, look_for_reset, prefer_tcp, resend, return_to_tcp, wait_for_tcp,
 };
@@ -411,11 +413,13 @@ pub fn flush(socket: &'static Socket) -> bool {
         }
     }
     if std::mem::take(&mut tx.then_shut) {
+        let mut farewell = Farewell::NONE;
         if socket.tx_mode.load(Acquire) == mode::LINK {
-            // Nobody is woken for the mark: the kernel's FIN does that.
-            let _ = end_on_link(socket, &mut tx, End::Fin);
+            farewell = Farewell::of(socket, end_on_link(socket, &mut tx, End::Fin));
         }
         let _ = rustix::net::shutdown(fd, rustix::net::Shutdown::Write);
+        drop(tx);
+        farewell.tell();
     }
     true
 }

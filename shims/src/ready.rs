@@ -52,13 +52,15 @@ pub fn is_watched(socket: &Socket) -> bool {
 pub fn evaluate(socket: &'static Socket, events: u32, arm: Arm) -> u32 {
     let mut mask = 0;
     progress(socket);
+    // Before the directions: an end is not told before what has come ahead of it.
+    let anchor = socket.anchor.load(Acquire);
     if events & (IN | RDHUP | PRI) != 0 {
         mask |= readable(socket, arm);
     }
     if events & (OUT | WRBAND) != 0 {
         mask |= writable(socket, arm);
     }
-    if socket.anchor.load(Acquire) & (ENDED | PRI) == 0 {
+    if anchor & (ENDED | PRI) == 0 {
         return mask;
     }
     // Something has ended: what exactly is true now is for the kernel to say.

@@ -538,10 +538,9 @@ pub fn violation(socket: &'static Socket, error: &rdmasock_core::fabric::ring::R
 }
 
 /// shutdown() of the sending direction, before the kernel's own: the mark says that what follows
-/// the last byte is on the anchor, namely its end. Nobody is woken for the mark: the kernel's FIN
-/// does that, and then the end is there to be found. True: the kernel's shutdown follows by itself,
-/// once TCP has taken what is still to precede it.
-pub fn shut(socket: &'static Socket) -> bool {
+/// the last byte is on the anchor, namely its end. `farewell` is who is to be told of it when the kernel has sent its FIN.
+/// True: the kernel's shutdown follows by itself, once TCP has taken what is still to precede it.
+pub fn shut(socket: &'static Socket, farewell: &mut promote::Farewell) -> bool {
     let Some(mut control) = socket.control.lock() else {
         return false;
     };
@@ -555,7 +554,8 @@ pub fn shut(socket: &'static Socket) -> bool {
         return false;
     };
     if socket.tx_mode.load(Acquire) == mode::LINK {
-        let _ = promote::end_on_link(socket, &mut tx, End::Fin);
+        let wake = promote::end_on_link(socket, &mut tx, End::Fin);
+        *farewell = promote::Farewell::of(socket, wake);
     }
     if socket.tx_mode.load(Acquire) != mode::MARKED {
         return false;

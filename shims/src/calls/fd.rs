@@ -5,6 +5,7 @@ use crate::calls::{report, vfork};
 use crate::errno;
 use crate::jump::within;
 use crate::lifecycle;
+use crate::promote::Farewell;
 use crate::rx;
 use crate::table::{self, Entry};
 use rdmasock_core::os::privatefd::{self, Settled};
@@ -18,10 +19,15 @@ pub unsafe extern "C" fn close(real: CloseFn, fd: c_int) -> c_int {
     match table::lookup(fd) {
         Entry::None if !lifecycle::is_hidden(fd) => {}
         _ => {
-            let result = close_on(fd);
+            let mut farewell = Farewell::NONE;
+            let result = close_on(fd, &mut farewell);
             if result != GO_ON {
                 return result;
             }
+            // SAFETY: the caller's arguments, as they are.
+            let result = unsafe { real(fd) };
+            tell(farewell);
+            return result;
         }
     }
     // SAFETY: the caller's arguments, as they are.
@@ -33,14 +39,20 @@ const GO_ON: c_int = c_int::MIN;
 
 /// What is to be done before a number is closed.
 #[inline(never)]
-extern "C" fn close_on(fd: c_int) -> c_int {
+fn close_on(fd: c_int, farewell: &mut Farewell) -> c_int {
     if lifecycle::is_hidden(fd) {
         return errno::fail(libc::EBADF);
     }
     if !vfork::is_child() {
-        within(|| lifecycle::before_close(fd));
+        *farewell = within(|| lifecycle::before_close(fd));
     }
     GO_ON
+}
+
+/// The number is closed.
+#[inline(never)]
+fn tell(farewell: Farewell) {
+    within(|| farewell.tell());
 }
 
 /// `close_range(2)`.
@@ -72,7 +84,9 @@ unsafe extern "C" fn close_range_on(
     let mut settled = None;
     // A child of vfork has numbers of its own.
     if closes && !vfork::is_child() {
-        table::for_each(first..=last, |fd, _| lifecycle::before_close(fd));
+        table::for_each(first..=last, |fd, _| {
+            lifecycle::before_close(fd);
+        });
         settled = Some(Settled::begin());
     }
     for (from, to) in privatefd::ranges_without_private(first, last) {

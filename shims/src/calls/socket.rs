@@ -15,6 +15,7 @@ use crate::jump::within;
 use crate::lifecycle;
 use crate::listener::Listener;
 use crate::pass;
+use crate::promote::Farewell;
 use crate::real::Cancellable;
 use crate::rx;
 use crate::socket::{Socket, as_timed_out, mode};
@@ -200,7 +201,8 @@ unsafe extern "C" fn shutdown_on(
 unsafe fn shut(socket: &'static Socket, real: SocketIntFn, fd: c_int, how: c_int) -> c_int {
     fork::reclaim(socket);
     let sends = how == libc::SHUT_WR || how == libc::SHUT_RDWR;
-    let result = if sends && tx::shut(socket) {
+    let mut farewell = Farewell::NONE;
+    let result = if sends && tx::shut(socket, &mut farewell) {
         match how {
             libc::SHUT_WR => 0,
             // SAFETY: the caller's own socket.
@@ -210,6 +212,7 @@ unsafe fn shut(socket: &'static Socket, real: SocketIntFn, fd: c_int, how: c_int
         // SAFETY: the caller's arguments, as they are.
         unsafe { real(fd, how) }
     };
+    farewell.tell();
     if result == 0 && how != libc::SHUT_WR {
         rx::shut(socket);
     }
@@ -230,7 +233,7 @@ pub unsafe extern "C" fn getsockopt(
         (level, name),
         (
             libc::IPPROTO_TCP,
-            libc::TCP_CORK | libc::TCP_KEEPIDLE | libc::TCP_KEEPCNT
+            libc::TCP_CORK | libc::TCP_KEEPIDLE | libc::TCP_KEEPCNT | libc::TCP_USER_TIMEOUT
         ) | (libc::SOL_SOCKET, libc::SO_KEEPALIVE)
     ) {
         // SAFETY: likewise.

@@ -529,8 +529,8 @@ impl Epoll {
             if item.disabled || !item.taken {
                 continue;
             }
-            let is_listed = item.listed_in == serial
-                || item.moved_at > to.moves && to.is_listed(item.data);
+            let is_listed =
+                item.listed_in == serial || item.moved_at > to.moves && to.is_listed(item.data);
             if is_listed {
                 // Something has come for it again, or the kernel has reported it just before it became ours: the next result's. A
                 // program may have closed it before it comes to a second entry.

@@ -16,7 +16,7 @@ use crate::call::Call;
 use crate::errno;
 use crate::fork;
 use crate::library::Library;
-use crate::promote;
+use crate::promote::{self, Farewell};
 use crate::ready;
 use crate::rx;
 use crate::service::Command;
@@ -24,8 +24,8 @@ use crate::socket::{self, Control, Socket, Stage, closed, mode};
 use crate::table;
 use crate::time;
 
-/// The program closes `fd`, which is not in the table any more.
-pub(super) fn release(socket: &'static Socket, fd: c_int) {
+/// The program closes `fd`, which is not in the table any more. Gives who is to be told when it is closed.
+pub(super) fn release(socket: &'static Socket, fd: c_int) -> Farewell {
     // What another process has on a link stays there: this one only lets go.
     let is_foreign = socket.tx_mode.load(Acquire) == mode::FOREIGN;
     if fork::is_shared(socket) && !is_foreign && is_only_number(socket, fd) && !socket.is_plain() {
@@ -33,17 +33,19 @@ pub(super) fn release(socket: &'static Socket, fd: c_int) {
         crate::pass::release(socket, Reason::Inherited);
     }
     let Some(mut control) = socket.control.lock() else {
-        return orphan(socket);
+        orphan(socket);
+        return Farewell::NONE;
     };
     control.fds.retain(|f| *f != fd);
     if let Some(other) = control.fds.first() {
         socket.fd.store(*other, Release);
-        return;
+        return Farewell::NONE;
     }
     crate::tx::answer_if_asked(socket);
-    if !hold(socket) {
-        end(socket, control);
+    if hold(socket) {
+        return Farewell::NONE;
     }
+    end(socket, control)
 }
 
 /// `fd` was closed where no hook saw it, and may stand for another file already. It is not in the table any more, and
@@ -71,7 +73,7 @@ fn lose_number(socket: &'static Socket, fd: c_int) {
     socket.fd.store(-1, Release);
     socket.set_stage(Stage::Pinned);
     match calls_inside(socket, closed::LOST) {
-        Inside::Nobody => end(socket, control),
+        Inside::Nobody => end(socket, control).tell(),
         Inside::Interrupted => orphan(socket),
         Inside::Kernel | Inside::Ours => {
             drop(control);
@@ -242,7 +244,7 @@ pub fn on_call_back(socket: &'static Socket) {
         return;
     }
     match calls_inside(socket, what) {
-        Inside::Nobody => end(socket, control),
+        Inside::Nobody => end(socket, control).tell(),
         Inside::Interrupted => orphan(socket),
         Inside::Kernel | Inside::Ours => {}
     }
@@ -290,13 +292,14 @@ pub fn end_orphans() {
             what => calls_inside(socket, what) != Inside::Nobody,
         };
         if !is_held {
-            end(socket, control);
+            end(socket, control).tell();
         }
     }
 }
 
-/// No number stands for the connection any more, and no call is inside.
-fn end(socket: &'static Socket, mut control: Guard<'static, Control>) {
+/// No number stands for the connection any more, and no call is inside. Gives who is to be told when the kernel's socket is closed;
+/// one of ours is by then.
+fn end(socket: &'static Socket, mut control: Guard<'static, Control>) -> Farewell {
     let anchor = socket.fd.load(Acquire);
     let last = fork::let_go(socket);
     let foreign = socket.tx_mode.load(Acquire) == mode::FOREIGN;
@@ -309,7 +312,7 @@ fn end(socket: &'static Socket, mut control: Guard<'static, Control>) {
         drop(control);
         drop(PrivateFd::adopt(anchor));
         forget(socket);
-        return;
+        return Farewell::NONE;
     }
     if !last {
         fork::returned(socket);
@@ -322,7 +325,7 @@ fn end(socket: &'static Socket, mut control: Guard<'static, Control>) {
         let_go_of(socket, &mut control);
         drop(control);
         forget(socket);
-        return;
+        return Farewell::NONE;
     }
     let is_unread = rx::has_unread(socket) && !is_lost;
     let resets = last && (is_unread || refuses_what_came(socket));
@@ -332,7 +335,7 @@ fn end(socket: &'static Socket, mut control: Guard<'static, Control>) {
         // From here on it can come to its end, and be another connection.
         socket.left_behind.store(true, Release);
         Library::get().service.submit(Command::settle(socket));
-        return;
+        return Farewell::NONE;
     }
     if resets && let Some(anchor) = socket.anchor_fd() {
         let _ = rustix::net::sockopt::set_socket_linger(anchor, Some(std::time::Duration::ZERO));
@@ -342,7 +345,7 @@ fn end(socket: &'static Socket, mut control: Guard<'static, Control>) {
     } else {
         None
     };
-    let unsent = promote::close_tx(socket);
+    let (unsent, farewell) = promote::close_tx(socket);
     if last {
         promote::linger(socket, awaited, unsent);
     }
@@ -351,6 +354,7 @@ fn end(socket: &'static Socket, mut control: Guard<'static, Control>) {
     // A connection that was held for calls has one of ours.
     drop(PrivateFd::adopt(anchor));
     forget(socket);
+    farewell
 }
 
 /// The stream's numbers are given back, and the object is as new.

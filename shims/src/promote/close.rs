@@ -3,12 +3,13 @@
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
 use rdmasock_core::fabric::ring::{End, RxFlags, Wake};
-use rdmasock_core::ids::Nonce;
+use rdmasock_core::ids::{Nonce, Vqpn};
 
 use super::flush;
 use super::leave::{ask_back, end_on_link};
 use super::scan::{Ahead, AtMark, look_ahead};
 use crate::library::Library;
+use crate::link::Link;
 use crate::ready;
 use crate::service::Command;
 use crate::socket::{Control, Opened, Socket, mode};
@@ -84,16 +85,42 @@ pub fn scan_left(socket: &'static Socket, control: &mut Control) -> Option<Await
     }
 }
 
+/// Who sleeps at the other end of a link within the host, to be woken once the kernel has sent its FIN: only then is the mark an
+/// end. That the FIN wakes him too is not enough, for he would hear of it after what is sent on other connections next.
+pub struct Farewell(Option<(&'static Link, Wake, Vqpn)>);
+
+impl Farewell {
+    /// Nobody is to be woken.
+    pub const NONE: Self = Self(None);
+
+    /// Who is woken by `wake`, which the end mark has given.
+    pub fn of(socket: &Socket, wake: Wake) -> Self {
+        let theirs = Vqpn(socket.peer_vqpn.load(Relaxed));
+        let link = socket.link().filter(|l| !wake.is_none() && !l.is_remote());
+        Self(link.map(|link| (link, wake, theirs)))
+    }
+
+    /// The kernel's socket is closed, or shut down.
+    pub fn tell(self) {
+        // The number may be another stream's by now, which is looked at in vain then.
+        if let Some((link, wake, theirs)) = self.0 {
+            let errno = crate::errno::get();
+            link.notify(wake, theirs);
+            crate::errno::set(errno);
+        }
+    }
+}
+
 /// The program closes the socket: ends the sending direction, and gives what TCP has not taken yet
 /// of what has to precede its end. The caller holds the control lock.
-pub fn close_tx(socket: &'static Socket) -> Vec<u8> {
+pub fn close_tx(socket: &'static Socket) -> (Vec<u8>, Farewell) {
+    let mut farewell = Farewell::NONE;
     {
         let Some(mut tx) = socket.tx.lock() else {
-            return Vec::new();
+            return (Vec::new(), farewell);
         };
-        // Nobody is woken for the mark: the peer is told of the end when the kernel's FIN arrives.
         if socket.tx_mode.load(Acquire) == mode::LINK {
-            let _ = end_on_link(socket, &mut tx, End::Fin);
+            farewell = Farewell::of(socket, end_on_link(socket, &mut tx, End::Fin));
         } else if std::mem::take(&mut tx.then_link)
             && let Some(producer) = tx.producer.as_mut()
         {
@@ -102,11 +129,9 @@ pub fn close_tx(socket: &'static Socket) -> Vec<u8> {
         tx.then_shut = false;
     }
     flush(socket);
-    socket
-        .tx
-        .lock()
-        .map(|mut tx| std::mem::take(&mut tx.marker))
-        .unwrap_or_default()
+    let unsent = socket.tx.lock();
+    let unsent = unsent.map(|mut tx| std::mem::take(&mut tx.marker));
+    (unsent.unwrap_or_default(), farewell)
 }
 
 /// The program closes the socket before all of `unsent` is in TCP, or while markers are `awaited`: see

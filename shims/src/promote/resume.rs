@@ -215,6 +215,12 @@ fn write_resume(socket: &'static Socket, control: &Control) {
     let Some(Ok(received)) = received else {
         return violation(socket, "bad ring");
     };
+    // What the program has sent is TCP's to wait for as long as it does.
+    if !crate::tx::is_unread(socket)
+        && let Some(fd) = socket.anchor_fd()
+    {
+        socket.keepalive.bound(fd);
+    }
     if let Some(mut tx) = socket.tx.lock() {
         let waits = std::mem::take(&mut tx.then_link);
         let on_link = socket.tx_mode.load(Acquire) == mode::LINK || waits;

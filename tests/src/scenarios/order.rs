@@ -4,7 +4,7 @@ use libc::{EPOLL_CTL_ADD, c_int};
 
 use super::epoll::{ET, IN, create, ctl, wait};
 use crate::ctx::Ctx;
-use crate::sys::{self, Ret};
+use crate::sys::{self, Addr, Ret};
 
 const CONNECTIONS: usize = 6;
 const ROUNDS: usize = 60;
@@ -25,7 +25,13 @@ fn permutation(round: usize) -> Vec<usize> {
 fn listed(ep: c_int) -> Vec<usize> {
     let mut evs = [libc::epoll_event { events: 0, u64: 0 }; 2 * CONNECTIONS];
     let max = evs.len() as c_int;
-    let n: Ret = call!(libc::epoll_wait(ep, evs.as_mut_ptr(), max, sys::SOON));
+    let mut n: Ret;
+    loop {
+        n = call!(libc::epoll_wait(ep, evs.as_mut_ptr(), max, sys::SOON));
+        if !n.is(libc::EINTR) {
+            break;
+        }
+    }
     let n = usize::try_from(n.value).unwrap_or(0);
     evs[..n].iter().map(|e| e.u64 as usize).collect()
 }
@@ -209,6 +215,56 @@ pub fn none_alone(c: &Ctx) {
                 sys::recv_exact(fds[at], 4);
             }
         }
+    }
+    c.sync("done");
+}
+
+/// A close, or a shutdown, of one connection, then a message on another: who hears the message has heard of the end. All ends are in one thread,
+/// which does nothing in between that would let others run.
+pub fn end_first(c: &Ctx) {
+    const ENDS: usize = 60;
+    const WARM: usize = 24;
+    let (listener, port) = c.listener(16);
+    if let Some(listener) = listener {
+        let pair = || {
+            let ours = sys::connected(&Addr::v4(port));
+            (ours, sys::accept4(listener, 0).ok())
+        };
+        let ep = create();
+        let mut in_order = 0;
+        for end in 0..ENDS {
+            let pairs = [pair(), pair()];
+            for message in 0..WARM {
+                for (ours, theirs) in pairs {
+                    sys::send_all(ours, &[message as u8]).ok();
+                    sys::recv_exact(theirs, 1);
+                    sys::send_all(theirs, &[message as u8]).ok();
+                    sys::recv_exact(ours, 1);
+                }
+                // Promotions come about.
+                sys::pause_ms(u64::from(message < 4) * 3);
+            }
+            for (at, (_, theirs)) in pairs.iter().enumerate() {
+                ctl(ep, EPOLL_CTL_ADD, *theirs, IN, at as u64).ok();
+            }
+            wait(ep, 2, 0);
+            let [(ending, _), (other, _)] = pairs;
+            let shuts = end % 2 == 1;
+            if shuts {
+                call!(libc::shutdown(ending, libc::SHUT_WR)).ok();
+            } else {
+                sys::close(ending).ok();
+            }
+            sys::send_all(other, b"more").ok();
+            in_order += usize::from(listed(ep) == [0, 1]);
+            if shuts {
+                sys::close(ending).ok();
+            }
+            for fd in [pairs[0].1, other, pairs[1].1] {
+                sys::close(fd).ok();
+            }
+        }
+        c.log(format_args!("in order: {}", in_order * 10 > ENDS * 9));
     }
     c.sync("done");
 }

@@ -1,6 +1,7 @@
 //! Several processes: fork, exec, posix_spawn, and fds passed by SCM_RIGHTS.
 
 use std::ffi::CString;
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
 use libc::c_int;
 
@@ -294,6 +295,50 @@ pub fn fork_per_connection(c: &Ctx) {
             c.close(fd);
         }
     }
+}
+
+/// The same for many clients at once, so that each has to wait for its turn: a child's end is an end also in the middle of a promotion.
+pub fn fork_per_connection_crowd(c: &Ctx) {
+    const CLIENTS: usize = 24;
+    const CONNECTIONS: usize = 10;
+    let (listener, port) = c.listener(128);
+    if let Some(l) = listener {
+        let children = (0..CLIENTS * CONNECTIONS).map(|_| {
+            let fd = sys::accept4(l, 0).ok();
+            let child = sys::fork_child(|| {
+                sys::close(l).ok();
+                answer(fd, 5, 9000);
+                0
+            });
+            sys::close(fd).ok();
+            child
+        });
+        let children: Vec<_> = children.collect();
+        let failed = children
+            .into_iter()
+            .filter(|child| sys::wait_child(*child) != 0);
+        c.log(format_args!("failed children: {}", failed.count()));
+        return;
+    }
+    let resets = AtomicU32::new(0);
+    std::thread::scope(|s| {
+        for _ in 0..CLIENTS {
+            s.spawn(|| {
+                for _ in 0..CONNECTIONS {
+                    let fd = sys::connected(&Addr::v4(port));
+                    for i in 0..5 {
+                        sys::send_all(fd, &data::pattern(i, 0, 9000)).ok();
+                        assert!(sys::recv_exact(fd, 9000) == data::pattern(i, 0, 9000));
+                    }
+                    if sys::recv(fd, &mut [0], 0).is(libc::ECONNRESET) {
+                        resets.fetch_add(1, Relaxed);
+                    }
+                    sys::close(fd).ok();
+                }
+            });
+        }
+    });
+    c.log(format_args!("resets: {}", resets.into_inner()));
 }
 
 /// The children of a forking server are another user's, who may not open the log file: nothing is said about that.

@@ -473,8 +473,9 @@ pub fn keepalive_of_a_host_that_is_gone(c: &Ctx) {
     for round in 0..20 {
         exchange(c, fd, round);
     }
-    // While anything is on its way the kernel does not probe.
+    // While anything is on its way the kernel does not probe: nor what a promotion has said, which is acknowledged 40 ms later.
     until_acknowledged(fd);
+    sys::pause_ms(300);
     c.sync("at rest");
     if !c.is_server() {
         probe_soon(c, fd);

@@ -42,7 +42,7 @@ need_packages() {
         || die "apt-get install$missing failed" "read apt's message above, repair it, then run again"
 }
 
-# need_rust COMPONENT…: cargo of at least the version in Cargo.toml, with these components.
+# need_rust COMPONENT…: cargo of at least the version in Cargo.toml, with these components, which rustup adds.
 need_rust() {
     local wanted have component
     PATH="$PATH:${CARGO_HOME:-$HOME/.cargo}/bin"
@@ -54,6 +54,7 @@ need_rust() {
         || die "cargo $have is older than $wanted" "rustup update stable"
     for component in "$@"; do
         "cargo-$component" --version >/dev/null 2>&1 \
+            || rustup --quiet component add "${component/#fmt/rustfmt}" \
             || die "cargo $component does not work" "rustup component add ${component/#fmt/rustfmt}"
     done
     cargo fetch --locked --quiet \

@@ -1,6 +1,8 @@
 //! The heart of rdmasock below the POSIX calls: identities, wire format, rendezvous, the promotion
 //! protocol, links and fabrics.
 
+#![warn(missing_docs)]
+
 pub mod cycles;
 
 pub mod fabric;

@@ -1,4 +1,4 @@
-//! fork: the child is a new instance (DESIGN §6).
+//! fork: the child is a new instance (docs/design/processes.md).
 //!
 //! Its sockets are marked as held by several processes, in a table of counts that parent and
 //! children share, until one holder is left. What the parent had on a link is the parent's.

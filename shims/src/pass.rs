@@ -1,6 +1,6 @@
 //! Sockets that go back to TCP with all that was not read yet, because only the kernel can serve them: those that
 //! leave this process, passed by SCM_RIGHTS or kept across an exec, whose new holder reads and writes the kernel's
-//! socket (DESIGN §6), and those with an option that a link does not have.
+//! socket (docs/design/processes.md), and those with an option that a link does not have.
 
 use std::ffi::{c_int, c_uint};
 use std::os::fd::BorrowedFd;

@@ -7,7 +7,7 @@
 //! begun to wait is in `call`.
 //!
 //! Lock-free, allocation-free, async-signal-safe: this is all that a hook that passes through
-//! looks at (I10).
+//! looks at (ARCHITECTURE, I10).
 
 use std::ffi::c_int;
 use std::sync::atomic::{

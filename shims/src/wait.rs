@@ -1,4 +1,4 @@
-//! Waiting in one call: spin, then sleep until the peer, or this process, says that there is something (I8).
+//! Waiting in one call: spin, then sleep until the peer, or this process, says that there is something (ARCHITECTURE, I8).
 //!
 //! A *waiter* is what a peer can wake: a number that is the same on all links, what it sleeps on, and a
 //! flag that says whether somebody does. The flags of an instance lie in a page that peers map

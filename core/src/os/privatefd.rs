@@ -1,4 +1,4 @@
-//! The library's own file descriptors, where the program does not see them (DESIGN I11).
+//! The library's own file descriptors, where the program does not see them (ARCHITECTURE, I11).
 //!
 //! A [`PrivateFd`] sits at a high number, close-on-exec, and is entered in a process-wide bitmap, so
 //! that the hooks of close, dup2 and close_range can ask [`is_private`] in a few nanoseconds. This

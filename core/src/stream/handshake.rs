@@ -1,4 +1,4 @@
-//! One attempt to promote one connection, as a state machine without I/O (DESIGN §4).
+//! One attempt to promote one connection, as a state machine without I/O (docs/protocol.md, P10–P39).
 //!
 //! The caller feeds it what arrives (answers out of band, markers found in TCP, records of the
 //! link) and carries out the [`Step`]s that it returns, in order. It holds no data of the stream

@@ -1,7 +1,7 @@
-//! When a connection has proved worth promoting (DESIGN §4, "Policy").
+//! When a connection has proved worth promoting (docs/performance.md has the figures behind the default).
 //!
 //! Counts what a connection has carried so far. A connection that ends before it reaches the
-//! threshold has cost what plain TCP costs (I3).
+//! threshold has cost what plain TCP costs (ARCHITECTURE, I3).
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 

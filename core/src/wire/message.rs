@@ -30,7 +30,22 @@ struct Header {
 }
 
 /// An out-of-band message. Units, order and meaning are in docs/protocol.md.
+///
+/// | field | what |
+/// |---|---|
+/// | `request` | the question's number, which the asker has chosen and the answer repeats (P11) |
+/// | `tuple` | the connection, as both ends see it (P12) |
+/// | `nonce_c`, `nonce_s` | what markers to C, and to S, start with (P31) |
+/// | `nonce_mine`, `nonce_yours` | the same, of the message's sender and of its receiver |
+/// | `instance_c`, `instance_s`, `pid` | who speaks, and its process as it sees that itself |
+/// | `geometry`, `ring` | the sizes of the sender's memory; a ring in it |
+/// | `yours`, `mine`, `vqpn` | the number that the receiver, and the sender, gave to the stream (P26) |
+/// | `id` | a waiter (P27) |
 #[derive(Debug, Clone)]
+#[allow(
+    missing_docs,
+    reason = "the fields mean the same in every message, and are in the table"
+)]
 pub enum Message {
     /// "I am the connecting end of `tuple`; do you hold the other end, and do you want it moved?"
     Ask {

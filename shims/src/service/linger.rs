@@ -2,7 +2,7 @@
 //!
 //! The other end still writes markers for which nobody here would read, and the kernel answers what
 //! arrives unread at a closed socket with a reset: the peer program would see its connection fail
-//! because of an attempt to promote it (I2). So the anchor stays open here, its sending half shut as
+//! because of an attempt to promote it (ARCHITECTURE, I2). So the anchor stays open here, its sending half shut as
 //! close() would, until the other end's closing marker or its end has come. Anything else that
 //! arrives is what the program has not read: the reset it would have been. Likewise where the
 //! direction that was being closed still has bytes that TCP has not taken.

@@ -161,7 +161,7 @@ pub fn two_epolls(c: &Ctx) {
         let (a, b) = (create(), create());
         c.ret("add", ctl(a, EPOLL_CTL_ADD, fd, IN, 1));
         c.ret("add", ctl(b, EPOLL_CTL_ADD, fd, IN | OUT | ET, 2));
-        // The library has all sets look again when another is added, which may be one edge more (ARCHITECTURE, Known limits).
+        // The library has all sets look again when another is added, which may be one edge more (docs/limits.md).
         sys::pause_ms(100);
         log_wait(c, a, 0);
         log_wait(c, b, 0);

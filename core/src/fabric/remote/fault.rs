@@ -10,7 +10,7 @@ use std::sync::atomic::{
 use super::qp::Down;
 use super::watch::SILENCE;
 
-/// What the peer has done that no correct peer does (I7).
+/// What the peer has done that no correct peer does (ARCHITECTURE, I7).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[repr(u32)]
 pub enum Breach {

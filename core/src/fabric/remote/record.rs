@@ -25,8 +25,20 @@ struct Header {
 /// Bytes of a message without records.
 pub const HEADER_BYTES: usize = size_of::<Header>();
 
-/// One record. `theirs` is the number that the end which reads it gave to the stream.
+/// One record (docs/protocol.md, P50).
+///
+/// | field | what |
+/// |---|---|
+/// | `theirs` | the number that the end which reads the record gave to the stream |
+/// | `tail`, `head`, `position` | positions: bytes of the direction from its beginning on |
+/// | `generation` | which of the rings that were offered one after the other |
+/// | `end`, `flags`, `word`, `count` | a word of the direction block, as `fabric::ring` has it; in `Tell` an attention word |
+/// | `index`, `rkey`, `base` | a chunk's place in the data area, in chunks; its key and address for the reader's WRITEs (P53) |
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(
+    missing_docs,
+    reason = "the fields mean the same in every record, and are in the table"
+)]
 pub enum Record<'a> {
     /// The direction goes on to `tail`. The payload is the last part of that; what precedes it was written
     /// before.

@@ -1,0 +1,224 @@
+//! The pages of the repository: what they link to is there, and so are the files and names that they speak of. Not whether what they
+//! say is true.
+
+#![allow(clippy::unwrap_used)]
+
+use std::collections::BTreeSet;
+use std::path::{Component, Path, PathBuf};
+
+/// The top of the repository.
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .parent()
+        .unwrap()
+        .to_owned()
+}
+
+/// Every file of the repository, as a path from its top; nothing that was built, fetched or is hidden, but for what CI reads.
+fn files() -> BTreeSet<String> {
+    let root = root();
+    let mut found = BTreeSet::new();
+    let mut dirs = vec![root.clone()];
+    while let Some(dir) = dirs.pop() {
+        for entry in std::fs::read_dir(&dir).unwrap() {
+            let entry = entry.unwrap();
+            let name = entry.file_name().to_string_lossy().into_owned();
+            let is_hidden = name.starts_with('.') && name != ".github" && name != ".cargo";
+            if is_hidden || name == "target" || name == "corpus" || name == "artifacts" {
+                continue;
+            }
+            if entry.file_type().unwrap().is_dir() {
+                dirs.push(entry.path());
+            } else {
+                let path = entry.path();
+                let path = path.strip_prefix(&root).unwrap();
+                found.insert(path.to_string_lossy().into_owned());
+            }
+        }
+    }
+    found
+}
+
+fn pages() -> Vec<(String, String)> {
+    let is_page = |path: &String| path.ends_with(".md");
+    let read = |path: String| {
+        let text = std::fs::read_to_string(root().join(&path)).unwrap();
+        (path, text)
+    };
+    files().into_iter().filter(is_page).map(read).collect()
+}
+
+/// What is between each `open` and the next `close`, outside blocks of code, with the line.
+fn between<'a>(text: &'a str, open: &str, close: char) -> Vec<(usize, &'a str)> {
+    let mut found = Vec::new();
+    let mut is_code = false;
+    for (at, line) in text.lines().enumerate() {
+        is_code ^= line.trim_start().starts_with("```");
+        if is_code || line.starts_with("    ") && !line.trim_start().starts_with(['-', '|']) {
+            continue;
+        }
+        let mut rest = line;
+        while let Some((_, after)) = rest.split_once(open) {
+            let Some((inside, behind)) = after.split_once(close) else {
+                break;
+            };
+            found.push((at + 1, inside));
+            rest = behind;
+        }
+    }
+    found
+}
+
+/// The anchors of a page's headings, as the usual hosts make them.
+fn anchors(text: &str) -> BTreeSet<String> {
+    let heading = |line: &str| {
+        let title = line
+            .strip_prefix('#')?
+            .trim_start_matches('#')
+            .strip_prefix(' ')?;
+        let kept = title
+            .to_lowercase()
+            .replace(' ', "-")
+            .chars()
+            .filter(|c| c.is_alphanumeric() || matches!(c, '-' | '_'))
+            .collect();
+        Some(kept)
+    };
+    text.lines().filter_map(heading).collect()
+}
+
+/// `path` from the folder of `page`, without `..`.
+fn resolve(page: &str, path: &str) -> String {
+    let mut at = PathBuf::new();
+    for part in Path::new(page).parent().unwrap().join(path).components() {
+        match part {
+            Component::ParentDir => {
+                at.pop();
+            }
+            part => at.push(part),
+        }
+    }
+    at.to_string_lossy().into_owned()
+}
+
+/// `a/{b,c}.rs` as `a/b.rs` and `a/c.rs`.
+fn expand(text: &str) -> Vec<String> {
+    let Some((before, after)) = text.split_once('{') else {
+        return vec![text.to_owned()];
+    };
+    let Some((inside, behind)) = after.split_once('}') else {
+        return vec![text.to_owned()];
+    };
+    inside
+        .split(',')
+        .flat_map(|part| expand(&format!("{before}{part}{behind}")))
+        .collect()
+}
+
+#[test]
+fn every_link_between_pages_leads_somewhere() {
+    let files = files();
+    let mut seen = 0;
+    let mut broken = Vec::new();
+    for (page, text) in pages() {
+        for (line, target) in between(&text, "](", ')') {
+            if target.contains("://") {
+                continue;
+            }
+            seen += 1;
+            let (path, anchor) = target.split_once('#').unwrap_or((target, ""));
+            let path = if path.is_empty() {
+                page.clone()
+            } else {
+                resolve(&page, path)
+            };
+            let is_dir = || root().join(&path).is_dir();
+            let has_anchor = || {
+                let text = std::fs::read_to_string(root().join(&path)).unwrap();
+                anchor.is_empty() || anchors(&text).contains(anchor)
+            };
+            if !(is_dir() || files.contains(&path) && has_anchor()) {
+                broken.push(format!("{page}:{line}: {target}"));
+            }
+        }
+    }
+    assert!(seen > 50, "only {seen} links were found");
+    assert!(broken.is_empty(), "{broken:#?}");
+}
+
+/// A name may leave out the crate's part of a path, as the pages of a crate do.
+#[test]
+fn every_file_that_a_page_names_is_there() {
+    const ENDINGS: [&str; 9] = [
+        ".rs", ".md", ".toml", ".c", ".py", ".sh", ".txt", ".yml", ".mjs",
+    ];
+    let files = files();
+    let is_there = |name: &str| {
+        files
+            .iter()
+            .any(|file| file == name || file.ends_with(&format!("/{name}")))
+    };
+    let mut seen = 0;
+    let mut missing = Vec::new();
+    for (page, text) in pages() {
+        // Those of other people's suites and of rdma-core are theirs.
+        if page == "docs/compatibility.md" || page == "integration/suites/programs.md" {
+            continue;
+        }
+        for (line, quoted) in between(&text, "`", '`') {
+            let is_name = |c: char| c.is_ascii_alphanumeric() || "_-./{},".contains(c);
+            if !quoted.chars().all(is_name) || !ENDINGS.iter().any(|e| quoted.ends_with(e)) {
+                continue;
+            }
+            for name in expand(quoted) {
+                seen += 1;
+                if !is_there(&name) {
+                    missing.push(format!("{page}:{line}: {name}"));
+                }
+            }
+        }
+    }
+    assert!(seen > 300, "only {seen} names were found");
+    assert!(missing.is_empty(), "{missing:#?}");
+}
+
+#[test]
+fn every_source_file_is_in_the_page_of_files() {
+    let page = std::fs::read_to_string(root().join("docs/design/layers.md")).unwrap();
+    // A section is of the folder that its heading names.
+    let mut folder = "";
+    let mut named = BTreeSet::new();
+    for line in page.lines() {
+        let quoted = between(line, "`", '`');
+        if line.starts_with("## ") {
+            folder = quoted.first().map_or("", |(_, name)| name);
+        }
+        let names = quoted.iter().flat_map(|(_, name)| expand(name));
+        named.extend(names.map(|name| format!("{folder}{name}")));
+    }
+    let is_source = |path: &&String| {
+        let is_test =
+            path.contains("test") || path.ends_with("_explore.rs") || path.ends_with("/forked.rs");
+        let crates = [
+            "preload/src/",
+            "shims/src/",
+            "core/src/",
+            "core/verbs/src/",
+            "cli/src/",
+        ];
+        path.ends_with(".rs") && !is_test && crates.iter().any(|c| path.starts_with(c))
+    };
+    let is_named = |path: &str| {
+        let is_within = |name: &String| name.ends_with('/') && path.starts_with(name.as_str());
+        named.contains(path) || named.iter().any(is_within)
+    };
+    let is_root = |path: &str| path.ends_with("/lib.rs") || path.ends_with("/mod.rs");
+    let files = files();
+    let sources: Vec<&String> = files.iter().filter(is_source).collect();
+    assert!(sources.len() > 200, "only {} were found", sources.len());
+    let missing: Vec<_> = sources
+        .into_iter()
+        .filter(|path| !is_root(path) && !is_named(path))
+        .collect();
+    assert!(missing.is_empty(), "{missing:#?}");
+}

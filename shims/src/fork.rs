@@ -15,7 +15,7 @@ use rdmasock_core::os::privatefd::{self, Settled};
 use crate::epoll::Epoll;
 use crate::library::Library;
 use crate::listener::Listener;
-use crate::socket::{self, Socket, Stage, mode};
+use crate::socket::{self, Mode, Receiving, Sending, Socket, Stage};
 use crate::table::{self, Entry};
 
 /// One cell a socket that was ever held across a fork, in memory that parent and children share: the
@@ -150,7 +150,7 @@ pub fn is_wanted(socket: &Socket) -> bool {
 /// back to TCP.
 #[inline]
 pub fn reclaim(socket: &'static Socket) {
-    if socket.tx_mode.load(Acquire) == mode::FOREIGN {
+    if socket.tx_mode.load(Acquire) == Mode::Foreign {
         reclaim_slow(socket);
     }
 }
@@ -181,8 +181,8 @@ fn reclaim_slow(socket: &'static Socket) {
             word = c.load(Acquire);
         }
     }
-    socket.tx_mode.store(mode::TCP, Release);
-    socket.rx_mode.store(mode::TCP, Release);
+    socket.tx_mode.go(Sending::Reclaimed);
+    socket.rx_mode.go(Receiving::Reclaimed);
     crate::errno::set(errno);
 }
 
@@ -231,7 +231,7 @@ pub extern "C" fn at_exit() {
             });
         }
         let shared = is_shared(socket);
-        if shared && !socket.is_plain() && socket.tx_mode.load(Acquire) != mode::FOREIGN {
+        if shared && !socket.is_plain() && socket.tx_mode.load(Acquire) != Mode::Foreign {
             crate::tx::hand_over(socket, rdmasock_core::stats::Reason::Inherited);
             returned(socket);
         }
@@ -491,9 +491,13 @@ unsafe fn forget_stream(socket: &'static Socket) {
     if foreign {
         socket.set_stage(Stage::Pinned);
     }
-    let now = if foreign { mode::FOREIGN } else { mode::TCP };
-    socket.tx_mode.store(now, Relaxed);
-    socket.rx_mode.store(now, Relaxed);
+    if foreign {
+        socket.tx_mode.go(Sending::Inherited);
+        socket.rx_mode.go(Receiving::Inherited);
+    } else {
+        socket.tx_mode.go(Sending::Closed);
+        socket.rx_mode.go(Receiving::Closed);
+    }
     socket.watched.store(false, Relaxed);
     socket.link.store(std::ptr::null_mut(), Relaxed);
     socket.ledger.keep(socket.stats());

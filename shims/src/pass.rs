@@ -13,7 +13,7 @@ use crate::errno;
 use crate::fork;
 use crate::promote;
 use crate::rx;
-use crate::socket::{Socket, Stage, mode};
+use crate::socket::{Mode, Socket, Stage};
 use crate::sockopt;
 use crate::table;
 
@@ -83,12 +83,12 @@ pub fn release(socket: &'static Socket, reason: Reason) {
     }
     wait_until(|| {
         promote::flush(socket);
-        if socket.rx_mode.load(Acquire) == mode::MARKED {
+        if socket.rx_mode.load(Acquire) == Mode::Marked {
             promote::readable(socket);
             let _control = socket.control.lock();
             promote::hand_over_rest(socket);
         }
-        if socket.rx_mode.load(Acquire) == mode::LINK
+        if socket.rx_mode.load(Acquire) == Mode::Link
             && let Some(mut control) = socket.control.lock()
         {
             // The handshake has ended in a promotion.
@@ -124,8 +124,8 @@ pub fn on_option_beyond_links(socket: &'static Socket, fd: BorrowedFd<'_>) {
         wait_until(|| {
             promote::flush(socket);
             let has_come = match socket.rx_mode.load(Acquire) {
-                mode::MARKED => promote::readable(socket) != 0,
-                mode::LINK => !rx::leave_link_at_end(socket) && rx::has_unread(socket),
+                Mode::Marked => promote::readable(socket) != 0,
+                Mode::Link => !rx::leave_link_at_end(socket) && rx::has_unread(socket),
                 _ => false,
             };
             has_come || socket.is_plain()

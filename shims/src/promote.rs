@@ -42,7 +42,7 @@ use crate::link::{Link, NoProducer};
 use crate::points::point;
 use crate::ready;
 use crate::service::Command;
-use crate::socket::{Control, Opened, Socket, Stage, Tx, mode};
+use crate::socket::{Control, Mode, Opened, Receiving, Sending, Socket, Stage, Tx};
 
 /// When a connection is tried again for the first time, ns, and how often that doubles: up to four minutes.
 const RETRY_AFTER: u64 = 1_000_000_000;
@@ -203,7 +203,7 @@ fn receive_on_link(socket: &'static Socket) {
     };
     rx.scan = None;
     if rx.consumer.is_some() {
-        socket.rx_mode.store(mode::LINK, SeqCst);
+        socket.rx_mode.go(Receiving::Switched);
         if let Some(stats) = socket.stats() {
             stats.set_rx_path(path_of(socket));
         }
@@ -336,7 +336,7 @@ fn queue_marker(socket: &'static Socket, control: &Control, marker: &Marker, the
         tx.marker.extend_from_slice(bytes);
         tx.closing = if then_link { bytes.len() } else { 0 };
         tx.then_link |= then_link;
-        socket.tx_mode.store(mode::MARKED, SeqCst);
+        socket.tx_mode.go(Sending::Announced);
     }
     if !flush(socket) {
         Library::get().service.submit(Command::flush(socket));
@@ -359,7 +359,7 @@ pub fn flush(socket: &'static Socket) -> bool {
     let Some(mut tx) = socket.tx.lock() else {
         return false;
     };
-    if socket.tx_mode.load(Acquire) != mode::MARKED {
+    if socket.tx_mode.load(Acquire) != Mode::Marked {
         return true;
     }
     // A call that blocks inside the kernel could get its bytes between two parts of a marker.
@@ -401,12 +401,12 @@ pub fn flush(socket: &'static Socket) -> bool {
         return false;
     }
     if std::mem::take(&mut tx.then_link) && tx.producer.is_some() {
-        socket.tx_mode.store(mode::LINK, SeqCst);
+        socket.tx_mode.go(Sending::Switched);
         if let Some(stats) = socket.stats() {
             stats.set_tx_path(path_of(socket));
         }
     } else {
-        socket.tx_mode.store(mode::TCP, SeqCst);
+        socket.tx_mode.go(Sending::Flushed);
         if tx.producer.is_some() {
             // Perhaps the last that was still to be done of a way back.
             Library::get().service.submit(Command::drained(socket));
@@ -414,7 +414,7 @@ pub fn flush(socket: &'static Socket) -> bool {
     }
     if std::mem::take(&mut tx.then_shut) {
         let mut farewell = Farewell::NONE;
-        if socket.tx_mode.load(Acquire) == mode::LINK {
+        if socket.tx_mode.load(Acquire) == Mode::Link {
             farewell = Farewell::of(socket, end_on_link(socket, &mut tx, End::Fin));
         }
         let _ = rustix::net::shutdown(fd, rustix::net::Shutdown::Write);

@@ -17,7 +17,7 @@ use crate::link::Link;
 use crate::points::point;
 use crate::promote;
 use crate::service::Command;
-use crate::socket::{Interest, Sleeping, Socket, mode};
+use crate::socket::{Interest, Mode, Sleeping, Socket};
 use crate::tx;
 use crate::wait::{SLEEPER_MASK, WaiterId};
 
@@ -78,13 +78,13 @@ pub fn progress(socket: &Socket) -> bool {
 
 /// The receiving direction.
 pub fn readable(socket: &'static Socket, arm: Arm) -> u32 {
-    if socket.rx_mode.load(Acquire) == mode::MARKED {
+    if socket.rx_mode.load(Acquire) == Mode::Marked {
         return promote::readable(socket);
     }
     let Some(mut rx) = socket.rx.lock() else {
         return 0;
     };
-    if socket.rx_mode.load(Acquire) != mode::LINK {
+    if socket.rx_mode.load(Acquire) != Mode::Link {
         let mask = kernel(
             socket,
             PollFlags::IN | PollFlags::RDNORM | PollFlags::RDHUP | PollFlags::PRI,
@@ -149,7 +149,7 @@ fn arm_data(socket: &'static Socket, consumer: &mut Consumer, bits: u32) -> bool
 
 /// The sending direction; as `readable`.
 pub fn writable(socket: &'static Socket, arm: Arm) -> u32 {
-    if socket.tx_mode.load(Acquire) == mode::MARKED && !promote::flush(socket) {
+    if socket.tx_mode.load(Acquire) == Mode::Marked && !promote::flush(socket) {
         return if crate::tx::is_above_own_send(socket) {
             kernel(socket, PollFlags::OUT | PollFlags::WRNORM) & (OUT | HUP | ERR)
         } else {
@@ -159,7 +159,7 @@ pub fn writable(socket: &'static Socket, arm: Arm) -> u32 {
     let Some(mut tx) = socket.tx.lock() else {
         return 0;
     };
-    if socket.tx_mode.load(Acquire) != mode::LINK {
+    if socket.tx_mode.load(Acquire) != Mode::Link {
         return kernel(socket, PollFlags::OUT | PollFlags::WRNORM) & (OUT | HUP | ERR);
     }
     let bits = tx.bits;
@@ -370,7 +370,7 @@ pub fn change_interest(socket: &'static Socket, change: impl FnOnce(&mut Interes
             });
             if new.data != 0 {
                 let is_there = arm_data(socket, consumer, new.data);
-                come |= is_there && socket.rx_mode.load(Acquire) == mode::LINK && wants(|s| s.data);
+                come |= is_there && socket.rx_mode.load(Acquire) == Mode::Link && wants(|s| s.data);
             }
         }
     }
@@ -387,7 +387,7 @@ pub fn change_interest(socket: &'static Socket, change: impl FnOnce(&mut Interes
                 let is_there = producer.arm_space(new.space).unwrap_or(true);
                 // A direction that waits for the other's RESUME may have room.
                 come |=
-                    is_there && socket.tx_mode.load(Acquire) == mode::LINK && wants(|s| s.space);
+                    is_there && socket.tx_mode.load(Acquire) == Mode::Link && wants(|s| s.space);
             }
         }
     }

@@ -32,7 +32,7 @@ use crate::lifecycle::{self, on_its_file};
 use crate::points::point;
 use crate::promote;
 use crate::ready;
-use crate::socket::{self, Rx, Socket, Stage, mode};
+use crate::socket::{self, Mode, Receiving, Rx, Socket, Stage};
 use crate::table;
 use crate::tx;
 use crate::wait;
@@ -60,7 +60,7 @@ pub unsafe fn recv(
 ) -> ssize_t {
     let began = Began::now(socket, fd);
     let mut got = 0;
-    if socket.rx_mode.load(Acquire) != mode::TCP {
+    if socket.rx_mode.load(Acquire) != Mode::Tcp {
         // SAFETY: by this function's contract.
         return unsafe { recv_slow(began, iov, flags, got, real) };
     }
@@ -219,8 +219,8 @@ unsafe fn recv_slow(
         // SAFETY: the pieces are writable by `recv`'s contract.
         let step = unsafe {
             match mode {
-                mode::LINK => from_link(&mut call, iov, flags),
-                mode::MARKED => within(|| from_marked(&mut call, iov, flags, got > 0 && !all)),
+                Mode::Link => from_link(&mut call, iov, flags),
+                Mode::Marked => within(|| from_marked(&mut call, iov, flags, got > 0 && !all)),
                 _ => Step::Kernel,
             }
         };
@@ -322,7 +322,7 @@ unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int) -> Step {
     let Some(mut rx) = socket.rx.lock() else {
         return Step::Fail(libc::EINTR);
     };
-    if socket.rx_mode.load(Acquire) != mode::LINK {
+    if socket.rx_mode.load(Acquire) != Mode::Link {
         return Step::Again;
     }
     let place = call.place_by_name();
@@ -488,7 +488,7 @@ pub fn leave_link_at_end(socket: &'static Socket) -> bool {
     let Some(mut rx) = socket.rx.lock() else {
         return false;
     };
-    if socket.rx_mode.load(Acquire) != mode::LINK {
+    if socket.rx_mode.load(Acquire) != Mode::Link {
         return false;
     }
     let ended = is_over(socket, &rx);
@@ -520,7 +520,7 @@ pub fn leave_link_at_end(socket: &'static Socket) -> bool {
         _ => Wake::NONE,
     };
     let tx = socket.tx.lock();
-    let unread = socket.tx_mode.load(Acquire) == mode::LINK
+    let unread = socket.tx_mode.load(Acquire) == Mode::Link
         && tx
             .as_ref()
             .is_some_and(|tx| tx.producer.as_ref().is_some_and(|p| p.is_unread()));
@@ -530,12 +530,11 @@ pub fn leave_link_at_end(socket: &'static Socket) -> bool {
     }
     // A call may have brought something from TCP that comes after what the link held; and of a reset that we
     // have to report a call straight to the kernel would not learn.
-    let next = if rx.carry.is_empty() && rx.owed == 0 && !socket.lost_unread.load(SeqCst) {
-        mode::TCP
-    } else {
-        mode::MARKED
-    };
-    socket.rx_mode.store(next, SeqCst);
+    let is_rest = rx.carry.is_empty() && rx.owed == 0 && !socket.lost_unread.load(SeqCst);
+    socket.rx_mode.go(match is_rest {
+        true => Receiving::Left,
+        false => Receiving::Retained,
+    });
     if let Some(stats) = socket.stats() {
         stats.set_rx_path(Path::Tcp);
     }
@@ -549,7 +548,7 @@ pub fn leave_link_at_end(socket: &'static Socket) -> bool {
 
 /// Whether bytes have come that the program has not read: then a close resets the connection.
 pub fn has_unread(socket: &'static Socket) -> bool {
-    socket.rx_mode.load(Acquire) == mode::LINK
+    socket.rx_mode.load(Acquire) == Mode::Link
         && socket
             .rx
             .lock()
@@ -560,7 +559,7 @@ pub fn has_unread(socket: &'static Socket) -> bool {
 /// Whether a blocked receive should look again, by what has been [taken in](ready::progress).
 pub fn is_worth_a_look(socket: &'static Socket) -> bool {
     match socket.rx_mode.load(Acquire) {
-        mode::LINK => {
+        Mode::Link => {
             socket.rx_shut.load(Acquire)
                 || socket.rx.lock().is_none_or(|mut rx| {
                     is_over(socket, &rx)
@@ -570,7 +569,7 @@ pub fn is_worth_a_look(socket: &'static Socket) -> bool {
                             .is_none_or(|c| c.has_data().unwrap_or(true))
                 })
         }
-        mode::MARKED => promote::readable(socket) != 0,
+        Mode::Marked => promote::readable(socket) != 0,
         _ => true,
     }
 }

@@ -36,18 +36,7 @@ use crate::rx::carry::Carry;
 use crate::rx::pace::Pace;
 use crate::wait::{Spinner, WaiterId};
 
-/// What a direction runs on. Mirrors what the direction's lock protects, so that the plain case
-/// is decided by one load.
-pub mod mode {
-    /// Plain TCP: the kernel's call, nothing else.
-    pub const TCP: u8 = 0;
-    /// TCP, but markers are in flight: sending flushes them first, receiving looks for them.
-    pub const MARKED: u8 = 1;
-    /// The link.
-    pub const LINK: u8 = 2;
-    /// In a fork child: another process has the stream on a link.
-    pub const FOREIGN: u8 = 3;
-}
+pub use rdmasock_core::stream::mode::{Mode, ModeCell, Receiving, Sending};
 
 /// What has become of the numbers that stood for a socket.
 pub mod closed {
@@ -225,12 +214,12 @@ pub struct Sleeping {
 #[repr(align(128))]
 pub struct Socket {
     /// Sending: mode, calls inside the kernel's send, and the lock's data.
-    pub tx_mode: AtomicU8,
+    pub tx_mode: ModeCell<Sending>,
     pub tx_inside: AtomicU32,
     pub tx: CachePadded<Lock<Tx>>,
     pub peer_vqpn: AtomicU32,
     /// Receiving, likewise.
-    pub rx_mode: AtomicU8,
+    pub rx_mode: ModeCell<Receiving>,
     pub rx_inside: AtomicU32,
     /// The next look for data is to be put off a little.
     pub rx_rests: AtomicBool,
@@ -361,11 +350,11 @@ impl Socket {
 
     fn new(slot: u32) -> Self {
         Self {
-            tx_mode: AtomicU8::new(mode::TCP),
+            tx_mode: ModeCell::default(),
             tx_inside: AtomicU32::new(0),
             tx: CachePadded::new(Lock::new(Tx::default())),
             peer_vqpn: AtomicU32::new(0),
-            rx_mode: AtomicU8::new(mode::TCP),
+            rx_mode: ModeCell::default(),
             rx_inside: AtomicU32::new(0),
             rx_rests: AtomicBool::new(false),
             rx: CachePadded::new(Lock::new(Rx::default())),
@@ -596,7 +585,7 @@ impl Socket {
     /// Whether neither direction needs anything but the kernel's call.
     #[inline]
     pub fn is_plain(&self) -> bool {
-        self.tx_mode.load(Acquire) == mode::TCP && self.rx_mode.load(Acquire) == mode::TCP
+        self.tx_mode.load(Acquire) == Mode::Tcp && self.rx_mode.load(Acquire) == Mode::Tcp
     }
 
     /// A call enters the kernel's send, which is a section of the thread's until the caller ends it, after
@@ -608,7 +597,7 @@ impl Socket {
         // SeqCst on both sides (see `is_tx_quiet`): either the marker writer sees us inside or we
         // see its mode.
         self.tx_inside.fetch_add(1, SeqCst);
-        if self.tx_mode.load(SeqCst) == mode::TCP {
+        if self.tx_mode.load(SeqCst) == Mode::Tcp {
             return true;
         }
         self.leave_tx();
@@ -621,7 +610,7 @@ impl Socket {
     #[inline]
     pub fn leave_tx(&self) -> bool {
         self.tx_inside.fetch_sub(1, SeqCst) == 1
-            && (self.tx_mode.load(SeqCst) == mode::MARKED || self.is_closed())
+            && (self.tx_mode.load(SeqCst) == Mode::Marked || self.is_closed())
     }
 
     /// No number stands for it any more.
@@ -641,7 +630,7 @@ impl Socket {
         let thread = thread::current();
         thread.begin();
         self.rx_inside.fetch_add(1, SeqCst);
-        if self.rx_mode.load(SeqCst) == mode::TCP {
+        if self.rx_mode.load(SeqCst) == Mode::Tcp {
             return true;
         }
         self.rx_inside.fetch_sub(1, SeqCst);
@@ -652,7 +641,7 @@ impl Socket {
     /// The call is back; true if a scan began meanwhile.
     #[inline]
     pub fn rx_was_marked(&self) -> bool {
-        self.rx_mode.load(SeqCst) != mode::TCP
+        self.rx_mode.load(SeqCst) != Mode::Tcp
     }
 
     /// Ends what `enter_rx` began. True if it was the last call inside, and something waits for that: what TCP has is
@@ -661,7 +650,7 @@ impl Socket {
     #[inline]
     pub fn leave_rx(&self) -> bool {
         self.rx_inside.fetch_sub(1, SeqCst) == 1
-            && (self.rx_mode.load(SeqCst) == mode::MARKED || self.is_closed())
+            && (self.rx_mode.load(SeqCst) == Mode::Marked || self.is_closed())
     }
 }
 

@@ -33,7 +33,7 @@ use crate::lifecycle::{self, on_its_file};
 use crate::promote;
 use crate::ready;
 use crate::service::Command;
-use crate::socket::{self, Socket, Stage, mode};
+use crate::socket::{self, Mode, Sending, Socket, Stage};
 use crate::table;
 use crate::wait;
 
@@ -64,7 +64,7 @@ pub unsafe fn send(
         keep_on_tcp(socket);
     }
     let began = Began::now(socket, fd);
-    if socket.tx_mode.load(Acquire) == mode::TCP {
+    if socket.tx_mode.load(Acquire) == Mode::Tcp {
         if socket.stage() == Stage::Plain {
             let n = real(fd);
             count_sent(&began, n);
@@ -156,7 +156,7 @@ fn leave(socket: &'static Socket) {
 #[cold]
 fn go_on(socket: &'static Socket) {
     let errno = errno::get();
-    if socket.tx_mode.load(Acquire) == mode::MARKED && promote::flush(socket) {
+    if socket.tx_mode.load(Acquire) == Mode::Marked && promote::flush(socket) {
         ready::notify_local(socket);
     }
     if socket.is_closed() {
@@ -255,7 +255,7 @@ unsafe fn send_slow(
     let mut sent = 0usize;
     let mut patience = wait::Patience::default();
     loop {
-        if sent > 0 && socket.tx_mode.load(Acquire) == mode::TCP {
+        if sent > 0 && socket.tx_mode.load(Acquire) == Mode::Tcp {
             // The rest of a send that began on the link: the program calls again.
             return sent as ssize_t;
         }
@@ -337,7 +337,7 @@ unsafe fn send_slow(
 #[inline]
 unsafe fn step(call: &mut Call, iov: &mut Iov, flags: c_int) -> Step {
     let socket = call.socket;
-    if socket.tx_mode.load(Acquire) == mode::MARKED {
+    if socket.tx_mode.load(Acquire) == Mode::Marked {
         let place = call.place_by_name();
         if place != Place::Here {
             return Step::Elsewhere(place);
@@ -356,8 +356,8 @@ unsafe fn step(call: &mut Call, iov: &mut Iov, flags: c_int) -> Step {
         let Some(mut tx) = socket.tx.lock() else {
             return interrupted();
         };
-        if socket.tx_mode.load(Acquire) != mode::LINK {
-            return if socket.tx_mode.load(Acquire) == mode::TCP {
+        if socket.tx_mode.load(Acquire) != Mode::Link {
+            return if socket.tx_mode.load(Acquire) == Mode::Tcp {
                 Step::Kernel
             } else {
                 Step::Again
@@ -381,7 +381,7 @@ unsafe fn step(call: &mut Call, iov: &mut Iov, flags: c_int) -> Step {
         }
         if is_dead(socket) || ready::is_reader_gone(producer) {
             // What becomes of bytes that nobody reads is for the kernel to say.
-            socket.tx_mode.store(mode::TCP, SeqCst);
+            socket.tx_mode.go(Sending::Left);
             return Step::Kernel;
         }
         let want = iov.len().min(PIECE);
@@ -488,7 +488,7 @@ pub fn send_on_tcp(
             });
         }
         if promote::flush(socket) {
-            if socket.tx_mode.load(Acquire) == mode::LINK {
+            if socket.tx_mode.load(Acquire) == Mode::Link {
                 // A handshake that was under way has ended in a promotion.
                 take_back(socket, rdmasock_core::stats::Reason::Unsupported);
             }
@@ -553,11 +553,11 @@ pub fn shut(socket: &'static Socket, farewell: &mut promote::Farewell) -> bool {
     let Some(mut tx) = socket.tx.lock() else {
         return false;
     };
-    if socket.tx_mode.load(Acquire) == mode::LINK {
+    if socket.tx_mode.load(Acquire) == Mode::Link {
         let wake = promote::end_on_link(socket, &mut tx, End::Fin);
         *farewell = promote::Farewell::of(socket, wake);
     }
-    if socket.tx_mode.load(Acquire) != mode::MARKED {
+    if socket.tx_mode.load(Acquire) != Mode::Marked {
         return false;
     }
     if socket.is_tx_quiet() {
@@ -569,7 +569,7 @@ pub fn shut(socket: &'static Socket, farewell: &mut promote::Farewell) -> bool {
     // A thread is blocked in the kernel's send, since before there was a marker; it is to get EPIPE.
     tx.marker.clear();
     tx.then_link = false;
-    socket.tx_mode.store(mode::TCP, SeqCst);
+    socket.tx_mode.go(Sending::Withdrawn);
     drop(tx);
     promote::feed(socket, &mut control, |h| Ok(h.on_hello_unwritten()));
     false
@@ -578,7 +578,7 @@ pub fn shut(socket: &'static Socket, farewell: &mut promote::Farewell) -> bool {
 /// Whether a blocked send should look again, by what has been [taken in](ready::progress).
 pub fn is_worth_a_look(socket: &'static Socket) -> bool {
     match socket.tx_mode.load(Acquire) {
-        mode::LINK => {
+        Mode::Link => {
             is_dead(socket)
                 || socket.tx.lock().is_none_or(|mut tx| {
                     tx.producer
@@ -586,7 +586,7 @@ pub fn is_worth_a_look(socket: &'static Socket) -> bool {
                         .is_none_or(|p| p.has_space().unwrap_or(true) || ready::is_reader_gone(p))
                 })
         }
-        mode::MARKED => promote::flush(socket),
+        Mode::Marked => promote::flush(socket),
         _ => true,
     }
 }

@@ -21,7 +21,7 @@ use rdmasock_core::stream::handshake::Role;
 use crate::link::Link;
 use crate::ready;
 use crate::rx::{self, Held};
-use crate::socket::{Socket, Tx, mode};
+use crate::socket::{Mode, Socket, Tx};
 use crate::sockopt;
 
 /// One direction as it is now.
@@ -90,7 +90,7 @@ struct Away {
 
 /// The other host is asked.
 fn away(socket: &'static Socket) -> Away {
-    if socket.tx_mode.load(Acquire) != mode::LINK {
+    if socket.tx_mode.load(Acquire) != Mode::Link {
         return Away::default();
     }
     let Some(distant) = socket.link().and_then(Link::distant) else {
@@ -127,7 +127,7 @@ fn received(socket: &Socket, held: &Held) -> Traffic {
 /// How long the SWITCH is, which TCP has last of a direction that is on the link: nothing of the program's follows it there. The
 /// caller holds the direction's lock.
 fn closing(socket: &Socket, tx: &Tx) -> u64 {
-    if socket.tx_mode.load(Acquire) == mode::LINK {
+    if socket.tx_mode.load(Acquire) == Mode::Link {
         tx.closing as u64
     } else {
         0

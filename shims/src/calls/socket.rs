@@ -18,7 +18,7 @@ use crate::pass;
 use crate::promote::Farewell;
 use crate::real::Cancellable;
 use crate::rx;
-use crate::socket::{Socket, as_timed_out, mode};
+use crate::socket::{Mode, Socket, as_timed_out};
 use crate::sockopt::{self, Name};
 use crate::table::{self, Entry};
 use crate::tx;
@@ -337,7 +337,7 @@ unsafe extern "C" fn get_kept(
     }
     let kept = lifecycle::connection(fd).and_then(|socket| {
         if (level, name) == (libc::IPPROTO_TCP, libc::TCP_CORK) {
-            let is_kept = socket.tx_mode.load(Acquire) == mode::LINK;
+            let is_kept = socket.tx_mode.load(Acquire) == Mode::Link;
             is_kept.then(|| c_int::from(socket.corked.load(Acquire)))
         } else {
             socket.keepalive.get(level, name)

@@ -20,14 +20,14 @@ use crate::promote::{self, Farewell};
 use crate::ready;
 use crate::rx;
 use crate::service::Command;
-use crate::socket::{self, Control, Socket, Stage, closed, mode};
+use crate::socket::{self, Control, Mode, Receiving, Sending, Socket, Stage, closed};
 use crate::table;
 use crate::time;
 
 /// The program closes `fd`, which is not in the table any more. Gives who is to be told when it is closed.
 pub(super) fn release(socket: &'static Socket, fd: c_int) -> Farewell {
     // What another process has on a link stays there: this one only lets go.
-    let is_foreign = socket.tx_mode.load(Acquire) == mode::FOREIGN;
+    let is_foreign = socket.tx_mode.load(Acquire) == Mode::Foreign;
     if fork::is_shared(socket) && !is_foreign && is_only_number(socket, fd) && !socket.is_plain() {
         // The other holders go on with the kernel's socket.
         crate::pass::release(socket, Reason::Inherited);
@@ -302,10 +302,10 @@ pub fn end_orphans() {
 fn end(socket: &'static Socket, mut control: Guard<'static, Control>) -> Farewell {
     let anchor = socket.fd.load(Acquire);
     let last = fork::let_go(socket);
-    let foreign = socket.tx_mode.load(Acquire) == mode::FOREIGN;
+    let foreign = socket.tx_mode.load(Acquire) == Mode::Foreign;
     if foreign {
-        socket.tx_mode.store(mode::TCP, Release);
-        socket.rx_mode.store(mode::TCP, Release);
+        socket.tx_mode.go(Sending::Reclaimed);
+        socket.rx_mode.go(Receiving::Reclaimed);
     }
     if socket.is_plain() && !ready::is_watched(socket) {
         socket.fd.store(-1, Release);
@@ -340,7 +340,7 @@ fn end(socket: &'static Socket, mut control: Guard<'static, Control>) -> Farewel
     if resets && let Some(anchor) = socket.anchor_fd() {
         let _ = rustix::net::sockopt::set_socket_linger(anchor, Some(std::time::Duration::ZERO));
     }
-    let awaited = if last && socket.rx_mode.load(Acquire) == mode::MARKED {
+    let awaited = if last && socket.rx_mode.load(Acquire) == Mode::Marked {
         promote::scan_left(socket, &mut control)
     } else {
         None
@@ -366,8 +366,8 @@ fn let_go_of(socket: &'static Socket, control: &mut Control) {
         let rx = socket.rx.lock();
         let tx = socket.tx.lock();
         socket.fd.store(-1, Release);
-        socket.rx_mode.store(mode::TCP, SeqCst);
-        socket.tx_mode.store(mode::TCP, SeqCst);
+        socket.rx_mode.go(Receiving::Closed);
+        socket.tx_mode.go(Sending::Closed);
         socket.watched.store(false, SeqCst);
         drop(tx);
         if let Some(mut rx) = rx {
@@ -419,7 +419,7 @@ pub fn reset_if_unread(socket: &'static Socket) {
 /// by us would find the connection still standing.)
 fn refuses_what_came(socket: &'static Socket) -> bool {
     // A direction that is back on TCP may have another holder, who got the socket by SCM_RIGHTS.
-    if socket.rx_mode.load(Acquire) == mode::TCP {
+    if socket.rx_mode.load(Acquire) == Mode::Tcp {
         return false;
     }
     let wake = promote::refuse(socket);

@@ -17,7 +17,7 @@ use crate::library::Library;
 use crate::rx::carry::Carry;
 use crate::scratch::Scratch;
 use crate::service::Command;
-use crate::socket::{Control, Rx, Socket, mode};
+use crate::socket::{Control, Mode, Rx, Socket};
 
 /// No more than this is taken, nor more than all connections may (`rx::carry`). Kernel TCP would not hold as much between two
 /// programs of which neither reads.
@@ -90,7 +90,7 @@ enum Seen {
 fn next(socket: &'static Socket, rx: &mut Rx, took: &mut bool) -> Option<Seen> {
     loop {
         // A call that was in the kernel before the scan began has the first turn.
-        if socket.rx_mode.load(Acquire) != mode::MARKED || socket.rx_inside.load(SeqCst) > 0 {
+        if socket.rx_mode.load(Acquire) != Mode::Marked || socket.rx_inside.load(SeqCst) > 0 {
             return None;
         }
         let nonce = rx.scan?;
@@ -163,6 +163,7 @@ mod tests {
     use rdmasock_core::wire::MAX_MARKER;
 
     use super::*;
+    use crate::socket::{Receiving, Sending};
     use crate::table::{self, Entry};
 
     const MINE: Nonce = Nonce::from_bytes([0xc0; 16]);
@@ -194,9 +195,10 @@ mod tests {
             rx.scan = Some(MINE);
             rx.stays = true;
         }
-        socket.rx_mode.store(mode::MARKED, SeqCst);
+        socket.rx_mode.go(Receiving::Expected);
         if closing == Closing::Switch {
-            socket.tx_mode.store(mode::LINK, SeqCst);
+            socket.tx_mode.go(Sending::Announced);
+            socket.tx_mode.go(Sending::Switched);
         }
         let mut control = socket.control.lock().unwrap();
         control.nonces = Some([MINE, THEIRS]);
@@ -243,7 +245,7 @@ mod tests {
         theirs.write_all(b"later").unwrap();
         until(|| waits() == second.len() + 5);
         read_ahead(socket, false);
-        assert!(!is_held(socket) && socket.tx_mode.load(SeqCst) == mode::TCP);
+        assert!(!is_held(socket) && socket.tx_mode.load(SeqCst) == Mode::Tcp);
         assert!(!read_ahead(socket, false), "nothing more is awaited");
 
         let mut got = vec![0u8; DATA + 5];
@@ -276,9 +278,9 @@ mod tests {
     #[test]
     fn a_call_that_leaves_the_kernel_is_told_to_look_for_what_nobody_could() {
         let (socket, _ours, mut theirs) = held();
-        socket.rx_mode.store(mode::TCP, SeqCst);
+        socket.rx_mode.go(Receiving::Settled);
         assert!(socket.enter_rx());
-        socket.rx_mode.store(mode::MARKED, SeqCst);
+        socket.rx_mode.go(Receiving::Expected);
         theirs.write_all(&resume()).unwrap();
         until(|| {
             socket
@@ -330,6 +332,6 @@ mod tests {
             read_ahead(socket, false);
             !is_held(socket)
         });
-        assert_eq!(socket.tx_mode.load(SeqCst), mode::TCP);
+        assert_eq!(socket.tx_mode.load(SeqCst), Mode::Tcp);
     }
 }

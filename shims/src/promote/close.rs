@@ -12,7 +12,7 @@ use crate::library::Library;
 use crate::link::Link;
 use crate::ready;
 use crate::service::Command;
-use crate::socket::{Control, Opened, Socket, mode};
+use crate::socket::{Control, Mode, Opened, Socket};
 
 /// The program has closed the socket: nobody will read what comes over the link. (Not for a
 /// direction that goes back to TCP: the peer would send there before it has sent again what we
@@ -36,7 +36,7 @@ pub fn return_unread(socket: &'static Socket, control: &Control) -> bool {
             return false;
         };
         // What TCP has brought already comes after what the link holds.
-        if socket.rx_mode.load(Acquire) != mode::LINK || rx.stays || !rx.carry.is_empty() {
+        if socket.rx_mode.load(Acquire) != Mode::Link || rx.stays || !rx.carry.is_empty() {
             return false;
         }
         let Some(consumer) = rx.consumer.as_mut() else {
@@ -119,7 +119,7 @@ pub fn close_tx(socket: &'static Socket) -> (Vec<u8>, Farewell) {
         let Some(mut tx) = socket.tx.lock() else {
             return (Vec::new(), farewell);
         };
-        if socket.tx_mode.load(Acquire) == mode::LINK {
+        if socket.tx_mode.load(Acquire) == Mode::Link {
             farewell = Farewell::of(socket, end_on_link(socket, &mut tx, End::Fin));
         } else if std::mem::take(&mut tx.then_link)
             && let Some(producer) = tx.producer.as_mut()

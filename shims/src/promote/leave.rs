@@ -12,7 +12,7 @@ use crate::library::Library;
 use crate::link::Link;
 use crate::ready;
 use crate::service::Command;
-use crate::socket::{Control, Socket, Stage, Tx, mode};
+use crate::socket::{Control, Mode, Receiving, Sending, Socket, Stage, Tx};
 
 /// Takes the socket back to TCP: our sending direction now, the other's when the peer follows our
 /// request. During a handshake: as soon as that is over.
@@ -36,7 +36,7 @@ pub fn leave(socket: &'static Socket, control: &mut Control, reason: Reason) {
         socket.set_stage(Stage::Pinned);
         return;
     };
-    if socket.rx_mode.load(Acquire) == mode::LINK && !control.asked_back {
+    if socket.rx_mode.load(Acquire) == Mode::Link && !control.asked_back {
         control.asked_back = true;
         if let Some(yours) = control.peer {
             ask_back(opened.link, yours, None);
@@ -50,10 +50,10 @@ pub fn wait_for_tcp(socket: &Socket) {
     let Some(mut tx) = socket.tx.lock() else {
         return;
     };
-    if tx.then_link || socket.tx_mode.load(Acquire) == mode::LINK {
+    if tx.then_link || socket.tx_mode.load(Acquire) == Mode::Link {
         tx.then_link = true;
         tx.is_held = true;
-        socket.tx_mode.store(mode::MARKED, SeqCst);
+        socket.tx_mode.go(Sending::Announced);
     }
 }
 
@@ -83,7 +83,7 @@ pub fn return_to_tcp(socket: &'static Socket, control: &mut Control, reason: Rea
         // data would be worse than the end of the connection.
         tracing::warn!(target: "rdmasock", slot = socket.slot, %reason, "unread data before its end cannot follow the socket: reset");
         crate::socket::reset(socket);
-        socket.rx_mode.store(mode::TCP, SeqCst);
+        socket.rx_mode.go(Receiving::Abandoned);
         on_tcp_again(socket);
     }
 }
@@ -102,7 +102,7 @@ fn unread_returns_to_tcp(socket: &'static Socket, control: &mut Control, reason:
         let Some(mut rx) = socket.rx.lock() else {
             return true;
         };
-        if socket.rx_mode.load(Acquire) != mode::LINK {
+        if socket.rx_mode.load(Acquire) != Mode::Link {
             return true;
         }
         let is_clean = rx.carry.is_empty();
@@ -113,7 +113,7 @@ fn unread_returns_to_tcp(socket: &'static Socket, control: &mut Control, reason:
             return false;
         }
         consumer.stop().ok().map(|wake| {
-            socket.rx_mode.store(mode::TCP, SeqCst);
+            socket.rx_mode.go(Receiving::Left);
             (consumer.position(), wake)
         })
     };
@@ -151,7 +151,7 @@ pub fn resend(socket: &'static Socket) {
         return;
     };
     // If it has left the link meanwhile it met the peer's mark then (`end_on_link`).
-    if socket.tx_mode.load(Acquire) == mode::LINK {
+    if socket.tx_mode.load(Acquire) == Mode::Link {
         send_again(socket, &mut tx);
         drop(tx);
         flush(socket);
@@ -167,11 +167,11 @@ pub fn end_on_link(socket: &'static Socket, tx: &mut Tx, end: End) -> Wake {
             Wake::NONE
         }
         Some(Ok(wake)) => {
-            socket.tx_mode.store(mode::TCP, SeqCst);
+            socket.tx_mode.go(Sending::Left);
             wake
         }
         None => {
-            socket.tx_mode.store(mode::TCP, SeqCst);
+            socket.tx_mode.go(Sending::Left);
             Wake::NONE
         }
     };
@@ -187,7 +187,7 @@ pub fn end_on_link(socket: &'static Socket, tx: &mut Tx, end: End) -> Wake {
 pub fn look_for_reset(socket: &'static Socket) {
     let Some(rx) = socket.rx.lock() else { return };
     let is_unmarked = |c: &Consumer| !c.has_mark() && !c.has_left();
-    if socket.rx_mode.load(Acquire) == mode::LINK
+    if socket.rx_mode.load(Acquire) == Mode::Link
         && !socket.rx_shut.load(Acquire)
         && rx.consumer.as_ref().is_some_and(is_unmarked)
         && socket.anchor_fd().is_some_and(ready::has_peer_ended)
@@ -206,7 +206,7 @@ fn send_again(socket: &'static Socket, tx: &mut Tx) {
         None => {}
     }
     tx.then_link = false;
-    socket.tx_mode.store(mode::MARKED, SeqCst);
+    socket.tx_mode.go(Sending::Announced);
     if let Some(stats) = socket.stats() {
         stats.set_tx_path(Path::Tcp);
     }
@@ -218,7 +218,7 @@ pub(super) fn demote_tx(socket: &'static Socket) {
     let Some(mut tx) = socket.tx.lock() else {
         return;
     };
-    let wake = if socket.tx_mode.load(Acquire) == mode::LINK {
+    let wake = if socket.tx_mode.load(Acquire) == Mode::Link {
         end_on_link(socket, &mut tx, End::Demote)
     } else if std::mem::take(&mut tx.then_link) {
         let wake = tx.producer.as_mut().map(|p| p.end(End::Demote));

@@ -15,7 +15,7 @@ use super::{flush, give_up, run};
 use crate::library::Library;
 use crate::ready;
 use crate::service::Command;
-use crate::socket::{Control, Socket, mode};
+use crate::socket::{Control, Mode, Receiving, Sending, Socket};
 
 /// OPEN is about to go out on a link between hosts.
 pub(super) fn begin(socket: &Socket, control: &mut Control) {
@@ -179,7 +179,7 @@ pub(super) fn carry_out(socket: &'static Socket, control: &mut Control, steps: S
                     tx.is_held = false;
                     tx.then_link = false;
                     tx.marker.clear();
-                    socket.tx_mode.store(mode::TCP, SeqCst);
+                    socket.tx_mode.go(Sending::Withdrawn);
                 }
             }
             Step::ReadOn(sent) => read_on(socket, Some(sent)),
@@ -223,7 +223,7 @@ fn write_resume(socket: &'static Socket, control: &Control) {
     }
     if let Some(mut tx) = socket.tx.lock() {
         let waits = std::mem::take(&mut tx.then_link);
-        let on_link = socket.tx_mode.load(Acquire) == mode::LINK || waits;
+        let on_link = socket.tx_mode.load(Acquire) == Mode::Link || waits;
         let sent = match &tx.producer {
             Some(producer) if on_link => producer.position(),
             _ => 0,
@@ -234,7 +234,7 @@ fn write_resume(socket: &'static Socket, control: &Control) {
         }
         tx.is_held |= on_link;
         tx.held = false;
-        socket.tx_mode.store(mode::MARKED, SeqCst);
+        socket.tx_mode.go(Sending::Announced);
         crate::tx::pass_cork(socket, &mut tx);
     }
     if !flush(socket) {
@@ -252,7 +252,7 @@ fn send_from(socket: &'static Socket, from: u64) {
             super::queue_again(socket, &mut tx, bytes);
         }
         tx.is_held = false;
-        socket.tx_mode.store(mode::MARKED, SeqCst);
+        socket.tx_mode.go(Sending::Announced);
         rest
     };
     if let Some(stats) = socket.stats() {
@@ -276,11 +276,11 @@ fn read_on(socket: &'static Socket, sent: Option<u64>) {
         rx.scanned = 0;
         rx.read_on = true;
         rx.is_lost |= sent.is_none();
-        if socket.rx_mode.load(Acquire) == mode::LINK {
+        if socket.rx_mode.load(Acquire) == Mode::Link {
             let frozen = rx.consumer.as_mut().and_then(|c| c.freeze(u64::MAX).ok());
             rx.owed = sent.unwrap_or(0).saturating_sub(frozen.unwrap_or(0));
-        } else if rx.carry.is_empty() && socket.rx_mode.load(Acquire) == mode::MARKED {
-            socket.rx_mode.store(mode::TCP, SeqCst);
+        } else if rx.carry.is_empty() && socket.rx_mode.load(Acquire) == Mode::Marked {
+            socket.rx_mode.go(Receiving::Settled);
         }
     }
     crate::rx::leave_link_at_end(socket);
@@ -291,7 +291,7 @@ fn end_tcp(socket: &'static Socket) {
         let Some(mut tx) = socket.tx.lock() else {
             return;
         };
-        let marked = socket.tx_mode.load(Acquire) == mode::MARKED;
+        let marked = socket.tx_mode.load(Acquire) == Mode::Marked;
         tx.then_shut |= marked;
         !marked
     };
@@ -313,7 +313,7 @@ pub fn look(socket: &'static Socket, control: &mut Control) {
         let Some(mut rx) = socket.rx.lock() else {
             return;
         };
-        if socket.rx_mode.load(Acquire) != mode::LINK || socket.rx_inside.load(SeqCst) > 0 {
+        if socket.rx_mode.load(Acquire) != Mode::Link || socket.rx_inside.load(SeqCst) > 0 {
             return;
         }
         let Some(fd) = socket.anchor_fd() else {

@@ -17,7 +17,7 @@ use crate::ready;
 use crate::rx::carry::Carry;
 use crate::scratch::Scratch;
 use crate::service::Command;
-use crate::socket::{Control, Rx, Socket, mode};
+use crate::socket::{Control, Mode, Receiving, Rx, Socket};
 use crate::sockopt;
 
 /// How far ahead of the program TCP is looked through for markers.
@@ -29,7 +29,7 @@ pub fn start_scan(socket: &'static Socket, nonce: Nonce) -> bool {
     let Some(mut rx) = socket.rx.lock() else {
         return false;
     };
-    let is_plain = socket.rx_mode.load(Acquire) == mode::TCP;
+    let is_plain = socket.rx_mode.load(Acquire) == Mode::Tcp;
     let Some(fd) = socket.anchor_fd() else {
         return false;
     };
@@ -46,12 +46,12 @@ pub fn start_scan(socket: &'static Socket, nonce: Nonce) -> bool {
     rx.scan = Some(nonce);
     rx.carry = Carry::default();
     rx.scanned = 0;
-    socket.rx_mode.store(mode::MARKED, SeqCst);
+    socket.rx_mode.go(Receiving::Expected);
     // One call may be inside the kernel: it scans what it got when it comes back. With two there
     // would be no telling whose bytes come first.
     if socket.rx_inside.load(SeqCst) > 1 {
         rx.scan = None;
-        socket.rx_mode.store(mode::TCP, SeqCst);
+        socket.rx_mode.go(Receiving::Settled);
         return false;
     }
     true
@@ -64,11 +64,11 @@ pub fn stop_scan(socket: &'static Socket) {
     };
     rx.scan = None;
     rx.scanned = 0;
-    if socket.rx_mode.load(Acquire) != mode::MARKED {
+    if socket.rx_mode.load(Acquire) != Mode::Marked {
         return;
     }
     if rx.carry.is_empty() && !socket.lost_unread.load(SeqCst) {
-        socket.rx_mode.store(mode::TCP, SeqCst);
+        socket.rx_mode.go(Receiving::Settled);
     } else {
         // What was held back is data after all, of which nothing in the kernel tells.
         Library::get().service.submit(Command::notify(socket));
@@ -83,14 +83,14 @@ pub fn hand_over_rest(socket: &'static Socket) {
         let Some(mut rx) = socket.rx.lock() else {
             return;
         };
-        if socket.rx_mode.load(Acquire) != mode::MARKED || rx.scan.is_some() {
+        if socket.rx_mode.load(Acquire) != Mode::Marked || rx.scan.is_some() {
             return;
         }
         rx.owed = 0;
         if rx.consumer.is_some() {
             Library::get().service.submit(Command::drained(socket));
         }
-        socket.rx_mode.store(mode::TCP, SeqCst);
+        socket.rx_mode.go(Receiving::Settled);
         rx.carry.take().len()
     };
     if held_back > 0 {
@@ -122,7 +122,7 @@ pub enum AtMark {
 
 /// What an earlier look has left, if that is all that the call wants.
 pub fn seen_ahead(socket: &Socket, rx: &Rx, want: usize) -> Option<Ahead> {
-    if rx.scanned < want || rx.scanned == 0 || socket.rx_mode.load(Acquire) != mode::MARKED {
+    if rx.scanned < want || rx.scanned == 0 || socket.rx_mode.load(Acquire) != Mode::Marked {
         return None;
     }
     let carry = rx.scanned.min(rx.carry.len());
@@ -144,7 +144,7 @@ pub fn look_ahead<'a>(
     let mut buf = Scratch::new(MAX_MARKER + PEEK)?;
     let mut over = false;
     loop {
-        if socket.rx_mode.load(Acquire) != mode::MARKED {
+        if socket.rx_mode.load(Acquire) != Mode::Marked {
             return Some((Ahead::Changed, guard));
         }
         // A call that was in the kernel before the scan began has the first turn.
@@ -173,7 +173,7 @@ pub fn look_ahead<'a>(
             // counted (P78), or all that precedes the reset which we have to report.
             let resets = socket.lost_unread.load(SeqCst);
             if carried == 0 && guard.owed == 0 && !resets {
-                socket.rx_mode.store(mode::TCP, SeqCst);
+                socket.rx_mode.go(Receiving::Settled);
                 if guard.consumer.is_some() {
                     // Perhaps the last that was still to be done of a way back.
                     Library::get().service.submit(Command::drained(socket));
@@ -352,7 +352,7 @@ fn ended<'a>(
         let is_shut = socket.tx.lock().is_none_or(|tx| tx.is_shut);
         crate::socket::report_reset(socket, is_shut);
     }
-    let scanning = socket.rx_mode.load(Acquire) == mode::MARKED;
+    let scanning = socket.rx_mode.load(Acquire) == Mode::Marked;
     Some((
         if scanning {
             Ahead::Ended
@@ -438,7 +438,7 @@ pub unsafe fn scan_taken(socket: &'static Socket, buf: *mut u8, len: usize) -> u
             break;
         };
         let Some(nonce) = rx.scan else {
-            if socket.rx_mode.load(Acquire) == mode::LINK {
+            if socket.rx_mode.load(Acquire) == Mode::Link {
                 // The direction has been to the link and back meanwhile: what it has there comes first.
                 rx.carry.push(bytes.get(at..len).unwrap_or_default());
                 break;
@@ -480,7 +480,7 @@ pub unsafe fn scan_taken(socket: &'static Socket, buf: *mut u8, len: usize) -> u
 
 /// Whether a marker may still come in the receiving direction.
 pub fn is_scanning(socket: &Socket) -> bool {
-    socket.rx_mode.load(Acquire) == mode::MARKED
+    socket.rx_mode.load(Acquire) == Mode::Marked
         && socket.rx.lock().is_some_and(|rx| rx.scan.is_some())
 }
 

@@ -3,10 +3,10 @@
 use std::io::Write;
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, AsRawFd};
-use std::sync::atomic::Ordering::SeqCst;
 
 use super::*;
 use crate::service::tests::without_thread;
+use crate::socket::Sending;
 use crate::table::{self, Entry};
 
 /// A marker that can no longer be sent does not take the error from the socket: SO_ERROR, poll and each call of the program's tell of it.
@@ -31,7 +31,7 @@ fn a_marker_leaves_the_error_of_a_reset_where_it_is() {
         .unwrap()
         .marker
         .extend_from_slice(b"marker");
-    socket.tx_mode.store(mode::MARKED, SeqCst);
+    socket.tx_mode.go(Sending::Announced);
     assert!(flush(socket));
     assert!(is_reset());
     assert_eq!(

@@ -11,7 +11,7 @@ use rustix::net::RecvFlags;
 use super::leave_link_at_end;
 use crate::promote::{self, Ahead, AtMark};
 use crate::ready::{ENDED, has_peer_ended, is_watched};
-use crate::socket::{Rx, Socket, mode};
+use crate::socket::{Mode, Rx, Socket};
 
 /// Bytes that can be read now; `None` where the kernel knows.
 pub fn available(socket: &'static Socket) -> Option<usize> {
@@ -19,7 +19,7 @@ pub fn available(socket: &'static Socket) -> Option<usize> {
     // A look may move the direction on, at most from TCP to the link and back.
     for _ in 0..4 {
         match socket.rx_mode.load(Acquire) {
-            mode::LINK => {
+            Mode::Link => {
                 let mut rx = socket.rx.lock()?;
                 let goes_on = super::goes_on_in_tcp(&rx);
                 let n = rx.consumer.as_mut()?.available().ok()? as usize;
@@ -31,7 +31,7 @@ pub fn available(socket: &'static Socket) -> Option<usize> {
                     return Some(n);
                 }
             }
-            mode::MARKED => {
+            Mode::Marked => {
                 let mut control = socket.control.lock()?;
                 let rx = socket.rx.lock()?;
                 let (ahead, rx) =
@@ -54,9 +54,9 @@ pub fn available(socket: &'static Socket) -> Option<usize> {
 /// Whether something comes before the first byte that TCP has: an urgent mark there is not next then.
 pub fn comes_before_tcp(socket: &'static Socket) -> bool {
     let mode = socket.rx_mode.load(Acquire);
-    mode != mode::TCP
+    mode != Mode::Tcp
         && socket.rx.lock().is_some_and(|mut rx| {
-            let consumer = rx.consumer.as_mut().filter(|_| mode == mode::LINK);
+            let consumer = rx.consumer.as_mut().filter(|_| mode == Mode::Link);
             let on_link = consumer.is_some_and(|c| c.available().is_ok_and(|n| n > 0));
             on_link || !rx.carry.is_empty()
         })
@@ -81,12 +81,12 @@ pub fn held(socket: &Socket, rx: &mut Rx) -> Held {
     let in_tcp = || (rx.carry.len() + in_kernel(socket)) as u64;
     let ours = match mode {
         // What TCP has is RESUME, or will be.
-        mode::LINK if !super::goes_on_in_tcp(rx) => in_tcp(),
-        mode::MARKED => in_tcp().saturating_sub(among_markers(socket, rx) as u64),
+        Mode::Link if !super::goes_on_in_tcp(rx) => in_tcp(),
+        Mode::Marked => in_tcp().saturating_sub(among_markers(socket, rx) as u64),
         _ => 0,
     };
     let (carried, last) = (rx.carry.len() as u64, rx.last);
-    let consumer = rx.consumer.as_mut().filter(|_| mode == mode::LINK);
+    let consumer = rx.consumer.as_mut().filter(|_| mode == Mode::Link);
     Held {
         on_link: consumer.map_or(0, |c| c.available().unwrap_or(0)),
         carried,

@@ -20,7 +20,7 @@ use crate::ready;
 use crate::real::Cancellable;
 use crate::scratch::Scratch;
 use crate::service::Command;
-use crate::socket::{self, Rx, Socket, mode};
+use crate::socket::{self, Mode, Receiving, Rx, Socket};
 use crate::wait;
 
 /// A scan began while the call was in the kernel: what it brought may hold markers. `Break`
@@ -74,7 +74,7 @@ pub(super) fn look_again(socket: &'static Socket) {
     let errno = errno::get();
     promote::readable(socket);
     promote::read_ahead(socket, false);
-    if socket.rx_mode.load(Acquire) == mode::LINK
+    if socket.rx_mode.load(Acquire) == Mode::Link
         && let Some(mut control) = socket.control.lock()
     {
         // RESUME may have been in what the call has brought.
@@ -142,7 +142,7 @@ pub(super) unsafe fn from_marked(
                     _ => return Step::Again,
                 };
             rx.scan = None;
-            socket.rx_mode.store(mode::TCP, SeqCst);
+            socket.rx_mode.go(Receiving::Settled);
             if rx.consumer.is_some() {
                 Library::get().service.submit(Command::drained(socket));
             }

@@ -7,7 +7,7 @@
 use std::ffi::c_int;
 use std::sync::atomic::Ordering::Relaxed;
 
-use crate::socket::{Socket, mode};
+use crate::socket::{Mode, Socket};
 use crate::time::now_ns;
 use crate::wait;
 
@@ -53,7 +53,7 @@ impl Pace {
 #[inline]
 pub fn rest(socket: &Socket, flags: c_int) {
     if socket.rx_rests.load(Relaxed)
-        && socket.rx_mode.load(Relaxed) == mode::LINK
+        && socket.rx_mode.load(Relaxed) == Mode::Link
         && wait::may_wait(socket, flags).is_ok()
     {
         rest_now();

@@ -13,7 +13,7 @@ use crate::iov::Iov;
 use crate::jump::or_if_cancelled;
 use crate::jump::outside;
 use crate::real::Cancellable;
-use crate::socket::{Socket, mode};
+use crate::socket::{Mode, Socket};
 
 /// splice() from a socket that is on its way back to TCP: `real` is libc's own call, for what comes
 /// from there. What is on the link, or among markers, is copied to the pipe `to`, of at most `len`
@@ -30,7 +30,7 @@ pub fn splice(
 ) -> ssize_t {
     crate::fork::reclaim(socket);
     loop {
-        if socket.rx_mode.load(Acquire) == mode::TCP && socket.enter_rx() {
+        if socket.rx_mode.load(Acquire) == Mode::Tcp && socket.enter_rx() {
             // Should a scan begin while the call waits, its markers are in the pipe: so the socket is
             // pinned to TCP before (`splice_on`).
             let n = or_if_cancelled(&real, || leave(socket));

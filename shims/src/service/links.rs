@@ -2,7 +2,7 @@
 
 use std::net::IpAddr;
 use std::os::fd::AsFd;
-use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
 use rdmasock_core::fabric::layout::{Layout, MAX_STREAMS};
 use rdmasock_core::fabric::shm::Memory;
@@ -20,7 +20,7 @@ use crate::library::config;
 use crate::link::{Identity, Link, NoProducer, Refused};
 use crate::promote;
 use crate::ready;
-use crate::socket::{self, Socket, mode};
+use crate::socket::{self, Mode, Sending, Socket};
 use crate::wait::{FLAGS_BYTES, MAX_WAITERS, SERVICE, WaiterId};
 
 /// A link that we have asked for.
@@ -50,7 +50,7 @@ const END_WITHIN: u64 = 1_000_000_000;
 fn awaits_end(socket: &'static Socket) -> bool {
     let is_unread = socket.tx.lock().is_some_and(|tx| {
         let unread = tx.producer.as_ref().is_some_and(|p| p.is_unread());
-        unread && !tx.is_shut && socket.tx_mode.load(Acquire) == mode::LINK
+        unread && !tx.is_shut && socket.tx_mode.load(Acquire) == Mode::Link
     });
     is_unread && !has_ended(socket)
 }
@@ -559,12 +559,12 @@ impl Worker {
         if let Some(mut tx) = socket.tx.lock() {
             // A SWITCH that is still to be written leads the peer to a link that is over.
             tx.then_link = false;
-            if socket.tx_mode.load(Acquire) == mode::LINK {
+            if socket.tx_mode.load(Acquire) == Mode::Link {
                 let unread = tx.producer.take().is_some_and(|p| p.is_unread());
                 if unread && why == Reason::PeerGone {
                     crate::socket::on_reader_died(socket, tx.is_shut);
                 }
-                socket.tx_mode.store(mode::TCP, SeqCst);
+                socket.tx_mode.go(Sending::Left);
             }
         }
         // What the peer had written is still to be read; `leave_link_at_end` goes on from there.

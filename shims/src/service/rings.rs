@@ -8,7 +8,7 @@ use super::{Ref, Worker};
 use crate::promote;
 use crate::ready;
 use crate::rx::{self, Shrunk};
-use crate::socket::{self, mode};
+use crate::socket::{self, Mode};
 use crate::tx;
 
 /// A sender that found no room, and how far its reader had got then.
@@ -80,7 +80,7 @@ impl Worker {
         let mut again = false;
         for socket in socket::all() {
             again |= !tx::give_back(socket);
-            if socket.rx_mode.load(Acquire) != mode::LINK {
+            if socket.rx_mode.load(Acquire) != Mode::Link {
                 continue;
             }
             let Some(link) = socket.link() else { continue };

@@ -11,7 +11,7 @@ use rdmasock_core::stream::handshake::{Handshake, Role};
 use rdmasock_core::wire::{self, MAX_MESSAGE, Message};
 
 use super::*;
-use crate::socket::mode;
+use crate::socket::Mode;
 
 /// A worker beside which no service thread runs.
 pub(super) fn worker() -> Worker {
@@ -132,7 +132,7 @@ fn a_yes_after_the_program_has_given_up_gets_cancel() {
     assert!(matches!(heard(&holder), Some(Message::Cancel { request: r, .. }) if r == request));
     assert_eq!(
         socket.rx_mode.load(Acquire),
-        mode::TCP,
+        Mode::Tcp,
         "nothing is scanned"
     );
     let control = socket.control.lock().unwrap();
@@ -263,7 +263,7 @@ fn a_yes_that_reaches_nobody_begins_nothing() {
     let (nonce, instance) = (Nonce::random().unwrap(), InstanceId::random().unwrap());
     // Who asked was hung up on before.
     worker.on_ask(u64::MAX, 1, tuple, nonce, instance);
-    assert_eq!(socket.rx_mode.load(SeqCst), mode::TCP);
+    assert_eq!(socket.rx_mode.load(SeqCst), Mode::Tcp);
     assert_eq!(socket.stage(), Stage::Watching);
     worker.settle(Ref::new(socket));
     let (ours, theirs) = Channel::pair().unwrap();
@@ -272,7 +272,7 @@ fn a_yes_that_reaches_nobody_begins_nothing() {
         .unwrap();
     worker.on_ask(conn, 1, tuple, nonce, instance);
     assert!(matches!(heard(&theirs), Some(Message::Yes { .. })));
-    assert_eq!(socket.rx_mode.load(SeqCst), mode::MARKED);
+    assert_eq!(socket.rx_mode.load(SeqCst), Mode::Marked);
 }
 
 #[test]

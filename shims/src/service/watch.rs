@@ -12,7 +12,7 @@ use crate::link::Link;
 use crate::points::point;
 use crate::promote;
 use crate::ready;
-use crate::socket::{self, Socket, mode};
+use crate::socket::{self, Mode, Socket};
 use crate::tx;
 
 /// A connection whose other end TCP says is over, though nothing on the link has said so.
@@ -46,7 +46,7 @@ fn is_unmarked(socket: &'static Socket) -> bool {
     let Some(rx) = socket.rx.lock() else {
         return false;
     };
-    socket.rx_mode.load(Acquire) == mode::LINK
+    socket.rx_mode.load(Acquire) == Mode::Link
         && !rx.stays
         && !socket.rx_shut.load(Acquire)
         && rx
@@ -57,7 +57,7 @@ fn is_unmarked(socket: &'static Socket) -> bool {
 
 /// Whether a socket's sending direction is on a link within the host.
 fn sends_on_link(socket: &'static Socket) -> bool {
-    socket.tx_mode.load(Acquire) == mode::LINK
+    socket.tx_mode.load(Acquire) == Mode::Link
         && socket
             .link()
             .is_some_and(|l| l.is_alive() && !l.is_remote())
@@ -157,17 +157,17 @@ impl Worker {
         if !self.dying.is_empty() && socket.anchor.load(Acquire) & ready::ENDED != 0 {
             self.leave_dying(0);
         }
-        if socket.tx_mode.load(Acquire) == mode::MARKED {
+        if socket.tx_mode.load(Acquire) == Mode::Marked {
             promote::flush(socket);
         }
-        if socket.rx_mode.load(Acquire) == mode::MARKED {
+        if socket.rx_mode.load(Acquire) == Mode::Marked {
             // Meets markers even if the program does not read now.
             promote::readable(socket);
             if !socket.left_behind.load(Acquire) {
                 promote::read_ahead(socket, tx::is_full(socket));
             }
         }
-        if socket.rx_mode.load(Acquire) == mode::LINK
+        if socket.rx_mode.load(Acquire) == Mode::Link
             && let Some(mut control) = socket.control.lock()
         {
             promote::resume::look(socket, &mut control);
@@ -249,7 +249,7 @@ impl Worker {
             self.look_for_confirmation(socket, link);
         }
         if socket.left_behind.load(Acquire) {
-            if socket.rx_mode.load(Acquire) == mode::MARKED {
+            if socket.rx_mode.load(Acquire) == Mode::Marked {
                 promote::drop_unread(socket);
             }
             if crate::lifecycle::finish(socket) {

@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
 use crate::library::Library;
 use crate::ready;
-use crate::socket::{Socket, Tx, mode};
+use crate::socket::{Mode, Socket, Tx};
 
 /// What the kernel would hold back as less than a full segment, because the program has said that more
 /// follows (MSG_MORE, TCP_CORK; tcp(7)): the peer is not told yet.
@@ -47,7 +47,7 @@ pub fn cork(socket: &'static Socket, on: bool) -> bool {
             return false;
         };
         socket.corked.store(on, Relaxed);
-        let on_link = socket.tx_mode.load(Acquire) == mode::LINK;
+        let on_link = socket.tx_mode.load(Acquire) == Mode::Link;
         if !on_link {
             tx.kernel_corked = on;
         }

@@ -12,7 +12,7 @@ use crate::library::config;
 use crate::link::Link;
 use crate::ready;
 use crate::service::Command;
-use crate::socket::{Socket, Tx, mode};
+use crate::socket::{Mode, Socket, Tx};
 use crate::sockopt;
 
 /// What a send has found that wants more room.
@@ -86,7 +86,7 @@ pub fn press_to_the_end(socket: &'static Socket, tx: &Tx) {
 
 /// Gives back what was borrowed, if all of it has been read. False if it is still in use.
 pub fn give_back(socket: &Socket) -> bool {
-    if socket.tx_mode.load(Acquire) != mode::LINK {
+    if socket.tx_mode.load(Acquire) != Mode::Link {
         return true;
     }
     let Some(mut tx) = socket.tx.lock() else {
@@ -123,7 +123,7 @@ fn bound(socket: &Socket) -> u64 {
 #[cold]
 pub fn on_buffer_size(socket: &'static Socket) {
     if let Some(mut tx) = socket.tx.lock()
-        && socket.tx_mode.load(Acquire) == mode::LINK
+        && socket.tx_mode.load(Acquire) == Mode::Link
         && let Some(producer) = tx.producer.as_mut()
     {
         producer.set_bound(bound(socket));
@@ -135,7 +135,7 @@ pub fn on_buffer_size(socket: &'static Socket) {
 /// A send is about to sleep for want of room. True if there is some by the ring in reserve.
 #[cold]
 pub fn make_room(socket: &'static Socket) -> bool {
-    socket.tx_mode.load(Acquire) == mode::LINK
+    socket.tx_mode.load(Acquire) == Mode::Link
         && socket
             .tx
             .lock()
@@ -152,7 +152,7 @@ pub fn press(socket: &'static Socket, tx: &mut Tx) {
     }
     let max = config().ring_max.bytes();
     // While the other end has not answered a promotion its answer may be what is waited for (P73).
-    let is_answered = socket.rx_mode.load(Acquire) != mode::MARKED;
+    let is_answered = socket.rx_mode.load(Acquire) != Mode::Marked;
     let may_grow = |p: &Producer| {
         let grows = p.ring_size() < max && p.may_grow();
         grows || p.is_aside() && !is_answered
@@ -166,14 +166,14 @@ pub fn press(socket: &'static Socket, tx: &mut Tx) {
 /// Whether a link has no room for what is to be sent.
 pub fn is_full(socket: &'static Socket) -> bool {
     let full = |tx: &mut Tx| Some(tx.producer.as_mut()?.has_space() == Ok(false));
-    socket.tx_mode.load(Acquire) == mode::LINK
+    socket.tx_mode.load(Acquire) == Mode::Link
         && socket.tx.lock().and_then(|mut tx| full(&mut tx)) == Some(true)
 }
 
 /// Whether a link holds what the reader has not read.
 pub fn is_unread(socket: &'static Socket) -> bool {
     let unread = |tx: &mut Tx| Some(tx.producer.as_mut()?.used().is_ok_and(|n| n > 0));
-    socket.tx_mode.load(Acquire) == mode::LINK
+    socket.tx_mode.load(Acquire) == Mode::Link
         && socket.tx.lock().and_then(|mut tx| unread(&mut tx)) == Some(true)
 }
 
@@ -186,7 +186,7 @@ pub fn unread(socket: &'static Socket) -> Option<u64> {
 /// How far the reader has got, as long as a link has no room: then it is watched on for whether it stands still (`press`).
 pub fn stands_still(socket: &'static Socket) -> Option<u64> {
     let mut tx = socket.tx.lock()?;
-    let on_link = socket.tx_mode.load(Acquire) == mode::LINK;
+    let on_link = socket.tx_mode.load(Acquire) == Mode::Link;
     let full = |tx: &mut Tx| {
         let producer = tx.producer.as_mut().filter(|_| on_link)?;
         (producer.has_space() == Ok(false)).then(|| producer.consumed().ok())?
@@ -216,7 +216,7 @@ pub fn reader_at(socket: &'static Socket) -> Option<u64> {
 pub fn ask_for_room(socket: &'static Socket, then: u64) -> Option<u64> {
     let now = reader_at(socket);
     let mut tx = socket.tx.lock()?;
-    let on_link = socket.tx_mode.load(Acquire) == mode::LINK;
+    let on_link = socket.tx_mode.load(Acquire) == Mode::Link;
     let mut producer = tx.producer.as_mut().filter(|_| on_link);
     let (is_aside, has_ended) = producer
         .as_ref()

@@ -1,7 +1,7 @@
 //! sendfile() on a direction that may be on the link.
 
 use std::ffi::c_int;
-use std::sync::atomic::Ordering::{Acquire, SeqCst};
+use std::sync::atomic::Ordering::Acquire;
 
 use libc::ssize_t;
 use rdmasock_core::os::kernel;
@@ -14,7 +14,7 @@ use crate::errno;
 use crate::lifecycle::{self, on_its_file};
 use crate::promote;
 use crate::ready;
-use crate::socket::{Socket, Stage, mode};
+use crate::socket::{Mode, Sending, Socket, Stage};
 use crate::table;
 use crate::wait;
 
@@ -30,13 +30,13 @@ pub unsafe fn sendfile(
     count: usize,
     real: &impl Fn(c_int) -> ssize_t,
 ) -> ssize_t {
-    if socket.tx_mode.load(Acquire) != mode::TCP && offset.is_null() && !is_regular(input) {
+    if socket.tx_mode.load(Acquire) != Mode::Tcp && offset.is_null() && !is_regular(input) {
         // Only the kernel knows what can be sent from there, and reading it might block.
         take_back(socket, rdmasock_core::stats::Reason::Unsupported);
     }
     let began = Began::now(socket, fd);
     let call = Call::new(began, Direction::Send);
-    if socket.tx_mode.load(Acquire) == mode::TCP {
+    if socket.tx_mode.load(Acquire) == Mode::Tcp {
         if socket.stage() == Stage::Plain {
             let n = real(fd);
             count_sent(&began, n);
@@ -79,13 +79,13 @@ unsafe fn sendfile_slow(
                 None => real(fd),
             };
         }
-        if socket.tx_mode.load(Acquire) == mode::MARKED && promote::flush(socket) {
+        if socket.tx_mode.load(Acquire) == Mode::Marked && promote::flush(socket) {
             continue;
         }
         let Some(mut tx) = socket.tx.lock() else {
             return errno::fail(libc::EINTR);
         };
-        let on_link = socket.tx_mode.load(Acquire) == mode::LINK;
+        let on_link = socket.tx_mode.load(Acquire) == Mode::Link;
         let place = call.place(&tx.seen);
         if place != Place::Here {
             drop(tx);
@@ -97,9 +97,9 @@ unsafe fn sendfile_slow(
         }
         let gone = is_dead(socket) || tx.producer.as_mut().is_none_or(ready::is_reader_gone);
         if on_link && gone {
-            socket.tx_mode.store(mode::TCP, SeqCst);
+            socket.tx_mode.go(Sending::Left);
         }
-        if socket.tx_mode.load(Acquire) == mode::TCP {
+        if socket.tx_mode.load(Acquire) == Mode::Tcp {
             drop(tx);
             if sent > 0 {
                 return sent as ssize_t;

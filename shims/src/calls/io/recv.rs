@@ -8,7 +8,7 @@ use crate::iov::Iov;
 use crate::jump::within;
 use crate::real::Cancellable;
 use crate::rx;
-use crate::socket::{Socket, mode};
+use crate::socket::{Mode, Socket};
 use crate::table;
 use crate::time::Timeout;
 
@@ -323,7 +323,7 @@ unsafe extern "C" fn recvmsg_on(
     };
     // SAFETY: not null, see above.
     let room = unsafe { (*message).msg_controllen };
-    let was_plain = socket.rx_mode.load(Acquire) == mode::TCP;
+    let was_plain = socket.rx_mode.load(Acquire) == Mode::Tcp;
     let is_kernels = Cell::new(false);
     // SAFETY: the program's buffers.
     let n = unsafe {
@@ -334,7 +334,7 @@ unsafe extern "C" fn recvmsg_on(
         })
     };
     // Where the direction has moved meanwhile, what the kernel has said is not of all that was received.
-    let is_all = was_plain && is_kernels.get() && socket.rx_mode.load(Acquire) == mode::TCP;
+    let is_all = was_plain && is_kernels.get() && socket.rx_mode.load(Acquire) == Mode::Tcp;
     if n >= 0 && !is_all {
         // A stream's message has no sender, and control data only where the program wants to know how much is left.
         // SAFETY: not null, see above.

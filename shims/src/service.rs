@@ -664,6 +664,4 @@ fn descriptors() -> u64 {
 }
 
 #[cfg(test)]
-mod control_tests;
-#[cfg(test)]
 pub(crate) mod tests;

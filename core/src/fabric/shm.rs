@@ -321,5 +321,4 @@ impl<O: Outside> LinkEnd for End<O> {
 }
 
 #[cfg(test)]
-#[path = "shm_tests.rs"]
 mod tests;

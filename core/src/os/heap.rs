@@ -312,5 +312,4 @@ impl Pair {
 }
 
 #[cfg(test)]
-#[path = "heap_tests.rs"]
 mod tests;

@@ -319,5 +319,4 @@ pub unsafe fn reset_in_fork_child(keep: impl Fn(RawFd) -> bool) {
 }
 
 #[cfg(test)]
-#[path = "privatefd_tests.rs"]
 mod tests;

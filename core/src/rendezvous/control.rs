@@ -475,5 +475,4 @@ impl Stamper {
 }
 
 #[cfg(test)]
-#[path = "control_tests.rs"]
 mod tests;

@@ -287,5 +287,4 @@ fn parse_line(line: &str) -> Option<(SocketAddr, u8, u32)> {
 }
 
 #[cfg(test)]
-#[path = "diag_tests.rs"]
 mod tests;

@@ -231,5 +231,4 @@ impl DestinationCache {
 }
 
 #[cfg(test)]
-#[path = "peers_tests.rs"]
 mod tests;

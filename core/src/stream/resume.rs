@@ -419,9 +419,7 @@ impl Resume {
 }
 
 #[cfg(test)]
-#[path = "resume_explore.rs"]
 mod explore;
 
 #[cfg(test)]
-#[path = "resume_tests.rs"]
 mod tests;

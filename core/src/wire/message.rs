@@ -587,5 +587,4 @@ fn read_list(bytes: &[u8]) -> Result<&[InstanceId], WireError> {
 }
 
 #[cfg(test)]
-#[path = "message_tests.rs"]
 mod tests;

@@ -109,5 +109,4 @@ fn read_marker(tail: &[u8]) -> Found {
 }
 
 #[cfg(test)]
-#[path = "scan_tests.rs"]
 mod tests;

@@ -471,3 +471,6 @@ fn pass_on_cancel(nonce_s: Nonce, instance_s: &InstanceId) {
         let _ = channel.send(bytes, &[]);
     }
 }
+
+#[cfg(test)]
+mod tests;

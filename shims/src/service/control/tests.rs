@@ -11,8 +11,8 @@ use rdmasock_core::rendezvous::control::{Body, DATAGRAM, Datagram, QueryId, Stam
 use rdmasock_core::stats::Event;
 use rdmasock_core::stream::handshake::{Handshake, Role};
 
-use super::tests::{connected, heard, say, worker};
-use super::*;
+use super::super::tests::{connected, heard, say, worker};
+use super::super::*;
 
 const HERE: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
 

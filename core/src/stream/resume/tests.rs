@@ -1,4 +1,4 @@
-//! The resumption step by step. Every order of events is `resume_explore.rs`'s business.
+//! The resumption step by step. Every order of events is the business of `explore.rs`.
 
 use super::*;
 

@@ -1,0 +1,182 @@
+//! Tests of markers behind data that the program has not read.
+
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::{AsFd, AsRawFd};
+
+use rdmasock_core::ids::Nonce;
+use rdmasock_core::stream::resume::Resume;
+use rdmasock_core::wire::MAX_MARKER;
+
+use super::*;
+use crate::socket::{Receiving, Sending};
+use crate::table::{self, Entry};
+
+const MINE: Nonce = Nonce::from_bytes([0xc0; 16]);
+const THEIRS: Nonce = Nonce::from_bytes([0xc1; 16]);
+const DATA: usize = 50_000;
+
+/// A socket that has switched, and whose peer has given up: the next that TCP brings is data, then RESUME.
+fn held() -> (&'static Socket, TcpStream, TcpStream) {
+    let (socket, ours, theirs) = unanswered(Closing::Switch);
+    let mut control = socket.control.lock().unwrap();
+    resume::feed(socket, &mut control, |r| r.on_got(Closing::Abort));
+    drop(control);
+    (socket, ours, theirs)
+}
+
+/// A socket that has closed its part of the handshake so, and does not know of the peer's.
+fn unanswered(closing: Closing) -> (&'static Socket, TcpStream, TcpStream) {
+    // Its commands stay in the queue.
+    crate::service::tests::without_thread();
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let theirs = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let (ours, _) = listener.accept().unwrap();
+    let socket = Socket::allocate(ours.as_raw_fd(), true).unwrap();
+    table::insert(ours.as_raw_fd(), Entry::Socket(socket));
+    let mut resume = Resume::new();
+    assert!(resume.on_sent(closing).is_empty());
+    {
+        let mut rx = socket.rx.lock().unwrap();
+        rx.scan = Some(MINE);
+        rx.stays = true;
+    }
+    socket.rx_mode.go(Receiving::Expected);
+    if closing == Closing::Switch {
+        socket.tx_mode.go(Sending::Announced);
+        socket.tx_mode.go(Sending::Switched);
+    }
+    let mut control = socket.control.lock().unwrap();
+    control.nonces = Some([MINE, THEIRS]);
+    control.resume = Some(resume);
+    drop(control);
+    (socket, ours, theirs)
+}
+
+fn resume() -> Vec<u8> {
+    let marker = Marker::Resume {
+        received: 0,
+        sent: 0,
+    };
+    let mut buf = [0; MAX_MARKER];
+    marker.encode(&MINE, &mut buf).unwrap().to_vec()
+}
+
+fn is_held(socket: &Socket) -> bool {
+    socket.tx.lock().unwrap().is_held
+}
+
+fn until(condition: impl Fn() -> bool) {
+    while !condition() {
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn who_has_not_read_what_precedes_resume_can_send_and_then_reads_all_of_it() {
+    let (socket, ours, mut theirs) = held();
+    let data: Vec<u8> = (0..DATA).map(|i| (i % 251) as u8).collect();
+    theirs.write_all(&data).unwrap();
+    let waits = || rustix::io::ioctl_fionread(&ours).unwrap() as usize;
+    until(|| waits() == DATA);
+    assert!(read_ahead(socket, false));
+    assert!(is_held(socket) && waits() == 0, "RESUME has not come");
+    let resume = resume();
+    let (first, second) = resume.split_at(9);
+    theirs.write_all(first).unwrap();
+    until(|| waits() == 9);
+    read_ahead(socket, false);
+    assert!(is_held(socket));
+    theirs.write_all(second).unwrap();
+    theirs.write_all(b"later").unwrap();
+    until(|| waits() == second.len() + 5);
+    read_ahead(socket, false);
+    assert!(!is_held(socket) && socket.tx_mode.load(SeqCst) == Mode::Tcp);
+    assert!(!read_ahead(socket, false), "nothing more is awaited");
+
+    let mut got = vec![0u8; DATA + 5];
+    let mut at = 0;
+    while at < got.len() {
+        let to = got.get_mut(at..).unwrap();
+        let mut iov = crate::iov::Iov::one(to.as_mut_ptr().cast(), to.len().min(7_001));
+        let fd = ours.as_raw_fd();
+        // SAFETY: a piece of the vector.
+        let n = unsafe { crate::rx::recv(socket, fd, &mut iov, 0, &|_| 0) };
+        at += usize::try_from(n).unwrap();
+    }
+    assert_eq!(got, [&data[..], b"later"].concat());
+    assert!(
+        socket
+            .control
+            .lock()
+            .unwrap()
+            .resume
+            .as_ref()
+            .unwrap()
+            .is_over()
+    );
+    table::put(ours.as_raw_fd(), Entry::None);
+    let mut marker = [0; 64];
+    let n = theirs.read(&mut marker).unwrap();
+    assert_eq!(marker.get(..16), Some(THEIRS.as_bytes().as_slice()), "{n}");
+}
+
+#[test]
+fn a_call_that_leaves_the_kernel_is_told_to_look_for_what_nobody_could() {
+    let (socket, _ours, mut theirs) = held();
+    socket.rx_mode.go(Receiving::Settled);
+    assert!(socket.enter_rx());
+    socket.rx_mode.go(Receiving::Expected);
+    theirs.write_all(&resume()).unwrap();
+    until(|| {
+        socket
+            .anchor_fd()
+            .is_some_and(|fd| rustix::io::ioctl_fionread(fd).unwrap() > 0)
+    });
+    read_ahead(socket, false);
+    assert!(is_held(socket), "the call has the first turn");
+    assert!(socket.leave_rx());
+    until(|| {
+        read_ahead(socket, false);
+        !is_held(socket)
+    });
+}
+
+#[test]
+fn an_end_that_changes_nothing_is_not_looked_for_again_and_again() {
+    let (socket, ours, mut theirs) = unanswered(Closing::Abort);
+    theirs.write_all(b"data").unwrap();
+    theirs.shutdown(std::net::Shutdown::Write).unwrap();
+    until(|| crate::ready::has_peer_ended(ours.as_fd()));
+    let before = crate::service::tests::reads_ahead(socket);
+    for _ in 0..3 {
+        read_ahead(socket, false);
+    }
+    assert!(waits(&socket.control.lock().unwrap(), false));
+    assert_eq!(crate::service::tests::reads_ahead(socket), before);
+}
+
+#[test]
+fn the_end_of_our_receiving_direction_is_not_the_peers() {
+    let (socket, ours, mut theirs) = held();
+    ours.shutdown(std::net::Shutdown::Read).unwrap();
+    read_ahead(socket, false);
+    assert!(is_held(socket), "RESUME may come");
+    theirs.write_all(&resume()).unwrap();
+    until(|| {
+        read_ahead(socket, false);
+        !is_held(socket)
+    });
+}
+
+#[test]
+fn the_end_of_tcp_behind_unread_data_lets_the_kernel_answer() {
+    let (socket, _ours, mut theirs) = held();
+    theirs.write_all(b"data").unwrap();
+    drop(theirs);
+    until(|| {
+        read_ahead(socket, false);
+        !is_held(socket)
+    });
+    assert_eq!(socket.tx_mode.load(SeqCst), Mode::Tcp);
+}

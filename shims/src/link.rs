@@ -155,7 +155,7 @@ impl Link {
     /// The last that is done for whatever has pinned the link.
     fn unpin(&self) {
         if self.pins.fetch_sub(1, AcqRel) == 1 && !self.is_alive() {
-            Library::get().service.submit(Command::Bury);
+            Library::get().service.submit(Command::FreeLinks);
         }
     }
 

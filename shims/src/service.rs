@@ -371,7 +371,7 @@ struct Worker {
     unheard: HashMap<u64, pairs::Unheard>,
     dead_links: Vec<&'static Link>,
     /// When those are looked at again that no socket uses, ns; 0: there are none.
-    bury_at: u64,
+    free_links_at: u64,
     lingering: HashMap<u64, linger::Lingering>,
     deferred: Vec<answer::Deferred>,
     /// What other hosts ask.
@@ -430,7 +430,7 @@ impl Worker {
             arriving: HashMap::new(),
             unheard: HashMap::new(),
             dead_links: Vec::new(),
-            bury_at: 0,
+            free_links_at: 0,
             lingering: HashMap::new(),
             deferred: Vec::new(),
             control: control::Control::new(crate::time::now_ns()),
@@ -557,7 +557,7 @@ impl Worker {
         let shrink = (self.shrink_at != 0).then_some(self.shrink_at);
         let tend = (self.tend_at != 0).then_some(self.tend_at);
         let watch = (self.watch_at != 0).then_some(self.watch_at);
-        let bury = (self.bury_at != 0).then_some(self.bury_at);
+        let free_links = (self.free_links_at != 0).then_some(self.free_links_at);
         let alone = (self.ending.at != 0).then_some(self.ending.at);
         let held = (self.held_until != 0).then_some(self.held_until);
         let pressed = self.pressed.iter().map(|p| p.deadline);
@@ -575,7 +575,7 @@ impl Worker {
             .chain(deaf)
             .chain(tend)
             .chain(watch)
-            .chain(bury)
+            .chain(free_links)
             .chain(lingering)
             .chain(deferred)
             .chain(shrink)
@@ -601,8 +601,8 @@ impl Worker {
         self.expire_arriving(now);
         self.tend_links(now);
         self.watch_links(now);
-        if self.bury_at != 0 && now >= self.bury_at {
-            self.bury();
+        if self.free_links_at != 0 && now >= self.free_links_at {
+            self.free_dead_links();
         }
         self.expire_lingering(now);
         self.deferred.retain(|d| d.deadline > now);

@@ -73,7 +73,7 @@ pub enum Command {
     /// The peer broke the protocol in the memory of the socket's stream.
     Violation(Ref),
     /// Nothing pins a link any more that is down.
-    Bury,
+    FreeLinks,
     /// Looks for the peer's sake find nothing.
     Vain(&'static Link),
     /// A listener has accepted its first connection in this process.
@@ -209,7 +209,7 @@ impl Worker {
                     self.link_down(opened.link, Reason::Violation);
                 }
             }
-            Command::Bury => self.bury(),
+            Command::FreeLinks => self.free_dead_links(),
             Command::Vain(link) => self.look_for_noise(link),
             Command::Linger(fd, awaited, unsent) => self.linger(fd, awaited, unsent),
             Command::Listen(listener) => self.listen(listener),

@@ -34,7 +34,7 @@ pub struct Pending {
 
 /// After how long a dead link on which a thread still sleeps is looked at again, ns. What is under way on its queue pair
 /// completes as failed, which wakes the thread.
-const BURY_AGAIN: u64 = 100_000_000;
+const FREE_AGAIN: u64 = 100_000_000;
 
 /// A stream whose peer's process has ended with bytes of ours unread, which TCP does not show yet. Until it does the stream stays
 /// what it is: who is told before that finds the connection still standing.
@@ -258,7 +258,7 @@ impl Worker {
     fn give_up(&mut self, link: &'static Link) {
         link.set_down(Reason::LinkFailed);
         self.dead_links.push(link);
-        self.bury();
+        self.free_dead_links();
     }
 
     fn establish(&mut self, conn: u64, link: &'static Link, channel: Channel) {
@@ -540,7 +540,7 @@ impl Worker {
             self.leave_dead(socket, why);
         }
         self.dead_links.push(link);
-        self.bury();
+        self.free_dead_links();
     }
 
     /// A stream goes on without its link.
@@ -584,19 +584,19 @@ impl Worker {
 
     /// Gives the memory of dead links back once no socket uses them. Some time later again if a thread still sleeps on
     /// one: nobody says when it has gone on.
-    pub(super) fn bury(&mut self) {
-        self.bury_at = 0;
+    pub(super) fn free_dead_links(&mut self) {
+        self.free_links_at = 0;
         let now = crate::time::now_ns();
         self.dead_links.retain(|link| {
             if !link.close_channel() {
                 // A thread is about to use it.
-                self.bury_at = now + BURY_AGAIN;
+                self.free_links_at = now + FREE_AGAIN;
                 return true;
             }
             // What pins it says when it no longer does; who sleeps on another host's does not.
             let is_released = link.release();
             if !is_released && link.is_remote() && link.streams() == 0 {
-                self.bury_at = now + BURY_AGAIN;
+                self.free_links_at = now + FREE_AGAIN;
             }
             !is_released
         });

@@ -253,7 +253,7 @@ impl Worker {
                 promote::drop_unread(socket);
             }
             if crate::lifecycle::finish(socket) {
-                self.bury();
+                self.free_dead_links();
             }
             return;
         }

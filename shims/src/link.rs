@@ -36,7 +36,7 @@ use crate::service::Command;
 use crate::socket::Socket;
 use crate::wait::{SERVICE, WaiterId};
 
-pub use distant::{Distant, Duty, Tended};
+pub use distant::{Distant, Duty, Maintained};
 pub use life::{Identity, after_fork};
 use neighbour::Neighbour;
 pub use neighbour::Refused;

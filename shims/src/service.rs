@@ -87,7 +87,7 @@ pub struct Service {
     /// The thread will look for what senders hold back.
     holding: AtomicBool,
     /// The thread will look after links to other hosts.
-    tending: AtomicBool,
+    maintaining: AtomicBool,
     offers: Offers,
     /// Links that are up.
     links: Lock<Vec<&'static Link>>,
@@ -106,7 +106,7 @@ impl Service {
             thread: AtomicI32::new(0),
             ending: AtomicBool::new(false),
             holding: AtomicBool::new(false),
-            tending: AtomicBool::new(false),
+            maintaining: AtomicBool::new(false),
             offers: Offers::new(),
             links: Lock::new(Vec::new()),
             acceptors: Lock::new(Vec::new()),
@@ -135,8 +135,8 @@ impl Service {
     /// In a while links to other hosts are to be looked after: what is owed on them, and who hears of what
     /// completes.
     #[inline]
-    pub fn tend_later(&self) {
-        later(self, &self.tending, Command::Tend);
+    pub fn maintain_later(&self) {
+        later(self, &self.maintaining, Command::Maintain);
     }
 
     /// Starts the thread if it does not run yet. Not from a signal handler, which may have interrupted the `malloc` that
@@ -391,9 +391,9 @@ struct Worker {
     shrink_at: u64,
     held_until: u64,
     /// When links to other hosts are looked after, ns; 0: no need.
-    tend_at: u64,
+    maintain_at: u64,
     /// How often in a row they have been looked after, and were in use; counted as far as it matters.
-    tended: u32,
+    maintained: u32,
     /// When it is next seen whether links to other hosts still work, ns; 0: nothing is under way on any.
     watch_at: u64,
     /// Whether the process is at its end but for this thread.
@@ -442,8 +442,8 @@ impl Worker {
             one_way: HashMap::new(),
             shrink_at: 0,
             held_until: 0,
-            tend_at: 0,
-            tended: 0,
+            maintain_at: 0,
+            maintained: 0,
             watch_at: 0,
             ending: ending::Watch::new(mask),
             requests: crate::fork::requests(),
@@ -542,7 +542,7 @@ impl Worker {
                 self.look_for_confirmation(socket, link);
                 ready::notify_local(socket);
             }
-            self.attend(link);
+            self.poll_remote(link);
         }
     }
 
@@ -555,7 +555,7 @@ impl Worker {
         let deaf = (self.deaf_until != 0).then_some(self.deaf_until);
         let unheard = self.unheard.values().map(|u| u.deadline);
         let shrink = (self.shrink_at != 0).then_some(self.shrink_at);
-        let tend = (self.tend_at != 0).then_some(self.tend_at);
+        let maintain = (self.maintain_at != 0).then_some(self.maintain_at);
         let watch = (self.watch_at != 0).then_some(self.watch_at);
         let free_links = (self.free_links_at != 0).then_some(self.free_links_at);
         let alone = (self.ending.at != 0).then_some(self.ending.at);
@@ -573,7 +573,7 @@ impl Worker {
             .chain(unheard)
             .chain(self.guests.next_timeout())
             .chain(deaf)
-            .chain(tend)
+            .chain(maintain)
             .chain(watch)
             .chain(free_links)
             .chain(lingering)
@@ -599,7 +599,7 @@ impl Worker {
         self.expire_links(now);
         self.expire_guests(now);
         self.expire_arriving(now);
-        self.tend_links(now);
+        self.maintain_links(now);
         self.watch_links(now);
         if self.free_links_at != 0 && now >= self.free_links_at {
             self.free_dead_links();

@@ -36,12 +36,12 @@ impl Local for Here {
     }
 
     fn settle_later(&self) {
-        Library::get().service.tend_later();
+        Library::get().service.maintain_later();
     }
 }
 
-/// What [`Distant::tend`] came to.
-pub enum Tended {
+/// What [`Distant::maintain`] came to.
+pub enum Maintained {
     /// It can be left alone.
     Quiet,
     /// It is to be looked after again.
@@ -73,7 +73,7 @@ pub struct Distant {
     users: AtomicU32,
     /// The queue pair is ended.
     is_ended: AtomicBool,
-    /// How many came to sleep so far, and how many of them were seen by the last [`tend`](Self::tend).
+    /// How many came to sleep so far, and how many of them were seen by the last [`maintain`](Self::maintain).
     sleeps: AtomicU32,
     sleeps_seen: AtomicU32,
     /// The service thread is woken by completions; the lock is for changing that.
@@ -174,7 +174,7 @@ impl Distant {
             self.users.fetch_sub(1, SeqCst);
             return None;
         }
-        // Before the look at `is_heard`; `tend` the other way round.
+        // Before the look at `is_heard`; `maintain` the other way round.
         self.watchers.fetch_add(1, SeqCst);
         self.sleeps.fetch_add(1, Relaxed);
         let duty = Duty(self);
@@ -202,28 +202,28 @@ impl Distant {
 
     /// Sends what is owed, and has the service thread hear of completions again if nobody sleeps on them any
     /// more. Service thread only, some ms after it was asked for.
-    pub fn tend(&self) -> Tended {
+    pub fn maintain(&self) -> Maintained {
         self.end.settle();
         let sleeps = self.sleeps.load(Relaxed);
         if self.sleeps_seen.swap(sleeps, Relaxed) != sleeps {
-            return Tended::Busy;
+            return Maintained::Busy;
         }
         if self.end.owes() {
-            return Tended::Busy;
+            return Maintained::Busy;
         }
         if self.is_heard.load(SeqCst) || !self.is_unwatched() {
-            return Tended::Quiet;
+            return Maintained::Quiet;
         }
         if !self.let_service_hear(true) {
             // The user may have no watch left (epoll(7), max_user_watches): this look does instead, and the next.
             self.progress();
-            return Tended::Busy;
+            return Maintained::Busy;
         }
         if !self.is_unwatched() {
             self.let_service_hear(false);
-            return Tended::Busy;
+            return Maintained::Busy;
         }
-        Tended::TakenBack
+        Maintained::TakenBack
     }
 
     /// The number under which the service thread has the completion descriptor in its epoll set.
@@ -306,7 +306,7 @@ impl Drop for Duty<'_> {
     fn drop(&mut self) {
         let errno = crate::errno::get();
         if self.0.watchers.fetch_sub(1, SeqCst) == 1 {
-            Library::get().service.tend_later();
+            Library::get().service.maintain_later();
         } else {
             // The event that woke this thread has used up what was armed, and others sleep on.
             self.0.arm();

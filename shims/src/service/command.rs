@@ -92,7 +92,7 @@ pub enum Command {
     /// A sender holds something back of which the peer is to be told in a while.
     Held,
     /// Links to other hosts are to be looked after in a while.
-    Tend,
+    Maintain,
 }
 
 impl Command {
@@ -222,7 +222,7 @@ impl Worker {
             }
             Command::Held => self.held_until = crate::time::now_ns() + HELD_FOR,
             Command::Grown => self.on_grown(),
-            Command::Tend => self.tend_at = crate::time::now_ns() + self.tend_after(),
+            Command::Maintain => self.maintain_at = crate::time::now_ns() + self.maintain_after(),
         }
     }
 }

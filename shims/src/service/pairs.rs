@@ -18,7 +18,7 @@ use rustix::io::Errno;
 
 use super::{Command, LINK_TIMEOUT, Peer, SignalsBlocked, Worker, kind, tag};
 use crate::library::config;
-use crate::link::{Distant, Identity, Link, Tended};
+use crate::link::{Distant, Identity, Link, Maintained};
 use crate::promote;
 use crate::socket::Socket;
 use crate::verbs::{self, Acceptor, Incoming, Pair, State};
@@ -29,8 +29,8 @@ const _: () = assert!(INTRODUCTION == PRIVATE_BYTES);
 /// How long an idle direction's last head is held back, and how long nobody need hear of what completes on a link
 /// after the last who slept on it has gone on, ns. While links are in use it doubles up to four times as much: each look
 /// takes a core from the program.
-const TEND_AFTER: u64 = 5_000_000;
-const TEND_DOUBLINGS: u32 = 2;
+const MAINTAIN_AFTER: u64 = 5_000_000;
+const MAINTAIN_DOUBLINGS: u32 = 2;
 
 /// How often it is seen whether a link on which something was sent still works, ns.
 const WATCH_EVERY: u64 = 1_000_000_000;
@@ -357,7 +357,7 @@ impl Worker {
     }
 
     /// What is for this thread on a link to another host.
-    pub(super) fn attend(&mut self, link: &'static Link) {
+    pub(super) fn poll_remote(&mut self, link: &'static Link) {
         let Some(distant) = link.distant() else {
             return;
         };
@@ -386,28 +386,28 @@ impl Worker {
     }
 
     /// From being asked to look after the links to doing it, ns.
-    pub(super) fn tend_after(&self) -> u64 {
-        TEND_AFTER << self.tended
+    pub(super) fn maintain_after(&self) -> u64 {
+        MAINTAIN_AFTER << self.maintained
     }
 
     /// Idle directions tell their peers what they have read; and links on which nobody sleeps any more are
     /// this thread's to hear.
-    pub(super) fn tend_links(&mut self, now: u64) {
-        if self.tend_at == 0 || now < self.tend_at {
+    pub(super) fn maintain_links(&mut self, now: u64) {
+        if self.maintain_at == 0 || now < self.maintain_at {
             return;
         }
-        self.tend_at = 0;
+        self.maintain_at = 0;
         // First: who comes from now on asks again.
-        self.service.tending.store(false, SeqCst);
+        self.service.maintaining.store(false, SeqCst);
         let mut again = false;
         for link in self.service.all_links() {
             let Some(distant) = link.distant() else {
                 continue;
             };
-            match distant.tend() {
-                Tended::Quiet => {}
-                Tended::Busy => again = true,
-                Tended::TakenBack => {
+            match distant.maintain() {
+                Maintained::Quiet => {}
+                Maintained::Busy => again = true,
+                Maintained::TakenBack => {
                     if let Some(id) = self.conn_of(link) {
                         self.on_completion(id);
                     }
@@ -415,14 +415,14 @@ impl Worker {
             }
         }
         if again {
-            self.tended = (self.tended + 1).min(TEND_DOUBLINGS);
-            self.service.tend_later();
+            self.maintained = (self.maintained + 1).min(MAINTAIN_DOUBLINGS);
+            self.service.maintain_later();
         } else {
-            self.tended = 0;
+            self.maintained = 0;
         }
     }
 
-    /// Links on which something was sent: do their peers' devices still answer? What has failed is seen by `attend`.
+    /// Links on which something was sent: do their peers' devices still answer? What has failed is seen by `poll_remote`.
     pub(super) fn watch_links(&mut self, now: u64) {
         if self.watch_at == 0 || now < self.watch_at {
             return;

@@ -90,7 +90,7 @@ struct Set {
     /// Links that carry a socket of this set.
     links: Vec<&'static Link>,
     /// Those to other hosts whose completions the kernel's set reports.
-    heard: Vec<&'static Link>,
+    subscribed: Vec<&'static Link>,
 }
 
 /// See the module.
@@ -349,7 +349,7 @@ impl Epoll {
                     kernel::EventFlags::from_bits_retain(ONESHOT),
                 );
             }
-            for distant in set.heard.drain(..).filter_map(Link::distant) {
+            for distant in set.subscribed.drain(..).filter_map(Link::distant) {
                 distant.while_open(|fd| {
                     let _ = kernel::delete(kernel_fd, fd);
                 });

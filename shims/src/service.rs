@@ -258,7 +258,7 @@ impl Service {
     }
 
     /// Whether this thread is woken when something completes on a link to another host. False if it cannot be.
-    pub fn hear(&self, completions: BorrowedFd<'_>, token: u64, on: bool) -> bool {
+    pub fn subscribe(&self, completions: BorrowedFd<'_>, token: u64, on: bool) -> bool {
         // Taken out, not only muted: the kernel would still wake this thread for each event, and then let it sleep on.
         if !on {
             let _ = kernel::delete(&self.epoll, completions);
@@ -368,7 +368,7 @@ struct Worker {
     /// Where other hosts connect.
     acceptors: HashMap<u64, Acceptor>,
     arriving: HashMap<u64, pairs::Arriving>,
-    unheard: HashMap<u64, pairs::Unheard>,
+    half_open: HashMap<u64, pairs::HalfOpen>,
     dead_links: Vec<&'static Link>,
     /// When those are looked at again that no socket uses, ns; 0: there are none.
     free_links_at: u64,
@@ -428,7 +428,7 @@ impl Worker {
             pending_links: HashMap::new(),
             acceptors: HashMap::new(),
             arriving: HashMap::new(),
-            unheard: HashMap::new(),
+            half_open: HashMap::new(),
             dead_links: Vec::new(),
             free_links_at: 0,
             lingering: HashMap::new(),
@@ -553,7 +553,7 @@ impl Worker {
         let links = self.pending_links.values().map(|p| p.deadline);
         let arriving = self.arriving.values().map(|a| a.deadline);
         let deaf = (self.deaf_until != 0).then_some(self.deaf_until);
-        let unheard = self.unheard.values().map(|u| u.deadline);
+        let half_open = self.half_open.values().map(|u| u.deadline);
         let shrink = (self.shrink_at != 0).then_some(self.shrink_at);
         let maintain = (self.maintain_at != 0).then_some(self.maintain_at);
         let watch = (self.watch_at != 0).then_some(self.watch_at);
@@ -570,7 +570,7 @@ impl Worker {
         asks.chain(asked)
             .chain(links)
             .chain(arriving)
-            .chain(unheard)
+            .chain(half_open)
             .chain(self.guests.next_timeout())
             .chain(deaf)
             .chain(maintain)

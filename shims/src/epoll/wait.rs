@@ -324,10 +324,12 @@ impl Epoll {
         let Some(mut set) = self.set.lock() else {
             return Vec::new();
         };
-        let Set { links, heard, .. } = &mut *set;
+        let Set {
+            links, subscribed, ..
+        } = &mut *set;
         // What completes on a link that is down is of no interest, and nobody takes it: the set would be ready for
         // as long as the queue pair is there.
-        heard.retain(|link| {
+        subscribed.retain(|link| {
             if let (false, Some(distant), Some(set)) =
                 (link.is_alive(), link.distant(), self.kernel_fd())
             {
@@ -341,7 +343,7 @@ impl Epoll {
             .iter()
             .filter_map(|link| {
                 let duty = link.distant()?.take_duty()?;
-                if !heard.iter().any(|l| std::ptr::eq(*l, *link)) {
+                if !subscribed.iter().any(|l| std::ptr::eq(*l, *link)) {
                     let added = kernel::add(
                         self.kernel_fd()?,
                         duty.fd(),
@@ -351,7 +353,7 @@ impl Epoll {
                     if !matches!(added, Ok(()) | Err(Errno::EXIST)) {
                         return None;
                     }
-                    heard.push(link);
+                    subscribed.push(link);
                 }
                 Some(duty)
             })

@@ -77,8 +77,8 @@ pub struct Distant {
     sleeps: AtomicU32,
     sleeps_seen: AtomicU32,
     /// The service thread is woken by completions; the lock is for changing that.
-    is_heard: AtomicBool,
-    hearing: Lock<()>,
+    is_subscribed: AtomicBool,
+    subscribing: Lock<()>,
 }
 
 impl Distant {
@@ -105,8 +105,8 @@ impl Distant {
             is_ended: AtomicBool::new(false),
             sleeps: AtomicU32::new(0),
             sleeps_seen: AtomicU32::new(0),
-            is_heard: AtomicBool::new(true),
-            hearing: Lock::new(()),
+            is_subscribed: AtomicBool::new(true),
+            subscribing: Lock::new(()),
         })
     }
 
@@ -174,28 +174,28 @@ impl Distant {
             self.users.fetch_sub(1, SeqCst);
             return None;
         }
-        // Before the look at `is_heard`; `maintain` the other way round.
+        // Before the look at `is_subscribed`; `maintain` the other way round.
         self.watchers.fetch_add(1, SeqCst);
         self.sleeps.fetch_add(1, Relaxed);
         let duty = Duty(self);
-        if self.is_heard.load(SeqCst) {
-            self.let_service_hear(false);
+        if self.is_subscribed.load(SeqCst) {
+            self.subscribe_service(false);
         }
         self.arm();
         Some(duty)
     }
 
     /// False if that cannot be had now.
-    fn let_service_hear(&self, on: bool) -> bool {
-        let Some(_hearing) = self.hearing.lock() else {
+    fn subscribe_service(&self, on: bool) -> bool {
+        let Some(_subscribing) = self.subscribing.lock() else {
             return false;
         };
-        if self.is_heard.load(SeqCst) != on {
+        if self.is_subscribed.load(SeqCst) != on {
             let token = self.token.load(Acquire);
-            if !Library::get().service.hear(self.fd(), token, on) {
+            if !Library::get().service.subscribe(self.fd(), token, on) {
                 return false;
             }
-            self.is_heard.store(on, SeqCst);
+            self.is_subscribed.store(on, SeqCst);
         }
         true
     }
@@ -211,16 +211,16 @@ impl Distant {
         if self.end.owes() {
             return Maintained::Busy;
         }
-        if self.is_heard.load(SeqCst) || !self.is_unwatched() {
+        if self.is_subscribed.load(SeqCst) || !self.is_unwatched() {
             return Maintained::Quiet;
         }
-        if !self.let_service_hear(true) {
+        if !self.subscribe_service(true) {
             // The user may have no watch left (epoll(7), max_user_watches): this look does instead, and the next.
             self.progress();
             return Maintained::Busy;
         }
         if !self.is_unwatched() {
-            self.let_service_hear(false);
+            self.subscribe_service(false);
             return Maintained::Busy;
         }
         Maintained::TakenBack
@@ -253,7 +253,7 @@ impl Distant {
     }
 
     /// Whether anything has come from the peer.
-    pub fn has_heard(&self) -> bool {
+    pub fn has_received(&self) -> bool {
         self.end.counts().received > 0
     }
 

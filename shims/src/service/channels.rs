@@ -283,7 +283,7 @@ impl Worker {
 
     /// A channel has ended, or is not to be used further.
     pub(super) fn hang_up(&mut self, id: u64, why: Reason) {
-        self.unheard.remove(&id);
+        self.half_open.remove(&id);
         self.guests.on_gone(id);
         let Some(conn) = self.conns.remove(&id) else {
             return;

@@ -47,7 +47,7 @@ pub(super) struct Arriving {
 
 /// A link that was accepted and on which nothing has come yet. Its other end may not know of it: on iWARP it is up as soon as
 /// the answer has been sent.
-pub(super) struct Unheard {
+pub(super) struct HalfOpen {
     peer: InstanceId,
     /// What it was asked for with.
     cookie: Cookie,
@@ -129,7 +129,7 @@ impl Worker {
     }
 
     fn on_incoming(&mut self, incoming: Incoming) {
-        for id in self.unheard.keys().copied().collect::<Vec<_>>() {
+        for id in self.half_open.keys().copied().collect::<Vec<_>>() {
             self.spend_cookie(id);
         }
         let Some(Introduction {
@@ -251,12 +251,12 @@ impl Worker {
             State::Up => {
                 if self.establish_remote(id, peer, pid, pair).is_some() {
                     let deadline = crate::time::now_ns() + LINK_TIMEOUT.as_nanos() as u64;
-                    let unheard = Unheard {
+                    let half_open = HalfOpen {
                         peer,
                         cookie,
                         deadline,
                     };
-                    self.unheard.insert(id, unheard);
+                    self.half_open.insert(id, half_open);
                     self.spend_cookie(id);
                 }
             }
@@ -267,17 +267,17 @@ impl Worker {
     /// Connections that did not come up in time, and links that nobody uses.
     pub(super) fn expire_arriving(&mut self, now: u64) {
         self.drop_arriving(|arriving| arriving.deadline <= now);
-        self.drop_unheard(|unheard| unheard.deadline <= now);
+        self.drop_half_open(|half_open| half_open.deadline <= now);
     }
 
     /// Who asks again with a cookie has given the request before up, and does not know of the link that it has led to.
     fn drop_request(&mut self, cookie: &Cookie) {
         self.drop_arriving(|arriving| arriving.cookie.matches(cookie));
-        self.drop_unheard(|unheard| unheard.cookie.matches(cookie));
+        self.drop_half_open(|half_open| half_open.cookie.matches(cookie));
     }
 
-    fn drop_unheard(&mut self, is_over: impl Fn(&Unheard) -> bool) {
-        let over = self.unheard.iter().filter(|(_, u)| is_over(u));
+    fn drop_half_open(&mut self, is_over: impl Fn(&HalfOpen) -> bool) {
+        let over = self.half_open.iter().filter(|(_, u)| is_over(u));
         for id in over.map(|(id, _)| *id).collect::<Vec<_>>() {
             self.hang_up(id, Reason::LinkFailed);
         }
@@ -285,12 +285,12 @@ impl Worker {
 
     /// The cookie of an accepted link is spent once something has come over it.
     fn spend_cookie(&mut self, id: u64) {
-        let Some(Unheard { peer, cookie, .. }) = self.unheard.get(&id) else {
+        let Some(HalfOpen { peer, cookie, .. }) = self.half_open.get(&id) else {
             return;
         };
-        if self.remote_link(id).is_some_and(|(_, d)| d.has_heard()) {
+        if self.remote_link(id).is_some_and(|(_, d)| d.has_received()) {
             self.service.offers.redeem(cookie, peer);
-            self.unheard.remove(&id);
+            self.half_open.remove(&id);
         }
     }
 

@@ -68,7 +68,7 @@ pub(super) fn say(channel: &Channel, message: &Message) {
         .unwrap();
 }
 
-pub(super) fn heard(channel: &Channel) -> Option<Message> {
+pub(super) fn received(channel: &Channel) -> Option<Message> {
     let mut buf = [0u8; MAX_MESSAGE];
     let received = channel.recv(&mut buf).ok()?;
     Some(Message::decode(received.bytes).unwrap())
@@ -129,7 +129,7 @@ fn a_yes_after_the_program_has_given_up_gets_cancel() {
 
     say(&holder, &yes(request));
     worker.on_channel(conn);
-    assert!(matches!(heard(&holder), Some(Message::Cancel { request: r, .. }) if r == request));
+    assert!(matches!(received(&holder), Some(Message::Cancel { request: r, .. }) if r == request));
     assert_eq!(
         socket.rx_mode.load(Acquire),
         Mode::Tcp,
@@ -155,7 +155,7 @@ fn a_question_is_dropped_with_its_attempt() {
     assert!(!worker.asks.contains_key(&request));
     say(&holder, &yes(request));
     worker.on_channel(conn);
-    assert!(matches!(heard(&holder), Some(Message::Cancel { .. })));
+    assert!(matches!(received(&holder), Some(Message::Cancel { .. })));
     assert!(!worker.conns.contains_key(&conn));
 }
 
@@ -271,7 +271,7 @@ fn a_yes_that_reaches_nobody_begins_nothing() {
         .register(ours, Peer::Incoming { listener: None })
         .unwrap();
     worker.on_ask(conn, 1, tuple, nonce, instance);
-    assert!(matches!(heard(&theirs), Some(Message::Yes { .. })));
+    assert!(matches!(received(&theirs), Some(Message::Yes { .. })));
     assert_eq!(socket.rx_mode.load(SeqCst), Mode::Marked);
 }
 

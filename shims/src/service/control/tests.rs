@@ -11,7 +11,7 @@ use rdmasock_core::rendezvous::control::{Body, DATAGRAM, Datagram, QueryId, Stam
 use rdmasock_core::stats::Event;
 use rdmasock_core::stream::handshake::{Handshake, Role};
 
-use super::super::tests::{connected, heard, say, worker};
+use super::super::tests::{connected, received, say, worker};
 use super::super::*;
 
 const HERE: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
@@ -211,7 +211,7 @@ fn what_another_instance_holds_is_asked_there_and_its_yes_sent_until_it_is_taken
         nonce_c,
         instance_c,
         ..
-    }) = heard(&holder)
+    }) = received(&holder)
     else {
         panic!("the question was not passed on");
     };
@@ -268,7 +268,7 @@ fn what_another_instance_holds_is_asked_there_and_its_yes_sent_until_it_is_taken
     assert_eq!(worker.control.next_timeout(), None, "it is said no more");
     let passed_on = name.accept().unwrap().unwrap();
     assert!(matches!(
-        heard(&passed_on),
+        received(&passed_on),
         Some(rdmasock_core::wire::Message::Cancel { nonce_s: n, .. }) if n == nonce_s
     ));
 }

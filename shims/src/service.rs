@@ -132,7 +132,7 @@ impl Service {
         later(self, &self.holding, Command::Held);
     }
 
-    /// In a while links to other hosts are to be looked after: what is owed on them, and who hears of what
+    /// In a while links to other hosts are to be maintained: what is owed on them, and who hears of what
     /// completes.
     #[inline]
     pub fn maintain_later(&self) {
@@ -390,9 +390,9 @@ struct Worker {
     /// When rings are next looked at for shrinking, ns; 0: nothing has grown.
     shrink_at: u64,
     held_until: u64,
-    /// When links to other hosts are looked after, ns; 0: no need.
+    /// When links to other hosts are maintained, ns; 0: no need.
     maintain_at: u64,
-    /// How often in a row they have been looked after, and were in use; counted as far as it matters.
+    /// How often in a row that was done, and they were in use; counted as far as it matters.
     maintained: u32,
     /// When it is next seen whether links to other hosts still work, ns; 0: nothing is under way on any.
     watch_at: u64,

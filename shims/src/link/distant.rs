@@ -44,7 +44,7 @@ impl Local for Here {
 pub enum Maintained {
     /// It can be left alone.
     Quiet,
-    /// It is to be looked after again.
+    /// It is to be maintained again.
     Busy,
     /// The service thread hears of what completes from now on.
     TakenBack,

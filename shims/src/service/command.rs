@@ -91,7 +91,7 @@ pub enum Command {
     Lost(Ref),
     /// A sender holds something back of which the peer is to be told in a while.
     Held,
-    /// Links to other hosts are to be looked after in a while.
+    /// Links to other hosts are to be maintained in a while.
     Maintain,
 }
 

@@ -385,7 +385,7 @@ impl Worker {
         }
     }
 
-    /// From being asked to look after the links to doing it, ns.
+    /// From being asked to maintain the links to doing it, ns.
     pub(super) fn maintain_after(&self) -> u64 {
         MAINTAIN_AFTER << self.maintained
     }

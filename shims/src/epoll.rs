@@ -349,8 +349,8 @@ impl Epoll {
                     kernel::EventFlags::from_bits_retain(ONESHOT),
                 );
             }
-            for distant in set.subscribed.drain(..).filter_map(Link::distant) {
-                distant.while_open(|fd| {
+            for remote in set.subscribed.drain(..).filter_map(Link::remote) {
+                remote.while_open(|fd| {
                     let _ = kernel::delete(kernel_fd, fd);
                 });
             }

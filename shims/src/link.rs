@@ -6,9 +6,9 @@
 //! that still holds a pointer without, to wake somebody, may wake somebody of another link.
 
 mod bounds;
-mod distant;
 mod life;
-mod neighbour;
+mod local_peer;
+mod remote;
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -36,10 +36,10 @@ use crate::service::Command;
 use crate::socket::Socket;
 use crate::wait::{SERVICE, WaiterId};
 
-pub use distant::{Distant, Duty, Maintained};
 pub use life::{Identity, after_fork};
-use neighbour::Neighbour;
-pub use neighbour::Refused;
+use local_peer::LocalPeer;
+pub use local_peer::Refused;
+pub use remote::{Duty, Maintained, Remote};
 
 /// How long a button that the peer has not kept is not sent again, ns.
 const REFUSED_FOR: u64 = 1_000_000_000;
@@ -47,8 +47,8 @@ const REFUSED_FOR: u64 = 1_000_000_000;
 /// The end of a link, by its fabric. The one on the hot path is here, not behind another pointer.
 #[allow(clippy::large_enum_variant)]
 enum AnyEnd {
-    Shm(shm::End<Neighbour>),
-    Verbs(Box<Distant>),
+    Shm(shm::End<LocalPeer>),
+    Verbs(Box<Remote>),
 }
 
 /// A call that is the same on both.
@@ -56,8 +56,8 @@ macro_rules! on_end {
     ($self:ident, $end:ident => $call:expr) => {
         match &$self.end {
             AnyEnd::Shm($end) => $call,
-            AnyEnd::Verbs(distant) => {
-                let $end = distant.end();
+            AnyEnd::Verbs(remote) => {
+                let $end = remote.end();
                 $call
             }
         }
@@ -175,14 +175,14 @@ impl Link {
     }
 
     /// The end of a link to another host.
-    pub fn distant(&self) -> Option<&Distant> {
+    pub fn remote(&self) -> Option<&Remote> {
         match &self.end {
             AnyEnd::Shm(_) => None,
-            AnyEnd::Verbs(distant) => Some(distant),
+            AnyEnd::Verbs(remote) => Some(remote),
         }
     }
 
-    fn neighbour(&self) -> Option<&Neighbour> {
+    fn local_peer(&self) -> Option<&LocalPeer> {
         match &self.end {
             AnyEnd::Shm(end) => Some(end.outside()),
             AnyEnd::Verbs(_) => None,
@@ -194,7 +194,7 @@ impl Link {
     pub fn progress(&self) -> bool {
         match &self.end {
             AnyEnd::Shm(_) => false,
-            AnyEnd::Verbs(distant) => distant.progress(),
+            AnyEnd::Verbs(remote) => remote.progress(),
         }
     }
 
@@ -211,7 +211,7 @@ impl Link {
 
     /// Does something with the side channel, where that is a socket and not closed.
     pub fn with_channel<R>(&self, f: impl FnOnce(&Channel) -> R) -> Option<R> {
-        self.neighbour()?.with_channel(f)
+        self.local_peer()?.with_channel(f)
     }
 
     /// A number for a stream of `socket`, and the end that receives, with a first ring of
@@ -364,9 +364,9 @@ impl Link {
 
     /// The peer's waiter `id` is woken by this button.
     pub fn on_waiter(&self, id: u32, fd: PrivateFd) -> Result<(), Refused> {
-        let neighbour = self.neighbour().ok_or(Refused::Violation)?;
+        let local_peer = self.local_peer().ok_or(Refused::Violation)?;
         let most = BUTTONS + BUTTONS_A_STREAM * self.streams();
-        neighbour.on_waiter(id, fd, most)
+        local_peer.on_waiter(id, fd, most)
     }
 
     /// The peer has not kept the button of this waiter of ours.
@@ -422,23 +422,23 @@ impl Link {
     pub fn send(&self, message: &Message, fds: &[BorrowedFd<'_>]) -> Result<(), SendError> {
         match &self.end {
             AnyEnd::Shm(end) => end.outside().post(message, fds),
-            AnyEnd::Verbs(distant) => distant.end().send(message),
+            AnyEnd::Verbs(remote) => remote.end().send(message),
         }
     }
 
     /// Whether more messages wait for room than a correct peer leaves unread.
     pub fn is_overfull(&self) -> bool {
-        self.neighbour().is_some_and(Neighbour::is_overfull)
+        self.local_peer().is_some_and(LocalPeer::is_overfull)
     }
 
     /// Whether messages wait for room.
     pub fn has_outbox(&self) -> bool {
-        self.neighbour().is_some_and(Neighbour::has_outbox)
+        self.local_peer().is_some_and(LocalPeer::has_outbox)
     }
 
     /// There may be room on the side channel again. True if nothing is kept any more.
     pub fn flush(&self) -> bool {
-        self.neighbour().is_none_or(Neighbour::flush)
+        self.local_peer().is_none_or(LocalPeer::flush)
     }
 
     /// Whether the peer has queued something for this waiter of ours.
@@ -462,8 +462,8 @@ impl Link {
         if !self.alive.swap(false, AcqRel) {
             return false;
         }
-        if let Some(distant) = self.distant() {
-            distant.set_down();
+        if let Some(remote) = self.remote() {
+            remote.set_down();
         }
         if let Some(stats) = self.stats() {
             stats.set_down(why);
@@ -474,7 +474,7 @@ impl Link {
     /// Closes the descriptors of a link that is down. False if a thread is about to use one: then later. Service thread
     /// only.
     pub fn close_channel(&self) -> bool {
-        let is_closed = self.neighbour().is_none_or(Neighbour::close);
+        let is_closed = self.local_peer().is_none_or(LocalPeer::close);
         // Afterwards: what is announced from now on is not sent.
         if is_closed && let Some(mut announced) = self.announced.lock() {
             announced.clear();

@@ -254,7 +254,7 @@ fn duties(set: &[pollfd]) -> Vec<Duty<'static>> {
     }
     links
         .into_iter()
-        .filter_map(|link| link.distant()?.take_duty())
+        .filter_map(|link| link.remote()?.take_duty())
         .collect()
 }
 

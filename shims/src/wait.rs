@@ -16,7 +16,7 @@ use rdmasock_core::stats::Call;
 
 use crate::jump::within;
 use crate::library::Library;
-use crate::link::{Distant, Duty, Link};
+use crate::link::{Duty, Link, Remote};
 use crate::points::point;
 use crate::ready::Sleeper;
 use crate::socket::Socket;
@@ -85,8 +85,8 @@ fn wait_on(
         return Err(libc::EAGAIN);
     }
     let waiters = &crate::library::Library::get().waiters;
-    let distant = socket.link().and_then(Link::distant);
-    let Some(mut lease) = Lease::new(waiters, distant.is_some()) else {
+    let remote = socket.link().and_then(Link::remote);
+    let Some(mut lease) = Lease::new(waiters, remote.is_some()) else {
         // Out of waiters or fds: look now and then.
         let _ = rustix::thread::nanosleep(&rustix::time::Timespec {
             tv_sec: 0,
@@ -96,7 +96,7 @@ fn wait_on(
     };
     // On a link to another host the sleeper itself is woken by what completes. First: arming looks at what has come, and
     // would ring the sleeper's bell for it.
-    let duty = distant.and_then(Distant::take_duty);
+    let duty = remote.and_then(Remote::take_duty);
     let sleeper = Sleeper::new(socket, lease.waiter, data, !data);
     point!("wait: the peer knows of the sleeper");
     // Arming has taken in what had come until then; what comes later makes the descriptor readable. A peer that was told of

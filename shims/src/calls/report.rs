@@ -93,16 +93,16 @@ fn away(socket: &'static Socket) -> Away {
     if socket.tx_mode.load(Acquire) != Mode::Link {
         return Away::default();
     }
-    let Some(distant) = socket.link().and_then(Link::distant) else {
+    let Some(remote) = socket.link().and_then(Link::remote) else {
         return Away::default();
     };
     ready::progress(socket);
     let theirs = Vqpn(socket.peer_vqpn.load(Relaxed));
     // In this order: what is sent in between counts as unconfirmed alone.
-    let unconfirmed = distant.unconfirmed(theirs);
+    let unconfirmed = remote.unconfirmed(theirs);
     Away {
         unconfirmed,
-        unsent: distant.unsent(theirs).min(unconfirmed),
+        unsent: remote.unsent(theirs).min(unconfirmed),
     }
 }
 

@@ -330,10 +330,10 @@ impl Epoll {
         // What completes on a link that is down is of no interest, and nobody takes it: the set would be ready for
         // as long as the queue pair is there.
         subscribed.retain(|link| {
-            if let (false, Some(distant), Some(set)) =
-                (link.is_alive(), link.distant(), self.kernel_fd())
+            if let (false, Some(remote), Some(set)) =
+                (link.is_alive(), link.remote(), self.kernel_fd())
             {
-                distant.while_open(|fd| {
+                remote.while_open(|fd| {
                     let _ = kernel::delete(set, fd);
                 });
             }
@@ -342,7 +342,7 @@ impl Epoll {
         links
             .iter()
             .filter_map(|link| {
-                let duty = link.distant()?.take_duty()?;
+                let duty = link.remote()?.take_duty()?;
                 if !subscribed.iter().any(|l| std::ptr::eq(*l, *link)) {
                     let added = kernel::add(
                         self.kernel_fd()?,

@@ -15,7 +15,7 @@ use rdmasock_core::os::channel::Channel;
 use rdmasock_core::sparse::Sparse;
 use rdmasock_core::stats::LinkStats;
 
-use super::{AnyEnd, Distant, Link, Neighbour, OVER};
+use super::{AnyEnd, Link, LocalPeer, OVER, Remote};
 use crate::library::Library;
 use crate::verbs::Pair;
 
@@ -60,8 +60,8 @@ impl Link {
 
     /// This is its side channel. Before anybody else has the link.
     pub fn attach(&self, channel: Channel) {
-        if let Some(neighbour) = self.neighbour() {
-            neighbour.begin(channel);
+        if let Some(local_peer) = self.local_peer() {
+            local_peer.begin(channel);
         }
     }
 
@@ -71,8 +71,8 @@ impl Link {
         pair: Pair,
         arena_bytes: u64,
     ) -> Option<&'static Self> {
-        let distant = Distant::new(pair, arena_bytes)?;
-        let link = Self::leak(AnyEnd::Verbs(Box::new(distant)));
+        let remote = Remote::new(pair, arena_bytes)?;
+        let link = Self::leak(AnyEnd::Verbs(Box::new(remote)));
         link.begin(identity);
         Some(link)
     }
@@ -81,7 +81,7 @@ impl Link {
     fn blank() -> Option<&'static Self> {
         // SAFETY: the object, with the end, is leaked below, so no cursor outlives it; `producer` gives
         // out one a number of the peer's.
-        let end = unsafe { shm::End::blank(Neighbour::new()) }.ok()?;
+        let end = unsafe { shm::End::blank(LocalPeer::new()) }.ok()?;
         let link = Self::leak(AnyEnd::Shm(end));
         if let AnyEnd::Shm(end) = &link.end {
             // Nobody else has the link yet, so it is not set.
@@ -148,13 +148,13 @@ impl Link {
             Err(OVER) if self.is_remote() => {}
             Err(_) => return false,
         }
-        if self.distant().is_some_and(|d| !d.retire()) {
+        if self.remote().is_some_and(|d| !d.retire()) {
             return false;
         }
         let slot = self.slot();
         let had_stats = !self.stats.swap(null_mut(), AcqRel).is_null();
         match &self.end {
-            AnyEnd::Verbs(distant) => distant.end().release(),
+            AnyEnd::Verbs(remote) => remote.end().release(),
             AnyEnd::Shm(end) => {
                 if let Some(mut ground) = self.ground.lock() {
                     *ground = None;

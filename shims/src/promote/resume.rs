@@ -61,10 +61,10 @@ pub fn on_resume(socket: &'static Socket, control: &mut Control, received: u64, 
     close_attempt(socket, control);
     let steps = control.resume.as_mut().map(|r| r.on_resume(received, sent));
     // Unasked: its end of the link has failed.
-    if let Some(distant) = control.opened.and_then(|o| o.link.distant())
+    if let Some(remote) = control.opened.and_then(|o| o.link.remote())
         && control.returns
     {
-        distant.doubt();
+        remote.doubt();
     }
     match steps {
         Some(Ok(steps)) => carry_out(socket, control, steps),

@@ -18,7 +18,7 @@ use rustix::io::Errno;
 
 use super::{Command, LINK_TIMEOUT, Peer, SignalsBlocked, Worker, kind, tag};
 use crate::library::config;
-use crate::link::{Distant, Identity, Link, Maintained};
+use crate::link::{Identity, Link, Maintained, Remote};
 use crate::promote;
 use crate::socket::Socket;
 use crate::verbs::{self, Acceptor, Incoming, Pair, State};
@@ -222,8 +222,8 @@ impl Worker {
 
     /// A pair's state may have changed.
     pub(super) fn on_pair_state(&mut self, id: u64) {
-        if let Some((link, distant)) = self.remote_link(id) {
-            if let State::Down(error) = distant.state() {
+        if let Some((link, remote)) = self.remote_link(id) {
+            if let State::Down(error) = remote.state() {
                 tracing::info!(target: "rdmasock", peer = %link.peer(), %error, "link lost");
                 self.hang_up(id, Reason::LinkFailed);
             }
@@ -333,8 +333,8 @@ impl Worker {
                 return None;
             }
         }
-        if let Some(distant) = link.distant() {
-            distant.set_token(tag(kind::COMPLETION, id));
+        if let Some(remote) = link.remote() {
+            remote.set_token(tag(kind::COMPLETION, id));
         }
         self.conns.insert(
             id,
@@ -349,19 +349,19 @@ impl Worker {
         Some(link)
     }
 
-    fn remote_link(&self, id: u64) -> Option<(&'static Link, &'static Distant)> {
+    fn remote_link(&self, id: u64) -> Option<(&'static Link, &'static Remote)> {
         match self.conns.get(&id).map(|c| &c.peer) {
-            Some(Peer::Link(link)) => Some((link, link.distant()?)),
+            Some(Peer::Link(link)) => Some((link, link.remote()?)),
             _ => None,
         }
     }
 
     /// What is for this thread on a link to another host.
     pub(super) fn poll_remote(&mut self, link: &'static Link) {
-        let Some(distant) = link.distant() else {
+        let Some(remote) = link.remote() else {
             return;
         };
-        if distant.is_watched() && self.watch_at == 0 {
+        if remote.is_watched() && self.watch_at == 0 {
             self.watch_at = crate::time::now_ns() + WATCH_EVERY;
         }
         if link.has_ready(SERVICE)
@@ -373,13 +373,13 @@ impl Worker {
 
     /// The peer may have confirmed that it has all of a direction that was ended.
     pub(super) fn look_for_confirmation(&self, socket: &'static Socket, link: &Link) {
-        let Some(distant) = link.distant() else {
+        let Some(remote) = link.remote() else {
             return;
         };
         let theirs = Vqpn(socket.peer_vqpn.load(Acquire));
         if let Some(mut control) = socket.control.lock()
             && control.resume.as_ref().is_some_and(Resume::is_marked)
-            && distant.is_confirmed(theirs)
+            && remote.is_confirmed(theirs)
         {
             promote::resume::confirmed(socket, &mut control);
         }
@@ -401,10 +401,10 @@ impl Worker {
         self.service.maintaining.store(false, SeqCst);
         let mut again = false;
         for link in self.service.all_links() {
-            let Some(distant) = link.distant() else {
+            let Some(remote) = link.remote() else {
                 continue;
             };
-            match distant.maintain() {
+            match remote.maintain() {
                 Maintained::Quiet => {}
                 Maintained::Busy => again = true,
                 Maintained::TakenBack => {
@@ -428,11 +428,11 @@ impl Worker {
             return;
         }
         self.watch_at = 0;
-        for distant in self.service.all_links().iter().filter_map(|l| l.distant()) {
-            if distant.is_watched() {
-                distant.tick(now);
+        for remote in self.service.all_links().iter().filter_map(|l| l.remote()) {
+            if remote.is_watched() {
+                remote.tick(now);
             }
-            if distant.is_watched() {
+            if remote.is_watched() {
                 self.watch_at = now + WATCH_EVERY;
             }
         }
@@ -440,29 +440,29 @@ impl Worker {
 
     /// Something has completed on a link's queue pair.
     pub(super) fn on_completion(&mut self, id: u64) {
-        let Some((link, distant)) = self.remote_link(id) else {
+        let Some((link, remote)) = self.remote_link(id) else {
             return;
         };
         // Looks once more after arming: what came in between makes no event. Who sleeps on the
         // descriptor itself has armed it.
         loop {
-            distant.progress();
-            self.take_messages(id, distant);
-            if !distant.is_unwatched() || !distant.arm() {
+            remote.progress();
+            self.take_messages(id, remote);
+            if !remote.is_unwatched() || !remote.arm() {
                 break;
             }
         }
-        self.take_messages(id, distant);
+        self.take_messages(id, remote);
         self.spend_cookie(id);
-        if let Some(reason) = distant.fault() {
+        if let Some(reason) = remote.fault() {
             tracing::info!(target: "rdmasock", peer = %link.peer(), %reason, "link lost");
             self.hang_up(id, reason);
         }
     }
 
     /// What the peer has said on the link's side channel.
-    fn take_messages(&mut self, id: u64, distant: &'static Distant) {
-        while let Some(message) = distant.take_message() {
+    fn take_messages(&mut self, id: u64, remote: &'static Remote) {
+        while let Some(message) = remote.take_message() {
             if message.fds() > 0 {
                 return self.violation(id);
             }
@@ -472,9 +472,9 @@ impl Worker {
 
     /// Takes the descriptors of a link that goes down out of the set.
     pub(super) fn forget_remote(&mut self, link: &'static Link) {
-        if let Some(distant) = link.distant() {
-            self.forget_fd(Ok(distant.info().state_fd));
-            self.forget_fd(Ok(distant.info().completion_fd));
+        if let Some(remote) = link.remote() {
+            self.forget_fd(Ok(remote.info().state_fd));
+            self.forget_fd(Ok(remote.info().completion_fd));
         }
     }
 }

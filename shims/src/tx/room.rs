@@ -240,6 +240,6 @@ pub fn ask_for_room(socket: &'static Socket, then: u64) -> Option<u64> {
 /// Whether this end keeps what its peer's ring has no room for.
 fn is_behind(socket: &Socket) -> bool {
     let theirs = Vqpn(socket.peer_vqpn.load(Relaxed));
-    let distant = socket.link().and_then(Link::distant);
-    distant.is_some_and(|d| d.unsent(theirs) > 0)
+    let remote = socket.link().and_then(Link::remote);
+    remote.is_some_and(|d| d.unsent(theirs) > 0)
 }

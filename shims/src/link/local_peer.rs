@@ -1,7 +1,7 @@
 //! The ways to a peer on the same host that are not memory: its side channel, and how its waiters are woken.
 //!
 //! All is closed when the link is down. Threads of the program that are about to use a descriptor then
-//! are counted, and none is closed while one is (`Neighbour::while_open`): its number could be a file of the program's next.
+//! are counted, and none is closed while one is (`LocalPeer::while_open`): its number could be a file of the program's next.
 
 use std::collections::VecDeque;
 use std::mem::ManuallyDrop;
@@ -38,7 +38,7 @@ struct Letter {
 const MAX_OUTBOX: usize = 8 * MAX_STREAMS as usize;
 
 /// See the module.
-pub struct Neighbour {
+pub struct LocalPeer {
     /// Whose they are, for the service thread.
     pub(super) link: OnceRef<'static, Link>,
     /// The side channel's number, -1 once it is closed.
@@ -65,7 +65,7 @@ pub enum Refused {
     TooMany,
 }
 
-impl Neighbour {
+impl LocalPeer {
     pub(super) fn new() -> Self {
         Self {
             link: OnceRef::new(),
@@ -258,7 +258,7 @@ impl Neighbour {
     }
 }
 
-impl Outside for Neighbour {
+impl Outside for LocalPeer {
     fn send(&self, message: &Message) -> Result<(), SendError> {
         self.post(message, &[])
     }

@@ -40,7 +40,7 @@ impl Local for Here {
     }
 }
 
-/// What [`Distant::maintain`] came to.
+/// What [`Remote::maintain`] came to.
 pub enum Maintained {
     /// It can be left alone.
     Quiet,
@@ -60,7 +60,7 @@ fn buffers(arena_bytes: u64) -> u64 {
 }
 
 /// See the module.
-pub struct Distant {
+pub struct Remote {
     end: End<Pair, Here>,
     info: Info,
     /// The link is up: its queue pair may be used.
@@ -81,7 +81,7 @@ pub struct Distant {
     subscribing: Lock<()>,
 }
 
-impl Distant {
+impl Remote {
     /// The end over a connected pair, with arenas of this size. `None` without memory for it.
     pub(super) fn new(pair: Pair, arena_bytes: u64) -> Option<Self> {
         let info = pair.info().ok()?;
@@ -292,8 +292,8 @@ impl Distant {
     }
 }
 
-/// See [`Distant::take_duty`].
-pub struct Duty<'a>(&'a Distant);
+/// See [`Remote::take_duty`].
+pub struct Duty<'a>(&'a Remote);
 
 impl Duty<'_> {
     /// Readable when something has completed.

@@ -39,7 +39,7 @@ use crate::wait::{SERVICE, WaiterId};
 pub use life::{Identity, after_fork};
 use local_peer::LocalPeer;
 pub use local_peer::Refused;
-pub use remote::{Duty, Maintained, Remote};
+pub use remote::{Maintained, Poller, Remote};
 
 /// How long a button that the peer has not kept is not sent again, ns.
 const REFUSED_FOR: u64 = 1_000_000_000;

@@ -15,7 +15,7 @@ use crate::errno;
 use crate::jump::within;
 use crate::library::Library;
 use crate::lifecycle;
-use crate::link::{Duty, Link};
+use crate::link::{Link, Poller};
 use crate::points::point;
 use crate::ready::{self, Arm, Sleeper};
 use crate::socket::{Socket, Stage};
@@ -154,7 +154,7 @@ fn poll_slow(
         let lease = Lease(waiter);
         // What completes on links to other hosts wakes this thread itself. First: arming looks at what has come, and would
         // ring the sleeper's bell for it.
-        let duties = duties(set);
+        let pollers = pollers(set);
         let sleepers: Vec<(u32, Sleeper)> = set
             .iter()
             .zip(&tokens)
@@ -186,7 +186,7 @@ fn poll_slow(
         let is_told = is_looked_on || !sleepers.is_empty();
         let bell = waiters.doorbell(waiter).filter(|_| is_told);
         let bell = bell.map(|d| d.as_raw_fd());
-        let completions = duties.iter().map(|duty| duty.fd().as_raw_fd());
+        let completions = pollers.iter().map(|poller| poller.fd().as_raw_fd());
         let seats = Seats::take(&mut copy, bell.into_iter().chain(completions));
         let page = Library::get().stats;
         let record =
@@ -200,7 +200,7 @@ fn poll_slow(
             ready::evaluate(sleeper.socket, *events, Arm::No) & (events | ALWAYS) != 0
         });
         drop(sleepers);
-        drop(duties);
+        drop(pollers);
         let rung = bell.is_some() && seats.is_first_ready(&copy);
         seats.leave(&mut copy);
         point!("poll: is not told any more");
@@ -243,7 +243,7 @@ fn look_up(set: &[pollfd], tokens: &mut Tokens) {
     }));
 }
 
-fn duties(set: &[pollfd]) -> Vec<Duty<'static>> {
+fn pollers(set: &[pollfd]) -> Vec<Poller<'static>> {
     let mut links: Vec<&'static Link> = Vec::new();
     for p in set {
         if let Some(link) = table::socket(p.fd).and_then(Socket::link)
@@ -254,7 +254,7 @@ fn duties(set: &[pollfd]) -> Vec<Duty<'static>> {
     }
     links
         .into_iter()
-        .filter_map(|link| link.remote()?.take_duty())
+        .filter_map(|link| link.remote()?.become_poller())
         .collect()
 }
 

@@ -16,7 +16,7 @@ use rdmasock_core::stats::Call;
 
 use crate::jump::within;
 use crate::library::Library;
-use crate::link::{Duty, Link, Remote};
+use crate::link::{Link, Poller, Remote};
 use crate::points::point;
 use crate::ready::Sleeper;
 use crate::socket::Socket;
@@ -96,7 +96,7 @@ fn wait_on(
     };
     // On a link to another host the sleeper itself is woken by what completes. First: arming looks at what has come, and
     // would ring the sleeper's bell for it.
-    let duty = remote.and_then(Remote::take_duty);
+    let poller = remote.and_then(Remote::become_poller);
     let sleeper = Sleeper::new(socket, lease.waiter, data, !data);
     point!("wait: the peer knows of the sleeper");
     // Arming has taken in what had come until then; what comes later makes the descriptor readable. A peer that was told of
@@ -121,13 +121,13 @@ fn wait_on(
         unread.unwrap_or(0),
     );
     point!("wait: is about to sleep");
-    let slept = lease.sleep(deadline.left(), duty.as_ref());
+    let slept = lease.sleep(deadline.left(), poller.as_ref());
     point!("wait: is awake");
     drop(record);
     // What has come is taken in before the descriptor is made ready for the next sleep: that is two system calls, which the
     // peer then need not wait for. After the sleeper, or it would have its own bell rung.
     drop(sleeper);
-    if duty.is_some() && slept.is_ok() {
+    if poller.is_some() && slept.is_ok() {
         crate::ready::progress(socket);
     }
     slept.map(|()| false)
@@ -171,12 +171,12 @@ impl<'a> Lease<'a> {
         self.sleeps = true;
     }
 
-    /// Sleeps until the waiter is rung, or there is something for the duty. A cancellation point.
-    fn sleep(&self, left: crate::time::Timeout, duty: Option<&Duty<'_>>) -> Result<(), c_int> {
+    /// Sleeps until the waiter is rung, or there is something for the poller. A cancellation point.
+    fn sleep(&self, left: crate::time::Timeout, poller: Option<&Poller<'_>>) -> Result<(), c_int> {
         let Some(bell) = self.waiters.doorbell(self.waiter) else {
             return asleep::on_futex(self.futex, self.ticket, left);
         };
-        let also = duty.map_or(bell, Duty::fd);
+        let also = poller.map_or(bell, Poller::fd);
         if asleep::on_two(bell, also, left)? {
             self.waiters.quiet(self.waiter);
         }

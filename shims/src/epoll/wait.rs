@@ -13,7 +13,7 @@ use rustix::io::Errno;
 
 use crate::library::Library;
 use crate::lifecycle;
-use crate::link::Duty;
+use crate::link::Poller;
 use crate::points::point;
 use crate::ready::{self, Arm};
 use crate::service::Command;
@@ -210,7 +210,7 @@ impl Epoll {
             };
             let waiters = &Library::get().waiters;
             // First: arming looks at what has come, and would ring the bell of whoever sleeps already.
-            let _duties = self.take_duties();
+            let _pollers = self.become_pollers();
             point!("epoll: nothing was there");
             waiters.enter_sleep(waiter);
             point!("epoll: says that it sleeps");
@@ -320,7 +320,7 @@ impl Epoll {
 
     /// For a sleep: what completes on links to other hosts wakes this thread itself. Their descriptors
     /// are in the kernel's set from the first such sleep on, under the doorbell's key.
-    fn take_duties(&self) -> Vec<Duty<'_>> {
+    fn become_pollers(&self) -> Vec<Poller<'_>> {
         let Some(mut set) = self.set.lock() else {
             return Vec::new();
         };
@@ -342,11 +342,11 @@ impl Epoll {
         links
             .iter()
             .filter_map(|link| {
-                let duty = link.remote()?.take_duty()?;
+                let poller = link.remote()?.become_poller()?;
                 if !subscribed.iter().any(|l| std::ptr::eq(*l, *link)) {
                     let added = kernel::add(
                         self.kernel_fd()?,
-                        duty.fd(),
+                        poller.fd(),
                         kernel::EventData::new_u64(self.key.load(Relaxed)),
                         kernel::EventFlags::IN,
                     );
@@ -355,7 +355,7 @@ impl Epoll {
                     }
                     subscribed.push(link);
                 }
-                Some(duty)
+                Some(poller)
             })
             .collect()
     }

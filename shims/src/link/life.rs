@@ -148,7 +148,7 @@ impl Link {
             Err(OVER) if self.is_remote() => {}
             Err(_) => return false,
         }
-        if self.remote().is_some_and(|d| !d.retire()) {
+        if self.remote().is_some_and(|remote| !remote.retire()) {
             return false;
         }
         let slot = self.slot();

@@ -67,8 +67,8 @@ pub struct Remote {
     up: AtomicBool,
     /// By which the service thread's epoll set knows the completion descriptor.
     token: AtomicU64,
-    /// Threads that sleep on the completion descriptor themselves, or are about to.
-    watchers: AtomicU32,
+    /// [Pollers](Poller): threads that sleep on the completion descriptor themselves, or are about to.
+    pollers: AtomicU32,
     /// Those that may still use the queue pair's descriptors.
     users: AtomicU32,
     /// The queue pair is ended.
@@ -100,7 +100,7 @@ impl Remote {
             info,
             up: AtomicBool::new(true),
             token: AtomicU64::new(0),
-            watchers: AtomicU32::new(0),
+            pollers: AtomicU32::new(0),
             users: AtomicU32::new(0),
             is_ended: AtomicBool::new(false),
             sleeps: AtomicU32::new(0),
@@ -167,7 +167,7 @@ impl Remote {
     /// From now on until the value is dropped this thread is woken by completions. The service thread is not, until
     /// nobody has slept here for some ms: a program that sleeps again and again would else tell the kernel twice each
     /// time. Looks once more after this, then sleeps on the descriptor too. `None` if the link is down.
-    pub fn take_duty(&self) -> Option<Duty<'_>> {
+    pub fn become_poller(&self) -> Option<Poller<'_>> {
         // Counted first, then looked at; `retire` the other way round.
         self.users.fetch_add(1, SeqCst);
         if !self.up.load(SeqCst) {
@@ -175,14 +175,14 @@ impl Remote {
             return None;
         }
         // Before the look at `is_subscribed`; `maintain` the other way round.
-        self.watchers.fetch_add(1, SeqCst);
+        self.pollers.fetch_add(1, SeqCst);
         self.sleeps.fetch_add(1, Relaxed);
-        let duty = Duty(self);
+        let poller = Poller(self);
         if self.is_subscribed.load(SeqCst) {
             self.subscribe_service(false);
         }
         self.arm();
-        Some(duty)
+        Some(poller)
     }
 
     /// False if that cannot be had now.
@@ -211,7 +211,7 @@ impl Remote {
         if self.end.owes() {
             return Maintained::Busy;
         }
-        if self.is_subscribed.load(SeqCst) || !self.is_unwatched() {
+        if self.is_subscribed.load(SeqCst) || !self.is_unpolled() {
             return Maintained::Quiet;
         }
         if !self.subscribe_service(true) {
@@ -219,7 +219,7 @@ impl Remote {
             self.progress();
             return Maintained::Busy;
         }
-        if !self.is_unwatched() {
+        if !self.is_unpolled() {
             self.subscribe_service(false);
             return Maintained::Busy;
         }
@@ -287,25 +287,25 @@ impl Remote {
     }
 
     /// Whether no thread of the program sleeps on the completion descriptor.
-    pub fn is_unwatched(&self) -> bool {
-        self.watchers.load(SeqCst) == 0
+    pub fn is_unpolled(&self) -> bool {
+        self.pollers.load(SeqCst) == 0
     }
 }
 
-/// See [`Remote::take_duty`].
-pub struct Duty<'a>(&'a Remote);
+/// What makes a thread the one that sleeps on the completion descriptor, see [`Remote::become_poller`].
+pub struct Poller<'a>(&'a Remote);
 
-impl Duty<'_> {
+impl Poller<'_> {
     /// Readable when something has completed.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.0.fd()
     }
 }
 
-impl Drop for Duty<'_> {
+impl Drop for Poller<'_> {
     fn drop(&mut self) {
         let errno = crate::errno::get();
-        if self.0.watchers.fetch_sub(1, SeqCst) == 1 {
+        if self.0.pollers.fetch_sub(1, SeqCst) == 1 {
             Library::get().service.maintain_later();
         } else {
             // The event that woke this thread has used up what was armed, and others sleep on.

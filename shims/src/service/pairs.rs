@@ -448,7 +448,7 @@ impl Worker {
         loop {
             remote.progress();
             self.take_messages(id, remote);
-            if !remote.is_unwatched() || !remote.arm() {
+            if !remote.is_unpolled() || !remote.arm() {
                 break;
             }
         }

@@ -29,7 +29,7 @@ use crate::service::Command;
 use crate::wait::{MAX_WAITERS, SERVICE, WaiterId};
 
 /// A message for which there was no room.
-struct Letter {
+struct Queued {
     bytes: Vec<u8>,
     fds: Vec<PrivateFd>,
 }
@@ -44,7 +44,7 @@ pub struct LocalPeer {
     /// The side channel's number, -1 once it is closed.
     channel: AtomicI32,
     /// What the channel had no room for, in order.
-    outbox: Lock<VecDeque<Letter>>,
+    outbox: Lock<VecDeque<Queued>>,
     /// By waiter: the number of its button.
     buttons: Box<[AtomicI32]>,
     /// How many of them there are.
@@ -168,7 +168,7 @@ impl LocalPeer {
             return Err(SendError::Down);
         }
         let fds: Result<Vec<_>, _> = fds.iter().map(|fd| PrivateFd::duplicate(*fd)).collect();
-        outbox.push_back(Letter {
+        outbox.push_back(Queued {
             bytes: bytes.to_vec(),
             fds: fds.map_err(send_error)?,
         });
@@ -202,9 +202,9 @@ impl LocalPeer {
         let Some(mut outbox) = self.outbox.lock() else {
             return false;
         };
-        while let Some(letter) = outbox.front() {
-            let fds: Vec<BorrowedFd<'_>> = letter.fds.iter().map(AsFd::as_fd).collect();
-            if self.send_now(&letter.bytes, &fds) == Err(Errno::AGAIN) {
+        while let Some(queued) = outbox.front() {
+            let fds: Vec<BorrowedFd<'_>> = queued.fds.iter().map(AsFd::as_fd).collect();
+            if self.send_now(&queued.bytes, &fds) == Err(Errno::AGAIN) {
                 return false;
             }
             outbox.pop_front();

@@ -179,7 +179,7 @@ pub fn writable(socket: &'static Socket, arm: Arm) -> u32 {
     if ready || tx::could_have_room(socket, producer) {
         return OUT;
     }
-    tx::press(socket, &mut tx);
+    tx::report_blocked(socket, &mut tx);
     0
 }
 

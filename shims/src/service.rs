@@ -379,7 +379,7 @@ struct Worker {
     /// Other hosts that are asked.
     hosts: remote::Hosts,
     /// Senders that find no room.
-    pressed: Vec<rings::Pressed>,
+    blocked: Vec<rings::Blocked>,
     /// Those that do not wait for ever.
     standing: Vec<standstill::Standing>,
     /// Connections whose other end was closed where its library did not see it, it seems.
@@ -435,7 +435,7 @@ impl Worker {
             deferred: Vec::new(),
             control: control::Control::new(crate::time::now_ns()),
             hosts: remote::Hosts::new(),
-            pressed: Vec::new(),
+            blocked: Vec::new(),
             standing: Vec::new(),
             unmarked: Vec::new(),
             dying: Vec::new(),
@@ -560,7 +560,7 @@ impl Worker {
         let free_links = (self.free_links_at != 0).then_some(self.free_links_at);
         let alone = (self.ending.at != 0).then_some(self.ending.at);
         let held = (self.held_until != 0).then_some(self.held_until);
-        let pressed = self.pressed.iter().map(|p| p.deadline);
+        let blocked = self.blocked.iter().map(|p| p.deadline);
         let standing = self.standing.iter().map(|s| s.deadline);
         let unmarked = self.unmarked.iter().map(|u| u.deadline);
         let dying = self.dying.iter().map(|d| d.deadline);
@@ -579,7 +579,7 @@ impl Worker {
             .chain(lingering)
             .chain(deferred)
             .chain(shrink)
-            .chain(pressed)
+            .chain(blocked)
             .chain(standing)
             .chain(unmarked)
             .chain(dying)

@@ -92,8 +92,8 @@ pub struct Tx {
     pub held: bool,
     /// TCP_CORK as the kernel has it.
     pub kernel_corked: bool,
-    /// The service thread watches whether the reader stands still (`tx::press`).
-    pub pressed: bool,
+    /// The service thread watches whether the reader stands still (`tx::report_blocked`).
+    pub blocked: bool,
     /// The service thread watches for how long the reader takes nothing (`service::standstill`).
     pub timed: bool,
     /// Calls that have waited for room, and are not back.
@@ -447,7 +447,7 @@ impl Socket {
             tx.again = 0;
             tx.closing = 0;
             tx.last = 0;
-            tx.pressed = false;
+            tx.blocked = false;
             tx.timed = false;
             tx.seen.forget();
         }

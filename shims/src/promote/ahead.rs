@@ -27,15 +27,15 @@ const PIECE: usize = 16 * 1024;
 /// Pieces that are dropped before others have their turn.
 const DROPS: usize = 64;
 
-/// Does what the markers behind unread data allow for the sending direction, if that waits for one. `is_pressed`: it finds
+/// Does what the markers behind unread data allow for the sending direction, if that waits for one. `is_blocked`: it finds
 /// no room on the link, and the reader does not move. True if the kernel has less than before: those who wait
 /// for something to read are to be told.
-pub fn read_ahead(socket: &'static Socket, is_pressed: bool) -> bool {
+pub fn read_ahead(socket: &'static Socket, is_blocked: bool) -> bool {
     let mut took = false;
     let Some(mut control) = socket.control.lock() else {
         return false;
     };
-    while waits(&control, is_pressed) {
+    while waits(&control, is_blocked) {
         let ahead = {
             let Some(mut rx) = socket.rx.lock() else {
                 break;
@@ -66,9 +66,9 @@ pub fn read_ahead(socket: &'static Socket, is_pressed: bool) -> bool {
     took
 }
 
-fn waits(control: &Control, is_pressed: bool) -> bool {
+fn waits(control: &Control, is_blocked: bool) -> bool {
     let resume = control.resume.as_ref();
-    resume.is_some_and(|r| r.looks_ahead() || is_pressed && r.is_unanswered())
+    resume.is_some_and(|r| r.looks_ahead() || is_blocked && r.is_unanswered())
 }
 
 fn on_ahead(socket: &'static Socket, control: &mut Control, ahead: Ahead) {

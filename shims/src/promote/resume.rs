@@ -164,7 +164,7 @@ pub(super) fn carry_out(socket: &'static Socket, control: &mut Control, steps: S
                 let wake = socket.tx.lock().and_then(|mut tx| {
                     use rdmasock_core::fabric::ring::End;
                     let wake = tx.producer.as_mut()?.end(End::Fin).ok();
-                    crate::tx::press_to_the_end(socket, &tx);
+                    crate::tx::report_blocked_at_end(socket, &tx);
                     wake
                 });
                 if let Some(wake) = wake {

@@ -84,7 +84,7 @@ pub enum Command {
     /// A ring has grown: shrink it when it is idle.
     Grown,
     /// A sender finds no room.
-    Pressed(Ref),
+    Blocked(Ref),
     /// Likewise, and it does not wait for ever.
     Standing(Ref),
     /// The anchor's number stands for something else, it seems.
@@ -136,9 +136,9 @@ impl Command {
         Self::Violation(Ref::new(socket))
     }
 
-    /// See [`Command::Pressed`].
-    pub fn pressed(socket: &'static Socket) -> Self {
-        Self::Pressed(Ref::new(socket))
+    /// See [`Command::Blocked`].
+    pub fn blocked(socket: &'static Socket) -> Self {
+        Self::Blocked(Ref::new(socket))
     }
 
     /// See [`Command::Standing`].
@@ -213,7 +213,7 @@ impl Worker {
             Command::Vain(link) => self.look_for_noise(link),
             Command::Linger(fd, awaited, unsent) => self.linger(fd, awaited, unsent),
             Command::Listen(listener) => self.listen(listener),
-            Command::Pressed(r) => self.on_pressed(r),
+            Command::Blocked(r) => self.on_blocked(r),
             Command::Standing(r) => self.on_standing(r),
             Command::Lost(r) => {
                 if let Some(socket) = r.get() {

@@ -12,7 +12,7 @@ use crate::socket::{self, Mode};
 use crate::tx;
 
 /// A sender that found no room, and how far its reader had got then.
-pub(super) struct Pressed {
+pub(super) struct Blocked {
     r: Ref,
     reader_at: u64,
     /// How long it is left alone, ns, until
@@ -31,11 +31,11 @@ const LONGEST: u64 = 1_000_000_000;
 const SHRINK_EVERY: u64 = 1_000_000_000;
 
 impl Worker {
-    pub(super) fn on_pressed(&mut self, r: Ref) {
+    pub(super) fn on_blocked(&mut self, r: Ref) {
         if let Some(socket) = r.get()
             && let Some(reader_at) = tx::reader_at(socket)
         {
-            self.pressed.push(Pressed {
+            self.blocked.push(Blocked {
                 r,
                 reader_at,
                 every: STILL_FOR,
@@ -46,21 +46,21 @@ impl Worker {
 
     /// Sees to the senders that have found no room for a while.
     pub(super) fn relieve(&mut self, now: u64) {
-        let late: Vec<Pressed> = self.pressed.extract_if(.., |p| p.deadline <= now).collect();
-        for pressed in late {
-            let Some(socket) = pressed.r.get() else {
+        let late: Vec<Blocked> = self.blocked.extract_if(.., |p| p.deadline <= now).collect();
+        for blocked in late {
+            let Some(socket) = blocked.r.get() else {
                 continue;
             };
-            if let Some(reader_at) = tx::ask_for_room(socket, pressed.reader_at) {
-                let every = match reader_at == pressed.reader_at {
-                    true => (pressed.every * 2).min(LONGEST),
+            if let Some(reader_at) = tx::ask_for_room(socket, blocked.reader_at) {
+                let every = match reader_at == blocked.reader_at {
+                    true => (blocked.every * 2).min(LONGEST),
                     false => STILL_FOR,
                 };
-                self.pressed.push(Pressed {
+                self.blocked.push(Blocked {
                     reader_at,
                     every,
                     deadline: now + every,
-                    ..pressed
+                    ..blocked
                 });
             } else if promote::read_ahead(socket, true) {
                 ready::notify_local(socket);

@@ -41,7 +41,7 @@ pub(super) fn no_room(socket: &'static Socket, tx: &mut Tx, waits: bool) -> Room
             return Room::There;
         }
     }
-    press(socket, tx);
+    report_blocked(socket, tx);
     Room::Full
 }
 
@@ -78,9 +78,9 @@ fn borrow(socket: &Socket, producer: &mut Producer) -> bool {
 }
 
 /// The direction has ended, perhaps with bytes that this end keeps: the peer is asked for room for them, again and again.
-pub fn press_to_the_end(socket: &'static Socket, tx: &Tx) {
+pub fn report_blocked_at_end(socket: &'static Socket, tx: &Tx) {
     if tx.producer.as_ref().is_some_and(Producer::is_aside) {
-        Library::get().service.submit(Command::pressed(socket));
+        Library::get().service.submit(Command::blocked(socket));
     }
 }
 
@@ -145,7 +145,7 @@ pub fn make_room(socket: &'static Socket) -> bool {
 /// Nothing can be sent now. Kernel TCP takes megabytes without a reader, and programs count on it
 /// (both ends may send before they read), but a ring grows only as its reader finds it too small.
 /// So has the service thread ask for a larger one if the reader stands still.
-pub fn press(socket: &'static Socket, tx: &mut Tx) {
+pub fn report_blocked(socket: &'static Socket, tx: &mut Tx) {
     if !tx.timed && tx.producer.is_some() && socket.user_timeout.load(Relaxed) != 0 {
         tx.timed = true;
         Library::get().service.submit(Command::standing(socket));
@@ -157,9 +157,9 @@ pub fn press(socket: &'static Socket, tx: &mut Tx) {
         let grows = p.ring_size() < max && p.may_grow();
         grows || p.is_aside() && !is_answered
     };
-    if !tx.pressed && tx.producer.as_ref().is_some_and(may_grow) {
-        tx.pressed = true;
-        Library::get().service.submit(Command::pressed(socket));
+    if !tx.blocked && tx.producer.as_ref().is_some_and(may_grow) {
+        tx.blocked = true;
+        Library::get().service.submit(Command::blocked(socket));
     }
 }
 
@@ -183,7 +183,7 @@ pub fn unread(socket: &'static Socket) -> Option<u64> {
     tx.producer.as_mut()?.used().ok()
 }
 
-/// How far the reader has got, as long as a link has no room: then it is watched on for whether it stands still (`press`).
+/// How far the reader has got, as long as a link has no room: then it is watched on for whether it stands still (`report_blocked`).
 pub fn stands_still(socket: &'static Socket) -> Option<u64> {
     let mut tx = socket.tx.lock()?;
     let on_link = socket.tx_mode.load(Acquire) == Mode::Link;
@@ -210,7 +210,7 @@ pub fn reader_at(socket: &'static Socket) -> Option<u64> {
     Some(producer.position().saturating_sub(producer.used().ok()?))
 }
 
-/// A while after `press`, when the reader was at `then`. Asks the peer for the largest ring if it still is and there is no room
+/// A while after `report_blocked`, when the reader was at `then`. Asks the peer for the largest ring if it still is and there is no room
 /// but with it; gives where it is if it is to be looked at again. What this end keeps stays here until the direction has
 /// ended: then this process may end too, and the rest is the peer's to keep.
 pub fn ask_for_room(socket: &'static Socket, then: u64) -> Option<u64> {
@@ -229,7 +229,7 @@ pub fn ask_for_room(socket: &'static Socket, then: u64) -> Option<u64> {
     if full && now != Some(then) {
         return now;
     }
-    tx.pressed = false;
+    tx.blocked = false;
     drop(tx);
     if full && (is_owed || !is_aside) {
         ready::notify_peer(socket, Wake(Link::service_bits()));

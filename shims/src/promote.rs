@@ -395,7 +395,7 @@ pub fn flush(socket: &'static Socket) -> bool {
     }
     push(fd);
     tracing::trace!(target: "rdmasock::promote", slot = socket.slot, "markers are out");
-    if tx.is_held {
+    if tx.is_suspended {
         return false;
     }
     if std::mem::take(&mut tx.then_link) && tx.producer.is_some() {

@@ -85,7 +85,7 @@ pub struct Service {
     /// The thread is to end.
     ending: AtomicBool,
     /// The thread will look for what senders hold back.
-    holding: AtomicBool,
+    delaying: AtomicBool,
     /// The thread will look after links to other hosts.
     maintaining: AtomicBool,
     offers: Offers,
@@ -105,7 +105,7 @@ impl Service {
             started: AtomicBool::new(false),
             thread: AtomicI32::new(0),
             ending: AtomicBool::new(false),
-            holding: AtomicBool::new(false),
+            delaying: AtomicBool::new(false),
             maintaining: AtomicBool::new(false),
             offers: Offers::new(),
             links: Lock::new(Vec::new()),
@@ -128,8 +128,8 @@ impl Service {
 
     /// In a while the peer is to be told of what a sender has just begun to hold back.
     #[inline]
-    pub fn release_later(&self) {
-        later(self, &self.holding, Command::Held);
+    pub fn delay_wake(&self) {
+        later(self, &self.delaying, Command::DelayedWakes);
     }
 
     /// In a while links to other hosts are to be maintained: what is owed on them, and who hears of what
@@ -389,7 +389,7 @@ struct Worker {
     one_way: HashMap<u32, watch::OneWay>,
     /// When rings are next looked at for shrinking, ns; 0: nothing has grown.
     shrink_at: u64,
-    held_until: u64,
+    delayed_until: u64,
     /// When links to other hosts are maintained, ns; 0: no need.
     maintain_at: u64,
     /// How often in a row that was done, and they were in use; counted as far as it matters.
@@ -441,7 +441,7 @@ impl Worker {
             dying: Vec::new(),
             one_way: HashMap::new(),
             shrink_at: 0,
-            held_until: 0,
+            delayed_until: 0,
             maintain_at: 0,
             maintained: 0,
             watch_at: 0,
@@ -559,7 +559,7 @@ impl Worker {
         let watch = (self.watch_at != 0).then_some(self.watch_at);
         let free_links = (self.free_links_at != 0).then_some(self.free_links_at);
         let alone = (self.ending.at != 0).then_some(self.ending.at);
-        let held = (self.held_until != 0).then_some(self.held_until);
+        let delayed = (self.delayed_until != 0).then_some(self.delayed_until);
         let blocked = self.blocked.iter().map(|p| p.deadline);
         let standing = self.standing.iter().map(|s| s.deadline);
         let unmarked = self.unmarked.iter().map(|u| u.deadline);
@@ -586,7 +586,7 @@ impl Worker {
             .chain(one_way)
             .chain(self.control.next_timeout())
             .chain(self.hosts.next_timeout())
-            .chain(held)
+            .chain(delayed)
             .chain(alone)
             .min()
             .map(|at| at.saturating_sub(now))
@@ -614,11 +614,11 @@ impl Worker {
         self.control_on_time(now);
         self.hosts_on_time(now);
         self.ending.on_time(now);
-        if self.held_until != 0 && now >= self.held_until {
-            self.held_until = 0;
-            self.service.holding.store(false, SeqCst);
+        if self.delayed_until != 0 && now >= self.delayed_until {
+            self.delayed_until = 0;
+            self.service.delaying.store(false, SeqCst);
             for socket in socket::all() {
-                crate::tx::release_held(socket);
+                crate::tx::send_delayed_wake(socket);
             }
         }
         if self.shrink_at != 0 && now >= self.shrink_at {

@@ -81,7 +81,7 @@ pub struct Tx {
     pub then_link: bool,
     /// The direction has left a link between hosts, and the other's RESUME has not come: nothing but the marker
     /// goes out.
-    pub is_held: bool,
+    pub is_suspended: bool,
     /// The program has shut the direction down: once the marker is out the kernel is told.
     pub then_shut: bool,
     /// The program has shut the direction down.
@@ -89,7 +89,7 @@ pub struct Tx {
     /// Whom the peer is to tell of space, as an attention word: the epoll sets' part.
     pub bits: u32,
     /// Bytes are in the ring of which the peer was not told: more follows (`tx/cork.rs`).
-    pub held: bool,
+    pub wake_delayed: bool,
     /// TCP_CORK as the kernel has it.
     pub kernel_corked: bool,
     /// The service thread watches whether the reader stands still (`tx::report_blocked`).
@@ -440,8 +440,8 @@ impl Socket {
         socket.born.store(crate::fork::epoch(), Relaxed);
         socket.adopted.store(false, Relaxed);
         if let Some(mut tx) = socket.tx.lock() {
-            tx.held = false;
-            tx.is_held = false;
+            tx.wake_delayed = false;
+            tx.is_suspended = false;
             tx.is_shut = false;
             tx.kernel_corked = false;
             tx.again = 0;

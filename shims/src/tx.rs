@@ -5,14 +5,14 @@ mod cork;
 mod room;
 mod sendfile;
 
-pub use cork::{cork, pass_cork, release_held};
+pub use cork::{cork, pass_cork, send_delayed_wake};
 pub use room::{
     ask_for_room, could_have_room, forget_standing, give_back, is_full, is_unread, make_room,
     on_buffer_size, reader_at, report_blocked, report_blocked_at_end, stands_still, unread,
 };
 pub use sendfile::sendfile;
 
-use cork::{hold, is_more_to_come};
+use cork::{delay_wake, is_more_to_come};
 use room::{Room, no_room};
 
 use std::ffi::c_int;
@@ -413,9 +413,9 @@ unsafe fn step(call: &mut Call, iov: &mut Iov, flags: c_int) -> Step {
             producer.commit(copied)
         };
         if holds {
-            hold(&mut tx);
+            delay_wake(&mut tx);
         } else {
-            tx.held = false;
+            tx.wake_delayed = false;
         }
         if copied > 0 {
             tx.last = tx.seen.tick();

@@ -48,7 +48,7 @@ pub struct LocalPeer {
     /// By waiter: the number of its button.
     buttons: Box<[AtomicI32]>,
     /// How many of them there are.
-    held: AtomicU32,
+    button_count: AtomicU32,
     /// The waiters, a bit each, that the peer is to be asked to wake when the channel has room.
     owed: Box<[AtomicU64]>,
     /// Threads that may be using a descriptor.
@@ -72,7 +72,7 @@ impl LocalPeer {
             channel: AtomicI32::new(-1),
             outbox: Lock::new(VecDeque::new()),
             buttons: (0..POLLING).map(|_| AtomicI32::new(-1)).collect(),
-            held: AtomicU32::new(0),
+            button_count: AtomicU32::new(0),
             owed: (0..MAX_WAITERS.div_ceil(64))
                 .map(|_| AtomicU64::new(0))
                 .collect(),
@@ -84,7 +84,7 @@ impl LocalPeer {
     /// There is a peer, on the other side of this channel. Service thread only, as for [`close`](Self::close), which has
     /// come before if there was another.
     pub(super) fn begin(&self, channel: Channel) {
-        self.held.store(0, Relaxed);
+        self.button_count.store(0, Relaxed);
         for word in &self.owed {
             word.store(0, Relaxed);
         }
@@ -232,10 +232,10 @@ impl LocalPeer {
             return Err(Refused::Violation);
         }
         let button = Button::received(fd).ok_or(Refused::Violation)?;
-        if self.held.load(Acquire) >= most {
+        if self.button_count.load(Acquire) >= most {
             return Err(Refused::TooMany);
         }
-        self.held.fetch_add(1, AcqRel);
+        self.button_count.fetch_add(1, AcqRel);
         slot.store(button.release(), SeqCst);
         Ok(())
     }

@@ -166,7 +166,7 @@ pub fn close_stream(socket: &'static Socket, control: &mut Control) {
     control.resume = None;
     if let Some(mut tx) = socket.tx.lock() {
         tx.producer = None;
-        tx.is_held = false;
+        tx.is_suspended = false;
     }
     let peer = control.peer.take();
     match control.opened.take() {

@@ -52,7 +52,7 @@ pub fn wait_for_tcp(socket: &Socket) {
     };
     if tx.then_link || socket.tx_mode.load(Acquire) == Mode::Link {
         tx.then_link = true;
-        tx.is_held = true;
+        tx.is_suspended = true;
         socket.tx_mode.go(Sending::Announced);
     }
 }

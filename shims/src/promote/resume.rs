@@ -175,8 +175,8 @@ pub(super) fn carry_out(socket: &'static Socket, control: &mut Control, steps: S
             Step::SendFrom(from) => send_from(socket, from),
             Step::SendNothing => {
                 if let Some(mut tx) = socket.tx.lock() {
-                    tx.held = false;
-                    tx.is_held = false;
+                    tx.wake_delayed = false;
+                    tx.is_suspended = false;
                     tx.then_link = false;
                     tx.marker.clear();
                     socket.tx_mode.go(Sending::Withdrawn);
@@ -232,8 +232,8 @@ fn write_resume(socket: &'static Socket, control: &Control) {
         if let Ok(bytes) = (Marker::Resume { received, sent }).encode(&theirs, &mut buf) {
             tx.marker.extend_from_slice(bytes);
         }
-        tx.is_held |= on_link;
-        tx.held = false;
+        tx.is_suspended |= on_link;
+        tx.wake_delayed = false;
         socket.tx_mode.go(Sending::Announced);
         crate::tx::pass_cork(socket, &mut tx);
     }
@@ -251,7 +251,7 @@ fn send_from(socket: &'static Socket, from: u64) {
         if let Some(Ok(bytes)) = &rest {
             super::queue_again(socket, &mut tx, bytes);
         }
-        tx.is_held = false;
+        tx.is_suspended = false;
         socket.tx_mode.go(Sending::Announced);
         rest
     };

@@ -17,7 +17,7 @@ use crate::ready;
 use crate::socket::Socket;
 
 /// How long a peer is not told of bytes that more is to follow, ns: as TCP_CORK (tcp(7)).
-const HELD_FOR: u64 = 200_000_000;
+const DELAYED_FOR: u64 = 200_000_000;
 
 /// A socket as it was when something was asked for it.
 #[derive(Clone, Copy)]
@@ -90,7 +90,7 @@ pub enum Command {
     /// The anchor's number stands for something else, it seems.
     Lost(Ref),
     /// A sender holds something back of which the peer is to be told in a while.
-    Held,
+    DelayedWakes,
     /// Links to other hosts are to be maintained in a while.
     Maintain,
 }
@@ -220,7 +220,7 @@ impl Worker {
                     crate::lifecycle::look_at_anchor(socket);
                 }
             }
-            Command::Held => self.held_until = crate::time::now_ns() + HELD_FOR,
+            Command::DelayedWakes => self.delayed_until = crate::time::now_ns() + DELAYED_FOR,
             Command::Grown => self.on_grown(),
             Command::Maintain => self.maintain_at = crate::time::now_ns() + self.maintain_after(),
         }

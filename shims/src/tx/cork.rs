@@ -16,20 +16,20 @@ pub(super) fn is_more_to_come(socket: &Socket, flags: c_int, n: usize) -> bool {
     (flags & libc::MSG_MORE != 0 || socket.corked.load(Relaxed)) && n < SEGMENT
 }
 
-/// The peer is told later, by the next send, or by the service thread ([`release_held`]).
-pub(super) fn hold(tx: &mut Tx) {
-    if !tx.held {
-        tx.held = true;
-        Library::get().service.release_later();
+/// The peer is told later, by the next send, or by the service thread ([`send_delayed_wake`]).
+pub(super) fn delay_wake(tx: &mut Tx) {
+    if !tx.wake_delayed {
+        tx.wake_delayed = true;
+        Library::get().service.delay_wake();
     }
 }
 
 /// Tells the peer of what was held back.
-pub fn release_held(socket: &'static Socket) {
+pub fn send_delayed_wake(socket: &'static Socket) {
     let Some(mut tx) = socket.tx.lock() else {
         return;
     };
-    if !std::mem::take(&mut tx.held) {
+    if !std::mem::take(&mut tx.wake_delayed) {
         return;
     }
     let wake = tx.producer.as_mut().map(|p| p.wake());
@@ -54,7 +54,7 @@ pub fn cork(socket: &'static Socket, on: bool) -> bool {
         on_link
     };
     if !on {
-        release_held(socket);
+        send_delayed_wake(socket);
     }
     on_link
 }
@@ -68,5 +68,5 @@ pub fn pass_cork(socket: &'static Socket, tx: &mut Tx) {
         tx.kernel_corked = corked;
         let _ = rustix::net::sockopt::set_tcp_cork(fd, corked);
     }
-    tx.held = false;
+    tx.wake_delayed = false;
 }

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering::Acquire;
 use libc::ssize_t;
 use rdmasock_core::os::kernel;
 
-use super::cork::{hold, is_more_to_come};
+use super::cork::{delay_wake, is_more_to_come};
 use super::room::{Room, no_room};
 use super::{PIECE, count_sent, is_dead, leave, plain, take_back, violation};
 use crate::call::{Began, Call, Direction, Place};
@@ -189,10 +189,10 @@ unsafe fn sendfile_slow(
             if let Some(producer) = tx.producer.as_mut() {
                 producer.commit_quietly(n);
             }
-            hold(&mut tx);
+            delay_wake(&mut tx);
             None
         } else {
-            tx.held = false;
+            tx.wake_delayed = false;
             tx.producer.as_mut().map(|p| p.commit(n))
         };
         tx.last = tx.seen.tick();

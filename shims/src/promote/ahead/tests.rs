@@ -17,7 +17,7 @@ const THEIRS: Nonce = Nonce::from_bytes([0xc1; 16]);
 const DATA: usize = 50_000;
 
 /// A socket that has switched, and whose peer has given up: the next that TCP brings is data, then RESUME.
-fn held() -> (&'static Socket, TcpStream, TcpStream) {
+fn suspended() -> (&'static Socket, TcpStream, TcpStream) {
     let (socket, ours, theirs) = unanswered(Closing::Switch);
     let mut control = socket.control.lock().unwrap();
     resume::feed(socket, &mut control, |r| r.on_got(Closing::Abort));
@@ -62,8 +62,8 @@ fn resume() -> Vec<u8> {
     marker.encode(&MINE, &mut buf).unwrap().to_vec()
 }
 
-fn is_held(socket: &Socket) -> bool {
-    socket.tx.lock().unwrap().is_held
+fn is_suspended(socket: &Socket) -> bool {
+    socket.tx.lock().unwrap().is_suspended
 }
 
 fn until(condition: impl Fn() -> bool) {
@@ -74,24 +74,24 @@ fn until(condition: impl Fn() -> bool) {
 
 #[test]
 fn who_has_not_read_what_precedes_resume_can_send_and_then_reads_all_of_it() {
-    let (socket, ours, mut theirs) = held();
+    let (socket, ours, mut theirs) = suspended();
     let data: Vec<u8> = (0..DATA).map(|i| (i % 251) as u8).collect();
     theirs.write_all(&data).unwrap();
     let waits = || rustix::io::ioctl_fionread(&ours).unwrap() as usize;
     until(|| waits() == DATA);
     assert!(read_ahead(socket, false));
-    assert!(is_held(socket) && waits() == 0, "RESUME has not come");
+    assert!(is_suspended(socket) && waits() == 0, "RESUME has not come");
     let resume = resume();
     let (first, second) = resume.split_at(9);
     theirs.write_all(first).unwrap();
     until(|| waits() == 9);
     read_ahead(socket, false);
-    assert!(is_held(socket));
+    assert!(is_suspended(socket));
     theirs.write_all(second).unwrap();
     theirs.write_all(b"later").unwrap();
     until(|| waits() == second.len() + 5);
     read_ahead(socket, false);
-    assert!(!is_held(socket) && socket.tx_mode.load(SeqCst) == Mode::Tcp);
+    assert!(!is_suspended(socket) && socket.tx_mode.load(SeqCst) == Mode::Tcp);
     assert!(!read_ahead(socket, false), "nothing more is awaited");
 
     let mut got = vec![0u8; DATA + 5];
@@ -123,7 +123,7 @@ fn who_has_not_read_what_precedes_resume_can_send_and_then_reads_all_of_it() {
 
 #[test]
 fn a_call_that_leaves_the_kernel_is_told_to_look_for_what_nobody_could() {
-    let (socket, _ours, mut theirs) = held();
+    let (socket, _ours, mut theirs) = suspended();
     socket.rx_mode.go(Receiving::Settled);
     assert!(socket.enter_rx());
     socket.rx_mode.go(Receiving::Expected);
@@ -134,11 +134,11 @@ fn a_call_that_leaves_the_kernel_is_told_to_look_for_what_nobody_could() {
             .is_some_and(|fd| rustix::io::ioctl_fionread(fd).unwrap() > 0)
     });
     read_ahead(socket, false);
-    assert!(is_held(socket), "the call has the first turn");
+    assert!(is_suspended(socket), "the call has the first turn");
     assert!(socket.leave_rx());
     until(|| {
         read_ahead(socket, false);
-        !is_held(socket)
+        !is_suspended(socket)
     });
 }
 
@@ -158,25 +158,25 @@ fn an_end_that_changes_nothing_is_not_looked_for_again_and_again() {
 
 #[test]
 fn the_end_of_our_receiving_direction_is_not_the_peers() {
-    let (socket, ours, mut theirs) = held();
+    let (socket, ours, mut theirs) = suspended();
     ours.shutdown(std::net::Shutdown::Read).unwrap();
     read_ahead(socket, false);
-    assert!(is_held(socket), "RESUME may come");
+    assert!(is_suspended(socket), "RESUME may come");
     theirs.write_all(&resume()).unwrap();
     until(|| {
         read_ahead(socket, false);
-        !is_held(socket)
+        !is_suspended(socket)
     });
 }
 
 #[test]
 fn the_end_of_tcp_behind_unread_data_lets_the_kernel_answer() {
-    let (socket, _ours, mut theirs) = held();
+    let (socket, _ours, mut theirs) = suspended();
     theirs.write_all(b"data").unwrap();
     drop(theirs);
     until(|| {
         read_ahead(socket, false);
-        !is_held(socket)
+        !is_suspended(socket)
     });
     assert_eq!(socket.tx_mode.load(SeqCst), Mode::Tcp);
 }

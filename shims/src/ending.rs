@@ -33,7 +33,7 @@ static HAS_BEGUN: AtomicBool = AtomicBool::new(false);
 static TELL: OnceLock<fn()> = OnceLock::new();
 
 /// When the library is loaded, by the main thread. `tell` has the service thread, if there is one by then, look at its
-/// [`Watch`].
+/// [`ThreadWatch`].
 pub fn watch_main_thread(tell: fn()) {
     let _ = TELL.set(tell);
     let mut key = 0;
@@ -69,7 +69,7 @@ extern "C" fn main_ends(_: *mut c_void) {
 }
 
 /// How the service thread waits for the other threads.
-pub struct Watch {
+pub struct ThreadWatch {
     /// When it looks next, ns; 0: it does not.
     pub at: u64,
     every: u64,
@@ -79,7 +79,7 @@ pub struct Watch {
     mask: libc::sigset_t,
 }
 
-impl Watch {
+impl ThreadWatch {
     /// Nothing is looked at yet.
     pub fn new(mask: libc::sigset_t) -> Self {
         Self {

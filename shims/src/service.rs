@@ -31,7 +31,7 @@ pub use pairs::Dialled;
 use channels::{Conn, Peer};
 use offers::Offers;
 use queue::Queue;
-use watch::Watch;
+use watch::Watched;
 
 use std::collections::{HashMap, VecDeque};
 use std::net::{IpAddr, SocketAddr};
@@ -84,7 +84,7 @@ pub struct Service {
     thread: AtomicI32,
     /// The thread is to end.
     ending: AtomicBool,
-    /// The thread will look for what senders hold back.
+    /// The thread will send the wake-ups that are delayed.
     delaying: AtomicBool,
     /// The thread will look after links to other hosts.
     maintaining: AtomicBool,
@@ -389,6 +389,7 @@ struct Worker {
     one_way: HashMap<u32, watch::OneWay>,
     /// When rings are next looked at for shrinking, ns; 0: nothing has grown.
     shrink_at: u64,
+    /// When the wake-ups that are delayed are sent, ns; 0: there are none.
     delayed_until: u64,
     /// When links to other hosts are maintained, ns; 0: no need.
     maintain_at: u64,
@@ -397,7 +398,7 @@ struct Worker {
     /// When it is next seen whether links to other hosts still work, ns; 0: nothing is under way on any.
     watch_at: u64,
     /// Whether the process is at its end but for this thread.
-    ending: ending::Watch,
+    ending: ending::ThreadWatch,
     /// Requests of fork children seen so far.
     requests: u32,
     /// Commands that were taken over and are not carried out yet.
@@ -445,7 +446,7 @@ impl Worker {
             maintain_at: 0,
             maintained: 0,
             watch_at: 0,
-            ending: ending::Watch::new(mask),
+            ending: ending::ThreadWatch::new(mask),
             requests: crate::fork::requests(),
             commands: VecDeque::new(),
             events: VecDeque::new(),

@@ -10,7 +10,7 @@ use rdmasock_core::stream::handshake::{Handshake, Role};
 use rdmasock_core::wire::{self, Message};
 use rustix::event::epoll as kernel;
 
-use super::{ASK_TIMEOUT, Peer, Ref, Watch, Worker, kind, tag};
+use super::{ASK_TIMEOUT, Peer, Ref, Watched, Worker, kind, tag};
 use crate::listener::Listener;
 use crate::promote;
 use crate::ready;
@@ -221,13 +221,13 @@ impl Worker {
             .into());
         }
         match self.watch(socket) {
-            Watch::AfterMod => {
+            Watched::AfterMod => {
                 socket.set_stage(Stage::Watching);
                 socket.asked.store(true, SeqCst);
                 return Err(Refusal::NotYet(socket));
             }
             // What holds all connections on TCP may have come since, and has then not seen this one.
-            Watch::Done
+            Watched::Done
                 if crate::hold::reason().is_none() && promote::start_scan(socket, nonce_s) => {}
             _ => {
                 socket.set_stage(Stage::Watching);

@@ -14,7 +14,7 @@ use rdmasock_core::stats::{Direction, Event, Reason, Why};
 use rdmasock_core::stream::handshake::Handshake;
 use rdmasock_core::wire::{self, MAX_MESSAGE, Message};
 
-use super::{ASK_TIMEOUT, Peer, REMOTE_TIMEOUT, Ref, Watch, Worker};
+use super::{ASK_TIMEOUT, Peer, REMOTE_TIMEOUT, Ref, Watched, Worker};
 use crate::link::Link;
 use crate::promote;
 use crate::socket::{Socket, Stage};
@@ -532,7 +532,7 @@ impl Worker {
         let Some(socket) = asking.socket().filter(|s| is_asking(s, asking.nonce)) else {
             return false;
         };
-        if self.watch(socket) != Watch::Done || !promote::start_scan(socket, asking.nonce) {
+        if self.watch(socket) != Watched::Done || !promote::start_scan(socket, asking.nonce) {
             if abandon(socket, asking.nonce) {
                 later(socket, Reason::Unsupported.into());
             }

@@ -65,7 +65,7 @@ fn sends_on_link(socket: &'static Socket) -> bool {
 
 /// Whether the library reports a socket's readiness.
 #[derive(PartialEq, Eq)]
-pub(super) enum Watch {
+pub(super) enum Watched {
     Done,
     /// Not before the program has used epoll_ctl(EPOLL_CTL_MOD) on it (see `Epoll::take_over`).
     AfterMod,
@@ -91,16 +91,16 @@ pub(super) fn anchor_flags() -> kernel::EventFlags {
 
 impl Worker {
     /// From now on this thread watches the anchor, and the library reports the socket's readiness.
-    pub(super) fn watch(&mut self, socket: &'static Socket) -> Watch {
+    pub(super) fn watch(&mut self, socket: &'static Socket) -> Watched {
         {
             let Some(_control) = socket.control.lock() else {
-                return Watch::Impossible;
+                return Watched::Impossible;
             };
             let Some(fd) = socket.anchor_fd() else {
-                return Watch::Impossible;
+                return Watched::Impossible;
             };
             if !self.add(fd, anchor_tag(socket), anchor_flags()) {
-                return Watch::Impossible;
+                return Watched::Impossible;
             }
             socket.watched.swap(true, SeqCst);
         }
@@ -113,10 +113,10 @@ impl Worker {
             .map(|i| i.members.clone())
             .unwrap_or_default();
         if members.iter().all(|m| m.epoll.take_over(m.item, socket)) {
-            return Watch::Done;
+            return Watched::Done;
         }
         self.unwatch(socket);
-        Watch::AfterMod
+        Watched::AfterMod
     }
 
     fn unwatch(&mut self, socket: &'static Socket) {

@@ -169,7 +169,7 @@ pub fn account(socket: &'static Socket, n: u64) {
     }
 }
 
-enum Step {
+enum RecvStep {
     /// Look again.
     Again,
     /// The kernel's own call.
@@ -221,36 +221,36 @@ unsafe fn recv_slow(
             match mode {
                 Mode::Link => from_link(&mut call, iov, flags),
                 Mode::Marked => within(|| from_marked(&mut call, iov, flags, got > 0 && !all)),
-                _ => Step::Kernel,
+                _ => RecvStep::Kernel,
             }
         };
         match step {
-            Step::Again => {}
-            Step::Got(0) => return got as ssize_t,
+            RecvStep::Again => {}
+            RecvStep::Got(0) => return got as ssize_t,
             // Who waits for edges takes a short read for the end of what is there (epoll(7), question 9), so more is
             // looked for, without waiting. A peek has looked at what is there: it would start over.
-            Step::Got(n) | Step::GotPart(n) => {
+            RecvStep::Got(n) | RecvStep::GotPart(n) => {
                 got += n;
-                let part = matches!(step, Step::GotPart(_));
+                let part = matches!(step, RecvStep::GotPart(_));
                 let more = all || part;
                 if !more || got >= whole || peek || part && is_at_mark(socket) {
                     return got as ssize_t;
                 }
             }
-            Step::Fail(error) => return errno::after(got, error),
-            Step::Elsewhere(Place::Moved) if got == 0 => {
+            RecvStep::Fail(error) => return errno::after(got, error),
+            RecvStep::Elsewhere(Place::Moved) if got == 0 => {
                 let fd = call.fd;
                 lifecycle::look_again(socket, fd);
                 drop(call);
                 // SAFETY: as above.
                 return unsafe { begin_anew(fd, iov, flags, real) };
             }
-            Step::Elsewhere(Place::Here) => {}
-            Step::Elsewhere(_) => {
+            RecvStep::Elsewhere(Place::Here) => {}
+            RecvStep::Elsewhere(_) => {
                 lifecycle::look_again(socket, call.fd);
                 return errno::after(got, libc::EBADF);
             }
-            Step::Kernel => {
+            RecvStep::Kernel => {
                 if got > 0 {
                     let flags = if all {
                         flags
@@ -291,8 +291,8 @@ unsafe fn recv_slow(
                     }
                 }
             }
-            Step::Empty if got > 0 && !all => return got as ssize_t,
-            Step::Empty => {
+            RecvStep::Empty if got > 0 && !all => return got as ssize_t,
+            RecvStep::Empty => {
                 if let Err(error) = wait::may_wait(socket, flags) {
                     return errno::after(got, error);
                 }
@@ -317,27 +317,27 @@ unsafe fn recv_slow(
 
 /// What the ring holds.
 #[inline]
-unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int) -> Step {
+unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int) -> RecvStep {
     let socket = call.socket;
     let Some(mut rx) = socket.rx.lock() else {
-        return Step::Fail(libc::EINTR);
+        return RecvStep::Fail(libc::EINTR);
     };
     if socket.rx_mode.load(Acquire) != Mode::Link {
-        return Step::Again;
+        return RecvStep::Again;
     }
     let place = call.place_by_name();
     if place != Place::Here {
-        return Step::Elsewhere(place);
+        return RecvStep::Elsewhere(place);
     }
     // Before the look at the ring: what was sent before the end is in the ring when we see the end.
     let ended = is_over(socket, &rx);
     let rx_stays = rx.stays;
     let state = &mut *rx;
     let Some(consumer) = state.consumer.as_mut() else {
-        return Step::Kernel;
+        return RecvStep::Kernel;
     };
     if flags & libc::MSG_TRUNC == 0 && iov.is_implausible() && consumer.has_data().unwrap_or(true) {
-        return Step::Fail(libc::EFAULT);
+        return RecvStep::Fail(libc::EFAULT);
     }
     let discard = flags & libc::MSG_TRUNC != 0;
     let peek = flags & libc::MSG_PEEK != 0;
@@ -355,7 +355,7 @@ unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int) -> Step {
             Err(error) => {
                 let _section = rx.unlock();
                 tx::violation(socket, &error);
-                return Step::Fail(libc::ECONNRESET);
+                return RecvStep::Fail(libc::ECONNRESET);
             }
         };
         let here = spans.len().min(iov.len());
@@ -365,7 +365,7 @@ unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int) -> Step {
         if got == 0 {
             let place = call.place_by_kernel(&state.seen);
             if place != Place::Here {
-                return Step::Elsewhere(place);
+                return RecvStep::Elsewhere(place);
             }
         }
         let mut done = 0;
@@ -419,41 +419,41 @@ unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int) -> Step {
         let _section = rx.unlock();
         ready::notify_peer(socket, wake);
         return if part {
-            Step::GotPart(got)
+            RecvStep::GotPart(got)
         } else {
-            Step::Got(got)
+            RecvStep::Got(got)
         };
     }
     let nothing_asked = iov.len() == 0;
     match consumer.end() {
-        Ok(None) if nothing_asked && consumer.has_data().unwrap_or(true) => Step::Got(0),
-        Ok(None) if socket.rx_shut.load(Acquire) => Step::Got(0),
+        Ok(None) if nothing_asked && consumer.has_data().unwrap_or(true) => RecvStep::Got(0),
+        Ok(None) if socket.rx_shut.load(Acquire) => RecvStep::Got(0),
         Ok(end) if !ended && (rx_stays || end.is_none()) => {
             if wait::may_wait(socket, flags).is_ok() {
                 // While the peer is at work on it.
                 call.is_fresh = false;
                 let place = call.place_by_kernel(&rx.seen);
                 if place != Place::Here {
-                    return Step::Elsewhere(place);
+                    return RecvStep::Elsewhere(place);
                 }
                 call.hold(&mut rx.waiting);
             }
             let _section = rx.unlock();
             if ready::progress(socket) {
-                Step::Again
+                RecvStep::Again
             } else {
-                Step::Empty
+                RecvStep::Empty
             }
         }
         Ok(_) => {
             let _section = rx.unlock();
             leave_link_at_end(socket);
-            Step::Again
+            RecvStep::Again
         }
         Err(error) => {
             let _section = rx.unlock();
             tx::violation(socket, &error);
-            Step::Fail(libc::ECONNRESET)
+            RecvStep::Fail(libc::ECONNRESET)
         }
     }
 }

@@ -216,7 +216,7 @@ pub fn worth_it(socket: &'static Socket) {
     errno::set(errno);
 }
 
-enum Step {
+enum SendStep {
     /// The direction changed: look again.
     Again,
     /// The kernel's own call.
@@ -232,10 +232,10 @@ enum Step {
 }
 
 #[cold]
-fn interrupted() -> Step {
+fn interrupted() -> SendStep {
     // A signal handler that sends on the stream that it has interrupted in the middle of a send.
     errno::set(libc::EINTR);
-    Step::Done
+    SendStep::Done
 }
 
 // Not inlined: the forced unwind of pthread_cancel runs the call's destructor here (see `calls`).
@@ -268,22 +268,22 @@ unsafe fn send_slow(
         let step = unsafe { step(&mut call, iov, flags) };
         sent += before - iov.len();
         match step {
-            Step::Done if sent == 0 && before > 0 => return -1,
-            Step::Done => return sent as ssize_t,
-            Step::Again => continue,
-            Step::Elsewhere(Place::Here) => {}
-            Step::Elsewhere(Place::Moved) if sent == 0 => {
+            SendStep::Done if sent == 0 && before > 0 => return -1,
+            SendStep::Done => return sent as ssize_t,
+            SendStep::Again => continue,
+            SendStep::Elsewhere(Place::Here) => {}
+            SendStep::Elsewhere(Place::Moved) if sent == 0 => {
                 let fd = call.fd;
                 lifecycle::look_again(socket, fd);
                 drop(call);
                 // SAFETY: as above.
                 return unsafe { begin_anew(fd, iov, flags, real) };
             }
-            Step::Elsewhere(_) => {
+            SendStep::Elsewhere(_) => {
                 lifecycle::look_again(socket, call.fd);
                 return errno::after(sent, libc::EBADF);
             }
-            Step::Ahead => {
+            SendStep::Ahead => {
                 let went = on_its_file(&call, |fd| outside(|| real(fd)));
                 let n = went.unwrap_or_else(|| errno::fail(libc::EBADF));
                 if n > 0 {
@@ -291,7 +291,7 @@ unsafe fn send_slow(
                 }
                 return n;
             }
-            Step::Kernel => {
+            SendStep::Kernel => {
                 if sent > 0 {
                     return sent as ssize_t;
                 }
@@ -311,7 +311,7 @@ unsafe fn send_slow(
                     });
                 }
             }
-            Step::Full => {
+            SendStep::Full => {
                 if let Err(error) = wait::may_wait(socket, flags) {
                     return errno::after(sent, error);
                 }
@@ -335,21 +335,21 @@ unsafe fn send_slow(
 
 /// One attempt.
 #[inline]
-unsafe fn step(call: &mut Call, iov: &mut Iov, flags: c_int) -> Step {
+unsafe fn step(call: &mut Call, iov: &mut Iov, flags: c_int) -> SendStep {
     let socket = call.socket;
     if socket.tx_mode.load(Acquire) == Mode::Marked {
         let place = call.place_by_name();
         if place != Place::Here {
-            return Step::Elsewhere(place);
+            return SendStep::Elsewhere(place);
         }
         if within(|| promote::flush(socket)) {
-            return Step::Again;
+            return SendStep::Again;
         }
         // Where the number is another's nobody will say that there is room.
         return match call.place_now() {
-            Place::Here if is_above_own_send(socket) => Step::Ahead,
-            Place::Here => Step::Full,
-            place => Step::Elsewhere(place),
+            Place::Here if is_above_own_send(socket) => SendStep::Ahead,
+            Place::Here => SendStep::Full,
+            place => SendStep::Elsewhere(place),
         };
     }
     loop {
@@ -358,31 +358,31 @@ unsafe fn step(call: &mut Call, iov: &mut Iov, flags: c_int) -> Step {
         };
         if socket.tx_mode.load(Acquire) != Mode::Link {
             return if socket.tx_mode.load(Acquire) == Mode::Tcp {
-                Step::Kernel
+                SendStep::Kernel
             } else {
-                Step::Again
+                SendStep::Again
             };
         }
         let tx_now = &mut *tx;
         let Some(producer) = tx_now.producer.as_mut() else {
-            return Step::Kernel;
+            return SendStep::Kernel;
         };
         let place = match call.place_by_name() {
             Place::Here => call.place_by_kernel(&tx_now.seen),
             place => place,
         };
         if place != Place::Here {
-            return Step::Elsewhere(place);
+            return SendStep::Elsewhere(place);
         }
         if iov.is_implausible() {
             drop(tx);
             errno::set(libc::EFAULT);
-            return Step::Done;
+            return SendStep::Done;
         }
         if is_dead(socket) || ready::is_reader_gone(producer) {
             // What becomes of bytes that nobody reads is for the kernel to say.
             socket.tx_mode.go(Sending::Left);
-            return Step::Kernel;
+            return SendStep::Kernel;
         }
         let want = iov.len().min(PIECE);
         let spans = match producer.spans(want) {
@@ -390,7 +390,7 @@ unsafe fn step(call: &mut Call, iov: &mut Iov, flags: c_int) -> Step {
             Err(error) => {
                 let _section = tx.unlock();
                 violation(socket, &error);
-                return Step::Again;
+                return SendStep::Again;
             }
         };
         let room = spans.len().min(want);
@@ -435,15 +435,15 @@ unsafe fn step(call: &mut Call, iov: &mut Iov, flags: c_int) -> Step {
         ready::notify_peer(socket, wake);
         drop(section);
         if iov.len() == 0 {
-            return Step::Done;
+            return SendStep::Done;
         }
         match room {
             Room::There => {}
             Room::Full if ready::progress(socket) => {}
-            Room::Full => return Step::Full,
+            Room::Full => return SendStep::Full,
             Room::Unbacked => {
                 within(|| take_back(socket, rdmasock_core::stats::Reason::Resources));
-                return Step::Again;
+                return SendStep::Again;
             }
         }
     }

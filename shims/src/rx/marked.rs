@@ -8,7 +8,7 @@ use libc::ssize_t;
 use rdmasock_core::thread;
 use rustix::net::RecvFlags;
 
-use super::{Step, leave};
+use super::{RecvStep, leave};
 use crate::call::{Call, Place};
 use crate::errno;
 use crate::iov::Iov;
@@ -94,52 +94,52 @@ pub(super) unsafe fn from_marked(
     iov: &mut Iov,
     flags: c_int,
     has_some: bool,
-) -> Step {
+) -> RecvStep {
     let socket = call.socket;
     let Some(mut control) = socket.control.lock() else {
-        return Step::Fail(libc::EINTR);
+        return RecvStep::Fail(libc::EINTR);
     };
     let Some(rx) = socket.rx.lock() else {
-        return Step::Fail(libc::EINTR);
+        return RecvStep::Fail(libc::EINTR);
     };
     let place = call.place(&rx.seen);
     if place != Place::Here {
-        return Step::Elsewhere(place);
+        return RecvStep::Elsewhere(place);
     }
     let looked = match promote::seen_ahead(socket, &rx, iov.len()) {
         Some(ahead) => Some((ahead, rx)),
         None => promote::look_ahead(socket, &mut control, rx, AtMark::GoOn, || socket.rx.lock()),
     };
     let Some((ahead, mut rx)) = looked else {
-        return Step::Fail(libc::EINTR);
+        return RecvStep::Fail(libc::EINTR);
     };
     match ahead {
-        Ahead::Changed => Step::Again,
+        Ahead::Changed => RecvStep::Again,
         Ahead::Nothing => {
             if wait::may_wait(socket, flags).is_ok() {
                 call.hold(&mut rx.waiting);
             }
-            Step::Empty
+            RecvStep::Empty
         }
         Ahead::Ended => {
             // Only the kernel's call tells how it ended; it does not block now.
             let Some(anchor) = socket.anchor_fd() else {
-                return Step::Fail(libc::EBADF);
+                return RecvStep::Fail(libc::EBADF);
             };
             let mut byte = [0u8; 1];
             if has_some {
                 // The next call tells.
-                return Step::Empty;
+                return RecvStep::Empty;
             }
             let step =
                 match rustix::net::recv(anchor, &mut byte, RecvFlags::DONTWAIT | RecvFlags::PEEK) {
-                    Ok((_, 0)) => Step::Kernel,
+                    Ok((_, 0)) => RecvStep::Kernel,
                     Err(error) if error != rustix::io::Errno::AGAIN => {
                         // Said once, whoever knows of it.
                         socket.lost_unread.store(false, SeqCst);
-                        Step::Fail(socket::as_timed_out(socket, error.raw_os_error()))
+                        RecvStep::Fail(socket::as_timed_out(socket, error.raw_os_error()))
                     }
-                    _ => return Step::Again,
+                    _ => return RecvStep::Again,
                 };
             rx.scan = None;
             socket.rx_mode.go(Receiving::Settled);
@@ -170,7 +170,7 @@ unsafe fn take_payload(
     flags: c_int,
     carry: usize,
     kernel: usize,
-) -> Step {
+) -> RecvStep {
     let peek = flags & libc::MSG_PEEK != 0;
     let discard = flags & libc::MSG_TRUNC != 0;
     let mut got = 0;
@@ -186,7 +186,7 @@ unsafe fn take_payload(
         got += n;
     }
     let Some(anchor) = socket.anchor_fd() else {
-        return Step::Fail(libc::EBADF);
+        return RecvStep::Fail(libc::EBADF);
     };
     // Without memory for more, what there is.
     let mut buf = Scratch::new(kernel.min(iov.len()).min(4096)).unwrap_or_default();
@@ -220,7 +220,7 @@ unsafe fn take_payload(
     if got == 0 {
         // Somebody else has taken what the scan saw.
         rx.scanned = 0;
-        return Step::Empty;
+        return RecvStep::Empty;
     }
     if !peek {
         rx.scanned = rx.scanned.saturating_sub(got);
@@ -230,7 +230,7 @@ unsafe fn take_payload(
         stats.add_rx_tcp(got as u64);
     }
     // A scan looks at a piece at a time, and stops at markers.
-    Step::GotPart(got)
+    RecvStep::GotPart(got)
 }
 
 /// Whether urgent data is next in TCP: a receive that has something ends there (tcp(7), SIOCATMARK).

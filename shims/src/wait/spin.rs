@@ -95,7 +95,7 @@ impl Spinner {
         }
         let end = spin_for(bound, done);
         let score = self.score.load(Relaxed);
-        let score = if end == End::Miss {
+        let score = if end == SpinEnd::Miss {
             score - 1
         } else {
             score + 2
@@ -103,31 +103,31 @@ impl Spinner {
         self.score
             .store(score.clamp(-SCORE_MAX, SCORE_MAX), Relaxed);
         let in_turns = match end {
-            End::HitInTurn => self.in_turns.load(Relaxed) + 1,
-            End::Hit | End::Miss => 0,
+            SpinEnd::HitInTurn => self.in_turns.load(Relaxed) + 1,
+            SpinEnd::Hit | SpinEnd::Miss => 0,
         };
         self.in_turns.store(in_turns, Relaxed);
-        end != End::Miss
+        end != SpinEnd::Miss
     }
 }
 
 /// Spins for as long as a quick peer takes to answer: before a call that costs as much. Nothing is
 /// learnt from it.
 pub fn glance(done: impl FnMut() -> bool) -> bool {
-    spin_for(GLANCE, done) != End::Miss
+    spin_for(GLANCE, done) != SpinEnd::Miss
 }
 
 /// How a spin ended.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum End {
+enum SpinEnd {
     Hit,
     /// Others were let run before it came.
     HitInTurn,
     Miss,
 }
 
-fn spin_for(bound: u64, mut done: impl FnMut() -> bool) -> End {
-    let mut hit = End::Hit;
+fn spin_for(bound: u64, mut done: impl FnMut() -> bool) -> SpinEnd {
+    let mut hit = SpinEnd::Hit;
     // What comes at once costs no look at the clock.
     let mut start = None;
     loop {
@@ -140,12 +140,12 @@ fn spin_for(bound: u64, mut done: impl FnMut() -> bool) -> End {
         let now = now_ns();
         let spent = now.wrapping_sub(*start.get_or_insert(now));
         if spent >= bound {
-            return End::Miss;
+            return SpinEnd::Miss;
         }
         if spent >= LOAD.polite_after() {
             // Whoever we wait for may have been woken onto this core.
             rustix::thread::sched_yield();
-            hit = End::HitInTurn;
+            hit = SpinEnd::HitInTurn;
         }
     }
 }

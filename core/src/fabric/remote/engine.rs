@@ -369,7 +369,7 @@ impl Engine {
         }
     }
 
-    /// See [`LinkEnd::pair`](crate::fabric::LinkEnd::pair).
+    /// See [`LinkEnd::pair`](crate::fabric::link::LinkEnd::pair).
     pub fn pair<Q: QueuePair, L: Local>(&mut self, g: &Ground<Q, L>, mine: u32, theirs: u32) {
         let Some(block) = g.block_mirror(theirs) else {
             return;

@@ -13,7 +13,7 @@ use crate::fabric::ring::carry::pack_offer;
 use crate::fabric::ring::{Producer, Wake};
 
 impl Engine {
-    /// See [`LinkEnd::lend`](crate::fabric::LinkEnd::lend).
+    /// See [`LinkEnd::lend`](crate::fabric::link::LinkEnd::lend).
     pub fn lend<Q: QueuePair, L: Local>(
         &mut self,
         g: &Ground<Q, L>,
@@ -46,7 +46,7 @@ impl Engine {
         moves
     }
 
-    /// See [`LinkEnd::take_back`](crate::fabric::LinkEnd::take_back).
+    /// See [`LinkEnd::take_back`](crate::fabric::link::LinkEnd::take_back).
     pub fn take_back<Q: QueuePair, L: Local>(
         &mut self,
         g: &Ground<Q, L>,

@@ -2,7 +2,9 @@
 //! peer's cursor: for the consumer of a mirror, for the producer of our own. By the same rules (W1, W2):
 //! it publishes and then takes the attention word, it sets its own word and then looks.
 
-use super::{DirectionBlock, End, Ended, Offer, STOPPED, Stopped, Wake, take};
+use super::block::{DirectionBlock, End, STOPPED, Wake, take};
+use super::error::{Ended, Stopped};
+use super::offer::Offer;
 use crate::fabric::layout::Region;
 use crate::sync::{AtomicU32, Ordering, fence_after_rmw};
 

@@ -4,9 +4,9 @@
 //! A stream has at most one. Its producer moves there, and back when all has been read, under its own lock and the engine's, so
 //! that both know at the same moment where the next byte is. A buffer is free when its bytes have been read, or the peer has closed.
 
-use super::end::{ENGINE, Local};
 use super::engine::Engine;
 use super::ground::Ground;
+use super::local::{ENGINE, Local};
 use super::qp::QueuePair;
 use super::stream::{Aside, State};
 use crate::fabric::ring::carry::pack_offer;

@@ -63,13 +63,13 @@
 
 mod allowance;
 mod block;
-#[cfg(not(loom))]
-pub(super) mod carry;
 mod consumer;
 mod error;
 mod memory;
 mod offer;
 mod producer;
+#[cfg(not(loom))]
+pub(super) mod proxy;
 #[cfg(test)]
 mod tests;
 

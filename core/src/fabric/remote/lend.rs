@@ -9,7 +9,7 @@ use super::ground::Ground;
 use super::local::{ENGINE, Local};
 use super::qp::QueuePair;
 use super::stream::{Aside, State};
-use crate::fabric::ring::carry::pack_offer;
+use crate::fabric::ring::proxy::pack_offer;
 use crate::fabric::ring::{Producer, Wake};
 
 impl Engine {

@@ -8,7 +8,7 @@ use crate::fabric::remote::qp::QueuePair;
 use crate::fabric::remote::record::Record;
 use crate::fabric::remote::sender::{Halt, Sender};
 use crate::fabric::remote::stream::Stream;
-use crate::fabric::ring::carry::unpack_offer;
+use crate::fabric::ring::proxy::unpack_offer;
 
 /// What our consumer has to say.
 pub(super) fn control<Q: QueuePair, L: Local>(

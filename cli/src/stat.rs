@@ -5,13 +5,14 @@
 mod connections;
 mod json;
 mod tables;
+mod words;
 
 use std::io::{IsTerminal, Write};
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow};
 use clap::Args;
-use rdmasock_core::stats::{self, Process, Reason};
+use rdmasock_core::stats::{self, Process};
 
 /// Options of `rdmasock stat`.
 #[derive(Debug, Args)]
@@ -104,31 +105,4 @@ fn render(options: &Options, shown: &[Process], others: &[Process]) -> Result<St
     } else {
         tables::overview(shown, &connections)
     })
-}
-
-/// An instance id as it is written.
-fn hex(id: [u8; 16]) -> String {
-    format!("{:032x}", u128::from_be_bytes(id))
-}
-
-/// The word for a code, or for one that this version does not know.
-fn word(text: Option<&'static str>) -> &'static str {
-    text.unwrap_or("unknown")
-}
-
-/// Why a whole instance is held on TCP.
-fn held(reason: Result<Reason, u16>) -> String {
-    reason.map_or_else(
-        |code| format!("unknown reason {code}"),
-        |reason| reason.to_string(),
-    )
-}
-
-/// Why a stream is on TCP; `None` where it is not, or nothing is known.
-fn why_tcp(stream: &stats::StreamSnapshot) -> Option<String> {
-    match stream.why {
-        _ if !stream.is_on_tcp() => None,
-        Ok(why) => (why.reason != stats::Reason::None).then(|| why.to_string()),
-        Err(code) => Some(format!("unknown reason {code}")),
-    }
 }

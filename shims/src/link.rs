@@ -19,9 +19,9 @@ use std::sync::atomic::{
 
 use crossbeam_utils::CachePadded;
 use rdmasock_core::fabric::layout::{MAX_STREAMS, Region};
+use rdmasock_core::fabric::link::{LinkEnd, OpenError, Opened, SendError};
 use rdmasock_core::fabric::ring::{Consumer, Ground, Producer, Wake};
 use rdmasock_core::fabric::shm;
-use rdmasock_core::fabric::{LinkEnd, OpenError, Opened, SendError};
 use rdmasock_core::ids::{InstanceId, Vqpn};
 use rdmasock_core::lock::Lock;
 use rdmasock_core::os::channel::Channel;

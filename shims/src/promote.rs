@@ -234,7 +234,7 @@ fn send_open(socket: &'static Socket, control: &mut Control) -> Result<(), Reaso
         }
         resume::begin(socket, control);
     }
-    let rdmasock_core::fabric::Opened {
+    let rdmasock_core::fabric::link::Opened {
         vqpn,
         ring,
         mut consumer,

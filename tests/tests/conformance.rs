@@ -10,8 +10,8 @@ use std::sync::{Arc, Mutex};
 
 use libtest_mimic::{Arguments, Trial};
 use nix::sys::eventfd::{EfdFlags, EventFd};
-use rdmasock_core::fabric::SendError;
 use rdmasock_core::fabric::layout::Layout;
+use rdmasock_core::fabric::link::SendError;
 use rdmasock_core::fabric::mem::{self, Clock};
 use rdmasock_core::fabric::ready::SleepFlag;
 use rdmasock_core::fabric::remote::mem::{self as memqp, MemQp};

@@ -8,8 +8,6 @@ use std::collections::HashMap;
 
 use rdmasock_core::stats::{Call, Process, SleeperSnapshot, StreamSnapshot};
 
-use super::word;
-
 /// One end of a connection.
 #[derive(Debug)]
 pub struct Connection<'a> {
@@ -84,22 +82,4 @@ fn as_seen_by_sender(asleep: &[&SleeperSnapshot]) -> Option<u64> {
 fn plain(addr: SocketAddr) -> SocketAddr {
     let ip: IpAddr = addr.ip().to_canonical();
     SocketAddr::new(ip, addr.port())
-}
-
-/// What a sleeper does, and for how long, in words.
-pub fn sleep(sleeper: &SleeperSnapshot) -> String {
-    let call = word(sleeper.call.map(Call::text));
-    let seconds = sleeper.asleep.as_secs_f64();
-    let time = if seconds < 10.0 {
-        format!("{seconds:.1} s")
-    } else {
-        super::tables::duration(sleeper.asleep.as_secs())
-    };
-    let who = match (sleeper.thread, sleeper.count) {
-        (Some(thread), 1) => format!("thread {thread}"),
-        (Some(thread), n) => format!("thread {thread} and {} more", n - 1),
-        (None, 1) => "a thread".to_owned(),
-        (None, n) => format!("{n} threads"),
-    };
-    format!("{call} {time}, {who}")
 }

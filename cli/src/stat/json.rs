@@ -9,7 +9,7 @@ use rdmasock_core::stats::{
 use serde::Serialize;
 
 use super::connections::Connection;
-use super::{hex, why_tcp, word};
+use super::words::{self, hex, why_tcp, word};
 
 /// The whole output.
 #[derive(Debug, Serialize)]
@@ -111,7 +111,7 @@ impl Instance {
             program: seen.program.clone(),
             id: hex(seen.id),
             uptime_s: seen.uptime.as_secs_f64(),
-            held: seen.held.map(super::held),
+            held: seen.held.map(words::held),
             totals: Sums::from(&seen.totals),
             events: Event::ALL
                 .iter()

@@ -6,8 +6,8 @@ use std::fmt::Write;
 use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
 use rdmasock_core::stats::{Counts, Direction, Event, LinkState, Path, Process, StreamSnapshot};
 
-use super::connections::{Connection, sleep};
-use super::{hex, why_tcp, word};
+use super::connections::Connection;
+use super::words::{duration, held, hex, sleep, why_tcp, word};
 
 const NONE: &str =
     "No program that you may look at runs with rdmasock (root sees those of all users).\n";
@@ -46,8 +46,8 @@ pub fn overview(processes: &[Process], connections: &[Connection<'_>]) -> String
     for process in processes {
         let seen = &process.instance;
         let who = format!("{} (pid {})", seen.program, process.pid);
-        if let Some(held) = seen.held {
-            let _ = writeln!(text, "{who}: all connections on TCP: {}", super::held(held));
+        if let Some(reason) = seen.held {
+            let _ = writeln!(text, "{who}: all connections on TCP: {}", held(reason));
         } else if seen.streams.is_empty() {
             let _ = writeln!(
                 text,
@@ -126,9 +126,9 @@ fn section(process: &Process, connections: &[Connection<'_>]) -> String {
         duration(seen.uptime.as_secs()),
         hex(seen.id),
     );
-    if let Some(held) = seen.held {
+    if let Some(reason) = seen.held {
         // Writing to a String cannot fail.
-        let _ = writeln!(text, "all connections on TCP: {}", super::held(held));
+        let _ = writeln!(text, "all connections on TCP: {}", held(reason));
     }
     let totals = &seen.totals;
     let counts = [
@@ -303,16 +303,6 @@ fn bytes(count: u64) -> String {
     }
 }
 
-pub fn duration(seconds: u64) -> String {
-    let (minutes, hours, days) = (seconds / 60, seconds / 3600, seconds / 86_400);
-    match (days, hours, minutes) {
-        (0, 0, 0) => format!("{seconds} s"),
-        (0, 0, _) => format!("{minutes} min {} s", seconds % 60),
-        (0, _, _) => format!("{hours} h {} min", minutes % 60),
-        _ => format!("{days} d {} h", hours % 24),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -326,14 +316,6 @@ mod tests {
             (u64::MAX, "16.0 EiB"),
         ] {
             assert_eq!(bytes(count), text);
-        }
-        for (seconds, text) in [
-            (59, "59 s"),
-            (61, "1 min 1 s"),
-            (3660, "1 h 1 min"),
-            (90_000, "1 d 1 h"),
-        ] {
-            assert_eq!(duration(seconds), text);
         }
     }
 }

@@ -13,11 +13,6 @@
 
 #![forbid(unsafe_code)]
 
-use std::mem::size_of;
-
-use super::ready::ReadyLine;
-use super::ring::DirectionBlock;
-
 /// log2 of the unit, in bytes, in which the data area is carved. Tiny under loom, where every
 /// byte is a modelled object.
 pub const PAGE_LOG2: u8 = if cfg!(loom) { 2 } else { 12 };
@@ -38,11 +33,14 @@ pub const MAX_DATA_BYTES: u64 = 64 << 30;
 pub const GROUP_STREAMS: u32 = if cfg!(loom) { 64 } else { 256 };
 /// Groups of one arena.
 pub const GROUPS: u32 = MAX_STREAMS / GROUP_STREAMS;
+/// Bytes of a `ReadyLine`, and their alignment.
+pub const LINE_BYTES: usize = 64;
+/// Bytes of a `DirectionBlock`.
+pub const BLOCK_BYTES: usize = 256;
 /// Bytes of a group's part of the ready queues.
-pub const LINES_BYTES: usize = page_up(READY_QUEUES as usize * size_of::<ReadyLine>());
+pub const LINES_BYTES: usize = page_up(READY_QUEUES as usize * LINE_BYTES);
 /// Bytes of one group.
-pub const GROUP_BYTES: usize =
-    LINES_BYTES + page_up(GROUP_STREAMS as usize * size_of::<DirectionBlock>());
+pub const GROUP_BYTES: usize = LINES_BYTES + page_up(GROUP_STREAMS as usize * BLOCK_BYTES);
 /// Offset of the data area.
 pub const DATA_OFFSET: usize = GROUPS as usize * GROUP_BYTES;
 /// log2 of the first segment of the data area in bytes. No larger region begins at page 0, so that none
@@ -138,15 +136,14 @@ pub fn required_size(data_bytes: u64) -> Option<u64> {
 /// there is no such queue or group.
 pub fn line_offset(queue: u32, group: u32) -> Option<usize> {
     (queue < READY_QUEUES && group < GROUPS)
-        .then(|| group as usize * GROUP_BYTES + queue as usize * size_of::<ReadyLine>())
+        .then(|| group as usize * GROUP_BYTES + queue as usize * LINE_BYTES)
 }
 
 /// Offset in the file of the direction block of `vqpn`; `None` when there is no such stream.
 pub fn block_offset(vqpn: u32) -> Option<usize> {
     let (group, place) = (vqpn / GROUP_STREAMS, vqpn % GROUP_STREAMS);
-    (vqpn < MAX_STREAMS).then(|| {
-        group as usize * GROUP_BYTES + LINES_BYTES + place as usize * size_of::<DirectionBlock>()
-    })
+    (vqpn < MAX_STREAMS)
+        .then(|| group as usize * GROUP_BYTES + LINES_BYTES + place as usize * BLOCK_BYTES)
 }
 
 #[cfg(all(test, not(loom)))]
@@ -158,14 +155,14 @@ mod tests {
         for group in [0, 1, GROUPS - 1] {
             let first = group * GROUP_STREAMS;
             let last_line = line_offset(READY_QUEUES - 1, group).unwrap();
-            assert!(last_line + size_of::<ReadyLine>() <= block_offset(first).unwrap());
+            assert!(last_line + LINE_BYTES <= block_offset(first).unwrap());
             let last_block = block_offset(first + GROUP_STREAMS - 1).unwrap();
             let end = line_offset(0, group + 1).unwrap_or(DATA_OFFSET);
-            assert!(last_block + size_of::<DirectionBlock>() <= end);
+            assert!(last_block + BLOCK_BYTES <= end);
             assert_eq!(block_offset(first).unwrap() % PAGE, 0);
         }
-        assert_eq!(line_offset(1, 0).unwrap() % align_of::<ReadyLine>(), 0);
-        assert_eq!(block_offset(1).unwrap() % align_of::<DirectionBlock>(), 0);
+        assert_eq!(line_offset(1, 0).unwrap() % LINE_BYTES, 0);
+        assert_eq!(block_offset(1).unwrap() % BLOCK_BYTES, 0);
         assert_eq!(DATA_OFFSET % PAGE, 0);
         assert_eq!(
             (line_offset(READY_QUEUES, 0), line_offset(0, GROUPS)),

@@ -13,10 +13,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::arena::Arena;
 use super::layout::{self, Layout, PAGE, READY_QUEUES, Region};
+use super::link::{LinkEnd, OpenError, Opened, SendError};
 use super::ready::{ReadyCursor, ReadyLine, ReadyQueue, RungMark, SleepFlag};
 use super::ring::{Consumer, DataArea, DirectionBlock, Producer, Wake};
 use super::waiter::{MAX_WAITERS, WaiterId};
-use super::{LinkEnd, OpenError, Opened, SendError};
 use crate::ids::Vqpn;
 use crate::wire::{MAX_MESSAGE, Message, RingOffer};
 

@@ -1,9 +1,11 @@
 //! Fabrics: ways to move bytes between instances, and what a link on any of them has to offer
-//! ([`LinkEnd`]). Not how links are made, nor what their streams are for.
+//! ([`link::LinkEnd`]). Not how links are made, nor what their streams are for.
 
 pub mod arena;
 pub mod asleep;
 pub mod layout;
+#[cfg(not(loom))]
+pub mod link;
 #[cfg(all(not(loom), any(test, feature = "mem")))]
 pub mod mem;
 #[cfg(not(loom))]
@@ -22,9 +24,3 @@ pub mod shm;
 mod side;
 #[cfg(not(loom))]
 pub mod waiter;
-
-#[cfg(not(loom))]
-pub use link::{LinkEnd, OpenError, Opened, SendError};
-
-#[cfg(not(loom))]
-mod link;

@@ -8,9 +8,9 @@ use std::sync::atomic::{
     Ordering::{AcqRel, Release},
 };
 
-use super::OpenError;
 use super::arena::Arena;
 use super::layout::{MAX_STREAMS, Region};
+use super::link::OpenError;
 use super::ring::{Consumer, REGIONS};
 use crate::ids::Vqpn;
 use crate::lock::Lock;

@@ -13,7 +13,7 @@
 //! that finds its summary bit already set relies on the waiter to take the word after the
 //! summary, which it does: the word's bit was set before that summary bit was seen.
 
-use super::layout::{GROUP_STREAMS, GROUPS, MAX_STREAMS};
+use super::layout::{self, GROUP_STREAMS, GROUPS, MAX_STREAMS};
 use crate::sync::{AtomicU64, Ordering, fence_after_rmw};
 
 const WORDS: usize = MAX_STREAMS as usize / 64;
@@ -30,8 +30,11 @@ pub struct ReadyLine {
     summary: [AtomicU64; SUMMARY],
 }
 
+// As the layout of an arena counts on.
 #[cfg(not(loom))]
-const _: () = assert!(size_of::<ReadyLine>() == 64);
+const _: () = assert!(size_of::<ReadyLine>() == layout::LINE_BYTES);
+#[cfg(not(loom))]
+const _: () = assert!(align_of::<ReadyLine>() == layout::LINE_BYTES);
 
 impl ReadyLine {
     /// An empty line outside shared memory.

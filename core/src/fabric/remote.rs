@@ -6,9 +6,11 @@
 //! | `qp.rs` | what is needed of a queue pair |
 //! | `record.rs` | the wire: messages of records |
 //! | `end.rs` | an end of a link, its calls and its threads |
+//! | `local.rs`, `tuning.rs`, `counts.rs` | how it reaches those who wait here; what may be set for it; what it counts |
 //! | `ground.rs` | what it has that is used without the lock |
-//! | `engine.rs` | its state, and what the peer's records do to it |
-//! | `pump.rs` | what is to be sent, and in which order |
+//! | `engine.rs` | its state, and what its calls do to that |
+//! | `turn.rs`, `receive.rs` | a turn of the engine; what the peer's records do to it |
+//! | `pump.rs`, `sender.rs` | what is to be sent, and in which order; the message being collected |
 //! | `stream.rs` | the two directions of one stream |
 //! | `lend.rs`, `buffers.rs` | send buffers: what is written while the peer's ring has no room |
 //! | `credits.rs`, `chunks.rs` | the peer's receive buffers; registered memory |
@@ -20,27 +22,36 @@
 //! the `mirror` of the peer's, where its producers write. Producer and consumer are those of shm. The
 //! engine is the local opposite number of each: it keeps `want_data` of every block of the mirror and
 //! `want_space` of every block of mine set to [`ENGINE`], so that whoever publishes something is given
-//! that word, hands it to [`LinkEnd::notify`](super::LinkEnd::notify), and so has it carried over.
+//! that word, hands it to [`LinkEnd::notify`](super::link::LinkEnd::notify), and so has it carried over.
 //! What comes from the peer it writes into the blocks as the peer would on shm, and wakes whoever the
 //! other attention word names, who is in this process.
 
 mod buffers;
 mod chunks;
+mod counts;
 mod credits;
 mod end;
 mod engine;
 mod fault;
 mod ground;
 mod lend;
+mod local;
 #[cfg(any(test, feature = "mem"))]
 pub mod mem;
 mod pump;
 pub mod qp;
+mod receive;
 pub mod record;
+mod sender;
 mod stream;
 #[cfg(test)]
 mod tests;
+mod tuning;
+mod turn;
 mod watch;
 
-pub use end::{Counts, ENGINE, End, Local, MIN_BUFFER, MIN_BUFFERS, Tuning, Unusable};
+pub use counts::Counts;
+pub use end::End;
 pub use fault::{Breach, Fault};
+pub use local::{ENGINE, Local};
+pub use tuning::{MIN_BUFFER, MIN_BUFFERS, Tuning, Unusable};

@@ -17,6 +17,7 @@ use std::sync::atomic::{
 
 use rustix::io::Errno;
 
+use super::layout::UNIT_LOG2;
 use crate::lock::Lock;
 use crate::os::extent::{Access, Extent, PAGE};
 
@@ -42,6 +43,9 @@ pub(super) struct Segments<const UNIT: usize> {
     total: AtomicUsize,
     growing: Lock<()>,
 }
+
+/// The mapped part of a data area.
+pub(super) type DataSegments = Segments<{ 1 << UNIT_LOG2 }>;
 
 impl<const UNIT: usize> Segments<UNIT> {
     /// Nothing mapped, of a part of no bytes.

@@ -14,13 +14,13 @@ use std::sync::atomic::{
 use rustix::io::Errno;
 
 use super::layout::{self, Layout, Region};
+use super::link::{LinkEnd, OpenError, Opened, SendError};
 use super::numbers::{Done, Numbers, done};
 use super::ready::{ReadyQueue, RungMark};
 use super::ring::{Consumer, DirectionBlock, Producer, Wake};
 pub use super::side::Side;
 use super::side::Sweeps;
 use super::waiter::{FLAGS_BYTES, FlagPage, WaiterId};
-use super::{LinkEnd, OpenError, Opened, SendError};
 use crate::ids::Vqpn;
 use crate::os::memfd::{Access, MapError, check_received};
 use crate::wire::{Message, RingOffer};

@@ -6,18 +6,15 @@ use std::ptr::NonNull;
 
 use rustix::io::Errno;
 
-use super::layout::{self, GROUP_BYTES, Layout, Region, UNIT_LOG2};
+use super::layout::{self, GROUP_BYTES, Layout, Region};
 use super::ready::{ReadyCursor, ReadyLine, ReadyQueue};
 use super::ring::{DataArea, DirectionBlock};
-use super::segments::Segments;
+use super::segments::{DataSegments, Segments};
 use super::waiter::WaiterId;
 use crate::ids::Vqpn;
 use crate::lock::Lock;
 use crate::os::memfd::Mapping;
 use crate::sparse::Sparse;
-
-/// The mapped part of a data area.
-pub(super) type DataSegments = Segments<{ 1 << UNIT_LOG2 }>;
 
 /// One side's arena as mapped here: all of it ([`new`](Self::new)), or as much as is used
 /// ([`blank`](Self::blank)). The latter is a place for one arena after another.

@@ -4,7 +4,7 @@
 use zerocopy::little_endian::U32;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use super::{VERSION, WireError, read_prefix};
+use super::codec::{VERSION, WireError, read_prefix};
 use crate::ids::{Cookie, ID_BYTES, InstanceId};
 
 /// Bytes of an introduction.

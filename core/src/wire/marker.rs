@@ -9,7 +9,8 @@ use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use super::{Capabilities, Reason, VERSION, WireError, Writer, read, read_prefix};
+use super::codec::{VERSION, WireError, Writer, read, read_prefix};
+use super::reason::Reason;
 use crate::ids::{Cookie, InstanceId, Nonce};
 
 /// The longest abstract AF_UNIX name, in bytes, without its leading NUL (unix(7)).
@@ -23,6 +24,18 @@ pub const MIN_MARKER: usize = size_of::<MarkerHeader>();
 
 /// The longest marker, in bytes.
 pub const MAX_MARKER: usize = MIN_MARKER + MAX_BODY;
+
+bitflags::bitflags! {
+    /// What an instance can do, as it travels in HELLO. Unknown bits are kept and mean nothing.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+    pub struct Capabilities: u32 {
+        /// The same-host fabric.
+        const SHM = 1 << 0;
+        /// Links between hosts.
+        const VERBS = 1 << 1;
+        const _ = !0;
+    }
+}
 
 /// What a marker starts with (P30).
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]

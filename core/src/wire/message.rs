@@ -6,7 +6,9 @@
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use super::{Geometry, Reason, RingOffer, VERSION, WireError, Writer, read, read_prefix};
+use super::codec::{VERSION, WireError, Writer, read, read_prefix};
+use super::geometry::{Geometry, RingOffer};
+use super::reason::Reason;
 use crate::ids::{Cookie, InstanceId, Nonce, Tuple, Vqpn, WireTuple};
 
 /// How many instances a REDIRECT may name.

@@ -1,7 +1,8 @@
 //! Finds markers in what TCP delivers. A pure function: the reading, and the window in which to
 //! scan at all, are the stream's business (docs/protocol.md, P33–P36).
 
-use super::{Marker, WireError};
+use super::codec::WireError;
+use super::marker::{MIN_MARKER, Marker};
 use crate::ids::Nonce;
 
 /// What follows the deliverable bytes.
@@ -95,7 +96,7 @@ fn read_marker(tail: &[u8]) -> Found {
         Err(error) => {
             return Found::Bad {
                 error,
-                len: super::MIN_MARKER,
+                len: MIN_MARKER,
             };
         }
     };

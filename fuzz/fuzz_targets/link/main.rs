@@ -16,7 +16,7 @@ use rdmasock_core::fabric::remote::{End, Local, Tuning};
 use rdmasock_core::fabric::ring::{self, Consumer, Producer, RxFlags, Wake};
 use rdmasock_core::fabric::shm::Side;
 use rdmasock_core::fabric::waiter::WaiterId;
-use rdmasock_core::fabric::{LinkEnd, Opened};
+use rdmasock_core::fabric::link::{LinkEnd, Opened};
 use rdmasock_core::ids::Vqpn;
 use rdmasock_core::os::memfd::Mapping;
 use rdmasock_core::wire::{Message, Reason};

@@ -12,8 +12,8 @@ use std::sync::atomic::{
 };
 
 use once_cell::race::OnceRef;
-use rdmasock_core::fabric::SendError;
 use rdmasock_core::fabric::layout::MAX_STREAMS;
+use rdmasock_core::fabric::link::SendError;
 use rdmasock_core::fabric::shm::Outside;
 use rdmasock_core::fabric::waiter::{FlagPage, POLLING};
 use rdmasock_core::lock::Lock;

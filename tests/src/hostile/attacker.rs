@@ -9,10 +9,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
 use rdmasock_core::fabric::layout::{Layout, MAX_STREAMS};
+use rdmasock_core::fabric::link::{LinkEnd, SendError};
 use rdmasock_core::fabric::ring::{Consumer, Producer};
 use rdmasock_core::fabric::shm::{End, Outside, Side};
 use rdmasock_core::fabric::waiter::{FLAGS_BYTES, FlagPage, MAX_WAITERS, WaiterId};
-use rdmasock_core::fabric::{LinkEnd, SendError};
 use rdmasock_core::ids::{InstanceId, Nonce, Tuple, Vqpn};
 use rdmasock_core::os::channel::{Channel, RecvError};
 use rdmasock_core::os::memfd::{self, Access};

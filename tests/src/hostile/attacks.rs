@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use nix::sys::eventfd::{EfdFlags, EventFd};
-use rdmasock_core::fabric::LinkEnd;
 use rdmasock_core::fabric::layout::{self, Region};
+use rdmasock_core::fabric::link::LinkEnd;
 use rdmasock_core::fabric::ring::Wake;
 use rdmasock_core::fabric::waiter::WaiterId;
 use rdmasock_core::os::channel::{Channel, RecvError};

@@ -4,9 +4,9 @@
 mod reading;
 mod resuming;
 
+use rdmasock_core::fabric::link::{LinkEnd as _, Opened};
 use rdmasock_core::fabric::mem::{End as LinkEnd, Medium};
 use rdmasock_core::fabric::ring::{Consumer, End, Producer, Stopped};
-use rdmasock_core::fabric::{LinkEnd as _, Opened};
 use rdmasock_core::ids::{InstanceId, Nonce, Vqpn};
 use rdmasock_core::stream::handshake::{Closing, Handshake, Misplaced, Phase, Role, Step, Steps};
 use rdmasock_core::stream::resume::Resume;

@@ -1,5 +1,5 @@
 //! One end of a link between hosts: the calls, and which thread does the work. What the work is, is the
-//! engine's business (`engine.rs`, `pump.rs`).
+//! engine's business (`engine.rs`, `turn.rs`).
 //!
 //! # Threads
 //! Any thread may make any call. One lock guards the engine; it is held for posting and polling, and for
@@ -18,127 +18,25 @@ use std::sync::atomic::{
 };
 
 use super::buffers::Buffers;
-use super::chunks::{CHUNK_LOG2, Registry, of_region};
+use super::chunks::{Registry, of_region};
+use super::counts::Counts;
 use super::engine::Engine;
 use super::fault::{Fault, FaultCell};
-use super::ground::{After, Ground, Letter, MAX_LETTERS, SERVICE, Which};
-use super::qp::{Limits, QueuePair};
-use super::record::{DATA_BYTES, HEADER_BYTES};
+use super::ground::{After, Ground, Letter, MAX_LETTERS, Which};
+use super::local::{ENGINE, Local, SERVICE};
+use super::qp::QueuePair;
+use super::tuning::{MIN_BUFFER, MIN_BUFFERS, Tuning, Unusable};
+use super::turn::{POLL, PUMP, SETTLE, TICK};
 use crate::fabric::layout::{MAX_STREAMS, Region};
+use crate::fabric::link::{LinkEnd, OpenError, Opened, SendError};
 use crate::fabric::numbers::{Done, Numbers, done};
-use crate::fabric::ready::{PrivateQueue, ReadyQueue, RungMark, SleepFlag};
+use crate::fabric::ready::{PrivateQueue, ReadyQueue, RungMark};
 use crate::fabric::ring::{Consumer, Producer, Wake};
 use crate::fabric::side::{Side, Sweeps};
 use crate::fabric::waiter::{MAX_WAITERS, WaiterId};
-use crate::fabric::{LinkEnd, OpenError, Opened, SendError};
 use crate::ids::Vqpn;
 use crate::lock::{Guard, Lock};
 use crate::wire::{MAX_MESSAGE, Message, RingOffer};
-
-/// The attention word by which the engine is told. It names no waiter.
-pub const ENGINE: Wake = Wake(1 << 31);
-
-/// Least bytes of a receive buffer that a link can work with: a message of the side channel fits one, with
-/// what has to precede it.
-pub const MIN_BUFFER: u32 = MAX_MESSAGE as u32 + 200;
-
-/// Least receive buffers: credits are given back by halves.
-pub const MIN_BUFFERS: u16 = 4;
-
-/// How the engine reaches those who wait in this process. No call may wait, or call the end.
-pub trait Local: Send + Sync {
-    /// By which our `waiter` sleeps.
-    fn flag(&self, waiter: WaiterId) -> Option<&SleepFlag>;
-
-    /// Wakes whoever sleeps, or will next sleep, on the doorbell of our `waiter`.
-    fn ring(&self, waiter: WaiterId);
-
-    /// Somebody is to call [`End::settle`] some ms later.
-    fn settle_later(&self);
-}
-
-/// What may be set for a link.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Tuning {
-    /// Payloads of up to so many bytes travel in the message, if they fit; longer ones are written into
-    /// the peer's ring.
-    pub eager_max: u32,
-    /// How many bytes of a stream are sent before others get their turn.
-    pub piece: u32,
-    /// log2 of the bytes that are registered at a time. The same at both ends, so not to be changed but by
-    /// tests.
-    pub chunk_log2: u8,
-    /// Bytes at the end of the mirror's data area, whole pages, that are not the peer's: room for send buffers
-    /// ([`LinkEnd::lend`]).
-    pub buffers: u64,
-}
-
-impl Default for Tuning {
-    fn default() -> Self {
-        Self {
-            eager_max: 2048,
-            piece: 64 * 1024,
-            chunk_log2: CHUNK_LOG2,
-            buffers: 0,
-        }
-    }
-}
-
-impl Tuning {
-    /// For a queue pair with these limits. Where a WRITE has no immediate a message follows each: what fits a message
-    /// goes in one, for a copy costs less than another work request. Elsewhere the one WRITE saves the copy.
-    pub fn fit(limits: &Limits) -> Self {
-        let mut tuning = Self::default();
-        if !limits.immediate {
-            let headers = (HEADER_BYTES + DATA_BYTES) as u32;
-            tuning.eager_max = limits.buffer_bytes.saturating_sub(headers);
-        }
-        tuning
-    }
-}
-
-/// The queue pair cannot carry a link: [`MIN_BUFFER`], [`MIN_BUFFERS`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("receive buffers too few or too small")]
-pub struct Unusable;
-
-/// What an end has done since it was made.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Counts {
-    /// Messages sent on the queue pair.
-    pub sends: u64,
-    /// WRITEs posted, those with an immediate included.
-    pub writes: u64,
-    /// Of these, with an immediate.
-    pub immediates: u64,
-    /// Messages that gave nothing but credits.
-    pub bare_grants: u64,
-    /// Payload bytes sent in messages, and by WRITEs.
-    pub eager_bytes: u64,
-    /// As above.
-    pub written_bytes: u64,
-    /// Messages received, and WRITEs with an immediate.
-    pub received: u64,
-    /// Records in them.
-    pub records: u64,
-    /// How often the send queue was full.
-    pub full: u64,
-    /// How often no credit was left.
-    pub no_credit: u64,
-    /// How often the peer's device was asked whether it is there.
-    pub probes: u64,
-    /// How often there was reason to ask although nothing was posted.
-    pub doubts: u64,
-}
-
-/// Send what is there. Whoever adds something says so: a [`POLL`] that finds nothing does not look for it.
-pub(super) const PUMP: u32 = 1;
-/// Look at the queue pair first.
-pub(super) const POLL: u32 = 2;
-/// Send the heads that were held back, too.
-pub(super) const SETTLE: u32 = 4;
-/// The watch's time has come.
-pub(super) const TICK: u32 = 8;
 
 /// One end of a link between hosts.
 ///

@@ -1,21 +1,17 @@
-//! The state of one end of a link between hosts, and what the peer's records do to it. What is sent in
-//! turn is `pump.rs`; the lock around this, and what is done outside it, is `end.rs`.
+//! The state of one end of a link between hosts, and what this end's calls do to it. What a turn does is `turn.rs`; the lock around this,
+//! and what is done outside it, is `end.rs`.
 
 use std::collections::VecDeque;
-use std::sync::atomic::Ordering::SeqCst;
 
-use super::chunks::{self, Chunks, Target};
-use super::end::{Local, POLL, PUMP, SETTLE, TICK};
-use super::fault::{Breach, Fault};
-use super::ground::{After, Ground, MAX_LETTERS, SERVICE, Which};
-use super::pump::Sender;
-use super::qp::{Event, Key, Limits, PostError, QueuePair};
-use super::record::{self, Record};
-use super::stream::{State, Stream, Streams};
-use super::watch::{Step, Watch};
-use crate::fabric::layout::MAX_STREAMS;
-use crate::fabric::ready::{PrivateQueue, ReadyCursor, ReadyQueue};
-use crate::fabric::ring::{DirectionBlock, Wake};
+use super::chunks::{Chunks, Target};
+use super::ground::{After, Ground, Which};
+use super::local::Local;
+use super::qp::{Key, Limits, QueuePair};
+use super::sender::Sender;
+use super::stream::{State, Streams};
+use super::watch::Watch;
+use crate::fabric::ready::{PrivateQueue, ReadyCursor};
+use crate::fabric::ring::DirectionBlock;
 use crate::wire::Message;
 
 /// See the module.
@@ -31,7 +27,7 @@ pub(super) struct Engine {
     pub lazy: (PrivateQueue, ReadyCursor),
     /// The stream, by the peer's number, that was served when there was no room to go on.
     pub current: Option<u32>,
-    watch: Watch,
+    pub watch: Watch,
     /// The time of the next tick, ns.
     pub now: u64,
 }
@@ -51,294 +47,6 @@ impl Engine {
             watch: Watch::new(),
             now: 0,
         }
-    }
-
-    /// One turn: true if something came.
-    pub fn run<Q: QueuePair, L: Local>(
-        &mut self,
-        g: &Ground<Q, L>,
-        what: u32,
-    ) -> Result<bool, Fault> {
-        let mut events = 0;
-        if what & POLL != 0 || self.sender.is_short() {
-            events = self.poll(g)?;
-        }
-        if what & SETTLE != 0 {
-            self.settle(g);
-        }
-        // A look that finds nothing leaves nothing to send: who adds something says PUMP, and what is blocked waits for
-        // something to come.
-        let pumped = if events > 0 || what & (PUMP | SETTLE) != 0 {
-            self.pump(g)
-        } else {
-            Ok(())
-        };
-        if matches!(pumped, Err(Fault::Down(_))) {
-            // What has come is still good, and then there is a better reason.
-            self.poll(g)?;
-        }
-        pumped?;
-        if self.watch.on_done(self.sender.done()) {
-            self.begin_watch(g);
-        }
-        // After what has come: the answer may be there.
-        if what & TICK != 0 {
-            self.tick(g)?;
-        }
-        Ok(events > 0)
-    }
-
-    /// Something was posted where nothing was for a while.
-    #[cold]
-    fn begin_watch<Q: QueuePair, L: Local>(&mut self, g: &Ground<Q, L>) {
-        g.is_watched.store(true, SeqCst);
-        g.watch_unseen.store(true, SeqCst);
-        g.ring_if_asleep(&mut self.after, SERVICE);
-    }
-
-    fn tick<Q: QueuePair, L: Local>(&mut self, g: &Ground<Q, L>) -> Result<(), Fault> {
-        match self.watch.tick(self.now, self.sender.done()) {
-            Step::Idle => g.is_watched.store(false, SeqCst),
-            Step::Wait => {}
-            Step::Probe => match g.qp.probe() {
-                Ok(()) => {
-                    self.sender.counts.probes += 1;
-                    self.watch.on_posted();
-                }
-                Err(PostError::Full) => {}
-                Err(PostError::Down) => return Err(Fault::Down(super::qp::Down(0))),
-            },
-            Step::Silent => return Err(Fault::Silent),
-        }
-        Ok(())
-    }
-
-    fn poll<Q: QueuePair, L: Local>(&mut self, g: &Ground<Q, L>) -> Result<usize, Fault> {
-        let mut breach = None;
-        let polled = g.qp.poll(&mut |event| {
-            if breach.is_none() {
-                breach = self.on_event(g, event).err();
-            }
-        });
-        if let Some(breach) = breach {
-            return Err(breach.into());
-        }
-        Ok(polled?)
-    }
-
-    /// Heads that were held back, and have not moved since the last call, become due. Others are told with what their
-    /// stream sends, or after the next call.
-    fn settle<Q: QueuePair, L: Local>(&mut self, g: &Ground<Q, L>) {
-        let (queue, cursor) = &mut self.lazy;
-        cursor.begin(queue);
-        while let Some(theirs) = cursor.pop(queue) {
-            let Some(mine) = self.streams.mine(theirs) else {
-                continue;
-            };
-            let (Some(s), Some(block)) = (self.streams.get(mine), g.block_mine(mine)) else {
-                continue;
-            };
-            let head = block.head();
-            if head == s.inc.head_held {
-                s.inc.settle = true;
-                g.dirty.push(theirs);
-            } else if head != s.inc.head_told {
-                s.inc.head_held = head;
-                // For the next sweep: this one has taken the queue's word.
-                queue.push(theirs);
-                g.owes.store(true, SeqCst);
-            }
-        }
-    }
-
-    fn on_event<Q: QueuePair, L: Local>(
-        &mut self,
-        g: &Ground<Q, L>,
-        event: Event<'_>,
-    ) -> Result<(), Breach> {
-        match event {
-            Event::Room => self.sender.on_room(),
-            Event::Probed => self.watch.on_answered(),
-            Event::Written { immediate, bytes } => {
-                self.sender.on_received()?;
-                if !g.limits.immediate {
-                    return Err(Breach::Immediate);
-                }
-                let s = known(&mut self.streams, immediate)?;
-                let tail = s.inc.tail.saturating_add(bytes.into());
-                self.on_data(g, immediate, tail, &[])?;
-            }
-            Event::Received(bytes) => {
-                self.sender.on_received()?;
-                let received = record::decode(bytes).map_err(|_| Breach::Malformed)?;
-                self.sender.on_grant(received.grant)?;
-                for record in received.records {
-                    self.sender.counts.records += 1;
-                    self.on_record(g, record.map_err(|_| Breach::Malformed)?)?;
-                }
-            }
-        }
-        Ok(())
-    }
-
-    fn on_data<Q: QueuePair, L: Local>(
-        &mut self,
-        g: &Ground<Q, L>,
-        mine: u32,
-        tail: u64,
-        payload: &[u8],
-    ) -> Result<(), Breach> {
-        let s = known(&mut self.streams, mine)?;
-        let block = g.block_mine(mine).ok_or(Breach::Stream)?;
-        let wake = s.inc.on_data(block, &g.mine.area(), tail, payload)?;
-        g.tell_here(&mut self.after, wake, mine);
-        Ok(())
-    }
-
-    fn on_record<Q: QueuePair, L: Local>(
-        &mut self,
-        g: &Ground<Q, L>,
-        record: Record<'_>,
-    ) -> Result<(), Breach> {
-        match record {
-            Record::Data {
-                theirs: mine,
-                tail,
-                payload,
-            } => self.on_data(g, mine, tail, payload),
-            Record::Switch {
-                theirs: mine,
-                generation,
-                position,
-            } => {
-                let s = known(&mut self.streams, mine)?;
-                let block = g.block_mine(mine).ok_or(Breach::Stream)?;
-                s.inc.on_switch(block, generation, position)
-            }
-            Record::End {
-                theirs: mine,
-                end,
-                tail,
-            } => {
-                let s = known(&mut self.streams, mine)?;
-                let block = g.block_mine(mine).ok_or(Breach::Stream)?;
-                match s.inc.on_end(block, end, tail)? {
-                    Some(wake) => g.tell_here(&mut self.after, wake, mine),
-                    None => s.crossed = true,
-                }
-                Ok(())
-            }
-            Record::Limited {
-                theirs: mine,
-                count,
-            } => {
-                known(&mut self.streams, mine)?;
-                g.block_mine(mine).ok_or(Breach::Stream)?.put_limited(count);
-                Ok(())
-            }
-            Record::Confirm { theirs: mine } => {
-                let s = known(&mut self.streams, mine)?;
-                s.inc.ack_due = true;
-                if let Some(theirs) = s.theirs {
-                    g.dirty.push(theirs);
-                }
-                Ok(())
-            }
-            Record::Chunk { index, rkey, base } => self.on_chunk(g, index, Target { rkey, base }),
-            Record::Message { bytes } => self.on_message(g, bytes),
-            Record::Tell { theirs: mine, word } => {
-                if mine >= MAX_STREAMS {
-                    return Err(Breach::Stream);
-                }
-                g.tell_here(&mut self.after, Wake(word), mine);
-                Ok(())
-            }
-            Record::Head { theirs: mine, .. }
-            | Record::Offer { theirs: mine, .. }
-            | Record::Flags { theirs: mine, .. }
-            | Record::Stop { theirs: mine }
-            | Record::Ack { theirs: mine, .. } => self.on_consumer(g, mine, record),
-        }
-    }
-
-    /// What the peer's consumer says to our producer.
-    fn on_consumer<Q: QueuePair, L: Local>(
-        &mut self,
-        g: &Ground<Q, L>,
-        mine: u32,
-        record: Record<'_>,
-    ) -> Result<(), Breach> {
-        let s = known(&mut self.streams, mine)?;
-        if s.state == State::Left {
-            return Ok(());
-        }
-        let Some(theirs) = s.theirs else {
-            return s.on_early(g.peers_len, record);
-        };
-        let block = g.block_mirror(theirs).ok_or(Breach::Stream)?;
-        let mut wake = Wake::NONE;
-        match record {
-            Record::Head { head, .. } => wake = s.out.on_head(block, head)?,
-            Record::Offer { word, .. } => {
-                wake = s.out.on_offer(block, g.peers_len, word)?;
-            }
-            Record::Flags { flags, .. } => wake = block.put_flags(flags),
-            Record::Stop { .. } => s.crossed |= !s.out.on_stop(block),
-            Record::Ack { tail, .. } => {
-                s.out.on_ack(tail)?;
-                wake = Wake(SERVICE.queue_bits());
-            }
-            _ => {}
-        }
-        g.tell_here(&mut self.after, wake, mine);
-        // It may have been waiting for this ring, or for this room.
-        let has_room = matches!(record, Record::Head { .. }) && s.out.told < block.tail();
-        if has_room || matches!(record, Record::Offer { .. }) {
-            g.dirty.push(theirs);
-        }
-        Ok(())
-    }
-
-    fn on_chunk<Q: QueuePair, L: Local>(
-        &mut self,
-        g: &Ground<Q, L>,
-        index: u32,
-        target: Target,
-    ) -> Result<(), Breach> {
-        let log2 = g.tuning.chunk_log2;
-        let all = chunks::count(g.peers_len, log2);
-        let fits = u64::from(index) < all && target.base.checked_add(1 << log2).is_some();
-        if !fits || !self.chunks.theirs.set(index, target) {
-            return Err(Breach::Chunk);
-        }
-        Ok(())
-    }
-
-    fn on_message<Q: QueuePair, L: Local>(
-        &mut self,
-        g: &Ground<Q, L>,
-        bytes: &[u8],
-    ) -> Result<(), Breach> {
-        let message = Message::decode(bytes).map_err(|_| Breach::Message)?;
-        if message.fds() != 0 {
-            return Err(Breach::Message);
-        }
-        if self.inbox.len() >= MAX_LETTERS {
-            return Err(Breach::Flood);
-        }
-        if let Message::Closed { yours } = message
-            && let Some(s) = self.streams.get(yours.0)
-        {
-            s.peer_left = true;
-            if let Some(theirs) = s.theirs.filter(|_| s.closing) {
-                // Nobody waits for the rest any more.
-                g.dirty.push(theirs);
-            }
-        }
-        self.inbox.push_back(message);
-        g.news.fetch_add(1, SeqCst);
-        g.ring_if_asleep(&mut self.after, SERVICE);
-        Ok(())
     }
 
     /// A new stream of ours.
@@ -369,7 +77,7 @@ impl Engine {
         }
     }
 
-    /// See [`LinkEnd::pair`](crate::fabric::LinkEnd::pair).
+    /// See [`LinkEnd::pair`](crate::fabric::link::LinkEnd::pair).
     pub fn pair<Q: QueuePair, L: Local>(&mut self, g: &Ground<Q, L>, mine: u32, theirs: u32) {
         let Some(block) = g.block_mirror(theirs) else {
             return;
@@ -471,38 +179,4 @@ impl Engine {
     pub fn has_crossed(&mut self, mine: u32) -> bool {
         self.streams.get(mine).is_some_and(|s| s.crossed)
     }
-}
-
-impl Stream {
-    /// What the peer's consumer says before we know its number: kept until then.
-    fn on_early(&mut self, data_len: usize, record: Record<'_>) -> Result<(), Breach> {
-        match record {
-            Record::Offer { word, .. } => {
-                self.out.check_offer(data_len, word)?;
-                match self.early.offer.replace(word) {
-                    None => Ok(()),
-                    // Nothing can have been adopted yet.
-                    Some(_) => Err(Breach::Offer),
-                }
-            }
-            Record::Flags { flags, .. } => {
-                self.early.flags |= flags;
-                Ok(())
-            }
-            Record::Stop { .. } => {
-                self.early.stop = true;
-                Ok(())
-            }
-            Record::Head { .. } => Err(Breach::Head),
-            _ => Err(Breach::Ack),
-        }
-    }
-}
-
-/// A stream that the peer may speak of.
-fn known(streams: &mut Streams, mine: u32) -> Result<&mut Stream, Breach> {
-    streams
-        .get(mine)
-        .filter(|s| s.state != State::Free && !s.peer_left)
-        .ok_or(Breach::Stream)
 }

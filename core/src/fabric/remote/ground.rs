@@ -5,8 +5,9 @@ use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
 
 use super::buffers::Buffers;
-use super::end::{Local, Tuning};
+use super::local::{Local, SERVICE};
 use super::qp::{Limits, QueuePair};
+use super::tuning::Tuning;
 use crate::fabric::layout::{MAX_STREAMS, READY_QUEUES};
 use crate::fabric::ready::{PrivateQueue, ReadyQueue, RungMark};
 use crate::fabric::ring::{DirectionBlock, Wake};
@@ -14,9 +15,6 @@ use crate::fabric::side::Side;
 use crate::fabric::waiter::{SLEEPER_MASK, WaiterId};
 use crate::ids::Vqpn;
 use crate::lock::Lock;
-
-/// The service thread's waiter.
-pub(super) const SERVICE: WaiterId = WaiterId(0);
 
 /// More messages are not kept, in either direction. A correct end owes at most a few a stream.
 pub(super) const MAX_LETTERS: usize = 8 * MAX_STREAMS as usize;

@@ -4,16 +4,16 @@
 //! A stream has at most one. Its producer moves there, and back when all has been read, under its own lock and the engine's, so
 //! that both know at the same moment where the next byte is. A buffer is free when its bytes have been read, or the peer has closed.
 
-use super::end::{ENGINE, Local};
 use super::engine::Engine;
 use super::ground::Ground;
+use super::local::{ENGINE, Local};
 use super::qp::QueuePair;
 use super::stream::{Aside, State};
-use crate::fabric::ring::carry::pack_offer;
+use crate::fabric::ring::proxy::pack_offer;
 use crate::fabric::ring::{Producer, Wake};
 
 impl Engine {
-    /// See [`LinkEnd::lend`](crate::fabric::LinkEnd::lend).
+    /// See [`LinkEnd::lend`](crate::fabric::link::LinkEnd::lend).
     pub fn lend<Q: QueuePair, L: Local>(
         &mut self,
         g: &Ground<Q, L>,
@@ -46,7 +46,7 @@ impl Engine {
         moves
     }
 
-    /// See [`LinkEnd::take_back`](crate::fabric::LinkEnd::take_back).
+    /// See [`LinkEnd::take_back`](crate::fabric::link::LinkEnd::take_back).
     pub fn take_back<Q: QueuePair, L: Local>(
         &mut self,
         g: &Ground<Q, L>,

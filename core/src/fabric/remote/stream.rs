@@ -3,7 +3,7 @@
 
 use super::fault::Breach;
 use crate::fabric::layout::{MAX_STREAMS, Region};
-use crate::fabric::ring::carry::{ProducerView, next_generation, unpack_offer};
+use crate::fabric::ring::proxy::{ProducerView, next_generation, unpack_offer};
 use crate::fabric::ring::{DataArea, DirectionBlock, End, Wake};
 
 /// Where a number of ours is in its life.

@@ -16,12 +16,12 @@ use super::mem::{Config, MemQp, pair};
 use super::qp::Limits;
 use super::*;
 use crate::fabric::layout::Layout;
+use crate::fabric::link::{LinkEnd, Opened};
 use crate::fabric::mem::Clock;
 use crate::fabric::ready::SleepFlag;
 use crate::fabric::ring::{Consumer, Producer};
 use crate::fabric::side::Side;
 use crate::fabric::waiter::{MAX_WAITERS, WaiterId};
-use crate::fabric::{LinkEnd, Opened};
 use crate::ids::Vqpn;
 use crate::os::memfd::Mapping;
 

@@ -1,5 +1,5 @@
 //! Whether the peer's device still answers: a state machine without clock and I/O. What a probe is, the
-//! queue pair knows; who ticks, and what follows, is `end.rs`.
+//! queue pair knows; who ticks is `end.rs`, and what follows `turn.rs`.
 //!
 //! A device whose packets are lost need not say so: SoftRoCE has reported no failed request for 25 s, and on
 //! iWARP TCP tries for a quarter of an hour. So what was posted has to be proven: a probe is a request that

@@ -2,11 +2,12 @@
 
 use std::ptr::NonNull;
 
-use super::memory::{DataArea, NoRing, RingMemory, Spans};
-use super::{
-    Adopted, ConsumerLine, DirectionBlock, End, Ended, Offer, ProducerLine, RingError, RxFlags,
-    STOPPED, Violation, Wake, disarm, take,
+use super::block::{
+    ConsumerLine, DirectionBlock, End, ProducerLine, RxFlags, STOPPED, Wake, disarm, take,
 };
+use super::error::{Ended, RingError, Violation};
+use super::memory::{DataArea, NoRing, RingMemory, Spans};
+use super::offer::{Adopted, Offer};
 use crate::fabric::layout::Region;
 use crate::sync::{Ordering, fence_after_rmw};
 
@@ -308,7 +309,7 @@ impl Consumer {
         })
     }
 
-    /// Offers `region`, which need not have memory but [can be mapped](crate::fabric::LinkEnd::reserve), for a producer that finds
+    /// Offers `region`, which need not have memory but [can be mapped](crate::fabric::link::LinkEnd::reserve), for a producer that finds
     /// no room. One at a time; a ring may be on offer beside it.
     pub fn offer_reserve(&mut self, region: Region) -> Result<(), OfferError> {
         let has_retired = self.retired.iter().any(Option::is_some);

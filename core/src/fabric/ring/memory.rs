@@ -6,7 +6,7 @@ use std::ptr::NonNull;
 
 use crate::fabric::layout::{MIN_RING_LOG2, Region};
 #[cfg(not(loom))]
-use crate::fabric::side::DataSegments;
+use crate::fabric::segments::DataSegments;
 
 /// A byte of shared memory. Under loom a modelled cell, so that a model fails when payload is
 /// read or overwritten without being ordered after the other side's access.

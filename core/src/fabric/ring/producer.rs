@@ -7,11 +7,10 @@ mod reserve;
 use std::ptr::NonNull;
 
 use super::allowance::Allowance;
+use super::block::{ConsumerLine, DirectionBlock, End, ProducerLine, RxFlags, Wake, disarm};
+use super::error::{RingError, Stopped, Violation};
 use super::memory::{DataArea, NoRing, RingMemory, Spans};
-use super::{
-    Adopted, ConsumerLine, DirectionBlock, End, Offer, ProducerLine, RingError, RxFlags, Stopped,
-    Violation, Wake, disarm,
-};
+use super::offer::{Adopted, Offer};
 use crate::fabric::layout::Region;
 use crate::sync::{Ordering, fence_after_rmw};
 

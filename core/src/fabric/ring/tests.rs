@@ -1,6 +1,7 @@
 //! Tests of the ring: sequences over heap memory, hostile values, threads; loom models.
 
 use super::*;
+use crate::fabric::layout::Region;
 use std::ptr::NonNull;
 
 #[cfg(not(loom))]

@@ -5,9 +5,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::ids::{Cookie, InstanceId};
-use crate::wire::{
-    Capabilities, Hello, LinkAddress, LinkOffer, MAX_MARKER, MIN_MARKER, Reason, ShmName,
-};
+use crate::wire::{Capabilities, Hello, LinkAddress, LinkOffer, MAX_MARKER, Reason, ShmName};
 
 fn encoded(marker: &Marker, nonce: &Nonce) -> Vec<u8> {
     marker.encode(nonce, &mut [0; MAX_MARKER]).unwrap().to_vec()

@@ -1,7 +1,7 @@
 //! A simulated end on a link between hosts: carries out the steps of the resumption, as
 //! shims/src/promote/resume.rs does.
 
-use rdmasock_core::fabric::LinkEnd as _;
+use rdmasock_core::fabric::link::LinkEnd as _;
 use rdmasock_core::stream::handshake::Handshake;
 use rdmasock_core::stream::resume::{Resume, Step, Steps};
 use rdmasock_core::wire::scan::{Found, scan};

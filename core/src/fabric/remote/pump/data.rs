@@ -1,15 +1,25 @@
 //! What is sent of what a producer has published: payload, switches of rings, the end mark. Each piece goes from where it was
-//! written here to the same positions of the peer's ring, which may be another size. Not what consumers say.
+//! written here to the same positions of the peer's ring, which may be another size. Not what consumers say (`control.rs`).
 
-use super::{Put, Sender, Turn};
 use crate::fabric::remote::chunks::Chunks;
-use crate::fabric::remote::end::{ENGINE, Local};
-use crate::fabric::remote::fault::Fault;
 use crate::fabric::remote::ground::Ground;
+use crate::fabric::remote::local::{ENGINE, Local};
 use crate::fabric::remote::qp::{QueuePair, Write};
 use crate::fabric::remote::record::{DATA_BYTES, HEADER_BYTES, Record};
+use crate::fabric::remote::sender::{Halt, Sender};
 use crate::fabric::remote::stream::{Outgoing, Stream};
 use crate::fabric::ring::End;
+
+/// How a stream's turn ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Turn {
+    /// It has nothing more to send.
+    Done,
+    /// It has, but others are next.
+    More,
+    /// It has, but the peer's ring has no room for it.
+    Full,
+}
 
 /// What our producer has to say: at most a piece.
 pub(super) fn data<Q: QueuePair, L: Local>(
@@ -19,7 +29,7 @@ pub(super) fn data<Q: QueuePair, L: Local>(
     register: &mut Option<u32>,
     s: &mut Stream,
     theirs: u32,
-) -> Result<Turn, Fault> {
+) -> Result<Turn, Halt> {
     let Some(block) = g.block_mirror(theirs) else {
         return Ok(Turn::Done);
     };
@@ -28,10 +38,7 @@ pub(super) fn data<Q: QueuePair, L: Local>(
     if out.stopped {
         return Ok(Turn::Done);
     }
-    put!(
-        tell_limited(g, sender, out, theirs, view.limited),
-        Turn::Blocked
-    );
+    tell_limited(g, sender, out, theirs, view.limited)?;
     let area = g.mirror.area();
     let mut left = u64::from(g.tuning.piece.max(1));
     loop {
@@ -42,7 +49,7 @@ pub(super) fn data<Q: QueuePair, L: Local>(
                 generation,
                 position,
             };
-            put!(sender.put(&g.qp, &record), Turn::Blocked);
+            sender.put(&g.qp, &record)?;
             out.on_switched();
             continue;
         }
@@ -56,7 +63,7 @@ pub(super) fn data<Q: QueuePair, L: Local>(
             if out.placed == out.told {
                 break;
             }
-            put!(announce(g, sender, theirs, out.placed), Turn::Blocked);
+            announce(g, sender, theirs, out.placed)?;
             out.told = out.placed;
             continue;
         };
@@ -69,32 +76,28 @@ pub(super) fn data<Q: QueuePair, L: Local>(
         let target = chunks.theirs.get(chunk(to));
         let key = chunks.mirror.get(chunk(from));
         // A WRITE with an immediate needs no header, which may be what takes another packet.
-        let alone = g.limits.immediate && sender.staged.is_empty() && out.placed == out.told;
+        let alone = g.limits.immediate && sender.is_empty() && out.placed == out.told;
         let header = (HEADER_BYTES + DATA_BYTES) as u64;
         let is_small = there <= u64::from(g.tuning.eager_max)
-            && !(alone && g.limits.spills(there, header) && sender.credits.can_send());
+            && !(alone && g.limits.spills(there, header) && sender.has_credit());
         let (Some(target), Some(local), false) = (target, key, is_small) else {
             if key.is_none() && target.is_some() && !is_small {
                 *register = Some(chunk(from));
             }
             if out.placed != out.told {
-                put!(announce(g, sender, theirs, out.placed), Turn::Blocked);
+                announce(g, sender, theirs, out.placed)?;
                 out.told = out.placed;
             }
             let want = there.min(left).min(u64::from(u16::MAX)) as usize;
-            let want = want.min(sender.staged.capacity().saturating_sub(DATA_BYTES));
-            if sender.staged.room() < want + DATA_BYTES {
-                put!(sender.flush(&g.qp), Turn::Blocked);
-            }
+            let want = want.min(sender.most_payload());
             let tail = out.placed + want as u64;
             let from = out.placed;
             // SAFETY: committed and not told, so the producer does not write there.
             let fill = |to: &mut [u8]| unsafe { area.copy_out(next.source, from, to) };
-            if !sender.staged.push_data(theirs, tail, want, fill) {
+            if !sender.put_data(&g.qp, theirs, tail, want, fill)? {
                 // Cannot be: it is as small as the room, and within the ring.
                 return Ok(Turn::Done);
             }
-            sender.counts.eager_bytes += want as u64;
             (out.placed, out.told) = (tail, tail);
             left = left.saturating_sub(want as u64);
             continue;
@@ -104,10 +107,7 @@ pub(super) fn data<Q: QueuePair, L: Local>(
             .min(next.ring.len() - in_ring)
             .min((1 << log2) - in_chunk(from))
             .min((1 << log2) - in_chunk(to)) as u64;
-        let whole = alone && len == there && sender.credits.can_send();
-        if sender.is_full {
-            return Ok(Turn::Blocked);
-        }
+        let whole = alone && len == there && sender.has_credit();
         let write = Write {
             from: at,
             local,
@@ -116,15 +116,10 @@ pub(super) fn data<Q: QueuePair, L: Local>(
             remote: target.rkey,
         };
         // SAFETY: within the chunk, which was registered under the key.
-        let posted = unsafe { g.qp.write(&write, whole.then_some(theirs)) };
-        put!(sender.posted(posted), Turn::Blocked);
-        sender.counts.writes += 1;
-        sender.counts.written_bytes += len;
+        unsafe { sender.write(&g.qp, &write, whole.then_some(theirs)) }?;
         out.placed += len;
         left = left.saturating_sub(len);
         if whole {
-            sender.counts.immediates += 1;
-            sender.credits.on_immediate();
             out.told = out.placed;
         }
     }
@@ -134,24 +129,15 @@ pub(super) fn data<Q: QueuePair, L: Local>(
     }
     if has_rest {
         out.on_rest(view.tail);
-        put!(
-            tell_limited(g, sender, out, theirs, view.limited),
-            Turn::Blocked
-        );
+        tell_limited(g, sender, out, theirs, view.limited)?;
     } else if !out.end_told && End::from_word(view.end).is_some() {
         let (end, tail) = (view.end, view.tail);
-        put!(
-            sender.put(&g.qp, &Record::End { theirs, end, tail }),
-            Turn::Blocked
-        );
+        sender.put(&g.qp, &Record::End { theirs, end, tail })?;
         out.end_told = true;
     }
     let asks = out.told.saturating_add(out.end_told.into());
     if out.want_confirm && asks > out.asked {
-        put!(
-            sender.put(&g.qp, &Record::Confirm { theirs }),
-            Turn::Blocked
-        );
+        sender.put(&g.qp, &Record::Confirm { theirs })?;
         out.want_confirm = false;
         out.asked = asks;
     }
@@ -164,7 +150,7 @@ fn announce<Q: QueuePair, L: Local>(
     sender: &mut Sender,
     theirs: u32,
     tail: u64,
-) -> Result<Put, Fault> {
+) -> Result<(), Halt> {
     let record = Record::Data {
         theirs,
         tail,
@@ -180,14 +166,11 @@ fn tell_limited<Q: QueuePair, L: Local>(
     out: &mut Outgoing,
     theirs: u32,
     counted: u32,
-) -> Result<Put, Fault> {
+) -> Result<(), Halt> {
     let count = out.limited(counted);
     if count != out.limited_told {
-        put!(
-            sender.put(&g.qp, &Record::Limited { theirs, count }),
-            Put::Blocked
-        );
+        sender.put(&g.qp, &Record::Limited { theirs, count })?;
         out.limited_told = count;
     }
-    Ok(Put::Done)
+    Ok(())
 }

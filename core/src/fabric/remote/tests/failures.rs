@@ -1,7 +1,7 @@
 //! A link that fails: nothing is lost or repeated if each end sends again from what the other has received.
 
 use super::*;
-use crate::fabric::SendError;
+use crate::fabric::link::SendError;
 
 /// Runs both ends until they know that the link is down.
 fn until_down(world: &World) {

@@ -99,7 +99,10 @@ fn a_signal_handler_that_interrupts_the_engine_leaves_its_work() {
         assert_eq!(ends[1].received(Vqpn(0)), None);
         assert_eq!(ends[1].unconfirmed(directions[0].number), None);
         assert!(ends[1].take_message().is_none());
-        assert_eq!(ends[1].open(12).err(), Some(crate::fabric::OpenError::Busy));
+        assert_eq!(
+            ends[1].open(12).err(),
+            Some(crate::fabric::link::OpenError::Busy)
+        );
     });
     world.settle();
     assert_eq!(world.directions[0].read(&world.ends, 200), 100);

@@ -3,8 +3,9 @@
 
 use super::Producer;
 use crate::fabric::layout::{MIN_RING_LOG2, Region};
+use crate::fabric::ring::error::{RingError, Violation};
 use crate::fabric::ring::memory::NoRing;
-use crate::fabric::ring::{Offer, RingError, Violation};
+use crate::fabric::ring::offer::Offer;
 use crate::sync::Ordering;
 
 /// Bytes of a reserve that get memory at a time.

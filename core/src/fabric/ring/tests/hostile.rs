@@ -1,6 +1,7 @@
 //! Values that no correct peer writes give an error and never an access outside the ring.
 
 use super::*;
+use crate::sync::Ordering;
 use proptest::prelude::*;
 
 fn pair() -> (Memory, Producer, Consumer) {

@@ -1,8 +1,10 @@
-//! A direction block from the point of view of the engine of a link between hosts, which stands in for the
-//! peer's cursor: for the consumer of a mirror, for the producer of our own. By the same rules (W1, W2):
+//! A direction block for the engine of a link between hosts, which is the proxy of the
+//! peer's cursor: of the consumer of a mirror, of the producer of our own. By the same rules (W1, W2):
 //! it publishes and then takes the attention word, it sets its own word and then looks.
 
-use super::{DirectionBlock, End, Ended, Offer, STOPPED, Stopped, Wake, take};
+use super::block::{DirectionBlock, End, STOPPED, Wake, take};
+use super::error::{Ended, Stopped};
+use super::offer::Offer;
 use crate::fabric::layout::Region;
 use crate::sync::{AtomicU32, Ordering, fence_after_rmw};
 

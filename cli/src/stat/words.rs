@@ -1,0 +1,76 @@
+//! How `rdmasock stat` says things in words, in tables as in JSON. Not where they stand.
+
+use rdmasock_core::stats::{Call, Reason, SleeperSnapshot, StreamSnapshot};
+
+/// An instance id as it is written.
+pub fn hex(id: [u8; 16]) -> String {
+    format!("{:032x}", u128::from_be_bytes(id))
+}
+
+/// The word for a code, or for one that this version does not know.
+pub fn word(text: Option<&'static str>) -> &'static str {
+    text.unwrap_or("unknown")
+}
+
+/// Why a whole instance is held on TCP.
+pub fn held(reason: Result<Reason, u16>) -> String {
+    reason.map_or_else(
+        |code| format!("unknown reason {code}"),
+        |reason| reason.to_string(),
+    )
+}
+
+/// Why a stream is on TCP; `None` where it is not, or nothing is known.
+pub fn why_tcp(stream: &StreamSnapshot) -> Option<String> {
+    match stream.why {
+        _ if !stream.is_on_tcp() => None,
+        Ok(why) => (why.reason != Reason::None).then(|| why.to_string()),
+        Err(code) => Some(format!("unknown reason {code}")),
+    }
+}
+
+/// What a sleeper does, and for how long, in words.
+pub fn sleep(sleeper: &SleeperSnapshot) -> String {
+    let call = word(sleeper.call.map(Call::text));
+    let seconds = sleeper.asleep.as_secs_f64();
+    let time = if seconds < 10.0 {
+        format!("{seconds:.1} s")
+    } else {
+        duration(sleeper.asleep.as_secs())
+    };
+    let who = match (sleeper.thread, sleeper.count) {
+        (Some(thread), 1) => format!("thread {thread}"),
+        (Some(thread), n) => format!("thread {thread} and {} more", n - 1),
+        (None, 1) => "a thread".to_owned(),
+        (None, n) => format!("{n} threads"),
+    };
+    format!("{call} {time}, {who}")
+}
+
+/// A time in its two largest units.
+pub fn duration(seconds: u64) -> String {
+    let (minutes, hours, days) = (seconds / 60, seconds / 3600, seconds / 86_400);
+    match (days, hours, minutes) {
+        (0, 0, 0) => format!("{seconds} s"),
+        (0, 0, _) => format!("{minutes} min {} s", seconds % 60),
+        (0, _, _) => format!("{hours} h {} min", minutes % 60),
+        _ => format!("{days} d {} h", hours % 24),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_have_units() {
+        for (seconds, text) in [
+            (59, "59 s"),
+            (61, "1 min 1 s"),
+            (3660, "1 h 1 min"),
+            (90_000, "1 d 1 h"),
+        ] {
+            assert_eq!(duration(seconds), text);
+        }
+    }
+}

@@ -1,0 +1,32 @@
+//! What an end of a link between hosts counts, for tests and measurements. Not what programs are shown (`stats/`).
+
+#![forbid(unsafe_code)]
+
+/// What an end has done since it was made.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Messages sent on the queue pair.
+    pub sends: u64,
+    /// WRITEs posted, those with an immediate included.
+    pub writes: u64,
+    /// Of these, with an immediate.
+    pub immediates: u64,
+    /// Messages that gave nothing but credits.
+    pub bare_grants: u64,
+    /// Payload bytes sent in messages, and by WRITEs.
+    pub eager_bytes: u64,
+    /// As above.
+    pub written_bytes: u64,
+    /// Messages received, and WRITEs with an immediate.
+    pub received: u64,
+    /// Records in them.
+    pub records: u64,
+    /// How often the send queue was full.
+    pub full: u64,
+    /// How often no credit was left.
+    pub no_credit: u64,
+    /// How often the peer's device was asked whether it is there.
+    pub probes: u64,
+    /// How often there was reason to ask although nothing was posted.
+    pub doubts: u64,
+}

@@ -1,0 +1,24 @@
+//! The ways between the engine of a link between hosts and those who wait in its own process: the words by which either is told. Not
+//! who waits for what.
+
+use crate::fabric::ready::SleepFlag;
+use crate::fabric::ring::Wake;
+use crate::fabric::waiter::WaiterId;
+
+/// The attention word by which the engine is told. It names no waiter.
+pub const ENGINE: Wake = Wake(1 << 31);
+
+/// The service thread's waiter.
+pub(super) const SERVICE: WaiterId = WaiterId(0);
+
+/// How the engine reaches those who wait in this process. No call may wait, or call the end.
+pub trait Local: Send + Sync {
+    /// By which our `waiter` sleeps.
+    fn flag(&self, waiter: WaiterId) -> Option<&SleepFlag>;
+
+    /// Wakes whoever sleeps, or will next sleep, on the doorbell of our `waiter`.
+    fn ring(&self, waiter: WaiterId);
+
+    /// Somebody is to call [`End::settle`](super::End::settle) some ms later.
+    fn settle_later(&self);
+}

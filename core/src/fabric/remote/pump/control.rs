@@ -1,0 +1,69 @@
+//! What is sent of what a consumer has published: rings on offer, with the keys of their memory, heads, flags, a stop, and what the peer
+//! has asked to have confirmed. Not what producers say (`data.rs`).
+
+use crate::fabric::remote::chunks::{Chunks, of_region};
+use crate::fabric::remote::ground::Ground;
+use crate::fabric::remote::local::{ENGINE, Local};
+use crate::fabric::remote::qp::QueuePair;
+use crate::fabric::remote::record::Record;
+use crate::fabric::remote::sender::{Halt, Sender};
+use crate::fabric::remote::stream::Stream;
+use crate::fabric::ring::proxy::unpack_offer;
+
+/// What our consumer has to say.
+pub(super) fn control<Q: QueuePair, L: Local>(
+    g: &Ground<Q, L>,
+    sender: &mut Sender,
+    chunks: &mut Chunks,
+    s: &mut Stream,
+    mine: u32,
+    theirs: u32,
+) -> Result<(), Halt> {
+    let Some(block) = g.block_mine(mine) else {
+        return Ok(());
+    };
+    let inc = &mut s.inc;
+    let view = block.watch_consumer(ENGINE.0);
+    if view.offer != inc.offer_told {
+        if let Some((_, region)) = unpack_offer(view.offer) {
+            for index in of_region(region, g.tuning.chunk_log2) {
+                if chunks.announced.get(index).is_none()
+                    && let Some(target) = chunks.mine.get(index)
+                {
+                    let record = Record::Chunk {
+                        index,
+                        rkey: target.rkey,
+                        base: target.base,
+                    };
+                    sender.put(&g.qp, &record)?;
+                    chunks.announced.set(index, ());
+                }
+            }
+        }
+        let word = view.offer;
+        sender.put(&g.qp, &Record::Offer { theirs, word })?;
+        inc.on_offer_told(word);
+    }
+    let head = view.head;
+    let untold = head.saturating_sub(inc.head_told);
+    if untold > 0 && (inc.settle || untold >= inc.quarter()) {
+        sender.put(&g.qp, &Record::Head { theirs, head })?;
+        inc.head_told = head;
+    }
+    inc.settle = false;
+    if view.flags != inc.flags_told {
+        let flags = view.flags;
+        sender.put(&g.qp, &Record::Flags { theirs, flags })?;
+        inc.flags_told = flags;
+    }
+    if view.stopped && !inc.stop_told {
+        sender.put(&g.qp, &Record::Stop { theirs })?;
+        inc.stop_told = true;
+    }
+    if inc.ack_due {
+        let tail = inc.ack();
+        sender.put(&g.qp, &Record::Ack { theirs, tail })?;
+        inc.ack_due = false;
+    }
+    Ok(())
+}

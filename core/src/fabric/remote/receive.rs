@@ -1,0 +1,244 @@
+//! What the peer's records do to the engine of a link between hosts: each is checked before it is applied (I7). What is sent in turn is
+//! `pump.rs`.
+
+use std::sync::atomic::Ordering::SeqCst;
+
+use super::chunks::{self, Target};
+use super::engine::Engine;
+use super::fault::Breach;
+use super::ground::{Ground, MAX_LETTERS};
+use super::local::{Local, SERVICE};
+use super::qp::{Event, QueuePair};
+use super::record::{self, Record};
+use super::stream::{State, Stream, Streams};
+use crate::fabric::layout::MAX_STREAMS;
+use crate::fabric::ready::ReadyQueue;
+use crate::fabric::ring::Wake;
+use crate::wire::Message;
+
+impl Engine {
+    /// Something has completed on the queue pair.
+    pub fn on_event<Q: QueuePair, L: Local>(
+        &mut self,
+        g: &Ground<Q, L>,
+        event: Event<'_>,
+    ) -> Result<(), Breach> {
+        match event {
+            Event::Room => self.sender.on_room(),
+            Event::Probed => self.watch.on_answered(),
+            Event::Written { immediate, bytes } => {
+                self.sender.on_received()?;
+                if !g.limits.immediate {
+                    return Err(Breach::Immediate);
+                }
+                let s = known(&mut self.streams, immediate)?;
+                let tail = s.inc.tail.saturating_add(bytes.into());
+                self.on_data(g, immediate, tail, &[])?;
+            }
+            Event::Received(bytes) => {
+                self.sender.on_received()?;
+                let received = record::decode(bytes).map_err(|_| Breach::Malformed)?;
+                self.sender.on_grant(received.grant)?;
+                for record in received.records {
+                    self.sender.counts.records += 1;
+                    self.on_record(g, record.map_err(|_| Breach::Malformed)?)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn on_data<Q: QueuePair, L: Local>(
+        &mut self,
+        g: &Ground<Q, L>,
+        mine: u32,
+        tail: u64,
+        payload: &[u8],
+    ) -> Result<(), Breach> {
+        let s = known(&mut self.streams, mine)?;
+        let block = g.block_mine(mine).ok_or(Breach::Stream)?;
+        let wake = s.inc.on_data(block, &g.mine.area(), tail, payload)?;
+        g.tell_here(&mut self.after, wake, mine);
+        Ok(())
+    }
+
+    fn on_record<Q: QueuePair, L: Local>(
+        &mut self,
+        g: &Ground<Q, L>,
+        record: Record<'_>,
+    ) -> Result<(), Breach> {
+        match record {
+            Record::Data {
+                theirs: mine,
+                tail,
+                payload,
+            } => self.on_data(g, mine, tail, payload),
+            Record::Switch {
+                theirs: mine,
+                generation,
+                position,
+            } => {
+                let s = known(&mut self.streams, mine)?;
+                let block = g.block_mine(mine).ok_or(Breach::Stream)?;
+                s.inc.on_switch(block, generation, position)
+            }
+            Record::End {
+                theirs: mine,
+                end,
+                tail,
+            } => {
+                let s = known(&mut self.streams, mine)?;
+                let block = g.block_mine(mine).ok_or(Breach::Stream)?;
+                match s.inc.on_end(block, end, tail)? {
+                    Some(wake) => g.tell_here(&mut self.after, wake, mine),
+                    None => s.crossed = true,
+                }
+                Ok(())
+            }
+            Record::Limited {
+                theirs: mine,
+                count,
+            } => {
+                known(&mut self.streams, mine)?;
+                g.block_mine(mine).ok_or(Breach::Stream)?.put_limited(count);
+                Ok(())
+            }
+            Record::Confirm { theirs: mine } => {
+                let s = known(&mut self.streams, mine)?;
+                s.inc.ack_due = true;
+                if let Some(theirs) = s.theirs {
+                    g.dirty.push(theirs);
+                }
+                Ok(())
+            }
+            Record::Chunk { index, rkey, base } => self.on_chunk(g, index, Target { rkey, base }),
+            Record::Message { bytes } => self.on_message(g, bytes),
+            Record::Tell { theirs: mine, word } => {
+                if mine >= MAX_STREAMS {
+                    return Err(Breach::Stream);
+                }
+                g.tell_here(&mut self.after, Wake(word), mine);
+                Ok(())
+            }
+            Record::Head { theirs: mine, .. }
+            | Record::Offer { theirs: mine, .. }
+            | Record::Flags { theirs: mine, .. }
+            | Record::Stop { theirs: mine }
+            | Record::Ack { theirs: mine, .. } => self.on_consumer(g, mine, record),
+        }
+    }
+
+    /// What the peer's consumer says to our producer.
+    fn on_consumer<Q: QueuePair, L: Local>(
+        &mut self,
+        g: &Ground<Q, L>,
+        mine: u32,
+        record: Record<'_>,
+    ) -> Result<(), Breach> {
+        let s = known(&mut self.streams, mine)?;
+        if s.state == State::Left {
+            return Ok(());
+        }
+        let Some(theirs) = s.theirs else {
+            return s.on_early(g.peers_len, record);
+        };
+        let block = g.block_mirror(theirs).ok_or(Breach::Stream)?;
+        let mut wake = Wake::NONE;
+        match record {
+            Record::Head { head, .. } => wake = s.out.on_head(block, head)?,
+            Record::Offer { word, .. } => {
+                wake = s.out.on_offer(block, g.peers_len, word)?;
+            }
+            Record::Flags { flags, .. } => wake = block.put_flags(flags),
+            Record::Stop { .. } => s.crossed |= !s.out.on_stop(block),
+            Record::Ack { tail, .. } => {
+                s.out.on_ack(tail)?;
+                wake = Wake(SERVICE.queue_bits());
+            }
+            _ => {}
+        }
+        g.tell_here(&mut self.after, wake, mine);
+        // It may have been waiting for this ring, or for this room.
+        let has_room = matches!(record, Record::Head { .. }) && s.out.told < block.tail();
+        if has_room || matches!(record, Record::Offer { .. }) {
+            g.dirty.push(theirs);
+        }
+        Ok(())
+    }
+
+    fn on_chunk<Q: QueuePair, L: Local>(
+        &mut self,
+        g: &Ground<Q, L>,
+        index: u32,
+        target: Target,
+    ) -> Result<(), Breach> {
+        let log2 = g.tuning.chunk_log2;
+        let all = chunks::count(g.peers_len, log2);
+        let fits = u64::from(index) < all && target.base.checked_add(1 << log2).is_some();
+        if !fits || !self.chunks.theirs.set(index, target) {
+            return Err(Breach::Chunk);
+        }
+        Ok(())
+    }
+
+    fn on_message<Q: QueuePair, L: Local>(
+        &mut self,
+        g: &Ground<Q, L>,
+        bytes: &[u8],
+    ) -> Result<(), Breach> {
+        let message = Message::decode(bytes).map_err(|_| Breach::Message)?;
+        if message.fds() != 0 {
+            return Err(Breach::Message);
+        }
+        if self.inbox.len() >= MAX_LETTERS {
+            return Err(Breach::Flood);
+        }
+        if let Message::Closed { yours } = message
+            && let Some(s) = self.streams.get(yours.0)
+        {
+            s.peer_left = true;
+            if let Some(theirs) = s.theirs.filter(|_| s.closing) {
+                // Nobody waits for the rest any more.
+                g.dirty.push(theirs);
+            }
+        }
+        self.inbox.push_back(message);
+        g.news.fetch_add(1, SeqCst);
+        g.ring_if_asleep(&mut self.after, SERVICE);
+        Ok(())
+    }
+}
+
+impl Stream {
+    /// What the peer's consumer says before we know its number: kept until then.
+    fn on_early(&mut self, data_len: usize, record: Record<'_>) -> Result<(), Breach> {
+        match record {
+            Record::Offer { word, .. } => {
+                self.out.check_offer(data_len, word)?;
+                match self.early.offer.replace(word) {
+                    None => Ok(()),
+                    // Nothing can have been adopted yet.
+                    Some(_) => Err(Breach::Offer),
+                }
+            }
+            Record::Flags { flags, .. } => {
+                self.early.flags |= flags;
+                Ok(())
+            }
+            Record::Stop { .. } => {
+                self.early.stop = true;
+                Ok(())
+            }
+            Record::Head { .. } => Err(Breach::Head),
+            _ => Err(Breach::Ack),
+        }
+    }
+}
+
+/// A stream that the peer may speak of.
+fn known(streams: &mut Streams, mine: u32) -> Result<&mut Stream, Breach> {
+    streams
+        .get(mine)
+        .filter(|s| s.state != State::Free && !s.peer_left)
+        .ok_or(Breach::Stream)
+}

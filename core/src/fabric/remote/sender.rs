@@ -1,0 +1,214 @@
+//! The message being collected, and what it takes to send it: credits, room in the send queue. Records are added until it is full or
+//! there is nothing more to add; what was put there counts as sent, and goes out before any later message. Not what is put there
+//! (`pump.rs`).
+
+use super::counts::Counts;
+use super::credits::Credits;
+use super::fault::{Breach, Fault};
+use super::qp::{Down, Limits, PostError, QueuePair, Write};
+use super::record::{self, Builder, DATA_BYTES, HEADER_BYTES, MESSAGE_BYTES, Record};
+use crate::wire::MAX_MESSAGE;
+
+/// Why nothing more is sent for now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Halt {
+    /// Neither a credit nor room in the send queue, one of the two: to be tried again when there is.
+    Blocked,
+    /// The link is down.
+    Down(Fault),
+}
+
+impl From<Fault> for Halt {
+    fn from(fault: Fault) -> Self {
+        Self::Down(fault)
+    }
+}
+
+impl From<Breach> for Halt {
+    fn from(breach: Breach) -> Self {
+        Self::Down(breach.into())
+    }
+}
+
+/// What is blocked waits, and is no fault.
+pub(super) fn unless_blocked(sent: Result<(), Halt>) -> Result<(), Fault> {
+    match sent {
+        Ok(()) | Err(Halt::Blocked) => Ok(()),
+        Err(Halt::Down(fault)) => Err(fault),
+    }
+}
+
+/// The message being collected, and what it takes to send it.
+pub(super) struct Sender {
+    staged: Builder,
+    credits: Credits,
+    is_full: bool,
+    pub counts: Counts,
+}
+
+impl Sender {
+    pub fn new(limits: &Limits) -> Self {
+        Self {
+            staged: Builder::new(limits.buffer_bytes as usize),
+            credits: Credits::new(limits.receive_buffers),
+            is_full: false,
+            counts: Counts::default(),
+        }
+    }
+
+    /// Only completions can bring what is missing.
+    pub fn is_short(&self) -> bool {
+        self.is_full || !self.credits.can_send()
+    }
+
+    /// Grows with all that is posted, with what found the queue full, and with doubts.
+    #[inline]
+    pub fn done(&self) -> u64 {
+        let counts = &self.counts;
+        counts
+            .sends
+            .wrapping_add(counts.writes)
+            .wrapping_add(counts.full)
+            .wrapping_add(counts.doubts)
+    }
+
+    pub fn on_room(&mut self) {
+        self.is_full = false;
+    }
+
+    pub fn on_received(&mut self) -> Result<(), Breach> {
+        self.counts.received += 1;
+        self.credits.on_received()
+    }
+
+    pub fn on_grant(&mut self, grant: u16) -> Result<(), Breach> {
+        self.credits.on_grant(grant)
+    }
+
+    /// Nothing is collected.
+    pub fn is_empty(&self) -> bool {
+        self.staged.is_empty()
+    }
+
+    /// An ordinary message may be sent, as far as the peer is concerned.
+    pub fn has_credit(&self) -> bool {
+        self.credits.can_send()
+    }
+
+    /// Bytes of payload that fit one message.
+    pub fn most_payload(&self) -> usize {
+        self.staged.capacity().saturating_sub(DATA_BYTES)
+    }
+
+    /// What posting came to.
+    fn posted(&mut self, result: Result<(), PostError>) -> Result<(), Halt> {
+        match result {
+            Ok(()) => Ok(()),
+            Err(PostError::Full) => {
+                self.is_full = true;
+                self.counts.full += 1;
+                Err(Halt::Blocked)
+            }
+            Err(PostError::Down) => Err(Fault::Down(Down(0)).into()),
+        }
+    }
+
+    /// Sends what was collected.
+    fn flush(&mut self, qp: &impl QueuePair) -> Result<(), Halt> {
+        if self.staged.is_empty() {
+            return Ok(());
+        }
+        if self.is_full {
+            return Err(Halt::Blocked);
+        }
+        if !self.credits.can_send() {
+            self.counts.no_credit += 1;
+            return Err(Halt::Blocked);
+        }
+        let posted = qp.send(&[self.staged.finish(self.credits.grant())]);
+        self.posted(posted)?;
+        self.credits.on_sent();
+        self.counts.sends += 1;
+        self.staged.clear();
+        Ok(())
+    }
+
+    /// Gives credits back if that is due and nothing else has done it.
+    fn grant(&mut self, qp: &impl QueuePair) -> Result<(), Halt> {
+        if self.is_full || !self.credits.must_grant() {
+            return Ok(());
+        }
+        let posted = qp.send(&[&record::bare(self.credits.grant())]);
+        self.posted(posted)?;
+        self.credits.on_sent();
+        self.counts.sends += 1;
+        self.counts.bare_grants += 1;
+        Ok(())
+    }
+
+    /// When there is nothing more to add: sends what was collected, and then a grant if one is due.
+    pub fn finish(&mut self, qp: &impl QueuePair) -> Result<(), Fault> {
+        unless_blocked(self.flush(qp))?;
+        unless_blocked(self.grant(qp))
+    }
+
+    /// Adds a record, after sending what is there if need be.
+    pub fn put(&mut self, qp: &impl QueuePair, record: &Record<'_>) -> Result<(), Halt> {
+        if self.staged.push(record) {
+            return Ok(());
+        }
+        self.flush(qp)?;
+        // A message's length is checked when it is queued; every other record fits an empty one.
+        if !self.staged.push(record) {
+            return Err(Breach::Message.into());
+        }
+        Ok(())
+    }
+
+    /// Likewise a record with `len` bytes of payload up to `tail`, at most [`most_payload`](Self::most_payload), which `fill` writes.
+    /// False if it does not.
+    pub fn put_data(
+        &mut self,
+        qp: &impl QueuePair,
+        theirs: u32,
+        tail: u64,
+        len: usize,
+        fill: impl FnOnce(&mut [u8]) -> bool,
+    ) -> Result<bool, Halt> {
+        if self.staged.room() < len + DATA_BYTES {
+            self.flush(qp)?;
+        }
+        let is_put = self.staged.push_data(theirs, tail, len, fill);
+        if is_put {
+            self.counts.eager_bytes += len as u64;
+        }
+        Ok(is_put)
+    }
+
+    /// Posts a WRITE; an immediate takes a credit.
+    ///
+    /// # Safety
+    /// As [`QueuePair::write`].
+    pub unsafe fn write(
+        &mut self,
+        qp: &impl QueuePair,
+        write: &Write,
+        immediate: Option<u32>,
+    ) -> Result<(), Halt> {
+        if self.is_full {
+            return Err(Halt::Blocked);
+        }
+        // SAFETY: by the caller.
+        let posted = unsafe { qp.write(write, immediate) };
+        self.posted(posted)?;
+        self.counts.writes += 1;
+        self.counts.written_bytes += u64::from(write.len);
+        if immediate.is_some() {
+            self.counts.immediates += 1;
+            self.credits.on_immediate();
+        }
+        Ok(())
+    }
+}
+
+const _: () = assert!(MESSAGE_BYTES + MAX_MESSAGE + HEADER_BYTES + record::LONGEST < 2048);

@@ -1,0 +1,60 @@
+//! What a link between hosts takes of a queue pair, and what may be set for it. Not what a queue pair is (`qp.rs`).
+
+#![forbid(unsafe_code)]
+
+use super::chunks::CHUNK_LOG2;
+use super::qp::Limits;
+use super::record::{DATA_BYTES, HEADER_BYTES};
+use crate::wire::MAX_MESSAGE;
+
+/// Least bytes of a receive buffer that a link can work with: a message of the side channel fits one, with
+/// what has to precede it.
+pub const MIN_BUFFER: u32 = MAX_MESSAGE as u32 + 200;
+
+/// Least receive buffers: credits are given back by halves.
+pub const MIN_BUFFERS: u16 = 4;
+
+/// What may be set for a link.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tuning {
+    /// Payloads of up to so many bytes travel in the message, if they fit; longer ones are written into
+    /// the peer's ring.
+    pub eager_max: u32,
+    /// How many bytes of a stream are sent before others get their turn.
+    pub piece: u32,
+    /// log2 of the bytes that are registered at a time. The same at both ends, so not to be changed but by
+    /// tests.
+    pub chunk_log2: u8,
+    /// Bytes at the end of the mirror's data area, whole pages, that are not the peer's: room for send buffers
+    /// ([`LinkEnd::lend`](crate::fabric::link::LinkEnd::lend)).
+    pub buffers: u64,
+}
+
+impl Default for Tuning {
+    fn default() -> Self {
+        Self {
+            eager_max: 2048,
+            piece: 64 * 1024,
+            chunk_log2: CHUNK_LOG2,
+            buffers: 0,
+        }
+    }
+}
+
+impl Tuning {
+    /// For a queue pair with these limits. Where a WRITE has no immediate a message follows each: what fits a message
+    /// goes in one, for a copy costs less than another work request. Elsewhere the one WRITE saves the copy.
+    pub fn fit(limits: &Limits) -> Self {
+        let mut tuning = Self::default();
+        if !limits.immediate {
+            let headers = (HEADER_BYTES + DATA_BYTES) as u32;
+            tuning.eager_max = limits.buffer_bytes.saturating_sub(headers);
+        }
+        tuning
+    }
+}
+
+/// The queue pair cannot carry a link: [`MIN_BUFFER`], [`MIN_BUFFERS`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("receive buffers too few or too small")]
+pub struct Unusable;

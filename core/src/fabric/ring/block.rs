@@ -1,0 +1,204 @@
+//! The words that the two sides of a direction share: where they lie, what marks, flags and attention words stand for, and how an
+//! attention word is taken. In which order they are written is said in `ring.rs`; the cursors do it.
+
+use crate::sync::{AtomicU32, AtomicU64, Ordering, fence_after_rmw};
+
+/// Whom to wake: the attention word that was taken, as the other side set it. 0 is nobody.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use = "whoever set these bits may be asleep"]
+pub struct Wake(pub u32);
+
+impl Wake {
+    /// Nobody.
+    pub const NONE: Wake = Wake(0);
+
+    /// Nobody is to be woken.
+    #[inline]
+    pub fn is_none(self) -> bool {
+        self.0 == 0
+    }
+}
+
+/// What follows the last byte of a direction.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub enum End {
+    /// End of the stream.
+    Fin = 1,
+    /// The next byte is on TCP.
+    Demote = 2,
+}
+
+/// The consumer has stopped; not an [`End`] of the producer's.
+pub(super) const STOPPED: u32 = 3;
+
+bitflags::bitflags! {
+    /// What the consumer tells the producer.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct RxFlags: u32 {
+        /// Nobody will read any more.
+        const RX_CLOSED = 1;
+    }
+}
+
+/// Written by the producer only, but for `want_space`, which the consumer swaps to 0, and `end`.
+#[derive(Debug)]
+#[repr(C, align(64))]
+pub(super) struct ProducerLine {
+    /// Bytes ever produced.
+    pub tail: AtomicU64,
+    /// 0; or an [`End`], valid for the tail at that time, which is final; or [`STOPPED`].
+    pub end: AtomicU32,
+    pub want_space: AtomicU32,
+    /// How often the window was too small, modulo 2^32.
+    pub limited: AtomicU32,
+    /// The adopted ring, see [`Adopted`]; 0: none.
+    pub generation: AtomicU32,
+    /// The first position in the adopted ring.
+    pub switch_pos: AtomicU64,
+    /// The first position in the reserve, if that was adopted. Not in the place of `switch_pos`, which the consumer may be about
+    /// to read for the switch before.
+    pub reserve_pos: AtomicU64,
+}
+
+/// Written by the consumer only, but for `want_data`, which the producer swaps to 0, and `taken_at`.
+#[derive(Debug)]
+#[repr(C, align(64))]
+pub(super) struct ConsumerLine {
+    /// Bytes consumed, as far as published.
+    pub head: AtomicU64,
+    pub want_data: AtomicU32,
+    /// [`RxFlags`].
+    pub flags: AtomicU32,
+    /// The offered ring, see [`Offer`]; 0: none.
+    pub offer: AtomicU64,
+    /// The reserve, likewise, where the generation only tells one from the other; 0: none.
+    pub reserve: AtomicU64,
+    /// When `want_data` was last taken, by the host's [counter](crate::cycles): in which order streams have come to be
+    /// ready. Only a hint. In this line, which the producer has for itself when it has just taken that word: its own the
+    /// consumer may be reading again.
+    pub taken_at: AtomicU64,
+}
+
+impl ConsumerLine {
+    /// Whoever is to be told that there is something to be read. Dated before anybody is.
+    #[inline(always)]
+    pub fn take_want_data(&self) -> Wake {
+        let wake = take(&self.want_data);
+        #[cfg(not(loom))]
+        if !wake.is_none() {
+            self.taken_at.store(crate::cycles::now(), Ordering::Relaxed);
+        }
+        wake
+    }
+}
+
+/// On a line of its own: the consumer writes it at every read, and the producer looks at it only
+/// when it is short of room and may not wait, or when the consumer's process has died.
+#[derive(Debug)]
+#[repr(C, align(64))]
+pub(super) struct LastLine {
+    /// Bytes consumed, published or not.
+    pub consumed: AtomicU64,
+}
+
+/// The shared state of one direction. All-zero is the initial state.
+#[derive(Debug)]
+#[repr(C, align(128))]
+pub struct DirectionBlock {
+    pub(super) producer: ProducerLine,
+    pub(super) consumer: ConsumerLine,
+    pub(super) last: LastLine,
+}
+
+#[cfg(not(loom))]
+const _: () = {
+    // As the layout of an arena counts on.
+    assert!(size_of::<DirectionBlock>() == crate::fabric::layout::BLOCK_BYTES);
+    assert!(std::mem::offset_of!(DirectionBlock, consumer) == 64);
+};
+
+impl DirectionBlock {
+    /// A block outside shared memory, for tests and models.
+    pub fn new() -> Self {
+        Self {
+            producer: ProducerLine {
+                tail: AtomicU64::new(0),
+                end: AtomicU32::new(0),
+                want_space: AtomicU32::new(0),
+                limited: AtomicU32::new(0),
+                generation: AtomicU32::new(0),
+                switch_pos: AtomicU64::new(0),
+                reserve_pos: AtomicU64::new(0),
+            },
+            consumer: ConsumerLine {
+                head: AtomicU64::new(0),
+                want_data: AtomicU32::new(0),
+                flags: AtomicU32::new(0),
+                offer: AtomicU64::new(0),
+                reserve: AtomicU64::new(0),
+                taken_at: AtomicU64::new(0),
+            },
+            last: LastLine {
+                consumed: AtomicU64::new(0),
+            },
+        }
+    }
+
+    /// Back to the initial state, for the next stream with this vQPN; only when neither side has
+    /// a cursor on it any more.
+    pub fn reset(&self) {
+        let (p, c) = (&self.producer, &self.consumer);
+        for word in [&p.end, &p.want_space, &p.limited, &p.generation] {
+            word.store(0, Ordering::Relaxed);
+        }
+        for word in [
+            &p.tail,
+            &p.switch_pos,
+            &c.taken_at,
+            &p.reserve_pos,
+            &c.head,
+            &c.offer,
+            &c.reserve,
+            &self.last.consumed,
+        ] {
+            word.store(0, Ordering::Relaxed);
+        }
+        for word in [&c.want_data, &c.flags] {
+            word.store(0, Ordering::Release);
+        }
+    }
+}
+
+impl DirectionBlock {
+    /// When it was last said that there is something to be read.
+    #[inline]
+    pub(in crate::fabric) fn told_at(&self) -> u64 {
+        self.consumer.taken_at.load(Ordering::Relaxed)
+    }
+}
+
+impl Default for DirectionBlock {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// After having published something with a `SeqCst` read-modify-write: takes the attention word
+/// of the side that may wait for it (W2).
+#[inline(always)]
+pub(super) fn take(want: &AtomicU32) -> Wake {
+    fence_after_rmw();
+    // Seldom set: a load leaves the line shared, a swap would not.
+    if want.load(Ordering::SeqCst) == 0 {
+        return Wake::NONE;
+    }
+    Wake(want.swap(0, Ordering::SeqCst))
+}
+
+/// Clears `bits` of an attention word that this side set, touching the line only if needed.
+pub(super) fn disarm(want: &AtomicU32, bits: u32) {
+    if want.load(Ordering::Relaxed) & bits != 0 {
+        want.fetch_and(!bits, Ordering::SeqCst);
+    }
+}

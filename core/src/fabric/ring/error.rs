@@ -1,0 +1,57 @@
+//! What a cursor can find: a peer that breaks the protocol, or a direction that the other side, or this one, has ended.
+
+#![forbid(unsafe_code)]
+
+/// The consumer has [stopped](super::Consumer::stop): what it has not [read](super::Producer::unread) goes over
+/// TCP again, before anything else.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the reader has stopped")]
+pub struct Stopped;
+
+/// The producer has [ended](super::Producer::end) the direction: it can only be drained.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the direction has its end mark")]
+pub struct Ended;
+
+/// A value in shared memory that no correct peer writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Violation {
+    /// The producer's tail went back.
+    #[error("tail moved back")]
+    TailMovedBack,
+    /// The producer's tail is beyond the space that it had.
+    #[error("tail beyond the window")]
+    TailBeyondWindow,
+    /// The consumer's head went back.
+    #[error("head moved back")]
+    HeadMovedBack,
+    /// The consumer has read what was not written.
+    #[error("head beyond the tail")]
+    HeadBeyondTail,
+    /// The offered ring has a bad size or is outside the data area.
+    #[error("bad ring offer")]
+    BadOffer,
+    /// The offered ring is larger than the producer lets it be, or one more than it writes into.
+    #[error("ring beyond what is written into")]
+    BeyondAllowance,
+    /// The producer adopted what was not offered, or at an impossible position.
+    #[error("bad ring switch")]
+    BadSwitch,
+    /// The consumer wants bytes again whose ring was given up two rings ago.
+    #[error("what is to be sent again is not held")]
+    NotHeld,
+    /// Unknown end mark.
+    #[error("bad end mark")]
+    BadEnd,
+}
+
+/// Why a cursor cannot go on. The link is to be killed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum RingError {
+    /// The peer broke the protocol.
+    #[error("peer violation: {0}")]
+    PeerViolation(#[from] Violation),
+    /// The kernel does not open what it has mapped for a reserve.
+    #[error("the ring in reserve is not to be had")]
+    Unmapped,
+}

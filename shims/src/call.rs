@@ -64,9 +64,9 @@ pub struct Call {
     pub fd: c_int,
     direction: Direction,
     generation: u64,
-    /// Counted in the direction now,
+    /// The direction counts this call among those that wait.
     is_counted: bool,
-    /// and ever.
+    /// The direction has counted this call among those that wait, now or before.
     was_counted: bool,
     /// The number was seen to stand for the socket when the call began to wait, and what it waited for came while it
     /// spun.
@@ -76,7 +76,7 @@ pub struct Call {
 /// What a call finds when it looks again whether the connection is its own.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Place {
-    /// It is.
+    /// The connection is still the call's own.
     Here,
     /// The number stands for something else, and the call may begin anew there.
     Moved,

@@ -67,7 +67,7 @@ struct Item {
     queued: bool,
     /// EPOLLONESHOT has fired; MOD arms it again.
     disabled: bool,
-    /// It is disabled, and was handed back: in neither set until then, for whatever is added to the kernel's reports how a
+    /// The item is disabled, and was handed back: in neither set until then, for whatever is added to the kernel's reports how a
     /// connection has ended.
     parked: bool,
     /// Removed, but still in `ready`.
@@ -89,7 +89,7 @@ struct Set {
     plain: usize,
     /// Links that carry a socket of this set.
     links: Vec<&'static Link>,
-    /// Those to other hosts whose completions the kernel's set reports.
+    /// Links to other hosts whose completions the kernel's set reports.
     subscribed: Vec<&'static Link>,
 }
 

@@ -35,7 +35,7 @@ pub struct Ledger {
     pub received: Way,
     /// The most that `calls/report.rs` has told, of each count in its order.
     pub told_bytes: [AtomicU64; 3],
-    /// Likewise, of counts that go round.
+    /// The most that `calls/report.rs` has told, of each count that goes round, in its order.
     pub told_segments: [AtomicU32; 5],
 }
 

@@ -24,7 +24,7 @@ use crate::wait::Waiters;
 
 /// See the module.
 pub struct Library {
-    /// Which connections may be; `None` if that cannot be known.
+    /// Which connections may be moved; `None` if that cannot be known.
     pub rules: Option<&'static Rules>,
     /// Which other hosts are in reach.
     pub reach: &'static Reach,
@@ -225,7 +225,7 @@ pub fn config() -> &'static Config {
     CONFIG.get_or_init(|| Box::new(Config::from_env()))
 }
 
-/// Likewise: for connections of this end, and for those that were accepted.
+/// The thresholds as the user asked for them: of connections of this end, and of those that were accepted.
 static THRESHOLDS: OnceBox<[Threshold; 2]> = OnceBox::new();
 
 /// What a connection has to have carried before something is done about it.
@@ -241,7 +241,7 @@ pub fn threshold_of(role: Role) -> &'static Threshold {
     }
 }
 
-/// Likewise: a fork child may not be allowed to read the file again.
+/// The rules as they were read once: a fork child may not be allowed to read the file again.
 static RULES: OnceBox<Option<Rules>> = OnceBox::new();
 
 /// The rules that the user wants, `None` if they cannot be had; what is wrong with them goes to stderr.

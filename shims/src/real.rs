@@ -60,7 +60,7 @@ impl Symbol {
 
 /// The value with which a function says "see errno".
 pub trait Failure {
-    /// It.
+    /// That value.
     const FAILURE: Self;
 }
 

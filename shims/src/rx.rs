@@ -169,6 +169,7 @@ pub fn account(socket: &'static Socket, n: u64) {
     }
 }
 
+/// What one look of a receive came to.
 enum RecvStep {
     /// Look again.
     Again,
@@ -178,9 +179,9 @@ enum RecvStep {
     Empty,
     /// The connection is not this call's ([`Place`]).
     Elsewhere(Place),
-    /// This many bytes came,
+    /// This many bytes came.
     Got(usize),
-    /// and more may be elsewhere.
+    /// This many bytes came, and more may be elsewhere.
     GotPart(usize),
     /// The call fails.
     Fail(c_int),

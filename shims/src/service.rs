@@ -348,7 +348,7 @@ struct Worker {
     instance_name: Option<names::Listener>,
     listeners: Vec<&'static Listener>,
     conns: HashMap<u64, Conn>,
-    /// Those of them that others have opened.
+    /// Channels that others have opened.
     guests: guests::Guests,
     /// When the names are listened on again after there was no descriptor for who came, ns; 0: they are.
     deaf_until: u64,

@@ -44,7 +44,7 @@ pub mod closed {
     pub const OPEN: u8 = 0;
     /// The program has closed the last, and calls that began before are not back: until then all is as it was.
     pub const HELD: u8 = 1;
-    /// Likewise, but the last was closed where no hook saw it: there is no anchor any more.
+    /// The last was closed where no hook saw it, and calls that began before are not back: there is no anchor any more.
     pub const LOST: u8 = 2;
 }
 
@@ -69,9 +69,9 @@ pub enum Stage {
 pub struct Tx {
     /// Present while the direction is on the link.
     pub producer: Option<Producer>,
-    /// Marker bytes that TCP has not taken yet, and behind them
+    /// What TCP has not taken yet: marker bytes, and behind them [`again`](Self::again) bytes of the program's.
     pub marker: Vec<u8>,
-    /// so many of the program's, which the peer has not read on the link.
+    /// How many bytes at the end of [`marker`](Self::marker) are the program's: what the peer has not read on the link is sent again.
     pub again: usize,
     /// How long the SWITCH was that the direction went to the link by: the last that TCP has of it.
     pub closing: usize,
@@ -115,9 +115,9 @@ pub struct Rx {
     /// Bytes in front, in the carry and then in TCP, that a scan has found to be payload: small
     /// reads do not scan them again.
     pub scanned: usize,
-    /// The ring is one of a link between hosts: it is left when RESUME has said so,
+    /// The ring is one of a link between hosts: it is not left before [`read_on`](Self::read_on).
     pub stays: bool,
-    /// which it has.
+    /// What follows the ring is in TCP: nothing more comes on a link between hosts.
     pub read_on: bool,
     /// After the ring comes ECONNRESET.
     pub is_lost: bool,
@@ -229,13 +229,13 @@ pub struct Socket {
     pub corked: AtomicBool,
     /// TCP_USER_TIMEOUT as the program set it, ms; 0: none.
     pub user_timeout: AtomicU32,
-    /// It is over, and no call has said so yet.
+    /// TCP_USER_TIMEOUT has run out, and no call has said so yet.
     pub timed_out: AtomicBool,
     /// TCP_INQ as the program set it.
     pub tells_more: AtomicBool,
     /// What the kernel does not know of its traffic.
     pub ledger: Ledger,
-    /// Ours, for a silent anchor.
+    /// The library's own keepalive, for a silent anchor.
     pub keepalive: Keepalive,
     /// Whether its calls wait.
     pub blocking: Blocking,
@@ -248,7 +248,7 @@ pub struct Socket {
     pub rx_shut: AtomicBool,
     /// The peer process died before it had read what we sent: TCP says ECONNRESET, once.
     pub lost_unread: AtomicBool,
-    /// It has been said.
+    /// A call has told the program of the reset.
     pub reset_told: AtomicBool,
     /// The service thread watches the anchor, and epoll sets have handed the socket to us.
     pub watched: AtomicBool,

@@ -216,12 +216,13 @@ pub fn worth_it(socket: &'static Socket) {
     errno::set(errno);
 }
 
+/// What one look of a send came to.
 enum SendStep {
     /// The direction changed: look again.
     Again,
     /// The kernel's own call.
     Kernel,
-    /// The same, ahead of a marker ([`is_above_own_send`]).
+    /// The kernel's own call, ahead of a marker ([`is_above_own_send`]).
     Ahead,
     /// The connection is not this call's ([`Place`]).
     Elsewhere(Place),

@@ -82,13 +82,13 @@ fn sent(socket: &Socket, tx: &Tx, away: Away) -> Traffic {
 /// What is on its way to another host.
 #[derive(Clone, Copy, Default)]
 struct Away {
-    /// As far as that has not said that it has it,
+    /// Bytes that the other host has not said that it has.
     unconfirmed: u64,
-    /// and of that, what it has no room for.
+    /// Those of the unconfirmed bytes that the other host has no room for.
     unsent: u64,
 }
 
-/// The other host is asked.
+/// What of the sending direction is on its way to another host, which is asked for it.
 fn away(socket: &'static Socket) -> Away {
     if socket.tx_mode.load(Acquire) != Mode::Link {
         return Away::default();

@@ -22,7 +22,7 @@ use crate::verbs::Pair;
 /// The link object that was made last; they are a list.
 static LAST: AtomicPtr<Link> = AtomicPtr::new(null_mut());
 
-/// Those that are no link now.
+/// Link objects that are no link now.
 static FREE: Lock<Vec<&'static Link>> = Lock::new(Vec::new());
 
 /// What tells a link from others.

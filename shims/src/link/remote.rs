@@ -69,15 +69,17 @@ pub struct Remote {
     token: AtomicU64,
     /// [Pollers](Poller): threads that sleep on the completion descriptor themselves, or are about to.
     pollers: AtomicU32,
-    /// Those that may still use the queue pair's descriptors.
+    /// Threads that may still use the queue pair's descriptors.
     users: AtomicU32,
     /// The queue pair is ended.
     is_ended: AtomicBool,
-    /// How many came to sleep so far, and how many of them were seen by the last [`maintain`](Self::maintain).
+    /// How many times a thread has come to sleep on the completion descriptor.
     sleeps: AtomicU32,
+    /// What `sleeps` was at the last [`maintain`](Self::maintain).
     sleeps_seen: AtomicU32,
-    /// The service thread is woken by completions; the lock is for changing that.
+    /// The service thread is woken by completions.
     is_subscribed: AtomicBool,
+    /// For changing `is_subscribed`.
     subscribing: Lock<()>,
 }
 

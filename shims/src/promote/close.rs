@@ -57,9 +57,9 @@ pub fn return_unread(socket: &'static Socket, control: &Control) -> bool {
 
 /// Markers that may be on their way to a socket that is being closed.
 pub struct Awaited {
-    /// What they start with,
+    /// What each of the markers starts with.
     pub nonce: Nonce,
-    /// and what of the next has come.
+    /// The part of the next marker that has come.
     pub part: Vec<u8>,
 }
 

@@ -85,7 +85,7 @@ pub enum Command {
     Grown,
     /// A sender finds no room.
     Blocked(Ref),
-    /// Likewise, and it does not wait for ever.
+    /// A sender finds no room, and does not wait for ever (`TCP_USER_TIMEOUT`).
     Standing(Ref),
     /// The anchor's number stands for something else, it seems.
     Lost(Ref),

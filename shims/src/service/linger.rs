@@ -28,9 +28,9 @@ pub struct Lingering {
     pub deadline: u64,
 }
 
-/// How long the other end may take, ns: to write a marker, which it does when there is a link or none can be had,
+/// How long the other end may take to write a marker, ns, which it does when there is a link or none can be had.
 const PATIENCE: u64 = super::LINK_TIMEOUT.as_nanos() as u64 + 5_000_000_000;
-/// and to make room for what is to be sent.
+/// How long the other end may take to make room for what is to be sent, ns.
 const PATIENCE_UNSENT: u64 = 60_000_000_000;
 
 impl Worker {

@@ -7,9 +7,9 @@ use crate::time::now_ns;
 
 struct Offer {
     cookie: Cookie,
-    /// For whom it is,
+    /// For whom the offer is.
     peer: InstanceId,
-    /// and until when, monotonic ns.
+    /// Until when the offer holds, monotonic ns.
     until: u64,
 }
 

@@ -15,9 +15,9 @@ use crate::tx;
 pub(super) struct Blocked {
     r: Ref,
     reader_at: u64,
-    /// How long it is left alone, ns, until
+    /// How long the sender is left alone between two looks, ns.
     every: u64,
-    /// monotonic ns.
+    /// When the sender is looked at next, monotonic ns.
     pub deadline: u64,
 }
 

@@ -10,9 +10,9 @@ use crate::tx;
 /// A sender that has found no room, and lets its peer have only so much time.
 pub(super) struct Standing {
     r: Ref,
-    /// How far the reader had got,
+    /// How far the reader had got.
     reader_at: u64,
-    /// and since when, monotonic ns.
+    /// Since when the reader has got no further, monotonic ns.
     since: u64,
     /// When it is looked at again.
     pub deadline: u64,

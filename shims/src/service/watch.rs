@@ -31,9 +31,9 @@ pub(super) struct OneWay {
     r: Ref,
     /// How far the other end had read when this was last looked at.
     reader_at: Option<u64>,
-    /// Until the next look, ns,
+    /// How long it is between two looks, ns.
     every: u64,
-    /// and when that is, monotonic ns.
+    /// When the next look is, monotonic ns.
     pub deadline: u64,
 }
 

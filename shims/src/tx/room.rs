@@ -196,7 +196,7 @@ pub fn stands_still(socket: &'static Socket) -> Option<u64> {
     at
 }
 
-/// It is not watched any more.
+/// The reader is not watched any more for whether it stands still.
 pub fn forget_standing(socket: &'static Socket) {
     if let Some(mut tx) = socket.tx.lock() {
         tx.timed = false;

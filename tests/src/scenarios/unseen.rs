@@ -39,9 +39,9 @@ const PEERS: [Peer; 4] = [Peer::Idle, Peer::Unread, Peer::Blocked, Peer::WaitsFo
 #[derive(Clone, Copy, PartialEq, Debug)]
 enum Number {
     Free,
-    /// It is another file's,
+    /// It is another file's.
     Reused,
-    /// which libc has closed.
+    /// It was another file's, which libc has closed.
     ClosedAgain,
 }
 

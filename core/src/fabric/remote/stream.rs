@@ -178,20 +178,20 @@ impl Incoming {
 /// Where our producer writes while the peer's ring has no room.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Aside {
-    /// From this position on,
+    /// From which position on it writes there.
     pub from: u64,
-    /// in a ring of ours (`lend.rs`).
+    /// The ring of ours that it writes to (`lend.rs`).
     pub region: Region,
 }
 
 /// What is to be carried over next.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Next {
-    /// Our ring that it is in,
+    /// Our ring that it is in.
     pub source: Region,
-    /// the peer's that it goes to, at the same positions,
+    /// The peer's ring that it goes to, at the same positions.
     pub ring: Region,
-    /// and up to where.
+    /// Up to which position it is to be carried.
     pub until: u64,
 }
 

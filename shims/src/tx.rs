@@ -8,7 +8,7 @@ mod sendfile;
 pub use cork::{cork, pass_cork, release_held};
 pub use room::{
     ask_for_room, could_have_room, forget_standing, give_back, is_full, is_unread, make_room,
-    on_buffer_size, press, press_to_the_end, reader_at, stands_still, unread,
+    on_buffer_size, on_link, press, press_to_the_end, reader_at, stands_still, unread,
 };
 pub use sendfile::sendfile;
 

@@ -400,6 +400,7 @@ pub fn flush(socket: &'static Socket) -> bool {
     }
     if std::mem::take(&mut tx.then_link) && tx.producer.is_some() {
         socket.tx_mode.go(Sending::Switched);
+        crate::tx::on_link(socket, &mut tx);
         if let Some(stats) = socket.stats() {
             stats.set_tx_path(path_of(socket));
         }

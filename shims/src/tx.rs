@@ -8,7 +8,8 @@ mod sendfile;
 pub use cork::{cork, pass_cork, send_delayed_wake};
 pub use room::{
     ask_for_room, could_have_room, forget_standing, give_back, is_full, is_unread, make_room,
-    on_buffer_size, reader_at, report_blocked, report_blocked_at_end, stands_still, unread,
+    on_buffer_size, on_link, reader_at, report_blocked, report_blocked_at_end, stands_still,
+    unread,
 };
 pub use sendfile::sendfile;
 

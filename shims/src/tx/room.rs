@@ -101,22 +101,32 @@ pub fn give_back(socket: &Socket) -> bool {
         .is_none_or(|link| link.take_back(theirs, producer))
 }
 
-/// The bytes that kernel TCP would have of this direction. Where the program has set a size of the send buffer, that and the window
-/// that the peer's receive buffer lets it have; else the kernel would let its own grow, to 4 MiB by default.
+/// The bytes that kernel TCP would have of this direction: what the program has [set](set_size), else the kernel would let its own
+/// buffer grow, to 4 MiB by default.
 fn bound(socket: &Socket) -> u64 {
     let most = config().ring_max.bytes();
+    set_size(socket).map_or(most, |size| size.min(most))
+}
+
+/// Where the program has set a size of the send buffer: that, and the window that the peer's receive buffer lets it have.
+fn set_size(socket: &Socket) -> Option<u64> {
     // Not among libc's constants: which sizes the program has set (Linux 5.14).
     const SO_BUF_LOCK: c_int = 72;
     const SNDBUF: c_int = 1;
-    let Some(fd) = socket.anchor_fd() else {
-        return most;
-    };
+    let fd = socket.anchor_fd()?;
     let get = |name| sockopt::get(fd, (libc::SOL_SOCKET, name));
-    if get(SO_BUF_LOCK).is_none_or(|set| set & SNDBUF == 0) {
-        return most;
+    get(SO_BUF_LOCK).filter(|set| set & SNDBUF != 0)?;
+    let own = u64::try_from(get(libc::SO_SNDBUF)?).ok()?;
+    Some(own + sockopt::peers_window(fd))
+}
+
+/// The direction has just come to the link: a ring that its reader finds too small grows no further than by what the program has set.
+pub fn on_link(socket: &Socket, tx: &mut Tx) {
+    if let Some(size) = set_size(socket)
+        && let Some(producer) = tx.producer.as_mut()
+    {
+        producer.estimate_bound(size.min(config().ring_max.bytes()));
     }
-    let own = get(libc::SO_SNDBUF).and_then(|bytes| u64::try_from(bytes).ok());
-    own.map_or(most, |own| most.min(own + sockopt::peers_window(fd)))
 }
 
 /// The program has set the size of the send buffer.

@@ -51,6 +51,8 @@ pub struct Producer {
     aside: bool,
     /// So many bytes may be unread, but no less than half of the ring; 0: not known yet.
     bound: u64,
+    /// That is an estimate.
+    bound_is_early: bool,
     seen_flags: u32,
     limited: u32,
     /// The tail when `limited` was last counted: once per position, however often retried.
@@ -89,6 +91,7 @@ impl Producer {
             starved: false,
             aside: false,
             bound: 0,
+            bound_is_early: false,
             seen_flags: 0,
             limited: 0,
             limited_at: None,
@@ -307,11 +310,18 @@ impl Producer {
     /// The program lets so many bytes be unread: taken for half of the ring if that is more.
     pub fn set_bound(&mut self, bytes: u64) {
         self.bound = bytes.max(1);
+        self.bound_is_early = false;
     }
 
-    /// Whether that was said.
+    /// As [`Self::set_bound`], at a time when it may still change: what is full is asked again.
+    pub fn estimate_bound(&mut self, bytes: u64) {
+        self.bound = bytes.max(1);
+        self.bound_is_early = true;
+    }
+
+    /// Whether it was said, and not estimated.
     pub fn has_bound(&self) -> bool {
-        self.bound != 0
+        self.bound != 0 && !self.bound_is_early
     }
 
     /// Whether more might be unread than the ring holds.

@@ -1,5 +1,5 @@
 //! What a peer may make us use of a link: memory by the rings that it offers, time by what it queues. Not its buttons, which are
-//! LocalPeer's.
+//! the local peer's.
 
 use std::sync::Arc;
 use std::sync::atomic::{

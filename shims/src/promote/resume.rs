@@ -215,8 +215,10 @@ fn write_resume(socket: &'static Socket, control: &Control) {
     let Some(Ok(received)) = received else {
         return violation(socket, "bad ring");
     };
-    // What the program has sent is TCP's to wait for as long as it does.
-    if !crate::tx::is_unread(socket)
+    // The other host may be gone. What the program has sent is TCP's to wait for as long as it does.
+    let has_failed = control.opened.is_some_and(|o| !o.link.is_alive());
+    if has_failed
+        && !crate::tx::is_unread(socket)
         && let Some(fd) = socket.anchor_fd()
     {
         socket.keepalive.bound(fd);

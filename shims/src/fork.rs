@@ -5,7 +5,8 @@
 
 use std::sync::atomic::{
     AtomicBool, AtomicI32, AtomicPtr, AtomicU32,
-    Ordering::{AcqRel, Acquire, Relaxed, Release},
+    Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst},
+    fence,
 };
 
 use rdmasock_core::os::doorbell;
@@ -29,6 +30,9 @@ const OWNED: u32 = 1 << 30;
 const WANTED: u32 = 1 << 31;
 /// How long a child waits for the owner, ns.
 const PATIENCE: u64 = 5_000_000_000;
+/// How often it asks, ns: at first, and at last.
+const FIRST_PAUSE: i64 = 200_000;
+const LONGEST_PAUSE: i64 = 20_000_000;
 /// How long the end of a process waits for promotions under way, and then for other hosts to have what was sent to them, ns: for longer
 /// than a busy machine keeps a peer's thread from running.
 const LAST_WORDS: u64 = 2_000_000_000;
@@ -161,17 +165,20 @@ fn reclaim_slow(socket: &'static Socket) {
     if let Some(c) = cell(socket.holders.load(Acquire)) {
         let until = crate::time::now_ns() + PATIENCE;
         let mut word = c.fetch_or(WANTED, AcqRel) | WANTED;
-        ask_owner();
+        let mut pause = FIRST_PAUSE;
         let owner = rustix::process::Pid::from_raw(OWNER_PID.load(Acquire));
         while word & OWNED != 0 && crate::time::now_ns() < until {
             let alive = owner.is_some_and(|p| rustix::process::test_kill_process(p).is_ok());
             if !alive {
                 break;
             }
+            // Again and again: what the owner waits for itself may have come.
+            ask_owner();
             let step = rustix::time::Timespec {
                 tv_sec: 0,
-                tv_nsec: 20_000_000,
+                tv_nsec: pause,
             };
+            pause = (2 * pause).min(LONGEST_PAUSE);
             let _ = rustix::thread::futex::wait(
                 c,
                 rustix::thread::futex::Flags::empty(),
@@ -219,7 +226,7 @@ pub extern "C" fn at_exit() {
     for_each_socket(|socket| {
         // A marker that is left unread would make the kernel reset the connection: a promotion that is
         // under way gets the moment that it needs.
-        while crate::promote::is_scanning(socket) {
+        while !is_shared(socket) && crate::promote::is_scanning(socket) {
             crate::promote::readable(socket);
             // The last look comes after the last sleep, which may have been longer.
             if crate::time::now_ns() >= until {
@@ -232,8 +239,7 @@ pub extern "C" fn at_exit() {
         }
         let shared = is_shared(socket);
         if shared && !socket.is_plain() && socket.tx_mode.load(Acquire) != Mode::Foreign {
-            crate::tx::hand_over(socket, rdmasock_core::stats::Reason::Inherited);
-            returned(socket);
+            crate::pass::release(socket, rdmasock_core::stats::Reason::Inherited);
         }
         // Not what another process goes on with.
         if !shared && !socket.left_behind.load(Acquire) {
@@ -293,6 +299,8 @@ fn count_holders() {
             }
             if let Some(c) = cell(socket.holders.load(Acquire)) {
                 c.fetch_add(1, AcqRel);
+                // Who begins a promotion looks the other way round (`service/answer.rs`).
+                fence(SeqCst);
                 if !socket.is_plain() || socket.stage() == Stage::Busy {
                     c.fetch_or(OWNED, AcqRel);
                     wants_bell = true;

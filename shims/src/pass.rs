@@ -78,6 +78,8 @@ const PATIENCE: u64 = 2_000_000_000;
 /// not become somebody else's data.
 pub fn release(socket: &'static Socket, reason: Reason) {
     fork::reclaim(socket);
+    // An attempt that has come so far goes on to its end: what its peer sends meanwhile can be had from the link.
+    wait_until(|| promote::press_on(socket));
     if let Some(mut control) = socket.control.lock() {
         promote::return_to_tcp(socket, &mut control, reason);
     }
@@ -96,13 +98,17 @@ pub fn release(socket: &'static Socket, reason: Reason) {
         }
         !is_on_link(socket)
     });
-    if let Some(control) = socket.control.lock()
-        && promote::resume::is_staying(&control)
-    {
-        // The new holder would read RESUME as data.
+    let is_staying = match socket.control.lock() {
+        Some(control) => promote::resume::is_staying(&control),
+        None => false,
+    };
+    if is_staying || socket.rx_mode.load(Acquire) == Mode::Marked {
+        // The new holder would read a marker as data, or miss what was before it.
+        tracing::warn!(target: "rdmasock", slot = socket.slot, %reason, "the peer does not answer, and the socket cannot follow: reset");
         crate::socket::reset(socket);
     }
     socket.set_stage(Stage::Pinned);
+    fork::returned(socket);
 }
 
 /// A promotion is under way or done, or the way back is not at its end.

@@ -7,12 +7,14 @@
 //! service thread ([`Command`]).
 
 mod ahead;
+mod aside;
 mod close;
 mod leave;
 pub mod resume;
 mod scan;
 
 pub use ahead::{drop_unread, read_ahead};
+pub use aside::{on_take_back, on_taken_back, press_on};
 pub use close::{
     Awaited, Farewell, close_stream, close_tx, linger, refuse, return_unread, scan_left,
 };
@@ -66,7 +68,9 @@ pub fn run(socket: &'static Socket, control: &mut Control, steps: Steps) {
                 };
                 let hello = Hello {
                     instance: library.id,
-                    capabilities: Capabilities::SHM | Capabilities::VERBS,
+                    capabilities: Capabilities::SHM
+                        | Capabilities::VERBS
+                        | Capabilities::TAKES_BACK,
                     link: control
                         .greeted_by
                         .filter(|_| handshake.role() == Role::Acceptor)
@@ -98,7 +102,7 @@ pub fn run(socket: &'static Socket, control: &mut Control, steps: Steps) {
                 resume::feed(socket, control, |r| r.on_sent(Closing::Abort));
             }
             Step::ReceiveOnLink => {
-                receive_on_link(socket);
+                receive_on_link(socket, control);
                 resume::feed(socket, control, |r| r.on_got(Closing::Switch));
                 // RESUME may have come with it, and its edge have gone by.
                 resume::look(socket, control);
@@ -195,11 +199,15 @@ pub fn set_why(socket: &Socket, why: impl Into<Why>) {
     }
 }
 
-fn receive_on_link(socket: &'static Socket) {
+fn receive_on_link(socket: &'static Socket, control: &Control) {
     let Some(mut rx) = socket.rx.lock() else {
         return;
     };
     rx.scan = None;
+    if !rx.aside.is_empty() {
+        drop(rx);
+        return aside::give_back(socket, control);
+    }
     if rx.consumer.is_some() {
         socket.rx_mode.go(Receiving::Switched);
         if let Some(stats) = socket.stats() {

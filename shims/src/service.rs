@@ -525,7 +525,7 @@ impl Worker {
         if std::mem::replace(&mut self.requests, requests) != requests {
             crate::epoll::Epoll::ring_all_who_sleep();
             crate::fork::for_each_socket(|socket| {
-                if crate::fork::is_wanted(socket) {
+                if crate::fork::is_wanted(socket) && crate::promote::press_on(socket) {
                     crate::tx::hand_over(socket, Reason::OtherProcess);
                     self.service.submit(Command::settle(socket));
                 }

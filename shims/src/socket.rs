@@ -112,6 +112,8 @@ pub struct Rx {
     /// Bytes taken from TCP that may be the beginning of a marker, or that a call took which was in the
     /// kernel when the direction left TCP, or that were read ahead.
     pub carry: Carry,
+    /// What came before all of that, while the connection is handed to another holder (`promote::aside`).
+    pub aside: Vec<u8>,
     /// Bytes in front, in the carry and then in TCP, that a scan has found to be payload: small
     /// reads do not scan them again.
     pub scanned: usize,
@@ -137,6 +139,17 @@ pub struct Rx {
     pub last: u64,
 }
 
+impl Rx {
+    /// What was set aside is in front again.
+    pub fn restore_aside(&mut self) {
+        if !self.aside.is_empty() {
+            let rest = self.carry.take();
+            self.carry.push(&std::mem::take(&mut self.aside));
+            self.carry.push(&rest);
+        }
+    }
+}
+
 /// The promotion under way and the link that it led to.
 #[derive(Default)]
 pub struct Control {
@@ -148,6 +161,8 @@ pub struct Control {
     pub asked_by: Option<InstanceId>,
     /// Whose HELLO has come.
     pub greeted_by: Option<InstanceId>,
+    /// Whoever has sent that HELLO can take back what it has sent in TCP.
+    pub takes_back: bool,
     /// Where that HELLO says that a link can be had.
     pub offer: Option<rdmasock_core::wire::LinkOffer>,
     /// The connector is on another host, and has reached us at this address (acceptor).

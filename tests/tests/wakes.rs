@@ -1,6 +1,6 @@
-//! No thread sleeps on for what has come, and none is told what it has not asked for, wherever another is held up: the
-//! scenarios `wakes_…` with a library whose threads are held up at one point of the wake-up code after the other
-//! (`shims/src/points.rs`). What they do without that is in the differential suite.
+//! No thread sleeps on for what has come, none is told what it has not asked for, and a child of a fork reads what is
+//! the program's, wherever another thread is held up: the scenarios `wakes_…` with a library whose threads are held up
+//! at one point after the other (`shims/src/points.rs`). What they do without that is in the differential suite.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use std::collections::BTreeSet;
@@ -17,6 +17,7 @@ use rdmasock_tests::scenarios;
 const POINTS: &[&str] = &[
     "activate: the kernel's set has the doorbell",
     "activate: the set is active",
+    "answer: no other process has it",
     "epoll alone: holds the set",
     "epoll alone: is about to sleep",
     "epoll alone: is awake",

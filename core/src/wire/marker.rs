@@ -33,6 +33,8 @@ bitflags::bitflags! {
         const SHM = 1 << 0;
         /// Links between hosts.
         const VERBS = 1 << 1;
+        /// TAKE-BACK is understood.
+        const TAKES_BACK = 1 << 2;
         const _ = !0;
     }
 }

@@ -117,6 +117,11 @@ pub enum Message {
     },
     /// "Move your sending direction of stream `yours` to the ring that is on offer."
     Adopt { yours: Vqpn },
+    /// "What is in this file you have sent in TCP, and it can be given to its reader there only: send it there again, before all
+    /// that is in the ring of stream `yours`, of which nothing was read." Only to those who [can](super::Capabilities::TAKES_BACK).
+    TakeBack { yours: Vqpn, bytes: u32 },
+    /// TAKE-BACK is carried out: stream `yours` is at its end in that direction.
+    TakenBack { yours: Vqpn },
     /// The sender will not touch stream `yours` again; its own number for it is free.
     Closed { yours: Vqpn },
     /// "Wake your waiter `id`": where its sender cannot.
@@ -142,6 +147,8 @@ mod kind {
     pub const ADOPT: u8 = 38;
     pub const CLOSED: u8 = 39;
     pub const RING: u8 = 40;
+    pub const TAKE_BACK: u8 = 41;
+    pub const TAKEN_BACK: u8 = 42;
 }
 
 /// Declares the body structs: plain bytes, no padding, any alignment.
@@ -170,6 +177,7 @@ bodies! {
     Waiter { id: U32 }
     DemoteRequest { yours: U32, resend: u8, from: U64 }
     Stream { yours: U32 }
+    TakeBack { yours: U32, bytes: U32 }
 }
 
 impl From<&Geometry> for Sizes {
@@ -219,6 +227,8 @@ impl Message {
             | Self::OpenRefuse { yours, .. }
             | Self::DemoteRequest { yours, .. }
             | Self::Adopt { yours }
+            | Self::TakeBack { yours, .. }
+            | Self::TakenBack { yours }
             | Self::Closed { yours } => Some(*yours),
             _ => None,
         }
@@ -228,7 +238,7 @@ impl Message {
     pub const fn fds(&self) -> usize {
         match self {
             Self::Link { .. } | Self::LinkAccept { .. } => 2,
-            Self::Waiter { .. } => 1,
+            Self::Waiter { .. } | Self::TakeBack { .. } => 1,
             _ => 0,
         }
     }
@@ -413,6 +423,16 @@ impl Message {
                 };
                 (kind::DEMOTE_REQUEST, out.put(&body))
             }
+            Self::TakeBack { yours, bytes } => {
+                let (yours, bytes) = (yours.0.into(), bytes.into());
+                (kind::TAKE_BACK, out.put(&TakeBack { yours, bytes }))
+            }
+            Self::TakenBack { yours } => (
+                kind::TAKEN_BACK,
+                out.put(&Stream {
+                    yours: yours.0.into(),
+                }),
+            ),
             Self::Adopt { yours } => (
                 kind::ADOPT,
                 out.put(&Stream {
@@ -570,6 +590,16 @@ impl Message {
                 }
             }
             kind::ADOPT => Self::Adopt {
+                yours: stream(body)?,
+            },
+            kind::TAKE_BACK => {
+                let b: &TakeBack = read(body)?;
+                Self::TakeBack {
+                    yours: Vqpn(b.yours.get()),
+                    bytes: b.bytes.get(),
+                }
+            }
+            kind::TAKEN_BACK => Self::TakenBack {
                 yours: stream(body)?,
             },
             kind::CLOSED => Self::Closed {

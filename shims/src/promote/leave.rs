@@ -196,7 +196,7 @@ pub fn look_for_reset(socket: &'static Socket) {
     }
 }
 
-fn send_again(socket: &'static Socket, tx: &mut Tx) {
+pub(super) fn send_again(socket: &'static Socket, tx: &mut Tx) {
     match tx.producer.as_mut().map(|p| p.unread()) {
         Some(Ok(bytes)) => super::queue_again(socket, tx, &bytes),
         Some(Err(error)) => {

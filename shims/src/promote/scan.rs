@@ -7,7 +7,7 @@ use rdmasock_core::ids::{ID_BYTES, Nonce};
 use rdmasock_core::lock::Guard;
 use rdmasock_core::stream::handshake::{Closing, Role};
 use rdmasock_core::wire::scan::{Found, scan};
-use rdmasock_core::wire::{MAX_MARKER, Marker};
+use rdmasock_core::wire::{Capabilities, MAX_MARKER, Marker};
 use rustix::event::PollFlags;
 use rustix::net::RecvFlags;
 
@@ -64,6 +64,7 @@ pub fn stop_scan(socket: &'static Socket) {
     };
     rx.scan = None;
     rx.scanned = 0;
+    rx.restore_aside();
     if socket.rx_mode.load(Acquire) != Mode::Marked {
         return;
     }
@@ -83,7 +84,8 @@ pub fn hand_over_rest(socket: &'static Socket) {
         let Some(mut rx) = socket.rx.lock() else {
             return;
         };
-        if socket.rx_mode.load(Acquire) != Mode::Marked || rx.scan.is_some() {
+        let is_over = rx.scan.is_none() && rx.aside.is_empty();
+        if socket.rx_mode.load(Acquire) != Mode::Marked || !is_over {
             return;
         }
         rx.owed = 0;
@@ -118,6 +120,8 @@ pub enum AtMark {
     Stop,
     /// The program itself reads on, or has closed the socket.
     GoOn,
+    /// As `GoOn`, where what is in front is set aside for the next holder: nobody else reads before that is settled.
+    HandOver,
 }
 
 /// What an earlier look has left, if that is all that the call wants.
@@ -148,7 +152,9 @@ pub fn look_ahead<'a>(
             return Some((Ahead::Changed, guard));
         }
         // A call that was in the kernel before the scan began has the first turn.
-        if socket.rx_inside.load(SeqCst) > 0 {
+        let is_aside = !guard.aside.is_empty();
+        let waits = is_aside && (guard.scan.is_none() || at_mark != AtMark::HandOver);
+        if waits || socket.rx_inside.load(SeqCst) > 0 {
             return Some((Ahead::Nothing, guard));
         }
         let carried = guard.carry.len().min(PEEK);
@@ -404,6 +410,7 @@ fn on_marker(socket: &'static Socket, control: &mut Control, marker: Option<Mark
                 return feed(socket, control, |h| Ok(h.on_bad_marker()));
             }
             control.offer = hello.link;
+            control.takes_back = hello.capabilities.contains(Capabilities::TAKES_BACK);
             control.greeted_by = Some(hello.instance);
             feed(socket, control, |h| h.on_hello(hello.instance));
         }

@@ -1,7 +1,10 @@
 //! The acceptor's part of a rendezvous: answering ASKs about connections that this instance holds.
 
 use std::os::fd::AsFd;
-use std::sync::atomic::Ordering::{Acquire, SeqCst};
+use std::sync::atomic::{
+    Ordering::{Acquire, SeqCst},
+    fence,
+};
 
 use rdmasock_core::ids::{InstanceId, Nonce, Tuple};
 use rdmasock_core::rendezvous::route::{Place, place_of};
@@ -12,6 +15,7 @@ use rustix::event::epoll as kernel;
 
 use super::{ASK_TIMEOUT, Peer, Ref, Watched, Worker, kind, tag};
 use crate::listener::Listener;
+use crate::points::point;
 use crate::promote;
 use crate::ready;
 use crate::socket::{self, Socket, Stage};
@@ -72,9 +76,11 @@ impl Worker {
         nonce_c: Nonce,
         instance_c: InstanceId,
     ) {
+        // Looked for once: what is accepted meanwhile has not been used.
         let answer = match self.find(&tuple) {
+            None => Err(wire::Reason::NotHeld.into()),
             Some(socket) if !is_used(socket) => Err(Refusal::NotYet(socket)),
-            _ => self.answer(&tuple, nonce_c, instance_c),
+            Some(socket) => self.answer(socket, &tuple, nonce_c, instance_c),
         };
         if let Err(Refusal::NotYet(socket)) = answer
             && self.deferred.len() < MOST_DEFERRED
@@ -177,11 +183,11 @@ impl Worker {
     /// Accepts the promotion of a connection, if it is ours and may be moved.
     fn answer(
         &mut self,
+        socket: &'static Socket,
         tuple: &Tuple,
         nonce_c: Nonce,
         instance_c: InstanceId,
     ) -> Result<(Nonce, Ref), Refusal> {
-        let socket = self.find(tuple).ok_or(wire::Reason::NotHeld)?;
         let r = Ref::new(socket);
         if let Some(reason) =
             self.library
@@ -197,6 +203,7 @@ impl Worker {
         if crate::fork::is_shared(socket) {
             return Err(wire::Reason::Shared.into());
         }
+        point!("answer: no other process has it");
         let reached_at = match place_of(tuple.acceptor().ip(), tuple.connector().ip()) {
             Place::Here => None,
             // Before the YES: HELLO says where the link can be made.
@@ -220,9 +227,23 @@ impl Worker {
             }
             .into());
         }
+        // The object may have become another connection while this was looked at.
+        if r.get().is_none() {
+            socket.set_stage(Stage::Watching);
+            return Err(wire::Reason::NotHeld.into());
+        }
+        // Who forks counts the holders, and looks whether the connection is busy then (`fork::count_holders`): one of the two sees the
+        // other. A child that knows nothing of the attempt would read its markers.
+        fence(SeqCst);
+        if crate::fork::is_shared(socket) {
+            socket.set_stage(Stage::Watching);
+            crate::fork::returned(socket);
+            return Err(wire::Reason::Shared.into());
+        }
         match self.watch(socket) {
             Watched::AfterMod => {
                 socket.set_stage(Stage::Watching);
+                crate::fork::returned(socket);
                 socket.asked.store(true, SeqCst);
                 return Err(Refusal::NotYet(socket));
             }

@@ -202,6 +202,11 @@ impl Worker {
             (M::Waiter { id }, Some(Peer::Link(link))) => {
                 let _ = link.send(&M::WaiterGone { id: *id }, &[]);
             }
+            (M::TakeBack { yours, .. }, Some(Peer::Link(link))) => {
+                if let Some(socket) = link.socket(*yours) {
+                    crate::socket::reset(socket);
+                }
+            }
             _ => self.hang_up(id, Reason::Resources),
         }
     }

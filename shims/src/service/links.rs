@@ -457,6 +457,23 @@ impl Worker {
                     self.settle(Ref::new(socket));
                 }
             }
+            Message::TakeBack { yours, bytes } => {
+                if let Some(socket) = link.socket(yours)
+                    && let Some(mut control) = socket.control.lock()
+                    && let Some(file) = fds.pop()
+                {
+                    promote::on_take_back(socket, &mut control, bytes, &file);
+                    promote::leave(socket, &mut control, Reason::PeerAsked);
+                    drop(control);
+                    self.settle(Ref::new(socket));
+                }
+            }
+            Message::TakenBack { yours } => {
+                if let Some(socket) = link.socket(yours) {
+                    promote::on_taken_back(socket);
+                    self.settle(Ref::new(socket));
+                }
+            }
             Message::Adopt { yours } => {
                 if let Some(socket) = link.socket(yours)
                     && let Some(mut tx) = socket.tx.lock()

@@ -405,3 +405,37 @@ pub fn oneshot_over(c: &Ctx) {
         c.sync("reset");
     }
 }
+
+/// A server that hands each connection to a child in the middle of a dialogue, when its peer may just have asked for a promotion: no
+/// byte of that comes to the child.
+pub fn forked(c: &Ctx) {
+    let (listener, port) = c.listener(16);
+    let echo = |fd: c_int, messages: std::ops::Range<usize>| {
+        for message in messages {
+            assert_eq!(sys::recv_exact(fd, LEN), [message as u8; LEN]);
+            sys::send_all(fd, &[message as u8; LEN]).ok();
+        }
+    };
+    for connection in 0..2 * CONNECTIONS {
+        let Some(listener) = listener else {
+            let fd = sys::connected(&sys::Addr::v4(port));
+            for message in 0..MESSAGES {
+                sys::send_all(fd, &[message as u8; LEN]).ok();
+                assert_eq!(sys::recv_exact(fd, LEN), [message as u8; LEN]);
+            }
+            sys::close(fd).ok();
+            continue;
+        };
+        let fd = sys::accept4(listener, 0).ok();
+        let forks_at = 1 + connection % 4;
+        echo(fd, 0..forks_at);
+        // The question comes, and its answer is held up.
+        sys::pause_ms(2);
+        let child = sys::fork_child(|| {
+            echo(fd, forks_at..MESSAGES);
+            0
+        });
+        sys::close(fd).ok();
+        c.log(format_args!("child {}", sys::wait_child(child)));
+    }
+}

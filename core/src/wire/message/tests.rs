@@ -101,6 +101,8 @@ fn message() -> impl Strategy<Value = Message> {
         (vqpn(), any::<Option<u64>>())
             .prop_map(|(yours, resend_from)| Message::DemoteRequest { yours, resend_from }),
         vqpn().prop_map(|yours| Message::Adopt { yours }),
+        (vqpn(), any::<u32>()).prop_map(|(yours, bytes)| Message::TakeBack { yours, bytes }),
+        vqpn().prop_map(|yours| Message::TakenBack { yours }),
         vqpn().prop_map(|yours| Message::Closed { yours }),
     ]
 }

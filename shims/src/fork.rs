@@ -238,7 +238,8 @@ pub extern "C" fn at_exit() {
             });
         }
         let shared = is_shared(socket);
-        if shared && !socket.is_plain() && socket.tx_mode.load(Acquire) != Mode::Foreign {
+        let is_foreign = socket.tx_mode.load(Acquire) == Mode::Foreign;
+        if shared && !is_foreign && crate::pass::may_be_on_link(socket) {
             crate::pass::release(socket, rdmasock_core::stats::Reason::Inherited);
         }
         // Not what another process goes on with.
@@ -301,7 +302,7 @@ fn count_holders() {
                 c.fetch_add(1, AcqRel);
                 // Who begins a promotion looks the other way round (`service/answer.rs`).
                 fence(SeqCst);
-                if !socket.is_plain() || socket.stage() == Stage::Busy {
+                if crate::pass::may_be_on_link(socket) {
                     c.fetch_or(OWNED, AcqRel);
                     wants_bell = true;
                 }
@@ -493,7 +494,7 @@ unsafe fn forget_stream(socket: &'static Socket) {
         socket.control.reset();
         socket.blocking.after_fork();
     }
-    let foreign = socket.stage() == Stage::Busy || !socket.is_plain();
+    let foreign = crate::pass::may_be_on_link(socket);
     socket.tx_inside.store(0, Relaxed);
     socket.rx_inside.store(0, Relaxed);
     if foreign {

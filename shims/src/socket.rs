@@ -161,6 +161,8 @@ pub struct Control {
     pub asked_by: Option<InstanceId>,
     /// Whose HELLO has come.
     pub greeted_by: Option<InstanceId>,
+    /// Since when the socket is being handed to another holder, monotonic ns, if data or a marker was in the way.
+    pub handed_since: Option<u64>,
     /// Whoever has sent that HELLO can take back what it has sent in TCP.
     pub takes_back: bool,
     /// Where that HELLO says that a link can be had.

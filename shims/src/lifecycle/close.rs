@@ -28,7 +28,8 @@ use crate::time;
 pub(super) fn release(socket: &'static Socket, fd: c_int) -> Farewell {
     // What another process has on a link stays there: this one only lets go.
     let is_foreign = socket.tx_mode.load(Acquire) == Mode::Foreign;
-    if fork::is_shared(socket) && !is_foreign && is_only_number(socket, fd) && !socket.is_plain() {
+    let is_shared = fork::is_shared(socket) && !is_foreign && is_only_number(socket, fd);
+    if is_shared && crate::pass::may_be_on_link(socket) {
         // The other holders go on with the kernel's socket.
         crate::pass::release(socket, Reason::Inherited);
     }

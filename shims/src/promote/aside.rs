@@ -24,6 +24,8 @@ use crate::socket::{Control, Mode, Receiving, Rx, Socket};
 
 /// No more is set aside, or taken back.
 const MOST: usize = 16 * 1024 * 1024;
+/// How long a marker may take that the peer can write at once, ns. One that waits for the end of a send does so until TCP has room.
+const AT_ONCE: u64 = 10_000_000;
 
 /// Brings the attempt under way within the host nearer to its end. True if there is none whose markers may come any more.
 pub fn press_on(socket: &'static Socket) -> bool {
@@ -39,13 +41,20 @@ pub fn press_on(socket: &'static Socket) -> bool {
         if socket.rx_mode.load(Acquire) != Mode::Marked || rx.scan.is_none() {
             return true;
         }
-        match set_aside(socket, &mut rx) {
-            Front::Marker => {
-                // It has its turn.
+        let now = crate::time::now_ns();
+        let since = *control.handed_since.get_or_insert(now);
+        let makes_room = now.saturating_sub(since) > AT_ONCE;
+        match set_aside(socket, &mut rx, makes_room) {
+            front @ (Front::Marker | Front::Part) => {
+                // It has its turn. A part does not stay in the kernel, whose window it might keep closed (P34).
                 let _ = look_ahead(socket, &mut control, rx, AtMark::HandOver, || {
                     socket.rx.lock()
                 });
+                if matches!(front, Front::Part) {
+                    break;
+                }
             }
+            Front::Room => {}
             Front::LastData => {
                 drop(rx);
                 feed(socket, &mut control, |h| Ok(h.on_end()));
@@ -65,13 +74,17 @@ pub fn press_on(socket: &'static Socket) -> bool {
 /// What is in front when data has been set aside.
 enum Front {
     Marker,
+    /// What may become one.
+    Part,
+    /// TCP has room for more data.
+    Room,
     /// Data, with no marker before TCP's end. It is where it was.
     LastData,
     /// Data or nothing, and a marker may come.
     Unknown,
 }
 
-fn set_aside(socket: &Socket, rx: &mut Rx) -> Front {
+fn set_aside(socket: &Socket, rx: &mut Rx, makes_room: bool) -> Front {
     // A call that was in the kernel before the scan began has the first turn.
     let (Some(nonce), Some(fd), 0) = (rx.scan, socket.anchor_fd(), socket.rx_inside.load(SeqCst))
     else {
@@ -93,11 +106,15 @@ fn set_aside(socket: &Socket, rx: &mut Rx) -> Front {
     };
     seen.truncate(carried + peeked);
     let found = scan(&nonce, &seen);
-    match found.what {
+    let front = match found.what {
         Found::Payload if has_ended && found.payload > 0 => return Front::LastData,
+        Found::PartialMarker { .. } if found.payload == 0 => return Front::Part,
+        Found::Payload | Found::PartialMarker { .. } if makes_room && found.payload > 0 => {
+            Front::Room
+        }
         Found::Payload | Found::PartialMarker { .. } => return Front::Unknown,
-        Found::Marker { .. } | Found::Bad { .. } => {}
-    }
+        Found::Marker { .. } | Found::Bad { .. } => Front::Marker,
+    };
     seen.truncate(found.payload);
     if rx.aside.len() + seen.len() > MOST || !take(rx, fd, seen.len()) {
         return Front::Unknown;
@@ -105,7 +122,7 @@ fn set_aside(socket: &Socket, rx: &mut Rx) -> Front {
     rx.scanned = 0;
     rx.aside.append(&mut seen);
     socket.ledger.received.add_ours(found.payload);
-    Front::Marker
+    front
 }
 
 /// SWITCH has been read, and something is set aside: the peer is asked to take it back. The caller holds the control lock.

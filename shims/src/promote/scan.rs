@@ -45,6 +45,7 @@ pub fn start_scan(socket: &'static Socket, nonce: Nonce) -> bool {
     }
     rx.scan = Some(nonce);
     rx.carry = Carry::default();
+    rx.aside = Vec::new();
     rx.scanned = 0;
     socket.rx_mode.go(Receiving::Expected);
     // One call may be inside the kernel: it scans what it got when it comes back. With two there

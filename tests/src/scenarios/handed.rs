@@ -1,0 +1,100 @@
+//! Connections that are handed to another process while their promotion is under way and data waits unread: in front of the library's
+//! markers, between them and behind them. The new holder reads each byte once, and nothing else.
+
+use libc::c_int;
+
+use super::process::{pass_fd, take_fd};
+use crate::ctx::Ctx;
+use crate::data;
+use crate::sys;
+
+/// One after the other, each handed over a little later than the one before.
+const CONNECTIONS: usize = 20;
+const STEP_US: u64 = 60;
+/// What the first holder reads of a stream, in bytes, and what each piece of it has.
+const FIRST: usize = 64;
+const PIECE: usize = 1400;
+
+/// Bytes of a connection's stream: what waits unread is less than a look at TCP, more than one, or more than TCP takes.
+fn total(connection: usize) -> usize {
+    [FIRST + PIECE, 60_000, 900_000][connection % 3]
+}
+
+/// The client sends its stream at once and reads the answer; the server hands each connection over when it has read the beginning.
+fn hand(c: &Ctx, mut over: impl FnMut(usize, c_int)) {
+    let (listener, port) = c.listener(16);
+    for connection in 0..CONNECTIONS {
+        if let Some(listener) = listener {
+            let fd = sys::accept4(listener, 0).ok();
+            let first = sys::recv_exact(fd, FIRST);
+            data::verify(connection as u64, 0, &first);
+            pause_us(STEP_US * connection as u64);
+            over(connection, fd);
+        } else {
+            let fd = sys::connected(&sys::Addr::v4(port));
+            for piece in data::pattern(connection as u64, 0, total(connection)).chunks(PIECE) {
+                assert_eq!(sys::send_all(fd, piece).ok() as usize, piece.len());
+            }
+            let answer = sys::recv_to_end(fd);
+            c.log(format_args!("{connection}: {answer:?}"));
+            sys::close(fd).ok();
+        }
+    }
+}
+
+fn pause_us(us: u64) {
+    std::thread::sleep(std::time::Duration::from_micros(us));
+}
+
+/// What the new holder does.
+fn take_over(connection: usize, fd: c_int) {
+    let rest = sys::recv_exact(fd, total(connection) - FIRST);
+    data::verify(connection as u64, FIRST as u64, &rest);
+    sys::send_all(fd, b"all of it").ok();
+}
+
+/// To a child that is forked for it; the parent closes.
+pub fn forked(c: &Ctx) {
+    hand(c, |connection, fd| {
+        let child = sys::fork_child(|| {
+            take_over(connection, fd);
+            0
+        });
+        sys::close(fd).ok();
+        c.log(format_args!("child {}", sys::wait_child(child)));
+    });
+}
+
+/// To a child that is forked for it; the parent keeps it for a while.
+pub fn forked_and_kept(c: &Ctx) {
+    hand(c, |connection, fd| {
+        let child = sys::fork_child(|| {
+            take_over(connection, fd);
+            0
+        });
+        c.log(format_args!("child {}", sys::wait_child(child)));
+        sys::close(fd).ok();
+    });
+}
+
+/// To a worker that was there before.
+pub fn passed(c: &Ctx) {
+    let [ours, theirs] = super::process::socketpair();
+    let worker = c.is_server().then(|| {
+        sys::fork_child(|| {
+            for connection in 0..CONNECTIONS {
+                let fd = take_fd(theirs);
+                take_over(connection, fd);
+                sys::close(fd).ok();
+            }
+            0
+        })
+    });
+    hand(c, |_, fd| {
+        pass_fd(ours, fd).ok();
+        sys::close(fd).ok();
+    });
+    if let Some(worker) = worker {
+        c.log(format_args!("worker {}", sys::wait_child(worker)));
+    }
+}

@@ -14,6 +14,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use ipnet::IpNet;
+use once_cell::race::OnceBox;
 use rustix::fd::BorrowedFd;
 
 pub use value::{LogFilter, PromoteAfter, Size};
@@ -111,6 +112,15 @@ impl Default for Config {
             pretend_rdma: Vec::new(),
         }
     }
+}
+
+/// It is read once and survives forks.
+static CONFIG: OnceBox<Config> = OnceBox::new();
+
+/// What the user asked for.
+#[inline]
+pub fn config() -> &'static Config {
+    CONFIG.get_or_init(|| Box::new(Config::from_env()))
 }
 
 impl Config {

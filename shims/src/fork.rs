@@ -239,7 +239,7 @@ pub extern "C" fn at_exit() {
         }
         let shared = is_shared(socket);
         let is_foreign = socket.tx_mode.load(Acquire) == Mode::Foreign;
-        if shared && !is_foreign && crate::pass::may_be_on_link(socket) {
+        if shared && !is_foreign && socket.may_be_on_link() {
             crate::pass::release(socket, rdmasock_core::stats::Reason::Inherited);
         }
         // Not what another process goes on with.
@@ -302,7 +302,7 @@ fn count_holders() {
                 c.fetch_add(1, AcqRel);
                 // Who begins a promotion looks the other way round (`service/answer.rs`).
                 fence(SeqCst);
-                if crate::pass::may_be_on_link(socket) {
+                if socket.may_be_on_link() {
                     c.fetch_or(OWNED, AcqRel);
                     wants_bell = true;
                 }
@@ -494,7 +494,7 @@ unsafe fn forget_stream(socket: &'static Socket) {
         socket.control.reset();
         socket.blocking.after_fork();
     }
-    let foreign = crate::pass::may_be_on_link(socket);
+    let foreign = socket.may_be_on_link();
     socket.tx_inside.store(0, Relaxed);
     socket.rx_inside.store(0, Relaxed);
     if foreign {

@@ -32,7 +32,7 @@ pub fn all_on_tcp(reason: Reason) {
     begin(reason);
     // After that: who makes a connection busy looks at the reason then.
     fork::for_each_socket(|socket| {
-        if pass::may_be_on_link(socket) {
+        if socket.may_be_on_link() {
             pass::release(socket, reason);
         }
     });

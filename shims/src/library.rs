@@ -16,7 +16,7 @@ use rdmasock_core::stats::{InstanceInfo, Reason, StatsPage};
 use rdmasock_core::stream::handshake::Role;
 use rdmasock_core::stream::policy::Threshold;
 
-use crate::config::Config;
+use crate::config::{Config, config};
 use crate::reach::Reach;
 use crate::rules::{Decision, Rules};
 use crate::service::Service;
@@ -214,15 +214,6 @@ impl Library {
             library.waiters.after_fork();
         }
     }
-}
-
-/// The configuration is read once and survives forks.
-static CONFIG: OnceBox<Config> = OnceBox::new();
-
-/// What the user asked for.
-#[inline]
-pub fn config() -> &'static Config {
-    CONFIG.get_or_init(|| Box::new(Config::from_env()))
 }
 
 /// The thresholds as the user asked for them: of connections of this end, and of those that were accepted.

@@ -111,18 +111,13 @@ pub fn release(socket: &'static Socket, reason: Reason) {
     fork::returned(socket);
 }
 
-/// A promotion is under way or done, or the way back is not at its end.
-pub fn may_be_on_link(socket: &Socket) -> bool {
-    socket.stage() == Stage::Busy || !socket.is_plain()
-}
-
 /// The program has set an option that makes sending or receiving another thing than it is on a link, and the kernel has taken
 /// it: if the socket is not promoted yet, `promote::start_scan` sees that. What the peer has sent
 /// before it left the link by itself is read from there first.
 #[cold]
 pub fn on_option_beyond_links(socket: &'static Socket, fd: BorrowedFd<'_>) {
     let errno = errno::get();
-    if sockopt::is_beyond_links(fd) && may_be_on_link(socket) {
+    if sockopt::is_beyond_links(fd) && socket.may_be_on_link() {
         fork::reclaim(socket);
         if let Some(mut control) = socket.control.lock() {
             promote::prefer_tcp(socket, &mut control, Reason::Unsupported);
@@ -170,7 +165,7 @@ pub fn before_exec(replaces: bool) {
                 !rustix::io::fcntl_getfd(fd).is_ok_and(|f| f.contains(rustix::io::FdFlags::CLOEXEC))
             })
         });
-        if survives && may_be_on_link(socket) {
+        if survives && socket.may_be_on_link() {
             release(socket, Reason::Exec);
         } else if !survives && replaces {
             fork::leave_for_exec(socket);

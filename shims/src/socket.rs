@@ -605,6 +605,11 @@ impl Socket {
         self.tx_mode.load(Acquire) == Mode::Tcp && self.rx_mode.load(Acquire) == Mode::Tcp
     }
 
+    /// A promotion is under way or done, or the way back is not at its end.
+    pub fn may_be_on_link(&self) -> bool {
+        self.stage() == Stage::Busy || !self.is_plain()
+    }
+
     /// A call enters the kernel's send, which is a section of the thread's until the caller ends it, after
     /// [`Self::leave_tx`] and what follows from that. False if the direction is no longer plain.
     #[inline]

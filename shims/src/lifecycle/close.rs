@@ -29,7 +29,7 @@ pub(super) fn release(socket: &'static Socket, fd: c_int) -> Farewell {
     // What another process has on a link stays there: this one only lets go.
     let is_foreign = socket.tx_mode.load(Acquire) == Mode::Foreign;
     let is_shared = fork::is_shared(socket) && !is_foreign && is_only_number(socket, fd);
-    if is_shared && crate::pass::may_be_on_link(socket) {
+    if is_shared && socket.may_be_on_link() {
         // The other holders go on with the kernel's socket.
         crate::pass::release(socket, Reason::Inherited);
     }

@@ -11,8 +11,8 @@ use rdmasock_core::fabric::layout::{MAX_RING_LOG2, MIN_RING_LOG2};
 use rdmasock_core::fabric::ring::{Allowance, Ground};
 
 use super::{AnyEnd, Link};
+use crate::config::config;
 use crate::library::Library;
-use crate::library::config;
 use crate::service::Command;
 
 /// So many looks in vain are asked about.

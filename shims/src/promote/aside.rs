@@ -146,9 +146,7 @@ fn ask_peer(socket: &Socket, control: &Control) -> Option<()> {
     let file = memfd::create_file("rdmasock-back", bytes.into()).ok()?;
     let mut at = 0;
     while let Some(rest) = rx.aside.get(at..).filter(|rest| !rest.is_empty()) {
-        at += rustix::io::pwrite(&file, rest, at as u64)
-            .ok()
-            .filter(|n| *n > 0)?;
+        at += rustix::io::write(&file, rest).ok().filter(|n| *n > 0)?;
     }
     tracing::debug!(target: "rdmasock::promote", slot = socket.slot, bytes, "to be taken back");
     let message = Message::TakeBack { yours, bytes };

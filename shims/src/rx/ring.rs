@@ -3,8 +3,8 @@
 
 use rdmasock_core::fabric::ring::Consumer;
 
+use crate::config::config;
 use crate::library::Library;
-use crate::library::config;
 use crate::link::Link;
 use crate::ready;
 use crate::service::Command;

@@ -16,7 +16,7 @@ use rdmasock_core::stream::handshake::{Handshake, Role};
 use rdmasock_core::wire::{self, Geometry, LinkAddress, LinkOffer, MAX_MESSAGE, Message, ShmName};
 
 use super::{ASK_TIMEOUT, Conn, LINK_TIMEOUT, Peer, Ref, Worker};
-use crate::library::config;
+use crate::config::config;
 use crate::link::{Identity, Link, NoProducer, Refused};
 use crate::promote;
 use crate::ready;

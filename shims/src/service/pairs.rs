@@ -17,7 +17,7 @@ use rustix::event::epoll as kernel;
 use rustix::io::Errno;
 
 use super::{Command, LINK_TIMEOUT, Peer, SignalsBlocked, Worker, kind, tag};
-use crate::library::config;
+use crate::config::config;
 use crate::link::{Identity, Link, Maintained, Remote};
 use crate::promote;
 use crate::socket::Socket;

@@ -7,8 +7,8 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed};
 use rdmasock_core::fabric::ring::{Producer, Wake};
 use rdmasock_core::ids::Vqpn;
 
+use crate::config::config;
 use crate::library::Library;
-use crate::library::config;
 use crate::link::Link;
 use crate::ready;
 use crate::service::Command;

@@ -59,7 +59,7 @@ impl Spinner {
 
     /// For how long to spin this time, ns; 0 is not at all.
     pub fn bound(&self) -> u64 {
-        let bound = crate::library::config().spin.as_nanos() as u64;
+        let bound = crate::config::config().spin.as_nanos() as u64;
         if bound == 0
             || self.score.load(Relaxed) <= 0
                 && !self
@@ -79,7 +79,7 @@ impl Spinner {
 
     /// Whether waits have ended in a spin lately, and may again. Unlike [`Self::bound`] it tries nothing anew.
     pub fn pays(&self) -> bool {
-        let is_off = crate::library::config().spin.is_zero();
+        let is_off = crate::config::config().spin.is_zero();
         !is_off && self.score.load(Relaxed) > 0 && !matches!(LOAD.room(), Room::OneCore)
     }
 

@@ -11,8 +11,8 @@ use rdmasock_core::stats::Reason;
 use super::{Handler, result, waits, waits_on};
 use crate::calls::{io, process, ready, vfork};
 use crate::config::IoUring;
+use crate::config::config;
 use crate::library::Library;
-use crate::library::config;
 use crate::{errno, hold, iov, poll, time};
 
 /// Calls whose arguments are not those of libc's functions.

@@ -2,7 +2,7 @@
 
 use std::os::fd::AsFd;
 use std::sync::atomic::{
-    Ordering::{Acquire, SeqCst},
+    Ordering::{AcqRel, Acquire, SeqCst},
     fence,
 };
 
@@ -229,21 +229,19 @@ impl Worker {
         }
         // The object may have become another connection while this was looked at.
         if r.get().is_none() {
-            socket.set_stage(Stage::Watching);
+            stand_back(socket);
             return Err(wire::Reason::NotHeld.into());
         }
         // Who forks counts the holders, and looks whether the connection is busy then (`fork::count_holders`): one of the two sees the
         // other. A child that knows nothing of the attempt would read its markers.
         fence(SeqCst);
         if crate::fork::is_shared(socket) {
-            socket.set_stage(Stage::Watching);
-            crate::fork::returned(socket);
+            stand_back(socket);
             return Err(wire::Reason::Shared.into());
         }
         match self.watch(socket) {
             Watched::AfterMod => {
-                socket.set_stage(Stage::Watching);
-                crate::fork::returned(socket);
+                stand_back(socket);
                 socket.asked.store(true, SeqCst);
                 return Err(Refusal::NotYet(socket));
             }
@@ -251,7 +249,7 @@ impl Worker {
             Watched::Done
                 if crate::hold::reason().is_none() && promote::start_scan(socket, nonce_s) => {}
             _ => {
-                socket.set_stage(Stage::Watching);
+                stand_back(socket);
                 self.settle(r);
                 // A moment later the calls that are in the kernel now may be back.
                 return Err(wire::Reason::Limit.into());
@@ -262,6 +260,13 @@ impl Worker {
             handshake.between_hosts();
         }
         let mut control = socket.control.lock().ok_or(wire::Reason::Resources)?;
+        if r.get().is_none() || socket.anchor_fd().is_none() {
+            // It has been closed since, and may be another connection, for which nobody has asked.
+            promote::stop_scan(socket);
+            drop(control);
+            self.settle(Ref::new(socket));
+            return Err(wire::Reason::NotHeld.into());
+        }
         if let Some(reason) = control.leave {
             // The program has put the socket to a use since that forbids it.
             promote::set_why(socket, reason);
@@ -323,6 +328,14 @@ fn is_used(socket: &Socket) -> bool {
     // The other order in `tx::account`: it counts, then looks.
     socket.asked.store(true, SeqCst);
     socket.progress.has_begun() && socket.asked.swap(false, SeqCst)
+}
+
+/// There is no attempt after all.
+fn stand_back(socket: &Socket) {
+    // Unless the program has closed it meanwhile, or put it to a use that forbids promotions.
+    let (from, to) = (Stage::Busy as u8, Stage::Watching as u8);
+    let _ = socket.stage.compare_exchange(from, to, AcqRel, Acquire);
+    crate::fork::returned(socket);
 }
 
 /// Attempts that are over are looked for from this number on, and whenever it has doubled.

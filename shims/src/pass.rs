@@ -106,6 +106,9 @@ pub fn release(socket: &'static Socket, reason: Reason) {
         // The new holder would read a marker as data, or miss what was before it.
         tracing::warn!(target: "rdmasock", slot = socket.slot, %reason, "the peer does not answer, and the socket cannot follow: reset");
         crate::socket::reset(socket);
+        if let Some(mut rx) = socket.rx.lock() {
+            rx.aside = Vec::new();
+        }
     }
     socket.set_stage(Stage::Pinned);
     fork::returned(socket);

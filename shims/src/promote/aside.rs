@@ -153,7 +153,7 @@ fn ask_peer(socket: &Socket, control: &Control) -> Option<()> {
     opened.link.send(&message, &[file.as_fd()]).ok()
 }
 
-/// The peer cannot give this to its reader, who reads the kernel alone.
+/// What the peer has taken out of TCP, and what is on the link, is to be sent in TCP again.
 pub fn on_take_back(socket: &'static Socket, control: &mut Control, bytes: u32, file: &PrivateFd) {
     let done = read_back(bytes, file).is_some_and(|bytes| {
         let Some(mut tx) = socket.tx.lock() else {

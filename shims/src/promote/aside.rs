@@ -216,3 +216,37 @@ fn end(socket: &Socket, rx: &mut Rx, event: Receiving) {
     rx.aside = Vec::new();
     socket.rx_mode.go(event);
 }
+
+/// What a peer gives back is data, whatever it sends.
+#[cfg(test)]
+mod tests {
+    use rustix::fs::{MemfdFlags, Mode, OFlags, memfd_create, open};
+
+    use super::*;
+
+    fn file(bytes: &[u8]) -> PrivateFd {
+        let file = memfd::create_file("test-back", bytes.len() as u64).unwrap();
+        assert_eq!(rustix::io::write(&file, bytes), Ok(bytes.len()));
+        file
+    }
+
+    #[test]
+    fn a_file_is_read_from_its_beginning_wherever_the_peer_has_left_it() {
+        assert_eq!(read_back(4, &file(b"unread")), Some(b"unre".to_vec()));
+    }
+
+    /// What is no memfd might keep the service thread waiting, and one that is not sealed could shrink.
+    #[test]
+    fn nothing_but_a_sealed_file_of_that_size_is_read() {
+        let device = PrivateFd::open(|| open("/dev/zero", OFlags::RDONLY, Mode::empty()));
+        assert_eq!(read_back(1, &device.unwrap()), None);
+        let unsealed = PrivateFd::open(|| memfd_create("test-back", MemfdFlags::ALLOW_SEALING));
+        let unsealed = unsealed.unwrap();
+        rustix::fs::ftruncate(&unsealed, 4096).unwrap();
+        assert_eq!(read_back(1, &unsealed), None);
+        assert_eq!(read_back(7, &file(b"unread")), None);
+        assert_eq!(read_back(0, &file(b"unread")), None);
+        let large = memfd::create_file("test-back", MOST as u64 + 1).unwrap();
+        assert_eq!(read_back(MOST as u32 + 1, &large), None);
+    }
+}

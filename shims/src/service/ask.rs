@@ -1,7 +1,10 @@
 //! The connector's part of a rendezvous: asking whether the other end can be promoted.
 
 use std::collections::HashSet;
-use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{
+    Ordering::{Relaxed, SeqCst},
+    fence,
+};
 use std::time::{Duration, Instant};
 
 use rdmasock_core::ids::{InstanceId, Nonce, Tuple};
@@ -144,6 +147,8 @@ impl Worker {
         {
             return stay(socket, reason.into());
         }
+        // Busy since before; who forks counts, and looks whether it is.
+        fence(SeqCst);
         if crate::fork::is_shared(socket) {
             return later(socket, Reason::Inherited.into());
         }

@@ -247,11 +247,10 @@ fn a_message_with_fds_that_it_does_not_carry_ends_the_channel() {
     assert!(!worker.conns.contains_key(&conn));
 }
 
-#[test]
-fn a_yes_that_reaches_nobody_begins_nothing() {
-    let mut worker = worker();
+/// The accepting end of a connection, as a socket of the library that has been used.
+pub(super) fn accepted() -> (&'static Socket, TcpStream, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let _client = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let client = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     let (server, _) = listener.accept().unwrap();
     let socket = Socket::allocate(server.as_raw_fd(), true).unwrap();
     socket.role.store(1, SeqCst);
@@ -259,6 +258,13 @@ fn a_yes_that_reaches_nobody_begins_nothing() {
     socket
         .progress
         .on_sent(1, crate::library::threshold_of(Role::Connector));
+    (socket, client, server)
+}
+
+#[test]
+fn a_yes_that_reaches_nobody_begins_nothing() {
+    let mut worker = worker();
+    let (socket, _client, _server) = accepted();
     let tuple = socket::tuple_of(socket).unwrap();
     let (nonce, instance) = (Nonce::random().unwrap(), InstanceId::random().unwrap());
     // Who asked was hung up on before.

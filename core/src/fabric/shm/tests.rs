@@ -53,6 +53,15 @@ impl Files {
         }
     }
 
+    /// Both ends, with that memory.
+    fn ends(&self) -> [End<Outer>; 2] {
+        [0, 1].map(|me| {
+            let end = blank();
+            end.show(&self.memory(me)).unwrap();
+            end
+        })
+    }
+
     /// Memory that the arena of an end takes, in pages.
     fn pages(&self, me: usize) -> i64 {
         rustix::fs::fstat(&self.arenas[me]).unwrap().st_blocks / 8
@@ -137,11 +146,7 @@ fn a_few_streams_take_two_pages_and_their_rings() {
 #[test]
 fn both_ends_follow_the_arenas_as_they_grow() {
     let files = Files::new(1 << 26);
-    let ends = [0, 1].map(|me| {
-        let end = blank();
-        end.show(&files.memory(me)).unwrap();
-        end
-    });
+    let ends = files.ends();
     let streams: Vec<_> = (0..3 * GROUP_STREAMS)
         .map(|n| {
             let opened = ends[0].open(12).unwrap();
@@ -220,11 +225,7 @@ fn memory_that_a_peer_could_take_away_is_refused() {
 fn a_ring_that_cannot_be_mapped_is_not_adopted_and_none_is_given() {
     forked::in_child(|| {
         let files = Files::new(1 << 26);
-        let ends = [0, 1].map(|me| {
-            let end = blank();
-            end.show(&files.memory(me)).unwrap();
-            end
-        });
+        let ends = files.ends();
         let mut opened = ends[0].open(12).unwrap();
         let mut producer = ends[1].producer(opened.vqpn).unwrap();
         let _ = producer.spans(1).unwrap();
@@ -252,11 +253,7 @@ fn a_ring_that_cannot_be_mapped_is_not_adopted_and_none_is_given() {
 #[test]
 fn a_fork_child_reads_zeroes_and_writes_to_nobody() {
     let files = Files::new(1 << 16);
-    let ends = [0, 1].map(|me| {
-        let end = blank();
-        end.show(&files.memory(me)).unwrap();
-        end
-    });
+    let ends = files.ends();
     let mut opened = ends[0].open(12).unwrap();
     let mut producer = ends[1].producer(opened.vqpn).unwrap();
     let spans = producer.spans(3).unwrap();

@@ -2,16 +2,15 @@
 //! (docs/protocol.md, P60–P69). Both ends are on this host; sockets of the test play the other.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream, UdpSocket};
-use std::os::fd::AsRawFd;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use rdmasock_core::os::datagram::Answerer;
 use rdmasock_core::rendezvous::control::{Body, DATAGRAM, Datagram, QueryId, Stamp};
 use rdmasock_core::stats::Event;
-use rdmasock_core::stream::handshake::{Handshake, Role};
+use rdmasock_core::stream::handshake::Handshake;
 
-use super::super::tests::{connected, received, say, worker};
+use super::super::tests::{accepted, connected, received, say, worker};
 use super::super::*;
 
 const HERE: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
@@ -288,20 +287,6 @@ fn a_yes_is_not_repeated_for_ever() {
         assert!(matches!(receive(&asker).body, Body::Yes { .. }));
     }
     assert_eq!(repeats, 8);
-}
-
-/// The accepting end of a connection, as a socket of the library that has been used.
-fn accepted() -> (&'static Socket, TcpStream, TcpStream) {
-    let listener = std::net::TcpListener::bind((HERE, 0)).unwrap();
-    let client = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-    let (server, _) = listener.accept().unwrap();
-    let socket = Socket::allocate(server.as_raw_fd(), true).unwrap();
-    socket.role.store(1, SeqCst);
-    socket.set_stage(Stage::Watching);
-    socket
-        .progress
-        .on_sent(1, crate::library::threshold_of(Role::Connector));
-    (socket, client, server)
 }
 
 /// A worker that asks a host, which the test plays.

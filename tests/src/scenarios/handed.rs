@@ -20,18 +20,20 @@ fn total(connection: usize) -> usize {
     [FIRST + PIECE, 60_000, 900_000][connection % 3]
 }
 
-/// The client sends its stream at once and reads the answer; the server hands each connection over when it has read the beginning.
-fn hand(c: &Ctx, mut over: impl FnMut(usize, c_int)) {
+/// One end sends its stream at once and reads the answer; the other `hands` each connection over when it has read the beginning.
+fn hand(c: &Ctx, hands: bool, mut over: impl FnMut(usize, c_int)) {
     let (listener, port) = c.listener(16);
     for connection in 0..CONNECTIONS {
-        if let Some(listener) = listener {
-            let fd = sys::accept4(listener, 0).ok();
+        let fd = match listener {
+            Some(listener) => sys::accept4(listener, 0).ok(),
+            None => sys::connected(&sys::Addr::v4(port)),
+        };
+        if hands {
             let first = sys::recv_exact(fd, FIRST);
             data::verify(connection as u64, 0, &first);
             pause_us(STEP_US * connection as u64);
             over(connection, fd);
         } else {
-            let fd = sys::connected(&sys::Addr::v4(port));
             for piece in data::pattern(connection as u64, 0, total(connection)).chunks(PIECE) {
                 assert_eq!(sys::send_all(fd, piece).ok() as usize, piece.len());
             }
@@ -55,7 +57,16 @@ fn take_over(connection: usize, fd: c_int) {
 
 /// To a child that is forked for it; the parent closes.
 pub fn forked(c: &Ctx) {
-    hand(c, |connection, fd| {
+    hand_to_children(c, c.is_server());
+}
+
+/// The same, by the end that has connected.
+pub fn forked_by_the_client(c: &Ctx) {
+    hand_to_children(c, !c.is_server());
+}
+
+fn hand_to_children(c: &Ctx, hands: bool) {
+    hand(c, hands, |connection, fd| {
         let child = sys::fork_child(|| {
             take_over(connection, fd);
             0
@@ -67,7 +78,7 @@ pub fn forked(c: &Ctx) {
 
 /// To a child that is forked for it; the parent keeps it for a while.
 pub fn forked_and_kept(c: &Ctx) {
-    hand(c, |connection, fd| {
+    hand(c, c.is_server(), |connection, fd| {
         let child = sys::fork_child(|| {
             take_over(connection, fd);
             0
@@ -90,7 +101,7 @@ pub fn passed(c: &Ctx) {
             0
         })
     });
-    hand(c, |_, fd| {
+    hand(c, c.is_server(), |_, fd| {
         pass_fd(ours, fd).ok();
         sys::close(fd).ok();
     });

@@ -109,7 +109,7 @@ pub fn all() -> Vec<Scenario> {
         order: warm { of_arrival, young_first, none_alone, listed_once } cold { end_first }
         poll: warm { odd_fds, masks, ppoll, select, select_errors, select_all, high_fd, two_connections, as_many_as_the_limit } cold { listener }
         fds: warm { dups, dup2_over, dup2_swap, numbering, limit, close_everything, close_range, close_range_under_use, reuse } cold {  }
-        handed: warm {  } cold { forked, forked_and_kept, passed }
+        handed: warm {  } cold { forked, forked_by_the_client, forked_and_kept, passed }
         identity: warm {  } cold { receivers, senders, waiters, files, sets, churn }
         files: warm { sendfile, sendfile_nonblocking, splice, splice_errors } cold {  }
         urgent: warm { behind_unread, twice } cold {  }

@@ -165,20 +165,24 @@ fn reclaim_slow(socket: &'static Socket) {
     if let Some(c) = cell(socket.holders.load(Acquire)) {
         let until = crate::time::now_ns() + PATIENCE;
         let mut word = c.fetch_or(WANTED, AcqRel) | WANTED;
-        let mut pause = FIRST_PAUSE;
+        let (mut pause, mut ask_at) = (FIRST_PAUSE, 0);
         let owner = rustix::process::Pid::from_raw(OWNER_PID.load(Acquire));
         while word & OWNED != 0 && crate::time::now_ns() < until {
             let alive = owner.is_some_and(|p| rustix::process::test_kill_process(p).is_ok());
             if !alive {
                 break;
             }
-            // Again and again: what the owner waits for itself may have come.
-            ask_owner();
+            // Again and again: what the owner waits for itself may have come. Not at each signal that ends the pause.
+            let now = crate::time::now_ns();
+            if now >= ask_at {
+                ask_owner();
+                ask_at = now + pause.unsigned_abs();
+                pause = (2 * pause).min(LONGEST_PAUSE);
+            }
             let step = rustix::time::Timespec {
                 tv_sec: 0,
                 tv_nsec: pause,
             };
-            pause = (2 * pause).min(LONGEST_PAUSE);
             let _ = rustix::thread::futex::wait(
                 c,
                 rustix::thread::futex::Flags::empty(),

@@ -546,11 +546,18 @@ impl Worker {
         let Some(mut control) = socket.control.lock() else {
             return false;
         };
-        // The program may have given up since.
-        if !control
-            .handshake
-            .as_ref()
-            .is_some_and(|h| h.is_asking() && h.mine() == asking.nonce)
+        // The program may have given up since, or be about to end: who ends holds all back, and looks then who scans.
+        fence(SeqCst);
+        let is_held = crate::hold::reason().is_some();
+        if is_held {
+            let steps = promote::give_up(&mut control);
+            promote::run(socket, &mut control, steps);
+        }
+        if is_held
+            || !control
+                .handshake
+                .as_ref()
+                .is_some_and(|h| h.is_asking() && h.mine() == asking.nonce)
         {
             promote::stop_scan(socket);
             return false;

@@ -245,9 +245,7 @@ impl Worker {
                 socket.asked.store(true, SeqCst);
                 return Err(Refusal::NotYet(socket));
             }
-            // What holds all connections on TCP may have come since, and has then not seen this one.
-            Watched::Done
-                if crate::hold::reason().is_none() && promote::start_scan(socket, nonce_s) => {}
+            Watched::Done if promote::start_scan(socket, nonce_s) => {}
             _ => {
                 stand_back(socket);
                 self.settle(r);
@@ -266,6 +264,15 @@ impl Worker {
             drop(control);
             self.settle(Ref::new(socket));
             return Err(wire::Reason::NotHeld.into());
+        }
+        // What holds all connections on TCP may have come since, and has then not seen this one: it looks who scans.
+        fence(SeqCst);
+        if crate::hold::reason().is_some() {
+            promote::stop_scan(socket);
+            stand_back(socket);
+            drop(control);
+            self.settle(r);
+            return Err(wire::Reason::Limit.into());
         }
         if let Some(reason) = control.leave {
             // The program has put the socket to a use since that forbids it.

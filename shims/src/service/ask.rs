@@ -549,17 +549,16 @@ impl Worker {
         // The program may have given up since, or be about to end: who ends holds all back, and looks then who scans.
         fence(SeqCst);
         let is_held = crate::hold::reason().is_some();
-        if is_held {
-            let steps = promote::give_up(&mut control);
-            promote::run(socket, &mut control, steps);
-        }
-        if is_held
-            || !control
-                .handshake
-                .as_ref()
-                .is_some_and(|h| h.is_asking() && h.mine() == asking.nonce)
-        {
+        let is_asking = control
+            .handshake
+            .as_ref()
+            .is_some_and(|h| h.is_asking() && h.mine() == asking.nonce);
+        if is_held || !is_asking {
             promote::stop_scan(socket);
+            if is_asking {
+                let steps = promote::give_up(&mut control);
+                promote::run(socket, &mut control, steps);
+            }
             return false;
         }
         promote::feed(socket, &mut control, |h| h.on_yes(nonce_s));

@@ -257,17 +257,22 @@ pub fn two_waiters(c: &Ctx) {
     });
 }
 
+/// A client whose every message comes back.
+fn be_answered(port: u16) {
+    let fd = sys::connected(&sys::Addr::v4(port));
+    for message in 0..MESSAGES {
+        sys::send_all(fd, &[message as u8; LEN]).ok();
+        assert_eq!(sys::recv_exact(fd, LEN), [message as u8; LEN]);
+    }
+    sys::close(fd).ok();
+}
+
 /// In a receiving call in two threads, the first of which has one message and leaves; the other has the rest.
 pub fn two_receivers(c: &Ctx) {
     let (listener, port) = c.listener(16);
     for connection in 0..CONNECTIONS {
         let Some(listener) = listener else {
-            let fd = sys::connected(&sys::Addr::v4(port));
-            for message in 0..MESSAGES {
-                sys::send_all(fd, &[message as u8; LEN]).ok();
-                assert_eq!(sys::recv_exact(fd, LEN), [message as u8; LEN]);
-            }
-            sys::close(fd).ok();
+            be_answered(port);
             continue;
         };
         let fd = sys::accept4(listener, 0).ok();
@@ -302,12 +307,7 @@ pub fn crowd(c: &Ctx) {
     let (listener, port) = c.listener(16);
     for connection in 0..CONNECTIONS {
         let Some(listener) = listener else {
-            let fd = sys::connected(&sys::Addr::v4(port));
-            for message in 0..MESSAGES {
-                sys::send_all(fd, &[message as u8; LEN]).ok();
-                assert_eq!(sys::recv_exact(fd, LEN), [message as u8; LEN]);
-            }
-            sys::close(fd).ok();
+            be_answered(port);
             continue;
         };
         let fd = sys::accept4(listener, 0).ok();
@@ -418,12 +418,7 @@ pub fn forked(c: &Ctx) {
     };
     for connection in 0..2 * CONNECTIONS {
         let Some(listener) = listener else {
-            let fd = sys::connected(&sys::Addr::v4(port));
-            for message in 0..MESSAGES {
-                sys::send_all(fd, &[message as u8; LEN]).ok();
-                assert_eq!(sys::recv_exact(fd, LEN), [message as u8; LEN]);
-            }
-            sys::close(fd).ok();
+            be_answered(port);
             continue;
         };
         let fd = sys::accept4(listener, 0).ok();

@@ -191,6 +191,11 @@ fn reclaim_slow(socket: &'static Socket) {
             );
             word = c.load(Acquire);
         }
+        if word & OWNED != 0 && crate::time::now_ns() >= until {
+            // A marker may come yet, or data be on the link: a gap would be worse than the end of the connection.
+            tracing::warn!(target: "rdmasock", slot = socket.slot, "the process that has it on a link does not answer: reset");
+            socket::reset(socket);
+        }
     }
     socket.tx_mode.go(Sending::Reclaimed);
     socket.rx_mode.go(Receiving::Reclaimed);

@@ -117,7 +117,7 @@ pub fn all() -> Vec<Scenario> {
         numbers: warm { bytes_out, bytes_in, waits, sets } cold {  }
         numbers_more: warm { sockets, descriptors, closed_number, in_handler, exec, exit } cold {  }
         refused: warm { fork_before, fork_on_a_link } cold {  }
-        process: warm { cloned_accepts, fork_child_then_parent, fork_child_has_no_arena, fork_child_closes, fork_parent_closes, fork_client, fork_with_unread_data, fork_both_write, fork_exec, exec_itself, exec_fails, spawn, system, pass_to_child, pass_to_itself } cold { prefork, fork_per_connection, fork_per_connection_crowd, fork_without_descriptors, cloned_changes_user, pass_fresh }
+        process: warm { cloned_accepts, fork_child_then_parent, fork_child_has_no_arena, fork_child_closes, fork_parent_closes, fork_client, fork_with_unread_data, child_of_a_stopped_parent, fork_both_write, fork_exec, exec_itself, exec_fails, spawn, system, pass_to_child, pass_to_itself } cold { prefork, fork_per_connection, fork_per_connection_crowd, fork_without_descriptors, cloned_changes_user, pass_fresh }
         threads: warm { send_and_receive, eight_senders, four_receivers, shutdown_wakes, shutdown_wakes_pollers, close_does_not_wake, cancel, cancel_early, cancel_sender_early, cancel_pollers } cold { eight_on_one_epoll, four_acceptors }
         told: warm { counts_across_a_promotion, unread_and_half_closed, time_of_the_last, counts_across_a_demotion, counts_in_a_child, peer_killed, lengths } cold {  }
         told_options: warm { kept, how_much_is_left, how_much_is_left_by_listener, timestamps, pacing, repair, zero_copy_receive, keepalive_of_a_frozen_peer, user_timeout } cold { keepalive_of_a_host_that_is_gone, nodelay_while_promoted, nodelay_at_a_promotion }

@@ -571,6 +571,33 @@ pub fn take_fd(over: c_int) -> c_int {
     }
 }
 
+/// A child reads what its parent has on a link while that is stopped: what was sent, or an error, and not for ever.
+pub fn child_of_a_stopped_parent(c: &Ctx) {
+    const BYTES: usize = 3000;
+    let fd = c.pair();
+    if c.is_server() {
+        let parent = std::process::id();
+        let child = sys::fork_child(|| {
+            let state = || std::fs::read_to_string(format!("/proc/{parent}/stat")).unwrap();
+            while !state().contains(") T ") {
+                sys::pause_ms(1);
+            }
+            let (last, got) = sys::recv_up_to(fd, BYTES);
+            // SAFETY: no memory is involved.
+            unsafe { libc::kill(parent as libc::pid_t, libc::SIGCONT) };
+            data::verify(1, 0, &got);
+            assert!(got.len() == BYTES || last.value < 0, "{last}");
+            0
+        });
+        call!(libc::raise(libc::SIGSTOP)).ok();
+        c.log(format_args!("child {}", sys::wait_child(child)));
+    } else {
+        sys::send_all(fd, &data::pattern(1, 0, BYTES)).ok();
+        sys::recv_to_end(fd);
+    }
+    sys::close(fd).ok();
+}
+
 /// A connection passed to a child by SCM_RIGHTS; the child goes on, the parent closes it.
 pub fn pass_to_child(c: &Ctx) {
     let fd = c.pair();

@@ -164,6 +164,8 @@ pub fn on_take_back(socket: &'static Socket, control: &mut Control, bytes: u32, 
         if is_on_link {
             tx.marker.extend_from_slice(&bytes);
             tx.again += bytes.len();
+            // The program has sent it once.
+            socket.ledger.sent.add_ours(bytes.len());
             leave::send_again(socket, &mut tx);
         }
         is_on_link

@@ -141,8 +141,20 @@ impl Guest {
 
     /// Tells it to do something, and gives what it says about that.
     fn tell(&mut self, what: &str) -> Result<String, Failed> {
-        writeln!(self.child.stdin.as_mut().unwrap(), "{what}")?;
+        self.write(what)?;
         self.line()
+    }
+
+    /// If it has ended already the error is how.
+    fn write(&mut self, what: &str) -> Result<(), Failed> {
+        // At once: a guest that reads in between would take what comes for a line.
+        let line = format!("{what}\n");
+        let stdin = self.child.stdin.as_mut().unwrap();
+        if stdin.write_all(line.as_bytes()).is_err() {
+            let words = self.succeed("guest")?;
+            return Err(format!("the guest has ended before {what:?}\n{words}").into());
+        }
+        Ok(())
     }
 
     fn state(&self, paths: &Paths) -> Result<Promotion, Failed> {
@@ -262,7 +274,11 @@ impl<'a> Talk<'a> {
     /// A good many more messages go there and back.
     fn goes_on(&mut self) -> Result<(), Failed> {
         for _ in 0..20 {
-            self.client.tell("say")?;
+            if let Err(why) = self.client.tell("say") {
+                // Perhaps because of the server.
+                let server = self.server.succeed("server");
+                return Err(format!("{}\n{server:?}", why.message().unwrap_or_default()).into());
+            }
             std::thread::sleep(Duration::from_millis(10));
         }
         Ok(())
@@ -270,7 +286,7 @@ impl<'a> Talk<'a> {
 
     /// Both ends end as they should; gives what the server wrote to stderr.
     fn end(mut self) -> Result<String, Failed> {
-        writeln!(self.client.child.stdin.as_mut().unwrap(), "end")?;
+        self.client.write("end")?;
         let words = self.client.succeed("client")?;
         let logged = std::env::var_os("RDMASOCK_LOG").is_some();
         if !words.is_empty() && !logged {

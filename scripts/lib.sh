@@ -20,6 +20,13 @@ as_root() {
     fi
 }
 
+# need_miri: the interpreter that finds undefined behaviour, which nightly toolchains alone have. False without one.
+need_miri() {
+    cargo +nightly miri --version >/dev/null 2>&1 \
+        || rustup --quiet component add --toolchain nightly miri rust-src >/dev/null 2>&1 \
+        || rustup --quiet toolchain install nightly --profile minimal --component miri,rust-src >/dev/null 2>&1
+}
+
 # need_packages NAME…: installs the missing ones, and removes none. Services are left as they are: what is installed
 # here is not started (RUNLEVEL=1 keeps invoke-rc.d from it), and our own servers use other ports.
 need_packages() {

@@ -28,12 +28,12 @@ impl std::fmt::Display for Obstacle {
                 "is setuid, setgid or has file capabilities, so the dynamic loader ignores LD_PRELOAD; \
                  run it as the user that it changes to (root: with its capabilities), or a copy without these bits",
             ),
-            Self::Static => f.write_str(
-                "is statically linked, so LD_PRELOAD cannot work; use a dynamically linked build of it",
-            ),
-            Self::OtherMachine => f.write_str(
-                "is built for another processor or word size than librdmasock.so; use a native build of it",
-            ),
+            Self::Static => {
+                f.write_str("is statically linked, so LD_PRELOAD cannot work; use a dynamically linked build of it")
+            }
+            Self::OtherMachine => {
+                f.write_str("is built for another processor or word size than librdmasock.so; use a native build of it")
+            }
             Self::OtherLibc(loader) => write!(
                 f,
                 "is linked with another C library than glibc (its loader is {loader}); use a build for glibc",
@@ -77,9 +77,7 @@ fn check(path: &Path, interpreters: u32) -> Result<Option<Obstacle>> {
     };
     let own = {
         let mut head = Vec::new();
-        File::open("/proc/self/exe")?
-            .take(64)
-            .read_to_end(&mut head)?;
+        File::open("/proc/self/exe")?.take(64).read_to_end(&mut head)?;
         Elf::parse(&head)
     };
     if own.is_some_and(|own| (own.class, own.machine) != (elf.class, elf.machine)) {
@@ -94,10 +92,7 @@ fn check(path: &Path, interpreters: u32) -> Result<Option<Obstacle>> {
 
 /// The interpreter of a script.
 fn shebang(head: &[u8]) -> Option<PathBuf> {
-    let line = head
-        .strip_prefix(b"#!")?
-        .split(|byte| *byte == b'\n')
-        .next()?;
+    let line = head.strip_prefix(b"#!")?.split(|byte| *byte == b'\n').next()?;
     let line = std::str::from_utf8(line).ok()?;
     line.split_whitespace().next().map(PathBuf::from)
 }
@@ -110,11 +105,10 @@ fn is_privileged(file: &File) -> Result<bool> {
     let uid = rustix::process::geteuid();
     let gid = rustix::process::getegid();
     let changes_uid = meta.mode() & SETUID != 0 && meta.uid() != uid.as_raw();
-    let changes_gid =
-        meta.mode() & SETGID_EXECUTABLE == SETGID_EXECUTABLE && meta.gid() != gid.as_raw();
+    let changes_gid = meta.mode() & SETGID_EXECUTABLE == SETGID_EXECUTABLE && meta.gid() != gid.as_raw();
     // Root has the capabilities already.
-    let adds_capabilities = !uid.is_root()
-        && rustix::fs::fgetxattr(file, "security.capability", &mut [0_u8; 64]).is_ok();
+    let adds_capabilities =
+        !uid.is_root() && rustix::fs::fgetxattr(file, "security.capability", &mut [0_u8; 64]).is_ok();
     Ok(changes_uid || changes_gid || adds_capabilities)
 }
 
@@ -157,11 +151,7 @@ impl Elf {
         };
         let mut path = [0; 256];
         let length = file.read_at(&mut path, u64::from_le_bytes(offset))?;
-        let path = path
-            .iter()
-            .take(length)
-            .copied()
-            .take_while(|byte| *byte != 0);
+        let path = path.iter().take(length).copied().take_while(|byte| *byte != 0);
         let path: Vec<u8> = path.collect();
         Ok(Some(String::from_utf8_lossy(&path).into_owned()))
     }

@@ -58,9 +58,7 @@ impl Args for Options {
             .arg(program)
             .next_line_help(true)
             .override_usage("rdmasock run [OPTIONS] -- PROGRAM [ARGS]...")
-            .after_help(
-                "An option that is not given leaves its variable as it is in the environment.",
-            )
+            .after_help("An option that is not given leaves its variable as it is in the environment.")
     }
 
     fn augment_args_for_update(command: clap::Command) -> clap::Command {
@@ -101,10 +99,7 @@ impl Options {
         if warnings.is_empty() {
             return Ok(());
         }
-        let problems: Vec<_> = warnings
-            .into_iter()
-            .map(|warning| warning.problem)
-            .collect();
+        let problems: Vec<_> = warnings.into_iter().map(|warning| warning.problem).collect();
         let text = format!("{}\n", problems.join("\n"));
         Err(clap::Error::raw(clap::error::ErrorKind::InvalidValue, text))
     }
@@ -170,19 +165,14 @@ fn find_library(option: Option<&OsStr>) -> Result<PathBuf> {
         }
     };
     let Some(found) = candidates.iter().find(|path| path.is_file()) else {
-        let tried: Vec<_> = candidates
-            .iter()
-            .map(|path| path.display().to_string())
-            .collect();
+        let tried: Vec<_> = candidates.iter().map(|path| path.display().to_string()).collect();
         bail!(
             "cannot find {LIBRARY} (tried {}); build it with `cargo build --release`, or say where \
              it is with --library PATH or {LIBRARY_VARIABLE}",
             tried.join(", ")
         );
     };
-    let library = found
-        .canonicalize()
-        .with_context(|| found.display().to_string())?;
+    let library = found.canonicalize().with_context(|| found.display().to_string())?;
     if library
         .as_os_str()
         .as_bytes()

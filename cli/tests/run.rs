@@ -22,11 +22,7 @@ impl Library {
     }
 
     fn path(&self) -> PathBuf {
-        self.folder
-            .path()
-            .canonicalize()
-            .unwrap()
-            .join("librdmasock.so")
+        self.folder.path().canonicalize().unwrap().join("librdmasock.so")
     }
 }
 
@@ -157,10 +153,7 @@ fn a_missing_library_or_program_is_named() {
         rdmasock().args(["run", "--library", "/nonexistent.so", "--", "true"]),
         1,
     );
-    assert!(
-        text.contains("/nonexistent.so") && text.contains("--library"),
-        "{text}"
-    );
+    assert!(text.contains("/nonexistent.so") && text.contains("--library"), "{text}");
 
     let library = Library::new();
     let mut command = rdmasock();
@@ -169,10 +162,7 @@ fn a_missing_library_or_program_is_named() {
         .arg(library.path())
         .args(["--", "no-such-program"]);
     let text = stderr_of_failure(&mut command, 1);
-    assert!(
-        text.contains("no-such-program") && text.contains("PATH"),
-        "{text}"
-    );
+    assert!(text.contains("no-such-program") && text.contains("PATH"), "{text}");
 }
 
 /// The message for a program with these bytes and this mode.
@@ -216,9 +206,7 @@ fn a_setgid_program_is_refused() {
     let program = library.folder.path().join("program");
     fs::copy("/bin/true", &program).unwrap();
     // Only root can give a file to another group without being in it.
-    if fs::metadata(&program).unwrap().uid() != 0
-        || std::os::unix::fs::chown(&program, None, Some(12_345)).is_err()
-    {
+    if fs::metadata(&program).unwrap().uid() != 0 || std::os::unix::fs::chown(&program, None, Some(12_345)).is_err() {
         return;
     }
     fs::set_permissions(&program, fs::Permissions::from_mode(0o2755)).unwrap();
@@ -229,10 +217,7 @@ fn a_setgid_program_is_refused() {
         .arg("--")
         .arg(&program);
     let text = stderr_of_failure(&mut command, 1);
-    assert!(
-        text.contains("setgid") && text.contains("LD_PRELOAD"),
-        "{text}"
-    );
+    assert!(text.contains("setgid") && text.contains("LD_PRELOAD"), "{text}");
 }
 
 #[test]

@@ -6,8 +6,7 @@ use std::os::fd::OwnedFd;
 
 use assert_cmd::Command;
 use rdmasock_core::stats::{
-    Asleep, Call, Direction, Event, InstanceInfo, LinkInfo, Path, Reason, StatsPage, StreamInfo,
-    Why,
+    Asleep, Call, Direction, Event, InstanceInfo, LinkInfo, Path, Reason, StatsPage, StreamInfo, Why,
 };
 use serde_json::{Value, json};
 
@@ -48,13 +47,7 @@ fn instance() -> OwnedFd {
         };
         page.open_stream(slot, &info).unwrap()
     };
-    let promoted = open(
-        0,
-        7,
-        Direction::Accept,
-        "127.0.0.1:4000",
-        Reason::BelowThreshold.into(),
-    );
+    let promoted = open(0, 7, Direction::Accept, "127.0.0.1:4000", Reason::BelowThreshold.into());
     promoted.add_tx_tcp(10);
     promoted.set_tx_path(Path::Shm);
     promoted.set_rx_path(Path::Shm);
@@ -69,21 +62,9 @@ fn instance() -> OwnedFd {
         since: 0,
         unread: 700,
     });
-    let plain = open(
-        1,
-        8,
-        Direction::Connect,
-        "[::1]:4001",
-        Why::declined(Reason::Rule),
-    );
+    let plain = open(1, 8, Direction::Connect, "[::1]:4001", Why::declined(Reason::Rule));
     plain.add_rx_tcp(5);
-    let closed = open(
-        2,
-        9,
-        Direction::Accept,
-        "127.0.0.1:4002",
-        Reason::None.into(),
-    );
+    let closed = open(2, 9, Direction::Accept, "127.0.0.1:4002", Reason::None.into());
     closed.add_tx_tcp(100);
     page.close_stream(2);
     fd.unwrap()
@@ -93,20 +74,12 @@ fn instance() -> OwnedFd {
 fn json_is_as_documented() {
     let _fd = instance();
     let pid = std::process::id().to_string();
-    let output = rdmasock(&["stat", "--json", "--pid", &pid])
-        .output()
-        .unwrap();
+    let output = rdmasock(&["stat", "--json", "--pid", &pid]).output().unwrap();
     assert!(output.status.success());
     let mut seen: Value = serde_json::from_slice(&output.stdout).unwrap();
-    for time in [
-        "/instances/0/uptime_s",
-        "/instances/0/streams/0/asleep/0/asleep_s",
-    ] {
+    for time in ["/instances/0/uptime_s", "/instances/0/streams/0/asleep/0/asleep_s"] {
         let time = seen.pointer_mut(time).unwrap().take();
-        assert!(
-            time.as_f64().is_some_and(|seconds| seconds >= 0.0),
-            "{time}"
-        );
+        assert!(time.as_f64().is_some_and(|seconds| seconds >= 0.0), "{time}");
     }
     let expected = json!({"instances": [{
         "pid": std::process::id(),
@@ -216,10 +189,7 @@ fn all_that_is_known_is_shown_on_demand() {
 
 #[test]
 fn a_process_without_the_library_is_told() {
-    for (pid, part) in [
-        ("1", "process 1"),
-        ("4194304", "cannot look at process 4194304"),
-    ] {
+    for (pid, part) in [("1", "process 1"), ("4194304", "cannot look at process 4194304")] {
         let output = rdmasock(&["stat", "--pid", pid]).output().unwrap();
         assert_eq!(output.status.code(), Some(1));
         let text = String::from_utf8(output.stderr).unwrap();

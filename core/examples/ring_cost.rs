@@ -124,14 +124,10 @@ mod cost {
             }
         });
         let mut buf = vec![0u8; len];
-        per_op(
-            &format!("round trip of {len} B, two spinning threads"),
-            ops,
-            || {
-                send_all(&mut p1, &buf);
-                recv_all(&mut c2, &mut buf);
-            },
-        );
+        per_op(&format!("round trip of {len} B, two spinning threads"), ops, || {
+            send_all(&mut p1, &buf);
+            recv_all(&mut c2, &mut buf);
+        });
         let _ = echo.join();
     }
 
@@ -169,11 +165,9 @@ mod cost {
             }
         });
         let mut buf = vec![0u8; len];
-        per_op(
-            &format!("one way, {len} B in a ring of 2^{log2} B"),
-            ops,
-            || recv_all(&mut c, &mut buf),
-        );
+        per_op(&format!("one way, {len} B in a ring of 2^{log2} B"), ops, || {
+            recv_all(&mut c, &mut buf)
+        });
         let _ = sender.join();
     }
 

@@ -37,18 +37,7 @@ fn write_hex(bytes: &[u8], f: &mut fmt::Formatter<'_>) -> fmt::Result {
 
 /// One process image with the library loaded; a fork child draws a new one.
 #[derive(
-    Clone,
-    Copy,
-    PartialEq,
-    Eq,
-    Hash,
-    PartialOrd,
-    Ord,
-    FromBytes,
-    IntoBytes,
-    Immutable,
-    KnownLayout,
-    Unaligned,
+    Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
 )]
 #[repr(transparent)]
 pub struct InstanceId([u8; ID_BYTES]);
@@ -131,9 +120,7 @@ const NEVER_IN_UTF8: [u8; 13] = [
 /// any tail of the data that could be the nonce's beginning, and must not report it as readable;
 /// with this choice that never happens to text protocols, and rarely to binary ones. It costs 4 of
 /// the 128 random bits.
-#[derive(
-    Clone, Copy, PartialEq, Eq, Hash, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
-)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(transparent)]
 pub struct Nonce([u8; ID_BYTES]);
 
@@ -192,11 +179,7 @@ impl Cookie {
 
     /// Is this the same cookie?
     pub fn matches(&self, other: &Self) -> bool {
-        self.0
-            .iter()
-            .zip(&other.0)
-            .fold(0, |diff, (a, b)| diff | (a ^ b))
-            == 0
+        self.0.iter().zip(&other.0).fold(0, |diff, (a, b)| diff | (a ^ b)) == 0
     }
 }
 
@@ -359,12 +342,8 @@ mod tests {
         let connector: SocketAddr = "10.0.0.2:4000".parse().unwrap();
         assert_eq!(Tuple::new(connector, v4), Tuple::new(connector, mapped));
 
-        let scoped =
-            |scope| SocketAddr::V6(SocketAddrV6::new("fe80::1".parse().unwrap(), 5, 9, scope));
-        assert_eq!(
-            Tuple::new(scoped(2), scoped(2)),
-            Tuple::new(scoped(7), scoped(0))
-        );
+        let scoped = |scope| SocketAddr::V6(SocketAddrV6::new("fe80::1".parse().unwrap(), 5, 9, scope));
+        assert_eq!(Tuple::new(scoped(2), scoped(2)), Tuple::new(scoped(7), scoped(0)));
     }
 
     proptest! {

@@ -20,12 +20,12 @@ pub mod os;
 #[cfg(not(loom))]
 pub mod rendezvous;
 #[cfg(not(loom))]
+pub mod scratch;
+#[cfg(not(loom))]
 pub mod sparse;
 #[cfg(not(loom))]
 pub mod stats;
 #[cfg(not(loom))]
 pub mod stream;
-#[cfg(not(loom))]
-pub mod thread;
 #[cfg(not(loom))]
 pub mod wire;

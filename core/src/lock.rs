@@ -14,7 +14,7 @@ use std::sync::atomic::{
     Ordering::{Acquire, Relaxed, Release},
 };
 
-use crate::thread;
+use crate::os::thread;
 
 const WAITERS: u32 = 1 << 31;
 /// How often to look again before sleeping; critical sections are far shorter than a sleep.
@@ -59,9 +59,7 @@ impl<T> Lock<T> {
         let me = thread.tid();
         // First: a jump between the two would leave the lock for ever.
         thread.begin();
-        if self.word.compare_exchange(0, me, Acquire, Relaxed).is_err()
-            && self.lock_slow(me).is_none()
-        {
+        if self.word.compare_exchange(0, me, Acquire, Relaxed).is_err() && self.lock_slow(me).is_none() {
             thread.end();
             return None;
         }
@@ -80,11 +78,7 @@ impl<T> Lock<T> {
     pub fn try_lock(&self) -> Option<Guard<'_, T>> {
         let thread = thread::current();
         thread.begin();
-        if self
-            .word
-            .compare_exchange(0, thread.tid(), Acquire, Relaxed)
-            .is_err()
-        {
+        if self.word.compare_exchange(0, thread.tid(), Acquire, Relaxed).is_err() {
             thread.end();
             return None;
         }
@@ -102,11 +96,7 @@ impl<T> Lock<T> {
             if seen == 0 {
                 // Others may still sleep: keep the bit, at worst one needless wake-up.
                 let mine = if spins > SPINS { me | WAITERS } else { me };
-                if self
-                    .word
-                    .compare_exchange(0, mine, Acquire, Relaxed)
-                    .is_ok()
-                {
+                if self.word.compare_exchange(0, mine, Acquire, Relaxed).is_ok() {
                     return Some(());
                 }
                 continue;
@@ -179,7 +169,8 @@ impl<T> Drop for Guard<'_, T> {
 }
 
 impl<T> Guard<'_, T> {
-    /// Frees the lock. The section that it was goes on, for what is still owed to others because of what was done under it.
+    /// Frees the lock. The section that it was goes on, for what is still owed to others because of what was done under
+    /// it.
     #[inline]
     pub fn unlock(self) -> Section {
         let guard = std::mem::ManuallyDrop::new(self);
@@ -201,8 +192,7 @@ impl Drop for Section {
 
 fn futex_wait(word: &AtomicU32, expected: u32) {
     // Any return (woken, changed, interrupted) means: look again.
-    let _ =
-        rustix::thread::futex::wait(word, rustix::thread::futex::Flags::PRIVATE, expected, None);
+    let _ = rustix::thread::futex::wait(word, rustix::thread::futex::Flags::PRIVATE, expected, None);
 }
 
 fn futex_wake(word: &AtomicU32) {

@@ -33,10 +33,7 @@ impl<T: Default + Sync, const CHUNKS: usize, const LEN: usize> Sparse<T, CHUNKS,
         let chunk = self.chunks.get(index / LEN)?;
         if chunk.load(Acquire).is_null() {
             let fresh = Box::into_raw(Box::new(std::array::from_fn(|_| T::default())));
-            if chunk
-                .compare_exchange(null_mut(), fresh, AcqRel, Acquire)
-                .is_err()
-            {
+            if chunk.compare_exchange(null_mut(), fresh, AcqRel, Acquire).is_err() {
                 // SAFETY: another thread was first, so nobody has seen this one.
                 drop(unsafe { Box::from_raw(fresh) });
             }

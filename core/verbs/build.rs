@@ -28,9 +28,5 @@ fn version(path: &Path) -> Option<u32> {
     let name = file.file_name()?.to_str()?;
     let number = name.strip_prefix("libclang")?;
     let digits = number.trim_start_matches(|c: char| !c.is_ascii_digit());
-    digits
-        .split(|c: char| !c.is_ascii_digit())
-        .next()?
-        .parse()
-        .ok()
+    digits.split(|c: char| !c.is_ascii_digit()).next()?.parse().ok()
 }

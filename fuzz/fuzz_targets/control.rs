@@ -9,9 +9,7 @@ use std::sync::LazyLock;
 use libfuzzer_sys::arbitrary::{self, Arbitrary};
 use libfuzzer_sys::fuzz_target;
 use rdmasock_core::ids::{InstanceId, Nonce, Tuple};
-use rdmasock_core::rendezvous::control::{
-    Body, DATAGRAM, Datagram, Key, QueryId, Refused, Stamp, Stamper,
-};
+use rdmasock_core::rendezvous::control::{Body, DATAGRAM, Datagram, Key, QueryId, Refused, Stamp, Stamper};
 use rdmasock_core::rendezvous::guard::{Limiter, Memory, Rate};
 use rdmasock_core::wire::Reason;
 
@@ -117,10 +115,7 @@ fn forged(made: &Made, changes: &[(u8, u8)]) {
     assert_eq!(Datagram::decode(&plain, Some(key)), Err(Refused::Mac));
     assert_eq!(Datagram::decode(&signed, Some(other)), Err(Refused::Mac));
     for length in [0, 5, DATAGRAM - 1] {
-        assert_eq!(
-            Datagram::decode(&plain[..length], None),
-            Err(Refused::Length)
-        );
+        assert_eq!(Datagram::decode(&plain[..length], None), Err(Refused::Length));
     }
     let (mut changed, mut open) = (signed, plain);
     for (at, to) in changes {

@@ -38,9 +38,7 @@ fn message(bytes: &[u8]) {
     let again = message.encode(&mut buf).expect("what is decoded fits");
     match message {
         // Without its flag the position means nothing.
-        Message::DemoteRequest {
-            resend_from: None, ..
-        } => assert_eq!(again.len(), bytes.len()),
+        Message::DemoteRequest { resend_from: None, .. } => assert_eq!(again.len(), bytes.len()),
         // Addresses are written in one way only.
         Message::Ask { .. } => {
             let other = Message::decode(again).expect("what is encoded is decoded");

@@ -9,9 +9,7 @@ use libfuzzer_sys::arbitrary::{self, Arbitrary};
 use libfuzzer_sys::fuzz_target;
 use rdmasock_core::fabric::layout::{GROUPS, Layout, MAX_STREAMS, Region};
 use rdmasock_core::fabric::ready::{ReadyCursor, ReadyLine, ReadyQueue};
-use rdmasock_core::fabric::ring::{
-    Consumer, DataArea, DirectionBlock, End, Producer, RxFlags, Spans,
-};
+use rdmasock_core::fabric::ring::{Consumer, DataArea, DirectionBlock, EndMark, Producer, RxFlags, Spans};
 
 const AREA: usize = 8 * 1024;
 const GUARD: usize = 4096;
@@ -113,14 +111,8 @@ impl Shared {
         let new = |old: u64| match *value {
             Value::Any(value) => value,
             Value::Near(by) => old.wrapping_add_signed(by.into()),
-            Value::Ring {
-                generation,
-                log2,
-                page,
-            } => {
-                u64::from(generation % 8) << 40
-                    | u64::from(11 + log2 % 4) << 32
-                    | u64::from(page % 3)
+            Value::Ring { generation, log2, page } => {
+                u64::from(generation % 8) << 40 | u64::from(11 + log2 % 4) << 32 | u64::from(page % 3)
             }
         };
         let place = self.0.as_ptr().cast::<u8>().wrapping_add(at);
@@ -151,9 +143,11 @@ fn block(ops: &[Op]) {
     let range = base as usize..base as usize + AREA;
     let inside = |spans: &Spans<'_>| {
         let pieces = spans.pieces();
-        assert!(pieces.iter().all(|(at, n)| {
-            *n == 0 || range.contains(&(*at as usize)) && *at as usize + n <= range.end
-        }));
+        assert!(
+            pieces
+                .iter()
+                .all(|(at, n)| { *n == 0 || range.contains(&(*at as usize)) && *at as usize + n <= range.end })
+        );
         spans.len()
     };
     let mut buf = vec![0u8; 1 << 16];
@@ -176,7 +170,7 @@ fn block(ops: &[Op]) {
                 }
             }
             Op::EndSending(fin) => {
-                let _ = p.end(if *fin { End::Fin } else { End::Demote });
+                let _ = p.end(if *fin { EndMark::Fin } else { EndMark::Demote });
             }
             Op::Adopt => {
                 let _ = p.adopt();
@@ -246,9 +240,7 @@ fn block(ops: &[Op]) {
         let _ = (p.has_space(), p.used(), p.free(), p.is_unread());
         let _ = (c.has_data(), c.available(), c.end(), c.producer_limited());
     }
-    let guards = memory[..GUARD / 8]
-        .iter()
-        .chain(&memory[(GUARD + AREA) / 8..]);
+    let guards = memory[..GUARD / 8].iter().chain(&memory[(GUARD + AREA) / 8..]);
     let fill = u64::from_ne_bytes([FILL; 8]);
     let changed = guards.fold(0, |changed, word| changed | (word.load(Relaxed) ^ fill));
     assert_eq!(changed, 0, "written outside the area");

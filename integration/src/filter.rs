@@ -50,11 +50,7 @@ impl Filter {
         // SAFETY: the kernel reads the program, which is as long as it says, and writes nothing.
         let failed = unsafe {
             libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0
-                || libc::prctl(
-                    libc::PR_SET_SECCOMP,
-                    libc::SECCOMP_MODE_FILTER,
-                    &raw const program,
-                ) != 0
+                || libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program) != 0
         };
         if failed {
             return Err(io::Error::last_os_error());

@@ -251,10 +251,7 @@ impl Lab {
             return Ok(String::new());
         };
         let instances = build.stat.group(group)?;
-        let reasons: Vec<_> = instances
-            .iter()
-            .map(crate::stat::Instance::reasons)
-            .collect();
+        let reasons: Vec<_> = instances.iter().map(crate::stat::Instance::reasons).collect();
         Ok(reasons.join("; "))
     }
 
@@ -314,15 +311,7 @@ impl Lab {
         let said: Vec<String> = instances
             .unwrap_or_default()
             .iter()
-            .map(|i| {
-                format!(
-                    "{} {}: {:?}, reasons: {}",
-                    i.program,
-                    i.pid,
-                    i.totals,
-                    i.reasons()
-                )
-            })
+            .map(|i| format!("{} {}: {:?}, reasons: {}", i.program, i.pid, i.totals, i.reasons()))
             .collect();
         let said = match said.is_empty() {
             true => "rdmasock stat does not list it: the library is not active in it".to_owned(),
@@ -359,11 +348,7 @@ impl Lab {
     /// When it cannot be read.
     pub fn sha256(&self, path: &Path) -> Result<String> {
         let line = self.text(self.cmd(Role::Outsider, "sha256sum")?.args([path]))?;
-        Ok(line
-            .split_whitespace()
-            .next()
-            .unwrap_or_default()
-            .to_owned())
+        Ok(line.split_whitespace().next().unwrap_or_default().to_owned())
     }
 
     /// Copies the logs out of the temporary directory.
@@ -374,10 +359,7 @@ impl Lab {
         std::fs::create_dir_all(to)?;
         for entry in std::fs::read_dir(self.dir.path())?.flatten() {
             let path = entry.path();
-            let kept = matches!(
-                path.extension().and_then(|e| e.to_str()),
-                Some("log" | "err" | "conf")
-            );
+            let kept = matches!(path.extension().and_then(|e| e.to_str()), Some("log" | "err" | "conf"));
             if let (true, Some(name)) = (kept, path.file_name()) {
                 std::fs::copy(&path, to.join(name))?;
             }

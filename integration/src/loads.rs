@@ -1,5 +1,5 @@
-//! Programs that put load on a server of [`crate::servers`] and print how much it bore: their arguments, and the figure in
-//! what they print. Each has the part of the client.
+//! Programs that put load on a server of [`crate::servers`] and print how much it bore: their arguments, and the figure
+//! in what they print. Each has the part of the client.
 
 use std::path::PathBuf;
 use std::time::Instant;
@@ -33,9 +33,7 @@ pub fn redis_benchmark(
         .args(options);
     let text = lab.text(cmd)?;
     // "test","rps","avg_latency_ms",… and then one line a test, every field in quotes.
-    let line = text
-        .lines()
-        .find(|line| line.starts_with(&format!("\"{test}")));
+    let line = text.lines().find(|line| line.starts_with(&format!("\"{test}")));
     line.and_then(|line| line.split(',').nth(1)?.trim_matches('"').parse().ok())
         .with_context(|| format!("no figure in what redis-benchmark printed: {text}"))
 }
@@ -44,16 +42,10 @@ pub fn redis_benchmark(
 ///
 /// # Errors
 /// See above.
-pub fn wrk(
-    lab: &Lab,
-    server: &Service,
-    path: &str,
-    seconds: u32,
-    header: Option<&str>,
-) -> Result<f64> {
-    let mut cmd =
-        lab.cmd(Role::Client, "wrk")?
-            .args(["-t", "1", "-c", "50", "-d", &format!("{seconds}s")]);
+pub fn wrk(lab: &Lab, server: &Service, path: &str, seconds: u32, header: Option<&str>) -> Result<f64> {
+    let mut cmd = lab
+        .cmd(Role::Client, "wrk")?
+        .args(["-t", "1", "-c", "50", "-d", &format!("{seconds}s")]);
     if let Some(header) = header {
         cmd = cmd.args(["-H", header]);
     }
@@ -93,11 +85,7 @@ pub fn pgbench(lab: &Lab, server: &Service, seconds: u32, options: &[&str]) -> R
     let cmd = lab
         .cmd(Role::Client, &program)?
         .args(["-n", "-S", "-h", "127.0.0.1", "-p"])
-        .args([
-            server.port.to_string(),
-            "-T".to_owned(),
-            seconds.to_string(),
-        ])
+        .args([server.port.to_string(), "-T".to_owned(), seconds.to_string()])
         .args(["-U", databases::USER])
         .args(options)
         .args([databases::DATABASE]);
@@ -113,13 +101,7 @@ pub fn pgbench(lab: &Lab, server: &Service, seconds: u32, options: &[&str]) -> R
 ///
 /// # Errors
 /// See above.
-pub fn sysbench(
-    lab: &Lab,
-    server: &Service,
-    test: &str,
-    threads: u32,
-    seconds: u32,
-) -> Result<f64> {
+pub fn sysbench(lab: &Lab, server: &Service, test: &str, threads: u32, seconds: u32) -> Result<f64> {
     let cmd = databases::sysbench(lab, Role::Client, server.port, test)?
         .args([format!("--threads={threads}"), format!("--time={seconds}")])
         .args(["run"]);
@@ -127,19 +109,13 @@ pub fn sysbench(
     // `transactions:   1234   (1234.56 per sec.)`.
     text.lines()
         .find_map(|line| line.trim().strip_prefix("transactions:"))
-        .and_then(|line| {
-            line.split_once('(')?
-                .1
-                .split_whitespace()
-                .next()?
-                .parse()
-                .ok()
-        })
+        .and_then(|line| line.split_once('(')?.1.split_whitespace().next()?.parse().ok())
         .filter(|rate| *rate > 0.0)
         .with_context(|| format!("no figure in what sysbench printed: {text}"))
 }
 
-/// rsync of a file of `bytes` from [`rsync`](crate::servers::relays::rsync), as often as it takes for `seconds`. Bytes per second.
+/// rsync of a file of `bytes` from [`rsync`](crate::servers::relays::rsync), as often as it takes for `seconds`. Bytes
+/// per second.
 ///
 /// # Errors
 /// See above.
@@ -163,9 +139,7 @@ pub fn rsync(lab: &Lab, server: &Service, file: &str, bytes: u64, seconds: u32) 
 
 /// The number after `label` in the line that begins with it.
 fn after(text: &str, label: &str) -> Option<f64> {
-    let rest = text
-        .lines()
-        .find_map(|line| line.trim().strip_prefix(label))?;
+    let rest = text.lines().find_map(|line| line.trim().strip_prefix(label))?;
     rest.split_whitespace().next()?.parse().ok()
 }
 

@@ -41,8 +41,7 @@ fn listens(line: &str, port: u16) -> bool {
     let mut fields = line.split_ascii_whitespace().skip(1);
     let local = fields.next().and_then(|address| address.rsplit_once(':'));
     let state = fields.nth(1);
-    state == Some("0A")
-        && local.and_then(|(_, hex)| u16::from_str_radix(hex, 16).ok()) == Some(port)
+    state == Some("0A") && local.and_then(|(_, hex)| u16::from_str_radix(hex, 16).ok()) == Some(port)
 }
 
 #[cfg(test)]

@@ -64,9 +64,7 @@ impl Cmd {
     /// # Errors
     /// Those of opening it.
     pub fn stdin_file(mut self, path: &Path) -> Result<Self> {
-        self.stdin = File::open(path)
-            .with_context(|| path.display().to_string())?
-            .into();
+        self.stdin = File::open(path).with_context(|| path.display().to_string())?.into();
         Ok(self)
     }
 
@@ -99,13 +97,7 @@ impl Cmd {
     /// # Errors
     /// When the log cannot be written or the program cannot be executed.
     pub fn spawn(mut self) -> Result<Proc> {
-        let create = |path: &Path| {
-            OpenOptions::new()
-                .create(true)
-                .write(true)
-                .truncate(true)
-                .open(path)
-        };
+        let create = |path: &Path| OpenOptions::new().create(true).write(true).truncate(true).open(path);
         let err_log = self.log.with_extension("err");
         self.command
             .stdin(self.stdin)
@@ -120,10 +112,7 @@ impl Cmd {
                 Ok(())
             });
         }
-        let child = self
-            .command
-            .spawn()
-            .with_context(|| format!("start {}", self.name))?;
+        let child = self.command.spawn().with_context(|| format!("start {}", self.name))?;
         Ok(Proc {
             child,
             name: self.name,
@@ -183,11 +172,7 @@ impl Proc {
     ///
     /// # Errors
     /// At `deadline`, on an interrupt, or what `watch` returns; the program is then still running.
-    pub fn wait(
-        &mut self,
-        deadline: Instant,
-        mut watch: impl FnMut() -> Result<()>,
-    ) -> Result<ExitStatus> {
+    pub fn wait(&mut self, deadline: Instant, mut watch: impl FnMut() -> Result<()>) -> Result<ExitStatus> {
         loop {
             if let Some(status) = self.child.try_wait()? {
                 return Ok(status);
@@ -201,11 +186,7 @@ impl Proc {
     ///
     /// # Errors
     /// As [`Proc::wait`], or a failed exit with the end of its output.
-    pub fn success(
-        mut self,
-        deadline: Instant,
-        watch: impl FnMut() -> Result<()>,
-    ) -> Result<Vec<u8>> {
+    pub fn success(mut self, deadline: Instant, watch: impl FnMut() -> Result<()>) -> Result<Vec<u8>> {
         let status = self.wait(deadline, watch)?;
         if !status.success() {
             bail!("{}", self.obituary(status));
@@ -241,10 +222,7 @@ impl Proc {
     /// Whether it has ended, leaving it unreaped, so that its process group's number stays taken.
     fn has_ended(&self) -> bool {
         let flags = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT;
-        !matches!(
-            waitid(Id::Pid(self.nix_pid()), flags),
-            Ok(WaitStatus::StillAlive)
-        )
+        !matches!(waitid(Id::Pid(self.nix_pid()), flags), Ok(WaitStatus::StillAlive))
     }
 }
 
@@ -282,11 +260,7 @@ pub fn pause(deadline: Instant) -> Result<()> {
 ///
 /// # Errors
 /// As [`pause`], with `what` for context, or what `done` returns.
-pub fn wait_until(
-    what: &str,
-    deadline: Instant,
-    mut done: impl FnMut() -> Result<bool>,
-) -> Result<()> {
+pub fn wait_until(what: &str, deadline: Instant, mut done: impl FnMut() -> Result<bool>) -> Result<()> {
     while !done()? {
         pause(deadline).with_context(|| format!("waiting for {what}"))?;
     }

@@ -1,5 +1,5 @@
-//! Measurements on whole programs: a server, what is measured on it, and rounds that alternate between kernel TCP and the
-//! library. What `demo` and `bench never-slower` have in common; which programs and which goals is their business.
+//! Measurements on whole programs: a server, what is measured on it, and rounds that alternate between kernel TCP and
+//! the library. What `demo` and `bench never-slower` have in common; which programs and which goals is their business.
 
 use std::time::Duration;
 

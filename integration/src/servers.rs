@@ -63,12 +63,7 @@ pub fn redis_cmd(lab: &Lab, role: Role, options: &[&str]) -> Result<(Cmd, u16)> 
             "--appendonly",
             "no",
         ])
-        .args([
-            "--enable-debug-command",
-            "local",
-            "--port",
-            &port.to_string(),
-        ])
+        .args(["--enable-debug-command", "local", "--port", &port.to_string()])
         .args(["--repl-diskless-sync-delay", "0"])
         .args([
             Path::new("--dir"),
@@ -111,12 +106,7 @@ pub fn nginx_cmd(lab: &Lab, role: Role, upstream: Option<u16>) -> Result<(Cmd, u
 /// The arguments that select a configuration; more may follow (`-s reload`).
 pub fn nginx_args(conf: &Path) -> [&std::ffi::OsStr; 4] {
     let dir = conf.parent().unwrap_or(conf);
-    [
-        "-c".as_ref(),
-        conf.as_os_str(),
-        "-p".as_ref(),
-        dir.as_os_str(),
-    ]
+    ["-c".as_ref(), conf.as_os_str(), "-p".as_ref(), dir.as_os_str()]
 }
 
 /// Where [`nginx`] on `port` has its configuration.
@@ -233,13 +223,7 @@ pub fn node(lab: &Lab, role: Role, args: &[&str], env: &[(&str, &str)]) -> Resul
     interpreted(lab, role, "node", args, env)
 }
 
-fn interpreted(
-    lab: &Lab,
-    role: Role,
-    program: &str,
-    args: &[&str],
-    env: &[(&str, &str)],
-) -> Result<Service> {
+fn interpreted(lab: &Lab, role: Role, program: &str, args: &[&str], env: &[(&str, &str)]) -> Result<Service> {
     let port = free_port()?;
     let number = port.to_string();
     let args = args

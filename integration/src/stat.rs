@@ -128,13 +128,9 @@ impl Stat {
             .output()
             .with_context(|| format!("run {} stat --json", self.command.display()))?;
         if !output.status.success() {
-            bail!(
-                "rdmasock stat failed: {}",
-                crate::proc::tail(&output.stderr, 400)
-            );
+            bail!("rdmasock stat failed: {}", crate::proc::tail(&output.stderr, 400));
         }
-        let report: Report =
-            serde_json::from_slice(&output.stdout).context("rdmasock stat --json")?;
+        let report: Report = serde_json::from_slice(&output.stdout).context("rdmasock stat --json")?;
         let mut instances = report.instances;
         instances.retain(|instance| process_group(instance.pid) == Some(group));
         Ok(instances)
@@ -183,9 +179,6 @@ mod tests {
     fn a_process_has_a_group() {
         // SAFETY: getpgrp has no preconditions.
         let group = unsafe { libc::getpgrp() };
-        assert_eq!(
-            process_group(std::process::id()),
-            Some(group.cast_unsigned())
-        );
+        assert_eq!(process_group(std::process::id()), Some(group.cast_unsigned()));
     }
 }

@@ -202,8 +202,8 @@ impl Report {
         }
     }
 
-    /// The rows that miss their goals, in lines: how many times as good as `subject` each is, and was in its worst and its
-    /// best round. One round says little where the two are far apart.
+    /// The rows that miss their goals, in lines: how many times as good as `subject` each is, and was in its worst and
+    /// its best round. One round says little where the two are far apart.
     pub fn losing(&self, subject: Subject) -> String {
         let losing: Vec<_> = self.rows.iter().filter(|r| r.met == Some(false)).collect();
         let measured = self.rows.iter().filter(|r| r.met.is_some()).count();
@@ -227,20 +227,13 @@ impl Report {
     /// # Errors
     /// Those of writing the file.
     pub fn write(&self, path: &Path) -> Result<()> {
-        Ok(std::fs::write(
-            path,
-            serde_json::to_string_pretty(self)? + "\n",
-        )?)
+        Ok(std::fs::write(path, serde_json::to_string_pretty(self)? + "\n")?)
     }
 }
 
 impl std::fmt::Display for Report {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let used = |subject| {
-            self.rows
-                .iter()
-                .any(|row| row.medians.contains_key(&subject))
-        };
+        let used = |subject| self.rows.iter().any(|row| row.medians.contains_key(&subject));
         let subjects: Vec<Subject> = Subject::ALL.into_iter().filter(|s| used(*s)).collect();
         let bytes = self.rows.iter().any(|row| row.row.link_bytes.is_some());
         let notes = self.rows.iter().any(|row| !row.row.note.is_empty());
@@ -254,9 +247,7 @@ impl std::fmt::Display for Report {
         header.extend(bytes.then_some("over the link"));
         header.extend(notes.then_some("note"));
         let mut table = Table::new();
-        table
-            .load_preset(presets::UTF8_FULL_CONDENSED)
-            .set_header(header);
+        table.load_preset(presets::UTF8_FULL_CONDENSED).set_header(header);
         for SummedRow {
             row,
             medians,
@@ -266,11 +257,7 @@ impl std::fmt::Display for Report {
         } in &self.rows
         {
             let mut cells = vec![Cell::new(&row.name), Cell::new(row.unit)];
-            cells.extend(
-                subjects
-                    .iter()
-                    .map(|s| number(medians.get(s).map(|v| figure(*v)))),
-            );
+            cells.extend(subjects.iter().map(|s| number(medians.get(s).map(|v| figure(*v)))));
             cells.push(number(times_tcp.map(|ratio| format!("{ratio:.2}"))));
             if rsocket {
                 cells.push(number(times_rsocket.map(|ratio| format!("{ratio:.2}"))));

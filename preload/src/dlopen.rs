@@ -1,7 +1,7 @@
 //! The hook of `dlopen`, which sees libraries that will call libc past this one (`rdmasock_shims::calls::dlopen`).
 //!
-//! Naked, because libc tells by the return address whose call it is, and looks for the library where that one's RUNPATH says:
-//! libc's own is jumped to, with the stack as it came.
+//! Naked, because libc tells by the return address whose call it is, and looks for the library where that one's RUNPATH
+//! says: libc's own is jumped to, with the stack as it came.
 
 use core::arch::naked_asm;
 use libc::{c_char, c_int, c_void};

@@ -5,10 +5,7 @@
     reason = "every body hands on its caller's arguments, under its caller's contract"
 )]
 
-use libc::{
-    c_int, c_uint, c_void, iovec, mmsghdr, msghdr, off_t, size_t, sockaddr, socklen_t, ssize_t,
-    timespec,
-};
+use libc::{c_int, c_uint, c_void, iovec, mmsghdr, msghdr, off_t, size_t, sockaddr, socklen_t, ssize_t, timespec};
 use rdmasock_shims::{calls::io as calls, real};
 use redhook::hook;
 

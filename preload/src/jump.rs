@@ -1,5 +1,5 @@
-//! The hooks of `longjmp` and its kin. What they do is in `rdmasock_shims::jump`. Not with redhook: its `catch_unwind` would be
-//! jumped over.
+//! The hooks of `longjmp` and its kin. What they do is in `rdmasock_shims::jump`. Not with redhook: its `catch_unwind`
+//! would be jumped over.
 
 use libc::{c_int, c_void};
 use rdmasock_shims::jump::before;

@@ -1,5 +1,5 @@
-//! The hooks of the calls that install signal handlers. What they do is in `rdmasock_shims::signals`. Not here: `siginterrupt` and
-//! `sigignore`, which libc makes of the handler that there is.
+//! The hooks of the calls that install signal handlers. What they do is in `rdmasock_shims::signals`. Not here:
+//! `siginterrupt` and `sigignore`, which libc makes of the handler that there is.
 
 #![allow(
     unsafe_op_in_unsafe_fn,

@@ -12,7 +12,8 @@
 //! - `dprintf`: a `va_list` is built as the ABI lays it out (x86-64: System V psABI, "Variable Argument
 //!   Lists", figure 3.34; aarch64: AAPCS64, appendix "Variable argument lists").
 //!
-//! `fcntl` and `ioctl` need none of this: at most one argument, which on both architectures travels as a named one would.
+//! `fcntl` and `ioctl` need none of this: at most one argument, which on both architectures travels as a named one
+//! would.
 
 use core::arch::naked_asm;
 use libc::{c_char, c_int, c_void};
@@ -53,12 +54,7 @@ unsafe extern "C" fn dprintf_list(fd: c_int, format: *const c_char, list: *mut c
 }
 
 /// `__dprintf_chk` after its arguments have become a `va_list`.
-unsafe extern "C" fn dprintf_chk_list(
-    fd: c_int,
-    flag: c_int,
-    format: *const c_char,
-    list: *mut c_void,
-) -> c_int {
+unsafe extern "C" fn dprintf_chk_list(fd: c_int, flag: c_int, format: *const c_char, list: *mut c_void) -> c_int {
     // SAFETY: as in `dprintf_list`.
     unsafe { bypass::vdprintf_chk(real::__vdprintf_chk(), fd, flag, format, list) }
 }

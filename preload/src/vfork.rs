@@ -1,11 +1,11 @@
-//! The hook of `vfork`, with which `rdmasock_shims::calls::vfork` knows a vfork child when it meets one.
+//! The hook of `vfork`, with which `rdmasock_shims::vfork` knows a vfork child when it meets one.
 //!
 //! The child returns from vfork on its parent's stack, and what it calls next overwrites the frame
 //! that it returned from. So nothing that the parent needs after the system call may lie there: the
 //! return address waits in a register that the system call keeps, as in glibc's own vfork.
 
 use core::arch::naked_asm;
-use rdmasock_shims::calls::vfork::{done, prepare};
+use rdmasock_shims::vfork::{done, prepare};
 
 /// `vfork(2)`.
 ///

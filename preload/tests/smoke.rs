@@ -49,12 +49,7 @@ fn run(command: &mut Command, input: &str) -> Output {
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-    child
-        .stdin
-        .take()
-        .unwrap()
-        .write_all(input.as_bytes())
-        .unwrap();
+    child.stdin.take().unwrap().write_all(input.as_bytes()).unwrap();
     child.wait_with_output().unwrap()
 }
 
@@ -100,10 +95,7 @@ fn hard_calls_do_what_they_do_without_the_library() {
 #[test]
 fn cancelled_threads_end_and_run_their_handlers() {
     let printed = same_with_library(compile("cancel"), &[], "");
-    assert_eq!(
-        printed.matches(" cancelled\n").count(),
-        printed.lines().count()
-    );
+    assert_eq!(printed.matches(" cancelled\n").count(), printed.lines().count());
 }
 
 #[test]
@@ -115,10 +107,7 @@ fn a_program_whose_servers_lack_the_library_has_no_second_thread() {
             std::thread::spawn(move || std::io::copy(&mut &stream, &mut &stream));
         }
     });
-    assert_eq!(
-        same_with_library(compile("one_thread"), &[&port], ""),
-        "1\n"
-    );
+    assert_eq!(same_with_library(compile("one_thread"), &[&port], ""), "1\n");
 }
 
 #[test]
@@ -156,8 +145,7 @@ fn calls_by_number_do_what_they_do_without_the_library() {
 
 #[test]
 fn a_shell_pipeline_runs() {
-    let script =
-        "/bin/true; seq 1000 | tee /dev/null | wc -l; (exit 3) || echo $?; echo $(echo sub)";
+    let script = "/bin/true; seq 1000 | tee /dev/null | wc -l; (exit 3) || echo $?; echo $(echo sub)";
     let printed = same_with_library("/bin/bash", &["-c", script], "");
     assert_eq!(printed, "1000\n3\nsub\n");
 }

@@ -5,97 +5,22 @@
 
 use std::ffi::c_int;
 use std::os::fd::{AsRawFd, BorrowedFd};
-use std::sync::atomic::{
-    AtomicBool, AtomicU32,
-    Ordering::{Acquire, Relaxed, Release},
-};
+use std::sync::atomic::Ordering::Acquire;
 
-use rdmasock_core::lock::Lock;
-
-use crate::fork;
+use crate::holders;
+use crate::socket::blocking::Known;
 use crate::socket::{Socket, Stage};
 use crate::sockopt;
 use crate::time::Timeout;
 
-/// What this process knows of them.
-pub struct Blocking {
-    /// O_NONBLOCK as last seen.
-    nonblocking: AtomicBool,
-    /// How often the program has set one of the options.
-    sets: AtomicU32,
-    known: Lock<Known>,
-}
-
-#[derive(Default)]
-struct Known {
-    /// [`fork::epoch`] and `sets` when the kernel was asked; `None` if it has to be asked.
-    at: Option<(u32, u32)>,
-    /// ns, 0 for no bound.
-    receive: u64,
-    send: u64,
-}
-
-impl Blocking {
-    pub const fn new() -> Self {
-        Self {
-            nonblocking: AtomicBool::new(false),
-            sets: AtomicU32::new(0),
-            known: Lock::new(Known {
-                at: None,
-                receive: 0,
-                send: 0,
-            }),
-        }
-    }
-
-    /// For a new socket.
-    pub fn reset(&self, nonblocking: bool) {
-        self.set_nonblocking(nonblocking);
-        self.sets.fetch_add(1, Release);
-    }
-
-    /// For the same socket in a fork child.
-    ///
-    /// # Safety
-    /// The only thread.
-    pub unsafe fn after_fork(&self) {
-        // SAFETY: by the contract.
-        unsafe {
-            *self.known.get_unlocked() = Known::default();
-            self.known.reset();
-        }
-    }
-
-    /// The program has set O_NONBLOCK.
-    pub fn set_nonblocking(&self, on: bool) {
-        self.nonblocking.store(on, Relaxed);
-    }
-
-    /// O_NONBLOCK as last seen.
-    pub fn is_nonblocking(&self) -> bool {
-        self.nonblocking.load(Relaxed)
-    }
-
-    /// The program has set an option.
-    pub fn on_set(&self, level: c_int, name: c_int) {
-        /// For a 64-bit time_t on 32-bit machines (linux/socket.h); every kernel takes them.
-        const NEW: [c_int; 2] = [66, 67];
-        if level == libc::SOL_SOCKET
-            && (name == libc::SO_RCVTIMEO || name == libc::SO_SNDTIMEO || NEW.contains(&name))
-        {
-            self.sets.fetch_add(1, Release);
-        }
-    }
-}
-
-/// Whether a call with these flags is back at once, whatever another process does with the socket: one that has been passed on
-/// is not watched any more.
+/// Whether a call with these flags is back at once, whatever another process does with the socket: one that has been
+/// passed on is not watched any more.
 #[inline]
 pub fn is_quick(socket: &Socket, flags: c_int) -> bool {
     flags & libc::MSG_DONTWAIT != 0
         || socket.blocking.is_nonblocking()
-            && socket.stage() == Stage::Watching
-            && !fork::is_shared(socket)
+            && socket.promotion.stage() == Stage::Watching
+            && !socket.promotion.holders.are_several()
 }
 
 /// How long a call on the socket may wait now, to receive (`data`) or to send; `None`: not at all.
@@ -106,12 +31,12 @@ pub fn patience(socket: &Socket, data: bool) -> Option<Timeout> {
     let mut guard = blocking.known.lock();
     let known = guard.as_deref_mut().unwrap_or(&mut unknown);
     // First these: what is changed while the kernel is asked is asked for again next time.
-    let now = (fork::epoch(), blocking.sets.load(Acquire));
-    let is_shared = fork::is_shared(socket);
+    let now = (holders::epoch(), blocking.sets.load(Acquire));
+    let is_shared = socket.promotion.holders.are_several();
     if is_shared || known.at != Some(now) {
         // Keeps close() out.
         let _control = socket.control.lock();
-        if let Some(fd) = socket.anchor_fd() {
+        if let Some(fd) = socket.numbers.anchor_fd() {
             let flags = rustix::fs::fcntl_getfl(fd);
             if flags.is_ok_and(|f| f.contains(rustix::fs::OFlags::NONBLOCK)) {
                 blocking.set_nonblocking(true);
@@ -134,20 +59,10 @@ pub fn patience(socket: &Socket, data: bool) -> Option<Timeout> {
 
 /// A time-out option's value, ns; 0 is no bound.
 fn option_timeout(fd: BorrowedFd<'_>, option: c_int) -> u64 {
-    let mut tv = libc::timeval {
-        tv_sec: 0,
-        tv_usec: 0,
-    };
+    let mut tv = libc::timeval { tv_sec: 0, tv_usec: 0 };
     let mut len = size_of::<libc::timeval>() as libc::socklen_t;
     // SAFETY: a buffer of the right size.
-    if !unsafe {
-        sockopt::read(
-            fd.as_raw_fd(),
-            (libc::SOL_SOCKET, option),
-            &raw mut tv,
-            &mut len,
-        )
-    } {
+    if !unsafe { sockopt::read(fd.as_raw_fd(), (libc::SOL_SOCKET, option), &raw mut tv, &mut len) } {
         return 0;
     }
     (tv.tv_sec as u64)

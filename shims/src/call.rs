@@ -1,18 +1,20 @@
 //! A call that receives or sends: which connection it belongs to, whatever becomes of the number meanwhile.
 //!
 //! The kernel looks a number up once, and then holds the file until the call is over. So does this: until a call has
-//! waited or moved a byte nobody can tell that it has begun, and it may as well begin anew on what the number stands for
-//! by then; from its first wait on it is counted in the direction (`Rx::waiting`, `Tx::waiting`), and a close
-//! leaves the connection as it is until the last such call is back (`lifecycle`). Calls inside the kernel's own receive or
-//! send are counted by `Socket::enter_rx` and `enter_tx`.
+//! waited or moved a byte nobody can tell that it has begun, and it may as well begin anew on what the number stands
+//! for by then; from its first wait on it is counted in the direction (`Rx::waiting`, `Tx::waiting`), and a close
+//! leaves the connection as it is until the last such call is back (`close`). Calls inside the kernel's own receive
+//! or send are counted by `Socket::enter_rx` and `enter_tx`.
 
 use std::ffi::c_int;
-use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
+use std::os::fd::AsRawFd;
+use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
-use rdmasock_core::thread;
+use rdmasock_core::os::privatefd::PrivateFd;
+use rdmasock_core::os::thread;
 
+use crate::closing;
 use crate::identity::Seen;
-use crate::lifecycle;
 use crate::socket::{Socket, closed};
 use crate::table;
 
@@ -146,7 +148,7 @@ impl Call {
         if !self.is_named() {
             return self.place_without_number();
         }
-        match lifecycle::is_behind(self.socket, self.fd) {
+        match self.socket.numbers.is_behind(self.fd) {
             true => Place::Here,
             false if self.is_counted => Place::Lost,
             false => Place::Moved,
@@ -161,7 +163,7 @@ impl Call {
 
     #[cold]
     fn place_without_number(&self) -> Place {
-        match self.socket.closed.load(Acquire) {
+        match self.socket.numbers.closed.load(Acquire) {
             _ if !self.is_counted => Place::Moved,
             closed::LOST => Place::Lost,
             _ => Place::Here,
@@ -203,9 +205,9 @@ impl Call {
         match self.direction {
             Direction::Receive => match socket.rx.lock() {
                 Some(mut rx) => {
-                    let place = self.place(&rx.seen);
+                    let place = self.place(&rx.own.seen);
                     if place == Place::Here {
-                        self.hold(&mut rx.waiting);
+                        self.hold(&mut rx.own.waiting);
                     }
                     place
                 }
@@ -213,15 +215,35 @@ impl Call {
             },
             Direction::Send => match socket.tx.lock() {
                 Some(mut tx) => {
-                    let place = self.place(&tx.seen);
+                    let place = self.place(&tx.own.seen);
                     if place == Place::Here {
-                        self.hold(&mut tx.waiting);
+                        self.hold(&mut tx.own.waiting);
                     }
                     place
                 }
                 None => Place::Here,
             },
         }
+    }
+}
+
+/// Calls `f` with a number of the connection, for the kernel's own call. For one that has waited already that is not
+/// the program's number, which may be closed and another's before the kernel looks it up. `None`: there is no anchor.
+// Not inlined: the forced unwind of pthread_cancel runs the copy's destructor here (see `calls`).
+#[inline(never)]
+pub fn on_its_file<R>(call: &Call, f: impl FnOnce(c_int) -> R) -> Option<R> {
+    if !call.is_held() {
+        return Some(f(call.fd));
+    }
+    let copy = {
+        let _keeps_close_out = call.socket.control.lock();
+        call.socket.numbers.anchor_fd().map(PrivateFd::duplicate)
+    };
+    match copy {
+        Some(Ok(copy)) => Some(f(copy.as_raw_fd())),
+        // No number left: the program's own, if it still is that.
+        Some(Err(_)) => call.is_named().then(|| f(call.fd)),
+        None => None,
     }
 }
 
@@ -234,8 +256,8 @@ impl Drop for Call {
         if self.is_counted {
             self.uncount();
         }
-        if self.socket.closed.load(SeqCst) != closed::OPEN {
-            lifecycle::on_call_back(self.socket);
+        if self.socket.numbers.closed.look() != closed::OPEN {
+            closing::on_call_back(self.socket);
         }
         thread::current().end();
     }
@@ -247,12 +269,12 @@ impl Call {
         match self.direction {
             Direction::Receive => {
                 if let Some(mut rx) = self.socket.rx.lock() {
-                    self.let_go(&mut rx.waiting);
+                    self.let_go(&mut rx.own.waiting);
                 }
             }
             Direction::Send => {
                 if let Some(mut tx) = self.socket.tx.lock() {
-                    self.let_go(&mut tx.waiting);
+                    self.let_go(&mut tx.own.waiting);
                 }
             }
         }

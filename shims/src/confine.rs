@@ -1,4 +1,5 @@
-//! A program that restricts its own system calls (seccomp(2)), often on pain of death, and always after the library has begun.
+//! A program that restricts its own system calls (seccomp(2)), often on pain of death, and always after the library has
+//! begun.
 //!
 //! Before that happens its filter is asked about all that the library does. Where that is not allowed, the library lets
 //! go of the process first: all connections go back to TCP, its thread ends, its names are given up, and the tables are
@@ -11,12 +12,13 @@ mod needs;
 use std::sync::atomic::Ordering::Release;
 
 use libc::sock_filter;
+use rdmasock_core::os::privatefd;
 use rdmasock_core::stats::Reason;
 
 use crate::library::Library;
 use crate::socket::Socket;
 use crate::table::{self, Entry};
-use crate::{calls, errno, hold, pass, ready};
+use crate::{errno, pass, ready, service, time, vfork};
 
 /// A filter is not longer (linux/bpf_common.h, BPF_MAXINSNS).
 const LONGEST: u16 = 4096;
@@ -45,7 +47,7 @@ pub unsafe fn before_filter(program: *const libc::sock_fprog) {
 }
 
 fn begin(is_harmless: impl FnOnce() -> bool) {
-    if Library::has_retired() || calls::vfork::is_stranger() || calls::vfork::is_child() {
+    if Library::has_retired() || vfork::is_stranger() || vfork::is_child() {
         return;
     }
     let errno = errno::get();
@@ -56,11 +58,11 @@ fn begin(is_harmless: impl FnOnce() -> bool) {
 }
 
 fn let_go() {
-    hold::all_on_tcp(Reason::Confined);
-    pass::wait_until(is_at_rest);
+    pass::all_on_tcp(Reason::Confined);
+    time::wait_until(is_at_rest);
     if let Some(library) = Library::current() {
         tracing::info!(target: "rdmasock", "the program restricts its system calls: nothing is accelerated any more");
-        library.service.end();
+        service::end(library);
     }
     table::for_each(0..=u32::MAX, |fd, entry| match entry {
         Entry::None => {}
@@ -73,7 +75,8 @@ fn let_go() {
         }
         Entry::Epoll(set) => {
             table::put(fd, Entry::None);
-            set.retire(fd);
+            set.retire();
+            set.release(fd, table::another_of);
         }
         Entry::Socket(socket) if is_plain(socket) => {
             table::put(fd, Entry::None);
@@ -83,6 +86,7 @@ fn let_go() {
             tracing::warn!(target: "rdmasock", fd, "a connection that cannot leave its link is used on");
         }
     });
+    privatefd::dismiss_reserve();
     Library::retire();
 }
 
@@ -106,10 +110,10 @@ fn is_at_rest() -> bool {
 /// The socket is the program's alone. (What counts its holders is left as it is: it goes on being held.)
 fn forget(socket: &'static Socket) {
     // Under several numbers it comes here several times.
-    if socket.fd.swap(-1, Release) < 0 {
+    if socket.numbers.fd.swap(-1, Release) < 0 {
         return;
     }
-    if let Some(listener) = socket.take_listener() {
+    if let Some(listener) = socket.promotion.take_listener() {
         listener.release();
     }
     socket.recycle(Library::current().map(|library| library.stats));

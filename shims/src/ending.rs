@@ -1,10 +1,11 @@
-//! The end of a process whose main thread has ended before (`pthread_exit`): libc calls `exit(0)` in the last thread that ends.
-//! It counts the service thread too, which does not end, so when only that is left, the process is ended from there, by the same
-//! call. Not here: what an exit does (`fork::at_exit`).
+//! The end of a process whose main thread has ended before (`pthread_exit`): libc calls `exit(0)` in the last thread
+//! that ends. It counts the service thread too, which does not end, so when only that is left, the process is ended
+//! from there, by the same call. Not here: what an exit does (`exit`).
 //!
-//! A main thread that ends by itself, however it does, runs the destructors of its keys; one that calls `exit`, or returns from
-//! `main`, does not. From then on, and never before, the service thread looks now and then how many threads there are: two, of
-//! which the main thread, that the kernel keeps as a zombie until the last, and the one that looks.
+//! A main thread that ends by itself, however it does, runs the destructors of its keys; one that calls `exit`, or
+//! returns from `main`, does not. From then on, and never before, the service thread looks now and then how many
+//! threads there are: two, of which the main thread, that the kernel keeps as a zombie until the last, and the one that
+//! looks.
 
 use std::ffi::c_void;
 use std::mem::MaybeUninit;
@@ -71,7 +72,7 @@ extern "C" fn main_ends(_: *mut c_void) {
 /// How the service thread waits for the other threads.
 pub struct ThreadWatch {
     /// When it looks next, ns; 0: it does not.
-    pub at: u64,
+    at: u64,
     every: u64,
     /// The process is being ended.
     is_over: bool,
@@ -90,8 +91,13 @@ impl ThreadWatch {
         }
     }
 
+    /// When it is looked next, monotonic ns.
+    pub fn next_timeout(&self) -> Option<u64> {
+        (self.at != 0).then_some(self.at)
+    }
+
     /// Ends the process if nobody is left whose it is. Costs a load as long as the main thread lives.
-    pub fn on_time(&mut self, now: u64) {
+    pub fn on_timeout(&mut self, now: u64) {
         if !HAS_BEGUN.load(Acquire) || self.is_over || now < self.at {
             return;
         }
@@ -108,12 +114,7 @@ fn is_alone() -> bool {
     let mut text = [MaybeUninit::uninit(); 512];
     let _transit = Transit::begin();
     // Without /proc it is not known.
-    let Ok(file) = rustix::fs::openat(
-        CWD,
-        c"/proc/self/stat",
-        OFlags::RDONLY | OFlags::CLOEXEC,
-        Mode::empty(),
-    ) else {
+    let Ok(file) = rustix::fs::openat(CWD, c"/proc/self/stat", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()) else {
         return false;
     };
     match rustix::io::read(&file, &mut text) {
@@ -136,7 +137,8 @@ fn is_zombie_and_one(stat: &[u8]) -> bool {
     fields.next() == Some(b"Z") && fields.nth(THREADS - 1) == Some(b"2")
 }
 
-/// Ends it as libc would: in a thread like any other of the program's, while the service thread does what an exit may ask of it.
+/// Ends it as libc would: in a thread like any other of the program's, while the service thread does what an exit may
+/// ask of it.
 fn end_process(mask: libc::sigset_t) -> bool {
     let mask = Box::into_raw(Box::new(mask)).cast();
     // SAFETY: the thread gets what `end` takes, and keeps it.
@@ -161,9 +163,7 @@ mod tests {
     #[test]
     fn the_fields_are_those_of_the_manual() {
         let stat = |state: &str, threads: &str| {
-            let fields = format!(
-                "17 (a ) 2 b) {state} 1 1 1 0 -1 4 5 6 7 8 9 10 11 12 20 0 {threads} 0 99 2"
-            );
+            let fields = format!("17 (a ) 2 b) {state} 1 1 1 0 -1 4 5 6 7 8 9 10 11 12 20 0 {threads} 0 99 2");
             is_zombie_and_one(fields.as_bytes())
         };
         assert!(stat("Z", "2"));

@@ -8,18 +8,13 @@
 //! TCP for good it is *handed back*. The kernel's set also holds the doorbell of this set, an
 //! eventfd under a key of ours, so that one sleep in the kernel waits for both.
 //!
-//! Here is the set, from its making to its end; what is done with it is in the modules below.
+//! Here is the set, from its making to its end, and who is put in; waiting for it is in `epoll_wait`.
 
-mod alone;
-mod buffer;
 mod control;
-mod key;
+pub mod key;
 mod takeover;
-mod visit;
-mod wait;
 
 pub use key::without_ours;
-pub use visit::Visit;
 
 use key::Key;
 
@@ -38,109 +33,110 @@ use crate::link::Link;
 use crate::points::point;
 use crate::ready;
 use crate::registry::Registry;
-use crate::socket::Socket;
-use crate::table::{self, Entry};
-use crate::wait::{Spinner, WaiterId};
+use crate::socket::{EpollSet, Socket};
+use crate::spin::Spinner;
 use rdmasock_core::fabric::asleep::Gate;
+use rdmasock_core::fabric::waiter::WaiterId;
 use rdmasock_core::lock::Lock;
 use rdmasock_core::os::privatefd::PrivateFd;
+use rdmasock_core::sync::{Presence, Published};
 
-const ET: u32 = libc::EPOLLET as u32;
-const ONESHOT: u32 = libc::EPOLLONESHOT as u32;
+pub const ET: u32 = libc::EPOLLET as u32;
+pub const ONESHOT: u32 = libc::EPOLLONESHOT as u32;
 /// Reported whether asked for or not.
-const ALWAYS: u32 = (libc::EPOLLERR | libc::EPOLLHUP) as u32;
+pub const ALWAYS: u32 = (libc::EPOLLERR | libc::EPOLLHUP) as u32;
 const EXCLUSIVE: u32 = libc::EPOLLEXCLUSIVE as u32;
 
 /// One socket in the set, under one number.
-struct Item {
-    socket: &'static Socket,
-    fd: c_int,
-    events: u32,
-    data: u64,
+pub(crate) struct Item {
+    pub(crate) socket: &'static Socket,
+    pub(crate) fd: c_int,
+    pub(crate) events: u32,
+    pub(crate) data: u64,
     /// Taken over: the kernel's set no longer has it.
-    taken: bool,
+    pub(crate) taken: bool,
     /// The set's count of moves when it was.
-    moved_at: u64,
+    pub(crate) moved_at: u64,
     /// The result that it was listed in last ([`Set::results`]).
-    listed_in: u64,
+    pub(crate) listed_in: u64,
     /// Is in `ready`.
-    queued: bool,
+    pub(crate) queued: bool,
     /// EPOLLONESHOT has fired; MOD arms it again.
-    disabled: bool,
-    /// The item is disabled, and was handed back: in neither set until then, for whatever is added to the kernel's reports how a
-    /// connection has ended.
-    parked: bool,
+    pub(crate) disabled: bool,
+    /// The item is disabled, and was handed back: in neither set until then, for whatever is added to the kernel's
+    /// reports how a connection has ended.
+    pub(crate) parked: bool,
     /// Removed, but still in `ready`.
-    dead: bool,
+    pub(crate) dead: bool,
 }
 
 #[derive(Default)]
-struct Set {
-    items: Vec<Item>,
-    free: Vec<usize>,
-    ready: VecDeque<usize>,
+pub(crate) struct Set {
+    pub(crate) items: Vec<Item>,
+    pub(crate) free: Vec<usize>,
+    pub(crate) ready: VecDeque<usize>,
     /// Reported by the present harvest, and to be looked at again by the next. Empty in between, as is `come`.
-    again: Vec<usize>,
+    pub(crate) again: Vec<usize>,
     /// What peers have queued, and when.
-    come: Vec<(u64, usize)>,
+    pub(crate) come: Vec<(u64, usize)>,
     /// How many waits have looked for results here.
-    results: u64,
+    pub(crate) results: u64,
     /// How many items the kernel's set has.
-    plain: usize,
+    pub(crate) plain: usize,
     /// Links that carry a socket of this set.
-    links: Vec<&'static Link>,
+    pub(crate) links: Vec<&'static Link>,
     /// Links to other hosts whose completions the kernel's set reports.
-    subscribed: Vec<&'static Link>,
+    pub(crate) subscribed: Vec<&'static Link>,
 }
 
 /// See the module.
 #[repr(align(64))]
 pub struct Epoll {
-    set: Lock<Set>,
+    pub(crate) set: Lock<Set>,
     /// The set's waiter, plus one.
-    waiter: AtomicU32,
+    pub(crate) waiter: AtomicU32,
     /// The data of what is ours in the kernel's set, once there is something ([`Key`]).
-    key: AtomicU64,
+    pub(crate) key: AtomicU64,
     /// One of the program's numbers, -1 when it has closed the last.
-    fd: AtomicI32,
+    pub(crate) fd: AtomicI32,
     /// A number of ours for the same set, from when it is active on: what is done to it and what sleeps on it does not
     /// depend on the program's numbers. -1: none.
-    own: AtomicI32,
+    pub(crate) own: AtomicI32,
     /// Changes whenever the object is another set's.
-    generation: AtomicU32,
+    pub(crate) generation: AtomicU32,
     /// Waits that have begun to wait, and go through this module.
-    inside: AtomicU32,
+    pub(crate) inside: Presence,
     /// The program has closed the last number, and waits that began before are not back.
-    closed: AtomicBool,
+    pub(crate) closed: Published<AtomicBool>,
     /// Another set holds this one, so the kernel's object has to show when something is ready: peers
     /// ring as if somebody always slept here.
-    nested: AtomicBool,
+    pub(crate) nested: Published<AtomicBool>,
     /// For a nested set: the waiter's flag counts one sleeper for it.
-    shown: AtomicBool,
+    pub(crate) shown: Published<AtomicBool>,
     /// Shared with the process that we were forked from, which may have taken sockets over.
-    inherited: AtomicBool,
-    /// To the kernel's wait alone (`alone`). Closed once some item is or was taken over: the set is active, and waits go through
-    /// this module.
-    gate: Gate,
+    pub(crate) inherited: AtomicBool,
+    /// To the kernel's wait alone (`alone`). Closed once some item is or was taken over: the set is active, and waits
+    /// go through this module.
+    pub(crate) gate: Gate,
     /// The waiter's flag counts one sleeper for those who were there when the set became active, and still are.
-    plain_sleeps: AtomicBool,
+    pub(crate) plain_sleeps: Published<AtomicBool>,
     /// Numbers that stand for the set.
-    fds: AtomicU32,
+    pub(crate) fds: AtomicU32,
     /// How often a socket went from the kernel's set to ours or back.
-    moves: AtomicU64,
+    pub(crate) moves: AtomicU64,
     /// The kernel's set has sockets that may be taken over, so connections, too.
-    mixed: AtomicBool,
+    pub(crate) mixed: AtomicBool,
     /// Connections that stay on TCP for good have been added to the kernel's set, and no item tells of them.
-    has_plain: AtomicBool,
+    pub(crate) has_plain: AtomicBool,
     /// When the kernel's set was last looked at, monotonic ns.
-    looked_at: AtomicU64,
+    pub(crate) looked_at: AtomicU64,
     /// The last look found nothing there.
-    kernel_quiet: AtomicBool,
+    pub(crate) kernel_quiet: AtomicBool,
     /// The last wait had no room for what the kernel may have to report.
-    full: AtomicU32,
+    pub(crate) full: AtomicU32,
     /// Whose turn it is to be looked at first.
-    turn: AtomicBool,
-    spinner: Spinner,
+    pub(crate) turn: AtomicBool,
+    pub(crate) spinner: Spinner,
 }
 
 static FREE: Lock<Vec<&'static Epoll>> = Lock::new(Vec::new());
@@ -158,13 +154,13 @@ impl Epoll {
                 fd: AtomicI32::new(-1),
                 own: AtomicI32::new(-1),
                 generation: AtomicU32::new(0),
-                inside: AtomicU32::new(0),
-                closed: AtomicBool::new(false),
-                nested: AtomicBool::new(false),
-                shown: AtomicBool::new(false),
+                inside: Presence::new(),
+                closed: Published::default(),
+                nested: Published::default(),
+                shown: Published::default(),
                 inherited: AtomicBool::new(false),
                 gate: Gate::new(),
-                plain_sleeps: AtomicBool::new(false),
+                plain_sleeps: Published::default(),
                 fds: AtomicU32::new(0),
                 moves: AtomicU64::new(0),
                 mixed: AtomicBool::new(false),
@@ -177,7 +173,7 @@ impl Epoll {
             })
         });
         epoll.fd.store(fd, Release);
-        epoll.nested.store(false, Release);
+        epoll.nested.publish_quietly(false);
         epoll.inherited.store(false, Release);
         epoll.has_plain.store(false, Relaxed);
         epoll.fds.store(1, Release);
@@ -189,52 +185,23 @@ impl Epoll {
         self.fds.fetch_add(1, Relaxed);
     }
 
-    /// A number of the set is closed, and not in the table any more.
-    pub fn release(&'static self, fd: c_int) {
+    /// A number of the set is closed, and not in the table any more, which may know of `another`.
+    pub fn release(&'static self, fd: c_int, another: impl FnOnce(&'static Self) -> Option<c_int>) {
         if self.fds.fetch_sub(1, AcqRel) == 1 {
             self.fd.store(-1, Release);
-            self.closed.store(true, SeqCst);
+            self.closed.publish(true);
             self.end_if_left();
         } else if self.fd.load(Acquire) == fd {
-            let other = table::find(|e| matches!(e, Entry::Epoll(e) if std::ptr::eq(e, self)));
-            self.fd.store(other.unwrap_or(-1), Release);
+            self.fd.store(another(self).unwrap_or(-1), Release);
         }
     }
 
     /// The set is closed, and the last wait that began before is back: the object is as new.
-    fn end_if_left(&'static self) {
-        // SeqCst: who leaves counts down and then looks whether it is closed, who closes it the other way round.
-        let is_left = self.inside.load(SeqCst) == 0 && !self.gate.is_in_use();
-        if is_left && self.closed.swap(false, SeqCst) {
+    pub(crate) fn end_if_left(&'static self) {
+        // Who leaves looks then whether it is closed.
+        let is_left = self.inside.is_empty() && !self.gate.is_in_use();
+        if is_left && self.closed.take() {
             self.recycle();
-        }
-    }
-
-    /// Another set is about to hold this one, or a thread to sleep on it in poll() or select().
-    pub fn on_nested(&'static self) {
-        // SeqCst on both sides (`activate`): one of the two sees the other.
-        if !self.nested.load(Acquire) && !self.nested.swap(true, SeqCst) && self.is_active() {
-            self.show_ready();
-        }
-    }
-
-    /// Has the kernel's object of a nested set show what is true now: it is readable for as long as a ring has not been taken
-    /// from it, and after a ring peers do not ring again before there is a new epoch. So whoever has taken from the set, or has
-    /// taken a ring, comes here afterwards.
-    fn show_ready(&'static self) {
-        let Some(waiter) = self.waiter() else {
-            return;
-        };
-        let waiters = &Library::get().waiters;
-        if self.shown.swap(true, SeqCst) {
-            waiters.leave_sleep(waiter);
-        }
-        waiters.enter_sleep(waiter);
-        point!("nested: a new epoch has begun");
-        // In this order: what a ring of the new epoch was for is seen below, should the ring be taken here.
-        waiters.quiet(waiter);
-        if self.is_ready() {
-            waiters.ring(waiter);
         }
     }
 
@@ -252,23 +219,16 @@ impl Epoll {
             return;
         };
         drop(PrivateFd::adopt(self.own.swap(-1, AcqRel)));
-        let sockets: Vec<&'static Socket> = set
-            .items
-            .iter()
-            .filter(|i| !i.dead)
-            .map(|i| i.socket)
-            .collect();
+        let sockets: Vec<&'static Socket> = set.items.iter().filter(|i| !i.dead).map(|i| i.socket).collect();
         *set = Set::default();
         drop(set);
         for socket in sockets {
-            ready::change_interest(socket, |i| {
-                i.members.retain(|m| !std::ptr::eq(m.epoll, self))
-            });
+            ready::change_interest(socket, |i| i.members.retain(|m| !m.is_in(self)));
         }
         if let Some(waiter) = WaiterId::from_word(self.waiter.swap(0, Relaxed)) {
             let waiters = &Library::get().waiters;
             for counted in [&self.shown, &self.plain_sleeps] {
-                if counted.swap(false, SeqCst) {
+                if counted.take() {
                     waiters.leave_sleep(waiter);
                 }
             }
@@ -279,9 +239,9 @@ impl Epoll {
         }
     }
 
-    /// In a fork child, for every set, also one that another thread of the parent was about to make or to end: its kernel
-    /// object is shared with the parent, whose doorbell it holds; nothing of ours is used on it any more. Numbers that
-    /// stand for it are told by [`Self::inherit`].
+    /// In a fork child, for every set, also one that another thread of the parent was about to make or to end: its
+    /// kernel object is shared with the parent, whose doorbell it holds; nothing of ours is used on it any more.
+    /// Numbers that stand for it are told by [`Self::inherit`].
     ///
     /// # Safety
     /// In a fork child only, before any other use.
@@ -308,11 +268,11 @@ impl Epoll {
         self.gate.reset();
         self.inherited.store(true, Release);
         self.own.store(-1, Release);
-        self.inside.store(0, Relaxed);
-        self.closed.store(false, Relaxed);
+        self.inside.reset();
+        self.closed.reset(false);
         self.waiter.store(0, Relaxed);
-        self.plain_sleeps.store(false, Relaxed);
-        self.shown.store(false, Relaxed);
+        self.plain_sleeps.reset(false);
+        self.shown.reset(false);
         self.key.store(0, Relaxed);
     }
 
@@ -328,9 +288,9 @@ impl Epoll {
         set.is_some_and(|set| set.items.iter().all(|i| i.dead || !i.taken))
     }
 
-    /// The library lets go of a set that is the kernel's alone: it reports what is the program's, and nothing else. `fd` is not
-    /// in the table any more.
-    pub fn retire(&'static self, fd: c_int) {
+    /// The library lets go of a set that is the kernel's alone: it reports what is the program's, and nothing else.
+    /// Its number is to be [released](Self::release) next.
+    pub fn retire(&'static self) {
         if let Some(mut set) = self.set.lock()
             && let Some(kernel_fd) = self.kernel_fd()
             && self.gate.reopen()
@@ -355,11 +315,10 @@ impl Epoll {
                 });
             }
         }
-        self.release(fd);
     }
 
-    /// The kernel's set. The caller holds the set's lock, or is [inside](Visit).
-    fn kernel_fd(&self) -> Option<BorrowedFd<'static>> {
+    /// The kernel's set. The caller holds the set's lock, or is inside (`epoll_wait::visit`).
+    pub(crate) fn kernel_fd(&self) -> Option<BorrowedFd<'static>> {
         let fd = match self.own.load(Acquire) {
             -1 => self.fd.load(Acquire),
             own => own,
@@ -374,44 +333,17 @@ impl Epoll {
         WaiterId::from_word(self.waiter.load(Relaxed))
     }
 
-    /// The part of an attention word that names this set's ready queue; 0 without one.
-    pub fn queue_bits(&self) -> u32 {
-        self.waiter().map_or(0, WaiterId::queue_bits)
-    }
-
-    /// The socket's last number was closed.
-    pub fn forget(&self, index: usize, socket: &'static Socket) {
-        if let Some(mut set) = self.set.lock()
-            && set
-                .items
-                .get(index)
-                .is_some_and(|i| std::ptr::eq(i.socket, socket))
+    /// The last of those who were in the kernel's wait alone is back.
+    pub(crate) fn end_plain_sleep(&self, waiter: Option<WaiterId>) {
+        if let Some(waiter) = waiter
+            && self.plain_sleeps.take()
         {
-            set.remove(index);
-        }
-    }
-
-    /// Something may have changed for this item.
-    pub fn push(&self, index: usize, socket: &'static Socket) {
-        let Some(mut set) = self.set.lock() else {
-            return;
-        };
-        if set
-            .items
-            .get(index)
-            .is_some_and(|i| i.taken && std::ptr::eq(i.socket, socket))
-        {
-            if let Some(link) = socket.link() {
-                set.add_link(link);
-            }
-            set.enqueue(index);
-            drop(set);
-            self.ring_if_sleeping();
+            Library::get().waiters.leave_sleep(waiter);
         }
     }
 
     /// From now on waits go through this module. The caller holds the set's lock.
-    fn activate(&self, _held: &mut Set) {
+    pub(crate) fn activate(&self, _held: &mut Set) {
         if self.is_active() {
             return;
         }
@@ -443,17 +375,17 @@ impl Epoll {
         point!("activate: the kernel's set has the doorbell");
         let are_inside = self.gate.close();
         point!("activate: the set is active");
-        if self.nested.load(SeqCst)
-            && !self.shown.swap(true, SeqCst)
+        if self.nested.look()
+            && !self.shown.publish(true)
             && let Some(waiter) = waiter
         {
             library.waiters.enter_sleep(waiter);
         }
         if are_inside {
-            // They sleep in the kernel's wait alone. A ring wakes one of all that sleep in the kernel, not always one of these.
-            // As long as one is left peers are to ring.
+            // They sleep in the kernel's wait alone. A ring wakes one of all that sleep in the kernel, not always one
+            // of these. As long as one is left peers are to ring.
             if let Some(waiter) = waiter
-                && !self.plain_sleeps.swap(true, SeqCst)
+                && !self.plain_sleeps.publish(true)
             {
                 library.waiters.enter_sleep(waiter);
             }
@@ -473,16 +405,56 @@ impl Epoll {
         }
     }
 
-    fn ring_if_sleeping(&self) {
+    pub(crate) fn ring_if_sleeping(&self) {
         if let Some(waiter) = self.waiter() {
             Library::get().waiters.ring_if_sleeping(waiter);
         }
     }
 
-    fn ring(&self) {
+    pub(crate) fn ring(&self) {
         if let Some(waiter) = self.waiter() {
             Library::get().waiters.ring(waiter);
         }
+    }
+}
+
+impl EpollSet for Epoll {
+    fn forget(&self, index: usize, socket: &'static Socket) {
+        if let Some(mut set) = self.set.lock()
+            && set.items.get(index).is_some_and(|i| std::ptr::eq(i.socket, socket))
+        {
+            set.remove(index);
+        }
+    }
+
+    fn push(&self, index: usize, socket: &'static Socket) {
+        let Some(mut set) = self.set.lock() else {
+            return;
+        };
+        if set
+            .items
+            .get(index)
+            .is_some_and(|i| i.taken && std::ptr::eq(i.socket, socket))
+        {
+            if let Some(link) = socket.link() {
+                set.add_link(link);
+            }
+            set.enqueue(index);
+            drop(set);
+            self.ring_if_sleeping();
+        }
+    }
+
+    fn take_over(&'static self, index: usize, socket: &'static Socket) -> bool {
+        Self::take_over(self, index, socket)
+    }
+
+    fn hand_back(&'static self, index: usize, socket: &'static Socket) {
+        Self::hand_back(self, index, socket);
+    }
+
+    fn waiter(&self) -> Option<WaiterId> {
+        Self::waiter(self)
     }
 }
 
@@ -525,11 +497,7 @@ impl Set {
             && !item.dead
             && std::mem::replace(&mut item.taken, taken) != taken
         {
-            self.plain = if taken {
-                self.plain - 1
-            } else {
-                self.plain + 1
-            };
+            self.plain = if taken { self.plain - 1 } else { self.plain + 1 };
         }
     }
 
@@ -541,7 +509,7 @@ impl Set {
 }
 
 /// Puts an item on the list of ready ones.
-fn enqueue(items: &mut [Item], ready: &mut VecDeque<usize>, index: usize) {
+pub(crate) fn enqueue(items: &mut [Item], ready: &mut VecDeque<usize>, index: usize) {
     // Not a removed one: its place may be free already, and would be given out twice.
     if let Some(item) = items.get_mut(index)
         && !item.queued

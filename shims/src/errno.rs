@@ -26,9 +26,5 @@ pub fn fail<T: From<i8>>(value: c_int) -> T {
 /// What a call gives that `error` ends when it has moved `done` bytes.
 #[inline]
 pub fn after(done: usize, error: c_int) -> libc::ssize_t {
-    if done > 0 {
-        done as libc::ssize_t
-    } else {
-        fail(error)
-    }
+    if done > 0 { done as libc::ssize_t } else { fail(error) }
 }

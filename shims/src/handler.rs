@@ -1,19 +1,20 @@
-//! Whether a thread is in a signal handler of the program's, for what must not be done there: who has interrupted `malloc` cannot
-//! make a thread.
+//! Whether a thread is in a signal handler of the program's, for what must not be done there: who has interrupted
+//! `malloc` cannot make a thread.
 //!
-//! Told by the frame that the kernel has put on the stack for the handler (`signals` notes where): it is above the stack pointer,
-//! and as it was. Not by unwinding: programs switch stacks, or overwrite them (greenlets), and an unwinder that does not
-//! know reads anywhere. A frame of a handler that has returned may be taken for one that has not, as long as nothing has
-//! been written over it: then what was asked for is put off in vain. Handlers that are not led by `signals` are not seen.
+//! Told by the frame that the kernel has put on the stack for the handler (`signals` notes where): it is above the
+//! stack pointer, and as it was. Not by unwinding: programs switch stacks, or overwrite them (greenlets), and an
+//! unwinder that does not know reads anywhere. A frame of a handler that has returned may be taken for one that has
+//! not, as long as nothing has been written over it: then what was asked for is put off in vain. Handlers that are not
+//! led by `signals` are not seen.
 
 use rdmasock_core::os::kernel;
-use rdmasock_core::thread::{self, Thread};
+use rdmasock_core::os::thread::{self, Thread};
 
 /// A handler's frame and the call are not further apart on one stack, bytes.
 const REACH: usize = 1 << 20;
 
-/// The kernel's frame begins this many bytes before the `ucontext` that the handler is given, with the address that it returns to
-/// (`struct rt_sigframe`, arch/x86/include/asm/sigframe.h).
+/// The kernel's frame begins this many bytes before the `ucontext` that the handler is given, with the address that it
+/// returns to (`struct rt_sigframe`, arch/x86/include/asm/sigframe.h).
 const BEFORE_CONTEXT: usize = size_of::<usize>();
 
 /// A handler with this `ucontext` is about to run on the thread. If it has interrupted another, that counts.
@@ -63,7 +64,8 @@ fn is_its_stack(place: usize) -> bool {
     asked.is_err() || is_on_it || !(from..from + stack.ss_size).contains(&place)
 }
 
-/// Whether a word can be read. The kernel reads a mask before it looks at a `how` that there is none of: EFAULT or EINVAL.
+/// Whether a word can be read. The kernel reads a mask before it looks at a `how` that there is none of: EFAULT or
+/// EINVAL.
 fn is_readable(place: usize) -> bool {
     // SAFETY: changes nothing, and the kernel checks the address.
     let asked = unsafe { kernel::call(libc::SYS_rt_sigprocmask, [usize::MAX, place, 0, 8, 0, 0]) };
@@ -89,10 +91,7 @@ mod tests {
             let mut action: libc::sigaction = std::mem::zeroed();
             action.sa_sigaction = handler as *const () as usize;
             action.sa_flags = flags | libc::SA_SIGINFO;
-            assert_eq!(
-                libc::sigaction(libc::SIGUSR1, &action, std::ptr::null_mut()),
-                0
-            );
+            assert_eq!(libc::sigaction(libc::SIGUSR1, &action, std::ptr::null_mut()), 0);
         }
     }
 

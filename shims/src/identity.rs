@@ -1,11 +1,11 @@
-//! Whether a number still stands for the kernel's socket that it was given for. A program can close one where no
-//! hook sees it: by a system call of its own, by io_uring, in libc's stdio. The kernel then gives the number to the next
+//! Whether a number still stands for the kernel's socket that it was given for. A program can close one where no hook
+//! sees it: by a system call of its own, by io_uring, in libc's stdio. The kernel then gives the number to the next
 //! file, and what is meant for that must not reach the connection.
 //!
-//! The kernel's socket is known by its cookie (SO_COOKIE, socket(7)), which it never gives to another. To ask for it
-//! is a system call, so the hot path asks only if the kernel's clock has [ticked](crate::time::tick) since the last answer,
-//! which is every 1 to 10 ms (4 ms on Debian). A server of 50 connections at a million requests a second uses each
-//! every 50 us; if it asked each time it would be a third as fast.
+//! The kernel's socket is known by its cookie (SO_COOKIE, socket(7)), which it never gives to another. To ask for it is
+//! a system call, so the hot path asks only if the kernel's clock has [ticked](crate::time::tick) since the last
+//! answer, which is every 1 to 10 ms (4 ms on Debian). A server of 50 connections at a million requests a second uses
+//! each every 50 us; if it asked each time it would be a third as fast.
 
 use std::ffi::c_int;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -22,8 +22,8 @@ const SO_COOKIE: c_int = 57;
 pub struct Cookie(AtomicU64);
 
 impl Cookie {
-    /// Remembers the socket behind `fd`. Where the kernel does not say (before Linux 4.12, or a filter forbids to ask), no
-    /// number is doubted.
+    /// Remembers the socket behind `fd`. Where the kernel does not say (before Linux 4.12, or a filter forbids to ask),
+    /// no number is doubted.
     pub fn record(&self, fd: BorrowedFd<'_>) {
         self.0.store(ask(fd).unwrap_or(None).unwrap_or(0), Release);
     }
@@ -65,8 +65,8 @@ fn ask(fd: BorrowedFd<'_>) -> Option<Option<u64>> {
     }
 }
 
-/// At which tick which number was last seen to stand for the socket. Shared, for calls that hold no lock; what two threads
-/// find at once they may both look up.
+/// At which tick which number was last seen to stand for the socket. Shared, for calls that hold no lock; what two
+/// threads find at once they may both look up.
 #[derive(Default)]
 pub struct Seen {
     /// The tick, and the number in its low bits.
@@ -162,16 +162,8 @@ mod tests {
         let mut program = [
             // The number is the first word of what a filter sees (seccomp(2)).
             instruction(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0),
-            instruction(
-                libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K,
-                1,
-                number as u32,
-            ),
-            instruction(
-                libc::BPF_RET | libc::BPF_K,
-                0,
-                libc::SECCOMP_RET_ERRNO | error as u32,
-            ),
+            instruction(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 1, number as u32),
+            instruction(libc::BPF_RET | libc::BPF_K, 0, libc::SECCOMP_RET_ERRNO | error as u32),
             instruction(libc::BPF_RET | libc::BPF_K, 0, libc::SECCOMP_RET_ALLOW),
         ];
         let filter = libc::sock_fprog {
@@ -182,10 +174,7 @@ mod tests {
         unsafe {
             assert_eq!(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
             let mode = libc::SECCOMP_MODE_FILTER;
-            assert_eq!(
-                libc::prctl(libc::PR_SET_SECCOMP, mode, &raw const filter),
-                0
-            );
+            assert_eq!(libc::prctl(libc::PR_SET_SECCOMP, mode, &raw const filter), 0);
         }
     }
 

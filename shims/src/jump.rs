@@ -1,20 +1,23 @@
-//! `longjmp` and its kin out of a signal handler that has interrupted the library (the classic time-out by alarm(2)): what
-//! a call has announced is withdrawn, and what it holds released, before the program is where it wants to be.
+//! `longjmp` and its kin out of a signal handler that has interrupted the library (the classic time-out by alarm(2)):
+//! what a call has announced is withdrawn, and what it holds released, before the program is where it wants to be.
 //!
-//! Nothing is undone behind a call's back. The jump waits, and the call comes to its end as if the kernel had said EINTR:
+//! Nothing is undone behind a call's back. The jump waits, and the call comes to its end as if the kernel had said
+//! EINTR:
 //!
 //! - Where the handler has interrupted the library itself (`thread`: a section is open), the handler is left by
-//!   `rt_sigreturn`, as if it had returned. The code that it has interrupted goes on, for the moment that sections last.
-//! - Where it has interrupted a call of libc's that blocks, that call is given up, and [`outside`] returns EINTR in its place.
+//!   `rt_sigreturn`, as if it had returned. The code that it has interrupted goes on, for the moment that sections
+//!   last.
+//! - Where it has interrupted a call of libc's that blocks, that call is given up, and [`outside`] returns EINTR in its
+//!   place.
 //! - The end of the outermost section carries the jump out.
 //!
-//! A jump whose target is within the handler, or on another stack (coroutines), leaves no call and is none of this file's
-//! business. Not seen are handlers that are left by `setcontext` or an exception.
+//! A jump whose target is within the handler, or on another stack (coroutines), leaves no call and is none of this
+//! file's business. Not seen are handlers that are left by `setcontext` or an exception.
 
 use std::ffi::{c_int, c_void};
 use std::mem::{ManuallyDrop, MaybeUninit};
 
-use rdmasock_core::thread;
+use rdmasock_core::os::thread;
 
 use crate::errno;
 use crate::real::Failure;
@@ -29,8 +32,8 @@ pub fn within<R>(call: impl FnOnce() -> R) -> R {
     result
 }
 
-/// Makes a call of libc's that may block, and has no destructor; a jump may leave it. EINTR then, and where the thread is on its way
-/// out already.
+/// Makes a call of libc's that may block, and has no destructor; a jump may leave it. EINTR then, and where the thread
+/// is on its way out already.
 pub fn outside<R: Failure, F: FnOnce() -> R>(call: F) -> R {
     outside_about(std::ptr::null(), call)
 }
@@ -75,8 +78,8 @@ fn outside_about<R: Failure, F: FnOnce() -> R>(about: *const (), call: F) -> R {
     result
 }
 
-/// Makes a call that can block; `leave` undoes what precedes it if `pthread_cancel` ends the thread in there. A jump out of a
-/// signal handler leaves it with EINTR.
+/// Makes a call that can block; `leave` undoes what precedes it if `pthread_cancel` ends the thread in there. A jump
+/// out of a signal handler leaves it with EINTR.
 pub fn or_if_cancelled<R: Failure>(call: impl FnOnce() -> R, leave: impl FnOnce()) -> R {
     about_or_if_cancelled(std::ptr::null(), call, leave)
 }
@@ -93,11 +96,7 @@ pub fn quick_or_if_cancelled<R>(call: impl FnOnce() -> R, leave: impl FnOnce()) 
 
 /// [`or_if_cancelled`], with what the call is about (`Thread::is_inside`). Not inlined: see `calls` on destructors.
 #[inline(never)]
-pub fn about_or_if_cancelled<R: Failure>(
-    about: *const (),
-    call: impl FnOnce() -> R,
-    leave: impl FnOnce(),
-) -> R {
+pub fn about_or_if_cancelled<R: Failure>(about: *const (), call: impl FnOnce() -> R, leave: impl FnOnce()) -> R {
     let mut unwound = Unwound(Some(leave));
     let result = outside_about(about, call);
     unwound.0 = None;
@@ -153,11 +152,7 @@ mod machine {
 
     pub unsafe extern "C" fn before(_: *const c_void, _: c_int) {}
 
-    pub(super) unsafe fn land(
-        run: unsafe extern "C-unwind" fn(*mut c_void),
-        job: *mut c_void,
-        _: *mut usize,
-    ) -> bool {
+    pub(super) unsafe fn land(run: unsafe extern "C-unwind" fn(*mut c_void), job: *mut c_void, _: *mut usize) -> bool {
         // SAFETY: by the caller's word.
         unsafe { run(job) };
         false
@@ -171,7 +166,7 @@ mod machine {
     use std::arch::{asm, naked_asm};
     use std::ops::Range;
 
-    use rdmasock_core::thread::Thread;
+    use rdmasock_core::os::thread::Thread;
 
     use super::*;
 
@@ -188,11 +183,7 @@ mod machine {
     impl Jump {
         /// The stack pointer of the frame that it leads to (glibc's PTR_DEMANGLE).
         fn target(&self) -> usize {
-            let mangled = self
-                .environment
-                .get(STACK_POINTER)
-                .copied()
-                .unwrap_or_default();
+            let mangled = self.environment.get(STACK_POINTER).copied().unwrap_or_default();
             let target: u64;
             // SAFETY: reads the thread's pointer guard, where glibc has it (tcbhead_t).
             unsafe {
@@ -244,9 +235,8 @@ mod machine {
             // SAFETY: `run` for this place is on the stack, and nothing between here and there is gone on with.
             unsafe { resume(place.landing.get()) };
         } else if thread.is_leaving() && leaves(here, thread.base(), jump.target()) {
-            // The end of a section was about to carry out the one before. It is not to be carried out later, when its target
-            // may be gone.
-            // SAFETY: ours, by `wait`, and what was interrupted is not gone on with.
+            // The end of a section was about to carry out the one before. It is not to be carried out later, when its
+            // target may be gone. SAFETY: ours, by `wait`, and what was interrupted is not gone on with.
             drop(unsafe { Box::from_raw(thread.take_jump().cast::<Jump>()) });
         }
     }
@@ -287,8 +277,8 @@ mod machine {
         }
     }
 
-    /// Whether a jump from `here` to `target` leaves what has its frame at `limit`: that is on the same stack as the target, and
-    /// further in.
+    /// Whether a jump from `here` to `target` leaves what has its frame at `limit`: that is on the same stack as the
+    /// target, and further in.
     fn leaves(here: usize, limit: usize, target: usize) -> bool {
         let from = match alternate() {
             Some(range) if range.contains(&limit) => here,
@@ -307,23 +297,20 @@ mod machine {
             let mut stack: libc::stack_t = std::mem::zeroed();
             let asked = libc::sigaltstack(std::ptr::null(), &raw mut stack);
             let from = stack.ss_sp as usize;
-            (asked == 0 && stack.ss_flags & libc::SS_ONSTACK != 0)
-                .then_some(from..from + stack.ss_size)
+            (asked == 0 && stack.ss_flags & libc::SS_ONSTACK != 0).then_some(from..from + stack.ss_size)
         }
     }
 
     /// Whether all of it can be read: between two stacks there is something that cannot, as a rule.
     fn is_readable(range: Range<usize>) -> bool {
         const PAGE: usize = 4096;
-        (range.start & !(PAGE - 1)..range.end)
-            .step_by(PAGE)
-            .all(|page| {
-                // It reads its set before it looks at a `how` that there is none of: EFAULT or EINVAL.
-                let how = usize::MAX;
-                // SAFETY: changes nothing, and the kernel checks the address.
-                let error = unsafe { syscall(libc::SYS_rt_sigprocmask, how, page, 0, 8) };
-                error != -(libc::EFAULT as isize)
-            })
+        (range.start & !(PAGE - 1)..range.end).step_by(PAGE).all(|page| {
+            // It reads its set before it looks at a `how` that there is none of: EFAULT or EINVAL.
+            let how = usize::MAX;
+            // SAFETY: changes nothing, and the kernel checks the address.
+            let error = unsafe { syscall(libc::SYS_rt_sigprocmask, how, page, 0, 8) };
+            error != -(libc::EFAULT as isize)
+        })
     }
 
     /// The unwinder's view of a frame (Itanium C++ ABI, "Exception Handling").
@@ -337,10 +324,7 @@ mod machine {
     const STOP: c_int = 4;
 
     unsafe extern "C" {
-        fn _Unwind_Backtrace(
-            each: extern "C" fn(*mut Context, *mut c_void) -> c_int,
-            argument: *mut c_void,
-        ) -> c_int;
+        fn _Unwind_Backtrace(each: extern "C" fn(*mut Context, *mut c_void) -> c_int, argument: *mut c_void) -> c_int;
         fn _Unwind_GetIP(context: *mut Context) -> usize;
         fn _Unwind_GetCFA(context: *mut Context) -> usize;
     }
@@ -350,9 +334,9 @@ mod machine {
         frame: usize,
     }
 
-    /// The signal frame of the handler that this thread is in, the innermost. What that has interrupted may be another handler,
-    /// which then comes to its end before the jump. Found by unwinding, since stacks are full of frames of signals past;
-    /// `None` where the handler was compiled without tables for that.
+    /// The signal frame of the handler that this thread is in, the innermost. What that has interrupted may be another
+    /// handler, which then comes to its end before the jump. Found by unwinding, since stacks are full of frames of
+    /// signals past; `None` where the handler was compiled without tables for that.
     fn signal_frame() -> Option<usize> {
         let mut search = Search {
             restorers: restorers(),
@@ -363,11 +347,7 @@ mod machine {
         let frame = search.frame;
         // `struct rt_sigframe` begins with the address that the handler returns to (arch/x86/include/asm/sigframe.h).
         // SAFETY: on this thread's stack, by the unwinder's word.
-        (frame != 0
-            && search
-                .restorers
-                .contains(&unsafe { *(frame as *const usize) }))
-        .then_some(frame)
+        (frame != 0 && search.restorers.contains(&unsafe { *(frame as *const usize) })).then_some(frame)
     }
 
     extern "C" fn look(context: *mut Context, search: *mut c_void) -> c_int {
@@ -442,8 +422,8 @@ mod machine {
 
     /// Leaves a handler: the kernel puts all registers and the mask back as they were.
     unsafe fn return_from_signal(frame: usize) -> ! {
-        // SAFETY: by the caller's word. The kernel expects the stack pointer where the handler's own return would have left
-        // it, above the return address.
+        // SAFETY: by the caller's word. The kernel expects the stack pointer where the handler's own return would have
+        // left it, above the return address.
         unsafe {
             asm!(
                 "mov rsp, {0}",
@@ -456,7 +436,8 @@ mod machine {
         }
     }
 
-    /// Calls `run(job)`; gives false when that is back, and true when [`resume`] has been given what it stores in `landing`.
+    /// Calls `run(job)`; gives false when that is back, and true when [`resume`] has been given what it stores in
+    /// `landing`.
     #[unsafe(naked)]
     pub(super) unsafe extern "C-unwind" fn land(
         run: unsafe extern "C-unwind" fn(*mut c_void),
@@ -555,13 +536,7 @@ mod machine {
             section();
             // As a handler does in the middle of it; `end` would carry it out, and is interrupted before.
             let environment = leading_to(far_out);
-            wait(
-                thread,
-                Jump {
-                    environment,
-                    value: 1,
-                },
-            );
+            wait(thread, Jump { environment, value: 1 });
             // Within the handler: what was interrupted goes on.
             jump_to(thread.base() - 16);
             assert!(thread.is_leaving());

@@ -4,8 +4,8 @@
 //! Only where the program has none of its own, and so patient that it ends nothing that would have
 //! lived. While ours is on, the program reads and changes its own settings, which are kept here.
 //!
-//! Where it has its own: the kernel does not probe while something is on its way, and what the library says in TCP may be, to a host
-//! that is gone. Until it is answered TCP_USER_TIMEOUT (tcp(7)) stands for the probes.
+//! Where it has its own: the kernel does not probe while something is on its way, and what the library says in TCP may
+//! be, to a host that is gone. Until it is answered TCP_USER_TIMEOUT (tcp(7)) stands for the probes.
 
 use std::ffi::c_int;
 use std::os::fd::BorrowedFd;
@@ -46,8 +46,8 @@ impl Keepalive {
         self.bounded.store(false, Relaxed);
     }
 
-    /// What the library says in TCP next is to be answered within the time after which the program's own keepalive ends a
-    /// connection, if it has one.
+    /// What the library says in TCP next is to be answered within the time after which the program's own keepalive ends
+    /// a connection, if it has one.
     pub fn bound(&self, fd: BorrowedFd<'_>) {
         if self.on.load(Acquire) || get(fd, SWITCH) != Some(1) || get(fd, USER_TIMEOUT) != Some(0) {
             return;
@@ -56,10 +56,7 @@ impl Keepalive {
         let (Some(idle), Some(probes), Some(every)) = (idle, probes, get(fd, INTERVAL)) else {
             return;
         };
-        let ms = every
-            .saturating_mul(probes)
-            .saturating_add(idle)
-            .saturating_mul(1000);
+        let ms = every.saturating_mul(probes).saturating_add(idle).saturating_mul(1000);
         self.bounded.store(true, Release);
         set(fd, USER_TIMEOUT, ms);
     }
@@ -207,10 +204,7 @@ mod tests {
             set(fd, option, value);
         }
         probes(1);
-        assert_eq!(
-            (get(fd, USER_TIMEOUT), ours(&keepalive)),
-            (Some(35_000), Some(0))
-        );
+        assert_eq!((get(fd, USER_TIMEOUT), ours(&keepalive)), (Some(35_000), Some(0)));
         keepalive.end(fd);
         assert_eq!((get(fd, USER_TIMEOUT), ours(&keepalive)), (Some(0), None));
         // The program does not want to probe any more.
@@ -226,9 +220,6 @@ mod tests {
         keepalive.on_set(fd, USER_TIMEOUT.0, USER_TIMEOUT.1, 4000);
         keepalive.end(fd);
         probes(1);
-        assert_eq!(
-            (get(fd, USER_TIMEOUT), ours(&keepalive)),
-            (Some(4000), None)
-        );
+        assert_eq!((get(fd, USER_TIMEOUT), ours(&keepalive)), (Some(4000), None));
     }
 }

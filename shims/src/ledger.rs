@@ -1,5 +1,5 @@
-//! What a socket keeps for the truth of what a program reads of its connection: what the kernel does not know of its traffic, and
-//! what was told of it. What is told is in `calls/report.rs`.
+//! What a socket keeps for the truth of what a program reads of its connection: what the kernel does not know of its
+//! traffic, and what was told of it. What is told is in `calls/report.rs`.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 
@@ -55,10 +55,7 @@ impl Ledger {
     /// In a fork child, whose statistics begin anew: what the parent's say is added to what was before.
     pub fn keep(&self, stats: Option<&StreamStats>) {
         if let Some(stats) = stats {
-            for (way, counts) in [
-                (&self.sent, stats.sent()),
-                (&self.received, stats.received()),
-            ] {
+            for (way, counts) in [(&self.sent, stats.sent()), (&self.received, stats.received())] {
                 way.bytes.fetch_add(counts.link_bytes, Relaxed);
                 way.calls.fetch_add(counts.link_calls, Relaxed);
             }

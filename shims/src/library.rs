@@ -1,26 +1,29 @@
 //! The instance: what one process image with the library has one of.
 //!
-//! Made at the first call that needs it, never freed. A fork child is a new instance: it forgets
-//! this one and makes its own at its own first need (fork.rs).
+//! Made at the first call that needs it (`instance`), never freed. A fork child is a new instance: it forgets
+//! this one and makes its own at its own first need (`fork`).
 
 use std::net::SocketAddr;
+use std::os::fd::AsFd;
 use std::sync::atomic::{
     AtomicBool, AtomicPtr, AtomicU8,
     Ordering::{AcqRel, Acquire, Relaxed},
 };
 
-use once_cell::race::OnceBox;
+use once_cell::race::{OnceBox, OnceRef};
 use rdmasock_core::ids::InstanceId;
-use rdmasock_core::os::privatefd::{PrivateFd, Transit};
-use rdmasock_core::stats::{InstanceInfo, Reason, StatsPage};
+use rdmasock_core::os::privatefd::PrivateFd;
+use rdmasock_core::stats::{Reason, StatsPage};
 use rdmasock_core::stream::handshake::Role;
 use rdmasock_core::stream::policy::Threshold;
 
-use crate::config::{Config, config};
+use crate::config::config;
+use crate::kept_on_tcp;
+use crate::mailbox::Mailbox;
+use crate::offers::Offers;
 use crate::reach::Reach;
 use crate::rules::{Decision, Rules};
-use crate::service::Service;
-use crate::wait::Waiters;
+use crate::waiters::Waiters;
 
 /// See the module.
 pub struct Library {
@@ -34,16 +37,24 @@ pub struct Library {
     pub id: InstanceId,
     /// Live counters.
     pub stats: &'static StatsPage,
-    _stats_fd: Option<PrivateFd>,
+    /// Keeps their file.
+    pub _stats_fd: Option<PrivateFd>,
     /// Doorbells and sleeper flags.
     pub waiters: Waiters,
-    /// The service thread.
-    pub service: Service,
+    /// Links that others may ask for.
+    pub offers: Offers,
+    /// What is left to the service thread.
+    pub service: Mailbox,
 }
+
+/// How an instance is made.
+pub type Build = fn() -> Option<Library>;
 
 static CURRENT: AtomicPtr<Library> = AtomicPtr::new(std::ptr::null_mut());
 /// There is one, or the process that this one was forked from had one.
 static HAD: AtomicBool = AtomicBool::new(false);
+/// How one is made. Whoever has made the first has said so.
+static BUILD: OnceRef<'static, Build> = OnceRef::new();
 /// Nothing is accelerated: switched off, or the instance could not be made.
 static OFF: AtomicBool = AtomicBool::new(false);
 /// The library has let go of the process.
@@ -72,11 +83,17 @@ impl Library {
         Self::current().or_else(Self::make)
     }
 
-    /// Whether anything is to be accelerated. Makes the instance, but not in a fork child: many live for one short connection,
-    /// and to make one costs as much as such a connection does. There [`Self::ensure`] is for when one is worth it.
+    /// Whether anything is to be accelerated. Makes the instance by `build` if neither this process nor one that it
+    /// was forked from has ever made one.
     #[inline]
-    pub fn is_on() -> bool {
-        !OFF.load(Relaxed) && (HAD.load(Relaxed) || Self::ensure().is_some())
+    pub fn is_on(build: &'static Build) -> bool {
+        !OFF.load(Relaxed) && (HAD.load(Relaxed) || Self::begin(build))
+    }
+
+    #[cold]
+    fn begin(build: &'static Build) -> bool {
+        let _ = BUILD.set(build);
+        Self::ensure().is_some()
     }
 
     /// The instance, if it was made.
@@ -90,6 +107,14 @@ impl Library {
     pub fn retire() {
         RETIRED.store(true, Relaxed);
         OFF.store(true, Relaxed);
+    }
+
+    /// From now on no connection may leave TCP; those that have stay where they are.
+    pub fn keep_on_tcp(reason: Reason) {
+        kept_on_tcp::begin(reason);
+        if let Some(library) = Self::current() {
+            library.stats.set_kept_on_tcp(reason);
+        }
     }
 
     /// Whether the library has let go of the process.
@@ -119,7 +144,7 @@ impl Library {
             return None;
         }
         let errno = crate::errno::get();
-        let made = Self::build();
+        let made = BUILD.get().and_then(|build| build());
         crate::errno::set(errno);
         let Some(library) = made else {
             OFF.store(true, Relaxed);
@@ -140,40 +165,6 @@ impl Library {
         }
     }
 
-    fn build() -> Option<Library> {
-        let config = config();
-        if !config.enabled || config.fabrics.is_empty() {
-            return None;
-        }
-        crate::table::init().ok()?;
-        crate::log::init(config);
-        crate::fork::register();
-        let program = program_name();
-        let rules = RULES.get_or_init(|| Box::new(read_rules(config)));
-        let id = InstanceId::random().ok()?;
-        let transit = Transit::begin();
-        let (stats, stats_fd) = StatsPage::create(InstanceInfo {
-            pid: rustix::process::getpid().as_raw_nonzero().get() as u32,
-            instance: *id.as_bytes(),
-            program: program.as_bytes(),
-        })
-        .ok()?;
-        let stats_fd = stats_fd.and_then(|fd| PrivateFd::place(fd).ok());
-        drop(transit);
-        let library = Library {
-            rules: rules.as_ref(),
-            reach: REACH.get_or_init(|| Box::new(Reach::new(config))),
-            program,
-            id,
-            stats,
-            _stats_fd: stats_fd,
-            waiters: Waiters::new().ok()?,
-            service: Service::new().ok()?,
-        };
-        tracing::info!(target: "rdmasock", instance = %library.id, program = %library.program, "instance made");
-        Some(library)
-    }
-
     /// Why this connection may not be accelerated, whatever its ends are ready for.
     pub fn refuses(
         &self,
@@ -186,7 +177,7 @@ impl Library {
         };
         match rules.decide(&self.program, local, peer, direction) {
             Decision::Leave => Some(Reason::Rule),
-            Decision::Accelerate => crate::hold::reason(),
+            Decision::Accelerate => kept_on_tcp::reason(),
         }
     }
 
@@ -195,7 +186,7 @@ impl Library {
         let ptr = CURRENT.load(Acquire);
         // SAFETY: never freed.
         if let Some(library) = unsafe { ptr.as_ref() } {
-            library.service.before_fork(&library.waiters);
+            library.waiters.before_fork(library.service.epoll.as_fd());
         }
     }
 
@@ -232,28 +223,12 @@ pub fn threshold_of(role: Role) -> &'static Threshold {
     }
 }
 
-/// The rules as they were read once: a fork child may not be allowed to read the file again.
-static RULES: OnceBox<Option<Rules>> = OnceBox::new();
-
-/// The rules that the user wants, `None` if they cannot be had; what is wrong with them goes to stderr.
-fn read_rules(config: &Config) -> Option<Rules> {
-    let Some(path) = &config.rules else {
-        return Some(Rules::default());
-    };
-    Rules::load(path)
-        .inspect_err(|problem| crate::config::warn(problem))
-        .ok()
-}
-
-/// With the secret, which a fork child may not be allowed to read again.
-static REACH: OnceBox<Reach> = OnceBox::new();
-
 unsafe extern "C" {
     static environ: *const *const std::ffi::c_char;
     static program_invocation_short_name: *const std::ffi::c_char;
 }
 
-/// The name that the program was called by: one binary may be several programs.
+/// As it is kept: one binary may be several programs.
 static PROGRAM: [AtomicU8; 64] = [const { AtomicU8::new(0) }; 64];
 
 /// Keeps the program's name, before main can write another title over it.
@@ -269,7 +244,8 @@ pub fn remember_program() {
     }
 }
 
-fn program_name() -> String {
+/// The name that the program was called by.
+pub fn program_name() -> String {
     let bytes: Vec<u8> = PROGRAM
         .iter()
         .map(|b| b.load(Relaxed))

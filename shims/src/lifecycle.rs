@@ -1,38 +1,28 @@
-//! From socket() to the last close(): which numbers stand for which objects. What the last close of a connection leads to
-//! is in `close`.
-
-mod close;
-
-pub use close::{
-    connection, connection_at, end_orphans, finish, is_alive, is_behind, look_again,
-    look_at_anchor, on_call_back, on_its_file, reset_if_unread,
-};
+//! From socket() to the last close(): which numbers stand for which objects. What the last close of a connection leads
+//! to is in `close`.
 
 use std::ffi::c_int;
-use std::net::SocketAddr;
-use std::sync::atomic::Ordering::Relaxed;
 
 use rdmasock_core::os::privatefd;
 use rdmasock_core::stats::{Direction, Reason};
 use rdmasock_core::stream::handshake::Role;
 
+use crate::close;
 use crate::epoll::Epoll;
 use crate::errno;
+use crate::instance;
 use crate::library::{Library, threshold_of};
 use crate::listener::Listener;
-use crate::promote::Farewell;
+use crate::socket::Farewell;
 use crate::socket::{Socket, Stage};
 use crate::sockopt;
 use crate::table::{self, Entry};
 
 /// socket() gave a TCP socket.
 pub fn on_socket(fd: c_int, nonblocking: bool) {
-    if Library::is_on() {
+    if instance::is_on() {
         let serial = table::new_serial();
-        let entry = Entry::Fresh {
-            nonblocking,
-            serial,
-        };
+        let entry = Entry::Fresh { nonblocking, serial };
         drop_entry(table::insert(fd, entry), fd);
     }
 }
@@ -47,10 +37,7 @@ pub fn is_tcp(fd: c_int) -> bool {
     let option = |name| sockopt::get(fd, (libc::SOL_SOCKET, name));
     let errno = errno::get();
     let tcp = option(libc::SO_PROTOCOL) == Some(libc::IPPROTO_TCP)
-        && matches!(
-            option(libc::SO_DOMAIN),
-            Some(libc::AF_INET | libc::AF_INET6)
-        );
+        && matches!(option(libc::SO_DOMAIN), Some(libc::AF_INET | libc::AF_INET6));
     errno::set(errno);
     tcp
 }
@@ -69,7 +56,7 @@ pub fn on_listen(fd: c_int) {
         _ => false,
     };
     let errno = errno::get();
-    if Library::is_on() && (known || is_tcp(fd)) {
+    if instance::is_on() && (known || is_tcp(fd)) {
         drop_entry(table::insert(fd, Entry::Listener(Listener::new(fd))), fd);
     }
     errno::set(errno);
@@ -78,13 +65,10 @@ pub fn on_listen(fd: c_int) {
 /// accept() has given `fd`.
 pub fn on_accept(listener: &'static Listener, fd: c_int, nonblocking: bool) {
     if let Some(socket) = begin(fd, nonblocking, Direction::Accept) {
-        socket.role.store(1, Relaxed);
         // Its peer asks by the name, also after the program has closed the listening socket.
         listener.retain();
-        socket
-            .listener
-            .store(std::ptr::from_ref(listener).cast_mut(), Relaxed);
-        socket.set_stage(Stage::Watching);
+        socket.promotion.set_acceptor(Some(listener));
+        socket.promotion.set_stage(Stage::Watching);
     }
     // Only now: it answers at once for what it finds.
     listener.on_accept();
@@ -107,24 +91,22 @@ pub fn on_connect(fd: c_int) {
     let errno = errno::get();
     let socket = match table::lookup(fd) {
         Entry::Fresh { nonblocking, .. } => begin(fd, nonblocking, Direction::Connect),
-        Entry::None if Library::is_on() && is_tcp(fd) => {
-            begin(fd, is_nonblocking(fd), Direction::Connect)
-        }
-        Entry::Socket(socket) if socket.stage() == Stage::New => Some(socket),
+        Entry::None if instance::is_on() && is_tcp(fd) => begin(fd, is_nonblocking(fd), Direction::Connect),
+        Entry::Socket(socket) if socket.promotion.stage() == Stage::New => Some(socket),
         _ => None,
     };
     if let Some(socket) = socket {
-        socket.role.store(0, Relaxed);
-        socket.set_stage(Stage::Watching);
+        socket.promotion.set_connector();
+        socket.promotion.set_stage(Stage::Watching);
         if threshold_of(Role::Connector).is_at_once() {
-            crate::tx::worth_it(socket);
+            crate::threshold::worth_it(socket);
         }
     }
     errno::set(errno);
 }
 
 fn begin(fd: c_int, nonblocking: bool, direction: Direction) -> Option<&'static Socket> {
-    if !Library::is_on() || !table::covers(fd) {
+    if !instance::is_on() || !table::covers(fd) {
         return None;
     }
     let socket = Socket::allocate(fd, nonblocking)?;
@@ -142,49 +124,15 @@ pub fn before_disconnect(fd: c_int) {
         let nonblocking = socket.blocking.is_nonblocking();
         crate::pass::release(socket, Reason::Closed);
         let serial = table::new_serial();
-        let entry = Entry::Fresh {
-            nonblocking,
-            serial,
-        };
+        let entry = Entry::Fresh { nonblocking, serial };
         release(table::put(fd, entry), fd);
     }
     errno::set(errno);
 }
 
-/// A connection of a fork child has proved worth an instance: it is in its statistics from now on, and where it was accepted
-/// this instance answers too. False if there can be none.
-#[cold]
-pub fn adopt(socket: &'static Socket) -> bool {
-    let Some(library) = Library::ensure() else {
-        return false;
-    };
-    if !socket.adopted.swap(true, Relaxed) {
-        let direction = match socket.role() {
-            Role::Acceptor => Direction::Accept,
-            Role::Connector => Direction::Connect,
-        };
-        socket.open_statistics(library.stats, direction);
-    }
-    true
-}
-
-/// Shows the addresses in the statistics, once the connection has proved to last.
-pub fn show_addresses(socket: &'static Socket) {
-    if let (Some(stats), Some(fd)) = (socket.stats(), socket.anchor_fd()) {
-        let local = rustix::net::getsockname(fd)
-            .ok()
-            .and_then(|a| SocketAddr::try_from(a).ok());
-        let peer = rustix::net::getpeername(fd)
-            .ok()
-            .flatten()
-            .and_then(|a| SocketAddr::try_from(a).ok());
-        stats.set_addrs(local, peer);
-    }
-}
-
 /// epoll_create() has given `fd`.
 pub fn on_epoll(fd: c_int) {
-    if Library::is_on()
+    if instance::is_on()
         && let Some(epoll) = Epoll::allocate(fd)
     {
         drop_entry(table::insert(fd, Entry::Epoll(epoll)), fd);
@@ -211,7 +159,7 @@ fn release(entry: Entry, fd: c_int) -> Farewell {
     match entry {
         Entry::None | Entry::Fresh { .. } => {}
         Entry::Listener(listener) => listener.release(),
-        Entry::Epoll(epoll) => epoll.release(fd),
+        Entry::Epoll(epoll) => epoll.release(fd, table::another_of),
         Entry::Socket(socket) => return close::release(socket, fd),
     }
     Farewell::NONE
@@ -227,14 +175,14 @@ pub fn on_dup(old: c_int, new: c_int) {
         Entry::Listener(listener) => listener.retain(),
         Entry::Epoll(epoll) => epoll.retain(),
         Entry::Socket(socket) => {
-            if !close::is_behind(socket, new) {
+            if !socket.numbers.is_behind(new) {
                 // Another has closed `old` and got the number meanwhile.
                 drop_entry(table::insert(new, Entry::None), new);
                 errno::set(errno);
                 return;
             }
             if let Some(mut control) = socket.control.lock() {
-                control.fds.push(new);
+                control.own.fds.push(new);
             }
             if new <= 2 {
                 // stdio's own writes are inside libc, where no hook sees them.
@@ -257,13 +205,7 @@ pub fn set_nonblocking(fd: c_int, nonblocking: bool) {
     match table::lookup(fd) {
         Entry::Socket(socket) => socket.blocking.set_nonblocking(nonblocking),
         Entry::Fresh { serial, .. } => {
-            table::put(
-                fd,
-                Entry::Fresh {
-                    nonblocking,
-                    serial,
-                },
-            );
+            table::put(fd, Entry::Fresh { nonblocking, serial });
         }
         _ => {}
     }

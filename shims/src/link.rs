@@ -6,9 +6,11 @@
 //! that still holds a pointer without, to wake somebody, may wake somebody of another link.
 
 mod bounds;
-mod life;
+pub mod life;
 mod local_peer;
+mod looks;
 mod remote;
+pub mod up;
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -19,9 +21,10 @@ use std::sync::atomic::{
 
 use crossbeam_utils::CachePadded;
 use rdmasock_core::fabric::layout::{MAX_STREAMS, Region};
-use rdmasock_core::fabric::link::{LinkEnd, OpenError, Opened, SendError};
-use rdmasock_core::fabric::ring::{Consumer, Ground, Producer, Wake};
+use rdmasock_core::fabric::link::{LinkEnd, NoProducer, OpenError, Opened, SendError};
+use rdmasock_core::fabric::ring::{Consumer, Producer, TouchedArea, Wake};
 use rdmasock_core::fabric::shm;
+use rdmasock_core::fabric::waiter::WaiterId;
 use rdmasock_core::ids::{InstanceId, Vqpn};
 use rdmasock_core::lock::Lock;
 use rdmasock_core::os::channel::Channel;
@@ -32,14 +35,12 @@ use rdmasock_core::stats::{LinkStats, Path, Reason};
 use rdmasock_core::wire::Message;
 
 use crate::library::Library;
-use crate::service::Command;
-use crate::socket::Socket;
-use crate::wait::{SERVICE, WaiterId};
+use crate::mailbox::Command;
+use crate::waiters::SERVICE;
 
-pub use life::{Identity, after_fork};
 use local_peer::LocalPeer;
 pub use local_peer::Refused;
-pub use remote::{Maintained, Poller, Remote};
+pub use remote::{Maintained, Poller, Remote, has_few_addresses};
 
 /// How long a button that the peer has not kept is not sent again, ns.
 const REFUSED_FOR: u64 = 1_000_000_000;
@@ -62,15 +63,6 @@ macro_rules! on_end {
             }
         }
     };
-}
-
-/// Why nothing of ours can send to a stream of the peer's.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum NoProducer {
-    /// A stream of ours sends there already, or there is no such number: the peer misbehaves.
-    NoSuch,
-    /// The link is over, or its memory has no room here.
-    Limits,
 }
 
 /// In [`Link::pins`]: the link is over, and has nothing that would keep it.
@@ -105,25 +97,32 @@ pub struct Link {
     /// Streams of ours, and producers, or [`OVER`].
     pins: AtomicU32,
     announced: Lock<Vec<Announced>>,
-    /// A bit for each of the first waiters, which epoll sets are, that has a bell in `announced`; changed under that lock. Each
-    /// epoll_ctl asks.
+    /// A bit for each of the first waiters, which epoll sets are, that has a bell in `announced`; changed under that
+    /// lock. Each epoll_ctl asks.
     has_bell: AtomicU64,
     /// Bytes of the largest ring that the peer writes into.
     peers_max_ring: AtomicU64,
     /// What was written into of the peer's arena, where that is its memory.
-    ground: Lock<Option<Arc<Ground>>>,
+    touched: Lock<Option<Arc<TouchedArea>>>,
     /// Looks for the peer's sake; see `judge`. What every thread writes is apart from what they all read.
-    looks: CachePadded<bounds::Looks>,
+    looks: CachePadded<looks::Looks>,
     /// The link's sockets have been asked to leave it for that.
     pub is_left: AtomicBool,
-    /// By our vQPN.
-    sockets: Sparse<AtomicPtr<Socket>, { MAX_STREAMS as usize / 128 }, 128>,
+    /// By our vQPN: the slot of its socket, plus one.
+    sockets: Sparse<AtomicU32, { MAX_STREAMS as usize / 128 }, 128>,
     /// A bit for each of the peer's vQPNs that a stream of ours sends to.
     taken: Sparse<AtomicU64, { MAX_STREAMS as usize / 1024 }, 16>,
     count: AtomicU32,
     stats: AtomicPtr<LinkStats>,
     /// The link object that was made before this one.
     next: AtomicPtr<Link>,
+}
+
+/// One object is one link.
+impl PartialEq for Link {
+    fn eq(&self, other: &Self) -> bool {
+        std::ptr::eq(self, other)
+    }
 }
 
 impl Link {
@@ -214,9 +213,9 @@ impl Link {
         self.local_peer()?.with_channel(f)
     }
 
-    /// A number for a stream of `socket`, and the end that receives, with a first ring of
+    /// A number for a stream of the socket with this slot, and the end that receives, with a first ring of
     /// `1 << log2` bytes.
-    pub fn open(&self, socket: &'static Socket, log2: u8) -> Result<Opened, Reason> {
+    pub fn open(&self, socket: u32, log2: u8) -> Result<Opened, Reason> {
         if !self.pin() {
             return Err(Reason::LinkFailed);
         }
@@ -232,7 +231,7 @@ impl Link {
             }
         };
         if let Some(slot) = self.sockets.make(opened.vqpn.0 as usize) {
-            slot.store(std::ptr::from_ref(socket).cast_mut(), Release);
+            slot.store(socket + 1, Release);
         }
         let count = self.count.fetch_add(1, Relaxed) + 1;
         if let Some(stats) = self.stats() {
@@ -283,7 +282,8 @@ impl Link {
         on_end!(self, end => end.reserve(log2))
     }
 
-    /// A buffer of this end's own for `producer`, of the peer's stream `theirs`, whose ring has no room: of up to `1 << log2` bytes.
+    /// A buffer of this end's own for `producer`, of the peer's stream `theirs`, whose ring has no room: of up to `1 <<
+    /// log2` bytes.
     pub fn lend(&self, theirs: Vqpn, producer: &mut Producer, log2: u8) -> bool {
         on_end!(self, end => end.lend(theirs, producer, log2))
     }
@@ -304,25 +304,19 @@ impl Link {
         if let Some(peer) = peer {
             self.done_with(peer);
         }
-        self.leave(
-            mine,
-            || on_end!(self, end => end.close(mine, peer, consumer)),
-        );
+        self.leave(mine, || on_end!(self, end => end.close(mine, peer, consumer)));
     }
 
     /// This end is done with its number `mine`, but the peer may be about to use it: what answers
     /// the OPEN will say.
     pub fn close_unanswered(&self, mine: Vqpn, consumer: Option<Consumer>) {
-        self.leave(
-            mine,
-            || on_end!(self, end => end.close_unanswered(mine, consumer)),
-        );
+        self.leave(mine, || on_end!(self, end => end.close_unanswered(mine, consumer)));
     }
 
     fn leave(&self, mine: Vqpn, close: impl FnOnce()) {
         // First: the number may be another socket's as soon as it is closed.
         if let Some(slot) = self.sockets.get(mine.0 as usize) {
-            slot.store(std::ptr::null_mut(), Release);
+            slot.store(0, Release);
         }
         close();
         let count = self.count.fetch_sub(1, Relaxed) - 1;
@@ -342,18 +336,14 @@ impl Link {
         self.count.load(Acquire)
     }
 
-    /// The socket of our stream `vqpn`.
-    pub fn socket(&self, vqpn: Vqpn) -> Option<&'static Socket> {
-        let ptr = self.sockets.get(vqpn.0 as usize)?.load(Acquire);
-        // SAFETY: null, or a type-stable object.
-        unsafe { ptr.as_ref() }
+    /// The slot of the socket of our stream `vqpn`.
+    pub fn slot_of(&self, vqpn: Vqpn) -> Option<u32> {
+        self.sockets.get(vqpn.0 as usize)?.load(Acquire).checked_sub(1)
     }
 
-    /// All sockets with a stream on this link.
-    pub fn sockets(&self) -> Vec<&'static Socket> {
-        (0..on_end!(self, end => end.numbers()))
-            .filter_map(|v| self.socket(Vqpn(v)))
-            .collect()
+    /// The slots of all sockets with a stream on this link.
+    pub fn slots(&self) -> impl Iterator<Item = u32> {
+        (0..on_end!(self, end => end.numbers())).filter_map(|v| self.slot_of(Vqpn(v)))
     }
 
     /// Tells the peer what `wake` asks for about its stream `theirs`.
@@ -383,7 +373,8 @@ impl Link {
     /// Makes sure that the peer can wake this waiter of ours. False if it could not be told how.
     pub fn announce(&self, waiter: WaiterId) -> bool {
         if self.is_remote() || !waiter.is_polling() || waiter == SERVICE {
-            // Who is told is this end's own business there. A thread is woken by its futex, the service thread by the channel.
+            // Who is told is this end's own business there. A thread is woken by its futex, the service thread by the
+            // channel.
             return true;
         }
         if self.has_bell.load(Relaxed) & bell_bit(waiter) != 0 {
@@ -403,9 +394,7 @@ impl Link {
             return false;
         };
         let id = waiter.0.into();
-        let is_sent = self
-            .send(&Message::Waiter { id }, &[button.as_fd()])
-            .is_ok();
+        let is_sent = self.send(&Message::Waiter { id }, &[button.as_fd()]).is_ok();
         if is_sent {
             announced.push(Announced {
                 waiter,
@@ -447,12 +436,12 @@ impl Link {
         on_end!(self, end => end.has_ready(waiter))
     }
 
-    /// Takes what the peer has queued for this waiter of ours, each with the [time](rdmasock_core::cycles) at which it was. The
-    /// caller looks at each, and [judges](Self::judge).
-    pub fn drain_ready(&self, waiter: WaiterId, mut each: impl FnMut(&'static Socket, u64)) {
+    /// Takes what the peer has queued for this waiter of ours, each with the [time](rdmasock_core::cycles) at which it
+    /// was. The caller looks at each, by the slot of its socket, and [judges](Self::judge).
+    pub fn drain_ready(&self, waiter: WaiterId, mut each: impl FnMut(u32, u64)) {
         self.progress();
-        on_end!(self, end => end.drain_ready(waiter, |vqpn| match self.socket(vqpn) {
-            Some(socket) => each(socket, end.queued_at(vqpn)),
+        on_end!(self, end => end.drain_ready(waiter, |vqpn| match self.slot_of(vqpn) {
+            Some(slot) => each(slot, end.queued_at(vqpn)),
             None => self.judge(false),
         }));
     }

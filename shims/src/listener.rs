@@ -8,7 +8,7 @@ use std::ffi::c_int;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::atomic::{
     AtomicBool, AtomicU32,
-    Ordering::{AcqRel, Acquire, Release},
+    Ordering::{AcqRel, Acquire, Relaxed, Release},
 };
 
 use rdmasock_core::ids::{InstanceId, Tuple};
@@ -20,12 +20,14 @@ use rdmasock_core::rendezvous::peers::PeerPage;
 use rustix::io::Errno;
 
 use crate::library::Library;
+use crate::mailbox::Command;
 use crate::registry::Registry;
-use crate::service::Command;
 
 /// See the module. Never freed: there are few, and fork children inherit them.
 #[repr(align(64))]
 pub struct Listener {
+    /// By which the service thread is told of it.
+    number: u32,
     name: Lock<Option<names::Listener>>,
     page: Option<PeerPage>,
     holders: Option<HolderPage>,
@@ -43,18 +45,19 @@ impl Listener {
     /// Makes the name for a socket that has just begun to listen on `fd`. Where that is not
     /// possible the listener works as ever, and nobody is promoted.
     pub fn new(fd: c_int) -> &'static Self {
-        let name =
-            crate::socket::local_port(fd).and_then(|port| match names::Listener::service(port) {
-                Ok((listener, k)) => {
-                    tracing::debug!(target: "rdmasock", port, k, "service name");
-                    Some(listener)
-                }
-                Err(error) => {
-                    tracing::warn!(target: "rdmasock", port, %error, "no service name");
-                    None
-                }
-            });
+        let name = local_port(fd).and_then(|port| match names::Listener::service(port) {
+            Ok((listener, k)) => {
+                tracing::debug!(target: "rdmasock", port, k, "service name");
+                Some(listener)
+            }
+            Err(error) => {
+                tracing::warn!(target: "rdmasock", port, %error, "no service name");
+                None
+            }
+        });
+        static NEXT: AtomicU32 = AtomicU32::new(0);
         ALL.add(Self {
+            number: NEXT.fetch_add(1, Relaxed),
             name: Lock::new(name),
             page: PeerPage::new().ok(),
             holders: HolderPage::new().ok(),
@@ -62,6 +65,11 @@ impl Listener {
             fds: AtomicU32::new(1),
             served: AtomicBool::new(false),
         })
+    }
+
+    /// The listener with this number.
+    pub fn by_number(number: u32) -> Option<&'static Self> {
+        ALL.all().find(|listener| listener.number == number)
     }
 
     /// The name's fd.
@@ -87,7 +95,7 @@ impl Listener {
             && let Some(library) = Library::ensure()
             && !self.served.swap(true, AcqRel)
         {
-            library.service.submit(Command::Listen(self));
+            library.service.submit(Command::Listen(self.number));
         }
     }
 
@@ -166,10 +174,17 @@ impl Listener {
         ALL.all().any(|listener| {
             // SAFETY: by the contract.
             let name = unsafe { listener.name.get_unlocked() };
-            name.as_ref()
-                .is_some_and(|n| n.as_fd().as_raw_fd() == number)
+            name.as_ref().is_some_and(|n| n.as_fd().as_raw_fd() == number)
         })
     }
+}
+
+/// The local port of a TCP socket; `None` for any other.
+fn local_port(fd: c_int) -> Option<u16> {
+    // SAFETY: the program's own fd, in the middle of its call.
+    let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+    let local = std::net::SocketAddr::try_from(rustix::net::getsockname(fd).ok()?).ok()?;
+    Some(local.port())
 }
 
 fn own_pid() -> u32 {

@@ -114,9 +114,8 @@ impl Sink {
             let old = self.fd.load(Relaxed);
             // dup3 keeps the number, which others may have been told to hide.
             // SAFETY: the number is owned by this sink; it is a valid target whether open or not.
-            let mut owned = core::mem::ManuallyDrop::new(unsafe {
-                <OwnedFd as rustix::fd::FromRawFd>::from_raw_fd(old)
-            });
+            let mut owned =
+                core::mem::ManuallyDrop::new(unsafe { <OwnedFd as rustix::fd::FromRawFd>::from_raw_fd(old) });
             let _ = rustix::io::dup3(&new, &mut owned, rustix::io::DupFlags::CLOEXEC);
         }
     }
@@ -134,19 +133,13 @@ impl Sink {
 /// Whether a write of less than PIPE_BUF bytes would now neither block nor raise SIGPIPE.
 fn takes_a_line(fd: BorrowedFd<'_>) -> bool {
     let mut wanted = [PollFd::new(&fd, PollFlags::OUT)];
-    let now = Timespec {
-        tv_sec: 0,
-        tv_nsec: 0,
-    };
+    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
     poll(&mut wanted, Some(&now)).is_ok_and(|ready| ready == 1)
         && wanted.iter().all(|fd| fd.revents() == PollFlags::OUT)
 }
 
 fn has_pid(path: &Path) -> bool {
-    path.as_os_str()
-        .as_bytes()
-        .windows(2)
-        .any(|pair| pair == b"%p")
+    path.as_os_str().as_bytes().windows(2).any(|pair| pair == b"%p")
 }
 
 /// The path with the pid in place of each `%p`.
@@ -170,12 +163,7 @@ fn with_pid(path: &Path) -> PathBuf {
 }
 
 fn open_file(path: &Path) -> Result<OwnedFd, Errno> {
-    let flags = OFlags::WRONLY
-        | OFlags::CREATE
-        | OFlags::APPEND
-        | OFlags::CLOEXEC
-        | OFlags::NOCTTY
-        | OFlags::NONBLOCK;
+    let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::APPEND | OFlags::CLOEXEC | OFlags::NOCTTY | OFlags::NONBLOCK;
     let _transit = Transit::begin();
     let file = rustix::fs::open(with_pid(path), flags, Mode::from_raw_mode(0o644))?;
     raised(file.as_fd())
@@ -209,10 +197,7 @@ impl<S: Subscriber> Layer<S> for Lines {
         self.wants(metadata)
     }
 
-    fn register_callsite(
-        &self,
-        metadata: &'static Metadata<'static>,
-    ) -> tracing::subscriber::Interest {
+    fn register_callsite(&self, metadata: &'static Metadata<'static>) -> tracing::subscriber::Interest {
         // The filter never changes, so a call site is asked only once.
         if self.wants(metadata) {
             tracing::subscriber::Interest::always()
@@ -344,10 +329,7 @@ mod tests {
             tracing::warn!(target: "rdmasock_core::stream", "two");
             tracing::error!(target: "rdmasock_core::stream", "three");
         });
-        let last: Vec<_> = text
-            .lines()
-            .filter_map(|line| line.rsplit(' ').next())
-            .collect();
+        let last: Vec<_> = text.lines().filter_map(|line| line.rsplit(' ').next()).collect();
         assert_eq!(last, ["one", "three"]);
     }
 

@@ -8,14 +8,18 @@ use std::sync::atomic::Ordering::Acquire;
 
 use libc::{mmsghdr, msghdr};
 use rdmasock_core::stats::Reason;
+use rdmasock_core::sync::store_load_fence;
 
 use crate::errno;
 use crate::fork;
-use crate::promote;
+use crate::library::Library;
+use crate::reclaim::reclaim;
 use crate::rx;
-use crate::socket::{Mode, Socket, Stage};
+use crate::socket::{self, Mode, Socket, Stage};
 use crate::sockopt;
 use crate::table;
+use crate::time::wait_until;
+use rdmasock_core::stream::connection;
 
 /// Takes back the sockets that a message is about to pass. Costs a look at two fields for a
 /// message without control data.
@@ -25,8 +29,7 @@ use crate::table;
 #[inline]
 pub unsafe fn before_passing(message: *const msghdr) {
     // SAFETY: by the contract.
-    if unsafe { message.as_ref() }.is_some_and(|m| m.msg_controllen > 0 && !m.msg_control.is_null())
-    {
+    if unsafe { message.as_ref() }.is_some_and(|m| m.msg_controllen > 0 && !m.msg_control.is_null()) {
         // SAFETY: by the contract.
         unsafe { pass(message) }
     }
@@ -37,11 +40,7 @@ pub unsafe fn before_passing(message: *const msghdr) {
 /// # Safety
 /// `messages` has `count` entries, or is null.
 pub unsafe fn before_passing_many(messages: *const mmsghdr, count: c_uint) {
-    for i in 0..if messages.is_null() {
-        0
-    } else {
-        count as usize
-    } {
+    for i in 0..if messages.is_null() { 0 } else { count as usize } {
         // SAFETY: by the contract.
         unsafe { before_passing(&raw const (*messages.add(i)).msg_hdr) }
     }
@@ -70,66 +69,77 @@ unsafe fn pass(message: *const msghdr) {
     errno::set(errno);
 }
 
-/// How long a handshake that is under way, or the peer's way back, may take to end, ns.
-const PATIENCE: u64 = 2_000_000_000;
-
 /// Takes the socket back to TCP in both directions, such that all that was not read yet comes
 /// through the kernel. Waits for the end of a handshake that is under way: a marker in flight must
 /// not become somebody else's data.
 pub fn release(socket: &'static Socket, reason: Reason) {
-    fork::reclaim(socket);
+    reclaim(socket);
     // An attempt that has come so far goes on to its end: what its peer sends meanwhile can be had from the link.
-    wait_until(|| promote::press_on(socket));
+    wait_until(|| connection::press_on(socket));
     if let Some(mut control) = socket.control.lock() {
-        promote::return_to_tcp(socket, &mut control, reason);
+        connection::return_to_tcp(socket, &mut control, reason);
     }
     wait_until(|| {
-        promote::flush(socket);
+        connection::flush(socket);
         if socket.rx_mode.load(Acquire) == Mode::Marked {
-            promote::readable(socket);
+            connection::look(socket);
             let _control = socket.control.lock();
-            promote::hand_over_rest(socket);
+            connection::hand_over_rest(socket);
         }
         if socket.rx_mode.load(Acquire) == Mode::Link
             && let Some(mut control) = socket.control.lock()
         {
             // The handshake has ended in a promotion.
-            promote::return_to_tcp(socket, &mut control, reason);
+            connection::return_to_tcp(socket, &mut control, reason);
         }
         !is_on_link(socket)
     });
     let is_staying = match socket.control.lock() {
-        Some(control) => promote::resume::is_staying(&control),
+        Some(control) => connection::resume::is_staying(&control),
         None => false,
     };
     if is_staying || socket.rx_mode.load(Acquire) == Mode::Marked {
         // The new holder would read a marker as data, or miss what was before it.
         tracing::warn!(target: "rdmasock", slot = socket.slot, %reason, "the peer does not answer, and the socket cannot follow: reset");
-        crate::socket::reset(socket);
+        crate::reset::reset(socket);
         if let Some(mut rx) = socket.rx.lock() {
             rx.aside = Vec::new();
         }
     }
-    socket.set_stage(Stage::Pinned);
-    fork::returned(socket);
+    socket.promotion.set_stage(Stage::Pinned);
+    socket.promotion.holders.on_returned();
 }
 
-/// The program has set an option that makes sending or receiving another thing than it is on a link, and the kernel has taken
-/// it: if the socket is not promoted yet, `promote::start_scan` sees that. What the peer has sent
-/// before it left the link by itself is read from there first.
+/// From now on no connection may leave TCP, and those that have return. Waits for that, as [`release`] does.
+pub fn all_on_tcp(reason: Reason) {
+    let errno = errno::get();
+    Library::keep_on_tcp(reason);
+    // Who makes a connection busy looks at the reason then: one of the two sees the other.
+    store_load_fence();
+    for socket in socket::in_use() {
+        if socket.may_be_on_link() {
+            release(socket, reason);
+        }
+    }
+    errno::set(errno);
+}
+
+/// The program has set an option that makes sending or receiving another thing than it is on a link, and the kernel has
+/// taken it: if the socket is not promoted yet, `connection::start_scan` sees that. What the peer has sent before it
+/// left the link by itself is read from there first.
 #[cold]
 pub fn on_option_beyond_links(socket: &'static Socket, fd: BorrowedFd<'_>) {
     let errno = errno::get();
     if sockopt::is_beyond_links(fd) && socket.may_be_on_link() {
-        fork::reclaim(socket);
+        reclaim(socket);
         if let Some(mut control) = socket.control.lock() {
-            promote::prefer_tcp(socket, &mut control, Reason::Unsupported);
+            connection::prefer_tcp(socket, &mut control, Reason::Unsupported);
         }
         wait_until(|| {
-            promote::flush(socket);
+            connection::flush(socket);
             let has_come = match socket.rx_mode.load(Acquire) {
-                Mode::Marked => promote::readable(socket) != 0,
-                Mode::Link => !rx::leave_link_at_end(socket) && rx::has_unread(socket),
+                Mode::Marked => crate::ready::among_markers(socket).is_some_and(|mask| mask != 0),
+                Mode::Link => !connection::leave_link_at_end(socket) && rx::has_unread(socket),
                 _ => false,
             };
             has_come || socket.is_plain()
@@ -138,21 +148,10 @@ pub fn on_option_beyond_links(socket: &'static Socket, fd: BorrowedFd<'_>) {
     errno::set(errno);
 }
 
-/// Asks again and again, for as long as others may take to follow.
-pub fn wait_until(mut done: impl FnMut() -> bool) {
-    let until = crate::time::now_ns() + PATIENCE;
-    while !done() && crate::time::now_ns() < until {
-        let _ = rustix::thread::nanosleep(&rustix::time::Timespec {
-            tv_sec: 0,
-            tv_nsec: 50_000,
-        });
-    }
-}
-
 /// Not yet, or not all, back on TCP.
 fn is_on_link(socket: &'static Socket) -> bool {
     let control = socket.control.lock();
-    !socket.is_plain() || control.is_some_and(|c| promote::resume::is_staying(&c))
+    !socket.is_plain() || control.is_some_and(|c| connection::resume::is_staying(&c))
 }
 
 /// Before an exec or a spawn: sockets that survive it go back to TCP. An exec `replaces` this
@@ -160,26 +159,30 @@ fn is_on_link(socket: &'static Socket) -> bool {
 pub fn before_exec(replaces: bool) {
     fork::notice();
     let errno = errno::get();
-    fork::for_each_socket(|socket| {
+    for socket in socket::in_use() {
         let survives = socket.control.lock().is_none_or(|c| {
-            c.fds.iter().any(|fd| {
+            c.own.fds.iter().any(|fd| {
                 // SAFETY: one of the socket's numbers; the control lock keeps close() out.
                 let fd = unsafe { BorrowedFd::borrow_raw(*fd) };
                 !rustix::io::fcntl_getfd(fd).is_ok_and(|f| f.contains(rustix::io::FdFlags::CLOEXEC))
             })
         });
-        if survives && socket.may_be_on_link() {
+        let is_foreign = socket.tx_mode.load(Acquire) == Mode::Foreign;
+        // Other holders go on with the kernel's socket.
+        let is_left = replaces && !survives && !is_foreign && socket.promotion.holders.are_several();
+        if (survives || is_left) && socket.may_be_on_link() {
             release(socket, Reason::Exec);
-        } else if !survives && replaces {
-            fork::leave_for_exec(socket);
         }
-    });
+        if !survives && replaces {
+            socket.promotion.holders.leave_for_exec(socket.is_plain());
+        }
+    }
     errno::set(errno);
 }
 
 /// The exec has failed.
 pub fn after_failed_exec() {
     let errno = errno::get();
-    fork::for_each_socket(fork::return_from_exec);
+    socket::in_use().for_each(|socket| socket.promotion.holders.return_from_exec());
     errno::set(errno);
 }

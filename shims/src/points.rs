@@ -1,5 +1,5 @@
-//! Points of the wake-up code at which a test can hold threads up (`tests/tests/wakes.rs`). Without the feature `points`,
-//! so in every library that is meant to be used, a point is nothing at all.
+//! Points of the wake-up code at which a test can hold threads up (`tests/tests/wakes.rs`). Without the feature
+//! `points`, so in every library that is meant to be used, a point is nothing at all.
 
 /// A place between two steps, by its name: `point!("poll: asleep soon")`.
 macro_rules! point {

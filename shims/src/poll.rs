@@ -7,21 +7,25 @@ use std::ffi::c_int;
 use std::os::fd::AsRawFd;
 
 use libc::{nfds_t, pollfd};
+use rdmasock_core::fabric::asleep::Slots;
+use rdmasock_core::fabric::waiter::WaiterId;
 use rdmasock_core::os::kernel;
 use rdmasock_core::stats::Call;
 use smallvec::SmallVec;
 
+use crate::closing;
 use crate::errno;
 use crate::jump::within;
 use crate::library::Library;
-use crate::lifecycle;
 use crate::link::{Link, Poller};
 use crate::points::point;
-use crate::ready::{self, Arm, Sleeper};
+use crate::readiness::{self, Arm};
+use crate::ready;
 use crate::socket::{Socket, Stage};
+use crate::spin::Spinner;
 use crate::table::{self, Entry, Token};
 use crate::time::Timeout;
-use crate::wait::{Record, Slots, Spinner, WaiterId};
+use crate::wait::{Record, Sleeper};
 
 /// Reported whether asked for or not.
 const ALWAYS: u32 = (libc::POLLERR | libc::POLLHUP) as u32;
@@ -36,7 +40,7 @@ type Entries = SmallVec<[pollfd; FEW]>;
 /// Whether any number in the set is one that the library may have to say something about.
 fn is_ours(fd: c_int) -> bool {
     match table::lookup(fd) {
-        Entry::Socket(socket) => socket.stage() != Stage::Plain,
+        Entry::Socket(socket) => socket.promotion.stage() != Stage::Plain,
         Entry::Epoll(set) => {
             // From now on the kernel's object shows what becomes ready, also should the set become active meanwhile.
             within(|| set.on_nested());
@@ -53,8 +57,7 @@ fn is_ours(fd: c_int) -> bool {
 #[inline]
 pub unsafe fn has_ours(fds: *const pollfd, count: nfds_t) -> bool {
     // SAFETY: by the contract.
-    crate::iov::is_plausible(fds)
-        && (0..count as usize).any(|i| is_ours(unsafe { (*fds.add(i)).fd }))
+    crate::iov::is_plausible(fds) && (0..count as usize).any(|i| is_ours(unsafe { (*fds.add(i)).fd }))
 }
 
 /// poll() and its kin. `real(fds, n, timeout)` is libc's own with the program's signal mask.
@@ -76,14 +79,10 @@ pub unsafe fn poll(
 }
 
 #[inline(never)]
-fn poll_slow(
-    set: &mut [pollfd],
-    timeout: Timeout,
-    real: &impl Fn(*mut pollfd, nfds_t, Timeout) -> c_int,
-) -> c_int {
+fn poll_slow(set: &mut [pollfd], timeout: Timeout, real: &impl Fn(*mut pollfd, nfds_t, Timeout) -> c_int) -> c_int {
     for p in set.iter() {
         if let Some(socket) = table::socket(p.fd) {
-            crate::fork::reclaim(socket);
+            crate::reclaim::reclaim(socket);
         }
     }
     if Library::current().is_none() && Library::ensure().is_none() {
@@ -99,7 +98,8 @@ fn poll_slow(
     let mut spun = false;
     let mut is_last = deadline.is_zero();
     loop {
-        // What the kernel is to say, and what is ours to say. In this order: what becomes ours in between is seen to have moved.
+        // What the kernel is to say, and what is ours to say. In this order: what becomes ours in between is seen to
+        // have moved.
         copy.clear();
         copy.extend(set.iter().zip(&tokens).map(|(p, token)| {
             let is_kernels = !is_watched(p.fd) && table::token(p.fd) == *token;
@@ -152,8 +152,8 @@ fn poll_slow(
             continue;
         };
         let lease = Lease(waiter);
-        // What completes on links to other hosts wakes this thread itself. First: arming looks at what has come, and would
-        // ring the sleeper's bell for it.
+        // What completes on links to other hosts wakes this thread itself. First: arming looks at what has come, and
+        // would ring the sleeper's bell for it.
         let pollers = pollers(set);
         let sleepers: Vec<(u32, Sleeper)> = set
             .iter()
@@ -163,9 +163,7 @@ fn poll_slow(
                 if table::token(p.fd) != *token {
                     return None;
                 }
-                let data = p.events
-                    & (libc::POLLIN | libc::POLLRDNORM | libc::POLLRDHUP | libc::POLLPRI)
-                    != 0;
+                let data = p.events & (libc::POLLIN | libc::POLLRDNORM | libc::POLLRDHUP | libc::POLLPRI) != 0;
                 let space = p.events & (libc::POLLOUT | libc::POLLWRNORM) != 0;
                 let events = u32::from(p.events as u16);
                 Some((events, Sleeper::new(socket, waiter, data, space)))
@@ -189,16 +187,15 @@ fn poll_slow(
         let completions = pollers.iter().map(|poller| poller.fd().as_raw_fd());
         let seats = Seats::take(&mut copy, bell.into_iter().chain(completions));
         let page = Library::get().stats;
-        let record =
-            (!sleepers.is_empty()).then(|| Record::begin(page, waiter, Call::Poll, None, 0));
+        let record = (!sleepers.is_empty()).then(|| Record::begin(page, waiter, Call::Poll, None, 0));
         let r = real(copy.as_mut_ptr(), copy.len() as nfds_t, deadline.left());
         let error = errno::get();
         point!("poll: is awake");
         drop(record);
         // What the sleepers hold is there to be asked, also where its number is closed.
-        let is_there = sleepers.iter().any(|(events, sleeper)| {
-            ready::evaluate(sleeper.socket, *events, Arm::No) & (events | ALWAYS) != 0
-        });
+        let is_there = sleepers
+            .iter()
+            .any(|(events, sleeper)| readiness::evaluate(sleeper.socket, *events, Arm::No) & (events | ALWAYS) != 0);
         drop(sleepers);
         drop(pollers);
         let rung = bell.is_some() && seats.is_first_ready(&copy);
@@ -235,7 +232,7 @@ fn look_up(set: &[pollfd], tokens: &mut Tokens) {
     let now = crate::time::tick();
     tokens.extend(set.iter().map(|p| {
         // One that was closed past the hooks is taken out of the table by this.
-        let _ = lifecycle::connection_at(p.fd, now);
+        let _ = closing::connection_at(p.fd, now);
         if let Entry::Epoll(set) = table::lookup(p.fd) {
             set.on_nested();
         }
@@ -309,7 +306,8 @@ impl Seats {
 struct Lease(WaiterId);
 
 impl Lease {
-    /// From now on the waiter is rung when a socket that is the kernel's to report on becomes ours. False if there is none.
+    /// From now on the waiter is rung when a socket that is the kernel's to report on becomes ours. False if there is
+    /// none.
     fn look_on(&self, kernel: &[pollfd]) -> bool {
         let mut slots = Slots::default();
         for socket in kernel.iter().filter_map(|p| table::socket(p.fd)) {
@@ -343,11 +341,9 @@ fn evaluate(set: &mut [pollfd], tokens: &[Token]) -> c_int {
             _ if table::token(p.fd) != *token => {}
             Entry::Socket(socket) if ready::is_watched(socket) => {
                 let events = p.events as u16 as u32;
-                p.revents = (ready::evaluate(socket, events, Arm::No) & (events | ALWAYS)) as i16;
+                p.revents = (readiness::evaluate(socket, events, Arm::No) & (events | ALWAYS)) as i16;
             }
-            Entry::Epoll(epoll) if p.events & libc::POLLIN != 0 && epoll.is_ready() => {
-                p.revents = libc::POLLIN
-            }
+            Entry::Epoll(epoll) if p.events & libc::POLLIN != 0 && epoll.is_ready() => p.revents = libc::POLLIN,
             _ => {}
         }
         ready += c_int::from(p.revents != 0);
@@ -355,17 +351,16 @@ fn evaluate(set: &mut [pollfd], tokens: &[Token]) -> c_int {
     ready
 }
 
-/// Whether an entry is not where the kernel's array has it: a socket that became ours is not the kernel's to report on, and one
-/// that went back is; what has got a number since the call began is in neither.
+/// Whether an entry is not where the kernel's array has it: a socket that became ours is not the kernel's to report on,
+/// and one that went back is; what has got a number since the call began is in neither.
 fn has_moved(entry: &pollfd, kernel: &pollfd, token: Token) -> bool {
     let is_same = table::token(entry.fd) == token;
     let is_ours = is_watched(entry.fd);
-    entry.fd >= 0
-        && (kernel.fd >= 0 && (is_ours || !is_same) || kernel.fd < 0 && is_same && !is_ours)
+    entry.fd >= 0 && (kernel.fd >= 0 && (is_ours || !is_same) || kernel.fd < 0 && is_same && !is_ours)
 }
 
-/// Adds what the kernel said; gives how many are ready. `None` if one of them has moved meanwhile, of which nobody has been asked
-/// who could know.
+/// Adds what the kernel said; gives how many are ready. `None` if one of them has moved meanwhile, of which nobody has
+/// been asked who could know.
 fn merge(set: &mut [pollfd], kernel: &[pollfd], tokens: &[Token]) -> Option<c_int> {
     let mut ready = 0;
     for ((p, k), token) in set.iter_mut().zip(kernel).zip(tokens) {
@@ -401,14 +396,8 @@ fn is_in_table(fd: c_int) -> bool {
     if let Some(word) = bits.last_mut() {
         *word = 1 << (fd % 64);
     }
-    let mut none = libc::timespec {
-        tv_sec: 0,
-        tv_nsec: 0,
-    };
-    let (set, time) = (
-        kernel::address(bits.as_mut_ptr()),
-        kernel::address(&raw mut none),
-    );
+    let mut none = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    let (set, time) = (kernel::address(bits.as_mut_ptr()), kernel::address(&raw mut none));
     // SAFETY: a set of that many bits, and a time-out of ours.
     let asked = unsafe { kernel::call(libc::SYS_pselect6, [fd as usize + 1, set, 0, 0, time, 0]) };
     asked == Err(rustix::io::Errno::BADF)
@@ -464,9 +453,7 @@ impl Sets {
         let end = self.count.min(table::highest() + 1);
         (0..end.max(0)).any(|fd| {
             // SAFETY: by the contract.
-            let asked = unsafe {
-                Self::has(self.read, fd) || Self::has(self.write, fd) || Self::has(self.except, fd)
-            };
+            let asked = unsafe { Self::has(self.read, fd) || Self::has(self.write, fd) || Self::has(self.except, fd) };
             asked && is_ours(fd)
         })
     }
@@ -475,11 +462,7 @@ impl Sets {
     ///
     /// # Safety
     /// The sets are null or hold `count` bits.
-    pub unsafe fn select(
-        &self,
-        timeout: Timeout,
-        real: impl Fn(*mut pollfd, nfds_t, Timeout) -> c_int,
-    ) -> c_int {
+    pub unsafe fn select(&self, timeout: Timeout, real: impl Fn(*mut pollfd, nfds_t, Timeout) -> c_int) -> c_int {
         let mut set = Vec::new();
         for fd in 0..within_table(self.count) {
             let mut events = 0;
@@ -496,11 +479,7 @@ impl Sets {
                 }
             }
             if events != 0 {
-                set.push(pollfd {
-                    fd,
-                    events,
-                    revents: 0,
-                });
+                set.push(pollfd { fd, events, revents: 0 });
             }
         }
         // SAFETY: a vector of that length.

@@ -28,10 +28,7 @@ impl<T: Sync> Registry<T> {
     pub fn add(&self, object: T) -> &'static T {
         let mut before = self.last.load(Relaxed);
         let node = Box::leak(Box::new(Node { object, before }));
-        while let Err(now) = self
-            .last
-            .compare_exchange_weak(before, node, Release, Relaxed)
-        {
+        while let Err(now) = self.last.compare_exchange_weak(before, node, Release, Relaxed) {
             before = now;
             node.before = now;
         }

@@ -167,13 +167,7 @@ impl Rules {
 
     /// What the first rule that matches says. `program` is a basename; `local` is this end.
     #[must_use]
-    pub fn decide(
-        &self,
-        program: &str,
-        local: SocketAddr,
-        peer: SocketAddr,
-        direction: Direction,
-    ) -> Decision {
+    pub fn decide(&self, program: &str, local: SocketAddr, peer: SocketAddr, direction: Direction) -> Decision {
         self.rules
             .iter()
             .find(|rule| rule.is_match(program, local, peer, direction))
@@ -182,13 +176,7 @@ impl Rules {
 }
 
 impl Rule {
-    fn is_match(
-        &self,
-        program: &str,
-        local: SocketAddr,
-        peer: SocketAddr,
-        direction: Direction,
-    ) -> bool {
+    fn is_match(&self, program: &str, local: SocketAddr, peer: SocketAddr, direction: Direction) -> bool {
         self.program
             .as_ref()
             .is_none_or(|glob| is_glob_match(glob.as_bytes(), program.as_bytes()))

@@ -1,41 +1,41 @@
 //! Receiving: from what the direction runs on into the program's buffers. Here are the call and the link.
 
-pub mod carry;
 mod count;
 mod marked;
 pub mod pace;
 mod ring;
-mod splice;
+pub mod splice;
+mod step;
 
-pub use count::{Held, after_receive, available, comes_before_tcp, held};
-pub use ring::{Shrunk, first as first_ring, has_few_addresses, relieve, reserve, shrink};
-pub use splice::splice;
+pub use count::{Uncounted, after_receive, available, comes_before_tcp, uncounted};
+pub use ring::{Shrunk, first as first_ring, relieve, reserve, shrink};
 
-use marked::{finish_on_tcp, from_marked, is_at_mark, scanned};
+use marked::{finish_on_tcp, from_marked, is_at_mark, leave, scanned};
+use step::RecvStep;
 
 use std::ffi::c_int;
 use std::ops::ControlFlow::{self, Break, Continue};
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 
 use libc::ssize_t;
-use rdmasock_core::fabric::ring::{RxFlags, Wake};
-use rdmasock_core::stats::Path;
-use rdmasock_core::thread;
+use rdmasock_core::fabric::ring::Wake;
 
 use crate::blocking;
-use crate::call::{Began, Call, Direction, Place};
+use crate::call::{Began, Call, Direction, Place, on_its_file};
+use crate::closing;
 use crate::errno;
 use crate::iov::Iov;
 use crate::jump::{or_if_cancelled, quick_or_if_cancelled, within};
-use crate::library::{Library, threshold_of};
-use crate::lifecycle::{self, on_its_file};
+use crate::library::threshold_of;
 use crate::points::point;
-use crate::promote;
 use crate::ready;
-use crate::socket::{self, Mode, Receiving, Rx, Socket, Stage};
+use crate::reset;
+use crate::socket::{Mode, Socket, Stage};
 use crate::table;
+use crate::threshold::worth_it;
 use crate::tx;
 use crate::wait;
+use rdmasock_core::stream::connection;
 
 /// Flags that the link serves; any other takes the socket back to TCP.
 const SERVED: c_int = libc::MSG_DONTWAIT
@@ -64,7 +64,7 @@ pub unsafe fn recv(
         // SAFETY: by this function's contract.
         return unsafe { recv_slow(began, iov, flags, got, real) };
     }
-    if socket.stage() == Stage::Plain {
+    if socket.promotion.stage() == Stage::Plain {
         let n = real(fd);
         count_received(&began, flags, n);
         return n;
@@ -86,12 +86,7 @@ pub unsafe fn recv(
 
 /// The call has not begun yet, and its number stands for something else by now.
 #[cold]
-unsafe fn begin_anew(
-    fd: c_int,
-    iov: &mut Iov,
-    flags: c_int,
-    real: &impl Fn(c_int) -> ssize_t,
-) -> ssize_t {
+unsafe fn begin_anew(fd: c_int, iov: &mut Iov, flags: c_int, real: &impl Fn(c_int) -> ssize_t) -> ssize_t {
     match table::socket(fd) {
         // SAFETY: by the caller's word.
         Some(socket) => unsafe { recv(socket, fd, iov, flags, real) },
@@ -105,7 +100,7 @@ fn count_received(began: &Began, flags: c_int, n: ssize_t) {
     if n > 0
         && flags & libc::MSG_PEEK == 0
         && began.is_named()
-        && let Some(stats) = began.socket().stats()
+        && let Some(stats) = began.socket().told.stats()
     {
         stats.add_rx_tcp(n as u64);
     }
@@ -136,55 +131,32 @@ unsafe fn plain(
     }
     if n > 0 && flags & libc::MSG_PEEK == 0 {
         account(socket, n as u64);
-    } else if n < 0 && socket.timed_out.load(Relaxed) {
-        socket::say_timed_out(socket);
+    } else if n < 0 && socket.told.timed_out.load(Relaxed) {
+        reset::say_timed_out(socket);
     }
     leave(socket);
     Break(n)
 }
 
-/// A call is back from the kernel's receive.
-#[inline]
-fn leave(socket: &'static Socket) {
-    if socket.leave_rx() {
-        marked::look_again(socket);
-    }
-    thread::current().end();
-}
-
 /// Counts what TCP delivered, and begins a promotion at the threshold.
 #[inline]
 pub fn account(socket: &'static Socket, n: u64) {
-    if let Some(stats) = socket.stats() {
+    if let Some(stats) = socket.told.stats() {
         stats.add_rx_tcp(n);
     }
-    if socket.stage() == Stage::Watching {
-        let first = !socket.progress.has_begun();
-        if socket.progress.on_received(n, threshold_of(socket.role())) {
-            tx::worth_it(socket);
+    if socket.promotion.stage() == Stage::Watching {
+        let first = !socket.promotion.progress.has_begun();
+        if socket
+            .promotion
+            .progress
+            .on_received(n, threshold_of(socket.promotion.role()))
+        {
+            worth_it(socket);
         }
         if first {
             tx::answer_if_asked(socket);
         }
     }
-}
-
-/// What one look of a receive came to.
-enum RecvStep {
-    /// Look again.
-    Again,
-    /// The kernel's own call.
-    Kernel,
-    /// Nothing there.
-    Empty,
-    /// The connection is not this call's ([`Place`]).
-    Elsewhere(Place),
-    /// This many bytes came.
-    Got(usize),
-    /// This many bytes came, and more may be elsewhere.
-    GotPart(usize),
-    /// The call fails.
-    Fail(c_int),
 }
 
 // Not inlined: the forced unwind of pthread_cancel runs the call's destructor here (see `calls`).
@@ -198,7 +170,7 @@ unsafe fn recv_slow(
 ) -> ssize_t {
     let mut call = Call::new(began, Direction::Receive);
     let socket = call.socket;
-    crate::fork::reclaim(socket);
+    crate::reclaim::reclaim(socket);
     if flags & !SERVED != 0 {
         let reason = if flags & libc::MSG_OOB != 0 {
             rdmasock_core::stats::Reason::OutOfBand
@@ -241,23 +213,19 @@ unsafe fn recv_slow(
             RecvStep::Fail(error) => return errno::after(got, error),
             RecvStep::Elsewhere(Place::Moved) if got == 0 => {
                 let fd = call.fd;
-                lifecycle::look_again(socket, fd);
+                closing::look_again(socket, fd);
                 drop(call);
                 // SAFETY: as above.
                 return unsafe { begin_anew(fd, iov, flags, real) };
             }
             RecvStep::Elsewhere(Place::Here) => {}
             RecvStep::Elsewhere(_) => {
-                lifecycle::look_again(socket, call.fd);
+                closing::look_again(socket, call.fd);
                 return errno::after(got, libc::EBADF);
             }
             RecvStep::Kernel => {
                 if got > 0 {
-                    let flags = if all {
-                        flags
-                    } else {
-                        flags | libc::MSG_DONTWAIT
-                    };
+                    let flags = if all { flags } else { flags | libc::MSG_DONTWAIT };
                     // The rest of a read that began on the link, or among markers.
                     // SAFETY: as above.
                     let (errno, n) = unsafe {
@@ -275,13 +243,12 @@ unsafe fn recv_slow(
                     return unsafe { begin_anew(fd, iov, flags, real) };
                 }
                 if socket.lost_unread.swap(false, SeqCst) {
-                    socket.reset_told.store(true, SeqCst);
+                    socket.told.reset_told.store(true, SeqCst);
                     return errno::fail(libc::ECONNRESET);
                 }
                 if socket.enter_rx() {
                     // SAFETY: as above.
-                    let went =
-                        on_its_file(&call, |fd| unsafe { plain(socket, fd, iov, flags, real) });
+                    let went = on_its_file(&call, |fd| unsafe { plain(socket, fd, iov, flags, real) });
                     match went {
                         Some(Break(n)) => return n,
                         Some(Continue(n)) => got += n,
@@ -301,13 +268,13 @@ unsafe fn recv_slow(
                     match call.hold_now() {
                         Place::Here => {}
                         Place::Moved if got == 0 => {
-                            lifecycle::look_again(socket, call.fd);
+                            closing::look_again(socket, call.fd);
                             continue;
                         }
                         Place::Moved | Place::Lost => return errno::after(got, libc::EBADF),
                     }
                 }
-                match wait::for_data(socket, &mut patience) {
+                match wait::wait_for::<Data>(socket, &mut patience) {
                     Ok(spun) => call.is_fresh = spun,
                     Err(error) => return errno::after(got, error),
                 }
@@ -331,7 +298,7 @@ unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int) -> RecvStep {
         return RecvStep::Elsewhere(place);
     }
     // Before the look at the ring: what was sent before the end is in the ring when we see the end.
-    let ended = is_over(socket, &rx);
+    let ended = connection::is_over(socket, &rx);
     let rx_stays = rx.stays;
     let state = &mut *rx;
     let Some(consumer) = state.consumer.as_mut() else {
@@ -364,7 +331,7 @@ unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int) -> RecvStep {
             break;
         }
         if got == 0 {
-            let place = call.place_by_kernel(&state.seen);
+            let place = call.place_by_kernel(&state.own.seen);
             if place != Place::Here {
                 return RecvStep::Elsewhere(place);
             }
@@ -396,16 +363,17 @@ unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int) -> RecvStep {
     }
     if got > 0 {
         if !peek {
-            state.last = state.seen.tick();
-            if let Some(stats) = socket.stats() {
+            state.own.last = state.own.seen.tick();
+            if let Some(stats) = socket.told.stats() {
                 stats.add_rx_link(got as u64);
                 // Between hosts a look takes nothing from the writer.
                 let rests = !rx_stays
                     && state
+                        .own
                         .pace
                         .on_read(got as u64, consumer.known(), stats.sent_on_link());
-                if rests != socket.rx_rests.load(Relaxed) {
-                    socket.rx_rests.store(rests, Relaxed);
+                if rests != socket.wakes.rx_rests.load(Relaxed) {
+                    socket.wakes.rx_rests.store(rests, Relaxed);
                 }
             }
             if consumer.producer_limited() || consumer.is_switching() {
@@ -413,9 +381,9 @@ unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int) -> RecvStep {
             }
         }
         let is_short = iov.len() > 0;
-        let part = is_short && goes_on_in_tcp(&rx);
+        let part = is_short && rx.goes_on_in_tcp();
         if !(is_short && flags & libc::MSG_WAITALL != 0) {
-            call.let_go(&mut rx.waiting);
+            call.let_go(&mut rx.own.waiting);
         }
         let _section = rx.unlock();
         ready::notify_peer(socket, wake);
@@ -433,11 +401,11 @@ unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int) -> RecvStep {
             if wait::may_wait(socket, flags).is_ok() {
                 // While the peer is at work on it.
                 call.is_fresh = false;
-                let place = call.place_by_kernel(&rx.seen);
+                let place = call.place_by_kernel(&rx.own.seen);
                 if place != Place::Here {
                     return RecvStep::Elsewhere(place);
                 }
-                call.hold(&mut rx.waiting);
+                call.hold(&mut rx.own.waiting);
             }
             let _section = rx.unlock();
             if ready::progress(socket) {
@@ -448,7 +416,7 @@ unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int) -> RecvStep {
         }
         Ok(_) => {
             let _section = rx.unlock();
-            leave_link_at_end(socket);
+            connection::leave_link_at_end(socket);
             RecvStep::Again
         }
         Err(error) => {
@@ -457,94 +425,6 @@ unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int) -> RecvStep {
             RecvStep::Fail(libc::ECONNRESET)
         }
     }
-}
-
-/// What follows the last byte in the ring is in TCP, and may be there already.
-#[inline]
-fn goes_on_in_tcp(rx: &Rx) -> bool {
-    match &rx.consumer {
-        Some(_) if rx.stays => rx.read_on,
-        Some(consumer) => consumer.has_left(),
-        None => false,
-    }
-}
-
-/// Nothing more will come over the link: the connection has ended, or the link has.
-fn is_over(socket: &'static Socket, rx: &Rx) -> bool {
-    if rx.stays {
-        return rx.read_on;
-    }
-    // After a shutdown of our own the kernel says RDHUP whether or not the peer has ended.
-    let ends = if socket.rx_shut.load(Acquire) {
-        ready::ENDED & !(libc::EPOLLRDHUP as u32)
-    } else {
-        ready::ENDED
-    };
-    socket.anchor.load(Acquire) & ends != 0 || socket.link().is_none_or(|l| !l.is_alive())
-}
-
-/// The ring is drained and what follows is on the anchor: its next byte or its end. False if that
-/// is not so.
-pub fn leave_link_at_end(socket: &'static Socket) -> bool {
-    let Some(mut rx) = socket.rx.lock() else {
-        return false;
-    };
-    if socket.rx_mode.load(Acquire) != Mode::Link {
-        return false;
-    }
-    let ended = is_over(socket, &rx);
-    let stays = rx.stays;
-    let over = match rx.consumer.as_mut() {
-        None => true,
-        // Whatever the ring's end: RESUME may still come (P73).
-        Some(c) if stays => ended && !c.available().is_ok_and(|n| n > 0),
-        Some(c) => match (c.has_data(), c.end()) {
-            (_, Ok(Some(_))) => true,
-            (Ok(false), Ok(None)) => ended,
-            (Err(_), _) | (_, Err(_)) => true,
-            _ => false,
-        },
-    };
-    if !over {
-        return false;
-    }
-    // An end without a mark: the peer's process has ended. What it has not read TCP answers with a
-    // reset.
-    let marked = rx
-        .consumer
-        .as_mut()
-        .is_some_and(|c| matches!(c.end(), Ok(Some(_))));
-    // The connection is over here, and the peer may go on sending (after a shutdown of both directions here): as in TCP
-    // that is answered by a reset, which is the kernel's to send (RFC 9293, 3.10.7.4). It sends there from now on.
-    let refused = match rx.consumer.as_ref() {
-        Some(c) if !marked && !stays => c.set_flags(RxFlags::RX_CLOSED),
-        _ => Wake::NONE,
-    };
-    let tx = socket.tx.lock();
-    let unread = socket.tx_mode.load(Acquire) == Mode::Link
-        && tx
-            .as_ref()
-            .is_some_and(|tx| tx.producer.as_ref().is_some_and(|p| p.is_unread()));
-    let is_shut = tx.is_none_or(|tx| tx.is_shut);
-    if rx.is_lost || unread && !marked && !stays {
-        crate::socket::report_reset(socket, is_shut);
-    }
-    // A call may have brought something from TCP that comes after what the link held; and of a reset that we
-    // have to report a call straight to the kernel would not learn.
-    let is_rest = rx.carry.is_empty() && rx.owed == 0 && !socket.lost_unread.load(SeqCst);
-    socket.rx_mode.go(match is_rest {
-        true => Receiving::Left,
-        false => Receiving::Retained,
-    });
-    if let Some(stats) = socket.stats() {
-        stats.set_rx_path(Path::Tcp);
-    }
-    drop(rx);
-    ready::notify_peer(socket, refused);
-    Library::get()
-        .service
-        .submit(crate::service::Command::drained(socket));
-    true
 }
 
 /// Whether bytes have come that the program has not read: then a close resets the connection.
@@ -557,20 +437,31 @@ pub fn has_unread(socket: &'static Socket) -> bool {
             .is_some_and(|n| n > 0)
 }
 
+/// What a receive waits for.
+struct Data;
+
+impl wait::Wanted for Data {
+    const IS_DATA: bool = true;
+
+    fn is_worth_a_look(socket: &'static Socket) -> bool {
+        is_worth_a_look(socket)
+    }
+}
+
 /// Whether a blocked receive should look again, by what has been [taken in](ready::progress).
-pub fn is_worth_a_look(socket: &'static Socket) -> bool {
+fn is_worth_a_look(socket: &'static Socket) -> bool {
     match socket.rx_mode.load(Acquire) {
         Mode::Link => {
             socket.rx_shut.load(Acquire)
                 || socket.rx.lock().is_none_or(|mut rx| {
-                    is_over(socket, &rx)
-                        || rx
-                            .consumer
-                            .as_mut()
-                            .is_none_or(|c| c.has_data().unwrap_or(true))
+                    connection::is_over(socket, &rx)
+                        || rx.consumer.as_mut().is_none_or(|c| c.has_data().unwrap_or(true))
                 })
         }
-        Mode::Marked => promote::readable(socket) != 0,
+        Mode::Marked => match ready::among_markers(socket) {
+            Some(mask) => mask != 0,
+            None => is_worth_a_look(socket),
+        },
         _ => true,
     }
 }
@@ -579,7 +470,7 @@ pub fn is_worth_a_look(socket: &'static Socket) -> bool {
 pub fn shut(socket: &'static Socket) {
     if ready::is_watched(socket) {
         socket.rx_shut.store(true, SeqCst);
-        socket.anchor.fetch_or(libc::EPOLLRDHUP as u32, SeqCst);
+        socket.wakes.anchor.fetch_or(libc::EPOLLRDHUP as u32, SeqCst);
         ready::notify_local(socket);
     }
 }

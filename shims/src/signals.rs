@@ -1,27 +1,27 @@
-//! Signal handlers of the program run where the library is not in the middle of anything: a signal that comes while a section
-//! of its thread is open (`core::thread`: it holds a lock, or has announced something) waits for the moment that the section lasts.
-//! So a handler may do whatever it may do on kernel TCP, wait on a connection for one: no lock is held beneath it, on which
-//! the service thread, or its own call, would wait.
+//! Signal handlers of the program run where the library is not in the middle of anything: a signal that comes while a
+//! section of its thread is open (`core::os::thread`: it holds a lock, or has announced something) waits for the moment
+//! that the section lasts. So a handler may do whatever it may do on kernel TCP, wait on a connection for one: no lock
+//! is held beneath it, on which the service thread, or its own call, would wait.
 //!
-//! What is installed is `machine::enter`, which jumps to the program's handler as if it were not there, or puts the signal back: it sends it
-//! to its own thread again, with all that the kernel has told of it, and has it blocked when it returns. The end of
-//! the section unblocks it, which is when the kernel delivers it.
+//! What is installed is `machine::enter`, which jumps to the program's handler as if it were not there, or puts the
+//! signal back: it sends it to its own thread again, with all that the kernel has told of it, and has it blocked when
+//! it returns. The end of the section unblocks it, which is when the kernel delivers it.
 //!
-//! Not held back: what the processor raises, for which the code that it has interrupted cannot go on; handlers that the kernel
-//! uninstalls when it calls them (SA_RESETHAND); real-time signals whose handlers are told what they are about, for their order;
-//! those that are installed by number. What they jump out of is `jump`'s business.
+//! Not held back: what the processor raises, for which the code that it has interrupted cannot go on; handlers that the
+//! kernel uninstalls when it calls them (SA_RESETHAND); real-time signals whose handlers are told what they are about,
+//! for their order; those that are installed by number. What they jump out of is `jump`'s business.
 
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicUsize, Ordering::AcqRel, Ordering::Acquire};
 
 use libc::sighandler_t;
 use rdmasock_core::os::kernel;
-use rdmasock_core::thread::{self, Thread};
+use rdmasock_core::os::thread::{self, Thread};
 
-use crate::calls::vfork;
 use crate::handler;
 use crate::library::Library;
 use crate::real::{SigactionFn, SignalFn};
+use crate::vfork;
 
 const COUNT: usize = 65;
 /// In a word of `HANDLERS`: the handler is told what the signal is about. No address of the program's has this bit.
@@ -37,13 +37,9 @@ static HANDLERS: [AtomicUsize; COUNT] = [const { AtomicUsize::new(0) }; COUNT];
 /// Where a signal's handler is kept; `None` for a signal whose handlers do not wait.
 fn slot(signal: c_int) -> Option<&'static AtomicUsize> {
     match signal {
-        libc::SIGSEGV
-        | libc::SIGBUS
-        | libc::SIGFPE
-        | libc::SIGILL
-        | libc::SIGTRAP
-        | libc::SIGSYS
-        | libc::SIGABRT => None,
+        libc::SIGSEGV | libc::SIGBUS | libc::SIGFPE | libc::SIGILL | libc::SIGTRAP | libc::SIGSYS | libc::SIGABRT => {
+            None
+        }
         1.. => HANDLERS.get(signal as usize),
         _ => None,
     }
@@ -62,8 +58,8 @@ fn known_as(handler: usize, kept: usize) -> usize {
     }
 }
 
-/// Whether a handler is to be entered by `machine::enter`, as far as that is for the program to change: a vfork child has its own
-/// handlers in the kernel, and this memory is its parent's.
+/// Whether a handler is to be entered by `machine::enter`, as far as that is for the program to change: a vfork child
+/// has its own handlers in the kernel, and this memory is its parent's.
 fn is_led(handler: usize) -> bool {
     machine::CAN_ENTER && handler > NO_HANDLER && handler != usize::MAX && !vfork::is_child()
 }
@@ -93,10 +89,7 @@ pub unsafe extern "C" fn sigaction(
         && is_led(action.sa_sigaction)
     {
         let is_told = action.sa_flags & libc::SA_SIGINFO != 0;
-        kept = slot.swap(
-            action.sa_sigaction | if is_told { IS_TOLD } else { 0 },
-            AcqRel,
-        );
+        kept = slot.swap(action.sa_sigaction | if is_told { IS_TOLD } else { 0 }, AcqRel);
         led = *action;
         led.sa_sigaction = entrance();
         given = &raw const led;
@@ -119,11 +112,7 @@ pub unsafe extern "C" fn sigaction(
 /// # Safety
 /// As libc's.
 #[inline]
-pub unsafe extern "C" fn signal(
-    real: SignalFn,
-    signal: c_int,
-    handler: sighandler_t,
-) -> sighandler_t {
+pub unsafe extern "C" fn signal(real: SignalFn, signal: c_int, handler: sighandler_t) -> sighandler_t {
     let Some(slot) = slot(signal).filter(|_| handler != entrance() && is_led(handler)) else {
         // SAFETY: the caller's arguments, as they are.
         return unsafe { signal_once(real, signal, handler) };
@@ -137,16 +126,13 @@ pub unsafe extern "C" fn signal(
     known_as(before, kept)
 }
 
-/// `sigset(3)`, and `signal(2)` as System V has it: the handler is installed as it is, but that of before was perhaps not.
+/// `sigset(3)`, and `signal(2)` as System V has it: the handler is installed as it is, but that of before was perhaps
+/// not.
 ///
 /// # Safety
 /// As libc's.
 #[inline]
-pub unsafe extern "C" fn signal_once(
-    real: SignalFn,
-    signal: c_int,
-    handler: sighandler_t,
-) -> sighandler_t {
+pub unsafe extern "C" fn signal_once(real: SignalFn, signal: c_int, handler: sighandler_t) -> sighandler_t {
     let kept = slot(signal).map_or(0, |slot| slot.load(Acquire));
     // SAFETY: the caller's arguments, as they are.
     let before = unsafe { real(signal, handler) };
@@ -158,9 +144,7 @@ pub unsafe extern "C" fn signal_once(
 /// # Safety
 /// The arguments of a signal handler.
 unsafe extern "C" fn route(signal: c_int, info: *mut c_void, context: *mut c_void) -> usize {
-    let kept = HANDLERS
-        .get(signal as usize)
-        .map_or(0, |slot| slot.load(Acquire));
+    let kept = HANDLERS.get(signal as usize).map_or(0, |slot| slot.load(Acquire));
     let thread = thread::current();
     // SAFETY: by the contract.
     if thread.depth() != 0 && unsafe { hold(thread, signal, kept & IS_TOLD != 0, info, context) } {
@@ -176,21 +160,14 @@ unsafe extern "C" fn route(signal: c_int, info: *mut c_void, context: *mut c_voi
 /// The arguments of a signal handler.
 #[cold]
 #[inline(never)]
-unsafe fn hold(
-    thread: &Thread,
-    signal: c_int,
-    is_told: bool,
-    info: *mut c_void,
-    context: *mut c_void,
-) -> bool {
+unsafe fn hold(thread: &Thread, signal: c_int, is_told: bool, info: *mut c_void, context: *mut c_void) -> bool {
     if Library::has_retired() || is_told && signal >= QUEUED {
         return false;
     }
     let bit = 1u64 << (signal - 1);
     let number = signal as usize;
     // SAFETY: the kernel's frame, whose mask is 8 bytes.
-    let mask =
-        unsafe { &mut *(&raw mut (*context.cast::<libc::ucontext_t>()).uc_sigmask).cast::<u64>() };
+    let mask = unsafe { &mut *(&raw mut (*context.cast::<libc::ucontext_t>()).uc_sigmask).cast::<u64>() };
     if *mask & bit != 0 {
         // The program has it blocked but for the call that it has interrupted (ppoll, epoll_pwait), whose result it is.
         return false;
@@ -209,10 +186,7 @@ unsafe fn hold(
         // A handler that is not told anything has no `info` that holds anything.
         let sent = if is_told {
             let about = kernel::address(info);
-            kernel::call(
-                libc::SYS_rt_tgsigqueueinfo,
-                [process, id, number, about, 0, 0],
-            )
+            kernel::call(libc::SYS_rt_tgsigqueueinfo, [process, id, number, about, 0, 0])
         } else {
             kernel::call(libc::SYS_tgkill, [process, id, number, 0, 0, 0])
         };
@@ -242,8 +216,8 @@ mod machine {
 
     pub const CAN_ENTER: bool = true;
 
-    /// The handler that the kernel calls. Nothing of it is on the stack when the program's runs: who unwinds a handler, or measures its
-    /// stack, sees what it would see without it.
+    /// The handler that the kernel calls. Nothing of it is on the stack when the program's runs: who unwinds a handler,
+    /// or measures its stack, sees what it would see without it.
     #[unsafe(naked)]
     pub extern "C" fn enter() {
         naked_asm!(

@@ -20,12 +20,7 @@ pub fn get(fd: BorrowedFd<'_>, (level, name): Name) -> Option<c_int> {
 ///
 /// # Safety
 /// `value` is valid for writes of `len` bytes.
-pub unsafe fn read<T>(
-    fd: c_int,
-    (level, name): Name,
-    value: *mut T,
-    len: &mut libc::socklen_t,
-) -> bool {
+pub unsafe fn read<T>(fd: c_int, (level, name): Name, value: *mut T, len: &mut libc::socklen_t) -> bool {
     // SAFETY: by the contract; the kernel writes no more than `len` says.
     let result = unsafe {
         kernel::call(
@@ -45,7 +40,8 @@ pub unsafe fn read<T>(
 
 /// Whether TCP's peer may still send: it has not ended its direction, and the connection is not over.
 pub fn is_open_to_peer(fd: BorrowedFd<'_>) -> bool {
-    // ESTABLISHED, SYN_SENT, SYN_RECV, FIN_WAIT1 and FIN_WAIT2 (Linux, tcp_states.h). The state is the first byte of TCP_INFO.
+    // ESTABLISHED, SYN_SENT, SYN_RECV, FIN_WAIT1 and FIN_WAIT2 (Linux, tcp_states.h). The state is the first byte of
+    // TCP_INFO.
     let mut state = 0u8;
     let mut len = 1 as libc::socklen_t;
     // SAFETY: a buffer of the right size; the kernel writes no more than that.
@@ -94,8 +90,9 @@ const LOW_WATER: Name = (libc::SOL_SOCKET, libc::SO_RCVLOWAT);
 const PEEK_OFFSET: Name = (libc::SOL_SOCKET, libc::SO_PEEK_OFF);
 /// How fast is sent, in bytes a second: without a bound unless the program says otherwise.
 const PACE: Name = (libc::SOL_SOCKET, libc::SO_MAX_PACING_RATE);
-/// SO_TIMESTAMP, SO_TIMESTAMPNS and SO_TIMESTAMPING with a 64-bit time_t (linux/socket.h): when packets have come or gone, for
-/// recvmsg. The first two are not the same to the kernel as those of libc's constants; of the third there is one state.
+/// SO_TIMESTAMP, SO_TIMESTAMPNS and SO_TIMESTAMPING with a 64-bit time_t (linux/socket.h): when packets have come or
+/// gone, for recvmsg. The first two are not the same to the kernel as those of libc's constants; of the third there is
+/// one state.
 const NEW_TIMESTAMP: c_int = 63;
 const NEW_TIMESTAMPNS: c_int = 64;
 const NEW_TIMESTAMPING: c_int = 65;
@@ -125,8 +122,7 @@ fn is_on(value: c_int) -> bool {
 
 /// Whether an option may make sending or receiving another thing than it is on a link.
 pub fn may_be_beyond_links(option: Name) -> bool {
-    option == (libc::SOL_SOCKET, NEW_TIMESTAMPING)
-        || BEYOND_LINKS.iter().any(|(name, _)| *name == option)
+    option == (libc::SOL_SOCKET, NEW_TIMESTAMPING) || BEYOND_LINKS.iter().any(|(name, _)| *name == option)
 }
 
 /// Whether one of those does. An accepted connection has its listener's.

@@ -98,7 +98,8 @@ fn open(fd: usize) -> bool {
         return false;
     }
     let count = (fd + 1).next_power_of_two().max(FIRST);
-    // SAFETY: whole pages from the table's beginning, of which it has as many. Who does the same meanwhile does no harm.
+    // SAFETY: whole pages from the table's beginning, of which it has as many. Who does the same meanwhile does no
+    // harm.
     let opened = unsafe { lazy::open(base.cast(), count * size_of::<AtomicUsize>()) };
     if opened.is_ok() {
         // Release: pairs with the Acquire in `is_open`, by which the entries are open for whoever sees the count.
@@ -132,10 +133,7 @@ fn encode(entry: Entry) -> usize {
         Entry::Socket(s) => std::ptr::from_ref(s) as usize | 1,
         Entry::Listener(l) => std::ptr::from_ref(l) as usize | 2,
         Entry::Epoll(e) => std::ptr::from_ref(e) as usize | 3,
-        Entry::Fresh {
-            nonblocking,
-            serial,
-        } => (serial << SERIAL_SHIFT) | (usize::from(nonblocking) * NONBLOCKING) | 4,
+        Entry::Fresh { nonblocking, serial } => (serial << SERIAL_SHIFT) | (usize::from(nonblocking) * NONBLOCKING) | 4,
     }
 }
 
@@ -247,6 +245,11 @@ pub fn find(mut is_such: impl FnMut(Entry) -> bool) -> Option<c_int> {
         }
     });
     found
+}
+
+/// Another number that stands for this set.
+pub fn another_of(set: &'static Epoll) -> Option<c_int> {
+    find(|entry| matches!(entry, Entry::Epoll(e) if std::ptr::eq(e, set)))
 }
 
 /// The highest number that ever had an entry, so that walks end early.

@@ -16,8 +16,8 @@ fn ns(clock: rustix::time::ClockId) -> u64 {
         .wrapping_add(t.tv_nsec as u64)
 }
 
-/// CLOCK_MONOTONIC_COARSE in ns: the time of the kernel's last timer interrupt (clock_getres(2)). It moves on every 1 to
-/// 10 ms, and to read it costs a fifth of the other, which has to wait for the processor's counter.
+/// CLOCK_MONOTONIC_COARSE in ns: the time of the kernel's last timer interrupt (clock_getres(2)). It moves on every 1
+/// to 10 ms, and to read it costs a fifth of the other, which has to wait for the processor's counter.
 #[inline]
 pub fn tick() -> u64 {
     ns(rustix::time::ClockId::MonotonicCoarse)
@@ -52,9 +52,7 @@ impl Timeout {
             return Some(Self::Forever);
         };
         let s = u64::try_from(ts.tv_sec).ok()?;
-        let ns = u64::try_from(ts.tv_nsec)
-            .ok()
-            .filter(|ns| *ns < 1_000_000_000)?;
+        let ns = u64::try_from(ts.tv_nsec).ok().filter(|ns| *ns < 1_000_000_000)?;
         Some(Self::Ns(s.saturating_mul(1_000_000_000).saturating_add(ns)))
     }
 
@@ -118,5 +116,18 @@ impl Deadline {
     /// Whether the time is up.
     pub fn is_over(self) -> bool {
         self.left().is_zero()
+    }
+}
+/// How long a handshake that is under way, the peer's way back or a thread may take to end, ns.
+const PATIENCE: u64 = 2_000_000_000;
+
+/// Asks again and again, for as long as others may take to follow.
+pub fn wait_until(mut done: impl FnMut() -> bool) {
+    let until = now_ns() + PATIENCE;
+    while !done() && now_ns() < until {
+        let _ = rustix::thread::nanosleep(&rustix::time::Timespec {
+            tv_sec: 0,
+            tv_nsec: 50_000,
+        });
     }
 }

@@ -3,15 +3,13 @@
 
 mod cork;
 mod room;
-mod sendfile;
+pub mod sendfile;
 
 pub use cork::{cork, pass_cork, send_delayed_wake};
 pub use room::{
-    ask_for_room, could_have_room, forget_standing, give_back, is_full, is_unread, make_room,
-    on_buffer_size, on_link, reader_at, report_blocked, report_blocked_at_end, stands_still,
-    unread,
+    ask_for_room, could_have_room, forget_standing, give_back, is_full, is_unread, make_room, on_buffer_size, on_link,
+    reader_at, report_blocked, report_blocked_at_end, stands_still, unread,
 };
-pub use sendfile::sendfile;
 
 use cork::{delay_wake, is_more_to_come};
 use room::{Room, no_room};
@@ -20,31 +18,32 @@ use std::ffi::c_int;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 
 use libc::ssize_t;
-use rdmasock_core::fabric::ring::{End, Wake};
-use rdmasock_core::stream::handshake::Role;
-use rdmasock_core::thread;
+use rdmasock_core::fabric::ring::Wake;
+use rdmasock_core::os::thread;
+use rdmasock_core::sync::store_load_fence;
 
 use crate::blocking;
-use crate::call::{Began, Call, Direction, Place};
+use crate::call::{Began, Call, Direction, Place, on_its_file};
+use crate::closing;
 use crate::errno;
 use crate::iov::Iov;
 use crate::jump::{about_or_if_cancelled, outside, quick_or_if_cancelled, within};
 use crate::library::{Library, threshold_of};
-use crate::lifecycle::{self, on_its_file};
-use crate::promote;
+use crate::mailbox::Command;
 use crate::ready;
-use crate::service::Command;
-use crate::socket::{self, Mode, Sending, Socket, Stage};
+use crate::reset;
+use crate::socket::{Mode, Sending, Socket, Stage};
 use crate::table;
+use crate::threshold::worth_it;
 use crate::wait;
+use rdmasock_core::stream::connection;
 
 /// A long send is handed over in pieces of this many bytes, so that the reader copies out while
 /// we still copy in.
 const PIECE: usize = 64 * 1024;
 
 /// Flags that the link serves; any other takes the socket back to TCP.
-const SERVED: c_int =
-    libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL | libc::MSG_MORE | libc::MSG_EOR | libc::MSG_CONFIRM;
+const SERVED: c_int = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL | libc::MSG_MORE | libc::MSG_EOR | libc::MSG_CONFIRM;
 
 /// What the anchor says of a connection on which nothing can be sent.
 const DEAD: u32 = (libc::EPOLLERR | libc::EPOLLHUP) as u32;
@@ -66,7 +65,7 @@ pub unsafe fn send(
     }
     let began = Began::now(socket, fd);
     if socket.tx_mode.load(Acquire) == Mode::Tcp {
-        if socket.stage() == Stage::Plain {
+        if socket.promotion.stage() == Stage::Plain {
             let n = real(fd);
             count_sent(&began, n);
             return n;
@@ -82,8 +81,8 @@ pub unsafe fn send(
     unsafe { send_slow(began, iov, flags, real) }
 }
 
-/// Urgent data is about to be sent, perhaps by the call that would begin a promotion: nothing of ours may follow it in TCP, for
-/// what is read behind the mark takes the urgent byte from the kernel (tcp(7)).
+/// Urgent data is about to be sent, perhaps by the call that would begin a promotion: nothing of ours may follow it in
+/// TCP, for what is read behind the mark takes the urgent byte from the kernel (tcp(7)).
 #[cold]
 fn keep_on_tcp(socket: &'static Socket) {
     within(|| take_back(socket, rdmasock_core::stats::Reason::OutOfBand));
@@ -91,12 +90,7 @@ fn keep_on_tcp(socket: &'static Socket) {
 
 /// The call has not begun yet, and its number stands for something else by now.
 #[cold]
-unsafe fn begin_anew(
-    fd: c_int,
-    iov: &mut Iov,
-    flags: c_int,
-    real: &impl Fn(c_int) -> ssize_t,
-) -> ssize_t {
+unsafe fn begin_anew(fd: c_int, iov: &mut Iov, flags: c_int, real: &impl Fn(c_int) -> ssize_t) -> ssize_t {
     match table::socket(fd) {
         // SAFETY: by the caller's word.
         Some(socket) => unsafe { send(socket, fd, iov, flags, real) },
@@ -109,7 +103,7 @@ unsafe fn begin_anew(
 fn count_sent(began: &Began, n: ssize_t) {
     if n > 0
         && began.is_named()
-        && let Some(stats) = began.socket().stats()
+        && let Some(stats) = began.socket().told.stats()
     {
         stats.add_tx_tcp(n as u64);
     }
@@ -125,8 +119,8 @@ fn plain(socket: &'static Socket, is_quick: bool, real: impl FnOnce() -> ssize_t
     };
     if n > 0 {
         account(socket, n as u64);
-    } else if n < 0 && socket.timed_out.load(Relaxed) {
-        socket::say_timed_out(socket);
+    } else if n < 0 && socket.told.timed_out.load(Relaxed) {
+        reset::say_timed_out(socket);
     }
     leave(socket);
     n
@@ -137,8 +131,8 @@ fn about(socket: &'static Socket) -> *const () {
     (&raw const socket.tx_inside).cast()
 }
 
-/// Whether this is a signal handler above the kernel's send on this very socket. A marker waits for that call, which waits for
-/// the handler: until then nothing of it goes, and what the handler sends may go before it.
+/// Whether this is a signal handler above the kernel's send on this very socket. A marker waits for that call, which
+/// waits for the handler: until then nothing of it goes, and what the handler sends may go before it.
 #[cold]
 pub fn is_above_own_send(socket: &'static Socket) -> bool {
     thread::current().is_inside(about(socket))
@@ -157,11 +151,11 @@ fn leave(socket: &'static Socket) {
 #[cold]
 fn go_on(socket: &'static Socket) {
     let errno = errno::get();
-    if socket.tx_mode.load(Acquire) == Mode::Marked && promote::flush(socket) {
+    if socket.tx_mode.load(Acquire) == Mode::Marked && connection::flush(socket) {
         ready::notify_local(socket);
     }
-    if socket.is_closed() {
-        lifecycle::on_call_back(socket);
+    if socket.numbers.is_closed() {
+        closing::on_call_back(socket);
     }
     errno::set(errno);
 }
@@ -169,12 +163,16 @@ fn go_on(socket: &'static Socket) {
 /// Counts what TCP took, and begins a promotion at the threshold.
 #[inline]
 pub fn account(socket: &'static Socket, n: u64) {
-    if let Some(stats) = socket.stats() {
+    if let Some(stats) = socket.told.stats() {
         stats.add_tx_tcp(n);
     }
-    if socket.stage() == Stage::Watching {
-        let first = !socket.progress.has_begun();
-        if socket.progress.on_sent(n, threshold_of(socket.role())) {
+    if socket.promotion.stage() == Stage::Watching {
+        let first = !socket.promotion.progress.has_begun();
+        if socket
+            .promotion
+            .progress
+            .on_sent(n, threshold_of(socket.promotion.role()))
+        {
             worth_it(socket);
         }
         if first {
@@ -188,33 +186,10 @@ pub fn account(socket: &'static Socket, n: u64) {
 pub fn answer_if_asked(socket: &'static Socket) {
     // The service thread sets `asked`, then looks whether the connection has been used; we the other
     // way round. So one of the two sees the other.
-    std::sync::atomic::fence(SeqCst);
-    if socket.asked.load(SeqCst) && socket.asked.swap(false, SeqCst) {
-        Library::get().service.submit(Command::used(socket));
+    store_load_fence();
+    if socket.promotion.asked.load(SeqCst) && socket.promotion.asked.swap(false, SeqCst) {
+        Library::get().service.submit(Command::Used(socket.into()));
     }
-}
-
-/// The connection has reached the threshold: its connector asks, its acceptor says that it has it.
-#[cold]
-pub fn worth_it(socket: &'static Socket) {
-    let errno = errno::get();
-    if socket.stats().is_none() && !crate::lifecycle::adopt(socket) {
-        return errno::set(errno);
-    }
-    let first = socket.tries.load(Relaxed) == 0 && !socket.shown.swap(true, Relaxed);
-    if first {
-        crate::lifecycle::show_addresses(socket);
-    }
-    if socket.role() == Role::Connector {
-        Library::get().service.promote(socket);
-    } else if let Some(listener) = socket.listener() {
-        // A fork child answers for connections that its parent accepted.
-        listener.on_accept();
-        if first && listener.is_inherited() {
-            Library::get().service.submit(Command::hold(socket));
-        }
-    }
-    errno::set(errno);
 }
 
 /// What one look of a send came to.
@@ -242,15 +217,10 @@ fn interrupted() -> SendStep {
 
 // Not inlined: the forced unwind of pthread_cancel runs the call's destructor here (see `calls`).
 #[inline(never)]
-unsafe fn send_slow(
-    began: Began,
-    iov: &mut Iov,
-    flags: c_int,
-    real: &impl Fn(c_int) -> ssize_t,
-) -> ssize_t {
+unsafe fn send_slow(began: Began, iov: &mut Iov, flags: c_int, real: &impl Fn(c_int) -> ssize_t) -> ssize_t {
     let mut call = Call::new(began, Direction::Send);
     let socket = call.socket;
-    crate::fork::reclaim(socket);
+    crate::reclaim::reclaim(socket);
     if flags & !SERVED != 0 {
         within(|| take_back(socket, reason_for(flags)));
     }
@@ -263,7 +233,7 @@ unsafe fn send_slow(
         }
         if flags & !SERVED != 0 {
             // A link between hosts is not left before the other end has answered.
-            promote::wait_for_tcp(socket);
+            connection::wait_for_tcp(socket);
         }
         let before = iov.len();
         // SAFETY: the pieces are readable by `send`'s contract.
@@ -276,13 +246,13 @@ unsafe fn send_slow(
             SendStep::Elsewhere(Place::Here) => {}
             SendStep::Elsewhere(Place::Moved) if sent == 0 => {
                 let fd = call.fd;
-                lifecycle::look_again(socket, fd);
+                closing::look_again(socket, fd);
                 drop(call);
                 // SAFETY: as above.
                 return unsafe { begin_anew(fd, iov, flags, real) };
             }
             SendStep::Elsewhere(_) => {
-                lifecycle::look_again(socket, call.fd);
+                closing::look_again(socket, call.fd);
                 return errno::after(sent, libc::EBADF);
             }
             SendStep::Ahead => {
@@ -321,13 +291,13 @@ unsafe fn send_slow(
                     match call.hold_now() {
                         Place::Here => {}
                         Place::Moved if sent == 0 => {
-                            lifecycle::look_again(socket, call.fd);
+                            closing::look_again(socket, call.fd);
                             continue;
                         }
                         Place::Moved | Place::Lost => return errno::after(sent, libc::EBADF),
                     }
                 }
-                if let Err(error) = wait::for_space(socket, &mut patience) {
+                if let Err(error) = wait::wait_for::<Space>(socket, &mut patience) {
                     return errno::after(sent, error);
                 }
             }
@@ -344,7 +314,7 @@ unsafe fn step(call: &mut Call, iov: &mut Iov, flags: c_int) -> SendStep {
         if place != Place::Here {
             return SendStep::Elsewhere(place);
         }
-        if within(|| promote::flush(socket)) {
+        if within(|| connection::flush(socket)) {
             return SendStep::Again;
         }
         // Where the number is another's nobody will say that there is room.
@@ -370,7 +340,7 @@ unsafe fn step(call: &mut Call, iov: &mut Iov, flags: c_int) -> SendStep {
             return SendStep::Kernel;
         };
         let place = match call.place_by_name() {
-            Place::Here => call.place_by_kernel(&tx_now.seen),
+            Place::Here => call.place_by_kernel(&tx_now.own.seen),
             place => place,
         };
         if place != Place::Here {
@@ -420,8 +390,8 @@ unsafe fn step(call: &mut Call, iov: &mut Iov, flags: c_int) -> SendStep {
             tx.wake_delayed = false;
         }
         if copied > 0 {
-            tx.last = tx.seen.tick();
-            if let Some(stats) = socket.stats() {
+            tx.own.last = tx.own.seen.tick();
+            if let Some(stats) = socket.told.stats() {
                 stats.add_tx_link(copied as u64);
             }
         }
@@ -431,7 +401,7 @@ unsafe fn step(call: &mut Call, iov: &mut Iov, flags: c_int) -> SendStep {
             Room::There
         };
         if iov.len() == 0 {
-            call.let_go(&mut tx.waiting);
+            call.let_go(&mut tx.own.waiting);
         }
         let section = tx.unlock();
         ready::notify_peer(socket, wake);
@@ -453,7 +423,7 @@ unsafe fn step(call: &mut Call, iov: &mut Iov, flags: c_int) -> SendStep {
 
 #[inline]
 fn is_dead(socket: &Socket) -> bool {
-    socket.anchor.load(Acquire) & DEAD != 0
+    socket.wakes.anchor.load(Acquire) & DEAD != 0
 }
 
 fn reason_for(flags: c_int) -> rdmasock_core::stats::Reason {
@@ -470,12 +440,8 @@ fn reason_for(flags: c_int) -> rdmasock_core::stats::Reason {
 /// A call that only the kernel can serve, on a socket that is on its way back to TCP.
 // Not inlined: as `send_slow`.
 #[inline(never)]
-pub fn send_on_tcp(
-    socket: &'static Socket,
-    fd: c_int,
-    real: &impl Fn(c_int) -> ssize_t,
-) -> ssize_t {
-    crate::fork::reclaim(socket);
+pub fn send_on_tcp(socket: &'static Socket, fd: c_int, real: &impl Fn(c_int) -> ssize_t) -> ssize_t {
+    crate::reclaim::reclaim(socket);
     let mut call = Call::new(Began::now(socket, fd), Direction::Send);
     let mut patience = wait::Patience::default();
     loop {
@@ -489,7 +455,7 @@ pub fn send_on_tcp(
                 errno::fail(libc::EBADF)
             });
         }
-        if promote::flush(socket) {
+        if connection::flush(socket) {
             if socket.tx_mode.load(Acquire) == Mode::Link {
                 // A handshake that was under way has ended in a promotion.
                 take_back(socket, rdmasock_core::stats::Reason::Unsupported);
@@ -502,12 +468,12 @@ pub fn send_on_tcp(
         match call.hold_now() {
             Place::Here => {}
             Place::Moved => {
-                lifecycle::look_again(socket, fd);
+                closing::look_again(socket, fd);
                 continue;
             }
             Place::Lost => return errno::fail(libc::EBADF),
         }
-        if let Err(error) = wait::for_space(socket, &mut patience) {
+        if let Err(error) = wait::wait_for::<Space>(socket, &mut patience) {
             return errno::fail(error);
         }
     }
@@ -518,15 +484,15 @@ pub fn send_on_tcp(
 pub fn take_back(socket: &'static Socket, reason: rdmasock_core::stats::Reason) {
     let errno = errno::get();
     if let Some(mut control) = socket.control.lock() {
-        promote::leave(socket, &mut control, reason);
+        connection::leave(socket, &mut control, reason);
     }
     errno::set(errno);
 }
 
-/// Takes the socket back to TCP for other holders of it; see [`promote::return_to_tcp`].
+/// Takes the socket back to TCP for other holders of it; see [`connection::return_to_tcp`].
 pub fn hand_over(socket: &'static Socket, reason: rdmasock_core::stats::Reason) {
     if let Some(mut control) = socket.control.lock() {
-        promote::return_to_tcp(socket, &mut control, reason);
+        connection::return_to_tcp(socket, &mut control, reason);
     }
 }
 
@@ -534,51 +500,32 @@ pub fn hand_over(socket: &'static Socket, reason: rdmasock_core::stats::Reason) 
 #[cold]
 pub fn violation(socket: &'static Socket, error: &rdmasock_core::fabric::ring::RingError) {
     tracing::warn!(target: "rdmasock", slot = socket.slot, %error, "link closed");
-    Library::get().service.submit(Command::violation(socket));
+    Library::get().service.submit(Command::Violation(socket.into()));
     // Nothing more goes over it, whoever asks first.
-    socket.anchor.fetch_or(DEAD, SeqCst);
+    socket.wakes.anchor.fetch_or(DEAD, SeqCst);
 }
 
-/// shutdown() of the sending direction, before the kernel's own: the mark says that what follows
-/// the last byte is on the anchor, namely its end. `farewell` is who is to be told of it when the kernel has sent its FIN.
-/// True: the kernel's shutdown follows by itself, once TCP has taken what is still to precede it.
-pub fn shut(socket: &'static Socket, farewell: &mut promote::Farewell) -> bool {
-    let Some(mut control) = socket.control.lock() else {
-        return false;
-    };
-    if let Some(mut tx) = socket.tx.lock() {
-        tx.is_shut = true;
+/// What a send waits for.
+struct Space;
+
+impl wait::Wanted for Space {
+    const IS_DATA: bool = false;
+
+    fn is_worth_a_look(socket: &'static Socket) -> bool {
+        is_worth_a_look(socket)
     }
-    if promote::resume::shut(socket, &mut control) {
-        return true;
+
+    fn avoid_sleep(socket: &'static Socket) -> bool {
+        make_room(socket)
     }
-    let Some(mut tx) = socket.tx.lock() else {
-        return false;
-    };
-    if socket.tx_mode.load(Acquire) == Mode::Link {
-        let wake = promote::end_on_link(socket, &mut tx, End::Fin);
-        *farewell = promote::Farewell::of(socket, wake);
+
+    fn unread(socket: &'static Socket) -> Option<u64> {
+        unread(socket)
     }
-    if socket.tx_mode.load(Acquire) != Mode::Marked {
-        return false;
-    }
-    if socket.is_tx_quiet() {
-        tx.then_shut = true;
-        drop(tx);
-        promote::flush(socket);
-        return true;
-    }
-    // A thread is blocked in the kernel's send, since before there was a marker; it is to get EPIPE.
-    tx.marker.clear();
-    tx.then_link = false;
-    socket.tx_mode.go(Sending::Withdrawn);
-    drop(tx);
-    promote::feed(socket, &mut control, |h| Ok(h.on_hello_unwritten()));
-    false
 }
 
 /// Whether a blocked send should look again, by what has been [taken in](ready::progress).
-pub fn is_worth_a_look(socket: &'static Socket) -> bool {
+fn is_worth_a_look(socket: &'static Socket) -> bool {
     match socket.tx_mode.load(Acquire) {
         Mode::Link => {
             is_dead(socket)
@@ -588,7 +535,7 @@ pub fn is_worth_a_look(socket: &'static Socket) -> bool {
                         .is_none_or(|p| p.has_space().unwrap_or(true) || ready::is_reader_gone(p))
                 })
         }
-        Mode::Marked => promote::flush(socket),
+        Mode::Marked => connection::flush(socket),
         _ => true,
     }
 }

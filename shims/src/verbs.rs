@@ -12,12 +12,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use libloading::os::unix::{Library as Object, RTLD_LOCAL, RTLD_NOW};
 use once_cell::race::OnceBox;
 use rdmasock_core::fabric::plugin::{
-    ABI, Address, Completion, Conn, ENTRY, Entry, Host, Info, Keys, Listener, PRIVATE_BYTES, Part,
-    Plugin, Request, WriteRequest, completion,
+    ABI, Address, Completion, Conn, ENTRY, Entry, Host, Info, Keys, Listener, PRIVATE_BYTES, Part, Plugin, Request,
+    WriteRequest, completion,
 };
-use rdmasock_core::fabric::remote::qp::{
-    Down, Event, Key, Limits, PostError, QueuePair, Write as RdmaWrite,
-};
+use rdmasock_core::fabric::remote::qp::{Completed, Down, Key, Limits, PostError, QueuePair, Write as RdmaWrite};
+use rdmasock_core::ids::InstanceId;
 use rdmasock_core::os::dir;
 use rdmasock_core::os::privatefd::PrivateFd;
 use rustix::fs::{Mode, OFlags};
@@ -108,10 +107,7 @@ fn open() -> Result<&'static Plugin, String> {
     // SAFETY: the host's table lives for ever, and the plugin writes one pointer.
     let result = unsafe { entry(&raw const HOST, &raw mut table) };
     if result < 0 {
-        return Err(format!(
-            "{FILE} refuses: {}",
-            Errno::from_raw_os_error(-result)
-        ));
+        return Err(format!("{FILE} refuses: {}", Errno::from_raw_os_error(-result)));
     }
     // SAFETY: null, or a table that lives as long as the process.
     let table = unsafe { table.as_ref() }.ok_or("the plugin gives no table")?;
@@ -130,9 +126,7 @@ fn beside_library() -> Option<PathBuf> {
     // SAFETY: plain values, which dladdr fills.
     let mut info = unsafe { std::mem::zeroed::<libc::Dl_info>() };
     // SAFETY: an address within this library, and a place to write to.
-    if unsafe { libc::dladdr(is_possible as *const c_void, &raw mut info) } == 0
-        || info.dli_fname.is_null()
-    {
+    if unsafe { libc::dladdr(is_possible as *const c_void, &raw mut info) } == 0 || info.dli_fname.is_null() {
         return None;
     }
     // SAFETY: the loader's NUL-terminated name of this library, which stays loaded.
@@ -231,9 +225,7 @@ impl Acceptor {
         let at = to_plugin(SocketAddr::new(local, 0));
         let (mut listener, mut port, mut fd) = (std::ptr::null_mut(), 0, -1);
         // SAFETY: valid pointers for the call.
-        check(unsafe {
-            (plugin.listen)(&raw const at, &raw mut listener, &raw mut port, &raw mut fd)
-        })?;
+        check(unsafe { (plugin.listen)(&raw const at, &raw mut listener, &raw mut port, &raw mut fd) })?;
         Ok(Self {
             plugin,
             listener,
@@ -290,12 +282,7 @@ impl Incoming {
 }
 
 /// Connects; waits for at most `timeout_ms`, or longer where the device cannot be hurried.
-pub fn connect(
-    local: IpAddr,
-    remote: SocketAddr,
-    private: &[u8],
-    timeout_ms: u32,
-) -> Result<Pair, Errno> {
+pub fn connect(local: IpAddr, remote: SocketAddr, private: &[u8], timeout_ms: u32) -> Result<Pair, Errno> {
     let plugin = plugin().map_err(|_| Errno::NODEV)?;
     let (local, remote) = (to_plugin(SocketAddr::new(local, 0)), to_plugin(remote));
     let mut conn = std::ptr::null_mut();
@@ -322,6 +309,13 @@ pub enum State {
     Up,
     /// Over.
     Down(Errno),
+}
+
+/// A connected queue pair, and who is at its other end.
+pub struct Dialled {
+    pub pair: Pair,
+    pub peer: InstanceId,
+    pub pid: u32,
 }
 
 /// A connected queue pair.
@@ -460,7 +454,7 @@ impl QueuePair for Pair {
         post(unsafe { (self.plugin.probe)(self.conn) })
     }
 
-    fn poll(&self, each: &mut dyn FnMut(Event<'_>)) -> Result<usize, Down> {
+    fn poll(&self, each: &mut dyn FnMut(Completed<'_>)) -> Result<usize, Down> {
         let mut each = each;
         // SAFETY: the context is the closure, which outlives the call.
         down(unsafe { (self.plugin.poll)(self.conn, (&raw mut each).cast(), on_completion) })
@@ -474,22 +468,21 @@ impl QueuePair for Pair {
 
 unsafe extern "C" fn on_completion(context: *mut c_void, completion: *const Completion) {
     // SAFETY: `poll` above gives this type, and nobody else uses it meanwhile.
-    let each = unsafe { &mut *context.cast::<&mut dyn FnMut(Event<'_>)>() };
+    let each = unsafe { &mut *context.cast::<&mut dyn FnMut(Completed<'_>)>() };
     // SAFETY: valid during the call.
     let completion = unsafe { &*completion };
     match completion.kind {
         completion::RECEIVED if !completion.bytes.is_null() => {
             // SAFETY: the plugin's receive buffer, which the device does not write until it is posted again.
-            let bytes =
-                unsafe { std::slice::from_raw_parts(completion.bytes, completion.len as usize) };
-            each(Event::Received(bytes));
+            let bytes = unsafe { std::slice::from_raw_parts(completion.bytes, completion.len as usize) };
+            each(Completed::Received(bytes));
         }
-        completion::WRITTEN => each(Event::Written {
+        completion::WRITTEN => each(Completed::Written {
             immediate: completion.immediate,
             bytes: completion.len,
         }),
-        completion::ROOM => each(Event::Room),
-        completion::PROBED => each(Event::Probed),
+        completion::ROOM => each(Completed::Room),
+        completion::PROBED => each(Completed::Probed),
         _ => {}
     }
 }

@@ -1,46 +1,54 @@
-//! Waiting in one call: spin, then sleep until the peer, or this process, says that there is something (ARCHITECTURE, I8).
-//!
-//! A *waiter* is what a peer can wake: a number that is the same on all links, what it sleeps on, and a
-//! flag that says whether somebody does. The flags of an instance lie in a page that peers map
-//! read-only. Waiter 0 is the service thread; 1..READY_QUEUES have a ready queue on each link and belong
-//! to epoll sets; those above belong to threads that sleep in one call, and are handed round.
+//! Waiting in one call: spin, then sleep until the peer, or this process, says that there is something (ARCHITECTURE,
+//! I8). What there has to be is for the caller to say.
 
 mod asleep;
 mod record;
-mod spin;
-mod waiters;
 
 use libc::c_int;
-pub use rdmasock_core::fabric::waiter::{FLAGS_BYTES, MAX_WAITERS, SLEEPER_MASK, WaiterId};
+use rdmasock_core::fabric::waiter::WaiterId;
 use rdmasock_core::stats::Call;
 
+use crate::blocking;
+use crate::closing;
 use crate::jump::within;
 use crate::library::Library;
 use crate::link::{Link, Poller, Remote};
 use crate::points::point;
-use crate::ready::Sleeper;
-use crate::socket::Socket;
+use crate::ready::{self, change_interest};
+use crate::socket::{Sleeping, Socket};
 use crate::time::Deadline;
+use crate::waiters::Waiters;
 
-pub use rdmasock_core::fabric::asleep::Slots;
 pub use record::Record;
-pub use spin::{Spinner, after_fork, glance};
-pub use waiters::{SERVICE, Waiters};
 
 /// How long one blocking call may still wait, by the socket's own time-out option. Looked up at the
 /// first wait.
 #[derive(Default)]
 pub struct Patience(Option<Deadline>);
 
-/// Waits until there may be something to read, for a call that [may wait](may_wait). True if that came while it spun. `Err`
-/// is the errno that it fails with.
-pub fn for_data(socket: &'static Socket, patience: &mut Patience) -> Result<bool, c_int> {
-    within(|| wait_on(socket, patience, &socket.rx_spin, true))
+/// What a call waits for, as its direction knows it.
+pub trait Wanted {
+    /// Something to read; else room to write.
+    const IS_DATA: bool;
+
+    /// Whether to look again, by what has been [taken in](ready::progress).
+    fn is_worth_a_look(socket: &'static Socket) -> bool;
+
+    /// The last that can be done against a sleep. True if it has helped.
+    fn avoid_sleep(_: &'static Socket) -> bool {
+        false
+    }
+
+    /// Bytes of a sender that its reader is not known to have read.
+    fn unread(_: &'static Socket) -> Option<u64> {
+        None
+    }
 }
 
-/// Waits until there may be room to write; as `for_data`.
-pub fn for_space(socket: &'static Socket, patience: &mut Patience) -> Result<bool, c_int> {
-    within(|| wait_on(socket, patience, &socket.tx_spin, false))
+/// Waits until what is awaited may be there, for a call that [may wait](may_wait). True if that came while it spun.
+/// `Err` is the errno that it fails with.
+pub fn wait_for<A: Wanted>(socket: &'static Socket, patience: &mut Patience) -> Result<bool, c_int> {
+    within(|| wait_on::<A>(socket, patience))
 }
 
 /// Whether a call with these flags may wait; `Err` is the errno that it fails with otherwise.
@@ -53,38 +61,28 @@ pub fn may_wait(socket: &Socket, flags: c_int) -> Result<(), c_int> {
 
 // Not inlined: the forced unwind of pthread_cancel runs the destructors here (see `calls`).
 #[inline(never)]
-fn wait_on(
-    socket: &'static Socket,
-    patience: &mut Patience,
-    spinner: &Spinner,
-    data: bool,
-) -> Result<bool, c_int> {
-    let there = || {
-        if data {
-            crate::rx::is_worth_a_look(socket)
-        } else {
-            crate::tx::is_worth_a_look(socket)
-        }
+fn wait_on<A: Wanted>(socket: &'static Socket, patience: &mut Patience) -> Result<bool, c_int> {
+    let spinner = if A::IS_DATA {
+        &socket.wakes.rx_spin
+    } else {
+        &socket.wakes.tx_spin
     };
     let come = || {
-        crate::ready::progress(socket);
-        there()
+        ready::progress(socket);
+        A::is_worth_a_look(socket)
     };
-    if spinner.spin(spinner.bound(), come) {
-        return Ok(true);
-    }
-    if !data && crate::tx::make_room(socket) {
+    if spinner.spin(spinner.bound(), come) || A::avoid_sleep(socket) {
         return Ok(true);
     }
     // Before each sleep: O_NONBLOCK may have been set since the last.
-    let Some(bound) = crate::blocking::patience(socket, data) else {
+    let Some(bound) = blocking::patience(socket, A::IS_DATA) else {
         return Err(libc::EAGAIN);
     };
     let deadline = *patience.0.get_or_insert_with(|| bound.deadline());
     if deadline.is_over() {
         return Err(libc::EAGAIN);
     }
-    let waiters = &crate::library::Library::get().waiters;
+    let waiters = &Library::get().waiters;
     let remote = socket.link().and_then(Link::remote);
     let Some(mut lease) = Lease::new(waiters, remote.is_some()) else {
         // Out of waiters or fds: look now and then.
@@ -94,41 +92,36 @@ fn wait_on(
         });
         return Ok(false);
     };
-    // On a link to another host the sleeper itself is woken by what completes. First: arming looks at what has come, and
-    // would ring the sleeper's bell for it.
+    // On a link to another host the sleeper itself is woken by what completes. First: arming looks at what has come,
+    // and would ring the sleeper's bell for it.
     let poller = remote.and_then(Remote::become_poller);
-    let sleeper = Sleeper::new(socket, lease.waiter, data, !data);
+    let sleeper = Sleeper::new(socket, lease.waiter, A::IS_DATA, !A::IS_DATA);
     point!("wait: the peer knows of the sleeper");
-    // Arming has taken in what had come until then; what comes later makes the descriptor readable. A peer that was told of
-    // this sleeper before it says that it sleeps does not wake it, but has written before that: one more look. So what a peer
-    // that does see it has to wait for is not much more than the way into the kernel.
+    // Arming has taken in what had come until then; what comes later makes the descriptor readable. A peer that was
+    // told of this sleeper before it says that it sleeps does not wake it, but has written before that: one more look.
+    // So what a peer that does see it has to wait for is not much more than the way into the kernel.
     lease.begin();
-    if there() {
+    if A::is_worth_a_look(socket) {
         return Ok(false);
     }
-    let call = if data { Call::Receive } else { Call::Send };
-    let unread = if data {
-        None
-    } else {
-        crate::tx::unread(socket)
-    };
+    let call = if A::IS_DATA { Call::Receive } else { Call::Send };
     let page = Library::get().stats;
     let record = Record::begin(
         page,
         lease.waiter,
         call,
         Some(socket.slot),
-        unread.unwrap_or(0),
+        A::unread(socket).unwrap_or(0),
     );
     point!("wait: is about to sleep");
     let slept = lease.sleep(deadline.left(), poller.as_ref());
     point!("wait: is awake");
     drop(record);
-    // What has come is taken in before the descriptor is made ready for the next sleep: that is two system calls, which the
-    // peer then need not wait for. After the sleeper, or it would have its own bell rung.
+    // What has come is taken in before the descriptor is made ready for the next sleep: that is two system calls, which
+    // the peer then need not wait for. After the sleeper, or it would have its own bell rung.
     drop(sleeper);
     if poller.is_some() && slept.is_ok() {
-        crate::ready::progress(socket);
+        ready::progress(socket);
     }
     slept.map(|()| false)
 }
@@ -190,5 +183,34 @@ impl Drop for Lease<'_> {
             self.waiters.leave_sleep(self.waiter);
         }
         self.waiters.release(self.waiter);
+    }
+}
+
+/// A thread's interest for as long as the value lives. The thread looks once more after making
+/// it, and sleeps on the waiter's doorbell then.
+pub struct Sleeper {
+    pub socket: &'static Socket,
+    waiter: WaiterId,
+}
+
+impl Sleeper {
+    /// From now on the waiter's doorbell rings when there is `data` to read, or `space` to write.
+    pub fn new(socket: &'static Socket, waiter: WaiterId, data: bool, space: bool) -> Self {
+        change_interest(socket, |i| i.sleepers.push(Sleeping { waiter, data, space }));
+        Self { socket, waiter }
+    }
+}
+
+impl Drop for Sleeper {
+    fn drop(&mut self) {
+        let waiter = self.waiter;
+        change_interest(self.socket, |i| {
+            if let Some(at) = i.sleepers.iter().position(|s| s.waiter == waiter) {
+                i.sleepers.swap_remove(at);
+            }
+        });
+        if self.socket.numbers.is_closed() {
+            closing::on_call_back(self.socket);
+        }
     }
 }

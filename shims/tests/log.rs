@@ -25,10 +25,7 @@ fn parent_child_and_destructors_log_each_to_their_file() {
     let file = |pid: u32| folder.path().join(format!("log.{pid}"));
     let (config, warnings) = Config::from_vars([
         ("RDMASOCK_LOG".into(), "info".into()),
-        (
-            "RDMASOCK_LOG_FILE".into(),
-            folder.path().join("log.%p").into(),
-        ),
+        ("RDMASOCK_LOG_FILE".into(), folder.path().join("log.%p").into()),
     ]);
     assert!(warnings.is_empty());
     assert_eq!(log::fd(), None);
@@ -42,9 +39,7 @@ fn parent_child_and_destructors_log_each_to_their_file() {
 
     tracing::info!("from the parent");
     tracing::debug!("not wanted");
-    std::thread::spawn(|| LATE.set(Some(LogsWhenDropped)))
-        .join()
-        .unwrap();
+    std::thread::spawn(|| LATE.set(Some(LogsWhenDropped))).join().unwrap();
 
     // SAFETY: the child calls nothing but the log, which is made for it, and _exit.
     let child = unsafe { libc::fork() };
@@ -64,9 +59,6 @@ fn parent_child_and_destructors_log_each_to_their_file() {
         let texts = text.lines().filter_map(|line| line.split_once(" log: "));
         texts.map(|(_, message)| message.to_owned()).collect()
     };
-    assert_eq!(
-        messages(std::process::id()),
-        ["from the parent", "from a destructor"]
-    );
+    assert_eq!(messages(std::process::id()), ["from the parent", "from a destructor"]);
     assert_eq!(messages(child.unsigned_abs()), ["from the child"]);
 }

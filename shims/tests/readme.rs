@@ -8,10 +8,7 @@ use rdmasock_shims::config::VARIABLES;
 fn the_readme_lists_the_variables() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../README.md");
     let readme = std::fs::read_to_string(path).unwrap();
-    let listed: Vec<&str> = readme
-        .lines()
-        .filter(|line| line.starts_with("| `RDMASOCK"))
-        .collect();
+    let listed: Vec<&str> = readme.lines().filter(|line| line.starts_with("| `RDMASOCK")).collect();
     let expected: Vec<String> = VARIABLES
         .iter()
         .map(|variable| {

@@ -28,11 +28,7 @@ impl Addr {
         assert!(len <= size_of::<libc::sockaddr_storage>());
         // SAFETY: `storage` is larger than T and both are plain bytes.
         unsafe {
-            std::ptr::copy_nonoverlapping(
-                (&raw const addr).cast::<u8>(),
-                (&raw mut storage).cast::<u8>(),
-                len,
-            );
+            std::ptr::copy_nonoverlapping((&raw const addr).cast::<u8>(), (&raw mut storage).cast::<u8>(), len);
         }
         Self {
             storage,

@@ -3,7 +3,7 @@
 
 use rdmasock_core::fabric::layout::{MAX_STREAMS, READY_QUEUES};
 use rdmasock_core::fabric::link::{LinkEnd, OpenError};
-use rdmasock_core::fabric::ring::{Consumer, End, Ended, Producer, RxFlags, Stopped, Wake};
+use rdmasock_core::fabric::ring::{Consumer, EndMark, Ended, Producer, RxFlags, Stopped, Wake};
 use rdmasock_core::fabric::waiter::{MAX_WAITERS, WaiterId};
 use rdmasock_core::ids::Vqpn;
 use rdmasock_core::wire::{Message, Reason};
@@ -141,7 +141,7 @@ impl<H: Harness> Link<H> {
         self.by_reader(s, wake);
     }
 
-    fn end(&self, s: &mut Stream, mark: End) {
+    fn end(&self, s: &mut Stream, mark: EndMark) {
         let wake = s.producer.end(mark).unwrap();
         self.by_writer(s, wake);
     }
@@ -220,7 +220,7 @@ fn streams_do_not_mix<H: Harness>() {
 
 fn the_end_mark_comes_after_the_last_byte<H: Harness>() {
     let link = Link::<H>::new(1 << 20);
-    for mark in [End::Fin, End::Demote] {
+    for mark in [EndMark::Fin, EndMark::Demote] {
         let mut s = link.open(0, 12);
         link.put(&mut s, b"last");
         link.end(&mut s, mark);
@@ -267,7 +267,7 @@ fn what_was_not_read_can_be_sent_again<H: Harness>() {
     };
     link.0[0].send(&request).unwrap();
     assert!(link.recv(1).is_some());
-    assert_eq!(s.producer.end(End::Fin), Err(Stopped));
+    assert_eq!(s.producer.end(EndMark::Fin), Err(Stopped));
     assert_eq!(s.producer.unread().unwrap(), pattern(1000, 2500));
 }
 
@@ -301,10 +301,10 @@ fn only_one_side_ends_a_direction<H: Harness>() {
     let link = Link::<H>::new(1 << 20);
     let mut s = link.open(0, 12);
     link.put(&mut s, &pattern(0, 10));
-    link.end(&mut s, End::Demote);
+    link.end(&mut s, EndMark::Demote);
     assert_eq!(s.consumer.stop(), Err(Ended));
     assert_eq!(link.read(&mut s), pattern(0, 10));
-    assert_eq!(s.consumer.end(), Ok(Some(End::Demote)));
+    assert_eq!(s.consumer.end(), Ok(Some(EndMark::Demote)));
 }
 
 fn a_reader_that_leaves_is_seen_by_the_writer<H: Harness>() {
@@ -328,21 +328,13 @@ fn a_number_is_free_only_when_both_ends_are_done<H: Harness>() {
     assert!(matches!(link.recv(1), Some(Message::Closed { yours }) if yours == s.back));
     let other = a.open(12).unwrap();
     assert_ne!(other.vqpn, s.number);
-    assert_ne!(
-        other.ring.page(),
-        0,
-        "the first ring may still be written to"
-    );
+    assert_ne!(other.ring.page(), 0, "the first ring may still be written to");
     a.on_closed(s.number);
     assert_eq!(a.open(12).unwrap().vqpn, s.number);
 
     let s = link.open(0, 12);
     a.on_closed(s.number);
-    assert_ne!(
-        a.open(12).unwrap().vqpn,
-        s.number,
-        "it is we who still use it"
-    );
+    assert_ne!(a.open(12).unwrap().vqpn, s.number, "it is we who still use it");
 }
 
 fn a_number_that_the_peer_never_knew_is_free_at_once<H: Harness>() {
@@ -373,7 +365,7 @@ fn a_number_used_again_starts_a_new_stream<H: Harness>() {
         link.put(&mut s, &pattern(round, 50));
         assert_eq!(link.read(&mut s), pattern(round, 50));
         link.put(&mut s, b"unread");
-        link.end(&mut s, End::Fin);
+        link.end(&mut s, EndMark::Fin);
         let wake = s.consumer.set_flags(RxFlags::RX_CLOSED);
         link.by_reader(&s, wake);
         // The one is done before it is told, the other after.
@@ -397,11 +389,7 @@ fn an_arena_without_room_refuses_and_recovers<H: Harness>() {
     let last = all.pop().unwrap();
     a.close(last.vqpn, None, Some(last.consumer));
     assert_eq!(a.open(12).unwrap().vqpn, last.vqpn);
-    assert_eq!(
-        a.open(11).err(),
-        Some(OpenError::Arena),
-        "no ring has that size"
-    );
+    assert_eq!(a.open(11).err(), Some(OpenError::Arena), "no ring has that size");
 }
 
 fn numbers_out_of_range_are_refused<H: Harness>() {
@@ -433,9 +421,7 @@ fn messages_arrive_once_and_in_order<H: Harness>() {
             link.0[from].send(&message).unwrap();
         }
         for i in 0..20 {
-            assert!(
-                matches!(link.recv(1 - from), Some(Message::OpenRefuse { yours, .. }) if yours == Vqpn(i))
-            );
+            assert!(matches!(link.recv(1 - from), Some(Message::OpenRefuse { yours, .. }) if yours == Vqpn(i)));
         }
         assert!(link.recv(1 - from).is_none());
     }

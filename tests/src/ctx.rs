@@ -64,10 +64,7 @@ impl Ctx {
         let log = std::fs::File::create(dir.join(format!("{}.transcript", side.name()))).unwrap();
         let sync = rendezvous(side, &dir.join("sync"));
         let (log_fd, sync_fd) = (OWN_FDS, OWN_FDS + 1);
-        for (from, to) in [
-            (std::os::fd::AsRawFd::as_raw_fd(&log), log_fd),
-            (sync, sync_fd),
-        ] {
+        for (from, to) in [(std::os::fd::AsRawFd::as_raw_fd(&log), log_fd), (sync, sync_fd)] {
             raw(libc::SYS_dup3, [from as i64, to as i64, 0]);
         }
         drop(log);
@@ -173,10 +170,7 @@ impl Ctx {
 
     /// Logged shutdown().
     pub fn shutdown(&self, fd: c_int, how: c_int) -> Ret {
-        self.ret(
-            format_args!("shutdown {how}"),
-            call!(libc::shutdown(fd, how)),
-        )
+        self.ret(format_args!("shutdown {how}"), call!(libc::shutdown(fd, how)))
     }
 
     /// Logged FIONREAD.
@@ -198,12 +192,14 @@ impl Ctx {
 
     /// Logged poll() on one fd.
     pub fn poll(&self, fd: c_int, events: i16, timeout_ms: c_int) -> i16 {
-        let mut p = libc::pollfd {
-            fd,
-            events,
-            revents: 0,
+        let mut p = libc::pollfd { fd, events, revents: 0 };
+        // A signal ends it on any path, and no flag of a handler's restarts it (signal(7)).
+        let r = loop {
+            let r = call!(libc::poll(&mut p, 1, timeout_ms));
+            if !r.is(libc::EINTR) {
+                break r;
+            }
         };
-        let r = call!(libc::poll(&mut p, 1, timeout_ms));
         self.log(format_args!(
             "poll {} -> {r} {}",
             poll_names(events),
@@ -225,10 +221,7 @@ impl Ctx {
         out[..8].copy_from_slice(&value.to_le_bytes());
         let n = name.len().min(32);
         out[8..8 + n].copy_from_slice(&name.as_bytes()[..n]);
-        let sent = raw(
-            libc::SYS_write,
-            [self.sync_fd as i64, out.as_ptr() as i64, 40],
-        );
+        let sent = raw(libc::SYS_write, [self.sync_fd as i64, out.as_ptr() as i64, 40]);
         assert_eq!(sent, 40, "sync {name}: the other side is gone");
         let mut theirs = [0u8; 40];
         let mut got = 0usize;
@@ -247,11 +240,7 @@ impl Ctx {
             assert!(n > 0, "sync {name}: the other side is gone");
             got += n as usize;
         }
-        assert_eq!(
-            &theirs[8..],
-            &out[8..],
-            "sync {name}: the other side is elsewhere"
-        );
+        assert_eq!(&theirs[8..], &out[8..], "sync {name}: the other side is elsewhere");
         u64::from_le_bytes(theirs[..8].try_into().unwrap())
     }
 
@@ -284,11 +273,7 @@ impl Ctx {
     }
 
     /// A connection that nothing was sent on yet, and the server's listener.
-    pub fn cold_pair_at(
-        &self,
-        listen: fn(u16) -> Addr,
-        connect: fn(u16) -> Addr,
-    ) -> (c_int, Option<c_int>) {
+    pub fn cold_pair_at(&self, listen: fn(u16) -> Addr, connect: fn(u16) -> Addr) -> (c_int, Option<c_int>) {
         if self.is_server() {
             let (listener, port) = sys::listener(&listen(0), 16);
             self.enter_when_listening();
@@ -353,10 +338,7 @@ impl Ctx {
             }
             sys::send_all(fd, &request).ok();
             between();
-            assert!(
-                sys::recv_exact(fd, request.len()) == request,
-                "warm-up bytes differ"
-            );
+            assert!(sys::recv_exact(fd, request.len()) == request, "warm-up bytes differ");
             bytes += request.len() as u64;
         };
         for kind in [SMALL, SMALL, SMALL, BIG, SMALL] {

@@ -18,18 +18,15 @@ pub fn verify(seed: u64, offset: u64, got: &[u8]) {
     for (i, byte) in got.iter().enumerate() {
         let at = offset + i as u64;
         let want = byte_at(seed, at);
-        assert_eq!(
-            *byte, want,
-            "stream {seed}: byte {at} is {byte:#x}, not {want:#x}"
-        );
+        assert_eq!(*byte, want, "stream {seed}: byte {at} is {byte:#x}, not {want:#x}");
     }
 }
 
 /// FNV-1a, 64 bits; folded over pieces by passing the previous result as `state`.
 pub fn hash_from(state: u64, bytes: &[u8]) -> u64 {
-    bytes.iter().fold(state, |h, b| {
-        (h ^ u64::from(*b)).wrapping_mul(0x0100_0000_01b3)
-    })
+    bytes
+        .iter()
+        .fold(state, |h, b| (h ^ u64::from(*b)).wrapping_mul(0x0100_0000_01b3))
 }
 
 /// FNV-1a of `bytes`.

@@ -1,5 +1,6 @@
-//! What a process can be in: limits, locked memory, small stacks, filters of system calls, another root, user or cgroup. Each
-//! is a word, which a launcher carries out before the program begins (`scenario helper within`), or the program itself.
+//! What a process can be in: limits, locked memory, small stacks, filters of system calls, another root, user or
+//! cgroup. Each is a word, which a launcher carries out before the program begins (`scenario helper within`), or the
+//! program itself.
 //!
 //! Which environments the scenarios run in says `tests/environment_matrix.rs`.
 
@@ -16,8 +17,8 @@ use crate::sys::{self, Ret};
 /// The least that pthread_attr_setstacksize takes.
 const SMALL_STACK: usize = 16 * 1024;
 
-/// What the two sides of a scenario are in. In the words stand `{dir}` for the run's directory, `{side}` for the side, and
-/// `{program}` and `{library}` for the files under test.
+/// What the two sides of a scenario are in. In the words stand `{dir}` for the run's directory, `{side}` for the side,
+/// and `{program}` and `{library}` for the files under test.
 #[derive(Clone, Debug)]
 pub struct Environment {
     /// The name in a test's name.
@@ -77,14 +78,8 @@ pub fn enter(word: &str) -> Ret {
         "worker" => filters::load(&[filters::SANDBOX, filters::WORKER].concat(), by(how)),
         "system service" => filters::load(filters::SYSTEM_SERVICE, by(how)),
         "no memfds" => filters::refuse(&[(libc::SYS_memfd_create, None)], libc::ENOMEM),
-        "no memory to share" => filters::refuse(
-            &[(libc::SYS_madvise, Some(libc::MADV_POPULATE_WRITE))],
-            libc::ENOMEM,
-        ),
-        "no threads" => filters::refuse(
-            &[(libc::SYS_clone3, None), (libc::SYS_clone, None)],
-            libc::EAGAIN,
-        ),
+        "no memory to share" => filters::refuse(&[(libc::SYS_madvise, Some(libc::MADV_POPULATE_WRITE))], libc::ENOMEM),
+        "no threads" => filters::refuse(&[(libc::SYS_clone3, None), (libc::SYS_clone, None)], libc::EAGAIN),
         _ => panic!("no environment has the word {word}"),
     }
 }

@@ -10,8 +10,8 @@ use rdmasock_core::os::kernel;
 
 use crate::sys::Ret;
 
-/// What the guest itself needs that serves a connection, in the manner of the sandbox in which OpenSSH's child talks before
-/// anybody has logged in: reading, writing, waiting, memory, and the way out.
+/// What the guest itself needs that serves a connection, in the manner of the sandbox in which OpenSSH's child talks
+/// before anybody has logged in: reading, writing, waiting, memory, and the way out.
 pub const SANDBOX: &[c_long] = &[
     libc::SYS_accept4,
     libc::SYS_brk,
@@ -34,8 +34,8 @@ pub const SANDBOX: &[c_long] = &[
     libc::SYS_write,
 ];
 
-/// What a worker that plays scenarios needs beside [`SANDBOX`], in one process and without files: nothing by which a thread could
-/// begin, memory be shared, or another program be found.
+/// What a worker that plays scenarios needs beside [`SANDBOX`], in one process and without files: nothing by which a
+/// thread could begin, memory be shared, or another program be found.
 pub const WORKER: &[c_long] = &[
     libc::SYS_accept,
     libc::SYS_bind,
@@ -180,11 +180,5 @@ fn load_steps(steps: &mut [sock_filter], by: By) -> Ret {
 
 /// Only read, write, and the end of the thread.
 pub fn strict() -> Ret {
-    call!(libc::prctl(
-        libc::PR_SET_SECCOMP,
-        libc::SECCOMP_MODE_STRICT,
-        0,
-        0,
-        0
-    ))
+    call!(libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_STRICT, 0, 0, 0))
 }

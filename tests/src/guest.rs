@@ -1,5 +1,5 @@
-//! The two ends of a connection that goes on until the test ends it, for tests of what a process is in or has done: each
-//! is a `scenario helper guest …` whose messages are checked, and which the test can question meanwhile.
+//! The two ends of a connection that goes on until the test ends it, for tests of what a process is in or has done:
+//! each is a `scenario helper guest …` whose messages are checked, and which the test can question meanwhile.
 
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 
@@ -15,25 +15,19 @@ use crate::sys::{self, Addr, Ret};
 const MESSAGE: usize = 64;
 
 /// `server WHAT…` listens, prints its port, does each WHAT (`early:WHAT` before it makes a socket), and sends back what
-/// comes over one connection; `client PORT` says one thing after the other until it is told to `end`. Both do what a line
-/// on their standard input says. True if all went well.
+/// comes over one connection; `client PORT` says one thing after the other until it is told to `end`. Both do what a
+/// line on their standard input says. True if all went well.
 pub fn main(words: &[String]) -> bool {
     match words.first().map(String::as_str) {
         Some("server") => server(&words[1..]),
-        Some("client") => words
-            .get(1)
-            .and_then(|port| port.parse().ok())
-            .is_some_and(client),
+        Some("client") => words.get(1).and_then(|port| port.parse().ok()).is_some_and(client),
         _ => false,
     }
 }
 
 fn server(what: &[String]) -> bool {
     let (early, later): (Vec<_>, Vec<_>) = what.iter().partition(|word| word.starts_with("early:"));
-    let early: Vec<_> = early
-        .iter()
-        .map(|word| act(&word["early:".len()..]))
-        .collect();
+    let early: Vec<_> = early.iter().map(|word| act(&word["early:".len()..])).collect();
     let (listener, port) = sys::listener(&Addr::v4(0), 16);
     let set = EPOLL.load(SeqCst).then(epoll::create);
     say(&port.to_string());
@@ -54,8 +48,8 @@ fn server(what: &[String]) -> bool {
         }
         match sys::read(fd, &mut message).value {
             0 if STRICT.load(SeqCst) => {
-                // Of the calls that end a process this one is left, and it ends the thread: the last one, if all is well.
-                // SAFETY: does not return.
+                // Of the calls that end a process this one is left, and it ends the thread: the last one, if all is
+                // well. SAFETY: does not return.
                 let _ = unsafe { kernel::call(libc::SYS_exit, [0; 6]) };
             }
             0 => return true,
@@ -124,11 +118,7 @@ fn act(word: &str) -> String {
         }
         "io_uring" => {
             let mut parameters = [0u64; 32];
-            let ring = call!(libc::syscall(
-                libc::SYS_io_uring_setup,
-                4,
-                parameters.as_mut_ptr()
-            ));
+            let ring = call!(libc::syscall(libc::SYS_io_uring_setup, 4, parameters.as_mut_ptr()));
             outcome(ring)
         }
         // Whether the limit of open files is seen to change.
@@ -145,11 +135,7 @@ fn act(word: &str) -> String {
         }
         "watched" => {
             WATCHED.store(true, SeqCst);
-            let how = if CHANGED.load(SeqCst) {
-                "changed"
-            } else {
-                "kept"
-            };
+            let how = if CHANGED.load(SeqCst) { "changed" } else { "kept" };
             how.into()
         }
         // Locked, resident, and resident of no program's or library's file, in KiB.
@@ -199,9 +185,5 @@ fn open_files() -> (u64, u64) {
 }
 
 fn outcome(of: Ret) -> String {
-    if of.failed() {
-        of.to_string()
-    } else {
-        "done".into()
-    }
+    if of.failed() { of.to_string() } else { "done".into() }
 }

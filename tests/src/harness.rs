@@ -125,11 +125,7 @@ impl Paths {
         let beside = |name: &str| scenario.with_file_name(name);
         let named = std::env::var_os("RDMASOCK_LIBRARY").map(PathBuf::from);
         let library = named.unwrap_or_else(|| beside("librdmasock.so"));
-        let release = if cfg!(debug_assertions) {
-            ""
-        } else {
-            " --release"
-        };
+        let release = if cfg!(debug_assertions) { "" } else { " --release" };
         let library = match fs::canonicalize(&library) {
             Ok(path) => Ok(path),
             Err(e) => Err(format!(
@@ -233,19 +229,9 @@ struct Running {
 }
 
 impl Running {
-    fn start(
-        paths: &Paths,
-        scenario: &Scenario,
-        mode: Mode,
-        side: Side,
-        place: Place,
-    ) -> Result<Self> {
+    fn start(paths: &Paths, scenario: &Scenario, mode: Mode, side: Side, place: Place) -> Result<Self> {
         let written = place.make(side)?;
-        let output = || {
-            fs::File::options()
-                .append(true)
-                .open(place.file(side, "output"))
-        };
+        let output = || fs::File::options().append(true).open(place.file(side, "output"));
         let library = if mode.preloads(side) {
             let library = paths.library.as_ref().map_err(|why| anyhow!("{why}"))?;
             Some(library.as_path())
@@ -297,13 +283,9 @@ impl Running {
     fn outcome(&self) -> SideOutcome {
         let text = |what: &str| {
             let mut bytes = Vec::new();
-            let mut file = &self
-                .written
-                .iter()
-                .find(|(name, _)| *name == what)
-                .unwrap()
-                .1;
-            // A pipe says EAGAIN at its end: this end is open for writing too, and nobody waits for children that have one.
+            let mut file = &self.written.iter().find(|(name, _)| *name == what).unwrap().1;
+            // A pipe says EAGAIN at its end: this end is open for writing too, and nobody waits for children that have
+            // one.
             let _ = file.read_to_end(&mut bytes);
             String::from_utf8_lossy(&bytes).into_owned()
         };
@@ -337,12 +319,7 @@ pub fn play(paths: &Paths, scenario: &Scenario, mode: Mode) -> Result<Outcome> {
 }
 
 /// The same with both sides in an environment.
-pub fn play_in(
-    environment: Option<&Environment>,
-    paths: &Paths,
-    scenario: &Scenario,
-    mode: Mode,
-) -> Result<Outcome> {
+pub fn play_in(environment: Option<&Environment>, paths: &Paths, scenario: &Scenario, mode: Mode) -> Result<Outcome> {
     let dir = tempfile::tempdir()?;
     let dir = dir.path();
     if environment.is_some() {
@@ -369,9 +346,7 @@ pub fn play_in(
         }
         if !mode.is_plain() && seen.is_none() && dir.join(WARM).exists() {
             seen = Some(match environment.map(|e| e.outcome) {
-                Some(environment::Outcome::Plain(reason)) => {
-                    watch_plain(paths, reason, &server, &client)
-                }
+                Some(environment::Outcome::Plain(reason)) => watch_plain(paths, reason, &server, &client),
                 Some(environment::Outcome::Unknown) => watch_unknown(paths, &server, &client),
                 _ => watch(paths, mode, &server, &client),
             });
@@ -420,18 +395,11 @@ fn watch(paths: &Paths, mode: Mode, server: &Running, client: &Running) -> Resul
             std::thread::sleep(Duration::from_millis(10));
         }
     }
-    let with = if mode.preloads(Side::Server) {
-        server
-    } else {
-        client
-    };
+    let with = if mode.preloads(Side::Server) { server } else { client };
     std::thread::sleep(Duration::from_millis(30));
     let state = ask(with)?;
     if state.promoted > 0 || state.on_link > 0 {
-        bail!(
-            "promoted although only the {} has the library",
-            with.side.name()
-        );
+        bail!("promoted although only the {} has the library", with.side.name());
     }
     Ok(())
 }
@@ -526,8 +494,7 @@ impl References {
             Arc::clone(known.entry(name).or_default())
         };
         let played = || play_in(environment, paths, scenario, Mode::Kernel);
-        slot.get_or_init(|| played().map_err(|e| format!("{e:#}")))
-            .clone()
+        slot.get_or_init(|| played().map_err(|e| format!("{e:#}"))).clone()
     }
 }
 
@@ -556,8 +523,7 @@ fn diff(a: &str, b: &str) -> String {
     let (a, b): (Vec<_>, Vec<_>) = (a.lines().collect(), b.lines().collect());
     let same = |x: &[&str], y: &[&str]| x.iter().zip(y).take_while(|(p, q)| p == q).count();
     let head = same(&a, &b);
-    let reversed =
-        |x: &[&str]| -> Vec<_> { x[head..].iter().rev().copied().map(String::from).collect() };
+    let reversed = |x: &[&str]| -> Vec<_> { x[head..].iter().rev().copied().map(String::from).collect() };
     let (ra, rb): (Vec<String>, Vec<String>) = (reversed(&a), reversed(&b));
     let tail = ra.iter().zip(&rb).take_while(|(p, q)| p == q).count();
     let mut text = String::new();

@@ -90,10 +90,7 @@ fn talk(address: SocketAddr, connections: usize, rounds: usize) -> bool {
             tcp.write_all(&request).unwrap();
             let mut response = vec![0; REQUEST];
             tcp.read_exact(&mut response).unwrap();
-            assert!(
-                response == request,
-                "connection {connection}, round {round}"
-            );
+            assert!(response == request, "connection {connection}, round {round}");
             // Time for an answer from elsewhere, so that it is acted upon in mid-connection.
             std::thread::sleep(Duration::from_millis(5));
         }
@@ -192,9 +189,7 @@ impl Namespace {
             if result.value < 0 {
                 bail!("unshare: {result}");
             }
-            Ok(Self(
-                std::fs::File::open("/proc/thread-self/ns/net")?.into(),
-            ))
+            Ok(Self(std::fs::File::open("/proc/thread-self/ns/net")?.into()))
         });
         made.join().unwrap_or_else(|_| bail!("unshare failed"))
     }
@@ -235,14 +230,8 @@ impl Namespace {
             .lines()
             .map_while(Result::ok)
             .filter(|l| l.starts_with("Udp:"));
-        let (names, values) = (
-            lines.next().unwrap_or_default(),
-            lines.next().unwrap_or_default(),
-        );
-        let at = names
-            .split(' ')
-            .position(|n| n == name)
-            .context("no such counter")?;
+        let (names, values) = (lines.next().unwrap_or_default(), lines.next().unwrap_or_default());
+        let at = names.split(' ').position(|n| n == name).context("no such counter")?;
         Ok(values.split(' ').nth(at).context("no value")?.parse()?)
     }
 }

@@ -1,7 +1,7 @@
 //! A storm of signals over a scenario: a fast timer whose handler makes each call that may be made in a handler
-//! (signal-safety(7)) and that the library hooks, on connections and files of its own, above whatever the scenario is at, its
-//! allocations too. Each of them has to do what it does anywhere; what is wrong is said on standard error, which is
-//! compared.
+//! (signal-safety(7)) and that the library hooks, on connections and files of its own, above whatever the scenario is
+//! at, its allocations too. Each of them has to do what it does anywhere; what is wrong is said on standard error,
+//! which is compared.
 //!
 //! The timer's signal goes to the process, so to its main thread as a rule; every other time the handler sends it on to
 //! the next of its threads. A child has no timer, nor has what is executed.
@@ -52,13 +52,7 @@ pub fn begin() {
     LISTENER.store(up(listener, 1), Relaxed);
     PORT.store(u32::from(port), Relaxed);
     let mut pair = [0; 2];
-    call!(libc::socketpair(
-        libc::AF_UNIX,
-        libc::SOCK_STREAM,
-        0,
-        pair.as_mut_ptr()
-    ))
-    .ok();
+    call!(libc::socketpair(libc::AF_UNIX, libc::SOCK_STREAM, 0, pair.as_mut_ptr())).ok();
     for (at, fd) in pair.into_iter().enumerate() {
         PAIR[at].store(up(fd, 2 + at as c_int), Relaxed);
     }
@@ -87,12 +81,7 @@ pub fn begin() {
     event.sigev_notify = libc::SIGEV_SIGNAL;
     event.sigev_signo = SIGNAL;
     let mut timer = std::ptr::null_mut();
-    call!(libc::timer_create(
-        libc::CLOCK_MONOTONIC,
-        &mut event,
-        &mut timer
-    ))
-    .ok();
+    call!(libc::timer_create(libc::CLOCK_MONOTONIC, &mut event, &mut timer)).ok();
     TIMER.store(timer, Relaxed);
     soon();
 }
@@ -102,14 +91,7 @@ fn soon() {
     let mut next: libc::itimerspec = sys::zeroed();
     next.it_value.tv_nsec = PERIOD_NS;
     // SAFETY: the timer of this process, and a live local.
-    unsafe {
-        libc::timer_settime(
-            TIMER.load(Relaxed),
-            0,
-            &raw const next,
-            std::ptr::null_mut(),
-        )
-    };
+    unsafe { libc::timer_settime(TIMER.load(Relaxed), 0, &raw const next, std::ptr::null_mut()) };
 }
 
 /// Gives a descriptor one of the handler's numbers.
@@ -192,12 +174,7 @@ fn send_on(tick: u32) {
     // SAFETY: a buffer of that length, and a thread of this process or none.
     unsafe {
         libc::lseek(tasks, 0, libc::SEEK_SET);
-        let len = libc::syscall(
-            libc::SYS_getdents64,
-            tasks,
-            entries.as_mut_ptr(),
-            entries.len(),
-        );
+        let len = libc::syscall(libc::SYS_getdents64, tasks, entries.as_mut_ptr(), entries.len());
         let mut chosen = 0;
         let mut seen = 0;
         let mut at = 0usize;
@@ -310,14 +287,7 @@ unsafe fn waits(fd: c_int, how: u32) {
             1 => libc::select(fd + 1, &raw mut read, null, null, std::ptr::null_mut()),
             2 => {
                 let null_set = std::ptr::null();
-                libc::pselect(
-                    fd + 1,
-                    &raw mut read,
-                    null,
-                    null,
-                    std::ptr::null(),
-                    null_set,
-                )
+                libc::pselect(fd + 1, &raw mut read, null, null, std::ptr::null(), null_set)
             }
             3 => libc::ppoll(&raw mut entry, 1, std::ptr::null(), std::ptr::null()),
             _ => 1,
@@ -336,8 +306,7 @@ unsafe fn asks(fd: c_int) {
     // SAFETY: live locals of these lengths.
     unsafe {
         so(
-            libc::getsockopt(fd, libc::SOL_SOCKET, libc::SO_ERROR, at, &raw mut len) == 0
-                && value == 0,
+            libc::getsockopt(fd, libc::SOL_SOCKET, libc::SO_ERROR, at, &raw mut len) == 0 && value == 0,
             "no error",
         );
         so(
@@ -346,14 +315,8 @@ unsafe fn asks(fd: c_int) {
         );
         so(libc::fcntl(fd, libc::F_GETFL) >= 0, "flags");
         let into = (&raw mut address).cast();
-        so(
-            libc::getpeername(fd, into, &raw mut address_len) == 0,
-            "a peer",
-        );
-        so(
-            libc::getsockname(fd, into, &raw mut address_len) == 0,
-            "a name",
-        );
+        so(libc::getpeername(fd, into, &raw mut address_len) == 0, "a peer");
+        so(libc::getsockname(fd, into, &raw mut address_len) == 0, "a name");
     }
 }
 
@@ -386,11 +349,7 @@ unsafe fn connection() {
     unsafe {
         let fd = libc::socket(libc::AF_INET, libc::SOCK_STREAM | libc::SOCK_CLOEXEC, 0);
         so(libc::connect(fd, to.ptr(), to.len) == 0, "connected");
-        let accepted = libc::accept(
-            LISTENER.load(Relaxed),
-            std::ptr::null_mut(),
-            std::ptr::null_mut(),
-        );
+        let accepted = libc::accept(LISTENER.load(Relaxed), std::ptr::null_mut(), std::ptr::null_mut());
         so(accepted >= 0, "accepted");
         so(libc::send(fd, at, 1, libc::MSG_NOSIGNAL) == 1, "sent on it");
         so(libc::recv(accepted, at, 1, 0) == 1, "received on it");
@@ -436,18 +395,12 @@ unsafe fn set_of_its_own(fd: c_int) {
     let set = SET.load(Relaxed);
     // SAFETY: live locals.
     unsafe {
-        so(
-            libc::epoll_wait(set, &raw mut event, 1, 0) == 0,
-            "nothing yet",
-        );
+        so(libc::epoll_wait(set, &raw mut event, 1, 0) == 0, "nothing yet");
         so(libc::write(fd, (&raw const byte).cast(), 1) == 1, "written");
         let events = whatever_interrupts(|| libc::epoll_wait(set, &raw mut event, 1, sys::SOON));
         so(events == 1, "an event");
         so(event.u64 == 17, "its data");
-        so(
-            libc::read(fd, (&raw mut back).cast(), 1) == 1 && back == byte,
-            "read",
-        );
+        so(libc::read(fd, (&raw mut back).cast(), 1) == 1 && back == byte, "read");
     }
 }
 
@@ -477,14 +430,8 @@ unsafe fn file() {
         let fd = libc::open(c"/dev/null".as_ptr(), libc::O_RDWR | libc::O_CLOEXEC);
         let mut byte = 3u8;
         so(fd >= 0, "a file");
-        so(
-            libc::write(fd, (&raw const byte).cast(), 1) == 1,
-            "written to it",
-        );
-        so(
-            libc::read(fd, (&raw mut byte).cast(), 1) == 0,
-            "its end of file",
-        );
+        so(libc::write(fd, (&raw const byte).cast(), 1) == 1, "written to it");
+        so(libc::read(fd, (&raw mut byte).cast(), 1) == 0, "its end of file");
         so(libc::close(fd) == 0, "closed it again");
     }
 }

@@ -101,12 +101,7 @@ pub fn connect(fd: c_int, addr: &Addr) -> Ret {
 
 /// accept4() without an address.
 pub fn accept4(fd: c_int, flags: c_int) -> Ret {
-    call!(libc::accept4(
-        fd,
-        std::ptr::null_mut(),
-        std::ptr::null_mut(),
-        flags
-    ))
+    call!(libc::accept4(fd, std::ptr::null_mut(), std::ptr::null_mut(), flags))
 }
 
 /// A listening socket on `addr` (port 0: any), and its port.
@@ -165,13 +160,7 @@ pub fn set_int(fd: c_int, level: c_int, name: c_int, value: c_int) -> Ret {
 pub fn get_int(fd: c_int, level: c_int, name: c_int) -> (Ret, c_int) {
     let mut value: c_int = 0;
     let mut len = size_of::<c_int>() as libc::socklen_t;
-    let r = call!(libc::getsockopt(
-        fd,
-        level,
-        name,
-        (&raw mut value).cast(),
-        &mut len
-    ));
+    let r = call!(libc::getsockopt(fd, level, name, (&raw mut value).cast(), &mut len));
     (r, value)
 }
 
@@ -268,13 +257,10 @@ pub fn recv_to_end(fd: c_int) -> (Ret, Vec<u8>) {
     }
 }
 
-/// poll() on one fd; gives the events that came (0 on a time-out). `timeout_ms` -1 is for ever. A signal begins it anew.
+/// poll() on one fd; gives the events that came (0 on a time-out). `timeout_ms` -1 is for ever. A signal begins it
+/// anew.
 pub fn poll_one(fd: c_int, events: i16, timeout_ms: c_int) -> i16 {
-    let mut p = libc::pollfd {
-        fd,
-        events,
-        revents: 0,
-    };
+    let mut p = libc::pollfd { fd, events, revents: 0 };
     loop {
         let ready = call!(libc::poll(&mut p, 1, timeout_ms));
         if !ready.is(libc::EINTR) {
@@ -363,10 +349,7 @@ pub fn is_asleep(id: i32) -> bool {
     let Ok(stat) = std::fs::read_to_string(format!("/proc/self/task/{id}/stat")) else {
         return true;
     };
-    let state = stat
-        .rsplit(") ")
-        .next()
-        .and_then(|rest| rest.chars().next());
+    let state = stat.rsplit(") ").next().and_then(|rest| rest.chars().next());
     state == Some('S')
 }
 

@@ -13,7 +13,6 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 use rdmasock_core::fabric::layout::Layout;
 use rdmasock_core::fabric::link::SendError;
 use rdmasock_core::fabric::mem::{self, Clock};
-use rdmasock_core::fabric::ready::SleepFlag;
 use rdmasock_core::fabric::remote::mem::{self as memqp, MemQp};
 use rdmasock_core::fabric::remote::qp::Limits;
 use rdmasock_core::fabric::remote::{self, Local, MIN_BUFFER, MIN_BUFFERS, Tuning};
@@ -21,6 +20,7 @@ use rdmasock_core::fabric::shm::{self, Outside, Side};
 use rdmasock_core::fabric::waiter::{FLAGS_BYTES, FlagPage, MAX_WAITERS, WaiterId};
 use rdmasock_core::os::channel::{Channel, RecvError};
 use rdmasock_core::os::memfd::{self, Access, Mapping};
+use rdmasock_core::sync::SleepFlag;
 use rdmasock_core::wire::{MAX_MESSAGE, Message};
 use rdmasock_tests::conformance::{Harness, suite};
 
@@ -58,8 +58,7 @@ impl Bells {
     fn with<T>(&self, waiter: WaiterId, f: impl FnOnce(&EventFd) -> T) -> T {
         let mut all = self.0.lock().expect("no test fails in here");
         f(all.entry(waiter.0).or_insert_with(|| {
-            EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
-                .expect("an eventfd")
+            EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK).expect("an eventfd")
         }))
     }
 }
@@ -81,9 +80,7 @@ impl Outside for Outer {
     }
 
     fn ring(&self, waiter: WaiterId, _: &FlagPage) {
-        self.peers
-            .with(waiter, |bell| bell.write(1))
-            .expect("never full");
+        self.peers.with(waiter, |bell| bell.write(1)).expect("never full");
     }
 }
 
@@ -100,10 +97,8 @@ fn arena(data_bytes: u64) -> [Side; 2] {
 
 /// A page of flags as its owner has it and as the peer maps it.
 fn flags() -> [FlagPage; 2] {
-    let (fd, mine) =
-        memfd::create_read_only_for_peers("rdmasock-conformance", FLAGS_BYTES).expect("a memfd");
-    [mine, map_again(fd, FLAGS_BYTES, Access::ReadOnly)]
-        .map(|mapping| FlagPage::new(mapping).expect("a whole page"))
+    let (fd, mine) = memfd::create_read_only_for_peers("rdmasock-conformance", FLAGS_BYTES).expect("a memfd");
+    [mine, map_again(fd, FLAGS_BYTES, Access::ReadOnly)].map(|mapping| FlagPage::new(mapping).expect("a whole page"))
 }
 
 fn map_again(fd: impl AsFd, bytes: u64, access: Access) -> Mapping {
@@ -156,9 +151,7 @@ impl Harness for Shm {
             flag.end();
         }
         // EAGAIN: not rung.
-        end.outside()
-            .bells
-            .with(waiter, |bell| bell.read().unwrap_or(0))
+        end.outside().bells.with(waiter, |bell| bell.read().unwrap_or(0))
     }
 }
 

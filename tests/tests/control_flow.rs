@@ -1,5 +1,6 @@
-//! Signals, longjmp and fork at any instruction: programs of C (`c/`) that do with sockets what a program may, in signal
-//! handlers, out of them, and in children of a process with threads. Each ends by itself, with the library as without.
+//! Signals, longjmp and fork at any instruction: programs of C (`c/`) that do with sockets what a program may, in
+//! signal handlers, out of them, and in children of a process with threads. Each ends by itself, with the library as
+//! without.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use std::io::{BufRead, BufReader, Write};
@@ -111,19 +112,10 @@ fn main() -> ExitCode {
     let paths = Arc::new(Paths::find(Path::new(env!("CARGO_BIN_EXE_scenario"))));
     let mut trials = Vec::new();
     for program in PROGRAMS {
-        for (with, name) in [
-            (With::Kernel, "kernel"),
-            (With::Defaults, "tcp"),
-            (With::Soon, "link"),
-        ] {
+        for (with, name) in [(With::Kernel, "kernel"), (With::Defaults, "tcp"), (With::Soon, "link")] {
             let paths = Arc::clone(&paths);
             // The first argument is how often.
-            let how: String = program
-                .arguments
-                .iter()
-                .skip(1)
-                .map(|a| format!("_{a}"))
-                .collect();
+            let how: String = program.arguments.iter().skip(1).map(|a| format!("_{a}")).collect();
             let title = format!("{name}/{}{how}", program.name);
             trials.push(Trial::test(title, move || run(&paths, program, with)));
         }
@@ -243,11 +235,7 @@ fn fork_holds(paths: &Paths) -> Result<(), Failed> {
     }
     input.write_all(b"\n")?;
     assert_eq!(next()?, "children have ended");
-    assert_eq!(
-        on_link(paths, pid)?,
-        1,
-        "the parent's stream has left the link"
-    );
+    assert_eq!(on_link(paths, pid)?, 1, "the parent's stream has left the link");
     input.write_all(b"\n")?;
     assert_eq!(next()?, "done");
     drop(input);

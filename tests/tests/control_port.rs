@@ -182,12 +182,7 @@ fn expect(
 }
 
 /// A server with `workers`, a client, each with its secret: the holder's YES is heard.
-fn finds(
-    paths: &Paths,
-    address: &str,
-    workers: usize,
-    secrets: [Option<&str>; 2],
-) -> Result<(), Failed> {
+fn finds(paths: &Paths, address: &str, workers: usize, secrets: [Option<&str>; 2]) -> Result<(), Failed> {
     let hosts = Hosts::new()?;
     let [ours, theirs] = secrets.map(|s| s.map(Secret::new).transpose());
     let (ours, theirs) = (ours?, theirs?);
@@ -220,12 +215,7 @@ fn different_secrets(paths: &Paths) -> Result<(), Failed> {
         Secret::new("the secret of one host")?,
         Secret::new("the secret of another")?,
     );
-    let mut server = Helper::start(
-        paths,
-        &hosts.b,
-        &["listen", SERVER, "0"],
-        Some(Some(&theirs)),
-    )?;
+    let mut server = Helper::start(paths, &hosts.b, &["listen", SERVER, "0"], Some(Some(&theirs)))?;
     let pids = server.line()?;
     let words = ["talk", SERVER, "2", "40"];
     let mut client = Helper::start(paths, &hosts.a, &words, Some(Some(&ours)))?;
@@ -309,9 +299,7 @@ fn flood(paths: &Paths) -> Result<(), Failed> {
     let target = format!("10.77.0.2:{CONTROL_PORT}");
     Helper::start(paths, &hosts.a, &["flood", &target, "30000"], None)?.succeed()?;
     expect("server", &events(paths, &pids)?, |count| {
-        count("control_refused_length") > 0
-            && count("control_refused_kind") > 0
-            && count("control_refused_rate") > 0
+        count("control_refused_length") > 0 && count("control_refused_kind") > 0 && count("control_refused_rate") > 0
     })?;
     std::thread::sleep(Duration::from_millis(300));
     let mut client = Helper::start(paths, &hosts.a, &["talk", SERVER, "1", "40"], Some(None))?;

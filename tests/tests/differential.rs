@@ -23,20 +23,13 @@ fn main() -> ExitCode {
             let (paths, references) = (Arc::clone(&paths), Arc::clone(&references));
             let played = Arc::clone(&scenario);
             let name = format!("{}/{}", mode.name(), scenario.name);
-            trials.push(Trial::test(name, move || {
-                run(&paths, &references, &played, *mode)
-            }));
+            trials.push(Trial::test(name, move || run(&paths, &references, &played, *mode)));
         }
     }
     libtest_mimic::run(&args, trials).exit_code()
 }
 
-fn run(
-    paths: &Paths,
-    references: &References,
-    scenario: &Scenario,
-    mode: Mode,
-) -> Result<(), Failed> {
+fn run(paths: &Paths, references: &References, scenario: &Scenario, mode: Mode) -> Result<(), Failed> {
     if mode != Mode::Kernel
         && let Err(why) = &paths.library
     {

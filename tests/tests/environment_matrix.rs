@@ -1,6 +1,6 @@
-//! Scenarios of the differential suite with both sides in an environment: limits, locked memory, small stacks, filters of
-//! system calls, another root, user or cgroup. Each side's transcript, output and end must be those on kernel TCP in the same
-//! environment, and the connection is promoted, or stays on TCP for the reason that the environment names.
+//! Scenarios of the differential suite with both sides in an environment: limits, locked memory, small stacks, filters
+//! of system calls, another root, user or cgroup. Each side's transcript, output and end must be those on kernel TCP in
+//! the same environment, and the connection is promoted, or stays on TCP for the reason that the environment names.
 //!
 //! What a process does in the middle of a connection is in `tests/environments.rs`.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
@@ -149,16 +149,11 @@ fn rows(cgroup: Option<&Cgroup>) -> Vec<Row> {
         Row::new("nobody").before(&[OWN_ROOT, "nobody"]).for_root(),
         Row::new("becomes_nobody").inside(&["nobody"]).for_root(),
         Row::new("own_root").before(&[OWN_ROOT]).for_root(),
-        Row::new("read_only_root")
-            .before(&["read-only root:{dir}"])
-            .for_root(),
+        Row::new("read_only_root").before(&["read-only root:{dir}"]).for_root(),
         Row::new("system_service_before_start").before(&["system service"]),
         Row::new("system_service").inside(&["system service:all threads"]),
         Row::new("system_service_when_listening").listening(&["system service:all threads"]),
-        Row::new("worker")
-            .inside(&["worker:all threads"])
-            .unknown()
-            .alone(),
+        Row::new("worker").inside(&["worker:all threads"]).unknown().alone(),
         Row::new("worker_when_listening")
             .listening(&["worker"])
             .plain(CONFINED)
@@ -193,20 +188,13 @@ fn main() -> ExitCode {
         for scenario in EVERYWHERE.iter().chain(others).map(named) {
             let (paths, references, row) = (paths.clone(), references.clone(), row.clone());
             let name = format!("{}/{}", row.environment.name, scenario.name);
-            trials.push(Trial::test(name, move || {
-                run(&paths, &references, &scenario, &row)
-            }));
+            trials.push(Trial::test(name, move || run(&paths, &references, &scenario, &row)));
         }
     }
     libtest_mimic::run(&args, trials).exit_code()
 }
 
-fn run(
-    paths: &Paths,
-    references: &References,
-    scenario: &Scenario,
-    row: &Row,
-) -> Result<(), Failed> {
+fn run(paths: &Paths, references: &References, scenario: &Scenario, row: &Row) -> Result<(), Failed> {
     if row.for_root && !nix::unistd::geteuid().is_root() {
         println!("skipped: only root may be in {}", row.environment.name);
         return Ok(());
@@ -222,8 +210,7 @@ fn run(
     {
         return Err(format!("killed on kernel TCP:\n{}", describe(&kernel)).into());
     }
-    let other = play_in(environment, paths, scenario, Mode::Both)
-        .map_err(|e| Failed::from(format!("{e:#}")))?;
+    let other = play_in(environment, paths, scenario, Mode::Both).map_err(|e| Failed::from(format!("{e:#}")))?;
     match difference(&kernel, &other) {
         None => Ok(()),
         Some(text) => Err(format!("{text}\nthe run:\n{}", describe(&other)).into()),

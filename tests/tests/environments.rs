@@ -1,5 +1,5 @@
-//! What a program is in, or does, that decides whether its connections may leave TCP: rules, io_uring, limits, seccomp. A
-//! connection of two guests (`src/guest.rs`) goes on all the while, and each byte of it is checked.
+//! What a program is in, or does, that decides whether its connections may leave TCP: rules, io_uring, limits, seccomp.
+//! A connection of two guests (`src/guest.rs`) goes on all the while, and each byte of it is checked.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use std::io::{BufRead, BufReader, Read, Write};
@@ -36,21 +36,15 @@ const CASES: &[(&str, Case)] = &[
     ("nobody", |paths| as_root(paths, &["early:nobody"])),
     ("chroot", chroot),
     ("chroot_and_nobody", chroot_and_nobody),
-    ("sandbox/plain_client", |paths| {
-        sandboxed(paths, &["sandbox"], false)
-    }),
-    ("sandbox/client", |paths| {
-        sandboxed(paths, &["sandbox"], true)
-    }),
+    ("sandbox/plain_client", |paths| sandboxed(paths, &["sandbox"], false)),
+    ("sandbox/client", |paths| sandboxed(paths, &["sandbox"], true)),
     ("sandbox/all_threads/plain_client", |paths| {
         sandboxed(paths, &["sandbox:all threads"], false)
     }),
     ("sandbox/all_threads/client", |paths| {
         sandboxed(paths, &["sandbox:all threads"], true)
     }),
-    ("sandbox/on_a_link", |paths| {
-        sandboxed_on_a_link(paths, &[], "sandbox")
-    }),
+    ("sandbox/on_a_link", |paths| sandboxed_on_a_link(paths, &[], "sandbox")),
     ("sandbox/all_threads/on_a_link", |paths| {
         sandboxed_on_a_link(paths, &[], "sandbox:all threads")
     }),
@@ -69,9 +63,7 @@ const CASES: &[(&str, Case)] = &[
     ("system_service/plain_client", |paths| {
         service_for_plain_client(paths, "system service")
     }),
-    ("system_service/client", |paths| {
-        service(paths, "system service")
-    }),
+    ("system_service/client", |paths| service(paths, "system service")),
     ("system_service/all_threads/client", |paths| {
         service(paths, "system service:all threads")
     }),
@@ -109,11 +101,7 @@ impl Drop for Guest {
 
 impl Guest {
     /// With the library if it is given variables for it.
-    fn start(
-        paths: &Paths,
-        words: &[&str],
-        variables: Option<&[(&str, &str)]>,
-    ) -> Result<Self, Failed> {
+    fn start(paths: &Paths, words: &[&str], variables: Option<&[(&str, &str)]>) -> Result<Self, Failed> {
         let mut command = Command::new(&paths.scenario);
         clean_environment(&mut command);
         if variables.is_some() {
@@ -198,11 +186,7 @@ struct Talk<'a> {
 
 impl<'a> Talk<'a> {
     /// The server does `what` after it has begun to listen.
-    fn begin(
-        paths: &'a Paths,
-        what: &[&str],
-        variables: &[(&str, &str)],
-    ) -> Result<(Self, Vec<String>), Failed> {
+    fn begin(paths: &'a Paths, what: &[&str], variables: &[(&str, &str)]) -> Result<(Self, Vec<String>), Failed> {
         Self::with_client(paths, what, variables, false)
     }
 
@@ -216,19 +200,9 @@ impl<'a> Talk<'a> {
         let words = [&["server"], what].concat();
         let mut server = Guest::start(paths, &words, Some(variables))?;
         let port = server.line()?;
-        let said = what
-            .iter()
-            .map(|_| server.line())
-            .collect::<Result<_, _>>()?;
+        let said = what.iter().map(|_| server.line()).collect::<Result<_, _>>()?;
         let client = Guest::start(paths, &["client", &port], (!is_plain).then_some(&[]))?;
-        Ok((
-            Self {
-                paths,
-                server,
-                client,
-            },
-            said,
-        ))
+        Ok((Self { paths, server, client }, said))
     }
 
     /// Waits until both ends have the connection on a link.
@@ -254,10 +228,7 @@ impl<'a> Talk<'a> {
     fn stays(&self, reason: &str) -> Result<(), Failed> {
         let end = Instant::now() + LIMIT;
         loop {
-            let state = (
-                self.server.state(self.paths),
-                self.server.reasons(self.paths),
-            );
+            let state = (self.server.state(self.paths), self.server.reasons(self.paths));
             if let (Ok(s), Ok(r)) = &state
                 && s.on_link == 0
                 && r.iter().any(|r| r == reason)
@@ -344,11 +315,7 @@ fn io_uring_is_hidden(paths: &Paths) -> Result<(), Failed> {
     let (mut talk, said) = Talk::begin(paths, &["io_uring"], &[])?;
     expect("the server's ring", &said[0], "-1 ENOSYS")?;
     talk.on_link()?;
-    expect(
-        "the client's ring",
-        &talk.client.tell("io_uring")?,
-        "-1 ENOSYS",
-    )?;
+    expect("the client's ring", &talk.client.tell("io_uring")?, "-1 ENOSYS")?;
     talk.on_link()?;
     expect("stderr", &talk.end()?, "")
 }
@@ -414,11 +381,7 @@ fn no_large_files(paths: &Paths) -> Result<(), Failed> {
 
 /// The library's own descriptors come and go under the limit that there is.
 fn limit_of_open_files_is_kept(paths: &Paths) -> Result<(), Failed> {
-    let (mut talk, said) = Talk::begin(
-        paths,
-        &["early:1024 open files for now", "early:watch the limit"],
-        &[],
-    )?;
+    let (mut talk, said) = Talk::begin(paths, &["early:1024 open files for now", "early:watch the limit"], &[])?;
     expect("the limit", &said[0], "done")?;
     talk.on_link()?;
     expect("the limit", &talk.server.tell("watched")?, "kept")?;
@@ -434,7 +397,8 @@ fn few_open_files(paths: &Paths) -> Result<(), Failed> {
 
 /// What the library maps is not filled because the program locks what it maps.
 fn locked_memory(paths: &Paths) -> Result<(), Failed> {
-    /// What may be locked and resident of a link and its thread, KiB. glibc reserves 64 MiB for what the thread allocates.
+    /// What may be locked and resident of a link and its thread, KiB. glibc reserves 64 MiB for what the thread
+    /// allocates.
     const ROOM: [u64; 2] = [80 * 1024, 16 * 1024];
     let words = ["early:lock memory", "early:memory"];
     let (mut talk, said) = Talk::begin(paths, &words, &[])?;
@@ -455,7 +419,8 @@ fn locked_memory(paths: &Paths) -> Result<(), Failed> {
 
 /// A program that locks what it has fills what is in use of a link, not what one might become.
 fn locked_memory_on_a_link(paths: &Paths) -> Result<(), Failed> {
-    /// More may not become resident, KiB: most of it are one segment of each arena and the stacks and heaps of two threads.
+    /// More may not become resident, KiB: most of it are one segment of each arena and the stacks and heaps of two
+    /// threads.
     const ROOM: u64 = 5 * 1024;
     let (mut talk, _) = Talk::begin(paths, &[], &[])?;
     talk.on_link()?;

@@ -55,12 +55,7 @@ struct Program {
 }
 
 impl Program {
-    fn start(
-        paths: &Paths,
-        who: &'static str,
-        words: &[&str],
-        library: bool,
-    ) -> Result<Self, Failed> {
+    fn start(paths: &Paths, who: &'static str, words: &[&str], library: bool) -> Result<Self, Failed> {
         let mut command = Command::new(&paths.scenario);
         clean_environment(&mut command);
         command.args(["helper", "hostile", who]).args(words);
@@ -69,10 +64,7 @@ impl Program {
                 .env("LD_PRELOAD", paths.library.as_ref()?)
                 .env("RDMASOCK_PROMOTE_AFTER", "1r");
         }
-        let mut child = command
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()?;
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
         let (sender, lines) = channel();
         let stdout = BufReader::new(child.stdout.take().unwrap());
         std::thread::spawn(move || {
@@ -93,11 +85,7 @@ impl Program {
     fn line(&mut self) -> Result<String, Failed> {
         self.lines.recv_timeout(LIMIT).map_err(|_| {
             let status = self.child.try_wait();
-            format!(
-                "the {}: no line in {LIMIT:?}; its end: {status:?}",
-                self.who
-            )
-            .into()
+            format!("the {}: no line in {LIMIT:?}; its end: {status:?}", self.who).into()
         })
     }
 

@@ -1,5 +1,5 @@
-//! The pages of the repository: what they link to is there, and so are the files and names that they speak of. Not whether what they
-//! say is true.
+//! The pages of the repository, and the comments: what pages link to is there, and so are the files and names that they
+//! speak of; no comment is wider than code may be. Not whether what they say is true.
 
 #![allow(clippy::unwrap_used)]
 
@@ -8,13 +8,11 @@ use std::path::{Component, Path, PathBuf};
 
 /// The top of the repository.
 fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR"))
-        .parent()
-        .unwrap()
-        .to_owned()
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().to_owned()
 }
 
-/// Every file of the repository, as a path from its top; nothing that was built, fetched or is hidden, but for what CI reads.
+/// Every file of the repository, as a path from its top; nothing that was built, fetched or is hidden, but for what CI
+/// reads.
 fn files() -> BTreeSet<String> {
     let root = root();
     let mut found = BTreeSet::new();
@@ -72,10 +70,7 @@ fn between<'a>(text: &'a str, open: &str, close: char) -> Vec<(usize, &'a str)> 
 /// The anchors of a page's headings, as the usual hosts make them.
 fn anchors(text: &str) -> BTreeSet<String> {
     let heading = |line: &str| {
-        let title = line
-            .strip_prefix('#')?
-            .trim_start_matches('#')
-            .strip_prefix(' ')?;
+        let title = line.strip_prefix('#')?.trim_start_matches('#').strip_prefix(' ')?;
         let kept = title
             .to_lowercase()
             .replace(' ', "-")
@@ -149,9 +144,7 @@ fn every_link_between_pages_leads_somewhere() {
 /// A name may leave out the crate's part of a path, as the pages of a crate do.
 #[test]
 fn every_file_that_a_page_names_is_there() {
-    const ENDINGS: [&str; 9] = [
-        ".rs", ".md", ".toml", ".c", ".py", ".sh", ".txt", ".yml", ".mjs",
-    ];
+    const ENDINGS: [&str; 9] = [".rs", ".md", ".toml", ".c", ".py", ".sh", ".txt", ".yml", ".mjs"];
     let files = files();
     let is_there = |name: &str| {
         files
@@ -201,13 +194,7 @@ fn every_source_file_is_in_the_page_of_files() {
             || ["/explore.rs", "/loom_models.rs", "/forked.rs"]
                 .iter()
                 .any(|end| path.ends_with(end));
-        let crates = [
-            "preload/src/",
-            "shims/src/",
-            "core/src/",
-            "core/verbs/src/",
-            "cli/src/",
-        ];
+        let crates = ["preload/src/", "shims/src/", "core/src/", "core/verbs/src/", "cli/src/"];
         path.ends_with(".rs") && !is_test && crates.iter().any(|c| path.starts_with(c))
     };
     let is_named = |path: &str| {
@@ -223,4 +210,63 @@ fn every_source_file_is_in_the_page_of_files() {
         .filter(|path| !is_root(path) && !is_named(path))
         .collect();
     assert!(missing.is_empty(), "{missing:#?}");
+}
+
+/// What rustfmt does not look at: it leaves comments as they are, and code that it cannot break.
+#[test]
+fn no_comment_is_wider_than_code_may_be() {
+    let format = std::fs::read_to_string(root().join("rustfmt.toml")).unwrap();
+    let width = format.lines().find_map(|line| line.strip_prefix("max_width = "));
+    let width: usize = width.unwrap().parse().unwrap();
+    let mut seen = 0;
+    let mut wide = Vec::new();
+    for path in files().into_iter().filter(|path| path.ends_with(".rs")) {
+        let text = std::fs::read_to_string(root().join(&path)).unwrap();
+        for (at, line) in text.lines().enumerate() {
+            let Some(comment) = comment(line) else { continue };
+            seen += 1;
+            let long = line.chars().count();
+            if long > width && !may_be_wide(comment) {
+                wide.push(format!("{path}:{}: {long} columns", at + 1));
+            }
+        }
+    }
+    assert!(seen > 5000, "only {seen} lines were found");
+    assert!(wide.is_empty(), "{wide:#?}");
+}
+
+#[test]
+fn what_may_be_wide_is_known() {
+    let wide = [
+        "/// | a | table |",
+        "//! ┌──── a picture",
+        "// https://a.link",
+        "/// [name]: other.rs",
+        "/// a [`Link`](other.rs)",
+    ];
+    for line in wide {
+        assert!(may_be_wide(comment(line).unwrap()), "{line}");
+    }
+    for line in ["    /// This or that: `a | b`.", "let a = 1; // (This) [and] that."] {
+        assert!(!may_be_wide(comment(line).unwrap()), "{line}");
+    }
+    for line in ["let a = 1;", r#"let a = "https://no.comment";"#] {
+        assert_eq!(comment(line), None);
+    }
+}
+
+/// The words of a comment, if there is one on this line of a source file.
+fn comment(line: &str) -> Option<&str> {
+    let (code, comment) = line.split_once("//")?;
+    // Behind code there is a space in front; what else has these signs is a string.
+    let is_one = code.trim().is_empty() || code.ends_with(' ') && code.matches('"').count() % 2 == 0;
+    is_one.then(|| comment.trim_start_matches(['/', '!']).trim())
+}
+
+/// Tables, pictures and links cannot be broken.
+fn may_be_wide(comment: &str) -> bool {
+    let is_of_a_picture = |c: char| ('\u{2500}'..='\u{25ff}').contains(&c);
+    comment.starts_with('|')
+        || comment.contains(is_of_a_picture)
+        || ["://", "](", "]: "].iter().any(|link| comment.contains(link))
 }

@@ -35,9 +35,7 @@ fn main() -> ExitCode {
         let paths = Arc::clone(&paths);
         // A squatter of one's own uid is trusted by design: only root can play another uid.
         let cannot = squatter.is_some() && !nix::unistd::geteuid().is_root();
-        trials.push(
-            Trial::test(name, move || run(&paths, role, after, squatter)).with_ignored_flag(cannot),
-        );
+        trials.push(Trial::test(name, move || run(&paths, role, after, squatter)).with_ignored_flag(cannot));
     };
     add("nobody_has_it".into(), Role::Nobody, "", None);
     for (name, role) in [("client", Role::Client), ("server", Role::Server)] {
@@ -47,11 +45,7 @@ fn main() -> ExitCode {
         }
     }
     for how in ["nothing", "garbage", "yes", "close"] {
-        for (name, role) in [
-            ("client", Role::Client),
-            ("server", Role::Server),
-            ("both", Role::Both),
-        ] {
+        for (name, role) in [("client", Role::Client), ("server", Role::Server), ("both", Role::Both)] {
             for after in ["", "0"] {
                 let when = if after.is_empty() { "early" } else { after };
                 add(

@@ -22,9 +22,8 @@ const AT_ONCE: usize = 2;
 /// What is still being cleared away gets this long.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// What more a process may have at the end than after the first peers: what is being cleared away, the
-/// allocator's whims, and link objects for a few more peers at once. A leak of one descriptor, mapping or page a peer is far
-/// more.
+/// What more a process may have at the end than after the first peers: what is being cleared away, the allocator's
+/// whims, and link objects for a few more peers at once. A leak of one descriptor, mapping or page a peer is far more.
 const SLACK: Counts = Counts {
     fds: 4,
     mappings: 40,
@@ -40,10 +39,7 @@ fn main() -> ExitCode {
         Trial::test("many_clients_of_one_server", many_clients),
         Trial::test("one_client_of_a_server_that_forks", forking_server),
         Trial::test("a_child_for_a_short_connection_is_no_instance", short_child),
-        Trial::test(
-            "questions_do_not_grow_with_the_processes_of_a_server",
-            questions,
-        ),
+        Trial::test("questions_do_not_grow_with_the_processes_of_a_server", questions),
     ];
     libtest_mimic::run(&args, trials).exit_code()
 }
@@ -73,14 +69,10 @@ impl Counts {
         };
         // A thread may have a table of descriptors of its own.
         let tables = fs::read_dir(proc("task")).expect("it runs");
-        let fds =
-            tables.filter_map(|t| Some(fs::read_dir(t.ok()?.path().join("fd")).ok()?.count()));
+        let fds = tables.filter_map(|t| Some(fs::read_dir(t.ok()?.path().join("fd")).ok()?.count()));
         Self {
             fds: fds.max().expect("a thread") as u64,
-            mappings: fs::read_to_string(proc("maps"))
-                .expect("it runs")
-                .lines()
-                .count() as u64,
+            mappings: fs::read_to_string(proc("maps")).expect("it runs").lines().count() as u64,
             size_kib: field("VmSize:"),
             resident_kib: field("VmRSS:"),
         }
@@ -182,9 +174,7 @@ fn come_and_go(port: &str, count: u64) -> Result<(), Failed> {
     while left > 0 {
         let batch = left.min(AT_ONCE as u64);
         left -= batch;
-        let clients: Result<Vec<_>, _> = (0..batch)
-            .map(|_| Peer::start(&["dial", port, "1"]))
-            .collect();
+        let clients: Result<Vec<_>, _> = (0..batch).map(|_| Peer::start(&["dial", port, "1"])).collect();
         for mut client in clients? {
             client.is_done()?;
         }

@@ -1,5 +1,5 @@
-//! What `rdmasock stat` says of a connection that stands still: who sleeps on it, in what, and what is unread at either end. It is said
-//! while it lasts, also of a program that is stopped.
+//! What `rdmasock stat` says of a connection that stands still: who sleeps on it, in what, and what is unread at either
+//! end. It is said while it lasts, also of a program that is stopped.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use std::io::{BufRead, BufReader, Write};
@@ -83,12 +83,7 @@ impl End {
     fn begin(&mut self, what: &str) -> Result<(), Failed> {
         // In one piece: it reads a line at a time.
         let line = format!("{what}\n");
-        Ok(self
-            .child
-            .stdin
-            .as_mut()
-            .unwrap()
-            .write_all(line.as_bytes())?)
+        Ok(self.child.stdin.as_mut().unwrap().write_all(line.as_bytes())?)
     }
 
     /// Waits until it has.
@@ -118,11 +113,7 @@ impl<'a> Pair<'a> {
         let mut client = End::start(paths, &["client", &port])?;
         server.line()?;
         client.line()?;
-        let mut pair = Self {
-            paths,
-            server,
-            client,
-        };
+        let mut pair = Self { paths, server, client };
         let end = Instant::now() + LIMIT;
         loop {
             pair.server.begin("answer 20")?;
@@ -130,10 +121,7 @@ impl<'a> Pair<'a> {
             pair.server.finish()?;
             pair.client.finish()?;
             let both = [&pair.server, &pair.client].map(|end| pair.stream(end));
-            if both
-                .iter()
-                .all(|s| s["tx_path"] == "shm" && s["rx_path"] == "shm")
-            {
+            if both.iter().all(|s| s["tx_path"] == "shm" && s["rx_path"] == "shm") {
                 return Ok(pair);
             }
             if Instant::now() > end {
@@ -171,9 +159,7 @@ impl<'a> Pair<'a> {
     fn until_quiet(&self) -> Result<(), Failed> {
         for end in [&self.server, &self.client] {
             self.until(end, |s| {
-                s["asleep"] == Value::Array(Vec::new())
-                    && s["unread_here"] == 0
-                    && s["unread_there"] == 0
+                s["asleep"] == Value::Array(Vec::new()) && s["unread_here"] == 0 && s["unread_there"] == 0
             })?;
         }
         Ok(())
@@ -208,16 +194,10 @@ fn receiver(paths: &Paths) -> Result<(), Failed> {
     let first = pair.until_asleep(&pair.client, "recv")?;
     // Its main thread has the number of the process.
     assert_eq!(first["asleep"][0]["thread"], pair.client.pid(), "{first:#}");
-    assert_eq!(
-        (&first["unread_here"], &first["unread_there"]),
-        (&0.into(), &0.into())
-    );
+    assert_eq!((&first["unread_here"], &first["unread_there"]), (&0.into(), &0.into()));
     let later = pair.until(&pair.client, |s| is_asleep(s, "recv") && seconds(s) >= 0.1)?;
     assert!(seconds(&later) > seconds(&first));
-    assert_eq!(
-        pair.stream(&pair.server)["asleep"],
-        Value::Array(Vec::new())
-    );
+    assert_eq!(pair.stream(&pair.server)["asleep"], Value::Array(Vec::new()));
     pair.server.begin("send 10")?;
     pair.server.finish()?;
     pair.client.finish()?;
@@ -269,11 +249,7 @@ fn poll_and_epoll(paths: &Paths) -> Result<(), Failed> {
     for (word, call) in [("poll", "poll"), ("epoll", "epoll_wait")] {
         pair.client.begin(word)?;
         let stream = pair.until_asleep(&pair.client, call)?;
-        assert_eq!(
-            stream["asleep"][0]["thread"],
-            pair.client.pid(),
-            "{stream:#}"
-        );
+        assert_eq!(stream["asleep"][0]["thread"], pair.client.pid(), "{stream:#}");
         pair.server.begin("send 10")?;
         pair.server.finish()?;
         pair.client.finish()?;

@@ -5,9 +5,8 @@
 use proptest::collection::vec;
 use proptest::prelude::*;
 use rdmasock_core::fabric::mem::Fate;
-use rdmasock_core::stream::handshake::Step;
 use rdmasock_core::wire::MAX_MARKER;
-use rdmasock_tests::pair::endpoint::Mode;
+use rdmasock_tests::pair::endpoint::Outcome;
 use rdmasock_tests::pair::tcp::Shape;
 use rdmasock_tests::pair::{ACCEPTOR, CONNECTOR, Weather, World};
 
@@ -97,13 +96,11 @@ fn play(world: &mut World, op: &Op) {
             world.read(end, n);
         }
         Op::EnterRead(end) => {
-            if world.ends[end].rx == Mode::Tcp {
-                world.ends[end].inside = true;
-            }
+            world.ends[end].enter_read();
         }
         Op::Promote => world.promote(),
-        Op::GiveUp(end) => world.at(end, |e, net| e.give_up(net)),
-        Op::Leave(end) => world.at(end, |e, net| e.leave(net)),
+        Op::GiveUp(end) => world.ends[end].give_up(),
+        Op::Leave(end) => world.ends[end].leave(),
         Op::ReturnToTcp(end) => world.return_to_tcp(end),
         Op::Shut(end) => world.shut(end),
         Op::Fail(end, keep, flight) => world.fail(end, keep, flight),
@@ -145,7 +142,7 @@ proptest! {
         world.promote();
         ops.iter().for_each(|op| play(&mut world, op));
         world.finish();
-        prop_assert_eq!(world.outcomes(), [Some(Step::Promoted); 2]);
+        prop_assert_eq!(world.outcomes(), [Some(Outcome::Promoted); 2]);
         for end in [CONNECTOR, ACCEPTOR] {
             let before = world.in_tcp(end);
             prop_assert!(world.write(end, 100) > 0);
@@ -184,7 +181,7 @@ fn busy(weather: Weather, give_up: Option<usize>) -> World {
             world.read(end, 2);
         }
         if Some(round) == give_up {
-            world.at(round % 2, |e, net| e.give_up(net));
+            world.ends[round % 2].give_up();
         }
         world.pass(1);
     }
@@ -207,7 +204,7 @@ fn markers_may_be_cut_at_every_byte() {
             },
             None,
         );
-        assert_eq!(world.outcomes(), [Some(Step::Promoted); 2], "cut at {cut}");
+        assert_eq!(world.outcomes(), [Some(Outcome::Promoted); 2], "cut at {cut}");
     }
 }
 
@@ -228,11 +225,7 @@ fn markers_may_be_taken_in_parts_of_every_size() {
         }
         world.promote();
         world.finish();
-        assert_eq!(
-            world.outcomes(),
-            [Some(Step::Promoted); 2],
-            "capacity {capacity}"
-        );
+        assert_eq!(world.outcomes(), [Some(Outcome::Promoted); 2], "capacity {capacity}");
     }
 }
 
@@ -252,8 +245,8 @@ fn giving_up_at_any_moment_loses_nothing() {
         let world = busy(weather, Some(moment));
         let [c, s] = world.outcomes();
         assert_eq!(
-            c == Some(Step::Promoted),
-            s == Some(Step::Promoted),
+            c == Some(Outcome::Promoted),
+            s == Some(Outcome::Promoted),
             "at {moment}"
         );
     }
@@ -267,15 +260,15 @@ fn a_lost_yes_leaves_both_ends_on_tcp_and_another_attempt_to_other_nonces() {
     world.promote();
     world.write(CONNECTOR, 1000);
     world.pass(2500);
-    assert_eq!(world.outcomes()[CONNECTOR], Some(Step::Abandoned));
+    assert_eq!(world.outcomes()[CONNECTOR], Some(Outcome::Abandoned));
     // The YES comes too late and is answered by CANCEL.
     world.pass(1000);
     world.pass(1);
-    assert_eq!(world.outcomes(), [Some(Step::Abandoned); 2]);
+    assert_eq!(world.outcomes(), [Some(Outcome::Abandoned); 2]);
     assert_eq!(world.in_tcp(CONNECTOR), 1000);
     world.promote();
     world.finish();
-    assert_eq!(world.outcomes(), [Some(Step::Promoted); 2]);
+    assert_eq!(world.outcomes(), [Some(Outcome::Promoted); 2]);
 }
 
 #[test]
@@ -287,7 +280,7 @@ fn a_link_that_never_comes_leaves_both_ends_on_tcp() {
         },
         None,
     );
-    assert_eq!(world.outcomes(), [Some(Step::Abandoned); 2]);
+    assert_eq!(world.outcomes(), [Some(Outcome::Abandoned); 2]);
 }
 
 #[test]
@@ -299,11 +292,11 @@ fn a_connection_can_be_demoted_and_promoted_again_and_again() {
             world.write(end, 500 + round);
         }
         world.finish();
-        assert_eq!(world.outcomes(), [Some(Step::Promoted); 2], "round {round}");
+        assert_eq!(world.outcomes(), [Some(Outcome::Promoted); 2], "round {round}");
         for end in [CONNECTOR, ACCEPTOR] {
             world.write(end, 700);
         }
-        world.at(round % 2, |e, net| e.leave(net));
+        world.ends[round % 2].leave();
         for end in [CONNECTOR, ACCEPTOR] {
             world.write(end, 300);
         }
@@ -370,12 +363,12 @@ fn after_a_failure_the_connection_is_promoted_again_on_a_new_link() {
             world.write(end, 500 + round);
         }
         world.finish();
-        assert_eq!(world.outcomes(), [Some(Step::Promoted); 2], "round {round}");
+        assert_eq!(world.outcomes(), [Some(Outcome::Promoted); 2], "round {round}");
         for end in [CONNECTOR, ACCEPTOR] {
             world.write(end, 700);
         }
         match round % 3 {
-            0 => world.at(round % 2, |e, net| e.leave(net)),
+            0 => world.ends[round % 2].leave(),
             1 => world.return_to_tcp(round % 2),
             _ => world.fail(round % 2, 100, false),
         }
@@ -400,7 +393,7 @@ fn shutdown_between_hosts_ends_the_direction_behind_its_last_byte() {
         }
         world.write(ACCEPTOR, 2000);
         world.finish();
-        assert!(world.ends[ACCEPTOR].eof && !world.ends[CONNECTOR].eof);
+        assert!(world.ends[ACCEPTOR].has_read_end() && !world.ends[CONNECTOR].has_read_end());
         world.write(ACCEPTOR, 100);
         world.shut(ACCEPTOR);
         world.finish();

@@ -72,9 +72,7 @@ fn library() -> Result<PathBuf, String> {
     let path = std::env::var_os("RDMASOCK_POINTS_LIBRARY").map_or_else(
         || {
             let profiles = Path::new(env!("CARGO_BIN_EXE_scenario")).ancestors().nth(2);
-            profiles
-                .unwrap_or(Path::new("."))
-                .join("points/librdmasock.so")
+            profiles.unwrap_or(Path::new(".")).join("points/librdmasock.so")
         },
         PathBuf::from,
     );

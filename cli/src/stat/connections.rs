@@ -1,7 +1,8 @@
-//! The connections of the instances, each with what its own statistics do not say: what is unread at either end, and who sleeps on it.
+//! The connections of the instances, each with what its own statistics do not say: what is unread at either end, and
+//! who sleeps on it.
 //!
-//! What one end has sent over links and the other has not received there is unread. So it takes the statistics of both, which are
-//! those of one host, and of one user unless it is root who asks.
+//! What one end has sent over links and the other has not received there is unread. So it takes the statistics of both,
+//! which are those of one host, and of one user unless it is root who asks.
 
 use core::net::{IpAddr, SocketAddr};
 use std::collections::HashMap;
@@ -41,11 +42,7 @@ pub fn all<'a>(shown: &'a [Process], others: &'a [Process]) -> Vec<Connection<'a
     shown.iter().flat_map(of).collect()
 }
 
-fn connection<'a>(
-    process: &'a Process,
-    stream: &'a StreamSnapshot,
-    ends: &Ends<'a>,
-) -> Connection<'a> {
+fn connection<'a>(process: &'a Process, stream: &'a StreamSnapshot, ends: &Ends<'a>) -> Connection<'a> {
     let asleep: Vec<_> = process.instance.asleep_on(stream).collect();
     let other = other_end(process, stream, ends);
     // Read one after the other: what came in between is not less than nothing.
@@ -61,11 +58,7 @@ fn connection<'a>(
     }
 }
 
-fn other_end<'a>(
-    process: &Process,
-    stream: &StreamSnapshot,
-    ends: &Ends<'a>,
-) -> Option<&'a StreamSnapshot> {
+fn other_end<'a>(process: &Process, stream: &StreamSnapshot, ends: &Ends<'a>) -> Option<&'a StreamSnapshot> {
     let slot = stream.link?;
     let link = process.instance.links.iter().find(|l| l.slot == slot)?;
     let end = (link.peer, plain(stream.peer?), plain(stream.local?));

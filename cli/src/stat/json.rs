@@ -3,8 +3,7 @@
 use std::collections::BTreeMap;
 
 use rdmasock_core::stats::{
-    Call, Counts, Direction, Event, LinkSnapshot, LinkState, Path, Process, SleeperSnapshot,
-    StreamSnapshot, Totals,
+    Call, Counts, Direction, Event, LinkSnapshot, LinkState, Path, Process, SleeperSnapshot, StreamSnapshot, Totals,
 };
 use serde::Serialize;
 
@@ -24,7 +23,7 @@ struct Instance {
     program: String,
     id: String,
     uptime_s: f64,
-    /// Why all connections are held on TCP, if they are.
+    /// Why all connections are kept on TCP, if they are.
     held: Option<String>,
     totals: Sums,
     /// How often each event was counted, by its name.
@@ -101,9 +100,7 @@ impl Document {
 
 impl Instance {
     fn new(process: &Process, connections: &[Connection<'_>]) -> Self {
-        let streams = connections
-            .iter()
-            .filter(|c| std::ptr::eq(c.process, process));
+        let streams = connections.iter().filter(|c| std::ptr::eq(c.process, process));
         let seen = &process.instance;
         Self {
             pid: process.pid,
@@ -111,12 +108,9 @@ impl Instance {
             program: seen.program.clone(),
             id: hex(seen.id),
             uptime_s: seen.uptime.as_secs_f64(),
-            held: seen.held.map(words::held),
+            held: seen.kept_on_tcp.map(words::kept_on_tcp),
             totals: Sums::from(&seen.totals),
-            events: Event::ALL
-                .iter()
-                .map(|e| (e.name(), seen.count(*e)))
-                .collect(),
+            events: Event::ALL.iter().map(|e| (e.name(), seen.count(*e))).collect(),
             links: seen.links.iter().map(Link::from).collect(),
             streams: streams.map(Stream::from).collect(),
         }

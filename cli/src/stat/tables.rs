@@ -7,10 +7,9 @@ use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
 use rdmasock_core::stats::{Counts, Direction, Event, LinkState, Path, Process, StreamSnapshot};
 
 use super::connections::Connection;
-use super::words::{duration, held, hex, sleep, why_tcp, word};
+use super::words::{duration, hex, kept_on_tcp, sleep, why_tcp, word};
 
-const NONE: &str =
-    "No program that you may look at runs with rdmasock (root sees those of all users).\n";
+const NONE: &str = "No program that you may look at runs with rdmasock (root sees those of all users).\n";
 
 /// One line a connection.
 pub fn overview(processes: &[Process], connections: &[Connection<'_>]) -> String {
@@ -46,14 +45,10 @@ pub fn overview(processes: &[Process], connections: &[Connection<'_>]) -> String
     for process in processes {
         let seen = &process.instance;
         let who = format!("{} (pid {})", seen.program, process.pid);
-        if let Some(reason) = seen.held {
-            let _ = writeln!(text, "{who}: all connections on TCP: {}", held(reason));
+        if let Some(reason) = seen.kept_on_tcp {
+            let _ = writeln!(text, "{who}: all connections on TCP: {}", kept_on_tcp(reason));
         } else if seen.streams.is_empty() {
-            let _ = writeln!(
-                text,
-                "{who}: no connection now, {} so far",
-                seen.totals.streams
-            );
+            let _ = writeln!(text, "{who}: no connection now, {} so far", seen.totals.streams);
         }
     }
     text
@@ -126,9 +121,9 @@ fn section(process: &Process, connections: &[Connection<'_>]) -> String {
         duration(seen.uptime.as_secs()),
         hex(seen.id),
     );
-    if let Some(reason) = seen.held {
+    if let Some(reason) = seen.kept_on_tcp {
         // Writing to a String cannot fail.
-        let _ = writeln!(text, "all connections on TCP: {}", held(reason));
+        let _ = writeln!(text, "all connections on TCP: {}", kept_on_tcp(reason));
     }
     let totals = &seen.totals;
     let counts = [
@@ -141,10 +136,7 @@ fn section(process: &Process, connections: &[Connection<'_>]) -> String {
         ("time-outs", seen.count(Event::HandshakeTimeout)),
         ("violations", seen.count(Event::LinkViolation)),
     ];
-    let counts: Vec<String> = counts
-        .iter()
-        .map(|(name, n)| format!("{name} {n}"))
-        .collect();
+    let counts: Vec<String> = counts.iter().map(|(name, n)| format!("{name} {n}")).collect();
     // Writing to a String cannot fail.
     let _ = writeln!(text, "{}", counts.join("  "));
     if let Some(line) = control(process) {
@@ -241,9 +233,7 @@ fn row(connection: &Connection<'_>) -> [String; 14] {
         bytes(stream.tx.link_bytes),
         bytes(stream.rx.tcp_bytes),
         bytes(stream.rx.link_bytes),
-        calls(stream.tx)
-            .saturating_add(calls(stream.rx))
-            .to_string(),
+        calls(stream.tx).saturating_add(calls(stream.rx)).to_string(),
         here,
         there,
         asleep,
@@ -309,12 +299,7 @@ mod tests {
 
     #[test]
     fn figures_have_units() {
-        for (count, text) in [
-            (0, "0 B"),
-            (1023, "1023 B"),
-            (1024, "1.0 KiB"),
-            (u64::MAX, "16.0 EiB"),
-        ] {
+        for (count, text) in [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (u64::MAX, "16.0 EiB")] {
             assert_eq!(bytes(count), text);
         }
     }

@@ -12,12 +12,9 @@ pub fn word(text: Option<&'static str>) -> &'static str {
     text.unwrap_or("unknown")
 }
 
-/// Why a whole instance is held on TCP.
-pub fn held(reason: Result<Reason, u16>) -> String {
-    reason.map_or_else(
-        |code| format!("unknown reason {code}"),
-        |reason| reason.to_string(),
-    )
+/// Why a whole instance is kept on TCP.
+pub fn kept_on_tcp(reason: Result<Reason, u16>) -> String {
+    reason.map_or_else(|code| format!("unknown reason {code}"), |reason| reason.to_string())
 }
 
 /// Why a stream is on TCP; `None` where it is not, or nothing is known.

@@ -1,15 +1,14 @@
-//! Threads that are already asleep in the kernel when what they wait for becomes ours, so that what comes next does not come
-//! to the kernel: those in poll or select name their sockets ([`Onlookers`]), those in the wait on an epoll set are counted
-//! ([`Gate`]). Not for who sleeps on what is ours already (`ready`, `waiter`), nor for how they are woken.
+//! Threads that are already asleep in the kernel when what they wait for becomes ours, so that what comes next does not
+//! come to the kernel: those in poll or select name their sockets ([`Onlookers`]), those in the wait on an epoll set
+//! are counted ([`Gate`]). Not for who sleeps on what is ours already (`ready`, `waiter`), nor for how they are woken.
 //!
-//! Both are Dekker's protocol again: who is about to sleep says so, and then looks whether it is still the kernel's; who
-//! makes it ours says that, and then looks who sleeps. Both announce with a `SeqCst` read-modify-write before they look
-//! with a `SeqCst` load, so not both can miss the other.
+//! Who is about to sleep says so, and then looks whether it is still the kernel's; who makes it ours says that, and
+//! then looks who sleeps ([`crate::sync`]).
 
-use crate::sync::{AtomicU32, AtomicU64, Ordering, fence_after_rmw};
+use crate::sync::{AtomicBool, AtomicU64, Presence, Published};
 
-/// A set of sockets by their slots, of which it may say too many: a bit stands for all whose slots leave the same rest. So to
-/// sleep costs one exchange however many sockets are polled, and a thread that is told in vain looks once more.
+/// A set of sockets by their slots, of which it may say too many: a bit stands for all whose slots leave the same rest.
+/// So to sleep costs one exchange however many sockets are polled, and a thread that is told in vain looks once more.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
 pub struct Slots(u64);
 
@@ -28,105 +27,91 @@ impl Slots {
 
 /// By the number of a waiter: which sockets its thread polls in the kernel.
 #[derive(Debug)]
-pub struct Onlookers(Box<[AtomicU64]>);
+pub struct Onlookers(Box<[Published<AtomicU64>]>);
 
 impl Onlookers {
     /// For waiters with numbers below `waiters`.
     pub fn new(waiters: u16) -> Self {
-        Self((0..waiters).map(|_| AtomicU64::new(0)).collect())
+        Self((0..waiters).map(|_| Published::default()).collect())
     }
 
     /// The waiter's thread is about to poll these. It looks once more after this whether one has become ours.
     pub fn enter(&self, id: u16, slots: Slots) {
         if let Some(word) = self.0.get(usize::from(id)) {
-            word.swap(slots.0, Ordering::SeqCst);
-            fence_after_rmw();
+            word.publish(slots.0);
         }
     }
 
     /// It is back.
     pub fn leave(&self, id: u16) {
         if let Some(word) = self.0.get(usize::from(id)) {
-            word.store(0, Ordering::Release);
+            word.publish_quietly(0);
         }
     }
 
-    /// Whose threads may poll a socket that has just become ours, which was said by a `SeqCst` read-modify-write.
+    /// Whose threads may poll a socket that has just become ours, which was [published](Published).
     pub fn of(&self, slot: u32) -> impl Iterator<Item = u16> {
-        fence_after_rmw();
         let one = Slots::default().with(slot).0;
-        let polls = move |word: &AtomicU64| word.load(Ordering::SeqCst) & one != 0;
+        let polls = move |word: &Published<AtomicU64>| word.look() & one != 0;
         let words = self.0.iter().zip(0u16..);
         words.filter_map(move |(word, id)| polls(word).then_some(id))
     }
 }
 
 /// A way into the kernel's wait, which is closed for good once something that is waited for is ours.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Gate {
-    closed: AtomicU32,
-    inside: AtomicU32,
+    closed: Published<AtomicBool>,
+    inside: Presence,
 }
 
 impl Gate {
     /// An open one with nobody inside.
     pub fn new() -> Self {
-        Self {
-            closed: AtomicU32::new(0),
-            inside: AtomicU32::new(0),
-        }
+        Self::default()
     }
 
     /// Counts the thread, until it [leaves](Self::leave). False, and it is to leave at once, if the gate is closed.
     #[must_use]
     pub fn enter(&self) -> bool {
-        self.inside.fetch_add(1, Ordering::SeqCst);
-        fence_after_rmw();
-        self.closed.load(Ordering::SeqCst) == 0
+        self.inside.enter();
+        !self.is_closed()
     }
 
-    /// True if others are inside. Whoever was woken by the ring for the closing passes it on to one of them: it wakes one thread.
+    /// True if others are inside. Whoever was woken by the ring for the closing passes it on to one of them: it wakes
+    /// one thread.
     #[must_use]
     pub fn leave(&self) -> bool {
-        let others = self.inside.fetch_sub(1, Ordering::SeqCst) > 1;
-        fence_after_rmw();
-        others
+        !self.inside.leave()
     }
 
     /// Whether threads are inside.
     pub fn is_in_use(&self) -> bool {
-        self.inside.load(Ordering::SeqCst) > 0
+        !self.inside.is_empty()
     }
 
     /// From now on nobody goes in. True if threads are inside: one of them is to be rung for.
     #[must_use]
     pub fn close(&self) -> bool {
-        self.closed.swap(1, Ordering::SeqCst);
-        fence_after_rmw();
+        self.closed.publish(true);
         self.is_in_use()
     }
 
     /// Whether it is closed.
     #[inline]
     pub fn is_closed(&self) -> bool {
-        self.closed.load(Ordering::SeqCst) != 0
+        self.closed.look()
     }
 
     /// Opens it again, where nobody waits. True if it was closed.
     pub fn reopen(&self) -> bool {
-        self.closed.swap(0, Ordering::SeqCst) != 0
+        self.closed.take()
     }
 
     /// In a fork child, where nobody is inside: as new.
     pub fn reset(&self) {
         self.reopen();
-        self.inside.store(0, Ordering::Relaxed);
-    }
-}
-
-impl Default for Gate {
-    fn default() -> Self {
-        Self::new()
+        self.inside.reset();
     }
 }
 

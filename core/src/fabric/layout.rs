@@ -135,15 +135,13 @@ pub fn required_size(data_bytes: u64) -> Option<u64> {
 /// Offset in the file of the part of ready queue `queue` that is for the streams of `group`; `None` when
 /// there is no such queue or group.
 pub fn line_offset(queue: u32, group: u32) -> Option<usize> {
-    (queue < READY_QUEUES && group < GROUPS)
-        .then(|| group as usize * GROUP_BYTES + queue as usize * LINE_BYTES)
+    (queue < READY_QUEUES && group < GROUPS).then(|| group as usize * GROUP_BYTES + queue as usize * LINE_BYTES)
 }
 
 /// Offset in the file of the direction block of `vqpn`; `None` when there is no such stream.
 pub fn block_offset(vqpn: u32) -> Option<usize> {
     let (group, place) = (vqpn / GROUP_STREAMS, vqpn % GROUP_STREAMS);
-    (vqpn < MAX_STREAMS)
-        .then(|| group as usize * GROUP_BYTES + LINES_BYTES + place as usize * BLOCK_BYTES)
+    (vqpn < MAX_STREAMS).then(|| group as usize * GROUP_BYTES + LINES_BYTES + place as usize * BLOCK_BYTES)
 }
 
 #[cfg(all(test, not(loom)))]
@@ -164,10 +162,7 @@ mod tests {
         assert_eq!(line_offset(1, 0).unwrap() % LINE_BYTES, 0);
         assert_eq!(block_offset(1).unwrap() % BLOCK_BYTES, 0);
         assert_eq!(DATA_OFFSET % PAGE, 0);
-        assert_eq!(
-            (line_offset(READY_QUEUES, 0), line_offset(0, GROUPS)),
-            (None, None)
-        );
+        assert_eq!((line_offset(READY_QUEUES, 0), line_offset(0, GROUPS)), (None, None));
         assert_eq!(block_offset(MAX_STREAMS), None);
     }
 

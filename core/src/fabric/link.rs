@@ -36,6 +36,17 @@ pub enum SendError {
     Encoding,
 }
 
+/// Why nothing of ours can send to a stream of the peer's.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum NoProducer {
+    /// A stream of ours sends there already, or there is no such number: the peer misbehaves.
+    #[error("no such stream, or one that is in use")]
+    NoSuch,
+    /// The link is over, or its memory has no room here.
+    #[error("no room for another stream")]
+    Limits,
+}
+
 /// Our receiving end of a new stream.
 #[derive(Debug)]
 pub struct Opened {
@@ -78,16 +89,17 @@ pub trait LinkEnd {
     /// Room for another ring of `1 << log2` bytes.
     fn allocate(&self, log2: u8) -> Option<Region>;
 
-    /// A ring of `1 << log2` bytes that may never be used, without memory ([`Consumer::offer_reserve`]), mapped so that its use
-    /// cannot fail. `None` where the fabric has no such, where that cannot be had, or where rings in use need the room.
+    /// A ring of `1 << log2` bytes that may never be used, without memory ([`Consumer::offer_reserve`]), mapped so that
+    /// its use cannot fail. `None` where the fabric has no such, where that cannot be had, or where rings in use need
+    /// the room.
     fn reserve(&self, log2: u8) -> Option<Region> {
         let _ = log2;
         None
     }
 
-    /// The peer's ring has no room, and this end can keep what is sent: `producer`, of the peer's stream `theirs`, gets a buffer of
-    /// this end's own in its place, of up to `1 << log2` bytes, as far as its bound goes. False where the fabric has none, or
-    /// that would not be more. The caller holds the producer's lock.
+    /// The peer's ring has no room, and this end can keep what is sent: `producer`, of the peer's stream `theirs`, gets
+    /// a buffer of this end's own in its place, of up to `1 << log2` bytes, as far as its bound goes. False where the
+    /// fabric has none, or that would not be more. The caller holds the producer's lock.
     fn lend(&self, theirs: Vqpn, producer: &mut Producer, log2: u8) -> bool {
         let _ = (theirs, producer, log2);
         false

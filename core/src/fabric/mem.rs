@@ -14,10 +14,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use super::arena::Arena;
 use super::layout::{self, Layout, PAGE, READY_QUEUES, Region};
 use super::link::{LinkEnd, OpenError, Opened, SendError};
-use super::ready::{ReadyCursor, ReadyLine, ReadyQueue, RungMark, SleepFlag};
+use super::ready::{ReadyCursor, ReadyLine, ReadyQueue};
 use super::ring::{Consumer, DataArea, DirectionBlock, Producer, Wake};
 use super::waiter::{MAX_WAITERS, WaiterId};
 use crate::ids::Vqpn;
+use crate::sync::{RungMark, SleepFlag};
 use crate::wire::{MAX_MESSAGE, Message, RingOffer};
 
 /// A test that failed under a lock has failed; the others may go on.
@@ -134,10 +135,7 @@ impl Medium {
 
     /// When the next message arrives, in µs; `None` if none is under way.
     pub fn next_arrival(&self) -> Option<u64> {
-        lock(&self.queue)
-            .messages
-            .first_key_value()
-            .map(|(at, _)| at.0)
+        lock(&self.queue).messages.first_key_value().map(|(at, _)| at.0)
     }
 }
 
@@ -300,10 +298,7 @@ impl fmt::Debug for End {
 pub fn heap_pair(data_bytes: u64, clock: &Clock) -> Option<[End; 2]> {
     let layout = Layout::for_data(data_bytes)?;
     let sides = [Side::new(layout)?, Side::new(layout)?];
-    let media = [
-        Arc::new(Medium::reliable(clock)),
-        Arc::new(Medium::reliable(clock)),
-    ];
+    let media = [Arc::new(Medium::reliable(clock)), Arc::new(Medium::reliable(clock))];
     let waiters = [Arc::new(Waiters::new()), Arc::new(Waiters::new())];
     let up = Arc::new(AtomicBool::new(true));
     let end = |me: usize, you: usize| End {
@@ -388,11 +383,7 @@ impl LinkEnd for End {
             numbers.next += 1;
         }
         numbers.used.insert(number, Used::default());
-        Ok(Opened {
-            vqpn,
-            ring,
-            consumer,
-        })
+        Ok(Opened { vqpn, ring, consumer })
     }
 
     fn producer(&self, theirs: Vqpn) -> Option<Producer> {
@@ -441,8 +432,7 @@ impl LinkEnd for End {
             && let Some(queue) = self.theirs.queue(waiter)
         {
             queue.push(theirs.0);
-            if let (Some((flag, _)), Some(mark)) =
-                (self.peers.get(waiter), self.marks.get(waiter.0 as usize))
+            if let (Some((flag, _)), Some(mark)) = (self.peers.get(waiter), self.marks.get(waiter.0 as usize))
                 && flag.must_ring(mark)
             {
                 self.peers.ring(waiter);
@@ -454,9 +444,7 @@ impl LinkEnd for End {
     }
 
     fn drain_ready(&self, waiter: WaiterId, mut each: impl FnMut(Vqpn)) {
-        if let (Some(queue), Some(cursor)) =
-            (self.mine.queue(waiter), self.cursors.get(waiter.0 as usize))
-        {
+        if let (Some(queue), Some(cursor)) = (self.mine.queue(waiter), self.cursors.get(waiter.0 as usize)) {
             let mut cursor = lock(cursor);
             cursor.begin(&queue);
             while let Some(vqpn) = cursor.pop(&queue) {

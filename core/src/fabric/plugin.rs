@@ -193,12 +193,8 @@ pub struct Plugin {
     /// The device that has this local address; -ENODEV if none has.
     pub device: unsafe extern "C" fn(local: *const Address, out: *mut Device) -> i32,
     /// Listens at a local address; with port 0 at one that the system chooses.
-    pub listen: unsafe extern "C" fn(
-        local: *const Address,
-        out: *mut *mut Listener,
-        port: *mut u16,
-        fd: *mut c_int,
-    ) -> i32,
+    pub listen:
+        unsafe extern "C" fn(local: *const Address, out: *mut *mut Listener, port: *mut u16, fd: *mut c_int) -> i32,
     /// The next request; -EAGAIN if there is none now, else no more will come.
     pub next_request: unsafe extern "C" fn(listener: *mut Listener, out: *mut Request) -> i32,
     /// Ends a listener.
@@ -213,8 +209,7 @@ pub struct Plugin {
         out: *mut *mut Conn,
     ) -> i32,
     /// Accepts; the connection is up when `state` says 1.
-    pub accept:
-        unsafe extern "C" fn(conn: *mut Conn, private: *const u8, private_len: usize) -> i32,
+    pub accept: unsafe extern "C" fn(conn: *mut Conn, private: *const u8, private_len: usize) -> i32,
     /// Rejects, and frees the connection.
     pub reject: unsafe extern "C" fn(conn: *mut Conn),
     /// Facts about a connection.
@@ -223,8 +218,7 @@ pub struct Plugin {
     /// is over, and why.
     pub state: unsafe extern "C" fn(conn: *mut Conn) -> i32,
     /// As [`QueuePair::register`](super::remote::qp::QueuePair::register).
-    pub register:
-        unsafe extern "C" fn(conn: *mut Conn, at: *mut c_void, len: usize, out: *mut Keys) -> i32,
+    pub register: unsafe extern "C" fn(conn: *mut Conn, at: *mut c_void, len: usize, out: *mut Keys) -> i32,
     /// As [`QueuePair::write`](super::remote::qp::QueuePair::write); -EAGAIN when the queue is full.
     pub write: unsafe extern "C" fn(conn: *mut Conn, request: *const WriteRequest) -> i32,
     /// As [`QueuePair::send`](super::remote::qp::QueuePair::send); -EAGAIN when the queue is full.

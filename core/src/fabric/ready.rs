@@ -1,5 +1,5 @@
-//! How a peer tells a waiter which streams have something to do ([`ReadyQueue`]) and when it must
-//! also be woken ([`SleepFlag`]). Not for sleeping or waking (`waiter`, `os::doorbell`).
+//! How a peer tells a waiter which streams have something to do ([`ReadyQueue`]). Not for sleeping or waking
+//! ([`SleepFlag`], `waiter`, `os::doorbell`).
 //!
 //! A ready queue is a set of vQPNs, not a list: a bit per stream and a summary bit per word of
 //! them. So it holds each stream at most once however often that is pushed, cannot overflow,
@@ -7,14 +7,15 @@
 //! The waiter drains it in sweeps: a sweep takes the summary as it stands, then word by word,
 //! which bounds the work and serves every ready stream before any stream again.
 //!
-//! No wake-up is lost. The peer pushes, then looks at the flag; the waiter sets the flag, then
-//! looks at the queues ([`ReadyCursor::is_idle`]), then sleeps. Both announce with a `SeqCst`
-//! read-modify-write before they look with a `SeqCst` load, so not both can miss the other. A push
+//! No wake-up is lost. The peer pushes, then looks at the flag; the waiter raises the flag, then
+//! looks at the queues ([`ReadyCursor::is_idle`]), then sleeps ([`crate::sync`]). A push
 //! that finds its summary bit already set relies on the waiter to take the word after the
 //! summary, which it does: the word's bit was set before that summary bit was seen.
+//!
+//! [`SleepFlag`]: crate::sync::SleepFlag
 
 use super::layout::{self, GROUP_STREAMS, GROUPS, MAX_STREAMS};
-use crate::sync::{AtomicU64, Ordering, fence_after_rmw};
+use crate::sync::{AtomicU64, Ordering, Published};
 
 const WORDS: usize = MAX_STREAMS as usize / 64;
 const SUMMARY: usize = WORDS.div_ceil(64);
@@ -24,10 +25,10 @@ const LINE_WORDS: usize = GROUP_STREAMS as usize / 64;
 #[derive(Debug)]
 #[repr(C, align(64))]
 pub struct ReadyLine {
-    words: [AtomicU64; LINE_WORDS],
+    words: [Published<AtomicU64>; LINE_WORDS],
     /// In the first group's line only. Bit w of the whole: word w of the queue may be nonzero. There,
     /// because a push for one of the first streams then touches one cache line.
-    summary: [AtomicU64; SUMMARY],
+    summary: [Published<AtomicU64>; SUMMARY],
 }
 
 // As the layout of an arena counts on.
@@ -40,8 +41,8 @@ impl ReadyLine {
     /// An empty line outside shared memory.
     pub fn new() -> Self {
         Self {
-            words: std::array::from_fn(|_| AtomicU64::new(0)),
-            summary: std::array::from_fn(|_| AtomicU64::new(0)),
+            words: std::array::from_fn(|_| Published::default()),
+            summary: std::array::from_fn(|_| Published::default()),
         }
     }
 }
@@ -58,27 +59,23 @@ pub trait ReadyQueue {
     fn line(&self, group: usize) -> Option<&ReadyLine>;
 
     /// Adds `vqpn`; without effect when it is in already or when there is no such stream. To be
-    /// followed by [`SleepFlag::must_ring`] on the waiter's flag.
+    /// followed by [`SleepFlag::must_ring`](crate::sync::SleepFlag::must_ring) on the waiter's flag.
     #[inline]
     fn push(&self, vqpn: u32) {
         let (at, bit) = (vqpn as usize / 64, 1u64 << (vqpn % 64));
         let (summary, summary_bit) = (at / 64, 1u64 << (at % 64));
-        let (Some(word), Some(summary)) = (
-            word(self, at),
-            self.line(0).and_then(|l| l.summary.get(summary)),
-        ) else {
+        let (Some(word), Some(summary)) = (word(self, at), self.line(0).and_then(|l| l.summary.get(summary))) else {
             return;
         };
-        word.fetch_or(bit, Ordering::SeqCst);
-        fence_after_rmw();
-        if summary.load(Ordering::SeqCst) & summary_bit == 0 {
-            summary.fetch_or(summary_bit, Ordering::SeqCst);
+        word.add_bits(bit);
+        if summary.look() & summary_bit == 0 {
+            summary.add_bits(summary_bit);
         }
     }
 }
 
 #[inline]
-fn word(queue: &(impl ReadyQueue + ?Sized), at: usize) -> Option<&AtomicU64> {
+fn word(queue: &(impl ReadyQueue + ?Sized), at: usize) -> Option<&Published<AtomicU64>> {
     queue.line(at / LINE_WORDS)?.words.get(at % LINE_WORDS)
 }
 
@@ -129,7 +126,7 @@ impl ReadyCursor {
         let Some(first) = queue.line(0) else { return };
         for (mine, shared) in self.summary.iter_mut().zip(&first.summary) {
             if shared.load(Ordering::Relaxed) != 0 {
-                *mine = shared.swap(0, Ordering::SeqCst);
+                *mine = shared.take();
             }
         }
     }
@@ -138,17 +135,13 @@ impl ReadyCursor {
     /// most `MAX_STREAMS` per sweep; touches at most one word of shared memory per 64 streams.
     pub fn pop(&mut self, queue: &(impl ReadyQueue + ?Sized)) -> Option<u32> {
         while self.bits == 0 {
-            let (at, summary) = self
-                .summary
-                .iter_mut()
-                .enumerate()
-                .find(|(_, s)| **s != 0)?;
+            let (at, summary) = self.summary.iter_mut().enumerate().find(|(_, s)| **s != 0)?;
             let at = at * 64 + summary.trailing_zeros() as usize;
             *summary &= *summary - 1;
             // A hostile summary bit may name a word that does not exist.
             if let Some(shared) = word(queue, at).filter(|_| at < WORDS) {
                 self.base = at as u32 * 64;
-                self.bits = shared.swap(0, Ordering::SeqCst);
+                self.bits = shared.take();
             }
         }
         let vqpn = self.base + self.bits.trailing_zeros();
@@ -157,92 +150,14 @@ impl ReadyCursor {
     }
 
     /// Nothing to sweep: neither left over nor newly pushed. The re-check between
-    /// [`SleepFlag::begin`] and sleeping.
+    /// [`SleepFlag::begin`](crate::sync::SleepFlag::begin) and sleeping.
     #[inline]
     pub fn is_idle(&self, queue: &(impl ReadyQueue + ?Sized)) -> bool {
         self.bits == 0
             && self.summary == [0; SUMMARY]
             && queue
                 .line(0)
-                .is_none_or(|first| first.summary.iter().all(|s| s.load(Ordering::SeqCst) == 0))
-    }
-}
-
-/// Bits of the flag that count sleepers; the others are the epoch.
-const SLEEPERS: u64 = 0xffff;
-const EPOCH: u64 = SLEEPERS + 1;
-
-/// Says whether a waiter is, or is about to be, asleep. Written by the waiter
-/// only; peers may map it read-only. All-zero: nobody sleeps.
-///
-/// Holds the number of sleeping threads and an epoch that every `begin` advances. Together they
-/// never repeat (48 bits of epoch do not come round, and between two `begin`s the number only
-/// falls), so a peer can tell that it has rung for just this state already.
-#[derive(Debug)]
-#[repr(C, align(64))]
-pub struct SleepFlag(AtomicU64);
-
-/// What one process remembers of its last ring at one waiter. Private to the ringing process.
-#[derive(Debug)]
-pub struct RungMark(AtomicU64);
-
-impl SleepFlag {
-    /// A flag outside shared memory, for tests and models.
-    pub fn new() -> Self {
-        Self(AtomicU64::new(0))
-    }
-
-    /// Announces that this thread is about to sleep. Then re-check everything that could be a
-    /// reason not to, then sleep (or not), then [`end`](Self::end), then sweep.
-    pub fn begin(&self) {
-        self.0.fetch_add(EPOCH + 1, Ordering::SeqCst);
-        fence_after_rmw();
-    }
-
-    /// This thread is awake. When it leaves something in the queues while other threads sleep
-    /// on the same waiter, it must ring for them.
-    pub fn end(&self) {
-        self.0.fetch_sub(1, Ordering::SeqCst);
-    }
-
-    /// Somebody sleeps here.
-    pub fn is_sleeping(&self) -> bool {
-        self.0.load(Ordering::SeqCst) & SLEEPERS != 0
-    }
-
-    /// Called after a push: true when the doorbell must be rung now. At most once per process
-    /// and state of the flag: a bell rung for this state is still to be answered by `end`, which
-    /// changes the state, and a sweep.
-    pub fn must_ring(&self, mark: &RungMark) -> bool {
-        fence_after_rmw();
-        let now = self.0.load(Ordering::SeqCst);
-        now & SLEEPERS != 0
-            && mark.0.load(Ordering::Relaxed) != now
-            && mark.0.swap(now, Ordering::Relaxed) != now
-    }
-}
-
-impl Default for SleepFlag {
-    fn default() -> Self {
-        Self::new()
-    }
-}
-
-impl RungMark {
-    /// Never rung.
-    pub fn new() -> Self {
-        Self(AtomicU64::new(0))
-    }
-
-    /// Back to that: for another peer's waiter.
-    pub fn reset(&self) {
-        self.0.store(0, Ordering::Relaxed);
-    }
-}
-
-impl Default for RungMark {
-    fn default() -> Self {
-        Self::new()
+                .is_none_or(|first| first.summary.iter().all(|s| s.look() == 0))
     }
 }
 

@@ -7,7 +7,7 @@
 //! | `record.rs` | the wire: messages of records |
 //! | `end.rs` | an end of a link, its calls and its threads |
 //! | `local.rs`, `tuning.rs`, `counts.rs` | how it reaches those who wait here; what may be set for it; what it counts |
-//! | `ground.rs` | what it has that is used without the lock |
+//! | `shared.rs` | what it has that is used without the lock |
 //! | `engine.rs` | its state, and what its calls do to that |
 //! | `turn.rs`, `receive.rs` | a turn of the engine; what the peer's records do to it |
 //! | `pump.rs`, `sender.rs` | what is to be sent, and in which order; the message being collected |
@@ -33,7 +33,6 @@ mod credits;
 mod end;
 mod engine;
 mod fault;
-mod ground;
 mod lend;
 mod local;
 #[cfg(any(test, feature = "mem"))]
@@ -43,6 +42,7 @@ pub mod qp;
 mod receive;
 pub mod record;
 mod sender;
+mod shared;
 mod stream;
 #[cfg(test)]
 mod tests;

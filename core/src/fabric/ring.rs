@@ -20,9 +20,8 @@
 //! W1. `want_data` is set by the consumer and swapped to 0 by the producer; `want_space` the
 //!     other way round. Who takes a nonzero word must wake what it names.
 //! W2. The side that will sleep sets its word (`arm_*`), then looks again. The other side
-//!     publishes (`tail`, `end`; `head`, flags, an offer), then looks at the word. All are `SeqCst`
-//!     and each first step is a read-modify-write (see [`fence_after_rmw`](crate::sync::fence_after_rmw)), so at least one of
-//!     the two sees the other: either the sleeper finds what it waits for and does not sleep, or
+//!     publishes (`tail`, `end`; `head`, flags, an offer), then looks at the word ([`Attention`](crate::sync::Attention)),
+//!     so at least one of the two sees the other: either the sleeper finds what it waits for and does not sleep, or
 //!     the publisher finds the word and wakes it.
 //! W3. The consumer holds back less than a quarter of its ring: as soon as `consume` brings the
 //!     unpublished part to a quarter it publishes by W2.
@@ -45,18 +44,18 @@
 //! # The reserve
 //! A ring that is offered for good: addresses without memory, for a producer that finds no room while nobody reads. It
 //! switches to it as to any other ring, with the next generation, but says how much of its beginning it uses
-//! (`Adopted`), and sees to the memory itself, piece by piece before it writes, so it is charged for it. Where it finds none
-//! it is [starved](Producer::is_starved): reading frees none of what it has not been through, so it has to end the direction.
-//! It takes the reserve only once it knows that the consumer has come to the current ring, so that two rings hold all that is
-//! in flight. The consumer may be offering another ring at that moment: that has not the generation after the
-//! reserve's, so the producer leaves it alone and the consumer withdraws it.
+//! (`Adopted`), and sees to the memory itself, piece by piece before it writes, so it is charged for it. Where it finds
+//! none it is [starved](Producer::is_starved): reading frees none of what it has not been through, so it has to end the
+//! direction. It takes the reserve only once it knows that the consumer has come to the current ring, so that two rings
+//! hold all that is in flight. The consumer may be offering another ring at that moment: that has not the generation
+//! after the reserve's, so the producer leaves it alone and the consumer withdraws it.
 //!
 //! # A bound
-//! A producer may keep less unread than the ring holds ([`Producer::set_bound`]), but not less than half of it: W4 holds
-//! for three eighths. So it uses no more of a reserve than the next power of two.
+//! A producer may keep less unread than the ring holds ([`Producer::set_bound`]), but not less than half of it: W4
+//! holds for three eighths. So it uses no more of a reserve than the next power of two.
 //!
 //! # Who ends a direction
-//! Either side may, once: the producer with an [`End`], or the consumer that [stops](Consumer::stop)
+//! Either side may, once: the producer with an [`EndMark`], or the consumer that [stops](Consumer::stop)
 //! reading in the middle and wants the rest sent again on TCP. Both set the one word `end` from 0 by
 //! compare-and-swap, so exactly one of them wins and the other learns of it: a direction that the
 //! producer has left is drained, and one that the consumer has stopped is sent again, never both.
@@ -73,8 +72,8 @@ pub(super) mod proxy;
 #[cfg(test)]
 mod tests;
 
-pub use allowance::{Allowance, Ground};
-pub use block::{DirectionBlock, End, RxFlags, Wake};
+pub use allowance::{Allowance, TouchedArea};
+pub use block::{DirectionBlock, EndMark, RxFlags, Wake};
 pub use consumer::{Armed, Consumer, OfferError, REGIONS};
 pub use error::{Ended, RingError, Stopped, Violation};
 pub use memory::{Byte, DataArea, Spans};

@@ -24,8 +24,8 @@ use crate::os::extent::{Access, Extent, PAGE};
 /// More segments no part of an arena has.
 const MOST: usize = 20;
 
-/// Bytes that this process has mapped in advance, and how many there may be: addresses are many, but of mappings the kernel lets
-/// a process have 65,530, which its own memory needs too.
+/// Bytes that this process has mapped in advance, and how many there may be: addresses are many, but of mappings the
+/// kernel lets a process have 65,530, which its own memory needs too.
 static HELD: AtomicUsize = AtomicUsize::new(0);
 const MOST_HELD: usize = 8 << 30;
 
@@ -190,9 +190,7 @@ impl<const UNIT: usize> Segments<UNIT> {
 
     /// Whether `length` bytes from `offset` on lie in one segment, which is where a peer may have placed something.
     pub fn is_piece(&self, offset: usize, length: usize) -> bool {
-        let end = offset
-            .checked_add(length)
-            .filter(|end| *end <= self.total());
+        let end = offset.checked_add(length).filter(|end| *end <= self.total());
         end.is_some_and(|end| segment_of::<UNIT>(offset) == segment_of::<UNIT>(end - 1))
     }
 
@@ -222,7 +220,8 @@ impl<const UNIT: usize> Segments<UNIT> {
         }
     }
 
-    /// In a fork child, which has none of the memory, and does not get any: a thread of the parent may have been growing.
+    /// In a fork child, which has none of the memory, and does not get any: a thread of the parent may have been
+    /// growing.
     pub fn after_fork(&self) {
         self.forget();
         for extent in (0..MOST).filter_map(|k| self.extent(k)) {
@@ -261,8 +260,8 @@ impl<const UNIT: usize> Segments<UNIT> {
         }
     }
 
-    /// The addresses of a segment are not ours any more: the kernel had no memory to replace what is mapped there, and may have
-    /// taken that away.
+    /// The addresses of a segment are not ours any more: the kernel had no memory to replace what is mapped there, and
+    /// may have taken that away.
     fn lose(&self, k: usize) {
         if let Some(at) = self.at.get(k) {
             at.store(null_mut(), Release);

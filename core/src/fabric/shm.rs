@@ -16,13 +16,14 @@ use rustix::io::Errno;
 use super::layout::{self, Layout, Region};
 use super::link::{LinkEnd, OpenError, Opened, SendError};
 use super::numbers::{Done, Numbers, done};
-use super::ready::{ReadyQueue, RungMark};
+use super::ready::ReadyQueue;
 use super::ring::{Consumer, DirectionBlock, Producer, Wake};
 pub use super::side::Side;
 use super::side::Sweeps;
 use super::waiter::{FLAGS_BYTES, FlagPage, WaiterId};
 use crate::ids::Vqpn;
 use crate::os::memfd::{Access, MapError, check_received};
+use crate::sync::RungMark;
 use crate::wire::{Message, RingOffer};
 
 /// What an end needs that is not memory. Neither call may wait, or call the end.
@@ -30,7 +31,8 @@ pub trait Outside {
     /// As [`LinkEnd::send`].
     fn send(&self, message: &Message) -> Result<(), SendError>;
 
-    /// Wakes whoever sleeps, or will next sleep, as the peer's `waiter`, by the `page` that the peer shows if that will do.
+    /// Wakes whoever sleeps, or will next sleep, as the peer's `waiter`, by the `page` that the peer shows if that will
+    /// do.
     fn ring(&self, waiter: WaiterId, page: &FlagPage);
 }
 
@@ -135,8 +137,8 @@ impl<O> End<O> {
         self.numbers.ever_given()
     }
 
-    /// Gives the memory of a link back that carries nothing any more. What is reached without a cursor (queues and flags)
-    /// stays readable and writable, so that a thread that is late does no harm.
+    /// Gives the memory of a link back that carries nothing any more. What is reached without a cursor (queues and
+    /// flags) stays readable and writable, so that a thread that is late does no harm.
     ///
     /// # Safety
     /// No cursor is left.
@@ -203,10 +205,8 @@ impl<O: Outside> End<O> {
             && let Some(queue) = self.theirs.queue(waiter)
         {
             queue.push(theirs.0);
-            if let (Some(flag), Some(mark)) = (
-                self.peer_flags.flag(waiter),
-                self.marks.get(waiter.0 as usize),
-            ) && flag.must_ring(mark)
+            if let (Some(flag), Some(mark)) = (self.peer_flags.flag(waiter), self.marks.get(waiter.0 as usize))
+                && flag.must_ring(mark)
             {
                 self.outside.ring(waiter, &self.peer_flags);
             }
@@ -237,11 +237,7 @@ impl<O: Outside> LinkEnd for End<O> {
         // Nobody can be waiting yet.
         let _ = wake;
         let ring = RingOffer::new(region.page(), region.log2()).ok_or(OpenError::Arena)?;
-        Ok(Opened {
-            vqpn,
-            ring,
-            consumer,
-        })
+        Ok(Opened { vqpn, ring, consumer })
     }
 
     fn producer(&self, theirs: Vqpn) -> Option<Producer> {
@@ -282,9 +278,7 @@ impl<O: Outside> LinkEnd for End<O> {
     }
 
     fn reserve(&self, log2: u8) -> Option<Region> {
-        let region = self
-            .numbers
-            .reserve(log2, self.mine.data_len() as u64 / 2)?;
+        let region = self.numbers.reserve(log2, self.mine.data_len() as u64 / 2)?;
         if self.mine.hold_ring(region).is_err() {
             self.numbers.free(region);
             return None;

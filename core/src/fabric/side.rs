@@ -98,10 +98,7 @@ impl Side {
 
     /// For an arena that is mapped as a whole.
     pub(super) fn data_at(&self, offset: usize) -> *mut u8 {
-        let start = self
-            .whole
-            .as_ref()
-            .map_or(std::ptr::null_mut(), Mapping::as_ptr);
+        let start = self.whole.as_ref().map_or(std::ptr::null_mut(), Mapping::as_ptr);
         start.wrapping_add(layout::DATA_OFFSET + offset)
     }
 
@@ -123,16 +120,14 @@ impl Side {
     /// When it was last said that there is something to be read of a stream; 0 if that is not known.
     #[inline]
     pub(super) fn told_at(&self, vqpn: Vqpn) -> u64 {
-        // SAFETY: inside a segment of groups, aligned (layout), only atomics. Its addresses take reads and writes for as
-        // long as the side lives.
-        self.block(vqpn)
-            .map_or(0, |block| unsafe { block.as_ref() }.told_at())
+        // SAFETY: inside a segment of groups, aligned (layout), only atomics. Its addresses take reads and writes for
+        // as long as the side lives.
+        self.block(vqpn).map_or(0, |block| unsafe { block.as_ref() }.told_at())
     }
 
     /// Maps the group of a stream. EINVAL if there is no such stream.
     pub(super) fn reach(&self, vqpn: Vqpn) -> Result<(), Errno> {
-        self.groups
-            .reach(layout::block_offset(vqpn.0).ok_or(Errno::INVAL)?)
+        self.groups.reach(layout::block_offset(vqpn.0).ok_or(Errno::INVAL)?)
     }
 
     /// Sees to it that writes to a stream's block, and to its group's lines, find memory.
@@ -192,8 +187,8 @@ impl ReadyQueue for Queue<'_> {
     fn line(&self, group: usize) -> Option<&ReadyLine> {
         let offset = layout::line_offset(self.waiter.0.into(), u32::try_from(group).ok()?)?;
         let line = self.side.groups.at(offset)?.cast::<ReadyLine>();
-        // SAFETY: inside a segment of groups, aligned (layout), only atomics. Its addresses take reads and writes for as
-        // long as the side lives.
+        // SAFETY: inside a segment of groups, aligned (layout), only atomics. Its addresses take reads and writes for
+        // as long as the side lives.
         Some(unsafe { line.as_ref() })
     }
 }

@@ -1,12 +1,11 @@
 //! Who can be woken through a link: the numbers of waiters, the attention words that name them, and
 //! the page by which an instance's waiters sleep. Not for who has which number, nor for doorbells.
 //!
-//! A thread that sleeps in one call sleeps on a futex in the page, which peers map to be read only: a
-//! peer can wake it, and can do nothing else. But for that reason a peer cannot change the word that the
-//! thread compares, so its wake-up is lost on a thread that is about to sleep and has not come to it. It
-//! sees that by the sleep flag, which still says that somebody sleeps though nobody was woken. Then it tries again a few times
-//! ([`FlagPage::wake`]), and at last asks the owner over the side channel, who can change the word
-//! ([`FlagPage::ring`]).
+//! A thread that sleeps in one call sleeps on a futex in the page, which peers map to be read only: a peer can wake it,
+//! and can do nothing else. But for that reason a peer cannot change the word that the thread compares, so its wake-up
+//! is lost on a thread that is about to sleep and has not come to it. It sees that by the sleep flag, which still says
+//! that somebody sleeps though nobody was woken. Then it tries again a few times ([`FlagPage::wake`]), and at last asks
+//! the owner over the side channel, who can change the word ([`FlagPage::ring`]).
 
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::AtomicU32;
@@ -16,8 +15,8 @@ use rustix::io::Errno;
 use rustix::thread::futex;
 
 use super::layout::READY_QUEUES;
-use super::ready::SleepFlag;
 use crate::os::memfd::{Access, MapError, Mapping};
+use crate::sync::SleepFlag;
 
 /// Most waiters that an instance has.
 pub const MAX_WAITERS: u16 = 1536;
@@ -135,9 +134,10 @@ impl FlagPage {
         (id.0 < MAX_WAITERS).then(|| unsafe { &*self.0.as_ptr().add(at).cast::<AtomicU32>() })
     }
 
-    /// What the futex of a waiter of ours holds now: to be read before anything is looked at that could be
-    /// a reason not to sleep, and given to the sleep on [`Self::futex`]. Never 0, which is what a fork child
-    /// [finds there](Self::after_fork): the kernel may restart a sleep in it that the fork has interrupted, and nobody would end it.
+    /// What the futex of a waiter of ours holds now: to be read before anything is looked at that could be a reason not
+    /// to sleep, and given to the sleep on [`Self::futex`]. Never 0, which is what a fork child [finds
+    /// there](Self::after_fork): the kernel may restart a sleep in it that the fork has interrupted, and nobody would
+    /// end it.
     pub fn ticket(&self, id: WaiterId) -> u32 {
         let Some(bell) = self.bell(id) else { return 1 };
         match bell.load(SeqCst) {
@@ -166,8 +166,7 @@ impl FlagPage {
         let (Some(flag), Some(bell)) = (self.flag(id), self.bell(id)) else {
             return true;
         };
-        (0..TRIES)
-            .any(|_| !flag.is_sleeping() || futex::wake(bell, futex::Flags::empty(), 1) != Ok(0))
+        (0..TRIES).any(|_| !flag.is_sleeping() || futex::wake(bell, futex::Flags::empty(), 1) != Ok(0))
     }
 }
 
@@ -183,10 +182,7 @@ mod tests {
         let word = WaiterId(63).queue_bits() | WaiterId(MAX_WAITERS - 1).sleeper_bits();
         assert_eq!(WaiterId::of_queue(word), Some(WaiterId(63)));
         assert_eq!(WaiterId::of_sleeper(word), Some(WaiterId(MAX_WAITERS - 1)));
-        assert_eq!(
-            (WaiterId::of_queue(0), WaiterId::of_sleeper(0)),
-            (None, None)
-        );
+        assert_eq!((WaiterId::of_queue(0), WaiterId::of_sleeper(0)), (None, None));
         assert_eq!(WaiterId::of_sleeper(u32::from(MAX_WAITERS) + 1), None);
         assert_eq!(WaiterId(READY_QUEUES as u16).queue_bits(), 0);
     }
@@ -222,8 +218,7 @@ mod tests {
         assert!(!theirs.wake(id), "not there yet");
         let ticket = mine.ticket(id);
         std::thread::scope(|s| {
-            let sleeper = s
-                .spawn(|| futex::wait(mine.bell(id).unwrap(), futex::Flags::empty(), ticket, None));
+            let sleeper = s.spawn(|| futex::wait(mine.bell(id).unwrap(), futex::Flags::empty(), ticket, None));
             while !theirs.wake(id) {
                 std::thread::yield_now();
             }

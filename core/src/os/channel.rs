@@ -9,9 +9,8 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
 use rustix::io::Errno;
 use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
-    SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketFlags, SocketType, recvmsg,
-    sendmsg, socketpair,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketFlags, SocketType, recvmsg, sendmsg, socketpair,
 };
 
 use super::kernel;
@@ -75,12 +74,7 @@ impl Channel {
     /// Two ends that are connected to each other.
     pub fn pair() -> Result<(Self, Self), Errno> {
         let _transit = Transit::begin();
-        let (a, b) = socketpair(
-            AddressFamily::UNIX,
-            SocketType::SEQPACKET,
-            SocketFlags::CLOEXEC,
-            None,
-        )?;
+        let (a, b) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
         // Both are moved before either result is looked at: a plain OwnedFd would be closed through libc.
         let (a, b) = (PrivateFd::place(a), PrivateFd::place(b));
         Ok((Self::new(a?), Self::new(b?)))
@@ -110,12 +104,11 @@ impl Channel {
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
         let transit = Transit::begin();
-        let received = recvmsg(&self.fd, &mut [IoSliceMut::new(buf)], &mut control, flags)
-            .map_err(|e| match e {
-                Errno::AGAIN => RecvError::WouldBlock,
-                Errno::CONNRESET => RecvError::Closed,
-                other => RecvError::Kernel(other),
-            })?;
+        let received = recvmsg(&self.fd, &mut [IoSliceMut::new(buf)], &mut control, flags).map_err(|e| match e {
+            Errno::AGAIN => RecvError::WouldBlock,
+            Errno::CONNRESET => RecvError::Closed,
+            other => RecvError::Kernel(other),
+        })?;
         // All fds are taken over before anything is refused, so that none is leaked.
         let placed: Result<Vec<PrivateFd>, Errno> = control
             .drain()
@@ -144,11 +137,7 @@ impl Channel {
         }
         // The kernel wrote at most the buffer's length, since MSG_TRUNC was not asked for.
         let bytes = buf.get(..received.bytes).ok_or(RecvError::Truncated)?;
-        Ok(Received {
-            bytes,
-            fds,
-            fds_lost,
-        })
+        Ok(Received { bytes, fds, fds_lost })
     }
 
     /// Gives up the ownership, but not the fd, which stays private ([`PrivateFd::release`]).
@@ -171,11 +160,7 @@ impl AsFd for Channel {
 /// SO_PEERCRED by hand: rustix gives the pid as a non-zero type, but the kernel answers 0 for a peer
 /// outside our pid namespace (containers that share a network namespace).
 fn peer_credentials(fd: BorrowedFd<'_>) -> Result<Credentials, Errno> {
-    let mut cred = libc::ucred {
-        pid: 0,
-        uid: 0,
-        gid: 0,
-    };
+    let mut cred = libc::ucred { pid: 0, uid: 0, gid: 0 };
     let mut len = size_of::<libc::ucred>() as libc::socklen_t;
     // SAFETY: `cred` and `len` are valid for writes for the whole call, and `len` is the size of
     // `cred`, so the kernel writes no more than that.

@@ -10,8 +10,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
 use rustix::io::Errno;
 use rustix::net::{
-    AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, bind, connect, recv, send,
-    socket_with, sockopt,
+    AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, bind, connect, recv, send, socket_with, sockopt,
 };
 
 use super::kernel;
@@ -159,9 +158,7 @@ impl Answerer {
                 IpAddr::V6(from) => from,
             };
             let info = libc::in6_pktinfo {
-                ipi6_addr: libc::in6_addr {
-                    s6_addr: from.octets(),
-                },
+                ipi6_addr: libc::in6_addr { s6_addr: from.octets() },
                 ipi6_ifindex: scope,
             };
             // SAFETY: the control buffer is aligned, larger than the message, and there until after the call.
@@ -169,8 +166,7 @@ impl Answerer {
                 put(&mut header, libc::IPPROTO_IPV6, libc::IPV6_PKTINFO, info);
             }
         } else {
-            let (IpAddr::V4(ip), IpAddr::V4(from)) = (to.ip().to_canonical(), from.to_canonical())
-            else {
+            let (IpAddr::V4(ip), IpAddr::V4(from)) = (to.ip().to_canonical(), from.to_canonical()) else {
                 return Err(Errno::AFNOSUPPORT);
             };
             v4.sin_family = libc::AF_INET as libc::sa_family_t;
@@ -332,14 +328,8 @@ mod tests {
     use super::*;
 
     fn wait(fd: BorrowedFd<'_>) {
-        let mut polled = [rustix::event::PollFd::new(
-            &fd,
-            rustix::event::PollFlags::IN,
-        )];
-        let limit = rustix::time::Timespec {
-            tv_sec: 10,
-            tv_nsec: 0,
-        };
+        let mut polled = [rustix::event::PollFd::new(&fd, rustix::event::PollFlags::IN)];
+        let limit = rustix::time::Timespec { tv_sec: 10, tv_nsec: 0 };
         rustix::event::poll(&mut polled, Some(&limit)).unwrap();
     }
 

@@ -35,12 +35,7 @@ pub struct Button(PrivateFd);
 /// A doorbell and its button. Fails with the kernel's errno (EMFILE).
 pub fn pair() -> Result<(Doorbell, Button), Errno> {
     let _transit = Transit::begin();
-    let (bell, button) = socketpair(
-        AddressFamily::UNIX,
-        SocketType::STREAM,
-        SocketFlags::CLOEXEC,
-        None,
-    )?;
+    let (bell, button) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
     // Both are moved before either result is looked at: a plain OwnedFd would be closed through libc.
     let (bell, button) = (PrivateFd::place(bell), PrivateFd::place(button));
     Ok((Doorbell(bell?), Button(button?)))
@@ -90,7 +85,8 @@ impl AsFd for Button {
     }
 }
 
-/// Whether this kernel reports each press, as all since 2.6 do; no interface promises it. Costs a few descriptors for a moment.
+/// Whether this kernel reports each press, as all since 2.6 do; no interface promises it. Costs a few descriptors for a
+/// moment.
 pub fn is_reliable() -> bool {
     fn try_it() -> Result<bool, Errno> {
         let (bell, button) = pair()?;
@@ -101,10 +97,7 @@ pub fn is_reliable() -> bool {
             flags: epoll::EventFlags::empty(),
             data: epoll::EventData::new_u64(0),
         }; 1];
-        let now = rustix::time::Timespec {
-            tv_sec: 0,
-            tv_nsec: 0,
-        };
+        let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
         let mut is_rung = || Ok(epoll::wait(&set, &mut reported[..], Some(&now))? == 1);
         for _ in 0..2 {
             if is_rung()? {
@@ -140,18 +133,10 @@ mod tests {
         let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
         epoll::add(&inner, &bell, epoll::EventData::new_u64(1), flags).unwrap();
         epoll::add(&outer, &inner, epoll::EventData::new_u64(2), flags).unwrap();
-        let now = rustix::time::Timespec {
-            tv_sec: 0,
-            tv_nsec: 0,
-        };
+        let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
         let rung = || {
             let mut reported = Vec::with_capacity(4);
-            epoll::wait(
-                &outer,
-                rustix::buffer::spare_capacity(&mut reported),
-                Some(&now),
-            )
-            .unwrap()
+            epoll::wait(&outer, rustix::buffer::spare_capacity(&mut reported), Some(&now)).unwrap()
         };
         assert_eq!(rung(), 0);
         for _ in 0..1000 {

@@ -62,12 +62,7 @@ impl Extent {
     }
 
     /// The first `bytes` of a file from `offset` on, at new addresses.
-    pub fn of_file(
-        fd: BorrowedFd<'_>,
-        offset: u64,
-        bytes: usize,
-        access: Access,
-    ) -> Result<Self, Errno> {
+    pub fn of_file(fd: BorrowedFd<'_>, offset: u64, bytes: usize, access: Access) -> Result<Self, Errno> {
         // SAFETY: as in `neutral`.
         unsafe { file(null_mut(), bytes, MapFlags::empty(), fd, offset, access) }
     }
@@ -105,16 +100,16 @@ impl Extent {
     /// The `bytes` of the file that follow what is mapped here, behind a page that is the last one of this
     /// range: at new addresses, or in place of what is mapped at `over`, which has a page and `bytes`.
     ///
-    /// mremap(2) of no bytes of a shared mapping maps the same file again, from there on and as far as is asked
-    /// for. So it takes no descriptor, which would have to be kept for each peer. What permits no access here does not there.
+    /// mremap(2) of no bytes of a shared mapping maps the same file again, from there on and as far as is asked for. So
+    /// it takes no descriptor, which would have to be kept for each peer. What permits no access here does not there.
     ///
     /// # Safety
     /// This range is a mapping of a shared file, which has the bytes; `over` is as for [`show`](Self::show).
     pub unsafe fn followed_by(self, bytes: usize, over: Option<Extent>) -> Result<Self, Errno> {
         let last = self.start.as_ptr().wrapping_add(self.bytes - PAGE).cast();
         let (whole, flags) = (PAGE + bytes, MremapFlags::MAYMOVE);
-        // As in `file`: a program that locks what it has (MCL_CURRENT) has locked this, and its copy would be locked and filled.
-        // SAFETY: ours, by the contract.
+        // As in `file`: a program that locks what it has (MCL_CURRENT) has locked this, and its copy would be locked
+        // and filled. SAFETY: ours, by the contract.
         let _ = unsafe { munlock(self.start.as_ptr().cast(), self.bytes) };
         // SAFETY: the last page is mapped, by the contract, and stays so; and see `over`.
         let start = unsafe {
@@ -133,17 +128,11 @@ impl Extent {
     /// This is one mapping of [`of_file`](Self::of_file)'s or [`followed_by`](Self::followed_by)'s, and nobody uses it.
     pub unsafe fn shut(self) -> Result<(), Errno> {
         // SAFETY: by the contract.
-        unsafe {
-            mprotect(
-                self.start.as_ptr().cast(),
-                self.bytes,
-                MprotectFlags::empty(),
-            )
-        }
+        unsafe { mprotect(self.start.as_ptr().cast(), self.bytes, MprotectFlags::empty()) }
     }
 
-    /// What was [shut](Self::shut), or is mapped behind such, can be read and written. Neither limits nor the number of mappings
-    /// stand against it: no address is new, no mapping is split, and shared memory is counted with its file.
+    /// What was [shut](Self::shut), or is mapped behind such, can be read and written. Neither limits nor the number of
+    /// mappings stand against it: no address is new, no mapping is split, and shared memory is counted with its file.
     ///
     /// # Safety
     /// This is one mapping of ours.
@@ -187,13 +176,7 @@ impl Extent {
             return Ok(());
         }
         // SAFETY: `first..end` lies within the mapping, whose memory nobody holds references to.
-        unsafe {
-            madvise(
-                self.start.as_ptr().add(first).cast(),
-                end - first,
-                Advice::LinuxRemove,
-            )
-        }
+        unsafe { madvise(self.start.as_ptr().add(first).cast(), end - first, Advice::LinuxRemove) }
     }
 
     /// The addresses are anybody's from now on.
@@ -219,10 +202,7 @@ unsafe fn neutral(at: *mut u8, bytes: usize, flags: MapFlags) -> Result<Extent, 
     let prot = ProtFlags::READ | ProtFlags::WRITE;
     let flags = flags | MapFlags::PRIVATE | MapFlags::NORESERVE;
     // SAFETY: by the contract.
-    Extent::of(
-        unsafe { mmap_anonymous(at.cast(), bytes, prot, flags)? },
-        bytes,
-    )
+    Extent::of(unsafe { mmap_anonymous(at.cast(), bytes, prot, flags)? }, bytes)
 }
 
 /// # Safety

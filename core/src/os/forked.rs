@@ -3,8 +3,8 @@
 //! Such a child is alone: limits and uids that it changes are its own, and no fd of it is held open
 //! by what another test forks at the same time.
 
-/// After so many seconds a child that has not ended never will: it fails by a panic whose message takes a lock that another
-/// test's thread held at the fork, to say why it fails itself.
+/// After so many seconds a child that has not ended never will: it fails by a panic whose message takes a lock that
+/// another test's thread held at the fork, to say why it fails itself.
 const LIMIT: u32 = 60;
 
 /// Runs `f` in a forked child; a panic or a limit hit fails the test.

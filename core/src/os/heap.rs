@@ -216,14 +216,7 @@ impl Class {
 
 fn map(size: usize) -> *mut u8 {
     // SAFETY: a fresh private mapping.
-    let mapped = unsafe {
-        mmap_anonymous(
-            null_mut(),
-            size,
-            ProtFlags::READ | ProtFlags::WRITE,
-            MapFlags::PRIVATE,
-        )
-    };
+    let mapped = unsafe { mmap_anonymous(null_mut(), size, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE) };
     mapped.map_or(null_mut(), |at| at.cast())
 }
 
@@ -277,8 +270,7 @@ impl Pair {
     /// finds that count again, nothing has changed since, and the first word and what was read by it are of its time.
     fn load(&self) -> Two {
         // SAFETY: the words live as long as `self`, and nobody touches them but atomically.
-        let [first, second] =
-            [&self.first, &self.second].map(|word| unsafe { AtomicU64::from_ptr(word.get()) });
+        let [first, second] = [&self.first, &self.second].map(|word| unsafe { AtomicU64::from_ptr(word.get()) });
         // Both Acquire: pair with `swap`, a full barrier.
         let second = second.load(Acquire) as usize;
         Two {
@@ -287,8 +279,8 @@ impl Pair {
         }
     }
 
-    /// Replaces `old` by `new`; the error is what was there instead. Not `core::arch`'s function, which becomes a call of
-    /// libatomic where the compiler does not expect the instruction; every x86-64 processor since 2006 has it.
+    /// Replaces `old` by `new`; the error is what was there instead. Not `core::arch`'s function, which becomes a call
+    /// of libatomic where the compiler does not expect the instruction; every x86-64 processor since 2006 has it.
     fn swap(&self, old: Two, new: Two) -> Result<(), Two> {
         let (mut first, mut second) = (old.first, old.second);
         // SAFETY: 16 bytes, aligned to 16, that only atomic instructions touch. rbx, which the compiler does not give

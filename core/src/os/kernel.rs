@@ -16,7 +16,8 @@ use rustix::io::Errno;
 pub unsafe fn call(number: libc::c_long, arguments: [usize; 6]) -> Result<usize, Errno> {
     let [a, b, c, d, e, f] = arguments;
     let result: isize;
-    // SAFETY: the kernel's calling convention (syscall(2), "Architecture calling conventions"); the rest by the contract.
+    // SAFETY: the kernel's calling convention (syscall(2), "Architecture calling conventions"); the rest by the
+    // contract.
     #[cfg(target_arch = "x86_64")]
     unsafe {
         asm!(

@@ -1,14 +1,12 @@
 //! Mappings of which only what is touched takes memory, also in a process that has all of its future memory locked
-//! (mlockall(2), MCL_FUTURE): the kernel would fill each new mapping at once. With MCL_CURRENT it fills all that is mapped and
-//! can be written, so of what is long and mostly unused only the part that is in use is opened.
+//! (mlockall(2), MCL_FUTURE): the kernel would fill each new mapping at once. With MCL_CURRENT it fills all that is
+//! mapped and can be written, so of what is long and mostly unused only the part that is in use is opened.
 
 use core::ffi::c_void;
 use std::os::fd::BorrowedFd;
 
 use rustix::io::Errno;
-use rustix::mm::{
-    MapFlags, MprotectFlags, ProtFlags, mmap, mmap_anonymous, mprotect, munlock, munmap,
-};
+use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap, mmap_anonymous, mprotect, munlock, munmap};
 
 /// Maps `bytes` of a file from its beginning, or of nothing, at an address of the kernel's choice. The kernel's errors;
 /// EAGAIN where the memory that may be locked does not suffice.
@@ -31,11 +29,7 @@ pub fn map(
     let opened = unsafe {
         // Where that is refused, it is filled.
         let _ = munlock(start, bytes);
-        mprotect(
-            start,
-            bytes,
-            MprotectFlags::from_bits_retain(protection.bits()),
-        )
+        mprotect(start, bytes, MprotectFlags::from_bits_retain(protection.bits()))
     };
     if let Err(error) = opened {
         // SAFETY: as above.

@@ -8,10 +8,7 @@ use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::ptr::NonNull;
 
-use rustix::fs::{
-    MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, fstatfs, ftruncate,
-    memfd_create,
-};
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, fstatfs, ftruncate, memfd_create};
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
 use rustix::process::{Resource, getrlimit};
@@ -25,9 +22,7 @@ use super::privatefd::PrivateFd;
 const TMPFS_MAGIC: i64 = 0x0102_1994;
 
 /// The seals that make a mapping safe: the file keeps its size for ever.
-const FIXED_SIZE: SealFlags = SealFlags::SHRINK
-    .union(SealFlags::GROW)
-    .union(SealFlags::SEAL);
+const FIXED_SIZE: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 
 /// Why a peer's fd was not mapped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -153,9 +148,8 @@ fn unsealed(name: &str, bytes: u64) -> Result<PrivateFd, Errno> {
     within_file_limit(bytes)?;
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     // Kernels before 6.3 do not know NOEXEC_SEAL, later ones may insist on it (sysctl vm.memfd_noexec).
-    let fd = PrivateFd::open(|| {
-        memfd_create(name, flags | MemfdFlags::NOEXEC_SEAL).or_else(|_| memfd_create(name, flags))
-    })?;
+    let fd =
+        PrivateFd::open(|| memfd_create(name, flags | MemfdFlags::NOEXEC_SEAL).or_else(|_| memfd_create(name, flags)))?;
     ftruncate(&fd, bytes)?;
     Ok(fd)
 }
@@ -175,8 +169,8 @@ pub fn map_received(fd: BorrowedFd<'_>, claimed: u64, access: Access) -> Result<
     Ok(Mapping(Extent::of_file(fd, 0, length, access)?))
 }
 
-/// Whether what a peer has sent is shared memory of at least `claimed` bytes, for ever, and can be mapped like this. If the
-/// kernel refuses that where something else is mapped already, that may be gone.
+/// Whether what a peer has sent is shared memory of at least `claimed` bytes, for ever, and can be mapped like this. If
+/// the kernel refuses that where something else is mapped already, that may be gone.
 pub fn check_received(fd: BorrowedFd<'_>, claimed: u64, access: Access) -> Result<(), MapError> {
     mappable(claimed).ok_or(MapError::Size)?;
     // Files on other file systems cannot be sealed; those on hugetlbfs can, but touching them raises

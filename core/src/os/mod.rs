@@ -1,4 +1,5 @@
-//! Kernel objects the library owns: hidden fds, sealed shared memory, message channels.
+//! Kernel objects the library owns: hidden fds, sealed shared memory, message channels; and where in the library a
+//! thread is.
 //!
 //! Everything goes through raw system calls (rustix), never through libc functions that the
 //! library itself interposes.
@@ -16,3 +17,4 @@ pub mod kernel;
 pub mod lazy;
 pub mod memfd;
 pub mod privatefd;
+pub mod thread;

@@ -6,18 +6,21 @@
 //!
 //! Where the numbers are. The program's limit (RLIMIT_NOFILE) is never raised, not even for a moment: other threads
 //! would see it, and children that they start would keep it. So the numbers are from below `USUAL` downwards, and from
-//! below the limit where that is lower, or many are needed. They are not near the end of a high limit at once, because the
-//! kernel's fd table then reaches up to there: fork copies it, and a select over getdtablesize() numbers, which the kernel
-//! cuts to that table, would read beyond the 1,024 bits of an fd_set. And they leave the program most of its limit.
+//! below the limit where that is lower, or many are needed. They are not near the end of a high limit at once, because
+//! the kernel's fd table then reaches up to there: fork copies it, and a select over getdtablesize() numbers, which the
+//! kernel cuts to that table, would read beyond the 1,024 bits of an fd_set. And they leave the program most of its
+//! limit.
 //!
-//! The kernel gives every new fd the lowest number first, so for the few instructions until it is moved another thread of
-//! the program may get the number above. It is put right there (`shims/src/calls/numbers.rs`), by what the file `transit` counts,
-//! which also keeps a close_range off meanwhile.
+//! The kernel gives every new fd the lowest number first, so for the few instructions until it is moved another thread
+//! of the program may get the number above. It is put right there (`shims/src/calls/numbers.rs`), by what the file
+//! `transit` counts, which also keeps a close_range off meanwhile.
 //!
-//! Nor has one ever a number in the lower part of the limit, where the program would miss it for as long as it is there. And
-//! the last numbers are the program's: a few are always left, so that one which is at its limit, and closes some to open
-//! others, finds those free.
+//! Nor has one a number in the lower part of the limit, where the program would miss it for as long as it is
+//! there. And the last numbers are the program's: a few are always left, so that one which is at its limit, and closes
+//! some to open others, finds those free. What the program is closing must have a number all the same: one that was set
+//! aside (`reserve`), or, if many do so at once, what is left.
 
+mod reserve;
 mod transit;
 
 pub use transit::{Look, Settled, Transit};
@@ -55,8 +58,7 @@ static LOWEST: AtomicU32 = AtomicU32::new(END);
 pub fn is_private(fd: RawFd) -> bool {
     // A negative number becomes a large one and is past the bitmap.
     let n = fd as u32;
-    n >= LOWEST.load(Ordering::Relaxed)
-        && bit(n).is_some_and(|(word, mask)| word.load(Ordering::Relaxed) & mask != 0)
+    n >= LOWEST.load(Ordering::Relaxed) && bit(n).is_some_and(|(word, mask)| word.load(Ordering::Relaxed) & mask != 0)
 }
 
 /// The lowest private fd in `first..=last`, for walking around them in a close_range.
@@ -116,20 +118,20 @@ impl PrivateFd {
     /// EMFILE if the program's limit leaves no number.
     pub fn place(fd: OwnedFd) -> Result<Self, Errno> {
         let _transit = Transit::begin();
-        let placed = place(fd.as_fd(), Take::High);
+        let placed = place(fd.as_fd());
         close(fd);
         placed
     }
 
     /// A private fd for the same open file as the program's `fd`. EMFILE as for [`Self::place`].
     pub fn duplicate(fd: BorrowedFd<'_>) -> Result<Self, Errno> {
-        place(fd, Take::High)
+        place(fd)
     }
 
-    /// [`Self::duplicate`] of an `fd` that the program is closing, with calls or bytes that would else be lost: its number is free
-    /// soon, so any other will do.
+    /// [`Self::duplicate`] of an `fd` that the program is closing, with calls or bytes that would else be lost: its
+    /// number is free soon, so any other will do. EMFILE if there is none at all.
     pub fn duplicate_closing(fd: BorrowedFd<'_>) -> Result<Self, Errno> {
-        place(fd, Take::Any)
+        place_closing(fd)
     }
 
     /// Takes back a number that [`Self::release`] gave out.
@@ -145,7 +147,7 @@ impl PrivateFd {
 
     /// A second fd for the same open file, under another private number. EMFILE as for [`Self::place`].
     pub fn try_clone(&self) -> Result<Self, Errno> {
-        place(self.as_fd(), Take::High)
+        place(self.as_fd())
     }
 }
 
@@ -165,6 +167,9 @@ impl AsRawFd for PrivateFd {
 
 impl Drop for PrivateFd {
     fn drop(&mut self) {
+        if reserve::give_back(self.fd) {
+            return;
+        }
         // First the bitmap, then the fd: once closed, another thread may be given the same number
         // and enter it, and its entry must not be erased.
         unregister(self.fd);
@@ -202,7 +207,8 @@ fn unregister(fd: RawFd) {
     }
 }
 
-/// Where to look for a number: the upper `most` of those below `end`, downwards, as long as there are fewer than that private fds.
+/// Where to look for a number: the upper `most` of those below `end`, downwards, as long as there are fewer than that
+/// private fds.
 #[derive(Debug, PartialEq, Eq)]
 struct Place {
     end: u32,
@@ -221,27 +227,73 @@ fn places(soft: u64) -> [Place; 2] {
     })
 }
 
+impl Place {
+    /// The least number in it.
+    fn least(&self) -> RawFd {
+        self.end.saturating_sub(self.most) as RawFd
+    }
+}
+
+fn soft_limit() -> u64 {
+    getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
+}
+
 /// So many numbers are left to the program whenever one is taken: as many as it may close before it opens as many.
 const SPARE: usize = 4;
 
 /// Which numbers will do.
 #[derive(Clone, Copy, PartialEq)]
 enum Take {
-    /// Those in the upper part, if some are left.
+    /// Those of the place, if some are left.
     High,
+    /// Those of the place, and be it the last.
+    Last,
     /// The highest that is free, whichever.
     Any,
 }
 
-fn place(fd: BorrowedFd<'_>, take: Take) -> Result<PrivateFd, Errno> {
+fn place(fd: BorrowedFd<'_>) -> Result<PrivateFd, Errno> {
     let _transit = Transit::begin();
-    let soft = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
     let count = COUNT.load(Ordering::Relaxed);
-    places(soft)
-        .into_iter()
-        .filter(|place| count < place.most)
-        .find_map(|place| place_in(fd, &place, take))
-        .ok_or(Errno::MFILE)
+    let mut places = places(soft_limit()).into_iter().filter(|place| count < place.most);
+    let placed = places.find_map(|place| {
+        let placed = place_in(fd, &place, Take::High);
+        if placed.is_some() {
+            stock_reserve(&place);
+        }
+        placed
+    });
+    placed.ok_or(Errno::MFILE)
+}
+
+/// However many there are: the program has one fewer soon.
+fn place_closing(fd: BorrowedFd<'_>) -> Result<PrivateFd, Errno> {
+    let _transit = Transit::begin();
+    let places = places(soft_limit());
+    let find = |take| places.iter().find_map(|place| place_in(fd, place, take));
+    let placed = find(Take::Last)
+        .or_else(|| take_reserved(fd))
+        .or_else(|| find(Take::Any));
+    placed.ok_or(Errno::MFILE)
+}
+
+/// Gives up the numbers that are set aside for what the program closes.
+pub fn dismiss_reserve() {
+    reserve::dismiss(|number| drop(PrivateFd { fd: number }));
+}
+
+fn stock_reserve(place: &Place) {
+    reserve::stock(
+        place.least()..place.end as RawFd,
+        |file| place_in(file, place, Take::High).map(PrivateFd::release),
+        |number| drop(PrivateFd { fd: number }),
+    );
+}
+
+fn take_reserved(fd: BorrowedFd<'_>) -> Option<PrivateFd> {
+    let number = PrivateFd { fd: reserve::take()? };
+    // Dropped on an error, and so set aside again.
+    reserve::put(fd, number.fd).ok().map(|()| number)
 }
 
 fn place_in(fd: BorrowedFd<'_>, place: &Place, take: Take) -> Option<PrivateFd> {
@@ -263,7 +315,7 @@ fn place_in(fd: BorrowedFd<'_>, place: &Place, take: Take) -> Option<PrivateFd> 
         }
     };
     let new = next()?;
-    let is_high = new.as_raw_fd() as u32 >= place.end.saturating_sub(place.most);
+    let is_high = new.as_raw_fd() >= place.least();
     let mut left: [Option<OwnedFd>; SPARE] = Default::default();
     // From the top, as the number itself: where there are many, none of them is a low one.
     let mut is_left = || {
@@ -272,7 +324,11 @@ fn place_in(fd: BorrowedFd<'_>, place: &Place, take: Take) -> Option<PrivateFd> 
             slot.is_some()
         })
     };
-    let does = take == Take::Any || is_high && is_left();
+    let does = match take {
+        Take::High => is_high && is_left(),
+        Take::Last => is_high,
+        Take::Any => true,
+    };
     left.into_iter().flatten().for_each(close);
     if does {
         keep(new)
@@ -285,9 +341,7 @@ fn place_in(fd: BorrowedFd<'_>, place: &Place, take: Take) -> Option<PrivateFd> 
 /// Enters a number that is to be private.
 fn keep(new: OwnedFd) -> Option<PrivateFd> {
     if register(new.as_raw_fd()) {
-        Some(PrivateFd {
-            fd: new.into_raw_fd(),
-        })
+        Some(PrivateFd { fd: new.into_raw_fd() })
     } else {
         close(new);
         None
@@ -305,6 +359,7 @@ fn keep(new: OwnedFd) -> Option<PrivateFd> {
 /// be another file's. (Forget its owner.)
 pub unsafe fn reset_in_fork_child(keep: impl Fn(RawFd) -> bool) {
     transit::reset_in_fork_child();
+    reserve::reset_in_fork_child();
     let mut from = 0;
     while let Some(n) = next_private(from, END) {
         from = n + 1;

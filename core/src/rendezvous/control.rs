@@ -52,9 +52,7 @@ struct Frame {
 }
 
 /// The random number of a question, which its answers repeat.
-#[derive(
-    Clone, Copy, PartialEq, Eq, Hash, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
-)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(transparent)]
 pub struct QueryId([u8; ID_BYTES]);
 
@@ -95,11 +93,7 @@ impl Stamp {
 
 impl fmt::Debug for Stamp {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(if *self == Self::NONE {
-            "none"
-        } else {
-            "Stamp(secret)"
-        })
+        f.write_str(if *self == Self::NONE { "none" } else { "Stamp(secret)" })
     }
 }
 
@@ -205,10 +199,7 @@ impl Datagram {
                 }),
                 None,
             ),
-            Body::Cancel {
-                nonce_s,
-                instance_s,
-            } => (
+            Body::Cancel { nonce_s, instance_s } => (
                 kind::CANCEL,
                 Some(Message::Cancel {
                     request: 0,
@@ -232,9 +223,7 @@ impl Datagram {
                 }),
                 None,
             ),
-            Body::No { request, reason } => {
-                (kind::ANSWER, Some(Message::No { request, reason }), None)
-            }
+            Body::No { request, reason } => (kind::ANSWER, Some(Message::No { request, reason }), None),
         };
         let mut frame = Frame {
             magic: MAGIC,
@@ -393,13 +382,7 @@ impl Key {
             }
         }
         let secret = bytes.get(..have).unwrap_or_default();
-        Self::new(secret).ok_or_else(|| {
-            format!(
-                "it must have {} to {} bytes",
-                Self::BYTES.start(),
-                Self::BYTES.end()
-            )
-        })
+        Self::new(secret).ok_or_else(|| format!("it must have {} to {} bytes", Self::BYTES.start(), Self::BYTES.end()))
     }
 
     /// Over everything but the MAC itself, and which way the datagram goes.
@@ -432,9 +415,7 @@ impl Stamper {
     /// One with a fresh key. Fails only without getrandom(2).
     pub fn random() -> Result<Self, Errno> {
         let key = [Cookie::random()?, Cookie::random()?];
-        Hmac::new_from_slice(key.as_bytes())
-            .map(Self)
-            .map_err(|_| Errno::INVAL)
+        Hmac::new_from_slice(key.as_bytes()).map(Self).map_err(|_| Errno::INVAL)
     }
 
     fn mac(&self, to: SocketAddr, slot: u64) -> Hmac<Sha256> {
@@ -451,11 +432,7 @@ impl Stamper {
 
     /// The stamp for the address `to` at `now` (ns).
     pub fn stamp(&self, to: SocketAddr, now: u64) -> Stamp {
-        let full: [u8; MAC] = self
-            .mac(to, now / Self::SLOT)
-            .finalize()
-            .into_bytes()
-            .into();
+        let full: [u8; MAC] = self.mac(to, now / Self::SLOT).finalize().into_bytes().into();
         let mut stamp = [0; ID_BYTES];
         stamp.iter_mut().zip(full).for_each(|(to, from)| *to = from);
         Stamp(stamp)
@@ -464,13 +441,10 @@ impl Stamper {
     /// Whether `stamp` was given to the address `from` not long before `now` (ns).
     pub fn is_good(&self, stamp: &Stamp, from: SocketAddr, now: u64) -> bool {
         let slot = now / Self::SLOT;
-        [Some(slot), slot.checked_sub(1)]
-            .into_iter()
-            .flatten()
-            .any(|slot| {
-                let mac = self.mac(from, slot);
-                mac.verify_truncated_left(&stamp.0).is_ok()
-            })
+        [Some(slot), slot.checked_sub(1)].into_iter().flatten().any(|slot| {
+            let mac = self.mac(from, slot);
+            mac.verify_truncated_left(&stamp.0).is_ok()
+        })
     }
 }
 

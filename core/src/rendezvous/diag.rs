@@ -9,9 +9,7 @@ use std::os::fd::AsFd;
 
 use rustix::fs::{CWD, Mode, OFlags, openat};
 use rustix::io::Errno;
-use rustix::net::{
-    AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, netlink, recv, send, socket_with,
-};
+use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, netlink, recv, send, socket_with};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use crate::ids::normalise;
@@ -116,9 +114,7 @@ struct Answer {
 fn ask_kernel(server: SocketAddr) -> Result<u32, Errno> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let protocol = Some(netlink::SOCK_DIAG);
-    let fd = PrivateFd::open(|| {
-        socket_with(AddressFamily::NETLINK, SocketType::DGRAM, flags, protocol)
-    })?;
+    let fd = PrivateFd::open(|| socket_with(AddressFamily::NETLINK, SocketType::DGRAM, flags, protocol))?;
     send(&fd, request(server).as_bytes(), SendFlags::NOSIGNAL)?;
     // The kernel answers within send(), so the answer is there.
     let mut buf = [MaybeUninit::uninit(); 4096];
@@ -134,10 +130,7 @@ fn request(server: SocketAddr) -> Request {
     let canonical = SocketAddr::new(server.ip().to_canonical(), server.port());
     let family = match canonical.ip() {
         IpAddr::V4(v4) => {
-            source
-                .iter_mut()
-                .zip(v4.octets())
-                .for_each(|(to, from)| *to = from);
+            source.iter_mut().zip(v4.octets()).for_each(|(to, from)| *to = from);
             AF_INET
         }
         IpAddr::V6(v6) => {
@@ -236,11 +229,7 @@ pub(crate) fn find_listener(table: &str, server: SocketAddr) -> ListenerOwner {
         let sockets = table.lines().filter_map(parse_line);
         sockets.filter(|(local, state, _)| *state == TCP_LISTEN && local.port() == server.port())
     };
-    let exact = one_owner(
-        listeners()
-            .filter(|(local, ..)| *local == server)
-            .map(|(.., uid)| uid),
-    );
+    let exact = one_owner(listeners().filter(|(local, ..)| *local == server).map(|(.., uid)| uid));
     if exact != ListenerOwner::None {
         return exact;
     }

@@ -42,8 +42,7 @@ impl Bucket {
     }
 
     fn full(&self) -> u64 {
-        self.interval()
-            .saturating_mul(u64::from(self.rate.burst.max(1)))
+        self.interval().saturating_mul(u64::from(self.rate.burst.max(1)))
     }
 
     /// Whether one may come at `now`. A clock that goes back gives nothing.

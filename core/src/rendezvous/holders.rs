@@ -1,6 +1,6 @@
 //! Which process of those behind one listening name holds a connection, as far as they have said: the process that is
-//! asked on the name for another's connection leads to that one, instead of to all of them (REDIRECT, P14). A server that
-//! forks for each connection would else be asked as often as the square of their number.
+//! asked on the name for another's connection leads to that one, instead of to all of them (REDIRECT, P14). A server
+//! that forks for each connection would else be asked as often as the square of their number.
 //!
 //! Only a hint. What is wrong or gone costs a question in vain, so nothing is ever taken out: old entries are
 //! overwritten.
@@ -19,7 +19,8 @@ const BUCKETS: usize = 1024;
 /// Entries among which one connection may lie.
 const BUCKET: usize = 4;
 
-/// One connection. Written without a lock, by processes that may die in between: the check tells what was written as one.
+/// One connection. Written without a lock, by processes that may die in between: the check tells what was written as
+/// one.
 #[derive(Debug)]
 #[repr(C)]
 struct Entry {
@@ -73,8 +74,7 @@ impl HolderPage {
         let entry = bucket.find(|e| e.connection.load(Relaxed) == connection)?;
         let [low, high] = &entry.holder;
         let words = [low.load(Relaxed), high.load(Relaxed)];
-        (entry.check.load(Relaxed) == check(connection, words))
-            .then(|| InstanceId::from_words(words))
+        (entry.check.load(Relaxed) == check(connection, words)).then(|| InstanceId::from_words(words))
     }
 }
 
@@ -137,9 +137,7 @@ mod tests {
         page.enter(&tuple(1), &id(1));
         let connection = name_of(&tuple(1));
         let bucket = page.bucket(connection);
-        let entry = bucket
-            .iter()
-            .find(|e| e.connection.load(Relaxed) == connection);
+        let entry = bucket.iter().find(|e| e.connection.load(Relaxed) == connection);
         entry.unwrap().holder[0].store(99, Relaxed);
         assert_eq!(page.holder(&tuple(1)), None);
     }

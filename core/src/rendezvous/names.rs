@@ -7,8 +7,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 
 use rustix::io::Errno;
 use rustix::net::{
-    AddressFamily, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, connect, listen,
-    socket_with,
+    AddressFamily, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, connect, listen, socket_with,
 };
 
 use crate::ids::InstanceId;
@@ -100,7 +99,8 @@ pub fn connect_to(name: &[u8]) -> Result<Channel, Errno> {
     Ok(Channel::new(fd))
 }
 
-/// Whether there are service names of `port`, or that cannot be told now: less than [`connect_to_services`] does. Never waits.
+/// Whether there are service names of `port`, or that cannot be told now: less than [`connect_to_services`] does. Never
+/// waits.
 pub fn is_served(port: u16) -> bool {
     let Ok(fd) = socket() else { return true };
     (0..MAX_GAP).any(|k| {
@@ -145,9 +145,7 @@ mod tests {
     use crate::wire::ShmName;
 
     fn found(port: u16) -> Vec<Result<(), Errno>> {
-        connect_to_services(port)
-            .map(|attempt| attempt.map(drop))
-            .collect()
+        connect_to_services(port).map(|attempt| attempt.map(drop)).collect()
     }
 
     #[test]
@@ -189,9 +187,7 @@ mod tests {
     fn there_are_only_so_many_names() {
         in_child(|| {
             let port = free_port();
-            let all: Vec<_> = (0..MAX_SERVICES)
-                .map(|_| Listener::service(port).unwrap())
-                .collect();
+            let all: Vec<_> = (0..MAX_SERVICES).map(|_| Listener::service(port).unwrap()).collect();
             assert_eq!(Listener::service(port).unwrap_err(), Errno::ADDRINUSE);
             assert_eq!(found(port).len(), all.len());
         });

@@ -67,8 +67,7 @@ impl PeerPage {
     /// Enters instance `id` of process `pid` (the caller's). False if all slots belong to live processes.
     pub fn register(&self, pid: u32, id: &InstanceId) -> bool {
         // Free slots first: a process in a pid namespace of its own looks dead to the others.
-        self.claim(pid, id, |owner| pid_of(owner) == 0)
-            || self.claim(pid, id, |owner| !is_alive(pid_of(owner)))
+        self.claim(pid, id, |owner| pid_of(owner) == 0) || self.claim(pid, id, |owner| !is_alive(pid_of(owner)))
     }
 
     fn claim(&self, pid: u32, id: &InstanceId, free: impl Fn(u64) -> bool) -> bool {
@@ -101,12 +100,9 @@ impl PeerPage {
             let owner = slot.owner.load(Ordering::Relaxed);
             if pid_of(owner) == pid && read(slot).is_some_and(|(_, found)| found == *id) {
                 // Fails only if somebody took us for dead; then it is no longer ours to free.
-                let _ = slot.owner.compare_exchange(
-                    owner,
-                    next_owner(owner, 0),
-                    Ordering::Release,
-                    Ordering::Relaxed,
-                );
+                let _ = slot
+                    .owner
+                    .compare_exchange(owner, next_owner(owner, 0), Ordering::Release, Ordering::Relaxed);
             }
         }
     }
@@ -114,10 +110,7 @@ impl PeerPage {
     /// The instances whose processes exist, in no order. At most [`SLOTS`].
     pub fn list(&self) -> Vec<InstanceId> {
         let entries = self.slots().iter().filter_map(read);
-        entries
-            .filter(|(pid, _)| is_alive(*pid))
-            .map(|(_, id)| id)
-            .collect()
+        entries.filter(|(pid, _)| is_alive(*pid)).map(|(_, id)| id).collect()
     }
 }
 
@@ -137,11 +130,7 @@ fn read(slot: &Slot) -> Option<(u32, InstanceId)> {
 
 /// Does the process exist, as far as can be told? A zombie does.
 fn is_alive(pid: u32) -> bool {
-    let Some(pid) = i32::try_from(pid)
-        .ok()
-        .filter(|pid| *pid > 0)
-        .and_then(Pid::from_raw)
-    else {
+    let Some(pid) = i32::try_from(pid).ok().filter(|pid| *pid > 0).and_then(Pid::from_raw) else {
         return false;
     };
     test_kill_process(pid) != Err(Errno::SRCH)
@@ -189,13 +178,7 @@ impl DestinationCache {
 
     /// Remembers `answer` from `now` for `lifetime`. When full, what has expired goes first, then what
     /// would expire next.
-    pub fn insert(
-        &mut self,
-        destination: SocketAddr,
-        answer: Answer,
-        now: Instant,
-        lifetime: Duration,
-    ) {
+    pub fn insert(&mut self, destination: SocketAddr, answer: Answer, now: Instant, lifetime: Duration) {
         // A lifetime beyond the end of time is not worth remembering.
         let Some(expires) = now.checked_add(lifetime) else {
             return;

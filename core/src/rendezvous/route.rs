@@ -5,9 +5,7 @@ use std::mem::MaybeUninit;
 use std::net::IpAddr;
 
 use rustix::io::Errno;
-use rustix::net::{
-    AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, recv, send, socket_with,
-};
+use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, recv, send, socket_with};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use super::diag::{NLM_F_REQUEST, NLMSG_ERROR, NetlinkHeader};
@@ -95,20 +93,13 @@ fn request(remote: IpAddr) -> Vec<u8> {
         kind: RTA_DST,
     };
     let header = NetlinkHeader {
-        len: (size_of::<NetlinkHeader>() + size_of::<RouteMessage>()) as u32
-            + u32::from(attribute.length),
+        len: (size_of::<NetlinkHeader>() + size_of::<RouteMessage>()) as u32 + u32::from(attribute.length),
         kind: RTM_GETROUTE,
         flags: NLM_F_REQUEST,
         sequence: 1,
         port: 0,
     };
-    [
-        header.as_bytes(),
-        message.as_bytes(),
-        attribute.as_bytes(),
-        &octets,
-    ]
-    .concat()
+    [header.as_bytes(), message.as_bytes(), attribute.as_bytes(), &octets].concat()
 }
 
 pub(crate) fn parse(bytes: &[u8]) -> Result<Place, Errno> {

@@ -1,5 +1,5 @@
-//! What the owner of a page and its readers agree on: the page's name and sizes, and the codes in it. Reasons are in reason.rs, where
-//! things are in the page in layout.rs.
+//! What the owner of a page and its readers agree on: the page's name and sizes, and the codes in it. Reasons are in
+//! reason.rs, where things are in the page in layout.rs.
 
 /// Name of the memfd; the link in `/proc/<pid>/fd` reads `/memfd:rdmasock-stats (deleted)`.
 pub const MEMFD_NAME: &str = "rdmasock-stats";

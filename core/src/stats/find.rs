@@ -73,8 +73,8 @@ pub fn instance_of(pid: u32) -> Result<Option<Process>, ReadError> {
     failure.map_or(Ok(None), Err)
 }
 
-/// Gives sleepers the numbers that their threads have for this process, which may look into another pid namespace. One that has
-/// ended without waking up sleeps no more.
+/// Gives sleepers the numbers that their threads have for this process, which may look into another pid namespace. One
+/// that has ended without waking up sleeps no more.
 fn name_threads(sleepers: &mut Vec<SleeperSnapshot>, pid: u32, own_pid: u32) {
     let task = format!("/proc/{pid}/task");
     if pid == own_pid {
@@ -95,7 +95,8 @@ fn name_threads(sleepers: &mut Vec<SleeperSnapshot>, pid: u32, own_pid: u32) {
     });
 }
 
-/// The links to what a process has open. A main thread that has ended before the others has none: theirs are those of the process.
+/// The links to what a process has open. A main thread that has ended before the others has none: theirs are those of
+/// the process.
 fn descriptors(pid: u32) -> io::Result<Vec<PathBuf>> {
     let list = |of: PathBuf| -> io::Result<Vec<PathBuf>> {
         let entries = fs::read_dir(of)?;
@@ -107,10 +108,7 @@ fn descriptors(pid: u32) -> io::Result<Vec<PathBuf>> {
     }
     let threads = list(format!("/proc/{pid}/task").into())?;
     let theirs = threads.into_iter().filter_map(|t| list(t.join("fd")).ok());
-    Ok(theirs
-        .into_iter()
-        .find(|l| !l.is_empty())
-        .unwrap_or_default())
+    Ok(theirs.into_iter().find(|l| !l.is_empty()).unwrap_or_default())
 }
 
 /// Real uid of a process, and its pid in its own (innermost) pid namespace.

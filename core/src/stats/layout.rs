@@ -65,8 +65,8 @@ pub(super) struct Header {
     /// Closings begun and done: a reader whose copy spans none sees totals that add up.
     pub closings_begun: AtomicU64,
     pub closings_done: AtomicU64,
-    /// Why all connections are held on TCP, as the code of a `Reason`.
-    pub held: AtomicU32,
+    /// Why all connections are kept on TCP, as the code of a `Reason`.
+    pub kept_on_tcp: AtomicU32,
     /// The owner's alone: how many slots of streams it may write in its mapping.
     pub open: AtomicU32,
 }
@@ -105,12 +105,7 @@ impl Counters {
     }
 
     pub fn clear(&self) {
-        for counter in [
-            &self.tcp_bytes,
-            &self.tcp_calls,
-            &self.link_bytes,
-            &self.link_calls,
-        ] {
+        for counter in [&self.tcp_bytes, &self.tcp_calls, &self.link_bytes, &self.link_calls] {
             counter.store(0, Relaxed);
         }
     }
@@ -371,8 +366,7 @@ impl StreamStats {
 
     /// The slot of the link that carries the stream, or none.
     pub fn set_link(&self, link: Option<u32>) {
-        self.link
-            .store(link.map_or(0, |slot| slot.saturating_add(1)), Relaxed);
+        self.link.store(link.map_or(0, |slot| slot.saturating_add(1)), Relaxed);
     }
 
     /// The fd that the program has the stream on (it may move with dup and close).

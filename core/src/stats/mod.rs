@@ -18,9 +18,7 @@ mod sleepers;
 #[cfg(test)]
 mod tests;
 
-pub use codes::{
-    Call, Direction, Event, LINK_SLOTS, LinkState, MEMFD_NAME, Path, SLEEPER_SLOTS, STREAM_SLOTS,
-};
+pub use codes::{Call, Direction, Event, LINK_SLOTS, LinkState, MEMFD_NAME, Path, SLEEPER_SLOTS, STREAM_SLOTS};
 pub use find::{Process, instance_of, instances};
 pub use layout::{Counts, LinkStats, StatsPage, StreamStats};
 pub use page::{InstanceInfo, LinkInfo, StreamInfo};

@@ -16,12 +16,8 @@ use rustix::time::{ClockId, clock_gettime};
 
 use crate::os::{extent::PAGE, lazy, memfd::within_file_limit};
 
-use super::codes::{
-    Direction, Event, LINK_SLOTS, LinkState, MEMFD_NAME, Path, SLEEPER_SLOTS, STREAM_SLOTS,
-};
-use super::layout::{
-    Header, LinkStats, MAGIC, PROGRAM_MAX, StatsPage, StreamStats, VERSION, bump, moved,
-};
+use super::codes::{Direction, Event, LINK_SLOTS, LinkState, MEMFD_NAME, Path, SLEEPER_SLOTS, STREAM_SLOTS};
+use super::layout::{Header, LinkStats, MAGIC, PROGRAM_MAX, StatsPage, StreamStats, VERSION, bump, moved};
 use super::reason::{Reason, Why};
 use super::sleepers::SleeperStats;
 
@@ -89,17 +85,11 @@ impl StatsPage {
         let size = |bytes: usize| u32::try_from(bytes).unwrap_or(0);
         header.version.store(VERSION, Relaxed);
         header.header_size.store(size(size_of::<Header>()), Relaxed);
-        header
-            .link_size
-            .store(size(size_of::<LinkStats>()), Relaxed);
+        header.link_size.store(size(size_of::<LinkStats>()), Relaxed);
         header.link_slots.store(LINK_SLOTS, Relaxed);
-        header
-            .sleeper_size
-            .store(size(size_of::<SleeperStats>()), Relaxed);
+        header.sleeper_size.store(size(size_of::<SleeperStats>()), Relaxed);
         header.sleeper_slots.store(SLEEPER_SLOTS, Relaxed);
-        header
-            .stream_size
-            .store(size(size_of::<StreamStats>()), Relaxed);
+        header.stream_size.store(size(size_of::<StreamStats>()), Relaxed);
         header.stream_slots.store(STREAM_SLOTS, Relaxed);
         header.pid.store(info.pid, Relaxed);
         header.started.store(monotonic_ns(), Relaxed);
@@ -115,9 +105,9 @@ impl StatsPage {
         header.magic.store(MAGIC, Release);
     }
 
-    /// All connections are held on TCP from now on.
-    pub fn set_held(&self, reason: Reason) {
-        self.header.held.store(u32::from(reason as u16), Relaxed);
+    /// All connections are kept on TCP from now on.
+    pub fn set_kept_on_tcp(&self, reason: Reason) {
+        self.header.kept_on_tcp.store(u32::from(reason as u16), Relaxed);
     }
 
     /// Counts an event.
@@ -145,8 +135,8 @@ impl StatsPage {
         self.streams.get(slot as usize)
     }
 
-    /// Makes sure that a slot can be written, and twice as many as were before. The caller sees to it that one thread at a
-    /// time does; `None` beyond [`STREAM_SLOTS`], and if the kernel refuses.
+    /// Makes sure that a slot can be written, and twice as many as were before. The caller sees to it that one thread
+    /// at a time does; `None` beyond [`STREAM_SLOTS`], and if the kernel refuses.
     #[cold]
     fn reach(&self, slot: u32) -> Option<()> {
         let open = (slot + 1).next_power_of_two().max(FIRST);
@@ -254,8 +244,7 @@ fn sealed_memfd() -> Result<OwnedFd, Errno> {
     within_file_limit(size)?;
     let base = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     // Kernels before 6.3 do not know NOEXEC_SEAL; vm.memfd_noexec=2 on later ones asks for it.
-    let fd = memfd_create(MEMFD_NAME, base | MemfdFlags::NOEXEC_SEAL)
-        .or_else(|_| memfd_create(MEMFD_NAME, base))?;
+    let fd = memfd_create(MEMFD_NAME, base | MemfdFlags::NOEXEC_SEAL).or_else(|_| memfd_create(MEMFD_NAME, base))?;
     ftruncate(&fd, size)?;
     fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
     Ok(fd)
@@ -273,11 +262,10 @@ fn map(fd: Option<BorrowedFd<'_>>) -> Result<&'static StatsPage, Errno> {
     let address = lazy::map(length, ProtFlags::empty(), flags, fd)?;
     open_streams(address, FIRST)?;
     let page = NonNull::new(address.cast::<StatsPage>()).ok_or(Errno::NOMEM)?;
-    // SAFETY: what is not open is never read or written: `stream` gives no reference into it, and atomics are not read ahead of
-    // the program. The rest: the mapping is page-aligned (the type asks for 4096), as long as the type, zeroed
-    // (valid: all fields are atomics) and never unmapped; a memfd mapping cannot be cut short,
-    // because the file was sealed at this size before. Other processes map it read-only, and all
-    // accesses are atomic.
+    // SAFETY: what is not open is never read or written: `stream` gives no reference into it, and atomics are not read
+    // ahead of the program. The rest: the mapping is page-aligned (the type asks for 4096), as long as the type, zeroed
+    // (valid: all fields are atomics) and never unmapped; a memfd mapping cannot be cut short, because the file was
+    // sealed at this size before. Other processes map it read-only, and all accesses are atomic.
     let page = unsafe { page.as_ref() };
     page.header.open.store(FIRST, Release);
     Ok(page)
@@ -286,7 +274,7 @@ fn map(fd: Option<BorrowedFd<'_>>) -> Result<&'static StatsPage, Errno> {
 /// Opens the page at `start` with its first `count` slots of streams.
 fn open_streams(start: *mut c_void, count: u32) -> Result<(), Errno> {
     let bytes = offset_of!(StatsPage, streams) + count as usize * size_of::<StreamStats>();
-    // SAFETY: within the page's mapping, which `map` has made: `count` is at most STREAM_SLOTS. The last page of it may be
-    // opened whole.
+    // SAFETY: within the page's mapping, which `map` has made: `count` is at most STREAM_SLOTS. The last page of it may
+    // be opened whole.
     unsafe { lazy::open(start, bytes.next_multiple_of(PAGE)) }
 }

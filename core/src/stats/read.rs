@@ -18,9 +18,7 @@ use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use thiserror::Error;
 
-use super::codes::{
-    Direction, EVENTS, Event, LINK_SLOTS, LinkState, Path, SLEEPER_SLOTS, STREAM_SLOTS,
-};
+use super::codes::{Direction, EVENTS, Event, LINK_SLOTS, LinkState, Path, SLEEPER_SLOTS, STREAM_SLOTS};
 use super::layout::{Counts, Header, LinkStats, MAGIC, StatsPage, StreamStats, VERSION, moved};
 use super::page::monotonic_ns;
 use super::reason::{Reason, Why};
@@ -60,8 +58,8 @@ pub struct InstanceSnapshot {
     pub id: [u8; 16],
     /// Time since the instance began.
     pub uptime: Duration,
-    /// Why all of its connections are held on TCP, if they are: a [`Reason`], or its unknown code.
-    pub held: Option<Result<Reason, u16>>,
+    /// Why all of its connections are kept on TCP, if they are: a [`Reason`], or its unknown code.
+    pub kept_on_tcp: Option<Result<Reason, u16>>,
     /// Sums over all its streams, closed ones included.
     pub totals: Totals,
     /// Links in use, by slot.
@@ -294,34 +292,22 @@ impl StatsReader {
         let now = monotonic_ns();
         for extent in self.extents()? {
             links.extend(
-                slots(
-                    &page.links,
-                    core::mem::offset_of!(StatsPage, links),
-                    &extent,
-                )
-                .filter_map(|(slot, link)| copy_link(slot, link)),
+                slots(&page.links, core::mem::offset_of!(StatsPage, links), &extent)
+                    .filter_map(|(slot, link)| copy_link(slot, link)),
             );
             let offset = core::mem::offset_of!(StatsPage, sleepers);
             sleepers.extend(
-                slots(&page.sleepers, offset, &extent)
-                    .filter_map(|(slot, s)| s.copy(u16::try_from(slot).ok()?, now)),
+                slots(&page.sleepers, offset, &extent).filter_map(|(slot, s)| s.copy(u16::try_from(slot).ok()?, now)),
             );
             let offset = core::mem::offset_of!(StatsPage, streams);
-            streams.extend(
-                slots(&page.streams, offset, &extent)
-                    .filter_map(|(slot, stream)| copy_stream(slot, stream)),
-            );
+            streams
+                .extend(slots(&page.streams, offset, &extent).filter_map(|(slot, stream)| copy_stream(slot, stream)));
         }
         for stream in &streams {
             totals.add(stream);
         }
         let length = header.program_len.load(Relaxed) as usize;
-        let program: Vec<u8> = header
-            .program
-            .iter()
-            .take(length)
-            .map(|b| b.load(Relaxed))
-            .collect();
+        let program: Vec<u8> = header.program.iter().take(length).map(|b| b.load(Relaxed)).collect();
         let started = header.started.load(Relaxed);
         Ok(InstanceSnapshot {
             pid: self.pid(),
@@ -329,8 +315,8 @@ impl StatsReader {
             id: header.instance.each_ref().map(|b| b.load(Relaxed)),
             uptime: Duration::from_nanos(now.saturating_sub(started)),
             // The code was a u16.
-            held: Some(Reason::try_from(header.held.load(Relaxed) as u16))
-                .filter(|held| *held != Ok(Reason::None)),
+            kept_on_tcp: Some(Reason::try_from(header.kept_on_tcp.load(Relaxed) as u16))
+                .filter(|reason| *reason != Ok(Reason::None)),
             totals,
             links,
             streams,
@@ -358,11 +344,7 @@ impl StatsReader {
 
 /// The slots of `table`, which begins at `offset` in the file, that lie within `extent`.
 /// Extents end at page borders, which slots do not cross.
-fn slots<'a, T>(
-    table: &'a [T],
-    offset: usize,
-    extent: &core::ops::Range<u64>,
-) -> impl Iterator<Item = (u32, &'a T)> {
+fn slots<'a, T>(table: &'a [T], offset: usize, extent: &core::ops::Range<u64>) -> impl Iterator<Item = (u32, &'a T)> {
     let index = |at: u64| {
         let at = usize::try_from(at).unwrap_or(usize::MAX);
         (at.saturating_sub(offset) / size_of::<T>()).min(table.len())
@@ -429,12 +411,6 @@ impl Counts {
 fn printable(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes)
         .chars()
-        .map(|c| {
-            if c.is_control() {
-                char::REPLACEMENT_CHARACTER
-            } else {
-                c
-            }
-        })
+        .map(|c| if c.is_control() { char::REPLACEMENT_CHARACTER } else { c })
         .collect()
 }

@@ -1,7 +1,8 @@
 //! Who sleeps, in what, and since when: one slot a waiter, as the owner writes it and a reader sees it.
 //!
-//! A thread writes here when it is about to sleep in the kernel until something comes over a link or there is room on it, and when it
-//! is awake again. Threads that sleep in the kernel's own calls on TCP are not here: the kernel shows those.
+//! A thread writes here when it is about to sleep in the kernel until something comes over a link or there is room on
+//! it, and when it is awake again. Threads that sleep in the kernel's own calls on TCP are not here: the kernel shows
+//! those.
 
 use core::mem::size_of;
 use core::sync::atomic::{
@@ -56,7 +57,8 @@ pub struct Asleep {
     pub unread: u64,
 }
 
-/// Those who sleep as one waiter. Only an epoll set's can be several at once: then all but the count is that of who came last.
+/// Those who sleep as one waiter. Only an epoll set's can be several at once: then all but the count is that of who
+/// came last.
 #[repr(C, align(32))]
 #[derive(Debug)]
 pub struct SleeperStats {

@@ -62,10 +62,7 @@ fn a_reader_sees_streams_in_the_first_and_the_last_slot() {
     assert_eq!(one.direction, Some(Direction::Accept));
     assert_eq!(one.link, None);
     assert_eq!((two.fd, two.rx.link_bytes, two.rx.link_calls), (9, 7, 1));
-    assert_eq!(
-        (two.tx_path, two.rx_path),
-        (Some(Path::Tcp), Some(Path::Shm))
-    );
+    assert_eq!((two.tx_path, two.rx_path), (Some(Path::Tcp), Some(Path::Shm)));
     assert_eq!(two.link, Some(0));
     assert!(two.is_on_tcp() && !two.promoted);
     assert_eq!(two.why.unwrap().to_string(), "declined by peer: arena full");
@@ -120,10 +117,7 @@ fn a_reader_sees_links_and_events() {
         (up.slot, up.peer, up.peer_pid, up.streams),
         (LINK_SLOTS - 1, [9; 16], 77, 3)
     );
-    assert_eq!(
-        (up.state, up.fabric),
-        (Some(LinkState::Up), Some(Path::Shm))
-    );
+    assert_eq!((up.state, up.fabric), (Some(LinkState::Up), Some(Path::Shm)));
     link.set_down(Reason::PeerGone);
     let down = reader.read().unwrap().links[0];
     assert_eq!(down.state, Some(LinkState::Down));
@@ -159,10 +153,7 @@ fn a_reader_sees_who_sleeps_on_which_stream() {
         let sleepers = seen.asleep_on(&seen.streams[slot]);
         sleepers.map(|s| (s.thread, s.call, s.unread)).collect()
     };
-    let both = [
-        (Some(12), Some(Call::Poll), 5),
-        (Some(11), Some(Call::Receive), 5),
-    ];
+    let both = [(Some(12), Some(Call::Poll), 5), (Some(11), Some(Call::Receive), 5)];
     assert_eq!((on(0), on(1)), (both.to_vec(), Vec::new()));
 
     receiver.end(11);
@@ -214,25 +205,15 @@ fn reading_allocates_nothing_in_the_page() {
 
 #[test]
 fn what_is_not_a_sealed_page_is_refused() {
-    let open = |fd: &rustix::fd::OwnedFd| {
-        StatsReader::open(&PathBuf::from(format!("/proc/self/fd/{}", fd.as_raw_fd())))
-    };
+    let open =
+        |fd: &rustix::fd::OwnedFd| StatsReader::open(&PathBuf::from(format!("/proc/self/fd/{}", fd.as_raw_fd())));
     let flags = rustix::fs::MemfdFlags::CLOEXEC | rustix::fs::MemfdFlags::ALLOW_SEALING;
     let fake = rustix::fs::memfd_create("rdmasock-fake", flags).unwrap();
-    assert!(matches!(
-        open(&fake),
-        Err(ReadError::NotAPage("size differs"))
-    ));
+    assert!(matches!(open(&fake), Err(ReadError::NotAPage("size differs"))));
     rustix::fs::ftruncate(&fake, size_of::<StatsPage>() as u64).unwrap();
-    assert!(matches!(
-        open(&fake),
-        Err(ReadError::NotAPage("not sealed"))
-    ));
+    assert!(matches!(open(&fake), Err(ReadError::NotAPage("not sealed"))));
     rustix::fs::fcntl_add_seals(&fake, rustix::fs::SealFlags::SHRINK).unwrap();
-    assert!(matches!(
-        open(&fake),
-        Err(ReadError::NotAPage("no magic number (yet)"))
-    ));
+    assert!(matches!(open(&fake), Err(ReadError::NotAPage("no magic number (yet)"))));
 }
 
 #[test]

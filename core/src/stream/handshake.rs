@@ -231,9 +231,7 @@ impl Handshake {
     pub fn on_hello(&mut self, peer: InstanceId) -> Result<Steps, Misplaced> {
         match self.phase {
             // We have aborted since; its ABORT follows.
-            Phase::Closing if self.role == Role::Connector && self.sent == Some(Closing::Abort) => {
-                Ok(Steps::new())
-            }
+            Phase::Closing if self.role == Role::Connector && self.sent == Some(Closing::Abort) => Ok(Steps::new()),
             Phase::Offered => {
                 self.phase = Phase::Opening;
                 Ok(vec![Step::WriteHello])

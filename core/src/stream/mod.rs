@@ -1,5 +1,6 @@
 //! The byte-stream protocol as state machines without I/O or clock.
 
+pub mod connection;
 pub mod handshake;
 pub mod mode;
 pub mod policy;

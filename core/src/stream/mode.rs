@@ -1,8 +1,8 @@
-//! What each direction of a connection runs on, and what moves it from there to something else. The one table of that: whoever moves a
-//! direction says why, and where it goes is said here. Not what is to be done then.
+//! What each direction of a connection runs on, and what moves it from there to something else. The one table of that:
+//! whoever moves a direction says why, and where it goes is said here. Not what is to be done then.
 //!
-//! A mode mirrors what the direction's lock protects, so that the plain case is decided by one load. It is changed under that lock,
-//! but for a fork's child, where nobody else is.
+//! A mode mirrors what the direction's lock protects, so that the plain case is decided by one load. It is changed
+//! under that lock, but for a fork's child, where nobody else is.
 //!
 //! Sending:
 //!
@@ -37,7 +37,8 @@
 
 use std::fmt::Debug;
 use std::marker::PhantomData;
-use std::sync::atomic::{AtomicU8, Ordering};
+
+use crate::sync::{AtomicU8, Ordering, Published};
 
 /// What a direction runs on.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -54,6 +55,18 @@ pub enum Mode {
 }
 
 use Mode::{Foreign, Link, Marked, Tcp};
+
+impl Mode {
+    #[inline]
+    fn of(word: u8) -> Self {
+        match word {
+            0 => Tcp,
+            1 => Marked,
+            2 => Link,
+            _ => Foreign,
+        }
+    }
+}
 
 /// Why the sending direction moves.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -87,7 +100,8 @@ pub enum Receiving {
     Settled,
     /// What is in the ring was read, or stays unread, and the rest is the kernel's to bring.
     Left,
-    /// The ring was read, and something that came in TCP before, or is still to be said, comes ahead of what the kernel brings.
+    /// The ring was read, and something that came in TCP before, or is still to be said, comes ahead of what the kernel
+    /// brings.
     Retained,
     /// The connection is reset: what was not read is lost.
     Abandoned,
@@ -140,14 +154,14 @@ impl Event for Receiving {
 
 /// A direction's mode, for all threads to look at.
 pub struct ModeCell<E> {
-    mode: AtomicU8,
+    mode: Published<AtomicU8>,
     events: PhantomData<fn(E)>,
 }
 
 impl<E: Event> Default for ModeCell<E> {
     fn default() -> Self {
         Self {
-            mode: AtomicU8::new(Tcp as u8),
+            mode: Published::from(Tcp as u8),
             events: PhantomData,
         }
     }
@@ -157,21 +171,22 @@ impl<E: Event> ModeCell<E> {
     /// The mode now.
     #[inline]
     pub fn load(&self, order: Ordering) -> Mode {
-        match self.mode.load(order) {
-            0 => Tcp,
-            1 => Marked,
-            2 => Link,
-            _ => Foreign,
-        }
+        Mode::of(self.mode.load(order))
     }
 
-    /// Moves the direction. SeqCst: who enters the kernel's call says so, and then looks at the mode; who changes it looks
-    /// afterwards who is there.
+    /// The mode, for who is in the kernel's call, or is about to be or back, and has said so
+    /// ([`Presence`](crate::sync::Presence)).
+    #[inline]
+    pub fn look(&self) -> Mode {
+        Mode::of(self.mode.look())
+    }
+
+    /// Moves the direction. Who changes it looks afterwards who is in the kernel's call.
     pub fn go(&self, event: E) {
         let (from, to) = event.moves();
         let now = self.load(Ordering::Relaxed);
         debug_assert!(from.contains(&now), "{event:?} in {now:?}");
-        self.mode.store(to as u8, Ordering::SeqCst);
+        self.mode.publish(to as u8);
     }
 }
 

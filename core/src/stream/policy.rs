@@ -25,8 +25,8 @@ impl Threshold {
         bytes: Some(0),
     };
 
-    /// What the accepting end has carried a moment before the connecting end reaches this: by then it has to be known who
-    /// holds the connection.
+    /// What the accepting end has carried a moment before the connecting end reaches this: by then it has to be known
+    /// who holds the connection.
     pub fn just_before(&self) -> Self {
         Self {
             requests: self.requests.map(|n| n.saturating_sub(1).max(1)),

@@ -56,8 +56,9 @@ pub enum Step {
     Ask,
     /// Mark the end (FIN) behind the last byte on the link.
     Mark,
-    /// Take nothing more from the link, give it nothing more, and write RESUME in TCP: up to where the
-    /// other's direction has come, and ours was given. If our own direction is on the link nothing follows in TCP before [`Step::SendFrom`].
+    /// Take nothing more from the link, give it nothing more, and write RESUME in TCP: up to where the other's
+    /// direction has come, and ours was given. If our own direction is on the link nothing follows in TCP before
+    /// [`Step::SendFrom`].
     WriteResume,
     /// Our direction goes on over TCP: first what was given to the link from this position on,
     /// then the rest. A position that was not sent or is no longer held is the peer's fault: reset.
@@ -176,7 +177,7 @@ impl Resume {
     }
 
     /// Our direction has left the link and cannot go on yet.
-    pub fn is_held(&self) -> bool {
+    pub fn is_suspended(&self) -> bool {
         self.sent == Some(Closing::Switch) && self.wrote && !self.went_on && !self.over
     }
 
@@ -188,7 +189,7 @@ impl Resume {
             Some(Closing::Abort) => self.known().is_none(),
             None => false,
         };
-        waits && !self.over || self.is_held()
+        waits && !self.over || self.is_suspended()
     }
 
     /// We have switched, and the other has not said what it does: it may have given up, and take nothing more from
@@ -302,7 +303,7 @@ impl Resume {
             }
             Ahead::End => {
                 let mut steps = Steps::new();
-                if self.is_held() {
+                if self.is_suspended() {
                     self.went_on = true;
                     steps.push(Step::SendNothing);
                     self.end_tcp(&mut steps);
@@ -392,7 +393,7 @@ impl Resume {
         if self.sent == Some(Abort) && (self.wrote || self.known() == Some(Abort)) {
             self.end_tcp(&mut steps);
         }
-        if self.is_held()
+        if self.is_suspended()
             && let Some((received, _)) = self.read.or(self.read_ahead)
         {
             self.went_on = true;

@@ -1,5 +1,5 @@
-//! What the encodings of messages, markers and introductions share: the version, how bytes are read and appended, and what can be
-//! wrong with them. Not the encodings.
+//! What the encodings of messages, markers and introductions share: the version, how bytes are read and appended, and
+//! what can be wrong with them. Not the encodings.
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
@@ -32,9 +32,7 @@ pub enum WireError {
 }
 
 /// Reads a value that takes up the whole of `bytes`.
-pub(super) fn read<T: FromBytes + KnownLayout + Immutable + Unaligned>(
-    bytes: &[u8],
-) -> Result<&T, WireError> {
+pub(super) fn read<T: FromBytes + KnownLayout + Immutable + Unaligned>(bytes: &[u8]) -> Result<&T, WireError> {
     T::ref_from_bytes(bytes).map_err(|_| WireError::Length)
 }
 

@@ -83,25 +83,15 @@ mod tests {
         assert_eq!(bytes[..], expected.concat());
         let padded = [&bytes[..], &[0; 140]].concat();
         let got = Introduction::decode(&padded).unwrap();
-        assert_eq!(
-            (got.pid, got.instance),
-            (0x0102_0304, introduction.instance)
-        );
+        assert_eq!((got.pid, got.instance), (0x0102_0304, introduction.instance));
         assert!(got.cookie.matches(&introduction.cookie));
-        for (at, error) in [
-            (0, WireError::Magic),
-            (3, WireError::Magic),
-            (4, WireError::Version(3)),
-        ] {
+        for (at, error) in [(0, WireError::Magic), (3, WireError::Magic), (4, WireError::Version(3))] {
             let mut bad = bytes;
             bad[at] ^= 1;
             assert_eq!(Introduction::decode(&bad).unwrap_err(), error);
         }
         for length in 0..INTRODUCTION {
-            assert_eq!(
-                Introduction::decode(&bytes[..length]).unwrap_err(),
-                WireError::Length
-            );
+            assert_eq!(Introduction::decode(&bytes[..length]).unwrap_err(), WireError::Length);
         }
     }
 }

@@ -111,17 +111,12 @@ impl ShmName {
         let length = u8::try_from(name.len()).ok().filter(|n| *n > 0)?;
         let mut bytes = [0u8; MAX_ADDRESS];
         bytes.get_mut(..name.len())?.copy_from_slice(name);
-        Some(Self {
-            length,
-            name: bytes,
-        })
+        Some(Self { length, name: bytes })
     }
 
     /// The abstract name, without the leading NUL.
     pub fn as_bytes(&self) -> &[u8] {
-        self.name
-            .get(..usize::from(self.length))
-            .unwrap_or_default()
+        self.name.get(..usize::from(self.length)).unwrap_or_default()
     }
 }
 
@@ -173,14 +168,8 @@ impl Marker {
     /// Writes the marker for the reader that chose `reader_nonce` to the front of `buf`; gives its bytes.
     ///
     /// Fails with [`WireError::Buffer`] if `buf` is too short; [`MAX_MARKER`] bytes always suffice.
-    pub fn encode<'b>(
-        &self,
-        reader_nonce: &Nonce,
-        buf: &'b mut [u8],
-    ) -> Result<&'b [u8], WireError> {
-        let (head, rest) = buf
-            .split_at_mut_checked(MIN_MARKER)
-            .ok_or(WireError::Buffer)?;
+    pub fn encode<'b>(&self, reader_nonce: &Nonce, buf: &'b mut [u8]) -> Result<&'b [u8], WireError> {
+        let (head, rest) = buf.split_at_mut_checked(MIN_MARKER).ok_or(WireError::Buffer)?;
         let mut body = Writer::new(rest);
         let kind = match self {
             Self::Hello(hello) => {

@@ -15,8 +15,7 @@ use crate::ids::{Cookie, InstanceId, Nonce, Tuple, Vqpn, WireTuple};
 pub const MAX_REDIRECT: usize = 64;
 
 /// The longest message, in bytes; fits one Ethernet frame.
-pub const MAX_MESSAGE: usize =
-    size_of::<Header>() + size_of::<RedirectHead>() + MAX_REDIRECT * size_of::<InstanceId>();
+pub const MAX_MESSAGE: usize = size_of::<Header>() + size_of::<RedirectHead>() + MAX_REDIRECT * size_of::<InstanceId>();
 
 const MAGIC: [u8; 4] = *b"rsok";
 
@@ -65,10 +64,7 @@ pub enum Message {
     /// "It stays on TCP."
     No { request: u64, reason: Reason },
     /// "I do not hold it; one of these, which listen on the same socket, may." At most [`MAX_REDIRECT`].
-    Redirect {
-        request: u64,
-        instances: Vec<InstanceId>,
-    },
+    Redirect { request: u64, instances: Vec<InstanceId> },
     /// The connector gives up after YES, and has not written its HELLO and never will.
     Cancel {
         request: u64,
@@ -98,11 +94,7 @@ pub enum Message {
         ring: RingOffer,
     },
     /// The other half of OPEN: `yours` is the opener's number, `mine` and `ring` the sender's.
-    OpenAck {
-        yours: Vqpn,
-        mine: Vqpn,
-        ring: RingOffer,
-    },
+    OpenAck { yours: Vqpn, mine: Vqpn, ring: RingOffer },
     /// The stream that the opener called `yours` stays on TCP.
     OpenRefuse { yours: Vqpn, reason: Reason },
     /// With the button of the doorbell on which waiter `id` of the sender sleeps.
@@ -111,14 +103,12 @@ pub enum Message {
     WaiterGone { id: u32 },
     /// "Move your sending direction of stream `yours` back to TCP"; from byte `resend_from` of that
     /// direction if the link failed, else after the last byte on the link.
-    DemoteRequest {
-        yours: Vqpn,
-        resend_from: Option<u64>,
-    },
+    DemoteRequest { yours: Vqpn, resend_from: Option<u64> },
     /// "Move your sending direction of stream `yours` to the ring that is on offer."
     Adopt { yours: Vqpn },
-    /// "What is in this file you have sent in TCP, and it can be given to its reader there only: send it there again, before all
-    /// that is in the ring of stream `yours`, of which nothing was read." Only to those who [can](super::Capabilities::TAKES_BACK).
+    /// "What is in this file you have sent in TCP, and it can be given to its reader there only: send it there again,
+    /// before all that is in the ring of stream `yours`, of which nothing was read." Only to those who
+    /// [can](super::Capabilities::TAKES_BACK).
     TakeBack { yours: Vqpn, bytes: u32 },
     /// TAKE-BACK is carried out: stream `yours` is at its end in that direction.
     TakenBack { yours: Vqpn },
@@ -248,9 +238,7 @@ impl Message {
     /// Fails with [`WireError::Buffer`] if `buf` is shorter than the message ([`MAX_MESSAGE`] always
     /// suffices), and with [`WireError::Field`] if a REDIRECT names too many instances.
     pub fn encode<'b>(&self, buf: &'b mut [u8]) -> Result<&'b [u8], WireError> {
-        let (head, rest) = buf
-            .split_at_mut_checked(size_of::<Header>())
-            .ok_or(WireError::Buffer)?;
+        let (head, rest) = buf.split_at_mut_checked(size_of::<Header>()).ok_or(WireError::Buffer)?;
         let mut body = Writer::new(rest);
         let kind = self.encode_body(&mut body)?;
         let length = body.len;
@@ -261,8 +249,7 @@ impl Message {
             length: u16::try_from(length).map_err(|_| WireError::Buffer)?.into(),
         };
         Writer::new(head).put(&header)?;
-        buf.get(..size_of::<Header>() + length)
-            .ok_or(WireError::Buffer)
+        buf.get(..size_of::<Header>() + length).ok_or(WireError::Buffer)
     }
 
     /// Writes the body; gives the kind.
@@ -304,10 +291,7 @@ impl Message {
                     reason: reason.code().into(),
                 }),
             ),
-            Self::Redirect {
-                request,
-                ref instances,
-            } => {
+            Self::Redirect { request, ref instances } => {
                 if instances.len() > MAX_REDIRECT {
                     return Err(WireError::Field("instance count"));
                 }
@@ -385,11 +369,7 @@ impl Message {
                     }),
                 )
             }
-            Self::OpenAck {
-                yours,
-                mine,
-                ref ring,
-            } => {
+            Self::OpenAck { yours, mine, ref ring } => {
                 let ring = ring.into();
                 (
                     kind::OPEN_ACK,
@@ -427,24 +407,9 @@ impl Message {
                 let (yours, bytes) = (yours.0.into(), bytes.into());
                 (kind::TAKE_BACK, out.put(&TakeBack { yours, bytes }))
             }
-            Self::TakenBack { yours } => (
-                kind::TAKEN_BACK,
-                out.put(&Stream {
-                    yours: yours.0.into(),
-                }),
-            ),
-            Self::Adopt { yours } => (
-                kind::ADOPT,
-                out.put(&Stream {
-                    yours: yours.0.into(),
-                }),
-            ),
-            Self::Closed { yours } => (
-                kind::CLOSED,
-                out.put(&Stream {
-                    yours: yours.0.into(),
-                }),
-            ),
+            Self::TakenBack { yours } => (kind::TAKEN_BACK, out.put(&Stream { yours: yours.0.into() })),
+            Self::Adopt { yours } => (kind::ADOPT, out.put(&Stream { yours: yours.0.into() })),
+            Self::Closed { yours } => (kind::CLOSED, out.put(&Stream { yours: yours.0.into() })),
         };
         put.map(|()| kind)
     }
@@ -589,9 +554,7 @@ impl Message {
                     resend_from,
                 }
             }
-            kind::ADOPT => Self::Adopt {
-                yours: stream(body)?,
-            },
+            kind::ADOPT => Self::Adopt { yours: stream(body)? },
             kind::TAKE_BACK => {
                 let b: &TakeBack = read(body)?;
                 Self::TakeBack {
@@ -599,12 +562,8 @@ impl Message {
                     bytes: b.bytes.get(),
                 }
             }
-            kind::TAKEN_BACK => Self::TakenBack {
-                yours: stream(body)?,
-            },
-            kind::CLOSED => Self::Closed {
-                yours: stream(body)?,
-            },
+            kind::TAKEN_BACK => Self::TakenBack { yours: stream(body)? },
+            kind::CLOSED => Self::Closed { yours: stream(body)? },
             unknown => return Err(WireError::Kind(unknown)),
         })
     }

@@ -94,10 +94,7 @@ fn read_marker(tail: &[u8]) -> Found {
         Ok(Some(len)) => len,
         Ok(None) => return Found::PartialMarker { have: tail.len() },
         Err(error) => {
-            return Found::Bad {
-                error,
-                len: MIN_MARKER,
-            };
+            return Found::Bad { error, len: MIN_MARKER };
         }
     };
     match tail.get(..len) {

@@ -11,8 +11,8 @@ use crate::error::{Errno, Result};
 use crate::explain::explain;
 use crate::fate::Fate;
 use crate::host::{Level, log};
+use crate::probe_target::{Offer, compose};
 use crate::queue::{BUFFER_BYTES, Queue};
-use crate::spot::{Offer, compose};
 use crate::sys::{Context, Event, Id, Private, event};
 
 /// About a second; with seven repetitions a peer that has fallen silent is given up after some eight.
@@ -72,11 +72,7 @@ impl Conn {
     /// Whether the peer offers what probes need.
     pub fn check_offer(&self) -> Result<()> {
         let is_missing = self.is_iwarp() && self.offer.get().is_none();
-        if is_missing {
-            Err(Errno(libc::EPROTO))
-        } else {
-            Ok(())
-        }
+        if is_missing { Err(Errno(libc::EPROTO)) } else { Ok(()) }
     }
 
     /// See [`Queue::probe`].
@@ -179,10 +175,7 @@ impl Conn {
     /// Facts; ENOTCONN before there is a queue.
     pub fn info(&self) -> Result<Info> {
         let queue = self.queue()?;
-        let private = self
-            .private
-            .lock()
-            .map_or(Private::NONE, |private| *private);
+        let private = self.private.lock().map_or(Private::NONE, |private| *private);
         let mut name = [0; 64];
         for (to, from) in name.iter_mut().take(63).zip(self.context.name().to_bytes()) {
             *to = *from;
@@ -244,9 +237,7 @@ pub fn verdict(kind: u32, status: i32) -> Verdict {
         event::RDMA_CM_EVENT_REJECTED => Verdict::Over(Errno(libc::ECONNREFUSED)),
         event::RDMA_CM_EVENT_UNREACHABLE => Verdict::Over(or(libc::EHOSTUNREACH)),
         event::RDMA_CM_EVENT_CONNECT_ERROR => Verdict::Over(or(libc::EIO)),
-        event::RDMA_CM_EVENT_ADDR_ERROR | event::RDMA_CM_EVENT_ROUTE_ERROR => {
-            Verdict::Over(or(libc::EHOSTUNREACH))
-        }
+        event::RDMA_CM_EVENT_ADDR_ERROR | event::RDMA_CM_EVENT_ROUTE_ERROR => Verdict::Over(or(libc::EHOSTUNREACH)),
         event::RDMA_CM_EVENT_DEVICE_REMOVAL => Verdict::Over(Errno(libc::ENODEV)),
         _ => Verdict::Nothing,
     }
@@ -260,25 +251,13 @@ mod tests {
     fn events_have_an_errno() {
         let over = |code| Verdict::Over(Errno(code));
         assert_eq!(verdict(event::RDMA_CM_EVENT_ESTABLISHED, 0), Verdict::Up);
-        assert_eq!(
-            verdict(event::RDMA_CM_EVENT_REJECTED, 28),
-            over(libc::ECONNREFUSED)
-        );
+        assert_eq!(verdict(event::RDMA_CM_EVENT_REJECTED, 28), over(libc::ECONNREFUSED));
         assert_eq!(
             verdict(event::RDMA_CM_EVENT_UNREACHABLE, -libc::ETIMEDOUT),
             over(libc::ETIMEDOUT)
         );
-        assert_eq!(
-            verdict(event::RDMA_CM_EVENT_CONNECT_ERROR, 3),
-            over(libc::EIO)
-        );
-        assert_eq!(
-            verdict(event::RDMA_CM_EVENT_CONNECT_ERROR, i32::MIN),
-            over(libc::EIO)
-        );
-        assert_eq!(
-            verdict(event::RDMA_CM_EVENT_TIMEWAIT_EXIT, 0),
-            Verdict::Nothing
-        );
+        assert_eq!(verdict(event::RDMA_CM_EVENT_CONNECT_ERROR, 3), over(libc::EIO));
+        assert_eq!(verdict(event::RDMA_CM_EVENT_CONNECT_ERROR, i32::MIN), over(libc::EIO));
+        assert_eq!(verdict(event::RDMA_CM_EVENT_TIMEWAIT_EXIT, 0), Verdict::Nothing);
     }
 }

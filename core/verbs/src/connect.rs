@@ -16,18 +16,13 @@ use crate::sys::{Id, event};
 /// in the lab without it).
 const IWARP_SETTLES: Duration = Duration::from_millis(50);
 
-/// siw uses the port that the connection manager has chosen among those that RDMA does not use, whether or not TCP does. Each
-/// attempt gets another one.
+/// siw uses the port that the connection manager has chosen among those that RDMA does not use, whether or not TCP
+/// does. Each attempt gets another one.
 const PORTS_TRIED: u32 = 16;
 
-/// Connects. The timeout is for finding the way, and again for the peer's answer: siw waits for its TCP connection within the
-/// call, by the kernel's own patience.
-pub fn connect(
-    local: &Address,
-    remote: &Address,
-    private: &[u8],
-    timeout: Duration,
-) -> Result<Conn> {
+/// Connects. The timeout is for finding the way, and again for the peer's answer: siw waits for its TCP connection
+/// within the call, by the kernel's own patience.
+pub fn connect(local: &Address, remote: &Address, private: &[u8], timeout: Duration) -> Result<Conn> {
     let mut tried = 1;
     loop {
         match attempt(local, remote, private, timeout) {
@@ -67,9 +62,7 @@ fn attempt(local: &Address, remote: &Address, private: &[u8], timeout: Duration)
 }
 
 fn after(timeout: Duration) -> Result<Instant> {
-    Instant::now()
-        .checked_add(timeout)
-        .ok_or(Errno(libc::EINVAL))
+    Instant::now().checked_add(timeout).ok_or(Errno(libc::EINVAL))
 }
 
 /// Waits for this event; another one is the reason why it will not come.

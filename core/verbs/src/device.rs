@@ -199,10 +199,7 @@ mod tests {
     #[test]
     fn an_address_leads_to_its_interface() {
         assert_eq!(interface_of(Ipv4Addr::LOCALHOST.into()).unwrap(), "lo");
-        assert_eq!(
-            interface_of(Ipv4Addr::BROADCAST.into()),
-            Err(Errno(libc::ENODEV))
-        );
+        assert_eq!(interface_of(Ipv4Addr::BROADCAST.into()), Err(Errno(libc::ENODEV)));
     }
 
     #[test]

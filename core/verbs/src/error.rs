@@ -33,11 +33,7 @@ impl From<rustix::io::Errno> for Errno {
 
 /// For a call that says 0, or -1 and errno.
 pub fn check(result: c_int) -> Result<()> {
-    if result == 0 {
-        Ok(())
-    } else {
-        Err(Errno::last())
-    }
+    if result == 0 { Ok(()) } else { Err(Errno::last()) }
 }
 
 /// For a call that says 0 or an errno: positive by its manual, negative from some providers (siw).

@@ -30,13 +30,10 @@ fn remedy(errno: Errno, memlock: Option<u64>) -> Option<String> {
             "the memlock limit is {} KiB: raise it with ulimit -l, or in /etc/security/limits.conf",
             limit / 1024
         )),
-        (libc::ENOENT | libc::ENXIO, _) => {
-            Some("there is no /dev/infiniband/rdma_cm: modprobe rdma_ucm".to_owned())
+        (libc::ENOENT | libc::ENXIO, _) => Some("there is no /dev/infiniband/rdma_cm: modprobe rdma_ucm".to_owned()),
+        (libc::EACCES | libc::EPERM, _) => {
+            Some("no access to /dev/infiniband: give the user the right to read and write there".to_owned())
         }
-        (libc::EACCES | libc::EPERM, _) => Some(
-            "no access to /dev/infiniband: give the user the right to read and write there"
-                .to_owned(),
-        ),
         _ => None,
     }
 }
@@ -49,16 +46,8 @@ mod tests {
     fn what_can_be_helped_is_told() {
         let text = remedy(Errno(libc::ENOMEM), Some(65_536)).unwrap();
         assert!(text.contains("memlock limit is 64 KiB") && text.contains("ulimit -l"));
-        assert!(
-            remedy(Errno(libc::ENOENT), None)
-                .unwrap()
-                .contains("rdma_ucm")
-        );
-        assert!(
-            remedy(Errno(libc::EACCES), None)
-                .unwrap()
-                .contains("/dev/infiniband")
-        );
+        assert!(remedy(Errno(libc::ENOENT), None).unwrap().contains("rdma_ucm"));
+        assert!(remedy(Errno(libc::EACCES), None).unwrap().contains("/dev/infiniband"));
         assert_eq!(remedy(Errno(libc::ECONNREFUSED), Some(0)), None);
         assert_eq!(remedy(Errno(libc::ENOMEM), None), None);
     }

@@ -23,18 +23,14 @@ impl Fate {
 
     /// It is up, unless it is over already.
     pub fn up(&self) {
-        let _ = self
-            .0
-            .compare_exchange(0, 1, Ordering::AcqRel, Ordering::Relaxed);
+        let _ = self.0.compare_exchange(0, 1, Ordering::AcqRel, Ordering::Relaxed);
     }
 
     /// It is over. True if it was not before.
     pub fn end(&self, reason: Errno) -> bool {
         let code = -reason.0.max(1);
         self.0
-            .fetch_update(Ordering::AcqRel, Ordering::Relaxed, |now| {
-                (now >= 0).then_some(code)
-            })
+            .fetch_update(Ordering::AcqRel, Ordering::Relaxed, |now| (now >= 0).then_some(code))
             .is_ok()
     }
 }

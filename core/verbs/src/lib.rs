@@ -12,9 +12,9 @@ mod fds;
 mod host;
 mod listen;
 mod memory;
+mod probe_target;
 mod queue;
 mod slots;
-mod spot;
 mod sys;
 mod sysfs;
 mod table;
@@ -26,10 +26,7 @@ use rdmasock_core::fabric::plugin::{Host, Plugin};
 /// # Safety
 /// As described at `rdmasock_core::fabric::plugin::Entry`.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn rdmasock_verbs_plugin(
-    host: *const Host,
-    table: *mut *const Plugin,
-) -> i32 {
+pub unsafe extern "C" fn rdmasock_verbs_plugin(host: *const Host, table: *mut *const Plugin) -> i32 {
     if table.is_null() {
         return -libc::EINVAL;
     }

@@ -50,8 +50,8 @@ impl Listener {
         self.id.channel().fd()
     }
 
-    /// The next request, with what the peer sent along; `None` if there is none now, ENODEV if the device is gone, and no
-    /// more will come.
+    /// The next request, with what the peer sent along; `None` if there is none now, ENODEV if the device is gone, and
+    /// no more will come.
     pub fn next(&self) -> Result<Option<(Conn, Private)>> {
         while let Some(event) = self.id.channel().next()? {
             if event.kind == event::RDMA_CM_EVENT_DEVICE_REMOVAL {

@@ -67,10 +67,7 @@ mod tests {
     fn pieces_are_within_the_slab() {
         let slab = Slab::new(8192).unwrap();
         assert_eq!(slab.piece(0, 4096), Ok(slab.at()));
-        assert_eq!(
-            slab.piece(1, 4096).map(|at| at.addr() - slab.at().addr()),
-            Ok(4096)
-        );
+        assert_eq!(slab.piece(1, 4096).map(|at| at.addr() - slab.at().addr()), Ok(4096));
         for (index, size) in [(2, 4096), (1, 4097), (usize::MAX, 2), (1, usize::MAX)] {
             assert_eq!(slab.piece(index, size), Err(Errno(libc::EINVAL)));
         }

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use rdmasock_core::lock::Lock;
+use rdmasock_core::sync::Published;
 
 use crate::device::Subscription;
 use crate::error::{Errno, Result};
@@ -15,11 +16,9 @@ use crate::explain::explain;
 use crate::fate::Fate;
 use crate::host::{Level, log};
 use crate::memory::Slab;
+use crate::probe_target::{Offer, ProbeTarget};
 use crate::slots::Slots;
-use crate::spot::{Offer, Spot};
-use crate::sys::{
-    BATCH, Context, Cq, DeviceLimits, Done, Id, Mr, Pd, Piece, Qp, QueueLengths, Work, status,
-};
+use crate::sys::{BATCH, Context, Cq, DeviceLimits, Done, Id, Mr, Pd, Piece, Qp, QueueLengths, Work, status};
 
 /// Bytes of a receive buffer, and of a send slot.
 pub const BUFFER_BYTES: usize = 4096 + 64;
@@ -91,7 +90,7 @@ pub struct Queue {
     receive_mr: Mr,
     send_mr: Mr,
     /// On iWARP.
-    spot: Option<Spot>,
+    probe_target: Option<ProbeTarget>,
     receive_slab: Arc<Slab>,
     send_slab: Arc<Slab>,
     pd: Arc<Pd>,
@@ -100,7 +99,7 @@ pub struct Queue {
     inline: u32,
     is_iwarp: bool,
     /// Something may be sent: on iWARP who accepts speaks second (siw takes an earlier word for a violation).
-    may_speak: AtomicBool,
+    may_speak: Published<AtomicBool>,
     /// A probe is in the send queue.
     probing: AtomicBool,
     /// Somebody is in `poll`.
@@ -115,8 +114,7 @@ impl Queue {
         let sizes = Sizes::fit(&limits).ok_or(Errno(libc::EOPNOTSUPP))?;
         let said = |doing: &'static str| move |errno| explain(doing, errno);
         let pd = Arc::new(Pd::new(context).map_err(said("making a protection domain"))?);
-        let cq = Cq::new(context, sizes.sends + sizes.posted())
-            .map_err(said("making a completion queue"))?;
+        let cq = Cq::new(context, sizes.sends + sizes.posted()).map_err(said("making a completion queue"))?;
         let cq = Arc::new(cq);
         let slab = |pieces: u32| Slab::new(pieces as usize * BUFFER_BYTES).map(Arc::new);
         let (receive_slab, send_slab) = (slab(sizes.posted())?, slab(sizes.slots)?);
@@ -126,8 +124,8 @@ impl Queue {
             sends: sizes.sends,
             receives: sizes.posted(),
         };
-        let spot = context.is_iwarp().then(|| Spot::new(&pd)).transpose();
-        let spot = spot.map_err(said("registering memory for probes"))?;
+        let probe_target = context.is_iwarp().then(|| ProbeTarget::new(&pd)).transpose();
+        let probe_target = probe_target.map_err(said("registering memory for probes"))?;
         let mut made = Err(Errno(libc::EINVAL));
         for inline in INLINE {
             made = Qp::new(id, &pd, &cq, lengths, inline);
@@ -143,7 +141,7 @@ impl Queue {
             registered: Lock::new(Vec::new()),
             receive_mr,
             send_mr,
-            spot,
+            probe_target,
             receive_slab,
             send_slab,
             pd,
@@ -151,7 +149,7 @@ impl Queue {
             sizes,
             inline,
             is_iwarp: context.is_iwarp(),
-            may_speak: AtomicBool::new(!accepts || !context.is_iwarp()),
+            may_speak: Published::from(!accepts || !context.is_iwarp()),
             probing: AtomicBool::new(false),
             polling: AtomicBool::new(false),
             fate: fate.clone(),
@@ -169,7 +167,7 @@ impl Queue {
 
     /// What the peer may read.
     pub fn offer(&self) -> Option<Offer> {
-        self.spot.as_ref().map(Spot::offer)
+        self.probe_target.as_ref().map(ProbeTarget::offer)
     }
 
     pub fn receive_buffers(&self) -> u16 {
@@ -204,8 +202,7 @@ impl Queue {
     /// The memory stays mapped as long as the queue pair, and is accessed through raw pointers and atomics only.
     pub unsafe fn register(&self, at: *mut c_void, len: usize) -> Result<(u32, u32)> {
         // SAFETY: by this function's contract; the registration goes with the queue pair.
-        let mr = unsafe { Mr::of_memory(&self.pd, at, len) }
-            .map_err(|errno| explain("registering memory", errno))?;
+        let mr = unsafe { Mr::of_memory(&self.pd, at, len) }.map_err(|errno| explain("registering memory", errno))?;
         let keys = (mr.local_key(), mr.remote_key());
         self.registered.lock().ok_or(Errno(libc::EDEADLK))?.push(mr);
         Ok(keys)
@@ -215,29 +212,19 @@ impl Queue {
     ///
     /// # Safety
     /// The source is within memory that was registered under its key, and stays as it is until the peer has it.
-    pub unsafe fn write(
-        &self,
-        source: Piece,
-        to: u64,
-        key: u32,
-        immediate: Option<u32>,
-    ) -> Result<()> {
+    pub unsafe fn write(&self, source: Piece, to: u64, key: u32, immediate: Option<u32>) -> Result<()> {
         if source.len == 0 {
             return Err(Errno(libc::EINVAL));
         }
         if immediate.is_some() && self.is_iwarp {
             return Err(Errno(libc::EOPNOTSUPP));
         }
-        self.post(source.len, |_| {
-            Ok((Work::Write { to, key, immediate }, source))
-        })
+        self.post(source.len, |_| Ok((Work::Write { to, key, immediate }, source)))
     }
 
     /// Posts a message made of these parts, which are copied.
     pub fn send<'a>(&self, parts: impl Iterator<Item = &'a [u8]> + Clone) -> Result<()> {
-        let len: usize = parts
-            .clone()
-            .fold(0, |sum, part| sum.saturating_add(part.len()));
+        let len: usize = parts.clone().fold(0, |sum, part| sum.saturating_add(part.len()));
         if len > BUFFER_BYTES {
             return Err(Errno(libc::EMSGSIZE));
         }
@@ -247,10 +234,7 @@ impl Queue {
             for part in parts {
                 // SAFETY: the slot has room for all parts, whose sum was checked; it belongs to this turn alone,
                 // and its last work request has completed.
-                unsafe {
-                    part.as_ptr()
-                        .copy_to_nonoverlapping(to.add(done), part.len())
-                };
+                unsafe { part.as_ptr().copy_to_nonoverlapping(to.add(done), part.len()) };
                 done += part.len();
             }
             Ok((
@@ -269,7 +253,7 @@ impl Queue {
         if self.fate.code() <= 0 {
             return Err(Errno(libc::ENOTCONN));
         }
-        let is_silent = || !self.may_speak.load(Ordering::Acquire);
+        let is_silent = || !self.may_speak.look();
         if is_silent() && self.slots.turn_away(is_silent) {
             return Err(Errno(libc::EAGAIN));
         }
@@ -278,10 +262,7 @@ impl Queue {
         let inline = len <= self.inline;
         let lent = matches!(work, Work::Send) && self.is_iwarp && len >= IWARP_ZERO_COPY;
         // SAFETY: a slot of ours is not used again before the completion; other memory is by the contract of `write`.
-        let posted = unsafe {
-            self.qp
-                .post(turn.frees, work, piece, turn.signal || lent, inline)
-        };
+        let posted = unsafe { self.qp.post(turn.frees, work, piece, turn.signal || lent, inline) };
         match posted {
             Ok(()) => {
                 self.slots.posted(turn);
@@ -303,15 +284,15 @@ impl Queue {
         if !self.may_speak.load(Ordering::Acquire) || self.probing.load(Ordering::Acquire) {
             return Err(Errno(libc::EAGAIN));
         }
-        let (work, piece) = match &self.spot {
-            Some(spot) => {
+        let (work, piece) = match &self.probe_target {
+            Some(probe_target) => {
                 let Offer { key, address: from } = target.ok_or(Errno(libc::EOPNOTSUPP))?;
-                (Work::Read { from, key }, spot.sink()?)
+                (Work::Read { from, key }, probe_target.sink()?)
             }
             None => (Work::WriteNothing, Piece::NONE),
         };
         self.probing.store(true, Ordering::Release);
-        // SAFETY: the spot's memory lives as long as the queue pair, and is for this alone.
+        // SAFETY: the target's memory lives as long as the queue pair, and is for this alone.
         let posted = unsafe { self.qp.post(PROBE, work, piece, true, false) };
         posted.map_err(|errno| self.give_up(errno))
     }
@@ -378,12 +359,7 @@ impl Queue {
     }
 
     /// One completion; gives the number of events.
-    fn take(
-        &self,
-        done: &Done,
-        again: &mut Buffers,
-        each: &mut impl FnMut(Completion<'_>),
-    ) -> usize {
+    fn take(&self, done: &Done, again: &mut Buffers, each: &mut impl FnMut(Completion<'_>)) -> usize {
         if let Some(reason) = failure(done.status) {
             if self.fate.end(reason) {
                 log(
@@ -409,7 +385,7 @@ impl Queue {
         let index = (done.id & !RECEIVE) as usize;
         if !self.may_speak.load(Ordering::Relaxed) {
             // The first word of who connects, which is empty: see `greet`.
-            self.may_speak.store(true, Ordering::Release);
+            self.may_speak.publish(true);
             if self.slots.is_wanted() {
                 each(Completion::Room);
                 events += 1;
@@ -431,9 +407,7 @@ impl Queue {
                 let len = (done.bytes as usize).min(BUFFER_BYTES);
                 // SAFETY: within the slab, and the device is done with the buffer until it is posted again, which
                 // is after the callback.
-                each(Completion::Received(unsafe {
-                    std::slice::from_raw_parts(at, len)
-                }));
+                each(Completion::Received(unsafe { std::slice::from_raw_parts(at, len) }));
             }
         }
         again.add(index as u32);
@@ -499,9 +473,7 @@ fn failure(wc_status: u32) -> Option<Errno> {
         status::IBV_WC_SUCCESS => return None,
         status::IBV_WC_WR_FLUSH_ERR => libc::ECONNRESET,
         status::IBV_WC_RETRY_EXC_ERR | status::IBV_WC_RESP_TIMEOUT_ERR => libc::ETIMEDOUT,
-        status::IBV_WC_REM_ACCESS_ERR
-        | status::IBV_WC_LOC_ACCESS_ERR
-        | status::IBV_WC_LOC_PROT_ERR => libc::EACCES,
+        status::IBV_WC_REM_ACCESS_ERR | status::IBV_WC_LOC_ACCESS_ERR | status::IBV_WC_LOC_PROT_ERR => libc::EACCES,
         status::IBV_WC_REM_INV_REQ_ERR | status::IBV_WC_LOC_LEN_ERR => libc::EPROTO,
         status::IBV_WC_RNR_RETRY_EXC_ERR => libc::ENOBUFS,
         _ => libc::EIO,
@@ -523,9 +495,7 @@ mod tests {
 
     #[test]
     fn queues_are_as_long_as_wished_or_as_the_device_allows() {
-        let sizes = |wr, cqe| {
-            Sizes::fit(&limits(wr, cqe)).map(|sizes| (sizes.slots, sizes.sends, sizes.receives))
-        };
+        let sizes = |wr, cqe| Sizes::fit(&limits(wr, cqe)).map(|sizes| (sizes.slots, sizes.sends, sizes.receives));
         assert_eq!(sizes(32_768, 1 << 20), Some((240, 256, 128)));
         assert_eq!(sizes(100, 1 << 20), Some((84, 100, 84)));
         assert_eq!(sizes(32_768, 200), Some((84, 100, 84)));
@@ -537,11 +507,7 @@ mod tests {
     fn both_queues_fit_into_the_completion_queue() {
         for wr in 0..400 {
             if let Some(sizes) = Sizes::fit(&limits(wr, 400)) {
-                assert!(
-                    sizes.sends + sizes.posted() <= 400
-                        && sizes.posted() <= wr
-                        && sizes.sends <= wr
-                );
+                assert!(sizes.sends + sizes.posted() <= 400 && sizes.posted() <= wr && sizes.sends <= wr);
             }
         }
     }

@@ -5,7 +5,10 @@
 //! the queue, so a full queue always holds one that does; its completion frees all up to it. The poster and
 //! the poller may be two threads.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
+use rdmasock_core::sync::{AtomicU64, Attention, Ordering, Published};
+
+/// The poster wants to be told.
+const WANTED: u32 = 1;
 
 /// The accounts of one send queue.
 #[derive(Debug)]
@@ -15,9 +18,9 @@ pub struct Slots {
     /// Work requests posted; written by the poster.
     posted: AtomicU64,
     /// Of these, completed; written by the poller.
-    freed: AtomicU64,
-    /// The poster has been turned away.
-    wants_room: AtomicBool,
+    freed: Published<AtomicU64>,
+    /// Not 0: the poster has been turned away.
+    wants_room: Attention,
 }
 
 /// The right to post one work request, which is told back with [`Slots::posted`] if it was.
@@ -39,8 +42,8 @@ impl Slots {
             depth,
             interval: (depth / 4).max(1),
             posted: AtomicU64::new(0),
-            freed: AtomicU64::new(0),
-            wants_room: AtomicBool::new(false),
+            freed: Published::default(),
+            wants_room: Attention::new(),
         }
     }
 
@@ -49,13 +52,11 @@ impl Slots {
     pub fn turn(&self) -> Option<Turn> {
         let number = self.posted.load(Ordering::Relaxed);
         if self.is_full(number) {
-            self.wants_room.store(true, Ordering::Relaxed);
-            // Pairs with the fence in `completed`: either it sees the wish, or we see what it has freed.
-            fence(Ordering::SeqCst);
+            self.wants_room.arm(WANTED);
             if self.is_full(number) {
                 return None;
             }
-            self.wants_room.store(false, Ordering::Relaxed);
+            self.wants_room.disarm(WANTED);
         }
         Some(Turn {
             slot: (number % self.depth) as usize,
@@ -65,8 +66,8 @@ impl Slots {
     }
 
     fn is_full(&self, posted: u64) -> bool {
-        // Acquire: pairs with the Release in `completed`; the device has read the slots that it freed.
-        posted.wrapping_sub(self.freed.load(Ordering::Acquire)) >= self.depth
+        // Acquires what `completed` has published: the device has read the slots that it freed.
+        posted.wrapping_sub(self.freed.look()) >= self.depth
     }
 
     /// The work request of this turn is in the queue.
@@ -74,19 +75,17 @@ impl Slots {
         self.posted.store(turn.frees, Ordering::Relaxed);
     }
 
-    /// The poster was turned away for another reason, which `still` asks for again; as for a full queue,
-    /// [`is_wanted`](Self::is_wanted) is true afterwards, unless the reason is gone.
+    /// The poster was turned away for another reason, which `still` [looks](Published::look) for again; as for a full
+    /// queue, [`is_wanted`](Self::is_wanted) is true afterwards, unless the reason is gone.
     pub fn turn_away(&self, still: impl Fn() -> bool) -> bool {
-        self.wants_room.store(true, Ordering::Relaxed);
-        // Pairs with the fence in `is_wanted`.
-        fence(Ordering::SeqCst);
+        self.wants_room.arm(WANTED);
         still()
     }
 
-    /// True, once, if the poster was turned away. To be called after the reason has gone.
+    /// True, once, if the poster was turned away. To be called after it was [published](Published::publish) that the
+    /// reason has gone.
     pub fn is_wanted(&self) -> bool {
-        fence(Ordering::SeqCst);
-        self.wants_room.load(Ordering::Relaxed) && self.wants_room.swap(false, Ordering::Relaxed)
+        self.wants_room.take() != 0
     }
 
     /// All up to this one have completed. True if the poster is to be told that there is room. One caller at
@@ -94,7 +93,7 @@ impl Slots {
     pub fn completed(&self, frees: u64) -> bool {
         // A completion is of something that was posted, and comes in order; the device is not relied upon.
         if frees > self.freed.load(Ordering::Relaxed) {
-            self.freed.store(frees, Ordering::Release);
+            self.freed.publish(frees);
         }
         self.is_wanted()
     }

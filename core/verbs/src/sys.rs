@@ -45,10 +45,7 @@ impl Private {
         if !at.is_null() {
             let len = usize::from(len).min(WIRE_BYTES);
             // SAFETY: `len` is no more than either side has, by the contract and by the line above.
-            unsafe {
-                at.cast::<u8>()
-                    .copy_to_nonoverlapping(private.bytes.as_mut_ptr(), len)
-            };
+            unsafe { at.cast::<u8>().copy_to_nonoverlapping(private.bytes.as_mut_ptr(), len) };
             private.len = len as u32;
         }
         private
@@ -79,9 +76,7 @@ fn sockaddr(address: &Address) -> Result<libc::sockaddr_storage> {
                 sin6_family: libc::AF_INET6 as libc::sa_family_t,
                 sin6_port: address.port.to_be(),
                 sin6_flowinfo: 0,
-                sin6_addr: libc::in6_addr {
-                    s6_addr: address.ip,
-                },
+                sin6_addr: libc::in6_addr { s6_addr: address.ip },
                 sin6_scope_id: address.scope,
             };
             // SAFETY: as above.
@@ -120,8 +115,7 @@ unsafe impl Sync for Channel {}
 impl Channel {
     pub fn open() -> Result<Self> {
         // SAFETY: no arguments; null is handled.
-        let ptr =
-            NonNull::new(unsafe { ffi::rdma_create_event_channel() }).ok_or_else(Errno::last)?;
+        let ptr = NonNull::new(unsafe { ffi::rdma_create_event_channel() }).ok_or_else(Errno::last)?;
         // SAFETY: the channel was just made and nobody else has it.
         match host::hide(unsafe { (*ptr.as_ptr()).fd }) {
             Ok(fd) => {
@@ -263,12 +257,7 @@ impl Id {
         u16::from_be(unsafe { ffi::rdma_get_src_port(self.ptr.as_ptr()) })
     }
 
-    pub fn resolve_address(
-        &self,
-        local: &Address,
-        remote: &Address,
-        timeout_ms: c_int,
-    ) -> Result<()> {
+    pub fn resolve_address(&self, local: &Address, remote: &Address, timeout_ms: c_int) -> Result<()> {
         let (mut local, mut remote) = (sockaddr(local)?, sockaddr(remote)?);
         // SAFETY: the id lives; the addresses are read during the call.
         check(unsafe {
@@ -364,8 +353,7 @@ fn conn_param(private: &[u8], depth: u8) -> Result<ffi::rdma_conn_param> {
 const CONTEXTS: usize = 64;
 
 /// Those whose fds were hidden, for a fork child.
-static HIDDEN: [AtomicPtr<ffi::ibv_context>; CONTEXTS] =
-    [const { AtomicPtr::new(null_mut()) }; CONTEXTS];
+static HIDDEN: [AtomicPtr<ffi::ibv_context>; CONTEXTS] = [const { AtomicPtr::new(null_mut()) }; CONTEXTS];
 
 /// An open device. librdmacm opens it, shares it among its ids and does not close it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -398,12 +386,7 @@ impl Context {
             }
         }
         for place in &HIDDEN {
-            let free = place.compare_exchange(
-                null_mut(),
-                self.0.as_ptr(),
-                Ordering::Relaxed,
-                Ordering::Relaxed,
-            );
+            let free = place.compare_exchange(null_mut(), self.0.as_ptr(), Ordering::Relaxed, Ordering::Relaxed);
             if free.is_ok() {
                 break;
             }
@@ -431,10 +414,7 @@ impl Context {
 
     pub fn is_iwarp(&self) -> bool {
         // SAFETY: as in `name`.
-        unsafe {
-            (*(*self.0.as_ptr()).device).transport_type
-                == ffi::ibv_transport_type::IBV_TRANSPORT_IWARP
-        }
+        unsafe { (*(*self.0.as_ptr()).device).transport_type == ffi::ibv_transport_type::IBV_TRANSPORT_IWARP }
     }
 
     pub fn limits(&self) -> Result<DeviceLimits> {
@@ -465,12 +445,7 @@ impl Context {
             // SAFETY: zeroed, then written. The kind is read as a number, because the kernel may know kinds that
             // the enum does not; the object's address is only compared, and a port's number in its place is
             // smaller than any address.
-            let (kind, object) = unsafe {
-                (
-                    (&raw const (*at).event_type).cast::<u32>().read(),
-                    (*at).element.qp,
-                )
-            };
+            let (kind, object) = unsafe { ((&raw const (*at).event_type).cast::<u32>().read(), (*at).element.qp) };
             each(kind, object.addr());
             // SAFETY: got above, acknowledged once; its object cannot be gone before.
             unsafe { ffi::ibv_ack_async_event(at) };
@@ -550,20 +525,14 @@ impl Mr {
     /// The memory stays mapped while the registration exists, and is accessed through raw pointers and
     /// atomics only.
     pub unsafe fn of_memory(pd: &Arc<Pd>, at: *mut c_void, len: usize) -> Result<Self> {
-        let access = ffi::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE
-            | ffi::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE;
+        let access = ffi::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE | ffi::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE;
         // SAFETY: by this function's contract.
         unsafe { Self::new(pd, at, len, access) }
     }
 
     /// # Safety
     /// As of `of_memory`.
-    unsafe fn new(
-        pd: &Arc<Pd>,
-        at: *mut c_void,
-        len: usize,
-        access: ffi::ibv_access_flags,
-    ) -> Result<Self> {
+    unsafe fn new(pd: &Arc<Pd>, at: *mut c_void, len: usize, access: ffi::ibv_access_flags) -> Result<Self> {
         // SAFETY: the domain lives; the kernel checks the range; null is handled.
         let ptr = unsafe { ffi::ibv_reg_mr(pd.0.as_ptr(), at, len, access.0 as c_int) };
         Ok(Self {
@@ -626,15 +595,7 @@ impl Cq {
         let channel = CompletionChannel::new(context)?;
         let entries = c_int::try_from(entries).map_err(|_| Errno(libc::EINVAL))?;
         // SAFETY: context and channel live, the channel as long as the queue; null is handled.
-        let ptr = unsafe {
-            ffi::ibv_create_cq(
-                context.0.as_ptr(),
-                entries,
-                null_mut(),
-                channel.ptr.as_ptr(),
-                0,
-            )
-        };
+        let ptr = unsafe { ffi::ibv_create_cq(context.0.as_ptr(), entries, null_mut(), channel.ptr.as_ptr(), 0) };
         let ptr = NonNull::new(ptr).ok_or_else(Errno::last)?;
         Ok(Self {
             ptr,
@@ -653,15 +614,10 @@ impl Cq {
         let at = wcs.as_mut_ptr().cast::<ffi::ibv_wc>();
         // SAFETY: the queue lives; at most BATCH completions are written, which is what there is room for.
         let got = unsafe {
-            let poll = (*(*self.ptr.as_ptr()).context)
-                .ops
-                .poll_cq
-                .ok_or(Errno(libc::ENOSYS))?;
+            let poll = (*(*self.ptr.as_ptr()).context).ops.poll_cq.ok_or(Errno(libc::ENOSYS))?;
             poll(self.ptr.as_ptr(), BATCH as c_int, at)
         };
-        let got = usize::try_from(got)
-            .map_err(|_| Errno(libc::EIO))?
-            .min(BATCH);
+        let got = usize::try_from(got).map_err(|_| Errno(libc::EIO))?.min(BATCH);
         for (done, wc) in into.iter_mut().zip(&wcs).take(got) {
             // SAFETY: zeroed, and then written by the provider: numbers only. Each is read as it is.
             let wc = unsafe { wc.assume_init_ref() };
@@ -722,8 +678,7 @@ struct CompletionChannel {
 impl CompletionChannel {
     fn new(context: Context) -> Result<Self> {
         // SAFETY: the context lives; null is handled.
-        let ptr = NonNull::new(unsafe { ffi::ibv_create_comp_channel(context.0.as_ptr()) })
-            .ok_or_else(Errno::last)?;
+        let ptr = NonNull::new(unsafe { ffi::ibv_create_comp_channel(context.0.as_ptr()) }).ok_or_else(Errno::last)?;
         // SAFETY: it was just made and nobody else has it; it closes its fd if that was not moved.
         unsafe {
             match host::hide((*ptr.as_ptr()).fd) {
@@ -817,13 +772,7 @@ impl Piece {
 
 impl Qp {
     /// A reliable one, with this many bytes inline at most; gives how many it has.
-    pub fn new(
-        id: &Arc<Id>,
-        pd: &Arc<Pd>,
-        cq: &Arc<Cq>,
-        lengths: QueueLengths,
-        inline: u32,
-    ) -> Result<(Self, u32)> {
+    pub fn new(id: &Arc<Id>, pd: &Arc<Pd>, cq: &Arc<Cq>, lengths: QueueLengths, inline: u32) -> Result<(Self, u32)> {
         // SAFETY: a structure of numbers and pointers, for which zeroes are a value.
         let mut attr: ffi::ibv_qp_init_attr = unsafe { zeroed() };
         attr.send_cq = cq.ptr.as_ptr();
@@ -855,8 +804,7 @@ impl Qp {
     /// Bytes that a packet of it carries at most; only once it is connected.
     pub fn path_mtu(&self) -> Result<u32> {
         // SAFETY: structures of numbers and pointers, for which zeroes are a value.
-        let (mut attr, mut init): (ffi::ibv_qp_attr, ffi::ibv_qp_init_attr) =
-            unsafe { (zeroed(), zeroed()) };
+        let (mut attr, mut init): (ffi::ibv_qp_attr, ffi::ibv_qp_init_attr) = unsafe { (zeroed(), zeroed()) };
         let mask = ffi::ibv_qp_attr_mask::IBV_QP_PATH_MTU.0 as c_int;
         // SAFETY: the queue pair lives, and the structures are written during the call.
         check_code(unsafe { ffi::ibv_query_qp(self.ptr.as_ptr(), &mut attr, mask, &mut init) })?;
@@ -877,14 +825,7 @@ impl Qp {
     /// # Safety
     /// The piece can be read until the request has completed, or during the call if it is inline; that of a READ
     /// can be written.
-    pub unsafe fn post(
-        &self,
-        id: u64,
-        work: Work,
-        piece: Piece,
-        signal: bool,
-        inline: bool,
-    ) -> Result<()> {
+    pub unsafe fn post(&self, id: u64, work: Work, piece: Piece, signal: bool, inline: bool) -> Result<()> {
         let mut sge = piece.sge();
         // SAFETY: a structure of numbers and pointers, for which zeroes are a value.
         let mut wr: ffi::ibv_send_wr = unsafe { zeroed() };
@@ -946,8 +887,7 @@ impl Qp {
             return Ok(());
         }
         // SAFETY: structures of numbers and pointers, for which zeroes are a value.
-        let (mut wrs, mut sges): ([ffi::ibv_recv_wr; BATCH], [ffi::ibv_sge; BATCH]) =
-            unsafe { zeroed() };
+        let (mut wrs, mut sges): ([ffi::ibv_recv_wr; BATCH], [ffi::ibv_sge; BATCH]) = unsafe { zeroed() };
         let mut next = null_mut();
         for (((id, piece), wr), sge) in list.iter().zip(&mut wrs).zip(&mut sges) {
             *sge = piece.sge();

@@ -58,9 +58,7 @@ fn in_ports(device: &Path, name: &str) -> impl Iterator<Item = PathBuf> {
     let ports = device.join("ports");
     list(&ports).into_iter().flat_map(move |port| {
         let directory = ports.join(port).join(name);
-        list(&directory)
-            .into_iter()
-            .map(move |entry| directory.join(entry))
+        list(&directory).into_iter().map(move |entry| directory.join(entry))
     })
 }
 
@@ -87,9 +85,7 @@ fn has_address_of(device: &Path, net: &Path) -> bool {
         return false;
     };
     let is_real = address.bytes().any(|digit| digit != b'0');
-    is_real
-        && in_ports(device, "gids")
-            .any(|gid| text(&gid).is_some_and(|gid| digits(gid).starts_with(&address)))
+    is_real && in_ports(device, "gids").any(|gid| text(&gid).is_some_and(|gid| digits(gid).starts_with(&address)))
 }
 
 /// IP over InfiniBand: the device is the interface's. (An Ethernet card may have an RDMA device that is no part of
@@ -130,10 +126,7 @@ mod tests {
         let found = |interface| {
             device_on(class.path(), interface).map(|device| {
                 let name = device.name.iter().take_while(|byte| **byte != 0);
-                (
-                    String::from_utf8(name.copied().collect()).unwrap(),
-                    device.is_iwarp,
-                )
+                (String::from_utf8(name.copied().collect()).unwrap(), device.is_iwarp)
             })
         };
         assert_eq!(found("eth0"), Some(("siw0".to_owned(), 1)));

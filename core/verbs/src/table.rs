@@ -6,8 +6,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
 use rdmasock_core::fabric::plugin::{
-    ABI, Address, Completion, Conn as Handle, Device, Info, Keys, Listener as ListenerHandle,
-    PRIVATE_BYTES, Part, Plugin, Request, WriteRequest, completion,
+    ABI, Address, Completion, Conn as Handle, Device, Info, Keys, Listener as ListenerHandle, PRIVATE_BYTES, Part,
+    Plugin, Request, WriteRequest, completion,
 };
 
 use crate::conn::{Conn, words};
@@ -173,27 +173,17 @@ unsafe extern "C" fn connect(
         }
         // SAFETY: the pointers are as said above.
         unsafe {
-            let (local, remote) = (
-                local.as_ref().ok_or(INVALID)?,
-                remote.as_ref().ok_or(INVALID)?,
-            );
+            let (local, remote) = (local.as_ref().ok_or(INVALID)?, remote.as_ref().ok_or(INVALID)?);
             let private = bytes(private, private_len)?;
             let timeout = Duration::from_millis(timeout_ms.into());
-            put(
-                out,
-                give(connect::connect(local, remote, private, timeout)?),
-            )
+            put(out, give(connect::connect(local, remote, private, timeout)?))
         }
     })
 }
 
 unsafe extern "C" fn accept(handle: *mut Handle, private: *const u8, private_len: usize) -> i32 {
     // SAFETY: the pointers are as said above.
-    guard(|| unsafe {
-        conn(handle)?
-            .accept(bytes(private, private_len)?)
-            .map(|()| 0)
-    })
+    guard(|| unsafe { conn(handle)?.accept(bytes(private, private_len)?).map(|()| 0) })
 }
 
 unsafe extern "C" fn reject(handle: *mut Handle) {
@@ -216,12 +206,7 @@ unsafe extern "C" fn state(handle: *mut Handle) -> i32 {
     guard(|| Ok(unsafe { conn(handle) }?.state()))
 }
 
-unsafe extern "C" fn register(
-    handle: *mut Handle,
-    at: *mut c_void,
-    len: usize,
-    out: *mut Keys,
-) -> i32 {
+unsafe extern "C" fn register(handle: *mut Handle, at: *mut c_void, len: usize, out: *mut Keys) -> i32 {
     // SAFETY: the pointers are as said above; the memory is as `QueuePair::register` demands.
     guard(|| unsafe {
         if out.is_null() {

@@ -12,13 +12,13 @@ use libfuzzer_sys::arbitrary::{self, Arbitrary};
 use libfuzzer_sys::fuzz_target;
 use rdmasock_core::fabric::layout::{DATA_OFFSET, Layout, PAGE, Region};
 use rdmasock_core::fabric::link::{LinkEnd, Opened};
-use rdmasock_core::fabric::ready::SleepFlag;
 use rdmasock_core::fabric::remote::{End, Local, Tuning};
 use rdmasock_core::fabric::ring::{self, Consumer, Producer, RxFlags, Wake};
 use rdmasock_core::fabric::shm::Side;
 use rdmasock_core::fabric::waiter::WaiterId;
 use rdmasock_core::ids::Vqpn;
 use rdmasock_core::os::memfd::Mapping;
+use rdmasock_core::sync::SleepFlag;
 use rdmasock_core::wire::{Message, Reason};
 
 use peer::Said;
@@ -210,12 +210,7 @@ impl World {
         if self.streams.len() >= MOST_STREAMS {
             return;
         }
-        if let Ok(Opened {
-            vqpn,
-            ring,
-            consumer,
-        }) = self.end.open(12 + log2 % 3)
-        {
+        if let Ok(Opened { vqpn, ring, consumer }) = self.end.open(12 + log2 % 3) {
             use_pages(&mut self.mine, ring.page(), ring.log2());
             self.streams.push(Stream {
                 mine: vqpn,
@@ -234,11 +229,7 @@ impl World {
 
     /// As when the peer's OPEN, or its answer to ours, has come.
     fn pair(&mut self, n: u8, theirs: u8) {
-        let theirs = Vqpn(if theirs == 255 {
-            u32::MAX
-        } else {
-            theirs.into()
-        });
+        let theirs = Vqpn(if theirs == 255 { u32::MAX } else { theirs.into() });
         let is_used = |s: &Stream| s.theirs == Some(theirs);
         let shared = self.streams.iter().any(is_used);
         let Some(n) = usize::from(n).checked_rem(self.streams.len()) else {
@@ -273,9 +264,9 @@ impl World {
             Op::TakeBack(n) => self.lend(*n, None),
             Op::EndSending(n, fin) => {
                 let mark = if *fin {
-                    ring::End::Fin
+                    ring::EndMark::Fin
                 } else {
-                    ring::End::Demote
+                    ring::EndMark::Demote
                 };
                 if let Some(s) = self.stream(*n)
                     && let Some(Ok(wake)) = s.producer.as_mut().map(|p| p.end(mark))
@@ -296,9 +287,7 @@ impl World {
             }
             Op::Freeze(n, limit) => {
                 if let Some(s) = self.stream(*n) {
-                    s.consumer
-                        .freeze((*limit).into())
-                        .expect("the engine checks");
+                    s.consumer.freeze((*limit).into()).expect("the engine checks");
                 }
             }
             Op::Shut(n) => {
@@ -318,9 +307,7 @@ impl World {
                 }
             }
             Op::Unconfirmed(n) => {
-                if let Some((mine, theirs)) =
-                    self.stream(*n).and_then(|s| Some((s.mine, s.theirs?)))
-                {
+                if let Some((mine, theirs)) = self.stream(*n).and_then(|s| Some((s.mine, s.theirs?))) {
                     let _ = self.end.unconfirmed(theirs);
                     let _ = (self.end.confirmed(theirs), self.end.has_crossed(mine));
                 }
@@ -459,10 +446,7 @@ impl World {
             // Final once the link is down; and a peer never takes anything back.
             if let Some(received) = self.end.received(s.mine) {
                 assert!(received >= s.received);
-                assert!(
-                    !self.failed || received == s.received,
-                    "applied after a fault"
-                );
+                assert!(!self.failed || received == s.received, "applied after a fault");
                 s.received = received;
             }
             let available = s.consumer.available().expect("the engine checks");

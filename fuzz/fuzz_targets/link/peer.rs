@@ -171,13 +171,7 @@ impl Said<'_> {
 }
 
 impl Say<'_> {
-    fn add(
-        &self,
-        streams: &mut [Stream],
-        pages: &mut [bool; PAGES],
-        wire: &Wire,
-        out: &mut Builder,
-    ) {
+    fn add(&self, streams: &mut [Stream], pages: &mut [bool; PAGES], wire: &Wire, out: &mut Builder) {
         let record = match *self {
             Self::Data {
                 to,
@@ -191,11 +185,7 @@ impl Say<'_> {
                 let told = stream.map_or(&mut own, |s| &mut s.told);
                 *told = tail.of(told.wrapping_add(payload.len() as u64 + u64::from(skip)));
                 let tail = *told;
-                Record::Data {
-                    theirs,
-                    tail,
-                    payload,
-                }
+                Record::Data { theirs, tail, payload }
             }
             Self::Switch {
                 to,

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard};
 
 use libfuzzer_sys::arbitrary::{self, Arbitrary};
-use rdmasock_core::fabric::remote::qp::{Down, Event, Key, Limits, PostError, QueuePair, Write};
+use rdmasock_core::fabric::remote::qp::{Completed, Down, Key, Limits, PostError, QueuePair, Write};
 use rdmasock_core::fabric::remote::record::decode;
 use rdmasock_core::fabric::remote::{MIN_BUFFER, MIN_BUFFERS};
 
@@ -120,11 +120,7 @@ impl Wire {
 impl QueuePair for Wire {
     fn limits(&self) -> Limits {
         Limits {
-            receive_buffers: if self.setting.many_buffers {
-                64
-            } else {
-                MIN_BUFFERS
-            },
+            receive_buffers: if self.setting.many_buffers { 64 } else { MIN_BUFFERS },
             buffer_bytes: MIN_BUFFER,
             immediate: self.setting.immediate,
             // So small that much of what is sent fills packets.
@@ -178,17 +174,14 @@ impl QueuePair for Wire {
         if state.is_down {
             return Err(PostError::Down);
         }
-        assert!(
-            !std::mem::replace(&mut state.is_probing, true),
-            "two probes"
-        );
+        assert!(!std::mem::replace(&mut state.is_probing, true), "two probes");
         if !state.is_silent {
             state.arrived.push_back(Arrived::Probed);
         }
         Ok(())
     }
 
-    fn poll(&self, each: &mut dyn FnMut(Event<'_>)) -> Result<usize, Down> {
+    fn poll(&self, each: &mut dyn FnMut(Completed<'_>)) -> Result<usize, Down> {
         let mut events = 0;
         loop {
             let arrived = self.state().arrived.pop_front();
@@ -199,15 +192,15 @@ impl QueuePair for Wire {
                         let mut state = self.state();
                         state.sent = state.sent.saturating_sub(received.grant);
                     }
-                    each(Event::Received(bytes));
+                    each(Completed::Received(bytes));
                 }
-                Some(Arrived::Written { immediate, bytes }) => each(Event::Written {
+                Some(Arrived::Written { immediate, bytes }) => each(Completed::Written {
                     immediate: *immediate,
                     bytes: *bytes,
                 }),
                 Some(Arrived::Probed) => {
                     self.state().is_probing = false;
-                    each(Event::Probed);
+                    each(Completed::Probed);
                 }
             }
             events += 1;
@@ -217,7 +210,7 @@ impl QueuePair for Wire {
             !state.is_full && std::mem::take(&mut state.was_full)
         };
         if room {
-            each(Event::Room);
+            each(Completed::Room);
             events += 1;
         }
         if self.state().is_down {

@@ -2,8 +2,9 @@
 //!
 //! For scripts that run on both nodes of the lab. Fails after `LAB_BARRIER_TIMEOUT` seconds (60), and when the other
 //! node is at a barrier of another name; `--patient` goes on waiting then, for the other node learns of it and fails.
-//! It is an exchange of one line over TCP, plain even if the library is preloaded: node a listens, node b tries until it
-//! is heard. A program of its own because there are many of them, and an emulated machine takes a second to start Python.
+//! It is an exchange of one line over TCP, plain even if the library is preloaded: node a listens, node b tries until
+//! it is heard. A program of its own because there are many of them, and an emulated machine takes a second to start
+//! Python.
 
 use std::io::{self, BufRead, BufReader, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
@@ -88,9 +89,7 @@ fn variable(name: &str) -> Result<String, String> {
 }
 
 fn address(name: &str) -> Result<Ipv4Addr, String> {
-    variable(name)?
-        .parse()
-        .map_err(|error| format!("{name}: {error}"))
+    variable(name)?.parse().map_err(|error| format!("{name}: {error}"))
 }
 
 fn seconds() -> Result<Duration, String> {
@@ -127,9 +126,7 @@ impl Barrier {
 
     fn call(&self, address: Ipv4Addr, tell: &Tell) {
         loop {
-            match TcpStream::connect_timeout(&(address, PORT).into(), ATTEMPT)
-                .map(|stream| self.exchange(&stream))
-            {
+            match TcpStream::connect_timeout(&(address, PORT).into(), ATTEMPT).map(|stream| self.exchange(&stream)) {
                 Ok(Some(line)) => return drop(tell.send(Ok(line))),
                 Ok(None) => {}
                 Err(error) => drop(tell.send(Err(error))),
@@ -141,9 +138,7 @@ impl Barrier {
     /// Sends our line and gives the other's; nothing if it went away before it had said anything, or, with patience,
     /// if it is elsewhere.
     fn exchange(&self, mut stream: &TcpStream) -> Option<String> {
-        stream
-            .write_all(format!("{}\n", self.line).as_bytes())
-            .ok()?;
+        stream.write_all(format!("{}\n", self.line).as_bytes()).ok()?;
         let mut line = String::new();
         BufReader::new(stream).read_line(&mut line).ok()?;
         let line = line.strip_suffix('\n')?;

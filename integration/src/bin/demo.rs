@@ -49,11 +49,7 @@ fn all() -> Result<()> {
     signals::catch()?;
     signals::raise_nofile()?;
     let build = Build::locate();
-    let build = if options.kernel {
-        build.ok()
-    } else {
-        Some(build?)
-    };
+    let build = if options.kernel { build.ok() } else { Some(build?) };
     let size = match options.quick {
         true => Size {
             requests: 50_000,
@@ -70,19 +66,10 @@ fn all() -> Result<()> {
         kernel: options.kernel,
     };
     let mut programs = vec![redis(size), nginx(size), iperf3(size)];
-    programs.retain(|program| {
-        options
-            .only
-            .as_deref()
-            .is_none_or(|name| name == program.name)
-    });
+    programs.retain(|program| options.only.as_deref().is_none_or(|name| name == program.name));
     let failures = rounds.run(&mut programs)?;
 
-    let rows = programs
-        .into_iter()
-        .flat_map(|p| p.measures)
-        .map(|m| m.row)
-        .collect();
+    let rows = programs.into_iter().flat_map(|p| p.measures).map(|m| m.row).collect();
     let title = match options.kernel {
         true => "Self-check, the library is NOT in use",
         false => "Unmodified programs on one host",
@@ -95,11 +82,7 @@ fn all() -> Result<()> {
             .with_context(|| format!("write {}", path.display()))?;
     }
     if !failures.is_empty() {
-        bail!(
-            "{} of the runs failed:\n  {}",
-            failures.len(),
-            failures.join("\n  ")
-        );
+        bail!("{} of the runs failed:\n  {}", failures.len(), failures.join("\n  "));
     }
     Ok(())
 }
@@ -122,10 +105,7 @@ fn redis(size: Size) -> Program {
             }),
         }
     };
-    let single = [
-        Goal::Times(Subject::Tcp, 5.0),
-        Goal::Times(Subject::Unix, 2.5),
-    ];
+    let single = [Goal::Times(Subject::Tcp, 5.0), Goal::Times(Subject::Unix, 2.5)];
     let pipelined = [Goal::Times(Subject::Tcp, 2.5)];
     Program {
         name: "redis",
@@ -143,12 +123,7 @@ fn redis(size: Size) -> Program {
 
 fn nginx(size: Size) -> Program {
     let measure = |name: &str, header: Option<&'static str>, factor: f64| Measure {
-        row: Row::new(
-            name,
-            "requests/s",
-            Better::Higher,
-            &[Goal::Times(Subject::Tcp, factor)],
-        ),
+        row: Row::new(name, "requests/s", Better::Higher, &[Goal::Times(Subject::Tcp, factor)]),
         paths: match header {
             None => Paths::Link,
             Some(_) => Paths::Any,
@@ -157,11 +132,7 @@ fn nginx(size: Size) -> Program {
             loads::wrk(lab, server, "index.html", size.seconds, header)
         }),
     };
-    let mut per_request = measure(
-        "nginx, a connection per request",
-        Some("Connection: close"),
-        0.97,
-    );
+    let mut per_request = measure("nginx, a connection per request", Some("Connection: close"), 0.97);
     per_request.row.note = "stays on TCP: one request is below the threshold".to_owned();
     Program {
         name: "nginx",
@@ -171,10 +142,7 @@ fn nginx(size: Size) -> Program {
             std::fs::write(lab.path("www").join("index.html"), [b'x'; 612])?;
             Ok(vec![server])
         }),
-        measures: vec![
-            measure("nginx keep-alive, wrk -c 50", None, 2.5),
-            per_request,
-        ],
+        measures: vec![measure("nginx keep-alive, wrk -c 50", None, 2.5), per_request],
         has_unix: false,
     }
 }
@@ -188,9 +156,7 @@ fn iperf3(size: Size) -> Program {
         measures: vec![Measure {
             row: Row::new("iperf3, one stream", "bytes/s", Better::Higher, &goals),
             paths: Paths::Link,
-            sample: Box::new(move |lab: &Lab, server: &Service, _| {
-                loads::iperf3(lab, server, size.seconds)
-            }),
+            sample: Box::new(move |lab: &Lab, server: &Service, _| loads::iperf3(lab, server, size.seconds)),
         }],
         has_unix: false,
     }

@@ -1,5 +1,6 @@
-//! PostgreSQL and MariaDB, with a small table in memory. Neither runs as root: there they get the user that their packages have
-//! made, else the caller's. A run makes its data once, without the library, and each round starts a server on it.
+//! PostgreSQL and MariaDB, with a small table in memory. Neither runs as root: there they get the user that their
+//! packages have made, else the caller's. A run makes its data once, without the library, and each round starts a
+//! server on it.
 
 use std::path::Path;
 
@@ -27,9 +28,7 @@ impl Data {
         if let Some(dir) = self.0.get() {
             return Ok(dir.path());
         }
-        let dir = tempfile::Builder::new()
-            .prefix("rdmasock-data-")
-            .tempdir()?;
+        let dir = tempfile::Builder::new().prefix("rdmasock-data-").tempdir()?;
         if let Some(user) = user {
             chown(dir.path(), Some(user.uid), Some(user.gid))?;
         }
@@ -43,8 +42,8 @@ fn user(name: &str) -> Result<Option<User>> {
     if !geteuid().is_root() {
         return Ok(None);
     }
-    let user = User::from_name(name)?
-        .with_context(|| format!("there is no user {name}, which the server's package makes"))?;
+    let user =
+        User::from_name(name)?.with_context(|| format!("there is no user {name}, which the server's package makes"))?;
     Ok(Some(user))
 }
 
@@ -60,9 +59,7 @@ fn owned(cmd: Cmd, user: Option<&User>) -> Cmd {
 /// # Errors
 /// When it is not installed.
 pub fn postgres_program(name: &str) -> Result<String> {
-    let versions = std::fs::read_dir("/usr/lib/postgresql")
-        .into_iter()
-        .flatten();
+    let versions = std::fs::read_dir("/usr/lib/postgresql").into_iter().flatten();
     let newest = versions
         .flatten()
         .filter_map(|version| {
@@ -89,24 +86,10 @@ impl Postgres {
     pub fn start(&self, lab: &Lab, role: Role) -> Result<Service> {
         let user = user("postgres")?;
         let folder = self.0.folder(user.as_ref(), |folder| {
-            let lab = Lab::new(
-                Mode::Kernel,
-                None,
-                lab.deadline() - std::time::Instant::now(),
-            )?;
+            let lab = Lab::new(Mode::Kernel, None, lab.deadline() - std::time::Instant::now())?;
             let initdb = lab
                 .cmd(Role::Outsider, &postgres_program("initdb")?)?
-                .args([
-                    "-A",
-                    "trust",
-                    "-N",
-                    "-E",
-                    "UTF8",
-                    "--locale=C",
-                    "-U",
-                    USER,
-                    "-D",
-                ])
+                .args(["-A", "trust", "-N", "-E", "UTF8", "--locale=C", "-U", USER, "-D"])
                 .args([folder]);
             lab.run(owned(initdb, user.as_ref()))?;
             let server = Self::serve(&lab, Role::Outsider, folder, user.as_ref())?;
@@ -115,12 +98,7 @@ impl Postgres {
             let createdb = lab.cmd(Role::Outsider, &postgres_program("createdb")?)?;
             lab.run(createdb.args(to).args([DATABASE]))?;
             let pgbench = lab.cmd(Role::Outsider, &postgres_program("pgbench")?)?;
-            lab.run(
-                pgbench
-                    .args(["-i", "-q", "-s", "10"])
-                    .args(to)
-                    .args([DATABASE]),
-            )?;
+            lab.run(pgbench.args(["-i", "-q", "-s", "10"]).args(to).args([DATABASE]))?;
             Ok(())
         })?;
         Self::serve(lab, role, folder, user.as_ref())
@@ -150,9 +128,7 @@ impl Postgres {
         let status = folder.join("postmaster.pid");
         wait_until("PostgreSQL to be ready", lab.deadline(), || {
             proc.check_running()?;
-            Ok(std::fs::read_to_string(&status)?
-                .trim_end()
-                .ends_with("ready"))
+            Ok(std::fs::read_to_string(&status)?.trim_end().ends_with("ready"))
         })?;
         Ok(Service { proc, port })
     }
@@ -170,11 +146,7 @@ impl MariaDb {
     pub fn start(&self, lab: &Lab, role: Role) -> Result<Service> {
         let user = user("mysql")?;
         let folder = self.0.folder(user.as_ref(), |folder| {
-            let lab = Lab::new(
-                Mode::Kernel,
-                None,
-                lab.deadline() - std::time::Instant::now(),
-            )?;
+            let lab = Lab::new(Mode::Kernel, None, lab.deadline() - std::time::Instant::now())?;
             let data = folder.join("data");
             let install = lab
                 .cmd(Role::Outsider, "mariadb-install-db")?
@@ -200,11 +172,7 @@ impl MariaDb {
         let path = |option: &str, name: &str| format!("--{option}={}", folder.join(name).display());
         let cmd = lab
             .cmd(role, "mariadbd")?
-            .args([
-                "--no-defaults",
-                "--bind-address=127.0.0.1",
-                "--skip-name-resolve",
-            ])
+            .args(["--no-defaults", "--bind-address=127.0.0.1", "--skip-name-resolve"])
             .args([
                 format!("--port={port}"),
                 path("datadir", "data"),
@@ -212,15 +180,8 @@ impl MariaDb {
                 path("socket", "socket"),
                 path("pid-file", "pid"),
             ])
-            .args([
-                "--max-connections=200",
-                "--innodb-flush-log-at-trx-commit=0",
-            ])
-            .args([
-                "--innodb-doublewrite=0",
-                "--sync-binlog=0",
-                "--skip-log-bin",
-            ]);
+            .args(["--max-connections=200", "--innodb-flush-log-at-trx-commit=0"])
+            .args(["--innodb-doublewrite=0", "--sync-binlog=0", "--skip-log-bin"]);
         Ok(Service {
             proc: lab.serve(owned(cmd, user), port)?,
             port,

@@ -1,5 +1,5 @@
-//! Servers whose system calls are restricted, by a service manager or by themselves: they are never killed for what the library
-//! does, and their connections are promoted, or stay on TCP for a reason that `rdmasock stat` gives.
+//! Servers whose system calls are restricted, by a service manager or by themselves: they are never killed for what the
+//! library does, and their connections are promoted, or stay on TCP for a reason that `rdmasock stat` gives.
 
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
@@ -54,10 +54,7 @@ fn redis(lab: &mut Lab) -> Result<()> {
     lab.check_paths(&server.proc, requests)?;
     // It forks, and the child writes a file.
     let cmd = lab.cmd(Role::Client, "redis-cli")?;
-    ensure!(
-        lab.text(cmd.args(["-p", &port, "SAVE"]))?.trim() == "OK",
-        "SAVE"
-    );
+    ensure!(lab.text(cmd.args(["-p", &port, "SAVE"]))?.trim() == "OK", "SAVE");
     server.proc.check_running()
 }
 
@@ -98,8 +95,8 @@ impl Drop for Directory {
     }
 }
 
-/// sshd executes itself for each connection, and who has not logged in yet is talked to in its sandbox, which kills. The connection
-/// survives an exec, so it stays on TCP.
+/// sshd executes itself for each connection, and who has not logged in yet is talked to in its sandbox, which kills.
+/// The connection survives an exec, so it stays on TCP.
 fn sshd(lab: &mut Lab) -> Result<()> {
     const BYTES: usize = 5_000_000;
     let _directory = Directory::new(Path::new("/run/sshd"))?;
@@ -120,13 +117,10 @@ fn sshd(lab: &mut Lab) -> Result<()> {
             key.display()
         ),
     )?;
-    let cmd = lab
-        .cmd(Role::Server, "/usr/sbin/sshd")?
-        .args(["-D", "-e", "-f"]);
+    let cmd = lab.cmd(Role::Server, "/usr/sbin/sshd")?.args(["-D", "-e", "-f"]);
     let mut server = lab.serve(cmd.args([&config]), port)?;
 
-    let user =
-        nix::unistd::User::from_uid(nix::unistd::geteuid())?.context("no user of this uid")?;
+    let user = nix::unistd::User::from_uid(nix::unistd::geteuid())?.context("no user of this uid")?;
     let mut cmd = lab
         .cmd(Role::Client, "ssh")?
         .args(["-F", "none", "-p", &port.to_string(), "-i"])
@@ -150,10 +144,7 @@ fn sshd(lab: &mut Lab) -> Result<()> {
         client.check_running()?;
         Ok(client.stdout().len() == BYTES)
     })?;
-    ensure!(
-        lab.totals(client.pid())?.link() == 0,
-        "a byte went over a link"
-    );
+    ensure!(lab.totals(client.pid())?.link() == 0, "a byte went over a link");
     if matches!(lab.mode(), Mode::Both | Mode::ClientOnly) {
         wait_until("a reason", lab.deadline(), || {
             let said = lab.reasons(client.pid())?;
@@ -179,15 +170,13 @@ fn start_vsftpd(lab: &Lab, role: Role, port: u16, sandbox: &str) -> Result<Proc>
 fn fetch(lab: &Lab, role: Role, port: u16) -> Result<PathBuf> {
     let got = lab.path("fetched");
     let url = format!("ftp://127.0.0.1:{port}/file");
-    let cmd = lab
-        .cmd(role, "curl")?
-        .args(["-sSf", "--max-time", "20", "-o"]);
+    let cmd = lab.cmd(role, "curl")?.args(["-sSf", "--max-time", "20", "-o"]);
     lab.run(cmd.args([got.as_os_str(), url.as_ref()]))?;
     Ok(got)
 }
 
-/// vsftpd makes its children by clone(2), with namespaces of their own, and passes them the connections. Its sandbox is of an older
-/// libc: where it kills vsftpd itself, without the library, it is left out.
+/// vsftpd makes its children by clone(2), with namespaces of their own, and passes them the connections. Its sandbox is
+/// of an older libc: where it kills vsftpd itself, without the library, it is left out.
 fn vsftpd(lab: &mut Lab) -> Result<()> {
     if !nix::unistd::geteuid().is_root() {
         println!("\nskipped: vsftpd's children are of other users, which only root may start");
@@ -211,9 +200,7 @@ fn vsftpd(lab: &mut Lab) -> Result<()> {
     let sandbox = match fetch(lab, Role::Outsider, port) {
         Ok(_) => "YES",
         Err(_) => {
-            println!(
-                "skipped: vsftpd's own filter, which kills vsftpd on kernel TCP; without it the test goes on"
-            );
+            println!("skipped: vsftpd's own filter, which kills vsftpd on kernel TCP; without it the test goes on");
             "NO"
         }
     };

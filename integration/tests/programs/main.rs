@@ -84,8 +84,8 @@ fn trial(name: &str, case: fn(&mut Lab) -> Result<()>, mode: Mode) -> Trial {
         lab.log_warnings();
         // Soon, so that a few requests are enough for a test.
         lab.set("RDMASOCK_PROMOTE_AFTER", "2r,16K");
-        let result = catch_unwind(AssertUnwindSafe(|| case(&mut lab)))
-            .unwrap_or_else(|_| Err(anyhow!("the test panicked")));
+        let result =
+            catch_unwind(AssertUnwindSafe(|| case(&mut lab))).unwrap_or_else(|_| Err(anyhow!("the test panicked")));
         if result.is_err() {
             lab.keep_logs(&logs).map_err(failed)?;
         }

@@ -85,17 +85,11 @@ fn large_file(lab: &mut Lab) -> Result<()> {
     let copy = lab.path("copy.bin");
     let target = copy.to_str().context("a temporary path in UTF-8")?;
     let curl = |more: &[&str]| -> Result<()> {
-        let cmd = lab
-            .cmd(Role::Client, "curl")?
-            .args(["-sSf", "-o", target])
-            .args(more);
+        let cmd = lab.cmd(Role::Client, "curl")?.args(["-sSf", "-o", target]).args(more);
         lab.run(cmd.args([server.url("large.bin")])).map(drop)
     };
     curl(&[])?;
-    ensure!(
-        lab.sha256(&copy)? == lab.sha256(&file)?,
-        "the copy's hash differs"
-    );
+    ensure!(lab.sha256(&copy)? == lab.sha256(&file)?, "the copy's hash differs");
     curl(&["-r", "12345678-55555555"])?;
     let want = std::fs::read(&file)?;
     ensure!(

@@ -1,5 +1,5 @@
-//! Node: keep-alive connections, connections that either end destroys and files that get their numbers, a cluster; libuv
-//! closes by `syscall` and would use io_uring.
+//! Node: keep-alive connections, connections that either end destroys and files that get their numbers, a cluster;
+//! libuv closes by `syscall` and would use io_uring.
 
 use anyhow::{Result, ensure};
 use rdmasock_integration::lab::{Lab, Role};

@@ -7,15 +7,9 @@ use rdmasock_integration::servers::{memcached, python};
 use crate::Case;
 
 pub const CASES: &[Case] = &[
-    ("python_asyncio_echo", |lab| {
-        echo(lab, "asyncio", "asyncio", 100)
-    }),
-    ("python_selectors_echo", |lab| {
-        echo(lab, "selectors", "selectors", 100)
-    }),
-    ("python_threads_echo", |lab| {
-        echo(lab, "threads", "threads", 30)
-    }),
+    ("python_asyncio_echo", |lab| echo(lab, "asyncio", "asyncio", 100)),
+    ("python_selectors_echo", |lab| echo(lab, "selectors", "selectors", 100)),
+    ("python_threads_echo", |lab| echo(lab, "threads", "threads", 30)),
     ("python_asyncio_server_threads_client", |lab| {
         echo(lab, "asyncio", "threads", 30)
     }),

@@ -17,10 +17,7 @@ pub const CASES: &[Case] = &[
     ("redis_blocking_pop", blocking_pop),
     ("redis_save_under_load", save_under_load),
     ("redis_replication", replication),
-    (
-        "redis_transactions_and_large_values",
-        transactions_and_large_values,
-    ),
+    ("redis_transactions_and_large_values", transactions_and_large_values),
     ("redis_benchmark_fifty_clients", fifty_clients),
 ];
 
@@ -58,9 +55,7 @@ fn load_keys(lab: &Lab, server: &Service) -> Result<()> {
     }
     let path = lab.path("burst");
     std::fs::write(&path, burst)?;
-    let cmd = cli(lab, Role::Client, server)?
-        .args(["--pipe"])
-        .stdin_file(&path)?;
+    let cmd = cli(lab, Role::Client, server)?.args(["--pipe"]).stdin_file(&path)?;
     let said = lab.text(cmd)?;
     ensure!(
         said.contains(&format!("errors: 0, replies: {KEYS}")),
@@ -91,10 +86,7 @@ fn check_keys(lab: &Lab, server: &Service, step: usize) -> Result<()> {
 fn pipelining(lab: &mut Lab) -> Result<()> {
     let server = redis(lab, Role::Server, &[])?;
     load_keys(lab, &server)?;
-    ensure!(
-        ask(lab, &server, &["DBSIZE"])? == KEYS.to_string(),
-        "DBSIZE"
-    );
+    ensure!(ask(lab, &server, &["DBSIZE"])? == KEYS.to_string(), "DBSIZE");
     check_keys(lab, &server, 7)?;
     lab.check_paths(&server.proc, || check_keys(lab, &server, 7))
 }
@@ -104,9 +96,7 @@ fn publish_subscribe(lab: &mut Lab) -> Result<()> {
     // A subscriber sends only once: promotion must come from what the server sends.
     lab.set("RDMASOCK_PROMOTE_AFTER", "0");
     let server = redis(lab, Role::Server, &[])?;
-    let mut subscriber = cli(lab, Role::Client, &server)?
-        .args(["SUBSCRIBE", "news"])
-        .spawn()?;
+    let mut subscriber = cli(lab, Role::Client, &server)?.args(["SUBSCRIBE", "news"]).spawn()?;
     wait_until("the subscription", lab.deadline(), || {
         Ok(ask(lab, &server, &["PUBSUB", "NUMSUB", "news"])?.ends_with('1'))
     })?;
@@ -139,9 +129,7 @@ fn blocking_pop(lab: &mut Lab) -> Result<()> {
     let server = redis(lab, Role::Server, &[])?;
     let pops = lab.path("pops");
     std::fs::write(&pops, "BLPOP queue 30\n".repeat(ITEMS))?;
-    let mut popper = cli(lab, Role::Client, &server)?
-        .stdin_file(&pops)?
-        .spawn()?;
+    let mut popper = cli(lab, Role::Client, &server)?.stdin_file(&pops)?.spawn()?;
     wait_until("the first BLPOP to block", lab.deadline(), || {
         popper.check_running()?;
         Ok(ask(lab, &server, &["INFO", "clients"])?.contains("blocked_clients:1"))
@@ -154,39 +142,21 @@ fn blocking_pop(lab: &mut Lab) -> Result<()> {
     push()?;
     let got = String::from_utf8(lab.finish(popper)?)?;
     let items = got.lines().filter(|line| line.starts_with("item-"));
-    ensure!(
-        items.eq((0..ITEMS).map(|item| format!("item-{item}"))),
-        "popped: {got}"
-    );
+    ensure!(items.eq((0..ITEMS).map(|item| format!("item-{item}"))), "popped: {got}");
     lab.check_paths(&server.proc, push)
 }
 
 fn save_under_load(lab: &mut Lab) -> Result<()> {
     let server = redis(lab, Role::Server, &[])?;
     load_keys(lab, &server)?;
-    let load = cli_benchmark(
-        lab,
-        &server,
-        "150000",
-        &["-r", "10000", "-t", "set", "-P", "4"],
-    )?
-    .spawn()?;
-    ensure!(
-        ask(lab, &server, &["BGSAVE"])?.contains("started"),
-        "BGSAVE"
-    );
+    let load = cli_benchmark(lab, &server, "150000", &["-r", "10000", "-t", "set", "-P", "4"])?.spawn()?;
+    ensure!(ask(lab, &server, &["BGSAVE"])?.contains("started"), "BGSAVE");
     wait_until("the snapshot", lab.deadline(), || {
         Ok(ask(lab, &server, &["INFO", "persistence"])?.contains("rdb_bgsave_in_progress:0"))
     })?;
     let info = ask(lab, &server, &["INFO", "persistence"])?;
-    ensure!(
-        info.contains("rdb_last_bgsave_status:ok"),
-        "BGSAVE failed: {info}"
-    );
-    ensure!(
-        info.contains("rdb_saves:1"),
-        "no snapshot was written: {info}"
-    );
+    ensure!(info.contains("rdb_last_bgsave_status:ok"), "BGSAVE failed: {info}");
+    ensure!(info.contains("rdb_saves:1"), "no snapshot was written: {info}");
     lab.finish(load)?;
     check_keys(lab, &server, 501)?;
     lab.check_paths(&server.proc, || check_keys(lab, &server, 501))?;
@@ -243,25 +213,17 @@ fn transactions_and_large_values(lab: &mut Lab) -> Result<()> {
     for (name, size) in [("small", 3), ("large", 5_000_003), ("larger", 40_000_000)] {
         let file = lab.random_file(name, size, size as u64)?;
         let cmd = cli(lab, Role::Client, &server)?.args(["-x", "SET", name]);
-        ensure!(
-            lab.text(cmd.stdin_file(&file)?)?.trim() == "OK",
-            "SET {name}"
-        );
+        ensure!(lab.text(cmd.stdin_file(&file)?)?.trim() == "OK", "SET {name}");
         let got = lab.run(cli(lab, Role::Client, &server)?.args(["--raw", "GET", name]))?;
         same_but_line_end(&got, &file).with_context(|| format!("GET {name}"))?;
     }
-    lab.check_paths(&server.proc, || {
-        script(lab, &server, "multi", &lines).map(drop)
-    })
+    lab.check_paths(&server.proc, || script(lab, &server, "multi", &lines).map(drop))
 }
 
 /// `redis-cli --raw` adds a line end to the value.
 fn same_but_line_end(got: &[u8], file: &Path) -> Result<()> {
     let want = std::fs::read(file)?;
-    ensure!(
-        got.strip_suffix(b"\n") == Some(want.as_slice()),
-        "the value differs"
-    );
+    ensure!(got.strip_suffix(b"\n") == Some(want.as_slice()), "the value differs");
     Ok(())
 }
 
@@ -269,17 +231,7 @@ fn cli_benchmark(lab: &Lab, server: &Service, requests: &str, more: &[&str]) -> 
     let port = server.port.to_string();
     let cmd = lab.cmd(Role::Client, "redis-benchmark")?;
     Ok(cmd
-        .args([
-            "-h",
-            "127.0.0.1",
-            "-p",
-            &port,
-            "-c",
-            "50",
-            "-n",
-            requests,
-            "-q",
-        ])
+        .args(["-h", "127.0.0.1", "-p", &port, "-c", "50", "-n", requests, "-q"])
         .args(more))
 }
 
@@ -298,12 +250,7 @@ fn fifty_clients(lab: &mut Lab) -> Result<()> {
         &["-t", "set,get", "-P", "16", "-d", "3000"],
     )?)?;
     let stats = ask(lab, &server, &["INFO", "commandstats"])?;
-    for (command, calls) in [
-        ("set", 60_000),
-        ("get", 60_000),
-        ("incr", 30_000),
-        ("mset", 30_000),
-    ] {
+    for (command, calls) in [("set", 60_000), ("get", 60_000), ("incr", 30_000), ("mset", 30_000)] {
         let want = format!("cmdstat_{command}:calls={calls},");
         ensure!(stats.contains(&want), "expected {want} in {stats}");
     }

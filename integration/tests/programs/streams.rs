@@ -45,17 +45,11 @@ fn iperf(lab: &mut Lab, more: &[&str]) -> Result<()> {
 fn iperf_client(lab: &Lab, port: u16, more: &[&str]) -> Result<()> {
     let port = port.to_string();
     let cmd = lab.cmd(Role::Client, "iperf3")?;
-    let json = lab.run(
-        cmd.args(["-c", "127.0.0.1", "-p", &port, "-t", "2", "-J"])
-            .args(more),
-    )?;
+    let json = lab.run(cmd.args(["-c", "127.0.0.1", "-p", &port, "-t", "2", "-J"]).args(more))?;
     let json: serde_json::Value = serde_json::from_slice(&json)?;
     ensure!(json.get("error").is_none(), "iperf3: {json}");
     let bytes = |pointer: &str| json.pointer(pointer).and_then(serde_json::Value::as_u64);
-    let (sent, received) = (
-        bytes("/end/sum_sent/bytes"),
-        bytes("/end/sum_received/bytes"),
-    );
+    let (sent, received) = (bytes("/end/sum_sent/bytes"), bytes("/end/sum_received/bytes"));
     ensure!(
         received > Some(0) && sent >= received,
         "sent {sent:?}, received {received:?}"
@@ -71,15 +65,7 @@ fn curl_download(lab: &mut Lab) -> Result<()> {
     std::fs::create_dir(lab.path("www"))?;
     let file = lab.random_file("www/file.bin", 20_000_000, 8)?;
     let www = lab.path("www").display().to_string();
-    let args = [
-        "-m",
-        "http.server",
-        "PORT",
-        "--bind",
-        "127.0.0.1",
-        "--directory",
-        &www,
-    ];
+    let args = ["-m", "http.server", "PORT", "--bind", "127.0.0.1", "--directory", &www];
     let server = python(lab, Role::Server, &args)?;
     let copy = lab.path("copy.bin");
     let download = || {
@@ -93,10 +79,7 @@ fn curl_download(lab: &mut Lab) -> Result<()> {
     for _ in 0..3 {
         download()?;
     }
-    let list = lab.text(
-        lab.cmd(Role::Client, "curl")?
-            .args(["-sSf", &server.url("")]),
-    )?;
+    let list = lab.text(lab.cmd(Role::Client, "curl")?.args(["-sSf", &server.url("")]))?;
     ensure!(list.contains("file.bin"), "no directory listing: {list}");
     lab.check_paths(&server.proc, download)
 }
@@ -123,14 +106,9 @@ fn curl_upload(lab: &mut Lab) -> Result<()> {
     let server = python(lab, Role::Server, &[program, "PORT"])?;
     let upload = |name: &str, size| {
         let file = lab.random_file(name, size, 9)?;
-        let cmd = lab
-            .cmd(Role::Client, "curl")?
-            .args(["-sSf", &server.url(name), "-T"]);
+        let cmd = lab.cmd(Role::Client, "curl")?.args(["-sSf", &server.url(name), "-T"]);
         let answer = lab.text(cmd.args([&file]))?;
-        ensure!(
-            answer.trim() == lab.sha256(&file)?,
-            "{name} arrived with another hash"
-        );
+        ensure!(answer.trim() == lab.sha256(&file)?, "{name} arrived with another hash");
         Ok(())
     };
     upload("small.bin", 1)?;
@@ -157,10 +135,7 @@ fn socat_both_ways(lab: &mut Lab) -> Result<()> {
 
     let from_server = lab.random_file("server.bin", SIZE, 10)?;
     let from_client = lab.random_file("client.bin", SIZE, 11)?;
-    let (data, mut sent) = (
-        [std::fs::read(&from_server)?, std::fs::read(&from_client)?],
-        0,
-    );
+    let (data, mut sent) = ([std::fs::read(&from_server)?, std::fs::read(&from_client)?], 0);
     let mut pipes = [&mut server, &mut client].map(Proc::stdin);
     // A little at a time until it is promoted, then the rest as fast as it goes.
     lab.check_paths(&server, || {
@@ -187,11 +162,7 @@ fn socat_both_ways(lab: &mut Lab) -> Result<()> {
     lab.check_paths(&server, || Ok(()))?;
     for writer in writers {
         // Closing the pipe makes this side half-close its connection.
-        drop(
-            writer
-                .join()
-                .map_err(|_| anyhow::anyhow!("a writer panicked"))??,
-        );
+        drop(writer.join().map_err(|_| anyhow::anyhow!("a writer panicked"))??);
     }
     ensure!(
         lab.finish(server)? == std::fs::read(&from_client)?,
@@ -243,10 +214,7 @@ fn socat_fork(lab: &mut Lab) -> Result<()> {
     for (client, pipe, file, _) in clients {
         drop(pipe);
         let answer = String::from_utf8(lab.finish(client)?)?;
-        ensure!(
-            answer.starts_with(&lab.sha256(&file)?),
-            "another hash: {answer}"
-        );
+        ensure!(answer.starts_with(&lab.sha256(&file)?), "another hash: {answer}");
     }
     Ok(())
 }

@@ -14,12 +14,7 @@ pub unsafe extern "C" fn fdopen(real: FdopenFn, fd: c_int, mode: *const c_char) 
 
 /// `vdprintf(3)`, and `dprintf`; `arguments` is the `va_list`.
 #[inline]
-pub unsafe extern "C" fn vdprintf(
-    real: VdprintfFn,
-    fd: c_int,
-    format: *const c_char,
-    arguments: *mut c_void,
-) -> c_int {
+pub unsafe extern "C" fn vdprintf(real: VdprintfFn, fd: c_int, format: *const c_char, arguments: *mut c_void) -> c_int {
     give_to_libc(fd);
     // SAFETY: the caller's arguments, as they are.
     unsafe { real(fd, format, arguments) }
@@ -59,11 +54,7 @@ pub unsafe extern "C" fn lio_listio(
     count: c_int,
     event: *mut sigevent,
 ) -> c_int {
-    for i in 0..if blocks.is_null() {
-        0
-    } else {
-        count.max(0) as usize
-    } {
+    for i in 0..if blocks.is_null() { 0 } else { count.max(0) as usize } {
         // SAFETY: the program's array of pointers, each null or to a block.
         if let Some(block) = unsafe { (*blocks.add(i)).as_ref() } {
             give_to_libc(block.aio_fildes);

@@ -9,14 +9,7 @@ use crate::real::{PrctlFn, SeccompFn};
 
 /// `prctl(2)`. Arguments are arbitrary where the option has none.
 #[inline]
-pub unsafe extern "C" fn prctl(
-    real: PrctlFn,
-    option: c_int,
-    a: c_ulong,
-    b: c_ulong,
-    c: c_ulong,
-    d: c_ulong,
-) -> c_int {
+pub unsafe extern "C" fn prctl(real: PrctlFn, option: c_int, a: c_ulong, b: c_ulong, c: c_ulong, d: c_ulong) -> c_int {
     if option == libc::PR_SET_SECCOMP {
         match a as c_uint {
             libc::SECCOMP_MODE_STRICT => confine::before_strict(),
@@ -30,12 +23,7 @@ pub unsafe extern "C" fn prctl(
 }
 
 /// `seccomp(2)`, for which libc has no function.
-pub unsafe extern "C" fn seccomp(
-    real: SeccompFn,
-    operation: c_uint,
-    flags: c_uint,
-    argument: *mut c_void,
-) -> c_int {
+pub unsafe extern "C" fn seccomp(real: SeccompFn, operation: c_uint, flags: c_uint, argument: *mut c_void) -> c_int {
     match operation {
         libc::SECCOMP_SET_MODE_STRICT => confine::before_strict(),
         // SAFETY: what the program gives the kernel for a filter.

@@ -1,13 +1,15 @@
 //! The calls that close, duplicate and control descriptors.
 
 use crate::calls::numbers::{lowest, lowest_from, onto};
-use crate::calls::{report, vfork};
+use crate::calls::report;
+use crate::closing;
 use crate::errno;
 use crate::jump::within;
 use crate::lifecycle;
-use crate::promote::Farewell;
 use crate::rx;
+use crate::socket::Farewell;
 use crate::table::{self, Entry};
+use crate::vfork;
 use rdmasock_core::os::privatefd::{self, Settled};
 
 use crate::real::{CloseFn, CloseFromFn, CloseRangeFn, Dup2Fn, Dup3Fn, DupFn, FcntlFn, IoctlFn};
@@ -57,15 +59,8 @@ fn tell(farewell: Farewell) {
 
 /// `close_range(2)`.
 #[inline]
-pub unsafe extern "C" fn close_range(
-    real: CloseRangeFn,
-    first: c_uint,
-    last: c_uint,
-    flags: c_int,
-) -> c_int {
-    if flags & !(libc::CLOSE_RANGE_CLOEXEC | libc::CLOSE_RANGE_UNSHARE) as c_int != 0
-        || first > last
-    {
+pub unsafe extern "C" fn close_range(real: CloseRangeFn, first: c_uint, last: c_uint, flags: c_int) -> c_int {
+    if flags & !(libc::CLOSE_RANGE_CLOEXEC | libc::CLOSE_RANGE_UNSHARE) as c_int != 0 || first > last {
         // SAFETY: the caller's arguments, as they are; the kernel refuses them.
         return unsafe { real(first, last, flags) };
     }
@@ -74,12 +69,7 @@ pub unsafe extern "C" fn close_range(
 }
 
 #[inline(never)]
-unsafe extern "C" fn close_range_on(
-    real: CloseRangeFn,
-    first: c_uint,
-    last: c_uint,
-    flags: c_int,
-) -> c_int {
+unsafe extern "C" fn close_range_on(real: CloseRangeFn, first: c_uint, last: c_uint, flags: c_int) -> c_int {
     let closes = flags & libc::CLOSE_RANGE_CLOEXEC as c_int == 0;
     let mut settled = None;
     // A child of vfork has numbers of its own.
@@ -151,11 +141,7 @@ pub unsafe extern "C" fn dup2(real: Dup2Fn, old: c_int, new: c_int) -> c_int {
         && new >= 0
         && old >= 0
         && (table::is_known(old) || table::is_known(new) || lifecycle::is_hidden(new));
-    let refused = if concerns {
-        before_dup(old, new)
-    } else {
-        GO_ON
-    };
+    let refused = if concerns { before_dup(old, new) } else { GO_ON };
     if refused != GO_ON {
         return refused;
     }
@@ -175,11 +161,7 @@ pub unsafe extern "C" fn dup3(real: Dup3Fn, old: c_int, new: c_int, flags: c_int
         && old >= 0
         && flags & !libc::O_CLOEXEC == 0
         && (table::is_known(old) || table::is_known(new) || lifecycle::is_hidden(new));
-    let refused = if concerns {
-        before_dup(old, new)
-    } else {
-        GO_ON
-    };
+    let refused = if concerns { before_dup(old, new) } else { GO_ON };
     if refused != GO_ON {
         return refused;
     }
@@ -193,12 +175,7 @@ pub unsafe extern "C" fn dup3(real: Dup3Fn, old: c_int, new: c_int, flags: c_int
 
 /// `fcntl(2)`. `argument` is arbitrary where the command has none.
 #[inline]
-pub unsafe extern "C" fn fcntl(
-    real: FcntlFn,
-    fd: c_int,
-    command: c_int,
-    argument: c_ulong,
-) -> c_int {
+pub unsafe extern "C" fn fcntl(real: FcntlFn, fd: c_int, command: c_int, argument: c_ulong) -> c_int {
     let makes = matches!(command, libc::F_DUPFD | libc::F_DUPFD_CLOEXEC);
     if !makes && !table::is_known(fd) {
         // SAFETY: the caller's arguments, as they are.
@@ -209,12 +186,7 @@ pub unsafe extern "C" fn fcntl(
 }
 
 #[inline(never)]
-unsafe extern "C" fn fcntl_on(
-    real: FcntlFn,
-    fd: c_int,
-    command: c_int,
-    argument: c_ulong,
-) -> c_int {
+unsafe extern "C" fn fcntl_on(real: FcntlFn, fd: c_int, command: c_int, argument: c_ulong) -> c_int {
     // SAFETY: the caller's arguments, as they are.
     let call = || unsafe { real(fd, command, argument) };
     let result = match command {
@@ -234,12 +206,7 @@ unsafe extern "C" fn fcntl_on(
 
 /// `ioctl(2)`. `argument` is arbitrary where the request has none.
 #[inline]
-pub unsafe extern "C" fn ioctl(
-    real: IoctlFn,
-    fd: c_int,
-    request: c_ulong,
-    argument: *mut c_void,
-) -> c_int {
+pub unsafe extern "C" fn ioctl(real: IoctlFn, fd: c_int, request: c_ulong, argument: *mut c_void) -> c_int {
     if !table::is_known(fd) {
         // SAFETY: the caller's arguments, as they are.
         return unsafe { real(fd, request, argument) };
@@ -254,12 +221,7 @@ const SIOCATMARK: c_ulong = 0x8905;
 const SIOCOUTQNSD: c_ulong = 0x894b;
 
 #[inline(never)]
-unsafe extern "C" fn ioctl_on(
-    real: IoctlFn,
-    fd: c_int,
-    request: c_ulong,
-    argument: *mut c_void,
-) -> c_int {
+unsafe extern "C" fn ioctl_on(real: IoctlFn, fd: c_int, request: c_ulong, argument: *mut c_void) -> c_int {
     // SAFETY: the caller's arguments, as they are.
     let result = unsafe { real(fd, request, argument) };
     if result != 0 || argument.is_null() {
@@ -270,16 +232,16 @@ unsafe extern "C" fn ioctl_on(
     unsafe {
         match request {
             libc::FIONBIO => lifecycle::set_nonblocking(fd, *value != 0),
-            SIOCATMARK if lifecycle::connection(fd).is_some_and(rx::comes_before_tcp) => *value = 0,
+            SIOCATMARK if closing::connection(fd).is_some_and(rx::comes_before_tcp) => *value = 0,
             // SIOCOUTQ has the same number.
             libc::TIOCOUTQ | SIOCOUTQNSD => {
-                if let Some(socket) = lifecycle::connection(fd) {
+                if let Some(socket) = closing::connection(fd) {
                     let is_unsent = request == SIOCOUTQNSD;
                     *value = within(|| report::out_queue(socket, *value, is_unsent));
                 }
             }
             libc::FIONREAD => {
-                if let Some(n) = lifecycle::connection(fd).and_then(rx::available) {
+                if let Some(n) = closing::connection(fd).and_then(rx::available) {
                     *value = n as c_int;
                 }
             }

@@ -21,6 +21,8 @@
 //! - What blocks behind `recv_slow` is called through [`Cancellable`](real::Cancellable). A destructor that is
 //!   alive meanwhile belongs in an `#[inline(never)]` function of Rust's own ABI below `recv_slow`: the
 //!   forced unwind runs it (measured, x86-64), but aborts if it meets one in an `extern "C"` function itself.
+//!
+//! For the calls that move bytes a macro makes both functions (`io/shape.rs`).
 
 #![allow(
     clippy::missing_safety_doc,
@@ -35,12 +37,11 @@ pub mod io;
 pub mod numbers;
 pub mod process;
 pub mod ready;
-pub mod report;
+mod report;
 pub mod socket;
 pub mod syscall;
-pub mod vfork;
 
-use crate::real;
+use crate::{real, vfork};
 
 /// Runs when the library is loaded, before `main`, but perhaps after the first hook: a constructor
 /// of another library can have called one.

@@ -1,10 +1,11 @@
-//! The calls that give the program a new number: the lowest that is free, whatever the library does meanwhile. Here is what all of
-//! them do for that, and those that are hooked for nothing else.
+//! The calls that give the program a new number: the lowest that is free, whatever the library does meanwhile. Here is
+//! what all of them do for that, and those that are hooked for nothing else.
 //!
-//! A descriptor of the library's has a low number for some microseconds, until it is moved (`core/src/os/privatefd/transit.rs`). A
-//! call of the program's does not wait for that, for it may itself block with the number in hand (accept, the open of a FIFO). It
-//! looks before and after, which is two loads; where something of ours was under way in between, its number is moved down if a
-//! lower one is free by now, and where there was none left it asks again.
+//! A descriptor of the library's has a low number for some microseconds, until it is moved
+//! (`core/src/os/privatefd/transit.rs`). A call of the program's does not wait for that, for it may itself block with
+//! the number in hand (accept, the open of a FIFO). It looks before and after, which is two loads; where something of
+//! ours was under way in between, its number is moved down if a lower one is free by now, and where there was none left
+//! it asks again.
 //!
 //! Not here: numbers that libc makes for itself (fopen, opendir, getaddrinfo), and those that come by SCM_RIGHTS.
 
@@ -15,13 +16,13 @@ use rdmasock_core::os::kernel;
 use rdmasock_core::os::privatefd::{Look, Settled};
 use rustix::io::{Errno, FdFlags, fcntl_dupfd_cloexec, fcntl_getfd};
 
-use super::vfork;
 use crate::errno;
 use crate::real::Cancellable;
 use crate::real::{
-    CreatFn, EventfdFn, InotifyFn, InotifyInitFn, MemfdFn, Open2Fn, OpenFn, Openat2Fn, OpenatFn,
-    Pipe2Fn, PipeFn, SignalfdFn, SocketpairFn, TimerfdFn,
+    CreatFn, EventfdFn, InotifyFn, InotifyInitFn, MemfdFn, Open2Fn, OpenFn, Openat2Fn, OpenatFn, Pipe2Fn, PipeFn,
+    SignalfdFn, SocketpairFn, TimerfdFn,
 };
+use crate::vfork;
 
 /// How often a call that finds no number is asked again, if each time some of ours were under way.
 const TRIES: u32 = 100;
@@ -115,8 +116,8 @@ fn is_locked(file: BorrowedFd<'_>) -> bool {
     asked.is_ok() && lock.l_type != libc::F_UNLCK as libc::c_short
 }
 
-/// Gives what `call` gives: 0, with the two lowest numbers at `pair`, or -1 and errno. It never blocks, and what it makes is as good
-/// as what it would make next.
+/// Gives what `call` gives: 0, with the two lowest numbers at `pair`, or -1 and errno. It never blocks, and what it
+/// makes is as good as what it would make next.
 ///
 /// # Safety
 /// `pair` is what the call writes to.
@@ -151,8 +152,8 @@ unsafe fn two_again(pair: *mut c_int, result: c_int, mut call: impl FnMut() -> c
     call()
 }
 
-/// Puts a file at the number `new` by `call`: not while one of ours is under way, which may be there. Never blocks for longer than
-/// the call does.
+/// Puts a file at the number `new` by `call`: not while one of ours is under way, which may be there. Never blocks for
+/// longer than the call does.
 #[inline(never)]
 pub fn onto(new: c_int, call: impl FnOnce() -> c_int) -> c_int {
     if new < 0 || vfork::is_child() {
@@ -170,12 +171,7 @@ pub fn onto(new: c_int, call: impl FnOnce() -> c_int) -> c_int {
 
 /// `open(2)`. `mode` is arbitrary where the flags ask for none.
 #[inline]
-pub unsafe extern "C" fn open(
-    real: OpenFn,
-    path: *const c_char,
-    flags: c_int,
-    mode: c_uint,
-) -> c_int {
+pub unsafe extern "C" fn open(real: OpenFn, path: *const c_char, flags: c_int, mode: c_uint) -> c_int {
     // SAFETY: the caller's arguments, as they are; so throughout.
     lowest(|| unsafe { real.cancellable()(path, flags, mode) })
 }
@@ -189,25 +185,14 @@ pub unsafe extern "C" fn open_2(real: Open2Fn, path: *const c_char, flags: c_int
 
 /// `openat(2)`; see [`open`].
 #[inline]
-pub unsafe extern "C" fn openat(
-    real: OpenatFn,
-    at: c_int,
-    path: *const c_char,
-    flags: c_int,
-    mode: c_uint,
-) -> c_int {
+pub unsafe extern "C" fn openat(real: OpenatFn, at: c_int, path: *const c_char, flags: c_int, mode: c_uint) -> c_int {
     // SAFETY: as in `open`.
     lowest(|| unsafe { real.cancellable()(at, path, flags, mode) })
 }
 
 /// Fortified `openat` without a mode.
 #[inline]
-pub unsafe extern "C" fn openat_2(
-    real: Openat2Fn,
-    at: c_int,
-    path: *const c_char,
-    flags: c_int,
-) -> c_int {
+pub unsafe extern "C" fn openat_2(real: Openat2Fn, at: c_int, path: *const c_char, flags: c_int) -> c_int {
     // SAFETY: as in `open`.
     lowest(|| unsafe { real.cancellable()(at, path, flags) })
 }
@@ -262,12 +247,7 @@ pub unsafe extern "C" fn timerfd_create(real: TimerfdFn, clock: c_int, flags: c_
 
 /// `signalfd(2)`, which makes a number for -1, and gives any other back.
 #[inline]
-pub unsafe extern "C" fn signalfd(
-    real: SignalfdFn,
-    fd: c_int,
-    mask: *const sigset_t,
-    flags: c_int,
-) -> c_int {
+pub unsafe extern "C" fn signalfd(real: SignalfdFn, fd: c_int, mask: *const sigset_t, flags: c_int) -> c_int {
     // SAFETY: as in `open`.
     let call = || unsafe { real(fd, mask, flags) };
     if fd == -1 { lowest(call) } else { call() }

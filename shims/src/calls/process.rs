@@ -1,9 +1,9 @@
 //! The calls that replace, spawn or end a process. Before an exec or a spawn, streams whose
 //! descriptor survives it go back to TCP; what a `fork` leads to is done by our handlers of `pthread_atfork`.
 
+use crate::jump::within;
 use crate::real::{
-    DaemonFn, ExecEnvFn, ExecFn, ExecveatFn, ExitFn, FexecveFn, ForkFn, PopenFn, PosixSpawnFn,
-    SystemFn,
+    DaemonFn, ExecEnvFn, ExecFn, ExecveatFn, ExitFn, FexecveFn, ForkFn, PopenFn, PosixSpawnFn, SystemFn,
 };
 use libc::{FILE, c_char, c_int, pid_t, posix_spawn_file_actions_t, posix_spawnattr_t};
 
@@ -24,11 +24,7 @@ pub unsafe extern "C" fn execve(
 
 /// `execv(3)`, and `execl`.
 #[inline]
-pub unsafe extern "C" fn execv(
-    real: ExecFn,
-    path: *const c_char,
-    argv: *const *const c_char,
-) -> c_int {
+pub unsafe extern "C" fn execv(real: ExecFn, path: *const c_char, argv: *const *const c_char) -> c_int {
     before_exec(true);
     // SAFETY: the caller's arguments, as they are.
     let result = unsafe { real(path, argv) };
@@ -38,11 +34,7 @@ pub unsafe extern "C" fn execv(
 
 /// `execvp(3)`, and `execlp`.
 #[inline]
-pub unsafe extern "C" fn execvp(
-    real: ExecFn,
-    file: *const c_char,
-    argv: *const *const c_char,
-) -> c_int {
+pub unsafe extern "C" fn execvp(real: ExecFn, file: *const c_char, argv: *const *const c_char) -> c_int {
     before_exec(true);
     // SAFETY: the caller's arguments, as they are.
     let result = unsafe { real(file, argv) };
@@ -123,11 +115,7 @@ pub unsafe extern "C" fn system(real: SystemFn, command: *const c_char) -> c_int
 
 /// `popen(3)`; spawns inside libc.
 #[inline]
-pub unsafe extern "C" fn popen(
-    real: PopenFn,
-    command: *const c_char,
-    mode: *const c_char,
-) -> *mut FILE {
+pub unsafe extern "C" fn popen(real: PopenFn, command: *const c_char, mode: *const c_char) -> *mut FILE {
     before_exec(false);
     // SAFETY: the caller's arguments, as they are.
     unsafe { real(command, mode) }
@@ -140,13 +128,13 @@ pub unsafe extern "C" fn daemon(real: DaemonFn, nochdir: c_int, noclose: c_int) 
     unsafe { real(nochdir, noclose) }
 }
 
-/// `fork(2)`. What precedes it and follows is done by our handlers of `pthread_atfork`, which are not told that there is no
-/// child.
+/// `fork(2)`. What precedes it and follows is done by our handlers of `pthread_atfork`, which are not told that there
+/// is no child. Signal handlers run before or after, and a jump out of one leaves no lock of libc's taken.
 #[inline]
 pub unsafe extern "C" fn fork(real: ForkFn) -> pid_t {
-    let epoch = crate::fork::epoch();
+    let epoch = crate::holders::epoch();
     // SAFETY: the caller's arguments, as they are.
-    let pid = unsafe { real() };
+    let pid = within(|| unsafe { real() });
     if pid < 0 {
         crate::fork::take_back(epoch);
     }
@@ -160,7 +148,7 @@ pub unsafe extern "C" fn fork_bare(real: ForkFn) -> pid_t {
         // SAFETY: the caller's arguments, as they are.
         return unsafe { real() };
     }
-    let epoch = crate::fork::epoch();
+    let epoch = crate::holders::epoch();
     crate::fork::prepare();
     // SAFETY: likewise.
     let pid = unsafe { real() };
@@ -175,8 +163,8 @@ pub unsafe extern "C" fn fork_bare(real: ForkFn) -> pid_t {
 /// `_exit(2)` and `_Exit`: no handler of `atexit` runs. Does not return.
 #[inline]
 pub unsafe extern "C" fn exit_now(real: ExitFn, status: c_int) {
-    if !crate::calls::vfork::is_child() {
-        crate::fork::at_exit();
+    if !crate::vfork::is_child() {
+        crate::exit::at_exit();
     }
     // SAFETY: the caller's arguments, as they are.
     unsafe { real(status) }
@@ -185,7 +173,7 @@ pub unsafe extern "C" fn exit_now(real: ExitFn, status: c_int) {
 /// `quick_exit(3)`: only the handlers of `at_quick_exit` run. Does not return.
 #[inline]
 pub unsafe extern "C" fn quick_exit(real: ExitFn, status: c_int) {
-    crate::fork::at_exit();
+    crate::exit::at_exit();
     // SAFETY: the caller's arguments, as they are.
     unsafe { real(status) }
 }
@@ -195,7 +183,7 @@ pub unsafe extern "C" fn quick_exit(real: ExitFn, status: c_int) {
 /// copies of such sockets are of no use to it.
 #[inline]
 fn before_exec(replaces: bool) {
-    if !crate::calls::vfork::is_child() {
+    if !crate::vfork::is_child() {
         crate::pass::before_exec(replaces);
     }
 }
@@ -203,7 +191,7 @@ fn before_exec(replaces: bool) {
 /// The exec has failed: this process goes on with what it had.
 #[inline]
 fn after_failed_exec() {
-    if !crate::calls::vfork::is_child() {
+    if !crate::vfork::is_child() {
         crate::pass::after_failed_exec();
     }
 }

@@ -1,6 +1,7 @@
 //! The calls that wait for readiness.
 
 use crate::calls::numbers::lowest;
+use crate::closing;
 use crate::epoll::{Epoll, without_ours};
 use crate::jump::{outside, within};
 use crate::library::Library;
@@ -12,19 +13,14 @@ use crate::table::{self, Entry};
 use crate::time::Timeout;
 
 use crate::real::{
-    EpollCreateFn, EpollCtlFn, EpollPwait2Fn, EpollPwaitFn, EpollWaitFn, PollChkFn, PollFn,
-    PpollChkFn, PpollFn, PselectFn, SelectFn,
+    EpollCreateFn, EpollCtlFn, EpollPwait2Fn, EpollPwaitFn, EpollWaitFn, PollChkFn, PollFn, PpollChkFn, PpollFn,
+    PselectFn, SelectFn,
 };
 use libc::{c_int, epoll_event, fd_set, nfds_t, pollfd, sigset_t, size_t, timespec, timeval};
 
 /// `poll(2)`, time-out in ms.
 #[inline]
-pub unsafe extern "C" fn poll(
-    real: PollFn,
-    fds: *mut pollfd,
-    count: nfds_t,
-    timeout: c_int,
-) -> c_int {
+pub unsafe extern "C" fn poll(real: PollFn, fds: *mut pollfd, count: nfds_t, timeout: c_int) -> c_int {
     // SAFETY: the program's array.
     if !unsafe { poll::has_ours(fds, count) } {
         // SAFETY: the caller's arguments, as they are.
@@ -35,12 +31,7 @@ pub unsafe extern "C" fn poll(
 }
 
 #[inline(never)]
-unsafe extern "C" fn poll_on(
-    fds: *mut pollfd,
-    count: nfds_t,
-    timeout: Timeout,
-    mask: *const sigset_t,
-) -> c_int {
+unsafe extern "C" fn poll_on(fds: *mut pollfd, count: nfds_t, timeout: Timeout, mask: *const sigset_t) -> c_int {
     // SAFETY: `fds` has n entries.
     let call = |fds, n, left| unsafe { kernel_poll(fds, n, left, mask) };
     // SAFETY: the program's array.
@@ -52,21 +43,12 @@ unsafe extern "C" fn poll_on(
 ///
 /// # Safety
 /// `fds` has `count` entries; `mask` is null or the program's.
-unsafe fn kernel_poll(
-    fds: *mut pollfd,
-    count: nfds_t,
-    timeout: Timeout,
-    mask: *const sigset_t,
-) -> c_int {
+unsafe fn kernel_poll(fds: *mut pollfd, count: nfds_t, timeout: Timeout, mask: *const sigset_t) -> c_int {
     let left = timeout.to_timespec();
     let left = left.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
     // SAFETY: by the contract.
     let call = || unsafe { crate::real::ppoll().cancellable()(fds, count, left, mask) };
-    if timeout.is_zero() {
-        call()
-    } else {
-        outside(call)
-    }
+    if timeout.is_zero() { call() } else { outside(call) }
 }
 
 /// `poll(2)` of a fortified program; libc aborts if `fds` is longer than `size` bytes.
@@ -97,12 +79,7 @@ pub unsafe extern "C" fn ppoll(
     mask: *const sigset_t,
 ) -> c_int {
     // SAFETY: null, or the program's own; its array.
-    let (ours, time) = unsafe {
-        (
-            poll::has_ours(fds, count),
-            Timeout::from_timespec(timeout.as_ref()),
-        )
-    };
+    let (ours, time) = unsafe { (poll::has_ours(fds, count), Timeout::from_timespec(timeout.as_ref())) };
     match time {
         // SAFETY: the caller's arguments, as they are.
         Some(time) if ours => unsafe { poll_on(fds, count, time, mask) },
@@ -122,12 +99,7 @@ pub unsafe extern "C" fn ppoll_chk(
     size: size_t,
 ) -> c_int {
     // SAFETY: null, or the program's own; its array.
-    let (ours, time) = unsafe {
-        (
-            poll::has_ours(fds, count),
-            Timeout::from_timespec(timeout.as_ref()),
-        )
-    };
+    let (ours, time) = unsafe { (poll::has_ours(fds, count), Timeout::from_timespec(timeout.as_ref())) };
     match time {
         // SAFETY: the caller's arguments, as they are.
         Some(time) if ours && size / size_of::<pollfd>() >= count as usize => unsafe {
@@ -255,7 +227,7 @@ pub unsafe extern "C" fn epoll_ctl(
         _ => table::lookup(fd),
     };
     match entry {
-        Entry::Socket(socket) if socket.stage() == Stage::Plain => {
+        Entry::Socket(socket) if socket.promotion.stage() == Stage::Plain => {
             if let (libc::EPOLL_CTL_ADD, Entry::Epoll(set)) = (operation, table::lookup(epoll)) {
                 set.on_plain();
             }
@@ -263,9 +235,7 @@ pub unsafe extern "C" fn epoll_ctl(
             unsafe { real(epoll, operation, fd, event) }
         }
         // SAFETY: the caller's arguments, as they are.
-        Entry::Socket(_) if lifecycle::connection(fd).is_none() => unsafe {
-            real(epoll, operation, fd, event)
-        },
+        Entry::Socket(_) if closing::connection(fd).is_none() => unsafe { real(epoll, operation, fd, event) },
         // SAFETY: likewise.
         Entry::Socket(socket) => unsafe { epoll_ctl_on(socket, real, epoll, operation, fd, event) },
         Entry::Epoll(inner) => {
@@ -324,9 +294,7 @@ pub unsafe extern "C" fn epoll_wait(
         // SAFETY: the caller's arguments, as they are.
         Entry::Epoll(set) => unsafe { epoll_wait_on(set, real, epoll, events, count, timeout) },
         // SAFETY: likewise.
-        _ if Library::current().is_some() => unsafe {
-            epoll_wait_unknown(real, epoll, events, count, timeout)
-        },
+        _ if Library::current().is_some() => unsafe { epoll_wait_unknown(real, epoll, events, count, timeout) },
         // SAFETY: likewise.
         _ => unsafe { real(epoll, events, count, timeout) },
     }
@@ -379,13 +347,9 @@ pub unsafe extern "C" fn epoll_pwait(
 ) -> c_int {
     match table::lookup(epoll) {
         // SAFETY: the caller's arguments, as they are.
-        Entry::Epoll(set) => unsafe {
-            epoll_pwait_on(set, real, epoll, events, count, timeout, mask)
-        },
+        Entry::Epoll(set) => unsafe { epoll_pwait_on(set, real, epoll, events, count, timeout, mask) },
         // SAFETY: likewise.
-        _ if Library::current().is_some() => unsafe {
-            epoll_pwait_unknown(real, epoll, events, count, timeout, mask)
-        },
+        _ if Library::current().is_some() => unsafe { epoll_pwait_unknown(real, epoll, events, count, timeout, mask) },
         // SAFETY: likewise.
         _ => unsafe { real(epoll, events, count, timeout, mask) },
     }
@@ -440,13 +404,9 @@ pub unsafe extern "C" fn epoll_pwait2(
 ) -> c_int {
     match table::lookup(epoll) {
         // SAFETY: the caller's arguments, as they are.
-        Entry::Epoll(set) => unsafe {
-            epoll_pwait2_on(set, real, epoll, events, count, timeout, mask)
-        },
+        Entry::Epoll(set) => unsafe { epoll_pwait2_on(set, real, epoll, events, count, timeout, mask) },
         // SAFETY: likewise.
-        _ if Library::current().is_some() => unsafe {
-            epoll_pwait2_unknown(real, epoll, events, count, timeout, mask)
-        },
+        _ if Library::current().is_some() => unsafe { epoll_pwait2_unknown(real, epoll, events, count, timeout, mask) },
         // SAFETY: likewise.
         _ => unsafe { real(epoll, events, count, timeout, mask) },
     }
@@ -464,10 +424,7 @@ unsafe extern "C" fn epoll_pwait2_unknown(
     // SAFETY: null, or the program's own.
     let (time, is_odd) = unsafe {
         let given = crate::iov::plausible(timeout);
-        (
-            Timeout::from_timespec(given),
-            given.is_none() && !timeout.is_null(),
-        )
+        (Timeout::from_timespec(given), given.is_none() && !timeout.is_null())
     };
     let Some(time) = time.filter(|_| !is_odd) else {
         // SAFETY: the caller's arguments, as they are: the kernel says what is wrong.

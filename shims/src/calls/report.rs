@@ -1,10 +1,10 @@
-//! What a program reads of its connection from the kernel, put right by what went over links instead, and by what in TCP is ours:
-//! TCP_INFO (tcp(7); struct tcp_info of linux/tcp.h), SO_MEMINFO, SIOCOUTQ and SIOCOUTQNSD. Not here: FIONREAD (`rx::count`), and
-//! options that are kept here (`keepalive`, `tx::cork`).
+//! What a program reads of its connection from the kernel, put right by what went over links instead, and by what in
+//! TCP is ours: TCP_INFO (tcp(7); struct tcp_info of linux/tcp.h), SO_MEMINFO, SIOCOUTQ and SIOCOUTQNSD. Not here:
+//! FIONREAD (`rx::count`), and options that are kept here (`keepalive`, `tx::cork`).
 //!
-//! To TCP a byte is acknowledged when it has arrived at the peer's host, whether or not the program there has read it. So is what is on
-//! a link within the host as soon as it is there: the ring lies in the reader's memory, and is read to its end whatever becomes of the
-//! sender. Between hosts it is when the other end says that it has it.
+//! To TCP a byte is acknowledged when it has arrived at the peer's host, whether or not the program there has read it.
+//! So is what is on a link within the host as soon as it is there: the ring lies in the reader's memory, and is read to
+//! its end whatever becomes of the sender. Between hosts it is when the other end says that it has it.
 //!
 //! What has been told is never taken back: a count does not fall while bytes change from the link to TCP.
 
@@ -16,13 +16,13 @@ use std::sync::atomic::{
 
 use rdmasock_core::ids::Vqpn;
 use rdmasock_core::stats::StreamStats;
-use rdmasock_core::stream::handshake::Role;
 
 use crate::link::Link;
 use crate::ready;
-use crate::rx::{self, Held};
+use crate::rx::{self, Uncounted};
 use crate::socket::{Mode, Socket, Tx};
 use crate::sockopt;
+use crate::tcp_info::{self, Fields, Positions, at};
 
 /// One direction as it is now.
 #[derive(Clone, Copy, Default)]
@@ -65,8 +65,8 @@ impl Traffic {
 
 /// The caller holds the direction's lock. `away` is what the function of that name says.
 fn sent(socket: &Socket, tx: &Tx, away: Away) -> Traffic {
-    let way = &socket.ledger.sent;
-    let counts = socket.stats().map(StreamStats::sent).unwrap_or_default();
+    let way = &socket.told.ledger.sent;
+    let counts = socket.told.stats().map(StreamStats::sent).unwrap_or_default();
     let again = tx.again.min(tx.marker.len()) as u64;
     Traffic {
         bytes: way.bytes.load(Relaxed) + counts.link_bytes,
@@ -75,7 +75,7 @@ fn sent(socket: &Socket, tx: &Tx, away: Away) -> Traffic {
         ours: way.ours.load(Relaxed),
         waiting: again + away.unconfirmed,
         unsent: again + away.unsent,
-        last: tx.last,
+        last: tx.own.last,
     }
 }
 
@@ -107,56 +107,47 @@ fn away(socket: &'static Socket) -> Away {
 }
 
 /// The caller holds the direction's lock, with `held` from there.
-fn received(socket: &Socket, held: &Held) -> Traffic {
-    let way = &socket.ledger.received;
-    let counts = socket
-        .stats()
-        .map(StreamStats::received)
-        .unwrap_or_default();
+fn received(socket: &Socket, uncounted: &Uncounted) -> Traffic {
+    let way = &socket.told.ledger.received;
+    let counts = socket.told.stats().map(StreamStats::received).unwrap_or_default();
     Traffic {
-        bytes: way.bytes.load(Relaxed) + counts.link_bytes + held.on_link,
+        bytes: way.bytes.load(Relaxed) + counts.link_bytes + uncounted.on_link,
         calls: way.calls.load(Relaxed) + counts.link_calls,
-        unread: held.on_link,
-        ours: way.ours.load(Relaxed) + held.ours,
+        unread: uncounted.on_link,
+        ours: way.ours.load(Relaxed) + uncounted.ours,
         waiting: 0,
         unsent: 0,
-        last: held.last,
+        last: uncounted.last,
     }
 }
 
-/// How long the SWITCH is, which TCP has last of a direction that is on the link: nothing of the program's follows it there. The
-/// caller holds the direction's lock.
-fn closing(socket: &Socket, tx: &Tx) -> u64 {
-    if socket.tx_mode.load(Acquire) == Mode::Link {
-        tx.closing as u64
-    } else {
-        0
-    }
-}
-
-/// SIOCOUTQ, of which the kernel says `kernel`: bytes that the peer's host does not have. With `unsent`, SIOCOUTQNSD: those that have
-/// not been sent.
+/// SIOCOUTQ, of which the kernel says `kernel`: bytes that the peer's host does not have. With `unsent`, SIOCOUTQNSD:
+/// those that have not been sent.
 pub fn out_queue(socket: &'static Socket, kernel: c_int, unsent: bool) -> c_int {
     let away = away(socket);
     let Some(tx) = socket.tx.lock() else {
         return kernel;
     };
     let traffic = sent(socket, &tx, away);
-    let ours = if unsent {
-        traffic.unsent
-    } else {
-        traffic.waiting
-    };
-    let sum = (kernel.max(0) as u64).saturating_sub(closing(socket, &tx)) + ours;
-    c_int::try_from(sum).unwrap_or(c_int::MAX)
+    let more = if unsent { traffic.unsent } else { traffic.waiting };
+    let mut queued = kernel.max(0) as u64;
+    // Which of it is ours is to be seen only together with how much there is.
+    if queued > 0
+        && tx.ours_from(0) > 0
+        && let Some(fd) = socket.numbers.anchor_fd()
+        && let Some(positions) = Positions::of(fd, socket.promotion.role())
+    {
+        let from = if unsent { positions.sent } else { positions.acked };
+        queued = (positions.written - from).saturating_sub(tx.ours_from(from));
+    }
+    c_int::try_from(queued + more).unwrap_or(c_int::MAX)
 }
 
 /// An option whose value this corrects.
 pub fn is_corrected(option: sockopt::Name) -> bool {
-    [TCP_INFO, MEMINFO].contains(&option)
+    [tcp_info::NAME, MEMINFO].contains(&option)
 }
 
-const TCP_INFO: sockopt::Name = (libc::IPPROTO_TCP, libc::TCP_INFO);
 /// SO_MEMINFO (asm-generic/socket.h).
 const MEMINFO: sockopt::Name = (libc::SOL_SOCKET, 55);
 
@@ -170,36 +161,36 @@ const LONGEST: usize = 512;
 #[cold]
 pub unsafe fn correct(socket: &'static Socket, option: sockopt::Name, value: *mut u8, len: usize) {
     let away = away(socket);
-    // With both locks the kernel's counts and ours are of one moment: whoever puts something of ours into TCP, or takes it out,
-    // holds one of them until it is counted.
+    // With both locks the kernel's counts and ours are of one moment: whoever puts something of ours into TCP, or takes
+    // it out, holds one of them until it is counted.
     let (Some(mut rx), Some(tx)) = (socket.rx.lock(), socket.tx.lock()) else {
         return;
     };
     let sent = sent(socket, &tx, away);
     let is_quiet = socket.is_plain() && sent.is_none();
-    if is_quiet && received(socket, &Held::default()).is_none() {
+    if is_quiet && received(socket, &Uncounted::default()).is_none() {
         // It was never anything else than TCP.
         return;
     }
     // The program may ask for the first bytes alone, which may end in the middle of a number.
     let mut copy = [0u8; LONGEST];
     let mut known = LONGEST as libc::socklen_t;
-    let asked = socket.anchor_fd().is_some_and(|fd| {
+    let asked = socket.numbers.anchor_fd().is_some_and(|fd| {
         let fd = std::os::fd::AsRawFd::as_raw_fd(&fd);
         // SAFETY: a buffer of that length.
         unsafe { sockopt::read(fd, option, copy.as_mut_ptr(), &mut known) }
     });
     // After the kernel's counts: what comes in between is rather left out than counted twice.
-    let held = rx::held(socket, &mut rx);
-    let received = received(socket, &held);
+    let uncounted = rx::uncounted(socket, &mut rx);
+    let received = received(socket, &uncounted);
     let Some(bytes) = copy.get_mut(..known as usize).filter(|_| asked) else {
         return;
     };
     let mut fields = Fields(bytes);
-    if option == TCP_INFO {
+    if option == tcp_info::NAME {
         correct_info(socket, &tx, &mut fields, &sent, &received);
     } else {
-        let unread = u32::try_from(held.on_link + held.carried).unwrap_or(u32::MAX);
+        let unread = u32::try_from(uncounted.on_link + uncounted.carried).unwrap_or(u32::MAX);
         fields.put_u32(RMEM_ALLOC, |n| n.saturating_add(unread));
     }
     // SAFETY: by the contract, and no more than is known.
@@ -209,52 +200,29 @@ pub unsafe fn correct(socket: &'static Socket, option: sockopt::Name, value: *mu
 /// SK_MEMINFO_RMEM_ALLOC (linux/sock_diag.h): the first of an array of 32 bits each.
 const RMEM_ALLOC: usize = 0;
 
-/// Where the members of struct tcp_info are (linux/tcp.h).
-mod at {
-    pub const STATE: usize = 0;
-    pub const SND_MSS: usize = 16;
-    pub const UNACKED: usize = 24;
-    pub const LAST_DATA_SENT: usize = 44;
-    pub const LAST_DATA_RECV: usize = 52;
-    pub const LAST_ACK_RECV: usize = 56;
-    pub const BYTES_ACKED: usize = 120;
-    pub const BYTES_RECEIVED: usize = 128;
-    pub const SEGS_OUT: usize = 136;
-    pub const SEGS_IN: usize = 140;
-    pub const NOTSENT_BYTES: usize = 144;
-    pub const DATA_SEGS_IN: usize = 152;
-    pub const DATA_SEGS_OUT: usize = 156;
-    pub const DELIVERED: usize = 192;
-    pub const BYTES_SENT: usize = 200;
-    pub const BYTES_RETRANS: usize = 208;
-}
-
-fn correct_info(
-    socket: &Socket,
-    tx: &Tx,
-    info: &mut Fields<'_>,
-    sent: &Traffic,
-    received: &Traffic,
-) {
+fn correct_info(socket: &Socket, tx: &Tx, info: &mut Fields<'_>, sent: &Traffic, received: &Traffic) {
     let mss = u64::from(info.u32(at::SND_MSS));
     // The kernel hears of a shutdown when what precedes the end is in TCP.
     if tx.is_shut {
         info.put_u8(at::STATE, state_after_shutdown);
     }
-    // The peer's host may be slow to acknowledge a SWITCH, which is not the program's.
-    let on_the_way = in_flight(info, socket.role());
-    let unanswered = on_the_way.min(closing(socket, tx));
-    if unanswered > 0 && unanswered == on_the_way {
+    // The peer's host may be slow to acknowledge a marker, which is not the program's.
+    let positions = Positions::in_info(info, socket.promotion.role()).unwrap_or_default();
+    let (unanswered, unsent) = (tx.ours_from(positions.acked), tx.ours_from(positions.sent));
+    if unanswered > unsent && unanswered - unsent == positions.sent - positions.acked {
         info.put_u32(at::UNACKED, |_| 0);
     }
-    let told = &socket.ledger.told_bytes;
+    info.put_u32(at::NOTSENT_BYTES, |n| {
+        n.saturating_sub(u32::try_from(unsent).unwrap_or(u32::MAX))
+    });
+    let told = &socket.told.ledger.told_bytes;
     let counts = [
         (
             at::BYTES_ACKED,
             (sent.bytes + unanswered).saturating_sub(sent.waiting),
             sent.ours,
         ),
-        (at::BYTES_SENT, sent.bytes, sent.ours),
+        (at::BYTES_SENT, sent.bytes + unsent, sent.ours),
         (at::BYTES_RECEIVED, received.bytes, received.ours),
     ];
     for ((place, more, ours), told) in counts.into_iter().zip(told) {
@@ -263,7 +231,7 @@ fn correct_info(
             count.max(told.fetch_max(count, Relaxed))
         });
     }
-    let told = &socket.ledger.told_segments;
+    let told = &socket.told.ledger.told_segments;
     let (out, into) = (sent.segments(mss), received.segments(mss));
     // Each is acknowledged, as TCP does where there are few of them.
     let segments = [
@@ -290,15 +258,6 @@ fn correct_info(
     info.put_u32(at::LAST_ACK_RECV, |ms| sent.idle(ms));
 }
 
-/// Bytes that TCP has sent and that are not acknowledged. The SYN of who has connected counts as acknowledged.
-fn in_flight(info: &Fields<'_>, role: Role) -> u64 {
-    let acked = info.u64(at::BYTES_ACKED);
-    let acked = acked.saturating_sub(u64::from(role == Role::Connector));
-    let sent = info.u64(at::BYTES_SENT);
-    sent.saturating_sub(info.u64(at::BYTES_RETRANS))
-        .saturating_sub(acked)
-}
-
 /// TCP's state after a shutdown(SHUT_WR) of which it has not heard (tcp_states.h).
 fn state_after_shutdown(state: u8) -> u8 {
     const ESTABLISHED: u8 = 1;
@@ -322,39 +281,6 @@ fn later(told: &AtomicU32, count: u32) -> u32 {
     count
 }
 
-/// A struct of the kernel's, of which an old one knows the first part.
-struct Fields<'a>(&'a mut [u8]);
-
-impl Fields<'_> {
-    fn u32(&self, at: usize) -> u32 {
-        let bytes = self.0.get(at..).and_then(|b| b.first_chunk());
-        bytes.map_or(0, |b| u32::from_ne_bytes(*b))
-    }
-
-    fn u64(&self, at: usize) -> u64 {
-        let bytes = self.0.get(at..).and_then(|b| b.first_chunk());
-        bytes.map_or(0, |b| u64::from_ne_bytes(*b))
-    }
-
-    fn put_u8(&mut self, at: usize, new: impl FnOnce(u8) -> u8) {
-        if let Some(byte) = self.0.get_mut(at) {
-            *byte = new(*byte);
-        }
-    }
-
-    fn put_u32(&mut self, at: usize, new: impl FnOnce(u32) -> u32) {
-        if let Some(bytes) = self.0.get_mut(at..).and_then(|b| b.first_chunk_mut()) {
-            *bytes = new(u32::from_ne_bytes(*bytes)).to_ne_bytes();
-        }
-    }
-
-    fn put_u64(&mut self, at: usize, new: impl FnOnce(u64) -> u64) {
-        if let Some(bytes) = self.0.get_mut(at..).and_then(|b| b.first_chunk_mut()) {
-            *bytes = new(u64::from_ne_bytes(*bytes)).to_ne_bytes();
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -365,17 +291,6 @@ mod tests {
         assert_eq!(later(&told, u32::MAX - 5), u32::MAX - 1);
         assert_eq!(later(&told, 3), 3);
         assert_eq!(later(&told, 2), 3);
-    }
-
-    #[test]
-    fn what_an_old_kernel_does_not_know_is_left_out() {
-        let mut bytes = [1u8, 0, 0, 0, 9, 9];
-        let mut fields = Fields(&mut bytes);
-        fields.put_u32(0, |n| n + 1);
-        fields.put_u32(4, |_| 0);
-        fields.put_u64(0, |_| 0);
-        assert_eq!(fields.u32(0), 2);
-        assert_eq!(bytes, [2, 0, 0, 0, 9, 9]);
     }
 
     #[test]

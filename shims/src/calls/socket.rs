@@ -8,34 +8,30 @@ use rdmasock_core::stats::Reason;
 
 use crate::calls::numbers::lowest;
 use crate::calls::report;
+use crate::closing;
 use crate::errno;
-use crate::fork;
 use crate::jump::or_if_cancelled;
 use crate::jump::within;
 use crate::lifecycle;
 use crate::listener::Listener;
 use crate::pass;
-use crate::promote::Farewell;
 use crate::real::Cancellable;
+use crate::reclaim::reclaim;
+use crate::reset::as_timed_out;
 use crate::rx;
-use crate::socket::{Mode, Socket, as_timed_out};
+use crate::socket::Farewell;
+use crate::socket::{Mode, Socket};
 use crate::sockopt::{self, Name};
 use crate::table::{self, Entry};
 use crate::tx;
+use rdmasock_core::stream::connection;
 
-use crate::real::{
-    Accept4Fn, AcceptFn, ConnectFn, GetSockOptFn, SetSockOptFn, SocketFn, SocketIntFn,
-};
+use crate::real::{Accept4Fn, AcceptFn, ConnectFn, GetSockOptFn, SetSockOptFn, SocketFn, SocketIntFn};
 use libc::{c_int, c_void, sockaddr, socklen_t};
 
 /// `socket(2)`.
 #[inline]
-pub unsafe extern "C" fn socket(
-    real: SocketFn,
-    domain: c_int,
-    kind: c_int,
-    protocol: c_int,
-) -> c_int {
+pub unsafe extern "C" fn socket(real: SocketFn, domain: c_int, kind: c_int, protocol: c_int) -> c_int {
     // SAFETY: the caller's arguments, as they are.
     let fd = lowest(|| unsafe { real(domain, kind, protocol) });
     let stream = kind & !(libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC) == libc::SOCK_STREAM;
@@ -88,11 +84,7 @@ unsafe extern "C" fn accept_on(
 
 /// The listener is kept meanwhile: the number may be closed, and the kernel still gives out a connection.
 #[inline(never)]
-fn accept_from(
-    listener: &'static Listener,
-    nonblocking: bool,
-    accept: impl FnOnce() -> c_int,
-) -> c_int {
+fn accept_from(listener: &'static Listener, nonblocking: bool, accept: impl FnOnce() -> c_int) -> c_int {
     listener.retain();
     let new = or_if_cancelled(accept, || listener.release());
     if new >= 0 {
@@ -115,9 +107,7 @@ pub unsafe extern "C" fn accept4(
 ) -> c_int {
     match table::lookup(fd) {
         // SAFETY: the caller's arguments, as they are.
-        Entry::Listener(listener) => unsafe {
-            accept4_on(listener, real, fd, address, address_len, flags)
-        },
+        Entry::Listener(listener) => unsafe { accept4_on(listener, real, fd, address, address_len, flags) },
         // SAFETY: likewise.
         _ => lowest(|| unsafe { real.cancellable()(fd, address, address_len, flags) }),
     }
@@ -159,12 +149,7 @@ pub unsafe extern "C" fn connect(
 }
 
 #[inline(never)]
-unsafe extern "C" fn connect_on(
-    real: ConnectFn,
-    fd: c_int,
-    address: *const sockaddr,
-    address_len: socklen_t,
-) -> c_int {
+unsafe extern "C" fn connect_on(real: ConnectFn, fd: c_int, address: *const sockaddr, address_len: socklen_t) -> c_int {
     let before = table::token(fd);
     // SAFETY: the caller's arguments, as they are.
     let result = unsafe { real.cancellable()(fd, address, address_len) };
@@ -179,7 +164,7 @@ unsafe extern "C" fn connect_on(
 /// `shutdown(2)`.
 #[inline]
 pub unsafe extern "C" fn shutdown(real: SocketIntFn, fd: c_int, how: c_int) -> c_int {
-    match lifecycle::connection(fd) {
+    match closing::connection(fd) {
         // SAFETY: the caller's arguments, as they are.
         None => unsafe { real(fd, how) },
         // SAFETY: likewise.
@@ -188,21 +173,16 @@ pub unsafe extern "C" fn shutdown(real: SocketIntFn, fd: c_int, how: c_int) -> c
 }
 
 #[inline(never)]
-unsafe extern "C" fn shutdown_on(
-    socket: &'static Socket,
-    real: SocketIntFn,
-    fd: c_int,
-    how: c_int,
-) -> c_int {
+unsafe extern "C" fn shutdown_on(socket: &'static Socket, real: SocketIntFn, fd: c_int, how: c_int) -> c_int {
     // SAFETY: the caller's arguments, as they are.
     within(|| unsafe { shut(socket, real, fd, how) })
 }
 
 unsafe fn shut(socket: &'static Socket, real: SocketIntFn, fd: c_int, how: c_int) -> c_int {
-    fork::reclaim(socket);
+    reclaim(socket);
     let sends = how == libc::SHUT_WR || how == libc::SHUT_RDWR;
     let mut farewell = Farewell::NONE;
-    let result = if sends && tx::shut(socket, &mut farewell) {
+    let result = if sends && connection::shut(socket, &mut farewell) {
         match how {
             libc::SHUT_WR => 0,
             // SAFETY: the caller's own socket.
@@ -274,7 +254,7 @@ unsafe extern "C" fn get_corrected(
 ) -> c_int {
     // SAFETY: the caller's arguments, as they are.
     let ask = || unsafe { real(fd, level, name, value, value_len) };
-    let Some(socket) = lifecycle::connection(fd) else {
+    let Some(socket) = closing::connection(fd) else {
         return ask();
     };
     within(|| {
@@ -285,7 +265,7 @@ unsafe extern "C" fn get_corrected(
             return asked_while_quiet(socket, ask);
         }
         let result = ask();
-        if (level, name) == ERROR && result == 0 && socket.timed_out.load(Acquire) {
+        if (level, name) == ERROR && result == 0 && socket.told.timed_out.load(Acquire) {
             // SAFETY: the kernel has just written that many bytes there.
             unsafe { correct_error(socket, value.cast(), *value_len as usize) };
         }
@@ -313,7 +293,8 @@ unsafe fn correct_error(socket: &Socket, value: *mut u8, len: usize) {
     unsafe { std::ptr::copy_nonoverlapping(error.as_ptr(), value, len) };
 }
 
-/// TCP_NODELAY is on for a moment after a marker, whatever the program has set (`promote::flush`): not while this holds the lock.
+/// TCP_NODELAY is on for a moment after a marker, whatever the program has set (`connection::flush`): not while this
+/// holds the lock.
 #[inline(never)]
 fn asked_while_quiet(socket: &'static Socket, ask: impl FnOnce() -> c_int) -> c_int {
     let _tx = socket.tx.lock();
@@ -335,10 +316,10 @@ unsafe extern "C" fn get_kept(
     if result != 0 {
         return result;
     }
-    let kept = lifecycle::connection(fd).and_then(|socket| {
+    let kept = closing::connection(fd).and_then(|socket| {
         if (level, name) == (libc::IPPROTO_TCP, libc::TCP_CORK) {
             let is_kept = socket.tx_mode.load(Acquire) == Mode::Link;
-            is_kept.then(|| c_int::from(socket.corked.load(Acquire)))
+            is_kept.then(|| c_int::from(socket.options.corked.load(Acquire)))
         } else {
             socket.keepalive.get(level, name)
         }
@@ -364,7 +345,7 @@ pub unsafe extern "C" fn setsockopt(
     value: *const c_void,
     value_len: socklen_t,
 ) -> c_int {
-    match lifecycle::connection(fd) {
+    match closing::connection(fd) {
         // SAFETY: the caller's arguments, as they are.
         None => unsafe { real(fd, level, name, value, value_len) },
         Some(socket) => {
@@ -404,20 +385,15 @@ pub unsafe extern "C" fn setsockopt(
                 // SAFETY: the kernel has just read the option's int there.
                 let value = unsafe { value.cast::<c_int>().read_unaligned() };
                 if (level, name) == sockopt::INQ {
-                    socket.tells_more.store(value != 0, Release);
+                    socket.options.tells_more.store(value != 0, Release);
                 } else {
-                    socket.user_timeout.store(value.cast_unsigned(), Release);
+                    socket.options.user_timeout.store(value.cast_unsigned(), Release);
                 }
             }
             // Of other options the kernel may not have read a value: it can be null.
             if result == 0 && socket.keepalive.is_concerned(level, name) {
                 // SAFETY: the kernel has just read the option's int there, and the fd is the program's own.
-                let (value, fd) = unsafe {
-                    (
-                        value.cast::<c_int>().read_unaligned(),
-                        BorrowedFd::borrow_raw(fd),
-                    )
-                };
+                let (value, fd) = unsafe { (value.cast::<c_int>().read_unaligned(), BorrowedFd::borrow_raw(fd)) };
                 socket.keepalive.on_set(fd, level, name, value);
             }
             result

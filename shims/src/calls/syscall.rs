@@ -6,25 +6,21 @@
 
 mod forks;
 mod others;
+mod own;
+mod ways;
 
 use core::ffi::c_long;
-use core::sync::atomic::{AtomicPtr, Ordering};
 
 use libc::{
-    c_char, c_int, c_uint, c_ulong, c_void, epoll_event, fd_set, iovec, mmsghdr, msghdr, nfds_t,
-    off_t, pollfd, size_t, sockaddr, socklen_t, ssize_t, timespec, timeval,
+    c_char, c_int, c_uint, c_ulong, c_void, epoll_event, fd_set, iovec, mmsghdr, msghdr, nfds_t, off_t, pollfd, size_t,
+    sockaddr, socklen_t, ssize_t, timespec, timeval,
 };
 use rdmasock_core::os::kernel;
-use rustix::io::Errno;
 
-use super::{confine, fd, io, numbers, process, ready, socket, vfork};
-use crate::real::SyscallFn;
-use crate::table;
-use crate::{errno, lifecycle};
-
-/// What a number is served by: the six arguments, of which a call uses those that it has, and the result as
-/// `syscall` gives it.
-pub type Handler = unsafe extern "C" fn(usize, usize, usize, usize, usize, usize) -> c_long;
+use super::{confine, fd, io, numbers, process, ready, socket};
+pub use own::{LIBC, resolve};
+pub use ways::Handler;
+use ways::{direct, owns, owns_fd, owns_made, result, waits, waits_on};
 
 /// One more than the highest number that is served.
 pub const NUMBERS: usize = 448;
@@ -44,154 +40,6 @@ pub static HANDLERS: [Option<Handler>; NUMBERS] = {
     }
     handlers
 };
-
-/// libc's own `syscall`; until that is known, what finds it and goes on there.
-pub static LIBC: AtomicPtr<c_void> = AtomicPtr::new(unresolved as *mut c_void);
-
-/// Finds libc's own `syscall`.
-pub extern "C" fn resolve() -> SyscallFn {
-    let function = crate::real::syscall();
-    LIBC.store(function as *mut c_void, Ordering::Relaxed);
-    function
-}
-
-/// Stands in for libc's `syscall` before the library's constructor has run.
-#[cfg(target_arch = "x86_64")]
-#[unsafe(naked)]
-unsafe extern "C" fn unresolved() {
-    core::arch::naked_asm!(
-        ".cfi_startproc",
-        "push rdi",
-        "push rsi",
-        "push rdx",
-        "push rcx",
-        "push r8",
-        "push r9",
-        "sub rsp, 8", // A call needs rsp at a multiple of 16.
-        ".cfi_adjust_cfa_offset 56",
-        "call {resolve}",
-        "add rsp, 8",
-        "pop r9",
-        "pop r8",
-        "pop rcx",
-        "pop rdx",
-        "pop rsi",
-        "pop rdi",
-        ".cfi_adjust_cfa_offset -56",
-        "jmp rax",
-        ".cfi_endproc",
-        resolve = sym resolve,
-    )
-}
-
-/// Stands in for libc's `syscall` before the library's constructor has run.
-#[cfg(target_arch = "aarch64")]
-#[unsafe(naked)]
-unsafe extern "C" fn unresolved() {
-    core::arch::naked_asm!(
-        ".cfi_startproc",
-        "stp x29, x30, [sp, #-80]!",
-        ".cfi_def_cfa_offset 80",
-        ".cfi_offset x29, -80",
-        ".cfi_offset x30, -72",
-        "mov x29, sp",
-        "stp x0, x1, [sp, #16]",
-        "stp x2, x3, [sp, #32]",
-        "stp x4, x5, [sp, #48]",
-        "str x6, [sp, #64]",
-        "bl {resolve}",
-        "mov x16, x0",
-        "ldp x0, x1, [sp, #16]",
-        "ldp x2, x3, [sp, #32]",
-        "ldp x4, x5, [sp, #48]",
-        "ldr x6, [sp, #64]",
-        "ldp x29, x30, [sp], #80",
-        ".cfi_def_cfa_offset 0",
-        ".cfi_restore x29",
-        ".cfi_restore x30",
-        "br x16",
-        ".cfi_endproc",
-        resolve = sym resolve,
-    )
-}
-
-unsafe extern "C" {
-    fn pthread_setcancelstate(state: c_int, before: *mut c_int) -> c_int;
-}
-
-/// `PTHREAD_CANCEL_DISABLE` of glibc's pthread.h.
-const CANCEL_DISABLE: c_int = 1;
-
-/// As libc gives it.
-fn result(of: Result<usize, Errno>) -> c_long {
-    match of {
-        Ok(value) => value as c_long,
-        Err(error) => errno::fail::<c_long>(error.raw_os_error()),
-    }
-}
-
-/// Serves a call that waits for nothing but the kernel, in any process.
-fn direct(
-    _first: usize,
-    served: impl FnOnce() -> c_long,
-    _plain: impl FnOnce() -> c_long,
-) -> c_long {
-    served()
-}
-
-/// Serves a call that may wait for a link, which is a cancellation point as libc's functions are; a system call by
-/// number is none.
-fn waits(
-    _first: usize,
-    served: impl FnOnce() -> c_long,
-    _plain: impl FnOnce() -> c_long,
-) -> c_long {
-    let mut before = 0;
-    // SAFETY: async-signal-safe in glibc; the state is this thread's own.
-    unsafe { pthread_setcancelstate(CANCEL_DISABLE, &mut before) };
-    let result = served();
-    // SAFETY: as above.
-    unsafe { pthread_setcancelstate(before, core::ptr::null_mut()) };
-    result
-}
-
-/// [`waits`] for a call on the descriptor `fd`, if that is a socket.
-fn waits_on(fd: usize, served: impl FnOnce() -> c_long, plain: impl FnOnce() -> c_long) -> c_long {
-    if table::is_known(fd as c_int) {
-        waits(fd, served, plain)
-    } else {
-        plain()
-    }
-}
-
-/// Serves a call that changes what the library's tables say, which are not about a process that runs on our memory
-/// without our knowing how it began.
-fn owns(_first: usize, served: impl FnOnce() -> c_long, plain: impl FnOnce() -> c_long) -> c_long {
-    if vfork::is_stranger() {
-        plain()
-    } else {
-        served()
-    }
-}
-
-/// [`owns`] for a call on the descriptor `fd`.
-fn owns_fd(fd: usize, served: impl FnOnce() -> c_long, plain: impl FnOnce() -> c_long) -> c_long {
-    let concerns = table::is_known(fd as c_int) || lifecycle::is_hidden(fd as c_int);
-    if concerns {
-        owns(fd, served, plain)
-    } else {
-        plain()
-    }
-}
-
-/// [`owns`] for a call that makes a number out of the descriptor `fd`: all that is done for one of no socket's is about that number.
-fn owns_made(fd: usize, served: impl FnOnce() -> c_long, plain: impl FnOnce() -> c_long) -> c_long {
-    if table::is_known(fd as c_int) {
-        owns(fd, served, plain)
-    } else {
-        served()
-    }
-}
 
 /// `served![(a b c d e f) LIST: WAY NUMBER = FUNCTION(a: TYPE, …) -> RESULT; …]`: pairs of a number and what serves
 /// it, which is the function of a hook with the system call for libc's function, called in that way.

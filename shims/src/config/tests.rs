@@ -1,5 +1,7 @@
 //! Tests of the configuration as a whole.
 
+use std::time::Duration;
+
 use proptest::prelude::*;
 
 use super::*;
@@ -23,10 +25,7 @@ fn every_default_in_the_table_is_the_default() {
         .contains(&v.name)
     }) {
         let mut config = Config::default();
-        assert_eq!(
-            (variable.set)(&mut config, variable.default.as_ref()),
-            Some(())
-        );
+        assert_eq!((variable.set)(&mut config, variable.default.as_ref()), Some(()));
         assert_eq!(config, Config::default(), "{}", variable.name);
     }
 }
@@ -92,11 +91,7 @@ fn a_bad_value_is_named_and_the_default_used() {
         let [line] = warnings.as_slice() else {
             panic!("one line, not {warnings:?}");
         };
-        for part in [
-            &format!("{name}={value}"),
-            variable.accepts,
-            variable.default,
-        ] {
+        for part in [&format!("{name}={value}"), variable.accepts, variable.default] {
             assert!(line.contains(part), "{line}");
         }
     }
@@ -111,10 +106,7 @@ fn values_that_do_not_fit_together_fall_back() {
         ["RDMASOCK_RING_MIN=8M: accepted is at most RDMASOCK_RING_MAX, which is 4M; using 4K"]
     );
     let (config, warnings) = parse(&[("RDMASOCK_RING_MAX", "64M"), ("RDMASOCK_ARENA", "16M")]);
-    assert_eq!(
-        (config.ring_max, config.arena),
-        (Size::mib(4), Size::mib(16))
-    );
+    assert_eq!((config.ring_max, config.arena), (Size::mib(4), Size::mib(16)));
     assert_eq!(warnings.len(), 1);
 }
 

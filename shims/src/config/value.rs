@@ -63,11 +63,7 @@ impl Size {
         if !digits.bytes().all(|byte| byte.is_ascii_digit()) {
             return None;
         }
-        digits
-            .parse::<u64>()
-            .ok()?
-            .checked_mul(1 << shift)
-            .map(Self)
+        digits.parse::<u64>().ok()?.checked_mul(1 << shift).map(Self)
     }
 }
 
@@ -256,11 +252,7 @@ mod tests {
     #[test]
     fn zero_promotes_at_once() {
         assert!(PromoteAfter::parse("0").unwrap().is_reached(0, 0));
-        assert!(
-            !PromoteAfter::parse("1r")
-                .unwrap()
-                .is_reached(0, u64::MAX - 1)
-        );
+        assert!(!PromoteAfter::parse("1r").unwrap().is_reached(0, u64::MAX - 1));
         for text in ["", "0r", "r", "2r,", "2x", "2r;16K"] {
             assert_eq!(PromoteAfter::parse(text), None, "{text:?}");
         }
@@ -268,9 +260,7 @@ mod tests {
 
     #[test]
     fn the_longest_target_decides() {
-        let filter =
-            LogFilter::parse("warn,rdmasock_core::link=off, stream=TRACE,stream::promote=info")
-                .unwrap();
+        let filter = LogFilter::parse("warn,rdmasock_core::link=off, stream=TRACE,stream::promote=info").unwrap();
         assert_eq!(filter.most(), LevelFilter::TRACE);
         for (target, level) in [
             ("rdmasock_shims::io", LevelFilter::WARN),

@@ -5,8 +5,8 @@ use std::ffi::OsStr;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use super::settings::{Config, Fabrics, IoUring};
 use super::value::{self, LogFilter, PromoteAfter, Size};
-use super::{Config, Fabrics, IoUring};
 
 /// One environment variable.
 #[derive(Debug)]
@@ -93,12 +93,7 @@ pub const VARIABLES: &[Variable] = &[
         accepts: "a comma-separated list of <N>r (N from 1) and <bytes> with suffix K or M, or 0",
         meaning: "when a connection leaves TCP: as its Nth request begins, or after that many bytes in \
                   either direction (a call counts as 256 at least), whichever comes first; 0: as soon as it is connected",
-        set: |config, value| {
-            set(
-                &mut config.promote_after,
-                PromoteAfter::parse(value.to_str()?),
-            )
-        },
+        set: |config, value| set(&mut config.promote_after, PromoteAfter::parse(value.to_str()?)),
     },
     Variable {
         name: "RDMASOCK_SPIN_US",
@@ -122,8 +117,7 @@ pub const VARIABLES: &[Variable] = &[
             let size = Size::parse(value.to_str()?)?;
             set(
                 &mut config.arena,
-                size.is_ring_size(Size::mib(16), Size::gib(64))
-                    .then_some(size),
+                size.is_ring_size(Size::mib(16), Size::gib(64)).then_some(size),
             )
         },
     },
@@ -227,8 +221,7 @@ fn spin(value: &OsStr) -> Option<Duration> {
 
 fn ring_size(value: &OsStr) -> Option<Size> {
     let size = Size::parse(value.to_str()?)?;
-    size.is_ring_size(Size::kib(4), Size::mib(64))
-        .then_some(size)
+    size.is_ring_size(Size::kib(4), Size::mib(64)).then_some(size)
 }
 
 /// The known name that is most like `name`.
@@ -267,11 +260,7 @@ mod tests {
 
     #[test]
     fn the_distance_counts_edits() {
-        for (left, right, edits) in [
-            ("", "abc", 3),
-            ("kitten", "sitting", 3),
-            ("same", "same", 0),
-        ] {
+        for (left, right, edits) in [("", "abc", 3), ("kitten", "sitting", 3), ("same", "same", 0)] {
             assert_eq!(distance(left, right), edits);
             assert_eq!(distance(right, left), edits);
         }

@@ -51,10 +51,7 @@ fn load(call: &Call, offset: u32) -> Option<u32> {
         0 => Some(call.number as u32),
         4 => Some(ARCHITECTURE),
         8 | 12 => Some(0),
-        16..64 if offset.is_multiple_of(4) => call
-            .arguments
-            .get((offset as usize - 16) / 8)
-            .map(|a| half(*a)),
+        16..64 if offset.is_multiple_of(4) => call.arguments.get((offset as usize - 16) / 8).map(|a| half(*a)),
         _ => None,
     }
 }

@@ -1,12 +1,12 @@
-//! The system calls that the library makes beyond those of the program, in the program's threads and in its own: for links
-//! within the host, and for what goes on over them. As strace shows them, with what their arguments are where filters
-//! look at such.
+//! The system calls that the library makes beyond those of the program, in the program's threads and in its own: for
+//! links within the host, and for what goes on over them. As strace shows them, with what their arguments are where
+//! filters look at such.
 
 use libc::{
-    AF_INET, AF_NETLINK, AF_UNIX, F_ADD_SEALS, F_DUPFD, F_DUPFD_CLOEXEC, F_GET_SEALS, F_GETFD,
-    F_GETFL, F_OFD_GETLK, FIONREAD, MADV_DONTDUMP, MADV_DONTFORK, MADV_POPULATE_WRITE, MADV_REMOVE,
-    MAP_ANONYMOUS, MAP_NORESERVE, MAP_PRIVATE, MAP_SHARED, PROT_NONE, PROT_READ, PROT_WRITE,
-    SOCK_CLOEXEC, SOCK_DGRAM, SOCK_NONBLOCK, SOCK_SEQPACKET, SOCK_STREAM,
+    AF_INET, AF_NETLINK, AF_UNIX, F_ADD_SEALS, F_DUPFD, F_DUPFD_CLOEXEC, F_GET_SEALS, F_GETFD, F_GETFL, F_OFD_GETLK,
+    FIONREAD, MADV_DONTDUMP, MADV_DONTFORK, MADV_POPULATE_WRITE, MADV_REMOVE, MAP_ANONYMOUS, MAP_NORESERVE,
+    MAP_PRIVATE, MAP_SHARED, PROT_NONE, PROT_READ, PROT_WRITE, SOCK_CLOEXEC, SOCK_DGRAM, SOCK_NONBLOCK, SOCK_SEQPACKET,
+    SOCK_STREAM,
 };
 use libc::{c_int, c_long};
 
@@ -21,6 +21,7 @@ const ANY: &[c_long] = &[
     libc::SYS_clone,
     libc::SYS_close,
     libc::SYS_connect,
+    libc::SYS_dup3,
     libc::SYS_epoll_create1,
     libc::SYS_epoll_ctl,
     libc::SYS_epoll_pwait,
@@ -35,7 +36,6 @@ const ANY: &[c_long] = &[
     libc::SYS_geteuid,
     libc::SYS_getpeername,
     libc::SYS_getpid,
-    libc::SYS_getppid,
     libc::SYS_getrandom,
     libc::SYS_getsockname,
     libc::SYS_getsockopt,

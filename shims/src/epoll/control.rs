@@ -14,9 +14,8 @@ use crate::socket::{Membership, Socket};
 use rdmasock_core::lock::Guard;
 
 /// What may be asked for together with EPOLLEXCLUSIVE.
-const EXCLUSIVE_OK: u32 = EXCLUSIVE
-    | ALWAYS
-    | (libc::EPOLLIN | libc::EPOLLOUT | libc::EPOLLWAKEUP | libc::EPOLLET) as u32;
+const EXCLUSIVE_OK: u32 =
+    EXCLUSIVE | ALWAYS | (libc::EPOLLIN | libc::EPOLLOUT | libc::EPOLLWAKEUP | libc::EPOLLET) as u32;
 
 impl Epoll {
     /// epoll_ctl() on a socket that the library knows.
@@ -28,7 +27,7 @@ impl Epoll {
         event: Option<libc::epoll_event>,
         real: impl FnOnce() -> c_int,
     ) -> c_int {
-        crate::fork::reclaim(socket);
+        crate::reclaim::reclaim(socket);
         let Some(mut set) = self.set.lock() else {
             return real();
         };
@@ -56,7 +55,7 @@ impl Epoll {
                 0
             }
             (libc::EPOLL_CTL_MOD, Some(event), Some(index), _)
-                if asked & ONESHOT != 0 && socket.asked.swap(false, SeqCst) =>
+                if asked & ONESHOT != 0 && socket.promotion.asked.swap(false, SeqCst) =>
             {
                 // A promotion waits for this moment: the item has fired and nobody else has it. The
                 // service thread goes on with it, or gives it back.
@@ -69,15 +68,11 @@ impl Epoll {
                 drop(set);
                 Library::get()
                     .service
-                    .submit(crate::service::Command::used(socket));
+                    .submit(crate::mailbox::Command::Used(socket.into()));
                 0
             }
             (libc::EPOLL_CTL_MOD, Some(event), Some(index), _) => {
-                let result = if parked {
-                    self.unpark(fd, event)
-                } else {
-                    real()
-                };
+                let result = if parked { self.unpark(fd, event) } else { real() };
                 if let Some(item) = set.items.get_mut(index).filter(|_| result == 0) {
                     item.events = event.events;
                     item.data = event.u64;
@@ -155,7 +150,7 @@ impl Epoll {
         // begins now is seen here, or sees the membership.
         let mut is_there = false;
         ready::change_interest(socket, |i| {
-            let mut items = i.members.iter().filter(|m| m.is_of(self, fd));
+            let mut items = i.members.iter().filter(|m| is_of(m, self, fd));
             is_there = items.any(|m| set.has(m.item, socket, fd));
             if !is_there {
                 i.members.push(Membership {
@@ -169,7 +164,7 @@ impl Epoll {
             set.remove(index);
             return crate::errno::fail(libc::EEXIST);
         }
-        socket.last_item.store(index as u32, Relaxed);
+        socket.wakes.last_item.store(index as u32, Relaxed);
         if ready::is_watched(socket) {
             set.set_taken(index, true);
             self.activate(&mut set);
@@ -196,28 +191,25 @@ impl Epoll {
 
     /// The item of a socket under one number.
     fn find(&self, set: &Set, socket: &'static Socket, fd: c_int) -> Option<usize> {
-        let last = socket.last_item.load(Relaxed) as usize;
+        let last = socket.wakes.last_item.load(Relaxed) as usize;
         if set.has(last, socket, fd) {
             return Some(last);
         }
-        let interest = socket.interest.lock()?;
-        let mut items = interest.members.iter().filter(|m| m.is_of(self, fd));
+        let interest = socket.wakes.interest.lock()?;
+        let mut items = interest.members.iter().filter(|m| is_of(m, self, fd));
         items.find(|m| set.has(m.item, socket, fd)).map(|m| m.item)
     }
 
     /// The socket's readiness no longer concerns this item.
     fn leave(&'static self, socket: &'static Socket, index: usize) {
         ready::change_interest(socket, |i| {
-            i.members
-                .retain(|m| !(std::ptr::eq(m.epoll, self) && m.item == index));
+            i.members.retain(|m| !(m.is_in(self) && m.item == index));
         });
     }
 }
 
-impl Membership {
-    fn is_of(&self, epoll: &Epoll, fd: c_int) -> bool {
-        std::ptr::eq(self.epoll, epoll) && self.fd == fd
-    }
+fn is_of(member: &Membership, epoll: &Epoll, fd: c_int) -> bool {
+    member.fd == fd && member.is_in(epoll)
 }
 
 impl Set {

@@ -1,21 +1,16 @@
-//! What is ours in a kernel's set, and must never be reported to the program: known by its data, in every set and in every
-//! process. A set is one object for all who hold it: fork children, what they execute, whoever got its descriptor. Each of
-//! them may find there what another has put in.
+//! What is ours in a kernel's set, and must never be reported to the program: known by its data, in every set and in
+//! every process. A set is one object for all who hold it: fork children, what they execute, whoever got its
+//! descriptor. Each of them may find there what another has put in.
 
 use std::ffi::c_int;
-use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
-use super::Epoll;
 use crate::time::Timeout;
 
-/// The upper bits of all keys. No address (it is not canonical), no small number; that a program has data of its own that
-/// begin so is as likely as to guess 40 bits.
+/// The upper bits of all keys. No address (it is not canonical), no small number; that a program has data of its own
+/// that begin so is as likely as to guess 40 bits.
 const OURS: u64 = 0xb5_e14f_9c6d;
 /// The other bits say whose it is.
 const OWNER_BITS: u32 = 24;
-
-/// For how long a thread that has taken another process's ring is out of the way, ns.
-const OUT_OF_THE_WAY: i64 = 1_000_000;
 
 /// The data under which what is ours is in a kernel's set.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -77,55 +72,11 @@ pub unsafe fn strip(events: *mut libc::epoll_event, n: c_int, own: u64) -> Strip
     stripped
 }
 
-impl Epoll {
-    /// Takes what is ours out of what the kernel has reported to a thread that does not sleep, and need not look again: a ring
-    /// that it has taken from one that does is passed on.
-    pub(super) fn after_look(&'static self, events: *mut libc::epoll_event, n: c_int) -> c_int {
-        let stripped = self.strip(events, n);
-        if stripped.own && self.has_ready() {
-            self.ring_if_sleeping();
-        }
-        stripped.kept
-    }
-
-    /// The same after a sleep, from which the thread comes back to look if nothing else was reported.
-    pub(super) fn after_sleep(&'static self, events: *mut libc::epoll_event, n: c_int) -> c_int {
-        let stripped = self.strip(events, n);
-        if stripped.own && stripped.kept > 0 && self.has_ready() {
-            self.ring_if_sleeping();
-        }
-        if stripped.foreign && stripped.kept == 0 {
-            // Whose it was is to have it, before this thread sleeps on the same set again.
-            let _ = rustix::thread::nanosleep(&rustix::time::Timespec {
-                tv_sec: 0,
-                tv_nsec: OUT_OF_THE_WAY,
-            });
-        }
-        stripped.kept
-    }
-
-    fn strip(&'static self, events: *mut libc::epoll_event, n: c_int) -> Stripped {
-        // SAFETY: the kernel has just filled n entries.
-        let stripped = unsafe { strip(events, n, self.key.load(Relaxed)) };
-        if stripped.foreign {
-            crate::fork::give_ring_back();
-        }
-        if stripped.own && self.nested.load(Acquire) {
-            self.show_ready();
-        }
-        stripped
-    }
-}
-
 /// A wait on a set that the library does not know, from another process perhaps: `real(left)` is the kernel's.
 ///
 /// # Safety
 /// `events` is what `real` fills.
-pub unsafe fn without_ours(
-    events: *mut libc::epoll_event,
-    timeout: Timeout,
-    real: impl Fn(Timeout) -> c_int,
-) -> c_int {
+pub unsafe fn without_ours(events: *mut libc::epoll_event, timeout: Timeout, real: impl Fn(Timeout) -> c_int) -> c_int {
     let deadline = timeout.deadline();
     let mut left = timeout;
     loop {

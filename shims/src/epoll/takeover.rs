@@ -9,9 +9,9 @@ use rustix::event::epoll as kernel;
 
 use super::{ET, EXCLUSIVE, Epoll, ONESHOT};
 use crate::points::point;
-use crate::scratch::Scratch;
 use crate::socket::Socket;
 use rdmasock_core::os::privatefd::PrivateFd;
+use rdmasock_core::scratch::Scratch;
 
 /// What is no event, and stays when an EPOLLONESHOT has fired.
 const PRIVATE: u32 = ONESHOT | ET | EXCLUSIVE | libc::EPOLLWAKEUP as u32;
@@ -39,9 +39,7 @@ impl Epoll {
         item.disabled = item.events & ONESHOT != 0;
         if item.disabled
             && !std::mem::replace(&mut item.parked, false)
-            && !self
-                .kernel_fd()
-                .is_some_and(|set| has_fired(set, fd, item.data))
+            && !self.kernel_fd().is_some_and(|set| has_fired(set, fd, item.data))
         {
             item.disabled = false;
             return false;
@@ -50,7 +48,7 @@ impl Epoll {
         self.activate(&mut set);
         point!("take over: both sets have the socket");
         if let Some(control) = socket.control.lock()
-            && control.fds.contains(&fd)
+            && control.own.fds.contains(&fd)
             && let Some(kernel_fd) = self.kernel_fd()
         {
             // SAFETY: still one of the socket's numbers, and control keeps close() out.
@@ -85,7 +83,7 @@ impl Epoll {
         let Some(control) = socket.control.lock() else {
             return;
         };
-        if !control.fds.contains(&item.fd) {
+        if !control.own.fds.contains(&item.fd) {
             return;
         }
         let (fd, data, events) = (item.fd, item.data, item.events);

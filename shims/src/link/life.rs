@@ -15,7 +15,7 @@ use rdmasock_core::os::channel::Channel;
 use rdmasock_core::sparse::Sparse;
 use rdmasock_core::stats::LinkStats;
 
-use super::{AnyEnd, Link, LocalPeer, OVER, Remote};
+use super::{AnyEnd, Link, LocalPeer, OVER, Remote, up};
 use crate::library::Library;
 use crate::verbs::Pair;
 
@@ -61,16 +61,12 @@ impl Link {
     /// This is its side channel. Before anybody else has the link.
     pub fn attach(&self, channel: Channel) {
         if let Some(local_peer) = self.local_peer() {
-            local_peer.begin(channel);
+            local_peer.begin(self.slot(), channel);
         }
     }
 
     /// A link over a connected queue pair. `None` without memory for it.
-    pub fn between_hosts(
-        identity: Identity,
-        pair: Pair,
-        arena_bytes: u64,
-    ) -> Option<&'static Self> {
+    pub fn between_hosts(identity: Identity, pair: Pair, arena_bytes: u64) -> Option<&'static Self> {
         let remote = Remote::new(pair, arena_bytes)?;
         let link = Self::leak(AnyEnd::Verbs(Box::new(remote)));
         link.begin(identity);
@@ -82,12 +78,7 @@ impl Link {
         // SAFETY: the object, with the end, is leaked below, so no cursor outlives it; `producer` gives
         // out one a number of the peer's.
         let end = unsafe { shm::End::blank(LocalPeer::new()) }.ok()?;
-        let link = Self::leak(AnyEnd::Shm(end));
-        if let AnyEnd::Shm(end) = &link.end {
-            // Nobody else has the link yet, so it is not set.
-            let _ = end.outside().link.set(link);
-        }
-        Some(link)
+        Some(Self::leak(AnyEnd::Shm(end)))
     }
 
     fn leak(end: AnyEnd) -> &'static Self {
@@ -100,7 +91,7 @@ impl Link {
             announced: Lock::new(Vec::new()),
             has_bell: AtomicU64::new(0),
             peers_max_ring: AtomicU64::new(u64::MAX),
-            ground: Lock::new(None),
+            touched: Lock::new(None),
             looks: CachePadded::default(),
             is_left: AtomicBool::new(false),
             sockets: Sparse::new(),
@@ -131,16 +122,14 @@ impl Link {
         self.peers_max_ring.store(u64::MAX, Relaxed);
         self.looks.reset();
         self.is_left.store(false, Relaxed);
-        let stats = identity
-            .stats
-            .map_or(null_mut(), |s| std::ptr::from_ref(s).cast_mut());
+        let stats = identity.stats.map_or(null_mut(), |s| std::ptr::from_ref(s).cast_mut());
         self.stats.store(stats, Release);
         self.alive.store(true, SeqCst);
         self.pins.store(0, SeqCst);
     }
 
-    /// Gives up a link that is down, whose channel is [closed](Self::close_channel) and that no stream uses any more: its
-    /// memory, and on the same host the object. False if that cannot be yet.
+    /// Gives up a link that is down, whose channel is [closed](Self::close_channel) and that no stream uses any more:
+    /// its memory, and on the same host the object. False if that cannot be yet.
     pub fn release(&'static self) -> bool {
         match self.pins.compare_exchange(0, OVER, AcqRel, Acquire) {
             Ok(_) => {}
@@ -156,8 +145,8 @@ impl Link {
         match &self.end {
             AnyEnd::Verbs(remote) => remote.end().release(),
             AnyEnd::Shm(end) => {
-                if let Some(mut ground) = self.ground.lock() {
-                    *ground = None;
+                if let Some(mut touched) = self.touched.lock() {
+                    *touched = None;
                 }
                 // SAFETY: no cursor is left: streams and producers pin the link until they have given theirs up.
                 unsafe { end.release() };
@@ -192,6 +181,7 @@ pub unsafe fn after_fork() {
     }
     // SAFETY: by the contract; what a thread of the parent was changing is leaked.
     unsafe {
+        up::after_fork();
         std::mem::forget(std::mem::take(FREE.get_unlocked()));
         FREE.reset();
     }

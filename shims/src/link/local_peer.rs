@@ -1,7 +1,7 @@
 //! The ways to a peer on the same host that are not memory: its side channel, and how its waiters are woken.
 //!
-//! All is closed when the link is down. Threads of the program that are about to use a descriptor then
-//! are counted, and none is closed while one is (`LocalPeer::while_open`): its number could be a file of the program's next.
+//! All is closed when the link is down. Threads of the program that are about to use a descriptor then are counted, and
+//! none is closed while one is (`LocalPeer::while_open`): its number could be a file of the program's next.
 
 use std::collections::VecDeque;
 use std::mem::ManuallyDrop;
@@ -11,22 +11,21 @@ use std::sync::atomic::{
     Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst},
 };
 
-use once_cell::race::OnceRef;
 use rdmasock_core::fabric::layout::MAX_STREAMS;
 use rdmasock_core::fabric::link::SendError;
 use rdmasock_core::fabric::shm::Outside;
-use rdmasock_core::fabric::waiter::{FlagPage, POLLING};
+use rdmasock_core::fabric::waiter::{FlagPage, MAX_WAITERS, POLLING, WaiterId};
 use rdmasock_core::lock::Lock;
 use rdmasock_core::os::channel::Channel;
 use rdmasock_core::os::doorbell::{self, Button};
 use rdmasock_core::os::privatefd::PrivateFd;
+use rdmasock_core::sync::{Presence, Published};
 use rdmasock_core::wire::{MAX_MESSAGE, Message};
 use rustix::io::Errno;
 
-use super::Link;
 use crate::library::Library;
-use crate::service::Command;
-use crate::wait::{MAX_WAITERS, SERVICE, WaiterId};
+use crate::mailbox::Command;
+use crate::waiters::SERVICE;
 
 /// A message for which there was no room.
 struct Queued {
@@ -39,8 +38,8 @@ const MAX_OUTBOX: usize = 8 * MAX_STREAMS as usize;
 
 /// See the module.
 pub struct LocalPeer {
-    /// Whose they are, for the service thread.
-    pub(super) link: OnceRef<'static, Link>,
+    /// The slot of the link whose they are.
+    slot: AtomicU32,
     /// The side channel's number, -1 once it is closed.
     channel: AtomicI32,
     /// What the channel had no room for, in order.
@@ -52,8 +51,8 @@ pub struct LocalPeer {
     /// The waiters, a bit each, that the peer is to be asked to wake when the channel has room.
     owed: Box<[AtomicU64]>,
     /// Threads that may be using a descriptor.
-    users: AtomicU32,
-    is_closed: AtomicBool,
+    users: Presence,
+    is_closed: Published<AtomicBool>,
 }
 
 /// Why a peer's button is not kept.
@@ -68,47 +67,46 @@ pub enum Refused {
 impl LocalPeer {
     pub(super) fn new() -> Self {
         Self {
-            link: OnceRef::new(),
+            slot: AtomicU32::new(0),
             channel: AtomicI32::new(-1),
             outbox: Lock::new(VecDeque::new()),
             buttons: (0..POLLING).map(|_| AtomicI32::new(-1)).collect(),
             button_count: AtomicU32::new(0),
-            owed: (0..MAX_WAITERS.div_ceil(64))
-                .map(|_| AtomicU64::new(0))
-                .collect(),
-            users: AtomicU32::new(0),
-            is_closed: AtomicBool::new(true),
+            owed: (0..MAX_WAITERS.div_ceil(64)).map(|_| AtomicU64::new(0)).collect(),
+            users: Presence::new(),
+            is_closed: Published::from(true),
         }
     }
 
-    /// There is a peer, on the other side of this channel. Service thread only, as for [`close`](Self::close), which has
-    /// come before if there was another.
-    pub(super) fn begin(&self, channel: Channel) {
+    /// There is a peer, on the other side of this channel. Service thread only, as for [`close`](Self::close), which
+    /// has come before if there was another.
+    pub(super) fn begin(&self, slot: u32, channel: Channel) {
+        self.slot.store(slot, Relaxed);
         self.button_count.store(0, Relaxed);
         for word in &self.owed {
             word.store(0, Relaxed);
         }
         self.channel.store(channel.release(), Release);
-        self.is_closed.store(false, SeqCst);
+        self.is_closed.publish(false);
     }
 
     /// In a fork child, where the descriptors are closed: a call that the fork has interrupted uses none.
     pub(super) fn after_fork(&self) {
-        self.is_closed.store(true, SeqCst);
+        self.is_closed.publish(true);
     }
 
     /// Does something with a descriptor of the link's, unless they are closed.
     fn while_open<R>(&self, f: impl FnOnce() -> Option<R>) -> Option<R> {
-        struct User<'a>(&'a AtomicU32);
+        struct User<'a>(&'a Presence);
         impl Drop for User<'_> {
             fn drop(&mut self) {
-                self.0.fetch_sub(1, SeqCst);
+                self.0.leave();
             }
         }
-        // Counted first, then looked at; `close` the other way round.
-        self.users.fetch_add(1, SeqCst);
+        // Either `close` sees us, or we see that it has come.
+        self.users.enter();
         let _user = User(&self.users);
-        if self.is_closed.load(SeqCst) {
+        if self.is_closed.look() {
             return None;
         }
         f()
@@ -117,9 +115,8 @@ impl LocalPeer {
     /// Closes the channel and gives back the buttons of a link that is down. False if a thread is about to use one:
     /// then later. Service thread only.
     pub(super) fn close(&self) -> bool {
-        // First said, then looked; `while_open` the other way round.
-        self.is_closed.store(true, SeqCst);
-        if self.users.load(SeqCst) != 0 {
+        self.is_closed.publish(true);
+        if !self.users.is_empty() {
             return false;
         }
         for slot in self.buttons.iter().chain([&self.channel]) {
@@ -158,7 +155,7 @@ impl LocalPeer {
         } else {
             Err(Errno::AGAIN)
         };
-        tracing::trace!(target: "rdmasock::link", link = self.link.get().map(|l| l.slot()), ?message, ?sent);
+        tracing::trace!(target: "rdmasock::link", link = self.slot.load(Relaxed), ?message, ?sent);
         if sent != Err(Errno::AGAIN) {
             return sent.map_err(send_error);
         }
@@ -180,10 +177,8 @@ impl LocalPeer {
         Ok(())
     }
 
-    fn ask_service(&self, command: fn(&'static Link) -> Command) {
-        if let Some(link) = self.link.get() {
-            Library::get().service.submit(command(link));
-        }
+    fn ask_service(&self, command: fn(u32) -> Command) {
+        Library::get().service.submit(command(self.slot.load(Relaxed)));
     }
 
     /// Whether more messages wait for room than a correct peer leaves unread.
@@ -193,8 +188,7 @@ impl LocalPeer {
 
     /// Whether messages wait for room.
     pub(super) fn has_outbox(&self) -> bool {
-        self.outbox.lock().is_none_or(|o| !o.is_empty())
-            || self.owed.iter().any(|word| word.load(SeqCst) != 0)
+        self.outbox.lock().is_none_or(|o| !o.is_empty()) || self.owed.iter().any(|word| word.load(SeqCst) != 0)
     }
 
     /// There may be room on the side channel again. True if nothing is kept any more.
@@ -242,12 +236,12 @@ impl LocalPeer {
 
     /// Presses the waiter's button. False if there is none.
     fn press(&self, waiter: WaiterId) -> bool {
-        let pressed = self.while_open(|| {
+        let rung = self.while_open(|| {
             let fd = self.buttons.get(usize::from(waiter.0))?.load(Acquire);
             // SAFETY: open until `close`, which nobody is in now.
             (fd >= 0).then(|| doorbell::press(unsafe { BorrowedFd::borrow_raw(fd) }))
         });
-        pressed.is_some()
+        rung.is_some()
     }
 
     fn ask_to_wake(&self, waiter: WaiterId) -> Result<(), Errno> {
@@ -263,8 +257,8 @@ impl Outside for LocalPeer {
         self.post(message, &[])
     }
 
-    /// Wakes a waiter of the peer's. Where this process cannot, the peer's service thread is asked to; in front of what waits
-    /// for room, for it depends on nothing.
+    /// Wakes a waiter of the peer's. Where this process cannot, the peer's service thread is asked to; in front of what
+    /// waits for room, for it depends on nothing.
     fn ring(&self, waiter: WaiterId, page: &FlagPage) {
         let is_woken = match waiter {
             SERVICE => false,

@@ -4,24 +4,24 @@
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{
     AtomicBool, AtomicU32, AtomicU64,
-    Ordering::{Acquire, Relaxed, Release, SeqCst},
+    Ordering::{Acquire, Relaxed, Release},
 };
 
 use rdmasock_core::fabric::layout::{Layout, MAX_DATA_BYTES};
 use rdmasock_core::fabric::plugin::Info;
-use rdmasock_core::fabric::ready::SleepFlag;
 use rdmasock_core::fabric::remote::qp::QueuePair;
 use rdmasock_core::fabric::remote::{End, Fault, Local, Tuning};
 use rdmasock_core::fabric::shm::Side;
+use rdmasock_core::fabric::waiter::WaiterId;
 use rdmasock_core::ids::Vqpn;
 use rdmasock_core::lock::Lock;
 use rdmasock_core::os::memfd::Mapping;
 use rdmasock_core::stats::Reason;
+use rdmasock_core::sync::{Presence, Published, SleepFlag};
 use rdmasock_core::wire::Message;
 
 use crate::library::Library;
 use crate::verbs::{Pair, State};
-use crate::wait::WaiterId;
 
 /// The waiters of this process, as the engine tells them.
 pub struct Here;
@@ -50,10 +50,17 @@ pub enum Maintained {
     TakenBack,
 }
 
-/// Addresses for the send buffers of a link whose arenas have `arena_bytes` each: registered memory is not given back before the
-/// link is over, so they are a bound of it too. None where addresses are limited.
+/// Whether addresses are limited, which the program then has better use for.
+pub fn has_few_addresses() -> bool {
+    rustix::process::getrlimit(rustix::process::Resource::As)
+        .current
+        .is_some()
+}
+
+/// Addresses for the send buffers of a link whose arenas have `arena_bytes` each: registered memory is not given back
+/// before the link is over, so they are a bound of it too. None where addresses are limited.
 fn buffers(arena_bytes: u64) -> u64 {
-    if crate::rx::has_few_addresses() {
+    if has_few_addresses() {
         return 0;
     }
     (arena_bytes / 4).min(MAX_DATA_BYTES - arena_bytes)
@@ -64,21 +71,21 @@ pub struct Remote {
     end: End<Pair, Here>,
     info: Info,
     /// The link is up: its queue pair may be used.
-    up: AtomicBool,
+    up: Published<AtomicBool>,
     /// By which the service thread's epoll set knows the completion descriptor.
     token: AtomicU64,
     /// [Pollers](Poller): threads that sleep on the completion descriptor themselves, or are about to.
-    pollers: AtomicU32,
+    pollers: Presence,
     /// Threads that may still use the queue pair's descriptors.
-    users: AtomicU32,
+    users: Presence,
     /// The queue pair is ended.
-    is_ended: AtomicBool,
+    is_ended: Published<AtomicBool>,
     /// How many times a thread has come to sleep on the completion descriptor.
     sleeps: AtomicU32,
     /// What `sleeps` was at the last [`maintain`](Self::maintain).
     sleeps_seen: AtomicU32,
     /// The service thread is woken by completions.
-    is_subscribed: AtomicBool,
+    is_subscribed: Published<AtomicBool>,
     /// For changing `is_subscribed`.
     subscribing: Lock<()>,
 }
@@ -100,14 +107,14 @@ impl Remote {
         Some(Self {
             end: end.ok()?,
             info,
-            up: AtomicBool::new(true),
+            up: Published::from(true),
             token: AtomicU64::new(0),
-            pollers: AtomicU32::new(0),
-            users: AtomicU32::new(0),
-            is_ended: AtomicBool::new(false),
+            pollers: Presence::new(),
+            users: Presence::new(),
+            is_ended: Published::default(),
             sleeps: AtomicU32::new(0),
             sleeps_seen: AtomicU32::new(0),
-            is_subscribed: AtomicBool::new(true),
+            is_subscribed: Published::from(true),
             subscribing: Lock::new(()),
         })
     }
@@ -139,48 +146,48 @@ impl Remote {
 
     /// Nothing goes over the link any more, and nobody begins to sleep on its descriptor.
     pub(super) fn set_down(&self) {
-        self.up.store(false, SeqCst);
+        self.up.publish(false);
         self.end.set_down();
         self.end.qp().disconnect();
     }
 
     /// Ends the queue pair of a link that is down. False if a thread still sleeps on its descriptor.
     pub(super) fn retire(&self) -> bool {
-        // First said, then looked; `while_open` the other way round.
-        self.is_ended.store(true, SeqCst);
-        let is_free = self.users.load(SeqCst) == 0;
+        // Either we see who is in `while_open`, or it sees this.
+        self.is_ended.publish(true);
+        let is_free = self.users.is_empty();
         if is_free {
             self.end.qp().destroy();
         } else {
-            self.is_ended.store(false, SeqCst);
+            self.is_ended.publish(false);
         }
         is_free
     }
 
     /// Does something with the completion descriptor, if it is still open.
     pub fn while_open(&self, f: impl FnOnce(BorrowedFd<'_>)) {
-        self.users.fetch_add(1, SeqCst);
-        if !self.is_ended.load(SeqCst) {
+        self.users.enter();
+        if !self.is_ended.look() {
             f(self.fd());
         }
-        self.users.fetch_sub(1, SeqCst);
+        self.users.leave();
     }
 
     /// From now on until the value is dropped this thread is woken by completions. The service thread is not, until
     /// nobody has slept here for some ms: a program that sleeps again and again would else tell the kernel twice each
     /// time. Looks once more after this, then sleeps on the descriptor too. `None` if the link is down.
     pub fn become_poller(&self) -> Option<Poller<'_>> {
-        // Counted first, then looked at; `retire` the other way round.
-        self.users.fetch_add(1, SeqCst);
-        if !self.up.load(SeqCst) {
-            self.users.fetch_sub(1, SeqCst);
+        // As in `while_open`.
+        self.users.enter();
+        if !self.up.look() {
+            self.users.leave();
             return None;
         }
         // Before the look at `is_subscribed`; `maintain` the other way round.
-        self.pollers.fetch_add(1, SeqCst);
+        self.pollers.enter();
         self.sleeps.fetch_add(1, Relaxed);
         let poller = Poller(self);
-        if self.is_subscribed.load(SeqCst) {
+        if self.is_subscribed.look() {
             self.subscribe_service(false);
         }
         self.arm();
@@ -192,12 +199,12 @@ impl Remote {
         let Some(_subscribing) = self.subscribing.lock() else {
             return false;
         };
-        if self.is_subscribed.load(SeqCst) != on {
+        if self.is_subscribed.look() != on {
             let token = self.token.load(Acquire);
             if !Library::get().service.subscribe(self.fd(), token, on) {
                 return false;
             }
-            self.is_subscribed.store(on, SeqCst);
+            self.is_subscribed.publish(on);
         }
         true
     }
@@ -213,7 +220,7 @@ impl Remote {
         if self.end.owes() {
             return Maintained::Busy;
         }
-        if self.is_subscribed.load(SeqCst) || !self.is_unpolled() {
+        if self.is_subscribed.look() || !self.is_unpolled() {
             return Maintained::Quiet;
         }
         if !self.subscribe_service(true) {
@@ -290,7 +297,7 @@ impl Remote {
 
     /// Whether no thread of the program sleeps on the completion descriptor.
     pub fn is_unpolled(&self) -> bool {
-        self.pollers.load(SeqCst) == 0
+        self.pollers.is_empty()
     }
 }
 
@@ -307,13 +314,13 @@ impl Poller<'_> {
 impl Drop for Poller<'_> {
     fn drop(&mut self) {
         let errno = crate::errno::get();
-        if self.0.pollers.fetch_sub(1, SeqCst) == 1 {
+        if self.0.pollers.leave() {
             Library::get().service.maintain_later();
         } else {
             // The event that woke this thread has used up what was armed, and others sleep on.
             self.0.arm();
         }
-        self.0.users.fetch_sub(1, SeqCst);
+        self.0.users.leave();
         crate::errno::set(errno);
     }
 }

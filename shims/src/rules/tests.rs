@@ -8,12 +8,7 @@ use super::*;
 
 fn decide(rules: &str, program: &str, local: &str, peer: &str, direction: Direction) -> Decision {
     let rules = Rules::parse(rules).unwrap();
-    rules.decide(
-        program,
-        local.parse().unwrap(),
-        peer.parse().unwrap(),
-        direction,
-    )
+    rules.decide(program, local.parse().unwrap(), peer.parse().unwrap(), direction)
 }
 
 fn accepted(rules: &str, local: &str, peer: &str) -> Decision {
@@ -24,10 +19,7 @@ fn accepted(rules: &str, local: &str, peer: &str) -> Decision {
 fn without_a_matching_rule_everything_is_accelerated() {
     let rules = "[[rule]]\nprogram = \"nginx\"\naction = \"leave\"";
     for text in ["", rules] {
-        assert_eq!(
-            accepted(text, "127.0.0.1:1", "127.0.0.1:2"),
-            Decision::Accelerate
-        );
+        assert_eq!(accepted(text, "127.0.0.1:1", "127.0.0.1:2"), Decision::Accelerate);
     }
 }
 
@@ -41,14 +33,8 @@ fn the_first_match_wins() {
         port = "6000-6999"
         action = "leave"
     "#;
-    assert_eq!(
-        accepted(rules, "127.0.0.1:6379", "127.0.0.1:2"),
-        Decision::Accelerate
-    );
-    assert_eq!(
-        accepted(rules, "127.0.0.1:6380", "127.0.0.1:2"),
-        Decision::Leave
-    );
+    assert_eq!(accepted(rules, "127.0.0.1:6379", "127.0.0.1:2"), Decision::Accelerate);
+    assert_eq!(accepted(rules, "127.0.0.1:6380", "127.0.0.1:2"), Decision::Leave);
     assert_eq!(
         accepted(rules, "127.0.0.1:7000", "127.0.0.1:6380"),
         Decision::Accelerate
@@ -67,97 +53,34 @@ fn every_key_narrows_a_rule() {
         direction = "accept"
         action = "leave"
     "#;
-    let leaves = |program, local, peer, direction| {
-        decide(rules, program, local, peer, direction) == Decision::Leave
-    };
+    let leaves = |program, local, peer, direction| decide(rules, program, local, peer, direction) == Decision::Leave;
     use Direction::{Accept, Connect};
-    assert!(leaves(
-        "redis-server",
-        "127.0.0.1:80",
-        "10.1.2.3:4000",
-        Accept
-    ));
-    assert!(leaves(
-        "redis-",
-        "[::1]:1",
-        "[::ffff:10.0.0.1]:4000",
-        Accept
-    ));
+    assert!(leaves("redis-server", "127.0.0.1:80", "10.1.2.3:4000", Accept));
+    assert!(leaves("redis-", "[::1]:1", "[::ffff:10.0.0.1]:4000", Accept));
     assert!(!leaves("redis", "127.0.0.1:80", "10.1.2.3:4000", Accept));
-    assert!(!leaves(
-        "redis-server",
-        "127.0.0.2:80",
-        "10.1.2.3:4000",
-        Accept
-    ));
-    assert!(!leaves(
-        "redis-server",
-        "127.0.0.1:2",
-        "10.1.2.3:4000",
-        Accept
-    ));
-    assert!(!leaves(
-        "redis-server",
-        "127.0.0.1:80",
-        "11.1.2.3:4000",
-        Accept
-    ));
-    assert!(!leaves(
-        "redis-server",
-        "127.0.0.1:80",
-        "10.1.2.3:4001",
-        Accept
-    ));
-    assert!(!leaves(
-        "redis-server",
-        "127.0.0.1:80",
-        "10.1.2.3:4000",
-        Connect
-    ));
+    assert!(!leaves("redis-server", "127.0.0.2:80", "10.1.2.3:4000", Accept));
+    assert!(!leaves("redis-server", "127.0.0.1:2", "10.1.2.3:4000", Accept));
+    assert!(!leaves("redis-server", "127.0.0.1:80", "11.1.2.3:4000", Accept));
+    assert!(!leaves("redis-server", "127.0.0.1:80", "10.1.2.3:4001", Accept));
+    assert!(!leaves("redis-server", "127.0.0.1:80", "10.1.2.3:4000", Connect));
 }
 
 #[test]
 fn mistakes_are_told_with_their_line() {
     for (line, text, part) in [
-        (
-            3,
-            "\n[[rule]]\nport = \"90-80\"\naction = \"leave\"",
-            "a range such as",
-        ),
-        (
-            3,
-            "\n[[rule]]\nport = 65536\naction = \"leave\"",
-            "a port such as",
-        ),
-        (
-            2,
-            "[[rule]]\npeer = \"10.0.0.0/33\"\naction = \"leave\"",
-            "CIDR",
-        ),
-        (
-            2,
-            "[[rule]]\nprogramm = \"x\"\naction = \"leave\"",
-            "programm",
-        ),
+        (3, "\n[[rule]]\nport = \"90-80\"\naction = \"leave\"", "a range such as"),
+        (3, "\n[[rule]]\nport = 65536\naction = \"leave\"", "a port such as"),
+        (2, "[[rule]]\npeer = \"10.0.0.0/33\"\naction = \"leave\"", "CIDR"),
+        (2, "[[rule]]\nprogramm = \"x\"\naction = \"leave\"", "programm"),
         (2, "[[rule]]\naction = \"drop\"", "drop"),
-        (
-            2,
-            "[[rule]]\ndirection = \"in\"\naction = \"leave\"",
-            "accept",
-        ),
+        (2, "[[rule]]\ndirection = \"in\"\naction = \"leave\"", "accept"),
         (1, "[[rule]]\nport = 80", "action"),
         (1, "rules = 1", "rules"),
         (2, "[[rule]]\nport 80", "="),
     ] {
         let problem = Rules::parse(text).unwrap_err();
-        assert!(
-            problem.starts_with(&format!("line {line}: ")),
-            "{text:?}: {problem}"
-        );
-        assert!(
-            problem.contains(part) && !problem.contains('\n'),
-            "{text:?}: {problem}"
-        );
+        assert!(problem.starts_with(&format!("line {line}: ")), "{text:?}: {problem}");
+        assert!(problem.contains(part) && !problem.contains('\n'), "{text:?}: {problem}");
     }
 }
 

@@ -8,36 +8,32 @@ use std::sync::atomic::Ordering::Acquire;
 use rdmasock_core::wire::scan::payload_in;
 use rustix::net::RecvFlags;
 
-use super::leave_link_at_end;
-use crate::promote::{self, Ahead, AtMark};
 use crate::ready::{ENDED, has_peer_ended, is_watched};
 use crate::socket::{Mode, Rx, Socket};
+use rdmasock_core::stream::connection::{self, Ahead, AtMark};
 
 /// Bytes that can be read now; `None` where the kernel knows.
 pub fn available(socket: &'static Socket) -> Option<usize> {
-    crate::fork::reclaim(socket);
+    crate::reclaim::reclaim(socket);
     // A look may move the direction on, at most from TCP to the link and back.
     for _ in 0..4 {
         match socket.rx_mode.load(Acquire) {
             Mode::Link => {
                 let mut rx = socket.rx.lock()?;
-                let goes_on = super::goes_on_in_tcp(&rx);
+                let goes_on = rx.goes_on_in_tcp();
                 let n = rx.consumer.as_mut()?.available().ok()? as usize;
                 if n > 0 && goes_on {
                     return Some(n + rx.carry.len() + in_kernel(socket));
                 }
                 drop(rx);
-                if n > 0 || !leave_link_at_end(socket) {
+                if n > 0 || !connection::leave_link_at_end(socket) {
                     return Some(n);
                 }
             }
             Mode::Marked => {
                 let mut control = socket.control.lock()?;
                 let rx = socket.rx.lock()?;
-                let (ahead, rx) =
-                    promote::look_ahead(socket, &mut control, rx, AtMark::Stop, || {
-                        socket.rx.lock()
-                    })?;
+                let (ahead, rx) = connection::look_ahead(socket, &mut control, rx, AtMark::Stop)?;
                 match ahead {
                     Ahead::Payload { .. } => return Some(among_markers(socket, &rx)),
                     Ahead::Nothing => return Some(0),
@@ -64,7 +60,7 @@ pub fn comes_before_tcp(socket: &'static Socket) -> bool {
 
 /// What of the receiving direction the kernel does not tell, or takes for the program's.
 #[derive(Clone, Copy, Default)]
-pub struct Held {
+pub struct Uncounted {
     /// Bytes on the link that have not been read.
     pub on_link: u64,
     /// Bytes taken from TCP that have not been read.
@@ -76,18 +72,18 @@ pub struct Held {
 }
 
 /// It, as it is at this moment; nothing is moved on. The caller holds the direction's lock.
-pub fn held(socket: &Socket, rx: &mut Rx) -> Held {
+pub fn uncounted(socket: &Socket, rx: &mut Rx) -> Uncounted {
     let mode = socket.rx_mode.load(Acquire);
     let in_tcp = || (rx.carry.len() + in_kernel(socket)) as u64;
     let ours = match mode {
         // What TCP has is RESUME, or will be.
-        Mode::Link if !super::goes_on_in_tcp(rx) => in_tcp(),
+        Mode::Link if !rx.goes_on_in_tcp() => in_tcp(),
         Mode::Marked => in_tcp().saturating_sub(among_markers(socket, rx) as u64),
         _ => 0,
     };
-    let (carried, last) = (rx.carry.len() as u64, rx.last);
+    let (carried, last) = (rx.carry.len() as u64, rx.own.last);
     let consumer = rx.consumer.as_mut().filter(|_| mode == Mode::Link);
-    Held {
+    Uncounted {
         on_link: consumer.map_or(0, |c| c.available().unwrap_or(0)),
         carried,
         ours,
@@ -95,14 +91,14 @@ pub fn held(socket: &Socket, rx: &mut Rx) -> Held {
     }
 }
 
-/// How much can be read after a receive, for TCP_INQ, where the end counts as one more (`tcp_inq_hint` of Linux). As long as nothing
-/// has ended this is no system call.
+/// How much can be read after a receive, for TCP_INQ, where the end counts as one more (`tcp_inq_hint` of Linux). As
+/// long as nothing has ended this is no system call.
 pub fn after_receive(socket: &'static Socket) -> usize {
     let n = available(socket).unwrap_or_else(|| in_kernel(socket));
-    let may_have_ended = !is_watched(socket) || socket.anchor.load(Acquire) & ENDED != 0;
+    let may_have_ended = !is_watched(socket) || socket.wakes.anchor.load(Acquire) & ENDED != 0;
     let has_ended = || {
         let _rx = socket.rx.lock();
-        socket.anchor_fd().is_some_and(has_peer_ended)
+        socket.numbers.anchor_fd().is_some_and(has_peer_ended)
     };
     n + usize::from(may_have_ended && has_ended())
 }
@@ -114,11 +110,10 @@ fn among_markers(socket: &Socket, rx: &Rx) -> usize {
     };
     let mut bytes = rx.carry.as_slice().to_vec();
     bytes.resize(carried + more, 0);
-    let peeked = match (socket.anchor_fd(), bytes.get_mut(carried..)) {
+    let peeked = match (socket.numbers.anchor_fd(), bytes.get_mut(carried..)) {
         // Without room it would take an error from the socket.
         (Some(fd), Some(rest)) if more > 0 => {
-            rustix::net::recv(fd, rest, RecvFlags::PEEK | RecvFlags::DONTWAIT)
-                .map_or(0, |(_, n)| n.min(more))
+            rustix::net::recv(fd, rest, RecvFlags::PEEK | RecvFlags::DONTWAIT).map_or(0, |(_, n)| n.min(more))
         }
         _ => 0,
     };
@@ -126,6 +121,6 @@ fn among_markers(socket: &Socket, rx: &Rx) -> usize {
 }
 
 fn in_kernel(socket: &Socket) -> usize {
-    let n = socket.anchor_fd().map(rustix::io::ioctl_fionread);
+    let n = socket.numbers.anchor_fd().map(rustix::io::ioctl_fionread);
     n.and_then(Result::ok).unwrap_or(0) as usize
 }

@@ -5,23 +5,22 @@ use std::ops::ControlFlow::{self, Break, Continue};
 use std::sync::atomic::Ordering::{Acquire, SeqCst};
 
 use libc::ssize_t;
-use rdmasock_core::thread;
+use rdmasock_core::os::thread;
 use rustix::net::RecvFlags;
 
-use super::{RecvStep, leave};
+use super::step::RecvStep;
 use crate::call::{Call, Place};
+use crate::closing;
 use crate::errno;
 use crate::iov::Iov;
 use crate::jump::or_if_cancelled;
-use crate::library::Library;
-use crate::lifecycle;
-use crate::promote::{self, Ahead, AtMark};
 use crate::ready;
 use crate::real::Cancellable;
-use crate::scratch::Scratch;
-use crate::service::Command;
-use crate::socket::{self, Mode, Receiving, Rx, Socket};
+use crate::reset;
+use crate::socket::{Mode, Rx, Socket};
 use crate::wait;
+use rdmasock_core::scratch::Scratch;
+use rdmasock_core::stream::connection::{self, Ahead, AtMark};
 
 /// A scan began while the call was in the kernel: what it brought may hold markers. `Break`
 /// is the result of the call; `Continue` if it has to go on because the markers have taken the place
@@ -44,7 +43,10 @@ pub(super) unsafe fn scanned(
         // SAFETY: the pieces hold the n bytes that the kernel has just written.
         unsafe {
             from.copy_to(bytes.as_mut_ptr(), n as usize);
-            kept = promote::scan_taken(socket, bytes.as_mut_ptr(), n as usize) as ssize_t;
+        }
+        kept = connection::scan_taken(socket, &mut bytes) as ssize_t;
+        // SAFETY: as many bytes at most as the pieces have room for.
+        unsafe {
             iov.copy_from(bytes.as_ptr(), kept as usize);
         }
     }
@@ -57,7 +59,7 @@ pub(super) unsafe fn scanned(
         return Continue(0);
     }
     if kept > 0
-        && let Some(stats) = socket.stats()
+        && let Some(stats) = socket.told.stats()
     {
         stats.add_rx_tcp(kept as u64);
     }
@@ -68,33 +70,37 @@ pub(super) unsafe fn scanned(
     Break(kept)
 }
 
+/// A call is back from the kernel's receive.
+#[inline]
+pub(super) fn leave(socket: &'static Socket) {
+    if socket.leave_rx() {
+        look_again(socket);
+    }
+    thread::current().end();
+}
+
 /// Does what could not be done while a call was inside the kernel's receive: what the kernel has has had its edge.
 #[cold]
 pub(super) fn look_again(socket: &'static Socket) {
     let errno = errno::get();
-    promote::readable(socket);
-    promote::read_ahead(socket, false);
+    ready::among_markers(socket);
+    connection::read_ahead(socket, false);
     if socket.rx_mode.load(Acquire) == Mode::Link
         && let Some(mut control) = socket.control.lock()
     {
         // RESUME may have been in what the call has brought.
-        promote::resume::look(socket, &mut control);
+        connection::look_for_resume(socket, &mut control);
     }
     // Those who found the direction occupied meanwhile look again.
     ready::notify_local(socket);
-    if socket.is_closed() {
-        lifecycle::on_call_back(socket);
+    if socket.numbers.is_closed() {
+        closing::on_call_back(socket);
     }
     errno::set(errno);
 }
 
 /// What a scanning socket has in TCP, for a call that already `has_some` bytes and does not want all.
-pub(super) unsafe fn from_marked(
-    call: &mut Call,
-    iov: &mut Iov,
-    flags: c_int,
-    has_some: bool,
-) -> RecvStep {
+pub(super) unsafe fn from_marked(call: &mut Call, iov: &mut Iov, flags: c_int, has_some: bool) -> RecvStep {
     let socket = call.socket;
     let Some(mut control) = socket.control.lock() else {
         return RecvStep::Fail(libc::EINTR);
@@ -102,13 +108,13 @@ pub(super) unsafe fn from_marked(
     let Some(rx) = socket.rx.lock() else {
         return RecvStep::Fail(libc::EINTR);
     };
-    let place = call.place(&rx.seen);
+    let place = call.place(&rx.own.seen);
     if place != Place::Here {
         return RecvStep::Elsewhere(place);
     }
-    let looked = match promote::seen_ahead(socket, &rx, iov.len()) {
+    let looked = match connection::seen_ahead(socket, &rx, iov.len()) {
         Some(ahead) => Some((ahead, rx)),
-        None => promote::look_ahead(socket, &mut control, rx, AtMark::GoOn, || socket.rx.lock()),
+        None => connection::look_ahead(socket, &mut control, rx, AtMark::GoOn),
     };
     let Some((ahead, mut rx)) = looked else {
         return RecvStep::Fail(libc::EINTR);
@@ -117,13 +123,13 @@ pub(super) unsafe fn from_marked(
         Ahead::Changed => RecvStep::Again,
         Ahead::Nothing => {
             if wait::may_wait(socket, flags).is_ok() {
-                call.hold(&mut rx.waiting);
+                call.hold(&mut rx.own.waiting);
             }
             RecvStep::Empty
         }
         Ahead::Ended => {
             // Only the kernel's call tells how it ended; it does not block now.
-            let Some(anchor) = socket.anchor_fd() else {
+            let Some(anchor) = socket.numbers.anchor_fd() else {
                 return RecvStep::Fail(libc::EBADF);
             };
             let mut byte = [0u8; 1];
@@ -131,21 +137,16 @@ pub(super) unsafe fn from_marked(
                 // The next call tells.
                 return RecvStep::Empty;
             }
-            let step =
-                match rustix::net::recv(anchor, &mut byte, RecvFlags::DONTWAIT | RecvFlags::PEEK) {
-                    Ok((_, 0)) => RecvStep::Kernel,
-                    Err(error) if error != rustix::io::Errno::AGAIN => {
-                        // Said once, whoever knows of it.
-                        socket.lost_unread.store(false, SeqCst);
-                        RecvStep::Fail(socket::as_timed_out(socket, error.raw_os_error()))
-                    }
-                    _ => return RecvStep::Again,
-                };
-            rx.scan = None;
-            socket.rx_mode.go(Receiving::Settled);
-            if rx.consumer.is_some() {
-                Library::get().service.submit(Command::drained(socket));
-            }
+            let step = match rustix::net::recv(anchor, &mut byte, RecvFlags::DONTWAIT | RecvFlags::PEEK) {
+                Ok((_, 0)) => RecvStep::Kernel,
+                Err(error) if error != rustix::io::Errno::AGAIN => {
+                    // Said once, whoever knows of it.
+                    socket.lost_unread.store(false, SeqCst);
+                    RecvStep::Fail(reset::as_timed_out(socket, error.raw_os_error()))
+                }
+                _ => return RecvStep::Again,
+            };
+            connection::on_end_told(socket, &mut rx);
             step
         }
         // SAFETY: by this function's contract.
@@ -154,9 +155,7 @@ pub(super) unsafe fn from_marked(
             // A marker that was behind it has had its edge at the anchor already: who waits for
             // edges would not look again.
             if rx.scanned == 0 {
-                let _ = promote::look_ahead(socket, &mut control, rx, AtMark::Stop, || {
-                    socket.rx.lock()
-                });
+                let _ = connection::look_ahead(socket, &mut control, rx, AtMark::Stop);
             }
             step
         },
@@ -185,7 +184,7 @@ unsafe fn take_payload(
         }
         got += n;
     }
-    let Some(anchor) = socket.anchor_fd() else {
+    let Some(anchor) = socket.numbers.anchor_fd() else {
         return RecvStep::Fail(libc::EBADF);
     };
     // Without memory for more, what there is.
@@ -196,12 +195,7 @@ unsafe fn take_payload(
         let Some(piece) = buf.get_mut(..want) else {
             break;
         };
-        let flags = RecvFlags::DONTWAIT
-            | if peek {
-                RecvFlags::PEEK
-            } else {
-                RecvFlags::empty()
-            };
+        let flags = RecvFlags::DONTWAIT | if peek { RecvFlags::PEEK } else { RecvFlags::empty() };
         match rustix::net::recv(anchor, piece, flags) {
             Ok((_, n)) if n > 0 => {
                 if discard {
@@ -223,10 +217,9 @@ unsafe fn take_payload(
         return RecvStep::Empty;
     }
     if !peek {
-        rx.scanned = rx.scanned.saturating_sub(got);
-        rx.owed = rx.owed.saturating_sub(got as u64);
+        rx.on_taken(got);
     }
-    if !peek && let Some(stats) = socket.stats() {
+    if !peek && let Some(stats) = socket.told.stats() {
         stats.add_rx_tcp(got as u64);
     }
     // A scan looks at a piece at a time, and stops at markers.
@@ -235,7 +228,7 @@ unsafe fn take_payload(
 
 /// Whether urgent data is next in TCP: a receive that has something ends there (tcp(7), SIOCATMARK).
 pub(super) fn is_at_mark(socket: &Socket) -> bool {
-    socket.anchor_fd().is_some_and(crate::sockopt::is_at_mark)
+    socket.numbers.anchor_fd().is_some_and(crate::sockopt::is_at_mark)
 }
 
 /// The rest of a call of which `got` bytes came over the link, or from among markers, before the direction went
@@ -262,8 +255,9 @@ pub(super) unsafe fn finish_on_tcp(
         let n = or_if_cancelled(call, || leave(socket)).max(0) as usize;
         let mut kept = n;
         if n > 0 && socket.rx_was_marked() {
-            // SAFETY: the kernel has written n bytes there.
-            kept = unsafe { promote::scan_taken(socket, to, n) };
+            // SAFETY: the kernel has written n bytes there, and nobody else looks at the program's buffer during the
+            // call.
+            kept = connection::scan_taken(socket, unsafe { std::slice::from_raw_parts_mut(to, n) });
         }
         leave(socket);
         got += kept;

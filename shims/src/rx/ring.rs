@@ -5,9 +5,9 @@ use rdmasock_core::fabric::ring::Consumer;
 
 use crate::config::config;
 use crate::library::Library;
-use crate::link::Link;
+use crate::link::{Link, has_few_addresses};
+use crate::mailbox::Command;
 use crate::ready;
-use crate::service::Command;
 use crate::socket::Socket;
 
 /// What a ring grows to for a reader that keeps up: more no longer makes it faster.
@@ -21,17 +21,12 @@ const BETWEEN_HOSTS: u32 = 4;
 pub fn first(link: &Link) -> u8 {
     let config = config();
     let (min, max) = (config.ring_min.bytes(), link.max_ring());
-    let bytes = if link.is_remote() {
-        min << BETWEEN_HOSTS
-    } else {
-        min
-    }
-    .min(max);
+    let bytes = if link.is_remote() { min << BETWEEN_HOSTS } else { min }.min(max);
     bytes.trailing_zeros() as u8
 }
 
-/// Puts addresses for the largest ring on offer, which the sender takes, as much of it as it may, and sees to the memory of, when it
-/// finds no room while nobody reads: kernel TCP takes megabytes then, and at once.
+/// Puts addresses for the largest ring on offer, which the sender takes, as much of it as it may, and sees to the
+/// memory of, when it finds no room while nobody reads: kernel TCP takes megabytes then, and at once.
 pub fn reserve(link: &Link, consumer: &mut Consumer) {
     let bytes = link.max_ring();
     if consumer.has_reserve() || bytes <= 1 << first(link) || has_few_addresses() {
@@ -42,13 +37,6 @@ pub fn reserve(link: &Link, consumer: &mut Consumer) {
     {
         link.free(region);
     }
-}
-
-/// Whether addresses are limited, which the program then has better use for.
-pub fn has_few_addresses() -> bool {
-    rustix::process::getrlimit(rustix::process::Resource::As)
-        .current
-        .is_some()
 }
 
 /// Gives a sender that is limited by its window a larger ring, up to the bound; frees the old one.
@@ -74,12 +62,7 @@ pub(super) fn fit(socket: &'static Socket, consumer: &mut Consumer) {
 }
 
 /// Offers a ring of `bytes`, a power of two. False if there is none.
-fn offer(
-    socket: &'static Socket,
-    link: &'static Link,
-    consumer: &mut Consumer,
-    bytes: u64,
-) -> bool {
+fn offer(socket: &'static Socket, link: &'static Link, consumer: &mut Consumer, bytes: u64) -> bool {
     let Some(region) = link.allocate(bytes.trailing_zeros() as u8) else {
         return false;
     };
@@ -144,7 +127,7 @@ pub fn shrink(socket: &'static Socket, link: &'static Link) -> Shrunk {
         return Shrunk::Small;
     }
     let position = consumer.position();
-    let idle = std::mem::replace(&mut rx.seen_at, position) == position;
+    let idle = std::mem::replace(&mut rx.own.seen_at, position) == position;
     let Some(consumer) = rx.consumer.as_mut() else {
         return Shrunk::Small;
     };

@@ -4,9 +4,10 @@ use std::ffi::c_int;
 use std::sync::atomic::Ordering::Acquire;
 
 use libc::ssize_t;
-use rdmasock_core::thread;
+use rdmasock_core::os::thread;
 
-use super::{account, leave, recv_slow};
+use super::marked::leave;
+use super::{account, recv_slow};
 use crate::call::Began;
 use crate::errno;
 use crate::iov::Iov;
@@ -28,7 +29,7 @@ pub fn splice(
     nonblocking: bool,
     real: impl Fn() -> ssize_t,
 ) -> ssize_t {
-    crate::fork::reclaim(socket);
+    crate::reclaim::reclaim(socket);
     loop {
         if socket.rx_mode.load(Acquire) == Mode::Tcp && socket.enter_rx() {
             // Should a scan begin while the call waits, its markers are in the pipe: so the socket is
@@ -87,9 +88,7 @@ fn pipe_room(pipe: c_int, nonblocking: bool) -> Result<usize, c_int> {
 fn write_all(pipe: c_int, mut bytes: &[u8]) {
     while !bytes.is_empty() {
         // SAFETY: the slice is readable.
-        let n = outside(|| unsafe {
-            crate::real::write().cancellable()(pipe, bytes.as_ptr().cast(), bytes.len())
-        });
+        let n = outside(|| unsafe { crate::real::write().cancellable()(pipe, bytes.as_ptr().cast(), bytes.len()) });
         match n {
             _ if thread::current().is_leaving() => return,
             n if n > 0 => bytes = bytes.get(n as usize..).unwrap_or_default(),

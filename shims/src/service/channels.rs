@@ -2,50 +2,27 @@
 
 use std::os::fd::AsFd;
 
-use rdmasock_core::ids::InstanceId;
 use rdmasock_core::os::channel::{Channel, RecvError};
 use rdmasock_core::os::privatefd::PrivateFd;
-use rdmasock_core::rendezvous::control::QueryId;
 use rdmasock_core::stats::{Event, Reason};
 use rdmasock_core::wire::{MAX_MESSAGE, Message};
 use rustix::event::epoll as kernel;
 use rustix::io::Errno;
 
-use super::{Worker, kind, tag};
+use super::state::{Conn, Peer, Worker};
 use crate::link::Link;
 use crate::listener::Listener;
+use crate::mailbox::{kind, tag};
 
 /// How many of those who wait at a name are received before others have their turn.
 const GUESTS_AT_ONCE: usize = 16;
 /// How long nobody is received after there was no descriptor, ns.
 const DEAF_FOR: u64 = 100_000_000;
 
-/// What a channel is for.
-pub(super) enum Peer {
-    /// Somebody connected to one of our names.
-    Incoming { listener: Option<&'static Listener> },
-    /// We asked there, by a service name or an instance's.
-    Asked { request: u64, by_name: bool },
-    /// We asked for a link there.
-    Linking { peer: InstanceId },
-    /// A link's side channel.
-    Link(&'static Link),
-    /// No channel: a question that came to the control port, which its answer goes back to.
-    Remote(QueryId),
-}
-
-/// A channel in the service thread's epoll set.
-pub(super) struct Conn {
-    /// `None` for a link's, which owns it, and for another host's question.
-    pub channel: Option<Channel>,
-    pub peer: Peer,
-}
-
 impl Worker {
     /// Takes a channel into the set; gives its number.
     pub(super) fn register(&mut self, channel: Channel, peer: Peer) -> Option<u64> {
-        let id = self.next_conn;
-        self.next_conn += 1;
+        let id = self.new_conn();
         let flags = kernel::EventFlags::IN | kernel::EventFlags::RDHUP;
         if !self.add(channel.as_fd(), tag(kind::CHANNEL, id), flags) {
             return None;
@@ -100,17 +77,13 @@ impl Worker {
         for id in self.guests.overdue(now) {
             self.hang_up(id, Reason::TimedOut);
         }
-        if self.deaf_until != 0 && now >= self.deaf_until {
-            self.listen_to_names(true);
-        }
     }
 
-    fn listen_to_names(&mut self, on: bool) {
-        self.deaf_until = if on {
-            0
-        } else {
-            crate::time::now_ns() + DEAF_FOR
-        };
+    pub(super) fn listen_to_names(&mut self, on: bool) {
+        match on {
+            true => self.alarms.listen.turn_off(),
+            false => self.alarms.listen.set(crate::time::now_ns() + DEAF_FOR),
+        }
         let instance = self.instance_name.as_ref().map(|name| name.as_fd());
         let instance = instance.map(|fd| (fd, tag(kind::INSTANCE, 0), kernel::EventFlags::IN));
         let exclusive = kernel::EventFlags::IN | kernel::EventFlags::EXCLUSIVE;
@@ -118,9 +91,7 @@ impl Worker {
             .listeners
             .iter()
             .enumerate()
-            .filter_map(|(id, listener)| {
-                Some((listener.name()?, tag(kind::NAME, id as u64), exclusive))
-            });
+            .filter_map(|(id, listener)| Some((listener.name()?, tag(kind::NAME, id as u64), exclusive)));
         for (fd, data, flags) in instance.into_iter().chain(services) {
             // One that is EXCLUSIVE cannot be modified.
             let _ = kernel::delete(&self.service.epoll, fd);
@@ -204,7 +175,7 @@ impl Worker {
             }
             (M::TakeBack { yours, .. }, Some(Peer::Link(link))) => {
                 if let Some(socket) = link.socket(*yours) {
-                    crate::socket::reset(socket);
+                    crate::reset::reset(socket);
                 }
             }
             _ => self.hang_up(id, Reason::Resources),
@@ -260,6 +231,38 @@ impl Worker {
         }
     }
 
+    /// Answers on a channel, link or not.
+    pub(super) fn reply(&mut self, conn: u64, message: &Message) {
+        self.send_reply(conn, message);
+    }
+
+    /// The same. False if the answer is not on its way: who asked has gone, or was hung up on.
+    pub(super) fn send_reply(&mut self, conn: u64, message: &Message) -> bool {
+        match self.conns.get(&conn) {
+            Some(Conn {
+                peer: Peer::Remote(query),
+                ..
+            }) => {
+                let query = *query;
+                self.answer_remote(query, message);
+                true
+            }
+            Some(Conn {
+                channel: Some(channel), ..
+            }) => {
+                let mut buf = [0u8; MAX_MESSAGE];
+                // A channel for one question has room for its answer.
+                message
+                    .encode(&mut buf)
+                    .is_ok_and(|bytes| channel.send(bytes, &[]).is_ok())
+            }
+            Some(Conn {
+                peer: Peer::Link(link), ..
+            }) => link.send(message, &[]).is_ok(),
+            _ => false,
+        }
+    }
+
     /// The channel of a link.
     pub(super) fn conn_of(&self, link: &'static Link) -> Option<u64> {
         let found = self
@@ -288,7 +291,7 @@ impl Worker {
 
     /// A channel has ended, or is not to be used further.
     pub(super) fn hang_up(&mut self, id: u64, why: Reason) {
-        self.half_open.remove(&id);
+        self.links.half_open.remove(&id);
         self.guests.on_gone(id);
         let Some(conn) = self.conns.remove(&id) else {
             return;

@@ -4,59 +4,26 @@
 //! The kernel hands a question to any of the instances that share the port, so what is not held here is passed
 //! on to the service names, as a connector of this host would ask. The asker's part is `remote.rs`.
 
+pub mod taken;
+
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::AsFd;
 
 use rdmasock_core::ids::{InstanceId, Nonce, Tuple};
 use rdmasock_core::os::datagram::{Answerer, Arrival};
-use rdmasock_core::rendezvous::control::{
-    Body, DATAGRAM, Datagram, QueryId, Refused, Stamp, Stamper,
-};
-use rdmasock_core::rendezvous::guard::{Bucket, Limiter, Memory, Rate};
+use rdmasock_core::rendezvous::control::{Body, DATAGRAM, Datagram, QueryId, Stamp};
 use rdmasock_core::rendezvous::names;
-use rdmasock_core::stats::{Event, StatsPage};
+use rdmasock_core::stats::Event;
 use rdmasock_core::wire::{self, MAX_MESSAGE, Message};
 use rustix::event::epoll as kernel;
 use rustix::io::Errno;
 
-use super::ask::Asking;
-use super::{Conn, Peer, Worker, kind, tag};
+use super::asking::Asking;
+use super::state::{Conn, Peer, Worker};
+use crate::mailbox::{kind, tag};
+use taken::{Control, MS, Query, State, count_refused};
 
-const MS: u64 = 1_000_000;
-
-/// Datagrams that are looked at at all. Beyond, the socket is left alone for a while and the kernel drops them.
-const ARRIVALS: Rate = Rate {
-    per_second: 5_000,
-    burst: 1_000,
-};
 const PAUSE: u64 = 50 * MS;
-/// Questions without a good stamp, whose sender's address may be forged.
-const STRANGERS: [Rate; 2] = [
-    Rate {
-        per_second: 200,
-        burst: 400,
-    },
-    Rate {
-        per_second: 20,
-        burst: 40,
-    },
-];
-/// Questions with a good stamp: in total, and of each address.
-const KNOWN: [Rate; 2] = [
-    Rate {
-        per_second: 2_000,
-        burst: 2_000,
-    },
-    Rate {
-        per_second: 200,
-        burst: 400,
-    },
-];
-/// Addresses whose rates are remembered.
-const SOURCES: usize = 1024;
-/// Questions that are remembered, longer than any stamp is good: a copy of one is noticed, or has no good stamp.
-const QUERIES: usize = 16_384;
-const REMEMBERED: u64 = Stamper::LIFE + 1_000 * MS;
 /// Questions that may be with other instances of this host at once.
 const RELAYS: usize = 256;
 /// A YES is said again this often, at first after so long, then after twice as long each (P67).
@@ -66,87 +33,6 @@ const FIRST_REPEAT: u64 = 200 * MS;
 const BIND_AGAIN: u64 = 10_000 * MS;
 /// Datagrams that are read in a row.
 const AT_ONCE: usize = 64;
-
-/// What the answerer knows.
-pub(super) struct Control {
-    pub(super) socket: Option<Answerer>,
-    /// Binding has failed, and that has been told.
-    told: bool,
-    bind_again: u64,
-    stamper: Option<Stamper>,
-    arrivals: Bucket,
-    /// The socket is not looked at until then; 0: it is.
-    pub(super) paused_until: u64,
-    strangers: Limiter,
-    known: Limiter,
-    queries: Memory<QueryId, Query>,
-    /// Questions whose YES is to be said again.
-    repeating: Vec<QueryId>,
-}
-
-/// A question that was taken.
-struct Query {
-    /// Its pseudo channel.
-    conn: u64,
-    from: SocketAddr,
-    to: IpAddr,
-    request: u64,
-    nonce_c: Nonce,
-    state: State,
-}
-
-enum State {
-    /// Its answer is to come.
-    Asked,
-    Answered {
-        answer: Box<[u8; DATAGRAM]>,
-        repeats: u32,
-        again: u64,
-    },
-    /// The asker has said that it knows the answer, or does not want it.
-    Over,
-}
-
-impl Control {
-    pub(super) fn new(now: u64) -> Self {
-        let limiter = |[total, each]: [Rate; 2]| Limiter::new(total, each, SOURCES, now);
-        Self {
-            socket: None,
-            told: false,
-            bind_again: 0,
-            stamper: Stamper::random().ok(),
-            arrivals: Bucket::new(ARRIVALS, now),
-            paused_until: 0,
-            strangers: limiter(STRANGERS),
-            known: limiter(KNOWN),
-            queries: Memory::new(QUERIES, REMEMBERED),
-            repeating: Vec::new(),
-        }
-    }
-
-    /// When there is something to do next, monotonic ns.
-    pub(super) fn next_timeout(&self) -> Option<u64> {
-        let paused = (self.paused_until != 0).then_some(self.paused_until);
-        let repeats =
-            self.repeating
-                .iter()
-                .filter_map(|query| match self.queries.get(query)?.state {
-                    State::Answered { again, .. } => Some(again),
-                    _ => None,
-                });
-        repeats.chain(paused).min()
-    }
-}
-
-/// Counts a refusal.
-pub(super) fn count_refused(stats: &StatsPage, refused: Refused) {
-    stats.count(match refused {
-        Refused::Length => Event::ControlLength,
-        Refused::Version(_) => Event::ControlVersion,
-        Refused::Kind => Event::ControlKind,
-        Refused::Mac => Event::ControlMac,
-    });
-}
 
 impl Worker {
     /// Binds the control port, if this process may hold connections that could be moved. Failing is tried
@@ -249,9 +135,10 @@ impl Worker {
                 instance_c,
             } => {
                 // P63: who asks is the connector, and asks the acceptor.
-                let Some(to) = arrival.to.filter(|to| {
-                    tuple.connector().ip() == source && tuple.acceptor().ip() == to.to_canonical()
-                }) else {
+                let Some(to) = arrival
+                    .to
+                    .filter(|to| tuple.connector().ip() == source && tuple.acceptor().ip() == to.to_canonical())
+                else {
                     return self.library.stats.count(Event::ControlMisplaced);
                 };
                 if !is_stamped {
@@ -268,12 +155,9 @@ impl Worker {
                 };
                 self.on_query(datagram.query, query, tuple, instance_c, now);
             }
-            Body::Cancel {
-                nonce_s,
-                instance_s,
-            } => {
+            Body::Cancel { nonce_s, instance_s } => {
                 self.end_query(datagram.query, arrival);
-                if self.offered.contains_key(&nonce_s) {
+                if self.handshakes.has(&nonce_s) {
                     self.on_cancel(nonce_s);
                 } else {
                     pass_on_cancel(nonce_s, &instance_s);
@@ -288,19 +172,10 @@ impl Worker {
     }
 
     /// A question from an address that is the asker's.
-    fn on_query(
-        &mut self,
-        id: QueryId,
-        mut query: Query,
-        tuple: Tuple,
-        instance_c: InstanceId,
-        now: u64,
-    ) {
+    fn on_query(&mut self, id: QueryId, mut query: Query, tuple: Tuple, instance_c: InstanceId, now: u64) {
         self.forget_queries(now);
         if let Some(known) = self.control.queries.get_mut(&id) {
-            let same = known.from == query.from
-                && known.request == query.request
-                && known.nonce_c == query.nonce_c;
+            let same = known.from == query.from && known.request == query.request && known.nonce_c == query.nonce_c;
             match &known.state {
                 // Asked again because the answer takes its time, or was lost.
                 State::Asked if same => {}
@@ -321,14 +196,8 @@ impl Worker {
         }
         self.next_conn += 1;
         let peer = Peer::Remote(id);
-        self.conns.insert(
-            conn,
-            Conn {
-                channel: None,
-                peer,
-            },
-        );
-        if self.find(&tuple).is_some() {
+        self.conns.insert(conn, Conn { channel: None, peer });
+        if self.handshakes.accepted(&tuple).is_some() {
             return self.on_ask(conn, request, tuple, nonce_c, instance_c);
         }
         if self.asks.values().filter(|a| a.is_relayed()).count() >= RELAYS {
@@ -350,9 +219,7 @@ impl Worker {
         let request = query.request;
         let body = match *message {
             Message::Yes {
-                nonce_s,
-                instance_s,
-                ..
+                nonce_s, instance_s, ..
             } => Body::Yes {
                 request,
                 nonce_s,
@@ -368,11 +235,7 @@ impl Worker {
             Some(stamper) => stamper.stamp(query.from, now),
             None => Stamp::NONE,
         };
-        let datagram = Datagram {
-            query: id,
-            stamp,
-            body,
-        };
+        let datagram = Datagram { query: id, stamp, body };
         let Ok(answer) = datagram.encode(self.library.reach.key()) else {
             return;
         };
@@ -438,12 +301,7 @@ impl Worker {
             let Some(query) = queries.get_mut(id) else {
                 return false;
             };
-            let State::Answered {
-                answer,
-                repeats,
-                again,
-            } = &mut query.state
-            else {
+            let State::Answered { answer, repeats, again } = &mut query.state else {
                 return false;
             };
             if now >= *again {

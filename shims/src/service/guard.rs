@@ -34,9 +34,9 @@ pub fn rounds(mut round: impl FnMut() -> ControlFlow<()>, mut pause: impl FnMut(
     }
 }
 
-/// A panic that this thread's [`rounds`] will catch is logged, where the standard library would write it to descriptor 2, which
-/// is the program's. Any other ends the process, and is told as usual. That library is linked into this one: a program
-/// in Rust has its own, with its own hook.
+/// A panic that this thread's [`rounds`] will catch is logged, where the standard library would write it to descriptor
+/// 2, which is the program's. Any other ends the process, and is told as usual. That library is linked into this one: a
+/// program in Rust has its own, with its own hook.
 fn log_caught_panics() {
     IS_GUARDED.set(true);
     // No `Once`: a fork child must not wait for a thread that it does not have.

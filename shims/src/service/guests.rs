@@ -1,5 +1,5 @@
-//! How many channels others may keep open to us, and for how long: anybody on the host can connect to our names. Only the
-//! account; the channels are `channels`'s.
+//! How many channels others may keep open to us, and for how long: anybody on the host can connect to our names. Only
+//! the account; the channels are `channels`'s.
 //!
 //! A guest is whoever has connected to a name of ours and has not made a link. A correct one asks at once, waits some
 //! seconds at most for the answer, and goes. So who is asked to leave for a newcomer has had what he came for, or
@@ -44,17 +44,13 @@ impl Guests {
         }
     }
 
-    /// The channel `id`, larger than those before, is a guest's. Gives the one that has to go for it: of this user if he
-    /// has as many as a user may, else of the user who has most.
+    /// The channel `id`, larger than those before, is a guest's. Gives the one that has to go for it: of this user if
+    /// he has as many as a user may, else of the user who has most.
     pub fn admit(&mut self, id: u64, uid: u32, now: u64) -> Option<u64> {
         let leaves = if self.count(uid) >= (self.most / SHARE).max(LEAST) {
             self.first_of(uid)
         } else if self.all.len() >= self.most {
-            let most = self
-                .all
-                .values()
-                .map(|g| g.uid)
-                .max_by_key(|uid| self.count(*uid));
+            let most = self.all.values().map(|g| g.uid).max_by_key(|uid| self.count(*uid));
             most.and_then(|uid| self.first_of(uid))
         } else {
             None

@@ -7,6 +7,7 @@
 //! arrives is what the program has not read: the reset it would have been. Likewise where the
 //! direction that was being closed still has bytes that TCP has not taken.
 
+use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd};
 
 use rdmasock_core::os::privatefd::PrivateFd;
@@ -16,66 +17,72 @@ use rustix::event::epoll as kernel;
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags};
 
-use super::{Worker, kind, tag};
-use crate::promote::Awaited;
+use super::link_table::LINK_TIMEOUT;
+use rdmasock_core::stream::connection::Awaited;
+
+/// How long the other end may take to write a marker, ns, which it does when there is a link or none can be had.
+const PATIENCE: u64 = LINK_TIMEOUT.as_nanos() as u64 + 5_000_000_000;
+/// How long the other end may take to make room for what is to be sent, ns.
+const PATIENCE_UNSENT: u64 = 60_000_000_000;
 
 /// A connection that outlives its close.
-pub struct Lingering {
+struct Closed {
     fd: PrivateFd,
     awaited: Option<Awaited>,
     unsent: Vec<u8>,
     /// Monotonic ns.
-    pub deadline: u64,
+    deadline: u64,
 }
 
-/// How long the other end may take to write a marker, ns, which it does when there is a link or none can be had.
-const PATIENCE: u64 = super::LINK_TIMEOUT.as_nanos() as u64 + 5_000_000_000;
-/// How long the other end may take to make room for what is to be sent, ns.
-const PATIENCE_UNSENT: u64 = 60_000_000_000;
+/// What is to be reported of each.
+pub const EVENTS: kernel::EventFlags = kernel::EventFlags::IN
+    .union(kernel::EventFlags::OUT)
+    .union(kernel::EventFlags::RDHUP)
+    .union(kernel::EventFlags::ET);
 
-impl Worker {
-    pub(super) fn linger(&mut self, fd: PrivateFd, awaited: Option<Awaited>, unsent: Vec<u8>) {
-        let id = self.next_conn;
-        self.next_conn += 1;
-        let flags = kernel::EventFlags::IN
-            | kernel::EventFlags::OUT
-            | kernel::EventFlags::RDHUP
-            | kernel::EventFlags::ET;
-        if self.add(fd.as_fd(), tag(kind::LINGER, id), flags) {
-            let patience = if unsent.is_empty() {
-                PATIENCE
-            } else {
-                PATIENCE_UNSENT
-            };
-            let deadline = crate::time::now_ns() + patience;
-            self.lingering.insert(
-                id,
-                Lingering {
-                    fd,
-                    awaited,
-                    unsent,
-                    deadline,
-                },
-            );
-            self.on_lingering(id);
-        }
-    }
-
-    pub(super) fn on_lingering(&mut self, id: u64) {
-        let over = self.lingering.get_mut(&id).is_none_or(|l| {
-            l.send() && l.awaited.as_mut().is_none_or(|a| is_over(l.fd.as_fd(), a))
-        });
-        if over {
-            self.lingering.remove(&id);
-        }
-    }
-
-    pub(super) fn expire_lingering(&mut self, now: u64) {
-        self.lingering.retain(|_, l| l.deadline > now);
-    }
+/// See the module.
+#[derive(Default)]
+pub struct Lingering {
+    all: HashMap<u64, Closed>,
 }
 
 impl Lingering {
+    /// One more, which is known by `id`: before all of `unsent` is in TCP, or while markers are `awaited`.
+    pub fn begin(&mut self, id: u64, fd: PrivateFd, awaited: Option<Awaited>, unsent: Vec<u8>) {
+        let patience = if unsent.is_empty() { PATIENCE } else { PATIENCE_UNSENT };
+        let closed = Closed {
+            fd,
+            awaited,
+            unsent,
+            deadline: crate::time::now_ns() + patience,
+        };
+        self.all.insert(id, closed);
+        self.on_event(id);
+    }
+
+    /// Something has come, or there is room.
+    pub fn on_event(&mut self, id: u64) {
+        let over = self
+            .all
+            .get_mut(&id)
+            .is_none_or(|c| c.send() && c.awaited.as_mut().is_none_or(|a| is_over(c.fd.as_fd(), a)));
+        if over {
+            self.all.remove(&id);
+        }
+    }
+
+    /// When one has had its time, monotonic ns.
+    pub fn next_timeout(&self) -> Option<u64> {
+        self.all.values().map(|closed| closed.deadline).min()
+    }
+
+    /// Closes those that have had theirs.
+    pub fn on_timeout(&mut self, now: u64) {
+        self.all.retain(|_, closed| closed.deadline > now);
+    }
+}
+
+impl Closed {
     /// Sends what is left, then the end. False while TCP does not take all of it.
     fn send(&mut self) -> bool {
         if self.unsent.is_empty() {

@@ -2,73 +2,44 @@
 
 use std::net::IpAddr;
 use std::os::fd::AsFd;
-use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
 use rdmasock_core::fabric::layout::{Layout, MAX_STREAMS};
 use rdmasock_core::fabric::shm::Memory;
+use rdmasock_core::fabric::waiter::{FLAGS_BYTES, MAX_WAITERS, WaiterId};
 use rdmasock_core::ids::{Cookie, InstanceId};
 use rdmasock_core::os::channel::Channel;
 use rdmasock_core::os::memfd;
 use rdmasock_core::os::privatefd::PrivateFd;
 use rdmasock_core::rendezvous::names;
 use rdmasock_core::stats::{LinkInfo, LinkStats, Path, Reason};
-use rdmasock_core::stream::handshake::{Handshake, Role};
+use rdmasock_core::stream::handshake::Role;
 use rdmasock_core::wire::{self, Geometry, LinkAddress, LinkOffer, MAX_MESSAGE, Message, ShmName};
 
-use super::{ASK_TIMEOUT, Conn, LINK_TIMEOUT, Peer, Ref, Worker};
+use super::asking::ASK_TIMEOUT;
+use super::given_back;
+use super::link_table::{LINK_TIMEOUT, Pending};
+use super::state::{Conn, Peer, Worker};
 use crate::config::config;
-use crate::link::{Identity, Link, NoProducer, Refused};
-use crate::promote;
+use crate::link::life::Identity;
+use crate::link::{Link, Refused, up};
+use crate::mailbox::Ref;
 use crate::ready;
 use crate::socket::{self, Mode, Sending, Socket};
-use crate::wait::{FLAGS_BYTES, MAX_WAITERS, SERVICE, WaiterId};
+use crate::waiters::SERVICE;
+use rdmasock_core::stream::connection::{self, Broken, OpenNonces};
 
-/// A link that we have asked for.
-pub struct Pending {
-    waiting: Vec<Ref>,
-    /// The arena that we receive in.
-    mine: Option<(PrivateFd, Layout)>,
-    /// Monotonic ns.
-    pub deadline: u64,
-}
-
-/// After how long a dead link on which a thread still sleeps is looked at again, ns. What is under way on its queue pair
-/// completes as failed, which wakes the thread.
+/// After how long a dead link on which a thread still sleeps is looked at again, ns. What is under way on its queue
+/// pair completes as failed, which wakes the thread.
 const FREE_AGAIN: u64 = 100_000_000;
-
-/// A stream whose peer's process has ended with bytes of ours unread, which TCP does not show yet. Until it does the stream stays
-/// what it is: who is told before that finds the connection still standing.
-pub(super) struct Dying {
-    r: Ref,
-    /// Monotonic ns.
-    pub deadline: u64,
-}
-
-/// How long TCP has to show it, ns; where another process has the other end too, it never does.
-const END_WITHIN: u64 = 1_000_000_000;
-
-fn awaits_end(socket: &'static Socket) -> bool {
-    let is_unread = socket.tx.lock().is_some_and(|tx| {
-        let unread = tx.producer.as_ref().is_some_and(|p| p.is_unread());
-        unread && !tx.is_shut && socket.tx_mode.load(Acquire) == Mode::Link
-    });
-    is_unread && !has_ended(socket)
-}
-
-fn has_ended(socket: &'static Socket) -> bool {
-    let Some(_control) = socket.control.lock() else {
-        return true;
-    };
-    ready::kernel(socket, rustix::event::PollFlags::RDHUP) & ready::ENDED != 0
-}
 
 impl Worker {
     /// A handshake has come to where it needs the link to `peer`.
     pub(super) fn need_link(&mut self, r: Ref, peer: InstanceId, offer: Option<LinkOffer>) {
-        if let Some(link) = self.service.link_to(&peer) {
+        if let Some(link) = up::to(&peer) {
             return on_link(r, link);
         }
-        if let Some(pending) = self.pending_links.get_mut(&peer) {
+        if let Some(pending) = self.links.pending.get_mut(&peer) {
             pending.waiting.push(r);
             return;
         }
@@ -86,13 +57,9 @@ impl Worker {
         let Some(mine) = dialled else {
             return no_link(r, Reason::LinkFailed);
         };
-        let patience = if mine.is_some() {
-            ASK_TIMEOUT
-        } else {
-            LINK_TIMEOUT
-        };
+        let patience = if mine.is_some() { ASK_TIMEOUT } else { LINK_TIMEOUT };
         let deadline = crate::time::now_ns() + patience.as_nanos() as u64;
-        self.pending_links.insert(
+        self.links.pending.insert(
             peer,
             Pending {
                 waiting: vec![r],
@@ -119,12 +86,7 @@ impl Worker {
         Some((fd, layout))
     }
 
-    fn dial(
-        &mut self,
-        peer: InstanceId,
-        name: &ShmName,
-        cookie: &Cookie,
-    ) -> Option<(PrivateFd, Layout)> {
+    fn dial(&mut self, peer: InstanceId, name: &ShmName, cookie: &Cookie) -> Option<(PrivateFd, Layout)> {
         let channel = names::connect_to(name.as_bytes()).ok()?;
         let (arena, layout) = self.make_arena()?;
         let message = Message::Link {
@@ -152,7 +114,7 @@ impl Worker {
         geometry: &Geometry,
         fds: Vec<PrivateFd>,
     ) {
-        if !self.service.offers.redeem(&cookie, &peer) {
+        if !self.library.offers.redeem(&cookie, &peer) {
             self.reply(
                 conn,
                 &Message::LinkRefuse {
@@ -209,10 +171,7 @@ impl Worker {
             Some(Peer::Linking { peer }) => *peer,
             _ => return self.hang_up(conn, Reason::Violation),
         };
-        let mine = self
-            .pending_links
-            .get_mut(&expected)
-            .and_then(|p| p.mine.take());
+        let mine = self.links.pending.get_mut(&expected).and_then(|p| p.mine.take());
         let link = mine.filter(|_| instance == expected).and_then(|mine| {
             let memory = memory((&mine.0, mine.1), geometry, &fds)?;
             self.make_link(expected, pid, geometry.max_ring, &memory)
@@ -229,21 +188,15 @@ impl Worker {
 
     /// The handshakes that wait for a link to `peer` go on.
     pub(super) fn link_made(&mut self, peer: InstanceId, link: &'static Link) {
-        if let Some(pending) = self.pending_links.remove(&peer) {
+        if let Some(pending) = self.links.pending.remove(&peer) {
             for r in pending.waiting {
                 on_link(r, link);
             }
         }
     }
 
-    fn make_link(
-        &mut self,
-        peer: InstanceId,
-        pid: u32,
-        max_ring: u64,
-        memory: &Memory<'_>,
-    ) -> Option<&'static Link> {
-        let slot = self.free_slot();
+    fn make_link(&mut self, peer: InstanceId, pid: u32, max_ring: u64, memory: &Memory<'_>) -> Option<&'static Link> {
+        let slot = self.links.free_slot();
         let stats = self.open_stats(slot, Path::Shm, peer, pid);
         let Some(link) = Link::new(Identity { slot, peer, stats }, memory) else {
             self.library.stats.close_link(slot);
@@ -257,7 +210,7 @@ impl Worker {
     /// A link that has come to nothing.
     fn give_up(&mut self, link: &'static Link) {
         link.set_down(Reason::LinkFailed);
-        self.dead_links.push(link);
+        self.links.dead.push(link);
         self.free_dead_links();
     }
 
@@ -272,9 +225,7 @@ impl Worker {
                 peer: Peer::Link(link),
             },
         );
-        if let Some(mut links) = self.service.links.lock() {
-            links.push(link);
-        }
+        up::add(link);
     }
 
     pub(super) fn open_stats(
@@ -296,14 +247,8 @@ impl Worker {
         stats
     }
 
-    pub(super) fn free_slot(&self) -> u32 {
-        let links = self.service.all_links();
-        let used = |s: &u32| links.iter().chain(&self.dead_links).any(|l| l.slot() == *s);
-        (0..).find(|s| !used(s)).unwrap_or(u32::MAX)
-    }
-
     pub(super) fn link_failed(&mut self, peer: InstanceId) {
-        if let Some(pending) = self.pending_links.remove(&peer) {
+        if let Some(pending) = self.links.pending.remove(&peer) {
             for r in pending.waiting {
                 no_link(r, Reason::LinkFailed);
             }
@@ -312,7 +257,8 @@ impl Worker {
 
     pub(super) fn expire_links(&mut self, now: u64) {
         let late: Vec<InstanceId> = self
-            .pending_links
+            .links
+            .pending
             .iter()
             .filter(|(_, p)| p.deadline <= now)
             .map(|(i, _)| *i)
@@ -329,12 +275,7 @@ impl Worker {
         }
     }
 
-    pub(super) fn on_link_message(
-        &mut self,
-        link: &'static Link,
-        message: Message,
-        mut fds: Vec<PrivateFd>,
-    ) {
+    pub(super) fn on_link_message(&mut self, link: &'static Link, message: Message, mut fds: Vec<PrivateFd>) {
         tracing::trace!(target: "rdmasock::link", link = link.slot(), ?message, "received");
         match message {
             Message::Waiter { id } => match fds.pop().map(|fd| link.on_waiter(id, fd)) {
@@ -366,95 +307,36 @@ impl Worker {
                 vqpn,
                 ring: _,
             } => {
-                let opened = self
-                    .offered
-                    .get(&nonce_yours)
-                    .and_then(|r| r.get())
-                    .and_then(|socket| {
-                        let mut control = socket.control.lock()?;
-                        // P25: the nonces of this attempt, from the instance that the TCP connection leads to.
-                        let matches = control.handshake.as_ref().is_some_and(|h| {
-                            h.is_opening()
-                                && h.mine() == nonce_yours
-                                && h.theirs() == Some(nonce_mine)
-                        });
-                        (matches && control.greeted_by == Some(link.peer()))
-                            .then(|| promote::on_open(socket, &mut control, link, vqpn))
-                    });
-                match opened {
-                    Some(Ok(())) => {
-                        self.offered.remove(&nonce_yours);
+                let socket = self.handshakes.by_nonce(&nonce_yours);
+                let nonces = OpenNonces {
+                    mine: nonce_mine,
+                    yours: nonce_yours,
+                };
+                match connection::on_open(socket, &link, nonces, vqpn) {
+                    Ok(true) => {
+                        self.handshakes.remove(&nonce_yours);
                     }
-                    Some(Err(NoProducer::NoSuch)) => self.break_off(link),
-                    Some(Err(NoProducer::Limits)) | None => {
-                        let _ = link.send(
-                            &Message::OpenRefuse {
-                                yours: vqpn,
-                                reason: wire::Reason::Cancelled,
-                            },
-                            &[],
-                        );
-                    }
+                    Ok(false) => {}
+                    Err(Broken) => self.break_off(link),
                 }
             }
-            Message::OpenAck {
-                yours,
-                mine,
-                ring: _,
-            } => {
-                if let Some(socket) = link.socket(yours)
-                    && let Some(mut control) = socket.control.lock()
-                    && control
-                        .opened
-                        .is_some_and(|o| o.asked && o.mine == yours && std::ptr::eq(o.link, link))
-                    && control.peer.is_none()
-                {
-                    match promote::on_open(socket, &mut control, link, mine) {
-                        Ok(()) => {}
-                        Err(NoProducer::NoSuch) => {
-                            drop(control);
-                            self.break_off(link);
-                        }
-                        Err(NoProducer::Limits) => {
-                            // As if we had left before the answer came.
-                            let _ = link.send(&Message::Closed { yours: mine }, &[]);
-                            let steps = promote::give_up(&mut control);
-                            promote::run(socket, &mut control, steps);
-                        }
-                    }
-                } else {
-                    // We have left since: the peer's number is free once it has heard so.
-                    let _ = link.send(&Message::Closed { yours: mine }, &[]);
+            Message::OpenAck { yours, mine, ring: _ } => {
+                if connection::on_open_ack(link.socket(yours), &link, yours, mine).is_err() {
+                    self.break_off(link);
                 }
             }
             Message::OpenRefuse { yours, .. } => {
-                if let Some(socket) = link.socket(yours)
-                    && let Some(mut control) = socket.control.lock()
-                {
-                    if let Some(opened) = control.opened.as_mut().filter(|o| o.mine == yours) {
-                        opened.asked = false;
-                    }
-                    let steps = promote::give_up(&mut control);
-                    promote::run(socket, &mut control, steps);
-                } else {
+                let is_told = |socket: &Socket| connection::on_open_refused(socket, yours);
+                if !link.socket(yours).is_some_and(is_told) {
                     link.on_closed(yours);
                 }
             }
             Message::DemoteRequest { yours, resend_from } => {
-                if let Some(socket) = link.socket(yours)
-                    && let Some(mut control) = socket.control.lock()
-                {
-                    if link.is_remote() {
-                        return promote::resume::on_asked(socket, &mut control);
+                if let Some(socket) = link.socket(yours) {
+                    connection::on_demote_request(socket, &link, resend_from);
+                    if !link.is_remote() {
+                        self.settle(Ref::new(socket));
                     }
-                    if resend_from.is_some() {
-                        promote::resend(socket);
-                    }
-                    // An end that has left by itself keeps its own reason.
-                    let reason = control.leave.unwrap_or(Reason::PeerAsked);
-                    promote::leave(socket, &mut control, reason);
-                    drop(control);
-                    self.settle(Ref::new(socket));
                 }
             }
             Message::TakeBack { yours, bytes } => {
@@ -462,15 +344,16 @@ impl Worker {
                     && let Some(mut control) = socket.control.lock()
                     && let Some(file) = fds.pop()
                 {
-                    promote::on_take_back(socket, &mut control, bytes, &file);
-                    promote::leave(socket, &mut control, Reason::PeerAsked);
+                    let bytes = given_back::read(bytes, &file);
+                    connection::on_take_back(socket, &mut control, bytes.as_deref());
+                    connection::leave(socket, &mut control, Reason::PeerAsked);
                     drop(control);
                     self.settle(Ref::new(socket));
                 }
             }
             Message::TakenBack { yours } => {
                 if let Some(socket) = link.socket(yours) {
-                    promote::on_taken_back(socket);
+                    connection::on_taken_back(socket);
                     self.settle(Ref::new(socket));
                 }
             }
@@ -484,9 +367,7 @@ impl Worker {
             }
             Message::Closed { yours } => link.on_closed(yours),
             _ => {
-                self.library
-                    .stats
-                    .count(rdmasock_core::stats::Event::LinkViolation);
+                self.library.stats.count(rdmasock_core::stats::Event::LinkViolation);
                 self.link_down(link, Reason::Violation);
             }
         }
@@ -502,19 +383,17 @@ impl Worker {
     /// Looks for the peer's sake find nothing. If that is all that comes of the link its streams go back to TCP, and
     /// nothing is lost should the suspicion be wrong; if it goes on after that, the link is closed.
     pub(super) fn look_for_noise(&mut self, link: &'static Link) {
-        if !link.is_alive() || !link.is_idle() {
+        if !link.is_alive() || !link.is_idle(moved_on(link)) {
             return;
         }
         tracing::warn!(target: "rdmasock", link = link.slot(), "the peer wakes us for nothing, again and again: back to TCP");
         if link.is_left.swap(true, Relaxed) {
-            self.library
-                .stats
-                .count(rdmasock_core::stats::Event::LinkViolation);
+            self.library.stats.count(rdmasock_core::stats::Event::LinkViolation);
             return self.link_down(link, Reason::Violation);
         }
         for socket in link.sockets() {
             if let Some(mut control) = socket.control.lock() {
-                promote::prefer_tcp(socket, &mut control, Reason::Violation);
+                connection::prefer_tcp(socket, &mut control, Reason::Violation);
             }
             self.settle(Ref::new(socket));
         }
@@ -526,9 +405,7 @@ impl Worker {
             return;
         }
         tracing::info!(target: "rdmasock", peer = %link.peer(), %why, "link down");
-        if let Some(mut links) = self.service.links.lock() {
-            links.retain(|l| !std::ptr::eq(*l, link));
-        }
+        up::remove(link);
         let conn = self
             .conns
             .iter()
@@ -541,22 +418,19 @@ impl Worker {
             if link.is_remote() && why != Reason::Violation {
                 // It goes on over TCP.
                 if let Some(mut control) = socket.control.lock() {
-                    promote::set_why(socket, why);
-                    promote::resume::link_failed(socket, &mut control);
+                    socket.told.set_why(why);
+                    connection::resume::link_failed(socket, &mut control);
                 }
                 ready::notify_local(socket);
                 self.settle(Ref::new(socket));
                 continue;
             }
-            if why == Reason::PeerGone && awaits_end(socket) {
-                let deadline = crate::time::now_ns() + END_WITHIN;
-                let r = Ref::new(socket);
-                self.dying.push(Dying { r, deadline });
+            if why == Reason::PeerGone && self.ends.on_peer_gone(socket) {
                 continue;
             }
             self.leave_dead(socket, why);
         }
-        self.dead_links.push(link);
+        self.links.dead.push(link);
         self.free_dead_links();
     }
 
@@ -565,13 +439,12 @@ impl Worker {
         if let Some(mut control) = socket.control.lock() {
             if why == Reason::Violation {
                 // What is in the ring cannot be trusted: the connection is over.
-                crate::socket::reset(socket);
+                crate::reset::reset(socket);
             }
             if control.handshake.is_some() {
-                let steps = promote::give_up(&mut control);
-                promote::run(socket, &mut control, steps);
+                connection::end_attempt(socket, &mut control);
             }
-            promote::set_why(socket, why);
+            socket.told.set_why(why);
         }
         if let Some(mut tx) = socket.tx.lock() {
             // A SWITCH that is still to be written leads the peer to a link that is over.
@@ -579,22 +452,20 @@ impl Worker {
             if socket.tx_mode.load(Acquire) == Mode::Link {
                 let unread = tx.producer.take().is_some_and(|p| p.is_unread());
                 if unread && why == Reason::PeerGone {
-                    crate::socket::on_reader_died(socket, tx.is_shut);
+                    crate::reset::on_reader_died(socket, tx.is_shut);
                 }
                 socket.tx_mode.go(Sending::Left);
             }
         }
         // What the peer had written is still to be read; `leave_link_at_end` goes on from there.
-        crate::rx::leave_link_at_end(socket);
+        connection::leave_link_at_end(socket);
         crate::ready::notify_local(socket);
         self.settle(Ref::new(socket));
     }
 
     /// TCP says how the peer of a link that has ended has ended itself, or it does not within the time.
     pub(super) fn leave_dying(&mut self, now: u64) {
-        let is_over = |d: &mut Dying| d.deadline <= now || d.r.get().is_none_or(has_ended);
-        let over: Vec<Dying> = self.dying.extract_if(.., is_over).collect();
-        for socket in over.into_iter().filter_map(|d| d.r.get()) {
+        for socket in self.ends.over(now) {
             self.leave_dead(socket, Reason::PeerGone);
         }
     }
@@ -602,18 +473,19 @@ impl Worker {
     /// Gives the memory of dead links back once no socket uses them. Some time later again if a thread still sleeps on
     /// one: nobody says when it has gone on.
     pub(super) fn free_dead_links(&mut self) {
-        self.free_links_at = 0;
+        let alarm = &mut self.alarms.free_links;
+        alarm.turn_off();
         let now = crate::time::now_ns();
-        self.dead_links.retain(|link| {
+        self.links.dead.retain(|link| {
             if !link.close_channel() {
                 // A thread is about to use it.
-                self.free_links_at = now + FREE_AGAIN;
+                alarm.set(now + FREE_AGAIN);
                 return true;
             }
             // What pins it says when it no longer does; who sleeps on another host's does not.
             let is_released = link.release();
             if !is_released && link.is_remote() && link.streams() == 0 {
-                self.free_links_at = now + FREE_AGAIN;
+                alarm.set(now + FREE_AGAIN);
             }
             !is_released
         });
@@ -621,11 +493,7 @@ impl Worker {
 }
 
 /// The memory of a link, by what the peer says of its own. `None` if that is not what this version has.
-fn memory<'a>(
-    mine: (&'a PrivateFd, Layout),
-    geometry: &Geometry,
-    fds: &'a [PrivateFd],
-) -> Option<Memory<'a>> {
+fn memory<'a>(mine: (&'a PrivateFd, Layout), geometry: &Geometry, fds: &'a [PrivateFd]) -> Option<Memory<'a>> {
     let [arena, flags] = fds else { return None };
     let is_known = geometry.waiter_bytes >= FLAGS_BYTES && geometry.queue_entries == MAX_STREAMS;
     let theirs = Layout::of_file(geometry.arena_bytes).filter(|_| is_known)?;
@@ -636,12 +504,22 @@ fn memory<'a>(
     })
 }
 
+/// How many bytes the streams on a link have carried, by where they are.
+fn moved_on(link: &Link) -> u64 {
+    let moved = link.sockets().into_iter().map(|socket| {
+        let received = socket.rx.lock().and_then(|rx| Some(rx.consumer.as_ref()?.position()));
+        let sent = socket.tx.lock().and_then(|tx| Some(tx.producer.as_ref()?.position()));
+        received.unwrap_or(0) + sent.unwrap_or(0)
+    });
+    moved.fold(0, u64::wrapping_add)
+}
+
 /// The two addresses of a connection, ours first.
 fn ends_of(r: Ref) -> Option<(IpAddr, IpAddr)> {
     let socket = r.get()?;
     let tuple = socket::tuple_of(socket)?;
     let (connector, acceptor) = (tuple.connector().ip(), tuple.acceptor().ip());
-    Some(match socket.role() {
+    Some(match socket.promotion.role() {
         Role::Connector => (connector, acceptor),
         Role::Acceptor => (acceptor, connector),
     })
@@ -649,14 +527,9 @@ fn ends_of(r: Ref) -> Option<(IpAddr, IpAddr)> {
 
 /// The handshake goes on over this link.
 fn on_link(r: Ref, link: &'static Link) {
-    let Some(socket) = r.get() else { return };
-    let Some(mut control) = socket.control.lock() else {
-        return;
-    };
-    socket
-        .link
-        .store(std::ptr::from_ref(link).cast_mut(), Release);
-    promote::feed(socket, &mut control, Handshake::on_link_up);
+    if let Some(socket) = r.get() {
+        connection::on_link_up(socket, &link);
+    }
 }
 
 fn no_link(r: Ref, reason: Reason) {
@@ -664,7 +537,6 @@ fn no_link(r: Ref, reason: Reason) {
     let Some(mut control) = socket.control.lock() else {
         return;
     };
-    promote::set_why(socket, reason);
-    let steps = promote::give_up(&mut control);
-    promote::run(socket, &mut control, steps);
+    socket.told.set_why(reason);
+    connection::end_attempt(socket, &mut control);
 }

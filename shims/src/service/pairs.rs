@@ -5,7 +5,7 @@
 
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::BorrowedFd;
-use std::sync::atomic::Ordering::{Acquire, SeqCst};
+use std::sync::atomic::Ordering::Acquire;
 use std::time::{Duration, Instant};
 
 use rdmasock_core::fabric::plugin::PRIVATE_BYTES;
@@ -16,18 +16,22 @@ use rdmasock_core::wire::{INTRODUCTION, Introduction};
 use rustix::event::epoll as kernel;
 use rustix::io::Errno;
 
-use super::{Command, LINK_TIMEOUT, Peer, SignalsBlocked, Worker, kind, tag};
+use super::link_table::{Arriving, HalfOpen, LINK_TIMEOUT};
+use super::signals::SignalsBlocked;
+use super::state::{Conn, Peer, Worker};
 use crate::config::config;
-use crate::link::{Identity, Link, Maintained, Remote};
-use crate::promote;
+use crate::link::life::Identity;
+use crate::link::{Link, Maintained, Remote, up};
+use crate::mailbox::{Command, kind, tag};
 use crate::socket::Socket;
-use crate::verbs::{self, Acceptor, Incoming, Pair, State};
-use crate::wait::SERVICE;
+use crate::verbs::{self, Acceptor, Dialled, Incoming, Pair, State};
+use crate::waiters::SERVICE;
+use rdmasock_core::stream::connection;
 
 const _: () = assert!(INTRODUCTION == PRIVATE_BYTES);
 
-/// How long an idle direction's last head is held back, and how long nobody need hear of what completes on a link
-/// after the last who slept on it has gone on, ns. While links are in use it doubles up to four times as much: each look
+/// How long an idle direction's last head is held back, and how long nobody need hear of what completes on a link after
+/// the last who slept on it has gone on, ns. While links are in use it doubles up to four times as much: each look
 /// takes a core from the program.
 const MAINTAIN_AFTER: u64 = 5_000_000;
 const MAINTAIN_DOUBLINGS: u32 = 2;
@@ -35,48 +39,16 @@ const MAINTAIN_DOUBLINGS: u32 = 2;
 /// How often it is seen whether a link on which something was sent still works, ns.
 const WATCH_EVERY: u64 = 1_000_000_000;
 
-/// An accepted connection that is not up yet.
-pub(super) struct Arriving {
-    pair: Pair,
-    peer: InstanceId,
-    pid: u32,
-    cookie: Cookie,
-    /// Monotonic ns.
-    pub deadline: u64,
-}
-
-/// A link that was accepted and on which nothing has come yet. Its other end may not know of it: on iWARP it is up as soon as
-/// the answer has been sent.
-pub(super) struct HalfOpen {
-    peer: InstanceId,
-    /// What it was asked for with.
-    cookie: Cookie,
-    /// Monotonic ns.
-    pub deadline: u64,
-}
-
-/// Who is at the other end of a queue pair.
-pub struct Dialled {
-    pair: Pair,
-    peer: InstanceId,
-    pid: u32,
-}
-
 fn introduce(instance: InstanceId, cookie: Cookie) -> [u8; PRIVATE_BYTES] {
     let pid = rustix::process::getpid().as_raw_nonzero().get() as u32;
-    Introduction {
-        pid,
-        instance,
-        cookie,
-    }
-    .encode()
+    Introduction { pid, instance, cookie }.encode()
 }
 
 impl Worker {
     /// Listens for links at this local address, where the acceptor of a connection is. False if there is
     /// no device for it.
     pub(super) fn listen_for_links(&mut self, local: IpAddr) -> bool {
-        if self.service.acceptor_at(local).is_some() || self.library.reach.pretends() {
+        if self.library.offers.place_at(local).is_some() || self.library.reach.pretends() {
             return true;
         }
         let reach = self.library.reach;
@@ -92,23 +64,22 @@ impl Worker {
         };
         // SAFETY: open as long as the acceptor, which stays.
         let fd = unsafe { BorrowedFd::borrow_raw(acceptor.fd) };
-        let id = self.next_conn;
-        self.next_conn += 1;
+        let id = self.new_conn();
         if !self.add(fd, tag(kind::ACCEPTOR, id), kernel::EventFlags::IN) {
             return false;
         }
         tracing::info!(target: "rdmasock", address = %acceptor.address, "listens for links from other hosts");
-        if let Some(mut known) = self.service.acceptors.lock() {
+        if let Some(mut known) = self.library.offers.places.lock() {
             known.push(acceptor.address);
         }
-        self.acceptors.insert(id, acceptor);
+        self.links.acceptors.insert(id, acceptor);
         true
     }
 
     pub(super) fn on_acceptor(&mut self, id: u64) {
         // A bounded number: who floods us is not to keep the thread.
         for _ in 0..16 {
-            match self.acceptors.get(&id).map(Acceptor::next) {
+            match self.links.acceptors.get(&id).map(Acceptor::next) {
                 Some(Ok(Some(incoming))) => self.on_incoming(incoming),
                 Some(Err(error)) => return self.drop_acceptor(id, error),
                 _ => return,
@@ -118,18 +89,18 @@ impl Worker {
 
     /// The device has gone. With the next connection that it could serve another one may be there.
     fn drop_acceptor(&mut self, id: u64, error: Errno) {
-        let Some(acceptor) = self.acceptors.remove(&id) else {
+        let Some(acceptor) = self.links.acceptors.remove(&id) else {
             return;
         };
         tracing::info!(target: "rdmasock", address = %acceptor.address, %error, "no more links from other hosts");
         self.forget_fd(Ok(acceptor.fd));
-        if let Some(mut known) = self.service.acceptors.lock() {
+        if let Some(mut known) = self.library.offers.places.lock() {
             known.retain(|address| *address != acceptor.address);
         }
     }
 
     fn on_incoming(&mut self, incoming: Incoming) {
-        for id in self.half_open.keys().copied().collect::<Vec<_>>() {
+        for id in self.links.half_open.keys().copied().collect::<Vec<_>>() {
             self.spend_cookie(id);
         }
         let Some(Introduction {
@@ -138,11 +109,9 @@ impl Worker {
             cookie,
         }) = Introduction::decode(&incoming.private)
             .ok()
-            .filter(|i| self.service.offers.has(&i.cookie, &i.instance))
+            .filter(|i| self.library.offers.has(&i.cookie, &i.instance))
         else {
-            self.library
-                .stats
-                .count(rdmasock_core::stats::Event::LinkViolation);
+            self.library.stats.count(rdmasock_core::stats::Event::LinkViolation);
             tracing::warn!(target: "rdmasock", "a link without a cookie of ours is refused");
             return incoming.reject();
         };
@@ -155,15 +124,14 @@ impl Worker {
             }
         };
         let Ok(info) = pair.info() else { return };
-        let id = self.next_conn;
-        self.next_conn += 1;
+        let id = self.new_conn();
         // SAFETY: open as long as the pair, which is in `arriving` as long as the fd is in the set.
         let fd = unsafe { BorrowedFd::borrow_raw(info.state_fd) };
         if !self.add(fd, tag(kind::PAIR_STATE, id), kernel::EventFlags::IN) {
             return;
         }
         let deadline = crate::time::now_ns() + LINK_TIMEOUT.as_nanos() as u64;
-        self.arriving.insert(
+        self.links.arriving.insert(
             id,
             Arriving {
                 pair,
@@ -177,13 +145,7 @@ impl Worker {
     }
 
     /// Connects to the address of a HELLO.
-    pub(super) fn dial_remote(
-        &mut self,
-        peer: InstanceId,
-        local: IpAddr,
-        remote: SocketAddr,
-        cookie: &Cookie,
-    ) -> bool {
+    pub(super) fn dial_remote(&mut self, peer: InstanceId, local: IpAddr, remote: SocketAddr, cookie: &Cookie) -> bool {
         if !self.devices.have(local) {
             return false;
         }
@@ -206,8 +168,7 @@ impl Worker {
         match dialled {
             // If it is late it serves the next attempt.
             Ok(Dialled { pair, peer, pid }) => {
-                let id = self.next_conn;
-                self.next_conn += 1;
+                let id = self.new_conn();
                 match self.establish_remote(id, peer, pid, pair) {
                     Some(link) => self.link_made(peer, link),
                     None => self.link_failed(peer),
@@ -229,7 +190,7 @@ impl Worker {
             }
             return;
         }
-        let state = match self.arriving.get(&id) {
+        let state = match self.links.arriving.get(&id) {
             Some(arriving) => arriving.pair.state(),
             None => return,
         };
@@ -242,7 +203,7 @@ impl Worker {
             pid,
             cookie,
             ..
-        }) = self.arriving.remove(&id)
+        }) = self.links.arriving.remove(&id)
         else {
             return;
         };
@@ -251,12 +212,8 @@ impl Worker {
             State::Up => {
                 if self.establish_remote(id, peer, pid, pair).is_some() {
                     let deadline = crate::time::now_ns() + LINK_TIMEOUT.as_nanos() as u64;
-                    let half_open = HalfOpen {
-                        peer,
-                        cookie,
-                        deadline,
-                    };
-                    self.half_open.insert(id, half_open);
+                    let half_open = HalfOpen { peer, cookie, deadline };
+                    self.links.half_open.insert(id, half_open);
                     self.spend_cookie(id);
                 }
             }
@@ -277,7 +234,7 @@ impl Worker {
     }
 
     fn drop_half_open(&mut self, is_over: impl Fn(&HalfOpen) -> bool) {
-        let over = self.half_open.iter().filter(|(_, u)| is_over(u));
+        let over = self.links.half_open.iter().filter(|(_, u)| is_over(u));
         for id in over.map(|(id, _)| *id).collect::<Vec<_>>() {
             self.hang_up(id, Reason::LinkFailed);
         }
@@ -285,19 +242,19 @@ impl Worker {
 
     /// The cookie of an accepted link is spent once something has come over it.
     fn spend_cookie(&mut self, id: u64) {
-        let Some(HalfOpen { peer, cookie, .. }) = self.half_open.get(&id) else {
+        let Some(HalfOpen { peer, cookie, .. }) = self.links.half_open.get(&id) else {
             return;
         };
         if self.remote_link(id).is_some_and(|(_, d)| d.has_received()) {
-            self.service.offers.redeem(cookie, peer);
-            self.half_open.remove(&id);
+            self.library.offers.redeem(cookie, peer);
+            self.links.half_open.remove(&id);
         }
     }
 
     fn drop_arriving(&mut self, is_over: impl Fn(&Arriving) -> bool) {
-        let over = self.arriving.iter().filter(|(_, a)| is_over(a));
+        let over = self.links.arriving.iter().filter(|(_, a)| is_over(a));
         for id in over.map(|(id, _)| *id).collect::<Vec<_>>() {
-            if let Some(arriving) = self.arriving.remove(&id) {
+            if let Some(arriving) = self.links.arriving.remove(&id) {
                 self.forget_fd(arriving.pair.info().map(|i| i.state_fd));
             }
         }
@@ -310,15 +267,9 @@ impl Worker {
         }
     }
 
-    fn establish_remote(
-        &mut self,
-        id: u64,
-        peer: InstanceId,
-        pid: u32,
-        pair: Pair,
-    ) -> Option<&'static Link> {
+    fn establish_remote(&mut self, id: u64, peer: InstanceId, pid: u32, pair: Pair) -> Option<&'static Link> {
         let info = pair.info().ok()?;
-        let slot = self.free_slot();
+        let slot = self.links.free_slot();
         let stats = self.open_stats(slot, rdmasock_core::stats::Path::Verbs, peer, pid);
         let identity = Identity { slot, peer, stats };
         let link = Link::between_hosts(identity, pair, config().arena.bytes())?;
@@ -338,12 +289,12 @@ impl Worker {
         }
         self.conns.insert(
             id,
-            super::Conn {
+            Conn {
                 channel: None,
                 peer: Peer::Link(link),
             },
         );
-        self.service.links.lock()?.push(link);
+        up::add(link);
         tracing::info!(target: "rdmasock", %peer, pid, slot, qp = info.qp_number, "link to another host up");
         self.on_completion(id);
         Some(link)
@@ -361,8 +312,8 @@ impl Worker {
         let Some(remote) = link.remote() else {
             return;
         };
-        if remote.is_watched() && self.watch_at == 0 {
-            self.watch_at = crate::time::now_ns() + WATCH_EVERY;
+        if remote.is_watched() {
+            self.alarms.watch.set_if_off(|| crate::time::now_ns() + WATCH_EVERY);
         }
         if link.has_ready(SERVICE)
             && let Some(id) = self.conn_of(link)
@@ -381,7 +332,7 @@ impl Worker {
             && control.resume.as_ref().is_some_and(Resume::is_marked)
             && remote.is_confirmed(theirs)
         {
-            promote::resume::confirmed(socket, &mut control);
+            connection::resume::confirmed(socket, &mut control);
         }
     }
 
@@ -392,15 +343,11 @@ impl Worker {
 
     /// Idle directions tell their peers what they have read; and links on which nobody sleeps any more are
     /// this thread's to hear.
-    pub(super) fn maintain_links(&mut self, now: u64) {
-        if self.maintain_at == 0 || now < self.maintain_at {
-            return;
-        }
-        self.maintain_at = 0;
+    pub(super) fn maintain_links(&mut self) {
         // First: who comes from now on asks again.
-        self.service.maintaining.store(false, SeqCst);
+        self.service.maintaining.begin();
         let mut again = false;
-        for link in self.service.all_links() {
+        for link in up::all() {
             let Some(remote) = link.remote() else {
                 continue;
             };
@@ -422,18 +369,15 @@ impl Worker {
         }
     }
 
-    /// Links on which something was sent: do their peers' devices still answer? What has failed is seen by `poll_remote`.
+    /// Links on which something was sent: do their peers' devices still answer? What has failed is seen by
+    /// `poll_remote`.
     pub(super) fn watch_links(&mut self, now: u64) {
-        if self.watch_at == 0 || now < self.watch_at {
-            return;
-        }
-        self.watch_at = 0;
-        for remote in self.service.all_links().iter().filter_map(|l| l.remote()) {
+        for remote in up::all().iter().filter_map(|l| l.remote()) {
             if remote.is_watched() {
                 remote.tick(now);
             }
             if remote.is_watched() {
-                self.watch_at = now + WATCH_EVERY;
+                self.alarms.watch.set(now + WATCH_EVERY);
             }
         }
     }
@@ -479,18 +423,13 @@ impl Worker {
     }
 }
 
-/// A request to connect that has not been answered for so long is taken for lost, and made anew; each is given twice as long
-/// as the one before, for the peer may only be slow. RoCE's requests are datagrams, which the kernel repeats after more than 4 s
-/// (Linux, `CMA_CM_RESPONSE_TIMEOUT`), iWARP's a TCP connection, which it tries at longer and longer intervals; and the first one
-/// after a failure of the network is often one too early.
+/// A request to connect that has not been answered for so long is taken for lost, and made anew; each is given twice as
+/// long as the one before, for the peer may only be slow. RoCE's requests are datagrams, which the kernel repeats after
+/// more than 4 s (Linux, `CMA_CM_RESPONSE_TIMEOUT`), iWARP's a TCP connection, which it tries at longer and longer
+/// intervals; and the first one after a failure of the network is often one too early.
 const LOST_AFTER: Duration = Duration::from_secs(3);
 
-fn dial(
-    peer: InstanceId,
-    local: IpAddr,
-    remote: SocketAddr,
-    greeting: &[u8],
-) -> Result<Dialled, Errno> {
+fn dial(peer: InstanceId, local: IpAddr, remote: SocketAddr, greeting: &[u8]) -> Result<Dialled, Errno> {
     tracing::debug!(target: "rdmasock::link", %remote, "dialling");
     let started = Instant::now();
     let mut patience = LOST_AFTER;
@@ -505,8 +444,7 @@ fn dial(
     };
     tracing::debug!(target: "rdmasock::link", %remote, "connected");
     let info = pair.info()?;
-    let Introduction { pid, instance, .. } =
-        Introduction::decode(&info.private).map_err(|_| Errno::PROTO)?;
+    let Introduction { pid, instance, .. } = Introduction::decode(&info.private).map_err(|_| Errno::PROTO)?;
     // P23: the instance that the TCP connection leads to, and no other.
     if instance != peer {
         return Err(Errno::PERM);

@@ -4,29 +4,28 @@
 //! question; the others wait for the stamp that its answer brings. A host that does not answer, or where
 //! nobody listens, is not asked for a while. What a YES leads to is `ask.rs`'s business.
 
-use std::collections::HashMap;
+pub mod hosts;
+
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::AsFd;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use rdmasock_core::ids::{InstanceId, Nonce};
 use rdmasock_core::os::datagram::Asker;
 use rdmasock_core::rendezvous::control::{Body, DATAGRAM, Datagram, QueryId, Stamp};
-use rdmasock_core::rendezvous::guard::Memory;
-use rdmasock_core::rendezvous::peers::{Answer, DestinationCache};
+use rdmasock_core::rendezvous::peers::Answer;
 use rdmasock_core::stats::Event;
 use rdmasock_core::wire::{self, Message};
 use rustix::event::epoll as kernel;
 use rustix::io::Errno;
 
-use super::ask::Asking;
-use super::control::count_refused;
-use super::{Worker, kind, tag};
+use super::asking::Asking;
+use super::control::taken::count_refused;
+use super::retry::HOST_ABSENT_FOR;
+use super::state::Worker;
+use crate::mailbox::{kind, tag};
+use hosts::{Fate, Host, Hosts, MS, NEVER, QUIET, Query};
 
-const MS: u64 = 1_000_000;
-
-/// How long a host that does not answer is left alone.
-pub(super) const ABSENT_FOR: Duration = Duration::from_secs(30);
 /// A question is sent again after so long, then after so long; all within the time that an answer may take.
 const AGAIN: [u64; 4] = [400 * MS, 700 * MS, 1500 * MS, 2000 * MS];
 /// How often nobody may listen there, in a row, until the host is one without the library: a program that has just
@@ -36,72 +35,6 @@ const REFUSALS: u32 = 3;
 const RESTAMPS: u32 = 3;
 /// Hosts that are talked to at once.
 const HOSTS: usize = 1024;
-/// A host's socket is closed when nothing has been sent or heard for so long: longer than a YES is repeated (P67).
-const QUIET: u64 = 150_000 * MS;
-/// Questions that are remembered, so that a repeated YES gets the same answer as the first.
-const QUERIES: usize = 16_384;
-const REMEMBERED: u64 = 300_000 * MS;
-const NEVER: u64 = u64::MAX;
-
-/// What the asker knows.
-pub(super) struct Hosts {
-    by_address: HashMap<(IpAddr, IpAddr), u64>,
-    hosts: HashMap<u64, Host>,
-    queries: Memory<QueryId, Query>,
-    absent: DestinationCache,
-}
-
-struct Host {
-    socket: Asker,
-    address: (IpAddr, IpAddr),
-    /// From its last answer; `None`: none has come, or the last one did not.
-    stamp: Option<Stamp>,
-    /// Questions whose answer is to come.
-    waiting: Vec<QueryId>,
-    /// How often in a row the kernel has said that nobody listens there.
-    refused: u32,
-    quiet_since: u64,
-}
-
-/// A question to another host.
-struct Query {
-    host: u64,
-    request: u64,
-    sent: usize,
-    restamped: u32,
-    /// When it is to be sent next, monotonic ns.
-    next: u64,
-    fate: Fate,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Fate {
-    Asked,
-    /// Its YES has led to a HELLO.
-    Greeted,
-    /// A YES is not wanted (any more).
-    Unwanted,
-}
-
-impl Hosts {
-    pub(super) fn new() -> Self {
-        Self {
-            by_address: HashMap::new(),
-            hosts: HashMap::new(),
-            queries: Memory::new(QUERIES, REMEMBERED),
-            absent: DestinationCache::new(4096),
-        }
-    }
-
-    /// When there is something to do next, monotonic ns.
-    pub(super) fn next_timeout(&self) -> Option<u64> {
-        let idle = self.hosts.values().filter(|h| h.waiting.is_empty());
-        let quiet = idle.map(|h| h.quiet_since + QUIET);
-        let waiting = self.hosts.values().flat_map(|h| &h.waiting);
-        let sends = waiting.filter_map(|id| Some(self.queries.get(id)?.next));
-        sends.chain(quiet).min().filter(|at| *at != NEVER)
-    }
-}
 
 impl Worker {
     /// Asks the host that the connection leads to. Nothing if it is known not to answer.
@@ -148,8 +81,7 @@ impl Worker {
             return None;
         }
         let socket = Asker::connect(address.0, remote).ok()?;
-        let id = self.next_conn;
-        self.next_conn += 1;
+        let id = self.new_conn();
         if !self.add(socket.as_fd(), tag(kind::HOST, id), kernel::EventFlags::IN) {
             return None;
         }
@@ -240,10 +172,7 @@ impl Worker {
         let message = request
             .and_then(|r| Some((r, self.asks.get(&r)?)))
             .map(|(r, asking)| self.question(r, asking));
-        let (Some(host), Some(entry)) = (
-            self.hosts.hosts.get_mut(&id),
-            self.hosts.queries.get_mut(&query),
-        ) else {
+        let (Some(host), Some(entry)) = (self.hosts.hosts.get_mut(&id), self.hosts.queries.get_mut(&query)) else {
             return true;
         };
         let Some(Message::Ask {
@@ -318,10 +247,7 @@ impl Worker {
         let now = crate::time::now_ns();
         let (Some(host), Some(query)) = (
             self.hosts.hosts.get_mut(&id),
-            self.hosts
-                .queries
-                .get_mut(&datagram.query)
-                .filter(|q| q.host == id),
+            self.hosts.queries.get_mut(&datagram.query).filter(|q| q.host == id),
         ) else {
             return self.library.stats.count(Event::ControlMisplaced);
         };
@@ -373,8 +299,7 @@ impl Worker {
     }
 
     fn on_host_yes(&mut self, id: u64, query: QueryId, nonce_s: Nonce, instance_s: InstanceId) {
-        let Some((fate, request)) = self.hosts.queries.get(&query).map(|q| (q.fate, q.request))
-        else {
+        let Some((fate, request)) = self.hosts.queries.get(&query).map(|q| (q.fate, q.request)) else {
             return;
         };
         let fate = if fate != Fate::Asked {
@@ -390,10 +315,7 @@ impl Worker {
         let body = if fate == Fate::Greeted {
             Body::Got
         } else {
-            Body::Cancel {
-                nonce_s,
-                instance_s,
-            }
+            Body::Cancel { nonce_s, instance_s }
         };
         if let Some(host) = self.hosts.hosts.get(&id) {
             let stamp = host.stamp.unwrap_or(Stamp::NONE);
@@ -415,11 +337,7 @@ impl Worker {
             return;
         };
         self.close_query(id, query, Fate::Unwanted);
-        if self
-            .asks
-            .get_mut(&request)
-            .is_some_and(|a| a.asked.remove(&id))
-        {
+        if self.asks.get_mut(&request).is_some_and(|a| a.asked.remove(&id)) {
             self.library.stats.count(Event::No);
             self.declined(request, reason);
         }
@@ -442,8 +360,8 @@ impl Worker {
         if host.stamp.take().is_some() {
             return false;
         }
-        // Its socket stays for now: a host that has only been slow says YES to what it has been asked, until it hears that
-        // this is not wanted any more, and till then would not be asked about that connection again.
+        // Its socket stays for now: a host that has only been slow says YES to what it has been asked, until it hears
+        // that this is not wanted any more, and till then would not be asked about that connection again.
         self.leave_alone(id);
         true
     }
@@ -471,9 +389,7 @@ impl Worker {
         if let Some(port) = self.library.reach.port() {
             let remote = SocketAddr::new(host.address.1, port);
             let now = Instant::now();
-            self.hosts
-                .absent
-                .insert(remote, Answer::Absent, now, ABSENT_FOR);
+            self.hosts.absent.insert(remote, Answer::Absent, now, HOST_ABSENT_FOR);
         }
         for query in waiting {
             let Some(query) = self.hosts.queries.get_mut(&query) else {
@@ -481,10 +397,7 @@ impl Worker {
             };
             query.fate = Fate::Unwanted;
             let request = query.request;
-            if self
-                .asks
-                .get_mut(&request)
-                .is_some_and(|a| a.asked.remove(&id))
+            if self.asks.get_mut(&request).is_some_and(|a| a.asked.remove(&id))
                 && let Some(asking) = self.asks.remove(&request)
             {
                 self.go_on(request, asking);

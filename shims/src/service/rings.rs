@@ -4,22 +4,13 @@ use std::sync::atomic::Ordering::Acquire;
 
 use rdmasock_core::wire::Message;
 
-use super::{Ref, Worker};
-use crate::promote;
+use super::alarms::Alarm;
+use crate::mailbox::Ref;
 use crate::ready;
 use crate::rx::{self, Shrunk};
 use crate::socket::{self, Mode};
 use crate::tx;
-
-/// A sender that found no room, and how far its reader had got then.
-pub(super) struct Blocked {
-    r: Ref,
-    reader_at: u64,
-    /// How long the sender is left alone between two looks, ns.
-    every: u64,
-    /// When the sender is looked at next, monotonic ns.
-    pub deadline: u64,
-}
+use rdmasock_core::stream::connection;
 
 /// A reader that has not read for this long, ns, stands still: its ring grows without it.
 const STILL_FOR: u64 = 2_000_000;
@@ -30,8 +21,27 @@ const LONGEST: u64 = 1_000_000_000;
 /// How often idle rings are looked for after one has grown.
 const SHRINK_EVERY: u64 = 1_000_000_000;
 
-impl Worker {
-    pub(super) fn on_blocked(&mut self, r: Ref) {
+/// A sender that found no room, and how far its reader had got then.
+struct Blocked {
+    r: Ref,
+    reader_at: u64,
+    /// How long the sender is left alone between two looks, ns.
+    every: u64,
+    /// When the sender is looked at next, monotonic ns.
+    deadline: u64,
+}
+
+/// See the module.
+#[derive(Default)]
+pub struct Rings {
+    blocked: Vec<Blocked>,
+    /// When idle rings are looked for.
+    shrink: Alarm,
+}
+
+impl Rings {
+    /// A sender has found no room.
+    pub fn on_blocked(&mut self, r: Ref) {
         if let Some(socket) = r.get()
             && let Some(reader_at) = tx::reader_at(socket)
         {
@@ -44,8 +54,21 @@ impl Worker {
         }
     }
 
-    /// Sees to the senders that have found no room for a while.
-    pub(super) fn relieve(&mut self, now: u64) {
+    /// When there is something to do next, monotonic ns.
+    pub fn next_timeout(&self) -> Option<u64> {
+        let blocked = self.blocked.iter().map(|blocked| blocked.deadline);
+        blocked.chain(self.shrink.next()).min()
+    }
+
+    /// Sees to senders that have found no room for a while, and to idle rings.
+    pub fn on_timeout(&mut self, now: u64) {
+        self.relieve(now);
+        if self.shrink.rings(now) {
+            self.shrink(now);
+        }
+    }
+
+    fn relieve(&mut self, now: u64) {
         let late: Vec<Blocked> = self.blocked.extract_if(.., |p| p.deadline <= now).collect();
         for blocked in late {
             let Some(socket) = blocked.r.get() else {
@@ -62,21 +85,19 @@ impl Worker {
                     deadline: now + every,
                     ..blocked
                 });
-            } else if promote::read_ahead(socket, true) {
+            } else if connection::read_ahead(socket, true) {
                 ready::notify_local(socket);
             }
         }
     }
 
     /// A ring has grown: looks at the rings once they can be idle.
-    pub(super) fn on_grown(&mut self) {
-        if self.shrink_at == 0 {
-            self.shrink_at = crate::time::now_ns() + SHRINK_EVERY;
-        }
+    pub fn on_grown(&mut self) {
+        self.shrink.set_if_off(|| crate::time::now_ns() + SHRINK_EVERY);
     }
 
     /// Gives rings that are idle their first size.
-    pub(super) fn shrink(&mut self, now: u64) {
+    fn shrink(&mut self, now: u64) {
         let mut again = false;
         for socket in socket::all() {
             again |= !tx::give_back(socket);
@@ -97,7 +118,7 @@ impl Worker {
             }
         }
         if again {
-            self.shrink_at = now + SHRINK_EVERY;
+            self.shrink.set(now + SHRINK_EVERY);
         }
     }
 }

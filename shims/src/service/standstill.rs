@@ -1,29 +1,38 @@
-//! TCP_USER_TIMEOUT on a link: a connection whose other end takes nothing for so long, though there is something for it to take, is at
-//! its end (tcp(7)). TCP counts from when the window is closed, this from when a send has found no room; on TCP the kernel counts.
+//! TCP_USER_TIMEOUT on a link: a connection whose other end takes nothing for so long, though there is something for it
+//! to take, is at its end (tcp(7)). TCP counts from when the window is closed, this from when a send has found no room;
+//! on TCP the kernel counts.
 
 use std::sync::atomic::Ordering::Acquire;
 
-use super::{Ref, Worker};
-use crate::socket::{self, Socket};
+use crate::mailbox::Ref;
+use crate::reset;
+use crate::socket::Socket;
 use crate::tx;
 
+fn patience(socket: &Socket) -> u64 {
+    u64::from(socket.options.user_timeout.load(Acquire)) * 1_000_000
+}
+
 /// A sender that has found no room, and lets its peer have only so much time.
-pub(super) struct Standing {
+struct Standing {
     r: Ref,
     /// How far the reader had got.
     reader_at: u64,
     /// Since when the reader has got no further, monotonic ns.
     since: u64,
     /// When it is looked at again.
-    pub deadline: u64,
+    deadline: u64,
 }
 
-fn patience(socket: &Socket) -> u64 {
-    u64::from(socket.user_timeout.load(Acquire)) * 1_000_000
+/// See the module.
+#[derive(Default)]
+pub struct Standstill {
+    standing: Vec<Standing>,
 }
 
-impl Worker {
-    pub(super) fn on_standing(&mut self, r: Ref) {
+impl Standstill {
+    /// A sender has found no room.
+    pub fn on_standing(&mut self, r: Ref) {
         if let Some(socket) = r.get()
             && let Some(reader_at) = tx::stands_still(socket)
         {
@@ -37,8 +46,13 @@ impl Worker {
         }
     }
 
+    /// When one is looked at next, monotonic ns.
+    pub fn next_timeout(&self) -> Option<u64> {
+        self.standing.iter().map(|standing| standing.deadline).min()
+    }
+
     /// Ends what has stood still for too long.
-    pub(super) fn end_standing(&mut self, now: u64) {
+    pub fn on_timeout(&mut self, now: u64) {
         self.standing.retain_mut(|standing| {
             if standing.deadline > now {
                 return true;
@@ -58,7 +72,7 @@ impl Worker {
             let is_over = patience != 0 && standing.deadline <= now;
             if is_over {
                 tracing::debug!(target: "rdmasock", slot = socket.slot, "timed out");
-                socket::time_out(socket);
+                reset::time_out(socket);
             }
             if is_over || patience == 0 {
                 tx::forget_standing(socket);

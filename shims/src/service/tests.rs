@@ -1,9 +1,14 @@
 //! Who may answer what: the rules P10, P11, P14, P15 and the memory of attempts, on one worker.
 
-use rdmasock_core::ids::Cookie;
+use rdmasock_core::stream::connection::Task;
+
+use crate::mailbox::{Command, Ref};
+use crate::service::asking::Asking;
+use crate::service::state::Peer;
+use rdmasock_core::ids::{Cookie, InstanceId, Nonce};
 use std::collections::VecDeque;
 use std::net::{TcpListener, TcpStream};
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsFd, AsRawFd};
 use std::sync::Mutex;
 
 use rdmasock_core::os::channel::Channel;
@@ -11,7 +16,7 @@ use rdmasock_core::stream::handshake::{Handshake, Role};
 use rdmasock_core::wire::{self, MAX_MESSAGE, Message};
 
 use super::*;
-use crate::socket::Mode;
+use crate::socket::{Mode, Socket, Stage};
 
 /// A worker beside which no service thread runs.
 pub(super) fn worker() -> Worker {
@@ -22,17 +27,17 @@ pub(super) fn worker() -> Worker {
 
 /// What is submitted stays in the queue.
 pub(crate) fn without_thread() {
-    let library = Library::ensure().unwrap();
-    library.service.started.store(true, SeqCst);
+    assert!(crate::instance::is_on());
+    Library::get().service.claim_start();
 }
 
-/// How often it is to be looked for markers behind what `socket` has not read.
-pub(crate) fn reads_ahead(socket: &'static Socket) -> usize {
+/// How often something was left to be done for `socket` so far.
+pub(crate) fn left_to_do(socket: &'static Socket, what: Task) -> usize {
     static TAKEN: Mutex<VecDeque<Command>> = Mutex::new(VecDeque::new());
     let mut taken = TAKEN.lock().unwrap();
-    Library::get().service.queue.take_all(&mut taken);
+    Library::get().service.take_all(&mut taken);
     let is_this = |r: &Ref| r.get().is_some_and(|s| std::ptr::eq(s, socket));
-    let count = |c: &&Command| matches!(c, Command::ReadAhead(r) if is_this(r));
+    let count = |c: &&Command| matches!(c, Command::Do(r, task) if *task == what && is_this(r));
     taken.iter().filter(count).count()
 }
 
@@ -41,7 +46,7 @@ pub(crate) fn connected() -> (&'static Socket, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     let socket = Socket::allocate(stream.as_raw_fd(), true).unwrap();
-    socket.set_stage(Stage::Busy);
+    socket.promotion.set_stage(Stage::Busy);
     (socket, stream)
 }
 
@@ -51,21 +56,16 @@ fn asked(worker: &mut Worker, socket: &'static Socket, by_name: bool) -> (u64, u
     let request = crate::library::random_u64();
     let nonce = Nonce::random().unwrap();
     socket.control.lock().unwrap().handshake = Some(Handshake::connector(nonce));
-    let conn = worker
-        .register(ours, Peer::Asked { request, by_name })
-        .unwrap();
-    worker.asks.insert(
-        request,
-        ask::Asking::for_test(Ref::new(socket), nonce, conn),
-    );
+    let conn = worker.register(ours, Peer::Asked { request, by_name }).unwrap();
+    worker
+        .asks
+        .insert(request, Asking::for_test(Ref::new(socket), nonce, conn));
     (request, conn, theirs)
 }
 
 pub(super) fn say(channel: &Channel, message: &Message) {
     let mut buf = [0u8; MAX_MESSAGE];
-    channel
-        .send(message.encode(&mut buf).unwrap(), &[])
-        .unwrap();
+    channel.send(message.encode(&mut buf).unwrap(), &[]).unwrap();
 }
 
 pub(super) fn received(channel: &Channel) -> Option<Message> {
@@ -89,9 +89,7 @@ fn an_answer_counts_only_from_whom_was_asked() {
     let (request, conn, _holder) = asked(&mut worker, socket, true);
 
     let (ours, stranger) = Channel::pair().unwrap();
-    let incoming = worker
-        .register(ours, Peer::Incoming { listener: None })
-        .unwrap();
+    let incoming = worker.register(ours, Peer::Incoming { listener: None }).unwrap();
     say(&stranger, &yes(request));
     worker.on_channel(incoming);
     assert!(
@@ -107,16 +105,7 @@ fn an_answer_counts_only_from_whom_was_asked() {
     assert!(!worker.conns.contains_key(&other_conn));
 
     assert!(worker.asks.contains_key(&request) && worker.conns.contains_key(&conn));
-    assert!(
-        socket
-            .control
-            .lock()
-            .unwrap()
-            .handshake
-            .as_ref()
-            .unwrap()
-            .is_asking()
-    );
+    assert!(socket.control.lock().unwrap().handshake.as_ref().unwrap().is_asking());
 }
 
 #[test]
@@ -130,11 +119,7 @@ fn a_yes_after_the_program_has_given_up_gets_cancel() {
     say(&holder, &yes(request));
     worker.on_channel(conn);
     assert!(matches!(received(&holder), Some(Message::Cancel { request: r, .. }) if r == request));
-    assert_eq!(
-        socket.rx_mode.load(Acquire),
-        Mode::Tcp,
-        "nothing is scanned"
-    );
+    assert_eq!(socket.rx_mode.load(Acquire), Mode::Tcp, "nothing is scanned");
     let control = socket.control.lock().unwrap();
     assert!(
         control
@@ -190,15 +175,7 @@ fn redirects_end() {
         .map(|id| (id, names::Listener::instance(&id).unwrap()))
         .collect();
     let (more, other) = Channel::pair().unwrap();
-    let more = worker
-        .register(
-            more,
-            Peer::Asked {
-                request,
-                by_name: true,
-            },
-        )
-        .unwrap();
+    let more = worker.register(more, Peer::Asked { request, by_name: true }).unwrap();
     worker.asks.get_mut(&request).unwrap().also_for_test(more);
     say(
         &holder,
@@ -218,11 +195,7 @@ fn redirects_end() {
         },
     );
     worker.on_channel(more);
-    assert!(
-        names
-            .iter()
-            .all(|(_, name)| matches!(name.accept(), Ok(Some(_))))
-    );
+    assert!(names.iter().all(|(_, name)| matches!(name.accept(), Ok(Some(_)))));
     assert!(!matches!(beyond.accept(), Ok(Some(_))));
 }
 
@@ -230,9 +203,7 @@ fn redirects_end() {
 fn a_message_with_fds_that_it_does_not_carry_ends_the_channel() {
     let mut worker = worker();
     let (ours, theirs) = Channel::pair().unwrap();
-    let conn = worker
-        .register(ours, Peer::Incoming { listener: None })
-        .unwrap();
+    let conn = worker.register(ours, Peer::Incoming { listener: None }).unwrap();
     let nonce = Nonce::random().unwrap();
     let mut buf = [0u8; MAX_MESSAGE];
     let cancel = Message::Cancel {
@@ -253,9 +224,10 @@ pub(super) fn accepted() -> (&'static Socket, TcpStream, TcpStream) {
     let client = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     let (server, _) = listener.accept().unwrap();
     let socket = Socket::allocate(server.as_raw_fd(), true).unwrap();
-    socket.role.store(1, SeqCst);
-    socket.set_stage(Stage::Watching);
+    socket.promotion.set_acceptor(None);
+    socket.promotion.set_stage(Stage::Watching);
     socket
+        .promotion
         .progress
         .on_sent(1, crate::library::threshold_of(Role::Connector));
     (socket, client, server)
@@ -270,49 +242,28 @@ fn a_yes_that_reaches_nobody_begins_nothing() {
     // Who asked was hung up on before.
     worker.on_ask(u64::MAX, 1, tuple, nonce, instance);
     assert_eq!(socket.rx_mode.load(SeqCst), Mode::Tcp);
-    assert_eq!(socket.stage(), Stage::Watching);
+    assert_eq!(socket.promotion.stage(), Stage::Watching);
     worker.settle(Ref::new(socket));
     let (ours, theirs) = Channel::pair().unwrap();
-    let conn = worker
-        .register(ours, Peer::Incoming { listener: None })
-        .unwrap();
+    let conn = worker.register(ours, Peer::Incoming { listener: None }).unwrap();
     worker.on_ask(conn, 1, tuple, nonce, instance);
     assert!(matches!(received(&theirs), Some(Message::Yes { .. })));
     assert_eq!(socket.rx_mode.load(SeqCst), Mode::Marked);
 }
 
 #[test]
-fn attempts_that_are_over_are_forgotten() {
-    let mut worker = worker();
-    let (socket, _stream) = connected();
-    let live = Nonce::random().unwrap();
-    socket.control.lock().unwrap().handshake = Some(Handshake::acceptor(live, live).0);
-    worker.remember_offer(live, Ref::new(socket));
-    for _ in 0..4 * answer::OFFERED_MIN {
-        worker.remember_offer(Nonce::random().unwrap(), Ref::new(socket));
-    }
-    assert!(worker.offered.contains_key(&live));
-    assert!(worker.offered.len() <= answer::OFFERED_MIN);
-}
-
-#[test]
 fn a_cookie_is_good_once_and_for_whom_it_was_made() {
     let worker = worker();
     let (peer, other) = (InstanceId::random().unwrap(), InstanceId::random().unwrap());
-    let cookie = worker.service.offer_link(peer, None).unwrap().cookie;
-    assert!(!worker.service.offers.redeem(&cookie, &other));
-    assert!(
-        !worker
-            .service
-            .offers
-            .redeem(&Cookie::random().unwrap(), &peer)
-    );
+    let cookie = up::offer(peer, None).unwrap().cookie;
+    assert!(!worker.library.offers.redeem(&cookie, &other));
+    assert!(!worker.library.offers.redeem(&Cookie::random().unwrap(), &peer));
     // A request to connect may be lost, and come again.
     for _ in 0..2 {
-        assert!(worker.service.offers.has(&cookie, &peer));
+        assert!(worker.library.offers.has(&cookie, &peer));
     }
-    assert!(!worker.service.offers.has(&cookie, &other));
-    assert!(worker.service.offers.redeem(&cookie, &peer));
-    assert!(!worker.service.offers.has(&cookie, &peer));
-    assert!(!worker.service.offers.redeem(&cookie, &peer));
+    assert!(!worker.library.offers.has(&cookie, &other));
+    assert!(worker.library.offers.redeem(&cookie, &peer));
+    assert!(!worker.library.offers.has(&cookie, &peer));
+    assert!(!worker.library.offers.redeem(&cookie, &peer));
 }

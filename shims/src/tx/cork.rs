@@ -13,7 +13,7 @@ use crate::socket::{Mode, Socket, Tx};
 pub(super) fn is_more_to_come(socket: &Socket, flags: c_int, n: usize) -> bool {
     /// More than this is worth a wake-up of its own.
     const SEGMENT: usize = 16 * 1024;
-    (flags & libc::MSG_MORE != 0 || socket.corked.load(Relaxed)) && n < SEGMENT
+    (flags & libc::MSG_MORE != 0 || socket.options.corked.load(Relaxed)) && n < SEGMENT
 }
 
 /// The peer is told later, by the next send, or by the service thread ([`send_delayed_wake`]).
@@ -46,10 +46,10 @@ pub fn cork(socket: &'static Socket, on: bool) -> bool {
         let Some(mut tx) = socket.tx.lock() else {
             return false;
         };
-        socket.corked.store(on, Relaxed);
+        socket.options.corked.store(on, Relaxed);
         let on_link = socket.tx_mode.load(Acquire) == Mode::Link;
         if !on_link {
-            tx.kernel_corked = on;
+            tx.own.kernel_corked = on;
         }
         on_link
     };
@@ -60,12 +60,12 @@ pub fn cork(socket: &'static Socket, on: bool) -> bool {
 }
 
 /// The direction is back on TCP. The caller holds its lock.
-pub fn pass_cork(socket: &'static Socket, tx: &mut Tx) {
-    let corked = socket.corked.load(Relaxed);
-    if tx.kernel_corked != corked
-        && let Some(fd) = socket.anchor_fd()
+pub fn pass_cork(socket: &Socket, tx: &mut Tx) {
+    let corked = socket.options.corked.load(Relaxed);
+    if tx.own.kernel_corked != corked
+        && let Some(fd) = socket.numbers.anchor_fd()
     {
-        tx.kernel_corked = corked;
+        tx.own.kernel_corked = corked;
         let _ = rustix::net::sockopt::set_tcp_cork(fd, corked);
     }
     tx.wake_delayed = false;

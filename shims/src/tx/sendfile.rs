@@ -9,14 +9,14 @@ use rdmasock_core::os::kernel;
 use super::cork::{delay_wake, is_more_to_come};
 use super::room::{Room, no_room};
 use super::{PIECE, count_sent, is_dead, leave, plain, take_back, violation};
-use crate::call::{Began, Call, Direction, Place};
+use crate::call::{Began, Call, Direction, Place, on_its_file};
+use crate::closing;
 use crate::errno;
-use crate::lifecycle::{self, on_its_file};
-use crate::promote;
 use crate::ready;
 use crate::socket::{Mode, Sending, Socket, Stage};
 use crate::table;
 use crate::wait;
+use rdmasock_core::stream::connection;
 
 /// sendfile() on a direction that is on the link: reads the file straight into the ring.
 ///
@@ -37,7 +37,7 @@ pub unsafe fn sendfile(
     let began = Began::now(socket, fd);
     let call = Call::new(began, Direction::Send);
     if socket.tx_mode.load(Acquire) == Mode::Tcp {
-        if socket.stage() == Stage::Plain {
+        if socket.promotion.stage() == Stage::Plain {
             let n = real(fd);
             count_sent(&began, n);
             return n;
@@ -67,7 +67,7 @@ unsafe fn sendfile_slow(
     let mut sent = 0usize;
     let mut patience = wait::Patience::default();
     let count = count.min(0x7fff_f000);
-    crate::fork::reclaim(socket);
+    crate::reclaim::reclaim(socket);
     loop {
         if !call.is_held() && !call.is_named() {
             let fd = call.fd;
@@ -79,17 +79,17 @@ unsafe fn sendfile_slow(
                 None => real(fd),
             };
         }
-        if socket.tx_mode.load(Acquire) == Mode::Marked && promote::flush(socket) {
+        if socket.tx_mode.load(Acquire) == Mode::Marked && connection::flush(socket) {
             continue;
         }
         let Some(mut tx) = socket.tx.lock() else {
             return errno::fail(libc::EINTR);
         };
         let on_link = socket.tx_mode.load(Acquire) == Mode::Link;
-        let place = call.place(&tx.seen);
+        let place = call.place(&tx.own.seen);
         if place != Place::Here {
             drop(tx);
-            lifecycle::look_again(socket, call.fd);
+            closing::look_again(socket, call.fd);
             if place == Place::Lost {
                 return errno::after(sent, libc::EBADF);
             }
@@ -114,12 +114,7 @@ unsafe fn sendfile_slow(
             continue;
         }
         let want = (count - sent).min(PIECE);
-        let spans = match tx
-            .producer
-            .as_mut()
-            .filter(|_| on_link)
-            .map(|p| p.spans(want.max(1)))
-        {
+        let spans = match tx.producer.as_mut().filter(|_| on_link).map(|p| p.spans(want.max(1))) {
             Some(Ok(spans)) => Some(spans),
             Some(Err(error)) => {
                 drop(tx);
@@ -128,9 +123,7 @@ unsafe fn sendfile_slow(
             }
             None => None,
         };
-        let [first, second] = spans
-            .map(|s| s.pieces())
-            .unwrap_or([(std::ptr::null_mut(), 0); 2]);
+        let [first, second] = spans.map(|s| s.pieces()).unwrap_or([(std::ptr::null_mut(), 0); 2]);
         let first_len = first.1.min(want);
         let pieces = [
             libc::iovec {
@@ -157,9 +150,9 @@ unsafe fn sendfile_slow(
             if let Err(error) = wait::may_wait(socket, 0) {
                 return errno::after(sent, error);
             }
-            call.hold(&mut tx.waiting);
+            call.hold(&mut tx.own.waiting);
             drop(tx);
-            if let Err(error) = wait::for_space(socket, &mut patience) {
+            if let Err(error) = wait::wait_for::<super::Space>(socket, &mut patience) {
                 return errno::after(sent, error);
             }
             continue;
@@ -195,8 +188,8 @@ unsafe fn sendfile_slow(
             tx.wake_delayed = false;
             tx.producer.as_mut().map(|p| p.commit(n))
         };
-        tx.last = tx.seen.tick();
-        if let Some(stats) = socket.stats() {
+        tx.own.last = tx.own.seen.tick();
+        if let Some(stats) = socket.told.stats() {
             stats.add_tx_link(n as u64);
         }
         drop(tx);
@@ -216,7 +209,6 @@ unsafe fn sendfile_slow(
 
 fn is_regular(fd: c_int) -> bool {
     // SAFETY: the program's own fd, in the middle of its call.
-    rustix::fs::fstat(unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) }).is_ok_and(|s| {
-        rustix::fs::FileType::from_raw_mode(s.st_mode) == rustix::fs::FileType::RegularFile
-    })
+    rustix::fs::fstat(unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) })
+        .is_ok_and(|s| rustix::fs::FileType::from_raw_mode(s.st_mode) == rustix::fs::FileType::RegularFile)
 }

@@ -13,9 +13,7 @@ use crate::time::Timeout;
 /// (SA_RESTART). With a bound the kernel's socket calls are never restarted, and neither is this.
 pub fn on_futex(futex: *const u32, ticket: u32, left: Timeout) -> Result<(), c_int> {
     let timeout = left.to_timespec();
-    let timeout = timeout
-        .as_ref()
-        .map_or(std::ptr::null(), std::ptr::from_ref);
+    let timeout = timeout.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
     let slept = crate::jump::outside(|| {
         // SAFETY: the word is in a mapping that is never undone, and the time-out is valid or null.
         let result = unsafe { futex_wait(futex, ticket, timeout) };
@@ -51,11 +49,7 @@ const ASYNCHRONOUS: c_int = 1;
 /// # Safety
 /// `futex` is readable, `timeout` too or null.
 #[inline(never)]
-unsafe extern "C-unwind" fn futex_wait(
-    futex: *const u32,
-    ticket: u32,
-    timeout: *const libc::timespec,
-) -> isize {
+unsafe extern "C-unwind" fn futex_wait(futex: *const u32, ticket: u32, timeout: *const libc::timespec) -> isize {
     let mut old = 0;
     // SAFETY: a valid type and place; what may be unwound here holds nothing.
     unsafe { pthread_setcanceltype(ASYNCHRONOUS, &raw mut old) };
@@ -82,7 +76,8 @@ unsafe extern "C-unwind" fn futex_wait(
 
 /// Sleeps until one of the two is readable; true if the first is. `Err` is the errno that the call fails with.
 ///
-/// It has to be ppoll, which the kernel never restarts: what it would have done without a bound is asked for afterwards.
+/// It has to be ppoll, which the kernel never restarts: what it would have done without a bound is asked for
+/// afterwards.
 pub fn on_two(bell: BorrowedFd<'_>, also: BorrowedFd<'_>, left: Timeout) -> Result<bool, c_int> {
     use crate::real::Cancellable;
     let timeout = left.to_timespec();
@@ -96,9 +91,7 @@ pub fn on_two(bell: BorrowedFd<'_>, also: BorrowedFd<'_>, left: Timeout) -> Resu
         crate::real::ppoll().cancellable()(
             set.as_mut_ptr(),
             set.len() as libc::nfds_t,
-            timeout
-                .as_ref()
-                .map_or(std::ptr::null(), std::ptr::from_ref),
+            timeout.as_ref().map_or(std::ptr::null(), std::ptr::from_ref),
             std::ptr::null(),
         )
     });
@@ -108,7 +101,7 @@ pub fn on_two(bell: BorrowedFd<'_>, also: BorrowedFd<'_>, left: Timeout) -> Resu
             let error = crate::errno::get();
             let restart = error == libc::EINTR
                 && timeout.is_none()
-                && !rdmasock_core::thread::current().is_leaving()
+                && !rdmasock_core::os::thread::current().is_leaving()
                 && are_calls_restarted();
             if restart { Ok(false) } else { Err(error) }
         }

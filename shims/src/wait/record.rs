@@ -1,8 +1,8 @@
 //! What `rdmasock stat` shows of a thread that sleeps until something comes over a link, or there is room on it.
 
 use rdmasock_core::fabric::waiter::WaiterId;
+use rdmasock_core::os::thread;
 use rdmasock_core::stats::{Asleep, Call, StatsPage};
-use rdmasock_core::thread;
 
 /// The thread is shown as asleep for as long as the value lives.
 pub struct Record {
@@ -12,15 +12,9 @@ pub struct Record {
 }
 
 impl Record {
-    /// The thread is about to sleep as `waiter`, in a call on the stream with this slot if it is on one, of which the reader has not
-    /// read `unread` bytes if it is a sender.
-    pub fn begin(
-        page: &'static StatsPage,
-        waiter: WaiterId,
-        call: Call,
-        stream: Option<u32>,
-        unread: u64,
-    ) -> Self {
+    /// The thread is about to sleep as `waiter`, in a call on the stream with this slot if it is on one, of which the
+    /// reader has not read `unread` bytes if it is a sender.
+    pub fn begin(page: &'static StatsPage, waiter: WaiterId, call: Call, stream: Option<u32>, unread: u64) -> Self {
         let thread = thread::current().tid();
         if let Some(sleeper) = page.sleeper(waiter.0) {
             sleeper.begin(&Asleep {
@@ -31,11 +25,7 @@ impl Record {
                 unread,
             });
         }
-        Self {
-            page,
-            waiter,
-            thread,
-        }
+        Self { page, waiter, thread }
     }
 }
 

@@ -105,10 +105,7 @@ fn both(chosen: &[&Scenario], args: &Args) -> ExitCode {
             }
             if let Some(text) = verdict {
                 failed += 1;
-                println!(
-                    "{} run {run}: differs from kernel TCP\n{text}",
-                    scenario.name
-                );
+                println!("{} run {run}: differs from kernel TCP\n{text}", scenario.name);
             }
         }
     }

@@ -22,13 +22,9 @@ fn main() {
         ["serve"] => serve(),
         ["serve-forking"] => serve_forking(),
         ["dial", port, connections] => dial(port.parse().unwrap(), connections.parse().unwrap()),
-        ["dial-at-once", port, connections] => {
-            dial_at_once(port.parse().unwrap(), connections.parse().unwrap())
-        }
+        ["dial-at-once", port, connections] => dial_at_once(port.parse().unwrap(), connections.parse().unwrap()),
         _ => {
-            eprintln!(
-                "soak-peer serve | serve-forking | dial PORT CONNECTIONS | dial-at-once PORT CONNECTIONS"
-            );
+            eprintln!("soak-peer serve | serve-forking | dial PORT CONNECTIONS | dial-at-once PORT CONNECTIONS");
             std::process::exit(2);
         }
     }
@@ -54,11 +50,7 @@ fn serve() {
     let mut streams: Vec<TcpStream> = Vec::new();
     loop {
         let mut set: Vec<PollFd<'_>> = vec![PollFd::new(listener.as_fd(), PollFlags::POLLIN)];
-        set.extend(
-            streams
-                .iter()
-                .map(|s| PollFd::new(s.as_fd(), PollFlags::POLLIN)),
-        );
+        set.extend(streams.iter().map(|s| PollFd::new(s.as_fd(), PollFlags::POLLIN)));
         poll(&mut set, PollTimeout::NONE).unwrap();
         let ready: Vec<bool> = set.iter().map(|p| p.any() == Some(true)).collect();
         let mut each = ready[1..].iter();
@@ -87,8 +79,8 @@ fn serve_forking() {
     }
 }
 
-/// So many connections, each until it is promoted, with a few messages behind that; then says "done", and lives until its
-/// stdin ends.
+/// So many connections, each until it is promoted, with a few messages behind that; then says "done", and lives until
+/// its stdin ends.
 fn dial(port: u16, connections: u64) {
     let promoted = || {
         let own = instance_of(std::process::id()).unwrap();
@@ -133,9 +125,6 @@ fn dial_at_once(port: u16, connections: u64) {
         if promoted == connections {
             return println!("{asks}");
         }
-        assert!(
-            Instant::now() < end,
-            "{promoted} are promoted, by {asks} questions"
-        );
+        assert!(Instant::now() < end, "{promoted} are promoted, by {asks} questions");
     }
 }

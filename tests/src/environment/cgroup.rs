@@ -16,17 +16,13 @@ impl Cgroup {
             let given = fs::read_to_string(path.join("cgroup.subtree_control")).unwrap_or_default();
             given.split_whitespace().any(|name| name == "memory")
         };
-        let parent = parents.find(has_memory).ok_or(
-            "no control group of version 2 above this process gives its children the memory controller",
-        )?;
+        let parent = parents
+            .find(has_memory)
+            .ok_or("no control group of version 2 above this process gives its children the memory controller")?;
         let path = parent.join(format!("rdmasock-tests-{}", std::process::id()));
-        fs::create_dir(&path)
-            .map_err(|e| format!("none can be made in {}: {e}", parent.display()))?;
+        fs::create_dir(&path).map_err(|e| format!("none can be made in {}: {e}", parent.display()))?;
         let made = Self(path);
-        for (file, value) in [
-            ("memory.max", bytes.to_string()),
-            ("memory.swap.max", "0".into()),
-        ] {
+        for (file, value) in [("memory.max", bytes.to_string()), ("memory.swap.max", "0".into())] {
             let file = made.0.join(file);
             fs::write(&file, value).map_err(|e| format!("{}: {e}", file.display()))?;
         }

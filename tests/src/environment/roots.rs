@@ -6,8 +6,8 @@ use std::path::Path;
 
 use crate::sys::{self, Ret};
 
-/// A root in which is nothing but what a program loads, `/dev/null`, and the `files` (separated by colons; the first is an
-/// empty directory, where the root is made).
+/// A root in which is nothing but what a program loads, `/dev/null`, and the `files` (separated by colons; the first is
+/// an empty directory, where the root is made).
 pub fn own(files: &str) -> Ret {
     private();
     let mut files = files.split(':');
@@ -39,13 +39,7 @@ pub fn read_only(directory: &str) -> Ret {
     private();
     let path = Path::new(directory);
     mount(directory, path, None, libc::MS_BIND, "");
-    set(
-        Path::new("/"),
-        libc::AT_RECURSIVE,
-        libc::MOUNT_ATTR_RDONLY,
-        0,
-    )
-    .ok();
+    set(Path::new("/"), libc::AT_RECURSIVE, libc::MOUNT_ATTR_RDONLY, 0).ok();
     set(path, 0, 0, libc::MOUNT_ATTR_RDONLY)
 }
 
@@ -69,11 +63,7 @@ fn private() {
 #[track_caller]
 fn mount(what: &str, at: &Path, kind: Option<&str>, flags: libc::c_ulong, options: &str) {
     let kind = kind.map(|kind| CString::new(kind).unwrap());
-    let (what, at, options) = (
-        CString::new(what).unwrap(),
-        c_path(at),
-        CString::new(options).unwrap(),
-    );
+    let (what, at, options) = (CString::new(what).unwrap(), c_path(at), CString::new(options).unwrap());
     let kind = kind.as_ref().map_or(std::ptr::null(), |kind| kind.as_ptr());
     call!(libc::mount(
         what.as_ptr(),

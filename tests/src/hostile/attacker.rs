@@ -1,4 +1,5 @@
-//! The client of the attack: how it gets its link, as docs/protocol.md says (P13, P32, P22, P25, P37), and what it has then.
+//! The client of the attack: how it gets its link, as docs/protocol.md says (P13, P32, P22, P25, P37), and what it has
+//! then.
 
 use std::io::{Read, Write};
 use std::mem::ManuallyDrop;
@@ -97,7 +98,8 @@ pub fn exchange(tcp: &mut TcpStream) -> Result<()> {
 }
 
 impl Attacker {
-    /// Connects, and goes as far as a link on which the victim sends. `data` is the size of the arena that it is offered.
+    /// Connects, and goes as far as a link on which the victim sends. `data` is the size of the arena that it is
+    /// offered.
     pub fn connect(port: u16, data: u64) -> Result<Self> {
         let mut tcp = TcpStream::connect(("127.0.0.1", port))?;
         tcp.set_read_timeout(Some(PATIENCE))?;
@@ -206,9 +208,7 @@ fn ask(port: u16, tcp: &TcpStream, nonce_c: Nonce, me: InstanceId) -> Result<(No
     say(&channel, &ask, &[])?;
     match hear(&channel)?.0 {
         Message::Yes {
-            nonce_s,
-            instance_s,
-            ..
+            nonce_s, instance_s, ..
         } => Ok((nonce_s, instance_s)),
         other => bail!("{other:?} for YES"),
     }
@@ -250,12 +250,7 @@ struct Parts {
     bells: Vec<PrivateFd>,
 }
 
-fn link(
-    offer: &LinkOffer,
-    me: InstanceId,
-    victim: InstanceId,
-    data: u64,
-) -> Result<(Rc<Channel>, Parts)> {
+fn link(offer: &LinkOffer, me: InstanceId, victim: InstanceId, data: u64) -> Result<(Rc<Channel>, Parts)> {
     let LinkAddress::Shm(name) = offer.address else {
         bail!("a link to another host");
     };
@@ -281,9 +276,7 @@ fn link(
     let (theirs, their_flags) = match hear(&channel)? {
         (
             Message::LinkAccept {
-                instance_s,
-                geometry,
-                ..
+                instance_s, geometry, ..
             },
             fds,
         ) if instance_s == victim => map(&geometry, &fds)?,

@@ -53,7 +53,8 @@ pub const ALL: &[(&str, &str)] = &[
     ("silent_channels", "threads"),
 ];
 
-/// `attack PORT NAME`: as uid 65534 if it can. Prints `on`, and at the end, or when the victim has closed the link, `out`.
+/// `attack PORT NAME`: as uid 65534 if it can. Prints `on`, and at the end, or when the victim has closed the link,
+/// `out`.
 pub fn run(port: u16, name: &str) -> bool {
     if call!(libc::geteuid()).value == 0 {
         call!(libc::setgid(65_534)).ok();
@@ -88,12 +89,7 @@ fn attack(port: u16, name: &str) -> Result<()> {
     match name {
         "full_pipe" => {
             let (_reader, writer) = nix::unistd::pipe()?;
-            call!(libc::fcntl(
-                writer.as_raw_fd(),
-                libc::F_SETFL,
-                libc::O_NONBLOCK
-            ))
-            .ok();
+            call!(libc::fcntl(writer.as_raw_fd(), libc::F_SETFL, libc::O_NONBLOCK)).ok();
             while nix::unistd::write(&writer, &[0; 4096]).is_ok() {}
             call!(libc::fcntl(writer.as_raw_fd(), libc::F_SETFL, 0)).ok();
             be_rung(&mut a, writer.as_fd())
@@ -137,12 +133,7 @@ fn attack(port: u16, name: &str) -> Result<()> {
         }
         "changed_flags" => be(&mut a, |a| {
             for bell in &a.bells {
-                call!(libc::fcntl(
-                    bell.as_raw_fd(),
-                    libc::F_SETFL,
-                    libc::O_NONBLOCK
-                ))
-                .ok();
+                call!(libc::fcntl(bell.as_raw_fd(), libc::F_SETFL, libc::O_NONBLOCK)).ok();
             }
             let more = provoke(a);
             for bell in &a.bells {
@@ -153,12 +144,7 @@ fn attack(port: u16, name: &str) -> Result<()> {
         }),
         "saturated_bells" => be(&mut a, |a| {
             for bell in &a.bells {
-                call!(libc::fcntl(
-                    bell.as_raw_fd(),
-                    libc::F_SETFL,
-                    libc::O_NONBLOCK
-                ))
-                .ok();
+                call!(libc::fcntl(bell.as_raw_fd(), libc::F_SETFL, libc::O_NONBLOCK)).ok();
                 let _ = nix::unistd::write(bell, &(u64::MAX - 1).to_ne_bytes());
                 fill(bell.as_fd());
                 call!(libc::fcntl(bell.as_raw_fd(), libc::F_SETFL, 0)).ok();
@@ -303,9 +289,7 @@ fn rings(port: u16, which: Rings) -> Result<()> {
     let mut offer = |a: &mut Attacker| -> Result<()> {
         let is_there = (next + 1) << log2 <= ARENA_OF_RINGS;
         let region = Region::new(((next << log2) / layout::PAGE as u64) as u32, log2);
-        let region = region
-            .filter(|_| is_there)
-            .context("the arena is used up")?;
+        let region = region.filter(|_| is_there).context("the arena is used up")?;
         next += 1;
         let ring = match which {
             Rings::Large | Rings::AllOver => region,

@@ -1,5 +1,5 @@
-//! A peer that keeps to the protocol until it has a link, and then to nothing: who attacks, what is attacked and who else is
-//! there meanwhile. `tests/hostile_peer.rs` starts them and says what has to hold.
+//! A peer that keeps to the protocol until it has a link, and then to nothing: who attacks, what is attacked and who
+//! else is there meanwhile. `tests/hostile_peer.rs` starts them and says what has to hold.
 //!
 //! `scenario helper hostile victim|friend|attack …`; what each does is said at its function.
 

@@ -13,8 +13,8 @@ use super::{REQUEST, STREAM, end_with_stdin};
 /// No answer for so long is none.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// `victim HOW FDS`: answers requests, with `epoll` in one thread or with `threads`, each of which blocks; prints its port.
-/// It has at most FDS descriptors, if that is not 0.
+/// `victim HOW FDS`: answers requests, with `epoll` in one thread or with `threads`, each of which blocks; prints its
+/// port. It has at most FDS descriptors, if that is not 0.
 pub fn serve(how: &str, fds: u64) -> bool {
     if fds != 0 {
         setrlimit(Resource::RLIMIT_NOFILE, fds, fds).unwrap();

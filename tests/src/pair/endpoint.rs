@@ -1,509 +1,319 @@
-//! One end of a simulated connection: carries out the handshake's steps as the shims do
-//! (shims/src/promote.rs), on simulated media. Single-threaded, without locks.
+//! One simulated end: the product's own connection (`stream::connection`) on simulated media, and what surrounds one
+//! in a process, as little as there can be: a program that reads, writes and shuts down, and a service thread that
+//! does what it is asked. Single-threaded.
 
-mod reading;
-mod resuming;
+mod io;
+mod program;
 
-use rdmasock_core::fabric::link::{LinkEnd as _, Opened};
-use rdmasock_core::fabric::mem::{End as LinkEnd, Medium};
-use rdmasock_core::fabric::ring::{Consumer, End, Producer, Stopped};
-use rdmasock_core::ids::{InstanceId, Nonce, Vqpn};
-use rdmasock_core::stream::handshake::{Closing, Handshake, Misplaced, Phase, Role, Step, Steps};
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
+use std::fmt;
+use std::net::{IpAddr, Ipv4Addr};
+use std::ops::Deref;
+use std::rc::Rc;
+use std::sync::atomic::Ordering::SeqCst;
+
+use rdmasock_core::fabric::mem::{Clock, Medium};
+use rdmasock_core::ids::{InstanceId, Nonce, Tuple, Vqpn};
+use rdmasock_core::stats::Reason;
+use rdmasock_core::stream::connection::{self, Connection, ConnectionOf, ControlOf, OpenNonces, StreamLink as _, Task};
+use rdmasock_core::stream::handshake::{Handshake, Phase, Role};
+use rdmasock_core::stream::mode::Mode;
 use rdmasock_core::stream::resume::Resume;
-use rdmasock_core::wire::{self, Capabilities, Hello, MAX_MARKER, Marker, Message};
+use rdmasock_core::wire::{self, Message};
 
 use super::tcp::Tcp;
+pub use io::Link;
 
-/// What a direction runs on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Mode {
-    /// Plain TCP.
-    Tcp,
-    /// TCP with markers in flight.
-    Marked,
-    /// The link.
-    Link,
-}
-
-/// Our end of a stream on the link.
-#[derive(Debug)]
-struct Stream {
-    mine: Vqpn,
-    /// OPEN is out and not answered.
-    asked: bool,
+/// How an attempt to promote the connection ended.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Outcome {
+    /// Both directions are on the link.
+    Promoted,
+    /// The connection is on TCP, and may be tried again.
+    Abandoned,
+    /// It is to stay on TCP once it is back there.
+    Pinned,
 }
 
 /// What an end reaches of the world.
-pub struct Net<'a> {
+#[derive(Debug)]
+pub struct Net {
+    /// The time.
+    pub clock: Clock,
     /// Our sending direction.
-    pub out: &'a mut Tcp,
+    pub out: Rc<RefCell<Tcp>>,
     /// Our receiving direction.
-    pub inn: &'a mut Tcp,
+    pub inn: Rc<RefCell<Tcp>>,
     /// Out of band, to the other end.
-    pub oob: &'a Medium,
-    /// Our end of the link.
-    pub link: &'a LinkEnd,
+    pub oob: Rc<Medium>,
 }
 
 /// See the module.
-#[derive(Debug)]
 pub struct Endpoint {
+    connection: ConnectionOf<Endpoint>,
     id: InstanceId,
     /// Which end it is.
     pub role: Role,
-    /// The attempt under way.
-    pub handshake: Option<Handshake>,
-    /// How attempts ended.
-    pub outcomes: Vec<Step>,
-    pub tx: Mode,
-    pub rx: Mode,
-    producer: Option<Producer>,
-    marker: Vec<u8>,
-    then_link: bool,
-    /// The application has shut its sending direction down.
-    pub fin: bool,
-    /// TCP's sending direction ends behind what is to be written.
-    tcp_ended: bool,
-    then_shut: bool,
-    /// Nothing is written in TCP before the other's RESUME has come.
-    held: bool,
-    consumer: Option<Consumer>,
-    scan: Option<Nonce>,
-    carry: Vec<u8>,
-    /// A read that was in the kernel before the scan began.
-    pub inside: bool,
-    stream: Option<Stream>,
-    peer: Option<Vqpn>,
-    leave: bool,
-    /// The link is one between hosts.
-    pub remote: bool,
-    /// Our end of it works.
-    pub link_up: bool,
-    /// The stream's stay on a link between hosts.
-    resume: Option<Resume>,
-    /// What RESUME starts with, to us and to the other.
-    nonces: Option<[Nonce; 2]>,
-    /// Unread bytes that have come over a link when it fails: what is behind them is lost.
-    pub keep: u64,
-    /// The other's RESUME has been read: TCP follows the ring.
-    read_on: bool,
-    /// Bytes that TCP has to bring before it may end.
-    pub owed: u64,
+    net: Rc<Net>,
+    /// Our end of the link that there is, whether or not the connection is on it.
+    link: RefCell<Link>,
+    /// That of the connection.
+    its_link: RefCell<Option<Link>>,
+    /// What the service thread was asked to do.
+    tasks: RefCell<VecDeque<Task>>,
     /// The link was asked for.
-    pub wants_link: bool,
-    request: u64,
+    pub wants_link: Cell<bool>,
+    request: Cell<u64>,
     /// The YES that is out, and when it is to be repeated.
-    yes: Option<(Message, u64)>,
+    yes: RefCell<Option<(Message, u64)>>,
     /// Nonces that a HELLO was written for: never to be cancelled, however late a YES comes again.
-    greeted: Vec<Nonce>,
-    /// What the application was given.
-    pub received: Vec<u8>,
-    pub eof: bool,
-    /// Library bytes that were written in TCP.
-    pub library_bytes: usize,
+    greeted: RefCell<Vec<Nonce>>,
+    outcomes: RefCell<Vec<Outcome>>,
+    /// The program has shut its sending direction down.
+    fin: Cell<bool>,
+    /// A read of the program's is in the kernel.
+    inside: Cell<bool>,
+    /// What the program was given, and whether the end as well.
+    received: RefCell<Vec<u8>>,
+    eof: Cell<bool>,
+}
+
+impl Deref for Endpoint {
+    type Target = ConnectionOf<Endpoint>;
+
+    fn deref(&self) -> &ConnectionOf<Endpoint> {
+        &self.connection
+    }
+}
+
+impl fmt::Debug for Endpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let control = self.control();
+        f.debug_struct("Endpoint")
+            .field("role", &self.role)
+            .field("tx", &self.tx())
+            .field("rx", &self.rx())
+            .field("handshake", &control.handshake)
+            .field("resume", &control.resume)
+            .field("outcomes", &self.outcomes)
+            .field("fin", &self.fin)
+            .field("eof", &self.eof)
+            .finish_non_exhaustive()
+    }
 }
 
 impl Endpoint {
     /// An end of a connection that is on TCP.
-    pub fn new(role: Role) -> Self {
+    pub fn new(role: Role, net: Net, link: Link) -> Self {
         Self {
-            id: InstanceId::from_bytes([role as u8; 16]),
+            connection: Connection::default(),
+            id: id_of(role),
             role,
-            handshake: None,
-            outcomes: Vec::new(),
-            tx: Mode::Tcp,
-            rx: Mode::Tcp,
-            producer: None,
-            marker: Vec::new(),
-            then_link: false,
-            fin: false,
-            tcp_ended: false,
-            then_shut: false,
-            held: false,
-            consumer: None,
-            scan: None,
-            carry: Vec::new(),
-            inside: false,
-            stream: None,
-            peer: None,
-            leave: false,
-            remote: false,
-            link_up: true,
-            resume: None,
-            nonces: None,
-            keep: u64::MAX,
-            read_on: false,
-            owed: 0,
-            wants_link: false,
-            request: 0,
-            yes: None,
-            greeted: Vec::new(),
-            received: Vec::new(),
-            eof: false,
-            library_bytes: 0,
+            net: Rc::new(net),
+            link: RefCell::new(link),
+            its_link: RefCell::new(None),
+            tasks: RefCell::default(),
+            wants_link: Cell::new(false),
+            request: Cell::new(0),
+            yes: RefCell::default(),
+            greeted: RefCell::default(),
+            outcomes: RefCell::default(),
+            fin: Cell::new(false),
+            inside: Cell::new(false),
+            received: RefCell::default(),
+            eof: Cell::new(false),
         }
+    }
+
+    fn control(&self) -> rdmasock_core::lock::Guard<'_, ControlOf<Self>> {
+        self.connection.control.lock().expect("nobody holds it")
+    }
+
+    /// What sending runs on.
+    pub fn tx(&self) -> Mode {
+        self.tx_mode.load(SeqCst)
+    }
+
+    /// What receiving runs on.
+    pub fn rx(&self) -> Mode {
+        self.rx_mode.load(SeqCst)
+    }
+
+    /// Nothing but TCP, and no attempt, nor a stream.
+    pub fn is_plain(&self) -> bool {
+        self.connection.is_plain() && self.control().handshake.is_none()
     }
 
     /// It has a number on the link.
     pub fn has_stream(&self) -> bool {
-        self.stream.is_some() || self.consumer.is_some() || self.producer.is_some()
+        let control = self.control();
+        let has_producer = self.tx.lock().is_none_or(|tx| tx.producer.is_some());
+        let has_consumer = self.rx.lock().is_none_or(|rx| rx.consumer.is_some());
+        control.opened.is_some() || has_producer || has_consumer
     }
 
-    /// Nothing but TCP, and no attempt.
-    pub fn is_plain(&self) -> bool {
-        self.tx == Mode::Tcp && self.rx == Mode::Tcp && self.handshake.is_none()
+    /// Where the attempt under way stands.
+    pub fn phase(&self) -> Option<Phase> {
+        self.control().handshake.as_ref().map(Handshake::phase)
+    }
+
+    /// How attempts ended.
+    pub fn outcomes(&self) -> Vec<Outcome> {
+        self.outcomes.borrow().clone()
+    }
+
+    /// Bytes that TCP has to bring before it may end.
+    pub fn owed(&self) -> u64 {
+        self.rx.lock().map_or(0, |rx| rx.owed)
+    }
+
+    /// Our end of the link that there is.
+    pub fn link_here(&self) -> Link {
+        self.link.borrow().clone()
     }
 
     // ---- out of band ----
 
     /// The connector asks.
-    pub fn ask(&mut self, net: &mut Net<'_>, nonce: Nonce, tuple: rdmasock_core::ids::Tuple) {
-        if !self.is_plain() || self.stream.is_some() || self.fin {
+    pub fn ask(&self, nonce: Nonce, tuple: Tuple) {
+        if !self.is_plain() || self.has_stream() || self.fin.get() {
             return;
         }
-        self.leave = false;
-        self.request += 1;
-        self.handshake = Some(Handshake::connector(nonce));
+        let mut control = self.control();
+        control.leave = None;
+        connection::begin_asking(&mut control, nonce, self.link_here().is_remote());
+        self.request.set(self.request.get() + 1);
         let message = Message::Ask {
-            request: self.request,
+            request: self.request.get(),
             tuple,
             nonce_c: nonce,
             instance_c: self.id,
         };
-        net.oob.send(&message).unwrap();
+        self.net.oob.send(&message).unwrap();
     }
 
     /// The answer did not come in time.
-    pub fn ask_times_out(&mut self, net: &mut Net<'_>) {
-        if self.handshake.as_ref().is_some_and(Handshake::is_asking) {
-            self.feed(net, Handshake::on_no);
+    pub fn ask_times_out(&self) {
+        let mut control = self.control();
+        if control.handshake.as_ref().is_some_and(Handshake::is_asking) {
+            connection::feed(self, &mut control, Handshake::on_no);
         }
     }
 
     /// A message out of band; `fresh` is a nonce for whoever needs one.
-    pub fn on_oob(&mut self, net: &mut Net<'_>, message: Message, fresh: Nonce) {
+    pub fn on_oob(&self, message: Message, fresh: Nonce) {
         match message {
             Message::Ask {
-                request, nonce_c, ..
-            } => {
-                let again = self
-                    .handshake
-                    .as_ref()
-                    .filter(|h| h.theirs() == Some(nonce_c))
-                    .map(Handshake::mine);
-                let free = self.is_plain() && self.stream.is_none();
-                let answer = match again {
-                    Some(nonce_s) => Message::Yes {
-                        request,
-                        nonce_s,
-                        instance_s: self.id,
-                    },
-                    None if free && self.start_scan(fresh) => {
-                        self.leave = false;
-                        self.handshake = Some(Handshake::acceptor(fresh, nonce_c).0);
-                        Message::Yes {
-                            request,
-                            nonce_s: fresh,
-                            instance_s: self.id,
-                        }
-                    }
-                    None => Message::No {
-                        request,
-                        reason: wire::Reason::Use,
-                    },
-                };
-                net.oob.send(&answer).unwrap();
-                if matches!(answer, Message::Yes { .. }) {
-                    self.yes = Some((answer, u64::MAX));
+                request,
+                nonce_c,
+                instance_c,
+                ..
+            } => self.answer(request, nonce_c, instance_c, fresh),
+            Message::Yes { request, nonce_s, .. } => self.on_yes(request, nonce_s),
+            Message::No { request, .. } if request == self.request.get() => self.ask_times_out(),
+            Message::Cancel { nonce_s, .. } => {
+                let mut control = self.control();
+                if control.handshake.as_ref().is_some_and(|h| h.mine() == nonce_s) {
+                    connection::feed(self, &mut control, Handshake::on_cancel);
                 }
-            }
-            Message::Yes {
-                request, nonce_s, ..
-            } => {
-                if self.greeted.contains(&nonce_s) {
-                    return;
-                }
-                let live = self.handshake.as_ref();
-                let mine = live
-                    .filter(|h| h.is_asking() && request == self.request)
-                    .map(Handshake::mine);
-                if let Some(nonce) = mine
-                    && !self.fin
-                    && self.start_scan(nonce)
-                {
-                    self.greeted.push(nonce_s);
-                    return self.feed(net, |h| h.on_yes(nonce_s));
-                }
-                if mine.is_some() {
-                    self.feed(net, Handshake::on_no);
-                }
-                net.oob
-                    .send(&Message::Cancel {
-                        request,
-                        nonce_c: nonce_s,
-                        nonce_s,
-                    })
-                    .unwrap();
-            }
-            Message::No { request, .. } if request == self.request => self.ask_times_out(net),
-            Message::Cancel { nonce_s, .. }
-                if self.handshake.as_ref().is_some_and(|h| h.mine() == nonce_s) =>
-            {
-                self.feed(net, Handshake::on_cancel);
             }
             _ => {}
         }
     }
 
-    /// While nothing has come for our YES, it or the answer may be lost: a tail of the data that
-    /// could be the beginning of a HELLO must not be held back for ever (P16).
-    pub fn repeat_yes(&mut self, net: &mut Net<'_>, now: u64, every: u64) {
-        let offered = self
+    fn answer(&self, request: u64, nonce_c: Nonce, asker: InstanceId, fresh: Nonce) {
+        let is_free = self.is_plain() && !self.has_stream();
+        let mut control = self.control();
+        let again = control
             .handshake
             .as_ref()
-            .is_some_and(|h| h.phase() == Phase::Offered);
-        let Some((yes, due)) = self.yes.as_mut().filter(|_| offered) else {
+            .filter(|h| h.theirs() == Some(nonce_c))
+            .map(Handshake::mine);
+        let nonce_s = match again {
+            Some(nonce_s) => Some(nonce_s),
+            None if is_free && connection::start_scan(self, fresh) => {
+                let reached_at = self.link_here().is_remote().then_some(IpAddr::V4(Ipv4Addr::LOCALHOST));
+                control.leave = None;
+                connection::begin_offering(&mut control, (fresh, nonce_c), asker, reached_at);
+                Some(fresh)
+            }
+            None => None,
+        };
+        let Some(nonce_s) = nonce_s else {
+            let reason = wire::Reason::Use;
+            self.net.oob.send(&Message::No { request, reason }).unwrap();
             return;
         };
+        let yes = Message::Yes {
+            request,
+            nonce_s,
+            instance_s: self.id,
+        };
+        self.net.oob.send(&yes).unwrap();
+        *self.yes.borrow_mut() = Some((yes, u64::MAX));
+    }
+
+    fn on_yes(&self, request: u64, nonce_s: Nonce) {
+        if self.greeted.borrow().contains(&nonce_s) {
+            return;
+        }
+        let mut control = self.control();
+        let attempt = control.handshake.as_ref();
+        let mine = attempt
+            .filter(|h| h.is_asking() && request == self.request.get())
+            .map(Handshake::mine);
+        if let Some(nonce) = mine
+            && !self.fin.get()
+            && connection::start_scan(self, nonce)
+        {
+            self.greeted.borrow_mut().push(nonce_s);
+            return connection::feed(self, &mut control, |h| h.on_yes(nonce_s));
+        }
+        if mine.is_some() {
+            connection::feed(self, &mut control, Handshake::on_no);
+        }
+        let cancel = Message::Cancel {
+            request,
+            nonce_c: nonce_s,
+            nonce_s,
+        };
+        self.net.oob.send(&cancel).unwrap();
+    }
+
+    /// While nothing has come for our YES, it or the answer may be lost: a tail of the data that
+    /// could be the beginning of a HELLO must not be held back for ever (P16).
+    pub fn repeat_yes(&self, every: u64) {
+        if self.phase() != Some(Phase::Offered) {
+            return;
+        }
+        let mut yes = self.yes.borrow_mut();
+        let Some((yes, due)) = yes.as_mut() else { return };
+        let now = self.net.clock.now();
         if *due == u64::MAX {
             *due = now + every;
         } else if now >= *due {
             *due = now + every;
-            net.oob.send(yes).unwrap();
-        }
-    }
-
-    fn start_scan(&mut self, nonce: Nonce) -> bool {
-        let plain = self.rx == Mode::Tcp;
-        if plain {
-            self.scan = Some(nonce);
-            self.carry.clear();
-            self.rx = Mode::Marked;
-        }
-        plain
-    }
-
-    // ---- steps ----
-
-    /// Feeds the machine. The peers here are honest, so nothing may be out of turn.
-    pub fn feed(
-        &mut self,
-        net: &mut Net<'_>,
-        input: impl FnOnce(&mut Handshake) -> Result<Steps, Misplaced>,
-    ) {
-        if let Some(handshake) = self.handshake.as_mut() {
-            let steps = input(handshake).expect("an honest peer is never out of turn");
-            self.run(net, steps);
-        }
-    }
-
-    fn run(&mut self, net: &mut Net<'_>, steps: Steps) {
-        for step in steps {
-            match step {
-                Step::StartScan | Step::SendYes => {}
-                Step::StopScan => {
-                    self.stop_scan();
-                    self.resumption(net, |r| r.on_got(Closing::Abort));
-                }
-                Step::WriteHello if self.tcp_ended => {
-                    return self.feed(net, |h| Ok(h.on_hello_unwritten()));
-                }
-                Step::WriteHello => {
-                    let hello = Hello {
-                        instance: self.id,
-                        capabilities: Capabilities::SHM,
-                        link: None,
-                    };
-                    self.queue_marker(net, &Marker::Hello(hello));
-                }
-                Step::NeedLink(_) => self.wants_link = true,
-                Step::SendOpen => {
-                    if !self.send_open(net) {
-                        if let Some(yours) = self.peer.take().filter(|_| self.link_up) {
-                            let reason = wire::Reason::Resources;
-                            let _ = net.link.send(&Message::OpenRefuse { yours, reason });
-                        }
-                        return self.feed(net, |h| Ok(h.on_open_failed()));
-                    }
-                }
-                Step::WriteSwitch => {
-                    self.then_link = !self.tcp_ended;
-                    self.queue_marker(net, &Marker::Switch);
-                    self.resumption(net, |r| r.on_sent(Closing::Switch));
-                }
-                Step::WriteAbort => {
-                    self.queue_marker(net, &Marker::Abort(wire::Reason::Cancelled));
-                    self.resumption(net, |r| r.on_sent(Closing::Abort));
-                }
-                Step::ReceiveOnLink => {
-                    self.scan = None;
-                    self.rx = Mode::Link;
-                    self.resumption(net, |r| r.on_got(Closing::Switch));
-                }
-                Step::Resume => {
-                    self.handshake = None;
-                    self.outcomes.push(step);
-                    self.resumption(net, |r| r.on_got(Closing::Abort));
-                }
-                Step::Demote => self.demote_tx(),
-                Step::Promoted | Step::Drain | Step::Abandoned => {
-                    self.handshake = None;
-                    self.outcomes.push(step);
-                    if step == Step::Abandoned {
-                        self.close_stream(net);
-                    } else if step == Step::Promoted && self.leave {
-                        self.leave(net);
-                    }
-                }
-            }
-        }
-    }
-
-    fn stop_scan(&mut self) {
-        self.scan = None;
-        if self.carry.is_empty() && self.rx == Mode::Marked {
-            self.rx = Mode::Tcp;
-        }
-    }
-
-    fn send_open(&mut self, net: &mut Net<'_>) -> bool {
-        if self.remote && (self.fin || !self.link_up) {
-            return false;
-        }
-        let Ok(Opened {
-            vqpn,
-            ring,
-            consumer,
-        }) = net.link.open(12)
-        else {
-            return false;
-        };
-        if self.remote {
-            self.begin_stay();
-        }
-        let handshake = self.handshake.as_ref().unwrap();
-        self.consumer = Some(consumer);
-        let message = match self.peer {
-            None => Message::Open {
-                nonce_mine: handshake.mine(),
-                nonce_yours: handshake.theirs().unwrap(),
-                vqpn,
-                ring,
-            },
-            Some(yours) => Message::OpenAck {
-                yours,
-                mine: vqpn,
-                ring,
-            },
-        };
-        let sent = net.link.send(&message).is_ok();
-        self.stream = Some(Stream {
-            mine: vqpn,
-            asked: sent && self.peer.is_none(),
-        });
-        sent
-    }
-
-    fn queue_marker(&mut self, net: &mut Net<'_>, marker: &Marker) {
-        if self.tcp_ended {
-            return;
-        }
-        let reader = match marker {
-            Marker::Resume { .. } => self.nonces.unwrap()[1],
-            _ => self.handshake.as_ref().and_then(Handshake::theirs).unwrap(),
-        };
-        let mut buf = [0; MAX_MARKER];
-        let bytes = marker.encode(&reader, &mut buf).unwrap();
-        self.library_bytes += bytes.len();
-        self.marker.extend(bytes);
-        self.tx = Mode::Marked;
-        self.flush(net);
-    }
-
-    /// True when no marker bytes are left to write.
-    pub fn flush(&mut self, net: &mut Net<'_>) -> bool {
-        if self.tx != Mode::Marked {
-            return true;
-        }
-        let n = net.out.write(&self.marker);
-        self.marker.drain(..n);
-        if !self.marker.is_empty() || self.held {
-            return false;
-        }
-        self.tx = if std::mem::take(&mut self.then_link) {
-            Mode::Link
-        } else {
-            Mode::Tcp
-        };
-        if self.remote {
-            if std::mem::take(&mut self.then_shut) {
-                net.out.shut();
-            }
-        } else if self.fin {
-            self.shut(net);
-        }
-        true
-    }
-
-    fn demote_tx(&mut self) {
-        if self.tx == Mode::Link {
-            self.end_on_link(End::Demote);
-        } else if std::mem::take(&mut self.then_link)
-            && let Some(producer) = &mut self.producer
-        {
-            let _ = producer.end(End::Demote).unwrap();
-        }
-    }
-
-    /// Our direction leaves the link: the other drains it, or has stopped reading and gets the rest
-    /// again.
-    fn end_on_link(&mut self, end: End) {
-        match self.producer.as_mut().unwrap().end(end) {
-            Ok(_) => self.tx = Mode::Tcp,
-            Err(Stopped) => self.send_again(),
-        }
-    }
-
-    fn send_again(&mut self) {
-        let bytes = self.producer.as_mut().unwrap().unread().unwrap();
-        self.marker.extend(bytes);
-        self.then_link = false;
-        self.tx = Mode::Marked;
-    }
-
-    fn close_stream(&mut self, net: &mut Net<'_>) {
-        self.producer = None;
-        let peer = self.peer.take();
-        self.resume = None;
-        if self.remote && !self.link_up {
-            self.stream = None;
-            self.consumer = None;
-        }
-        if let (Some(stream), Some(consumer)) = (self.stream.take(), self.consumer.take()) {
-            if stream.asked {
-                net.link.close_unanswered(stream.mine, Some(consumer));
-            } else {
-                net.link.close(stream.mine, peer, Some(consumer));
-            }
+            self.net.oob.send(yes).unwrap();
         }
     }
 
     // ---- the link ----
 
-    /// The link is there, or will not be.
-    pub fn on_link(&mut self, net: &mut Net<'_>, up: bool) {
-        self.wants_link = false;
-        if up {
-            self.mark_remote();
-            self.feed(net, Handshake::on_link_up);
+    /// The link that was asked for is there, or will not be.
+    pub fn on_link(&self, is_up: bool) {
+        self.wants_link.set(false);
+        if is_up {
+            connection::on_link_up(self, &self.link_here());
         } else {
-            self.give_up(net);
+            self.give_up();
         }
     }
 
     /// A message on the link's side channel.
-    pub fn on_side(&mut self, net: &mut Net<'_>, message: Message) {
-        if !self.link_up {
+    pub fn on_side(&self, message: Message) {
+        let link = self.link_here();
+        if !link.is_up() {
             return;
         }
         match message {
@@ -513,157 +323,127 @@ impl Endpoint {
                 vqpn,
                 ..
             } => {
-                let expected = self.handshake.as_ref().is_some_and(|h| {
-                    h.is_opening() && h.mine() == nonce_yours && h.theirs() == Some(nonce_mine)
-                });
-                if expected {
-                    self.on_open(net, vqpn);
-                } else {
-                    let reason = wire::Reason::Cancelled;
-                    net.link
-                        .send(&Message::OpenRefuse {
-                            yours: vqpn,
-                            reason,
-                        })
-                        .unwrap();
+                let nonces = OpenNonces {
+                    mine: nonce_mine,
+                    yours: nonce_yours,
+                };
+                connection::on_open(Some(self), &link, nonces, vqpn).unwrap();
+            }
+            Message::OpenAck { yours, mine, .. } => {
+                connection::on_open_ack(self.of_stream(yours), &link, yours, mine).unwrap();
+            }
+            Message::OpenRefuse { yours, .. } => {
+                if !self
+                    .of_stream(yours)
+                    .is_some_and(|me| connection::on_open_refused(me, yours))
+                {
+                    link.on_closed(yours);
                 }
             }
-            Message::OpenAck { yours, mine, .. } => match &self.stream {
-                Some(s) if s.mine == yours && self.peer.is_none() => self.on_open(net, mine),
-                _ => net.link.send(&Message::Closed { yours: mine }).unwrap(),
-            },
-            Message::OpenRefuse { yours, .. } => match &mut self.stream {
-                Some(s) if s.mine == yours => {
-                    s.asked = false;
-                    self.give_up(net);
+            Message::DemoteRequest { yours, resend_from } => {
+                if let Some(me) = self.of_stream(yours) {
+                    connection::on_demote_request(me, &link, resend_from);
+                    me.settle();
                 }
-                _ => net.link.on_closed(yours),
-            },
-            Message::DemoteRequest { yours, resend_from }
-                if self.stream.as_ref().is_some_and(|s| s.mine == yours) =>
-            {
-                if self.remote {
-                    return self.on_asked(net);
-                }
-                if resend_from.is_some() && self.tx == Mode::Link {
-                    self.send_again();
-                    self.flush(net);
-                }
-                self.leave(net);
             }
-            Message::Closed { yours } => net.link.on_closed(yours),
-            _ => {}
-        }
-    }
-
-    fn on_open(&mut self, net: &mut Net<'_>, theirs: Vqpn) {
-        self.peer = Some(theirs);
-        if let Some(stream) = &mut self.stream {
-            stream.asked = false;
-        }
-        self.producer = net.link.producer(theirs);
-        self.mark_remote();
-        self.feed(net, Handshake::on_open);
-    }
-
-    // ---- what the application and the policy do; nothing of it waits ----
-
-    /// The attempt is to end.
-    pub fn give_up(&mut self, net: &mut Net<'_>) {
-        self.feed(net, |h| Ok(h.give_up()));
-    }
-
-    /// Both directions are to go back to TCP.
-    pub fn leave(&mut self, net: &mut Net<'_>) {
-        self.leave = true;
-        if self.handshake.is_some() {
-            self.give_up(net);
-            return self.resumption(net, Resume::leave);
-        }
-        if self.is_staying() {
-            return self.resumption(net, Resume::leave);
-        }
-        self.demote_tx();
-        if let (Mode::Link, Some(yours)) = (self.rx, self.peer) {
-            let _ = net.link.send(&Message::DemoteRequest {
-                yours,
-                resend_from: None,
-            });
-        }
-    }
-
-    /// As [`leave`](Self::leave), but our receiving direction goes back to TCP here and now, unless
-    /// the other has ended it already.
-    pub fn return_to_tcp(&mut self, net: &mut Net<'_>) {
-        if self.is_staying() && self.handshake.is_none() {
-            return self.hand_over(net);
-        }
-        if let (None, Mode::Link, Some(consumer), Some(yours)) =
-            (&self.handshake, self.rx, self.consumer.as_mut(), self.peer)
-            && consumer.stop().is_ok()
-        {
-            let resend_from = Some(consumer.position());
-            self.rx = Mode::Tcp;
-            self.demote_tx();
-            self.flush(net);
-            let _ = net
-                .link
-                .send(&Message::DemoteRequest { yours, resend_from });
-        }
-        self.leave(net);
-    }
-
-    /// Writes; gives how much was taken.
-    pub fn write(&mut self, net: &mut Net<'_>, data: &[u8]) -> usize {
-        if self.fin || !self.flush(net) {
-            assert!(
-                self.fin || net.out.room() == 0 || self.held,
-                "a write waits for more than room"
-            );
-            return 0;
-        }
-        match self.tx {
-            Mode::Link => {
-                let producer = self.producer.as_mut().unwrap();
-                let spans = producer.spans(data.len()).unwrap();
-                // SAFETY: the data is readable and apart from the ring.
-                let n = unsafe { spans.copy_in(0, data.as_ptr(), data.len()) };
-                let _ = producer.commit(n);
-                n
+            Message::TakeBack { yours, .. } => {
+                let bytes = link.take_file();
+                if let Some(me) = self.of_stream(yours) {
+                    let mut control = me.control();
+                    connection::on_take_back(me, &mut control, bytes.as_deref());
+                    connection::leave(me, &mut control, Reason::PeerAsked);
+                    drop(control);
+                    me.settle();
+                }
             }
-            _ => net.out.write(data),
+            Message::TakenBack { yours } => {
+                if let Some(me) = self.of_stream(yours) {
+                    connection::on_taken_back(me);
+                    me.settle();
+                }
+            }
+            Message::Closed { yours } => link.on_closed(yours),
+            other => panic!("{other:?}"),
         }
     }
 
-    /// shutdown(SHUT_WR): what was begun is finished before the end.
-    pub fn shut(&mut self, net: &mut Net<'_>) {
-        self.fin = true;
-        if self.is_staying() {
-            return self.shut_between_hosts(net);
-        }
-        self.tcp_ended = true;
-        if self.tx == Mode::Link {
-            self.end_on_link(End::Fin);
-        }
-        if self.tx == Mode::Marked {
-            self.then_shut = true;
-            self.flush(net);
+    /// This end, if the number is its stream's.
+    fn of_stream(&self, mine: Vqpn) -> Option<&Self> {
+        let control = self.control();
+        control.opened.as_ref().is_some_and(|o| o.mine == mine).then_some(self)
+    }
+
+    /// Our end of the link fails; of what has come and is unread, `keep` bytes have really come.
+    pub fn link_failed(&self, keep: u64) {
+        if !self.link_here().go_down() {
             return;
         }
-        net.out.shut();
+        let mut control = self.control();
+        if let Some(mut rx) = self.rx.lock()
+            && let Some(consumer) = rx.consumer.as_mut()
+        {
+            let until = consumer.position().saturating_add(keep);
+            let _ = consumer.freeze(until).unwrap();
+        }
+        connection::resume::link_failed(self, &mut control);
+        drop(control);
+        self.settle();
     }
 
-    /// What the service thread does whenever something may have happened.
-    pub fn poll(&mut self, net: &mut Net<'_>) {
-        self.flush(net);
-        self.look_ahead(net);
-        self.look_for_resume(net);
-        self.settle(net);
+    /// There is another link.
+    pub fn set_fresh_link(&self, link: Link) {
+        *self.link.borrow_mut() = link;
     }
 
-    fn settle(&mut self, net: &mut Net<'_>) {
-        if self.is_plain() && !self.is_staying() {
-            self.close_stream(net);
+    // ---- the service thread ----
+
+    /// Everything that it does by itself at this instant.
+    pub fn poll(&self) {
+        self.on_tcp();
+        while let Some(task) = { self.tasks.borrow_mut().pop_front() } {
+            match task {
+                Task::Notify => {}
+                Task::Flush => {
+                    connection::flush(self);
+                }
+                Task::ReadAhead => {
+                    connection::read_ahead(self, false);
+                }
+                Task::Settle | Task::Drained => self.settle(),
+            }
         }
     }
+
+    /// Something has come in TCP, or there is room in it.
+    fn on_tcp(&self) {
+        if self.tx() == Mode::Marked {
+            connection::flush(self);
+        }
+        if self.rx() == Mode::Marked {
+            connection::look(self);
+            connection::read_ahead(self, self.is_full());
+        }
+        if self.rx() == Mode::Link {
+            connection::look_for_resume(self, &mut self.control());
+        }
+    }
+
+    /// The link has no room for more.
+    fn is_full(&self) -> bool {
+        let has_space = || Some(self.tx.lock()?.producer.as_mut()?.has_space() == Ok(false));
+        self.tx() == Mode::Link && has_space() == Some(true)
+    }
+
+    fn settle(&self) {
+        let _ = connection::close_if_over(self, &mut self.control());
+    }
+
+    /// The stay on a link between hosts is not over.
+    fn is_staying(&self) -> bool {
+        self.control().resume.as_ref().is_some_and(|r: &Resume| !r.is_over())
+    }
+}
+
+fn id_of(role: Role) -> InstanceId {
+    InstanceId::from_bytes([role as u8; 16])
 }

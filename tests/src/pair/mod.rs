@@ -4,14 +4,17 @@
 pub mod endpoint;
 pub mod tcp;
 
+use std::cell::RefCell;
 use std::net::SocketAddr;
+use std::rc::Rc;
 
-use rdmasock_core::fabric::mem::{Clock, End, Fate, Medium, heap_pair};
+use rdmasock_core::fabric::mem::{Clock, Fate, Medium, heap_pair};
 use rdmasock_core::ids::{Nonce, Tuple};
-use rdmasock_core::stream::handshake::{Handshake, Phase, Role, Step};
+use rdmasock_core::stream::handshake::{Phase, Role};
+use rdmasock_core::stream::mode::Mode;
 
 use crate::conformance::pattern;
-use endpoint::{Endpoint, Mode, Net};
+use endpoint::{Endpoint, Link, Net, Outcome};
 use tcp::{Shape, Tcp};
 
 /// After how many µs without an answer the connector gives an ASK up, and a link that it waits for.
@@ -70,9 +73,9 @@ pub struct World {
     /// The ends. Before the link in order, so that their cursors go first.
     pub ends: [Endpoint; 2],
     /// By sender.
-    tcp: [Tcp; 2],
-    oob: [Medium; 2],
-    link: [End; 2],
+    tcp: [Rc<RefCell<Tcp>>; 2],
+    oob: [Rc<Medium>; 2],
+    remote: bool,
     link_after: Option<u64>,
     asked_at: u64,
     linking_since: Option<u64>,
@@ -92,23 +95,29 @@ impl World {
         let oob = weather.oob.map(|fates| {
             let medium = Medium::datagrams(&clock);
             medium.script(fates);
-            medium
+            Rc::new(medium)
         });
-        let link = heap_pair(1 << 16, &clock).unwrap();
-        for (end, fates) in link.iter().zip(weather.side) {
-            end.medium().script(fates);
+        let tcp = weather.tcp.map(|shape| Rc::new(RefCell::new(Tcp::new(&clock, shape))));
+        let link = Link::pair(heap_pair(1 << 16, &clock).unwrap(), weather.remote);
+        for (link, fates) in link.iter().zip(weather.side) {
+            link.end().medium().script(fates);
         }
-        let end = |role| {
-            let mut end = Endpoint::new(role);
-            end.remote = weather.remote;
-            end
+        let [c, s] = link;
+        let end = |role, me: usize, link| {
+            let net = Net {
+                clock: clock.clone(),
+                out: Rc::clone(&tcp[me]),
+                inn: Rc::clone(&tcp[1 - me]),
+                oob: Rc::clone(&oob[me]),
+            };
+            Endpoint::new(role, net, link)
         };
         Self {
-            ends: [end(Role::Connector), end(Role::Acceptor)],
+            ends: [end(Role::Connector, CONNECTOR, c), end(Role::Acceptor, ACCEPTOR, s)],
             failed_at: 0,
-            tcp: weather.tcp.map(|shape| Tcp::new(&clock, shape)),
+            tcp,
             oob,
-            link,
+            remote: weather.remote,
             link_after: weather.link,
             asked_at: 0,
             linking_since: None,
@@ -117,23 +126,6 @@ impl World {
             checked: [0; 2],
             clock,
         }
-    }
-
-    /// Does something at one end.
-    pub fn at<T>(&mut self, end: usize, act: impl FnOnce(&mut Endpoint, &mut Net<'_>) -> T) -> T {
-        let [first, second] = &mut self.tcp;
-        let (out, inn) = if end == 0 {
-            (first, second)
-        } else {
-            (second, first)
-        };
-        let mut net = Net {
-            out,
-            inn,
-            oob: &self.oob[end],
-            link: &self.link[end],
-        };
-        act(&mut self.ends[end], &mut net)
     }
 
     /// A nonce that begins with bytes which the pattern of the data contains too.
@@ -149,29 +141,27 @@ impl World {
         let nonce = self.nonce();
         let address: SocketAddr = ([127, 0, 0, 1], 1).into();
         self.asked_at = self.clock.now();
-        self.at(CONNECTOR, |e, net| {
-            e.ask(net, nonce, Tuple::new(address, address))
-        });
+        self.ends[CONNECTOR].ask(nonce, Tuple::new(address, address));
     }
 
     /// An application writes up to `n` bytes; gives how many were taken.
     pub fn write(&mut self, end: usize, n: usize) -> usize {
         let data = pattern(self.sent[end] + end * 100_003, n);
-        let taken = self.at(end, |e, net| e.write(net, &data));
+        let taken = self.ends[end].write(&data);
         self.sent[end] += taken;
         taken
     }
 
     /// An application reads up to `n` bytes.
     pub fn read(&mut self, end: usize, n: usize) -> usize {
-        let got = self.at(end, |e, net| e.read(net, n));
+        let got = self.ends[end].read(n);
         self.check_received(end);
         got
     }
 
     /// What `end` has received is what the other has sent, as far as it goes.
     fn check_received(&mut self, end: usize) {
-        let got = &self.ends[end].received;
+        let got = self.ends[end].received();
         assert!(got.len() <= self.sent[1 - end], "more than was sent");
         let from = std::mem::replace(&mut self.checked[end], got.len());
         let expected = pattern((1 - end) * 100_003 + from, got.len() - from);
@@ -180,13 +170,13 @@ impl World {
 
     /// One end's program hands the socket to somebody who knows nothing of links.
     pub fn return_to_tcp(&mut self, end: usize) {
-        self.at(end, |e, net| e.return_to_tcp(net));
+        self.ends[end].return_to_tcp();
     }
 
     /// Half-closes.
     pub fn shut(&mut self, end: usize) {
-        if !self.ends[end].fin {
-            self.at(end, |e, net| e.shut(net));
+        if !self.ends[end].has_shut() {
+            self.ends[end].shut();
         }
     }
 
@@ -194,29 +184,32 @@ impl World {
     /// `flight`, what is said on the way in either direction is lost too.
     pub fn fail(&mut self, end: usize, keep: u64, flight: bool) {
         if flight {
-            self.link.iter().for_each(|l| l.medium().lose_all());
+            self.ends.iter().for_each(|e| e.link_here().end().medium().lose_all());
         }
-        if self.ends[1 - end].link_up {
+        if self.ends[1 - end].link_here().is_up() {
             self.failed_at = self.clock.now();
         }
-        self.at(end, |e, net| e.link_failed(net, keep));
+        self.ends[end].link_failed(keep);
     }
 
     /// A link that has failed is noticed at both ends in the end, and replaced once nobody is on it.
     fn mend(&mut self) {
-        let up = [0, 1].map(|i| self.ends[i].link_up);
+        let up = [0, 1].map(|i| self.ends[i].link_here().is_up());
         if up == [true, true] {
             return;
         }
         if self.clock.now() >= self.failed_at + 3 * TIMEOUT {
             for end in [CONNECTOR, ACCEPTOR] {
-                self.at(end, |e, net| e.link_failed(net, 0));
+                self.ends[end].link_failed(0);
             }
         }
         let idle = |e: &Endpoint| e.is_plain() && !e.has_stream();
         if self.ends.iter().all(idle) {
-            self.link = heap_pair(1 << 16, &self.clock).unwrap();
-            self.ends.iter_mut().for_each(|e| e.link_up = true);
+            let fresh = Link::pair(heap_pair(1 << 16, &self.clock).unwrap(), self.remote);
+            self.ends
+                .iter()
+                .zip(fresh)
+                .for_each(|(end, link)| end.set_fresh_link(link));
         }
     }
 
@@ -225,25 +218,25 @@ impl World {
         for end in [CONNECTOR, ACCEPTOR] {
             while let Some(message) = self.oob[1 - end].recv() {
                 let fresh = self.nonce();
-                self.at(end, |e, net| e.on_oob(net, message, fresh));
+                self.ends[end].on_oob(message, fresh);
             }
-            while let Some(message) = self.link[end].recv() {
-                self.at(end, |e, net| e.on_side(net, message));
+            while let Some(message) = self.ends[end].link_here().end().recv() {
+                self.ends[end].on_side(message);
             }
-            self.at(end, |e, net| e.poll(net));
+            self.ends[end].poll();
         }
         let now = self.clock.now();
-        self.at(ACCEPTOR, |e, net| e.repeat_yes(net, now, TIMEOUT));
+        self.ends[ACCEPTOR].repeat_yes(TIMEOUT);
         if now >= self.asked_at + TIMEOUT {
-            self.at(CONNECTOR, |e, net| e.ask_times_out(net));
+            self.ends[CONNECTOR].ask_times_out();
         }
-        if self.ends[CONNECTOR].wants_link {
+        if self.ends[CONNECTOR].wants_link.get() {
             let since = *self.linking_since.get_or_insert(now);
-            let works = self.ends.iter().all(|e| e.link_up);
+            let works = self.ends.iter().all(|e| e.link_here().is_up());
             let up = works && self.link_after.is_some_and(|after| now >= since + after);
             if up || now >= since + TIMEOUT {
                 self.linking_since = None;
-                self.at(CONNECTOR, |e, net| e.on_link(net, up));
+                self.ends[CONNECTOR].on_link(up);
             }
         }
         self.mend();
@@ -254,8 +247,7 @@ impl World {
         let until = self.clock.now() + us;
         self.settle();
         while self.clock.now() < until {
-            self.clock
-                .advance((until - self.clock.now()).min(TIMEOUT / 8));
+            self.clock.advance((until - self.clock.now()).min(TIMEOUT / 8));
             self.settle();
         }
     }
@@ -269,48 +261,34 @@ impl World {
             for end in [CONNECTOR, ACCEPTOR] {
                 while self.read(end, 1000) > 0 {}
             }
-            quiet = if self.progress() == before {
-                quiet + 1
-            } else {
-                0
-            };
+            quiet = if self.progress() == before { quiet + 1 } else { 0 };
         }
         for end in [CONNECTOR, ACCEPTOR] {
             self.check_received(end);
             assert_eq!(
-                self.ends[end].received.len(),
+                self.ends[end].received().len(),
                 self.sent[1 - end],
                 "bytes are missing: {self:?}"
             );
-            assert_eq!(self.ends[end].owed, 0, "RESUME has announced more");
+            assert_eq!(self.ends[end].owed(), 0, "RESUME has announced more");
             assert_eq!(
-                self.ends[end].eof,
-                self.ends[1 - end].fin,
+                self.ends[end].has_read_end(),
+                self.ends[1 - end].has_shut(),
                 "the end of the stream"
             );
-            assert_eq!(
-                self.ends[end].rx == Mode::Link,
-                self.ends[1 - end].tx == Mode::Link
-            );
-            assert_ne!(
-                self.ends[end].tx,
-                Mode::Marked,
-                "a marker that is not written"
-            );
+            assert_eq!(self.ends[end].rx() == Mode::Link, self.ends[1 - end].tx() == Mode::Link);
+            assert_ne!(self.ends[end].tx(), Mode::Marked, "a marker that is not written");
         }
         assert!(
-            self.ends[CONNECTOR].handshake.is_none(),
+            self.ends[CONNECTOR].phase().is_none(),
             "the connector's attempt does not end"
         );
-        let offered = self.ends[ACCEPTOR].handshake.as_ref();
-        let waits = |h: &Handshake| h.phase() == Phase::Offered;
-        assert!(
-            offered.is_none_or(waits),
-            "the acceptor's attempt does not end"
-        );
+        let offered = self.ends[ACCEPTOR].phase();
+        let waits = |phase| phase == Phase::Offered;
+        assert!(offered.is_none_or(waits), "the acceptor's attempt does not end");
         if self.ends.iter().all(Endpoint::is_plain) {
             assert!(
-                self.link.iter().all(|l| l.bytes_in_use() == 0),
+                self.ends.iter().all(|e| e.link_here().end().bytes_in_use() == 0),
                 "rings are not given back"
             );
         }
@@ -318,26 +296,22 @@ impl World {
 
     fn progress(&self) -> ([usize; 4], [bool; 2], [usize; 2]) {
         let [a, b] = &self.ends;
-        let lengths = [
-            a.received.len(),
-            b.received.len(),
-            self.tcp[0].total,
-            self.tcp[1].total,
-        ];
+        let written = |end: usize| self.tcp[end].borrow().total;
+        let lengths = [a.received().len(), b.received().len(), written(0), written(1)];
         (
             lengths,
-            [a.eof, b.eof],
-            [a.outcomes.len(), b.outcomes.len()],
+            [a.has_read_end(), b.has_read_end()],
+            [a.outcomes().len(), b.outcomes().len()],
         )
     }
 
     /// How the last attempt ended at each end.
-    pub fn outcomes(&self) -> [Option<Step>; 2] {
-        [0, 1].map(|i| self.ends[i].outcomes.last().copied())
+    pub fn outcomes(&self) -> [Option<Outcome>; 2] {
+        [0, 1].map(|i| self.ends[i].outcomes().last().copied())
     }
 
     /// Bytes that an end has written in TCP, the application's and the library's.
     pub fn in_tcp(&self, end: usize) -> usize {
-        self.tcp[end].total
+        self.tcp[end].borrow().total
     }
 }

@@ -67,10 +67,19 @@ impl Tcp {
         n
     }
 
+    /// Whether it has been ended.
+    pub fn is_shut(&self) -> bool {
+        self.fin.is_some()
+    }
+
+    /// Bytes that have arrived and are unread.
+    pub fn arrived(&self) -> usize {
+        self.arrived
+    }
+
     /// Ends the direction.
     pub fn shut(&mut self) {
-        self.fin
-            .get_or_insert(self.clock.now() + self.shape.latency);
+        self.fin.get_or_insert(self.clock.now() + self.shape.latency);
     }
 
     /// One more segment arrives, if it is due.

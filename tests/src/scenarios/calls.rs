@@ -23,10 +23,7 @@ pub fn send_forms(c: &Ctx) {
         let p = d.as_ptr().cast::<c_void>();
         c.ret("send", call!(libc::send(fd, p, size, 0)));
         c.ret("write", call!(libc::write(fd, p, size)));
-        c.ret(
-            "sendto",
-            call!(libc::sendto(fd, p, size, 0, ptr::null(), 0)),
-        );
+        c.ret("sendto", call!(libc::sendto(fd, p, size, 0, ptr::null(), 0)));
         let half = size / 2;
         let (a, b) = d.split_at_mut(half);
         let mut v = [iov(a), iov(&mut []), iov(b)];
@@ -34,15 +31,9 @@ pub fn send_forms(c: &Ctx) {
         c.ret("pwritev2", call!(libc::pwritev2(fd, v.as_ptr(), 3, -1, 0)));
         let m = msghdr(&mut v);
         c.ret("sendmsg", call!(libc::sendmsg(fd, &m, 0)));
-        let one = libc::mmsghdr {
-            msg_hdr: m,
-            msg_len: 0,
-        };
+        let one = libc::mmsghdr { msg_hdr: m, msg_len: 0 };
         let mut many = [one; 4];
-        c.ret(
-            "sendmmsg",
-            call!(libc::sendmmsg(fd, many.as_mut_ptr(), 4, 0)),
-        );
+        c.ret("sendmmsg", call!(libc::sendmmsg(fd, many.as_mut_ptr(), 4, 0)));
         let lens: Vec<_> = many.iter().map(|m| m.msg_len).collect();
         c.log(format_args!("lengths {lens:?}"));
     }
@@ -50,19 +41,9 @@ pub fn send_forms(c: &Ctx) {
     let other = Addr::v4(9);
     c.ret(
         "sendto elsewhere",
-        call!(libc::sendto(
-            fd,
-            b"x".as_ptr().cast(),
-            1,
-            0,
-            other.ptr(),
-            other.len
-        )),
+        call!(libc::sendto(fd, b"x".as_ptr().cast(), 1, 0, other.ptr(), other.len)),
     );
-    c.ret(
-        "pwrite",
-        call!(libc::pwrite(fd, b"x".as_ptr().cast(), 1, 0)),
-    );
+    c.ret("pwrite", call!(libc::pwrite(fd, b"x".as_ptr().cast(), 1, 0)));
     c.ret("lseek", call!(libc::lseek(fd, 0, libc::SEEK_CUR)));
     c.close(fd);
 }
@@ -87,24 +68,10 @@ pub fn recv_forms(c: &Ctx) {
         let r = call!(libc::read(fd, p, size));
         c.bytes("read", r, &d);
         let mut from = Addr::empty();
-        let r = call!(libc::recvfrom(
-            fd,
-            p,
-            size,
-            0,
-            from.mut_ptr(),
-            &mut from.len
-        ));
+        let r = call!(libc::recvfrom(fd, p, size, 0, from.mut_ptr(), &mut from.len));
         c.bytes("recvfrom", r, &d);
         c.log(format_args!("address length {}", from.len));
-        let r = call!(libc::recvfrom(
-            fd,
-            p,
-            size,
-            0,
-            ptr::null_mut(),
-            ptr::null_mut()
-        ));
+        let r = call!(libc::recvfrom(fd, p, size, 0, ptr::null_mut(), ptr::null_mut()));
         c.bytes("recvfrom without address", r, &d);
         let half = size / 2;
         let (a, b) = d.split_at_mut(half);
@@ -131,10 +98,7 @@ pub fn recv_forms(c: &Ctx) {
         ));
     }
     c.fionread(fd);
-    c.ret(
-        "pread",
-        call!(libc::pread(fd, [0u8; 4].as_mut_ptr().cast(), 4, 0)),
-    );
+    c.ret("pread", call!(libc::pread(fd, [0u8; 4].as_mut_ptr().cast(), 4, 0)));
     c.close(fd);
 }
 
@@ -169,11 +133,7 @@ pub fn recvmmsg(c: &Ctx) {
             m.as_mut_ptr(),
             vlen,
             flags,
-            if wait_ms < 0 {
-                ptr::null_mut()
-            } else {
-                &mut limit
-            }
+            if wait_ms < 0 { ptr::null_mut() } else { &mut limit }
         ));
         let lens: Vec<_> = m.iter().map(|m| m.msg_len).collect();
         c.log(format_args!("recvmmsg {flags:#x} -> {r} lengths {lens:?}"));
@@ -248,10 +208,7 @@ pub fn fortified(c: &Ctx) {
     c.ret("__poll_chk", call!(poll(&mut p, 1, sys::SOON, size)));
     c.log(p.revents);
     let zero: libc::timespec = sys::zeroed();
-    c.ret(
-        "__ppoll_chk",
-        call!(ppoll(&mut p, 1, &zero, ptr::null(), size)),
-    );
+    c.ret("__ppoll_chk", call!(ppoll(&mut p, 1, &zero, ptr::null(), size)));
     c.log(p.revents);
     let mut b = vec![0u8; 400];
     let to = b.as_mut_ptr().cast::<c_void>();
@@ -259,15 +216,7 @@ pub fn fortified(c: &Ctx) {
     c.bytes("__read_chk", r, &b);
     let r = call!(recv(fd, to, 300, 400, 0));
     c.bytes("__recv_chk", r, &b);
-    let r = call!(recvfrom(
-        fd,
-        to,
-        300,
-        400,
-        0,
-        ptr::null_mut(),
-        ptr::null_mut()
-    ));
+    let r = call!(recvfrom(fd, to, 300, 400, 0, ptr::null_mut(), ptr::null_mut()));
     c.bytes("__recvfrom_chk", r, &b);
     let r = call!(recv(fd, to, 300, 400, 0));
     c.bytes("__recv_chk", r, &b);
@@ -344,18 +293,9 @@ pub fn bad_addresses(c: &Ctx) {
     c.ret("poll", call!(libc::poll(bad.cast(), 1, 0)));
     c.ret(
         "getsockopt",
-        call!(libc::getsockopt(
-            fd,
-            libc::SOL_SOCKET,
-            libc::SO_ERROR,
-            bad,
-            bad.cast()
-        )),
+        call!(libc::getsockopt(fd, libc::SOL_SOCKET, libc::SO_ERROR, bad, bad.cast())),
     );
-    c.ret(
-        "getpeername",
-        call!(libc::getpeername(fd, bad.cast(), bad.cast())),
-    );
+    c.ret("getpeername", call!(libc::getpeername(fd, bad.cast(), bad.cast())));
     c.recv_all(fd, 5);
     c.sync("read");
     c.close(fd);
@@ -373,14 +313,8 @@ fn try_all(c: &Ctx, fd: c_int) {
     c.ret("shutdown", call!(libc::shutdown(fd, libc::SHUT_WR)));
     c.ret("getsockname", Addr::local_of(fd).0);
     c.ret("getpeername", Addr::peer_of(fd).0);
-    c.ret(
-        "getsockopt",
-        sys::get_int(fd, libc::SOL_SOCKET, libc::SO_TYPE).0,
-    );
-    c.ret(
-        "setsockopt",
-        sys::set_int(fd, libc::IPPROTO_TCP, libc::TCP_NODELAY, 1),
-    );
+    c.ret("getsockopt", sys::get_int(fd, libc::SOL_SOCKET, libc::SO_TYPE).0);
+    c.ret("setsockopt", sys::set_int(fd, libc::IPPROTO_TCP, libc::TCP_NODELAY, 1));
     c.ret("sendmmsg", call!(libc::sendmmsg(fd, null.cast(), 0, 0)));
 }
 

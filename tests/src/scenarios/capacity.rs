@@ -1,5 +1,5 @@
-//! How much a connection takes at once from a sender that does not wait, while nobody reads: programs count on the megabytes that
-//! kernel TCP takes (a server drops clients, or its data, that it cannot write to).
+//! How much a connection takes at once from a sender that does not wait, while nobody reads: programs count on the
+//! megabytes that kernel TCP takes (a server drops clients, or its data, that it cannot write to).
 
 use std::os::fd::AsRawFd;
 
@@ -9,7 +9,8 @@ use crate::ctx::Ctx;
 use crate::data;
 use crate::sys;
 
-/// What is taken at once at least, and at most, in bytes: kernel TCP takes 4.2 MB by default, and more once the reader has read much.
+/// What is taken at once at least, and at most, in bytes: kernel TCP takes 4.2 MB by default, and more once the reader
+/// has read much.
 const AT_LEAST: usize = 3_800_000;
 const AT_MOST: usize = 16 << 20;
 
@@ -42,10 +43,7 @@ fn drain(c: &Ctx, fd: c_int, seed: u64) {
 /// In pieces of several sizes, each time when all before has been read, and once when it has been for a while.
 pub fn at_once(c: &Ctx) {
     let fd = c.pair();
-    for (i, len) in [100, 4096, 65_536, 1 << 20, 8 << 20]
-        .into_iter()
-        .enumerate()
-    {
+    for (i, len) in [100, 4096, 65_536, 1 << 20, 8 << 20].into_iter().enumerate() {
         if c.is_server() {
             let sent = fill(fd, i as u64, len);
             judge(c, &format!("pieces of {len}"), sent);
@@ -70,9 +68,10 @@ const SIZES: [(c_int, c_int); 5] = [
     (0, 16 * 1024),
 ];
 
-/// As much as connections take that stay with the kernel, whatever sizes the program has set: nine tenths of what these do at least, for
-/// a program counts on what it has had, and half as much again at most. Where sizes are set the kernel takes another amount of
-/// each connection (it counts what it stores bytes in, and pieces that are under way), so that it is 0.7 of the least of three.
+/// As much as connections take that stay with the kernel, whatever sizes the program has set: nine tenths of what these
+/// do at least, for a program counts on what it has had, and half as much again at most. Where sizes are set the kernel
+/// takes another amount of each connection (it counts what it stores bytes in, and pieces that are under way), so that
+/// it is 0.7 of the least of three.
 pub fn set_sizes(c: &Ctx) {
     for (seed, (send, receive)) in SIZES.into_iter().enumerate() {
         let seed = seed as u64;
@@ -172,8 +171,8 @@ const SOME: usize = 3 << 20;
 /// Cases of [`few_addresses`].
 pub const FEW: u32 = 4;
 
-/// The reader, and in the last case the sender, has few addresses left: 0, when the connection comes to be; 1, when the sender begins;
-/// 2, when the reader does; 3, the sender when it begins.
+/// The reader, and in the last case the sender, has few addresses left: 0, when the connection comes to be; 1, when the
+/// sender begins; 2, when the reader does; 3, the sender when it begins.
 pub fn few_addresses(c: &Ctx) {
     let all = data::pattern(13, 0, SOME);
     let mut buf = vec![0; 64 * 1024];
@@ -214,10 +213,7 @@ pub fn no_memory(c: &Ctx) {
     if c.is_server() {
         let sent = sys::send(fd, &all[..BEFORE], libc::MSG_DONTWAIT).count();
         c.log(format_args!("before: {sent}"));
-        crate::filters::refuse_unseen(
-            &[(libc::SYS_madvise, Some(libc::MADV_POPULATE_WRITE))],
-            libc::ENOMEM,
-        );
+        crate::filters::refuse_unseen(&[(libc::SYS_madvise, Some(libc::MADV_POPULATE_WRITE))], libc::ENOMEM);
         c.sync("begin");
         sys::set_nonblocking(fd, true);
         sys::send_all(fd, &all[sent..]).ok();
@@ -243,8 +239,8 @@ pub fn both_ways(c: &Ctx) {
     c.close(fd);
 }
 
-/// What poll and epoll say of a connection that nobody reads: that it can be written to until it is full, and an edge when
-/// there is room again.
+/// What poll and epoll say of a connection that nobody reads: that it can be written to until it is full, and an edge
+/// when there is room again.
 pub fn announced(c: &Ctx) {
     let fd = c.pair();
     if !c.is_server() {
@@ -262,11 +258,7 @@ pub fn announced(c: &Ctx) {
     let all = data::pattern(5, 0, AT_MOST);
     let mut sent = 0;
     while sent < AT_MOST && sys::poll_one(fd, libc::POLLOUT, 0) != 0 {
-        let r = sys::send(
-            fd,
-            &all[sent..(sent + 20_000).min(AT_MOST)],
-            libc::MSG_DONTWAIT,
-        );
+        let r = sys::send(fd, &all[sent..(sent + 20_000).min(AT_MOST)], libc::MSG_DONTWAIT);
         if r.is(libc::EAGAIN) {
             break;
         }
@@ -306,11 +298,7 @@ pub fn left_behind(c: &Ctx) {
         return;
     }
     for (i, fd) in fds.iter().enumerate() {
-        let sent = if i == 0 {
-            send_file(*fd)
-        } else {
-            fill(*fd, 6, 50_000)
-        };
+        let sent = if i == 0 { send_file(*fd) } else { fill(*fd, 6, 50_000) };
         judge(c, "left behind", sent);
         c.exchange("full", sent as u64);
         match i {

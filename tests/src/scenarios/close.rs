@@ -289,16 +289,10 @@ pub fn send_after_close(c: &Ctx) {
         sys::wait_for(fd, libc::POLLHUP);
         c.poll(fd, ALL_EVENTS, 0);
         c.send(fd, b"again", 0);
-        c.log(format_args!(
-            "SIGPIPE × {}",
-            SIGPIPES.load(Ordering::Relaxed)
-        ));
+        c.log(format_args!("SIGPIPE × {}", SIGPIPES.load(Ordering::Relaxed)));
         c.recv(fd, 10, 0);
         c.send(fd, b"again", 0);
-        c.log(format_args!(
-            "SIGPIPE × {}",
-            SIGPIPES.load(Ordering::Relaxed)
-        ));
+        c.log(format_args!("SIGPIPE × {}", SIGPIPES.load(Ordering::Relaxed)));
         c.close(fd);
     }
 }

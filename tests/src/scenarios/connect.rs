@@ -16,12 +16,7 @@ fn unused_port() -> (c_int, u16) {
 }
 
 fn nonblocking_socket() -> c_int {
-    call!(libc::socket(
-        libc::AF_INET,
-        libc::SOCK_STREAM | SOCK_NONBLOCK,
-        0
-    ))
-    .ok()
+    call!(libc::socket(libc::AF_INET, libc::SOCK_STREAM | SOCK_NONBLOCK, 0)).ok()
 }
 
 /// Refused, blocking; the socket can be used again.
@@ -118,10 +113,7 @@ pub fn full_backlog(c: &Ctx) {
     let ms = libc::TCP_USER_TIMEOUT;
     sys::set_int(impatient, libc::IPPROTO_TCP, ms, 100).ok();
     sys::set_int(impatient, libc::IPPROTO_TCP, libc::TCP_SYNCNT, 1).ok();
-    c.ret(
-        "impatient connect",
-        sys::connect(impatient, &Addr::v4(port)),
-    );
+    c.ret("impatient connect", sys::connect(impatient, &Addr::v4(port)));
     c.close(impatient);
     // Room in the queue: the retransmitted SYN gets through.
     let a = sys::accept4(listener, 0).ok();
@@ -145,10 +137,7 @@ pub fn errors(c: &Ctx) {
     short.len = 4;
     c.ret("connect, short", sys::connect(fd, &short));
     c.ret("connect, IPv6", sys::connect(fd, &Addr::v6(port)));
-    c.ret(
-        "connect, unix",
-        sys::connect(fd, &Addr::unix(b"/nowhere\0")),
-    );
+    c.ret("connect, unix", sys::connect(fd, &Addr::unix(b"/nowhere\0")));
     c.ret("connect", sys::connect(fd, &to));
     c.ret("connect", sys::connect(fd, &to));
     c.ret("bind", sys::bind(fd, &Addr::v4(0)));
@@ -159,14 +148,8 @@ pub fn errors(c: &Ctx) {
     c.ret("listen again", call!(libc::listen(listener, 8)));
     c.ret("accept, odd flags", sys::accept4(listener, 0x77));
     c.ret("recv of a listener", sys::recv(listener, &mut [0; 4], 0));
-    c.ret(
-        "send on a listener",
-        sys::send(listener, b"x", libc::MSG_NOSIGNAL),
-    );
-    c.ret(
-        "connect null",
-        call!(libc::connect(fd, std::ptr::null(), 16)),
-    );
+    c.ret("send on a listener", sys::send(listener, b"x", libc::MSG_NOSIGNAL));
+    c.ret("connect null", call!(libc::connect(fd, std::ptr::null(), 16)));
 }
 
 /// accept4's flags, accept's address, and that neither flag is inherited.
@@ -212,10 +195,7 @@ pub fn names(c: &Ctx) {
     let (_, peer) = Addr::peer_of(fd);
     c.ret("getsockname", r);
     let theirs = c.exchange("local port", u64::from(local.port()));
-    c.log(format_args!(
-        "peer's port: {}",
-        theirs == u64::from(peer.port())
-    ));
+    c.log(format_args!("peer's port: {}", theirs == u64::from(peer.port())));
     c.log(format_args!("{} {}", local.ip(), peer.ip()));
     let mut short = Addr::empty();
     short.len = 3;

@@ -177,11 +177,7 @@ pub fn large_both_ways(c: &Ctx) {
 
 fn echo_with_names(c: &Ctx, fd: c_int) {
     let (r, local) = Addr::local_of(fd);
-    c.log(format_args!(
-        "local -> {r} {} len {}",
-        local.ip(),
-        local.len
-    ));
+    c.log(format_args!("local -> {r} {} len {}", local.ip(), local.len));
     let (r, peer) = Addr::peer_of(fd);
     c.log(format_args!("peer -> {r} {} len {}", peer.ip(), peer.len));
     if c.is_server() {

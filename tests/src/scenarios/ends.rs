@@ -1,6 +1,6 @@
-//! Every way in which one end of a connection ends, with and without data that it has not read, and what the other end sees in
-//! each of its calls: five connections at once, whose client is blocked in a receive, in a send, in poll, in epoll_wait, or
-//! looks only afterwards.
+//! Every way in which one end of a connection ends, with and without data that it has not read, and what the other end
+//! sees in each of its calls: five connections at once, whose client is blocked in a receive, in a send, in poll, in
+//! epoll_wait, or looks only afterwards.
 
 use std::fmt::Write;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
@@ -38,12 +38,7 @@ pub fn add_to(all: &mut Vec<Scenario>) {
     for (way, name) in WAYS.iter().enumerate() {
         for unread in 0..4 {
             let base = format!("ends_by_{name}");
-            all.push(Scenario::numbered(
-                &base,
-                4 * way as u32 + unread,
-                ends,
-                true,
-            ));
+            all.push(Scenario::numbered(&base, 4 * way as u32 + unread, ends, true));
         }
     }
 }
@@ -225,16 +220,8 @@ fn meet(log: &mut String, fd: c_int, state: &str, last_words: bool) {
             writeln!(log, "  send ended early: {part}").unwrap();
         }
         "poll" => {
-            let events = if last_words {
-                libc::POLLRDHUP
-            } else {
-                libc::POLLIN
-            };
-            let mut p = libc::pollfd {
-                fd,
-                events,
-                revents: 0,
-            };
+            let events = if last_words { libc::POLLRDHUP } else { libc::POLLIN };
+            let mut p = libc::pollfd { fd, events, revents: 0 };
             let r = call!(libc::poll(&mut p, 1, sys::SOON));
             writeln!(log, "  poll -> {r}").unwrap();
         }

@@ -29,12 +29,7 @@ pub fn ctl(ep: c_int, op: c_int, fd: c_int, events: u32, data: u64) -> Ret {
 /// epoll_wait(), as sorted (data, events).
 pub fn wait(ep: c_int, max: usize, timeout_ms: c_int) -> (Ret, Vec<(u64, u32)>) {
     let mut evs = vec![libc::epoll_event { events: 0, u64: 0 }; max];
-    let r = call!(libc::epoll_wait(
-        ep,
-        evs.as_mut_ptr(),
-        max as c_int,
-        timeout_ms
-    ));
+    let r = call!(libc::epoll_wait(ep, evs.as_mut_ptr(), max as c_int, timeout_ms));
     let n = usize::try_from(r.value).unwrap_or(0);
     let mut got: Vec<_> = evs[..n].iter().map(|e| (e.u64, e.events)).collect();
     got.sort_unstable();
@@ -44,10 +39,7 @@ pub fn wait(ep: c_int, max: usize, timeout_ms: c_int) -> (Ret, Vec<(u64, u32)>) 
 /// Logged epoll_wait() for up to 8 events.
 pub fn log_wait(c: &Ctx, ep: c_int, timeout_ms: c_int) -> Vec<(u64, u32)> {
     let (r, got) = wait(ep, 8, timeout_ms);
-    let text: Vec<_> = got
-        .iter()
-        .map(|(d, e)| format!("{d:#x} {}", epoll_names(*e)))
-        .collect();
+    let text: Vec<_> = got.iter().map(|(d, e)| format!("{d:#x} {}", epoll_names(*e))).collect();
     c.log(format_args!("epoll_wait -> {r} {text:?}"));
     got
 }
@@ -205,10 +197,7 @@ pub fn exclusive(c: &Ctx) {
         c.ret("add", ctl(a, EPOLL_CTL_ADD, fd, IN | EXCLUSIVE, 1));
         c.ret("add", ctl(b, EPOLL_CTL_ADD, fd, IN | EXCLUSIVE | ET, 2));
         c.ret("mod", ctl(a, EPOLL_CTL_MOD, fd, IN, 1));
-        c.ret(
-            "add bad",
-            ctl(create(), EPOLL_CTL_ADD, fd, IN | EXCLUSIVE | ONESHOT, 1),
-        );
+        c.ret("add bad", ctl(create(), EPOLL_CTL_ADD, fd, IN | EXCLUSIVE | ONESHOT, 1));
         c.ret("add an epoll", ctl(a, EPOLL_CTL_ADD, b, IN | EXCLUSIVE, 1));
         c.sync("armed");
         sys::wait_readable_bytes(fd, 4);
@@ -267,23 +256,11 @@ pub fn control(c: &Ctx) {
     c.ret("odd op", ctl(ep, 77, fd, IN, 1));
     let file = call!(libc::open(c"/etc/passwd".as_ptr(), libc::O_RDONLY)).ok();
     c.ret("add a file", ctl(ep, EPOLL_CTL_ADD, file, IN, 1));
-    c.ret(
-        "wait 0",
-        call!(libc::epoll_wait(ep, std::ptr::null_mut(), 0, 0)),
-    );
-    c.ret(
-        "wait -1",
-        call!(libc::epoll_wait(ep, std::ptr::null_mut(), -1, 0)),
-    );
+    c.ret("wait 0", call!(libc::epoll_wait(ep, std::ptr::null_mut(), 0, 0)));
+    c.ret("wait -1", call!(libc::epoll_wait(ep, std::ptr::null_mut(), -1, 0)));
     c.ret("add", ctl(ep, EPOLL_CTL_ADD, fd, OUT, 1));
-    c.ret(
-        "wait null",
-        call!(libc::epoll_wait(ep, std::ptr::null_mut(), 1, 0)),
-    );
-    c.ret(
-        "wait no epoll",
-        call!(libc::epoll_wait(fd, std::ptr::null_mut(), 1, 0)),
-    );
+    c.ret("wait null", call!(libc::epoll_wait(ep, std::ptr::null_mut(), 1, 0)));
+    c.ret("wait no epoll", call!(libc::epoll_wait(fd, std::ptr::null_mut(), 1, 0)));
     c.ret("create 0", call!(libc::epoll_create(0)));
     c.ret("create odd", call!(libc::epoll_create1(0x55)));
     c.sync("done");
@@ -373,10 +350,7 @@ pub fn fairness(c: &Ctx) {
             }
         }
         // The order among them is nobody's promise.
-        c.log(format_args!(
-            "all had a turn: {}",
-            seen.iter().all(|n| *n > 0)
-        ));
+        c.log(format_args!("all had a turn: {}", seen.iter().all(|n| *n > 0)));
     } else {
         for fd in &fds {
             c.send(*fd, b"ready", 0);
@@ -637,10 +611,7 @@ pub fn oneshot_threads(c: &Ctx) {
             }
             for (i, fd) in fds.iter().enumerate() {
                 let want = data::pattern(i as u64, trip * 8, 8);
-                assert!(
-                    sys::recv_exact(*fd, 8) == want,
-                    "connection {i} trip {trip}"
-                );
+                assert!(sys::recv_exact(*fd, 8) == want, "connection {i} trip {trip}");
             }
         }
         for fd in &fds {

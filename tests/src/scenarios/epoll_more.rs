@@ -22,15 +22,9 @@ pub fn nested(c: &Ctx) {
             let mut set: libc::fd_set = sys::zeroed();
             // SAFETY: the fd is far below FD_SETSIZE.
             unsafe { libc::FD_SET(inner, &mut set) };
-            let mut tv = libc::timeval {
-                tv_sec: 0,
-                tv_usec: 0,
-            };
+            let mut tv = libc::timeval { tv_sec: 0, tv_usec: 0 };
             let null = std::ptr::null_mut();
-            c.ret(
-                "select",
-                call!(libc::select(inner + 1, &mut set, null, null, &mut tv)),
-            );
+            c.ret("select", call!(libc::select(inner + 1, &mut set, null, null, &mut tv)));
             log_wait(c, outermost, wait_ms);
             log_wait(c, outer, 0);
             log_wait(c, inner, 0);
@@ -142,10 +136,7 @@ pub fn in_turns(c: &Ctx) {
                 other => c.log(format_args!("{other:?}")),
             }
         }
-        c.log(format_args!(
-            "had 100 turns each: {}",
-            turns.iter().all(|n| *n >= 100)
-        ));
+        c.log(format_args!("had 100 turns each: {}", turns.iter().all(|n| *n >= 100)));
     } else {
         c.send(fd, b"here", 0);
         c.sync("sent");
@@ -226,9 +217,7 @@ pub fn pwait2(c: &Ctx) {
         *const libc::sigset_t,
     ) -> c_int;
     // SAFETY: Option of a function pointer has the null as None.
-    let Some(pwait2) =
-        (unsafe { std::mem::transmute::<*mut libc::c_void, Option<Pwait2>>(symbol) })
-    else {
+    let Some(pwait2) = (unsafe { std::mem::transmute::<*mut libc::c_void, Option<Pwait2>>(symbol) }) else {
         c.log("no epoll_pwait2");
         return;
     };
@@ -242,10 +231,7 @@ pub fn pwait2(c: &Ctx) {
         };
         let r = call!(pwait2(ep, &mut ev, 1, &t, std::ptr::null()));
         let events = ev.events;
-        c.log(format_args!(
-            "epoll_pwait2 {sec} {nsec} -> {r} {}",
-            epoll_names(events)
-        ));
+        c.log(format_args!("epoll_pwait2 {sec} {nsec} -> {r} {}", epoll_names(events)));
     };
     go(0, 0);
     go(0, 30_000_000);
@@ -314,9 +300,7 @@ fn server_loop(c: &Ctx, flags: u32) {
             }
         }
     }
-    c.log(format_args!(
-        "{accepted} accepted, {closed} closed, {bytes} bytes"
-    ));
+    c.log(format_args!("{accepted} accepted, {closed} closed, {bytes} bytes"));
 }
 
 /// The loop, level-triggered.
@@ -392,7 +376,8 @@ pub fn shared_with_child(c: &Ctx) {
     c.close(fd);
 }
 
-/// Registered before the threshold and changed after it: whether the other end has the library has been found out in between.
+/// Registered before the threshold and changed after it: whether the other end has the library has been found out in
+/// between.
 pub fn registered_before(c: &Ctx) {
     let fd = c.cold_pair();
     if c.is_server() {
@@ -449,7 +434,8 @@ pub fn registered_before(c: &Ctx) {
     log_wait(c, other, 0);
 }
 
-/// An array that cannot be written: nothing is said of it while nothing is ready, then EFAULT, and the event is there for the next.
+/// An array that cannot be written: nothing is said of it while nothing is ready, then EFAULT, and the event is there
+/// for the next.
 pub fn unwritable(c: &Ctx) {
     const PAGE: usize = 4096;
     let fd = c.pair();

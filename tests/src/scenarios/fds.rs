@@ -33,10 +33,7 @@ pub fn dups(c: &Ctx) {
     ];
     for (i, dup) in all.iter().enumerate() {
         c.ret("dup", *dup);
-        c.log(format_args!(
-            "cloexec {}",
-            call!(libc::fcntl(dup.ok(), libc::F_GETFD))
-        ));
+        c.log(format_args!("cloexec {}", call!(libc::fcntl(dup.ok(), libc::F_GETFD))));
         exchange(c, dup.ok(), i as u64);
     }
     c.ret("dup2 to itself", call!(libc::dup2(fd, fd)));
@@ -161,10 +158,7 @@ pub fn limit(c: &Ctx) {
     // A connection that waits to be accepted when no number is left.
     let waiting = listener.is_none().then(|| sys::connected(&Addr::v4(port)));
     c.sync("connected");
-    c.ret(
-        "setrlimit",
-        call!(libc::setrlimit(libc::RLIMIT_NOFILE, &limit)),
-    );
+    c.ret("setrlimit", call!(libc::setrlimit(libc::RLIMIT_NOFILE, &limit)));
     let mut opened = Vec::new();
     let last = loop {
         let r = call!(libc::socket(libc::AF_INET, libc::SOCK_STREAM, 0));
@@ -188,6 +182,55 @@ pub fn limit(c: &Ctx) {
     }
 }
 
+/// Connections that are closed while every number is in use, with data and the library's markers under way: all of it
+/// arrives, and the number is free for the next.
+pub fn closed_at_the_limit(c: &Ctx) {
+    const CONNECTIONS: u64 = 300;
+    let (listener, port) = c.listener(8);
+    let limit = libc::rlimit {
+        rlim_cur: 64,
+        rlim_max: 4096,
+    };
+    c.ret("setrlimit", call!(libc::setrlimit(libc::RLIMIT_NOFILE, &limit)));
+    // The closer of each is the other end than of the one before.
+    for connection in 0..CONNECTIONS {
+        let fd = match listener {
+            Some(listener) => sys::accept4(listener, 0).ok(),
+            None => sys::connected(&Addr::v4(port)),
+        };
+        for _ in 0..connection / 2 % 20 {
+            if c.is_server() {
+                sys::send_all(fd, &sys::recv_exact(fd, 500)).ok();
+            } else {
+                sys::send_all(fd, &[0; 500]).ok();
+                sys::recv_exact(fd, 500);
+            }
+        }
+        let sent = [300, 70_000][connection as usize / 2 % 2];
+        if c.is_server() == (connection % 2 == 0) {
+            let mut taken = Vec::new();
+            while let dup = call!(libc::dup(0))
+                && !dup.failed()
+            {
+                taken.push(dup.ok());
+            }
+            sys::send_all(fd, &data::pattern(connection, 0, sent)).ok();
+            sys::close(fd).ok();
+            taken.push(call!(libc::dup(0)).ok());
+            c.log(format_args!("as the next: {}", taken.last() == Some(&fd)));
+            for number in taken {
+                sys::close(number).ok();
+            }
+        } else {
+            let got = sys::recv_exact(fd, sent);
+            data::verify(connection, 0, &got);
+            let (end, _) = sys::recv_to_end(fd);
+            c.log(format_args!("{connection}: {sent}, then {end}"));
+            sys::close(fd).ok();
+        }
+    }
+}
+
 /// A loop that closes every number but the connection's; the connection goes on.
 pub fn close_everything(c: &Ctx) {
     let fd = c.pair();
@@ -203,10 +246,7 @@ pub fn close_everything(c: &Ctx) {
     }
     let (_, port) = c.listener(4);
     if !c.is_server() {
-        c.log(format_args!(
-            "a new one: {}",
-            sys::connected(&Addr::v4(port))
-        ));
+        c.log(format_args!("a new one: {}", sys::connected(&Addr::v4(port))));
     }
     c.sync("done");
     c.close(fd);
@@ -230,10 +270,7 @@ pub fn close_range(c: &Ctx) {
         exchange(c, fd, seed);
     }
     range(fd, fd as u32, libc::CLOSE_RANGE_CLOEXEC as c_int);
-    c.log(format_args!(
-        "cloexec {}",
-        call!(libc::fcntl(fd, libc::F_GETFD))
-    ));
+    c.log(format_args!("cloexec {}", call!(libc::fcntl(fd, libc::F_GETFD))));
     exchange(c, fd, 7);
     range(10, 5, 0);
     range(3, 5, 99);
@@ -262,10 +299,7 @@ pub fn close_range_under_use(c: &Ctx) {
                         std::thread::sleep(std::time::Duration::from_millis(5));
                     }
                 });
-                c.log(format_args!(
-                    "exchange {seed} done {}",
-                    is_done.recv().is_ok()
-                ));
+                c.log(format_args!("exchange {seed} done {}", is_done.recv().is_ok()));
             }
             over.store(true, SeqCst);
         });

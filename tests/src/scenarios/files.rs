@@ -21,16 +21,9 @@ fn file(c: &Ctx) -> std::fs::File {
 }
 
 /// sendfile() in a loop until `count` bytes went; gives the last result.
-fn sendfile_all(
-    fd: c_int,
-    from: c_int,
-    mut offset: Option<&mut i64>,
-    mut count: usize,
-) -> sys::Ret {
+fn sendfile_all(fd: c_int, from: c_int, mut offset: Option<&mut i64>, mut count: usize) -> sys::Ret {
     loop {
-        let at = offset
-            .as_deref_mut()
-            .map_or(std::ptr::null_mut(), std::ptr::from_mut);
+        let at = offset.as_deref_mut().map_or(std::ptr::null_mut(), std::ptr::from_mut);
         let r = call!(libc::sendfile(fd, from, at, count));
         if r.is(libc::EAGAIN) {
             sys::wait_for(fd, libc::POLLOUT);
@@ -60,40 +53,19 @@ pub fn sendfile(c: &Ctx) {
     );
     position();
     let mut at = 5000;
-    c.ret(
-        "1000, offset",
-        call!(libc::sendfile(fd, from, &mut at, 1000)),
-    );
+    c.ret("1000, offset", call!(libc::sendfile(fd, from, &mut at, 1000)));
     c.log(at);
     position();
     at = SIZE as i64 - 10;
     c.ret("at the end", call!(libc::sendfile(fd, from, &mut at, 1000)));
     c.log(at);
-    c.ret(
-        "past the end",
-        call!(libc::sendfile(fd, from, &mut at, 1000)),
-    );
+    c.ret("past the end", call!(libc::sendfile(fd, from, &mut at, 1000)));
     at = -1;
-    c.ret(
-        "negative offset",
-        call!(libc::sendfile(fd, from, &mut at, 1000)),
-    );
-    c.ret(
-        "none",
-        call!(libc::sendfile(fd, from, std::ptr::null_mut(), 0)),
-    );
-    c.ret(
-        "bad source",
-        call!(libc::sendfile(fd, 888, std::ptr::null_mut(), 10)),
-    );
-    c.ret(
-        "socket source",
-        call!(libc::sendfile(fd, fd, std::ptr::null_mut(), 10)),
-    );
-    c.ret(
-        "64",
-        call!(libc::sendfile64(fd, from, std::ptr::null_mut(), 100)),
-    );
+    c.ret("negative offset", call!(libc::sendfile(fd, from, &mut at, 1000)));
+    c.ret("none", call!(libc::sendfile(fd, from, std::ptr::null_mut(), 0)));
+    c.ret("bad source", call!(libc::sendfile(fd, 888, std::ptr::null_mut(), 10)));
+    c.ret("socket source", call!(libc::sendfile(fd, fd, std::ptr::null_mut(), 10)));
+    c.ret("64", call!(libc::sendfile64(fd, from, std::ptr::null_mut(), 100)));
     position();
     at = 0;
     c.done("all", sendfile_all(fd, from, Some(&mut at), SIZE));
@@ -143,29 +115,14 @@ pub fn splice(c: &Ctx) {
         let null = std::ptr::null_mut;
         let mut sum = 0;
         loop {
-            let r = call!(libc::splice(
-                fd,
-                null(),
-                pipe[1],
-                null(),
-                32_768,
-                libc::SPLICE_F_MOVE
-            ));
+            let r = call!(libc::splice(fd, null(), pipe[1], null(), 32_768, libc::SPLICE_F_MOVE));
             let mut left = r.count();
             if left == 0 {
                 break;
             }
             sum += left;
             while left > 0 {
-                left -= call!(libc::splice(
-                    pipe[0],
-                    null(),
-                    fd,
-                    null(),
-                    left,
-                    libc::SPLICE_F_MORE
-                ))
-                .count();
+                left -= call!(libc::splice(pipe[0], null(), fd, null(), left, libc::SPLICE_F_MORE)).count();
             }
         }
         c.log(format_args!("{sum} bytes"));
@@ -195,10 +152,7 @@ pub fn splice_errors(c: &Ctx) {
     call!(libc::pipe2(pipe.as_mut_ptr(), 0)).ok();
     let null = std::ptr::null_mut;
     let go = |what: &str, from: c_int, to: c_int, len: usize, flags: u32| {
-        c.ret(
-            what,
-            call!(libc::splice(from, null(), to, null(), len, flags)),
-        );
+        c.ret(what, call!(libc::splice(from, null(), to, null(), len, flags)));
     };
     sys::set_nonblocking(fd, true);
     go("no data", fd, pipe[1], 10, libc::SPLICE_F_NONBLOCK);
@@ -207,14 +161,8 @@ pub fn splice_errors(c: &Ctx) {
     go("bad fd", 777, pipe[1], 10, 0);
     go("nothing", fd, pipe[1], 0, 0);
     let mut at = 0i64;
-    c.ret(
-        "offset",
-        call!(libc::splice(fd, &mut at, pipe[1], null(), 10, 0)),
-    );
-    c.ret(
-        "offset",
-        call!(libc::splice(fd, null(), pipe[1], &mut at, 10, 0)),
-    );
+    c.ret("offset", call!(libc::splice(fd, &mut at, pipe[1], null(), 10, 0)));
+    c.ret("offset", call!(libc::splice(fd, null(), pipe[1], &mut at, 10, 0)));
     go("empty pipe", pipe[0], fd, 10, libc::SPLICE_F_NONBLOCK);
     c.sync("send");
     c.send(fd, b"0123456789", 0);

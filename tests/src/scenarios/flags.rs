@@ -94,8 +94,8 @@ pub fn waitall(c: &Ctx) {
 /// Bytes wanted, and in how many pieces they come.
 const WAITALL: [(usize, usize); 4] = [(10, 3), (5000, 4), (100_000, 5), (1, 1)];
 
-/// MSG_WAITALL into several pieces, by which a connection may be promoted while a call waits for the rest: each byte is in its
-/// place.
+/// MSG_WAITALL into several pieces, by which a connection may be promoted while a call waits for the rest: each byte is
+/// in its place.
 pub fn waitall_pieces(c: &Ctx) {
     const RECORD: usize = 100;
     let (listener, port) = c.listener(8);
@@ -183,10 +183,7 @@ pub fn trunc(c: &Ctx) {
     deliver(c, fd, &data::pattern(5, 0, 1000));
     if c.is_server() {
         // A null buffer shows that nothing is copied.
-        c.ret(
-            "recv MSG_TRUNC",
-            call!(libc::recv(fd, ptr::null_mut(), 300, MSG_TRUNC)),
-        );
+        c.ret("recv MSG_TRUNC", call!(libc::recv(fd, ptr::null_mut(), 300, MSG_TRUNC)));
         c.recv(fd, 100, 0);
         c.ret(
             "recv MSG_TRUNC|MSG_PEEK",
@@ -199,12 +196,7 @@ pub fn trunc(c: &Ctx) {
         );
         c.ret(
             "recv MSG_TRUNC",
-            call!(libc::recv(
-                fd,
-                ptr::null_mut(),
-                9000,
-                MSG_TRUNC | MSG_DONTWAIT
-            )),
+            call!(libc::recv(fd, ptr::null_mut(), 9000, MSG_TRUNC | MSG_DONTWAIT)),
         );
     }
     c.sync("done");
@@ -442,10 +434,7 @@ pub fn rcvlowat_after_end(c: &Ctx) {
 pub fn peek_offset(c: &Ctx) {
     let fd = c.pair();
     if c.is_server() {
-        c.ret(
-            "SO_PEEK_OFF",
-            sys::set_int(fd, libc::SOL_SOCKET, libc::SO_PEEK_OFF, 0),
-        );
+        c.ret("SO_PEEK_OFF", sys::set_int(fd, libc::SOL_SOCKET, libc::SO_PEEK_OFF, 0));
     }
     deliver(c, fd, b"0123456789");
     if c.is_server() {

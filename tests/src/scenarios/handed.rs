@@ -1,5 +1,5 @@
-//! Connections that are handed to another process while their promotion is under way and data waits unread: in front of the library's
-//! markers, between them and behind them. The new holder reads each byte once, and nothing else.
+//! Connections that are handed to another process while their promotion is under way and data waits unread: in front of
+//! the library's markers, between them and behind them. The new holder reads each byte once, and nothing else.
 
 use libc::c_int;
 
@@ -20,7 +20,8 @@ fn total(connection: usize) -> usize {
     [FIRST + PIECE, 60_000, 900_000][connection % 3]
 }
 
-/// One end sends its stream at once and reads the answer; the other `hands` each connection over when it has read the beginning.
+/// One end sends its stream at once and reads the answer; the other `hands` each connection over when it has read the
+/// beginning.
 fn hand(c: &Ctx, hands: bool, mut over: impl FnMut(usize, c_int)) {
     let (listener, port) = c.listener(16);
     for connection in 0..CONNECTIONS {

@@ -14,8 +14,8 @@ use crate::sys::{self, Addr};
 ///   The server prints its port once it listens.
 /// - `squat PORT HOW` listens on the library's service names of PORT, as uid 65534 if it can,
 ///   and answers `nothing`, `garbage`, `yes` or `close`, until stdin ends.
-/// - `remote …`: see `remote::main`; `guest …`: see `guest::main`; `stall …`: see `stall::main`; `hostile …`: see `hostile::main`;
-///   `within …`: see `environment::launch`.
+/// - `remote …`: see `remote::main`; `guest …`: see `guest::main`; `stall …`: see `stall::main`; `hostile …`: see
+///   `hostile::main`; `within …`: see `environment::launch`.
 pub fn main(words: &[String]) -> ExitCode {
     let number = |i: usize| words.get(i).and_then(|w| w.parse().ok());
     let fd: i32 = number(1).unwrap_or(-1);
@@ -36,11 +36,7 @@ pub fn main(words: &[String]) -> ExitCode {
         Some("squat") => squat(port, words.get(2).map_or("", String::as_str)),
         _ => false,
     };
-    if good {
-        ExitCode::SUCCESS
-    } else {
-        ExitCode::FAILURE
-    }
+    if good { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
 /// With read and write, as `cat` would.
@@ -75,11 +71,7 @@ fn serve(port: u16, connections: i32) -> bool {
             sys::send_all(fd, &dialogue::response(round)).ok();
         }
         let (end, rest) = sys::recv_to_end(fd);
-        assert!(
-            end.value == 0 && rest.is_empty(),
-            "{end}, {} bytes",
-            rest.len()
-        );
+        assert!(end.value == 0 && rest.is_empty(), "{end}, {} bytes", rest.len());
         sys::send_all(fd, &dialogue::farewell()).ok();
         sys::close(fd).ok();
     }

@@ -1,6 +1,6 @@
-//! What a call belongs to when its number is closed under it and stands for something else at once: one thread is blocked
-//! in a call on a connection, another closes it in each of the ways that there are and gives its number to the next
-//! connection or file. Every byte says which connection or file it belongs to.
+//! What a call belongs to when its number is closed under it and stands for something else at once: one thread is
+//! blocked in a call on a connection, another closes it in each of the ways that there are and gives its number to the
+//! next connection or file. Every byte says which connection or file it belongs to.
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
@@ -35,13 +35,7 @@ enum Close {
 }
 
 const SEEN: [Close; 4] = [Close::Libc, Close::Syscall, Close::Range, Close::Over];
-const EVERY: [Close; 5] = [
-    Close::Libc,
-    Close::Syscall,
-    Close::Range,
-    Close::Over,
-    Close::Inline,
-];
+const EVERY: [Close; 5] = [Close::Libc, Close::Syscall, Close::Range, Close::Over, Close::Inline];
 /// A number that was closed unseen may pass for the connection for less than this after its last use.
 const REST_MS: u64 = 15;
 
@@ -61,16 +55,12 @@ fn close_by(how: Close, fd: c_int) {
     };
 }
 
-/// Until the library looks again what a number stands for: the kernel's clock, by which it tells, has moved on. (A processor that keeps that
-/// clock and is itself held up, as in a virtual machine, holds it up too.)
+/// Until the library looks again what a number stands for: the kernel's clock, by which it tells, has moved on. (A
+/// processor that keeps that clock and is itself held up, as in a virtual machine, holds it up too.)
 fn rest() {
     let clock = || {
         let mut now: libc::timespec = sys::zeroed();
-        call!(libc::clock_gettime(
-            libc::CLOCK_MONOTONIC_COARSE,
-            &raw mut now
-        ))
-        .ok();
+        call!(libc::clock_gettime(libc::CLOCK_MONOTONIC_COARSE, &raw mut now)).ok();
         (now.tv_sec, now.tv_nsec)
     };
     let before = clock();
@@ -137,8 +127,8 @@ fn expect_record(fd: c_int, of: u64, at: u64) {
     data::verify(of, at * RECORD as u64, &sys::recv_exact(fd, RECORD));
 }
 
-/// The client of every scenario here: connection `i` is warmed up; the word to go on comes on connection `i + 1`. `late` is
-/// what it does then on the old one, which the server has closed.
+/// The client of every scenario here: connection `i` is warmed up; the word to go on comes on connection `i + 1`.
+/// `late` is what it does then on the old one, which the server has closed.
 fn client(port: u16, which: u64, rounds: u64, mut late: impl FnMut(c_int, u64)) {
     let mut fd = sys::connected(&Addr::v4(port));
     for round in 0..rounds {
@@ -212,8 +202,8 @@ fn beside_a_blocked<R: Send>(call: impl FnOnce() -> R + Send, meanwhile: impl Fn
     })
 }
 
-/// A thread is blocked in each of the calls that receive. After shutdown it gets the end of its own stream; after a mere
-/// close the call still holds the file, and what the peer sends then.
+/// A thread is blocked in each of the calls that receive. After shutdown it gets the end of its own stream; after a
+/// mere close the call still holds the file, and what the peer sends then.
 pub fn receivers(c: &Ctx) {
     let rounds = RECEIVERS as u64 * SEEN.len() as u64 * ROUNDS * 2;
     let (listener, port) = c.listener(8);
@@ -296,8 +286,8 @@ pub fn senders(c: &Ctx) {
     c.log("all equal");
 }
 
-/// A thread waits for the connection by poll, select or epoll_wait; the connection is closed, and its number is a file's,
-/// which the wait does not touch.
+/// A thread waits for the connection by poll, select or epoll_wait; the connection is closed, and its number is a
+/// file's, which the wait does not touch.
 pub fn waiters(c: &Ctx) {
     /// Longer than a busy machine needs to get there.
     const MS: c_int = 400;
@@ -335,14 +325,7 @@ pub fn waiters(c: &Ctx) {
                     let none = std::ptr::null_mut();
                     // SAFETY: a set of the test's own.
                     unsafe { libc::FD_SET(fd, &raw mut set) };
-                    call!(libc::select(
-                        fd + 1,
-                        &raw mut set,
-                        none,
-                        none,
-                        &raw mut time
-                    ))
-                    .ok()
+                    call!(libc::select(fd + 1, &raw mut set, none, none, &raw mut time)).ok()
                 }
                 _ => epoll::wait(ep, 8, MS).1.len() as i32,
             },
@@ -410,8 +393,8 @@ fn check_file(fd: c_int, round: u64) {
     assert_eq!(kind.st_size, RECORD as i64, "round {round}");
 }
 
-/// A connection is closed where no library sees it, after a rest, and the next file has its number: what is written to the
-/// file is in the file, and the peer of the connection gets its end, and nothing else.
+/// A connection is closed where no library sees it, after a rest, and the next file has its number: what is written to
+/// the file is in the file, and the peer of the connection gets its end, and nothing else.
 pub fn files(c: &Ctx) {
     let rounds = 240;
     let ways = [Close::Inline, Close::Syscall, Close::Libc];
@@ -429,10 +412,7 @@ pub fn files(c: &Ctx) {
                 sys::pause_ms(1);
                 last = sys::send(fd, b"x", libc::MSG_NOSIGNAL);
             }
-            assert!(
-                last.failed(),
-                "round {round}: a closed connection takes bytes"
-            );
+            assert!(last.failed(), "round {round}: a closed connection takes bytes");
         });
         c.log("all equal");
         return;
@@ -452,19 +432,15 @@ pub fn files(c: &Ctx) {
     c.log("all equal");
 }
 
-/// A connection in an epoll set, closed where no library sees it: the set no longer reports it, and its number in the set
-/// is the next connection's.
+/// A connection in an epoll set, closed where no library sees it: the set no longer reports it, and its number in the
+/// set is the next connection's.
 pub fn sets(c: &Ctx) {
     let rounds = 120;
     let (listener, port) = c.listener(8);
     let Some(listener) = listener else {
         client(port, 6, rounds, |fd, round| {
             // What comes too late for the old one.
-            let _ = sys::send(
-                fd,
-                &data::pattern(name(6, round), 0, RECORD),
-                libc::MSG_NOSIGNAL,
-            );
+            let _ = sys::send(fd, &data::pattern(name(6, round), 0, RECORD), libc::MSG_NOSIGNAL);
         });
         c.log("all equal");
         return;
@@ -506,8 +482,8 @@ pub fn sets(c: &Ctx) {
 /// Connections of the churn.
 const CHURNED: u64 = 1_500;
 
-/// Records of the churn: who sent it, which one it is, and what that makes, as text. (The end of other bytes may be held
-/// back where a marker may begin, and several threads receive here.)
+/// Records of the churn: who sent it, which one it is, and what that makes, as text. (The end of other bytes may be
+/// held back where a marker may begin, and several threads receive here.)
 fn churn_record(connection: u64, at: u64) -> Vec<u8> {
     let head = format!("{connection:08x}{at:08x}");
     let sum = data::hash(head.as_bytes()) as u32;
@@ -536,9 +512,9 @@ impl Victim {
     }
 }
 
-/// One thread closes connections in every way that there is and fills their numbers with files, socket pairs and the next
-/// connections, while others sit in every call that receives or waits. What they get is of the connection that they began
-/// on, and what is in a file stays.
+/// One thread closes connections in every way that there is and fills their numbers with files, socket pairs and the
+/// next connections, while others sit in every call that receives or waits. What they get is of the connection that
+/// they began on, and what is in a file stays.
 pub fn churn(c: &Ctx) {
     let (listener, port) = c.listener(8);
     let Some(listener) = listener else {
@@ -629,14 +605,9 @@ fn churn_call(current: u64, ep: c_int, rng: &mut data::Rng) {
         let n = receive(which, fd, &mut buf);
         if n > 0 {
             let text = String::from_utf8_lossy(&buf);
-            let at = text
-                .get(8..16)
-                .and_then(|at| u64::from_str_radix(at, 16).ok());
+            let at = text.get(8..16).and_then(|at| u64::from_str_radix(at, 16).ok());
             let expected = churn_record(round, at.unwrap_or_default());
-            assert!(
-                buf[..] == expected,
-                "call {which} of {round} got {n}: {text}"
-            );
+            assert!(buf[..] == expected, "call {which} of {round} got {n}: {text}");
         }
     } else if which == RECEIVERS {
         let mut poll = libc::pollfd {

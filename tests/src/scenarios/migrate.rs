@@ -14,16 +14,13 @@ const LEN: usize = 400;
 pub fn add_to(all: &mut Vec<Scenario>) {
     for n in 1..=OFFSETS {
         all.push(
-            Scenario::numbered("promote_at", n, promote_at, false)
-                .with_env("RDMASOCK_PROMOTE_AFTER", n.to_string()),
+            Scenario::numbered("promote_at", n, promote_at, false).with_env("RDMASOCK_PROMOTE_AFTER", n.to_string()),
         );
     }
     for n in 0..=OFFSETS {
         all.push(Scenario::numbered("demote_at", n, demote_at, true));
     }
-    all.push(
-        Scenario::new("promote_at_once", promote_at, false).with_env("RDMASOCK_PROMOTE_AFTER", "0"),
-    );
+    all.push(Scenario::new("promote_at_once", promote_at, false).with_env("RDMASOCK_PROMOTE_AFTER", "0"));
 }
 
 /// `LEN` bytes each way in odd pieces that depend on `param`, several times over, so that the
@@ -35,10 +32,7 @@ fn promote_at(c: &Ctx) {
         let mut at = 0;
         while at < LEN {
             let n = (1 + rng.below(37) as usize).min(LEN - at);
-            let (there, back) = (
-                data::pattern(1, at as u64, n),
-                data::pattern(2, at as u64, n),
-            );
+            let (there, back) = (data::pattern(1, at as u64, n), data::pattern(2, at as u64, n));
             // Odd rounds stream first and read later, even ones go back and forth.
             let lockstep = round % 2 == 0;
             if c.is_server() {

@@ -108,7 +108,7 @@ pub fn all() -> Vec<Scenario> {
         epoll_more: warm { nested, mixed, in_turns, two_epolls, two_sleepers, registered_before, pwait2, added_while_waiting, shared_with_child, unwritable } cold { loop_level, loop_edge }
         order: warm { of_arrival, young_first, none_alone, listed_once } cold { end_first }
         poll: warm { odd_fds, masks, ppoll, select, select_errors, select_all, high_fd, two_connections, as_many_as_the_limit } cold { listener }
-        fds: warm { dups, dup2_over, dup2_swap, numbering, limit, close_everything, close_range, close_range_under_use, reuse } cold {  }
+        fds: warm { dups, dup2_over, dup2_swap, numbering, limit, close_everything, close_range, close_range_under_use, reuse } cold { closed_at_the_limit }
         handed: warm {  } cold { forked, forked_by_the_client, forked_and_kept, passed }
         identity: warm {  } cold { receivers, senders, waiters, files, sets, churn }
         files: warm { sendfile, sendfile_nonblocking, splice, splice_errors } cold {  }
@@ -117,39 +117,26 @@ pub fn all() -> Vec<Scenario> {
         numbers: warm { bytes_out, bytes_in, waits, sets } cold {  }
         numbers_more: warm { sockets, descriptors, closed_number, in_handler, exec, exit } cold {  }
         refused: warm { fork_before, fork_on_a_link } cold {  }
-        process: warm { cloned_accepts, fork_child_then_parent, fork_child_has_no_arena, fork_child_closes, fork_parent_closes, fork_client, fork_with_unread_data, child_of_a_stopped_parent, fork_both_write, fork_exec, exec_itself, exec_fails, spawn, system, pass_to_child, pass_to_itself } cold { prefork, fork_per_connection, fork_per_connection_crowd, fork_without_descriptors, cloned_changes_user, pass_fresh }
+        process: warm { cloned_accepts, fork_child_then_parent, fork_child_has_no_arena, fork_child_closes, fork_parent_closes, fork_client, fork_with_unread_data, child_of_a_stopped_parent, child_of_a_replaced_parent, fork_both_write, fork_exec, exec_itself, exec_fails, spawn, system, pass_to_child, pass_to_itself } cold { child_of_a_killed_parent, grandchild, prefork, fork_per_connection, fork_per_connection_crowd, fork_without_descriptors, cloned_changes_user, pass_fresh }
         threads: warm { send_and_receive, eight_senders, four_receivers, shutdown_wakes, shutdown_wakes_pollers, close_does_not_wake, cancel, cancel_early, cancel_sender_early, cancel_pollers } cold { eight_on_one_epoll, four_acceptors }
         told: warm { counts_across_a_promotion, unread_and_half_closed, time_of_the_last, counts_across_a_demotion, counts_in_a_child, peer_killed, lengths } cold {  }
         told_options: warm { kept, how_much_is_left, how_much_is_left_by_listener, timestamps, pacing, repair, zero_copy_receive, keepalive_of_a_frozen_peer, user_timeout } cold { keepalive_of_a_host_that_is_gone, nodelay_while_promoted, nodelay_at_a_promotion }
         wakes: warm { oneshot_over } cold { poll, select, receive, epoll, edge, oneshot, added, two_sets, nested, polled_set, two_waiters, two_receivers, crowd, shared_set, forked }
     ];
     all.push(
-        Scenario::new(
-            "process_fork_changes_user",
-            process::fork_changes_user,
-            false,
-        )
-        .with_env("RDMASOCK_LOG", "info")
-        .with_env("RDMASOCK_LOG_FILE", "{dir}/log"),
+        Scenario::new("process_fork_changes_user", process::fork_changes_user, false)
+            .with_env("RDMASOCK_LOG", "info")
+            .with_env("RDMASOCK_LOG_FILE", "{dir}/log"),
     );
     migrate::add_to(&mut all);
     urgent::add_to(&mut all);
     ends::add_to(&mut all);
-    all.extend(
-        (0..unseen::WAYS).map(|n| Scenario::numbered("unseen_close", n, unseen::close, false)),
-    );
-    let few_addresses =
-        |n| Scenario::numbered("capacity_few_addresses", n, capacity::few_addresses, n != 0);
+    all.extend((0..unseen::WAYS).map(|n| Scenario::numbered("unseen_close", n, unseen::close, false)));
+    let few_addresses = |n| Scenario::numbered("capacity_few_addresses", n, capacity::few_addresses, n != 0);
     all.extend((0..capacity::FEW).map(few_addresses));
     for scenario in all.iter_mut().filter(|s| fits_a_storm(s)) {
         scenario.modes = if scenario.modes.len() == Mode::ALL.len() {
-            &[
-                Mode::Kernel,
-                Mode::Both,
-                Mode::Client,
-                Mode::Server,
-                Mode::Storm,
-            ]
+            &[Mode::Kernel, Mode::Both, Mode::Client, Mode::Server, Mode::Storm]
         } else {
             &[Mode::Kernel, Mode::Both, Mode::Storm]
         };
@@ -168,8 +155,8 @@ const WITHOUT_STORM: [&str; 8] = [
     "unseen_",
     "wakes_",
 ];
-/// Scenarios whose outcome does on kernel TCP too, mostly by EINTR of poll, select and epoll_wait, which is never restarted; or
-/// that end before the first signal comes, or close the storm's own descriptors.
+/// Scenarios whose outcome does on kernel TCP too, mostly by EINTR of poll, select and epoll_wait, which is never
+/// restarted; or that end before the first signal comes, or close the storm's own descriptors.
 const NOT_IN_A_STORM: &[&str] = &[
     "calls_bad_fds",
     "calls_not_sockets",
@@ -204,6 +191,7 @@ const NOT_IN_A_STORM: &[&str] = &[
     "fds_close_everything",
     "fds_close_range",
     "fds_close_range_under_use",
+    "fds_closed_at_the_limit",
     "fds_limit",
     "flags_held_back",
     "flags_rcvlowat",
@@ -214,6 +202,7 @@ const NOT_IN_A_STORM: &[&str] = &[
     "numbers_sets",
     "numbers_waits",
     "poll_as_many_as_the_limit",
+    "poll_high_fd",
     "poll_listener",
     "poll_odd_fds",
     "poll_ppoll",

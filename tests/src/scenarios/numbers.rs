@@ -183,10 +183,7 @@ pub fn waits(c: &Ctx) {
         };
         let r = number!(SYS_ppoll, std::ptr::from_mut(p), 1, &raw mut t, mask, size);
         let left = rest(time, (t.tv_sec, t.tv_nsec));
-        c.log(format_args!(
-            "ppoll -> {r} {} left {left}",
-            poll_names(p.revents)
-        ));
+        c.log(format_args!("ppoll -> {r} {} left {left}", poll_names(p.revents)));
     };
     let select = |seconds: i64, six: bool, mask: *const [usize; 2]| {
         let mut set: libc::fd_set = sys::zeroed();
@@ -198,15 +195,7 @@ pub fn waits(c: &Ctx) {
                 tv_sec: seconds,
                 tv_nsec: 2_000_000,
             };
-            let r = number!(
-                SYS_pselect6,
-                fd + 1,
-                &raw mut set,
-                none,
-                none,
-                &raw mut t,
-                mask
-            );
+            let r = number!(SYS_pselect6, fd + 1, &raw mut set, none, none, &raw mut t, mask);
             (r, rest((seconds, 2_000_000), (t.tv_sec, t.tv_nsec)))
         } else {
             let mut t = libc::timeval {
@@ -218,9 +207,7 @@ pub fn waits(c: &Ctx) {
         };
         // SAFETY: as above.
         let is_set = unsafe { libc::FD_ISSET(fd, &set) };
-        c.log(format_args!(
-            "select, six {six} -> {r} {is_set} left {left}"
-        ));
+        c.log(format_args!("select, six {six} -> {r} {is_set} left {left}"));
     };
     let blocked = 1u64 << (libc::SIGUSR1 - 1);
     let mask = &raw const blocked;
@@ -292,26 +279,11 @@ pub fn sets(c: &Ctx) {
         let time = &raw const time;
         show("wait", number!(SYS_epoll_wait, set, at, 4, ms));
         show("other", number!(SYS_epoll_wait, other, at, 4, ms));
-        show(
-            "pwait",
-            number!(SYS_epoll_pwait, set, at, 4, ms, NONE, 0usize),
-        );
-        show(
-            "pwait",
-            number!(SYS_epoll_pwait, set, at, 4, ms, mask, 8usize),
-        );
-        show(
-            "odd mask",
-            number!(SYS_epoll_pwait, set, at, 4, ms, mask, 5usize),
-        );
-        show(
-            "pwait2",
-            number!(SYS_epoll_pwait2, set, at, 4, time, mask, 8usize),
-        );
-        show(
-            "odd mask",
-            number!(SYS_epoll_pwait2, set, at, 4, time, mask, 7usize),
-        );
+        show("pwait", number!(SYS_epoll_pwait, set, at, 4, ms, NONE, 0usize));
+        show("pwait", number!(SYS_epoll_pwait, set, at, 4, ms, mask, 8usize));
+        show("odd mask", number!(SYS_epoll_pwait, set, at, 4, ms, mask, 5usize));
+        show("pwait2", number!(SYS_epoll_pwait2, set, at, 4, time, mask, 8usize));
+        show("odd mask", number!(SYS_epoll_pwait2, set, at, 4, time, mask, 7usize));
     };
     all(2);
     c.sync("idle");

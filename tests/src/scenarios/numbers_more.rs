@@ -1,5 +1,5 @@
-//! The calls by their numbers that make, duplicate, close and leave connections. And numbers of descriptors that are closed
-//! in that way, as libuv closes: the next file that gets one is itself.
+//! The calls by their numbers that make, duplicate, close and leave connections. And numbers of descriptors that are
+//! closed in that way, as libuv closes: the next file that gets one is itself.
 
 use std::ptr::null;
 
@@ -52,10 +52,7 @@ pub fn sockets(c: &Ctx) {
         let mut got: c_int = -1;
         let mut len: libc::socklen_t = 4;
         let value = &raw const value;
-        c.ret(
-            "setsockopt",
-            number!(SYS_setsockopt, connection, tcp, cork, value, 4),
-        );
+        c.ret("setsockopt", number!(SYS_setsockopt, connection, tcp, cork, value, 4));
         let at = &raw mut got;
         c.ret(
             "getsockopt",
@@ -114,10 +111,7 @@ pub fn descriptors(c: &Ctx) {
         c.ret("write", send(60, b"four"));
     } else {
         sys::wait_for(60, POLLIN);
-        c.ret(
-            "FIONREAD",
-            number!(SYS_ioctl, 60, libc::FIONREAD, &raw mut waiting),
-        );
+        c.ret("FIONREAD", number!(SYS_ioctl, 60, libc::FIONREAD, &raw mut waiting));
         c.log(waiting);
     }
     c.sync("counted");
@@ -140,15 +134,7 @@ pub fn descriptors(c: &Ctx) {
 }
 
 /// The ways to get a number that libuv has just closed.
-const MAKERS: [&str; 7] = [
-    "open",
-    "memfd",
-    "eventfd",
-    "dup",
-    "pipe",
-    "mkstemp",
-    "socketpair",
-];
+const MAKERS: [&str; 7] = ["open", "memfd", "eventfd", "dup", "pipe", "mkstemp", "socketpair"];
 
 fn make(c: &Ctx, how: &str) -> c_int {
     let path = c.dir.join(format!("{}.{how}", c.side.name()));
@@ -228,10 +214,7 @@ pub fn closed_number(c: &Ctx) {
                 sys::send_all(fd, &request).ok();
             } else {
                 sys::send_all(fd, &data::pattern(3, 0, 500)).ok();
-                assert!(
-                    sys::recv_exact(fd, 500) == data::pattern(3, 0, 500),
-                    "other bytes"
-                );
+                assert!(sys::recv_exact(fd, 500) == data::pattern(3, 0, 500), "other bytes");
             }
         }
         c.sync("again");

@@ -10,35 +10,15 @@ const OPTIONS: [(&str, c_int, c_int, &[c_int]); 21] = [
     ("TCP_NODELAY", IPPROTO_TCP, libc::TCP_NODELAY, &[1, 0, 7]),
     ("TCP_CORK", IPPROTO_TCP, libc::TCP_CORK, &[1, 0]),
     ("TCP_QUICKACK", IPPROTO_TCP, libc::TCP_QUICKACK, &[0, 1]),
-    (
-        "TCP_KEEPIDLE",
-        IPPROTO_TCP,
-        libc::TCP_KEEPIDLE,
-        &[30, 0, 99_999],
-    ),
+    ("TCP_KEEPIDLE", IPPROTO_TCP, libc::TCP_KEEPIDLE, &[30, 0, 99_999]),
     ("TCP_KEEPINTVL", IPPROTO_TCP, libc::TCP_KEEPINTVL, &[7]),
     ("TCP_KEEPCNT", IPPROTO_TCP, libc::TCP_KEEPCNT, &[3, 999]),
-    (
-        "TCP_USER_TIMEOUT",
-        IPPROTO_TCP,
-        libc::TCP_USER_TIMEOUT,
-        &[5000, -1],
-    ),
+    ("TCP_USER_TIMEOUT", IPPROTO_TCP, libc::TCP_USER_TIMEOUT, &[5000, -1]),
     ("TCP_MAXSEG", IPPROTO_TCP, libc::TCP_MAXSEG, &[1000]),
     ("TCP_SYNCNT", IPPROTO_TCP, libc::TCP_SYNCNT, &[3]),
     ("TCP_LINGER2", IPPROTO_TCP, libc::TCP_LINGER2, &[10]),
-    (
-        "TCP_NOTSENT_LOWAT",
-        IPPROTO_TCP,
-        libc::TCP_NOTSENT_LOWAT,
-        &[16_384],
-    ),
-    (
-        "TCP_WINDOW_CLAMP",
-        IPPROTO_TCP,
-        libc::TCP_WINDOW_CLAMP,
-        &[60_000],
-    ),
+    ("TCP_NOTSENT_LOWAT", IPPROTO_TCP, libc::TCP_NOTSENT_LOWAT, &[16_384]),
+    ("TCP_WINDOW_CLAMP", IPPROTO_TCP, libc::TCP_WINDOW_CLAMP, &[60_000]),
     ("SO_KEEPALIVE", SOL_SOCKET, libc::SO_KEEPALIVE, &[1, 0]),
     ("SO_REUSEADDR", SOL_SOCKET, libc::SO_REUSEADDR, &[1, 0]),
     ("SO_SNDBUF", SOL_SOCKET, libc::SO_SNDBUF, &[30_000, 0]),
@@ -56,11 +36,7 @@ pub fn matrix(c: &Ctx) {
     for (name, level, option, values) in OPTIONS {
         // Auto-tuned or a property of the path at this moment: not comparable before it is set.
         let varies = matches!(option, libc::SO_SNDBUF | libc::SO_RCVBUF) && level == SOL_SOCKET
-            || level == IPPROTO_TCP
-                && matches!(
-                    option,
-                    libc::TCP_WINDOW_CLAMP | libc::TCP_QUICKACK | libc::TCP_MAXSEG
-                );
+            || level == IPPROTO_TCP && matches!(option, libc::TCP_WINDOW_CLAMP | libc::TCP_QUICKACK | libc::TCP_MAXSEG);
         let get = |log: bool| {
             let (r, v) = sys::get_int(fd, level, option);
             if log {
@@ -71,10 +47,7 @@ pub fn matrix(c: &Ctx) {
         };
         get(!varies);
         for v in values {
-            c.ret(
-                format_args!("set {name} {v}"),
-                sys::set_int(fd, level, option, *v),
-            );
+            c.ret(format_args!("set {name} {v}"), sys::set_int(fd, level, option, *v));
             get(!varies || level == SOL_SOCKET);
         }
     }
@@ -119,10 +92,7 @@ pub fn errors(c: &Ctx) {
         (libc::IPPROTO_IPV6, libc::IPV6_V6ONLY),
         (libc::IPPROTO_UDP, 1),
     ] {
-        c.ret(
-            format_args!("set {level} {name}"),
-            sys::set_int(fd, level, name, 1),
-        );
+        c.ret(format_args!("set {level} {name}"), sys::set_int(fd, level, name, 1));
         let (r, v) = sys::get_int(fd, level, name);
         let comparable = name != libc::TCP_INFO || level != IPPROTO_TCP;
         c.log(format_args!(
@@ -140,10 +110,7 @@ pub fn errors(c: &Ctx) {
             b.as_mut_ptr().cast(),
             &mut l
         ));
-        c.log(format_args!(
-            "get SO_TYPE in {len} -> {r}, {l} {:?}",
-            &b[..4]
-        ));
+        c.log(format_args!("get SO_TYPE in {len} -> {r}, {l} {:?}", &b[..4]));
     }
     c.sync("done");
     c.close(fd);
@@ -152,36 +119,19 @@ pub fn errors(c: &Ctx) {
 /// SO_TYPE, SO_DOMAIN, SO_PROTOCOL, SO_ACCEPTCONN, SO_LINGER, time-outs, as read back.
 pub fn identity(c: &Ctx) {
     let fd = c.pair();
-    for name in [
-        libc::SO_TYPE,
-        libc::SO_DOMAIN,
-        libc::SO_PROTOCOL,
-        libc::SO_ACCEPTCONN,
-    ] {
+    for name in [libc::SO_TYPE, libc::SO_DOMAIN, libc::SO_PROTOCOL, libc::SO_ACCEPTCONN] {
         let (r, v) = sys::get_int(fd, SOL_SOCKET, name);
         c.log(format_args!("{name} -> {r} {v}"));
     }
     for name in [libc::SO_RCVTIMEO, libc::SO_SNDTIMEO] {
         for time in [None, Some(1_250_000u64), Some(0)] {
             if let Some(us) = time {
-                c.ret(
-                    "set",
-                    sys::set_timeout(fd, name, std::time::Duration::from_micros(us)),
-                );
+                c.ret("set", sys::set_timeout(fd, name, std::time::Duration::from_micros(us)));
             }
             let mut tv: libc::timeval = sys::zeroed();
             let mut len = size_of::<libc::timeval>() as libc::socklen_t;
-            let r = call!(libc::getsockopt(
-                fd,
-                SOL_SOCKET,
-                name,
-                (&raw mut tv).cast(),
-                &mut len
-            ));
-            c.log(format_args!(
-                "{name} -> {r} {} s {} µs, {len}",
-                tv.tv_sec, tv.tv_usec
-            ));
+            let r = call!(libc::getsockopt(fd, SOL_SOCKET, name, (&raw mut tv).cast(), &mut len));
+            c.log(format_args!("{name} -> {r} {} s {} µs, {len}", tv.tv_sec, tv.tv_usec));
         }
         let bad = libc::timeval {
             tv_sec: 0,
@@ -189,13 +139,7 @@ pub fn identity(c: &Ctx) {
         };
         c.ret(
             "set bad",
-            call!(libc::setsockopt(
-                fd,
-                SOL_SOCKET,
-                name,
-                (&raw const bad).cast(),
-                16
-            )),
+            call!(libc::setsockopt(fd, SOL_SOCKET, name, (&raw const bad).cast(), 16)),
         );
     }
     let mut l: libc::linger = sys::zeroed();
@@ -207,10 +151,7 @@ pub fn identity(c: &Ctx) {
         (&raw mut l).cast(),
         &mut len
     ));
-    c.log(format_args!(
-        "SO_LINGER -> {r} {} {}",
-        l.l_onoff, l.l_linger
-    ));
+    c.log(format_args!("SO_LINGER -> {r} {} {}", l.l_onoff, l.l_linger));
     let mut st: libc::stat = sys::zeroed();
     c.ret("fstat", call!(libc::fstat(fd, &mut st)));
     c.log(format_args!(
@@ -290,10 +231,7 @@ pub fn strings(c: &Ctx) {
             b.as_mut_ptr().cast(),
             &mut len
         ));
-        c.log(format_args!(
-            "TCP_CONGESTION -> {r} {len} {}",
-            data::show(&b[..5])
-        ));
+        c.log(format_args!("TCP_CONGESTION -> {r} {len} {}", data::show(&b[..5])));
     };
     get();
     for name in [&b"reno"[..], b"no such"] {
@@ -351,20 +289,10 @@ pub fn fcntl(c: &Ctx) {
 /// Options of which the kernel takes a null for 0, though they come with a length.
 pub fn null_value(c: &Ctx) {
     let fd = c.pair_at(Addr::v6, Addr::v6);
-    for name in [
-        libc::IPV6_RECVERR,
-        libc::IPV6_RECVPKTINFO,
-        libc::IPV6_RECVHOPLIMIT,
-    ] {
+    for name in [libc::IPV6_RECVERR, libc::IPV6_RECVPKTINFO, libc::IPV6_RECVHOPLIMIT] {
         c.ret(
             format_args!("set {name} to null"),
-            call!(libc::setsockopt(
-                fd,
-                libc::IPPROTO_IPV6,
-                name,
-                std::ptr::null(),
-                4
-            )),
+            call!(libc::setsockopt(fd, libc::IPPROTO_IPV6, name, std::ptr::null(), 4)),
         );
     }
     c.sync("done");

@@ -66,17 +66,15 @@ pub fn of_arrival(c: &Ctx) {
         }
         if c.is_server() {
             // The kernel's list can be another where the sender goes from one processor to another.
-            c.log(format_args!(
-                "{name}: in order: {}",
-                in_order * 10 > ROUNDS * 9
-            ));
+            c.log(format_args!("{name}: in order: {}", in_order * 10 > ROUNDS * 9));
         }
         sys::close(ep).ok();
     }
     c.sync("done");
 }
 
-/// A message on a connection that stays on TCP, and then one on an older connection: both are there when the set is looked at.
+/// A message on a connection that stays on TCP, and then one on an older connection: both are there when the set is
+/// looked at.
 pub fn young_first(c: &Ctx) {
     let (old, young) = (c.pair(), c.cold_pair());
     // A socket with this option stays on TCP.
@@ -119,8 +117,8 @@ pub fn young_first(c: &Ctx) {
     c.sync("done");
 }
 
-/// One result lists a connection once, also if something comes for it while the rest is looked at: a program may close it at the first
-/// entry.
+/// One result lists a connection once, also if something comes for it while the rest is looked at: a program may close
+/// it at the first entry.
 pub fn listed_once(c: &Ctx) {
     const MESSAGES: usize = 40_000;
     let mut fds: Vec<c_int> = (1..CONNECTIONS).map(|_| c.pair()).collect();
@@ -219,8 +217,8 @@ pub fn none_alone(c: &Ctx) {
     c.sync("done");
 }
 
-/// A close, or a shutdown, of one connection, then a message on another: who hears the message has heard of the end. All ends are in one thread,
-/// which does nothing in between that would let others run.
+/// A close, or a shutdown, of one connection, then a message on another: who hears the message has heard of the end.
+/// All ends are in one thread, which does nothing in between that would let others run.
 pub fn end_first(c: &Ctx) {
     const ENDS: usize = 60;
     const WARM: usize = 24;

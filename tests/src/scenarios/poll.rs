@@ -15,11 +15,7 @@ fn poll(c: &Ctx, what: &str, fds: &[(c_int, i16)], timeout_ms: c_int) {
             revents: 0x7fff,
         })
         .collect();
-    let r = call!(libc::poll(
-        p.as_mut_ptr(),
-        p.len() as libc::nfds_t,
-        timeout_ms
-    ));
+    let r = call!(libc::poll(p.as_mut_ptr(), p.len() as libc::nfds_t, timeout_ms));
     let names: Vec<_> = p.iter().map(|p| poll_names(p.revents)).collect();
     c.log(format_args!("poll {what} -> {r} {names:?}"));
 }
@@ -31,12 +27,7 @@ pub fn odd_fds(c: &Ctx) {
     call!(libc::pipe(pipe.as_mut_ptr())).ok();
     poll(c, "none", &[], 10);
     poll(c, "negative", &[(-1, POLLIN), (-fd, POLLIN)], 10);
-    poll(
-        c,
-        "negative and ready",
-        &[(-1, POLLIN), (fd, POLLOUT)],
-        sys::SOON,
-    );
+    poll(c, "negative and ready", &[(-1, POLLIN), (fd, POLLOUT)], sys::SOON);
     poll(c, "closed", &[(777, POLLIN), (fd, POLLIN)], sys::SOON);
     poll(
         c,
@@ -52,12 +43,7 @@ pub fn odd_fds(c: &Ctx) {
         sys::SOON,
     );
     c.write(pipe[1], b"x");
-    poll(
-        c,
-        "pipe wakes",
-        &[(pipe[0], POLLIN), (fd, POLLIN)],
-        sys::SOON,
-    );
+    poll(c, "pipe wakes", &[(pipe[0], POLLIN), (fd, POLLIN)], sys::SOON);
     poll(
         c,
         "normal and band",
@@ -129,27 +115,14 @@ pub fn listener(c: &Ctx) {
 pub fn ppoll(c: &Ctx) {
     let fd = c.pair();
     let go = |events: i16, time: Option<(i64, i64)>| {
-        let t = time.map(|(s, n)| libc::timespec {
-            tv_sec: s,
-            tv_nsec: n,
-        });
+        let t = time.map(|(s, n)| libc::timespec { tv_sec: s, tv_nsec: n });
         let p_t = t.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
-        let mut p = libc::pollfd {
-            fd,
-            events,
-            revents: 0,
-        };
+        let mut p = libc::pollfd { fd, events, revents: 0 };
         let r = call!(libc::ppoll(&mut p, 1, p_t, std::ptr::null()));
-        c.log(format_args!(
-            "ppoll {time:?} -> {r} {}",
-            poll_names(p.revents)
-        ));
+        c.log(format_args!("ppoll {time:?} -> {r} {}", poll_names(p.revents)));
         if let Some(t) = t {
             // The C library hides the kernel's update of the time-out.
-            c.log(format_args!(
-                "unchanged {}",
-                Some((t.tv_sec, t.tv_nsec)) == time
-            ));
+            c.log(format_args!("unchanged {}", Some((t.tv_sec, t.tv_nsec)) == time));
         }
     };
     go(POLLIN, Some((0, 0)));
@@ -177,9 +150,7 @@ fn set(fds: &[c_int]) -> libc::fd_set {
 /// Which of `fds` are in the set.
 fn members(s: &libc::fd_set, fds: &[c_int]) -> Vec<bool> {
     // SAFETY: the scenarios' fds are below FD_SETSIZE.
-    fds.iter()
-        .map(|fd| unsafe { libc::FD_ISSET(*fd, s) })
-        .collect()
+    fds.iter().map(|fd| unsafe { libc::FD_ISSET(*fd, s) }).collect()
 }
 
 /// select with all three sets, urgent data, two connections and a pipe.
@@ -253,10 +224,7 @@ pub fn select_errors(c: &Ctx) {
             tv_usec: usec,
         };
         let r = call!(libc::select(n, &mut s, null, null, &mut tv));
-        c.log(format_args!(
-            "select {what} -> {r} {:?}",
-            members(&s, &[fd, 555])
-        ));
+        c.log(format_args!("select {what} -> {r} {:?}", members(&s, &[fd, 555])));
     };
     go("closed", 600, set(&[fd, 555]), 0, 0);
     go("negative", -1, set(&[fd]), 0, 0);
@@ -272,14 +240,7 @@ pub fn select_errors(c: &Ctx) {
     let mut w = set(&[fd]);
     c.ret(
         "pselect",
-        call!(libc::pselect(
-            fd + 1,
-            null,
-            &mut w,
-            null,
-            &t,
-            std::ptr::null()
-        )),
+        call!(libc::pselect(fd + 1, null, &mut w, null, &t, std::ptr::null())),
     );
     c.ret(
         "pselect none",
@@ -353,12 +314,7 @@ pub fn as_many_as_the_limit(c: &Ctx) {
         };
         let mut p: Vec<_> = fds.iter().map(entry).collect();
         let r = call!(libc::poll(p.as_mut_ptr(), p.len() as libc::nfds_t, ms));
-        let ready: Vec<_> = p
-            .iter()
-            .map(|p| p.revents)
-            .enumerate()
-            .filter(|p| p.1 != 0)
-            .collect();
+        let ready: Vec<_> = p.iter().map(|p| p.revents).enumerate().filter(|p| p.1 != 0).collect();
         c.log(format_args!("poll {what} -> {r} {ready:?}"));
     };
     poll("all plain", &fds, 5);
@@ -408,14 +364,9 @@ pub fn select_all(c: &Ctx) {
         let none = std::ptr::null_mut();
         let r = call!(libc::select(all, &mut set.bits, none, none, &mut t));
         // SAFETY: as above.
-        let left: Vec<_> = fds
-            .iter()
-            .map(|fd| unsafe { libc::FD_ISSET(*fd, &set.bits) })
-            .collect();
+        let left: Vec<_> = fds.iter().map(|fd| unsafe { libc::FD_ISSET(*fd, &set.bits) }).collect();
         let kept = set.beyond.iter().all(|word| *word == u64::MAX);
-        c.log(format_args!(
-            "select {what} -> {r} {left:?}, beyond it {kept}"
-        ));
+        c.log(format_args!("select {what} -> {r} {left:?}, beyond it {kept}"));
     };
     look("plain", &pipe[..1], 5);
     if c.is_server() {

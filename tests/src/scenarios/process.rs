@@ -13,10 +13,7 @@ use crate::sys::{self, Addr, Ret};
 fn ask(c: &Ctx, fd: c_int, rounds: u64, len: usize) {
     for i in 0..rounds {
         sys::send_all(fd, &data::pattern(i, 0, len)).ok();
-        assert!(
-            sys::recv_exact(fd, len) == data::pattern(i, 0, len),
-            "round {i}"
-        );
+        assert!(sys::recv_exact(fd, len) == data::pattern(i, 0, len), "round {i}");
     }
     c.log(format_args!("{rounds} rounds of {len}"));
 }
@@ -217,8 +214,8 @@ pub fn prefork(c: &Ctx) {
     }
 }
 
-/// A child that the server makes by clone(2) as it is, right after it has accepted, and that then changes its user: libc waits
-/// for every other thread that it knows of, and a clone's child has none of its parent's.
+/// A child that the server makes by clone(2) as it is, right after it has accepted, and that then changes its user:
+/// libc waits for every other thread that it knows of, and a clone's child has none of its parent's.
 pub fn cloned_changes_user(c: &Ctx) {
     let (listener, port) = c.listener(32);
     for _ in 0..20 {
@@ -242,8 +239,8 @@ pub fn cloned_changes_user(c: &Ctx) {
     }
 }
 
-/// A server makes a child by clone(2) as it is for each connection, which the child accepts, while the server has one that is
-/// promoted.
+/// A server makes a child by clone(2) as it is for each connection, which the child accepts, while the server has one
+/// that is promoted.
 pub fn cloned_accepts(c: &Ctx) {
     let fd = c.pair();
     let (listener, port) = c.listener(32);
@@ -297,7 +294,8 @@ pub fn fork_per_connection(c: &Ctx) {
     }
 }
 
-/// The same for many clients at once, so that each has to wait for its turn: a child's end is an end also in the middle of a promotion.
+/// The same for many clients at once, so that each has to wait for its turn: a child's end is an end also in the middle
+/// of a promotion.
 pub fn fork_per_connection_crowd(c: &Ctx) {
     const CLIENTS: usize = 24;
     const CONNECTIONS: usize = 10;
@@ -314,9 +312,7 @@ pub fn fork_per_connection_crowd(c: &Ctx) {
             child
         });
         let children: Vec<_> = children.collect();
-        let failed = children
-            .into_iter()
-            .filter(|child| sys::wait_child(*child) != 0);
+        let failed = children.into_iter().filter(|child| sys::wait_child(*child) != 0);
         c.log(format_args!("failed children: {}", failed.count()));
         return;
     }
@@ -364,8 +360,8 @@ pub fn fork_changes_user(c: &Ctx) {
     }
 }
 
-/// A child that may not open another file goes on with the connection that its parent has accepted, and with one that it finds
-/// in a poll.
+/// A child that may not open another file goes on with the connection that its parent has accepted, and with one that
+/// it finds in a poll.
 pub fn fork_without_descriptors(c: &Ctx) {
     let (listener, port) = c.listener(32);
     let Some(listener) = listener else {
@@ -521,13 +517,7 @@ pub fn system(c: &Ctx) {
 /// A pair of AF_UNIX sockets.
 pub fn socketpair() -> [c_int; 2] {
     let mut fds = [0; 2];
-    call!(libc::socketpair(
-        libc::AF_UNIX,
-        libc::SOCK_STREAM,
-        0,
-        fds.as_mut_ptr()
-    ))
-    .ok();
+    call!(libc::socketpair(libc::AF_UNIX, libc::SOCK_STREAM, 0, fds.as_mut_ptr())).ok();
     fds
 }
 
@@ -594,6 +584,133 @@ pub fn child_of_a_stopped_parent(c: &Ctx) {
     } else {
         sys::send_all(fd, &data::pattern(1, 0, BYTES)).ok();
         sys::recv_to_end(fd);
+    }
+    sys::close(fd).ok();
+}
+
+/// A parent that becomes another program, which does not get the connection: the child has it all.
+pub fn child_of_a_replaced_parent(c: &Ctx) {
+    const BYTES: usize = 3000;
+    let fd = c.pair();
+    if c.is_server() {
+        sys::wait_readable_bytes(fd, BYTES as c_int);
+        call!(libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC)).ok();
+        let mut ends = [0; 2];
+        call!(libc::pipe(ends.as_mut_ptr())).ok();
+        let [end, replaced] = ends;
+        call!(libc::fcntl(replaced, libc::F_SETFD, libc::FD_CLOEXEC)).ok();
+        sys::fork_child(|| {
+            sys::close(replaced).ok();
+            sys::wait_for(end, libc::POLLHUP);
+            answer(fd, 3, BYTES);
+            0
+        });
+        let words = [c"sleep".as_ptr(), c"1".as_ptr(), std::ptr::null()];
+        call!(libc::execvp(words[0], words.as_ptr()));
+        c.log("exec failed");
+    } else {
+        ask(c, fd, 3, BYTES);
+        c.recv_to_end(fd);
+    }
+}
+
+/// A grandchild uses a connection of its parent's and one of its parent's parent, each of which has its own on a link.
+pub fn grandchild(c: &Ctx) {
+    const BYTES: usize = 3000;
+    let (listener, port) = c.listener(2);
+    let Some(listener) = listener else {
+        let fds = [(); 2].map(|()| {
+            let fd = sys::connected(&Addr::v4(port));
+            ask(c, fd, 20, BYTES);
+            sys::pause_ms(20);
+            fd
+        });
+        for fd in fds {
+            ask(c, fd, 5, BYTES);
+        }
+        fds.into_iter().for_each(|fd| {
+            c.recv_to_end(fd);
+        });
+        return;
+    };
+    let oldest = sys::accept4(listener, 0).ok();
+    answer(oldest, 20, BYTES);
+    let child = sys::fork_child(|| {
+        let fd = sys::accept4(listener, 0).ok();
+        answer(fd, 20, BYTES);
+        sys::pause_ms(30);
+        let grandchild = sys::fork_child(|| {
+            answer(oldest, 5, BYTES);
+            answer(fd, 5, BYTES);
+            0
+        });
+        sys::wait_child(grandchild)
+    });
+    c.log(format_args!("child {}", sys::wait_child(child)));
+    sys::close(oldest).ok();
+}
+
+/// A parent that is killed when its connection is on a link, or on the way there: with the library its child may get a
+/// reset, but no byte that is not the peer's.
+pub fn child_of_a_killed_parent(c: &Ctx) {
+    const BYTES: usize = 3000;
+    let (listener, port) = c.listener(1);
+    for connection in 0..6 {
+        let Some(listener) = listener else {
+            ask_until_reset(&Addr::v4(port), BYTES);
+            continue;
+        };
+        let mut ends = [0; 2];
+        call!(libc::pipe(ends.as_mut_ptr())).ok();
+        let [end, alive] = ends;
+        let parent = sys::fork_child(|| {
+            let fd = sys::accept4(listener, 0).ok();
+            answer(fd, 5, BYTES);
+            sys::pause_ms(connection);
+            let parent = std::process::id();
+            sys::fork_child(|| {
+                // SAFETY: no memory is involved.
+                unsafe { libc::kill(parent as libc::pid_t, libc::SIGKILL) };
+                let mut rounds = 5;
+                while rounds > 0 {
+                    let (last, got) = sys::recv_up_to(fd, BYTES);
+                    if got.len() < BYTES {
+                        assert!(last.is(libc::ECONNRESET), "{last} after {} bytes", got.len());
+                        break;
+                    }
+                    if sys::send_all(fd, &got).failed() {
+                        break;
+                    }
+                    rounds -= 1;
+                }
+                0
+            });
+            loop {
+                sys::pause_ms(1000);
+            }
+        });
+        sys::close(alive).ok();
+        c.log(format_args!("parent {}", sys::wait_child(parent)));
+        sys::wait_for(end, libc::POLLHUP);
+        sys::close(end).ok();
+    }
+}
+
+/// As [`ask`], of ten rounds, the last five of which may end in a reset.
+fn ask_until_reset(to: &Addr, len: usize) {
+    let fd = sys::connected(to);
+    for round in 0..10 {
+        let sent = sys::send_all(fd, &data::pattern(round, 0, len));
+        if sent.failed() {
+            assert!(round >= 5 && sent.is(libc::ECONNRESET), "{sent} in round {round}");
+            break;
+        }
+        let (last, got) = sys::recv_up_to(fd, len);
+        data::verify(round, 0, &got);
+        if got.len() < len {
+            assert!(round >= 5 && last.is(libc::ECONNRESET), "{last} in round {round}");
+            break;
+        }
     }
     sys::close(fd).ok();
 }

@@ -72,10 +72,7 @@ pub fn eintr(c: &Ctx) {
         call!(libc::epoll_ctl(ep, libc::EPOLL_CTL_ADD, fd, &mut ev)).ok();
         interrupt(
             || {
-                c.ret(
-                    "epoll_wait",
-                    call!(libc::epoll_wait(ep, &mut ev, 1, sys::SOON)),
-                );
+                c.ret("epoll_wait", call!(libc::epoll_wait(ep, &mut ev, 1, sys::SOON)));
             },
             none,
         );
@@ -87,21 +84,12 @@ pub fn eintr(c: &Ctx) {
                 let null = std::ptr::null_mut();
                 c.ret(
                     "select",
-                    call!(libc::select(
-                        fd + 1,
-                        &mut set,
-                        null,
-                        null,
-                        std::ptr::null_mut()
-                    )),
+                    call!(libc::select(fd + 1, &mut set, null, null, std::ptr::null_mut())),
                 );
             },
             none,
         );
-        c.log(format_args!(
-            "handler ran: {}",
-            HITS.load(Ordering::Relaxed)
-        ));
+        c.log(format_args!("handler ran: {}", HITS.load(Ordering::Relaxed)));
     }
     c.sync("done");
     c.close(fd);
@@ -138,10 +126,7 @@ pub fn restart(c: &Ctx) {
         call!(libc::epoll_ctl(ep, libc::EPOLL_CTL_ADD, fd, &mut ev)).ok();
         interrupt(
             || {
-                c.ret(
-                    "epoll_wait",
-                    call!(libc::epoll_wait(ep, &mut ev, 1, sys::SOON)),
-                );
+                c.ret("epoll_wait", call!(libc::epoll_wait(ep, &mut ev, 1, sys::SOON)));
             },
             || (),
         );
@@ -153,10 +138,7 @@ pub fn restart(c: &Ctx) {
             },
             || (),
         );
-        c.log(format_args!(
-            "handler ran: {}",
-            HITS.load(Ordering::Relaxed)
-        ));
+        c.log(format_args!("handler ran: {}", HITS.load(Ordering::Relaxed)));
     } else {
         c.sync("first");
         c.send(fd, b"restarted", 0);
@@ -184,10 +166,7 @@ pub fn partial(c: &Ctx) {
         interrupt(
             || {
                 let r = sys::send(fd, &big, 0);
-                c.log(format_args!(
-                    "partial: {}",
-                    r.value > 0 && r.value < 32 << 20
-                ));
+                c.log(format_args!("partial: {}", r.value > 0 && r.value < 32 << 20));
                 c.exchange("sent", r.value as u64);
             },
             || (),
@@ -266,12 +245,7 @@ pub fn masks(c: &Ctx) {
     call!(libc::sigemptyset(&mut usr1)).ok();
     call!(libc::sigaddset(&mut usr1, libc::SIGUSR1)).ok();
     call!(libc::pthread_sigmask(libc::SIG_BLOCK, &usr1, &mut before)).ok();
-    let hits = |what: &str| {
-        c.log(format_args!(
-            "{what}: handler ran {}",
-            HITS.swap(0, Ordering::Relaxed)
-        ))
-    };
+    let hits = |what: &str| c.log(format_args!("{what}: handler ran {}", HITS.swap(0, Ordering::Relaxed)));
     let me = call!(libc::pthread_self()).value as libc::pthread_t;
     let pend = || call!(libc::pthread_kill(me, libc::SIGUSR1)).ok();
     let mut p = libc::pollfd {
@@ -279,10 +253,7 @@ pub fn masks(c: &Ctx) {
         events: libc::POLLIN,
         revents: 0,
     };
-    let second = libc::timespec {
-        tv_sec: 1,
-        tv_nsec: 0,
-    };
+    let second = libc::timespec { tv_sec: 1, tv_nsec: 0 };
     let zero: libc::timespec = sys::zeroed();
     pend();
     c.ret("poll", call!(libc::poll(&mut p, 1, 10)));
@@ -308,14 +279,7 @@ pub fn masks(c: &Ctx) {
     let null = std::ptr::null_mut();
     c.ret(
         "pselect",
-        call!(libc::pselect(
-            fd + 1,
-            &mut set,
-            null,
-            null,
-            &second,
-            &before
-        )),
+        call!(libc::pselect(fd + 1, &mut set, null, null, &second, &before)),
     );
     hits("pselect");
     c.sync("send");
@@ -325,12 +289,7 @@ pub fn masks(c: &Ctx) {
     pend();
     c.ret("ppoll", call!(libc::ppoll(&mut p, 1, &zero, &before)));
     hits("ready ppoll");
-    call!(libc::pthread_sigmask(
-        libc::SIG_SETMASK,
-        &before,
-        std::ptr::null_mut()
-    ))
-    .ok();
+    call!(libc::pthread_sigmask(libc::SIG_SETMASK, &before, std::ptr::null_mut())).ok();
     HITS.store(0, Ordering::Relaxed);
     c.sync("done");
     c.close(fd);

@@ -186,10 +186,7 @@ pub fn shutdown_wakes_pollers(c: &Ctx) {
             sys::pause_ms(60);
             call!(libc::shutdown(fd, libc::SHUT_RD)).ok();
             let readable = poller.join().unwrap() & libc::POLLIN != 0;
-            c.log(format_args!(
-                "poll {readable} epoll {}",
-                epoller.join().unwrap()
-            ));
+            c.log(format_args!("poll {readable} epoll {}", epoller.join().unwrap()));
         });
     }
     c.sync("done");
@@ -264,15 +261,7 @@ extern "C" fn blocked_in_select(set: *mut libc::c_void) -> *mut libc::c_void {
     let fd = CANCEL_FD.load(Ordering::Relaxed);
     let none = std::ptr::null_mut();
     // SAFETY: `cancel_in` gives a valid set. A plain call, as above.
-    unsafe {
-        libc::select(
-            fd.wrapping_add(1),
-            set.cast(),
-            none,
-            none,
-            std::ptr::null_mut(),
-        )
-    };
+    unsafe { libc::select(fd.wrapping_add(1), set.cast(), none, none, std::ptr::null_mut()) };
     std::ptr::null_mut()
 }
 

@@ -67,11 +67,7 @@ pub fn sndtimeo(c: &Ctx) {
         let sent = c.exchange("sent", 0) as usize;
         let (end, got) = sys::recv_to_end(fd);
         let piece = data::pattern(1, 0, 8 << 20);
-        let whole = got.len() == sent + 4
-            && got[..sent]
-                .iter()
-                .zip(piece.iter().cycle())
-                .all(|(a, b)| a == b);
+        let whole = got.len() == sent + 4 && got[..sent].iter().zip(piece.iter().cycle()).all(|(a, b)| a == b);
         c.log(format_args!("end {end}, all there: {whole}"));
         c.close(fd);
     }
@@ -217,10 +213,7 @@ pub fn full_epoll(c: &Ctx) {
             call!(libc::epoll_ctl(ep, libc::EPOLL_CTL_ADD, fd, &mut ev)).ok();
             c.ret("epoll_wait", call!(libc::epoll_wait(ep, &mut ev, 1, 50)));
             c.exchange("full", sent as u64);
-            c.ret(
-                "epoll_wait",
-                call!(libc::epoll_wait(ep, &mut ev, 1, 10_000)),
-            );
+            c.ret("epoll_wait", call!(libc::epoll_wait(ep, &mut ev, 1, 10_000)));
             c.sync("drained");
             c.close(ep);
         }
@@ -261,9 +254,7 @@ pub fn blocked_send_reset(c: &Ctx) {
     if c.is_server() {
         let big = data::pattern(5, 0, 32 << 20);
         let r = sys::send(fd, &big, libc::MSG_NOSIGNAL);
-        let fits = r.value > 0 && (r.value as usize) < big.len()
-            || r.is(libc::ECONNRESET)
-            || r.is(libc::EPIPE);
+        let fits = r.value > 0 && (r.value as usize) < big.len() || r.is(libc::ECONNRESET) || r.is(libc::EPIPE);
         c.log(format_args!("ended early: {fits}"));
         let again = sys::send(fd, b"x", libc::MSG_NOSIGNAL);
         c.log(format_args!("next fails: {}", again.failed()));
@@ -280,10 +271,7 @@ pub fn poll_timeout(c: &Ctx) {
     let fd = c.pair();
     let start = Instant::now();
     c.poll(fd, libc::POLLIN, 60);
-    c.log(format_args!(
-        "waited: {}",
-        start.elapsed() >= Duration::from_millis(59)
-    ));
+    c.log(format_args!("waited: {}", start.elapsed() >= Duration::from_millis(59)));
     c.poll(fd, libc::POLLIN | libc::POLLOUT, 60);
     c.poll(fd, 0, 0);
     c.sync("done");

@@ -1,5 +1,5 @@
-//! What a connection tells of itself: TCP_INFO and the queues, before it is promoted, on the link, half closed, when its peer is gone,
-//! and back on TCP. Bytes are counted exactly, apart from those of the warm-up, whose number differs.
+//! What a connection tells of itself: TCP_INFO and the queues, before it is promoted, on the link, half closed, when
+//! its peer is gone, and back on TCP. Bytes are counted exactly, apart from those of the warm-up, whose number differs.
 
 use libc::{IPPROTO_TCP, SOL_SOCKET, c_int};
 
@@ -75,13 +75,7 @@ impl Info {
 /// getsockopt() into `bytes`: its result and the length that it gives.
 pub fn get(fd: c_int, level: c_int, name: c_int, bytes: &mut [u8]) -> (Ret, usize) {
     let mut len = bytes.len() as libc::socklen_t;
-    let r = call!(libc::getsockopt(
-        fd,
-        level,
-        name,
-        bytes.as_mut_ptr().cast(),
-        &mut len
-    ));
+    let r = call!(libc::getsockopt(fd, level, name, bytes.as_mut_ptr().cast(), &mut len));
     (r, len as usize)
 }
 
@@ -188,10 +182,7 @@ fn not_less(fd: c_int, before: &Info) -> Info {
     for (then, is) in before.segments().into_iter().zip(now.segments()) {
         assert!(is >= then, "segments: {is} after {then}");
     }
-    assert!(
-        now.acked() <= now.sent() + 2,
-        "more has arrived than was sent"
-    );
+    assert!(now.acked() <= now.sent() + 2, "more has arrived than was sent");
     let [out, into, data_in, data_out, _] = now.segments();
     assert!(out >= data_out && into >= data_in, "{:?}", now.segments());
     now

@@ -1,4 +1,5 @@
-//! Options of a connection that are read back, and do what they say, before it is promoted, on the link, and back on TCP.
+//! Options of a connection that are read back, and do what they say, before it is promoted, on the link, and back on
+//! TCP.
 
 use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -20,33 +21,13 @@ const KEPT: [(&str, c_int, c_int, c_int); 26] = [
     ("TCP_KEEPIDLE", IPPROTO_TCP, libc::TCP_KEEPIDLE, 31),
     ("TCP_KEEPINTVL", IPPROTO_TCP, libc::TCP_KEEPINTVL, 7),
     ("TCP_KEEPCNT", IPPROTO_TCP, libc::TCP_KEEPCNT, 3),
-    (
-        "TCP_USER_TIMEOUT",
-        IPPROTO_TCP,
-        libc::TCP_USER_TIMEOUT,
-        50_000,
-    ),
+    ("TCP_USER_TIMEOUT", IPPROTO_TCP, libc::TCP_USER_TIMEOUT, 50_000),
     ("TCP_SYNCNT", IPPROTO_TCP, libc::TCP_SYNCNT, 3),
     ("TCP_LINGER2", IPPROTO_TCP, libc::TCP_LINGER2, 10),
-    (
-        "TCP_NOTSENT_LOWAT",
-        IPPROTO_TCP,
-        libc::TCP_NOTSENT_LOWAT,
-        16_384,
-    ),
-    (
-        "TCP_WINDOW_CLAMP",
-        IPPROTO_TCP,
-        libc::TCP_WINDOW_CLAMP,
-        60_000,
-    ),
+    ("TCP_NOTSENT_LOWAT", IPPROTO_TCP, libc::TCP_NOTSENT_LOWAT, 16_384),
+    ("TCP_WINDOW_CLAMP", IPPROTO_TCP, libc::TCP_WINDOW_CLAMP, 60_000),
     ("TCP_DEFER_ACCEPT", IPPROTO_TCP, libc::TCP_DEFER_ACCEPT, 5),
-    (
-        "TCP_FASTOPEN_CONNECT",
-        IPPROTO_TCP,
-        libc::TCP_FASTOPEN_CONNECT,
-        1,
-    ),
+    ("TCP_FASTOPEN_CONNECT", IPPROTO_TCP, libc::TCP_FASTOPEN_CONNECT, 1),
     (
         "TCP_THIN_LINEAR_TIMEOUTS",
         IPPROTO_TCP,
@@ -68,7 +49,8 @@ const KEPT: [(&str, c_int, c_int, c_int); 26] = [
     ("IP_TTL", libc::IPPROTO_IP, libc::IP_TTL, 33),
 ];
 
-/// Options that were set before the promotion are read back after it, and after the demotion; likewise those set on the link.
+/// Options that were set before the promotion are read back after it, and after the demotion; likewise those set on the
+/// link.
 pub fn kept(c: &Ctx) {
     let fd = c.cold_pair();
     let read_back = |when: &str, fds: c_int| {
@@ -76,11 +58,7 @@ pub fn kept(c: &Ctx) {
             // Where it was processed last.
             let varies = option == libc::SO_INCOMING_CPU && level == SOL_SOCKET;
             let (r, value) = sys::get_int(fds, level, option);
-            let value = if varies {
-                c_int::from(value >= 0)
-            } else {
-                value
-            };
+            let value = if varies { c_int::from(value >= 0) } else { value };
             c.log(format_args!("{when}: {name} -> {r}, {value}"));
         }
         let mut name = [0; 16];
@@ -91,10 +69,7 @@ pub fn kept(c: &Ctx) {
         c.log(format_args!("{when}: SO_LINGER -> {r} {len} {linger:?}"));
     };
     for (name, level, option, value) in KEPT {
-        c.ret(
-            format_args!("set {name}"),
-            sys::set_int(fd, level, option, value),
-        );
+        c.ret(format_args!("set {name}"), sys::set_int(fd, level, option, value));
     }
     let linger = libc::linger {
         l_onoff: 1,
@@ -110,13 +85,7 @@ pub fn kept(c: &Ctx) {
     let at = reno.as_ptr().cast();
     c.ret(
         "reno",
-        call!(libc::setsockopt(
-            fd,
-            IPPROTO_TCP,
-            libc::TCP_CONGESTION,
-            at,
-            4
-        )),
+        call!(libc::setsockopt(fd, IPPROTO_TCP, libc::TCP_CONGESTION, at, 4)),
     );
     read_back("on TCP", fd);
     // Corked, a request would wait for 200 ms.
@@ -266,11 +235,7 @@ pub fn timestamps(c: &Ctx) {
     for (name, option, value) in [
         ("SO_TIMESTAMP", libc::SO_TIMESTAMP, 1),
         ("SO_TIMESTAMPNS", libc::SO_TIMESTAMPNS, 1),
-        (
-            "SO_TIMESTAMPING",
-            libc::SO_TIMESTAMPING,
-            RX_SOFTWARE | SOFTWARE,
-        ),
+        ("SO_TIMESTAMPING", libc::SO_TIMESTAMPING, RX_SOFTWARE | SOFTWARE),
     ] {
         let fd = c.pair();
         if c.is_server() {
@@ -322,7 +287,8 @@ pub fn pacing(c: &Ctx) {
     c.close(fd);
 }
 
-/// TCP_REPAIR: the state that the kernel tells is the connection's, and the connection goes on. (Without the right to, it is refused.)
+/// TCP_REPAIR: the state that the kernel tells is the connection's, and the connection goes on. (Without the right to,
+/// it is refused.)
 pub fn repair(c: &Ctx) {
     const TCP_REPAIR: c_int = 19;
     const TCP_REPAIR_QUEUE: c_int = 20;
@@ -340,10 +306,7 @@ pub fn repair(c: &Ctx) {
         sys::wait_readable_bytes(fd, 500);
         let set = |name, value| sys::set_int(fd, IPPROTO_TCP, name, value);
         c.ret("repair", set(TCP_REPAIR, 1));
-        c.log(format_args!(
-            "{:?}",
-            sys::get_int(fd, IPPROTO_TCP, TCP_REPAIR)
-        ));
+        c.log(format_args!("{:?}", sys::get_int(fd, IPPROTO_TCP, TCP_REPAIR)));
         // Of no queue, and then of the other: the kernel neither takes nor gives.
         c.ret("send", sys::send(fd, b"x", libc::MSG_NOSIGNAL));
         c.recv(fd, 10, libc::MSG_DONTWAIT);
@@ -400,21 +363,13 @@ pub fn zero_copy_receive(c: &Ctx) {
         };
         let mut len = size_of::<Request>() as libc::socklen_t;
         let to = (&raw mut request).cast();
-        let asked = call!(libc::getsockopt(
-            fd,
-            IPPROTO_TCP,
-            TCP_ZEROCOPY_RECEIVE,
-            to,
-            &mut len
-        ));
+        let asked = call!(libc::getsockopt(fd, IPPROTO_TCP, TCP_ZEROCOPY_RECEIVE, to, &mut len));
         if asked.failed() {
             c.log(format_args!("refused: {asked}"));
             break;
         }
         // SAFETY: the kernel has mapped so many bytes there.
-        got.extend_from_slice(unsafe {
-            std::slice::from_raw_parts(at.cast::<u8>(), request.length as usize)
-        });
+        got.extend_from_slice(unsafe { std::slice::from_raw_parts(at.cast::<u8>(), request.length as usize) });
         let skip = (request.skip as usize).min(all.len() - got.len());
         if skip > 0 {
             got.extend(sys::recv_exact(fd, skip));
@@ -436,9 +391,7 @@ pub fn keepalive_of_a_frozen_peer(c: &Ctx) {
         call!(libc::raise(libc::SIGSTOP)).ok();
     } else {
         probe_soon(c, fd);
-        while !std::fs::read_to_string(format!("/proc/{pid}/stat"))
-            .is_ok_and(|s| s.contains(") T "))
-        {
+        while !std::fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|s| s.contains(") T ")) {
             sys::pause_ms(5);
         }
         let events = sys::poll_one(fd, libc::POLLIN, 5000);
@@ -453,8 +406,8 @@ pub fn keepalive_of_a_frozen_peer(c: &Ctx) {
     c.close(fd);
 }
 
-/// Keepalive ends a connection at rest to a host that is gone, while a receive waits: here the loopback interface of a network of their
-/// own goes down.
+/// Keepalive ends a connection at rest to a host that is gone, while a receive waits: here the loopback interface of a
+/// network of their own goes down.
 pub fn keepalive_of_a_host_that_is_gone(c: &Ctx) {
     if call!(libc::geteuid()).value != 0 {
         eprintln!("as root only");
@@ -473,7 +426,8 @@ pub fn keepalive_of_a_host_that_is_gone(c: &Ctx) {
     for round in 0..20 {
         exchange(c, fd, round);
     }
-    // While anything is on its way the kernel does not probe: nor what a promotion has said, which is acknowledged 40 ms later.
+    // While anything is on its way the kernel does not probe: nor what a promotion has said, which is acknowledged 40
+    // ms later.
     until_acknowledged(fd);
     sys::pause_ms(300);
     c.sync("at rest");
@@ -512,7 +466,8 @@ fn probe_soon(c: &Ctx, fd: c_int) {
     c.ret("keepalive", on);
 }
 
-/// TCP_USER_TIMEOUT ends a connection whose peer takes nothing for so long, for a blocking sender and for one that polls.
+/// TCP_USER_TIMEOUT ends a connection whose peer takes nothing for so long, for a blocking sender and for one that
+/// polls.
 pub fn user_timeout(c: &Ctx) {
     for polls in [false, true] {
         let fd = c.pair();

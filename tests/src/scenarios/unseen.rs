@@ -1,6 +1,6 @@
 //! What the peer of a connection sees that is closed by a system call in line, which no library sees, and whose number
-//! nobody touches after that: a table of what the peer is doing, what is unread, how the connection was shut down before,
-//! and what has become of its number by then. The bounds are there to tell what never comes.
+//! nobody touches after that: a table of what the peer is doing, what is unread, how the connection was shut down
+//! before, and what has become of its number by then. The bounds are there to tell what never comes.
 
 use std::thread;
 
@@ -46,12 +46,7 @@ enum Number {
 }
 
 /// The scenario's number: how the connection was shut down before.
-const SHUT: [Option<c_int>; 4] = [
-    None,
-    Some(libc::SHUT_RD),
-    Some(libc::SHUT_WR),
-    Some(libc::SHUT_RDWR),
-];
+const SHUT: [Option<c_int>; 4] = [None, Some(libc::SHUT_RD), Some(libc::SHUT_WR), Some(libc::SHUT_RDWR)];
 
 /// How many there are.
 pub const WAYS: u32 = SHUT.len() as u32;
@@ -84,8 +79,7 @@ fn closer(c: &Ctx, listener: c_int, before: Option<c_int>, number: Number) {
         sys::pause_ms(10);
     }
     in_line(libc::SYS_close, fd as usize);
-    let mut file = (number != Number::Free)
-        .then(|| in_line(libc::SYS_memfd_create, c"other".as_ptr() as usize));
+    let mut file = (number != Number::Free).then(|| in_line(libc::SYS_memfd_create, c"other".as_ptr() as usize));
     assert!(file.is_none_or(|file| file == fd));
     if number == Number::ClosedAgain {
         file.take().map(sys::close);
@@ -144,9 +138,7 @@ fn report(c: &Ctx, fd: c_int, peer: Peer, what: &str) {
     let mut buf = [0; 8];
     let got = sys::recv(fd, &mut buf, libc::MSG_DONTWAIT);
     let sent = last_send(fd);
-    c.log(format_args!(
-        "{what}: reset {is_reset}, receives {got}, sends {sent}"
-    ));
+    c.log(format_args!("{what}: reset {is_reset}, receives {got}, sends {sent}"));
     c.sync("seen");
     sys::close(fd).ok();
 }
@@ -200,8 +192,6 @@ fn blocked(c: &Ctx, fd: c_int, what: &str) {
     }
     let sent = sender.join().unwrap();
     let some = (1..MUCH as i64).contains(&sent.value);
-    c.log(format_args!(
-        "{what}: the send is back {is_back}, with a part {some}"
-    ));
+    c.log(format_args!("{what}: the send is back {is_back}, with a part {some}"));
     report(c, fd, Peer::Blocked, what);
 }

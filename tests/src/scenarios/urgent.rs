@@ -1,5 +1,5 @@
-//! Urgent data around the moment of a promotion: what the library writes into TCP must not follow or pass the mark. What a
-//! promoted connection does with it is in `flags`.
+//! Urgent data around the moment of a promotion: what the library writes into TCP must not follow or pass the mark.
+//! What a promoted connection does with it is in `flags`.
 
 use libc::c_int;
 
@@ -18,14 +18,13 @@ pub const WAYS: u32 = 4;
 pub fn add_to(all: &mut Vec<Scenario>) {
     for n in 0..WAYS {
         all.push(
-            Scenario::numbered("urgent_at_promotion", n, at_promotion, false)
-                .with_env("RDMASOCK_PROMOTE_AFTER", "4r"),
+            Scenario::numbered("urgent_at_promotion", n, at_promotion, false).with_env("RDMASOCK_PROMOTE_AFTER", "4r"),
         );
     }
 }
 
-/// Connections that each send an urgent byte near the request at which they are promoted, and then nothing until the other
-/// end has read it.
+/// Connections that each send an urgent byte near the request at which they are promoted, and then nothing until the
+/// other end has read it.
 pub fn at_promotion(c: &Ctx) {
     let (listener, port) = c.listener(16);
     for n in 0..CONNECTIONS {

@@ -1,6 +1,6 @@
-//! Threads that enter each kind of wait at each moment of a promotion, of a demotion and of a hand-over: short dialogues on
-//! new connections, in which every message has to end a wait, and nothing may be reported that was not registered.
-//! `tests/wakes.rs` plays them with threads held up in between.
+//! Threads that enter each kind of wait at each moment of a promotion, of a demotion and of a hand-over: short
+//! dialogues on new connections, in which every message has to end a wait, and nothing may be reported that was not
+//! registered. `tests/wakes.rs` plays them with threads held up in between.
 
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 
@@ -48,10 +48,7 @@ fn talk(c: &Ctx, prepare: impl Fn(c_int) -> Wait) {
             if !c.is_server() {
                 sys::send_all(fd, &[message as u8; LEN]).ok();
             }
-            assert!(
-                wait(),
-                "no wake-up: connection {connection}, message {message}"
-            );
+            assert!(wait(), "no wake-up: connection {connection}, message {message}");
             assert_eq!(sys::recv_exact(fd, LEN), [message as u8; LEN]);
             if c.is_server() {
                 think(message);
@@ -64,7 +61,8 @@ fn talk(c: &Ctx, prepare: impl Fn(c_int) -> Wait) {
     c.log("every message has ended a wait");
 }
 
-/// The program asks for the bytes in a way that only TCP serves, or has a child that holds the connection too for a moment.
+/// The program asks for the bytes in a way that only TCP serves, or has a child that holds the connection too for a
+/// moment.
 fn leave_link(fd: c_int, connection: usize) {
     if connection < CONNECTIONS / 2 {
         sys::set_int(fd, libc::SOL_SOCKET, libc::SO_RCVLOWAT, LEN as c_int).ok();
@@ -149,7 +147,8 @@ pub fn epoll(c: &Ctx) {
     });
 }
 
-/// In epoll_wait(), once for each edge. (A connection that changes between the kernel's set and ours may have more edges.)
+/// In epoll_wait(), once for each edge. (A connection that changes between the kernel's set and ours may have more
+/// edges.)
 pub fn edge(c: &Ctx) {
     talk(c, |fd| {
         let set = set_of(fd, IN | ET);
@@ -366,7 +365,8 @@ pub fn shared_set(c: &Ctx) {
     c.log(format_args!("child {}", sys::wait_child(child)));
 }
 
-/// EPOLLONESHOT has fired when the connection leaves its link, and again when it ends: nothing is reported before it is armed again.
+/// EPOLLONESHOT has fired when the connection leaves its link, and again when it ends: nothing is reported before it is
+/// armed again.
 pub fn oneshot_over(c: &Ctx) {
     let fd = c.pair();
     if c.is_server() {
@@ -406,8 +406,8 @@ pub fn oneshot_over(c: &Ctx) {
     }
 }
 
-/// A server that hands each connection to a child in the middle of a dialogue, when its peer may just have asked for a promotion: no
-/// byte of that comes to the child.
+/// A server that hands each connection to a child in the middle of a dialogue, when its peer may just have asked for a
+/// promotion: no byte of that comes to the child.
 pub fn forked(c: &Ctx) {
     let (listener, port) = c.listener(16);
     let echo = |fd: c_int, messages: std::ops::Range<usize>| {

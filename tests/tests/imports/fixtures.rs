@@ -23,10 +23,7 @@ fn a_by(text: &str) -> Vec<Vec<String>> {
             "b.rs",
             "use crate::a::A; pub mod inner; pub struct B; pub fn f(_: A) {}",
         ),
-        (
-            "b/inner.rs",
-            "use super::B; pub struct C; pub fn g(_: B) {}",
-        ),
+        ("b/inner.rs", "use super::B; pub struct C; pub fn g(_: B) {}"),
     ])
 }
 
@@ -97,29 +94,20 @@ fn what_imports_nothing_is_not_taken_for_it() {
 fn a_parent_and_its_child_are_two_files() {
     let both = found(&[
         ("lib.rs", "mod a;"),
-        (
-            "a/mod.rs",
-            "mod child; pub struct A; fn h() { child::f(A) }",
-        ),
+        ("a/mod.rs", "mod child; pub struct A; fn h() { child::f(A) }"),
         ("a/child.rs", "use super::A; pub fn f(_: A) {}"),
     ]);
     assert_eq!(both, [["a/child.rs", "a/mod.rs"]]);
     let by_a_macro = found(&[
         ("lib.rs", "mod a;"),
-        (
-            "a.rs",
-            "macro_rules! m { () => {} } mod child; fn h() { child::f() }",
-        ),
+        ("a.rs", "macro_rules! m { () => {} } mod child; fn h() { child::f() }"),
         ("a/child.rs", "pub fn f() { m!() }"),
     ]);
     assert_eq!(by_a_macro, [["a.rs", "a/child.rs"]]);
     let one_way = found(&[
         ("lib.rs", "mod a;"),
         ("a.rs", "mod child; pub use child::f;"),
-        (
-            "a/child.rs",
-            "macro_rules! m { () => {} } pub fn f() { m!() }",
-        ),
+        ("a/child.rs", "macro_rules! m { () => {} } pub fn f() { m!() }"),
     ]);
     assert!(one_way.is_empty());
     let elsewhere = found(&[

@@ -1,5 +1,5 @@
-//! Who imports whom: what the paths of a crate's modules stand for, and the circles in that. Whoever takes a name from a module imports
-//! its file, also if that only passes the name on: then what it has it from, too.
+//! Who imports whom: what the paths of a crate's modules stand for, and the circles in that. Whoever takes a name from
+//! a module imports its file, also if that only passes the name on: then what it has it from, too.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -16,9 +16,7 @@ pub fn files(source: &Source) -> Graph {
 
 /// Its rooms: each module of the root with all below it. The root is none.
 pub fn rooms(source: &Source) -> Graph {
-    imports(source, |module| {
-        source.modules[module].path.first().cloned()
-    })
+    imports(source, |module| source.modules[module].path.first().cloned())
 }
 
 /// Modules by what `node` puts them together to.
@@ -61,14 +59,9 @@ fn imports_of(source: &Source, me: usize) -> Vec<(usize, String)> {
     found
 }
 
-/// The modules that `name` is looked up in from the module `at`, or the one that it is. None if it begins outside of the crate.
-fn follow(
-    source: &Source,
-    at: usize,
-    name: &[String],
-    seen: &mut Vec<(usize, String)>,
-    found: &mut BTreeSet<usize>,
-) {
+/// The modules that `name` is looked up in from the module `at`, or the one that it is. None if it begins outside of
+/// the crate.
+fn follow(source: &Source, at: usize, name: &[String], seen: &mut Vec<(usize, String)>, found: &mut BTreeSet<usize>) {
     let Some((mut here, rest)) = begin(source, at, name) else {
         return;
     };
@@ -124,19 +117,15 @@ fn begin<'a>(source: &Source, at: usize, name: &'a [String]) -> Option<(usize, &
 
 /// The module that a path of modules leads to.
 fn descend(source: &Source, at: usize, names: &[String]) -> Option<usize> {
-    names.iter().try_fold(at, |here, word| {
-        source.modules[here].children.get(word).copied()
-    })
+    names
+        .iter()
+        .try_fold(at, |here, word| source.modules[here].children.get(word).copied())
 }
 
 /// All that can be reached from `from`, each with whom it was reached by.
 fn reach<'a>(graph: &'a Graph, from: &str) -> BTreeMap<&'a str, &'a str> {
     let mut before = BTreeMap::new();
-    let mut next: VecDeque<&str> = graph
-        .get_key_value(from)
-        .map(|(k, _)| k.as_str())
-        .into_iter()
-        .collect();
+    let mut next: VecDeque<&str> = graph.get_key_value(from).map(|(k, _)| k.as_str()).into_iter().collect();
     while let Some(node) = next.pop_front() {
         for to in graph.get(node).into_iter().flat_map(BTreeMap::keys) {
             if !before.contains_key(to.as_str()) {
@@ -150,10 +139,7 @@ fn reach<'a>(graph: &'a Graph, from: &str) -> BTreeMap<&'a str, &'a str> {
 
 /// Those that import each other, directly or through each other, more than one; the largest first.
 pub fn circles(graph: &Graph) -> Vec<Vec<String>> {
-    let reached: BTreeMap<&str, _> = graph
-        .keys()
-        .map(|node| (node.as_str(), reach(graph, node)))
-        .collect();
+    let reached: BTreeMap<&str, _> = graph.keys().map(|node| (node.as_str(), reach(graph, node))).collect();
     let mut circles: Vec<Vec<String>> = Vec::new();
     for (node, from_here) in &reached {
         let is_new = !circles.iter().flatten().any(|n| n == node);

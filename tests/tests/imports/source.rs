@@ -1,6 +1,7 @@
-//! The modules of a crate as its source declares them: which file each is in, what it imports, and which paths it names. Only tokens are
-//! looked at, so what stands in the arguments of a macro counts like other code. What only tests compile is left out, and so are
-//! comments and visibilities, which import nothing. Not what a path stands for (`graph.rs`).
+//! The modules of a crate as its source declares them: which file each is in, what it imports, and which paths it
+//! names. Only tokens are looked at, so what stands in the arguments of a macro counts like other code. What only tests
+//! compile is left out, and so are comments and visibilities, which import nothing. Not what a path stands for
+//! (`graph.rs`).
 
 use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
@@ -53,9 +54,7 @@ impl Source {
     /// Adds the module that is all of the file at `at`, whose children's files are in `dir`.
     fn file(&mut self, at: PathBuf, dir: PathBuf, mut module: Module, read: Read<'_>) {
         let text = read(&at).unwrap_or_else(|| panic!("{} cannot be read", at.display()));
-        let tokens: TokenStream = text
-            .parse()
-            .unwrap_or_else(|error| panic!("{}: {error}", at.display()));
+        let tokens: TokenStream = text.parse().unwrap_or_else(|error| panic!("{}: {error}", at.display()));
         self.files.push(at);
         module.file = self.files.len() - 1;
         self.modules.push(module);
@@ -111,14 +110,7 @@ impl Source {
     }
 
     /// `mod name;` or `mod name { … }`, from the name on: how many tokens that are.
-    fn declare(
-        &mut self,
-        me: usize,
-        rest: &[TokenTree],
-        place: Option<String>,
-        dir: &Path,
-        read: Read<'_>,
-    ) -> usize {
+    fn declare(&mut self, me: usize, rest: &[TokenTree], place: Option<String>, dir: &Path, read: Read<'_>) -> usize {
         let name = ident(rest.first()).unwrap_or_default();
         let path = [&self.modules[me].path[..], std::slice::from_ref(&name)].concat();
         let child = Module {

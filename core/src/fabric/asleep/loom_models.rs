@@ -4,6 +4,7 @@ use loom::sync::{Arc, Condvar, Mutex};
 use loom::thread;
 
 use super::*;
+use crate::sync::loom_models::check;
 
 /// A doorbell: each ring wakes one thread.
 struct Doorbell(Mutex<u32>, Condvar);
@@ -25,31 +26,25 @@ impl Doorbell {
     }
 }
 
-fn check(model: impl Fn() + Send + Sync + 'static) {
-    let mut builder = loom::model::Builder::new();
-    builder.preemption_bound = Some(3);
-    builder.check(model);
-}
-
 /// Threads in poll while their socket becomes ours. One that sleeps on shows as a deadlock, which loom reports.
 #[test]
 fn loom_a_thread_in_poll_is_woken_when_its_socket_becomes_ours() {
     check(|| {
-        let all = Arc::new((Onlookers::new(2), AtomicU32::new(0)));
+        let all = Arc::new((Onlookers::new(2), Published::<AtomicBool>::default()));
         let bells = Arc::new([Doorbell::new(), Doorbell::new()]);
         let pollers = [0u16, 1].map(|id| {
             let (all, bells) = (all.clone(), bells.clone());
             thread::spawn(move || {
                 let (onlookers, is_ours) = &*all;
                 onlookers.enter(id, Slots::default().with(u32::from(id) * 64 + 5));
-                if is_ours.load(Ordering::SeqCst) == 0 {
+                if !is_ours.look() {
                     bells[usize::from(id)].wait();
                 }
                 onlookers.leave(id);
             })
         });
         let (onlookers, is_ours) = &*all;
-        is_ours.swap(1, Ordering::SeqCst);
+        is_ours.publish(true);
         for id in onlookers.of(5) {
             bells[usize::from(id)].ring();
         }

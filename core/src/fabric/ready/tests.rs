@@ -1,6 +1,7 @@
 //! Tests of the ready queue and the sleeper flag: sequences, and loom models.
 
 use super::*;
+use crate::sync::{RungMark, SleepFlag};
 
 #[cfg(not(loom))]
 mod sequences {
@@ -29,9 +30,9 @@ mod sequences {
     fn hostile_contents_are_only_spurious_streams() {
         let (queue, mut cursor) = (PrivateQueue::new(), ReadyCursor::new());
         for s in &queue.0[0].summary {
-            s.store(u64::MAX, Ordering::Relaxed);
+            s.reset(u64::MAX);
         }
-        queue.0[1].words[3].store(u64::MAX, Ordering::Relaxed);
+        queue.0[1].words[3].reset(u64::MAX);
         cursor.begin(&queue);
         let all: Vec<u32> = std::iter::from_fn(|| cursor.pop(&queue)).collect();
         assert_eq!(all, (7 * 64..8 * 64).collect::<Vec<u32>>());
@@ -57,7 +58,7 @@ mod sequences {
     proptest! {
         #[test]
         fn what_is_pushed_is_popped(
-            ops in proptest::collection::vec(proptest::option::of(0..MAX_STREAMS), 1..300),
+            ops in proptest::collection::vec(proptest::option::of(0..MAX_STREAMS), 1..if cfg!(miri) { 50 } else { 300 }),
         ) {
             let (queue, mut cursor) = (PrivateQueue::new(), ReadyCursor::new());
             let mut model = BTreeSet::new();

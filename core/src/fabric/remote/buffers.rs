@@ -1,6 +1,6 @@
-//! Room for send buffers: rings of this end's own, where the producers of streams write whose peer's ring has no room. They lie in
-//! the mirror's data area, behind what is the peer's, so that a cursor reaches them as it does the peer's rings. Not who gets
-//! one (`lend.rs`).
+//! Room for send buffers: rings of this end's own, where the producers of streams write whose peer's ring has no room.
+//! They lie in the mirror's data area, behind what is the peer's, so that a cursor reaches them as it does the peer's
+//! rings. Not who gets one (`lend.rs`).
 
 #![forbid(unsafe_code)]
 

@@ -2,40 +2,35 @@
 //! engine's business (`engine.rs`, `turn.rs`).
 //!
 //! # Threads
-//! Any thread may make any call. One lock guards the engine; it is held for posting and polling, and for
-//! nothing that waits. [`notify`](LinkEnd::notify), [`progress`](End::progress) and [`arm`](End::arm)
-//! leave their work to whoever holds it: they say what is to be done (`again`), then try the lock; the holder lets go of the
-//! lock, then looks whether something is to be done. Both with a full fence between, so one of the two
-//! sees the other. A signal handler that has interrupted the holder leaves its work in the same way.
-//! Doorbells are rung, and memory is registered, when the lock has been let go of.
+//! Any thread may make any call. One lock guards the engine; it is held for posting and polling, and for nothing that
+//! waits. [`notify`](LinkEnd::notify), [`progress`](End::progress) and [`arm`](End::arm) leave their work to whoever
+//! holds it ([`Handoff`]). A signal handler that has interrupted the holder leaves its work in the same way. Doorbells
+//! are rung, and memory is registered, when the lock has been let go of.
 
 use std::collections::VecDeque;
 use std::ops::RangeInclusive;
-use std::sync::atomic::{
-    AtomicBool, AtomicU32,
-    Ordering::{Relaxed, SeqCst},
-    fence,
-};
+use std::sync::atomic::Ordering::Relaxed;
 
 use super::buffers::Buffers;
 use super::chunks::{Registry, of_region};
 use super::counts::Counts;
 use super::engine::Engine;
 use super::fault::{Fault, FaultCell};
-use super::ground::{After, Ground, Letter, MAX_LETTERS, Which};
 use super::local::{ENGINE, Local, SERVICE};
 use super::qp::QueuePair;
+use super::shared::{After, MAX_QUEUED_MESSAGES, QueuedMessage, Shared, Which};
 use super::tuning::{MIN_BUFFER, MIN_BUFFERS, Tuning, Unusable};
 use super::turn::{POLL, PUMP, SETTLE, TICK};
 use crate::fabric::layout::{MAX_STREAMS, Region};
 use crate::fabric::link::{LinkEnd, OpenError, Opened, SendError};
 use crate::fabric::numbers::{Done, Numbers, done};
-use crate::fabric::ready::{PrivateQueue, ReadyQueue, RungMark};
+use crate::fabric::ready::{PrivateQueue, ReadyQueue};
 use crate::fabric::ring::{Consumer, Producer, Wake};
 use crate::fabric::side::{Side, Sweeps};
 use crate::fabric::waiter::{MAX_WAITERS, WaiterId};
 use crate::ids::Vqpn;
 use crate::lock::{Guard, Lock};
+use crate::sync::{AtomicBool, AtomicU32, Handoff, Published, Request, RungMark};
 use crate::wire::{MAX_MESSAGE, Message, RingOffer};
 
 /// One end of a link between hosts.
@@ -67,32 +62,26 @@ use crate::wire::{MAX_MESSAGE, Message, RingOffer};
 /// with TCP, so what was not read cannot be sent in its place: who gets the DEMOTE-REQUEST with a resumption for
 /// a stream that has crossed, or whose producer [is ended](Producer::is_ended), resets the connection.
 pub struct End<Q, L> {
-    ground: Ground<Q, L>,
+    shared: Shared<Q, L>,
     engine: Lock<Engine>,
     /// What is left to whoever holds the lock: [`PUMP`], [`POLL`], [`SETTLE`].
-    again: AtomicU32,
+    again: Handoff,
     fault: FaultCell,
-    fault_unseen: AtomicBool,
+    fault_unseen: Published<AtomicBool>,
     sweeps: Sweeps,
     numbers: Numbers,
     registries: [Registry; 2],
 }
 
 impl<Q: QueuePair, L: Local> End<Q, L> {
-    /// An end with nothing open over a queue pair that is connected and has not been used. We receive in
-    /// `mine`; `mirror` has the layout of the peer's arena, and behind that room for [buffers](Tuning::buffers). Both are zeroed memory of this process alone
-    /// ([`Mapping::anonymous`](crate::os::memfd::Mapping::anonymous)).
+    /// An end with nothing open over a queue pair that is connected and has not been used. We receive in `mine`;
+    /// `mirror` has the layout of the peer's arena, and behind that room for [buffers](Tuning::buffers). Both are
+    /// zeroed memory of this process alone ([`Mapping::anonymous`](crate::os::memfd::Mapping::anonymous)).
     ///
     /// # Safety
     /// The end must live longer than every cursor that it gives out. [`producer`](LinkEnd::producer)
     /// must be asked at most once for each stream.
-    pub unsafe fn new(
-        qp: Q,
-        mine: Side,
-        mirror: Side,
-        local: L,
-        tuning: Tuning,
-    ) -> Result<Self, Unusable> {
+    pub unsafe fn new(qp: Q, mine: Side, mirror: Side, local: L, tuning: Tuning) -> Result<Self, Unusable> {
         let limits = qp.limits();
         if limits.buffer_bytes < MIN_BUFFER || limits.receive_buffers < MIN_BUFFERS {
             return Err(Unusable);
@@ -102,7 +91,7 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         let peers_len = mirror.data_len() - buffers;
         Ok(Self {
             engine: Lock::new(Engine::new(&limits)),
-            ground: Ground {
+            shared: Shared {
                 qp,
                 limits,
                 mine,
@@ -115,15 +104,15 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
                 closing: PrivateQueue::new(),
                 tells: (0..MAX_STREAMS).map(|_| AtomicU32::new(0)).collect(),
                 outbox: Lock::new(VecDeque::new()),
-                news: AtomicU32::new(0),
-                owes: AtomicBool::new(false),
-                is_watched: AtomicBool::new(false),
-                watch_unseen: AtomicBool::new(false),
+                news: Published::default(),
+                owes: Request::new(),
+                is_watched: Published::default(),
+                watch_unseen: Published::default(),
                 marks: (0..MAX_WAITERS).map(|_| RungMark::new()).collect(),
             },
-            again: AtomicU32::new(0),
+            again: Handoff::new(),
             fault: FaultCell::default(),
-            fault_unseen: AtomicBool::new(false),
+            fault_unseen: Published::default(),
             sweeps: Sweeps::new(),
             numbers,
             registries: [Registry::new(), Registry::new()],
@@ -132,12 +121,12 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
 
     /// The queue pair.
     pub fn qp(&self) -> &Q {
-        &self.ground.qp
+        &self.shared.qp
     }
 
     /// How it reaches our waiters.
     pub fn local(&self) -> &L {
-        &self.ground.local
+        &self.shared.local
     }
 
     /// Every number that was ever given to a stream of ours is below this.
@@ -166,7 +155,7 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         if let Some(fault) = self.fault.get() {
             return Err(fault);
         }
-        if let Err(down) = self.ground.qp.arm() {
+        if let Err(down) = self.shared.qp.arm() {
             self.fail(down.into());
             return Err(down.into());
         }
@@ -177,23 +166,23 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
     /// peer until then (less than a quarter of a ring; nobody waits for it); to be called again while there is
     /// [something](Self::owes) left.
     pub fn settle(&self) {
-        if self.ground.owes.swap(false, SeqCst) {
+        if self.shared.owes.begin() {
             let _ = self.run(SETTLE | PUMP);
         }
     }
 
     /// There is something for [`settle`](Self::settle), perhaps not yet due.
     pub fn owes(&self) -> bool {
-        self.ground.owes.load(Relaxed)
+        self.shared.owes.is_asked()
     }
 
     /// Something was posted that is not proven to have arrived. For waiter 0, which is not told of it again.
     pub fn is_watched(&self) -> bool {
-        if self.ground.watch_unseen.load(Relaxed) {
-            self.ground.watch_unseen.store(false, SeqCst);
+        if self.shared.watch_unseen.load(Relaxed) {
+            self.shared.watch_unseen.publish(false);
         }
         // After that, so that what begins now is told of again.
-        self.ground.is_watched.load(SeqCst)
+        self.shared.is_watched.look()
     }
 
     /// There is reason to doubt that the link works: the peer's device is asked even if nothing is posted.
@@ -220,19 +209,19 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
     /// Carries over what has changed on the stream that the peer calls `theirs`, in either direction,
     /// where no [`Wake`] said so: after [`Producer::adopt`] and [`Consumer::stop`].
     pub fn touch(&self, theirs: Vqpn) {
-        self.ground.dirty.push(theirs.0);
+        self.shared.dirty.push(theirs.0);
         let _ = self.run(PUMP);
     }
 
     /// The next message of the peer's. Waiter 0 is told when one comes.
     pub fn take_message(&self) -> Option<Message> {
-        if self.ground.news.load(SeqCst) == 0 {
+        if self.shared.news.look() == 0 {
             return None;
         }
         self.with(|engine| {
             let message = engine.inbox.pop_front();
             if message.is_some() {
-                self.ground.news.fetch_sub(1, SeqCst);
+                self.shared.news.take_one();
             }
             message
         })?
@@ -247,18 +236,17 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         if self.fault.get().is_some() {
             return None;
         }
-        let (bytes, ask) = self.with(|engine| engine.unconfirmed(&self.ground, theirs.0))?;
+        let (bytes, ask) = self.with(|engine| engine.unconfirmed(&self.shared, theirs.0))?;
         if ask {
             self.touch(theirs);
         }
         Some(bytes)
     }
 
-    /// Bytes committed to the peer's stream `theirs` that have not been sent: its ring has no room, or the queue pair. 0
-    /// also in a signal handler that has interrupted the engine.
+    /// Bytes committed to the peer's stream `theirs` that have not been sent: its ring has no room, or the queue pair.
+    /// 0 also in a signal handler that has interrupted the engine.
     pub fn unsent(&self, theirs: Vqpn) -> u64 {
-        self.with(|engine| engine.unsent(&self.ground, theirs.0))
-            .unwrap_or(0)
+        self.with(|engine| engine.unsent(&self.shared, theirs.0)).unwrap_or(0)
     }
 
     /// Up to where our stream `mine` is in our ring. Final once the link is down. `None` if it is not open,
@@ -275,17 +263,16 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
 
     /// Both ends have ended one of the directions of our stream `mine`; see [`End`].
     pub fn has_crossed(&self, mine: Vqpn) -> bool {
-        self.with(|engine| engine.has_crossed(mine.0))
-            .unwrap_or(false)
+        self.with(|engine| engine.has_crossed(mine.0)).unwrap_or(false)
     }
 
     /// Why the link is down, if it is.
     pub fn fault(&self) -> Option<Fault> {
         let fault = self.fault.get();
         if fault.is_some() {
-            self.fault_unseen.store(false, SeqCst);
+            self.fault_unseen.publish(false);
             // There is nothing to be watched any more.
-            self.ground.watch_unseen.store(false, SeqCst);
+            self.shared.watch_unseen.publish(false);
         }
         fault
     }
@@ -303,8 +290,8 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
     /// a cursor that is still about does no harm. The queue pair must have been ended.
     pub fn release(&self) {
         self.set_down();
-        self.ground.mine.neutralise();
-        self.ground.mirror.neutralise();
+        self.shared.mine.neutralise();
+        self.shared.mirror.neutralise();
     }
 
     /// What was done so far. Zeroes in a signal handler that has interrupted the engine.
@@ -314,7 +301,7 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
 
     /// Does `what`, or leaves it to whoever holds the lock.
     fn run(&self, what: u32) -> Result<bool, Fault> {
-        self.again.fetch_or(what, SeqCst);
+        self.again.add(what);
         self.again()
     }
 
@@ -322,8 +309,7 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
     fn again(&self) -> Result<bool, Fault> {
         let mut came = false;
         loop {
-            fence(SeqCst);
-            if self.again.load(SeqCst) == 0 {
+            if self.again.is_empty() {
                 return Ok(came);
             }
             let Some(engine) = self.engine.try_lock() else {
@@ -335,10 +321,10 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
 
     /// One turn of the engine. Gives the lock back.
     fn turn(&self, mut engine: Guard<'_, Engine>, what: u32) -> Result<bool, Fault> {
-        let what = what | self.again.swap(0, SeqCst);
+        let what = what | self.again.take();
         let result = match self.fault.get() {
             Some(fault) => Err(fault),
-            None => engine.run(&self.ground, what),
+            None => engine.run(&self.shared, what),
         };
         if let Err(fault) = result {
             // Before the lock is let go of: nothing else is applied.
@@ -364,7 +350,7 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
 
     /// What is not done under the lock.
     fn finish(&self, after: After) {
-        after.rings().for_each(|w| self.ground.local.ring(w));
+        after.rings().for_each(|w| self.shared.local.ring(w));
         for mine in after.closed {
             self.mark_done(mine, done::LOCAL);
         }
@@ -378,20 +364,20 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
 
     fn register(&self, which: Which, chunks: RangeInclusive<u32>) -> usize {
         let (side, registry) = match which {
-            Which::Mine => (&self.ground.mine, &self.registries[0]),
-            Which::Mirror => (&self.ground.mirror, &self.registries[1]),
+            Which::Mine => (&self.shared.mine, &self.registries[0]),
+            Which::Mirror => (&self.shared.mirror, &self.registries[1]),
         };
-        let log2 = self.ground.tuning.chunk_log2;
-        let keys = registry.register(&self.ground.qp, side, log2, chunks);
+        let log2 = self.shared.tuning.chunk_log2;
+        let keys = registry.register(&self.shared.qp, side, log2, chunks);
         if !keys.is_empty() {
-            self.with(|engine| engine.on_registered(&self.ground, which, &keys));
+            self.with(|engine| engine.on_registered(&self.shared, which, &keys));
         }
         keys.len()
     }
 
     #[cfg(test)]
     pub(super) fn buffers_in_use(&self) -> u64 {
-        self.ground.buffers.bytes_in_use()
+        self.shared.buffers.bytes_in_use()
     }
 
     /// As a signal handler finds it that has interrupted the engine's use.
@@ -407,8 +393,8 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
     #[cold]
     fn fail(&self, fault: Fault) {
         if self.fault.set(fault) {
-            self.fault_unseen.store(true, SeqCst);
-            self.ground.local.ring(SERVICE);
+            self.fault_unseen.publish(true);
+            self.shared.local.ring(SERVICE);
         }
     }
 
@@ -417,7 +403,7 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
             return;
         };
         // Without the engine the number stays taken.
-        let forgot = self.with(|engine| engine.forget(&self.ground, number.0));
+        let forgot = self.with(|engine| engine.forget(&self.shared, number.0));
         if forgot.is_some() {
             // Not given back to the kernel: the device has the pages.
             regions.into_iter().for_each(|r| self.numbers.free(r));
@@ -427,7 +413,7 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
 
     #[cold]
     fn tell(&self, wake: Wake, theirs: Vqpn) {
-        if self.ground.add_tell(theirs.0, wake.0) {
+        if self.shared.add_tell(theirs.0, wake.0) {
             self.touch(theirs);
         }
     }
@@ -440,53 +426,46 @@ impl<Q: QueuePair, L: Local> LinkEnd for End<Q, L> {
             self.numbers.put_back(vqpn, region);
             error
         };
-        let block = self.ground.mine.block(vqpn).ok_or(OpenError::Streams)?;
+        let block = self.shared.mine.block(vqpn).ok_or(OpenError::Streams)?;
         // SAFETY: within the mapping; the number is free, so nobody has a cursor on the block, and the engine
         // has forgotten it.
         unsafe { block.as_ref() }.reset();
         // SAFETY: as above; this is the block's only consumer, and the end outlives it (`new`).
-        let mut consumer = unsafe { Consumer::new(block, self.ground.mine.area()) };
+        let mut consumer = unsafe { Consumer::new(block, self.shared.mine.area()) };
         // Nobody is waiting yet; the offer is carried over by `pair`.
         let _ = consumer.offer(region).map_err(|_| undo(OpenError::Arena))?;
         let ring = RingOffer::new(region.page(), region.log2()).ok_or(OpenError::Arena)?;
-        self.register(
-            Which::Mine,
-            of_region(region, self.ground.tuning.chunk_log2),
-        );
+        self.register(Which::Mine, of_region(region, self.shared.tuning.chunk_log2));
         self.with(|engine| engine.open(vqpn.0))
             .ok_or_else(|| undo(OpenError::Busy))?;
-        Ok(Opened {
-            vqpn,
-            ring,
-            consumer,
-        })
+        Ok(Opened { vqpn, ring, consumer })
     }
 
     fn pair(&self, mine: Vqpn, theirs: Vqpn) {
-        self.with(|engine| engine.pair(&self.ground, mine.0, theirs.0));
+        self.with(|engine| engine.pair(&self.shared, mine.0, theirs.0));
         self.touch(theirs);
     }
 
     fn producer(&self, theirs: Vqpn) -> Option<Producer> {
-        let block = self.ground.mirror.block(theirs)?;
+        let block = self.shared.mirror.block(theirs)?;
         // SAFETY: within the mapping; the only producer, and the end outlives it (`new`).
-        Some(unsafe { Producer::new(block, self.ground.mirror.area()) })
+        Some(unsafe { Producer::new(block, self.shared.mirror.area()) })
     }
 
     fn lend(&self, theirs: Vqpn, producer: &mut Producer, log2: u8) -> bool {
-        let lent = self.with(|engine| engine.lend(&self.ground, theirs.0, producer, log2));
+        let lent = self.with(|engine| engine.lend(&self.shared, theirs.0, producer, log2));
         lent.unwrap_or(false)
     }
 
     fn take_back(&self, theirs: Vqpn, producer: &mut Producer) -> bool {
-        let taken = self.with(|engine| engine.take_back(&self.ground, theirs.0, producer));
+        let taken = self.with(|engine| engine.take_back(&self.shared, theirs.0, producer));
         taken.unwrap_or(false)
     }
 
-    /// CLOSED follows what is still to be carried over, as far as the peer's ring has room, or, before an end mark, all of it;
-    /// the number is done with when that is sent. That
-    /// takes calls of [`progress`](Self::progress) if the queue pair is full now, and it may not have arrived
-    /// when the process ends: who cares asks [`unconfirmed`](Self::unconfirmed) before.
+    /// CLOSED follows what is still to be carried over, as far as the peer's ring has room, or, before an end mark, all
+    /// of it; the number is done with when that is sent. That takes calls of [`progress`](Self::progress) if the queue
+    /// pair is full now, and it may not have arrived when the process ends: who cares asks
+    /// [`unconfirmed`](Self::unconfirmed) before.
     fn close(&self, mine: Vqpn, theirs: Option<Vqpn>, consumer: Option<Consumer>) {
         self.numbers.keep(mine, consumer);
         let Some(yours) = theirs else {
@@ -500,7 +479,7 @@ impl<Q: QueuePair, L: Local> LinkEnd for End<Q, L> {
                     self.mark_done(mine, done::LOCAL);
                 }
             }
-            None => self.ground.closing.push(mine.0),
+            None => self.shared.closing.push(mine.0),
         }
         self.touch(yours);
     }
@@ -516,10 +495,7 @@ impl<Q: QueuePair, L: Local> LinkEnd for End<Q, L> {
 
     fn allocate(&self, log2: u8) -> Option<Region> {
         let region = self.numbers.allocate(log2)?;
-        self.register(
-            Which::Mine,
-            of_region(region, self.ground.tuning.chunk_log2),
-        );
+        self.register(Which::Mine, of_region(region, self.shared.tuning.chunk_log2));
         Some(region)
     }
 
@@ -538,16 +514,16 @@ impl<Q: QueuePair, L: Local> LinkEnd for End<Q, L> {
         }
         let mut buf = [0u8; MAX_MESSAGE];
         let bytes = message.encode(&mut buf).map_err(|_| SendError::Encoding)?;
-        let letter = Letter {
+        let message = QueuedMessage {
             yours: message.yours(),
             bytes: bytes.into(),
         };
         {
-            let mut outbox = self.ground.outbox.lock().ok_or(SendError::Full)?;
-            if outbox.len() >= MAX_LETTERS {
+            let mut outbox = self.shared.outbox.lock().ok_or(SendError::Full)?;
+            if outbox.len() >= MAX_QUEUED_MESSAGES {
                 return Err(SendError::Full);
             }
-            outbox.push_back(letter);
+            outbox.push_back(message);
         }
         self.run(PUMP).map(drop).map_err(|_| SendError::Down)
     }
@@ -564,19 +540,17 @@ impl<Q: QueuePair, L: Local> LinkEnd for End<Q, L> {
     }
 
     fn drain_ready(&self, waiter: WaiterId, each: impl FnMut(Vqpn)) {
-        self.sweeps.drain(&self.ground.mine, waiter, each);
+        self.sweeps.drain(&self.shared.mine, waiter, each);
     }
 
     fn queued_at(&self, mine: Vqpn) -> u64 {
-        self.ground.mine.told_at(mine)
+        self.shared.mine.told_at(mine)
     }
 
     /// Of waiter 0 also whether there is a message, or a fault or the beginning of a watch that was not asked for.
     fn has_ready(&self, waiter: WaiterId) -> bool {
-        self.sweeps.has_ready(&self.ground.mine, waiter)
+        self.sweeps.has_ready(&self.shared.mine, waiter)
             || waiter == SERVICE
-                && (self.ground.news.load(SeqCst) > 0
-                    || self.fault_unseen.load(SeqCst)
-                    || self.ground.watch_unseen.load(SeqCst))
+                && (self.shared.news.look() > 0 || self.fault_unseen.look() || self.shared.watch_unseen.look())
     }
 }

@@ -1,13 +1,13 @@
-//! The state of one end of a link between hosts, and what this end's calls do to it. What a turn does is `turn.rs`; the lock around this,
-//! and what is done outside it, is `end.rs`.
+//! The state of one end of a link between hosts, and what this end's calls do to it. What a turn does is `turn.rs`; the
+//! lock around this, and what is done outside it, is `end.rs`.
 
 use std::collections::VecDeque;
 
 use super::chunks::{Chunks, Target};
-use super::ground::{After, Ground, Which};
 use super::local::Local;
 use super::qp::{Key, Limits, QueuePair};
 use super::sender::Sender;
+use super::shared::{After, Shared, Which};
 use super::stream::{State, Streams};
 use super::watch::Watch;
 use crate::fabric::ready::{PrivateQueue, ReadyCursor};
@@ -21,7 +21,7 @@ pub(super) struct Engine {
     pub sender: Sender,
     pub inbox: VecDeque<Message>,
     pub after: After,
-    /// The sweeps of [`Ground::dirty`], [`Ground::closing`] and `lazy`.
+    /// The sweeps of [`Shared::dirty`], [`Shared::closing`] and `lazy`.
     pub sweep: ReadyCursor,
     pub closing: ReadyCursor,
     pub lazy: (PrivateQueue, ReadyCursor),
@@ -57,7 +57,7 @@ impl Engine {
     }
 
     /// Both ends are done with our number.
-    pub fn forget<Q: QueuePair, L: Local>(&mut self, g: &Ground<Q, L>, mine: u32) {
+    pub fn forget<Q: QueuePair, L: Local>(&mut self, g: &Shared<Q, L>, mine: u32) {
         if let Some(s) = self.streams.get(mine) {
             let theirs = s.theirs;
             if let Some(aside) = s.out.aside {
@@ -78,7 +78,7 @@ impl Engine {
     }
 
     /// See [`LinkEnd::pair`](crate::fabric::link::LinkEnd::pair).
-    pub fn pair<Q: QueuePair, L: Local>(&mut self, g: &Ground<Q, L>, mine: u32, theirs: u32) {
+    pub fn pair<Q: QueuePair, L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, theirs: u32) {
         let Some(block) = g.block_mirror(theirs) else {
             return;
         };
@@ -120,12 +120,7 @@ impl Engine {
     }
 
     /// Memory of ours was registered.
-    pub fn on_registered<Q: QueuePair, L: Local>(
-        &mut self,
-        g: &Ground<Q, L>,
-        which: Which,
-        keys: &[(u32, Key)],
-    ) {
+    pub fn on_registered<Q: QueuePair, L: Local>(&mut self, g: &Shared<Q, L>, which: Which, keys: &[(u32, Key)]) {
         for (chunk, key) in keys {
             match which {
                 Which::Mirror => self.chunks.mirror.set(*chunk, key.local),
@@ -140,16 +135,8 @@ impl Engine {
     }
 
     /// What is not confirmed of what was committed to the peer's stream, and whether to ask.
-    pub fn unconfirmed<Q: QueuePair, L: Local>(
-        &mut self,
-        g: &Ground<Q, L>,
-        theirs: u32,
-    ) -> (u64, bool) {
-        let Some(s) = self
-            .streams
-            .mine(theirs)
-            .and_then(|mine| self.streams.get(mine))
-        else {
+    pub fn unconfirmed<Q: QueuePair, L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32) -> (u64, bool) {
+        let Some(s) = self.streams.mine(theirs).and_then(|mine| self.streams.get(mine)) else {
             return (0, false);
         };
         let block = g.block_mirror(theirs);

@@ -111,10 +111,7 @@ impl FaultCell {
         match word >> 32 {
             0 => None,
             1 => Some(Fault::Down(Down(value as i32))),
-            2 => BREACHES
-                .into_iter()
-                .find(|b| *b as u32 == value)
-                .map(Fault::Violation),
+            2 => BREACHES.into_iter().find(|b| *b as u32 == value).map(Fault::Violation),
             4 => Some(Fault::Silent),
             _ => Some(Fault::Closed),
         }

@@ -1,13 +1,14 @@
-//! Which stream has a send buffer, and from which position on. The peer knows nothing of it: a buffer's bytes go to the peer's ring as
-//! that has room, at the same positions. Not how they are carried over (`pump/data.rs`).
+//! Which stream has a send buffer, and from which position on. The peer knows nothing of it: a buffer's bytes go to the
+//! peer's ring as that has room, at the same positions. Not how they are carried over (`pump/data.rs`).
 //!
-//! A stream has at most one. Its producer moves there, and back when all has been read, under its own lock and the engine's, so
-//! that both know at the same moment where the next byte is. A buffer is free when its bytes have been read, or the peer has closed.
+//! A stream has at most one. Its producer moves there, and back when all has been read, under its own lock and the
+//! engine's, so that both know at the same moment where the next byte is. A buffer is free when its bytes have been
+//! read, or the peer has closed.
 
 use super::engine::Engine;
-use super::ground::Ground;
 use super::local::{ENGINE, Local};
 use super::qp::QueuePair;
+use super::shared::Shared;
 use super::stream::{Aside, State};
 use crate::fabric::ring::proxy::pack_offer;
 use crate::fabric::ring::{Producer, Wake};
@@ -16,7 +17,7 @@ impl Engine {
     /// See [`LinkEnd::lend`](crate::fabric::link::LinkEnd::lend).
     pub fn lend<Q: QueuePair, L: Local>(
         &mut self,
-        g: &Ground<Q, L>,
+        g: &Shared<Q, L>,
         theirs: u32,
         producer: &mut Producer,
         log2: u8,
@@ -49,7 +50,7 @@ impl Engine {
     /// See [`LinkEnd::take_back`](crate::fabric::link::LinkEnd::take_back).
     pub fn take_back<Q: QueuePair, L: Local>(
         &mut self,
-        g: &Ground<Q, L>,
+        g: &Shared<Q, L>,
         theirs: u32,
         producer: &mut Producer,
     ) -> bool {
@@ -64,8 +65,7 @@ impl Engine {
         };
         let next = out.offered();
         let is_carried = out.told == producer.position();
-        let moves =
-            is_carried && producer.move_back(ring, out.generation, next.map(|(_, ring)| ring));
+        let moves = is_carried && producer.move_back(ring, out.generation, next.map(|(_, ring)| ring));
         if moves {
             out.aside = None;
             g.buffers.give_back(aside.region);
@@ -79,13 +79,12 @@ impl Engine {
     }
 
     /// See [`End::unsent`](super::End::unsent).
-    pub fn unsent<Q: QueuePair, L: Local>(&mut self, g: &Ground<Q, L>, theirs: u32) -> u64 {
+    pub fn unsent<Q: QueuePair, L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32) -> u64 {
         let Some(mine) = self.streams.mine(theirs) else {
             return 0;
         };
         let told = self.streams.get(mine).map(|s| s.out.told);
         let tail = g.block_mirror(theirs).map(|block| block.tail());
-        told.zip(tail)
-            .map_or(0, |(told, tail)| tail.saturating_sub(told))
+        told.zip(tail).map_or(0, |(told, tail)| tail.saturating_sub(told))
     }
 }

@@ -1,9 +1,9 @@
-//! The ways between the engine of a link between hosts and those who wait in its own process: the words by which either is told. Not
-//! who waits for what.
+//! The ways between the engine of a link between hosts and those who wait in its own process: the words by which either
+//! is told. Not who waits for what.
 
-use crate::fabric::ready::SleepFlag;
 use crate::fabric::ring::Wake;
 use crate::fabric::waiter::WaiterId;
+use crate::sync::SleepFlag;
 
 /// The attention word by which the engine is told. It names no waiter.
 pub const ENGINE: Wake = Wake(1 << 31);

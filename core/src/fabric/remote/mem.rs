@@ -9,7 +9,7 @@ use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::qp::{Down, Event, Key, Limits, PostError, QueuePair, Write};
+use super::qp::{Completed, Down, Key, Limits, PostError, QueuePair, Write};
 use crate::fabric::mem::Clock;
 
 /// What a pair of queue pairs is like.
@@ -154,18 +154,16 @@ impl State {
                 return;
             }
             Work::Send(bytes) => self.arrive(1 - me, Arrived::Message(bytes)),
-            Work::Write(write, immediate) => {
-                self.write(me, &write).and_then(|()| match immediate {
-                    Some(immediate) => self.arrive(
-                        1 - me,
-                        Arrived::Written {
-                            immediate,
-                            bytes: write.len,
-                        },
-                    ),
-                    None => Ok(()),
-                })
-            }
+            Work::Write(write, immediate) => self.write(me, &write).and_then(|()| match immediate {
+                Some(immediate) => self.arrive(
+                    1 - me,
+                    Arrived::Written {
+                        immediate,
+                        bytes: write.len,
+                    },
+                ),
+                None => Ok(()),
+            }),
         };
         if let Err(why) = result {
             self.die(why);
@@ -186,9 +184,9 @@ impl State {
         let covers = |device: Option<&Device>, key, at: u64| {
             let len = u64::from(write.len);
             let regions = device.map(|d| d.regions.as_slice()).unwrap_or_default();
-            regions.iter().any(|(start, n, k)| {
-                *k == key && at >= *start && at.checked_add(len).is_some_and(|e| e <= start + n)
-            })
+            regions
+                .iter()
+                .any(|(start, n, k)| *k == key && at >= *start && at.checked_add(len).is_some_and(|e| e <= start + n))
         };
         if write.len == 0 || !covers(self.devices.get(me), write.local, write.from.addr() as u64) {
             return Err("bad local key");
@@ -310,10 +308,7 @@ impl MemQp {
         if state.is_down {
             return Err(PostError::Down);
         }
-        let (due, most) = (
-            state.clock.now() + state.config.delay,
-            state.config.send_queue,
-        );
+        let (due, most) = (state.clock.now() + state.config.delay, state.config.send_queue);
         let Some(device) = state.devices.get_mut(self.me) else {
             return Err(PostError::Down);
         };
@@ -373,15 +368,15 @@ impl QueuePair for MemQp {
         self.post(Work::Probe)
     }
 
-    fn poll(&self, each: &mut dyn FnMut(Event<'_>)) -> Result<usize, Down> {
+    fn poll(&self, each: &mut dyn FnMut(Completed<'_>)) -> Result<usize, Down> {
         let mut events = 0;
         self.shared.lock().run();
         loop {
             let arrived = self.with(|d| d.arrived.pop_front());
             let Some(arrived) = arrived else { break };
             match &arrived {
-                Arrived::Message(bytes) => each(Event::Received(bytes)),
-                Arrived::Written { immediate, bytes } => each(Event::Written {
+                Arrived::Message(bytes) => each(Completed::Received(bytes)),
+                Arrived::Written { immediate, bytes } => each(Completed::Written {
                     immediate: *immediate,
                     bytes: *bytes,
                 }),
@@ -403,11 +398,11 @@ impl QueuePair for MemQp {
         let is_down = state.is_down;
         drop(state);
         if room {
-            each(Event::Room);
+            each(Completed::Room);
             events += 1;
         }
         for _ in 0..probed {
-            each(Event::Probed);
+            each(Completed::Probed);
             events += 1;
         }
         if is_down {

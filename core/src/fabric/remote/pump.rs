@@ -13,11 +13,11 @@ use data::{Turn, data};
 
 use super::engine::Engine;
 use super::fault::Fault;
-use super::ground::Ground;
 use super::local::Local;
 use super::qp::QueuePair;
 use super::record::Record;
 use super::sender::{Halt, unless_blocked};
+use super::shared::Shared;
 use super::stream::State;
 use crate::fabric::ready::ReadyQueue;
 use crate::fabric::ring::DirectionBlock;
@@ -26,14 +26,14 @@ use crate::wire::{MAX_MESSAGE, Message};
 
 impl Engine {
     /// Sends what can be sent.
-    pub fn pump<Q: QueuePair, L: Local>(&mut self, g: &Ground<Q, L>) -> Result<(), Fault> {
+    pub fn pump<Q: QueuePair, L: Local>(&mut self, g: &Shared<Q, L>) -> Result<(), Fault> {
         self.take_closing(g);
         let sent = self.messages(g).and_then(|()| self.turns(g));
         unless_blocked(sent)?;
         self.sender.finish(&g.qp)
     }
 
-    fn turns<Q: QueuePair, L: Local>(&mut self, g: &Ground<Q, L>) -> Result<(), Halt> {
+    fn turns<Q: QueuePair, L: Local>(&mut self, g: &Shared<Q, L>) -> Result<(), Halt> {
         loop {
             let next = self.current.take().or_else(|| {
                 self.sweep.pop(&g.dirty).or_else(|| {
@@ -56,7 +56,7 @@ impl Engine {
         }
     }
 
-    fn take_closing<Q: QueuePair, L: Local>(&mut self, g: &Ground<Q, L>) {
+    fn take_closing<Q: QueuePair, L: Local>(&mut self, g: &Shared<Q, L>) {
         self.closing.begin(&g.closing);
         while let Some(mine) = self.closing.pop(&g.closing) {
             if let Some(s) = self.streams.get(mine)
@@ -69,22 +69,20 @@ impl Engine {
     }
 
     /// Messages of the side channel, each after what the peer has to know of its stream.
-    fn messages<Q: QueuePair, L: Local>(&mut self, g: &Ground<Q, L>) -> Result<(), Halt> {
+    fn messages<Q: QueuePair, L: Local>(&mut self, g: &Shared<Q, L>) -> Result<(), Halt> {
         let Some(mut outbox) = g.outbox.lock() else {
             // We have interrupted whoever puts one there, and then comes here.
             return Ok(());
         };
-        while let Some(letter) = outbox.front() {
-            if let Some(Vqpn(theirs)) = letter.yours
+        while let Some(message) = outbox.front() {
+            if let Some(Vqpn(theirs)) = message.yours
                 && let Some(mine) = self.streams.mine(theirs)
                 && let Some(s) = self.streams.get(mine)
             {
                 s.inc.settle = true;
                 control(g, &mut self.sender, &mut self.chunks, s, mine, theirs)?;
             }
-            let record = Record::Message {
-                bytes: &letter.bytes,
-            };
+            let record = Record::Message { bytes: &message.bytes };
             self.sender.put(&g.qp, &record)?;
             outbox.pop_front();
         }
@@ -92,11 +90,7 @@ impl Engine {
     }
 
     /// A stream's turn.
-    fn serve<Q: QueuePair, L: Local>(
-        &mut self,
-        g: &Ground<Q, L>,
-        theirs: u32,
-    ) -> Result<Turn, Halt> {
+    fn serve<Q: QueuePair, L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32) -> Result<Turn, Halt> {
         if let Some(cell) = g.tells.get(theirs as usize) {
             let word = cell.swap(0, SeqCst);
             if word != 0
@@ -113,29 +107,20 @@ impl Engine {
             return Ok(Turn::Done);
         };
         control(g, &mut self.sender, &mut self.chunks, s, mine, theirs)?;
-        let turn = data(
-            g,
-            &mut self.sender,
-            &self.chunks,
-            &mut self.after.register,
-            s,
-            theirs,
-        )?;
+        let turn = data(g, &mut self.sender, &self.chunks, &mut self.after.register, s, theirs)?;
         if turn == Turn::More {
             return Ok(turn);
         }
         // What precedes an end mark is owed to whoever still reads. Without one it is not: it goes over TCP.
-        let is_owed = turn == Turn::Full
-            && !s.peer_left
-            && g.block_mirror(theirs)
-                .is_some_and(DirectionBlock::has_ended);
+        let is_owed =
+            turn == Turn::Full && !s.peer_left && g.block_mirror(theirs).is_some_and(DirectionBlock::has_ended);
         let closes = s.closing && !is_owed;
         if closes {
             s.inc.settle = true;
         } else if s.inc.head_told != g.block_mine(mine).map_or(0, |b| b.head()) {
             if self.sender.is_empty() {
                 self.lazy.0.push(theirs);
-                if !g.owes.swap(true, SeqCst) {
+                if g.owes.ask() {
                     g.local.settle_later();
                 }
                 return Ok(Turn::Done);
@@ -148,9 +133,7 @@ impl Engine {
         control(g, &mut self.sender, &mut self.chunks, s, mine, theirs)?;
         if closes {
             let mut buf = [0; MAX_MESSAGE];
-            let closed = Message::Closed {
-                yours: Vqpn(theirs),
-            };
+            let closed = Message::Closed { yours: Vqpn(theirs) };
             let Ok(bytes) = closed.encode(&mut buf) else {
                 return Ok(Turn::Done);
             };

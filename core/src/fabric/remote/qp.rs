@@ -52,7 +52,7 @@ pub struct Write {
 /// Why nothing was posted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PostError {
-    /// The send queue is full; [`Event::Room`] follows.
+    /// The send queue is full; [`Completed::Room`] follows.
     #[error("the send queue is full")]
     Full,
     /// The connection is over.
@@ -67,7 +67,7 @@ pub struct Down(pub i32);
 
 /// Something that has completed.
 #[derive(Debug)]
-pub enum Event<'a> {
+pub enum Completed<'a> {
     /// A message of the peer; its buffer is posted again when the callback returns.
     Received(&'a [u8]),
     /// A WRITE of the peer with this immediate has placed so many bytes.
@@ -105,14 +105,14 @@ pub trait QueuePair: Send + Sync {
     /// Posts a message made of these parts, together at most [`Limits::buffer_bytes`] long. They are copied.
     fn send(&self, parts: &[&[u8]]) -> Result<(), PostError>;
 
-    /// Posts a request that completes, as [`Event::Probed`], only when the peer's device has answered it, and so
+    /// Posts a request that completes, as [`Completed::Probed`], only when the peer's device has answered it, and so
     /// has all that was posted before. The peer's process has no part in that, and it takes no receive buffer.
     /// There is room for one whatever else was posted; at most one at a time. [`PostError::Full`] if nothing may
-    /// be posted yet: then no [`Event::Room`] follows.
+    /// be posted yet: then no [`Completed::Room`] follows.
     fn probe(&self) -> Result<(), PostError>;
 
     /// Hands over what has completed, in order; gives how many events that were. One caller at a time.
-    fn poll(&self, each: &mut dyn FnMut(Event<'_>)) -> Result<usize, Down>;
+    fn poll(&self, each: &mut dyn FnMut(Completed<'_>)) -> Result<usize, Down>;
 
     /// The next completion makes the queue pair's fd readable. To be followed by a [`poll`](Self::poll).
     fn arm(&self) -> Result<(), Down>;

@@ -1,15 +1,13 @@
-//! What the peer's records do to the engine of a link between hosts: each is checked before it is applied (I7). What is sent in turn is
-//! `pump.rs`.
-
-use std::sync::atomic::Ordering::SeqCst;
+//! What the peer's records do to the engine of a link between hosts: each is checked before it is applied (I7). What is
+//! sent in turn is `pump.rs`.
 
 use super::chunks::{self, Target};
 use super::engine::Engine;
 use super::fault::Breach;
-use super::ground::{Ground, MAX_LETTERS};
 use super::local::{Local, SERVICE};
-use super::qp::{Event, QueuePair};
+use super::qp::{Completed, QueuePair};
 use super::record::{self, Record};
+use super::shared::{MAX_QUEUED_MESSAGES, Shared};
 use super::stream::{State, Stream, Streams};
 use crate::fabric::layout::MAX_STREAMS;
 use crate::fabric::ready::ReadyQueue;
@@ -18,15 +16,11 @@ use crate::wire::Message;
 
 impl Engine {
     /// Something has completed on the queue pair.
-    pub fn on_event<Q: QueuePair, L: Local>(
-        &mut self,
-        g: &Ground<Q, L>,
-        event: Event<'_>,
-    ) -> Result<(), Breach> {
+    pub fn on_event<Q: QueuePair, L: Local>(&mut self, g: &Shared<Q, L>, event: Completed<'_>) -> Result<(), Breach> {
         match event {
-            Event::Room => self.sender.on_room(),
-            Event::Probed => self.watch.on_answered(),
-            Event::Written { immediate, bytes } => {
+            Completed::Room => self.sender.on_room(),
+            Completed::Probed => self.watch.on_answered(),
+            Completed::Written { immediate, bytes } => {
                 self.sender.on_received()?;
                 if !g.limits.immediate {
                     return Err(Breach::Immediate);
@@ -35,7 +29,7 @@ impl Engine {
                 let tail = s.inc.tail.saturating_add(bytes.into());
                 self.on_data(g, immediate, tail, &[])?;
             }
-            Event::Received(bytes) => {
+            Completed::Received(bytes) => {
                 self.sender.on_received()?;
                 let received = record::decode(bytes).map_err(|_| Breach::Malformed)?;
                 self.sender.on_grant(received.grant)?;
@@ -50,7 +44,7 @@ impl Engine {
 
     fn on_data<Q: QueuePair, L: Local>(
         &mut self,
-        g: &Ground<Q, L>,
+        g: &Shared<Q, L>,
         mine: u32,
         tail: u64,
         payload: &[u8],
@@ -62,11 +56,7 @@ impl Engine {
         Ok(())
     }
 
-    fn on_record<Q: QueuePair, L: Local>(
-        &mut self,
-        g: &Ground<Q, L>,
-        record: Record<'_>,
-    ) -> Result<(), Breach> {
+    fn on_record<Q: QueuePair, L: Local>(&mut self, g: &Shared<Q, L>, record: Record<'_>) -> Result<(), Breach> {
         match record {
             Record::Data {
                 theirs: mine,
@@ -95,10 +85,7 @@ impl Engine {
                 }
                 Ok(())
             }
-            Record::Limited {
-                theirs: mine,
-                count,
-            } => {
+            Record::Limited { theirs: mine, count } => {
                 known(&mut self.streams, mine)?;
                 g.block_mine(mine).ok_or(Breach::Stream)?.put_limited(count);
                 Ok(())
@@ -131,7 +118,7 @@ impl Engine {
     /// What the peer's consumer says to our producer.
     fn on_consumer<Q: QueuePair, L: Local>(
         &mut self,
-        g: &Ground<Q, L>,
+        g: &Shared<Q, L>,
         mine: u32,
         record: Record<'_>,
     ) -> Result<(), Breach> {
@@ -166,12 +153,7 @@ impl Engine {
         Ok(())
     }
 
-    fn on_chunk<Q: QueuePair, L: Local>(
-        &mut self,
-        g: &Ground<Q, L>,
-        index: u32,
-        target: Target,
-    ) -> Result<(), Breach> {
+    fn on_chunk<Q: QueuePair, L: Local>(&mut self, g: &Shared<Q, L>, index: u32, target: Target) -> Result<(), Breach> {
         let log2 = g.tuning.chunk_log2;
         let all = chunks::count(g.peers_len, log2);
         let fits = u64::from(index) < all && target.base.checked_add(1 << log2).is_some();
@@ -181,16 +163,12 @@ impl Engine {
         Ok(())
     }
 
-    fn on_message<Q: QueuePair, L: Local>(
-        &mut self,
-        g: &Ground<Q, L>,
-        bytes: &[u8],
-    ) -> Result<(), Breach> {
+    fn on_message<Q: QueuePair, L: Local>(&mut self, g: &Shared<Q, L>, bytes: &[u8]) -> Result<(), Breach> {
         let message = Message::decode(bytes).map_err(|_| Breach::Message)?;
         if message.fds() != 0 {
             return Err(Breach::Message);
         }
-        if self.inbox.len() >= MAX_LETTERS {
+        if self.inbox.len() >= MAX_QUEUED_MESSAGES {
             return Err(Breach::Flood);
         }
         if let Message::Closed { yours } = message
@@ -203,7 +181,7 @@ impl Engine {
             }
         }
         self.inbox.push_back(message);
-        g.news.fetch_add(1, SeqCst);
+        g.news.add_one();
         g.ring_if_asleep(&mut self.after, SERVICE);
         Ok(())
     }

@@ -42,11 +42,7 @@ pub const HEADER_BYTES: usize = size_of::<Header>();
 pub enum Record<'a> {
     /// The direction goes on to `tail`. The payload is the last part of that; what precedes it was written
     /// before.
-    Data {
-        theirs: u32,
-        tail: u64,
-        payload: &'a [u8],
-    },
+    Data { theirs: u32, tail: u64, payload: &'a [u8] },
     /// From `position` on, which is the tail now, the direction is in the ring on offer.
     Switch {
         theirs: u32,
@@ -226,14 +222,8 @@ impl<'a> Records<'a> {
                 let r: Word = self.read(k)?;
                 let (theirs, word) = (r.theirs.get(), r.word.get());
                 match k {
-                    kind::LIMITED => Record::Limited {
-                        theirs,
-                        count: word,
-                    },
-                    kind::FLAGS => Record::Flags {
-                        theirs,
-                        flags: word,
-                    },
+                    kind::LIMITED => Record::Limited { theirs, count: word },
+                    kind::FLAGS => Record::Flags { theirs, flags: word },
                     _ => Record::Tell { theirs, word },
                 }
             }
@@ -330,11 +320,7 @@ impl Builder {
     /// Adds a record. False, and nothing is added, if there is no room for it.
     pub fn push(&mut self, record: &Record<'_>) -> bool {
         match *record {
-            Record::Data {
-                theirs,
-                tail,
-                payload,
-            } => {
+            Record::Data { theirs, tail, payload } => {
                 let Ok(n) = u16::try_from(payload.len()) else {
                     return false;
                 };
@@ -408,21 +394,13 @@ impl Builder {
     }
 
     fn stream(&mut self, kind: u8, theirs: u32) -> bool {
-        let body = Stream {
-            theirs: theirs.into(),
-        };
+        let body = Stream { theirs: theirs.into() };
         self.put(&[&[kind], body.as_bytes()])
     }
 
     /// Adds a DATA record whose `n` bytes of payload `fill` writes. False, and nothing is added, if there
     /// is no room or `fill` says so.
-    pub fn push_data(
-        &mut self,
-        theirs: u32,
-        tail: u64,
-        n: usize,
-        fill: impl FnOnce(&mut [u8]) -> bool,
-    ) -> bool {
+    pub fn push_data(&mut self, theirs: u32, tail: u64, n: usize, fill: impl FnOnce(&mut [u8]) -> bool) -> bool {
         let Ok(length) = u16::try_from(n) else {
             return false;
         };
@@ -433,10 +411,7 @@ impl Builder {
             payload: length.into(),
         };
         let done = self.put(&[&[kind::DATA], head.as_bytes()])
-            && self
-                .buf
-                .get_mut(self.len..self.len.saturating_add(n))
-                .is_some_and(fill);
+            && self.buf.get_mut(self.len..self.len.saturating_add(n)).is_some_and(fill);
         self.len = if done { self.len + n } else { before };
         done
     }

@@ -1,6 +1,6 @@
-//! The message being collected, and what it takes to send it: credits, room in the send queue. Records are added until it is full or
-//! there is nothing more to add; what was put there counts as sent, and goes out before any later message. Not what is put there
-//! (`pump.rs`).
+//! The message being collected, and what it takes to send it: credits, room in the send queue. Records are added until
+//! it is full or there is nothing more to add; what was put there counts as sent, and goes out before any later
+//! message. Not what is put there (`pump.rs`).
 
 use super::counts::Counts;
 use super::credits::Credits;
@@ -165,8 +165,8 @@ impl Sender {
         Ok(())
     }
 
-    /// Likewise a record with `len` bytes of payload up to `tail`, at most [`most_payload`](Self::most_payload), which `fill` writes.
-    /// False if it does not.
+    /// Likewise a record with `len` bytes of payload up to `tail`, at most [`most_payload`](Self::most_payload), which
+    /// `fill` writes. False if it does not.
     pub fn put_data(
         &mut self,
         qp: &impl QueuePair,
@@ -189,12 +189,7 @@ impl Sender {
     ///
     /// # Safety
     /// As [`QueuePair::write`].
-    pub unsafe fn write(
-        &mut self,
-        qp: &impl QueuePair,
-        write: &Write,
-        immediate: Option<u32>,
-    ) -> Result<(), Halt> {
+    pub unsafe fn write(&mut self, qp: &impl QueuePair, write: &Write, immediate: Option<u32>) -> Result<(), Halt> {
         if self.is_full {
             return Err(Halt::Blocked);
         }

@@ -4,7 +4,7 @@
 use super::fault::Breach;
 use crate::fabric::layout::{MAX_STREAMS, Region};
 use crate::fabric::ring::proxy::{ProducerView, next_generation, unpack_offer};
-use crate::fabric::ring::{DataArea, DirectionBlock, End, Wake};
+use crate::fabric::ring::{DataArea, DirectionBlock, EndMark, Wake};
 
 /// Where a number of ours is in its life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -110,10 +110,7 @@ impl Incoming {
             return Err(Breach::End);
         }
         let ring = self.ring.ok_or(Breach::Tail)?;
-        let window = block
-            .head()
-            .max(self.start)
-            .saturating_add(ring.len() as u64);
+        let window = block.head().max(self.start).saturating_add(ring.len() as u64);
         let n = tail.checked_sub(self.tail).filter(|n| *n > 0);
         let n = n.ok_or(Breach::Tail)?;
         if tail > window || payload.len() as u64 > n {
@@ -127,16 +124,9 @@ impl Incoming {
         Ok(block.put_tail(tail))
     }
 
-    pub fn on_switch(
-        &mut self,
-        block: &DirectionBlock,
-        generation: u32,
-        position: u64,
-    ) -> Result<(), Breach> {
+    pub fn on_switch(&mut self, block: &DirectionBlock, generation: u32, position: u64) -> Result<(), Breach> {
         match self.offered {
-            Some((offered, region))
-                if offered == generation && position == self.tail && !self.ended =>
-            {
+            Some((offered, region)) if offered == generation && position == self.tail && !self.ended => {
                 self.ring = Some(region);
                 self.start = position;
                 self.offered = None;
@@ -148,13 +138,8 @@ impl Incoming {
     }
 
     /// Whom to wake; `None` if our consumer has stopped, and its mark stays.
-    pub fn on_end(
-        &mut self,
-        block: &DirectionBlock,
-        end: u32,
-        tail: u64,
-    ) -> Result<Option<Wake>, Breach> {
-        let end = End::from_word(end).ok_or(Breach::End)?;
+    pub fn on_end(&mut self, block: &DirectionBlock, end: u32, tail: u64) -> Result<Option<Wake>, Breach> {
+        let end = EndMark::from_word(end).ok_or(Breach::End)?;
         if std::mem::replace(&mut self.ended, true) || tail != self.tail {
             return Err(Breach::End);
         }
@@ -233,7 +218,7 @@ impl Outgoing {
     /// Asks to be told of more, then looks.
     pub fn look(&mut self, block: &DirectionBlock, wake: u32) -> ProducerView {
         let view = block.watch_producer(wake);
-        self.has_ended = End::from_word(view.end).is_some();
+        self.has_ended = EndMark::from_word(view.end).is_some();
         // A producer that writes aside has adopted nothing since.
         let is_new = self.switch_at.is_none() && self.aside.is_none();
         if is_new && self.offered.is_some_and(|(g, _)| g == view.generation) {
@@ -271,9 +256,9 @@ impl Outgoing {
         self.aside.is_some_and(|aside| position >= aside.from)
     }
 
-    /// Whether we move on to the ring on offer, at a position at which our producer writes aside. Not to a larger one than it has there,
-    /// unless it has ended: of that the reader could hold back more than W4 allows. Nor behind the end, where there is nothing that
-    /// it could be for.
+    /// Whether we move on to the ring on offer, at a position at which our producer writes aside. Not to a larger one
+    /// than it has there, unless it has ended: of that the reader could hold back more than W4 allows. Nor behind the
+    /// end, where there is nothing that it could be for.
     fn adopts(&self, position: u64) -> bool {
         let aside = self.aside.filter(|_| self.is_aside_at(position));
         let fits = aside.zip(self.offered);
@@ -287,7 +272,8 @@ impl Outgoing {
         self.head.max(self.start).saturating_add(size)
     }
 
-    /// What can be carried over of all up to `tail`, before the next switch of rings. `None` if the peer has no ring yet.
+    /// What can be carried over of all up to `tail`, before the next switch of rings. `None` if the peer has no ring
+    /// yet.
     pub fn next(&self, tail: u64) -> Option<Next> {
         let ring = self.ring?;
         let (source, until) = match self.aside {
@@ -310,8 +296,8 @@ impl Outgoing {
         counted.wrapping_add(self.stalls)
     }
 
-    /// There is more, up to `tail`. If that is for want of room in the peer's ring, and that is the smaller one, it counts as limited,
-    /// once per position, as it would if our producer had found it.
+    /// There is more, up to `tail`. If that is for want of room in the peer's ring, and that is the smaller one, it
+    /// counts as limited, once per position, as it would if our producer had found it.
     pub fn on_rest(&mut self, tail: u64) {
         let ring = self.ring.map_or(0, Region::len);
         let is_small = self.aside.is_some_and(|aside| aside.region.len() > ring);
@@ -330,12 +316,7 @@ impl Outgoing {
         Ok(block.put_head(head))
     }
 
-    pub fn on_offer(
-        &mut self,
-        block: &DirectionBlock,
-        data_len: usize,
-        word: u64,
-    ) -> Result<Wake, Breach> {
+    pub fn on_offer(&mut self, block: &DirectionBlock, data_len: usize, word: u64) -> Result<Wake, Breach> {
         self.offered = Some(self.check_offer(data_len, word)?);
         Ok(match self.aside {
             // It is for us to adopt it.

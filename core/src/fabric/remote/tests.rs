@@ -18,12 +18,12 @@ use super::*;
 use crate::fabric::layout::Layout;
 use crate::fabric::link::{LinkEnd, Opened};
 use crate::fabric::mem::Clock;
-use crate::fabric::ready::SleepFlag;
 use crate::fabric::ring::{Consumer, Producer};
 use crate::fabric::side::Side;
 use crate::fabric::waiter::{MAX_WAITERS, WaiterId};
 use crate::ids::Vqpn;
 use crate::os::memfd::Mapping;
+use crate::sync::SleepFlag;
 
 /// The waiters of one end.
 struct Here {
@@ -62,11 +62,7 @@ const BUFFERS: u64 = 3 << 18;
 fn end(qp: MemQp, tuning: Tuning) -> TestEnd {
     let side = |data| {
         let layout = Layout::for_data(data).unwrap();
-        Side::new(
-            Mapping::anonymous(layout.file_len() as usize).unwrap(),
-            layout,
-        )
-        .unwrap()
+        Side::new(Mapping::anonymous(layout.file_len() as usize).unwrap(), layout).unwrap()
     };
     let tuning = Tuning {
         buffers: BUFFERS,
@@ -144,10 +140,7 @@ impl Direction {
             }
             // SAFETY: writable and apart from the ring.
             unsafe { spans.copy_out(0, data.as_mut_ptr(), data.len()) };
-            assert_eq!(
-                data,
-                bytes(self.seed, self.got, self.got + data.len() as u64)
-            );
+            assert_eq!(data, bytes(self.seed, self.got, self.got + data.len() as u64));
             self.got += data.len() as u64;
             done += data.len();
             let wake = self.consumer.consume(data.len());
@@ -252,12 +245,7 @@ impl World {
             self.settle();
             let ends = &self.ends;
             let all = &mut self.directions;
-            if all
-                .iter_mut()
-                .map(|d| d.read(ends, usize::MAX))
-                .sum::<usize>()
-                == 0
-            {
+            if all.iter_mut().map(|d| d.read(ends, usize::MAX)).sum::<usize>() == 0 {
                 return;
             }
         }
@@ -347,7 +335,7 @@ impl World {
             Op::End(i) => {
                 let d = &mut all[i.index(n)];
                 d.ended = true;
-                let wake = d.producer.end(crate::fabric::ring::End::Fin).unwrap();
+                let wake = d.producer.end(crate::fabric::ring::EndMark::Fin).unwrap();
                 ends[1 - d.reader].notify(wake, d.number);
             }
             Op::Quietly(i) => {

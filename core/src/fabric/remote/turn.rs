@@ -1,13 +1,11 @@
-//! A turn of the engine of a link between hosts: takes what has come (`receive.rs`), sends what can be sent (`pump.rs`), and looks
-//! whether the peer's device still answers (`watch.rs`). Not who takes the turn (`end.rs`).
-
-use std::sync::atomic::Ordering::SeqCst;
+//! A turn of the engine of a link between hosts: takes what has come (`receive.rs`), sends what can be sent
+//! (`pump.rs`), and looks whether the peer's device still answers (`watch.rs`). Not who takes the turn (`end.rs`).
 
 use super::engine::Engine;
 use super::fault::Fault;
-use super::ground::Ground;
 use super::local::{Local, SERVICE};
 use super::qp::{Down, PostError, QueuePair};
+use super::shared::Shared;
 use super::watch::Step;
 use crate::fabric::ready::ReadyQueue;
 
@@ -22,11 +20,7 @@ pub(super) const TICK: u32 = 8;
 
 impl Engine {
     /// One turn: true if something came.
-    pub fn run<Q: QueuePair, L: Local>(
-        &mut self,
-        g: &Ground<Q, L>,
-        what: u32,
-    ) -> Result<bool, Fault> {
+    pub fn run<Q: QueuePair, L: Local>(&mut self, g: &Shared<Q, L>, what: u32) -> Result<bool, Fault> {
         let mut events = 0;
         if what & POLL != 0 || self.sender.is_short() {
             events = self.poll(g)?;
@@ -58,15 +52,17 @@ impl Engine {
 
     /// Something was posted where nothing was for a while.
     #[cold]
-    fn begin_watch<Q: QueuePair, L: Local>(&mut self, g: &Ground<Q, L>) {
-        g.is_watched.store(true, SeqCst);
-        g.watch_unseen.store(true, SeqCst);
+    fn begin_watch<Q: QueuePair, L: Local>(&mut self, g: &Shared<Q, L>) {
+        g.is_watched.publish(true);
+        g.watch_unseen.publish(true);
         g.ring_if_asleep(&mut self.after, SERVICE);
     }
 
-    fn tick<Q: QueuePair, L: Local>(&mut self, g: &Ground<Q, L>) -> Result<(), Fault> {
+    fn tick<Q: QueuePair, L: Local>(&mut self, g: &Shared<Q, L>) -> Result<(), Fault> {
         match self.watch.tick(self.now, self.sender.done()) {
-            Step::Idle => g.is_watched.store(false, SeqCst),
+            Step::Idle => {
+                g.is_watched.publish(false);
+            }
             Step::Wait => {}
             Step::Probe => match g.qp.probe() {
                 Ok(()) => {
@@ -81,7 +77,7 @@ impl Engine {
         Ok(())
     }
 
-    fn poll<Q: QueuePair, L: Local>(&mut self, g: &Ground<Q, L>) -> Result<usize, Fault> {
+    fn poll<Q: QueuePair, L: Local>(&mut self, g: &Shared<Q, L>) -> Result<usize, Fault> {
         let mut breach = None;
         let polled = g.qp.poll(&mut |event| {
             if breach.is_none() {
@@ -96,7 +92,7 @@ impl Engine {
 
     /// Heads that were held back, and have not moved since the last call, become due. Others are told with what their
     /// stream sends, or after the next call.
-    fn settle<Q: QueuePair, L: Local>(&mut self, g: &Ground<Q, L>) {
+    fn settle<Q: QueuePair, L: Local>(&mut self, g: &Shared<Q, L>) {
         let (queue, cursor) = &mut self.lazy;
         cursor.begin(queue);
         while let Some(theirs) = cursor.pop(queue) {
@@ -114,7 +110,7 @@ impl Engine {
                 s.inc.head_held = head;
                 // For the next sweep: this one has taken the queue's word.
                 queue.push(theirs);
-                g.owes.store(true, SeqCst);
+                let _ = g.owes.ask();
             }
         }
     }

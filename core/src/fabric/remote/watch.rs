@@ -99,11 +99,7 @@ impl Watch {
                 };
                 Step::Probe
             }
-            Stage::Asked {
-                covers,
-                posted,
-                waited,
-            } => {
+            Stage::Asked { covers, posted, waited } => {
                 *waited = waited.saturating_add(gap);
                 if *waited >= SILENCE {
                     Step::Silent
@@ -127,9 +123,7 @@ impl Watch {
     /// The peer's device has answered.
     pub fn on_answered(&mut self) {
         if let Stage::Asked {
-            covers,
-            posted: true,
-            ..
+            covers, posted: true, ..
         } = self.stage
         {
             self.proven = covers;

@@ -13,10 +13,10 @@ use crate::fabric::layout::{MAX_RING_LOG2, Region};
 /// Bytes of the area that are counted as one, as a power of two.
 const PIECE_LOG2: u32 = 16;
 
-/// What was ever written into of one data area. A correct receiver takes the lowest place that is free for a ring, and gives back
-/// what it does not use: that is little more than what was in use at a time.
+/// What was ever written into of one data area. A correct receiver takes the lowest place that is free for a ring, and
+/// gives back what it does not use: that is little more than what was in use at a time.
 #[derive(Debug)]
-pub struct Ground {
+pub struct TouchedArea {
     /// A bit each piece.
     pieces: Box<[AtomicU64]>,
     count: AtomicU64,
@@ -24,7 +24,7 @@ pub struct Ground {
     most: AtomicU64,
 }
 
-impl Ground {
+impl TouchedArea {
     /// An area of `bytes`, of which nothing was written into, nor may be.
     pub fn new(bytes: u64) -> Self {
         let words = (bytes >> PIECE_LOG2).div_ceil(64) + 1;
@@ -62,7 +62,7 @@ impl Ground {
 #[derive(Debug, Clone)]
 pub struct Allowance {
     largest: u8,
-    ground: Option<Arc<Ground>>,
+    touched: Option<Arc<TouchedArea>>,
 }
 
 impl Default for Allowance {
@@ -70,22 +70,22 @@ impl Default for Allowance {
     fn default() -> Self {
         Self {
             largest: MAX_RING_LOG2,
-            ground: None,
+            touched: None,
         }
     }
 }
 
 impl Allowance {
-    /// Rings of at most `1 << largest` bytes, as far as the ground goes.
-    pub fn new(largest: u8, ground: Arc<Ground>) -> Self {
+    /// Rings of at most `1 << largest` bytes, as far as the area goes.
+    pub fn new(largest: u8, touched: Arc<TouchedArea>) -> Self {
         Self {
             largest,
-            ground: Some(ground),
+            touched: Some(touched),
         }
     }
 
     pub(super) fn admits(&self, region: Region) -> bool {
-        region.log2() <= self.largest && self.ground.as_ref().is_none_or(|g| g.enter(region))
+        region.log2() <= self.largest && self.touched.as_ref().is_none_or(|area| area.enter(region))
     }
 }
 
@@ -99,24 +99,24 @@ mod tests {
 
     #[test]
     fn a_ring_that_is_too_large_is_not_adopted() {
-        let ground = Arc::new(Ground::new(1 << 30));
-        ground.allow(1 << 30);
-        let allowance = Allowance::new(22, ground);
+        let touched = Arc::new(TouchedArea::new(1 << 30));
+        touched.allow(1 << 30);
+        let allowance = Allowance::new(22, touched);
         assert!(allowance.admits(region(0, 22)) && !allowance.admits(region(0, 23)));
         assert!(Allowance::default().admits(region(0, MAX_RING_LOG2)));
     }
 
     #[test]
     fn the_same_places_again_cost_nothing_and_ever_new_ones_end() {
-        let ground = Arc::new(Ground::new(1 << 30));
-        ground.allow(8 << 20);
-        let allowance = Allowance::new(22, Arc::clone(&ground));
+        let touched = Arc::new(TouchedArea::new(1 << 30));
+        touched.allow(8 << 20);
+        let allowance = Allowance::new(22, Arc::clone(&touched));
         for _ in 0..100 {
             assert!(allowance.admits(region(0, 22)) && allowance.admits(region(1024, 12)));
         }
         let more = (1..256).take_while(|i| allowance.admits(region(i << 10, 22)));
         assert_eq!(more.count(), 1);
-        ground.allow(1 << 20);
+        touched.allow(1 << 20);
         assert!(!allowance.admits(region(255 << 10, 12)), "never less");
         assert!(!allowance.admits(region(u32::MAX, 12)), "outside of all");
     }

@@ -1,7 +1,7 @@
-//! The words that the two sides of a direction share: where they lie, what marks, flags and attention words stand for, and how an
-//! attention word is taken. In which order they are written is said in `ring.rs`; the cursors do it.
+//! The words that the two sides of a direction share: where they lie, what marks, flags and attention words stand for,
+//! and how an attention word is taken. In which order they are written is said in `ring.rs`; the cursors do it.
 
-use crate::sync::{AtomicU32, AtomicU64, Ordering, fence_after_rmw};
+use crate::sync::{AtomicU32, AtomicU64, Attention, Ordering, Published};
 
 /// Whom to wake: the attention word that was taken, as the other side set it. 0 is nobody.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,14 +22,14 @@ impl Wake {
 /// What follows the last byte of a direction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
-pub enum End {
+pub enum EndMark {
     /// End of the stream.
     Fin = 1,
     /// The next byte is on TCP.
     Demote = 2,
 }
 
-/// The consumer has stopped; not an [`End`] of the producer's.
+/// The consumer has stopped; not an [`EndMark`] of the producer's.
 pub(super) const STOPPED: u32 = 3;
 
 bitflags::bitflags! {
@@ -46,19 +46,27 @@ bitflags::bitflags! {
 #[repr(C, align(64))]
 pub(super) struct ProducerLine {
     /// Bytes ever produced.
-    pub tail: AtomicU64,
-    /// 0; or an [`End`], valid for the tail at that time, which is final; or [`STOPPED`].
-    pub end: AtomicU32,
-    pub want_space: AtomicU32,
+    pub tail: Published<AtomicU64>,
+    /// 0; or an [`EndMark`], valid for the tail at that time, which is final; or [`STOPPED`].
+    pub end: Published<AtomicU32>,
+    pub want_space: Attention,
     /// How often the window was too small, modulo 2^32.
     pub limited: AtomicU32,
     /// The adopted ring, see [`Adopted`]; 0: none.
     pub generation: AtomicU32,
     /// The first position in the adopted ring.
     pub switch_pos: AtomicU64,
-    /// The first position in the reserve, if that was adopted. Not in the place of `switch_pos`, which the consumer may be about
-    /// to read for the switch before.
+    /// The first position in the reserve, if that was adopted. Not in the place of `switch_pos`, which the consumer may
+    /// be about to read for the switch before.
     pub reserve_pos: AtomicU64,
+}
+
+impl ProducerLine {
+    /// Whoever is to be told that there is space.
+    #[inline(always)]
+    pub fn take_want_space(&self) -> Wake {
+        Wake(self.want_space.take())
+    }
 }
 
 /// Written by the consumer only, but for `want_data`, which the producer swaps to 0, and `taken_at`.
@@ -66,17 +74,17 @@ pub(super) struct ProducerLine {
 #[repr(C, align(64))]
 pub(super) struct ConsumerLine {
     /// Bytes consumed, as far as published.
-    pub head: AtomicU64,
-    pub want_data: AtomicU32,
+    pub head: Published<AtomicU64>,
+    pub want_data: Attention,
     /// [`RxFlags`].
-    pub flags: AtomicU32,
+    pub flags: Published<AtomicU32>,
     /// The offered ring, see [`Offer`]; 0: none.
-    pub offer: AtomicU64,
+    pub offer: Published<AtomicU64>,
     /// The reserve, likewise, where the generation only tells one from the other; 0: none.
     pub reserve: AtomicU64,
     /// When `want_data` was last taken, by the host's [counter](crate::cycles): in which order streams have come to be
-    /// ready. Only a hint. In this line, which the producer has for itself when it has just taken that word: its own the
-    /// consumer may be reading again.
+    /// ready. Only a hint. In this line, which the producer has for itself when it has just taken that word: its own
+    /// the consumer may be reading again.
     pub taken_at: AtomicU64,
 }
 
@@ -84,7 +92,7 @@ impl ConsumerLine {
     /// Whoever is to be told that there is something to be read. Dated before anybody is.
     #[inline(always)]
     pub fn take_want_data(&self) -> Wake {
-        let wake = take(&self.want_data);
+        let wake = Wake(self.want_data.take());
         #[cfg(not(loom))]
         if !wake.is_none() {
             self.taken_at.store(crate::cycles::now(), Ordering::Relaxed);
@@ -123,19 +131,19 @@ impl DirectionBlock {
     pub fn new() -> Self {
         Self {
             producer: ProducerLine {
-                tail: AtomicU64::new(0),
-                end: AtomicU32::new(0),
-                want_space: AtomicU32::new(0),
+                tail: Published::default(),
+                end: Published::default(),
+                want_space: Attention::new(),
                 limited: AtomicU32::new(0),
                 generation: AtomicU32::new(0),
                 switch_pos: AtomicU64::new(0),
                 reserve_pos: AtomicU64::new(0),
             },
             consumer: ConsumerLine {
-                head: AtomicU64::new(0),
-                want_data: AtomicU32::new(0),
-                flags: AtomicU32::new(0),
-                offer: AtomicU64::new(0),
+                head: Published::default(),
+                want_data: Attention::new(),
+                flags: Published::default(),
+                offer: Published::default(),
                 reserve: AtomicU64::new(0),
                 taken_at: AtomicU64::new(0),
             },
@@ -149,23 +157,25 @@ impl DirectionBlock {
     /// a cursor on it any more.
     pub fn reset(&self) {
         let (p, c) = (&self.producer, &self.consumer);
-        for word in [&p.end, &p.want_space, &p.limited, &p.generation] {
+        p.end.reset(0);
+        for word in [&p.limited, &p.generation] {
             word.store(0, Ordering::Relaxed);
         }
+        for word in [&p.tail, &c.head, &c.offer] {
+            word.reset(0);
+        }
         for word in [
-            &p.tail,
             &p.switch_pos,
             &c.taken_at,
             &p.reserve_pos,
-            &c.head,
-            &c.offer,
             &c.reserve,
             &self.last.consumed,
         ] {
             word.store(0, Ordering::Relaxed);
         }
-        for word in [&c.want_data, &c.flags] {
-            word.store(0, Ordering::Release);
+        c.flags.reset(0);
+        for word in [&p.want_space, &c.want_data] {
+            word.reset();
         }
     }
 }
@@ -181,24 +191,5 @@ impl DirectionBlock {
 impl Default for DirectionBlock {
     fn default() -> Self {
         Self::new()
-    }
-}
-
-/// After having published something with a `SeqCst` read-modify-write: takes the attention word
-/// of the side that may wait for it (W2).
-#[inline(always)]
-pub(super) fn take(want: &AtomicU32) -> Wake {
-    fence_after_rmw();
-    // Seldom set: a load leaves the line shared, a swap would not.
-    if want.load(Ordering::SeqCst) == 0 {
-        return Wake::NONE;
-    }
-    Wake(want.swap(0, Ordering::SeqCst))
-}
-
-/// Clears `bits` of an attention word that this side set, touching the line only if needed.
-pub(super) fn disarm(want: &AtomicU32, bits: u32) {
-    if want.load(Ordering::Relaxed) & bits != 0 {
-        want.fetch_and(!bits, Ordering::SeqCst);
     }
 }

@@ -2,14 +2,12 @@
 
 use std::ptr::NonNull;
 
-use super::block::{
-    ConsumerLine, DirectionBlock, End, ProducerLine, RxFlags, STOPPED, Wake, disarm, take,
-};
+use super::block::{ConsumerLine, DirectionBlock, EndMark, ProducerLine, RxFlags, STOPPED, Wake};
 use super::error::{Ended, RingError, Violation};
 use super::memory::{DataArea, NoRing, RingMemory, Spans};
 use super::offer::{Adopted, Offer};
 use crate::fabric::layout::Region;
-use crate::sync::{Ordering, fence_after_rmw};
+use crate::sync::Ordering;
 
 /// Why a ring cannot be offered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -183,16 +181,15 @@ impl Consumer {
         }
         self.published = self.head;
         // Releases our reads of the payload to the producer's load of `head`; and W2.
-        self.mine().head.swap(self.head, Ordering::SeqCst);
-        take(&self.theirs().want_space)
+        self.mine().head.publish(self.head);
+        self.theirs().take_want_space()
     }
 
     /// Asks for a wake-up when there is data: publishes, sets `bits` in the attention word, then
     /// looks. The bits stay set either way; other waiters may share them.
     pub fn arm_data(&mut self, bits: u32) -> Result<Armed, RingError> {
         let wake = self.publish();
-        self.mine().want_data.fetch_or(bits, Ordering::SeqCst);
-        fence_after_rmw();
+        self.mine().want_data.arm(bits);
         let ready = match self.has_data() {
             Ok(ready) => ready,
             // The wake-up must not be lost with the error.
@@ -204,7 +201,7 @@ impl Consumer {
 
     /// No wake-up for `bits` is needed any more (one may be on its way nonetheless).
     pub fn disarm_data(&self, bits: u32) {
-        disarm(&self.mine().want_data, bits);
+        self.mine().want_data.disarm(bits);
     }
 
     /// There is data or an end mark. This is also the condition for "readable".
@@ -212,19 +209,19 @@ impl Consumer {
         if self.tail != self.head {
             return Ok(true);
         }
-        let mark = self.theirs().end.load(Ordering::SeqCst);
+        let mark = self.theirs().end.look();
         let ended = mark != 0 && !(self.frozen && mark == STOPPED);
         self.reload()?;
         Ok(ended || self.tail != self.head)
     }
 
     /// What follows the last byte, once everything before it is consumed.
-    pub fn end(&mut self) -> Result<Option<End>, RingError> {
+    pub fn end(&mut self) -> Result<Option<EndMark>, RingError> {
         if self.tail != self.head {
             return Ok(None);
         }
         // Acquires the final tail, which precedes the mark.
-        let mark = self.theirs().end.load(Ordering::SeqCst);
+        let mark = self.theirs().end.look();
         if mark == 0 {
             return Ok(None);
         }
@@ -234,8 +231,8 @@ impl Consumer {
         }
         match mark {
             STOPPED if self.frozen => Ok(None),
-            m if m == End::Fin as u32 => Ok(Some(End::Fin)),
-            m if m == End::Demote as u32 => Ok(Some(End::Demote)),
+            m if m == EndMark::Fin as u32 => Ok(Some(EndMark::Fin)),
+            m if m == EndMark::Demote as u32 => Ok(Some(EndMark::Demote)),
             _ => Err(Violation::BadEnd.into()),
         }
     }
@@ -243,11 +240,7 @@ impl Consumer {
     /// Stops reading here: the producer sends the rest again, on TCP. It is to be told.
     pub fn stop(&mut self) -> Result<Wake, Ended> {
         let wake = self.publish();
-        self.theirs()
-            .end
-            .compare_exchange(0, STOPPED, Ordering::SeqCst, Ordering::SeqCst)
-            .map(|_| wake)
-            .map_err(|_| Ended)
+        self.theirs().end.claim(STOPPED).map(|()| wake).map_err(|_| Ended)
     }
 
     /// Takes nothing more from the producer than what has come up to `limit` (`u64::MAX`: all that
@@ -256,10 +249,7 @@ impl Consumer {
     pub fn freeze(&mut self, limit: u64) -> Result<u64, RingError> {
         if !self.frozen {
             // Marks and confirmations that come from now on find it taken.
-            let ended =
-                self.theirs()
-                    .end
-                    .compare_exchange(0, STOPPED, Ordering::SeqCst, Ordering::SeqCst);
+            let ended = self.theirs().end.claim(STOPPED);
             self.reload()?;
             self.frozen = true;
             if ended.is_ok() {
@@ -271,13 +261,13 @@ impl Consumer {
 
     /// The producer has marked the end, behind bytes that may be unread.
     pub fn has_mark(&self) -> bool {
-        self.theirs().end.load(Ordering::SeqCst) == End::Fin as u32
+        self.theirs().end.look() == EndMark::Fin as u32
     }
 
     /// The producer goes on elsewhere, behind bytes that may be unread.
     #[inline]
     pub fn has_left(&self) -> bool {
-        self.theirs().end.load(Ordering::SeqCst) == End::Demote as u32
+        self.theirs().end.look() == EndMark::Demote as u32
     }
 
     /// Whether it is [frozen](Self::freeze).
@@ -298,8 +288,8 @@ impl Consumer {
             region,
         };
         self.pending = Some(Pending { offer, ring });
-        self.mine().offer.swap(offer.pack(), Ordering::SeqCst);
-        Ok(take(&self.theirs().want_space))
+        self.mine().offer.publish(offer.pack());
+        Ok(self.theirs().take_want_space())
     }
 
     fn ring_of(&self, region: Region) -> Result<RingMemory, OfferError> {
@@ -309,8 +299,8 @@ impl Consumer {
         })
     }
 
-    /// Offers `region`, which need not have memory but [can be mapped](crate::fabric::link::LinkEnd::reserve), for a producer that finds
-    /// no room. One at a time; a ring may be on offer beside it.
+    /// Offers `region`, which need not have memory but [can be mapped](crate::fabric::link::LinkEnd::reserve), for a
+    /// producer that finds no room. One at a time; a ring may be on offer beside it.
     pub fn offer_reserve(&mut self, region: Region) -> Result<(), OfferError> {
         let has_retired = self.retired.iter().any(Option::is_some);
         if has_retired || self.switch_pos != u64::MAX || self.reserve.is_some() {
@@ -379,8 +369,8 @@ impl Consumer {
 
     /// Adds to what the producer is told.
     pub fn set_flags(&self, flags: RxFlags) -> Wake {
-        self.mine().flags.fetch_or(flags.bits(), Ordering::SeqCst);
-        take(&self.theirs().want_space)
+        self.mine().flags.add_bits(flags.bits());
+        self.theirs().take_want_space()
     }
 
     /// Copies and validates the producer's tail, and a switch that it may lie beyond.
@@ -389,8 +379,8 @@ impl Consumer {
         if self.frozen {
             return Ok(());
         }
-        // Acquires the payload before `tail`. SeqCst for the second look of W2.
-        let tail = self.theirs().tail.load(Ordering::SeqCst);
+        // Acquires the payload before `tail`; and the second look of W2.
+        let tail = self.theirs().tail.look();
         // After the tail: a switch that this tail can be beyond is seen.
         let adopted = self.theirs().generation.load(Ordering::Acquire);
         if adopted != self.adopted {
@@ -425,8 +415,9 @@ impl Consumer {
             && self.switch_pos == u64::MAX
             && generation == Offer::next_generation(next.offer.generation)
         {
-            // Two switches at once. The producer takes the reserve only when it knows that the ring before its own has been read to
-            // the end, and of nothing behind it have we seen a byte: the first of the two was where we are.
+            // Two switches at once. The producer takes the reserve only when it knows that the ring before its own has
+            // been read to the end, and of nothing behind it have we seen a byte: the first of the two was where we
+            // are.
             let first = self.theirs().switch_pos.load(Ordering::Relaxed);
             if self.tail != self.head || first != self.head {
                 return Err(Violation::BadSwitch.into());
@@ -435,9 +426,9 @@ impl Consumer {
             self.finish_switch();
         }
         let before = Adopted::unpack(self.adopted).generation;
-        let taken = self.reserve.filter(|_| {
-            part != 0 && self.switch_pos == u64::MAX && generation == Offer::next_generation(before)
-        });
+        let taken = self
+            .reserve
+            .filter(|_| part != 0 && self.switch_pos == u64::MAX && generation == Offer::next_generation(before));
         match self.pending {
             Some(next) if part == 0 && next.offer.generation == generation => {}
             _ if taken.is_some() => {}

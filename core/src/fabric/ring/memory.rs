@@ -87,8 +87,8 @@ fn ring_in(segments: &DataSegments, region: Region) -> Result<RingMemory, NoRing
 }
 
 impl DataArea {
-    /// Sees to memory for `len` bytes from position `pos` on of the ring in `region`, which is mapped; cut to the ring. False if
-    /// there is none. An area that is mapped as a whole is the process's own.
+    /// Sees to memory for `len` bytes from position `pos` on of the ring in `region`, which is mapped; cut to the ring.
+    /// False if there is none. An area that is mapped as a whole is the process's own.
     pub(super) fn back(&self, region: Region, pos: u64, len: u64) -> bool {
         match self.0 {
             Place::Whole { .. } => true,
@@ -100,12 +100,9 @@ impl DataArea {
                 let pieces = [(at, first), (0, len - first)];
                 // SAFETY: there for as long as this value is used (`of_segments`).
                 let segments = unsafe { segments.as_ref() };
-                pieces.into_iter().all(|(at, n)| {
-                    n == 0
-                        || segments
-                            .back(region.offset() + at as usize, n as usize)
-                            .is_ok()
-                })
+                pieces
+                    .into_iter()
+                    .all(|(at, n)| n == 0 || segments.back(region.offset() + at as usize, n as usize).is_ok())
             }
         }
     }
@@ -126,12 +123,7 @@ impl DataArea {
 impl DataArea {
     /// Where the positions from `pos` on lie in the ring in `region`, and how many of `len` without a
     /// break; `None` when the region is not wholly inside the area.
-    pub(in crate::fabric) fn piece(
-        &self,
-        region: Region,
-        pos: u64,
-        len: u64,
-    ) -> Option<(*mut u8, usize)> {
+    pub(in crate::fabric) fn piece(&self, region: Region, pos: u64, len: u64) -> Option<(*mut u8, usize)> {
         let [first, _] = self.ring(region).ok()?.spans(pos, len).pieces();
         Some(first)
     }
@@ -163,12 +155,7 @@ impl DataArea {
     ///
     /// # Safety
     /// Nobody writes to that part of the ring.
-    pub(in crate::fabric) unsafe fn copy_out(
-        &self,
-        region: Region,
-        pos: u64,
-        bytes: &mut [u8],
-    ) -> bool {
+    pub(in crate::fabric) unsafe fn copy_out(&self, region: Region, pos: u64, bytes: &mut [u8]) -> bool {
         let Ok(ring) = self.ring(region) else {
             return false;
         };
@@ -263,9 +250,7 @@ impl Spans<'_> {
     pub unsafe fn copy_in(&self, offset: usize, src: *const u8, len: usize) -> usize {
         // SAFETY: `src` by the caller; `each` hands out parts of the pieces, which are mapped
         // for as long as the cursor that they borrow from, and `done + n <= len`.
-        self.each(offset, len, |ring, done, n| unsafe {
-            to_ring(src.add(done), ring, n)
-        })
+        self.each(offset, len, |ring, done, n| unsafe { to_ring(src.add(done), ring, n) })
     }
 
     /// Copies up to `len` bytes from byte `offset` of the pieces on to `dst`; returns how many.

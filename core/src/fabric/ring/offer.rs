@@ -1,11 +1,12 @@
-//! How a ring is named in a word of a direction block: the one that a consumer offers, and the one that a producer has adopted.
+//! How a ring is named in a word of a direction block: the one that a consumer offers, and the one that a producer has
+//! adopted.
 
 #![forbid(unsafe_code)]
 
 use crate::fabric::layout::Region;
 
-/// The ring that a producer has adopted, as one word: the generation of the offer (24 bits), or the next one and the log2 of
-/// the bytes of the reserve's beginning that are the ring (8 bits; 0 for a ring that was offered).
+/// The ring that a producer has adopted, as one word: the generation of the offer (24 bits), or the next one and the
+/// log2 of the bytes of the reserve's beginning that are the ring (8 bits; 0 for a ring that was offered).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Adopted {
     pub generation: u32,
@@ -35,9 +36,7 @@ pub(super) struct Offer {
 
 impl Offer {
     pub fn pack(self) -> u64 {
-        u64::from(self.generation) << 40
-            | u64::from(self.region.log2()) << 32
-            | u64::from(self.region.page())
+        u64::from(self.generation) << 40 | u64::from(self.region.log2()) << 32 | u64::from(self.region.page())
     }
 
     /// `None` when the generation is 0 or no ring may have that size; the place is not checked.

@@ -7,12 +7,12 @@ mod reserve;
 use std::ptr::NonNull;
 
 use super::allowance::Allowance;
-use super::block::{ConsumerLine, DirectionBlock, End, ProducerLine, RxFlags, Wake, disarm};
+use super::block::{ConsumerLine, DirectionBlock, EndMark, ProducerLine, RxFlags, Wake};
 use super::error::{RingError, Stopped, Violation};
 use super::memory::{DataArea, NoRing, RingMemory, Spans};
 use super::offer::{Adopted, Offer};
 use crate::fabric::layout::Region;
-use crate::sync::{Ordering, fence_after_rmw};
+use crate::sync::Ordering;
 
 /// The producer of one direction; used under the owner's lock of that direction.
 ///
@@ -142,7 +142,7 @@ impl Producer {
         }
         self.tail += n;
         // Releases the payload to the consumer's load of `tail`; and W2.
-        self.mine().tail.swap(self.tail, Ordering::SeqCst);
+        self.mine().tail.publish(self.tail);
         let wake = self.take_data();
         // The line is here anyway: notice a new offer, and let the next `spans` adopt it.
         if self.theirs().offer.load(Ordering::Relaxed) != self.offer {
@@ -159,29 +159,26 @@ impl Producer {
         if n > 0 {
             self.tail += n;
             // Releases the payload to the consumer's load of `tail`.
-            self.mine().tail.store(self.tail, Ordering::Release);
+            self.mine().tail.publish_quietly(self.tail);
         }
     }
 
     /// Whom to wake for what was committed quietly.
     pub fn wake(&mut self) -> Wake {
-        // The same value again, as a read-modify-write: W2.
-        self.mine().tail.swap(self.tail, Ordering::SeqCst);
+        // The same value again: W2.
+        self.mine().tail.publish(self.tail);
         self.take_data()
     }
 
     /// Marks what follows the last byte. Only the first mark counts; nothing can be sent after,
     /// whatever this returns.
-    pub fn end(&mut self, end: End) -> Result<Wake, Stopped> {
+    pub fn end(&mut self, end: EndMark) -> Result<Wake, Stopped> {
         if self.ended {
             return Ok(Wake::NONE);
         }
         self.ended = true;
         self.limit = self.tail;
-        self.mine()
-            .end
-            .compare_exchange(0, end as u32, Ordering::SeqCst, Ordering::SeqCst)
-            .map_err(|_| Stopped)?;
+        self.mine().end.claim(end as u32).map_err(|_| Stopped)?;
         Ok(self.take_data())
     }
 
@@ -189,14 +186,13 @@ impl Producer {
     /// True: do not sleep, [`has_space`](Self::has_space) holds now. The bits stay set either
     /// way; other waiters may share them.
     pub fn arm_space(&mut self, bits: u32) -> Result<bool, RingError> {
-        self.mine().want_space.fetch_or(bits, Ordering::SeqCst);
-        fence_after_rmw();
+        self.mine().want_space.arm(bits);
         self.has_space()
     }
 
     /// No wake-up for `bits` is needed any more (one may be on its way nonetheless).
     pub fn disarm_space(&self, bits: u32) {
-        disarm(&self.mine().want_space, bits);
+        self.mine().want_space.disarm(bits);
     }
 
     /// At least a quarter of the ring is free, or another ring is offered, or the consumer's
@@ -206,14 +202,14 @@ impl Producer {
         self.reload()?;
         let size = self.ring.size();
         let quarter = self.ring.quarter().min(self.most() / 4);
-        Ok(self.theirs().offer.load(Ordering::SeqCst) != self.offer
-            || self.theirs().flags.load(Ordering::SeqCst) != self.seen_flags
+        Ok(self.theirs().offer.look() != self.offer
+            || self.theirs().flags.look() != self.seen_flags
             || size != 0 && self.window() - self.tail >= quarter)
     }
 
     /// What the consumer has told so far. Unknown bits are dropped.
     pub fn consumer_flags(&mut self) -> RxFlags {
-        self.seen_flags = self.theirs().flags.load(Ordering::SeqCst);
+        self.seen_flags = self.theirs().flags.look();
         RxFlags::from_bits_truncate(self.seen_flags)
     }
 
@@ -223,15 +219,13 @@ impl Producer {
         Ok(self.tail - self.head)
     }
 
-    /// Up to where the consumer has read, as far as its own count of that is seen here (within a host), or was published.
+    /// Up to where the consumer has read, as far as its own count of that is seen here (within a host), or was
+    /// published.
     pub fn consumed(&mut self) -> Result<u64, RingError> {
         self.reload()?;
         // SAFETY: mapped while `self` exists, by the contract of `new`.
         let last = unsafe { &self.block.as_ref().last };
-        Ok(last
-            .consumed
-            .load(Ordering::Relaxed)
-            .clamp(self.head, self.tail))
+        Ok(last.consumed.load(Ordering::Relaxed).clamp(self.head, self.tail))
     }
 
     /// Whether the consumer, whose process has died, has left bytes unread.
@@ -260,7 +254,7 @@ impl Producer {
     /// Whether the ring that is on offer can be had: the first one, without which nothing can be sent.
     #[cfg(not(loom))]
     pub fn can_adopt(&self) -> bool {
-        let word = self.theirs().offer.load(Ordering::SeqCst);
+        let word = self.theirs().offer.look();
         // What is not a ring is for `adopt` to find.
         Offer::unpack(word).is_none_or(|o| self.area.ring(o.region) != Err(NoRing::Unmapped))
     }
@@ -268,7 +262,7 @@ impl Producer {
     /// Moves on to the ring that the consumer offers, if it does; true when it did. `spans` does
     /// this by itself; to be called for an idle direction whose consumer wants to shrink.
     pub fn adopt(&mut self) -> Result<bool, RingError> {
-        let word = self.theirs().offer.load(Ordering::SeqCst);
+        let word = self.theirs().offer.look();
         if word == self.offer || self.ended {
             return Ok(false);
         }
@@ -444,8 +438,8 @@ impl Producer {
     /// Copies and validates the consumer's head.
     fn reload(&mut self) -> Result<(), RingError> {
         // Acquires what the consumer's publishing released: it has read the bytes before `head`,
-        // so they may be overwritten. SeqCst for the second look of W2; no dearer on x86-64.
-        let head = self.theirs().head.load(Ordering::SeqCst);
+        // so they may be overwritten. And the second look of W2.
+        let head = self.theirs().head.look();
         if head < self.published {
             return Err(Violation::HeadMovedBack.into());
         }

@@ -2,11 +2,11 @@
 //! peer's cursor: of the consumer of a mirror, of the producer of our own. By the same rules (W1, W2):
 //! it publishes and then takes the attention word, it sets its own word and then looks.
 
-use super::block::{DirectionBlock, End, STOPPED, Wake, take};
+use super::block::{DirectionBlock, EndMark, STOPPED, Wake};
 use super::error::{Ended, Stopped};
 use super::offer::Offer;
 use crate::fabric::layout::Region;
-use crate::sync::{AtomicU32, Ordering, fence_after_rmw};
+use crate::sync::Ordering;
 
 /// What the local producer has published.
 #[derive(Clone, Copy, Debug)]
@@ -29,23 +29,15 @@ pub(in crate::fabric) struct ConsumerView {
     pub stopped: bool,
 }
 
-fn arm(word: &AtomicU32, bits: u32) {
-    // If it is still set nobody has taken it: who publishes after this look will.
-    if word.load(Ordering::SeqCst) & bits != bits {
-        word.fetch_or(bits, Ordering::SeqCst);
-    }
-    fence_after_rmw();
-}
-
 impl DirectionBlock {
     /// In place of the consumer: asks to be told with `bits`, then looks.
     pub(in crate::fabric) fn watch_producer(&self, bits: u32) -> ProducerView {
-        arm(&self.consumer.want_data, bits);
+        self.consumer.want_data.keep_armed(bits);
         let p = &self.producer;
         // Acquires the final tail, which precedes the mark.
-        let end = p.end.load(Ordering::SeqCst);
+        let end = p.end.look();
         // Acquires the payload before it.
-        let tail = p.tail.load(Ordering::SeqCst);
+        let tail = p.tail.look();
         let generation = p.generation.load(Ordering::Acquire);
         ProducerView {
             end,
@@ -58,54 +50,54 @@ impl DirectionBlock {
 
     /// In place of the producer: asks to be told with `bits`, then looks.
     pub(in crate::fabric) fn watch_consumer(&self, bits: u32) -> ConsumerView {
-        arm(&self.producer.want_space, bits);
+        self.producer.want_space.keep_armed(bits);
         let c = &self.consumer;
         ConsumerView {
-            head: c.head.load(Ordering::SeqCst),
-            flags: c.flags.load(Ordering::SeqCst),
-            offer: c.offer.load(Ordering::SeqCst),
-            stopped: self.producer.end.load(Ordering::SeqCst) == STOPPED,
+            head: c.head.look(),
+            flags: c.flags.look(),
+            offer: c.offer.look(),
+            stopped: self.producer.end.look() == STOPPED,
         }
     }
 
     /// The consumer's published head, without asking for more.
     pub(in crate::fabric) fn head(&self) -> u64 {
-        self.consumer.head.load(Ordering::SeqCst)
+        self.consumer.head.look()
     }
 
     /// The producer's published tail, without asking for more.
     pub(in crate::fabric) fn tail(&self) -> u64 {
-        self.producer.tail.load(Ordering::SeqCst)
+        self.producer.tail.look()
     }
 
     /// The producer has ended the direction.
     pub(in crate::fabric) fn has_ended(&self) -> bool {
-        End::from_word(self.producer.end.load(Ordering::SeqCst)).is_some()
+        EndMark::from_word(self.producer.end.look()).is_some()
     }
 
     pub(in crate::fabric) fn put_head(&self, head: u64) -> Wake {
         self.last.consumed.store(head, Ordering::Relaxed);
-        self.consumer.head.swap(head, Ordering::SeqCst);
-        take(&self.producer.want_space)
+        self.consumer.head.publish(head);
+        self.producer.take_want_space()
     }
 
     pub(in crate::fabric) fn put_offer(&self, word: u64) -> Wake {
-        self.consumer.offer.swap(word, Ordering::SeqCst);
-        take(&self.producer.want_space)
+        self.consumer.offer.publish(word);
+        self.producer.take_want_space()
     }
 
     pub(in crate::fabric) fn put_flags(&self, flags: u32) -> Wake {
-        self.consumer.flags.fetch_or(flags, Ordering::SeqCst);
-        take(&self.producer.want_space)
+        self.consumer.flags.add_bits(flags);
+        self.producer.take_want_space()
     }
 
     /// The peer's consumer has stopped.
     pub(in crate::fabric) fn put_stop(&self) -> Result<(), Ended> {
-        self.put_mark(STOPPED).map(drop).map_err(|_| Ended)
+        self.put_mark(STOPPED).map_err(|_| Ended)
     }
 
     pub(in crate::fabric) fn put_tail(&self, tail: u64) -> Wake {
-        self.producer.tail.swap(tail, Ordering::SeqCst);
+        self.producer.tail.publish(tail);
         self.consumer.take_want_data()
     }
 
@@ -113,13 +105,11 @@ impl DirectionBlock {
     pub(in crate::fabric) fn put_switch(&self, generation: u32, position: u64) {
         self.producer.switch_pos.store(position, Ordering::Relaxed);
         // Releases `switch_pos` to the consumer's load of `generation`.
-        self.producer
-            .generation
-            .store(generation, Ordering::Release);
+        self.producer.generation.store(generation, Ordering::Release);
     }
 
     /// The peer's producer has ended the direction at the tail that was put before.
-    pub(in crate::fabric) fn put_end(&self, end: End) -> Result<Wake, Stopped> {
+    pub(in crate::fabric) fn put_end(&self, end: EndMark) -> Result<Wake, Stopped> {
         self.put_mark(end as u32).map_err(|_| Stopped)?;
         Ok(self.consumer.take_want_data())
     }
@@ -128,19 +118,15 @@ impl DirectionBlock {
         self.producer.limited.store(limited, Ordering::Relaxed);
     }
 
-    fn put_mark(&self, mark: u32) -> Result<u32, u32> {
-        self.producer
-            .end
-            .compare_exchange(0, mark, Ordering::SeqCst, Ordering::SeqCst)
+    fn put_mark(&self, mark: u32) -> Result<(), u32> {
+        self.producer.end.claim(mark)
     }
 }
 
-impl End {
+impl EndMark {
     /// From the word of a block; `None` for 0 and for a consumer that has stopped.
     pub(in crate::fabric) fn from_word(word: u32) -> Option<Self> {
-        [Self::Fin, Self::Demote]
-            .into_iter()
-            .find(|e| *e as u32 == word)
+        [Self::Fin, Self::Demote].into_iter().find(|e| *e as u32 == word)
     }
 }
 

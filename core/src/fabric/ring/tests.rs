@@ -12,9 +12,10 @@ mod loom_models;
 mod sequences;
 
 /// A block and a data area of `len` bytes on the heap, in place of a mapped arena.
+/// Not boxes, which a move would make the only way to what is in them.
 struct Memory {
-    block: Box<DirectionBlock>,
-    area: Box<[std::cell::UnsafeCell<Byte>]>,
+    block: std::sync::Arc<DirectionBlock>,
+    area: Vec<std::cell::UnsafeCell<Byte>>,
 }
 
 // SAFETY: the bytes are reached through raw pointers only, as shared memory is.
@@ -24,13 +25,9 @@ unsafe impl Send for Memory {}
 
 impl Memory {
     fn new(len: usize) -> Self {
-        #[cfg(not(loom))]
-        let byte = || 0u8;
-        #[cfg(loom)]
-        let byte = || loom::cell::UnsafeCell::new(0u8);
         Self {
-            block: Box::default(),
-            area: (0..len).map(|_| byte().into()).collect(),
+            block: std::sync::Arc::default(),
+            area: area(len),
         }
     }
 
@@ -48,6 +45,19 @@ impl Memory {
         // SAFETY: as for the producer.
         unsafe { Consumer::new(NonNull::from(&*self.block), self.data_area()) }
     }
+}
+
+#[cfg(loom)]
+fn area(len: usize) -> Vec<std::cell::UnsafeCell<Byte>> {
+    (0..len).map(|_| loom::cell::UnsafeCell::new(0u8).into()).collect()
+}
+
+/// At once: byte by byte takes Miri seconds.
+#[cfg(not(loom))]
+fn area(len: usize) -> Vec<std::cell::UnsafeCell<Byte>> {
+    let mut zeros = std::mem::ManuallyDrop::new(vec![0u8; len]);
+    // SAFETY: the vector is taken apart once, and its bytes are laid out as the cells are (`repr(transparent)`).
+    unsafe { Vec::from_raw_parts(zeros.as_mut_ptr().cast(), zeros.len(), zeros.capacity()) }
 }
 
 /// Sends as much of `data` as there is room for.

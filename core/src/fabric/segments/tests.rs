@@ -137,10 +137,7 @@ fn what_is_held_takes_no_memory_and_can_be_reached_when_nothing_else_can() {
         let blocks = || rustix::fs::fstat(&fd).unwrap().st_blocks;
         assert!(blocks() <= 2 * UNIT as i64 / 512, "{}", blocks());
         // No address and no locked page more.
-        for resource in [
-            rustix::process::Resource::As,
-            rustix::process::Resource::Memlock,
-        ] {
+        for resource in [rustix::process::Resource::As, rustix::process::Resource::Memlock] {
             let limit = rustix::process::Rlimit {
                 current: Some(0),
                 maximum: Some(0),

@@ -29,12 +29,7 @@ impl<'a> Owned<'a> {
         assert_eq!(at as usize % layout.align(), 0);
         // SAFETY: the block has that size.
         unsafe { at.write_bytes(tag, layout.size()) };
-        Self {
-            heap,
-            at,
-            layout,
-            tag,
-        }
+        Self { heap, at, layout, tag }
     }
 
     fn bytes(&self) -> &[u8] {
@@ -137,17 +132,11 @@ fn churn(seed: u64) {
     let mut live: [Option<Owned<'static>>; SEVERAL] = [const { None }; SEVERAL];
     let mut state = seed | 1;
     for _ in 0..64 {
-        state = state
-            .wrapping_mul(6_364_136_223_846_793_005)
-            .wrapping_add(1);
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
         let at = (state >> 33) as usize % SEVERAL;
         live[at] = match live[at].take() {
             Some(_) => None,
-            None => Some(Owned::new(
-                &HEAP,
-                layout(24 << (state >> 40 & 1), 8),
-                state as u8,
-            )),
+            None => Some(Owned::new(&HEAP, layout(24 << (state >> 40 & 1), 8), state as u8)),
         };
     }
 }
@@ -198,14 +187,8 @@ fn threads_handlers_above_them_and_forked_children_share_it() {
             STOP.store(true, SeqCst);
         });
         let none = libc::itimerval {
-            it_interval: libc::timeval {
-                tv_sec: 0,
-                tv_usec: 0,
-            },
-            it_value: libc::timeval {
-                tv_sec: 0,
-                tv_usec: 0,
-            },
+            it_interval: libc::timeval { tv_sec: 0, tv_usec: 0 },
+            it_value: libc::timeval { tv_sec: 0, tv_usec: 0 },
         };
         // SAFETY: turns the timer off.
         unsafe { libc::setitimer(libc::ITIMER_REAL, &none, std::ptr::null_mut()) };

@@ -63,10 +63,7 @@ fn a_file_is_not_made_larger_than_files_may_be() {
         };
         rustix::process::setrlimit(Resource::Fsize, limit).unwrap();
         // Without a look at the limit this child is killed by SIGXFSZ.
-        assert_eq!(
-            create("rdmasock-test", (1 << 20) + 1).unwrap_err(),
-            Errno::FBIG
-        );
+        assert_eq!(create("rdmasock-test", (1 << 20) + 1).unwrap_err(), Errno::FBIG);
         assert!(create("rdmasock-test", 1 << 20).is_ok());
     });
 }
@@ -107,10 +104,7 @@ fn what_is_not_sealed_shared_memory_is_refused() {
     let exe = openat(CWD, "/proc/self/exe", OFlags::RDONLY, Mode::empty()).unwrap();
     let (pipe, _write_end) = rustix::pipe::pipe().unwrap();
     for fd in [null, exe, pipe] {
-        assert!(matches!(
-            refusal(fd, 4096),
-            MapError::NotMemfd | MapError::NotSealed
-        ));
+        assert!(matches!(refusal(fd, 4096), MapError::NotMemfd | MapError::NotSealed));
     }
 }
 

@@ -22,6 +22,20 @@ fn limits(soft: u64, hard: u64) {
     .unwrap();
 }
 
+/// In a child that has no fd but the standard ones: none of the tests that run meanwhile, or of who has started them.
+fn in_bare_child(test: impl FnOnce()) {
+    in_child(|| {
+        // SAFETY: the child uses no owner of a private fd that it has inherited.
+        unsafe { reset_in_fork_child(|_| false) };
+        // SAFETY: nor any other.
+        assert_eq!(unsafe { libc::close_range(3, libc::c_uint::MAX, 0) }, 0);
+        test();
+    });
+}
+
+/// With the number of what is there.
+const SET_ASIDE: usize = reserve::SIZE + 1;
+
 fn is_open(fd: RawFd) -> bool {
     // SAFETY: only asks whether the number is in use.
     fcntl_getfd(unsafe { BorrowedFd::borrow_raw(fd) }).is_ok()
@@ -47,16 +61,7 @@ fn a_private_fd_is_high_hidden_and_gone_when_dropped() {
 
 #[test]
 fn no_private_fd_is_seen_at_odd_numbers() {
-    for fd in [
-        -1,
-        0,
-        1,
-        2,
-        RawFd::MIN,
-        RawFd::MAX,
-        END as RawFd,
-        END as RawFd - 1,
-    ] {
+    for fd in [-1, 0, 1, 2, RawFd::MIN, RawFd::MAX, END as RawFd, END as RawFd - 1] {
         assert!(!is_private(fd), "{fd}");
     }
     assert_eq!(next_private(0, 2), None);
@@ -65,52 +70,64 @@ fn no_private_fd_is_seen_at_odd_numbers() {
 
 #[test]
 fn numbers_are_within_the_limit_which_stays_as_it_is() {
-    in_child(|| {
+    in_bare_child(|| {
         let hard = getrlimit(Resource::Nofile).maximum.unwrap_or(1 << 20);
         let place = || PrivateFd::place(pipe().0).unwrap();
-        if hard >= 4096 {
-            limits(4096, hard);
-            let high = place();
-            assert_eq!(high.as_raw_fd(), USUAL as RawFd - 1);
-            assert_eq!(getrlimit(Resource::Nofile).current, Some(4096));
-        }
-        limits(256, 300.min(hard));
+        limits(256, hard);
         let (first, second) = (place(), place());
-        assert_eq!((first.as_raw_fd(), second.as_raw_fd()), (255, 254));
+        let set_aside = SET_ASIDE as RawFd;
+        assert_eq!((first.as_raw_fd(), second.as_raw_fd()), (255, 254 - set_aside));
         drop(first);
         assert_eq!(place().as_raw_fd(), 255);
+        if hard >= 4096 {
+            limits(4096, hard);
+            assert_eq!(place().as_raw_fd(), USUAL as RawFd - 1);
+            assert_eq!(getrlimit(Resource::Nofile).current, Some(4096));
+        }
+    });
+}
+
+#[test]
+fn what_is_set_aside_comes_within_a_lower_limit() {
+    in_bare_child(|| {
+        let reader = pipe().0;
+        let duplicate = || PrivateFd::duplicate(reader.as_fd()).unwrap();
+        limits(1024, 1024);
+        let mut private = vec![duplicate()];
+        assert_eq!(private[0].as_raw_fd(), USUAL as RawFd - 1);
+        limits(64, 64);
+        private.push(duplicate());
+        let _taken = fill(&reader);
+        for _ in 0..2 * reserve::SIZE {
+            assert!(PrivateFd::duplicate_closing(reader.as_fd()).is_ok());
+        }
     });
 }
 
 #[test]
 fn most_numbers_are_the_programs() {
-    in_child(|| {
+    in_bare_child(|| {
         let hard = getrlimit(Resource::Nofile).maximum.unwrap_or(1 << 20);
         if hard < 2048 {
             return;
         }
         let reader = pipe().0;
-        let all =
-            || std::iter::from_fn(|| PrivateFd::duplicate(reader.as_fd()).ok()).collect::<Vec<_>>();
+        let all = || std::iter::from_fn(|| PrivateFd::duplicate(reader.as_fd()).ok()).collect::<Vec<_>>();
         // Beyond the first place there is more at the top of the limit.
         limits(2048, hard);
         let many = all();
-        let count = |range: std::ops::Range<RawFd>| {
-            many.iter()
-                .filter(|fd| range.contains(&fd.as_raw_fd()))
-                .count()
-        };
-        assert_eq!(count(0..960) + count(1500..2048), 2048 / 4 + 8);
-        assert_eq!(count(0..960), 960 / 4 + 8);
+        let count = |range: std::ops::Range<RawFd>| many.iter().filter(|fd| range.contains(&fd.as_raw_fd())).count();
+        assert_eq!(count(0..960) + count(1500..2048), 2048 / 4 + 8 - SET_ASIDE);
+        assert_eq!(count(0..960), 960 / 4 + 8 - SET_ASIDE);
         drop(many);
         limits(64, hard);
-        assert_eq!(all().len(), 64 / 4 + 8);
+        assert_eq!(all().len(), 64 / 4 + 8 - SET_ASIDE);
     });
 }
 
 #[test]
 fn no_number_left_is_an_error_that_leaks_nothing() {
-    in_child(|| {
+    in_bare_child(|| {
         limits(64, 64);
         let (reader, writer) = pipe();
         let mut taken = Vec::new();
@@ -125,7 +142,7 @@ fn no_number_left_is_an_error_that_leaks_nothing() {
 
 #[test]
 fn the_last_numbers_are_left_to_the_program() {
-    in_child(|| {
+    in_bare_child(|| {
         limits(64, 64);
         let (reader, _writer) = pipe();
         let mut taken = Vec::new();
@@ -135,23 +152,108 @@ fn the_last_numbers_are_left_to_the_program() {
         // A low number, as any: with so few free none is ours, but in place of one that is being closed.
         for free in 1..=SPARE {
             drop(taken.remove(0));
-            assert_eq!(
-                PrivateFd::duplicate(reader.as_fd()).unwrap_err(),
-                Errno::MFILE
-            );
+            assert_eq!(PrivateFd::duplicate(reader.as_fd()).unwrap_err(), Errno::MFILE);
             assert!(PrivateFd::duplicate_closing(reader.as_fd()).is_ok());
             let all: Vec<_> = std::iter::from_fn(|| rustix::io::dup(&reader).ok()).collect();
             assert_eq!(all.len(), free);
         }
         // Nor is one with many free, if none of them is high.
         drop(taken.drain(..SPARE + 4));
-        assert_eq!(
-            PrivateFd::duplicate(reader.as_fd()).unwrap_err(),
-            Errno::MFILE
-        );
+        assert_eq!(PrivateFd::duplicate(reader.as_fd()).unwrap_err(), Errno::MFILE);
         drop(taken.pop());
         let private = PrivateFd::duplicate(reader.as_fd()).unwrap();
         assert_eq!(private.as_raw_fd(), 63);
+    });
+}
+
+/// All numbers that are left.
+fn fill(with: &OwnedFd) -> Vec<OwnedFd> {
+    std::iter::from_fn(|| rustix::io::dup(with).ok()).collect()
+}
+
+#[test]
+fn what_is_being_closed_has_a_number_where_the_program_has_all() {
+    in_bare_child(|| {
+        limits(64, 64);
+        let (reader, writer) = pipe();
+        let private = PrivateFd::duplicate(reader.as_fd()).unwrap();
+        let taken = fill(&reader);
+        let closing = || PrivateFd::duplicate_closing(writer.as_fd());
+        for _ in 0..100 {
+            let copy = closing().unwrap();
+            assert!(is_private(copy.as_raw_fd()) && copy.as_raw_fd() >= 40);
+            assert_eq!(rustix::io::write(&copy, b"x"), Ok(1));
+            assert!(fcntl_getfd(&copy).unwrap().contains(FdFlags::CLOEXEC));
+        }
+        let all: Vec<_> = std::iter::from_fn(|| closing().ok()).collect();
+        assert_eq!(all.len(), reserve::SIZE);
+        assert_eq!(closing().unwrap_err(), Errno::MFILE);
+        drop(all);
+        assert!(closing().is_ok());
+        assert!(fill(&reader).is_empty(), "the program has no number of these");
+        // Nothing is kept open by a number that is set aside.
+        drop((taken, private, reader));
+        assert_eq!(rustix::io::write(&writer, b"x"), Err(Errno::PIPE));
+    });
+}
+
+#[test]
+fn what_is_being_closed_has_no_low_number_but_where_many_are() {
+    in_bare_child(|| {
+        limits(64, 64);
+        let reader = pipe().0;
+        let _private = PrivateFd::duplicate(reader.as_fd()).unwrap();
+        let mut taken = fill(&reader);
+        taken.retain(|fd| fd.as_raw_fd() >= 40);
+        let closing = || {
+            let copy = PrivateFd::duplicate_closing(reader.as_fd());
+            copy.map(PrivateFd::release).unwrap()
+        };
+        for _ in 0..reserve::SIZE {
+            assert!(closing() >= 40);
+        }
+        assert_eq!(closing(), 39);
+        let high = taken.pop().unwrap().into_raw_fd();
+        // SAFETY: out of its owner.
+        unsafe { rustix::io::close(high) };
+        assert_eq!(closing(), high);
+        // A low one is not set aside.
+        drop(PrivateFd::adopt(39));
+        assert!(!is_open(39));
+    });
+}
+
+#[test]
+fn nothing_is_set_aside_once_that_is_given_up() {
+    in_bare_child(|| {
+        limits(64, 64);
+        let reader = pipe().0;
+        let private = PrivateFd::duplicate(reader.as_fd()).unwrap();
+        dismiss_reserve();
+        // But for the number of what was there.
+        assert_eq!(COUNT.load(Ordering::Relaxed), 2);
+        let closing = PrivateFd::duplicate_closing(reader.as_fd()).unwrap();
+        let numbers = [private.as_raw_fd(), closing.as_raw_fd()];
+        drop((private, closing));
+        assert!(!numbers.into_iter().any(is_open));
+    });
+}
+
+#[test]
+fn a_fork_child_has_nothing_set_aside_until_it_has_room() {
+    in_bare_child(|| {
+        limits(64, 64);
+        let reader = pipe().0;
+        let _private = PrivateFd::duplicate(reader.as_fd()).unwrap();
+        // SAFETY: the process uses no owner of a private fd afterwards.
+        unsafe { reset_in_fork_child(|_| false) };
+        assert_eq!(next_private(0, u32::MAX), None);
+        let mut taken = fill(&reader);
+        assert_eq!(PrivateFd::duplicate_closing(reader.as_fd()).unwrap_err(), Errno::MFILE);
+        taken.retain(|fd| fd.as_raw_fd() < 30);
+        std::mem::forget(PrivateFd::duplicate(reader.as_fd()));
+        taken.extend(fill(&reader));
+        assert!(PrivateFd::duplicate_closing(reader.as_fd()).is_ok());
     });
 }
 
@@ -175,9 +277,7 @@ fn a_fork_child_keeps_only_what_it_is_told_to() {
 
 #[test]
 fn the_pieces_between_private_fds_cover_all_else() {
-    in_child(|| {
-        // SAFETY: the child uses no owner of a private fd afterwards.
-        unsafe { reset_in_fork_child(|_| false) };
+    in_bare_child(|| {
         for n in [5, 6, 9, 64, 127, 128] {
             register(n);
         }

@@ -26,10 +26,7 @@ fn bodies() -> impl Strategy<Value = Body> {
                 nonce_c,
                 instance_c
             }),
-        (nonce.clone(), id.clone()).prop_map(|(nonce_s, instance_s)| Body::Cancel {
-            nonce_s,
-            instance_s
-        }),
+        (nonce.clone(), id.clone()).prop_map(|(nonce_s, instance_s)| Body::Cancel { nonce_s, instance_s }),
         Just(Body::Got),
         Just(Body::Stamp),
         (any::<u64>(), nonce, id).prop_map(|(request, nonce_s, instance_s)| Body::Yes {

@@ -45,11 +45,7 @@ fn the_owner_of_a_listener_is_found_however_it_is_bound() {
         let port = listener.local_addr().unwrap().port();
         assert_eq!(owner(at("::1", port)), mine, "{bound}");
         // A dual-stack listener takes IPv4 too (std leaves IPV6_V6ONLY off).
-        let expected = if bound == "::" {
-            mine
-        } else {
-            ListenerOwner::None
-        };
+        let expected = if bound == "::" { mine } else { ListenerOwner::None };
         assert_eq!(owner(at("127.0.0.1", port)), expected, "{bound}");
     }
 }
@@ -67,10 +63,7 @@ fn a_connection_is_no_listener() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     assert_eq!(owner(stream.local_addr().unwrap()), ListenerOwner::None);
-    assert_eq!(
-        owner(stream.peer_addr().unwrap()),
-        ListenerOwner::Uid(own_uid())
-    );
+    assert_eq!(owner(stream.peer_addr().unwrap()), ListenerOwner::Uid(own_uid()));
 }
 
 #[test]
@@ -111,15 +104,7 @@ fn a_squatter_of_another_uid_is_not_trusted() {
         set_uid(NOBODY);
         let squatter = Listener::service(address.port()).unwrap();
         set_uid(0);
-        let name_uid = |port| {
-            connect_to_services(port)
-                .last()
-                .unwrap()
-                .unwrap()
-                .peer()
-                .unwrap()
-                .uid
-        };
+        let name_uid = |port| connect_to_services(port).last().unwrap().unwrap().peer().unwrap().uid;
         assert_eq!(name_uid(address.port()), NOBODY);
         assert!(!trusted(NOBODY, listener_owner(address), 0));
 
@@ -136,8 +121,7 @@ fn a_squatter_of_another_uid_is_not_trusted() {
 fn set_uid(uid: u32) {
     // SAFETY: a system call on plain numbers, in a single-threaded child. First back to root, without
     // which no other uid can be taken.
-    let results =
-        unsafe { [0, uid].map(|uid| libc::syscall(libc::SYS_setresuid, u32::MAX, uid, u32::MAX)) };
+    let results = unsafe { [0, uid].map(|uid| libc::syscall(libc::SYS_setresuid, u32::MAX, uid, u32::MAX)) };
     assert_eq!(results, [0, 0]);
 }
 
@@ -170,22 +154,10 @@ const TABLE: &str = "  sl  local_address rem_address   st tx_queue rx_queue tr t
 #[cfg(target_endian = "little")]
 #[test]
 fn the_table_is_read_with_the_kernels_precedence() {
-    assert_eq!(
-        find_listener(TABLE, at("127.0.0.1", 6379)),
-        ListenerOwner::Uid(114)
-    );
-    assert_eq!(
-        find_listener(TABLE, at("10.1.1.1", 6379)),
-        ListenerOwner::Uid(7)
-    );
-    assert_eq!(
-        find_listener(TABLE, at("127.0.0.1", 80)),
-        ListenerOwner::Unknown
-    );
-    assert_eq!(
-        find_listener(TABLE, at("127.0.0.1", 81)),
-        ListenerOwner::None
-    );
+    assert_eq!(find_listener(TABLE, at("127.0.0.1", 6379)), ListenerOwner::Uid(114));
+    assert_eq!(find_listener(TABLE, at("10.1.1.1", 6379)), ListenerOwner::Uid(7));
+    assert_eq!(find_listener(TABLE, at("127.0.0.1", 80)), ListenerOwner::Unknown);
+    assert_eq!(find_listener(TABLE, at("127.0.0.1", 81)), ListenerOwner::None);
 }
 
 proptest! {

@@ -44,11 +44,7 @@ fn many_sources_meet_the_total() {
     assert_eq!((0..100).filter(|n| limiter.take(ip(*n), 0)).count(), 5);
     let before = limiter.sources.clone().len();
     assert!(!limiter.take(ip(1000), 0));
-    assert_eq!(
-        limiter.sources.len(),
-        before,
-        "a flood leaves the table alone"
-    );
+    assert_eq!(limiter.sources.len(), before, "a flood leaves the table alone");
 }
 
 #[test]
@@ -80,10 +76,7 @@ fn ipv6_sources_of_one_network_are_one() {
 fn what_is_remembered_stays_for_its_time_and_no_longer() {
     let mut memory = Memory::new(2, 100);
     assert!(memory.insert('a', 1, 0) && memory.insert('b', 2, 50));
-    assert!(
-        !memory.insert('c', 3, 60),
-        "full: nothing is forgotten early"
-    );
+    assert!(!memory.insert('c', 3, 60), "full: nothing is forgotten early");
     assert!(!memory.insert('a', 9, 60));
     assert_eq!(memory.expire(99), []);
     assert_eq!(memory.expire(100), [('a', 1)]);

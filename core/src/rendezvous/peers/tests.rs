@@ -68,8 +68,7 @@ fn the_slots_of_the_dead_are_used_again_when_no_other_is_free() {
 fn a_process_that_died_while_entering_itself_leaves_nothing() {
     let page = PeerPage::new().unwrap();
     for slot in page.slots() {
-        slot.owner
-            .store(next_owner(0, dead_pid_once()), Ordering::Relaxed);
+        slot.owner.store(next_owner(0, dead_pid_once()), Ordering::Relaxed);
     }
     assert_eq!(page.list(), []);
     assert!(page.register(own_pid(), &id(1)));
@@ -85,10 +84,8 @@ fn dead_pid_once() -> u32 {
 fn any_bits_in_the_page_are_survived() {
     let page = PeerPage::new().unwrap();
     for (n, slot) in page.slots().iter().enumerate() {
-        slot.owner.store(
-            u64::MAX.rotate_left(n as u32) ^ (n as u64) << 40,
-            Ordering::Relaxed,
-        );
+        slot.owner
+            .store(u64::MAX.rotate_left(n as u32) ^ (n as u64) << 40, Ordering::Relaxed);
     }
     let _ = page.list();
     page.register(own_pid(), &id(1));
@@ -127,24 +124,14 @@ fn addr(n: u16) -> SocketAddr {
 
 #[test]
 fn answers_expire() {
-    let (mut cache, now, second) = (
-        DestinationCache::new(8),
-        Instant::now(),
-        Duration::from_secs(1),
-    );
+    let (mut cache, now, second) = (DestinationCache::new(8), Instant::now(), Duration::from_secs(1));
     cache.insert(addr(1), Answer::Absent, now, second);
     cache.insert(addr(2), Answer::Present(vec![id(1)]), now, 2 * second);
     assert_eq!(cache.get(&addr(1), now), Some(&Answer::Absent));
     assert_eq!(cache.get(&addr(1), now + second), None);
-    assert_eq!(
-        cache.get(&addr(2), now + second),
-        Some(&Answer::Present(vec![id(1)]))
-    );
+    assert_eq!(cache.get(&addr(2), now + second), Some(&Answer::Present(vec![id(1)])));
     cache.insert(addr(1), Answer::Present(vec![]), now + second, second);
-    assert_eq!(
-        cache.get(&addr(1), now + second),
-        Some(&Answer::Present(vec![]))
-    );
+    assert_eq!(cache.get(&addr(1), now + second), Some(&Answer::Present(vec![])));
     cache.remove(&addr(1));
     assert_eq!(cache.get(&addr(1), now + second), None);
     cache.insert(addr(3), Answer::Absent, now, Duration::MAX);

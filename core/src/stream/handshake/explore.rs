@@ -163,10 +163,7 @@ impl End {
                 Step::Resume => unreachable!("not a link between hosts"),
                 Step::Promoted | Step::Drain | Step::Abandoned => {
                     assert!(!self.scanning, "the window stays open");
-                    assert!(
-                        step != Step::Abandoned || self.rx == On::Tcp,
-                        "unread data is dropped"
-                    );
+                    assert!(step != Step::Abandoned || self.rx == On::Tcp, "unread data is dropped");
                     self.handshake = None;
                     self.over = Some(step);
                 }
@@ -180,11 +177,7 @@ impl End {
             self.run(steps, ring);
         }
         if self.scanning && self.eof {
-            let steps = self
-                .handshake
-                .as_mut()
-                .map(Handshake::on_end)
-                .unwrap_or_default();
+            let steps = self.handshake.as_mut().map(Handshake::on_end).unwrap_or_default();
             self.run(steps, ring);
         }
     }
@@ -291,10 +284,7 @@ fn check_rest(c: &End, s: &End) {
         "the connector is stuck: {c:?} {s:?}"
     );
     let offered = s.phase() == Some(Phase::Offered);
-    assert!(
-        offered || s.handshake.is_none(),
-        "the acceptor is stuck: {c:?} {s:?}"
-    );
+    assert!(offered || s.handshake.is_none(), "the acceptor is stuck: {c:?} {s:?}");
     if c.link && s.link && !c.fin && !s.fin {
         let promoted = |e: &End| e.over == Some(Step::Promoted);
         assert_eq!(promoted(c), promoted(s), "the ends disagree");
@@ -338,9 +328,5 @@ fn no_order_of_events_loses_data_leaks_a_marker_or_leaves_an_end_waiting() {
             check_rest(&c, &s);
         }
     }
-    assert!(
-        seen.len() > 1000 && rests > 30,
-        "{rests} ends in {} states",
-        seen.len()
-    );
+    assert!(seen.len() > 1000 && rests > 30, "{rests} ends in {} states", seen.len());
 }

@@ -21,10 +21,7 @@ fn id() -> InstanceId {
 #[test]
 fn the_whole_handshake_promotes_both_ends() {
     let (mut c, mut s) = pair();
-    assert_eq!(
-        c.on_yes(s.mine()),
-        Ok(vec![Step::StartScan, Step::WriteHello])
-    );
+    assert_eq!(c.on_yes(s.mine()), Ok(vec![Step::StartScan, Step::WriteHello]));
     assert_eq!(s.on_hello(id()), Ok(vec![Step::WriteHello]));
     let peer = id();
     assert_eq!(c.on_hello(peer), Ok(vec![Step::NeedLink(peer)]));
@@ -50,10 +47,7 @@ fn a_connector_without_a_link_aborts_and_both_ends_stay_on_tcp() {
         s.on_closing(Closing::Abort),
         Ok(vec![Step::StopScan, Step::WriteAbort, Step::Abandoned])
     );
-    assert_eq!(
-        c.on_closing(Closing::Abort),
-        Ok(vec![Step::StopScan, Step::Abandoned])
-    );
+    assert_eq!(c.on_closing(Closing::Abort), Ok(vec![Step::StopScan, Step::Abandoned]));
 }
 
 #[test]
@@ -64,18 +58,9 @@ fn both_giving_up_at_once_ends_cleanly() {
     c.on_hello(id()).unwrap();
     assert_eq!(c.give_up(), [Step::WriteAbort]);
     assert_eq!(s.give_up(), [Step::WriteAbort]);
-    assert!(
-        c.give_up().is_empty(),
-        "a second marker would be taken for data"
-    );
-    assert_eq!(
-        c.on_closing(Closing::Abort),
-        Ok(vec![Step::StopScan, Step::Abandoned])
-    );
-    assert_eq!(
-        s.on_closing(Closing::Abort),
-        Ok(vec![Step::StopScan, Step::Abandoned])
-    );
+    assert!(c.give_up().is_empty(), "a second marker would be taken for data");
+    assert_eq!(c.on_closing(Closing::Abort), Ok(vec![Step::StopScan, Step::Abandoned]));
+    assert_eq!(s.on_closing(Closing::Abort), Ok(vec![Step::StopScan, Step::Abandoned]));
 }
 
 #[test]
@@ -96,11 +81,7 @@ fn an_abort_that_crosses_a_switch_demotes_the_switched_direction() {
     c.on_link_up().unwrap();
     assert_eq!(s.on_open(), Ok(vec![Step::SendOpen, Step::WriteSwitch]));
     assert_eq!(c.give_up(), [Step::WriteAbort]);
-    assert_eq!(
-        c.on_open(),
-        Ok(vec![]),
-        "its answer to our OPEN comes too late"
-    );
+    assert_eq!(c.on_open(), Ok(vec![]), "its answer to our OPEN comes too late");
     assert_eq!(
         c.on_closing(Closing::Switch),
         Ok(vec![Step::ReceiveOnLink, Step::Drain])
@@ -124,10 +105,7 @@ fn an_acceptor_that_cannot_answer_open_aborts() {
         c.on_closing(Closing::Abort),
         Ok(vec![Step::StopScan, Step::WriteAbort, Step::Abandoned])
     );
-    assert_eq!(
-        s.on_closing(Closing::Abort),
-        Ok(vec![Step::StopScan, Step::Abandoned])
-    );
+    assert_eq!(s.on_closing(Closing::Abort), Ok(vec![Step::StopScan, Step::Abandoned]));
 }
 
 #[test]
@@ -137,22 +115,13 @@ fn the_end_of_tcp_closes_for_the_other() {
     c.on_yes(s.mine()).unwrap();
     assert_eq!(s.clone().on_end(), [Step::StopScan, Step::Abandoned]);
     s.on_hello(id()).unwrap();
-    assert_eq!(
-        c.on_end(),
-        [Step::StopScan, Step::WriteAbort, Step::Abandoned]
-    );
-    assert_eq!(
-        s.on_end(),
-        [Step::StopScan, Step::WriteAbort, Step::Abandoned]
-    );
+    assert_eq!(c.on_end(), [Step::StopScan, Step::WriteAbort, Step::Abandoned]);
+    assert_eq!(s.on_end(), [Step::StopScan, Step::WriteAbort, Step::Abandoned]);
 }
 
 #[test]
 fn an_offerer_that_cannot_read_the_greeting_says_so() {
     let (_, mut s) = pair();
     assert_eq!(s.on_bad_marker(), [Step::WriteAbort]);
-    assert_eq!(
-        s.on_closing(Closing::Abort),
-        Ok(vec![Step::StopScan, Step::Abandoned])
-    );
+    assert_eq!(s.on_closing(Closing::Abort), Ok(vec![Step::StopScan, Step::Abandoned]));
 }

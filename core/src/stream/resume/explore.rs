@@ -153,9 +153,7 @@ impl End {
     }
 
     fn is_acceptor(&self) -> bool {
-        self.handshake
-            .as_ref()
-            .is_some_and(|h| h.role() == Role::Acceptor)
+        self.handshake.as_ref().is_some_and(|h| h.role() == Role::Acceptor)
     }
 
     fn write(&mut self, what: Tcp) {
@@ -171,11 +169,7 @@ impl End {
     }
 
     /// Feeds the handshake, and the resumption with what comes of it.
-    fn feed(
-        &mut self,
-        ring: bool,
-        input: impl FnOnce(&mut Handshake) -> Result<handshake::Steps, Misplaced>,
-    ) {
+    fn feed(&mut self, ring: bool, input: impl FnOnce(&mut Handshake) -> Result<handshake::Steps, Misplaced>) {
         if let Some(h) = &mut self.handshake {
             let steps = input(h).expect("an honest peer is never out of turn");
             self.carry_out(steps, ring);
@@ -200,11 +194,7 @@ impl End {
                 Step::SendOpen if ring && self.link && !self.shut => {
                     let acceptor = self.is_acceptor();
                     self.resume = Some(Resume::new());
-                    self.send(if acceptor {
-                        Record::OpenAck
-                    } else {
-                        Record::Open
-                    });
+                    self.send(if acceptor { Record::OpenAck } else { Record::Open });
                 }
                 Step::SendOpen => {
                     if self.is_acceptor() {
@@ -353,10 +343,7 @@ impl End {
             Tcp::Resume(received, sent) => {
                 self.give_up();
                 assert!(expecting || is_next, "RESUME reaches the program");
-                self.resumption(|r| {
-                    r.on_resume(received.into(), sent.into())
-                        .expect("an honest peer")
-                });
+                self.resumption(|r| r.on_resume(received.into(), sent.into()).expect("an honest peer"));
             }
             Tcp::Closing(_) | Tcp::Hello if self.closed && !self.scanning => {}
             Tcp::Closing(closing) => {
@@ -553,9 +540,10 @@ fn check_rest(ends: [&End; 2]) {
         );
         if !writer.dead {
             assert!(
-                writer.handshake.as_ref().is_none_or(|h| {
-                    h.phase() == Phase::Offered || writer.closed || reader.closed
-                }),
+                writer
+                    .handshake
+                    .as_ref()
+                    .is_none_or(|h| { h.phase() == Phase::Offered || writer.closed || reader.closed }),
                 "stuck in the handshake{}",
                 both()
             );
@@ -565,17 +553,9 @@ fn check_rest(ends: [&End; 2]) {
         if reader.closed {
             continue;
         }
-        assert!(
-            reader.delivered <= writer.written,
-            "more than was sent{}",
-            both()
-        );
+        assert!(reader.delivered <= writer.written, "more than was sent{}", both());
         let whole = reader.delivered == writer.written;
-        assert!(
-            !reader.eof || whole,
-            "a clean end is shown too early{}",
-            both()
-        );
+        assert!(!reader.eof || whole, "a clean end is shown too early{}", both());
         if writer.dead {
             assert!(reader.eof || reader.lost, "the end is not seen{}", both());
         } else {
@@ -611,11 +591,7 @@ fn explore(start: [End; 2], bytes: [u8; 2], events: &[Event]) -> (usize, usize) 
         for event in events {
             for at in [0, 1] {
                 let [mut a, mut b] = ends.clone();
-                let (me, peer) = if at == 0 {
-                    (&mut a, &mut b)
-                } else {
-                    (&mut b, &mut a)
-                };
+                let (me, peer) = if at == 0 { (&mut a, &mut b) } else { (&mut b, &mut a) };
                 let by_itself = is_by_itself(*event, me, peer);
                 if happen(*event, bytes[at], me, peer) {
                     moves |= by_itself;
@@ -639,10 +615,7 @@ fn explore(start: [End; 2], bytes: [u8; 2], events: &[Event]) -> (usize, usize) 
 }
 
 fn promoted() -> [End; 2] {
-    [
-        End::promoted(Role::Connector),
-        End::promoted(Role::Acceptor),
-    ]
+    [End::promoted(Role::Connector), End::promoted(Role::Acceptor)]
 }
 
 /// The connector has had its YES.
@@ -671,65 +644,39 @@ fn with(more: &[Event]) -> Vec<Event> {
 #[test]
 fn a_failure_at_any_moment_costs_no_byte() {
     let (states, rests) = explore(promoted(), [2, 2], &with(&[]));
-    assert!(
-        states > 1000 && rests > 10,
-        "{rests} ends in {states} states"
-    );
+    assert!(states > 1000 && rests > 10, "{rests} ends in {states} states");
 }
 
 #[test]
 fn leaving_and_handing_over_cost_no_byte_whether_or_not_the_link_fails() {
     let (states, rests) = explore(promoted(), [2, 1], &with(&[Event::Leave, Event::HandOver]));
-    assert!(
-        states > 1000 && rests > 10,
-        "{rests} ends in {states} states"
-    );
+    assert!(states > 1000 && rests > 10, "{rests} ends in {states} states");
 }
 
 #[test]
 fn the_end_of_a_direction_comes_after_its_last_byte_whether_or_not_the_link_fails() {
     let (states, rests) = explore(promoted(), [2, 1], &with(&[Event::Shutdown, Event::Close]));
-    assert!(
-        states > 1000 && rests > 10,
-        "{rests} ends in {states} states"
-    );
+    assert!(states > 1000 && rests > 10, "{rests} ends in {states} states");
 }
 
 #[test]
 fn who_has_lost_its_peer_sees_a_clean_end_only_after_every_byte() {
-    let (states, rests) = explore(
-        promoted(),
-        [2, 1],
-        &with(&[Event::Die, Event::Close, Event::Leave]),
-    );
-    assert!(
-        states > 1000 && rests > 10,
-        "{rests} ends in {states} states"
-    );
+    let (states, rests) = explore(promoted(), [2, 1], &with(&[Event::Die, Event::Close, Event::Leave]));
+    assert!(states > 1000 && rests > 10, "{rests} ends in {states} states");
 }
 
 #[test]
 fn a_failure_in_the_handshake_costs_no_byte_and_leaks_no_marker() {
     let (states, rests) = explore(greeting(), [2, 2], &with(&[Event::GiveUp, Event::NoRing]));
-    assert!(
-        states > 1000 && rests > 10,
-        "{rests} ends in {states} states"
-    );
+    assert!(states > 1000 && rests > 10, "{rests} ends in {states} states");
 }
 
 #[test]
 fn who_does_not_read_can_send_whatever_fails() {
     let mut start = greeting();
     start.iter_mut().for_each(|end| end.idle = true);
-    let (states, rests) = explore(
-        start,
-        [2, 2],
-        &with(&[Event::GiveUp, Event::NoRing, Event::Shutdown]),
-    );
-    assert!(
-        states > 1000 && rests > 10,
-        "{rests} ends in {states} states"
-    );
+    let (states, rests) = explore(start, [2, 2], &with(&[Event::GiveUp, Event::NoRing, Event::Shutdown]));
+    assert!(states > 1000 && rests > 10, "{rests} ends in {states} states");
 }
 
 #[test]
@@ -739,21 +686,11 @@ fn a_failure_in_the_handshake_of_a_connection_that_is_being_closed_costs_no_byte
         [1, 1],
         &with(&[Event::Shutdown, Event::Close, Event::GiveUp]),
     );
-    assert!(
-        states > 1000 && rests > 10,
-        "{rests} ends in {states} states"
-    );
+    assert!(states > 1000 && rests > 10, "{rests} ends in {states} states");
 }
 
 #[test]
 fn a_death_in_the_handshake_shows_no_clean_end_before_the_last_byte() {
-    let (states, rests) = explore(
-        greeting(),
-        [1, 1],
-        &with(&[Event::Die, Event::GiveUp, Event::Leave]),
-    );
-    assert!(
-        states > 1000 && rests > 10,
-        "{rests} ends in {states} states"
-    );
+    let (states, rests) = explore(greeting(), [1, 1], &with(&[Event::Die, Event::GiveUp, Event::Leave]));
+    assert!(states > 1000 && rests > 10, "{rests} ends in {states} states");
 }

@@ -13,24 +13,19 @@ fn promoted() -> Resume {
 fn after_a_failure_each_end_says_where_it_stands_and_sends_from_where_the_other_does() {
     let mut r = promoted();
     assert_eq!(r.on_link_failed(), [Step::WriteResume]);
-    assert!(r.is_held() && r.is_next() && r.is_frozen());
+    assert!(r.is_suspended() && r.is_next() && r.is_frozen());
     assert_eq!(
         r.on_resume(7, 9),
         Ok(vec![Step::SendFrom(7), Step::ReadOn(9), Step::Done])
     );
-    assert!(r.is_over() && !r.is_held() && !r.is_next());
+    assert!(r.is_over() && !r.is_suspended() && !r.is_next());
     assert!(r.on_link_failed().is_empty() && r.on_asked().is_empty());
 }
 
 #[test]
 fn an_end_that_has_not_noticed_learns_of_the_failure_from_resume() {
     let mut r = promoted();
-    let all = vec![
-        Step::WriteResume,
-        Step::SendFrom(0),
-        Step::ReadOn(0),
-        Step::Done,
-    ];
+    let all = vec![Step::WriteResume, Step::SendFrom(0), Step::ReadOn(0), Step::Done];
     assert_eq!(r.on_resume(0, 0), Ok(all));
     assert_eq!(r.on_resume(0, 0), Err(Misplaced::Peer("RESUME")));
 }
@@ -87,7 +82,7 @@ fn a_direction_that_was_switched_alone_comes_back_at_once() {
     let mut r = Resume::new();
     assert!(r.on_got(Closing::Switch).is_empty());
     assert_eq!(r.on_sent(Closing::Abort), [Step::WriteResume]);
-    assert!(r.is_next() && !r.is_held());
+    assert!(r.is_next() && !r.is_suspended());
     assert!(r.clone().on_resume(1, 4).is_err(), "nothing was switched");
     assert_eq!(r.on_resume(0, 4), Ok(vec![Step::ReadOn(4), Step::Done]));
 }
@@ -104,14 +99,8 @@ fn an_attempt_that_both_abort_needs_nothing() {
 #[test]
 fn the_end_of_tcp_in_place_of_resume_is_a_reset_unless_all_is_there() {
     let mut r = promoted();
-    assert_eq!(
-        r.clone().on_end(false),
-        [Step::Lost, Step::SendNothing, Step::Done]
-    );
-    assert_eq!(
-        r.clone().on_end(true),
-        [Step::ReadOn(0), Step::SendNothing, Step::Done]
-    );
+    assert_eq!(r.clone().on_end(false), [Step::Lost, Step::SendNothing, Step::Done]);
+    assert_eq!(r.clone().on_end(true), [Step::ReadOn(0), Step::SendNothing, Step::Done]);
     r.on_resume(0, 0).unwrap();
     assert!(r.on_end(false).is_empty(), "TCP's own end");
 }

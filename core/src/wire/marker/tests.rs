@@ -6,22 +6,17 @@ use proptest::prelude::*;
 use super::*;
 
 pub fn marker() -> impl Strategy<Value = Marker> {
-    let offer =
-        (vec(any::<u8>(), 1..=MAX_ADDRESS), any::<[u8; 16]>()).prop_map(|(name, cookie)| {
-            LinkOffer {
-                address: LinkAddress::Shm(ShmName::new(&name).unwrap()),
-                cookie: Cookie::from_bytes(cookie),
-            }
-        });
-    let hello = (any::<[u8; 16]>(), any::<u32>(), proptest::option::of(offer)).prop_map(
-        |(id, caps, link)| {
-            Marker::Hello(Hello {
-                instance: InstanceId::from_bytes(id),
-                capabilities: Capabilities::from_bits_retain(caps),
-                link,
-            })
-        },
-    );
+    let offer = (vec(any::<u8>(), 1..=MAX_ADDRESS), any::<[u8; 16]>()).prop_map(|(name, cookie)| LinkOffer {
+        address: LinkAddress::Shm(ShmName::new(&name).unwrap()),
+        cookie: Cookie::from_bytes(cookie),
+    });
+    let hello = (any::<[u8; 16]>(), any::<u32>(), proptest::option::of(offer)).prop_map(|(id, caps, link)| {
+        Marker::Hello(Hello {
+            instance: InstanceId::from_bytes(id),
+            capabilities: Capabilities::from_bits_retain(caps),
+            link,
+        })
+    });
     prop_oneof![
         hello,
         Just(Marker::Switch),
@@ -76,17 +71,10 @@ fn the_longest_marker_fits() {
     let mut buf = [0; MAX_MARKER];
     let marker = Marker::Hello(hello);
     assert_eq!(
-        marker
-            .encode(&Nonce::from_bytes([1; 16]), &mut buf)
-            .unwrap()
-            .len(),
+        marker.encode(&Nonce::from_bytes([1; 16]), &mut buf).unwrap().len(),
         MAX_MARKER
     );
-    assert!(
-        marker
-            .encode(&Nonce::from_bytes([1; 16]), &mut buf[1..])
-            .is_err()
-    );
+    assert!(marker.encode(&Nonce::from_bytes([1; 16]), &mut buf[1..]).is_err());
 }
 
 #[test]
@@ -96,9 +84,7 @@ fn a_resume_has_its_positions_behind_the_header_and_nothing_else() {
         received: 0x0102_0304_0506_0708,
         sent: 1,
     };
-    let bytes = marker
-        .encode(&Nonce::from_bytes([9; 16]), &mut buf)
-        .unwrap();
+    let bytes = marker.encode(&Nonce::from_bytes([9; 16]), &mut buf).unwrap();
     let body = [8, 7, 6, 5, 4, 3, 2, 1, 1, 0, 0, 0, 0, 0, 0, 0];
     let expected = [&[9; 16][..], &[2, 4, 16, 0], &body].concat();
     assert_eq!(bytes, expected);
@@ -137,13 +123,7 @@ fn an_address_between_hosts_reads_back_and_nowhere_is_refused() {
     for at in ["10.0.0.1:5000", "[fd00::1]:65535"] {
         assert_eq!(sent(at), Ok(Some(offer(at).address)));
     }
-    for at in [
-        "10.0.0.1:0",
-        "0.0.0.0:1",
-        "[::]:1",
-        "[ff02::1]:1",
-        "224.0.0.1:9",
-    ] {
+    for at in ["10.0.0.1:0", "0.0.0.0:1", "[::]:1", "[ff02::1]:1", "224.0.0.1:9"] {
         assert_eq!(sent(at), Err(WireError::Field("link address")), "{at}");
     }
 }

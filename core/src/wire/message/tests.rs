@@ -15,15 +15,15 @@ fn ring() -> impl Strategy<Value = RingOffer> {
 }
 
 fn geometry() -> impl Strategy<Value = Geometry> {
-    any::<(u64, u64, u32, u32, u64)>().prop_map(
-        |(arena_bytes, waiter_bytes, queue_entries, max_waiters, max_ring)| Geometry {
+    any::<(u64, u64, u32, u32, u64)>().prop_map(|(arena_bytes, waiter_bytes, queue_entries, max_waiters, max_ring)| {
+        Geometry {
             arena_bytes,
             waiter_bytes,
             queue_entries,
             max_waiters,
             max_ring,
-        },
-    )
+        }
+    })
 }
 
 fn message() -> impl Strategy<Value = Message> {
@@ -52,8 +52,7 @@ fn message() -> impl Strategy<Value = Message> {
                 instance_s,
             }
         }),
-        (any::<u64>(), reason.clone())
-            .prop_map(|(request, reason)| Message::No { request, reason }),
+        (any::<u64>(), reason.clone()).prop_map(|(request, reason)| Message::No { request, reason }),
         (any::<u64>(), vec(instance(), 0..=MAX_REDIRECT))
             .prop_map(|(request, instances)| Message::Redirect { request, instances }),
         (any::<u64>(), nonce(), nonce()).prop_map(|(request, nonce_c, nonce_s)| Message::Cancel {
@@ -61,16 +60,14 @@ fn message() -> impl Strategy<Value = Message> {
             nonce_c,
             nonce_s
         }),
-        (ids(), instance(), any::<u32>(), geometry()).prop_map(
-            |(cookie, instance_c, pid, geometry)| {
-                Message::Link {
-                    cookie: Cookie::from_bytes(cookie),
-                    instance_c,
-                    pid,
-                    geometry,
-                }
+        (ids(), instance(), any::<u32>(), geometry()).prop_map(|(cookie, instance_c, pid, geometry)| {
+            Message::Link {
+                cookie: Cookie::from_bytes(cookie),
+                instance_c,
+                pid,
+                geometry,
             }
-        ),
+        }),
         (instance(), any::<u32>(), geometry()).prop_map(|(instance_s, pid, geometry)| {
             Message::LinkAccept {
                 instance_s,
@@ -78,9 +75,7 @@ fn message() -> impl Strategy<Value = Message> {
                 geometry,
             }
         }),
-        reason
-            .clone()
-            .prop_map(|reason| Message::LinkRefuse { reason }),
+        reason.clone().prop_map(|reason| Message::LinkRefuse { reason }),
         (nonce(), nonce(), vqpn(), ring()).prop_map(|(nonce_mine, nonce_yours, vqpn, ring)| {
             Message::Open {
                 nonce_mine,
@@ -89,17 +84,12 @@ fn message() -> impl Strategy<Value = Message> {
                 ring,
             }
         }),
-        (vqpn(), vqpn(), ring()).prop_map(|(yours, mine, ring)| Message::OpenAck {
-            yours,
-            mine,
-            ring
-        }),
+        (vqpn(), vqpn(), ring()).prop_map(|(yours, mine, ring)| Message::OpenAck { yours, mine, ring }),
         (vqpn(), reason).prop_map(|(yours, reason)| Message::OpenRefuse { yours, reason }),
         any::<u32>().prop_map(|id| Message::Waiter { id }),
         any::<u32>().prop_map(|id| Message::WaiterGone { id }),
         any::<u32>().prop_map(|id| Message::Ring { id }),
-        (vqpn(), any::<Option<u64>>())
-            .prop_map(|(yours, resend_from)| Message::DemoteRequest { yours, resend_from }),
+        (vqpn(), any::<Option<u64>>()).prop_map(|(yours, resend_from)| Message::DemoteRequest { yours, resend_from }),
         vqpn().prop_map(|yours| Message::Adopt { yours }),
         (vqpn(), any::<u32>()).prop_map(|(yours, bytes)| Message::TakeBack { yours, bytes }),
         vqpn().prop_map(|yours| Message::TakenBack { yours }),
@@ -185,26 +175,17 @@ fn fields_out_of_range_are_refused() {
     });
     for log2 in [0, 11, 27, 255] {
         *ack.last_mut().unwrap() = log2;
-        assert_eq!(
-            Message::decode(&ack).unwrap_err(),
-            WireError::Field("ring size")
-        );
+        assert_eq!(Message::decode(&ack).unwrap_err(), WireError::Field("ring size"));
     }
     let mut demote = encoded(&Message::DemoteRequest {
         yours: Vqpn(1),
         resend_from: None,
     });
     demote[8 + 4] = 2;
-    assert_eq!(
-        Message::decode(&demote).unwrap_err(),
-        WireError::Field("resend flag")
-    );
+    assert_eq!(Message::decode(&demote).unwrap_err(), WireError::Field("resend flag"));
 
     let instances = vec![InstanceId::from_bytes([1; 16]); MAX_REDIRECT + 1];
-    let many = Message::Redirect {
-        request: 1,
-        instances,
-    };
+    let many = Message::Redirect { request: 1, instances };
     assert_eq!(
         many.encode(&mut [0; 2 * MAX_MESSAGE]).unwrap_err(),
         WireError::Field("instance count")
@@ -248,17 +229,10 @@ fn every_reason_has_a_number_and_a_text() {
 #[test]
 fn the_longest_message_is_as_documented() {
     let instances = vec![InstanceId::from_bytes([1; 16]); MAX_REDIRECT];
-    let longest = Message::Redirect {
-        request: 1,
-        instances,
-    };
+    let longest = Message::Redirect { request: 1, instances };
     // docs/protocol.md, P10 and P30.
     assert_eq!(
-        (
-            encoded(&longest).len(),
-            MAX_MESSAGE,
-            crate::wire::MAX_MARKER
-        ),
+        (encoded(&longest).len(), MAX_MESSAGE, crate::wire::MAX_MARKER),
         (1042, 1042, 165)
     );
 }

@@ -8,8 +8,8 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use rdmasock_core::fabric::plugin::{
-    ABI, Address, Completion, Conn, ENTRY, Entry, Host, Info, Keys, Listener, Part, Plugin,
-    Request, WriteRequest, completion,
+    ABI, Address, Completion, Conn, ENTRY, Entry, Host, Info, Keys, Listener, Part, Plugin, Request, WriteRequest,
+    completion,
 };
 
 /// Hidden fds are at or above this number.
@@ -31,8 +31,7 @@ static HOST: Host = Host {
 
 unsafe extern "C" fn log(level: u32, text: *const u8, len: usize) {
     // SAFETY: a line of text, by the interface.
-    let line =
-        String::from_utf8_lossy(unsafe { std::slice::from_raw_parts(text, len) }).into_owned();
+    let line = String::from_utf8_lossy(unsafe { std::slice::from_raw_parts(text, len) }).into_owned();
     if !line.contains("connection over: event 10") {
         eprintln!("log {level}: {line}");
     }
@@ -59,15 +58,7 @@ unsafe extern "C" fn close_fd(fd: c_int) {
 /// Open fds of this process: below HIDDEN, and from there on.
 pub fn count_fds() -> (usize, usize) {
     let numbers = std::fs::read_dir("/proc/self/fd").unwrap();
-    let numbers = numbers.map(|entry| {
-        entry
-            .unwrap()
-            .file_name()
-            .to_str()
-            .unwrap()
-            .parse::<c_int>()
-            .unwrap()
-    });
+    let numbers = numbers.map(|entry| entry.unwrap().file_name().to_str().unwrap().parse::<c_int>().unwrap());
     let (low, high): (Vec<_>, Vec<_>) = numbers.partition(|fd| *fd < HIDDEN);
     // One of the low ones was the directory.
     (low.len() - 1, high.len())
@@ -115,10 +106,7 @@ impl Api {
             assert!(!symbol.is_null(), "no entry");
             let entry: Entry = std::mem::transmute::<*mut c_void, Entry>(symbol);
             let mut table = std::ptr::null();
-            let old = Host {
-                abi: ABI - 1,
-                ..HOST
-            };
+            let old = Host { abi: ABI - 1, ..HOST };
             assert_eq!(entry(&old, &mut table), -libc::EPROTO, "another version");
             assert_eq!(entry(&HOST, &mut table), 0);
             &*table
@@ -148,13 +136,7 @@ impl Api {
     }
 
     /// Connects; the error is the plugin's.
-    pub fn connect(
-        &self,
-        local: &Address,
-        remote: &Address,
-        private: &[u8],
-        timeout: Duration,
-    ) -> Result<Link, i32> {
+    pub fn connect(&self, local: &Address, remote: &Address, private: &[u8], timeout: Duration) -> Result<Link, i32> {
         let mut conn = null_mut();
         // SAFETY: valid pointers.
         let code = unsafe {
@@ -217,13 +199,7 @@ pub fn wait_readable(fds: &[c_int], time: Duration) -> bool {
         })
         .collect();
     // SAFETY: a list of this length.
-    unsafe {
-        libc::poll(
-            list.as_mut_ptr(),
-            list.len() as libc::nfds_t,
-            time.as_millis() as c_int,
-        ) > 0
-    }
+    unsafe { libc::poll(list.as_mut_ptr(), list.len() as libc::nfds_t, time.as_millis() as c_int) > 0 }
 }
 
 #[derive(Debug, PartialEq, Eq)]
@@ -292,9 +268,7 @@ impl Link {
     pub fn register(&self, memory: &Memory) -> Keys {
         let mut keys = Keys::default();
         // SAFETY: the memory is never unmapped.
-        let code = unsafe {
-            (self.api.table.register)(self.conn, memory.at.cast(), memory.len, &mut keys)
-        };
+        let code = unsafe { (self.api.table.register)(self.conn, memory.at.cast(), memory.len, &mut keys) };
         assert_eq!(code, 0, "register");
         keys
     }
@@ -368,9 +342,7 @@ impl Link {
             unsafe {
                 let (link, done) = (&*context.cast::<Link>(), &*done);
                 match done.kind {
-                    completion::RECEIVED => {
-                        link.on_message(std::slice::from_raw_parts(done.bytes, done.len as usize))
-                    }
+                    completion::RECEIVED => link.on_message(std::slice::from_raw_parts(done.bytes, done.len as usize)),
                     completion::WRITTEN => {
                         link.used.set(link.used.get() + 1);
                         link.events
@@ -392,11 +364,7 @@ impl Link {
         if self.used.get() >= u32::from(self.info.receive_buffers) / 4 {
             let used = self.used.replace(0);
             // Each credit that the peer spends is granted once, so grants are few; one credit was kept for them.
-            assert_eq!(
-                self.send_parts(&[&[GRANT], &used.to_le_bytes()]),
-                0,
-                "grant"
-            );
+            assert_eq!(self.send_parts(&[&[GRANT], &used.to_le_bytes()]), 0, "grant");
         }
         Ok(code as usize)
     }
@@ -409,9 +377,7 @@ impl Link {
             }
             [DATA, bytes @ ..] => {
                 self.used.set(self.used.get() + 1);
-                self.events
-                    .borrow_mut()
-                    .push_back(Event::Message(bytes.to_vec()));
+                self.events.borrow_mut().push_back(Event::Message(bytes.to_vec()));
             }
             _ => panic!("a message of kind {:?}", message.first()),
         }
@@ -427,10 +393,7 @@ impl Link {
         if self.poll()? == 0 {
             self.arm();
             if self.poll()? == 0 {
-                wait_readable(
-                    &[self.info.completion_fd, self.info.state_fd],
-                    Duration::from_secs(1),
-                );
+                wait_readable(&[self.info.completion_fd, self.info.state_fd], Duration::from_secs(1));
             }
         }
         match self.state() {
@@ -502,14 +465,7 @@ impl Memory {
         // SAFETY: a new mapping.
         let at = unsafe {
             let flags = libc::MAP_SHARED | libc::MAP_ANONYMOUS;
-            libc::mmap(
-                null_mut(),
-                len,
-                libc::PROT_READ | libc::PROT_WRITE,
-                flags,
-                -1,
-                0,
-            )
+            libc::mmap(null_mut(), len, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0)
         };
         assert_ne!(at, libc::MAP_FAILED);
         Self { at: at.cast(), len }
@@ -526,11 +482,7 @@ impl Memory {
     pub fn check(&self, seed: u32) {
         // SAFETY: nobody writes any more when this is called.
         let bytes = unsafe { std::slice::from_raw_parts(self.at, self.len) };
-        if let Some(at) = bytes
-            .iter()
-            .zip(pattern(seed))
-            .position(|(is, should)| *is != should)
-        {
+        if let Some(at) = bytes.iter().zip(pattern(seed)).position(|(is, should)| *is != should) {
             panic!("wrong byte at {at}");
         }
     }

@@ -35,9 +35,7 @@ fn main() {
             scenarios::have_little_memory(&Api::load(plugin), &address(local, 0), &target);
         }
         _ => {
-            eprintln!(
-                "usage: verbs-peer server PLUGIN ADDRESS PORT | client|client-ends PLUGIN ADDRESS PORT PEER"
-            );
+            eprintln!("usage: verbs-peer server PLUGIN ADDRESS PORT | client|client-ends PLUGIN ADDRESS PORT PEER");
             std::process::exit(2);
         }
     }

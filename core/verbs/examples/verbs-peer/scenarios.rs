@@ -5,9 +5,7 @@ use std::time::{Duration, Instant};
 
 use rdmasock_core::fabric::plugin::{Address, Device, Keys, PRIVATE_BYTES, Request, WriteRequest};
 
-use crate::link::{
-    Api, Event, HIDDEN, LOG, Link, Memory, PATIENCE, address, count_fds, pattern, wait_readable,
-};
+use crate::link::{Api, Event, HIDDEN, LOG, Link, Memory, PATIENCE, address, count_fds, pattern, wait_readable};
 
 const MIB: usize = 1 << 20;
 
@@ -99,10 +97,7 @@ pub fn serve(api: &Api, local: &Address) {
                 link.send(b"go");
                 let started = Instant::now();
                 let reason = link.end();
-                println!(
-                    "server: over with {reason} after {} ms",
-                    started.elapsed().as_millis()
-                );
+                println!("server: over with {reason} after {} ms", started.elapsed().as_millis());
                 assert_eq!(link.send_parts(&[b"late"]), -libc::ENOTCONN);
                 assert_eq!(link.state(), reason, "the reason stays");
                 while let Ok(_events) = link.poll() {}
@@ -148,10 +143,7 @@ pub fn run(api: &Api, local: &Address, server: &Address, ends: bool) {
     let started = Instant::now();
     let device = devices(api, local);
     let dial = |scenario| {
-        println!(
-            "client: {scenario:?} after {} ms",
-            started.elapsed().as_millis()
-        );
+        println!("client: {scenario:?} after {} ms", started.elapsed().as_millis());
         dial(api, local, server, scenario)
     };
     if !ends {
@@ -245,19 +237,9 @@ fn devices(api: &Api, local: &Address) -> Device {
 fn lengths(link: &Link) -> impl Iterator<Item = usize> + use<> {
     // One byte of a message says that it is data.
     let longest = link.info.buffer_bytes as usize - 1;
-    (0..longest).step_by(41).chain([
-        78,
-        79,
-        80,
-        254,
-        255,
-        256,
-        4094,
-        4095,
-        4096,
-        longest - 1,
-        longest,
-    ])
+    (0..longest)
+        .step_by(41)
+        .chain([78, 79, 80, 254, 255, 256, 4094, 4095, 4096, longest - 1, longest])
 }
 
 fn send_messages(link: &Link) {
@@ -297,9 +279,7 @@ fn receive_keys(link: &Link) -> (u64, u32) {
 
 /// Pieces of a region: offset, bytes, immediate.
 fn pieces(len: usize, immediates: bool) -> Vec<(usize, u32, Option<u32>)> {
-    let mut sizes = [1, 79, 80, 81, 256, 257, 4095, 65_536, 3, 20_000]
-        .into_iter()
-        .cycle();
+    let mut sizes = [1, 79, 80, 81, 256, 257, 4095, 65_536, 3, 20_000].into_iter().cycle();
     let (mut at, mut list) = (0, Vec::new());
     while at < len {
         let bytes = sizes.next().unwrap().min(len - at);
@@ -334,10 +314,7 @@ fn send_writes(link: &Link) {
         };
         link.write_all(&request);
         if at == 0 {
-            assert_eq!(
-                link.write(&WriteRequest { len: 0, ..request }),
-                -libc::EINVAL
-            );
+            assert_eq!(link.write(&WriteRequest { len: 0, ..request }), -libc::EINVAL);
             if !immediates {
                 assert_eq!(
                     link.write(&WriteRequest {
@@ -421,10 +398,7 @@ fn be_woken(link: &Link) {
             assert_eq!(event, Event::Message(b"wake".to_vec()));
             break;
         }
-        assert!(
-            wait_readable(&[link.info.completion_fd], PATIENCE),
-            "not woken"
-        );
+        assert!(wait_readable(&[link.info.completion_fd], PATIENCE), "not woken");
     }
     println!("server: woken after {} ms", started.elapsed().as_millis());
     // With nothing to come an armed queue is quiet.
@@ -446,13 +420,7 @@ fn process(api: &Api, role: &str, local: &Address, server: &Address, signal: Opt
         std::net::Ipv4Addr::new(a, b, c, d).to_string()
     };
     let status = Command::new(std::env::current_exe().unwrap())
-        .args([
-            role,
-            &api.path,
-            &text(local),
-            &server.port.to_string(),
-            &text(server),
-        ])
+        .args([role, &api.path, &text(local), &server.port.to_string(), &text(server)])
         .status()
         .unwrap();
     assert_eq!(status.signal(), signal, "{role}: {status}");
@@ -487,22 +455,15 @@ pub fn have_little_memory(api: &Api, local: &Address, server: &Address) {
         .expect("not enough memory");
     assert_eq!(code, -libc::ENOMEM);
     let log = LOG.lock().unwrap();
-    let told =
-        |line: &&String| line.contains("memlock limit is 64 KiB") && line.contains("ulimit -l");
+    let told = |line: &&String| line.contains("memlock limit is 64 KiB") && line.contains("ulimit -l");
     assert_eq!(log.iter().filter(told).count(), 1, "{log:?}");
 }
 
 fn nobody_listens(api: &Api, local: &Address, server: &Address) {
-    let nobody = Address {
-        port: 7499,
-        ..*server
-    };
+    let nobody = Address { port: 7499, ..*server };
     let started = Instant::now();
     let timeout = Duration::from_millis(1500);
-    let code = api
-        .connect(local, &nobody, b"", timeout)
-        .err()
-        .expect("nobody listens");
+    let code = api.connect(local, &nobody, b"", timeout).err().expect("nobody listens");
     println!(
         "client: nobody listens: {code} after {} ms",
         started.elapsed().as_millis()
@@ -544,10 +505,7 @@ fn sequence(api: &Api, local: &Address, server: &Address) {
         assert_eq!(low, before.0, "an fd that is not hidden");
         assert!(high > before.1);
     }
-    println!(
-        "client: 50 connections in {} ms",
-        started.elapsed().as_millis()
-    );
+    println!("client: 50 connections in {} ms", started.elapsed().as_millis());
     assert_eq!(count_fds(), before, "fds were left");
 }
 
@@ -560,10 +518,7 @@ fn fork(api: &Api, local: &Address, server: &Address) {
         // SAFETY: in the child, before all else.
         unsafe { (api.table.after_fork)() };
         assert_eq!(count_fds().1, 0, "the child has fds of the parent's");
-        let code = api
-            .connect(local, server, b"", PATIENCE)
-            .err()
-            .expect("no second life");
+        let code = api.connect(local, server, b"", PATIENCE).err().expect("no second life");
         assert_eq!(code, -libc::EOPNOTSUPP);
         // SAFETY: ends the child; nothing of the parent's is dropped.
         unsafe { libc::_exit(7) };
@@ -582,8 +537,7 @@ fn fork(api: &Api, local: &Address, server: &Address) {
 fn any_port(api: &Api, local: &Address, server: &Address) {
     let link = dial(api, local, server, Scenario::AnyPort).expect("connect");
     let port = u16::from_le_bytes(link.message().try_into().unwrap());
-    let second =
-        dial(api, local, &Address { port, ..*server }, Scenario::AnyPort).expect("connect");
+    let second = dial(api, local, &Address { port, ..*server }, Scenario::AnyPort).expect("connect");
     second.send(b"over there");
     assert_eq!(second.message(), b"over there");
 }

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use clap::{Args, ValueEnum};
 use nix::sys::socket::{
-    AddressFamily, Backlog, MsgFlags, SockFlag, SockType, SockaddrIn, accept, bind, connect,
-    listen, recv, send, setsockopt, socket, sockopt,
+    AddressFamily, Backlog, MsgFlags, SockFlag, SockType, SockaddrIn, accept, bind, connect, listen, recv, send,
+    setsockopt, socket, sockopt,
 };
 use rdmasock_integration::median;
 use rdmasock_integration::stat::{Stat, Totals};
@@ -70,12 +70,7 @@ struct Stream(OwnedFd);
 
 impl Stream {
     fn new() -> Result<Self> {
-        let fd = socket(
-            AddressFamily::Inet,
-            SockType::Stream,
-            SockFlag::empty(),
-            None,
-        )?;
+        let fd = socket(AddressFamily::Inet, SockType::Stream, SockFlag::empty(), None)?;
         Ok(Self(fd))
     }
 
@@ -251,10 +246,7 @@ fn ping(stream: &Stream, mark: u8) -> Result<()> {
 /// Uses the connection until it is on a link, or time is up; gives what is counted then.
 fn promoted(stream: &Stream) -> Result<Totals> {
     // A program that asks for the counters would else be one more holder of the connection.
-    nix::fcntl::fcntl(
-        &stream.0,
-        nix::fcntl::FcntlArg::F_SETFD(nix::fcntl::FdFlag::FD_CLOEXEC),
-    )?;
+    nix::fcntl::fcntl(&stream.0, nix::fcntl::FcntlArg::F_SETFD(nix::fcntl::FdFlag::FD_CLOEXEC))?;
     let begin = Instant::now();
     loop {
         for _ in 0..50 {
@@ -273,12 +265,8 @@ fn counters() -> Result<Totals> {
     // SAFETY: getpgrp has no preconditions.
     let group = unsafe { libc::getpgrp() }.cast_unsigned();
     let instances = Stat::new(command).group(group)?;
-    let ours = instances
-        .iter()
-        .find(|instance| instance.pid == std::process::id());
-    Ok(ours
-        .context("the library is not in front of this process")?
-        .totals)
+    let ours = instances.iter().find(|instance| instance.pid == std::process::id());
+    Ok(ours.context("the library is not in front of this process")?.totals)
 }
 
 /// µs of half a round trip, the median over batches.

@@ -141,9 +141,7 @@ pub fn run(json: Option<&Path>) -> Result<()> {
     let mut ours_failed = 0;
     for line in std::io::stdin().lock().lines() {
         let line = line?;
-        let text = line
-            .split_once("| ")
-            .map_or(line.as_str(), |(_, text)| text);
+        let text = line.split_once("| ").map_or(line.as_str(), |(_, text)| text);
         if let Some(text) = text.strip_prefix(MARK) {
             let sample: Sample = serde_json::from_str(text).context("a sample")?;
             eprintln!(
@@ -154,10 +152,7 @@ pub fn run(json: Option<&Path>) -> Result<()> {
                 name(sample.subject),
                 sample.value
             );
-            devices
-                .entry(sample.device.clone())
-                .or_default()
-                .add(&sample);
+            devices.entry(sample.device.clone()).or_default().add(&sample);
         } else if let Some(text) = text.strip_prefix("failed ") {
             let failure: Failure = serde_json::from_str(text).context("a failure")?;
             if matches!(failure.subject, Subject::Tcp | Subject::Library) {
@@ -214,18 +209,8 @@ fn row((job, size): (Job, u32)) -> Row {
             // As good, but for the noise of emulated machines.
             &[Goal::Times(table::Subject::Tcp, 0.9)],
         ),
-        Job::Latency => Row::new(
-            &format!("{size}, half a round trip"),
-            "µs",
-            Better::Lower,
-            &goals,
-        ),
-        Job::Bandwidth => Row::new(
-            &format!("{size} writes, one way"),
-            "bytes/s",
-            Better::Higher,
-            &goals,
-        ),
+        Job::Latency => Row::new(&format!("{size}, half a round trip"), "µs", Better::Lower, &goals),
+        Job::Bandwidth => Row::new(&format!("{size} writes, one way"), "bytes/s", Better::Higher, &goals),
         Job::Messages => Row::new(
             &format!("{size} messages, one way"),
             "messages/s",

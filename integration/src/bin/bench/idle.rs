@@ -22,26 +22,10 @@ const WATCH: Duration = Duration::from_secs(5);
 pub fn rows() -> Vec<Row> {
     let row = |name, unit, goals: &[Goal]| Row::new(name, unit, Better::Lower, goals);
     vec![
-        row(
-            "idle: memory of a stream, a side",
-            "bytes",
-            &[Goal::AtMost(8192.0)],
-        ),
-        row(
-            "idle: descriptors of a stream, a side",
-            "fds",
-            &[Goal::AtMost(1.0)],
-        ),
-        row(
-            "idle: wake-ups with 1,100 streams, both",
-            "1/s",
-            &[Goal::AtMost(0.0)],
-        ),
-        row(
-            "idle: CPU with 1,100 streams, both",
-            "ms/s",
-            &[Goal::AtMost(0.0)],
-        ),
+        row("idle: memory of a stream, a side", "bytes", &[Goal::AtMost(8192.0)]),
+        row("idle: descriptors of a stream, a side", "fds", &[Goal::AtMost(1.0)]),
+        row("idle: wake-ups with 1,100 streams, both", "1/s", &[Goal::AtMost(0.0)]),
+        row("idle: CPU with 1,100 streams, both", "ms/s", &[Goal::AtMost(0.0)]),
     ]
 }
 
@@ -136,8 +120,5 @@ fn cpu_ms(pid: u32) -> Result<f64> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"))?;
     let (_, fields) = stat.rsplit_once(')').context("stat")?;
     let ticks = fields.split_whitespace().skip(11).take(2);
-    Ok(ticks
-        .filter_map(|ticks| ticks.parse::<f64>().ok())
-        .sum::<f64>()
-        * 10.0)
+    Ok(ticks.filter_map(|ticks| ticks.parse::<f64>().ok()).sum::<f64>() * 10.0)
 }

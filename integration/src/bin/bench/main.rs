@@ -1,7 +1,7 @@
-//! What single calls, messages and idle streams cost: kernel TCP, a Unix socket and the library,
-//! alternately in one run. It starts itself again as both ends of every measurement (`peer`).
-//! Its part `never-slower` measures whole programs; those that the library makes much faster are the business of `demo`.
-//! Nothing here is a test with a time limit.
+//! What single calls, messages and idle streams cost: kernel TCP, a Unix socket and the library, alternately in one
+//! run. It starts itself again as both ends of every measurement (`peer`). Its part `never-slower` measures whole
+//! programs; those that the library makes much faster are the business of `demo`. Nothing here is a test with a time
+//! limit.
 
 mod idle;
 mod never_slower;
@@ -90,11 +90,7 @@ fn all() -> Result<()> {
 fn calls(options: &Choice) -> Result<()> {
     let build = Build::locate();
     let mut bench = Bench {
-        build: if options.kernel {
-            build.ok()
-        } else {
-            Some(build?)
-        },
+        build: if options.kernel { build.ok() } else { Some(build?) },
         kernel: options.kernel,
         seconds: if options.quick { 0.3 } else { 1.0 },
         rounds: if options.quick { 1 } else { options.rounds },
@@ -111,59 +107,40 @@ fn calls(options: &Choice) -> Result<()> {
     }
     let mut idle = idle::rows();
     if idle.iter().any(is_wanted) {
-        bench.repeat(
-            "idle streams",
-            &[Subject::Tcp, Subject::Library],
-            |bench, subject| idle::measure(&bench.lab(subject)?, &mut idle, subject),
-        );
+        bench.repeat("idle streams", &[Subject::Tcp, Subject::Library], |bench, subject| {
+            idle::measure(&bench.lab(subject)?, &mut idle, subject)
+        });
         rows.extend(idle);
     }
     let mut peers = peers::rows();
     if peers.iter().any(is_wanted) {
         // A thousand processes do not come and go in every round.
         let rounds = std::mem::replace(&mut bench.rounds, 1);
-        bench.repeat(
-            "peers",
-            &[Subject::Tcp, Subject::Library],
-            |bench, subject| {
-                peers::measure(&bench.lab(subject)?, &mut peers, subject, options.quick)
-            },
-        );
+        bench.repeat("peers", &[Subject::Tcp, Subject::Library], |bench, subject| {
+            peers::measure(&bench.lab(subject)?, &mut peers, subject, options.quick)
+        });
         bench.rounds = rounds;
         rows.extend(peers);
     }
     for (mut row, job) in pass_through() {
         if is_wanted(&row) {
             let name = row.name.clone();
-            bench.repeat(
-                &name,
-                &[Subject::Bare, Subject::Library],
-                |bench, subject| {
-                    let lab = bench.lab(subject)?;
-                    row.add(
-                        subject,
-                        figure(&lab, bench.peer(&lab, Role::Client, job, "")?)?,
-                    );
-                    Ok(())
-                },
-            );
+            bench.repeat(&name, &[Subject::Bare, Subject::Library], |bench, subject| {
+                let lab = bench.lab(subject)?;
+                row.add(subject, figure(&lab, bench.peer(&lab, Role::Client, job, "")?)?);
+                Ok(())
+            });
             rows.push(row);
         }
     }
 
-    let report = Report::new(
-        "Calls, messages and idle streams on one host",
-        bench.rounds,
-        rows,
-    );
+    let report = Report::new("Calls, messages and idle streams on one host", bench.rounds, rows);
     options.publish(&report, &bench.failures)
 }
 
 impl Choice {
     fn is_wanted(&self, row: &Row) -> bool {
-        self.only
-            .as_ref()
-            .is_none_or(|text| row.name.contains(text))
+        self.only.as_ref().is_none_or(|text| row.name.contains(text))
     }
 
     /// Prints and writes what was measured.
@@ -178,11 +155,7 @@ impl Choice {
                 .with_context(|| format!("write {}", path.display()))?;
         }
         if !failures.is_empty() {
-            bail!(
-                "{} measurements failed:\n  {}",
-                failures.len(),
-                failures.join("\n  ")
-            );
+            bail!("{} measurements failed:\n  {}", failures.len(), failures.join("\n  "));
         }
         Ok(())
     }
@@ -239,14 +212,7 @@ fn pairs() -> Vec<(Row, Job, bool)> {
 
 /// Calls on sockets that are not accelerated.
 fn pass_through() -> Vec<(Row, Job)> {
-    let row = |name| {
-        Row::new(
-            name,
-            "ns",
-            Better::Lower,
-            &[Goal::Over(Subject::Bare, 10.0)],
-        )
-    };
+    let row = |name| Row::new(name, "ns", Better::Lower, &[Goal::Over(Subject::Bare, 10.0)]);
     vec![
         (row("pass-through recv, UDP socket, EAGAIN"), Job::PassUdp),
         (row("pass-through recv, bad descriptor"), Job::PassBadFd),
@@ -264,12 +230,7 @@ impl Bench {
     }
 
     /// Runs `sample` in every round for every subject in turn; failures are noted, not fatal.
-    fn repeat(
-        &mut self,
-        name: &str,
-        subjects: &[Subject],
-        mut sample: impl FnMut(&Self, Subject) -> Result<()>,
-    ) {
+    fn repeat(&mut self, name: &str, subjects: &[Subject], mut sample: impl FnMut(&Self, Subject) -> Result<()>) {
         eprintln!("{name}");
         for _ in 0..self.rounds {
             for subject in subjects {
@@ -277,8 +238,7 @@ impl Bench {
                     return self.failures.push("interrupted".to_owned());
                 }
                 if let Err(error) = sample(self, *subject) {
-                    self.failures
-                        .push(format!("{name}, {subject:?}: {error:#}"));
+                    self.failures.push(format!("{name}, {subject:?}: {error:#}"));
                 }
             }
         }
@@ -294,17 +254,11 @@ impl Bench {
         self.repeat(&name, &subjects, |bench, subject| {
             let lab = bench.lab(subject)?;
             if subject == Subject::Bare {
-                row.add(
-                    subject,
-                    figure(&lab, bench.peer(&lab, Role::Client, Job::Bare, "")?)?,
-                );
+                row.add(subject, figure(&lab, bench.peer(&lab, Role::Client, Job::Bare, "")?)?);
                 return Ok(());
             }
             let (server, address) = bench.server(&lab, job, subject)?;
-            row.add(
-                subject,
-                figure(&lab, bench.peer(&lab, Role::Client, job, &address)?)?,
-            );
+            row.add(subject, figure(&lab, bench.peer(&lab, Role::Client, job, &address)?)?);
             lab.check_paths(&server, || Ok(()))
         });
     }
@@ -334,7 +288,5 @@ impl Bench {
 /// Runs a client that prints one figure.
 fn figure(lab: &Lab, cmd: Cmd) -> Result<f64> {
     let text = lab.text(cmd)?;
-    text.trim()
-        .parse()
-        .with_context(|| format!("not a figure: {text}"))
+    text.trim().parse().with_context(|| format!("not a figure: {text}"))
 }

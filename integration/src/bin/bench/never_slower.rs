@@ -1,6 +1,7 @@
-//! `bench never-slower`: whole programs for which the library must never be slower than kernel TCP, because they have many
-//! processes for the cores, short connections, the library at one end only, or bytes that pass through the kernel. Each row
-//! alternately without and with the library; the losing ones are printed at the end. Those that must be much faster are in `demo`.
+//! `bench never-slower`: whole programs for which the library must never be slower than kernel TCP, because they have
+//! many processes for the cores, short connections, the library at one end only, or bytes that pass through the kernel.
+//! Each row alternately without and with the library; the losing ones are printed at the end. Those that must be much
+//! faster are in `demo`.
 
 use std::rc::Rc;
 
@@ -58,23 +59,14 @@ pub fn run(choice: &Choice) -> Result<()> {
     let mut programs = postgres(size);
     programs.push(mariadb(size));
     programs.extend(redis(size));
-    programs.extend([
-        nginx(size),
-        relay_small(size),
-        relay_large(size),
-        rsync(size),
-    ]);
+    programs.extend([nginx(size), relay_small(size), relay_large(size), rsync(size)]);
     for program in &mut programs {
         program.measures.retain(|m| choice.is_wanted(&m.row));
     }
     programs.retain(|program| !program.measures.is_empty());
     let failures = rounds.run(&mut programs)?;
 
-    let rows = programs
-        .into_iter()
-        .flat_map(|p| p.measures)
-        .map(|m| m.row)
-        .collect();
+    let rows = programs.into_iter().flat_map(|p| p.measures).map(|m| m.row).collect();
     let title = match choice.kernel {
         true => "Self-check, the library is NOT in use",
         false => "Programs that must never be slower",
@@ -201,11 +193,7 @@ fn redis(size: Size) -> Vec<Program> {
         on(
             Mode::Both,
             "redis, short connections",
-            row(
-                "redis GET, a connection per request",
-                Paths::Any,
-                &["-k", "0"],
-            ),
+            row("redis GET, a connection per request", Paths::Any, &["-k", "0"]),
         ),
     ]
 }
@@ -275,12 +263,9 @@ fn behind_relay(lab: &Lab, back: Service) -> Result<Vec<Service>> {
 
 /// A connection and a process for each transfer.
 fn rsync(size: Size) -> Program {
-    let row = measure(
-        "rsync of 256 MiB",
-        "bytes/s",
-        Paths::Unseen,
-        move |lab, server| loads::rsync(lab, server, "large", LARGE as u64, size.seconds),
-    );
+    let row = measure("rsync of 256 MiB", "bytes/s", Paths::Unseen, move |lab, server| {
+        loads::rsync(lab, server, "large", LARGE as u64, size.seconds)
+    });
     program(
         "rsync",
         Mode::Both,

@@ -55,13 +55,7 @@ pub fn command(lab: &Lab, role: Role, job: Job, address: &str, seconds: f64) -> 
     let job = job.to_possible_value().context("a job without a name")?;
     let cmd = lab
         .cmd(role, &bench.display().to_string())?
-        .args([
-            "peer",
-            "--job",
-            job.get_name(),
-            "--seconds",
-            &seconds.to_string(),
-        ])
+        .args(["peer", "--job", job.get_name(), "--seconds", &seconds.to_string()])
         .args(["--address", address]);
     Ok(if role == Role::Server {
         cmd.args(["--server"])
@@ -89,9 +83,7 @@ pub fn run(peer: &Peer) -> Result<()> {
         Job::Hold => return hold(&peer.address),
         Job::EchoBlocking => trips(time, &mut Blocking(connect(&peer.address)?))?,
         Job::EchoEpoll => trips(time, &mut Waiting::new(connect(&peer.address)?)?)?,
-        Job::MessagesLargeReads | Job::MessagesSmallReads => {
-            send_for(connect(&peer.address)?, &[7; 8], time)? / 8.0
-        }
+        Job::MessagesLargeReads | Job::MessagesSmallReads => send_for(connect(&peer.address)?, &[7; 8], time)? / 8.0,
         Job::Bulk => send_for(connect(&peer.address)?, &vec![7; 1 << 20], time)?,
     };
     println!("{figure}");
@@ -102,9 +94,7 @@ pub fn run(peer: &Peer) -> Result<()> {
 /// are the same for both.
 fn connect(address: &str) -> Result<TcpStream> {
     if address.starts_with('/') {
-        return Ok(TcpStream::from(OwnedFd::from(UnixStream::connect(
-            address,
-        )?)));
+        return Ok(TcpStream::from(OwnedFd::from(UnixStream::connect(address)?)));
     }
     let stream = TcpStream::connect(address)?;
     stream.set_nodelay(true)?;
@@ -275,10 +265,7 @@ fn drain(mut stream: TcpStream, size: usize, time: Duration) -> Result<()> {
         }
         total += count as u64;
         reads = reads.wrapping_add(1);
-        if warm.is_none()
-            && (size >= 1024 || reads.is_multiple_of(256))
-            && begin.elapsed() >= time.mul_f64(WARM_UP)
-        {
+        if warm.is_none() && (size >= 1024 || reads.is_multiple_of(256)) && begin.elapsed() >= time.mul_f64(WARM_UP) {
             warm = Some((Instant::now(), total));
         }
     }
@@ -376,10 +363,7 @@ fn serve_held(listener: TcpListener) -> Result<()> {
         for event in events.iter().take(count) {
             if event.data() == u64::MAX {
                 let stream = listener.accept()?.0;
-                epoll.add(
-                    &stream,
-                    EpollEvent::new(EpollFlags::EPOLLIN, streams.len() as u64),
-                )?;
+                epoll.add(&stream, EpollEvent::new(EpollFlags::EPOLLIN, streams.len() as u64))?;
                 streams.push(stream);
             } else if let Some(stream) = streams.get_mut(event.data() as usize) {
                 let mut buffer = [0; 64];

@@ -150,13 +150,7 @@ pub trait Suite: Sync {
     ///
     /// # Errors
     /// When what it needs cannot be written.
-    fn job(
-        &self,
-        place: &Place,
-        part: &str,
-        selection: Selection<'_>,
-        scratch: &Path,
-    ) -> Result<Job>;
+    fn job(&self, place: &Place, part: &str, selection: Selection<'_>, scratch: &Path) -> Result<Job>;
 
     /// The cases that a process ran, from what it left.
     fn cases(&self, part: &str, ran: &Ran, scratch: &Path) -> Cases;

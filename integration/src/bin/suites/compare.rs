@@ -138,9 +138,7 @@ impl Runner<'_> {
             if whole.cases.is_empty() && found.is_empty() {
                 found.insert(part.to_owned(), ran.end.outcome());
             }
-            let broke_off = found
-                .values()
-                .any(|outcome| *outcome == Outcome::Unfinished);
+            let broke_off = found.values().any(|outcome| *outcome == Outcome::Unfinished);
             let new = found.keys().any(|name| !whole.cases.contains_key(name));
             whole.cases.extend(found);
             if !broke_off || !new || !self.suite.selects() || !matches!(selection, Selection::All) {
@@ -156,10 +154,9 @@ impl Runner<'_> {
     /// As [`Runner::once`].
     pub fn again(&self, part: &str, counts: &mut Counts) -> Result<()> {
         for way in Way::LIBRARY {
-            let (mut differences, others): (Vec<_>, Vec<_>) =
-                std::mem::take(&mut counts.differences)
-                    .into_iter()
-                    .partition(|difference| difference.way == way);
+            let (mut differences, others): (Vec<_>, Vec<_>) = std::mem::take(&mut counts.differences)
+                .into_iter()
+                .partition(|difference| difference.way == way);
             counts.differences = others;
             self.again_in(part, way, &mut differences)?;
             counts.differences.extend(differences);

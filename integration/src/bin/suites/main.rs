@@ -1,5 +1,5 @@
-//! `scripts/suites`: other people's test suites without and with the library, compared case by case. What is fetched lies in
-//! target/suites and is used again; results are kept there, and `--all` makes docs/compatibility.md of them.
+//! `scripts/suites`: other people's test suites without and with the library, compared case by case. What is fetched
+//! lies in target/suites and is used again; results are kept there, and `--all` makes docs/compatibility.md of them.
 
 mod case;
 mod compare;
@@ -52,11 +52,7 @@ struct Options {
     #[arg(long)]
     packages: bool,
     /// The library.
-    #[arg(
-        long,
-        value_name = "FILE",
-        default_value = "target/release/librdmasock.so"
-    )]
+    #[arg(long, value_name = "FILE", default_value = "target/release/librdmasock.so")]
     library: PathBuf,
     /// What the library is called in the results; those of another one are not put together with these.
     #[arg(long, value_name = "NAME", default_value = "unknown")]
@@ -77,8 +73,7 @@ fn run(options: &Options) -> Result<()> {
         return Ok(());
     }
     if options.packages {
-        let all: std::collections::BTreeSet<_> =
-            suites.iter().flat_map(|suite| suite.packages()).collect();
+        let all: std::collections::BTreeSet<_> = suites.iter().flat_map(|suite| suite.packages()).collect();
         all.iter().for_each(|package| println!("{package}"));
         return Ok(());
     }
@@ -131,10 +126,7 @@ fn run_suites(
     reasons: &Reasons,
 ) -> Result<()> {
     rdmasock_integration::signals::catch()?;
-    let library = options
-        .library
-        .canonicalize()
-        .context("the library is not built")?;
+    let library = options.library.canonicalize().context("the library is not built")?;
     let sandbox = Sandbox::new(&library, dir.to_owned())?;
     let plan = Plan {
         suites,

@@ -1,5 +1,6 @@
-//! What came of a suite, as it is kept in a file: by part, so that a long suite can be put together from several runs, as long as
-//! they were of the same library and the same suite. Not how it came about (`compare`), nor how it is shown (`report`).
+//! What came of a suite, as it is kept in a file: by part, so that a long suite can be put together from several runs,
+//! as long as they were of the same library and the same suite. Not how it came about (`compare`), nor how it is shown
+//! (`report`).
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -23,15 +24,11 @@ pub struct Difference {
 }
 
 impl Difference {
-    /// Whether the repeats say that it is the library: outcomes came back that kernel TCP never had. What differed once and
-    /// then in none of the repeats is unsteady.
+    /// Whether the repeats say that it is the library: outcomes came back that kernel TCP never had. What differed once
+    /// and then in none of the repeats is unsteady.
     pub fn is_steady(&self) -> bool {
         let foreign = |(outcome, times): (&Outcome, &usize)| {
-            if self.kernel.contains_key(outcome) {
-                0
-            } else {
-                *times
-            }
+            if self.kernel.contains_key(outcome) { 0 } else { *times }
         };
         self.library.iter().map(foreign).sum::<usize>() > 1
     }
@@ -43,9 +40,7 @@ impl Difference {
 
     /// Whether the library had an outcome that kernel TCP had in none of its runs.
     pub fn is_foreign(&self) -> bool {
-        self.library
-            .keys()
-            .any(|outcome| !self.kernel.contains_key(outcome))
+        self.library.keys().any(|outcome| !self.kernel.contains_key(outcome))
     }
 }
 
@@ -137,8 +132,7 @@ impl Record {
             all.parts.entry(part).or_insert(counts);
         }
         let file = file_of(results, &self.suite);
-        fs::write(&file, serde_json::to_string_pretty(&all)? + "\n")
-            .with_context(|| file.display().to_string())
+        fs::write(&file, serde_json::to_string_pretty(&all)? + "\n").with_context(|| file.display().to_string())
     }
 
     /// What is kept of a suite.
@@ -185,9 +179,7 @@ mod tests {
     #[test]
     fn parts_of_the_same_library_are_put_together_and_the_later_run_of_a_part_stands() {
         let dir = tempfile::tempdir().expect("a folder");
-        record("x", &[("one", 1), ("two", 2)])
-            .keep(dir.path())
-            .expect("kept");
+        record("x", &[("one", 1), ("two", 2)]).keep(dir.path()).expect("kept");
         record("x", &[("two", 3)]).keep(dir.path()).expect("kept");
         let kept = Record::read(dir.path(), "a").expect("read");
         assert_eq!(kept, Some(record("x", &[("one", 1), ("two", 3)])));

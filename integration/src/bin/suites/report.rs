@@ -1,6 +1,6 @@
-//! docs/compatibility.md, made of what the comparisons found: a table of suites, the cases that differ with the reasons, those that
-//! are unsteady, and the page on programs that is kept by hand. Not a place for judgement: what is no reason in the file is shown
-//! without one.
+//! docs/compatibility.md, made of what the comparisons found: a table of suites, the cases that differ with the
+//! reasons, those that are unsteady, and the page on programs that is kept by hand. Not a place for judgement: what is
+//! no reason in the file is shown without one.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -32,12 +32,7 @@ back, and *unsteady* if it does not. *Failing* are cases that kernel TCP does no
 ///
 /// # Errors
 /// When there are no records, or they are of several libraries.
-pub fn page(
-    suites: &[&str],
-    records: &[Record],
-    reasons: &Reasons,
-    programs: &str,
-) -> Result<String> {
+pub fn page(suites: &[&str], records: &[Record], reasons: &Reasons, programs: &str) -> Result<String> {
     let Some(first) = records.first() else {
         bail!("there are no results to make a table of");
     };

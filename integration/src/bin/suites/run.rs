@@ -1,6 +1,6 @@
-//! A run of several suites: they are fetched one after the other, while the parts of those that lie ready run, several at a time; at
-//! the end, when less runs beside them, parts that differ run again. What comes of each part is kept as soon as it is known. Not what a
-//! part is and how it is compared: `case` and `compare` have that.
+//! A run of several suites: they are fetched one after the other, while the parts of those that lie ready run, several
+//! at a time; at the end, when less runs beside them, parts that differ run again. What comes of each part is kept as
+//! soon as it is known. Not what a part is and how it is compared: `case` and `compare` have that.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -135,11 +135,7 @@ impl<'a> Run<'a> {
                 if let Some(counts) = self.part(&ready, &part, |runner| runner.once(&part))?
                     && !counts.differences.is_empty()
                 {
-                    let of_part = Differing {
-                        ready,
-                        part,
-                        counts,
-                    };
+                    let of_part = Differing { ready, part, counts };
                     lock(&differing)?.push(of_part);
                 }
             }
@@ -184,12 +180,7 @@ impl<'a> Run<'a> {
         let work = || -> Result<()> {
             loop {
                 let next = lock(&rest)?.next();
-                let Some(Differing {
-                    ready,
-                    part,
-                    counts,
-                }) = next
-                else {
+                let Some(Differing { ready, part, counts }) = next else {
                     return Ok(());
                 };
                 let part = part.as_str();
@@ -302,14 +293,9 @@ fn tell(record: &Record, counts: &Counts, reasons: &Reasons) {
         differences,
     } = counts;
     let suite = &record.suite;
-    println!(
-        "  {suite} {}: {cases} cases, promoted {promoted:?}",
-        record.version
-    );
+    println!("  {suite} {}: {cases} cases, promoted {promoted:?}", record.version);
     if skipped + failing > 0 {
-        println!(
-            "skipped: {suite}: {skipped} cases by itself, {failing} that fail on kernel TCP too"
-        );
+        println!("skipped: {suite}: {skipped} cases by itself, {failing} that fail on kernel TCP too");
     }
     for difference in differences {
         let kind = match (difference.is_steady(), reasons.of(record, difference)) {

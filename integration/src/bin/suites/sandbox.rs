@@ -1,6 +1,6 @@
-//! Runs a process of a suite such that it cannot be noticed afterwards, nor by another that runs at the same time: with loopback,
-//! temporary files and shared memory of its own, process ids of its own, which end with it, a scratch folder that is removed, and
-//! nothing of the user's environment.
+//! Runs a process of a suite such that it cannot be noticed afterwards, nor by another that runs at the same time: with
+//! loopback, temporary files and shared memory of its own, process ids of its own, which end with it, a scratch folder
+//! that is removed, and nothing of the user's environment.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -15,12 +15,12 @@ use crate::case::{Job, Outcome, Way};
 /// How often it is looked whether a process is silent.
 const TICK: Duration = Duration::from_millis(50);
 
-/// Brings loopback up, and stays as the first process of the namespace: it reaps, and what it starts gets signals as any
-/// other process does.
-/// The first argument is what is laid over /usr/share. The second is a folder that other users may not enter, the third the one
-/// of the suites, which the job's user has to see: /tmp, and the former, are covered by empty folders in which there is nothing
-/// else. Process ids begin anew in each job, so what is named after them must not be where another job finds it. What the machine
-/// runs on cannot be changed: suites that run as root make files there, and change the modes of devices.
+/// Brings loopback up, and stays as the first process of the namespace: it reaps, and what it starts gets signals as
+/// any other process does. The first argument is what is laid over /usr/share. The second is a folder that other users
+/// may not enter, the third the one of the suites, which the job's user has to see: /tmp, and the former, are covered
+/// by empty folders in which there is nothing else. Process ids begin anew in each job, so what is named after them
+/// must not be where another job finds it. What the machine runs on cannot be changed: suites that run as root make
+/// files there, and change the modes of devices.
 const INIT: &str = r#"ip link set lo up || exit 125
 [ -z "$1" ] || mount -t overlay -o "ro,lowerdir=$1:/usr/share" overlay /usr/share || exit 125
 cover() { mount --bind "$3" /mnt && mount -t tmpfs -o "mode=$2" none "$1" && mkdir -p "$3" && mount --move /mnt "$3"; }
@@ -146,11 +146,7 @@ impl Sandbox {
             .args(["--net", "--ipc", "--pid", "--fork", "--kill-child"])
             .args(["--mount-proc"])
             .args(["sh", "-c", INIT, "init"])
-            .args([
-                job.over_share.clone().unwrap_or_default(),
-                closed,
-                self.base.clone(),
-            ])
+            .args([job.over_share.clone().unwrap_or_default(), closed, self.base.clone()])
             .args(self.command(job, way, scratch, counted))
             .spawn()?;
         let (mut ran, mut silent, mut heard) = (Duration::ZERO, Duration::ZERO, 0);
@@ -203,11 +199,7 @@ impl Sandbox {
         words.push(dir.display().to_string());
         let temp = temp.display();
         words.push("PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin".into());
-        words.extend([
-            "LANG=C.UTF-8".into(),
-            "TERM=dumb".into(),
-            "USER=root".into(),
-        ]);
+        words.extend(["LANG=C.UTF-8".into(), "TERM=dumb".into(), "USER=root".into()]);
         words.push(format!("TMPDIR={temp}"));
         words.push(format!("HOME={temp}"));
         words.extend(job.env.iter().map(|(key, value)| format!("{key}={value}")));
@@ -230,17 +222,13 @@ impl Sandbox {
 /// Lets jobs that run as another user write there.
 fn open_to_all(dir: &Path) -> Result<()> {
     use std::os::unix::fs::PermissionsExt;
-    Ok(std::fs::set_permissions(
-        dir,
-        std::fs::Permissions::from_mode(0o1777),
-    )?)
+    Ok(std::fs::set_permissions(dir, std::fs::Permissions::from_mode(0o1777))?)
 }
 
 /// The highest folder above `dir` that other users may not enter.
 fn closed_above(dir: &Path) -> Option<PathBuf> {
     use std::os::unix::fs::PermissionsExt;
-    let is_closed =
-        |dir: &&Path| std::fs::metadata(dir).is_ok_and(|data| data.permissions().mode() & 1 == 0);
+    let is_closed = |dir: &&Path| std::fs::metadata(dir).is_ok_and(|data| data.permissions().mode() & 1 == 0);
     dir.ancestors().filter(is_closed).last().map(Path::to_owned)
 }
 

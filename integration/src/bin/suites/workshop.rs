@@ -1,5 +1,6 @@
 //! Where suites come from: Debian's binary and source packages through apt, and PyPI through pip. apt is used with
-//! entries derived from the machine's own, in a folder of ours: its settings, its lists and what is installed stay as they are.
+//! entries derived from the machine's own, in a folder of ours: its settings, its lists and what is installed stay as
+//! they are.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -54,11 +55,7 @@ impl Workshop {
     pub fn unpack(&self, packages: &[&str], dir: &Path) -> Result<String> {
         let debs = dir.join("debs");
         fs::create_dir_all(&debs)?;
-        run(self
-            .apt("apt-get")?
-            .arg("download")
-            .args(packages)
-            .current_dir(&debs))?;
+        run(self.apt("apt-get")?.arg("download").args(packages).current_dir(&debs))?;
         let mut version = None;
         for package in packages {
             let deb = entry(&debs, |name| name.starts_with(&format!("{package}_")))?;
@@ -78,9 +75,7 @@ impl Workshop {
     /// # Errors
     /// When none can be had.
     pub fn source(&self, package: &str, dir: &Path) -> Result<(PathBuf, String)> {
-        let listed = run(self
-            .apt("apt-cache")?
-            .args(["showsrc", "--only-source", package]))?;
+        let listed = run(self.apt("apt-cache")?.args(["showsrc", "--only-source", package]))?;
         let mut versions: Vec<&str> = listed
             .lines()
             .filter_map(|line| line.strip_prefix("Version: "))
@@ -113,19 +108,13 @@ impl Workshop {
     /// # Errors
     /// When they cannot be installed.
     pub fn venv(&self, packages: &[&str], dir: &Path) -> Result<String> {
-        run(Command::new("/usr/bin/python3")
-            .args(["-m", "venv"])
-            .arg(dir))?;
+        run(Command::new("/usr/bin/python3").args(["-m", "venv"]).arg(dir))?;
         let pip = dir.join("bin/pip");
-        run(Command::new(&pip)
-            .args(["install", "-q", "--no-input"])
-            .args(packages))?;
+        run(Command::new(&pip).args(["install", "-q", "--no-input"]).args(packages))?;
         let first = packages.first().context("no package")?;
         let name = first.split(['[', '=', '<']).next().unwrap_or(first);
         let shown = run(Command::new(&pip).args(["show", name]))?;
-        let version = shown
-            .lines()
-            .find_map(|line| line.strip_prefix("Version: "));
+        let version = shown.lines().find_map(|line| line.strip_prefix("Version: "));
         Ok(version.context("pip show tells no version")?.to_owned())
     }
 
@@ -142,11 +131,7 @@ impl Workshop {
             .arg(&source)
             .arg(package))?;
         let archive = entry(&source, |name| name.ends_with(".tar.gz"))?;
-        run(Command::new("tar")
-            .arg("-xzf")
-            .arg(&archive)
-            .arg("-C")
-            .arg(&source))?;
+        run(Command::new("tar").arg("-xzf").arg(&archive).arg("-C").arg(&source))?;
         let tree = entry(&source, |name| source.join(name).is_dir())?;
         fs::rename(tree.join(tests), dir.join(tests))?;
         Ok(fs::remove_dir_all(&source)?)
@@ -237,9 +222,7 @@ fn stanzas(text: &str, codename: &str) -> String {
     };
     let with_sources = |stanza: &str| -> String {
         let kept = stanza.lines().filter(|line| !line.starts_with("Types:"));
-        kept.fold("Types: deb deb-src\n".to_owned(), |all, line| {
-            all + line + "\n"
-        }) + "\n"
+        kept.fold("Types: deb deb-src\n".to_owned(), |all, line| all + line + "\n") + "\n"
     };
     text.split("\n\n").filter(fits).map(with_sources).collect()
 }

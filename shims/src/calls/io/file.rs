@@ -1,7 +1,7 @@
 //! The calls that move bytes between a socket and a file or pipe.
 
+use crate::closing;
 use crate::jump::within;
-use crate::lifecycle;
 use crate::real::Cancellable;
 use crate::rx;
 use crate::socket::Socket;
@@ -40,7 +40,7 @@ unsafe extern "C" fn sendfile_on(
     // SAFETY: the program's own offset.
     unsafe {
         within(|| {
-            tx::sendfile(socket, out, input, offset, count, &|out| {
+            tx::sendfile::sendfile(socket, out, input, offset, count, &|out| {
                 real.cancellable()(out, input, offset, count)
             })
         })
@@ -58,23 +58,11 @@ pub unsafe extern "C" fn splice(
     len: size_t,
     flags: c_uint,
 ) -> ssize_t {
-    match (lifecycle::connection(input), lifecycle::connection(out)) {
+    match (closing::connection(input), closing::connection(out)) {
         // SAFETY: the caller's arguments, as they are.
         (None, None) => unsafe { real(input, input_offset, out, out_offset, len, flags) },
         // SAFETY: likewise.
-        (from, to) => unsafe {
-            splice_on(
-                from,
-                to,
-                real,
-                input,
-                input_offset,
-                out,
-                out_offset,
-                len,
-                flags,
-            )
-        },
+        (from, to) => unsafe { splice_on(from, to, real, input, input_offset, out, out_offset, len, flags) },
     }
 }
 
@@ -105,13 +93,11 @@ unsafe extern "C" fn splice_on(
     match (from, to) {
         (Some(socket), _) => {
             let nonblocking = flags & libc::SPLICE_F_NONBLOCK != 0;
-            within(|| rx::splice(socket, input, out, len, nonblocking, call))
+            within(|| rx::splice::splice(socket, input, out, len, nonblocking, call))
         }
         (_, Some(socket)) => {
             // SAFETY: likewise.
-            let call = |out| unsafe {
-                real.cancellable()(input, input_offset, out, out_offset, len, flags)
-            };
+            let call = |out| unsafe { real.cancellable()(input, input_offset, out, out_offset, len, flags) };
             within(|| tx::send_on_tcp(socket, out, &call))
         }
         _ => call(),

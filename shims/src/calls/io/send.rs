@@ -1,278 +1,108 @@
 //! send() and its kin.
 
+use super::shape::{call, vector_at};
 use crate::iov::Iov;
 use crate::jump::within;
 use crate::pass;
-use crate::real::Cancellable;
+use crate::real::{self, SendFn, SendMmsgFn, SendMsgFn, SendToFn, VectorFlagsFn, VectorFn, WriteFn};
 use crate::socket::Socket;
 use crate::table;
 use crate::tx;
 
-use crate::real::{SendFn, SendMmsgFn, SendMsgFn, SendToFn, VectorFlagsFn, VectorFn, WriteFn};
-use libc::{
-    c_int, c_uint, c_void, iovec, mmsghdr, msghdr, off_t, size_t, sockaddr, socklen_t, ssize_t,
-};
+use libc::{c_int, c_uint, c_void, iovec, mmsghdr, msghdr, off_t, size_t, sockaddr, socklen_t, ssize_t};
 
-/// `write(2)`.
-#[inline]
-pub unsafe extern "C" fn write(
-    real: WriteFn,
-    fd: c_int,
-    buf: *const c_void,
-    len: size_t,
-) -> ssize_t {
-    match table::socket(fd) {
+call! {
+    /// `write(2)`.
+    pub fn write(WriteFn, fd, buf: *const c_void, len: size_t) -> ssize_t;
+    fn write_on(socket, _plain, kernel) {
+        // SAFETY: the program's buffer.
+        unsafe { tx::send(socket, fd, &mut Iov::one(buf, len), 0, &kernel) }
+    }
+}
+
+call! {
+    /// `writev(2)`.
+    pub fn writev(VectorFn, fd, iov: *const iovec, count: c_int) -> ssize_t;
+    fn writev_on(socket, plain, kernel) {
+        // SAFETY: the program's array; what the kernel would not take, it refuses.
+        let Some(mut array) = (unsafe { Iov::vector(iov, count) }) else {
+            return plain();
+        };
+        // SAFETY: the program's buffers.
+        unsafe { tx::send(socket, fd, &mut array, 0, &kernel) }
+    }
+}
+
+call! {
+    /// `pwritev2(2)`; on a socket only offset -1 is valid.
+    pub fn pwritev2(VectorFlagsFn, fd, iov: *const iovec, count: c_int, offset: off_t, flags: c_int) -> ssize_t;
+    fn pwritev2_on(socket, plain, kernel) {
+        // SAFETY: the program's array; what the kernel would not take, it refuses.
+        let Some((mut array, how)) = (unsafe { vector_at(iov, count, offset, flags) }) else {
+            return plain();
+        };
+        // SAFETY: the program's buffers.
+        unsafe { tx::send(socket, fd, &mut array, how, &kernel) }
+    }
+}
+
+call! {
+    /// `send(2)`.
+    pub fn send(SendFn, fd, buf: *const c_void, len: size_t, flags: c_int) -> ssize_t;
+    fn send_on(socket, _plain, kernel) {
+        // SAFETY: the program's buffer.
+        unsafe { tx::send(socket, fd, &mut Iov::one(buf, len), flags, &kernel) }
+    }
+}
+
+call! {
+    /// `sendto(2)`.
+    pub fn sendto(
+        SendToFn, fd, buf: *const c_void, len: size_t, flags: c_int, address: *const sockaddr, address_len: socklen_t
+    ) -> ssize_t;
+    fn sendto_on(socket, _plain, kernel) {
+        // SAFETY: the program's buffer.
+        unsafe { tx::send(socket, fd, &mut Iov::one(buf, len), flags, &kernel) }
+    }
+}
+
+call! {
+    /// `sendmsg(2)`.
+    pub fn sendmsg(SendMsgFn, fd, message: *const msghdr, flags: c_int) -> ssize_t;
+    before pass::before_passing(message);
+    fn sendmsg_on(socket, _plain, kernel) {
+        // SAFETY: checked for plausibility; the program's own.
+        let array = unsafe {
+            crate::iov::plausible(message)
+                .filter(|m| m.msg_controllen == 0)
+                .and_then(|m| Iov::many(m.msg_iov, m.msg_iovlen))
+        };
+        let Some(mut array) = array else {
+            // Control data of a TCP socket ask for something of the kernel's.
+            tx::take_back(socket, rdmasock_core::stats::Reason::Unsupported);
+            return within(|| tx::send_on_tcp(socket, fd, &kernel));
+        };
+        // SAFETY: the program's buffers.
+        unsafe { tx::send(socket, fd, &mut array, flags, &kernel) }
+    }
+}
+
+call! {
+    /// `sendmmsg(2)`.
+    pub fn sendmmsg(SendMmsgFn, fd, messages: *mut mmsghdr, count: c_uint, flags: c_int) -> c_int;
+    before pass::before_passing_many(messages, count);
+    fn sendmmsg_on(socket, _plain, _kernel) {
         // SAFETY: the caller's arguments, as they are.
-        None => unsafe { real(fd, buf, len) },
-        // SAFETY: likewise.
-        Some(socket) => unsafe { write_on(socket, real, fd, buf, len) },
-    }
-}
-
-#[inline(never)]
-unsafe extern "C" fn write_on(
-    socket: &'static Socket,
-    real: WriteFn,
-    fd: c_int,
-    buf: *const c_void,
-    len: size_t,
-) -> ssize_t {
-    let mut iov = Iov::one(buf.cast(), len);
-    // SAFETY: the program's buffer.
-    unsafe {
-        tx::send(socket, fd, &mut iov, 0, &|fd| {
-            real.cancellable()(fd, buf, len)
-        })
-    }
-}
-
-/// `writev(2)`.
-#[inline]
-pub unsafe extern "C" fn writev(
-    real: VectorFn,
-    fd: c_int,
-    iov: *const iovec,
-    count: c_int,
-) -> ssize_t {
-    match table::socket(fd) {
-        // SAFETY: the caller's arguments, as they are.
-        None => unsafe { real(fd, iov, count) },
-        // SAFETY: likewise.
-        Some(socket) => unsafe { writev_on(socket, real, fd, iov, count) },
-    }
-}
-
-#[inline(never)]
-unsafe extern "C" fn writev_on(
-    socket: &'static Socket,
-    real: VectorFn,
-    fd: c_int,
-    iov: *const iovec,
-    count: c_int,
-) -> ssize_t {
-    // SAFETY: the program's array; what the kernel would not take, it refuses.
-    let Some(mut array) = (unsafe { Iov::vector(iov, count) }) else {
-        // SAFETY: the caller's arguments, as they are.
-        return unsafe { real(fd, iov, count) };
-    };
-    // SAFETY: the program's buffers.
-    unsafe {
-        tx::send(socket, fd, &mut array, 0, &|fd| {
-            real.cancellable()(fd, iov, count)
-        })
-    }
-}
-
-/// `pwritev2(2)`; on a socket only offset -1 is valid.
-#[inline]
-pub unsafe extern "C" fn pwritev2(
-    real: VectorFlagsFn,
-    fd: c_int,
-    iov: *const iovec,
-    count: c_int,
-    offset: off_t,
-    flags: c_int,
-) -> ssize_t {
-    match table::socket(fd) {
-        // SAFETY: the caller's arguments, as they are.
-        None => unsafe { real(fd, iov, count, offset, flags) },
-        // SAFETY: likewise.
-        Some(socket) => unsafe { pwritev2_on(socket, real, fd, iov, count, offset, flags) },
-    }
-}
-
-#[inline(never)]
-unsafe extern "C" fn pwritev2_on(
-    socket: &'static Socket,
-    real: VectorFlagsFn,
-    fd: c_int,
-    iov: *const iovec,
-    count: c_int,
-    offset: off_t,
-    flags: c_int,
-) -> ssize_t {
-    // SAFETY: the program's array.
-    let array = |how| unsafe { Iov::vector(iov, count) }.map(|array| (array, how));
-    let Some((mut array, how)) = super::socket_flags(offset, flags).and_then(array) else {
-        // What it would not take the kernel refuses.
-        // SAFETY: the caller's arguments, as they are.
-        return unsafe { real(fd, iov, count, offset, flags) };
-    };
-    // SAFETY: the program's buffers.
-    unsafe {
-        tx::send(socket, fd, &mut array, how, &|fd| {
-            real.cancellable()(fd, iov, count, offset, flags)
-        })
-    }
-}
-
-/// `send(2)`.
-#[inline]
-pub unsafe extern "C" fn send(
-    real: SendFn,
-    fd: c_int,
-    buf: *const c_void,
-    len: size_t,
-    flags: c_int,
-) -> ssize_t {
-    match table::socket(fd) {
-        // SAFETY: the caller's arguments, as they are.
-        None => unsafe { real(fd, buf, len, flags) },
-        // SAFETY: likewise.
-        Some(socket) => unsafe { send_on(socket, real, fd, buf, len, flags) },
-    }
-}
-
-#[inline(never)]
-unsafe extern "C" fn send_on(
-    socket: &'static Socket,
-    real: SendFn,
-    fd: c_int,
-    buf: *const c_void,
-    len: size_t,
-    flags: c_int,
-) -> ssize_t {
-    let mut iov = Iov::one(buf.cast(), len);
-    // SAFETY: the program's buffer.
-    unsafe {
-        tx::send(socket, fd, &mut iov, flags, &|fd| {
-            real.cancellable()(fd, buf, len, flags)
-        })
-    }
-}
-
-/// `sendto(2)`.
-#[inline]
-pub unsafe extern "C" fn sendto(
-    real: SendToFn,
-    fd: c_int,
-    buf: *const c_void,
-    len: size_t,
-    flags: c_int,
-    address: *const sockaddr,
-    address_len: socklen_t,
-) -> ssize_t {
-    match table::socket(fd) {
-        // SAFETY: the caller's arguments, as they are.
-        None => unsafe { real(fd, buf, len, flags, address, address_len) },
-        // SAFETY: likewise.
-        Some(socket) => unsafe {
-            sendto_on(socket, real, fd, buf, len, flags, address, address_len)
-        },
-    }
-}
-
-#[inline(never)]
-unsafe extern "C" fn sendto_on(
-    socket: &'static Socket,
-    real: SendToFn,
-    fd: c_int,
-    buf: *const c_void,
-    len: size_t,
-    flags: c_int,
-    address: *const sockaddr,
-    address_len: socklen_t,
-) -> ssize_t {
-    let mut iov = Iov::one(buf.cast(), len);
-    // SAFETY: the program's buffer.
-    unsafe {
-        tx::send(socket, fd, &mut iov, flags, &|fd| {
-            real.cancellable()(fd, buf, len, flags, address, address_len)
-        })
-    }
-}
-
-/// `sendmsg(2)`.
-#[inline]
-pub unsafe extern "C" fn sendmsg(
-    real: SendMsgFn,
-    fd: c_int,
-    message: *const msghdr,
-    flags: c_int,
-) -> ssize_t {
-    match table::socket(fd) {
-        // SAFETY: the caller's arguments, as they are.
-        None => unsafe {
-            pass::before_passing(message);
-            real(fd, message, flags)
-        },
-        // SAFETY: likewise.
-        Some(socket) => unsafe { sendmsg_on(socket, real, fd, message, flags) },
-    }
-}
-
-#[inline(never)]
-unsafe extern "C" fn sendmsg_on(
-    socket: &'static Socket,
-    real: SendMsgFn,
-    fd: c_int,
-    message: *const msghdr,
-    flags: c_int,
-) -> ssize_t {
-    // SAFETY: checked for plausibility; the program's own.
-    let array = unsafe {
-        crate::iov::plausible(message)
-            .filter(|m| m.msg_controllen == 0)
-            .and_then(|m| Iov::many(m.msg_iov, m.msg_iovlen))
-    };
-    let Some(mut array) = array else {
-        // Control data of a TCP socket ask for something of the kernel's.
-        tx::take_back(socket, rdmasock_core::stats::Reason::Unsupported);
-        // SAFETY: the caller's arguments, as they are.
-        let call = |fd| unsafe { real.cancellable()(fd, message, flags) };
-        return within(|| tx::send_on_tcp(socket, fd, &call));
-    };
-    // SAFETY: the program's buffers.
-    unsafe {
-        tx::send(socket, fd, &mut array, flags, &|fd| {
-            real.cancellable()(fd, message, flags)
-        })
-    }
-}
-
-/// `sendmmsg(2)`.
-#[inline]
-pub unsafe extern "C" fn sendmmsg(
-    real: SendMmsgFn,
-    fd: c_int,
-    messages: *mut mmsghdr,
-    count: c_uint,
-    flags: c_int,
-) -> c_int {
-    match table::socket(fd) {
-        // SAFETY: the caller's arguments, as they are.
-        None => unsafe {
-            pass::before_passing_many(messages, count);
-            real(fd, messages, count, flags)
-        },
-        // SAFETY: likewise.
-        Some(socket) => unsafe { sendmmsg_on(socket, fd, messages, count, flags) },
+        unsafe { send_messages(socket, fd, messages, count, flags) }
     }
 }
 
 /// One sendmsg after the other, as the kernel does it.
-#[inline(never)]
-unsafe extern "C" fn sendmmsg_on(
+///
+/// # Safety
+/// The arguments are the program's.
+#[inline]
+unsafe fn send_messages(
     socket: &'static Socket,
     fd: c_int,
     messages: *mut mmsghdr,
@@ -285,15 +115,7 @@ unsafe extern "C" fn sendmmsg_on(
         // SAFETY: the program's array has `count` entries.
         let entry = unsafe { &mut *messages.add(done as usize) };
         // SAFETY: likewise.
-        let n = unsafe {
-            sendmsg_on(
-                socket,
-                crate::real::sendmsg(),
-                fd,
-                &raw const entry.msg_hdr,
-                flags,
-            )
-        };
+        let n = unsafe { sendmsg_on(socket, real::sendmsg(), fd, &raw const entry.msg_hdr, flags) };
         if n < 0 {
             return if done > 0 { done as c_int } else { -1 };
         }

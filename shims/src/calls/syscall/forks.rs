@@ -1,5 +1,6 @@
-//! fork and clone by number. A child with memory and descriptors of its own is one as of fork(3), and the handlers run, though no
-//! handler of `pthread_atfork` does. What shares either with its parent is not for this file: it is jumped to.
+//! fork and clone by number. A child with memory and descriptors of its own is one as of fork(3), and the handlers run,
+//! though no handler of `pthread_atfork` does. What shares either with its parent is not for this file: it is jumped
+//! to.
 
 use core::ffi::c_long;
 
@@ -7,8 +8,9 @@ use libc::c_int;
 use rdmasock_core::os::kernel;
 use rustix::io::Errno;
 
-use super::{Handler, LIBC, result};
-use crate::fork;
+use super::own::LIBC;
+use super::ways::{Handler, result};
+use crate::{fork, vfork};
 
 pub(super) const FORKS: &[(c_long, Handler)] = &[
     #[cfg(target_arch = "x86_64")]
@@ -73,37 +75,23 @@ unsafe extern "C" fn clone(_: usize, _: usize, _: usize, _: usize, _: usize, _: 
     )
 }
 
-unsafe extern "C" fn clone_of_its_own(
-    a: usize,
-    b: usize,
-    c: usize,
-    d: usize,
-    e: usize,
-    _: usize,
-) -> c_long {
+unsafe extern "C" fn clone_of_its_own(a: usize, b: usize, c: usize, d: usize, e: usize, _: usize) -> c_long {
     // SAFETY: the program's own call; nothing is shared, and the child goes on here, on a copy of this stack.
     forked(|| unsafe { kernel::call(libc::SYS_clone, [a, b, c, d, e, 0]) })
 }
 
 #[cfg(target_arch = "x86_64")]
-unsafe extern "C" fn fork_by_number(
-    _: usize,
-    _: usize,
-    _: usize,
-    _: usize,
-    _: usize,
-    _: usize,
-) -> c_long {
+unsafe extern "C" fn fork_by_number(_: usize, _: usize, _: usize, _: usize, _: usize, _: usize) -> c_long {
     // SAFETY: the program's own call.
     forked(|| unsafe { kernel::call(libc::SYS_fork, [0; 6]) })
 }
 
 /// As for `_Fork(3)`, unless the process is itself one that runs on memory which is not its own.
 fn forked(call: impl FnOnce() -> Result<usize, Errno>) -> c_long {
-    if !fork::is_registered() || super::vfork::is_stranger() {
+    if !fork::is_registered() || vfork::is_stranger() {
         return result(call());
     }
-    let epoch = fork::epoch();
+    let epoch = crate::holders::epoch();
     fork::prepare();
     let made = call();
     match made {

@@ -2,18 +2,15 @@
 
 use core::ffi::c_long;
 
-use libc::{
-    c_int, epoll_event, fd_set, iovec, nfds_t, off_t, pollfd, sigset_t, size_t, ssize_t, timespec,
-};
+use libc::{c_int, epoll_event, fd_set, iovec, nfds_t, off_t, pollfd, sigset_t, size_t, ssize_t, timespec};
 use rdmasock_core::os::kernel;
 use rdmasock_core::stats::Reason;
 
-use super::{Handler, result, waits, waits_on};
-use crate::calls::{io, process, ready, vfork};
+use super::ways::{Handler, result, waits, waits_on};
+use crate::calls::{io, process, ready};
 use crate::config::IoUring;
 use crate::config::config;
-use crate::library::Library;
-use crate::{errno, hold, iov, poll, time};
+use crate::{errno, instance, iov, pass, poll, time, vfork};
 
 /// Calls whose arguments are not those of libc's functions.
 pub(super) const OTHERS: &[(c_long, Handler)] = &[
@@ -30,14 +27,7 @@ pub(super) const OTHERS: &[(c_long, Handler)] = &[
 /// The offset in two halves, of which on a 64-bit machine the lower one is the whole.
 macro_rules! vector_at {
     ($name:ident, $number:ident) => {
-        unsafe extern "C" fn $name(
-            a: usize,
-            b: usize,
-            c: usize,
-            d: usize,
-            e: usize,
-            f: usize,
-        ) -> c_long {
+        unsafe extern "C" fn $name(a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
             unsafe extern "C" fn system_call(
                 fd: c_int,
                 iov: *const iovec,
@@ -144,14 +134,7 @@ struct Mask {
     size: size_t,
 }
 
-unsafe extern "C" fn pselect6(
-    a: usize,
-    b: usize,
-    c: usize,
-    d: usize,
-    e: usize,
-    f: usize,
-) -> c_long {
+unsafe extern "C" fn pselect6(a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
     unsafe extern "C" fn system_call(
         count: c_int,
         read: *mut fd_set,
@@ -160,20 +143,10 @@ unsafe extern "C" fn pselect6(
         timeout: *const timespec,
         mask: *const sigset_t,
     ) -> c_int {
-        let mask = Mask {
-            mask,
-            size: MASK_SIZE,
-        };
+        let mask = Mask { mask, size: MASK_SIZE };
         let sets = [read, write, except].map(|set| set as usize);
         let mask = kernel::address(&raw const mask);
-        let words = [
-            count as usize,
-            sets[0],
-            sets[1],
-            sets[2],
-            timeout as usize,
-            mask,
-        ];
+        let words = [count as usize, sets[0], sets[1], sets[2], timeout as usize, mask];
         // SAFETY: the program's own call.
         result(unsafe { kernel::call(libc::SYS_pselect6, words) }) as c_int
     }
@@ -212,14 +185,7 @@ unsafe extern "C" fn pselect6(
     waits(a, call, || 0)
 }
 
-unsafe extern "C" fn epoll_pwait(
-    a: usize,
-    b: usize,
-    c: usize,
-    d: usize,
-    e: usize,
-    f: usize,
-) -> c_long {
+unsafe extern "C" fn epoll_pwait(a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
     unsafe extern "C" fn system_call(
         epoll: c_int,
         events: *mut epoll_event,
@@ -245,27 +211,12 @@ unsafe extern "C" fn epoll_pwait(
     }
     let (events, mask) = (b as *mut epoll_event, e as *const sigset_t);
     // SAFETY: likewise.
-    let served = || unsafe {
-        ready::epoll_pwait(
-            system_call,
-            a as c_int,
-            events,
-            c as c_int,
-            d as c_int,
-            mask,
-        )
-    } as c_long;
+    let served =
+        || unsafe { ready::epoll_pwait(system_call, a as c_int, events, c as c_int, d as c_int, mask) } as c_long;
     waits_on(a, served, plain)
 }
 
-unsafe extern "C" fn epoll_pwait2(
-    a: usize,
-    b: usize,
-    c: usize,
-    d: usize,
-    e: usize,
-    f: usize,
-) -> c_long {
+unsafe extern "C" fn epoll_pwait2(a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
     unsafe extern "C" fn system_call(
         epoll: c_int,
         events: *mut epoll_event,
@@ -289,26 +240,14 @@ unsafe extern "C" fn epoll_pwait2(
     if !is_mask(e, f) {
         return plain();
     }
-    let (events, timeout, mask) = (
-        b as *mut epoll_event,
-        d as *const timespec,
-        e as *const sigset_t,
-    );
+    let (events, timeout, mask) = (b as *mut epoll_event, d as *const timespec, e as *const sigset_t);
     // SAFETY: likewise.
-    let served = || unsafe {
-        ready::epoll_pwait2(system_call, a as c_int, events, c as c_int, timeout, mask)
-    } as c_long;
+    let served =
+        || unsafe { ready::epoll_pwait2(system_call, a as c_int, events, c as c_int, timeout, mask) } as c_long;
     waits_on(a, served, plain)
 }
 
-unsafe extern "C" fn exit_group(
-    a: usize,
-    _: usize,
-    _: usize,
-    _: usize,
-    _: usize,
-    _: usize,
-) -> c_long {
+unsafe extern "C" fn exit_group(a: usize, _: usize, _: usize, _: usize, _: usize, _: usize) -> c_long {
     unsafe extern "C" fn system_call(status: c_int) {
         // SAFETY: the program's own call, which does not return.
         let _ = unsafe { kernel::call(libc::SYS_exit_group, [status as usize, 0, 0, 0, 0, 0]) };
@@ -323,22 +262,15 @@ unsafe extern "C" fn exit_group(
 }
 
 /// Where there is no io_uring, programs use epoll. (liburing makes this call in line, and is not seen.)
-unsafe extern "C" fn io_uring_setup(
-    a: usize,
-    b: usize,
-    c: usize,
-    d: usize,
-    e: usize,
-    f: usize,
-) -> c_long {
-    let asked = Library::is_on().then(|| config().io_uring);
+unsafe extern "C" fn io_uring_setup(a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
+    let asked = instance::is_on().then(|| config().io_uring);
     if asked == Some(IoUring::Hide) {
         return errno::fail(libc::ENOSYS);
     }
     // SAFETY: the program's own call.
     let ring = result(unsafe { kernel::call(libc::SYS_io_uring_setup, [a, b, c, d, e, f]) });
     if ring >= 0 && asked.is_some() {
-        hold::all_on_tcp(Reason::IoUring);
+        pass::all_on_tcp(Reason::IoUring);
     }
     ring
 }

@@ -1,10 +1,13 @@
 //! The control port on one worker: what it answers, to whom, and what an asker makes of answers
 //! (docs/protocol.md, P60–P69). Both ends are on this host; sockets of the test play the other.
 
+use crate::mailbox::Ref;
+use crate::service::asking::Asking;
+use crate::service::state::Peer;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream, UdpSocket};
-use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
+use rdmasock_core::ids::{InstanceId, Nonce, Tuple};
 use rdmasock_core::os::datagram::Answerer;
 use rdmasock_core::rendezvous::control::{Body, DATAGRAM, Datagram, QueryId, Stamp};
 use rdmasock_core::stats::Event;
@@ -12,6 +15,7 @@ use rdmasock_core::stream::handshake::Handshake;
 
 use super::super::tests::{accepted, connected, received, say, worker};
 use super::super::*;
+use crate::socket::{Socket, Stage};
 
 const HERE: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
 
@@ -23,9 +27,7 @@ fn answerer() -> (Worker, UdpSocket) {
     worker.control.socket = Some(socket);
     let asker = UdpSocket::bind((HERE, 0)).unwrap();
     asker.connect((HERE, port)).unwrap();
-    asker
-        .set_read_timeout(Some(Duration::from_secs(30)))
-        .unwrap();
+    asker.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
     (worker, asker)
 }
 
@@ -133,10 +135,7 @@ fn a_question_that_is_sent_again_gets_the_same_answer_and_a_changed_one_none() {
     assert!(is_silent(&asker));
     assert!(counted(&worker, Event::ControlReplay) > replays);
 
-    let got = Datagram {
-        body: Body::Got,
-        ..ask
-    };
+    let got = Datagram { body: Body::Got, ..ask };
     send(&mut worker, &asker, &got);
     send(&mut worker, &asker, &ask);
     assert!(is_silent(&asker), "a copy of a question that is over");
@@ -222,10 +221,7 @@ fn what_another_instance_holds_is_asked_there_and_its_yes_sent_until_it_is_taken
     else {
         unreachable!()
     };
-    assert!(
-        nonce_c == nonce && instance_c == instance,
-        "for the asker, not for us"
-    );
+    assert!(nonce_c == nonce && instance_c == instance, "for the asker, not for us");
     let (nonce_s, instance_s) = (Nonce::random().unwrap(), InstanceId::random().unwrap());
     say(
         &holder,
@@ -257,10 +253,7 @@ fn what_another_instance_holds_is_asked_there_and_its_yes_sent_until_it_is_taken
     }
     let name = names::Listener::instance(&instance_s).unwrap();
     let cancel = Datagram {
-        body: Body::Cancel {
-            nonce_s,
-            instance_s,
-        },
+        body: Body::Cancel { nonce_s, instance_s },
         ..ask
     };
     send(&mut worker, &asker, &cancel);
@@ -304,13 +297,8 @@ struct Asked {
 fn cancel_of(yes: Body) -> Body {
     match yes {
         Body::Yes {
-            nonce_s,
-            instance_s,
-            ..
-        } => Body::Cancel {
-            nonce_s,
-            instance_s,
-        },
+            nonce_s, instance_s, ..
+        } => Body::Cancel { nonce_s, instance_s },
         other => panic!("{other:?} is no YES"),
     }
 }
@@ -330,9 +318,7 @@ impl Asked {
         let address = own_address();
         let port = worker.library.reach.port().unwrap();
         let answerer = UdpSocket::bind((address, port)).unwrap();
-        answerer
-            .set_read_timeout(Some(Duration::from_secs(30)))
-            .unwrap();
+        answerer.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
         let (request, host) = ask(&mut worker, socket, nonce, address);
         Self {
             worker,
@@ -355,9 +341,7 @@ impl Asked {
     fn send(&mut self, to: SocketAddr, query: QueryId, body: Body) {
         let stamp = Stamp::from_bytes([3; 16]);
         let datagram = Datagram { query, stamp, body };
-        self.answerer
-            .send_to(&datagram.encode(None).unwrap(), to)
-            .unwrap();
+        self.answerer.send_to(&datagram.encode(None).unwrap(), to).unwrap();
         self.worker.on_host(self.host);
     }
 
@@ -376,21 +360,13 @@ impl Asked {
 }
 
 /// A question to the host at `address`; its number, and the host's, if it is asked.
-fn ask(
-    worker: &mut Worker,
-    socket: &'static Socket,
-    nonce: Nonce,
-    address: IpAddr,
-) -> (u64, Option<u64>) {
+fn ask(worker: &mut Worker, socket: &'static Socket, nonce: Nonce, address: IpAddr) -> (u64, Option<u64>) {
     let request = worker.new_request();
     let tuple = Tuple::new(SocketAddr::new(HERE, 9), SocketAddr::new(address, 9));
-    let asking = ask::Asking::remote_for_test(Ref::new(socket), nonce, tuple);
+    let asking = Asking::remote_for_test(Ref::new(socket), nonce, tuple);
     worker.go_on(request, asking);
     worker.hosts_on_time(crate::time::now_ns());
-    let host = worker
-        .asks
-        .get(&request)
-        .and_then(|a| a.asked.iter().next());
+    let host = worker.asks.get(&request).and_then(|a| a.asked.iter().next());
     (request, host.copied())
 }
 
@@ -450,9 +426,7 @@ fn an_answer_to_what_was_not_asked_is_ignored() {
         stamp: Stamp::NONE,
         body: yes,
     };
-    stranger
-        .send_to(&datagram.encode(None).unwrap(), from)
-        .unwrap();
+    stranger.send_to(&datagram.encode(None).unwrap(), from).unwrap();
     asked.worker.on_host(asked.host);
     assert!(asked.is_asking() && asked.worker.asks.contains_key(&asked.request));
 }
@@ -480,11 +454,8 @@ fn a_host_that_restamps_for_ever_is_not_followed() {
 
 /// On TCP, and to be asked for again in half a minute.
 fn is_left_alone(socket: &Socket) -> bool {
-    let pause = socket
-        .retry_at
-        .load(Relaxed)
-        .saturating_sub(crate::time::now_ns());
-    socket.stage() == Stage::Watching && (20_000_000_000..=30_000_000_000).contains(&pause)
+    let pause = socket.promotion.attempts.pause();
+    socket.promotion.stage() == Stage::Watching && (20_000_000_000..=30_000_000_000).contains(&pause)
 }
 
 #[test]
@@ -513,10 +484,7 @@ fn a_host_where_nobody_listens_is_asked_three_times() {
         assert!(!worker.asks.contains_key(&request));
         assert!(is_left_alone(socket));
     }
-    assert!(
-        worker.hosts.next_timeout().is_none(),
-        "nothing is left to do"
-    );
+    assert!(worker.hosts.next_timeout().is_none(), "nothing is left to do");
 }
 
 #[test]

@@ -1,25 +1,9 @@
 //! Loom models of the ready queue and the sleeper flag: no wake-up is lost.
 
 use super::*;
-use loom::sync::{Arc, Condvar, Mutex};
+use crate::sync::loom_models::{Doorbell, check};
+use loom::sync::Arc;
 use loom::thread;
-
-/// An eventfd: `ring` adds, `wait` sleeps until there is something and takes it all.
-struct Doorbell(Mutex<u32>, Condvar);
-
-impl Doorbell {
-    fn ring(&self) {
-        *self.0.lock().unwrap() += 1;
-        self.1.notify_all();
-    }
-    fn wait(&self) {
-        let mut n = self.0.lock().unwrap();
-        while *n == 0 {
-            n = self.1.wait(n).unwrap();
-        }
-        *n = 0;
-    }
-}
 
 struct Waiter {
     queue: PrivateQueue,
@@ -30,13 +14,11 @@ struct Waiter {
 
 /// A lost wake-up shows as a deadlock, which loom reports.
 fn pushers(vqpns: &'static [u32]) {
-    let mut builder = loom::model::Builder::new();
-    builder.preemption_bound = Some(3);
-    builder.check(move || {
+    check(move || {
         let waiter = Arc::new(Waiter {
             queue: PrivateQueue::new(),
             flag: SleepFlag::new(),
-            bell: Doorbell(Mutex::new(0), Condvar::new()),
+            bell: Doorbell::new(),
             mark: RungMark::new(),
         });
         let threads: Vec<_> = vqpns

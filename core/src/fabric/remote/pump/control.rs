@@ -1,18 +1,18 @@
-//! What is sent of what a consumer has published: rings on offer, with the keys of their memory, heads, flags, a stop, and what the peer
-//! has asked to have confirmed. Not what producers say (`data.rs`).
+//! What is sent of what a consumer has published: rings on offer, with the keys of their memory, heads, flags, a stop,
+//! and what the peer has asked to have confirmed. Not what producers say (`data.rs`).
 
 use crate::fabric::remote::chunks::{Chunks, of_region};
-use crate::fabric::remote::ground::Ground;
 use crate::fabric::remote::local::{ENGINE, Local};
 use crate::fabric::remote::qp::QueuePair;
 use crate::fabric::remote::record::Record;
 use crate::fabric::remote::sender::{Halt, Sender};
+use crate::fabric::remote::shared::Shared;
 use crate::fabric::remote::stream::Stream;
 use crate::fabric::ring::proxy::unpack_offer;
 
 /// What our consumer has to say.
 pub(super) fn control<Q: QueuePair, L: Local>(
-    g: &Ground<Q, L>,
+    g: &Shared<Q, L>,
     sender: &mut Sender,
     chunks: &mut Chunks,
     s: &mut Stream,

@@ -1,14 +1,15 @@
-//! What is sent of what a producer has published: payload, switches of rings, the end mark. Each piece goes from where it was
-//! written here to the same positions of the peer's ring, which may be another size. Not what consumers say (`control.rs`).
+//! What is sent of what a producer has published: payload, switches of rings, the end mark. Each piece goes from where
+//! it was written here to the same positions of the peer's ring, which may be another size. Not what consumers say
+//! (`control.rs`).
 
 use crate::fabric::remote::chunks::Chunks;
-use crate::fabric::remote::ground::Ground;
 use crate::fabric::remote::local::{ENGINE, Local};
 use crate::fabric::remote::qp::{QueuePair, Write};
 use crate::fabric::remote::record::{DATA_BYTES, HEADER_BYTES, Record};
 use crate::fabric::remote::sender::{Halt, Sender};
+use crate::fabric::remote::shared::Shared;
 use crate::fabric::remote::stream::{Outgoing, Stream};
-use crate::fabric::ring::End;
+use crate::fabric::ring::EndMark;
 
 /// How a stream's turn ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,7 +24,7 @@ pub(super) enum Turn {
 
 /// What our producer has to say: at most a piece.
 pub(super) fn data<Q: QueuePair, L: Local>(
-    g: &Ground<Q, L>,
+    g: &Shared<Q, L>,
     sender: &mut Sender,
     chunks: &Chunks,
     register: &mut Option<u32>,
@@ -78,8 +79,8 @@ pub(super) fn data<Q: QueuePair, L: Local>(
         // A WRITE with an immediate needs no header, which may be what takes another packet.
         let alone = g.limits.immediate && sender.is_empty() && out.placed == out.told;
         let header = (HEADER_BYTES + DATA_BYTES) as u64;
-        let is_small = there <= u64::from(g.tuning.eager_max)
-            && !(alone && g.limits.spills(there, header) && sender.has_credit());
+        let is_small =
+            there <= u64::from(g.tuning.eager_max) && !(alone && g.limits.spills(there, header) && sender.has_credit());
         let (Some(target), Some(local), false) = (target, key, is_small) else {
             if key.is_none() && target.is_some() && !is_small {
                 *register = Some(chunk(from));
@@ -130,7 +131,7 @@ pub(super) fn data<Q: QueuePair, L: Local>(
     if has_rest {
         out.on_rest(view.tail);
         tell_limited(g, sender, out, theirs, view.limited)?;
-    } else if !out.end_told && End::from_word(view.end).is_some() {
+    } else if !out.end_told && EndMark::from_word(view.end).is_some() {
         let (end, tail) = (view.end, view.tail);
         sender.put(&g.qp, &Record::End { theirs, end, tail })?;
         out.end_told = true;
@@ -145,12 +146,7 @@ pub(super) fn data<Q: QueuePair, L: Local>(
 }
 
 /// Tells of what was written.
-fn announce<Q: QueuePair, L: Local>(
-    g: &Ground<Q, L>,
-    sender: &mut Sender,
-    theirs: u32,
-    tail: u64,
-) -> Result<(), Halt> {
+fn announce<Q: QueuePair, L: Local>(g: &Shared<Q, L>, sender: &mut Sender, theirs: u32, tail: u64) -> Result<(), Halt> {
     let record = Record::Data {
         theirs,
         tail,
@@ -161,7 +157,7 @@ fn announce<Q: QueuePair, L: Local>(
 
 /// Tells how often the window was too small, if that is news.
 fn tell_limited<Q: QueuePair, L: Local>(
-    g: &Ground<Q, L>,
+    g: &Shared<Q, L>,
     sender: &mut Sender,
     out: &mut Outgoing,
     theirs: u32,

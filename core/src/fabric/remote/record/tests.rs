@@ -26,22 +26,10 @@ fn all() -> Vec<Record<'static>> {
             end: 1,
             tail: 7,
         },
-        Record::Limited {
-            theirs: 8,
-            count: 9,
-        },
-        Record::Head {
-            theirs: 10,
-            head: 11,
-        },
-        Record::Offer {
-            theirs: 12,
-            word: 13,
-        },
-        Record::Flags {
-            theirs: 14,
-            flags: 15,
-        },
+        Record::Limited { theirs: 8, count: 9 },
+        Record::Head { theirs: 10, head: 11 },
+        Record::Offer { theirs: 12, word: 13 },
+        Record::Flags { theirs: 14, flags: 15 },
         Record::Stop { theirs: 16 },
         Record::Chunk {
             index: 17,
@@ -50,14 +38,8 @@ fn all() -> Vec<Record<'static>> {
         },
         Record::Message { bytes: b"message" },
         Record::Confirm { theirs: 20 },
-        Record::Ack {
-            theirs: 21,
-            tail: 22,
-        },
-        Record::Tell {
-            theirs: 23,
-            word: 24,
-        },
+        Record::Ack { theirs: 21, tail: 22 },
+        Record::Tell { theirs: 23, word: 24 },
     ]
 }
 
@@ -87,10 +69,7 @@ fn a_header_is_six_bytes_and_the_longest_record_is_a_chunk() {
             Record::Message { bytes } => bytes.len(),
             _ => 0,
         };
-        assert!(
-            builder.len - HEADER_BYTES - payload <= LONGEST,
-            "{record:?}"
-        );
+        assert!(builder.len - HEADER_BYTES - payload <= LONGEST, "{record:?}");
     }
 }
 
@@ -100,11 +79,7 @@ fn a_record_without_room_is_not_added_in_part() {
         let mut builder = Builder::new(size);
         let kept: Vec<_> = all().into_iter().filter(|r| builder.push(r)).collect();
         let bytes = builder.finish(0).to_vec();
-        let read: Vec<_> = decode(&bytes)
-            .unwrap()
-            .records
-            .map(Result::unwrap)
-            .collect();
+        let read: Vec<_> = decode(&bytes).unwrap().records.map(Result::unwrap).collect();
         assert_eq!(read, kept);
     }
 }

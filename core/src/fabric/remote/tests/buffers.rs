@@ -1,13 +1,12 @@
 //! Send buffers: what the peer's ring has no room for is kept, goes on as it has, and is there to be sent again.
 
 use super::*;
-use crate::fabric::ring::End as Mark;
+use crate::fabric::ring::EndMark;
 
-/// A stream whose first ring, of 4 KiB, is full, with a buffer of `1 << log2` bytes, which is full too; what was taken for that.
+/// A stream whose first ring, of 4 KiB, is full, with a buffer of `1 << log2` bytes, which is full too; what was taken
+/// for that.
 fn full(world: &mut World, log2: u8) -> usize {
-    let World {
-        directions, ends, ..
-    } = world;
+    let World { directions, ends, .. } = world;
     let d = &mut directions[0];
     assert_eq!(d.write(ends, 1 << 20), 4096);
     assert!(!d.lend(ends, 12), "as much as there is");
@@ -26,9 +25,7 @@ fn more_is_taken_at_once_than_the_peer_has_room_for() {
         let mut config = Config::default();
         config.limits.immediate = immediate;
         let mut world = World::new(config, Tuning::default(), 1);
-        let World {
-            directions, ends, ..
-        } = &mut world;
+        let World { directions, ends, .. } = &mut world;
         let d = &mut directions[0];
         assert_eq!(d.write(ends, 4096), 4096);
         assert!(d.lend(ends, 16));
@@ -76,9 +73,7 @@ fn a_ring_that_was_on_offer_is_adopted_behind_what_was_sent_before() {
     let mut world = World::new(Config::default(), Tuning::default(), 1);
     world.directions[0].write(&world.ends, 4000);
     world.settle();
-    let World {
-        directions, ends, ..
-    } = &mut world;
+    let World { directions, ends, .. } = &mut world;
     let d = &mut directions[0];
     d.read(ends, 1);
     d.offer(ends, 14);
@@ -120,17 +115,13 @@ fn two_rings_hold_all_that_is_unread() {
     world.directions[0].read(&world.ends, 1);
     world.directions[0].offer(&world.ends, 14);
     world.settle();
-    let World {
-        directions, ends, ..
-    } = &mut world;
+    let World { directions, ends, .. } = &mut world;
     let d = &mut directions[0];
     assert_eq!(d.write(ends, 1 << 20), 1 << 14, "another ring");
     assert!(!d.lend(ends, 16), "of the first not all is read");
     world.drain();
     world.rest();
-    let World {
-        directions, ends, ..
-    } = &mut world;
+    let World { directions, ends, .. } = &mut world;
     let d = &mut directions[0];
     d.write(ends, 1 << 20);
     assert!(d.lend(ends, 16));
@@ -139,9 +130,7 @@ fn two_rings_hold_all_that_is_unread() {
 #[test]
 fn a_bound_holds_in_a_buffer() {
     let mut world = World::new(Config::default(), Tuning::default(), 1);
-    let World {
-        directions, ends, ..
-    } = &mut world;
+    let World { directions, ends, .. } = &mut world;
     let d = &mut directions[0];
     d.write(ends, 4096);
     d.producer.set_bound(10_000);
@@ -179,7 +168,7 @@ fn what_precedes_an_end_takes_any_ring() {
     let number = world.directions[0].number;
     let received = world.ends[0].received(number).unwrap();
     assert!(received < sent, "too large for a buffer that small");
-    let wake = world.directions[0].producer.end(Mark::Fin).unwrap();
+    let wake = world.directions[0].producer.end(EndMark::Fin).unwrap();
     world.ends[1].notify(wake, number);
     world.settle();
     assert_eq!(world.ends[0].received(number), Some(sent));
@@ -188,9 +177,7 @@ fn what_precedes_an_end_takes_any_ring() {
 #[test]
 fn there_are_no_more_buffers_than_was_said() {
     let mut world = World::new(Config::default(), Tuning::default(), 5);
-    let World {
-        directions, ends, ..
-    } = &mut world;
+    let World { directions, ends, .. } = &mut world;
     let mut lent = 0;
     for d in directions.iter_mut().filter(|d| d.reader == 0) {
         d.write(ends, 4096);
@@ -207,10 +194,7 @@ fn a_link_that_fails_leaves_all_that_was_taken() {
     assert!(world.ends.iter().all(|end| end.progress().is_err()));
     let d = &mut world.directions[0];
     let received = world.ends[0].received(d.number).unwrap();
-    assert_eq!(
-        d.producer.rest(received).unwrap(),
-        bytes(d.seed, received, taken)
-    );
+    assert_eq!(d.producer.rest(received).unwrap(), bytes(d.seed, received, taken));
 }
 
 #[test]
@@ -239,7 +223,7 @@ fn what_precedes_an_end_mark_goes_on_after_a_close() {
     let mut world = World::new(Config::default(), Tuning::default(), 1);
     let kept = full(&mut world, 16);
     let [mut to_a, to_b] = both(&mut world);
-    let wake = to_a.producer.end(Mark::Fin).unwrap();
+    let wake = to_a.producer.end(EndMark::Fin).unwrap();
     world.ends[1].notify(wake, to_a.number);
     drop(to_a.producer);
     world.ends[1].close(to_b.number, Some(to_a.number), Some(to_b.consumer));
@@ -277,7 +261,7 @@ fn what_nobody_waits_for_does_not_keep_a_stream() {
         full(&mut world, 16);
         let [mut to_a, to_b] = both(&mut world);
         if marked {
-            let wake = to_a.producer.end(Mark::Fin).unwrap();
+            let wake = to_a.producer.end(EndMark::Fin).unwrap();
             world.ends[1].notify(wake, to_a.number);
         }
         drop(to_a.producer);

@@ -60,9 +60,7 @@ fn cursors_of_a_link_that_was_taken_down_do_no_harm() {
     let message = crate::wire::Message::WaiterGone { id: 1 };
     assert_eq!(world.ends[0].send(&message), Err(SendError::Down));
     world.ends[0].release();
-    let World {
-        directions, ends, ..
-    } = &mut world;
+    let World { directions, ends, .. } = &mut world;
     for d in directions {
         d.read(ends, 10);
         let _ = d.producer.spans(10);

@@ -1,7 +1,7 @@
 //! A peer that sends anything: the end goes on or ends the link with a reason, and what its cursors see is
 //! always valid.
 
-use super::qp::{Event, QueuePair};
+use super::qp::{Completed, QueuePair};
 use super::record::{Builder, Record};
 use super::*;
 
@@ -57,22 +57,10 @@ fn record<'a>((kind, theirs, position, word, payload): &'a Fields) -> Record<'a>
             end: word,
             tail: position,
         },
-        3 => Record::Limited {
-            theirs,
-            count: word,
-        },
-        4 => Record::Head {
-            theirs,
-            head: position,
-        },
-        5 => Record::Offer {
-            theirs,
-            word: position,
-        },
-        6 => Record::Flags {
-            theirs,
-            flags: word,
-        },
+        3 => Record::Limited { theirs, count: word },
+        4 => Record::Head { theirs, head: position },
+        5 => Record::Offer { theirs, word: position },
+        6 => Record::Flags { theirs, flags: word },
         7 => Record::Stop { theirs },
         8 => Record::Chunk {
             index: word,
@@ -81,10 +69,7 @@ fn record<'a>((kind, theirs, position, word, payload): &'a Fields) -> Record<'a>
         },
         9 => Record::Message { bytes: payload },
         10 => Record::Confirm { theirs },
-        11 => Record::Ack {
-            theirs,
-            tail: position,
-        },
+        11 => Record::Ack { theirs, tail: position },
         _ => Record::Tell { theirs, word },
     }
 }
@@ -129,7 +114,7 @@ proptest! {
                 }
             };
             prop_assert!(posted.is_ok() || e.fault().is_some());
-            let _ = peer.poll(&mut |_: Event<'_>| {});
+            let _ = peer.poll(&mut |_: Completed<'_>| {});
             let result = e.progress();
             for o in &mut opened {
                 let n = o.consumer.available();
@@ -182,11 +167,7 @@ fn each_breach_has_its_name() {
         tail,
         payload: b"ab",
     };
-    let end_at = |tail, end| Record::End {
-        theirs: 0,
-        end,
-        tail,
-    };
+    let end_at = |tail, end| Record::End { theirs: 0, end, tail };
     let offer = |word| Record::Offer { theirs: 0, word };
     let cases: &[(&[Record<'_>], Option<Breach>)] = &[
         (&[switch, data(2), data(4096), end_at(4096, 1)], None),

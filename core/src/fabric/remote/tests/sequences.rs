@@ -1,7 +1,7 @@
 //! Two ends that work: what is sent arrives, in turns, whatever the order of events.
 
 use super::*;
-use crate::fabric::ring::End as Mark;
+use crate::fabric::ring::EndMark;
 use crate::wire::Message;
 
 proptest! {
@@ -30,7 +30,8 @@ proptest! {
         // All is read, which lets more through.
         world.drain();
         for d in &mut world.directions {
-            // After its end a direction takes a ring of any size, whose reader may hold back more, and nobody waits for room.
+            // After its end a direction takes a ring of any size, whose reader may hold back more, and nobody waits for
+            // room.
             let has_space = d.producer.has_space();
             prop_assert!(
                 d.ended || has_space == Ok(true),
@@ -38,7 +39,7 @@ proptest! {
             );
             prop_assert_eq!(d.got, d.sent);
             prop_assert_eq!(world.ends[d.reader].received(d.number), Some(d.sent));
-            prop_assert_eq!(d.consumer.end(), Ok(d.ended.then_some(Mark::Fin)));
+            prop_assert_eq!(d.consumer.end(), Ok(d.ended.then_some(EndMark::Fin)));
             let _ = d.consumer.publish();
             world.ends[d.reader].touch(d.back);
             // The mark is not read, so it is asked for.
@@ -60,9 +61,7 @@ fn a_large_stream_does_not_keep_small_ones_waiting() {
         let (config, tuning) = tiny(immediate);
         let mut world = World::new(config, tuning, 12);
         world.grow(16);
-        let World {
-            directions, ends, ..
-        } = &mut world;
+        let World { directions, ends, .. } = &mut world;
         assert_eq!(directions[0].write(ends, 1 << 16), 1 << 16);
         for d in &mut directions[2..] {
             if d.reader == 0 {
@@ -92,9 +91,7 @@ fn a_burst_of_small_writes_travels_in_few_messages() {
     let before = world.ends[1].counts().sends;
     {
         // Nobody polls, so credits run out, and the rest is collected.
-        let World {
-            directions, ends, ..
-        } = &mut world;
+        let World { directions, ends, .. } = &mut world;
         for _ in 0..40 {
             for d in directions.iter_mut().filter(|d| d.reader == 0) {
                 d.write(ends, 8);
@@ -163,14 +160,7 @@ fn what_fills_a_packet_goes_without_a_header() {
     };
     // The first of its chunk goes in messages, while memory is registered.
     let _ = immediates(1024);
-    for (size, expected) in [
-        (64, 0),
-        (1003, 0),
-        (1004, 1),
-        (1024, 1),
-        (1025, 0),
-        (2048, 1),
-    ] {
+    for (size, expected) in [(64, 0), (1003, 0), (1004, 1), (1024, 1), (1025, 0), (2048, 1)] {
         assert_eq!(immediates(size), expected, "{size} bytes");
     }
 }
@@ -198,13 +188,12 @@ fn closed_comes_after_all_that_was_sent() {
     for immediate in [false, true] {
         let (config, tuning) = tiny(immediate);
         let mut world = World::new(config, tuning, 1);
-        let [mut to_a, mut to_b] =
-            <[Direction; 2]>::try_from(std::mem::take(&mut world.directions))
-                .ok()
-                .unwrap();
+        let [mut to_a, mut to_b] = <[Direction; 2]>::try_from(std::mem::take(&mut world.directions))
+            .ok()
+            .unwrap();
         // B writes more than one message takes, and is done.
         assert_eq!(to_a.write(&world.ends, 4096), 4096);
-        let wake = to_a.producer.end(Mark::Fin).unwrap();
+        let wake = to_a.producer.end(EndMark::Fin).unwrap();
         world.ends[1].notify(wake, to_a.number);
         world.ends[1].close(to_b.number, Some(to_a.number), Some(to_b.consumer));
         assert_eq!(to_b.producer.used(), Ok(0));
@@ -212,7 +201,7 @@ fn closed_comes_after_all_that_was_sent() {
             world.round();
         }
         assert_eq!(to_a.read(&world.ends, usize::MAX), 4096);
-        assert_eq!(to_a.consumer.end(), Ok(Some(Mark::Fin)));
+        assert_eq!(to_a.consumer.end(), Ok(Some(EndMark::Fin)));
         // A is still to say so: the number is not free at B.
         assert_ne!(world.ends[1].open(12).unwrap().vqpn, to_b.number);
         world.ends[0].on_closed(to_a.number);
@@ -231,13 +220,11 @@ fn closed_comes_after_all_that_was_sent() {
 #[test]
 fn an_end_mark_and_a_stop_that_cross_are_seen_by_both() {
     let mut world = World::new(Config::default(), Tuning::default(), 1);
-    let World {
-        directions, ends, ..
-    } = &mut world;
+    let World { directions, ends, .. } = &mut world;
     let d = &mut directions[0];
     d.write(ends, 100);
     // Neither end has heard of the other's.
-    let wake = d.producer.end(Mark::Demote).unwrap();
+    let wake = d.producer.end(EndMark::Demote).unwrap();
     let _ = d.consumer.stop().unwrap();
     ends[1].notify(wake, d.number);
     ends[0].touch(d.back);

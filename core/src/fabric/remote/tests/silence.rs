@@ -85,11 +85,7 @@ fn what_arrives_after_a_while_ends_the_silence() {
 
 #[test]
 fn a_peer_that_is_stopped_is_not_a_dead_one() {
-    for (config, tuning) in [
-        tiny(false),
-        tiny(true),
-        (Config::default(), Tuning::default()),
-    ] {
+    for (config, tuning) in [tiny(false), tiny(true), (Config::default(), Tuning::default())] {
         let mut world = quiet(config, tuning);
         for second in 10..100 {
             // Until all credits are used up: only the device of the other end takes part.

@@ -14,9 +14,7 @@ fn four_threads_on_each_end_move_what_they_send() {
         config.send_queue = 8;
         config.limits.receive_buffers = 6;
         let mut world = World::new(config, Tuning::default(), 2);
-        let World {
-            directions, ends, ..
-        } = &mut world;
+        let World { directions, ends, .. } = &mut world;
         let ends = &*ends;
         for d in directions.iter_mut() {
             d.offer(ends, 14);
@@ -87,9 +85,7 @@ fn four_threads_on_each_end_move_what_they_send() {
 #[test]
 fn a_signal_handler_that_interrupts_the_engine_leaves_its_work() {
     let mut world = World::new(Config::default(), Tuning::default(), 1);
-    let World {
-        directions, ends, ..
-    } = &mut world;
+    let World { directions, ends, .. } = &mut world;
     let message = crate::wire::Message::WaiterGone { id: 0 };
     ends[1].while_in_use(|| {
         assert_eq!(directions[0].write(ends, 100), 100);
@@ -99,10 +95,7 @@ fn a_signal_handler_that_interrupts_the_engine_leaves_its_work() {
         assert_eq!(ends[1].received(Vqpn(0)), None);
         assert_eq!(ends[1].unconfirmed(directions[0].number), None);
         assert!(ends[1].take_message().is_none());
-        assert_eq!(
-            ends[1].open(12).err(),
-            Some(crate::fabric::link::OpenError::Busy)
-        );
+        assert_eq!(ends[1].open(12).err(), Some(crate::fabric::link::OpenError::Busy));
     });
     world.settle();
     assert_eq!(world.directions[0].read(&world.ends, 200), 100);

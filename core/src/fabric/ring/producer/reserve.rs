@@ -1,5 +1,6 @@
-//! A producer that finds no room while nobody reads: what it looks for, and its way to the ring that the consumer has in reserve (see
-//! *The reserve* in `ring.rs`), with the memory of that. Not for producers between hosts, whose consumers have none (`aside.rs`).
+//! A producer that finds no room while nobody reads: what it looks for, and its way to the ring that the consumer has
+//! in reserve (see *The reserve* in `ring.rs`), with the memory of that. Not for producers between hosts, whose
+//! consumers have none (`aside.rs`).
 
 use super::Producer;
 use crate::fabric::layout::{MIN_RING_LOG2, Region};
@@ -19,8 +20,9 @@ struct Reserve {
 }
 
 impl Producer {
-    /// A sender that is not to wait has found no room: looks for what the consumer has read and not published; else moves on to as
-    /// much of the reserve as the bound allows, if there is one and that is more than the ring. True if there is more room than before.
+    /// A sender that is not to wait has found no room: looks for what the consumer has read and not published; else
+    /// moves on to as much of the reserve as the bound allows, if there is one and that is more than the ring. True if
+    /// there is more room than before.
     pub fn make_room(&mut self) -> Result<bool, RingError> {
         if self.look_closely()? {
             return Ok(true);
@@ -38,11 +40,11 @@ impl Producer {
 
     /// As far as is known of the consumer.
     pub(super) fn has_reserve(&self) -> bool {
-        self.next_reserve()
-            .is_some_and(|next| self.has_more(next.part.log2()))
+        self.next_reserve().is_some_and(|next| self.has_more(next.part.log2()))
     }
 
-    /// The consumer's line with what it has read costs it a miss at its next read. True if a quarter of the ring is free by that.
+    /// The consumer's line with what it has read costs it a miss at its next read. True if a quarter of the ring is
+    /// free by that.
     fn look_closely(&mut self) -> Result<bool, RingError> {
         self.reload()?;
         // SAFETY: mapped while `self` exists, by the contract of `new`.
@@ -112,7 +114,8 @@ impl Producer {
         Ok(true)
     }
 
-    /// Sees to memory for `want` bytes more in a reserve, of which the ring has been once around when all of it has some.
+    /// Sees to memory for `want` bytes more in a reserve, of which the ring has been once around when all of it has
+    /// some.
     pub(super) fn back_more(&mut self, want: u64) {
         let Some((region, backed)) = self.backed else {
             return;

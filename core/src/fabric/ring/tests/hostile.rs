@@ -21,7 +21,7 @@ fn a_jumping_tail_is_refused() {
         (u64::MAX, Violation::TailBeyondWindow),
     ] {
         let (m, _, mut c) = pair();
-        m.block.producer.tail.store(tail, Ordering::Relaxed);
+        m.block.producer.tail.reset(tail);
         let spans = c.spans(1000).map(|s| s.len());
         assert_eq!(spans, Err(RingError::PeerViolation(want)));
         assert_eq!(c.spans(100).unwrap().len(), 100);
@@ -31,11 +31,11 @@ fn a_jumping_tail_is_refused() {
 #[test]
 fn a_wandering_head_is_refused() {
     let (m, mut p, _) = pair();
-    m.block.consumer.head.store(101, Ordering::Relaxed);
+    m.block.consumer.head.reset(101);
     assert_eq!(p.free(), Err(Violation::HeadBeyondTail.into()));
-    m.block.consumer.head.store(50, Ordering::Relaxed);
+    m.block.consumer.head.reset(50);
     assert_eq!(p.used(), Ok(50));
-    m.block.consumer.head.store(49, Ordering::Relaxed);
+    m.block.consumer.head.reset(49);
     assert_eq!(p.arm_space(1), Err(Violation::HeadMovedBack.into()));
 }
 
@@ -53,11 +53,11 @@ fn bad_offers_are_refused() {
         offer(2, 12, u64::from(u32::MAX)),
     ] {
         let (m, mut p, _) = pair();
-        m.block.consumer.offer.store(word, Ordering::Relaxed);
+        m.block.consumer.offer.reset(word);
         assert_eq!(p.adopt(), Err(Violation::BadOffer.into()), "{word:x}");
         let (m, mut p, _) = pair();
         assert_eq!(send(&mut p, &[0; 5]).unwrap().0, 5);
-        m.block.consumer.offer.store(word, Ordering::Relaxed);
+        m.block.consumer.offer.reset(word);
         let spans = p.spans(5000).map(|s| s.len());
         assert_eq!(spans, Err(Violation::BadOffer.into()));
     }
@@ -66,13 +66,10 @@ fn bad_offers_are_refused() {
 #[test]
 fn a_ring_beyond_the_allowance_is_refused() {
     let (m, p, _) = pair();
-    let ground = std::sync::Arc::new(Ground::new(1 << 20));
-    ground.allow(1 << 20);
-    let mut p = p.with_allowance(Allowance::new(12, ground));
-    m.block
-        .consumer
-        .offer
-        .store(2 << 40 | 13 << 32, Ordering::Relaxed);
+    let touched = std::sync::Arc::new(TouchedArea::new(1 << 20));
+    touched.allow(1 << 20);
+    let mut p = p.with_allowance(Allowance::new(12, touched));
+    m.block.consumer.offer.reset(2 << 40 | 13 << 32);
     assert_eq!(p.adopt(), Err(Violation::BeyondAllowance.into()));
 }
 
@@ -100,7 +97,7 @@ fn bad_switches_are_refused() {
 #[test]
 fn an_unknown_end_is_refused() {
     let (m, _, mut c) = pair();
-    m.block.producer.end.store(77, Ordering::Relaxed);
+    m.block.producer.end.reset(77);
     assert_eq!(c.end(), Ok(None));
     assert_eq!(recv(&mut c, &mut [0; 100]).unwrap().0, 100);
     assert_eq!(c.end(), Err(Violation::BadEnd.into()));
@@ -115,7 +112,7 @@ fn what_two_rings_do_not_hold_is_not_sent_again() {
     for page in 1..3_u64 {
         // Nothing was read, so a correct consumer would not offer the third.
         let word = (page + 1) << 40 | 12 << 32 | page;
-        m.block.consumer.offer.store(word, Ordering::Relaxed);
+        m.block.consumer.offer.reset(word);
         assert_eq!(send(&mut p, &[page as u8 + 1; 5000]).unwrap().0, 4096);
     }
     assert_eq!(p.unread(), Err(Violation::NotHeld.into()));
@@ -149,12 +146,12 @@ proptest! {
         let mut buf = vec![0; 6000];
         for (what, word, n) in ops {
             match what {
-                0 => pl.tail.store(word, Ordering::Relaxed),
+                0 => pl.tail.reset(word),
                 1 => pl.generation.store(word as u32, Ordering::Relaxed),
                 2 => pl.switch_pos.store(word, Ordering::Relaxed),
-                3 => pl.end.store(word as u32, Ordering::Relaxed),
-                4 => cl.head.store(word, Ordering::Relaxed),
-                5 => cl.offer.store(word, Ordering::Relaxed),
+                3 => pl.end.reset(word as u32),
+                4 => cl.head.reset(word),
+                5 => cl.offer.reset(word),
                 6 => { let _ = c.offer(Region::new(word as u32 % 5, 12 + (n % 3) as u8).unwrap()); }
                 7 => { let _ = c.take_retired(); }
                 8 => { let _ = c.peek(n, n).map(|s| assert!(inside(&s))); }
@@ -175,10 +172,7 @@ fn a_reserve_that_is_none_is_not_taken() {
         (reserve(1, 27, 0), Ok(false)),
         (reserve(1, 13, 3), Err(Violation::BadOffer.into())),
         (reserve(1, 26, 0), Err(Violation::BadOffer.into())),
-        (
-            reserve(1, 13, u64::from(u32::MAX)),
-            Err(Violation::BadOffer.into()),
-        ),
+        (reserve(1, 13, u64::from(u32::MAX)), Err(Violation::BadOffer.into())),
     ] {
         let (m, mut p, _) = pair();
         assert_eq!(send(&mut p, &[1; 4096]).unwrap().0, 3996);
@@ -201,7 +195,7 @@ fn what_was_consumed_counts_for_no_more_than_was_sent() {
         assert_eq!(p.make_room(), said, "{consumed}");
     }
     assert_eq!(p.used(), Ok(0));
-    m.block.consumer.head.store(101, Ordering::Relaxed);
+    m.block.consumer.head.reset(101);
     assert_eq!(p.make_room(), Err(Violation::HeadBeyondTail.into()));
 }
 
@@ -225,16 +219,13 @@ fn a_producer_moves_on_to_nothing_but_what_is_in_reserve() {
             c.offer_reserve(Region::new(2, 13).unwrap()).unwrap();
             m.block.producer.reserve_pos.store(at, Ordering::Relaxed);
             m.block.producer.generation.store(word, Ordering::Relaxed);
-            m.block.producer.tail.store(at, Ordering::Relaxed);
+            m.block.producer.tail.reset(at);
             let said = c.available();
             assert_eq!(said.is_ok(), fits && is_place, "{word:x} at {at}: {said:?}");
         }
     }
     // Without a reserve there is none to move on to.
     let (m, _, mut c) = pair();
-    m.block
-        .producer
-        .generation
-        .store(word(13, 2), Ordering::Relaxed);
+    m.block.producer.generation.store(word(13, 2), Ordering::Relaxed);
     assert_eq!(c.available(), Err(Violation::BadSwitch.into()));
 }

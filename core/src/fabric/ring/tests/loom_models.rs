@@ -2,28 +2,13 @@
 //! shows as a deadlock, an unordered access to payload as a failure of the modelled byte.
 
 use super::*;
-use loom::sync::{Arc, Condvar, Mutex};
+use crate::sync::loom_models::Doorbell;
+use loom::sync::Arc;
 use loom::thread;
 
-/// An eventfd: `ring` adds, `wait` sleeps until there is something and takes it all.
-struct Doorbell(Mutex<u32>, Condvar);
-
-impl Doorbell {
-    fn new() -> Self {
-        Self(Mutex::new(0), Condvar::new())
-    }
-    fn ring(&self, wake: Wake) {
-        if !wake.is_none() {
-            *self.0.lock().unwrap() += 1;
-            self.1.notify_all();
-        }
-    }
-    fn wait(&self) {
-        let mut n = self.0.lock().unwrap();
-        while *n == 0 {
-            n = self.1.wait(n).unwrap();
-        }
-        *n = 0;
+fn ring(bell: &Doorbell, wake: Wake) {
+    if !wake.is_none() {
+        bell.ring();
     }
 }
 
@@ -38,13 +23,7 @@ fn check(preemptions: usize, rings: &'static [u8], total: u8, piece: usize) {
 }
 
 /// With a ring of `1 << log2` bytes in reserve, and the producer's bound.
-fn check_with_reserve(
-    preemptions: usize,
-    rings: &'static [u8],
-    reserve: Option<(u8, u64)>,
-    total: u8,
-    piece: usize,
-) {
+fn check_with_reserve(preemptions: usize, rings: &'static [u8], reserve: Option<(u8, u64)>, total: u8, piece: usize) {
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound = Some(preemptions);
     builder.check(move || {
@@ -73,13 +52,13 @@ fn produce(model: &Model, p: &mut Producer, total: u8, piece: usize) {
     while sent < data.len() {
         let end = data.len().min(sent + piece);
         let (n, wake) = send(p, &data[sent..end]).unwrap();
-        model.for_consumer.ring(wake);
+        ring(&model.for_consumer, wake);
         sent += n;
         if n == 0 && !p.make_room().unwrap() && !p.arm_space(1).unwrap() {
             model.for_producer.wait();
         }
     }
-    model.for_consumer.ring(p.end(End::Fin).unwrap());
+    ring(&model.for_consumer, p.end(EndMark::Fin).unwrap());
 }
 
 /// Offers the rings (log2 of bytes) one after the other, each as soon as it may.
@@ -93,20 +72,20 @@ fn consume(model: &Model, c: &mut Consumer, rings: &[u8], total: u8, piece: usiz
         {
             // Rings do not overlap: 8 bytes apart.
             let region = Region::new(i as u32 * 2, log2).unwrap();
-            model.for_producer.ring(c.offer(region).unwrap());
+            ring(&model.for_producer, c.offer(region).unwrap());
             next = offers.next();
         }
         let mut buf = [0; 8];
         let (n, wake) = recv(c, &mut buf[..piece]).unwrap();
-        model.for_producer.ring(wake);
+        ring(&model.for_producer, wake);
         received.extend_from_slice(&buf[..n]);
         while c.take_retired().unwrap().is_some() {}
         if n == 0 {
-            if c.end().unwrap() == Some(End::Fin) {
+            if c.end().unwrap() == Some(EndMark::Fin) {
                 break;
             }
             let armed = c.arm_data(1).unwrap();
-            model.for_producer.ring(armed.wake);
+            ring(&model.for_producer, armed.wake);
             if !armed.ready {
                 model.for_consumer.wait();
             }

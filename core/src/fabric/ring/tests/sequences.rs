@@ -66,13 +66,13 @@ fn the_end_comes_after_the_last_byte() {
     assert_eq!(send(&mut p, b"last"), Ok((4, Wake::NONE)));
     assert_eq!(c.end(), Ok(None));
     assert!(!c.arm_data(2).is_ok_and(|a| !a.ready));
-    assert_eq!(p.end(End::Demote), Ok(Wake(2)));
-    assert_eq!(p.end(End::Fin), Ok(Wake::NONE));
+    assert_eq!(p.end(EndMark::Demote), Ok(Wake(2)));
+    assert_eq!(p.end(EndMark::Fin), Ok(Wake::NONE));
     assert_eq!(send(&mut p, b"more"), Ok((0, Wake::NONE)));
     assert_eq!(c.end(), Ok(None));
     let mut buf = [0; 8];
     assert_eq!(recv(&mut c, &mut buf).unwrap().0, 4);
-    assert_eq!(c.end(), Ok(Some(End::Demote)));
+    assert_eq!(c.end(), Ok(Some(EndMark::Demote)));
     assert!(c.arm_data(2).unwrap().ready);
 }
 
@@ -97,10 +97,7 @@ fn peeking_crosses_a_switch() {
     assert_eq!(send(&mut p, &pattern(0, 100)).unwrap().0, 100);
     assert_eq!(c.available(), Ok(100));
     let _ = c.offer(Region::new(2, 13).unwrap()).unwrap();
-    assert_eq!(
-        c.offer(Region::new(1, 12).unwrap()),
-        Err(OfferError::Pending)
-    );
+    assert_eq!(c.offer(Region::new(1, 12).unwrap()), Err(OfferError::Pending));
     // The commit notices the offer, the next send is in the new ring.
     assert_eq!(send(&mut p, &pattern(100, 10)).unwrap().0, 10);
     assert_eq!(send(&mut p, &pattern(110, 8000)).unwrap().0, 8000);
@@ -189,7 +186,7 @@ fn op() -> impl Strategy<Value = Op> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: if cfg!(miri) { 4 } else { 256 }, ..ProptestConfig::default() })]
     #[test]
-    fn what_arrives_is_what_was_sent(ops in proptest::collection::vec(op(), 1..200)) {
+    fn what_arrives_is_what_was_sent(ops in proptest::collection::vec(op(), 1..if cfg!(miri) { 40 } else { 200 })) {
         let m = Memory::new(1 << 17);
         let mut arena = Arena::new(1 << 17);
         let (mut p, mut c) = (m.producer(), m.consumer());
@@ -288,7 +285,7 @@ fn two_threads_exchange_while_rings_change() {
                     bells.0.wait();
                 }
             }
-            bells.1.ring(p.end(End::Fin).unwrap());
+            bells.1.ring(p.end(EndMark::Fin).unwrap());
         })
     };
     let mut arena = Arena::new(1 << 17);
@@ -308,7 +305,7 @@ fn two_threads_exchange_while_rings_change() {
             bells.0.ring(c.offer(arena.alloc(log2).unwrap()).unwrap());
         }
         if done == 0 && step > 0 {
-            if c.end().unwrap() == Some(End::Fin) {
+            if c.end().unwrap() == Some(EndMark::Fin) {
                 break;
             }
             let armed = c.arm_data(1).unwrap();
@@ -347,7 +344,7 @@ fn a_consumer_that_is_frozen_has_what_came_before_and_the_producer_the_rest() {
         assert!(p.rest(p.position() + 1).is_err(), "never sent");
         let _ = c.publish();
         assert!(p.rest(c.position() - 1).is_err(), "no longer held");
-        assert_eq!(p.end(End::Fin), Err(Stopped), "not confirmed from now on");
+        assert_eq!(p.end(EndMark::Fin), Err(Stopped), "not confirmed from now on");
     }
 }
 
@@ -357,9 +354,9 @@ fn a_consumer_that_is_frozen_behind_the_end_mark_has_everything() {
     let (mut p, mut c) = (m.producer(), m.consumer());
     let _ = c.offer(Region::new(0, 12).unwrap()).unwrap();
     assert_eq!(send(&mut p, b"all").unwrap().0, 3);
-    let _ = p.end(End::Fin).unwrap();
+    let _ = p.end(EndMark::Fin).unwrap();
     assert_eq!(c.freeze(0), Ok(3));
     let mut buf = [0; 8];
     assert_eq!(recv(&mut c, &mut buf).unwrap().0, 3);
-    assert_eq!(c.end(), Ok(Some(End::Fin)));
+    assert_eq!(c.end(), Ok(Some(EndMark::Fin)));
 }

@@ -1,4 +1,5 @@
-//! curl's test suite: the command and programs on libcurl, against servers of the suite's own, built from Debian's source.
+//! curl's test suite: the command and programs on libcurl, against servers of the suite's own, built from Debian's
+//! source.
 
 use std::fs;
 use std::path::Path;
@@ -97,13 +98,7 @@ impl Suite for Curl {
         false
     }
 
-    fn job(
-        &self,
-        place: &Place,
-        part: &str,
-        selection: Selection<'_>,
-        scratch: &Path,
-    ) -> Result<Job> {
+    fn job(&self, place: &Place, part: &str, selection: Selection<'_>, scratch: &Path) -> Result<Job> {
         // It writes below itself: files that are there by links, and folders of its own.
         run(Command::new("cp")
             .arg("-as")

@@ -60,12 +60,7 @@ impl Suite for Erlang {
     }
 
     fn packages(&self) -> &'static [&'static str] {
-        &[
-            "dpkg-dev",
-            "erlang-base",
-            "erlang-common-test",
-            "erlang-dev",
-        ]
+        &["dpkg-dev", "erlang-base", "erlang-common-test", "erlang-dev"]
     }
 
     fn fetch(&self, shop: &Workshop, dir: &Path) -> Result<String> {

@@ -122,12 +122,7 @@ impl Suite for Libevent {
 
 fn is_name(text: &str) -> bool {
     text.split_once('/').is_some_and(|(group, name)| {
-        let word = |text: &str| {
-            !text.is_empty()
-                && text
-                    .chars()
-                    .all(|c| c.is_alphanumeric() || "_-".contains(c))
-        };
+        let word = |text: &str| !text.is_empty() && text.chars().all(|c| c.is_alphanumeric() || "_-".contains(c));
         word(group) && word(name)
     })
 }

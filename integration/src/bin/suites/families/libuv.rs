@@ -10,13 +10,7 @@ use crate::sandbox::Ran;
 use crate::workshop::Workshop;
 
 /// Tests by the beginning of their names that are for CI.
-const CI: &[&str] = &[
-    "tcp_",
-    "poll_",
-    "ping_pong",
-    "delayed_accept",
-    "pipe_connect",
-];
+const CI: &[&str] = &["tcp_", "poll_", "ping_pong", "delayed_accept", "pipe_connect"];
 
 /// The suite.
 pub struct Libuv;

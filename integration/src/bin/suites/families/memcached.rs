@@ -40,14 +40,7 @@ impl Suite for Memcached {
             .args(["-q", "--enable-tls"])
             .current_dir(&tree))?;
         run(Command::new("make")
-            .args([
-                "-j2",
-                "memcached",
-                "memcached-debug",
-                "sizes",
-                "testapp",
-                "timedrun",
-            ])
+            .args(["-j2", "memcached", "memcached-debug", "sizes", "testapp", "timedrun"])
             .current_dir(&tree))?;
         Ok(version)
     }

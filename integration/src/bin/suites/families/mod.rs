@@ -102,7 +102,8 @@ fn tap(output: &str) -> Cases {
     })
 }
 
-/// A Perl script as the one case that it is, and each of its checks that fails. Those that pass can be tens of thousands.
+/// A Perl script as the one case that it is, and each of its checks that fails. Those that pass can be tens of
+/// thousands.
 fn script_cases(ran: &Ran) -> Cases {
     let mut cases = tap(&ran.output);
     cases.retain(|_, outcome| *outcome != Outcome::Passed);

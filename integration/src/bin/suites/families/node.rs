@@ -9,15 +9,7 @@ use crate::sandbox::Ran;
 use crate::workshop::Workshop;
 
 /// What the tests are about, by the word after `test-`.
-const SUBJECTS: &[&str] = &[
-    "net",
-    "http",
-    "https",
-    "http2",
-    "tls",
-    "cluster",
-    "child-process",
-];
+const SUBJECTS: &[&str] = &["net", "http", "https", "http2", "tls", "cluster", "child-process"];
 
 /// The suite.
 pub struct Node;
@@ -75,10 +67,7 @@ impl Suite for Node {
 
     fn job(&self, place: &Place, part: &str, _: Selection<'_>, scratch: &Path) -> Result<Job> {
         let node = place.dir.join("node/usr");
-        let command = [
-            node.join("bin/node").display().to_string(),
-            format!("test/{part}"),
-        ];
+        let command = [node.join("bin/node").display().to_string(), format!("test/{part}")];
         let mut job = Job::new(command)
             .env(
                 "LD_LIBRARY_PATH",
@@ -93,15 +82,8 @@ impl Suite for Node {
     }
 
     fn cases(&self, part: &str, ran: &Ran, _: &Path) -> Cases {
-        let skipped = ran
-            .output
-            .lines()
-            .any(|line| line.starts_with("1..0 # Skipped"));
-        let outcome = if skipped {
-            Outcome::Skipped
-        } else {
-            ran.end.outcome()
-        };
+        let skipped = ran.output.lines().any(|line| line.starts_with("1..0 # Skipped"));
+        let outcome = if skipped { Outcome::Skipped } else { ran.end.outcome() };
         Cases::from([(part.to_owned(), outcome)])
     }
 }

@@ -1,4 +1,5 @@
-//! The tests of perl's sockets and of what comes with it for them: scripts that tell of each check by TAP, run by Debian's perl.
+//! The tests of perl's sockets and of what comes with it for them: scripts that tell of each check by TAP, run by
+//! Debian's perl.
 
 use std::fs;
 use std::path::Path;
@@ -35,21 +36,14 @@ impl Suite for Perl {
     }
 
     fn fetch(&self, shop: &Workshop, dir: &Path) -> Result<String> {
-        let wanted: Vec<_> = DISTRIBUTIONS
-            .iter()
-            .chain(&["t"])
-            .map(|path| (*path, *path))
-            .collect();
+        let wanted: Vec<_> = DISTRIBUTIONS.iter().chain(&["t"]).map(|path| (*path, *path)).collect();
         let version = kept(shop, "perl", dir, &wanted)?;
         // Those of perl itself look for modules in ../lib alone.
         let lib = dir.join("lib");
         fs::create_dir(&lib)?;
         let folders = run(Command::new("perl").args(["-e", "print join qq(\\n), reverse @INC"]))?;
         for folder in folders.lines().filter(|folder| Path::new(folder).is_dir()) {
-            run(Command::new("cp")
-                .arg("-rsf")
-                .arg(format!("{folder}/."))
-                .arg(&lib))?;
+            run(Command::new("cp").arg("-rsf").arg(format!("{folder}/.")).arg(&lib))?;
         }
         Ok(version)
     }
@@ -78,10 +72,7 @@ impl Suite for Perl {
         let root = part.split_once("/t/").map_or("t", |(root, _)| root);
         let home = scratch.join(root);
         fs::create_dir_all(&home)?;
-        run(Command::new("cp")
-            .arg("-aT")
-            .arg(place.dir.join(root))
-            .arg(&home))?;
+        run(Command::new("cp").arg("-aT").arg(place.dir.join(root)).arg(&home))?;
         std::os::unix::fs::symlink(place.dir.join("lib"), scratch.join("lib"))?;
         let script = part.strip_prefix(root).unwrap_or(part);
         let script = script.trim_start_matches('/').to_owned();

@@ -48,23 +48,12 @@ impl Suite for Php {
         false
     }
 
-    fn job(
-        &self,
-        place: &Place,
-        part: &str,
-        selection: Selection<'_>,
-        scratch: &Path,
-    ) -> Result<Job> {
+    fn job(&self, place: &Place, part: &str, selection: Selection<'_>, scratch: &Path) -> Result<Job> {
         // It writes beside each test, and tests use the files of other folders.
         for name in ["ext", "sapi", "run-tests.php"] {
-            run(Command::new("cp")
-                .arg("-a")
-                .arg(place.dir.join(name))
-                .arg(scratch))?;
+            run(Command::new("cp").arg("-a").arg(place.dir.join(name)).arg(scratch))?;
         }
-        let mut command: Vec<String> = ["php8.2", "run-tests.php", "-q", "--offline"]
-            .map(Into::into)
-            .into();
+        let mut command: Vec<String> = ["php8.2", "run-tests.php", "-q", "--offline"].map(Into::into).into();
         command.extend(["--no-color", "--no-progress"].map(Into::into));
         match selection {
             Selection::Only(names) => command.extend(names.iter().cloned()),

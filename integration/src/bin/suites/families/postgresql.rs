@@ -1,5 +1,5 @@
-//! PostgreSQL's regression and isolation tests over TCP, on servers that are made for them: psql and a backend for each script, and
-//! several sessions whose steps wait for each other.
+//! PostgreSQL's regression and isolation tests over TCP, on servers that are made for them: psql and a backend for each
+//! script, and several sessions whose steps wait for each other.
 
 use std::fs;
 use std::path::Path;
@@ -64,13 +64,7 @@ impl Suite for Postgresql {
     }
 
     fn packages(&self) -> &'static [&'static str] {
-        &[
-            "dpkg-dev",
-            "gcc",
-            "libc6-dev",
-            "postgresql-15",
-            "postgresql-client-15",
-        ]
+        &["dpkg-dev", "gcc", "libc6-dev", "postgresql-15", "postgresql-client-15"]
     }
 
     fn fetch(&self, shop: &Workshop, dir: &Path) -> Result<String> {
@@ -99,13 +93,7 @@ impl Suite for Postgresql {
         false
     }
 
-    fn job(
-        &self,
-        place: &Place,
-        part: &str,
-        selection: Selection<'_>,
-        scratch: &Path,
-    ) -> Result<Job> {
+    fn job(&self, place: &Place, part: &str, selection: Selection<'_>, scratch: &Path) -> Result<Job> {
         let at = |name: &str| scratch.join("tmp").join(name).display().to_string();
         let number: usize = part.trim_start_matches("schedule ").parse()?;
         let schedule: String = self
@@ -119,10 +107,7 @@ impl Suite for Postgresql {
         let file = scratch.join("schedule");
         fs::write(&file, schedule)?;
         let mut job = Job::new([
-            format!(
-                "{PROGRAMS}/lib/pgxs/src/test/{}/{}",
-                self.tests, self.runner
-            ),
+            format!("{PROGRAMS}/lib/pgxs/src/test/{}/{}", self.tests, self.runner),
             format!("--bindir={PROGRAMS}/bin"),
             format!("--inputdir={}", place.dir.join(self.tests).display()),
             format!("--dlpath={}", place.dir.join("lib").display()),
@@ -170,8 +155,9 @@ fn line(group: &[String], selection: Selection<'_>, first: &[&str]) -> Option<St
     (!chosen.is_empty()).then(|| format!("test: {}\n", chosen.join(" ")))
 }
 
-/// The functions in C that the regression tests load, beside the extensions that they load from the same folder. They are built with
-/// the headers of the source, which are as old as they are, and those that only a build makes from the development package.
+/// The functions in C that the regression tests load, beside the extensions that they load from the same folder. They
+/// are built with the headers of the source, which are as old as they are, and those that only a build makes from the
+/// development package.
 fn build_functions(shop: &Workshop, dir: &Path) -> Result<()> {
     let (headers, lib) = (dir.join("headers"), dir.join("lib"));
     shop.unpack(&["postgresql-server-dev-15", "libpq-dev"], &headers)?;
@@ -189,10 +175,7 @@ fn build_functions(shop: &Workshop, dir: &Path) -> Result<()> {
         .arg(lib.join("regress.so"))
         .arg(dir.join("regress/regress.c")))?;
     for extension in ["autoinc.so", "refint.so"] {
-        std::os::unix::fs::symlink(
-            Path::new(PROGRAMS).join("lib").join(extension),
-            lib.join(extension),
-        )?;
+        std::os::unix::fs::symlink(Path::new(PROGRAMS).join("lib").join(extension), lib.join(extension))?;
     }
     Ok(())
 }

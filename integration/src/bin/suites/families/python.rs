@@ -1,5 +1,6 @@
 //! Suites of Python's unittest: CPython's own, and those of packages that are written with it. They are run by
-//! integration/suites/cases.py, which tells of each case as it begins and ends, so that one that hangs is known by name.
+//! integration/suites/cases.py, which tells of each case as it begins and ends, so that one that hangs is known by
+//! name.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -141,10 +142,7 @@ impl Suite for CPython {
 
     fn parts(&self, place: &Place, quick: bool) -> Result<Vec<String>> {
         if quick {
-            return Ok(CPYTHON_CI
-                .iter()
-                .map(|name| format!("test.{name}"))
-                .collect());
+            return Ok(CPYTHON_CI.iter().map(|name| format!("test.{name}")).collect());
         }
         let mut parts: Vec<String> = CPYTHON.iter().map(|name| format!("test.{name}")).collect();
         let asyncio = place.dir.join("usr/lib/python3.11/test/test_asyncio");
@@ -152,13 +150,7 @@ impl Suite for CPython {
         Ok(parts)
     }
 
-    fn job(
-        &self,
-        place: &Place,
-        part: &str,
-        selection: Selection<'_>,
-        scratch: &Path,
-    ) -> Result<Job> {
+    fn job(&self, place: &Place, part: &str, selection: Selection<'_>, scratch: &Path) -> Result<Job> {
         let home = place.dir.join("usr");
         let python = home.join("bin/python3.11").display().to_string();
         Ok(job(&python, part, selection, scratch)?.env("PYTHONHOME", home.display().to_string()))
@@ -209,11 +201,7 @@ impl Suite for Package {
 
     fn parts(&self, place: &Place, quick: bool) -> Result<Vec<String>> {
         if quick {
-            return Ok(self
-                .ci
-                .iter()
-                .map(|name| format!("{}.{name}", self.module))
-                .collect());
+            return Ok(self.ci.iter().map(|name| format!("{}.{name}", self.module)).collect());
         }
         let installed = site_packages(&place.dir).join(self.tests);
         let dir = if installed.is_dir() {
@@ -245,13 +233,7 @@ impl Suite for Package {
         !self.ci.is_empty()
     }
 
-    fn job(
-        &self,
-        place: &Place,
-        part: &str,
-        selection: Selection<'_>,
-        scratch: &Path,
-    ) -> Result<Job> {
+    fn job(&self, place: &Place, part: &str, selection: Selection<'_>, scratch: &Path) -> Result<Job> {
         let python = place.dir.join("venv/bin/python3").display().to_string();
         let job = job(&python, part, selection, scratch)?;
         Ok(job.env("PYTHONPATH", place.dir.display().to_string()))
@@ -280,8 +262,7 @@ fn modules(dir: &Path, package: &str) -> Result<Vec<String>> {
         .filter_map(|entry| {
             let name = entry.file_name().into_string().ok()?;
             let name = name.strip_suffix(".py")?;
-            (name.starts_with("test_") || name.ends_with("_test"))
-                .then(|| format!("{package}.{name}"))
+            (name.starts_with("test_") || name.ends_with("_test")).then(|| format!("{package}.{name}"))
         })
         .collect();
     found.sort();
@@ -292,12 +273,7 @@ fn modules(dir: &Path, package: &str) -> Result<Vec<String>> {
 fn job(python: &str, part: &str, selection: Selection<'_>, scratch: &Path) -> Result<Job> {
     let at = |name: &str| scratch.join(name).display().to_string();
     fs::write(at("cases.py"), CASES)?;
-    let mut command = vec![
-        python.to_owned(),
-        at("cases.py"),
-        at("cases"),
-        part.to_owned(),
-    ];
+    let mut command = vec![python.to_owned(), at("cases.py"), at("cases"), part.to_owned()];
     let (option, names) = match selection {
         Selection::All => return Ok(quick_to_stop(command)),
         Selection::Only(names) => ("--only", names),

@@ -22,12 +22,7 @@ const PROGRAMS: &[&str] = &[
 ];
 
 /// Files that are for CI.
-const CI: &[&str] = &[
-    "unit/protocol",
-    "unit/multi",
-    "unit/type/hash",
-    "unit/querybuf",
-];
+const CI: &[&str] = &["unit/protocol", "unit/multi", "unit/type/hash", "unit/querybuf"];
 
 /// The suite.
 pub struct Redis;
@@ -38,13 +33,7 @@ impl Suite for Redis {
     }
 
     fn packages(&self) -> &'static [&'static str] {
-        &[
-            "dpkg-dev",
-            "tcl",
-            "redis-server",
-            "redis-tools",
-            "redis-sentinel",
-        ]
+        &["dpkg-dev", "tcl", "redis-server", "redis-tools", "redis-sentinel"]
     }
 
     fn fetch(&self, shop: &Workshop, dir: &Path) -> Result<String> {
@@ -57,10 +46,7 @@ impl Suite for Redis {
             } else {
                 program
             };
-            std::os::unix::fs::symlink(
-                Path::new("/usr/bin").join(installed),
-                dir.join("src").join(program),
-            )?;
+            std::os::unix::fs::symlink(Path::new("/usr/bin").join(installed), dir.join("src").join(program))?;
         }
         Ok(version)
     }
@@ -74,26 +60,14 @@ impl Suite for Redis {
             .split_once("set ::all_tests {")
             .context("test_helper.tcl has no list of files")?
             .1;
-        let list = list
-            .split_once('}')
-            .context("test_helper.tcl has no list of files")?
-            .0;
+        let list = list.split_once('}').context("test_helper.tcl has no list of files")?.0;
         Ok(list.split_whitespace().map(str::to_owned).collect())
     }
 
-    fn job(
-        &self,
-        place: &Place,
-        part: &str,
-        selection: Selection<'_>,
-        scratch: &Path,
-    ) -> Result<Job> {
+    fn job(&self, place: &Place, part: &str, selection: Selection<'_>, scratch: &Path) -> Result<Job> {
         // It writes below itself.
         for dir in ["tests", "src"] {
-            run(Command::new("cp")
-                .arg("-a")
-                .arg(place.dir.join(dir))
-                .arg(scratch))?;
+            run(Command::new("cp").arg("-a").arg(place.dir.join(dir)).arg(scratch))?;
         }
         let mut job = Job::new([
             "tclsh",
@@ -105,11 +79,8 @@ impl Suite for Redis {
             part,
         ]);
         if let Selection::Only(names) = selection {
-            job.command.extend(
-                names
-                    .iter()
-                    .flat_map(|name| ["--only".to_owned(), name.clone()]),
-            );
+            job.command
+                .extend(names.iter().flat_map(|name| ["--only".to_owned(), name.clone()]));
         }
         // A file of many cases with replicas takes ten minutes on a busy machine, and a case that fills buffers two.
         job.limit = Duration::from_secs(1800);

@@ -81,7 +81,8 @@ impl Suite for Ruby {
         Ok(job)
     }
 
-    /// `[N/M] CLASS#test = SECONDS s` for each, and at the end, below `N) Failure:` and the like, those that did not pass.
+    /// `[N/M] CLASS#test = SECONDS s` for each, and at the end, below `N) Failure:` and the like, those that did not
+    /// pass.
     fn cases(&self, _: &str, ran: &Ran, _: &Path) -> Cases {
         let mut cases = told(&ran.output, |line| {
             let (_, line) = line.strip_prefix('[')?.split_once("] ")?;

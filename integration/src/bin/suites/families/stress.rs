@@ -58,22 +58,15 @@ impl Suite for Stress {
 
     fn job(&self, _: &Place, part: &str, _: Selection<'_>, _: &Path) -> Result<Job> {
         let (stressor, options) = part.split_once(' ').unwrap_or((part, ""));
-        let mut command: Vec<String> = ["stress-ng", "--verify", "--timeout", "3"]
-            .map(Into::into)
-            .into();
+        let mut command: Vec<String> = ["stress-ng", "--verify", "--timeout", "3"].map(Into::into).into();
         command.extend([format!("--{stressor}"), "2".to_owned()]);
         command.extend(options.split_whitespace().map(str::to_owned));
         Ok(Job::new(command))
     }
 
     fn cases(&self, part: &str, ran: &Ran, _: &Path) -> Cases {
-        let skipped =
-            ran.output.contains("skipped stressor") || ran.output.contains("skipping stressor");
-        let outcome = if skipped {
-            Outcome::Skipped
-        } else {
-            ran.end.outcome()
-        };
+        let skipped = ran.output.contains("skipped stressor") || ran.output.contains("skipping stressor");
+        let outcome = if skipped { Outcome::Skipped } else { ran.end.outcome() };
         Cases::from([(part.to_owned(), outcome)])
     }
 }

@@ -1,0 +1,168 @@
+//! What an end of a link between hosts has beside its engine's state, and uses without the engine's lock too:
+//! the arenas, what is queued to be sent, and the ways to this process's waiters. Not what is done with it.
+
+use std::collections::VecDeque;
+use std::sync::atomic::Ordering::SeqCst;
+
+use super::buffers::Buffers;
+use super::local::{Local, SERVICE};
+use super::qp::{Limits, QueuePair};
+use super::tuning::Tuning;
+use crate::fabric::layout::{MAX_STREAMS, READY_QUEUES};
+use crate::fabric::ready::{PrivateQueue, ReadyQueue};
+use crate::fabric::ring::{DirectionBlock, Wake};
+use crate::fabric::side::Side;
+use crate::fabric::waiter::{SLEEPER_MASK, WaiterId};
+use crate::ids::Vqpn;
+use crate::lock::Lock;
+use crate::sync::{AtomicBool, AtomicU32, Published, Request, RungMark};
+
+/// More messages are not kept, in either direction. A correct end owes at most a few a stream.
+pub(super) const MAX_QUEUED_MESSAGES: usize = 8 * MAX_STREAMS as usize;
+
+/// One of the two arenas.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Which {
+    Mine,
+    Mirror,
+}
+
+/// A message to be sent on the side channel.
+pub(super) struct QueuedMessage {
+    /// The peer's stream that it is about.
+    pub yours: Option<Vqpn>,
+    pub bytes: Box<[u8]>,
+}
+
+/// What is used without the engine's lock too.
+pub(super) struct Shared<Q, L> {
+    // First: nothing is registered any more when the memory goes away.
+    pub qp: Q,
+    pub limits: Limits,
+    pub mine: Side,
+    pub mirror: Side,
+    /// Bytes of the mirror's data area that are the peer's.
+    pub peers_len: usize,
+    /// What is behind them.
+    pub buffers: Buffers,
+    pub local: L,
+    pub tuning: Tuning,
+    /// Streams with something to send, by the peer's number.
+    pub dirty: PrivateQueue,
+    /// Streams that were closed while the engine could not be used, by our number.
+    pub closing: PrivateQueue,
+    /// Whom to tell at the peer about its stream.
+    pub tells: Box<[AtomicU32]>,
+    pub outbox: Lock<VecDeque<QueuedMessage>>,
+    /// Messages in the inbox.
+    pub news: Published<AtomicU32>,
+    /// A head was held back.
+    pub owes: Request,
+    /// Somebody has to tick for the engine's watch.
+    pub is_watched: Published<AtomicBool>,
+    /// That was not so before, and the service thread has not asked since.
+    pub watch_unseen: Published<AtomicBool>,
+    pub marks: Box<[RungMark]>,
+}
+
+impl<Q: QueuePair, L: Local> Shared<Q, L> {
+    fn block(side: &Side, number: u32) -> Option<&DirectionBlock> {
+        let block = side.block(Vqpn(number))?;
+        // SAFETY: within the mapping, which lives as long as the side; only atomics.
+        Some(unsafe { block.as_ref() })
+    }
+
+    /// The block of our stream that we receive.
+    pub fn block_mine(&self, mine: u32) -> Option<&DirectionBlock> {
+        Self::block(&self.mine, mine)
+    }
+
+    /// The block of the peer's stream that we send to.
+    pub fn block_mirror(&self, theirs: u32) -> Option<&DirectionBlock> {
+        Self::block(&self.mirror, theirs)
+    }
+
+    /// Adds to whom the peer is to tell about its stream. False if there is nobody, or no such stream.
+    pub fn add_tell(&self, theirs: u32, word: u32) -> bool {
+        let queue = WaiterId::of_queue(word).filter(|w| u32::from(w.0) < READY_QUEUES);
+        let sleeper = WaiterId::of_sleeper(word);
+        let word = queue.map_or(0, WaiterId::queue_bits) | sleeper.map_or(0, WaiterId::sleeper_bits);
+        let Some(cell) = self.tells.get(theirs as usize) else {
+            return false;
+        };
+        let merge = |old| Some(merge_tells(old, word));
+        word != 0 && cell.fetch_update(SeqCst, SeqCst, merge).is_ok()
+    }
+
+    /// Wakes whom an attention word names in this process, about our stream.
+    pub fn tell_here(&self, after: &mut After, wake: Wake, mine: u32) {
+        if let Some(waiter) = WaiterId::of_queue(wake.0)
+            && let Some(queue) = self.mine.queue(waiter)
+        {
+            queue.push(mine);
+            self.ring_if_asleep(after, waiter);
+        }
+        if let Some(sleeper) = WaiterId::of_sleeper(wake.0) {
+            self.ring_after(after, sleeper);
+        }
+    }
+
+    pub fn ring_if_asleep(&self, after: &mut After, waiter: WaiterId) {
+        if let (Some(flag), Some(mark)) = (self.local.flag(waiter), self.marks.get(waiter.0 as usize))
+            && flag.must_ring(mark)
+        {
+            self.ring_after(after, waiter);
+        }
+    }
+
+    fn ring_after(&self, after: &mut After, waiter: WaiterId) {
+        if !after.add_ring(waiter) {
+            self.local.ring(waiter);
+        }
+    }
+}
+
+/// Two words that one stream's waiters are told by. Different waiters cannot share a word: then the
+/// service thread is told, which tells all.
+fn merge_tells(a: u32, b: u32) -> u32 {
+    let part = |mask: u32| match (a & mask, b & mask) {
+        (0, other) | (other, 0) => Some(other),
+        (x, y) => (x == y).then_some(x),
+    };
+    match (part(!SLEEPER_MASK), part(SLEEPER_MASK)) {
+        (Some(queue), Some(sleeper)) => queue | sleeper,
+        (_, sleeper) => SERVICE.queue_bits() | sleeper.unwrap_or(0),
+    }
+}
+
+/// What is to be done when the lock has been let go of.
+#[derive(Debug, Default)]
+pub(super) struct After {
+    rings: [u16; 8],
+    count: u8,
+    /// CLOSED was sent for these streams of ours.
+    pub closed: Vec<Vqpn>,
+    /// A chunk of the mirror is to be registered.
+    pub register: Option<u32>,
+}
+
+impl After {
+    pub fn take(&mut self) -> Self {
+        std::mem::take(self)
+    }
+
+    fn add_ring(&mut self, waiter: WaiterId) -> bool {
+        match self.rings.get_mut(usize::from(self.count)) {
+            Some(slot) => {
+                *slot = waiter.0;
+                self.count += 1;
+                true
+            }
+            None => false,
+        }
+    }
+
+    pub fn rings(&self) -> impl Iterator<Item = WaiterId> {
+        self.rings.into_iter().take(usize::from(self.count)).map(WaiterId)
+    }
+}

@@ -1,0 +1,58 @@
+//! One end of a connection: what its two directions run on, and the promotion, the stay on a link and the way back of
+//! both, carried out. It is the same object in a process, on the kernel's socket and a real link, and in the
+//! simulation of the tests: all that it asks of either is in [`SocketIo`]. Nothing here blocks, reads a clock or makes
+//! a system call.
+//!
+//! What is to be done is decided by the machines of [`super::handshake`] and [`super::resume`]; what a direction may
+//! run on by [`super::mode`]. Here are the state that they act on and the acts:
+//!
+//! | module, lowest first | what it does |
+//! |---|---|
+//! | `object`, `carry`, `io` | the state; what is held back of TCP; what is asked of the world |
+//! | `receiving`, `sending` | what can be done with either direction |
+//! | `stay` | carries out the way back from a link between hosts |
+//! | `streams`, `aside` | our stream on the link; what was set aside for another holder |
+//! | `attempt` | carries out the handshake's steps |
+//! | `scan` | looks for markers in what TCP delivers, and hands them over |
+//! | `resume`, `leave`, `close` | what a program or its peer asks for: the way back, shutdown() and close() |
+//! | `ahead` | markers behind data that the program does not read |
+//! | `hand_over` | data in front of a marker when the connection is handed to another holder |
+//! | `messages` | what the peer says on the link about the stream |
+//!
+//! Lock order: `control`, `rx`, `tx`. Each of these functions says which of them its caller holds.
+
+#![forbid(unsafe_code)]
+
+mod ahead;
+mod aside;
+mod attempt;
+mod carry;
+mod close;
+mod hand_over;
+mod io;
+mod leave;
+mod messages;
+mod object;
+mod receiving;
+pub mod resume;
+mod scan;
+mod sending;
+mod stay;
+mod streams;
+
+pub use ahead::{drop_unread, read_ahead};
+pub use aside::MOST as MOST_ASIDE;
+pub use attempt::{begin_asking, begin_offering, end_attempt, feed, look_for_resume, on_link_up};
+pub use carry::{Carry, after_fork};
+pub use close::{Awaited, close_if_over, close_tx, return_unread, scan_left, shut};
+pub use hand_over::{on_take_back, on_taken_back, press_on};
+pub use io::{ConnectionOf, ControlOf, Half, Peeked, RxOf, SocketIo, StreamLink, Task, Tcp, TxOf, Unsent};
+pub use leave::{leave, prefer_tcp, return_to_tcp};
+pub use messages::{Broken, OpenNonces, on_demote_request, on_open, on_open_ack, on_open_refused};
+pub use object::{Connection, Control, Opened, Rx, Tx};
+pub use receiving::{
+    hand_over_rest, is_over, is_scanning, leave_link_at_end, look_for_reset, on_end_told, refuse, start_scan, stop_scan,
+};
+pub use scan::{Ahead, AtMark, look, look_ahead, scan_taken, seen_ahead};
+pub use sending::{Farewell, flush, resend, wait_for_tcp};
+pub use streams::close_stream;

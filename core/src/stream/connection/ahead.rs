@@ -1,0 +1,133 @@
+//! Markers behind data that the program does not read. It may read nothing before it has sent all that it has to say,
+//! as it may on TCP, and its sending direction may wait for such a marker (`stream::resume`): then what TCP has is
+//! taken into the carry, where the program finds it when it reads, until the marker is there.
+
+use std::sync::atomic::Ordering::Acquire;
+
+use super::io::{ControlOf, Peeked, RxOf, SocketIo, Task, Tcp};
+use super::object::Control;
+use super::receiving::take;
+use super::scan::{self, AtMark, look_ahead};
+use super::stay;
+use crate::scratch::Scratch;
+use crate::stream::handshake::Closing;
+use crate::stream::mode::Mode;
+use crate::stream::resume::Ahead;
+use crate::wire::Marker;
+
+/// No more than this is taken, nor more than all connections may (`carry`). Kernel TCP would not hold as much
+/// between two programs of which neither reads.
+const MOST: usize = 16 * 1024 * 1024;
+/// Bytes taken at a time.
+const PIECE: usize = 16 * 1024;
+/// Pieces that are dropped before others have their turn.
+const DROPS: usize = 64;
+
+/// Does what the markers behind unread data allow for the sending direction, if that waits for one. `is_blocked`: it
+/// finds no room on the link, and the reader does not move. True if the kernel has less than before: those who wait for
+/// something to read are to be told.
+pub fn read_ahead<S: SocketIo>(socket: &S, is_blocked: bool) -> bool {
+    let mut took = false;
+    let Some(mut control) = socket.control.lock() else {
+        return false;
+    };
+    while waits(&control, is_blocked) {
+        let ahead = {
+            let Some(mut rx) = socket.rx.lock() else {
+                break;
+            };
+            match next(socket, &mut rx, &mut took) {
+                Some(ahead) => ahead,
+                None => break,
+            }
+        };
+        match ahead {
+            Seen::Marker(Marker::Switch) => on_ahead(socket, &mut control, Ahead::Closing(Closing::Switch)),
+            Seen::Marker(Marker::Abort(_)) => on_ahead(socket, &mut control, Ahead::Closing(Closing::Abort)),
+            Seen::Marker(Marker::Resume { received, sent }) => {
+                on_ahead(socket, &mut control, Ahead::Resume { received, sent });
+            }
+            // It has its turn only when the program has read up to it.
+            Seen::Marker(Marker::Hello(_)) => {}
+            Seen::End => {
+                on_ahead(socket, &mut control, Ahead::End);
+                break;
+            }
+        }
+    }
+    took
+}
+
+fn waits<L, O>(control: &Control<L, O>, is_blocked: bool) -> bool {
+    let resume = control.resume.as_ref();
+    resume.is_some_and(|r| r.looks_ahead() || is_blocked && r.is_unanswered())
+}
+
+fn on_ahead<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, ahead: Ahead) {
+    tracing::trace!(target: "rdmasock::promote", slot = socket.slot(), ?ahead, "before its turn");
+    match control.resume.as_mut().map(|r| r.on_ahead(ahead)) {
+        // As before: nothing is to be told to anybody.
+        Some(Ok(steps)) if steps.is_empty() => {}
+        Some(Ok(steps)) => stay::carry_out(socket, control, steps),
+        _ => stay::violation(socket, "a marker out of turn"),
+    }
+}
+
+enum Seen {
+    Marker(Marker),
+    End,
+}
+
+/// The next marker or the end, as far as TCP has brought it.
+fn next<S: SocketIo>(socket: &S, rx: &mut RxOf<S>, took: &mut bool) -> Option<Seen> {
+    loop {
+        // A call that was in the kernel before the scan began has the first turn.
+        if socket.rx_mode.load(Acquire) != Mode::Marked || !socket.rx_inside.is_empty() {
+            return None;
+        }
+        let nonce = rx.scan?;
+        if let Some(marker) = rx.carry.next_marker(&nonce) {
+            return Some(Seen::Marker(marker));
+        }
+        if rx.carry.len() >= MOST || !rx.carry.charge(PIECE) {
+            return None;
+        }
+        let mut piece = Scratch::new(PIECE)?;
+        match socket.tcp()?.receive(&mut piece) {
+            Peeked::Ended => return Some(Seen::End),
+            Peeked::Bytes(n) => {
+                rx.carry.push(piece.get(..n).unwrap_or_default());
+                *took = true;
+            }
+            Peeked::Nothing | Peeked::Shut => return None,
+        }
+    }
+}
+
+/// The program has closed the socket, which lives on until the peer has all of it: what comes in front of the
+/// markers that this waits for is nobody's (P79).
+pub fn drop_unread<S: SocketIo>(socket: &S) {
+    let Some(mut control) = socket.control.lock() else {
+        return;
+    };
+    // Not for ever: a peer that goes on sending is not to keep the service thread.
+    for _ in 0..DROPS {
+        let Some(rx) = socket.rx.lock() else {
+            return;
+        };
+        match look_ahead(socket, &mut control, rx, AtMark::GoOn) {
+            Some((scan::Ahead::Payload { carry, kernel }, mut rx)) => {
+                rx.scanned = 0;
+                let Some(tcp) = socket.tcp() else {
+                    return;
+                };
+                if !take(&tcp, &mut rx, carry + kernel) {
+                    return;
+                }
+            }
+            _ => return,
+        }
+    }
+    drop(control);
+    socket.later(Task::Settle);
+}

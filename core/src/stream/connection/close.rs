@@ -1,0 +1,150 @@
+//! What shutdown() and close() leave to be done.
+
+use std::sync::atomic::Ordering::Acquire;
+
+use super::attempt::feed;
+use super::io::{ControlOf, SocketIo};
+use super::resume;
+use super::scan::{Ahead, AtMark, look_ahead};
+use super::sending::{Farewell, end_on_link, flush, settle_if_plain};
+use super::streams::{ask_back, close_stream};
+use crate::fabric::ring::EndMark;
+use crate::ids::Nonce;
+use crate::stream::mode::{Mode, Sending};
+
+/// shutdown() of the sending direction, before the kernel's own: the mark says that what follows the last byte is on
+/// the anchor, namely its end. `farewell` is who is to be told of it when the kernel has sent its FIN. True: the
+/// kernel's shutdown follows by itself, once TCP has taken what is still to precede it.
+pub fn shut<S: SocketIo>(socket: &S, farewell: &mut Farewell<S::Link>) -> bool {
+    let Some(mut control) = socket.control.lock() else {
+        return false;
+    };
+    if let Some(mut tx) = socket.tx.lock() {
+        tx.is_shut = true;
+    }
+    if resume::shut(socket, &mut control) {
+        return true;
+    }
+    let Some(mut tx) = socket.tx.lock() else {
+        return false;
+    };
+    let was_on_link = socket.tx_mode.load(Acquire) == Mode::Link;
+    if was_on_link {
+        let wake = end_on_link(socket, &mut tx, EndMark::Fin);
+        *farewell = Farewell::of(socket, wake);
+    }
+    if socket.tx_mode.load(Acquire) != Mode::Marked {
+        drop(tx);
+        if was_on_link {
+            settle_if_plain(socket);
+        }
+        return false;
+    }
+    if socket.is_tx_quiet() {
+        tx.then_shut = true;
+        drop(tx);
+        flush(socket);
+        return true;
+    }
+    // A thread is blocked in the kernel's send, since before there was a marker; it is to get EPIPE.
+    tx.marker.clear();
+    tx.then_link = false;
+    socket.tx_mode.go(Sending::Withdrawn);
+    drop(tx);
+    feed(socket, &mut control, |h| Ok(h.on_hello_unwritten()));
+    false
+}
+
+/// The connection was closed where no hook saw it, so the kernel knows nothing of what is unread on the link. The peer
+/// sends that again over TCP, where it is answered as TCP answers it: by a reset. True if there is something. The
+/// caller holds the control lock.
+pub fn return_unread<S: SocketIo>(socket: &S, control: &ControlOf<S>) -> bool {
+    let (Some(opened), Some(yours)) = (&control.opened, control.peer) else {
+        return false;
+    };
+    let (from, wake) = {
+        let Some(mut rx) = socket.rx.lock() else {
+            return false;
+        };
+        // What TCP has brought already comes after what the link holds.
+        if socket.rx_mode.load(Acquire) != Mode::Link || rx.stays || !rx.carry.is_empty() {
+            return false;
+        }
+        let Some(consumer) = rx.consumer.as_mut() else {
+            return false;
+        };
+        if !consumer.available().is_ok_and(|n| n > 0) {
+            return false;
+        }
+        let Ok(wake) = consumer.stop() else {
+            return false;
+        };
+        (consumer.position(), wake)
+    };
+    socket.notify_peer(wake);
+    ask_back(&opened.link, yours, Some(from));
+    true
+}
+
+/// Markers that may be on their way to a socket that is being closed.
+pub struct Awaited {
+    /// What each of the markers starts with.
+    pub nonce: Nonce,
+    /// The part of the next marker that has come.
+    pub part: Vec<u8>,
+}
+
+/// The program closes the socket: the markers that may be on their way from the other end. The caller
+/// holds the control lock.
+pub fn scan_left<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) -> Option<Awaited> {
+    let rx = socket.rx.lock()?;
+    let (ahead, mut rx) = look_ahead(socket, control, rx, AtMark::GoOn)?;
+    match ahead {
+        Ahead::Nothing => rx.scan.map(|nonce| Awaited {
+            nonce,
+            part: rx.carry.take(),
+        }),
+        // The kernel has no part in these unread bytes, so it would not reset.
+        Ahead::Payload { carry: 1.., .. } => {
+            socket.reset_on_close();
+            None
+        }
+        _ => None,
+    }
+}
+
+/// The program closes the socket: ends the sending direction, and gives what TCP has not taken yet
+/// of what has to precede its end. The caller holds the control lock.
+pub fn close_tx<S: SocketIo>(socket: &S) -> (Vec<u8>, Farewell<S::Link>) {
+    let mut farewell = Farewell::NONE;
+    {
+        let Some(mut tx) = socket.tx.lock() else {
+            return (Vec::new(), farewell);
+        };
+        if socket.tx_mode.load(Acquire) == Mode::Link {
+            farewell = Farewell::of(socket, end_on_link(socket, &mut tx, EndMark::Fin));
+        } else if std::mem::take(&mut tx.then_link)
+            && let Some(producer) = tx.producer.as_mut()
+        {
+            let _ = producer.end(EndMark::Fin);
+        }
+        tx.then_shut = false;
+    }
+    flush(socket);
+    let unsent = socket.tx.lock();
+    let unsent = unsent.map(|mut tx| std::mem::take(&mut tx.marker));
+    (unsent.unwrap_or_default(), farewell)
+}
+
+/// With both directions on TCP and nothing under way the stream is given back, and the sets of the kernel can have the
+/// socket again. `None` if that is not so; else whether the connection may be promoted again. The caller holds the
+/// control lock.
+pub fn close_if_over<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) -> Option<bool> {
+    let is_busy = control.handshake.is_some() || resume::is_staying(control);
+    if is_busy || !socket.is_plain() {
+        return None;
+    }
+    let returns = std::mem::take(&mut control.returns) && control.leave.is_none();
+    close_stream(socket, control);
+    Some(returns)
+}

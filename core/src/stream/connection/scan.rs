@@ -1,0 +1,315 @@
+//! Markers in what TCP delivers: they are handed to the attempt, and what is left is the program's.
+
+use std::sync::atomic::Ordering::{Acquire, SeqCst};
+
+use super::attempt::{feed, on_end, on_resume};
+use super::io::{ControlOf, Half, Peeked, RxOf, SocketIo, Task, Tcp};
+use super::receiving::take;
+use crate::ids::{ID_BYTES, Nonce};
+use crate::lock::Guard;
+use crate::scratch::Scratch;
+use crate::stream::handshake::{Closing, Role};
+use crate::stream::mode::{Mode, Receiving};
+use crate::wire::scan::{Found, scan};
+use crate::wire::{Capabilities, MAX_MARKER, Marker};
+
+/// How far ahead of the program TCP is looked through for markers.
+const PEEK: usize = 16 * 1024;
+
+/// What a look at TCP found in front.
+pub enum Ahead {
+    /// Payload.
+    Payload {
+        /// So many bytes come first, and can be taken from the carry.
+        carry: usize,
+        /// So many follow, and can be taken from the kernel.
+        kernel: usize,
+    },
+    /// Nothing now.
+    Nothing,
+    /// The end, or an error: the kernel's own call tells which.
+    Ended,
+    /// The direction no longer scans.
+    Changed,
+}
+
+/// What becomes of urgent data in front of a marker: whoever reads behind the mark takes the urgent byte from the
+/// kernel.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum AtMark {
+    /// The marker waits: the program may still ask for the byte.
+    Stop,
+    /// The program itself reads on, or has closed the socket.
+    GoOn,
+    /// As `GoOn`, where what is in front is set aside for the next holder: nobody else reads before that is settled.
+    HandOver,
+}
+
+/// What an earlier look has left, if that is all that the call wants.
+pub fn seen_ahead<S: SocketIo>(socket: &S, rx: &RxOf<S>, want: usize) -> Option<Ahead> {
+    if rx.scanned < want || rx.scanned == 0 || socket.rx_mode.load(Acquire) != Mode::Marked {
+        return None;
+    }
+    let carry = rx.scanned.min(rx.carry.len());
+    Some(Ahead::Payload {
+        carry,
+        kernel: rx.scanned - carry,
+    })
+}
+
+/// Looks at what TCP has for a scanning socket, and processes the markers at its front. The caller
+/// holds `control`, and `rx` through `guard`.
+pub fn look_ahead<'a, S: SocketIo>(
+    socket: &'a S,
+    control: &mut ControlOf<S>,
+    mut guard: Guard<'a, RxOf<S>>,
+    at_mark: AtMark,
+) -> Option<(Ahead, Guard<'a, RxOf<S>>)> {
+    let mut buf = Scratch::new(MAX_MARKER + PEEK)?;
+    let mut over = false;
+    loop {
+        if socket.rx_mode.load(Acquire) != Mode::Marked {
+            return Some((Ahead::Changed, guard));
+        }
+        // A call that was in the kernel before the scan began has the first turn.
+        let is_aside = !guard.aside.is_empty();
+        let waits = is_aside && (guard.scan.is_none() || at_mark != AtMark::HandOver);
+        if waits || !socket.rx_inside.is_empty() {
+            return Some((Ahead::Nothing, guard));
+        }
+        let carried = guard.carry.len().min(PEEK);
+        let (front, rest) = buf.split_at_mut(carried);
+        front.copy_from_slice(guard.carry.as_slice().get(..carried)?);
+        let Some(tcp) = socket.tcp() else {
+            return Some((Ahead::Ended, guard));
+        };
+        let peeked = if guard.carry.len() > carried {
+            // What TCP has is not what comes next.
+            0
+        } else {
+            match tcp.peek(rest, guard.stays) {
+                Peeked::Bytes(n) => n,
+                Peeked::Ended if carried == 0 => return ended(socket, control, guard),
+                Peeked::Shut if carried == 0 => return Some((Ahead::Ended, guard)),
+                Peeked::Ended | Peeked::Shut | Peeked::Nothing => 0,
+            }
+        };
+        let Some(nonce) = guard.scan else {
+            // No longer scanning: only the carry is left to deliver, and what RESUME has announced, which is
+            // counted (P78), or all that precedes the reset which we have to report.
+            let resets = socket.lost_unread.load(SeqCst);
+            if carried == 0 && guard.owed == 0 && !resets {
+                socket.rx_mode.go(Receiving::Settled);
+                if guard.consumer.is_some() {
+                    // Perhaps the last that was still to be done of a way back.
+                    socket.later(Task::Drained);
+                }
+                return Some((Ahead::Changed, guard));
+            }
+            let owed = match usize::try_from(guard.owed) {
+                Ok(owed) if !resets => owed,
+                _ => usize::MAX,
+            };
+            let kernel = peeked.min(owed.saturating_sub(carried));
+            if carried + kernel == 0 {
+                return Some((Ahead::Nothing, guard));
+            }
+            return Some((Ahead::Payload { carry: carried, kernel }, guard));
+        };
+        let seen = scan(&nonce, buf.get(..carried + peeked)?);
+        guard.scanned = seen.payload;
+        if seen.payload > 0 {
+            let carry = seen.payload.min(carried);
+            return Some((
+                Ahead::Payload {
+                    carry,
+                    kernel: seen.payload - carry,
+                },
+                guard,
+            ));
+        }
+        if !matches!(seen.what, Found::Payload) && at_mark == AtMark::Stop && tcp.is_at_mark() {
+            let behind = buf.get(carried..carried + peeked).unwrap_or_default();
+            return Some((behind_mark(&nonce, behind), guard));
+        }
+        let (marker, len) = match seen.what {
+            Found::Payload => return Some((Ahead::Nothing, guard)),
+            // P34: if TCP ends here it will not become a marker. Looks again after having seen the
+            // end, so that all that precedes it is there.
+            Found::PartialMarker { have } if over => {
+                if have < ID_BYTES {
+                    let carry = have.min(carried);
+                    return Some((
+                        Ahead::Payload {
+                            carry,
+                            kernel: have - carry,
+                        },
+                        guard,
+                    ));
+                }
+                let _ = take(&tcp, &mut guard, have);
+                socket.count_ours(Half::Receiving, have);
+                continue;
+            }
+            Found::PartialMarker { have } => {
+                over = tcp.is_ended(guard.stays);
+                if over {
+                    continue;
+                }
+                // Not left in the kernel: a byte keeps all of the buffer that it came in, and with little
+                // room TCP would close its window to what is to follow.
+                let new = buf.get(carried..have).unwrap_or_default();
+                let len = guard.carry.len();
+                guard.carry.push(new);
+                if !tcp.take(new.len()) {
+                    guard.carry.truncate(len);
+                }
+                return Some((Ahead::Nothing, guard));
+            }
+            Found::Marker { marker, len } => (Some(marker), len),
+            Found::Bad { error, len } => {
+                tracing::warn!(target: "rdmasock::promote", slot = socket.slot(), %error, "bad marker");
+                (None, len)
+            }
+        };
+        let _ = take(&tcp, &mut guard, len);
+        socket.count_ours(Half::Receiving, len);
+        drop(guard);
+        on_marker(socket, control, marker);
+        guard = socket.rx.lock()?;
+    }
+}
+
+/// Whether the program has something to read behind a mark and the markers that follow that.
+fn behind_mark(nonce: &Nonce, mut bytes: &[u8]) -> Ahead {
+    loop {
+        let seen = scan(nonce, bytes);
+        if seen.payload > 0 {
+            return Ahead::Payload {
+                carry: 0,
+                kernel: seen.payload,
+            };
+        }
+        match seen.what {
+            Found::Marker { len, .. } | Found::Bad { len, .. } if len < bytes.len() => {
+                bytes = bytes.get(len..).unwrap_or_default();
+            }
+            _ => return Ahead::Nothing,
+        }
+    }
+}
+
+/// TCP has ended in this direction: no marker comes any more.
+fn ended<'a, S: SocketIo>(
+    socket: &'a S,
+    control: &mut ControlOf<S>,
+    guard: Guard<'a, RxOf<S>>,
+) -> Option<(Ahead, Guard<'a, RxOf<S>>)> {
+    drop(guard);
+    feed(socket, control, |h| Ok(h.on_end()));
+    on_end(socket, control);
+    let mut guard = socket.rx.lock()?;
+    if std::mem::take(&mut guard.owed) > 0 {
+        let is_shut = socket.tx.lock().is_none_or(|tx| tx.is_shut);
+        socket.report_reset(is_shut);
+    }
+    let scanning = socket.rx_mode.load(Acquire) == Mode::Marked;
+    Some((if scanning { Ahead::Ended } else { Ahead::Changed }, guard))
+}
+
+fn on_marker<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, marker: Option<Marker>) {
+    match marker {
+        Some(Marker::Hello(hello)) => {
+            // P32: a HELLO of somebody else than the asker is not followed.
+            let expected = control.handshake.as_ref().is_some_and(|h| h.role() == Role::Connector);
+            if !expected && control.leave.is_some() {
+                // The program has put the socket to a use since our YES that forbids it: ABORT is owed, and no more.
+                return feed(socket, control, |h| Ok(h.on_bad_marker()));
+            }
+            if !expected && control.asked_by != Some(hello.instance) {
+                tracing::warn!(target: "rdmasock::promote", slot = socket.slot(), peer = %hello.instance, "greeted by another than the asker");
+                return feed(socket, control, |h| Ok(h.on_bad_marker()));
+            }
+            control.offer = hello.link;
+            control.takes_back = hello.capabilities.contains(Capabilities::TAKES_BACK);
+            control.greeted_by = Some(hello.instance);
+            feed(socket, control, |h| h.on_hello(hello.instance));
+        }
+        Some(Marker::Switch) => feed(socket, control, |h| h.on_closing(Closing::Switch)),
+        Some(Marker::Resume { received, sent }) => {
+            on_resume(socket, control, received, sent);
+        }
+        Some(Marker::Abort(reason)) => {
+            tracing::debug!(target: "rdmasock::promote", slot = socket.slot(), %reason, "peer aborts");
+            feed(socket, control, |h| h.on_closing(Closing::Abort));
+        }
+        None => feed(socket, control, |h| Ok(h.on_bad_marker())),
+    }
+}
+
+/// Scans what a call that was inside the kernel when the scan began has brought: keeps the
+/// payload at the front of `buf`, processes markers, holds back what may become one. Gives the
+/// payload's length. The call is still counted in `rx_inside`.
+pub fn scan_taken<S: SocketIo>(socket: &S, bytes: &mut [u8]) -> usize {
+    let len = bytes.len();
+    let Some(mut control) = socket.control.lock() else {
+        return len;
+    };
+    let mut kept = 0;
+    let mut at = 0;
+    while at < len {
+        let Some(mut rx) = socket.rx.lock() else {
+            break;
+        };
+        let Some(nonce) = rx.scan else {
+            if socket.rx_mode.load(Acquire) == Mode::Link {
+                // The direction has been to the link and back meanwhile: what it has there comes first.
+                rx.carry.push(bytes.get(at..len).unwrap_or_default());
+                break;
+            }
+            drop(rx);
+            bytes.copy_within(at..len, kept);
+            kept += len - at;
+            break;
+        };
+        let Some(rest) = bytes.get(at..len) else {
+            break;
+        };
+        let seen = scan(&nonce, rest);
+        bytes.copy_within(at..at + seen.payload, kept);
+        kept += seen.payload;
+        at += seen.payload;
+        match seen.what {
+            Found::Payload => break,
+            Found::PartialMarker { have } => {
+                rx.carry.push(bytes.get(at..at + have).unwrap_or_default());
+                break;
+            }
+            Found::Marker { marker, len: n } => {
+                at += n;
+                socket.count_ours(Half::Receiving, n);
+                drop(rx);
+                on_marker(socket, &mut control, Some(marker));
+            }
+            Found::Bad { len: n, .. } => {
+                socket.count_ours(Half::Receiving, n.min(len - at));
+                at = (at + n).min(len);
+                drop(rx);
+                on_marker(socket, &mut control, None);
+            }
+        }
+    }
+    kept
+}
+
+/// What there is to read for the program among markers; those in front are processed. `None` in a signal handler that
+/// has interrupted this thread's use of the connection.
+pub fn look<S: SocketIo>(socket: &S) -> Option<Ahead> {
+    let mut control = socket.control.lock()?;
+    let rx = socket.rx.lock()?;
+    if let Some(ahead) = seen_ahead(socket, &rx, 1) {
+        return Some(ahead);
+    }
+    let (ahead, _rx) = look_ahead(socket, &mut control, rx, AtMark::Stop)?;
+    Some(ahead)
+}

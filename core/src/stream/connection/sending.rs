@@ -1,0 +1,211 @@
+//! What can be done with the sending direction: markers and what is sent again get into TCP, and the direction leaves
+//! the link.
+
+use std::sync::atomic::Ordering::{Acquire, SeqCst};
+
+use super::io::{Half, SocketIo, StreamLink, Task, Tcp, TxOf, Unsent};
+use super::receiving::look_for_reset;
+use crate::fabric::ring::{EndMark, Stopped, Wake};
+use crate::ids::Vqpn;
+use crate::stream::mode::{Mode, Sending};
+
+/// Who sleeps at the other end of a link within the host, to be woken once the kernel has sent its FIN: only then is
+/// the mark an end. That the FIN wakes him too is not enough, for he would hear of it after what is sent on other
+/// connections next.
+pub struct Farewell<L>(Option<(L, Wake, Vqpn)>);
+
+impl<L: StreamLink> Farewell<L> {
+    /// Nobody is to be woken.
+    pub const NONE: Self = Self(None);
+
+    /// Who is woken by `wake`, which the end mark has given.
+    pub fn of<S: SocketIo<Link = L>>(socket: &S, wake: Wake) -> Self {
+        Self(socket.wakes_at_end(wake))
+    }
+
+    /// The kernel's socket is closed, or shut down.
+    pub fn tell(self) {
+        // The number may be another stream's by now, which is looked at in vain then.
+        if let Some((link, wake, theirs)) = self.0 {
+            link.notify(wake, theirs);
+        }
+    }
+}
+
+/// Appends what the peer has not read on the link, behind the markers.
+pub fn queue_again<S: SocketIo>(socket: &S, tx: &mut TxOf<S>, bytes: &[u8]) {
+    tracing::debug!(target: "rdmasock::promote", slot = socket.slot(), bytes = bytes.len(), "sends again on TCP");
+    tx.marker.extend_from_slice(bytes);
+    tx.again += bytes.len();
+    socket.count_again(bytes.len());
+}
+
+/// As [`flush`]; what TCP does not take now the service thread gets out.
+pub fn flush_or_later<S: SocketIo>(socket: &S) {
+    if !flush(socket) {
+        socket.later(Task::Flush);
+    }
+}
+
+/// Gets pending marker bytes into TCP. True when none are left: the direction's mode says what
+/// it runs on then. The caller holds neither `rx` nor `tx`.
+pub fn flush<S: SocketIo>(socket: &S) -> bool {
+    let Some(mut tx) = socket.tx.lock() else {
+        return false;
+    };
+    if socket.tx_mode.load(Acquire) != Mode::Marked {
+        return true;
+    }
+    // A call that blocks inside the kernel could get its bytes between two parts of a marker.
+    if !socket.is_tx_quiet() {
+        return false;
+    }
+    let Some(tcp) = socket.tcp() else {
+        return false;
+    };
+    // A send into a connection that has been reset would take the error from the socket, of which the program's own
+    // calls are to tell.
+    if !tx.marker.is_empty() && tcp.has_failed() {
+        tx.marker.clear();
+        tx.then_link = false;
+    }
+    while !tx.marker.is_empty() {
+        match tcp.send(&tx.marker) {
+            Ok(n) => {
+                let ours = tx.marker.len().saturating_sub(tx.again).min(n);
+                socket.count_ours(Half::Sending, ours);
+                if let Some(written) = tcp.written() {
+                    tx.on_marker_taken(written, n, ours);
+                }
+                tx.marker.drain(..n);
+                tx.again = tx.again.min(tx.marker.len());
+            }
+            Err(Unsent::Full) => return false,
+            Err(error) => {
+                if error == Unsent::Reset {
+                    // Only now, and taken: a receive is to tell.
+                    socket.lost_unread.store(true, SeqCst);
+                }
+                // The connection is dead: what was to be said no longer matters.
+                tx.marker.clear();
+                tx.then_link = false;
+            }
+        }
+    }
+    tcp.push();
+    tracing::trace!(target: "rdmasock::promote", slot = socket.slot(), "markers are out");
+    if tx.is_suspended {
+        return false;
+    }
+    if std::mem::take(&mut tx.then_link) && tx.producer.is_some() {
+        socket.tx_mode.go(Sending::Switched);
+        socket.on_link(&mut tx);
+        socket.set_path(Half::Sending, true);
+    } else {
+        socket.tx_mode.go(Sending::Flushed);
+        if tx.producer.is_some() {
+            socket.later(Task::Drained);
+        }
+    }
+    if std::mem::take(&mut tx.then_shut) {
+        let mut farewell = Farewell::NONE;
+        if socket.tx_mode.load(Acquire) == Mode::Link {
+            farewell = Farewell::of(socket, end_on_link(socket, &mut tx, EndMark::Fin));
+        }
+        tcp.end();
+        drop(tx);
+        farewell.tell();
+    }
+    true
+}
+
+/// Ends our sending direction, which is on the link: what follows goes over TCP, after what the
+/// peer may want to be sent again.
+pub fn end_on_link<S: SocketIo>(socket: &S, tx: &mut TxOf<S>, end: EndMark) -> Wake {
+    let wake = match tx.producer.as_mut().map(|p| p.end(end)) {
+        Some(Err(Stopped)) => {
+            send_again(socket, tx);
+            Wake::NONE
+        }
+        Some(Ok(wake)) => {
+            socket.tx_mode.go(Sending::Left);
+            wake
+        }
+        None => {
+            socket.tx_mode.go(Sending::Left);
+            Wake::NONE
+        }
+    };
+    socket.off_link(tx);
+    socket.set_path(Half::Sending, false);
+    wake
+}
+
+/// Our sending direction leaves the link for TCP, where all that the peer has not read is sent again first.
+pub fn send_again<S: SocketIo>(socket: &S, tx: &mut TxOf<S>) {
+    match tx.producer.as_mut().map(|p| p.unread()) {
+        Some(Ok(bytes)) => queue_again(socket, tx, &bytes),
+        Some(Err(error)) => {
+            tracing::warn!(target: "rdmasock", slot = socket.slot(), %error, "cannot send again: reset");
+            socket.reset();
+        }
+        None => {}
+    }
+    tx.then_link = false;
+    socket.tx_mode.go(Sending::Announced);
+    socket.set_path(Half::Sending, false);
+}
+
+/// Moves our sending direction back to TCP: what is on the link stays there and comes first. If
+/// its SWITCH is still to be written, that leads the peer to an empty link.
+pub fn demote_tx<S: SocketIo>(socket: &S) {
+    let Some(mut tx) = socket.tx.lock() else {
+        return;
+    };
+    let wake = if socket.tx_mode.load(Acquire) == Mode::Link {
+        end_on_link(socket, &mut tx, EndMark::Demote)
+    } else if std::mem::take(&mut tx.then_link) {
+        let wake = tx.producer.as_mut().map(|p| p.end(EndMark::Demote));
+        wake.and_then(Result::ok).unwrap_or(Wake::NONE)
+    } else {
+        return;
+    };
+    drop(tx);
+    flush(socket);
+    socket.notify_peer(wake);
+    settle_if_plain(socket);
+}
+
+/// The sending direction has left the link. If the other is on TCP already nobody else will see that this was the last.
+pub fn settle_if_plain<S: SocketIo>(socket: &S) {
+    if socket.is_plain() {
+        socket.later(Task::Drained);
+    }
+}
+
+/// The peer has stopped reading the link: what it has not read goes over TCP again.
+pub fn resend<S: SocketIo>(socket: &S) {
+    look_for_reset(socket);
+    let Some(mut tx) = socket.tx.lock() else {
+        return;
+    };
+    // If it has left the link meanwhile it met the peer's mark then (`end_on_link`).
+    if socket.tx_mode.load(Acquire) == Mode::Link {
+        send_again(socket, &mut tx);
+        drop(tx);
+        flush(socket);
+    }
+}
+
+/// What is sent next is for TCP alone, and the stream [leaves](super::leave::leave) a link between hosts for it: until
+/// it has, sends wait.
+pub fn wait_for_tcp<S: SocketIo>(socket: &S) {
+    let Some(mut tx) = socket.tx.lock() else {
+        return;
+    };
+    if tx.then_link || socket.tx_mode.load(Acquire) == Mode::Link {
+        tx.then_link = true;
+        tx.is_suspended = true;
+        socket.tx_mode.go(Sending::Announced);
+    }
+}

@@ -1,0 +1,191 @@
+//! A stay on a link between hosts: carries out what `stream::resume` says (P70–P79).
+//!
+//! The caller of each function holds the control lock, and neither `rx` nor `tx`.
+
+use std::sync::atomic::Ordering::Acquire;
+
+use super::io::{ControlOf, Half, SocketIo, StreamLink, Task, Tcp};
+use super::object::Control;
+use super::receiving::leave_link_at_end;
+use super::sending::{flush, flush_or_later, queue_again};
+use crate::fabric::ring::EndMark;
+use crate::stream::mode::{Mode, Receiving, Sending};
+use crate::stream::resume::{Resume, Step, Steps};
+use crate::wire::{MAX_MARKER, Marker, Message};
+
+/// OPEN is about to go out on a link between hosts.
+pub fn begin<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
+    let Some(handshake) = &control.handshake else {
+        return;
+    };
+    control.nonces = handshake.theirs().map(|theirs| [handshake.mine(), theirs]);
+    control.resume = Some(Resume::new());
+    control.returns = true;
+    if let Some(mut rx) = socket.rx.lock() {
+        rx.stays = true;
+        rx.read_on = false;
+        rx.is_lost = false;
+        rx.owed = 0;
+    }
+}
+
+/// Whether the stream has a stay on a link between hosts that is not over.
+pub fn is_staying<L, O>(control: &Control<L, O>) -> bool {
+    control.resume.as_ref().is_some_and(|r| !r.is_over())
+}
+
+/// Feeds the machine.
+pub fn feed<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, input: impl FnOnce(&mut Resume) -> Steps) {
+    if let Some(steps) = control.resume.as_mut().map(input) {
+        carry_out(socket, control, steps);
+    }
+}
+
+/// Carries out steps.
+pub fn carry_out<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, steps: Steps) {
+    for step in steps {
+        tracing::trace!(target: "rdmasock::promote", slot = socket.slot(), ?step);
+        match step {
+            Step::Ask => {
+                if let (Some(opened), Some(yours)) = (&control.opened, control.peer) {
+                    let resend_from = None;
+                    opened.link.send(&Message::DemoteRequest { yours, resend_from });
+                }
+            }
+            Step::Mark => {
+                let wake = socket.tx.lock().and_then(|mut tx| {
+                    let wake = tx.producer.as_mut()?.end(EndMark::Fin).ok();
+                    socket.on_marked(&tx);
+                    wake
+                });
+                if let Some(wake) = wake {
+                    socket.notify_peer(wake);
+                }
+            }
+            Step::WriteResume => write_resume(socket, control),
+            Step::SendFrom(from) => send_from(socket, from),
+            Step::SendNothing => {
+                if let Some(mut tx) = socket.tx.lock() {
+                    tx.wake_delayed = false;
+                    tx.is_suspended = false;
+                    tx.then_link = false;
+                    tx.marker.clear();
+                    socket.tx_mode.go(Sending::Withdrawn);
+                }
+            }
+            Step::ReadOn(sent) => read_on(socket, Some(sent)),
+            Step::Lost => read_on(socket, None),
+            Step::EndTcp => end_tcp(socket),
+            Step::Done => socket.later(Task::Settle),
+        }
+    }
+    // Not here: an epoll set's lock is not taken under the control lock.
+    socket.later(Task::Notify);
+    if control.resume.as_ref().is_some_and(Resume::looks_ahead) {
+        socket.later(Task::ReadAhead);
+    }
+}
+
+/// The peer says what it cannot say: the connection is over at both ends.
+pub fn violation<S: SocketIo>(socket: &S, what: &str) {
+    tracing::warn!(target: "rdmasock", slot = socket.slot(), what, "resumption failed: reset");
+    socket.reset();
+    read_on(socket, None);
+}
+
+fn write_resume<S: SocketIo>(socket: &S, control: &ControlOf<S>) {
+    let Some([_, theirs]) = control.nonces else {
+        return;
+    };
+    let received = socket
+        .rx
+        .lock()
+        .map(|mut rx| rx.consumer.as_mut().map_or(Ok(0), |c| c.freeze(u64::MAX)));
+    let Some(Ok(received)) = received else {
+        return violation(socket, "bad ring");
+    };
+    // The other host may be gone. What the program has sent is TCP's to wait for as long as it does.
+    let has_failed = control.opened.as_ref().is_some_and(|o| !o.link.is_alive());
+    if has_failed && !is_unread(socket) {
+        socket.bound_wait();
+    }
+    if let Some(mut tx) = socket.tx.lock() {
+        let waits = std::mem::take(&mut tx.then_link);
+        let on_link = socket.tx_mode.load(Acquire) == Mode::Link || waits;
+        let sent = match &tx.producer {
+            Some(producer) if on_link => producer.position(),
+            _ => 0,
+        };
+        let mut buf = [0u8; MAX_MARKER];
+        if let Ok(bytes) = (Marker::Resume { received, sent }).encode(&theirs, &mut buf) {
+            tx.marker.extend_from_slice(bytes);
+        }
+        tx.is_suspended |= on_link;
+        tx.wake_delayed = false;
+        socket.tx_mode.go(Sending::Announced);
+        socket.off_link(&mut tx);
+    }
+    flush_or_later(socket);
+}
+
+fn send_from<S: SocketIo>(socket: &S, from: u64) {
+    let rest = {
+        let Some(mut tx) = socket.tx.lock() else {
+            return;
+        };
+        let rest = tx.producer.as_mut().map(|p| p.rest(from));
+        if let Some(Ok(bytes)) = &rest {
+            queue_again(socket, &mut tx, bytes);
+        }
+        tx.is_suspended = false;
+        socket.tx_mode.go(Sending::Announced);
+        rest
+    };
+    socket.set_path(Half::Sending, false);
+    if let Some(Err(error)) = rest {
+        violation(socket, &error.to_string());
+    }
+    flush_or_later(socket);
+}
+
+/// What follows the ring is in TCP, which brings all up to `sent`; `None`: it is a reset.
+fn read_on<S: SocketIo>(socket: &S, sent: Option<u64>) {
+    {
+        let Some(mut rx) = socket.rx.lock() else {
+            return;
+        };
+        rx.scan = None;
+        rx.scanned = 0;
+        rx.read_on = true;
+        rx.is_lost |= sent.is_none();
+        if socket.rx_mode.load(Acquire) == Mode::Link {
+            let frozen = rx.consumer.as_mut().and_then(|c| c.freeze(u64::MAX).ok());
+            rx.owed = sent.unwrap_or(0).saturating_sub(frozen.unwrap_or(0));
+        } else if rx.carry.is_empty() && socket.rx_mode.load(Acquire) == Mode::Marked {
+            socket.rx_mode.go(Receiving::Settled);
+        }
+    }
+    leave_link_at_end(socket);
+}
+
+fn end_tcp<S: SocketIo>(socket: &S) {
+    let at_once = {
+        let Some(mut tx) = socket.tx.lock() else {
+            return;
+        };
+        let marked = socket.tx_mode.load(Acquire) == Mode::Marked;
+        tx.then_shut |= marked;
+        !marked
+    };
+    if !at_once {
+        flush(socket);
+    } else if let Some(tcp) = socket.tcp() {
+        tcp.end();
+    }
+}
+
+/// Whether the link holds what the reader has not read.
+fn is_unread<S: SocketIo>(socket: &S) -> bool {
+    let is_unread = || Some(socket.tx.lock()?.producer.as_mut()?.used().is_ok_and(|n| n > 0));
+    socket.tx_mode.load(Acquire) == Mode::Link && is_unread() == Some(true)
+}

@@ -1,0 +1,361 @@
+//! Loom models of each way in which two sides do not miss each other. Who is missed sleeps on, which loom reports as a
+//! deadlock; what is not released and acquired shows as an unordered access to a cell.
+
+use loom::cell::UnsafeCell;
+use loom::sync::{Arc, Condvar, Mutex};
+use loom::thread;
+
+use super::*;
+
+/// An eventfd: `ring` adds, `wait` sleeps until there is something and takes it all.
+pub(crate) struct Doorbell(Mutex<u32>, Condvar);
+
+impl Doorbell {
+    pub fn new() -> Self {
+        Self(Mutex::new(0), Condvar::new())
+    }
+    pub fn ring(&self) {
+        *self.0.lock().unwrap() += 1;
+        self.1.notify_all();
+    }
+    pub fn wait(&self) {
+        let mut n = self.0.lock().unwrap();
+        while *n == 0 {
+            n = self.1.wait(n).unwrap();
+        }
+        *n = 0;
+    }
+}
+
+/// What is written before something is published, and read by whoever has seen that.
+struct Cell(UnsafeCell<u32>);
+
+// SAFETY: loom finds, and fails for, two accesses that are not ordered.
+unsafe impl Sync for Cell {}
+
+impl Cell {
+    fn new() -> Self {
+        Self(UnsafeCell::new(0))
+    }
+    fn write(&self) {
+        self.add(1);
+    }
+    fn add(&self, n: u32) {
+        // SAFETY: loom finds whoever else accesses it at the same time.
+        self.0.with_mut(|value| unsafe { *value += n });
+    }
+    fn read(&self) -> u32 {
+        // SAFETY: as above.
+        self.0.with(|value| unsafe { *value })
+    }
+}
+
+pub(crate) fn check(model: impl Fn() + Send + Sync + 'static) {
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound = Some(3);
+    builder.check(model);
+}
+
+/// Runs `sides` over what `make` makes, each in its own thread, the last in this one, and gives what they return.
+fn race<W: Send + Sync + 'static, R: Send + 'static, const N: usize>(words: W, sides: [fn(&W) -> R; N]) -> (W, Vec<R>) {
+    let words = Arc::new(words);
+    let threads: Vec<_> = sides
+        .iter()
+        .skip(1)
+        .map(|&side| {
+            let words = words.clone();
+            thread::spawn(move || side(&words))
+        })
+        .collect();
+    let mut all = vec![sides[0](&words)];
+    all.extend(threads.into_iter().map(|thread| thread.join().unwrap()));
+    let Ok(words) = Arc::try_unwrap(words) else {
+        panic!("all threads have ended")
+    };
+    (words, all)
+}
+
+/// Each of two publishes its word in some way, with a cell before it, and reads the other's cell if it sees the word.
+fn two_who_publish(way: fn(&Published<AtomicU32>)) {
+    struct Side(Published<AtomicU32>, Cell);
+    fn run(way: fn(&Published<AtomicU32>), mine: &Side, theirs: &Side) -> bool {
+        mine.1.write();
+        way(&mine.0);
+        let seen = theirs.0.look() != 0;
+        assert!(!seen || theirs.1.read() == 1);
+        seen
+    }
+    check(move || {
+        let side = || Side(Published::default(), Cell::new());
+        let sides = (side(), side(), way);
+        let (_, seen) = race(sides, [|(a, b, way)| run(*way, a, b), |(a, b, way)| run(*way, b, a)]);
+        assert!(seen.contains(&true), "both have missed the other");
+    });
+}
+
+#[test]
+fn loom_of_two_who_publish_one_sees_the_other() {
+    two_who_publish(|word| {
+        word.publish(1);
+    });
+    two_who_publish(|word| word.add_bits(1));
+    two_who_publish(|word| word.add_one());
+    two_who_publish(|word| assert_eq!(word.claim(1), Ok(())));
+}
+
+/// What is published quietly is there for whoever looks.
+#[test]
+fn loom_what_is_published_quietly_is_released() {
+    check(|| {
+        let words = (Published::<AtomicU64>::default(), Cell::new());
+        let say = |(word, cell): &(Published<AtomicU64>, Cell)| {
+            cell.write();
+            word.publish_quietly(1);
+        };
+        race(
+            words,
+            [|(word, cell)| assert!(word.look() == 0 || cell.read() == 1), say],
+        );
+    });
+}
+
+/// What several have published and one takes.
+#[test]
+fn loom_who_takes_acquires_from_all_who_have_published() {
+    type Words = (Published<AtomicU32>, [Cell; 2]);
+    fn say(words: &Words, at: usize) {
+        words.1[at].write();
+        words.0.add_bits(1 << at);
+    }
+    check(|| {
+        let words = (Published::default(), [Cell::new(), Cell::new()]);
+        let take = |(word, cells): &Words| {
+            let bits = word.take();
+            for (at, cell) in cells.iter().enumerate() {
+                assert!(bits & 1 << at == 0 || cell.read() == 1);
+            }
+        };
+        race(words, [take, |w| say(w, 0), |w| say(w, 1)]);
+    });
+}
+
+/// A sleeper that arms an attention word, by either way, and two who publish.
+fn attention(arm: fn(&Attention)) {
+    struct Words {
+        attention: Attention,
+        news: Published<AtomicU64>,
+        cells: [Cell; 2],
+        bell: Doorbell,
+        arm: fn(&Attention),
+    }
+    fn publisher(words: &Words, at: usize) {
+        words.cells[at].write();
+        words.news.add_bits(1 << at);
+        if words.attention.take() != 0 {
+            words.bell.ring();
+        }
+    }
+    check(move || {
+        let words = Words {
+            attention: Attention::new(),
+            news: Published::default(),
+            cells: [Cell::new(), Cell::new()],
+            bell: Doorbell::new(),
+            arm,
+        };
+        let sleeper = |words: &Words| {
+            while words.news.look() != 3 {
+                (words.arm)(&words.attention);
+                if words.news.look() != 3 {
+                    words.bell.wait();
+                }
+            }
+            assert_eq!(words.cells.each_ref().map(Cell::read), [1, 1]);
+        };
+        race(words, [sleeper, |w| publisher(w, 0), |w| publisher(w, 1)]);
+    });
+}
+
+#[test]
+fn loom_who_asks_to_be_told_finds_it_or_is_told() {
+    attention(|word| word.arm(1));
+    attention(|word| word.keep_armed(1));
+}
+
+/// A sleeper under a flag, and two who publish: one that remembers its rings, and one that does not.
+#[test]
+fn loom_who_is_about_to_sleep_finds_it_or_is_rung_for() {
+    struct Words {
+        flag: SleepFlag,
+        news: Published<AtomicU64>,
+        cells: [Cell; 2],
+        bell: Doorbell,
+    }
+    fn publish(words: &Words, at: usize) {
+        words.cells[at].write();
+        words.news.add_bits(1 << at);
+    }
+    check(|| {
+        let words = Words {
+            flag: SleepFlag::new(),
+            news: Published::default(),
+            cells: [Cell::new(), Cell::new()],
+            bell: Doorbell::new(),
+        };
+        let sleeper = |words: &Words| {
+            while words.news.look() != 3 {
+                words.flag.begin();
+                if words.news.look() != 3 {
+                    words.bell.wait();
+                }
+                words.flag.end();
+            }
+            assert_eq!(words.cells.each_ref().map(Cell::read), [1, 1]);
+        };
+        let peer = |words: &Words| {
+            publish(words, 0);
+            if words.flag.must_ring(&RungMark::new()) {
+                words.bell.ring();
+            }
+        };
+        let own = |words: &Words| {
+            publish(words, 1);
+            if words.flag.is_sleeping() {
+                words.bell.ring();
+            }
+        };
+        race(words, [sleeper, peer, own]);
+    });
+}
+
+/// Calls in the kernel while the direction's mode changes: what is to be done then is done, by the one who changes it
+/// or the last who leaves, and never beside a call that has found the old mode.
+#[test]
+fn loom_what_waits_for_all_to_leave_is_done_when_they_have_left() {
+    struct Words {
+        inside: Presence,
+        mode: Published<AtomicU8>,
+        calls: [Cell; 2],
+        done: Mutex<bool>,
+    }
+    fn call(words: &Words, at: usize) {
+        words.inside.enter();
+        if words.mode.look() == 0 {
+            words.calls[at].write();
+        }
+        if words.inside.leave() && words.mode.look() != 0 {
+            go_on(words);
+        }
+    }
+    /// Another may have come in and found the old mode, before that was changed.
+    fn go_on(words: &Words) {
+        let mut done = words.done.lock().unwrap();
+        if words.inside.is_empty() {
+            words.calls.iter().for_each(Cell::write);
+            *done = true;
+        }
+    }
+    check(|| {
+        let words = Words {
+            inside: Presence::new(),
+            mode: Published::default(),
+            calls: [Cell::new(), Cell::new()],
+            done: Mutex::new(false),
+        };
+        let change = |words: &Words| {
+            words.mode.publish(1);
+            go_on(words);
+        };
+        let (words, _) = race(words, [change, |w| call(w, 0), |w| call(w, 1)]);
+        assert!(*words.done.lock().unwrap(), "nobody has gone on");
+    });
+}
+
+/// Two who ask, each for what it has published before, and one who does it.
+#[test]
+fn loom_what_was_asked_for_is_done_after_that_or_asked_for_again() {
+    struct Words {
+        request: Request,
+        news: [Published<AtomicU32>; 2],
+        cells: [Cell; 2],
+        bell: Doorbell,
+    }
+    fn ask(words: &Words, at: usize) {
+        words.cells[at].write();
+        words.news[at].publish(1);
+        if words.request.ask() {
+            words.bell.ring();
+        }
+    }
+    check(|| {
+        let words = Words {
+            request: Request::new(),
+            news: Default::default(),
+            cells: [Cell::new(), Cell::new()],
+            bell: Doorbell::new(),
+        };
+        let server = |words: &Words| {
+            let mut done = [false; 2];
+            while done != [true; 2] {
+                words.bell.wait();
+                words.request.begin();
+                done = words.news.each_ref().map(|n| n.look() != 0);
+            }
+            assert_eq!(words.cells.each_ref().map(Cell::read), [1, 1]);
+        };
+        race(words, [server, |w| ask(w, 0), |w| ask(w, 1)]);
+    });
+}
+
+/// With a look before, which may find an older value as a comparison that fails may, too; in loom that finds the
+/// newest.
+fn try_lock(lock: &AtomicU32) -> bool {
+    lock.load(Ordering::Relaxed) == 0
+        && lock
+            .compare_exchange(0, 1, Ordering::Acquire, Ordering::Relaxed)
+            .is_ok()
+}
+
+/// Two who leave work to whoever holds the lock, which they only try.
+#[test]
+fn loom_what_is_left_to_the_holder_of_a_lock_is_done() {
+    struct Words {
+        handoff: Handoff,
+        lock: AtomicU32,
+        done: Cell,
+    }
+    fn run(words: &Words, bits: u32) {
+        words.handoff.add(bits);
+        while !words.handoff.is_empty() {
+            if !try_lock(&words.lock) {
+                return;
+            }
+            let bits = words.handoff.take();
+            words.done.add(bits);
+            words.lock.swap(0, Ordering::Release);
+        }
+    }
+    check(|| {
+        let words = Words {
+            handoff: Handoff::new(),
+            lock: AtomicU32::new(0),
+            done: Cell::new(),
+        };
+        let (words, _) = race(words, [|w| run(w, 1), |w| run(w, 2)]);
+        assert_eq!(words.done.read(), 3);
+    });
+}
+
+#[test]
+fn loom_a_fence_between_store_and_load_will_do_for_any_words() {
+    fn side(mine: &AtomicU32, theirs: &AtomicU32) -> bool {
+        mine.store(1, Ordering::Relaxed);
+        store_load_fence();
+        theirs.load(Ordering::Relaxed) != 0
+    }
+    check(|| {
+        let words = (AtomicU32::new(0), AtomicU32::new(0));
+        let (_, seen) = race(words, [|(a, b)| side(a, b), |(a, b)| side(b, a)]);
+        assert!(seen.contains(&true), "both have missed the other");
+    });
+}

@@ -1,0 +1,130 @@
+//! What a probe reads on iWARP: eight bytes of the peer's, and where that is told. Not when there is one.
+//!
+//! A READ of nothing would need neither a key nor an address. But siw answers one with a wrong length when it has
+//! something else to send at that moment, and the connection ends (Linux 6.1, siw_qp.c, siw_activate_tx: the
+//! length of the previous request stays).
+
+use std::sync::Arc;
+
+use rdmasock_core::fabric::plugin::PRIVATE_BYTES;
+
+use crate::error::{Errno, Result};
+use crate::memory::Slab;
+use crate::sys::{Mr, Pd, Piece, Private, WIRE_BYTES};
+
+/// Bytes that a probe reads.
+const LEN: u32 = 8;
+/// In what is sent along: a key, and an address.
+const KEY_AT: usize = PRIVATE_BYTES;
+const ADDRESS_AT: usize = KEY_AT + 4;
+const _: () = assert!(ADDRESS_AT + 8 == WIRE_BYTES);
+
+/// Memory of this end for probes, the peer's and its own. Nothing in it means anything.
+#[derive(Debug)]
+pub struct ProbeTarget {
+    mr: Mr,
+    slab: Arc<Slab>,
+}
+
+impl ProbeTarget {
+    pub fn new(pd: &Arc<Pd>) -> Result<Self> {
+        let slab = Arc::new(Slab::new(2 * LEN as usize)?);
+        Ok(Self {
+            mr: Mr::for_probes(pd, &slab)?,
+            slab,
+        })
+    }
+
+    /// Where the peer's probes read.
+    pub fn offer(&self) -> Offer {
+        Offer {
+            key: self.mr.remote_key(),
+            address: self.slab.at().expose_provenance() as u64,
+        }
+    }
+
+    /// Where this end's probes put what they have read.
+    pub fn sink(&self) -> Result<Piece> {
+        Ok(Piece {
+            at: self.slab.piece(1, LEN as usize)?,
+            len: LEN,
+            key: self.mr.local_key(),
+        })
+    }
+}
+
+/// Where an end's peer may read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Offer {
+    pub key: u32,
+    pub address: u64,
+}
+
+impl Offer {
+    /// From what a peer has sent along; `None` if it offers nothing.
+    pub fn read(private: &Private) -> Option<Self> {
+        let key = private.bytes.get(KEY_AT..)?.first_chunk()?;
+        let address = private.bytes.get(ADDRESS_AT..)?.first_chunk()?;
+        let offer = Self {
+            key: u32::from_le_bytes(*key),
+            address: u64::from_le_bytes(*address),
+        };
+        (private.len as usize >= WIRE_BYTES && offer.address != 0).then_some(offer)
+    }
+}
+
+/// What is sent along: the library's words, and the offer if there is one.
+pub fn compose(words: &[u8], offer: Option<Offer>) -> Result<[u8; WIRE_BYTES]> {
+    let mut bytes = [0; WIRE_BYTES];
+    if words.len() > PRIVATE_BYTES {
+        return Err(Errno(libc::EINVAL));
+    }
+    let (key, address) = offer.map_or((0, 0), |offer| (offer.key, offer.address));
+    let all = words.iter().copied();
+    // The words, and zeroes up to where the offer begins.
+    let all = all.chain(std::iter::repeat_n(0, PRIVATE_BYTES - words.len()));
+    let all = all.chain(key.to_le_bytes()).chain(address.to_le_bytes());
+    for (to, from) in bytes.iter_mut().zip(all) {
+        *to = from;
+    }
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sent(words: &[u8], offer: Option<Offer>) -> Private {
+        Private {
+            bytes: compose(words, offer).unwrap(),
+            len: WIRE_BYTES as u32,
+        }
+    }
+
+    #[test]
+    fn an_offer_travels_behind_the_words() {
+        let offer = Offer {
+            key: 0x0102_0304,
+            address: 0x1122_3344_5566_7788,
+        };
+        for len in [0, 1, PRIVATE_BYTES] {
+            let words = vec![7; len];
+            let private = sent(&words, Some(offer));
+            assert_eq!(private.bytes[..len], words);
+            assert_eq!(Offer::read(&private), Some(offer));
+        }
+        assert!(compose(&[0; PRIVATE_BYTES + 1], None).is_err());
+    }
+
+    #[test]
+    fn no_offer_is_none() {
+        assert_eq!(Offer::read(&sent(b"words", None)), None);
+        assert_eq!(Offer::read(&Private::NONE), None);
+    }
+
+    #[test]
+    fn probes_do_not_read_where_they_write() {
+        let slab = Slab::new(2 * LEN as usize).unwrap();
+        assert_eq!(slab.piece(1, LEN as usize).unwrap() as usize - slab.at() as usize, 8);
+    }
+}

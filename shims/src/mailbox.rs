@@ -1,0 +1,151 @@
+//! What calls of the program leave to the service thread, which is far above them: what it is to do is a [`Command`],
+//! whom it concerns is named by numbers, and what starts and wakes it has been given to the mailbox. Here is also what
+//! calls have to know of the thread: whether there is one, and what it watches. Not what it does (`service`).
+
+mod command;
+mod queue;
+
+pub use command::{Command, Ref};
+
+use queue::Queue;
+
+use std::collections::VecDeque;
+use std::os::fd::BorrowedFd;
+use std::sync::atomic::{
+    AtomicBool, AtomicI32,
+    Ordering::{AcqRel, Acquire},
+};
+
+use rdmasock_core::os::privatefd::PrivateFd;
+use rdmasock_core::sync::Request;
+use rustix::event::epoll as kernel;
+use rustix::io::Errno;
+
+use crate::handler;
+
+/// What an event of the service thread's epoll set is about, in the upper bits of its data.
+pub mod kind {
+    pub const DOORBELL: u64 = 0;
+    pub const INSTANCE: u64 = 1;
+    pub const NAME: u64 = 2;
+    pub const CHANNEL: u64 = 3;
+    pub const ANCHOR: u64 = 4;
+    pub const LINGER: u64 = 5;
+    pub const ACCEPTOR: u64 = 6;
+    pub const PAIR_STATE: u64 = 7;
+    pub const COMPLETION: u64 = 8;
+    pub const CONTROL: u64 = 9;
+    pub const HOST: u64 = 10;
+}
+
+/// The data of such an event.
+pub fn tag(kind: u64, id: u64) -> u64 {
+    kind << 56 | id & 0x00ff_ffff_ffff_ffff
+}
+
+/// The thread that empties a mailbox, as that is told of it.
+#[derive(Clone, Copy)]
+pub struct Thread {
+    /// Wakes it if it sleeps.
+    pub wake: fn(),
+    /// Makes it. Called once.
+    pub start: fn(),
+}
+
+/// See the module.
+pub struct Mailbox {
+    queue: Queue,
+    given: Thread,
+    started: AtomicBool,
+    /// The thread, once it runs.
+    pub thread: AtomicI32,
+    /// The thread is to end.
+    pub ending: AtomicBool,
+    /// The thread will send the wake-ups that are delayed.
+    pub delaying: Request,
+    /// The thread will look after links to other hosts.
+    pub maintaining: Request,
+    /// What the thread sleeps on.
+    pub epoll: PrivateFd,
+}
+
+impl Mailbox {
+    /// One whose thread is not started.
+    pub fn new(thread: Thread) -> Result<Self, Errno> {
+        let epoll = PrivateFd::open(|| kernel::create(kernel::CreateFlags::CLOEXEC))?;
+        Ok(Self {
+            queue: Queue::default(),
+            given: thread,
+            started: AtomicBool::new(false),
+            thread: AtomicI32::new(0),
+            ending: AtomicBool::new(false),
+            delaying: Request::new(),
+            maintaining: Request::new(),
+            epoll,
+        })
+    }
+
+    /// Hands over a command. Never waits, also in a signal handler that has interrupted this.
+    pub fn submit(&self, command: Command) {
+        self.queue.push(command);
+        (self.given.wake)();
+        self.start();
+    }
+
+    /// In a while the peer is to be told of what a sender has just begun to hold back.
+    #[inline]
+    pub fn delay_wake(&self) {
+        if self.delaying.ask() {
+            self.submit(Command::DelayedWakes);
+        }
+    }
+
+    /// In a while links to other hosts are to be maintained: what is owed on them, and who hears of what
+    /// completes.
+    #[inline]
+    pub fn maintain_later(&self) {
+        if self.maintaining.ask() {
+            self.submit(Command::Maintain);
+        }
+    }
+
+    /// Whether the thread runs, or is not to.
+    pub fn is_started(&self) -> bool {
+        self.started.load(Acquire)
+    }
+
+    /// From now on nobody starts the thread. True if somebody had.
+    pub fn claim_start(&self) -> bool {
+        self.started.swap(true, AcqRel)
+    }
+
+    /// Starts the thread if it does not run yet. Not from a signal handler, which may have interrupted the `malloc`
+    /// that pthread_create calls: what was asked for then waits for the next who asks.
+    pub fn start(&self) {
+        if !self.is_started() && !handler::is_in_one() && !self.claim_start() {
+            (self.given.start)();
+        }
+    }
+
+    /// Whether the thread is woken when something completes on a link to another host. False if it cannot be.
+    pub fn subscribe(&self, completions: BorrowedFd<'_>, token: u64, on: bool) -> bool {
+        // Taken out, not only muted: the kernel would still wake the thread for each event, and then let it sleep on.
+        if !on {
+            let _ = kernel::delete(&self.epoll, completions);
+            return true;
+        }
+        let token = kernel::EventData::new_u64(token);
+        let added = kernel::add(&self.epoll, completions, token, kernel::EventFlags::IN);
+        matches!(added, Ok(()) | Err(Errno::EXIST))
+    }
+
+    /// Whether there is nothing in it. For the thread, as the next.
+    pub fn is_empty(&self) -> bool {
+        self.queue.is_empty()
+    }
+
+    /// Puts all that is in it behind what is in `to`, the oldest first.
+    pub fn take_all(&self, to: &mut VecDeque<Command>) {
+        self.queue.take_all(to);
+    }
+}

@@ -1,0 +1,154 @@
+//! What a socket is ready for now, under epoll, poll and select.
+//!
+//! A direction on the link is asked through its ring, one on TCP through the kernel. While markers
+//! may be in flight it is the payload that counts, not what the kernel calls readable.
+
+use std::sync::atomic::Ordering::Acquire;
+
+use rustix::event::PollFlags;
+
+use crate::ready::{ENDED, among_markers, arm_data, is_reader_gone, kernel, progress};
+use crate::socket::{Mode, Socket};
+use crate::tx;
+use rdmasock_core::stream::connection;
+
+const IN: u32 = (libc::EPOLLIN | libc::EPOLLRDNORM) as u32;
+const OUT: u32 = (libc::EPOLLOUT | libc::EPOLLWRNORM) as u32;
+const RDHUP: u32 = libc::EPOLLRDHUP as u32;
+const HUP: u32 = libc::EPOLLHUP as u32;
+const ERR: u32 = libc::EPOLLERR as u32;
+const PRI: u32 = libc::EPOLLPRI as u32;
+const WRBAND: u32 = libc::EPOLLWRBAND as u32;
+
+/// Whether to ask to be told of a change.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Arm {
+    /// Only look.
+    No,
+    /// For what is not ready now (level-triggered).
+    IfNotReady,
+    /// For every change from now on (edge-triggered).
+    Always,
+}
+
+/// What the socket is ready for, of `events` and what is always reported (EPOLL* bits).
+pub fn evaluate(socket: &'static Socket, events: u32, arm: Arm) -> u32 {
+    let mut mask = 0;
+    progress(socket);
+    // Before the directions: an end is not told before what has come ahead of it.
+    let anchor = socket.wakes.anchor.load(Acquire);
+    if events & (IN | RDHUP | PRI) != 0 {
+        mask |= readable(socket, arm);
+    }
+    if events & (OUT | WRBAND) != 0 {
+        mask |= writable(socket, arm);
+    }
+    if anchor & (ENDED | PRI) == 0 {
+        return mask;
+    }
+    // Something has ended: what exactly is true now is for the kernel to say.
+    let Some(_tx) = socket.tx.lock() else {
+        return mask;
+    };
+    mask | kernel(socket, PollFlags::IN | PollFlags::RDHUP | PollFlags::PRI) & (ENDED | PRI)
+}
+
+/// The receiving direction.
+pub fn readable(socket: &'static Socket, arm: Arm) -> u32 {
+    if socket.rx_mode.load(Acquire) == Mode::Marked {
+        return match among_markers(socket) {
+            Some(mask) => mask,
+            None => evaluate(socket, libc::EPOLLIN as u32, Arm::IfNotReady),
+        };
+    }
+    let Some(mut rx) = socket.rx.lock() else {
+        return 0;
+    };
+    if socket.rx_mode.load(Acquire) != Mode::Link {
+        let mask = kernel(
+            socket,
+            PollFlags::IN | PollFlags::RDNORM | PollFlags::RDHUP | PollFlags::PRI,
+        );
+        return mask & (IN | RDHUP | PRI | HUP | ERR);
+    }
+    let bits = rx.own.bits;
+    // What TCP has is RESUME, or will be.
+    let waits = rx.stays && !rx.read_on;
+    let Some(consumer) = rx.consumer.as_mut() else {
+        return 0;
+    };
+    let ready = match arm {
+        Arm::Always => arm_data(socket, consumer, bits),
+        Arm::No => consumer.has_data().unwrap_or(true),
+        Arm::IfNotReady => match consumer.has_data() {
+            Ok(false) => arm_data(socket, consumer, bits),
+            Ok(true) => true,
+            Err(_) => true,
+        },
+    };
+    let anchor = socket.wakes.anchor.load(Acquire);
+    if !ready {
+        return if waits && socket.rx_shut.load(Acquire) {
+            IN | RDHUP
+        } else if waits {
+            0
+        } else if anchor & ENDED != 0 {
+            // An error is over when somebody has been told of it: whether there still is one is for the kernel to say.
+            IN | anchor & ENDED & !ERR
+        } else {
+            0
+        };
+    }
+    match consumer.end() {
+        Ok(None) => IN,
+        Ok(Some(_)) if waits => 0,
+        // A mark and no data: what it means is for the kernel to say, once the rest is done.
+        Ok(Some(_)) => {
+            drop(rx);
+            if connection::leave_link_at_end(socket) {
+                return readable(socket, arm);
+            }
+            let Some(_rx) = socket.rx.lock() else {
+                return 0;
+            };
+            kernel(socket, PollFlags::IN | PollFlags::RDHUP) & (IN | RDHUP | HUP | ERR)
+        }
+        Err(_) => IN | ERR,
+    }
+}
+
+/// The sending direction; as `readable`.
+pub fn writable(socket: &'static Socket, arm: Arm) -> u32 {
+    if socket.tx_mode.load(Acquire) == Mode::Marked && !connection::flush(socket) {
+        return if tx::is_above_own_send(socket) {
+            kernel(socket, PollFlags::OUT | PollFlags::WRNORM) & (OUT | HUP | ERR)
+        } else {
+            0
+        };
+    }
+    let Some(mut tx) = socket.tx.lock() else {
+        return 0;
+    };
+    if socket.tx_mode.load(Acquire) != Mode::Link {
+        return kernel(socket, PollFlags::OUT | PollFlags::WRNORM) & (OUT | HUP | ERR);
+    }
+    let bits = tx.own.bits;
+    let Some(producer) = tx.producer.as_mut() else {
+        return 0;
+    };
+    if is_reader_gone(producer) || socket.wakes.anchor.load(Acquire) & (HUP | ERR) != 0 {
+        return OUT;
+    }
+    let ready = match arm {
+        Arm::Always | Arm::IfNotReady => match producer.has_space() {
+            Ok(false) => producer.arm_space(bits).unwrap_or(true),
+            _ => true,
+        },
+        Arm::No => producer.has_space().unwrap_or(true),
+    };
+    if ready || tx::could_have_room(socket, producer) {
+        return OUT;
+    }
+    tx::report_blocked(socket, &mut tx);
+    0
+}

@@ -1,0 +1,114 @@
+//! A question under way: whether the other end of a connection can be promoted.
+
+use std::collections::HashSet;
+use std::time::Duration;
+
+use rdmasock_core::ids::{InstanceId, Nonce, Tuple};
+use rdmasock_core::wire;
+
+use crate::mailbox::Ref;
+use crate::socket::Socket;
+
+/// How long an answer may take.
+pub const ASK_TIMEOUT: Duration = Duration::from_secs(2);
+/// How long an answer from another host may take: a busy machine has to open its RDMA device first, and nobody
+/// waits.
+pub const REMOTE_TIMEOUT: Duration = Duration::from_secs(6);
+
+/// For whom a question is asked.
+#[derive(Clone, Copy)]
+pub enum Asker {
+    /// A connection of this process.
+    Here(Ref),
+    /// An instance of another host, whose question came in as `conn`.
+    Elsewhere {
+        /// Over which it came, as a pseudo channel.
+        conn: u64,
+        /// Which that is.
+        instance: InstanceId,
+    },
+}
+
+/// An ASK under way, to one or more instances.
+pub struct Asking {
+    pub who: Asker,
+    pub nonce: Nonce,
+    pub tuple: Tuple,
+    /// The other end is on another host: its control port is asked, not the names of this one.
+    pub remote: bool,
+    /// The channels from which the answer has not come. No other's counts.
+    pub asked: HashSet<u64>,
+    /// Instances asked so far.
+    pub tried: HashSet<InstanceId>,
+    /// The service names have been asked, not only links.
+    pub named: bool,
+    /// Somebody answered, so it is not a peer without the library.
+    pub answered: Option<wire::Reason>,
+    /// There is a name, but nobody took the question now.
+    pub busy: bool,
+    /// There is a name of somebody who may not answer.
+    pub untrusted: bool,
+    /// Monotonic ns.
+    pub deadline: u64,
+}
+
+#[cfg(test)]
+impl Asking {
+    /// A question that is out on the channel `conn`.
+    pub fn for_test(r: Ref, nonce: Nonce, conn: u64) -> Self {
+        let address = std::net::SocketAddr::from(([127, 0, 0, 1], 9));
+        Self {
+            asked: HashSet::from([conn]),
+            named: true,
+            deadline: u64::MAX,
+            ..Self::new(Asker::Here(r), nonce, Tuple::new(address, address), false)
+        }
+    }
+
+    /// A question about a connection to another host, not asked yet.
+    pub fn remote_for_test(r: Ref, nonce: Nonce, tuple: Tuple) -> Self {
+        Self::new(Asker::Here(r), nonce, tuple, true)
+    }
+
+    /// It is out there too.
+    pub fn also_for_test(&mut self, conn: u64) {
+        self.asked.insert(conn);
+    }
+}
+
+impl Asking {
+    /// A question that was not asked anybody yet.
+    pub fn new(who: Asker, nonce: Nonce, tuple: Tuple, remote: bool) -> Self {
+        Self {
+            who,
+            nonce,
+            tuple,
+            remote,
+            asked: HashSet::new(),
+            tried: HashSet::new(),
+            named: false,
+            answered: None,
+            busy: false,
+            untrusted: false,
+            deadline: crate::time::now_ns() + if remote { REMOTE_TIMEOUT } else { ASK_TIMEOUT }.as_nanos() as u64,
+        }
+    }
+
+    /// A question that came from another host.
+    pub fn relayed(conn: u64, tuple: Tuple, nonce: Nonce, instance: InstanceId) -> Self {
+        Self::new(Asker::Elsewhere { conn, instance }, nonce, tuple, false)
+    }
+
+    /// Whether it came from another host.
+    pub fn is_relayed(&self) -> bool {
+        matches!(self.who, Asker::Elsewhere { .. })
+    }
+
+    /// The connection of this process that it is about, if it is still the same.
+    pub fn socket(&self) -> Option<&'static Socket> {
+        match self.who {
+            Asker::Here(r) => r.get(),
+            Asker::Elsewhere { .. } => None,
+        }
+    }
+}

@@ -1,0 +1,146 @@
+//! How the connections of this process are found that others speak of: by their addresses, and by the nonces of
+//! handshakes under way. And questions about some that it is too early to answer.
+
+use std::collections::HashMap;
+
+use rdmasock_core::ids::{InstanceId, Nonce, Tuple};
+use rdmasock_core::stream::handshake::Role;
+
+use crate::mailbox::Ref;
+use crate::socket::{self, Socket, Stage};
+
+/// Attempts that are over are looked for from this number on, and whenever it has doubled.
+const OFFERED_MIN: usize = 64;
+/// How many such wait at a time; a connection is asked for by one, as a rule.
+const MOST_DEFERRED: usize = 4096;
+
+/// An ASK about a connection that this process has accepted and not used yet: it may be about to
+/// fork a child that will, and then the child answers.
+pub struct Deferred {
+    pub r: Ref,
+    pub conn: u64,
+    pub request: u64,
+    pub tuple: Tuple,
+    pub nonce_c: Nonce,
+    pub instance_c: InstanceId,
+    /// The asker no longer waits then, monotonic ns.
+    pub deadline: u64,
+}
+
+/// See the module.
+pub struct Handshakes {
+    /// Sockets whose addresses have been looked up.
+    tuples: HashMap<Tuple, Ref>,
+    /// Handshakes under way, by our nonce.
+    offered: HashMap<Nonce, Ref>,
+    /// From how many of them on those that are over are looked for.
+    bound: usize,
+    deferred: Vec<Deferred>,
+}
+
+impl Handshakes {
+    /// None.
+    pub fn new() -> Self {
+        Self {
+            tuples: HashMap::new(),
+            offered: HashMap::new(),
+            bound: OFFERED_MIN,
+            deferred: Vec::new(),
+        }
+    }
+
+    /// The accepted socket with these addresses.
+    pub fn accepted(&mut self, tuple: &Tuple) -> Option<&'static Socket> {
+        if let Some(socket) = self.tuples.get(tuple).and_then(|r| r.get()) {
+            return Some(socket);
+        }
+        // Addresses are looked up only now, so that connections which are never asked for do not pay.
+        self.tuples.retain(|_, r| r.get().is_some());
+        for socket in socket::all() {
+            if socket.promotion.stage() == Stage::Watching && socket.promotion.role() == Role::Acceptor {
+                let r = Ref::new(socket);
+                if let Some(found) = socket::tuple_of(socket) {
+                    self.tuples.insert(found, r);
+                }
+            }
+        }
+        self.tuples.get(tuple).and_then(|r| r.get())
+    }
+
+    /// Keeps an attempt to be found by its nonce. Now and then those that are over are forgotten.
+    pub fn enter(&mut self, nonce: Nonce, r: Ref) {
+        if self.offered.len() >= self.bound {
+            self.offered
+                .retain(|nonce, r| r.get().is_some_and(|s| is_attempt(s, *nonce)));
+            self.bound = OFFERED_MIN.max(2 * self.offered.len());
+        }
+        self.offered.insert(nonce, r);
+    }
+
+    /// The connection that made an attempt with this nonce.
+    pub fn by_nonce(&self, nonce: &Nonce) -> Option<&'static Socket> {
+        self.offered.get(nonce).and_then(|r| r.get())
+    }
+
+    /// Whether there is such an attempt, be its connection another by now.
+    pub fn has(&self, nonce: &Nonce) -> bool {
+        self.offered.contains_key(nonce)
+    }
+
+    /// Nobody speaks of it any more.
+    pub fn remove(&mut self, nonce: &Nonce) -> Option<&'static Socket> {
+        self.offered.remove(nonce).and_then(Ref::get)
+    }
+
+    /// The question waits. False if too many do.
+    pub fn defer(&mut self, question: Deferred) -> bool {
+        let has_room = self.deferred.len() < MOST_DEFERRED;
+        if has_room {
+            self.deferred.push(question);
+        }
+        has_room
+    }
+
+    /// The questions about a connection, which can be answered now.
+    pub fn take_deferred(&mut self, about: Ref) -> Vec<Deferred> {
+        self.deferred.extract_if(.., |question| question.r == about).collect()
+    }
+
+    /// Who has asked does not wait any longer.
+    pub fn on_timeout(&mut self, now: u64) {
+        self.deferred.retain(|question| question.deadline > now);
+    }
+
+    /// When that is next, monotonic ns.
+    pub fn next_timeout(&self) -> Option<u64> {
+        self.deferred.iter().map(|question| question.deadline).min()
+    }
+}
+
+/// Whether the socket is in the attempt that `nonce` was drawn for.
+fn is_attempt(socket: &Socket, nonce: Nonce) -> bool {
+    let control = socket.control.lock();
+    control.is_some_and(|c| c.handshake.as_ref().is_some_and(|h| h.mine() == nonce))
+}
+
+#[cfg(test)]
+mod tests {
+    use rdmasock_core::stream::handshake::Handshake;
+
+    use super::super::tests::connected;
+    use super::*;
+
+    #[test]
+    fn attempts_that_are_over_are_forgotten() {
+        let mut handshakes = Handshakes::new();
+        let (socket, _stream) = connected();
+        let live = Nonce::random().unwrap();
+        socket.control.lock().unwrap().handshake = Some(Handshake::acceptor(live, live).0);
+        handshakes.enter(live, Ref::new(socket));
+        for _ in 0..4 * OFFERED_MIN {
+            handshakes.enter(Nonce::random().unwrap(), Ref::new(socket));
+        }
+        assert!(handshakes.has(&live));
+        assert!(handshakes.offered.len() <= OFFERED_MIN);
+    }
+}

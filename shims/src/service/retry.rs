@@ -1,0 +1,77 @@
+//! What becomes of a connection that was asked for in vain: whether it stays on TCP for good, and when it is asked for
+//! again.
+
+use std::time::Duration;
+
+use rdmasock_core::stats::{Reason, Why};
+use rdmasock_core::wire;
+
+use crate::socket::{Socket, Stage};
+use crate::threshold::stay;
+
+/// How often a connection is asked for again when the peer could not say yes yet: its program may take seconds to
+/// accept it.
+const TRIES: u32 = 8;
+/// The first pause, ns; each is four times the one before, the last 16 s.
+const FIRST_PAUSE: u64 = 1_000_000;
+/// How long a host that does not answer is left alone.
+pub(super) const HOST_ABSENT_FOR: Duration = Duration::from_secs(30);
+/// The pause after another host has not answered, ns.
+const NOBODY_PAUSE: u64 = HOST_ABSENT_FOR.as_nanos() as u64;
+
+/// Nobody at the other end has the library. Here that is certain. Another host may have been too busy to answer, or its
+/// datagrams lost: a connection that lives on is asked for again.
+pub(super) fn nobody(socket: &'static Socket, remote: bool) {
+    let why = Reason::PeerWithout.into();
+    if remote {
+        later_than(socket, why, NOBODY_PAUSE);
+    } else {
+        stay(socket, why);
+    }
+}
+
+/// The connection may be asked for again later.
+pub(super) fn later(socket: &'static Socket, why: Why) {
+    later_than(socket, why, 0);
+}
+
+fn later_than(socket: &'static Socket, why: Why, pause: u64) {
+    let tries = socket.promotion.attempts.count();
+    if tries >= TRIES {
+        return stay(socket, why);
+    }
+    if let Some(stats) = socket.told.stats() {
+        stats.set_why(why);
+    }
+    let pause = pause.max(FIRST_PAUSE << (2 * tries));
+    socket.promotion.attempts.put_off(pause);
+    socket.promotion.set_stage(Stage::Watching);
+}
+
+/// The other end has said NO.
+pub(super) fn after_no(socket: &'static Socket, reason: wire::Reason) {
+    let why = why_declined(reason);
+    match reason {
+        // The other end is not through with the link that failed.
+        wire::Reason::Use | wire::Reason::Limit if socket.promotion.attempts.have_failed() => {
+            socket.told.set_why(why);
+            socket.promotion.retry_later();
+        }
+        wire::Reason::Rule | wire::Reason::Use => stay(socket, why),
+        _ => later(socket, why),
+    }
+}
+
+fn why_declined(reason: wire::Reason) -> Why {
+    Why::declined(match reason {
+        wire::Reason::NotHeld => Reason::NoMatch,
+        wire::Reason::Rule => Reason::Rule,
+        wire::Reason::Shared => Reason::Inherited,
+        wire::Reason::Closing => Reason::Closed,
+        wire::Reason::Limit => Reason::LinkLimit,
+        wire::Reason::Resources => Reason::Resources,
+        wire::Reason::Timeout => Reason::TimedOut,
+        wire::Reason::Violation | wire::Reason::Secret => Reason::Violation,
+        _ => Reason::Unsupported,
+    })
+}

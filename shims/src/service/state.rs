@@ -1,0 +1,160 @@
+//! What the service thread remembers, and for how long it does. What it does with each is in the file that is named
+//! after that.
+
+use std::collections::{HashMap, VecDeque};
+use std::os::fd::{AsFd, BorrowedFd};
+
+use rdmasock_core::ids::InstanceId;
+use rdmasock_core::os::channel::Channel;
+use rdmasock_core::rendezvous::control::QueryId;
+use rdmasock_core::rendezvous::names;
+use rdmasock_core::rendezvous::peers::DestinationCache;
+use rustix::event::epoll as kernel;
+
+use super::alarms::Alarms;
+use super::asking::Asking;
+use super::control::taken::Control;
+use super::ends::Ends;
+use super::guests;
+use super::handshakes::Handshakes;
+use super::linger::Lingering;
+use super::link_table::LinkTable;
+use super::remote::hosts::Hosts;
+use super::rings::Rings;
+use super::standstill::Standstill;
+use crate::ending;
+use crate::library::Library;
+use crate::link::Link;
+use crate::listener::Listener;
+use crate::mailbox::{Command, Mailbox, kind, tag};
+use crate::reach::Devices;
+use crate::waiters::SERVICE;
+
+/// What a channel is for.
+pub enum Peer {
+    /// Somebody connected to one of our names.
+    Incoming { listener: Option<&'static Listener> },
+    /// We asked there, by a service name or an instance's.
+    Asked { request: u64, by_name: bool },
+    /// We asked for a link there.
+    Linking { peer: InstanceId },
+    /// A link's side channel.
+    Link(&'static Link),
+    /// No channel: a question that came to the control port, which its answer goes back to.
+    Remote(QueryId),
+}
+
+/// A channel in the service thread's epoll set.
+pub struct Conn {
+    /// `None` for a link's, which owns it, and for another host's question.
+    pub channel: Option<Channel>,
+    pub peer: Peer,
+}
+
+/// Whether the library reports a socket's readiness.
+#[derive(PartialEq, Eq)]
+pub enum Watched {
+    Done,
+    /// Not before the program has used epoll_ctl(EPOLL_CTL_MOD) on it (see `Epoll::take_over`).
+    AfterMod,
+    Impossible,
+}
+
+/// The thread's own state.
+pub struct Worker {
+    pub library: &'static Library,
+    pub service: &'static Mailbox,
+    pub instance_name: Option<names::Listener>,
+    pub listeners: Vec<&'static Listener>,
+    pub conns: HashMap<u64, Conn>,
+    /// Channels that others have opened.
+    pub guests: guests::Guests,
+    pub next_conn: u64,
+    pub asks: HashMap<u64, Asking>,
+    /// Channels that were made for one question, and until when they are kept (monotonic ns), in that order.
+    pub asked_until: VecDeque<(u64, u64)>,
+    pub cache: DestinationCache,
+    pub devices: Devices,
+    pub handshakes: Handshakes,
+    pub links: LinkTable,
+    pub lingering: Lingering,
+    /// What other hosts ask.
+    pub control: Control,
+    /// Other hosts that are asked.
+    pub hosts: Hosts,
+    pub rings: Rings,
+    pub standstill: Standstill,
+    pub ends: Ends,
+    pub alarms: Alarms,
+    /// How often in a row links to other hosts were maintained, and were in use; counted as far as it matters.
+    pub maintained: u32,
+    /// Whether the process is at its end but for this thread.
+    pub ending: ending::ThreadWatch,
+    /// Requests of fork children seen so far.
+    pub requests: u32,
+    /// Commands that were taken over and are not carried out yet.
+    pub commands: VecDeque<Command>,
+    /// What the epoll set has reported and is not seen to yet. Much of it is reported once only.
+    pub events: VecDeque<kernel::Event>,
+}
+
+impl Worker {
+    /// `mask` is that of the thread that has started this one. `None` without descriptors for it.
+    pub fn new(mask: libc::sigset_t, instance_name: Option<names::Listener>) -> Option<Self> {
+        let library = Library::get();
+        let worker = Self {
+            library,
+            service: &library.service,
+            instance_name,
+            listeners: Vec::new(),
+            conns: HashMap::new(),
+            guests: guests::Guests::new(descriptors()),
+            next_conn: 1,
+            asks: HashMap::new(),
+            asked_until: VecDeque::new(),
+            cache: DestinationCache::new(4096),
+            devices: Devices::default(),
+            handshakes: Handshakes::new(),
+            links: LinkTable::default(),
+            lingering: Lingering::default(),
+            control: Control::new(crate::time::now_ns()),
+            hosts: Hosts::new(),
+            rings: Rings::default(),
+            standstill: Standstill::default(),
+            ends: Ends::default(),
+            alarms: Alarms::default(),
+            maintained: 0,
+            ending: ending::ThreadWatch::new(mask),
+            requests: crate::holders::requests(),
+            commands: VecDeque::new(),
+            events: VecDeque::new(),
+        };
+        worker.add(
+            library.waiters.doorbell(SERVICE)?,
+            tag(kind::DOORBELL, 0),
+            kernel::EventFlags::IN | kernel::EventFlags::ET,
+        );
+        if let Some(name) = &worker.instance_name {
+            worker.add(name.as_fd(), tag(kind::INSTANCE, 0), kernel::EventFlags::IN);
+        }
+        Some(worker)
+    }
+
+    /// A number for a channel, or for what is told of like one.
+    pub fn new_conn(&mut self) -> u64 {
+        let id = self.next_conn;
+        self.next_conn += 1;
+        id
+    }
+
+    /// Takes a descriptor into the thread's epoll set. False if it cannot be.
+    pub fn add(&self, fd: BorrowedFd<'_>, data: u64, flags: kernel::EventFlags) -> bool {
+        kernel::add(&self.service.epoll, fd, kernel::EventData::new_u64(data), flags).is_ok()
+    }
+}
+
+/// How many descriptors this process may have, ours among them.
+fn descriptors() -> u64 {
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
+    limit.maximum.unwrap_or(u64::MAX)
+}

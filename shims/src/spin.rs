@@ -1,0 +1,230 @@
+//! How long a waiting thread spins before it sleeps.
+
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::sync::atomic::{
+    AtomicI32, AtomicU8, AtomicU32, AtomicU64,
+    Ordering::{Acquire, Relaxed, Release},
+};
+
+use rdmasock_core::os::privatefd::PrivateFd;
+
+use crate::time::now_ns;
+
+/// Whether and how long to spin before a sleep, learnt from how earlier spins ended.
+///
+/// Spinning pays when what is waited for usually comes within the bound and nobody else needs the
+/// core. So: a score that a hit raises and a miss lowers; below the threshold only one wait in sixteen
+/// tries. While more threads can run than there are cores the bound is what a sleep and its wake-up
+/// cost: to spin that long and then sleep is at most twice as dear as the better of the two, whatever
+/// comes (Karlin et al., "Competitive randomized algorithms for nonuniform problems", 1990).
+pub struct Spinner {
+    score: AtomicI32,
+    skipped: AtomicU32,
+    /// Waits in a row that ended after others had been let run.
+    in_turns: AtomicU32,
+}
+
+/// How long a quick peer takes to answer, ns.
+const GLANCE: u64 = 1_000;
+/// From when on a spinning thread lets others run in between, ns: at once where they wait for a core, and else late,
+/// for a peer that has a core of its own may yet be woken onto this one.
+const POLITE_AFTER: u64 = 4_000;
+const POLITE_AFTER_CROWDED: u64 = 1_000;
+/// So many looks, each with a pause, at a time: about half a microsecond. With more of them a thread that spins beside
+/// too many others is polite too late.
+const BETWEEN_CLOCKS: u32 = 8;
+/// What a sleep and its wake-up cost both sides together, ns.
+const SLEEP_COST: u64 = 5_000;
+/// After so many waits in which the peer ran only when it was let, the two may share a core while
+/// another is idle: the wake-up from a sleep finds the idle one, the yields do not.
+const IN_TURNS_MAX: u32 = 64;
+const SCORE_MAX: i32 = 8;
+const PROBE_EVERY: u32 = 16;
+
+impl Default for Spinner {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Spinner {
+    /// Begins optimistic.
+    pub const fn new() -> Self {
+        Self {
+            score: AtomicI32::new(SCORE_MAX),
+            skipped: AtomicU32::new(0),
+            in_turns: AtomicU32::new(0),
+        }
+    }
+
+    /// For how long to spin this time, ns; 0 is not at all.
+    pub fn bound(&self) -> u64 {
+        let bound = crate::config::config().spin.as_nanos() as u64;
+        if bound == 0
+            || self.score.load(Relaxed) <= 0 && !self.skipped.fetch_add(1, Relaxed).is_multiple_of(PROBE_EVERY)
+        {
+            return 0;
+        }
+        match LOAD.room() {
+            Room::Free => bound,
+            Room::Crowded => bound.min(SLEEP_COST),
+            // The peer could not run while we spin.
+            Room::OneCore => 0,
+        }
+    }
+
+    /// Whether waits have ended in a spin lately, and may again. Unlike [`Self::bound`] it tries nothing anew.
+    pub fn pays(&self) -> bool {
+        let is_off = crate::config::config().spin.is_zero();
+        !is_off && self.score.load(Relaxed) > 0 && !matches!(LOAD.room(), Room::OneCore)
+    }
+
+    /// Spins until `done` or for `bound` ns; gives what `done` said last. False at once where only a
+    /// sleep gets two threads off one core.
+    pub fn spin(&self, bound: u64, done: impl FnMut() -> bool) -> bool {
+        if bound == 0 {
+            return false;
+        }
+        if self.in_turns.load(Relaxed) >= IN_TURNS_MAX {
+            self.in_turns.store(0, Relaxed);
+            return false;
+        }
+        let end = spin_for(bound, done);
+        let score = self.score.load(Relaxed);
+        let score = if end == SpinEnd::Miss { score - 1 } else { score + 2 };
+        self.score.store(score.clamp(-SCORE_MAX, SCORE_MAX), Relaxed);
+        let in_turns = match end {
+            SpinEnd::HitInTurn => self.in_turns.load(Relaxed) + 1,
+            SpinEnd::Hit | SpinEnd::Miss => 0,
+        };
+        self.in_turns.store(in_turns, Relaxed);
+        end != SpinEnd::Miss
+    }
+}
+
+/// Spins for as long as a quick peer takes to answer: before a call that costs as much. Nothing is
+/// learnt from it.
+pub fn glance(done: impl FnMut() -> bool) -> bool {
+    spin_for(GLANCE, done) != SpinEnd::Miss
+}
+
+/// How a spin ended.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum SpinEnd {
+    Hit,
+    /// Others were let run before it came.
+    HitInTurn,
+    Miss,
+}
+
+fn spin_for(bound: u64, mut done: impl FnMut() -> bool) -> SpinEnd {
+    let mut hit = SpinEnd::Hit;
+    // What comes at once costs no look at the clock.
+    let mut start = None;
+    loop {
+        for _ in 0..BETWEEN_CLOCKS {
+            if done() {
+                return hit;
+            }
+            std::hint::spin_loop();
+        }
+        let now = now_ns();
+        let spent = now.wrapping_sub(*start.get_or_insert(now));
+        if spent >= bound {
+            return SpinEnd::Miss;
+        }
+        if spent >= LOAD.polite_after() {
+            // Whoever we wait for may have been woken onto this core.
+            rustix::thread::sched_yield();
+            hit = SpinEnd::HitInTurn;
+        }
+    }
+}
+
+/// Whether the cores are taken.
+#[derive(Clone, Copy)]
+#[repr(u8)]
+enum Room {
+    /// No more threads can run than there are cores.
+    Free = 0,
+    Crowded = 1,
+    OneCore = 2,
+}
+
+/// How many threads can run on this machine, read now and then.
+struct Load {
+    fd: AtomicI32,
+    at: AtomicU64,
+    room: AtomicU8,
+    cores: AtomicU32,
+}
+
+static LOAD: Load = Load {
+    fd: AtomicI32::new(-1),
+    at: AtomicU64::new(0),
+    room: AtomicU8::new(Room::Free as u8),
+    cores: AtomicU32::new(0),
+};
+
+/// In a fork child, whose copy of the descriptor is closed.
+pub fn after_fork() {
+    LOAD.fd.store(-1, Release);
+}
+
+impl Load {
+    fn polite_after(&self) -> u64 {
+        if self.room.load(Relaxed) == Room::Free as u8 {
+            POLITE_AFTER
+        } else {
+            POLITE_AFTER_CROWDED
+        }
+    }
+
+    /// How it is on the cores, as of the kernel clock's last tick.
+    fn room(&self) -> Room {
+        let now = crate::time::tick();
+        let last = self.at.load(Relaxed);
+        if now != last && self.at.compare_exchange(last, now, Relaxed, Relaxed).is_ok() {
+            let room = self.measure().unwrap_or(Room::Free);
+            self.room.store(room as u8, Relaxed);
+        }
+        match self.room.load(Relaxed) {
+            0 => Room::Free,
+            1 => Room::Crowded,
+            _ => Room::OneCore,
+        }
+    }
+
+    fn measure(&self) -> Option<Room> {
+        let mut cores = self.cores.load(Relaxed);
+        if cores == 0 {
+            // The affinity mask: a container's or taskset's share.
+            cores = rustix::thread::sched_getaffinity(None).ok()?.count();
+            self.cores.store(cores, Relaxed);
+        }
+        if cores < 2 {
+            return Some(Room::OneCore);
+        }
+        let mut fd = self.fd.load(Acquire);
+        if fd < 0 {
+            let placed = PrivateFd::open(|| {
+                rustix::fs::open(
+                    c"/proc/loadavg",
+                    rustix::fs::OFlags::RDONLY | rustix::fs::OFlags::CLOEXEC,
+                    rustix::fs::Mode::empty(),
+                )
+            })
+            .ok()?;
+            fd = placed.as_raw_fd();
+            std::mem::forget(placed);
+            self.fd.store(fd, Release);
+        }
+        let mut text = [0u8; 64];
+        // SAFETY: opened above and kept for good.
+        let n = rustix::io::pread(unsafe { BorrowedFd::borrow_raw(fd) }, &mut text, 0).ok()?;
+        // "0.00 0.01 0.05 2/123 4567": the fourth field is running/existing.
+        let text = std::str::from_utf8(text.get(..n)?).ok()?;
+        let running: u32 = text.split(' ').nth(3)?.split('/').next()?.parse().ok()?;
+        Some(if running <= cores { Room::Free } else { Room::Crowded })
+    }
+}

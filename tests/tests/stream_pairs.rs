@@ -253,6 +253,34 @@ fn giving_up_at_any_moment_loses_nothing() {
 }
 
 #[test]
+fn shutting_down_both_ends_at_any_moment_gives_the_rings_back() {
+    for moment in 0..300 {
+        for (first, segment) in [(CONNECTOR, 1), (ACCEPTOR, 1), (CONNECTOR, 4), (ACCEPTOR, 4)] {
+            let shape = |segment| Shape {
+                capacity: 165,
+                segments: vec![segment],
+                latency: 0,
+            };
+            let mut world = World::new(Weather {
+                tcp: [shape(segment), shape(5 - segment)],
+                ..Weather::fair()
+            });
+            world.promote();
+            // Nobody reads: TCP has no room for all markers.
+            for step in 0..moment {
+                if step == moment / 2 {
+                    world.write(1 - first, 151);
+                }
+                world.pass(1);
+            }
+            world.shut(first);
+            world.shut(1 - first);
+            world.finish();
+        }
+    }
+}
+
+#[test]
 fn a_lost_yes_leaves_both_ends_on_tcp_and_another_attempt_to_other_nonces() {
     let mut weather = Weather::fair();
     weather.oob[ACCEPTOR] = vec![Fate::Arrive(3000)];

@@ -115,6 +115,8 @@ pub fn flush<S: SocketIo>(socket: &S) -> bool {
         tcp.end();
         drop(tx);
         farewell.tell();
+        // The other direction may have left the link before this one was on it.
+        settle_if_plain(socket);
     }
     true
 }

@@ -1,9 +1,15 @@
-//! The C interface between the library and the verbs plugin, which is opened on first need: two
+//! The C interface between the library and a plugin that has queue pairs, which is opened on first need: two
 //! tables of functions, with a version and their size. Both sides are built from this file; not here is
-//! what they do.
+//! what they do. What plugins have in common is in the modules below: [`serve`] makes a plugin's table.
 //!
 //! A function that returns `i32` gives 0, or a count, or a negative errno. No panic, and no exception,
 //! crosses the interface. Pointers are valid for the call alone unless it says otherwise.
+
+pub mod errno;
+pub mod fate;
+pub mod fds;
+pub mod host;
+pub mod serve;
 
 use std::ffi::{c_int, c_void};
 

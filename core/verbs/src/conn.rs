@@ -9,11 +9,11 @@ use rdmasock_core::lock::Lock;
 use crate::device;
 use crate::error::{Errno, Result};
 use crate::explain::explain;
-use crate::fate::Fate;
-use crate::host::{Level, log};
 use crate::probe_target::{Offer, compose};
 use crate::queue::{BUFFER_BYTES, Queue};
 use crate::sys::{Context, Event, Id, Private, event};
+use rdmasock_core::fabric::plugin::fate::Fate;
+use rdmasock_core::fabric::plugin::host::{Level, log};
 
 /// About a second; with seven repetitions a peer that has fallen silent is given up after some eight.
 const ACK_TIMEOUT: u8 = 18;

@@ -13,10 +13,10 @@ use rdmasock_core::lock::Lock;
 
 use crate::error::{Errno, Result};
 use crate::explain::explain;
-use crate::fate::Fate;
-use crate::host::{Level, log};
 use crate::sys::{Context, Id, prepare_for_fork};
 use crate::sysfs::device_on;
+use rdmasock_core::fabric::plugin::fate::Fate;
+use rdmasock_core::fabric::plugin::host::{Level, log};
 
 /// A call of librdmacm has been made in this process, or in the one that it was forked from.
 static USED: AtomicBool = AtomicBool::new(false);

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use rustix::process::{Resource, getrlimit};
 
 use crate::error::Errno;
-use crate::host::{Level, log};
+use rdmasock_core::fabric::plugin::host::{Level, log};
 
 /// Said already.
 static SAID: AtomicBool = AtomicBool::new(false);

@@ -7,19 +7,19 @@ mod connect;
 mod device;
 mod error;
 mod explain;
-mod fate;
-mod fds;
-mod host;
 mod listen;
 mod memory;
 mod probe_target;
+mod provider;
 mod queue;
 mod slots;
 mod sys;
 mod sysfs;
-mod table;
 
-use rdmasock_core::fabric::plugin::{Host, Plugin};
+use rdmasock_core::fabric::plugin::serve::table;
+use rdmasock_core::fabric::plugin::{Host, Plugin, host};
+
+static TABLE: Plugin = table::<provider::Verbs>();
 
 /// Takes the library's table and gives the plugin's: 0, or a negative errno.
 ///
@@ -35,6 +35,6 @@ pub unsafe extern "C" fn rdmasock_verbs_plugin(host: *const Host, table: *mut *c
         return errno.code();
     }
     // SAFETY: not null, and valid for a write by this function's contract.
-    unsafe { table.write(&raw const table::TABLE) };
+    unsafe { table.write(&raw const TABLE) };
     0
 }

@@ -6,8 +6,8 @@ use crate::conn::Conn;
 use crate::device;
 use crate::error::{Errno, Result};
 use crate::explain::explain;
-use crate::host::{Level, log};
 use crate::sys::{Id, Private, event};
+use rdmasock_core::fabric::plugin::host::{Level, log};
 
 /// Requests that the kernel keeps.
 const BACKLOG: i32 = 64;

@@ -7,18 +7,19 @@ use std::ffi::c_void;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use rdmasock_core::fabric::remote::qp::Completed;
 use rdmasock_core::lock::Lock;
 use rdmasock_core::sync::Published;
 
 use crate::device::Subscription;
 use crate::error::{Errno, Result};
 use crate::explain::explain;
-use crate::fate::Fate;
-use crate::host::{Level, log};
 use crate::memory::Slab;
 use crate::probe_target::{Offer, ProbeTarget};
 use crate::slots::Slots;
 use crate::sys::{BATCH, Context, Cq, DeviceLimits, Done, Id, Mr, Pd, Piece, Qp, QueueLengths, Work, status};
+use rdmasock_core::fabric::plugin::fate::Fate;
+use rdmasock_core::fabric::plugin::host::{Level, log};
 
 /// Bytes of a receive buffer, and of a send slot.
 pub const BUFFER_BYTES: usize = 4096 + 64;
@@ -70,15 +71,6 @@ impl Sizes {
     fn posted(self) -> u32 {
         self.receives + BATCH as u32
     }
-}
-
-/// Something that [`Queue::poll`] hands over.
-#[derive(Debug)]
-pub enum Completion<'a> {
-    Received(&'a [u8]),
-    Written { immediate: u32, bytes: u32 },
-    Room,
-    Probed,
 }
 
 /// A queue pair with all that belongs to it. Fields are in the order in which they go.
@@ -315,12 +307,12 @@ impl Queue {
 
     /// Hands over what has completed; gives how many events that were. What came before the end is
     /// handed over even after it.
-    pub fn poll(&self, mut each: impl FnMut(Completion<'_>)) -> Result<usize> {
+    pub fn poll(&self, each: &mut dyn FnMut(Completed<'_>)) -> Result<usize> {
         // One caller at a time by the contract; a second one finds nothing.
         if self.polling.swap(true, Ordering::Acquire) {
             return Ok(0);
         }
-        let events = self.take_batches(&mut each);
+        let events = self.take_batches(each);
         self.polling.store(false, Ordering::Release);
         match (events, self.fate.over()) {
             (0, Some(reason)) => Err(reason),
@@ -328,7 +320,7 @@ impl Queue {
         }
     }
 
-    fn take_batches(&self, each: &mut impl FnMut(Completion<'_>)) -> usize {
+    fn take_batches(&self, each: &mut dyn FnMut(Completed<'_>)) -> usize {
         let mut events = 0;
         for _ in 0..BATCHES {
             let mut batch = [Done::default(); BATCH];
@@ -359,7 +351,7 @@ impl Queue {
     }
 
     /// One completion; gives the number of events.
-    fn take(&self, done: &Done, again: &mut Buffers, each: &mut impl FnMut(Completion<'_>)) -> usize {
+    fn take(&self, done: &Done, again: &mut Buffers, each: &mut dyn FnMut(Completed<'_>)) -> usize {
         if let Some(reason) = failure(done.status) {
             if self.fate.end(reason) {
                 log(
@@ -371,12 +363,12 @@ impl Queue {
         }
         if done.id == PROBE {
             self.probing.store(false, Ordering::Release);
-            each(Completion::Probed);
+            each(Completed::Probed);
             return 1;
         }
         if done.id & RECEIVE == 0 {
             if self.slots.completed(done.id) {
-                each(Completion::Room);
+                each(Completed::Room);
                 return 1;
             }
             return 0;
@@ -387,7 +379,7 @@ impl Queue {
             // The first word of who connects, which is empty: see `greet`.
             self.may_speak.publish(true);
             if self.slots.is_wanted() {
-                each(Completion::Room);
+                each(Completed::Room);
                 events += 1;
             }
             if done.bytes == 0 {
@@ -399,7 +391,7 @@ impl Queue {
             return 0;
         };
         match done.immediate {
-            Some(immediate) => each(Completion::Written {
+            Some(immediate) => each(Completed::Written {
                 immediate,
                 bytes: done.bytes,
             }),
@@ -407,7 +399,7 @@ impl Queue {
                 let len = (done.bytes as usize).min(BUFFER_BYTES);
                 // SAFETY: within the slab, and the device is done with the buffer until it is posted again, which
                 // is after the callback.
-                each(Completion::Received(unsafe { std::slice::from_raw_parts(at, len) }));
+                each(Completed::Received(unsafe { std::slice::from_raw_parts(at, len) }));
             }
         }
         again.add(index as u32);

@@ -15,8 +15,8 @@ use rdma_sys as ffi;
 use rdmasock_core::fabric::plugin::{Address, PRIVATE_BYTES};
 
 use crate::error::{Errno, Result, check, check_code};
-use crate::host;
 use crate::memory::Slab;
+use rdmasock_core::fabric::plugin::host;
 
 pub use ffi::ibv_wc_status as status;
 pub use ffi::rdma_cm_event_type as event;

@@ -8,7 +8,7 @@ use rdmasock_core::fabric::plugin::Device;
 use rdmasock_core::os::dir::names;
 use rustix::fs::OFlags;
 
-use crate::host::Hidden;
+use rdmasock_core::fabric::plugin::host::Hidden;
 
 /// The device on an interface; `class` is `/sys/class`.
 pub fn device_on(class: &Path, interface: &str) -> Option<Device> {

@@ -3,7 +3,7 @@
 
 use std::sync::atomic::{AtomicI32, Ordering};
 
-use crate::error::Errno;
+use super::errno::Errno;
 
 /// 0 not up yet, 1 up, negative: over, with the errno.
 #[derive(Debug, Default)]

@@ -1,4 +1,4 @@
-//! What the library lends to the plugin: its log, and the numbers for fds that the program does not see.
+//! A plugin's side: what the library lends to it: its log, and the numbers for fds that the program does not see.
 
 use std::ffi::c_int;
 use std::fmt::Arguments;
@@ -6,11 +6,11 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, IntoRawFd};
 use std::path::Path;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
-use rdmasock_core::fabric::plugin::{ABI, Host};
 use rustix::fs::{Mode, OFlags};
 
-use crate::error::{Errno, Result};
-use crate::fds;
+use super::errno::{Errno, Result};
+use super::fds;
+use super::{ABI, Host};
 
 /// The host's table; set once, by the entry.
 static HOST: AtomicPtr<Host> = AtomicPtr::new(std::ptr::null_mut());

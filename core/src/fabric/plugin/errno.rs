@@ -1,0 +1,32 @@
+//! Errors as the interface has them: an errno.
+
+use std::ffi::c_int;
+
+/// A positive errno.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{}", std::io::Error::from_raw_os_error(*.0))]
+pub struct Errno(pub c_int);
+
+/// Result with an [`Errno`].
+pub type Result<T> = std::result::Result<T, Errno>;
+
+impl Errno {
+    /// What the last failing call of this thread has left.
+    pub fn last() -> Self {
+        match std::io::Error::last_os_error().raw_os_error() {
+            Some(code) if code > 0 => Self(code),
+            _ => Self(libc::EIO),
+        }
+    }
+
+    /// As the functions of the interface return it.
+    pub fn code(self) -> i32 {
+        -self.0
+    }
+}
+
+impl From<rustix::io::Errno> for Errno {
+    fn from(errno: rustix::io::Errno) -> Self {
+        Self(errno.raw_os_error())
+    }
+}

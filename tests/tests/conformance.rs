@@ -1,9 +1,10 @@
 //! The conformance suite on each fabric that one process can be both ends of: `mem`; `shm` with two
 //! mappings of each memfd, a SEQPACKET channel and eventfds, as two processes have them; and links between
-//! hosts over queue pairs in memory, with and without immediates, and with tiny queues.
+//! hosts over queue pairs in memory, with and without immediates, and with tiny queues, and over those of the local device.
 #![allow(clippy::expect_used, clippy::panic)]
 
 use std::collections::BTreeMap;
+use std::marker::PhantomData;
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -14,7 +15,7 @@ use rdmasock_core::fabric::layout::Layout;
 use rdmasock_core::fabric::link::SendError;
 use rdmasock_core::fabric::mem::{self, Clock};
 use rdmasock_core::fabric::remote::mem::{self as memqp, MemQp};
-use rdmasock_core::fabric::remote::qp::Limits;
+use rdmasock_core::fabric::remote::qp::{Limits, QueuePair};
 use rdmasock_core::fabric::remote::{self, Local, MIN_BUFFER, MIN_BUFFERS, Tuning};
 use rdmasock_core::fabric::shm::{self, Outside, Side};
 use rdmasock_core::fabric::waiter::{FLAGS_BYTES, FlagPage, MAX_WAITERS, WaiterId};
@@ -22,6 +23,8 @@ use rdmasock_core::os::channel::{Channel, RecvError};
 use rdmasock_core::os::memfd::{self, Access, Mapping};
 use rdmasock_core::sync::SleepFlag;
 use rdmasock_core::wire::{MAX_MESSAGE, Message};
+use rdmasock_localnic::settings::Settings;
+use rdmasock_localnic::within::{self, LocalQp};
 use rdmasock_tests::conformance::{Harness, suite};
 
 /// Links on the heap.
@@ -185,17 +188,25 @@ impl Local for Here {
     fn settle_later(&self) {}
 }
 
-/// Links between hosts: on a device with immediates, and if `TINY`, with queues and buffers that are as
-/// small as can be.
-struct Remote<const IMMEDIATE: bool, const TINY: bool>;
+/// Queue pairs of one kind, both ends in this process.
+trait Pairs {
+    type Qp: QueuePair;
+    /// Two that are connected.
+    fn pair() -> [Self::Qp; 2];
+    /// How a link uses them.
+    fn tuning() -> Tuning {
+        Tuning::default()
+    }
+}
 
-impl<const IMMEDIATE: bool, const TINY: bool> Harness for Remote<IMMEDIATE, TINY> {
-    type End = remote::End<MemQp, Here>;
-    const KEEPS: bool = true;
+/// Queue pairs in memory: with immediates, and if `TINY` with queues and buffers that are as small as can be.
+struct InMemory<const IMMEDIATE: bool, const TINY: bool>;
 
-    fn link(data_bytes: u64) -> [Self::End; 2] {
+impl<const IMMEDIATE: bool, const TINY: bool> Pairs for InMemory<IMMEDIATE, TINY> {
+    type Qp = MemQp;
+
+    fn pair() -> [MemQp; 2] {
         let mut config = memqp::Config::default();
-        let mut tuning = Tuning::default();
         if TINY {
             config.limits = Limits {
                 receive_buffers: MIN_BUFFERS,
@@ -204,21 +215,55 @@ impl<const IMMEDIATE: bool, const TINY: bool> Harness for Remote<IMMEDIATE, TINY
                 packet_bytes: 0,
             };
             config.send_queue = 2;
-            tuning = Tuning {
-                eager_max: 100,
-                piece: 1000,
-                chunk_log2: 13,
-                ..tuning
-            };
         }
         config.limits.immediate = IMMEDIATE;
+        memqp::pair(config, &Clock::default())
+    }
+
+    fn tuning() -> Tuning {
+        if !TINY {
+            return Tuning::default();
+        }
+        Tuning {
+            eager_max: 100,
+            piece: 1000,
+            chunk_log2: 13,
+            ..Tuning::default()
+        }
+    }
+}
+
+/// Queue pairs of the local device.
+struct OnDevice<const IMMEDIATE: bool>;
+
+impl<const IMMEDIATE: bool> Pairs for OnDevice<IMMEDIATE> {
+    type Qp = LocalQp;
+
+    fn pair() -> [LocalQp; 2] {
+        let settings = Settings {
+            is_iwarp: !IMMEDIATE,
+            ..Settings::default()
+        };
+        within::pair(settings).expect("a pair of the local device")
+    }
+}
+
+/// Links between hosts.
+struct Remote<P>(PhantomData<P>);
+
+impl<P: Pairs> Harness for Remote<P> {
+    type End = remote::End<P::Qp, Here>;
+    const KEEPS: bool = true;
+
+    fn link(data_bytes: u64) -> [Self::End; 2] {
+        let mut tuning = P::tuning();
         tuning.buffers = data_bytes;
         let side = |data_bytes| {
             let layout = Layout::for_data(data_bytes).expect("a size that arenas have");
             let mapping = Mapping::anonymous(layout.file_len() as usize).expect("memory");
             Side::new(mapping, layout).expect("as long as its layout")
         };
-        memqp::pair(config, &Clock::default()).map(|qp| {
+        P::pair().map(|qp| {
             let (mine, mirror) = (side(data_bytes), side(data_bytes + tuning.buffers));
             // SAFETY: the suite makes ends before cursors, so drops them after; it opens a stream, then
             // asks for its producer once.
@@ -272,10 +317,12 @@ fn main() {
     };
     let all = trials("mem", suite::<Mem>())
         .chain(trials("shm", suite::<Shm>()))
-        .chain(trials("iwarp", suite::<Remote<false, false>>()))
-        .chain(trials("roce", suite::<Remote<true, false>>()))
-        .chain(trials("iwarp_tiny", suite::<Remote<false, true>>()))
-        .chain(trials("roce_tiny", suite::<Remote<true, true>>()))
+        .chain(trials("iwarp", suite::<Remote<InMemory<false, false>>>()))
+        .chain(trials("roce", suite::<Remote<InMemory<true, false>>>()))
+        .chain(trials("iwarp_tiny", suite::<Remote<InMemory<false, true>>>()))
+        .chain(trials("roce_tiny", suite::<Remote<InMemory<true, true>>>()))
+        .chain(trials("device_iwarp", suite::<Remote<OnDevice<false>>>()))
+        .chain(trials("device_roce", suite::<Remote<OnDevice<true>>>()))
         .collect();
     libtest_mimic::run(&args, all).exit();
 }

@@ -10,6 +10,7 @@ pub mod fate;
 pub mod fds;
 pub mod host;
 pub mod serve;
+pub mod slots;
 
 use std::ffi::{c_int, c_void};
 

@@ -12,7 +12,6 @@ mod memory;
 mod probe_target;
 mod provider;
 mod queue;
-mod slots;
 mod sys;
 mod sysfs;
 

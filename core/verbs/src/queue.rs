@@ -16,10 +16,10 @@ use crate::error::{Errno, Result};
 use crate::explain::explain;
 use crate::memory::Slab;
 use crate::probe_target::{Offer, ProbeTarget};
-use crate::slots::Slots;
 use crate::sys::{BATCH, Context, Cq, DeviceLimits, Done, Id, Mr, Pd, Piece, Qp, QueueLengths, Work, status};
 use rdmasock_core::fabric::plugin::fate::Fate;
 use rdmasock_core::fabric::plugin::host::{Level, log};
+use rdmasock_core::fabric::plugin::slots::Slots;
 
 /// Bytes of a receive buffer, and of a send slot.
 pub const BUFFER_BYTES: usize = 4096 + 64;

@@ -2,7 +2,7 @@
 
 use std::ffi::c_int;
 use std::fmt::Arguments;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, IntoRawFd};
+use std::os::fd::{AsFd, BorrowedFd, IntoRawFd, OwnedFd};
 use std::path::Path;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
@@ -76,20 +76,32 @@ pub fn hide(fd: c_int) -> Result<c_int> {
 
 /// A file at a hidden number for as long as the value lives: a program that closes numbers that are not its own, or
 /// counts on the lowest, misses nothing. Where no host is attached, as in tests, at the number that the kernel gave.
+#[derive(Debug)]
 pub struct Hidden(c_int);
 
 impl Hidden {
     /// Opens `path` for reading.
     pub fn open(path: &Path, flags: OFlags) -> Result<Self> {
         let flags = flags | OFlags::RDONLY | OFlags::CLOEXEC;
-        let fd = rustix::fs::open(path, flags, Mode::empty())?;
+        Self::place(rustix::fs::open(path, flags, Mode::empty())?)
+    }
+
+    /// Moves what was just opened to a hidden number, and makes it nonblocking.
+    pub fn place(fd: OwnedFd) -> Result<Self> {
+        // Not to be closed as an `OwnedFd`: by libc, whose close may be the host's hook.
+        let fd = fd.into_raw_fd();
         if get().is_none() {
-            return Ok(Self(fd.into_raw_fd()));
+            return Ok(Self(fd));
         }
-        let hidden = hide(fd.as_raw_fd())?;
-        // The number is free again.
-        let _ = fd.into_raw_fd();
-        Ok(Self(hidden))
+        hide(fd).map(Self).inspect_err(|_| {
+            // SAFETY: opened by the caller, and given up.
+            unsafe { rustix::io::close(fd) };
+        })
+    }
+
+    /// The number.
+    pub fn number(&self) -> c_int {
+        self.0
     }
 }
 

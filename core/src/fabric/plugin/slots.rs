@@ -5,7 +5,7 @@
 //! the queue, so a full queue always holds one that does; its completion frees all up to it. The poster and
 //! the poller may be two threads.
 
-use rdmasock_core::sync::{AtomicU64, Attention, Ordering, Published};
+use crate::sync::{AtomicU64, Attention, Ordering, Published};
 
 /// The poster wants to be told.
 const WANTED: u32 = 1;

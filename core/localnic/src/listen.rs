@@ -1,0 +1,120 @@
+//! A listener, and the requests that come to it.
+
+use std::os::fd::AsFd;
+
+use rdmasock_core::fabric::plugin::Address;
+use rdmasock_core::fabric::plugin::errno::{Errno, Result};
+use rdmasock_core::fabric::plugin::host::{Hidden, Level, log};
+use rdmasock_core::fabric::plugin::serve::{Incoming, Listen};
+use rdmasock_core::lock::Lock;
+use rustix::event::epoll;
+use rustix::net::{AddressFamily, SocketFlags, SocketType, accept_with, bind, listen, socket_with};
+
+use crate::conn::Conn;
+use crate::device::name_of;
+use crate::greeting::{self, Kind};
+use crate::nic;
+use crate::settings::Settings;
+
+/// Requests that the kernel keeps.
+const BACKLOG: i32 = 64;
+/// Ports that a listener may get.
+const PORTS: std::ops::Range<u16> = 20_000..60_000;
+
+/// A listener.
+pub struct Listener {
+    settings: Settings,
+    /// Readable when there is something to do.
+    set: Hidden,
+    socket: Hidden,
+    port: u16,
+    /// Those who have connected, and have not asked yet.
+    silent: Lock<Vec<Hidden>>,
+}
+
+impl Listener {
+    /// Listens at a local address, with port 0 at one that is free.
+    pub fn new(settings: Settings, local: &Address) -> Result<Self> {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let socket = Hidden::place(socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?)?;
+        let ports = if local.port == 0 {
+            PORTS
+        } else {
+            local.port..local.port.saturating_add(1)
+        };
+        let begin = usize::from(local.port == 0) * rustix::process::getpid().as_raw_nonzero().get() as usize;
+        let count = ports.len();
+        let mut found = Err(Errno(libc::EADDRINUSE));
+        for port in ports.clone().cycle().skip(begin % count).take(count) {
+            match bind(&socket, &name_of(&Address { port, ..*local })?) {
+                Err(rustix::io::Errno::ADDRINUSE) => {}
+                Err(error) => return Err(error.into()),
+                Ok(()) => {
+                    found = Ok(port);
+                    break;
+                }
+            }
+        }
+        let port = found?;
+        listen(&socket, BACKLOG)?;
+        let set = Hidden::place(epoll::create(epoll::CreateFlags::CLOEXEC)?)?;
+        epoll::add(&set, &socket, epoll::EventData::new_u64(0), epoll::EventFlags::IN)?;
+        Ok(Self {
+            settings,
+            set,
+            socket,
+            port,
+            silent: Lock::new(Vec::new()),
+        })
+    }
+}
+
+impl Listen for Listener {
+    type Conn = Conn;
+
+    fn port(&self) -> u16 {
+        self.port
+    }
+
+    fn fd(&self) -> i32 {
+        self.set.number()
+    }
+
+    fn next(&self) -> Result<Option<Incoming<Conn>>> {
+        nic::check()?;
+        let mut silent = self.silent.lock().ok_or(Errno(libc::EDEADLK))?;
+        while let Ok(new) = accept_with(&self.socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
+            let new = Hidden::place(new)?;
+            epoll::add(&self.set, &new, epoll::EventData::new_u64(0), epoll::EventFlags::IN)?;
+            silent.push(new);
+        }
+        let mut at = 0;
+        while let Some(channel) = silent.get(at) {
+            let request = match greeting::receive(channel) {
+                Ok(None) => {
+                    at += 1;
+                    continue;
+                }
+                request => request,
+            };
+            let channel = silent.swap_remove(at);
+            let _ = epoll::delete(&self.set, channel.as_fd());
+            match request {
+                Ok(Some(request)) if request.kind == Kind::Request => {
+                    let (private, private_len) = (request.private.bytes, request.private.len);
+                    return Ok(Some(Incoming {
+                        conn: Conn::requested(self.settings, channel, request),
+                        private,
+                        private_len,
+                    }));
+                }
+                // Others may follow.
+                other => log(
+                    Level::Debug,
+                    format_args!("localnic: a request could not be taken: {:?}", other.err()),
+                ),
+            }
+        }
+        Ok(None)
+    }
+}

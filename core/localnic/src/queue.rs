@@ -1,0 +1,430 @@
+//! A queue pair: what is posted, carried out and completed. In one's place for a connection is `conn`'s business.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
+use std::time::{Duration, Instant};
+
+use rdmasock_core::fabric::plugin::Keys;
+use rdmasock_core::fabric::plugin::errno::{Errno, Result};
+use rdmasock_core::fabric::plugin::fate::Fate;
+use rdmasock_core::fabric::plugin::host::{Hidden, Level, log};
+use rdmasock_core::fabric::plugin::slots::Slots;
+use rdmasock_core::fabric::remote::qp::{Completed, Write};
+use rdmasock_core::lock::Lock;
+use rdmasock_core::sync::Published;
+use rustix::net::Shutdown;
+
+use crate::domain::{Domain, Registration, Table};
+use crate::faults::{Fault, Faults};
+use crate::nic::{self, Nic};
+use crate::pair::{Arrived, BUFFER_BYTES, Pair};
+use crate::settings::Settings;
+
+/// Length of the send queue.
+const SENDS: u32 = 240;
+
+/// The other end: its process, and what it has registered.
+#[derive(Debug)]
+pub struct Far {
+    /// Its process.
+    pub pid: i32,
+    /// Its registrations.
+    pub table: Table,
+}
+
+/// What is to be done.
+#[derive(Debug)]
+enum Work {
+    /// The bytes of the message.
+    Send(Vec<u8>),
+    Write(Write, Option<u32>),
+    Probe,
+}
+
+// SAFETY: the pointer is to registered memory, which the device may read from any thread (`QueuePair::write`).
+unsafe impl Send for Work {}
+
+/// A work request that waits for the device.
+#[derive(Debug)]
+struct Job {
+    due: Instant,
+    work: Work,
+    /// What its completion frees, if it has one.
+    frees: Option<u64>,
+}
+
+/// What is left to do after [`Queue::run`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Left {
+    /// Nothing.
+    Nothing,
+    /// Something, at this time.
+    Until(Instant),
+}
+
+/// See the module.
+pub struct Queue {
+    settings: Settings,
+    number: u32,
+    pair: Pair,
+    far: Far,
+    domain: Arc<Domain>,
+    channel: Arc<Hidden>,
+    fate: Arc<Fate>,
+    slots: Slots,
+    registered: Lock<Vec<Registration>>,
+    /// What waits for the NIC's thread.
+    jobs: Lock<VecDeque<Job>>,
+    /// The NIC has been told that something waits.
+    is_scheduled: AtomicBool,
+    /// Held by who carries out.
+    running: Lock<Faults>,
+    /// What the last completion frees.
+    completed: Published<AtomicU64>,
+    /// What `poll` has seen of that.
+    seen: AtomicU64,
+    /// A probe has been answered.
+    probed: Published<AtomicU32>,
+    /// A probe is under way.
+    is_probing: AtomicBool,
+    /// Somebody is in `poll`.
+    is_polling: AtomicBool,
+}
+
+impl Queue {
+    /// A queue pair over the memory of a pair.
+    pub fn new(
+        settings: Settings,
+        pair: Pair,
+        far: Far,
+        domain: Arc<Domain>,
+        channel: Arc<Hidden>,
+        fate: Arc<Fate>,
+    ) -> Self {
+        static NUMBER: AtomicU32 = AtomicU32::new(1);
+        let number = NUMBER.fetch_add(1, SeqCst);
+        Self {
+            settings,
+            number,
+            pair,
+            far,
+            domain,
+            channel,
+            fate,
+            slots: Slots::new(SENDS),
+            registered: Lock::new(Vec::new()),
+            jobs: Lock::new(VecDeque::new()),
+            is_scheduled: AtomicBool::new(false),
+            running: Lock::new(Faults::new(&settings, u64::from(number))),
+            completed: Published::default(),
+            seen: AtomicU64::new(0),
+            probed: Published::default(),
+            is_probing: AtomicBool::new(false),
+            is_polling: AtomicBool::new(false),
+        }
+    }
+
+    /// Its number in this process.
+    pub fn number(&self) -> u32 {
+        self.number
+    }
+
+    /// Readable when something has completed.
+    pub fn bell(&self) -> &Hidden {
+        self.pair.bell()
+    }
+
+    /// Registers memory for as long as the queue pair lives.
+    pub fn register(&self, start: u64, len: u64) -> Result<Keys> {
+        let registration = self.domain.register(start, len)?;
+        let keys = Keys {
+            local: registration.local_key(),
+            remote: registration.remote_key(),
+        };
+        self.registered.lock().ok_or(Errno(libc::EDEADLK))?.push(registration);
+        Ok(keys)
+    }
+
+    /// Posts a WRITE.
+    ///
+    /// # Safety
+    /// The source is registered under its key, and stays as it is until the peer has it.
+    pub unsafe fn write(self: &Arc<Self>, write: &Write, immediate: Option<u32>) -> Result<()> {
+        if write.len == 0 {
+            return Err(Errno(libc::EINVAL));
+        }
+        if immediate.is_some() && self.settings.is_iwarp {
+            return Err(Errno(libc::EOPNOTSUPP));
+        }
+        let work = || Work::Write(*write, immediate);
+        self.post(work, |queue, faults| {
+            queue.carry(
+                faults,
+                |queue| queue.place(write, immediate),
+                |queue| queue.place_half(write),
+            )
+        })
+    }
+
+    /// Posts a message of these parts.
+    pub fn send<'a>(self: &Arc<Self>, parts: impl Iterator<Item = &'a [u8]> + Clone) -> Result<()> {
+        if parts.clone().map(<[u8]>::len).sum::<usize>() > BUFFER_BYTES {
+            return Err(Errno(libc::EMSGSIZE));
+        }
+        let work = || Work::Send(parts.clone().flatten().copied().collect());
+        self.post(work, |queue, faults| {
+            queue.carry(faults, |queue| queue.pair.deliver(parts.clone()), |_| {})
+        })
+    }
+
+    /// Posts a probe.
+    pub fn probe(self: &Arc<Self>) -> Result<()> {
+        if self.fate.code() <= 0 {
+            return Err(Errno(libc::ENOTCONN));
+        }
+        if self.is_probing.swap(true, SeqCst) {
+            return Err(Errno(libc::EAGAIN));
+        }
+        if self.settings.has_thread {
+            return self.leave(Work::Probe, None);
+        }
+        let mut faults = self.running.lock().ok_or(Errno(libc::EDEADLK))?;
+        self.answer_probe(&mut faults)
+    }
+
+    /// Counts a work request in; has the NIC carry it out, or does so itself.
+    fn post(
+        self: &Arc<Self>,
+        work: impl FnOnce() -> Work,
+        carry: impl FnOnce(&Self, &mut Faults) -> Result<bool>,
+    ) -> Result<()> {
+        if self.fate.code() <= 0 {
+            return Err(Errno(libc::ENOTCONN));
+        }
+        let turn = self.slots.turn().ok_or(Errno(libc::EAGAIN))?;
+        let frees = turn.signal.then_some(turn.frees);
+        if self.settings.has_thread {
+            self.leave(work(), frees)?;
+            self.slots.posted(turn);
+            return Ok(());
+        }
+        let mut faults = self.running.lock().ok_or(Errno(libc::EDEADLK))?;
+        // First: the completion is not to come before it is known that there was a request.
+        self.slots.posted(turn);
+        if carry(self, &mut faults)? {
+            self.complete(frees);
+        }
+        Ok(())
+    }
+
+    /// Leaves a work request to the NIC's thread.
+    fn leave(self: &Arc<Self>, work: Work, frees: Option<u64>) -> Result<()> {
+        let due = Instant::now() + Duration::from_micros(self.settings.delay_us);
+        let job = Job { due, work, frees };
+        self.jobs.lock().ok_or(Errno(libc::EDEADLK))?.push_back(job);
+        if !self.is_scheduled.swap(true, SeqCst) {
+            Nic::get()?.add(Arc::clone(self));
+        }
+        Ok(())
+    }
+
+    /// Carries out what is due. For the NIC's thread.
+    pub fn run(&self) -> Left {
+        let Some(mut faults) = self.running.lock() else {
+            return Left::Nothing;
+        };
+        loop {
+            let job = {
+                let Some(mut jobs) = self.jobs.lock() else {
+                    return Left::Nothing;
+                };
+                match jobs.front() {
+                    None => break,
+                    Some(job) if job.due > Instant::now() => return Left::Until(job.due),
+                    Some(_) => jobs.pop_front(),
+                }
+            };
+            let Some(Job { work, frees, .. }) = job else { break };
+            let is_done = match &work {
+                Work::Send(bytes) => self.carry(
+                    &mut faults,
+                    |queue| queue.pair.deliver(std::iter::once(bytes.as_slice())),
+                    |_| {},
+                ),
+                Work::Write(write, immediate) => self.carry(
+                    &mut faults,
+                    |queue| queue.place(write, *immediate),
+                    |queue| queue.place_half(write),
+                ),
+                Work::Probe => self.answer_probe(&mut faults).map(|()| false),
+            };
+            if is_done == Ok(true) {
+                self.complete(frees);
+            }
+        }
+        drop(faults);
+        // Who posts first leaves the job, then looks whether the NIC knows.
+        self.is_scheduled.store(false, SeqCst);
+        let is_left = self.jobs.lock().is_some_and(|jobs| !jobs.is_empty());
+        match is_left && !self.is_scheduled.swap(true, SeqCst) {
+            true => Left::Until(Instant::now()),
+            false => Left::Nothing,
+        }
+    }
+
+    /// Carries one work request out, or has the fault that is due: then `half` of it is done. False if it has no effect,
+    /// and no completion.
+    fn carry(
+        &self,
+        faults: &mut Faults,
+        whole: impl FnOnce(&Self) -> Result<()>,
+        half: impl FnOnce(&Self),
+    ) -> Result<bool> {
+        if let Some(reason) = self.fate.over() {
+            return Err(reason);
+        }
+        nic::count_request();
+        match faults.next() {
+            Some(Fault::Cut) => {
+                half(self);
+                return Err(self.fail("cut by RDMASOCK_DEV_NIC", libc::EIO));
+            }
+            Some(Fault::Silence) => self.pair.silence(),
+            None => {}
+        }
+        if self.pair.is_silent() {
+            return Ok(false);
+        }
+        if self.pair.is_over() {
+            return Err(self.fail("the other end has ended it", libc::ECONNRESET));
+        }
+        match whole(self) {
+            Ok(()) => Ok(true),
+            Err(error) => Err(self.fail("a work request has failed", error.0)),
+        }
+    }
+
+    fn answer_probe(&self, faults: &mut Faults) -> Result<()> {
+        if self.carry(faults, |_| Ok(()), |_| {})? {
+            self.is_probing.store(false, SeqCst);
+            self.probed.publish(1);
+            self.pair.fire_here();
+        }
+        Ok(())
+    }
+
+    fn complete(&self, frees: Option<u64>) {
+        if let Some(frees) = frees {
+            self.completed.publish(frees);
+            self.pair.fire_here();
+        }
+    }
+
+    fn place(&self, write: &Write, immediate: Option<u32>) -> Result<()> {
+        self.copy(write, write.len as usize)?;
+        match immediate {
+            Some(immediate) => self.pair.deliver_immediate(immediate, write.len),
+            None => Ok(()),
+        }
+    }
+
+    fn place_half(&self, write: &Write) {
+        let _ = self.copy(write, write.len as usize / 2);
+    }
+
+    /// Copies the first `len` bytes of a WRITE to where they belong, as far as both keys are good (else EACCES).
+    fn copy(&self, write: &Write, len: usize) -> Result<()> {
+        let bytes = u64::from(write.len);
+        let from = self.domain.table().source(write.local, write.from.addr() as u64, bytes);
+        let to = self.far.table.reach(write.remote, write.to, bytes);
+        let (Some(_from), Some(_to)) = (from, to) else {
+            return Err(Errno(libc::EACCES));
+        };
+        let mut done = 0;
+        while done < len {
+            let local = libc::iovec {
+                iov_base: write.from.wrapping_add(done).cast_mut().cast(),
+                iov_len: len - done,
+            };
+            let remote = libc::iovec {
+                iov_base: std::ptr::without_provenance_mut((write.to as usize).wrapping_add(done)),
+                iov_len: len - done,
+            };
+            // SAFETY: both are registered for these lengths, and stay so while they are held.
+            match unsafe { libc::process_vm_writev(self.far.pid, &local, 1, &remote, 1, 0) } {
+                copied @ 1.. => done += copied as usize,
+                _ => return Err(Errno::last()),
+            }
+        }
+        Ok(())
+    }
+
+    /// The connection is over at both ends, for this reason.
+    pub fn fail(&self, why: &str, errno: i32) -> Errno {
+        if self.fate.end(Errno(errno)) {
+            log(
+                Level::Debug,
+                format_args!("localnic: queue pair {}: {why}", self.number),
+            );
+        }
+        self.pair.end();
+        let _ = rustix::net::shutdown(&*self.channel, Shutdown::Both);
+        self.pair.fire_here();
+        Errno(libc::ENOTCONN)
+    }
+
+    /// Asks for the completion descriptor to become readable with the next completion.
+    pub fn arm(&self) -> Result<()> {
+        match self.fate.over() {
+            Some(reason) => Err(reason),
+            None => {
+                self.pair.arm();
+                Ok(())
+            }
+        }
+    }
+
+    /// Hands over what has completed; gives how many events that were. What came before the end is handed over even
+    /// after it.
+    pub fn poll(&self, each: &mut dyn FnMut(Completed<'_>)) -> Result<usize> {
+        // One caller at a time by the contract; a second one finds nothing.
+        if self.is_polling.swap(true, SeqCst) {
+            return Ok(0);
+        }
+        let mut events = self.pair.take(|arrived| {
+            each(match arrived {
+                Arrived::Message(bytes) => Completed::Received(bytes),
+                Arrived::Immediate { immediate, bytes } => Completed::Written { immediate, bytes },
+            });
+        });
+        let completed = self.completed.look();
+        if self.seen.swap(completed, Relaxed) != completed && self.slots.completed(completed) {
+            each(Completed::Room);
+            events += 1;
+        }
+        if self.probed.look() != 0 {
+            self.probed.take();
+            each(Completed::Probed);
+            events += 1;
+        }
+        self.is_polling.store(false, SeqCst);
+        match (events, self.fate.over()) {
+            (0, Some(reason)) => Err(reason),
+            _ => Ok(events),
+        }
+    }
+
+    /// Nothing is carried out any more when this returns, and no peer reaches what was registered.
+    pub fn close(&self) {
+        self.fate.end(Errno(libc::ENOTCONN));
+        self.pair.end();
+        // Waits for who carries out.
+        drop(self.running.lock());
+        if let Some(mut jobs) = self.jobs.lock() {
+            jobs.clear();
+        }
+        let registered = self.registered.lock().map(|mut all| std::mem::take(&mut *all));
+        drop(registered);
+    }
+}

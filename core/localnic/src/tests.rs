@@ -1,0 +1,236 @@
+//! Queue pairs of which both ends are in this process.
+
+use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
+
+use rdmasock_core::fabric::plugin::serve::Connection;
+use rdmasock_core::fabric::remote::qp::{Completed, Key, PostError, QueuePair, Write};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use crate::settings::Settings;
+use crate::within::{LocalQp, pair};
+
+/// As a device that carries out in the posting thread, and one with a thread.
+fn kinds() -> [Settings; 4] {
+    ["roce", "iwarp", "roce,thread", "iwarp,delay=50"].map(|text| Settings::parse(text).unwrap())
+}
+
+/// What one look finds.
+#[derive(Clone, PartialEq, Eq, Debug)]
+enum Seen {
+    Message(Vec<u8>),
+    Written(u32, u32),
+    Room,
+    Probed,
+}
+
+fn look(qp: &LocalQp, seen: &mut Vec<Seen>) -> Result<usize, i32> {
+    let count = qp.poll(&mut |completed| {
+        seen.push(match completed {
+            Completed::Received(bytes) => Seen::Message(bytes.to_vec()),
+            Completed::Written { immediate, bytes } => Seen::Written(immediate, bytes),
+            Completed::Room => Seen::Room,
+            Completed::Probed => Seen::Probed,
+        });
+    });
+    count.map_err(|down| down.0)
+}
+
+/// Looks until there are so many.
+fn await_seen(qp: &LocalQp, count: usize) -> Vec<Seen> {
+    let until = Instant::now() + Duration::from_secs(20);
+    let mut seen = Vec::new();
+    while seen.len() < count {
+        look(qp, &mut seen).unwrap();
+        assert!(Instant::now() < until, "only {seen:?}");
+    }
+    seen
+}
+
+fn await_end(qp: &LocalQp) -> i32 {
+    let until = Instant::now() + Duration::from_secs(20);
+    loop {
+        qp.conn().state();
+        if let Err(errno) = look(qp, &mut Vec::new()) {
+            return errno;
+        }
+        assert!(Instant::now() < until, "it does not end");
+    }
+}
+
+/// Memory that is registered at one end, and a WRITE of its bytes to the other's.
+struct Registered {
+    memory: Box<[u8]>,
+    key: Key,
+}
+
+fn registered(qp: &LocalQp, memory: Vec<u8>) -> Registered {
+    let mut memory = memory.into_boxed_slice();
+    // SAFETY: the test keeps the memory for longer than the queue pair's use, and reads it when nothing is under way.
+    let key = unsafe { qp.register(memory.as_mut_ptr(), memory.len()) }.unwrap();
+    Registered { memory, key }
+}
+
+fn write_of(from: &Registered, to: &Registered) -> Write {
+    Write {
+        from: from.memory.as_ptr(),
+        local: from.key.local,
+        len: from.memory.len() as u32,
+        to: to.memory.as_ptr().expose_provenance() as u64,
+        remote: to.key.remote,
+    }
+}
+
+fn post(qp: &LocalQp, write: &Write, immediate: Option<u32>) -> Result<(), PostError> {
+    // SAFETY: the sources of these tests are registered, or are found not to be.
+    unsafe { qp.write(write, immediate) }
+}
+
+#[test]
+fn messages_and_writes_arrive_in_order() {
+    for settings in kinds() {
+        let [a, b] = pair(settings).unwrap();
+        let from = registered(&a, (0..100_000u32).map(|n| n as u8).collect());
+        let to = registered(&b, vec![0; 100_000]);
+        a.send(&[b"one", b"", b" two"]).unwrap();
+        post(&a, &write_of(&from, &to), None).unwrap();
+        a.send(&[b"three"]).unwrap();
+        let messages = [b"one two".to_vec(), b"three".to_vec()].map(Seen::Message);
+        assert_eq!(await_seen(&b, 2), messages);
+        assert!(to.memory == from.memory, "{settings:?}");
+        let with_immediate = post(&a, &write_of(&from, &to), Some(7));
+        if settings.is_iwarp {
+            assert_eq!(with_immediate, Err(PostError::Down));
+        } else {
+            assert_eq!(await_seen(&b, 1), [Seen::Written(7, 100_000)]);
+        }
+        a.probe().unwrap();
+        assert_eq!(await_seen(&a, 1), [Seen::Probed]);
+    }
+}
+
+#[test]
+fn a_full_send_queue_says_when_there_is_room() {
+    for settings in kinds() {
+        let [a, b] = pair(settings).unwrap();
+        let from = registered(&a, vec![1; 64]);
+        let to = registered(&b, vec![0; 64]);
+        let posted = (0..1000)
+            .take_while(|_| post(&a, &write_of(&from, &to), None).is_ok())
+            .count();
+        assert!((100..1000).contains(&posted));
+        assert_eq!(post(&a, &write_of(&from, &to), None), Err(PostError::Full));
+        assert_eq!(await_seen(&a, 1), [Seen::Room]);
+        post(&a, &write_of(&from, &to), None).unwrap();
+    }
+}
+
+#[test]
+fn a_message_without_a_buffer_ends_the_connection_and_what_came_before_is_there() {
+    for settings in kinds() {
+        let [a, b] = pair(settings).unwrap();
+        let until = Instant::now() + Duration::from_secs(20);
+        while a.send(&[b"x"]) != Err(PostError::Down) {
+            look(&a, &mut Vec::new()).ok();
+            assert!(Instant::now() < until);
+        }
+        let mut seen = Vec::new();
+        b.conn().state();
+        look(&b, &mut seen).unwrap();
+        assert_eq!(seen.len(), 144);
+        assert_eq!(await_end(&b), libc::ECONNRESET);
+    }
+}
+
+#[test]
+fn a_write_out_of_registered_memory_ends_the_connection() {
+    for settings in kinds() {
+        for spoil in [
+            (|w: &mut Write| w.len += 1) as fn(&mut Write),
+            |w| w.to -= 1,
+            |w| w.to = u64::MAX,
+            |w| w.remote = w.local,
+            |w| w.local = w.remote,
+            |w| w.remote ^= 1 << 16,
+            |w| w.remote = 0,
+        ] {
+            let [a, b] = pair(settings).unwrap();
+            let (from, to) = (registered(&a, vec![1; 64]), registered(&b, vec![0; 64]));
+            let mut write = write_of(&from, &to);
+            spoil(&mut write);
+            let _ = post(&a, &write, None);
+            await_end(&a);
+            assert_eq!(await_end(&b), libc::ECONNRESET);
+            assert!(to.memory.iter().all(|byte| *byte == 0));
+        }
+    }
+}
+
+#[test]
+fn nobody_reaches_the_memory_of_a_connection_that_was_dropped() {
+    let [a, b] = pair(Settings::default()).unwrap();
+    let (from, to) = (registered(&a, vec![1; 64]), registered(&b, vec![0; 64]));
+    let write = write_of(&from, &to);
+    drop(b);
+    assert_eq!(post(&a, &write, None), Err(PostError::Down));
+    assert_eq!(await_end(&a), libc::ECONNRESET);
+}
+
+#[test]
+fn the_descriptor_is_readable_after_what_came_since_it_was_armed() {
+    for settings in kinds() {
+        let [a, b] = pair(settings).unwrap();
+        let info = b.conn().info().unwrap();
+        // SAFETY: open as long as the connection.
+        let bell = unsafe { std::os::fd::BorrowedFd::borrow_raw(info.completion_fd) };
+        let wait = |ms| {
+            let timeout = Timespec::try_from(Duration::from_millis(ms)).unwrap();
+            poll(&mut [PollFd::new(&bell.as_fd(), PollFlags::IN)], Some(&timeout)).unwrap() > 0
+        };
+        for _ in 0..3 {
+            assert!(!wait(0));
+            b.arm().unwrap();
+            a.send(&[b"x"]).unwrap();
+            assert!(wait(20_000));
+            a.send(&[b"y"]).unwrap();
+            await_seen(&b, 2);
+            b.arm().unwrap();
+            assert!(!wait(0), "what has come was seen before");
+        }
+    }
+}
+
+#[test]
+fn a_cut_ends_both_ends_in_the_middle_of_a_write() {
+    let [a, b] = pair(Settings::parse("cut=5,thread").unwrap()).unwrap();
+    let (from, to) = (registered(&a, vec![1; 64]), registered(&b, vec![0; 64]));
+    let until = Instant::now() + Duration::from_secs(20);
+    while post(&a, &write_of(&from, &to), None) != Err(PostError::Down) {
+        look(&a, &mut Vec::new()).ok();
+        assert!(Instant::now() < until);
+    }
+    assert_eq!((await_end(&a), await_end(&b)), (libc::EIO, libc::ECONNRESET));
+}
+
+#[test]
+fn silence_ends_nothing_and_nothing_comes() {
+    let [a, b] = pair(Settings::parse("silence=5").unwrap()).unwrap();
+    (0..20).for_each(|_| a.send(&[b"x"]).unwrap());
+    let before = await_seen(&b, 5).len();
+    assert!((5..10).contains(&before));
+    a.probe().unwrap();
+    b.send(&[b"y"]).unwrap();
+    std::thread::sleep(Duration::from_millis(20));
+    let mut seen = Vec::new();
+    for qp in [&a, &b] {
+        qp.conn().state();
+        assert_eq!(look(qp, &mut seen), Ok(0));
+    }
+}
+
+#[test]
+fn the_answer_of_a_late_peer_comes_late() {
+    let begun = Instant::now();
+    pair(Settings::parse("late=50").unwrap()).unwrap();
+    assert!(begun.elapsed() >= Duration::from_millis(50));
+}

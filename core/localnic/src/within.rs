@@ -1,0 +1,108 @@
+//! Both ends of a connection in one process, for tests and measurements of what runs over a queue pair.
+
+use std::time::Duration;
+
+use rdmasock_core::fabric::plugin::Address;
+use rdmasock_core::fabric::plugin::errno::{Errno, Result};
+use rdmasock_core::fabric::plugin::serve::{Connection, Listen};
+use rdmasock_core::fabric::remote::qp::{Completed, Down, Key, Limits, PostError, QueuePair, Write};
+
+use crate::conn::Conn;
+use crate::listen::Listener;
+use crate::settings::Settings;
+
+/// Far more than two threads of one process need.
+const TIMEOUT: Duration = Duration::from_secs(20);
+
+/// A connected queue pair.
+pub struct LocalQp(Conn);
+
+/// Two that are connected with each other.
+pub fn pair(settings: Settings) -> Result<[LocalQp; 2]> {
+    let mut address = Address {
+        family: 4,
+        ..Address::default()
+    };
+    let listener = Listener::new(settings, &address)?;
+    address.port = listener.port();
+    let dialling = std::thread::spawn(move || Conn::connect(settings, &address, b"hello", TIMEOUT));
+    let acceptor = loop {
+        if let Some(incoming) = listener.next()? {
+            break incoming.conn;
+        }
+        if dialling.is_finished() {
+            break Err(Errno(libc::ECONNREFUSED))?;
+        }
+        std::thread::yield_now();
+    };
+    acceptor.accept(b"hello too")?;
+    let connector = dialling.join().map_err(|_| Errno(libc::EIO))??;
+    while acceptor.state() == 0 {
+        std::thread::yield_now();
+    }
+    Ok([LocalQp(connector), LocalQp(acceptor)])
+}
+
+impl LocalQp {
+    /// The connection.
+    pub fn conn(&self) -> &Conn {
+        &self.0
+    }
+}
+
+fn post(result: Result<()>) -> std::result::Result<(), PostError> {
+    result.map_err(|error| match error {
+        Errno(libc::EAGAIN) => PostError::Full,
+        _ => PostError::Down,
+    })
+}
+
+impl QueuePair for LocalQp {
+    fn limits(&self) -> Limits {
+        // A connection has them from the moment that it is one.
+        self.0.info().map_or(
+            Limits {
+                receive_buffers: 0,
+                buffer_bytes: 0,
+                immediate: false,
+                packet_bytes: 0,
+            },
+            |info| Limits {
+                receive_buffers: info.receive_buffers,
+                buffer_bytes: info.buffer_bytes,
+                immediate: info.immediate != 0,
+                packet_bytes: info.packet_bytes,
+            },
+        )
+    }
+
+    unsafe fn register(&self, at: *mut u8, len: usize) -> std::result::Result<Key, Down> {
+        // SAFETY: by this function's contract.
+        let keys = unsafe { self.0.register(at.cast(), len) }.map_err(|error| Down(error.0))?;
+        Ok(Key {
+            local: keys.local,
+            remote: keys.remote,
+        })
+    }
+
+    unsafe fn write(&self, write: &Write, immediate: Option<u32>) -> std::result::Result<(), PostError> {
+        // SAFETY: by this function's contract.
+        post(unsafe { self.0.write(write, immediate) })
+    }
+
+    fn send(&self, parts: &[&[u8]]) -> std::result::Result<(), PostError> {
+        post(self.0.send(parts.iter().copied()))
+    }
+
+    fn probe(&self) -> std::result::Result<(), PostError> {
+        post(self.0.probe())
+    }
+
+    fn poll(&self, each: &mut dyn FnMut(Completed<'_>)) -> std::result::Result<usize, Down> {
+        self.0.poll(each).map_err(|error| Down(error.0))
+    }
+
+    fn arm(&self) -> std::result::Result<(), Down> {
+        self.0.arm().map_err(|error| Down(error.0))
+    }
+}

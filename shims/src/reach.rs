@@ -9,6 +9,7 @@ use std::net::IpAddr;
 
 use ipnet::IpNet;
 use rdmasock_core::rendezvous::control::Key;
+use rdmasock_core::rendezvous::route::{Place, place_of};
 
 use crate::config::{Config, Fabrics};
 
@@ -20,6 +21,8 @@ pub struct Reach {
     pretend: Vec<IpNet>,
     /// The fabric may be used.
     wanted: bool,
+    /// For tests: it is used within the host.
+    is_here: bool,
 }
 
 impl Reach {
@@ -31,6 +34,7 @@ impl Reach {
             key: None,
             pretend: config.pretend_rdma.clone(),
             wanted: config.fabrics.contains(Fabrics::VERBS),
+            is_here: config.fabrics.contains(Fabrics::VERBS) && config.local_device.is_some(),
         };
         if let Some(path) = &config.secret_file {
             match Key::load(path) {
@@ -66,6 +70,16 @@ impl Reach {
     /// For tests: hosts ask and answer each other, though no link can be made.
     pub fn pretends(&self) -> bool {
         !self.pretend.is_empty()
+    }
+
+    /// For tests: links within the host are made as those between hosts.
+    pub fn is_device_for_here(&self) -> bool {
+        self.is_here
+    }
+
+    /// Whether a link for a connection between these addresses is one between hosts.
+    pub fn is_between_hosts(&self, local: IpAddr, remote: IpAddr) -> bool {
+        self.is_here || !matches!(place_of(local, remote), Place::Here)
     }
 
     /// Whether a connection from this local address to `remote` could be moved: an RDMA device has the

@@ -22,6 +22,8 @@ use rdmasock_core::os::privatefd::PrivateFd;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
+use crate::config::config;
+
 /// The file's name, beside the library's own.
 const FILE: &str = "librdmasock_verbs.so";
 /// Most parts of one message.
@@ -49,7 +51,7 @@ static LOOK_AT: AtomicU64 = AtomicU64::new(0);
 /// Whether this host may have an RDMA device: a look at a folder, before anything is opened. That takes a descriptor
 /// for a moment, whose number the program would miss, so it is done seldom, and never where the kernel knows no RDMA.
 pub fn is_possible() -> bool {
-    if SOME.load(Relaxed) {
+    if SOME.load(Relaxed) || config().local_device.is_some() {
         return true;
     }
     let now = crate::time::now_ns();
@@ -93,27 +95,31 @@ pub fn after_fork() {
 }
 
 fn open() -> Result<&'static Plugin, String> {
-    let path = beside_library().ok_or("the library's own path is not known")?;
+    let path = match &config().local_device {
+        Some(path) => path.clone(),
+        None => beside_library().ok_or("the library's own path is not known")?,
+    };
+    let file = path.display();
     // SAFETY: our own plugin; its constructors are those of rdma-core.
     let object = unsafe { Object::open(Some(&path), RTLD_NOW | RTLD_LOCAL) }.map_err(|error| {
         let text = std::error::Error::source(&error).map_or_else(String::new, |s| format!(": {s}"));
-        format!("{FILE} cannot be opened{text}")
+        format!("{file} cannot be opened{text}")
     })?;
     // SAFETY: the symbol has this type by the interface's contract, whose version is checked below.
     let entry = unsafe { object.get::<Entry>(ENTRY.to_bytes_with_nul()) }
         .map(|entry| *entry)
-        .map_err(|_| format!("{FILE} is not the plugin of this library"))?;
+        .map_err(|_| format!("{file} is not the plugin of this library"))?;
     let mut table = std::ptr::null();
     // SAFETY: the host's table lives for ever, and the plugin writes one pointer.
     let result = unsafe { entry(&raw const HOST, &raw mut table) };
     if result < 0 {
-        return Err(format!("{FILE} refuses: {}", Errno::from_raw_os_error(-result)));
+        return Err(format!("{file} refuses: {}", Errno::from_raw_os_error(-result)));
     }
     // SAFETY: null, or a table that lives as long as the process.
     let table = unsafe { table.as_ref() }.ok_or("the plugin gives no table")?;
     if table.abi != ABI || table.size as usize != size_of::<Plugin>() {
         return Err(format!(
-            "{FILE} is of another version (interface {}, wanted {ABI})",
+            "{file} is of another version (interface {}, wanted {ABI})",
             table.abi
         ));
     }

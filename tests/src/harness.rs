@@ -1,4 +1,4 @@
-//! Plays a scenario: two processes, in one of six modes, and compares their transcripts.
+//! Plays a scenario: two processes, in one of eight modes, and compares their transcripts.
 //!
 //! It runs without the library and knows no scenario; `tests/differential.rs` makes the matrix, and
 //! `tests/environment_matrix.rs` that of scenarios and environments.
@@ -40,11 +40,18 @@ pub enum Mode {
     KernelStorm,
     /// Both, in such a storm.
     Storm,
+    /// Both, over the local device as one with immediates.
+    Roce,
+    /// Both, over the local device as one without.
+    Iwarp,
 }
 
 impl Mode {
     /// All of them, the reference first.
     pub const ALL: [Self; 4] = [Self::Kernel, Self::Both, Self::Client, Self::Server];
+
+    /// Those in which links are as between hosts.
+    pub const DEVICES: [Self; 2] = [Self::Roce, Self::Iwarp];
 
     /// The name in a test's name.
     pub fn name(self) -> &'static str {
@@ -55,6 +62,8 @@ impl Mode {
             Self::Server => "server",
             Self::KernelStorm => "kernel-storm",
             Self::Storm => "storm",
+            Self::Roce => "roce",
+            Self::Iwarp => "iwarp",
         }
     }
 
@@ -68,11 +77,20 @@ impl Mode {
         matches!(self, Self::KernelStorm | Self::Storm)
     }
 
+    /// How the local device is, where it is used (`LOCALNIC`).
+    pub fn device(self) -> Option<&'static str> {
+        match self {
+            Self::Roce => Some("roce"),
+            Self::Iwarp => Some("iwarp"),
+            _ => None,
+        }
+    }
+
     /// Whether `side` has the library.
     pub fn preloads(self, side: Side) -> bool {
         match self {
             Self::Kernel | Self::KernelStorm => false,
-            Self::Both | Self::Storm => true,
+            Self::Both | Self::Storm | Self::Roce | Self::Iwarp => true,
             Self::Client => side == Side::Client,
             Self::Server => side == Side::Server,
         }
@@ -117,6 +135,8 @@ pub struct Paths {
     pub library: Result<PathBuf, String>,
     /// The `rdmasock` command.
     pub command: PathBuf,
+    /// The local device's plugin.
+    pub device: PathBuf,
 }
 
 impl Paths {
@@ -139,6 +159,7 @@ impl Paths {
             scenario: scenario.to_path_buf(),
             library,
             command: command.unwrap_or_else(|| beside("rdmasock")),
+            device: beside("deps/librdmasock_localnic.so"),
         }
     }
 }
@@ -256,6 +277,13 @@ impl Running {
         if library.is_some() {
             // Soon, so that a scenario need not go on for long.
             command.env("RDMASOCK_PROMOTE_AFTER", "2r,16K");
+            if let Some(device) = mode.device() {
+                command
+                    .env("RDMASOCK_DEV_LOCAL_DEVICE", &paths.device)
+                    .env("LOCALNIC", device)
+                    // Asked by name, as within a host: one port would be for all that run at once.
+                    .env("RDMASOCK_CONTROL_PORT", "0");
+            }
             let dir = place.dir.to_string_lossy();
             let variables = scenario.env.iter();
             command.envs(variables.map(|(name, value)| (name, value.replace("{dir}", &dir))));
@@ -378,7 +406,7 @@ fn watch(paths: &Paths, mode: Mode, server: &Running, client: &Running) -> Resul
             .ok_or_else(|| anyhow!("the {} is not among the instances", r.side.name()))
     };
     let end = Instant::now() + PROMOTION_LIMIT;
-    if matches!(mode, Mode::Both | Mode::Storm) {
+    if mode.preloads(Side::Server) && mode.preloads(Side::Client) {
         // The storm has a connection of its own.
         let others = usize::from(mode.storms());
         loop {

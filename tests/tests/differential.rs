@@ -1,4 +1,4 @@
-//! The differential suite: every scenario in every mode, each side's transcript compared with
+//! The differential suite: every scenario in every mode, with links within a host and as between hosts, each side's transcript compared with
 //! the one on kernel TCP. `differential kernel/` runs the reference alone.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -19,11 +19,12 @@ fn main() -> ExitCode {
     let mut trials = Vec::new();
     for scenario in scenarios::all() {
         let scenario = Arc::new(scenario);
-        for mode in scenario.modes {
+        let devices = scenario.modes.contains(&Mode::Both).then_some(Mode::DEVICES);
+        for mode in scenario.modes.iter().copied().chain(devices.into_iter().flatten()) {
             let (paths, references) = (Arc::clone(&paths), Arc::clone(&references));
             let played = Arc::clone(&scenario);
             let name = format!("{}/{}", mode.name(), scenario.name);
-            trials.push(Trial::test(name, move || run(&paths, &references, &played, *mode)));
+            trials.push(Trial::test(name, move || run(&paths, &references, &played, mode)));
         }
     }
     libtest_mimic::run(&args, trials).exit_code()

@@ -288,7 +288,7 @@ impl Queue {
         match faults.next() {
             Some(Fault::Cut) => {
                 half(self);
-                return Err(self.fail("cut by RDMASOCK_DEV_NIC", libc::EIO));
+                return Err(self.fail("cut by LOCALNIC", libc::EIO));
             }
             Some(Fault::Silence) => self.pair.silence(),
             None => {}

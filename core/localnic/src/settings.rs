@@ -1,11 +1,11 @@
-//! How the device behaves: `RDMASOCK_DEV_NIC`, a comma-separated list of words and `name=number`.
+//! How the device behaves: `LOCALNIC`, a comma-separated list of words and `name=number`.
 
 use std::sync::OnceLock;
 
 use rdmasock_core::fabric::plugin::host::{Level, log};
 
 /// The variable.
-pub const VARIABLE: &str = "RDMASOCK_DEV_NIC";
+pub const VARIABLE: &str = "LOCALNIC";
 
 /// See the module. Times are of the wire, or of what the device takes for an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]

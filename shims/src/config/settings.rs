@@ -60,6 +60,8 @@ pub struct Config {
     pub secret_file: Option<PathBuf>,
     /// For tests: networks that count as reached by an RDMA device of this host.
     pub pretend_rdma: Vec<IpNet>,
+    /// For tests: the plugin that has queue pairs between processes of this host.
+    pub local_device: Option<PathBuf>,
 }
 
 impl Default for Config {
@@ -79,6 +81,7 @@ impl Default for Config {
             control_port: 4797,
             secret_file: None,
             pretend_rdma: Vec::new(),
+            local_device: None,
         }
     }
 }

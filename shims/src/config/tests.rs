@@ -48,6 +48,7 @@ fn every_variable_is_read() {
         ("RDMASOCK_SECRET_FILE", "secret"),
         ("RDMASOCK_LIBRARY", "elsewhere.so"),
         ("RDMASOCK_DEV_PRETEND_RDMA", "10.0.0.0/8, fd00::/8"),
+        ("RDMASOCK_DEV_LOCAL_DEVICE", "device.so"),
     ]);
     assert_eq!(warnings, Vec::<String>::new());
     let expected = Config {
@@ -65,6 +66,7 @@ fn every_variable_is_read() {
         control_port: 0,
         secret_file: Some("secret".into()),
         pretend_rdma: vec!["10.0.0.0/8".parse().unwrap(), "fd00::/8".parse().unwrap()],
+        local_device: Some("device.so".into()),
     };
     assert_eq!(config, expected);
 }

@@ -171,18 +171,29 @@ pub const VARIABLES: &[Variable] = &[
 ];
 
 /// For developers: not in the README, not an option of `rdmasock run`.
-pub(super) const DEVELOPER: &[Variable] = &[Variable {
-    name: "RDMASOCK_DEV_PRETEND_RDMA",
-    option: "",
-    placeholder: "",
-    default: "the devices that there are",
-    accepts: "a comma-separated list of networks such as 10.0.0.0/8",
-    meaning: "this host counts as having an RDMA device that leads to these networks (tests of the control port)",
-    set: |config, value| {
-        let networks = value::items(value.to_str()?).map(|item| item.parse().ok());
-        set(&mut config.pretend_rdma, networks.collect())
+pub(super) const DEVELOPER: &[Variable] = &[
+    Variable {
+        name: "RDMASOCK_DEV_PRETEND_RDMA",
+        option: "",
+        placeholder: "",
+        default: "the devices that there are",
+        accepts: "a comma-separated list of networks such as 10.0.0.0/8",
+        meaning: "this host counts as having an RDMA device that leads to these networks (tests of the control port)",
+        set: |config, value| {
+            let networks = value::items(value.to_str()?).map(|item| item.parse().ok());
+            set(&mut config.pretend_rdma, networks.collect())
+        },
     },
-}];
+    Variable {
+        name: "RDMASOCK_DEV_LOCAL_DEVICE",
+        option: "",
+        placeholder: "",
+        default: "the devices that there are",
+        accepts: "the path of librdmasock_localnic.so",
+        meaning: "connections within this host are moved to this device, as if they were between hosts",
+        set: |config, value| set(&mut config.local_device, Some(Some(PathBuf::from(value)))),
+    },
+];
 
 /// Stores a value that was accepted.
 fn set<T>(field: &mut T, value: Option<T>) -> Option<()> {

@@ -4,7 +4,6 @@ use std::os::fd::AsFd;
 use std::sync::atomic::Ordering::SeqCst;
 
 use rdmasock_core::ids::{InstanceId, Nonce, Tuple};
-use rdmasock_core::rendezvous::route::{Place, place_of};
 use rdmasock_core::stats::{Direction, Reason};
 use rdmasock_core::stream::handshake::Handshake;
 use rdmasock_core::sync::store_load_fence;
@@ -171,11 +170,12 @@ impl Worker {
             return Err(wire::Reason::Shared.into());
         }
         point!("answer: no other process has it");
-        let reached_at = match place_of(tuple.acceptor().ip(), tuple.connector().ip()) {
-            Place::Here => None,
+        let (here, there) = (tuple.acceptor().ip(), tuple.connector().ip());
+        let reached_at = match self.library.reach.is_between_hosts(here, there) {
+            false => None,
             // Before the YES: HELLO says where the link can be made.
-            Place::There { .. } if self.listen_for_links(tuple.acceptor().ip()) => Some(tuple.acceptor().ip()),
-            Place::There { .. } => return Err(wire::Reason::Unsupported.into()),
+            true if self.listen_for_links(here) => Some(here),
+            true => return Err(wire::Reason::Unsupported.into()),
         };
         let nonce_s = Nonce::random().map_err(|_| wire::Reason::Resources)?;
         if !socket.promotion.exchange_stage(Stage::Watching, Stage::Busy) {

@@ -78,7 +78,7 @@ impl Worker {
                 drop(control);
                 return stay(socket, reason.into());
             }
-            connection::begin_asking(&mut control, nonce, remote);
+            connection::begin_asking(&mut control, nonce, remote || self.library.reach.is_device_for_here());
         }
         let mut asking = Asking::new(Asker::Here(r), nonce, tuple, remote);
         self.ask_links(request, &mut asking);

@@ -74,6 +74,7 @@ pub fn readable(socket: &'static Socket, arm: Arm) -> u32 {
     let bits = rx.own.bits;
     // What TCP has is RESUME, or will be.
     let waits = rx.stays && !rx.read_on;
+    let goes_on = rx.stays && rx.read_on;
     let Some(consumer) = rx.consumer.as_mut() else {
         return 0;
     };
@@ -87,6 +88,14 @@ pub fn readable(socket: &'static Socket, arm: Arm) -> u32 {
         },
     };
     let anchor = socket.wakes.anchor.load(Acquire);
+    if !ready && goes_on {
+        // Its last bytes have been read since that was said: the rest is in TCP, whose look tells.
+        drop(rx);
+        return match connection::leave_link_at_end(socket) {
+            true => readable(socket, arm),
+            false => 0,
+        };
+    }
     if !ready {
         return if waits && socket.rx_shut.load(Acquire) {
             IN | RDHUP

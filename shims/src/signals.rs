@@ -150,6 +150,7 @@ unsafe extern "C" fn route(signal: c_int, info: *mut c_void, context: *mut c_voi
     if thread.depth() != 0 && unsafe { hold(thread, signal, kept & IS_TOLD != 0, info, context) } {
         return 0;
     }
+    thread.note_handled(1u64 << (signal - 1));
     handler::note(thread, context.addr());
     kept & !IS_TOLD
 }

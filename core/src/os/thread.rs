@@ -44,9 +44,11 @@ pub struct Thread {
     handler: Cell<(usize, usize)>,
     /// Where the program had what it waits for written to last; 0 if nowhere.
     results: Cell<usize>,
+    /// Signals whose handlers have run since they were [taken](Self::take_handled), a bit each.
+    handled: AtomicU64,
 }
 
-const BYTES: usize = 80;
+const BYTES: usize = 96;
 const _: () = assert!(size_of::<Thread>() <= BYTES);
 
 #[cfg(target_arch = "x86_64")]
@@ -99,6 +101,7 @@ pub fn current() -> &'static Thread {
                 outside: Cell::new(std::ptr::null()),
                 handler: Cell::new((0, 0)),
                 results: Cell::new(0),
+                handled: AtomicU64::new(0),
             }
         };
     }
@@ -195,6 +198,16 @@ impl Thread {
     pub fn hold_signal(&self, bit: u64) {
         self.held.fetch_or(bit, Relaxed);
         self.due.fetch_or(due::SIGNALS, Relaxed);
+    }
+
+    /// The handler of a signal is about to run.
+    pub fn note_handled(&self, bit: u64) {
+        self.handled.fetch_or(bit, Relaxed);
+    }
+
+    /// The signals whose handlers have run since the last call of this.
+    pub fn take_handled(&self) -> u64 {
+        self.handled.swap(0, Relaxed)
     }
 
     /// Whether anything waits for the end of the sections.

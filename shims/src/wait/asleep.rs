@@ -86,6 +86,8 @@ pub fn on_two(bell: BorrowedFd<'_>, also: BorrowedFd<'_>, left: Timeout) -> Resu
         events: libc::POLLIN,
         revents: 0,
     });
+    let thread = rdmasock_core::os::thread::current();
+    thread.take_handled();
     // SAFETY: two entries, and a valid time-out or none.
     let n = crate::jump::outside(|| unsafe {
         crate::real::ppoll().cancellable()(
@@ -101,19 +103,32 @@ pub fn on_two(bell: BorrowedFd<'_>, also: BorrowedFd<'_>, left: Timeout) -> Resu
             let error = crate::errno::get();
             let restart = error == libc::EINTR
                 && timeout.is_none()
-                && !rdmasock_core::os::thread::current().is_leaving()
-                && are_calls_restarted();
+                && !thread.is_leaving()
+                && are_calls_restarted(thread.take_handled());
             if restart { Ok(false) } else { Err(error) }
         }
         _ => Ok(set.first().is_some_and(|bell| bell.revents != 0)),
     }
 }
 
-/// Whether the kernel restarts a call that a signal has interrupted: no handler of this process is
-/// without SA_RESTART. Which handler ran cannot be told.
+/// Whether the kernel restarts a call that a signal has interrupted, by what is `handled`: the handlers that have run,
+/// a bit each. Without one it was a handler that is not led (`signals`): then all have to have SA_RESTART, but those of
+/// what the processor raises, which a thread that sleeps does not meet (Rust's runtime has some).
 #[cold]
-fn are_calls_restarted() -> bool {
-    (1..libc::SIGRTMAX()).all(|signal| {
+fn are_calls_restarted(handled: u64) -> bool {
+    const RAISED: [c_int; 6] = [
+        libc::SIGSEGV,
+        libc::SIGBUS,
+        libc::SIGFPE,
+        libc::SIGILL,
+        libc::SIGTRAP,
+        libc::SIGSYS,
+    ];
+    let is_asked = |signal: c_int| match handled {
+        0 => !RAISED.contains(&signal),
+        handled => handled & 1 << (signal - 1) != 0,
+    };
+    (1..=libc::SIGRTMAX()).filter(|signal| is_asked(*signal)).all(|signal| {
         // SAFETY: zeroes are a value of this plain struct, and the call only fills it.
         let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
         // SAFETY: as above.

@@ -14,9 +14,9 @@ use rdmasock_core::lock::Lock;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with};
 
-use crate::device;
 use crate::domain::{self, Table};
 use crate::greeting::{self, Greeting, Kind, Private, files};
+use crate::names;
 use crate::nic;
 use crate::pair::{self, BUFFER_BYTES, Pair, RECEIVES, Shared};
 use crate::queue::{Far, Queue};
@@ -101,7 +101,7 @@ impl Conn {
             Arc::clone(&channel),
             Arc::clone(&fate),
         ));
-        nic::enter(&settings, &queue)?;
+        queue.enter_device()?;
         greeting::send(&channel, Kind::Ready, &Private::NONE, &[])?;
         fate.up();
         Ok(Self {
@@ -161,7 +161,7 @@ impl Connection for Conn {
             Arc::clone(&self.fate),
         );
         let queue = Arc::new(queue);
-        nic::enter(&self.settings, &queue)?;
+        queue.enter_device()?;
         self.queue.set(queue).map_err(|_| Errno(libc::EISCONN))
     }
 
@@ -179,7 +179,7 @@ impl Connection for Conn {
             immediate: u8::from(!settings.is_iwarp),
             packet_bytes: if settings.is_iwarp { 0 } else { 4096 },
             qp_number: queue.number(),
-            device: device::description(settings),
+            device: names::description(settings),
             private: self.private.bytes,
             private_len: self.private.len,
         })
@@ -237,7 +237,7 @@ fn new_bell() -> Result<Hidden> {
 }
 
 fn dial(remote: &Address, until: Instant) -> Result<Hidden> {
-    let name = device::name_of(remote)?;
+    let name = names::name_of(remote)?;
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let channel = Hidden::place(socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?)?;
     loop {

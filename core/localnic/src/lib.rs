@@ -13,6 +13,7 @@ mod domain;
 mod faults;
 mod greeting;
 mod listen;
+mod names;
 mod nic;
 mod pair;
 mod queue;

@@ -11,8 +11,8 @@ use rustix::event::epoll;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, accept_with, bind, listen, socket_with};
 
 use crate::conn::Conn;
-use crate::device::name_of;
 use crate::greeting::{self, Kind};
+use crate::names::name_of;
 use crate::nic;
 use crate::settings::Settings;
 

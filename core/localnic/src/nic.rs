@@ -10,7 +10,6 @@ use rdmasock_core::fabric::plugin::errno::{Errno, Result};
 use rdmasock_core::lock::Lock;
 
 use crate::faults::due;
-use crate::queue::{Left, Queue};
 use crate::settings::Settings;
 
 /// How long the thread looks for work before it sleeps.
@@ -18,9 +17,26 @@ const SPIN: Duration = Duration::from_micros(20);
 /// How long the device is gone.
 const GONE_FOR: Duration = Duration::from_secs(1);
 
+/// What is left to do for a queue pair.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Left {
+    /// Nothing.
+    Nothing,
+    /// Something, at this time.
+    Until(Instant),
+}
+
+/// A queue pair, as the device has it.
+pub trait Served: Send + Sync {
+    /// Carries out what is due.
+    fn run(&self) -> Left;
+    /// The device is gone.
+    fn lose_device(&self);
+}
+
 /// See the module.
 pub struct Nic {
-    new: Lock<Vec<Arc<Queue>>>,
+    new: Lock<Vec<Arc<dyn Served>>>,
     thread: Thread,
 }
 
@@ -54,7 +70,7 @@ impl Nic {
     }
 
     /// Something waits in this queue, of which the thread does not know.
-    pub fn add(&self, queue: Arc<Queue>) {
+    pub fn add(&self, queue: Arc<dyn Served>) {
         if let Some(mut new) = self.new.lock() {
             new.push(queue);
         }
@@ -62,7 +78,7 @@ impl Nic {
     }
 
     fn run(&self) {
-        let mut active: Vec<Arc<Queue>> = Vec::new();
+        let mut active: Vec<Arc<dyn Served>> = Vec::new();
         let mut quiet_since = Instant::now();
         loop {
             if let Some(mut new) = self.new.lock()
@@ -114,20 +130,20 @@ impl Drop for Blocked {
 }
 
 /// The queue pairs of this process.
-static LIVE: Lock<Vec<Weak<Queue>>> = Lock::new(Vec::new());
+static LIVE: Lock<Vec<Weak<dyn Served>>> = Lock::new(Vec::new());
 /// Work requests of this process until the device goes; 0 if it stays.
 static LEFT: AtomicU64 = AtomicU64::new(0);
 /// Until when it is gone.
 static GONE: Lock<Option<Instant>> = Lock::new(None);
 
 /// One more queue pair, which ends when the device goes. ENODEV while it is gone.
-pub fn enter(settings: &Settings, queue: &Arc<Queue>) -> Result<()> {
+pub fn enter(settings: &Settings, number: u32, queue: Weak<dyn Served>) -> Result<()> {
     check()?;
     let mut live = LIVE.lock().ok_or(Errno(libc::EDEADLK))?;
     live.retain(|queue| queue.strong_count() > 0);
-    live.push(Arc::downgrade(queue));
+    live.push(queue);
     if LEFT.load(Relaxed) == 0 {
-        let left = due(settings.gone, settings.seed, u64::from(queue.number()));
+        let left = due(settings.gone, settings.seed, u64::from(number));
         LEFT.store(left.unwrap_or(0), Relaxed);
     }
     Ok(())
@@ -152,7 +168,7 @@ pub fn count_request() {
     }
     let all = LIVE.lock().map(|mut live| std::mem::take(&mut *live));
     for queue in all.unwrap_or_default().iter().filter_map(Weak::upgrade) {
-        queue.fail("the device is gone", libc::ENODEV);
+        queue.lose_device();
     }
 }
 

@@ -174,7 +174,7 @@ impl Pair {
         self.memory().silent.load(Acquire) != 0
     }
 
-    /// A message for the other end, of these parts, together at most [`BUFFER_BYTES`] long (else EMSGSIZE). EPROTO where
+    /// A message for the other end, of these parts, together at most [`BUFFER_BYTES`] long (else EMSGSIZE). EPROTO if
     /// it meets no receive buffer. One caller at a time.
     pub fn deliver<'a>(&self, parts: impl Iterator<Item = &'a [u8]> + Clone) -> Result<()> {
         let len: usize = parts.clone().fold(0, |sum, part| sum.saturating_add(part.len()));

@@ -17,7 +17,7 @@ use rustix::net::Shutdown;
 
 use crate::domain::{Domain, Registration, Table};
 use crate::faults::{Fault, Faults};
-use crate::nic::{self, Nic};
+use crate::nic::{self, Left, Nic, Served};
 use crate::pair::{Arrived, BUFFER_BYTES, Pair};
 use crate::settings::Settings;
 
@@ -52,15 +52,6 @@ struct Job {
     work: Work,
     /// What its completion frees, if it has one.
     frees: Option<u64>,
-}
-
-/// What is left to do after [`Queue::run`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Left {
-    /// Nothing.
-    Nothing,
-    /// Something, at this time.
-    Until(Instant),
 }
 
 /// See the module.
@@ -123,6 +114,12 @@ impl Queue {
             is_probing: AtomicBool::new(false),
             is_polling: AtomicBool::new(false),
         }
+    }
+
+    /// From now on it ends when the device goes; ENODEV if it is gone.
+    pub fn enter_device(self: &Arc<Self>) -> Result<()> {
+        let weak = Arc::downgrade(self);
+        nic::enter(&self.settings, self.number, weak)
     }
 
     /// Its number in this process.
@@ -224,57 +221,14 @@ impl Queue {
         let job = Job { due, work, frees };
         self.jobs.lock().ok_or(Errno(libc::EDEADLK))?.push_back(job);
         if !self.is_scheduled.swap(true, SeqCst) {
-            Nic::get()?.add(Arc::clone(self));
+            let me = Arc::clone(self);
+            Nic::get()?.add(me);
         }
         Ok(())
     }
 
-    /// Carries out what is due. For the NIC's thread.
-    pub fn run(&self) -> Left {
-        let Some(mut faults) = self.running.lock() else {
-            return Left::Nothing;
-        };
-        loop {
-            let job = {
-                let Some(mut jobs) = self.jobs.lock() else {
-                    return Left::Nothing;
-                };
-                match jobs.front() {
-                    None => break,
-                    Some(job) if job.due > Instant::now() => return Left::Until(job.due),
-                    Some(_) => jobs.pop_front(),
-                }
-            };
-            let Some(Job { work, frees, .. }) = job else { break };
-            let is_done = match &work {
-                Work::Send(bytes) => self.carry(
-                    &mut faults,
-                    |queue| queue.pair.deliver(std::iter::once(bytes.as_slice())),
-                    |_| {},
-                ),
-                Work::Write(write, immediate) => self.carry(
-                    &mut faults,
-                    |queue| queue.place(write, *immediate),
-                    |queue| queue.place_half(write),
-                ),
-                Work::Probe => self.answer_probe(&mut faults).map(|()| false),
-            };
-            if is_done == Ok(true) {
-                self.complete(frees);
-            }
-        }
-        drop(faults);
-        // Who posts first leaves the job, then looks whether the NIC knows.
-        self.is_scheduled.store(false, SeqCst);
-        let is_left = self.jobs.lock().is_some_and(|jobs| !jobs.is_empty());
-        match is_left && !self.is_scheduled.swap(true, SeqCst) {
-            true => Left::Until(Instant::now()),
-            false => Left::Nothing,
-        }
-    }
-
-    /// Carries one work request out, or has the fault that is due: then `half` of it is done. False if it has no effect,
-    /// and no completion.
+    /// Carries one work request out, or has the fault that is due: then `half` of it is done. False if it has neither
+    /// effect nor completion.
     fn carry(
         &self,
         faults: &mut Faults,
@@ -426,5 +380,54 @@ impl Queue {
         }
         let registered = self.registered.lock().map(|mut all| std::mem::take(&mut *all));
         drop(registered);
+    }
+}
+
+impl Served for Queue {
+    fn run(&self) -> Left {
+        let Some(mut faults) = self.running.lock() else {
+            return Left::Nothing;
+        };
+        loop {
+            let job = {
+                let Some(mut jobs) = self.jobs.lock() else {
+                    return Left::Nothing;
+                };
+                match jobs.front() {
+                    None => break,
+                    Some(job) if job.due > Instant::now() => return Left::Until(job.due),
+                    Some(_) => jobs.pop_front(),
+                }
+            };
+            let Some(Job { work, frees, .. }) = job else { break };
+            let is_done = match &work {
+                Work::Send(bytes) => self.carry(
+                    &mut faults,
+                    |queue| queue.pair.deliver(std::iter::once(bytes.as_slice())),
+                    |_| {},
+                ),
+                Work::Write(write, immediate) => self.carry(
+                    &mut faults,
+                    |queue| queue.place(write, *immediate),
+                    |queue| queue.place_half(write),
+                ),
+                Work::Probe => self.answer_probe(&mut faults).map(|()| false),
+            };
+            if is_done == Ok(true) {
+                self.complete(frees);
+            }
+        }
+        drop(faults);
+        // Who posts first leaves the job, then looks whether the NIC knows.
+        self.is_scheduled.store(false, SeqCst);
+        let is_left = self.jobs.lock().is_some_and(|jobs| !jobs.is_empty());
+        match is_left && !self.is_scheduled.swap(true, SeqCst) {
+            true => Left::Until(Instant::now()),
+            false => Left::Nothing,
+        }
+    }
+
+    fn lose_device(&self) {
+        self.fail("the device is gone", libc::ENODEV);
     }
 }

@@ -22,6 +22,11 @@ fn the_verbs_plugin() {
 }
 
 #[test]
+fn the_local_device() {
+    check("core/localnic", "src/lib.rs");
+}
+
+#[test]
 fn the_command() {
     check("cli", "src/main.rs");
 }

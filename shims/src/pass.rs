@@ -170,7 +170,9 @@ pub fn before_exec(replaces: bool) {
         let is_foreign = socket.tx_mode.load(Acquire) == Mode::Foreign;
         // Other holders go on with the kernel's socket.
         let is_left = replaces && !survives && !is_foreign && socket.promotion.holders.are_several();
-        if (survives || is_left) && socket.may_be_on_link() {
+        // What another host does not have yet goes with this image's memory; TCP keeps it.
+        let is_away = replaces && !is_foreign && socket.link().is_some_and(|link| link.is_remote());
+        if (survives || is_left || is_away) && socket.may_be_on_link() {
             release(socket, Reason::Exec);
         }
         if !survives && replaces {

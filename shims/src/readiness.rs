@@ -46,11 +46,16 @@ pub fn evaluate(socket: &'static Socket, events: u32, arm: Arm) -> u32 {
     if anchor & (ENDED | PRI) == 0 {
         return mask;
     }
+    // Between hosts the end of TCP may be seen before what precedes it has come over the link.
+    let is_early = socket.rx_mode.load(Acquire) == Mode::Link
+        && !socket.rx_shut.load(Acquire)
+        && socket.rx.lock().is_some_and(|rx| rx.stays && !rx.read_on);
+    let told = if is_early { ENDED & !RDHUP } else { ENDED };
     // Something has ended: what exactly is true now is for the kernel to say.
     let Some(_tx) = socket.tx.lock() else {
         return mask;
     };
-    mask | kernel(socket, PollFlags::IN | PollFlags::RDHUP | PollFlags::PRI) & (ENDED | PRI)
+    mask | kernel(socket, PollFlags::IN | PollFlags::RDHUP | PollFlags::PRI) & (told | PRI)
 }
 
 /// The receiving direction.

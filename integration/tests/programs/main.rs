@@ -2,8 +2,9 @@
 //! only. Every result is checked as on kernel TCP; the counters must show promotion in the first
 //! case and not one byte on a link in the others. Speed is the business of `demo` and `bench`.
 //!
-//! `INTEGRATION_MODES` (a comma list of kernel, both, server-only, client-only) selects the modes;
-//! `kernel` runs the checks without the library at all. The logs of a failed test stay in
+//! `INTEGRATION_MODES` (a comma list of kernel, both, server-only, client-only, roce, iwarp) selects the modes;
+//! `kernel` runs the checks without the library at all, the last two with it on both sides and links as between hosts,
+//! on the local device (`core/localnic`). The logs of a failed test stay in
 //! `target/test-logs/programs/`.
 
 mod confined;
@@ -25,6 +26,22 @@ use rdmasock_integration::signals;
 
 /// Longer than any of them takes on a machine of which others take most; a hang ends here.
 const TIME_LIMIT: Duration = Duration::from_secs(180);
+
+/// Which sides have the library, and how the local device is if links are made on it.
+type How = (Mode, Option<&'static str>);
+
+/// The devices that links may be made on in place of shared memory.
+const DEVICES: [&str; 2] = ["roce", "iwarp"];
+
+/// Programs whose connections cannot be moved to the local device, and why: their names, or what these begin with.
+const NOT_ON_DEVICE: [(&str, &str); 5] = [
+    ("nginx", OTHER_USER),
+    ("memcached", OTHER_USER),
+    ("confined_nginx", OTHER_USER),
+    ("confined_sshd", OTHER_USER),
+    ("confined_vsftpd", OTHER_USER),
+];
+const OTHER_USER: &str = "it runs as another user, whose memory the device does not reach";
 
 /// A test: its name and what it does.
 type Case = (&'static str, fn(&mut Lab) -> Result<()>);
@@ -56,31 +73,43 @@ fn run() -> Result<ExitCode> {
         confined::CASES,
     ] {
         for (name, case) in cases {
-            trials.extend(modes.iter().map(|mode| trial(name, *case, *mode)));
+            trials.extend(modes.iter().map(|how| trial(name, *case, *how)));
         }
     }
     Ok(libtest_mimic::run(&arguments, trials).exit_code())
 }
 
-fn modes() -> Result<Vec<Mode>> {
+fn modes() -> Result<Vec<How>> {
     let list = std::env::var("INTEGRATION_MODES");
-    let list = list.as_deref().unwrap_or("both,server-only,client-only");
+    let list = list.as_deref().unwrap_or("both,server-only,client-only,roce,iwarp");
     list.split(',')
         .map(|name| {
-            Mode::ALL
-                .into_iter()
-                .find(|mode| mode.name() == name)
+            let sides = Mode::ALL.into_iter().map(|mode| (mode.name(), (mode, None)));
+            let devices = DEVICES.map(|device| (device, (Mode::Both, Some(device))));
+            sides
+                .chain(devices)
+                .find(|(known, _)| *known == name)
+                .map(|(_, how)| how)
                 .with_context(|| format!("INTEGRATION_MODES: {name} is not a mode"))
         })
         .collect()
 }
 
-fn trial(name: &str, case: fn(&mut Lab) -> Result<()>, mode: Mode) -> Trial {
-    let name = format!("{name}::{}", mode.name());
+fn trial(name: &str, case: fn(&mut Lab) -> Result<()>, (mode, device): How) -> Trial {
+    let why = NOT_ON_DEVICE
+        .iter()
+        .find(|(program, _)| device.is_some() && name.starts_with(program));
+    let name = format!("{name}::{}", device.unwrap_or(mode.name()));
+    if let Some((_, why)) = why {
+        println!("skipped: {name}: {why}");
+    }
     let logs = logs_dir().join(name.replace("::", "."));
-    Trial::test(name, move || {
+    let trial = Trial::test(name, move || {
         let _ = std::fs::remove_dir_all(&logs);
         let mut lab = Lab::new(mode, Build::locate().ok(), TIME_LIMIT).map_err(failed)?;
+        if let Some(device) = device {
+            use_device(&mut lab, device).map_err(failed)?;
+        }
         lab.log_warnings();
         // Soon, so that a few requests are enough for a test.
         lab.set("RDMASOCK_PROMOTE_AFTER", "2r,16K");
@@ -90,7 +119,18 @@ fn trial(name: &str, case: fn(&mut Lab) -> Result<()>, mode: Mode) -> Trial {
             lab.keep_logs(&logs).map_err(failed)?;
         }
         result.map_err(failed)
-    })
+    });
+    trial.with_ignored_flag(why.is_some())
+}
+
+/// Links are made on the local device.
+fn use_device(lab: &mut Lab, device: &str) -> Result<()> {
+    let plugin = std::env::current_exe()?.with_file_name("librdmasock_localnic.so");
+    lab.set("RDMASOCK_DEV_LOCAL_DEVICE", plugin.display().to_string());
+    lab.set("LOCALNIC", device);
+    // Asked by name, as within a host.
+    lab.set("RDMASOCK_CONTROL_PORT", "0");
+    Ok(())
 }
 
 fn failed(error: anyhow::Error) -> Failed {

@@ -258,7 +258,8 @@ fn end(socket: &'static Socket, mut control: Guard<'static, Control>) -> Farewel
     }
     let is_unread = rx::has_unread(socket) && !is_lost;
     let resets = last && (is_unread || refuses_what_came(socket));
-    if last && !resets && stay_behind(socket, &mut control) {
+    // Nor is anything to precede the reset that a program asks for: behind an end it would be none.
+    if last && !resets && !is_hard(socket) && stay_behind(socket, &mut control) {
         drop(control);
         forget_interest(socket);
         // From here on it can come to its end, and be another connection.
@@ -286,6 +287,12 @@ fn end(socket: &'static Socket, mut control: Guard<'static, Control>) -> Farewel
     farewell
 }
 
+/// Whether the program has asked for a reset in the place of an orderly end (SO_LINGER with no time).
+fn is_hard(socket: &Socket) -> bool {
+    let linger = |anchor| rustix::net::sockopt::socket_linger(anchor) == Ok(Some(std::time::Duration::ZERO));
+    socket.numbers.anchor_fd().is_some_and(linger)
+}
+
 /// The program closes the socket before all of `unsent` is in TCP, or while markers are `awaited`: see
 /// `service::linger`. The caller holds the control lock.
 fn linger(socket: &'static Socket, awaited: Option<Awaited>, unsent: Vec<u8>) {
@@ -293,8 +300,7 @@ fn linger(socket: &'static Socket, awaited: Option<Awaited>, unsent: Vec<u8>) {
         return;
     };
     // A program that asked for a reset gets it.
-    let hard = rustix::net::sockopt::socket_linger(anchor).is_ok_and(|l| l == Some(std::time::Duration::ZERO));
-    if hard || (awaited.is_none() && unsent.is_empty()) {
+    if is_hard(socket) || (awaited.is_none() && unsent.is_empty()) {
         return;
     }
     if let Ok(copy) = rdmasock_core::os::privatefd::PrivateFd::duplicate_closing(anchor) {

@@ -146,6 +146,10 @@ pub fn writable(socket: &'static Socket, arm: Arm) -> u32 {
     if socket.tx_mode.load(Acquire) != Mode::Link {
         return kernel(socket, PollFlags::OUT | PollFlags::WRNORM) & (OUT | HUP | ERR);
     }
+    if tx.is_shut {
+        // A send fails at once.
+        return OUT;
+    }
     let bits = tx.own.bits;
     let Some(producer) = tx.producer.as_mut() else {
         return 0;

@@ -19,7 +19,7 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 
 use libc::ssize_t;
 use rdmasock_core::fabric::ring::Wake;
-use rdmasock_core::os::thread;
+use rdmasock_core::os::{kernel, thread};
 use rdmasock_core::sync::store_load_fence;
 
 use crate::blocking;
@@ -206,6 +206,25 @@ enum SendStep {
     Full,
     /// All is sent.
     Done,
+    /// The program has shut the direction down, which has not left the link yet.
+    Shut,
+}
+
+/// What a send gives once the program has shut the direction down: between hosts that stays on the link until all of it
+/// is there, and the kernel knows nothing of it yet. Its own sends raise the signal before they fail (send(2)).
+#[cold]
+pub fn after_shutdown(sent: usize, flags: c_int) -> ssize_t {
+    if sent > 0 {
+        return sent as ssize_t;
+    }
+    if flags & libc::MSG_NOSIGNAL == 0 {
+        let (process, thread) = (rustix::process::getpid(), rustix::thread::gettid());
+        let ids = [process, thread].map(|id| id.as_raw_nonzero().get() as usize);
+        let [process, thread] = ids;
+        // SAFETY: numbers alone.
+        let _ = unsafe { kernel::call(libc::SYS_tgkill, [process, thread, libc::SIGPIPE as usize, 0, 0, 0]) };
+    }
+    errno::fail(libc::EPIPE)
 }
 
 #[cold]
@@ -240,6 +259,7 @@ unsafe fn send_slow(began: Began, iov: &mut Iov, flags: c_int, real: &impl Fn(c_
         let step = unsafe { step(&mut call, iov, flags) };
         sent += before - iov.len();
         match step {
+            SendStep::Shut => return after_shutdown(sent, flags),
             SendStep::Done if sent == 0 && before > 0 => return -1,
             SendStep::Done => return sent as ssize_t,
             SendStep::Again => continue,
@@ -345,6 +365,9 @@ unsafe fn step(call: &mut Call, iov: &mut Iov, flags: c_int) -> SendStep {
         };
         if place != Place::Here {
             return SendStep::Elsewhere(place);
+        }
+        if tx_now.is_shut {
+            return SendStep::Shut;
         }
         if iov.is_implausible() {
             drop(tx);

@@ -6,6 +6,7 @@ use std::sync::atomic::Ordering::{Acquire, SeqCst};
 
 use libc::ssize_t;
 use rdmasock_core::os::thread;
+use rustix::event::PollFlags;
 use rustix::net::RecvFlags;
 
 use super::step::RecvStep;
@@ -231,6 +232,14 @@ pub(super) fn is_at_mark(socket: &Socket) -> bool {
     socket.numbers.anchor_fd().is_some_and(crate::sockopt::is_at_mark)
 }
 
+/// Whether TCP has nothing but an error: a receive that has something leaves that to the next, and a look would take it
+/// from the socket.
+fn is_error_next(socket: &Socket) -> bool {
+    socket.numbers.anchor_fd().is_some_and(|fd| {
+        rustix::io::ioctl_fionread(fd) == Ok(0) && ready::anchor(fd, PollFlags::IN) & libc::EPOLLERR as u32 != 0
+    })
+}
+
 /// The rest of a call of which `got` bytes came over the link, or from among markers, before the direction went
 /// back to TCP.
 pub(super) unsafe fn finish_on_tcp(
@@ -242,7 +251,7 @@ pub(super) unsafe fn finish_on_tcp(
 ) -> ssize_t {
     loop {
         let (to, len) = iov.head();
-        if len == 0 || is_at_mark(socket) {
+        if len == 0 || is_at_mark(socket) || is_error_next(socket) {
             return got as ssize_t;
         }
         if !socket.enter_rx() {

@@ -96,6 +96,10 @@ unsafe fn sendfile_slow(
             continue;
         }
         let gone = is_dead(socket) || tx.producer.as_mut().is_none_or(ready::is_reader_gone);
+        if on_link && tx.is_shut {
+            drop(tx);
+            return super::after_shutdown(sent, 0);
+        }
         if on_link && gone {
             socket.tx_mode.go(Sending::Left);
         }

@@ -1,6 +1,7 @@
 //! The conformance suite on each fabric that one process can be both ends of: `mem`; `shm` with two
 //! mappings of each memfd, a SEQPACKET channel and eventfds, as two processes have them; and links between
-//! hosts over queue pairs in memory, with and without immediates, and with tiny queues, and over those of the local device.
+//! hosts over queue pairs in memory, with and without immediates, and with tiny queues, and over those of
+//! the local device.
 #![allow(clippy::expect_used, clippy::panic)]
 
 use std::collections::BTreeMap;

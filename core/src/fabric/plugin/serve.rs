@@ -1,5 +1,5 @@
-//! A plugin's table, made of a type that does the work: each function checks its pointers, calls what does the work, and
-//! turns the result into a number. No panic passes here.
+//! A plugin's table, made of a type that does the work: each function checks its pointers, calls what does the work,
+//! and turns the result into a number. No panic passes here.
 
 use std::ffi::{c_int, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};

@@ -155,7 +155,7 @@ fn is_on_link(socket: &'static Socket) -> bool {
 }
 
 /// Before an exec or a spawn: sockets that survive it go back to TCP. An exec `replaces` this
-/// process, which then no longer holds those that do not survive.
+/// process, which then no longer holds those that do not survive; of these, those on links between hosts go back too.
 pub fn before_exec(replaces: bool) {
     fork::notice();
     let errno = errno::get();

@@ -288,7 +288,7 @@ fn end(socket: &'static Socket, mut control: Guard<'static, Control>) -> Farewel
 }
 
 /// Whether the program has asked for a reset in the place of an orderly end (SO_LINGER with no time).
-fn is_hard(socket: &Socket) -> bool {
+pub fn is_hard(socket: &Socket) -> bool {
     let linger = |anchor| rustix::net::sockopt::socket_linger(anchor) == Ok(Some(std::time::Duration::ZERO));
     socket.numbers.anchor_fd().is_some_and(linger)
 }
@@ -359,13 +359,15 @@ pub fn finish(socket: &'static Socket) -> bool {
     true
 }
 
-/// The process is about to end, and the kernel closes the socket without knowing of what is unread on the link.
-pub fn reset_if_unread(socket: &'static Socket) {
+/// The process is about to end, and the kernel closes the socket without knowing of what is unread on the link. Gives
+/// whether that is a reset, which no end is to precede.
+pub fn resets_at_exit(socket: &'static Socket) -> bool {
     if rx::has_unread(socket)
         && let Some(anchor) = socket.numbers.anchor_fd()
     {
         let _ = rustix::net::sockopt::set_socket_linger(anchor, Some(std::time::Duration::ZERO));
     }
+    is_hard(socket)
 }
 
 /// Nobody reads the link any more. True if something came before the other end could know. (Where

@@ -42,8 +42,8 @@ pub extern "C" fn at_exit() {
         }
         // Not what another process goes on with.
         if !shared && !socket.numbers.left_behind.load(Acquire) {
-            close::reset_if_unread(socket);
-            if let Some(mut control) = socket.control.lock() {
+            let resets = close::resets_at_exit(socket);
+            if !resets && let Some(mut control) = socket.control.lock() {
                 resume::end(socket, &mut control);
             }
         }
@@ -55,7 +55,7 @@ pub extern "C" fn at_exit() {
             let control = socket.control.lock();
             let is_staying = control.is_some_and(|c| resume::is_staying(&c));
             let is_open = socket.numbers.fd.load(Acquire) >= 0;
-            is_open && is_staying
+            is_open && is_staying && !close::is_hard(socket)
         })
     };
     let until = now_ns() + LAST_WORDS;

@@ -17,6 +17,7 @@ use rdmasock_core::stats::Call;
 use rustix::event::epoll as kernel;
 use rustix::io::Errno;
 
+use crate::duty;
 use crate::epoll::{ALWAYS, ET, Epoll, ONESHOT, Set, enqueue};
 use crate::library::Library;
 use crate::link::Poller;
@@ -214,7 +215,7 @@ impl Epoll {
             };
             let waiters = &Library::get().waiters;
             // First: arming looks at what has come, and would ring the bell of whoever sleeps already.
-            let _pollers = self.become_pollers();
+            let pollers = self.become_pollers();
             point!("epoll: nothing was there");
             waiters.enter_sleep(waiter);
             point!("epoll: says that it sleeps");
@@ -225,7 +226,8 @@ impl Epoll {
             point!("epoll: is about to sleep");
             let page = Library::get().stats;
             let record = Record::begin(page, waiter, Call::Epoll, None, 0);
-            let n = real(visit.number(), events, max, deadline.left());
+            let hand_over = || pollers.iter().for_each(Poller::leave);
+            let n = duty::on_duty(&hand_over, || real(visit.number(), events, max, deadline.left()));
             let errno = crate::errno::get();
             point!("epoll: is awake");
             drop(record);
@@ -316,8 +318,8 @@ impl Epoll {
         if n <= 0 { n } else { self.after_look(events, n) }
     }
 
-    /// For a sleep: what completes on links to other hosts wakes this thread itself. Their descriptors
-    /// are in the kernel's set from the first such sleep on, under the doorbell's key.
+    /// For a sleep: what completes on links to other hosts wakes this thread itself, or one that sleeps on another set.
+    /// Their descriptors are in the kernel's set from the first such sleep on, under the doorbell's key.
     fn become_pollers(&self) -> Vec<Poller<'_>> {
         let Some(mut set) = self.set.lock() else {
             return Vec::new();
@@ -342,7 +344,7 @@ impl Epoll {
                         self.kernel_fd()?,
                         poller.fd(),
                         kernel::EventData::new_u64(self.key.load(Relaxed)),
-                        kernel::EventFlags::IN,
+                        kernel::EventFlags::IN | kernel::EventFlags::EXCLUSIVE,
                     );
                     if !matches!(added, Ok(()) | Err(Errno::EXIST)) {
                         return None;

@@ -40,7 +40,7 @@ use crate::waiters::SERVICE;
 
 use local_peer::LocalPeer;
 pub use local_peer::Refused;
-pub use remote::{Maintained, Poller, Remote, has_few_addresses};
+pub use remote::{Maintained, Poller, Remote, StandBy, Turn, has_few_addresses};
 
 /// How long a button that the peer has not kept is not sent again, ns.
 const REFUSED_FOR: u64 = 1_000_000_000;

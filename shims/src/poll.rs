@@ -14,10 +14,11 @@ use rdmasock_core::stats::Call;
 use smallvec::SmallVec;
 
 use crate::closing;
+use crate::duty;
 use crate::errno;
 use crate::jump::within;
 use crate::library::Library;
-use crate::link::{Link, Poller};
+use crate::link::{Link, Poller, StandBy, Turn};
 use crate::points::point;
 use crate::readiness::{self, Arm};
 use crate::ready;
@@ -97,6 +98,7 @@ fn poll_slow(set: &mut [pollfd], timeout: Timeout, real: &impl Fn(*mut pollfd, n
     look_up(set, &mut tokens);
     let mut spun = false;
     let mut is_last = deadline.is_zero();
+    let mut kept = Vec::new();
     loop {
         // What the kernel is to say, and what is ours to say. In this order: what becomes ours in between is seen to
         // have moved.
@@ -154,7 +156,7 @@ fn poll_slow(set: &mut [pollfd], timeout: Timeout, real: &impl Fn(*mut pollfd, n
         let lease = Lease(waiter);
         // What completes on links to other hosts wakes this thread itself. First: arming looks at what has come, and
         // would ring the sleeper's bell for it.
-        let pollers = pollers(set);
+        let (pollers, standing_by) = take_turns(set, waiter, std::mem::take(&mut kept));
         let sleepers: Vec<(u32, Sleeper)> = set
             .iter()
             .zip(&tokens)
@@ -188,7 +190,10 @@ fn poll_slow(set: &mut [pollfd], timeout: Timeout, real: &impl Fn(*mut pollfd, n
         let seats = Seats::take(&mut copy, bell.into_iter().chain(completions));
         let page = Library::get().stats;
         let record = (!sleepers.is_empty()).then(|| Record::begin(page, waiter, Call::Poll, None, 0));
-        let r = real(copy.as_mut_ptr(), copy.len() as nfds_t, deadline.left());
+        let hand_over = || pollers.iter().for_each(Poller::leave);
+        let r = duty::on_duty(&hand_over, || {
+            real(copy.as_mut_ptr(), copy.len() as nfds_t, deadline.left())
+        });
         let error = errno::get();
         point!("poll: is awake");
         drop(record);
@@ -197,7 +202,6 @@ fn poll_slow(set: &mut [pollfd], timeout: Timeout, real: &impl Fn(*mut pollfd, n
             .iter()
             .any(|(events, sleeper)| readiness::evaluate(sleeper.socket, *events, Arm::No) & (events | ALWAYS) != 0);
         drop(sleepers);
-        drop(pollers);
         let rung = bell.is_some() && seats.is_first_ready(&copy);
         seats.leave(&mut copy);
         point!("poll: is not told any more");
@@ -209,6 +213,13 @@ fn poll_slow(set: &mut [pollfd], timeout: Timeout, real: &impl Fn(*mut pollfd, n
             return r;
         }
         let is_over = deadline.is_over();
+        let is_for_others = !(is_there || is_over || copy.iter().any(|c| c.revents != 0));
+        if is_for_others {
+            standing_by.into_iter().for_each(StandBy::go_on);
+            kept = pollers;
+        } else {
+            drop((pollers, standing_by));
+        }
         if is_there || is_over || copy.iter().any(|c| c.revents != 0) {
             let is_same = |(p, token): (&pollfd, &Token)| table::token(p.fd) == *token;
             if set.iter().zip(&tokens).all(is_same) {
@@ -222,7 +233,7 @@ fn poll_slow(set: &mut [pollfd], timeout: Timeout, real: &impl Fn(*mut pollfd, n
             look_up(set, &mut tokens);
             is_last = is_over;
         }
-        spun = false;
+        spun = is_for_others;
     }
 }
 
@@ -240,19 +251,29 @@ fn look_up(set: &[pollfd], tokens: &mut Tokens) {
     }));
 }
 
-fn pollers(set: &[pollfd]) -> Vec<Poller<'static>> {
-    let mut links: Vec<&'static Link> = Vec::new();
+/// Of each link to another host: whether the thread polls, as it did in the last sleep if that has ended for others, or
+/// stands by.
+fn take_turns(
+    set: &[pollfd],
+    waiter: WaiterId,
+    mut kept: Vec<Poller<'static>>,
+) -> (Vec<Poller<'static>>, Vec<StandBy<'static>>) {
+    kept.retain(Poller::stays);
+    let mut standing_by: Vec<StandBy<'static>> = Vec::new();
     for p in set {
-        if let Some(link) = table::socket(p.fd).and_then(Socket::link)
-            && !links.iter().any(|l| std::ptr::eq(*l, link))
-        {
-            links.push(link);
+        let Some(remote) = table::socket(p.fd).and_then(Socket::link).and_then(Link::remote) else {
+            continue;
+        };
+        if kept.iter().any(|k| k.is_of(remote)) || standing_by.iter().any(|s| s.is_of(remote)) {
+            continue;
+        }
+        match remote.in_turn(waiter) {
+            Turn::Polls(poller) => kept.push(poller),
+            Turn::StandsBy(standby) => standing_by.push(standby),
+            Turn::Down => {}
         }
     }
-    links
-        .into_iter()
-        .filter_map(|link| link.remote()?.become_poller())
-        .collect()
+    (kept, standing_by)
 }
 
 /// Where in the kernel's array the sleeper's own descriptors are: in the places of sockets that are not the kernel's to

@@ -18,6 +18,7 @@ use libc::sighandler_t;
 use rdmasock_core::os::kernel;
 use rdmasock_core::os::thread::{self, Thread};
 
+use crate::duty;
 use crate::handler;
 use crate::library::Library;
 use crate::real::{SigactionFn, SignalFn};
@@ -151,6 +152,7 @@ unsafe extern "C" fn route(signal: c_int, info: *mut c_void, context: *mut c_voi
         return 0;
     }
     thread.note_handled(1u64 << (signal - 1));
+    duty::on_handler();
     handler::note(thread, context.addr());
     kept & !IS_TOLD
 }

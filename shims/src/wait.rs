@@ -10,9 +10,10 @@ use rdmasock_core::stats::Call;
 
 use crate::blocking;
 use crate::closing;
+use crate::duty;
 use crate::jump::within;
 use crate::library::Library;
-use crate::link::{Link, Poller, Remote};
+use crate::link::{Link, Poller, Remote, Turn};
 use crate::points::point;
 use crate::ready::{self, change_interest};
 use crate::socket::{Sleeping, Socket};
@@ -21,10 +22,14 @@ use crate::waiters::Waiters;
 
 pub use record::Record;
 
-/// How long one blocking call may still wait, by the socket's own time-out option. Looked up at the
-/// first wait.
+/// What one blocking call knows of its waits.
 #[derive(Default)]
-pub struct Patience(Option<Deadline>);
+pub struct Patience {
+    /// How long it may still wait, by the socket's own time-out option. Looked up at the first wait.
+    deadline: Option<Deadline>,
+    /// The last sleep ended for others: there is nothing to spin for.
+    was_for_others: bool,
+}
 
 /// What a call waits for, as its direction knows it.
 pub trait Wanted {
@@ -71,20 +76,23 @@ fn wait_on<A: Wanted>(socket: &'static Socket, patience: &mut Patience) -> Resul
         ready::progress(socket);
         A::is_worth_a_look(socket)
     };
-    if spinner.spin(spinner.bound(), come) || A::avoid_sleep(socket) {
+    let spins = !std::mem::take(&mut patience.was_for_others);
+    if spins && spinner.spin(spinner.bound(), come) || A::avoid_sleep(socket) {
         return Ok(true);
     }
     // Before each sleep: O_NONBLOCK may have been set since the last.
     let Some(bound) = blocking::patience(socket, A::IS_DATA) else {
         return Err(libc::EAGAIN);
     };
-    let deadline = *patience.0.get_or_insert_with(|| bound.deadline());
+    let deadline = *patience.deadline.get_or_insert_with(|| bound.deadline());
     if deadline.is_over() {
         return Err(libc::EAGAIN);
     }
     let waiters = &Library::get().waiters;
     let remote = socket.link().and_then(Link::remote);
-    let Some(mut lease) = Lease::new(waiters, remote.is_some()) else {
+    // On a link to another host one of those who sleep is woken by what completes, and rings the others.
+    let polls = remote.is_some_and(Remote::is_unpolled);
+    let Some(mut lease) = Lease::new(waiters, polls) else {
         // Out of waiters or fds: look now and then.
         let _ = rustix::thread::nanosleep(&rustix::time::Timespec {
             tv_sec: 0,
@@ -92,17 +100,68 @@ fn wait_on<A: Wanted>(socket: &'static Socket, patience: &mut Patience) -> Resul
         });
         return Ok(false);
     };
-    // On a link to another host the sleeper itself is woken by what completes. First: arming looks at what has come,
-    // and would ring the sleeper's bell for it.
-    let poller = remote.and_then(Remote::become_poller);
-    let sleeper = Sleeper::new(socket, lease.waiter, A::IS_DATA, !A::IS_DATA);
+    // First: arming looks at what has come, and would ring the sleeper's bell for it.
+    let (poller, standby) = match remote.map_or(Turn::Down, |remote| remote.in_turn(lease.waiter)) {
+        Turn::Polls(_) if !polls => {
+            // The others have just left, and this waiter cannot poll.
+            patience.was_for_others = true;
+            return Ok(false);
+        }
+        Turn::Polls(poller) => (Some(poller), None),
+        Turn::StandsBy(standby) => (None, Some(standby)),
+        Turn::Down => (None, None),
+    };
+    let slept = loop {
+        let slept = sleep::<A>(socket, &mut lease, poller.as_ref(), deadline);
+        // What has come is taken in before the descriptor is made ready for the next sleep: that is two system calls,
+        // which the peer then need not wait for. After the sleeper, or it would have its own bell rung.
+        if poller.is_some() && matches!(slept, Ok(Slept::Rung | Slept::Completed)) {
+            ready::progress(socket);
+        }
+        let is_for_others = matches!(slept, Ok(Slept::Completed)) && !A::is_worth_a_look(socket);
+        let goes_on = is_for_others && !deadline.is_over() && !socket.blocking.is_nonblocking();
+        if !goes_on || !poller.as_ref().is_some_and(Poller::stays) {
+            patience.was_for_others = is_for_others;
+            break slept;
+        }
+    };
+    if let Some(standby) = standby
+        && matches!(slept, Ok(Slept::Rung))
+        && !A::is_worth_a_look(socket)
+    {
+        patience.was_for_others = true;
+        standby.go_on();
+    }
+    slept.map(|_| false)
+}
+
+/// What a sleep came to.
+enum Slept {
+    /// What was awaited was there before.
+    Not,
+    /// The waiter was rung, or there was no reason.
+    Rung,
+    /// Something has completed, and the waiter was not rung.
+    Completed,
+}
+
+/// One sleep: until the waiter is rung, or there is something for the poller.
+// Not inlined: as `wait_on`.
+#[inline(never)]
+fn sleep<A: Wanted>(
+    socket: &'static Socket,
+    lease: &mut Lease<'_>,
+    poller: Option<&Poller<'_>>,
+    deadline: Deadline,
+) -> Result<Slept, c_int> {
+    let _sleeper = Sleeper::new(socket, lease.waiter, A::IS_DATA, !A::IS_DATA);
     point!("wait: the peer knows of the sleeper");
     // Arming has taken in what had come until then; what comes later makes the descriptor readable. A peer that was
     // told of this sleeper before it says that it sleeps does not wake it, but has written before that: one more look.
     // So what a peer that does see it has to wait for is not much more than the way into the kernel.
     lease.begin();
     if A::is_worth_a_look(socket) {
-        return Ok(false);
+        return Ok(Slept::Not);
     }
     let call = if A::IS_DATA { Call::Receive } else { Call::Send };
     let page = Library::get().stats;
@@ -114,16 +173,10 @@ fn wait_on<A: Wanted>(socket: &'static Socket, patience: &mut Patience) -> Resul
         A::unread(socket).unwrap_or(0),
     );
     point!("wait: is about to sleep");
-    let slept = lease.sleep(deadline.left(), poller.as_ref());
+    let slept = lease.sleep(deadline.left(), poller);
     point!("wait: is awake");
     drop(record);
-    // What has come is taken in before the descriptor is made ready for the next sleep: that is two system calls, which
-    // the peer then need not wait for. After the sleeper, or it would have its own bell rung.
-    drop(sleeper);
-    if poller.is_some() && slept.is_ok() {
-        ready::progress(socket);
-    }
-    slept.map(|()| false)
+    slept
 }
 
 /// A waiter for the time of one sleep.
@@ -160,20 +213,24 @@ impl<'a> Lease<'a> {
 
     /// From now on peers see that the waiter sleeps, or is just about to.
     fn begin(&mut self) {
-        self.waiters.enter_sleep(self.waiter);
-        self.sleeps = true;
+        if !std::mem::replace(&mut self.sleeps, true) {
+            self.waiters.enter_sleep(self.waiter);
+        }
     }
 
     /// Sleeps until the waiter is rung, or there is something for the poller. A cancellation point.
-    fn sleep(&self, left: crate::time::Timeout, poller: Option<&Poller<'_>>) -> Result<(), c_int> {
+    fn sleep(&self, left: crate::time::Timeout, poller: Option<&Poller<'_>>) -> Result<Slept, c_int> {
         let Some(bell) = self.waiters.doorbell(self.waiter) else {
-            return asleep::on_futex(self.futex, self.ticket, left);
+            asleep::on_futex(self.futex, self.ticket, left)?;
+            return Ok(Slept::Rung);
         };
         let also = poller.map_or(bell, Poller::fd);
-        if asleep::on_two(bell, also, left)? {
-            self.waiters.quiet(self.waiter);
+        let hand_over = || poller.into_iter().for_each(Poller::leave);
+        if !duty::on_duty(&hand_over, || asleep::on_two(bell, also, left))? {
+            return Ok(Slept::Completed);
         }
-        Ok(())
+        self.waiters.quiet(self.waiter);
+        Ok(Slept::Rung)
     }
 }
 

@@ -12,6 +12,7 @@ pub mod mem;
 mod numbers;
 #[cfg(not(loom))]
 pub mod plugin;
+pub mod pollers;
 pub mod ready;
 #[cfg(not(loom))]
 pub mod remote;

@@ -46,6 +46,8 @@ pub struct Thread {
     results: Cell<usize>,
     /// Signals whose handlers have run since they were [taken](Self::take_handled), a bit each.
     handled: AtomicU64,
+    /// What the thread does for others while it sleeps; null if that is nothing.
+    duty: Cell<*const ()>,
 }
 
 const BYTES: usize = 96;
@@ -102,6 +104,7 @@ pub fn current() -> &'static Thread {
                 handler: Cell::new((0, 0)),
                 results: Cell::new(0),
                 handled: AtomicU64::new(0),
+                duty: Cell::new(std::ptr::null()),
             }
         };
     }
@@ -208,6 +211,11 @@ impl Thread {
     /// The signals whose handlers have run since the last call of this.
     pub fn take_handled(&self) -> u64 {
         self.handled.swap(0, Relaxed)
+    }
+
+    /// What the thread does for others while it sleeps, which somebody else is to do while it runs a signal handler.
+    pub fn duty(&self) -> &Cell<*const ()> {
+        &self.duty
     }
 
     /// Whether anything waits for the end of the sections.

@@ -72,6 +72,12 @@ macro_rules! published_numbers {
                 self.0.fetch_or(bits, Ordering::SeqCst);
                 fence_after_rmw();
             }
+
+            /// Takes these bits away; gives those of them that were set.
+            #[inline(always)]
+            pub fn take_bits(&self, bits: $value) -> $value {
+                self.0.fetch_and(!bits, Ordering::SeqCst) & bits
+            }
         }
     )*};
 }

@@ -9,10 +9,11 @@ use std::sync::atomic::{
 
 use rdmasock_core::fabric::layout::{Layout, MAX_DATA_BYTES};
 use rdmasock_core::fabric::plugin::Info;
+use rdmasock_core::fabric::pollers::{Left, Pollers};
 use rdmasock_core::fabric::remote::qp::QueuePair;
 use rdmasock_core::fabric::remote::{End, Fault, Local, Tuning};
 use rdmasock_core::fabric::shm::Side;
-use rdmasock_core::fabric::waiter::WaiterId;
+use rdmasock_core::fabric::waiter::{MAX_WAITERS, WaiterId};
 use rdmasock_core::ids::Vqpn;
 use rdmasock_core::lock::Lock;
 use rdmasock_core::os::memfd::Mapping;
@@ -74,8 +75,10 @@ pub struct Remote {
     up: Published<AtomicBool>,
     /// By which the service thread's epoll set knows the completion descriptor.
     token: AtomicU64,
-    /// [Pollers](Poller): threads that sleep on the completion descriptor themselves, or are about to.
-    pollers: Presence,
+    /// Threads that sleep on the completion descriptor themselves, or are about to, and who does so next.
+    pollers: Pollers,
+    /// Those of them that take turns.
+    in_turns: AtomicU32,
     /// Threads that may still use the queue pair's descriptors.
     users: Presence,
     /// The queue pair is ended.
@@ -109,7 +112,8 @@ impl Remote {
             info,
             up: Published::from(true),
             token: AtomicU64::new(0),
-            pollers: Presence::new(),
+            pollers: Pollers::new(MAX_WAITERS),
+            in_turns: AtomicU32::new(0),
             users: Presence::new(),
             is_ended: Published::default(),
             sleeps: AtomicU32::new(0),
@@ -176,7 +180,23 @@ impl Remote {
     /// From now on until the value is dropped this thread is woken by completions. The service thread is not, until
     /// nobody has slept here for some ms: a program that sleeps again and again would else tell the kernel twice each
     /// time. Looks once more after this, then sleeps on the descriptor too. `None` if the link is down.
+    ///
+    /// An event wakes all who sleep on the descriptor. So a thread that can leave it to others [takes turns](Self::in_turn).
     pub fn become_poller(&self) -> Option<Poller<'_>> {
+        self.enter(false)
+    }
+
+    /// For a thread that is about to sleep on this waiter: it polls if nobody does, and else stands by.
+    pub fn in_turn(&self, waiter: WaiterId) -> Turn<'_> {
+        if !self.pollers.is_empty()
+            && let Some(standby) = self.stand_by(waiter)
+        {
+            return Turn::StandsBy(standby);
+        }
+        self.enter(true).map_or(Turn::Down, Turn::Polls)
+    }
+
+    fn enter(&self, takes_turns: bool) -> Option<Poller<'_>> {
         // As in `while_open`.
         self.users.enter();
         if !self.up.look() {
@@ -186,12 +206,28 @@ impl Remote {
         // Before the look at `is_subscribed`; `maintain` the other way round.
         self.pollers.enter();
         self.sleeps.fetch_add(1, Relaxed);
-        let poller = Poller(self);
+        self.in_turns.fetch_add(u32::from(takes_turns), Relaxed);
+        let poller = Poller {
+            remote: self,
+            takes_turns,
+            has_left: AtomicBool::new(false),
+        };
         if self.is_subscribed.look() {
             self.subscribe_service(false);
         }
         self.arm();
         Some(poller)
+    }
+
+    /// Until the value is dropped others are woken by completions, and ring this waiter for what is its own; the last of
+    /// them rings it to take its place. `None` if there are none.
+    fn stand_by(&self, waiter: WaiterId) -> Option<StandBy<'_>> {
+        let others = self.pollers.stand_by(waiter.0);
+        others.then_some(StandBy {
+            remote: self,
+            waiter,
+            goes_on: false,
+        })
     }
 
     /// False if that cannot be had now.
@@ -302,25 +338,106 @@ impl Remote {
 }
 
 /// What makes a thread the one that sleeps on the completion descriptor, see [`Remote::become_poller`].
-pub struct Poller<'a>(&'a Remote);
+pub struct Poller<'a> {
+    remote: &'a Remote,
+    takes_turns: bool,
+    /// It is not any more; for the thread's own signal handlers too.
+    has_left: AtomicBool,
+}
+
+/// What a thread that takes turns does.
+pub enum Turn<'a> {
+    /// Sleeps on the completion descriptor too.
+    Polls(Poller<'a>),
+    /// Sleeps on its own waiter.
+    StandsBy(StandBy<'a>),
+    /// The same, for nothing completes any more.
+    Down,
+}
 
 impl Poller<'_> {
     /// Readable when something has completed.
     pub fn fd(&self) -> BorrowedFd<'_> {
-        self.0.fd()
+        self.remote.fd()
+    }
+
+    /// For another sleep after one that has ended for others, as when this was made. False if the thread is to stand by
+    /// from now on: it has left its place to others meanwhile, or several have come to poll at the same time.
+    pub fn stays(&self) -> bool {
+        let stays = !self.has_left.load(Relaxed) && self.remote.in_turns.load(Relaxed) <= 1;
+        if stays {
+            self.remote.arm();
+        }
+        stays
+    }
+
+    /// Whether it is of this link.
+    pub fn is_of(&self, remote: &Remote) -> bool {
+        std::ptr::eq(self.remote, remote)
+    }
+
+    /// Others poll from now on.
+    pub fn leave(&self) {
+        if self.has_left.swap(true, Relaxed) {
+            return;
+        }
+        let errno = crate::errno::get();
+        self.remote.in_turns.fetch_sub(u32::from(self.takes_turns), Relaxed);
+        match self.remote.pollers.leave() {
+            Left::Last(next) => {
+                call(next);
+                Library::get().service.maintain_later();
+            }
+            Left::Others => {
+                // The event that woke this thread has used up what was armed, and others sleep on.
+                self.remote.arm();
+            }
+        }
+        crate::errno::set(errno);
     }
 }
 
 impl Drop for Poller<'_> {
     fn drop(&mut self) {
-        let errno = crate::errno::get();
-        if self.0.pollers.leave() {
-            Library::get().service.maintain_later();
-        } else {
-            // The event that woke this thread has used up what was armed, and others sleep on.
-            self.0.arm();
+        self.leave();
+        self.remote.users.leave();
+    }
+}
+
+/// A thread that lets others poll, see [`Remote::in_turn`].
+pub struct StandBy<'a> {
+    remote: &'a Remote,
+    waiter: WaiterId,
+    goes_on: bool,
+}
+
+impl StandBy<'_> {
+    /// Whether it is of this link.
+    pub fn is_of(&self, remote: &Remote) -> bool {
+        std::ptr::eq(self.remote, remote)
+    }
+
+    /// The thread sleeps again at once, and polls then if it was called to.
+    pub fn go_on(mut self) {
+        self.goes_on = true;
+    }
+}
+
+impl Drop for StandBy<'_> {
+    fn drop(&mut self) {
+        let pollers = &self.remote.pollers;
+        let is_called = pollers.stand_down(self.waiter.0);
+        if is_called && !self.goes_on {
+            let errno = crate::errno::get();
+            call(pollers.call());
+            crate::errno::set(errno);
         }
-        self.0.users.leave();
-        crate::errno::set(errno);
+    }
+}
+
+/// Has a thread that stands by poll.
+fn call(next: Option<u16>) {
+    if let Some(next) = next {
+        Library::get().waiters.ring(WaiterId(next));
     }
 }

@@ -14,6 +14,7 @@ mod files;
 mod flags;
 mod handed;
 pub mod helper;
+mod herd;
 mod identity;
 mod migrate;
 mod numbers;
@@ -110,6 +111,7 @@ pub fn all() -> Vec<Scenario> {
         poll: warm { odd_fds, masks, ppoll, select, select_errors, select_all, high_fd, two_connections, as_many_as_the_limit } cold { listener }
         fds: warm { dups, dup2_over, dup2_swap, numbering, limit, close_everything, close_range, close_range_under_use, reuse } cold { closed_at_the_limit }
         handed: warm {  } cold { forked, forked_by_the_client, forked_and_kept, passed }
+        herd: warm {  } cold { receive, poll, epoll, under_handlers }
         identity: warm {  } cold { receivers, senders, waiters, files, sets, churn }
         files: warm { sendfile, sendfile_nonblocking, splice, splice_errors } cold {  }
         urgent: warm { behind_unread, twice } cold {  }
@@ -163,8 +165,9 @@ pub const DIFFERS_BETWEEN_HOSTS: [(&str, &str); 2] = [
 ];
 
 /// Families whose outcome depends on signals, on times, or on what a process may not do.
-const WITHOUT_STORM: [&str; 8] = [
+const WITHOUT_STORM: [&str; 9] = [
     "ends_",
+    "herd_",
     "identity_",
     "refused_",
     "signals_",

@@ -1,0 +1,199 @@
+//! Many threads that sleep on connections to one program: a message wakes whom it is for and few others, and none of
+//! them depends on what another's signal handler does.
+
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
+use std::thread;
+
+use libc::{EPOLL_CTL_ADD, c_int};
+
+use super::epoll::{IN, create, ctl, wait};
+use crate::ctx::Ctx;
+use crate::sys;
+
+/// Connections, and threads of the server's, one each.
+const THREADS: usize = 24;
+/// Messages to each, one at a time, that are not counted: the connection leaves TCP.
+const WARM: usize = 8;
+/// Messages that are, to one connection after the other.
+const ROUNDS: usize = 12;
+/// Of a process, for each message: the kernel's one, and few more.
+const SWITCHES_A_MESSAGE: u64 = 4;
+/// A sleep of all others' is long over.
+const REST_MS: u64 = 1;
+const AT_MOST_MS: c_int = 20_000;
+
+/// How a thread waits for the next byte of a connection. False if it does not come in time.
+type Wait = fn(c_int) -> bool;
+
+fn receives(fd: c_int) -> bool {
+    let mut byte = [0];
+    sys::recv(fd, &mut byte, libc::MSG_PEEK).value == 1
+}
+
+fn polls(fd: c_int) -> bool {
+    sys::poll_one(fd, libc::POLLIN, AT_MOST_MS) == libc::POLLIN
+}
+
+/// On a set of the thread's own.
+fn waits_on_a_set(fd: c_int) -> bool {
+    thread_local! {
+        static SET: std::cell::OnceCell<c_int> = const { std::cell::OnceCell::new() };
+    }
+    SET.with(|set| {
+        let set = set.get_or_init(|| {
+            let set = create();
+            ctl(set, EPOLL_CTL_ADD, fd, IN, fd as u64).ok();
+            set
+        });
+        wait(*set, 1, AT_MOST_MS).1.len() == 1
+    })
+}
+
+/// Voluntary switches of this process so far: each is a sleep.
+fn sleeps() -> u64 {
+    let mut usage: libc::rusage = sys::zeroed();
+    call!(libc::getrusage(libc::RUSAGE_SELF, &mut usage)).ok();
+    usage.ru_nvcsw as u64
+}
+
+fn connections(c: &Ctx) -> Vec<c_int> {
+    let (listener, port) = c.listener(THREADS as c_int);
+    (0..THREADS)
+        .map(|_| match listener {
+            Some(listener) => sys::accept4(listener, 0).ok(),
+            None => sys::connected(&sys::Addr::v4(port)),
+        })
+        .collect()
+}
+
+fn ask(fd: c_int) {
+    sys::send_all(fd, b"?").ok();
+    assert_eq!(sys::recv_exact(fd, 1), b"!");
+}
+
+fn answer(fd: c_int, waits: impl Fn(c_int) -> bool) -> bool {
+    assert!(waits(fd), "no wake-up");
+    if sys::recv_exact(fd, 1) != b"?" {
+        return false;
+    }
+    sys::send_all(fd, b"!").ok();
+    true
+}
+
+/// One message at a time, to one thread after the other.
+fn one_at_a_time(c: &Ctx, waits: Wait) {
+    let all = connections(c);
+    if !c.is_server() {
+        for fd in &all {
+            (0..WARM).for_each(|_| ask(*fd));
+        }
+        c.sync("warm");
+        for _ in 0..ROUNDS {
+            for fd in &all {
+                sys::pause_ms(REST_MS);
+                ask(*fd);
+            }
+        }
+        c.sync("counted");
+        all.iter().for_each(|fd| {
+            sys::send_all(*fd, b".").ok();
+        });
+        return;
+    }
+    thread::scope(|s| {
+        for fd in &all {
+            s.spawn(|| while answer(*fd, waits) {});
+        }
+        c.sync("warm");
+        let before = sleeps();
+        c.sync("counted");
+        let each = (sleeps() - before) / (ROUNDS * THREADS) as u64;
+        c.log(format_args!("few sleeps a message: {}", each <= SWITCHES_A_MESSAGE));
+        if each > SWITCHES_A_MESSAGE {
+            c.log(each);
+        }
+    });
+}
+
+/// In recv().
+pub fn receive(c: &Ctx) {
+    one_at_a_time(c, receives);
+}
+
+/// In poll().
+pub fn poll(c: &Ctx) {
+    one_at_a_time(c, polls);
+}
+
+/// In epoll_wait(), each on its own set.
+pub fn epoll(c: &Ctx) {
+    one_at_a_time(c, waits_on_a_set);
+}
+
+static RELEASED: AtomicBool = AtomicBool::new(false);
+static HELD: AtomicU32 = AtomicU32::new(0);
+
+extern "C" fn hold(_: c_int) {
+    HELD.fetch_add(1, SeqCst);
+    while !RELEASED.load(SeqCst) {
+        sys::pause_ms(1);
+    }
+}
+
+/// So long after the last message the library's service thread does not look at the connection's device any more
+/// (docs/protocol.md, P80), and nobody but the threads themselves can hear of the next.
+const QUIET_MS: u64 = 3_500;
+
+/// All threads but one, in all ways to wait, are in handlers that wait for that one.
+pub fn under_handlers(c: &Ctx) {
+    // In recv(), and not the first of them, which polls.
+    const FREE: usize = THREADS - 3;
+    let all = connections(c);
+    if !c.is_server() {
+        for fd in &all {
+            (0..WARM).for_each(|_| ask(*fd));
+        }
+        c.sync("warm");
+        c.sync("held");
+        ask(all[FREE]);
+        c.sync("answered");
+        all.iter().for_each(|fd| {
+            ask(*fd);
+            sys::send_all(*fd, b".").ok();
+        });
+        return;
+    }
+    sys::on_signal(libc::SIGUSR1, hold, true);
+    thread::scope(|s| {
+        const WAYS: [Wait; 3] = [receives, polls, waits_on_a_set];
+        let threads: Vec<_> = all
+            .iter()
+            .zip(WAYS.into_iter().cycle())
+            .map(|(fd, waits)| {
+                let (tell, told) = std::sync::mpsc::channel();
+                s.spawn(move || {
+                    let me = call!(libc::pthread_self()).value as libc::pthread_t;
+                    tell.send((me, sys::thread_id())).unwrap();
+                    // The signal ends a poll.
+                    while answer(*fd, |fd| waits(fd) || waits(fd)) {}
+                });
+                told.recv().unwrap()
+            })
+            .collect();
+        c.sync("warm");
+        sys::pause_ms(QUIET_MS);
+        for (at, (thread, id)) in threads.iter().enumerate() {
+            sys::wait_asleep(*id);
+            if at != FREE {
+                call!(libc::pthread_kill(*thread, libc::SIGUSR1)).ok();
+            }
+        }
+        while HELD.load(SeqCst) < THREADS as u32 - 1 {
+            sys::pause_ms(1);
+        }
+        c.sync("held");
+        c.sync("answered");
+        RELEASED.store(true, SeqCst);
+    });
+    c.log("all were answered");
+}

@@ -13,6 +13,7 @@ pub mod sys;
 pub mod addr;
 pub mod conformance;
 pub mod ctx;
+pub mod cuts;
 pub mod data;
 pub mod dialogue;
 pub mod environment;

@@ -24,6 +24,10 @@ use crate::settings::Settings;
 /// Length of the send queue.
 const SENDS: u32 = 240;
 
+/// What the log says of a cut: half of a WRITE has arrived, or nothing of another work request.
+const IN_WRITE: &str = "cut by LOCALNIC in the middle of a WRITE";
+const AT_MESSAGE: &str = "cut by LOCALNIC at a message";
+
 /// The other end: its process, and what it has registered.
 #[derive(Debug)]
 pub struct Far {
@@ -171,7 +175,7 @@ impl Queue {
         }
         let work = || Work::Send(parts.clone().flatten().copied().collect());
         self.post(work, |queue, faults| {
-            queue.carry(faults, |queue| queue.pair.deliver(parts.clone()), |_| {})
+            queue.carry(faults, |queue| queue.pair.deliver(parts.clone()), |_| AT_MESSAGE)
         })
     }
 
@@ -227,23 +231,20 @@ impl Queue {
         Ok(())
     }
 
-    /// Carries one work request out, or has the fault that is due: then `half` of it is done. False if it has neither
-    /// effect nor completion.
+    /// Carries one work request out, or has the fault that is due: then `half` of it is done, which says what was cut.
+    /// False if it has neither effect nor completion.
     fn carry(
         &self,
         faults: &mut Faults,
         whole: impl FnOnce(&Self) -> Result<()>,
-        half: impl FnOnce(&Self),
+        half: impl FnOnce(&Self) -> &'static str,
     ) -> Result<bool> {
         if let Some(reason) = self.fate.over() {
             return Err(reason);
         }
         nic::count_request();
         match faults.next() {
-            Some(Fault::Cut) => {
-                half(self);
-                return Err(self.fail("cut by LOCALNIC", libc::EIO));
-            }
+            Some(Fault::Cut) => return Err(self.fail(half(self), libc::EIO)),
             Some(Fault::Silence) => self.pair.silence(),
             None => {}
         }
@@ -260,7 +261,7 @@ impl Queue {
     }
 
     fn answer_probe(&self, faults: &mut Faults) -> Result<()> {
-        if self.carry(faults, |_| Ok(()), |_| {})? {
+        if self.carry(faults, |_| Ok(()), |_| AT_MESSAGE)? {
             self.is_probing.store(false, SeqCst);
             self.probed.publish(1);
             self.pair.fire_here();
@@ -283,8 +284,9 @@ impl Queue {
         }
     }
 
-    fn place_half(&self, write: &Write) {
+    fn place_half(&self, write: &Write) -> &'static str {
         let _ = self.copy(write, write.len as usize / 2);
+        IN_WRITE
     }
 
     /// Copies the first `len` bytes of a WRITE to where they belong, as far as both keys are good (else EACCES).
@@ -404,7 +406,7 @@ impl Served for Queue {
                 Work::Send(bytes) => self.carry(
                     &mut faults,
                     |queue| queue.pair.deliver(std::iter::once(bytes.as_slice())),
-                    |_| {},
+                    |_| AT_MESSAGE,
                 ),
                 Work::Write(write, immediate) => self.carry(
                     &mut faults,

@@ -114,7 +114,8 @@ pub trait LinkEnd {
     /// A ring that neither end uses any more.
     fn free(&self, region: Region);
 
-    /// Sends a message on the side channel: delivered once and in order as long as the link is up.
+    /// Sends a message on the side channel: delivered once and in order as long as the link is up. An error says that
+    /// it never is; a link that goes down meanwhile may have delivered it or not.
     fn send(&self, message: &Message) -> Result<(), SendError>;
 
     /// Tells the peer what a cursor's `wake` asks for, about its stream `theirs`: queues it for the

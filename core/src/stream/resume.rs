@@ -22,7 +22,7 @@
 //!
 //! | it has written | and                                                                         |
 //! |----------------|-----------------------------------------------------------------------------|
-//! | SWITCH         | its link has failed, or the peer has asked, or RESUME or ABORT has been read |
+//! | SWITCH         | its link has failed (see below), or the peer has asked, or RESUME or ABORT has been read |
 //! | ABORT          | SWITCH has been read                                                        |
 //!
 //! and what comes then, whichever of the two is first:
@@ -43,7 +43,9 @@
 //!
 //! close() alone has a shorter way: the mark FIN goes out behind the last byte on the link, and once the
 //! peer's engine confirms that both have come, TCP ends without RESUME. A reader that has the mark
-//! has everything. Until the confirmation the sender can still write RESUME instead.
+//! has everything. Until the confirmation the sender can still write RESUME instead. So a reader whose link fails
+//! behind the mark writes RESUME once it has seen SWITCH: if the sender has closed its socket by then, the reset that
+//! RESUME is answered by costs nothing.
 
 use super::handshake::{Closing, Misplaced};
 
@@ -117,6 +119,8 @@ pub struct Resume {
     got: Option<Closing>,
     /// RESUME is to be written as soon as it may be.
     due: bool,
+    /// The same, once the other's SWITCH has been seen: our end of the link has failed behind the other's mark.
+    is_whole: bool,
     asked: bool,
     wrote: bool,
     /// What the other's RESUME says: `received` and `sent`.
@@ -144,6 +148,7 @@ impl Resume {
             sent: None,
             got: None,
             due: false,
+            is_whole: false,
             asked: false,
             wrote: false,
             read: None,
@@ -185,11 +190,17 @@ impl Resume {
     pub fn looks_ahead(&self) -> bool {
         let leaves = self.asked || matches!(self.fin, Fin::Wanted | Fin::Marked);
         let waits = match self.sent {
-            Some(Closing::Switch) => leaves && !self.wrote,
+            Some(Closing::Switch) => leaves && !self.wrote || self.awaits_switch(),
             Some(Closing::Abort) => self.known().is_none(),
             None => false,
         };
         waits && !self.over || self.is_suspended()
+    }
+
+    /// The link has failed, and RESUME waits for the other's SWITCH.
+    fn awaits_switch(&self) -> bool {
+        let is_held = self.is_whole && !self.due && self.known().is_none();
+        is_held && self.sent == Some(Closing::Switch) && !self.went_on && !self.over
     }
 
     /// We have switched, and the other has not said what it does: it may have given up, and take nothing more from
@@ -219,15 +230,19 @@ impl Resume {
         self.advance()
     }
 
-    /// Our end of the link has failed. An attempt that is not closed has been given up before.
-    pub fn on_link_failed(&mut self) -> Steps {
-        self.due = true;
+    /// Our end of the link has failed. An attempt that is not closed has been given up before. `marked`: all of the
+    /// other's direction has come over it, and its end mark. If that was confirmed the other has closed its socket, and
+    /// RESUME is answered by a reset, with which what TCP has not brought yet is lost: so SWITCH has to come first.
+    pub fn on_link_failed(&mut self, marked: bool) -> Steps {
+        self.is_whole |= marked;
+        self.due |= !marked;
         self.advance()
     }
 
     /// The peer asks on the link. An attempt that is not closed has been given up before.
     pub fn on_asked(&mut self) -> Steps {
-        self.on_link_failed()
+        self.due = true;
+        self.advance()
     }
 
     /// The stream is to leave the link, which works.
@@ -240,7 +255,8 @@ impl Resume {
     /// The stream is to leave the link for a new holder who reads the kernel only: at once, so that
     /// the other sends again what the program has not read.
     pub fn hand_over(&mut self) -> Steps {
-        self.on_link_failed()
+        self.due = true;
+        self.advance()
     }
 
     /// shutdown() of our direction. An attempt that is not closed has been given up before.
@@ -303,7 +319,7 @@ impl Resume {
             }
             Ahead::End => {
                 let mut steps = Steps::new();
-                if self.is_suspended() {
+                if self.is_suspended() || self.awaits_switch() {
                     self.went_on = true;
                     steps.push(Step::SendNothing);
                     self.end_tcp(&mut steps);
@@ -353,7 +369,7 @@ impl Resume {
     }
 
     fn is_on_link(&self) -> bool {
-        self.sent == Some(Closing::Switch) && !self.wrote && !self.over
+        self.sent == Some(Closing::Switch) && !self.wrote && !self.is_whole && !self.over
     }
 
     fn ask(&mut self, steps: &mut Steps) {
@@ -374,7 +390,8 @@ impl Resume {
         use Closing::{Abort, Switch};
         match (self.sent, self.known()) {
             (Some(Switch), Some(Abort)) | (Some(Abort), Some(Switch)) => true,
-            (Some(Switch), _) => self.due,
+            (Some(Switch), Some(Switch)) => self.due || self.is_whole,
+            (Some(Switch), None) => self.due,
             _ => false,
         }
     }

@@ -525,7 +525,10 @@ impl<Q: QueuePair, L: Local> LinkEnd for End<Q, L> {
             }
             outbox.push_back(message);
         }
-        self.run(PUMP).map(drop).map_err(|_| SendError::Down)
+        // A fault that is met now, perhaps behind the message, does not say that it was not sent: the peer may act on
+        // it. What has to be done about a link that is down is done where that is found.
+        let _ = self.run(PUMP);
+        Ok(())
     }
 
     /// [`ENGINE`]: carries over what has changed on the stream. Other wakes travel to the peer, and

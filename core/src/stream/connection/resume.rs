@@ -12,7 +12,19 @@ pub use super::stay::{feed, is_staying};
 /// Our end of the link has failed.
 pub fn link_failed<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
     end_attempt(socket, control);
-    feed(socket, control, Resume::on_link_failed);
+    let is_marked = is_staying(control) && is_marked(socket);
+    feed(socket, control, |r| r.on_link_failed(is_marked));
+}
+
+/// Whether all of the peer's direction has come over the link, and its end mark: it may have been told so. A mark that
+/// comes from now on is not taken, and not confirmed.
+fn is_marked<S: SocketIo>(socket: &S) -> bool {
+    let Some(mut rx) = socket.rx.lock() else {
+        return false;
+    };
+    rx.consumer
+        .as_mut()
+        .is_some_and(|c| c.freeze(u64::MAX).is_ok() && c.has_mark())
 }
 
 /// The peer asks on the link to leave it (P75).

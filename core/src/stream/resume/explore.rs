@@ -476,7 +476,8 @@ fn happen(event: Event, bytes: u8, me: &mut End, peer: &mut End) -> bool {
                 return false;
             }
             me.give_up();
-            me.resumption(Resume::on_link_failed);
+            let marked = me.marked;
+            me.resumption(|r| r.on_link_failed(marked));
         }
         Event::FlightLost => {
             if (me.link && peer.link) || me.to_link.is_empty() {
@@ -524,6 +525,20 @@ fn is_by_itself(event: Event, me: &End, peer: &End) -> bool {
         Event::LinkFails => !peer.link && (me.handshake.is_some() || me.idle),
         _ => false,
     }
+}
+
+/// What is written to a socket that was closed is answered by a reset, with which what is still on its way is gone: the
+/// program may do that, we may not.
+fn check_reset(me: &End, had: usize, peer: &End) {
+    let is_gone = peer.closed && peer.fin && !peer.dead && !peer.is_resuming() && peer.handshake.is_none();
+    let is_marker = |what: &Tcp| !matches!(what, Tcp::Data(_) | Tcp::Fin);
+    // What precedes a marker that was seen before its turn is here.
+    let has_seen = me.resume.as_ref().is_some_and(|r| r.known().is_some());
+    let owed = !has_seen && peer.to_tcp.iter().any(|what| *what != Tcp::Fin);
+    assert!(
+        !(is_gone && owed && !me.closed && me.to_tcp.iter().skip(had).any(is_marker)),
+        "a marker resets what is on its way\n{me:?}\n{peer:?}"
+    );
 }
 
 /// Nothing is left to happen by itself: what has become of the connection?
@@ -593,8 +608,10 @@ fn explore(start: [End; 2], bytes: [u8; 2], events: &[Event]) -> (usize, usize) 
                 let [mut a, mut b] = ends.clone();
                 let (me, peer) = if at == 0 { (&mut a, &mut b) } else { (&mut b, &mut a) };
                 let by_itself = is_by_itself(*event, me, peer);
+                let had = me.to_tcp.len();
                 if happen(*event, bytes[at], me, peer) {
                     moves |= by_itself;
+                    check_reset(me, had, peer);
                     let next = [a, b];
                     if seen.insert(next.clone()) {
                         todo.push(next);

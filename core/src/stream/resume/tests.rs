@@ -12,14 +12,14 @@ fn promoted() -> Resume {
 #[test]
 fn after_a_failure_each_end_says_where_it_stands_and_sends_from_where_the_other_does() {
     let mut r = promoted();
-    assert_eq!(r.on_link_failed(), [Step::WriteResume]);
+    assert_eq!(r.on_link_failed(false), [Step::WriteResume]);
     assert!(r.is_suspended() && r.is_next() && r.is_frozen());
     assert_eq!(
         r.on_resume(7, 9),
         Ok(vec![Step::SendFrom(7), Step::ReadOn(9), Step::Done])
     );
     assert!(r.is_over() && !r.is_suspended() && !r.is_next());
-    assert!(r.on_link_failed().is_empty() && r.on_asked().is_empty());
+    assert!(r.on_link_failed(false).is_empty() && r.on_asked().is_empty());
 }
 
 #[test]
@@ -36,7 +36,7 @@ fn to_leave_a_link_that_works_is_to_ask_first() {
     assert_eq!(r.leave(), [Step::Ask]);
     assert!(r.leave().is_empty());
     assert!(!r.is_frozen(), "what is on its way still comes");
-    assert_eq!(r.clone().on_link_failed(), [Step::WriteResume]);
+    assert_eq!(r.clone().on_link_failed(false), [Step::WriteResume]);
     assert_eq!(r.clone().on_asked(), [Step::WriteResume]);
     assert_eq!(r.on_resume(3, 3).unwrap()[0], Step::WriteResume);
 }
@@ -61,10 +61,24 @@ fn close_needs_no_resume_if_all_is_confirmed() {
     let mut r = promoted();
     assert_eq!(r.close(), [Step::Mark]);
     assert_eq!(r.clone().on_confirmed(), [Step::EndTcp, Step::Done]);
-    assert_eq!(r.on_link_failed(), [Step::WriteResume]);
+    assert_eq!(r.on_link_failed(false), [Step::WriteResume]);
     assert!(r.on_confirmed().is_empty(), "RESUME is out: it counts");
     let all = vec![Step::SendFrom(1), Step::ReadOn(0), Step::EndTcp, Step::Done];
     assert_eq!(r.on_resume(1, 0), Ok(all));
+}
+
+#[test]
+fn a_failure_behind_the_mark_waits_for_switch_and_no_longer() {
+    let mut r = Resume::new();
+    assert!(r.on_sent(Closing::Switch).is_empty());
+    assert!(r.on_link_failed(true).is_empty(), "what TCP has may be lost by a reset");
+    assert!(r.looks_ahead() && !r.is_frozen());
+    assert_eq!(r.clone().on_got(Closing::Switch), [Step::WriteResume]);
+    let seen = Ahead::Closing(Closing::Switch);
+    assert_eq!(r.clone().on_ahead(seen), Ok(vec![Step::WriteResume]));
+    assert_eq!(r.clone().on_ahead(Ahead::End), Ok(vec![Step::SendNothing]));
+    assert!(r.close().is_empty(), "no mark on a link that has failed");
+    assert_eq!(promoted().on_link_failed(true), [Step::WriteResume]);
 }
 
 #[test]

@@ -70,6 +70,16 @@ fn cursors_of_a_link_that_was_taken_down_do_no_harm() {
 }
 
 #[test]
+fn a_message_that_is_on_its_way_when_the_link_fails_is_not_said_to_be_unsent() {
+    let world = World::new(Config::default(), Tuning::default(), 1);
+    let message = crate::wire::Message::WaiterGone { id: 1 };
+    world.ends[1].qp().cut();
+    assert_eq!(world.ends[0].send(&message), Ok(()));
+    assert!(world.ends[0].fault().is_some());
+    assert_eq!(world.ends[0].send(&message), Err(SendError::Down));
+}
+
+#[test]
 fn the_service_is_told_of_a_fault_once() {
     let world = World::new(Config::default(), Tuning::default(), 1);
     world.ends[1].qp().cut();

@@ -1,0 +1,368 @@
+//! Links between hosts that fail while bytes are on them, on the local device: cut in the middle of a WRITE, silent,
+//! gone with the device, or late. Every byte of each connection arrives once, and in its place. As many cuts as `CUTS`
+//! says, with seeds from `CUTS_SEED` on.
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+use std::fmt;
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::path::Path;
+use std::process::{Child, Command, ExitCode, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
+use std::time::Duration;
+
+use libtest_mimic::{Arguments, Failed, Trial};
+use rdmasock_core::stats::{Event, instance_of};
+use rdmasock_tests::harness::{Mode, Paths, clean_environment};
+
+/// Cuts on each kind of device.
+const CUTS: u64 = 100;
+/// Cuts for each silent link, device that goes, and late answer: those take seconds.
+const PER_SILENCE: u64 = 100;
+const PER_LOSS: u64 = 25;
+const PER_LATE: u64 = 10;
+/// A program that says nothing for so long is given up; it finds out itself what hangs, and sooner.
+const LIMIT: Duration = Duration::from_secs(100);
+/// Pairs of programs without a fault after which there will be none.
+const IN_VAIN: u32 = 5;
+/// Seeds of a pair's connections.
+const SEEDS: u64 = 1000;
+
+/// What the library and the device log of faults.
+const LOG: &str = "rdmasock=info,rdmasock::link=debug,rdmasock::verbs=debug";
+const CUT: &str = "cut by LOCALNIC";
+const CUT_WRITE: &str = "cut by LOCALNIC in the middle of a WRITE";
+const SILENT: &str = "link failed: no answer from the peer's device";
+const GONE: &str = "the device is gone";
+const CONNECTED: &str = "connected";
+/// What no peer may give reason to say.
+const DEFECTS: [&str; 4] = [
+    "breaks the protocol",
+    "violation",
+    "resumption failed",
+    "a defect of the library",
+];
+
+/// What goes wrong.
+#[derive(Clone, Copy)]
+struct Fault {
+    name: &'static str,
+    /// What is counted in the logs: in both, or in the one that has more.
+    mark: &'static str,
+    in_both: bool,
+    /// One for so many cuts.
+    share: u64,
+    settings: fn(round: u64) -> Settings,
+}
+
+/// Of a pair of programs.
+struct Settings {
+    /// `LOCALNIC`, without kind and seed.
+    device: String,
+    connections: u64,
+    /// Those of them that last, and for how many times a second or so.
+    long: (u64, u8),
+}
+
+const FAULTS: [Fault; 4] = [
+    Fault {
+        name: "cut",
+        mark: CUT,
+        in_both: true,
+        share: 1,
+        settings: |round| Settings {
+            device: format!(
+                "cut={}{}",
+                pick(round, [40, 4, 150, 12]),
+                pick(round / 4, ["", ",thread", ",delay=30"])
+            ),
+            connections: 300,
+            long: (3, 1),
+        },
+    },
+    Fault {
+        name: "silence",
+        mark: SILENT,
+        in_both: false,
+        share: PER_SILENCE,
+        settings: |round| Settings {
+            device: format!("silence={}{}", pick(round, [60, 20, 200]), pick(round, ["", ",thread"])),
+            connections: 12,
+            long: (2, 1),
+        },
+    },
+    Fault {
+        name: "gone",
+        mark: GONE,
+        in_both: true,
+        share: PER_LOSS,
+        settings: |round| Settings {
+            device: format!(
+                "gone={}{}",
+                pick(round, [100, 30, 400]),
+                pick(round / 3, ["", ",delay=30"])
+            ),
+            connections: 60,
+            long: (4, 3),
+        },
+    },
+    Fault {
+        name: "late",
+        mark: CONNECTED,
+        in_both: true,
+        share: PER_LATE,
+        settings: |round| match round {
+            // The first request is given up, and the next one is answered.
+            0 => Settings {
+                device: "late=3300".to_owned(),
+                connections: 4,
+                long: (4, 6),
+            },
+            _ => Settings {
+                device: format!("late={},cut={}", pick(round, [20, 150, 500]), pick(round / 3, [60, 10])),
+                connections: 80,
+                long: (2, 2),
+            },
+        },
+    },
+];
+
+fn pick<T: Copy, const N: usize>(round: u64, all: [T; N]) -> T {
+    all[(round % N as u64) as usize]
+}
+
+fn main() -> ExitCode {
+    let mut args = Arguments::from_args();
+    // Most of the time they wait.
+    args.test_threads.get_or_insert(8);
+    let cases = ["silence", "late", "gone", "cut"].into_iter();
+    let cases = cases.flat_map(|name| FAULTS.into_iter().filter(move |fault| fault.name == name));
+    let trials = cases.flat_map(|fault| {
+        Mode::DEVICES.map(|mode| {
+            let device = mode.device().unwrap();
+            Trial::test(format!("{}/{device}", fault.name), move || rounds(fault, device))
+        })
+    });
+    libtest_mimic::run(&args, trials.collect()).exit_code()
+}
+
+fn number(variable: &str, default: u64) -> u64 {
+    let asked = std::env::var(variable).ok();
+    asked.map_or(default, |n| n.parse().expect("a number"))
+}
+
+/// What has happened.
+#[derive(Clone, Copy, Default)]
+struct Figures {
+    pairs: u64,
+    connections: u64,
+    faults: u64,
+    in_writes: u64,
+    links: u64,
+    bytes: u64,
+    link_bytes: u64,
+    promoted: u64,
+}
+
+impl Figures {
+    fn add(&mut self, other: &Self) {
+        self.pairs += other.pairs;
+        self.connections += other.connections;
+        self.faults += other.faults;
+        self.in_writes += other.in_writes;
+        self.links += other.links;
+        self.bytes += other.bytes;
+        self.link_bytes += other.link_bytes;
+        self.promoted += other.promoted;
+    }
+}
+
+impl fmt::Display for Figures {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{} counted, {} cuts in the middle of a WRITE; {} links of {} pairs of programs, {} connections, {} ends \
+             promoted; {} bytes compared, {} of them sent on links",
+            self.faults,
+            self.in_writes,
+            self.links,
+            self.pairs,
+            self.connections,
+            self.promoted,
+            self.bytes,
+            self.link_bytes
+        )
+    }
+}
+
+/// Pairs of programs until there have been enough faults.
+fn rounds(fault: Fault, device: &str) -> Result<(), Failed> {
+    let asked = number("CUTS", CUTS).div_ceil(fault.share);
+    let first_seed = number("CUTS_SEED", 1);
+    let (mut all, mut in_vain, mut round) = (Figures::default(), 0, 0);
+    while all.faults < asked {
+        let seed = first_seed + round * SEEDS;
+        let settings = (fault.settings)(round);
+        let what = format!("LOCALNIC={device},{} from seed {seed} on", settings.device);
+        let figures = pair(fault, device, &settings, seed).map_err(|why| {
+            let why = why.message().unwrap_or("it failed").to_owned();
+            format!("{what}, after {all}:\n{why}")
+        })?;
+        all.add(&figures);
+        in_vain = if figures.faults == 0 { in_vain + 1 } else { 0 };
+        if in_vain == IN_VAIN {
+            return Err(format!("{} of {asked} faults; none with {what}", all.faults).into());
+        }
+        round += 1;
+    }
+    println!("{}/{device}: {all}", fault.name);
+    Ok(())
+}
+
+/// One pair of programs, to its end.
+fn pair(fault: Fault, device: &str, settings: &Settings, seed: u64) -> Result<Figures, Failed> {
+    let dir = tempfile::tempdir()?;
+    let start = |args: &[&str], seed: u64| {
+        let localnic = format!("{device},{},seed={seed}", settings.device);
+        let promote_after = pick(seed / SEEDS, ["0", "2r,16K"]);
+        Peer::start(args, &localnic, promote_after, dir.path())
+    };
+    let connections = settings.connections.to_string();
+    let mut server = start(&["serve", &connections], seed)?;
+    let port = server.line()?;
+    let (long, times) = (settings.long.0.to_string(), settings.long.1.to_string());
+    // Of another seed, so that not both ends are cut at the same work request.
+    let mut client = start(
+        &["dial", &port, &seed.to_string(), &connections, &long, &times],
+        seed + 1,
+    )?;
+    let mut figures = Figures {
+        pairs: 1,
+        connections: settings.connections,
+        ..Figures::default()
+    };
+    let mut wrong = String::new();
+    for (name, peer) in [("client", &mut client), ("server", &mut server)] {
+        match peer.until_done() {
+            Ok(bytes) => figures.bytes += bytes,
+            Err(why) => wrong += &format!("the {name}:\n{why}"),
+        }
+    }
+    let mut found = Vec::new();
+    for (name, peer) in [("client", &client), ("server", &server)] {
+        let instance = instance_of(peer.child.id()).ok().flatten().map(|p| p.instance);
+        if let Some(instance) = instance {
+            figures.link_bytes += instance.totals.tx.link_bytes;
+            figures.promoted += instance.totals.promoted;
+            if instance.count(Event::LinkViolation) > 0 {
+                wrong += &format!("the {name} counts violations\n");
+            }
+        }
+        let log = fs::read_to_string(dir.path().join(format!("{}.log", peer.child.id()))).unwrap_or_default();
+        let count = |mark: &str| log.lines().filter(|line| line.contains(mark)).count() as u64;
+        found.push(count(fault.mark));
+        figures.in_writes += count(CUT_WRITE);
+        figures.links += count(CONNECTED);
+        for line in log
+            .lines()
+            .filter(|line| DEFECTS.iter().any(|defect| line.contains(defect)))
+        {
+            wrong += &format!("the {name} logs: {line}\n");
+        }
+    }
+    figures.faults = if fault.in_both {
+        found.iter().sum()
+    } else {
+        found.into_iter().max().unwrap_or(0)
+    };
+    if wrong.is_empty() {
+        for (name, peer) in [("client", client), ("server", server)] {
+            peer.end().map_err(|why| format!("the {name} at its end: {why}"))?;
+        }
+        return Ok(figures);
+    }
+    Err(wrong.into())
+}
+
+/// A program of `cuts-peer`; killed when this is dropped.
+struct Peer {
+    child: Child,
+    lines: Receiver<String>,
+}
+
+impl Peer {
+    fn start(args: &[&str], localnic: &str, promote_after: &str, dir: &Path) -> Result<Self, Failed> {
+        let paths = Paths::find(Path::new(env!("CARGO_BIN_EXE_scenario")));
+        let mut command = Command::new(env!("CARGO_BIN_EXE_cuts-peer"));
+        clean_environment(&mut command);
+        let mut child = command
+            .args(args)
+            .env("LD_PRELOAD", paths.library?)
+            .env("RDMASOCK_DEV_LOCAL_DEVICE", paths.device)
+            .env("LOCALNIC", localnic)
+            // Asked by name, as within a host: one port would be for all that run at once.
+            .env("RDMASOCK_CONTROL_PORT", "0")
+            .env("RDMASOCK_PROMOTE_AFTER", promote_after)
+            .env("RDMASOCK_LOG", LOG)
+            .env("RDMASOCK_LOG_FILE", dir.join("%p.log"))
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()?;
+        let (give, lines) = sync_channel(10_000);
+        let out = BufReader::new(child.stdout.take().unwrap());
+        // It ends with the program.
+        std::thread::spawn(move || {
+            for line in out.lines().map_while(Result::ok) {
+                if give.send(line).is_err() {
+                    return;
+                }
+            }
+        });
+        Ok(Self { child, lines })
+    }
+
+    /// The next line that it prints.
+    fn line(&mut self) -> Result<String, String> {
+        self.lines.recv_timeout(LIMIT).map_err(|error| match error {
+            RecvTimeoutError::Timeout => "it says nothing".to_owned(),
+            RecvTimeoutError::Disconnected => match self.child.wait() {
+                Ok(status) => format!("it ended early: {status}"),
+                Err(error) => error.to_string(),
+            },
+        })
+    }
+
+    /// That it has had its connections, and how many bytes it has compared.
+    fn until_done(&mut self) -> Result<u64, String> {
+        let mut wrong = String::new();
+        loop {
+            match self.line() {
+                Ok(line) => match line.strip_prefix("done ") {
+                    Some(bytes) if wrong.is_empty() => return bytes.parse().map_err(|_| line),
+                    Some(_) => return Err(wrong),
+                    None => wrong += &format!("{line}\n"),
+                },
+                Err(why) => return Err(format!("{wrong}{why}\n")),
+            }
+        }
+    }
+
+    /// It ends by itself.
+    fn end(mut self) -> Result<(), String> {
+        drop(self.child.stdin.take());
+        let status = self.child.wait().map_err(|e| e.to_string())?;
+        if status.success() {
+            Ok(())
+        } else {
+            Err(status.to_string())
+        }
+    }
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        // It may have ended by itself.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}

@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering::SeqCst;
 
 use rdmasock_core::ids::{InstanceId, Nonce, Tuple};
 use rdmasock_core::stats::{Direction, Reason};
-use rdmasock_core::stream::handshake::Handshake;
+use rdmasock_core::stream::handshake::{Handshake, Phase};
 use rdmasock_core::sync::store_load_fence;
 use rdmasock_core::wire::{self, Message};
 use rustix::event::epoll as kernel;
@@ -54,7 +54,19 @@ impl Worker {
 
     pub(super) fn on_ask(&mut self, conn: u64, request: u64, tuple: Tuple, nonce_c: Nonce, instance_c: InstanceId) {
         // Looked for once: what is accepted meanwhile has not been used.
-        let answer = match self.handshakes.accepted(&tuple) {
+        let accepted = self.handshakes.accepted(&tuple);
+        if let Some(nonce_s) = accepted.and_then(|socket| said_yes(socket, nonce_c, instance_c)) {
+            // It was not heard. Nor may this be; the asker asks again then.
+            let instance_s = self.library.id;
+            let yes = Message::Yes {
+                request,
+                nonce_s,
+                instance_s,
+            };
+            self.reply(conn, &yes);
+            return;
+        }
+        let answer = match accepted {
             None => Err(wire::Reason::NotHeld.into()),
             Some(socket) if !is_used(socket) => Err(Refusal::NotYet(socket)),
             Some(socket) => self.answer(socket, &tuple, nonce_c, instance_c),
@@ -257,6 +269,14 @@ impl Worker {
             connection::feed(socket, &mut control, Handshake::on_cancel);
         }
     }
+}
+
+/// Our nonce, if this very question was answered by a YES of which nothing has come yet.
+fn said_yes(socket: &Socket, nonce_c: Nonce, instance_c: InstanceId) -> Option<Nonce> {
+    let control = socket.control.lock()?;
+    let handshake = control.handshake.as_ref().filter(|h| h.phase() == Phase::Offered)?;
+    let is_same = handshake.theirs() == Some(nonce_c) && control.asked_by == Some(instance_c);
+    is_same.then_some(handshake.mine())
 }
 
 /// Whether this process has carried data over the connection; if not its first use will tell.

@@ -158,6 +158,11 @@ impl Worker {
         let Some(socket) = asking.socket() else {
             return;
         };
+        if asking.goes_on_after(asking.answered) && is_asking(socket, asking.nonce) {
+            asking.put_off(crate::time::now_ns());
+            self.asks.insert(request, asking);
+            return;
+        }
         if !abandon(socket, asking.nonce) {
             return;
         }

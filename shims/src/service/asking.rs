@@ -15,6 +15,10 @@ pub const ASK_TIMEOUT: Duration = Duration::from_secs(2);
 /// waits.
 pub const REMOTE_TIMEOUT: Duration = Duration::from_secs(6);
 
+/// The first pause of a question that is asked again and again, and the longest; each is twice the one before.
+const FIRST_PAUSE: Duration = Duration::from_secs(1);
+const LONGEST_PAUSE: Duration = Duration::from_secs(64);
+
 /// For whom a question is asked.
 #[derive(Clone, Copy)]
 pub enum Asker {
@@ -48,6 +52,11 @@ pub struct Asking {
     pub busy: bool,
     /// There is a name of somebody who may not answer.
     pub untrusted: bool,
+    /// A YES may have been lost with a link between hosts. Who has said it looks for a HELLO until it hears of us, so
+    /// this is asked again until it is answered, or the connection is over (P16).
+    pub is_unheard: bool,
+    /// How long after a question that was not answered the next one is asked.
+    pub pause: Duration,
     /// Monotonic ns.
     pub deadline: u64,
 }
@@ -90,6 +99,8 @@ impl Asking {
             answered: None,
             busy: false,
             untrusted: false,
+            is_unheard: false,
+            pause: FIRST_PAUSE,
             deadline: crate::time::now_ns() + if remote { REMOTE_TIMEOUT } else { ASK_TIMEOUT }.as_nanos() as u64,
         }
     }
@@ -97,6 +108,17 @@ impl Asking {
     /// A question that came from another host.
     pub fn relayed(conn: u64, tuple: Tuple, nonce: Nonce, instance: InstanceId) -> Self {
         Self::new(Asker::Elsewhere { conn, instance }, nonce, tuple, false)
+    }
+
+    /// It is asked again in a while.
+    pub fn put_off(&mut self, now: u64) {
+        self.deadline = now + self.pause.as_nanos() as u64;
+        self.pause = LONGEST_PAUSE.min(self.pause * 2);
+    }
+
+    /// Whether an answer is still needed although this one has come: of a YES that was lost only its sender can know.
+    pub fn goes_on_after(&self, answered: Option<wire::Reason>) -> bool {
+        self.is_unheard && matches!(answered, None | Some(wire::Reason::NotHeld | wire::Reason::Absent))
     }
 
     /// Whether it came from another host.

@@ -305,7 +305,7 @@ impl Worker {
             Peer::Linking { peer } => self.link_failed(peer),
             Peer::Link(link) => {
                 self.forget_link_fds(link);
-                self.on_link_silence(id);
+                self.on_link_silence(id, link.is_remote());
                 self.link_down(link, why);
             }
         }

@@ -252,6 +252,61 @@ fn a_yes_that_reaches_nobody_begins_nothing() {
 }
 
 #[test]
+fn the_same_question_gets_the_same_yes_again() {
+    let mut worker = worker();
+    let (socket, _client, _server) = accepted();
+    let tuple = socket::tuple_of(socket).unwrap();
+    let (nonce, instance) = (Nonce::random().unwrap(), InstanceId::random().unwrap());
+    let mut ask = |nonce, instance| {
+        let (ours, theirs) = Channel::pair().unwrap();
+        let conn = worker.register(ours, Peer::Incoming { listener: None }).unwrap();
+        worker.on_ask(conn, 1, tuple, nonce, instance);
+        match received(&theirs) {
+            Some(Message::Yes { nonce_s, .. }) => Some(nonce_s),
+            _ => None,
+        }
+    };
+    let first = ask(nonce, instance);
+    assert!(first.is_some());
+    assert_eq!(ask(nonce, instance), first, "it may have been lost");
+    assert_eq!(ask(Nonce::random().unwrap(), instance), None, "another question");
+    assert_eq!(ask(nonce, InstanceId::random().unwrap()), None, "another asker");
+    assert_eq!(ask(nonce, instance), first);
+}
+
+#[test]
+fn a_question_whose_answer_may_be_lost_is_asked_until_it_is_answered() {
+    let mut worker = worker();
+    let (socket, _stream) = connected();
+    let (request, conn, holder) = asked(&mut worker, socket, true);
+    worker.asks.get_mut(&request).unwrap().is_unheard = true;
+    let reason = wire::Reason::NotHeld;
+    say(&holder, &Message::No { request, reason });
+    worker.on_channel(conn);
+    let is_asking = || {
+        socket
+            .control
+            .lock()
+            .unwrap()
+            .handshake
+            .as_ref()
+            .is_some_and(|h| h.is_asking())
+    };
+    assert!(
+        worker.asks.contains_key(&request) && is_asking(),
+        "who has it has not answered"
+    );
+    let mut now = crate::time::now_ns();
+    for _ in 0..20 {
+        now += 100_000_000_000;
+        worker.expire_asks(now);
+        assert!(worker.asks.contains_key(&request) && is_asking());
+    }
+    worker.declined(request, wire::Reason::Limit);
+    assert!(!worker.asks.contains_key(&request) && !is_asking());
+}
+
+#[test]
 fn a_cookie_is_good_once_and_for_whom_it_was_made() {
     let worker = worker();
     let (peer, other) = (InstanceId::random().unwrap(), InstanceId::random().unwrap());

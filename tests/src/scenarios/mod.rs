@@ -165,12 +165,27 @@ pub const DIFFERS_BETWEEN_HOSTS: [(&str, &str); 17] = [
     ("handed_", HANDED),
     ("wakes_forked", HANDED),
     ("identity_receivers", "a receive whose number is gone fails with EBADF"),
-    ("epoll_more_pwait2", "what is behind the events that are counted is written to"),
-    ("files_splice_errors", "a send that does not wait finds no room while the connection leaves the link"),
-    ("flags_peek_offset", "SO_PEEK_OFF is not followed on a link between hosts"),
+    (
+        "epoll_more_pwait2",
+        "what is behind the events that are counted is written to",
+    ),
+    (
+        "files_splice_errors",
+        "a send that does not wait finds no room while the connection leaves the link",
+    ),
+    (
+        "flags_peek_offset",
+        "SO_PEEK_OFF is not followed on a link between hosts",
+    ),
     ("order_end_first", "shutdown() returns before the end is on its way"),
-    ("told_counts_in_a_child", "the child counts what its parent's library has said in TCP"),
-    ("unseen_close/", "of a close that no hook sees the peer may hear an end in place of a reset"),
+    (
+        "told_counts_in_a_child",
+        "the child counts what its parent's library has said in TCP",
+    ),
+    (
+        "unseen_close/",
+        "of a close that no hook sees the peer may hear an end in place of a reset",
+    ),
 ];
 const CAPACITY: &str = "a sender that is not read gets rid of less, or of more";
 const HANDED: &str = "a connection that is handed over in the middle of its promotion is reset";

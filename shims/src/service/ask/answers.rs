@@ -125,14 +125,19 @@ impl Worker {
         }
     }
 
-    /// A link has ended: nobody answers on it any more.
-    pub(in crate::service) fn on_link_silence(&mut self, conn: u64) {
+    /// A link has ended: nobody answers on it any more. Between hosts an answer may have been on its way: the same
+    /// question is asked in another way.
+    pub(in crate::service) fn on_link_silence(&mut self, conn: u64, is_remote: bool) {
         let waiting = self
             .asks
             .iter()
             .filter(|(_, a)| a.asked.contains(&conn))
             .map(|(r, _)| *r);
         for request in waiting.collect::<Vec<_>>() {
+            if let Some(asking) = self.asks.get_mut(&request) {
+                asking.is_unheard = is_remote;
+                asking.named &= !is_remote;
+            }
             self.on_silence(conn, request);
         }
     }
@@ -249,6 +254,10 @@ impl Worker {
                 self.reply(conn, &Message::No { request, reason });
                 continue;
             }
+            if asking.is_unheard {
+                self.ask_again(request, asking, now);
+                continue;
+            }
             let why = if asking.remote && self.is_host_silent(&asking) {
                 Reason::PeerWithout
             } else {
@@ -264,6 +273,21 @@ impl Worker {
                 }
             }
         }
+    }
+
+    /// The same question once more, as long as the connection is in the attempt.
+    fn ask_again(&mut self, request: u64, mut asking: Asking, now: u64) {
+        if !asking.socket().is_some_and(|s| is_asking(s, asking.nonce)) {
+            return;
+        }
+        asking.answered = None;
+        asking.put_off(now);
+        if asking.remote {
+            self.ask_host(request, &mut asking);
+        } else {
+            self.ask_names(request, &mut asking);
+        }
+        self.asks.insert(request, asking);
     }
 
     /// Who has not answered on a channel that was made for one question will not.

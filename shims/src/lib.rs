@@ -3,8 +3,8 @@
 //! The rooms, lowest first; none knows one that comes later.
 //!
 //! 1. The process around us: `errno real time iov points duty handler jump vfork ending`; what the user wants: `config
-//!    rules log reach verbs`; the kernel's sockets: `sockopt tcp_info identity keepalive`; small parts: `registry ledger
-//!    kept_on_tcp offers spin waiters ancestors`.
+//!    rules log reach verbs`; the kernel's sockets: `sockopt tcp_info identity keepalive`; small parts: `registry
+//!    ledger kept_on_tcp offers spin waiters ancestors`.
 //! 2. What is left to the service thread: `mailbox`. The instance, as data: `library`, and `signals`.
 //! 3. Objects: `link listener holders`, then `socket`.
 //! 4. Whom to tell: `ready anchor`; what a socket comes to without moving a byte: `blocking threshold reset reclaim`.

@@ -12,8 +12,8 @@ use rdmasock_tests::scenarios::{self, Scenario};
 
 fn main() -> ExitCode {
     let mut args = Arguments::from_args();
-    // Scenarios are two processes each and some of them want a core per process.
-    args.test_threads.get_or_insert(2);
+    // Scenarios are two processes each, and some of them want a core for each; but most of the time they wait.
+    args.test_threads.get_or_insert(3);
     let paths = Arc::new(Paths::find(Path::new(env!("CARGO_BIN_EXE_scenario"))));
     let references = Arc::new(References::default());
     let mut trials = Vec::new();

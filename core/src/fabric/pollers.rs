@@ -2,8 +2,8 @@
 //! ([`Pollers`]). Each sleeps on something of its own too. Were all to poll, each event would wake all of them.
 //!
 //! Who is about to sleep stands by if somebody polls, and else polls. Who polled last and leaves calls one of those who
-//! stand by. So as long as one sleeps one polls, or is called to, or is on the way: who stands by says so and then looks
-//! who polls, who leaves does it the other way round (`sync`: [`Presence`]).
+//! stand by. So as long as one sleeps one polls, or is called to, or is on the way: who stands by says so and then
+//! looks who polls, who leaves does it the other way round (`sync`: [`Presence`]).
 
 use crate::sync::{AtomicU64, Presence, Published};
 

@@ -181,7 +181,8 @@ impl Remote {
     /// nobody has slept here for some ms: a program that sleeps again and again would else tell the kernel twice each
     /// time. Looks once more after this, then sleeps on the descriptor too. `None` if the link is down.
     ///
-    /// An event wakes all who sleep on the descriptor. So a thread that can leave it to others [takes turns](Self::in_turn).
+    /// An event wakes all who sleep on the descriptor. So a thread that can leave it to others takes turns
+    /// ([`Self::in_turn`]).
     pub fn become_poller(&self) -> Option<Poller<'_>> {
         self.enter(false)
     }
@@ -219,8 +220,8 @@ impl Remote {
         Some(poller)
     }
 
-    /// Until the value is dropped others are woken by completions, and ring this waiter for what is its own; the last of
-    /// them rings it to take its place. `None` if there are none.
+    /// Until the value is dropped others are woken by completions, and ring this waiter for what is its own; the last
+    /// of them rings it to take its place. `None` if there are none.
     fn stand_by(&self, waiter: WaiterId) -> Option<StandBy<'_>> {
         let others = self.pollers.stand_by(waiter.0);
         others.then_some(StandBy {

@@ -153,7 +153,7 @@ pub const BETWEEN_HOSTS_BOTH_WAYS: [&str; 11] = [
 ];
 
 /// What is known to differ there from kernel TCP, and why (docs/limits.md).
-pub const DIFFERS_BETWEEN_HOSTS: [(&str, &str); 17] = [
+pub const DIFFERS_BETWEEN_HOSTS: [(&str, &str); 18] = [
     ("capacity_announced", CAPACITY),
     ("capacity_both_ways", CAPACITY),
     ("capacity_left_behind", CAPACITY),
@@ -161,6 +161,7 @@ pub const DIFFERS_BETWEEN_HOSTS: [(&str, &str); 17] = [
     ("close_killed_", KILLED),
     ("close_sigpipe_kills", KILLED),
     ("ends_by_kill/", KILLED),
+    ("process_child_of_a_killed_parent", KILLED),
     ("told_peer_killed", KILLED),
     ("handed_", HANDED),
     ("wakes_forked", HANDED),

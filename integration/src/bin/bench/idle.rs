@@ -109,7 +109,7 @@ impl Usage {
 }
 
 /// The number after `name` at the start of a line, 0 if there is none.
-fn field(text: &str, name: &str) -> f64 {
+pub fn field(text: &str, name: &str) -> f64 {
     let line = text.lines().find_map(|line| line.strip_prefix(name));
     line.and_then(|rest| rest.split_whitespace().next()?.parse().ok())
         .unwrap_or(0.0)

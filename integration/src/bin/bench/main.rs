@@ -1,12 +1,21 @@
 //! What single calls, messages and idle streams cost: kernel TCP, a Unix socket and the library, alternately in one
-//! run. It starts itself again as both ends of every measurement (`peer`). Its part `never-slower` measures whole
-//! programs; those that the library makes much faster are the business of `demo`. Nothing here is a test with a time
-//! limit.
+//! run. It starts itself again as both ends of every measurement (`peer`). Its parts: `never-slower` measures whole
+//! programs (those that the library makes much faster are the business of `demo`), `sweep` transfers of growing size,
+//! `scale` more and more connections and clients, and `page` makes a page and pictures of what these two have written.
+//! Nothing here is a test with a time limit.
 
+mod crowd;
 mod idle;
 mod never_slower;
+mod page;
 mod peer;
 mod peers;
+mod pictures;
+mod results;
+mod scale;
+mod sweep;
+mod transfer;
+mod way;
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -14,8 +23,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use clap::{Args, Parser, Subcommand};
 use rdmasock_integration::lab::{Build, Lab, Mode, Role};
-use rdmasock_integration::ports::free_port;
-use rdmasock_integration::proc::{Cmd, Proc, wait_until};
+use rdmasock_integration::proc::{Cmd, Proc};
 use rdmasock_integration::signals;
 use rdmasock_integration::table::{Better, Goal, Report, Row, Subject};
 
@@ -55,6 +63,18 @@ struct Choice {
 enum Part {
     /// Measures whole programs for which the library must never be slower than kernel TCP.
     NeverSlower(Choice),
+    /// Measures one connection with transfers of growing size: throughput, processor time, round trips.
+    Sweep(sweep::Options),
+    /// Measures one server with more and more connections and client processes.
+    Scale(scale::Options),
+    /// Makes docs/benchmarks.md and its pictures of what the other parts have written.
+    Page(page::Options),
+    /// One end of a measurement of sweep; started by the benchmark itself.
+    #[command(hide = true)]
+    Transfer(transfer::Transfer),
+    /// One end of a measurement of scale; likewise.
+    #[command(hide = true)]
+    Crowd(crowd::Crowd),
     /// One end of a measurement; started by the benchmark itself.
     #[command(hide = true)]
     Peer(Peer),
@@ -75,13 +95,19 @@ fn main() -> std::process::ExitCode {
 
 fn all() -> Result<()> {
     let Options { part, choice } = Options::parse();
-    if let Some(Part::Peer(peer)) = part {
-        return peer::run(&peer);
+    match &part {
+        Some(Part::Peer(peer)) => return peer::run(peer),
+        Some(Part::Transfer(end)) => return transfer::run(end),
+        Some(Part::Crowd(end)) => return crowd::run(end),
+        Some(Part::Page(options)) => return page::run(options),
+        _ => {}
     }
     signals::catch()?;
     signals::raise_nofile()?;
     match part {
         Some(Part::NeverSlower(choice)) => never_slower::run(&choice),
+        Some(Part::Sweep(options)) => sweep::run(&options),
+        Some(Part::Scale(options)) => scale::run(&options),
         _ => calls(&choice),
     }
 }
@@ -264,20 +290,9 @@ impl Bench {
     }
 
     fn server(&self, lab: &Lab, job: Job, subject: Subject) -> Result<(Proc, String)> {
-        if subject != Subject::Unix {
-            let port = free_port()?;
-            let address = format!("127.0.0.1:{port}");
-            let cmd = self.peer(lab, Role::Server, job, &address)?;
-            return Ok((lab.serve(cmd, port)?, address));
-        }
-        let path = lab.path("socket");
-        let address = path.display().to_string();
-        let mut server = self.peer(lab, Role::Server, job, &address)?.spawn()?;
-        wait_until("the Unix socket", lab.deadline(), || {
-            server.check_running()?;
-            Ok(path.exists())
-        })?;
-        Ok((server, address))
+        way::serve(lab, subject == Subject::Unix, |address| {
+            self.peer(lab, Role::Server, job, address)
+        })
     }
 
     fn peer(&self, lab: &Lab, role: Role, job: Job, address: &str) -> Result<Cmd> {

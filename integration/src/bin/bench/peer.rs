@@ -92,7 +92,10 @@ pub fn run(peer: &Peer) -> Result<()> {
 
 /// A stream socket of either family: after connect and accept only recv and send are used, which
 /// are the same for both.
-fn connect(address: &str) -> Result<TcpStream> {
+///
+/// # Errors
+/// Those of connect(2).
+pub fn connect(address: &str) -> Result<TcpStream> {
     if address.starts_with('/') {
         return Ok(TcpStream::from(OwnedFd::from(UnixStream::connect(address)?)));
     }

@@ -1,0 +1,302 @@
+//! The two ends of `scale`, each a process of its own: a server that echoes on all connections in one thread, and a client
+//! with one or more of them that keeps a number of messages in flight. The client does what its standard input says.
+
+use std::collections::VecDeque;
+use std::io::{BufRead, ErrorKind, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixListener;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use clap::Args;
+use hdrhistogram::Histogram;
+use nix::errno::Errno;
+use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
+use rdmasock_integration::signals;
+use serde::{Deserialize, Serialize};
+
+use crate::peer::connect;
+
+/// Bytes of a message.
+const MESSAGE: usize = 64;
+/// What one read of an end takes at most: all that may be in flight, as a rule.
+const READ: usize = 4096;
+/// Messages that an order to warm up sends on each connection.
+const WARM_UP: usize = 20;
+
+/// One end.
+#[derive(Debug, Args)]
+pub struct Crowd {
+    #[arg(long)]
+    pub server: bool,
+    /// `address:port`, or the path of a Unix socket.
+    #[arg(long)]
+    pub address: String,
+    /// Connections of this client.
+    #[arg(long, default_value_t = 1)]
+    pub connections: usize,
+    /// Messages in flight, on all of them together.
+    #[arg(long, default_value_t = 1)]
+    pub in_flight: usize,
+    #[arg(long, default_value_t = 1.0)]
+    pub seconds: f64,
+}
+
+/// What a client answers to `go`.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Answered {
+    pub messages: u64,
+    pub seconds: f64,
+    /// Messages with those that do not count for the time.
+    pub served: u64,
+    /// How many took how many ns, so that those of several clients can be added.
+    pub times: Vec<(u64, u64)>,
+}
+
+/// Plays one end until its standard input ends (client) or it is killed (server).
+///
+/// # Errors
+/// Those of the sockets.
+pub fn run(options: &Crowd) -> Result<()> {
+    signals::raise_nofile()?;
+    match options.server {
+        true => serve(&options.address),
+        false => play(options),
+    }
+}
+
+fn play(options: &Crowd) -> Result<()> {
+    let mut crowd = Clients::new()?;
+    for line in std::io::stdin().lock().lines() {
+        match line?.as_str() {
+            "warm" => {
+                crowd.open(options)?;
+                crowd.warm()?;
+                println!("warm");
+            }
+            "go" => {
+                let answered = crowd.talk(options)?;
+                println!("{}", serde_json::to_string(&answered)?);
+            }
+            other => bail!("no order: {other}"),
+        }
+    }
+    Ok(())
+}
+
+/// A connection of a client.
+struct Connection {
+    stream: TcpStream,
+    /// Bytes that have come of a message that is not whole yet.
+    part: usize,
+    /// When the messages in flight were sent.
+    sent: VecDeque<Instant>,
+}
+
+struct Clients {
+    epoll: Epoll,
+    connections: Vec<Connection>,
+    next: usize,
+}
+
+impl Clients {
+    fn new() -> Result<Self> {
+        Ok(Self {
+            epoll: Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?,
+            connections: Vec::new(),
+            next: 0,
+        })
+    }
+
+    /// Opens the connections that are not open yet.
+    fn open(&mut self, options: &Crowd) -> Result<()> {
+        while self.connections.len() < options.connections {
+            let stream = connect(&options.address)?;
+            let number = self.connections.len() as u64;
+            self.epoll.add(&stream, EpollEvent::new(EpollFlags::EPOLLIN, number))?;
+            self.connections.push(Connection {
+                stream,
+                part: 0,
+                sent: VecDeque::new(),
+            });
+        }
+        Ok(())
+    }
+
+    /// Enough messages on each connection for it to be promoted.
+    fn warm(&mut self) -> Result<()> {
+        for connection in &mut self.connections {
+            for _ in 0..WARM_UP {
+                let mut message = [7; MESSAGE];
+                connection.stream.write_all(&message)?;
+                connection.stream.read_exact(&mut message)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Keeps messages in flight for the time given; a first tenth does not count.
+    fn talk(&mut self, options: &Crowd) -> Result<Answered> {
+        let mut times = Histogram::<u64>::new(3)?;
+        for _ in 0..options.in_flight {
+            self.send()?;
+        }
+        let time = Duration::from_secs_f64(options.seconds);
+        let mut served = self.answer_until(Instant::now() + time / 10, None)?;
+        let begin = Instant::now();
+        let messages = self.answer_until(begin + time, Some(&mut times))?;
+        let seconds = begin.elapsed().as_secs_f64();
+        while self.connections.iter().any(|connection| !connection.sent.is_empty()) {
+            served += self.receive(None)?;
+        }
+        served += messages;
+        let times = times.iter_recorded();
+        Ok(Answered {
+            messages,
+            seconds,
+            served,
+            times: times
+                .map(|value| (value.value_iterated_to(), value.count_at_value()))
+                .collect(),
+        })
+    }
+
+    /// Sends a message for each that has come back, until `end`; how many have.
+    fn answer_until(&mut self, end: Instant, mut times: Option<&mut Histogram<u64>>) -> Result<u64> {
+        let mut messages = 0;
+        while Instant::now() < end {
+            let back = self.receive(times.as_deref_mut())?;
+            for _ in 0..back {
+                self.send()?;
+            }
+            messages += back;
+        }
+        Ok(messages)
+    }
+
+    /// Sends a message on the next connection in turn.
+    fn send(&mut self) -> Result<()> {
+        let count = self.connections.len();
+        let connection = self.connections.get_mut(self.next).context("no connection")?;
+        self.next = (self.next + 1) % count;
+        connection.sent.push_back(Instant::now());
+        Ok(connection.stream.write_all(&[7; MESSAGE])?)
+    }
+
+    /// Waits for messages; how many have come back.
+    fn receive(&mut self, mut times: Option<&mut Histogram<u64>>) -> Result<u64> {
+        let mut events = [EpollEvent::empty(); 64];
+        let ready = wait(&self.epoll, &mut events)?;
+        let mut messages = 0;
+        for event in events.iter().take(ready) {
+            let connection = self
+                .connections
+                .get_mut(event.data() as usize)
+                .context("no connection")?;
+            let mut buffer = [0; READ];
+            let got = connection.stream.read(&mut buffer)?;
+            ensure!(got > 0, "the server is gone");
+            connection.part += got;
+            while connection.part >= MESSAGE {
+                connection.part -= MESSAGE;
+                let sent = connection.sent.pop_front().context("more came than was sent")?;
+                if let Some(times) = times.as_deref_mut() {
+                    times.record(sent.elapsed().as_nanos() as u64)?;
+                }
+                messages += 1;
+            }
+        }
+        Ok(messages)
+    }
+}
+
+fn wait(epoll: &Epoll, events: &mut [EpollEvent]) -> Result<usize> {
+    loop {
+        match epoll.wait(events, EpollTimeout::NONE) {
+            Err(Errno::EINTR) => {}
+            result => return Ok(result?),
+        }
+    }
+}
+
+fn serve(address: &str) -> Result<()> {
+    if address.starts_with('/') {
+        let listener = UnixListener::bind(address)?;
+        return echo(&listener, || Ok(TcpStream::from(OwnedFd::from(listener.accept()?.0))));
+    }
+    let listener = TcpListener::bind(address)?;
+    echo(&listener, || {
+        let stream = listener.accept()?.0;
+        stream.set_nodelay(true)?;
+        Ok(stream)
+    })
+}
+
+/// A connection of the server, and what it could not send back yet.
+struct Echo {
+    stream: TcpStream,
+    left: Vec<u8>,
+}
+
+impl Echo {
+    /// Sends back what can be read. False when the client has ended.
+    fn step(&mut self, epoll: &Epoll, number: u64) -> Result<bool> {
+        let had_left = !self.left.is_empty();
+        if !had_left {
+            let mut buffer = [0; READ];
+            match self.stream.read(&mut buffer) {
+                Ok(got @ 1..) => self.left.extend_from_slice(buffer.get(..got).unwrap_or_default()),
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(true),
+                Ok(0) | Err(_) => return Ok(false),
+            }
+        }
+        while !self.left.is_empty() {
+            match self.stream.write(&self.left) {
+                Ok(sent) => drop(self.left.drain(..sent)),
+                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+                Err(_) => return Ok(false),
+            }
+        }
+        if had_left == self.left.is_empty() {
+            // The set is told when what it is to wait for changes.
+            let wanted = match self.left.is_empty() {
+                true => EpollFlags::EPOLLIN,
+                false => EpollFlags::EPOLLOUT,
+            };
+            epoll.modify(&self.stream, &mut EpollEvent::new(wanted, number))?;
+        }
+        Ok(true)
+    }
+}
+
+/// Sends back what comes, in one thread, on all connections.
+fn echo(listener: &impl AsFd, accept: impl Fn() -> Result<TcpStream>) -> Result<()> {
+    let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
+    epoll.add(listener, EpollEvent::new(EpollFlags::EPOLLIN, u64::MAX))?;
+    let mut echoes: Vec<Option<Echo>> = Vec::new();
+    let mut events = [EpollEvent::empty(); 64];
+    loop {
+        let ready = wait(&epoll, &mut events)?;
+        for event in events.iter().take(ready) {
+            if event.data() == u64::MAX {
+                let stream = accept()?;
+                stream.set_nonblocking(true)?;
+                epoll.add(&stream, EpollEvent::new(EpollFlags::EPOLLIN, echoes.len() as u64))?;
+                echoes.push(Some(Echo {
+                    stream,
+                    left: Vec::new(),
+                }));
+            } else if let Some(slot) = echoes.get_mut(event.data() as usize) {
+                let is_open = match slot {
+                    Some(echo) => echo.step(&epoll, event.data())?,
+                    None => true,
+                };
+                // A client that has ended leaves the set with its number.
+                if !is_open {
+                    *slot = None;
+                }
+            }
+        }
+    }
+}

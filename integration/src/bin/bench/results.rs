@@ -1,0 +1,370 @@
+//! What `sweep` and `scale` have measured, as they write it to JSON and `page` reads it: the samples of each round, their
+//! medians, and how they compare. Nothing is measured here.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use anyhow::{Context, Result};
+use clap::ValueEnum;
+use rdmasock_integration::median;
+use serde::{Deserialize, Serialize};
+
+/// What carries the bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "snake_case")]
+pub enum Way {
+    /// Kernel TCP on the loopback interface.
+    Tcp,
+    /// A Unix stream socket.
+    Unix,
+    /// The library, within the host.
+    Shm,
+    /// The library over the local device, as if between hosts: a model.
+    Device,
+}
+
+impl Way {
+    /// All of them, what the others are compared with first.
+    pub const ALL: [Self; 4] = [Self::Tcp, Self::Unix, Self::Shm, Self::Device];
+
+    /// The name in tables and pictures.
+    pub fn title(self) -> &'static str {
+        match self {
+            Self::Tcp => "kernel TCP",
+            Self::Unix => "Unix socket",
+            Self::Shm => "library, shared memory",
+            Self::Device => "library, local device (a model)",
+        }
+    }
+
+    /// Whether both ends have the library.
+    pub fn has_library(self) -> bool {
+        matches!(self, Self::Shm | Self::Device)
+    }
+}
+
+/// What is varied: the size of a transfer, with one of three receivers, or the number of connections or client processes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "snake_case")]
+pub enum Series {
+    /// Sizes; the receiver blocks in recv(2).
+    Recv,
+    /// Sizes; it blocks in recv(2) with MSG_WAITALL.
+    Waitall,
+    /// Sizes; it waits in epoll_wait(2) and then reads what is there, without blocking.
+    Epoll,
+    /// Connections between two processes.
+    Connections,
+    /// Client processes with one connection each.
+    Clients,
+}
+
+impl Series {
+    /// Those of `sweep`.
+    pub const RECEIVERS: [Self; 3] = [Self::Recv, Self::Waitall, Self::Epoll];
+    /// Those of `scale`.
+    pub const CROWDS: [Self; 2] = [Self::Connections, Self::Clients];
+
+    /// The heading.
+    pub fn title(self) -> &'static str {
+        match self {
+            Self::Recv => "Receiver that blocks in recv",
+            Self::Waitall => "Receiver that blocks in recv with MSG_WAITALL",
+            Self::Epoll => "Receiver that waits in epoll_wait",
+            Self::Connections => "Connections between two processes",
+            Self::Clients => "Client processes of one server",
+        }
+    }
+
+    /// The word in names of files.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Recv => "recv",
+            Self::Waitall => "waitall",
+            Self::Epoll => "epoll",
+            Self::Connections => "connections",
+            Self::Clients => "clients",
+        }
+    }
+
+    /// What is varied, as the head of a column.
+    pub fn varied(self) -> &'static str {
+        match self {
+            Self::Recv | Self::Waitall | Self::Epoll => "transfer",
+            Self::Connections => "connections",
+            Self::Clients => "processes",
+        }
+    }
+
+    /// Of whose powers values are.
+    pub fn base(self) -> f64 {
+        match self {
+            Self::Recv | Self::Waitall | Self::Epoll => 4.0,
+            Self::Connections | Self::Clients => 10.0,
+        }
+    }
+
+    /// One value of what is varied.
+    pub fn value(self, x: u64) -> String {
+        match self {
+            Self::Recv | Self::Waitall | Self::Epoll => size(x),
+            Self::Connections | Self::Clients => x.to_string(),
+        }
+    }
+}
+
+/// What is measured; the unit is in its title.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Figure {
+    Throughput,
+    Processor,
+    ProcessorSender,
+    ProcessorReceiver,
+    TripP50,
+    TripP99,
+    TripP999,
+    Messages,
+    MessageP50,
+    MessageP99,
+    MessageProcessor,
+    MessageProcessorServer,
+    Resident,
+    Shared,
+    Descriptors,
+}
+
+impl Figure {
+    /// What it is, with its unit.
+    pub fn title(self) -> &'static str {
+        match self {
+            Self::Throughput => "throughput, GB/s",
+            Self::Processor => "processor seconds per GB, both sides",
+            Self::ProcessorSender => "processor seconds per GB, sender",
+            Self::ProcessorReceiver => "processor seconds per GB, receiver",
+            Self::TripP50 => "round trip, µs, p50",
+            Self::TripP99 => "round trip, µs, p99",
+            Self::TripP999 => "round trip, µs, p99.9",
+            Self::Messages => "messages a second",
+            Self::MessageP50 => "time of a message, µs, p50",
+            Self::MessageP99 => "time of a message, µs, p99",
+            Self::MessageProcessor => "processor µs a message, all processes",
+            Self::MessageProcessorServer => "processor µs a message, server",
+            Self::Resident => "resident memory of the server, MiB",
+            Self::Shared => "shared memory of the server, MiB",
+            Self::Descriptors => "descriptors of the server",
+        }
+    }
+
+    /// Whether more of it is better.
+    fn is_better_higher(self) -> bool {
+        matches!(self, Self::Throughput | Self::Messages)
+    }
+}
+
+/// The machine, as far as it matters: no names.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Machine {
+    pub cores: usize,
+    /// Version of Linux without what its builder has appended.
+    pub kernel: String,
+    pub is_virtual: bool,
+    /// Threads that wanted to run in the minute before, of other programs then.
+    pub load: f64,
+}
+
+impl Machine {
+    /// This one.
+    ///
+    /// # Errors
+    /// When /proc cannot be read.
+    pub fn this() -> Result<Self> {
+        let read = |path: &str| std::fs::read_to_string(path).with_context(|| path.to_owned());
+        let (kernel, load) = (read("/proc/sys/kernel/osrelease")?, read("/proc/loadavg")?);
+        let load = load.split(' ').next().and_then(|text| text.parse().ok());
+        Ok(Self {
+            cores: std::thread::available_parallelism()?.get(),
+            kernel: kernel.trim().split('-').next().unwrap_or_default().to_owned(),
+            is_virtual: read("/proc/cpuinfo")?.contains(" hypervisor"),
+            load: load.context("/proc/loadavg")?,
+        })
+    }
+}
+
+/// One value of what is varied, on one way.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Point {
+    pub series: Series,
+    pub x: u64,
+    pub way: Way,
+    /// Of each round, in the order measured.
+    pub samples: BTreeMap<Figure, Vec<f64>>,
+}
+
+/// A run of `sweep` or `scale`, or both together.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Results {
+    pub machine: Machine,
+    pub rounds: u32,
+    pub is_quick: bool,
+    pub points: Vec<Point>,
+    /// Measurements that do not count, and why.
+    pub refused: Vec<String>,
+}
+
+impl Results {
+    /// Without points, on this machine.
+    ///
+    /// # Errors
+    /// Those of [`Machine::this`].
+    pub fn new(rounds: u32, is_quick: bool) -> Result<Self> {
+        Ok(Self {
+            machine: Machine::this()?,
+            rounds,
+            is_quick,
+            ..Self::default()
+        })
+    }
+
+    /// Adds what one round has measured.
+    pub fn add(&mut self, series: Series, x: u64, way: Way, figures: &[(Figure, f64)]) {
+        let is_it = |point: &Point| (point.series, point.x, point.way) == (series, x, way);
+        let at = self.points.iter().position(is_it).unwrap_or_else(|| {
+            self.points.push(Point {
+                series,
+                x,
+                way,
+                samples: BTreeMap::new(),
+            });
+            self.points.len() - 1
+        });
+        if let Some(point) = self.points.get_mut(at) {
+            for (figure, value) in figures {
+                point.samples.entry(*figure).or_default().push(*value);
+            }
+        }
+    }
+
+    /// The median of the rounds.
+    pub fn median(&self, series: Series, x: u64, way: Way, figure: Figure) -> Option<f64> {
+        let is_it = |point: &&Point| (point.series, point.x, point.way) == (series, x, way);
+        let samples = self.points.iter().find(is_it)?.samples.get(&figure)?;
+        (!samples.is_empty()).then(|| median(samples))
+    }
+
+    /// How many times as good as on `base` it is on `way`, by the medians.
+    pub fn times(&self, series: Series, x: u64, way: Way, figure: Figure, base: Way) -> Option<f64> {
+        let (value, base) = (
+            self.median(series, x, way, figure)?,
+            self.median(series, x, base, figure)?,
+        );
+        let (better, worse) = match figure.is_better_higher() {
+            true => (value, base),
+            false => (base, value),
+        };
+        (better > 0.0 && worse > 0.0).then(|| better / worse)
+    }
+
+    /// The values that were measured, in order.
+    pub fn values(&self, series: Series) -> Vec<u64> {
+        let of_series = self.points.iter().filter(|point| point.series == series);
+        let mut values: Vec<u64> = of_series.map(|point| point.x).collect();
+        values.sort_unstable();
+        values.dedup();
+        values
+    }
+
+    /// The ways that were measured.
+    pub fn ways(&self, series: Series) -> Vec<Way> {
+        let has = |way: &Way| self.points.iter().any(|p| p.series == series && p.way == *way);
+        Way::ALL.into_iter().filter(has).collect()
+    }
+
+    /// Writes it as JSON.
+    ///
+    /// # Errors
+    /// Those of writing.
+    pub fn write(&self, path: &Path) -> Result<()> {
+        let text = serde_json::to_string_pretty(self)? + "\n";
+        std::fs::write(path, text).with_context(|| format!("write {}", path.display()))
+    }
+
+    /// Reads what [`Results::write`] has written.
+    ///
+    /// # Errors
+    /// Those of reading, or when it is something else.
+    pub fn read(path: &Path) -> Result<Self> {
+        let text = std::fs::read_to_string(path).with_context(|| format!("read {}", path.display()))?;
+        serde_json::from_str(&text).with_context(|| format!("{} is not of sweep or scale", path.display()))
+    }
+}
+
+/// A number of bytes in words.
+pub fn size(bytes: u64) -> String {
+    match bytes {
+        0x10_0000.. if bytes.is_multiple_of(1 << 20) => format!("{} MiB", bytes >> 20),
+        0x400.. if bytes.is_multiple_of(1 << 10) => format!("{} KiB", bytes >> 10),
+        _ => format!("{bytes} B"),
+    }
+}
+
+/// Reads a number of bytes with suffix K, M or G, or none.
+///
+/// # Errors
+/// When it is something else, or less than a transfer's number takes.
+pub fn parse_size(text: &str) -> Result<u64, String> {
+    let (digits, shift) = match text.chars().last() {
+        Some('K') => (text.trim_end_matches('K'), 10),
+        Some('M') => (text.trim_end_matches('M'), 20),
+        Some('G') => (text.trim_end_matches('G'), 30),
+        _ => (text, 0),
+    };
+    let number: u64 = digits.parse().map_err(|_| "not a number of bytes".to_owned())?;
+    match number.checked_mul(1 << shift) {
+        Some(bytes @ 8..=0x10_0000_0000) => Ok(bytes),
+        _ => Err("not from 8 to 64G".to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn medians_are_of_the_rounds_and_ratios_of_the_medians() {
+        let mut results = Results::default();
+        for (way, values) in [(Way::Tcp, [2.0, 1.0, 9.0]), (Way::Shm, [4.0, 8.0, 3.0])] {
+            for value in values {
+                let figures = [(Figure::Throughput, value), (Figure::Processor, value)];
+                results.add(Series::Recv, 64, way, &figures);
+            }
+        }
+        let times = |figure| results.times(Series::Recv, 64, Way::Shm, figure, Way::Tcp);
+        assert_eq!(
+            results.median(Series::Recv, 64, Way::Tcp, Figure::Throughput),
+            Some(2.0)
+        );
+        assert_eq!(times(Figure::Throughput), Some(2.0));
+        assert_eq!(times(Figure::Processor), Some(0.5));
+        assert_eq!(times(Figure::TripP50), None);
+        let text = serde_json::to_string(&results).unwrap();
+        assert_eq!(serde_json::from_str::<Results>(&text).unwrap(), results);
+    }
+
+    #[test]
+    fn sizes_are_read_and_written() {
+        for (text, bytes, words) in [
+            ("64", 64, "64 B"),
+            ("16K", 16 << 10, "16 KiB"),
+            ("1M", 1 << 20, "1 MiB"),
+        ] {
+            assert_eq!(parse_size(text), Ok(bytes));
+            assert_eq!(size(bytes), words);
+        }
+        assert!(
+            ["", "7", "x", "1T", "99999999999G"]
+                .iter()
+                .all(|text| parse_size(text).is_err())
+        );
+    }
+}

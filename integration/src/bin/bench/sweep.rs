@@ -1,0 +1,176 @@
+//! `bench sweep`: one connection, one direction, transfers of growing size, by three kinds of receivers on each way in turn:
+//! throughput, processor time and, for small sizes, the time of a round trip. The ends are in `transfer`.
+
+use std::path::PathBuf;
+
+use anyhow::{Result, bail, ensure};
+use clap::Args;
+use rdmasock_integration::lab::{Build, Lab, Role};
+use rdmasock_integration::proc::Cmd;
+use rdmasock_integration::signals;
+
+use crate::page;
+use crate::results::{Figure, Results, Series, Way, parse_size, size};
+use crate::transfer::{Moved, Trips};
+use crate::way::{Player, serve};
+
+/// Sizes up to this have round trips too.
+const LARGEST_TRIP: u64 = 64 << 10;
+/// What small transfers are limited to, as otherwise they would take minutes.
+const MOST_TRANSFERS: u64 = 500_000;
+const MOST_TRIPS: u64 = 20_000;
+/// A percentile of fewer says nothing.
+const FEWEST_TRIPS: u64 = 1_000;
+
+#[derive(Debug, Args)]
+pub struct Options {
+    /// Also write all samples to PATH as JSON.
+    #[arg(long, value_name = "PATH")]
+    json: Option<PathBuf>,
+    /// One round that moves little.
+    #[arg(long)]
+    quick: bool,
+    /// How often each measurement is repeated, alternating [default: 5, with --quick 1].
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=99))]
+    rounds: Option<u32>,
+    /// Bytes of a transfer, with suffix K, M or G.
+    #[arg(long, value_delimiter = ',', value_parser = parse_size,
+        default_value = "64,1K,16K,64K,256K,1M,4M,16M,64M")]
+    sizes: Vec<u64>,
+    /// Bytes that a measurement moves, at most 500,000 transfers [default: 1G, with --quick 128M].
+    #[arg(long, value_parser = parse_size)]
+    bytes: Option<u64>,
+    /// Only these ways.
+    #[arg(long, value_delimiter = ',', default_value = "tcp,unix,shm,device")]
+    ways: Vec<Way>,
+    /// Only these receivers.
+    #[arg(long, value_delimiter = ',', default_value = "recv,waitall,epoll")]
+    receivers: Vec<Series>,
+}
+
+/// One cell of the table: what is moved, and how much of it.
+#[derive(Debug, Clone, Copy)]
+struct Case {
+    receiver: Series,
+    size: u64,
+    count: u64,
+    trips: u64,
+}
+
+/// Measures, prints and writes.
+///
+/// # Errors
+/// When something is not built, or measurements were refused or failed.
+pub fn run(options: &Options) -> Result<()> {
+    ensure!(
+        options.receivers.iter().all(|r| Series::RECEIVERS.contains(r)),
+        "a receiver is one of recv, waitall and epoll"
+    );
+    let build = Build::locate()?;
+    let rounds = options.rounds.unwrap_or(if options.quick { 1 } else { 5 });
+    let bytes = options.bytes.unwrap_or(if options.quick { 128 << 20 } else { 1 << 30 });
+    let mut results = Results::new(rounds, options.quick)?;
+    for round in 1..=rounds {
+        for &receiver in &options.receivers {
+            for &size in &options.sizes {
+                let case = Case::new(receiver, size, bytes);
+                eprintln!(
+                    "round {round} of {rounds}: {}, {}",
+                    receiver.word(),
+                    crate::results::size(size)
+                );
+                for &way in &options.ways {
+                    if signals::is_interrupted() {
+                        bail!("interrupted");
+                    }
+                    match measure(&build, way, case) {
+                        Ok(figures) => results.add(receiver, size, way, &figures),
+                        Err(error) => results.refused.push(case.name(way, &error)),
+                    }
+                }
+            }
+        }
+    }
+    page::publish(&results, &Series::RECEIVERS, options.json.as_deref())
+}
+
+impl Case {
+    fn new(receiver: Series, size: u64, bytes: u64) -> Self {
+        let count = bytes / size.max(1);
+        Self {
+            receiver,
+            size,
+            count: count.clamp(1, MOST_TRANSFERS),
+            trips: count.clamp(FEWEST_TRIPS, MOST_TRIPS),
+        }
+    }
+
+    fn name(self, way: Way, error: &anyhow::Error) -> String {
+        format!(
+            "{}, {}, {}: {error:#}",
+            way.title(),
+            self.receiver.word(),
+            size(self.size)
+        )
+    }
+
+    fn command(self, lab: &Lab, role: Role, address: &str) -> Result<Cmd> {
+        let bench = std::env::current_exe()?;
+        let cmd = lab
+            .cmd(role, &bench.display().to_string())?
+            .args(["transfer", "--address", address, "--receiver", self.receiver.word()])
+            .args(["--size", &self.size.to_string(), "--count", &self.count.to_string()])
+            .args(["--trips", &self.trips.to_string()]);
+        Ok(match role {
+            Role::Server => cmd.args(["--server"]),
+            _ => cmd,
+        })
+    }
+}
+
+/// One round of one case on one way, which the connection must have been on from its beginning to its end.
+fn measure(build: &Build, way: Way, case: Case) -> Result<Vec<(Figure, f64)>> {
+    let lab = way.lab(build)?;
+    let (server, address) = serve(&lab, way == Way::Unix, |address| {
+        case.command(&lab, Role::Server, address)
+    })?;
+    let mut client = Player::start(case.command(&lab, Role::Client, &address)?)?;
+    client.ask(&lab, "warm")?;
+    way.settle(&lab, &build.stat, &server, 1, || {
+        client.ask(&lab, "warm")?;
+        Ok(())
+    })?;
+    let before = build.stat.totals(server.pid())?;
+
+    let moved: Moved = serde_json::from_str(&client.ask(&lab, "transfer")?)?;
+    let trips: Option<Trips> = match case.size <= LARGEST_TRIP {
+        true => Some(serde_json::from_str(&client.ask(&lab, "trips")?)?),
+        false => None,
+    };
+
+    way.check(&build.stat, &server, 1)?;
+    way.check(&build.stat, &client.process, 1)?;
+    if way.has_library() {
+        let since = build.stat.totals(server.pid())?.since(before);
+        ensure!(
+            since.rx_link_bytes >= moved.bytes && since.tcp() == 0 && since.demoted == 0,
+            "refused, bytes went over TCP: {since:?}"
+        );
+    }
+    let gigabytes = moved.bytes as f64 / 1e9;
+    let mut figures = vec![
+        (Figure::Throughput, gigabytes / moved.seconds),
+        (Figure::Processor, (moved.sender + moved.receiver) / gigabytes),
+        (Figure::ProcessorSender, moved.sender / gigabytes),
+        (Figure::ProcessorReceiver, moved.receiver / gigabytes),
+    ];
+    if let Some(trips) = trips {
+        let us = |ns: u64| ns as f64 / 1e3;
+        figures.extend([
+            (Figure::TripP50, us(trips.p50)),
+            (Figure::TripP99, us(trips.p99)),
+            (Figure::TripP999, us(trips.p999)),
+        ]);
+    }
+    Ok(figures)
+}

@@ -1,0 +1,27 @@
+//! That `bench sweep` runs, and that its connections are where it says. Not what it measures.
+
+use std::process::Command;
+
+use serde_json::Value;
+
+#[test]
+fn a_short_sweep_has_all_that_was_asked_for() {
+    let dir = tempfile::tempdir().unwrap();
+    let json = dir.path().join("sweep.json");
+    // Not the local device, which is not beside the released library.
+    let output = Command::new(env!("CARGO_BIN_EXE_bench"))
+        .args(["sweep", "--rounds", "1", "--sizes", "64,65536", "--bytes", "1M"])
+        .args(["--ways", "tcp,unix,shm", "--receivers", "recv", "--json"])
+        .arg(&json)
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let results: Value = serde_json::from_str(&std::fs::read_to_string(&json).unwrap()).unwrap();
+    let points = results["points"].as_array().unwrap();
+    assert_eq!(points.len(), 6);
+    for point in points {
+        for figure in ["throughput", "processor", "trip_p50", "trip_p99", "trip_p999"] {
+            assert_eq!(point["samples"][figure].as_array().unwrap().len(), 1, "{point}");
+        }
+    }
+}

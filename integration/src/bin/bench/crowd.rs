@@ -1,5 +1,6 @@
-//! The two ends of `scale`, each a process of its own: a server that echoes on all connections in one thread, and a client
-//! with one or more of them that keeps a number of messages in flight. The client does what its standard input says.
+//! The two ends of `scale`, each a process of its own: a server that echoes on all connections in one thread, and a
+//! client with one or more of them that keeps a number of messages in flight. The client does what its standard input
+//! says.
 
 use std::collections::VecDeque;
 use std::io::{BufRead, ErrorKind, Read, Write};

@@ -1,5 +1,5 @@
-//! What `sweep` and `scale` have measured, as they write it to JSON and `page` reads it: the samples of each round, their
-//! medians, and how they compare. Nothing is measured here.
+//! What `sweep` and `scale` have measured, as they write it to JSON and `page` reads it: the samples of each round,
+//! their medians, and how they compare. Nothing is measured here.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -43,7 +43,8 @@ impl Way {
     }
 }
 
-/// What is varied: the size of a transfer, with one of three receivers, or the number of connections or client processes.
+/// What is varied: the size of a transfer, with one of three receivers, or the number of connections or client
+/// processes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "snake_case")]
 pub enum Series {

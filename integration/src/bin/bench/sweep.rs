@@ -1,5 +1,5 @@
-//! `bench sweep`: one connection, one direction, transfers of growing size, by three kinds of receivers on each way in turn:
-//! throughput, processor time and, for small sizes, the time of a round trip. The ends are in `transfer`.
+//! `bench sweep`: one connection, one direction, transfers of growing size, by three kinds of receivers on each way in
+//! turn: throughput, processor time and, for small sizes, the time of a round trip. The ends are in `transfer`.
 
 use std::path::PathBuf;
 

@@ -1,5 +1,6 @@
-//! The two ends of `sweep`, each a process of its own: one connection, on which the client sends transfers of one size that
-//! the server receives whole, or both send one to and fro. The client does what its standard input says, line by line.
+//! The two ends of `sweep`, each a process of its own: one connection, on which the client sends transfers of one size
+//! that the server receives whole, or both send one to and fro. The client does what its standard input says, line by
+//! line.
 
 use std::io::{BufRead, ErrorKind, Write};
 use std::net::{TcpListener, TcpStream};

@@ -228,7 +228,8 @@ const CLIENTS: Group = Group {
     title: "Client processes of one server",
     about: "\
 The same server with a connection from each client process. Up to 32 processes have 32 messages in flight together, as far
-as that can be divided; more have one each. Each client has a link of its own to the server.",
+as that can be divided; more have one each. Each client has a link of its own to the server. With many more processes than
+cores it is mostly the scheduler that is measured.",
     series: &[Series::Clients],
 };
 

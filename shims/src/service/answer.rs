@@ -55,8 +55,12 @@ impl Worker {
     pub(super) fn on_ask(&mut self, conn: u64, request: u64, tuple: Tuple, nonce_c: Nonce, instance_c: InstanceId) {
         // Looked for once: what is accepted meanwhile has not been used.
         let accepted = self.handshakes.accepted(&tuple);
-        if let Some(nonce_s) = accepted.and_then(|socket| said_yes(socket, nonce_c, instance_c)) {
-            // It was not heard. Nor may this be; the asker asks again then.
+        let link = self.remote_link_of(conn);
+        if let Some(socket) = accepted
+            && let Some(nonce_s) = said_yes(socket, nonce_c, instance_c)
+            && self.is_lost(&nonce_s)
+        {
+            self.handshakes.enter(nonce_s, Ref::new(socket), link);
             let instance_s = self.library.id;
             let yes = Message::Yes {
                 request,
@@ -87,7 +91,7 @@ impl Worker {
         }
         let reply = match answer {
             Ok((nonce_s, r)) => {
-                self.handshakes.enter(nonce_s, r);
+                self.handshakes.enter(nonce_s, r, link);
                 Message::Yes {
                     request,
                     nonce_s,
@@ -114,6 +118,19 @@ impl Worker {
             // Nobody knows of this attempt, so nobody ends it.
             self.on_cancel(nonce_s);
         }
+    }
+
+    /// The channel, if it is a link between hosts.
+    fn remote_link_of(&self, conn: u64) -> Option<u64> {
+        let peer = self.conns.get(&conn).map(|c| &c.peer);
+        matches!(peer, Some(Peer::Link(link)) if link.is_remote()).then_some(conn)
+    }
+
+    /// Whether the YES with this nonce may have been lost. One on another channel was not, or its asker is gone; it may
+    /// have acted on that, and would take a second one back.
+    fn is_lost(&self, nonce_s: &Nonce) -> bool {
+        let link = self.handshakes.link_of(nonce_s);
+        link.is_some_and(|link| !self.conns.contains_key(&link))
     }
 
     /// The connection has been used, or closed.

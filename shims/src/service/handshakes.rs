@@ -27,12 +27,19 @@ pub struct Deferred {
     pub deadline: u64,
 }
 
+/// A connection that was offered by a YES.
+struct Offered {
+    r: Ref,
+    /// The link between hosts that the YES went over.
+    link: Option<u64>,
+}
+
 /// See the module.
 pub struct Handshakes {
     /// Sockets whose addresses have been looked up.
     tuples: HashMap<Tuple, Ref>,
     /// Handshakes under way, by our nonce.
-    offered: HashMap<Nonce, Ref>,
+    offered: HashMap<Nonce, Offered>,
     /// From how many of them on those that are over are looked for.
     bound: usize,
     deferred: Vec<Deferred>,
@@ -67,19 +74,25 @@ impl Handshakes {
         self.tuples.get(tuple).and_then(|r| r.get())
     }
 
-    /// Keeps an attempt to be found by its nonce. Now and then those that are over are forgotten.
-    pub fn enter(&mut self, nonce: Nonce, r: Ref) {
+    /// Keeps an attempt to be found by its nonce; `link` is the link between hosts that YES goes over. Now and then
+    /// those that are over are forgotten.
+    pub fn enter(&mut self, nonce: Nonce, r: Ref, link: Option<u64>) {
         if self.offered.len() >= self.bound {
-            self.offered
-                .retain(|nonce, r| r.get().is_some_and(|s| is_attempt(s, *nonce)));
+            let is_live = |nonce: &Nonce, offered: &mut Offered| offered.r.get().is_some_and(|s| is_attempt(s, *nonce));
+            self.offered.retain(is_live);
             self.bound = OFFERED_MIN.max(2 * self.offered.len());
         }
-        self.offered.insert(nonce, r);
+        self.offered.insert(nonce, Offered { r, link });
+    }
+
+    /// The link between hosts that the YES with this nonce went over.
+    pub fn link_of(&self, nonce: &Nonce) -> Option<u64> {
+        self.offered.get(nonce)?.link
     }
 
     /// The connection that made an attempt with this nonce.
     pub fn by_nonce(&self, nonce: &Nonce) -> Option<&'static Socket> {
-        self.offered.get(nonce).and_then(|r| r.get())
+        self.offered.get(nonce).and_then(|offered| offered.r.get())
     }
 
     /// Whether there is such an attempt, be its connection another by now.
@@ -89,7 +102,7 @@ impl Handshakes {
 
     /// Nobody speaks of it any more.
     pub fn remove(&mut self, nonce: &Nonce) -> Option<&'static Socket> {
-        self.offered.remove(nonce).and_then(Ref::get)
+        self.offered.remove(nonce).and_then(|offered| offered.r.get())
     }
 
     /// The question waits. False if too many do.
@@ -136,9 +149,9 @@ mod tests {
         let (socket, _stream) = connected();
         let live = Nonce::random().unwrap();
         socket.control.lock().unwrap().handshake = Some(Handshake::acceptor(live, live).0);
-        handshakes.enter(live, Ref::new(socket));
+        handshakes.enter(live, Ref::new(socket), None);
         for _ in 0..4 * OFFERED_MIN {
-            handshakes.enter(Nonce::random().unwrap(), Ref::new(socket));
+            handshakes.enter(Nonce::random().unwrap(), Ref::new(socket), None);
         }
         assert!(handshakes.has(&live));
         assert!(handshakes.offered.len() <= OFFERED_MIN);

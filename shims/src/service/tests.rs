@@ -252,12 +252,12 @@ fn a_yes_that_reaches_nobody_begins_nothing() {
 }
 
 #[test]
-fn the_same_question_gets_the_same_yes_again() {
+fn a_yes_that_was_lost_with_a_link_is_said_again() {
     let mut worker = worker();
     let (socket, _client, _server) = accepted();
     let tuple = socket::tuple_of(socket).unwrap();
     let (nonce, instance) = (Nonce::random().unwrap(), InstanceId::random().unwrap());
-    let mut ask = |nonce, instance| {
+    let ask = |worker: &mut Worker, nonce, instance| {
         let (ours, theirs) = Channel::pair().unwrap();
         let conn = worker.register(ours, Peer::Incoming { listener: None }).unwrap();
         worker.on_ask(conn, 1, tuple, nonce, instance);
@@ -266,12 +266,25 @@ fn the_same_question_gets_the_same_yes_again() {
             _ => None,
         }
     };
-    let first = ask(nonce, instance);
+    let first = ask(&mut worker, nonce, instance);
     assert!(first.is_some());
-    assert_eq!(ask(nonce, instance), first, "it may have been lost");
-    assert_eq!(ask(Nonce::random().unwrap(), instance), None, "another question");
-    assert_eq!(ask(nonce, InstanceId::random().unwrap()), None, "another asker");
-    assert_eq!(ask(nonce, instance), first);
+    // It has served: who was asked by two names would take it back.
+    assert_eq!(ask(&mut worker, nonce, instance), None);
+    // As if it had gone over a link between hosts that is down.
+    let lost = Some(u64::MAX);
+    worker.handshakes.enter(first.unwrap(), Ref::new(socket), lost);
+    assert_eq!(
+        ask(&mut worker, Nonce::random().unwrap(), instance),
+        None,
+        "another question"
+    );
+    assert_eq!(
+        ask(&mut worker, nonce, InstanceId::random().unwrap()),
+        None,
+        "another asker"
+    );
+    assert_eq!(ask(&mut worker, nonce, instance), first);
+    assert_eq!(ask(&mut worker, nonce, instance), None, "once");
 }
 
 #[test]

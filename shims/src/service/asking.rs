@@ -112,13 +112,16 @@ impl Asking {
 
     /// It is asked again in a while.
     pub fn put_off(&mut self, now: u64) {
-        self.deadline = now + self.pause.as_nanos() as u64;
+        let answer_within = if self.remote { REMOTE_TIMEOUT } else { Duration::ZERO };
+        self.deadline = now + self.pause.max(answer_within).as_nanos() as u64;
         self.pause = LONGEST_PAUSE.min(self.pause * 2);
     }
 
-    /// Whether an answer is still needed although this one has come: of a YES that was lost only its sender can know.
+    /// Whether an answer is still needed although this one has come. Of a YES that was lost only its sender can know,
+    /// to whom the attempt is under way until it knows that the link is down.
     pub fn goes_on_after(&self, answered: Option<wire::Reason>) -> bool {
-        self.is_unheard && matches!(answered, None | Some(wire::Reason::NotHeld | wire::Reason::Absent))
+        use wire::Reason::{Absent, Limit, NotHeld};
+        self.is_unheard && matches!(answered, None | Some(NotHeld | Absent | Limit))
     }
 
     /// Whether it came from another host.

@@ -315,7 +315,10 @@ fn a_question_whose_answer_may_be_lost_is_asked_until_it_is_answered() {
         worker.expire_asks(now);
         assert!(worker.asks.contains_key(&request) && is_asking());
     }
+    // Its attempt is under way to who does not know yet that the link is down.
     worker.declined(request, wire::Reason::Limit);
+    assert!(worker.asks.contains_key(&request) && is_asking());
+    worker.declined(request, wire::Reason::Use);
     assert!(!worker.asks.contains_key(&request) && !is_asking());
 }
 

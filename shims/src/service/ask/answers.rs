@@ -135,7 +135,7 @@ impl Worker {
             .map(|(r, _)| *r);
         for request in waiting.collect::<Vec<_>>() {
             if let Some(asking) = self.asks.get_mut(&request) {
-                asking.is_unheard = is_remote;
+                asking.is_unheard |= is_remote;
                 asking.named &= !is_remote;
             }
             self.on_silence(conn, request);

@@ -13,9 +13,11 @@ use libloading::os::unix::{Library as Object, RTLD_LOCAL, RTLD_NOW};
 use once_cell::race::OnceBox;
 use rdmasock_core::fabric::plugin::{
     ABI, Address, Completion, Conn, ENTRY, Entry, Host, Info, Keys, Listener, PRIVATE_BYTES, Part, Plugin, Request,
-    WriteRequest, completion,
+    WriteRequest, completion, role,
 };
-use rdmasock_core::fabric::remote::qp::{Completed, Down, Key, Limits, PostError, QueuePair, Write as RdmaWrite};
+use rdmasock_core::fabric::remote::qp::{
+    Completed, Down, Key, Limits, PostError, QueuePair, Region, Role, Write as RdmaWrite,
+};
 use rdmasock_core::ids::InstanceId;
 use rdmasock_core::os::dir;
 use rdmasock_core::os::privatefd::PrivateFd;
@@ -271,11 +273,12 @@ pub struct Incoming {
 }
 
 impl Incoming {
-    /// Agrees, with an answer.
-    pub fn accept(self, answer: &[u8]) -> Result<Pair, Errno> {
+    /// Agrees, with an answer; `beside` a pair that outlives the new one.
+    pub fn accept(self, answer: &[u8], beside: Option<&Pair>) -> Result<Pair, Errno> {
         let (plugin, conn) = (self.pair.plugin, self.pair.conn);
-        // SAFETY: the connection is ours; the answer is readable.
-        check(unsafe { (plugin.accept)(conn, answer.as_ptr(), answer.len()) })?;
+        let beside = beside.map_or(std::ptr::null_mut(), |pair| pair.conn);
+        // SAFETY: the connection is ours; the answer is readable; the other outlives it, by this function's word.
+        check(unsafe { (plugin.accept)(conn, answer.as_ptr(), answer.len(), beside) })?;
         Ok(self.pair)
     }
 
@@ -287,11 +290,19 @@ impl Incoming {
     }
 }
 
-/// Connects; waits for at most `timeout_ms`, or longer where the device cannot be hurried.
-pub fn connect(local: IpAddr, remote: SocketAddr, private: &[u8], timeout_ms: u32) -> Result<Pair, Errno> {
+/// Connects; waits for at most `timeout_ms`, or longer where the device cannot be hurried. `beside` is a pair that
+/// outlives the new one.
+pub fn connect(
+    local: IpAddr,
+    remote: SocketAddr,
+    private: &[u8],
+    timeout_ms: u32,
+    beside: Option<&Pair>,
+) -> Result<Pair, Errno> {
     let plugin = plugin().map_err(|_| Errno::NODEV)?;
     let (local, remote) = (to_plugin(SocketAddr::new(local, 0)), to_plugin(remote));
     let mut conn = std::ptr::null_mut();
+    let beside = beside.map_or(std::ptr::null_mut(), |pair| pair.conn);
     // SAFETY: valid pointers for the call.
     check(unsafe {
         (plugin.connect)(
@@ -300,6 +311,7 @@ pub fn connect(local: IpAddr, remote: SocketAddr, private: &[u8], timeout_ms: u3
             private.as_ptr(),
             private.len(),
             timeout_ms,
+            beside,
             &raw mut conn,
         )
     })?;
@@ -419,14 +431,27 @@ impl QueuePair for Pair {
         )
     }
 
-    unsafe fn register(&self, at: *mut u8, len: usize) -> Result<Key, Down> {
+    unsafe fn register(&self, at: *mut u8, len: usize, role: Role) -> Result<Region, Down> {
         let mut keys = Keys::default();
+        let role = match role {
+            Role::Both => role::BOTH,
+            Role::Source => role::SOURCE,
+            Role::Target => role::TARGET,
+        };
         // SAFETY: by the caller's contract; the connection lives as long as this.
-        down(unsafe { (self.plugin.register)(self.conn, at.cast(), len, &raw mut keys) })?;
-        Ok(Key {
-            local: keys.local,
-            remote: keys.remote,
+        down(unsafe { (self.plugin.register)(self.conn, at.cast(), len, role, &raw mut keys) })?;
+        Ok(Region {
+            key: Key {
+                local: keys.local,
+                remote: keys.remote,
+            },
+            handle: keys.handle,
         })
+    }
+
+    fn deregister(&self, region: Region) {
+        // SAFETY: the connection lives as long as this; a handle that it does not know is nothing to it.
+        unsafe { (self.plugin.deregister)(self.conn, region.handle) };
     }
 
     unsafe fn write(&self, write: &RdmaWrite, immediate: Option<u32>) -> Result<(), PostError> {

@@ -9,7 +9,7 @@ use rdmasock_core::fabric::plugin::fate::Fate;
 use rdmasock_core::fabric::plugin::host::Hidden;
 use rdmasock_core::fabric::plugin::serve::Connection;
 use rdmasock_core::fabric::plugin::{Address, Info, Keys};
-use rdmasock_core::fabric::remote::qp::{Completed, Write};
+use rdmasock_core::fabric::remote::qp::{Completed, Role, Write};
 use rdmasock_core::lock::Lock;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with};
@@ -51,8 +51,14 @@ impl Conn {
         }
     }
 
-    /// Connects to a listener.
-    pub fn connect(settings: Settings, remote: &Address, private: &[u8], timeout: Duration) -> Result<Self> {
+    /// Connects to a listener, perhaps beside another connection, whose descriptor tells of this one's completions too.
+    pub fn connect(
+        settings: Settings,
+        remote: &Address,
+        private: &[u8],
+        timeout: Duration,
+        beside: Option<&Self>,
+    ) -> Result<Self> {
         nic::check()?;
         let (begun, until) = (
             Instant::now(),
@@ -61,7 +67,7 @@ impl Conn {
         let private = Private::of(private)?;
         let channel = dial(remote, until)?;
         let (memory, memory_file) = Shared::create(pair::BYTES)?;
-        let (domain, bell) = (domain::of_process()?, new_bell()?);
+        let (domain, bell) = (domain::of_process()?, bell_of(beside)?);
         greeting::send(
             &channel,
             Kind::Request,
@@ -92,7 +98,7 @@ impl Conn {
             pid: answer.pid,
             table: Table::new(Shared::map(table.as_fd(), domain::BYTES)?)?,
         };
-        let pair = Pair::new(memory, 0, [bell, theirs])?;
+        let pair = Pair::new(memory, 0, [bell, Arc::new(theirs)])?;
         let queue = Arc::new(Queue::new(
             settings,
             pair,
@@ -137,11 +143,11 @@ impl Conn {
 }
 
 impl Connection for Conn {
-    fn accept(&self, private: &[u8]) -> Result<()> {
+    fn accept(&self, private: &[u8], beside: Option<&Self>) -> Result<()> {
         let request = self.request.lock().and_then(|mut request| request.take());
         let request = request.ok_or(Errno(libc::EISCONN))?;
         let [memory, table, theirs] = <[Hidden; 3]>::try_from(request.files).map_err(|_| Errno(libc::EPROTO))?;
-        let (domain, bell) = (domain::of_process()?, new_bell()?);
+        let (domain, bell) = (domain::of_process()?, bell_of(beside)?);
         let far = Far {
             pid: request.pid,
             table: Table::new(Shared::map(table.as_fd(), domain::BYTES)?)?,
@@ -151,7 +157,7 @@ impl Connection for Conn {
         sent.inspect_err(|error| {
             self.fate.end(*error);
         })?;
-        let pair = Pair::new(Shared::map(memory.as_fd(), pair::BYTES)?, 1, [bell, theirs])?;
+        let pair = Pair::new(Shared::map(memory.as_fd(), pair::BYTES)?, 1, [bell, Arc::new(theirs)])?;
         let queue = Queue::new(
             self.settings,
             pair,
@@ -190,8 +196,14 @@ impl Connection for Conn {
         self.fate.code()
     }
 
-    unsafe fn register(&self, at: *mut std::ffi::c_void, len: usize) -> Result<Keys> {
-        self.queue()?.register(at.expose_provenance() as u64, len as u64)
+    unsafe fn register(&self, at: *mut std::ffi::c_void, len: usize, role: Role) -> Result<Keys> {
+        self.queue()?.register(at.expose_provenance() as u64, len as u64, role)
+    }
+
+    fn deregister(&self, handle: u64) {
+        if let Ok(queue) = self.queue() {
+            queue.deregister(handle);
+        }
     }
 
     unsafe fn write(&self, write: &Write, immediate: Option<u32>) -> Result<()> {
@@ -232,8 +244,14 @@ impl Drop for Conn {
 }
 
 /// What wakes this end of a connection.
-fn new_bell() -> Result<Hidden> {
-    Hidden::place(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?)
+fn bell_of(beside: Option<&Conn>) -> Result<Arc<Hidden>> {
+    match beside {
+        Some(other) => Ok(Arc::clone(other.queue()?.bell())),
+        None => Ok(Arc::new(Hidden::place(eventfd(
+            0,
+            EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK,
+        )?)?)),
+    }
 }
 
 fn dial(remote: &Address, until: Instant) -> Result<Hidden> {

@@ -29,8 +29,14 @@ impl Provider for LocalNic {
         Listener::new(Settings::get(), local)
     }
 
-    fn connect(_local: &Address, remote: &Address, private: &[u8], timeout: Duration) -> Result<Conn> {
-        Conn::connect(Settings::get(), remote, private, timeout)
+    fn connect(
+        _local: &Address,
+        remote: &Address,
+        private: &[u8],
+        timeout: Duration,
+        beside: Option<&Conn>,
+    ) -> Result<Conn> {
+        Conn::connect(Settings::get(), remote, private, timeout, beside)
     }
 
     fn after_fork() {

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use rdmasock_core::fabric::plugin::errno::{Errno, Result};
 use rdmasock_core::fabric::plugin::host::Hidden;
+use rdmasock_core::fabric::remote::qp::Role;
 use rdmasock_core::lock::Lock;
 
 use crate::pair::Shared;
@@ -17,6 +18,9 @@ const ENTRIES: usize = 1 << 16;
 const CLOSING: u64 = 1 << 31;
 /// In an entry's state: those who use it.
 const USERS: u64 = CLOSING - 1;
+/// In an entry's roles.
+const SOURCE: u64 = 1;
+const TARGET: u64 = 2;
 /// In a key: it is for the peer.
 const REMOTE: u32 = 1 << 31;
 /// Longest time that an access takes: who has not left by then has died in it, and the entry is never used again.
@@ -30,6 +34,8 @@ struct Entry {
     state: AtomicU64,
     start: AtomicU64,
     len: AtomicU64,
+    /// [`SOURCE`], [`TARGET`] or both.
+    roles: AtomicU64,
 }
 
 /// Bytes of a table.
@@ -50,22 +56,23 @@ impl Table {
 
     fn entry(&self, key: u32) -> Option<&Entry> {
         let index = (key & 0xffff) as usize;
-        // SAFETY: within the memory, aligned (the mapping is to a page, an entry has 24 bytes), and atomics only.
+        // SAFETY: within the memory, aligned (the mapping is to a page, an entry has 32 bytes), and atomics only.
         (index < ENTRIES).then(|| unsafe { &*self.0.at().cast::<Entry>().add(index) })
     }
 
     /// Holds the memory that the peer may reach by this key for as long as the value lives, if `len` bytes at `at` are
     /// in it.
     pub fn reach(&self, key: u32, at: u64, len: u64) -> Option<InUse<'_>> {
-        (key & REMOTE != 0).then(|| self.hold(key & !REMOTE, at, len)).flatten()
+        let is_theirs = key & REMOTE != 0;
+        is_theirs.then(|| self.hold(key & !REMOTE, at, len, TARGET)).flatten()
     }
 
     /// As [`reach`](Self::reach), by the key of this end.
     pub fn source(&self, key: u32, at: u64, len: u64) -> Option<InUse<'_>> {
-        (key & REMOTE == 0).then(|| self.hold(key, at, len)).flatten()
+        (key & REMOTE == 0).then(|| self.hold(key, at, len, SOURCE)).flatten()
     }
 
-    fn hold(&self, key: u32, at: u64, len: u64) -> Option<InUse<'_>> {
+    fn hold(&self, key: u32, at: u64, len: u64, role: u64) -> Option<InUse<'_>> {
         let entry = self.entry(key)?;
         let is_open = |state: u64| state >> 32 == u64::from(key) && key != 0 && state & CLOSING == 0;
         let counted = entry
@@ -75,7 +82,8 @@ impl Table {
         let held = InUse(entry);
         let (start, bytes) = (entry.start.load(Acquire), entry.len.load(Acquire));
         let end = at.checked_add(len)?;
-        (at >= start && end <= start.checked_add(bytes)?).then_some(held)
+        let is_for_it = entry.roles.load(Acquire) & role != 0;
+        (is_for_it && at >= start && end <= start.checked_add(bytes)?).then_some(held)
     }
 }
 
@@ -128,8 +136,8 @@ impl Domain {
         &self.file
     }
 
-    /// Registers `len` bytes from `start` for both ends, for as long as the value lives. ENOMEM without a free entry.
-    pub fn register(self: &Arc<Self>, start: u64, len: u64) -> Result<Registration> {
+    /// Registers `len` bytes from `start` for as long as the value lives. ENOMEM without a free entry.
+    pub fn register(self: &Arc<Self>, start: u64, len: u64, role: Role) -> Result<Registration> {
         let (index, generation) = {
             let mut free = self.free.lock().ok_or(Errno(libc::EDEADLK))?;
             let index = match free.given_back.pop() {
@@ -148,6 +156,12 @@ impl Domain {
         let entry = self.table.entry(key).ok_or(Errno(libc::EINVAL))?;
         entry.start.store(start, Relaxed);
         entry.len.store(len, Relaxed);
+        let roles = match role {
+            Role::Both => SOURCE | TARGET,
+            Role::Source => SOURCE,
+            Role::Target => TARGET,
+        };
+        entry.roles.store(roles, Relaxed);
         entry.state.store(u64::from(key) << 32, Release);
         Ok(Registration {
             domain: Arc::clone(self),
@@ -229,7 +243,7 @@ mod tests {
     fn a_key_reaches_what_was_registered_by_its_own_side_and_no_longer() {
         let domain = Arc::new(Domain::new().unwrap());
         let table = domain.table();
-        let memory = domain.register(1000, 100).unwrap();
+        let memory = domain.register(1000, 100, Role::Both).unwrap();
         let (local, remote) = (memory.local_key(), memory.remote_key());
         assert!(table.reach(remote, 1000, 100).is_some() && table.reach(remote, 1099, 1).is_some());
         assert!(table.source(local, 1000, 100).is_some());
@@ -239,16 +253,39 @@ mod tests {
         assert!(table.reach(local, 1000, 1).is_none() && table.source(remote, 1000, 1).is_none());
         drop(memory);
         assert!(table.reach(remote, 1000, 1).is_none());
-        let again = domain.register(1000, 100).unwrap();
+        let again = domain.register(1000, 100, Role::Both).unwrap();
         assert!(table.reach(remote, 1000, 1).is_none(), "a stale key");
         assert!(table.reach(again.remote_key(), 1000, 1).is_some());
         assert!(table.reach(0, 0, 0).is_none() && table.reach(u32::MAX, 0, 0).is_none());
     }
 
     #[test]
+    fn memory_is_reached_in_the_roles_that_it_was_registered_for() {
+        let domain = Arc::new(Domain::new().unwrap());
+        let table = domain.table();
+        for (role, is_source, is_target) in [
+            (Role::Both, true, true),
+            (Role::Source, true, false),
+            (Role::Target, false, true),
+        ] {
+            let memory = domain.register(1000, 100, role).unwrap();
+            assert_eq!(
+                table.source(memory.local_key(), 1000, 1).is_some(),
+                is_source,
+                "{role:?}"
+            );
+            assert_eq!(
+                table.reach(memory.remote_key(), 1000, 1).is_some(),
+                is_target,
+                "{role:?}"
+            );
+        }
+    }
+
+    #[test]
     fn who_gives_memory_up_waits_for_who_is_in_it() {
         let domain = Arc::new(Domain::new().unwrap());
-        let memory = domain.register(1000, 100).unwrap();
+        let memory = domain.register(1000, 100, Role::Target).unwrap();
         let held = domain.table().reach(memory.remote_key(), 1000, 1).unwrap();
         std::thread::scope(|scope| {
             let giving_up = scope.spawn(move || drop(memory));

@@ -2,6 +2,7 @@
 
 use std::cell::UnsafeCell;
 use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 
 use rdmasock_core::fabric::plugin::errno::{Errno, Result};
@@ -122,7 +123,7 @@ pub struct Pair {
     /// The index of this end's inbox.
     me: usize,
     /// What wakes this end, and the other.
-    bells: [Hidden; 2],
+    bells: [Arc<Hidden>; 2],
 }
 
 /// What has arrived.
@@ -136,7 +137,7 @@ pub enum Arrived<'a> {
 
 impl Pair {
     /// Over memory of [`BYTES`]; who connects is end 0. The bells are this end's, and the other's.
-    pub fn new(memory: Shared, me: usize, bells: [Hidden; 2]) -> Result<Self> {
+    pub fn new(memory: Shared, me: usize, bells: [Arc<Hidden>; 2]) -> Result<Self> {
         if memory.len() < BYTES || me > 1 {
             return Err(Errno(libc::EPROTO));
         }
@@ -242,7 +243,7 @@ impl Pair {
     pub fn arm(&self) {
         let inbox = self.inbox(self.me);
         if inbox.fired.swap(0, Acquire) != 0 {
-            let _ = rustix::io::read(&self.bells[0], &mut [0; 8]);
+            let _ = rustix::io::read(&*self.bells[0], &mut [0; 8]);
         }
         inbox.attention.keep_armed(ARMED);
     }
@@ -256,14 +257,14 @@ impl Pair {
         let inbox = self.inbox(end);
         if inbox.attention.take() != 0 {
             let bell = &self.bells[usize::from(end != self.me)];
-            let _ = rustix::io::write(bell, &1u64.to_ne_bytes());
+            let _ = rustix::io::write(&**bell, &1u64.to_ne_bytes());
             // Last: who finds it reads what was written.
             inbox.fired.store(1, Release);
         }
     }
 
     /// Readable when something has completed.
-    pub fn bell(&self) -> &Hidden {
+    pub fn bell(&self) -> &Arc<Hidden> {
         &self.bells[0]
     }
 }

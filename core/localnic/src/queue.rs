@@ -10,7 +10,7 @@ use rdmasock_core::fabric::plugin::errno::{Errno, Result};
 use rdmasock_core::fabric::plugin::fate::Fate;
 use rdmasock_core::fabric::plugin::host::{Hidden, Level, log};
 use rdmasock_core::fabric::plugin::slots::Slots;
-use rdmasock_core::fabric::remote::qp::{Completed, Write};
+use rdmasock_core::fabric::remote::qp::{Completed, Role, Write};
 use rdmasock_core::lock::Lock;
 use rdmasock_core::sync::Published;
 use rustix::net::Shutdown;
@@ -132,19 +132,29 @@ impl Queue {
     }
 
     /// Readable when something has completed.
-    pub fn bell(&self) -> &Hidden {
+    pub fn bell(&self) -> &Arc<Hidden> {
         self.pair.bell()
     }
 
-    /// Registers memory for as long as the queue pair lives.
-    pub fn register(&self, start: u64, len: u64) -> Result<Keys> {
-        let registration = self.domain.register(start, len)?;
+    /// Registers memory until it is deregistered or the queue pair is over.
+    pub fn register(&self, start: u64, len: u64, role: Role) -> Result<Keys> {
+        let registration = self.domain.register(start, len, role)?;
         let keys = Keys {
             local: registration.local_key(),
             remote: registration.remote_key(),
+            handle: registration.local_key().into(),
         };
         self.registered.lock().ok_or(Errno(libc::EDEADLK))?.push(registration);
         Ok(keys)
+    }
+
+    /// Undoes that. Waits for who reaches the memory.
+    pub fn deregister(&self, handle: u64) {
+        let given_up = self.registered.lock().and_then(|mut all| {
+            let at = all.iter().position(|one| u64::from(one.local_key()) == handle)?;
+            Some(all.swap_remove(at))
+        });
+        drop(given_up);
     }
 
     /// Posts a WRITE.

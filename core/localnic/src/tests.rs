@@ -4,11 +4,11 @@ use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use rdmasock_core::fabric::plugin::serve::Connection;
-use rdmasock_core::fabric::remote::qp::{Completed, Key, PostError, QueuePair, Write};
+use rdmasock_core::fabric::remote::qp::{Completed, Key, PostError, QueuePair, Role, Write};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::settings::Settings;
-use crate::within::{LocalQp, pair};
+use crate::within::{LocalQp, pair, pair_beside};
 
 /// As a device that carries out in the posting thread, and one with a thread.
 fn kinds() -> [Settings; 4] {
@@ -76,7 +76,7 @@ fn registered(qp: &LocalQp, memory: Vec<u8>) -> Registered {
     let memory = memory.leak();
     let (at, len) = (memory.as_mut_ptr(), memory.len());
     // SAFETY: it stays, and nothing refers to it but this pointer.
-    let key = unsafe { qp.register(at, len) }.unwrap();
+    let key = unsafe { qp.register(at, len, Role::Both) }.unwrap().key;
     Registered { at, len, key }
 }
 
@@ -185,17 +185,20 @@ fn nobody_reaches_the_memory_of_a_connection_that_was_dropped() {
     assert_eq!(await_end(&a), libc::ECONNRESET);
 }
 
+/// Whether its completion descriptor becomes readable within a time.
+fn is_readable(qp: &LocalQp, time: Duration) -> bool {
+    let info = qp.conn().info().unwrap();
+    // SAFETY: open as long as the connection.
+    let bell = unsafe { std::os::fd::BorrowedFd::borrow_raw(info.completion_fd) };
+    let timeout = Timespec::try_from(time).unwrap();
+    poll(&mut [PollFd::new(&bell.as_fd(), PollFlags::IN)], Some(&timeout)).unwrap() > 0
+}
+
 #[test]
 fn the_descriptor_is_readable_after_what_came_since_it_was_armed() {
     for settings in kinds() {
         let [a, b] = pair(settings).unwrap();
-        let info = b.conn().info().unwrap();
-        // SAFETY: open as long as the connection.
-        let bell = unsafe { std::os::fd::BorrowedFd::borrow_raw(info.completion_fd) };
-        let wait = |ms| {
-            let timeout = Timespec::try_from(Duration::from_millis(ms)).unwrap();
-            poll(&mut [PollFd::new(&bell.as_fd(), PollFlags::IN)], Some(&timeout)).unwrap() > 0
-        };
+        let wait = |ms| is_readable(&b, Duration::from_millis(ms));
         for _ in 0..3 {
             assert!(!wait(0));
             b.arm().unwrap();
@@ -242,4 +245,47 @@ fn the_answer_of_a_late_peer_comes_late() {
     let begun = Instant::now();
     pair(Settings::parse("late=50").unwrap()).unwrap();
     assert!(begun.elapsed() >= Duration::from_millis(50));
+}
+
+#[test]
+fn one_beside_another_has_its_descriptor_and_its_memory_and_ends_alone() {
+    for settings in kinds() {
+        let [a, b] = pair(settings).unwrap();
+        let [bulk_a, bulk_b] = pair_beside(settings, Some([&a, &b])).unwrap();
+        let bell = |qp: &LocalQp| qp.conn().info().unwrap().completion_fd;
+        assert_eq!((bell(&bulk_a), bell(&bulk_b)), (bell(&a), bell(&b)));
+        let (from, to) = (registered(&a, vec![7; 64]), registered(&b, vec![0; 64]));
+        let write = Write {
+            from: from.at,
+            local: from.key.local,
+            len: 64,
+            to: to.at as u64,
+            remote: to.key.remote,
+        };
+        b.arm().unwrap();
+        bulk_b.arm().unwrap();
+        // SAFETY: registered above, for good.
+        unsafe { bulk_a.write(&write, None) }.unwrap();
+        bulk_a.send(&[b"done"]).unwrap();
+        assert!(is_readable(&b, Duration::from_secs(20)));
+        assert_eq!(await_seen(&bulk_b, 1), [Seen::Message(b"done".to_vec())]);
+        assert_eq!(to.bytes(), [7; 64]);
+        // Memory that is given back costs the one that reaches for it.
+        let memory = vec![0u8; 64].leak();
+        // SAFETY: it stays, and nobody looks at it.
+        let region = unsafe { b.register(memory.as_mut_ptr(), 64, Role::Target) }.unwrap();
+        b.deregister(region);
+        let write = Write {
+            to: memory.as_ptr() as u64,
+            remote: region.key.remote,
+            ..write
+        };
+        // SAFETY: the source is registered.
+        let _ = unsafe { bulk_a.write(&write, None) };
+        assert_eq!(await_end(&bulk_a), libc::EACCES);
+        await_end(&bulk_b);
+        assert_eq!(memory, [0; 64]);
+        a.send(&[b"still here"]).unwrap();
+        assert_eq!(await_seen(&b, 1), [Seen::Message(b"still here".to_vec())]);
+    }
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 use rdmasock_core::fabric::plugin::Address;
 use rdmasock_core::fabric::plugin::errno::{Errno, Result};
 use rdmasock_core::fabric::plugin::serve::{Connection, Listen};
-use rdmasock_core::fabric::remote::qp::{Completed, Down, Key, Limits, PostError, QueuePair, Write};
+use rdmasock_core::fabric::remote::qp::{Completed, Down, Key, Limits, PostError, QueuePair, Region, Role, Write};
 
 use crate::conn::Conn;
 use crate::listen::Listener;
@@ -19,24 +19,33 @@ pub struct LocalQp(Conn);
 
 /// Two that are connected with each other.
 pub fn pair(settings: Settings) -> Result<[LocalQp; 2]> {
+    pair_beside(settings, None)
+}
+
+/// Likewise, each beside another at its end.
+pub fn pair_beside(settings: Settings, beside: Option<[&LocalQp; 2]>) -> Result<[LocalQp; 2]> {
+    let [connects, accepts] = beside.map_or([None; 2], |both| both.map(|qp| Some(&qp.0)));
     let mut address = Address {
         family: 4,
         ..Address::default()
     };
     let listener = Listener::new(settings, &address)?;
     address.port = listener.port();
-    let dialling = std::thread::spawn(move || Conn::connect(settings, &address, b"hello", TIMEOUT));
-    let acceptor = loop {
-        if let Some(incoming) = listener.next()? {
-            break incoming.conn;
-        }
-        if dialling.is_finished() {
-            break Err(Errno(libc::ECONNREFUSED))?;
-        }
-        std::thread::yield_now();
-    };
-    acceptor.accept(b"hello too")?;
-    let connector = dialling.join().map_err(|_| Errno(libc::EIO))??;
+    let (connector, acceptor) = std::thread::scope(|scope| {
+        let dialling = scope.spawn(|| Conn::connect(settings, &address, b"hello", TIMEOUT, connects));
+        let acceptor = loop {
+            if let Some(incoming) = listener.next()? {
+                break incoming.conn;
+            }
+            if dialling.is_finished() {
+                break Err(Errno(libc::ECONNREFUSED))?;
+            }
+            std::thread::yield_now();
+        };
+        acceptor.accept(b"hello too", accepts)?;
+        let connector = dialling.join().map_err(|_| Errno(libc::EIO))??;
+        Ok::<_, Errno>((connector, acceptor))
+    })?;
     while acceptor.state() == 0 {
         std::thread::yield_now();
     }
@@ -76,13 +85,20 @@ impl QueuePair for LocalQp {
         )
     }
 
-    unsafe fn register(&self, at: *mut u8, len: usize) -> std::result::Result<Key, Down> {
+    unsafe fn register(&self, at: *mut u8, len: usize, role: Role) -> std::result::Result<Region, Down> {
         // SAFETY: by this function's contract.
-        let keys = unsafe { self.0.register(at.cast(), len) }.map_err(|error| Down(error.0))?;
-        Ok(Key {
-            local: keys.local,
-            remote: keys.remote,
+        let keys = unsafe { self.0.register(at.cast(), len, role) }.map_err(|error| Down(error.0))?;
+        Ok(Region {
+            key: Key {
+                local: keys.local,
+                remote: keys.remote,
+            },
+            handle: keys.handle,
         })
+    }
+
+    fn deregister(&self, region: Region) {
+        self.0.deregister(region.handle);
     }
 
     unsafe fn write(&self, write: &Write, immediate: Option<u32>) -> std::result::Result<(), PostError> {

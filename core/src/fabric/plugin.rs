@@ -15,7 +15,7 @@ pub mod slots;
 use std::ffi::{c_int, c_void};
 
 /// Version of the tables; changes with any change to this file.
-pub const ABI: u32 = 4;
+pub const ABI: u32 = 5;
 
 /// The plugin's only symbol, an [`Entry`].
 pub const ENTRY: &std::ffi::CStr = c"rdmasock_verbs_plugin";
@@ -171,6 +171,18 @@ pub struct Keys {
     pub local: u32,
     /// rkey.
     pub remote: u32,
+    /// By which [`Plugin::deregister`] knows it.
+    pub handle: u64,
+}
+
+/// What memory is registered for, as [`Role`](super::remote::qp::Role).
+pub mod role {
+    /// The source of this end's WRITEs, and the target of the peer's.
+    pub const BOTH: u32 = 0;
+    /// The source of this end's WRITEs.
+    pub const SOURCE: u32 = 1;
+    /// The target of the peer's.
+    pub const TARGET: u32 = 2;
 }
 
 /// A listener of the plugin's.
@@ -206,17 +218,20 @@ pub struct Plugin {
     pub next_request: unsafe extern "C" fn(listener: *mut Listener, out: *mut Request) -> i32,
     /// Ends a listener.
     pub close_listener: unsafe extern "C" fn(listener: *mut Listener),
-    /// Connects from a local address, within a time. Waits: for a thread of its own.
+    /// Connects from a local address, within a time. Waits: for a thread of its own. `beside` is null or a connection
+    /// to the same peer, which outlives this one: then what is registered with that one is good for this one too,
+    /// its completions are told by that one's descriptor, and its queues are short, for it is to carry bulk.
     pub connect: unsafe extern "C" fn(
         local: *const Address,
         remote: *const Address,
         private: *const u8,
         private_len: usize,
         timeout_ms: u32,
+        beside: *mut Conn,
         out: *mut *mut Conn,
     ) -> i32,
-    /// Accepts; the connection is up when `state` says 1.
-    pub accept: unsafe extern "C" fn(conn: *mut Conn, private: *const u8, private_len: usize) -> i32,
+    /// Accepts; the connection is up when `state` says 1. `beside` as of `connect`.
+    pub accept: unsafe extern "C" fn(conn: *mut Conn, private: *const u8, private_len: usize, beside: *mut Conn) -> i32,
     /// Rejects, and frees the connection.
     pub reject: unsafe extern "C" fn(conn: *mut Conn),
     /// Facts about a connection.
@@ -224,8 +239,10 @@ pub struct Plugin {
     /// Takes in what has happened to the connection and its device: 0 it is not up yet, 1 it is up, negative: it
     /// is over, and why.
     pub state: unsafe extern "C" fn(conn: *mut Conn) -> i32,
-    /// As [`QueuePair::register`](super::remote::qp::QueuePair::register).
-    pub register: unsafe extern "C" fn(conn: *mut Conn, at: *mut c_void, len: usize, out: *mut Keys) -> i32,
+    /// As [`QueuePair::register`](super::remote::qp::QueuePair::register), for one of [`role`].
+    pub register: unsafe extern "C" fn(conn: *mut Conn, at: *mut c_void, len: usize, role: u32, out: *mut Keys) -> i32,
+    /// As [`QueuePair::deregister`](super::remote::qp::QueuePair::deregister), by its handle.
+    pub deregister: unsafe extern "C" fn(conn: *mut Conn, handle: u64),
     /// As [`QueuePair::write`](super::remote::qp::QueuePair::write); -EAGAIN when the queue is full.
     pub write: unsafe extern "C" fn(conn: *mut Conn, request: *const WriteRequest) -> i32,
     /// As [`QueuePair::send`](super::remote::qp::QueuePair::send); -EAGAIN when the queue is full.

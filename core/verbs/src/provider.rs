@@ -3,10 +3,10 @@
 use std::ffi::c_void;
 use std::time::Duration;
 
-use rdmasock_core::fabric::plugin::errno::Result;
+use rdmasock_core::fabric::plugin::errno::{Errno, Result};
 use rdmasock_core::fabric::plugin::serve::{Connection, Incoming, Listen, Provider};
 use rdmasock_core::fabric::plugin::{Address, Device, Info, Keys, PRIVATE_BYTES, fds};
-use rdmasock_core::fabric::remote::qp::{Completed, Write};
+use rdmasock_core::fabric::remote::qp::{Completed, Role, Write};
 
 use crate::conn::{Conn, words};
 use crate::connect;
@@ -29,7 +29,16 @@ impl Provider for Verbs {
         Listener::new(local)
     }
 
-    fn connect(local: &Address, remote: &Address, private: &[u8], timeout: Duration) -> Result<Conn> {
+    fn connect(
+        local: &Address,
+        remote: &Address,
+        private: &[u8],
+        timeout: Duration,
+        beside: Option<&Conn>,
+    ) -> Result<Conn> {
+        if beside.is_some() {
+            return Err(Errno(libc::EOPNOTSUPP));
+        }
         connect::connect(local, remote, private, timeout)
     }
 
@@ -67,7 +76,10 @@ impl Listen for Listener {
 }
 
 impl Connection for Conn {
-    fn accept(&self, private: &[u8]) -> Result<()> {
+    fn accept(&self, private: &[u8], beside: Option<&Self>) -> Result<()> {
+        if beside.is_some() {
+            return Err(Errno(libc::EOPNOTSUPP));
+        }
         self.accept(private)
     }
 
@@ -83,10 +95,15 @@ impl Connection for Conn {
         self.state()
     }
 
-    unsafe fn register(&self, at: *mut c_void, len: usize) -> Result<Keys> {
+    unsafe fn register(&self, at: *mut c_void, len: usize, role: Role) -> Result<Keys> {
         // SAFETY: by this function's contract.
-        let (local, remote) = unsafe { self.queue()?.register(at, len) }?;
-        Ok(Keys { local, remote })
+        unsafe { self.queue()?.register(at, len, role) }
+    }
+
+    fn deregister(&self, handle: u64) {
+        if let Ok(queue) = self.queue() {
+            queue.deregister(handle);
+        }
     }
 
     unsafe fn write(&self, write: &Write, immediate: Option<u32>) -> Result<()> {

@@ -7,7 +7,8 @@ use std::ffi::c_void;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use rdmasock_core::fabric::remote::qp::Completed;
+use rdmasock_core::fabric::plugin::Keys;
+use rdmasock_core::fabric::remote::qp::{Completed, Role};
 use rdmasock_core::lock::Lock;
 use rdmasock_core::sync::Published;
 
@@ -188,16 +189,30 @@ impl Queue {
         self.qp.number()
     }
 
-    /// Registers memory for the lifetime of the queue pair; gives lkey and rkey.
+    /// Registers memory until it is deregistered, or the queue pair is over.
     ///
     /// # Safety
-    /// The memory stays mapped as long as the queue pair, and is accessed through raw pointers and atomics only.
-    pub unsafe fn register(&self, at: *mut c_void, len: usize) -> Result<(u32, u32)> {
+    /// As of `QueuePair::register`.
+    pub unsafe fn register(&self, at: *mut c_void, len: usize, role: Role) -> Result<Keys> {
         // SAFETY: by this function's contract; the registration goes with the queue pair.
-        let mr = unsafe { Mr::of_memory(&self.pd, at, len) }.map_err(|errno| explain("registering memory", errno))?;
-        let keys = (mr.local_key(), mr.remote_key());
+        let mr =
+            unsafe { Mr::of_memory(&self.pd, at, len, role) }.map_err(|errno| explain("registering memory", errno))?;
+        let keys = Keys {
+            local: mr.local_key(),
+            remote: mr.remote_key(),
+            handle: mr.local_key().into(),
+        };
         self.registered.lock().ok_or(Errno(libc::EDEADLK))?.push(mr);
         Ok(keys)
+    }
+
+    /// Undoes that; the device is done with the memory when it returns.
+    pub fn deregister(&self, handle: u64) {
+        let given_up = self.registered.lock().and_then(|mut all| {
+            let at = all.iter().position(|mr| u64::from(mr.local_key()) == handle)?;
+            Some(all.swap_remove(at))
+        });
+        drop(given_up);
     }
 
     /// Posts a WRITE.

@@ -13,6 +13,7 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
 
 use rdma_sys as ffi;
 use rdmasock_core::fabric::plugin::{Address, PRIVATE_BYTES};
+use rdmasock_core::fabric::remote::qp::Role;
 
 use crate::error::{Errno, Result, check, check_code};
 use crate::memory::Slab;
@@ -519,13 +520,16 @@ impl Mr {
         Ok(mr)
     }
 
-    /// Somebody's memory, for both ends.
+    /// Somebody's memory, for a role. What this end only reads may be memory that cannot be written.
     ///
     /// # Safety
-    /// The memory stays mapped while the registration exists, and is accessed through raw pointers and
-    /// atomics only.
-    pub unsafe fn of_memory(pd: &Arc<Pd>, at: *mut c_void, len: usize) -> Result<Self> {
-        let access = ffi::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE | ffi::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE;
+    /// While the registration exists the memory is accessed through raw pointers and atomics only.
+    pub unsafe fn of_memory(pd: &Arc<Pd>, at: *mut c_void, len: usize, role: Role) -> Result<Self> {
+        let written = ffi::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE | ffi::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE;
+        let access = match role {
+            Role::Source => ffi::ibv_access_flags(0),
+            Role::Both | Role::Target => written,
+        };
         // SAFETY: by this function's contract.
         unsafe { Self::new(pd, at, len, access) }
     }

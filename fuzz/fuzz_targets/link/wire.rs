@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard};
 
 use libfuzzer_sys::arbitrary::{self, Arbitrary};
-use rdmasock_core::fabric::remote::qp::{Completed, Down, Key, Limits, PostError, QueuePair, Write};
+use rdmasock_core::fabric::remote::qp::{Completed, Down, Key, Limits, PostError, QueuePair, Region, Role, Write};
 use rdmasock_core::fabric::remote::record::decode;
 use rdmasock_core::fabric::remote::{MIN_BUFFER, MIN_BUFFERS};
 
@@ -128,18 +128,22 @@ impl QueuePair for Wire {
         }
     }
 
-    unsafe fn register(&self, at: *mut u8, len: usize) -> Result<Key, Down> {
+    unsafe fn register(&self, at: *mut u8, len: usize, _: Role) -> Result<Region, Down> {
         if self.setting.refuses_memory {
             return Err(Down(12));
         }
         let regions = &mut self.state().regions;
         let local = regions.len() as u32;
         regions.push((at as usize, len, local));
-        Ok(Key {
+        let key = Key {
             local,
             remote: local + 1000,
-        })
+        };
+        let handle = local.into();
+        Ok(Region { key, handle })
     }
+
+    fn deregister(&self, _: Region) {}
 
     unsafe fn write(&self, write: &Write, immediate: Option<u32>) -> Result<(), PostError> {
         assert!(write.len > 0 && (immediate.is_none() || self.setting.immediate));

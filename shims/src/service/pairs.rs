@@ -116,7 +116,7 @@ impl Worker {
             return incoming.reject();
         };
         self.drop_request(&cookie);
-        let pair = match incoming.accept(&introduce(self.library.id, Introduction::NO_COOKIE)) {
+        let pair = match incoming.accept(&introduce(self.library.id, Introduction::NO_COOKIE), None) {
             Ok(pair) => pair,
             Err(error) => {
                 tracing::warn!(target: "rdmasock", %peer, %error, "a link cannot be accepted");
@@ -436,7 +436,7 @@ fn dial(peer: InstanceId, local: IpAddr, remote: SocketAddr, greeting: &[u8]) ->
     let pair = loop {
         let left = LINK_TIMEOUT.saturating_sub(started.elapsed());
         let millis = patience.min(left).as_millis() as u32;
-        match verbs::connect(local, remote, greeting, millis) {
+        match verbs::connect(local, remote, greeting, millis, None) {
             Err(Errno::TIMEDOUT) if left > patience => patience *= 2,
             other => break other?,
         }

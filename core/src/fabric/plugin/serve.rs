@@ -8,9 +8,9 @@ use std::time::Duration;
 use super::errno::{Errno, Result};
 use super::{
     ABI, Address, Completion, Conn as Handle, Device, Info, Keys, Listener as ListenerHandle, PRIVATE_BYTES, Part,
-    Plugin, Request, WriteRequest, completion,
+    Plugin, Request, WriteRequest, completion, role,
 };
-use crate::fabric::remote::qp::{Completed, Write};
+use crate::fabric::remote::qp::{Completed, Role, Write};
 
 /// What a plugin does; how its functions are to be used is said in [`Plugin`].
 pub trait Provider: 'static {
@@ -23,8 +23,15 @@ pub trait Provider: 'static {
     fn device(local: &Address) -> Result<Device>;
     /// Listens at a local address, with port 0 at one that is free.
     fn listen(local: &Address) -> Result<Self::Listener>;
-    /// Connects. The timeout is for finding the way, and again for the peer's answer.
-    fn connect(local: &Address, remote: &Address, private: &[u8], timeout: Duration) -> Result<Self::Conn>;
+    /// Connects, perhaps beside another connection. The timeout is for finding the way, and again for the peer's
+    /// answer.
+    fn connect(
+        local: &Address,
+        remote: &Address,
+        private: &[u8],
+        timeout: Duration,
+        beside: Option<&Self::Conn>,
+    ) -> Result<Self::Conn>;
     /// In a fork child, which has one thread: forgets all without a word to the device.
     fn after_fork();
 }
@@ -55,19 +62,21 @@ pub struct Incoming<C> {
 
 /// A connection of a [`Provider`], whose functions are those of [`Plugin`]; dropped when it is over.
 pub trait Connection: Sized {
-    /// Accepts, with an answer.
-    fn accept(&self, private: &[u8]) -> Result<()>;
+    /// Accepts, with an answer, perhaps beside another connection.
+    fn accept(&self, private: &[u8], beside: Option<&Self>) -> Result<()>;
     /// Refuses.
     fn reject(self);
     /// Facts.
     fn info(&self) -> Result<Info>;
     /// Takes in what has happened: 0 it is not up yet, 1 it is up, negative: it is over, and why.
     fn state(&self) -> i32;
-    /// Makes memory usable, for as long as the connection lives.
+    /// Makes memory usable, until it is deregistered or the connection is over.
     ///
     /// # Safety
     /// As of [`QueuePair::register`](crate::fabric::remote::qp::QueuePair::register).
-    unsafe fn register(&self, at: *mut c_void, len: usize) -> Result<Keys>;
+    unsafe fn register(&self, at: *mut c_void, len: usize, role: Role) -> Result<Keys>;
+    /// Undoes that: nobody reaches the memory any more when it returns.
+    fn deregister(&self, handle: u64);
     /// Posts a WRITE.
     ///
     /// # Safety
@@ -100,6 +109,7 @@ pub const fn table<P: Provider>() -> Plugin {
         info: info::<P>,
         state: state::<P>,
         register: register::<P>,
+        deregister: deregister::<P>,
         write: write::<P>,
         send: send::<P>,
         probe: probe::<P>,
@@ -233,6 +243,7 @@ unsafe extern "C" fn connect<P: Provider>(
     private: *const u8,
     private_len: usize,
     timeout_ms: u32,
+    beside: *mut Handle,
     out: *mut *mut Handle,
 ) -> i32 {
     guard(|| {
@@ -244,14 +255,26 @@ unsafe extern "C" fn connect<P: Provider>(
             let (local, remote) = (local.as_ref().ok_or(INVALID)?, remote.as_ref().ok_or(INVALID)?);
             let private = bytes(private, private_len)?;
             let timeout = Duration::from_millis(timeout_ms.into());
-            put(out, give::<P>(P::connect(local, remote, private, timeout)?))
+            let beside = beside.cast::<P::Conn>().as_ref();
+            put(out, give::<P>(P::connect(local, remote, private, timeout, beside)?))
         }
     })
 }
 
-unsafe extern "C" fn accept<P: Provider>(handle: *mut Handle, private: *const u8, private_len: usize) -> i32 {
-    // SAFETY: the pointers are as said above.
-    guard(|| unsafe { conn::<P>(handle)?.accept(bytes(private, private_len)?).map(|()| 0) })
+unsafe extern "C" fn accept<P: Provider>(
+    handle: *mut Handle,
+    private: *const u8,
+    private_len: usize,
+    beside: *mut Handle,
+) -> i32 {
+    guard(|| {
+        // SAFETY: the pointers are as said above.
+        unsafe {
+            let beside = beside.cast::<P::Conn>().as_ref();
+            let accepted = conn::<P>(handle)?.accept(bytes(private, private_len)?, beside);
+            accepted.map(|()| 0)
+        }
+    })
 }
 
 unsafe extern "C" fn reject<P: Provider>(handle: *mut Handle) {
@@ -274,15 +297,35 @@ unsafe extern "C" fn state<P: Provider>(handle: *mut Handle) -> i32 {
     guard(|| Ok(unsafe { conn::<P>(handle) }?.state()))
 }
 
-unsafe extern "C" fn register<P: Provider>(handle: *mut Handle, at: *mut c_void, len: usize, out: *mut Keys) -> i32 {
+unsafe extern "C" fn register<P: Provider>(
+    handle: *mut Handle,
+    at: *mut c_void,
+    len: usize,
+    wanted: u32,
+    out: *mut Keys,
+) -> i32 {
     // SAFETY: the pointers are as said above; the memory is as `QueuePair::register` demands.
     guard(|| unsafe {
         if out.is_null() {
             return Err(INVALID);
         }
-        let keys = conn::<P>(handle)?.register(at, len)?;
+        let role = match wanted {
+            role::BOTH => Role::Both,
+            role::SOURCE => Role::Source,
+            role::TARGET => Role::Target,
+            _ => return Err(INVALID),
+        };
+        let keys = conn::<P>(handle)?.register(at, len, role)?;
         put(out, keys)
     })
+}
+
+unsafe extern "C" fn deregister<P: Provider>(handle: *mut Handle, registered: u64) {
+    guard(|| {
+        // SAFETY: the handle is as said above.
+        unsafe { conn::<P>(handle)? }.deregister(registered);
+        Ok(0)
+    });
 }
 
 unsafe extern "C" fn write<P: Provider>(handle: *mut Handle, request: *const WriteRequest) -> i32 {

@@ -6,7 +6,7 @@
 
 use std::ops::RangeInclusive;
 
-use super::qp::{Key, QueuePair};
+use super::qp::{Key, QueuePair, Role};
 use crate::fabric::layout::Region;
 use crate::fabric::side::Side;
 use crate::lock::Lock;
@@ -60,8 +60,8 @@ impl Registry {
             }
             // SAFETY: within the data area, which is mapped for as long as the end, and so longer than
             // its queue pair; ring memory is never referred to.
-            if let Ok(key) = unsafe { qp.register(side.data_at(offset), len) } {
-                new.push((chunk, key));
+            if let Ok(region) = unsafe { qp.register(side.data_at(offset), len, Role::Both) } {
+                new.push((chunk, region.key));
             }
         }
         new

@@ -9,7 +9,7 @@ use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::qp::{Completed, Down, Key, Limits, PostError, QueuePair, Write};
+use super::qp::{Completed, Down, Key, Limits, PostError, QueuePair, Region, Role, Write};
 use crate::fabric::mem::Clock;
 
 /// What a pair of queue pairs is like.
@@ -330,7 +330,7 @@ impl QueuePair for MemQp {
         self.limits
     }
 
-    unsafe fn register(&self, at: *mut u8, len: usize) -> Result<Key, Down> {
+    unsafe fn register(&self, at: *mut u8, len: usize, role: Role) -> Result<Region, Down> {
         let mut state = self.shared.lock();
         state.next_key += 2;
         let key = Key {
@@ -345,10 +345,17 @@ impl QueuePair for MemQp {
         }
         device.registered += 1;
         let start = at.expose_provenance() as u64;
-        for k in [key.local, key.remote] {
+        let keys = [(Role::Target, key.local), (Role::Source, key.remote)];
+        for (_, k) in keys.into_iter().filter(|(other, _)| *other != role) {
             device.regions.push((start, len as u64, k));
         }
-        Ok(key)
+        let handle = key.local.into();
+        Ok(Region { key, handle })
+    }
+
+    fn deregister(&self, region: Region) {
+        let Key { local, remote } = region.key;
+        self.with(|d| d.regions.retain(|(_, _, k)| *k != local && *k != remote));
     }
 
     unsafe fn write(&self, write: &Write, immediate: Option<u32>) -> Result<(), PostError> {

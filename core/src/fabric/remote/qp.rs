@@ -33,6 +33,26 @@ pub struct Key {
     pub remote: u32,
 }
 
+/// What memory is registered for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// The source of this end's WRITEs, and the target of the peer's.
+    Both,
+    /// The source of this end's WRITEs.
+    Source,
+    /// The target of the peer's.
+    Target,
+}
+
+/// Memory that is registered, to be [given back](QueuePair::deregister).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Region {
+    /// How it is named.
+    pub key: Key,
+    /// By which it is given back.
+    pub handle: u64,
+}
+
 /// A WRITE: `len` bytes from `from`, in memory registered under `local`, to the peer's address `to`, in
 /// memory that the peer has registered under `remote`.
 #[derive(Clone, Copy, Debug)]
@@ -89,12 +109,16 @@ pub trait QueuePair: Send + Sync {
     /// What it can do.
     fn limits(&self) -> Limits;
 
-    /// Makes memory usable as the source of this end's WRITEs and the target of the peer's.
+    /// Makes memory usable for a role, by this queue pair and those beside it. May take as long as it takes to pin it.
     ///
     /// # Safety
-    /// The memory stays mapped as long as the queue pair, and is accessed through raw pointers and atomics
-    /// only.
-    unsafe fn register(&self, at: *mut u8, len: usize) -> Result<Key, Down>;
+    /// Until it is deregistered or the queue pair is over the memory is accessed through raw pointers and atomics only.
+    /// Where it may be unmapped meanwhile, what is posted for it fails, or reaches what is not mapped any more.
+    unsafe fn register(&self, at: *mut u8, len: usize, role: Role) -> Result<Region, Down>;
+
+    /// Undoes that: neither end's work requests reach the memory any more when this returns. One that is under way, or
+    /// comes later, ends the queue pair that it is of.
+    fn deregister(&self, region: Region);
 
     /// Posts a WRITE, with an immediate if [`Limits::immediate`] allows.
     ///

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use rdmasock_core::fabric::plugin::{
     ABI, Address, Completion, Conn, ENTRY, Entry, Host, Info, Keys, Listener, Part, Plugin, Request, WriteRequest,
-    completion,
+    completion, role,
 };
 
 /// Hidden fds are at or above this number.
@@ -146,6 +146,7 @@ impl Api {
                 private.as_ptr(),
                 private.len(),
                 timeout.as_millis() as u32,
+                std::ptr::null_mut(),
                 &mut conn,
             )
         };
@@ -248,7 +249,7 @@ impl Link {
     /// Accepts a request and waits until the connection is up.
     pub fn accept(api: &Api, request: &Request, private: &[u8]) -> Self {
         // SAFETY: valid pointers.
-        let code = unsafe { (api.table.accept)(request.conn, private.as_ptr(), private.len()) };
+        let code = unsafe { (api.table.accept)(request.conn, private.as_ptr(), private.len(), std::ptr::null_mut()) };
         assert_eq!(code, 0, "accept");
         let link = Self::new(api, request.conn);
         let until = Instant::now() + PATIENCE;
@@ -268,7 +269,7 @@ impl Link {
     pub fn register(&self, memory: &Memory) -> Keys {
         let mut keys = Keys::default();
         // SAFETY: the memory is never unmapped.
-        let code = unsafe { (self.api.table.register)(self.conn, memory.at.cast(), memory.len, &mut keys) };
+        let code = unsafe { (self.api.table.register)(self.conn, memory.at.cast(), memory.len, role::BOTH, &mut keys) };
         assert_eq!(code, 0, "register");
         keys
     }

@@ -13,6 +13,7 @@
 //! | `pump.rs`, `sender.rs` | what is to be sent, and in which order; the message being collected |
 //! | `stream.rs` | the two directions of one stream |
 //! | `lend.rs`, `buffers.rs` | send buffers: what is written while the peer's ring has no room |
+//! | `direct.rs`, `landing.rs`, `bulk.rs` | what goes straight into the memory of programs: the rules, what the engine does about it, the queue pair for it |
 //! | `credits.rs`, `chunks.rs` | the peer's receive buffers; registered memory |
 //! | `fault.rs` | why a link is down |
 //! | `watch.rs` | whether the peer's device still answers |
@@ -27,12 +28,15 @@
 //! other attention word names, who is in this process.
 
 mod buffers;
+mod bulk;
 mod chunks;
 mod counts;
 mod credits;
+mod direct;
 mod end;
 mod engine;
 mod fault;
+mod landing;
 mod lend;
 mod local;
 #[cfg(any(test, feature = "mem"))]
@@ -50,7 +54,8 @@ mod tuning;
 mod turn;
 mod watch;
 
-pub use counts::Counts;
+pub use counts::{Counts, DirectCounts};
+pub use direct::{Advert, Landed};
 pub use end::End;
 pub use fault::{Breach, Fault};
 pub use local::{ENGINE, Local};

@@ -30,3 +30,18 @@ pub struct Counts {
     /// How often there was reason to ask although nothing was posted.
     pub doubts: u64,
 }
+
+/// What has gone past the rings.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DirectCounts {
+    /// Bytes that went straight into buffers of the peer's programs.
+    pub sent: u64,
+    /// Of these, bytes that came straight from our program's.
+    pub from_programs: u64,
+    /// Buffers of our program's that the peer was told of.
+    pub adverts: u64,
+    /// Bytes that have come into them.
+    pub received: u64,
+    /// Bulk queue pairs that were given up.
+    pub lost: u64,
+}

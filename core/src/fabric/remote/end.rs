@@ -13,14 +13,15 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use super::buffers::Buffers;
 use super::chunks::{Registry, of_region};
-use super::counts::Counts;
+use super::counts::{Counts, DirectCounts};
+use super::direct::{Advert, Landed, Source};
 use super::engine::Engine;
 use super::fault::{Fault, FaultCell};
 use super::local::{ENGINE, Local, SERVICE};
 use super::qp::QueuePair;
 use super::shared::{After, MAX_QUEUED_MESSAGES, QueuedMessage, Shared, Which};
 use super::tuning::{MIN_BUFFER, MIN_BUFFERS, Tuning, Unusable};
-use super::turn::{POLL, PUMP, SETTLE, TICK};
+use super::turn::{ARM, POLL, PUMP, SETTLE, TICK};
 use crate::fabric::layout::{MAX_STREAMS, Region};
 use crate::fabric::link::{LinkEnd, OpenError, Opened, SendError};
 use crate::fabric::numbers::{Done, Numbers, done};
@@ -63,7 +64,7 @@ use crate::wire::{MAX_MESSAGE, Message, RingOffer};
 /// a stream that has crossed, or whose producer [is ended](Producer::is_ended), resets the connection.
 pub struct End<Q, L> {
     shared: Shared<Q, L>,
-    engine: Lock<Engine>,
+    engine: Lock<Engine<Q>>,
     /// What is left to whoever holds the lock: [`PUMP`], [`POLL`], [`SETTLE`].
     again: Handoff,
     fault: FaultCell,
@@ -109,6 +110,8 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
                 is_watched: Published::default(),
                 watch_unseen: Published::default(),
                 marks: (0..MAX_WAITERS).map(|_| RungMark::new()).collect(),
+                retired: Lock::new(Vec::new()),
+                retired_unseen: Published::default(),
             },
             again: Handoff::new(),
             fault: FaultCell::default(),
@@ -159,7 +162,7 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
             self.fail(down.into());
             return Err(down.into());
         }
-        self.run(POLL)
+        self.run(ARM | POLL)
     }
 
     /// Sends the heads that are held back since the last call. An idle direction's last bytes count as unread by the
@@ -294,6 +297,115 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         self.shared.mirror.neutralise();
     }
 
+    /// Direct transfers (P85) go over this queue pair from now on, which is connected, beside the link's own, and has not
+    /// been used. Gives it back if there is one, or the link is down.
+    pub fn attach_bulk(&self, qp: Q) -> Option<Q> {
+        if self.fault.get().is_some() {
+            return Some(qp);
+        }
+        let mut qp = Some(qp);
+        self.with(|engine| qp = qp.take().and_then(|qp| engine.attach_bulk(qp)));
+        let _ = self.run(ARM | POLL | PUMP);
+        qp
+    }
+
+    /// Whether there can be direct transfers.
+    pub fn has_bulk(&self) -> bool {
+        self.with(|engine| engine.bulk.is_some()).unwrap_or(false)
+    }
+
+    /// The peer has given its end of the bulk queue pair up, or it is to be given up.
+    pub fn drop_bulk(&self) {
+        self.with(|engine| engine.drop_bulk(&self.shared));
+        let _ = self.run(PUMP);
+    }
+
+    /// Bulk queue pairs that were given up since the last call, to be ended. The peer is to be told of each.
+    pub fn take_retired(&self) -> Vec<Q> {
+        self.shared.retired_unseen.publish(false);
+        let mut retired = self.shared.retired.lock();
+        retired
+            .as_mut()
+            .map(|all| std::mem::take(&mut **all))
+            .unwrap_or_default()
+    }
+
+    /// Tells the peer of a buffer that our program waits with on its stream `mine`, whose ring is empty: of at most
+    /// `length` bytes at `address`, registered under `rkey`. What is said of it is to be asked by
+    /// [`landed`](Self::landed). `None` if it cannot be used.
+    pub fn advertise(&self, mine: Vqpn, address: u64, length: u32, rkey: u32) -> Option<Advert> {
+        let made = self.with(|engine| engine.advertise(&self.shared, mine.0, address, length, rkey))?;
+        let _ = self.run(PUMP);
+        made
+    }
+
+    /// What has become of an advert. Its bytes count as the next ones of the ring, which does not have them: who gets
+    /// them consumes as many, and then [says so](Self::settle_head). `None` in a signal handler that has interrupted the
+    /// engine.
+    pub fn landed(&self, mine: Vqpn, serial: u32) -> Option<Landed> {
+        self.with(|engine| engine.landed(mine.0, serial))
+    }
+
+    /// Our program waits no longer. It is over when [`landed`](Self::landed) says so; until then the peer's device may
+    /// write to the buffer.
+    pub fn withdraw(&self, mine: Vqpn, serial: u32) {
+        self.with(|engine| engine.withdraw(&self.shared, mine.0, serial));
+        let _ = self.run(PUMP);
+    }
+
+    /// The peer is told at once what was read of our stream `mine`, and [published](Consumer::publish).
+    pub fn settle_head(&self, mine: Vqpn) {
+        self.with(|engine| engine.settle_head(&self.shared, mine.0));
+        let _ = self.run(PUMP);
+    }
+
+    /// How many bytes the peer's program waits for with a buffer, on its stream `theirs`, if there is nothing else for it.
+    pub fn wanted(&self, theirs: Vqpn) -> u64 {
+        self.with(|engine| engine.wanted(&self.shared, theirs.0)).unwrap_or(0)
+    }
+
+    /// The next `len` bytes of a producer, which is at `position` and [wanted](Self::wanted), stay at `address` in the
+    /// program's memory, registered under `key`: they are to be committed without being written. False if that cannot be.
+    /// To be ended by [`take_source`](Self::take_source).
+    pub fn lend_source(&self, theirs: Vqpn, position: u64, address: usize, len: u64, key: u32) -> bool {
+        let source = Source {
+            from: position,
+            until: position.saturating_add(len),
+            address,
+            key,
+            is_needed: false,
+        };
+        self.with(|engine| engine.lend_source(&self.shared, theirs.0, source))
+            .unwrap_or(false)
+    }
+
+    /// Whether that is to be ended: the peer has all of it, or wants it by the ring.
+    pub fn is_source_done(&self, theirs: Vqpn) -> bool {
+        self.with(|engine| engine.is_source_done(theirs.0)).unwrap_or(true)
+    }
+
+    /// What the peer does not have goes into the mirror now. Gives how many bytes its device may still get from the
+    /// program's memory; `None` if nothing was lent, or in a signal handler that has interrupted the engine.
+    ///
+    /// # Safety
+    /// What was lent can be read.
+    pub unsafe fn take_source(&self, theirs: Vqpn) -> Option<u64> {
+        // SAFETY: by this function's contract.
+        let left = self.with(|engine| unsafe { engine.take_source(&self.shared, theirs.0) })?;
+        let _ = self.run(PUMP);
+        left
+    }
+
+    /// How many bytes before `position` the peer has not taken.
+    pub fn untaken(&self, theirs: Vqpn, position: u64) -> u64 {
+        self.with(|engine| engine.untaken(theirs.0, position)).unwrap_or(0)
+    }
+
+    /// What has gone past the rings. Zeroes in a signal handler that has interrupted the engine.
+    pub fn direct_counts(&self) -> DirectCounts {
+        self.with(|engine| engine.direct).unwrap_or_default()
+    }
+
     /// What was done so far. Zeroes in a signal handler that has interrupted the engine.
     pub fn counts(&self) -> Counts {
         self.with(|engine| engine.sender.counts).unwrap_or_default()
@@ -320,7 +432,7 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
     }
 
     /// One turn of the engine. Gives the lock back.
-    fn turn(&self, mut engine: Guard<'_, Engine>, what: u32) -> Result<bool, Fault> {
+    fn turn(&self, mut engine: Guard<'_, Engine<Q>>, what: u32) -> Result<bool, Fault> {
         let what = what | self.again.take();
         let result = match self.fault.get() {
             Some(fault) => Err(fault),
@@ -337,7 +449,7 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
     }
 
     /// Uses the engine; `None` in a signal handler that has interrupted this thread's use.
-    fn with<T>(&self, f: impl FnOnce(&mut Engine) -> T) -> Option<T> {
+    fn with<T>(&self, f: impl FnOnce(&mut Engine<Q>) -> T) -> Option<T> {
         let mut engine = self.engine.lock()?;
         let value = f(&mut engine);
         let after = engine.after.take();
@@ -550,10 +662,14 @@ impl<Q: QueuePair, L: Local> LinkEnd for End<Q, L> {
         self.shared.mine.told_at(mine)
     }
 
-    /// Of waiter 0 also whether there is a message, or a fault or the beginning of a watch that was not asked for.
+    /// Of waiter 0 also whether there is a message, or a fault, the beginning of a watch or the end of a bulk queue pair
+    /// that was not asked for.
     fn has_ready(&self, waiter: WaiterId) -> bool {
         self.sweeps.has_ready(&self.shared.mine, waiter)
             || waiter == SERVICE
-                && (self.shared.news.look() > 0 || self.fault_unseen.look() || self.shared.watch_unseen.look())
+                && (self.shared.news.look() > 0
+                    || self.fault_unseen.look()
+                    || self.shared.watch_unseen.look()
+                    || self.shared.retired_unseen.look())
     }
 }

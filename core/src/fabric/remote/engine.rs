@@ -3,7 +3,9 @@
 
 use std::collections::VecDeque;
 
+use super::bulk::{Bulk, Lost};
 use super::chunks::{Chunks, Target};
+use super::counts::DirectCounts;
 use super::local::Local;
 use super::qp::{Key, Limits, QueuePair};
 use super::sender::Sender;
@@ -15,7 +17,7 @@ use crate::fabric::ring::DirectionBlock;
 use crate::wire::Message;
 
 /// See the module.
-pub(super) struct Engine {
+pub(super) struct Engine<Q> {
     pub streams: Streams,
     pub chunks: Chunks,
     pub sender: Sender,
@@ -30,9 +32,15 @@ pub(super) struct Engine {
     pub watch: Watch,
     /// The time of the next tick, ns.
     pub now: u64,
+    pub bulk: Option<Bulk<Q>>,
+    /// It is to be given up.
+    pub lost: Option<Lost>,
+    /// The advert that was made last.
+    pub serial: u32,
+    pub direct: DirectCounts,
 }
 
-impl Engine {
+impl<Q: QueuePair> Engine<Q> {
     pub fn new(limits: &Limits) -> Self {
         Self {
             streams: Streams::new(),
@@ -46,6 +54,10 @@ impl Engine {
             current: None,
             watch: Watch::new(),
             now: 0,
+            bulk: None,
+            lost: None,
+            serial: 0,
+            direct: DirectCounts::default(),
         }
     }
 
@@ -57,11 +69,16 @@ impl Engine {
     }
 
     /// Both ends are done with our number.
-    pub fn forget<Q: QueuePair, L: Local>(&mut self, g: &Shared<Q, L>, mine: u32) {
+    pub fn forget<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32) {
         if let Some(s) = self.streams.get(mine) {
             let theirs = s.theirs;
             if let Some(aside) = s.out.aside {
                 g.buffers.give_back(aside.region);
+            }
+            if s.inc.landings.is_busy()
+                && let Some(bulk) = &mut self.bulk
+            {
+                bulk.end_landing();
             }
             s.forget();
             self.unlink(mine, theirs);
@@ -78,7 +95,7 @@ impl Engine {
     }
 
     /// See [`LinkEnd::pair`](crate::fabric::link::LinkEnd::pair).
-    pub fn pair<Q: QueuePair, L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, theirs: u32) {
+    pub fn pair<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, theirs: u32) {
         let Some(block) = g.block_mirror(theirs) else {
             return;
         };
@@ -120,7 +137,7 @@ impl Engine {
     }
 
     /// Memory of ours was registered.
-    pub fn on_registered<Q: QueuePair, L: Local>(&mut self, g: &Shared<Q, L>, which: Which, keys: &[(u32, Key)]) {
+    pub fn on_registered<L: Local>(&mut self, g: &Shared<Q, L>, which: Which, keys: &[(u32, Key)]) {
         for (chunk, key) in keys {
             match which {
                 Which::Mirror => self.chunks.mirror.set(*chunk, key.local),
@@ -135,7 +152,7 @@ impl Engine {
     }
 
     /// What is not confirmed of what was committed to the peer's stream, and whether to ask.
-    pub fn unconfirmed<Q: QueuePair, L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32) -> (u64, bool) {
+    pub fn unconfirmed<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32) -> (u64, bool) {
         let Some(s) = self.streams.mine(theirs).and_then(|mine| self.streams.get(mine)) else {
             return (0, false);
         };

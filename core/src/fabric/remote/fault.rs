@@ -53,9 +53,12 @@ pub enum Breach {
     /// An immediate on a link that has none.
     #[error("unexpected immediate")]
     Immediate,
+    /// An advert of no memory, or while another is in use, or an answer beyond it; or what belongs to another queue pair.
+    #[error("bad advert")]
+    Advert,
 }
 
-const BREACHES: [Breach; 13] = [
+const BREACHES: [Breach; 14] = [
     Breach::Malformed,
     Breach::Stream,
     Breach::Grant,
@@ -69,6 +72,7 @@ const BREACHES: [Breach; 13] = [
     Breach::Flood,
     Breach::Ack,
     Breach::Immediate,
+    Breach::Advert,
 ];
 
 /// Why a link is down.

@@ -13,15 +13,9 @@ use super::stream::{Aside, State};
 use crate::fabric::ring::proxy::pack_offer;
 use crate::fabric::ring::{Producer, Wake};
 
-impl Engine {
+impl<Q: QueuePair> Engine<Q> {
     /// See [`LinkEnd::lend`](crate::fabric::link::LinkEnd::lend).
-    pub fn lend<Q: QueuePair, L: Local>(
-        &mut self,
-        g: &Shared<Q, L>,
-        theirs: u32,
-        producer: &mut Producer,
-        log2: u8,
-    ) -> bool {
+    pub fn lend<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32, producer: &mut Producer, log2: u8) -> bool {
         let Some(part) = producer.fits_aside(log2) else {
             return false;
         };
@@ -48,12 +42,7 @@ impl Engine {
     }
 
     /// See [`LinkEnd::take_back`](crate::fabric::link::LinkEnd::take_back).
-    pub fn take_back<Q: QueuePair, L: Local>(
-        &mut self,
-        g: &Shared<Q, L>,
-        theirs: u32,
-        producer: &mut Producer,
-    ) -> bool {
+    pub fn take_back<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32, producer: &mut Producer) -> bool {
         let (Some(mine), Some(block)) = (self.streams.mine(theirs), g.block_mirror(theirs)) else {
             return false;
         };
@@ -79,7 +68,7 @@ impl Engine {
     }
 
     /// See [`End::unsent`](super::End::unsent).
-    pub fn unsent<Q: QueuePair, L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32) -> u64 {
+    pub fn unsent<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32) -> u64 {
         let Some(mine) = self.streams.mine(theirs) else {
             return 0;
         };

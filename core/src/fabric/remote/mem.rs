@@ -98,6 +98,8 @@ struct State {
     why: &'static str,
     /// Work requests that are still carried out.
     lives: Option<u64>,
+    /// What is registered there is good here too.
+    beside: Option<Arc<Shared>>,
     /// Of what has arrived and was not polled at the end, so much at each end is never seen.
     loses: usize,
     next_key: u32,
@@ -188,10 +190,15 @@ impl State {
                 .iter()
                 .any(|(start, n, k)| *k == key && at >= *start && at.checked_add(len).is_some_and(|e| e <= start + n))
         };
-        if write.len == 0 || !covers(self.devices.get(me), write.local, write.from.addr() as u64) {
+        let other = self.beside.as_ref().map(|beside| beside.lock());
+        let covers = |end: usize, key, at| {
+            let beside = other.as_ref().and_then(|state| state.devices.get(end));
+            covers(self.devices.get(end), key, at) || covers(beside, key, at)
+        };
+        if write.len == 0 || !covers(me, write.local, write.from.addr() as u64) {
             return Err("bad local key");
         }
-        if !covers(self.devices.get(1 - me), write.remote, write.to) {
+        if !covers(1 - me, write.remote, write.to) {
             return Err("bad remote key");
         }
         let to = std::ptr::with_exposed_provenance_mut::<u8>(write.to as usize);
@@ -224,6 +231,11 @@ pub struct MemQp {
 
 /// Two queue pairs that are connected with each other.
 pub fn pair(config: Config, clock: &Clock) -> [MemQp; 2] {
+    pair_beside(config, clock, None)
+}
+
+/// Likewise; what is registered with `other` is good for them too.
+pub fn pair_beside(config: Config, clock: &Clock, other: Option<&MemQp>) -> [MemQp; 2] {
     let device = || Device {
         buffers: config.limits.receive_buffers,
         ..Device::default()
@@ -237,6 +249,7 @@ pub fn pair(config: Config, clock: &Clock) -> [MemQp; 2] {
             is_mute: false,
             why: "",
             lives: None,
+            beside: other.map(|other| Arc::clone(&other.shared)),
             loses: 0,
             next_key: 0x100,
         }),

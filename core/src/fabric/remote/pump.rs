@@ -5,11 +5,13 @@
 
 mod control;
 mod data;
+mod direct;
 
 use std::sync::atomic::Ordering::SeqCst;
 
 use control::control;
 use data::{Turn, data};
+use direct::Means;
 
 use super::engine::Engine;
 use super::fault::Fault;
@@ -24,16 +26,16 @@ use crate::fabric::ring::DirectionBlock;
 use crate::ids::Vqpn;
 use crate::wire::{MAX_MESSAGE, Message};
 
-impl Engine {
+impl<Q: QueuePair> Engine<Q> {
     /// Sends what can be sent.
-    pub fn pump<Q: QueuePair, L: Local>(&mut self, g: &Shared<Q, L>) -> Result<(), Fault> {
+    pub fn pump<L: Local>(&mut self, g: &Shared<Q, L>) -> Result<(), Fault> {
         self.take_closing(g);
         let sent = self.messages(g).and_then(|()| self.turns(g));
         unless_blocked(sent)?;
         self.sender.finish(&g.qp)
     }
 
-    fn turns<Q: QueuePair, L: Local>(&mut self, g: &Shared<Q, L>) -> Result<(), Halt> {
+    fn turns<L: Local>(&mut self, g: &Shared<Q, L>) -> Result<(), Halt> {
         loop {
             let next = self.current.take().or_else(|| {
                 self.sweep.pop(&g.dirty).or_else(|| {
@@ -56,7 +58,7 @@ impl Engine {
         }
     }
 
-    fn take_closing<Q: QueuePair, L: Local>(&mut self, g: &Shared<Q, L>) {
+    fn take_closing<L: Local>(&mut self, g: &Shared<Q, L>) {
         self.closing.begin(&g.closing);
         while let Some(mine) = self.closing.pop(&g.closing) {
             if let Some(s) = self.streams.get(mine)
@@ -69,7 +71,7 @@ impl Engine {
     }
 
     /// Messages of the side channel, each after what the peer has to know of its stream.
-    fn messages<Q: QueuePair, L: Local>(&mut self, g: &Shared<Q, L>) -> Result<(), Halt> {
+    fn messages<L: Local>(&mut self, g: &Shared<Q, L>) -> Result<(), Halt> {
         let Some(mut outbox) = g.outbox.lock() else {
             // We have interrupted whoever puts one there, and then comes here.
             return Ok(());
@@ -90,7 +92,7 @@ impl Engine {
     }
 
     /// A stream's turn.
-    fn serve<Q: QueuePair, L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32) -> Result<Turn, Halt> {
+    fn serve<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32) -> Result<Turn, Halt> {
         if let Some(cell) = g.tells.get(theirs as usize) {
             let word = cell.swap(0, SeqCst);
             if word != 0
@@ -107,7 +109,15 @@ impl Engine {
             return Ok(Turn::Done);
         };
         control(g, &mut self.sender, &mut self.chunks, s, mine, theirs)?;
-        let turn = data(g, &mut self.sender, &self.chunks, &mut self.after.register, s, theirs)?;
+        let mut means = Means {
+            bulk: &mut self.bulk,
+            chunks: &self.chunks,
+            counts: &mut self.direct,
+            after: &mut self.after,
+            lost: &mut self.lost,
+            mine,
+        };
+        let turn = data(g, &mut self.sender, &mut means, s, theirs)?;
         if turn == Turn::More {
             return Ok(turn);
         }

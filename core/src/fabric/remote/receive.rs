@@ -2,6 +2,7 @@
 //! sent in turn is `pump.rs`.
 
 use super::chunks::{self, Target};
+use super::direct::{Advert, Withdrawal};
 use super::engine::Engine;
 use super::fault::Breach;
 use super::local::{Local, SERVICE};
@@ -14,9 +15,9 @@ use crate::fabric::ready::ReadyQueue;
 use crate::fabric::ring::Wake;
 use crate::wire::Message;
 
-impl Engine {
+impl<Q: QueuePair> Engine<Q> {
     /// Something has completed on the queue pair.
-    pub fn on_event<Q: QueuePair, L: Local>(&mut self, g: &Shared<Q, L>, event: Completed<'_>) -> Result<(), Breach> {
+    pub fn on_event<L: Local>(&mut self, g: &Shared<Q, L>, event: Completed<'_>) -> Result<(), Breach> {
         match event {
             Completed::Room => self.sender.on_room(),
             Completed::Probed => self.watch.on_answered(),
@@ -42,21 +43,19 @@ impl Engine {
         Ok(())
     }
 
-    fn on_data<Q: QueuePair, L: Local>(
-        &mut self,
-        g: &Shared<Q, L>,
-        mine: u32,
-        tail: u64,
-        payload: &[u8],
-    ) -> Result<(), Breach> {
+    fn on_data<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, tail: u64, payload: &[u8]) -> Result<(), Breach> {
         let s = known(&mut self.streams, mine)?;
         let block = g.block_mine(mine).ok_or(Breach::Stream)?;
+        let was_busy = s.inc.landings.is_busy();
         let wake = s.inc.on_data(block, &g.mine.area(), tail, payload)?;
+        if was_busy && !s.inc.landings.is_busy() {
+            self.end_landing();
+        }
         g.tell_here(&mut self.after, wake, mine);
         Ok(())
     }
 
-    fn on_record<Q: QueuePair, L: Local>(&mut self, g: &Shared<Q, L>, record: Record<'_>) -> Result<(), Breach> {
+    fn on_record<L: Local>(&mut self, g: &Shared<Q, L>, record: Record<'_>) -> Result<(), Breach> {
         match record {
             Record::Data {
                 theirs: mine,
@@ -107,6 +106,38 @@ impl Engine {
                 g.tell_here(&mut self.after, Wake(word), mine);
                 Ok(())
             }
+            Record::Advert {
+                theirs: mine,
+                serial,
+                position,
+                address,
+                length,
+                rkey,
+            } => {
+                let advert = Advert {
+                    serial,
+                    position,
+                    address,
+                    length,
+                    rkey,
+                };
+                self.on_advert(g, mine, advert)
+            }
+            Record::Withdraw {
+                theirs: mine,
+                serial,
+                position,
+                is_final,
+            } => {
+                let withdrawal = Withdrawal {
+                    serial,
+                    position,
+                    is_final,
+                };
+                self.on_withdrawal(g, mine, withdrawal)
+            }
+            // It belongs on the bulk queue pair.
+            Record::Placed { .. } => Err(Breach::Advert),
             Record::Head { theirs: mine, .. }
             | Record::Offer { theirs: mine, .. }
             | Record::Flags { theirs: mine, .. }
@@ -116,12 +147,7 @@ impl Engine {
     }
 
     /// What the peer's consumer says to our producer.
-    fn on_consumer<Q: QueuePair, L: Local>(
-        &mut self,
-        g: &Shared<Q, L>,
-        mine: u32,
-        record: Record<'_>,
-    ) -> Result<(), Breach> {
+    fn on_consumer<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, record: Record<'_>) -> Result<(), Breach> {
         let s = known(&mut self.streams, mine)?;
         if s.state == State::Left {
             return Ok(());
@@ -153,7 +179,7 @@ impl Engine {
         Ok(())
     }
 
-    fn on_chunk<Q: QueuePair, L: Local>(&mut self, g: &Shared<Q, L>, index: u32, target: Target) -> Result<(), Breach> {
+    fn on_chunk<L: Local>(&mut self, g: &Shared<Q, L>, index: u32, target: Target) -> Result<(), Breach> {
         let log2 = g.tuning.chunk_log2;
         let all = chunks::count(g.peers_len, log2);
         let fits = u64::from(index) < all && target.base.checked_add(1 << log2).is_some();
@@ -163,7 +189,7 @@ impl Engine {
         Ok(())
     }
 
-    fn on_message<Q: QueuePair, L: Local>(&mut self, g: &Shared<Q, L>, bytes: &[u8]) -> Result<(), Breach> {
+    fn on_message<L: Local>(&mut self, g: &Shared<Q, L>, bytes: &[u8]) -> Result<(), Breach> {
         let message = Message::decode(bytes).map_err(|_| Breach::Message)?;
         if message.fds() != 0 {
             return Err(Breach::Message);
@@ -175,6 +201,11 @@ impl Engine {
             && let Some(s) = self.streams.get(yours.0)
         {
             s.peer_left = true;
+            let was_busy = s.inc.landings.is_busy();
+            s.inc.landings.on_left();
+            if was_busy && let Some(bulk) = &mut self.bulk {
+                bulk.end_landing();
+            }
             if let Some(theirs) = s.theirs.filter(|_| s.closing) {
                 // Nobody waits for the rest any more.
                 g.dirty.push(theirs);

@@ -33,6 +33,8 @@ pub const HEADER_BYTES: usize = size_of::<Header>();
 /// | `tail`, `head`, `position` | positions: bytes of the direction from its beginning on |
 /// | `generation` | which of the rings that were offered one after the other |
 /// | `end`, `flags`, `word`, `count` | a word of the direction block, as `fabric::ring` has it; in `Tell` an attention word |
+/// | `serial` | an advert of the end whose program waits (P86) |
+/// | `address`, `length`, `rkey` | a buffer of that program's, and its key for the reader's WRITEs |
 /// | `index`, `rkey`, `base` | a chunk's place in the data area, in chunks; its key and address for the reader's WRITEs (P53) |
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(
@@ -71,6 +73,24 @@ pub enum Record<'a> {
     Ack { theirs: u32, tail: u64 },
     /// "Queue the stream for these waiters of yours."
     Tell { theirs: u32, word: u32 },
+    /// The reader's program waits with a buffer for the bytes from `position` on.
+    Advert {
+        theirs: u32,
+        serial: u32,
+        position: u64,
+        address: u64,
+        length: u32,
+        rkey: u32,
+    },
+    /// It does not any more.
+    Withdraw {
+        theirs: u32,
+        serial: u32,
+        position: u64,
+        is_final: bool,
+    },
+    /// All up to `tail` is in the buffer of that advert, which is over. On the bulk queue pair only.
+    Placed { theirs: u32, serial: u32, tail: u64 },
 }
 
 /// The numbers of the kinds.
@@ -88,6 +108,9 @@ mod kind {
     pub const CONFIRM: u8 = 11;
     pub const ACK: u8 = 12;
     pub const TELL: u8 = 13;
+    pub const ADVERT: u8 = 14;
+    pub const WITHDRAW: u8 = 15;
+    pub const PLACED: u8 = 16;
 }
 
 /// Declares the records' bodies, which follow the kind: plain bytes, no padding, any alignment.
@@ -108,6 +131,9 @@ bodies! {
     Stream { theirs: U32 }
     Chunk { index: U32, rkey: U32, base: U64 }
     Message { length: U16 }
+    Advert { theirs: U32, serial: U32, position: U64, address: U64, length: U32, rkey: U32 }
+    Withdraw { theirs: U32, serial: U32, position: U64, is_final: u8 }
+    Placed { theirs: U32, serial: U32, tail: U64 }
 }
 
 /// Bytes of a DATA record beside its payload.
@@ -115,7 +141,7 @@ pub const DATA_BYTES: usize = 1 + size_of::<Data>();
 /// Bytes of a MESSAGE record beside the message.
 pub const MESSAGE_BYTES: usize = 1 + size_of::<Message>();
 /// Bytes of the longest record without a payload.
-pub const LONGEST: usize = 1 + size_of::<Chunk>();
+pub const LONGEST: usize = 1 + size_of::<Advert>();
 
 /// Bytes that are no message of this version. Only the peer can have sent them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -249,6 +275,34 @@ impl<'a> Records<'a> {
                     bytes: self.bytes(k, r.length)?,
                 }
             }
+            kind::ADVERT => {
+                let r: Advert = self.read(k)?;
+                Record::Advert {
+                    theirs: r.theirs.get(),
+                    serial: r.serial.get(),
+                    position: r.position.get(),
+                    address: r.address.get(),
+                    length: r.length.get(),
+                    rkey: r.rkey.get(),
+                }
+            }
+            kind::WITHDRAW => {
+                let r: Withdraw = self.read(k)?;
+                Record::Withdraw {
+                    theirs: r.theirs.get(),
+                    serial: r.serial.get(),
+                    position: r.position.get(),
+                    is_final: r.is_final != 0,
+                }
+            }
+            kind::PLACED => {
+                let r: Placed = self.read(k)?;
+                Record::Placed {
+                    theirs: r.theirs.get(),
+                    serial: r.serial.get(),
+                    tail: r.tail.get(),
+                }
+            }
             _ => return Err(Malformed::Kind(k)),
         })
     }
@@ -373,6 +427,46 @@ impl Builder {
                 };
                 let head = Message { length: n.into() };
                 self.put(&[&[kind::MESSAGE], head.as_bytes(), bytes])
+            }
+            Record::Advert {
+                theirs,
+                serial,
+                position,
+                address,
+                length,
+                rkey,
+            } => {
+                let body = Advert {
+                    theirs: theirs.into(),
+                    serial: serial.into(),
+                    position: position.into(),
+                    address: address.into(),
+                    length: length.into(),
+                    rkey: rkey.into(),
+                };
+                self.put(&[&[kind::ADVERT], body.as_bytes()])
+            }
+            Record::Withdraw {
+                theirs,
+                serial,
+                position,
+                is_final,
+            } => {
+                let body = Withdraw {
+                    theirs: theirs.into(),
+                    serial: serial.into(),
+                    position: position.into(),
+                    is_final: is_final.into(),
+                };
+                self.put(&[&[kind::WITHDRAW], body.as_bytes()])
+            }
+            Record::Placed { theirs, serial, tail } => {
+                let body = Placed {
+                    theirs: theirs.into(),
+                    serial: serial.into(),
+                    tail: tail.into(),
+                };
+                self.put(&[&[kind::PLACED], body.as_bytes()])
             }
         }
     }

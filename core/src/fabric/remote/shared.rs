@@ -63,6 +63,10 @@ pub(super) struct Shared<Q, L> {
     /// That was not so before, and the service thread has not asked since.
     pub watch_unseen: Published<AtomicBool>,
     pub marks: Box<[RungMark]>,
+    /// Bulk queue pairs that were given up, to be ended where that may take its time.
+    pub retired: Lock<Vec<Q>>,
+    /// There is one that the service thread has not asked for.
+    pub retired_unseen: Published<AtomicBool>,
 }
 
 impl<Q: QueuePair, L: Local> Shared<Q, L> {

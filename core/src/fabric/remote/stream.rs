@@ -1,6 +1,7 @@
 //! The two directions of one stream as the engine sees them: what was carried over, and what the peer may
 //! do next. Its words are in the direction blocks, which are given to each call; nothing is sent here.
 
+use super::direct::{Landings, Targets};
 use super::fault::Breach;
 use crate::fabric::layout::{MAX_STREAMS, Region};
 use crate::fabric::ring::proxy::{ProducerView, next_generation, unpack_offer};
@@ -91,6 +92,8 @@ pub(super) struct Incoming {
     pub ack_due: bool,
     /// The head is to be told even if little is new.
     pub settle: bool,
+    /// A buffer that our program waits with.
+    pub landings: Landings,
 }
 
 impl Incoming {
@@ -110,7 +113,7 @@ impl Incoming {
             return Err(Breach::End);
         }
         let ring = self.ring.ok_or(Breach::Tail)?;
-        let window = block.head().max(self.start).saturating_add(ring.len() as u64);
+        let window = self.window(block);
         let n = tail.checked_sub(self.tail).filter(|n| *n > 0);
         let n = n.ok_or(Breach::Tail)?;
         if tail > window || payload.len() as u64 > n {
@@ -120,8 +123,38 @@ impl Incoming {
         if !unsafe { area.copy_in(ring, tail - payload.len() as u64, payload) } {
             return Err(Breach::Tail);
         }
+        self.landings.on_ring();
         self.tail = tail;
         Ok(block.put_tail(tail))
+    }
+
+    /// Up to where the peer may write: what the ring has room for.
+    fn window(&self, block: &DirectionBlock) -> u64 {
+        let size = self.ring.map_or(0, |ring| ring.len() as u64);
+        block.head().max(self.start).saturating_add(size)
+    }
+
+    /// How much may be announced of a buffer for what comes next: the ring is empty, and has room for so much. 0 if it
+    /// cannot be.
+    pub fn room_to_land(&self, block: &DirectionBlock) -> u64 {
+        let is_empty = block.head() == self.tail && self.tail > 0;
+        if !is_empty || self.ended || self.landings.is_busy() {
+            return 0;
+        }
+        self.window(block) - self.tail
+    }
+
+    /// Bytes are in our program's buffer, which count as if the ring had them.
+    pub fn on_placed(&mut self, block: &DirectionBlock, serial: u32, tail: u64) -> Result<Wake, Breach> {
+        let window = self.window(block);
+        match self.landings.on_placed(serial, tail, window)? {
+            Some(_) if self.ended => Err(Breach::End),
+            Some(tail) => {
+                self.tail = tail;
+                Ok(block.put_tail(tail))
+            }
+            None => Ok(Wake::NONE),
+        }
     }
 
     pub fn on_switch(&mut self, block: &DirectionBlock, generation: u32, position: u64) -> Result<(), Breach> {
@@ -212,6 +245,8 @@ pub(super) struct Outgoing {
     pub want_confirm: bool,
     /// CONFIRM was sent when all up to here had been told.
     pub asked: u64,
+    /// A buffer that the peer's program waits with.
+    pub targets: Targets,
 }
 
 impl Outgoing {
@@ -250,6 +285,14 @@ impl Outgoing {
     /// The ring that the peer offers, while it is not in use.
     pub fn offered(&self) -> Option<(u32, Region)> {
         self.offered
+    }
+
+    /// The ring in which our producer has put the byte at a position that was not told.
+    pub fn ring_at(&self, position: u64) -> Option<Region> {
+        match (self.switch_at, self.offered) {
+            (Some(at), Some((_, region))) if position >= at => Some(region),
+            _ => self.ring,
+        }
     }
 
     fn is_aside_at(&self, position: u64) -> bool {
@@ -344,6 +387,20 @@ impl Outgoing {
         self.stopped
     }
 
+    /// All up to `tail` was posted to a buffer of the peer's program, and is told.
+    pub fn on_direct(&mut self, tail: u64) {
+        (self.placed, self.told) = (tail, tail);
+    }
+
+    /// What was told behind `position` has not come.
+    pub fn go_back(&mut self, position: u64) -> Result<(), Breach> {
+        if !(self.head..=self.told).contains(&position) {
+            return Err(Breach::Advert);
+        }
+        (self.placed, self.told) = (position, position);
+        Ok(())
+    }
+
     pub fn on_ack(&mut self, tail: u64) -> Result<(), Breach> {
         if tail > self.told.saturating_add(self.end_told.into()) {
             return Err(Breach::Ack);
@@ -389,6 +446,11 @@ impl Streams {
     pub fn mine(&self, theirs: u32) -> Option<u32> {
         let number = *self.by_theirs.get(theirs as usize)?;
         u32::from(number).checked_sub(1)
+    }
+
+    /// All that were ever opened.
+    pub fn each(&mut self) -> impl Iterator<Item = &mut Stream> {
+        self.pages.iter_mut().flatten().flatten()
     }
 
     /// Sets or clears that.

@@ -28,6 +28,8 @@ pub struct Tuning {
     /// Bytes at the end of the mirror's data area, whole pages, that are not the peer's: room for send buffers
     /// ([`LinkEnd::lend`](crate::fabric::link::LinkEnd::lend)).
     pub buffers: u64,
+    /// Less is not written straight into a buffer that the peer's program waits with.
+    pub direct_min: u32,
 }
 
 impl Default for Tuning {
@@ -37,6 +39,7 @@ impl Default for Tuning {
             piece: 64 * 1024,
             chunk_log2: CHUNK_LOG2,
             buffers: 0,
+            direct_min: 64 * 1024,
         }
     }
 }

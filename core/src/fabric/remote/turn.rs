@@ -17,13 +17,18 @@ pub(super) const POLL: u32 = 2;
 pub(super) const SETTLE: u32 = 4;
 /// The watch's time has come.
 pub(super) const TICK: u32 = 8;
+/// Have the bulk queue pair tell of the next completion, before the look at it.
+pub(super) const ARM: u32 = 16;
 
-impl Engine {
+impl<Q: QueuePair> Engine<Q> {
     /// One turn: true if something came.
-    pub fn run<Q: QueuePair, L: Local>(&mut self, g: &Shared<Q, L>, what: u32) -> Result<bool, Fault> {
+    pub fn run<L: Local>(&mut self, g: &Shared<Q, L>, what: u32) -> Result<bool, Fault> {
         let mut events = 0;
+        if what & ARM != 0 {
+            self.arm_bulk();
+        }
         if what & POLL != 0 || self.sender.is_short() {
-            events = self.poll(g)?;
+            events = self.poll(g)? + self.poll_bulk(g)?;
         }
         if what & SETTLE != 0 {
             self.settle(g);
@@ -40,6 +45,9 @@ impl Engine {
             self.poll(g)?;
         }
         pumped?;
+        if self.lost.is_some() {
+            self.drop_bulk(g);
+        }
         if self.watch.on_done(self.sender.done()) {
             self.begin_watch(g);
         }
@@ -52,13 +60,13 @@ impl Engine {
 
     /// Something was posted where nothing was for a while.
     #[cold]
-    fn begin_watch<Q: QueuePair, L: Local>(&mut self, g: &Shared<Q, L>) {
+    fn begin_watch<L: Local>(&mut self, g: &Shared<Q, L>) {
         g.is_watched.publish(true);
         g.watch_unseen.publish(true);
         g.ring_if_asleep(&mut self.after, SERVICE);
     }
 
-    fn tick<Q: QueuePair, L: Local>(&mut self, g: &Shared<Q, L>) -> Result<(), Fault> {
+    fn tick<L: Local>(&mut self, g: &Shared<Q, L>) -> Result<(), Fault> {
         match self.watch.tick(self.now, self.sender.done()) {
             Step::Idle => {
                 g.is_watched.publish(false);
@@ -77,7 +85,7 @@ impl Engine {
         Ok(())
     }
 
-    fn poll<Q: QueuePair, L: Local>(&mut self, g: &Shared<Q, L>) -> Result<usize, Fault> {
+    fn poll<L: Local>(&mut self, g: &Shared<Q, L>) -> Result<usize, Fault> {
         let mut breach = None;
         let polled = g.qp.poll(&mut |event| {
             if breach.is_none() {
@@ -92,7 +100,7 @@ impl Engine {
 
     /// Heads that were held back, and have not moved since the last call, become due. Others are told with what their
     /// stream sends, or after the next call.
-    fn settle<Q: QueuePair, L: Local>(&mut self, g: &Shared<Q, L>) {
+    fn settle<L: Local>(&mut self, g: &Shared<Q, L>) {
         let (queue, cursor) = &mut self.lazy;
         cursor.begin(queue);
         while let Some(theirs) = cursor.pop(queue) {

@@ -1,7 +1,8 @@
 //! What is sent of what a consumer has published: rings on offer, with the keys of their memory, heads, flags, a stop,
-//! and what the peer has asked to have confirmed. Not what producers say (`data.rs`).
+//! and what the peer has asked to have confirmed, buffers that its program waits with. Not what producers say (`data.rs`).
 
 use crate::fabric::remote::chunks::{Chunks, of_region};
+use crate::fabric::remote::direct::{Advert, Withdrawal};
 use crate::fabric::remote::local::{ENGINE, Local};
 use crate::fabric::remote::qp::QueuePair;
 use crate::fabric::remote::record::Record;
@@ -23,6 +24,8 @@ pub(super) fn control<Q: QueuePair, L: Local>(
         return Ok(());
     };
     let inc = &mut s.inc;
+    // An advert is for what follows all that was read.
+    inc.settle |= inc.landings.untold().is_some();
     let view = block.watch_consumer(ENGINE.0);
     if view.offer != inc.offer_told {
         if let Some((_, region)) = unpack_offer(view.offer) {
@@ -64,6 +67,40 @@ pub(super) fn control<Q: QueuePair, L: Local>(
         let tail = inc.ack();
         sender.put(&g.qp, &Record::Ack { theirs, tail })?;
         inc.ack_due = false;
+    }
+    if let Some(Withdrawal {
+        serial,
+        position,
+        is_final,
+    }) = inc.landings.withdrawal()
+    {
+        let record = Record::Withdraw {
+            theirs,
+            serial,
+            position,
+            is_final,
+        };
+        sender.put(&g.qp, &record)?;
+        inc.landings.on_withdrawal_told();
+    }
+    if let Some(Advert {
+        serial,
+        position,
+        address,
+        length,
+        rkey,
+    }) = inc.landings.untold()
+    {
+        let record = Record::Advert {
+            theirs,
+            serial,
+            position,
+            address,
+            length,
+            rkey,
+        };
+        sender.put(&g.qp, &record)?;
+        inc.landings.on_told();
     }
     Ok(())
 }

@@ -2,13 +2,13 @@
 //! it was written here to the same positions of the peer's ring, which may be another size. Not what consumers say
 //! (`control.rs`).
 
-use crate::fabric::remote::chunks::Chunks;
+use super::direct::{Direct, Means, direct};
 use crate::fabric::remote::local::{ENGINE, Local};
 use crate::fabric::remote::qp::{QueuePair, Write};
 use crate::fabric::remote::record::{DATA_BYTES, HEADER_BYTES, Record};
 use crate::fabric::remote::sender::{Halt, Sender};
 use crate::fabric::remote::shared::Shared;
-use crate::fabric::remote::stream::{Outgoing, Stream};
+use crate::fabric::remote::stream::{Next, Outgoing, Stream};
 use crate::fabric::ring::EndMark;
 
 /// How a stream's turn ended.
@@ -26,8 +26,7 @@ pub(super) enum Turn {
 pub(super) fn data<Q: QueuePair, L: Local>(
     g: &Shared<Q, L>,
     sender: &mut Sender,
-    chunks: &Chunks,
-    register: &mut Option<u32>,
+    means: &mut Means<'_, Q>,
     s: &mut Stream,
     theirs: u32,
 ) -> Result<Turn, Halt> {
@@ -38,6 +37,9 @@ pub(super) fn data<Q: QueuePair, L: Local>(
     let view = out.look(block, ENGINE.0);
     if out.stopped {
         return Ok(Turn::Done);
+    }
+    if out.targets.holds(out.head) {
+        return Ok(Turn::Full);
     }
     tell_limited(g, sender, out, theirs, view.limited)?;
     let area = g.mirror.area();
@@ -52,9 +54,21 @@ pub(super) fn data<Q: QueuePair, L: Local>(
             };
             sender.put(&g.qp, &record)?;
             out.on_switched();
+            // What goes over the bulk queue pair could be there before this record.
+            out.targets.drop_open();
             continue;
         }
-        let next = out.next(view.tail);
+        match direct(g, means, out, theirs, view.tail, &mut left) {
+            Direct::No => {}
+            Direct::Went => continue,
+            Direct::More => return Ok(Turn::More),
+            Direct::Holds => return Ok(Turn::Full),
+        }
+        let next = out.next(view.tail).map(|next| Next {
+            // Not beyond what the mirror has.
+            until: out.targets.mirrored(out.placed, next.until),
+            ..next
+        });
         let there = next.map_or(0, |next| next.until.saturating_sub(out.placed));
         let next = next.filter(|_| there > 0 && left > 0).and_then(|next| {
             let (at, len) = area.piece(next.source, out.placed, there.min(left))?;
@@ -74,8 +88,8 @@ pub(super) fn data<Q: QueuePair, L: Local>(
         let from = area.offset_of(at);
         let in_ring = (out.placed & (next.ring.len() as u64 - 1)) as usize;
         let to = next.ring.offset() + in_ring;
-        let target = chunks.theirs.get(chunk(to));
-        let key = chunks.mirror.get(chunk(from));
+        let target = means.chunks.theirs.get(chunk(to));
+        let key = means.chunks.mirror.get(chunk(from));
         // A WRITE with an immediate needs no header, which may be what takes another packet.
         let alone = g.limits.immediate && sender.is_empty() && out.placed == out.told;
         let header = (HEADER_BYTES + DATA_BYTES) as u64;
@@ -83,7 +97,7 @@ pub(super) fn data<Q: QueuePair, L: Local>(
             there <= u64::from(g.tuning.eager_max) && !(alone && g.limits.spills(there, header) && sender.has_credit());
         let (Some(target), Some(local), false) = (target, key, is_small) else {
             if key.is_none() && target.is_some() && !is_small {
-                *register = Some(chunk(from));
+                means.after.register = Some(chunk(from));
             }
             if out.placed != out.told {
                 announce(g, sender, theirs, out.placed)?;

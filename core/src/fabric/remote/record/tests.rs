@@ -40,6 +40,25 @@ fn all() -> Vec<Record<'static>> {
         Record::Confirm { theirs: 20 },
         Record::Ack { theirs: 21, tail: 22 },
         Record::Tell { theirs: 23, word: 24 },
+        Record::Advert {
+            theirs: 25,
+            serial: 26,
+            position: 27,
+            address: 28,
+            length: 29,
+            rkey: 30,
+        },
+        Record::Withdraw {
+            theirs: 31,
+            serial: 32,
+            position: 33,
+            is_final: true,
+        },
+        Record::Placed {
+            theirs: 34,
+            serial: 35,
+            tail: 36,
+        },
     ]
 }
 

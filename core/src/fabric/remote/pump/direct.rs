@@ -1,0 +1,168 @@
+//! What goes straight from where it is here, in the mirror or in our program's memory, into a buffer that the peer's
+//! program waits with (P85–P89). Positions go on when all is posted and PLACED is behind it, so before that nothing has
+//! to be undone.
+
+use crate::fabric::layout::Region;
+use crate::fabric::remote::bulk::{Bulk, Lost, Piece};
+use crate::fabric::remote::chunks::Chunks;
+use crate::fabric::remote::counts::DirectCounts;
+use crate::fabric::remote::local::Local;
+use crate::fabric::remote::qp::QueuePair;
+use crate::fabric::remote::shared::{After, Shared};
+use crate::fabric::remote::stream::Outgoing;
+
+/// The longest piece, bytes.
+const PIECE: u64 = 1 << 20;
+
+/// What the rest of the stream's turn is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Direct {
+    /// What is next goes by the ring.
+    No,
+    /// Nothing goes by the ring before something comes.
+    Holds,
+    /// There is more, and it is others' turn.
+    More,
+    /// Something new was done: look again.
+    Went,
+}
+
+/// What a direct transfer uses beside the stream.
+pub(super) struct Means<'a, Q> {
+    pub bulk: &'a mut Option<Bulk<Q>>,
+    pub chunks: &'a Chunks,
+    pub counts: &'a mut DirectCounts,
+    pub after: &'a mut After,
+    /// The bulk queue pair is to be given up.
+    pub lost: &'a mut Option<Lost>,
+    /// Our number of the stream.
+    pub mine: u32,
+}
+
+/// Sends what can be sent of all up to `tail`, at most `left` bytes.
+pub(super) fn direct<Q: QueuePair, L: Local>(
+    g: &Shared<Q, L>,
+    means: &mut Means<'_, Q>,
+    out: &mut Outgoing,
+    theirs: u32,
+    tail: u64,
+    left: &mut u64,
+) -> Direct {
+    if out.targets.holds(out.head) {
+        return Direct::Holds;
+    }
+    let told = out.told;
+    let (Some((advert, written)), Some(bulk)) = (out.targets.at(told), means.bulk.as_mut()) else {
+        out.targets.drop_open();
+        return by_ring(g, means, out, theirs, tail);
+    };
+    let is_next = out.placed == told && out.aside.is_none();
+    let next = out.next(tail).filter(|_| is_next);
+    let from = told + written;
+    let pending = next.map_or(0, |next| next.until.min(advert.end()).saturating_sub(from));
+    let source = out.targets.source.filter(|source| source.covers(from));
+    if written == 0 && pending == 0 && is_next {
+        // It may come yet.
+        return Direct::No;
+    }
+    let is_worth_it = written > 0 || source.is_some() || pending >= u64::from(g.tuning.direct_min);
+    let piece = next
+        .filter(|_| pending > 0 && is_worth_it)
+        .and_then(|next| match source {
+            Some(source) => Some(Piece {
+                from: std::ptr::with_exposed_provenance(source.address + (from - source.from) as usize),
+                len: pending.min(PIECE).min(source.until - from),
+                key: source.key,
+            }),
+            None => in_mirror(g, means.chunks, means.after, next.source, from, {
+                out.targets.mirrored(from, from + pending.min(PIECE)) - from
+            }),
+        });
+    let Some(piece) = piece else {
+        if written == 0 {
+            out.targets.drop_open();
+            return by_ring(g, means, out, theirs, tail);
+        }
+        return finish(bulk, means.lost, out, theirs);
+    };
+    if *left == 0 {
+        return Direct::More;
+    }
+    let write = piece.to(advert.address + written, advert.rkey);
+    // SAFETY: within a chunk of the mirror, or within the program's memory, each registered under the key.
+    match unsafe { bulk.write(theirs, &write) } {
+        Ok(true) => {}
+        Ok(false) => return Direct::Holds,
+        Err(lost) => {
+            *means.lost = Some(lost);
+            return Direct::Holds;
+        }
+    }
+    out.targets.on_written(piece.len);
+    *left -= piece.len.min(*left);
+    means.counts.sent += piece.len;
+    if source.is_some() {
+        means.counts.from_programs += piece.len;
+    }
+    if piece.len < pending {
+        return Direct::Went;
+    }
+    finish(bulk, means.lost, out, theirs)
+}
+
+/// A piece of what the mirror has from a position on; `None` where the device does not have that memory.
+fn in_mirror<Q: QueuePair, L: Local>(
+    g: &Shared<Q, L>,
+    chunks: &Chunks,
+    after: &mut After,
+    ring: Region,
+    from: u64,
+    most: u64,
+) -> Option<Piece> {
+    let log2 = g.tuning.chunk_log2;
+    let area = g.mirror.area();
+    let (at, len) = area.piece(ring, from, most).filter(|(_, len)| *len > 0)?;
+    let offset = area.offset_of(at);
+    let chunk = (offset >> log2) as u32;
+    let Some(key) = chunks.mirror.get(chunk) else {
+        after.register = Some(chunk);
+        return None;
+    };
+    let len = len.min((1 << log2) - (offset & ((1 << log2) - 1))) as u64;
+    Some(Piece { from: at, len, key })
+}
+
+/// Tells of what was written.
+fn finish<Q: QueuePair>(bulk: &mut Bulk<Q>, lost: &mut Option<Lost>, out: &mut Outgoing, theirs: u32) -> Direct {
+    if let Some(answer) = out.targets.finish() {
+        out.on_direct(answer.tail);
+        *lost = lost.or(bulk.answer(theirs, answer).err());
+    }
+    Direct::Holds
+}
+
+/// What is next goes by the ring, if the mirror has it; else whoever has it is asked to put it there.
+fn by_ring<Q: QueuePair, L: Local>(
+    g: &Shared<Q, L>,
+    means: &mut Means<'_, Q>,
+    out: &mut Outgoing,
+    theirs: u32,
+    tail: u64,
+) -> Direct {
+    let position = out.placed;
+    let Some(source) = out
+        .targets
+        .source
+        .as_mut()
+        .filter(|s| s.covers(position) && position < tail)
+    else {
+        return Direct::No;
+    };
+    if !std::mem::replace(&mut source.is_needed, true)
+        && let Some(block) = g.block_mirror(theirs)
+    {
+        let wake = block.put_head(out.head);
+        g.tell_here(means.after, wake, means.mine);
+    }
+    Direct::Holds
+}

@@ -1,0 +1,371 @@
+//! Direct transfers: whatever the order of adverts, withdrawals, what goes by rings and the end of either queue pair,
+//! the bytes are read in order and once.
+
+use super::*;
+use crate::fabric::remote::mem::pair_beside;
+use crate::fabric::remote::qp::{QueuePair, Region, Role};
+
+/// A buffer that the reader waits with.
+pub struct Waiting {
+    memory: &'static mut [u8],
+    region: Region,
+    serial: u32,
+}
+
+/// What the writer has lent.
+pub struct Lent {
+    memory: &'static mut [u8],
+    region: Region,
+    until: u64,
+}
+
+/// Memory that is there for good: a device may be late.
+fn registered(end: &TestEnd, memory: Vec<u8>, role: Role) -> Option<(&'static mut [u8], Region)> {
+    let memory = memory.leak();
+    // SAFETY: it stays, and is read when the device is done with it.
+    let region = unsafe { end.qp().register(memory.as_mut_ptr(), memory.len(), role) }.ok()?;
+    Some((memory, region))
+}
+
+impl Direction {
+    /// The reader waits with a buffer, if its ring is empty.
+    fn wait(&mut self, ends: &[TestEnd; 2], len: usize) {
+        let end = &ends[self.reader];
+        if self.waiting.is_some() || !self.consumer.spans(1).unwrap().is_empty() {
+            return;
+        }
+        let Some((memory, region)) = registered(end, vec![0; len], Role::Target) else {
+            return;
+        };
+        let address = memory.as_mut_ptr().expose_provenance() as u64;
+        let made = end.advertise(self.number, address, len as u32, region.key.remote);
+        match made {
+            Some(advert) => {
+                assert_eq!(advert.position, self.got);
+                self.waiting = Some(Waiting {
+                    memory,
+                    region,
+                    serial: advert.serial,
+                });
+            }
+            None => end.qp().deregister(region),
+        }
+    }
+
+    /// Takes what has come into the buffer, if that is over; gives how much.
+    pub fn collect(&mut self, ends: &[TestEnd; 2]) -> usize {
+        let end = &ends[self.reader];
+        let Some(waiting) = &self.waiting else {
+            return 0;
+        };
+        let is_down = end.fault().is_some();
+        let bytes = match end.landed(self.number, waiting.serial).unwrap() {
+            Landed::Over(bytes) => bytes as usize,
+            Landed::Waits if is_down => 0,
+            Landed::Waits => return 0,
+        };
+        let Some(waiting) = self.waiting.take() else {
+            return 0;
+        };
+        end.qp().deregister(waiting.region);
+        let (new, rest) = waiting.memory.split_at(bytes);
+        assert!(*new == *self::bytes(self.seed, self.got, self.got + bytes as u64));
+        if end.direct_counts().lost == 0 && !is_down {
+            assert!(rest.iter().all(|b| *b == 0), "beyond what was told");
+        }
+        assert!(self.consumer.spans(bytes).unwrap().len() >= bytes);
+        for wake in [self.consumer.consume(bytes), self.consumer.publish()] {
+            end.notify(wake, self.back);
+        }
+        self.got += bytes as u64;
+        end.settle_head(self.number);
+        bytes
+    }
+
+    fn leave_off(&mut self, ends: &[TestEnd; 2]) {
+        if let Some(waiting) = &self.waiting {
+            ends[self.reader].withdraw(self.number, waiting.serial);
+        }
+    }
+
+    /// Sends from memory of the program's own, if the peer waits for it.
+    fn write_from(&mut self, ends: &[TestEnd; 2], n: usize) {
+        let end = &ends[1 - self.reader];
+        let n = n.min(end.wanted(self.number) as usize);
+        if n == 0 || self.lent.is_some() || self.producer.spans(n).unwrap().len() < n {
+            return;
+        }
+        let data = bytes(self.seed, self.sent, self.sent + n as u64);
+        let Some((memory, region)) = registered(end, data, Role::Source) else {
+            return;
+        };
+        let address = memory.as_mut_ptr().expose_provenance();
+        if end.lend_source(self.number, self.sent, address, n as u64, region.key.local) {
+            let wake = self.producer.commit(n);
+            self.sent += n as u64;
+            end.notify(wake, self.number);
+            self.lent = Some(Lent {
+                memory,
+                region,
+                until: self.sent,
+            });
+        } else {
+            end.qp().deregister(region);
+        }
+    }
+
+    /// The writer wants its memory back. It is overwritten at once, if the device is done with it.
+    pub fn take(&mut self, ends: &[TestEnd; 2]) {
+        let end = &ends[1 - self.reader];
+        let Some(lent) = self.lent.take() else {
+            return;
+        };
+        // SAFETY: the memory stays.
+        unsafe { end.take_source(self.number) };
+        let is_under_way = end.untaken(self.number, lent.until) > 0;
+        if is_under_way && end.fault().is_none() {
+            // As who has waited in vain: nothing reaches the peer from there any more.
+            end.drop_bulk();
+        }
+        end.qp().deregister(lent.region);
+        lent.memory.fill(0xee);
+    }
+}
+
+impl World {
+    /// Both ends get a bulk queue pair, where neither has one.
+    fn attach(&self, config: Config) {
+        if self.ends.iter().any(TestEnd::has_bulk) {
+            return;
+        }
+        // Each has heard that the other has none.
+        self.settle();
+        for end in &self.ends {
+            drop(end.take_retired());
+        }
+        let pairs = pair_beside(config, &self.clock, Some(self.ends[0].qp()));
+        for (end, qp) in self.ends.iter().zip(pairs) {
+            let back = end.attach_bulk(qp);
+            assert!(back.is_none() || end.fault().is_some());
+        }
+    }
+
+    /// Whoever has given its end up tells the other.
+    fn tell_lost(&self) {
+        for at in [0, 1] {
+            if !self.ends[at].take_retired().is_empty() {
+                self.ends[1 - at].drop_bulk();
+            }
+        }
+    }
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Other(Op),
+    Wait(prop::sample::Index, usize),
+    LeaveOff(prop::sample::Index),
+    WriteFrom(prop::sample::Index, usize),
+    Take(prop::sample::Index),
+    Lose(usize),
+    TellLost,
+    Attach,
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let index = any::<prop::sample::Index>;
+    prop_oneof![
+        20 => op().prop_filter("no end", |op| !matches!(op, Op::End(_))).prop_map(Step::Other),
+        8 => (index(), 1usize..9000).prop_map(|(i, n)| Step::Wait(i, n)),
+        2 => index().prop_map(Step::LeaveOff),
+        6 => (index(), 1usize..9000).prop_map(|(i, n)| Step::WriteFrom(i, n)),
+        3 => index().prop_map(Step::Take),
+        1 => (0usize..2).prop_map(Step::Lose),
+        2 => Just(Step::TellLost),
+        2 => Just(Step::Attach),
+    ]
+}
+
+impl World {
+    fn step(&mut self, step: &Step, bulk: Config, sent: &mut Sent) {
+        let n = self.directions.len();
+        let (ends, all) = (&self.ends, &mut self.directions);
+        match step {
+            Step::Other(op) => self.apply(op, sent),
+            Step::Wait(i, len) => all[i.index(n)].wait(ends, *len),
+            Step::LeaveOff(i) => all[i.index(n)].leave_off(ends),
+            Step::WriteFrom(i, len) => all[i.index(n)].write_from(ends, *len),
+            Step::Take(i) => all[i.index(n)].take(ends),
+            Step::Lose(at) => ends[*at].drop_bulk(),
+            Step::TellLost => self.tell_lost(),
+            Step::Attach => self.attach(bulk),
+        }
+    }
+}
+
+/// A bulk queue pair that is slower or faster than the link's own.
+fn bulk(delay: u64, config: Config) -> Config {
+    Config { delay, ..config }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(512))]
+
+    #[test]
+    fn what_is_sent_is_read_in_order_and_once(
+        immediate in any::<bool>(),
+        streams in 1usize..3,
+        delay in 0u64..12,
+        steps in proptest::collection::vec(step(), 1..200),
+    ) {
+        let (config, tuning) = tiny(immediate);
+        let bulk = bulk(delay, config);
+        let mut world = World::new(config, tuning, streams);
+        world.attach(bulk);
+        let mut sent = [0, 0];
+        for step in &steps {
+            world.step(step, bulk, &mut sent);
+        }
+        // It comes to rest: nobody waits for what does not come.
+        for _ in 0..3 {
+            world.tell_lost();
+            for d in &mut world.directions {
+                d.leave_off(&world.ends);
+                d.take(&world.ends);
+            }
+            world.tell_lost();
+            world.drain();
+        }
+        for d in &mut world.directions {
+            prop_assert!(d.waiting.is_none());
+            prop_assert_eq!(d.got, d.sent);
+        }
+    }
+
+    #[test]
+    fn what_was_received_and_what_is_sent_again_are_the_whole(
+        immediate in any::<bool>(),
+        streams in 1usize..3,
+        delay in 0u64..12,
+        lives in 0u64..200,
+        loses in 0usize..4,
+        steps in proptest::collection::vec(step(), 1..200),
+    ) {
+        let (config, tuning) = tiny(immediate);
+        let bulk = bulk(delay, config);
+        let mut world = World::new(config, tuning, streams);
+        world.attach(bulk);
+        world.ends[0].qp().die_after(lives, loses);
+        let mut sent = [0, 0];
+        for step in &steps {
+            // The link may be down, and then `settle` finds that.
+            if world.ends.iter().any(|end| end.fault().is_some()) {
+                break;
+            }
+            if !matches!(step, Step::Attach) {
+                world.step(step, bulk, &mut sent);
+            }
+        }
+        world.ends[0].qp().cut();
+        for end in &world.ends {
+            let _ = end.progress();
+            prop_assert!(matches!(end.fault(), Some(Fault::Down(_))));
+        }
+        for d in &mut world.directions {
+            let received = world.ends[d.reader].received(d.number).unwrap();
+            prop_assert!(d.got <= received && received <= d.sent);
+            prop_assert!(world.ends[1 - d.reader].confirmed(d.number).unwrap() <= received);
+            d.read(&world.ends, usize::MAX);
+            prop_assert_eq!(d.got, received);
+            d.take(&world.ends);
+            let again = d.producer.rest(received).ok();
+            prop_assert_eq!(again, Some(bytes(d.seed, received, d.sent)));
+        }
+    }
+}
+
+fn large() -> (World, Config) {
+    let world = World::new(
+        Config::default(),
+        Tuning {
+            direct_min: 1000,
+            ..Tuning::default()
+        },
+        1,
+    );
+    world.attach(Config::default());
+    let mut world = world;
+    world.grow(16);
+    for _ in 0..2 {
+        world.directions[0].write(&world.ends, 5000);
+        world.drain();
+    }
+    world.rest();
+    (world, Config::default())
+}
+
+#[test]
+fn bytes_go_from_one_programs_memory_into_the_others() {
+    let (mut world, _) = large();
+    for _ in 0..5 {
+        world.directions[0].wait(&world.ends, 40_000);
+        world.settle();
+        assert_eq!(world.ends[1].wanted(world.directions[0].number), 40_000);
+        let sends = world.ends[1].counts().eager_bytes;
+        world.directions[0].write_from(&world.ends, 30_000);
+        world.settle();
+        assert_eq!(world.directions[0].collect(&world.ends), 30_000);
+        world.settle();
+        assert!(world.ends[1].is_source_done(world.directions[0].number));
+        world.directions[0].take(&world.ends);
+        assert_eq!(world.ends[1].counts().eager_bytes, sends);
+    }
+    let counts = [0, 1].map(|at| world.ends[at].direct_counts());
+    assert_eq!((counts[1].sent, counts[1].from_programs), (150_000, 150_000));
+    assert_eq!((counts[0].adverts, counts[0].received, counts[0].lost), (5, 150_000, 0));
+}
+
+#[test]
+fn bytes_of_the_mirror_go_into_the_readers_memory() {
+    let (mut world, _) = large();
+    world.directions[0].wait(&world.ends, 40_000);
+    world.settle();
+    world.directions[0].write(&world.ends, 20_000);
+    world.settle();
+    assert_eq!(world.directions[0].collect(&world.ends), 20_000);
+    assert_eq!(world.ends[1].direct_counts().from_programs, 0);
+    assert_eq!(world.ends[1].direct_counts().sent, 20_000);
+    // Little goes by the ring, which ends the advert.
+    world.settle();
+    world.directions[0].wait(&world.ends, 40_000);
+    world.settle();
+    world.directions[0].write(&world.ends, 20);
+    world.settle();
+    assert_eq!(world.directions[0].read(&world.ends, 100), 20);
+    assert!(world.directions[0].waiting.is_none());
+    assert_eq!(world.ends[1].direct_counts().sent, 20_000);
+}
+
+#[test]
+fn what_was_lent_and_cannot_go_is_sent_by_the_ring() {
+    let (mut world, _) = large();
+    world.directions[0].wait(&world.ends, 40_000);
+    world.settle();
+    world.directions[0].write_from(&world.ends, 30_000);
+    // The reader's bulk queue pair goes before anything has come.
+    world.ends[0].drop_bulk();
+    world.tell_lost();
+    world.settle();
+    assert!(world.ends[1].is_source_done(world.directions[0].number));
+    world.directions[0].take(&world.ends);
+    world.drain();
+    assert_eq!(world.directions[0].got, world.directions[0].sent);
+    // Another one takes its place.
+    world.attach(Config::default());
+    world.rest();
+    world.directions[0].wait(&world.ends, 40_000);
+    world.settle();
+    world.directions[0].write_from(&world.ends, 30_000);
+    world.settle();
+    assert_eq!(world.directions[0].collect(&world.ends), 30_000);
+}

@@ -1,6 +1,7 @@
 //! Receiving: from what the direction runs on into the program's buffers. Here are the call and the link.
 
 mod count;
+mod direct;
 mod marked;
 pub mod pace;
 mod ring;
@@ -10,6 +11,7 @@ mod step;
 pub use count::{Uncounted, after_receive, available, comes_before_tcp, uncounted};
 pub use ring::{Shrunk, first as first_ring, relieve, reserve, shrink};
 
+use direct::Landing;
 use marked::{finish_on_tcp, from_marked, is_at_mark, leave, scanned};
 use step::RecvStep;
 
@@ -19,6 +21,7 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 
 use libc::ssize_t;
 use rdmasock_core::fabric::ring::Wake;
+use rdmasock_core::lock::Guard;
 
 use crate::blocking;
 use crate::call::{Began, Call, Direction, Place, on_its_file};
@@ -30,7 +33,7 @@ use crate::library::threshold_of;
 use crate::points::point;
 use crate::ready;
 use crate::reset;
-use crate::socket::{Mode, Socket, Stage};
+use crate::socket::{Mode, Rx, Socket, Stage};
 use crate::table;
 use crate::threshold::worth_it;
 use crate::tx;
@@ -182,9 +185,38 @@ unsafe fn recv_slow(
             return real(call.fd);
         }
     }
+    let mut landing = None;
+    // SAFETY: by this function's contract.
+    let result = unsafe { recv_loop(&mut call, iov, flags, &mut got, real, &mut landing) };
+    match landing.map_or(0, Landing::leave) {
+        0 => result.unwrap_or_else(|| {
+            let fd = call.fd;
+            drop(call);
+            // SAFETY: as above.
+            unsafe { begin_anew(fd, iov, flags, real) }
+        }),
+        // It has failed, or returns what it had before that.
+        landed => (result.unwrap_or(0).max(0) as usize + landed) as ssize_t,
+    }
+}
+
+/// Looks and waits until the call has what it gives; `None`: it is to begin anew. `got` counts what it has.
+///
+/// # Safety
+/// The pieces of `iov` are writable.
+#[inline]
+unsafe fn recv_loop(
+    call: &mut Call,
+    iov: &mut Iov,
+    flags: c_int,
+    got: &mut usize,
+    real: &impl Fn(c_int) -> ssize_t,
+    landing: &mut Option<Landing>,
+) -> Option<ssize_t> {
+    let socket = call.socket;
     let peek = flags & libc::MSG_PEEK != 0;
     let all = flags & libc::MSG_WAITALL != 0;
-    let whole = got + iov.len();
+    let whole = *got + iov.len();
     let mut patience = wait::Patience::default();
     pace::rest(socket, flags);
     loop {
@@ -192,91 +224,99 @@ unsafe fn recv_slow(
         // SAFETY: the pieces are writable by `recv`'s contract.
         let step = unsafe {
             match mode {
-                Mode::Link => from_link(&mut call, iov, flags),
-                Mode::Marked => within(|| from_marked(&mut call, iov, flags, got > 0 && !all)),
+                Mode::Link => from_link(call, iov, flags, landing),
+                _ if landing.is_some() => RecvStep::Leave,
+                Mode::Marked => within(|| from_marked(call, iov, flags, *got > 0 && !all)),
                 _ => RecvStep::Kernel,
             }
         };
         match step {
             RecvStep::Again => {}
-            RecvStep::Got(0) => return got as ssize_t,
+            RecvStep::Got(0) => return Some(*got as ssize_t),
             // Who waits for edges takes a short read for the end of what is there (epoll(7), question 9), so more is
             // looked for, without waiting. A peek has looked at what is there: it would start over.
             RecvStep::Got(n) | RecvStep::GotPart(n) => {
-                got += n;
+                *got += n;
                 let part = matches!(step, RecvStep::GotPart(_));
                 let more = all || part;
-                if !more || got >= whole || peek || part && is_at_mark(socket) {
-                    return got as ssize_t;
+                if !more || *got >= whole || peek || part && is_at_mark(socket) {
+                    return Some(*got as ssize_t);
                 }
             }
-            RecvStep::Fail(error) => return errno::after(got, error),
-            RecvStep::Elsewhere(Place::Moved) if got == 0 => {
-                let fd = call.fd;
-                closing::look_again(socket, fd);
-                drop(call);
-                // SAFETY: as above.
-                return unsafe { begin_anew(fd, iov, flags, real) };
+            RecvStep::Fail(error) => return Some(errno::after(*got, error)),
+            RecvStep::Elsewhere(Place::Moved) if *got == 0 => {
+                closing::look_again(socket, call.fd);
+                return None;
             }
             RecvStep::Elsewhere(Place::Here) => {}
             RecvStep::Elsewhere(_) => {
                 closing::look_again(socket, call.fd);
-                return errno::after(got, libc::EBADF);
+                return Some(errno::after(*got, libc::EBADF));
             }
             RecvStep::Kernel => {
-                if got > 0 {
+                if *got > 0 {
                     let flags = if all { flags } else { flags | libc::MSG_DONTWAIT };
                     // The rest of a read that began on the link, or among markers.
                     // SAFETY: as above.
                     let (errno, n) = unsafe {
-                        let n = on_its_file(&call, |fd| finish_on_tcp(socket, iov, fd, flags, got));
-                        (errno::get(), n.unwrap_or(got as ssize_t))
+                        let n = on_its_file(call, |fd| finish_on_tcp(socket, iov, fd, flags, *got));
+                        (errno::get(), n.unwrap_or(*got as ssize_t))
                     };
                     // It may have found nothing more, and the call has not failed.
                     errno::set(errno);
-                    return n;
+                    return Some(n);
                 }
                 if !call.is_held() && !call.is_named() {
-                    let fd = call.fd;
-                    drop(call);
-                    // SAFETY: as above.
-                    return unsafe { begin_anew(fd, iov, flags, real) };
+                    return None;
                 }
                 if socket.lost_unread.swap(false, SeqCst) {
                     socket.told.reset_told.store(true, SeqCst);
-                    return errno::fail(libc::ECONNRESET);
+                    return Some(errno::fail(libc::ECONNRESET));
                 }
                 if socket.enter_rx() {
                     // SAFETY: as above.
-                    let went = on_its_file(&call, |fd| unsafe { plain(socket, fd, iov, flags, real) });
+                    let went = on_its_file(call, |fd| unsafe { plain(socket, fd, iov, flags, real) });
                     match went {
-                        Some(Break(n)) => return n,
-                        Some(Continue(n)) => got += n,
+                        Some(Break(n)) => return Some(n),
+                        Some(Continue(n)) => *got += n,
                         None => {
                             leave(socket);
-                            return errno::fail(libc::EBADF);
+                            return Some(errno::fail(libc::EBADF));
                         }
                     }
                 }
             }
-            RecvStep::Empty if got > 0 && !all => return got as ssize_t,
+            RecvStep::Leave => {
+                if let Some(landing) = landing.take() {
+                    let landed = landing.leave();
+                    iov.advance(landed);
+                    *got += landed;
+                    if landed > 0 && (!all || *got >= whole) {
+                        return Some(*got as ssize_t);
+                    }
+                }
+            }
+            RecvStep::Empty if *got > 0 && !all => return Some(*got as ssize_t),
             RecvStep::Empty => {
                 if let Err(error) = wait::may_wait(socket, flags) {
-                    return errno::after(got, error);
+                    return Some(errno::after(*got, error));
                 }
                 if !call.is_held() {
                     match call.hold_now() {
                         Place::Here => {}
-                        Place::Moved if got == 0 => {
+                        Place::Moved if *got == 0 => {
                             closing::look_again(socket, call.fd);
                             continue;
                         }
-                        Place::Moved | Place::Lost => return errno::after(got, libc::EBADF),
+                        Place::Moved | Place::Lost => return Some(errno::after(*got, libc::EBADF)),
                     }
+                }
+                if landing.is_none() && !peek && flags & libc::MSG_TRUNC == 0 {
+                    *landing = Landing::new(socket, iov);
                 }
                 match wait::wait_for::<Data>(socket, &mut patience) {
                     Ok(spun) => call.is_fresh = spun,
-                    Err(error) => return errno::after(got, error),
+                    Err(error) => return Some(errno::after(*got, error)),
                 }
             }
         }
@@ -285,7 +325,7 @@ unsafe fn recv_slow(
 
 /// What the ring holds.
 #[inline]
-unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int) -> RecvStep {
+unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int, landing: &mut Option<Landing>) -> RecvStep {
     let socket = call.socket;
     let Some(mut rx) = socket.rx.lock() else {
         return RecvStep::Fail(libc::EINTR);
@@ -304,6 +344,9 @@ unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int) -> RecvStep {
     let Some(consumer) = state.consumer.as_mut() else {
         return RecvStep::Kernel;
     };
+    if state.own.direct.is_waiting && consumer.has_data().unwrap_or(true) {
+        return from_buffer(rx, iov, landing);
+    }
     if flags & libc::MSG_TRUNC == 0 && iov.is_implausible() && consumer.has_data().unwrap_or(true) {
         return RecvStep::Fail(libc::EFAULT);
     }
@@ -363,6 +406,7 @@ unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int) -> RecvStep {
     }
     if got > 0 {
         if !peek {
+            state.own.direct.on_read(got);
             state.own.last = state.own.seen.tick();
             if let Some(stats) = socket.told.stats() {
                 stats.add_rx_link(got as u64);
@@ -424,6 +468,32 @@ unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int) -> RecvStep {
             tx::violation(socket, &error);
             RecvStep::Fail(libc::ECONNRESET)
         }
+    }
+}
+
+/// What has come is in the buffer that a call waits with, or has come behind it: this one's, or another's.
+#[cold]
+fn from_buffer(mut rx: Guard<'_, Rx>, iov: &mut Iov, landing: &mut Option<Landing>) -> RecvStep {
+    let Some(mine) = landing else {
+        drop(rx);
+        // That call is about to take what is its own.
+        std::thread::yield_now();
+        return RecvStep::Empty;
+    };
+    if mine.landed().is_none() {
+        return RecvStep::Leave;
+    }
+    let (taken, wake) = mine.take(&mut rx);
+    rx.own.last = rx.own.seen.tick();
+    let section = rx.unlock();
+    mine.tell(wake);
+    *landing = None;
+    drop(section);
+    iov.advance(taken);
+    if taken > 0 {
+        RecvStep::Got(taken)
+    } else {
+        RecvStep::Again
     }
 }
 

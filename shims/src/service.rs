@@ -11,6 +11,7 @@ mod alarms;
 mod answer;
 mod ask;
 mod asking;
+mod bulk;
 mod channels;
 mod command;
 mod control;

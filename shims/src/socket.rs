@@ -6,6 +6,7 @@
 
 mod attempts;
 pub(crate) mod blocking;
+pub mod direct;
 mod numbers;
 mod options;
 mod pace;
@@ -76,6 +77,8 @@ pub struct TxOwn {
     pub waiting: u32,
     /// When a number was last seen to stand for the socket (`identity`).
     pub seen: Seen,
+    /// Whether direct transfers pay.
+    pub direct: direct::Sends,
 }
 
 /// What the process keeps with the receiving direction.
@@ -93,6 +96,8 @@ pub struct RxOwn {
     pub seen: Seen,
     /// The [tick](crate::time::tick) at which something was last taken from the link.
     pub last: u64,
+    /// Whether direct transfers pay, and whether one is awaited.
+    pub direct: direct::Receives,
 }
 
 /// What the process keeps with both.

@@ -143,6 +143,13 @@ impl SocketIo for Socket {
         tx::report_blocked_at_end(self, tx);
     }
 
+    fn fill_ring(&self, _: &Tx) {
+        if let Some(remote) = self.link().and_then(Link::remote) {
+            // SAFETY: who has lent it takes it back first, in a call that has not returned.
+            unsafe { remote.end().take_source(Vqpn(self.peer_vqpn.load(Relaxed))) };
+        }
+    }
+
     fn promoted(&self) {
         self.promotion.attempts.on_promoted();
         self.told.set_why(Reason::None);

@@ -2,6 +2,7 @@
 //! direction back to TCP.
 
 mod cork;
+mod direct;
 mod room;
 pub mod sendfile;
 
@@ -253,6 +254,9 @@ unsafe fn send_slow(began: Began, iov: &mut Iov, flags: c_int, real: &impl Fn(c_
         if flags & !SERVED != 0 {
             // A link between hosts is not left before the other end has answered.
             connection::wait_for_tcp(socket);
+        }
+        if socket.tx_mode.load(Acquire) == Mode::Link {
+            sent += direct::send(&mut call, iov, flags);
         }
         let before = iov.len();
         // SAFETY: the pieces are readable by `send`'s contract.

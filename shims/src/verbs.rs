@@ -18,9 +18,9 @@ use rdmasock_core::fabric::plugin::{
 use rdmasock_core::fabric::remote::qp::{
     Completed, Down, Key, Limits, PostError, QueuePair, Region, Role, Write as RdmaWrite,
 };
-use rdmasock_core::ids::InstanceId;
 use rdmasock_core::os::dir;
 use rdmasock_core::os::privatefd::PrivateFd;
+use rdmasock_core::wire::Introduction;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
@@ -332,8 +332,10 @@ pub enum State {
 /// A connected queue pair, and who is at its other end.
 pub struct Dialled {
     pub pair: Pair,
-    pub peer: InstanceId,
-    pub pid: u32,
+    pub introduction: Introduction,
+    /// From where, and to where.
+    pub local: IpAddr,
+    pub remote: SocketAddr,
 }
 
 /// A connected queue pair.

@@ -17,7 +17,7 @@ use crate::link::{Link, Poller, Remote, Turn};
 use crate::points::point;
 use crate::ready::{self, change_interest};
 use crate::socket::{Sleeping, Socket};
-use crate::time::Deadline;
+use crate::time::{Deadline, Timeout};
 use crate::waiters::Waiters;
 
 pub use record::Record;
@@ -29,6 +29,16 @@ pub struct Patience {
     deadline: Option<Deadline>,
     /// The last sleep ended for others: there is nothing to spin for.
     was_for_others: bool,
+}
+
+impl Patience {
+    /// Of a call that does not wait for longer than this, whatever the socket's option says.
+    pub fn at_most(bound: Timeout) -> Self {
+        Self {
+            deadline: Some(bound.deadline()),
+            was_for_others: false,
+        }
+    }
 }
 
 /// What a call waits for, as its direction knows it.

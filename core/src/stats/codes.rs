@@ -143,6 +143,8 @@ events! {
     ControlReplay = 16 => "control_refused_replay",
     /// A datagram was refused: too many.
     ControlRate = 17 => "control_refused_rate",
+    /// A bulk queue pair between hosts was lost, with direct transfers that were under way: they went on by rings.
+    BulkLost = 18 => "bulk_lost",
 }
 
 /// Number of [`Event`]s.

@@ -12,12 +12,21 @@ pub const INTRODUCTION: usize = size_of::<Frame>();
 
 const MAGIC: [u8; 4] = *b"rsok";
 
+/// In the features: there can be direct transfers (P85).
+const DIRECT: u8 = 1;
+/// As the purpose: it is a bulk queue pair, beside a link's.
+const BULK: u8 = 1;
+
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 struct Frame {
     magic: [u8; 4],
     version: u8,
-    reserved: [u8; 3],
+    /// [`DIRECT`].
+    features: u8,
+    /// [`BULK`], or 0.
+    purpose: u8,
+    reserved: u8,
     pid: U32,
     instance: InstanceId,
     cookie: Cookie,
@@ -32,6 +41,10 @@ pub struct Introduction {
     pub instance: InstanceId,
     /// From who connects: the cookie of the other's HELLO. From who accepts: zeroes.
     pub cookie: Cookie,
+    /// It has direct transfers, which versions before did not.
+    pub is_direct: bool,
+    /// The new queue pair is not a link's, but beside one; the cookie is that of BULK.
+    pub is_bulk: bool,
 }
 
 impl Introduction {
@@ -43,7 +56,9 @@ impl Introduction {
         zerocopy::transmute!(Frame {
             magic: MAGIC,
             version: VERSION,
-            reserved: [0; 3],
+            features: if self.is_direct { DIRECT } else { 0 },
+            purpose: if self.is_bulk { BULK } else { 0 },
+            reserved: 0,
             pid: self.pid.into(),
             instance: self.instance,
             cookie: self.cookie,
@@ -63,6 +78,8 @@ impl Introduction {
             pid: frame.pid.get(),
             instance: frame.instance,
             cookie: frame.cookie,
+            is_direct: frame.features & DIRECT != 0,
+            is_bulk: frame.purpose == BULK,
         })
     }
 }
@@ -77,6 +94,8 @@ mod tests {
             pid: 0x0102_0304,
             instance: InstanceId::from_bytes([3; ID_BYTES]),
             cookie: Cookie::from_bytes([9; ID_BYTES]),
+            is_direct: false,
+            is_bulk: false,
         };
         let bytes = introduction.encode();
         let expected = [&b"rsok"[..], &[2, 0, 0, 0, 4, 3, 2, 1], &[3; 16], &[9; 16]];
@@ -89,6 +108,13 @@ mod tests {
             let mut bad = bytes;
             bad[at] ^= 1;
             assert_eq!(Introduction::decode(&bad).unwrap_err(), error);
+        }
+        for (at, is_direct, is_bulk) in [(5, true, false), (6, false, true)] {
+            let mut other = bytes;
+            other[at] = 1;
+            let got = Introduction::decode(&other).unwrap();
+            assert_eq!((got.is_direct, got.is_bulk), (is_direct, is_bulk));
+            assert_eq!(got.encode(), other);
         }
         for length in 0..INTRODUCTION {
             assert_eq!(Introduction::decode(&bytes[..length]).unwrap_err(), WireError::Length);

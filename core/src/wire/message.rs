@@ -116,6 +116,13 @@ pub enum Message {
     Closed { yours: Vqpn },
     /// "Wake your waiter `id`": where its sender cannot.
     Ring { id: u32 },
+    /// "Connect a bulk queue pair beside this link's, and introduce it with this cookie." From who has accepted the link
+    /// to who has [direct transfers](super::Introduction::is_direct).
+    Bulk { cookie: Cookie },
+    /// "Ask me for a bulk queue pair." The other way.
+    BulkWanted,
+    /// The sender's end of the bulk queue pair is given up. Once from each end.
+    BulkGone,
 }
 
 /// The numbers of the kinds. Numbers are never used again for something else.
@@ -139,6 +146,9 @@ mod kind {
     pub const RING: u8 = 40;
     pub const TAKE_BACK: u8 = 41;
     pub const TAKEN_BACK: u8 = 42;
+    pub const BULK: u8 = 43;
+    pub const BULK_WANTED: u8 = 44;
+    pub const BULK_GONE: u8 = 45;
 }
 
 /// Declares the body structs: plain bytes, no padding, any alignment.
@@ -168,6 +178,7 @@ bodies! {
     DemoteRequest { yours: U32, resend: u8, from: U64 }
     Stream { yours: U32 }
     TakeBack { yours: U32, bytes: U32 }
+    Bulk { cookie: Cookie }
 }
 
 impl From<&Geometry> for Sizes {
@@ -410,6 +421,9 @@ impl Message {
             Self::TakenBack { yours } => (kind::TAKEN_BACK, out.put(&Stream { yours: yours.0.into() })),
             Self::Adopt { yours } => (kind::ADOPT, out.put(&Stream { yours: yours.0.into() })),
             Self::Closed { yours } => (kind::CLOSED, out.put(&Stream { yours: yours.0.into() })),
+            Self::Bulk { cookie } => (kind::BULK, out.put(&Bulk { cookie })),
+            Self::BulkWanted => (kind::BULK_WANTED, Ok(())),
+            Self::BulkGone => (kind::BULK_GONE, Ok(())),
         };
         put.map(|()| kind)
     }
@@ -554,6 +568,11 @@ impl Message {
                     resend_from,
                 }
             }
+            kind::BULK => Self::Bulk {
+                cookie: read::<Bulk>(body)?.cookie,
+            },
+            kind::BULK_WANTED => empty(body, Self::BulkWanted)?,
+            kind::BULK_GONE => empty(body, Self::BulkGone)?,
             kind::ADOPT => Self::Adopt { yours: stream(body)? },
             kind::TAKE_BACK => {
                 let b: &TakeBack = read(body)?;
@@ -566,6 +585,15 @@ impl Message {
             kind::CLOSED => Self::Closed { yours: stream(body)? },
             unknown => return Err(WireError::Kind(unknown)),
         })
+    }
+}
+
+/// A message without a body.
+fn empty(body: &[u8], message: Message) -> Result<Message, WireError> {
+    if body.is_empty() {
+        Ok(message)
+    } else {
+        Err(WireError::Length)
     }
 }
 

@@ -50,6 +50,9 @@ pub struct Config {
     pub ring_max: Size,
     /// Largest size of a link's arena on each side, bytes, a power of two.
     pub arena: Size,
+    /// Least bytes for which the memory of programs is read and written by the device itself, between hosts; `None`: it
+    /// never is.
+    pub zcopy_min: Option<Size>,
     /// What becomes of a program that asks for an io_uring.
     pub io_uring: IoUring,
     /// The rules file.
@@ -76,6 +79,7 @@ impl Default for Config {
             ring_min: Size::kib(4),
             ring_max: Size::mib(4),
             arena: Size::gib(1),
+            zcopy_min: Some(Size::kib(128)),
             io_uring: IoUring::default(),
             rules: None,
             control_port: 4797,

@@ -122,6 +122,16 @@ pub const VARIABLES: &[Variable] = &[
         },
     },
     Variable {
+        name: "RDMASOCK_ZCOPY_MIN",
+        option: "zcopy-min",
+        placeholder: "AUTO|OFF|SIZE",
+        default: "auto",
+        accepts: "auto, off, or a size from 4K to 1G",
+        meaning: "between hosts: from which size on a blocking send and a blocking receive have the device copy from \
+                  program to program, past the rings; auto: 128K; off: never",
+        set: |config, value| set(&mut config.zcopy_min, zcopy_min(value)),
+    },
+    Variable {
         name: "RDMASOCK_RULES",
         option: "rules",
         placeholder: "PATH",
@@ -228,6 +238,17 @@ fn fabrics(value: &OsStr) -> Option<Fabrics> {
 fn spin(value: &OsStr) -> Option<Duration> {
     let us = value.to_str()?.parse().ok()?;
     (us <= 10_000).then_some(Duration::from_micros(us))
+}
+
+fn zcopy_min(value: &OsStr) -> Option<Option<Size>> {
+    match value.to_str()? {
+        "auto" => Some(Config::default().zcopy_min),
+        "off" => Some(None),
+        size => {
+            let size = Size::parse(size)?;
+            (Size::kib(4)..=Size::gib(1)).contains(&size).then_some(Some(size))
+        }
+    }
 }
 
 fn ring_size(value: &OsStr) -> Option<Size> {

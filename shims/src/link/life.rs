@@ -1,6 +1,7 @@
 //! The life of link objects: they become a link, and when nothing of that is left, another one. Not for what a
 //! link does meanwhile.
 
+use std::net::{IpAddr, SocketAddr};
 use std::ptr::null_mut;
 use std::sync::atomic::{
     AtomicBool, AtomicPtr, AtomicU32, AtomicU64,
@@ -66,8 +67,16 @@ impl Link {
     }
 
     /// A link over a connected queue pair. `None` without memory for it.
-    pub fn between_hosts(identity: Identity, pair: Pair, arena_bytes: u64) -> Option<&'static Self> {
-        let remote = Remote::new(pair, arena_bytes)?;
+    /// `is_direct`: its other end has direct transfers; `dialled`: from where and to where it was connected, if by this
+    /// end.
+    pub fn between_hosts(
+        identity: Identity,
+        pair: Pair,
+        arena_bytes: u64,
+        is_direct: bool,
+        dialled: Option<(IpAddr, SocketAddr)>,
+    ) -> Option<&'static Self> {
+        let remote = Remote::new(pair, arena_bytes, is_direct, dialled)?;
         let link = Self::leak(AnyEnd::Verbs(Box::new(remote)));
         link.begin(identity);
         Some(link)

@@ -1,6 +1,7 @@
 //! The end of a link to another host: the engine over the verbs plugin's queue pair, how it reaches the
 //! waiters of this process, and who is woken by what completes.
 
+use std::net::{IpAddr, SocketAddr};
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{
     AtomicBool, AtomicU32, AtomicU64,
@@ -21,7 +22,9 @@ use rdmasock_core::stats::Reason;
 use rdmasock_core::sync::{Presence, Published, SleepFlag};
 use rdmasock_core::wire::Message;
 
+use crate::config::config;
 use crate::library::Library;
+use crate::mailbox::Command;
 use crate::verbs::{Pair, State};
 
 /// The waiters of this process, as the engine tells them.
@@ -50,6 +53,13 @@ pub enum Maintained {
     /// The service thread hears of what completes from now on.
     TakenBack,
 }
+
+/// How often a bulk queue pair is wished for, ns.
+const WISH_EVERY: u64 = 500_000_000;
+
+/// How long the peer's end may take for a word, and how long that is looked for without a pause, ns.
+const WORD_WITHIN: u64 = 200_000_000;
+const SPINS_FOR: u64 = 100_000;
 
 /// Whether addresses are limited, which the program then has better use for.
 pub fn has_few_addresses() -> bool {
@@ -91,11 +101,24 @@ pub struct Remote {
     is_subscribed: Published<AtomicBool>,
     /// For changing `is_subscribed`.
     subscribing: Lock<()>,
+    /// Both ends have direct transfers.
+    is_direct: bool,
+    /// From where and to where it was connected, if by this end.
+    dialled: Option<(IpAddr, SocketAddr)>,
+    /// There is a bulk queue pair.
+    has_bulk: AtomicBool,
+    /// When one was last wished for, monotonic ns.
+    wished: AtomicU64,
 }
 
 impl Remote {
     /// The end over a connected pair, with arenas of this size. `None` without memory for it.
-    pub(super) fn new(pair: Pair, arena_bytes: u64) -> Option<Self> {
+    pub(super) fn new(
+        pair: Pair,
+        arena_bytes: u64,
+        is_direct: bool,
+        dialled: Option<(IpAddr, SocketAddr)>,
+    ) -> Option<Self> {
         let info = pair.info().ok()?;
         let side = |data_bytes| {
             let layout = Layout::for_data(data_bytes)?;
@@ -104,6 +127,8 @@ impl Remote {
         };
         let mut tuning = Tuning::fit(&pair.limits());
         tuning.buffers = buffers(arena_bytes);
+        let least = config().zcopy_min;
+        tuning.direct_min = least.map_or(u32::MAX, |least| least.bytes().clamp(1, 1 << 30) as u32);
         let (mine, mirror) = (side(arena_bytes)?, side(arena_bytes + tuning.buffers)?);
         // SAFETY: the link, with the end, is never freed; see `Link::new`.
         let end = unsafe { End::new(pair, mine, mirror, Here, tuning) };
@@ -120,10 +145,14 @@ impl Remote {
             sleeps_seen: AtomicU32::new(0),
             is_subscribed: Published::from(true),
             subscribing: Lock::new(()),
+            is_direct: is_direct && least.is_some(),
+            dialled,
+            has_bulk: AtomicBool::new(false),
+            wished: AtomicU64::new(0),
         })
     }
 
-    pub(super) fn end(&self) -> &End<Pair, Here> {
+    pub fn end(&self) -> &End<Pair, Here> {
         &self.end
     }
 
@@ -152,6 +181,7 @@ impl Remote {
     pub(super) fn set_down(&self) {
         self.up.publish(false);
         self.end.set_down();
+        self.drop_bulk();
         self.end.qp().disconnect();
     }
 
@@ -161,6 +191,7 @@ impl Remote {
         self.is_ended.publish(true);
         let is_free = self.users.is_empty();
         if is_free {
+            drop(self.end.take_retired());
             self.end.qp().destroy();
         } else {
             self.is_ended.publish(false);
@@ -175,6 +206,95 @@ impl Remote {
             f(self.fd());
         }
         self.users.leave();
+    }
+
+    /// Does something with its queue pair, if it is still there.
+    pub fn with_pair<R>(&self, f: impl FnOnce(&Pair) -> R) -> Option<R> {
+        self.users.enter();
+        let result = (!self.is_ended.look()).then(|| f(self.end.qp()));
+        self.users.leave();
+        result
+    }
+
+    /// Both ends have direct transfers.
+    pub fn is_direct(&self) -> bool {
+        self.is_direct
+    }
+
+    /// From where and to where it was connected, if by this end.
+    pub fn dialled(&self) -> Option<(IpAddr, SocketAddr)> {
+        self.dialled
+    }
+
+    /// Less is not worth a direct transfer, bytes.
+    pub fn direct_min(&self) -> usize {
+        config().zcopy_min.map_or(usize::MAX, |least| least.bytes() as usize)
+    }
+
+    /// Waits for what the peer's end says without its program, for as long as any end that lives needs; then the bulk
+    /// queue pair is given up, and what it reaches is out of reach.
+    #[cold]
+    pub fn await_word(&self, is_there: impl Fn() -> bool) {
+        let begun = crate::time::now_ns();
+        loop {
+            self.progress();
+            let waited = crate::time::now_ns() - begun;
+            if is_there() || self.fault().is_some() {
+                return;
+            }
+            if waited > WORD_WITHIN {
+                return self.drop_bulk();
+            }
+            if waited > SPINS_FOR {
+                let _ = rustix::thread::nanosleep(&rustix::time::Timespec {
+                    tv_sec: 0,
+                    tv_nsec: 20_000,
+                });
+            }
+        }
+    }
+
+    /// Whether there may be direct transfers now. If not a bulk queue pair is asked for, which may take its time.
+    pub fn goes_direct(&self, slot: u32) -> bool {
+        if !self.is_direct {
+            return false;
+        }
+        let has_bulk = self.has_bulk.load(Relaxed);
+        if !has_bulk {
+            self.wish(slot);
+        }
+        has_bulk
+    }
+
+    #[cold]
+    fn wish(&self, slot: u32) {
+        let (now, last) = (crate::time::now_ns(), self.wished.load(Relaxed));
+        let is_due = last == 0 || now > last + WISH_EVERY;
+        if is_due && self.wished.compare_exchange(last, now, Relaxed, Relaxed).is_ok() {
+            Library::get().service.submit(Command::WantBulk(slot));
+        }
+    }
+
+    /// Direct transfers go over this one from now on. Service thread only.
+    pub fn attach_bulk(&self, pair: Pair) -> Option<Pair> {
+        let back = self.end.attach_bulk(pair);
+        self.has_bulk.store(back.is_none(), Relaxed);
+        back
+    }
+
+    /// It is lost, for both ends.
+    pub fn drop_bulk(&self) {
+        self.end.drop_bulk();
+        self.has_bulk.store(false, Relaxed);
+    }
+
+    /// Those that were lost, to be ended. Service thread only.
+    pub fn take_retired(&self) -> Vec<Pair> {
+        let retired = self.end.take_retired();
+        if !retired.is_empty() {
+            self.has_bulk.store(false, Relaxed);
+        }
+        retired
     }
 
     /// From now on until the value is dropped this thread is woken by completions. The service thread is not, until

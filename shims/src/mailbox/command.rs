@@ -6,7 +6,7 @@ use rdmasock_core::stream::connection::{Awaited, Task};
 use rdmasock_core::wire::LinkOffer;
 use rustix::io::Errno;
 
-use crate::verbs::Dialled;
+use crate::verbs::{Dialled, Pair};
 
 /// A connection as it was when something was asked for it.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -31,6 +31,10 @@ pub enum Command {
     NeedLink(Ref, InstanceId, Option<LinkOffer>),
     /// The thread that connects to another host has come to an end.
     Dialled(InstanceId, Result<Dialled, Errno>),
+    /// Direct transfers are wanted on the link.
+    WantBulk(u32),
+    /// The thread that connects beside the link has come to an end.
+    BulkDialled(u32, Result<Pair, Errno>),
     /// The link's side channel is full.
     AwaitRoom(u32),
     /// The link's peer does not read what it is told.

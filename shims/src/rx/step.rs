@@ -12,6 +12,8 @@ pub enum RecvStep {
     Kernel,
     /// Nothing there.
     Empty,
+    /// The call waits with a buffer, and is to wait no more.
+    Leave,
     /// The connection is not this call's ([`Place`]).
     Elsewhere(Place),
     /// This many bytes came.

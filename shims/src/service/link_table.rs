@@ -6,6 +6,7 @@ use std::time::Duration;
 use rdmasock_core::fabric::layout::Layout;
 use rdmasock_core::ids::{Cookie, InstanceId};
 use rdmasock_core::os::privatefd::PrivateFd;
+use rdmasock_core::wire::Introduction;
 
 use crate::link::{Link, up};
 use crate::mailbox::Ref;
@@ -27,9 +28,10 @@ pub struct Pending {
 /// An accepted connection that is not up yet.
 pub struct Arriving {
     pub pair: Pair,
-    pub peer: InstanceId,
-    pub pid: u32,
-    pub cookie: Cookie,
+    /// What its other end has said.
+    pub introduction: Introduction,
+    /// The link that it is to be beside.
+    pub bulk: Option<&'static Link>,
     /// Monotonic ns.
     pub deadline: u64,
 }

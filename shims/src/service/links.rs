@@ -366,6 +366,7 @@ impl Worker {
                 }
             }
             Message::Closed { yours } => link.on_closed(yours),
+            message if self.on_bulk_message(link, &message) => {}
             _ => {
                 self.library.stats.count(rdmasock_core::stats::Event::LinkViolation);
                 self.link_down(link, Reason::Violation);
@@ -406,6 +407,7 @@ impl Worker {
         }
         tracing::info!(target: "rdmasock", peer = %link.peer(), %why, "link down");
         up::remove(link);
+        self.bulks.forget(link);
         let conn = self
             .conns
             .iter()

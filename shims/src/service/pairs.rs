@@ -39,9 +39,15 @@ const MAINTAIN_DOUBLINGS: u32 = 2;
 /// How often it is seen whether a link on which something was sent still works, ns.
 const WATCH_EVERY: u64 = 1_000_000_000;
 
-fn introduce(instance: InstanceId, cookie: Cookie) -> [u8; PRIVATE_BYTES] {
-    let pid = rustix::process::getpid().as_raw_nonzero().get() as u32;
-    Introduction { pid, instance, cookie }.encode()
+pub(super) fn introduce(instance: InstanceId, cookie: Cookie, is_bulk: bool) -> [u8; PRIVATE_BYTES] {
+    let introduction = Introduction {
+        pid: rustix::process::getpid().as_raw_nonzero().get() as u32,
+        instance,
+        cookie,
+        is_direct: config().zcopy_min.is_some(),
+        is_bulk,
+    };
+    introduction.encode()
 }
 
 impl Worker {
@@ -103,25 +109,23 @@ impl Worker {
         for id in self.links.half_open.keys().copied().collect::<Vec<_>>() {
             self.spend_cookie(id);
         }
-        let Some(Introduction {
-            pid,
-            instance: peer,
-            cookie,
-        }) = Introduction::decode(&incoming.private)
-            .ok()
-            .filter(|i| self.library.offers.has(&i.cookie, &i.instance))
-        else {
-            self.library.stats.count(rdmasock_core::stats::Event::LinkViolation);
-            tracing::warn!(target: "rdmasock", "a link without a cookie of ours is refused");
-            return incoming.reject();
-        };
-        self.drop_request(&cookie);
-        let pair = match incoming.accept(&introduce(self.library.id, Introduction::NO_COOKIE), None) {
-            Ok(pair) => pair,
-            Err(error) => {
-                tracing::warn!(target: "rdmasock", %peer, %error, "a link cannot be accepted");
-                return;
+        let introduction = Introduction::decode(&incoming.private).ok();
+        let (introduction, bulk, pair) = match introduction {
+            Some(introduction) if introduction.is_bulk => match self.accept_bulk(incoming, &introduction) {
+                Ok((link, pair)) => (introduction, Some(link), pair),
+                Err(incoming) => return self.refuse(incoming),
+            },
+            Some(introduction) if self.library.offers.has(&introduction.cookie, &introduction.instance) => {
+                self.drop_request(&introduction.cookie);
+                match incoming.accept(&introduce(self.library.id, Introduction::NO_COOKIE, false), None) {
+                    Ok(pair) => (introduction, None, pair),
+                    Err(error) => {
+                        tracing::warn!(target: "rdmasock", peer = %introduction.instance, %error, "a link cannot be accepted");
+                        return;
+                    }
+                }
             }
+            _ => return self.refuse(Some(incoming)),
         };
         let Ok(info) = pair.info() else { return };
         let id = self.new_conn();
@@ -135,13 +139,21 @@ impl Worker {
             id,
             Arriving {
                 pair,
-                peer,
-                pid,
-                cookie,
+                introduction,
+                bulk,
                 deadline,
             },
         );
         self.on_pair_state(id);
+    }
+
+    /// Nobody was told to connect like this.
+    fn refuse(&self, incoming: Option<Incoming>) {
+        self.library.stats.count(rdmasock_core::stats::Event::LinkViolation);
+        tracing::warn!(target: "rdmasock", "a link without a cookie of ours is refused");
+        if let Some(incoming) = incoming {
+            incoming.reject();
+        }
     }
 
     /// Connects to the address of a HELLO.
@@ -149,13 +161,13 @@ impl Worker {
         if !self.devices.have(local) {
             return false;
         }
-        let greeting = introduce(self.library.id, *cookie);
+        let greeting = introduce(self.library.id, *cookie, false);
         let blocked = SignalsBlocked::new();
         let spawned = std::thread::Builder::new()
             .name("rdmasock-dial".into())
             .stack_size(256 * 1024)
             .spawn(move || {
-                let dialled = dial(peer, local, remote, &greeting);
+                let dialled = dial(peer, local, remote, &greeting, None);
                 crate::library::Library::get()
                     .service
                     .submit(Command::Dialled(peer, dialled));
@@ -167,9 +179,10 @@ impl Worker {
     pub(super) fn on_dialled(&mut self, peer: InstanceId, dialled: Result<Dialled, Errno>) {
         match dialled {
             // If it is late it serves the next attempt.
-            Ok(Dialled { pair, peer, pid }) => {
+            Ok(dialled) => {
                 let id = self.new_conn();
-                match self.establish_remote(id, peer, pid, pair) {
+                let place = Some((dialled.local, dialled.remote));
+                match self.establish_remote(id, &dialled.introduction, place, dialled.pair) {
                     Some(link) => self.link_made(peer, link),
                     None => self.link_failed(peer),
                 }
@@ -199,25 +212,28 @@ impl Worker {
         }
         let Some(Arriving {
             pair,
-            peer,
-            pid,
-            cookie,
+            introduction,
+            bulk,
             ..
         }) = self.links.arriving.remove(&id)
         else {
             return;
         };
         self.forget_fd(pair.info().map(|i| i.state_fd));
-        match state {
-            State::Up => {
-                if self.establish_remote(id, peer, pid, pair).is_some() {
+        let peer = introduction.instance;
+        match (state, bulk) {
+            (State::Up, Some(link)) => self.on_bulk_arrived(link, Some(pair)),
+            (_, Some(link)) => self.on_bulk_arrived(link, None),
+            (State::Up, None) => {
+                if self.establish_remote(id, &introduction, None, pair).is_some() {
                     let deadline = crate::time::now_ns() + LINK_TIMEOUT.as_nanos() as u64;
+                    let cookie = introduction.cookie;
                     let half_open = HalfOpen { peer, cookie, deadline };
                     self.links.half_open.insert(id, half_open);
                     self.spend_cookie(id);
                 }
             }
-            _ => tracing::debug!(target: "rdmasock", %peer, ?state, "a link did not come up"),
+            (state, None) => tracing::debug!(target: "rdmasock", %peer, ?state, "a link did not come up"),
         }
     }
 
@@ -229,7 +245,7 @@ impl Worker {
 
     /// Who asks again with a cookie has given the request before up, and does not know of the link that it has led to.
     fn drop_request(&mut self, cookie: &Cookie) {
-        self.drop_arriving(|arriving| arriving.cookie.matches(cookie));
+        self.drop_arriving(|arriving| arriving.introduction.cookie.matches(cookie));
         self.drop_half_open(|half_open| half_open.cookie.matches(cookie));
     }
 
@@ -256,6 +272,9 @@ impl Worker {
         for id in over.map(|(id, _)| *id).collect::<Vec<_>>() {
             if let Some(arriving) = self.links.arriving.remove(&id) {
                 self.forget_fd(arriving.pair.info().map(|i| i.state_fd));
+                if let Some(link) = arriving.bulk {
+                    self.on_bulk_arrived(link, None);
+                }
             }
         }
     }
@@ -267,12 +286,21 @@ impl Worker {
         }
     }
 
-    fn establish_remote(&mut self, id: u64, peer: InstanceId, pid: u32, pair: Pair) -> Option<&'static Link> {
+    fn establish_remote(
+        &mut self,
+        id: u64,
+        introduction: &Introduction,
+        dialled: Option<(IpAddr, SocketAddr)>,
+        pair: Pair,
+    ) -> Option<&'static Link> {
+        let Introduction {
+            pid, instance: peer, ..
+        } = *introduction;
         let info = pair.info().ok()?;
         let slot = self.links.free_slot();
         let stats = self.open_stats(slot, rdmasock_core::stats::Path::Verbs, peer, pid);
         let identity = Identity { slot, peer, stats };
-        let link = Link::between_hosts(identity, pair, config().arena.bytes())?;
+        let link = Link::between_hosts(identity, pair, config().arena.bytes(), introduction.is_direct, dialled)?;
         for (fd, kind) in [
             (info.state_fd, kind::PAIR_STATE),
             (info.completion_fd, kind::COMPLETION),
@@ -312,6 +340,7 @@ impl Worker {
         let Some(remote) = link.remote() else {
             return;
         };
+        self.retire_bulk(link, remote);
         if remote.is_watched() {
             self.alarms.watch.set_if_off(|| crate::time::now_ns() + WATCH_EVERY);
         }
@@ -429,14 +458,20 @@ impl Worker {
 /// intervals; and the first one after a failure of the network is often one too early.
 const LOST_AFTER: Duration = Duration::from_secs(3);
 
-fn dial(peer: InstanceId, local: IpAddr, remote: SocketAddr, greeting: &[u8]) -> Result<Dialled, Errno> {
+pub(super) fn dial(
+    peer: InstanceId,
+    local: IpAddr,
+    remote: SocketAddr,
+    greeting: &[u8],
+    beside: Option<&Pair>,
+) -> Result<Dialled, Errno> {
     tracing::debug!(target: "rdmasock::link", %remote, "dialling");
     let started = Instant::now();
     let mut patience = LOST_AFTER;
     let pair = loop {
         let left = LINK_TIMEOUT.saturating_sub(started.elapsed());
         let millis = patience.min(left).as_millis() as u32;
-        match verbs::connect(local, remote, greeting, millis, None) {
+        match verbs::connect(local, remote, greeting, millis, beside) {
             Err(Errno::TIMEDOUT) if left > patience => patience *= 2,
             other => break other?,
         }
@@ -444,10 +479,15 @@ fn dial(peer: InstanceId, local: IpAddr, remote: SocketAddr, greeting: &[u8]) ->
     };
     tracing::debug!(target: "rdmasock::link", %remote, "connected");
     let info = pair.info()?;
-    let Introduction { pid, instance, .. } = Introduction::decode(&info.private).map_err(|_| Errno::PROTO)?;
+    let introduction = Introduction::decode(&info.private).map_err(|_| Errno::PROTO)?;
     // P23: the instance that the TCP connection leads to, and no other.
-    if instance != peer {
+    if introduction.instance != peer {
         return Err(Errno::PERM);
     }
-    Ok(Dialled { pair, peer, pid })
+    Ok(Dialled {
+        pair,
+        introduction,
+        local,
+        remote,
+    })
 }

@@ -13,6 +13,7 @@ use rustix::event::epoll as kernel;
 
 use super::alarms::Alarms;
 use super::asking::Asking;
+use super::bulk::Bulks;
 use super::control::taken::Control;
 use super::ends::Ends;
 use super::guests;
@@ -77,6 +78,7 @@ pub struct Worker {
     pub devices: Devices,
     pub handshakes: Handshakes,
     pub links: LinkTable,
+    pub bulks: Bulks,
     pub lingering: Lingering,
     /// What other hosts ask.
     pub control: Control,
@@ -116,6 +118,7 @@ impl Worker {
             devices: Devices::default(),
             handshakes: Handshakes::new(),
             links: LinkTable::default(),
+            bulks: Bulks::default(),
             lingering: Lingering::default(),
             control: Control::new(crate::time::now_ns()),
             hosts: Hosts::new(),

@@ -330,6 +330,13 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
             .unwrap_or_default()
     }
 
+    /// Our number of the stream that the peer calls `theirs`, and how many bytes a buffer for it may have now: the ring
+    /// is empty. `None` if there is no such stream, or something in the ring.
+    pub fn room_to_land(&self, theirs: Vqpn) -> Option<(Vqpn, u64)> {
+        let (mine, room) = self.with(|engine| engine.room_to_land(&self.shared, theirs.0))??;
+        Some((Vqpn(mine), room))
+    }
+
     /// Tells the peer of a buffer that our program waits with on its stream `mine`, whose ring is empty: of at most
     /// `length` bytes at `address`, registered under `rkey`. What is said of it is to be asked by
     /// [`landed`](Self::landed). `None` if it cannot be used.

@@ -84,6 +84,13 @@ impl<Q: QueuePair> Engine<Q> {
         }
     }
 
+    /// See [`End::room_to_land`](super::End::room_to_land).
+    pub fn room_to_land<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32) -> Option<(u32, u64)> {
+        let mine = self.streams.mine(theirs)?;
+        let room = self.streams.get(mine)?.inc.room_to_land(g.block_mine(mine)?);
+        (room > 0).then_some((mine, room))
+    }
+
     /// Our program waits with `length` bytes at `address`, registered for the peer under `rkey`, and its stream's ring is
     /// empty. `None` if there is something in the ring, or this cannot be.
     pub fn advertise<L: Local>(

@@ -172,6 +172,8 @@ pub trait SocketIo: Deref<Target = ConnectionOf<Self>> + Sized {
     fn off_link(&self, tx: &mut TxOf<Self>);
     /// The end mark is in the ring.
     fn on_marked(&self, tx: &TxOf<Self>);
+    /// What was committed and is not in the ring is put there: it is about to be read.
+    fn fill_ring(&self, _tx: &TxOf<Self>) {}
 
     /// Both directions are on the link.
     fn promoted(&self);

@@ -133,6 +133,7 @@ fn send_from<S: SocketIo>(socket: &S, from: u64) {
         let Some(mut tx) = socket.tx.lock() else {
             return;
         };
+        socket.fill_ring(&tx);
         let rest = tx.producer.as_mut().map(|p| p.rest(from));
         if let Some(Ok(bytes)) = &rest {
             queue_again(socket, &mut tx, bytes);

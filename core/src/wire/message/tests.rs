@@ -94,6 +94,11 @@ fn message() -> impl Strategy<Value = Message> {
         (vqpn(), any::<u32>()).prop_map(|(yours, bytes)| Message::TakeBack { yours, bytes }),
         vqpn().prop_map(|yours| Message::TakenBack { yours }),
         vqpn().prop_map(|yours| Message::Closed { yours }),
+        ids().prop_map(|cookie| Message::Bulk {
+            cookie: Cookie::from_bytes(cookie)
+        }),
+        Just(Message::BulkWanted),
+        Just(Message::BulkGone),
     ]
 }
 

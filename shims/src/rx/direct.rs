@@ -1,0 +1,164 @@
+//! A blocking receive whose buffer the peer's device writes to, past the ring (docs/protocol.md, P85–P89). What it has
+//! written counts as what the ring has next; the ring does not have it.
+//!
+//! The buffer is registered for this one wait. Before the call returns, by whatever way, the peer has said that it writes
+//! there no more, or its bulk queue pair is given up; then the registration ends too.
+
+use std::sync::atomic::Ordering::Relaxed;
+
+use rdmasock_core::fabric::remote::Landed;
+use rdmasock_core::fabric::remote::qp::{QueuePair, Region, Role};
+use rdmasock_core::fabric::ring::Wake;
+use rdmasock_core::ids::Vqpn;
+use rdmasock_core::os::thread;
+
+use crate::handler;
+use crate::iov::Iov;
+use crate::link::Remote;
+use crate::ready;
+use crate::socket::{Rx, Socket};
+
+/// See the module.
+pub struct Landing {
+    socket: &'static Socket,
+    remote: &'static Remote,
+    mine: Vqpn,
+    serial: u32,
+    region: Region,
+    memory: *mut u8,
+    /// Who waits: a fork child that goes on with the call has neither the link nor the registration.
+    thread: u32,
+    /// What has come was taken.
+    is_taken: bool,
+}
+
+impl Landing {
+    /// Tells the peer of the next piece of `iov`, for a call that is about to wait, holds the connection and has found
+    /// nothing. `None` if that does not pay, or cannot be.
+    pub fn new(socket: &'static Socket, iov: &mut Iov) -> Option<Self> {
+        let link = socket.link()?;
+        let remote = link.remote()?;
+        let (memory, len) = iov.head();
+        if len < remote.direct_min() || !remote.goes_direct(link.slot()) {
+            return None;
+        }
+        if !socket.rx.lock()?.own.direct.may_try() {
+            return None;
+        }
+        // What registers memory allocates.
+        if handler::is_in_one() {
+            return None;
+        }
+        let end = remote.end();
+        let (mine, room) = end.room_to_land(Vqpn(socket.peer_vqpn.load(Relaxed)))?;
+        let len = len.min(room as usize);
+        if len < remote.direct_min() {
+            return None;
+        }
+        // SAFETY: the program's buffer, which nobody else looks at before the call returns, and this value goes first.
+        let region = unsafe { end.qp().register(memory, len, Role::Target) }.ok()?;
+        let address = memory.expose_provenance() as u64;
+        let serial = socket.rx.lock().and_then(|mut rx| {
+            let is_free = !rx.own.direct.is_waiting && rx.consumer.as_ref().is_some_and(|c| !c.is_frozen());
+            let advert = is_free.then(|| end.advertise(mine, address, len as u32, region.key.remote))?;
+            rx.own.direct.is_waiting = advert.is_some();
+            Some(advert?.serial)
+        });
+        let Some(serial) = serial else {
+            end.qp().deregister(region);
+            return None;
+        };
+        Some(Self {
+            socket,
+            remote,
+            mine,
+            serial,
+            region,
+            memory,
+            thread: thread::current().tid(),
+            is_taken: false,
+        })
+    }
+
+    /// Whether the peer has had its say, and how many bytes are there then.
+    pub fn landed(&self) -> Option<usize> {
+        match self.remote.end().landed(self.mine, self.serial) {
+            Some(Landed::Over(bytes)) => Some(bytes as usize),
+            Some(Landed::Waits) if self.remote.fault().is_some() => Some(0),
+            Some(Landed::Waits) | None => None,
+        }
+    }
+
+    /// Takes what has come; gives how much, and whom to tell: then the peer [is told](Self::tell) too. The caller holds
+    /// the lock, and drops this when it has let go of it.
+    pub fn take(&mut self, rx: &mut Rx) -> (usize, Wake) {
+        let landed = self.landed().unwrap_or(0);
+        rx.own.direct.on_landed(landed > 0);
+        self.is_taken = true;
+        // What the ring counts: after RESUME the rest comes by TCP.
+        let Some(consumer) = rx.consumer.as_mut().filter(|_| landed > 0) else {
+            return (0, Wake::NONE);
+        };
+        let taken = consumer.spans(landed).map_or(0, |spans| spans.len()).min(landed);
+        if let Some(stats) = self.socket.told.stats() {
+            stats.add_rx_link(taken as u64);
+        }
+        let wake = consumer.consume(taken);
+        let other = consumer.publish();
+        (taken, if wake.is_none() { other } else { wake })
+    }
+
+    /// The peer hears of what was taken.
+    pub fn tell(&self, wake: Wake) {
+        ready::notify_peer(self.socket, wake);
+        self.remote.end().settle_head(self.mine);
+    }
+
+    /// The call is about to return, or to go on elsewhere, and has not seen the end of it: has the peer say that it writes
+    /// no more. Gives how many bytes have come.
+    #[cold]
+    pub fn leave(mut self) -> usize {
+        self.end_wait();
+        let socket = self.socket;
+        let Some((taken, wake)) = socket.rx.lock().map(|mut rx| self.take(&mut rx)) else {
+            return 0;
+        };
+        self.tell(wake);
+        taken
+    }
+
+    fn end_wait(&self) {
+        if self.landed().is_none() {
+            self.remote.end().withdraw(self.mine, self.serial);
+            self.remote.await_word(|| self.landed().is_some());
+        }
+    }
+
+    /// The call is unwound: what has come goes where the next call looks for it.
+    #[cold]
+    fn put_back(&mut self) {
+        self.end_wait();
+        let landed = self.landed().unwrap_or(0);
+        if let Some(mut rx) = self.socket.rx.lock() {
+            rx.own.direct.on_landed(landed > 0);
+            if let Some(Ok(spans)) = rx.consumer.as_mut().map(|consumer| consumer.spans(landed)) {
+                // SAFETY: the buffer has so many bytes that were written by the peer; the ring does not have them, and
+                // its producer does not write there before they are read.
+                unsafe { spans.copy_in(0, self.memory, landed.min(spans.len())) };
+            }
+        }
+        ready::notify_local(self.socket);
+    }
+}
+
+impl Drop for Landing {
+    fn drop(&mut self) {
+        if self.thread != thread::current().tid() {
+            return;
+        }
+        if !self.is_taken {
+            self.put_back();
+        }
+        self.remote.end().qp().deregister(self.region);
+    }
+}

@@ -1,0 +1,154 @@
+//! A blocking send of much, whose bytes the device takes from the program's memory, past the mirror, when the peer's
+//! program waits for them with a buffer (docs/protocol.md, P85–P89).
+//!
+//! It waits for such a reader for a moment only, as kernel TCP would not wait at all. What was lent counts as sent; before
+//! the call returns the peer has taken it, or what it has not is in the mirror and nothing reaches the program's memory
+//! any more.
+
+use std::ffi::c_int;
+use std::sync::atomic::Ordering::{Acquire, Relaxed};
+
+use rdmasock_core::fabric::remote::qp::{QueuePair, Region, Role};
+use rdmasock_core::ids::Vqpn;
+use rdmasock_core::os::thread;
+
+use super::is_dead;
+use crate::call::{Call, Place};
+use crate::handler;
+use crate::iov::Iov;
+use crate::link::Remote;
+use crate::ready;
+use crate::socket::{Mode, Socket};
+use crate::time::{Timeout, now_ns};
+use crate::wait::{self, Wanted};
+
+/// How long a reader with a buffer is waited for, ns.
+const READER_WITHIN: u64 = 200_000;
+/// How long the peer may take to take what was lent, ns; what is left then goes by the mirror.
+const TAKEN_WITHIN: u64 = 100_000_000;
+
+/// What was lent, until it is taken back.
+struct Lent {
+    remote: &'static Remote,
+    theirs: Vqpn,
+    /// The position behind it.
+    until: u64,
+    region: Region,
+    /// See `rx::direct`.
+    thread: u32,
+}
+
+impl Drop for Lent {
+    fn drop(&mut self) {
+        if self.thread != thread::current().tid() {
+            return;
+        }
+        let end = self.remote.end();
+        // SAFETY: the program's buffer, which the call was given, and that has not returned.
+        let left = unsafe { end.take_source(self.theirs) };
+        if left.is_some_and(|left| left > 0) {
+            self.remote.await_word(|| end.untaken(self.theirs, self.until) == 0);
+        }
+        end.qp().deregister(self.region);
+    }
+}
+
+/// What a call with much to send waits for.
+struct Taken;
+
+impl Wanted for Taken {
+    const IS_DATA: bool = false;
+
+    fn is_worth_a_look(socket: &'static Socket) -> bool {
+        let theirs = Vqpn(socket.peer_vqpn.load(Relaxed));
+        let remote = socket.link().and_then(|link| link.remote());
+        is_dead(socket)
+            || socket.tx_mode.load(Acquire) != Mode::Link
+            || remote.is_none_or(|remote| remote.fault().is_some() || remote.end().is_source_done(theirs))
+    }
+}
+
+/// Sends from the next piece of `iov`, if a reader waits for it or does so in a moment. Gives how many bytes; 0: they go
+/// by the mirror.
+pub(super) fn send(call: &mut Call, iov: &mut Iov, flags: c_int) -> usize {
+    let socket = call.socket;
+    let Some((link, remote)) = socket.link().and_then(|link| Some((link, link.remote()?))) else {
+        return 0;
+    };
+    let (memory, len) = iov.head();
+    if len < remote.direct_min() || flags & libc::MSG_MORE != 0 || !remote.goes_direct(link.slot()) {
+        return 0;
+    }
+    if wait::may_wait(socket, flags).is_err() || iov.is_implausible() {
+        return 0;
+    }
+    let may_try = |socket: &Socket| socket.tx.lock().is_some_and(|mut tx| tx.own.direct.may_try());
+    if !may_try(socket) || handler::is_in_one() {
+        return 0;
+    }
+    let sent = lend(call, remote, memory, len);
+    if let Some(mut tx) = socket.tx.lock() {
+        tx.own.direct.on_tried(sent > 0);
+    }
+    iov.advance(sent);
+    sent
+}
+
+fn lend(call: &mut Call, remote: &'static Remote, memory: *mut u8, len: usize) -> usize {
+    let socket = call.socket;
+    let (end, theirs) = (remote.end(), Vqpn(socket.peer_vqpn.load(Relaxed)));
+    let least = remote.direct_min();
+    let until = now_ns() + READER_WITHIN;
+    let wanted = loop {
+        let wanted = (end.wanted(theirs) as usize).min(len);
+        if wanted >= least {
+            break wanted;
+        }
+        if socket.tx_mode.load(Acquire) != Mode::Link || is_dead(socket) || now_ns() >= until {
+            return 0;
+        }
+        remote.progress();
+        std::hint::spin_loop();
+    };
+    // SAFETY: the program's buffer, which the device only reads, and `Lent` ends the registration before the call returns.
+    let Ok(region) = (unsafe { end.qp().register(memory, wanted, Role::Source) }) else {
+        return 0;
+    };
+    let lent = socket.tx.lock().and_then(|mut tx| {
+        let state = &mut *tx;
+        let producer = state.producer.as_mut()?;
+        let is_open = socket.tx_mode.load(Acquire) == Mode::Link && !state.is_shut && !is_dead(socket);
+        if !is_open || call.place(&state.own.seen) != Place::Here || ready::is_reader_gone(producer) {
+            return None;
+        }
+        let room = producer.spans(wanted).map_or(0, |spans| spans.len());
+        let (from, bytes) = (producer.position(), wanted.min(room));
+        if bytes < least || !end.lend_source(theirs, from, memory.expose_provenance(), bytes as u64, region.key.local) {
+            return None;
+        }
+        call.hold(&mut state.own.waiting);
+        let wake = producer.commit(bytes);
+        state.wake_delayed = false;
+        state.own.last = state.own.seen.tick();
+        if let Some(stats) = socket.told.stats() {
+            stats.add_tx_link(bytes as u64);
+        }
+        Some((wake, bytes, from + bytes as u64))
+    });
+    let Some((wake, bytes, until)) = lent else {
+        end.qp().deregister(region);
+        return 0;
+    };
+    let lent = Lent {
+        remote,
+        theirs,
+        until,
+        region,
+        thread: thread::current().tid(),
+    };
+    ready::notify_peer(socket, wake);
+    let mut patience = wait::Patience::at_most(Timeout::Ns(TAKEN_WITHIN));
+    while !Taken::is_worth_a_look(socket) && wait::wait_for::<Taken>(socket, &mut patience).is_ok() {}
+    drop(lent);
+    bytes
+}

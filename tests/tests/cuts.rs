@@ -300,6 +300,8 @@ impl Peer {
             .env("LD_PRELOAD", paths.library?)
             .env("RDMASOCK_DEV_LOCAL_DEVICE", paths.device)
             .env("LOCALNIC", localnic)
+            // Much goes past the rings.
+            .env("RDMASOCK_ZCOPY_MIN", "4K")
             // Asked by name, as within a host: one port would be for all that run at once.
             .env("RDMASOCK_CONTROL_PORT", "0")
             .env("RDMASOCK_PROMOTE_AFTER", promote_after)

@@ -145,6 +145,10 @@ events! {
     ControlRate = 17 => "control_refused_rate",
     /// A bulk queue pair between hosts was lost, with direct transfers that were under way: they went on by rings.
     BulkLost = 18 => "bulk_lost",
+    /// Bytes that the device was to take from the memory of the program itself.
+    DirectSent = 19 => "direct_sent_bytes",
+    /// Bytes that the peer's device has written into the memory of the program itself.
+    DirectReceived = 20 => "direct_received_bytes",
 }
 
 /// Number of [`Event`]s.

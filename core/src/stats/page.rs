@@ -112,8 +112,13 @@ impl StatsPage {
 
     /// Counts an event.
     pub fn count(&self, event: Event) {
+        self.count_many(event, 1);
+    }
+
+    /// Counts several at once.
+    pub fn count_many(&self, event: Event, many: u64) {
         if let Some(counter) = self.header.events.get(event as usize) {
-            counter.fetch_add(1, Relaxed);
+            counter.fetch_add(many, Relaxed);
         }
     }
 

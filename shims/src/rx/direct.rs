@@ -11,9 +11,11 @@ use rdmasock_core::fabric::remote::qp::{QueuePair, Region, Role};
 use rdmasock_core::fabric::ring::Wake;
 use rdmasock_core::ids::Vqpn;
 use rdmasock_core::os::thread;
+use rdmasock_core::stats::Event;
 
 use crate::handler;
 use crate::iov::Iov;
+use crate::library::Library;
 use crate::link::Remote;
 use crate::ready;
 use crate::socket::{Rx, Socket};
@@ -42,13 +44,14 @@ impl Landing {
         if len < remote.direct_min() || !remote.goes_direct(link.slot()) {
             return None;
         }
-        if !socket.rx.lock()?.own.direct.may_try() {
-            return None;
-        }
+        let may_try = socket.rx.lock()?.own.direct.may_try(remote.direct_min());
         // What registers memory allocates.
-        if handler::is_in_one() {
+        if !may_try || handler::is_in_one() {
             return None;
         }
+        // The buffer is for what follows all that was read.
+        let wake = socket.rx.lock()?.consumer.as_mut()?.publish();
+        ready::notify_peer(socket, wake);
         let end = remote.end();
         let (mine, room) = end.room_to_land(Vqpn(socket.peer_vqpn.load(Relaxed)))?;
         let len = len.min(room as usize);
@@ -93,7 +96,7 @@ impl Landing {
     /// the lock, and drops this when it has let go of it.
     pub fn take(&mut self, rx: &mut Rx) -> (usize, Wake) {
         let landed = self.landed().unwrap_or(0);
-        rx.own.direct.on_landed(landed > 0);
+        rx.own.direct.on_landed(landed);
         self.is_taken = true;
         // What the ring counts: after RESUME the rest comes by TCP.
         let Some(consumer) = rx.consumer.as_mut().filter(|_| landed > 0) else {
@@ -103,6 +106,8 @@ impl Landing {
         if let Some(stats) = self.socket.told.stats() {
             stats.add_rx_link(taken as u64);
         }
+        let stats = &Library::get().stats;
+        stats.count_many(Event::DirectReceived, taken as u64);
         let wake = consumer.consume(taken);
         let other = consumer.publish();
         (taken, if wake.is_none() { other } else { wake })
@@ -140,7 +145,7 @@ impl Landing {
         self.end_wait();
         let landed = self.landed().unwrap_or(0);
         if let Some(mut rx) = self.socket.rx.lock() {
-            rx.own.direct.on_landed(landed > 0);
+            rx.own.direct.on_landed(landed);
             if let Some(Ok(spans)) = rx.consumer.as_mut().map(|consumer| consumer.spans(landed)) {
                 // SAFETY: the buffer has so many bytes that were written by the peer; the ring does not have them, and
                 // its producer does not write there before they are read.

@@ -1,13 +1,14 @@
 //! Whether one direction of a stream between hosts is worth a direct transfer, by how it went lately.
 //!
-//! A receive that tells the peer of its buffer pays for that whether or not the peer uses it, and a send that waits for a
-//! reader with a buffer waits in vain where there is none. So each failure in a row doubles the number of calls that do
-//! not try.
+//! A receive that tells the peer of its buffer pays for that whether or not the peer uses it, with time in which it has
+//! nothing to do; a send that waits for a reader with a buffer waits in vain where there is none. So each failure in a row
+//! doubles the number of calls that do not try, up to a few receives and many sends.
 
-/// Reads of so many bytes are those of a bulk transfer.
-const LARGE: usize = 32 * 1024;
-/// Longest pause after failures, as a power of two of calls.
-const MOST: u8 = 8;
+/// Reads of so much less than is worth a direct transfer are still those of a bulk transfer.
+const LARGE: usize = 4;
+/// Longest pauses after failures, as powers of two of calls.
+const MOST_RECEIVES: u8 = 3;
+const MOST_SENDS: u8 = 8;
 
 /// See the module.
 #[derive(Default)]
@@ -25,10 +26,10 @@ impl Tries {
         may
     }
 
-    fn on_result(&mut self, success: bool) {
-        self.misses = if success { 0 } else { (self.misses + 1).min(MOST) };
+    fn on_result(&mut self, success: bool, most: u8) {
+        self.misses = if success { 0 } else { (self.misses + 1).min(most) };
         // The first failure costs nothing: who is just not there yet comes a moment later.
-        self.pause = (1 << self.misses) / 2 - u16::from(self.misses < 2);
+        self.pause = if self.misses > 1 { 1 << (self.misses - 1) } else { 0 };
     }
 }
 
@@ -37,25 +38,28 @@ impl Tries {
 pub struct Receives {
     /// A call waits with a buffer that the peer knows of: what the ring counts next may be in there.
     pub is_waiting: bool,
-    is_bulk: bool,
+    last_read: usize,
     tries: Tries,
 }
 
 impl Receives {
     /// So many bytes were read at once.
     pub fn on_read(&mut self, bytes: usize) {
-        self.is_bulk = bytes >= LARGE;
+        self.last_read = bytes;
     }
 
-    /// Whether a call that is about to wait is to tell the peer of its buffer.
-    pub fn may_try(&mut self) -> bool {
-        self.is_bulk && !self.is_waiting && self.tries.may()
+    /// Whether a call that is about to wait is to tell the peer of its buffer, where so many bytes are worth it.
+    pub fn may_try(&mut self, least: usize) -> bool {
+        self.last_read >= least / LARGE && !self.is_waiting && self.tries.may()
     }
 
-    /// The wait is over; the peer has used the buffer, or not.
-    pub fn on_landed(&mut self, is_used: bool) {
+    /// The wait is over, with so many bytes in the buffer.
+    pub fn on_landed(&mut self, bytes: usize) {
         self.is_waiting = false;
-        self.tries.on_result(is_used);
+        self.tries.on_result(bytes > 0, MOST_RECEIVES);
+        if bytes > 0 {
+            self.last_read = bytes;
+        }
     }
 }
 
@@ -71,9 +75,14 @@ impl Sends {
         self.tries.may()
     }
 
+    /// Whether the last one that was waited for came.
+    pub fn goes_well(&self) -> bool {
+        self.tries.misses == 0
+    }
+
     /// There was one, or not.
     pub fn on_tried(&mut self, is_there: bool) {
-        self.tries.on_result(is_there);
+        self.tries.on_result(is_there, MOST_SENDS);
     }
 }
 
@@ -104,12 +113,12 @@ mod tests {
     #[test]
     fn only_bulk_is_worth_it() {
         let mut receives = Receives::default();
-        assert!(!receives.may_try());
-        receives.on_read(LARGE);
-        assert!(receives.may_try());
-        receives.on_landed(true);
-        assert!(receives.may_try());
+        assert!(!receives.may_try(4096));
+        receives.on_read(1024);
+        assert!(receives.may_try(4096));
+        receives.on_landed(4096);
+        assert!(receives.may_try(4096));
         receives.on_read(64);
-        assert!(!receives.may_try());
+        assert!(!receives.may_try(4096));
     }
 }

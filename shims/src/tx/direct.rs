@@ -11,19 +11,26 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed};
 use rdmasock_core::fabric::remote::qp::{QueuePair, Region, Role};
 use rdmasock_core::ids::Vqpn;
 use rdmasock_core::os::thread;
+use rdmasock_core::stats::Event;
 
-use super::is_dead;
+use super::{give_back, is_dead};
 use crate::call::{Call, Place};
 use crate::handler;
 use crate::iov::Iov;
+use crate::library::Library;
 use crate::link::Remote;
 use crate::ready;
 use crate::socket::{Mode, Socket};
 use crate::time::{Timeout, now_ns};
 use crate::wait::{self, Wanted};
 
-/// How long a reader with a buffer is waited for, ns.
+/// How long a reader with a buffer is waited for, ns; and one that has just read what was sent so, and may have to be
+/// woken.
 const READER_WITHIN: u64 = 200_000;
+const READER_BACK_WITHIN: u64 = 1_000_000;
+/// How long it may stand still before it has read what was sent before, and how long that may take in all, ns.
+const READS_WITHIN: u64 = 500_000;
+const ALL_READ_WITHIN: u64 = 10_000_000;
 /// How long the peer may take to take what was lent, ns; what is left then goes by the mirror.
 const TAKEN_WITHIN: u64 = 100_000_000;
 
@@ -94,21 +101,51 @@ pub(super) fn send(call: &mut Call, iov: &mut Iov, flags: c_int) -> usize {
     sent
 }
 
+/// Waits for a moment for a reader with a buffer, and for somewhat longer while it reads what precedes. Gives how much of
+/// `len` it wants.
+fn await_reader(call: &Call, remote: &'static Remote, theirs: Vqpn, len: usize) -> Option<usize> {
+    let (socket, end) = (call.socket, remote.end());
+    let (sent, reader_within) = {
+        let tx = socket.tx.lock()?;
+        let within = if tx.own.direct.goes_well() {
+            READER_BACK_WITHIN
+        } else {
+            READER_WITHIN
+        };
+        (tx.producer.as_ref()?.position(), within)
+    };
+    let begun = now_ns();
+    let (mut moved, mut unread) = (begun, u64::MAX);
+    loop {
+        let wanted = (end.wanted(theirs) as usize).min(len);
+        if wanted >= remote.direct_min() {
+            return Some(wanted);
+        }
+        let now = now_ns();
+        let before = std::mem::replace(&mut unread, end.untaken(theirs, sent));
+        if unread < before {
+            moved = now;
+            if unread == 0 {
+                // What was sent before may have gone by a buffer of this end's own.
+                give_back(socket);
+            }
+        }
+        let within = if unread == 0 { reader_within } else { READS_WITHIN };
+        let is_late = now - moved > within || now - begun > ALL_READ_WITHIN;
+        if is_late || socket.tx_mode.load(Acquire) != Mode::Link || is_dead(socket) {
+            return None;
+        }
+        remote.progress();
+        std::hint::spin_loop();
+    }
+}
+
 fn lend(call: &mut Call, remote: &'static Remote, memory: *mut u8, len: usize) -> usize {
     let socket = call.socket;
     let (end, theirs) = (remote.end(), Vqpn(socket.peer_vqpn.load(Relaxed)));
     let least = remote.direct_min();
-    let until = now_ns() + READER_WITHIN;
-    let wanted = loop {
-        let wanted = (end.wanted(theirs) as usize).min(len);
-        if wanted >= least {
-            break wanted;
-        }
-        if socket.tx_mode.load(Acquire) != Mode::Link || is_dead(socket) || now_ns() >= until {
-            return 0;
-        }
-        remote.progress();
-        std::hint::spin_loop();
+    let Some(wanted) = await_reader(call, remote, theirs, len) else {
+        return 0;
     };
     // SAFETY: the program's buffer, which the device only reads, and `Lent` ends the registration before the call returns.
     let Ok(region) = (unsafe { end.qp().register(memory, wanted, Role::Source) }) else {
@@ -133,6 +170,7 @@ fn lend(call: &mut Call, remote: &'static Remote, memory: *mut u8, len: usize) -
         if let Some(stats) = socket.told.stats() {
             stats.add_tx_link(bytes as u64);
         }
+        Library::get().stats.count_many(Event::DirectSent, bytes as u64);
         Some((wake, bytes, from + bytes as u64))
     });
     let Some((wake, bytes, until)) = lent else {

@@ -13,7 +13,7 @@ mod qp;
 use rdma_sys as ffi;
 
 pub use cm::{Event, Id, Private, WIRE_BYTES, event};
-pub use completion::{BATCH, Cq, Done, status};
+pub use completion::{BATCH, CompletionChannel, Cq, Done, status};
 pub use context::{Context, DeviceLimits, Mr, Pd};
 pub use qp::{Piece, Qp, QueueLengths, Work};
 

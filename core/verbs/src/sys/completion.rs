@@ -3,22 +3,23 @@
 use std::ffi::c_int;
 use std::mem::MaybeUninit;
 use std::ptr::{NonNull, null_mut};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use rdma_sys as ffi;
 use rdmasock_core::fabric::plugin::host;
+use rdmasock_core::lock::Lock;
 
 use super::context::Context;
 use crate::error::{Errno, Result, check_code};
 
 pub use ffi::ibv_wc_status as status;
 
-/// A completion queue with a channel of its own.
-#[derive(Debug)]
+/// A completion queue.
 pub struct Cq {
     pub(super) ptr: NonNull<ffi::ibv_cq>,
-    channel: CompletionChannel,
-    /// An event was asked for, and has not been taken.
+    channel: Arc<CompletionChannel>,
+    /// An event was asked for: it is to come, or in the channel, or who has taken it asks for the next one.
     is_armed: AtomicBool,
 }
 
@@ -44,17 +45,19 @@ pub struct Done {
 pub const BATCH: usize = 16;
 
 impl Cq {
-    pub fn new(context: Context, entries: u32) -> Result<Self> {
-        let channel = CompletionChannel::new(context)?;
+    /// One that tells by this channel, which is of the same device.
+    pub fn new(context: Context, channel: &Arc<CompletionChannel>, entries: u32) -> Result<Self> {
         let entries = c_int::try_from(entries).map_err(|_| Errno(libc::EINVAL))?;
         // SAFETY: context and channel live, the channel as long as the queue; null is handled.
         let ptr = unsafe { ffi::ibv_create_cq(context.0.as_ptr(), entries, null_mut(), channel.ptr.as_ptr(), 0) };
         let ptr = NonNull::new(ptr).ok_or_else(Errno::last)?;
-        Ok(Self {
+        let cq = Self {
             ptr,
-            channel,
+            channel: channel.clone(),
             is_armed: AtomicBool::new(false),
-        })
+        };
+        channel.queues.lock().ok_or(Errno(libc::EDEADLK))?.push(QueuePtr(ptr));
+        Ok(cq)
     }
 
     pub fn fd(&self) -> c_int {
@@ -87,49 +90,95 @@ impl Cq {
         Ok(got)
     }
 
-    /// Takes the channel's event, so that its fd is not readable because of the past, and asks for one more. No system
-    /// call but that look where the last one asked for has not come. Two at once: one of them may return before the
-    /// other has asked; what came until then is for that other to find, who has to look once more as everybody.
+    /// The next completion makes the channel's fd readable, which it is not any more because of the past. No system
+    /// call but a look at the channel where the last event asked for has not come.
+    ///
+    /// What the look finds of another queue is taken, too, and that one is asked for its next event in its owner's
+    /// place: who arms one queue of a channel arms and then polls all of them, and may have armed that one before. Two
+    /// at once: one of them may return before the other has asked; what came until then is for that other to find, who
+    /// has to look once more as everybody.
     pub fn arm(&self) -> Result<()> {
-        if self.is_armed.load(Ordering::Acquire) {
-            let (mut cq, mut context) = (null_mut(), null_mut());
-            // SAFETY: the channel lives, and its fd is nonblocking; both are written on success. The channel is the
-            // queue's own, so the event was its.
-            unsafe {
-                if ffi::ibv_get_cq_event(self.channel.ptr.as_ptr(), &mut cq, &mut context) != 0 {
-                    return Ok(());
-                }
-                ffi::ibv_ack_cq_events(self.ptr.as_ptr(), 1);
+        if !self.is_armed.swap(true, Ordering::AcqRel) {
+            // SAFETY: the queue lives.
+            return unsafe { ask(self.ptr) };
+        }
+        while let Some(event) = self.channel.take() {
+            if event.queue == self.ptr {
+                // SAFETY: the queue lives.
+                return unsafe { ask(self.ptr) };
             }
+            self.channel.ask_again(&event);
         }
-        self.is_armed.store(true, Ordering::Release);
-        // SAFETY: the queue lives.
-        unsafe {
-            let notify = (*(*self.ptr.as_ptr()).context)
-                .ops
-                .req_notify_cq
-                .ok_or(Errno(libc::ENOSYS))?;
-            check_code(notify(self.ptr.as_ptr(), 0))
-        }
+        Ok(())
     }
 }
 
 impl Drop for Cq {
     fn drop(&mut self) {
-        // SAFETY: made by ibv_create_cq, destroyed once; its queue pair had an Arc of it and is gone, and all events
-        // that were taken are acknowledged.
+        // Nobody else asks it for events afterwards. Who has taken one has still to acknowledge it, for which this
+        // waits.
+        let Some(mut queues) = self.channel.queues.lock() else {
+            // In a handler above this thread's own use of the list: it stays.
+            return;
+        };
+        queues.retain(|queue| queue.0 != self.ptr);
+        drop(queues);
+        // SAFETY: made by ibv_create_cq, destroyed once; its queue pair had an Arc of it and is gone. An event of it
+        // that is in the channel goes with it, and one that was taken is acknowledged by its `Taken`.
         unsafe { ffi::ibv_destroy_cq(self.ptr.as_ptr()) };
     }
 }
 
-#[derive(Debug)]
-struct CompletionChannel {
+/// Asks a queue for an event of its next completion.
+///
+/// # Safety
+/// The queue lives, and nobody has begun to destroy it.
+unsafe fn ask(queue: NonNull<ffi::ibv_cq>) -> Result<()> {
+    // SAFETY: by this function's contract.
+    unsafe {
+        let notify = (*(*queue.as_ptr()).context)
+            .ops
+            .req_notify_cq
+            .ok_or(Errno(libc::ENOSYS))?;
+        check_code(notify(queue.as_ptr(), 0))
+    }
+}
+
+/// A queue as its channel's list has it.
+struct QueuePtr(NonNull<ffi::ibv_cq>);
+
+// SAFETY: verbs may be called from any thread.
+unsafe impl Send for QueuePtr {}
+
+/// Tells by one fd of what comes into one completion queue, or several.
+pub struct CompletionChannel {
     ptr: NonNull<ffi::ibv_comp_channel>,
     fd: c_int,
+    /// Its queues, but for those that are being destroyed.
+    queues: Lock<Vec<QueuePtr>>,
+}
+
+// SAFETY: verbs may be called from any thread; the fd is only written before the channel is shared and after it is not
+// any more.
+unsafe impl Send for CompletionChannel {}
+// SAFETY: as for Send.
+unsafe impl Sync for CompletionChannel {}
+
+/// An event that was taken out of a channel; dropping it acknowledges it, and until then its queue's memory stays:
+/// destroying it waits for that (ibv_get_cq_event(3)).
+struct Taken {
+    queue: NonNull<ffi::ibv_cq>,
+}
+
+impl Drop for Taken {
+    fn drop(&mut self) {
+        // SAFETY: the queue's memory stays until this; acknowledged once.
+        unsafe { ffi::ibv_ack_cq_events(self.queue.as_ptr(), 1) };
+    }
 }
 
 impl CompletionChannel {
-    fn new(context: Context) -> Result<Self> {
+    pub fn new(context: Context) -> Result<Self> {
         // SAFETY: the context lives; null is handled.
         let ptr = NonNull::new(unsafe { ffi::ibv_create_comp_channel(context.0.as_ptr()) }).ok_or_else(Errno::last)?;
         // SAFETY: it was just made and nobody else has it; it closes its fd if that was not moved.
@@ -137,7 +186,11 @@ impl CompletionChannel {
             match host::hide((*ptr.as_ptr()).fd) {
                 Ok(fd) => {
                     (*ptr.as_ptr()).fd = fd;
-                    Ok(Self { ptr, fd })
+                    Ok(Self {
+                        ptr,
+                        fd,
+                        queues: Lock::new(Vec::new()),
+                    })
                 }
                 Err(errno) => {
                     ffi::ibv_destroy_comp_channel(ptr.as_ptr());
@@ -146,11 +199,36 @@ impl CompletionChannel {
             }
         }
     }
+
+    /// The next event, if there is one.
+    fn take(&self) -> Option<Taken> {
+        let (mut queue, mut context) = (null_mut(), null_mut());
+        // SAFETY: the channel lives, and its fd is nonblocking; both are written on success. The queue that the call
+        // looks at is there: the kernel drops a queue's events when it destroys it, and has counted this one otherwise.
+        if unsafe { ffi::ibv_get_cq_event(self.ptr.as_ptr(), &mut queue, &mut context) } != 0 {
+            return None;
+        }
+        NonNull::new(queue).map(|queue| Taken { queue })
+    }
+
+    /// Asks the queue of an event for the next one, unless it is being destroyed: its memory is there, but not what a
+    /// provider writes to when it is asked (siw unmaps that first).
+    fn ask_again(&self, event: &Taken) {
+        let Some(queues) = self.queues.lock() else {
+            // In a handler above this thread's own use of the list. Then the queue may be half destroyed.
+            return;
+        };
+        if queues.iter().any(|queue| queue.0 == event.queue) {
+            // What is wrong with it is for its owner to find.
+            // SAFETY: it is in the list, which who destroys it takes it from first, under the lock.
+            let _ = unsafe { ask(event.queue) };
+        }
+    }
 }
 
 impl Drop for CompletionChannel {
     fn drop(&mut self) {
-        // SAFETY: its completion queue, the only user, is gone; destroyed once. Without its fd it is memory only.
+        // SAFETY: its completion queues, the only users, are gone; destroyed once. Without its fd it is memory only.
         unsafe {
             (*self.ptr.as_ptr()).fd = -1;
             host::close(self.fd);

@@ -20,7 +20,6 @@ pub struct QueueLengths {
 }
 
 /// A queue pair, in an id.
-#[derive(Debug)]
 pub struct Qp {
     ptr: NonNull<ffi::ibv_qp>,
     id: Arc<Id>,

@@ -10,7 +10,8 @@ use crate::device;
 use crate::error::{Errno, Result};
 use crate::explain::explain;
 use crate::probe_target::{Offer, compose};
-use crate::queue::{BUFFER_BYTES, Queue};
+use crate::queue::{BUFFER_BYTES, Common, Queue};
+use crate::sizes::{Sizes, Wish};
 use crate::sys::{Context, Event, Id, Private, event};
 use rdmasock_core::fabric::plugin::fate::Fate;
 use rdmasock_core::fabric::plugin::host::{Level, log};
@@ -80,9 +81,9 @@ impl Conn {
         self.queue()?.probe(self.offer.get().copied())
     }
 
-    /// Connects; how it ends is for [`state`](Self::state).
-    pub fn connect(&self, private: &[u8]) -> Result<()> {
-        let depth = self.make_queue(false)?;
+    /// Connects, perhaps beside another connection; how it ends is for [`state`](Self::state).
+    pub fn connect(&self, private: &[u8], beside: Option<&Self>) -> Result<()> {
+        let depth = self.make_queue(false, beside)?;
         let private = compose(private, self.queue()?.offer())?;
         self.id
             .connect(&private, depth)
@@ -91,20 +92,36 @@ impl Conn {
 
     /// Makes the queue; gives how many READs each side may have outstanding: one, for a probe on iWARP (elsewhere
     /// none is used, but some devices want one).
-    fn make_queue(&self, accepts: bool) -> Result<u8> {
+    fn make_queue(&self, accepts: bool, beside: Option<&Self>) -> Result<u8> {
+        let (common, wish) = match beside {
+            None => (Common::new(self.context)?, Wish::MESSAGES),
+            Some(other) => (self.common_with(other)?, Wish::BULK),
+        };
+        let limits = self.context.limits()?;
+        let sizes = Sizes::fit(wish, &limits).ok_or(Errno(libc::EOPNOTSUPP))?;
         self.id.set_ack_timeout(ACK_TIMEOUT);
-        let queue = Queue::new(&self.id, self.context, &self.fate, accepts)?;
+        let queue = Queue::new(&self.id, common, sizes, &self.fate, accepts)?;
         self.queue.set(queue).map_err(|_| Errno(libc::EISCONN))?;
-        Ok(self.context.limits()?.max_reads.min(1) as u8)
+        Ok(limits.max_reads.min(1) as u8)
     }
 
-    /// Accepts a request.
-    pub fn accept(&self, private: &[u8]) -> Result<()> {
+    /// What is shared with a connection that this one is to be beside. ENODEV if that one is on another device,
+    /// ENOTCONN if it has no queue yet.
+    fn common_with(&self, other: &Self) -> Result<Common> {
+        if self.context != other.context {
+            let doing = "connecting beside a connection that is on another device";
+            return Err(explain(doing, Errno(libc::ENODEV)));
+        }
+        Ok(other.queue()?.common())
+    }
+
+    /// Accepts a request, perhaps beside another connection.
+    pub fn accept(&self, private: &[u8], beside: Option<&Self>) -> Result<()> {
         if let Some(reason) = self.fate.over() {
             return Err(reason);
         }
         self.check_offer()?;
-        let depth = self.make_queue(true)?;
+        let depth = self.make_queue(true, beside)?;
         let private = compose(private, self.queue()?.offer())?;
         self.id.accept(&private, depth).map_err(|errno| {
             self.fate.end(errno);

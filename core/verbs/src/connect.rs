@@ -20,12 +20,18 @@ const IWARP_SETTLES: Duration = Duration::from_millis(50);
 /// does. Each attempt gets another one.
 const PORTS_TRIED: u32 = 16;
 
-/// Connects. The timeout is for finding the way, and again for the peer's answer: siw waits for its TCP connection
-/// within the call, by the kernel's own patience.
-pub fn connect(local: &Address, remote: &Address, private: &[u8], timeout: Duration) -> Result<Conn> {
+/// Connects, perhaps beside another connection. The timeout is for finding the way, and again for the peer's answer:
+/// siw waits for its TCP connection within the call, by the kernel's own patience.
+pub fn connect(
+    local: &Address,
+    remote: &Address,
+    private: &[u8],
+    timeout: Duration,
+    beside: Option<&Conn>,
+) -> Result<Conn> {
     let mut tried = 1;
     loop {
-        match attempt(local, remote, private, timeout) {
+        match attempt(local, remote, private, timeout, beside) {
             // Of another socket, or of a connection to the same address that has just ended.
             Err(Errno(libc::EADDRINUSE | libc::EADDRNOTAVAIL)) if tried < PORTS_TRIED => tried += 1,
             result => return result,
@@ -33,7 +39,13 @@ pub fn connect(local: &Address, remote: &Address, private: &[u8], timeout: Durat
     }
 }
 
-fn attempt(local: &Address, remote: &Address, private: &[u8], timeout: Duration) -> Result<Conn> {
+fn attempt(
+    local: &Address,
+    remote: &Address,
+    private: &[u8],
+    timeout: Duration,
+    beside: Option<&Conn>,
+) -> Result<Conn> {
     let until = after(timeout)?;
     device::open(local)?;
     let id = Id::new().map_err(|errno| explain("opening the connection manager", errno))?;
@@ -43,7 +55,7 @@ fn attempt(local: &Address, remote: &Address, private: &[u8], timeout: Duration)
     id.resolve_route(milliseconds(until))?;
     expect(&id, event::RDMA_CM_EVENT_ROUTE_RESOLVED, until)?;
     let conn = Conn::new(id)?;
-    conn.connect(private)?;
+    conn.connect(private, beside)?;
     let until = after(timeout)?;
     loop {
         match conn.state() {

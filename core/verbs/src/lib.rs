@@ -12,6 +12,7 @@ mod memory;
 mod probe_target;
 mod provider;
 mod queue;
+mod sizes;
 mod sys;
 mod sysfs;
 

@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 use std::time::Duration;
 
-use rdmasock_core::fabric::plugin::errno::{Errno, Result};
+use rdmasock_core::fabric::plugin::errno::Result;
 use rdmasock_core::fabric::plugin::serve::{Connection, Incoming, Listen, Provider};
 use rdmasock_core::fabric::plugin::{Address, Device, Info, Keys, PRIVATE_BYTES, fds};
 use rdmasock_core::fabric::remote::qp::{Completed, Role, Write};
@@ -36,10 +36,7 @@ impl Provider for Verbs {
         timeout: Duration,
         beside: Option<&Conn>,
     ) -> Result<Conn> {
-        if beside.is_some() {
-            return Err(Errno(libc::EOPNOTSUPP));
-        }
-        connect::connect(local, remote, private, timeout)
+        connect::connect(local, remote, private, timeout, beside)
     }
 
     fn after_fork() {
@@ -77,10 +74,7 @@ impl Listen for Listener {
 
 impl Connection for Conn {
     fn accept(&self, private: &[u8], beside: Option<&Self>) -> Result<()> {
-        if beside.is_some() {
-            return Err(Errno(libc::EOPNOTSUPP));
-        }
-        self.accept(private)
+        self.accept(private, beside)
     }
 
     fn reject(self) {

@@ -3,6 +3,7 @@
 //! One more receive buffer is posted for each completion of a batch than the peer may count on: so a buffer
 //! that is granted back while its batch is still being handed over is there.
 
+use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,20 +18,14 @@ use crate::error::{Errno, Result};
 use crate::explain::explain;
 use crate::memory::Slab;
 use crate::probe_target::{Offer, ProbeTarget};
-use crate::sys::{BATCH, Context, Cq, DeviceLimits, Done, Id, Mr, Pd, Piece, Qp, QueueLengths, Work, status};
+use crate::sizes::Sizes;
+use crate::sys::{BATCH, CompletionChannel, Context, Cq, Done, Id, Mr, Pd, Piece, Qp, QueueLengths, Work, status};
 use rdmasock_core::fabric::plugin::fate::Fate;
 use rdmasock_core::fabric::plugin::host::{Level, log};
 use rdmasock_core::fabric::plugin::slots::Slots;
 
 /// Bytes of a receive buffer, and of a send slot.
 pub const BUFFER_BYTES: usize = 4096 + 64;
-/// Receive buffers that the peer may count on, if the device allows.
-const RECEIVES: u32 = 128;
-/// Length of the send queue, if the device allows.
-const SENDS: u32 = 256;
-/// Entries of the send queue that stay unused, but for one probe: siw hands a completion over a moment before the
-/// entry is free.
-const MARGIN: u32 = 16;
 /// Inline sizes to ask for, the largest first: one that is too large fails. 80 is what siw has.
 const INLINE: [u32; 5] = [256, 128, 80, 64, 0];
 /// From this size on siw sends from the pages themselves if no completion is asked for, and they may be needed for
@@ -43,34 +38,25 @@ const RECEIVE: u64 = 1 << 63;
 /// The id of a probe, which has no number among the requests that are counted.
 const PROBE: u64 = 1 << 62;
 
-/// Lengths of the queues.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Sizes {
-    /// Work requests that may be in the send queue.
-    slots: u32,
-    /// Length of the send queue.
-    sends: u32,
-    /// Buffers that the peer may count on.
-    receives: u32,
+/// What the queues of connections beside each other have in common: each one's work requests reach the memory that is
+/// registered with any of them, and one descriptor tells of what completes on them.
+#[derive(Clone)]
+pub struct Common {
+    context: Context,
+    pd: Arc<Pd>,
+    channel: Arc<CompletionChannel>,
 }
 
-impl Sizes {
-    fn fit(limits: &DeviceLimits) -> Option<Self> {
-        let spare = BATCH as u32;
-        // Every entry of both queues may have a completion.
-        let each = limits.max_qp_wr.min(limits.max_cqe / 2);
-        let receives = RECEIVES.min(each.checked_sub(spare)?);
-        let sends = SENDS.min(each);
-        // A link needs a few to make any progress.
-        (receives >= 8 && sends >= 2 * MARGIN).then_some(Self {
-            slots: sends - MARGIN,
-            sends,
-            receives,
+impl Common {
+    /// For a first connection.
+    pub fn new(context: Context) -> Result<Self> {
+        let pd = Pd::new(context).map_err(|errno| explain("making a protection domain", errno))?;
+        let channel = CompletionChannel::new(context).map_err(|errno| explain("making a completion channel", errno))?;
+        Ok(Self {
+            context,
+            pd: Arc::new(pd),
+            channel: Arc::new(channel),
         })
-    }
-
-    fn posted(self) -> u32 {
-        self.receives + BATCH as u32
     }
 }
 
@@ -79,14 +65,15 @@ pub struct Queue {
     _subscription: Subscription,
     qp: Qp,
     cq: Arc<Cq>,
-    registered: Lock<Vec<Mr>>,
+    /// By handle.
+    registered: Lock<BTreeMap<u64, Mr>>,
     receive_mr: Mr,
     send_mr: Mr,
     /// On iWARP.
     probe_target: Option<ProbeTarget>,
     receive_slab: Arc<Slab>,
     send_slab: Arc<Slab>,
-    pd: Arc<Pd>,
+    common: Common,
     slots: Slots,
     sizes: Sizes,
     inline: u32,
@@ -102,26 +89,24 @@ pub struct Queue {
 
 impl Queue {
     /// Makes the queue pair of an id, with its receive buffers posted.
-    pub fn new(id: &Arc<Id>, context: Context, fate: &Arc<Fate>, accepts: bool) -> Result<Self> {
-        let limits = context.limits()?;
-        let sizes = Sizes::fit(&limits).ok_or(Errno(libc::EOPNOTSUPP))?;
+    pub fn new(id: &Arc<Id>, common: Common, sizes: Sizes, fate: &Arc<Fate>, accepts: bool) -> Result<Self> {
         let said = |doing: &'static str| move |errno| explain(doing, errno);
-        let pd = Arc::new(Pd::new(context).map_err(said("making a protection domain"))?);
-        let cq = Cq::new(context, sizes.sends + sizes.posted()).map_err(said("making a completion queue"))?;
+        let (context, pd) = (common.context, &common.pd);
+        let cq = Cq::new(context, &common.channel, sizes.completions()).map_err(said("making a completion queue"))?;
         let cq = Arc::new(cq);
         let slab = |pieces: u32| Slab::new(pieces as usize * BUFFER_BYTES).map(Arc::new);
         let (receive_slab, send_slab) = (slab(sizes.posted())?, slab(sizes.slots)?);
-        let register = |slab| Mr::of_slab(&pd, slab).map_err(said("registering buffers"));
+        let register = |slab| Mr::of_slab(pd, slab).map_err(said("registering buffers"));
         let (receive_mr, send_mr) = (register(&receive_slab)?, register(&send_slab)?);
         let lengths = QueueLengths {
             sends: sizes.sends,
             receives: sizes.posted(),
         };
-        let probe_target = context.is_iwarp().then(|| ProbeTarget::new(&pd)).transpose();
+        let probe_target = context.is_iwarp().then(|| ProbeTarget::new(pd)).transpose();
         let probe_target = probe_target.map_err(said("registering memory for probes"))?;
         let mut made = Err(Errno(libc::EINVAL));
         for inline in INLINE {
-            made = Qp::new(id, &pd, &cq, lengths, inline);
+            made = Qp::new(id, pd, &cq, lengths, inline);
             if made.is_ok() {
                 break;
             }
@@ -131,13 +116,13 @@ impl Queue {
             _subscription: Subscription::new(qp.address(), context, fate)?,
             qp,
             cq,
-            registered: Lock::new(Vec::new()),
+            registered: Lock::new(BTreeMap::new()),
             receive_mr,
             send_mr,
             probe_target,
             receive_slab,
             send_slab,
-            pd,
+            common,
             slots: Slots::new(sizes.slots),
             sizes,
             inline,
@@ -158,13 +143,18 @@ impl Queue {
         Ok(queue)
     }
 
+    /// What a queue beside this one shares with it.
+    pub fn common(&self) -> Common {
+        self.common.clone()
+    }
+
     /// What the peer may read.
     pub fn offer(&self) -> Option<Offer> {
         self.probe_target.as_ref().map(ProbeTarget::offer)
     }
 
     pub fn receive_buffers(&self) -> u16 {
-        // At most RECEIVES.
+        // At most what was wished.
         self.sizes.receives as u16
     }
 
@@ -195,23 +185,23 @@ impl Queue {
     /// As of `QueuePair::register`.
     pub unsafe fn register(&self, at: *mut c_void, len: usize, role: Role) -> Result<Keys> {
         // SAFETY: by this function's contract; the registration goes with the queue pair.
-        let mr =
-            unsafe { Mr::of_memory(&self.pd, at, len, role) }.map_err(|errno| explain("registering memory", errno))?;
+        let mr = unsafe { Mr::of_memory(&self.common.pd, at, len, role) }
+            .map_err(|errno| explain("registering memory", errno))?;
+        // No two registrations of a device have the same key at a time.
         let keys = Keys {
             local: mr.local_key(),
             remote: mr.remote_key(),
             handle: mr.local_key().into(),
         };
-        self.registered.lock().ok_or(Errno(libc::EDEADLK))?.push(mr);
+        let mut registered = self.registered.lock().ok_or(Errno(libc::EDEADLK))?;
+        registered.insert(keys.handle, mr);
         Ok(keys)
     }
 
     /// Undoes that; the device is done with the memory when it returns.
     pub fn deregister(&self, handle: u64) {
-        let given_up = self.registered.lock().and_then(|mut all| {
-            let at = all.iter().position(|mr| u64::from(mr.local_key()) == handle)?;
-            Some(all.swap_remove(at))
-        });
+        let given_up = self.registered.lock().and_then(|mut all| all.remove(&handle));
+        // Without the lock: the device may take its time.
         drop(given_up);
     }
 
@@ -491,33 +481,6 @@ fn failure(wc_status: u32) -> Option<Errno> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn limits(max_qp_wr: u32, max_cqe: u32) -> DeviceLimits {
-        DeviceLimits {
-            max_qp_wr,
-            max_cqe,
-            max_reads: 1,
-        }
-    }
-
-    #[test]
-    fn queues_are_as_long_as_wished_or_as_the_device_allows() {
-        let sizes = |wr, cqe| Sizes::fit(&limits(wr, cqe)).map(|sizes| (sizes.slots, sizes.sends, sizes.receives));
-        assert_eq!(sizes(32_768, 1 << 20), Some((240, 256, 128)));
-        assert_eq!(sizes(100, 1 << 20), Some((84, 100, 84)));
-        assert_eq!(sizes(32_768, 200), Some((84, 100, 84)));
-        assert_eq!(sizes(24, 1000), None);
-        assert_eq!(sizes(0, 0), None);
-    }
-
-    #[test]
-    fn both_queues_fit_into_the_completion_queue() {
-        for wr in 0..400 {
-            if let Some(sizes) = Sizes::fit(&limits(wr, 400)) {
-                assert!(sizes.sends + sizes.posted() <= 400 && sizes.posted() <= wr && sizes.sends <= wr);
-            }
-        }
-    }
 
     #[test]
     fn every_status_but_success_is_a_failure() {

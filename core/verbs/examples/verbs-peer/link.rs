@@ -1,4 +1,4 @@
-//! The plugin's table as a test wants it: loading, a host for it, connections that wait, and memory.
+//! The plugin's table as a test wants it: loading, a host for it, and connections that wait.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -11,6 +11,8 @@ use rdmasock_core::fabric::plugin::{
     ABI, Address, Completion, Conn, ENTRY, Entry, Host, Info, Keys, Listener, Part, Plugin, Request, WriteRequest,
     completion, role,
 };
+
+use crate::memory::Memory;
 
 /// Hidden fds are at or above this number.
 pub const HIDDEN: c_int = 900;
@@ -135,8 +137,15 @@ impl Api {
         )
     }
 
-    /// Connects; the error is the plugin's.
-    pub fn connect(&self, local: &Address, remote: &Address, private: &[u8], timeout: Duration) -> Result<Link, i32> {
+    /// Connects, perhaps beside another connection; the error is the plugin's.
+    pub fn connect(
+        &self,
+        local: &Address,
+        remote: &Address,
+        private: &[u8],
+        timeout: Duration,
+        beside: Option<&Link>,
+    ) -> Result<Link, i32> {
         let mut conn = null_mut();
         // SAFETY: valid pointers.
         let code = unsafe {
@@ -146,7 +155,7 @@ impl Api {
                 private.as_ptr(),
                 private.len(),
                 timeout.as_millis() as u32,
-                std::ptr::null_mut(),
+                handle(beside),
                 &mut conn,
             )
         };
@@ -156,6 +165,11 @@ impl Api {
             Err(code)
         }
     }
+}
+
+/// As the interface takes a connection that another one is to be beside.
+fn handle(beside: Option<&Link>) -> *mut Conn {
+    beside.map_or(null_mut(), |link| link.conn)
 }
 
 /// A listener.
@@ -246,10 +260,10 @@ impl Link {
         }
     }
 
-    /// Accepts a request and waits until the connection is up.
-    pub fn accept(api: &Api, request: &Request, private: &[u8]) -> Self {
+    /// Accepts a request, perhaps beside another connection, and waits until the connection is up.
+    pub fn accept(api: &Api, request: &Request, private: &[u8], beside: Option<&Self>) -> Self {
         // SAFETY: valid pointers.
-        let code = unsafe { (api.table.accept)(request.conn, private.as_ptr(), private.len(), std::ptr::null_mut()) };
+        let code = unsafe { (api.table.accept)(request.conn, private.as_ptr(), private.len(), handle(beside)) };
         assert_eq!(code, 0, "accept");
         let link = Self::new(api, request.conn);
         let until = Instant::now() + PATIENCE;
@@ -267,11 +281,22 @@ impl Link {
     }
 
     pub fn register(&self, memory: &Memory) -> Keys {
+        self.register_as(memory, role::BOTH).expect("register")
+    }
+
+    /// For one of [`role`]; the error is the plugin's.
+    pub fn register_as(&self, memory: &Memory, role: u32) -> Result<Keys, i32> {
         let mut keys = Keys::default();
-        // SAFETY: the memory is never unmapped.
-        let code = unsafe { (self.api.table.register)(self.conn, memory.at.cast(), memory.len, role::BOTH, &mut keys) };
-        assert_eq!(code, 0, "register");
-        keys
+        // SAFETY: the tests' memory is accessed through raw pointers, and unmapped only where nothing is to reach it.
+        match unsafe { (self.api.table.register)(self.conn, memory.at.cast(), memory.len, role, &mut keys) } {
+            0 => Ok(keys),
+            code => Err(code),
+        }
+    }
+
+    pub fn deregister(&self, keys: Keys) {
+        // SAFETY: the connection lives.
+        unsafe { (self.api.table.deregister)(self.conn, keys.handle) };
     }
 
     pub fn write(&self, request: &WriteRequest) -> i32 {
@@ -385,8 +410,15 @@ impl Link {
     }
 
     pub fn arm(&self) {
-        // SAFETY: the connection lives.
-        assert_eq!(unsafe { (self.api.table.arm)(self.conn) }, 0, "arm");
+        self.armer().arm();
+    }
+
+    /// Arms it from any thread.
+    pub fn armer(&self) -> Armer<'_> {
+        Armer {
+            api: &self.api,
+            conn: self.conn,
+        }
     }
 
     /// Arms, looks once more, and sleeps if there is nothing.
@@ -431,6 +463,22 @@ impl Link {
         }
     }
 
+    /// Tells the peer where memory is, and its key.
+    pub fn send_keys(&self, memory: &Memory, keys: Keys) {
+        let mut message = (memory.at.addr() as u64).to_le_bytes().to_vec();
+        message.extend(keys.remote.to_le_bytes());
+        self.send(&message);
+    }
+
+    pub fn receive_keys(&self) -> (u64, u32) {
+        let message = self.message();
+        let (base, key) = message.split_at(8);
+        (
+            u64::from_le_bytes(base.try_into().unwrap()),
+            u32::from_le_bytes(key.try_into().unwrap()),
+        )
+    }
+
     pub fn disconnect(&self) {
         // SAFETY: the connection lives.
         unsafe { (self.api.table.disconnect)(self.conn) };
@@ -455,47 +503,20 @@ impl Drop for Link {
     }
 }
 
-/// Memory that is never unmapped.
-pub struct Memory {
-    pub at: *mut u8,
-    pub len: usize,
+/// See [`Link::armer`].
+pub struct Armer<'a> {
+    api: &'a Api,
+    conn: *mut Conn,
 }
 
-impl Memory {
-    pub fn new(len: usize) -> Self {
-        // SAFETY: a new mapping.
-        let at = unsafe {
-            let flags = libc::MAP_SHARED | libc::MAP_ANONYMOUS;
-            libc::mmap(null_mut(), len, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0)
-        };
-        assert_ne!(at, libc::MAP_FAILED);
-        Self { at: at.cast(), len }
-    }
+// SAFETY: any thread may arm a connection, and this one outlives the value.
+unsafe impl Send for Armer<'_> {}
+// SAFETY: as for Send.
+unsafe impl Sync for Armer<'_> {}
 
-    /// Fills it with what `check` expects.
-    pub fn fill(&self, seed: u32) {
-        for (at, byte) in pattern(seed).take(self.len).enumerate() {
-            // SAFETY: within the mapping.
-            unsafe { self.at.add(at).write_volatile(byte) };
-        }
+impl Armer<'_> {
+    pub fn arm(&self) {
+        // SAFETY: the connection lives.
+        assert_eq!(unsafe { (self.api.table.arm)(self.conn) }, 0, "arm");
     }
-
-    pub fn check(&self, seed: u32) {
-        // SAFETY: nobody writes any more when this is called.
-        let bytes = unsafe { std::slice::from_raw_parts(self.at, self.len) };
-        if let Some(at) = bytes.iter().zip(pattern(seed)).position(|(is, should)| *is != should) {
-            panic!("wrong byte at {at}");
-        }
-    }
-}
-
-/// Bytes without a short period.
-pub fn pattern(seed: u32) -> impl Iterator<Item = u8> {
-    let mut state = seed.wrapping_mul(2_654_435_761) | 1;
-    std::iter::repeat_with(move || {
-        state ^= state << 13;
-        state ^= state >> 17;
-        state ^= state << 5;
-        (state >> 8) as u8
-    })
 }

@@ -1,17 +1,21 @@
 //! Tries the verbs plugin between two hosts, loaded as the library loads it. Not shipped; the lab's tests
-//! `verbs` and `verbs-ends` run it on both nodes:
+//! `verbs`, `verbs-ends` and `verbs-beside` run it on both nodes:
 //!
 //!     verbs-peer server PLUGIN ADDRESS PORT
 //!     verbs-peer client PLUGIN ADDRESS PORT PEER        what goes over a connection
 //!     verbs-peer client-ends PLUGIN ADDRESS PORT PEER   how connections begin and end
+//!     verbs-peer client-beside PLUGIN ADDRESS PORT PEER connections beside another one
 //!
 //! The client goes through the scenarios; the first byte of a connection's private data tells the server which.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+mod beside;
 mod link;
+mod memory;
 mod scenarios;
 
 use link::{Api, address};
+use scenarios::Part;
 
 fn main() {
     let args: Vec<String> = std::env::args().collect();
@@ -21,9 +25,19 @@ fn main() {
         ["server", plugin, local, at] => {
             scenarios::serve(&Api::load(plugin), &address(local, port(at)));
         }
-        [role @ ("client" | "client-ends"), plugin, local, at, peer] => {
-            let (target, ends) = (address(peer, port(at)), role == "client-ends");
-            scenarios::run(&Api::load(plugin), &address(local, 0), &target, ends);
+        [
+            role @ ("client" | "client-ends" | "client-beside"),
+            plugin,
+            local,
+            at,
+            peer,
+        ] => {
+            let part = match role {
+                "client-ends" => Part::Ends,
+                "client-beside" => Part::Beside,
+                _ => Part::Traffic,
+            };
+            scenarios::run(&Api::load(plugin), &address(local, 0), &address(peer, port(at)), part);
         }
         // In processes of their own, started by the client.
         ["victim", plugin, local, at, peer] => {
@@ -35,7 +49,8 @@ fn main() {
             scenarios::have_little_memory(&Api::load(plugin), &address(local, 0), &target);
         }
         _ => {
-            eprintln!("usage: verbs-peer server PLUGIN ADDRESS PORT | client|client-ends PLUGIN ADDRESS PORT PEER");
+            eprintln!("usage: verbs-peer server PLUGIN ADDRESS PORT");
+            eprintln!("       verbs-peer client|client-ends|client-beside PLUGIN ADDRESS PORT PEER");
             std::process::exit(2);
         }
     }

@@ -3,9 +3,11 @@
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use rdmasock_core::fabric::plugin::{Address, Device, Keys, PRIVATE_BYTES, Request, WriteRequest};
+use rdmasock_core::fabric::plugin::{Address, Device, PRIVATE_BYTES, Request, WriteRequest};
 
-use crate::link::{Api, Event, HIDDEN, LOG, Link, Memory, PATIENCE, address, count_fds, pattern, wait_readable};
+use crate::beside;
+use crate::link::{Api, Event, HIDDEN, LOG, Link, PATIENCE, address, count_fds, wait_readable};
+use crate::memory::{Memory, pattern};
 
 const MIB: usize = 1 << 20;
 
@@ -24,10 +26,11 @@ enum Scenario {
     Sequence,
     Fork,
     AnyPort,
+    Beside,
     End,
 }
 
-const ALL: [Scenario; 12] = [
+const ALL: [Scenario; 13] = [
     Scenario::Messages,
     Scenario::Writes,
     Scenario::Full,
@@ -39,6 +42,7 @@ const ALL: [Scenario; 12] = [
     Scenario::Sequence,
     Scenario::Fork,
     Scenario::AnyPort,
+    Scenario::Beside,
     Scenario::End,
 ];
 
@@ -76,7 +80,7 @@ pub fn serve(api: &Api, local: &Address) {
             unsafe { (api.table.reject)(request.conn) };
             continue;
         }
-        let link = accept(api, &request, scenario);
+        let link = accept(api, &request, scenario, None);
         match scenario {
             Scenario::Messages => {
                 receive_messages(&link);
@@ -88,7 +92,7 @@ pub fn serve(api: &Api, local: &Address) {
             Scenario::Writes => receive_writes(&link),
             Scenario::Full => {
                 let target = Memory::new(MIB);
-                send_keys(&link, &target, link.register(&target));
+                link.send_keys(&target, link.register(&target));
                 link.send(&link.message());
             }
             Scenario::Arm => be_woken(&link),
@@ -108,6 +112,10 @@ pub fn serve(api: &Api, local: &Address) {
             }
             Scenario::Sequence | Scenario::Fork | Scenario::End => link.send(&link.message()),
             Scenario::AnyPort => serve_any_port(api, &link, local),
+            Scenario::Beside => {
+                let next = || accept(api, &listener.next(PATIENCE), Scenario::Beside, Some(&link));
+                beside::serve(&link, &next);
+            }
             Scenario::Refused => unreachable!(),
         }
         if !matches!(
@@ -126,30 +134,54 @@ pub fn serve(api: &Api, local: &Address) {
     }
 }
 
-fn accept(api: &Api, request: &Request, scenario: Scenario) -> Link {
-    Link::accept(api, request, &private(scenario, ANSWERED))
+fn accept(api: &Api, request: &Request, scenario: Scenario, beside: Option<&Link>) -> Link {
+    Link::accept(api, request, &private(scenario, ANSWERED), beside)
 }
 
 fn dial(api: &Api, local: &Address, remote: &Address, scenario: Scenario) -> Result<Link, i32> {
-    let link = api.connect(local, remote, &private(scenario, ASKED), PATIENCE)?;
+    dial_beside(api, local, remote, scenario, None)
+}
+
+fn dial_beside(
+    api: &Api,
+    local: &Address,
+    remote: &Address,
+    scenario: Scenario,
+    beside: Option<&Link>,
+) -> Result<Link, i32> {
+    let link = api.connect(local, remote, &private(scenario, ASKED), PATIENCE, beside)?;
     // What a transport pads is not looked at, but ours is as long as it gets.
     assert!(link.info.private_len as usize >= PRIVATE_BYTES);
     check_private(&link.info.private, PRIVATE_BYTES as u32, scenario, ANSWERED);
     Ok(link)
 }
 
-/// What goes over a connection, or (`ends`) how connections begin and end.
-pub fn run(api: &Api, local: &Address, server: &Address, ends: bool) {
+/// What the client tries.
+#[derive(Clone, Copy, Debug)]
+pub enum Part {
+    /// What goes over a connection.
+    Traffic,
+    /// How connections begin and end.
+    Ends,
+    /// Connections beside another one.
+    Beside,
+}
+
+pub fn run(api: &Api, local: &Address, server: &Address, part: Part) {
     let started = Instant::now();
     let device = devices(api, local);
     let dial = |scenario| {
         println!("client: {scenario:?} after {} ms", started.elapsed().as_millis());
         dial(api, local, server, scenario)
     };
-    if !ends {
-        carry(&device, &dial);
-    } else {
-        end(api, local, server, &dial);
+    match part {
+        Part::Traffic => carry(&device, &dial),
+        Part::Ends => end(api, local, server, &dial),
+        Part::Beside => {
+            let link = dial(Scenario::Beside).expect("connect");
+            let next = || dial_beside(api, local, server, Scenario::Beside, Some(&link)).expect("connect");
+            beside::run(&link, &next);
+        }
     }
     let link = dial(Scenario::End).expect("connect");
     link.send(b"end");
@@ -262,21 +294,6 @@ fn receive_messages(link: &Link) {
     }
 }
 
-fn send_keys(link: &Link, memory: &Memory, keys: Keys) {
-    let mut message = (memory.at.addr() as u64).to_le_bytes().to_vec();
-    message.extend(keys.remote.to_le_bytes());
-    link.send(&message);
-}
-
-fn receive_keys(link: &Link) -> (u64, u32) {
-    let message = link.message();
-    let (base, key) = message.split_at(8);
-    (
-        u64::from_le_bytes(base.try_into().unwrap()),
-        u32::from_le_bytes(key.try_into().unwrap()),
-    )
-}
-
 /// Pieces of a region: offset, bytes, immediate.
 fn pieces(len: usize, immediates: bool) -> Vec<(usize, u32, Option<u32>)> {
     let mut sizes = [1, 79, 80, 81, 256, 257, 4095, 65_536, 3, 20_000].into_iter().cycle();
@@ -295,7 +312,7 @@ fn send_writes(link: &Link) {
     let source = Memory::new(4 * MIB);
     source.fill(5);
     let local = link.register(&source).local;
-    let (base, remote) = receive_keys(link);
+    let (base, remote) = link.receive_keys();
     let immediates = link.info.immediate == 1;
     for (at, len, immediate) in pieces(source.len, immediates) {
         // SAFETY: within the mapping.
@@ -332,7 +349,7 @@ fn send_writes(link: &Link) {
 
 fn receive_writes(link: &Link) {
     let target = Memory::new(4 * MIB);
-    send_keys(link, &target, link.register(&target));
+    link.send_keys(&target, link.register(&target));
     let with_immediate = pieces(target.len, link.info.immediate == 1);
     for (_, len, immediate) in with_immediate.iter().filter(|piece| piece.2.is_some()) {
         assert_eq!(link.event(), Event::Written(immediate.unwrap(), *len));
@@ -346,7 +363,7 @@ fn receive_writes(link: &Link) {
 fn fill_queue(link: &Link) {
     let source = Memory::new(MIB);
     let local = link.register(&source).local;
-    let (to, remote) = receive_keys(link);
+    let (to, remote) = link.receive_keys();
     let request = WriteRequest {
         from: source.at,
         to,
@@ -463,7 +480,10 @@ fn nobody_listens(api: &Api, local: &Address, server: &Address) {
     let nobody = Address { port: 7499, ..*server };
     let started = Instant::now();
     let timeout = Duration::from_millis(1500);
-    let code = api.connect(local, &nobody, b"", timeout).err().expect("nobody listens");
+    let code = api
+        .connect(local, &nobody, b"", timeout, None)
+        .err()
+        .expect("nobody listens");
     println!(
         "client: nobody listens: {code} after {} ms",
         started.elapsed().as_millis()
@@ -483,7 +503,7 @@ fn nobody_listens(api: &Api, local: &Address, server: &Address) {
     };
     let started = Instant::now();
     let code = api
-        .connect(local, &absent, b"", timeout)
+        .connect(local, &absent, b"", timeout, None)
         .err()
         .expect("nobody is there");
     println!(
@@ -518,7 +538,10 @@ fn fork(api: &Api, local: &Address, server: &Address) {
         // SAFETY: in the child, before all else.
         unsafe { (api.table.after_fork)() };
         assert_eq!(count_fds().1, 0, "the child has fds of the parent's");
-        let code = api.connect(local, server, b"", PATIENCE).err().expect("no second life");
+        let code = api
+            .connect(local, server, b"", PATIENCE, None)
+            .err()
+            .expect("no second life");
         assert_eq!(code, -libc::EOPNOTSUPP);
         // SAFETY: ends the child; nothing of the parent's is dropped.
         unsafe { libc::_exit(7) };
@@ -546,7 +569,7 @@ fn serve_any_port(api: &Api, link: &Link, local: &Address) {
     let (listener, port) = api.listen(&Address { port: 0, ..*local });
     assert_ne!(port, 0);
     link.send(&port.to_le_bytes());
-    let second = accept(api, &listener.next(PATIENCE), Scenario::AnyPort);
+    let second = accept(api, &listener.next(PATIENCE), Scenario::AnyPort, None);
     // A listener that ends leaves its connections alone.
     drop(listener);
     second.send(&second.message());

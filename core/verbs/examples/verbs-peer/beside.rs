@@ -1,0 +1,338 @@
+//! Connections beside another one, which carry bulk: they share its memory and its completion descriptor, and end
+//! alone. Each step is a function of the server's and one of the client's. Not what goes over any connection: that
+//! is in `scenarios.rs`.
+
+use std::io::{PipeWriter, Write};
+use std::os::fd::AsRawFd;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use rdmasock_core::fabric::plugin::{Keys, WriteRequest, role};
+
+use crate::link::{Armer, Event, Link, PATIENCE, wait_readable};
+use crate::memory::Memory;
+
+const BYTES: usize = 1 << 20;
+/// Messages that are sent back, and connections that are made, where threads get in each other's way.
+const ECHOES: u32 = 400;
+const REMAKES: u32 = 20;
+
+/// The server's side; `next` accepts a connection beside the first one.
+pub fn serve(first: &Link, next: &dyn Fn() -> Link) {
+    let bulk = next();
+    check_facts(first, &bulk);
+    be_reached(first, &bulk, 11);
+    bulk.probe();
+    assert_eq!(bulk.event(), Event::Probed);
+    be_woken_by_either(first, &bulk);
+    echo(first, &bulk);
+    // The client ends it.
+    bulk.end();
+    drop(bulk);
+
+    end_under_another_thread(first, next);
+    give_back(first, &next());
+    let bulk = next();
+    be_reached(first, &bulk, 12);
+    bulk.end();
+    first.send(&first.message());
+}
+
+/// The client's.
+pub fn run(first: &Link, next: &dyn Fn() -> Link) {
+    let started = Instant::now();
+    let say = |what: &str| println!("client: {what} after {} ms", started.elapsed().as_millis());
+    register(first);
+    let bulk = next();
+    check_facts(first, &bulk);
+    reach(first, &bulk, 11);
+    say("memory of the first one was reached");
+    wake_by_either(first, &bulk);
+    say("either woke the peer");
+    be_echoed(first, &bulk);
+    say("all was sent back");
+    drop(bulk);
+
+    see_ends(next);
+    say("others were made and ended");
+    reach_in_vain(first, &next());
+    say("what was given back was not reached");
+    let bulk = next();
+    reach(first, &bulk, 12);
+    drop(bulk);
+    first.send(b"bye");
+    assert_eq!(first.message(), b"bye");
+}
+
+fn check_facts(first: &Link, bulk: &Link) {
+    assert_eq!(bulk.info.completion_fd, first.info.completion_fd);
+    assert_ne!(bulk.info.state_fd, first.info.state_fd);
+    assert_eq!(bulk.info.buffer_bytes, first.info.buffer_bytes);
+    let buffers = bulk.info.receive_buffers;
+    assert!((8..=32).contains(&buffers), "{buffers} buffers");
+}
+
+/// Memory of any kind: what cannot be registered is an errno, and costs nothing else.
+fn register(first: &Link) {
+    let memory = Memory::read_only(BYTES, 1);
+    assert!(first.register_as(&memory, role::TARGET).is_err(), "read-only memory");
+    first.deregister(first.register_as(&memory, role::SOURCE).expect("a read-only source"));
+    memory.unmap();
+    for role in [role::BOTH, role::SOURCE, role::TARGET] {
+        let code = first.register_as(&memory, role).expect_err("nothing is there");
+        assert!([-libc::EFAULT, -libc::ENOMEM].contains(&code), "{code}");
+    }
+    let memory = Memory::new(BYTES);
+    let mut all: Vec<Keys> = (0..500).map(|_| first.register(&memory)).collect();
+    all.sort_unstable_by_key(|keys| keys.handle);
+    assert!(all.windows(2).all(|two| two[0].handle != two[1].handle));
+    // Once more is nothing.
+    all.iter().chain(&all).for_each(|keys| first.deregister(*keys));
+    assert_eq!(first.state(), 1);
+}
+
+fn write_of(memory: &Memory, keys: Keys, (to, remote): (u64, u32)) -> WriteRequest {
+    WriteRequest {
+        from: memory.at,
+        to,
+        len: memory.len as u32,
+        local: keys.local,
+        remote,
+        has_immediate: 0,
+        immediate: 0,
+    }
+}
+
+/// WRITEs from memory that is registered with the first one, and cannot be written, into memory that the peer has
+/// registered with the first one.
+fn reach(first: &Link, bulk: &Link, seed: u32) {
+    let source = Memory::read_only(BYTES, seed);
+    let keys = first.register_as(&source, role::SOURCE).expect("register");
+    let request = write_of(&source, keys, first.receive_keys());
+    bulk.write_all(&request);
+    fill(bulk, &WriteRequest { len: 4096, ..request });
+    bulk.send(b"written");
+    assert_eq!(bulk.message(), b"right");
+    first.deregister(keys);
+}
+
+fn be_reached(first: &Link, bulk: &Link, seed: u32) {
+    let target = Memory::new(BYTES);
+    let keys = first.register_as(&target, role::TARGET).expect("register");
+    first.send_keys(&target, keys);
+    assert_eq!(bulk.message(), b"written");
+    target.check(seed);
+    first.deregister(keys);
+    bulk.send(b"right");
+}
+
+/// Its send queue is short, and has room for a probe when it is full.
+fn fill(bulk: &Link, request: &WriteRequest) {
+    let mut posted = 0;
+    let code = loop {
+        match bulk.write(request) {
+            0 => posted += 1,
+            code => break code,
+        }
+        assert!(posted <= 64, "the queue is long");
+    };
+    assert_eq!(code, -libc::EAGAIN);
+    assert!(posted >= 16, "only {posted} posted");
+    bulk.probe();
+    let mut rooms = 0;
+    loop {
+        match bulk.event() {
+            Event::Room => rooms += 1,
+            Event::Probed => break,
+            other => panic!("{other:?}"),
+        }
+    }
+    // All WRITEs were before the probe.
+    assert_eq!(rooms, 1, "after {posted}");
+}
+
+/// Sleeps on the first one's descriptor alone.
+fn be_woken_by_either(first: &Link, bulk: &Link) {
+    for expected in [&b"bulk"[..], b"first"] {
+        first.send(b"asleep");
+        loop {
+            first.arm();
+            bulk.arm();
+            if let Some((_, message)) = take(first, bulk) {
+                assert_eq!(message, expected);
+                break;
+            }
+            assert!(wait_readable(&[first.info.completion_fd], PATIENCE), "not woken");
+        }
+    }
+    // With nothing to come they are quiet, in whichever order they are armed.
+    let settled = Instant::now() + Duration::from_secs(1);
+    for order in [[first, bulk], [bulk, first]].into_iter().cycle() {
+        order.iter().for_each(|link| link.arm());
+        assert!(take(first, bulk).is_none());
+        if !wait_readable(&[first.info.completion_fd], Duration::from_millis(50)) {
+            break;
+        }
+        assert!(Instant::now() < settled, "woken by nothing");
+    }
+    first.send(b"quiet");
+}
+
+fn wake_by_either(first: &Link, bulk: &Link) {
+    for (link, message) in [(bulk, &b"bulk"[..]), (first, b"first")] {
+        assert_eq!(first.message(), b"asleep");
+        std::thread::sleep(Duration::from_millis(100));
+        link.send(message);
+    }
+    assert_eq!(first.message(), b"quiet");
+}
+
+/// A message that has come on one of them, and on which.
+fn take<'a>(first: &'a Link, bulk: &'a Link) -> Option<(&'a Link, Vec<u8>)> {
+    [first, bulk].into_iter().find_map(|link| {
+        link.poll().expect("poll");
+        std::iter::from_fn(|| link.event_now()).find_map(|event| match event {
+            Event::Message(bytes) => Some((link, bytes)),
+            _ => None,
+        })
+    })
+}
+
+/// Two connections, for the thread that holds the lock.
+struct Both<'a>([&'a Link; 2]);
+
+// SAFETY: links are used by one thread at a time, which the lock sees to.
+unsafe impl Send for Both<'_> {}
+
+/// Two threads sleep on the descriptor, and arm at any time. One at a time looks, and sends back what it finds.
+fn echo(first: &Link, bulk: &Link) {
+    let both = Mutex::new(Both([first, bulk]));
+    let armers = [first.armer(), bulk.armer()];
+    let (over, end) = std::io::pipe().unwrap();
+    let end = Mutex::new(Some(end));
+    let fds = [first.info.completion_fd, over.as_raw_fd()];
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| send_back(&both, &armers, &end, &fds));
+        }
+    });
+    first.send(b"stopped");
+}
+
+fn send_back(both: &Mutex<Both<'_>>, armers: &[Armer<'_>; 2], end: &Mutex<Option<PipeWriter>>, fds: &[i32; 2]) {
+    loop {
+        armers.iter().for_each(Armer::arm);
+        {
+            let both = both.lock().unwrap();
+            if let Some((link, message)) = take(both.0[0], both.0[1]) {
+                if message == b"stop" {
+                    // For the other thread, too.
+                    end.lock().unwrap().take().unwrap().write_all(b"!").unwrap();
+                    return;
+                }
+                link.send(&message);
+                continue;
+            }
+        }
+        if end.lock().unwrap().is_none() {
+            return;
+        }
+        // The client sends as soon as it is answered, and loses its patience first.
+        assert!(wait_readable(fds, 2 * PATIENCE), "not woken");
+    }
+}
+
+fn be_echoed(first: &Link, bulk: &Link) {
+    for number in 0..ECHOES {
+        let message = number.to_le_bytes();
+        let links: &[&Link] = match number % 5 {
+            0 | 3 => &[bulk],
+            1 => &[first],
+            2 => &[first, bulk],
+            _ => &[bulk, first],
+        };
+        links.iter().for_each(|link| link.send(&message));
+        links.iter().for_each(|link| assert_eq!(link.message(), message));
+    }
+    first.send(b"stop");
+    // Both threads have left.
+    assert_eq!(first.message(), b"stopped");
+}
+
+/// Sets it when dropped, also by a panic.
+struct SetAtEnd<'a>(&'a AtomicBool);
+
+impl Drop for SetAtEnd<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// Connections end with messages on their way and events untaken, while another thread takes events of the descriptor.
+fn end_under_another_thread(first: &Link, next: &dyn Fn() -> Link) {
+    let is_over = AtomicBool::new(false);
+    let armer = first.armer();
+    std::thread::scope(|scope| {
+        let _end = SetAtEnd(&is_over);
+        scope.spawn(|| {
+            while !is_over.load(Ordering::Relaxed) {
+                armer.arm();
+                std::thread::yield_now();
+            }
+        });
+        for _ in 0..REMAKES {
+            let bulk = next();
+            let until = Instant::now() + PATIENCE;
+            // Not asleep: its events are the other thread's.
+            loop {
+                bulk.arm();
+                if take(first, &bulk).is_some() {
+                    break;
+                }
+                assert!(Instant::now() < until, "no message");
+                std::thread::yield_now();
+            }
+            bulk.arm();
+        }
+    });
+}
+
+fn see_ends(next: &dyn Fn() -> Link) {
+    for _ in 0..REMAKES {
+        let bulk = next();
+        bulk.send(b"one");
+        // For the others it may be too late.
+        for _ in 0..4 {
+            bulk.send_parts(&[b"\x01more"]);
+        }
+        bulk.end();
+    }
+}
+
+/// Memory that is given back costs the connection that reaches for it, and no other.
+fn give_back(first: &Link, bulk: &Link) {
+    let target = Memory::new(BYTES);
+    let keys = first.register_as(&target, role::TARGET).expect("register");
+    first.deregister(keys);
+    first.send_keys(&target, keys);
+    let reason = bulk.end();
+    println!("server: over with {reason}");
+    assert!(target.is_empty());
+    first.send(b"still here");
+    assert_eq!(first.message(), b"and here");
+}
+
+fn reach_in_vain(first: &Link, bulk: &Link) {
+    let source = Memory::new(BYTES);
+    source.fill(13);
+    let keys = first.register_as(&source, role::SOURCE).expect("register");
+    // Posting may see the end already.
+    bulk.write(&write_of(&source, keys, first.receive_keys()));
+    let reason = bulk.end();
+    println!("client: over with {reason}");
+    bulk.disconnect();
+    assert_eq!(first.message(), b"still here");
+    first.send(b"and here");
+    first.deregister(keys);
+}

@@ -1,0 +1,108 @@
+//! How long the queues of a connection are: as wished for what it carries, or as the device allows. Not what is in
+//! them.
+
+use crate::sys::{BATCH, DeviceLimits};
+
+/// Entries of the send queue that stay unused, but for one probe: siw hands a completion over a moment before the
+/// entry is free.
+const MARGIN: u32 = 16;
+
+/// What is wished for.
+#[derive(Clone, Copy, Debug)]
+pub struct Wish {
+    /// Receive buffers that the peer may count on.
+    receives: u32,
+    /// Length of the send queue.
+    sends: u32,
+}
+
+impl Wish {
+    /// For what is small and often.
+    pub const MESSAGES: Self = Self {
+        receives: 128,
+        sends: 256,
+    };
+    /// For few and large WRITEs, with a message now and then.
+    pub const BULK: Self = Self {
+        receives: 32,
+        sends: 64 + MARGIN,
+    };
+}
+
+/// Lengths of the queues.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sizes {
+    /// Work requests that may be in the send queue.
+    pub slots: u32,
+    /// Length of the send queue.
+    pub sends: u32,
+    /// Buffers that the peer may count on.
+    pub receives: u32,
+}
+
+impl Sizes {
+    /// `None` if the device allows too little for any progress.
+    pub fn fit(wish: Wish, limits: &DeviceLimits) -> Option<Self> {
+        let spare = BATCH as u32;
+        // Every entry of both queues may have a completion.
+        let each = limits.max_qp_wr.min(limits.max_cqe / 2);
+        let receives = wish.receives.min(each.checked_sub(spare)?);
+        let sends = wish.sends.min(each);
+        (receives >= 8 && sends >= 2 * MARGIN).then_some(Self {
+            slots: sends - MARGIN,
+            sends,
+            receives,
+        })
+    }
+
+    /// Receive buffers that are posted.
+    pub fn posted(self) -> u32 {
+        self.receives + BATCH as u32
+    }
+
+    /// Completions that there can be at once.
+    pub fn completions(self) -> u32 {
+        self.sends + self.posted()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn limits(max_qp_wr: u32, max_cqe: u32) -> DeviceLimits {
+        DeviceLimits {
+            max_qp_wr,
+            max_cqe,
+            max_reads: 1,
+        }
+    }
+
+    #[test]
+    fn queues_are_as_long_as_wished_or_as_the_device_allows() {
+        let sizes =
+            |wish, wr, cqe| Sizes::fit(wish, &limits(wr, cqe)).map(|sizes| (sizes.slots, sizes.sends, sizes.receives));
+        assert_eq!(sizes(Wish::MESSAGES, 32_768, 1 << 20), Some((240, 256, 128)));
+        assert_eq!(sizes(Wish::MESSAGES, 100, 1 << 20), Some((84, 100, 84)));
+        assert_eq!(sizes(Wish::MESSAGES, 32_768, 200), Some((84, 100, 84)));
+        assert_eq!(sizes(Wish::BULK, 32_768, 1 << 20), Some((64, 80, 32)));
+        assert_eq!(sizes(Wish::BULK, 60, 1 << 20), Some((44, 60, 32)));
+        assert_eq!(sizes(Wish::BULK, 40, 1 << 20), Some((24, 40, 24)));
+        for wish in [Wish::MESSAGES, Wish::BULK] {
+            assert_eq!(sizes(wish, 32, 64), Some((16, 32, 16)));
+            assert_eq!(sizes(wish, 31, 1000), None);
+            assert_eq!(sizes(wish, 0, 0), None);
+        }
+    }
+
+    #[test]
+    fn both_queues_fit_into_the_completion_queue() {
+        for wish in [Wish::MESSAGES, Wish::BULK] {
+            for wr in 0..400 {
+                if let Some(sizes) = Sizes::fit(wish, &limits(wr, 400)) {
+                    assert!(sizes.completions() <= 400 && sizes.posted() <= wr && sizes.sends <= wr);
+                }
+            }
+        }
+    }
+}

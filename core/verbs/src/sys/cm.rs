@@ -1,0 +1,342 @@
+//! The connection manager's objects: channels with their events, ids, and what peers send along when they connect.
+//! Not the queue pair that an id has: that is in `qp.rs`.
+
+use std::ffi::{c_int, c_void};
+use std::mem::zeroed;
+use std::ptr::{NonNull, null_mut};
+
+use rdma_sys as ffi;
+use rdmasock_core::fabric::plugin::{Address, PRIVATE_BYTES, host};
+
+use super::context::Context;
+use crate::error::{Errno, Result, check};
+
+pub use ffi::rdma_cm_event_type as event;
+
+/// Longest private data that a connection request can carry on every transport, in bytes.
+pub const WIRE_BYTES: usize = PRIVATE_BYTES + 12;
+const _: () = assert!(WIRE_BYTES == 56);
+
+/// Private data of a peer.
+#[derive(Clone, Copy, Debug)]
+pub struct Private {
+    pub bytes: [u8; WIRE_BYTES],
+    pub len: u32,
+}
+
+impl Private {
+    pub const NONE: Self = Self {
+        bytes: [0; WIRE_BYTES],
+        len: 0,
+    };
+
+    /// # Safety
+    /// `at` is null, or that many bytes can be read there.
+    unsafe fn copy(at: *const c_void, len: u8) -> Self {
+        let mut private = Self::NONE;
+        if !at.is_null() {
+            let len = usize::from(len).min(WIRE_BYTES);
+            // SAFETY: `len` is no more than either side has, by the contract and by the line above.
+            unsafe { at.cast::<u8>().copy_to_nonoverlapping(private.bytes.as_mut_ptr(), len) };
+            private.len = len as u32;
+        }
+        private
+    }
+}
+
+/// A socket address as C has it.
+fn sockaddr(address: &Address) -> Result<libc::sockaddr_storage> {
+    // SAFETY: a structure of numbers, for which zeroes are a value.
+    let mut storage: libc::sockaddr_storage = unsafe { zeroed() };
+    let at = (&raw mut storage).cast::<c_void>();
+    match address.family {
+        4 => {
+            let [a, b, c, d, ..] = address.ip;
+            let v4 = libc::sockaddr_in {
+                sin_family: libc::AF_INET as libc::sa_family_t,
+                sin_port: address.port.to_be(),
+                sin_addr: libc::in_addr {
+                    s_addr: u32::from_ne_bytes([a, b, c, d]),
+                },
+                sin_zero: [0; 8],
+            };
+            // SAFETY: a sockaddr_storage is as large and as aligned as any address.
+            unsafe { at.cast::<libc::sockaddr_in>().write(v4) };
+        }
+        6 => {
+            let v6 = libc::sockaddr_in6 {
+                sin6_family: libc::AF_INET6 as libc::sa_family_t,
+                sin6_port: address.port.to_be(),
+                sin6_flowinfo: 0,
+                sin6_addr: libc::in6_addr { s6_addr: address.ip },
+                sin6_scope_id: address.scope,
+            };
+            // SAFETY: as above.
+            unsafe { at.cast::<libc::sockaddr_in6>().write(v6) };
+        }
+        _ => return Err(Errno(libc::EAFNOSUPPORT)),
+    }
+    Ok(storage)
+}
+
+/// An event of the connection manager, with all of it copied out.
+#[derive(Debug)]
+pub struct Event {
+    /// One of [`event`].
+    pub kind: u32,
+    /// 0, a negative errno, or a positive reason of the transport.
+    pub status: i32,
+    pub private: Private,
+    /// With a connection request.
+    pub incoming: Option<Incoming>,
+}
+
+/// An event channel of the connection manager.
+#[derive(Debug)]
+pub struct Channel {
+    ptr: NonNull<ffi::rdma_event_channel>,
+    fd: c_int,
+}
+
+// SAFETY: librdmacm's functions on a channel may be called from any thread, and its fd is only written here
+// before the channel is shared and after it is not any more.
+unsafe impl Send for Channel {}
+// SAFETY: as for Send.
+unsafe impl Sync for Channel {}
+
+impl Channel {
+    pub fn open() -> Result<Self> {
+        // SAFETY: no arguments; null is handled.
+        let ptr = NonNull::new(unsafe { ffi::rdma_create_event_channel() }).ok_or_else(Errno::last)?;
+        // SAFETY: the channel was just made and nobody else has it.
+        match host::hide(unsafe { (*ptr.as_ptr()).fd }) {
+            Ok(fd) => {
+                // SAFETY: as above.
+                unsafe { (*ptr.as_ptr()).fd = fd };
+                Ok(Self { ptr, fd })
+            }
+            Err(errno) => {
+                // SAFETY: as above; it closes its fd, which was not moved.
+                unsafe { ffi::rdma_destroy_event_channel(ptr.as_ptr()) };
+                Err(errno)
+            }
+        }
+    }
+
+    pub fn fd(&self) -> c_int {
+        self.fd
+    }
+
+    /// The next event, if there is one; it is acknowledged when this returns.
+    pub fn next(&self) -> Result<Option<Event>> {
+        let mut ptr = null_mut();
+        // SAFETY: the channel lives, and `ptr` is written on success.
+        if unsafe { ffi::rdma_get_cm_event(self.ptr.as_ptr(), &mut ptr) } != 0 {
+            return match Errno::last() {
+                Errno(libc::EAGAIN) => Ok(None),
+                errno => Err(errno),
+            };
+        }
+        // SAFETY: the event is ours until it is acknowledged. The connection is of a TCP-like port space, so
+        // the event carries `conn`, zeroed where the kind of event has none; its private data lies in the event.
+        let event = unsafe {
+            let kind = (*ptr).event;
+            let conn = (*ptr).param.conn;
+            Event {
+                kind,
+                status: (*ptr).status,
+                private: Private::copy(conn.private_data, conn.private_data_len),
+                incoming: NonNull::new((*ptr).id)
+                    .filter(|_| kind == event::RDMA_CM_EVENT_CONNECT_REQUEST)
+                    .map(Incoming),
+            }
+        };
+        // SAFETY: got above, acknowledged once, and not used afterwards.
+        unsafe { ffi::rdma_ack_cm_event(ptr) };
+        Ok(Some(event))
+    }
+}
+
+impl Drop for Channel {
+    fn drop(&mut self) {
+        // SAFETY: nobody else has the channel any more: ids own theirs. Without its fd it is memory only.
+        unsafe { (*self.ptr.as_ptr()).fd = -1 };
+        host::close(self.fd);
+        // SAFETY: made by rdma_create_event_channel, destroyed once.
+        unsafe { ffi::rdma_destroy_event_channel(self.ptr.as_ptr()) };
+    }
+}
+
+/// The id of a connection request, still on its listener's channel; dropping it rejects it.
+#[derive(Debug)]
+pub struct Incoming(NonNull<ffi::rdma_cm_id>);
+
+// SAFETY: ids may be used from any thread.
+unsafe impl Send for Incoming {}
+
+impl Incoming {
+    /// Gives it a channel of its own.
+    pub fn migrate(self) -> Result<Id> {
+        let channel = Channel::open()?;
+        // SAFETY: both live, and no event of this id is unacknowledged (none but the request has come, and
+        // that one is counted for the listener): it does not wait.
+        check(unsafe { ffi::rdma_migrate_id(self.0.as_ptr(), channel.ptr.as_ptr()) })?;
+        let ptr = self.0;
+        std::mem::forget(self);
+        Ok(Id { ptr, channel })
+    }
+}
+
+impl Drop for Incoming {
+    fn drop(&mut self) {
+        // SAFETY: the id is ours since the request was taken; its channel is the listener's, which is in a call
+        // of its own meanwhile and so alive.
+        unsafe {
+            ffi::rdma_reject(self.0.as_ptr(), std::ptr::null(), 0);
+            ffi::rdma_destroy_id(self.0.as_ptr());
+        }
+    }
+}
+
+/// An id of the connection manager: a listener, or a connection. Has a channel of its own.
+#[derive(Debug)]
+pub struct Id {
+    pub(super) ptr: NonNull<ffi::rdma_cm_id>,
+    channel: Channel,
+}
+
+// SAFETY: librdmacm's functions on an id may be called from any thread; the fields of the id that are read here
+// (verbs, qp) change only in calls that precede its being shared.
+unsafe impl Send for Id {}
+// SAFETY: as for Send.
+unsafe impl Sync for Id {}
+
+impl Id {
+    pub fn new() -> Result<Self> {
+        let channel = Channel::open()?;
+        let mut ptr = null_mut();
+        // SAFETY: the channel lives and will live as long as the id; `ptr` is written on success.
+        check(unsafe {
+            ffi::rdma_create_id(
+                channel.ptr.as_ptr(),
+                &mut ptr,
+                null_mut(),
+                ffi::rdma_port_space::RDMA_PS_TCP,
+            )
+        })?;
+        let ptr = NonNull::new(ptr).ok_or(Errno(libc::ENOMEM))?;
+        Ok(Self { ptr, channel })
+    }
+
+    pub fn channel(&self) -> &Channel {
+        &self.channel
+    }
+
+    pub fn bind(&self, local: &Address) -> Result<()> {
+        let mut local = sockaddr(local)?;
+        // SAFETY: the id lives; the address is read during the call.
+        check(unsafe { ffi::rdma_bind_addr(self.ptr.as_ptr(), (&raw mut local).cast()) })
+    }
+
+    pub fn listen(&self, backlog: c_int) -> Result<()> {
+        // SAFETY: the id lives.
+        check(unsafe { ffi::rdma_listen(self.ptr.as_ptr(), backlog) })
+    }
+
+    /// The local port, in host order.
+    pub fn port(&self) -> u16 {
+        // SAFETY: the id lives.
+        u16::from_be(unsafe { ffi::rdma_get_src_port(self.ptr.as_ptr()) })
+    }
+
+    pub fn resolve_address(&self, local: &Address, remote: &Address, timeout_ms: c_int) -> Result<()> {
+        let (mut local, mut remote) = (sockaddr(local)?, sockaddr(remote)?);
+        // SAFETY: the id lives; the addresses are read during the call.
+        check(unsafe {
+            ffi::rdma_resolve_addr(
+                self.ptr.as_ptr(),
+                (&raw mut local).cast(),
+                (&raw mut remote).cast(),
+                timeout_ms,
+            )
+        })
+    }
+
+    pub fn resolve_route(&self, timeout_ms: c_int) -> Result<()> {
+        // SAFETY: the id lives.
+        check(unsafe { ffi::rdma_resolve_route(self.ptr.as_ptr(), timeout_ms) })
+    }
+
+    /// How long an acknowledgement may take before a request is sent again: 4.096 µs times two to this power
+    /// (InfiniBand specification, 9.7.6.1.3). Without effect on iWARP, where TCP sees to that.
+    pub fn set_ack_timeout(&self, exponent: u8) {
+        // linux/rdma_user_cm.h; not in every binding.
+        const RDMA_OPTION_ID: c_int = 0;
+        const RDMA_OPTION_ID_ACK_TIMEOUT: c_int = 3;
+        let mut exponent = exponent;
+        // SAFETY: the id lives; one byte is read during the call.
+        let _ = unsafe {
+            ffi::rdma_set_option(
+                self.ptr.as_ptr(),
+                RDMA_OPTION_ID,
+                RDMA_OPTION_ID_ACK_TIMEOUT,
+                (&raw mut exponent).cast(),
+                1,
+            )
+        };
+    }
+
+    /// The device, once an address is bound or resolved.
+    pub fn context(&self) -> Option<Context> {
+        // SAFETY: the id lives.
+        NonNull::new(unsafe { (*self.ptr.as_ptr()).verbs }).map(Context)
+    }
+
+    pub fn connect(&self, private: &[u8], depth: u8) -> Result<()> {
+        let mut param = conn_param(private, depth)?;
+        // SAFETY: the id lives; the parameters, and the private data that they point to, are read during the call.
+        check(unsafe { ffi::rdma_connect(self.ptr.as_ptr(), &mut param) })
+    }
+
+    pub fn accept(&self, private: &[u8], depth: u8) -> Result<()> {
+        let mut param = conn_param(private, depth)?;
+        // SAFETY: as in `connect`.
+        check(unsafe { ffi::rdma_accept(self.ptr.as_ptr(), &mut param) })
+    }
+
+    pub fn reject(&self) -> Result<()> {
+        // SAFETY: the id lives; no private data.
+        check(unsafe { ffi::rdma_reject(self.ptr.as_ptr(), std::ptr::null(), 0) })
+    }
+
+    pub fn disconnect(&self) -> Result<()> {
+        // SAFETY: the id lives.
+        check(unsafe { ffi::rdma_disconnect(self.ptr.as_ptr()) })
+    }
+}
+
+impl Drop for Id {
+    fn drop(&mut self) {
+        // SAFETY: made by rdma_create_id or a request, destroyed once; its queue pair, which has an Arc of it, is
+        // gone, all its events are acknowledged, and its channel goes after this.
+        unsafe { ffi::rdma_destroy_id(self.ptr.as_ptr()) };
+    }
+}
+
+fn conn_param(private: &[u8], depth: u8) -> Result<ffi::rdma_conn_param> {
+    if private.len() > WIRE_BYTES {
+        return Err(Errno(libc::EINVAL));
+    }
+    Ok(ffi::rdma_conn_param {
+        private_data: private.as_ptr().cast(),
+        private_data_len: private.len() as u8,
+        responder_resources: depth,
+        initiator_depth: depth,
+        flow_control: 1,
+        retry_count: 7,
+        // 7: for ever.
+        rnr_retry_count: 7,
+        srq: 0,
+        qp_num: 0,
+    })
+}

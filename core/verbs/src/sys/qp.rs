@@ -1,0 +1,224 @@
+//! Queue pairs, and the work requests that are posted to them. Not how many may be posted, nor what they carry.
+
+use std::ffi::c_int;
+use std::mem::zeroed;
+use std::ptr::{NonNull, null_mut};
+use std::sync::Arc;
+
+use rdma_sys as ffi;
+
+use super::cm::Id;
+use super::completion::{BATCH, Cq};
+use super::context::Pd;
+use crate::error::{Errno, Result, check, check_code};
+
+/// How long the queues of a queue pair are.
+#[derive(Clone, Copy, Debug)]
+pub struct QueueLengths {
+    pub sends: u32,
+    pub receives: u32,
+}
+
+/// A queue pair, in an id.
+pub struct Qp {
+    ptr: NonNull<ffi::ibv_qp>,
+    id: Arc<Id>,
+    _pd: Arc<Pd>,
+    _cq: Arc<Cq>,
+}
+
+// SAFETY: verbs may be called from any thread.
+unsafe impl Send for Qp {}
+// SAFETY: as for Send.
+unsafe impl Sync for Qp {}
+
+/// What a work request of the send queue does.
+#[derive(Clone, Copy, Debug)]
+pub enum Work {
+    Send,
+    Write {
+        to: u64,
+        key: u32,
+        immediate: Option<u32>,
+    },
+    /// Into the piece, which is not only read then.
+    Read {
+        from: u64,
+        key: u32,
+    },
+    /// A WRITE without bytes, which needs no key of the peer's. The piece is not looked at.
+    WriteNothing,
+}
+
+/// Memory that a work request reads or writes.
+#[derive(Clone, Copy, Debug)]
+pub struct Piece {
+    pub at: *const u8,
+    pub len: u32,
+    /// lkey.
+    pub key: u32,
+}
+
+impl Piece {
+    pub const NONE: Self = Self {
+        at: std::ptr::null(),
+        len: 0,
+        key: 0,
+    };
+
+    fn sge(&self) -> ffi::ibv_sge {
+        ffi::ibv_sge {
+            addr: self.at.expose_provenance() as u64,
+            length: self.len,
+            lkey: self.key,
+        }
+    }
+}
+
+impl Qp {
+    /// A reliable one, with this many bytes inline at most; gives how many it has.
+    pub fn new(id: &Arc<Id>, pd: &Arc<Pd>, cq: &Arc<Cq>, lengths: QueueLengths, inline: u32) -> Result<(Self, u32)> {
+        // SAFETY: a structure of numbers and pointers, for which zeroes are a value.
+        let mut attr: ffi::ibv_qp_init_attr = unsafe { zeroed() };
+        attr.send_cq = cq.ptr.as_ptr();
+        attr.recv_cq = cq.ptr.as_ptr();
+        attr.qp_type = ffi::ibv_qp_type::IBV_QPT_RC;
+        attr.cap.max_send_wr = lengths.sends;
+        attr.cap.max_recv_wr = lengths.receives;
+        attr.cap.max_send_sge = 1;
+        attr.cap.max_recv_sge = 1;
+        attr.cap.max_inline_data = inline;
+        // SAFETY: all live, and the queue pair has an Arc of each; the attributes are read and written during the call.
+        check(unsafe { ffi::rdma_create_qp(id.ptr.as_ptr(), pd.0.as_ptr(), &mut attr) })?;
+        // SAFETY: the id lives, and after the call it has a queue pair.
+        let ptr = NonNull::new(unsafe { (*id.ptr.as_ptr()).qp }).ok_or(Errno(libc::EIO))?;
+        let qp = Self {
+            ptr,
+            id: id.clone(),
+            _pd: pd.clone(),
+            _cq: cq.clone(),
+        };
+        Ok((qp, attr.cap.max_inline_data.min(inline)))
+    }
+
+    pub fn number(&self) -> u32 {
+        // SAFETY: the queue pair lives.
+        unsafe { (*self.ptr.as_ptr()).qp_num }
+    }
+
+    /// Bytes that a packet of it carries at most; only once it is connected.
+    pub fn path_mtu(&self) -> Result<u32> {
+        // SAFETY: structures of numbers and pointers, for which zeroes are a value.
+        let (mut attr, mut init): (ffi::ibv_qp_attr, ffi::ibv_qp_init_attr) = unsafe { (zeroed(), zeroed()) };
+        let mask = ffi::ibv_qp_attr_mask::IBV_QP_PATH_MTU.0 as c_int;
+        // SAFETY: the queue pair lives, and the structures are written during the call.
+        check_code(unsafe { ffi::ibv_query_qp(self.ptr.as_ptr(), &mut attr, mask, &mut init) })?;
+        // 1 is 256 bytes, 5 is 4,096 (ibv_query_port(3), enum ibv_mtu).
+        match attr.path_mtu {
+            code @ 1..=5 => Ok(128 << code),
+            _ => Ok(0),
+        }
+    }
+
+    /// The address that [`Context::drain_events`] names it by.
+    pub fn address(&self) -> usize {
+        self.ptr.as_ptr().addr()
+    }
+
+    /// Posts a work request.
+    ///
+    /// # Safety
+    /// The piece can be read until the request has completed, or during the call if it is inline; that of a READ
+    /// can be written.
+    pub unsafe fn post(&self, id: u64, work: Work, piece: Piece, signal: bool, inline: bool) -> Result<()> {
+        let mut sge = piece.sge();
+        // SAFETY: a structure of numbers and pointers, for which zeroes are a value.
+        let mut wr: ffi::ibv_send_wr = unsafe { zeroed() };
+        wr.wr_id = id;
+        wr.sg_list = &mut sge;
+        wr.num_sge = 1;
+        if signal {
+            wr.send_flags |= ffi::ibv_send_flags::IBV_SEND_SIGNALED.0;
+        }
+        if inline {
+            wr.send_flags |= ffi::ibv_send_flags::IBV_SEND_INLINE.0;
+        }
+        wr.opcode = match work {
+            Work::Send => ffi::ibv_wr_opcode::IBV_WR_SEND,
+            Work::Write { to, key, immediate } => {
+                wr.wr.rdma = ffi::rdma_t {
+                    remote_addr: to,
+                    rkey: key,
+                };
+                match immediate {
+                    None => ffi::ibv_wr_opcode::IBV_WR_RDMA_WRITE,
+                    Some(immediate) => {
+                        wr.imm_data_invalidated_rkey_union.imm_data = immediate.to_be();
+                        ffi::ibv_wr_opcode::IBV_WR_RDMA_WRITE_WITH_IMM
+                    }
+                }
+            }
+            Work::Read { from, key } => {
+                wr.wr.rdma = ffi::rdma_t {
+                    remote_addr: from,
+                    rkey: key,
+                };
+                ffi::ibv_wr_opcode::IBV_WR_RDMA_READ
+            }
+            Work::WriteNothing => {
+                // Some devices take an entry without bytes for one of 2 GiB.
+                wr.num_sge = 0;
+                ffi::ibv_wr_opcode::IBV_WR_RDMA_WRITE
+            }
+        };
+        let mut bad = null_mut();
+        // SAFETY: the queue pair lives; the request and its list are read during the call, the piece by this
+        // function's contract.
+        unsafe {
+            let post = (*(*self.ptr.as_ptr()).context)
+                .ops
+                .post_send
+                .ok_or(Errno(libc::ENOSYS))?;
+            check_code(post(self.ptr.as_ptr(), &mut wr, &mut bad))
+        }
+    }
+
+    /// Posts receive buffers, at most [`BATCH`], in one call.
+    ///
+    /// # Safety
+    /// The pieces can be written until each request has completed, and nobody else uses them until then.
+    pub unsafe fn post_receives(&self, list: &[(u64, Piece)]) -> Result<()> {
+        if list.is_empty() {
+            return Ok(());
+        }
+        // SAFETY: structures of numbers and pointers, for which zeroes are a value.
+        let (mut wrs, mut sges): ([ffi::ibv_recv_wr; BATCH], [ffi::ibv_sge; BATCH]) = unsafe { zeroed() };
+        let mut next = null_mut();
+        for (((id, piece), wr), sge) in list.iter().zip(&mut wrs).zip(&mut sges) {
+            *sge = piece.sge();
+            wr.wr_id = *id;
+            wr.sg_list = sge;
+            wr.num_sge = 1;
+            // Each points to the one before it: the order of receive buffers does not matter.
+            wr.next = next;
+            next = wr;
+        }
+        let mut bad = null_mut();
+        // SAFETY: the queue pair lives; the chain lies in the arrays, which are not touched until the call, and is
+        // read during it; the pieces by this function's contract.
+        unsafe {
+            let post = (*(*self.ptr.as_ptr()).context)
+                .ops
+                .post_recv
+                .ok_or(Errno(libc::ENOSYS))?;
+            check_code(post(self.ptr.as_ptr(), next, &mut bad))
+        }
+    }
+}
+
+impl Drop for Qp {
+    fn drop(&mut self) {
+        // SAFETY: made by rdma_create_qp, destroyed once, before the id, the domain and the queue that it uses.
+        unsafe { ffi::rdma_destroy_qp(self.id.ptr.as_ptr()) };
+    }
+}

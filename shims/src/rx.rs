@@ -344,9 +344,6 @@ unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int, landing: &mut 
     let Some(consumer) = state.consumer.as_mut() else {
         return RecvStep::Kernel;
     };
-    if state.own.direct.is_waiting && consumer.has_data().unwrap_or(true) {
-        return from_buffer(rx, iov, landing);
-    }
     if flags & libc::MSG_TRUNC == 0 && iov.is_implausible() && consumer.has_data().unwrap_or(true) {
         return RecvStep::Fail(libc::EFAULT);
     }
@@ -372,6 +369,10 @@ unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int, landing: &mut 
         let here = spans.len().min(iov.len());
         if here == 0 {
             break;
+        }
+        // After the look: what the ring counts may be in a buffer.
+        if state.own.direct.is_waiting {
+            return from_buffer(rx, iov, landing);
         }
         if got == 0 {
             let place = call.place_by_kernel(&state.own.seen);

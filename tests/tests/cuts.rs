@@ -17,8 +17,9 @@ use rdmasock_tests::harness::{Mode, Paths, clean_environment};
 
 /// Cuts on each kind of device.
 const CUTS: u64 = 100;
-/// Cuts for each silent link, device that goes, and late answer: those take seconds.
+/// Cuts for each in a transfer past the rings, silent link, device that goes, and late answer: those take longer.
 const PER_SILENCE: u64 = 100;
+const PER_DIRECT: u64 = 3;
 const PER_LOSS: u64 = 25;
 const PER_LATE: u64 = 10;
 /// A program that says nothing for so long is given up; it finds out itself what hangs, and sooner.
@@ -64,7 +65,7 @@ struct Settings {
     long: (u64, u8),
 }
 
-const FAULTS: [Fault; 4] = [
+const FAULTS: [Fault; 5] = [
     Fault {
         name: "cut",
         mark: CUT,
@@ -78,6 +79,22 @@ const FAULTS: [Fault; 4] = [
             ),
             connections: 300,
             long: (3, 1),
+        },
+    },
+    // Rarer, so that there is time for direct transfers, which they hit.
+    Fault {
+        name: "direct",
+        mark: CUT,
+        in_both: true,
+        share: PER_DIRECT,
+        settings: |round| Settings {
+            device: format!(
+                "cut={}{}",
+                pick(round, [600, 250, 2000]),
+                pick(round / 3, ["", ",thread", ",delay=30"])
+            ),
+            connections: 120,
+            long: (0, 0),
         },
     },
     Fault {
@@ -135,7 +152,7 @@ fn main() -> ExitCode {
     let mut args = Arguments::from_args();
     // Most of the time they wait.
     args.test_threads.get_or_insert(8);
-    let cases = ["silence", "late", "gone", "cut"].into_iter();
+    let cases = ["silence", "late", "direct", "gone", "cut"].into_iter();
     let cases = cases.flat_map(|name| FAULTS.into_iter().filter(move |fault| fault.name == name));
     let trials = cases.flat_map(|fault| {
         Mode::DEVICES.map(|mode| {
@@ -161,6 +178,8 @@ struct Figures {
     links: u64,
     bytes: u64,
     link_bytes: u64,
+    /// Of those that were received, past the rings.
+    direct_bytes: u64,
     promoted: u64,
 }
 
@@ -173,6 +192,7 @@ impl Figures {
         self.links += other.links;
         self.bytes += other.bytes;
         self.link_bytes += other.link_bytes;
+        self.direct_bytes += other.direct_bytes;
         self.promoted += other.promoted;
     }
 }
@@ -182,7 +202,7 @@ impl fmt::Display for Figures {
         write!(
             f,
             "{} counted, {} cuts in the middle of a WRITE; {} links of {} pairs of programs, {} connections, {} ends \
-             promoted; {} bytes compared, {} of them sent on links",
+             promoted; {} bytes compared, {} of them sent on links; {} received past the rings",
             self.faults,
             self.in_writes,
             self.links,
@@ -190,7 +210,8 @@ impl fmt::Display for Figures {
             self.connections,
             self.promoted,
             self.bytes,
-            self.link_bytes
+            self.link_bytes,
+            self.direct_bytes
         )
     }
 }
@@ -214,6 +235,9 @@ fn rounds(fault: Fault, device: &str) -> Result<(), Failed> {
             return Err(format!("{} of {asked} faults; none with {what}", all.faults).into());
         }
         round += 1;
+    }
+    if fault.name == "direct" && all.direct_bytes == 0 {
+        return Err(format!("nothing went past the rings in {all}").into());
     }
     println!("{}/{device}: {all}", fault.name);
     Ok(())
@@ -253,6 +277,7 @@ fn pair(fault: Fault, device: &str, settings: &Settings, seed: u64) -> Result<Fi
         let instance = instance_of(peer.child.id()).ok().flatten().map(|p| p.instance);
         if let Some(instance) = instance {
             figures.link_bytes += instance.totals.tx.link_bytes;
+            figures.direct_bytes += instance.count(Event::DirectReceived);
             figures.promoted += instance.totals.promoted;
             if instance.count(Event::LinkViolation) > 0 {
                 wrong += &format!("the {name} counts violations\n");

@@ -239,7 +239,7 @@ impl Remote {
         loop {
             self.progress();
             let waited = crate::time::now_ns() - begun;
-            if is_there() || self.fault().is_some() {
+            if is_there() || self.is_down() {
                 return;
             }
             if waited > WORD_WITHIN {
@@ -438,7 +438,12 @@ impl Remote {
         self.end.take_message()
     }
 
-    /// Why the link cannot be used further, if so.
+    /// Whether the link cannot be used further; what has come from the peer is final then.
+    pub fn is_down(&self) -> bool {
+        self.end.is_down()
+    }
+
+    /// Why the link cannot be used further, if so. For the service thread, which is not told of it again.
     pub fn fault(&self) -> Option<Reason> {
         self.end.fault().map(|fault| match fault {
             Fault::Violation(_) => Reason::Violation,

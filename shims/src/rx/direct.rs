@@ -4,7 +4,7 @@
 //! The buffer is registered for this one wait. Before the call returns, by whatever way, the peer has said that it writes
 //! there no more, or its bulk queue pair is given up; then the registration ends too.
 
-use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
 use rdmasock_core::fabric::remote::Landed;
 use rdmasock_core::fabric::remote::qp::{QueuePair, Region, Role};
@@ -18,7 +18,7 @@ use crate::iov::Iov;
 use crate::library::Library;
 use crate::link::Remote;
 use crate::ready;
-use crate::socket::{Rx, Socket};
+use crate::socket::{Mode, Rx, Socket};
 
 /// See the module.
 pub struct Landing {
@@ -49,11 +49,15 @@ impl Landing {
         if !may_try || handler::is_in_one() {
             return None;
         }
+        let is_on_link = || socket.rx_mode.load(Acquire) == Mode::Link;
         // The buffer is for what follows all that was read.
-        let wake = socket.rx.lock()?.consumer.as_mut()?.publish();
+        let (theirs, wake) = {
+            let mut rx = socket.rx.lock().filter(|_| is_on_link())?;
+            (socket.peer_vqpn.load(Relaxed), rx.consumer.as_mut()?.publish())
+        };
         ready::notify_peer(socket, wake);
         let end = remote.end();
-        let (mine, room) = end.room_to_land(Vqpn(socket.peer_vqpn.load(Relaxed)))?;
+        let (mine, room) = end.room_to_land(Vqpn(theirs))?;
         let len = len.min(room as usize);
         if len < remote.direct_min() {
             return None;
@@ -62,7 +66,9 @@ impl Landing {
         let region = unsafe { end.qp().register(memory, len, Role::Target) }.ok()?;
         let address = memory.expose_provenance() as u64;
         let serial = socket.rx.lock().and_then(|mut rx| {
-            let is_free = !rx.own.direct.is_waiting && rx.consumer.as_ref().is_some_and(|c| !c.is_frozen());
+            // Meanwhile the stream may have left the link, and come back as another.
+            let is_same = is_on_link() && link.slot_of(mine) == Some(socket.slot);
+            let is_free = is_same && !rx.own.direct.is_waiting && rx.consumer.as_ref().is_some_and(|c| !c.is_frozen());
             let advert = is_free.then(|| end.advertise(mine, address, len as u32, region.key.remote))?;
             rx.own.direct.is_waiting = advert.is_some();
             Some(advert?.serial)
@@ -85,9 +91,11 @@ impl Landing {
 
     /// Whether the peer has had its say, and how many bytes are there then.
     pub fn landed(&self) -> Option<usize> {
+        // First: what is not there when the link is down never will be.
+        let is_down = self.remote.is_down();
         match self.remote.end().landed(self.mine, self.serial) {
             Some(Landed::Over(bytes)) => Some(bytes as usize),
-            Some(Landed::Waits) if self.remote.fault().is_some() => Some(0),
+            Some(Landed::Waits) if is_down => Some(0),
             Some(Landed::Waits) | None => None,
         }
     }

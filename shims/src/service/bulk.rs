@@ -33,8 +33,8 @@ enum Stage {
     None { before: u64 },
     /// The other end was asked for a cookie; until then.
     Asked { until: u64 },
-    /// The other end has this one; until then.
-    Offered { cookie: Cookie, until: u64 },
+    /// The other end was given a cookie; until then.
+    Offered { until: u64 },
     /// It is being connected.
     Connecting,
     /// Both ends have it, as far as this one knows.
@@ -45,6 +45,8 @@ enum Stage {
 
 struct Bulk {
     stage: Stage,
+    /// What the other end was given last. A request may be repeated, as one for a link.
+    cookie: Option<Cookie>,
     /// How many were lost.
     lost: u32,
     /// The other end has lost it before this one has it.
@@ -55,6 +57,7 @@ impl Bulk {
     fn new() -> Self {
         Self {
             stage: Stage::None { before: 0 },
+            cookie: None,
             lost: 0,
             is_lost_there: false,
         }
@@ -64,7 +67,7 @@ impl Bulk {
     fn may_begin(&self, now: u64) -> bool {
         match self.stage {
             Stage::None { before } => now >= before,
-            Stage::Asked { until } | Stage::Offered { until, .. } => now >= until,
+            Stage::Asked { until } | Stage::Offered { until } => now >= until,
             Stage::Connecting | Stage::Up | Stage::Lost { .. } => false,
         }
     }
@@ -72,24 +75,22 @@ impl Bulk {
     /// It has come to nothing, or is over.
     fn end(&mut self, now: u64) {
         let after = AGAIN_AFTER << self.lost.min(DOUBLINGS);
-        self.lost += 1;
+        self.lost = self.lost.saturating_add(1);
+        self.cookie = None;
         self.is_lost_there = false;
         self.stage = Stage::None { before: now + after };
     }
 
-    fn on_lost(&mut self, now: u64, here: bool) {
-        let (mut both, before) = ((false, false), &self.stage);
-        if let Stage::Lost { here, there } = before {
-            both = (*here, *there);
-        }
-        if here {
-            both.0 = true;
+    /// One of the ends has said that it has lost it.
+    fn on_lost(&mut self, now: u64, is_here: bool) {
+        let (here, there) = match self.stage {
+            Stage::Lost { here, there } => (here || is_here, there || !is_here),
+            _ => (is_here, !is_here),
+        };
+        if here && there {
+            self.end(now);
         } else {
-            both.1 = true;
-        }
-        match both {
-            (true, true) => self.end(now),
-            (here, there) => self.stage = Stage::Lost { here, there },
+            self.stage = Stage::Lost { here, there };
         }
     }
 }
@@ -110,12 +111,9 @@ impl Bulks {
 
     /// The link for which this cookie was given out.
     fn offered(&self, introduction: &Introduction) -> Option<&'static Link> {
-        let now = crate::time::now_ns();
-        let is_it = |link: &&'static Link| match self.0.get(&link.slot()).map(|bulk| &bulk.stage) {
-            Some(Stage::Offered { cookie, until }) => {
-                now < *until && cookie.matches(&introduction.cookie) && link.peer() == introduction.instance
-            }
-            _ => false,
+        let is_it = |link: &&'static Link| {
+            let cookie = self.0.get(&link.slot()).and_then(|bulk| bulk.cookie.as_ref());
+            cookie.is_some_and(|cookie| cookie.matches(&introduction.cookie)) && link.peer() == introduction.instance
         };
         up::all().into_iter().find(is_it)
     }
@@ -146,8 +144,9 @@ impl Worker {
         let now = crate::time::now_ns();
         let Ok(cookie) = Cookie::random() else { return };
         if link.send(&Message::Bulk { cookie }, &[]).is_ok() {
-            let until = now + WITHIN;
-            self.bulks.of(link).stage = Stage::Offered { cookie, until };
+            let bulk = self.bulks.of(link);
+            bulk.cookie = Some(cookie);
+            bulk.stage = Stage::Offered { until: now + WITHIN };
         }
     }
 
@@ -181,7 +180,10 @@ impl Worker {
                         remote.drop_bulk();
                         self.retire_bulk(link, remote);
                     }
-                    _ => {}
+                    // This end has never had it.
+                    Stage::None { .. } | Stage::Asked { .. } | Stage::Offered { .. } => {
+                        let _ = link.send(&Message::BulkGone, &[]);
+                    }
                 }
             }
             _ => return false,
@@ -212,6 +214,10 @@ impl Worker {
         let Some(remote) = link.remote() else {
             return Err(Some(incoming));
         };
+        // The other end has given its last request up, and does not know what that has led to.
+        self.forget_arriving_beside(link);
+        remote.drop_bulk();
+        drop(remote.take_retired());
         let answer = introduce(self.library.id, Introduction::NO_COOKIE, true);
         let accepted = remote.with_pair(|pair| incoming.accept(&answer, Some(pair)));
         let bulk = self.bulks.of(link);

@@ -113,7 +113,8 @@ impl Worker {
         let (introduction, bulk, pair) = match introduction {
             Some(introduction) if introduction.is_bulk => match self.accept_bulk(incoming, &introduction) {
                 Ok((link, pair)) => (introduction, Some(link), pair),
-                Err(incoming) => return self.refuse(incoming),
+                // The link may have gone meanwhile.
+                Err(incoming) => return incoming.map_or((), Incoming::reject),
             },
             Some(introduction) if self.library.offers.has(&introduction.cookie, &introduction.instance) => {
                 self.drop_request(&introduction.cookie);
@@ -125,7 +126,7 @@ impl Worker {
                     }
                 }
             }
-            _ => return self.refuse(Some(incoming)),
+            _ => return self.refuse(incoming),
         };
         let Ok(info) = pair.info() else { return };
         let id = self.new_conn();
@@ -148,12 +149,10 @@ impl Worker {
     }
 
     /// Nobody was told to connect like this.
-    fn refuse(&self, incoming: Option<Incoming>) {
+    fn refuse(&self, incoming: Incoming) {
         self.library.stats.count(rdmasock_core::stats::Event::LinkViolation);
         tracing::warn!(target: "rdmasock", "a link without a cookie of ours is refused");
-        if let Some(incoming) = incoming {
-            incoming.reject();
-        }
+        incoming.reject();
     }
 
     /// Connects to the address of a HELLO.
@@ -275,6 +274,17 @@ impl Worker {
                 if let Some(link) = arriving.bulk {
                     self.on_bulk_arrived(link, None);
                 }
+            }
+        }
+    }
+
+    /// Gives up what was on its way beside a link.
+    pub(super) fn forget_arriving_beside(&mut self, link: &'static Link) {
+        let is_it = |arriving: &Arriving| arriving.bulk.is_some_and(|other| other == link);
+        let ids = self.links.arriving.iter().filter(|(_, arriving)| is_it(arriving));
+        for id in ids.map(|(id, _)| *id).collect::<Vec<_>>() {
+            if let Some(arriving) = self.links.arriving.remove(&id) {
+                self.forget_fd(arriving.pair.info().map(|i| i.state_fd));
             }
         }
     }

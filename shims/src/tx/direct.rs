@@ -71,7 +71,7 @@ impl Wanted for Taken {
         let remote = socket.link().and_then(|link| link.remote());
         is_dead(socket)
             || socket.tx_mode.load(Acquire) != Mode::Link
-            || remote.is_none_or(|remote| remote.fault().is_some() || remote.end().is_source_done(theirs))
+            || remote.is_none_or(|remote| remote.is_down() || remote.end().is_source_done(theirs))
     }
 }
 
@@ -154,7 +154,9 @@ fn lend(call: &mut Call, remote: &'static Remote, memory: *mut u8, len: usize) -
     let lent = socket.tx.lock().and_then(|mut tx| {
         let state = &mut *tx;
         let producer = state.producer.as_mut()?;
-        let is_open = socket.tx_mode.load(Acquire) == Mode::Link && !state.is_shut && !is_dead(socket);
+        // Meanwhile the stream may have left the link, and come back as another.
+        let is_same = socket.tx_mode.load(Acquire) == Mode::Link && socket.peer_vqpn.load(Relaxed) == theirs.0;
+        let is_open = is_same && !state.is_shut && !is_dead(socket);
         if !is_open || call.place(&state.own.seen) != Place::Here || ready::is_reader_gone(producer) {
             return None;
         }

@@ -269,7 +269,12 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         self.with(|engine| engine.has_crossed(mine.0)).unwrap_or(false)
     }
 
-    /// Why the link is down, if it is.
+    /// Whether the link is down.
+    pub fn is_down(&self) -> bool {
+        self.fault.get().is_some()
+    }
+
+    /// Why the link is down, if it is. For waiter 0, which is not told of it again.
     pub fn fault(&self) -> Option<Fault> {
         let fault = self.fault.get();
         if fault.is_some() {

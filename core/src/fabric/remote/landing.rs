@@ -171,6 +171,10 @@ impl<Q: QueuePair> Engine<Q> {
         let (Some(theirs), Some(_)) = (s.theirs, &self.bulk) else {
             return Ok(());
         };
+        // What precedes it may be a switch of rings that has not arrived.
+        if advert.position <= s.out.start() {
+            return Ok(());
+        }
         s.out.targets.on_advert(advert, s.out.told)?;
         // Whoever has a large piece to send may wait for this.
         if let Some(block) = g.block_mirror(theirs) {

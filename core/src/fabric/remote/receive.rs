@@ -156,6 +156,7 @@ impl<Q: QueuePair> Engine<Q> {
             return s.on_early(g.peers_len, record);
         };
         let block = g.block_mirror(theirs).ok_or(Breach::Stream)?;
+        let was_held = s.out.targets.holds(s.out.head);
         let mut wake = Wake::NONE;
         match record {
             Record::Head { head, .. } => wake = s.out.on_head(block, head)?,
@@ -171,9 +172,10 @@ impl<Q: QueuePair> Engine<Q> {
             _ => {}
         }
         g.tell_here(&mut self.after, wake, mine);
-        // It may have been waiting for this ring, or for this room.
+        // It may have been waiting for this ring, or for this room, or for the program to take what went past the ring.
         let has_room = matches!(record, Record::Head { .. }) && s.out.told < block.tail();
-        if has_room || matches!(record, Record::Offer { .. }) {
+        let goes_on = was_held && !s.out.targets.holds(s.out.head);
+        if has_room || goes_on || matches!(record, Record::Offer { .. }) {
             g.dirty.push(theirs);
         }
         Ok(())

@@ -282,6 +282,11 @@ impl Outgoing {
         }
     }
 
+    /// Where its ring begins.
+    pub fn start(&self) -> u64 {
+        self.start
+    }
+
     /// The ring that the peer offers, while it is not in use.
     pub fn offered(&self) -> Option<(u32, Region)> {
         self.offered

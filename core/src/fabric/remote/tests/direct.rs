@@ -242,6 +242,42 @@ proptest! {
         }
     }
 
+    /// What waits for a direct transfer goes on by itself when that is over.
+    #[test]
+    fn an_end_behind_a_direct_transfer_comes_and_is_confirmed(
+        immediate in any::<bool>(),
+        delay in 0u64..12,
+        steps in proptest::collection::vec(step(), 1..60),
+    ) {
+        let (config, tuning) = tiny(immediate);
+        let bulk = bulk(delay, config);
+        let mut world = World::new(config, tuning, 1);
+        world.attach(bulk);
+        for step in &steps {
+            world.step(step, bulk, &mut [0, 0]);
+        }
+        world.tell_lost();
+        for d in &mut world.directions {
+            d.take(&world.ends);
+            let wake = d.producer.end(crate::fabric::ring::EndMark::Fin).unwrap();
+            world.ends[1 - d.reader].notify(wake, d.number);
+            let _ = world.ends[1 - d.reader].unconfirmed(d.number);
+        }
+        for _ in 0..3 {
+            world.tell_lost();
+            world.drain();
+        }
+        for d in &mut world.directions {
+            d.leave_off(&world.ends);
+        }
+        world.drain();
+        for d in &mut world.directions {
+            prop_assert_eq!(d.got, d.sent);
+            prop_assert_eq!(d.consumer.end(), Ok(Some(crate::fabric::ring::EndMark::Fin)));
+            prop_assert_eq!(world.ends[1 - d.reader].unconfirmed(d.number), Some(0));
+        }
+    }
+
     #[test]
     fn what_was_received_and_what_is_sent_again_are_the_whole(
         immediate in any::<bool>(),

@@ -12,6 +12,7 @@ mod answer;
 mod ask;
 mod asking;
 mod bulk;
+mod bulks;
 mod channels;
 mod command;
 mod control;

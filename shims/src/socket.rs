@@ -18,7 +18,7 @@ use std::ops::Deref;
 
 use std::sync::atomic::{
     AtomicBool, AtomicPtr, AtomicU32, AtomicU64,
-    Ordering::{Acquire, Relaxed, Release},
+    Ordering::{Acquire, Relaxed, Release, SeqCst},
     fence,
 };
 
@@ -163,6 +163,9 @@ pub struct Sleeping {
     pub space: bool,
 }
 
+/// What an anchor reports of a connection on which nothing can be sent.
+const DEAD: u32 = (libc::EPOLLERR | libc::EPOLLHUP) as u32;
+
 /// Who hears of what is ready, and how that is waited for.
 pub struct Wakes {
     pub interest: Lock<Interest>,
@@ -190,6 +193,17 @@ impl Wakes {
             rx_spin: Spinner::new(),
             tx_spin: Spinner::new(),
         }
+    }
+
+    /// Whether the anchor says that nothing can be sent.
+    #[inline]
+    pub fn is_dead(&self) -> bool {
+        self.anchor.load(Acquire) & DEAD != 0
+    }
+
+    /// It counts as saying so.
+    pub fn set_dead(&self) {
+        self.anchor.fetch_or(DEAD, SeqCst);
     }
 
     /// The epoll sets that the socket is in, as they are now.

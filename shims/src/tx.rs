@@ -46,9 +46,6 @@ const PIECE: usize = 64 * 1024;
 /// Flags that the link serves; any other takes the socket back to TCP.
 const SERVED: c_int = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL | libc::MSG_MORE | libc::MSG_EOR | libc::MSG_CONFIRM;
 
-/// What the anchor says of a connection on which nothing can be sent.
-const DEAD: u32 = (libc::EPOLLERR | libc::EPOLLHUP) as u32;
-
 /// send() and its kin. `real(fd)` is libc's own call with the program's other arguments.
 ///
 /// # Safety
@@ -378,7 +375,7 @@ unsafe fn step(call: &mut Call, iov: &mut Iov, flags: c_int) -> SendStep {
             errno::set(libc::EFAULT);
             return SendStep::Done;
         }
-        if is_dead(socket) || ready::is_reader_gone(producer) {
+        if socket.wakes.is_dead() || ready::is_reader_gone(producer) {
             // What becomes of bytes that nobody reads is for the kernel to say.
             socket.tx_mode.go(Sending::Left);
             return SendStep::Kernel;
@@ -446,11 +443,6 @@ unsafe fn step(call: &mut Call, iov: &mut Iov, flags: c_int) -> SendStep {
             }
         }
     }
-}
-
-#[inline]
-fn is_dead(socket: &Socket) -> bool {
-    socket.wakes.anchor.load(Acquire) & DEAD != 0
 }
 
 fn reason_for(flags: c_int) -> rdmasock_core::stats::Reason {
@@ -529,7 +521,7 @@ pub fn violation(socket: &'static Socket, error: &rdmasock_core::fabric::ring::R
     tracing::warn!(target: "rdmasock", slot = socket.slot, %error, "link closed");
     Library::get().service.submit(Command::Violation(socket.into()));
     // Nothing more goes over it, whoever asks first.
-    socket.wakes.anchor.fetch_or(DEAD, SeqCst);
+    socket.wakes.set_dead();
 }
 
 /// What a send waits for.
@@ -555,7 +547,7 @@ impl wait::Wanted for Space {
 fn is_worth_a_look(socket: &'static Socket) -> bool {
     match socket.tx_mode.load(Acquire) {
         Mode::Link => {
-            is_dead(socket)
+            socket.wakes.is_dead()
                 || socket.tx.lock().is_none_or(|mut tx| {
                     tx.producer
                         .as_mut()

@@ -12,7 +12,7 @@ pub const INTRODUCTION: usize = size_of::<Frame>();
 
 const MAGIC: [u8; 4] = *b"rsok";
 
-/// In the features: there can be direct transfers (P85).
+/// In the features: there can be direct transfers (P90).
 const DIRECT: u8 = 1;
 /// As the purpose: it is a bulk queue pair, beside a link's.
 const BULK: u8 = 1;

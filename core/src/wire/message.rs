@@ -116,8 +116,8 @@ pub enum Message {
     Closed { yours: Vqpn },
     /// "Wake your waiter `id`": where its sender cannot.
     Ring { id: u32 },
-    /// "Connect a bulk queue pair beside this link's, and introduce it with this cookie." From who has accepted the link
-    /// to who has [direct transfers](super::Introduction::is_direct).
+    /// "Connect a bulk queue pair beside this link's, and introduce it with this cookie." From who has accepted the
+    /// link to who has [direct transfers](super::Introduction::is_direct).
     Bulk { cookie: Cookie },
     /// "Ask me for a bulk queue pair." The other way.
     BulkWanted,

@@ -79,7 +79,7 @@ impl Default for Config {
             ring_min: Size::kib(4),
             ring_max: Size::mib(4),
             arena: Size::gib(1),
-            zcopy_min: Some(Size::kib(128)),
+            zcopy_min: None,
             io_uring: IoUring::default(),
             rules: None,
             control_port: 4797,

@@ -125,7 +125,7 @@ pub const VARIABLES: &[Variable] = &[
         name: "RDMASOCK_ZCOPY_MIN",
         option: "zcopy-min",
         placeholder: "AUTO|OFF|SIZE",
-        default: "auto",
+        default: "off",
         accepts: "auto, off, or a size from 4K to 1G",
         meaning: "between hosts: from which size on a blocking send and a blocking receive have the device copy from \
                   program to program, past the rings; auto: 128K; off: never",
@@ -242,7 +242,7 @@ fn spin(value: &OsStr) -> Option<Duration> {
 
 fn zcopy_min(value: &OsStr) -> Option<Option<Size>> {
     match value.to_str()? {
-        "auto" => Some(Config::default().zcopy_min),
+        "auto" => Some(Some(Size::kib(128))),
         "off" => Some(None),
         size => {
             let size = Size::parse(size)?;

@@ -1,8 +1,8 @@
-//! A blocking receive whose buffer the peer's device writes to, past the ring (docs/protocol.md, P85–P89). What it has
+//! A blocking receive whose buffer the peer's device writes to, past the ring (docs/protocol.md, P90–P94). What it has
 //! written counts as what the ring has next; the ring does not have it.
 //!
-//! The buffer is registered for this one wait. Before the call returns, by whatever way, the peer has said that it writes
-//! there no more, or its bulk queue pair is given up; then the registration ends too.
+//! The buffer is registered for this one wait. Before the call returns, by whatever way, the peer has said that it
+//! writes there no more, or its bulk queue pair is given up; then the registration ends too.
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
@@ -127,8 +127,8 @@ impl Landing {
         self.remote.end().settle_head(self.mine);
     }
 
-    /// The call is about to return, or to go on elsewhere, and has not seen the end of it: has the peer say that it writes
-    /// no more. Gives how many bytes have come.
+    /// The call is about to return, or to go on elsewhere, and has not seen the end of it: has the peer say that it
+    /// writes no more. Gives how many bytes have come.
     #[cold]
     pub fn leave(mut self) -> usize {
         self.end_wait();

@@ -1,10 +1,9 @@
-//! Bulk queue pairs beside those of links to other hosts (docs/protocol.md, P85): when one is made, and what follows when
-//! it is lost. Not what goes over it, which is the engine's business.
+//! Bulk queue pairs beside those of links to other hosts (docs/protocol.md, P90): when one is made, and what follows
+//! when it is lost. Not what goes over it, which is the engine's business.
 //!
-//! Who has dialled the link dials this too. The other gives it a cookie for that, over the link. A link that has lost one
-//! gets another one only when both ends have said that they have none, and some time later.
+//! Who has dialled the link dials this too. The other gives it a cookie for that, over the link. A link that has lost
+//! one gets another one only when both ends have said that they have none, and some time later.
 
-use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
 
 use rdmasock_core::ids::Cookie;
@@ -12,6 +11,7 @@ use rdmasock_core::stats::Event;
 use rdmasock_core::wire::{Introduction, Message};
 use rustix::io::Errno;
 
+use super::bulks::Stage;
 use super::pairs::{dial, introduce};
 use super::signals::SignalsBlocked;
 use super::state::Worker;
@@ -20,104 +20,8 @@ use crate::link::{Link, Remote, up};
 use crate::mailbox::Command;
 use crate::verbs::{Incoming, Pair};
 
-/// Time from the loss of one to the next, ns; each time twice as long.
-const AGAIN_AFTER: u64 = 1_000_000_000;
-const DOUBLINGS: u32 = 6;
-
 /// How long one may take to come about, ns.
 const WITHIN: u64 = 40_000_000_000;
-
-/// Where a link's is on its way.
-enum Stage {
-    /// There is none, and none is wanted before this time, monotonic ns.
-    None { before: u64 },
-    /// The other end was asked for a cookie; until then.
-    Asked { until: u64 },
-    /// The other end was given a cookie; until then.
-    Offered { until: u64 },
-    /// It is being connected.
-    Connecting,
-    /// Both ends have it, as far as this one knows.
-    Up,
-    /// It is lost. Who has said so: this end, the other.
-    Lost { here: bool, there: bool },
-}
-
-struct Bulk {
-    stage: Stage,
-    /// What the other end was given last. A request may be repeated, as one for a link.
-    cookie: Option<Cookie>,
-    /// How many were lost.
-    lost: u32,
-    /// The other end has lost it before this one has it.
-    is_lost_there: bool,
-}
-
-impl Bulk {
-    fn new() -> Self {
-        Self {
-            stage: Stage::None { before: 0 },
-            cookie: None,
-            lost: 0,
-            is_lost_there: false,
-        }
-    }
-
-    /// Nothing is on its way, and something may be.
-    fn may_begin(&self, now: u64) -> bool {
-        match self.stage {
-            Stage::None { before } => now >= before,
-            Stage::Asked { until } | Stage::Offered { until } => now >= until,
-            Stage::Connecting | Stage::Up | Stage::Lost { .. } => false,
-        }
-    }
-
-    /// It has come to nothing, or is over.
-    fn end(&mut self, now: u64) {
-        let after = AGAIN_AFTER << self.lost.min(DOUBLINGS);
-        self.lost = self.lost.saturating_add(1);
-        self.cookie = None;
-        self.is_lost_there = false;
-        self.stage = Stage::None { before: now + after };
-    }
-
-    /// One of the ends has said that it has lost it.
-    fn on_lost(&mut self, now: u64, is_here: bool) {
-        let (here, there) = match self.stage {
-            Stage::Lost { here, there } => (here || is_here, there || !is_here),
-            _ => (is_here, !is_here),
-        };
-        if here && there {
-            self.end(now);
-        } else {
-            self.stage = Stage::Lost { here, there };
-        }
-    }
-}
-
-/// By the link's slot.
-#[derive(Default)]
-pub struct Bulks(HashMap<u32, Bulk>);
-
-impl Bulks {
-    fn of(&mut self, link: &Link) -> &mut Bulk {
-        self.0.entry(link.slot()).or_insert_with(Bulk::new)
-    }
-
-    /// The link is down.
-    pub fn forget(&mut self, link: &Link) {
-        self.0.remove(&link.slot());
-    }
-
-    /// The link for which this cookie was given out.
-    fn offered(&self, introduction: &Introduction) -> Option<&'static Link> {
-        let is_it = |link: &&'static Link| {
-            let cookie = self.0.get(&link.slot()).and_then(|bulk| bulk.cookie.as_ref());
-            cookie.is_some_and(|cookie| cookie.matches(&introduction.cookie)) && link.peer() == introduction.instance
-        };
-        up::all().into_iter().find(is_it)
-    }
-}
 
 fn remote_at(slot: u32) -> Option<(&'static Link, &'static Remote)> {
     let link = up::all().into_iter().find(|link| link.slot() == slot)?;

@@ -13,7 +13,7 @@ use rustix::event::epoll as kernel;
 
 use super::alarms::Alarms;
 use super::asking::Asking;
-use super::bulk::Bulks;
+use super::bulks::Bulks;
 use super::control::taken::Control;
 use super::ends::Ends;
 use super::guests;

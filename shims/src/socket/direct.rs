@@ -1,8 +1,8 @@
 //! Whether one direction of a stream between hosts is worth a direct transfer, by how it went lately.
 //!
 //! A receive that tells the peer of its buffer pays for that whether or not the peer uses it, with time in which it has
-//! nothing to do; a send that waits for a reader with a buffer waits in vain where there is none. So each failure in a row
-//! doubles the number of calls that do not try, up to a few receives and many sends.
+//! nothing to do; a send that waits for a reader with a buffer waits in vain where there is none. So each failure in a
+//! row doubles the number of calls that do not try, up to a few receives and many sends.
 
 /// Reads of so much less than is worth a direct transfer are still those of a bulk transfer.
 const LARGE: usize = 4;

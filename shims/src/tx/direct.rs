@@ -1,9 +1,9 @@
 //! A blocking send of much, whose bytes the device takes from the program's memory, past the mirror, when the peer's
-//! program waits for them with a buffer (docs/protocol.md, P85–P89).
+//! program waits for them with a buffer (docs/protocol.md, P90–P94).
 //!
-//! It waits for such a reader for a moment only, as kernel TCP would not wait at all. What was lent counts as sent; before
-//! the call returns the peer has taken it, or what it has not is in the mirror and nothing reaches the program's memory
-//! any more.
+//! It waits for such a reader for a moment only, as kernel TCP would not wait at all. What was lent counts as sent;
+//! before the call returns the peer has taken it, or what it has not is in the mirror and nothing reaches the program's
+//! memory any more.
 
 use std::ffi::c_int;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
@@ -13,7 +13,7 @@ use rdmasock_core::ids::Vqpn;
 use rdmasock_core::os::thread;
 use rdmasock_core::stats::Event;
 
-use super::{give_back, is_dead};
+use super::room::give_back;
 use crate::call::{Call, Place};
 use crate::handler;
 use crate::iov::Iov;
@@ -69,14 +69,14 @@ impl Wanted for Taken {
     fn is_worth_a_look(socket: &'static Socket) -> bool {
         let theirs = Vqpn(socket.peer_vqpn.load(Relaxed));
         let remote = socket.link().and_then(|link| link.remote());
-        is_dead(socket)
+        socket.wakes.is_dead()
             || socket.tx_mode.load(Acquire) != Mode::Link
             || remote.is_none_or(|remote| remote.is_down() || remote.end().is_source_done(theirs))
     }
 }
 
-/// Sends from the next piece of `iov`, if a reader waits for it or does so in a moment. Gives how many bytes; 0: they go
-/// by the mirror.
+/// Sends from the next piece of `iov`, if a reader waits for it or does so in a moment. Gives how many bytes; 0: they
+/// go by the mirror.
 pub(super) fn send(call: &mut Call, iov: &mut Iov, flags: c_int) -> usize {
     let socket = call.socket;
     let Some((link, remote)) = socket.link().and_then(|link| Some((link, link.remote()?))) else {
@@ -101,7 +101,8 @@ pub(super) fn send(call: &mut Call, iov: &mut Iov, flags: c_int) -> usize {
     sent
 }
 
-/// Waits for a moment for a reader with a buffer, and for somewhat longer while it reads what precedes. Gives how much of
+/// Waits for a moment for a reader with a buffer, and for somewhat longer while it reads what precedes. Gives how much
+/// of
 /// `len` it wants.
 fn await_reader(call: &Call, remote: &'static Remote, theirs: Vqpn, len: usize) -> Option<usize> {
     let (socket, end) = (call.socket, remote.end());
@@ -132,7 +133,7 @@ fn await_reader(call: &Call, remote: &'static Remote, theirs: Vqpn, len: usize) 
         }
         let within = if unread == 0 { reader_within } else { READS_WITHIN };
         let is_late = now - moved > within || now - begun > ALL_READ_WITHIN;
-        if is_late || socket.tx_mode.load(Acquire) != Mode::Link || is_dead(socket) {
+        if is_late || socket.tx_mode.load(Acquire) != Mode::Link || socket.wakes.is_dead() {
             return None;
         }
         remote.progress();
@@ -147,7 +148,8 @@ fn lend(call: &mut Call, remote: &'static Remote, memory: *mut u8, len: usize) -
     let Some(wanted) = await_reader(call, remote, theirs, len) else {
         return 0;
     };
-    // SAFETY: the program's buffer, which the device only reads, and `Lent` ends the registration before the call returns.
+    // SAFETY: the program's buffer, which the device only reads, and `Lent` ends the registration before the call
+    // returns.
     let Ok(region) = (unsafe { end.qp().register(memory, wanted, Role::Source) }) else {
         return 0;
     };
@@ -156,7 +158,7 @@ fn lend(call: &mut Call, remote: &'static Remote, memory: *mut u8, len: usize) -
         let producer = state.producer.as_mut()?;
         // Meanwhile the stream may have left the link, and come back as another.
         let is_same = socket.tx_mode.load(Acquire) == Mode::Link && socket.peer_vqpn.load(Relaxed) == theirs.0;
-        let is_open = is_same && !state.is_shut && !is_dead(socket);
+        let is_open = is_same && !state.is_shut && !socket.wakes.is_dead();
         if !is_open || call.place(&state.own.seen) != Place::Here || ready::is_reader_gone(producer) {
             return None;
         }

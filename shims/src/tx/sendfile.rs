@@ -8,7 +8,7 @@ use rdmasock_core::os::kernel;
 
 use super::cork::{delay_wake, is_more_to_come};
 use super::room::{Room, no_room};
-use super::{PIECE, count_sent, is_dead, leave, plain, take_back, violation};
+use super::{PIECE, count_sent, leave, plain, take_back, violation};
 use crate::call::{Began, Call, Direction, Place, on_its_file};
 use crate::closing;
 use crate::errno;
@@ -95,7 +95,7 @@ unsafe fn sendfile_slow(
             }
             continue;
         }
-        let gone = is_dead(socket) || tx.producer.as_mut().is_none_or(ready::is_reader_gone);
+        let gone = socket.wakes.is_dead() || tx.producer.as_mut().is_none_or(ready::is_reader_gone);
         if on_link && tx.is_shut {
             drop(tx);
             return super::after_shutdown(sent, 0);

@@ -1,6 +1,6 @@
-//! The bulk queue pair of a link between hosts: what goes straight into the memory of programs goes over it, and what is
-//! told behind that. An access that is refused ends it and nothing else (docs/protocol.md, P85); another one may take its
-//! place. Not what goes over it (`pump/direct.rs`).
+//! The bulk queue pair of a link between hosts: what goes straight into the memory of programs goes over it, and what
+//! is told behind that. An access that is refused ends it and nothing else (docs/protocol.md, P90); another one may
+//! take its place. Not what goes over it (`pump/direct.rs`).
 
 use std::collections::VecDeque;
 

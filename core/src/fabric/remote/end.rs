@@ -302,8 +302,8 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         self.shared.mirror.neutralise();
     }
 
-    /// Direct transfers (P85) go over this queue pair from now on, which is connected, beside the link's own, and has not
-    /// been used. Gives it back if there is one, or the link is down.
+    /// Direct transfers (P90) go over this queue pair from now on, which is connected, beside the link's own, and has
+    /// not been used. Gives it back if there is one, or the link is down.
     pub fn attach_bulk(&self, qp: Q) -> Option<Q> {
         if self.fault.get().is_some() {
             return Some(qp);
@@ -352,8 +352,8 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
     }
 
     /// What has become of an advert. Its bytes count as the next ones of the ring, which does not have them: who gets
-    /// them consumes as many, and then [says so](Self::settle_head). `None` in a signal handler that has interrupted the
-    /// engine.
+    /// them consumes as many, and then [says so](Self::settle_head). `None` in a signal handler that has interrupted
+    /// the engine.
     pub fn landed(&self, mine: Vqpn, serial: u32) -> Option<Landed> {
         self.with(|engine| engine.landed(mine.0, serial))
     }
@@ -371,14 +371,15 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         let _ = self.run(PUMP);
     }
 
-    /// How many bytes the peer's program waits for with a buffer, on its stream `theirs`, if there is nothing else for it.
+    /// How many bytes the peer's program waits for with a buffer, on its stream `theirs`, if there is nothing else for
+    /// it.
     pub fn wanted(&self, theirs: Vqpn) -> u64 {
         self.with(|engine| engine.wanted(&self.shared, theirs.0)).unwrap_or(0)
     }
 
     /// The next `len` bytes of a producer, which is at `position` and [wanted](Self::wanted), stay at `address` in the
-    /// program's memory, registered under `key`: they are to be committed without being written. False if that cannot be.
-    /// To be ended by [`take_source`](Self::take_source).
+    /// program's memory, registered under `key`: they are to be committed without being written. False if that cannot
+    /// be. To be ended by [`take_source`](Self::take_source).
     pub fn lend_source(&self, theirs: Vqpn, position: u64, address: usize, len: u64, key: u32) -> bool {
         let source = Source {
             from: position,
@@ -674,8 +675,8 @@ impl<Q: QueuePair, L: Local> LinkEnd for End<Q, L> {
         self.shared.mine.told_at(mine)
     }
 
-    /// Of waiter 0 also whether there is a message, or a fault, the beginning of a watch or the end of a bulk queue pair
-    /// that was not asked for.
+    /// Of waiter 0 also whether there is a message, or a fault, the beginning of a watch or the end of a bulk queue
+    /// pair that was not asked for.
     fn has_ready(&self, waiter: WaiterId) -> bool {
         self.sweeps.has_ready(&self.shared.mine, waiter)
             || waiter == SERVICE

@@ -53,7 +53,8 @@ pub enum Breach {
     /// An immediate on a link that has none.
     #[error("unexpected immediate")]
     Immediate,
-    /// An advert of no memory, or while another is in use, or an answer beyond it; or what belongs to another queue pair.
+    /// An advert of no memory, or while another is in use, or an answer beyond it; or what belongs to another queue
+    /// pair.
     #[error("bad advert")]
     Advert,
 }

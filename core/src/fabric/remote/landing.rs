@@ -1,5 +1,5 @@
 //! What the engine of a link between hosts does about direct transfers: adverts of both ends, the program's memory as a
-//! source, and the bulk queue pair for them (docs/protocol.md, P85–P89). Not what is posted (`pump/direct.rs`).
+//! source, and the bulk queue pair for them (docs/protocol.md, P90–P94). Not what is posted (`pump/direct.rs`).
 
 use super::bulk::{Bulk, Placed};
 use super::direct::{Advert, Landed, Source, Withdrawal};
@@ -91,8 +91,8 @@ impl<Q: QueuePair> Engine<Q> {
         (room > 0).then_some((mine, room))
     }
 
-    /// Our program waits with `length` bytes at `address`, registered for the peer under `rkey`, and its stream's ring is
-    /// empty. `None` if there is something in the ring, or this cannot be.
+    /// Our program waits with `length` bytes at `address`, registered for the peer under `rkey`, and its stream's ring
+    /// is empty. `None` if there is something in the ring, or this cannot be.
     pub fn advertise<L: Local>(
         &mut self,
         g: &Shared<Q, L>,
@@ -213,8 +213,8 @@ impl<Q: QueuePair> Engine<Q> {
         Ok(())
     }
 
-    /// How many bytes of our program's memory the peer's stream has a use for at once: it waits with a buffer for what is
-    /// sent next.
+    /// How many bytes of our program's memory the peer's stream has a use for at once: it waits with a buffer for what
+    /// is sent next.
     pub fn wanted<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32) -> u64 {
         let (Some(mine), Some(block)) = (self.streams.mine(theirs), g.block_mirror(theirs)) else {
             return 0;
@@ -233,8 +233,8 @@ impl<Q: QueuePair> Engine<Q> {
         }
     }
 
-    /// What the producer commits next, up to `until`, is in our program's memory, and not in the mirror. False if it has
-    /// to be there.
+    /// What the producer commits next, up to `until`, is in our program's memory, and not in the mirror. False if it
+    /// has to be there.
     pub fn lend_source<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32, source: Source) -> bool {
         if self.wanted(g, theirs) < source.until - source.from {
             return false;
@@ -274,8 +274,8 @@ impl<Q: QueuePair> Engine<Q> {
             s.out.look(block, ENGINE.0);
         }
         if let Some(ring) = s.out.ring_at(from) {
-            // SAFETY: committed, and the peer has not confirmed it: the producer does not write there, and what the device
-            // reads of the mirror begins behind it.
+            // SAFETY: committed, and the peer has not confirmed it: the producer does not write there, and what the
+            // device reads of the mirror begins behind it.
             unsafe { g.mirror.area().copy_in(ring, from, rest) };
         }
         let posted = s

@@ -1,5 +1,5 @@
 //! What one message on the queue pair holds: a header and any number of records. Written into a buffer of
-//! fixed size, read from any bytes at all. See docs/protocol.md, P50–P58. Not what a record does.
+//! fixed size, read from any bytes at all. See docs/protocol.md, P50–P58 and P90–P94. Not what a record does.
 
 #![forbid(unsafe_code)]
 
@@ -33,7 +33,7 @@ pub const HEADER_BYTES: usize = size_of::<Header>();
 /// | `tail`, `head`, `position` | positions: bytes of the direction from its beginning on |
 /// | `generation` | which of the rings that were offered one after the other |
 /// | `end`, `flags`, `word`, `count` | a word of the direction block, as `fabric::ring` has it; in `Tell` an attention word |
-/// | `serial` | an advert of the end whose program waits (P86) |
+/// | `serial` | an advert of the end whose program waits (P91) |
 /// | `address`, `length`, `rkey` | a buffer of that program's, and its key for the reader's WRITEs |
 /// | `index`, `rkey`, `base` | a chunk's place in the data area, in chunks; its key and address for the reader's WRITEs (P53) |
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,5 +1,6 @@
 //! What is sent of what a consumer has published: rings on offer, with the keys of their memory, heads, flags, a stop,
-//! and what the peer has asked to have confirmed, buffers that its program waits with. Not what producers say (`data.rs`).
+//! and what the peer has asked to have confirmed, buffers that its program waits with. Not what producers say
+//! (`data.rs`).
 
 use crate::fabric::remote::chunks::{Chunks, of_region};
 use crate::fabric::remote::direct::{Advert, Withdrawal};

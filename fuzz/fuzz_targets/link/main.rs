@@ -182,6 +182,7 @@ impl World {
             piece: 3000,
             chunk_log2: 13,
             buffers: (BUFFER_PAGES * PAGE) as u64,
+            direct_min: 100,
         };
         let here = Here {
             flags: std::array::from_fn(|_| SleepFlag::new()),

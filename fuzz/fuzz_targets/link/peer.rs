@@ -104,6 +104,22 @@ pub enum Say<'a> {
         to: Number,
         word: u32,
     },
+    Advert {
+        to: Number,
+        position: Value,
+        address: u64,
+        length: u32,
+    },
+    Withdraw {
+        to: Number,
+        serial: u32,
+        position: Value,
+        is_final: bool,
+    },
+    Placed {
+        to: Number,
+        tail: Value,
+    },
 }
 
 /// The stream, if it is one of ours, and its number.
@@ -279,6 +295,44 @@ impl Say<'_> {
                 theirs: find(streams, to).1,
                 word,
             },
+            Self::Advert {
+                to,
+                position,
+                address,
+                length,
+            } => {
+                let (stream, theirs) = find(streams, to);
+                Record::Advert {
+                    theirs,
+                    serial: length,
+                    position: position.of(stream.map_or(0, |s| sent(s))),
+                    address,
+                    length,
+                    rkey: 1,
+                }
+            }
+            Self::Withdraw {
+                to,
+                serial,
+                position,
+                is_final,
+            } => {
+                let (stream, theirs) = find(streams, to);
+                Record::Withdraw {
+                    theirs,
+                    serial,
+                    position: position.of(stream.map_or(0, |s| sent(s))),
+                    is_final,
+                }
+            }
+            Self::Placed { to, tail } => {
+                let (stream, theirs) = find(streams, to);
+                Record::Placed {
+                    theirs,
+                    serial: 1,
+                    tail: tail.of(stream.map_or(0, |s| s.told)),
+                }
+            }
         };
         out.push(&record);
     }

@@ -197,6 +197,10 @@ impl<Q: QueuePair> Engine<Q> {
         let Some(theirs) = s.theirs else {
             return Ok(());
         };
+        // It is about what has gone.
+        if withdrawal.position > s.out.told {
+            return Err(Breach::Advert);
+        }
         let (answer, again) = s.out.targets.on_withdrawal(withdrawal);
         if let Some(position) = again {
             s.out.go_back(position)?;

@@ -1,6 +1,7 @@
 //! A peer that sends anything: the end goes on or ends the link with a reason, and what its cursors see is
 //! always valid.
 
+use super::mem::pair_beside;
 use super::qp::{Completed, QueuePair};
 use super::record::{Builder, Record};
 use super::*;
@@ -10,6 +11,10 @@ use super::*;
 enum Sent {
     Bytes(Vec<u8>),
     Records(Vec<Fields>, u16, Option<(prop::sample::Index, u8)>),
+    /// The same on the bulk queue pair.
+    Bulk(Vec<Fields>, Option<(prop::sample::Index, u8)>),
+    /// Nothing: our program waits with a buffer.
+    Wait,
 }
 
 /// A kind, a stream, and two values.
@@ -23,18 +28,22 @@ fn sent() -> impl Strategy<Value = Sent> {
         1 => (0u64..3, 11u64..15, 0u64..300).prop_map(|(g, log2, page)| g << 40 | log2 << 32 | page)
     ];
     let fields = (
-        0u8..13,
+        0u8..16,
         prop_oneof![4 => 0u32..3, 1 => any::<u32>()],
         value,
         prop_oneof![3 => 0u32..4, 1 => any::<u32>()],
         proptest::collection::vec(any::<u8>(), 0..40),
     );
+    let mutation = || proptest::option::weighted(0.1, (any::<prop::sample::Index>(), any::<u8>()));
+    let placed = (Just(15u8), 0u32..3, 0u64..9000, 0u32..4, Just(Vec::new()));
     prop_oneof![
+        2 => (proptest::collection::vec(placed, 0..3), mutation()).prop_map(|(f, m)| Sent::Bulk(f, m)),
+        2 => Just(Sent::Wait),
         1 => proptest::collection::vec(any::<u8>(), 0..80).prop_map(Sent::Bytes),
         12 => (
             proptest::collection::vec(fields, 1..4),
             prop_oneof![8 => Just(0u16), 1 => any::<u16>()],
-            proptest::option::weighted(0.1, (any::<prop::sample::Index>(), any::<u8>())),
+            mutation(),
         ).prop_map(|(f, g, m)| Sent::Records(f, g, m)),
     ]
 }
@@ -70,8 +79,40 @@ fn record<'a>((kind, theirs, position, word, payload): &'a Fields) -> Record<'a>
         9 => Record::Message { bytes: payload },
         10 => Record::Confirm { theirs },
         11 => Record::Ack { theirs, tail: position },
-        _ => Record::Tell { theirs, word },
+        12 => Record::Tell { theirs, word },
+        13 => Record::Advert {
+            theirs,
+            serial: word,
+            position,
+            address: position.rotate_left(word),
+            length: word << 10,
+            rkey: theirs,
+        },
+        14 => Record::Withdraw {
+            theirs,
+            serial: word,
+            position,
+            is_final: payload.len() % 2 == 1,
+        },
+        _ => Record::Placed {
+            theirs,
+            serial: word,
+            tail: position,
+        },
     }
+}
+
+fn encoded(fields: &[Fields], grant: u16, mutation: Option<(prop::sample::Index, u8)>) -> Vec<u8> {
+    let mut builder = Builder::new(1000);
+    for f in fields {
+        builder.push(&record(f));
+    }
+    let mut bytes = builder.finish(grant).to_vec();
+    if let Some((at, to)) = mutation {
+        let at = at.index(bytes.len());
+        bytes[at] = to;
+    }
+    bytes
 }
 
 proptest! {
@@ -86,7 +127,10 @@ proptest! {
         let mut config = Config::default();
         config.limits.immediate = immediate;
         let [qp, peer] = pair(config, &clock);
-        let e = end(qp, Tuning::default());
+        let tuning = Tuning { direct_min: 100, ..Tuning::default() };
+        let e = end(qp, tuning);
+        let [bulk, bulk_peer] = pair_beside(config, &clock, Some(e.qp()));
+        prop_assert!(e.attach_bulk(bulk).is_none());
         // One stream that is paired, one that is not.
         let mut opened = [e.open(12).unwrap(), e.open(12).unwrap()];
         e.pair(opened[0].vqpn, Vqpn(7));
@@ -100,19 +144,18 @@ proptest! {
         for message in &all {
             let posted = match message {
                 Sent::Bytes(bytes) => peer.send(&[bytes]),
-                Sent::Records(fields, grant, mutation) => {
-                    let mut builder = Builder::new(1000);
-                    for f in fields {
-                        builder.push(&record(f));
-                    }
-                    let mut bytes = builder.finish(*grant).to_vec();
-                    if let Some((at, to)) = mutation {
-                        let at = at.index(bytes.len());
-                        bytes[at] = *to;
-                    }
-                    peer.send(&[&bytes])
+                Sent::Records(fields, grant, mutation) => peer.send(&[&encoded(fields, *grant, *mutation)]),
+                Sent::Bulk(fields, mutation) => {
+                    // It may be over: that ends nothing else.
+                    let _ = bulk_peer.send(&[&encoded(fields, 0, *mutation)]);
+                    Ok(())
+                }
+                Sent::Wait => {
+                    e.advertise(opened[0].vqpn, 1 << 20, 4096, 5);
+                    Ok(())
                 }
             };
+            let _ = bulk_peer.poll(&mut |_: Completed<'_>| {});
             prop_assert!(posted.is_ok() || e.fault().is_some());
             let _ = peer.poll(&mut |_: Completed<'_>| {});
             let result = e.progress();
@@ -172,6 +215,14 @@ fn each_breach_has_its_name() {
     let cases: &[(&[Record<'_>], Option<Breach>)] = &[
         (&[switch, data(2), data(4096), end_at(4096, 1)], None),
         (&[data(2)], Some(Breach::Tail)),
+        (
+            &[Record::Placed {
+                theirs: 0,
+                serial: 1,
+                tail: 1,
+            }],
+            Some(Breach::Advert),
+        ),
         (&[switch, data(1)], Some(Breach::Tail)),
         (&[switch, data(4), data(4)], Some(Breach::Tail)),
         (&[switch, data(4097)], Some(Breach::Tail)),

@@ -135,6 +135,11 @@ impl<'a> Flow<'a> {
         let is_watched = self.before.is_some();
         self.note();
         assert!(!is_watched || self.direct > 0, "nothing that mattered went directly");
+        self.end_at_will();
+    }
+
+    /// The same, however it went.
+    pub fn end_at_will(self) {
         self.c.log(format_args!("{} bytes", self.bytes()));
         self.c.sync("ended");
         self.c.close(self.fd);
@@ -450,7 +455,10 @@ pub fn sender_times_out(c: &Ctx) {
     if !flow.reads {
         sys::set_timeout(flow.fd, libc::SO_SNDTIMEO, Duration::from_millis(5)).ok();
     }
-    send_to_a_reader_that_pauses(&mut flow);
+    for _ in 0..3 {
+        send_to_a_reader_that_pauses(&mut flow);
+        flow.run_up();
+    }
     flow.end();
 }
 
@@ -490,10 +498,11 @@ pub fn under_signals(act: impl FnOnce()) {
 
 fn send_to_a_reader_that_pauses(flow: &mut Flow) {
     let mut rng = Rng::new(9);
-    for n in 0..160 {
+    for n in 0..100 {
         let len = 4096 + rng.below(600_000) as usize;
         if !flow.reads {
             flow.send(len);
+            thread::sleep(Duration::from_micros(200));
             continue;
         }
         if n % 16 == 15 {

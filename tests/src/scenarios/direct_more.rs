@@ -382,6 +382,8 @@ pub fn unmapped(c: &Ctx) {
 /// program, before what is awaited comes or afterwards.
 pub fn forks(c: &Ctx) {
     let mut flow = Flow::begin(c);
+    // A program that has it too would take it off the link: see `leaves`.
+    call!(libc::fcntl(flow.fd, libc::F_SETFD, libc::FD_CLOEXEC)).ok();
     for round in 0..24 {
         let (does_exec, is_late, by_reader) = (round % 2 == 1, round % 4 > 1, round % 3 > 0);
         let fork = || {
@@ -431,6 +433,69 @@ pub fn forks(c: &Ctx) {
         flow.run_up();
     }
     flow.end();
+}
+
+/// A new connection, which goes directly as the first does.
+fn another(c: &Ctx) -> Flow<'_> {
+    let mut flow = Flow::of(c, c.cold_pair(), c.is_server());
+    c.warm_up(flow.fd);
+    flow.run_up();
+    flow
+}
+
+/// The connection leaves the link while a thread waits with a buffer: a child has become a program that has it too, or
+/// one of the ends asks for urgent data.
+pub fn leaves(c: &Ctx) {
+    c.close(c.pair());
+    for round in 0..9 {
+        let (how, by_reader, has_part) = (round % 3, round % 2 == 1, round > 4);
+        let mut flow = another(c);
+        let fd = flow.fd;
+        let leave = move || {
+            let program = || {
+                let words = [c"sleep".as_ptr(), c"0.05".as_ptr(), std::ptr::null()];
+                call!(libc::execv(c"/bin/sleep".as_ptr(), words.as_ptr()));
+                1
+            };
+            match how {
+                0 => assert_eq!(sys::wait_child(sys::fork_child(program)), 0),
+                1 => assert!(sys::recv(fd, &mut [0], libc::MSG_OOB).is(libc::EINVAL)),
+                _ => {
+                    let child = sys::fork_child(program);
+                    thread::spawn(move || assert_eq!(sys::wait_child(child), 0));
+                }
+            }
+        };
+        c.sync("waits");
+        if flow.reads {
+            thread::scope(|s| {
+                s.spawn(move || {
+                    rest();
+                    c.sync("part");
+                    if by_reader {
+                        leave();
+                    }
+                    c.sync("left");
+                });
+                flow.receive_all(LARGE);
+            });
+        } else {
+            let part = if has_part { MUCH } else { 0 };
+            c.sync("part");
+            flow.send(part);
+            if !by_reader {
+                leave();
+            }
+            if round % 4 == 0 {
+                flow.send(LARGE - part);
+                c.sync("left");
+            } else {
+                c.sync("left");
+                flow.send(LARGE - part);
+            }
+        }
+        flow.end_at_will();
+    }
 }
 
 /// What ends the wait.

@@ -111,7 +111,7 @@ pub fn all() -> Vec<Scenario> {
         epoll_more: warm { nested, mixed, in_turns, two_epolls, two_sleepers, registered_before, pwait2, added_while_waiting, shared_with_child, unwritable } cold { loop_level, loop_edge }
         order: warm { of_arrival, young_first, none_alone, listed_once } cold { end_first }
         direct: warm { sizes, vectors, whole, time_outs, late_time_outs, sender_times_out, sender_interrupted, reader_stopped, both_send_first } cold {  }
-        direct_more: warm { interrupted, interrupted_often, cancel, two_readers, others_look, others_peek, unmapped, forks } cold {  }
+        direct_more: warm { interrupted, interrupted_often, cancel, two_readers, others_look, others_peek, unmapped, forks, leaves } cold {  }
         poll: warm { odd_fds, masks, ppoll, select, select_errors, select_all, high_fd, two_connections, as_many_as_the_limit } cold { listener }
         fds: warm { dups, dup2_over, dup2_swap, numbering, limit, close_everything, close_range, close_range_under_use, reuse } cold { closed_at_the_limit }
         handed: warm {  } cold { forked, forked_by_the_client, forked_and_kept, passed }

@@ -59,6 +59,8 @@ fn act(fd: c_int, what: &str, n: usize) {
                 piece[..8].copy_from_slice(&at.to_le_bytes());
                 assert_eq!(sys::send_all(fd, &piece).count(), PIECE);
                 piece[..8].fill(0xA5);
+                // The reader has time to be back in its next call.
+                sys::pause_ms(1);
             }
         }
         "receive-pieces" => {

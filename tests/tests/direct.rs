@@ -13,11 +13,10 @@ use rdmasock_tests::harness::{Paths, clean_environment};
 use rdmasock_tests::observe::count;
 use rdmasock_tests::stall::PIECE;
 
-/// How long it may take until anything goes directly.
+/// How long it may take until most of a transfer goes directly.
 const LIMIT: Duration = Duration::from_secs(60);
-/// Pieces until then at a time, and of what is counted.
-const FEW: usize = 40;
-const MANY: usize = 600;
+/// Pieces of a transfer.
+const MANY: usize = 200;
 
 const DEVICES: [&str; 6] = [
     "roce",
@@ -134,16 +133,16 @@ fn most_is_direct(paths: &Paths, device: &str, sender: &str) -> Result<(), Faile
         }
         Ok((sent, received))
     };
+    // On a machine that has much else to do a reader may be late for a while, and then less is tried.
     let end = Instant::now() + LIMIT;
-    while transfer(FEW)?.1 == 0 {
+    loop {
+        let (sent, received) = transfer(MANY)?;
+        let all = (MANY * PIECE) as u64;
+        if sent >= all / 2 && received >= all / 2 {
+            return Ok(());
+        }
         if Instant::now() > end {
-            return Err("nothing goes directly".into());
+            return Err(format!("of {all} bytes {sent} were sent directly, and {received} received").into());
         }
     }
-    let (sent, received) = transfer(MANY)?;
-    let all = (MANY * PIECE) as u64;
-    if sent < all / 2 || received < all / 2 {
-        return Err(format!("of {all} bytes {sent} were sent directly, and {received} received").into());
-    }
-    Ok(())
 }

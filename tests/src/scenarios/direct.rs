@@ -3,7 +3,7 @@
 //! be at the socket, or at the memory, is in `direct_more`.
 //!
 //! The server reads and the client sends. Before what matters there are large messages whose reader waits for each, until
-//! they do go past the rings; at the end something of what mattered has to have gone so too.
+//! they do go past the rings, and something of what matters has to go so too.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
@@ -53,11 +53,6 @@ pub struct Flow<'a> {
     pub reads: bool,
     /// So much was sent, or received.
     pub at: u64,
-    /// So much of it in run-ups, of which there are more or fewer.
-    in_run_ups: u64,
-    /// How much had gone directly at the end of the last run-up, and how much since then and before the next one.
-    before: Option<u64>,
-    direct: u64,
 }
 
 impl<'a> Flow<'a> {
@@ -70,21 +65,12 @@ impl<'a> Flow<'a> {
 
     /// A direction of this connection, without a run-up.
     pub fn of(c: &'a Ctx, fd: c_int, reads: bool) -> Self {
-        Self {
-            c,
-            fd,
-            reads,
-            at: 0,
-            in_run_ups: 0,
-            before: None,
-            direct: 0,
-        }
+        Self { c, fd, reads, at: 0 }
     }
 
     /// Large messages until they go directly.
     #[track_caller]
     pub fn run_up(&mut self) {
-        self.note();
         let end = Instant::now() + Duration::from_secs(30);
         loop {
             self.c.sync("run-up");
@@ -97,19 +83,39 @@ impl<'a> Flow<'a> {
                     thread::sleep(Duration::from_micros(60));
                 }
             }
-            self.in_run_ups += (RUN * MESSAGE) as u64;
             // What is counted is counted when the call has returned.
             self.c.sync("run");
-            self.before = self.asked();
-            let goes = match (before, self.before) {
-                (Some(before), Some(now)) => now - before >= (RUN * MESSAGE / 8) as u64,
-                _ => true,
-            };
-            assert!(goes || Instant::now() < end, "nothing goes directly");
-            if self.c.exchange("goes", u64::from(goes)) & u64::from(goes) != 0 {
+            if self.went(before, (RUN * MESSAGE / 8) as u64) {
                 return;
             }
+            assert!(Instant::now() < end, "nothing goes directly");
         }
+    }
+
+    /// Plays a part that logs nothing, until something of it has gone directly: on a machine that has much else to do a
+    /// reader need not be there in time. Each time follows a run-up.
+    #[track_caller]
+    pub fn play(&mut self, mut part: impl FnMut(&mut Self)) {
+        let end = Instant::now() + Duration::from_secs(30);
+        loop {
+            self.c.sync("part");
+            let before = self.asked();
+            part(self);
+            self.c.sync("played");
+            if self.went(before, 1) {
+                return;
+            }
+            assert!(Instant::now() < end, "nothing of what matters goes directly");
+            self.run_up();
+        }
+    }
+
+    /// Whether so many bytes have gone directly since, as far as that can be known.
+    fn went(&self, before: Option<u64>, bytes: u64) -> bool {
+        let went = before
+            .zip(self.asked())
+            .is_none_or(|(before, now)| now - before >= bytes);
+        self.c.exchange("went", u64::from(went)) != 0 && went
     }
 
     /// What has gone directly so far, asked by who sends.
@@ -117,31 +123,10 @@ impl<'a> Flow<'a> {
         if self.reads { None } else { self.c.direct_bytes() }
     }
 
-    /// So much was sent, or received, beside the run-ups.
-    fn bytes(&self) -> u64 {
-        self.at - self.in_run_ups
-    }
-
-    fn note(&mut self) {
-        if let Some(before) = self.before.take() {
-            self.direct += self.asked().unwrap_or(before) - before;
-        }
-    }
-
     /// The end, when all was received that was sent.
-    #[track_caller]
-    pub fn end(mut self) {
+    pub fn end(self) {
         self.c.sync("end");
-        let is_watched = self.before.is_some();
-        self.note();
-        assert!(!is_watched || self.direct > 0, "nothing that mattered went directly");
-        self.end_at_will();
-    }
-
-    /// The same, however it went.
-    pub fn end_at_will(self) {
-        self.c.log(format_args!("{} bytes", self.bytes()));
-        self.c.sync("ended");
+        self.c.log("every byte is right");
         self.c.close(self.fd);
     }
 
@@ -286,6 +271,23 @@ impl Kept {
     }
 }
 
+/// Does something in this thread while it gets SIGUSR1 again and again.
+pub fn under_signals(act: impl FnOnce()) {
+    let me = call!(libc::pthread_self()).value as libc::pthread_t;
+    let is_over = AtomicBool::new(false);
+    thread::scope(|s| {
+        s.spawn(|| {
+            let mut rng = Rng::new(11);
+            while !is_over.load(SeqCst) {
+                thread::sleep(Duration::from_micros(50 + rng.below(900)));
+                call!(libc::pthread_kill(me, libc::SIGUSR1)).ok();
+            }
+        });
+        act();
+        is_over.store(true, SeqCst);
+    });
+}
+
 /// A receive with a large buffer gets no more than what was sent at once.
 pub fn sizes(c: &Ctx) {
     const SIZES: [usize; 17] = [
@@ -308,19 +310,21 @@ pub fn sizes(c: &Ctx) {
         20_000,
     ];
     let mut flow = Flow::begin(c);
-    for len in [SIZES; 4].concat() {
-        c.sync("waits");
-        if flow.reads {
-            let mut got = 0;
-            while got < len {
-                got += flow.receive(LARGE, 0).count();
+    flow.play(|flow| {
+        for len in [SIZES; 4].concat() {
+            c.sync("waits");
+            if flow.reads {
+                let mut got = 0;
+                while got < len {
+                    got += flow.receive(LARGE, 0).count();
+                }
+                assert_eq!(got, len);
+            } else {
+                rest();
+                flow.send(len);
             }
-            assert_eq!(got, len);
-        } else {
-            rest();
-            flow.send(len);
         }
-    }
+    });
     flow.end();
 }
 
@@ -335,31 +339,30 @@ pub fn vectors(c: &Ctx) {
         &[33_333],
     ];
     let mut flow = Flow::begin(c);
-    for round in 0..96 {
-        let (there, here) = (PIECES[round % 6], PIECES[round / 6 % 6]);
-        let (is_message, is_whole) = (round % 2 == 0, round % 4 == 0);
-        c.sync("waits");
-        if flow.reads {
-            let mut left: usize = there.iter().sum();
-            while left > 0 {
-                let whole: usize = here.iter().sum();
-                let flags = if is_whole && whole <= left {
-                    libc::MSG_WAITALL
-                } else {
-                    0
-                };
-                let n = flow.receive_pieces(here, is_message, flags).count();
-                assert!(n > 0 && (flags == 0 || !is_message || n == whole), "{n} of {whole}");
-                left -= n;
+    flow.play(|flow| {
+        for round in 0..96 {
+            let (there, here) = (PIECES[round % 6], PIECES[round / 6 % 6]);
+            let (is_message, is_whole) = (round % 2 == 0, round % 4 == 0);
+            c.sync("waits");
+            if flow.reads {
+                let mut left: usize = there.iter().sum();
+                while left > 0 {
+                    let whole: usize = here.iter().sum();
+                    let flags = if is_whole && whole <= left {
+                        libc::MSG_WAITALL
+                    } else {
+                        0
+                    };
+                    let n = flow.receive_pieces(here, is_message, flags).count();
+                    assert!(n > 0 && (flags == 0 || !is_message || n == whole), "{n} of {whole}");
+                    left -= n;
+                }
+            } else {
+                rest();
+                flow.send_pieces(there, round % 3 == 0);
             }
-        } else {
-            rest();
-            flow.send_pieces(there, round % 3 == 0);
         }
-        if round % 24 == 23 {
-            flow.run_up();
-        }
-    }
+    });
     flow.end();
 }
 
@@ -368,18 +371,20 @@ pub fn whole(c: &Ctx) {
     const ALL: usize = 40_000_000;
     let mut flow = Flow::begin(c);
     let mut rng = Rng::new(if flow.reads { 3 } else { 5 });
-    let mut left = ALL;
-    while left > 0 {
-        let most = [100, 5000, 60_000, 300_000, 1_200_000][rng.below(5) as usize];
-        let len = (1 + rng.below(most) as usize).min(left);
-        if flow.reads {
-            assert_eq!(flow.receive(len, libc::MSG_WAITALL).count(), len);
-        } else {
-            flow.send(len);
-            thread::sleep(Duration::from_micros([0, 0, 100, 1000][rng.below(4) as usize]));
+    flow.play(|flow| {
+        let mut left = ALL;
+        while left > 0 {
+            let most = [100, 5000, 60_000, 300_000, 1_200_000][rng.below(5) as usize];
+            let len = (1 + rng.below(most) as usize).min(left);
+            if flow.reads {
+                assert_eq!(flow.receive(len, libc::MSG_WAITALL).count(), len);
+            } else {
+                flow.send(len);
+                thread::sleep(Duration::from_micros([0, 0, 100, 1000][rng.below(4) as usize]));
+            }
+            left -= len;
         }
-        left -= len;
-    }
+    });
     flow.end();
 }
 
@@ -423,146 +428,30 @@ pub fn late_time_outs(c: &Ctx) {
     if flow.reads {
         sys::set_timeout(flow.fd, libc::SO_RCVTIMEO, Duration::from_millis(1)).ok();
     }
-    for round in 0..ROUNDS {
-        let len = 4096 + rng.below(60_000) as usize;
-        let pause = rng.below(2500);
-        c.sync("round");
-        if flow.reads {
-            let mut kept = Kept::default();
-            let mut got = 0;
-            while got < len {
-                let flags = if round % 2 == 0 { libc::MSG_WAITALL } else { 0 };
-                let (r, buf) = flow.receive_into(vec![0; len - got], flags);
-                assert!(r.value > 0 || r.is(libc::EAGAIN), "{r}");
-                got += usize::try_from(r.value).unwrap_or(0);
-                kept.keep(buf);
-            }
-            kept.check();
-        } else {
-            thread::sleep(Duration::from_micros(pause));
-            flow.send(len);
-        }
-        if round % 50 == 49 {
-            flow.run_up();
-        }
-    }
-    flow.end();
-}
-
-/// SO_SNDTIMEO of a sender whose reader pauses.
-pub fn sender_times_out(c: &Ctx) {
-    let mut flow = Flow::begin(c);
-    if !flow.reads {
-        sys::set_timeout(flow.fd, libc::SO_SNDTIMEO, Duration::from_millis(5)).ok();
-    }
-    for _ in 0..3 {
-        send_to_a_reader_that_pauses(&mut flow);
-        flow.run_up();
-    }
-    flow.end();
-}
-
-/// A signal at any moment of a send, whose handler lets it end, or go on.
-pub fn sender_interrupted(c: &Ctx) {
-    let mut flow = Flow::begin(c);
-    for restart in [false, true] {
-        if flow.reads {
-            send_to_a_reader_that_pauses(&mut flow);
-        } else {
-            sys::on_signal(libc::SIGUSR1, nothing, restart);
-            under_signals(|| send_to_a_reader_that_pauses(&mut flow));
-        }
-        flow.run_up();
-    }
-    flow.end();
-}
-
-extern "C" fn nothing(_: c_int) {}
-
-/// Does something in this thread while it gets SIGUSR1 again and again.
-pub fn under_signals(act: impl FnOnce()) {
-    let me = call!(libc::pthread_self()).value as libc::pthread_t;
-    let is_over = AtomicBool::new(false);
-    thread::scope(|s| {
-        s.spawn(|| {
-            let mut rng = Rng::new(11);
-            while !is_over.load(SeqCst) {
-                thread::sleep(Duration::from_micros(50 + rng.below(900)));
-                call!(libc::pthread_kill(me, libc::SIGUSR1)).ok();
-            }
-        });
-        act();
-        is_over.store(true, SeqCst);
-    });
-}
-
-fn send_to_a_reader_that_pauses(flow: &mut Flow) {
-    let mut rng = Rng::new(9);
-    for n in 0..100 {
-        let len = 4096 + rng.below(600_000) as usize;
-        if !flow.reads {
-            flow.send(len);
-            thread::sleep(Duration::from_micros(200));
-            continue;
-        }
-        if n % 16 == 15 {
-            sys::pause_ms(40);
-        }
-        flow.receive_all(len);
-    }
-}
-
-/// The reader is stopped for a second in the middle.
-pub fn reader_stopped(c: &Ctx) {
-    let mut flow = Flow::begin(c);
-    let reader = c.exchange("process", u64::from(std::process::id())) as libc::pid_t;
-    let mut rng = Rng::new(13);
-    thread::scope(|s| {
-        if !flow.reads {
-            s.spawn(move || {
-                for ms in [2, 7] {
-                    sys::pause_ms(ms);
-                    call!(libc::kill(reader, libc::SIGSTOP)).ok();
-                    sys::pause_ms(1000);
-                    call!(libc::kill(reader, libc::SIGCONT)).ok();
-                }
-            });
-        }
-        for _ in 0..200 {
-            let len = 4096 + rng.below(600_000) as usize;
+    flow.play(|flow| {
+        for round in 0..ROUNDS {
+            let len = 4096 + rng.below(60_000) as usize;
+            let pause = rng.below(2500);
+            c.sync("round");
             if flow.reads {
-                flow.receive_all(len);
+                let mut kept = Kept::default();
+                let mut got = 0;
+                while got < len {
+                    let flags = if round % 2 == 0 { libc::MSG_WAITALL } else { 0 };
+                    let (r, buf) = flow.receive_into(vec![0; len - got], flags);
+                    assert!(r.value > 0 || r.is(libc::EAGAIN), "{r}");
+                    got += usize::try_from(r.value).unwrap_or(0);
+                    kept.keep(buf);
+                }
+                kept.check();
             } else {
+                thread::sleep(Duration::from_micros(pause));
                 flow.send(len);
-                thread::sleep(Duration::from_micros(60));
+            }
+            if round % 50 == 49 {
+                flow.run_up();
             }
         }
     });
     flow.end();
-}
-
-/// Both ends send much first, and receive then.
-pub fn both_send_first(c: &Ctx) {
-    let mut back = Flow::begin(c);
-    let mut flow = Flow::of(c, back.fd, !back.reads);
-    flow.run_up();
-    back.run_up();
-    let (to, from) = if flow.reads {
-        (&mut back, &mut flow)
-    } else {
-        (&mut flow, &mut back)
-    };
-    let begun = Instant::now();
-    for _ in 0..20 {
-        c.sync("round");
-        to.send(LARGE);
-        from.receive_all(LARGE);
-    }
-    let is_quick = begun.elapsed() < Duration::from_secs(20);
-    c.log(format_args!(
-        "quick: {is_quick}, {} and {} bytes",
-        to.bytes(),
-        from.bytes()
-    ));
-    c.close(flow.fd);
 }

@@ -1,5 +1,5 @@
 //! Direct transfers (see `direct`) while others are at work: signal handlers, a cancellation, other threads at the socket
-//! or at the memory, forks, and ends of the connection.
+//! or at the memory, and forks.
 
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU64, Ordering::SeqCst};
 use std::sync::mpsc::{SyncSender, sync_channel};
@@ -7,8 +7,7 @@ use std::thread;
 
 use libc::{c_int, c_void};
 
-use super::Scenario;
-use super::direct::{FILL, Flow, Kept, LARGE, assert_filled, is_of_stream, rest, under_signals};
+use super::direct::{FILL, Flow, Kept, LARGE, assert_filled, is_of_stream, under_signals};
 use crate::ctx::Ctx;
 use crate::data::Rng;
 use crate::sys;
@@ -61,7 +60,7 @@ pub fn interrupted_often(c: &Ctx) {
     let mut flow = Flow::begin(c);
     for restart in [false, true] {
         let mut rng = Rng::new(17);
-        let mut receive = || {
+        let mut receive = |flow: &mut Flow| {
             for n in 0..300 {
                 let len = 4096 + rng.below(200_000) as usize;
                 if !flow.reads {
@@ -80,12 +79,14 @@ pub fn interrupted_often(c: &Ctx) {
                 kept.check();
             }
         };
-        if c.is_server() {
-            sys::on_signal(libc::SIGUSR1, count, restart);
-            under_signals(receive);
-        } else {
-            receive();
-        }
+        sys::on_signal(libc::SIGUSR1, count, restart);
+        flow.play(|flow| {
+            if flow.reads {
+                under_signals(|| receive(flow));
+            } else {
+                receive(flow);
+            }
+        });
         flow.run_up();
     }
     flow.end();
@@ -352,27 +353,29 @@ pub fn unmapped(c: &Ctx) {
     let mut flow = Flow::begin(c);
     let (give, replacer) = replaces();
     let mut rng = Rng::new(29);
-    for n in 0..600 {
-        let len = (4096 + rng.below((LARGE - 4096) as u64) as usize) >> rng.below(6);
-        let memory = map(LARGE);
-        // SAFETY: mapped just now, and given away only when this is not used any more.
-        let buf = unsafe { std::slice::from_raw_parts_mut(memory, LARGE) };
-        if flow.reads {
-            let flags = if n % 3 == 0 { 0 } else { libc::MSG_WAITALL };
-            let mut got = 0;
-            while got < len {
-                let r = sys::recv(flow.fd, &mut buf[..len - got], flags);
-                assert!(r.value > 0, "{r}");
-                flow.check(r, &buf[..]);
-                buf.fill(FILL);
-                got += r.count();
+    flow.play(|flow| {
+        for n in 0..400 {
+            let len = (4096 + rng.below((LARGE - 4096) as u64) as usize) >> rng.below(6);
+            let memory = map(LARGE);
+            // SAFETY: mapped just now, and given away only when this is not used any more.
+            let buf = unsafe { std::slice::from_raw_parts_mut(memory, LARGE) };
+            if flow.reads {
+                let flags = if n % 3 == 0 { 0 } else { libc::MSG_WAITALL };
+                let mut got = 0;
+                while got < len {
+                    let r = sys::recv(flow.fd, &mut buf[..len - got], flags);
+                    assert!(r.value > 0, "{r}");
+                    flow.check(r, &buf[..]);
+                    buf.fill(FILL);
+                    got += r.count();
+                }
+            } else {
+                thread::sleep(std::time::Duration::from_micros([0, 300][n % 2]));
+                flow.send_from(&mut buf[..len]);
             }
-        } else {
-            thread::sleep(std::time::Duration::from_micros([0, 300][n % 2]));
-            flow.send_from(&mut buf[..len]);
+            give.send(Used(memory)).unwrap();
         }
-        give.send(Used(memory)).unwrap();
-    }
+    });
     drop(give);
     replacer.join().unwrap();
     flow.end();
@@ -382,209 +385,57 @@ pub fn unmapped(c: &Ctx) {
 /// program, before what is awaited comes or afterwards.
 pub fn forks(c: &Ctx) {
     let mut flow = Flow::begin(c);
-    // A program that has it too would take it off the link: see `leaves`.
+    // A program that has it too would take it off the link: see `direct_ends`.
     call!(libc::fcntl(flow.fd, libc::F_SETFD, libc::FD_CLOEXEC)).ok();
-    for round in 0..24 {
-        let (does_exec, is_late, by_reader) = (round % 2 == 1, round % 4 > 1, round % 3 > 0);
-        let fork = || {
-            let child = sys::fork_child(|| {
-                if is_late {
-                    sys::pause_ms(20);
-                }
-                if does_exec {
-                    let words = [c"true".as_ptr(), std::ptr::null()];
-                    call!(libc::execv(c"/bin/true".as_ptr(), words.as_ptr()));
-                }
-                i32::from(does_exec)
-            });
-            if !is_late {
-                assert_eq!(sys::wait_child(child), 0);
-            }
-            child
-        };
-        c.sync("waits");
-        if flow.reads {
-            let id = sys::thread_id();
-            thread::scope(|s| {
-                s.spawn(move || {
-                    sys::wait_asleep(id);
-                    let child = by_reader.then(fork);
-                    c.sync("forked");
-                    if let Some(child) = child.filter(|_| is_late) {
-                        assert_eq!(sys::wait_child(child), 0);
+    flow.play(|flow| {
+        for round in 0..24 {
+            let (does_exec, is_late, by_reader) = (round % 2 == 1, round % 4 > 1, round % 3 > 0);
+            let fork = || {
+                let child = sys::fork_child(|| {
+                    if is_late {
+                        sys::pause_ms(20);
                     }
+                    if does_exec {
+                        let words = [c"true".as_ptr(), std::ptr::null()];
+                        call!(libc::execv(c"/bin/true".as_ptr(), words.as_ptr()));
+                    }
+                    i32::from(does_exec)
                 });
-                flow.receive_all(LARGE);
-            });
-        } else {
-            c.sync("forked");
-            thread::scope(|s| {
-                if !by_reader {
+                if !is_late {
+                    assert_eq!(sys::wait_child(child), 0);
+                }
+                child
+            };
+            c.sync("waits");
+            if flow.reads {
+                let id = sys::thread_id();
+                thread::scope(|s| {
                     s.spawn(move || {
-                        let child = fork();
-                        if is_late {
+                        sys::wait_asleep(id);
+                        let child = by_reader.then(fork);
+                        c.sync("forked");
+                        if let Some(child) = child.filter(|_| is_late) {
                             assert_eq!(sys::wait_child(child), 0);
                         }
                     });
-                }
-                flow.send(LARGE);
-            });
-        }
-        flow.run_up();
-    }
-    flow.end();
-}
-
-/// A new connection, which goes directly as the first does.
-fn another(c: &Ctx) -> Flow<'_> {
-    let mut flow = Flow::of(c, c.cold_pair(), c.is_server());
-    c.warm_up(flow.fd);
-    flow.run_up();
-    flow
-}
-
-/// The connection leaves the link while a thread waits with a buffer: a child has become a program that has it too, or
-/// one of the ends asks for urgent data.
-pub fn leaves(c: &Ctx) {
-    c.close(c.pair());
-    for round in 0..9 {
-        let (how, by_reader, has_part) = (round % 3, round % 2 == 1, round > 4);
-        let mut flow = another(c);
-        let fd = flow.fd;
-        let leave = move || {
-            let program = || {
-                let words = [c"sleep".as_ptr(), c"0.05".as_ptr(), std::ptr::null()];
-                call!(libc::execv(c"/bin/sleep".as_ptr(), words.as_ptr()));
-                1
-            };
-            match how {
-                0 => assert_eq!(sys::wait_child(sys::fork_child(program)), 0),
-                1 => assert!(sys::recv(fd, &mut [0], libc::MSG_OOB).is(libc::EINVAL)),
-                _ => {
-                    let child = sys::fork_child(program);
-                    thread::spawn(move || assert_eq!(sys::wait_child(child), 0));
-                }
-            }
-        };
-        c.sync("waits");
-        if flow.reads {
-            thread::scope(|s| {
-                s.spawn(move || {
-                    rest();
-                    c.sync("part");
-                    if by_reader {
-                        leave();
-                    }
-                    c.sync("left");
+                    flow.receive_all(LARGE);
                 });
-                flow.receive_all(LARGE);
-            });
-        } else {
-            let part = if has_part { MUCH } else { 0 };
-            c.sync("part");
-            flow.send(part);
-            if !by_reader {
-                leave();
-            }
-            if round % 4 == 0 {
-                flow.send(LARGE - part);
-                c.sync("left");
             } else {
-                c.sync("left");
-                flow.send(LARGE - part);
-            }
-        }
-        flow.end_at_will();
-    }
-}
-
-/// What ends the wait.
-const WAYS: [&str; 8] = [
-    "write_shut",
-    "close",
-    "exit",
-    "exit_at_once",
-    "reset",
-    "own_read_shut",
-    "own_shut",
-    "own_close",
-];
-
-/// Adds the ends to the table: each way, with nothing that has come before it (even) and with something.
-pub fn add_to(all: &mut Vec<Scenario>) {
-    for n in 0..2 * WAYS.len() as u32 {
-        let base = format!("direct_more_end_by_{}", WAYS[n as usize / 2]);
-        all.push(Scenario::numbered(&base, n, ends, true));
-    }
-}
-
-/// A thread waits with a buffer when its connection ends, by the peer or by another thread.
-fn ends(c: &Ctx) {
-    let (way, has_part) = (WAYS[c.param as usize / 2], c.param % 2 == 1);
-    let mut flow = Flow::begin(c);
-    let fd = flow.fd;
-    c.sync("waits");
-    if !flow.reads {
-        if has_part {
-            rest();
-            flow.send(MUCH);
-        }
-        sys::pause_ms(40);
-        match way {
-            "write_shut" => c.shutdown(fd, libc::SHUT_WR),
-            "close" => c.close(fd),
-            "exit" => sys::leave(3),
-            "exit_at_once" => sys::leave_at_once(4),
-            "reset" => {
-                let linger = libc::linger {
-                    l_onoff: 1,
-                    l_linger: 0,
-                };
-                let (value, len) = ((&raw const linger).cast(), size_of::<libc::linger>() as libc::socklen_t);
-                call!(libc::setsockopt(fd, libc::SOL_SOCKET, libc::SO_LINGER, value, len)).ok();
-                c.close(fd)
-            }
-            _ => {
-                c.sync("ended");
-                if way == "own_close" {
+                c.sync("forked");
+                thread::scope(|s| {
+                    if !by_reader {
+                        s.spawn(move || {
+                            let child = fork();
+                            if is_late {
+                                assert_eq!(sys::wait_child(child), 0);
+                            }
+                        });
+                    }
                     flow.send(LARGE);
-                }
-                c.sync("seen");
-                return;
+                });
             }
-        };
-        c.sync("seen");
-        return;
-    }
-    let id = sys::thread_id();
-    let mut kept = Kept::default();
-    thread::scope(|s| {
-        if way.starts_with("own") {
-            s.spawn(move || {
-                sys::pause_ms(40);
-                sys::wait_asleep(id);
-                match way {
-                    "own_read_shut" => c.shutdown(fd, libc::SHUT_RD),
-                    "own_shut" => c.shutdown(fd, libc::SHUT_RDWR),
-                    _ => c.close(fd),
-                };
-                c.sync("ended");
-            });
+            flow.run_up();
         }
-        let (r, buf) = flow.receive_into(vec![0; LARGE], libc::MSG_WAITALL);
-        c.ret("recv", r);
-        kept.keep(buf);
     });
-    let (r, buf) = flow.receive_into(vec![0; LARGE], 0);
-    if way == "own_close" {
-        c.log(r.is(libc::EBADF));
-    } else {
-        c.ret("recv", r);
-    }
-    kept.keep(buf);
-    c.poll(fd, libc::POLLIN | libc::POLLRDHUP, 0);
-    if !way.starts_with("exit") {
-        c.sync("seen");
-    }
-    kept.check();
+    flow.end();
 }

@@ -6,7 +6,9 @@ mod capacity;
 mod close;
 mod connect;
 mod direct;
+mod direct_ends;
 mod direct_more;
+mod direct_send;
 mod echo;
 mod ends;
 pub mod epoll;
@@ -110,8 +112,10 @@ pub fn all() -> Vec<Scenario> {
         epoll: warm { level, edge, edge_mod, oneshot, exclusive, data_kept, control, closed_is_removed, dup_keeps_registration, fairness, hangups, edge_across_demotion } cold { blocking_reads, short_reads, counted_reads, oneshot_threads }
         epoll_more: warm { nested, mixed, in_turns, two_epolls, two_sleepers, registered_before, pwait2, added_while_waiting, shared_with_child, unwritable } cold { loop_level, loop_edge }
         order: warm { of_arrival, young_first, none_alone, listed_once } cold { end_first }
-        direct: warm { sizes, vectors, whole, time_outs, late_time_outs, sender_times_out, sender_interrupted, reader_stopped, both_send_first } cold {  }
-        direct_more: warm { interrupted, interrupted_often, cancel, two_readers, others_look, others_peek, unmapped, forks, leaves } cold {  }
+        direct: warm { sizes, vectors, whole, time_outs, late_time_outs } cold {  }
+        direct_ends: warm { on_tcp } cold {  }
+        direct_send: warm { times_out, interrupted, to_a_stopped_reader, both_first } cold {  }
+        direct_more: warm { interrupted, interrupted_often, cancel, two_readers, others_look, others_peek, unmapped, forks } cold {  }
         poll: warm { odd_fds, masks, ppoll, select, select_errors, select_all, high_fd, two_connections, as_many_as_the_limit } cold { listener }
         fds: warm { dups, dup2_over, dup2_swap, numbering, limit, close_everything, close_range, close_range_under_use, reuse } cold { closed_at_the_limit }
         handed: warm {  } cold { forked, forked_by_the_client, forked_and_kept, passed }
@@ -137,7 +141,7 @@ pub fn all() -> Vec<Scenario> {
     migrate::add_to(&mut all);
     urgent::add_to(&mut all);
     ends::add_to(&mut all);
-    direct_more::add_to(&mut all);
+    direct_ends::add_to(&mut all);
     for scenario in all.iter_mut().filter(|s| s.name.starts_with("direct_")) {
         scenario.modes = &[Mode::Kernel, Mode::Both];
         scenario.env.push(("RDMASOCK_ZCOPY_MIN", "4K".into()));

@@ -36,7 +36,7 @@ fn main() -> ExitCode {
     for device in DEVICES {
         for sender in ["client", "server"] {
             let paths = Arc::clone(&paths);
-            let name = format!("{sender}_sends/{}", device.replace(',', "_").replace('=', "_"));
+            let name = format!("{sender}_sends/{}", device.replace([',', '='], "_"));
             trials.push(Trial::test(name, move || most_is_direct(&paths, device, sender)));
         }
     }

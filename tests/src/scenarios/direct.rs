@@ -72,6 +72,8 @@ impl<'a> Flow<'a> {
     #[track_caller]
     pub fn run_up(&mut self) {
         let end = Instant::now() + Duration::from_secs(30);
+        // Longer each time: on a machine that has much else to do the reader is late.
+        let mut pause = Duration::from_micros(60);
         loop {
             self.c.sync("run-up");
             let before = self.asked();
@@ -80,9 +82,10 @@ impl<'a> Flow<'a> {
                     self.receive_all(MESSAGE);
                 } else {
                     self.send(MESSAGE);
-                    thread::sleep(Duration::from_micros(60));
+                    thread::sleep(pause);
                 }
             }
+            pause = (2 * pause).min(Duration::from_millis(2));
             // What is counted is counted when the call has returned.
             self.c.sync("run");
             if self.went(before, (RUN * MESSAGE / 8) as u64) {

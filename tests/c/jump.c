@@ -2,9 +2,9 @@
  * a connection, above whatever they do. Afterwards the connection works as ever: what comes is never out of order or
  * repeated, though what a call had when it was left is lost, as on kernel TCP.
  *
- *     jump ROUNDS
+ *     jump ROUNDS [large]
  *
- * A round is one timed call. The handler runs on the thread's stack, then on an alternate one.
+ * A round is one timed call; `large` has the lines come many at once, to large buffers. The handler runs on the thread's stack, then on an alternate one.
  */
 #include "common.h"
 
@@ -31,19 +31,22 @@ static void timer_in(long us)
 
 static unsigned seed = 1;
 
+/* Most lines that are sent at once, and most bytes that are read. */
+static int most_lines = 64, most_read = 4096;
+
 /* Sends lines of eight bytes, numbered. */
 static void *write_lines(void *arg)
 {
     int fd = (intptr_t)arg;
     unsigned next = 0;
     for (unsigned round = 0;; round++) {
-        char buf[64 * 8 + 1];
-        int count = 1 + round % 64;
+        static char buf[8192 * 8 + 1];
+        int count = 1 + round * (most_lines / 64) % most_lines;
         for (int i = 0; i < count; i++)
-            snprintf(buf + 8 * i, 9, "%07u\n", next++ % 10000000);
+            snprintf(buf + 8 * i, 9, "%07x\n", next++ & 0xfffffff);
         /* Now and then the reader has to wait. */
-        if (round % 64 == 0)
-            pause_us(1000);
+        if (round % 64 == 0 || most_lines > 64)
+            pause_us(most_lines > 64 ? 100 : 1000);
         if (put_all(fd, buf, 8 * count) < 0)
             return NULL;
     }
@@ -73,7 +76,7 @@ static void check_lines(const char *buf, int len)
             continue;
         part[have] = 0;
         CHECK(have == 8);
-        long number = atol(part);
+        long number = strtol(part, NULL, 16);
         CHECK(last < 0 || number > last);
         CHECK(last < 0 || !follows || number == last + 1);
         last = number;
@@ -84,7 +87,7 @@ static void check_lines(const char *buf, int len)
 
 static void read_timed(int fd, int rounds)
 {
-    static char buf[4096];
+    static char buf[262144];
     volatile double heard = seconds();
     for (volatile int round = 0; round < rounds; round++) {
         volatile long n = -1;
@@ -93,10 +96,10 @@ static void read_timed(int fd, int rounds)
             timer_in(1 + rand_r(&seed) % 300);
             switch (round % 5) {
             case 0:
-                n = recv(fd, buf, 1 + rand_r(&seed) % sizeof buf, 0);
+                n = recv(fd, buf, 1 + rand_r(&seed) % most_read, 0);
                 break;
             case 1:
-                n = read(fd, buf, sizeof buf);
+                n = read(fd, buf, most_read);
                 break;
             case 2: {
                 struct pollfd p = {fd, POLLIN, 0};
@@ -113,7 +116,7 @@ static void read_timed(int fd, int rounds)
                 break;
             }
             default: {
-                struct iovec v[2] = {{buf, 100}, {buf + 100, 900}};
+                struct iovec v[2] = {{buf, most_read / 40}, {buf + most_read / 40, most_read / 5}};
                 struct msghdr m = {.msg_iov = v, .msg_iovlen = 2};
                 n = recvmsg(fd, &m, MSG_WAITALL);
             }
@@ -136,7 +139,7 @@ static void read_timed(int fd, int rounds)
     /* The last word: it goes on. */
     long before = last;
     for (int i = 0; i < 200; i++) {
-        long n = recv(fd, buf, sizeof buf, 0);
+        long n = recv(fd, buf, most_read, 0);
         CHECK(n > 0);
         check_lines(buf, n);
     }
@@ -241,6 +244,10 @@ int main(int argc, char **argv)
     struct sockaddr_in at;
     static char other[65536];
     setvbuf(stdout, NULL, _IONBF, 0);
+    if (argc > 2) {
+        most_lines = 8192;
+        most_read = 262144;
+    }
     int listener = listening(&at);
     pid_t pid = MUST(fork());
     if (pid == 0) {

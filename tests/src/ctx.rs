@@ -355,8 +355,31 @@ impl Ctx {
         round(END);
         bytes
     }
+
+    /// How many bytes devices have written into the memory of the two programs so far; `None` where links are not as between
+    /// hosts, or nobody watches. One side asks.
+    pub fn direct_bytes(&self) -> Option<u64> {
+        if !self.observed {
+            return None;
+        }
+        let answer = self.dir.join(ANSWERED);
+        std::fs::write(self.dir.join(ASKED), b"").unwrap();
+        let end = Instant::now() + Duration::from_secs(20);
+        loop {
+            if let Ok(text) = std::fs::read_to_string(&answer) {
+                std::fs::remove_file(&answer).unwrap();
+                return text.parse().ok();
+            }
+            assert!(Instant::now() < end, "nobody tells how much went directly");
+            sys::pause_ms(1);
+        }
+    }
 }
 
+/// The file by which a side asks for [`Ctx::direct_bytes`], and that of the answer: a number, or nothing.
+pub const ASKED: &str = "asked";
+/// See [`ASKED`].
+pub const ANSWERED: &str = "answered";
 /// The file by which the client says that its connection may be promoted by now.
 pub const WARM: &str = "warm";
 /// The file by which the observer says that it has seen the promotion, or has given up.

@@ -15,9 +15,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
 
-use crate::ctx::{SEEN, Side, WARM};
+use crate::ctx::{ANSWERED, ASKED, SEEN, Side, WARM};
 use crate::environment::{self, Environment};
-use crate::observe::{Promotion, promotion_state, reasons};
+use crate::observe::{Promotion, count, promotion_state, reasons};
 use crate::scenarios::Scenario;
 
 /// Longest time that a scenario may take; then its processes are killed and it has failed.
@@ -280,7 +280,7 @@ impl Running {
             if let Some(device) = mode.device() {
                 command
                     .env("RDMASOCK_DEV_LOCAL_DEVICE", &paths.device)
-                    .env("LOCALNIC", device)
+                    .env("LOCALNIC", with_what_is_asked_for(device))
                     // Asked by name, as within a host: one port would be for all that run at once.
                     .env("RDMASOCK_CONTROL_PORT", "0");
             }
@@ -380,6 +380,13 @@ pub fn play_in(environment: Option<&Environment>, paths: &Paths, scenario: &Scen
             });
             fs::write(dir.join(SEEN), b"")?;
         }
+        if dir.join(ASKED).exists() {
+            fs::remove_file(dir.join(ASKED))?;
+            let answer = mode.device().map(|_| direct_bytes(paths, &server, &client));
+            let answer = answer.transpose()?.map_or(String::new(), |bytes| bytes.to_string());
+            fs::write(dir.join("answer"), answer)?;
+            fs::rename(dir.join("answer"), dir.join(ANSWERED))?;
+        }
         std::thread::sleep(Duration::from_millis(1));
     }
     let outcome = Outcome {
@@ -397,6 +404,21 @@ pub fn play_in(environment: Option<&Environment>, paths: &Paths, scenario: &Scen
         seen.ok_or_else(|| anyhow!("the scenario never warmed up"))??;
     }
     Ok(outcome)
+}
+
+/// The device's words, and those that whoever plays the scenarios has in the environment: `thread`, say.
+fn with_what_is_asked_for(device: &str) -> String {
+    let more = std::env::var("LOCALNIC").unwrap_or_default();
+    format!("{device},{more}")
+}
+
+/// See [`Ctx::direct_bytes`](crate::ctx::Ctx::direct_bytes).
+fn direct_bytes(paths: &Paths, server: &Running, client: &Running) -> Result<u64> {
+    let mut bytes = 0;
+    for side in [server, client] {
+        bytes += count(&paths.command, side.child.id(), "direct_received_bytes")?.unwrap_or(0);
+    }
+    Ok(bytes)
 }
 
 /// Waits for the promotion in mode `both`; makes sure that there is none in the others.

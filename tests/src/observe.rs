@@ -1,7 +1,8 @@
-//! Whether a process's connections were promoted, asked of `rdmasock stat`.
+//! Whether a process's connections were promoted, and what else was counted, asked of `rdmasock stat`.
 //!
-//! One function, so that the way of asking can change without the harness noticing.
+//! In one place, so that the way of asking can change without the harness noticing.
 
+use std::collections::HashMap;
 use std::path::Path;
 use std::process::Command;
 
@@ -26,6 +27,7 @@ struct Report {
 struct Instance {
     pid: u32,
     totals: Totals,
+    events: HashMap<String, u64>,
     streams: Vec<Stream>,
     held: Option<String>,
 }
@@ -61,6 +63,11 @@ pub fn reasons(command: &Path, pid: u32) -> Result<Vec<String>> {
     };
     let streams = instance.streams.into_iter().filter_map(|s| s.why_tcp);
     Ok(instance.held.into_iter().chain(streams).collect())
+}
+
+/// How often `pid` has counted an event, by its name. None: it knows no such instance, or no such event.
+pub fn count(command: &Path, pid: u32, event: &str) -> Result<Option<u64>> {
+    Ok(instance(command, pid)?.and_then(|i| i.events.get(event).copied()))
 }
 
 fn instance(command: &Path, pid: u32) -> Result<Option<Instance>> {

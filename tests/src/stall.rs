@@ -10,6 +10,8 @@ use crate::sys::{self, Addr};
 
 /// Bytes of a message.
 const MESSAGE: usize = 64;
+/// Bytes of a large piece.
+pub const PIECE: usize = 256 * 1024;
 
 /// Runs one of them; true if all went well.
 pub fn main(words: &[String]) -> bool {
@@ -49,6 +51,26 @@ fn act(fd: c_int, what: &str, n: usize) {
         }
         "receive" => {
             sys::recv_exact(fd, n);
+        }
+        // In large pieces, whose reader wants each in one call.
+        "send-pieces" => {
+            let mut piece = data::pattern(3, 0, PIECE);
+            for at in 0..n {
+                piece[..8].copy_from_slice(&at.to_le_bytes());
+                assert_eq!(sys::send_all(fd, &piece).count(), PIECE);
+                piece[..8].fill(0xA5);
+                // The reader has time to be back in its next call.
+                sys::pause_ms(1);
+            }
+        }
+        "receive-pieces" => {
+            let mut want = data::pattern(3, 0, PIECE);
+            let mut piece = vec![0; PIECE];
+            for at in 0..n {
+                want[..8].copy_from_slice(&at.to_le_bytes());
+                assert_eq!(sys::recv(fd, &mut piece, libc::MSG_WAITALL).count(), PIECE);
+                assert!(piece == want, "piece {at}");
+            }
         }
         "poll" => {
             sys::poll_one(fd, libc::POLLIN, -1);

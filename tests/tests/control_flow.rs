@@ -27,6 +27,8 @@ enum With {
     Defaults,
     /// All, soon.
     Soon,
+    /// All, soon, over the local device as one with immediates, and what is large past the rings.
+    Device,
 }
 
 struct Program {
@@ -121,6 +123,17 @@ fn main() -> ExitCode {
         }
     }
     let shared = Arc::clone(&paths);
+    trials.push(Trial::test("device/jump_large", move || {
+        run(
+            &shared,
+            &Program {
+                name: "jump",
+                arguments: &["3000", "large"],
+            },
+            With::Device,
+        )
+    }));
+    let shared = Arc::clone(&paths);
     trials.push(Trial::test("link/fork_holds", move || fork_holds(&shared)));
     trials.push(Trial::test("link/last_thread_is_promoted", move || {
         promoted_without_main(&paths)
@@ -169,8 +182,18 @@ impl Running {
             let library = paths.library.as_ref()?;
             command.arg(format!("LD_PRELOAD={}", library.display()));
         }
-        if with == With::Soon {
+        if matches!(with, With::Soon | With::Device) {
             command.arg("RDMASOCK_PROMOTE_AFTER=2r,16K");
+        }
+        if with == With::Device {
+            let device = format!("RDMASOCK_DEV_LOCAL_DEVICE={}", paths.device.display());
+            // Asked by name, as within a host: one port would be for all that run at once.
+            command.args([
+                device.as_str(),
+                "LOCALNIC=roce",
+                "RDMASOCK_CONTROL_PORT=0",
+                "RDMASOCK_ZCOPY_MIN=4K",
+            ]);
         }
         command.arg(compile(name)?).args(arguments);
         Ok(Self(command.spawn().map_err(|e| e.to_string())?))

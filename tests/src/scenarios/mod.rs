@@ -5,6 +5,10 @@ mod calls;
 mod capacity;
 mod close;
 mod connect;
+mod direct;
+mod direct_ends;
+mod direct_more;
+mod direct_send;
 mod echo;
 mod ends;
 pub mod epoll;
@@ -108,6 +112,10 @@ pub fn all() -> Vec<Scenario> {
         epoll: warm { level, edge, edge_mod, oneshot, exclusive, data_kept, control, closed_is_removed, dup_keeps_registration, fairness, hangups, edge_across_demotion } cold { blocking_reads, short_reads, counted_reads, oneshot_threads }
         epoll_more: warm { nested, mixed, in_turns, two_epolls, two_sleepers, registered_before, pwait2, added_while_waiting, shared_with_child, unwritable } cold { loop_level, loop_edge }
         order: warm { of_arrival, young_first, none_alone, listed_once } cold { end_first }
+        direct: warm { sizes, vectors, whole, time_outs, late_time_outs } cold {  }
+        direct_ends: warm { on_tcp } cold {  }
+        direct_send: warm { times_out, interrupted, to_a_stopped_reader, both_first } cold {  }
+        direct_more: warm { interrupted, interrupted_often, cancel, two_readers, others_look, others_peek, unmapped, forks } cold {  }
         poll: warm { odd_fds, masks, ppoll, select, select_errors, select_all, high_fd, two_connections, as_many_as_the_limit } cold { listener }
         fds: warm { dups, dup2_over, dup2_swap, numbering, limit, close_everything, close_range, close_range_under_use, reuse } cold { closed_at_the_limit }
         handed: warm {  } cold { forked, forked_by_the_client, forked_and_kept, passed }
@@ -133,6 +141,11 @@ pub fn all() -> Vec<Scenario> {
     migrate::add_to(&mut all);
     urgent::add_to(&mut all);
     ends::add_to(&mut all);
+    direct_ends::add_to(&mut all);
+    for scenario in all.iter_mut().filter(|s| s.name.starts_with("direct_")) {
+        scenario.modes = &[Mode::Kernel, Mode::Both];
+        scenario.env.push(("RDMASOCK_ZCOPY_MIN", "4K".into()));
+    }
     all.extend((0..unseen::WAYS).map(|n| Scenario::numbered("unseen_close", n, unseen::close, false)));
     let few_addresses = |n| Scenario::numbered("capacity_few_addresses", n, capacity::few_addresses, n != 0);
     all.extend((0..capacity::FEW).map(few_addresses));
@@ -148,8 +161,9 @@ pub fn all() -> Vec<Scenario> {
 
 /// Families that are played over links between hosts with immediates and without (`roce`, `iwarp`). Of the others each
 /// scenario is played in one of the two ways, by its name.
-pub const BETWEEN_HOSTS_BOTH_WAYS: [&str; 11] = [
-    "calls_", "connect_", "echo_", "files_", "flags_", "herd_", "options_", "poll_", "signals_", "timing_", "urgent_",
+pub const BETWEEN_HOSTS_BOTH_WAYS: [&str; 12] = [
+    "calls_", "connect_", "direct_", "echo_", "files_", "flags_", "herd_", "options_", "poll_", "signals_", "timing_",
+    "urgent_",
 ];
 
 /// What is known to differ there from kernel TCP, and why (docs/limits.md).
@@ -193,7 +207,8 @@ const HANDED: &str = "a connection that is handed over in the middle of its prom
 const KILLED: &str = "who is killed resets its connections, for nobody knows whether all has arrived that it had sent";
 
 /// Families whose outcome depends on signals, on times, or on what a process may not do.
-const WITHOUT_STORM: [&str; 9] = [
+const WITHOUT_STORM: [&str; 10] = [
+    "direct_",
     "ends_",
     "herd_",
     "identity_",

@@ -1,0 +1,460 @@
+//! Direct transfers between hosts: the peer's device writes into the buffer that a blocking receive waits with, and takes
+//! the bytes from the memory of a blocking send. Here: what calls of all forms give, time-outs, and senders. Who else may
+//! be at the socket, or at the memory, is in `direct_more`.
+//!
+//! The server reads and the client sends. Before what matters there are large messages whose reader waits for each, until
+//! they do go past the rings, and something of what matters has to go so too.
+
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use libc::c_int;
+
+use crate::ctx::Ctx;
+use crate::data::{self, Rng};
+use crate::sys::{self, Ret};
+
+/// What a buffer is full of before it is received into.
+pub const FILL: u8 = 0xA5;
+/// Bytes of a large buffer; most that are sent or received at once are twice as many.
+pub const LARGE: usize = 1 << 20;
+/// The bytes of a stream come again after so many.
+const PERIOD: usize = 1_999_993;
+/// Messages of a run-up at a time, and bytes of one.
+const RUN: usize = 200;
+const MESSAGE: usize = 16 * 1024;
+
+/// `len` bytes of the stream from `at` on.
+fn bytes_at(at: u64, len: usize) -> &'static [u8] {
+    static TABLE: OnceLock<Vec<u8>> = OnceLock::new();
+    let table = TABLE.get_or_init(|| {
+        let mut table = data::pattern(40, 0, PERIOD);
+        table.extend_from_within(..);
+        table.extend_from_within(..PERIOD);
+        table
+    });
+    let from = (at % PERIOD as u64) as usize;
+    &table[from..from + len]
+}
+
+/// The reader is in its next call by then, and sleeps.
+pub fn rest() {
+    sys::pause_ms(3);
+}
+
+/// One direction of a connection, as one end of it sees it.
+pub struct Flow<'a> {
+    c: &'a Ctx,
+    /// The connection.
+    pub fd: c_int,
+    /// Whether this end reads.
+    pub reads: bool,
+    /// So much was sent, or received.
+    pub at: u64,
+}
+
+impl<'a> Flow<'a> {
+    /// On a new connection, whose server reads.
+    pub fn begin(c: &'a Ctx) -> Self {
+        let mut flow = Self::of(c, c.pair(), c.is_server());
+        flow.run_up();
+        flow
+    }
+
+    /// A direction of this connection, without a run-up.
+    pub fn of(c: &'a Ctx, fd: c_int, reads: bool) -> Self {
+        Self { c, fd, reads, at: 0 }
+    }
+
+    /// Large messages until they go directly.
+    #[track_caller]
+    pub fn run_up(&mut self) {
+        let end = Instant::now() + Duration::from_secs(30);
+        // Longer each time: on a machine that has much else to do the reader is late.
+        let mut pause = Duration::from_micros(60);
+        loop {
+            self.c.sync("run-up");
+            let before = self.asked();
+            for _ in 0..RUN {
+                if self.reads {
+                    self.receive_all(MESSAGE);
+                } else {
+                    self.send(MESSAGE);
+                    thread::sleep(pause);
+                }
+            }
+            pause = (2 * pause).min(Duration::from_millis(2));
+            // What is counted is counted when the call has returned.
+            self.c.sync("run");
+            if self.went(before, (RUN * MESSAGE / 8) as u64) {
+                return;
+            }
+            assert!(Instant::now() < end, "nothing goes directly");
+        }
+    }
+
+    /// Plays a part that logs nothing, until something of it has gone directly: on a machine that has much else to do a
+    /// reader need not be there in time. Each time follows a run-up.
+    #[track_caller]
+    pub fn play(&mut self, mut part: impl FnMut(&mut Self)) {
+        let end = Instant::now() + Duration::from_secs(30);
+        loop {
+            self.c.sync("part");
+            let before = self.asked();
+            part(self);
+            self.c.sync("played");
+            if self.went(before, 1) {
+                return;
+            }
+            assert!(Instant::now() < end, "nothing of what matters goes directly");
+            self.run_up();
+        }
+    }
+
+    /// Whether so many bytes have gone directly since, as far as that can be known.
+    fn went(&self, before: Option<u64>, bytes: u64) -> bool {
+        let went = before
+            .zip(self.asked())
+            .is_none_or(|(before, now)| now - before >= bytes);
+        self.c.exchange("went", u64::from(went)) != 0 && went
+    }
+
+    /// What has gone directly so far, asked by who sends.
+    fn asked(&self) -> Option<u64> {
+        if self.reads { None } else { self.c.direct_bytes() }
+    }
+
+    /// The end, when all was received that was sent.
+    pub fn end(self) {
+        self.c.sync("end");
+        self.c.log("every byte is right");
+        self.c.close(self.fd);
+    }
+
+    /// Sends so many bytes from memory that is overwritten as soon as it was taken; what ends a call early has it go on.
+    #[track_caller]
+    pub fn send(&mut self, len: usize) {
+        self.send_from(&mut vec![0; len]);
+    }
+
+    /// The same, from this memory.
+    #[track_caller]
+    pub fn send_from(&mut self, bytes: &mut [u8]) {
+        let (len, mut sent) = (bytes.len(), 0);
+        bytes.copy_from_slice(bytes_at(self.at, len));
+        while sent < len {
+            let r = sys::send(self.fd, &bytes[sent..], libc::MSG_NOSIGNAL);
+            if !r.is(libc::EINTR) && !r.is(libc::EAGAIN) {
+                let n = r.count();
+                bytes[sent..sent + n].fill(!FILL);
+                sent += n;
+            }
+        }
+        self.at += len as u64;
+    }
+
+    /// The same with one call, and in pieces.
+    #[track_caller]
+    pub fn send_pieces(&mut self, lens: &[usize], is_message: bool) {
+        let whole: usize = lens.iter().sum();
+        let mut bytes = bytes_at(self.at, whole).to_vec();
+        let mut pieces = pieces(&mut bytes, lens);
+        let message = sys::msghdr(&mut pieces);
+        let sent = if is_message {
+            call!(libc::sendmsg(self.fd, &message, 0))
+        } else {
+            call!(libc::writev(self.fd, pieces.as_ptr(), pieces.len() as c_int))
+        };
+        assert_eq!(sent.count(), whole);
+        bytes.fill(!FILL);
+        self.at += whole as u64;
+    }
+
+    /// One call with a buffer of so many bytes: gives what it gave, and the buffer. What it has is looked at, and that it
+    /// has no more.
+    #[track_caller]
+    pub fn receive_into(&mut self, mut buf: Vec<u8>, flags: c_int) -> (Ret, Vec<u8>) {
+        buf.fill(FILL);
+        let r = sys::recv(self.fd, &mut buf, flags);
+        self.check(r, &buf);
+        (r, buf)
+    }
+
+    /// Likewise.
+    #[track_caller]
+    pub fn receive(&mut self, len: usize, flags: c_int) -> Ret {
+        self.receive_into(vec![0; len], flags).0
+    }
+
+    /// Likewise, into pieces.
+    #[track_caller]
+    pub fn receive_pieces(&mut self, lens: &[usize], is_message: bool, flags: c_int) -> Ret {
+        let mut buf = vec![FILL; lens.iter().sum()];
+        let mut pieces = pieces(&mut buf, lens);
+        let mut message = sys::msghdr(&mut pieces);
+        let r = if is_message {
+            call!(libc::recvmsg(self.fd, &mut message, flags))
+        } else {
+            call!(libc::readv(self.fd, pieces.as_ptr(), pieces.len() as c_int))
+        };
+        self.check(r, &buf);
+        r
+    }
+
+    /// Receives exactly so many, whatever ends a call early.
+    #[track_caller]
+    pub fn receive_all(&mut self, len: usize) {
+        let mut got = 0;
+        while got < len {
+            let r = self.receive(len - got, libc::MSG_WAITALL);
+            if !r.is(libc::EINTR) && !r.is(libc::EAGAIN) {
+                assert!(r.value > 0, "{r} after {got}");
+                got += r.count();
+            }
+        }
+    }
+
+    /// What a call gave is what comes next, and nothing is behind it.
+    #[track_caller]
+    pub fn check(&mut self, r: Ret, buf: &[u8]) {
+        let n = usize::try_from(r.value).unwrap_or(0);
+        let want = bytes_at(self.at, n);
+        if let Some(wrong) = (0..n).find(|at| buf[*at] != want[*at]) {
+            panic!(
+                "byte {} of {n} at {} is {:#x}, not {:#x}",
+                wrong, self.at, buf[wrong], want[wrong]
+            );
+        }
+        assert_filled(&buf[n..]);
+        self.at += n as u64;
+    }
+}
+
+/// Nothing was written there.
+#[track_caller]
+pub fn assert_filled(buf: &[u8]) {
+    let written = buf.iter().position(|byte| *byte != FILL);
+    assert_eq!(written, None, "written behind what was received, of {}", buf.len());
+}
+
+/// Whether `part` is in the stream, from a position in this range on.
+pub fn is_of_stream(part: &[u8], from: u64, until: u64) -> bool {
+    (from..=until).any(|at| bytes_at(at, part.len()) == part)
+}
+
+fn pieces(mut buf: &mut [u8], lens: &[usize]) -> Vec<libc::iovec> {
+    let mut all = Vec::new();
+    for len in lens {
+        let (piece, rest) = buf.split_at_mut(*len);
+        all.push(sys::iov(piece));
+        buf = rest;
+    }
+    all
+}
+
+/// Buffers that calls have returned, as they were then: nobody writes there any more.
+#[derive(Default)]
+pub struct Kept(Vec<(Vec<u8>, Vec<u8>)>);
+
+impl Kept {
+    /// One more.
+    pub fn keep(&mut self, buf: Vec<u8>) {
+        self.0.push((buf.clone(), buf));
+    }
+
+    /// Looks at all of them, and forgets them.
+    #[track_caller]
+    pub fn check(&mut self) {
+        assert!(
+            self.0.drain(..).all(|(then, now)| then == now),
+            "written after the call"
+        );
+    }
+}
+
+/// Does something in this thread while it gets SIGUSR1 again and again.
+pub fn under_signals(act: impl FnOnce()) {
+    let me = call!(libc::pthread_self()).value as libc::pthread_t;
+    let is_over = AtomicBool::new(false);
+    thread::scope(|s| {
+        s.spawn(|| {
+            let mut rng = Rng::new(11);
+            while !is_over.load(SeqCst) {
+                thread::sleep(Duration::from_micros(50 + rng.below(900)));
+                call!(libc::pthread_kill(me, libc::SIGUSR1)).ok();
+            }
+        });
+        act();
+        is_over.store(true, SeqCst);
+    });
+}
+
+/// A receive with a large buffer gets no more than what was sent at once.
+pub fn sizes(c: &Ctx) {
+    const SIZES: [usize; 17] = [
+        4096,
+        4097,
+        5000,
+        8191,
+        65_536,
+        65_537,
+        100_003,
+        131_071,
+        300_001,
+        LARGE - 1,
+        LARGE,
+        LARGE + 1,
+        1_500_000,
+        1,
+        100,
+        4095,
+        20_000,
+    ];
+    let mut flow = Flow::begin(c);
+    flow.play(|flow| {
+        for len in [SIZES; 4].concat() {
+            c.sync("waits");
+            if flow.reads {
+                let mut got = 0;
+                while got < len {
+                    got += flow.receive(LARGE, 0).count();
+                }
+                assert_eq!(got, len);
+            } else {
+                rest();
+                flow.send(len);
+            }
+        }
+    });
+    flow.end();
+}
+
+/// Several pieces on both ends, the first of them large, or not.
+pub fn vectors(c: &Ctx) {
+    const PIECES: [&[usize]; 6] = [
+        &[65_536, 10, 7000],
+        &[100, 65_536, 20_000],
+        &[8192, 8192, 8192, 8192],
+        &[4096, 0, 1, 300_000],
+        &[0, 500_000],
+        &[33_333],
+    ];
+    let mut flow = Flow::begin(c);
+    flow.play(|flow| {
+        for round in 0..96 {
+            let (there, here) = (PIECES[round % 6], PIECES[round / 6 % 6]);
+            let (is_message, is_whole) = (round % 2 == 0, round % 4 == 0);
+            c.sync("waits");
+            if flow.reads {
+                let mut left: usize = there.iter().sum();
+                while left > 0 {
+                    let whole: usize = here.iter().sum();
+                    let flags = if is_whole && whole <= left {
+                        libc::MSG_WAITALL
+                    } else {
+                        0
+                    };
+                    let n = flow.receive_pieces(here, is_message, flags).count();
+                    assert!(n > 0 && (flags == 0 || !is_message || n == whole), "{n} of {whole}");
+                    left -= n;
+                }
+            } else {
+                rest();
+                flow.send_pieces(there, round % 3 == 0);
+            }
+        }
+    });
+    flow.end();
+}
+
+/// MSG_WAITALL, from sends that are smaller or larger than the buffer, and tiny ones in between.
+pub fn whole(c: &Ctx) {
+    const ALL: usize = 40_000_000;
+    let mut flow = Flow::begin(c);
+    let mut rng = Rng::new(if flow.reads { 3 } else { 5 });
+    flow.play(|flow| {
+        let mut left = ALL;
+        while left > 0 {
+            let most = [100, 5000, 60_000, 300_000, 1_200_000][rng.below(5) as usize];
+            let len = (1 + rng.below(most) as usize).min(left);
+            if flow.reads {
+                assert_eq!(flow.receive(len, libc::MSG_WAITALL).count(), len);
+            } else {
+                flow.send(len);
+                thread::sleep(Duration::from_micros([0, 0, 100, 1000][rng.below(4) as usize]));
+            }
+            left -= len;
+        }
+    });
+    flow.end();
+}
+
+/// SO_RCVTIMEO is over before anything has come, or all: what comes then goes elsewhere.
+pub fn time_outs(c: &Ctx) {
+    const PART: usize = 10_000;
+    const LATE: usize = 50_000;
+    let mut flow = Flow::begin(c);
+    let fd = flow.fd;
+    for round in 0..8 {
+        let has_part = round % 2 == 1;
+        c.sync("waits");
+        if flow.reads {
+            sys::set_timeout(fd, libc::SO_RCVTIMEO, Duration::from_millis(250)).ok();
+            let mut kept = Kept::default();
+            let (r, buf) = flow.receive_into(vec![0; LARGE], if has_part { libc::MSG_WAITALL } else { 0 });
+            kept.keep(buf);
+            c.ret("recv", r);
+            c.sync("over");
+            sys::set_timeout(fd, libc::SO_RCVTIMEO, Duration::ZERO).ok();
+            flow.receive_all(LATE);
+            kept.check();
+        } else {
+            if has_part {
+                rest();
+                flow.send(PART);
+            }
+            c.sync("over");
+            flow.send(LATE);
+        }
+        flow.run_up();
+    }
+    flow.end();
+}
+
+/// SO_RCVTIMEO is over at about the time when something comes.
+pub fn late_time_outs(c: &Ctx) {
+    const ROUNDS: usize = 400;
+    let mut flow = Flow::begin(c);
+    let mut rng = Rng::new(7);
+    if flow.reads {
+        sys::set_timeout(flow.fd, libc::SO_RCVTIMEO, Duration::from_millis(1)).ok();
+    }
+    flow.play(|flow| {
+        for round in 0..ROUNDS {
+            let len = 4096 + rng.below(60_000) as usize;
+            let pause = rng.below(2500);
+            c.sync("round");
+            if flow.reads {
+                let mut kept = Kept::default();
+                let mut got = 0;
+                while got < len {
+                    let flags = if round % 2 == 0 { libc::MSG_WAITALL } else { 0 };
+                    let (r, buf) = flow.receive_into(vec![0; len - got], flags);
+                    assert!(r.value > 0 || r.is(libc::EAGAIN), "{r}");
+                    got += usize::try_from(r.value).unwrap_or(0);
+                    kept.keep(buf);
+                }
+                kept.check();
+            } else {
+                thread::sleep(Duration::from_micros(pause));
+                flow.send(len);
+            }
+            if round % 50 == 49 {
+                flow.run_up();
+            }
+        }
+    });
+    flow.end();
+}

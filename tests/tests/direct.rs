@@ -1,0 +1,148 @@
+//! Whether direct transfers are used where they should be: two programs that move much over the local device, and what
+//! `rdmasock stat` has counted. That every byte is right then is also what `scenarios/direct.rs` is about.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use std::io::{BufRead, BufReader, Write};
+use std::path::Path;
+use std::process::{Child, ChildStdout, Command, ExitCode, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use libtest_mimic::{Arguments, Failed, Trial};
+use rdmasock_tests::harness::{Paths, clean_environment};
+use rdmasock_tests::observe::count;
+use rdmasock_tests::stall::PIECE;
+
+/// How long it may take until most of a transfer goes directly.
+const LIMIT: Duration = Duration::from_secs(60);
+/// Pieces of a transfer.
+const MANY: usize = 200;
+
+const DEVICES: [&str; 6] = [
+    "roce",
+    "iwarp",
+    "roce,thread",
+    "iwarp,thread",
+    "roce,delay=20",
+    "iwarp,delay=20",
+];
+
+fn main() -> ExitCode {
+    let mut args = Arguments::from_args();
+    // Two programs that both work all the time.
+    args.test_threads.get_or_insert(1);
+    let paths = Arc::new(Paths::find(Path::new(env!("CARGO_BIN_EXE_scenario"))));
+    let mut trials = Vec::new();
+    for device in DEVICES {
+        for sender in ["client", "server"] {
+            let paths = Arc::clone(&paths);
+            let name = format!("{sender}_sends/{}", device.replace([',', '='], "_"));
+            trials.push(Trial::test(name, move || most_is_direct(&paths, device, sender)));
+        }
+    }
+    libtest_mimic::run(&args, trials).exit_code()
+}
+
+/// One end, killed if it is still there when this is dropped.
+struct End {
+    child: Child,
+    lines: BufReader<ChildStdout>,
+}
+
+impl Drop for End {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl End {
+    fn start(paths: &Paths, device: &str, words: &[&str]) -> Result<Self, Failed> {
+        let mut command = Command::new(&paths.scenario);
+        clean_environment(&mut command);
+        let mut child = command
+            .env("LD_PRELOAD", paths.library.as_ref()?)
+            .env("RDMASOCK_DEV_LOCAL_DEVICE", &paths.device)
+            .env("LOCALNIC", device)
+            // Asked by name, as within a host: one port would be for all that run at once.
+            .env("RDMASOCK_CONTROL_PORT", "0")
+            .env("RDMASOCK_PROMOTE_AFTER", "2r,16K")
+            .args(["helper", "stall"])
+            .args(words)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()?;
+        let lines = BufReader::new(child.stdout.take().unwrap());
+        Ok(Self { child, lines })
+    }
+
+    fn line(&mut self) -> Result<String, Failed> {
+        let mut line = String::new();
+        self.lines.read_line(&mut line)?;
+        Ok(line.trim().to_owned())
+    }
+
+    /// Has it do something with so many pieces or messages.
+    fn begin(&mut self, what: &str, n: usize) -> Result<(), Failed> {
+        // In one piece: it reads a line at a time.
+        let line = format!("{what} {n}\n");
+        Ok(self.child.stdin.as_mut().unwrap().write_all(line.as_bytes())?)
+    }
+
+    /// Waits until it has.
+    fn finish(&mut self) -> Result<(), Failed> {
+        match self.line()?.as_str() {
+            "done" => Ok(()),
+            other => Err(format!("it said {other:?}").into()),
+        }
+    }
+
+    fn count(&self, paths: &Paths, event: &str) -> Result<u64, Failed> {
+        let count = count(&paths.command, self.child.id(), event).map_err(|e| format!("{e:#}"))?;
+        Ok(count.unwrap_or(0))
+    }
+}
+
+fn most_is_direct(paths: &Paths, device: &str, sender: &str) -> Result<(), Failed> {
+    let mut server = End::start(paths, device, &["server"])?;
+    let port = server.line()?;
+    let mut client = End::start(paths, device, &["client", &port])?;
+    server.line()?;
+    client.line()?;
+    server.begin("answer", 20)?;
+    client.begin("ask", 20)?;
+    server.finish()?;
+    client.finish()?;
+    let (mut from, mut to) = match sender {
+        "client" => (client, server),
+        _ => (server, client),
+    };
+    let mut transfer = |pieces: usize| -> Result<(u64, u64), Failed> {
+        let before = (
+            from.count(paths, "direct_sent_bytes")?,
+            to.count(paths, "direct_received_bytes")?,
+        );
+        to.begin("receive-pieces", pieces)?;
+        from.begin("send-pieces", pieces)?;
+        from.finish()?;
+        to.finish()?;
+        let sent = from.count(paths, "direct_sent_bytes")? - before.0;
+        let received = to.count(paths, "direct_received_bytes")? - before.1;
+        for end in [&from, &to] {
+            assert_eq!(end.count(paths, "bulk_lost")?, 0, "a bulk queue pair was lost");
+        }
+        Ok((sent, received))
+    };
+    // On a machine that has much else to do a reader may be late for a while, and then less is tried.
+    let end = Instant::now() + LIMIT;
+    loop {
+        let (sent, received) = transfer(MANY)?;
+        let all = (MANY * PIECE) as u64;
+        if sent >= all / 2 && received >= all / 2 {
+            return Ok(());
+        }
+        if Instant::now() > end {
+            return Err(format!("of {all} bytes {sent} were sent directly, and {received} received").into());
+        }
+    }
+}

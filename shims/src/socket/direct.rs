@@ -1,37 +1,14 @@
 //! Whether one direction of a stream between hosts is worth a direct transfer, by how it went lately.
 //!
-//! A receive that tells the peer of its buffer pays for that whether or not the peer uses it, with time in which it has
-//! nothing to do; a send that waits for a reader with a buffer waits in vain where there is none. So each failure in a
-//! row doubles the number of calls that do not try, up to a few receives and many sends.
+//! A receive that tells the peer of its buffer pays for that whether or not the peer uses it, but with time in which it
+//! has nothing to do: it always does in a bulk transfer. A send that waits for a reader with a buffer waits in vain where
+//! there is none: each failure in a row doubles the number of sends that do not try, unless a reader has told of a buffer
+//! meanwhile.
 
 /// Reads of so much less than is worth a direct transfer are still those of a bulk transfer.
 const LARGE: usize = 4;
-/// Longest pauses after failures, as powers of two of calls.
-const MOST_RECEIVES: u8 = 3;
-const MOST_SENDS: u8 = 8;
-
-/// See the module.
-#[derive(Default)]
-struct Tries {
-    /// In vain, in a row.
-    misses: u8,
-    /// Calls that are yet to be let pass.
-    pause: u16,
-}
-
-impl Tries {
-    fn may(&mut self) -> bool {
-        let may = self.pause == 0;
-        self.pause = self.pause.saturating_sub(1);
-        may
-    }
-
-    fn on_result(&mut self, success: bool, most: u8) {
-        self.misses = if success { 0 } else { (self.misses + 1).min(most) };
-        // The first failure costs nothing: who is just not there yet comes a moment later.
-        self.pause = if self.misses > 1 { 1 << (self.misses - 1) } else { 0 };
-    }
-}
+/// Longest pause after failures, as a power of two of sends.
+const MOST: u8 = 8;
 
 /// The receiving direction's.
 #[derive(Default)]
@@ -39,7 +16,6 @@ pub struct Receives {
     /// A call waits with a buffer that the peer knows of: what the ring counts next may be in there.
     pub is_waiting: bool,
     last_read: usize,
-    tries: Tries,
 }
 
 impl Receives {
@@ -49,14 +25,13 @@ impl Receives {
     }
 
     /// Whether a call that is about to wait is to tell the peer of its buffer, where so many bytes are worth it.
-    pub fn may_try(&mut self, least: usize) -> bool {
-        self.last_read >= least / LARGE && !self.is_waiting && self.tries.may()
+    pub fn may_try(&self, least: usize) -> bool {
+        self.last_read >= least / LARGE && !self.is_waiting
     }
 
     /// The wait is over, with so many bytes in the buffer.
     pub fn on_landed(&mut self, bytes: usize) {
         self.is_waiting = false;
-        self.tries.on_result(bytes > 0, MOST_RECEIVES);
         if bytes > 0 {
             self.last_read = bytes;
         }
@@ -66,23 +41,33 @@ impl Receives {
 /// The sending direction's.
 #[derive(Default)]
 pub struct Sends {
-    tries: Tries,
+    /// Tries in vain, in a row.
+    misses: u8,
+    /// Sends that are yet to be let pass.
+    pause: u16,
+    /// Buffers that readers have told of until the last try.
+    adverts: u32,
 }
 
 impl Sends {
-    /// Whether a call with much to send is to wait for a reader with a buffer.
-    pub fn may_try(&mut self) -> bool {
-        self.tries.may()
+    /// Whether a call with much to send is to wait for a reader with a buffer, when readers have told of so many.
+    pub fn may_try(&mut self, adverts: u32) -> bool {
+        let is_new = std::mem::replace(&mut self.adverts, adverts) != adverts;
+        let may = self.pause == 0 || is_new;
+        self.pause = self.pause.saturating_sub(1);
+        may
     }
 
     /// Whether the last one that was waited for came.
     pub fn goes_well(&self) -> bool {
-        self.tries.misses == 0
+        self.misses == 0
     }
 
     /// There was one, or not.
     pub fn on_tried(&mut self, is_there: bool) {
-        self.tries.on_result(is_there, MOST_SENDS);
+        self.misses = if is_there { 0 } else { (self.misses + 1).min(MOST) };
+        // The first failure costs nothing: who is just not there yet comes a moment later.
+        self.pause = if self.misses > 1 { 1 << (self.misses - 1) } else { 0 };
     }
 }
 
@@ -96,7 +81,7 @@ mod tests {
         let mut tries = |calls: u32, success: bool| {
             let mut tried = 0;
             for _ in 0..calls {
-                if sends.may_try() {
+                if sends.may_try(7) {
                     tried += 1;
                     sends.on_tried(success);
                 }
@@ -108,6 +93,15 @@ mod tests {
         assert!((8..20).contains(&few), "{few}");
         assert!(tries(200, true) > 50);
         assert_eq!(tries(10, true), 10);
+    }
+
+    #[test]
+    fn a_reader_that_has_told_of_a_buffer_is_tried_at_once() {
+        let mut sends = Sends::default();
+        for _ in 0..5 {
+            sends.on_tried(false);
+        }
+        assert!(sends.may_try(1) && !sends.may_try(1) && sends.may_try(2) && !sends.may_try(2));
     }
 
     #[test]

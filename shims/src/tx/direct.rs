@@ -60,8 +60,29 @@ impl Drop for Lent {
     }
 }
 
-/// What a call with much to send waits for.
+/// What a call with much to send waits for first: somebody to take it.
+struct Reader;
+
+impl Wanted for Reader {
+    const IS_DATA: bool = false;
+
+    fn is_worth_a_look(socket: &'static Socket) -> bool {
+        let theirs = Vqpn(socket.peer_vqpn.load(Relaxed));
+        let remote = socket.link().and_then(|link| link.remote());
+        Taken::is_over(socket) || remote.is_some_and(|remote| remote.end().wanted(theirs) >= remote.direct_min() as u64)
+    }
+}
+
+/// And then.
 struct Taken;
+
+impl Taken {
+    /// Nothing is taken any more.
+    fn is_over(socket: &Socket) -> bool {
+        let remote = socket.link().and_then(|link| link.remote());
+        socket.wakes.is_dead() || socket.tx_mode.load(Acquire) != Mode::Link || remote.is_none_or(Remote::is_down)
+    }
+}
 
 impl Wanted for Taken {
     const IS_DATA: bool = false;
@@ -69,9 +90,7 @@ impl Wanted for Taken {
     fn is_worth_a_look(socket: &'static Socket) -> bool {
         let theirs = Vqpn(socket.peer_vqpn.load(Relaxed));
         let remote = socket.link().and_then(|link| link.remote());
-        socket.wakes.is_dead()
-            || socket.tx_mode.load(Acquire) != Mode::Link
-            || remote.is_none_or(|remote| remote.is_down() || remote.end().is_source_done(theirs))
+        Self::is_over(socket) || remote.is_none_or(|remote| remote.end().is_source_done(theirs))
     }
 }
 
@@ -89,11 +108,14 @@ pub(super) fn send(call: &mut Call, iov: &mut Iov, flags: c_int) -> usize {
     if wait::may_wait(socket, flags).is_err() || iov.is_implausible() {
         return 0;
     }
-    let may_try = |socket: &Socket| socket.tx.lock().is_some_and(|mut tx| tx.own.direct.may_try());
-    if !may_try(socket) || handler::is_in_one() {
+    let theirs = Vqpn(socket.peer_vqpn.load(Relaxed));
+    let adverts = remote.end().adverts(theirs);
+    let may_try = socket.tx.lock().is_some_and(|mut tx| tx.own.direct.may_try(adverts));
+    // What registers memory allocates.
+    if !may_try || handler::is_in_one() || !call.is_held() && call.hold_now() != Place::Here {
         return 0;
     }
-    let sent = lend(call, remote, memory, len);
+    let sent = lend(call, remote, theirs, memory, len);
     if let Some(mut tx) = socket.tx.lock() {
         tx.own.direct.on_tried(sent > 0);
     }
@@ -132,18 +154,20 @@ fn await_reader(call: &Call, remote: &'static Remote, theirs: Vqpn, len: usize) 
             }
         }
         let within = if unread == 0 { reader_within } else { READS_WITHIN };
-        let is_late = now - moved > within || now - begun > ALL_READ_WITHIN;
-        if is_late || socket.tx_mode.load(Acquire) != Mode::Link || socket.wakes.is_dead() {
+        let left = (moved + within).min(begun + ALL_READ_WITHIN).saturating_sub(now);
+        if left == 0 || Taken::is_over(socket) {
             return None;
         }
-        remote.progress();
-        std::hint::spin_loop();
+        // It ends when the time is over, or by any word of the reader's.
+        let mut patience = wait::Patience::at_most(Timeout::Ns(left));
+        if wait::wait_for::<Reader>(socket, &mut patience) == Err(libc::EINTR) {
+            return None;
+        }
     }
 }
 
-fn lend(call: &mut Call, remote: &'static Remote, memory: *mut u8, len: usize) -> usize {
-    let socket = call.socket;
-    let (end, theirs) = (remote.end(), Vqpn(socket.peer_vqpn.load(Relaxed)));
+fn lend(call: &mut Call, remote: &'static Remote, theirs: Vqpn, memory: *mut u8, len: usize) -> usize {
+    let (socket, end) = (call.socket, remote.end());
     let least = remote.direct_min();
     let Some(wanted) = await_reader(call, remote, theirs, len) else {
         return 0;

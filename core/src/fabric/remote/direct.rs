@@ -214,6 +214,8 @@ pub(super) struct Targets {
     answered: Option<Serial>,
     /// Nothing more is sent before the peer's program has taken all before this.
     held: Option<u64>,
+    /// How many adverts have come.
+    pub adverts: u32,
     pub source: Option<Source>,
 }
 
@@ -223,6 +225,7 @@ impl Targets {
         if !is_good || advert.position > told || self.written > 0 {
             return Err(Breach::Advert);
         }
+        self.adverts = self.adverts.wrapping_add(1);
         self.open = (advert.position == told && self.held.is_none_or(|held| held <= told)).then_some(advert);
         Ok(())
     }

@@ -371,6 +371,11 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         let _ = self.run(PUMP);
     }
 
+    /// How often the peer's programs have told of buffers on its stream `theirs`.
+    pub fn adverts(&self, theirs: Vqpn) -> u32 {
+        self.with(|engine| engine.adverts(theirs.0)).unwrap_or(0)
+    }
+
     /// How many bytes the peer's program waits for with a buffer, on its stream `theirs`, if there is nothing else for
     /// it.
     pub fn wanted(&self, theirs: Vqpn) -> u64 {

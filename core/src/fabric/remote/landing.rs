@@ -291,6 +291,12 @@ impl<Q: QueuePair> Engine<Q> {
         Some(posted.saturating_sub(from).min(rest.len() as u64))
     }
 
+    /// How many adverts have come for what we send to the peer's stream.
+    pub fn adverts(&mut self, theirs: u32) -> u32 {
+        let s = self.streams.mine(theirs).and_then(|mine| self.streams.get(mine));
+        s.map_or(0, |s| s.out.targets.adverts)
+    }
+
     /// How many bytes up to `until` the peer is not known to have taken.
     pub fn untaken(&mut self, theirs: u32, until: u64) -> u64 {
         let s = self.streams.mine(theirs).and_then(|mine| self.streams.get(mine));

@@ -76,6 +76,7 @@ const ANY: &[c_long] = &[
     libc::SYS_socketpair,
     libc::SYS_statx,
     libc::SYS_tgkill,
+    libc::SYS_uname,
     libc::SYS_write,
     libc::SYS_writev,
 ];

@@ -61,6 +61,17 @@ const WISH_EVERY: u64 = 500_000_000;
 const WORD_WITHIN: u64 = 200_000_000;
 const SPINS_FOR: u64 = 100_000;
 
+/// Whether the kernel copies pages that a device has for a fork child, as it does from Linux 5.12 on: before, the child
+/// could get the program's, and the program another one that the device does not have.
+fn copies_what_is_pinned() -> bool {
+    let uname = rustix::system::uname();
+    let release = uname.release().to_string_lossy();
+    let mut numbers = release
+        .split(['.', '-'])
+        .map(|number| number.parse::<u32>().unwrap_or(0));
+    (numbers.next(), numbers.next()) >= (Some(5), Some(12))
+}
+
 /// Whether addresses are limited, which the program then has better use for.
 pub fn has_few_addresses() -> bool {
     rustix::process::getrlimit(rustix::process::Resource::As)
@@ -145,7 +156,7 @@ impl Remote {
             sleeps_seen: AtomicU32::new(0),
             is_subscribed: Published::from(true),
             subscribing: Lock::new(()),
-            is_direct: is_direct && least.is_some(),
+            is_direct: is_direct && least.is_some() && copies_what_is_pinned(),
             dialled,
             has_bulk: AtomicBool::new(false),
             wished: AtomicU64::new(0),

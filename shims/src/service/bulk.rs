@@ -62,7 +62,9 @@ impl Worker {
         let now = crate::time::now_ns();
         match (message, remote.dialled()) {
             (Message::BulkWanted, None) => {
-                if self.bulks.of(link).may_begin(now) {
+                // Who asks again has made nothing of what it was given before.
+                let bulk = self.bulks.of(link);
+                if bulk.may_begin(now) || matches!(bulk.stage, Stage::Offered { .. }) {
                     self.offer_bulk(link);
                 }
             }
@@ -95,8 +97,13 @@ impl Worker {
         true
     }
 
-    pub(super) fn on_bulk_dialled(&mut self, slot: u32, dialled: Result<Pair, Errno>) {
-        let Some((link, remote)) = remote_at(slot) else { return };
+    pub(super) fn on_bulk_dialled(&mut self, object: usize, dialled: Result<Pair, Errno>) {
+        // Its slot may be another link's by now; objects of links to other hosts are used once.
+        let is_it = |link: &&'static Link| std::ptr::from_ref::<Link>(link).addr() == object;
+        let link = up::all().into_iter().find(is_it);
+        let Some((link, remote)) = link.and_then(|link| Some((link, link.remote()?))) else {
+            return;
+        };
         match dialled {
             Ok(pair) => self.attach_bulk(link, remote, pair),
             Err(error) => {
@@ -179,7 +186,7 @@ fn dial_beside(
     cookie: Cookie,
 ) -> bool {
     let greeting = introduce(me, cookie, true);
-    let (peer, slot) = (link.peer(), link.slot());
+    let (peer, object) = (link.peer(), std::ptr::from_ref(link).addr());
     let blocked = SignalsBlocked::new();
     let spawned = std::thread::Builder::new()
         .name("rdmasock-dial".into())
@@ -187,7 +194,7 @@ fn dial_beside(
         .spawn(move || {
             let dialled = remote.with_pair(|pair| dial(peer, local, address, &greeting, Some(pair)));
             let dialled = dialled.unwrap_or(Err(Errno::NOTCONN)).map(|dialled| dialled.pair);
-            Library::get().service.submit(Command::BulkDialled(slot, dialled));
+            Library::get().service.submit(Command::BulkDialled(object, dialled));
         });
     drop(blocked);
     spawned.is_ok()

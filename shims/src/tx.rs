@@ -252,7 +252,7 @@ unsafe fn send_slow(began: Began, iov: &mut Iov, flags: c_int, real: &impl Fn(c_
             // A link between hosts is not left before the other end has answered.
             connection::wait_for_tcp(socket);
         }
-        if socket.tx_mode.load(Acquire) == Mode::Link {
+        if iov.len() >= direct::LEAST && socket.tx_mode.load(Acquire) == Mode::Link {
             sent += direct::send(&mut call, iov, flags);
         }
         let before = iov.len();

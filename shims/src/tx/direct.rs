@@ -24,6 +24,9 @@ use crate::socket::{Mode, Socket};
 use crate::time::{Timeout, now_ns};
 use crate::wait::{self, Wanted};
 
+/// Less is never sent so, whatever `RDMASOCK_ZCOPY_MIN` says.
+pub(super) const LEAST: usize = 4096;
+
 /// How long a reader with a buffer is waited for, ns; and one that has just read what was sent so, and may have to be
 /// woken.
 const READER_WITHIN: u64 = 200_000;

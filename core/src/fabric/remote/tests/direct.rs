@@ -7,22 +7,21 @@ use crate::fabric::remote::qp::{QueuePair, Region, Role};
 
 /// A buffer that the reader waits with.
 pub struct Waiting {
-    memory: &'static mut [u8],
+    memory: Vec<u8>,
     region: Region,
     serial: u32,
 }
 
 /// What the writer has lent.
 pub struct Lent {
-    memory: &'static mut [u8],
+    memory: Vec<u8>,
     region: Region,
     until: u64,
 }
 
-/// Memory that is there for good: a device may be late.
-fn registered(end: &TestEnd, memory: Vec<u8>, role: Role) -> Option<(&'static mut [u8], Region)> {
-    let memory = memory.leak();
-    // SAFETY: it stays, and is read when the device is done with it.
+/// Memory of a program's. It goes when it is deregistered, or with both ends.
+fn registered(end: &TestEnd, mut memory: Vec<u8>, role: Role) -> Option<(Vec<u8>, Region)> {
+    // SAFETY: the queue pair in memory reaches only what is registered, and only while an end polls.
     let region = unsafe { end.qp().register(memory.as_mut_ptr(), memory.len(), role) }.ok()?;
     Some((memory, region))
 }
@@ -34,7 +33,7 @@ impl Direction {
         if self.waiting.is_some() || !self.consumer.spans(1).unwrap().is_empty() {
             return;
         }
-        let Some((memory, region)) = registered(end, vec![0; len], Role::Target) else {
+        let Some((mut memory, region)) = registered(end, vec![0; len], Role::Target) else {
             return;
         };
         let address = memory.as_mut_ptr().expose_provenance() as u64;
@@ -96,7 +95,7 @@ impl Direction {
             return;
         }
         let data = bytes(self.seed, self.sent, self.sent + n as u64);
-        let Some((memory, region)) = registered(end, data, Role::Source) else {
+        let Some((mut memory, region)) = registered(end, data, Role::Source) else {
             return;
         };
         let address = memory.as_mut_ptr().expose_provenance();
@@ -117,7 +116,7 @@ impl Direction {
     /// The writer wants its memory back. It is overwritten at once, if the device is done with it.
     pub fn take(&mut self, ends: &[TestEnd; 2]) {
         let end = &ends[1 - self.reader];
-        let Some(lent) = self.lent.take() else {
+        let Some(mut lent) = self.lent.take() else {
             return;
         };
         // SAFETY: the memory stays.

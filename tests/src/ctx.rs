@@ -356,8 +356,8 @@ impl Ctx {
         bytes
     }
 
-    /// How many bytes devices have written into the memory of the two programs so far; `None` where links are not as between
-    /// hosts, or nobody watches. One side asks.
+    /// How many bytes devices have written into the memory of the two programs so far; `None` where links are not as
+    /// between hosts, or nobody watches. One side asks.
     pub fn direct_bytes(&self) -> Option<u64> {
         if !self.observed {
             return None;

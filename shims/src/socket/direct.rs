@@ -1,9 +1,9 @@
 //! Whether one direction of a stream between hosts is worth a direct transfer, by how it went lately.
 //!
 //! A receive that tells the peer of its buffer pays for that whether or not the peer uses it, but with time in which it
-//! has nothing to do: it always does in a bulk transfer. A send that waits for a reader with a buffer waits in vain where
-//! there is none: each failure in a row doubles the number of sends that do not try, unless a reader has told of a buffer
-//! meanwhile.
+//! has nothing to do: it always does in a bulk transfer. A send that waits for a reader with a buffer waits in vain
+//! where there is none: each failure in a row doubles the number of sends that do not try, unless a reader has told of
+//! a buffer meanwhile.
 
 /// Reads of so much less than is worth a direct transfer are still those of a bulk transfer.
 const LARGE: usize = 4;

@@ -1,9 +1,9 @@
-//! Direct transfers between hosts: the peer's device writes into the buffer that a blocking receive waits with, and takes
-//! the bytes from the memory of a blocking send. Here: what calls of all forms give, time-outs, and senders. Who else may
-//! be at the socket, or at the memory, is in `direct_more`.
+//! Direct transfers between hosts: the peer's device writes into the buffer that a blocking receive waits with, and
+//! takes the bytes from the memory of a blocking send. Here: what calls of all forms give, time-outs, and senders. Who
+//! else may be at the socket, or at the memory, is in `direct_more`.
 //!
-//! The server reads and the client sends. Before what matters there are large messages whose reader waits for each, until
-//! they do go past the rings, and something of what matters has to go so too.
+//! The server reads and the client sends. Before what matters there are large messages whose reader waits for each,
+//! until they do go past the rings, and something of what matters has to go so too.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
@@ -133,7 +133,8 @@ impl<'a> Flow<'a> {
         self.c.close(self.fd);
     }
 
-    /// Sends so many bytes from memory that is overwritten as soon as it was taken; what ends a call early has it go on.
+    /// Sends so many bytes from memory that is overwritten as soon as it was taken; what ends a call early has it go
+    /// on.
     #[track_caller]
     pub fn send(&mut self, len: usize) {
         self.send_from(&mut vec![0; len]);
@@ -172,8 +173,8 @@ impl<'a> Flow<'a> {
         self.at += whole as u64;
     }
 
-    /// One call with a buffer of so many bytes: gives what it gave, and the buffer. What it has is looked at, and that it
-    /// has no more.
+    /// One call with a buffer of so many bytes: gives what it gave, and the buffer. What it has is looked at, and that
+    /// it has no more.
     #[track_caller]
     pub fn receive_into(&mut self, mut buf: Vec<u8>, flags: c_int) -> (Ret, Vec<u8>) {
         buf.fill(FILL);

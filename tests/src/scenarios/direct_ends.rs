@@ -1,5 +1,5 @@
-//! What ends a direct transfer (see `direct`) while a thread waits with a buffer: the connection's end, by either of its
-//! ends, or that it goes on in TCP.
+//! What ends a direct transfer (see `direct`) while a thread waits with a buffer: the connection's end, by either of
+//! its ends, or that it goes on in TCP.
 
 use std::thread;
 

@@ -1,5 +1,5 @@
-//! Direct transfers (see `direct`) while others are at work: signal handlers, a cancellation, other threads at the socket
-//! or at the memory, and forks.
+//! Direct transfers (see `direct`) while others are at work: signal handlers, a cancellation, other threads at the
+//! socket or at the memory, and forks.
 
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU64, Ordering::SeqCst};
 use std::sync::mpsc::{SyncSender, sync_channel};
@@ -311,8 +311,8 @@ struct Used(*mut u8);
 // SAFETY: whoever has the value has the memory.
 unsafe impl Send for Used {}
 
-/// Puts other memory in the place of what it is given, and looks at it a moment later: who gives it has had no call with
-/// it since.
+/// Puts other memory in the place of what it is given, and looks at it a moment later: who gives it has had no call
+/// with it since.
 fn replaces() -> (SyncSender<Used>, thread::JoinHandle<()>) {
     let (give, taken) = sync_channel::<Used>(1);
     let replacer = thread::spawn(move || {

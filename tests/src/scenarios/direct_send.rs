@@ -1,5 +1,5 @@
-//! Senders of direct transfers (see `direct`) that time out, are interrupted, or whose reader is not at work: what a call
-//! has taken is the program's again when the call returns.
+//! Senders of direct transfers (see `direct`) that time out, are interrupted, or whose reader is not at work: what a
+//! call has taken is the program's again when the call returns.
 
 use std::thread;
 use std::time::{Duration, Instant};

@@ -67,6 +67,7 @@ impl End {
             // Asked by name, as within a host: one port would be for all that run at once.
             .env("RDMASOCK_CONTROL_PORT", "0")
             .env("RDMASOCK_PROMOTE_AFTER", "2r,16K")
+            .env("RDMASOCK_ZCOPY_MIN", "auto")
             .args(["helper", "stall"])
             .args(words)
             .stdin(Stdio::piped())

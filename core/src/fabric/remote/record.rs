@@ -292,7 +292,11 @@ impl<'a> Records<'a> {
                     theirs: r.theirs.get(),
                     serial: r.serial.get(),
                     position: r.position.get(),
-                    is_final: r.is_final != 0,
+                    is_final: match r.is_final {
+                        0 => false,
+                        1 => true,
+                        _ => return Err(Malformed::Kind(k)),
+                    },
                 }
             }
             kind::PLACED => {

@@ -254,6 +254,9 @@ unsafe fn send_slow(began: Began, iov: &mut Iov, flags: c_int, real: &impl Fn(c_
         }
         if iov.len() >= direct::LEAST && socket.tx_mode.load(Acquire) == Mode::Link {
             sent += direct::send(&mut call, iov, flags);
+            if iov.len() == 0 {
+                return sent as ssize_t;
+            }
         }
         let before = iov.len();
         // SAFETY: the pieces are readable by `send`'s contract.

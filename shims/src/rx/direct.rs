@@ -13,6 +13,7 @@ use rdmasock_core::ids::Vqpn;
 use rdmasock_core::os::thread;
 use rdmasock_core::stats::Event;
 
+use crate::errno;
 use crate::handler;
 use crate::iov::Iov;
 use crate::library::Library;
@@ -38,6 +39,13 @@ impl Landing {
     /// Tells the peer of the next piece of `iov`, for a call that is about to wait, holds the connection and has found
     /// nothing. `None` if that does not pay, or cannot be.
     pub fn new(socket: &'static Socket, iov: &mut Iov) -> Option<Self> {
+        let errno = errno::get();
+        let landing = Self::advertise(socket, iov);
+        errno::set(errno);
+        landing
+    }
+
+    fn advertise(socket: &'static Socket, iov: &mut Iov) -> Option<Self> {
         let link = socket.link()?;
         let remote = link.remote()?;
         let (memory, len) = iov.head();
@@ -129,15 +137,27 @@ impl Landing {
 
     /// The call is about to return, or to go on elsewhere, and has not seen the end of it: has the peer say that it
     /// writes no more. Gives how many bytes have come.
+    /// errno is as before: it may be what the call fails with.
     #[cold]
     pub fn leave(mut self) -> usize {
+        if self.is_of_a_parent() {
+            return 0;
+        }
+        let errno = errno::get();
         self.end_wait();
         let socket = self.socket;
-        let Some((taken, wake)) = socket.rx.lock().map(|mut rx| self.take(&mut rx)) else {
-            return 0;
-        };
-        self.tell(wake);
-        taken
+        let landed = socket.rx.lock().map(|mut rx| self.take(&mut rx));
+        if let Some((_, wake)) = landed {
+            self.tell(wake);
+        }
+        // Its end is the registration's.
+        drop(self);
+        errno::set(errno);
+        landed.map_or(0, |(taken, _)| taken)
+    }
+
+    fn is_of_a_parent(&self) -> bool {
+        self.thread != thread::current().tid()
     }
 
     fn end_wait(&self) {
@@ -166,7 +186,7 @@ impl Landing {
 
 impl Drop for Landing {
     fn drop(&mut self) {
-        if self.thread != thread::current().tid() {
+        if self.is_of_a_parent() {
             return;
         }
         if !self.is_taken {

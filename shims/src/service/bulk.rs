@@ -148,7 +148,9 @@ impl Worker {
     pub(super) fn on_bulk_arrived(&mut self, link: &'static Link, pair: Option<Pair>) {
         match (pair, link.remote().filter(|_| link.is_alive())) {
             (Some(pair), Some(remote)) => self.attach_bulk(link, remote, pair),
-            _ => self.bulks.of(link).end(crate::time::now_ns()),
+            (None, Some(_)) => self.bulks.of(link).end(crate::time::now_ns()),
+            // Its slot may be another link's by now.
+            (_, None) => {}
         }
     }
 

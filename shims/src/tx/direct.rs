@@ -15,6 +15,7 @@ use rdmasock_core::stats::Event;
 
 use super::room::give_back;
 use crate::call::{Call, Place};
+use crate::errno;
 use crate::handler;
 use crate::iov::Iov;
 use crate::library::Library;
@@ -118,7 +119,10 @@ pub(super) fn send(call: &mut Call, iov: &mut Iov, flags: c_int) -> usize {
     if !may_try || handler::is_in_one() || !call.is_held() && call.hold_now() != Place::Here {
         return 0;
     }
+    let errno = errno::get();
     let sent = lend(call, remote, theirs, memory, len);
+    // Whatever it was that was tried, the call has not failed.
+    errno::set(errno);
     if let Some(mut tx) = socket.tx.lock() {
         tx.own.direct.on_tried(sent > 0);
     }
@@ -127,8 +131,7 @@ pub(super) fn send(call: &mut Call, iov: &mut Iov, flags: c_int) -> usize {
 }
 
 /// Waits for a moment for a reader with a buffer, and for somewhat longer while it reads what precedes. Gives how much
-/// of
-/// `len` it wants.
+/// of `len` it wants.
 fn await_reader(call: &Call, remote: &'static Remote, theirs: Vqpn, len: usize) -> Option<usize> {
     let (socket, end) = (call.socket, remote.end());
     let (sent, reader_within) = {

@@ -8,6 +8,9 @@ use super::direct::Answer;
 use super::qp::{Completed, Down, PostError, QueuePair, Write};
 use super::record::{self, Builder, HEADER_BYTES, LONGEST, Record};
 
+/// More answers are not kept: a correct peer has far fewer adverts that may be answered.
+const MOST_ANSWERS: usize = 1024;
+
 /// See the module.
 pub(super) struct Bulk<Q> {
     qp: Q,
@@ -101,6 +104,9 @@ impl<Q: QueuePair> Bulk<Q> {
 
     /// Says PLACED, behind all that was written before.
     pub fn answer(&mut self, theirs: u32, answer: Answer) -> Result<(), Lost> {
+        if self.answers.len() >= MOST_ANSWERS {
+            return Err(Lost::Malformed);
+        }
         self.answers.push_back((theirs, answer));
         self.flush()
     }

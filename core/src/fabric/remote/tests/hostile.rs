@@ -253,3 +253,28 @@ fn each_breach_has_its_name() {
         assert_eq!(verdict(records), want.map(Fault::Violation), "{records:?}");
     }
 }
+
+#[test]
+fn answers_that_the_peer_does_not_take_are_not_kept_for_ever() {
+    let clock = Clock::default();
+    let [qp, peer] = pair(Config::default(), &clock);
+    let e = end(qp, Tuning::default());
+    let [bulk, bulk_peer] = pair_beside(Config::default(), &clock, Some(e.qp()));
+    assert!(e.attach_bulk(bulk).is_none());
+    let opened = e.open(12).unwrap();
+    e.pair(opened.vqpn, Vqpn(7));
+    bulk_peer.mute(true);
+    for serial in 0..5000 {
+        let mut builder = Builder::new(1000);
+        builder.push(&Record::Withdraw {
+            theirs: opened.vqpn.0,
+            serial,
+            position: 0,
+            is_final: false,
+        });
+        peer.send(&[builder.finish(0)]).unwrap();
+        assert_eq!(e.progress(), Ok(true));
+        let _ = peer.poll(&mut |_: Completed<'_>| {});
+    }
+    assert_eq!((e.direct_counts().lost, e.has_bulk(), e.fault()), (1, false, None));
+}

@@ -6,8 +6,8 @@ use rustix::io::Errno;
 
 use crate::rendezvous::{diag, route};
 
-/// Reads an answer of sock_diag(7): the uid of a listening socket.
-pub fn sock_diag(bytes: &[u8]) -> Result<u32, Errno> {
+/// Reads an answer of sock_diag(7): state and uid of a socket.
+pub fn sock_diag(bytes: &[u8]) -> Result<(u8, u32), Errno> {
     diag::parse(bytes)
 }
 

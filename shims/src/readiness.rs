@@ -52,9 +52,13 @@ pub fn evaluate(socket: &'static Socket, events: u32, arm: Arm) -> u32 {
         && socket.rx.lock().is_some_and(|rx| rx.stays && !rx.read_on);
     let told = if is_early { ENDED & !RDHUP } else { ENDED };
     // Something has ended: what exactly is true now is for the kernel to say.
-    let Some(_tx) = socket.tx.lock() else {
+    let Some(tx) = socket.tx.lock() else {
         return mask;
     };
+    // Between hosts the kernel's own shutdown() may be still to follow.
+    if tx.is_shut && socket.rx_shut.load(Acquire) {
+        mask |= HUP;
+    }
     mask | kernel(socket, PollFlags::IN | PollFlags::RDHUP | PollFlags::PRI) & (told | PRI)
 }
 

@@ -12,7 +12,7 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, netlink, recv, send, socket_with};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-use crate::ids::normalise;
+use crate::ids::{Tuple, normalise};
 use crate::os::privatefd::PrivateFd;
 
 /// The owner of a listening TCP socket.
@@ -38,14 +38,20 @@ pub fn trusted(name_uid: u32, port_owner: ListenerOwner, own_uid: u32) -> bool {
     }
 }
 
-/// Who owns the socket that a SYN to `server` would reach in our network namespace.
+/// Who owns the socket that a SYN to the acceptor of `connection`, which is one of this host, would reach in our network
+/// namespace.
 ///
-/// By sock_diag, and where that is missing by /proc/net/tcp.
-pub fn listener_owner(server: SocketAddr) -> ListenerOwner {
-    match ask_kernel(server) {
-        Ok(uid) => ListenerOwner::Uid(uid),
-        // ENOENT also means that the kernel has sock_diag but not its part for TCP.
-        Err(_) => read_proc(server),
+/// By sock_diag, and where that is missing by /proc/net/tcp, which takes the kernel long: it goes through a table that is
+/// made for all connections that there could be.
+pub fn listener_owner(connection: &Tuple) -> ListenerOwner {
+    let (connector, acceptor) = (connection.connector(), connection.acceptor());
+    match ask_kernel(&request(acceptor, None)) {
+        Ok((TCP_LISTEN, uid)) => ListenerOwner::Uid(uid),
+        // An established connection of the same address.
+        Ok(_) => ListenerOwner::None,
+        // Or the kernel has sock_diag but not its part for TCP: then it does not know the connection either.
+        Err(Errno::NOENT) if ask_kernel(&request(connector, Some(acceptor))).is_ok() => ListenerOwner::None,
+        Err(_) => read_proc(acceptor),
     }
 }
 
@@ -109,36 +115,24 @@ struct Answer {
     inode: u32,
 }
 
-/// The uid of the listening socket. ENOENT if there is none, or no sock_diag for TCP; EBADMSG for an
+/// State and uid of the socket that is asked for. ENOENT if there is none, or no sock_diag for TCP; EBADMSG for an
 /// answer that is none.
-fn ask_kernel(server: SocketAddr) -> Result<u32, Errno> {
+fn ask_kernel(request: &Request) -> Result<(u8, u32), Errno> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let protocol = Some(netlink::SOCK_DIAG);
     let fd = PrivateFd::open(|| socket_with(AddressFamily::NETLINK, SocketType::DGRAM, flags, protocol))?;
-    send(&fd, request(server).as_bytes(), SendFlags::NOSIGNAL)?;
+    send(&fd, request.as_bytes(), SendFlags::NOSIGNAL)?;
     // The kernel answers within send(), so the answer is there.
     let mut buf = [MaybeUninit::uninit(); 4096];
     let ((bytes, _), _) = recv(&fd, &mut buf[..], RecvFlags::DONTWAIT)?;
     parse(bytes)
 }
 
-/// Asks for the one socket that would take a connection to `server`: the kernel looks it up as it does
-/// for a SYN, so wildcard, dual-stack and bound-to-device listeners are found with the right precedence.
-fn request(server: SocketAddr) -> Request {
-    // The unused rest of an IPv4 address field is zero.
-    let mut source = [0u8; 16];
-    let canonical = SocketAddr::new(server.ip().to_canonical(), server.port());
-    let family = match canonical.ip() {
-        IpAddr::V4(v4) => {
-            source.iter_mut().zip(v4.octets()).for_each(|(to, from)| *to = from);
-            AF_INET
-        }
-        IpAddr::V6(v6) => {
-            source = v6.octets();
-            AF_INET6
-        }
-    };
-    let interface = match server {
+/// Asks for the one connection from `local` to `remote`, or without that for the one socket that would take a connection
+/// to `local`: the kernel looks it up as it does for a SYN, so wildcard, dual-stack and bound-to-device listeners are
+/// found with the right precedence.
+fn request(local: SocketAddr, remote: Option<SocketAddr>) -> Request {
+    let interface = match local {
         SocketAddr::V6(v6) => v6.scope_id(),
         SocketAddr::V4(_) => 0,
     };
@@ -150,23 +144,39 @@ fn request(server: SocketAddr) -> Request {
             sequence: 1,
             port: 0,
         },
-        family,
+        family: match local.ip().to_canonical() {
+            IpAddr::V4(_) => AF_INET,
+            IpAddr::V6(_) => AF_INET6,
+        },
         protocol: IPPROTO_TCP,
         extensions: 0,
         pad: 0,
-        states: 1 << TCP_LISTEN,
+        states: u32::MAX,
         id: SocketId {
-            source_port: server.port().to_be_bytes(),
-            source,
+            source_port: local.port().to_be_bytes(),
+            source: address_field(local.ip()),
+            destination_port: remote.map_or(0, |remote| remote.port()).to_be_bytes(),
+            destination: remote.map_or([0; 16], |remote| address_field(remote.ip())),
             interface,
             // INET_DIAG_NOCOOKIE: any socket.
             cookie: [u32::MAX; 2],
-            ..SocketId::default()
         },
     }
 }
 
-pub(crate) fn parse(bytes: &[u8]) -> Result<u32, Errno> {
+/// The unused rest of an IPv4 address field is zero.
+fn address_field(ip: IpAddr) -> [u8; 16] {
+    match ip.to_canonical() {
+        IpAddr::V4(v4) => {
+            let mut field = [0; 16];
+            field.iter_mut().zip(v4.octets()).for_each(|(to, from)| *to = from);
+            field
+        }
+        IpAddr::V6(v6) => v6.octets(),
+    }
+}
+
+pub(crate) fn parse(bytes: &[u8]) -> Result<(u8, u32), Errno> {
     let (header, body) = NetlinkHeader::read_from_prefix(bytes).map_err(|_| Errno::BADMSG)?;
     if header.kind == NLMSG_ERROR {
         let (code, _) = i32::read_from_prefix(body).map_err(|_| Errno::BADMSG)?;
@@ -178,10 +188,8 @@ pub(crate) fn parse(bytes: &[u8]) -> Result<u32, Errno> {
         return Err(Errno::from_raw_os_error(errno));
     }
     let (answer, _) = Answer::read_from_prefix(body).map_err(|_| Errno::BADMSG)?;
-    match (header.kind, answer.state) {
-        (SOCK_DIAG_BY_FAMILY, TCP_LISTEN) => Ok(answer.uid),
-        // An established connection of the same address.
-        (SOCK_DIAG_BY_FAMILY, _) => Err(Errno::NOENT),
+    match header.kind {
+        SOCK_DIAG_BY_FAMILY => Ok((answer.state, answer.uid)),
         _ => Err(Errno::BADMSG),
     }
 }

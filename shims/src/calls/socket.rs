@@ -193,7 +193,8 @@ unsafe fn shut(socket: &'static Socket, real: SocketIntFn, fd: c_int, how: c_int
         unsafe { real(fd, how) }
     };
     farewell.tell();
-    if result == 0 && how != libc::SHUT_WR {
+    // With both halves shut a hang-up is told, whichever was the last.
+    if result == 0 && (how != libc::SHUT_WR || socket.rx_shut.load(Acquire)) {
         rx::shut(socket);
     }
     result

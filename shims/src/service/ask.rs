@@ -180,7 +180,7 @@ impl Worker {
 
     fn ask_names(&mut self, request: u64, asking: &mut Asking) {
         let destination = asking.tuple.acceptor();
-        let owner = diag::listener_owner(destination);
+        let owner = diag::listener_owner(&asking.tuple);
         let own = rustix::process::geteuid().as_raw();
         for channel in names::connect_to_services(destination.port()) {
             let Ok(channel) = channel else {

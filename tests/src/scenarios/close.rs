@@ -1,10 +1,11 @@
 //! How connections end: half-close, RST, linger, EPIPE, exit and kill.
 
 use std::sync::atomic::{AtomicI32, Ordering};
+use std::thread;
 
 use libc::{SHUT_RD, SHUT_RDWR, SHUT_WR, c_int};
 
-use crate::ctx::Ctx;
+use crate::ctx::{Ctx, poll_names};
 use crate::data;
 use crate::sys::{self, Addr};
 
@@ -89,6 +90,49 @@ pub fn shutdown_both(c: &Ctx) {
     }
     c.sync("done");
     c.close(fd);
+}
+
+/// The own end as it is seen directly after each part of it, by a look and by threads that wait for nothing else.
+pub fn shutdown_in_parts(c: &Ctx) {
+    for parts in [&[SHUT_RDWR][..], &[SHUT_RD, SHUT_WR], &[SHUT_WR, SHUT_RD]] {
+        let fd = c.pair();
+        if !c.is_server() {
+            c.send(fd, b"unread", 0);
+            c.sync("sent");
+            c.sync("shut");
+            c.close(fd);
+            continue;
+        }
+        c.sync("sent");
+        sys::wait_readable_bytes(fd, 6);
+        let waits = thread::scope(|s| {
+            let poll = s.spawn(move || {
+                let mut p = libc::pollfd { fd, events: 0, revents: 0 };
+                let r = call!(libc::poll(&mut p, 1, sys::SOON));
+                format!("poll for nothing -> {r} {}", poll_names(p.revents))
+            });
+            let epoll = s.spawn(move || {
+                let ep = call!(libc::epoll_create1(0)).ok();
+                let mut ev = libc::epoll_event { events: 0, u64: 1 };
+                call!(libc::epoll_ctl(ep, libc::EPOLL_CTL_ADD, fd, &mut ev)).ok();
+                let r = call!(libc::epoll_wait(ep, &mut ev, 1, sys::SOON));
+                sys::close(ep).ok();
+                format!("epoll for nothing -> {r} {:#x}", { ev.events })
+            });
+            sys::pause_ms(30);
+            for how in parts {
+                c.shutdown(fd, *how);
+                c.poll(fd, ALL_EVENTS, 0);
+            }
+            [poll.join().unwrap(), epoll.join().unwrap()]
+        });
+        waits.into_iter().for_each(|line| c.log(line));
+        c.recv(fd, 10, 0);
+        c.recv(fd, 10, 0);
+        c.poll(fd, ALL_EVENTS, 0);
+        c.sync("shut");
+        c.close(fd);
+    }
 }
 
 /// Shutdowns twice, with bad arguments, after the peer's, and without a connection.

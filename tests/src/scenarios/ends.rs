@@ -30,6 +30,10 @@ const WAYS: [&str; 11] = [
     "close_range",
 ];
 
+/// Ways in which a process ends with what it has open.
+const EXITS: [&str; 2] = ["exit", "exit_at_once"];
+const MANY: usize = 150;
+
 /// Names of what the client is in.
 const STATES: [&str; 5] = ["recv", "send", "poll", "epoll", "later"];
 
@@ -40,6 +44,42 @@ pub fn add_to(all: &mut Vec<Scenario>) {
             let base = format!("ends_by_{name}");
             all.push(Scenario::numbered(&base, 4 * way as u32 + unread, ends, true));
         }
+    }
+    for (way, name) in EXITS.iter().enumerate() {
+        let base = format!("ends_of_many_by_{name}");
+        all.push(Scenario::numbered(&base, way as u32, many, false));
+    }
+}
+
+/// A process ends with many connections, of which the other end knows nothing yet when the link between them goes.
+fn many(c: &Ctx) {
+    let fds: Vec<c_int> = (0..MANY).map(|_| c.cold_pair()).collect();
+    for _ in 0..40 {
+        for fd in &fds {
+            exchange(c, *fd);
+        }
+    }
+    c.sync("exchanged");
+    sys::pause_ms(60);
+    if c.is_server() {
+        match EXITS[c.param as usize] {
+            "exit" => sys::leave(3),
+            _ => sys::leave_at_once(4),
+        }
+    }
+    let mut logs = std::collections::BTreeMap::new();
+    for fd in &fds {
+        sys::wait_for(*fd, libc::POLLRDHUP);
+    }
+    sys::pause_ms(60);
+    for fd in &fds {
+        let mut log = String::new();
+        look(&mut log, *fd);
+        *logs.entry(log).or_insert(0) += 1;
+        sys::close(*fd).ok();
+    }
+    for (log, n) in logs {
+        c.log(format_args!("{n} connections:\n{}", log.trim_end()));
     }
 }
 

@@ -19,14 +19,35 @@ fn at(ip: &str, port: u16) -> SocketAddr {
 /// Both ways must say the same; not every sandbox has sock_diag, so that one is compared if it is there.
 fn owner(server: SocketAddr) -> ListenerOwner {
     let by_proc = read_proc(server);
-    match ask_kernel(server) {
-        Ok(uid) => assert_eq!(ListenerOwner::Uid(uid), by_proc, "{server}"),
-        Err(Errno::NOENT) => assert_eq!(by_proc, ListenerOwner::None, "{server}"),
+    match ask_kernel(&request(server, None)) {
+        Ok((TCP_LISTEN, uid)) => assert_eq!(ListenerOwner::Uid(uid), by_proc, "{server}"),
+        Ok(_) | Err(Errno::NOENT) => assert_eq!(by_proc, ListenerOwner::None, "{server}"),
         Err(errno) => eprintln!("no sock_diag here: {errno}"),
     }
-    let answer = listener_owner(server);
+    let answer = listener_owner(&Tuple::new(at("127.0.0.1", 1), server));
     assert_eq!(answer, by_proc);
     answer
+}
+
+/// A listener that has gone is told from a kernel that does not say, by the connection, of either family.
+#[test]
+fn a_connection_is_known() {
+    for bound in ["127.0.0.1", "::1"] {
+        let Ok(listener) = TcpListener::bind((bound, 0)) else {
+            continue;
+        };
+        let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (near, far) = (stream.local_addr().unwrap(), stream.peer_addr().unwrap());
+        drop(listener);
+        match ask_kernel(&request(near, Some(far))) {
+            Ok((state, _)) => assert_ne!(state, TCP_LISTEN, "{bound}"),
+            Err(errno) => {
+                assert_ne!(read_proc(near), ListenerOwner::Unknown, "{errno}");
+                eprintln!("no sock_diag here: {errno}");
+            }
+        }
+        assert_eq!(listener_owner(&Tuple::new(near, far)), ListenerOwner::None, "{bound}");
+    }
 }
 
 #[test]
@@ -106,13 +127,13 @@ fn a_squatter_of_another_uid_is_not_trusted() {
         set_uid(0);
         let name_uid = |port| connect_to_services(port).last().unwrap().unwrap().peer().unwrap().uid;
         assert_eq!(name_uid(address.port()), NOBODY);
-        assert!(!trusted(NOBODY, listener_owner(address), 0));
+        assert!(!trusted(NOBODY, listener_owner(&Tuple::new(at("127.0.0.1", 1), address)), 0));
 
         set_uid(OTHER);
         let _honest = Listener::service(address.port()).unwrap();
         set_uid(0);
         assert_eq!(name_uid(address.port()), OTHER);
-        assert!(trusted(OTHER, listener_owner(address), 0));
+        assert!(trusted(OTHER, listener_owner(&Tuple::new(at("127.0.0.1", 1), address)), 0));
         drop(squatter);
     });
 }

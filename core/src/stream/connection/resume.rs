@@ -3,7 +3,7 @@
 //!
 //! The caller of each function holds the control lock, and neither `rx` nor `tx`.
 
-use super::attempt::end_attempt;
+use super::attempt::{end_attempt, look_for_resume};
 use super::io::{ControlOf, SocketIo, Task};
 use crate::stream::resume::Resume;
 
@@ -13,6 +13,11 @@ pub use super::stay::{feed, is_staying};
 pub fn link_failed<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
     end_attempt(socket, control);
     let is_marked = is_staying(control) && is_marked(socket);
+    if is_marked {
+        // Its sender has been told so, and may have ended TCP before it let go of the link. That end comes first: a
+        // RESUME would be answered by a reset.
+        look_for_resume(socket, control);
+    }
     feed(socket, control, |r| r.on_link_failed(is_marked));
 }
 

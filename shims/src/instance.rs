@@ -5,6 +5,7 @@ use rdmasock_core::ids::InstanceId;
 use rdmasock_core::os::privatefd::{PrivateFd, Transit};
 use rdmasock_core::stats::{InstanceInfo, StatsPage};
 
+use crate::budget::Budget;
 use crate::config::{Config, config};
 use crate::library::{Build, Library, program_name};
 use crate::mailbox::Mailbox;
@@ -53,6 +54,7 @@ fn build() -> Option<Library> {
         _stats_fd: stats_fd,
         waiters: Waiters::new().ok()?,
         offers: Offers::new(),
+        pinned: Budget::default(),
         service: Mailbox::new(service::THREAD).ok()?,
     };
     tracing::info!(target: "rdmasock", instance = %library.id, program = %library.program, "instance made");

@@ -24,6 +24,7 @@
 mod ancestors;
 mod anchor;
 mod blocking;
+mod budget;
 mod call;
 pub mod calls;
 mod close;

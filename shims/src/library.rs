@@ -17,6 +17,7 @@ use rdmasock_core::stats::{Reason, StatsPage};
 use rdmasock_core::stream::handshake::Role;
 use rdmasock_core::stream::policy::Threshold;
 
+use crate::budget::Budget;
 use crate::config::config;
 use crate::kept_on_tcp;
 use crate::mailbox::Mailbox;
@@ -43,6 +44,8 @@ pub struct Library {
     pub waiters: Waiters,
     /// Links that others may ask for.
     pub offers: Offers,
+    /// Memory of the program that devices reach.
+    pub pinned: Budget,
     /// What is left to the service thread.
     pub service: Mailbox,
 }

@@ -40,6 +40,11 @@ fn main() -> ExitCode {
             trials.push(Trial::test(name, move || most_is_direct(&paths, device, sender)));
         }
     }
+    for short in ["sender", "receiver"] {
+        let paths = Arc::clone(&paths);
+        let name = format!("{short}_may_not_lock_memory");
+        trials.push(Trial::test(name, move || nothing_is_direct(&paths, short)));
+    }
     libtest_mimic::run(&args, trials).exit_code()
 }
 
@@ -104,7 +109,8 @@ impl End {
     }
 }
 
-fn most_is_direct(paths: &Paths, device: &str, sender: &str) -> Result<(), Failed> {
+/// The sender and the receiver, the first of which is the client or the server.
+fn pair(paths: &Paths, device: &str, sender: &str) -> Result<(End, End), Failed> {
     let mut server = End::start(paths, device, &["server"])?;
     let port = server.line()?;
     let mut client = End::start(paths, device, &["client", &port])?;
@@ -114,30 +120,74 @@ fn most_is_direct(paths: &Paths, device: &str, sender: &str) -> Result<(), Faile
     client.begin("ask", 20)?;
     server.finish()?;
     client.finish()?;
-    let (mut from, mut to) = match sender {
+    Ok(match sender {
         "client" => (client, server),
         _ => (server, client),
+    })
+}
+
+/// Moves so many pieces. Gives how many bytes were sent and received directly.
+fn transfer(paths: &Paths, from: &mut End, to: &mut End, pieces: usize) -> Result<(u64, u64), Failed> {
+    let before = (
+        from.count(paths, "direct_sent_bytes")?,
+        to.count(paths, "direct_received_bytes")?,
+    );
+    to.begin("receive-pieces", pieces)?;
+    from.begin("send-pieces", pieces)?;
+    from.finish()?;
+    to.finish()?;
+    let sent = from.count(paths, "direct_sent_bytes")? - before.0;
+    let received = to.count(paths, "direct_received_bytes")? - before.1;
+    for end in [from, to] {
+        assert_eq!(end.count(paths, "bulk_lost")?, 0, "a bulk queue pair was lost");
+    }
+    Ok((sent, received))
+}
+
+fn limit_locked_memory(pid: u32, bytes: u32) -> Result<(), Failed> {
+    // The soft limit only.
+    let words = [format!("--pid={pid}"), format!("--memlock={bytes}:")];
+    let status = Command::new("prlimit").args(words).status()?;
+    if status.success() {
+        Ok(())
+    } else {
+        Err(format!("prlimit: {status}").into())
+    }
+}
+
+/// Half of the limit on locked memory is less than what is worth a direct transfer; then it is not.
+fn nothing_is_direct(paths: &Paths, short: &str) -> Result<(), Failed> {
+    let (mut from, mut to) = pair(paths, "roce", "client")?;
+    let limited = if short == "sender" { &from } else { &to };
+    let pid = limited.child.id();
+    limit_locked_memory(pid, 200_000)?;
+    assert_eq!(transfer(paths, &mut from, &mut to, MANY)?, (0, 0));
+    let unpinned = |end: &End| end.count(paths, "direct_unpinned");
+    let (by_sender, by_receiver) = (unpinned(&from)?, unpinned(&to)?);
+    let (by_limited, by_other) = match short {
+        "sender" => (by_sender, by_receiver),
+        _ => (by_receiver, by_sender),
     };
-    let mut transfer = |pieces: usize| -> Result<(u64, u64), Failed> {
-        let before = (
-            from.count(paths, "direct_sent_bytes")?,
-            to.count(paths, "direct_received_bytes")?,
-        );
-        to.begin("receive-pieces", pieces)?;
-        from.begin("send-pieces", pieces)?;
-        from.finish()?;
-        to.finish()?;
-        let sent = from.count(paths, "direct_sent_bytes")? - before.0;
-        let received = to.count(paths, "direct_received_bytes")? - before.1;
-        for end in [&from, &to] {
-            assert_eq!(end.count(paths, "bulk_lost")?, 0, "a bulk queue pair was lost");
+    assert!(
+        by_limited > 0 && by_other == 0,
+        "sender {by_sender}, receiver {by_receiver}"
+    );
+    limit_locked_memory(pid, 1_000_000)?;
+    let end = Instant::now() + LIMIT;
+    while transfer(paths, &mut from, &mut to, MANY)?.1 == 0 {
+        if Instant::now() > end {
+            return Err("nothing goes directly with a higher limit either".into());
         }
-        Ok((sent, received))
-    };
+    }
+    Ok(())
+}
+
+fn most_is_direct(paths: &Paths, device: &str, sender: &str) -> Result<(), Failed> {
+    let (mut from, mut to) = pair(paths, device, sender)?;
     // On a machine that has much else to do a reader may be late for a while, and then less is tried.
     let end = Instant::now() + LIMIT;
     loop {
-        let (sent, received) = transfer(MANY)?;
+        let (sent, received) = transfer(paths, &mut from, &mut to, MANY)?;
         let all = (MANY * PIECE) as u64;
         if sent >= all / 2 && received >= all / 2 {
             return Ok(());

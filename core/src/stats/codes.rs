@@ -149,6 +149,9 @@ events! {
     DirectSent = 19 => "direct_sent_bytes",
     /// Bytes that the peer's device has written into the memory of the program itself.
     DirectReceived = 20 => "direct_received_bytes",
+    /// A call's memory was not registered, as that would exceed the half of the memlock limit or the device refused it:
+    /// its bytes went by rings.
+    DirectUnpinned = 21 => "direct_unpinned",
 }
 
 /// Number of [`Event`]s.

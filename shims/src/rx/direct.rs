@@ -7,17 +7,16 @@
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
 use rdmasock_core::fabric::remote::Landed;
-use rdmasock_core::fabric::remote::qp::{QueuePair, Region, Role};
+use rdmasock_core::fabric::remote::qp::Role;
 use rdmasock_core::fabric::ring::Wake;
 use rdmasock_core::ids::Vqpn;
-use rdmasock_core::os::thread;
 use rdmasock_core::stats::Event;
 
 use crate::errno;
 use crate::handler;
 use crate::iov::Iov;
 use crate::library::Library;
-use crate::link::Remote;
+use crate::link::{Pinned, Remote};
 use crate::ready;
 use crate::socket::{Mode, Rx, Socket};
 
@@ -27,10 +26,9 @@ pub struct Landing {
     remote: &'static Remote,
     mine: Vqpn,
     serial: u32,
-    region: Region,
     memory: *mut u8,
-    /// Who waits: a fork child that goes on with the call has neither the link nor the registration.
-    thread: u32,
+    /// Its registration ends last.
+    pinned: Pinned,
     /// What has come was taken.
     is_taken: bool,
 }
@@ -71,28 +69,24 @@ impl Landing {
             return None;
         }
         // SAFETY: the program's buffer, which nobody else looks at before the call returns, and this value goes first.
-        let region = unsafe { end.qp().register(memory, len, Role::Target) }.ok()?;
+        let pinned = unsafe { Pinned::new(remote, memory, len, remote.direct_min(), Role::Target) }?;
         let address = memory.expose_provenance() as u64;
         let serial = socket.rx.lock().and_then(|mut rx| {
             // Meanwhile the stream may have left the link, and come back as another.
             let is_same = is_on_link() && link.slot_of(mine) == Some(socket.slot);
             let is_free = is_same && !rx.own.direct.is_waiting && rx.consumer.as_ref().is_some_and(|c| !c.is_frozen());
-            let advert = is_free.then(|| end.advertise(mine, address, len as u32, region.key.remote))?;
+            let (len, key) = (pinned.len() as u32, pinned.key().remote);
+            let advert = is_free.then(|| end.advertise(mine, address, len, key))?;
             rx.own.direct.is_waiting = advert.is_some();
             Some(advert?.serial)
-        });
-        let Some(serial) = serial else {
-            end.qp().deregister(region);
-            return None;
-        };
+        })?;
         Some(Self {
             socket,
             remote,
             mine,
             serial,
-            region,
             memory,
-            thread: thread::current().tid(),
+            pinned,
             is_taken: false,
         })
     }
@@ -140,7 +134,7 @@ impl Landing {
     /// errno is as before: it may be what the call fails with.
     #[cold]
     pub fn leave(mut self) -> usize {
-        if self.is_of_a_parent() {
+        if self.pinned.is_of_a_parent() {
             return 0;
         }
         let errno = errno::get();
@@ -154,10 +148,6 @@ impl Landing {
         drop(self);
         errno::set(errno);
         landed.map_or(0, |(taken, _)| taken)
-    }
-
-    fn is_of_a_parent(&self) -> bool {
-        self.thread != thread::current().tid()
     }
 
     fn end_wait(&self) {
@@ -186,12 +176,11 @@ impl Landing {
 
 impl Drop for Landing {
     fn drop(&mut self) {
-        if self.is_of_a_parent() {
+        if self.pinned.is_of_a_parent() {
             return;
         }
         if !self.is_taken {
             self.put_back();
         }
-        self.remote.end().qp().deregister(self.region);
     }
 }

@@ -8,9 +8,8 @@
 use std::ffi::c_int;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
-use rdmasock_core::fabric::remote::qp::{QueuePair, Region, Role};
+use rdmasock_core::fabric::remote::qp::Role;
 use rdmasock_core::ids::Vqpn;
-use rdmasock_core::os::thread;
 use rdmasock_core::stats::Event;
 
 use super::room::give_back;
@@ -19,7 +18,7 @@ use crate::errno;
 use crate::handler;
 use crate::iov::Iov;
 use crate::library::Library;
-use crate::link::Remote;
+use crate::link::{Pinned, Remote};
 use crate::ready;
 use crate::socket::{Mode, Socket};
 use crate::time::{Timeout, now_ns};
@@ -44,14 +43,13 @@ struct Lent {
     theirs: Vqpn,
     /// The position behind it.
     until: u64,
-    region: Region,
-    /// See `rx::direct`.
-    thread: u32,
+    /// Its registration ends last.
+    memory: Pinned,
 }
 
 impl Drop for Lent {
     fn drop(&mut self) {
-        if self.thread != thread::current().tid() {
+        if self.memory.is_of_a_parent() {
             return;
         }
         let end = self.remote.end();
@@ -60,7 +58,6 @@ impl Drop for Lent {
         if left.is_some_and(|left| left > 0) {
             self.remote.await_word(|| end.untaken(self.theirs, self.until) == 0);
         }
-        end.qp().deregister(self.region);
     }
 }
 
@@ -178,9 +175,8 @@ fn lend(call: &mut Call, remote: &'static Remote, theirs: Vqpn, memory: *mut u8,
     let Some(wanted) = await_reader(call, remote, theirs, len) else {
         return 0;
     };
-    // SAFETY: the program's buffer, which the device only reads, and `Lent` ends the registration before the call
-    // returns.
-    let Ok(region) = (unsafe { end.qp().register(memory, wanted, Role::Source) }) else {
+    // SAFETY: the program's buffer, which the device only reads, and this, or `Lent`, goes before the call returns.
+    let Some(pinned) = (unsafe { Pinned::new(remote, memory, wanted, least, Role::Source) }) else {
         return 0;
     };
     let lent = socket.tx.lock().and_then(|mut tx| {
@@ -193,8 +189,9 @@ fn lend(call: &mut Call, remote: &'static Remote, theirs: Vqpn, memory: *mut u8,
             return None;
         }
         let room = producer.spans(wanted).map_or(0, |spans| spans.len());
-        let (from, bytes) = (producer.position(), wanted.min(room));
-        if bytes < least || !end.lend_source(theirs, from, memory.expose_provenance(), bytes as u64, region.key.local) {
+        let (from, bytes) = (producer.position(), pinned.len().min(room));
+        let (address, key) = (memory.expose_provenance(), pinned.key().local);
+        if bytes < least || !end.lend_source(theirs, from, address, bytes as u64, key) {
             return None;
         }
         call.hold(&mut state.own.waiting);
@@ -208,15 +205,13 @@ fn lend(call: &mut Call, remote: &'static Remote, theirs: Vqpn, memory: *mut u8,
         Some((wake, bytes, from + bytes as u64))
     });
     let Some((wake, bytes, until)) = lent else {
-        end.qp().deregister(region);
         return 0;
     };
     let lent = Lent {
         remote,
         theirs,
         until,
-        region,
-        thread: thread::current().tid(),
+        memory: pinned,
     };
     ready::notify_peer(socket, wake);
     let mut patience = wait::Patience::at_most(Timeout::Ns(TAKEN_WITHIN));

@@ -1,0 +1,75 @@
+//! How much of the program's memory devices may reach at a time, over all links. The kernel keeps such pages in memory and
+//! counts them against the limit on locked memory, together with those of the rings: so no more than half of that is
+//! taken, for the links that are still to come.
+
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use rustix::process::{Resource, getrlimit};
+
+/// As which the kernel counts it, bytes.
+const PAGE: u64 = 4096;
+
+/// What is registered now, bytes.
+#[derive(Default)]
+pub struct Budget(AtomicU64);
+
+/// The half of the limit on locked memory, bytes. The program may change that at any time.
+pub fn limit() -> u64 {
+    getrlimit(Resource::Memlock).current.map_or(u64::MAX, |limit| limit / 2)
+}
+
+impl Budget {
+    /// Takes up to `wanted` bytes of `limit`, and what the pages that they begin and end in have beside them; nothing if
+    /// that leaves less than `least`. Gives how many bytes may be registered, and what is to be given back.
+    pub fn take(&self, wanted: usize, least: usize, limit: u64) -> Option<(usize, u64)> {
+        let edges = 2 * PAGE;
+        let mut len = 0;
+        let taken = self.0.fetch_update(Relaxed, Relaxed, |taken| {
+            let free = limit.checked_sub(taken)?.checked_sub(edges)?;
+            len = wanted.min(usize::try_from(free).unwrap_or(usize::MAX));
+            (len >= least).then(|| taken + len as u64 + edges)
+        });
+        taken.ok().map(|_| (len, len as u64 + edges))
+    }
+
+    /// Gives back what something was taken at.
+    pub fn give_back(&self, cost: u64) {
+        self.0.fetch_sub(cost, Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const KIB: usize = 1024;
+
+    #[test]
+    fn no_more_is_taken_than_there_is() {
+        let budget = Budget::default();
+        let limit = 1024 * KIB as u64;
+        let (first, first_cost) = budget.take(600 * KIB, 64 * KIB, limit).unwrap();
+        assert_eq!((first, first_cost), (600 * KIB, 608 * KIB as u64));
+        // The rest, and no more.
+        let (second, second_cost) = budget.take(600 * KIB, 64 * KIB, limit).unwrap();
+        assert_eq!(second, 1024 * KIB - 608 * KIB - 8 * KIB);
+        assert_eq!(budget.take(4 * KIB, 4 * KIB, limit), None);
+        budget.give_back(first_cost);
+        assert_eq!(budget.take(700 * KIB, 601 * KIB, limit), None);
+        assert_eq!(budget.take(700 * KIB, 600 * KIB, limit).unwrap().0, 600 * KIB);
+        budget.give_back(first_cost);
+        budget.give_back(second_cost);
+        assert_eq!(budget.0.into_inner(), 0);
+    }
+
+    #[test]
+    fn there_may_be_nothing_and_no_limit() {
+        let budget = Budget::default();
+        for limit in [0, 4096, 8192] {
+            assert_eq!(budget.take(100_000, 1, limit), None);
+        }
+        assert_eq!(budget.take(1 << 30, 1, u64::MAX).unwrap().0, 1 << 30);
+        // A limit that was lowered meanwhile.
+        assert_eq!(budget.take(1, 1, 8192), None);
+    }
+}

@@ -1,6 +1,6 @@
-//! How much of the program's memory devices may reach at a time, over all links. The kernel keeps such pages in memory and
-//! counts them against the limit on locked memory, together with those of the rings: so no more than half of that is
-//! taken, for the links that are still to come.
+//! How much of the program's memory devices may reach at a time, over all links. The kernel keeps such pages in memory
+//! and counts them against the limit on locked memory, together with those of the rings: so no more than half of that
+//! is taken, for the links that are still to come.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -19,8 +19,8 @@ pub fn limit() -> u64 {
 }
 
 impl Budget {
-    /// Takes up to `wanted` bytes of `limit`, and what the pages that they begin and end in have beside them; nothing if
-    /// that leaves less than `least`. Gives how many bytes may be registered, and what is to be given back.
+    /// Takes up to `wanted` bytes of `limit`, and what the pages that they begin and end in have beside them; nothing
+    /// if that leaves less than `least`. Gives how many bytes may be registered, and what is to be given back.
     pub fn take(&self, wanted: usize, least: usize, limit: u64) -> Option<(usize, u64)> {
         let edges = 2 * PAGE;
         let mut len = 0;

@@ -55,6 +55,7 @@ pub mod log;
 mod mailbox;
 mod offers;
 mod pass;
+mod pinned;
 mod points;
 mod poll;
 mod reach;

@@ -9,7 +9,6 @@ mod bounds;
 pub mod life;
 mod local_peer;
 mod looks;
-mod pinned;
 mod remote;
 pub mod up;
 
@@ -41,7 +40,6 @@ use crate::waiters::SERVICE;
 
 use local_peer::LocalPeer;
 pub use local_peer::Refused;
-pub use pinned::Pinned;
 pub use remote::{Maintained, Poller, Remote, StandBy, Turn, has_few_addresses};
 
 /// How long a button that the peer has not kept is not sent again, ns.

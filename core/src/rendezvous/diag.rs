@@ -38,11 +38,11 @@ pub fn trusted(name_uid: u32, port_owner: ListenerOwner, own_uid: u32) -> bool {
     }
 }
 
-/// Who owns the socket that a SYN to the acceptor of `connection`, which is one of this host, would reach in our network
-/// namespace.
+/// Who owns the socket that a SYN to the acceptor of `connection`, which is one of this host, would reach in our
+/// network namespace.
 ///
-/// By sock_diag, and where that is missing by /proc/net/tcp, which takes the kernel long: it goes through a table that is
-/// made for all connections that there could be.
+/// By sock_diag, and where that is missing by /proc/net/tcp, which takes the kernel long: it goes through a table that
+/// is made for all connections that there could be.
 pub fn listener_owner(connection: &Tuple) -> ListenerOwner {
     let (connector, acceptor) = (connection.connector(), connection.acceptor());
     match ask_kernel(&request(acceptor, None)) {
@@ -128,9 +128,9 @@ fn ask_kernel(request: &Request) -> Result<(u8, u32), Errno> {
     parse(bytes)
 }
 
-/// Asks for the one connection from `local` to `remote`, or without that for the one socket that would take a connection
-/// to `local`: the kernel looks it up as it does for a SYN, so wildcard, dual-stack and bound-to-device listeners are
-/// found with the right precedence.
+/// Asks for the one connection from `local` to `remote`, or without that for the one socket that would take a
+/// connection to `local`: the kernel looks it up as it does for a SYN, so wildcard, dual-stack and bound-to-device
+/// listeners are found with the right precedence.
 fn request(local: SocketAddr, remote: Option<SocketAddr>) -> Request {
     let interface = match local {
         SocketAddr::V6(v6) => v6.scope_id(),

@@ -16,7 +16,8 @@ use crate::errno;
 use crate::handler;
 use crate::iov::Iov;
 use crate::library::Library;
-use crate::link::{Pinned, Remote};
+use crate::link::Remote;
+use crate::pinned::Pinned;
 use crate::ready;
 use crate::socket::{Mode, Rx, Socket};
 

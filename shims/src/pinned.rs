@@ -4,9 +4,9 @@ use rdmasock_core::fabric::remote::qp::{Key, QueuePair, Region, Role};
 use rdmasock_core::os::thread;
 use rdmasock_core::stats::Event;
 
-use super::Remote;
 use crate::budget;
 use crate::library::Library;
+use crate::link::Remote;
 
 /// See the module. The registration ends when this is dropped.
 pub struct Pinned {

@@ -191,7 +191,8 @@ unsafe fn take_payload(
     // Without memory for more, what there is.
     let mut buf = Scratch::new(kernel.min(iov.len()).min(4096)).unwrap_or_default();
     let mut skip = 0;
-    while got < carry + kernel && iov.len() > 0 && !(peek && skip > 0) {
+    // A receive ends in front of urgent data, which may be next behind the carry.
+    while got < carry + kernel && iov.len() > 0 && !(peek && skip > 0) && !(got > 0 && is_at_mark(socket)) {
         let want = (carry + kernel - got).min(iov.len()).min(buf.len());
         let Some(piece) = buf.get_mut(..want) else {
             break;

@@ -3,6 +3,7 @@
 
 use std::sync::atomic::Ordering::{Acquire, SeqCst};
 
+use rustix::event::PollFlags;
 use rustix::event::epoll as kernel;
 
 use super::state::{Watched, Worker};
@@ -27,6 +28,8 @@ impl Worker {
             if !anchor::watch(socket, fd) {
                 return Watched::Impossible;
             }
+            // What has come before, and nobody may hear of as news.
+            note_anchor(socket);
             socket.wakes.watched.publish(true);
         }
         point!("watch: the socket is ours, and nobody knows");
@@ -67,15 +70,7 @@ impl Worker {
         if socket.generation.load(Acquire) & 0xffff_ffff != id & 0xffff_ffff {
             return;
         }
-        {
-            let Some(_rx) = socket.rx.lock() else { return };
-            use rustix::event::PollFlags;
-            let now = ready::kernel(socket, PollFlags::IN | PollFlags::RDHUP | PollFlags::PRI);
-            socket
-                .wakes
-                .anchor
-                .fetch_or(now & (ready::ENDED | libc::EPOLLPRI as u32), SeqCst);
-        }
+        note_anchor(socket);
         if self.ends.has_dying() && socket.wakes.anchor.load(Acquire) & ready::ENDED != 0 {
             self.leave_dying(0);
         }
@@ -146,4 +141,12 @@ impl Worker {
         socket.promotion.holders.on_returned();
         true
     }
+}
+
+/// Takes in what the kernel says of the anchor that readiness is to tell.
+fn note_anchor(socket: &Socket) {
+    let Some(_rx) = socket.rx.lock() else { return };
+    let now = ready::kernel(socket, PollFlags::IN | PollFlags::RDHUP | PollFlags::PRI);
+    let told = ready::ENDED | libc::EPOLLPRI as u32;
+    socket.wakes.anchor.fetch_or(now & told, SeqCst);
 }

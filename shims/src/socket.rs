@@ -373,6 +373,7 @@ impl Socket {
             tx.own.last = 0;
             tx.own.blocked = false;
             tx.own.timed = false;
+            tx.own.direct.bytes = 0;
             tx.own.seen.forget();
         }
         if let Some(mut rx) = socket.rx.lock() {

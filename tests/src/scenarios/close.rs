@@ -107,7 +107,11 @@ pub fn shutdown_in_parts(c: &Ctx) {
         sys::wait_readable_bytes(fd, 6);
         let waits = thread::scope(|s| {
             let poll = s.spawn(move || {
-                let mut p = libc::pollfd { fd, events: 0, revents: 0 };
+                let mut p = libc::pollfd {
+                    fd,
+                    events: 0,
+                    revents: 0,
+                };
                 let r = call!(libc::poll(&mut p, 1, sys::SOON));
                 format!("poll for nothing -> {r} {}", poll_names(p.revents))
             });

@@ -127,13 +127,21 @@ fn a_squatter_of_another_uid_is_not_trusted() {
         set_uid(0);
         let name_uid = |port| connect_to_services(port).last().unwrap().unwrap().peer().unwrap().uid;
         assert_eq!(name_uid(address.port()), NOBODY);
-        assert!(!trusted(NOBODY, listener_owner(&Tuple::new(at("127.0.0.1", 1), address)), 0));
+        assert!(!trusted(
+            NOBODY,
+            listener_owner(&Tuple::new(at("127.0.0.1", 1), address)),
+            0
+        ));
 
         set_uid(OTHER);
         let _honest = Listener::service(address.port()).unwrap();
         set_uid(0);
         assert_eq!(name_uid(address.port()), OTHER);
-        assert!(trusted(OTHER, listener_owner(&Tuple::new(at("127.0.0.1", 1), address)), 0));
+        assert!(trusted(
+            OTHER,
+            listener_owner(&Tuple::new(at("127.0.0.1", 1), address)),
+            0
+        ));
         drop(squatter);
     });
 }

@@ -1,0 +1,139 @@
+/*
+ * rdmasock.h: what a program may ask of librdmasock.so that has no place in the calls of sockets.
+ *
+ * The functions are looked up by dlsym(3) when they are first called: a program that includes this is linked with
+ * nothing of rdmasock, and runs without it. Then each function fails with ENOSYS. (Before glibc 2.34 dlsym needs -ldl.)
+ * docs/header.md says what each is good for. None may be called by a signal handler.
+ *
+ * C99 or later, or C++; gcc or clang.
+ */
+#ifndef RDMASOCK_H
+#define RDMASOCK_H
+
+#include <dlfcn.h>
+#include <errno.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/types.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* What one direction of a connection runs on. */
+enum rdmasock_way {
+    RDMASOCK_TCP = 0,  /* the kernel's TCP */
+    RDMASOCK_SHM = 1,  /* shared memory, within a host */
+    RDMASOCK_RDMA = 2, /* RDMA, between hosts */
+    RDMASOCK_LINK = 3  /* for rdmasock_prefer(): shared memory or RDMA, whichever leads to the peer */
+};
+#define RDMASOCK_WAYS 3
+
+/* Why a direction is on TCP: the reasons of `rdmasock stat`. Later versions may know more. */
+enum rdmasock_why {
+    RDMASOCK_WHY_NONE = 0,
+    RDMASOCK_WHY_BELOW_THRESHOLD = 1,
+    RDMASOCK_WHY_HANDSHAKE = 2,
+    RDMASOCK_WHY_PEER_WITHOUT = 3,
+    RDMASOCK_WHY_RULE = 4,
+    RDMASOCK_WHY_DISABLED = 5,
+    RDMASOCK_WHY_INHERITED = 6,
+    RDMASOCK_WHY_DECLINED = 7,
+    RDMASOCK_WHY_NO_MATCH = 8,
+    RDMASOCK_WHY_TIMED_OUT = 9,
+    RDMASOCK_WHY_ARENA_FULL = 10,
+    RDMASOCK_WHY_LINK_LIMIT = 11,
+    RDMASOCK_WHY_LINK_FAILED = 12,
+    RDMASOCK_WHY_UNKNOWN_EPOLL = 13,
+    RDMASOCK_WHY_OUT_OF_BAND = 14,
+    RDMASOCK_WHY_KERNEL_TLS = 15,
+    RDMASOCK_WHY_ZERO_COPY = 16,
+    RDMASOCK_WHY_SPLICE = 17,
+    RDMASOCK_WHY_STDIO = 18,
+    RDMASOCK_WHY_EXEC = 19,
+    RDMASOCK_WHY_PASSED = 20,
+    RDMASOCK_WHY_OTHER_PROCESS = 21,
+    RDMASOCK_WHY_CLOSED = 22,
+    RDMASOCK_WHY_UNSUPPORTED = 23,
+    RDMASOCK_WHY_PEER_ASKED = 24,
+    RDMASOCK_WHY_VIOLATION = 25,
+    RDMASOCK_WHY_VERSION = 26,
+    RDMASOCK_WHY_NOT_TRUSTED = 27,
+    RDMASOCK_WHY_RESOURCES = 28,
+    RDMASOCK_WHY_PEER_GONE = 29,
+    RDMASOCK_WHY_OTHER_HOST = 30,
+    RDMASOCK_WHY_LINK_SILENT = 31,
+    RDMASOCK_WHY_IO_URING = 32,
+    RDMASOCK_WHY_NO_RULES = 33,
+    RDMASOCK_WHY_CONFINED = 34,
+    RDMASOCK_WHY_DEEP_BIND = 35,
+    RDMASOCK_WHY_UNSEEN = 36
+};
+
+/*
+ * One end of a connection. `size` is set by the caller, to sizeof(struct rdmasock_info), and by the library to the
+ * bytes that it has filled; what is beyond them is zero. Later versions add members at the end.
+ */
+struct rdmasock_info {
+    uint32_t size;
+    uint32_t sends_by;    /* enum rdmasock_way */
+    uint32_t receives_by; /* enum rdmasock_way */
+    uint32_t why;         /* enum rdmasock_why; RDMASOCK_WHY_NONE where neither direction is on TCP */
+    uint32_t peer_why;    /* with RDMASOCK_WHY_DECLINED, what the peer gave */
+    uint32_t reserved;    /* 0 */
+    /* Bytes of the program, by way, since this process has the connection. */
+    uint64_t sent[RDMASOCK_WAYS];
+    uint64_t received[RDMASOCK_WAYS];
+    /* Of those by RDMA, what the device has moved past the rings (RDMASOCK_ZCOPY_MIN). */
+    uint64_t sent_directly;
+    uint64_t received_directly;
+    /* `why` as `rdmasock stat` says it, ended by a zero byte; empty with RDMASOCK_WHY_NONE. */
+    char why_text[128];
+};
+
+/* The function of the library with this name, or a null pointer; `cell` keeps what was found. */
+static inline void *rdmasock_find_(void **cell, const char *name)
+{
+    void *found = __atomic_load_n(cell, __ATOMIC_ACQUIRE);
+    if (!found) {
+#ifdef RTLD_DEFAULT
+        found = dlsym(RTLD_DEFAULT, name);
+#else
+        found = dlsym((void *)0, name); /* glibc declares it with _GNU_SOURCE only */
+#endif
+        /* The address of the cell itself: there is none, and nobody need look again. */
+        __atomic_store_n(cell, found ? found : (void *)cell, __ATOMIC_RELEASE);
+    }
+    return found == (void *)cell ? (void *)0 : found;
+}
+
+/* Calls the library's function `name`, of the type `type`; ENOSYS where there is none. */
+#define RDMASOCK_CALL_(type, name, arguments)                                                                          \
+    do {                                                                                                               \
+        static void *cell;                                                                                             \
+        void *found = rdmasock_find_(&cell, name);                                                                     \
+        type function;                                                                                                 \
+        if (!found) {                                                                                                  \
+            errno = ENOSYS;                                                                                            \
+            return -1;                                                                                                 \
+        }                                                                                                              \
+        memcpy(&function, &found, sizeof function);                                                                    \
+        return function arguments;                                                                                     \
+    } while (0)
+
+/*
+ * Says what the connection `fd` runs on, and what it has carried. 0, or -1 with errno: EBADF, ENOTSOCK; EOPNOTSUPP, not
+ * a TCP socket; ENOTCONN, it listens or was never connected; EINVAL, `size` is too small; EFAULT; ENOSYS.
+ */
+typedef int (*rdmasock_info_function_)(int, struct rdmasock_info *);
+static inline int rdmasock_info(int fd, struct rdmasock_info *info)
+{
+    RDMASOCK_CALL_(rdmasock_info_function_, "rdmasock_info", (fd, info));
+}
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,14 @@
+//! The functions of `include/rdmasock.h`: no hooks, for libc has none of them. What they do is in `rdmasock_shims::api`.
+
+use libc::c_int;
+use rdmasock_shims::api;
+
+/// What the connection runs on, and what it has carried.
+///
+/// # Safety
+/// `info` points to a `struct rdmasock_info` of the size that it begins with.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn rdmasock_info(fd: c_int, info: *mut api::Info) -> c_int {
+    // SAFETY: by the contract.
+    unsafe { api::info(fd, info) }
+}

@@ -68,7 +68,8 @@ enum rdmasock_why {
     RDMASOCK_WHY_NO_RULES = 33,
     RDMASOCK_WHY_CONFINED = 34,
     RDMASOCK_WHY_DEEP_BIND = 35,
-    RDMASOCK_WHY_UNSEEN = 36
+    RDMASOCK_WHY_UNSEEN = 36,
+    RDMASOCK_WHY_ASKED = 37
 };
 
 /*
@@ -130,6 +131,19 @@ typedef int (*rdmasock_info_function_)(int, struct rdmasock_info *);
 static inline int rdmasock_info(int fd, struct rdmasock_info *info)
 {
     RDMASOCK_CALL_(rdmasock_info_function_, "rdmasock_info", (fd, info));
+}
+
+/*
+ * Says what the connection `fd` is to run on. RDMASOCK_TCP: TCP for good, where it goes back to if it is on a link.
+ * RDMASOCK_LINK: at the end that has connected, a link as soon as can be, whatever RDMASOCK_PROMOTE_AFTER says. Neither
+ * is waited for. Also before connect(); of a listener, RDMASOCK_TCP is of all that is accepted from then on, until
+ * RDMASOCK_LINK. 0, or -1 with errno: EBADF, ENOTSOCK; EOPNOTSUPP, not a TCP socket, or for RDMASOCK_LINK one that stays
+ * on TCP for good; EINVAL, another way; ENOSYS.
+ */
+typedef int (*rdmasock_prefer_function_)(int, int);
+static inline int rdmasock_prefer(int fd, int way)
+{
+    RDMASOCK_CALL_(rdmasock_prefer_function_, "rdmasock_prefer", (fd, way));
 }
 
 #ifdef __cplusplus

@@ -1,14 +1,25 @@
 //! The functions of `include/rdmasock.h`: no hooks, for libc has none of them. What they do is in `rdmasock_shims::api`.
 
 use libc::c_int;
-use rdmasock_shims::api;
+use rdmasock_shims::api::info::{self, Info};
+use rdmasock_shims::api::prefer;
 
 /// What the connection runs on, and what it has carried.
 ///
 /// # Safety
 /// `info` points to a `struct rdmasock_info` of the size that it begins with.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn rdmasock_info(fd: c_int, info: *mut api::Info) -> c_int {
+pub unsafe extern "C" fn rdmasock_info(fd: c_int, info: *mut Info) -> c_int {
     // SAFETY: by the contract.
-    unsafe { api::info(fd, info) }
+    unsafe { info::info(fd, info) }
+}
+
+/// What the connection is to run on.
+///
+/// # Safety
+/// None is needed: of C's ABI only.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn rdmasock_prefer(fd: c_int, way: c_int) -> c_int {
+    // SAFETY: as above.
+    unsafe { prefer::prefer(fd, way) }
 }

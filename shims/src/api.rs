@@ -8,9 +8,8 @@
     reason = "the contract of each function is what the header says of the one with its name"
 )]
 
-mod info;
-
-pub use info::{Info, info};
+pub mod info;
+pub mod prefer;
 
 use std::ffi::c_int;
 use std::os::fd::BorrowedFd;

@@ -160,6 +160,106 @@ static void errors(int fd)
     CHECK(error_of(fd) == EBADF);
 }
 
+/* TCP for good, asked for by one side, in the middle of data both ways. */
+static void stay(int fd)
+{
+    struct rdmasock_info info;
+    uint64_t at = 0;
+    double end = seconds() + 30;
+    meet();
+    put(fd, 0, 30000);
+    if (is_server) {
+        errno = 77;
+        CHECK(rdmasock_prefer(fd, RDMASOCK_TCP) == 0 && errno == 77);
+        CHECK(rdmasock_prefer(fd, RDMASOCK_TCP) == 0);
+        CHECK(rdmasock_prefer(fd, RDMASOCK_LINK) == -1 && errno == EOPNOTSUPP);
+    }
+    get(fd, 0, 30000);
+    for (at = 30000;; at += 100) {
+        put(fd, at, 100);
+        get(fd, at, 100);
+        char ours = runs_on(fd, RDMASOCK_TCP), theirs;
+        CHECK(put_all(fd, &ours, 1) == 1 && get_all(fd, &theirs, 1) == 1);
+        if (ours && theirs)
+            break;
+        CHECK(seconds() < end);
+    }
+    info = info_of(fd);
+    if (is_server)
+        CHECK(info.why == RDMASOCK_WHY_ASKED);
+    else if (expected == RDMASOCK_SHM)
+        CHECK(info.why == RDMASOCK_WHY_PEER_ASKED);
+    /* For good. */
+    for (int i = 0; i < 200; i++, at += 100) {
+        put(fd, at + 100, 100);
+        get(fd, at + 100, 100);
+    }
+    CHECK(runs_on(fd, RDMASOCK_TCP));
+    CHECK(rdmasock_prefer(fd, 7) == -1 && errno == EINVAL);
+    CHECK(rdmasock_prefer(-1, RDMASOCK_TCP) == -1 && errno == EBADF);
+    CHECK(rdmasock_prefer(tells[0][0], RDMASOCK_TCP) == -1 && errno == ENOTSOCK);
+    CHECK(rdmasock_prefer(MUST(socket(AF_INET, SOCK_DGRAM, 0)), RDMASOCK_TCP) == -1 && errno == EOPNOTSUPP);
+}
+
+static int listener;
+
+/* Another connection; what is asked for is asked for before it is there. */
+static int another(int of_listener, int before_connect)
+{
+    struct sockaddr_in at;
+    socklen_t len = sizeof at;
+    int fd, one = 1;
+    if (is_server) {
+        if (of_listener >= 0)
+            CHECK(rdmasock_prefer(listener, of_listener) == 0);
+        MUST(getsockname(listener, (struct sockaddr *)&at, &len));
+        MUST(write(tells[1][1], &at, sizeof at));
+        fd = MUST(accept(listener, NULL, NULL));
+    } else {
+        CHECK(read(tells[1][0], &at, sizeof at) == sizeof at);
+        fd = MUST(socket(AF_INET, SOCK_STREAM, 0));
+        if (before_connect >= 0)
+            CHECK(rdmasock_prefer(fd, before_connect) == 0);
+        MUST(connect(fd, (struct sockaddr *)&at, sizeof at));
+    }
+    MUST(setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one));
+    return fd;
+}
+
+static void talk(int fd, int times)
+{
+    for (int i = 0; i < times; i++) {
+        put(fd, i, 100);
+        get(fd, i, 100);
+    }
+}
+
+/* With a threshold that is never reached. */
+static void hurry(int fd)
+{
+    int others[3];
+    if (!is_server)
+        CHECK(rdmasock_prefer(fd, RDMASOCK_LINK) == 0);
+    talk_until_on(fd, expected);
+    others[0] = another(-1, RDMASOCK_LINK);
+    talk_until_on(others[0], expected);
+    /* The other end stays, then this one. */
+    others[1] = another(RDMASOCK_TCP, RDMASOCK_LINK);
+    talk(others[1], 300);
+    CHECK(runs_on(others[1], RDMASOCK_TCP));
+    CHECK(!is_server || info_of(others[1]).why == RDMASOCK_WHY_ASKED);
+    others[2] = another(RDMASOCK_LINK, RDMASOCK_TCP);
+    talk(others[2], 300);
+    CHECK(runs_on(others[2], RDMASOCK_TCP));
+    CHECK(is_server || info_of(others[2]).why == RDMASOCK_WHY_ASKED);
+    CHECK(is_server || rdmasock_prefer(others[2], RDMASOCK_LINK) == -1);
+    CHECK(runs_on(others[0], expected) && runs_on(fd, expected));
+    /* Nobody has asked. */
+    others[2] = another(-1, -1);
+    talk(others[2], 300);
+    CHECK(info_of(others[2]).why == RDMASOCK_WHY_BELOW_THRESHOLD);
+}
+
 /* Without the library. */
 static void absent(int fd)
 {
@@ -168,6 +268,8 @@ static void absent(int fd)
     for (int again = 0; again < 2; again++) {
         errno = 0;
         CHECK(rdmasock_info(fd, &info) == -1 && errno == ENOSYS);
+        errno = 0;
+        CHECK(rdmasock_prefer(fd, RDMASOCK_TCP) == -1 && errno == ENOSYS);
     }
 }
 
@@ -179,6 +281,8 @@ static const struct {
     {"absent", absent, 0},
     {"info", info, 0},
     {"errors", errors, 0},
+    {"stay", stay, 0},
+    {"hurry", hurry, 1},
 };
 
 int main(int argc, char **argv)
@@ -196,7 +300,7 @@ int main(int argc, char **argv)
         if (strcmp(cases[i].name, argv[1]) == 0) {
             int fd, one = 1, status;
             if (is_server) {
-                int listener = listening(&at);
+                listener = listening(&at);
                 MUST(write(tells[1][1], &at, sizeof at));
                 fd = MUST(accept4(listener, NULL, NULL, SOCK_CLOEXEC));
                 MUST(setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one));

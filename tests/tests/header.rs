@@ -11,7 +11,10 @@ use rdmasock_core::stats::Reason;
 use rdmasock_tests::harness::{Mode, Paths, clean_environment};
 
 /// Cases that are played wherever the connection comes to run.
-const EVERYWHERE: &[&str] = &["info", "errors"];
+const EVERYWHERE: &[&str] = &["info", "errors", "stay"];
+
+/// Those that are played where it comes to a link.
+const ON_LINKS: &[&str] = &["hurry"];
 
 /// What the connection comes to run on.
 #[derive(Clone, Copy)]
@@ -55,7 +58,10 @@ fn main() -> ExitCode {
     ];
     let ways = [Way::Tcp, Way::Shm].into_iter().chain(Mode::DEVICES.map(Way::Device));
     let everywhere = ways.flat_map(|way| EVERYWHERE.iter().map(move |case| (way, *case)));
-    for (way, case) in std::iter::once((Way::None, "absent")).chain(everywhere) {
+    let links = [Way::Shm].into_iter().chain(Mode::DEVICES.map(Way::Device));
+    let on_links = links.flat_map(|way| ON_LINKS.iter().map(move |case| (way, *case)));
+    let without = std::iter::once((Way::None, "absent"));
+    for (way, case) in without.chain(everywhere).chain(on_links) {
         let paths = Arc::clone(&paths);
         let name = format!("{}/{case}", way.name());
         trials.push(Trial::test(name, move || play(&paths, case, way)));
@@ -140,6 +146,9 @@ fn environment(paths: &Paths, command: &mut Command, way: Way) -> Result<(), Fai
 fn play(paths: &Paths, case: &str, way: Way) -> Result<(), Failed> {
     let mut command = Command::new(program()?);
     environment(paths, &mut command, way)?;
+    if case == "hurry" {
+        command.env("RDMASOCK_PROMOTE_AFTER", "1000000r");
+    }
     let said = command.args([case, way.argument()]).stdin(Stdio::null()).output()?;
     if said.status.success() && said.stdout.is_empty() && said.stderr.is_empty() {
         return Ok(());

@@ -16,6 +16,7 @@
 #include <stdint.h>
 #include <string.h>
 #include <sys/types.h>
+#include <sys/uio.h>
 
 #ifdef __cplusplus
 extern "C" {
@@ -144,6 +145,35 @@ typedef int (*rdmasock_prefer_function_)(int, int);
 static inline int rdmasock_prefer(int fd, int way)
 {
     RDMASOCK_CALL_(rdmasock_prefer_function_, "rdmasock_prefer", (fd, way));
+}
+
+/*
+ * Receives without a copy: says where the next bytes lie that a link has brought, in up to `*count` pieces (there are
+ * never more than two), sets `*count` to how many there are, and returns their bytes. Waits for the first byte as recv()
+ * does: `flags` is 0 or MSG_DONTWAIT. 0 at the end of the stream, -1 with errno: EOPNOTSUPP, TCP has what comes next, or
+ * it is not a TCP socket: recv() says what it is; those of recv(); EINVAL, `*count` is less than 1, or another flag;
+ * EFAULT; ENOSYS.
+ *
+ * Nothing is taken: until it is released or received it is what a call gives next. The bytes are to be read only, and
+ * can be until they are released or received, or the last number of the socket is closed; only in this process. A peer
+ * on this host can still write there, which is against the protocol: take a copy of what is checked and then used.
+ */
+typedef ssize_t (*rdmasock_view_function_)(int, struct iovec *, int *, int);
+static inline ssize_t rdmasock_view(int fd, struct iovec *pieces, int *count, int flags)
+{
+    RDMASOCK_CALL_(rdmasock_view_function_, "rdmasock_view", (fd, pieces, count, flags));
+}
+
+/*
+ * The program is done with the first `n` bytes of its view: they are received. The rest stays where it is. 0, or -1 with
+ * errno, and nothing is released: EINVAL, the view has less than `n` bytes; ECANCELED, the view is over, because the
+ * connection had to go back to TCP with what is unread: what was not released comes again by recv(); EBADF, ENOTSOCK;
+ * ENOSYS.
+ */
+typedef int (*rdmasock_release_function_)(int, size_t);
+static inline int rdmasock_release(int fd, size_t n)
+{
+    RDMASOCK_CALL_(rdmasock_release_function_, "rdmasock_release", (fd, n));
 }
 
 #ifdef __cplusplus

@@ -6,6 +6,7 @@
 //! that still holds a pointer without, to wake somebody, may wake somebody of another link.
 
 mod bounds;
+mod held;
 pub mod life;
 mod local_peer;
 mod looks;
@@ -38,6 +39,7 @@ use crate::library::Library;
 use crate::mailbox::Command;
 use crate::waiters::SERVICE;
 
+pub use held::Held;
 use local_peer::LocalPeer;
 pub use local_peer::Refused;
 pub use remote::{Maintained, Poller, Remote, StandBy, Turn, has_few_addresses};
@@ -329,6 +331,16 @@ impl Link {
     /// The peer will not touch our stream `mine` again.
     pub fn on_closed(&self, mine: Vqpn) {
         on_end!(self, end => end.on_closed(mine));
+    }
+
+    /// The rings of our stream `mine` are nobody else's until they are let go of, once.
+    fn hold(&self, mine: Vqpn) {
+        on_end!(self, end => end.hold(mine));
+    }
+
+    /// See [`hold`](Self::hold).
+    fn let_go(&self, mine: Vqpn) {
+        on_end!(self, end => end.let_go(mine));
     }
 
     /// Streams that this end has not closed.

@@ -2,8 +2,9 @@
 //! the local device. The header itself is compiled as strict C and as C++, and has the reasons of `rdmasock stat`.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode, Stdio};
+use std::process::{Child, Command, ExitCode, Stdio};
 use std::sync::{Arc, OnceLock};
 
 use libtest_mimic::{Arguments, Failed, Trial};
@@ -11,10 +12,18 @@ use rdmasock_core::stats::Reason;
 use rdmasock_tests::harness::{Mode, Paths, clean_environment};
 
 /// Cases that are played wherever the connection comes to run.
-const EVERYWHERE: &[&str] = &["info", "errors", "stay"];
+const EVERYWHERE: &[&str] = &["info", "errors", "stay", "view", "view_errors"];
 
 /// Those that are played where it comes to a link.
-const ON_LINKS: &[&str] = &["hurry"];
+const ON_LINKS: &[&str] = &[
+    "hurry",
+    "view_mixed",
+    "view_closed",
+    "view_killed",
+    "view_forked",
+    "view_stays",
+    "view_passed",
+];
 
 /// What the connection comes to run on.
 #[derive(Clone, Copy)]
@@ -65,6 +74,17 @@ fn main() -> ExitCode {
         let paths = Arc::clone(&paths);
         let name = format!("{}/{case}", way.name());
         trials.push(Trial::test(name, move || play(&paths, case, way)));
+    }
+    for mode in Mode::DEVICES {
+        let paths = Arc::clone(&paths);
+        let name = format!("{}/view_cut", mode.name());
+        trials.push(Trial::test(name, move || play(&paths, "view_cut", Way::Device(mode))));
+    }
+    let ways = [Way::None, Way::Tcp, Way::Shm];
+    for way in ways.into_iter().chain(Mode::DEVICES.map(Way::Device)) {
+        let paths = Arc::clone(&paths);
+        let name = format!("{}/example", way.name());
+        trials.push(Trial::test(name, move || example(&paths, way)));
     }
     libtest_mimic::run(&args, trials).exit_code()
 }
@@ -149,12 +169,62 @@ fn play(paths: &Paths, case: &str, way: Way) -> Result<(), Failed> {
     if case == "hurry" {
         command.env("RDMASOCK_PROMOTE_AFTER", "1000000r");
     }
+    if case == "view_cut"
+        && let Way::Device(mode) = way
+    {
+        command.env("LOCALNIC", format!("{},cut=200", mode.name()));
+    }
     let said = command.args([case, way.argument()]).stdin(Stdio::null()).output()?;
     if said.status.success() && said.stdout.is_empty() && said.stderr.is_empty() {
         return Ok(());
     }
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     Err(format!("{}\n{}{}", said.status, text(&said.stdout), text(&said.stderr)).into())
+}
+
+/// The example, and a client that compares what comes back.
+fn example(paths: &Paths, way: Way) -> Result<(), Failed> {
+    let program = directory().join(format!("echo-{}", way.name()));
+    let source = root().join("include/examples/echo.c");
+    compile("cc", &["-std=gnu99", "-Wextra", "-Wpedantic"], &source, &program)?;
+    let mut server = Command::new(&program);
+    environment(paths, &mut server, way)?;
+    // It ends with the client, which does not live long.
+    let mut server = Killed(server.args(["0", "1"]).stdout(Stdio::piped()).spawn()?);
+    let mut lines = BufReader::new(server.0.stdout.take().unwrap()).lines();
+    let mut line = || lines.next().transpose().map(Option::unwrap_or_default);
+    let port = line()?.replace("port ", "");
+    let mut client = Command::new(self::program()?);
+    environment(paths, &mut client, way)?;
+    let said = client.args(["echo-client", &port]).output()?;
+    if !said.status.success() {
+        return Err(String::from_utf8_lossy(&said.stderr).into_owned().into());
+    }
+    let said = line()?;
+    let count = |text: &str| -> u64 {
+        let word = text.split_whitespace().next().and_then(|word| word.parse().ok());
+        word.unwrap_or_else(|| panic!("{said}"))
+    };
+    let (all, rest) = said.split_once(", ").ok_or("no counts")?;
+    let (all, viewed) = (count(all), count(rest));
+    let is_known = said.contains("came by TCP");
+    assert!(all >= 10_000_000, "{said}");
+    match way {
+        Way::None => assert!(viewed == 0 && !is_known, "{said}"),
+        Way::Tcp => assert!(viewed == 0 && is_known, "{said}"),
+        Way::Shm | Way::Device(_) => assert!(viewed > all / 2 && is_known, "{said}"),
+    }
+    Ok(())
+}
+
+/// Killed if it is still there when this is dropped.
+struct Killed(Child);
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
 }
 
 /// The header has each reason, by its name in capitals and with its code.

@@ -6,7 +6,7 @@
 //! that still holds a pointer without, to wake somebody, may wake somebody of another link.
 
 mod bounds;
-mod held;
+pub mod held;
 pub mod life;
 mod local_peer;
 mod looks;
@@ -39,7 +39,6 @@ use crate::library::Library;
 use crate::mailbox::Command;
 use crate::waiters::SERVICE;
 
-pub use held::Held;
 use local_peer::LocalPeer;
 pub use local_peer::Refused;
 pub use remote::{Maintained, Poller, Remote, StandBy, Turn, has_few_addresses};

@@ -34,7 +34,8 @@ use smallvec::SmallVec;
 
 use crate::identity::Seen;
 use crate::keepalive::Keepalive;
-use crate::link::{Held, Link};
+use crate::link::Link;
+use crate::link::held::Held;
 use crate::mailbox::Ref;
 use crate::spin::Spinner;
 

@@ -3,7 +3,7 @@
 //! A view takes nothing from the ring, so its writer cannot write there, and every way that a direction leaves a link
 //! finds the bytes unread: they are read where they are, or come again by TCP. What a view needs beside that is that the
 //! ring stays where it is and is not given to another stream, also once this one has left it in that second way: for
-//! that it [holds](crate::link::Held) the stream's number.
+//! that it [holds](crate::link::held::Held) the stream's number.
 
 use std::ffi::c_int;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
@@ -20,7 +20,7 @@ use crate::closing;
 use crate::errno;
 use crate::iov::Iov;
 use crate::jump::within;
-use crate::link::Held;
+use crate::link::held::Held;
 use crate::ready;
 use crate::real;
 use crate::reclaim::reclaim;

@@ -1,4 +1,5 @@
-//! The functions of `include/rdmasock.h`: no hooks, for libc has none of them. What they do is in `rdmasock_shims::api`.
+//! The functions of `include/rdmasock.h`: no hooks, for libc has none of them. What they do is in
+//! `rdmasock_shims::api`.
 
 use libc::{c_int, iovec, size_t, ssize_t};
 use rdmasock_shims::api::info::{self, Info};

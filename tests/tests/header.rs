@@ -1,5 +1,5 @@
-//! What `include/rdmasock.h` promises: `c/header.c` plays each case with and without the library, within a host and over
-//! the local device. The header itself is compiled as strict C and as C++, and has the reasons of `rdmasock stat`.
+//! What `include/rdmasock.h` promises: `c/header.c` plays each case with and without the library, within a host and
+//! over the local device. The header itself is compiled as strict C and as C++, and has the reasons of `rdmasock stat`.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use std::io::{BufRead, BufReader};

@@ -1,5 +1,5 @@
-//! A hold on the rings of one of our streams: they stay mapped, and nobody else gets them, also after both ends have left
-//! the stream. Not for reading or writing them.
+//! A hold on the rings of one of our streams: they stay mapped, and nobody else gets them, also after both ends have
+//! left the stream. Not for reading or writing them.
 
 use rdmasock_core::ids::Vqpn;
 

@@ -1,9 +1,9 @@
 //! Receiving without a copy: the program looks at the bytes where they lie in the ring, and says when it has done so.
 //!
 //! A view takes nothing from the ring, so its writer cannot write there, and every way that a direction leaves a link
-//! finds the bytes unread: they are read where they are, or come again by TCP. What a view needs beside that is that the
-//! ring stays where it is and is not given to another stream, also once this one has left it in that second way: for
-//! that it [holds](crate::link::held::Held) the stream's number.
+//! finds the bytes unread: they are read where they are, or come again by TCP. What a view needs beside that is that
+//! the ring stays where it is and is not given to another stream, also once this one has left it in that second way:
+//! for that it [holds](crate::link::held::Held) the stream's number.
 
 use std::ffi::c_int;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};

@@ -2,6 +2,7 @@
 //! libc's own function to `rdmasock_shims::calls` and returns what comes back; there is no logic
 //! here. `exports.txt` lists the symbols, `scripts/check-exports` compares.
 
+mod api;
 mod bypass;
 mod dlopen;
 mod fd;

@@ -412,6 +412,7 @@ fn forget_interest(socket: &'static Socket) {
 
 fn forget(socket: &'static Socket) {
     forget_interest(socket);
+    rx::view::end(socket);
     if let Some(listener) = socket.promotion.take_listener() {
         listener.release();
     }

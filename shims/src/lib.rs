@@ -13,7 +13,7 @@
 //! 7. What is ready now: `readiness`, and who asks: `poll epoll_wait`.
 //! 8. Ends and hand-overs: `pass close exit`.
 //! 9. The second thread: `service`. Making the instance: `instance`. Numbers that come and go: `lifecycle`, `confine`.
-//! 10. `calls`, one function a hook.
+//! 10. `calls`, one function a hook; `api`, one a function of `include/rdmasock.h`.
 //!
 //! What lies above and has to be told from below is given downwards as a function, once: who wakes and starts the
 //! thread (`mailbox::Thread`), who makes an instance in a fork child (`library`), and who ends a connection
@@ -23,6 +23,7 @@
 
 mod ancestors;
 mod anchor;
+pub mod api;
 mod blocking;
 mod budget;
 mod call;

@@ -2,6 +2,7 @@
 //! to is in `close`.
 
 use std::ffi::c_int;
+use std::sync::atomic::Ordering::Relaxed;
 
 use rdmasock_core::os::privatefd;
 use rdmasock_core::stats::{Direction, Reason};
@@ -68,7 +69,11 @@ pub fn on_accept(listener: &'static Listener, fd: c_int, nonblocking: bool) {
         // Its peer asks by the name, also after the program has closed the listening socket.
         listener.retain();
         socket.promotion.set_acceptor(Some(listener));
-        socket.promotion.set_stage(Stage::Watching);
+        if listener.keeps_on_tcp.load(Relaxed) {
+            crate::threshold::stay(socket, Reason::Asked.into());
+        } else {
+            socket.promotion.set_stage(Stage::Watching);
+        }
     }
     // Only now: it answers at once for what it finds.
     listener.on_accept();

@@ -6,6 +6,7 @@
 //! that still holds a pointer without, to wake somebody, may wake somebody of another link.
 
 mod bounds;
+pub mod held;
 pub mod life;
 mod local_peer;
 mod looks;
@@ -329,6 +330,16 @@ impl Link {
     /// The peer will not touch our stream `mine` again.
     pub fn on_closed(&self, mine: Vqpn) {
         on_end!(self, end => end.on_closed(mine));
+    }
+
+    /// The rings of our stream `mine` are nobody else's until they are let go of, once.
+    fn hold(&self, mine: Vqpn) {
+        on_end!(self, end => end.hold(mine));
+    }
+
+    /// See [`hold`](Self::hold).
+    fn let_go(&self, mine: Vqpn) {
+        on_end!(self, end => end.let_go(mine));
     }
 
     /// Streams that this end has not closed.

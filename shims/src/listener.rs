@@ -37,6 +37,8 @@ pub struct Listener {
     pub fds: AtomicU32,
     /// The service thread of this process answers on the name.
     served: AtomicBool,
+    /// What is accepted on it is to stay on TCP.
+    pub keeps_on_tcp: AtomicBool,
 }
 
 static ALL: Registry<Listener> = Registry::new();
@@ -64,6 +66,7 @@ impl Listener {
             inherited: AtomicBool::new(false),
             fds: AtomicU32::new(1),
             served: AtomicBool::new(false),
+            keeps_on_tcp: AtomicBool::new(false),
         })
     }
 

@@ -7,6 +7,7 @@ pub mod pace;
 mod ring;
 pub mod splice;
 mod step;
+pub mod view;
 
 pub use count::{Uncounted, after_receive, available, comes_before_tcp, uncounted};
 pub use ring::{Shrunk, first as first_ring, relieve, reserve, shrink};

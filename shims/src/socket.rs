@@ -35,6 +35,7 @@ use smallvec::SmallVec;
 use crate::identity::Seen;
 use crate::keepalive::Keepalive;
 use crate::link::Link;
+use crate::link::held::Held;
 use crate::mailbox::Ref;
 use crate::spin::Spinner;
 
@@ -98,6 +99,20 @@ pub struct RxOwn {
     pub last: u64,
     /// Whether direct transfers pay, and whether one is awaited.
     pub direct: direct::Receives,
+    /// The program has looked at bytes where they lie in a ring.
+    pub view: Option<View>,
+}
+
+/// What the program looks at in a ring (`rx::view`).
+pub struct View {
+    /// The ring stays what it is.
+    pub _held: Held,
+    /// The [stream](rdmasock_core::fabric::ring::Consumer::stream) whose ring it is.
+    pub stream: usize,
+    /// Its next byte, as far as its own calls know: a receive may have read more.
+    pub at: u64,
+    /// The byte behind its last.
+    pub end: u64,
 }
 
 /// What the process keeps with both.
@@ -373,6 +388,7 @@ impl Socket {
             tx.own.last = 0;
             tx.own.blocked = false;
             tx.own.timed = false;
+            tx.own.direct.bytes = 0;
             tx.own.seen.forget();
         }
         if let Some(mut rx) = socket.rx.lock() {

@@ -182,12 +182,15 @@ impl SocketIo for Socket {
     }
 
     fn set_path(&self, direction: Half, on_link: bool) {
-        let Some(stats) = self.told.stats() else { return };
         let path = if on_link {
             self.link().map_or(Path::Tcp, Link::path)
         } else {
             Path::Tcp
         };
+        if path != Path::Tcp {
+            self.told.note_link(path);
+        }
+        let Some(stats) = self.told.stats() else { return };
         match direction {
             Half::Sending => stats.set_tx_path(path),
             Half::Receiving => stats.set_rx_path(path),

@@ -21,6 +21,8 @@ pub(super) mod done {
     pub const LOCAL: u8 = 1;
     pub const PEER: u8 = 2;
     pub const BOTH: u8 = LOCAL | PEER;
+    /// Somebody here still looks at its rings.
+    pub const HELD: u8 = 4;
 }
 
 struct Inner {
@@ -118,6 +120,26 @@ impl Numbers {
         if before == done::BOTH || before | bits != done::BOTH {
             return None;
         }
+        self.done(number)
+    }
+
+    /// The rings of a number that this end is not done with are not given back before they are let go of, once.
+    pub fn hold(&self, number: Vqpn) {
+        if let Some(done) = self.done.get(number.0 as usize) {
+            done.fetch_or(done::HELD, AcqRel);
+        }
+    }
+
+    /// See [`hold`](Self::hold).
+    pub fn let_go(&self, number: Vqpn) -> Option<Done> {
+        let before = self.done.get(number.0 as usize)?.fetch_and(!done::HELD, AcqRel);
+        if before != done::BOTH | done::HELD {
+            return None;
+        }
+        self.done(number)
+    }
+
+    fn done(&self, number: Vqpn) -> Option<Done> {
         let mut inner = self.inner.lock()?;
         let mut regions = Vec::new();
         inner.zombies.retain(|(v, r)| {
@@ -158,5 +180,33 @@ impl Numbers {
     #[cfg(test)]
     pub fn bytes_in_use(&self) -> u64 {
         self.inner.lock().map_or(0, |n| n.arena.bytes_in_use())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rings_that_are_held_are_given_back_when_they_are_let_go_of() {
+        let numbers = Numbers::new(1 << 20);
+        let (number, _) = numbers.take(12).unwrap();
+        numbers.hold(number);
+        assert!(numbers.mark(number, done::LOCAL).is_none());
+        assert!(numbers.mark(number, done::PEER).is_none());
+        let (other, _) = numbers.take(12).unwrap();
+        assert_ne!(other, number);
+        assert_eq!(numbers.let_go(number).unwrap().number, number);
+        assert!(numbers.let_go(number).is_none() && numbers.mark(number, done::LOCAL).is_none());
+    }
+
+    #[test]
+    fn what_is_let_go_of_first_is_given_back_when_both_ends_are_done() {
+        let numbers = Numbers::new(1 << 20);
+        let (number, _) = numbers.take(12).unwrap();
+        numbers.hold(number);
+        assert!(numbers.mark(number, done::PEER).is_none());
+        assert!(numbers.let_go(number).is_none());
+        assert_eq!(numbers.mark(number, done::LOCAL).unwrap().number, number);
     }
 }

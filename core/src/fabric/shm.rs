@@ -184,8 +184,23 @@ impl<O> End<O> {
         }
     }
 
+    /// The rings of our stream `mine`, which this end has not left, stay what they are until they are
+    /// [let go of](Self::let_go), once.
+    pub fn hold(&self, mine: Vqpn) {
+        self.numbers.hold(mine);
+    }
+
+    /// See [`hold`](Self::hold).
+    pub fn let_go(&self, mine: Vqpn) {
+        self.give_all_back(self.numbers.let_go(mine));
+    }
+
     fn mark_done(&self, mine: Vqpn, bits: u8) {
-        if let Some(Done { number, regions }) = self.numbers.mark(mine, bits) {
+        self.give_all_back(self.numbers.mark(mine, bits));
+    }
+
+    fn give_all_back(&self, done: Option<Done>) {
+        if let Some(Done { number, regions }) = done {
             regions.into_iter().for_each(|r| self.give_back(r));
             self.numbers.give_back(number);
         }

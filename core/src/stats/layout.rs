@@ -364,6 +364,14 @@ impl StreamStats {
         self.why.store(why.into().to_bits(), Relaxed);
     }
 
+    /// Why the stream is on TCP; the code where this version does not know it.
+    ///
+    /// # Errors
+    /// That code.
+    pub fn why(&self) -> Result<Why, u16> {
+        Why::from_bits(self.why.load(Relaxed))
+    }
+
     /// The slot of the link that carries the stream, or none.
     pub fn set_link(&self, link: Option<u32>) {
         self.link.store(link.map_or(0, |slot| slot.saturating_add(1)), Relaxed);

@@ -112,6 +112,10 @@ reasons! {
     Confined = 34 => "the program restricts its system calls",
     /// The program has opened a library whose calls no hook sees.
     DeepBind = 35 => "a library was opened with RTLD_DEEPBIND",
+    /// The program has the socket from elsewhere, and its calls are the kernel's.
+    Unseen = 36 => "not known to the library",
+    /// The program has asked for TCP (`rdmasock_prefer`).
+    Asked = 37 => "asked for by the program",
 }
 
 /// A [`Reason`], and the peer's own where it declined.

@@ -62,6 +62,14 @@ impl Progress {
         self.bytes.load(Relaxed) > 0
     }
 
+    /// The next byte reaches any threshold.
+    pub fn hurry(&self) {
+        // Far from an overflow.
+        self.bytes.store(u64::MAX / 2, Relaxed);
+        self.requests.store(u32::MAX / 2, Relaxed);
+        self.receiving.store(true, Relaxed);
+    }
+
     /// Notes `n` bytes sent; true when this reaches the threshold.
     #[inline]
     pub fn on_sent(&self, n: u64, threshold: &Threshold) -> bool {
@@ -125,6 +133,17 @@ mod tests {
         let p = fresh();
         assert!((1..16384 / CALL_WEIGHT).all(|_| !p.on_sent(8, &t)));
         assert!(p.on_sent(8, &t));
+    }
+
+    #[test]
+    fn in_a_hurry_the_first_byte_reaches_any_threshold() {
+        let (requests, bytes) = (Some(1000), Some(u64::MAX / 4));
+        for t in [Threshold { requests, bytes: None }, Threshold { requests: None, bytes }] {
+            let p = fresh();
+            assert!(!p.on_sent(1, &t));
+            p.hurry();
+            assert!(p.on_sent(1, &t));
+        }
     }
 
     #[test]

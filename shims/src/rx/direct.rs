@@ -119,6 +119,7 @@ impl Landing {
         }
         let stats = &Library::get().stats;
         stats.count_many(Event::DirectReceived, taken as u64);
+        rx.own.direct.bytes += taken as u64;
         let wake = consumer.consume(taken);
         let other = consumer.publish();
         (taken, if wake.is_none() { other } else { wake })

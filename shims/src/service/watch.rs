@@ -136,6 +136,7 @@ impl Worker {
                 socket.keepalive.end(fd);
             }
         }
+        crate::rx::view::settle(socket);
         self.forget_asks(socket);
         self.unwatch(socket);
         socket.promotion.holders.on_returned();

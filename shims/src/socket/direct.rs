@@ -15,6 +15,8 @@ const MOST: u8 = 8;
 pub struct Receives {
     /// A call waits with a buffer that the peer knows of: what the ring counts next may be in there.
     pub is_waiting: bool,
+    /// Bytes that came so.
+    pub bytes: u64,
     last_read: usize,
 }
 
@@ -47,6 +49,8 @@ pub struct Sends {
     pause: u16,
     /// Buffers that readers have told of until the last try.
     adverts: u32,
+    /// Bytes that went so.
+    pub bytes: u64,
 }
 
 impl Sends {

@@ -1,8 +1,8 @@
 //! What the program has been told of a connection that the kernel would have told it, and what others are told of it.
 
-use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU8, Ordering::Relaxed};
 
-use rdmasock_core::stats::{StreamStats, Why};
+use rdmasock_core::stats::{Path, StreamStats, Why};
 
 use crate::ledger::Ledger;
 
@@ -16,6 +16,8 @@ pub struct Told {
     pub ledger: Ledger,
     /// The statistics have its addresses.
     pub shown: AtomicBool,
+    /// What the links that it was on lately were, as the code of a `Path`.
+    links: AtomicU8,
     stats: AtomicPtr<StreamStats>,
 }
 
@@ -27,6 +29,7 @@ impl Told {
             reset_told: AtomicBool::new(false),
             ledger: Ledger::default(),
             shown: AtomicBool::new(false),
+            links: AtomicU8::new(Path::Shm as u8),
             stats: AtomicPtr::new(std::ptr::null_mut()),
         }
     }
@@ -50,6 +53,16 @@ impl Told {
     pub fn set_stats(&self, stats: Option<&'static StreamStats>) {
         let stats = stats.map_or(std::ptr::null_mut(), |s| std::ptr::from_ref(s).cast_mut());
         self.stats.store(stats, Relaxed);
+    }
+
+    /// A direction is on a link of this kind from now on.
+    pub fn note_link(&self, path: Path) {
+        self.links.store(path as u8, Relaxed);
+    }
+
+    /// Whether the link that it is on, or was last, is one between hosts.
+    pub fn was_between_hosts(&self) -> bool {
+        self.links.load(Relaxed) == Path::Verbs as u8
     }
 
     /// Why the socket is on TCP, for `rdmasock stat`.

@@ -203,6 +203,7 @@ fn lend(call: &mut Call, remote: &'static Remote, theirs: Vqpn, memory: *mut u8,
             stats.add_tx_link(bytes as u64);
         }
         Library::get().stats.count_many(Event::DirectSent, bytes as u64);
+        state.own.direct.bytes += bytes as u64;
         Some((wake, bytes, from + bytes as u64))
     });
     let Some((wake, bytes, until)) = lent else {

@@ -528,8 +528,22 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         }
     }
 
+    /// As of `shm::End`.
+    pub fn hold(&self, mine: Vqpn) {
+        self.numbers.hold(mine);
+    }
+
+    /// As of `shm::End`.
+    pub fn let_go(&self, mine: Vqpn) {
+        self.give_back(self.numbers.let_go(mine));
+    }
+
     fn mark_done(&self, mine: Vqpn, bits: u8) {
-        let Some(Done { number, regions }) = self.numbers.mark(mine, bits) else {
+        self.give_back(self.numbers.mark(mine, bits));
+    }
+
+    fn give_back(&self, done: Option<Done>) {
+        let Some(Done { number, regions }) = done else {
             return;
         };
         // Without the engine the number stays taken.

@@ -144,6 +144,11 @@ impl Consumer {
         })
     }
 
+    /// What tells the stream from others whose numbers are taken at the same time.
+    pub fn stream(&self) -> usize {
+        self.block.addr().get()
+    }
+
     /// Bytes that are known to be there without a look.
     #[inline]
     pub fn known(&self) -> u64 {

@@ -1,0 +1,243 @@
+//! What a connection runs on, and what it has carried: `rdmasock_info`.
+
+use std::ffi::{c_char, c_int};
+use std::fmt::Write;
+use std::os::fd::BorrowedFd;
+use std::sync::atomic::Ordering::Acquire;
+
+use rdmasock_core::stats::{Path, Reason, StreamStats, Why};
+
+use super::is_tcp;
+use crate::closing;
+use crate::errno;
+use crate::instance;
+use crate::iov::is_plausible;
+use crate::jump::within;
+use crate::kept_on_tcp;
+use crate::link::Link;
+use crate::socket::{Mode, Socket};
+use crate::table::{self, Entry};
+
+/// `RDMASOCK_WAYS`: TCP, shared memory, RDMA.
+const WAYS: usize = 3;
+
+/// `struct rdmasock_info`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Info {
+    /// Bytes: of the caller's, then of what was filled.
+    pub size: u32,
+    /// What is sent runs on this way.
+    pub sends_by: u32,
+    /// What is received runs on this way.
+    pub receives_by: u32,
+    /// The code of the [`Reason`] for which a direction is on TCP.
+    pub why: u32,
+    /// Likewise, as the peer gave it.
+    pub peer_why: u32,
+    /// 0.
+    pub reserved: u32,
+    /// Bytes by way.
+    pub sent: [u64; WAYS],
+    /// Bytes by way.
+    pub received: [u64; WAYS],
+    /// Bytes past the rings.
+    pub sent_directly: u64,
+    /// Bytes past the rings.
+    pub received_directly: u64,
+    /// The reason in words, ended by a zero byte.
+    pub why_text: [c_char; 128],
+}
+
+/// The size of the first version of it: no program has less.
+const FIRST: usize = size_of::<Info>();
+const _: () = assert!(FIRST == 216);
+
+/// `rdmasock_info`.
+pub unsafe extern "C" fn info(fd: c_int, info: *mut Info) -> c_int {
+    if !is_plausible(info) {
+        return errno::fail(libc::EFAULT);
+    }
+    // SAFETY: the program's own, which begins with its size.
+    let size = unsafe { (&raw const (*info).size).read_unaligned() } as usize;
+    if size < FIRST {
+        return errno::fail(libc::EINVAL);
+    }
+    let before = errno::get();
+    match within(|| of(fd)) {
+        Ok(known) => {
+            // SAFETY: the program's struct has `size` bytes.
+            unsafe {
+                info.cast::<u8>().write_bytes(0, size);
+                info.write_unaligned(known);
+            }
+            errno::set(before);
+            0
+        }
+        Err(error) => errno::fail(error),
+    }
+}
+
+fn of(fd: c_int) -> Result<Info, c_int> {
+    if let Some(socket) = closing::connection(fd) {
+        return of_socket(socket, fd);
+    }
+    match table::lookup(fd) {
+        Entry::Listener(_) | Entry::Fresh { .. } => Err(libc::ENOTCONN),
+        Entry::Epoll(_) => Err(libc::ENOTSOCK),
+        _ => {
+            is_tcp(fd)?;
+            is_connected(fd)?;
+            let is_on = instance::is_on();
+            let why = if is_on { Reason::Unseen } else { Reason::Disabled };
+            Ok(told(blank(), why.into()))
+        }
+    }
+}
+
+fn is_connected(fd: c_int) -> Result<(), c_int> {
+    // SAFETY: the program's number, in the middle of its call, and not -1: it is a TCP socket.
+    let peer = rustix::net::getpeername(unsafe { BorrowedFd::borrow_raw(fd) });
+    match peer {
+        Ok(_) => Ok(()),
+        // The peer has gone: it was connected.
+        Err(error) if error != rustix::io::Errno::NOTCONN => Err(error.raw_os_error()),
+        Err(_) => Err(libc::ENOTCONN),
+    }
+}
+
+fn of_socket(socket: &'static Socket, fd: c_int) -> Result<Info, c_int> {
+    let counts = socket.told.stats();
+    let [sent, received] = [
+        counts.map(StreamStats::sent).unwrap_or_default(),
+        counts.map(StreamStats::received).unwrap_or_default(),
+    ];
+    let has_carried = sent.tcp_bytes | sent.link_bytes | received.tcp_bytes | received.link_bytes != 0;
+    if !has_carried && socket.is_plain() {
+        is_connected(fd)?;
+    }
+    let mut info = blank();
+    let between_hosts = socket.told.was_between_hosts();
+    let by_link = if between_hosts { Path::Verbs } else { Path::Shm };
+    let ledger = &socket.told.ledger;
+    for (place, counts, way) in [
+        (&mut info.sent, sent, &ledger.sent),
+        (&mut info.received, received, &ledger.received),
+    ] {
+        let link_bytes = counts.link_bytes + way.bytes.load(Acquire);
+        *place = match by_link {
+            Path::Verbs => [counts.tcp_bytes, 0, link_bytes],
+            _ => [counts.tcp_bytes, link_bytes, 0],
+        };
+    }
+    {
+        let rx = socket.rx.lock();
+        info.receives_by = way_of(socket, socket.rx_mode.load(Acquire));
+        info.received_directly = rx.map_or(0, |rx| rx.own.direct.bytes);
+    }
+    {
+        let tx = socket.tx.lock();
+        info.sends_by = way_of(socket, socket.tx_mode.load(Acquire));
+        info.sent_directly = tx.map_or(0, |tx| tx.own.direct.bytes);
+    }
+    let tcp = Path::Tcp as u32;
+    if info.sends_by != tcp && info.receives_by != tcp {
+        return Ok(info);
+    }
+    Ok(told(info, why(socket, counts)))
+}
+
+/// The number of a way is the code of its path.
+fn way_of(socket: &Socket, mode: Mode) -> u32 {
+    let path = match mode {
+        Mode::Link => socket.link().map_or(Path::Tcp, Link::path),
+        _ => Path::Tcp,
+    };
+    path as u32
+}
+
+fn why(socket: &Socket, counts: Option<&StreamStats>) -> Why {
+    if socket.tx_mode.load(Acquire) == Mode::Foreign {
+        return Reason::Inherited.into();
+    }
+    let known = counts.and_then(|stats| stats.why().ok());
+    match known {
+        Some(why) if why.reason != Reason::BelowThreshold => why,
+        _ => kept_on_tcp::reason().unwrap_or(Reason::BelowThreshold).into(),
+    }
+}
+
+fn blank() -> Info {
+    Info {
+        size: size_of::<Info>() as u32,
+        sends_by: Path::Tcp as u32,
+        receives_by: Path::Tcp as u32,
+        why: Reason::None as u32,
+        peer_why: Reason::None as u32,
+        reserved: 0,
+        sent: [0; WAYS],
+        received: [0; WAYS],
+        sent_directly: 0,
+        received_directly: 0,
+        why_text: [0; 128],
+    }
+}
+
+fn told(mut info: Info, why: Why) -> Info {
+    info.why = why.reason as u32;
+    info.peer_why = why.peer.unwrap_or_default() as u32;
+    if why.reason != Reason::None {
+        let mut text = Text {
+            room: &mut info.why_text,
+            at: 0,
+        };
+        // What does not fit is cut.
+        let _ = write!(text, "{why}");
+    }
+    info
+}
+
+/// Text of C's: the last byte stays zero.
+struct Text<'a> {
+    room: &'a mut [c_char],
+    at: usize,
+}
+
+impl Write for Text<'_> {
+    fn write_str(&mut self, text: &str) -> std::fmt::Result {
+        let end = self.room.len() - 1;
+        let free = self.room.get_mut(self.at..end).unwrap_or_default();
+        for (place, byte) in free.iter_mut().zip(text.bytes()) {
+            *place = byte as c_char;
+        }
+        self.at = (self.at + text.len()).min(end);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_longest_reason_fits() {
+        let longest = Reason::ALL.iter().max_by_key(|r| r.text().len()).unwrap();
+        let info = told(blank(), Why::declined(*longest));
+        let text: Vec<u8> = info
+            .why_text
+            .iter()
+            .take_while(|c| **c != 0)
+            .map(|c| *c as u8)
+            .collect();
+        assert_eq!(String::from_utf8(text).unwrap(), Why::declined(*longest).to_string());
+    }
+
+    #[test]
+    fn text_that_does_not_fit_is_cut_and_still_ended() {
+        let mut room = [0; 5];
+        let mut text = Text { room: &mut room, at: 0 };
+        text.write_str("abc").unwrap();
+        text.write_str("defg").unwrap();
+        assert_eq!(room.map(|c| c as u8), *b"abcd\0");
+    }
+}

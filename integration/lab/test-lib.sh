@@ -68,6 +68,11 @@ wait_listening() {
     return 1
 }
 
+# counted EVENT: how often `rdmasock stat` says it was counted, in all of this node's programs.
+counted() {
+    rdmasock stat --json | grep -o "\"$1\": *[0-9]*" | awk '{ sum += $NF } END { print sum + 0 }'
+}
+
 # thrice SECONDS PORT SERVER CLIENT: as `together`, for programs that are not the library's: in up to three attempts of so many
 # seconds, each on the next port, for which PORT stands in the lines. siw loses what follows too closely on a new connection
 # (see core/verbs/src/connect.rs), which these programs take for an error or wait for without end. A failed attempt

@@ -167,11 +167,10 @@ pub const BETWEEN_HOSTS_BOTH_WAYS: [&str; 12] = [
 ];
 
 /// What is known to differ there from kernel TCP, and why (docs/limits.md).
-pub const DIFFERS_BETWEEN_HOSTS: [(&str, &str); 19] = [
+pub const DIFFERS_BETWEEN_HOSTS: [(&str, &str); 18] = [
     ("capacity_announced", CAPACITY),
     ("capacity_both_ways", CAPACITY),
     ("capacity_left_behind", CAPACITY),
-    ("capacity_set_sizes", CAPACITY),
     ("capacity_size_changes", CAPACITY),
     ("close_killed_", KILLED),
     ("close_sigpipe_kills", KILLED),

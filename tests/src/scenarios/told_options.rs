@@ -113,7 +113,7 @@ pub fn kept(c: &Ctx) {
 
 /// TCP_NODELAY is as the program has set it, whatever a promotion does meanwhile: a thread looks all the time.
 pub fn nodelay_while_promoted(c: &Ctx) {
-    look_at_nodelay(c, 100, 0);
+    look_at_nodelay(c, 250, 0);
 }
 
 /// The same at one promotion, in whose middle threads can be held up (`tests/wakes.rs`).

@@ -238,7 +238,7 @@ fn block(ops: &[Op]) {
             }
         }
         let _ = (p.has_space(), p.used(), p.free(), p.is_unread());
-        let _ = (c.has_data(), c.available(), c.end(), c.producer_limited());
+        let _ = (c.has_data(), c.available(), c.end(), c.heed_limit());
     }
     let guards = memory[..GUARD / 8].iter().chain(&memory[(GUARD + AREA) / 8..]);
     let fill = u64::from_ne_bytes([FILL; 8]);

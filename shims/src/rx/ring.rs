@@ -54,7 +54,9 @@ pub(super) fn fit(socket: &'static Socket, consumer: &mut Consumer) {
         Library::get().service.submit(Command::Grown);
     }
     let max = link.max_ring().min(READING);
-    if now < max && !consumer.is_switching() {
+    // While a switch is under way the sender's want is kept for afterwards. Without one there is nothing but the switch to
+    // be done: a ring that grew for that alone would be larger than what the sender may have unread.
+    if !consumer.is_switching() && consumer.heed_limit() && now < max {
         // In one step: until the reader has come to a new ring there cannot be a further one, and a
         // reader that stops in between (both ends may be sending) would leave the sender with that.
         offer(socket, link, consumer, max);

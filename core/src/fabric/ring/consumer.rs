@@ -366,8 +366,13 @@ impl Consumer {
         self.head
     }
 
-    /// The window was too small for the producer since this was last asked.
-    pub fn producer_limited(&mut self) -> bool {
+    /// The window was too small for the producer since that was last [heeded](Self::heed_limit).
+    pub fn producer_limited(&self) -> bool {
+        self.theirs().limited.load(Ordering::Relaxed) != self.limited_seen
+    }
+
+    /// The same; what is done about it is done from now on.
+    pub fn heed_limit(&mut self) -> bool {
         let now = self.theirs().limited.load(Ordering::Relaxed);
         std::mem::replace(&mut self.limited_seen, now) != now
     }

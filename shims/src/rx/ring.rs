@@ -54,11 +54,18 @@ pub(super) fn fit(socket: &'static Socket, consumer: &mut Consumer) {
         Library::get().service.submit(Command::Grown);
     }
     let max = link.max_ring().min(READING);
-    // While a switch is under way the sender's want is kept for afterwards. Without one there is nothing but the switch to
-    // be done: a ring that grew for that alone would be larger than what the sender may have unread.
+    // While a switch is under way the sender's want is kept for afterwards. Without one there is nothing but the
+    // switch to be done: a ring that grew for that alone would be larger than what the sender may have unread.
     if !consumer.is_switching() && consumer.heed_limit() && now < max {
-        // In one step: until the reader has come to a new ring there cannot be a further one, and a
-        // reader that stops in between (both ends may be sending) would leave the sender with that.
+        let max = if link.is_remote() {
+            // No more than a sender may have unread that finds this one too small, as W4 has it use half of a ring at
+            // least; one that finds no room while nobody reads has its own (`Link::lend`).
+            (now * 2).min(max)
+        } else {
+            // In one step: until the reader has come to a new ring there cannot be a further one, and a reader that
+            // stops in between (both ends may be sending) would leave the sender with that.
+            max
+        };
         offer(socket, link, consumer, max);
     }
 }

@@ -175,6 +175,9 @@ impl Direction {
     }
 }
 
+/// The longest that anything takes over a bulk queue pair, in µs.
+const BULK_DELAY: u64 = 12;
+
 /// Two ends and their streams, two directions each.
 struct World {
     directions: Vec<Direction>,
@@ -267,9 +270,16 @@ impl World {
     }
 
     fn settle(&self) {
+        let mut is_quiet = false;
         for round in 0.. {
-            if !self.round() {
+            if self.round() {
+                is_quiet = false;
+            } else if is_quiet {
                 return;
+            } else {
+                // There may be more on its way over a bulk queue pair.
+                self.clock.advance(BULK_DELAY);
+                is_quiet = true;
             }
             assert!(round < 100_000, "it comes to rest");
         }

@@ -14,6 +14,23 @@ use super::offer::{Adopted, Offer};
 use crate::fabric::layout::Region;
 use crate::sync::Ordering;
 
+/// A ring before the current one, and its first position.
+#[derive(Clone, Copy, Debug)]
+struct Earlier {
+    ring: RingMemory,
+    from: u64,
+}
+
+impl Earlier {
+    /// Nothing in front of `position` is held.
+    const fn none(position: u64) -> Self {
+        Self {
+            ring: RingMemory::NONE,
+            from: position,
+        }
+    }
+}
+
 /// The producer of one direction; used under the owner's lock of that direction.
 ///
 /// A send is [`spans`](Self::spans), copy in, [`commit`](Self::commit). When there is no room:
@@ -23,10 +40,8 @@ pub struct Producer {
     block: NonNull<DirectionBlock>,
     area: DataArea,
     ring: RingMemory,
-    /// The ring before, which may still hold bytes that were not read.
-    previous: RingMemory,
-    /// First position in that.
-    previous_pos: u64,
+    /// The rings before, which may still hold bytes that were not read, the last first.
+    earlier: [Earlier; 2],
     /// Bytes ever committed.
     tail: u64,
     /// May write up to this position by what is known of the consumer.
@@ -77,8 +92,7 @@ impl Producer {
             block,
             area,
             ring: RingMemory::NONE,
-            previous: RingMemory::NONE,
-            previous_pos: 0,
+            earlier: [Earlier::none(0); 2],
             tail: 0,
             limit: 0,
             head: 0,
@@ -333,8 +347,11 @@ impl Producer {
 
     /// What is committed from now on is in `ring`.
     fn change_ring(&mut self, ring: RingMemory) {
-        self.previous = std::mem::replace(&mut self.ring, ring);
-        self.previous_pos = self.switch_pos;
+        let before = Earlier {
+            ring: std::mem::replace(&mut self.ring, ring),
+            from: self.switch_pos,
+        };
+        self.earlier = [before, Earlier::none(before.from)];
         self.switch_pos = self.tail;
         self.starved = false;
         self.limit = self.writable();
@@ -384,19 +401,27 @@ impl Producer {
     /// A copy of what is in flight from position `from` on, which is from head to tail.
     ///
     /// A correct consumer has read up to the last switch before it offers the next ring, so two rings
-    /// hold all that it can ask for. Another one could ask for any number of bytes.
+    /// hold all that it can ask for, and one that is written aside. Another one could ask for any number of bytes.
     #[cfg(not(loom))]
     fn copy_from(&self, from: u64) -> Result<Vec<u8>, RingError> {
-        if from < self.previous_pos {
+        let [before, first] = self.earlier;
+        if from < first.from {
             return Err(Violation::NotHeld.into());
         }
-        let switch = self.switch_pos.clamp(from, self.tail);
         let mut bytes = vec![0u8; (self.tail - from) as usize];
-        let (before, after) = bytes.split_at_mut((switch - from) as usize);
-        for (ring, pos, to) in [(self.previous, from, before), (self.ring, switch, after)] {
-            let spans = ring.spans(pos, to.len() as u64);
+        let mut rest = bytes.as_mut_slice();
+        let mut pos = from;
+        for (ring, end) in [
+            (first.ring, before.from),
+            (before.ring, self.switch_pos),
+            (self.ring, self.tail),
+        ] {
+            let len = end.min(self.tail).saturating_sub(pos);
+            let (to, behind) = rest.split_at_mut(len as usize);
+            let spans = ring.spans(pos, len);
             // SAFETY: `to` is writable for its length; a ring is mapped while the cursor exists.
             unsafe { spans.copy_out(0, to.as_mut_ptr(), to.len()) };
+            (rest, pos) = (behind, pos + len);
         }
         Ok(bytes)
     }

@@ -108,7 +108,7 @@ fn a_buffer_is_given_back_when_all_is_read() {
 }
 
 #[test]
-fn two_rings_hold_all_that_is_unread() {
+fn a_buffer_is_lent_before_it_is_known_that_the_ring_before_is_read() {
     let mut world = World::new(Config::default(), Tuning::default(), 1);
     world.directions[0].write(&world.ends, 100);
     world.settle();
@@ -118,13 +118,18 @@ fn two_rings_hold_all_that_is_unread() {
     let World { directions, ends, .. } = &mut world;
     let d = &mut directions[0];
     assert_eq!(d.write(ends, 1 << 20), 1 << 14, "another ring");
-    assert!(!d.lend(ends, 16), "of the first not all is read");
+    assert!(d.lend(ends, 16));
+    assert_eq!(d.write(ends, 1 << 20), 1 << 16);
+    // Three rings hold what is not read.
+    for from in [0, 99, 100, 100 + (1 << 14), d.sent] {
+        assert_eq!(d.producer.rest(from).unwrap(), bytes(d.seed, from, d.sent));
+    }
     world.drain();
     world.rest();
-    let World { directions, ends, .. } = &mut world;
-    let d = &mut directions[0];
-    d.write(ends, 1 << 20);
-    assert!(d.lend(ends, 16));
+    let d = &mut world.directions[0];
+    assert_eq!(d.got, d.sent);
+    assert!(d.take_back(&world.ends));
+    assert!(d.producer.rest(d.sent - 1).is_err(), "it is another's place");
 }
 
 #[test]

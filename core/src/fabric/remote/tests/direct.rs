@@ -214,7 +214,7 @@ proptest! {
     fn what_is_sent_is_read_in_order_and_once(
         immediate in any::<bool>(),
         streams in 1usize..3,
-        delay in 0u64..12,
+        delay in 0..=BULK_DELAY,
         steps in proptest::collection::vec(step(), 1..200),
     ) {
         let (config, tuning) = tiny(immediate);
@@ -245,7 +245,7 @@ proptest! {
     #[test]
     fn an_end_behind_a_direct_transfer_comes_and_is_confirmed(
         immediate in any::<bool>(),
-        delay in 0u64..12,
+        delay in 0..=BULK_DELAY,
         steps in proptest::collection::vec(step(), 1..60),
     ) {
         let (config, tuning) = tiny(immediate);
@@ -282,7 +282,7 @@ proptest! {
     fn what_was_received_and_what_is_sent_again_are_the_whole(
         immediate in any::<bool>(),
         streams in 1usize..3,
-        delay in 0u64..12,
+        delay in 0..=BULK_DELAY,
         lives in 0u64..200,
         loses in 0usize..4,
         steps in proptest::collection::vec(step(), 1..200),

@@ -3,9 +3,8 @@
 //! lock and the producer's, so nothing is said of them in the block. W4 holds as long as the peer's ring is no larger
 //! than this one. Not for producers within a host, whose readers see what they write.
 
-use super::Producer;
+use super::{Earlier, Producer};
 use crate::fabric::layout::Region;
-use crate::fabric::ring::memory::RingMemory;
 
 impl Producer {
     /// Whether it writes aside.
@@ -14,11 +13,11 @@ impl Producer {
     }
 
     /// How much of a ring of `1 << log2` bytes the bound lets it use aside, likewise; `None` if that is not more than
-    /// what it has, or all in front of its ring has not been read: two rings hold all that is in flight.
+    /// what it has.
     pub(in crate::fabric) fn fits_aside(&mut self, log2: u8) -> Option<u8> {
         self.reload().ok()?;
         let may_move = !self.aside && !self.ended && self.ring.size() != 0;
-        if !may_move || self.head < self.switch_pos {
+        if !may_move {
             return None;
         }
         let part = self.part_of(log2)?;
@@ -33,7 +32,10 @@ impl Producer {
         };
         self.offer = self.theirs().offer.look();
         self.backed = None;
+        let first = self.earlier[0];
         self.change_ring(ring);
+        // What is known of the consumer is older than what it has read of that.
+        self.earlier[1] = first;
         self.aside = true;
         true
     }
@@ -56,8 +58,7 @@ impl Producer {
         self.change_ring(ring);
         self.aside = false;
         // What it has written aside is another's place from now on.
-        self.previous = RingMemory::NONE;
-        self.previous_pos = self.switch_pos;
+        self.earlier = [Earlier::none(self.switch_pos); 2];
         true
     }
 }

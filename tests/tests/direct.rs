@@ -155,23 +155,31 @@ fn limit_locked_memory(pid: u32, bytes: u32) -> Result<(), Failed> {
     }
 }
 
-/// Half of the limit on locked memory is less than what is worth a direct transfer; then it is not.
+/// Half of the limit on locked memory is less than what is worth a direct transfer; then it is not. What the sender has
+/// in a ring by the time that the receiver waits may still go into the receiver's buffer.
 fn nothing_is_direct(paths: &Paths, short: &str) -> Result<(), Failed> {
     let (mut from, mut to) = pair(paths, "roce", "client")?;
     let limited = if short == "sender" { &from } else { &to };
     let pid = limited.child.id();
     limit_locked_memory(pid, 200_000)?;
-    assert_eq!(transfer(paths, &mut from, &mut to, MANY)?, (0, 0));
-    let unpinned = |end: &End| end.count(paths, "direct_unpinned");
-    let (by_sender, by_receiver) = (unpinned(&from)?, unpinned(&to)?);
-    let (by_limited, by_other) = match short {
-        "sender" => (by_sender, by_receiver),
-        _ => (by_receiver, by_sender),
-    };
-    assert!(
-        by_limited > 0 && by_other == 0,
-        "sender {by_sender}, receiver {by_receiver}"
-    );
+    let end = Instant::now() + LIMIT;
+    loop {
+        let (sent, received) = transfer(paths, &mut from, &mut to, MANY)?;
+        let by_limited = if short == "sender" { sent } else { received };
+        assert_eq!(by_limited, 0, "sent {sent}, received {received}");
+        let unpinned = |end: &End| end.count(paths, "direct_unpinned");
+        let (by_sender, by_receiver) = (unpinned(&from)?, unpinned(&to)?);
+        let (by_limited, by_other) = match short {
+            "sender" => (by_sender, by_receiver),
+            _ => (by_receiver, by_sender),
+        };
+        assert_eq!(by_other, 0);
+        if by_limited > 0 {
+            break;
+        }
+        // On a machine that has much else to do none of the two may have come to wait.
+        assert!(Instant::now() < end, "it was never tried");
+    }
     limit_locked_memory(pid, 1_000_000)?;
     let end = Instant::now() + LIMIT;
     while transfer(paths, &mut from, &mut to, MANY)?.1 == 0 {

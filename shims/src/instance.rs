@@ -5,6 +5,7 @@ use rdmasock_core::ids::InstanceId;
 use rdmasock_core::os::privatefd::{PrivateFd, Transit};
 use rdmasock_core::stats::{InstanceInfo, StatsPage};
 
+use crate::ahead::Ahead;
 use crate::budget::Budget;
 use crate::config::{Config, config};
 use crate::library::{Build, Library, program_name};
@@ -55,6 +56,7 @@ fn build() -> Option<Library> {
         waiters: Waiters::new().ok()?,
         offers: Offers::new(),
         pinned: Budget::default(),
+        ahead: Ahead::new(),
         service: Mailbox::new(service::THREAD).ok()?,
     };
     tracing::info!(target: "rdmasock", instance = %library.id, program = %library.program, "instance made");

@@ -21,6 +21,7 @@
 
 #![warn(missing_docs)]
 
+mod ahead;
 mod ancestors;
 mod anchor;
 pub mod api;

@@ -17,6 +17,7 @@ use rdmasock_core::stats::{Reason, StatsPage};
 use rdmasock_core::stream::handshake::Role;
 use rdmasock_core::stream::policy::Threshold;
 
+use crate::ahead::Ahead;
 use crate::budget::Budget;
 use crate::config::config;
 use crate::kept_on_tcp;
@@ -46,6 +47,8 @@ pub struct Library {
     pub offers: Offers,
     /// Memory of the program that devices reach.
     pub pinned: Budget,
+    /// What of it the program has registered ahead.
+    pub ahead: Ahead,
     /// What is left to the service thread.
     pub service: Mailbox,
 }

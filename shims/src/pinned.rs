@@ -1,19 +1,31 @@
-//! Memory of the program that a link's device reaches for as long as a call waits.
+//! Memory of the program that a link's device reaches for as long as a call waits: registered for that, or before
+//! (`ahead.rs`).
+
+use std::sync::Arc;
 
 use rdmasock_core::fabric::remote::qp::{Key, QueuePair, Region, Role};
 use rdmasock_core::os::thread;
 use rdmasock_core::stats::Event;
 
+use crate::ahead::Range;
 use crate::budget;
 use crate::library::Library;
 use crate::link::Remote;
 
-/// See the module. The registration ends when this is dropped.
+/// What a registration is.
+enum Kind {
+    /// Of the call, which ends it; with what it takes of the budget.
+    Own(Region, u64),
+    /// Of the range, which stays as long as this.
+    Ahead(#[expect(dead_code, reason = "held")] Arc<Range>),
+}
+
+/// See the module. It is over when this is dropped.
 pub struct Pinned {
     remote: &'static Remote,
-    region: Region,
+    kind: Kind,
+    key: Key,
     len: usize,
-    cost: u64,
     thread: u32,
 }
 
@@ -24,35 +36,57 @@ impl Pinned {
     /// # Safety
     /// Until this is dropped the memory is the program's to give to the device, in this role.
     pub unsafe fn new(remote: &'static Remote, memory: *mut u8, len: usize, least: usize, role: Role) -> Option<Self> {
-        let library = Library::get();
-        let pinned = library
-            .pinned
-            .take(len, least, budget::limit())
-            .and_then(|(len, cost)| {
-                // SAFETY: by the contract.
-                match unsafe { remote.end().qp().register(memory, len, role) } {
-                    Ok(region) => Some(Self {
-                        remote,
-                        region,
-                        len,
-                        cost,
-                        thread: thread::current().tid(),
-                    }),
-                    Err(_) => {
-                        library.pinned.give_back(cost);
-                        None
-                    }
-                }
-            });
-        if pinned.is_none() {
-            library.stats.count(Event::DirectUnpinned);
+        let stats = &Library::get().stats;
+        if let Some(pinned) = Self::ahead(remote, memory, len, role) {
+            stats.count(Event::DirectAhead);
+            return Some(pinned);
         }
+        // SAFETY: by the contract.
+        let pinned = unsafe { Self::own(remote, memory, len, least, role) };
+        let is_there = pinned.is_some();
+        stats.count(if is_there {
+            Event::DirectRegistered
+        } else {
+            Event::DirectUnpinned
+        });
         pinned
+    }
+
+    /// # Safety
+    /// As [`Self::new`].
+    unsafe fn own(remote: &'static Remote, memory: *mut u8, len: usize, least: usize, role: Role) -> Option<Self> {
+        let budget = &Library::get().pinned;
+        let (len, cost) = budget.take(len, least, budget::limit())?;
+        // SAFETY: by the contract.
+        let Ok(region) = (unsafe { remote.end().qp().register(memory, len, role) }) else {
+            budget.give_back(cost);
+            return None;
+        };
+        Some(Self {
+            remote,
+            kind: Kind::Own(region, cost),
+            key: region.key,
+            len,
+            thread: thread::current().tid(),
+        })
+    }
+
+    fn ahead(remote: &'static Remote, memory: *mut u8, len: usize, role: Role) -> Option<Self> {
+        let range = Library::get().ahead.covering(memory.addr(), len, role)?;
+        let known = range.key(remote, role);
+        let key = known.or_else(|| tell_device(remote, &range, role))?;
+        Some(Self {
+            remote,
+            kind: Kind::Ahead(range),
+            key,
+            len,
+            thread: thread::current().tid(),
+        })
     }
 
     /// By what the device knows it.
     pub fn key(&self) -> &Key {
-        &self.region.key
+        &self.key
     }
 
     /// Bytes that the device reaches.
@@ -68,9 +102,41 @@ impl Pinned {
 
 impl Drop for Pinned {
     fn drop(&mut self) {
-        if !self.is_of_a_parent() {
-            self.remote.end().qp().deregister(self.region);
-            Library::get().pinned.give_back(self.cost);
+        if let Kind::Own(region, cost) = self.kind
+            && !self.is_of_a_parent()
+        {
+            self.remote.end().qp().deregister(region);
+            Library::get().pinned.give_back(cost);
         }
     }
+}
+
+/// The device hears of all of the range, which is as good as registered: without room in the budget for it, or where
+/// the device refuses, each call registers its own part.
+#[cold]
+fn tell_device(remote: &'static Remote, range: &Range, role: Role) -> Option<Key> {
+    let library = Library::get();
+    let (memory, len) = range.memory();
+    // So that the link's end comes after what is kept, and finds it.
+    remote.with_pair(|pair| {
+        let (_, cost) = library.pinned.take(len, len, budget::limit())?;
+        // SAFETY: the program has said that it is there until it says otherwise, which it cannot while a call has it.
+        let told = unsafe { pair.register(memory, len, role) };
+        let kept = told.map(|region| (region, range.keep(remote, role, region, cost)));
+        match kept {
+            Ok((region, Ok(()))) => {
+                library.stats.count(Event::DirectRegistered);
+                return Some(region.key);
+            }
+            Ok((region, Err(other))) => {
+                pair.deregister(region);
+                library.pinned.give_back(cost);
+                other
+            }
+            Err(_) => {
+                library.pinned.give_back(cost);
+                None
+            }
+        }
+    })?
 }

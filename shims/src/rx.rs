@@ -439,11 +439,24 @@ unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int, landing: &mut 
             RecvStep::Got(got)
         };
     }
-    let nothing_asked = iov.len() == 0;
+    if iov.len() == 0 && matches!(consumer.end(), Ok(None)) && consumer.has_data().unwrap_or(true) {
+        return RecvStep::Got(0);
+    }
+    at_nothing(call, rx, flags, ended)
+}
+
+/// The ring has nothing: what follows is the end, or TCP, or may come. `ended` is from before the look at the ring: what
+/// was sent before the end is in the ring when that is seen.
+#[inline(always)]
+fn at_nothing(call: &mut Call, mut rx: Guard<'_, Rx>, flags: c_int, ended: bool) -> RecvStep {
+    let socket = call.socket;
+    let stays = rx.stays;
+    let Some(consumer) = rx.consumer.as_mut() else {
+        return RecvStep::Again;
+    };
     match consumer.end() {
-        Ok(None) if nothing_asked && consumer.has_data().unwrap_or(true) => RecvStep::Got(0),
         Ok(None) if socket.rx_shut.load(Acquire) => RecvStep::Got(0),
-        Ok(end) if !ended && (rx_stays || end.is_none()) => {
+        Ok(end) if !ended && (stays || end.is_none()) => {
             if wait::may_wait(socket, flags).is_ok() {
                 // While the peer is at work on it.
                 call.is_fresh = false;

@@ -673,6 +673,149 @@ static void view_passed(int fd)
     tell();
 }
 
+static char *registered;
+static const size_t registered_len = 4 << 20;
+
+static void register_all(int uses)
+{
+    registered = mmap(NULL, registered_len, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    CHECK(registered != MAP_FAILED);
+    errno = 77;
+    CHECK(rdmasock_register(registered, registered_len, uses) == 0 && errno == 77);
+}
+
+static void unregister_all(void)
+{
+    errno = 77;
+    CHECK(rdmasock_unregister(registered) == 0 && errno == 77);
+    MUST(munmap(registered, registered_len));
+}
+
+/* One piece from, or into, any place of the registered memory. */
+static void piece(int fd, uint64_t at, int from_server)
+{
+    size_t len = 300000 + any(700000), start = any(registered_len - len);
+    char *bytes = registered + start;
+    if (is_server == from_server) {
+        for (size_t i = 0; i < len; i++)
+            bytes[i] = byte_at(at + i);
+        CHECK(put_all(fd, bytes, len) == (ssize_t)len);
+        /* What is overwritten now has been taken. */
+        memset(bytes, 0, len);
+        pause_us(500);
+    } else {
+        char before = bytes[-1 + (start == 0)], behind = bytes[len];
+        CHECK(recv(fd, bytes, len, MSG_WAITALL) == (ssize_t)len);
+        check(bytes, at, len);
+        CHECK(bytes[-1 + (start == 0)] == before || start == 0);
+        CHECK(bytes[len] == behind);
+    }
+}
+
+/* Sent from and received into memory that is registered ahead; until much of it has gone past the rings, where there is a
+ * device. The memory is another one in each round. */
+static void ahead(int fd)
+{
+    const int uses[] = {RDMASOCK_SENT_FROM | RDMASOCK_RECEIVED_INTO, RDMASOCK_SENT_FROM, RDMASOCK_RECEIVED_INTO};
+    for (int round = 0; round < 6; round++) {
+        double end = seconds() + 20;
+        char ours, theirs;
+        struct rdmasock_info before = info_of(fd), now;
+        register_all(uses[round % 3]);
+        do {
+            for (int i = 0; i < 10; i++)
+                piece(fd, round + i, i & 1);
+            now = info_of(fd);
+            ours = expected != RDMASOCK_RDMA || (now.sent_directly - before.sent_directly > 1000000 &&
+                                                 now.received_directly - before.received_directly > 1000000);
+            CHECK(seconds() < end);
+            CHECK(put_all(fd, &ours, 1) == 1 && get_all(fd, &theirs, 1) == 1);
+        } while (!ours || !theirs);
+        unregister_all();
+    }
+}
+
+/* The link fails, again and again: what its device knew is known to the next one's, and each byte comes once. */
+static void ahead_cut(int fd)
+{
+    register_all(RDMASOCK_SENT_FROM | RDMASOCK_RECEIVED_INTO);
+    for (int i = 0; i < 60; i++)
+        piece(fd, i, i & 1);
+    unregister_all();
+}
+
+static void ahead_errors(int fd)
+{
+    const int both = RDMASOCK_SENT_FROM | RDMASOCK_RECEIVED_INTO;
+    meet();
+    register_all(both);
+    CHECK(rdmasock_register(NULL, 10, both) == -1 && errno == EINVAL);
+    CHECK(rdmasock_register(registered, 0, both) == -1 && errno == EINVAL);
+    CHECK(rdmasock_register(registered, SIZE_MAX, both) == -1 && errno == EINVAL);
+    CHECK(rdmasock_register(&fd, sizeof fd, 0) == -1 && errno == EINVAL);
+    CHECK(rdmasock_register(&fd, sizeof fd, 4) == -1 && errno == EINVAL);
+    CHECK(rdmasock_register(registered, registered_len, both) == -1 && errno == EEXIST);
+    CHECK(rdmasock_register(registered + registered_len - 1, 2, both) == -1 && errno == EEXIST);
+    CHECK(rdmasock_register(registered + registered_len, 1, both) == 0);
+    CHECK(rdmasock_unregister(registered + 1) == -1 && errno == EINVAL);
+    CHECK(rdmasock_unregister(registered + registered_len) == 0);
+    CHECK(rdmasock_unregister(registered + registered_len) == -1 && errno == EINVAL);
+    /* A child has none of it. */
+    pid_t child = MUST(fork());
+    if (child == 0) {
+        CHECK(rdmasock_unregister(registered) == -1 && errno == EINVAL);
+        CHECK(rdmasock_register(registered, registered_len, both) == 0);
+        _exit(0);
+    }
+    int status;
+    MUST(waitpid(child, &status, 0));
+    CHECK(status == 0);
+    unregister_all();
+    meet();
+}
+
+static void *receive_registered(void *fd)
+{
+    CHECK(recv(*(int *)fd, registered, 1 << 20, MSG_WAITALL) == 1 << 20);
+    return NULL;
+}
+
+/* Nobody takes from a waiting call what the device may write to. */
+static void ahead_busy(int fd)
+{
+    const int both = RDMASOCK_SENT_FROM | RDMASOCK_RECEIVED_INTO;
+    double end = seconds() + 20;
+    char was_busy = 0;
+    register_all(both);
+    do {
+        CHECK(seconds() < end);
+        if (is_server) {
+            pthread_t thread;
+            piece(fd, 0, 0);
+            piece(fd, 0, 1);
+            CHECK(pthread_create(&thread, NULL, receive_registered, &fd) == 0);
+            for (int i = 0; i < 300 && !was_busy; i++) {
+                pause_us(100);
+                if (rdmasock_unregister(registered) == 0)
+                    CHECK(rdmasock_register(registered, registered_len, both) == 0);
+                else
+                    was_busy = errno == EBUSY;
+            }
+            tell();
+            CHECK(pthread_join(thread, NULL) == 0);
+            check(registered, 5, 1 << 20);
+            CHECK(put_all(fd, &was_busy, 1) == 1);
+        } else {
+            piece(fd, 0, 0);
+            piece(fd, 0, 1);
+            hear();
+            put(fd, 5, 1 << 20);
+            CHECK(get_all(fd, &was_busy, 1) == 1);
+        }
+    } while (!was_busy);
+    unregister_all();
+}
+
 /* Without the library. */
 static void absent(int fd)
 {
@@ -689,6 +832,10 @@ static void absent(int fd)
         CHECK(rdmasock_view(fd, &piece, &count, 0) == -1 && errno == ENOSYS);
         errno = 0;
         CHECK(rdmasock_release(fd, 0) == -1 && errno == ENOSYS);
+        errno = 0;
+        CHECK(rdmasock_register(&info, sizeof info, RDMASOCK_SENT_FROM) == -1 && errno == ENOSYS);
+        errno = 0;
+        CHECK(rdmasock_unregister(&info) == -1 && errno == ENOSYS);
     }
 }
 
@@ -711,6 +858,10 @@ static const struct {
     {"view_forked", view_forked, 0},
     {"view_stays", view_stays, 0},
     {"view_passed", view_passed, 0},
+    {"ahead", ahead, 0},
+    {"ahead_cut", ahead_cut, 0},
+    {"ahead_errors", ahead_errors, 0},
+    {"ahead_busy", ahead_busy, 0},
 };
 
 int main(int argc, char **argv)

@@ -26,15 +26,16 @@ pub fn main(words: &[String]) -> bool {
         _ => return false,
     };
     say("connected");
+    let mut piece = vec![0; PIECE];
     while let Some(word) = command() {
         let (what, n) = word.split_once(' ').unwrap_or((&word, "0"));
-        act(fd, what, n.parse().unwrap_or(0));
+        act(fd, what, n.parse().unwrap_or(0), &mut piece);
         say("done");
     }
     true
 }
 
-fn act(fd: c_int, what: &str, n: usize) {
+fn act(fd: c_int, what: &str, n: usize, piece: &mut [u8]) {
     let message = data::pattern(1, 0, MESSAGE);
     match what {
         // So many messages and their answers.
@@ -54,10 +55,10 @@ fn act(fd: c_int, what: &str, n: usize) {
         }
         // In large pieces, whose reader wants each in one call.
         "send-pieces" => {
-            let mut piece = data::pattern(3, 0, PIECE);
+            piece.copy_from_slice(&data::pattern(3, 0, PIECE));
             for at in 0..n {
                 piece[..8].copy_from_slice(&at.to_le_bytes());
-                assert_eq!(sys::send_all(fd, &piece).count(), PIECE);
+                assert_eq!(sys::send_all(fd, piece).count(), PIECE);
                 piece[..8].fill(0xA5);
                 // The reader has time to be back in its next call.
                 sys::pause_ms(1);
@@ -65,13 +66,14 @@ fn act(fd: c_int, what: &str, n: usize) {
         }
         "receive-pieces" => {
             let mut want = data::pattern(3, 0, PIECE);
-            let mut piece = vec![0; PIECE];
             for at in 0..n {
                 want[..8].copy_from_slice(&at.to_le_bytes());
-                assert_eq!(sys::recv(fd, &mut piece, libc::MSG_WAITALL).count(), PIECE);
+                assert_eq!(sys::recv(fd, piece, libc::MSG_WAITALL).count(), PIECE);
                 assert!(piece == want, "piece {at}");
             }
         }
+        // The memory of the pieces, ahead.
+        "register" => register(piece),
         "poll" => {
             sys::poll_one(fd, libc::POLLIN, -1);
         }
@@ -89,6 +91,20 @@ fn act(fd: c_int, what: &str, n: usize) {
         }
         _ => panic!("no such word: {what}"),
     }
+}
+
+/// `rdmasock_register` for sends and receives, as `include/rdmasock.h` finds it.
+fn register(memory: &mut [u8]) {
+    type Register = unsafe extern "C" fn(*mut libc::c_void, libc::size_t, c_int) -> c_int;
+    // SAFETY: a name that ends with a zero byte.
+    let found = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"rdmasock_register".as_ptr()) };
+    assert!(!found.is_null(), "without the library");
+    // SAFETY: of this type, and the memory stays until the process ends.
+    let result = unsafe {
+        let register: Register = std::mem::transmute(found);
+        register(memory.as_mut_ptr().cast(), memory.len(), 3)
+    };
+    assert_eq!(result, 0);
 }
 
 /// A line to the test.

@@ -45,6 +45,11 @@ fn main() -> ExitCode {
         let name = format!("{short}_may_not_lock_memory");
         trials.push(Trial::test(name, move || nothing_is_direct(&paths, short)));
     }
+    for device in ["roce", "iwarp"] {
+        let paths = Arc::clone(&paths);
+        let name = format!("registered_ahead/{device}");
+        trials.push(Trial::test(name, move || few_are_registered(&paths, device)));
+    }
     libtest_mimic::run(&args, trials).exit_code()
 }
 
@@ -187,6 +192,30 @@ fn nothing_is_direct(paths: &Paths, short: &str) -> Result<(), Failed> {
             return Err("nothing goes directly with a higher limit either".into());
         }
     }
+    Ok(())
+}
+
+/// What was registered ahead is registered once for a link, and calls are none the worse for that.
+fn few_are_registered(paths: &Paths, device: &str) -> Result<(), Failed> {
+    let (mut from, mut to) = pair(paths, device, "client")?;
+    let registrations = |end: &End| end.count(paths, "direct_registrations");
+    for end in [&mut from, &mut to] {
+        end.begin("register", 0)?;
+        end.finish()?;
+    }
+    let before = (registrations(&from)?, registrations(&to)?);
+    let end = Instant::now() + LIMIT;
+    let ahead = |end: &End| end.count(paths, "direct_ahead");
+    while ahead(&from)?.min(ahead(&to)?) < 50 {
+        transfer(paths, &mut from, &mut to, MANY)?;
+        assert!(Instant::now() < end, "too little goes directly");
+    }
+    let after = (registrations(&from)?, registrations(&to)?);
+    assert_eq!(after, (before.0 + 1, before.1 + 1));
+    assert_eq!(
+        from.count(paths, "direct_unpinned")? + to.count(paths, "direct_unpinned")?,
+        0
+    );
     Ok(())
 }
 

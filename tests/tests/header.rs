@@ -12,7 +12,7 @@ use rdmasock_core::stats::Reason;
 use rdmasock_tests::harness::{Mode, Paths, clean_environment};
 
 /// Cases that are played wherever the connection comes to run.
-const EVERYWHERE: &[&str] = &["info", "errors", "stay", "view", "view_errors"];
+const EVERYWHERE: &[&str] = &["info", "errors", "stay", "view", "view_errors", "ahead", "ahead_errors"];
 
 /// Those that are played where it comes to a link.
 const ON_LINKS: &[&str] = &[
@@ -24,6 +24,9 @@ const ON_LINKS: &[&str] = &[
     "view_stays",
     "view_passed",
 ];
+
+/// Those that are about links between hosts.
+const OVER_THE_DEVICE: &[&str] = &["view_cut", "ahead_busy", "ahead_cut"];
 
 /// What the connection comes to run on.
 #[derive(Clone, Copy)]
@@ -76,9 +79,11 @@ fn main() -> ExitCode {
         trials.push(Trial::test(name, move || play(&paths, case, way)));
     }
     for mode in Mode::DEVICES {
-        let paths = Arc::clone(&paths);
-        let name = format!("{}/view_cut", mode.name());
-        trials.push(Trial::test(name, move || play(&paths, "view_cut", Way::Device(mode))));
+        for case in OVER_THE_DEVICE {
+            let paths = Arc::clone(&paths);
+            let name = format!("{}/{case}", mode.name());
+            trials.push(Trial::test(name, move || play(&paths, case, Way::Device(mode))));
+        }
     }
     let ways = [Way::None, Way::Tcp, Way::Shm];
     for way in ways.into_iter().chain(Mode::DEVICES.map(Way::Device)) {
@@ -169,7 +174,10 @@ fn play(paths: &Paths, case: &str, way: Way) -> Result<(), Failed> {
     if case == "hurry" {
         command.env("RDMASOCK_PROMOTE_AFTER", "1000000r");
     }
-    if case == "view_cut"
+    if case.starts_with("ahead") {
+        command.env("RDMASOCK_ZCOPY_MIN", "auto");
+    }
+    if case.ends_with("_cut")
         && let Way::Device(mode) = way
     {
         command.env("LOCALNIC", format!("{},cut=200", mode.name()));

@@ -152,6 +152,10 @@ events! {
     /// A call's memory was not registered, as that would exceed the half of the memlock limit or the device refused it:
     /// its bytes went by rings.
     DirectUnpinned = 21 => "direct_unpinned",
+    /// Memory of the program was registered: for a call, or once for a link where the program has registered it ahead.
+    DirectRegistered = 22 => "direct_registrations",
+    /// A call's memory had been registered ahead.
+    DirectAhead = 23 => "direct_ahead",
 }
 
 /// Number of [`Event`]s.

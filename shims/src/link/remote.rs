@@ -11,7 +11,7 @@ use std::sync::atomic::{
 use rdmasock_core::fabric::layout::{Layout, MAX_DATA_BYTES};
 use rdmasock_core::fabric::plugin::Info;
 use rdmasock_core::fabric::pollers::{Left, Pollers};
-use rdmasock_core::fabric::remote::qp::QueuePair;
+use rdmasock_core::fabric::remote::qp::{QueuePair, Region};
 use rdmasock_core::fabric::remote::{End, Fault, Local, Tuning};
 use rdmasock_core::fabric::shm::Side;
 use rdmasock_core::fabric::waiter::{MAX_WAITERS, WaiterId};
@@ -22,6 +22,7 @@ use rdmasock_core::stats::Reason;
 use rdmasock_core::sync::{Presence, Published, SleepFlag};
 use rdmasock_core::wire::Message;
 
+use crate::ahead::Device;
 use crate::config::config;
 use crate::library::Library;
 use crate::mailbox::Command;
@@ -41,6 +42,12 @@ impl Local for Here {
 
     fn settle_later(&self) {
         Library::get().service.maintain_later();
+    }
+}
+
+impl Device for Remote {
+    fn deregister(&self, region: Region) {
+        self.end.qp().deregister(region);
     }
 }
 
@@ -203,6 +210,8 @@ impl Remote {
         let is_free = self.users.is_empty();
         if is_free {
             drop(self.end.take_retired());
+            let library = Library::get();
+            library.pinned.give_back(library.ahead.forget(self));
             self.end.qp().destroy();
         } else {
             self.is_ended.publish(false);

@@ -14,7 +14,7 @@ use rdmasock_core::stream::connection;
 
 use super::ring;
 use super::step::RecvStep;
-use super::{Data, recv};
+use super::{Data, at_nothing, recv};
 use crate::call::{Began, Call, Direction, Place};
 use crate::closing;
 use crate::errno;
@@ -129,7 +129,6 @@ fn look(call: &mut Call, most: usize, flags: c_int, is_again: &mut bool, pieces:
     }
     // Before the look at the ring: what was sent before the end is in the ring when we see the end.
     let ended = connection::is_over(socket, &rx);
-    let rx_stays = rx.stays;
     let state = &mut *rx;
     let Some(consumer) = state.consumer.as_mut() else {
         return RecvStep::Again;
@@ -170,36 +169,7 @@ fn look(call: &mut Call, most: usize, flags: c_int, is_again: &mut bool, pieces:
         call.let_go(&mut rx.own.waiting);
         return RecvStep::Got(n);
     }
-    match consumer.end() {
-        Ok(None) if socket.rx_shut.load(Acquire) => RecvStep::Got(0),
-        Ok(end) if !ended && (rx_stays || end.is_none()) => {
-            if wait::may_wait(socket, flags).is_ok() {
-                // While the peer is at work on it.
-                call.is_fresh = false;
-                let place = call.place_by_kernel(&rx.own.seen);
-                if place != Place::Here {
-                    return RecvStep::Elsewhere(place);
-                }
-                call.hold(&mut rx.own.waiting);
-            }
-            let _section = rx.unlock();
-            if ready::progress(socket) {
-                RecvStep::Again
-            } else {
-                RecvStep::Empty
-            }
-        }
-        Ok(_) => {
-            let _section = rx.unlock();
-            connection::leave_link_at_end(socket);
-            RecvStep::Again
-        }
-        Err(error) => {
-            let _section = rx.unlock();
-            tx::violation(socket, &error);
-            RecvStep::Fail(libc::ECONNRESET)
-        }
-    }
+    at_nothing(call, rx, flags, ended)
 }
 
 /// Sees to it that the ring of the stream that the direction is on, if it is on one, is held for views. False if that

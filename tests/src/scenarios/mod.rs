@@ -7,6 +7,7 @@ mod close;
 mod connect;
 mod direct;
 mod direct_ends;
+mod direct_memory;
 mod direct_more;
 mod direct_send;
 mod echo;
@@ -115,6 +116,7 @@ pub fn all() -> Vec<Scenario> {
         direct: warm { sizes, vectors, whole, time_outs, late_time_outs } cold {  }
         direct_ends: warm { on_tcp } cold {  }
         direct_send: warm { times_out, interrupted, to_a_stopped_reader, both_first } cold {  }
+        direct_memory: warm { same_place, heap } cold {  }
         direct_more: warm { interrupted, interrupted_often, cancel, two_readers, others_look, others_peek, unmapped, forks } cold {  }
         poll: warm { odd_fds, masks, ppoll, select, select_errors, select_all, high_fd, two_connections, as_many_as_the_limit } cold { listener }
         fds: warm { dups, dup2_over, dup2_swap, numbering, limit, close_everything, close_range, close_range_under_use, reuse } cold { closed_at_the_limit }

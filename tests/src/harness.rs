@@ -280,7 +280,7 @@ impl Running {
             if let Some(device) = mode.device() {
                 command
                     .env("RDMASOCK_DEV_LOCAL_DEVICE", &paths.device)
-                    .env("LOCALNIC", with_what_is_asked_for(device))
+                    .env("LOCALNIC", words(device, scenario.device))
                     // Asked by name, as within a host: one port would be for all that run at once.
                     .env("RDMASOCK_CONTROL_PORT", "0");
             }
@@ -406,10 +406,10 @@ pub fn play_in(environment: Option<&Environment>, paths: &Paths, scenario: &Scen
     Ok(outcome)
 }
 
-/// The device's words, and those that whoever plays the scenarios has in the environment: `thread`, say.
-fn with_what_is_asked_for(device: &str) -> String {
+/// The device's words, the scenario's, and those that whoever plays it has in the environment: `thread`, say.
+fn words(device: &str, of_scenario: &str) -> String {
     let more = std::env::var("LOCALNIC").unwrap_or_default();
-    format!("{device},{more}")
+    format!("{device},{of_scenario},{more}")
 }
 
 /// See [`Ctx::direct_bytes`](crate::ctx::Ctx::direct_bytes).

@@ -11,6 +11,7 @@ use rdmasock_core::fabric::remote::qp::Role;
 use rdmasock_core::lock::Lock;
 
 use crate::pair::Shared;
+use crate::pins;
 
 /// Entries; a key names one in its lower 16 bits.
 const ENTRIES: usize = 1 << 16;
@@ -36,6 +37,8 @@ struct Entry {
     len: AtomicU64,
     /// [`SOURCE`], [`TARGET`] or both.
     roles: AtomicU64,
+    /// What tells its pages from others (`pins`); 0: nothing does.
+    pages: AtomicU64,
 }
 
 /// Bytes of a table.
@@ -56,7 +59,7 @@ impl Table {
 
     fn entry(&self, key: u32) -> Option<&Entry> {
         let index = (key & 0xffff) as usize;
-        // SAFETY: within the memory, aligned (the mapping is to a page, an entry has 32 bytes), and atomics only.
+        // SAFETY: within the memory, aligned (the mapping is to a page, of an entry's bytes eight divide all), and atomics only.
         (index < ENTRIES).then(|| unsafe { &*self.0.at().cast::<Entry>().add(index) })
     }
 
@@ -90,6 +93,17 @@ impl Table {
 /// Somebody reaches the memory of an entry.
 #[derive(Debug)]
 pub struct InUse<'a>(&'a Entry);
+
+impl InUse<'_> {
+    /// Whether it is still the memory that was registered, in the process `pid` or in this one.
+    pub fn is_as_registered(&self, pid: Option<i32>) -> bool {
+        let Entry { start, len, pages, .. } = self.0;
+        match pages.load(Acquire) {
+            0 => true,
+            then => pins::pages(pid, start.load(Acquire), len.load(Acquire)) == Some(then),
+        }
+    }
+}
 
 impl Drop for InUse<'_> {
     fn drop(&mut self) {
@@ -136,8 +150,9 @@ impl Domain {
         &self.file
     }
 
-    /// Registers `len` bytes from `start` for as long as the value lives. ENOMEM without a free entry.
-    pub fn register(self: &Arc<Self>, start: u64, len: u64, role: Role) -> Result<Registration> {
+    /// Registers `len` bytes from `start` for as long as the value lives; `pages` is what [`pins::pin`] gives, or 0.
+    /// ENOMEM without a free entry.
+    pub fn register(self: &Arc<Self>, start: u64, len: u64, role: Role, pages: u64) -> Result<Registration> {
         let (index, generation) = {
             let mut free = self.free.lock().ok_or(Errno(libc::EDEADLK))?;
             let index = match free.given_back.pop() {
@@ -162,6 +177,7 @@ impl Domain {
             Role::Target => TARGET,
         };
         entry.roles.store(roles, Relaxed);
+        entry.pages.store(pages, Relaxed);
         entry.state.store(u64::from(key) << 32, Release);
         Ok(Registration {
             domain: Arc::clone(self),
@@ -243,7 +259,7 @@ mod tests {
     fn a_key_reaches_what_was_registered_by_its_own_side_and_no_longer() {
         let domain = Arc::new(Domain::new().unwrap());
         let table = domain.table();
-        let memory = domain.register(1000, 100, Role::Both).unwrap();
+        let memory = domain.register(1000, 100, Role::Both, 0).unwrap();
         let (local, remote) = (memory.local_key(), memory.remote_key());
         assert!(table.reach(remote, 1000, 100).is_some() && table.reach(remote, 1099, 1).is_some());
         assert!(table.source(local, 1000, 100).is_some());
@@ -253,7 +269,7 @@ mod tests {
         assert!(table.reach(local, 1000, 1).is_none() && table.source(remote, 1000, 1).is_none());
         drop(memory);
         assert!(table.reach(remote, 1000, 1).is_none());
-        let again = domain.register(1000, 100, Role::Both).unwrap();
+        let again = domain.register(1000, 100, Role::Both, 0).unwrap();
         assert!(table.reach(remote, 1000, 1).is_none(), "a stale key");
         assert!(table.reach(again.remote_key(), 1000, 1).is_some());
         assert!(table.reach(0, 0, 0).is_none() && table.reach(u32::MAX, 0, 0).is_none());
@@ -268,7 +284,7 @@ mod tests {
             (Role::Source, true, false),
             (Role::Target, false, true),
         ] {
-            let memory = domain.register(1000, 100, role).unwrap();
+            let memory = domain.register(1000, 100, role, 0).unwrap();
             assert_eq!(
                 table.source(memory.local_key(), 1000, 1).is_some(),
                 is_source,
@@ -285,7 +301,7 @@ mod tests {
     #[test]
     fn who_gives_memory_up_waits_for_who_is_in_it() {
         let domain = Arc::new(Domain::new().unwrap());
-        let memory = domain.register(1000, 100, Role::Target).unwrap();
+        let memory = domain.register(1000, 100, Role::Target, 0).unwrap();
         let held = domain.table().reach(memory.remote_key(), 1000, 1).unwrap();
         std::thread::scope(|scope| {
             let giving_up = scope.spawn(move || drop(memory));

@@ -16,6 +16,7 @@ mod listen;
 mod names;
 mod nic;
 mod pair;
+mod pins;
 mod queue;
 pub mod settings;
 #[cfg(test)]

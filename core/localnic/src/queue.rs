@@ -19,6 +19,7 @@ use crate::domain::{Domain, Registration, Table};
 use crate::faults::{Fault, Faults};
 use crate::nic::{self, Left, Nic, Served};
 use crate::pair::{Arrived, BUFFER_BYTES, Pair};
+use crate::pins;
 use crate::settings::Settings;
 
 /// Length of the send queue.
@@ -27,6 +28,9 @@ const SENDS: u32 = 240;
 /// What the log says of a cut: half of a WRITE has arrived, or nothing of another work request.
 const IN_WRITE: &str = "cut by LOCALNIC in the middle of a WRITE";
 const AT_MESSAGE: &str = "cut by LOCALNIC at a message";
+
+/// What is in pages that are no longer the program's.
+const OTHERS: u8 = 0xEE;
 
 /// The other end: its process, and what it has registered.
 #[derive(Debug)]
@@ -138,7 +142,15 @@ impl Queue {
 
     /// Registers memory until it is deregistered or the queue pair is over.
     pub fn register(&self, start: u64, len: u64, role: Role) -> Result<Keys> {
-        let registration = self.domain.register(start, len, role)?;
+        // Rings are not the program's to change.
+        let pages = match self.settings.has_pins && role != Role::Both {
+            true => pins::pin(start, len).unwrap_or_else(|| {
+                log(Level::Error, format_args!("localnic: pins needs CAP_SYS_ADMIN"));
+                0
+            }),
+            false => 0,
+        };
+        let registration = self.domain.register(start, len, role, pages)?;
         let keys = Keys {
             local: registration.local_key(),
             remote: registration.remote_key(),
@@ -304,13 +316,19 @@ impl Queue {
         let bytes = u64::from(write.len);
         let from = self.domain.table().source(write.local, write.from.addr() as u64, bytes);
         let to = self.far.table.reach(write.remote, write.to, bytes);
-        let (Some(_from), Some(_to)) = (from, to) else {
+        let (Some(from), Some(to)) = (from, to) else {
             return Err(Errno(libc::EACCES));
         };
+        if !to.is_as_registered(Some(self.far.pid)) {
+            // In pages that are in nobody's sight any more.
+            return Ok(());
+        }
+        let others = (!from.is_as_registered(None)).then(|| vec![OTHERS; len]);
+        let source = others.as_ref().map_or(write.from, |others| others.as_ptr());
         let mut done = 0;
         while done < len {
             let local = libc::iovec {
-                iov_base: write.from.wrapping_add(done).cast_mut().cast(),
+                iov_base: source.wrapping_add(done).cast_mut().cast(),
                 iov_len: len - done,
             };
             let remote = libc::iovec {

@@ -24,6 +24,9 @@ pub struct Settings {
     pub silence: u64,
     /// `gone=`: after so many work requests of the process, or up to twice as many, the device is gone for a second.
     pub gone: u64,
+    /// `pins`: what a program has mapped in the place of memory of its own that was registered is not reached. Needs
+    /// CAP_SYS_ADMIN; not for programs that fork.
+    pub has_pins: bool,
     /// `seed=`: for what is left to chance.
     pub seed: u64,
 }
@@ -55,6 +58,7 @@ impl Settings {
             match (name, word.contains('=')) {
                 ("roce", false) => settings.is_iwarp = false,
                 ("iwarp", false) => settings.is_iwarp = true,
+                ("pins", false) => settings.has_pins = true,
                 ("thread", false) => settings.has_thread = true,
                 ("delay", true) => settings.delay_us = number,
                 ("late", true) => settings.late_ms = number,

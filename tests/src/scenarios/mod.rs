@@ -53,6 +53,8 @@ pub struct Scenario {
     pub warms_up: bool,
     /// Variables for the sides that have the library.
     pub env: Vec<(&'static str, String)>,
+    /// How the local device is beside what its mode says (`LOCALNIC`).
+    pub device: &'static str,
     /// The side whose threads are held up, and the point at which (see `tests/wakes.rs`).
     pub held: Option<(Side, String)>,
     /// The modes in which it runs.
@@ -67,6 +69,7 @@ impl Scenario {
             param: 0,
             warms_up,
             env: Vec::new(),
+            device: "",
             held: None,
             modes: &Mode::ALL,
         }
@@ -147,6 +150,10 @@ pub fn all() -> Vec<Scenario> {
     for scenario in all.iter_mut().filter(|s| s.name.starts_with("direct_")) {
         scenario.modes = &[Mode::Kernel, Mode::Both];
         scenario.env.push(("RDMASOCK_ZCOPY_MIN", "4K".into()));
+    }
+    let changes_memory = |name: &str| name.starts_with("direct_memory_") || name == "direct_more_unmapped";
+    for scenario in all.iter_mut().filter(|s| changes_memory(&s.name)) {
+        scenario.device = "pins";
     }
     all.extend((0..unseen::WAYS).map(|n| Scenario::numbered("unseen_close", n, unseen::close, false)));
     let few_addresses = |n| Scenario::numbered("capacity_few_addresses", n, capacity::few_addresses, n != 0);

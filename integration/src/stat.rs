@@ -1,5 +1,6 @@
 //! Reads the library's own counters with `rdmasock stat --json`, from outside the programs.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -70,6 +71,9 @@ pub struct Instance {
     pub totals: Totals,
     #[serde(default)]
     pub streams: Vec<Stream>,
+    /// What is counted for the whole process, by name.
+    #[serde(default)]
+    pub events: BTreeMap<String, u64>,
 }
 
 /// One open stream of an instance.
@@ -134,6 +138,15 @@ impl Stat {
         let mut instances = report.instances;
         instances.retain(|instance| process_group(instance.pid) == Some(group));
         Ok(instances)
+    }
+
+    /// What [`Stat::group`] has counted of an event.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn count(&self, group: u32, event: &str) -> Result<u64> {
+        let instances = self.group(group)?;
+        Ok(instances.iter().filter_map(|instance| instance.events.get(event)).sum())
     }
 
     /// The totals of [`Stat::group`].

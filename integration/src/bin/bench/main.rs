@@ -1,7 +1,7 @@
 //! What single calls, messages and idle streams cost: kernel TCP, a Unix socket and the library, alternately in one
 //! run. It starts itself again as both ends of every measurement (`peer`). Its parts: `never-slower` measures whole
 //! programs (those that the library makes much faster are the business of `demo`), `sweep` transfers of growing size,
-//! `scale` more and more connections and clients, and `page` makes a page and pictures of what these two have written.
+//! `threshold` the ways of a link between hosts beside each other, `scale` more and more connections and clients, and `page` makes a page and pictures of what these two have written.
 //! Nothing here is a test with a time limit.
 
 mod crowd;
@@ -14,6 +14,7 @@ mod pictures;
 mod results;
 mod scale;
 mod sweep;
+mod threshold;
 mod transfer;
 mod way;
 
@@ -65,6 +66,8 @@ enum Part {
     NeverSlower(Choice),
     /// Measures one connection with transfers of growing size: throughput, processor time, round trips.
     Sweep(sweep::Options),
+    /// Measures what a link between hosts takes for copies, and without, by size.
+    Threshold(threshold::Options),
     /// Measures one server with more and more connections and client processes.
     Scale(scale::Options),
     /// Makes docs/benchmarks.md and its pictures of what the other parts have written.
@@ -107,6 +110,7 @@ fn all() -> Result<()> {
     match part {
         Some(Part::NeverSlower(choice)) => never_slower::run(&choice),
         Some(Part::Sweep(options)) => sweep::run(&options),
+        Some(Part::Threshold(options)) => threshold::run(&options),
         Some(Part::Scale(options)) => scale::run(&options),
         _ => calls(&choice),
     }

@@ -1,4 +1,4 @@
-//! The page of what `sweep` and `scale` have measured: tables, the losing cases by name, and the words around them.
+//! The page of what `sweep`, `threshold` and `scale` have measured: tables, the losing cases by name, and the words around them.
 //! What they print themselves is a part of it. The pictures are in `pictures`.
 
 use std::fmt::Write;
@@ -9,6 +9,7 @@ use clap::Args;
 
 use crate::pictures;
 use crate::results::{Figure, Results, Series, Way};
+use crate::threshold;
 
 #[derive(Debug, Args)]
 pub struct Options {
@@ -26,18 +27,31 @@ struct View {
     figures: &'static [Figure],
 }
 
+const SWEEP_THROUGHPUT: View = View {
+    title: "Throughput, GB/s",
+    figures: &[Figure::Throughput],
+};
+
+const SWEEP_PROCESSOR: View = View {
+    title: "Processor seconds per GB: both sides / sender / receiver",
+    figures: &[Figure::Processor, Figure::ProcessorSender, Figure::ProcessorReceiver],
+};
+
 const SWEEP: [View; 3] = [
-    View {
-        title: "Throughput, GB/s",
-        figures: &[Figure::Throughput],
-    },
-    View {
-        title: "Processor seconds per GB: both sides / sender / receiver",
-        figures: &[Figure::Processor, Figure::ProcessorSender, Figure::ProcessorReceiver],
-    },
+    SWEEP_THROUGHPUT,
+    SWEEP_PROCESSOR,
     View {
         title: "Round trip, µs: p50 / p99 / p99.9",
         figures: &[Figure::TripP50, Figure::TripP99, Figure::TripP999],
+    },
+];
+
+const THRESHOLD: [View; 3] = [
+    SWEEP_THROUGHPUT,
+    SWEEP_PROCESSOR,
+    View {
+        title: "Bytes that went directly, %",
+        figures: &[Figure::Direct],
     },
 ];
 
@@ -94,8 +108,12 @@ pub fn publish(results: &Results, series: &[Series], json: Option<&Path>) -> Res
     for series in series {
         tables(&mut out, results, *series);
     }
-    out += "\nWorse than kernel TCP:\n\n";
-    losses(&mut out, &[results], Way::Tcp);
+    if series == [Series::Threshold] {
+        let _ = write!(out, "\n{}", threshold::findings(results));
+    } else {
+        out += "\nWorse than kernel TCP:\n\n";
+        losses(&mut out, &[results], Way::Tcp);
+    }
     println!("{out}");
     if let Some(path) = json {
         results.write(path)?;
@@ -121,7 +139,7 @@ fn text(parts: &[Results]) -> String {
     losses(&mut out, &refs, Way::Tcp);
     out += "\nAnd to the Unix socket, which programs have to be written for:\n\n";
     losses(&mut out, &refs, Way::Unix);
-    for group in [&TRANSFERS, &CONNECTIONS, &CLIENTS] {
+    for group in [&TRANSFERS, &COPYING, &CONNECTIONS, &CLIENTS] {
         let has = |results: &&Results| group.series.iter().any(|series| !results.values(*series).is_empty());
         let Some(results) = parts.iter().find(has) else {
             continue;
@@ -138,6 +156,9 @@ fn text(parts: &[Results]) -> String {
                 let _ = write!(out, "\n![{}](benchmarks/{})\n", picture.title(), picture.file());
             }
             tables(&mut out, results, *series);
+            if *series == Series::Threshold {
+                let _ = write!(out, "\n{}", threshold::findings(results));
+            }
         }
     }
     let refused: Vec<&String> = parts.iter().flat_map(|results| &results.refused).collect();
@@ -176,6 +197,7 @@ fn run_in_words(results: &Results) -> String {
     let machine = &results.machine;
     let what = match results.points.first().map(|point| point.series) {
         Some(Series::Connections | Series::Clients) => "`bench scale`",
+        Some(Series::Threshold) => "`bench threshold`",
         _ => "`bench sweep`",
     };
     let rounds = match results.rounds {
@@ -216,6 +238,16 @@ for them and the library's second thread included. In a round trip one transfer 
     series: &Series::RECEIVERS,
 };
 
+const COPYING: Group = Group {
+    title: "Copying against registering",
+    about: "\
+The three ways of a link between hosts, over the local device, in turns: all bytes by rings (`RDMASOCK_ZCOPY_MIN=off`), all
+that can straight between the memory of the programs (`4K`), and what the library chooses (`auto`). Both ends block in their
+calls, the receiver with MSG_WAITALL. Ratios are to the first. The local device registers memory for nothing, and copies at
+the sender's cost; a real one pins each page, and copies by itself.",
+    series: &[Series::Threshold],
+};
+
 const CONNECTIONS: Group = Group {
     title: "Connections between two processes",
     about: "\
@@ -236,9 +268,10 @@ cores it is mostly the scheduler that is measured.",
 /// The tables of what is varied.
 fn tables(out: &mut String, results: &Results, series: Series) {
     let (values, ways) = (results.values(series), results.ways(series));
-    let views: &[View] = match Series::RECEIVERS.contains(&series) {
-        true => &SWEEP,
-        false => &SCALE,
+    let views: &[View] = match series {
+        Series::Recv | Series::Waitall | Series::Epoll => &SWEEP,
+        Series::Threshold => &THRESHOLD,
+        Series::Connections | Series::Clients => &SCALE,
     };
     for view in views {
         let Some(first) = view.figures.first() else { continue };
@@ -277,8 +310,9 @@ fn cell(results: &Results, series: Series, x: u64, way: Way, view: &View) -> Str
     let times = view
         .figures
         .first()
-        .and_then(|figure| results.times(series, x, way, *figure, Way::Tcp));
-    if let (Some(times), false) = (times, way == Way::Tcp) {
+        .filter(|figure| **figure != Figure::Direct)
+        .and_then(|figure| results.times(series, x, way, *figure, series.compared_with()));
+    if let (Some(times), false) = (times, way == series.compared_with()) {
         let _ = write!(cell, " ×{}", ratio(times));
     }
     cell

@@ -18,7 +18,7 @@ pub struct Picture {
 
 /// The pictures of a run: those figures that it has.
 pub fn of(results: &Results) -> Vec<Picture> {
-    let all = Series::RECEIVERS
+    let all = Series::TRANSFERS
         .into_iter()
         .flat_map(|series| [(series, Figure::Throughput), (series, Figure::Processor)])
         .chain(Series::CROWDS.map(|series| (series, Figure::Messages)));
@@ -80,6 +80,8 @@ fn colour(way: Way) -> RGBColor {
         Way::Unix => RGBColor(214, 137, 16),
         Way::Shm => RGBColor(31, 97, 200),
         Way::Device => RGBColor(170, 50, 120),
+        Way::DeviceDirect => RGBColor(40, 140, 70),
+        Way::DeviceDynamic => RGBColor(20, 20, 20),
     }
 }
 

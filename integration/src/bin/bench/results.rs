@@ -19,13 +19,26 @@ pub enum Way {
     Unix,
     /// The library, within the host.
     Shm,
-    /// The library over the local device, as if between hosts: a model.
+    /// The library over the local device, as if between hosts: a model. All bytes go by rings.
     Device,
+    /// The same, with all that can go straight between the programs' memory.
+    DeviceDirect,
+    /// The same, where the library chooses between the two.
+    DeviceDynamic,
 }
 
 impl Way {
     /// All of them, what the others are compared with first.
-    pub const ALL: [Self; 4] = [Self::Tcp, Self::Unix, Self::Shm, Self::Device];
+    pub const ALL: [Self; 6] = [
+        Self::Tcp,
+        Self::Unix,
+        Self::Shm,
+        Self::Device,
+        Self::DeviceDirect,
+        Self::DeviceDynamic,
+    ];
+    /// Those of the local device, of which one is always the same.
+    pub const DEVICE: [Self; 3] = [Self::Device, Self::DeviceDirect, Self::DeviceDynamic];
 
     /// The name in tables and pictures.
     pub fn title(self) -> &'static str {
@@ -34,12 +47,24 @@ impl Way {
             Self::Unix => "Unix socket",
             Self::Shm => "library, shared memory",
             Self::Device => "library, local device (a model)",
+            Self::DeviceDirect => "local device, direct (a model)",
+            Self::DeviceDynamic => "local device, dynamic (a model)",
         }
     }
 
     /// Whether both ends have the library.
     pub fn has_library(self) -> bool {
-        matches!(self, Self::Shm | Self::Device)
+        !matches!(self, Self::Tcp | Self::Unix)
+    }
+
+    /// `RDMASOCK_ZCOPY_MIN`, where it matters.
+    pub fn least_direct(self) -> Option<&'static str> {
+        match self {
+            Self::Tcp | Self::Unix | Self::Shm => None,
+            Self::Device => Some("off"),
+            Self::DeviceDirect => Some("4K"),
+            Self::DeviceDynamic => Some("auto"),
+        }
     }
 }
 
@@ -54,6 +79,8 @@ pub enum Series {
     Waitall,
     /// Sizes; it waits in epoll_wait(2) and then reads what is there, without blocking.
     Epoll,
+    /// Sizes; as the second, on the ways of the local device alone.
+    Threshold,
     /// Connections between two processes.
     Connections,
     /// Client processes with one connection each.
@@ -63,6 +90,8 @@ pub enum Series {
 impl Series {
     /// Those of `sweep`.
     pub const RECEIVERS: [Self; 3] = [Self::Recv, Self::Waitall, Self::Epoll];
+    /// Those whose transfers differ in size.
+    pub const TRANSFERS: [Self; 4] = [Self::Recv, Self::Waitall, Self::Epoll, Self::Threshold];
     /// Those of `scale`.
     pub const CROWDS: [Self; 2] = [Self::Connections, Self::Clients];
 
@@ -72,6 +101,7 @@ impl Series {
             Self::Recv => "Receiver that blocks in recv",
             Self::Waitall => "Receiver that blocks in recv with MSG_WAITALL",
             Self::Epoll => "Receiver that waits in epoll_wait",
+            Self::Threshold => "Copies against the programs' own memory",
             Self::Connections => "Connections between two processes",
             Self::Clients => "Client processes of one server",
         }
@@ -83,6 +113,7 @@ impl Series {
             Self::Recv => "recv",
             Self::Waitall => "waitall",
             Self::Epoll => "epoll",
+            Self::Threshold => "threshold",
             Self::Connections => "connections",
             Self::Clients => "clients",
         }
@@ -91,7 +122,7 @@ impl Series {
     /// What is varied, as the head of a column.
     pub fn varied(self) -> &'static str {
         match self {
-            Self::Recv | Self::Waitall | Self::Epoll => "transfer",
+            Self::Recv | Self::Waitall | Self::Epoll | Self::Threshold => "transfer",
             Self::Connections => "connections",
             Self::Clients => "processes",
         }
@@ -100,15 +131,23 @@ impl Series {
     /// Of whose powers values are.
     pub fn base(self) -> f64 {
         match self {
-            Self::Recv | Self::Waitall | Self::Epoll => 4.0,
+            Self::Recv | Self::Waitall | Self::Epoll | Self::Threshold => 4.0,
             Self::Connections | Self::Clients => 10.0,
+        }
+    }
+
+    /// What its ways are compared with.
+    pub fn compared_with(self) -> Way {
+        match self {
+            Self::Threshold => Way::Device,
+            _ => Way::Tcp,
         }
     }
 
     /// One value of what is varied.
     pub fn value(self, x: u64) -> String {
         match self {
-            Self::Recv | Self::Waitall | Self::Epoll => size(x),
+            Self::Recv | Self::Waitall | Self::Epoll | Self::Threshold => size(x),
             Self::Connections | Self::Clients => x.to_string(),
         }
     }
@@ -122,6 +161,7 @@ pub enum Figure {
     Processor,
     ProcessorSender,
     ProcessorReceiver,
+    Direct,
     TripP50,
     TripP99,
     TripP999,
@@ -143,6 +183,7 @@ impl Figure {
             Self::Processor => "processor seconds per GB, both sides",
             Self::ProcessorSender => "processor seconds per GB, sender",
             Self::ProcessorReceiver => "processor seconds per GB, receiver",
+            Self::Direct => "bytes that went directly, %",
             Self::TripP50 => "round trip, µs, p50",
             Self::TripP99 => "round trip, µs, p99",
             Self::TripP999 => "round trip, µs, p99.9",
@@ -159,7 +200,7 @@ impl Figure {
 
     /// Whether more of it is better.
     fn is_better_higher(self) -> bool {
-        matches!(self, Self::Throughput | Self::Messages)
+        matches!(self, Self::Throughput | Self::Direct | Self::Messages)
     }
 }
 

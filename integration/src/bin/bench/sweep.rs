@@ -19,6 +19,8 @@ const LARGEST_TRIP: u64 = 64 << 10;
 /// What small transfers are limited to, as otherwise they would take minutes.
 const MOST_TRANSFERS: u64 = 500_000;
 const MOST_TRIPS: u64 = 20_000;
+/// What `rdmasock stat` counts of bytes past the rings.
+const DIRECT: &str = "direct_received_bytes";
 /// A percentile of fewer says nothing.
 const FEWEST_TRIPS: u64 = 1_000;
 
@@ -66,20 +68,47 @@ pub fn run(options: &Options) -> Result<()> {
         options.receivers.iter().all(|r| Series::RECEIVERS.contains(r)),
         "a receiver is one of recv, waitall and epoll"
     );
+    let results = rounds(
+        options.rounds,
+        options.quick,
+        &Plan {
+            receivers: &options.receivers,
+            sizes: &options.sizes,
+            ways: &options.ways,
+            bytes: options.bytes,
+        },
+    )?;
+    page::publish(&results, &Series::RECEIVERS, options.json.as_deref())
+}
+
+/// What is measured in each round.
+pub struct Plan<'a> {
+    pub receivers: &'a [Series],
+    pub sizes: &'a [u64],
+    pub ways: &'a [Way],
+    /// See [`Options`].
+    pub bytes: Option<u64>,
+}
+
+/// Measures all of it, as often as that.
+///
+/// # Errors
+/// When something is not built.
+pub fn rounds(rounds: Option<u32>, is_quick: bool, plan: &Plan<'_>) -> Result<Results> {
     let build = Build::locate()?;
-    let rounds = options.rounds.unwrap_or(if options.quick { 1 } else { 5 });
-    let bytes = options.bytes.unwrap_or(if options.quick { 128 << 20 } else { 1 << 30 });
-    let mut results = Results::new(rounds, options.quick)?;
+    let rounds = rounds.unwrap_or(if is_quick { 1 } else { 5 });
+    let bytes = plan.bytes.unwrap_or(if is_quick { 128 << 20 } else { 1 << 30 });
+    let mut results = Results::new(rounds, is_quick)?;
     for round in 1..=rounds {
-        for &receiver in &options.receivers {
-            for &size in &options.sizes {
+        for &receiver in plan.receivers {
+            for &size in plan.sizes {
                 let case = Case::new(receiver, size, bytes);
                 eprintln!(
                     "round {round} of {rounds}: {}, {}",
                     receiver.word(),
                     crate::results::size(size)
                 );
-                for &way in &options.ways {
+                for &way in plan.ways {
                     if signals::is_interrupted() {
                         bail!("interrupted");
                     }
@@ -91,7 +120,7 @@ pub fn run(options: &Options) -> Result<()> {
             }
         }
     }
-    page::publish(&results, &Series::RECEIVERS, options.json.as_deref())
+    Ok(results)
 }
 
 impl Case {
@@ -141,8 +170,10 @@ fn measure(build: &Build, way: Way, case: Case) -> Result<Vec<(Figure, f64)>> {
         Ok(())
     })?;
     let before = build.stat.totals(server.pid())?;
+    let direct_before = build.stat.count(server.pid(), DIRECT)?;
 
     let moved: Moved = serde_json::from_str(&client.ask(&lab, "transfer")?)?;
+    let direct = build.stat.count(server.pid(), DIRECT)? - direct_before;
     let trips: Option<Trips> = match case.size <= LARGEST_TRIP {
         true => Some(serde_json::from_str(&client.ask(&lab, "trips")?)?),
         false => None,
@@ -164,6 +195,11 @@ fn measure(build: &Build, way: Way, case: Case) -> Result<Vec<(Figure, f64)>> {
         (Figure::ProcessorSender, moved.sender / gigabytes),
         (Figure::ProcessorReceiver, moved.receiver / gigabytes),
     ];
+    if way.least_direct().is_some() {
+        // The first transfers, which do not count, are an eighth more.
+        let share = direct as f64 / (moved.bytes as f64 * 9.0 / 8.0);
+        figures.push((Figure::Direct, 100.0 * share.min(1.0)));
+    }
     if let Some(trips) = trips {
         let us = |ns: u64| ns as f64 / 1e3;
         figures.extend([

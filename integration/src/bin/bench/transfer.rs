@@ -236,7 +236,7 @@ impl End {
         let (mut flags, mut epoll) = (MsgFlags::empty(), None);
         match receiver {
             Series::Recv => {}
-            Series::Waitall => flags = MsgFlags::MSG_WAITALL,
+            Series::Waitall | Series::Threshold => flags = MsgFlags::MSG_WAITALL,
             Series::Epoll => {
                 flags = MsgFlags::MSG_DONTWAIT;
                 let set = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;

@@ -27,7 +27,7 @@ impl Way {
             false => Mode::Kernel,
         };
         let mut lab = Lab::new(mode, Some(build.clone()), TIME)?;
-        if self == Self::Device {
+        if Self::DEVICE.contains(&self) {
             let plugin = build.library.with_file_name("librdmasock_localnic.so");
             ensure!(
                 plugin.is_file(),
@@ -35,6 +35,9 @@ impl Way {
             );
             lab.set("RDMASOCK_DEV_LOCAL_DEVICE", plugin.display().to_string());
             lab.set("LOCALNIC", "roce");
+            if let Some(least) = self.least_direct() {
+                lab.set("RDMASOCK_ZCOPY_MIN", least);
+            }
             // The two ends ask each other by name, as within a host.
             lab.set("RDMASOCK_CONTROL_PORT", "0");
         }
@@ -46,7 +49,7 @@ impl Way {
         match self {
             Self::Tcp | Self::Unix => None,
             Self::Shm => Some("shm"),
-            Self::Device => Some("verbs"),
+            Self::Device | Self::DeviceDirect | Self::DeviceDynamic => Some("verbs"),
         }
     }
 

@@ -18,16 +18,25 @@ const MOST: usize = 1024;
 
 /// What registers memory: a link's device.
 pub trait Device: Sync {
-    /// Ends a registration.
+    /// Ends a registration, if the device is still there: its end is theirs.
     fn deregister(&self, region: Region);
 }
 
-struct Known {
+/// A registration of a range.
+pub struct Known {
     device: &'static dyn Device,
     role: Role,
     region: Region,
     /// What it takes of the budget, bytes.
     cost: u64,
+}
+
+impl Known {
+    /// Ends it; gives what it took of the budget.
+    pub fn end(self) -> u64 {
+        self.device.deregister(self.region);
+        self.cost
+    }
 }
 
 fn find(known: &[Known], device: &dyn Device, role: Role) -> Option<Key> {
@@ -73,21 +82,10 @@ impl Range {
         Ok(())
     }
 
-    /// Ends those registrations; gives what they took of the budget.
-    fn forget(&self, which: impl Fn(&Known) -> bool) -> u64 {
-        let Some(mut known) = self.known.lock() else {
-            return 0;
-        };
-        let mut cost = 0;
-        known.retain(|known| {
-            let goes = which(known);
-            if goes {
-                known.device.deregister(known.region);
-                cost += known.cost;
-            }
-            !goes
-        });
-        cost
+    /// Takes out those registrations.
+    fn take(&self, which: impl Fn(&Known) -> bool) -> Vec<Known> {
+        let known = self.known.lock();
+        known.map_or_else(Vec::new, |mut known| known.extract_if(.., |known| which(known)).collect())
     }
 }
 
@@ -138,9 +136,9 @@ impl Ahead {
         Ok(())
     }
 
-    /// The range that begins there is no more, for any device. Gives what it took of the budget; `Err` is an errno:
-    /// EBUSY, a call uses it.
-    pub fn remove(&self, start: usize) -> Result<u64, c_int> {
+    /// The range that begins there is no more. Gives its registrations, to be ended; `Err` is an errno: EBUSY, a call
+    /// uses it.
+    pub fn remove(&self, start: usize) -> Result<Vec<Known>, c_int> {
         let mut ranges = self.lock()?;
         let at = ranges.binary_search_by_key(&start, |range| range.start);
         let at = at.map_err(|_| libc::EINVAL)?;
@@ -148,11 +146,9 @@ impl Ahead {
         if Arc::get_mut(range).is_none() {
             return Err(libc::EBUSY);
         }
-        // With the table locked: a link that ends has its registrations end first.
-        let cost = range.forget(|_| true);
-        ranges.remove(at);
+        let range = ranges.remove(at);
         self.count.store(ranges.len(), Relaxed);
-        Ok(cost)
+        Ok(range.take(|_| true))
     }
 
     /// The range that has all of this, if it is for that; it stays as long as the value.
@@ -168,11 +164,12 @@ impl Ahead {
         (is_within && range.roles & needs != 0).then(|| Arc::clone(range))
     }
 
-    /// The device is about to be no more. Gives what it had of the budget.
+    /// The device is about to be no more, and its registrations with it. Gives what they took of the budget.
     pub fn forget(&self, device: &dyn Device) -> u64 {
         self.ranges.lock().map_or(0, |ranges| {
             let of_device = |known: &Known| std::ptr::addr_eq(known.device, device);
-            ranges.iter().map(|range| range.forget(of_device)).sum()
+            let all = ranges.iter().flat_map(|range| range.take(of_device));
+            all.map(|known| known.cost).sum()
         })
     }
 }
@@ -194,6 +191,11 @@ mod tests {
 
     fn device() -> &'static Counts {
         Box::leak(Box::new(Counts(AtomicU64::new(0))))
+    }
+
+    /// Gives what it took of the budget.
+    fn remove(ahead: &Ahead, start: usize) -> Result<u64, c_int> {
+        Ok(ahead.remove(start)?.into_iter().map(Known::end).sum())
     }
 
     fn region(handle: u64) -> Region {
@@ -234,9 +236,9 @@ mod tests {
         for (start, len) in [(999, 2), (1000, 100), (1050, 1), (1099, 1), (900, 1000)] {
             assert_eq!(ahead.add(start, len, RECEIVED_INTO), Err(libc::EEXIST));
         }
-        assert_eq!(ahead.remove(1001), Err(libc::EINVAL));
-        ahead.remove(1000).unwrap();
-        assert_eq!(ahead.remove(1000), Err(libc::EINVAL));
+        assert_eq!(remove(&ahead, 1001), Err(libc::EINVAL));
+        assert_eq!(remove(&ahead, 1000), Ok(0));
+        assert_eq!(remove(&ahead, 1000), Err(libc::EINVAL));
         for i in 1..=MOST {
             ahead.add(i * 10, 10, SENT_FROM).unwrap();
         }
@@ -259,15 +261,14 @@ mod tests {
         assert_eq!(again.map(|key| key.local), Some(1));
         assert_eq!(first.key(b, Role::Source).map(|key| key.local), Some(100));
         assert!(first.key(b, Role::Target).is_none());
-        assert_eq!(ahead.remove(1000), Err(libc::EBUSY));
+        assert_eq!(remove(&ahead, 1000), Err(libc::EBUSY));
         drop(first);
-        assert_eq!(ahead.remove(1000), Ok(60));
+        assert_eq!(remove(&ahead, 1000), Ok(60));
         assert_eq!((a.0.load(Relaxed), b.0.load(Relaxed)), (11, 100));
         // Also while it is in use: the link is over for whoever uses it.
-        assert_eq!(ahead.forget(a), 40);
-        assert_eq!(a.0.load(Relaxed), 1011);
+        assert_eq!((ahead.forget(a), a.0.load(Relaxed)), (40, 11));
         assert!(second.key(a, Role::Source).is_none());
         drop(second);
-        assert_eq!(ahead.remove(2000), Ok(0));
+        assert_eq!(remove(&ahead, 2000), Ok(0));
     }
 }

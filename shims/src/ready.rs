@@ -83,7 +83,7 @@ pub fn among_markers(socket: &Socket) -> Option<u32> {
     match connection::look(socket) {
         Some(Ahead::Payload { .. }) => Some((libc::EPOLLIN | libc::EPOLLRDNORM) as u32),
         Some(Ahead::Nothing) | None => Some(0),
-        Some(Ahead::Ended) => {
+        Some(Ahead::Ended | Ahead::Shut) => {
             let Some(_rx) = socket.rx.lock() else {
                 return Some(0);
             };

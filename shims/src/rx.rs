@@ -553,8 +553,9 @@ fn is_worth_a_look(socket: &'static Socket) -> bool {
 
 /// shutdown() of the receiving direction: what has come can still be read, then it is at its end.
 pub fn shut(socket: &'static Socket) {
+    // Perhaps it comes to a link later.
+    socket.rx_shut.store(true, SeqCst);
     if ready::is_watched(socket) {
-        socket.rx_shut.store(true, SeqCst);
         socket.wakes.anchor.fetch_or(libc::EPOLLRDHUP as u32, SeqCst);
         ready::notify_local(socket);
     }

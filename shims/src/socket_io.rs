@@ -255,7 +255,7 @@ impl Tcp for Anchor {
 
     /// Looks without receiving where nothing is: that would take an error from the socket (`sk_err`), and SO_ERROR,
     /// poll and send are to tell of it as well.
-    fn peek(&self, buf: &mut [u8], stays: bool) -> Peeked {
+    fn peek(&self, buf: &mut [u8]) -> Peeked {
         let fd = self.0;
         let mut is_over = false;
         loop {
@@ -266,7 +266,7 @@ impl Tcp for Anchor {
             if is_empty {
                 let events = ready::anchor(fd, PollFlags::IN | PollFlags::RDHUP);
                 // All that precedes the end is there when it is: counts once more.
-                is_over = is_end(fd, events, stays);
+                is_over = ready::is_peers_end(fd, events);
                 if is_over {
                     continue;
                 }
@@ -279,7 +279,7 @@ impl Tcp for Anchor {
                 }
             }
             match rustix::net::recv(fd, &mut *buf, RecvFlags::PEEK | RecvFlags::DONTWAIT) {
-                Ok((_, 0)) if stays && !ready::has_peer_ended(fd) => return Peeked::Shut,
+                Ok((_, 0)) if !ready::has_peer_ended(fd) => return Peeked::Shut,
                 Ok((_, 0)) => return Peeked::Ended,
                 Ok((_, n)) => return Peeked::Bytes(n.min(buf.len())),
                 Err(Errno::AGAIN) => return Peeked::Nothing,
@@ -347,22 +347,8 @@ impl Tcp for Anchor {
         ready::has_peer_ended(self.0)
     }
 
-    fn is_ended(&self, stays: bool) -> bool {
-        is_end(self.0, ready::anchor(self.0, PollFlags::RDHUP), stays)
-    }
-
     fn end(&self) {
         let _ = rustix::net::shutdown(self.0, Shutdown::Write);
-    }
-}
-
-/// Whether poll(2) says that no marker can come any more. On a stream that has no stay on a link between hosts an end
-/// of our own counts as well: nobody there waits for RESUME.
-fn is_end(fd: BorrowedFd<'_>, events: u32, stays: bool) -> bool {
-    if stays {
-        ready::is_peers_end(fd, events)
-    } else {
-        events & ready::ENDED != 0
     }
 }
 

@@ -2,6 +2,7 @@
 //! transcript compared with the one on kernel TCP. `differential kernel/` runs the reference alone.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -13,7 +14,7 @@ use rdmasock_tests::scenarios::{self, Scenario};
 fn main() -> ExitCode {
     let mut args = Arguments::from_args();
     // Scenarios are two processes each, and some of them want a core for each; but most of the time they wait.
-    args.test_threads.get_or_insert(3);
+    args.test_threads.get_or_insert(5);
     let paths = Arc::new(Paths::find(Path::new(env!("CARGO_BIN_EXE_scenario"))));
     let references = Arc::new(References::default());
     let mut trials = Vec::new();
@@ -29,6 +30,12 @@ fn main() -> ExitCode {
             trials.push(trial.with_ignored_flag(why.is_some()));
         }
     }
+    // Mixed, so that those of a family that wait, or want all cores, do not come together; always in the same way.
+    trials.sort_by_cached_key(|trial| {
+        let mut hasher = DefaultHasher::new();
+        trial.name().hash(&mut hasher);
+        hasher.finish()
+    });
     if !args.ignored && !args.include_ignored {
         for (name, why) in scenarios::DIFFERS_BETWEEN_HOSTS {
             println!("skipped: roce/{name}, iwarp/{name}: {why}");

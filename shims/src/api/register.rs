@@ -4,6 +4,7 @@ use std::ffi::c_int;
 
 use libc::{c_void, size_t};
 
+use crate::ahead::Known;
 use crate::errno;
 use crate::jump::within;
 use crate::library::Library;
@@ -24,8 +25,8 @@ pub unsafe extern "C" fn unregister(memory: *mut c_void) -> c_int {
 
 fn remove(start: usize) -> Result<(), c_int> {
     let library = library()?;
-    let cost = library.ahead.remove(start)?;
-    library.pinned.give_back(cost);
+    let registrations = library.ahead.remove(start)?;
+    library.pinned.give_back(registrations.into_iter().map(Known::end).sum());
     Ok(())
 }
 

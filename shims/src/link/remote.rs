@@ -47,7 +47,7 @@ impl Local for Here {
 
 impl Device for Remote {
     fn deregister(&self, region: Region) {
-        self.end.qp().deregister(region);
+        self.with_pair(|pair| pair.deregister(region));
     }
 }
 

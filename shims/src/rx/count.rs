@@ -36,7 +36,7 @@ pub fn available(socket: &'static Socket) -> Option<usize> {
                 let (ahead, rx) = connection::look_ahead(socket, &mut control, rx, AtMark::Stop)?;
                 match ahead {
                     Ahead::Payload { .. } => return Some(among_markers(socket, &rx)),
-                    Ahead::Nothing => return Some(0),
+                    Ahead::Nothing | Ahead::Shut => return Some(0),
                     Ahead::Ended => return None,
                     Ahead::Changed => {}
                 }

@@ -128,6 +128,9 @@ pub(super) unsafe fn from_marked(call: &mut Call, iov: &mut Iov, flags: c_int, h
             }
             RecvStep::Empty
         }
+        // What has come before is the call's, and the next one tells.
+        Ahead::Shut if has_some => RecvStep::Empty,
+        Ahead::Shut => RecvStep::Got(0),
         Ahead::Ended => {
             // Only the kernel's call tells how it ended; it does not block now.
             let Some(anchor) = socket.numbers.anchor_fd() else {

@@ -75,6 +75,45 @@ pub fn shutdown_read(c: &Ctx) {
     c.close(fd);
 }
 
+/// SHUT_RD by one end before anything has been sent, so before the connection has proved to last: what it does is the
+/// same when that has sent much.
+pub fn read_shut_early(c: &Ctx) {
+    const MANY: usize = 300;
+    let message = data::pattern(9, 0, 500);
+    for by_server in [true, false] {
+        let fd = c.cold_pair();
+        if c.is_server() != by_server {
+            assert!(sys::recv_exact(fd, MANY * message.len()) == message.repeat(MANY));
+            c.sync("run");
+            c.sync("looked");
+            c.send(fd, b"late", 0);
+            c.sync("sent");
+            c.sync("shut");
+            c.close(fd);
+            continue;
+        }
+        c.shutdown(fd, SHUT_RD);
+        for _ in 0..MANY {
+            sys::send_all(fd, &message).ok();
+            sys::pause_ms(1);
+        }
+        c.sync("run");
+        c.poll(fd, ALL_EVENTS, 0);
+        c.recv(fd, 10, libc::MSG_DONTWAIT);
+        c.recv(fd, 10, 0);
+        c.sync("looked");
+        c.sync("sent");
+        sys::wait_readable_bytes(fd, 4);
+        c.recv(fd, 10, 0);
+        c.recv(fd, 10, 0);
+        c.poll(fd, ALL_EVENTS, 0);
+        c.shutdown(fd, SHUT_WR);
+        c.poll(fd, ALL_EVENTS, 0);
+        c.sync("shut");
+        c.close(fd);
+    }
+}
+
 /// SHUT_RDWR: EOF for both.
 pub fn shutdown_both(c: &Ctx) {
     let fd = c.pair();

@@ -319,7 +319,7 @@ pub fn look_for_resume<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
             // What was read ahead comes first, and tells more than what has become of TCP since.
             let mut bytes = rx.carry.as_slice().to_vec();
             let mut buf = [0u8; MAX_MARKER];
-            match tcp.peek(&mut buf, true) {
+            match tcp.peek(&mut buf) {
                 Peeked::Bytes(n) => bytes.extend_from_slice(buf.get(..n).unwrap_or_default()),
                 Peeked::Ended => over = true,
                 Peeked::Nothing | Peeked::Shut => {}

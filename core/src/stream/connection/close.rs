@@ -100,7 +100,7 @@ pub fn scan_left<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) -> Option<
     let rx = socket.rx.lock()?;
     let (ahead, mut rx) = look_ahead(socket, control, rx, AtMark::GoOn)?;
     match ahead {
-        Ahead::Nothing => rx.scan.map(|nonce| Awaited {
+        Ahead::Nothing | Ahead::Shut => rx.scan.map(|nonce| Awaited {
             nonce,
             part: rx.carry.take(),
         }),

@@ -89,24 +89,20 @@ pub trait Tcp {
     fn written(&self) -> Option<u64>;
     /// Has TCP send at once what it has taken.
     fn push(&self);
-    /// Looks at what TCP has in front, without taking it and without taking an error of which others are to tell. With
-    /// `stays` the connection is on a link between hosts: an end of our own is none then.
-    fn peek(&self, buf: &mut [u8], stays: bool) -> Peeked;
+    /// Looks at what TCP has in front, without taking it and without taking an error of which others are to tell.
+    fn peek(&self, buf: &mut [u8]) -> Peeked;
     /// The same, of all that is there, whatever has ended; gives how many bytes.
     fn peek_all(&self, buf: &mut [u8]) -> usize;
     /// Bytes that TCP has.
     fn unread(&self) -> usize;
     /// Takes `len` bytes that were seen out of TCP. False if they are not there any more.
     fn take(&self, len: usize) -> bool;
-    /// Takes what TCP has in front, but nothing of what urgent data is in front of. `Ended` as [`Self::peek`] with
-    /// `stays`.
+    /// Takes what TCP has in front, but nothing of what urgent data is in front of.
     fn receive(&self, buf: &mut [u8]) -> Peeked;
     /// Whether urgent data is next.
     fn is_at_mark(&self) -> bool;
-    /// Whether the peer has ended its direction, or the connection is over.
+    /// Whether the peer has ended its direction, or the connection is over: no marker can come any more.
     fn has_peer_ended(&self) -> bool;
-    /// Whether no marker can come any more; `stays` as in [`Self::peek`].
-    fn is_ended(&self, stays: bool) -> bool;
     /// Ends the sending direction.
     fn end(&self);
 }

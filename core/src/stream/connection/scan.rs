@@ -29,6 +29,8 @@ pub enum Ahead {
     Nothing,
     /// The end, or an error: the kernel's own call tells which.
     Ended,
+    /// Nothing now, which the program is told as the end: it has shut the direction. What comes is scanned all the same.
+    Shut,
     /// The direction no longer scans.
     Changed,
 }
@@ -87,10 +89,10 @@ pub fn look_ahead<'a, S: SocketIo>(
             // What TCP has is not what comes next.
             0
         } else {
-            match tcp.peek(rest, guard.stays) {
+            match tcp.peek(rest) {
                 Peeked::Bytes(n) => n,
                 Peeked::Ended if carried == 0 => return ended(socket, control, guard),
-                Peeked::Shut if carried == 0 => return Some((Ahead::Ended, guard)),
+                Peeked::Shut if carried == 0 => return Some((Ahead::Shut, guard)),
                 Peeked::Ended | Peeked::Shut | Peeked::Nothing => 0,
             }
         };
@@ -152,7 +154,7 @@ pub fn look_ahead<'a, S: SocketIo>(
                 continue;
             }
             Found::PartialMarker { have } => {
-                over = tcp.is_ended(guard.stays);
+                over = tcp.has_peer_ended();
                 if over {
                     continue;
                 }

@@ -64,7 +64,7 @@ impl Range {
 
     /// By what the device knows it, if it does.
     pub fn key(&self, device: &dyn Device, role: Role) -> Option<Key> {
-        find(&*self.known.lock()?, device, role)
+        find(&self.known.lock()?, device, role)
     }
 
     /// The device knows it from now on; `Err`: it was told so meanwhile, and this is one too many.
@@ -85,7 +85,9 @@ impl Range {
     /// Takes out those registrations.
     fn take(&self, which: impl Fn(&Known) -> bool) -> Vec<Known> {
         let known = self.known.lock();
-        known.map_or_else(Vec::new, |mut known| known.extract_if(.., |known| which(known)).collect())
+        known.map_or_else(Vec::new, |mut known| {
+            known.extract_if(.., |known| which(known)).collect()
+        })
     }
 }
 

@@ -126,7 +126,7 @@ fn tell_device(remote: &'static Remote, range: &Range, role: Role) -> Option<Key
         match kept {
             Ok((region, Ok(()))) => {
                 library.stats.count(Event::DirectRegistered);
-                return Some(region.key);
+                Some(region.key)
             }
             Ok((region, Err(other))) => {
                 pair.deregister(region);

@@ -163,7 +163,7 @@ impl Tcp for Wires {
 
     fn push(&self) {}
 
-    fn peek(&self, buf: &mut [u8], _stays: bool) -> Peeked {
+    fn peek(&self, buf: &mut [u8]) -> Peeked {
         match self.peek_all(buf) {
             0 if self.0.inn.borrow().is_ended() => Peeked::Ended,
             0 => Peeked::Nothing,
@@ -192,7 +192,7 @@ impl Tcp for Wires {
     }
 
     fn receive(&self, buf: &mut [u8]) -> Peeked {
-        let seen = self.peek(buf, true);
+        let seen = self.peek(buf);
         if let Peeked::Bytes(n) = seen {
             self.0.inn.borrow_mut().take(n);
         }
@@ -205,10 +205,6 @@ impl Tcp for Wires {
 
     fn has_peer_ended(&self) -> bool {
         self.0.inn.borrow().is_ended()
-    }
-
-    fn is_ended(&self, _stays: bool) -> bool {
-        self.has_peer_ended()
     }
 
     fn end(&self) {

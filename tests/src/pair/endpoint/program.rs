@@ -139,7 +139,7 @@ impl Endpoint {
         };
         match ahead {
             Ahead::Changed => true,
-            Ahead::Nothing => false,
+            Ahead::Nothing | Ahead::Shut => false,
             Ahead::Ended => {
                 connection::on_end_told(self, &mut rx);
                 true

@@ -1,6 +1,6 @@
-//! Memory that the program has registered ahead (`rdmasock_register`): which it is, for what, and by what the devices of
-//! links know it. A device hears of a range when a link first uses it, and of its end when the program or the link says
-//! so. Not what calls do with it (`pinned.rs`).
+//! Memory that the program has registered ahead (`rdmasock_register`): which it is, for what, and by what the devices
+//! of links know it. A device hears of a range when a link first uses it, and of its end when the program or the link
+//! says so. Not what calls do with it (`pinned.rs`).
 
 use std::ffi::c_int;
 use std::sync::Arc;

@@ -445,8 +445,8 @@ unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int, landing: &mut 
     at_nothing(call, rx, flags, ended)
 }
 
-/// The ring has nothing: what follows is the end, or TCP, or may come. `ended` is from before the look at the ring: what
-/// was sent before the end is in the ring when that is seen.
+/// The ring has nothing: what follows is the end, or TCP, or may come. `ended` is from before the look at the ring:
+/// what was sent before the end is in the ring when that is seen.
 #[inline(always)]
 fn at_nothing(call: &mut Call, mut rx: Guard<'_, Rx>, flags: c_int, ended: bool) -> RecvStep {
     let socket = call.socket;

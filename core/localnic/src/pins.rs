@@ -1,6 +1,6 @@
 //! `LOCALNIC=pins`: whether memory is still what it was when it was registered. A device has its pages from then on and
-//! knows nothing of addresses; this one reaches memory by addresses, so without this what a program maps in the place of
-//! registered memory would be reached too, and hide that it should not.
+//! knows nothing of addresses; this one reaches memory by addresses, so without this what a program maps in the place
+//! of registered memory would be reached too, and hide that it should not.
 
 use std::fs::File;
 use std::hash::{DefaultHasher, Hasher};

@@ -1,5 +1,5 @@
-//! Direct transfers (see `direct`) from and into memory that is other memory at each call, at the same address: a device
-//! that knew it from the call before would take old bytes, or put new ones where nobody looks for them.
+//! Direct transfers (see `direct`) from and into memory that is other memory at each call, at the same address: a
+//! device that knew it from the call before would take old bytes, or put new ones where nobody looks for them.
 
 use libc::c_int;
 

@@ -29,7 +29,8 @@ pub enum Ahead {
     Nothing,
     /// The end, or an error: the kernel's own call tells which.
     Ended,
-    /// Nothing now, which the program is told as the end: it has shut the direction. What comes is scanned all the same.
+    /// Nothing now, which the program is told as the end: it has shut the direction. What comes is scanned all the
+    /// same.
     Shut,
     /// The direction no longer scans.
     Changed,

@@ -1,5 +1,5 @@
-//! The page of what `sweep`, `threshold` and `scale` have measured: tables, the losing cases by name, and the words around them.
-//! What they print themselves is a part of it. The pictures are in `pictures`.
+//! The page of what `sweep`, `threshold` and `scale` have measured: tables, the losing cases by name, and the words
+//! around them. What they print themselves is a part of it. The pictures are in `pictures`.
 
 use std::fmt::Write;
 use std::path::{Path, PathBuf};

@@ -1,6 +1,6 @@
-//! `bench threshold`: what a link between hosts takes for bytes that are copied into rings and out of them, and for bytes
-//! that the device moves between the programs' memory, by the size of a transfer, and where the two cross; and whether
-//! what the library chooses is as good as the better of them. Over the local device; the ends are those of `sweep`.
+//! `bench threshold`: what a link between hosts takes for bytes that are copied into rings and out of them, and for
+//! bytes that the device moves between the programs' memory, by the size of a transfer, and where the two cross; and
+//! whether what the library chooses is as good as the better of them. Over the local device; the ends are `sweep`'s.
 
 use std::fmt::Write;
 use std::path::PathBuf;

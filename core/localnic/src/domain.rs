@@ -59,7 +59,7 @@ impl Table {
 
     fn entry(&self, key: u32) -> Option<&Entry> {
         let index = (key & 0xffff) as usize;
-        // SAFETY: within the memory, aligned (the mapping is to a page, an entry has a multiple of 8 bytes), and atomics
+        // SAFETY: within the memory, aligned (the mapping is to a page, an entry a multiple of 8 bytes), and atomics
         // only.
         (index < ENTRIES).then(|| unsafe { &*self.0.at().cast::<Entry>().add(index) })
     }

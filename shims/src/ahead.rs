@@ -32,15 +32,23 @@ pub struct Known {
 }
 
 impl Known {
-    /// Ends it; gives what it took of the budget.
-    pub fn end(self) -> u64 {
-        self.device.deregister(self.region);
-        self.cost
+    /// Ends all of them; gives what they took of the budget.
+    pub fn end_all(registrations: Vec<Self>) -> u64 {
+        let each = registrations.into_iter();
+        each.map(|known| {
+            known.device.deregister(known.region);
+            known.cost
+        })
+        .sum()
+    }
+
+    fn is_of(&self, device: &dyn Device) -> bool {
+        std::ptr::addr_eq(self.device, device)
     }
 }
 
 fn find(known: &[Known], device: &dyn Device, role: Role) -> Option<Key> {
-    let mut of_device = known.iter().filter(|known| std::ptr::addr_eq(known.device, device));
+    let mut of_device = known.iter().filter(|known| known.is_of(device));
     of_device.find(|known| known.role == role).map(|known| known.region.key)
 }
 
@@ -80,6 +88,11 @@ impl Range {
             cost,
         });
         Ok(())
+    }
+
+    /// Its registrations with that device, to be ended.
+    pub fn take_of(&self, device: &dyn Device) -> Vec<Known> {
+        self.take(|known| known.is_of(device))
     }
 
     /// Takes out those registrations.
@@ -169,8 +182,7 @@ impl Ahead {
     /// The device is about to be no more, and its registrations with it. Gives what they took of the budget.
     pub fn forget(&self, device: &dyn Device) -> u64 {
         self.ranges.lock().map_or(0, |ranges| {
-            let of_device = |known: &Known| std::ptr::addr_eq(known.device, device);
-            let all = ranges.iter().flat_map(|range| range.take(of_device));
+            let all = ranges.iter().flat_map(|range| range.take_of(device));
             all.map(|known| known.cost).sum()
         })
     }
@@ -197,7 +209,7 @@ mod tests {
 
     /// Gives what it took of the budget.
     fn remove(ahead: &Ahead, start: usize) -> Result<u64, c_int> {
-        Ok(ahead.remove(start)?.into_iter().map(Known::end).sum())
+        ahead.remove(start).map(Known::end_all)
     }
 
     fn region(handle: u64) -> Region {

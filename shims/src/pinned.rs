@@ -7,7 +7,7 @@ use rdmasock_core::fabric::remote::qp::{Key, QueuePair, Region, Role};
 use rdmasock_core::os::thread;
 use rdmasock_core::stats::Event;
 
-use crate::ahead::Range;
+use crate::ahead::{Known, Range};
 use crate::budget;
 use crate::library::Library;
 use crate::link::Remote;
@@ -16,8 +16,8 @@ use crate::link::Remote;
 enum Kind {
     /// Of the call, which ends it; with what it takes of the budget.
     Own(Region, u64),
-    /// Of the range, which stays as long as this.
-    Ahead(#[expect(dead_code, reason = "held")] Arc<Range>),
+    /// Of the range, which stays as long as this; and how many bulk queue pairs the link had lost before.
+    Ahead(Arc<Range>, u64),
 }
 
 /// See the module. It is over when this is dropped.
@@ -73,11 +73,12 @@ impl Pinned {
 
     fn ahead(remote: &'static Remote, memory: *mut u8, len: usize, role: Role) -> Option<Self> {
         let range = Library::get().ahead.covering(memory.addr(), len, role)?;
+        let lost = remote.end().direct_counts().lost;
         let known = range.key(remote, role);
         let key = known.or_else(|| tell_device(remote, &range, role))?;
         Some(Self {
             remote,
-            kind: Kind::Ahead(range),
+            kind: Kind::Ahead(range, lost),
             key,
             len,
             thread: thread::current().tid(),
@@ -102,11 +103,23 @@ impl Pinned {
 
 impl Drop for Pinned {
     fn drop(&mut self) {
-        if let Kind::Own(region, cost) = self.kind
-            && !self.is_of_a_parent()
-        {
-            self.remote.end().qp().deregister(region);
-            Library::get().pinned.give_back(cost);
+        if self.is_of_a_parent() {
+            return;
+        }
+        match &self.kind {
+            Kind::Own(region, cost) => {
+                self.remote.end().qp().deregister(*region);
+                Library::get().pinned.give_back(*cost);
+            }
+            // Without a bulk queue pair nobody has said that nothing is under way any more, and what comes late is to
+            // find the memory out of reach. Others who use it go on by rings.
+            Kind::Ahead(range, lost) => {
+                let remote = self.remote;
+                if remote.is_down() || remote.end().direct_counts().lost != *lost {
+                    let registrations = range.take_of(remote);
+                    Library::get().pinned.give_back(Known::end_all(registrations));
+                }
+            }
         }
     }
 }

@@ -745,6 +745,68 @@ static void ahead_cut(int fd)
     unregister_all();
 }
 
+static void *stop_the_client(void *unused)
+{
+    (void)unused;
+    for (int i = 0; i < 12; i++) {
+        pause_us(20000 + rand() % 60000);
+        MUST(kill(client, SIGSTOP));
+        pause_us(300000);
+        MUST(kill(client, SIGCONT));
+    }
+    return NULL;
+}
+
+/* The peer is stopped in the middle of what it does, and goes on when the call that it did it for is long over: the memory
+ * is the program's again by then. */
+static void ahead_stopped(int fd)
+{
+    const uint64_t all = 300000000;
+    struct timeval little = {0, 20000};
+    register_all(RDMASOCK_SENT_FROM | RDMASOCK_RECEIVED_INTO);
+    if (!is_server) {
+        uint64_t at = 0;
+        char byte;
+        MUST(fcntl(tells[1][0], F_SETFL, O_NONBLOCK));
+        while (at < all && read(tells[1][0], &byte, 1) != 1) {
+            size_t len = 500000 + any(500000);
+            for (size_t i = 0; i < len; i++)
+                registered[i] = byte_at(at + i);
+            CHECK(put_all(fd, registered, len) == (ssize_t)len);
+            at += len;
+        }
+        MUST(shutdown(fd, SHUT_WR));
+        MUST(fcntl(tells[1][0], F_SETFL, 0));
+        hear();
+        return;
+    }
+    pthread_t stopper;
+    int is_told = 0;
+    double end = seconds() + 25;
+    MUST(setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &little, sizeof little));
+    CHECK(pthread_create(&stopper, NULL, stop_the_client, NULL) == 0);
+    for (uint64_t at = 0;;) {
+        memset(registered, 0x5a, registered_len);
+        ssize_t n = recv(fd, registered, 800000, MSG_WAITALL);
+        CHECK(n >= 0 || errno == EAGAIN);
+        if (n == 0)
+            break;
+        size_t got = n > 0 ? n : 0;
+        check(registered, at, got);
+        at += got;
+        /* Long enough for it to come back. */
+        if (got < 800000 && seconds() < end)
+            pause_us(got ? 1000 : 350000);
+        for (size_t i = got; i < registered_len; i++)
+            CHECK(registered[i] == 0x5a);
+        if (!is_told && pthread_tryjoin_np(stopper, NULL) == 0) {
+            is_told = 1;
+            tell();
+        }
+    }
+    tell();
+}
+
 static void ahead_errors(int fd)
 {
     const int both = RDMASOCK_SENT_FROM | RDMASOCK_RECEIVED_INTO;
@@ -862,6 +924,7 @@ static const struct {
     {"view_passed", view_passed, 0},
     {"ahead", ahead, 0},
     {"ahead_cut", ahead_cut, 0},
+    {"ahead_stopped", ahead_stopped, 0},
     {"ahead_errors", ahead_errors, 0},
     {"ahead_busy", ahead_busy, 0},
 };

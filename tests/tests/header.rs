@@ -26,7 +26,7 @@ const ON_LINKS: &[&str] = &[
 ];
 
 /// Those that are about links between hosts.
-const OVER_THE_DEVICE: &[&str] = &["view_cut", "ahead_busy", "ahead_cut"];
+const OVER_THE_DEVICE: &[&str] = &["view_cut", "ahead_busy", "ahead_cut", "ahead_stopped"];
 
 /// What the connection comes to run on.
 #[derive(Clone, Copy)]

@@ -26,9 +26,7 @@ pub unsafe extern "C" fn unregister(memory: *mut c_void) -> c_int {
 fn remove(start: usize) -> Result<(), c_int> {
     let library = library()?;
     let registrations = library.ahead.remove(start)?;
-    library
-        .pinned
-        .give_back(registrations.into_iter().map(Known::end).sum());
+    library.pinned.give_back(Known::end_all(registrations));
     Ok(())
 }
 

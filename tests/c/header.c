@@ -758,7 +758,8 @@ static void *stop_the_client(void *unused)
 }
 
 /* The peer is stopped in the middle of what it does, and goes on when the call that it did it for is long over: the memory
- * is the program's again by then. */
+ * is the program's again by then, and each byte comes once. (A WRITE that is under way at that very moment is beyond what can
+ * be had here: the local device's end takes it along.) */
 static void ahead_stopped(int fd)
 {
     const uint64_t all = 300000000;

@@ -375,6 +375,12 @@ impl StreamLink for &'static Link {
         Link::pair(self, mine, theirs);
     }
 
+    fn take_in(&self) {
+        if let Some(remote) = self.remote() {
+            remote.end().take_in();
+        }
+    }
+
     fn producer(&self, theirs: Vqpn) -> Result<Producer, NoProducer> {
         Link::producer(self, theirs)
     }

@@ -198,6 +198,8 @@ impl Remote {
     /// Nothing goes over the link any more, and nobody begins to sleep on its descriptor.
     pub(super) fn set_down(&self) {
         self.up.publish(false);
+        // What had come by now is not sent again where TCP has been reset.
+        self.end.take_in();
         self.end.set_down();
         self.drop_bulk();
         self.end.qp().disconnect();

@@ -285,6 +285,14 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         fault
     }
 
+    /// Takes in what has come by now, by whoever is at it.
+    pub fn take_in(&self) {
+        if let Some(engine) = self.engine.lock() {
+            // A fault is met again.
+            let _ = self.turn(engine, POLL | PUMP);
+        }
+    }
+
     /// Takes the link down. Nothing is sent or applied any more when this returns, but by a thread that this
     /// one has interrupted. The queue pair is for the caller to end. True if it was up.
     pub fn set_down(&self) -> bool {

@@ -75,6 +75,8 @@ pub trait StreamLink: Clone + PartialEq {
     fn send_with(&self, message: &Message, bytes: &[u8]) -> bool;
     /// Wakes whom a cursor's `wake` asks for, about the peer's stream `theirs`. errno is preserved.
     fn notify(&self, wake: Wake, theirs: Vqpn);
+    /// Takes in what has come over it, where that is not simply there.
+    fn take_in(&self);
     /// The other end has left a link between hosts unasked, so its end of it may have failed.
     fn doubt(&self);
 }

@@ -74,7 +74,13 @@ pub fn carry_out<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, steps: Ste
                 }
             }
             Step::ReadOn(sent) => read_on(socket, Some(sent)),
-            Step::Lost => read_on(socket, None),
+            Step::Lost => {
+                // What was sent before the reset has come, and is read before it; nobody sends it again.
+                if let Some(opened) = &control.opened {
+                    opened.link.take_in();
+                }
+                read_on(socket, None);
+            }
             Step::EndTcp => end_tcp(socket),
             Step::Done => socket.later(Task::Settle),
         }

@@ -135,6 +135,8 @@ impl StreamLink for Link {
 
     fn notify(&self, _wake: Wake, _theirs: Vqpn) {}
 
+    fn take_in(&self) {}
+
     fn doubt(&self) {}
 }
 

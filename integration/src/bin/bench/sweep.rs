@@ -24,24 +24,31 @@ const DIRECT: &str = "direct_received_bytes";
 /// A percentile of fewer says nothing.
 const FEWEST_TRIPS: u64 = 1_000;
 
+/// How much is measured of transfers, and where the samples go.
 #[derive(Debug, Args)]
-pub struct Options {
+pub struct Extent {
     /// Also write all samples to PATH as JSON.
     #[arg(long, value_name = "PATH")]
-    json: Option<PathBuf>,
+    pub json: Option<PathBuf>,
     /// One round that moves little.
     #[arg(long)]
     quick: bool,
     /// How often each measurement is repeated, alternating [default: 5, with --quick 1].
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=99))]
     rounds: Option<u32>,
+    /// Bytes that a measurement moves, at most 500,000 transfers [default: 1G, with --quick 128M].
+    #[arg(long, value_parser = parse_size)]
+    bytes: Option<u64>,
+}
+
+#[derive(Debug, Args)]
+pub struct Options {
+    #[command(flatten)]
+    extent: Extent,
     /// Bytes of a transfer, with suffix K, M or G.
     #[arg(long, value_delimiter = ',', value_parser = parse_size,
         default_value = "64,1K,16K,64K,256K,1M,4M,16M,64M")]
     sizes: Vec<u64>,
-    /// Bytes that a measurement moves, at most 500,000 transfers [default: 1G, with --quick 128M].
-    #[arg(long, value_parser = parse_size)]
-    bytes: Option<u64>,
     /// Only these ways.
     #[arg(long, value_delimiter = ',', default_value = "tcp,unix,shm,device")]
     ways: Vec<Way>,
@@ -68,17 +75,13 @@ pub fn run(options: &Options) -> Result<()> {
         options.receivers.iter().all(|r| Series::RECEIVERS.contains(r)),
         "a receiver is one of recv, waitall and epoll"
     );
-    let results = rounds(
-        options.rounds,
-        options.quick,
-        &Plan {
-            receivers: &options.receivers,
-            sizes: &options.sizes,
-            ways: &options.ways,
-            bytes: options.bytes,
-        },
-    )?;
-    page::publish(&results, &Series::RECEIVERS, options.json.as_deref())
+    let plan = Plan {
+        receivers: &options.receivers,
+        sizes: &options.sizes,
+        ways: &options.ways,
+    };
+    let results = rounds(&options.extent, &plan)?;
+    page::publish(&results, &Series::RECEIVERS, options.extent.json.as_deref())
 }
 
 /// What is measured in each round.
@@ -86,18 +89,17 @@ pub struct Plan<'a> {
     pub receivers: &'a [Series],
     pub sizes: &'a [u64],
     pub ways: &'a [Way],
-    /// See [`Options`].
-    pub bytes: Option<u64>,
 }
 
 /// Measures all of it, as often as that.
 ///
 /// # Errors
 /// When something is not built.
-pub fn rounds(rounds: Option<u32>, is_quick: bool, plan: &Plan<'_>) -> Result<Results> {
+pub fn rounds(extent: &Extent, plan: &Plan<'_>) -> Result<Results> {
+    let is_quick = extent.quick;
     let build = Build::locate()?;
-    let rounds = rounds.unwrap_or(if is_quick { 1 } else { 5 });
-    let bytes = plan.bytes.unwrap_or(if is_quick { 128 << 20 } else { 1 << 30 });
+    let rounds = extent.rounds.unwrap_or(if is_quick { 1 } else { 5 });
+    let bytes = extent.bytes.unwrap_or(if is_quick { 128 << 20 } else { 1 << 30 });
     let mut results = Results::new(rounds, is_quick)?;
     for round in 1..=rounds {
         for &receiver in plan.receivers {

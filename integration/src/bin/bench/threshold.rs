@@ -3,33 +3,22 @@
 //! whether what the library chooses is as good as the better of them. Over the local device; the ends are `sweep`'s.
 
 use std::fmt::Write;
-use std::path::PathBuf;
 
 use anyhow::Result;
 use clap::Args;
 
 use crate::page;
 use crate::results::{Figure, Results, Series, Way, parse_size};
-use crate::sweep::{self, Plan};
+use crate::sweep::{self, Extent, Plan};
 
 #[derive(Debug, Args)]
 pub struct Options {
-    /// Also write all samples to PATH as JSON.
-    #[arg(long, value_name = "PATH")]
-    json: Option<PathBuf>,
-    /// One round that moves little.
-    #[arg(long)]
-    quick: bool,
-    /// How often each measurement is repeated, alternating [default: 5, with --quick 1].
-    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=99))]
-    rounds: Option<u32>,
+    #[command(flatten)]
+    extent: Extent,
     /// Bytes of a transfer, with suffix K, M or G.
     #[arg(long, value_delimiter = ',', value_parser = parse_size,
         default_value = "8K,16K,32K,64K,128K,256K,512K,1M,4M,16M,64M")]
     sizes: Vec<u64>,
-    /// Bytes that a measurement moves [default: 1G, with --quick 128M].
-    #[arg(long, value_parser = parse_size)]
-    bytes: Option<u64>,
 }
 
 /// Measures, prints and writes.
@@ -37,17 +26,13 @@ pub struct Options {
 /// # Errors
 /// When something is not built, or measurements were refused or failed.
 pub fn run(options: &Options) -> Result<()> {
-    let results = sweep::rounds(
-        options.rounds,
-        options.quick,
-        &Plan {
-            receivers: &[Series::Threshold],
-            sizes: &options.sizes,
-            ways: &Way::DEVICE,
-            bytes: options.bytes,
-        },
-    )?;
-    page::publish(&results, &[Series::Threshold], options.json.as_deref())
+    let plan = Plan {
+        receivers: &[Series::Threshold],
+        sizes: &options.sizes,
+        ways: &Way::DEVICE,
+    };
+    let results = sweep::rounds(&options.extent, &plan)?;
+    page::publish(&results, &[Series::Threshold], options.extent.json.as_deref())
 }
 
 /// What to ask of the choice: of the throughput of the better fixed way at least so much, and of the processor time of

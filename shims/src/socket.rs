@@ -12,6 +12,7 @@ mod options;
 mod pace;
 mod promotion;
 mod told;
+pub mod ways;
 
 use std::ffi::c_int;
 use std::ops::Deref;
@@ -388,11 +389,12 @@ impl Socket {
             tx.own.last = 0;
             tx.own.blocked = false;
             tx.own.timed = false;
-            tx.own.direct.bytes = 0;
+            tx.own.direct = direct::Sends::default();
             tx.own.seen.forget();
         }
         if let Some(mut rx) = socket.rx.lock() {
             rx.own.last = 0;
+            rx.own.direct.bytes = 0;
         }
         socket.numbers.reset(fd);
         let mut control = socket.control.lock()?;

@@ -241,7 +241,7 @@ unsafe fn send_slow(began: Began, iov: &mut Iov, flags: c_int, real: &impl Fn(c_
     if flags & !SERVED != 0 {
         within(|| take_back(socket, reason_for(flags)));
     }
-    let mut sent = 0usize;
+    let (mut sent, total) = (0usize, iov.len());
     let mut patience = wait::Patience::default();
     loop {
         if sent > 0 && socket.tx_mode.load(Acquire) == Mode::Tcp {
@@ -252,8 +252,8 @@ unsafe fn send_slow(began: Began, iov: &mut Iov, flags: c_int, real: &impl Fn(c_
             // A link between hosts is not left before the other end has answered.
             connection::wait_for_tcp(socket);
         }
-        if iov.len() >= direct::LEAST && socket.tx_mode.load(Acquire) == Mode::Link {
-            sent += direct::send(&mut call, iov, flags);
+        if total >= direct::LEAST && socket.tx_mode.load(Acquire) == Mode::Link {
+            sent += direct::send(&mut call, iov, flags, total);
             if iov.len() == 0 {
                 return sent as ssize_t;
             }

@@ -120,6 +120,10 @@ pub enum Say<'a> {
         to: Number,
         tail: Value,
     },
+    Invite {
+        to: Number,
+        least: u32,
+    },
 }
 
 /// The stream, if it is one of ours, and its number.
@@ -333,6 +337,10 @@ impl Say<'_> {
                     tail: tail.of(stream.map_or(0, |s| s.told)),
                 }
             }
+            Self::Invite { to, least } => Record::Invite {
+                theirs: find(streams, to).1,
+                least,
+            },
         };
         out.push(&record);
     }

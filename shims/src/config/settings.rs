@@ -29,6 +29,18 @@ pub enum IoUring {
     Allow,
 }
 
+/// From which size on the device copies from program to program, between hosts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ZeroCopy {
+    /// It never does.
+    #[default]
+    Off,
+    /// From where that has been found to be faster.
+    Auto,
+    /// From so many bytes on.
+    From(Size),
+}
+
 /// What the user has asked for; every combination that exists is valid.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
@@ -50,9 +62,8 @@ pub struct Config {
     pub ring_max: Size,
     /// Largest size of a link's arena on each side, bytes, a power of two.
     pub arena: Size,
-    /// Least bytes for which the memory of programs is read and written by the device itself, between hosts; `None`: it
-    /// never is.
-    pub zcopy_min: Option<Size>,
+    /// Whether the memory of programs is read and written by the device itself, between hosts.
+    pub zcopy: ZeroCopy,
     /// What becomes of a program that asks for an io_uring.
     pub io_uring: IoUring,
     /// The rules file.
@@ -79,7 +90,7 @@ impl Default for Config {
             ring_min: Size::kib(4),
             ring_max: Size::mib(4),
             arena: Size::gib(1),
-            zcopy_min: None,
+            zcopy: ZeroCopy::default(),
             io_uring: IoUring::default(),
             rules: None,
             control_port: 4797,

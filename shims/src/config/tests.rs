@@ -62,7 +62,7 @@ fn every_variable_is_read() {
         ring_min: Size::kib(8),
         ring_max: Size::mib(64),
         arena: Size::gib(64),
-        zcopy_min: Some(Size::kib(64)),
+        zcopy: ZeroCopy::From(Size::kib(64)),
         rules: Some("rules.toml".into()),
         io_uring: IoUring::Allow,
         control_port: 0,

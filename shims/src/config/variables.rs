@@ -5,7 +5,7 @@ use std::ffi::OsStr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use super::settings::{Config, Fabrics, IoUring};
+use super::settings::{Config, Fabrics, IoUring, ZeroCopy};
 use super::value::{self, LogFilter, PromoteAfter, Size};
 
 /// One environment variable.
@@ -128,8 +128,8 @@ pub const VARIABLES: &[Variable] = &[
         default: "off",
         accepts: "auto, off, or a size from 4K to 1G",
         meaning: "between hosts: from which size on a blocking send and a blocking receive have the device copy from \
-                  program to program, past the rings; auto: 128K; off: never",
-        set: |config, value| set(&mut config.zcopy_min, zcopy_min(value)),
+                  program to program, past the rings; auto: where that has been found to be faster; off: never",
+        set: |config, value| set(&mut config.zcopy, zero_copy(value)),
     },
     Variable {
         name: "RDMASOCK_RULES",
@@ -240,13 +240,14 @@ fn spin(value: &OsStr) -> Option<Duration> {
     (us <= 10_000).then_some(Duration::from_micros(us))
 }
 
-fn zcopy_min(value: &OsStr) -> Option<Option<Size>> {
+fn zero_copy(value: &OsStr) -> Option<ZeroCopy> {
     match value.to_str()? {
-        "auto" => Some(Some(Size::kib(128))),
-        "off" => Some(None),
+        "auto" => Some(ZeroCopy::Auto),
+        "off" => Some(ZeroCopy::Off),
         size => {
             let size = Size::parse(size)?;
-            (Size::kib(4)..=Size::gib(1)).contains(&size).then_some(Some(size))
+            let is_in_range = (Size::kib(4)..=Size::gib(1)).contains(&size);
+            is_in_range.then_some(ZeroCopy::From(size))
         }
     }
 }

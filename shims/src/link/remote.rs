@@ -23,9 +23,10 @@ use rdmasock_core::sync::{Presence, Published, SleepFlag};
 use rdmasock_core::wire::Message;
 
 use crate::ahead::Device;
-use crate::config::config;
+use crate::config::{ZeroCopy, config};
 use crate::library::Library;
 use crate::mailbox::Command;
+use crate::socket::ways::{self, Known};
 use crate::verbs::{Pair, State};
 
 /// The waiters of this process, as the engine tells them.
@@ -95,6 +96,15 @@ fn buffers(arena_bytes: u64) -> u64 {
     (arena_bytes / 4).min(MAX_DATA_BYTES - arena_bytes)
 }
 
+/// Less is never worth a direct transfer, bytes.
+fn least_of(zcopy: ZeroCopy) -> usize {
+    match zcopy {
+        ZeroCopy::Off => usize::MAX,
+        ZeroCopy::Auto => ways::LEAST,
+        ZeroCopy::From(least) => least.bytes() as usize,
+    }
+}
+
 /// See the module.
 pub struct Remote {
     end: End<Pair, Here>,
@@ -127,6 +137,8 @@ pub struct Remote {
     has_bulk: AtomicBool,
     /// When one was last wished for, monotonic ns.
     wished: AtomicU64,
+    /// Which way large sends go.
+    pub known: Known,
 }
 
 impl Remote {
@@ -145,8 +157,8 @@ impl Remote {
         };
         let mut tuning = Tuning::fit(&pair.limits());
         tuning.buffers = buffers(arena_bytes);
-        let least = config().zcopy_min;
-        tuning.direct_min = least.map_or(u32::MAX, |least| least.bytes().clamp(1, 1 << 30) as u32);
+        let zcopy = config().zcopy;
+        tuning.direct_min = least_of(zcopy).min(1 << 30) as u32;
         let (mine, mirror) = (side(arena_bytes)?, side(arena_bytes + tuning.buffers)?);
         // SAFETY: the link, with the end, is never freed; see `Link::new`.
         let end = unsafe { End::new(pair, mine, mirror, Here, tuning) };
@@ -163,10 +175,11 @@ impl Remote {
             sleeps_seen: AtomicU32::new(0),
             is_subscribed: Published::from(true),
             subscribing: Lock::new(()),
-            is_direct: is_direct && least.is_some() && copies_what_is_pinned(),
+            is_direct: is_direct && zcopy != ZeroCopy::Off && copies_what_is_pinned(),
             dialled,
             has_bulk: AtomicBool::new(false),
             wished: AtomicU64::new(0),
+            known: Known::default(),
         })
     }
 
@@ -250,7 +263,7 @@ impl Remote {
 
     /// Less is not worth a direct transfer, bytes.
     pub fn direct_min(&self) -> usize {
-        config().zcopy_min.map_or(usize::MAX, |least| least.bytes() as usize)
+        least_of(config().zcopy)
     }
 
     /// Waits for what the peer's end says without its program, for as long as any end that lives needs; then the bulk

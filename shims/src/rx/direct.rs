@@ -12,6 +12,7 @@ use rdmasock_core::fabric::ring::Wake;
 use rdmasock_core::ids::Vqpn;
 use rdmasock_core::stats::Event;
 
+use crate::config::{ZeroCopy, config};
 use crate::errno;
 use crate::handler;
 use crate::iov::Iov;
@@ -51,7 +52,15 @@ impl Landing {
         if len < remote.direct_min() || !remote.goes_direct(link.slot()) {
             return None;
         }
-        let may_try = socket.rx.lock()?.own.direct.may_try(remote.direct_min());
+        // Where the user has fixed a size here, that holds.
+        let least = match config().zcopy {
+            ZeroCopy::Auto => match remote.end().invited(Vqpn(socket.peer_vqpn.load(Relaxed)))? {
+                0 => return None,
+                invited => remote.direct_min().max(invited as usize),
+            },
+            ZeroCopy::Off | ZeroCopy::From(_) => remote.direct_min(),
+        };
+        let may_try = len >= least && socket.rx.lock()?.own.direct.may_try(least);
         // What registers memory allocates.
         if !may_try || handler::is_in_one() {
             return None;
@@ -66,11 +75,11 @@ impl Landing {
         let end = remote.end();
         let (mine, room) = end.room_to_land(Vqpn(theirs))?;
         let len = len.min(room as usize);
-        if len < remote.direct_min() {
+        if len < least {
             return None;
         }
         // SAFETY: the program's buffer, which nobody else looks at before the call returns, and this value goes first.
-        let pinned = unsafe { Pinned::new(remote, memory, len, remote.direct_min(), Role::Target) }?;
+        let pinned = unsafe { Pinned::new(remote, memory, len, least, Role::Target) }?;
         let address = memory.expose_provenance() as u64;
         let serial = socket.rx.lock().and_then(|mut rx| {
             // Meanwhile the stream may have left the link, and come back as another.

@@ -19,7 +19,7 @@ use rustix::io::Errno;
 use super::link_table::{Arriving, HalfOpen, LINK_TIMEOUT};
 use super::signals::SignalsBlocked;
 use super::state::{Conn, Peer, Worker};
-use crate::config::config;
+use crate::config::{ZeroCopy, config};
 use crate::link::life::Identity;
 use crate::link::{Link, Maintained, Remote, up};
 use crate::mailbox::{Command, kind, tag};
@@ -44,7 +44,7 @@ pub(super) fn introduce(instance: InstanceId, cookie: Cookie, is_bulk: bool) -> 
         pid: rustix::process::getpid().as_raw_nonzero().get() as u32,
         instance,
         cookie,
-        is_direct: config().zcopy_min.is_some(),
+        is_direct: config().zcopy != ZeroCopy::Off,
         is_bulk,
     };
     introduction.encode()

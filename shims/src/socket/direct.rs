@@ -4,6 +4,11 @@
 //! has nothing to do: it always does in a bulk transfer. A send that waits for a reader with a buffer waits in vain
 //! where there is none: each failure in a row doubles the number of sends that do not try, unless a reader has told of
 //! a buffer meanwhile.
+//!
+//! Whether it is faster at all is learned, or fixed (`ways.rs`).
+
+use super::ways::{Contest, Known, Send, Way};
+use crate::config::ZeroCopy;
 
 /// Reads of so much less than is worth a direct transfer are still those of a bulk transfer.
 const LARGE: usize = 4;
@@ -51,9 +56,23 @@ pub struct Sends {
     adverts: u32,
     /// Bytes that went so.
     pub bytes: u64,
+    /// Which way they go.
+    contest: Contest,
+    /// The peer may think that buffers are of use.
+    pub has_invited: bool,
 }
 
 impl Sends {
+    /// Which way a send goes, by what streams of its link have learned, or as the user has fixed it.
+    pub fn way(&mut self, asked: ZeroCopy, known: &Known, send: Send) -> Way {
+        match asked {
+            ZeroCopy::Off => Way::Rings,
+            ZeroCopy::Auto => self.contest.way(known, send),
+            ZeroCopy::From(least) if (send.len as u64) < least.bytes() => Way::Rings,
+            ZeroCopy::From(_) => Way::Direct,
+        }
+    }
+
     /// Whether a call with much to send is to wait for a reader with a buffer, when readers have told of so many.
     pub fn may_try(&mut self, adverts: u32) -> bool {
         let is_new = std::mem::replace(&mut self.adverts, adverts) != adverts;

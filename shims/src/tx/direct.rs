@@ -14,6 +14,7 @@ use rdmasock_core::stats::Event;
 
 use super::room::give_back;
 use crate::call::{Call, Place};
+use crate::config::config;
 use crate::errno;
 use crate::handler;
 use crate::iov::Iov;
@@ -21,6 +22,7 @@ use crate::library::Library;
 use crate::link::Remote;
 use crate::pinned::Pinned;
 use crate::ready;
+use crate::socket::ways::{Send, Way};
 use crate::socket::{Mode, Socket};
 use crate::time::{Timeout, now_ns};
 use crate::wait::{self, Wanted};
@@ -98,19 +100,23 @@ impl Wanted for Taken {
 
 /// Sends from the next piece of `iov`, if a reader waits for it or does so in a moment. Gives how many bytes; 0: they
 /// go by the mirror.
-pub(super) fn send(call: &mut Call, iov: &mut Iov, flags: c_int) -> usize {
+///
+/// The call began with `total` bytes.
+pub(super) fn send(call: &mut Call, iov: &mut Iov, flags: c_int, total: usize) -> usize {
     let socket = call.socket;
     let Some((link, remote)) = socket.link().and_then(|link| Some((link, link.remote()?))) else {
         return 0;
     };
     let (memory, len) = iov.head();
-    if len < remote.direct_min() || flags & libc::MSG_MORE != 0 || !remote.goes_direct(link.slot()) {
+    if total < remote.direct_min() || flags & libc::MSG_MORE != 0 || !remote.goes_direct(link.slot()) {
         return 0;
     }
-    if wait::may_wait(socket, flags).is_err() || iov.is_implausible() {
-        return 0;
-    }
+    let can_wait = wait::may_wait(socket, flags).is_ok();
     let theirs = Vqpn(socket.peer_vqpn.load(Relaxed));
+    let way = choose(socket, remote, theirs, total, can_wait);
+    if way != Way::Direct || !can_wait || len < remote.direct_min() || iov.is_implausible() {
+        return 0;
+    }
     let adverts = remote.end().adverts(theirs);
     let may_try = socket.tx.lock().is_some_and(|mut tx| tx.own.direct.may_try(adverts));
     // What registers memory allocates.
@@ -126,6 +132,32 @@ pub(super) fn send(call: &mut Call, iov: &mut Iov, flags: c_int) -> usize {
     }
     iov.advance(sent);
     sent
+}
+
+/// Which way a call with so many bytes goes, or goes on; the peer hears whether buffers are of use.
+fn choose(socket: &Socket, remote: &Remote, theirs: Vqpn, len: usize, can_wait: bool) -> Way {
+    let Some(mut tx) = socket.tx.lock() else {
+        return Way::Rings;
+    };
+    let state = &mut *tx;
+    let Some(producer) = state.producer.as_ref() else {
+        return Way::Rings;
+    };
+    let send = Send {
+        now: now_ns(),
+        position: producer.position(),
+        len,
+        ring: producer.ring_size(),
+        can_wait,
+    };
+    let way = state.own.direct.way(config().zcopy, &remote.known, send);
+    let invites = way != Way::Rings;
+    if invites || state.own.direct.has_invited {
+        let least = if invites { remote.direct_min() as u32 } else { 0 };
+        remote.end().invite(theirs, least);
+        state.own.direct.has_invited = invites;
+    }
+    way
 }
 
 /// Waits for a moment for a reader with a buffer, and for somewhat longer while it reads what precedes. Gives how much

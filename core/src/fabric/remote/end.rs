@@ -343,6 +343,17 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
             .unwrap_or_default()
     }
 
+    /// Tells the peer, with what is sent next of its stream `theirs`, from how many bytes on a buffer that its program
+    /// waits with is of use; 0: none is.
+    pub fn invite(&self, theirs: Vqpn, least: u32) {
+        self.with(|engine| engine.invite(&self.shared, theirs.0, least));
+    }
+
+    /// What the peer has said so of what it sends on its stream `theirs`. `None` if there is no such stream.
+    pub fn invited(&self, theirs: Vqpn) -> Option<u32> {
+        self.with(|engine| engine.invited(theirs.0))?
+    }
+
     /// Our number of the stream that the peer calls `theirs`, and how many bytes a buffer for it may have now: the ring
     /// is empty. `None` if there is no such stream, or something in the ring.
     pub fn room_to_land(&self, theirs: Vqpn) -> Option<(Vqpn, u64)> {

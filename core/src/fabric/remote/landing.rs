@@ -84,6 +84,21 @@ impl<Q: QueuePair> Engine<Q> {
         }
     }
 
+    /// See [`End::invite`](super::End::invite).
+    pub fn invite<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32, least: u32) {
+        if let Some(s) = self.streams.mine(theirs).and_then(|mine| self.streams.get(mine)) {
+            if std::mem::replace(&mut s.out.invites, least) != least {
+                g.dirty.push(theirs);
+            }
+        }
+    }
+
+    /// See [`End::invited`](super::End::invited).
+    pub fn invited(&mut self, theirs: u32) -> Option<u32> {
+        let mine = self.streams.mine(theirs)?;
+        self.streams.get(mine).map(|s| s.inc.invited)
+    }
+
     /// See [`End::room_to_land`](super::End::room_to_land).
     pub fn room_to_land<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32) -> Option<(u32, u64)> {
         let mine = self.streams.mine(theirs)?;

@@ -89,6 +89,10 @@ impl<Q: QueuePair> Engine<Q> {
                 g.block_mine(mine).ok_or(Breach::Stream)?.put_limited(count);
                 Ok(())
             }
+            Record::Invite { theirs: mine, least } => {
+                known(&mut self.streams, mine)?.inc.invited = least;
+                Ok(())
+            }
             Record::Confirm { theirs: mine } => {
                 let s = known(&mut self.streams, mine)?;
                 s.inc.ack_due = true;

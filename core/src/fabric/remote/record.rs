@@ -1,5 +1,5 @@
 //! What one message on the queue pair holds: a header and any number of records. Written into a buffer of
-//! fixed size, read from any bytes at all. See docs/protocol.md, P50–P58 and P90–P94. Not what a record does.
+//! fixed size, read from any bytes at all. See docs/protocol.md, P50–P58 and P90–P95. Not what a record does.
 
 #![forbid(unsafe_code)]
 
@@ -33,6 +33,7 @@ pub const HEADER_BYTES: usize = size_of::<Header>();
 /// | `tail`, `head`, `position` | positions: bytes of the direction from its beginning on |
 /// | `generation` | which of the rings that were offered one after the other |
 /// | `end`, `flags`, `word`, `count` | a word of the direction block, as `fabric::ring` has it; in `Tell` an attention word |
+/// | `least` | bytes of the smallest buffer that is of use; 0: none is |
 /// | `serial` | an advert of the end whose program waits (P91) |
 /// | `address`, `length`, `rkey` | a buffer of that program's, and its key for the reader's WRITEs |
 /// | `index`, `rkey`, `base` | a chunk's place in the data area, in chunks; its key and address for the reader's WRITEs (P53) |
@@ -91,6 +92,8 @@ pub enum Record<'a> {
     },
     /// All up to `tail` is in the buffer of that advert, which is over. On the bulk queue pair only.
     Placed { theirs: u32, serial: u32, tail: u64 },
+    /// The producer has a use for buffers that the reader's program waits with.
+    Invite { theirs: u32, least: u32 },
 }
 
 /// The numbers of the kinds.
@@ -111,6 +114,7 @@ mod kind {
     pub const ADVERT: u8 = 14;
     pub const WITHDRAW: u8 = 15;
     pub const PLACED: u8 = 16;
+    pub const INVITE: u8 = 17;
 }
 
 /// Declares the records' bodies, which follow the kind: plain bytes, no padding, any alignment.
@@ -244,12 +248,13 @@ impl<'a> Records<'a> {
                     _ => Record::Ack { theirs, tail: word },
                 }
             }
-            kind::LIMITED | kind::FLAGS | kind::TELL => {
+            kind::LIMITED | kind::FLAGS | kind::TELL | kind::INVITE => {
                 let r: Word = self.read(k)?;
                 let (theirs, word) = (r.theirs.get(), r.word.get());
                 match k {
                     kind::LIMITED => Record::Limited { theirs, count: word },
                     kind::FLAGS => Record::Flags { theirs, flags: word },
+                    kind::INVITE => Record::Invite { theirs, least: word },
                     _ => Record::Tell { theirs, word },
                 }
             }
@@ -412,6 +417,7 @@ impl Builder {
             Record::Limited { theirs, count } => self.word(kind::LIMITED, theirs, count),
             Record::Flags { theirs, flags } => self.word(kind::FLAGS, theirs, flags),
             Record::Tell { theirs, word } => self.word(kind::TELL, theirs, word),
+            Record::Invite { theirs, least } => self.word(kind::INVITE, theirs, least),
             Record::Head { theirs, head } => self.position(kind::HEAD, theirs, head),
             Record::Offer { theirs, word } => self.position(kind::OFFER, theirs, word),
             Record::Ack { theirs, tail } => self.position(kind::ACK, theirs, tail),

@@ -94,6 +94,8 @@ pub(super) struct Incoming {
     pub settle: bool,
     /// A buffer that our program waits with.
     pub landings: Landings,
+    /// The peer has a use for buffers of so many bytes or more; 0: for none.
+    pub invited: u32,
 }
 
 impl Incoming {
@@ -236,6 +238,9 @@ pub(super) struct Outgoing {
     /// As the peer said. The end mark counts as one byte after the last, as TCP's FIN does.
     pub acked: u64,
     pub limited_told: u32,
+    /// We have a use for buffers of so many bytes or more; 0: for none. And what the peer was told.
+    pub invites: u32,
+    pub invites_told: u32,
     pub end_told: bool,
     /// Our producer has ended, as far as we have looked.
     has_ended: bool,

@@ -59,6 +59,7 @@ fn all() -> Vec<Record<'static>> {
             serial: 35,
             tail: 36,
         },
+        Record::Invite { theirs: 37, least: 38 },
     ]
 }
 

@@ -362,6 +362,21 @@ fn bytes_go_from_one_programs_memory_into_the_others() {
 }
 
 #[test]
+fn a_producer_says_from_which_size_on_buffers_are_of_use_to_it() {
+    let (mut world, _) = large();
+    let [number, others] = [0, 1].map(|at: usize| world.directions[at].number);
+    assert_eq!(world.ends[0].invited(others), Some(0));
+    for least in [4096, 4096, 0, 8192] {
+        world.ends[1].invite(number, least);
+        world.directions[0].write(&world.ends, 20);
+        world.settle();
+        assert_eq!(world.ends[0].invited(others), Some(least));
+        world.drain();
+    }
+    assert_eq!(world.ends[1].invited(number), Some(0), "the other direction");
+}
+
+#[test]
 fn bytes_of_the_mirror_go_into_the_readers_memory() {
     let (mut world, _) = large();
     world.directions[0].wait(&world.ends, 40_000);

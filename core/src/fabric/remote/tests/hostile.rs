@@ -28,7 +28,7 @@ fn sent() -> impl Strategy<Value = Sent> {
         1 => (0u64..3, 11u64..15, 0u64..300).prop_map(|(g, log2, page)| g << 40 | log2 << 32 | page)
     ];
     let fields = (
-        0u8..16,
+        0u8..17,
         prop_oneof![4 => 0u32..3, 1 => any::<u32>()],
         value,
         prop_oneof![3 => 0u32..4, 1 => any::<u32>()],
@@ -94,6 +94,7 @@ fn record<'a>((kind, theirs, position, word, payload): &'a Fields) -> Record<'a>
             position,
             is_final: payload.len() % 2 == 1,
         },
+        16 => Record::Invite { theirs, least: word },
         _ => Record::Placed {
             theirs,
             serial: word,

@@ -1,0 +1,306 @@
+//! Which way a stream's large sends go between hosts, where that is to be learned (`RDMASOCK_ZCOPY_MIN=auto`): by what
+//! the ways have cost lately, in time for a byte, for sends of this size over this link.
+//!
+//! A stream goes the way that is known as the best one for its size. Now and then it puts another on trial: the two
+//! take turns, each long enough that what the turn before has left in the rings is gone when its time is taken. A turn
+//! is compared with the one before it, and what counts is which was better, by how much hardly: whatever else happens in a
+//! program hits both alike. So a clear difference is seen after a few turns, and a small one is none. The more often the
+//! best way has won the rarer are trials. What one stream has found out holds for the next ones of the link.
+//! Pure: time and positions are given.
+
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+/// A way from the program's memory to the peer's.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Way {
+    /// Copied into a ring, and out of it.
+    #[default]
+    Rings,
+    /// Copied into the mirror, from where the device puts it into a buffer that the reader waits with.
+    Staged,
+    /// From memory to memory by the device; the sender waits for a reader, and then for the device.
+    Direct,
+}
+
+impl Way {
+    const ALL: [Self; 3] = [Self::Rings, Self::Staged, Self::Direct];
+
+    /// The next one to try after `self` and beside `best`; [`Direct`](Self::Direct) only if the sender can wait.
+    fn next(self, best: Self, can_wait: bool) -> Self {
+        let of = |at: u64| Self::from_bits(at % 3);
+        let (one, other) = (of(self as u64 + 1), of(self as u64 + 2));
+        let fits = |way: Self| way != best && (can_wait || way != Self::Direct);
+        if fits(one) { one } else { other }
+    }
+
+    fn from_bits(bits: u64) -> Self {
+        Self::ALL.get(bits as usize).copied().unwrap_or_default()
+    }
+}
+
+/// Sends of so many bytes are thought to be worth a direct transfer, until it is known.
+pub const FIRST_GUESS: usize = 128 * 1024;
+/// Less is not worth learning about: rings.
+pub const LEAST: usize = 16 * 1024;
+
+/// A trial is won by so many turns ahead, and lost by so many behind.
+const WINS: i8 = 4;
+const LOSES: i8 = -3;
+/// It is nobody's after so many turns.
+const TURNS: u8 = 16;
+/// Better by half counts twice.
+const CLEARLY: (u64, u64) = (3, 2);
+/// From one trial to the next there are as many bytes as in so many turns, and after each that the best way has not lost
+/// twice as many, up to so many doublings.
+const TURNS_BETWEEN: u64 = 128;
+const MOST_DOUBLINGS: u64 = 6;
+
+/// Sizes by their powers of two: 16 KiB, and so on; the last is all that is larger.
+const CLASSES: usize = 12;
+/// A stream's sends are of another kind after so many in a row that were not of the one before.
+const ODD_CALLS: u8 = 16;
+/// Bytes of a turn whose time is taken: not less than so much.
+const LEAST_OF_A_TURN: u64 = 256 * 1024;
+
+/// What is known of one size.
+#[derive(Clone, Copy)]
+struct Verdict {
+    /// `None`: nothing yet.
+    best: Option<Way>,
+    /// What was tried last.
+    tried: Way,
+    /// How many trials in a row it has not lost.
+    kept: u64,
+    /// Bytes until the next trial.
+    rest: u64,
+}
+
+const REST_BITS: u32 = 48;
+
+impl Verdict {
+    fn from_word(word: u64) -> Self {
+        Self {
+            best: (word >> 62 & 1 != 0).then(|| Way::from_bits(word >> 60 & 3)),
+            tried: Way::from_bits(word >> 58 & 3),
+            kept: word >> 52 & 0xf,
+            rest: word & ((1 << REST_BITS) - 1),
+        }
+    }
+
+    fn word(self) -> u64 {
+        let best = self.best.map_or(0, |way| 1 << 62 | (way as u64) << 60);
+        best | (self.tried as u64) << 58 | (self.kept & 0xf) << 52 | self.rest.min((1 << REST_BITS) - 1)
+    }
+}
+
+/// Sends of which something can be known together.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Kind {
+    class: usize,
+    can_wait: bool,
+}
+
+impl Kind {
+    fn of(send: Send) -> Self {
+        let power = send.len.max(LEAST).ilog2() - LEAST.ilog2();
+        Self {
+            class: (power as usize).min(CLASSES - 1),
+            can_wait: send.can_wait,
+        }
+    }
+}
+
+/// What the streams of a link have found out, by size, of sends that may wait and of others. Only ever a hint: that two
+/// who write at once lose one's word is no harm.
+#[derive(Default)]
+pub struct Known([[AtomicU64; CLASSES]; 2]);
+
+impl Known {
+    fn of(&self, kind: Kind) -> &AtomicU64 {
+        &self.0[usize::from(kind.can_wait)][kind.class]
+    }
+
+    fn look(&self, kind: Kind) -> Verdict {
+        Verdict::from_word(self.of(kind).load(Relaxed))
+    }
+
+    fn put(&self, kind: Kind, verdict: Verdict) {
+        self.of(kind).store(verdict.word(), Relaxed);
+    }
+
+    /// So many bytes have gone the best way. True if a trial is due, which is the caller's then.
+    fn spend(&self, kind: Kind, bytes: u64, turn: u64) -> bool {
+        let mut verdict = self.look(kind);
+        let is_due = verdict.rest <= bytes;
+        verdict.rest = if is_due {
+            TURNS_BETWEEN * turn
+        } else {
+            verdict.rest - bytes
+        };
+        self.put(kind, verdict);
+        is_due
+    }
+
+    /// A trial is over.
+    fn settle(&self, kind: Kind, best: Way, tried: Way, has_changed: bool, turn: u64) {
+        let kept = self.look(kind).kept;
+        let kept = if has_changed { 0 } else { (kept + 1).min(MOST_DOUBLINGS) };
+        let verdict = Verdict {
+            best: Some(best),
+            tried,
+            kept,
+            rest: (TURNS_BETWEEN * turn) << kept,
+        };
+        self.put(kind, verdict);
+    }
+}
+
+/// A send of a stream is about to be made, or to go on.
+#[derive(Clone, Copy, Debug)]
+pub struct Send {
+    /// Monotonic ns.
+    pub now: u64,
+    /// Bytes that the stream has sent before.
+    pub position: u64,
+    /// Bytes of the program's call.
+    pub len: usize,
+    /// Bytes of the ring.
+    pub ring: u64,
+    /// The call may wait.
+    pub can_wait: bool,
+}
+
+/// The turn of one way.
+#[derive(Clone, Copy, Debug)]
+struct Turn {
+    is_challengers: bool,
+    /// Its first position.
+    from: u64,
+    /// From where and when on its time is taken.
+    mark: Option<(u64, u64)>,
+}
+
+impl Turn {
+    fn new(is_challengers: bool, from: u64) -> Self {
+        Self {
+            is_challengers,
+            from,
+            mark: None,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Trial {
+    challenger: Way,
+    turn: Turn,
+    /// What the turn before took, ns for a MiB.
+    before: Option<u64>,
+    turns: u8,
+    /// Turns by which the challenger is ahead.
+    lead: i8,
+}
+
+/// What one stream does about it.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Contest {
+    /// Of its sends, but for the odd one.
+    kind: Kind,
+    /// Calls in a row that were not of the kind.
+    odd_calls: u8,
+    best: Option<Way>,
+    trial: Option<Trial>,
+    /// Where the last send began.
+    position: u64,
+}
+
+impl Contest {
+    /// The way that a send goes.
+    pub fn way(&mut self, known: &Known, send: Send) -> Way {
+        self.follow(Kind::of(send));
+        let went = send
+            .position
+            .saturating_sub(std::mem::replace(&mut self.position, send.position));
+        // Bytes of a turn: the ring's in which the last one ends, and twice as many whose time is taken.
+        let ring = send.ring.max(LEAST_OF_A_TURN / 2);
+        let turn = 3 * ring;
+        let Some(trial) = &mut self.trial else {
+            let guess = match self.kind.can_wait {
+                _ if send.len < FIRST_GUESS => Way::Rings,
+                true => Way::Direct,
+                false => Way::Staged,
+            };
+            let verdict = known.look(self.kind);
+            let best = *self.best.get_or_insert(verdict.best.unwrap_or(guess));
+            if went > 0 && known.spend(self.kind, went, turn) {
+                let challenger = verdict.tried.next(best, self.kind.can_wait);
+                self.trial = Some(Trial {
+                    challenger,
+                    turn: Turn::new(false, send.position),
+                    before: None,
+                    turns: 0,
+                    lead: 0,
+                });
+            }
+            return best;
+        };
+        let best = self.best.unwrap_or_default();
+        if send.position < trial.turn.from {
+            // Another stream.
+            self.trial = None;
+            return best;
+        }
+        match trial.turn.mark {
+            None if send.position - trial.turn.from >= ring => trial.turn.mark = Some((send.position, send.now)),
+            Some((from, since)) if send.position - from >= 2 * ring => {
+                let cost = (send.now.saturating_sub(since) << 20) / (send.position - from);
+                trial.on_turn(cost, send.position);
+            }
+            _ => {}
+        }
+        let (lead, challenger) = (trial.lead, trial.challenger);
+        let way = if trial.turn.is_challengers { challenger } else { best };
+        if lead < WINS && lead > LOSES && trial.turns < TURNS {
+            return way;
+        }
+        let has_changed = lead >= WINS;
+        let best = if has_changed { challenger } else { best };
+        known.settle(self.kind, best, challenger, has_changed, turn);
+        self.best = Some(best);
+        self.trial = None;
+        best
+    }
+
+    /// Sends of another kind, if they are not the odd one, are another contest.
+    fn follow(&mut self, kind: Kind) {
+        self.odd_calls = if kind == self.kind { 0 } else { self.odd_calls + 1 };
+        if self.best.is_none() || self.odd_calls == ODD_CALLS {
+            *self = Self {
+                kind,
+                position: self.position,
+                ..Self::default()
+            };
+        }
+    }
+}
+
+impl Trial {
+    fn on_turn(&mut self, cost: u64, position: u64) {
+        if let Some(before) = self.before {
+            let worse = before.max(cost);
+            let by = if worse * CLEARLY.1 > before.min(cost) * CLEARLY.0 {
+                2
+            } else {
+                1
+            };
+            let is_challengers = (cost < before) == self.turn.is_challengers;
+            self.lead += if is_challengers { by } else { -by };
+        }
+        self.before = Some(cost);
+        self.turns += 1;
+        self.turn = Turn::new(!self.turn.is_challengers, position);
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,205 @@
+use super::*;
+
+const RING: u64 = 4 << 20;
+
+/// A stream over a link on which each way takes so many ns for a KiB, and a ring hides what a way costs until it is full.
+struct World {
+    costs: [f64; 3],
+    noise: u64,
+    seed: u64,
+    now: u64,
+    went: [u64; 3],
+}
+
+impl World {
+    fn new(costs: [f64; 3]) -> Self {
+        Self {
+            costs,
+            noise: 0,
+            seed: 7,
+            now: 1,
+            went: [0; 3],
+        }
+    }
+
+    fn random(&mut self) -> u64 {
+        self.seed = self
+            .seed
+            .wrapping_mul(6364136223846793005)
+            .wrapping_add(1442695040888963407);
+        self.seed >> 33
+    }
+
+    /// Sends so much by calls of `len` bytes.
+    fn run(&mut self, contest: &mut Contest, known: &Known, bytes: u64, len: usize, can_wait: bool) {
+        let (mut position, mut fill) = (contest.position, 0u64);
+        let until = position + bytes;
+        while position < until {
+            let way = contest.way(
+                known,
+                Send {
+                    now: self.now,
+                    position,
+                    len,
+                    ring: RING,
+                    can_wait,
+                },
+            );
+            assert!(can_wait || way != Way::Direct);
+            let took = match way {
+                Way::Direct => {
+                    // It waits for what is in the ring.
+                    let rest = std::mem::take(&mut fill);
+                    (len as u64 + rest) as f64 * self.costs[2]
+                }
+                _ if fill + (len as u64) < RING => {
+                    fill += len as u64;
+                    1.0
+                }
+                way => len as f64 * self.costs[way as usize],
+            };
+            let noise = if self.noise > 0 { self.random() % self.noise } else { 0 };
+            self.now += (took / 1024.0) as u64 + noise;
+            self.went[way as usize] += len as u64;
+            position += len as u64;
+        }
+    }
+
+    fn share(&self, way: Way) -> f64 {
+        self.went[way as usize] as f64 / self.went.iter().sum::<u64>() as f64
+    }
+}
+
+const GIB: u64 = 1 << 30;
+
+#[test]
+fn the_cheapest_way_is_found_whatever_was_guessed() {
+    for len in [16 << 10, 64 << 10, 256 << 10, 1 << 20, 16 << 20, 128 << 20] {
+        for best in Way::ALL {
+            let mut costs = [400.0; 3];
+            costs[best as usize] = 250.0;
+            let (known, mut contest) = (Known::default(), Contest::default());
+            let mut world = World::new(costs);
+            world.run(&mut contest, &known, 8 * GIB, len, true);
+            world.went = [0; 3];
+            world.run(&mut contest, &known, 16 * GIB, len, true);
+            assert!(world.share(best) > 0.9, "{len} {best:?}: {:?}", world.went);
+        }
+    }
+}
+
+#[test]
+fn trials_of_worse_ways_cost_little_and_less_and_less() {
+    let (known, mut contest) = (Known::default(), Contest::default());
+    let mut world = World::new([300.0, 500.0, 900.0]);
+    world.run(&mut contest, &known, 20 * GIB, 64 << 10, true);
+    let first = world.share(Way::Rings);
+    world.went = [0; 3];
+    world.run(&mut contest, &known, 200 * GIB, 64 << 10, true);
+    assert!(
+        first > 0.95 && world.share(Way::Rings) > 0.99,
+        "{first} {:?}",
+        world.went
+    );
+}
+
+#[test]
+fn noise_that_hits_all_alike_does_not_hide_a_difference() {
+    let (known, mut contest) = (Known::default(), Contest::default());
+    let mut world = World::new([300.0, 400.0, 240.0]);
+    // A call takes 19 µs by rings.
+    world.noise = 20_000;
+    world.run(&mut contest, &known, 64 * GIB, 64 << 10, true);
+    world.went = [0; 3];
+    world.run(&mut contest, &known, 64 * GIB, 64 << 10, true);
+    assert!(world.share(Way::Direct) > 0.9, "{:?}", world.went);
+}
+
+#[test]
+fn what_has_become_better_later_is_found() {
+    let (known, mut contest) = (Known::default(), Contest::default());
+    let mut world = World::new([250.0, 400.0, 400.0]);
+    world.run(&mut contest, &known, 4 * GIB, 1 << 20, true);
+    world.costs = [400.0, 400.0, 250.0];
+    world.run(&mut contest, &known, 60 * GIB, 1 << 20, true);
+    world.went = [0; 3];
+    world.run(&mut contest, &known, 10 * GIB, 1 << 20, true);
+    assert!(world.share(Way::Direct) > 0.9, "{:?}", world.went);
+}
+
+#[test]
+fn the_next_stream_begins_with_what_is_known() {
+    let known = Known::default();
+    let mut world = World::new([400.0, 300.0, 200.0]);
+    world.run(&mut Contest::default(), &known, 8 * GIB, 32 << 10, true);
+    world.went = [0; 3];
+    world.run(&mut Contest::default(), &known, GIB / 8, 32 << 10, true);
+    assert!(world.share(Way::Direct) > 0.99, "{:?}", world.went);
+    // Of other sizes, and of sends that do not wait, nothing is known.
+    world.went = [0; 3];
+    world.run(&mut Contest::default(), &known, 1 << 20, 1 << 19, false);
+    assert!(world.share(Way::Staged) > 0.99, "{:?}", world.went);
+    world.went = [0; 3];
+    world.run(&mut Contest::default(), &known, 64 << 10, 32 << 10, false);
+    assert!(world.share(Way::Rings) > 0.99, "{:?}", world.went);
+}
+
+#[test]
+fn a_stream_that_changes_its_size_begins_anew_and_the_odd_one_changes_nothing() {
+    let known = Known::default();
+    let mut contest = Contest::default();
+    let mut world = World::new([200.0, 300.0, 400.0]);
+    world.run(&mut contest, &known, 8 * GIB, 32 << 10, true);
+    let kind = contest.kind;
+    world.run(&mut contest, &known, 8 << 20, 1 << 20, true);
+    assert_eq!(contest.kind, kind);
+    world.run(&mut contest, &known, 1 << 20, 32 << 10, false);
+    assert_ne!(contest.kind, kind);
+    world.run(&mut contest, &known, 64 << 20, 1 << 20, true);
+    assert_eq!(
+        contest.kind,
+        Kind {
+            class: 6,
+            can_wait: true
+        }
+    );
+}
+
+#[test]
+fn a_stream_that_takes_the_place_of_another_ends_its_trial() {
+    let (known, mut contest) = (Known::default(), Contest::default());
+    let mut world = World::new([200.0; 3]);
+    world.run(&mut contest, &known, 8 << 20, 64 << 10, true);
+    assert!(contest.trial.is_some());
+    contest.way(
+        &known,
+        Send {
+            now: world.now,
+            position: 0,
+            len: 64 << 10,
+            ring: RING,
+            can_wait: true,
+        },
+    );
+    assert!(contest.trial.is_none());
+}
+
+#[test]
+fn what_is_known_fits_a_word() {
+    for best in [None, Some(Way::Rings), Some(Way::Staged), Some(Way::Direct)] {
+        for tried in Way::ALL {
+            let verdict = Verdict {
+                best,
+                tried,
+                kept: MOST_DOUBLINGS,
+                rest: (1 << REST_BITS) - 5,
+            };
+            let back = Verdict::from_word(verdict.word());
+            assert_eq!(
+                (back.best, back.tried, back.kept, back.rest),
+                (best, tried, MOST_DOUBLINGS, verdict.rest)
+            );
+        }
+    }
+    assert!(Verdict::from_word(0).best.is_none());
+}

@@ -253,9 +253,14 @@ unsafe fn send_slow(began: Began, iov: &mut Iov, flags: c_int, real: &impl Fn(c_
             connection::wait_for_tcp(socket);
         }
         if total >= direct::LEAST && socket.tx_mode.load(Acquire) == Mode::Link {
-            sent += direct::send(&mut call, iov, flags, total);
+            let directly = direct::send(&mut call, iov, flags, total);
+            sent += directly;
             if iov.len() == 0 {
                 return sent as ssize_t;
+            }
+            if directly > 0 {
+                // The reader may wait for the rest.
+                continue;
             }
         }
         let before = iov.len();

@@ -249,7 +249,9 @@ fn pair(fault: Fault, device: &str, settings: &Settings, seed: u64) -> Result<Fi
     let start = |args: &[&str], seed: u64| {
         let localnic = format!("{device},{},seed={seed}", settings.device);
         let promote_after = pick(seed / SEEDS, ["0", "2r,16K"]);
-        Peer::start(args, &localnic, promote_after, dir.path())
+        // Much goes past the rings, or by turns.
+        let least = pick(seed / SEEDS / 2, ["4K", "auto"]);
+        Peer::start(args, &localnic, promote_after, least, dir.path())
     };
     let connections = settings.connections.to_string();
     let mut server = start(&["serve", &connections], seed)?;
@@ -316,7 +318,7 @@ struct Peer {
 }
 
 impl Peer {
-    fn start(args: &[&str], localnic: &str, promote_after: &str, dir: &Path) -> Result<Self, Failed> {
+    fn start(args: &[&str], localnic: &str, promote_after: &str, least: &str, dir: &Path) -> Result<Self, Failed> {
         let paths = Paths::find(Path::new(env!("CARGO_BIN_EXE_scenario")));
         let mut command = Command::new(env!("CARGO_BIN_EXE_cuts-peer"));
         clean_environment(&mut command);
@@ -325,8 +327,7 @@ impl Peer {
             .env("LD_PRELOAD", paths.library?)
             .env("RDMASOCK_DEV_LOCAL_DEVICE", paths.device)
             .env("LOCALNIC", localnic)
-            // Much goes past the rings.
-            .env("RDMASOCK_ZCOPY_MIN", "4K")
+            .env("RDMASOCK_ZCOPY_MIN", least)
             // Asked by name, as within a host: one port would be for all that run at once.
             .env("RDMASOCK_CONTROL_PORT", "0")
             .env("RDMASOCK_PROMOTE_AFTER", promote_after)

@@ -46,10 +46,18 @@ fn main() -> ExitCode {
         trials.push(Trial::test(name, move || nothing_is_direct(&paths, short)));
     }
     for device in ["roce", "iwarp"] {
-        let paths = Arc::clone(&paths);
+        let of_all = Arc::clone(&paths);
         let name = format!("registered_ahead/{device}");
-        trials.push(Trial::test(name, move || few_are_registered(&paths, device)));
+        trials.push(Trial::test(name, move || few_are_registered(&of_all, device)));
+        let paths = Arc::clone(&paths);
+        let name = format!("ways_are_tried/{device}");
+        trials.push(Trial::test(name, move || ways_are_tried(&paths, device)));
     }
+    let paths = Arc::clone(&paths);
+    trials.push(Trial::test(
+        "nobody_registers_what_no_sender_has_a_use_for",
+        move || only_who_is_invited_registers(&paths),
+    ));
     libtest_mimic::run(&args, trials).exit_code()
 }
 
@@ -67,7 +75,7 @@ impl Drop for End {
 }
 
 impl End {
-    fn start(paths: &Paths, device: &str, words: &[&str]) -> Result<Self, Failed> {
+    fn start(paths: &Paths, device: &str, least: &str, words: &[&str]) -> Result<Self, Failed> {
         let mut command = Command::new(&paths.scenario);
         clean_environment(&mut command);
         let mut child = command
@@ -77,7 +85,7 @@ impl End {
             // Asked by name, as within a host: one port would be for all that run at once.
             .env("RDMASOCK_CONTROL_PORT", "0")
             .env("RDMASOCK_PROMOTE_AFTER", "2r,16K")
-            .env("RDMASOCK_ZCOPY_MIN", "auto")
+            .env("RDMASOCK_ZCOPY_MIN", least)
             .args(["helper", "stall"])
             .args(words)
             .stdin(Stdio::piped())
@@ -116,9 +124,14 @@ impl End {
 
 /// The sender and the receiver, the first of which is the client or the server.
 fn pair(paths: &Paths, device: &str, sender: &str) -> Result<(End, End), Failed> {
-    let mut server = End::start(paths, device, &["server"])?;
+    pair_with(paths, device, sender, ["128K"; 2])
+}
+
+/// With `RDMASOCK_ZCOPY_MIN` of the client and of the server.
+fn pair_with(paths: &Paths, device: &str, sender: &str, least: [&str; 2]) -> Result<(End, End), Failed> {
+    let mut server = End::start(paths, device, least[1], &["server"])?;
     let port = server.line()?;
-    let mut client = End::start(paths, device, &["client", &port])?;
+    let mut client = End::start(paths, device, least[0], &["client", &port])?;
     server.line()?;
     client.line()?;
     server.begin("answer", 20)?;
@@ -233,4 +246,42 @@ fn most_is_direct(paths: &Paths, device: &str, sender: &str) -> Result<(), Faile
             return Err(format!("of {all} bytes {sent} were sent directly, and {received} received").into());
         }
     }
+}
+
+/// Two ends that are to learn which way is better try others than the first, and each brings the bytes over.
+fn ways_are_tried(paths: &Paths, device: &str) -> Result<(), Failed> {
+    let (mut from, mut to) = pair_with(paths, device, "client", ["auto"; 2])?;
+    let end = Instant::now() + LIMIT;
+    let (mut all, mut directly) = (0, 0);
+    while from.count(paths, "direct_trials")? < 2 {
+        directly += transfer(paths, &mut from, &mut to, MANY)?.1;
+        all += (MANY * PIECE) as u64;
+        assert!(
+            Instant::now() < end,
+            "of {all} bytes {directly} went directly, and no way was tried"
+        );
+    }
+    assert!(
+        0 < directly && directly < all,
+        "of {all} bytes {directly} went directly"
+    );
+    Ok(())
+}
+
+/// A receiver that is to learn does what its sender has a use for: nothing, or all that can be.
+fn only_who_is_invited_registers(paths: &Paths) -> Result<(), Failed> {
+    let (mut from, mut to) = pair_with(paths, "roce", "client", ["1G", "auto"])?;
+    for _ in 0..5 {
+        transfer(paths, &mut from, &mut to, MANY)?;
+    }
+    assert_eq!(to.count(paths, "direct_registrations")?, 0);
+    let (mut from, mut to) = pair_with(paths, "roce", "client", ["128K", "auto"])?;
+    let end = Instant::now() + LIMIT;
+    while transfer(paths, &mut from, &mut to, MANY)?.1 == 0 {
+        assert!(
+            Instant::now() < end,
+            "nothing goes directly to a receiver that was invited"
+        );
+    }
+    Ok(())
 }

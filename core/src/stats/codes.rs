@@ -156,6 +156,10 @@ events! {
     DirectRegistered = 22 => "direct_registrations",
     /// A call's memory had been registered ahead.
     DirectAhead = 23 => "direct_ahead",
+    /// A trial of another way for large sends of a stream is over (`RDMASOCK_ZCOPY_MIN=auto`).
+    DirectTrials = 24 => "direct_trials",
+    /// The other way has won it.
+    DirectChanges = 25 => "direct_changes",
 }
 
 /// Number of [`Event`]s.

@@ -1,4 +1,4 @@
-//! A blocking receive whose buffer the peer's device writes to, past the ring (docs/protocol.md, P90–P94). What it has
+//! A blocking receive whose buffer the peer's device writes to, past the ring (docs/protocol.md, P90–P95). What it has
 //! written counts as what the ring has next; the ring does not have it.
 //!
 //! The buffer is registered for this one wait. Before the call returns, by whatever way, the peer has said that it

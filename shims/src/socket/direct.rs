@@ -58,19 +58,29 @@ pub struct Sends {
     pub bytes: u64,
     /// Which way they go.
     contest: Contest,
+    last_way: Way,
     /// The peer may think that buffers are of use.
     pub has_invited: bool,
 }
 
 impl Sends {
     /// Which way a send goes, by what streams of its link have learned, or as the user has fixed it.
-    pub fn way(&mut self, asked: ZeroCopy, known: &Known, send: Send) -> Way {
-        match asked {
+    /// If that has ended a trial, whether another way has become the best.
+    pub fn way(&mut self, asked: ZeroCopy, known: &Known, send: Send) -> (Way, Option<bool>) {
+        let way = match asked {
             ZeroCopy::Off => Way::Rings,
-            ZeroCopy::Auto => self.contest.way(known, send),
+            ZeroCopy::Auto => {
+                let (way, ended) = self.contest.way(known, send);
+                if std::mem::replace(&mut self.last_way, way) != way {
+                    // What was in vain at another time.
+                    (self.misses, self.pause) = (0, 0);
+                }
+                return (way, ended);
+            }
             ZeroCopy::From(least) if (send.len as u64) < least.bytes() => Way::Rings,
             ZeroCopy::From(_) => Way::Direct,
-        }
+        };
+        (way, None)
     }
 
     /// Whether a call with much to send is to wait for a reader with a buffer, when readers have told of so many.

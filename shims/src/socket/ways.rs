@@ -215,8 +215,8 @@ pub struct Contest {
 }
 
 impl Contest {
-    /// The way that a send goes.
-    pub fn way(&mut self, known: &Known, send: Send) -> Way {
+    /// The way that a send goes; and if a trial is over with that, whether it has changed the best way.
+    pub fn way(&mut self, known: &Known, send: Send) -> (Way, Option<bool>) {
         self.follow(Kind::of(send));
         let went = send
             .position
@@ -242,13 +242,13 @@ impl Contest {
                     lead: 0,
                 });
             }
-            return best;
+            return (best, None);
         };
         let best = self.best.unwrap_or_default();
         if send.position < trial.turn.from {
             // Another stream.
             self.trial = None;
-            return best;
+            return (best, None);
         }
         match trial.turn.mark {
             None if send.position - trial.turn.from >= ring => trial.turn.mark = Some((send.position, send.now)),
@@ -261,14 +261,14 @@ impl Contest {
         let (lead, challenger) = (trial.lead, trial.challenger);
         let way = if trial.turn.is_challengers { challenger } else { best };
         if lead < WINS && lead > LOSES && trial.turns < TURNS {
-            return way;
+            return (way, None);
         }
         let has_changed = lead >= WINS;
         let best = if has_changed { challenger } else { best };
         known.settle(self.kind, best, challenger, has_changed, turn);
         self.best = Some(best);
         self.trial = None;
-        best
+        (best, Some(has_changed))
     }
 
     /// Sends of another kind, if they are not the odd one, are another contest.

@@ -1,5 +1,5 @@
 //! A blocking send of much, whose bytes the device takes from the program's memory, past the mirror, when the peer's
-//! program waits for them with a buffer (docs/protocol.md, P90–P94).
+//! program waits for them with a buffer (docs/protocol.md, P90–P95).
 //!
 //! It waits for such a reader for a moment only, as kernel TCP would not wait at all. What was lent counts as sent;
 //! before the call returns the peer has taken it, or what it has not is in the mirror and nothing reaches the program's
@@ -150,7 +150,12 @@ fn choose(socket: &Socket, remote: &Remote, theirs: Vqpn, len: usize, can_wait: 
         ring: producer.ring_size(),
         can_wait,
     };
-    let way = state.own.direct.way(config().zcopy, &remote.known, send);
+    let (way, ended) = state.own.direct.way(config().zcopy, &remote.known, send);
+    if let Some(has_changed) = ended {
+        let stats = &Library::get().stats;
+        stats.count(Event::DirectTrials);
+        stats.count_many(Event::DirectChanges, has_changed.into());
+    }
     let invites = way != Way::Rings;
     if invites || state.own.direct.has_invited {
         let least = if invites { remote.direct_min() as u32 } else { 0 };

@@ -1,5 +1,5 @@
 //! Direct transfers of one direction: what an end knows of a buffer that its own program waits with, and of one that
-//! the peer's program waits with (docs/protocol.md, P90–P94). Positions are exact: a buffer stands for the bytes from
+//! the peer's program waits with (docs/protocol.md, P90–P95). Positions are exact: a buffer stands for the bytes from
 //! the position at which its ring was empty, and is used if the sender has told nothing beyond that, and else not at
 //! all. Pure; not what is posted (`pump/direct.rs`), nor the queue pair for it (`bulk.rs`).
 

@@ -1,5 +1,5 @@
 //! What the engine of a link between hosts does about direct transfers: adverts of both ends, the program's memory as a
-//! source, and the bulk queue pair for them (docs/protocol.md, P90–P94). Not what is posted (`pump/direct.rs`).
+//! source, and the bulk queue pair for them (docs/protocol.md, P90–P95). Not what is posted (`pump/direct.rs`).
 
 use super::bulk::{Bulk, Placed};
 use super::direct::{Advert, Landed, Source, Withdrawal};

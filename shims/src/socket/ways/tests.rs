@@ -35,7 +35,7 @@ impl World {
         let (mut position, mut fill) = (contest.position, 0u64);
         let until = position + bytes;
         while position < until {
-            let way = contest.way(
+            let (way, _) = contest.way(
                 known,
                 Send {
                     now: self.now,

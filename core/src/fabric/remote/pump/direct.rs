@@ -1,5 +1,5 @@
 //! What goes straight from where it is here, in the mirror or in our program's memory, into a buffer that the peer's
-//! program waits with (P90–P94). Positions go on when all is posted and PLACED is behind it, so before that nothing has
+//! program waits with (P90–P95). Positions go on when all is posted and PLACED is behind it, so before that nothing has
 //! to be undone.
 
 use crate::fabric::layout::Region;

@@ -8,6 +8,7 @@ use rdmasock_core::fabric::plugin::errno::{Errno, Result};
 use rdmasock_core::fabric::plugin::fate::Fate;
 use rdmasock_core::fabric::plugin::host::Hidden;
 use rdmasock_core::fabric::plugin::serve::Connection;
+use rdmasock_core::fabric::plugin::slots;
 use rdmasock_core::fabric::plugin::{Address, Info, Keys};
 use rdmasock_core::fabric::remote::qp::{Completed, Role, Write};
 use rdmasock_core::lock::Lock;
@@ -106,6 +107,7 @@ impl Conn {
             domain,
             Arc::clone(&channel),
             Arc::clone(&fate),
+            most_bytes(beside),
         ));
         queue.enter_device()?;
         greeting::send(&channel, Kind::Ready, &Private::NONE, &[])?;
@@ -165,6 +167,7 @@ impl Connection for Conn {
             domain,
             Arc::clone(&self.channel),
             Arc::clone(&self.fate),
+            most_bytes(beside),
         );
         let queue = Arc::new(queue);
         queue.enter_device()?;
@@ -240,6 +243,14 @@ impl Drop for Conn {
         if let Ok(queue) = self.queue() {
             queue.close();
         }
+    }
+}
+
+/// Bytes that may be in the send queue of a connection that is beside another, or of one that is not.
+fn most_bytes(beside: Option<&Conn>) -> u64 {
+    match beside {
+        Some(_) => slots::FOR_BULK,
+        None => slots::FOR_MESSAGES,
     }
 }
 

@@ -92,7 +92,7 @@ pub struct Queue {
 }
 
 impl Queue {
-    /// A queue pair over the memory of a pair.
+    /// A queue pair over the memory of a pair, in whose send queue there may be so many bytes.
     pub fn new(
         settings: Settings,
         pair: Pair,
@@ -100,6 +100,7 @@ impl Queue {
         domain: Arc<Domain>,
         channel: Arc<Hidden>,
         fate: Arc<Fate>,
+        most_bytes: u64,
     ) -> Self {
         static NUMBER: AtomicU32 = AtomicU32::new(1);
         let number = NUMBER.fetch_add(1, SeqCst);
@@ -111,7 +112,7 @@ impl Queue {
             domain,
             channel,
             fate,
-            slots: Slots::new(SENDS),
+            slots: Slots::new(SENDS, most_bytes),
             registered: Lock::new(Vec::new()),
             jobs: Lock::new(VecDeque::new()),
             is_scheduled: AtomicBool::new(false),
@@ -181,7 +182,7 @@ impl Queue {
             return Err(Errno(libc::EOPNOTSUPP));
         }
         let work = || Work::Write(*write, immediate);
-        self.post(work, |queue, faults| {
+        self.post(write.len, work, |queue, faults| {
             queue.carry(
                 faults,
                 |queue| queue.place(write, immediate),
@@ -192,11 +193,12 @@ impl Queue {
 
     /// Posts a message of these parts.
     pub fn send<'a>(self: &Arc<Self>, parts: impl Iterator<Item = &'a [u8]> + Clone) -> Result<()> {
-        if parts.clone().map(<[u8]>::len).sum::<usize>() > BUFFER_BYTES {
+        let len = parts.clone().map(<[u8]>::len).sum::<usize>();
+        if len > BUFFER_BYTES {
             return Err(Errno(libc::EMSGSIZE));
         }
         let work = || Work::Send(parts.clone().flatten().copied().collect());
-        self.post(work, |queue, faults| {
+        self.post(len as u32, work, |queue, faults| {
             queue.carry(faults, |queue| queue.pair.deliver(parts.clone()), |_| AT_MESSAGE)
         })
     }
@@ -216,16 +218,17 @@ impl Queue {
         self.answer_probe(&mut faults)
     }
 
-    /// Counts a work request in; has the NIC carry it out, or does so itself.
+    /// Counts a work request of so many bytes in; has the NIC carry it out, or does so itself.
     fn post(
         self: &Arc<Self>,
+        len: u32,
         work: impl FnOnce() -> Work,
         carry: impl FnOnce(&Self, &mut Faults) -> Result<bool>,
     ) -> Result<()> {
         if self.fate.code() <= 0 {
             return Err(Errno(libc::ENOTCONN));
         }
-        let turn = self.slots.turn().ok_or(Errno(libc::EAGAIN))?;
+        let turn = self.slots.turn(len).ok_or(Errno(libc::EAGAIN))?;
         let frees = turn.signal.then_some(turn.frees);
         if self.settings.has_thread {
             self.leave(work(), frees)?;

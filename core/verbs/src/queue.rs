@@ -123,7 +123,7 @@ impl Queue {
             receive_slab,
             send_slab,
             common,
-            slots: Slots::new(sizes.slots),
+            slots: Slots::new(sizes.slots, sizes.bytes),
             sizes,
             inline,
             is_iwarp: context.is_iwarp(),
@@ -254,7 +254,7 @@ impl Queue {
         if is_silent() && self.slots.turn_away(is_silent) {
             return Err(Errno(libc::EAGAIN));
         }
-        let turn = self.slots.turn().ok_or(Errno(libc::EAGAIN))?;
+        let turn = self.slots.turn(len).ok_or(Errno(libc::EAGAIN))?;
         let (work, piece) = make(turn.slot)?;
         let inline = len <= self.inline;
         let lent = matches!(work, Work::Send) && self.is_iwarp && len >= IWARP_ZERO_COPY;

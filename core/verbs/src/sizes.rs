@@ -1,6 +1,8 @@
 //! How long the queues of a connection are: as wished for what it carries, or as the device allows. Not what is in
 //! them.
 
+use rdmasock_core::fabric::plugin::slots;
+
 use crate::sys::{BATCH, DeviceLimits};
 
 /// Entries of the send queue that stay unused, but for one probe: siw hands a completion over a moment before the
@@ -14,6 +16,8 @@ pub struct Wish {
     receives: u32,
     /// Length of the send queue.
     sends: u32,
+    /// Bytes that work requests in it may have to move before no more are posted.
+    bytes: u64,
 }
 
 impl Wish {
@@ -21,11 +25,13 @@ impl Wish {
     pub const MESSAGES: Self = Self {
         receives: 128,
         sends: 256,
+        bytes: slots::FOR_MESSAGES,
     };
     /// For few and large WRITEs, with a message now and then.
     pub const BULK: Self = Self {
         receives: 32,
         sends: 64 + MARGIN,
+        bytes: slots::FOR_BULK,
     };
 }
 
@@ -38,6 +44,8 @@ pub struct Sizes {
     pub sends: u32,
     /// Buffers that the peer may count on.
     pub receives: u32,
+    /// Bytes in the send queue from which on no more are posted.
+    pub bytes: u64,
 }
 
 impl Sizes {
@@ -52,6 +60,7 @@ impl Sizes {
             slots: sends - MARGIN,
             sends,
             receives,
+            bytes: wish.bytes,
         })
     }
 

@@ -85,6 +85,10 @@ pub(crate) struct Set {
     pub(crate) plain: usize,
     /// Links that carry a socket of this set.
     pub(crate) links: Vec<&'static Link>,
+    /// With which of them the next look at those to other hosts begins.
+    pub(crate) next_link: usize,
+    /// Those to other hosts that had something for the present harvest. Empty in between.
+    pub(crate) spoke: Vec<&'static Link>,
     /// Links to other hosts whose completions the kernel's set reports.
     pub(crate) subscribed: Vec<&'static Link>,
 }
@@ -499,6 +503,14 @@ impl Set {
         {
             self.plain = if taken { self.plain - 1 } else { self.plain + 1 };
         }
+    }
+
+    /// The links, in turn.
+    pub(crate) fn from_next_link(&self) -> impl Iterator<Item = (usize, &'static Link)> + use<'_> {
+        let (before, rest) = self.links.split_at(self.next_link.min(self.links.len()));
+        let place = |at: usize| move |(n, link): (usize, &&'static Link)| (at + n, *link);
+        let rest = rest.iter().enumerate().map(place(before.len()));
+        rest.chain(before.iter().enumerate().map(place(0)))
     }
 
     fn add_link(&mut self, link: &'static Link) {

@@ -20,7 +20,7 @@ use rustix::io::Errno;
 use crate::duty;
 use crate::epoll::{ALWAYS, ET, Epoll, ONESHOT, Set, enqueue};
 use crate::library::Library;
-use crate::link::Poller;
+use crate::link::{Link, Poller};
 use crate::mailbox::Command;
 use crate::points::point;
 use crate::readiness::{self, Arm};
@@ -45,6 +45,21 @@ enum Harvest {
     AfterRest,
     /// Only what has come since the last.
     News,
+}
+
+/// To look at a link to another host is to poll its completions. So where there are many, and one has something, only
+/// so many more are looked at, and the others first by the next harvest: all of them for one message each would cost
+/// more than the messages do. (Who has sent first of two peers on other hosts the network does not say either.)
+const LINKS_AFTER_ONE: usize = 16;
+
+/// Which links to other hosts are looked at; those within this one always are.
+#[derive(Clone, Copy, PartialEq)]
+enum Sweep {
+    All,
+    /// Until [enough](LINKS_AFTER_ONE) have been.
+    Some,
+    /// That had something before in the same harvest.
+    Again,
 }
 
 /// How often a harvest looks at what has come meanwhile: a set that is found in full each time is not looked at for
@@ -415,22 +430,26 @@ impl Epoll {
         let Some(waiter) = self.waiter() else {
             return true;
         };
-        self.set
-            .lock()
-            .is_none_or(|set| !set.ready.is_empty() || set.links.iter().any(|l| l.has_ready(waiter)))
+        let Some(mut set) = self.set.lock() else {
+            return true;
+        };
+        if !set.ready.is_empty() {
+            return true;
+        }
+        let found = set.from_next_link().find(|(_, link)| link.has_ready(waiter));
+        if let Some((at, _)) = found {
+            set.next_link = at;
+        }
+        found.is_some()
     }
 
-    /// Takes over from the ready queues what peers have put there.
-    fn sweep(&'static self, set: &mut Set) {
-        let Some(waiter) = self.waiter() else { return };
-        let Set {
-            links,
-            items,
-            ready,
-            come,
-            ..
-        } = set;
-        for link in links.iter() {
+    /// Takes over from the ready queues what peers have put there. True if links were left out that may have
+    /// something.
+    fn sweep(&'static self, set: &mut Set, of: Sweep) -> bool {
+        let Some(waiter) = self.waiter() else { return false };
+        let mut come = std::mem::take(&mut set.come);
+        let mut drain = |link: &'static Link| {
+            let before = come.len();
             link.drain_ready(waiter, |slot, at| {
                 let Some(interest) = socket::by_slot(slot).and_then(|socket| socket.wakes.interest.lock()) else {
                     return;
@@ -441,12 +460,40 @@ impl Epoll {
                     }
                 }
             });
+            come.len() > before
+        };
+        let (mut left, mut next, mut spoke) = (usize::MAX, set.next_link, std::mem::take(&mut set.spoke));
+        for (at, link) in set.from_next_link() {
+            if !link.is_remote() {
+                drain(link);
+            } else if of != Sweep::Again && left > 0 {
+                left -= 1;
+                next = at + 1;
+                if drain(link) {
+                    spoke.push(link);
+                    left = if of == Sweep::All {
+                        left
+                    } else {
+                        left.min(LINKS_AFTER_ONE)
+                    };
+                }
+            }
         }
+        if of == Sweep::Again {
+            spoke.iter().for_each(|link| {
+                drain(link);
+            });
+        }
+        set.next_link = next;
+        set.spoke = spoke;
+        set.come = come;
+        let Set { items, ready, come, .. } = set;
         // A queue does not keep an order, and there is one for each link. The kernel's list is in the order of arrival.
         come.sort_unstable();
         for (_, index) in come.drain(..) {
             enqueue(items, ready, index);
         }
+        left == 0
     }
 
     /// Reports what is ready, behind the first `front` of `max` entries, which the kernel has filled since `moves` was
@@ -460,7 +507,8 @@ impl Epoll {
         }
         let set = &mut *guard;
         let before = set.ready.len();
-        self.sweep(set);
+        set.spoke.clear();
+        let mut is_partial = self.sweep(set, Sweep::Some);
         set.links.retain(|l| l.is_alive());
         if how == Harvest::News {
             set.ready.rotate_left(before);
@@ -469,21 +517,32 @@ impl Epoll {
         let mut n = 0;
         for _ in 0..ROUNDS {
             n += self.report(set, left, to, n, how);
-            if n == 0 || n == to.room() {
+            if n == to.room() {
                 break;
             }
-            // A look took its time: who has sent to one that was found empty, and then to one that was not, is heard
-            // now.
             let before = set.ready.len();
-            self.sweep(set);
+            if n == 0 {
+                if !std::mem::take(&mut is_partial) {
+                    break;
+                }
+                // Those that had something have nothing after all.
+                self.sweep(set, Sweep::All);
+            } else {
+                // A look took its time: who has sent to one that was found empty, and then to one that was not, is
+                // heard now.
+                self.sweep(set, Sweep::Again);
+            }
             left = set.ready.len() - before;
             if left == 0 {
                 break;
             }
             set.ready.rotate_left(before);
         }
-        let Set { ready, again, .. } = set;
+        let Set {
+            ready, again, spoke, ..
+        } = set;
         ready.extend(again.drain(..));
+        spoke.clear();
         let more = set.ready.len() > n as usize;
         let mixed = set.plain > 0 || self.has_plain.load(Relaxed);
         if self.mixed.load(Relaxed) != mixed {
@@ -570,7 +629,8 @@ impl Epoll {
             return false;
         };
         let set = &mut *guard;
-        self.sweep(set);
+        self.sweep(set, Sweep::All);
+        set.spoke.clear();
         for at in 0..set.ready.len() {
             let Some(item) = set.ready.get(at).and_then(|i| set.items.get(*i)) else {
                 continue;

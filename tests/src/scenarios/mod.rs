@@ -26,6 +26,7 @@ mod numbers;
 mod numbers_more;
 mod options;
 mod order;
+mod peers;
 mod poll;
 mod process;
 mod refused;
@@ -121,6 +122,7 @@ pub fn all() -> Vec<Scenario> {
         direct_send: warm { times_out, interrupted, to_a_stopped_reader, both_first } cold {  }
         direct_memory: warm { same_place, heap } cold {  }
         direct_more: warm { interrupted, interrupted_often, cancel, two_readers, others_look, others_peek, unmapped, forks } cold {  }
+        peers: warm {  } cold { in_one_set }
         poll: warm { odd_fds, masks, ppoll, select, select_errors, select_all, high_fd, two_connections, as_many_as_the_limit } cold { listener }
         fds: warm { dups, dup2_over, dup2_swap, numbering, limit, close_everything, close_range, close_range_under_use, reuse } cold { closed_at_the_limit }
         handed: warm {  } cold { forked, forked_by_the_client, forked_and_kept, passed }
@@ -258,6 +260,7 @@ const NOT_IN_A_STORM: &[&str] = &[
     "epoll_more_mixed",
     "epoll_more_nested",
     "epoll_more_pwait2",
+    "epoll_more_registered_before",
     "epoll_more_shared_with_child",
     "epoll_more_two_sleepers",
     "epoll_oneshot",

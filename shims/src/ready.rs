@@ -16,6 +16,7 @@ use crate::library::Library;
 use crate::link::Link;
 use crate::points::point;
 use crate::socket::{Interest, Mode, Sleeping, Socket};
+use crate::waiters::SERVICE;
 
 const RDHUP: u32 = libc::EPOLLRDHUP as u32;
 const HUP: u32 = libc::EPOLLHUP as u32;
@@ -183,6 +184,22 @@ fn attention(socket: &Socket, interest: &Interest) -> Attention {
     }
 }
 
+/// Whether a sleeper for data, or for space, will be told of what comes: by the peer, or by the service thread. Not if
+/// its word was taken since it was made one.
+pub fn will_be_told(socket: &Socket, waiter: WaiterId, is_data: bool) -> bool {
+    let names = |word| WaiterId::of_sleeper(word) == Some(waiter) || WaiterId::of_queue(word) == Some(SERVICE);
+    // What a direction that is not on the link waits for the service thread tells.
+    if is_data {
+        let rx = socket.rx.lock();
+        let consumer = rx.as_ref().and_then(|rx| rx.consumer.as_ref());
+        socket.rx_mode.load(Acquire) != Mode::Link || consumer.is_some_and(|c| names(c.data_wanted()))
+    } else {
+        let tx = socket.tx.lock();
+        let producer = tx.as_ref().and_then(|tx| tx.producer.as_ref());
+        socket.tx_mode.load(Acquire) != Mode::Link || producer.is_some_and(|p| names(p.space_wanted()))
+    }
+}
+
 /// Has the statistics say who is interested.
 fn show(socket: &Socket, interest: &Interest) {
     let Some(stats) = socket.told.stats() else { return };
@@ -207,9 +224,11 @@ pub fn change_interest(socket: &'static Socket, change: impl FnOnce(&mut Interes
     let Some(mut interest) = socket.wakes.interest.lock() else {
         return;
     };
-    let before = interest.members.len() + interest.sleepers.len();
+    let slept = interest.sleepers.len();
+    let before = interest.members.len() + slept;
     change(&mut interest);
     let after = interest.members.len() + interest.sleepers.len();
+    let sleep_on = slept.min(interest.sleepers.len());
     show(socket, &interest);
     if socket.is_plain() && !is_watched(socket) {
         return;
@@ -227,6 +246,7 @@ pub fn change_interest(socket: &'static Socket, change: impl FnOnce(&mut Interes
             // Two different waiters must not be mixed in one word.
             consumer.disarm_data(if old == new.sets { SLEEPER_MASK } else { u32::MAX });
             if new.data != 0 {
+                point!("interest: the peer is to tell nobody");
                 let is_there = arm_data(socket, consumer, new.data);
                 come |= is_there && socket.rx_mode.load(Acquire) == Mode::Link && wants(|s| s.data);
             }
@@ -244,13 +264,13 @@ pub fn change_interest(socket: &'static Socket, change: impl FnOnce(&mut Interes
             }
         }
     }
-    // The words of sets are set when they are looked at. Sleepers are told only for a reason: a look makes two of
-    // them change the words again, and if each was told of that none would ever sleep.
-    let tell = come || !interest.members.is_empty();
+    // Whoever was armed before may have missed a change in between: let all look again; who has just come looks for
+    // itself. The words of sets are set when they are looked at. Sleepers are told only for a reason: a look makes two
+    // of them change the words again, and if each was told of that none would ever sleep. But they may have missed
+    // something whatever has changed: their part of a word is always taken out and put back.
+    let sets_look = changed && !interest.members.is_empty() && after > usize::from(after > before);
     drop(interest);
-    // Who has just come looks for itself.
-    if changed && tell && after > usize::from(after > before) {
-        // Whoever was armed before may have missed a change in between: let all look again.
+    if sets_look || come && sleep_on > 0 {
         socket.later(Task::Notify);
     }
 }

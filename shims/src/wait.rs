@@ -168,9 +168,10 @@ fn sleep<A: Wanted>(
     point!("wait: the peer knows of the sleeper");
     // Arming has taken in what had come until then; what comes later makes the descriptor readable. A peer that was
     // told of this sleeper before it says that it sleeps does not wake it, but has written before that: one more look.
-    // So what a peer that does see it has to wait for is not much more than the way into the kernel.
+    // So what a peer that does see it has to wait for is not much more than the way into the kernel. What the other has
+    // written a third thread may have taken by now: then the word is gone too, and nobody would tell of what follows.
     lease.begin();
-    if A::is_worth_a_look(socket) {
+    if A::is_worth_a_look(socket) || !ready::will_be_told(socket, lease.waiter, A::IS_DATA) {
         return Ok(Slept::Not);
     }
     let call = if A::IS_DATA { Call::Receive } else { Call::Send };

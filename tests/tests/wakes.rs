@@ -29,6 +29,7 @@ const POINTS: &[&str] = &[
     NODELAY,
     "hand back: neither set has the socket",
     "interest: it is known whom the peer is to tell",
+    "interest: the peer is to tell nobody",
     "nested: a new epoch has begun",
     "notify: it is known whom",
     "poll: is about to sleep",

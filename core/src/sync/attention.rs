@@ -42,7 +42,16 @@ impl Attention {
         if self.0.load(Ordering::SeqCst) == 0 {
             return 0;
         }
-        self.0.swap(0, Ordering::SeqCst)
+        let bits = self.0.swap(0, Ordering::SeqCst);
+        fence_after_rmw();
+        bits
+    }
+
+    /// What this side has asked for and nobody has taken. To be looked at by who has asked and only then raised its
+    /// [`SleepFlag`](super::SleepFlag): who took the word before that has found the flag down, and rings nobody.
+    #[inline]
+    pub fn left(&self) -> u32 {
+        self.0.load(Ordering::SeqCst)
     }
 
     /// Takes back what this side asked for by `bits`, touching the line only if needed. Who is just being told still

@@ -228,6 +228,49 @@ fn loom_who_is_about_to_sleep_finds_it_or_is_rung_for() {
     });
 }
 
+/// A sleeper that asks to be told and raises its flag only after that, while a third takes what has come first.
+#[test]
+fn loom_who_says_late_that_he_sleeps_is_rung_for_though_another_takes_what_came() {
+    const FIRST: u64 = 1;
+    const SECOND: u64 = 2;
+    struct Words {
+        attention: Attention,
+        flag: SleepFlag,
+        news: Published<AtomicU64>,
+        bell: Doorbell,
+    }
+    check(|| {
+        let words = Words {
+            attention: Attention::new(),
+            flag: SleepFlag::new(),
+            news: Published::default(),
+            bell: Doorbell::new(),
+        };
+        let sleeper = |words: &Words| {
+            while words.news.take_bits(FIRST | SECOND) & SECOND == 0 {
+                words.attention.arm(1);
+                words.flag.begin();
+                if words.news.look() == 0 && words.attention.left() != 0 {
+                    words.bell.wait();
+                }
+                words.flag.end();
+            }
+        };
+        let peer = |words: &Words| {
+            for what in [FIRST, SECOND] {
+                words.news.add_bits(what);
+                if words.attention.take() != 0 && words.flag.is_sleeping() {
+                    words.bell.ring();
+                }
+            }
+        };
+        let third = |words: &Words| {
+            words.news.take_bits(FIRST);
+        };
+        race(words, [sleeper, peer, third]);
+    });
+}
+
 /// Calls in the kernel while the direction's mode changes: what is to be done then is done, by the one who changes it
 /// or the last who leaves, and never beside a call that has found the old mode.
 #[test]

@@ -66,6 +66,25 @@ fn who_asks_to_be_told_finds_it_or_is_told() {
 }
 
 #[test]
+fn who_asks_before_he_says_that_he_sleeps_finds_the_word_taken_or_is_rung_for() {
+    never_miss(
+        || {
+            let attention = Attention::new();
+            attention.arm(1);
+            (attention, SleepFlag::new())
+        },
+        |(attention, flag)| {
+            flag.begin();
+            attention.left() == 0
+        },
+        |(attention, flag)| {
+            assert_eq!(attention.take(), 1);
+            flag.is_sleeping()
+        },
+    );
+}
+
+#[test]
 fn who_is_about_to_sleep_finds_it_or_is_rung_for() {
     let ways: [fn(&SleepFlag) -> bool; 2] = [|flag| flag.must_ring(&RungMark::new()), SleepFlag::is_sleeping];
     for rings in ways {

@@ -300,6 +300,138 @@ pub fn two_receivers(c: &Ctx) {
     c.log("every message has ended a wait");
 }
 
+/// How long the thread that is to sleep is given to come to where it may be held up, and to be on again.
+const ON_ITS_WAY_MS: u64 = 3;
+const ASLEEP_MS: u64 = 15;
+/// A wait each, the first of which are held up.
+const ROUNDS: usize = 10;
+
+/// A thread receives, and what comes while it is on its way to sleep another thread takes, which leaves it the next.
+pub fn data_taken(c: &Ctx) {
+    let fd = c.pair();
+    let ask = || sys::send_all(fd, b"?").ok();
+    if c.is_server() {
+        let time = std::time::Duration::from_millis(AT_MOST_MS as u64);
+        sys::set_timeout(fd, libc::SO_RCVTIMEO, time);
+        for round in 0..ROUNDS {
+            std::thread::scope(|s| {
+                let receiver = s.spawn(|| sys::recv(fd, &mut [0; LEN], 0));
+                sys::pause_ms(ON_ITS_WAY_MS);
+                ask();
+                let is_taken = loop {
+                    if receiver.is_finished() {
+                        break false;
+                    }
+                    if sys::recv(fd, &mut [0; LEN], libc::MSG_DONTWAIT).value > 0 {
+                        break true;
+                    }
+                };
+                if is_taken {
+                    sys::pause_ms(ASLEEP_MS);
+                    ask();
+                }
+                let got = receiver.join().unwrap();
+                assert_eq!(got.value, LEN as i64, "no wake-up: round {round}, {got}");
+            });
+        }
+        c.log("every wait has ended");
+    } else {
+        be_asked(fd);
+    }
+    c.close(fd);
+}
+
+/// A thread receives, and what it waits for comes while the connection is added to an epoll set under a second number,
+/// or taken out again, which changes nothing for the thread.
+pub fn set_changed(c: &Ctx) {
+    let fd = c.pair();
+    if c.is_server() {
+        let time = std::time::Duration::from_millis(AT_MOST_MS as u64);
+        sys::set_timeout(fd, libc::SO_RCVTIMEO, time);
+        let set = set_of(fd, IN);
+        let second = call!(libc::dup(fd)).ok();
+        for round in 0..ROUNDS {
+            let change = [EPOLL_CTL_ADD, EPOLL_CTL_DEL][round % 2];
+            std::thread::scope(|s| {
+                let receiver = s.spawn(|| sys::recv(fd, &mut [0; LEN], 0));
+                sys::pause_ms(ASLEEP_MS);
+                sys::send_all(fd, b"?").ok();
+                ctl(set.fd(), change, second, IN, 0).ok();
+                let got = receiver.join().unwrap();
+                assert_eq!(got.value, LEN as i64, "no wake-up: round {round}, {got}");
+            });
+        }
+        c.log("every wait has ended");
+        sys::close(second).ok();
+    } else {
+        be_asked(fd);
+    }
+    c.close(fd);
+}
+
+/// A client that answers each byte, after a moment.
+fn be_asked(fd: c_int) {
+    while sys::recv(fd, &mut [0], 0).value > 0 {
+        sys::pause_ms(1);
+        sys::send_all(fd, &[1; LEN]).ok();
+    }
+}
+
+/// A thread waits for room, and what room there is while it is on its way to sleep another thread takes, before there
+/// is more.
+pub fn room_taken(c: &Ctx) {
+    const SOME: usize = 1 << 20;
+    let fd = c.pair();
+    for round in 0..ROUNDS {
+        if c.is_server() {
+            let time = std::time::Duration::from_millis(AT_MOST_MS as u64);
+            sys::set_timeout(fd, libc::SO_SNDTIMEO, time);
+            let fill = || {
+                let mut sent = 0;
+                loop {
+                    let n = sys::send(fd, &[2; 1 << 16], libc::MSG_DONTWAIT).value;
+                    if n <= 0 {
+                        return sent;
+                    }
+                    sent += n;
+                }
+            };
+            fill();
+            std::thread::scope(|s| {
+                let sender = s.spawn(|| sys::send(fd, &[3; LEN], 0));
+                sys::pause_ms(ON_ITS_WAY_MS);
+                c.sync("some");
+                // The kernel need not make room for so little.
+                for _ in 0..ASLEEP_MS {
+                    if sender.is_finished() || fill() > 0 {
+                        break;
+                    }
+                    sys::pause_ms(1);
+                }
+                sys::pause_ms(ASLEEP_MS);
+                c.sync("all");
+                let sent = sender.join().unwrap();
+                assert_eq!(sent.value, LEN as i64, "no wake-up: round {round}, {sent}");
+            });
+            sys::send_all(fd, &[4]).ok();
+        } else {
+            c.sync("some");
+            sys::recv_up_to(fd, SOME);
+            c.sync("all");
+            let mut bytes = vec![0; SOME];
+            loop {
+                let n = sys::recv(fd, &mut bytes, 0).count();
+                if n == 0 || bytes[..n].contains(&4) {
+                    break;
+                }
+            }
+        }
+        c.sync("read");
+    }
+    c.log("every wait has ended");
+    c.close(fd);
+}
+
 /// Three threads in epoll_wait() on one set, each of which leaves after its share: whoever is left has the rest.
 pub fn crowd(c: &Ctx) {
     const EACH: usize = MESSAGES / 3;

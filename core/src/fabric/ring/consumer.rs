@@ -209,6 +209,12 @@ impl Consumer {
         self.mine().want_data.disarm(bits);
     }
 
+    /// What was [asked for](Self::arm_data) and nobody has taken, as in
+    /// [`Attention::left`](crate::sync::Attention::left).
+    pub fn data_wanted(&self) -> u32 {
+        self.mine().want_data.left()
+    }
+
     /// There is data or an end mark. This is also the condition for "readable".
     pub fn has_data(&mut self) -> Result<bool, RingError> {
         if self.tail != self.head {

@@ -209,6 +209,12 @@ impl Producer {
         self.mine().want_space.disarm(bits);
     }
 
+    /// What was [asked for](Self::arm_space) and nobody has taken, as in
+    /// [`Attention::left`](crate::sync::Attention::left).
+    pub fn space_wanted(&self) -> u32 {
+        self.mine().want_space.left()
+    }
+
     /// At least a quarter of the ring is free, or another ring is offered, or the consumer's
     /// flags say what [`consumer_flags`](Self::consumer_flags) has not yet reported. This is
     /// also the condition for "writable".

@@ -243,12 +243,15 @@ pub fn change_interest(socket: &'static Socket, change: impl FnOnce(&mut Interes
         changed |= rx.own.bits != new.sets;
         let old = std::mem::replace(&mut rx.own.bits, new.sets);
         if let Some(consumer) = rx.consumer.as_mut() {
+            // Whoever sleeps on has been told of that, or does not wait for it.
+            let was_there = consumer.has_data().unwrap_or(true);
             // Two different waiters must not be mixed in one word.
             consumer.disarm_data(if old == new.sets { SLEEPER_MASK } else { u32::MAX });
             if new.data != 0 {
                 point!("interest: the peer is to tell nobody");
                 let is_there = arm_data(socket, consumer, new.data);
-                come |= is_there && socket.rx_mode.load(Acquire) == Mode::Link && wants(|s| s.data);
+                let has_come = is_there && !was_there;
+                come |= has_come && socket.rx_mode.load(Acquire) == Mode::Link && wants(|s| s.data);
             }
         }
     }
@@ -256,11 +259,13 @@ pub fn change_interest(socket: &'static Socket, change: impl FnOnce(&mut Interes
         changed |= tx.own.bits != new.sets;
         let old = std::mem::replace(&mut tx.own.bits, new.sets);
         if let Some(producer) = tx.producer.as_mut() {
+            let was_there = producer.has_space().unwrap_or(true);
             producer.disarm_space(if old == new.sets { SLEEPER_MASK } else { u32::MAX });
             if new.space != 0 {
                 let is_there = producer.arm_space(new.space).unwrap_or(true);
                 // A direction that waits for the other's RESUME may have room.
-                come |= is_there && socket.tx_mode.load(Acquire) == Mode::Link && wants(|s| s.space);
+                let has_come = is_there && !was_there;
+                come |= has_come && socket.tx_mode.load(Acquire) == Mode::Link && wants(|s| s.space);
             }
         }
     }

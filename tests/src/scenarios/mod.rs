@@ -278,6 +278,7 @@ const NOT_IN_A_STORM: &[&str] = &[
     "numbers_more_sockets",
     "numbers_sets",
     "numbers_waits",
+    "peers_in_one_set",
     "poll_as_many_as_the_limit",
     "poll_high_fd",
     "poll_listener",

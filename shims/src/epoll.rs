@@ -506,7 +506,7 @@ impl Set {
     }
 
     /// The links, in turn.
-    pub(crate) fn from_next_link(&self) -> impl Iterator<Item = (usize, &'static Link)> + use<'_> {
+    pub(crate) fn links_in_turn(&self) -> impl Iterator<Item = (usize, &'static Link)> + use<'_> {
         let (before, rest) = self.links.split_at(self.next_link.min(self.links.len()));
         let place = |at: usize| move |(n, link): (usize, &&'static Link)| (at + n, *link);
         let rest = rest.iter().enumerate().map(place(before.len()));

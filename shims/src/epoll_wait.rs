@@ -436,7 +436,7 @@ impl Epoll {
         if !set.ready.is_empty() {
             return true;
         }
-        let found = set.from_next_link().find(|(_, link)| link.has_ready(waiter));
+        let found = set.links_in_turn().find(|(_, link)| link.has_ready(waiter));
         if let Some((at, _)) = found {
             set.next_link = at;
         }
@@ -463,7 +463,7 @@ impl Epoll {
             come.len() > before
         };
         let (mut left, mut next, mut spoke) = (usize::MAX, set.next_link, std::mem::take(&mut set.spoke));
-        for (at, link) in set.from_next_link() {
+        for (at, link) in set.links_in_turn() {
             if !link.is_remote() {
                 drain(link);
             } else if of != Sweep::Again && left > 0 {

@@ -84,3 +84,4 @@ mod verbs;
 pub mod vfork;
 mod wait;
 mod waiters;
+mod ways;

@@ -12,7 +12,6 @@ mod options;
 mod pace;
 mod promotion;
 mod told;
-pub mod ways;
 
 use std::ffi::c_int;
 use std::ops::Deref;

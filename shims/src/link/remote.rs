@@ -26,8 +26,8 @@ use crate::ahead::Device;
 use crate::config::{ZeroCopy, config};
 use crate::library::Library;
 use crate::mailbox::Command;
-use crate::socket::ways::{self, Known};
 use crate::verbs::{Pair, State};
+use crate::ways::{self, Known};
 
 /// The waiters of this process, as the engine tells them.
 pub struct Here;

@@ -5,10 +5,10 @@
 //! where there is none: each failure in a row doubles the number of sends that do not try, unless a reader has told of
 //! a buffer meanwhile.
 //!
-//! Whether it is faster at all is learned, or fixed (`ways.rs`).
+//! Whether it is faster at all is learned (`ways.rs`), or fixed by the user.
 
-use super::ways::{Contest, Known, Send, Way};
 use crate::config::ZeroCopy;
+use crate::ways::{Contest, Known, Send, Way};
 
 /// Reads of so much less than is worth a direct transfer are still those of a bulk transfer.
 const LARGE: usize = 4;

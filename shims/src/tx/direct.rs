@@ -22,10 +22,10 @@ use crate::library::Library;
 use crate::link::Remote;
 use crate::pinned::Pinned;
 use crate::ready;
-use crate::socket::ways::{Send, Way};
 use crate::socket::{Mode, Socket};
 use crate::time::{Timeout, now_ns};
 use crate::wait::{self, Wanted};
+use crate::ways::{Send, Way};
 
 /// Less is never sent so, whatever `RDMASOCK_ZCOPY_MIN` says.
 pub(super) const LEAST: usize = 4096;

@@ -66,8 +66,8 @@ impl Slots {
         }
     }
 
-    /// The next turn, for a work request that moves so many bytes; `None` when the queue is full, and then [`completed`](Self::completed) will say so when
-    /// there is room. One caller at a time.
+    /// The next turn, for a work request that moves so many bytes; `None` when the queue is full, and then
+    /// [`completed`](Self::completed) will say so when there is room. One caller at a time.
     pub fn turn(&self, bytes: u32) -> Option<Turn> {
         let number = self.posted.load(Ordering::Relaxed);
         if self.is_full(number) {

@@ -86,10 +86,10 @@ impl<Q: QueuePair> Engine<Q> {
 
     /// See [`End::invite`](super::End::invite).
     pub fn invite<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32, least: u32) {
-        if let Some(s) = self.streams.mine(theirs).and_then(|mine| self.streams.get(mine)) {
-            if std::mem::replace(&mut s.out.invites, least) != least {
-                g.dirty.push(theirs);
-            }
+        if let Some(s) = self.streams.mine(theirs).and_then(|mine| self.streams.get(mine))
+            && std::mem::replace(&mut s.out.invites, least) != least
+        {
+            g.dirty.push(theirs);
         }
     }
 

@@ -2,7 +2,8 @@ use super::*;
 
 const RING: u64 = 4 << 20;
 
-/// A stream over a link on which each way takes so many ns for a KiB, and a ring hides what a way costs until it is full.
+/// A stream over a link on which each way takes so many ns for a KiB, and a ring hides what a way costs until it is
+/// full.
 struct World {
     costs: [f64; 3],
     noise: u64,

@@ -3,9 +3,9 @@
 //!
 //! A stream goes the way that is known as the best one for its size. Now and then it puts another on trial: the two
 //! take turns, each long enough that what the turn before has left in the rings is gone when its time is taken. A turn
-//! is compared with the one before it, and what counts is which was better, by how much hardly: whatever else happens in
-//! a program hits both alike. So a clear difference is seen after a few turns, and a small one is none. The more often
-//! the best way has won the rarer are trials. What one stream has found out holds for the next ones of the link.
+//! is compared with the one before it, and what counts is which was better, by how much hardly: whatever else happens
+//! in a program hits both alike. So a clear difference is seen after a few turns, and a small one is none. The more
+//! often the best way has won the rarer are trials. What one stream has found out holds for the next ones of the link.
 //! Pure: time and positions are given.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};

@@ -27,10 +27,9 @@ impl Way {
 
     /// The next one to try after `self` and beside `best`; [`Direct`](Self::Direct) only if the sender can wait.
     fn next(self, best: Self, can_wait: bool) -> Self {
-        let of = |at: u64| Self::from_bits(at % 3);
-        let (one, other) = (of(self as u64 + 1), of(self as u64 + 2));
-        let fits = |way: Self| way != best && (can_wait || way != Self::Direct);
-        if fits(one) { one } else { other }
+        let others = (1..=3).map(|n| Self::from_bits((self as u64 + n) % 3));
+        let mut fit = others.filter(|way| *way != best && (can_wait || *way != Self::Direct));
+        fit.next().unwrap_or_default()
     }
 
     fn from_bits(bits: u64) -> Self {

@@ -186,6 +186,22 @@ fn a_stream_that_takes_the_place_of_another_ends_its_trial() {
 }
 
 #[test]
+fn the_next_way_to_try_is_another_than_the_best_and_all_have_their_turn() {
+    for best in Way::ALL {
+        let mut tried = [Way::Rings; 4];
+        for at in 1..4 {
+            tried[at] = tried[at - 1].next(best, true);
+            assert_ne!(tried[at], best);
+        }
+        assert_ne!(tried[2], tried[3]);
+        for way in Way::ALL {
+            let next = way.next(best, false);
+            assert!(next != Way::Direct && (next != best || best == Way::Direct));
+        }
+    }
+}
+
+#[test]
 fn what_is_known_fits_a_word() {
     for best in [None, Some(Way::Rings), Some(Way::Staged), Some(Way::Direct)] {
         for tried in Way::ALL {

@@ -287,11 +287,8 @@ impl Trial {
     fn on_turn(&mut self, cost: u64, position: u64) {
         if let Some(before) = self.before {
             let worse = before.max(cost);
-            let by = if worse * CLEARLY.1 > before.min(cost) * CLEARLY.0 {
-                2
-            } else {
-                1
-            };
+            let is_clear = worse.saturating_mul(CLEARLY.1) > before.min(cost).saturating_mul(CLEARLY.0);
+            let by = if is_clear { 2 } else { 1 };
             let is_challengers = (cost < before) == self.turn.is_challengers;
             self.lead += if is_challengers { by } else { -by };
         }

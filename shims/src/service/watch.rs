@@ -145,10 +145,12 @@ impl Worker {
         }
         crate::rx::view::settle(socket);
         self.forget_asks(socket);
+        if !socket.completions.is_unread() {
+            self.unwatch(socket);
+        }
+        // A send that was on the link to its end may be told of only now.
         if socket.completions.is_unread() {
             self.report_on(socket);
-        } else {
-            self.unwatch(socket);
         }
         socket.promotion.holders.on_returned();
         true

@@ -4,6 +4,7 @@
 use std::sync::atomic::Ordering::SeqCst;
 
 use rdmasock_core::stream::connection::{SocketIo as _, Task};
+use rdmasock_core::sync::store_load_fence;
 
 use crate::errno;
 use crate::holders;
@@ -48,6 +49,9 @@ pub fn on_sent_by_link(socket: &'static Socket) {
         }
         socket.completions.on_sent_by_link();
         socket.wakes.anchor.fetch_or(OUR_ERRORS, SeqCst);
+        // The service thread says that the socket is not watched, and then looks whether something is unread; we the
+        // other way round. So one of the two sees the other.
+        store_load_fence();
         if ready::is_watched(socket) {
             ready::notify_local(socket);
         } else {

@@ -103,9 +103,13 @@ pub unsafe fn receive_message(
     if !socket.completions.has_link_sends() || !crate::iov::is_plausible(message) {
         return plain();
     }
+    let errno = errno::get();
     // SAFETY: by the contract.
     within(|| match unsafe { serve(socket, &mut *message, flags) } {
-        Ok(n) => n as ssize_t,
+        Ok(n) => {
+            errno::set(errno);
+            n as ssize_t
+        }
         Err(error) => errno::fail(error.raw_os_error()),
     })
 }

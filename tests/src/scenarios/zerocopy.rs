@@ -622,7 +622,10 @@ pub fn timestamps(c: &Ctx) {
             // The time, which is first, differs.
             let words = notice.words();
             let told = (notice.used > 80).then(|| (&words[..4], &words[16..32]));
-            c.log(format_args!("{data} -> {} {:#x} {} {told:x?}", notice.r, notice.flags, notice.used));
+            c.log(format_args!(
+                "{data} -> {} {:#x} {} {told:x?}",
+                notice.r, notice.flags, notice.used
+            ));
         }
         sys::set_int(fd, SOL_SOCKET, libc::SO_TIMESTAMPING, 0).ok();
         sys::send(fd, b"numbered on", MSG_ZEROCOPY).ok();
@@ -808,6 +811,7 @@ fn promoted_at(c: &Ctx) {
         return;
     }
     turn(fd, 1).ok();
+    sys::set_int(fd, libc::IPPROTO_TCP, libc::TCP_NODELAY, 1).ok();
     let mut told = Vec::new();
     for round in 0..ROUNDS {
         for _ in 0..3 {

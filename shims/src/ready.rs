@@ -66,8 +66,8 @@ pub fn anchor(fd: BorrowedFd<'_>, events: PollFlags) -> u32 {
     }
 }
 
-/// What an anchor reports, less an error that is none: something is in the error queue (recvmsg(2)) of a connection that
-/// goes on. Of one that has failed TCP is closed when that is reported.
+/// What an anchor reports, less an error that is none: something is in the error queue (recvmsg(2)) of a connection
+/// that goes on. Of one that has failed TCP is closed when that is reported.
 pub fn without_queue(events: u32) -> u32 {
     if events & (ERR | HUP) == ERR {
         events & !ERR

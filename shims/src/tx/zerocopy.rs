@@ -1,5 +1,5 @@
-//! MSG_ZEROCOPY: sends are numbered, and complete when the memory that they were made from is the program's again. A link
-//! copies, so a send on one is complete when it returns, and the program is told so.
+//! MSG_ZEROCOPY: sends are numbered, and complete when the memory that they were made from is the program's again. A
+//! link copies, so a send on one is complete when it returns, and the program is told so.
 
 use std::sync::atomic::Ordering::SeqCst;
 

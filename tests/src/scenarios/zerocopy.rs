@@ -1,5 +1,5 @@
-//! MSG_ZEROCOPY: what the program is told of its sends, by which number, and when readiness says so; before a promotion,
-//! on a link, and back on TCP. On loopback the kernel copies, and says so (`SO_EE_CODE_ZEROCOPY_COPIED`).
+//! MSG_ZEROCOPY on a link: what the program is told of its sends, by which number, and when readiness says so. On
+//! loopback the kernel copies, and says so (`SO_EE_CODE_ZEROCOPY_COPIED`).
 
 use std::sync::atomic::{AtomicI32, Ordering::SeqCst};
 use std::thread;
@@ -7,7 +7,6 @@ use std::thread;
 use libc::{MSG_DONTWAIT, MSG_ERRQUEUE, MSG_ZEROCOPY, SOL_SOCKET, c_int};
 
 use super::epoll::{self, ET, IN, ONESHOT, OUT, log_wait};
-use super::process::{pass_fd, socketpair, take_fd};
 use super::told::until_acknowledged;
 use crate::ctx::Ctx;
 use crate::data;
@@ -42,7 +41,7 @@ fn function(name: &std::ffi::CStr) -> Option<*mut libc::c_void> {
 }
 
 /// What sends go by; `None` without the library.
-fn way(fd: c_int) -> Option<u32> {
+pub fn way(fd: c_int) -> Option<u32> {
     type Function = unsafe extern "C" fn(c_int, *mut Info) -> c_int;
     // SAFETY: the type that the header gives it.
     let ask: Function = unsafe { std::mem::transmute(function(c"rdmasock_info")?) };
@@ -53,7 +52,7 @@ fn way(fd: c_int) -> Option<u32> {
 }
 
 /// Takes the connection back to TCP for good, where the library has promoted it. Waits until it is there.
-fn prefer_tcp(fd: c_int) {
+pub fn prefer_tcp(fd: c_int) {
     type Function = unsafe extern "C" fn(c_int, c_int) -> c_int;
     let Some(found) = function(c"rdmasock_prefer") else {
         return;
@@ -66,21 +65,21 @@ fn prefer_tcp(fd: c_int) {
     }
 }
 
-fn turn(fd: c_int, on: c_int) -> Ret {
+pub fn turn(fd: c_int, on: c_int) -> Ret {
     sys::set_int(fd, SOL_SOCKET, libc::SO_ZEROCOPY, on)
 }
 
 /// One message of the error queue, into control data of `room` bytes.
-struct Notice {
-    r: Ret,
-    flags: c_int,
-    used: usize,
+pub struct Notice {
+    pub r: Ret,
+    pub flags: c_int,
+    pub used: usize,
     control: Vec<u64>,
 }
 
-const ROOM: usize = 256;
+pub const ROOM: usize = 256;
 
-fn read_notice(fd: c_int, room: usize, flags: c_int) -> Notice {
+pub fn read_notice(fd: c_int, room: usize, flags: c_int) -> Notice {
     let mut m: libc::msghdr = sys::zeroed();
     let mut control = vec![0x5555_5555_5555_5555u64; ROOM / 8];
     let mut byte = [0u8; 8];
@@ -98,19 +97,19 @@ fn read_notice(fd: c_int, room: usize, flags: c_int) -> Notice {
 
 impl Notice {
     /// Which sends it tells of.
-    fn range(&self) -> Option<(u32, u32)> {
+    pub fn range(&self) -> Option<(u32, u32)> {
         let words = self.words();
         let is_whole = self.r.value == 0 && self.used >= 32 && self.flags & libc::MSG_CTRUNC == 0;
         // The error begins behind the header, and has its numbers in its third and fifth words.
         is_whole.then(|| (words[6], words[7]))
     }
 
-    fn words(&self) -> Vec<u32> {
+    pub fn words(&self) -> Vec<u32> {
         let halves = |w: &u64| [*w as u32, (*w >> 32) as u32];
         self.control.iter().flat_map(halves).collect()
     }
 
-    fn log(&self, c: &Ctx) {
+    pub fn log(&self, c: &Ctx) {
         if self.r.failed() {
             c.log(format_args!("no notice: {}", self.r));
             return;
@@ -124,26 +123,26 @@ impl Notice {
 }
 
 /// Logs the next message, once there is one.
-fn notice(c: &Ctx, fd: c_int) {
+pub fn notice(c: &Ctx, fd: c_int) {
     let events = sys::poll_one(fd, 0, sys::SOON);
     c.log(format_args!("poll nothing -> {events:#x}"));
     read_notice(fd, ROOM, 0).log(c);
 }
 
 /// Nothing is to be read of errors.
-fn nothing(c: &Ctx, fd: c_int) {
+pub fn nothing(c: &Ctx, fd: c_int) {
     c.poll(fd, 0, 0);
     read_notice(fd, ROOM, 0).log(c);
 }
 
 /// When all that was sent has arrived its completions are in the queue, and have been merged.
-fn until_complete(fd: c_int) {
+pub fn until_complete(fd: c_int) {
     until_acknowledged(fd);
     sys::pause_ms(5);
 }
 
 /// Reads until `ids` are all told of, each once; logs them, and whether they came in their order.
-fn collect(c: &Ctx, fd: c_int, ids: std::ops::Range<u32>) {
+pub fn collect(c: &Ctx, fd: c_int, ids: std::ops::Range<u32>) {
     let (mut seen, mut ranges) = (Vec::new(), Vec::new());
     while seen.len() < ids.len() {
         assert!(sys::poll_one(fd, 0, sys::SOON) != 0, "{ids:?}, but {ranges:?}");
@@ -477,7 +476,7 @@ pub fn dup(c: &Ctx) {
     });
 }
 
-static SEVENS: [u8; 100] = [7; 100];
+pub static SEVENS: [u8; 100] = [7; 100];
 
 /// Eight threads send, one reads what is told: of each once.
 pub fn threads(c: &Ctx) {
@@ -514,337 +513,4 @@ pub fn both_ways(c: &Ctx) {
     }
     c.sync("done");
     c.close(fd);
-}
-
-/// An accepted connection has its listener's option.
-pub fn accepted(c: &Ctx) {
-    let (listener, port) = c.listener(4);
-    let fd = match listener {
-        Some(listener) => {
-            turn(listener, 1).ok();
-            c.sync("set");
-            sys::accept4(listener, 0).ok()
-        }
-        None => {
-            c.sync("set");
-            sys::connected(&Addr::v4(port))
-        }
-    };
-    c.warm_up(fd);
-    c.log(sys::get_int(fd, SOL_SOCKET, libc::SO_ZEROCOPY).1);
-    if c.is_server() {
-        sys::send(fd, b"by the listener's option", MSG_ZEROCOPY).ok();
-        until_complete(fd);
-        notice(c, fd);
-        nothing(c, fd);
-    } else {
-        sys::recv_exact(fd, 24);
-    }
-    c.sync("done");
-    c.close(fd);
-}
-
-/// The peer ends its direction, and then resets the connection: what is unread can be read all the same, and is no error
-/// of the connection's.
-pub fn reset(c: &Ctx) {
-    let fd = c.pair();
-    if c.is_server() {
-        c.sync("sent");
-        c.shutdown(fd, libc::SHUT_WR);
-        c.sync("ended");
-        c.sync("told");
-        c.close(fd);
-        return;
-    }
-    turn(fd, 1).ok();
-    sys::send(fd, b"never read", MSG_ZEROCOPY).ok();
-    until_complete(fd);
-    let set = epoll::create();
-    epoll::ctl(set, libc::EPOLL_CTL_ADD, fd, IN, 1).ok();
-    c.sync("sent");
-    c.sync("ended");
-    sys::wait_tcp_state(fd, sys::CLOSE_WAIT);
-    sys::pause_ms(50);
-    let look = || {
-        c.poll(fd, libc::POLLIN | libc::POLLOUT | libc::POLLRDHUP, 0);
-        log_wait(c, set, 0);
-        log_wait(c, set, 0);
-    };
-    look();
-    c.recv(fd, 10, 0);
-    sys::send(fd, b"nor this", MSG_ZEROCOPY).ok();
-    until_complete(fd);
-    look();
-    c.sync("told");
-    while sys::poll_one(fd, 0, sys::SOON) & libc::POLLHUP == 0 {
-        sys::pause_ms(1);
-    }
-    sys::pause_ms(50);
-    look();
-    c.so_error(fd);
-    look();
-    notice(c, fd);
-    look();
-    c.send(fd, b"broken", MSG_ZEROCOPY | libc::MSG_NOSIGNAL);
-    nothing(c, fd);
-    look();
-    c.close(fd);
-}
-
-/// What the error queue has to say of other things comes through: the times at which packets have gone, in between and
-/// with control data that are cut.
-pub fn timestamps(c: &Ctx) {
-    const TX_SOFTWARE: c_int = 1 << 1;
-    const SOFTWARE: c_int = 1 << 4;
-    const ID: c_int = 1 << 7;
-    const WITHOUT_DATA: c_int = 1 << 11;
-    let fd = c.pair();
-    if c.is_server() {
-        c.recv_to_end(fd);
-        c.close(fd);
-        return;
-    }
-    turn(fd, 1).ok();
-    sys::send(fd, b"on the link", MSG_ZEROCOPY).ok();
-    until_complete(fd);
-    notice(c, fd);
-    // Only so the kernel numbers them by the bytes that follow: else markers count that are on their way.
-    const ID_TCP: c_int = 1 << 16;
-    prefer_tcp(fd);
-    for (how, data) in [(WITHOUT_DATA, false), (0, true)] {
-        let flags = TX_SOFTWARE | SOFTWARE | ID | ID_TCP | how;
-        c.ret("set", sys::set_int(fd, SOL_SOCKET, libc::SO_TIMESTAMPING, flags));
-        for room in [ROOM, 0, 20, 70, 100, ROOM] {
-            sys::send(fd, b"timed", 0).ok();
-            until_complete(fd);
-            c.log(sys::poll_one(fd, 0, sys::SOON));
-            let notice = read_notice(fd, room, 0);
-            // The time, which is first, differs.
-            let words = notice.words();
-            let told = (notice.used > 80).then(|| (&words[..4], &words[16..32]));
-            c.log(format_args!(
-                "{data} -> {} {:#x} {} {told:x?}",
-                notice.r, notice.flags, notice.used
-            ));
-        }
-        sys::set_int(fd, SOL_SOCKET, libc::SO_TIMESTAMPING, 0).ok();
-        sys::send(fd, b"numbered on", MSG_ZEROCOPY).ok();
-        until_complete(fd);
-        notice(c, fd);
-        nothing(c, fd);
-    }
-    c.close(fd);
-}
-
-/// A link that fails, and comes back: the numbers go on over each of its stays.
-fn cut(c: &Ctx) {
-    let fd = c.pair();
-    const ROUNDS: u32 = 1500;
-    if c.is_server() {
-        for _ in 0..ROUNDS {
-            sys::recv_exact(fd, 200);
-            sys::send_all(fd, b"answer").ok();
-        }
-        c.sync("done");
-        c.close(fd);
-        return;
-    }
-    turn(fd, 1).ok();
-    sys::set_int(fd, libc::IPPROTO_TCP, libc::TCP_NODELAY, 1).ok();
-    let mut told = Vec::new();
-    let mut read = || {
-        let notice = read_notice(fd, ROOM, 0);
-        told.extend(notice.range().into_iter().flat_map(|(first, last)| first..=last));
-        told.len()
-    };
-    for round in 0..ROUNDS {
-        for _ in 0..2 {
-            sys::send(fd, &SEVENS, MSG_ZEROCOPY).ok();
-        }
-        sys::recv_exact(fd, 6);
-        if round % 50 > 40 {
-            read();
-        }
-        sys::pause_ms(2);
-    }
-    while read() < ROUNDS as usize * 2 {
-        assert!(sys::poll_one(fd, 0, sys::SOON) != 0);
-    }
-    told.sort_unstable();
-    assert!(told.into_iter().eq(0..ROUNDS * 2));
-    nothing(c, fd);
-    c.sync("done");
-    c.close(fd);
-}
-
-/// A child lets go of its copy, and the parent's numbers go on; so they do where the connection was sent on by the
-/// child, to whom the sends before it are told if nobody has read of them.
-pub fn forked(c: &Ctx) {
-    let fd = c.pair();
-    if c.is_server() {
-        c.recv_to_end(fd);
-        c.close(fd);
-        return;
-    }
-    turn(fd, 1).ok();
-    sys::send(fd, b"before", MSG_ZEROCOPY).ok();
-    until_complete(fd);
-    notice(c, fd);
-    let child = sys::fork_child(|| {
-        sys::close(fd);
-        0
-    });
-    c.log(sys::wait_child(child));
-    sys::send(fd, b"between", MSG_ZEROCOPY).ok();
-    until_complete(fd);
-    notice(c, fd);
-    let child = sys::fork_child(|| {
-        sys::send(fd, b"of the child", MSG_ZEROCOPY).ok();
-        until_complete(fd);
-        notice(c, fd);
-        nothing(c, fd);
-        0
-    });
-    c.log(sys::wait_child(child));
-    nothing(c, fd);
-    sys::send(fd, b"after", MSG_ZEROCOPY).ok();
-    until_complete(fd);
-    c.log(sys::poll_one(fd, 0, sys::SOON));
-    read_notice(fd, ROOM, 0).log(c);
-    nothing(c, fd);
-    c.close(fd);
-}
-
-/// Sends before the promotion, some of which are not read, on the link, and after it: one sequence. By `param`: what is
-/// read before the promotion.
-fn across(c: &Ctx) {
-    let fd = c.cold_pair();
-    if c.is_server() {
-        sys::recv_exact(fd, 3000);
-        c.warm_up(fd);
-        c.recv_all(fd, 5 * 1000);
-        c.sync("on the link");
-        c.recv_all(fd, 5 * 1000);
-        for _ in 0..10 {
-            c.recv_all(fd, 1000);
-            sys::send_all(fd, b"answer").ok();
-        }
-        c.recv_to_end(fd);
-        c.close(fd);
-        return;
-    }
-    // The kernel may read it until it says that it has.
-    let bytes = data::pattern(1, 0, 1000);
-    let sends = |n| {
-        for _ in 0..n {
-            sys::send(fd, &bytes, MSG_ZEROCOPY).ok();
-        }
-    };
-    let set = epoll::create();
-    epoll::ctl(set, libc::EPOLL_CTL_ADD, fd, 0, 1).ok();
-    turn(fd, 1).ok();
-    sends(2);
-    // It need not have been told of by then.
-    let mut next = match c.param % 3 {
-        1 | 2 => {
-            collect(c, fd, 0..2);
-            2
-        }
-        _ => 0,
-    };
-    sends(1);
-    if c.param % 3 == 2 {
-        collect(c, fd, 2..3);
-        next = 3;
-    }
-    c.warm_up(fd);
-    let before = way(fd);
-    sends(5);
-    assert_eq!(before, way(fd), "it has left the link");
-    c.sync("on the link");
-    if c.param / 3 % 2 == 1 {
-        collect(c, fd, next..8);
-        nothing(c, fd);
-        next = 8;
-    } else {
-        log_wait(c, set, sys::SOON);
-    }
-    if c.param / 6 == 0 {
-        prefer_tcp(fd);
-    } else {
-        // As another process gets it.
-        let [a, b] = socketpair();
-        pass_fd(a, fd).ok();
-        sys::close(take_fd(b)).ok();
-    }
-    if next < 8 {
-        c.poll(fd, 0, 0);
-        log_wait(c, set, sys::SOON);
-        log_wait(c, set, sys::SOON);
-    }
-    sends(5);
-    collect(c, fd, next..13);
-    log_wait(c, set, 0);
-    nothing(c, fd);
-    for n in 13..23 {
-        sends(1);
-        sys::recv_exact(fd, 6);
-        collect(c, fd, n..n + 1);
-    }
-    nothing(c, fd);
-    c.poll(fd, libc::POLLIN, 0);
-    log_wait(c, set, 0);
-    c.close(fd);
-}
-
-/// The connection is promoted after so many bytes, while it is sent on: each send is told of once.
-fn promoted_at(c: &Ctx) {
-    let fd = c.cold_pair();
-    const ROUNDS: u32 = 200;
-    if c.is_server() {
-        for _ in 0..ROUNDS {
-            c.recv_all(fd, 300);
-            sys::send_all(fd, b"answer").ok();
-        }
-        c.sync("done");
-        c.close(fd);
-        return;
-    }
-    turn(fd, 1).ok();
-    sys::set_int(fd, libc::IPPROTO_TCP, libc::TCP_NODELAY, 1).ok();
-    let mut told = Vec::new();
-    for round in 0..ROUNDS {
-        for _ in 0..3 {
-            sys::send(fd, &SEVENS, MSG_ZEROCOPY).ok();
-        }
-        sys::recv_exact(fd, 6);
-        if round % 7 == c.param % 7 {
-            let notice = read_notice(fd, ROOM, 0);
-            told.extend(notice.range().into_iter().flat_map(|(first, last)| first..=last));
-        }
-    }
-    while told.len() < ROUNDS as usize * 3 {
-        assert!(sys::poll_one(fd, 0, sys::SOON) != 0, "{told:?}");
-        let notice = read_notice(fd, ROOM, 0);
-        told.extend(notice.range().into_iter().flat_map(|(first, last)| first..=last));
-    }
-    told.sort_unstable();
-    assert!(told.into_iter().eq(0..ROUNDS * 3));
-    nothing(c, fd);
-    c.sync("done");
-    c.close(fd);
-}
-
-/// Adds those that differ by a number.
-pub fn add_to(all: &mut Vec<super::Scenario>) {
-    let across = |n| super::Scenario::numbered("zerocopy_across", n, across, true);
-    all.extend((0..12).map(across));
-    let promoted_at = |n: u32| {
-        super::Scenario::numbered("zerocopy_promoted_at", n, promoted_at, false)
-            .with_env("RDMASOCK_PROMOTE_AFTER", (n * 2501).to_string())
-    };
-    all.extend((0..8).map(promoted_at));
-    let mut cut = super::Scenario::numbered("zerocopy_cut", 1, cut, true);
-    cut.device = "cut=300";
-    all.push(cut);
 }

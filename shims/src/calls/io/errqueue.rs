@@ -1,6 +1,6 @@
-//! Receiving from the error queue (MSG_ERRQUEUE of recvmsg(2)), which never waits. It is the kernel's, but for one thing:
-//! what it tells of sends with MSG_ZEROCOPY is put right by what it does not know, where some of them were made on links
-//! (`completions`).
+//! Receiving from the error queue (MSG_ERRQUEUE of recvmsg(2)), which never waits. It is the kernel's, but for one
+//! thing: what it tells of sends with MSG_ZEROCOPY is put right by what it does not know, where some of them were made
+//! on links (`completions`).
 
 use std::sync::atomic::Ordering::SeqCst;
 

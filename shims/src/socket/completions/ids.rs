@@ -1,4 +1,5 @@
-//! The numbers of a connection's sends with MSG_ZEROCOPY, as the program counts them. No lock, no kernel: the arithmetic.
+//! The numbers of a connection's sends with MSG_ZEROCOPY, as the program counts them: the arithmetic, without a lock
+//! and without the kernel.
 //!
 //! The kernel numbers the sends that TCP has taken, 0, 1, 2, …; it knows nothing of those on links. So the program's
 //! number of one of the kernel's is that plus the sends on links before it. A *stay* says from which of the kernel's

@@ -38,8 +38,8 @@ pub fn accepted(c: &Ctx) {
     c.close(fd);
 }
 
-/// The peer ends its direction, and then resets the connection: what is unread can be read all the same, and is no error
-/// of the connection's.
+/// The peer ends its direction, and then resets the connection: what is unread can be read all the same, and is no
+/// error of the connection's.
 pub fn reset(c: &Ctx) {
     let fd = c.pair();
     if c.is_server() {

@@ -121,6 +121,16 @@ pub fn timestamps(c: &Ctx) {
                 notice.r, notice.flags, notice.used
             ));
         }
+        for _ in 0..2 {
+            sys::send(fd, b"timed", 0).ok();
+            until_complete(fd);
+        }
+        let mut m: [libc::mmsghdr; 3] = sys::zeroed();
+        let none = std::ptr::null_mut();
+        c.ret(
+            "recvmmsg",
+            call!(libc::recvmmsg(fd, m.as_mut_ptr(), 3, libc::MSG_ERRQUEUE, none)),
+        );
         sys::set_int(fd, SOL_SOCKET, libc::SO_TIMESTAMPING, 0).ok();
         sys::send(fd, b"numbered on", MSG_ZEROCOPY).ok();
         until_complete(fd);

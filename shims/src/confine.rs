@@ -14,9 +14,10 @@ use std::sync::atomic::Ordering::Release;
 use libc::sock_filter;
 use rdmasock_core::os::privatefd;
 use rdmasock_core::stats::Reason;
+use rdmasock_core::stream::connection::{SocketIo as _, Task};
 
 use crate::library::Library;
-use crate::socket::Socket;
+use crate::socket::{self, Socket};
 use crate::table::{self, Entry};
 use crate::{errno, pass, ready, service, time, vfork};
 
@@ -59,6 +60,12 @@ fn begin(is_harmless: impl FnOnce() -> bool) {
 
 fn let_go() {
     pass::all_on_tcp(Reason::Confined);
+    for socket in socket::in_use() {
+        // Nobody will be left to tell of it.
+        if socket.completions.forget_unread() {
+            socket.later(Task::Settle);
+        }
+    }
     time::wait_until(is_at_rest);
     if let Some(library) = Library::current() {
         tracing::info!(target: "rdmasock", "the program restricts its system calls: nothing is accelerated any more");

@@ -63,6 +63,10 @@ fn count_holders() {
             // What an ancestor has on a link, or had, is not this process's to give back.
             let is_owned = || socket.may_be_on_link() && socket.tx_mode.load(Acquire) != Mode::Foreign;
             wants_bell |= socket.promotion.holders.add_child(is_owned);
+            if socket.tx_mode.load(Acquire) != Mode::Link {
+                // The child may send too.
+                socket.completions.set_uncounted();
+            }
         }
     });
     if wants_bell {
@@ -234,6 +238,7 @@ unsafe fn forget_stream(socket: &'static Socket) {
         std::mem::forget(std::mem::take(socket.control.get_unlocked()));
         socket.control.reset();
         socket.blocking.after_fork();
+        socket.completions.after_fork();
     }
     let foreign = socket.may_be_on_link();
     socket.tx_inside.reset();

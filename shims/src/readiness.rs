@@ -3,12 +3,12 @@
 //! A direction on the link is asked through its ring, one on TCP through the kernel. While markers
 //! may be in flight it is the payload that counts, not what the kernel calls readable.
 
-use std::sync::atomic::Ordering::Acquire;
+use std::sync::atomic::Ordering::{Acquire, SeqCst};
 
 use rustix::event::PollFlags;
 
 use crate::ready::{ENDED, among_markers, arm_data, is_reader_gone, kernel, progress};
-use crate::socket::{Mode, Socket};
+use crate::socket::{KERNELS_ERRORS, Mode, OUR_ERRORS, Socket};
 use crate::tx;
 use rdmasock_core::stream::connection;
 
@@ -43,8 +43,14 @@ pub fn evaluate(socket: &'static Socket, events: u32, arm: Arm) -> u32 {
     if events & (OUT | WRBAND) != 0 {
         mask |= writable(socket, arm);
     }
-    if anchor & (ENDED | PRI) == 0 {
+    if anchor & (ENDED | PRI | KERNELS_ERRORS | OUR_ERRORS) == 0 {
         return mask;
+    }
+    if anchor & (KERNELS_ERRORS | OUR_ERRORS) != 0 {
+        mask |= error_queue(socket);
+        if anchor & (ENDED | PRI) == 0 {
+            return mask;
+        }
     }
     // Between hosts the end of TCP may be seen before what precedes it has come over the link.
     let is_early = socket.rx_mode.load(Acquire) == Mode::Link
@@ -60,6 +66,28 @@ pub fn evaluate(socket: &'static Socket, events: u32, arm: Arm) -> u32 {
         mask |= HUP;
     }
     mask | kernel(socket, PollFlags::IN | PollFlags::RDHUP | PollFlags::PRI) & (told | PRI)
+}
+
+/// Whether the error queue (recvmsg(2)) has something.
+#[cold]
+fn error_queue(socket: &'static Socket) -> u32 {
+    if socket.completions.is_unread() {
+        return ERR;
+    }
+    // What is unread from now on, here or there, says so again.
+    socket.wakes.anchor.fetch_and(!(KERNELS_ERRORS | OUR_ERRORS), SeqCst);
+    if socket.completions.is_unread() {
+        socket.wakes.anchor.fetch_or(OUR_ERRORS, SeqCst);
+        return ERR;
+    }
+    let Some(_tx) = socket.tx.lock() else {
+        return 0;
+    };
+    let mask = kernel(socket, PollFlags::empty()) & ERR;
+    if mask != 0 {
+        socket.wakes.anchor.fetch_or(KERNELS_ERRORS, SeqCst);
+    }
+    mask
 }
 
 /// The receiving direction.

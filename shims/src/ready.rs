@@ -67,6 +67,21 @@ pub fn anchor(fd: BorrowedFd<'_>, events: PollFlags) -> u32 {
     }
 }
 
+/// What an anchor reports, less an error that is none: something is in the error queue (recvmsg(2)) of a connection
+/// that goes on. Of one that has failed TCP is closed when that is reported.
+pub fn without_queue(events: u32) -> u32 {
+    if events & (ERR | HUP) == ERR {
+        events & !ERR
+    } else {
+        events
+    }
+}
+
+/// Whether an anchor of which poll(2) says this has failed, and the next call gets the error.
+pub fn has_failed(events: u32) -> bool {
+    without_queue(events) & ERR != 0
+}
+
 /// Whether the peer has ended its direction of TCP, or the connection is over. To poll(2), and to a read of nothing, a
 /// shutdown(SHUT_RD) of our own looks the same, to TCP's state it does not.
 pub fn has_peer_ended(fd: BorrowedFd<'_>) -> bool {
@@ -75,7 +90,7 @@ pub fn has_peer_ended(fd: BorrowedFd<'_>) -> bool {
 
 /// The same, given what poll(2) says.
 pub fn is_peers_end(fd: BorrowedFd<'_>, events: u32) -> bool {
-    events & ENDED != 0 && (events & ERR != 0 || !crate::sockopt::is_open_to_peer(fd))
+    events & ENDED != 0 && (has_failed(events) || !crate::sockopt::is_open_to_peer(fd))
 }
 
 /// What a direction that is scanned for markers has to read for the program (EPOLL* bits). `None` if it is scanned no

@@ -223,7 +223,7 @@ pub struct Anchor(BorrowedFd<'static>);
 
 impl Tcp for Anchor {
     fn has_failed(&self) -> bool {
-        ready::anchor(self.0, PollFlags::empty()) & libc::EPOLLERR as u32 != 0
+        ready::has_failed(ready::anchor(self.0, PollFlags::empty()))
     }
 
     fn send(&self, bytes: &[u8]) -> Result<usize, Unsent> {
@@ -270,7 +270,7 @@ impl Tcp for Anchor {
                 if is_over {
                     continue;
                 }
-                if events & ready::ENDED != 0 {
+                if ready::without_queue(events) & ready::ENDED != 0 {
                     return Peeked::Shut;
                 }
                 // FIONREAD leaves out what is behind urgent data.

@@ -5,6 +5,7 @@ mod cork;
 mod direct;
 mod room;
 pub mod sendfile;
+pub mod zerocopy;
 
 pub use cork::{cork, pass_cork, send_delayed_wake};
 pub use room::{
@@ -44,7 +45,8 @@ use rdmasock_core::stream::connection;
 const PIECE: usize = 64 * 1024;
 
 /// Flags that the link serves; any other takes the socket back to TCP.
-const SERVED: c_int = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL | libc::MSG_MORE | libc::MSG_EOR | libc::MSG_CONFIRM;
+const SERVED: c_int =
+    libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL | libc::MSG_MORE | libc::MSG_EOR | libc::MSG_CONFIRM | libc::MSG_ZEROCOPY;
 
 /// send() and its kin. `real(fd)` is libc's own call with the program's other arguments.
 ///
@@ -70,7 +72,7 @@ pub unsafe fn send(
         }
         if socket.enter_tx() {
             if began.is_named() {
-                return plain(socket, blocking::is_quick(socket, flags), || real(fd));
+                return plain(socket, flags, blocking::is_quick(socket, flags), || real(fd));
             }
             leave(socket);
         }
@@ -109,7 +111,7 @@ fn count_sent(began: &Began, n: ssize_t) {
 
 /// The kernel's call on a plain direction, which the caller has entered.
 #[inline]
-fn plain(socket: &'static Socket, is_quick: bool, real: impl FnOnce() -> ssize_t) -> ssize_t {
+fn plain(socket: &'static Socket, flags: c_int, is_quick: bool, real: impl FnOnce() -> ssize_t) -> ssize_t {
     let n = if is_quick {
         quick_or_if_cancelled(real, || leave(socket))
     } else {
@@ -117,6 +119,9 @@ fn plain(socket: &'static Socket, is_quick: bool, real: impl FnOnce() -> ssize_t
     };
     if n > 0 {
         account(socket, n as u64);
+        if flags & libc::MSG_ZEROCOPY != 0 {
+            zerocopy::on_sent_by_tcp(socket);
+        }
     } else if n < 0 && socket.told.timed_out.load(Relaxed) {
         reset::say_timed_out(socket);
     }
@@ -237,26 +242,58 @@ fn interrupted() -> SendStep {
 unsafe fn send_slow(began: Began, iov: &mut Iov, flags: c_int, real: &impl Fn(c_int) -> ssize_t) -> ssize_t {
     let mut call = Call::new(began, Direction::Send);
     let socket = call.socket;
-    crate::reclaim::reclaim(socket);
-    if flags & !SERVED != 0 {
-        within(|| take_back(socket, reason_for(flags)));
+    let mut sent = 0;
+    // SAFETY: by `send`'s contract.
+    let result = unsafe { send_loop(&mut call, iov, flags, &mut sent, real) };
+    if flags & libc::MSG_ZEROCOPY != 0 && sent > 0 {
+        zerocopy::on_sent_by_link(socket);
     }
-    let (mut sent, total) = (0usize, iov.len());
+    result.unwrap_or_else(|| {
+        let fd = call.fd;
+        drop(call);
+        // SAFETY: as above.
+        unsafe { begin_anew(fd, iov, flags, real) }
+    })
+}
+
+/// Looks and waits until all is sent, or what there is room for; `None`: the call is to begin anew. `sent` counts what
+/// has gone over a link.
+///
+/// # Safety
+/// The pieces of `iov` are readable.
+#[inline]
+unsafe fn send_loop(
+    call: &mut Call,
+    iov: &mut Iov,
+    flags: c_int,
+    sent: &mut usize,
+    real: &impl Fn(c_int) -> ssize_t,
+) -> Option<ssize_t> {
+    let socket = call.socket;
+    crate::reclaim::reclaim(socket);
+    let mut beyond = flags & !SERVED;
+    if flags & libc::MSG_ZEROCOPY != 0 && !zerocopy::is_served(socket) {
+        beyond |= libc::MSG_ZEROCOPY;
+    }
+    if beyond != 0 {
+        within(|| take_back(socket, reason_for(beyond)));
+    }
+    let total = iov.len();
     let mut patience = wait::Patience::default();
     loop {
-        if sent > 0 && socket.tx_mode.load(Acquire) == Mode::Tcp {
+        if *sent > 0 && socket.tx_mode.load(Acquire) == Mode::Tcp {
             // The rest of a send that began on the link: the program calls again.
-            return sent as ssize_t;
+            return Some(*sent as ssize_t);
         }
-        if flags & !SERVED != 0 {
+        if beyond != 0 {
             // A link between hosts is not left before the other end has answered.
             connection::wait_for_tcp(socket);
         }
         if total >= direct::LEAST && socket.tx_mode.load(Acquire) == Mode::Link {
-            let directly = direct::send(&mut call, iov, flags, total);
-            sent += directly;
+            let directly = direct::send(call, iov, flags, total);
+            *sent += directly;
             if iov.len() == 0 {
-                return sent as ssize_t;
+                return Some(*sent as ssize_t);
             }
             if directly > 0 {
                 // The reader may wait for the rest.
@@ -265,69 +302,66 @@ unsafe fn send_slow(began: Began, iov: &mut Iov, flags: c_int, real: &impl Fn(c_
         }
         let before = iov.len();
         // SAFETY: the pieces are readable by `send`'s contract.
-        let step = unsafe { step(&mut call, iov, flags) };
-        sent += before - iov.len();
+        let step = unsafe { step(call, iov, flags) };
+        *sent += before - iov.len();
         match step {
-            SendStep::Shut => return after_shutdown(sent, flags),
-            SendStep::Done if sent == 0 && before > 0 => return -1,
-            SendStep::Done => return sent as ssize_t,
+            SendStep::Shut => return Some(after_shutdown(*sent, flags)),
+            SendStep::Done if *sent == 0 && before > 0 => return Some(-1),
+            SendStep::Done => return Some(*sent as ssize_t),
             SendStep::Again => continue,
             SendStep::Elsewhere(Place::Here) => {}
-            SendStep::Elsewhere(Place::Moved) if sent == 0 => {
-                let fd = call.fd;
-                closing::look_again(socket, fd);
-                drop(call);
-                // SAFETY: as above.
-                return unsafe { begin_anew(fd, iov, flags, real) };
+            SendStep::Elsewhere(Place::Moved) if *sent == 0 => {
+                closing::look_again(socket, call.fd);
+                return None;
             }
             SendStep::Elsewhere(_) => {
                 closing::look_again(socket, call.fd);
-                return errno::after(sent, libc::EBADF);
+                return Some(errno::after(*sent, libc::EBADF));
             }
             SendStep::Ahead => {
-                let went = on_its_file(&call, |fd| outside(|| real(fd)));
+                let went = on_its_file(call, |fd| outside(|| real(fd)));
                 let n = went.unwrap_or_else(|| errno::fail(libc::EBADF));
                 if n > 0 {
                     account(socket, n as u64);
+                    if flags & libc::MSG_ZEROCOPY != 0 {
+                        zerocopy::on_sent_by_tcp(socket);
+                    }
                 }
-                return n;
+                return Some(n);
             }
             SendStep::Kernel => {
-                if sent > 0 {
-                    return sent as ssize_t;
+                if *sent > 0 {
+                    return Some(*sent as ssize_t);
                 }
                 if !call.is_held() && !call.is_named() {
-                    let fd = call.fd;
-                    drop(call);
-                    // SAFETY: as above.
-                    return unsafe { begin_anew(fd, iov, flags, real) };
+                    return None;
                 }
                 if socket.enter_tx() {
-                    let went = on_its_file(&call, |fd| {
-                        plain(socket, blocking::is_quick(socket, flags), || real(fd))
+                    let went = on_its_file(call, |fd| {
+                        plain(socket, flags, blocking::is_quick(socket, flags), || real(fd))
                     });
-                    return went.unwrap_or_else(|| {
+                    return Some(went.unwrap_or_else(|| {
                         leave(socket);
                         errno::fail(libc::EBADF)
-                    });
+                    }));
                 }
             }
             SendStep::Full => {
                 if let Err(error) = wait::may_wait(socket, flags) {
-                    return errno::after(sent, error);
+                    return Some(errno::after(*sent, error));
                 }
                 if !call.is_held() {
                     match call.hold_now() {
                         Place::Here => {}
-                        Place::Moved if sent == 0 => {
+                        Place::Moved if *sent == 0 => {
                             closing::look_again(socket, call.fd);
                             continue;
                         }
-                        Place::Moved | Place::Lost => return errno::after(sent, libc::EBADF),
+                        Place::Moved | Place::Lost => return Some(errno::after(*sent, libc::EBADF)),
                     }
                 }
                 if let Err(error) = wait::wait_for::<Space>(socket, &mut patience) {
-                    return errno::after(sent, error);
+                    return Some(errno::after(*sent, error));
                 }
             }
         }
@@ -467,7 +501,7 @@ fn reason_for(flags: c_int) -> rdmasock_core::stats::Reason {
 /// A call that only the kernel can serve, on a socket that is on its way back to TCP.
 // Not inlined: as `send_slow`.
 #[inline(never)]
-pub fn send_on_tcp(socket: &'static Socket, fd: c_int, real: &impl Fn(c_int) -> ssize_t) -> ssize_t {
+pub fn send_on_tcp(socket: &'static Socket, fd: c_int, flags: c_int, real: &impl Fn(c_int) -> ssize_t) -> ssize_t {
     crate::reclaim::reclaim(socket);
     let mut call = Call::new(Began::now(socket, fd), Direction::Send);
     let mut patience = wait::Patience::default();
@@ -476,7 +510,7 @@ pub fn send_on_tcp(socket: &'static Socket, fd: c_int, real: &impl Fn(c_int) -> 
             return outside(|| real(fd));
         }
         if socket.enter_tx() {
-            let went = on_its_file(&call, |fd| plain(socket, false, || real(fd)));
+            let went = on_its_file(&call, |fd| plain(socket, flags, false, || real(fd)));
             return went.unwrap_or_else(|| {
                 leave(socket);
                 errno::fail(libc::EBADF)

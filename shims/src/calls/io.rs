@@ -1,5 +1,6 @@
 //! The calls that move bytes.
 
+mod errqueue;
 mod file;
 mod recv;
 mod send;

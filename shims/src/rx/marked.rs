@@ -240,7 +240,7 @@ pub(super) fn is_at_mark(socket: &Socket) -> bool {
 /// from the socket.
 fn is_error_next(socket: &Socket) -> bool {
     socket.numbers.anchor_fd().is_some_and(|fd| {
-        rustix::io::ioctl_fionread(fd) == Ok(0) && ready::anchor(fd, PollFlags::IN) & libc::EPOLLERR as u32 != 0
+        rustix::io::ioctl_fionread(fd) == Ok(0) && ready::has_failed(ready::anchor(fd, PollFlags::IN))
     })
 }
 

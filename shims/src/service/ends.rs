@@ -54,7 +54,7 @@ fn has_ended(socket: &'static Socket) -> bool {
     let Some(_control) = socket.control.lock() else {
         return true;
     };
-    ready::kernel(socket, rustix::event::PollFlags::RDHUP) & ready::ENDED != 0
+    ready::without_queue(ready::kernel(socket, rustix::event::PollFlags::RDHUP)) & ready::ENDED != 0
 }
 
 /// A stream whose peer's process has ended with bytes of ours unread, which TCP does not show yet. Until it does the

@@ -45,7 +45,7 @@ pub unsafe fn sendfile(
         if socket.enter_tx() {
             if call.is_named() {
                 // What it reads may take its time.
-                return plain(socket, false, || real(fd));
+                return plain(socket, 0, false, || real(fd));
             }
             leave(socket);
         }
@@ -109,7 +109,7 @@ unsafe fn sendfile_slow(
                 return sent as ssize_t;
             }
             if socket.enter_tx() {
-                let went = on_its_file(&call, |fd| plain(socket, false, || real(fd)));
+                let went = on_its_file(&call, |fd| plain(socket, 0, false, || real(fd)));
                 return went.unwrap_or_else(|| {
                     leave(socket);
                     errno::fail(libc::EBADF)

@@ -38,6 +38,8 @@ mod told_options;
 mod unseen;
 mod urgent;
 mod wakes;
+mod zerocopy;
+mod zerocopy_more;
 
 use crate::ctx::{Ctx, Side};
 use crate::harness::Mode;
@@ -138,6 +140,8 @@ pub fn all() -> Vec<Scenario> {
         threads: warm { send_and_receive, eight_senders, four_receivers, shutdown_wakes, shutdown_wakes_pollers, close_does_not_wake, cancel, cancel_early, cancel_sender_early, cancel_pollers } cold { eight_on_one_epoll, four_acceptors }
         told: warm { counts_across_a_promotion, unread_and_half_closed, time_of_the_last, counts_across_a_demotion, counts_in_a_child, peer_killed, lengths } cold {  }
         told_options: warm { kept, how_much_is_left, how_much_is_left_by_listener, timestamps, pacing, repair, zero_copy_receive, keepalive_of_a_frozen_peer, user_timeout } cold { keepalive_of_a_host_that_is_gone, nodelay_while_promoted, nodelay_at_a_promotion }
+        zerocopy: warm { completions, control, ipv6, mapped, recvmmsg, readiness, woken, forms, dup, threads, both_ways } cold {  }
+        zerocopy_more: warm { accepted, reset, timestamps, forked } cold {  }
         wakes: warm { oneshot_over, data_taken, room_taken, set_changed } cold { poll, select, receive, epoll, edge, oneshot, added, two_sets, nested, polled_set, two_waiters, two_receivers, crowd, shared_set, forked }
     ];
     all.push(
@@ -148,6 +152,7 @@ pub fn all() -> Vec<Scenario> {
     migrate::add_to(&mut all);
     urgent::add_to(&mut all);
     ends::add_to(&mut all);
+    zerocopy_more::add_to(&mut all);
     direct_ends::add_to(&mut all);
     for scenario in all.iter_mut().filter(|s| s.name.starts_with("direct_")) {
         scenario.modes = &[Mode::Kernel, Mode::Both];
@@ -293,6 +298,8 @@ const NOT_IN_A_STORM: &[&str] = &[
     "threads_cancel_sender_early",
     "threads_close_does_not_wake",
     "threads_shutdown_wakes_pollers",
+    "zerocopy_readiness",
+    "zerocopy_woken",
 ];
 
 /// Whether a scenario says the same in a storm of signals (`storm`).

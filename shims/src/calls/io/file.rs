@@ -98,7 +98,7 @@ unsafe extern "C" fn splice_on(
         (_, Some(socket)) => {
             // SAFETY: likewise.
             let call = |out| unsafe { real.cancellable()(input, input_offset, out, out_offset, len, flags) };
-            within(|| tx::send_on_tcp(socket, out, &call))
+            within(|| tx::send_on_tcp(socket, out, 0, &call))
         }
         _ => call(),
     }

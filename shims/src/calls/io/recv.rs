@@ -3,6 +3,7 @@
 use std::cell::Cell;
 use std::sync::atomic::Ordering::Acquire;
 
+use super::errqueue;
 use super::shape::{call, fortified, vector_at};
 use crate::errno;
 use crate::iov::Iov;
@@ -61,7 +62,11 @@ call! {
 call! {
     /// `recv(2)`.
     pub fn recv(RecvFn, fd, buf: *mut c_void, len: size_t, flags: c_int) -> ssize_t;
-    fn recv_on(socket, _plain, kernel) {
+    fn recv_on(socket, plain, kernel) {
+        if flags & libc::MSG_ERRQUEUE != 0 {
+            // SAFETY: the program's buffer.
+            return unsafe { errqueue::receive(socket, buf, len, flags, plain) };
+        }
         // SAFETY: the program's buffer.
         unsafe { rx::recv(socket, fd, &mut Iov::one(buf, len), flags, &kernel) }
     }
@@ -72,7 +77,11 @@ call! {
     pub fn recvfrom(
         RecvFromFn, fd, buf: *mut c_void, len: size_t, flags: c_int, address: *mut sockaddr, address_len: *mut socklen_t
     ) -> ssize_t;
-    fn recvfrom_on(socket, _plain, kernel) {
+    fn recvfrom_on(socket, plain, kernel) {
+        if flags & libc::MSG_ERRQUEUE != 0 {
+            // SAFETY: the program's buffers.
+            return unsafe { errqueue::receive_from(socket, buf, len, flags, address, address_len, plain) };
+        }
         // SAFETY: the program's buffer.
         let n = unsafe { rx::recv(socket, fd, &mut Iov::one(buf, len), flags, &kernel) };
         if n >= 0 && !address.is_null() && !address_len.is_null() {
@@ -98,6 +107,10 @@ call! {
     /// `recvmsg(2)`.
     pub fn recvmsg(RecvMsgFn, fd, message: *mut msghdr, flags: c_int) -> ssize_t;
     fn recvmsg_on(socket, plain, kernel) {
+        if flags & libc::MSG_ERRQUEUE != 0 {
+            // SAFETY: the program's message.
+            return unsafe { errqueue::receive_message(socket, message, flags, plain) };
+        }
         // SAFETY: checked for plausibility; the program's own.
         let array = unsafe { crate::iov::plausible(message).and_then(|m| Iov::many(m.msg_iov, m.msg_iovlen)) };
         let Some(array) = array else {
@@ -246,7 +259,7 @@ unsafe fn receive_messages(
         entry.msg_len = n as c_uint;
         done += 1;
         // The kernel looks at the time only after a message.
-        if n == 0 || deadline.is_some_and(|d| d.is_over()) {
+        if n == 0 && flags & libc::MSG_ERRQUEUE == 0 || deadline.is_some_and(|d| d.is_over()) {
             break;
         }
     }

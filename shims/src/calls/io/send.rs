@@ -80,7 +80,7 @@ call! {
         let Some(mut array) = array else {
             // Control data of a TCP socket ask for something of the kernel's.
             tx::take_back(socket, rdmasock_core::stats::Reason::Unsupported);
-            return within(|| tx::send_on_tcp(socket, fd, &kernel));
+            return within(|| tx::send_on_tcp(socket, fd, flags, &kernel));
         };
         // SAFETY: the program's buffers.
         unsafe { tx::send(socket, fd, &mut array, flags, &kernel) }

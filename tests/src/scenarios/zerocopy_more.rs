@@ -1,0 +1,354 @@
+//! MSG_ZEROCOPY where the connection changes: it is promoted, goes back to TCP, comes to its end, is shared with a
+//! child, or its link fails. The numbers are one sequence.
+
+use libc::{MSG_ZEROCOPY, SOL_SOCKET, c_int};
+
+use super::epoll::{self, IN, log_wait};
+use super::process::{pass_fd, socketpair, take_fd};
+use super::zerocopy::{ROOM, SEVENS, collect, nothing, notice, prefer_tcp, read_notice, turn, until_complete, way};
+use crate::ctx::Ctx;
+use crate::data;
+use crate::sys::{self, Addr};
+
+/// An accepted connection has its listener's option.
+pub fn accepted(c: &Ctx) {
+    let (listener, port) = c.listener(4);
+    let fd = match listener {
+        Some(listener) => {
+            turn(listener, 1).ok();
+            c.sync("set");
+            sys::accept4(listener, 0).ok()
+        }
+        None => {
+            c.sync("set");
+            sys::connected(&Addr::v4(port))
+        }
+    };
+    c.warm_up(fd);
+    c.log(sys::get_int(fd, SOL_SOCKET, libc::SO_ZEROCOPY).1);
+    if c.is_server() {
+        sys::send(fd, b"by the listener's option", MSG_ZEROCOPY).ok();
+        until_complete(fd);
+        notice(c, fd);
+        nothing(c, fd);
+    } else {
+        sys::recv_exact(fd, 24);
+    }
+    c.sync("done");
+    c.close(fd);
+}
+
+/// The peer ends its direction, and then resets the connection: what is unread can be read all the same, and is no
+/// error of the connection's.
+pub fn reset(c: &Ctx) {
+    let fd = c.pair();
+    if c.is_server() {
+        c.sync("sent");
+        c.shutdown(fd, libc::SHUT_WR);
+        c.sync("ended");
+        c.sync("told");
+        c.close(fd);
+        return;
+    }
+    turn(fd, 1).ok();
+    sys::send(fd, b"never read", MSG_ZEROCOPY).ok();
+    until_complete(fd);
+    let set = epoll::create();
+    epoll::ctl(set, libc::EPOLL_CTL_ADD, fd, IN, 1).ok();
+    c.sync("sent");
+    c.sync("ended");
+    sys::wait_tcp_state(fd, sys::CLOSE_WAIT);
+    sys::pause_ms(50);
+    let look = || {
+        c.poll(fd, libc::POLLIN | libc::POLLOUT | libc::POLLRDHUP, 0);
+        log_wait(c, set, 0);
+        log_wait(c, set, 0);
+    };
+    look();
+    c.recv(fd, 10, 0);
+    sys::send(fd, b"nor this", MSG_ZEROCOPY).ok();
+    until_complete(fd);
+    look();
+    c.sync("told");
+    while sys::poll_one(fd, 0, sys::SOON) & libc::POLLHUP == 0 {
+        sys::pause_ms(1);
+    }
+    sys::pause_ms(50);
+    look();
+    c.so_error(fd);
+    look();
+    notice(c, fd);
+    look();
+    c.send(fd, b"broken", MSG_ZEROCOPY | libc::MSG_NOSIGNAL);
+    nothing(c, fd);
+    look();
+    c.close(fd);
+}
+
+/// What the error queue has to say of other things comes through: the times at which packets have gone, in between and
+/// with control data that are cut.
+pub fn timestamps(c: &Ctx) {
+    const TX_SOFTWARE: c_int = 1 << 1;
+    const SOFTWARE: c_int = 1 << 4;
+    const ID: c_int = 1 << 7;
+    const WITHOUT_DATA: c_int = 1 << 11;
+    let fd = c.pair();
+    if c.is_server() {
+        c.recv_to_end(fd);
+        c.close(fd);
+        return;
+    }
+    turn(fd, 1).ok();
+    sys::send(fd, b"on the link", MSG_ZEROCOPY).ok();
+    until_complete(fd);
+    notice(c, fd);
+    // Only so the kernel numbers them by the bytes that follow: else markers count that are on their way.
+    const ID_TCP: c_int = 1 << 16;
+    prefer_tcp(fd);
+    for (how, data) in [(WITHOUT_DATA, false), (0, true)] {
+        let flags = TX_SOFTWARE | SOFTWARE | ID | ID_TCP | how;
+        c.ret("set", sys::set_int(fd, SOL_SOCKET, libc::SO_TIMESTAMPING, flags));
+        for room in [ROOM, 0, 20, 70, 100, ROOM] {
+            sys::send(fd, b"timed", 0).ok();
+            until_complete(fd);
+            c.log(sys::poll_one(fd, 0, sys::SOON));
+            let notice = read_notice(fd, room, 0);
+            // The time, which is first, differs.
+            let words = notice.words();
+            let told = (notice.used > 80).then(|| (&words[..4], &words[16..32]));
+            c.log(format_args!(
+                "{data} -> {} {:#x} {} {told:x?}",
+                notice.r, notice.flags, notice.used
+            ));
+        }
+        for _ in 0..2 {
+            sys::send(fd, b"timed", 0).ok();
+            until_complete(fd);
+        }
+        let mut m: [libc::mmsghdr; 3] = sys::zeroed();
+        let none = std::ptr::null_mut();
+        c.ret(
+            "recvmmsg",
+            call!(libc::recvmmsg(fd, m.as_mut_ptr(), 3, libc::MSG_ERRQUEUE, none)),
+        );
+        sys::set_int(fd, SOL_SOCKET, libc::SO_TIMESTAMPING, 0).ok();
+        sys::send(fd, b"numbered on", MSG_ZEROCOPY).ok();
+        until_complete(fd);
+        notice(c, fd);
+        nothing(c, fd);
+    }
+    c.close(fd);
+}
+
+/// A link that fails, and comes back: the numbers go on over each of its stays.
+fn cut(c: &Ctx) {
+    let fd = c.pair();
+    const ROUNDS: u32 = 1500;
+    if c.is_server() {
+        for _ in 0..ROUNDS {
+            sys::recv_exact(fd, 200);
+            sys::send_all(fd, b"answer").ok();
+        }
+        c.sync("done");
+        c.close(fd);
+        return;
+    }
+    turn(fd, 1).ok();
+    sys::set_int(fd, libc::IPPROTO_TCP, libc::TCP_NODELAY, 1).ok();
+    let mut told = Vec::new();
+    let mut read = || {
+        let notice = read_notice(fd, ROOM, 0);
+        told.extend(notice.range().into_iter().flat_map(|(first, last)| first..=last));
+        told.len()
+    };
+    for round in 0..ROUNDS {
+        for _ in 0..2 {
+            sys::send(fd, &SEVENS, MSG_ZEROCOPY).ok();
+        }
+        sys::recv_exact(fd, 6);
+        if round % 50 > 40 {
+            read();
+        }
+        sys::pause_ms(2);
+    }
+    while read() < ROUNDS as usize * 2 {
+        assert!(sys::poll_one(fd, 0, sys::SOON) != 0);
+    }
+    told.sort_unstable();
+    assert!(told.into_iter().eq(0..ROUNDS * 2));
+    nothing(c, fd);
+    c.sync("done");
+    c.close(fd);
+}
+
+/// A child lets go of its copy, and the parent's numbers go on; so they do where the connection was sent on by the
+/// child, to whom the sends before it are told if nobody has read of them.
+pub fn forked(c: &Ctx) {
+    let fd = c.pair();
+    if c.is_server() {
+        c.recv_to_end(fd);
+        c.close(fd);
+        return;
+    }
+    turn(fd, 1).ok();
+    sys::send(fd, b"before", MSG_ZEROCOPY).ok();
+    until_complete(fd);
+    notice(c, fd);
+    let child = sys::fork_child(|| {
+        sys::close(fd);
+        0
+    });
+    c.log(sys::wait_child(child));
+    sys::send(fd, b"between", MSG_ZEROCOPY).ok();
+    until_complete(fd);
+    notice(c, fd);
+    let child = sys::fork_child(|| {
+        sys::send(fd, b"of the child", MSG_ZEROCOPY).ok();
+        until_complete(fd);
+        notice(c, fd);
+        nothing(c, fd);
+        0
+    });
+    c.log(sys::wait_child(child));
+    nothing(c, fd);
+    sys::send(fd, b"after", MSG_ZEROCOPY).ok();
+    until_complete(fd);
+    c.log(sys::poll_one(fd, 0, sys::SOON));
+    read_notice(fd, ROOM, 0).log(c);
+    nothing(c, fd);
+    c.close(fd);
+}
+
+/// Sends before the promotion, some of which are not read, on the link, and after it: one sequence. By `param`: what is
+/// read before the promotion.
+fn across(c: &Ctx) {
+    let fd = c.cold_pair();
+    if c.is_server() {
+        sys::recv_exact(fd, 3000);
+        c.warm_up(fd);
+        c.recv_all(fd, 5 * 1000);
+        c.sync("on the link");
+        c.recv_all(fd, 5 * 1000);
+        for _ in 0..10 {
+            c.recv_all(fd, 1000);
+            sys::send_all(fd, b"answer").ok();
+        }
+        c.recv_to_end(fd);
+        c.close(fd);
+        return;
+    }
+    // The kernel may read it until it says that it has.
+    let bytes = data::pattern(1, 0, 1000);
+    let sends = |n| {
+        for _ in 0..n {
+            sys::send(fd, &bytes, MSG_ZEROCOPY).ok();
+        }
+    };
+    let set = epoll::create();
+    epoll::ctl(set, libc::EPOLL_CTL_ADD, fd, 0, 1).ok();
+    turn(fd, 1).ok();
+    sends(2);
+    // It need not have been told of by then.
+    let mut next = match c.param % 3 {
+        1 | 2 => {
+            collect(c, fd, 0..2);
+            2
+        }
+        _ => 0,
+    };
+    sends(1);
+    if c.param % 3 == 2 {
+        collect(c, fd, 2..3);
+        next = 3;
+    }
+    c.warm_up(fd);
+    let before = way(fd);
+    sends(5);
+    assert_eq!(before, way(fd), "it has left the link");
+    c.sync("on the link");
+    if c.param / 3 % 2 == 1 {
+        collect(c, fd, next..8);
+        nothing(c, fd);
+        next = 8;
+    } else {
+        log_wait(c, set, sys::SOON);
+    }
+    if c.param / 6 == 0 {
+        prefer_tcp(fd);
+    } else {
+        // As another process gets it.
+        let [a, b] = socketpair();
+        pass_fd(a, fd).ok();
+        sys::close(take_fd(b)).ok();
+    }
+    if next < 8 {
+        c.poll(fd, 0, 0);
+        log_wait(c, set, sys::SOON);
+        log_wait(c, set, sys::SOON);
+    }
+    sends(5);
+    collect(c, fd, next..13);
+    log_wait(c, set, 0);
+    nothing(c, fd);
+    for n in 13..23 {
+        sends(1);
+        sys::recv_exact(fd, 6);
+        collect(c, fd, n..n + 1);
+    }
+    nothing(c, fd);
+    c.poll(fd, libc::POLLIN, 0);
+    log_wait(c, set, 0);
+    c.close(fd);
+}
+
+/// The connection is promoted after so many bytes, while it is sent on: each send is told of once.
+fn promoted_at(c: &Ctx) {
+    let fd = c.cold_pair();
+    const ROUNDS: u32 = 200;
+    if c.is_server() {
+        for _ in 0..ROUNDS {
+            c.recv_all(fd, 300);
+            sys::send_all(fd, b"answer").ok();
+        }
+        c.sync("done");
+        c.close(fd);
+        return;
+    }
+    turn(fd, 1).ok();
+    sys::set_int(fd, libc::IPPROTO_TCP, libc::TCP_NODELAY, 1).ok();
+    let mut told = Vec::new();
+    for round in 0..ROUNDS {
+        for _ in 0..3 {
+            sys::send(fd, &SEVENS, MSG_ZEROCOPY).ok();
+        }
+        sys::recv_exact(fd, 6);
+        if round % 7 == c.param % 7 {
+            let notice = read_notice(fd, ROOM, 0);
+            told.extend(notice.range().into_iter().flat_map(|(first, last)| first..=last));
+        }
+    }
+    while told.len() < ROUNDS as usize * 3 {
+        assert!(sys::poll_one(fd, 0, sys::SOON) != 0, "{told:?}");
+        let notice = read_notice(fd, ROOM, 0);
+        told.extend(notice.range().into_iter().flat_map(|(first, last)| first..=last));
+    }
+    told.sort_unstable();
+    assert!(told.into_iter().eq(0..ROUNDS * 3));
+    nothing(c, fd);
+    c.sync("done");
+    c.close(fd);
+}
+
+/// Adds those that differ by a number.
+pub fn add_to(all: &mut Vec<super::Scenario>) {
+    let across = |n| super::Scenario::numbered("zerocopy_across", n, across, true);
+    all.extend((0..12).map(across));
+    let promoted_at = |n: u32| {
+        super::Scenario::numbered("zerocopy_promoted_at", n, promoted_at, false)
+            .with_env("RDMASOCK_PROMOTE_AFTER", (n * 2501).to_string())
+    };
+    all.extend((0..8).map(promoted_at));
+    let mut cut = super::Scenario::numbered("zerocopy_cut", 1, cut, true);
+    cut.device = "cut=300";
+    all.push(cut);
+}

@@ -24,6 +24,11 @@ const PERIOD_NS: i64 = 700_000;
 /// The handler's descriptors, below those of the scenario's runner.
 const FIRST_FD: c_int = OWN_FDS - 20;
 
+/// Whether there is one in this process.
+pub fn blows() -> bool {
+    !TIMER.load(Relaxed).is_null()
+}
+
 static TICKS: AtomicU32 = AtomicU32::new(0);
 /// One handler at a time: they share connections.
 static IS_BUSY: AtomicBool = AtomicBool::new(false);

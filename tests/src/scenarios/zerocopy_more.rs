@@ -3,7 +3,7 @@
 
 use libc::{MSG_ZEROCOPY, SOL_SOCKET, c_int};
 
-use super::epoll::{self, IN, log_wait};
+use super::epoll::{self, IN, log_wait, log_wait_for};
 use super::process::{pass_fd, socketpair, take_fd};
 use super::zerocopy::{
     ROOM, SEVENS, collect, nothing, notice, prefer_tcp, read_notice, stays, turn, until_complete, way,
@@ -273,7 +273,7 @@ fn across(c: &Ctx) {
         nothing(c, fd);
         next = 8;
     } else {
-        log_wait(c, set, sys::SOON);
+        log_wait_for(c, set, 1);
     }
     if c.param / 6 == 0 {
         prefer_tcp(fd);
@@ -287,8 +287,8 @@ fn across(c: &Ctx) {
     sys::pause_ms(50);
     if next < 8 {
         c.poll(fd, 0, 0);
-        log_wait(c, set, sys::SOON);
-        log_wait(c, set, sys::SOON);
+        log_wait_for(c, set, 1);
+        log_wait_for(c, set, 1);
     }
     sends(5);
     collect(c, fd, next..13);

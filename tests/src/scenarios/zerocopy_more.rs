@@ -87,6 +87,21 @@ pub fn reset(c: &Ctx) {
     c.close(fd);
 }
 
+/// The client's end of a connection on which it has sent so much, and was told; the server has read all.
+fn sent_once(c: &Ctx, bytes: &[u8]) -> Option<c_int> {
+    let fd = c.pair();
+    if c.is_server() {
+        c.recv_to_end(fd);
+        c.close(fd);
+        return None;
+    }
+    turn(fd, 1).ok();
+    sys::send(fd, bytes, MSG_ZEROCOPY).ok();
+    until_complete(fd);
+    notice(c, fd);
+    Some(fd)
+}
+
 /// What the error queue has to say of other things comes through: the times at which packets have gone, in between and
 /// with control data that are cut.
 pub fn timestamps(c: &Ctx) {
@@ -94,16 +109,7 @@ pub fn timestamps(c: &Ctx) {
     const SOFTWARE: c_int = 1 << 4;
     const ID: c_int = 1 << 7;
     const WITHOUT_DATA: c_int = 1 << 11;
-    let fd = c.pair();
-    if c.is_server() {
-        c.recv_to_end(fd);
-        c.close(fd);
-        return;
-    }
-    turn(fd, 1).ok();
-    sys::send(fd, b"on the link", MSG_ZEROCOPY).ok();
-    until_complete(fd);
-    notice(c, fd);
+    let Some(fd) = sent_once(c, b"on the link") else { return };
     // Only so the kernel numbers them by the bytes that follow: else markers count that are on their way.
     const ID_TCP: c_int = 1 << 16;
     prefer_tcp(fd);
@@ -186,16 +192,7 @@ fn cut(c: &Ctx) {
 /// A child lets go of its copy, and the parent's numbers go on; so they do where the connection was sent on by the
 /// child, to whom the sends before it are told if nobody has read of them.
 pub fn forked(c: &Ctx) {
-    let fd = c.pair();
-    if c.is_server() {
-        c.recv_to_end(fd);
-        c.close(fd);
-        return;
-    }
-    turn(fd, 1).ok();
-    sys::send(fd, b"before", MSG_ZEROCOPY).ok();
-    until_complete(fd);
-    notice(c, fd);
+    let Some(fd) = sent_once(c, b"before") else { return };
     let child = sys::fork_child(|| {
         sys::close(fd);
         0

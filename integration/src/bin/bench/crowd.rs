@@ -7,6 +7,7 @@ use std::io::{BufRead, ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixListener;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -25,6 +26,11 @@ const MESSAGE: usize = 64;
 const READ: usize = 4096;
 /// Messages that an order to warm up sends on each connection.
 const WARM_UP: usize = 20;
+/// What a message consists of; and one after which the connection carries bulk, which the server only reads.
+const ORDINARY: u8 = 7;
+const BULK: u8 = 9;
+/// Bytes of a piece of bulk.
+const PIECE: usize = 64 << 10;
 
 /// One end.
 #[derive(Debug, Args)]
@@ -37,6 +43,9 @@ pub struct Crowd {
     /// Connections of this client.
     #[arg(long, default_value_t = 1)]
     pub connections: usize,
+    /// Bulk streams beside them.
+    #[arg(long, default_value_t = 0)]
+    pub bulk: usize,
     /// Messages in flight, on all of them together.
     #[arg(long, default_value_t = 1)]
     pub in_flight: usize,
@@ -53,6 +62,8 @@ pub struct Answered {
     pub served: u64,
     /// How many took how many ns, so that those of several clients can be added.
     pub times: Vec<(u64, u64)>,
+    /// Bytes of bulk that were sent in that time.
+    pub bulk: u64,
 }
 
 /// Plays one end until its standard input ends (client) or it is killed (server).
@@ -77,7 +88,7 @@ fn play(options: &Crowd) -> Result<()> {
                 println!("warm");
             }
             "go" => {
-                let answered = crowd.talk(options)?;
+                let answered = crowd.talk_beside_bulk(options)?;
                 println!("{}", serde_json::to_string(&answered)?);
             }
             other => bail!("no order: {other}"),
@@ -99,6 +110,14 @@ struct Clients {
     epoll: Epoll,
     connections: Vec<Connection>,
     next: usize,
+    bulk: Vec<TcpStream>,
+}
+
+/// What the threads of bulk streams share.
+#[derive(Default)]
+struct Bulk {
+    bytes: AtomicU64,
+    is_over: AtomicBool,
 }
 
 impl Clients {
@@ -107,6 +126,7 @@ impl Clients {
             epoll: Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?,
             connections: Vec::new(),
             next: 0,
+            bulk: Vec::new(),
         })
     }
 
@@ -122,23 +142,44 @@ impl Clients {
                 sent: VecDeque::new(),
             });
         }
+        while self.bulk.len() < options.bulk {
+            self.bulk.push(connect(&options.address)?);
+        }
         Ok(())
     }
 
     /// Enough messages on each connection for it to be promoted.
     fn warm(&mut self) -> Result<()> {
-        for connection in &mut self.connections {
+        let streams = self.connections.iter_mut().map(|connection| &mut connection.stream);
+        for stream in streams.chain(&mut self.bulk) {
             for _ in 0..WARM_UP {
-                let mut message = [7; MESSAGE];
-                connection.stream.write_all(&message)?;
-                connection.stream.read_exact(&mut message)?;
+                let mut message = [ORDINARY; MESSAGE];
+                stream.write_all(&message)?;
+                stream.read_exact(&mut message)?;
             }
         }
         Ok(())
     }
 
+    /// [`Self::talk`], while bulk goes over the other connections, each by a thread of its own.
+    fn talk_beside_bulk(&mut self, options: &Crowd) -> Result<Answered> {
+        let bulk = Bulk::default();
+        let streams = std::mem::take(&mut self.bulk);
+        let answered = std::thread::scope(|scope| {
+            for stream in &streams {
+                scope.spawn(|| bulk.send(stream));
+            }
+            let answered = self.talk(options, &bulk);
+            bulk.is_over.store(true, Relaxed);
+            answered
+        });
+        // They are looked at afterwards.
+        self.bulk = streams;
+        answered
+    }
+
     /// Keeps messages in flight for the time given; a first tenth does not count.
-    fn talk(&mut self, options: &Crowd) -> Result<Answered> {
+    fn talk(&mut self, options: &Crowd, bulk: &Bulk) -> Result<Answered> {
         let mut times = Histogram::<u64>::new(3)?;
         for _ in 0..options.in_flight {
             self.send()?;
@@ -146,8 +187,10 @@ impl Clients {
         let time = Duration::from_secs_f64(options.seconds);
         let mut served = self.answer_until(Instant::now() + time / 10, None)?;
         let begin = Instant::now();
+        let bulk_before = bulk.bytes.load(Relaxed);
         let messages = self.answer_until(begin + time, Some(&mut times))?;
         let seconds = begin.elapsed().as_secs_f64();
+        let bulk = bulk.bytes.load(Relaxed) - bulk_before;
         while self.connections.iter().any(|connection| !connection.sent.is_empty()) {
             served += self.receive(None)?;
         }
@@ -160,6 +203,7 @@ impl Clients {
             times: times
                 .map(|value| (value.value_iterated_to(), value.count_at_value()))
                 .collect(),
+            bulk,
         })
     }
 
@@ -182,7 +226,7 @@ impl Clients {
         let connection = self.connections.get_mut(self.next).context("no connection")?;
         self.next = (self.next + 1) % count;
         connection.sent.push_back(Instant::now());
-        Ok(connection.stream.write_all(&[7; MESSAGE])?)
+        Ok(connection.stream.write_all(&[ORDINARY; MESSAGE])?)
     }
 
     /// Waits for messages; how many have come back.
@@ -210,6 +254,26 @@ impl Clients {
         }
         Ok(messages)
     }
+}
+
+impl Bulk {
+    /// Sends pieces until it is over, or the server has ended.
+    fn send(&self, mut stream: &TcpStream) {
+        let piece = vec![BULK; PIECE];
+        while !self.is_over.load(Relaxed) && stream.write_all(&piece).is_ok() {
+            self.bytes.fetch_add(PIECE as u64, Relaxed);
+        }
+    }
+}
+
+/// Reads bulk to its end, in a thread of its own.
+fn drain(mut stream: TcpStream) -> Result<()> {
+    stream.set_nonblocking(false)?;
+    std::thread::spawn(move || {
+        let mut buffer = vec![0; PIECE];
+        while stream.read(&mut buffer).is_ok_and(|got| got > 0) {}
+    });
+    Ok(())
 }
 
 fn wait(epoll: &Epoll, events: &mut [EpollEvent]) -> Result<usize> {
@@ -240,23 +304,35 @@ struct Echo {
     left: Vec<u8>,
 }
 
+/// What becomes of a connection.
+#[derive(PartialEq)]
+enum Next {
+    /// More messages.
+    Open,
+    /// The client has ended.
+    Over,
+    /// Bulk.
+    Bulk,
+}
+
 impl Echo {
-    /// Sends back what can be read. False when the client has ended.
-    fn step(&mut self, epoll: &Epoll, number: u64) -> Result<bool> {
+    /// Sends back what can be read.
+    fn step(&mut self, epoll: &Epoll, number: u64) -> Result<Next> {
         let had_left = !self.left.is_empty();
         if !had_left {
             let mut buffer = [0; READ];
             match self.stream.read(&mut buffer) {
+                Ok(1..) if buffer.first() == Some(&BULK) => return Ok(Next::Bulk),
                 Ok(got @ 1..) => self.left.extend_from_slice(buffer.get(..got).unwrap_or_default()),
-                Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(true),
-                Ok(0) | Err(_) => return Ok(false),
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(Next::Open),
+                Ok(0) | Err(_) => return Ok(Next::Over),
             }
         }
         while !self.left.is_empty() {
             match self.stream.write(&self.left) {
                 Ok(sent) => drop(self.left.drain(..sent)),
                 Err(error) if error.kind() == ErrorKind::WouldBlock => break,
-                Err(_) => return Ok(false),
+                Err(_) => return Ok(Next::Over),
             }
         }
         if had_left == self.left.is_empty() {
@@ -267,7 +343,7 @@ impl Echo {
             };
             epoll.modify(&self.stream, &mut EpollEvent::new(wanted, number))?;
         }
-        Ok(true)
+        Ok(Next::Open)
     }
 }
 
@@ -289,13 +365,19 @@ fn echo(listener: &impl AsFd, accept: impl Fn() -> Result<TcpStream>) -> Result<
                     left: Vec::new(),
                 }));
             } else if let Some(slot) = echoes.get_mut(event.data() as usize) {
-                let is_open = match slot {
+                let next = match slot {
                     Some(echo) => echo.step(&epoll, event.data())?,
-                    None => true,
+                    None => Next::Open,
                 };
-                // A client that has ended leaves the set with its number.
-                if !is_open {
-                    *slot = None;
+                match (next, slot.take()) {
+                    (Next::Open, echo) => *slot = echo,
+                    // A client that has ended leaves the set with its number.
+                    (Next::Over, _) => {}
+                    (Next::Bulk, echo) => {
+                        let stream = echo.context("no connection")?.stream;
+                        epoll.delete(&stream)?;
+                        drain(stream)?;
+                    }
                 }
             }
         }

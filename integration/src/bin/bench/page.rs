@@ -55,15 +55,18 @@ const THRESHOLD: [View; 3] = [
     },
 ];
 
+const MESSAGES: View = View {
+    title: "Messages a second",
+    figures: &[Figure::Messages],
+};
+const MESSAGE_TIME: View = View {
+    title: "Time of a message there and back, µs: p50 / p99",
+    figures: &[Figure::MessageP50, Figure::MessageP99],
+};
+const BULK: [View; 3] = [MESSAGES, MESSAGE_TIME, SWEEP_THROUGHPUT];
 const SCALE: [View; 5] = [
-    View {
-        title: "Messages a second",
-        figures: &[Figure::Messages],
-    },
-    View {
-        title: "Time of a message there and back, µs: p50 / p99",
-        figures: &[Figure::MessageP50, Figure::MessageP99],
-    },
+    MESSAGES,
+    MESSAGE_TIME,
     View {
         title: "Processor µs a message: all processes / server",
         figures: &[Figure::MessageProcessor, Figure::MessageProcessorServer],
@@ -139,7 +142,7 @@ fn text(parts: &[Results]) -> String {
     losses(&mut out, &refs, Way::Tcp);
     out += "\nAnd to the Unix socket, which programs have to be written for:\n\n";
     losses(&mut out, &refs, Way::Unix);
-    for group in [&TRANSFERS, &COPYING, &CONNECTIONS, &CLIENTS] {
+    for group in [&TRANSFERS, &COPYING, &CONNECTIONS, &CLIENTS, &BESIDE] {
         let has = |results: &&Results| group.series.iter().any(|series| !results.values(*series).is_empty());
         let Some(results) = parts.iter().find(has) else {
             continue;
@@ -196,7 +199,7 @@ The runs:
 fn run_in_words(results: &Results) -> String {
     let machine = &results.machine;
     let what = match results.points.first().map(|point| point.series) {
-        Some(Series::Connections | Series::Clients) => "`bench scale`",
+        Some(Series::Connections | Series::Clients | Series::Beside) => "`bench scale`",
         Some(Series::Threshold) => "`bench threshold`",
         _ => "`bench sweep`",
     };
@@ -265,6 +268,15 @@ cores it is mostly the scheduler that is measured.",
     series: &[Series::Clients],
 };
 
+const BESIDE: Group = Group {
+    title: "Small messages beside bulk",
+    about: "\
+The same two processes with one connection of one 64 B message at a time, and beside it more and more that send pieces of 64
+KiB to the server without a pause, each by a thread at either end. With more threads than cores it is partly the scheduler
+that is measured, on kernel TCP as well. Throughput is that of all bulk streams together.",
+    series: &[Series::Beside],
+};
+
 /// The tables of what is varied.
 fn tables(out: &mut String, results: &Results, series: Series) {
     let (values, ways) = (results.values(series), results.ways(series));
@@ -272,6 +284,7 @@ fn tables(out: &mut String, results: &Results, series: Series) {
         Series::Recv | Series::Waitall | Series::Epoll => &SWEEP,
         Series::Threshold => &THRESHOLD,
         Series::Connections | Series::Clients => &SCALE,
+        Series::Beside => &BULK,
     };
     for view in views {
         let Some(first) = view.figures.first() else { continue };

@@ -85,6 +85,8 @@ pub enum Series {
     Connections,
     /// Client processes with one connection each.
     Clients,
+    /// Bulk streams beside a connection of small messages.
+    Beside,
 }
 
 impl Series {
@@ -93,7 +95,7 @@ impl Series {
     /// Those whose transfers differ in size.
     pub const TRANSFERS: [Self; 4] = [Self::Recv, Self::Waitall, Self::Epoll, Self::Threshold];
     /// Those of `scale`.
-    pub const CROWDS: [Self; 2] = [Self::Connections, Self::Clients];
+    pub const CROWDS: [Self; 3] = [Self::Connections, Self::Clients, Self::Beside];
 
     /// The heading.
     pub fn title(self) -> &'static str {
@@ -104,6 +106,7 @@ impl Series {
             Self::Threshold => "Copies against the programs' own memory",
             Self::Connections => "Connections between two processes",
             Self::Clients => "Client processes of one server",
+            Self::Beside => "Small messages beside bulk",
         }
     }
 
@@ -116,6 +119,7 @@ impl Series {
             Self::Threshold => "threshold",
             Self::Connections => "connections",
             Self::Clients => "clients",
+            Self::Beside => "beside",
         }
     }
 
@@ -125,6 +129,7 @@ impl Series {
             Self::Recv | Self::Waitall | Self::Epoll | Self::Threshold => "transfer",
             Self::Connections => "connections",
             Self::Clients => "processes",
+            Self::Beside => "bulk streams",
         }
     }
 
@@ -133,6 +138,7 @@ impl Series {
         match self {
             Self::Recv | Self::Waitall | Self::Epoll | Self::Threshold => 4.0,
             Self::Connections | Self::Clients => 10.0,
+            Self::Beside => 4.0,
         }
     }
 
@@ -148,7 +154,7 @@ impl Series {
     pub fn value(self, x: u64) -> String {
         match self {
             Self::Recv | Self::Waitall | Self::Epoll | Self::Threshold => size(x),
-            Self::Connections | Self::Clients => x.to_string(),
+            Self::Connections | Self::Clients | Self::Beside => x.to_string(),
         }
     }
 }

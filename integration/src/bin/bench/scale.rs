@@ -1,5 +1,5 @@
 //! `bench scale`: one server that echoes, with more and more connections of one client, and with more and more client
-//! processes, on each way in turn: messages a second, their time, processor time, memory and descriptors of the
+//! processes, and with more and more bulk beside one, on each way in turn: messages a second, their time, processor time, memory and descriptors of the
 //! server. The ends are in `crowd`.
 
 use std::path::PathBuf;
@@ -43,6 +43,9 @@ pub struct Options {
     /// Client processes of one server [default: 1,10,100,1000, with --quick to 100].
     #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u64).range(1..=4_000))]
     clients: Option<Vec<u64>>,
+    /// Bulk streams beside one connection [default: 0,1,4,16, with --quick to 4].
+    #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u64).range(0..=1_000))]
+    bulk: Option<Vec<u64>>,
     /// Only these ways.
     #[arg(long, value_delimiter = ',', default_value = "tcp,unix,shm,device")]
     ways: Vec<Way>,
@@ -56,15 +59,21 @@ pub fn run(options: &Options) -> Result<()> {
     let build = Build::locate()?;
     let limit = signals::raise_nofile()?;
     let rounds = options.rounds.unwrap_or(if options.quick { 1 } else { 3 });
-    let (connections, clients) = match options.quick {
-        true => (vec![1, 10, 100, 1_000], vec![1, 10, 100]),
-        false => (vec![1, 10, 100, 1_000, 10_000], vec![1, 10, 100, 1_000]),
+    let (connections, clients, bulk) = match options.quick {
+        true => (vec![1, 10, 100, 1_000], vec![1, 10, 100], vec![0, 1, 4]),
+        false => (
+            vec![1, 10, 100, 1_000, 10_000],
+            vec![1, 10, 100, 1_000],
+            vec![0, 1, 4, 16],
+        ),
     };
     let connections = options.connections.clone().unwrap_or(connections);
     let clients = options.clients.clone().unwrap_or(clients);
+    let bulk = options.bulk.clone().unwrap_or(bulk);
     let of = |series, values: Vec<u64>| values.into_iter().map(move |value| (series, value));
     let cases: Vec<_> = of(Series::Connections, connections)
         .chain(of(Series::Clients, clients))
+        .chain(of(Series::Beside, bulk))
         .collect();
 
     let mut results = Results::new(rounds, options.quick)?;
@@ -106,17 +115,20 @@ fn command(lab: &Lab, role: Role, address: &str, more: &[String]) -> Result<Cmd>
 
 /// One round of one case on one way, which all connections must have been on from its beginning to its end.
 fn measure(build: &Build, way: Way, series: Series, number: usize, seconds: f64) -> Result<Vec<(Figure, f64)>> {
-    let (processes, each) = match series {
-        Series::Clients => (number, 1),
-        _ => (1, number),
+    let (processes, each, bulk, in_flight) = match series {
+        Series::Clients => (number, 1, 0, (IN_FLIGHT / number.max(1)).max(1)),
+        Series::Beside => (1, 1, number, 1),
+        _ => (1, number, 0, IN_FLIGHT),
     };
+    let number = processes * (each + bulk);
     let lab = way.lab(build)?;
     let (server, address) = serve(&lab, way == Way::Unix, |address| {
         command(&lab, Role::Server, address, &["--server".to_owned()])
     })?;
     let options = [
         format!("--connections={each}"),
-        format!("--in-flight={}", (IN_FLIGHT / processes).max(1)),
+        format!("--bulk={bulk}"),
+        format!("--in-flight={in_flight}"),
         format!("--seconds={seconds}"),
     ];
     let mut clients: Vec<Player> = Vec::new();
@@ -140,12 +152,13 @@ fn measure(build: &Build, way: Way, series: Series, number: usize, seconds: f64)
     let status = std::fs::read_to_string(format!("/proc/{}/status", server.pid()))?;
     way.check(&build.stat, &server, number)?;
 
-    let (mut rate, mut served) = (0.0, 0);
+    let (mut rate, mut served, mut bulk_rate) = (0.0, 0, 0.0);
     let mut times = Histogram::<u64>::new(3)?;
     for answer in answers {
         let answer: Answered = serde_json::from_str(&answer)?;
         rate += answer.messages as f64 / answer.seconds;
         served += answer.served;
+        bulk_rate += answer.bulk as f64 / answer.seconds / 1e9;
         for (time, count) in answer.times {
             times.record_n(time, count)?;
         }
@@ -160,7 +173,7 @@ fn measure(build: &Build, way: Way, series: Series, number: usize, seconds: f64)
     let served = served as f64;
     let us = |quantile| times.value_at_quantile(quantile) as f64 / 1e3;
     let mib = |name| field(&status, name) / 1024.0;
-    Ok(vec![
+    let mut figures = vec![
         (Figure::Messages, rate),
         (Figure::MessageP50, us(0.5)),
         (Figure::MessageP99, us(0.99)),
@@ -175,7 +188,11 @@ fn measure(build: &Build, way: Way, series: Series, number: usize, seconds: f64)
         (Figure::Resident, mib("VmRSS:")),
         (Figure::Shared, mib("RssShmem:")),
         (Figure::Descriptors, usage.descriptors),
-    ])
+    ];
+    if bulk > 0 {
+        figures.push((Figure::Throughput, bulk_rate));
+    }
+    Ok(figures)
 }
 
 /// Gives all clients an order, and then waits for all answers.

@@ -25,7 +25,7 @@ use crate::mailbox::Command;
 use crate::points::point;
 use crate::readiness::{self, Arm};
 use crate::socket;
-use crate::spin;
+use crate::spin::{self, Peers};
 use crate::table::{self, Entry};
 use crate::time::Timeout;
 use crate::wait::Record;
@@ -202,7 +202,9 @@ impl Epoll {
             }
             if !spun {
                 spun = true;
-                let bound = self.spinner.bound();
+                let are_far = |set: &Set| set.links.iter().any(|link| link.is_remote());
+                let peers = Peers::new(self.set.lock().is_none_or(|set| are_far(&set)));
+                let bound = self.spinner.bound(peers);
                 if bound > 0 {
                     // An answer that comes at once does not wait for a look at a kernel's set that
                     // was empty the last time.
@@ -213,7 +215,7 @@ impl Epoll {
                     if k != 0 {
                         return self.with_ours(&visit, &all, k);
                     }
-                    if self.spinner.spin(bound, || self.has_ready()) {
+                    if self.spinner.spin(bound, peers, || self.has_ready()) {
                         continue;
                     }
                 }

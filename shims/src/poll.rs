@@ -23,7 +23,7 @@ use crate::points::point;
 use crate::readiness::{self, Arm};
 use crate::ready;
 use crate::socket::{Socket, Stage};
-use crate::spin::Spinner;
+use crate::spin::{Peers, Spinner};
 use crate::table::{self, Entry, Token};
 use crate::time::Timeout;
 use crate::wait::{Record, Sleeper};
@@ -114,7 +114,9 @@ fn poll_slow(set: &mut [pollfd], timeout: Timeout, real: &impl Fn(*mut pollfd, n
         point!("poll: it is seen what is the kernel's");
         let ours = evaluate(set, &tokens);
         let n = copy.len() as nfds_t;
-        let spin = if spun { 0 } else { SPINNER.bound() };
+        let is_far = |p: &pollfd| table::socket(p.fd).and_then(Socket::link).is_some_and(Link::is_remote);
+        let peers = Peers::new(set.iter().any(is_far));
+        let spin = if spun { 0 } else { SPINNER.bound(peers) };
         if ours > 0 || is_last || spin > 0 {
             if copy.iter().any(|p| p.fd >= 0) {
                 let r = real(copy.as_mut_ptr(), n, Timeout::ZERO);
@@ -128,7 +130,7 @@ fn poll_slow(set: &mut [pollfd], timeout: Timeout, real: &impl Fn(*mut pollfd, n
                 Some(_) => {}
             }
             spun = true;
-            if SPINNER.spin(spin, || evaluate(set, &tokens) > 0) {
+            if SPINNER.spin(spin, peers, || evaluate(set, &tokens) > 0) {
                 continue;
             }
         }

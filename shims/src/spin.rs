@@ -24,6 +24,21 @@ pub struct Spinner {
     in_turns: AtomicU32,
 }
 
+/// Who is waited for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Peers {
+    /// Processes of this host alone: to sleep costs this side a system call, and the peer another.
+    Near,
+    /// Others too: a sleep is dearer, for completions are to be asked for, and what they bring is another's as well.
+    Far,
+}
+
+impl Peers {
+    pub fn new(are_far: bool) -> Self {
+        if are_far { Self::Far } else { Self::Near }
+    }
+}
+
 /// How long a quick peer takes to answer, ns.
 const GLANCE: u64 = 1_000;
 /// From when on a spinning thread lets others run in between, ns: at once where they wait for a core, and else late,
@@ -58,7 +73,7 @@ impl Spinner {
     }
 
     /// For how long to spin this time, ns; 0 is not at all.
-    pub fn bound(&self) -> u64 {
+    pub fn bound(&self, of: Peers) -> u64 {
         let bound = crate::config::config().spin.as_nanos() as u64;
         if bound == 0
             || self.score.load(Relaxed) <= 0 && !self.skipped.fetch_add(1, Relaxed).is_multiple_of(PROBE_EVERY)
@@ -66,6 +81,8 @@ impl Spinner {
             return 0;
         }
         match LOAD.room() {
+            // Who is woken from a sleep comes before who has used the core for long; who yields comes after.
+            _ if of == Peers::Near && LOAD.yields.are_dear() => 0,
             Room::Free => bound,
             Room::Crowded => bound.min(SLEEP_COST),
             // The peer could not run while we spin.
@@ -81,7 +98,7 @@ impl Spinner {
 
     /// Spins until `done` or for `bound` ns; gives what `done` said last. False at once where only a
     /// sleep gets two threads off one core.
-    pub fn spin(&self, bound: u64, done: impl FnMut() -> bool) -> bool {
+    pub fn spin(&self, bound: u64, of: Peers, done: impl FnMut() -> bool) -> bool {
         if bound == 0 {
             return false;
         }
@@ -89,7 +106,7 @@ impl Spinner {
             self.in_turns.store(0, Relaxed);
             return false;
         }
-        let end = spin_for(bound, done);
+        let end = spin_for(bound, of, done);
         let score = self.score.load(Relaxed);
         let score = if end == SpinEnd::Miss { score - 1 } else { score + 2 };
         self.score.store(score.clamp(-SCORE_MAX, SCORE_MAX), Relaxed);
@@ -105,7 +122,7 @@ impl Spinner {
 /// Spins for as long as a quick peer takes to answer: before a call that costs as much. Nothing is
 /// learnt from it.
 pub fn glance(done: impl FnMut() -> bool) -> bool {
-    spin_for(GLANCE, done) != SpinEnd::Miss
+    spin_for(GLANCE, Peers::Far, done) != SpinEnd::Miss
 }
 
 /// How a spin ended.
@@ -117,7 +134,7 @@ enum SpinEnd {
     Miss,
 }
 
-fn spin_for(bound: u64, mut done: impl FnMut() -> bool) -> SpinEnd {
+fn spin_for(bound: u64, of: Peers, mut done: impl FnMut() -> bool) -> SpinEnd {
     let mut hit = SpinEnd::Hit;
     // What comes at once costs no look at the clock.
     let mut start = None;
@@ -137,6 +154,12 @@ fn spin_for(bound: u64, mut done: impl FnMut() -> bool) -> SpinEnd {
             // Whoever we wait for may have been woken onto this core.
             rustix::thread::sched_yield();
             hit = SpinEnd::HitInTurn;
+            if of == Peers::Near {
+                let after = now_ns();
+                if !LOAD.yields.on_yield(after.wrapping_sub(now), after) {
+                    return if done() { hit } else { SpinEnd::Miss };
+                }
+            }
         }
     }
 }
@@ -151,12 +174,63 @@ enum Room {
     OneCore = 2,
 }
 
+/// What letting others run has cost lately: little where they soon wait themselves, a whole slice of each where they do
+/// not. In the second case nobody of this process spins for a while, twice as long each time that it is found again.
+struct Yields {
+    dear_until: AtomicU64,
+    for_ns: AtomicU64,
+}
+
+/// A sleep and its wake-up cost less than a yield of so much, ns.
+const DEAR_YIELD: u64 = 50_000;
+/// For how long that counts at first, and at most, ns.
+const DEAR_FOR: u64 = 10_000_000;
+const DEAR_FOR_MOST: u64 = 1_000_000_000;
+
+impl Yields {
+    const fn new() -> Self {
+        Self {
+            dear_until: AtomicU64::new(0),
+            for_ns: AtomicU64::new(0),
+        }
+    }
+
+    fn are_dear(&self) -> bool {
+        let until = self.dear_until.load(Relaxed);
+        if until == 0 {
+            return false;
+        }
+        let are_dear = now_ns() < until;
+        if !are_dear {
+            self.dear_until.store(0, Relaxed);
+        }
+        are_dear
+    }
+
+    /// One has taken so long. False if there are to be no more for now.
+    fn on_yield(&self, took: u64, now: u64) -> bool {
+        let is_cheap = took < DEAR_YIELD;
+        let last = self.for_ns.load(Relaxed);
+        if is_cheap {
+            if last != 0 {
+                self.for_ns.store(0, Relaxed);
+            }
+        } else {
+            let next = (last * 2).clamp(DEAR_FOR, DEAR_FOR_MOST);
+            self.for_ns.store(next, Relaxed);
+            self.dear_until.store(now.saturating_add(next), Relaxed);
+        }
+        is_cheap
+    }
+}
+
 /// How many threads can run on this machine, read now and then.
 struct Load {
     fd: AtomicI32,
     at: AtomicU64,
     room: AtomicU8,
     cores: AtomicU32,
+    yields: Yields,
 }
 
 static LOAD: Load = Load {
@@ -164,6 +238,7 @@ static LOAD: Load = Load {
     at: AtomicU64::new(0),
     room: AtomicU8::new(Room::Free as u8),
     cores: AtomicU32::new(0),
+    yields: Yields::new(),
 };
 
 /// In a fork child, whose copy of the descriptor is closed.
@@ -226,5 +301,29 @@ impl Load {
         let text = std::str::from_utf8(text.get(..n)?).ok()?;
         let running: u32 = text.split(' ').nth(3)?.split('/').next()?.parse().ok()?;
         Some(if running <= cores { Room::Free } else { Room::Crowded })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn dear_yields_are_tried_less_and_less_often_until_one_is_cheap() {
+        let (yields, now) = (Yields::new(), now_ns());
+        assert!(!yields.are_dear() && yields.on_yield(DEAR_YIELD - 1, now) && !yields.are_dear());
+        let mut for_ns = DEAR_FOR;
+        for _ in 0..20 {
+            assert!(!yields.on_yield(DEAR_YIELD, now) && yields.are_dear());
+            assert_eq!(yields.dear_until.load(Relaxed), now + for_ns);
+            for_ns = (for_ns * 2).min(DEAR_FOR_MOST);
+        }
+        assert!(yields.on_yield(0, now));
+        assert!(!yields.on_yield(DEAR_YIELD, now));
+        assert_eq!(yields.dear_until.load(Relaxed), now + DEAR_FOR);
+        // It is over.
+        yields.on_yield(DEAR_YIELD, 0);
+        assert!(!yields.are_dear());
+        assert_eq!(yields.dear_until.load(Relaxed), 0);
     }
 }

@@ -17,6 +17,7 @@ use crate::link::{Link, Poller, Remote, Turn};
 use crate::points::point;
 use crate::ready::{self, change_interest};
 use crate::socket::{Sleeping, Socket};
+use crate::spin::Peers;
 use crate::time::{Deadline, Timeout};
 use crate::waiters::Waiters;
 
@@ -87,7 +88,8 @@ fn wait_on<A: Wanted>(socket: &'static Socket, patience: &mut Patience) -> Resul
         A::is_worth_a_look(socket)
     };
     let spins = !std::mem::take(&mut patience.was_for_others);
-    if spins && spinner.spin(spinner.bound(), come) || A::avoid_sleep(socket) {
+    let peers = Peers::new(socket.link().is_some_and(Link::is_remote));
+    if spins && spinner.spin(spinner.bound(peers), peers, come) || A::avoid_sleep(socket) {
         return Ok(true);
     }
     // Before each sleep: O_NONBLOCK may have been set since the last.

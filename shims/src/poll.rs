@@ -115,7 +115,8 @@ fn poll_slow(set: &mut [pollfd], timeout: Timeout, real: &impl Fn(*mut pollfd, n
         let ours = evaluate(set, &tokens);
         let n = copy.len() as nfds_t;
         let is_far = |p: &pollfd| table::socket(p.fd).and_then(Socket::link).is_some_and(Link::is_remote);
-        let peers = Peers::new(set.iter().any(is_far));
+        // Asked only where it matters.
+        let peers = Peers::new(spun || ours > 0 || set.iter().any(is_far));
         let spin = if spun { 0 } else { SPINNER.bound(peers) };
         if ours > 0 || is_last || spin > 0 {
             if copy.iter().any(|p| p.fd >= 0) {

@@ -215,7 +215,7 @@ impl Epoll {
                     if k != 0 {
                         return self.with_ours(&visit, &all, k);
                     }
-                    if self.spinner.spin(bound, peers, || self.has_ready()) {
+                    if self.spinner.spin(bound, || self.has_ready()) {
                         continue;
                     }
                 }

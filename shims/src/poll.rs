@@ -131,7 +131,7 @@ fn poll_slow(set: &mut [pollfd], timeout: Timeout, real: &impl Fn(*mut pollfd, n
                 Some(_) => {}
             }
             spun = true;
-            if SPINNER.spin(spin, peers, || evaluate(set, &tokens) > 0) {
+            if SPINNER.spin(spin, || evaluate(set, &tokens) > 0) {
                 continue;
             }
         }

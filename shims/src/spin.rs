@@ -16,7 +16,10 @@ use crate::time::now_ns;
 /// core. So: a score that a hit raises and a miss lowers; below the threshold only one wait in sixteen
 /// tries. While more threads can run than there are cores the bound is what a sleep and its wake-up
 /// cost: to spin that long and then sleep is at most twice as dear as the better of the two, whatever
-/// comes (Karlin et al., "Competitive randomized algorithms for nonuniform problems", 1990).
+/// comes (Karlin et al., "Competitive randomized algorithms for nonuniform problems", 1990). That does not
+/// count what becomes of a thread that has to let others run: it comes after all of them, and who is woken from a sleep
+/// before those that have used the core for long. So where there are more for more than a moment who waits for
+/// processes of this host does not spin at all.
 pub struct Spinner {
     score: AtomicI32,
     skipped: AtomicU32,
@@ -81,10 +84,9 @@ impl Spinner {
             return 0;
         }
         match LOAD.room() {
-            // Who is woken from a sleep comes before who has used the core for long; who yields comes after.
-            _ if of == Peers::Near && LOAD.yields.are_dear() => 0,
             Room::Free => bound,
-            Room::Crowded => bound.min(SLEEP_COST),
+            Room::Full if of == Peers::Near => 0,
+            Room::Crowded | Room::Full => bound.min(SLEEP_COST),
             // The peer could not run while we spin.
             Room::OneCore => 0,
         }
@@ -93,12 +95,12 @@ impl Spinner {
     /// Whether waits have ended in a spin lately, and may again. Unlike [`Self::bound`] it tries nothing anew.
     pub fn pays(&self) -> bool {
         let is_off = crate::config::config().spin.is_zero();
-        !is_off && self.score.load(Relaxed) > 0 && !matches!(LOAD.room(), Room::OneCore)
+        !is_off && self.score.load(Relaxed) > 0 && !matches!(LOAD.room(), Room::Full | Room::OneCore)
     }
 
     /// Spins until `done` or for `bound` ns; gives what `done` said last. False at once where only a
     /// sleep gets two threads off one core.
-    pub fn spin(&self, bound: u64, of: Peers, done: impl FnMut() -> bool) -> bool {
+    pub fn spin(&self, bound: u64, done: impl FnMut() -> bool) -> bool {
         if bound == 0 {
             return false;
         }
@@ -106,7 +108,7 @@ impl Spinner {
             self.in_turns.store(0, Relaxed);
             return false;
         }
-        let end = spin_for(bound, of, done);
+        let end = spin_for(bound, done);
         let score = self.score.load(Relaxed);
         let score = if end == SpinEnd::Miss { score - 1 } else { score + 2 };
         self.score.store(score.clamp(-SCORE_MAX, SCORE_MAX), Relaxed);
@@ -122,7 +124,7 @@ impl Spinner {
 /// Spins for as long as a quick peer takes to answer: before a call that costs as much. Nothing is
 /// learnt from it.
 pub fn glance(done: impl FnMut() -> bool) -> bool {
-    spin_for(GLANCE, Peers::Far, done) != SpinEnd::Miss
+    spin_for(GLANCE, done) != SpinEnd::Miss
 }
 
 /// How a spin ended.
@@ -134,7 +136,7 @@ enum SpinEnd {
     Miss,
 }
 
-fn spin_for(bound: u64, of: Peers, mut done: impl FnMut() -> bool) -> SpinEnd {
+fn spin_for(bound: u64, mut done: impl FnMut() -> bool) -> SpinEnd {
     let mut hit = SpinEnd::Hit;
     // What comes at once costs no look at the clock.
     let mut start = None;
@@ -154,12 +156,6 @@ fn spin_for(bound: u64, of: Peers, mut done: impl FnMut() -> bool) -> SpinEnd {
             // Whoever we wait for may have been woken onto this core.
             rustix::thread::sched_yield();
             hit = SpinEnd::HitInTurn;
-            if of == Peers::Near {
-                let after = now_ns();
-                if !LOAD.yields.on_yield(after.wrapping_sub(now), after) {
-                    return if done() { hit } else { SpinEnd::Miss };
-                }
-            }
         }
     }
 }
@@ -170,58 +166,11 @@ fn spin_for(bound: u64, of: Peers, mut done: impl FnMut() -> bool) -> SpinEnd {
 enum Room {
     /// No more threads can run than there are cores.
     Free = 0,
+    /// More do now.
     Crowded = 1,
-    OneCore = 2,
-}
-
-/// What letting others run has cost lately: little where they soon wait themselves, a whole slice of each where they do
-/// not. In the second case nobody of this process spins for a while, twice as long each time that it is found again.
-struct Yields {
-    dear_until: AtomicU64,
-    for_ns: AtomicU64,
-}
-
-/// A sleep and its wake-up cost less than a yield of so much, ns.
-const DEAR_YIELD: u64 = 50_000;
-/// For how long that counts at first, and at most, ns.
-const DEAR_FOR: u64 = 10_000_000;
-const DEAR_FOR_MOST: u64 = 1_000_000_000;
-
-impl Yields {
-    const fn new() -> Self {
-        Self {
-            dear_until: AtomicU64::new(0),
-            for_ns: AtomicU64::new(0),
-        }
-    }
-
-    fn are_dear(&self) -> bool {
-        let until = self.dear_until.load(Relaxed);
-        if until == 0 {
-            return false;
-        }
-        let are_dear = now_ns() < until;
-        if !are_dear {
-            self.dear_until.store(0, Relaxed);
-        }
-        are_dear
-    }
-
-    /// One has taken so long. False if there are to be no more for now.
-    fn on_yield(&self, took: u64, now: u64) -> bool {
-        let is_cheap = took < DEAR_YIELD;
-        let last = self.for_ns.load(Relaxed);
-        if is_cheap {
-            if last != 0 {
-                self.for_ns.store(0, Relaxed);
-            }
-        } else {
-            let next = (last * 2).clamp(DEAR_FOR, DEAR_FOR_MOST);
-            self.for_ns.store(next, Relaxed);
-            self.dear_until.store(now.saturating_add(next), Relaxed);
-        }
-        is_cheap
-    }
+    /// They did at the last look too.
+    Full = 2,
+    OneCore = 3,
 }
 
 /// How many threads can run on this machine, read now and then.
@@ -230,7 +179,6 @@ struct Load {
     at: AtomicU64,
     room: AtomicU8,
     cores: AtomicU32,
-    yields: Yields,
 }
 
 static LOAD: Load = Load {
@@ -238,7 +186,6 @@ static LOAD: Load = Load {
     at: AtomicU64::new(0),
     room: AtomicU8::new(Room::Free as u8),
     cores: AtomicU32::new(0),
-    yields: Yields::new(),
 };
 
 /// In a fork child, whose copy of the descriptor is closed.
@@ -266,6 +213,7 @@ impl Load {
         match self.room.load(Relaxed) {
             0 => Room::Free,
             1 => Room::Crowded,
+            2 => Room::Full,
             _ => Room::OneCore,
         }
     }
@@ -300,30 +248,11 @@ impl Load {
         // "0.00 0.01 0.05 2/123 4567": the fourth field is running/existing.
         let text = std::str::from_utf8(text.get(..n)?).ok()?;
         let running: u32 = text.split(' ').nth(3)?.split('/').next()?.parse().ok()?;
-        Some(if running <= cores { Room::Free } else { Room::Crowded })
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn dear_yields_are_tried_less_and_less_often_until_one_is_cheap() {
-        let (yields, now) = (Yields::new(), now_ns());
-        assert!(!yields.are_dear() && yields.on_yield(DEAR_YIELD - 1, now) && !yields.are_dear());
-        let mut for_ns = DEAR_FOR;
-        for _ in 0..20 {
-            assert!(!yields.on_yield(DEAR_YIELD, now) && yields.are_dear());
-            assert_eq!(yields.dear_until.load(Relaxed), now + for_ns);
-            for_ns = (for_ns * 2).min(DEAR_FOR_MOST);
-        }
-        assert!(yields.on_yield(0, now));
-        assert!(!yields.on_yield(DEAR_YIELD, now));
-        assert_eq!(yields.dear_until.load(Relaxed), now + DEAR_FOR);
-        // It is over.
-        yields.on_yield(DEAR_YIELD, 0);
-        assert!(!yields.are_dear());
-        assert_eq!(yields.dear_until.load(Relaxed), 0);
+        let was_free = self.room.load(Relaxed) == Room::Free as u8;
+        Some(match running <= cores {
+            true => Room::Free,
+            false if was_free => Room::Crowded,
+            false => Room::Full,
+        })
     }
 }

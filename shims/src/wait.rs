@@ -89,7 +89,7 @@ fn wait_on<A: Wanted>(socket: &'static Socket, patience: &mut Patience) -> Resul
     };
     let spins = !std::mem::take(&mut patience.was_for_others);
     let peers = Peers::new(socket.link().is_some_and(Link::is_remote));
-    if spins && spinner.spin(spinner.bound(peers), peers, come) || A::avoid_sleep(socket) {
+    if spins && spinner.spin(spinner.bound(peers), come) || A::avoid_sleep(socket) {
         return Ok(true);
     }
     // Before each sleep: O_NONBLOCK may have been set since the last.

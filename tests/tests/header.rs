@@ -175,7 +175,7 @@ fn play(paths: &Paths, case: &str, way: Way) -> Result<(), Failed> {
         command.env("RDMASOCK_PROMOTE_AFTER", "1000000r");
     }
     if case.starts_with("ahead") {
-        command.env("RDMASOCK_ZCOPY_MIN", "auto");
+        command.env("RDMASOCK_ZCOPY_MIN", "128K");
     }
     if case.ends_with("_cut")
         && let Way::Device(mode) = way

@@ -161,7 +161,7 @@ fn spin_for(bound: u64, mut done: impl FnMut() -> bool) -> SpinEnd {
 }
 
 /// Whether the cores are taken.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 enum Room {
     /// No more threads can run than there are cores.
@@ -171,6 +171,17 @@ enum Room {
     /// They did at the last look too.
     Full = 2,
     OneCore = 3,
+}
+
+impl Room {
+    /// With so many threads that can run on so many cores, of which there was one for each at the last look, or not.
+    fn of(running: u32, cores: u32, was_free: bool) -> Self {
+        match running <= cores {
+            true => Self::Free,
+            false if was_free => Self::Crowded,
+            false => Self::Full,
+        }
+    }
 }
 
 /// How many threads can run on this machine, read now and then.
@@ -248,11 +259,35 @@ impl Load {
         // "0.00 0.01 0.05 2/123 4567": the fourth field is running/existing.
         let text = std::str::from_utf8(text.get(..n)?).ok()?;
         let running: u32 = text.split(' ').nth(3)?.split('/').next()?.parse().ok()?;
-        let was_free = self.room.load(Relaxed) == Room::Free as u8;
-        Some(match running <= cores {
-            true => Room::Free,
-            false if was_free => Room::Crowded,
-            false => Room::Full,
-        })
+        Some(Room::of(running, cores, self.room.load(Relaxed) == Room::Free as u8))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn bound(room: Room, of: Peers) -> u64 {
+        // The next look is at the kernel clock's next tick.
+        LOAD.at.store(crate::time::tick(), Relaxed);
+        LOAD.room.store(room as u8, Relaxed);
+        Spinner::new().bound(of)
+    }
+
+    #[test]
+    fn a_moment_with_too_many_threads_is_not_yet_a_full_machine() {
+        assert_eq!(Room::of(2, 2, false), Room::Free);
+        assert_eq!(Room::of(3, 2, true), Room::Crowded);
+        assert_eq!(Room::of(3, 2, false), Room::Full);
+    }
+
+    #[test]
+    fn on_a_full_machine_nobody_spins_for_processes_of_this_host() {
+        // Another test may have looked in between, or the clock moved on.
+        let mut tries = 0..1_000;
+        assert!(tries.any(|_| bound(Room::Full, Peers::Near) == 0 && bound(Room::Full, Peers::Far) == SLEEP_COST));
+        assert!(tries.any(|_| bound(Room::Crowded, Peers::Near) == SLEEP_COST));
+        assert!(tries.any(|_| bound(Room::Free, Peers::Near) > SLEEP_COST));
+        assert!(tries.any(|_| bound(Room::OneCore, Peers::Far) == 0));
     }
 }

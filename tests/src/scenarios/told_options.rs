@@ -54,11 +54,16 @@ const KEPT: [(&str, c_int, c_int, c_int); 26] = [
 pub fn kept(c: &Ctx) {
     let fd = c.cold_pair();
     let read_back = |when: &str, fds: c_int| {
-        for (name, level, option, _) in KEPT {
-            // Where it was processed last.
-            let varies = option == libc::SO_INCOMING_CPU && level == SOL_SOCKET;
+        for (name, level, option, set) in KEPT {
             let (r, value) = sys::get_int(fds, level, option);
-            let value = if varies { c_int::from(value >= 0) } else { value };
+            let value = match (level, option) {
+                // Where it was processed last.
+                (SOL_SOCKET, libc::SO_INCOMING_CPU) => c_int::from(value >= 0),
+                // The kernel takes off some percent when it first sees how much memory a full segment takes, which a
+                // connection that is promoted early never gets on TCP (tcp_measure_rcv_mss in Linux's tcp_input.c).
+                (IPPROTO_TCP, libc::TCP_WINDOW_CLAMP) if (set * 9 / 10..set).contains(&value) => set,
+                _ => value,
+            };
             c.log(format_args!("{when}: {name} -> {r}, {value}"));
         }
         let mut name = [0; 16];

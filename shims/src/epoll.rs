@@ -12,11 +12,13 @@
 
 mod control;
 pub mod key;
+pub mod links;
 mod takeover;
 
 pub use key::without_ours;
 
 use key::Key;
+use links::Links;
 
 use std::collections::VecDeque;
 use std::ffi::c_int;
@@ -29,7 +31,7 @@ use std::sync::atomic::{
 use rustix::event::epoll as kernel;
 
 use crate::library::Library;
-use crate::link::Link;
+use crate::link::Watch;
 use crate::points::point;
 use crate::ready;
 use crate::registry::Registry;
@@ -83,14 +85,8 @@ pub(crate) struct Set {
     pub(crate) results: u64,
     /// How many items the kernel's set has.
     pub(crate) plain: usize,
-    /// Links that carry a socket of this set.
-    pub(crate) links: Vec<&'static Link>,
-    /// With which of them the next look at those to other hosts begins.
-    pub(crate) next_link: usize,
-    /// Those to other hosts that had something for the present harvest. Empty in between.
-    pub(crate) spoke: Vec<&'static Link>,
-    /// Links to other hosts whose completions the kernel's set reports.
-    pub(crate) subscribed: Vec<&'static Link>,
+    /// Those that carry a socket of this set.
+    pub(crate) links: Links,
 }
 
 /// See the module.
@@ -99,7 +95,7 @@ pub struct Epoll {
     pub(crate) set: Lock<Set>,
     /// The set's waiter, plus one.
     pub(crate) waiter: AtomicU32,
-    /// The data of what is ours in the kernel's set, once there is something ([`Key`]).
+    /// The data of the doorbell in the kernel's set, once it is there ([`Key`]).
     pub(crate) key: AtomicU64,
     /// One of the program's numbers, -1 when it has closed the last.
     pub(crate) fd: AtomicI32,
@@ -141,6 +137,8 @@ pub struct Epoll {
     /// Whose turn it is to be looked at first.
     pub(crate) turn: AtomicBool,
     pub(crate) spinner: Spinner,
+    /// For links to other hosts: whether threads sleep on the set.
+    pub(crate) watch: Watch,
 }
 
 static FREE: Lock<Vec<&'static Epoll>> = Lock::new(Vec::new());
@@ -174,6 +172,7 @@ impl Epoll {
                 full: AtomicU32::new(0),
                 turn: AtomicBool::new(false),
                 spinner: Spinner::new(),
+                watch: Watch::default(),
             })
         });
         epoll.fd.store(fd, Release);
@@ -222,6 +221,9 @@ impl Epoll {
         let Some(mut set) = self.set.lock() else {
             return;
         };
+        // The kernel's object may be other processes' too.
+        let kernel_fd = self.kernel_fd();
+        set.links.let_go(kernel_fd, &self.watch);
         drop(PrivateFd::adopt(self.own.swap(-1, AcqRel)));
         let sockets: Vec<&'static Socket> = set.items.iter().filter(|i| !i.dead).map(|i| i.socket).collect();
         *set = Set::default();
@@ -273,6 +275,7 @@ impl Epoll {
         self.inherited.store(true, Release);
         self.own.store(-1, Release);
         self.inside.reset();
+        self.watch.reset();
         self.closed.reset(false);
         self.waiter.store(0, Relaxed);
         self.plain_sleeps.reset(false);
@@ -313,11 +316,7 @@ impl Epoll {
                     kernel::EventFlags::from_bits_retain(ONESHOT),
                 );
             }
-            for remote in set.subscribed.drain(..).filter_map(Link::remote) {
-                remote.while_open(|fd| {
-                    let _ = kernel::delete(kernel_fd, fd);
-                });
-            }
+            set.links.let_go(Some(kernel_fd), &self.watch);
         }
     }
 
@@ -441,7 +440,7 @@ impl EpollSet for Epoll {
             .is_some_and(|i| i.taken && std::ptr::eq(i.socket, socket))
         {
             if let Some(link) = socket.link() {
-                set.add_link(link);
+                set.links.add(link);
             }
             set.enqueue(index);
             drop(set);
@@ -502,20 +501,6 @@ impl Set {
             && std::mem::replace(&mut item.taken, taken) != taken
         {
             self.plain = if taken { self.plain - 1 } else { self.plain + 1 };
-        }
-    }
-
-    /// The links, in turn.
-    pub(crate) fn links_in_turn(&self) -> impl Iterator<Item = (usize, &'static Link)> + use<'_> {
-        let (before, rest) = self.links.split_at(self.next_link.min(self.links.len()));
-        let place = |at: usize| move |(n, link): (usize, &&'static Link)| (at + n, *link);
-        let rest = rest.iter().enumerate().map(place(before.len()));
-        rest.chain(before.iter().enumerate().map(place(0)))
-    }
-
-    fn add_link(&mut self, link: &'static Link) {
-        if !self.links.iter().any(|l| std::ptr::eq(*l, link)) {
-            self.links.push(link);
         }
     }
 }

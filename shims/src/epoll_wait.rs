@@ -2,9 +2,11 @@
 
 mod alone;
 mod buffer;
+mod links;
 mod ours;
 mod visit;
 
+use links::{Asleep, Sweep};
 use visit::Visit;
 
 use std::cell::Cell;
@@ -14,17 +16,12 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed};
 use rdmasock_core::cycles;
 use rdmasock_core::stats::Call;
 
-use rustix::event::epoll as kernel;
-use rustix::io::Errno;
-
 use crate::duty;
-use crate::epoll::{ALWAYS, ET, Epoll, ONESHOT, Set, enqueue};
+use crate::epoll::{ALWAYS, ET, Epoll, ONESHOT, Set};
 use crate::library::Library;
-use crate::link::{Link, Poller};
 use crate::mailbox::Command;
 use crate::points::point;
 use crate::readiness::{self, Arm};
-use crate::socket;
 use crate::spin::{self, Peers};
 use crate::table::{self, Entry};
 use crate::time::Timeout;
@@ -45,21 +42,6 @@ enum Harvest {
     AfterRest,
     /// Only what has come since the last.
     News,
-}
-
-/// To look at a link to another host is to poll its completions. So where there are many, and one has something, only
-/// so many more are looked at, and the others first by the next harvest: all of them for one message each would cost
-/// more than the messages do. (Who has sent first of two peers on other hosts the network does not say either.)
-const LINKS_AFTER_ONE: usize = 16;
-
-/// Which links to other hosts are looked at; those within this one always are.
-#[derive(Clone, Copy, PartialEq)]
-enum Sweep {
-    All,
-    /// Until [enough](LINKS_AFTER_ONE) have been.
-    Some,
-    /// That had something before in the same harvest.
-    Again,
 }
 
 /// How often a harvest looks at what has come meanwhile: a set that is found in full each time is not looked at for
@@ -193,6 +175,10 @@ impl Epoll {
             }
             if deadline.is_zero() {
                 let n = self.look(&visit, events, max, real);
+                if n == 0 && visit.is_told.take() {
+                    // Links were left out of which the kernel has told.
+                    return self.harvest(&visit, &all, Harvest::AfterRest);
+                }
                 return self.with_ours(&visit, &all, n);
             }
             if !visit.enter() {
@@ -202,8 +188,7 @@ impl Epoll {
             }
             if !spun {
                 spun = true;
-                let are_far = |set: &Set| set.links.iter().any(|link| link.is_remote());
-                let peers = Peers::new(self.set.lock().is_none_or(|set| are_far(&set)));
+                let peers = Peers::new(self.set.lock().is_none_or(|set| !set.links.far.is_empty()));
                 let bound = self.spinner.bound(peers);
                 if bound > 0 {
                     // An answer that comes at once does not wait for a look at a kernel's set that
@@ -232,7 +217,7 @@ impl Epoll {
             };
             let waiters = &Library::get().waiters;
             // First: arming looks at what has come, and would ring the bell of whoever sleeps already.
-            let pollers = self.become_pollers();
+            let asleep = self.watch_links();
             point!("epoll: nothing was there");
             waiters.enter_sleep(waiter);
             point!("epoll: says that it sleeps");
@@ -243,13 +228,14 @@ impl Epoll {
             point!("epoll: is about to sleep");
             let page = Library::get().stats;
             let record = Record::begin(page, waiter, Call::Epoll, None, 0);
-            let hand_over = || pollers.iter().for_each(Poller::leave);
+            let hand_over = || asleep.iter().for_each(Asleep::hand_over);
             let n = duty::on_duty(&hand_over, || real(visit.number(), events, max, deadline.left()));
             let errno = crate::errno::get();
             point!("epoll: is awake");
             drop(record);
             waiters.leave_sleep(waiter);
-            let kept = self.after_sleep(events, n);
+            drop(asleep);
+            let kept = self.after_sleep(events, n, max);
             if n < 0 {
                 crate::errno::set(errno);
                 return n;
@@ -332,45 +318,7 @@ impl Epoll {
     ) -> c_int {
         let n = real(visit.number(), events, max, Timeout::ZERO);
         self.kernel_quiet.store(n == 0, Relaxed);
-        if n <= 0 { n } else { self.after_look(events, n) }
-    }
-
-    /// For a sleep: what completes on links to other hosts wakes this thread itself, or one that sleeps on another set.
-    /// Their descriptors are in the kernel's set from the first such sleep on, under the doorbell's key.
-    fn become_pollers(&self) -> Vec<Poller<'_>> {
-        let Some(mut set) = self.set.lock() else {
-            return Vec::new();
-        };
-        let Set { links, subscribed, .. } = &mut *set;
-        // What completes on a link that is down is of no interest, and nobody takes it: the set would be ready for
-        // as long as the queue pair is there.
-        subscribed.retain(|link| {
-            if let (false, Some(remote), Some(set)) = (link.is_alive(), link.remote(), self.kernel_fd()) {
-                remote.while_open(|fd| {
-                    let _ = kernel::delete(set, fd);
-                });
-            }
-            link.is_alive()
-        });
-        links
-            .iter()
-            .filter_map(|link| {
-                let poller = link.remote()?.become_poller()?;
-                if !subscribed.iter().any(|l| std::ptr::eq(*l, *link)) {
-                    let added = kernel::add(
-                        self.kernel_fd()?,
-                        poller.fd(),
-                        kernel::EventData::new_u64(self.key.load(Relaxed)),
-                        kernel::EventFlags::IN | kernel::EventFlags::EXCLUSIVE,
-                    );
-                    if !matches!(added, Ok(()) | Err(Errno::EXIST)) {
-                        return None;
-                    }
-                    subscribed.push(link);
-                }
-                Some(poller)
-            })
-            .collect()
+        if n <= 0 { n } else { self.after_look(visit, events, n) }
     }
 
     /// What was reported last, and alone, is likely to be the next: its ring is looked at for a moment before its peer
@@ -391,7 +339,7 @@ impl Epoll {
     /// The set has one socket left to look at, on a link within this host: it is reported if it is ready, and stays the
     /// one to be looked at.
     fn look_at_last(&'static self, visit: &Visit, events: *mut libc::epoll_event) -> Last {
-        let (Some(waiter), Some(set)) = (self.waiter(), self.set.lock()) else {
+        let (Some(waiter), Some(mut set)) = (self.waiter(), self.set.lock()) else {
             return Last::NotAlone;
         };
         let (Some(&index), 1) = (set.ready.front(), set.ready.len()) else {
@@ -401,6 +349,7 @@ impl Epoll {
         if !visit.is_here() {
             return Last::NotAlone;
         }
+        let others = set.links.have_ready(waiter);
         let Some(item) = set.items.get(index) else {
             return Last::NotAlone;
         };
@@ -409,7 +358,6 @@ impl Epoll {
             return Last::NotAlone;
         }
         let mask = readiness::evaluate(item.socket, item.events, Arm::No) & (item.events | ALWAYS);
-        let others = set.links.iter().any(|l| l.has_ready(waiter));
         if mask == 0 && !others {
             return Last::Quiet;
         }
@@ -428,76 +376,6 @@ impl Epoll {
         Last::Reported
     }
 
-    fn has_ready(&self) -> bool {
-        let Some(waiter) = self.waiter() else {
-            return true;
-        };
-        let Some(mut set) = self.set.lock() else {
-            return true;
-        };
-        if !set.ready.is_empty() {
-            return true;
-        }
-        let found = set.links_in_turn().find(|(_, link)| link.has_ready(waiter));
-        if let Some((at, _)) = found {
-            set.next_link = at;
-        }
-        found.is_some()
-    }
-
-    /// Takes over from the ready queues what peers have put there. True if links were left out that may have
-    /// something.
-    fn sweep(&'static self, set: &mut Set, of: Sweep) -> bool {
-        let Some(waiter) = self.waiter() else { return false };
-        let mut come = std::mem::take(&mut set.come);
-        let mut drain = |link: &'static Link| {
-            let before = come.len();
-            link.drain_ready(waiter, |slot, at| {
-                let Some(interest) = socket::by_slot(slot).and_then(|socket| socket.wakes.interest.lock()) else {
-                    return;
-                };
-                for m in &interest.members {
-                    if m.is_in(self) {
-                        come.push((at, m.item));
-                    }
-                }
-            });
-            come.len() > before
-        };
-        let (mut left, mut next, mut spoke) = (usize::MAX, set.next_link, std::mem::take(&mut set.spoke));
-        for (at, link) in set.links_in_turn() {
-            if !link.is_remote() {
-                drain(link);
-            } else if of != Sweep::Again && left > 0 {
-                left -= 1;
-                next = at + 1;
-                if drain(link) {
-                    spoke.push(link);
-                    left = if of == Sweep::All {
-                        left
-                    } else {
-                        left.min(LINKS_AFTER_ONE)
-                    };
-                }
-            }
-        }
-        if of == Sweep::Again {
-            spoke.iter().for_each(|link| {
-                drain(link);
-            });
-        }
-        set.next_link = next;
-        set.spoke = spoke;
-        set.come = come;
-        let Set { items, ready, come, .. } = set;
-        // A queue does not keep an order, and there is one for each link. The kernel's list is in the order of arrival.
-        come.sort_unstable();
-        for (_, index) in come.drain(..) {
-            enqueue(items, ready, index);
-        }
-        left == 0
-    }
-
     /// Reports what is ready, behind the first `front` of `max` entries, which the kernel has filled since `moves` was
     /// read.
     fn harvest(&'static self, visit: &Visit, to: &Results, how: Harvest) -> c_int {
@@ -509,9 +387,9 @@ impl Epoll {
         }
         let set = &mut *guard;
         let before = set.ready.len();
-        set.spoke.clear();
+        set.links.spoke.clear();
         let mut is_partial = self.sweep(set, Sweep::Some);
-        set.links.retain(|l| l.is_alive());
+        set.links.drop_dead(self.kernel_fd(), &self.watch);
         if how == Harvest::News {
             set.ready.rotate_left(before);
         }
@@ -528,7 +406,7 @@ impl Epoll {
                     break;
                 }
                 // Those that had something have nothing after all.
-                self.sweep(set, Sweep::All);
+                self.sweep(set, Sweep::Untold);
             } else {
                 // A look took its time: who has sent to one that was found empty, and then to one that was not, is
                 // heard now.
@@ -540,11 +418,9 @@ impl Epoll {
             }
             set.ready.rotate_left(before);
         }
-        let Set {
-            ready, again, spoke, ..
-        } = set;
+        let Set { ready, again, .. } = set;
         ready.extend(again.drain(..));
-        spoke.clear();
+        set.links.spoke.clear();
         let more = set.ready.len() > n as usize;
         let mixed = set.plain > 0 || self.has_plain.load(Relaxed);
         if self.mixed.load(Relaxed) != mixed {
@@ -631,8 +507,8 @@ impl Epoll {
             return false;
         };
         let set = &mut *guard;
-        self.sweep(set, Sweep::All);
-        set.spoke.clear();
+        self.sweep(set, Sweep::Every);
+        set.links.spoke.clear();
         for at in 0..set.ready.len() {
             let Some(item) = set.ready.get(at).and_then(|i| set.items.get(*i)) else {
                 continue;

@@ -12,6 +12,7 @@ mod local_peer;
 mod looks;
 mod remote;
 pub mod up;
+mod watchers;
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -42,6 +43,7 @@ use crate::waiters::SERVICE;
 use local_peer::LocalPeer;
 pub use local_peer::Refused;
 pub use remote::{Maintained, Poller, Remote, StandBy, Turn, has_few_addresses};
+pub use watchers::Watch;
 
 /// How long a button that the peer has not kept is not sent again, ns.
 const REFUSED_FOR: u64 = 1_000_000_000;
@@ -444,13 +446,19 @@ impl Link {
     /// Whether the peer has queued something for this waiter of ours.
     pub fn has_ready(&self, waiter: WaiterId) -> bool {
         self.progress();
+        self.is_queued(waiter)
+    }
+
+    /// The same, of what has been taken in ([`progress`](Self::progress)).
+    #[inline]
+    pub fn is_queued(&self, waiter: WaiterId) -> bool {
         on_end!(self, end => end.has_ready(waiter))
     }
 
-    /// Takes what the peer has queued for this waiter of ours, each with the [time](rdmasock_core::cycles) at which it
-    /// was. The caller looks at each, by the slot of its socket, and [judges](Self::judge).
+    /// Takes what the peer has queued for this waiter of ours, as far as it has been taken in, each with the
+    /// [time](rdmasock_core::cycles) at which it was. The caller looks at each, by the slot of its socket, and
+    /// [judges](Self::judge).
     pub fn drain_ready(&self, waiter: WaiterId, mut each: impl FnMut(u32, u64)) {
-        self.progress();
         on_end!(self, end => end.drain_ready(waiter, |vqpn| match self.slot_of(vqpn) {
             Some(slot) => each(slot, end.queued_at(vqpn)),
             None => self.judge(false),

@@ -12,12 +12,12 @@ use queue::Queue;
 use std::collections::VecDeque;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{
-    AtomicBool, AtomicI32,
+    AtomicBool, AtomicI32, AtomicU32,
     Ordering::{AcqRel, Acquire},
 };
 
 use rdmasock_core::os::privatefd::PrivateFd;
-use rdmasock_core::sync::Request;
+use rdmasock_core::sync::{Published, Request};
 use rustix::event::epoll as kernel;
 use rustix::io::Errno;
 
@@ -65,6 +65,8 @@ pub struct Mailbox {
     pub delaying: Request,
     /// The thread will look after links to other hosts.
     pub maintaining: Request,
+    /// How often the thread has begun to hear of what completes on a link to another host.
+    pub taken_back: Published<AtomicU32>,
     /// What the thread sleeps on.
     pub epoll: PrivateFd,
 }
@@ -81,6 +83,7 @@ impl Mailbox {
             ending: AtomicBool::new(false),
             delaying: Request::new(),
             maintaining: Request::new(),
+            taken_back: Published::default(),
             epoll,
         })
     }

@@ -168,6 +168,9 @@ pub fn writable(socket: &'static Socket, arm: Arm) -> u32 {
     if socket.tx_mode.load(Acquire) == Mode::Marked && !connection::flush(socket) {
         return if tx::is_above_own_send(socket) {
             kernel(socket, PollFlags::OUT | PollFlags::WRNORM) & (OUT | HUP | ERR)
+        } else if socket.tx.lock().is_some_and(|tx| tx.is_shut) {
+            // A send fails at once, though the kernel's own shutdown() may be still to follow.
+            OUT
         } else {
             0
         };

@@ -185,6 +185,7 @@ impl Worker {
         }
         for link in up::all() {
             let mut sockets = Vec::new();
+            link.progress();
             link.drain_ready(SERVICE, |slot, at| sockets.push((at, slot)));
             sockets.sort_by_key(|(at, _)| *at);
             for socket in sockets.into_iter().filter_map(|(_, slot)| socket::by_slot(slot)) {

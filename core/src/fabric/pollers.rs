@@ -41,6 +41,11 @@ impl Pollers {
         self.polling.is_empty()
     }
 
+    /// Whether not more than one polls.
+    pub fn is_at_most_one(&self) -> bool {
+        self.polling.count() <= 1
+    }
+
     /// One more polls.
     pub fn enter(&self) {
         self.polling.enter();

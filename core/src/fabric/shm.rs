@@ -325,7 +325,7 @@ impl<O: Outside> LinkEnd for End<O> {
     }
 
     fn has_ready(&self, waiter: WaiterId) -> bool {
-        self.sweeps.has_ready(&self.mine, waiter)
+        Sweeps::has_ready(&self.mine, waiter)
     }
 }
 

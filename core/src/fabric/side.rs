@@ -217,11 +217,11 @@ impl Sweeps {
         let Some(queue) = mine.queue(waiter) else {
             return;
         };
-        let sweep = match self.0.get(waiter.0.into()) {
-            None if ReadyCursor::new().is_idle(&queue) => return,
-            None => self.0.make(waiter.0.into()),
-            made => made,
-        };
+        // The last one has left nothing behind.
+        if ReadyCursor::new().is_idle(&queue) {
+            return;
+        }
+        let sweep = self.0.get(waiter.0.into()).or_else(|| self.0.make(waiter.0.into()));
         let Some(mut cursor) = sweep.and_then(|s| s.0.lock()) else {
             return;
         };
@@ -231,15 +231,11 @@ impl Sweeps {
         }
     }
 
-    /// Whether something is queued for `waiter` in `mine`.
-    pub fn has_ready(&self, mine: &Side, waiter: WaiterId) -> bool {
-        let Some(queue) = mine.queue(waiter) else {
-            return false;
-        };
-        match self.0.get(waiter.0.into()) {
-            Some(sweep) => sweep.0.lock().is_none_or(|c| !c.is_idle(&queue)),
-            None => !ReadyCursor::new().is_idle(&queue),
-        }
+    /// Whether something is queued for `waiter` in `mine`, and nobody is about to take it: a [`drain`](Self::drain)
+    /// leaves nothing behind. A set asks each of its links before each sleep, so no lock.
+    pub fn has_ready(mine: &Side, waiter: WaiterId) -> bool {
+        mine.queue(waiter)
+            .is_some_and(|queue| !ReadyCursor::new().is_idle(&queue))
     }
 
     /// For another arena.

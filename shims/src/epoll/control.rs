@@ -169,7 +169,7 @@ impl Epoll {
             set.set_taken(index, true);
             self.activate(&mut set);
             if let Some(link) = socket.link() {
-                set.add_link(link);
+                set.links.add(link);
             }
             set.enqueue(index);
             drop(set);

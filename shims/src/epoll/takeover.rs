@@ -61,7 +61,7 @@ impl Epoll {
             item.moved_at = moved_at;
         }
         if let Some(link) = socket.link() {
-            set.add_link(link);
+            set.links.add(link);
         }
         set.enqueue(index);
         drop(set);

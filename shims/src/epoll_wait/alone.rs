@@ -72,9 +72,9 @@ impl Epoll {
             }
             // The doorbell may be in the kernel's set before the set counts as active.
             let kept = if left.is_zero() {
-                self.after_look(events, n)
+                self.after_look(visit, events, n)
             } else {
-                self.after_sleep(events, n)
+                self.after_sleep(events, n, max)
             };
             crate::errno::set(errno);
             let is_active = self.is_active();

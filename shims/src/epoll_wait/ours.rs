@@ -4,6 +4,7 @@
 use std::ffi::c_int;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
+use super::visit::Visit;
 use crate::epoll::Epoll;
 use crate::epoll::key::{Stripped, strip};
 use crate::holders;
@@ -16,17 +17,27 @@ const OUT_OF_THE_WAY: i64 = 1_000_000;
 impl Epoll {
     /// Takes what is ours out of what the kernel has reported to a thread that does not sleep, and need not look again:
     /// a ring that it has taken from one that does is passed on.
-    pub(super) fn after_look(&'static self, events: *mut libc::epoll_event, n: c_int) -> c_int {
+    pub(super) fn after_look(&'static self, visit: &Visit, events: *mut libc::epoll_event, n: c_int) -> c_int {
         let stripped = self.strip(events, n);
+        if !stripped.named.is_none() {
+            visit.is_told.set(true);
+            self.on_named(&stripped.named);
+        }
         if stripped.own && self.has_ready() {
             self.ring_if_sleeping();
         }
         stripped.kept
     }
 
-    /// The same after a sleep, from which the thread comes back to look if nothing else was reported.
-    pub(super) fn after_sleep(&'static self, events: *mut libc::epoll_event, n: c_int) -> c_int {
+    /// The same after a sleep, from which the thread comes back to look if nothing else was reported. There was room
+    /// for `max` entries.
+    pub(super) fn after_sleep(&'static self, events: *mut libc::epoll_event, n: c_int, max: c_int) -> c_int {
         let stripped = self.strip(events, n);
+        self.on_named(&stripped.named);
+        if n == max {
+            // What it was woken for may not have found room.
+            self.arm_for_others();
+        }
         if stripped.own && stripped.kept > 0 && self.has_ready() {
             self.ring_if_sleeping();
         }
@@ -55,8 +66,13 @@ impl Epoll {
     /// Another set is about to hold this one, or a thread to sleep on it in poll() or select().
     pub fn on_nested(&'static self) {
         // SeqCst on both sides (`activate`): one of the two sees the other.
-        if !self.nested.load(Acquire) && !self.nested.publish(true) && self.is_active() {
-            self.show_ready();
+        if !self.nested.load(Acquire) && !self.nested.publish(true) {
+            if let Some(mut set) = self.set.lock() {
+                set.links.leave_to_service(self.kernel_fd(), &self.watch);
+            }
+            if self.is_active() {
+                self.show_ready();
+            }
         }
     }
 

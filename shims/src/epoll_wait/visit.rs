@@ -2,6 +2,7 @@
 //! wait that has not found anything yet may as well begin anew on what the number stands for by then; from its first
 //! rest on it holds the set, and makes the kernel's call on a number of ours.
 
+use std::cell::Cell;
 use std::ffi::c_int;
 use std::os::fd::AsRawFd;
 use std::sync::atomic::Ordering::Relaxed;
@@ -15,6 +16,8 @@ pub struct Visit {
     fd: c_int,
     generation: u32,
     is_inside: bool,
+    /// A look at the kernel's set has told of links to other hosts.
+    pub is_told: Cell<bool>,
 }
 
 impl Visit {
@@ -25,6 +28,7 @@ impl Visit {
             fd,
             generation: set.generation.load(Relaxed),
             is_inside: false,
+            is_told: Cell::new(false),
         }
     }
 

@@ -22,6 +22,7 @@ use rdmasock_core::stats::Reason;
 use rdmasock_core::sync::{Presence, Published, SleepFlag};
 use rdmasock_core::wire::Message;
 
+use super::watchers::Watchers;
 use crate::ahead::Device;
 use crate::config::{ZeroCopy, config};
 use crate::library::Library;
@@ -113,20 +114,22 @@ pub struct Remote {
     up: Published<AtomicBool>,
     /// By which the service thread's epoll set knows the completion descriptor.
     token: AtomicU64,
-    /// Threads that sleep on the completion descriptor themselves, or are about to, and who does so next.
+    /// Threads that sleep on the completion descriptor in a call of their own, or are about to, and who does so next.
     pollers: Pollers,
-    /// Those of them that take turns.
-    in_turns: AtomicU32,
+    /// Epoll sets whose kernel's sets have it.
+    pub watchers: Watchers,
     /// Threads that may still use the queue pair's descriptors.
     users: Presence,
     /// The queue pair is ended.
     is_ended: Published<AtomicBool>,
-    /// How many times a thread has come to sleep on the completion descriptor.
+    /// How many times a thread has come to poll.
     sleeps: AtomicU32,
-    /// What `sleeps` was at the last [`maintain`](Self::maintain).
+    /// What that, and the sets' sleeps, were at the last [`maintain`](Self::maintain).
     sleeps_seen: AtomicU32,
     /// The service thread is woken by completions.
     is_subscribed: Published<AtomicBool>,
+    /// How many sets want it to be.
+    left: Published<AtomicU32>,
     /// For changing `is_subscribed`.
     subscribing: Lock<()>,
     /// Both ends have direct transfers.
@@ -168,12 +171,13 @@ impl Remote {
             up: Published::from(true),
             token: AtomicU64::new(0),
             pollers: Pollers::new(MAX_WAITERS),
-            in_turns: AtomicU32::new(0),
+            watchers: Watchers::new(),
             users: Presence::new(),
             is_ended: Published::default(),
             sleeps: AtomicU32::new(0),
             sleeps_seen: AtomicU32::new(0),
             is_subscribed: Published::from(true),
+            left: Published::default(),
             subscribing: Lock::new(()),
             is_direct: is_direct && zcopy != ZeroCopy::Off && copies_what_is_pinned(),
             dialled,
@@ -332,27 +336,52 @@ impl Remote {
         retired
     }
 
-    /// From now on until the value is dropped this thread is woken by completions. The service thread is not, until
-    /// nobody has slept here for some ms: a program that sleeps again and again would else tell the kernel twice each
-    /// time. Looks once more after this, then sleeps on the descriptor too. `None` if the link is down.
-    ///
-    /// An event wakes all who sleep on the descriptor. So a thread that can leave it to others takes turns
-    /// ([`Self::in_turn`]).
-    pub fn become_poller(&self) -> Option<Poller<'_>> {
-        self.enter(false)
+    /// For a sleep on a set that has the descriptor if `has` says so, to which it is given. The service thread is not
+    /// woken by completions then, until nobody has slept here for some ms: a program that sleeps again and again would
+    /// else tell the kernel twice each time.
+    pub fn watch(&self, has: impl FnOnce(BorrowedFd<'_>) -> bool) {
+        // As in `while_open`.
+        self.users.enter();
+        if self.up.look() {
+            if has(self.fd()) {
+                self.hush_service();
+            } else {
+                // The user may have no watch left (epoll(7), max_user_watches).
+                Library::get().service.maintain_later();
+            }
+            self.arm();
+        }
+        self.users.leave();
     }
 
-    /// For a thread that is about to sleep on this waiter: it polls if nobody does, and else stands by.
+    /// A set has found the descriptor readable. It is to be armed now if others sleep on it too, and else before the
+    /// next sleep.
+    pub fn on_readable(&self) {
+        self.end.on_readable();
+        self.arm_for_others();
+    }
+
+    /// The event that has woken a set's thread may have used up what was armed, and others sleep on.
+    pub fn arm_for_others(&self) {
+        if self.watchers.count() > 1 || !self.pollers.is_empty() {
+            self.arm();
+        }
+    }
+
+    /// For a thread that is about to sleep on this waiter in a call of its own: it polls if nobody does, and else stands
+    /// by. An event wakes all who sleep on the descriptor.
     pub fn in_turn(&self, waiter: WaiterId) -> Turn<'_> {
         if !self.pollers.is_empty()
             && let Some(standby) = self.stand_by(waiter)
         {
             return Turn::StandsBy(standby);
         }
-        self.enter(true).map_or(Turn::Down, Turn::Polls)
+        self.enter().map_or(Turn::Down, Turn::Polls)
     }
 
-    fn enter(&self, takes_turns: bool) -> Option<Poller<'_>> {
+    /// From now on until the value is dropped this thread is woken by completions. Looks once more after this, then
+    /// sleeps on the descriptor too. `None` if the link is down.
+    fn enter(&self) -> Option<Poller<'_>> {
         // As in `while_open`.
         self.users.enter();
         if !self.up.look() {
@@ -362,17 +391,39 @@ impl Remote {
         // Before the look at `is_subscribed`; `maintain` the other way round.
         self.pollers.enter();
         self.sleeps.fetch_add(1, Relaxed);
-        self.in_turns.fetch_add(u32::from(takes_turns), Relaxed);
         let poller = Poller {
             remote: self,
-            takes_turns,
             has_left: AtomicBool::new(false),
         };
+        self.hush_service();
+        self.arm();
+        Some(poller)
+    }
+
+    /// Whatever threads of the program do, the service thread is woken by completions too, until
+    /// [it need not](Self::take_from_service) as often.
+    pub fn leave_to_service(&self) {
+        self.left.add_one();
+        self.users.enter();
+        if self.up.look() {
+            if !self.subscribe_service(true) {
+                Library::get().service.maintain_later();
+            }
+            self.arm();
+        }
+        self.users.leave();
+    }
+
+    /// See [`leave_to_service`](Self::leave_to_service).
+    pub fn take_from_service(&self) {
+        self.left.take_one();
+    }
+
+    /// The service thread is not woken by completions.
+    fn hush_service(&self) {
         if self.is_subscribed.look() {
             self.subscribe_service(false);
         }
-        self.arm();
-        Some(poller)
     }
 
     /// Until the value is dropped others are woken by completions, and ring this waiter for what is its own; the last
@@ -391,12 +442,18 @@ impl Remote {
         let Some(_subscribing) = self.subscribing.lock() else {
             return false;
         };
+        if !on && self.left.look() > 0 {
+            return true;
+        }
         if self.is_subscribed.look() != on {
             let token = self.token.load(Acquire);
             if !Library::get().service.subscribe(self.fd(), token, on) {
                 return false;
             }
             self.is_subscribed.publish(on);
+            if on {
+                Library::get().service.taken_back.add_one();
+            }
         }
         true
     }
@@ -405,14 +462,14 @@ impl Remote {
     /// more. Service thread only, some ms after it was asked for.
     pub fn maintain(&self) -> Maintained {
         self.end.settle();
-        let sleeps = self.sleeps.load(Relaxed);
+        let sleeps = self.sleeps.load(Relaxed).wrapping_add(self.watchers.sleeps());
         if self.sleeps_seen.swap(sleeps, Relaxed) != sleeps {
             return Maintained::Busy;
         }
         if self.end.owes() {
             return Maintained::Busy;
         }
-        if self.is_subscribed.look() || !self.is_unpolled() {
+        if self.is_subscribed.look() || !self.is_unheard() {
             return Maintained::Quiet;
         }
         if !self.subscribe_service(true) {
@@ -420,7 +477,7 @@ impl Remote {
             self.progress();
             return Maintained::Busy;
         }
-        if !self.is_unpolled() {
+        if !self.is_unheard() {
             self.subscribe_service(false);
             return Maintained::Busy;
         }
@@ -492,16 +549,20 @@ impl Remote {
         unsafe { BorrowedFd::borrow_raw(self.info.completion_fd) }
     }
 
-    /// Whether no thread of the program sleeps on the completion descriptor.
+    /// Whether no thread polls in a call of its own.
     pub fn is_unpolled(&self) -> bool {
         self.pollers.is_empty()
     }
+
+    /// Whether no thread of the program is woken by what completes.
+    pub fn is_unheard(&self) -> bool {
+        self.is_unpolled() && !self.watchers.is_any_asleep()
+    }
 }
 
-/// What makes a thread the one that sleeps on the completion descriptor, see [`Remote::become_poller`].
+/// What makes a thread the one that sleeps on the completion descriptor, see [`Remote::in_turn`].
 pub struct Poller<'a> {
     remote: &'a Remote,
-    takes_turns: bool,
     /// It is not any more; for the thread's own signal handlers too.
     has_left: AtomicBool,
 }
@@ -525,7 +586,7 @@ impl Poller<'_> {
     /// For another sleep after one that has ended for others, as when this was made. False if the thread is to stand by
     /// from now on: it has left its place to others meanwhile, or several have come to poll at the same time.
     pub fn stays(&self) -> bool {
-        let stays = !self.has_left.load(Relaxed) && self.remote.in_turns.load(Relaxed) <= 1;
+        let stays = !self.has_left.load(Relaxed) && self.remote.pollers.is_at_most_one();
         if stays {
             self.remote.arm();
         }
@@ -543,7 +604,6 @@ impl Poller<'_> {
             return;
         }
         let errno = crate::errno::get();
-        self.remote.in_turns.fetch_sub(u32::from(self.takes_turns), Relaxed);
         match self.remote.pollers.leave() {
             Left::Last(next) => {
                 call(next);

@@ -431,7 +431,7 @@ impl Worker {
         loop {
             remote.progress();
             self.take_messages(id, remote);
-            if !remote.is_unpolled() || !remote.arm() {
+            if !remote.is_unheard() || !remote.arm() {
                 break;
             }
         }

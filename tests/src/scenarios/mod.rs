@@ -27,6 +27,7 @@ mod numbers_more;
 mod options;
 mod order;
 mod peers;
+mod peers_quiet;
 mod poll;
 mod process;
 mod refused;
@@ -125,6 +126,7 @@ pub fn all() -> Vec<Scenario> {
         direct_memory: warm { same_place, heap } cold {  }
         direct_more: warm { interrupted, interrupted_often, cancel, two_readers, others_look, others_peek, unmapped, forks } cold {  }
         peers: warm {  } cold { in_one_set }
+        peers_quiet: warm {  } cold { one_speaks, two_sets }
         poll: warm { odd_fds, masks, ppoll, select, select_errors, select_all, high_fd, two_connections, as_many_as_the_limit } cold { listener }
         fds: warm { dups, dup2_over, dup2_swap, numbering, limit, close_everything, close_range, close_range_under_use, reuse } cold { closed_at_the_limit }
         handed: warm {  } cold { forked, forked_by_the_client, forked_and_kept, passed }
@@ -177,9 +179,9 @@ pub fn all() -> Vec<Scenario> {
 
 /// Families that are played over links between hosts with immediates and without (`roce`, `iwarp`). Of the others each
 /// scenario is played in one of the two ways, by its name.
-pub const BETWEEN_HOSTS_BOTH_WAYS: [&str; 12] = [
-    "calls_", "connect_", "direct_", "echo_", "files_", "flags_", "herd_", "options_", "poll_", "signals_", "timing_",
-    "urgent_",
+pub const BETWEEN_HOSTS_BOTH_WAYS: [&str; 13] = [
+    "calls_", "connect_", "direct_", "echo_", "files_", "flags_", "herd_", "options_", "peers_", "poll_", "signals_",
+    "timing_", "urgent_",
 ];
 
 /// What is known to differ there from kernel TCP, and why (docs/limits.md).
@@ -284,6 +286,8 @@ const NOT_IN_A_STORM: &[&str] = &[
     "numbers_sets",
     "numbers_waits",
     "peers_in_one_set",
+    "peers_quiet_one_speaks",
+    "peers_quiet_two_sets",
     "poll_as_many_as_the_limit",
     "poll_high_fd",
     "poll_listener",

@@ -9,7 +9,7 @@
 
 use std::collections::VecDeque;
 use std::ops::RangeInclusive;
-use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
 use super::buffers::Buffers;
 use super::chunks::{Registry, of_region};
@@ -106,6 +106,7 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
                 tells: (0..MAX_STREAMS).map(|_| AtomicU32::new(0)).collect(),
                 outbox: Lock::new(VecDeque::new()),
                 news: Published::default(),
+                is_armed: AtomicBool::new(false),
                 owes: Request::new(),
                 is_watched: Published::default(),
                 watch_unseen: Published::default(),
@@ -162,7 +163,21 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
             self.fail(down.into());
             return Err(down.into());
         }
+        self.shared.is_armed.store(true, Release);
         self.run(ARM | POLL)
+    }
+
+    /// Whether nothing has come since the queue pair was armed, as far as anybody has looked: then the fd is readable as
+    /// soon as something has, and there is no need to look, or to arm it, before a sleep on it. (Who arms takes the
+    /// event and asks for the next one, and then looks. So what was armed once is so ever after, or the fd is readable,
+    /// or whoever takes the event is about to look: a sleep is at worst one that ends at once.)
+    pub fn is_armed(&self) -> bool {
+        self.shared.is_armed.load(Acquire)
+    }
+
+    /// The fd was found readable: it is so until the queue pair is armed again.
+    pub fn on_readable(&self) {
+        self.shared.is_armed.store(false, Relaxed);
     }
 
     /// Sends the heads that are held back since the last call. An idle direction's last bytes count as unread by the
@@ -716,7 +731,7 @@ impl<Q: QueuePair, L: Local> LinkEnd for End<Q, L> {
     /// Of waiter 0 also whether there is a message, or a fault, the beginning of a watch or the end of a bulk queue
     /// pair that was not asked for.
     fn has_ready(&self, waiter: WaiterId) -> bool {
-        self.sweeps.has_ready(&self.shared.mine, waiter)
+        Sweeps::has_ready(&self.shared.mine, waiter)
             || waiter == SERVICE
                 && (self.shared.news.look() > 0
                     || self.fault_unseen.look()

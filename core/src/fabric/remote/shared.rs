@@ -56,6 +56,8 @@ pub(super) struct Shared<Q, L> {
     pub outbox: Lock<VecDeque<QueuedMessage>>,
     /// Messages in the inbox.
     pub news: Published<AtomicU32>,
+    /// See [`End::is_armed`](super::End::is_armed).
+    pub is_armed: AtomicBool,
     /// A head was held back.
     pub owes: Request,
     /// Somebody has to tick for the engine's watch.

@@ -1,6 +1,8 @@
 //! A turn of the engine of a link between hosts: takes what has come (`receive.rs`), sends what can be sent
 //! (`pump.rs`), and looks whether the peer's device still answers (`watch.rs`). Not who takes the turn (`end.rs`).
 
+use std::sync::atomic::Ordering::Relaxed;
+
 use super::engine::Engine;
 use super::fault::Fault;
 use super::local::{Local, SERVICE};
@@ -29,6 +31,9 @@ impl<Q: QueuePair> Engine<Q> {
         }
         if what & POLL != 0 || self.sender.is_short() {
             events = self.poll(g)? + self.poll_bulk(g)?;
+            if events > 0 {
+                g.is_armed.store(false, Relaxed);
+            }
         }
         if what & SETTLE != 0 {
             self.settle(g);

@@ -18,11 +18,11 @@ const ROUNDS: usize = 20;
 const AT_MOST_MS: c_int = 20_000;
 
 /// Says something on the connection that it is asked on, whenever it is.
-fn one_peer(port: u16, connections: usize) -> i32 {
+fn one_peer(port: u16, number: u8, connections: usize) -> i32 {
     let fds: Vec<c_int> = (0..connections).map(|_| sys::connected(&sys::Addr::v4(port))).collect();
     for _ in 0..WARM {
         for fd in &fds {
-            sys::send_all(*fd, b"?").ok();
+            sys::send_all(*fd, &[number]).ok();
             assert_eq!(sys::recv_exact(*fd, 1), b"!");
         }
     }
@@ -41,11 +41,11 @@ fn one_peer(port: u16, connections: usize) -> i32 {
 }
 
 /// At the server: of each peer, its connections, which are promoted. `None` at the client, when all is over.
-fn peers(c: &Ctx, connections: usize) -> Option<Vec<c_int>> {
+fn peers(c: &Ctx, connections: usize) -> Option<Vec<Vec<c_int>>> {
     let (listener, port) = c.listener((PEERS * connections) as c_int);
     let Some(listener) = listener else {
         let children: Vec<_> = (0..PEERS)
-            .map(|_| sys::fork_child(|| one_peer(port, connections)))
+            .map(|number| sys::fork_child(|| one_peer(port, number as u8, connections)))
             .collect();
         for child in children {
             c.log(format_args!("peer ended with {}", sys::wait_child(child)));
@@ -59,26 +59,31 @@ fn peers(c: &Ctx, connections: usize) -> Option<Vec<c_int>> {
     for fd in &all {
         ctl(set, EPOLL_CTL_ADD, *fd, IN, *fd as u64).ok();
     }
+    let mut peers = vec![Vec::new(); PEERS];
     for _ in 0..WARM * all.len() {
         let (_, events) = wait(set, 1, AT_MOST_MS);
         let fd = events.first().expect("all speak").0 as c_int;
-        assert_eq!(sys::recv_exact(fd, 1), b"?");
+        let number = usize::from(sys::recv_exact(fd, 1)[0]);
+        if !peers[number].contains(&fd) {
+            peers[number].push(fd);
+        }
         sys::send_all(fd, b"!").ok();
     }
     sys::close(set).ok();
-    Some(all)
+    Some(peers)
 }
 
-fn set_of(fds: &[c_int]) -> c_int {
+/// A set with the connection `at` of each.
+fn set_of(peers: &[Vec<c_int>], at: usize) -> c_int {
     let set = create();
-    for fd in fds {
-        ctl(set, EPOLL_CTL_ADD, *fd, IN, *fd as u64).ok();
+    for fd in peers.iter().map(|fds| fds[at]) {
+        ctl(set, EPOLL_CTL_ADD, fd, IN, fd as u64).ok();
     }
     set
 }
 
-fn end(c: &Ctx, all: Vec<c_int>) {
-    for fd in all {
+fn end(c: &Ctx, peers: Vec<Vec<c_int>>) {
+    for fd in peers.into_iter().flatten() {
         sys::send_all(fd, b".").ok();
         c.close(fd);
     }
@@ -105,7 +110,7 @@ fn again_and_again(look: impl Fn() -> Vec<(u64, u32)>) -> Vec<(u64, u32)> {
 /// By each kind of wait, after sleeps in which nobody spoke and without.
 pub fn one_speaks(c: &Ctx) {
     let Some(all) = peers(c, 1) else { return };
-    let set = set_of(&all);
+    let set = set_of(&all, 0);
     let sleeps = |set| wait(set, 8, AT_MOST_MS).1;
     let takes_one = |set| wait(set, 1, AT_MOST_MS).1;
     let looks = |set| again_and_again(|| wait(set, 8, 0).1);
@@ -115,7 +120,7 @@ pub fn one_speaks(c: &Ctx) {
     };
     let kinds: [&dyn Fn(c_int) -> Vec<(u64, u32)>; 4] = [&sleeps, &takes_one, &looks, &polls];
     for (at, look) in kinds.into_iter().enumerate() {
-        for (round, fd) in (0..ROUNDS).zip(all.iter().cycle().skip(at)) {
+        for (round, fd) in (0..ROUNDS).zip(all.iter().flatten().cycle().skip(at)) {
             if round % 2 == 0 {
                 assert_eq!(wait(set, 8, 2).1, []);
             }
@@ -129,19 +134,20 @@ pub fn one_speaks(c: &Ctx) {
 /// else, the other hears of what is its own.
 pub fn two_sets(c: &Ctx) {
     let Some(all) = peers(c, 2) else { return };
-    // Those of one peer were accepted in any order, so each set gets some peers twice, and of others one.
-    let (busy, waiting) = all.split_at(PEERS);
-    let sets = [set_of(busy), set_of(waiting)];
+    let sets = [0, 1].map(|at| set_of(&all, at));
     let heard = AtomicUsize::new(0);
     for round in 0..ROUNDS {
-        let (first, second) = (busy[round % PEERS], waiting[round * 5 % PEERS]);
+        let peer = &all[round % PEERS];
+        // Which of the two the kernel wakes for what is the other's is its choice, and always the same.
+        let (busy, other) = (round % 2, 1 - round % 2);
+        let (first, second) = (peer[busy], peer[other]);
         std::thread::scope(|scope| {
             let (ids, sleepers) = std::sync::mpsc::channel();
             let of_busy = ids.clone();
             let heard = &heard;
             scope.spawn(move || {
                 of_busy.send(sys::thread_id()).ok();
-                assert_eq!(wait(sets[0], 8, AT_MOST_MS).1, [(first as u64, IN)]);
+                assert_eq!(wait(sets[busy], 8, AT_MOST_MS).1, [(first as u64, IN)]);
                 assert_eq!(sys::recv_exact(first, 1), b"x");
                 sys::send_all(second, b"s").ok();
                 // It does not wait for anything again before the other has heard.
@@ -153,7 +159,7 @@ pub fn two_sets(c: &Ctx) {
             });
             scope.spawn(move || {
                 ids.send(sys::thread_id()).ok();
-                assert_eq!(wait(sets[1], 8, 2 * AT_MOST_MS).1, [(second as u64, IN)]);
+                assert_eq!(wait(sets[other], 8, 2 * AT_MOST_MS).1, [(second as u64, IN)]);
                 assert_eq!(sys::recv_exact(second, 1), b"x");
                 heard.store(round + 1, SeqCst);
             });

@@ -129,8 +129,8 @@ impl Links {
         self.far.iter_mut().for_each(|far| far.let_go(set, watch));
     }
 
-    /// Another set holds this one from now on, so the kernel's object is to show what is ready for the program, which is
-    /// less than what completes.
+    /// Another set holds this one from now on, so the kernel's object is to show what is ready for the program, which
+    /// is less than what completes.
     pub fn leave_to_service(&mut self, set: Option<BorrowedFd<'_>>, watch: &'static Watch) {
         self.are_left = true;
         for far in &mut self.far {

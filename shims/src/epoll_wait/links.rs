@@ -1,6 +1,6 @@
-//! Which of its links a wait looks at, and by which it is woken. Those within this host are looked at each time. Of those
-//! to other hosts, if there are many, the kernel's set tells which have something (`epoll::links`); the others are
-//! looked at.
+//! Which of its links a wait looks at, and by which it is woken. Those within this host are looked at each time. Of
+//! those to other hosts, if there are many, the kernel's set tells which have something (`epoll::links`); the others
+//! are looked at.
 
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
@@ -129,8 +129,8 @@ impl Epoll {
     }
 
     /// For a sleep: what completes on links to other hosts wakes this thread itself, or one that sleeps on another set.
-    /// Their descriptors are in the kernel's set from the first such sleep on. `None` if there are no such links, or the
-    /// service thread hears of them.
+    /// Their descriptors are in the kernel's set from the first such sleep on. `None` if there are no such links, or
+    /// the service thread hears of them.
     pub(super) fn watch_links(&'static self) -> Option<Asleep> {
         if !self.set.lock()?.links.are_to_wake() {
             return None;

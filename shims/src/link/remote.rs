@@ -368,8 +368,8 @@ impl Remote {
         }
     }
 
-    /// For a thread that is about to sleep on this waiter in a call of its own: it polls if nobody does, and else stands
-    /// by. An event wakes all who sleep on the descriptor.
+    /// For a thread that is about to sleep on this waiter in a call of its own: it polls if nobody does, and else
+    /// stands by. An event wakes all who sleep on the descriptor.
     pub fn in_turn(&self, waiter: WaiterId) -> Turn<'_> {
         if !self.pollers.is_empty()
             && let Some(standby) = self.stand_by(waiter)

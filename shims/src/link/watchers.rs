@@ -1,6 +1,6 @@
-//! Epoll sets whose kernel's sets have the completion descriptor of a link to another host, and whether threads sleep on
-//! them ([`Watchers`]). A set may have hundreds of such links, so its thread does not tell each that it goes to sleep:
-//! the set has a word for it ([`Watch`]), at which those who want to know look.
+//! Epoll sets whose kernel's sets have the completion descriptor of a link to another host, and whether threads sleep
+//! on them ([`Watchers`]). A set may have hundreds of such links, so its thread does not tell each that it goes to
+//! sleep: the set has a word for it ([`Watch`]), at which those who want to know look.
 //!
 //! Who sleeps says so, and then looks whether the service thread has begun to hear of links ([`Mailbox::taken_back`]);
 //! the service thread does it the other way round.

@@ -167,8 +167,8 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         self.run(ARM | POLL)
     }
 
-    /// Whether nothing has come since the queue pair was armed, as far as anybody has looked: then the fd is readable as
-    /// soon as something has, and there is no need to look, or to arm it, before a sleep on it. (Who arms takes the
+    /// Whether nothing has come since the queue pair was armed, as far as anybody has looked: then the fd is readable
+    /// as soon as something has, and there is no need to look, or to arm it, before a sleep on it. (Who arms takes the
     /// event and asks for the next one, and then looks. So what was armed once is so ever after, or the fd is readable,
     /// or whoever takes the event is about to look: a sleep is at worst one that ends at once.)
     pub fn is_armed(&self) -> bool {

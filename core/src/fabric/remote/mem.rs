@@ -171,6 +171,8 @@ impl State {
             self.die(why);
         } else if let Some(device) = self.devices.get_mut(me) {
             device.completed += 1;
+            // Some of them are signalled, and those are completions as others are.
+            device.fire();
         }
     }
 
@@ -329,6 +331,10 @@ impl MemQp {
         if !matches!(work, Work::Probe) {
             if device.outstanding >= most {
                 device.was_full = true;
+                if device.completed > 0 {
+                    // Of these one would have been signalled.
+                    device.fire();
+                }
                 return Err(PostError::Full);
             }
             device.outstanding += 1;

@@ -183,6 +183,8 @@ struct World {
     directions: Vec<Direction>,
     ends: [TestEnd; 2],
     clock: Clock,
+    /// How often the ends had fired when each was armed last.
+    fired: [u64; 2],
 }
 
 impl World {
@@ -193,6 +195,7 @@ impl World {
             directions: Vec::new(),
             ends,
             clock,
+            fired: [0, 0],
         };
         for _ in 0..streams {
             world.open();
@@ -381,10 +384,18 @@ impl World {
                 let _ = ends[1 - d.reader].unconfirmed(d.number);
             }
             Op::Arm(at) => {
+                self.fired[*at] = ends[*at].qp().fired();
                 let _ = ends[*at].arm();
             }
             Op::Look(at) => {
-                let _ = ends[*at].progress();
+                let was_armed = ends[*at].is_armed();
+                let came = ends[*at].progress().unwrap_or(false);
+                // The look has the device do what is due.
+                let has_fired = ends[*at].qp().fired() > self.fired[*at];
+                assert!(
+                    has_fired || !was_armed || !came,
+                    "an end that is armed would have slept on"
+                );
             }
             Op::Pass(us) => self.clock.advance(*us),
             Op::Settle(at) => ends[*at].settle(),

@@ -12,6 +12,7 @@ fn carry(world: &mut World, direction: usize) {
         directions,
         ends,
         clock,
+        ..
     } = world;
     let d = &mut directions[direction];
     d.write(ends, 64);

@@ -116,6 +116,7 @@ fn a_device_without_memory_for_us_sends_all_in_messages() {
         directions: Vec::new(),
         ends,
         clock,
+        fired: [0, 0],
     };
     world.open();
     world.settle();
@@ -270,12 +271,21 @@ fn what_is_confirmed_is_told_to_the_service() {
 fn an_armed_end_is_told_of_what_comes_and_has_looked_at_what_had() {
     let mut world = World::new(Config::default(), Tuning::default(), 1);
     world.directions[0].write(&world.ends, 10);
+    assert!(!world.ends[0].is_armed(), "it never was");
     assert_eq!(world.ends[0].arm(), Ok(true), "what had come");
+    assert!(!world.ends[0].is_armed(), "something has come since");
     assert_eq!(world.ends[0].arm(), Ok(false));
+    assert!(world.ends[0].is_armed());
     let before = world.ends[0].qp().fired();
     world.directions[0].write(&world.ends, 10);
     let _ = world.ends[1].progress();
     assert_eq!(world.ends[0].qp().fired(), before + 1);
+    assert!(world.ends[0].is_armed(), "nobody has looked, and the fd is readable");
+    assert_eq!(world.ends[0].progress(), Ok(true));
+    assert!(!world.ends[0].is_armed());
+    assert_eq!(world.ends[0].arm(), Ok(false));
+    world.ends[0].on_readable();
+    assert!(!world.ends[0].is_armed());
 }
 
 #[test]

@@ -142,7 +142,7 @@ fn text(parts: &[Results]) -> String {
     losses(&mut out, &refs, Way::Tcp);
     out += "\nAnd to the Unix socket, which programs have to be written for:\n\n";
     losses(&mut out, &refs, Way::Unix);
-    for group in [&TRANSFERS, &COPYING, &CONNECTIONS, &CLIENTS, &BESIDE] {
+    for group in [&TRANSFERS, &COPYING, &CONNECTIONS, &CLIENTS, &AMONG, &BESIDE] {
         let has = |results: &&Results| group.series.iter().any(|series| !results.values(*series).is_empty());
         let Some(results) = parts.iter().find(has) else {
             continue;
@@ -199,7 +199,7 @@ The runs:
 fn run_in_words(results: &Results) -> String {
     let machine = &results.machine;
     let what = match results.points.first().map(|point| point.series) {
-        Some(Series::Connections | Series::Clients | Series::Beside) => "`bench scale`",
+        Some(Series::Connections | Series::Clients | Series::Among | Series::Beside) => "`bench scale`",
         Some(Series::Threshold) => "`bench threshold`",
         _ => "`bench sweep`",
     };
@@ -268,6 +268,13 @@ cores it is mostly the scheduler that is measured.",
     series: &[Series::Clients],
 };
 
+const AMONG: Group = Group {
+    title: "One client process of many that sends",
+    about: "\
+The same server and clients, of which one sends a message at a time, and the others nothing: what it costs to wait for many.",
+    series: &[Series::Among],
+};
+
 const BESIDE: Group = Group {
     title: "Small messages beside bulk",
     about: "\
@@ -283,7 +290,7 @@ fn tables(out: &mut String, results: &Results, series: Series) {
     let views: &[View] = match series {
         Series::Recv | Series::Waitall | Series::Epoll => &SWEEP,
         Series::Threshold => &THRESHOLD,
-        Series::Connections | Series::Clients => &SCALE,
+        Series::Connections | Series::Clients | Series::Among => &SCALE,
         Series::Beside => &BULK,
     };
     for view in views {

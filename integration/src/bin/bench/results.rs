@@ -85,6 +85,8 @@ pub enum Series {
     Connections,
     /// Client processes with one connection each.
     Clients,
+    /// Client processes of which one sends.
+    Among,
     /// Bulk streams beside a connection of small messages.
     Beside,
 }
@@ -95,7 +97,7 @@ impl Series {
     /// Those whose transfers differ in size.
     pub const TRANSFERS: [Self; 4] = [Self::Recv, Self::Waitall, Self::Epoll, Self::Threshold];
     /// Those of `scale`.
-    pub const CROWDS: [Self; 3] = [Self::Connections, Self::Clients, Self::Beside];
+    pub const CROWDS: [Self; 4] = [Self::Connections, Self::Clients, Self::Among, Self::Beside];
 
     /// The heading.
     pub fn title(self) -> &'static str {
@@ -106,6 +108,7 @@ impl Series {
             Self::Threshold => "Copies against the programs' own memory",
             Self::Connections => "Connections between two processes",
             Self::Clients => "Client processes of one server",
+            Self::Among => "One client process of many that sends",
             Self::Beside => "Small messages beside bulk",
         }
     }
@@ -119,6 +122,7 @@ impl Series {
             Self::Threshold => "threshold",
             Self::Connections => "connections",
             Self::Clients => "clients",
+            Self::Among => "among",
             Self::Beside => "beside",
         }
     }
@@ -128,7 +132,7 @@ impl Series {
         match self {
             Self::Recv | Self::Waitall | Self::Epoll | Self::Threshold => "transfer",
             Self::Connections => "connections",
-            Self::Clients => "processes",
+            Self::Clients | Self::Among => "processes",
             Self::Beside => "bulk streams",
         }
     }
@@ -137,7 +141,7 @@ impl Series {
     pub fn base(self) -> f64 {
         match self {
             Self::Recv | Self::Waitall | Self::Epoll | Self::Threshold => 4.0,
-            Self::Connections | Self::Clients => 10.0,
+            Self::Connections | Self::Clients | Self::Among => 10.0,
             Self::Beside => 4.0,
         }
     }
@@ -154,7 +158,7 @@ impl Series {
     pub fn value(self, x: u64) -> String {
         match self {
             Self::Recv | Self::Waitall | Self::Epoll | Self::Threshold => size(x),
-            Self::Connections | Self::Clients | Self::Beside => x.to_string(),
+            Self::Connections | Self::Clients | Self::Among | Self::Beside => x.to_string(),
         }
     }
 }

@@ -1,6 +1,6 @@
 //! `bench scale`: one server that echoes, with more and more connections of one client, with more and more client
-//! processes, and with more and more bulk beside one connection, on each way in turn: messages a second, their time,
-//! processor time, memory and descriptors of the server. The ends are in `crowd`.
+//! processes, of which all send or one, and with more and more bulk beside one connection, on each way in turn: messages
+//! a second, their time, processor time, memory and descriptors of the server. The ends are in `crowd`.
 
 use std::path::PathBuf;
 
@@ -43,6 +43,9 @@ pub struct Options {
     /// Client processes of one server [default: 1,10,100,1000, with --quick to 100].
     #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u64).range(1..=4_000))]
     clients: Option<Vec<u64>>,
+    /// Client processes of which one sends [default: 1,10,100,500, with --quick to 100].
+    #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u64).range(1..=4_000))]
+    among: Option<Vec<u64>>,
     /// Bulk streams beside one connection [default: 0,1,4,16, with --quick to 4].
     #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u64).range(0..=1_000))]
     bulk: Option<Vec<u64>>,
@@ -59,20 +62,28 @@ pub fn run(options: &Options) -> Result<()> {
     let build = Build::locate()?;
     let limit = signals::raise_nofile()?;
     let rounds = options.rounds.unwrap_or(if options.quick { 1 } else { 3 });
-    let (connections, clients, bulk) = match options.quick {
-        true => (vec![1, 10, 100, 1_000], vec![1, 10, 100], vec![0, 1, 4]),
+    let (connections, clients, among, bulk) = match options.quick {
+        true => (
+            vec![1, 10, 100, 1_000],
+            vec![1, 10, 100],
+            vec![1, 10, 100],
+            vec![0, 1, 4],
+        ),
         false => (
             vec![1, 10, 100, 1_000, 10_000],
             vec![1, 10, 100, 1_000],
+            vec![1, 10, 100, 500],
             vec![0, 1, 4, 16],
         ),
     };
     let connections = options.connections.clone().unwrap_or(connections);
     let clients = options.clients.clone().unwrap_or(clients);
+    let among = options.among.clone().unwrap_or(among);
     let bulk = options.bulk.clone().unwrap_or(bulk);
     let of = |series, values: Vec<u64>| values.into_iter().map(move |value| (series, value));
     let cases: Vec<_> = of(Series::Connections, connections)
         .chain(of(Series::Clients, clients))
+        .chain(of(Series::Among, among))
         .chain(of(Series::Beside, bulk))
         .collect();
 
@@ -117,9 +128,11 @@ fn command(lab: &Lab, role: Role, address: &str, more: &[String]) -> Result<Cmd>
 fn measure(build: &Build, way: Way, series: Series, number: usize, seconds: f64) -> Result<Vec<(Figure, f64)>> {
     let (processes, each, bulk, in_flight) = match series {
         Series::Clients => (number, 1, 0, (IN_FLIGHT / number.max(1)).max(1)),
+        Series::Among => (number, 1, 0, 1),
         Series::Beside => (1, 1, number, 1),
         _ => (1, number, 0, IN_FLIGHT),
     };
+    let senders = if series == Series::Among { 1 } else { processes };
     let number = processes * (each + bulk);
     let lab = way.lab(build)?;
     let (server, address) = serve(&lab, way == Way::Unix, |address| {
@@ -146,7 +159,7 @@ fn measure(build: &Build, way: Way, series: Series, number: usize, seconds: f64)
 
     let before = build.stat.totals(server.pid())?;
     let begin = Processor::of(&server, &clients)?;
-    let answers = all(&lab, clients.iter_mut(), "go")?;
+    let answers = all(&lab, clients.iter_mut().take(senders), "go")?;
     let used = Processor::of(&server, &clients)?;
     let usage = Usage::of(&[server.pid()])?;
     let status = std::fs::read_to_string(format!("/proc/{}/status", server.pid()))?;

@@ -243,7 +243,7 @@ impl End {
                 set.add(&stream, EpollEvent::new(EpollFlags::EPOLLIN, 0))?;
                 epoll = Some(set);
             }
-            Series::Connections | Series::Clients | Series::Beside => bail!("no receiver"),
+            Series::Connections | Series::Clients | Series::Among | Series::Beside => bail!("no receiver"),
         }
         Ok(Self { stream, flags, epoll })
     }

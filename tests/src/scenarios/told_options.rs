@@ -261,8 +261,8 @@ pub fn timestamps(c: &Ctx) {
             let kind = &control.0[..16];
             c.log(format_args!("recvmsg -> {r}, {used} {kind:?}"));
         } else {
-            // Time for the connection to be back on TCP.
-            sys::pause_ms(50);
+            // Time for the connection to be back on TCP, also on a busy machine: what comes before has no time.
+            sys::pause_ms(250);
             sys::send_all(fd, &data::pattern(1, 0, 1000)).ok();
         }
         c.sync("done");

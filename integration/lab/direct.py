@@ -6,10 +6,10 @@ sends without a pause would find nobody waiting: at the pace of emulated devices
 which a sender waits (docs/limits.md).
 Rounds go on until both ends have seen what they WANT of their own counters (`rdmasock stat`), at least ROUNDS:
 
-  any      whatever the way
+  any      nothing
   learned  the ways were compared, and some bytes went directly
-  refused  more than half of what was sent, and of what was received, went directly; from then on this end may lock no more
-           memory: it was tried, and nothing of its memory was reached any more
+  refused  of a round more than half of what was sent, and of what was received, went directly; from then on this end may lock no
+           more memory: it was tried, and nothing of its memory was reached any more
 
 LAB_LIBRARY, if set, must be loaded."""
 import json
@@ -24,7 +24,7 @@ import time
 from ends import be_counted, connect, take
 
 ROLE, ADDRESS, PORT, ROUNDS, WANTED = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
-PIECE, PIECES = 160 << 10, 24
+PIECE, PIECES = 160 << 10, 16
 # No two pieces of a run begin at the same byte of the source, nor on the same byte of a page.
 STEP = 4099
 # How long, s, what is wanted may be waited for: on a busy host a reader may come late again and again.
@@ -73,13 +73,14 @@ def counters():
     return instance["events"] | instance["totals"]
 
 
-def is_seen(counted, moved, before):
-    """`before`: what was counted when memory could no longer be locked, once it cannot."""
+def is_seen(counted, last, before):
+    """`last`: what was counted a round ago. `before`: when memory could no longer be locked, once it cannot."""
     sent, received = counted["direct_sent_bytes"], counted["direct_received_bytes"]
     if WANTED == "learned":
         return counted["direct_trials"] > 0 and sent + received > 0
     if not before:
-        if min(sent, received) > moved / 2:
+        went = min(sent - last.get("direct_sent_bytes", 0), received - last.get("direct_received_bytes", 0))
+        if went > PIECES * PIECE / 2:
             resource.setrlimit(resource.RLIMIT_MEMLOCK, (LIMIT, LIMIT))
             before.update(counted)
         return False
@@ -132,9 +133,9 @@ def main():
         if WANTED == "any":
             mine = b"+"
         else:
-            counted = counters()
-            mine = b"+" if is_seen(counted, rounds * PIECES * PIECE, before) else b"-"
-            if time.monotonic() > until:
+            last, counted = counted, counters()
+            mine = b"+" if is_seen(counted, last, before) else b"-"
+            if mine == b"-" and time.monotonic() > until:
                 mine = b"x"
         connection.sendall(mine)
         theirs = take(connection, 1)

@@ -1,5 +1,5 @@
 # For the tests in tests/programs/ (sourced): an unmodified program between the nodes, with the library on neither,
-# on one, and on both (LAB_MODE: kernel, server-only, client-only, both), and whether it was promoted.
+# on one, and on both (LAB_MODE: kernel, server-only, client-only, both; direct: both with direct transfers), and whether it was promoted.
 # A test sets port (7480 to 7499), defines the functions server and client, which run on node a and on node b and
 # start with `program` what is to have the library, and ends with run_program.
 # shellcheck shell=bash disable=SC2154 # port is the test's
@@ -9,13 +9,15 @@ source "$(dirname "${BASH_SOURCE[0]}")/test-lib.sh"
 
 lab=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 library=
-case $LAB_MODE-$LAB_NODE in both-? | server-only-a | client-only-b) library=$LAB_BUILD/librdmasock.so ;; esac
+case $LAB_MODE-$LAB_NODE in both-? | direct-? | server-only-a | client-only-b) library=$LAB_BUILD/librdmasock.so ;; esac
 [ -z "$library" ] || [ -f "$library" ] || { echo "$library is missing"; exit 1; }
 files=$(mktemp -d)
 trap 'rm -rf "$files"' EXIT
 
 # Early, for the tests are short and setting up a link takes a second or more in an emulated machine.
 export RDMASOCK_PROMOTE_AFTER=2r,16K
+# Smaller than what most programs that wait read at once.
+[ "$LAB_MODE" != direct ] || export RDMASOCK_ZCOPY_MIN=16K
 # What the suite shows when the test fails.
 export RDMASOCK_LOG=info,rdmasock::promote=trace RDMASOCK_LOG_FILE=$LAB_LOGS/%p
 
@@ -48,12 +50,13 @@ wait_for() {
 }
 
 # Until a connection of this node is promoted, however long its host takes for that; a moment where none is to be.
-wait_promoted() { if [ "$LAB_MODE" = both ]; then wait_for is_promoted; else sleep 1; fi; }
+wait_promoted() { if [[ $LAB_MODE == both || $LAB_MODE == direct ]]; then wait_for is_promoted; else sleep 1; fi; }
 is_promoted() { rdmasock stat --json | grep -q '"promoted": [1-9]'; }
 
 # For programs that wait for the file LAB_GO before most of their load.
 announce_promotion() {
     export LAB_GO=$files/go
+    rm -f "$LAB_GO"
     { wait_promoted; touch "$LAB_GO"; } &
 }
 

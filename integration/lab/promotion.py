@@ -26,6 +26,8 @@ TABLE = "rdmasock_lab"
 RDMA = os.environ.get("LAB_RDMA", "")
 DEVICE = os.environ.get("LAB_DEVICE", "")
 COUNTERS = f"/sys/class/infiniband/{RDMA}/ports/1/hw_counters"
+# What went directly, or was to, in the whole process.
+EVENTS = ("direct_sent_bytes", "direct_received_bytes", "direct_unpinned")
 BYTES = ("tx_tcp_bytes", "rx_tcp_bytes", "tx_link_bytes", "rx_link_bytes", "promoted", "demoted", "streams")
 # What a packet of the smallest path carries at most; there may be more packets, never fewer.
 LARGEST_PACKET = 4096
@@ -126,6 +128,7 @@ class Watch:
         )
         # They only grow, and a sample may be taken in after a later one.
         known.update({name: max(known.get(name, 0), instance["totals"][name]) for name in BYTES})
+        known.update({name: max(known.get(name, 0), instance["events"][name]) for name in EVENTS})
         links = [link for link in instance["links"] if link["state"] != "down"]
         peers = [link["peer"] for link in links]
         known["links"] = max(known["links"], len(links))
@@ -213,9 +216,9 @@ def judge_counters(a, b):
     return good, " | ".join(said)
 
 
-def judge_links(a, b):
-    """One link, which is one queue pair, between two processes; beside them at most one that is being made or
-    taken down."""
+def judge_links(a, b, pairs):
+    """One link between two processes, which is one queue pair, and with direct transfers one more; beside them at most one that
+    is being made or taken down."""
     said = []
     good = True
     for node, facts, other in (("a", a, b), ("b", b, a)):
@@ -225,7 +228,7 @@ def judge_links(a, b):
             good &= one["fabrics"] == ["verbs"] and one["twice"] == 0
             good &= all(peer in other["instances"] for peer in one["peers"])
             said.append(f"{node}: {one['program']} {one['links']} links at once over {one['fabrics']} to {len(one['peers'])} processes")
-        good &= 0 < facts["queue_pairs"] <= facts["links"] + 1
+        good &= 0 < facts["queue_pairs"] <= pairs * facts["links"] + 1
         said.append(f"{node}: at most {facts['links']} links and {facts['queue_pairs']} queue pairs at once")
     return good, " | ".join(said)
 
@@ -264,18 +267,35 @@ def judge_tcp(a, b):
     return good, " | ".join(said)
 
 
-PROMOTION = {"counters": judge_counters, "one-link": judge_links, "device": judge_device, "tcp-is-empty": judge_tcp}
+def judge_direct(a, b, directly):
+    """Bytes that a device took from, or put into, the memory of programs: where they are to be, and nowhere else."""
+    said = []
+    good = True
+    for node, facts in (("a", a), ("b", b)):
+        for way in ("sent", "received"):
+            count = total(facts, f"direct_{way}_bytes")
+            good &= (count > 0) == (f"{node}-{way}" in directly)
+            said.append(f"{node}: {count} {way}")
+        said.append(f"{total(facts, 'direct_unpinned')} times memory was not registered")
+    return good, " | ".join(said)
 
 
-def judge(mode, a, b):
-    """What is wrong, and the lines on promotion."""
-    at_a, at_b = mode in ("both", "server-only"), mode in ("both", "client-only")
+def judge(mode, a, b, directly=()):
+    """What is wrong, and the lines on promotion. `directly`: what is to have gone so, as "b-received"."""
+    is_direct = mode == "direct"
+    at_a, at_b = (mode in ("both", "direct", here) for here in ("server-only", "client-only"))
     wrong = [is_loaded("a", a, at_a), is_loaded("b", b, at_b)]
-    if mode != "both":
+    if not (at_a and at_b):
         return [said for said in wrong + [on_tcp("a", a), on_tcp("b", b)] if said], []
+    rules = {
+        "counters": judge_counters(a, b),
+        "one-link": judge_links(a, b, 2 if is_direct else 1),
+        "device": judge_device(a, b),
+        "tcp-is-empty": judge_tcp(a, b),
+        "direct": judge_direct(a, b, directly if is_direct else ()),
+    }
     lines = []
-    for name, rule in PROMOTION.items():
-        good, text = rule(a, b)
+    for name, (good, text) in rules.items():
         lines.append(f"{name} {'ok' if good else 'FAILED'} ({text})")
     return [said for said in wrong if said], lines
 
@@ -288,7 +308,7 @@ def main():
     mode, other, checks = judging
     with open(other) as file:
         b = json.load(file)
-    wrong, lines = judge(mode, a, b)
+    wrong, lines = judge(mode, a, b, os.environ.get("LAB_DIRECT", "").split())
     print(json.dumps({"a": a, "b": b}))
     with open(checks, "a") as out:
         out.writelines(f"{line}\n" for line in lines)

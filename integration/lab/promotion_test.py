@@ -22,6 +22,7 @@ def facts(name, pid, peer, link=1_000_000, tcp=20_000):
         "pid": pid, "program": name, "peers": [peer] if link else [], "fabrics": ["verbs"] if link else [],
         "links": int(link > 0), "twice": 0, "why": [], "promoted": int(link > 0), "demoted": 0, "streams": 1,
         "tx_tcp_bytes": tcp, "rx_tcp_bytes": 0, "tx_link_bytes": link, "rx_link_bytes": 0,
+        **dict.fromkeys(rules["EVENTS"], 0),
     }  # fmt: skip
     return {
         "instances": {name: instance},
@@ -45,7 +46,7 @@ class Promoted(unittest.TestCase):
 
     def test_a_promoted_run_passes(self):
         self.assertEqual(self.failed(), [])
-        self.assertEqual(len(judge("both", self.a, self.b)[1]), 4)
+        self.assertEqual(len(judge("both", self.a, self.b)[1]), 5)
 
     def test_each_end_is_judged(self):
         for one in (self.a, self.b):
@@ -90,6 +91,43 @@ class Promoted(unittest.TestCase):
         self.assertEqual(self.failed(), ["counters", "one-link", "device", "tcp-is-empty"])
 
 
+class Direct(unittest.TestCase):
+    def setUp(self):
+        self.a, self.b = facts("server", 10, "client"), facts("client", 20, "server")
+        # Each link has one more.
+        self.a["queue_pairs"] = self.b["queue_pairs"] = 2
+
+    def failed(self, *directly, mode="direct"):
+        wrong, lines = judge(mode, self.a, self.b, directly)
+        return wrong + [line.split()[0] for line in lines if " FAILED " in line]
+
+    def test_what_is_to_go_directly_does_and_nothing_else(self):
+        self.assertEqual(self.failed(), [])
+        self.assertEqual(self.failed("b-received"), ["direct"])
+        self.b["instances"]["client"]["direct_received_bytes"] = 5
+        self.assertEqual(self.failed("b-received"), [])
+        for other in ((), ("b-sent",), ("a-received",), ("a-sent", "b-received")):
+            self.assertEqual(self.failed(*other), ["direct"])
+        self.a["instances"]["server"]["direct_sent_bytes"] = 5
+        self.assertEqual(self.failed("b-received"), ["direct"])
+        self.assertEqual(self.failed("b-received", "a-sent"), [])
+
+    def test_nothing_does_where_nobody_has_asked_for_it(self):
+        self.a["queue_pairs"] = self.b["queue_pairs"] = 1
+        self.assertEqual(self.failed("b-received", mode="both"), [])
+        self.b["instances"]["client"]["direct_received_bytes"] = 5
+        self.assertEqual(self.failed("b-received", mode="both"), ["direct"])
+
+    def test_a_link_has_two_queue_pairs_and_no_more(self):
+        self.b["queue_pairs"] = 3
+        self.assertEqual(self.failed(), [])
+        self.b["queue_pairs"] = 4
+        self.assertEqual(self.failed(), ["one-link"])
+
+    def test_both_ends_have_the_library(self):
+        self.assertTrue(judge("direct", NOTHING, self.b)[0])
+
+
 class OnTcp(unittest.TestCase):
     def test_one_end_has_it(self):
         plain = facts("server", 10, "client", link=0)
@@ -109,7 +147,9 @@ def document(*peers, link_bytes=0, state="up"):
     """What `rdmasock stat --json` says of this process with a link to each of the peers."""
     totals = dict.fromkeys(rules["BYTES"], 0) | {"tx_link_bytes": link_bytes}
     links = [{"peer": peer, "fabric": "verbs", "state": state} for peer in peers]
-    return {"instances": [{"id": "me", "pid": os.getpid(), "program": "x", "totals": totals, "links": links, "streams": []}]}
+    events = dict.fromkeys(rules["EVENTS"], 0) | {"direct_sent_bytes": link_bytes}
+    own = {"totals": totals, "events": events, "links": links, "streams": []}
+    return {"instances": [{"id": "me", "pid": os.getpid(), "program": "x"} | own]}
 
 
 class Sampled(unittest.TestCase):
@@ -132,6 +172,7 @@ class Sampled(unittest.TestCase):
     def test_the_counters_are_the_last_in_whatever_order_they_come(self):
         seen = self.after(document(link_bytes=5), document(link_bytes=7), document(link_bytes=6))
         self.assertEqual(seen.instances["me"]["tx_link_bytes"], 7)
+        self.assertEqual(seen.instances["me"]["direct_sent_bytes"], 7)
 
     def test_other_process_groups_are_not_ours(self):
         strange = document("p")

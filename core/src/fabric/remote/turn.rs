@@ -30,6 +30,9 @@ impl<Q: QueuePair> Engine<Q> {
         if what & POLL != 0 || self.sender.is_short() {
             events = self.poll(g)? + self.poll_bulk(g)?;
         }
+        if events > 0 {
+            self.read_on(g);
+        }
         if what & SETTLE != 0 {
             self.settle(g);
         }

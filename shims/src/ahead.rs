@@ -171,7 +171,10 @@ impl Ahead {
         if self.count.load(Relaxed) == 0 {
             return None;
         }
-        let needs = if role == Role::Source { SENT_FROM } else { RECEIVED_INTO };
+        let needs = match role {
+            Role::Source | Role::Offered => SENT_FROM,
+            Role::Target | Role::Both => RECEIVED_INTO,
+        };
         let ranges = self.ranges.lock()?;
         let at = ranges.partition_point(|range| range.end() <= start);
         let range = ranges.get(at)?;

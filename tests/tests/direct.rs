@@ -40,6 +40,13 @@ fn main() -> ExitCode {
             trials.push(Trial::test(name, move || most_is_direct(&paths, device, sender)));
         }
     }
+    for device in DEVICES {
+        for sender in ["client", "server"] {
+            let paths = Arc::clone(&paths);
+            let name = format!("to_epoll_{sender}_sends/{}", device.replace([',', '='], "_"));
+            trials.push(Trial::test(name, move || most_is_read(&paths, device, sender)));
+        }
+    }
     for short in ["sender", "receiver"] {
         let paths = Arc::clone(&paths);
         let name = format!("{short}_may_not_lock_memory");
@@ -244,6 +251,41 @@ fn most_is_direct(paths: &Paths, device: &str, sender: &str) -> Result<(), Faile
         }
         if Instant::now() > end {
             return Err(format!("of {all} bytes {sent} were sent directly, and {received} received").into());
+        }
+    }
+}
+
+/// A sender whose reader does not wait in a receive lends its memory to the reader's device.
+fn most_is_read(paths: &Paths, device: &str, sender: &str) -> Result<(), Failed> {
+    let (mut from, mut to) = pair(paths, device, sender)?;
+    let end = Instant::now() + LIMIT;
+    loop {
+        let counts = |from: &End, to: &End| -> Result<_, Failed> {
+            let sent = from.count(paths, "rendezvous_sent_bytes")?;
+            Ok((sent, to.count(paths, "rendezvous_received_bytes")?))
+        };
+        let before = counts(&from, &to)?;
+        to.begin("receive-by-epoll", MANY)?;
+        from.begin("send-pieces", MANY)?;
+        from.finish()?;
+        to.finish()?;
+        let after = counts(&from, &to)?;
+        for end in [&from, &to] {
+            assert_eq!(end.count(paths, "bulk_lost")?, 0, "a bulk queue pair was lost");
+            assert_eq!(
+                end.count(paths, "direct_received_bytes")?,
+                0,
+                "nobody waits with a buffer"
+            );
+        }
+        let (sent, received) = (after.0 - before.0, after.1 - before.1);
+        let all = (MANY * PIECE) as u64;
+        if sent >= all / 2 && received >= all / 2 {
+            assert_eq!(after.0, after.1);
+            return Ok(());
+        }
+        if Instant::now() > end {
+            return Err(format!("of {all} bytes {sent} were lent, and {received} read").into());
         }
     }
 }

@@ -455,6 +455,12 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         self.with(|engine| engine.is_source_done(theirs.0)).unwrap_or(true)
     }
 
+    /// Up to where the peer's device has read of what was [offered](Self::offer_source), once its end has said so; or
+    /// its program, which may be less.
+    pub fn taken(&self, theirs: Vqpn) -> u64 {
+        self.with(|engine| engine.taken(theirs.0)).unwrap_or(0)
+    }
+
     /// What the peer does not have goes into the mirror now. Gives how many bytes its device may still get from the
     /// program's memory; `None` if nothing was lent, or in a signal handler that has interrupted the engine.
     ///

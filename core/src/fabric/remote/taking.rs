@@ -82,6 +82,15 @@ impl<Q: QueuePair> Engine<Q> {
         Ok(())
     }
 
+    /// See [`End::taken`](super::End::taken).
+    pub fn taken(&mut self, theirs: u32) -> u64 {
+        let s = self.streams.mine(theirs).and_then(|mine| self.streams.get(mine));
+        s.map_or(0, |s| match s.out.loans.is_open() {
+            true => s.out.head,
+            false => s.out.head.max(s.out.told),
+        })
+    }
+
     /// Whoever waits for what becomes of its memory looks again.
     fn wake_sender<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, theirs: u32) {
         if let (Some(s), Some(block)) = (self.streams.get(mine), g.block_mirror(theirs)) {

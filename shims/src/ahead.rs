@@ -172,8 +172,10 @@ impl Ahead {
             return None;
         }
         let needs = match role {
-            Role::Source | Role::Offered => SENT_FROM,
-            Role::Target | Role::Both => RECEIVED_INTO,
+            Role::Source => SENT_FROM,
+            Role::Target => RECEIVED_INTO,
+            // Memory is in these roles for a link's own ends, or for one call.
+            Role::Both | Role::Offered => return None,
         };
         let ranges = self.ranges.lock()?;
         let at = ranges.partition_point(|range| range.end() <= start);

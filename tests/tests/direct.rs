@@ -82,9 +82,14 @@ impl Drop for End {
 }
 
 impl End {
+    /// `least` is `RDMASOCK_ZCOPY_MIN`, perhaps with the way that is fixed behind a colon.
     fn start(paths: &Paths, device: &str, least: &str, words: &[&str]) -> Result<Self, Failed> {
         let mut command = Command::new(&paths.scenario);
         clean_environment(&mut command);
+        let (least, way) = least.split_once(':').unwrap_or((least, ""));
+        if !way.is_empty() {
+            command.env("RDMASOCK_DEV_WAY", way);
+        }
         let mut child = command
             .env("LD_PRELOAD", paths.library.as_ref()?)
             .env("RDMASOCK_DEV_LOCAL_DEVICE", &paths.device)
@@ -217,7 +222,7 @@ fn nothing_is_direct(paths: &Paths, short: &str) -> Result<(), Failed> {
 
 /// What was registered ahead is registered once for a link, and calls are none the worse for that.
 fn few_are_registered(paths: &Paths, device: &str) -> Result<(), Failed> {
-    let (mut from, mut to) = pair(paths, device, "client")?;
+    let (mut from, mut to) = pair_with(paths, device, "client", ["128K:direct"; 2])?;
     let registrations = |end: &End| end.count(paths, "direct_registrations");
     for end in [&mut from, &mut to] {
         end.begin("register", 0)?;

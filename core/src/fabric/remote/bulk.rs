@@ -150,7 +150,7 @@ impl<Q: QueuePair> Bulk<Q> {
         match unsafe { self.qp.read(read) } {
             Ok(()) => {
                 self.reads.push_back((mine, read.len));
-                self.add_reader(mine);
+                self.readers.push_back(mine);
                 Ok(true)
             }
             Err(PostError::Full) => {

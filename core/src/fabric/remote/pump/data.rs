@@ -46,7 +46,7 @@ pub(super) fn data<Q: QueuePair, L: Local>(
     if out.targets.holds(out.head) {
         return Ok(Turn::Full);
     }
-    if out.loans.reach().is_some() {
+    if out.loans.is_open() && out.loans.reach().is_some() {
         // Nothing but that before the peer's end has said how far it has come.
         if let Some(serial) = out.loans.recalled() {
             sender.put(&g.qp, &Record::Recall { theirs, serial })?;

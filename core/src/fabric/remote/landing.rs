@@ -298,13 +298,9 @@ impl<Q: QueuePair> Engine<Q> {
         let s = self.streams.mine(theirs).and_then(|mine| self.streams.get(mine))?;
         let source = s.out.targets.source.take()?;
         s.out.loans.recall();
-        // What was told is what the peer's end has said that it has, if it reads; else it may be on its way.
-        let there = if source.is_offered {
-            s.out.head.max(s.out.told)
-        } else {
-            s.out.head
-        };
-        let from = there.clamp(source.from, source.until);
+        // Also what the peer's device has read and its program has not: whoever has the connection next there may begin
+        // with that (P75).
+        let from = s.out.head.clamp(source.from, source.until);
         let at = std::ptr::with_exposed_provenance::<u8>(source.address + (from - source.from) as usize);
         // SAFETY: by this function's contract.
         let rest = unsafe { std::slice::from_raw_parts(at, (source.until - from) as usize) };
@@ -322,7 +318,10 @@ impl<Q: QueuePair> Engine<Q> {
             .at(s.out.told)
             .map_or(s.out.told, |(advert, written)| advert.position + written);
         // A loan that is open may still be read from.
-        let posted = s.out.loans.reach().unwrap_or(posted);
+        let posted = match source.is_offered {
+            true => s.out.loans.reach().unwrap_or(from),
+            false => posted,
+        };
         g.dirty.push(theirs);
         Some(posted.saturating_sub(from).min(rest.len() as u64))
     }

@@ -358,9 +358,13 @@ proptest! {
             let received = world.ends[d.reader].received(d.number).unwrap();
             prop_assert!(d.got <= received && received <= d.sent);
             prop_assert!(world.ends[1 - d.reader].confirmed(d.number).unwrap() <= received);
+            let consumed = d.got;
             d.read(&world.ends, usize::MAX);
             prop_assert_eq!(d.got, received);
             d.take(&world.ends);
+            // Who hands its end over asks for what its program has not read.
+            let unread = d.producer.rest(consumed).ok();
+            prop_assert_eq!(unread, Some(bytes(d.seed, consumed, d.sent)));
             let again = d.producer.rest(received).ok();
             prop_assert_eq!(again, Some(bytes(d.seed, received, d.sent)));
         }

@@ -52,6 +52,9 @@ fn bytes_go_from_the_writers_memory_into_the_readers_ring() {
         );
         assert_eq!(world.directions[0].got, world.directions[0].sent - 40_000);
         world.directions[0].take(&world.ends);
+        // Whoever has the reader's end next may ask for what its program has not read.
+        let d = &mut world.directions[0];
+        assert_eq!(d.producer.rest(d.got).ok(), Some(bytes(d.seed, d.got, d.sent)));
         world.drain();
         world.rest();
         assert_eq!(world.directions[0].got, world.directions[0].sent);

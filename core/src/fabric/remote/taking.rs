@@ -172,7 +172,7 @@ impl<Q: QueuePair> Engine<Q> {
         while let Some(mine) = bulk.next_reader() {
             let Some(s) = self.streams.get(mine) else { continue };
             let Some(piece) = s.inc.takings.next() else { continue };
-            let read = self.to_ring(g, mine, piece).filter(|_| bulk.can_read());
+            let read = self.next_read(g, mine, piece).filter(|_| bulk.can_read());
             let Some(read) = read else {
                 self.stop_taking(g, mine);
                 continue;
@@ -191,7 +191,7 @@ impl<Q: QueuePair> Engine<Q> {
     }
 
     /// The next READ of a stream; `None` where the device does not have the ring's memory.
-    fn to_ring<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, piece: Piece) -> Option<Read> {
+    fn next_read<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, piece: Piece) -> Option<Read> {
         let log2 = g.tuning.chunk_log2;
         let area = g.mine.area();
         let ring = self.streams.get(mine)?.inc.ring()?;

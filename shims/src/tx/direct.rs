@@ -1,6 +1,6 @@
-//! A blocking send of much: which way it goes, and its bytes from the program's memory, past the mirror, when the peer's
-//! program waits for them with a buffer (docs/protocol.md, P90–P95). It waits for such a reader for a moment only, as
-//! kernel TCP would not wait at all.
+//! A blocking send of much: which way it goes, and its bytes from the program's memory, past the mirror, when the
+//! peer's program waits for them with a buffer (docs/protocol.md, P90–P95). It waits for such a reader for a moment
+//! only, as kernel TCP would not wait at all.
 
 use std::ffi::c_int;
 use std::sync::atomic::Ordering::Relaxed;

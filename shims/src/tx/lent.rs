@@ -1,6 +1,6 @@
-//! Memory of the program that a blocking send lends to a device, past the mirror (docs/protocol.md, P90–P99): to its own,
-//! which writes into a buffer that the peer's program waits with, or to the peer's, which reads it. Not when that is
-//! done (`direct.rs`, `offered.rs`).
+//! Memory of the program that a blocking send lends to a device, past the mirror (docs/protocol.md, P90–P99): to its
+//! own, which writes into a buffer that the peer's program waits with, or to the peer's, which reads it. Not when that
+//! is done (`direct.rs`, `offered.rs`).
 //!
 //! What was lent counts as sent; before the call returns the peer has taken it, or what it has not is in the mirror and
 //! nothing reaches the program's memory any more.

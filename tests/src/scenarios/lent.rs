@@ -1,5 +1,5 @@
-//! Sends between hosts whose bytes the reader's device reads from the sender's memory, since the reader does not wait in
-//! a receive: what programs see of that, and that what a call has taken is the program's again when it returns. As
+//! Sends between hosts whose bytes the reader's device reads from the sender's memory, since the reader does not wait
+//! in a receive: what programs see of that, and that what a call has taken is the program's again when it returns. As
 //! `direct`, whose run-ups and comparisons it shares, but that the reader waits in epoll_wait.
 
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
@@ -209,6 +209,8 @@ fn ends(c: &Ctx) {
     c.sync("begins");
     if flow.reads {
         flow.receive_all(2 * LARGE);
+        // A reset may take what was not read.
+        c.sync("part");
         match way {
             "reader_closes" => {
                 c.close(fd);
@@ -235,6 +237,7 @@ fn ends(c: &Ctx) {
         return;
     }
     flow.send(2 * LARGE);
+    c.sync("part");
     match way {
         "sender_closes" | "sender_shuts" | "sender_exits" | "sender_resets" => {
             flow.send(LARGE);

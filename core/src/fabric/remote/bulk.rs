@@ -141,7 +141,7 @@ impl<Q: QueuePair> Bulk<Q> {
         self.most_reads > 0
     }
 
-    /// Posts a READ for a stream, whose turn comes again; false if there is no room, and then it is tried when there is.
+    /// Posts a READ for a stream, whose turn comes again; false if there is no room, and it is tried when there is.
     ///
     /// # Safety
     /// As [`QueuePair::read`].

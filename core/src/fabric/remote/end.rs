@@ -333,8 +333,8 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         let _ = self.run(PUMP);
     }
 
-    /// Has `end` end the bulk queue pairs that were given up since the last call; gives how many. The peer is to be told
-    /// of each.
+    /// Has `end` end the bulk queue pairs that were given up since the last call; gives how many. The peer is to be
+    /// told of each.
     pub fn end_retired(&self, mut end: impl FnMut(Q)) -> usize {
         self.shared.retired_unseen.publish(false);
         let mut retired = self.shared.retired.lock();

@@ -1,6 +1,7 @@
-//! Memory of a sending program that the reader's device reads into the reader's ring (docs/protocol.md, P96–P99): what
-//! either end knows of it. Exact as direct transfers are (`direct.rs`): while a loan is open nothing else is said of the
-//! direction, and its end says up to where the bytes went so. Pure; not what the engine does about it (`taking.rs`).
+//! Memory of a sending program that the reader's device reads into the reader's ring (docs/protocol.md, P96–P99):
+//! what either end knows of it. Exact as direct transfers are (`direct.rs`): while a loan is open nothing else is said
+//! of the direction, and its end says up to where the bytes went so. Pure; not what the engine does about it
+//! (`taking.rs`).
 
 use super::direct::Serial;
 use super::fault::Breach;

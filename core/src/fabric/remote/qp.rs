@@ -14,8 +14,8 @@ pub struct Limits {
     /// What a packet carries at most, a power of two: messages and WRITEs are cut into such. 0: it does not matter (TCP
     /// cuts iWARP's).
     pub packet_bytes: u32,
-    /// READs that may be under way at a time; more wait in the send queue, with what was posted behind them. 0: none can
-    /// be posted.
+    /// READs that may be under way at a time; more wait in the send queue, with what was posted behind them. 0: none
+    /// can be posted.
     pub reads: u8,
 }
 

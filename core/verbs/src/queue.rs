@@ -22,7 +22,7 @@ use crate::sizes::Sizes;
 use crate::sys::{BATCH, CompletionChannel, Context, Cq, Done, Id, Mr, Pd, Piece, Qp, QueueLengths, Work, status};
 use rdmasock_core::fabric::plugin::fate::Fate;
 use rdmasock_core::fabric::plugin::host::{Level, log};
-use rdmasock_core::fabric::plugin::slots::{Slots, Turn};
+use rdmasock_core::fabric::plugin::slots::Slots;
 
 /// Bytes of a receive buffer, and of a send slot.
 pub const BUFFER_BYTES: usize = 4096 + 64;
@@ -281,12 +281,11 @@ impl Queue {
         if is_silent() && self.slots.turn_away(is_silent) {
             return Err(Errno(libc::EAGAIN));
         }
-        let turn = self.slots.turn(len).ok_or(Errno(libc::EAGAIN))?;
+        let mut turn = self.slots.turn(len).ok_or(Errno(libc::EAGAIN))?;
         let (work, piece) = make(turn.slot)?;
         // Each READ is told of.
         let is_read = matches!(work, Work::Read { .. });
-        let signal = turn.signal || is_read;
-        let turn = Turn { signal, ..turn };
+        turn.signal |= is_read;
         let id = turn.frees | if is_read { READ } else { 0 };
         let inline = !is_read && len <= self.inline;
         let lent = matches!(work, Work::Send) && self.is_iwarp && len >= IWARP_ZERO_COPY;

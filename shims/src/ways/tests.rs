@@ -82,7 +82,7 @@ fn the_cheapest_way_is_found_whatever_was_guessed() {
             costs[best as usize] = 250.0;
             let (known, mut contest) = (Known::default(), Contest::default());
             let mut world = World::new(costs);
-            world.run(&mut contest, &known, 8 * GIB, len, true);
+            world.run(&mut contest, &known, 24 * GIB, len, true);
             world.went = [0; 4];
             world.run(&mut contest, &known, 16 * GIB, len, true);
             assert!(world.share(best) > 0.9, "{len} {best:?}: {:?}", world.went);

@@ -54,6 +54,11 @@ pub(super) fn data<Q: QueuePair, L: Local>(
         }
         return Ok(Turn::Full);
     }
+    let is_lent = out.targets.source.is_some_and(|source| source.is_offered);
+    if is_lent && !out.loans.is_open() {
+        // It goes on when what is left has its place in the ring that it was lent for.
+        return Ok(Turn::Full);
+    }
     tell_limited(g, sender, out, theirs, view.limited)?;
     let area = g.mirror.area();
     let mut left = u64::from(g.tuning.piece.max(1));

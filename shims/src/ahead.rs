@@ -171,7 +171,12 @@ impl Ahead {
         if self.count.load(Relaxed) == 0 {
             return None;
         }
-        let needs = if role == Role::Source { SENT_FROM } else { RECEIVED_INTO };
+        let needs = match role {
+            Role::Source => SENT_FROM,
+            Role::Target => RECEIVED_INTO,
+            // Memory is in these roles for a link's own ends, or for one call.
+            Role::Both | Role::Offered => return None,
+        };
         let ranges = self.ranges.lock()?;
         let at = ranges.partition_point(|range| range.end() <= start);
         let range = ranges.get(at)?;

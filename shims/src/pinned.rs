@@ -72,6 +72,10 @@ impl Pinned {
     }
 
     fn ahead(remote: &'static Remote, memory: *mut u8, len: usize, role: Role) -> Option<Self> {
+        if role == Role::Offered {
+            // The peer could read what the program has there later, and has not sent.
+            return None;
+        }
         let range = Library::get().ahead.covering(memory.addr(), len, role)?;
         let lost = remote.end().direct_counts().lost;
         let known = range.key(remote, role);

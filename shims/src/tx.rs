@@ -3,6 +3,8 @@
 
 mod cork;
 mod direct;
+mod lent;
+mod offered;
 mod room;
 pub mod sendfile;
 pub mod zerocopy;

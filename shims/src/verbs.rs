@@ -12,11 +12,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use libloading::os::unix::{Library as Object, RTLD_LOCAL, RTLD_NOW};
 use once_cell::race::OnceBox;
 use rdmasock_core::fabric::plugin::{
-    ABI, Address, Completion, Conn, ENTRY, Entry, Host, Info, Keys, Listener, PRIVATE_BYTES, Part, Plugin, Request,
-    WriteRequest, completion, role,
+    ABI, Address, Completion, Conn, ENTRY, Entry, Host, Info, Keys, Listener, PRIVATE_BYTES, Part, Plugin, ReadRequest,
+    Request, WriteRequest, completion, role,
 };
 use rdmasock_core::fabric::remote::qp::{
-    Completed, Down, Key, Limits, PostError, QueuePair, Region, Role, Write as RdmaWrite,
+    Completed, Down, Key, Limits, PostError, QueuePair, Read as RdmaRead, Region, Role, Write as RdmaWrite,
 };
 use rdmasock_core::os::dir;
 use rdmasock_core::os::privatefd::PrivateFd;
@@ -423,12 +423,14 @@ impl QueuePair for Pair {
                 buffer_bytes: 0,
                 immediate: false,
                 packet_bytes: 0,
+                reads: 0,
             },
             |info| Limits {
                 receive_buffers: info.receive_buffers,
                 buffer_bytes: info.buffer_bytes,
                 immediate: info.immediate != 0,
                 packet_bytes: info.packet_bytes,
+                reads: info.reads,
             },
         )
     }
@@ -439,6 +441,7 @@ impl QueuePair for Pair {
             Role::Both => role::BOTH,
             Role::Source => role::SOURCE,
             Role::Target => role::TARGET,
+            Role::Offered => role::OFFERED,
         };
         // SAFETY: by the caller's contract; the connection lives as long as this.
         down(unsafe { (self.plugin.register)(self.conn, at.cast(), len, role, &raw mut keys) })?;
@@ -468,6 +471,18 @@ impl QueuePair for Pair {
         };
         // SAFETY: by the caller's contract; the connection lives as long as this.
         post(unsafe { (self.plugin.write)(self.conn, &raw const request) })
+    }
+
+    unsafe fn read(&self, read: &RdmaRead) -> Result<(), PostError> {
+        let request = ReadRequest {
+            to: read.to,
+            from: read.from,
+            len: read.len,
+            local: read.local,
+            remote: read.remote,
+        };
+        // SAFETY: by the caller's contract; the connection lives as long as this.
+        post(unsafe { (self.plugin.read)(self.conn, &raw const request) })
     }
 
     fn send(&self, parts: &[&[u8]]) -> Result<(), PostError> {
@@ -515,6 +530,7 @@ unsafe extern "C" fn on_completion(context: *mut c_void, completion: *const Comp
             bytes: completion.len,
         }),
         completion::ROOM => each(Completed::Room),
+        completion::READ => each(Completed::Read),
         completion::PROBED => each(Completed::Probed),
         _ => {}
     }

@@ -20,16 +20,26 @@ pub enum Way {
     Staged,
     /// From memory to memory by the device; the sender waits for a reader, and then for the device.
     Direct,
+    /// From the program's memory into a ring by the reader's device, for which the sender waits, and copied out of it.
+    Lent,
 }
 
 impl Way {
-    const ALL: [Self; 3] = [Self::Rings, Self::Staged, Self::Direct];
+    pub const ALL: [Self; 4] = [Self::Rings, Self::Staged, Self::Direct, Self::Lent];
 
-    /// The next one to try after `self` and beside `best`; [`Direct`](Self::Direct) only if the sender can wait.
-    fn next(self, best: Self, can_wait: bool) -> Self {
-        let others = (1..=3).map(|n| Self::from_bits((self as u64 + n) % 3));
-        let mut fit = others.filter(|way| *way != best && (can_wait || *way != Self::Direct));
+    /// The next one to try after `self` and beside `best`, of those that the send can go.
+    fn next(self, best: Self, send: Send) -> Self {
+        let others = (1..=4).map(|n| Self::from_bits((self as u64 + n) % 4));
+        let mut fit = others.filter(|way| *way != best && way.is_open_to(send));
         fit.next().unwrap_or_default()
+    }
+
+    fn is_open_to(self, send: Send) -> bool {
+        match self {
+            Self::Rings | Self::Staged => true,
+            Self::Direct => send.can_wait,
+            Self::Lent => send.can_wait && send.can_lend,
+        }
     }
 
     fn from_bits(bits: u64) -> Self {
@@ -167,6 +177,8 @@ pub struct Send {
     pub ring: u64,
     /// The call may wait.
     pub can_wait: bool,
+    /// The peer's device reads what is lent to it.
+    pub can_lend: bool,
 }
 
 /// The turn of one way.
@@ -232,7 +244,7 @@ impl Contest {
             let verdict = known.look(self.kind);
             let best = *self.best.get_or_insert(verdict.best.unwrap_or(guess));
             if went > 0 && known.spend(self.kind, went, turn) {
-                let challenger = verdict.tried.next(best, self.kind.can_wait);
+                let challenger = verdict.tried.next(best, send);
                 self.trial = Some(Trial {
                     challenger,
                     turn: Turn::new(false, send.position),

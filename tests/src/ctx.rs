@@ -358,7 +358,7 @@ impl Ctx {
 
     /// How many bytes devices have written into the memory of the two programs so far; `None` where links are not as
     /// between hosts, or nobody watches. One side asks.
-    pub fn direct_bytes(&self) -> Option<u64> {
+    pub fn past_the_rings(&self) -> Option<[u64; 2]> {
         if !self.observed {
             return None;
         }
@@ -368,7 +368,8 @@ impl Ctx {
         loop {
             if let Ok(text) = std::fs::read_to_string(&answer) {
                 std::fs::remove_file(&answer).unwrap();
-                return text.parse().ok();
+                let (direct, lent) = text.split_once(' ')?;
+                return Some([direct.parse().ok()?, lent.parse().ok()?]);
             }
             assert!(Instant::now() < end, "nobody tells how much went directly");
             sys::pause_ms(1);
@@ -376,7 +377,7 @@ impl Ctx {
     }
 }
 
-/// The file by which a side asks for [`Ctx::direct_bytes`], and that of the answer: a number, or nothing.
+/// The file by which a side asks for [`Ctx::past_the_rings`], and that of the answer: a number, or nothing.
 pub const ASKED: &str = "asked";
 /// See [`ASKED`].
 pub const ANSWERED: &str = "answered";

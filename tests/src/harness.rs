@@ -382,8 +382,14 @@ pub fn play_in(environment: Option<&Environment>, paths: &Paths, scenario: &Scen
         }
         if dir.join(ASKED).exists() {
             fs::remove_file(dir.join(ASKED))?;
-            let answer = mode.device().map(|_| direct_bytes(paths, &server, &client));
-            let answer = answer.transpose()?.map_or(String::new(), |bytes| bytes.to_string());
+            let answer = match mode.device() {
+                Some(_) => {
+                    let [direct, lent] = ["direct_received_bytes", "rendezvous_received_bytes"]
+                        .map(|event| received(paths, event, [&server, &client]));
+                    format!("{} {}", direct?, lent?)
+                }
+                None => String::new(),
+            };
             fs::write(dir.join("answer"), answer)?;
             fs::rename(dir.join("answer"), dir.join(ANSWERED))?;
         }
@@ -412,13 +418,10 @@ fn words(device: &str, of_scenario: &str) -> String {
     format!("{device},{of_scenario},{more}")
 }
 
-/// See [`Ctx::direct_bytes`](crate::ctx::Ctx::direct_bytes).
-fn direct_bytes(paths: &Paths, server: &Running, client: &Running) -> Result<u64> {
-    let mut bytes = 0;
-    for side in [server, client] {
-        bytes += count(&paths.command, side.child.id(), "direct_received_bytes")?.unwrap_or(0);
-    }
-    Ok(bytes)
+/// See [`Ctx::past_the_rings`](crate::ctx::Ctx::past_the_rings).
+fn received(paths: &Paths, event: &str, sides: [&Running; 2]) -> Result<u64> {
+    let counts = sides.map(|side| count(&paths.command, side.child.id(), event));
+    counts.into_iter().map(|count| Ok(count?.unwrap_or(0))).sum()
 }
 
 /// Waits for the promotion in mode `both`; makes sure that there is none in the others.

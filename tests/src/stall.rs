@@ -72,6 +72,8 @@ fn act(fd: c_int, what: &str, n: usize, piece: &mut [u8]) {
                 assert!(piece == want, "piece {at}");
             }
         }
+        // The same by epoll_wait and receives that do not wait.
+        "receive-by-epoll" => receive_by_epoll(fd, n, piece),
         // The memory of the pieces, ahead.
         "register" => register(piece),
         "poll" => {
@@ -91,6 +93,26 @@ fn act(fd: c_int, what: &str, n: usize, piece: &mut [u8]) {
         }
         _ => panic!("no such word: {what}"),
     }
+}
+
+fn receive_by_epoll(fd: c_int, n: usize, piece: &mut [u8]) {
+    let mut want = data::pattern(3, 0, PIECE);
+    let set = epoll::create();
+    epoll::ctl(set, libc::EPOLL_CTL_ADD, fd, epoll::IN, 1).ok();
+    for at in 0..n {
+        want[..8].copy_from_slice(&at.to_le_bytes());
+        let mut got = 0;
+        while got < PIECE {
+            let r = sys::recv(fd, &mut piece[got..], libc::MSG_DONTWAIT);
+            if r.is(libc::EAGAIN) {
+                epoll::wait(set, 1, -1);
+            } else {
+                got += r.count();
+            }
+        }
+        assert!(piece == want, "piece {at}");
+    }
+    sys::close(set).ok();
 }
 
 /// `rdmasock_register` for sends and receives, as `include/rdmasock.h` finds it.

@@ -214,6 +214,7 @@ impl<const IMMEDIATE: bool, const TINY: bool> Pairs for InMemory<IMMEDIATE, TINY
                 buffer_bytes: MIN_BUFFER,
                 immediate: IMMEDIATE,
                 packet_bytes: 0,
+                reads: 4,
             };
             config.send_queue = 2;
         }

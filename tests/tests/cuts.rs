@@ -33,6 +33,7 @@ const SEEDS: u64 = 1000;
 const LOG: &str = "rdmasock=info,rdmasock::link=debug,rdmasock::verbs=debug";
 const CUT: &str = "cut by LOCALNIC";
 const CUT_WRITE: &str = "cut by LOCALNIC in the middle of a WRITE";
+const CUT_READ: &str = "cut by LOCALNIC in the middle of a READ";
 const SILENT: &str = "link failed: no answer from the peer's device";
 const GONE: &str = "the device is gone";
 const CONNECTED: &str = "connected";
@@ -175,11 +176,14 @@ struct Figures {
     connections: u64,
     faults: u64,
     in_writes: u64,
+    in_reads: u64,
     links: u64,
     bytes: u64,
     link_bytes: u64,
     /// Of those that were received, past the rings.
     direct_bytes: u64,
+    /// And from the memory of programs that sent them, by READs.
+    lent_bytes: u64,
     promoted: u64,
 }
 
@@ -189,10 +193,12 @@ impl Figures {
         self.connections += other.connections;
         self.faults += other.faults;
         self.in_writes += other.in_writes;
+        self.in_reads += other.in_reads;
         self.links += other.links;
         self.bytes += other.bytes;
         self.link_bytes += other.link_bytes;
         self.direct_bytes += other.direct_bytes;
+        self.lent_bytes += other.lent_bytes;
         self.promoted += other.promoted;
     }
 }
@@ -201,17 +207,20 @@ impl fmt::Display for Figures {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "{} counted, {} cuts in the middle of a WRITE; {} links of {} pairs of programs, {} connections, {} ends \
-             promoted; {} bytes compared, {} of them sent on links; {} received past the rings",
+            "{} counted, {} cuts in the middle of a WRITE, {} of a READ; {} links of {} pairs of programs, {} connections, {} ends \
+             promoted; {} bytes compared, {} of them sent on links; {} received past the rings, {} \
+             by READs",
             self.faults,
             self.in_writes,
+            self.in_reads,
             self.links,
             self.pairs,
             self.connections,
             self.promoted,
             self.bytes,
             self.link_bytes,
-            self.direct_bytes
+            self.direct_bytes,
+            self.lent_bytes
         )
     }
 }
@@ -235,6 +244,9 @@ fn rounds(fault: Fault, device: &str) -> Result<(), Failed> {
             return Err(format!("{} of {asked} faults; none with {what}", all.faults).into());
         }
         round += 1;
+    }
+    if fault.name == "direct" && all.lent_bytes == 0 {
+        return Err(format!("nothing was read from what senders lend in {all}").into());
     }
     if fault.name == "direct" && all.direct_bytes == 0 {
         return Err(format!("nothing went past the rings in {all}").into());
@@ -280,6 +292,7 @@ fn pair(fault: Fault, device: &str, settings: &Settings, seed: u64) -> Result<Fi
         if let Some(instance) = instance {
             figures.link_bytes += instance.totals.tx.link_bytes;
             figures.direct_bytes += instance.count(Event::DirectReceived);
+            figures.lent_bytes += instance.count(Event::RendezvousReceived);
             figures.promoted += instance.totals.promoted;
             if instance.count(Event::LinkViolation) > 0 {
                 wrong += &format!("the {name} counts violations\n");
@@ -289,6 +302,7 @@ fn pair(fault: Fault, device: &str, settings: &Settings, seed: u64) -> Result<Fi
         let count = |mark: &str| log.lines().filter(|line| line.contains(mark)).count() as u64;
         found.push(count(fault.mark));
         figures.in_writes += count(CUT_WRITE);
+        figures.in_reads += count(CUT_READ);
         figures.links += count(CONNECTED);
         for line in log
             .lines()

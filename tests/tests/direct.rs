@@ -40,6 +40,13 @@ fn main() -> ExitCode {
             trials.push(Trial::test(name, move || most_is_direct(&paths, device, sender)));
         }
     }
+    for device in DEVICES {
+        for sender in ["client", "server"] {
+            let paths = Arc::clone(&paths);
+            let name = format!("to_epoll_{sender}_sends/{}", device.replace([',', '='], "_"));
+            trials.push(Trial::test(name, move || most_is_read(&paths, device, sender)));
+        }
+    }
     for short in ["sender", "receiver"] {
         let paths = Arc::clone(&paths);
         let name = format!("{short}_may_not_lock_memory");
@@ -75,9 +82,14 @@ impl Drop for End {
 }
 
 impl End {
+    /// `least` is `RDMASOCK_ZCOPY_MIN`, perhaps with the way that is fixed behind a colon.
     fn start(paths: &Paths, device: &str, least: &str, words: &[&str]) -> Result<Self, Failed> {
         let mut command = Command::new(&paths.scenario);
         clean_environment(&mut command);
+        let (least, way) = least.split_once(':').unwrap_or((least, ""));
+        if !way.is_empty() {
+            command.env("RDMASOCK_DEV_WAY", way);
+        }
         let mut child = command
             .env("LD_PRELOAD", paths.library.as_ref()?)
             .env("RDMASOCK_DEV_LOCAL_DEVICE", &paths.device)
@@ -210,7 +222,7 @@ fn nothing_is_direct(paths: &Paths, short: &str) -> Result<(), Failed> {
 
 /// What was registered ahead is registered once for a link, and calls are none the worse for that.
 fn few_are_registered(paths: &Paths, device: &str) -> Result<(), Failed> {
-    let (mut from, mut to) = pair(paths, device, "client")?;
+    let (mut from, mut to) = pair_with(paths, device, "client", ["128K:direct"; 2])?;
     let registrations = |end: &End| end.count(paths, "direct_registrations");
     for end in [&mut from, &mut to] {
         end.begin("register", 0)?;
@@ -244,6 +256,41 @@ fn most_is_direct(paths: &Paths, device: &str, sender: &str) -> Result<(), Faile
         }
         if Instant::now() > end {
             return Err(format!("of {all} bytes {sent} were sent directly, and {received} received").into());
+        }
+    }
+}
+
+/// A sender whose reader does not wait in a receive lends its memory to the reader's device.
+fn most_is_read(paths: &Paths, device: &str, sender: &str) -> Result<(), Failed> {
+    let (mut from, mut to) = pair(paths, device, sender)?;
+    let end = Instant::now() + LIMIT;
+    loop {
+        let counts = |from: &End, to: &End| -> Result<_, Failed> {
+            let sent = from.count(paths, "rendezvous_sent_bytes")?;
+            Ok((sent, to.count(paths, "rendezvous_received_bytes")?))
+        };
+        let before = counts(&from, &to)?;
+        to.begin("receive-by-epoll", MANY)?;
+        from.begin("send-pieces", MANY)?;
+        from.finish()?;
+        to.finish()?;
+        let after = counts(&from, &to)?;
+        for end in [&from, &to] {
+            assert_eq!(end.count(paths, "bulk_lost")?, 0, "a bulk queue pair was lost");
+            assert_eq!(
+                end.count(paths, "direct_received_bytes")?,
+                0,
+                "nobody waits with a buffer"
+            );
+        }
+        let (sent, received) = (after.0 - before.0, after.1 - before.1);
+        let all = (MANY * PIECE) as u64;
+        if sent >= all / 2 && received >= all / 2 {
+            assert_eq!(after.0, after.1);
+            return Ok(());
+        }
+        if Instant::now() > end {
+            return Err(format!("of {all} bytes {sent} were lent, and {received} read").into());
         }
     }
 }

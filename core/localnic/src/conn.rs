@@ -10,7 +10,7 @@ use rdmasock_core::fabric::plugin::host::Hidden;
 use rdmasock_core::fabric::plugin::serve::Connection;
 use rdmasock_core::fabric::plugin::slots;
 use rdmasock_core::fabric::plugin::{Address, Info, Keys};
-use rdmasock_core::fabric::remote::qp::{Completed, Role, Write};
+use rdmasock_core::fabric::remote::qp::{Completed, Read, Role, Write};
 use rdmasock_core::lock::Lock;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with};
@@ -20,7 +20,7 @@ use crate::greeting::{self, Greeting, Kind, Private, files};
 use crate::names;
 use crate::nic;
 use crate::pair::{self, BUFFER_BYTES, Pair, RECEIVES, Shared};
-use crate::queue::{Far, Queue};
+use crate::queue::{Far, Queue, READS};
 use crate::settings::Settings;
 
 /// How often a connection is tried again while the listener has no place for one more.
@@ -186,6 +186,7 @@ impl Connection for Conn {
             buffer_bytes: BUFFER_BYTES as u32,
             receive_buffers: RECEIVES,
             immediate: u8::from(!settings.is_iwarp),
+            reads: READS,
             packet_bytes: if settings.is_iwarp { 0 } else { 4096 },
             qp_number: queue.number(),
             device: names::description(settings),
@@ -212,6 +213,11 @@ impl Connection for Conn {
     unsafe fn write(&self, write: &Write, immediate: Option<u32>) -> Result<()> {
         // SAFETY: by this function's contract.
         unsafe { self.queue()?.write(write, immediate) }
+    }
+
+    unsafe fn read(&self, read: &Read) -> Result<()> {
+        // SAFETY: by this function's contract.
+        unsafe { self.queue()?.read(read) }
     }
 
     fn send<'a>(&self, parts: impl Iterator<Item = &'a [u8]> + Clone) -> Result<()> {

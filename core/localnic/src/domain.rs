@@ -22,6 +22,7 @@ const USERS: u64 = CLOSING - 1;
 /// In an entry's roles.
 const SOURCE: u64 = 1;
 const TARGET: u64 = 2;
+const OFFERED: u64 = 4;
 /// In a key: it is for the peer.
 const REMOTE: u32 = 1 << 31;
 /// Longest time that an access takes: who has not left by then has died in it, and the entry is never used again.
@@ -35,7 +36,7 @@ struct Entry {
     state: AtomicU64,
     start: AtomicU64,
     len: AtomicU64,
-    /// [`SOURCE`], [`TARGET`] or both.
+    /// Of [`SOURCE`], [`TARGET`] and [`OFFERED`].
     roles: AtomicU64,
     /// What tells its pages from others (`pins`); 0: nothing does.
     pages: AtomicU64,
@@ -74,6 +75,17 @@ impl Table {
     /// As [`reach`](Self::reach), by the key of this end.
     pub fn source(&self, key: u32, at: u64, len: u64) -> Option<InUse<'_>> {
         (key & REMOTE == 0).then(|| self.hold(key, at, len, SOURCE)).flatten()
+    }
+
+    /// As [`reach`](Self::reach), for what the peer reads there.
+    pub fn offered(&self, key: u32, at: u64, len: u64) -> Option<InUse<'_>> {
+        let is_theirs = key & REMOTE != 0;
+        is_theirs.then(|| self.hold(key & !REMOTE, at, len, OFFERED)).flatten()
+    }
+
+    /// As [`source`](Self::source), for what this end reads into it.
+    pub fn sink(&self, key: u32, at: u64, len: u64) -> Option<InUse<'_>> {
+        (key & REMOTE == 0).then(|| self.hold(key, at, len, TARGET)).flatten()
     }
 
     fn hold(&self, key: u32, at: u64, len: u64, role: u64) -> Option<InUse<'_>> {
@@ -176,6 +188,7 @@ impl Domain {
             Role::Both => SOURCE | TARGET,
             Role::Source => SOURCE,
             Role::Target => TARGET,
+            Role::Offered => OFFERED,
         };
         entry.roles.store(roles, Relaxed);
         entry.pages.store(pages, Relaxed);
@@ -280,10 +293,11 @@ mod tests {
     fn memory_is_reached_in_the_roles_that_it_was_registered_for() {
         let domain = Arc::new(Domain::new().unwrap());
         let table = domain.table();
-        for (role, is_source, is_target) in [
-            (Role::Both, true, true),
-            (Role::Source, true, false),
-            (Role::Target, false, true),
+        for (role, is_source, is_target, is_offered) in [
+            (Role::Both, true, true, false),
+            (Role::Source, true, false, false),
+            (Role::Target, false, true, false),
+            (Role::Offered, false, false, true),
         ] {
             let memory = domain.register(1000, 100, role, 0).unwrap();
             assert_eq!(
@@ -294,6 +308,12 @@ mod tests {
             assert_eq!(
                 table.reach(memory.remote_key(), 1000, 1).is_some(),
                 is_target,
+                "{role:?}"
+            );
+            assert_eq!(table.sink(memory.local_key(), 1000, 1).is_some(), is_target, "{role:?}");
+            assert_eq!(
+                table.offered(memory.remote_key(), 1000, 1).is_some(),
+                is_offered,
                 "{role:?}"
             );
         }

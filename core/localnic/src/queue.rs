@@ -10,7 +10,7 @@ use rdmasock_core::fabric::plugin::errno::{Errno, Result};
 use rdmasock_core::fabric::plugin::fate::Fate;
 use rdmasock_core::fabric::plugin::host::{Hidden, Level, log};
 use rdmasock_core::fabric::plugin::slots::Slots;
-use rdmasock_core::fabric::remote::qp::{Completed, Role, Write};
+use rdmasock_core::fabric::remote::qp::{Completed, Read, Role, Write};
 use rdmasock_core::lock::Lock;
 use rdmasock_core::sync::Published;
 use rustix::net::Shutdown;
@@ -25,8 +25,12 @@ use crate::settings::Settings;
 /// Length of the send queue.
 const SENDS: u32 = 240;
 
-/// What the log says of a cut: half of a WRITE has arrived, or nothing of another work request.
+/// READs that may be under way: as many as fit the send queue wait there.
+pub const READS: u8 = 16;
+
+/// What the log says of a cut: half of a WRITE or a READ has arrived, or nothing of another work request.
 const IN_WRITE: &str = "cut by LOCALNIC in the middle of a WRITE";
+const IN_READ: &str = "cut by LOCALNIC in the middle of a READ";
 const AT_MESSAGE: &str = "cut by LOCALNIC at a message";
 
 /// What is in pages that are no longer the program's.
@@ -47,10 +51,11 @@ enum Work {
     /// The bytes of the message.
     Send(Vec<u8>),
     Write(Write, Option<u32>),
+    Read(Read),
     Probe,
 }
 
-// SAFETY: the pointer is to registered memory, which the device may read from any thread (`QueuePair::write`).
+// SAFETY: the pointer is to registered memory, which the device may reach from any thread (`QueuePair::write`, `read`).
 unsafe impl Send for Work {}
 
 /// A work request that waits for the device.
@@ -83,6 +88,9 @@ pub struct Queue {
     completed: Published<AtomicU64>,
     /// What `poll` has seen of that.
     seen: AtomicU64,
+    /// READs that are done, and what `poll` has seen of that.
+    read: Published<AtomicU64>,
+    read_seen: AtomicU64,
     /// A probe has been answered.
     probed: Published<AtomicU32>,
     /// A probe is under way.
@@ -119,6 +127,8 @@ impl Queue {
             running: Lock::new(Faults::new(&settings, u64::from(number))),
             completed: Published::default(),
             seen: AtomicU64::new(0),
+            read: Published::default(),
+            read_seen: AtomicU64::new(0),
             probed: Published::default(),
             is_probing: AtomicBool::new(false),
             is_polling: AtomicBool::new(false),
@@ -189,6 +199,18 @@ impl Queue {
                 |queue| queue.place_half(write),
             )
         })
+    }
+
+    /// Posts a READ.
+    ///
+    /// # Safety
+    /// The target is registered under its key, and nobody relies on what is there before it has completed.
+    pub unsafe fn read(self: &Arc<Self>, read: &Read) -> Result<()> {
+        if read.len == 0 {
+            return Err(Errno(libc::EINVAL));
+        }
+        let work = || Work::Read(*read);
+        self.post(read.len, work, |queue, faults| queue.carry_read(faults, read))
     }
 
     /// Posts a message of these parts.
@@ -294,6 +316,22 @@ impl Queue {
         Ok(())
     }
 
+    fn carry_read(&self, faults: &mut Faults, read: &Read) -> Result<bool> {
+        let is_done = self.carry(
+            faults,
+            |queue| queue.fetch(read, read.len as usize),
+            |queue| {
+                let _ = queue.fetch(read, read.len as usize / 2);
+                IN_READ
+            },
+        )?;
+        if is_done {
+            self.read.publish(self.read.load(Relaxed) + 1);
+            self.pair.fire_here();
+        }
+        Ok(is_done)
+    }
+
     fn complete(&self, frees: Option<u64>) {
         if let Some(frees) = frees {
             self.completed.publish(frees);
@@ -347,6 +385,38 @@ impl Queue {
         Ok(())
     }
 
+    /// Copies the first `len` bytes of a READ to where they belong, as far as both keys are good (else EACCES).
+    fn fetch(&self, read: &Read, len: usize) -> Result<()> {
+        let bytes = u64::from(read.len);
+        let to = self.domain.table().sink(read.local, read.to.addr() as u64, bytes);
+        let from = self.far.table.offered(read.remote, read.from, bytes);
+        let (Some(_to), Some(from)) = (to, from) else {
+            return Err(Errno(libc::EACCES));
+        };
+        if !from.is_as_registered(Some(self.far.pid)) {
+            // SAFETY: registered for this length, and stays so while it is held.
+            unsafe { read.to.write_bytes(OTHERS, len) };
+            return Ok(());
+        }
+        let mut done = 0;
+        while done < len {
+            let local = libc::iovec {
+                iov_base: read.to.wrapping_add(done).cast(),
+                iov_len: len - done,
+            };
+            let remote = libc::iovec {
+                iov_base: std::ptr::without_provenance_mut((read.from as usize).wrapping_add(done)),
+                iov_len: len - done,
+            };
+            // SAFETY: both are registered for these lengths, and stay so while they are held.
+            match unsafe { libc::process_vm_readv(self.far.pid, &local, 1, &remote, 1, 0) } {
+                copied @ 1.. => done += copied as usize,
+                _ => return Err(Errno::last()),
+            }
+        }
+        Ok(())
+    }
+
     /// The connection is over at both ends, for this reason.
     pub fn fail(&self, why: &str, errno: i32) -> Errno {
         if self.fate.end(Errno(errno)) {
@@ -388,6 +458,11 @@ impl Queue {
         let completed = self.completed.look();
         if self.seen.swap(completed, Relaxed) != completed && self.slots.completed(completed) {
             each(Completed::Room);
+            events += 1;
+        }
+        let read = self.read.look();
+        for _ in self.read_seen.swap(read, Relaxed)..read {
+            each(Completed::Read);
             events += 1;
         }
         if self.probed.look() != 0 {
@@ -444,6 +519,7 @@ impl Served for Queue {
                     |queue| queue.place(write, *immediate),
                     |queue| queue.place_half(write),
                 ),
+                Work::Read(read) => self.carry_read(&mut faults, read),
                 Work::Probe => self.answer_probe(&mut faults).map(|()| false),
             };
             if is_done == Ok(true) {

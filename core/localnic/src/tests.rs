@@ -4,7 +4,7 @@ use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use rdmasock_core::fabric::plugin::serve::Connection;
-use rdmasock_core::fabric::remote::qp::{Completed, Key, PostError, QueuePair, Role, Write};
+use rdmasock_core::fabric::remote::qp::{Completed, Key, PostError, QueuePair, Read, Role, Write};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::settings::Settings;
@@ -21,6 +21,7 @@ enum Seen {
     Message(Vec<u8>),
     Written(u32, u32),
     Room,
+    Read,
     Probed,
 }
 
@@ -30,6 +31,7 @@ fn look(qp: &LocalQp, seen: &mut Vec<Seen>) -> Result<usize, i32> {
             Completed::Received(bytes) => Seen::Message(bytes.to_vec()),
             Completed::Written { immediate, bytes } => Seen::Written(immediate, bytes),
             Completed::Room => Seen::Room,
+            Completed::Read => Seen::Read,
             Completed::Probed => Seen::Probed,
         });
     });
@@ -115,6 +117,38 @@ fn messages_and_writes_arrive_in_order() {
         }
         a.probe().unwrap();
         assert_eq!(await_seen(&a, 1), [Seen::Probed]);
+    }
+}
+
+#[test]
+fn what_is_offered_is_read_and_nothing_else() {
+    for settings in kinds() {
+        for is_offered in [true, false] {
+            let [a, b] = pair(settings).unwrap();
+            let to = registered(&a, vec![0; 100_000]);
+            let mut bytes: Vec<u8> = (0..100_000u32).map(|n| n as u8).collect();
+            let role = if is_offered { Role::Offered } else { Role::Both };
+            // SAFETY: the memory stays until both ends are gone, below.
+            let offered = unsafe { b.register(bytes.as_mut_ptr(), bytes.len(), role) }.unwrap();
+            let read = Read {
+                to: to.at,
+                local: to.key.local,
+                len: to.len as u32,
+                from: bytes.as_ptr().expose_provenance() as u64,
+                remote: offered.key.remote,
+            };
+            // SAFETY: nobody else looks at the target.
+            let posted = unsafe { a.read(&read) };
+            if is_offered {
+                assert_eq!(posted, Ok(()));
+                assert_eq!(await_seen(&a, 1), [Seen::Read]);
+                assert!(to.bytes() == bytes, "{settings:?}");
+            } else {
+                assert_eq!(await_end(&a), libc::EACCES);
+                assert!(to.bytes().iter().all(|byte| *byte == 0));
+            }
+            drop((a, b));
+        }
     }
 }
 

@@ -5,7 +5,9 @@ use std::time::Duration;
 use rdmasock_core::fabric::plugin::Address;
 use rdmasock_core::fabric::plugin::errno::{Errno, Result};
 use rdmasock_core::fabric::plugin::serve::{Connection, Listen};
-use rdmasock_core::fabric::remote::qp::{Completed, Down, Key, Limits, PostError, QueuePair, Region, Role, Write};
+use rdmasock_core::fabric::remote::qp::{
+    Completed, Down, Key, Limits, PostError, QueuePair, Read, Region, Role, Write,
+};
 
 use crate::conn::Conn;
 use crate::listen::Listener;
@@ -75,12 +77,14 @@ impl QueuePair for LocalQp {
                 buffer_bytes: 0,
                 immediate: false,
                 packet_bytes: 0,
+                reads: 0,
             },
             |info| Limits {
                 receive_buffers: info.receive_buffers,
                 buffer_bytes: info.buffer_bytes,
                 immediate: info.immediate != 0,
                 packet_bytes: info.packet_bytes,
+                reads: info.reads,
             },
         )
     }
@@ -104,6 +108,11 @@ impl QueuePair for LocalQp {
     unsafe fn write(&self, write: &Write, immediate: Option<u32>) -> std::result::Result<(), PostError> {
         // SAFETY: by this function's contract.
         post(unsafe { self.0.write(write, immediate) })
+    }
+
+    unsafe fn read(&self, read: &Read) -> std::result::Result<(), PostError> {
+        // SAFETY: by this function's contract.
+        post(unsafe { self.0.read(read) })
     }
 
     fn send(&self, parts: &[&[u8]]) -> std::result::Result<(), PostError> {

@@ -52,6 +52,7 @@ pub(super) struct Numbers {
 
 /// Both ends are done with a number. To be given back, after its rings.
 #[must_use = "the number and its rings stay taken"]
+#[derive(Debug)]
 pub(super) struct Done {
     pub number: Vqpn,
     pub regions: Vec<Region>,

@@ -15,7 +15,7 @@ pub mod slots;
 use std::ffi::{c_int, c_void};
 
 /// Version of the tables; changes with any change to this file.
-pub const ABI: u32 = 5;
+pub const ABI: u32 = 6;
 
 /// The plugin's only symbol, an [`Entry`].
 pub const ENTRY: &std::ffi::CStr = c"rdmasock_verbs_plugin";
@@ -96,6 +96,8 @@ pub struct Info {
     /// As there.
     pub immediate: u8,
     /// As there.
+    pub reads: u8,
+    /// As there.
     pub packet_bytes: u32,
     /// Number of the queue pair.
     pub qp_number: u32,
@@ -131,6 +133,8 @@ pub mod completion {
     pub const ROOM: u32 = 3;
     /// The peer's device has answered a probe.
     pub const PROBED: u32 = 4;
+    /// The bytes of a READ are here.
+    pub const READ: u32 = 5;
 }
 
 /// A piece of a message.
@@ -163,6 +167,22 @@ pub struct WriteRequest {
     pub immediate: u32,
 }
 
+/// As [`Read`](super::remote::qp::Read).
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct ReadRequest {
+    /// Target.
+    pub to: *mut u8,
+    /// Source.
+    pub from: u64,
+    /// Bytes.
+    pub len: u32,
+    /// Key of the target.
+    pub local: u32,
+    /// Key of the source.
+    pub remote: u32,
+}
+
 /// Keys of registered memory.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
@@ -177,12 +197,14 @@ pub struct Keys {
 
 /// What memory is registered for, as [`Role`](super::remote::qp::Role).
 pub mod role {
-    /// The source of this end's WRITEs, and the target of the peer's.
+    /// The source of this end's WRITEs and the target of its READs, and the target of the peer's WRITEs.
     pub const BOTH: u32 = 0;
     /// The source of this end's WRITEs.
     pub const SOURCE: u32 = 1;
     /// The target of the peer's.
     pub const TARGET: u32 = 2;
+    /// The source of the peer's READs.
+    pub const OFFERED: u32 = 3;
 }
 
 /// A listener of the plugin's.
@@ -200,7 +222,7 @@ pub struct Conn {
 }
 
 /// What the plugin gives to the library. Every function but those of one connection may be called from
-/// any thread; of one connection, `poll` by one thread at a time, `write`, `send` and `probe` by one
+/// any thread; of one connection, `poll` by one thread at a time, `write`, `read`, `send` and `probe` by one
 /// thread at a time, and `disconnect` by any. Only `connect` and `destroy` may wait.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
@@ -245,6 +267,8 @@ pub struct Plugin {
     pub deregister: unsafe extern "C" fn(conn: *mut Conn, handle: u64),
     /// As [`QueuePair::write`](super::remote::qp::QueuePair::write); -EAGAIN when the queue is full.
     pub write: unsafe extern "C" fn(conn: *mut Conn, request: *const WriteRequest) -> i32,
+    /// As [`QueuePair::read`](super::remote::qp::QueuePair::read); -EAGAIN when the queue is full.
+    pub read: unsafe extern "C" fn(conn: *mut Conn, request: *const ReadRequest) -> i32,
     /// As [`QueuePair::send`](super::remote::qp::QueuePair::send); -EAGAIN when the queue is full.
     pub send: unsafe extern "C" fn(conn: *mut Conn, parts: *const Part, count: usize) -> i32,
     /// As [`QueuePair::probe`](super::remote::qp::QueuePair::probe); -EAGAIN when nothing may be posted yet.

@@ -14,6 +14,7 @@
 //! | `stream.rs` | the two directions of one stream |
 //! | `lend.rs`, `buffers.rs` | send buffers: what is written while the peer's ring has no room |
 //! | `direct.rs`, `landing.rs`, `bulk.rs` | what goes straight into the memory of programs: the rules, what the engine does about it, the queue pair for it |
+//! | `loan.rs`, `taking.rs` | what the reader's device reads from the memory of a sending program: the rules, what the engine does about it |
 //! | `credits.rs`, `chunks.rs` | the peer's receive buffers; registered memory |
 //! | `fault.rs` | why a link is down |
 //! | `watch.rs` | whether the peer's device still answers |
@@ -38,6 +39,7 @@ mod engine;
 mod fault;
 mod landing;
 mod lend;
+mod loan;
 mod local;
 #[cfg(any(test, feature = "mem"))]
 pub mod mem;
@@ -48,6 +50,7 @@ pub mod record;
 mod sender;
 mod shared;
 mod stream;
+mod taking;
 #[cfg(test)]
 mod tests;
 mod tuning;

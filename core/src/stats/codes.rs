@@ -160,6 +160,12 @@ events! {
     DirectTrials = 24 => "direct_trials",
     /// The other way has won it.
     DirectChanges = 25 => "direct_changes",
+    /// Bytes that the peer's device has read from the memory of the program itself, into the peer's ring.
+    RendezvousSent = 26 => "rendezvous_sent_bytes",
+    /// Bytes that this end's device has read from the memory of the peer's program, into a ring.
+    RendezvousReceived = 27 => "rendezvous_received_bytes",
+    /// Memory that a send had lent so was wanted back before all of it was read.
+    RendezvousRecalled = 28 => "rendezvous_recalled",
 }
 
 /// Number of [`Event`]s.

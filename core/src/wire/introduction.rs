@@ -14,6 +14,8 @@ const MAGIC: [u8; 4] = *b"rsok";
 
 /// In the features: there can be direct transfers (P90).
 const DIRECT: u8 = 1;
+/// In the features: what is lent is read (P96).
+const READS: u8 = 2;
 /// As the purpose: it is a bulk queue pair, beside a link's.
 const BULK: u8 = 1;
 
@@ -22,7 +24,7 @@ const BULK: u8 = 1;
 struct Frame {
     magic: [u8; 4],
     version: u8,
-    /// [`DIRECT`].
+    /// [`DIRECT`], [`READS`].
     features: u8,
     /// [`BULK`], or 0.
     purpose: u8,
@@ -43,6 +45,8 @@ pub struct Introduction {
     pub cookie: Cookie,
     /// It has direct transfers, which versions before did not.
     pub is_direct: bool,
+    /// Its device reads what the other end's program lends, which that of versions before did not.
+    pub reads: bool,
     /// The new queue pair is not a link's, but beside one; the cookie is that of BULK.
     pub is_bulk: bool,
 }
@@ -56,7 +60,7 @@ impl Introduction {
         zerocopy::transmute!(Frame {
             magic: MAGIC,
             version: VERSION,
-            features: if self.is_direct { DIRECT } else { 0 },
+            features: if self.is_direct { DIRECT } else { 0 } | if self.reads { READS } else { 0 },
             purpose: if self.is_bulk { BULK } else { 0 },
             reserved: 0,
             pid: self.pid.into(),
@@ -79,6 +83,7 @@ impl Introduction {
             instance: frame.instance,
             cookie: frame.cookie,
             is_direct: frame.features & DIRECT != 0,
+            reads: frame.features & READS != 0,
             is_bulk: frame.purpose == BULK,
         })
     }
@@ -95,6 +100,7 @@ mod tests {
             instance: InstanceId::from_bytes([3; ID_BYTES]),
             cookie: Cookie::from_bytes([9; ID_BYTES]),
             is_direct: false,
+            reads: false,
             is_bulk: false,
         };
         let bytes = introduction.encode();
@@ -109,11 +115,16 @@ mod tests {
             bad[at] ^= 1;
             assert_eq!(Introduction::decode(&bad).unwrap_err(), error);
         }
-        for (at, is_direct, is_bulk) in [(5, true, false), (6, false, true)] {
+        for (at, byte, expected) in [
+            (5, 1, (true, false, false)),
+            (5, 2, (false, true, false)),
+            (5, 3, (true, true, false)),
+            (6, 1, (false, false, true)),
+        ] {
             let mut other = bytes;
-            other[at] = 1;
+            other[at] = byte;
             let got = Introduction::decode(&other).unwrap();
-            assert_eq!((got.is_direct, got.is_bulk), (is_direct, is_bulk));
+            assert_eq!((got.is_direct, got.reads, got.is_bulk), expected);
             assert_eq!(got.encode(), other);
         }
         for length in 0..INTRODUCTION {

@@ -19,6 +19,9 @@ use rdmasock_core::fabric::plugin::host::{Level, log};
 /// About a second; with seven repetitions a peer that has fallen silent is given up after some eight.
 const ACK_TIMEOUT: u8 = 18;
 
+/// READs that may be under way on a connection for bulk: enough that the next is on its way while one is answered.
+const BULK_READS: u32 = 8;
+
 /// A connection, from the request on. Fields are in the order in which they go.
 pub struct Conn {
     /// From `accept` or `connect` on.
@@ -90,8 +93,8 @@ impl Conn {
             .map_err(|errno| explain("connecting", errno))
     }
 
-    /// Makes the queue; gives how many READs each side may have outstanding: one, for a probe on iWARP (elsewhere
-    /// none is used, but some devices want one).
+    /// Makes the queue; gives how many READs each side may have outstanding: as many as carry bulk, else one, for a
+    /// probe on iWARP (elsewhere none is used, but some devices want one).
     fn make_queue(&self, accepts: bool, beside: Option<&Self>) -> Result<u8> {
         let (common, wish) = match beside {
             None => (Common::new(self.context)?, Wish::MESSAGES),
@@ -100,9 +103,11 @@ impl Conn {
         let limits = self.context.limits()?;
         let sizes = Sizes::fit(wish, &limits).ok_or(Errno(libc::EOPNOTSUPP))?;
         self.id.set_ack_timeout(ACK_TIMEOUT);
-        let queue = Queue::new(&self.id, common, sizes, &self.fate, accepts)?;
+        let depth = limits.max_reads.min(if beside.is_some() { BULK_READS } else { 1 }) as u8;
+        let reads = if beside.is_some() { depth } else { 0 };
+        let queue = Queue::new(&self.id, common, sizes, reads, &self.fate, accepts)?;
         self.queue.set(queue).map_err(|_| Errno(libc::EISCONN))?;
-        Ok(limits.max_reads.min(1) as u8)
+        Ok(depth)
     }
 
     /// What is shared with a connection that this one is to be beside. ENODEV if that one is on another device,
@@ -203,6 +208,7 @@ impl Conn {
             buffer_bytes: BUFFER_BYTES as u32,
             receive_buffers: queue.receive_buffers(),
             immediate: u8::from(queue.has_immediate()),
+            reads: queue.reads(),
             packet_bytes: queue.packet_bytes(),
             qp_number: queue.number(),
             device: Device {

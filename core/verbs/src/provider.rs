@@ -6,7 +6,7 @@ use std::time::Duration;
 use rdmasock_core::fabric::plugin::errno::Result;
 use rdmasock_core::fabric::plugin::serve::{Connection, Incoming, Listen, Provider};
 use rdmasock_core::fabric::plugin::{Address, Device, Info, Keys, PRIVATE_BYTES, fds};
-use rdmasock_core::fabric::remote::qp::{Completed, Role, Write};
+use rdmasock_core::fabric::remote::qp::{Completed, Read, Role, Write};
 
 use crate::conn::{Conn, words};
 use crate::connect;
@@ -108,6 +108,11 @@ impl Connection for Conn {
         };
         // SAFETY: by this function's contract.
         unsafe { self.queue()?.write(source, write.to, write.remote, immediate) }
+    }
+
+    unsafe fn read(&self, read: &Read) -> Result<()> {
+        // SAFETY: by this function's contract.
+        unsafe { self.queue()?.read(read) }
     }
 
     fn send<'a>(&self, parts: impl Iterator<Item = &'a [u8]> + Clone) -> Result<()> {

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use rdmasock_core::fabric::plugin::Keys;
-use rdmasock_core::fabric::remote::qp::{Completed, Role};
+use rdmasock_core::fabric::remote::qp::{Completed, Read, Role};
 use rdmasock_core::lock::Lock;
 use rdmasock_core::sync::Published;
 
@@ -37,6 +37,8 @@ const BATCHES: usize = 64;
 const RECEIVE: u64 = 1 << 63;
 /// The id of a probe, which has no number among the requests that are counted.
 const PROBE: u64 = 1 << 62;
+/// In the ids of READs, beside what their completion frees.
+const READ: u64 = 1 << 61;
 
 /// What the queues of connections beside each other have in common: each one's work requests reach the memory that is
 /// registered with any of them, and one descriptor tells of what completes on them.
@@ -76,6 +78,7 @@ pub struct Queue {
     common: Common,
     slots: Slots,
     sizes: Sizes,
+    reads: u8,
     inline: u32,
     is_iwarp: bool,
     /// Something may be sent: on iWARP who accepts speaks second (siw takes an earlier word for a violation).
@@ -89,7 +92,7 @@ pub struct Queue {
 
 impl Queue {
     /// Makes the queue pair of an id, with its receive buffers posted.
-    pub fn new(id: &Arc<Id>, common: Common, sizes: Sizes, fate: &Arc<Fate>, accepts: bool) -> Result<Self> {
+    pub fn new(id: &Arc<Id>, common: Common, sizes: Sizes, reads: u8, fate: &Arc<Fate>, accepts: bool) -> Result<Self> {
         let said = |doing: &'static str| move |errno| explain(doing, errno);
         let (context, pd) = (common.context, &common.pd);
         let cq = Cq::new(context, &common.channel, sizes.completions()).map_err(said("making a completion queue"))?;
@@ -125,6 +128,7 @@ impl Queue {
             common,
             slots: Slots::new(sizes.slots, sizes.bytes),
             sizes,
+            reads,
             inline,
             is_iwarp: context.is_iwarp(),
             may_speak: Published::from(!accepts || !context.is_iwarp()),
@@ -156,6 +160,11 @@ impl Queue {
     pub fn receive_buffers(&self) -> u16 {
         // At most what was wished.
         self.sizes.receives as u16
+    }
+
+    /// READs that may be under way.
+    pub fn reads(&self) -> u8 {
+        self.reads
     }
 
     pub fn has_immediate(&self) -> bool {
@@ -219,6 +228,24 @@ impl Queue {
         self.post(source.len, |_| Ok((Work::Write { to, key, immediate }, source)))
     }
 
+    /// Posts a READ.
+    ///
+    /// # Safety
+    /// The target is within memory that was registered under its key, and nobody relies on what is there before it has
+    /// completed, or the queue pair is no more.
+    pub unsafe fn read(&self, read: &Read) -> Result<()> {
+        if read.len == 0 {
+            return Err(Errno(libc::EINVAL));
+        }
+        let sink = Piece {
+            at: read.to,
+            len: read.len,
+            key: read.local,
+        };
+        let (from, key) = (read.from, read.remote);
+        self.post(read.len, |_| Ok((Work::Read { from, key }, sink)))
+    }
+
     /// Posts a message made of these parts, which are copied.
     pub fn send<'a>(&self, parts: impl Iterator<Item = &'a [u8]> + Clone) -> Result<()> {
         let len: usize = parts.clone().fold(0, |sum, part| sum.saturating_add(part.len()));
@@ -254,12 +281,16 @@ impl Queue {
         if is_silent() && self.slots.turn_away(is_silent) {
             return Err(Errno(libc::EAGAIN));
         }
-        let turn = self.slots.turn(len).ok_or(Errno(libc::EAGAIN))?;
+        let mut turn = self.slots.turn(len).ok_or(Errno(libc::EAGAIN))?;
         let (work, piece) = make(turn.slot)?;
-        let inline = len <= self.inline;
+        // Each READ is told of.
+        let is_read = matches!(work, Work::Read { .. });
+        turn.signal |= is_read;
+        let id = turn.frees | if is_read { READ } else { 0 };
+        let inline = !is_read && len <= self.inline;
         let lent = matches!(work, Work::Send) && self.is_iwarp && len >= IWARP_ZERO_COPY;
         // SAFETY: a slot of ours is not used again before the completion; other memory is by the contract of `write`.
-        let posted = unsafe { self.qp.post(turn.frees, work, piece, turn.signal || lent, inline) };
+        let posted = unsafe { self.qp.post(id, work, piece, turn.signal || lent, inline) };
         match posted {
             Ok(()) => {
                 self.slots.posted(turn);
@@ -371,14 +402,18 @@ impl Queue {
             each(Completed::Probed);
             return 1;
         }
-        if done.id & RECEIVE == 0 {
-            if self.slots.completed(done.id) {
-                each(Completed::Room);
-                return 1;
-            }
-            return 0;
-        }
         let mut events = 0;
+        if done.id & RECEIVE == 0 {
+            if done.id & READ != 0 {
+                each(Completed::Read);
+                events += 1;
+            }
+            if self.slots.completed(done.id & !READ) {
+                each(Completed::Room);
+                events += 1;
+            }
+            return events;
+        }
         let index = (done.id & !RECEIVE) as usize;
         if !self.may_speak.load(Ordering::Relaxed) {
             // The first word of who connects, which is empty: see `greet`.

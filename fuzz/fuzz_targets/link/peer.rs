@@ -124,6 +124,21 @@ pub enum Say<'a> {
         to: Number,
         least: u32,
     },
+    Source {
+        to: Number,
+        position: Value,
+        address: u64,
+        length: u32,
+    },
+    Taken {
+        to: Number,
+        serial: u32,
+        tail: Value,
+    },
+    Recall {
+        to: Number,
+        serial: u32,
+    },
 }
 
 /// The stream, if it is one of ours, and its number.
@@ -340,6 +355,31 @@ impl Say<'_> {
             Self::Invite { to, least } => Record::Invite {
                 theirs: find(streams, to).1,
                 least,
+            },
+            Self::Source {
+                to,
+                position,
+                address,
+                length,
+            } => {
+                let (stream, theirs) = find(streams, to);
+                Record::Source {
+                    theirs,
+                    serial: length,
+                    position: position.of(stream.map_or(0, |s| s.told)),
+                    address,
+                    length,
+                    rkey: 1,
+                }
+            }
+            Self::Taken { to, serial, tail } => {
+                let (stream, theirs) = find(streams, to);
+                let tail = tail.of(stream.map_or(0, |s| sent(s)));
+                Record::Taken { theirs, serial, tail }
+            }
+            Self::Recall { to, serial } => Record::Recall {
+                theirs: find(streams, to).1,
+                serial,
             },
         };
         out.push(&record);

@@ -4,7 +4,9 @@ use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard};
 
 use libfuzzer_sys::arbitrary::{self, Arbitrary};
-use rdmasock_core::fabric::remote::qp::{Completed, Down, Key, Limits, PostError, QueuePair, Region, Role, Write};
+use rdmasock_core::fabric::remote::qp::{
+    Completed, Down, Key, Limits, PostError, QueuePair, Read, Region, Role, Write,
+};
 use rdmasock_core::fabric::remote::record::decode;
 use rdmasock_core::fabric::remote::{MIN_BUFFER, MIN_BUFFERS};
 
@@ -125,6 +127,8 @@ impl QueuePair for Wire {
             immediate: self.setting.immediate,
             // So small that much of what is sent fills packets.
             packet_bytes: 256,
+            // A READ is posted on a bulk queue pair alone, which there is none of here.
+            reads: 0,
         }
     }
 
@@ -162,6 +166,10 @@ impl QueuePair for Wire {
                 && write.to - base + len as u64 <= 8192));
         }
         self.post(immediate.is_some())
+    }
+
+    unsafe fn read(&self, _: &Read) -> Result<(), PostError> {
+        panic!("a READ without a bulk queue pair");
     }
 
     fn send(&self, parts: &[&[u8]]) -> Result<(), PostError> {

@@ -7,6 +7,7 @@ use std::time::Duration;
 use ipnet::IpNet;
 
 use super::value::{LogFilter, PromoteAfter, Size};
+use crate::ways::Way;
 
 bitflags::bitflags! {
     /// Fabrics that may be used.
@@ -76,6 +77,8 @@ pub struct Config {
     pub pretend_rdma: Vec<IpNet>,
     /// For tests: the plugin that has queue pairs between processes of this host.
     pub local_device: Option<PathBuf>,
+    /// For developers: the way that large sends between hosts go, where they can.
+    pub way: Option<Way>,
 }
 
 impl Default for Config {
@@ -97,6 +100,7 @@ impl Default for Config {
             secret_file: None,
             pretend_rdma: Vec::new(),
             local_device: None,
+            way: None,
         }
     }
 }

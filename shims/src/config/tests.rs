@@ -5,6 +5,7 @@ use std::time::Duration;
 use proptest::prelude::*;
 
 use super::*;
+use crate::ways::Way;
 
 fn parse(vars: &[(&str, &str)]) -> (Config, Vec<String>) {
     let vars = vars.iter().map(|(name, value)| (name.into(), value.into()));
@@ -50,6 +51,7 @@ fn every_variable_is_read() {
         ("RDMASOCK_LIBRARY", "elsewhere.so"),
         ("RDMASOCK_DEV_PRETEND_RDMA", "10.0.0.0/8, fd00::/8"),
         ("RDMASOCK_DEV_LOCAL_DEVICE", "device.so"),
+        ("RDMASOCK_DEV_WAY", "lent"),
     ]);
     assert_eq!(warnings, Vec::<String>::new());
     let expected = Config {
@@ -69,6 +71,7 @@ fn every_variable_is_read() {
         secret_file: Some("secret".into()),
         pretend_rdma: vec!["10.0.0.0/8".parse().unwrap(), "fd00::/8".parse().unwrap()],
         local_device: Some("device.so".into()),
+        way: Some(Way::Lent),
     };
     assert_eq!(config, expected);
 }

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use super::settings::{Config, Fabrics, IoUring, ZeroCopy};
 use super::value::{self, LogFilter, PromoteAfter, Size};
+use crate::ways::Way;
 
 /// One environment variable.
 #[derive(Debug)]
@@ -203,6 +204,15 @@ pub(super) const DEVELOPER: &[Variable] = &[
         meaning: "connections within this host are moved to this device, as if they were between hosts",
         set: |config, value| set(&mut config.local_device, Some(Some(PathBuf::from(value)))),
     },
+    Variable {
+        name: "RDMASOCK_DEV_WAY",
+        option: "",
+        placeholder: "",
+        default: "as RDMASOCK_ZCOPY_MIN says",
+        accepts: "rings, staged, direct or lent",
+        meaning: "the way that sends of RDMASOCK_ZCOPY_MIN or more go, where they can (measurements)",
+        set: |config, value| set(&mut config.way, way(value).map(Some)),
+    },
 ];
 
 /// Stores a value that was accepted.
@@ -249,6 +259,16 @@ fn zero_copy(value: &OsStr) -> Option<ZeroCopy> {
             let is_in_range = (Size::kib(4)..=Size::gib(1)).contains(&size);
             is_in_range.then_some(ZeroCopy::From(size))
         }
+    }
+}
+
+fn way(value: &OsStr) -> Option<Way> {
+    match value.to_str()? {
+        "rings" => Some(Way::Rings),
+        "staged" => Some(Way::Staged),
+        "direct" => Some(Way::Direct),
+        "lent" => Some(Way::Lent),
+        _ => None,
     }
 }
 

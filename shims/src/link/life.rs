@@ -15,6 +15,7 @@ use rdmasock_core::lock::Lock;
 use rdmasock_core::os::channel::Channel;
 use rdmasock_core::sparse::Sparse;
 use rdmasock_core::stats::LinkStats;
+use rdmasock_core::wire::Introduction;
 
 use super::{AnyEnd, Link, LocalPeer, OVER, Remote, up};
 use crate::library::Library;
@@ -67,16 +68,16 @@ impl Link {
     }
 
     /// A link over a connected queue pair. `None` without memory for it.
-    /// `is_direct`: its other end has direct transfers; `dialled`: from where and to where it was connected, if by this
+    /// `other`: what its other end has said of itself; `dialled`: from where and to where it was connected, if by this
     /// end.
     pub fn between_hosts(
         identity: Identity,
         pair: Pair,
         arena_bytes: u64,
-        is_direct: bool,
+        other: &Introduction,
         dialled: Option<(IpAddr, SocketAddr)>,
     ) -> Option<&'static Self> {
-        let remote = Remote::new(pair, arena_bytes, is_direct, dialled)?;
+        let remote = Remote::new(pair, arena_bytes, other, dialled)?;
         let link = Self::leak(AnyEnd::Verbs(Box::new(remote)));
         link.begin(identity);
         Some(link)

@@ -18,9 +18,9 @@ use rdmasock_core::fabric::waiter::{MAX_WAITERS, WaiterId};
 use rdmasock_core::ids::Vqpn;
 use rdmasock_core::lock::Lock;
 use rdmasock_core::os::memfd::Mapping;
-use rdmasock_core::stats::Reason;
+use rdmasock_core::stats::{Event, Reason};
 use rdmasock_core::sync::{Presence, Published, SleepFlag};
-use rdmasock_core::wire::Message;
+use rdmasock_core::wire::{Introduction, Message};
 
 use super::watchers::Watchers;
 use crate::ahead::Device;
@@ -44,6 +44,18 @@ impl Local for Here {
 
     fn settle_later(&self) {
         Library::get().service.maintain_later();
+    }
+
+    fn on_lent(&self, bytes: u64) {
+        Library::get().stats.count_many(Event::RendezvousSent, bytes);
+    }
+
+    fn on_taken(&self, bytes: u64) {
+        Library::get().stats.count_many(Event::RendezvousReceived, bytes);
+    }
+
+    fn on_recalled(&self) {
+        Library::get().stats.count(Event::RendezvousRecalled);
     }
 }
 
@@ -134,6 +146,8 @@ pub struct Remote {
     subscribing: Lock<()>,
     /// Both ends have direct transfers.
     is_direct: bool,
+    /// And the other's device reads what is lent to it.
+    can_lend: bool,
     /// From where and to where it was connected, if by this end.
     dialled: Option<(IpAddr, SocketAddr)>,
     /// There is a bulk queue pair.
@@ -149,7 +163,7 @@ impl Remote {
     pub(super) fn new(
         pair: Pair,
         arena_bytes: u64,
-        is_direct: bool,
+        other: &Introduction,
         dialled: Option<(IpAddr, SocketAddr)>,
     ) -> Option<Self> {
         let info = pair.info().ok()?;
@@ -161,6 +175,7 @@ impl Remote {
         let mut tuning = Tuning::fit(&pair.limits());
         tuning.buffers = buffers(arena_bytes);
         let zcopy = config().zcopy;
+        let is_direct = other.is_direct && zcopy != ZeroCopy::Off && copies_what_is_pinned();
         tuning.direct_min = least_of(zcopy).min(1 << 30) as u32;
         let (mine, mirror) = (side(arena_bytes)?, side(arena_bytes + tuning.buffers)?);
         // SAFETY: the link, with the end, is never freed; see `Link::new`.
@@ -179,7 +194,8 @@ impl Remote {
             is_subscribed: Published::from(true),
             left: Published::default(),
             subscribing: Lock::new(()),
-            is_direct: is_direct && zcopy != ZeroCopy::Off && copies_what_is_pinned(),
+            is_direct,
+            can_lend: is_direct && other.reads,
             dialled,
             has_bulk: AtomicBool::new(false),
             wished: AtomicU64::new(0),
@@ -228,7 +244,7 @@ impl Remote {
         self.is_ended.publish(true);
         let is_free = self.users.is_empty();
         if is_free {
-            drop(self.end.take_retired());
+            self.end.end_retired(drop);
             let library = Library::get();
             library.pinned.give_back(library.ahead.forget(self));
             self.end.qp().destroy();
@@ -258,6 +274,11 @@ impl Remote {
     /// Both ends have direct transfers.
     pub fn is_direct(&self) -> bool {
         self.is_direct
+    }
+
+    /// The peer's device reads what is lent to it.
+    pub fn can_lend(&self) -> bool {
+        self.can_lend
     }
 
     /// From where and to where it was connected, if by this end.
@@ -327,13 +348,13 @@ impl Remote {
         self.has_bulk.store(false, Relaxed);
     }
 
-    /// Those that were lost, to be ended. Service thread only.
-    pub fn take_retired(&self) -> Vec<Pair> {
-        let retired = self.end.take_retired();
-        if !retired.is_empty() {
+    /// Ends those that were lost; gives how many. Service thread only.
+    pub fn end_retired(&self) -> usize {
+        let count = self.end.end_retired(drop);
+        if count > 0 {
             self.has_bulk.store(false, Relaxed);
         }
-        retired
+        count
     }
 
     /// For a sleep on a set that has the descriptor if `has` says so, to which it is given. The service thread is not

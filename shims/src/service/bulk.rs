@@ -128,7 +128,7 @@ impl Worker {
         // The other end has given its last request up, and does not know what that has led to.
         self.forget_arriving_beside(link);
         remote.drop_bulk();
-        drop(remote.take_retired());
+        remote.end_retired();
         let answer = introduce(self.library.id, Introduction::NO_COOKIE, true);
         let accepted = remote.with_pair(|pair| incoming.accept(&answer, Some(pair)));
         let bulk = self.bulks.of(link);
@@ -169,8 +169,7 @@ impl Worker {
 
     /// Ends what was lost, and says so.
     pub(super) fn retire_bulk(&mut self, link: &'static Link, remote: &'static Remote) {
-        for pair in remote.take_retired() {
-            drop(pair);
+        for _ in 0..remote.end_retired() {
             self.library.stats.count(Event::BulkLost);
             tracing::debug!(target: "rdmasock::link", peer = %link.peer(), "bulk queue pair lost");
             let _ = link.send(&Message::BulkGone, &[]);

@@ -45,6 +45,7 @@ pub(super) fn introduce(instance: InstanceId, cookie: Cookie, is_bulk: bool) -> 
         instance,
         cookie,
         is_direct: config().zcopy != ZeroCopy::Off,
+        reads: config().zcopy != ZeroCopy::Off,
         is_bulk,
     };
     introduction.encode()
@@ -310,7 +311,7 @@ impl Worker {
         let slot = self.links.free_slot();
         let stats = self.open_stats(slot, rdmasock_core::stats::Path::Verbs, peer, pid);
         let identity = Identity { slot, peer, stats };
-        let link = Link::between_hosts(identity, pair, config().arena.bytes(), introduction.is_direct, dialled)?;
+        let link = Link::between_hosts(identity, pair, config().arena.bytes(), introduction, dialled)?;
         for (fd, kind) in [
             (info.state_fd, kind::PAIR_STATE),
             (info.completion_fd, kind::COMPLETION),

@@ -45,13 +45,35 @@ impl Receives {
     }
 }
 
-/// The sending direction's.
+/// Tries, each of which costs time if it is in vain.
 #[derive(Default)]
-pub struct Sends {
-    /// Tries in vain, in a row.
+struct Tries {
+    /// In vain, in a row.
     misses: u8,
     /// Sends that are yet to be let pass.
     pause: u16,
+}
+
+impl Tries {
+    fn may_try(&mut self, is_new: bool) -> bool {
+        let may = self.pause == 0 || is_new;
+        self.pause = self.pause.saturating_sub(1);
+        may
+    }
+
+    fn on_tried(&mut self, has_helped: bool) {
+        self.misses = if has_helped { 0 } else { (self.misses + 1).min(MOST) };
+        // The first failure costs nothing: who is just not there yet comes a moment later.
+        self.pause = if self.misses > 1 { 1 << (self.misses - 1) } else { 0 };
+    }
+}
+
+/// The sending direction's.
+#[derive(Default)]
+pub struct Sends {
+    /// Of finding a reader with a buffer, and of lending memory to the reader's device.
+    to_readers: Tries,
+    to_devices: Tries,
     /// Buffers that readers have told of until the last try.
     adverts: u32,
     /// Bytes that went so.
@@ -73,7 +95,7 @@ impl Sends {
                 let (way, ended) = self.contest.way(known, send);
                 if std::mem::replace(&mut self.last_way, way) != way {
                     // What was in vain at another time.
-                    (self.misses, self.pause) = (0, 0);
+                    (self.to_readers, self.to_devices) = Default::default();
                 }
                 return (way, ended);
             }
@@ -86,21 +108,27 @@ impl Sends {
     /// Whether a call with much to send is to wait for a reader with a buffer, when readers have told of so many.
     pub fn may_try(&mut self, adverts: u32) -> bool {
         let is_new = std::mem::replace(&mut self.adverts, adverts) != adverts;
-        let may = self.pause == 0 || is_new;
-        self.pause = self.pause.saturating_sub(1);
-        may
+        self.to_readers.may_try(is_new)
     }
 
     /// Whether the last one that was waited for came.
     pub fn goes_well(&self) -> bool {
-        self.misses == 0
+        self.to_readers.misses == 0
     }
 
     /// There was one, or not.
     pub fn on_tried(&mut self, is_there: bool) {
-        self.misses = if is_there { 0 } else { (self.misses + 1).min(MOST) };
-        // The first failure costs nothing: who is just not there yet comes a moment later.
-        self.pause = if self.misses > 1 { 1 << (self.misses - 1) } else { 0 };
+        self.to_readers.on_tried(is_there);
+    }
+
+    /// Whether a call with much to send is to lend it to the reader's device.
+    pub fn may_lend(&mut self) -> bool {
+        self.to_devices.may_try(false)
+    }
+
+    /// That has taken most of it in time, or not.
+    pub fn on_lent(&mut self, is_most: bool) {
+        self.to_devices.on_tried(is_most);
     }
 }
 
@@ -135,6 +163,12 @@ mod tests {
             sends.on_tried(false);
         }
         assert!(sends.may_try(1) && !sends.may_try(1) && sends.may_try(2) && !sends.may_try(2));
+        // A reader that does not wait is another matter.
+        assert!(sends.may_lend());
+        for _ in 0..5 {
+            sends.on_lent(false);
+        }
+        assert!(!sends.may_lend());
     }
 
     #[test]

@@ -1,28 +1,24 @@
-//! A blocking send of much, whose bytes the device takes from the program's memory, past the mirror, when the peer's
-//! program waits for them with a buffer (docs/protocol.md, P90–P95).
-//!
-//! It waits for such a reader for a moment only, as kernel TCP would not wait at all. What was lent counts as sent;
-//! before the call returns the peer has taken it, or what it has not is in the mirror and nothing reaches the program's
-//! memory any more.
+//! A blocking send of much: which way it goes, and its bytes from the program's memory, past the mirror, when the
+//! peer's program waits for them with a buffer (docs/protocol.md, P90–P95). It waits for such a reader for a moment
+//! only, as kernel TCP would not wait at all.
 
 use std::ffi::c_int;
-use std::sync::atomic::Ordering::{Acquire, Relaxed};
+use std::sync::atomic::Ordering::Relaxed;
 
-use rdmasock_core::fabric::remote::qp::Role;
 use rdmasock_core::ids::Vqpn;
 use rdmasock_core::stats::Event;
 
+use super::lent::{By, Taken, lend};
+use super::offered::offer;
 use super::room::give_back;
 use crate::call::{Call, Place};
-use crate::config::config;
+use crate::config::{ZeroCopy, config};
 use crate::errno;
 use crate::handler;
 use crate::iov::Iov;
 use crate::library::Library;
 use crate::link::Remote;
-use crate::pinned::Pinned;
-use crate::ready;
-use crate::socket::{Mode, Socket};
+use crate::socket::Socket;
 use crate::time::{Timeout, now_ns};
 use crate::wait::{self, Wanted};
 use crate::ways::{Send, Way};
@@ -40,30 +36,6 @@ const ALL_READ_WITHIN: u64 = 10_000_000;
 /// How long the peer may take to take what was lent, ns; what is left then goes by the mirror.
 const TAKEN_WITHIN: u64 = 100_000_000;
 
-/// What was lent, until it is taken back.
-struct Lent {
-    remote: &'static Remote,
-    theirs: Vqpn,
-    /// The position behind it.
-    until: u64,
-    /// Its registration ends last.
-    memory: Pinned,
-}
-
-impl Drop for Lent {
-    fn drop(&mut self) {
-        if self.memory.is_of_a_parent() {
-            return;
-        }
-        let end = self.remote.end();
-        // SAFETY: the program's buffer, which the call was given, and that has not returned.
-        let left = unsafe { end.take_source(self.theirs) };
-        if left.is_some_and(|left| left > 0) {
-            self.remote.await_word(|| end.untaken(self.theirs, self.until) == 0);
-        }
-    }
-}
-
 /// What a call with much to send waits for first: somebody to take it.
 struct Reader;
 
@@ -74,27 +46,6 @@ impl Wanted for Reader {
         let theirs = Vqpn(socket.peer_vqpn.load(Relaxed));
         let remote = socket.link().and_then(|link| link.remote());
         Taken::is_over(socket) || remote.is_some_and(|remote| remote.end().wanted(theirs) >= remote.direct_min() as u64)
-    }
-}
-
-/// And then.
-struct Taken;
-
-impl Taken {
-    /// Nothing is taken any more.
-    fn is_over(socket: &Socket) -> bool {
-        let remote = socket.link().and_then(|link| link.remote());
-        socket.wakes.is_dead() || socket.tx_mode.load(Acquire) != Mode::Link || remote.is_none_or(Remote::is_down)
-    }
-}
-
-impl Wanted for Taken {
-    const IS_DATA: bool = false;
-
-    fn is_worth_a_look(socket: &'static Socket) -> bool {
-        let theirs = Vqpn(socket.peer_vqpn.load(Relaxed));
-        let remote = socket.link().and_then(|link| link.remote());
-        Self::is_over(socket) || remote.is_none_or(|remote| remote.end().is_source_done(theirs))
     }
 }
 
@@ -114,22 +65,32 @@ pub(super) fn send(call: &mut Call, iov: &mut Iov, flags: c_int, total: usize) -
     let can_wait = wait::may_wait(socket, flags).is_ok();
     let theirs = Vqpn(socket.peer_vqpn.load(Relaxed));
     let way = choose(socket, remote, theirs, total, can_wait);
-    if way != Way::Direct || !can_wait || len < remote.direct_min() || iov.is_implausible() {
+    let is_lent = matches!(way, Way::Direct | Way::Lent);
+    if !is_lent || !can_wait || len < remote.direct_min() || iov.is_implausible() {
         return 0;
     }
-    let adverts = remote.end().adverts(theirs);
-    let may_try = socket.tx.lock().is_some_and(|mut tx| tx.own.direct.may_try(adverts));
     // What registers memory allocates.
-    if !may_try || handler::is_in_one() || !call.is_held() && call.hold_now() != Place::Here {
+    if handler::is_in_one() || !call.is_held() && call.hold_now() != Place::Here {
         return 0;
     }
     let errno = errno::get();
-    let sent = lend(call, remote, theirs, memory, len);
+    let mut sent = 0;
+    if way == Way::Direct {
+        let adverts = remote.end().adverts(theirs);
+        let may_try = socket.tx.lock().is_some_and(|mut tx| tx.own.direct.may_try(adverts));
+        if may_try {
+            sent = to_reader(call, remote, theirs, memory, len);
+            if let Some(mut tx) = socket.tx.lock() {
+                tx.own.direct.on_tried(sent > 0);
+            }
+        }
+    }
+    // Where the user has fixed the size the other way without a copy is the next best.
+    if sent == 0 && (way == Way::Lent || config().zcopy != ZeroCopy::Auto && config().way.is_none()) {
+        sent = offer(call, remote, theirs, memory, len);
+    }
     // Whatever it was that was tried, the call has not failed.
     errno::set(errno);
-    if let Some(mut tx) = socket.tx.lock() {
-        tx.own.direct.on_tried(sent > 0);
-    }
     iov.advance(sent);
     sent
 }
@@ -149,14 +110,18 @@ fn choose(socket: &Socket, remote: &Remote, theirs: Vqpn, len: usize, can_wait: 
         len,
         ring: producer.ring_size(),
         can_wait,
+        can_lend: can_wait && remote.can_lend(),
     };
-    let (way, ended) = state.own.direct.way(config().zcopy, &remote.known, send);
+    let (way, ended) = match config().way {
+        Some(way) => (way, None),
+        None => state.own.direct.way(config().zcopy, &remote.known, send),
+    };
     if let Some(has_changed) = ended {
         let stats = &Library::get().stats;
         stats.count(Event::DirectTrials);
         stats.count_many(Event::DirectChanges, has_changed.into());
     }
-    let invites = way != Way::Rings;
+    let invites = matches!(way, Way::Staged | Way::Direct);
     if invites || state.own.direct.has_invited {
         let least = if invites { remote.direct_min() as u32 } else { 0 };
         remote.end().invite(theirs, least);
@@ -207,54 +172,9 @@ fn await_reader(call: &Call, remote: &'static Remote, theirs: Vqpn, len: usize) 
     }
 }
 
-fn lend(call: &mut Call, remote: &'static Remote, theirs: Vqpn, memory: *mut u8, len: usize) -> usize {
-    let (socket, end) = (call.socket, remote.end());
-    let least = remote.direct_min();
+fn to_reader(call: &mut Call, remote: &'static Remote, theirs: Vqpn, memory: *mut u8, len: usize) -> usize {
     let Some(wanted) = await_reader(call, remote, theirs, len) else {
         return 0;
     };
-    // SAFETY: the program's buffer, which the device only reads, and this, or `Lent`, goes before the call returns.
-    let Some(pinned) = (unsafe { Pinned::new(remote, memory, wanted, least, Role::Source) }) else {
-        return 0;
-    };
-    let lent = socket.tx.lock().and_then(|mut tx| {
-        let state = &mut *tx;
-        let producer = state.producer.as_mut()?;
-        // Meanwhile the stream may have left the link, and come back as another.
-        let is_same = socket.tx_mode.load(Acquire) == Mode::Link && socket.peer_vqpn.load(Relaxed) == theirs.0;
-        let is_open = is_same && !state.is_shut && !socket.wakes.is_dead();
-        if !is_open || call.place(&state.own.seen) != Place::Here || ready::is_reader_gone(producer) {
-            return None;
-        }
-        let room = producer.spans(wanted).map_or(0, |spans| spans.len());
-        let (from, bytes) = (producer.position(), pinned.len().min(room));
-        let (address, key) = (memory.expose_provenance(), pinned.key().local);
-        if bytes < least || !end.lend_source(theirs, from, address, bytes as u64, key) {
-            return None;
-        }
-        call.hold(&mut state.own.waiting);
-        let wake = producer.commit(bytes);
-        state.wake_delayed = false;
-        state.own.last = state.own.seen.tick();
-        if let Some(stats) = socket.told.stats() {
-            stats.add_tx_link(bytes as u64);
-        }
-        Library::get().stats.count_many(Event::DirectSent, bytes as u64);
-        state.own.direct.bytes += bytes as u64;
-        Some((wake, bytes, from + bytes as u64))
-    });
-    let Some((wake, bytes, until)) = lent else {
-        return 0;
-    };
-    let lent = Lent {
-        remote,
-        theirs,
-        until,
-        memory: pinned,
-    };
-    ready::notify_peer(socket, wake);
-    let mut patience = wait::Patience::at_most(Timeout::Ns(TAKEN_WITHIN));
-    while !Taken::is_worth_a_look(socket) && wait::wait_for::<Taken>(socket, &mut patience).is_ok() {}
-    drop(lent);
-    bytes
+    lend(call, (remote, theirs), (memory, wanted), By::Writes, |_| TAKEN_WITHIN).0
 }

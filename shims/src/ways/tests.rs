@@ -5,21 +5,21 @@ const RING: u64 = 4 << 20;
 /// A stream over a link on which each way takes so many ns for a KiB, and a ring hides what a way costs until it is
 /// full.
 struct World {
-    costs: [f64; 3],
+    costs: [f64; 4],
     noise: u64,
     seed: u64,
     now: u64,
-    went: [u64; 3],
+    went: [u64; 4],
 }
 
 impl World {
-    fn new(costs: [f64; 3]) -> Self {
+    fn new(costs: [f64; 4]) -> Self {
         Self {
             costs,
             noise: 0,
             seed: 7,
             now: 1,
-            went: [0; 3],
+            went: [0; 4],
         }
     }
 
@@ -44,14 +44,15 @@ impl World {
                     len,
                     ring: RING,
                     can_wait,
+                    can_lend: true,
                 },
             );
-            assert!(can_wait || way != Way::Direct);
+            assert!(can_wait || !matches!(way, Way::Direct | Way::Lent));
             let took = match way {
-                Way::Direct => {
+                Way::Direct | Way::Lent => {
                     // It waits for what is in the ring.
                     let rest = std::mem::take(&mut fill);
-                    (len as u64 + rest) as f64 * self.costs[2]
+                    (len as u64 + rest) as f64 * self.costs[way as usize]
                 }
                 _ if fill + (len as u64) < RING => {
                     fill += len as u64;
@@ -77,12 +78,12 @@ const GIB: u64 = 1 << 30;
 fn the_cheapest_way_is_found_whatever_was_guessed() {
     for len in [16 << 10, 64 << 10, 256 << 10, 1 << 20, 16 << 20, 128 << 20] {
         for best in Way::ALL {
-            let mut costs = [400.0; 3];
+            let mut costs = [400.0; 4];
             costs[best as usize] = 250.0;
             let (known, mut contest) = (Known::default(), Contest::default());
             let mut world = World::new(costs);
-            world.run(&mut contest, &known, 8 * GIB, len, true);
-            world.went = [0; 3];
+            world.run(&mut contest, &known, 24 * GIB, len, true);
+            world.went = [0; 4];
             world.run(&mut contest, &known, 16 * GIB, len, true);
             assert!(world.share(best) > 0.9, "{len} {best:?}: {:?}", world.went);
         }
@@ -92,10 +93,10 @@ fn the_cheapest_way_is_found_whatever_was_guessed() {
 #[test]
 fn trials_of_worse_ways_cost_little_and_less_and_less() {
     let (known, mut contest) = (Known::default(), Contest::default());
-    let mut world = World::new([300.0, 500.0, 900.0]);
+    let mut world = World::new([300.0, 500.0, 900.0, 900.0]);
     world.run(&mut contest, &known, 20 * GIB, 64 << 10, true);
     let first = world.share(Way::Rings);
-    world.went = [0; 3];
+    world.went = [0; 4];
     world.run(&mut contest, &known, 200 * GIB, 64 << 10, true);
     assert!(
         first > 0.95 && world.share(Way::Rings) > 0.99,
@@ -107,11 +108,11 @@ fn trials_of_worse_ways_cost_little_and_less_and_less() {
 #[test]
 fn noise_that_hits_all_alike_does_not_hide_a_difference() {
     let (known, mut contest) = (Known::default(), Contest::default());
-    let mut world = World::new([300.0, 400.0, 240.0]);
+    let mut world = World::new([300.0, 400.0, 240.0, 900.0]);
     // A call takes 19 µs by rings.
     world.noise = 20_000;
     world.run(&mut contest, &known, 64 * GIB, 64 << 10, true);
-    world.went = [0; 3];
+    world.went = [0; 4];
     world.run(&mut contest, &known, 64 * GIB, 64 << 10, true);
     assert!(world.share(Way::Direct) > 0.9, "{:?}", world.went);
 }
@@ -119,11 +120,11 @@ fn noise_that_hits_all_alike_does_not_hide_a_difference() {
 #[test]
 fn what_has_become_better_later_is_found() {
     let (known, mut contest) = (Known::default(), Contest::default());
-    let mut world = World::new([250.0, 400.0, 400.0]);
+    let mut world = World::new([250.0, 400.0, 400.0, 900.0]);
     world.run(&mut contest, &known, 4 * GIB, 1 << 20, true);
-    world.costs = [400.0, 400.0, 250.0];
+    world.costs = [400.0, 400.0, 250.0, 400.0];
     world.run(&mut contest, &known, 60 * GIB, 1 << 20, true);
-    world.went = [0; 3];
+    world.went = [0; 4];
     world.run(&mut contest, &known, 10 * GIB, 1 << 20, true);
     assert!(world.share(Way::Direct) > 0.9, "{:?}", world.went);
 }
@@ -131,16 +132,16 @@ fn what_has_become_better_later_is_found() {
 #[test]
 fn the_next_stream_begins_with_what_is_known() {
     let known = Known::default();
-    let mut world = World::new([400.0, 300.0, 200.0]);
+    let mut world = World::new([400.0, 300.0, 200.0, 900.0]);
     world.run(&mut Contest::default(), &known, 8 * GIB, 32 << 10, true);
-    world.went = [0; 3];
+    world.went = [0; 4];
     world.run(&mut Contest::default(), &known, GIB / 8, 32 << 10, true);
     assert!(world.share(Way::Direct) > 0.99, "{:?}", world.went);
     // Of other sizes, and of sends that do not wait, nothing is known.
-    world.went = [0; 3];
+    world.went = [0; 4];
     world.run(&mut Contest::default(), &known, 1 << 20, 1 << 19, false);
     assert!(world.share(Way::Staged) > 0.99, "{:?}", world.went);
-    world.went = [0; 3];
+    world.went = [0; 4];
     world.run(&mut Contest::default(), &known, 64 << 10, 32 << 10, false);
     assert!(world.share(Way::Rings) > 0.99, "{:?}", world.went);
 }
@@ -149,7 +150,7 @@ fn the_next_stream_begins_with_what_is_known() {
 fn a_stream_that_changes_its_size_begins_anew_and_the_odd_one_changes_nothing() {
     let known = Known::default();
     let mut contest = Contest::default();
-    let mut world = World::new([200.0, 300.0, 400.0]);
+    let mut world = World::new([200.0, 300.0, 400.0, 900.0]);
     world.run(&mut contest, &known, 8 * GIB, 32 << 10, true);
     let kind = contest.kind;
     world.run(&mut contest, &known, 8 << 20, 1 << 20, true);
@@ -169,7 +170,7 @@ fn a_stream_that_changes_its_size_begins_anew_and_the_odd_one_changes_nothing() 
 #[test]
 fn a_stream_that_takes_the_place_of_another_ends_its_trial() {
     let (known, mut contest) = (Known::default(), Contest::default());
-    let mut world = World::new([200.0; 3]);
+    let mut world = World::new([200.0; 4]);
     world.run(&mut contest, &known, 8 << 20, 64 << 10, true);
     assert!(contest.trial.is_some());
     contest.way(
@@ -180,6 +181,7 @@ fn a_stream_that_takes_the_place_of_another_ends_its_trial() {
             len: 64 << 10,
             ring: RING,
             can_wait: true,
+            can_lend: true,
         },
     );
     assert!(contest.trial.is_none());
@@ -187,23 +189,38 @@ fn a_stream_that_takes_the_place_of_another_ends_its_trial() {
 
 #[test]
 fn the_next_way_to_try_is_another_than_the_best_and_all_have_their_turn() {
+    let send = |can_wait, can_lend| Send {
+        now: 0,
+        position: 0,
+        len: 0,
+        ring: RING,
+        can_wait,
+        can_lend,
+    };
     for best in Way::ALL {
-        let mut tried = [Way::Rings; 4];
-        for at in 1..4 {
-            tried[at] = tried[at - 1].next(best, true);
-            assert_ne!(tried[at], best);
-        }
-        assert_ne!(tried[2], tried[3]);
-        for way in Way::ALL {
-            let next = way.next(best, false);
-            assert!(next != Way::Direct && (next != best || best == Way::Direct));
+        for (can_wait, can_lend) in [(true, true), (true, false), (false, true), (false, false)] {
+            let open = |way: &Way| match way {
+                Way::Rings | Way::Staged => true,
+                Way::Direct => can_wait,
+                Way::Lent => can_wait && can_lend,
+            };
+            let others = Way::ALL.into_iter().filter(|way| open(way) && *way != best);
+            let mut tried = Way::Rings;
+            let mut turns: Vec<_> = std::iter::repeat_with(|| {
+                tried = tried.next(best, send(can_wait, can_lend));
+                tried
+            })
+            .take(others.clone().count())
+            .collect();
+            turns.sort_by_key(|way| *way as u64);
+            assert_eq!(turns, others.collect::<Vec<_>>(), "{best:?} {can_wait} {can_lend}");
         }
     }
 }
 
 #[test]
 fn what_is_known_fits_a_word() {
-    for best in [None, Some(Way::Rings), Some(Way::Staged), Some(Way::Direct)] {
+    for best in [None].into_iter().chain(Way::ALL.map(Some)) {
         for tried in Way::ALL {
             let verdict = Verdict {
                 best,

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use libc::c_int;
 
+use super::epoll;
 use crate::ctx::Ctx;
 use crate::data::{self, Rng};
 use crate::sys::{self, Ret};
@@ -53,6 +54,8 @@ pub struct Flow<'a> {
     pub reads: bool,
     /// So much was sent, or received.
     pub at: u64,
+    /// It is about what the reader's device reads from the sender's memory.
+    pub is_lent: bool,
 }
 
 impl<'a> Flow<'a> {
@@ -65,7 +68,26 @@ impl<'a> Flow<'a> {
 
     /// A direction of this connection, without a run-up.
     pub fn of(c: &'a Ctx, fd: c_int, reads: bool) -> Self {
-        Self { c, fd, reads, at: 0 }
+        Self {
+            c,
+            fd,
+            reads,
+            at: 0,
+            is_lent: false,
+        }
+    }
+
+    /// The same, read by who waits in epoll_wait.
+    pub fn lent(c: &'a Ctx) -> Self {
+        let mut flow = Self::of(c, c.pair(), c.is_server()).lending();
+        flow.run_up();
+        flow
+    }
+
+    /// It is read by who waits in epoll_wait.
+    pub fn lending(mut self) -> Self {
+        self.is_lent = true;
+        self
     }
 
     /// Large messages until they go directly.
@@ -123,7 +145,8 @@ impl<'a> Flow<'a> {
 
     /// What has gone directly so far, asked by who sends.
     fn asked(&self) -> Option<u64> {
-        if self.reads { None } else { self.c.direct_bytes() }
+        let past = if self.reads { None } else { self.c.past_the_rings() };
+        past.map(|[direct, lent]| if self.is_lent { lent } else { direct })
     }
 
     /// The end, when all was received that was sent.
@@ -207,6 +230,15 @@ impl<'a> Flow<'a> {
     /// Receives exactly so many, whatever ends a call early.
     #[track_caller]
     pub fn receive_all(&mut self, len: usize) {
+        if self.is_lent {
+            let mut got = 0;
+            while got < len {
+                let r = self.receive_when_told(len - got);
+                assert!(r.value > 0, "{r} after {got}");
+                got += r.count();
+            }
+            return;
+        }
         let mut got = 0;
         while got < len {
             let r = self.receive(len - got, libc::MSG_WAITALL);
@@ -214,6 +246,47 @@ impl<'a> Flow<'a> {
                 assert!(r.value > 0, "{r} after {got}");
                 got += r.count();
             }
+        }
+    }
+
+    /// One receive that does not wait, of at most so many bytes, when epoll_wait has told of something.
+    #[track_caller]
+    fn receive_when_told(&mut self, most: usize) -> Ret {
+        loop {
+            let r = self.receive(most.min(LARGE), libc::MSG_DONTWAIT);
+            if r.is(libc::EAGAIN) {
+                let set = epoll::create();
+                epoll::ctl(set, libc::EPOLL_CTL_ADD, self.fd, epoll::IN, 1).ok();
+                epoll::wait(set, 1, -1);
+                sys::close(set).ok();
+            } else if !r.is(libc::EINTR) {
+                return r;
+            }
+        }
+    }
+
+    /// Receives until the end, or an error; gives how much there was, and which.
+    pub fn receive_to_end(&mut self) -> (usize, Ret) {
+        let mut got = 0;
+        loop {
+            let r = self.receive_when_told(LARGE);
+            if r.value <= 0 {
+                return (got, r);
+            }
+            got += r.count();
+        }
+    }
+
+    /// Sends again and again until that fails; gives what failed.
+    pub fn send_until_it_fails(&mut self) -> Ret {
+        loop {
+            let mut bytes = bytes_at(self.at, LARGE).to_vec();
+            let r = sys::send(self.fd, &bytes, libc::MSG_NOSIGNAL);
+            if r.failed() {
+                return r;
+            }
+            bytes.fill(!FILL);
+            self.at += r.value as u64;
         }
     }
 

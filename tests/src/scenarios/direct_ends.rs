@@ -11,8 +11,9 @@ use crate::sys;
 const MUCH: usize = 100_000;
 
 /// A new connection, which goes directly as the first does.
-fn another(c: &Ctx) -> Flow<'_> {
+fn another(c: &Ctx, is_lent: bool) -> Flow<'_> {
     let mut flow = Flow::of(c, c.cold_pair(), c.is_server());
+    flow.is_lent = is_lent;
     c.warm_up(flow.fd);
     flow.run_up();
     flow
@@ -21,10 +22,19 @@ fn another(c: &Ctx) -> Flow<'_> {
 /// The connection leaves the link while a thread waits with a buffer: a child has become a program that has it too, or
 /// one of the ends asks for urgent data.
 pub fn on_tcp(c: &Ctx) {
+    leaves_the_link(c, false);
+}
+
+/// The same while memory is lent.
+pub fn on_tcp_lent(c: &Ctx) {
+    leaves_the_link(c, true);
+}
+
+fn leaves_the_link(c: &Ctx, is_lent: bool) {
     c.close(c.pair());
     for round in 0..9 {
         let (how, by_reader, has_part) = (round % 3, round % 2 == 1, round > 4);
-        let mut flow = another(c);
+        let mut flow = another(c, is_lent);
         let fd = flow.fd;
         let leave = move || {
             let program = || {

@@ -175,11 +175,16 @@ impl Place {
 /// One transfer of `len` bytes with this memory.
 fn transfer(flow: &mut Flow<'_>, memory: &mut [u8]) {
     if !flow.reads {
-        std::thread::sleep(std::time::Duration::from_micros(300));
+        if !flow.is_lent {
+            std::thread::sleep(std::time::Duration::from_micros(300));
+        }
         flow.send_from(memory);
         return;
     }
     let len = memory.len();
+    if flow.is_lent {
+        return flow.receive_all(len);
+    }
     let mut got = 0;
     memory.fill(FILL);
     while got < len {
@@ -193,7 +198,15 @@ fn transfer(flow: &mut Flow<'_>, memory: &mut [u8]) {
 
 /// Each call at the same place, where the memory is another one each time, on both ends.
 pub fn same_place(c: &Ctx) {
-    let mut flow = Flow::begin(c);
+    at_same_place(Flow::begin(c));
+}
+
+/// The same, where the reader's device reads from there.
+pub fn same_place_lent(c: &Ctx) {
+    at_same_place(Flow::lent(c));
+}
+
+fn at_same_place(mut flow: Flow<'_>) {
     let mut rng = Rng::new(if flow.reads { 31 } else { 37 });
     let mut lens = Rng::new(41);
     flow.play(|flow| {
@@ -220,7 +233,15 @@ pub fn same_place(c: &Ctx) {
 
 /// Each call with memory of malloc, which gives it back to the kernel within itself.
 pub fn heap(c: &Ctx) {
-    let mut flow = Flow::begin(c);
+    in_heap(Flow::begin(c));
+}
+
+/// The same, where the reader's device reads from there.
+pub fn heap_lent(c: &Ctx) {
+    in_heap(Flow::lent(c));
+}
+
+fn in_heap(mut flow: Flow<'_>) {
     let mut lens = Rng::new(43);
     flow.play(|flow| {
         for n in 0..240_usize {

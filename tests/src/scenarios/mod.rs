@@ -21,6 +21,7 @@ mod handed;
 pub mod helper;
 mod herd;
 mod identity;
+mod lent;
 mod migrate;
 mod numbers;
 mod numbers_more;
@@ -121,10 +122,11 @@ pub fn all() -> Vec<Scenario> {
         epoll_more: warm { nested, mixed, in_turns, two_epolls, two_sleepers, registered_before, pwait2, added_while_waiting, shared_with_child, unwritable } cold { loop_level, loop_edge }
         order: warm { of_arrival, young_first, none_alone, listed_once } cold { end_first }
         direct: warm { sizes, vectors, whole, time_outs, late_time_outs } cold {  }
-        direct_ends: warm { on_tcp } cold {  }
+        direct_ends: warm { on_tcp, on_tcp_lent } cold {  }
         direct_send: warm { times_out, interrupted, to_a_stopped_reader, both_first } cold {  }
-        direct_memory: warm { same_place, heap } cold {  }
+        direct_memory: warm { same_place, heap, same_place_lent, heap_lent } cold {  }
         direct_more: warm { interrupted, interrupted_often, cancel, two_readers, others_look, others_peek, unmapped, forks } cold {  }
+        lent: warm { sizes, vectors, times_out, interrupted, to_a_stopped_reader, both_first, forks } cold {  }
         peers: warm {  } cold { in_one_set }
         peers_quiet: warm {  } cold { one_speaks, two_sets }
         poll: warm { odd_fds, masks, ppoll, select, select_errors, select_all, high_fd, two_connections, as_many_as_the_limit } cold { listener }
@@ -156,7 +158,9 @@ pub fn all() -> Vec<Scenario> {
     ends::add_to(&mut all);
     zerocopy_more::add_to(&mut all);
     direct_ends::add_to(&mut all);
-    for scenario in all.iter_mut().filter(|s| s.name.starts_with("direct_")) {
+    lent::add_to(&mut all);
+    let is_past_the_rings = |s: &&mut Scenario| s.name.starts_with("direct_") || s.name.starts_with("lent_");
+    for scenario in all.iter_mut().filter(is_past_the_rings) {
         scenario.modes = &[Mode::Kernel, Mode::Both];
         scenario.env.push(("RDMASOCK_ZCOPY_MIN", "4K".into()));
     }
@@ -179,9 +183,9 @@ pub fn all() -> Vec<Scenario> {
 
 /// Families that are played over links between hosts with immediates and without (`roce`, `iwarp`). Of the others each
 /// scenario is played in one of the two ways, by its name.
-pub const BETWEEN_HOSTS_BOTH_WAYS: [&str; 13] = [
-    "calls_", "connect_", "direct_", "echo_", "files_", "flags_", "herd_", "options_", "peers_", "poll_", "signals_",
-    "timing_", "urgent_",
+pub const BETWEEN_HOSTS_BOTH_WAYS: [&str; 14] = [
+    "calls_", "connect_", "direct_", "echo_", "files_", "flags_", "herd_", "lent_", "options_", "peers_", "poll_",
+    "signals_", "timing_", "urgent_",
 ];
 
 /// What is known to differ there from kernel TCP, and why (docs/limits.md).
@@ -225,11 +229,12 @@ const HANDED: &str = "a connection that is handed over in the middle of its prom
 const KILLED: &str = "who is killed resets its connections, for nobody knows whether all has arrived that it had sent";
 
 /// Families whose outcome depends on signals, on times, or on what a process may not do.
-const WITHOUT_STORM: [&str; 10] = [
+const WITHOUT_STORM: [&str; 11] = [
     "direct_",
     "ends_",
     "herd_",
     "identity_",
+    "lent_",
     "refused_",
     "signals_",
     "timing_",

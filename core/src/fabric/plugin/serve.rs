@@ -8,9 +8,9 @@ use std::time::Duration;
 use super::errno::{Errno, Result};
 use super::{
     ABI, Address, Completion, Conn as Handle, Device, Info, Keys, Listener as ListenerHandle, PRIVATE_BYTES, Part,
-    Plugin, Request, WriteRequest, completion, role,
+    Plugin, ReadRequest, Request, WriteRequest, completion, role,
 };
-use crate::fabric::remote::qp::{Completed, Role, Write};
+use crate::fabric::remote::qp::{Completed, Read, Role, Write};
 
 /// What a plugin does; how its functions are to be used is said in [`Plugin`].
 pub trait Provider: 'static {
@@ -82,6 +82,11 @@ pub trait Connection: Sized {
     /// # Safety
     /// As of [`QueuePair::write`](crate::fabric::remote::qp::QueuePair::write).
     unsafe fn write(&self, write: &Write, immediate: Option<u32>) -> Result<()>;
+    /// Posts a READ.
+    ///
+    /// # Safety
+    /// As of [`QueuePair::read`](crate::fabric::remote::qp::QueuePair::read).
+    unsafe fn read(&self, read: &Read) -> Result<()>;
     /// Posts a message made of these parts, which are copied.
     fn send<'a>(&self, parts: impl Iterator<Item = &'a [u8]> + Clone) -> Result<()>;
     /// Posts a probe.
@@ -111,6 +116,7 @@ pub const fn table<P: Provider>() -> Plugin {
         register: register::<P>,
         deregister: deregister::<P>,
         write: write::<P>,
+        read: read::<P>,
         send: send::<P>,
         probe: probe::<P>,
         poll: poll::<P>,
@@ -313,6 +319,7 @@ unsafe extern "C" fn register<P: Provider>(
             role::BOTH => Role::Both,
             role::SOURCE => Role::Source,
             role::TARGET => Role::Target,
+            role::OFFERED => Role::Offered,
             _ => return Err(INVALID),
         };
         let keys = conn::<P>(handle)?.register(at, len, role)?;
@@ -341,6 +348,21 @@ unsafe extern "C" fn write<P: Provider>(handle: *mut Handle, request: *const Wri
         };
         let immediate = (request.has_immediate != 0).then_some(request.immediate);
         conn::<P>(handle)?.write(&write, immediate).map(|()| 0)
+    })
+}
+
+unsafe extern "C" fn read<P: Provider>(handle: *mut Handle, request: *const ReadRequest) -> i32 {
+    // SAFETY: the pointers are as said above; the target is as `QueuePair::read` demands.
+    guard(|| unsafe {
+        let request = request.as_ref().ok_or(INVALID)?;
+        let read = Read {
+            to: request.to,
+            local: request.local,
+            len: request.len,
+            from: request.from,
+            remote: request.remote,
+        };
+        conn::<P>(handle)?.read(&read).map(|()| 0)
     })
 }
 
@@ -397,6 +419,7 @@ unsafe extern "C" fn poll<P: Provider>(
                     given.len = bytes;
                 }
                 Completed::Room => given.kind = completion::ROOM,
+                Completed::Read => given.kind = completion::READ,
                 Completed::Probed => given.kind = completion::PROBED,
             }
             // SAFETY: the caller's function with the caller's context; the completion lives during the call.

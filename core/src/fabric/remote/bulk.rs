@@ -5,11 +5,13 @@
 use std::collections::VecDeque;
 
 use super::direct::Answer;
-use super::qp::{Completed, Down, PostError, QueuePair, Write};
+use super::qp::{Completed, Down, PostError, QueuePair, Read, Write};
 use super::record::{self, Builder, HEADER_BYTES, LONGEST, Record};
 
 /// More answers are not kept: a correct peer has far fewer adverts that may be answered.
 const MOST_ANSWERS: usize = 1024;
+/// More READs are not under way: what is posted next stands behind them.
+const MOST_READS: usize = 4;
 
 /// See the module.
 pub(super) struct Bulk<Q> {
@@ -23,6 +25,11 @@ pub(super) struct Bulk<Q> {
     /// buffer.
     landings: u16,
     most_landings: u16,
+    /// READs that were posted, by our number of the stream, with their bytes; and how many there may be.
+    reads: VecDeque<(u32, u32)>,
+    most_reads: usize,
+    /// Streams of ours that may have more to read, in turns.
+    readers: VecDeque<u32>,
 }
 
 /// A PLACED record of the peer's.
@@ -32,6 +39,17 @@ pub(super) struct Placed {
     pub mine: u32,
     pub serial: u32,
     pub tail: u64,
+}
+
+/// What a bulk queue pair brings.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Came {
+    Placed(Placed),
+    /// A READ for a stream of ours is done.
+    Read {
+        mine: u32,
+        bytes: u32,
+    },
 }
 
 /// Why the bulk queue pair is to be given up.
@@ -51,14 +69,17 @@ impl From<Down> for Lost {
 
 impl<Q: QueuePair> Bulk<Q> {
     pub fn new(qp: Q) -> Self {
-        let most_landings = qp.limits().receive_buffers;
+        let limits = qp.limits();
         Self {
             qp,
             answers: VecDeque::new(),
             is_full: false,
             stalled: Vec::new(),
             landings: 0,
-            most_landings,
+            most_landings: limits.receive_buffers,
+            reads: VecDeque::new(),
+            most_reads: MOST_READS.min(limits.reads.into()),
+            readers: VecDeque::new(),
         }
     }
 
@@ -102,6 +123,45 @@ impl<Q: QueuePair> Bulk<Q> {
         Ok(false)
     }
 
+    /// The stream has something to read.
+    pub fn add_reader(&mut self, mine: u32) {
+        if !self.readers.contains(&mine) {
+            self.readers.push_back(mine);
+        }
+    }
+
+    /// Whose turn it is to read, if there may be one more READ. Who has read is [added](Self::read) again.
+    pub fn next_reader(&mut self) -> Option<u32> {
+        let may = !self.is_full && (self.reads.len() < self.most_reads || self.most_reads == 0);
+        may.then(|| self.readers.pop_front()).flatten()
+    }
+
+    /// Whether there can be any.
+    pub fn can_read(&self) -> bool {
+        self.most_reads > 0
+    }
+
+    /// Posts a READ for a stream, whose turn comes again; false if there is no room, and it is tried when there is.
+    ///
+    /// # Safety
+    /// As [`QueuePair::read`].
+    pub unsafe fn read(&mut self, mine: u32, read: &Read) -> Result<bool, Lost> {
+        // SAFETY: by this function's contract.
+        match unsafe { self.qp.read(read) } {
+            Ok(()) => {
+                self.reads.push_back((mine, read.len));
+                self.readers.push_back(mine);
+                Ok(true)
+            }
+            Err(PostError::Full) => {
+                self.is_full = true;
+                self.readers.push_front(mine);
+                Ok(false)
+            }
+            Err(PostError::Down) => Err(Lost::Down),
+        }
+    }
+
     /// Says PLACED, behind all that was written before.
     pub fn answer(&mut self, theirs: u32, answer: Answer) -> Result<(), Lost> {
         if self.answers.len() >= MOST_ANSWERS {
@@ -130,15 +190,21 @@ impl<Q: QueuePair> Bulk<Q> {
         Ok(())
     }
 
-    /// Takes in what has completed; gives how many events that were. `wake` gets the streams that have room again.
-    pub fn poll(&mut self, mut placed: impl FnMut(Placed), mut wake: impl FnMut(u32)) -> Result<usize, Lost> {
+    /// Takes in what has completed; gives how many events that were. `came` gets the peer's records, and of each READ
+    /// our stream and the bytes; `wake` the streams that have room again.
+    pub fn poll(&mut self, mut came: impl FnMut(Came), mut wake: impl FnMut(u32)) -> Result<usize, Lost> {
         let (mut has_room, mut is_malformed) = (false, false);
+        let reads = &mut self.reads;
         let count = self.qp.poll(&mut |event| match event {
             Completed::Room => has_room = true,
             Completed::Received(bytes) => match read(bytes) {
-                Some(record) => placed(record),
+                Some(record) => came(Came::Placed(record)),
                 // On iWARP who connects says an empty word first.
                 None => is_malformed |= !bytes.is_empty(),
+            },
+            Completed::Read => match reads.pop_front() {
+                Some((mine, bytes)) => came(Came::Read { mine, bytes }),
+                None => is_malformed = true,
             },
             Completed::Written { .. } | Completed::Probed => is_malformed = true,
         })?;

@@ -110,6 +110,8 @@ pub(super) struct Chunks {
     /// Of ours: the key for the peer, and its address; taken out when announced.
     pub mine: Keys<Target>,
     pub announced: Keys<()>,
+    /// Of ours: the key for our READs.
+    pub sinks: Keys<u32>,
     /// Of the mirror: the key for our WRITEs.
     pub mirror: Keys<u32>,
     /// Of the peer's.
@@ -121,6 +123,7 @@ impl Chunks {
         Self {
             mine: Keys::new(),
             announced: Keys::new(),
+            sinks: Keys::new(),
             mirror: Keys::new(),
             theirs: Keys::new(),
         }

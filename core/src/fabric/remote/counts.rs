@@ -42,6 +42,12 @@ pub struct DirectCounts {
     pub adverts: u64,
     /// Bytes that have come into them.
     pub received: u64,
+    /// Bytes that the peer's device has read from our program's memory.
+    pub lent: u64,
+    /// Bytes that ours has read from the peer's.
+    pub taken: u64,
+    /// How often our program has wanted back what it had lent.
+    pub recalled: u64,
     /// Bulk queue pairs that were given up.
     pub lost: u64,
 }

@@ -189,6 +189,8 @@ pub(super) struct Source {
     pub key: u32,
     /// What is left of it has to go by the ring.
     pub is_needed: bool,
+    /// The peer's device reads it (`loan.rs`); else ours writes it into a buffer of the peer's.
+    pub is_offered: bool,
 }
 
 impl Source {
@@ -220,13 +222,15 @@ pub(super) struct Targets {
 }
 
 impl Targets {
-    pub fn on_advert(&mut self, advert: Advert, told: u64) -> Result<(), Breach> {
+    pub fn on_advert(&mut self, advert: Advert, told: u64, is_lent: bool) -> Result<(), Breach> {
         let is_good = advert.length > 0 && advert.address.checked_add(advert.length.into()).is_some();
         if !is_good || advert.position > told || self.written > 0 {
             return Err(Breach::Advert);
         }
         self.adverts = self.adverts.wrapping_add(1);
-        self.open = (advert.position == told && self.held.is_none_or(|held| held <= told)).then_some(advert);
+        // While memory is lent it goes on by that, and the consumer's end hears so.
+        let is_next = advert.position == told && !is_lent;
+        self.open = (is_next && self.held.is_none_or(|held| held <= told)).then_some(advert);
         Ok(())
     }
 

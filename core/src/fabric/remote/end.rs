@@ -19,7 +19,7 @@ use super::engine::Engine;
 use super::fault::{Fault, FaultCell};
 use super::local::{ENGINE, Local, SERVICE};
 use super::qp::QueuePair;
-use super::shared::{After, MAX_QUEUED_MESSAGES, QueuedMessage, Shared, Which};
+use super::shared::{After, MAX_QUEUED_MESSAGES, QueuedMessage, Retired, Shared, Which};
 use super::tuning::{MIN_BUFFER, MIN_BUFFERS, Tuning, Unusable};
 use super::turn::{ARM, POLL, PUMP, SETTLE, TICK};
 use crate::fabric::layout::{MAX_STREAMS, Region};
@@ -348,14 +348,24 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         let _ = self.run(PUMP);
     }
 
-    /// Bulk queue pairs that were given up since the last call, to be ended. The peer is to be told of each.
-    pub fn take_retired(&self) -> Vec<Q> {
+    /// Has `end` end the bulk queue pairs that were given up since the last call; gives how many. The peer is to be
+    /// told of each.
+    pub fn end_retired(&self, mut end: impl FnMut(Q)) -> usize {
         self.shared.retired_unseen.publish(false);
         let mut retired = self.shared.retired.lock();
-        retired
+        let retired = retired
             .as_mut()
             .map(|all| std::mem::take(&mut **all))
-            .unwrap_or_default()
+            .unwrap_or_default();
+        let count = retired.len();
+        for Retired { qp, under_way } in retired {
+            end(qp);
+            if !under_way.is_empty() {
+                self.with(|engine| engine.on_bulk_ended(&self.shared, &under_way));
+                let _ = self.run(PUMP);
+            }
+        }
+        count
     }
 
     /// Tells the peer, with what is sent next of its stream `theirs`, from how many bytes on a buffer that its program
@@ -426,14 +436,44 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
             address,
             key,
             is_needed: false,
+            is_offered: false,
         };
         self.with(|engine| engine.lend_source(&self.shared, theirs.0, source))
             .unwrap_or(false)
     }
 
+    /// The same for the peer's device, which reads the bytes under the remote `key` into the peer's ring, if nothing
+    /// that was committed before is left to be sent. To be ended by [`recall_source`](Self::recall_source), if
+    /// [not done](Self::is_source_done), and [`take_source`](Self::take_source).
+    pub fn offer_source(&self, theirs: Vqpn, position: u64, address: usize, len: u64, key: u32) -> bool {
+        let source = Source {
+            from: position,
+            until: position.saturating_add(len),
+            address,
+            key: 0,
+            is_needed: false,
+            is_offered: true,
+        };
+        self.with(|engine| engine.offer_source(&self.shared, theirs.0, source, key))
+            .unwrap_or(false)
+    }
+
+    /// The peer is to leave what was offered; its end answers how far it has come, and [then](Self::is_source_done) it
+    /// reads no more.
+    pub fn recall_source(&self, theirs: Vqpn) {
+        self.with(|engine| engine.recall_source(&self.shared, theirs.0));
+        let _ = self.run(PUMP);
+    }
+
     /// Whether that is to be ended: the peer has all of it, or wants it by the ring.
     pub fn is_source_done(&self, theirs: Vqpn) -> bool {
         self.with(|engine| engine.is_source_done(theirs.0)).unwrap_or(true)
+    }
+
+    /// Up to where the peer's device has read of what was [offered](Self::offer_source), once its end has said so; or
+    /// its program, which may be less.
+    pub fn taken(&self, theirs: Vqpn) -> u64 {
+        self.with(|engine| engine.taken(theirs.0)).unwrap_or(0)
     }
 
     /// What the peer does not have goes into the mirror now. Gives how many bytes its device may still get from the
@@ -518,6 +558,7 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         for mine in after.closed {
             self.mark_done(mine, done::LOCAL);
         }
+        after.done.into_iter().for_each(|done| self.free_number(done));
         if let Some(chunk) = after.register {
             let keys = self.register(Which::Mirror, chunk..=chunk);
             if keys > 0 {
@@ -577,16 +618,21 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
     }
 
     fn give_back(&self, done: Option<Done>) {
-        let Some(Done { number, regions }) = done else {
+        let Some(done) = done else {
             return;
         };
         // Without the engine the number stays taken.
-        let forgot = self.with(|engine| engine.forget(&self.shared, number.0));
-        if forgot.is_some() {
-            // Not given back to the kernel: the device has the pages.
-            regions.into_iter().for_each(|r| self.numbers.free(r));
-            self.numbers.give_back(number);
+        let forgot = self.with(|engine| engine.forget_when_quiet(&self.shared, done));
+        if let Some(done) = forgot.flatten() {
+            self.free_number(done);
         }
+    }
+
+    /// The engine has forgotten it.
+    fn free_number(&self, Done { number, regions }: Done) {
+        // Not given back to the kernel: the device has the pages.
+        regions.into_iter().for_each(|r| self.numbers.free(r));
+        self.numbers.give_back(number);
     }
 
     #[cold]

@@ -12,6 +12,7 @@ use super::sender::Sender;
 use super::shared::{After, Shared, Which};
 use super::stream::{State, Streams};
 use super::watch::Watch;
+use crate::fabric::numbers::Done;
 use crate::fabric::ready::{PrivateQueue, ReadyCursor};
 use crate::fabric::ring::DirectionBlock;
 use crate::wire::Message;
@@ -38,6 +39,8 @@ pub(super) struct Engine<Q> {
     /// The advert that was made last.
     pub serial: u32,
     pub direct: DirectCounts,
+    /// Numbers that both ends are done with, of streams into whose rings something may still be read.
+    pub unforgotten: Vec<Done>,
 }
 
 impl<Q: QueuePair> Engine<Q> {
@@ -58,6 +61,7 @@ impl<Q: QueuePair> Engine<Q> {
             lost: None,
             serial: 0,
             direct: DirectCounts::default(),
+            unforgotten: Vec::new(),
         }
     }
 
@@ -145,6 +149,7 @@ impl<Q: QueuePair> Engine<Q> {
                     let offset = (*chunk as usize) << g.tuning.chunk_log2;
                     let base = g.mine.data_at(offset).addr() as u64;
                     let rkey = key.remote;
+                    self.chunks.sinks.set(*chunk, key.local);
                     self.chunks.mine.set(*chunk, Target { rkey, base })
                 }
             };

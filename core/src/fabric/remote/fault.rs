@@ -57,9 +57,12 @@ pub enum Breach {
     /// pair.
     #[error("bad advert")]
     Advert,
+    /// A loan of no memory, or out of place, or something in the midst of one; or an answer to none, or beyond it.
+    #[error("bad loan")]
+    Loan,
 }
 
-const BREACHES: [Breach; 14] = [
+const BREACHES: [Breach; 15] = [
     Breach::Malformed,
     Breach::Stream,
     Breach::Grant,
@@ -74,6 +77,7 @@ const BREACHES: [Breach; 14] = [
     Breach::Ack,
     Breach::Immediate,
     Breach::Advert,
+    Breach::Loan,
 ];
 
 /// Why a link is down.

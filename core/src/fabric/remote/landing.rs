@@ -1,13 +1,13 @@
 //! What the engine of a link between hosts does about direct transfers: adverts of both ends, the program's memory as a
 //! source, and the bulk queue pair for them (docs/protocol.md, P90–P95). Not what is posted (`pump/direct.rs`).
 
-use super::bulk::{Bulk, Placed};
+use super::bulk::{Bulk, Came, Placed};
 use super::direct::{Advert, Landed, Source, Withdrawal};
 use super::engine::Engine;
 use super::fault::{Breach, Fault};
 use super::local::{ENGINE, Local, SERVICE};
 use super::qp::QueuePair;
-use super::shared::Shared;
+use super::shared::{Retired, Shared};
 use super::stream::State;
 use crate::fabric::ready::ReadyQueue;
 
@@ -38,9 +38,12 @@ impl<Q: QueuePair> Engine<Q> {
         };
         let (mut breach, mut over) = (None, 0);
         let polled = bulk.poll(
-            |placed| match self.on_placed(g, placed) {
-                Ok(is_over) => over += u32::from(is_over),
-                Err(error) => breach = breach.or(Some(error)),
+            |came| match came {
+                Came::Placed(placed) => match self.on_placed(g, placed) {
+                    Ok(is_over) => over += u32::from(is_over),
+                    Err(error) => breach = breach.or(Some(error)),
+                },
+                Came::Read { mine, bytes } => self.on_read(g, mine, bytes),
             },
             |theirs| g.dirty.push(theirs),
         );
@@ -71,8 +74,15 @@ impl<Q: QueuePair> Engine<Q> {
                 g.dirty.push(theirs);
             }
         }
+        self.cancel_loans(g);
+        let under_way = self.stop_reading(g);
+        let qp = bulk.into_inner();
         if let Some(mut retired) = g.retired.lock() {
-            retired.push(bulk.into_inner());
+            retired.push(Retired { qp, under_way });
+        } else {
+            // We have interrupted who looks for them.
+            drop(qp);
+            self.on_bulk_ended(g, &under_way);
         }
         g.retired_unseen.publish(true);
         g.ring_if_asleep(&mut self.after, SERVICE);
@@ -190,7 +200,7 @@ impl<Q: QueuePair> Engine<Q> {
         if advert.position <= s.out.start() {
             return Ok(());
         }
-        s.out.targets.on_advert(advert, s.out.told)?;
+        s.out.targets.on_advert(advert, s.out.told, s.out.loans.is_open())?;
         // Whoever has a large piece to send may wait for this.
         if let Some(block) = g.block_mirror(theirs) {
             let wake = block.put_head(s.out.head);
@@ -245,7 +255,8 @@ impl<Q: QueuePair> Engine<Q> {
         else {
             return 0;
         };
-        let is_at_end = block.tail() == s.out.told && s.out.aside.is_none() && s.out.targets.source.is_none();
+        let is_free = s.out.targets.source.is_none() && !s.out.loans.is_open();
+        let is_at_end = block.tail() == s.out.told && s.out.aside.is_none() && is_free;
         match s.out.targets.at(s.out.told) {
             Some((advert, 0)) if is_at_end && self.bulk.is_some() => advert.length.into(),
             _ => 0,
@@ -272,7 +283,8 @@ impl<Q: QueuePair> Engine<Q> {
     pub fn is_source_done(&mut self, theirs: u32) -> bool {
         let s = self.streams.mine(theirs).and_then(|mine| self.streams.get(mine));
         s.is_none_or(|s| {
-            let is_done = |source: Source| source.is_needed || s.out.head >= source.until;
+            let is_over = |source: Source| source.is_offered && !s.out.loans.is_open();
+            let is_done = |source: Source| source.is_needed || s.out.head >= source.until || is_over(source);
             s.out.targets.source.is_none_or(is_done)
         })
     }
@@ -285,6 +297,9 @@ impl<Q: QueuePair> Engine<Q> {
     pub unsafe fn take_source<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32) -> Option<u64> {
         let s = self.streams.mine(theirs).and_then(|mine| self.streams.get(mine))?;
         let source = s.out.targets.source.take()?;
+        s.out.loans.recall();
+        // Also what the peer's device has read and its program has not: whoever has the connection next there may begin
+        // with that (P75).
         let from = s.out.head.clamp(source.from, source.until);
         let at = std::ptr::with_exposed_provenance::<u8>(source.address + (from - source.from) as usize);
         // SAFETY: by this function's contract.
@@ -302,6 +317,11 @@ impl<Q: QueuePair> Engine<Q> {
             .targets
             .at(s.out.told)
             .map_or(s.out.told, |(advert, written)| advert.position + written);
+        // A loan that is open may still be read from.
+        let posted = match source.is_offered {
+            true => s.out.loans.reach().unwrap_or(from),
+            false => posted,
+        };
         g.dirty.push(theirs);
         Some(posted.saturating_sub(from).min(rest.len() as u64))
     }

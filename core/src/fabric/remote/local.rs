@@ -21,4 +21,13 @@ pub trait Local: Send + Sync {
 
     /// Somebody is to call [`End::settle`](super::End::settle) some ms later.
     fn settle_later(&self);
+
+    /// The peer's device has read so many bytes from our program's memory.
+    fn on_lent(&self, _bytes: u64) {}
+
+    /// Ours has read so many from the memory of the peer's program.
+    fn on_taken(&self, _bytes: u64) {}
+
+    /// Our program wants back what it has lent.
+    fn on_recalled(&self) {}
 }

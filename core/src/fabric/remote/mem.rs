@@ -9,7 +9,7 @@ use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::qp::{Completed, Down, Key, Limits, PostError, QueuePair, Region, Role, Write};
+use super::qp::{Completed, Down, Key, Limits, PostError, QueuePair, Read, Region, Role, Write};
 use crate::fabric::mem::Clock;
 
 /// What a pair of queue pairs is like.
@@ -33,6 +33,7 @@ impl Default for Config {
                 buffer_bytes: 4096,
                 immediate: false,
                 packet_bytes: 0,
+                reads: 4,
             },
             send_queue: 256,
             signal_every: 16,
@@ -45,11 +46,21 @@ impl Default for Config {
 enum Work {
     Send(Vec<u8>),
     Write(Write, Option<u32>),
+    Read(Read),
     Probe,
 }
 
 // SAFETY: the pointer is to memory that was registered, which any thread may reach.
 unsafe impl Send for Work {}
+
+/// What memory may be used for under a key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Use {
+    Source,
+    Target,
+    Sink,
+    Offered,
+}
 
 #[derive(Debug)]
 enum Arrived {
@@ -70,14 +81,16 @@ struct Device {
     /// Receive buffers that are posted.
     buffers: u16,
     arrived: VecDeque<Arrived>,
-    /// Address, length, key.
-    regions: Vec<(u64, u64, u32)>,
+    /// Address, length, key, and what for: this end reads there, the peer writes there, this end's READs go there, the
+    /// peer reads there.
+    regions: Vec<(u64, u64, u32, Use)>,
     is_armed: bool,
     armed_fired: u64,
     registered: u64,
     refuses_memory: bool,
-    /// What was carried out of probes, and not seen by a poll.
+    /// What was carried out of probes, and of READs, and not seen by a poll.
     probed: usize,
+    read: usize,
 }
 
 impl Device {
@@ -117,6 +130,7 @@ impl State {
             device.posted.clear();
             let keep = device.arrived.len().saturating_sub(loses);
             device.arrived.truncate(keep);
+            device.read = device.read.saturating_sub(loses);
         }
     }
 
@@ -155,6 +169,7 @@ impl State {
                 }
                 return;
             }
+            Work::Read(read) => self.read(me, &read),
             Work::Send(bytes) => self.arrive(1 - me, Arrived::Message(bytes)),
             Work::Write(write, immediate) => self.write(me, &write).and_then(|()| match immediate {
                 Some(immediate) => self.arrive(
@@ -184,28 +199,48 @@ impl State {
         Ok(())
     }
 
-    fn write(&mut self, me: usize, write: &Write) -> Result<(), &'static str> {
-        let covers = |device: Option<&Device>, key, at: u64| {
-            let len = u64::from(write.len);
+    /// Whether an end has so many bytes there registered under the key for this.
+    fn covers(&self, end: usize, key: u32, (at, len): (u64, u32), what: Use) -> bool {
+        let covers = |device: Option<&Device>| {
             let regions = device.map(|d| d.regions.as_slice()).unwrap_or_default();
-            regions
-                .iter()
-                .any(|(start, n, k)| *k == key && at >= *start && at.checked_add(len).is_some_and(|e| e <= start + n))
+            regions.iter().any(|(start, n, k, of)| {
+                let end = at.checked_add(len.into());
+                (*k, *of) == (key, what) && at >= *start && end.is_some_and(|end| end <= start + n)
+            })
         };
-        let other = self.beside.as_ref().map(|beside| beside.lock());
-        let covers = |end: usize, key, at| {
-            let beside = other.as_ref().and_then(|state| state.devices.get(end));
-            covers(self.devices.get(end), key, at) || covers(beside, key, at)
-        };
-        if write.len == 0 || !covers(me, write.local, write.from.addr() as u64) {
+        let beside = self.beside.as_ref().map(|beside| beside.lock());
+        covers(self.devices.get(end)) || covers(beside.as_ref().and_then(|state| state.devices.get(end)))
+    }
+
+    fn write(&mut self, me: usize, write: &Write) -> Result<(), &'static str> {
+        let from = (write.from.addr() as u64, write.len);
+        if write.len == 0 || !self.covers(me, write.local, from, Use::Source) {
             return Err("bad local key");
         }
-        if !covers(1 - me, write.remote, write.to) {
+        if !self.covers(1 - me, write.remote, (write.to, write.len), Use::Target) {
             return Err("bad remote key");
         }
         let to = std::ptr::with_exposed_provenance_mut::<u8>(write.to as usize);
         // SAFETY: both are registered for this length, and stay mapped (`register`).
         unsafe { std::ptr::copy(write.from, to, write.len as usize) };
+        Ok(())
+    }
+
+    fn read(&mut self, me: usize, read: &Read) -> Result<(), &'static str> {
+        let to = (read.to.addr() as u64, read.len);
+        if read.len == 0 || !self.covers(me, read.local, to, Use::Sink) {
+            return Err("bad local key");
+        }
+        if !self.covers(1 - me, read.remote, (read.from, read.len), Use::Offered) {
+            return Err("bad remote key");
+        }
+        let from = std::ptr::with_exposed_provenance::<u8>(read.from as usize);
+        // SAFETY: as for a WRITE.
+        unsafe { std::ptr::copy(from, read.to, read.len as usize) };
+        if let Some(device) = self.devices.get_mut(me) {
+            device.read += 1;
+            device.fire();
+        }
         Ok(())
     }
 }
@@ -364,9 +399,18 @@ impl QueuePair for MemQp {
         }
         device.registered += 1;
         let start = at.expose_provenance() as u64;
-        let keys = [(Role::Target, key.local), (Role::Source, key.remote)];
-        for (_, k) in keys.into_iter().filter(|(other, _)| *other != role) {
-            device.regions.push((start, len as u64, k));
+        let uses: &[(u32, Use)] = match role {
+            Role::Both => &[
+                (key.local, Use::Source),
+                (key.local, Use::Sink),
+                (key.remote, Use::Target),
+            ],
+            Role::Source => &[(key.local, Use::Source)],
+            Role::Target => &[(key.remote, Use::Target)],
+            Role::Offered => &[(key.remote, Use::Offered)],
+        };
+        for (k, what) in uses {
+            device.regions.push((start, len as u64, *k, *what));
         }
         let handle = key.local.into();
         Ok(Region { key, handle })
@@ -374,11 +418,15 @@ impl QueuePair for MemQp {
 
     fn deregister(&self, region: Region) {
         let Key { local, remote } = region.key;
-        self.with(|d| d.regions.retain(|(_, _, k)| *k != local && *k != remote));
+        self.with(|d| d.regions.retain(|(_, _, k, _)| *k != local && *k != remote));
     }
 
     unsafe fn write(&self, write: &Write, immediate: Option<u32>) -> Result<(), PostError> {
         self.post(Work::Write(*write, immediate))
+    }
+
+    unsafe fn read(&self, read: &Read) -> Result<(), PostError> {
+        self.post(Work::Read(*read))
     }
 
     fn send(&self, parts: &[&[u8]]) -> Result<(), PostError> {
@@ -412,7 +460,7 @@ impl QueuePair for MemQp {
         }
         let mut state = self.shared.lock();
         let signal = state.config.signal_every.max(1);
-        let (mut room, mut probed) = (false, 0);
+        let (mut room, mut probed, mut read) = (false, 0, 0);
         if let Some(device) = state.devices.get_mut(self.me) {
             let signal = if device.was_full { 1 } else { signal };
             let n = device.completed / signal * signal;
@@ -420,9 +468,14 @@ impl QueuePair for MemQp {
             device.outstanding -= n;
             room = n > 0 && std::mem::take(&mut device.was_full);
             probed = std::mem::take(&mut device.probed);
+            read = std::mem::take(&mut device.read);
         }
         let is_down = state.is_down;
         drop(state);
+        for _ in 0..read {
+            each(Completed::Read);
+            events += 1;
+        }
         if room {
             each(Completed::Room);
             events += 1;
@@ -444,5 +497,12 @@ impl QueuePair for MemQp {
             return Err(Down(104));
         }
         Ok(())
+    }
+}
+
+impl Drop for MemQp {
+    /// Nothing more is carried out, as of a queue pair that is destroyed.
+    fn drop(&mut self) {
+        self.shared.lock().die("destroyed");
     }
 }

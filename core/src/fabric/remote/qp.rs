@@ -14,6 +14,9 @@ pub struct Limits {
     /// What a packet carries at most, a power of two: messages and WRITEs are cut into such. 0: it does not matter (TCP
     /// cuts iWARP's).
     pub packet_bytes: u32,
+    /// READs that may be under way at a time; more wait in the send queue, with what was posted behind them. 0: none
+    /// can be posted.
+    pub reads: u8,
 }
 
 impl Limits {
@@ -29,19 +32,21 @@ impl Limits {
 pub struct Key {
     /// For work requests of this end (lkey).
     pub local: u32,
-    /// For the peer's WRITEs (rkey).
+    /// For the peer's WRITEs and READs (rkey).
     pub remote: u32,
 }
 
 /// What memory is registered for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
-    /// The source of this end's WRITEs, and the target of the peer's.
+    /// The source of this end's WRITEs and the target of its READs, and the target of the peer's WRITEs.
     Both,
     /// The source of this end's WRITEs.
     Source,
     /// The target of the peer's.
     Target,
+    /// The source of the peer's READs.
+    Offered,
 }
 
 /// Memory that is registered, to be [given back](QueuePair::deregister).
@@ -66,6 +71,22 @@ pub struct Write {
     /// Target, an address of the peer's process.
     pub to: u64,
     /// Key of the target.
+    pub remote: u32,
+}
+
+/// A READ: `len` bytes from the peer's address `from`, in memory that the peer has registered under `remote`, to `to`,
+/// in memory registered under `local`.
+#[derive(Clone, Copy, Debug)]
+pub struct Read {
+    /// Target.
+    pub to: *mut u8,
+    /// Key of the target.
+    pub local: u32,
+    /// Bytes; not 0.
+    pub len: u32,
+    /// Source, an address of the peer's process.
+    pub from: u64,
+    /// Key of the source.
     pub remote: u32,
 }
 
@@ -99,6 +120,8 @@ pub enum Completed<'a> {
     },
     /// There is room in the send queue again.
     Room,
+    /// The bytes of a [READ](QueuePair::read) are here.
+    Read,
     /// The peer's device has answered a [`probe`](QueuePair::probe).
     Probed,
 }
@@ -125,6 +148,14 @@ pub trait QueuePair: Send + Sync {
     /// # Safety
     /// The source is within memory that was registered under its key.
     unsafe fn write(&self, write: &Write, immediate: Option<u32>) -> Result<(), PostError>;
+
+    /// Posts a READ, where [`Limits::reads`] allows any. It completes as [`Completed::Read`]: one for each, in the order
+    /// in which they were posted.
+    ///
+    /// # Safety
+    /// The target is within memory that was registered under its key, and nobody relies on what is there before the
+    /// READ has completed, or the queue pair is no more.
+    unsafe fn read(&self, read: &Read) -> Result<(), PostError>;
 
     /// Posts a message made of these parts, together at most [`Limits::buffer_bytes`] long. They are copied.
     fn send(&self, parts: &[&[u8]]) -> Result<(), PostError>;

@@ -5,6 +5,7 @@ use super::chunks::{self, Target};
 use super::direct::{Advert, Withdrawal};
 use super::engine::Engine;
 use super::fault::Breach;
+use super::loan::Loan;
 use super::local::{Local, SERVICE};
 use super::qp::{Completed, QueuePair};
 use super::record::{self, Record};
@@ -21,6 +22,8 @@ impl<Q: QueuePair> Engine<Q> {
         match event {
             Completed::Room => self.sender.on_room(),
             Completed::Probed => self.watch.on_answered(),
+            // None is posted here.
+            Completed::Read => {}
             Completed::Written { immediate, bytes } => {
                 self.sender.on_received()?;
                 if !g.limits.immediate {
@@ -140,6 +143,37 @@ impl<Q: QueuePair> Engine<Q> {
                 };
                 self.on_withdrawal(g, mine, withdrawal)
             }
+            Record::Source {
+                theirs: mine,
+                serial,
+                position,
+                address,
+                length,
+                rkey,
+            } => {
+                known(&mut self.streams, mine)?;
+                let loan = Loan {
+                    serial,
+                    position,
+                    address,
+                    length,
+                    rkey,
+                };
+                self.on_loan(g, mine, loan)
+            }
+            Record::Recall { theirs: mine, serial } => {
+                known(&mut self.streams, mine)?;
+                self.on_recall(g, mine, serial);
+                Ok(())
+            }
+            Record::Taken {
+                theirs: mine,
+                serial,
+                tail,
+            } => {
+                known(&mut self.streams, mine)?;
+                self.on_taken(g, mine, serial, tail)
+            }
             // It belongs on the bulk queue pair.
             Record::Placed { .. } => Err(Breach::Advert),
             Record::Head { theirs: mine, .. }
@@ -216,6 +250,7 @@ impl<Q: QueuePair> Engine<Q> {
                 // Nobody waits for the rest any more.
                 g.dirty.push(theirs);
             }
+            self.on_reader_left(g, yours.0);
         }
         self.inbox.push_back(message);
         g.news.add_one();

@@ -1,5 +1,5 @@
 //! What one message on the queue pair holds: a header and any number of records. Written into a buffer of
-//! fixed size, read from any bytes at all. See docs/protocol.md, P50–P58 and P90–P95. Not what a record does.
+//! fixed size, read from any bytes at all. See docs/protocol.md, P50–P58 and P90–P99. Not what a record does.
 
 #![forbid(unsafe_code)]
 
@@ -34,8 +34,8 @@ pub const HEADER_BYTES: usize = size_of::<Header>();
 /// | `generation` | which of the rings that were offered one after the other |
 /// | `end`, `flags`, `word`, `count` | a word of the direction block, as `fabric::ring` has it; in `Tell` an attention word |
 /// | `least` | bytes of the smallest buffer that is of use; 0: none is |
-/// | `serial` | an advert of the end whose program waits (P91) |
-/// | `address`, `length`, `rkey` | a buffer of that program's, and its key for the reader's WRITEs |
+/// | `serial` | an advert of the end whose program waits (P91), or memory lent by the one whose program sends (P96) |
+/// | `address`, `length`, `rkey` | a buffer of that program's, and its key for the WRITEs, or READs, of who reads this |
 /// | `index`, `rkey`, `base` | a chunk's place in the data area, in chunks; its key and address for the reader's WRITEs (P53) |
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(
@@ -94,6 +94,19 @@ pub enum Record<'a> {
     Placed { theirs: u32, serial: u32, tail: u64 },
     /// The producer has a use for buffers that the reader's program waits with.
     Invite { theirs: u32, least: u32 },
+    /// The bytes from `position` on can be read from the memory of the producer's program.
+    Source {
+        theirs: u32,
+        serial: u32,
+        position: u64,
+        address: u64,
+        length: u32,
+        rkey: u32,
+    },
+    /// All up to `tail` was read from there, and nothing more will be.
+    Taken { theirs: u32, serial: u32, tail: u64 },
+    /// The producer's program waits no longer.
+    Recall { theirs: u32, serial: u32 },
 }
 
 /// The numbers of the kinds.
@@ -115,6 +128,9 @@ mod kind {
     pub const WITHDRAW: u8 = 15;
     pub const PLACED: u8 = 16;
     pub const INVITE: u8 = 17;
+    pub const SOURCE: u8 = 18;
+    pub const TAKEN: u8 = 19;
+    pub const RECALL: u8 = 20;
 }
 
 /// Declares the records' bodies, which follow the kind: plain bytes, no padding, any alignment.
@@ -135,9 +151,9 @@ bodies! {
     Stream { theirs: U32 }
     Chunk { index: U32, rkey: U32, base: U64 }
     Message { length: U16 }
-    Advert { theirs: U32, serial: U32, position: U64, address: U64, length: U32, rkey: U32 }
+    Memory { theirs: U32, serial: U32, position: U64, address: U64, length: U32, rkey: U32 }
     Withdraw { theirs: U32, serial: U32, position: U64, is_final: u8 }
-    Placed { theirs: U32, serial: U32, tail: U64 }
+    Answer { theirs: U32, serial: U32, tail: U64 }
 }
 
 /// Bytes of a DATA record beside its payload.
@@ -145,7 +161,7 @@ pub const DATA_BYTES: usize = 1 + size_of::<Data>();
 /// Bytes of a MESSAGE record beside the message.
 pub const MESSAGE_BYTES: usize = 1 + size_of::<Message>();
 /// Bytes of the longest record without a payload.
-pub const LONGEST: usize = 1 + size_of::<Advert>();
+pub const LONGEST: usize = 1 + size_of::<Memory>();
 
 /// Bytes that are no message of this version. Only the peer can have sent them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -248,13 +264,14 @@ impl<'a> Records<'a> {
                     _ => Record::Ack { theirs, tail: word },
                 }
             }
-            kind::LIMITED | kind::FLAGS | kind::TELL | kind::INVITE => {
+            kind::LIMITED | kind::FLAGS | kind::TELL | kind::INVITE | kind::RECALL => {
                 let r: Word = self.read(k)?;
                 let (theirs, word) = (r.theirs.get(), r.word.get());
                 match k {
                     kind::LIMITED => Record::Limited { theirs, count: word },
                     kind::FLAGS => Record::Flags { theirs, flags: word },
                     kind::INVITE => Record::Invite { theirs, least: word },
+                    kind::RECALL => Record::Recall { theirs, serial: word },
                     _ => Record::Tell { theirs, word },
                 }
             }
@@ -280,15 +297,28 @@ impl<'a> Records<'a> {
                     bytes: self.bytes(k, r.length)?,
                 }
             }
-            kind::ADVERT => {
-                let r: Advert = self.read(k)?;
-                Record::Advert {
-                    theirs: r.theirs.get(),
-                    serial: r.serial.get(),
-                    position: r.position.get(),
-                    address: r.address.get(),
-                    length: r.length.get(),
-                    rkey: r.rkey.get(),
+            kind::ADVERT | kind::SOURCE => {
+                let r: Memory = self.read(k)?;
+                let (theirs, serial, position) = (r.theirs.get(), r.serial.get(), r.position.get());
+                let (address, length, rkey) = (r.address.get(), r.length.get(), r.rkey.get());
+                if k == kind::ADVERT {
+                    Record::Advert {
+                        theirs,
+                        serial,
+                        position,
+                        address,
+                        length,
+                        rkey,
+                    }
+                } else {
+                    Record::Source {
+                        theirs,
+                        serial,
+                        position,
+                        address,
+                        length,
+                        rkey,
+                    }
                 }
             }
             kind::WITHDRAW => {
@@ -304,12 +334,12 @@ impl<'a> Records<'a> {
                     },
                 }
             }
-            kind::PLACED => {
-                let r: Placed = self.read(k)?;
-                Record::Placed {
-                    theirs: r.theirs.get(),
-                    serial: r.serial.get(),
-                    tail: r.tail.get(),
+            kind::PLACED | kind::TAKEN => {
+                let r: Answer = self.read(k)?;
+                let (theirs, serial, tail) = (r.theirs.get(), r.serial.get(), r.tail.get());
+                match k {
+                    kind::PLACED => Record::Placed { theirs, serial, tail },
+                    _ => Record::Taken { theirs, serial, tail },
                 }
             }
             _ => return Err(Malformed::Kind(k)),
@@ -445,8 +475,16 @@ impl Builder {
                 address,
                 length,
                 rkey,
+            }
+            | Record::Source {
+                theirs,
+                serial,
+                position,
+                address,
+                length,
+                rkey,
             } => {
-                let body = Advert {
+                let body = Memory {
                     theirs: theirs.into(),
                     serial: serial.into(),
                     position: position.into(),
@@ -454,7 +492,9 @@ impl Builder {
                     length: length.into(),
                     rkey: rkey.into(),
                 };
-                self.put(&[&[kind::ADVERT], body.as_bytes()])
+                let is_advert = matches!(record, Record::Advert { .. });
+                let kind = if is_advert { kind::ADVERT } else { kind::SOURCE };
+                self.put(&[&[kind], body.as_bytes()])
             }
             Record::Withdraw {
                 theirs,
@@ -470,15 +510,19 @@ impl Builder {
                 };
                 self.put(&[&[kind::WITHDRAW], body.as_bytes()])
             }
-            Record::Placed { theirs, serial, tail } => {
-                let body = Placed {
-                    theirs: theirs.into(),
-                    serial: serial.into(),
-                    tail: tail.into(),
-                };
-                self.put(&[&[kind::PLACED], body.as_bytes()])
-            }
+            Record::Placed { theirs, serial, tail } => self.answer(kind::PLACED, (theirs, serial), tail),
+            Record::Taken { theirs, serial, tail } => self.answer(kind::TAKEN, (theirs, serial), tail),
+            Record::Recall { theirs, serial } => self.word(kind::RECALL, theirs, serial),
         }
+    }
+
+    fn answer(&mut self, kind: u8, (theirs, serial): (u32, u32), tail: u64) -> bool {
+        let body = Answer {
+            theirs: theirs.into(),
+            serial: serial.into(),
+            tail: tail.into(),
+        };
+        self.put(&[&[kind], body.as_bytes()])
     }
 
     fn word(&mut self, kind: u8, theirs: u32, word: u32) -> bool {

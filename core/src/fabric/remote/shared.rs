@@ -9,6 +9,7 @@ use super::local::{Local, SERVICE};
 use super::qp::{Limits, QueuePair};
 use super::tuning::Tuning;
 use crate::fabric::layout::{MAX_STREAMS, READY_QUEUES};
+use crate::fabric::numbers::Done;
 use crate::fabric::ready::{PrivateQueue, ReadyQueue};
 use crate::fabric::ring::{DirectionBlock, Wake};
 use crate::fabric::side::Side;
@@ -32,6 +33,13 @@ pub(super) struct QueuedMessage {
     /// The peer's stream that it is about.
     pub yours: Option<Vqpn>,
     pub bytes: Box<[u8]>,
+}
+
+/// A bulk queue pair that was given up.
+pub(super) struct Retired<Q> {
+    pub qp: Q,
+    /// Streams of ours into whose rings something may come until it is no more.
+    pub under_way: Vec<u32>,
 }
 
 /// What is used without the engine's lock too.
@@ -66,7 +74,7 @@ pub(super) struct Shared<Q, L> {
     pub watch_unseen: Published<AtomicBool>,
     pub marks: Box<[RungMark]>,
     /// Bulk queue pairs that were given up, to be ended where that may take its time.
-    pub retired: Lock<Vec<Q>>,
+    pub retired: Lock<Vec<Retired<Q>>>,
     /// There is one that the service thread has not asked for.
     pub retired_unseen: Published<AtomicBool>,
 }
@@ -150,6 +158,8 @@ pub(super) struct After {
     pub closed: Vec<Vqpn>,
     /// A chunk of the mirror is to be registered.
     pub register: Option<u32>,
+    /// Numbers that are to be given back.
+    pub done: Vec<Done>,
 }
 
 impl After {

@@ -3,6 +3,7 @@
 
 use super::direct::{Landings, Targets};
 use super::fault::Breach;
+use super::loan::{Loan, Loans, Takings};
 use crate::fabric::layout::{MAX_STREAMS, Region};
 use crate::fabric::ring::proxy::{ProducerView, next_generation, unpack_offer};
 use crate::fabric::ring::{DataArea, DirectionBlock, EndMark, Wake};
@@ -63,6 +64,11 @@ impl Stream {
         self.state = State::Open;
     }
 
+    /// Something may still come into its ring by what was asked for.
+    pub fn is_read_into(&mut self) -> bool {
+        self.inc.takings.is_under_way(self.inc.tail)
+    }
+
     /// The number is free.
     pub fn forget(&mut self) {
         *self = Self::free();
@@ -96,6 +102,8 @@ pub(super) struct Incoming {
     pub landings: Landings,
     /// The peer has a use for buffers of so many bytes or more; 0: for none.
     pub invited: u32,
+    /// Memory that the peer's program lends.
+    pub takings: Takings,
 }
 
 impl Incoming {
@@ -113,6 +121,9 @@ impl Incoming {
     ) -> Result<Wake, Breach> {
         if self.ended {
             return Err(Breach::End);
+        }
+        if self.takings.is_open() {
+            return Err(Breach::Loan);
         }
         let ring = self.ring.ok_or(Breach::Tail)?;
         let window = self.window(block);
@@ -140,7 +151,7 @@ impl Incoming {
     /// cannot be.
     pub fn room_to_land(&self, block: &DirectionBlock) -> u64 {
         let is_empty = block.head() == self.tail && self.tail > 0;
-        if !is_empty || self.ended || self.landings.is_busy() {
+        if !is_empty || self.ended || self.landings.is_busy() || self.takings.is_open() {
             return 0;
         }
         self.window(block) - self.tail
@@ -159,8 +170,30 @@ impl Incoming {
         }
     }
 
+    /// The peer's program lends memory for what comes next. A buffer of ours is of no use to it then.
+    pub fn on_loan(&mut self, block: &DirectionBlock, loan: Loan) -> Result<(), Breach> {
+        if self.ended {
+            return Err(Breach::End);
+        }
+        self.takings.begin(loan, self.tail, self.window(block))?;
+        self.landings.on_ring();
+        Ok(())
+    }
+
+    /// The next bytes of that are in the ring.
+    pub fn on_read(&mut self, block: &DirectionBlock, bytes: u32) -> Wake {
+        self.tail = self.tail.saturating_add(bytes.into());
+        block.put_tail(self.tail)
+    }
+
+    /// The ring that the peer uses.
+    pub fn ring(&self) -> Option<Region> {
+        self.ring
+    }
+
     pub fn on_switch(&mut self, block: &DirectionBlock, generation: u32, position: u64) -> Result<(), Breach> {
         match self.offered {
+            _ if self.takings.is_open() => Err(Breach::Loan),
             Some((offered, region)) if offered == generation && position == self.tail && !self.ended => {
                 self.ring = Some(region);
                 self.start = position;
@@ -175,7 +208,7 @@ impl Incoming {
     /// Whom to wake; `None` if our consumer has stopped, and its mark stays.
     pub fn on_end(&mut self, block: &DirectionBlock, end: u32, tail: u64) -> Result<Option<Wake>, Breach> {
         let end = EndMark::from_word(end).ok_or(Breach::End)?;
-        if std::mem::replace(&mut self.ended, true) || tail != self.tail {
+        if std::mem::replace(&mut self.ended, true) || tail != self.tail || self.takings.is_open() {
             return Err(Breach::End);
         }
         let put = block.put_end(end).ok();
@@ -252,6 +285,8 @@ pub(super) struct Outgoing {
     pub asked: u64,
     /// A buffer that the peer's program waits with.
     pub targets: Targets,
+    /// Memory that our program lends.
+    pub loans: Loans,
 }
 
 impl Outgoing {
@@ -320,7 +355,7 @@ impl Outgoing {
     }
 
     /// Up to where the peer's ring has room, as far as is known.
-    fn window(&self) -> u64 {
+    pub fn window(&self) -> u64 {
         let size = self.ring.map_or(0, |ring| ring.len() as u64);
         self.head.max(self.start).saturating_add(size)
     }
@@ -362,7 +397,7 @@ impl Outgoing {
     }
 
     pub fn on_head(&mut self, block: &DirectionBlock, head: u64) -> Result<Wake, Breach> {
-        if !(self.head..=self.told).contains(&head) {
+        if !(self.head..=self.reach()).contains(&head) {
             return Err(Breach::Head);
         }
         self.head = head;
@@ -404,15 +439,28 @@ impl Outgoing {
 
     /// What was told behind `position` has not come.
     pub fn go_back(&mut self, position: u64) -> Result<(), Breach> {
-        if !(self.head..=self.told).contains(&position) {
+        if !(self.head..=self.told).contains(&position) || self.loans.is_open() {
             return Err(Breach::Advert);
         }
         (self.placed, self.told) = (position, position);
         Ok(())
     }
 
+    /// What was lent, and not told, goes by the ring.
+    pub fn cancel_loan(&mut self) {
+        self.loans.recall();
+        if let Some(source) = &mut self.targets.source {
+            source.is_needed = true;
+        }
+    }
+
+    /// Up to where the peer may have the bytes: what it was told, and what it may have read of what is lent to it.
+    fn reach(&self) -> u64 {
+        self.loans.reach().map_or(self.told, |reach| reach.max(self.told))
+    }
+
     pub fn on_ack(&mut self, tail: u64) -> Result<(), Breach> {
-        if tail > self.told.saturating_add(self.end_told.into()) {
+        if tail > self.reach().saturating_add(self.end_told.into()) {
             return Err(Breach::Ack);
         }
         self.acked = self.acked.max(tail);
@@ -456,6 +504,11 @@ impl Streams {
     pub fn mine(&self, theirs: u32) -> Option<u32> {
         let number = *self.by_theirs.get(theirs as usize)?;
         u32::from(number).checked_sub(1)
+    }
+
+    /// None has a number as high as this.
+    pub fn most(&self) -> u32 {
+        (self.pages.len() * PAGE) as u32
     }
 
     /// All that were ever opened.

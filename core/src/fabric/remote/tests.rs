@@ -5,6 +5,7 @@ mod direct;
 mod failures;
 mod heads;
 mod hostile;
+mod loans;
 mod sequences;
 mod silence;
 mod threads;
@@ -82,6 +83,7 @@ fn tiny(immediate: bool) -> (Config, Tuning) {
             buffer_bytes: MIN_BUFFER,
             immediate,
             packet_bytes: 0,
+            reads: 2,
         },
         send_queue: 3,
         signal_every: 2,

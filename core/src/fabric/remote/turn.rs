@@ -35,6 +35,9 @@ impl<Q: QueuePair> Engine<Q> {
                 g.is_armed.store(false, Relaxed);
             }
         }
+        if events > 0 {
+            self.read_on(g);
+        }
         if what & SETTLE != 0 {
             self.settle(g);
         }

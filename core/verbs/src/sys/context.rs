@@ -192,6 +192,7 @@ impl Mr {
         let written = ffi::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE | ffi::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE;
         let access = match role {
             Role::Source => ffi::ibv_access_flags(0),
+            Role::Offered => ffi::ibv_access_flags::IBV_ACCESS_REMOTE_READ,
             Role::Both | Role::Target => written,
         };
         // SAFETY: by this function's contract.

@@ -1,6 +1,6 @@
 //! What is sent of what a consumer has published: rings on offer, with the keys of their memory, heads, flags, a stop,
-//! and what the peer has asked to have confirmed, buffers that its program waits with. Not what producers say
-//! (`data.rs`).
+//! what the peer has asked to have confirmed, buffers that its program waits with, and how much was read of what the
+//! peer's lends. Not what producers say (`data.rs`).
 
 use crate::fabric::remote::chunks::{Chunks, of_region};
 use crate::fabric::remote::direct::{Advert, Withdrawal};
@@ -68,6 +68,11 @@ pub(super) fn control<Q: QueuePair, L: Local>(
         let tail = inc.ack();
         sender.put(&g.qp, &Record::Ack { theirs, tail })?;
         inc.ack_due = false;
+    }
+    if let Some(serial) = inc.takings.answer(inc.tail) {
+        let tail = inc.tail;
+        sender.put(&g.qp, &Record::Taken { theirs, serial, tail })?;
+        inc.takings.on_answered();
     }
     if let Some(Withdrawal {
         serial,

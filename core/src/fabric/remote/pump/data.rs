@@ -46,6 +46,19 @@ pub(super) fn data<Q: QueuePair, L: Local>(
     if out.targets.holds(out.head) {
         return Ok(Turn::Full);
     }
+    if out.loans.is_open() && out.loans.reach().is_some() {
+        // Nothing but that before the peer's end has said how far it has come.
+        if let Some(serial) = out.loans.recalled() {
+            sender.put(&g.qp, &Record::Recall { theirs, serial })?;
+            out.loans.on_recall_told();
+        }
+        return Ok(Turn::Full);
+    }
+    let is_lent = out.targets.source.is_some_and(|source| source.is_offered);
+    if is_lent && !out.loans.is_open() {
+        // It goes on when what is left has its place in the ring that it was lent for.
+        return Ok(Turn::Full);
+    }
     tell_limited(g, sender, out, theirs, view.limited)?;
     let area = g.mirror.area();
     let mut left = u64::from(g.tuning.piece.max(1));
@@ -62,6 +75,16 @@ pub(super) fn data<Q: QueuePair, L: Local>(
             // What goes over the bulk queue pair could be there before this record.
             out.targets.drop_open();
             continue;
+        }
+        if let Some(loan) = out.loans.untold() {
+            if loan.position == out.told && loan.end() <= out.window() {
+                sender.put(&g.qp, &loan.record(theirs))?;
+                out.loans.on_told();
+                out.targets.drop_open();
+                return Ok(Turn::Full);
+            }
+            // Whoever lends it is asked for it below.
+            out.loans.recall();
         }
         match direct(g, means, out, theirs, view.tail, &mut left) {
             Direct::No => {}

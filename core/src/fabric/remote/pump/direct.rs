@@ -65,9 +65,11 @@ pub(super) fn direct<Q: QueuePair, L: Local>(
         // It may come yet.
         return Direct::No;
     }
+    // What was lent to the peer's device is not for ours, and goes by the mirror if that has not read it.
+    let is_offered = source.is_some_and(|source| source.is_offered);
     let is_worth_it = written > 0 || source.is_some() || pending >= u64::from(g.tuning.direct_min);
     let piece = next
-        .filter(|_| pending > 0 && is_worth_it)
+        .filter(|_| pending > 0 && is_worth_it && !is_offered)
         .and_then(|next| match source {
             Some(source) => Some(Piece {
                 from: std::ptr::with_exposed_provenance(source.address + (from - source.from) as usize),

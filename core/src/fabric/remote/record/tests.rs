@@ -60,6 +60,20 @@ fn all() -> Vec<Record<'static>> {
             tail: 36,
         },
         Record::Invite { theirs: 37, least: 38 },
+        Record::Source {
+            theirs: 39,
+            serial: 40,
+            position: 41,
+            address: 42,
+            length: 43,
+            rkey: 44,
+        },
+        Record::Taken {
+            theirs: 45,
+            serial: 46,
+            tail: 47,
+        },
+        Record::Recall { theirs: 48, serial: 49 },
     ]
 }
 

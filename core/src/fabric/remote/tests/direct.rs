@@ -1,5 +1,5 @@
-//! Direct transfers: whatever the order of adverts, withdrawals, what goes by rings and the end of either queue pair,
-//! the bytes are read in order and once.
+//! Direct transfers, and memory that is lent: whatever the order of adverts, withdrawals, loans, recalls, what goes by
+//! rings and the end of either queue pair, the bytes are read in order and once.
 
 use super::*;
 use crate::fabric::remote::mem::pair_beside;
@@ -15,8 +15,9 @@ pub struct Waiting {
 /// What the writer has lent.
 pub struct Lent {
     memory: Vec<u8>,
-    region: Region,
+    pub region: Region,
     until: u64,
+    is_offered: bool,
 }
 
 /// Memory of a program's. It goes when it is deregistered, or with both ends.
@@ -28,7 +29,7 @@ fn registered(end: &TestEnd, mut memory: Vec<u8>, role: Role) -> Option<(Vec<u8>
 
 impl Direction {
     /// The reader waits with a buffer, if its ring is empty.
-    fn wait(&mut self, ends: &[TestEnd; 2], len: usize) {
+    pub fn wait(&mut self, ends: &[TestEnd; 2], len: usize) {
         let end = &ends[self.reader];
         if self.waiting.is_some() || !self.consumer.spans(1).unwrap().is_empty() {
             return;
@@ -107,10 +108,43 @@ impl Direction {
                 memory,
                 region,
                 until: self.sent,
+                is_offered: false,
             });
         } else {
             end.qp().deregister(region);
         }
+    }
+
+    /// Sends from memory of the program's own, which the reader's device is to read.
+    pub fn offer_from(&mut self, ends: &[TestEnd; 2], n: usize) {
+        let end = &ends[1 - self.reader];
+        let n = n.min(self.producer.spans(n).unwrap().len());
+        if n == 0 || self.lent.is_some() {
+            return;
+        }
+        let data = bytes(self.seed, self.sent, self.sent + n as u64);
+        let Some((mut memory, region)) = registered(end, data, Role::Offered) else {
+            return;
+        };
+        let address = memory.as_mut_ptr().expose_provenance();
+        if end.offer_source(self.number, self.sent, address, n as u64, region.key.remote) {
+            let wake = self.producer.commit(n);
+            self.sent += n as u64;
+            end.notify(wake, self.number);
+            self.lent = Some(Lent {
+                memory,
+                region,
+                until: self.sent,
+                is_offered: true,
+            });
+        } else {
+            end.qp().deregister(region);
+        }
+    }
+
+    /// The writer asks for its memory, and goes on waiting.
+    fn recall(&mut self, ends: &[TestEnd; 2]) {
+        ends[1 - self.reader].recall_source(self.number);
     }
 
     /// The writer wants its memory back. It is overwritten at once, if the device is done with it.
@@ -119,9 +153,16 @@ impl Direction {
         let Some(mut lent) = self.lent.take() else {
             return;
         };
+        end.recall_source(self.number);
+        let is_done = end.is_source_done(self.number);
         // SAFETY: the memory stays.
-        unsafe { end.take_source(self.number) };
-        let is_under_way = end.untaken(self.number, lent.until) > 0;
+        let left = unsafe { end.take_source(self.number) };
+        let is_under_way = if lent.is_offered {
+            assert!(!is_done || left.is_none_or(|left| left == 0));
+            !is_done
+        } else {
+            end.untaken(self.number, lent.until) > 0
+        };
         if is_under_way && end.fault().is_none() {
             // As who has waited in vain: nothing reaches the peer from there any more.
             end.drop_bulk();
@@ -140,7 +181,7 @@ impl World {
         // Each has heard that the other has none.
         self.settle();
         for end in &self.ends {
-            drop(end.take_retired());
+            end.end_retired(drop);
         }
         let pairs = pair_beside(config, &self.clock, Some(self.ends[0].qp()));
         for (end, qp) in self.ends.iter().zip(pairs) {
@@ -150,9 +191,9 @@ impl World {
     }
 
     /// Whoever has given its end up tells the other.
-    fn tell_lost(&self) {
+    pub fn tell_lost(&self) {
         for at in [0, 1] {
-            if !self.ends[at].take_retired().is_empty() {
+            if self.ends[at].end_retired(drop) > 0 {
                 self.ends[1 - at].drop_bulk();
             }
         }
@@ -165,6 +206,8 @@ enum Step {
     Wait(prop::sample::Index, usize),
     LeaveOff(prop::sample::Index),
     WriteFrom(prop::sample::Index, usize),
+    OfferFrom(prop::sample::Index, usize),
+    Recall(prop::sample::Index),
     Take(prop::sample::Index),
     Lose(usize),
     TellLost,
@@ -178,6 +221,8 @@ fn step() -> impl Strategy<Value = Step> {
         8 => (index(), 1usize..9000).prop_map(|(i, n)| Step::Wait(i, n)),
         2 => index().prop_map(Step::LeaveOff),
         6 => (index(), 1usize..9000).prop_map(|(i, n)| Step::WriteFrom(i, n)),
+        8 => (index(), 1usize..9000).prop_map(|(i, n)| Step::OfferFrom(i, n)),
+        2 => index().prop_map(Step::Recall),
         3 => index().prop_map(Step::Take),
         1 => (0usize..2).prop_map(Step::Lose),
         2 => Just(Step::TellLost),
@@ -194,6 +239,8 @@ impl World {
             Step::Wait(i, len) => all[i.index(n)].wait(ends, *len),
             Step::LeaveOff(i) => all[i.index(n)].leave_off(ends),
             Step::WriteFrom(i, len) => all[i.index(n)].write_from(ends, *len),
+            Step::OfferFrom(i, len) => all[i.index(n)].offer_from(ends, *len),
+            Step::Recall(i) => all[i.index(n)].recall(ends),
             Step::Take(i) => all[i.index(n)].take(ends),
             Step::Lose(at) => ends[*at].drop_bulk(),
             Step::TellLost => self.tell_lost(),
@@ -311,16 +358,20 @@ proptest! {
             let received = world.ends[d.reader].received(d.number).unwrap();
             prop_assert!(d.got <= received && received <= d.sent);
             prop_assert!(world.ends[1 - d.reader].confirmed(d.number).unwrap() <= received);
+            let consumed = d.got;
             d.read(&world.ends, usize::MAX);
             prop_assert_eq!(d.got, received);
             d.take(&world.ends);
+            // Who hands its end over asks for what its program has not read.
+            let unread = d.producer.rest(consumed).ok();
+            prop_assert_eq!(unread, Some(bytes(d.seed, consumed, d.sent)));
             let again = d.producer.rest(received).ok();
             prop_assert_eq!(again, Some(bytes(d.seed, received, d.sent)));
         }
     }
 }
 
-fn large() -> (World, Config) {
+pub fn large() -> (World, Config) {
     let world = World::new(
         Config::default(),
         Tuning {

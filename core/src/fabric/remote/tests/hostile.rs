@@ -15,6 +15,8 @@ enum Sent {
     Bulk(Vec<Fields>, Option<(prop::sample::Index, u8)>),
     /// Nothing: our program waits with a buffer.
     Wait,
+    /// Nothing: our program lends memory.
+    Lend,
 }
 
 /// A kind, a stream, and two values.
@@ -28,7 +30,7 @@ fn sent() -> impl Strategy<Value = Sent> {
         1 => (0u64..3, 11u64..15, 0u64..300).prop_map(|(g, log2, page)| g << 40 | log2 << 32 | page)
     ];
     let fields = (
-        0u8..17,
+        0u8..20,
         prop_oneof![4 => 0u32..3, 1 => any::<u32>()],
         value,
         prop_oneof![3 => 0u32..4, 1 => any::<u32>()],
@@ -39,6 +41,7 @@ fn sent() -> impl Strategy<Value = Sent> {
     prop_oneof![
         2 => (proptest::collection::vec(placed, 0..3), mutation()).prop_map(|(f, m)| Sent::Bulk(f, m)),
         2 => Just(Sent::Wait),
+        2 => Just(Sent::Lend),
         1 => proptest::collection::vec(any::<u8>(), 0..80).prop_map(Sent::Bytes),
         12 => (
             proptest::collection::vec(fields, 1..4),
@@ -95,6 +98,20 @@ fn record<'a>((kind, theirs, position, word, payload): &'a Fields) -> Record<'a>
             is_final: payload.len() % 2 == 1,
         },
         16 => Record::Invite { theirs, least: word },
+        17 => Record::Source {
+            theirs,
+            serial: word,
+            position,
+            address: position.rotate_left(word),
+            length: word << 9,
+            rkey: theirs,
+        },
+        18 => Record::Taken {
+            theirs,
+            serial: word,
+            tail: position,
+        },
+        19 => Record::Recall { theirs, serial: word },
         _ => Record::Placed {
             theirs,
             serial: word,
@@ -136,6 +153,7 @@ proptest! {
         let mut opened = [e.open(12).unwrap(), e.open(12).unwrap()];
         e.pair(opened[0].vqpn, Vqpn(7));
         let mut producer = e.producer(Vqpn(7)).unwrap();
+        let lent = [0u8; 100];
         // So that there may be something in the ring.
         let mut ready = Builder::new(1000);
         ready.push(&Record::Switch { theirs: 0, generation: 1, position: 0 });
@@ -153,6 +171,15 @@ proptest! {
                 }
                 Sent::Wait => {
                     e.advertise(opened[0].vqpn, 1 << 20, 4096, 5);
+                    Ok(())
+                }
+                Sent::Lend => {
+                    let n = producer.spans(100).unwrap().len().min(100);
+                    let position = producer.position();
+                    let address = lent.as_ptr().expose_provenance();
+                    if e.offer_source(Vqpn(7), position, address, n as u64, 9) {
+                        e.notify(producer.commit(n), Vqpn(7));
+                    }
                     Ok(())
                 }
             };

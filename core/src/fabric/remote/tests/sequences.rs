@@ -298,6 +298,7 @@ fn a_link_needs_buffers_that_hold_a_message() {
                 buffer_bytes,
                 immediate: false,
                 packet_bytes: 0,
+                reads: 4,
             },
             ..Config::default()
         };

@@ -1,0 +1,338 @@
+//! Memory of a sending program that the reader's device reads into the reader's ring (docs/protocol.md, P96–P99):
+//! what either end knows of it. Exact as direct transfers are (`direct.rs`): while a loan is open nothing else is said
+//! of the direction, and its end says up to where the bytes went so. Pure; not what the engine does about it
+//! (`taking.rs`).
+
+use super::direct::Serial;
+use super::fault::Breach;
+use super::record::Record;
+
+/// What the reader's end has to know of the memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Loan {
+    /// Its name.
+    pub serial: Serial,
+    /// The direction's position of its first byte.
+    pub position: u64,
+    /// Where it is in the process that sends.
+    pub address: u64,
+    /// Bytes.
+    pub length: u32,
+    /// By which the reader's device reaches it.
+    pub rkey: u32,
+}
+
+impl Loan {
+    /// The position behind its last byte.
+    pub fn end(&self) -> u64 {
+        self.position.saturating_add(self.length.into())
+    }
+
+    /// What tells the peer of it.
+    pub fn record(&self, theirs: u32) -> Record<'static> {
+        let Self {
+            serial,
+            position,
+            address,
+            length,
+            rkey,
+        } = *self;
+        Record::Source {
+            theirs,
+            serial,
+            position,
+            address,
+            length,
+            rkey,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Lent {
+    loan: Loan,
+    is_told: bool,
+    recall: Recall,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Recall {
+    No,
+    /// To be told.
+    Due,
+    Told,
+}
+
+/// The sending side: at most one is open, until TAKEN has come for it.
+#[derive(Debug, Default)]
+pub(super) struct Loans(Option<Lent>);
+
+impl Loans {
+    /// The direction goes on when it is over.
+    pub fn is_open(&self) -> bool {
+        self.0.is_some()
+    }
+
+    pub fn begin(&mut self, loan: Loan) {
+        self.0 = Some(Lent {
+            loan,
+            is_told: false,
+            recall: Recall::No,
+        });
+    }
+
+    /// What the peer is to be told of.
+    pub fn untold(&self) -> Option<Loan> {
+        self.0.filter(|lent| !lent.is_told).map(|lent| lent.loan)
+    }
+
+    pub fn on_told(&mut self) {
+        if let Some(lent) = &mut self.0 {
+            lent.is_told = true;
+        }
+    }
+
+    /// Up to where the peer may have read of what it was told.
+    pub fn reach(&self) -> Option<u64> {
+        self.0.filter(|lent| lent.is_told).map(|lent| lent.loan.end())
+    }
+
+    /// Our program waits no longer. Nobody has to hear of it if the peer was not told. True if it is news.
+    pub fn recall(&mut self) -> bool {
+        match &mut self.0 {
+            Some(lent) if lent.is_told => {
+                let is_news = lent.recall == Recall::No;
+                if is_news {
+                    lent.recall = Recall::Due;
+                }
+                is_news
+            }
+            _ => self.0.take().is_some(),
+        }
+    }
+
+    /// The recall that the peer is to be told of.
+    pub fn recalled(&self) -> Option<Serial> {
+        let due = self.0.filter(|lent| lent.recall == Recall::Due);
+        due.map(|lent| lent.loan.serial)
+    }
+
+    pub fn on_recall_told(&mut self) {
+        if let Some(lent) = &mut self.0 {
+            lent.recall = Recall::Told;
+        }
+    }
+
+    /// TAKEN has come: the loan is over, and the direction goes on at `tail`, which is not before what the peer's
+    /// program has read. Gives how many bytes went so.
+    pub fn on_taken(&mut self, serial: Serial, tail: u64, head: u64) -> Result<u64, Breach> {
+        let told = self.0.filter(|lent| lent.is_told && lent.loan.serial == serial);
+        let loan = told.ok_or(Breach::Loan)?.loan;
+        if !(loan.position.max(head)..=loan.end()).contains(&tail) {
+            return Err(Breach::Loan);
+        }
+        self.0 = None;
+        Ok(tail - loan.position)
+    }
+}
+
+/// The next bytes to be read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Piece {
+    /// Their position.
+    pub position: u64,
+    pub length: u64,
+    /// Where they are in the peer's process, and the key.
+    pub address: u64,
+    pub rkey: u32,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Taking {
+    loan: Loan,
+    /// All before it was asked for.
+    posted: u64,
+    /// No more is asked for.
+    is_ending: bool,
+}
+
+/// The reading side: at most one is open, until TAKEN is said.
+#[derive(Debug, Default)]
+pub(super) struct Takings(Option<Taking>);
+
+impl Takings {
+    /// Nothing else goes on in the direction, as long as the peer keeps to the protocol.
+    pub fn is_open(&self) -> bool {
+        self.0.is_some()
+    }
+
+    /// The peer lends memory, for what follows `tail`, where the ring has room up to `window`.
+    pub fn begin(&mut self, loan: Loan, tail: u64, window: u64) -> Result<(), Breach> {
+        let is_memory = loan.length > 0 && loan.address.checked_add(loan.length.into()).is_some();
+        if !is_memory || self.is_open() || loan.position != tail || loan.end() > window {
+            return Err(Breach::Loan);
+        }
+        self.0 = Some(Taking {
+            loan,
+            posted: tail,
+            is_ending: false,
+        });
+        Ok(())
+    }
+
+    /// What is to be asked for next.
+    pub fn next(&self) -> Option<Piece> {
+        let Taking { loan, posted, .. } = self.0.filter(|taking| !taking.is_ending)?;
+        let length = loan.end() - posted;
+        (length > 0).then_some(Piece {
+            position: posted,
+            length,
+            address: loan.address + (posted - loan.position),
+            rkey: loan.rkey,
+        })
+    }
+
+    pub fn on_posted(&mut self, bytes: u64) {
+        if let Some(taking) = &mut self.0 {
+            taking.posted += bytes;
+        }
+    }
+
+    /// No more is asked for.
+    pub fn stop(&mut self) {
+        if let Some(taking) = &mut self.0 {
+            taking.is_ending = true;
+        }
+    }
+
+    /// The peer wants it back.
+    pub fn on_recall(&mut self, serial: Serial) {
+        if self.0.is_some_and(|taking| taking.loan.serial == serial) {
+            self.stop();
+        }
+    }
+
+    /// Bytes may still come for what was asked for: all before `tail` has.
+    pub fn is_under_way(&self, tail: u64) -> bool {
+        self.0.is_some_and(|taking| taking.posted > tail)
+    }
+
+    /// What has not come by now never will.
+    pub fn on_ended(&mut self, tail: u64) {
+        if let Some(taking) = &mut self.0 {
+            taking.is_ending = true;
+            taking.posted = tail;
+        }
+    }
+
+    /// What is to be said, when nothing can come any more: all up to the tail has.
+    pub fn answer(&self, tail: u64) -> Option<Serial> {
+        let Taking {
+            loan,
+            posted,
+            is_ending,
+        } = self.0?;
+        let is_over = posted == tail && (is_ending || tail == loan.end());
+        is_over.then_some(loan.serial)
+    }
+
+    pub fn on_answered(&mut self) {
+        self.0 = None;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LOAN: Loan = Loan {
+        serial: 7,
+        position: 100,
+        address: 5000,
+        length: 50,
+        rkey: 3,
+    };
+
+    #[test]
+    fn what_was_told_is_over_with_its_answer_alone() {
+        let mut loans = Loans::default();
+        loans.begin(LOAN);
+        assert_eq!((loans.untold(), loans.reach()), (Some(LOAN), None));
+        assert_eq!(loans.on_taken(7, 150, 0), Err(Breach::Loan), "it was not told");
+        loans.on_told();
+        assert_eq!((loans.untold(), loans.reach()), (None, Some(150)));
+        for (serial, tail, head) in [(8, 120, 100), (7, 99, 100), (7, 151, 100), (7, 110, 111)] {
+            assert_eq!(loans.on_taken(serial, tail, head), Err(Breach::Loan));
+        }
+        assert!(loans.recall() && !loans.recall() && loans.is_open());
+        assert_eq!(loans.recalled(), Some(7));
+        loans.on_recall_told();
+        assert!(loans.recalled().is_none() && !loans.recall());
+        assert_eq!(loans.on_taken(7, 120, 110), Ok(20));
+        assert!(!loans.is_open());
+        assert_eq!(loans.on_taken(7, 120, 110), Err(Breach::Loan), "twice");
+    }
+
+    #[test]
+    fn what_was_not_told_is_over_with_its_recall() {
+        let mut loans = Loans::default();
+        loans.begin(LOAN);
+        assert!(loans.recall());
+        assert!(!loans.is_open() && loans.recalled().is_none() && !loans.recall());
+    }
+
+    #[test]
+    fn memory_is_lent_for_what_comes_next_and_as_far_as_there_is_room() {
+        let bad = [
+            (Loan { length: 0, ..LOAN }, 100, 1000),
+            (
+                Loan {
+                    address: u64::MAX - 10,
+                    ..LOAN
+                },
+                100,
+                1000,
+            ),
+            (LOAN, 99, 1000),
+            (LOAN, 101, 1000),
+            (LOAN, 100, 149),
+        ];
+        for (loan, tail, window) in bad {
+            assert_eq!(
+                Takings::default().begin(loan, tail, window),
+                Err(Breach::Loan),
+                "{loan:?}"
+            );
+        }
+        let mut takings = Takings::default();
+        assert_eq!(takings.begin(LOAN, 100, 150), Ok(()));
+        assert_eq!(takings.begin(LOAN, 100, 150), Err(Breach::Loan), "one at a time");
+    }
+
+    #[test]
+    fn it_is_answered_when_nothing_can_come_any_more() {
+        let mut takings = Takings::default();
+        takings.begin(LOAN, 100, 150).unwrap();
+        let next = |takings: &Takings| {
+            takings
+                .next()
+                .map(|piece| (piece.position, piece.length, piece.address))
+        };
+        assert_eq!(next(&takings), Some((100, 50, 5000)));
+        takings.on_posted(20);
+        assert_eq!(next(&takings), Some((120, 30, 5020)));
+        takings.on_recall(6);
+        assert!(next(&takings).is_some(), "another one's");
+        takings.on_recall(7);
+        assert_eq!(
+            (next(&takings), takings.answer(100), takings.answer(110)),
+            (None, None, None)
+        );
+        assert!(takings.is_under_way(119) && !takings.is_under_way(120));
+        assert_eq!(takings.answer(120), Some(7));
+        takings.on_ended(110);
+        assert_eq!(takings.answer(110), Some(7));
+        takings.on_answered();
+        assert!(!takings.is_open() && takings.answer(110).is_none());
+    }
+}

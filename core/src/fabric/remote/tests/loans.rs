@@ -1,0 +1,294 @@
+//! Memory that a sending program lends to the reader's device: one case each of what `direct.rs` plays in all orders.
+
+use super::direct::large;
+use super::mem::pair_beside;
+use super::qp::QueuePair;
+use super::record::{Builder, Record};
+use super::*;
+
+/// Two ends, of which the first direction's writer is the second; bulk takes a while.
+fn slow() -> World {
+    let tuning = Tuning {
+        direct_min: 1000,
+        ..Tuning::default()
+    };
+    let mut world = World::new(Config::default(), tuning, 1);
+    world.grow(16);
+    world.directions[0].write(&world.ends, 5000);
+    world.drain();
+    world.rest();
+    let config = Config {
+        delay: 1_000_000,
+        ..Config::default()
+    };
+    let pairs = pair_beside(config, &world.clock, Some(world.ends[0].qp()));
+    for (end, qp) in world.ends.iter().zip(pairs) {
+        assert!(end.attach_bulk(qp).is_none());
+    }
+    world
+}
+
+/// All that needs no bulk queue pair happens.
+fn pass(world: &World) {
+    for _ in 0..20 {
+        for end in &world.ends {
+            end.settle();
+            let _ = end.progress();
+        }
+    }
+}
+
+#[test]
+fn bytes_go_from_the_writers_memory_into_the_readers_ring() {
+    let (mut world, _) = large();
+    let number = world.directions[0].number;
+    for round in 1..6 {
+        let eager = world.ends[1].counts().eager_bytes;
+        world.directions[0].offer_from(&world.ends, 40_000);
+        world.settle();
+        assert!(
+            world.ends[1].is_source_done(number),
+            "all is in the ring before any of it was read"
+        );
+        assert_eq!(world.directions[0].got, world.directions[0].sent - 40_000);
+        world.directions[0].take(&world.ends);
+        // Whoever has the reader's end next may ask for what its program has not read.
+        let d = &mut world.directions[0];
+        assert_eq!(d.producer.rest(d.got).ok(), Some(bytes(d.seed, d.got, d.sent)));
+        world.drain();
+        world.rest();
+        assert_eq!(world.directions[0].got, world.directions[0].sent);
+        assert_eq!(world.ends[1].counts().eager_bytes, eager);
+        let counts = [0, 1].map(|at: usize| world.ends[at].direct_counts());
+        assert_eq!((counts[1].lent, counts[0].taken), (40_000 * round, 40_000 * round));
+        assert_eq!((counts[1].recalled, counts[1].lost, counts[1].sent), (0, 0, 0));
+    }
+}
+
+#[test]
+fn what_was_written_before_comes_before_and_what_comes_after_waits() {
+    let (mut world, _) = large();
+    world.directions[0].write(&world.ends, 300);
+    world.directions[0].offer_from(&world.ends, 20_000);
+    assert!(world.directions[0].lent.is_some());
+    world.directions[0].write(&world.ends, 700);
+    assert_eq!(world.ends[1].unsent(world.directions[0].number), 20_700);
+    world.settle();
+    world.directions[0].take(&world.ends);
+    world.drain();
+    assert_eq!(world.directions[0].got, world.directions[0].sent);
+    assert_eq!(world.ends[0].direct_counts().taken, 20_000);
+}
+
+#[test]
+fn a_buffer_that_the_reader_waits_with_is_void_when_memory_is_lent() {
+    let (mut world, _) = large();
+    world.directions[0].wait(&world.ends, 30_000);
+    // Before the writer hears of it.
+    world.directions[0].offer_from(&world.ends, 20_000);
+    world.settle();
+    world.drain();
+    assert!(world.directions[0].waiting.is_none());
+    assert_eq!(world.directions[0].got, world.directions[0].sent);
+    let counts = world.ends[0].direct_counts();
+    assert_eq!((counts.taken, counts.received), (20_000, 0));
+    // The next one is of use again.
+    world.directions[0].take(&world.ends);
+    world.rest();
+    world.directions[0].wait(&world.ends, 30_000);
+    world.settle();
+    assert_eq!(world.ends[1].wanted(world.directions[0].number), 30_000);
+}
+
+#[test]
+fn a_recall_is_answered_when_nothing_can_come_any_more() {
+    let mut world = slow();
+    let number = world.directions[0].number;
+    world.directions[0].offer_from(&world.ends, 30_000);
+    pass(&world);
+    world.ends[1].recall_source(number);
+    pass(&world);
+    assert!(!world.ends[1].is_source_done(number), "a READ is under way");
+    // The reader's end gives its queue pair up, which is not ended yet: what was asked for may still come.
+    world.ends[0].drop_bulk();
+    pass(&world);
+    assert!(!world.ends[1].is_source_done(number));
+    assert_eq!(world.ends[0].end_retired(drop), 1);
+    pass(&world);
+    assert!(world.ends[1].is_source_done(number));
+    world.directions[0].take(&world.ends);
+    world.drain();
+    assert_eq!(world.directions[0].got, world.directions[0].sent);
+    let counts = [0, 1].map(|at: usize| world.ends[at].direct_counts());
+    assert_eq!((counts[1].recalled, counts[1].lent, counts[0].taken), (1, 0, 0));
+}
+
+#[test]
+fn who_cannot_read_says_so_at_once_and_nothing_is_lost() {
+    let (mut world, _) = large();
+    world.ends[0].drop_bulk();
+    world.directions[0].offer_from(&world.ends, 30_000);
+    pass(&world);
+    assert!(world.ends[1].is_source_done(world.directions[0].number));
+    world.directions[0].take(&world.ends);
+    world.drain();
+    assert_eq!(world.directions[0].got, world.directions[0].sent);
+    assert_eq!(world.ends[0].direct_counts().taken, 0);
+}
+
+#[test]
+fn a_key_that_is_none_costs_the_bulk_queue_pair_and_nothing_else() {
+    let (mut world, _) = large();
+    let number = world.directions[0].number;
+    world.directions[0].offer_from(&world.ends, 30_000);
+    // The registration is gone before the reader's device comes.
+    let region = world.directions[0].lent.as_ref().unwrap().region;
+    world.ends[1].qp().deregister(region);
+    for _ in 0..3 {
+        pass(&world);
+        world.tell_lost();
+    }
+    assert!(world.ends[1].is_source_done(number));
+    world.directions[0].take(&world.ends);
+    world.drain();
+    assert_eq!(world.directions[0].got, world.directions[0].sent);
+    let lost = [0, 1].map(|at: usize| world.ends[at].direct_counts().lost);
+    assert_eq!(
+        (lost, world.ends[0].fault(), world.ends[1].fault()),
+        ([1, 1], None, None)
+    );
+}
+
+#[test]
+fn a_number_is_not_another_streams_while_its_ring_is_read_into() {
+    let mut world = slow();
+    world.directions[0].offer_from(&world.ends, 30_000);
+    pass(&world);
+    let d = &world.directions[0];
+    let reader = (d.number, d.back);
+    let before = world.ends[0].open(12).unwrap().vqpn;
+    assert_ne!(before, reader.0);
+    // Both ends leave the stream.
+    world.ends[1].close(reader.1, Some(reader.0), None);
+    world.ends[0].close(reader.0, Some(reader.1), None);
+    pass(&world);
+    for end in &world.ends {
+        while let Some(message) = end.take_message() {
+            if let crate::wire::Message::Closed { yours } = message {
+                end.on_closed(yours);
+            }
+        }
+    }
+    pass(&world);
+    let fresh = world.ends[0].open(12).unwrap().vqpn;
+    assert_ne!(fresh, reader.0, "a READ is under way");
+    world.ends[0].drop_bulk();
+    assert_ne!(world.ends[0].open(12).unwrap().vqpn, reader.0, "it may still come");
+    world.ends[0].end_retired(drop);
+    assert_eq!(world.ends[0].open(12).unwrap().vqpn, reader.0);
+}
+
+#[test]
+fn each_breach_of_a_loan_is_one() {
+    let source = |position, address, length| Record::Source {
+        theirs: 0,
+        serial: 1,
+        position,
+        address,
+        length,
+        rkey: 5,
+    };
+    let switch = Record::Switch {
+        theirs: 0,
+        generation: 1,
+        position: 0,
+    };
+    let data = Record::Data {
+        theirs: 0,
+        tail: 2,
+        payload: b"ab",
+    };
+    let end_mark = Record::End {
+        theirs: 0,
+        end: 1,
+        tail: 0,
+    };
+    let taken = Record::Taken {
+        theirs: 0,
+        serial: 1,
+        tail: 0,
+    };
+    let good = source(0, 4096, 4096);
+    let cases: &[(&[Record<'_>], Option<Breach>)] = &[
+        (&[switch, good], None),
+        (&[switch, good, Record::Recall { theirs: 0, serial: 9 }], None),
+        (&[Record::Recall { theirs: 0, serial: 9 }], None),
+        (&[good], Some(Breach::Loan)),
+        (&[switch, source(1, 4096, 10)], Some(Breach::Loan)),
+        (&[switch, source(0, 4096, 4097)], Some(Breach::Loan)),
+        (&[switch, source(0, 4096, 0)], Some(Breach::Loan)),
+        (&[switch, source(0, u64::MAX, 10)], Some(Breach::Loan)),
+        (&[switch, good, good], Some(Breach::Loan)),
+        (&[switch, good, data], Some(Breach::Loan)),
+        (&[switch, good, end_mark], Some(Breach::End)),
+        (&[switch, end_mark, good], Some(Breach::End)),
+        (&[switch, good, switch], Some(Breach::Loan)),
+        (&[taken], Some(Breach::Loan)),
+        (&[Record::Recall { theirs: 1, serial: 9 }], Some(Breach::Stream)),
+    ];
+    for (records, want) in cases {
+        let clock = Clock::default();
+        let [qp, peer] = pair(Config::default(), &clock);
+        let e = end(qp, Tuning::default());
+        let slow = Config {
+            delay: 1000,
+            ..Config::default()
+        };
+        let [bulk, _bulk_peer] = pair_beside(slow, &clock, Some(e.qp()));
+        assert!(e.attach_bulk(bulk).is_none());
+        let opened = e.open(12).unwrap();
+        e.pair(opened.vqpn, Vqpn(7));
+        let mut builder = Builder::new(1000);
+        assert!(records.iter().all(|r| builder.push(r)));
+        peer.send(&[builder.finish(0)]).unwrap();
+        let _ = e.progress();
+        assert_eq!(e.fault(), want.map(Fault::Violation), "{records:?}");
+    }
+}
+
+#[test]
+fn an_answer_beyond_what_was_lent_is_a_breach() {
+    for (serial, tail) in [(1, 4000), (1, 6001), (2, 5000)] {
+        let clock = Clock::default();
+        let [qp, peer] = pair(Config::default(), &clock);
+        let e = end(qp, Tuning::default());
+        let [bulk, _bulk_peer] = pair_beside(Config::default(), &clock, Some(e.qp()));
+        assert!(e.attach_bulk(bulk).is_none());
+        let opened = e.open(12).unwrap();
+        e.pair(opened.vqpn, Vqpn(7));
+        let mut producer = e.producer(Vqpn(7)).unwrap();
+        let say = |record: &Record<'_>| {
+            let mut builder = Builder::new(1000);
+            builder.push(record);
+            peer.send(&[builder.finish(0)]).unwrap();
+            let _ = e.progress();
+        };
+        say(&Record::Offer {
+            theirs: 0,
+            word: 1 << 40 | 13 << 32,
+        });
+        assert!(producer.spans(5000).unwrap().len() >= 5000);
+        e.notify(producer.commit(4001), Vqpn(7));
+        let memory = vec![0u8; 2000];
+        assert!(e.offer_source(Vqpn(7), 4001, memory.as_ptr().expose_provenance(), 1999, 3));
+        e.notify(producer.commit(1999), Vqpn(7));
+        say(&Record::Head { theirs: 0, head: 5500 });
+        assert_eq!(e.fault(), None, "the reader may have read what it took");
+        say(&Record::Taken {
+            theirs: 0,
+            serial,
+            tail,
+        });
+        assert_eq!(e.fault(), Some(Fault::Violation(Breach::Loan)), "{serial} {tail}");
+    }
+}

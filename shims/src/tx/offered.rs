@@ -1,0 +1,94 @@
+//! A blocking send of much whose bytes the peer's device reads from the program's memory into the reader's ring, where
+//! the peer's program does not wait with a buffer (docs/protocol.md, P96–P99). It waits for room in that ring for a
+//! moment, and then for the device, as kernel TCP would not wait at all: who is not there in time is tried less often.
+
+use std::sync::atomic::Ordering::Acquire;
+
+use rdmasock_core::ids::Vqpn;
+
+use super::lent::{By, Taken, lend};
+use super::room::give_back;
+use crate::call::Call;
+use crate::link::Remote;
+use crate::socket::{Mode, Socket};
+use crate::time::{Timeout, now_ns};
+use crate::wait::{self, Wanted};
+
+/// How long the reader may stand still before there is room, and how long that may take in all, ns.
+const ROOM_WITHIN: u64 = 500_000;
+const ALL_ROOM_WITHIN: u64 = 5_000_000;
+/// How long the peer's end may take to begin, ns; and then for each byte, ns: what is left then goes by the mirror.
+const TAKEN_WITHIN: u64 = 5_000_000;
+const TAKEN_BYTE_WITHIN: u64 = 50;
+
+/// What a call waits for that would lend memory.
+struct RoomToLend;
+
+impl Wanted for RoomToLend {
+    const IS_DATA: bool = false;
+
+    fn is_worth_a_look(socket: &'static Socket) -> bool {
+        let remote = socket.link().and_then(|link| link.remote());
+        Taken::is_over(socket) || remote.is_none_or(|remote| free(socket) >= remote.direct_min())
+    }
+}
+
+/// Bytes that the peer's ring has room for; 0 where what comes next does not go there.
+fn free(socket: &Socket) -> usize {
+    if socket.tx_mode.load(Acquire) != Mode::Link {
+        return 0;
+    }
+    let mut tx = socket.tx.lock();
+    let producer = tx.as_mut().and_then(|tx| tx.producer.as_mut());
+    let producer = producer.filter(|producer| !producer.is_aside());
+    producer.map_or(0, |producer| producer.free().unwrap_or(0) as usize)
+}
+
+/// Sends from `memory`, if its reader has room for enough of it and its end takes it. Gives how many bytes; 0: they go
+/// by the mirror.
+pub(super) fn offer(call: &mut Call, remote: &'static Remote, theirs: Vqpn, memory: *mut u8, len: usize) -> usize {
+    let socket = call.socket;
+    let may_try = |socket: &Socket| socket.tx.lock().is_some_and(|mut tx| tx.own.direct.may_lend());
+    if !remote.can_lend() || !may_try(socket) {
+        return 0;
+    }
+    let (sent, taken) = if has_room(socket, remote, theirs) {
+        let patience = |bytes: usize| TAKEN_WITHIN + bytes as u64 * TAKEN_BYTE_WITHIN;
+        lend(call, (remote, theirs), (memory, len), By::Reads, patience)
+    } else {
+        (0, 0)
+    };
+    if let Some(mut tx) = socket.tx.lock() {
+        tx.own.direct.on_lent(sent > 0 && taken >= sent / 2);
+    }
+    sent
+}
+
+/// Waits for a moment for room.
+fn has_room(socket: &'static Socket, remote: &'static Remote, theirs: Vqpn) -> bool {
+    let begun = now_ns();
+    let (mut moved, mut unread) = (begun, u64::MAX);
+    loop {
+        let sent = socket.tx.lock().and_then(|tx| Some(tx.producer.as_ref()?.position()));
+        let (before, now) = (unread, now_ns());
+        unread = remote.end().untaken(theirs, sent.unwrap_or(0));
+        if unread < before {
+            moved = now;
+        }
+        if unread == 0 {
+            // What was sent before may have gone by a buffer of this end's own.
+            give_back(socket);
+        }
+        if free(socket) >= remote.direct_min() {
+            return true;
+        }
+        let left = (moved + ROOM_WITHIN).min(begun + ALL_ROOM_WITHIN).saturating_sub(now);
+        if left == 0 || Taken::is_over(socket) {
+            return false;
+        }
+        let mut patience = wait::Patience::at_most(Timeout::Ns(left));
+        if wait::wait_for::<RoomToLend>(socket, &mut patience) == Err(libc::EINTR) {
+            return false;
+        }
+    }
+}

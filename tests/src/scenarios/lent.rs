@@ -1,0 +1,280 @@
+//! Sends between hosts whose bytes the reader's device reads from the sender's memory, since the reader does not wait
+//! in a receive: what programs see of that, and that what a call has taken is the program's again when it returns. As
+//! `direct`, whose run-ups and comparisons it shares, but that the reader waits in epoll_wait.
+
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use libc::c_int;
+
+use super::Scenario;
+use super::direct::{Flow, LARGE, under_signals};
+use crate::ctx::Ctx;
+use crate::data::Rng;
+use crate::sys;
+
+/// Sends of all sizes, from memory that is overwritten as soon as it was taken.
+pub fn sizes(c: &Ctx) {
+    const SIZES: [usize; 12] = [
+        4096,
+        4097,
+        8191,
+        65_537,
+        131_071,
+        300_001,
+        LARGE - 1,
+        LARGE + 1,
+        1_500_000,
+        1,
+        4095,
+        20_000,
+    ];
+    let mut flow = Flow::lent(c);
+    flow.play(|flow| {
+        for len in [SIZES; 4].concat() {
+            move_some(flow, len);
+        }
+    });
+    flow.end();
+}
+
+fn move_some(flow: &mut Flow<'_>, len: usize) {
+    if flow.reads {
+        flow.receive_all(len);
+    } else {
+        flow.send(len);
+    }
+}
+
+/// Sends of several pieces, of which the first is large, or not.
+pub fn vectors(c: &Ctx) {
+    const PIECES: [&[usize]; 5] = [
+        &[65_536, 10, 7000],
+        &[100, 65_536, 20_000],
+        &[8192, 8192, 8192, 8192],
+        &[0, 500_000],
+        &[4096, 0, 1, 300_000],
+    ];
+    let mut flow = Flow::lent(c);
+    flow.play(|flow| {
+        for round in 0..60 {
+            let lens = PIECES[round % 5];
+            if flow.reads {
+                flow.receive_all(lens.iter().sum());
+            } else {
+                flow.send_pieces(lens, round % 2 == 0);
+            }
+        }
+    });
+    flow.end();
+}
+
+/// To a reader that now and then does not read for a while, with SO_SNDTIMEO.
+pub fn times_out(c: &Ctx) {
+    let mut flow = Flow::lent(c);
+    if !flow.reads {
+        sys::set_timeout(flow.fd, libc::SO_SNDTIMEO, Duration::from_millis(5)).ok();
+    }
+    for _ in 0..3 {
+        flow.play(send_to_a_reader_that_pauses);
+        flow.run_up();
+    }
+    flow.end();
+}
+
+/// A signal at any moment of a send, whose handler lets it end, or go on.
+pub fn interrupted(c: &Ctx) {
+    let mut flow = Flow::lent(c);
+    for restart in [false, true] {
+        sys::on_signal(libc::SIGUSR1, nothing, restart);
+        flow.play(|flow| {
+            if flow.reads {
+                send_to_a_reader_that_pauses(flow);
+            } else {
+                under_signals(|| send_to_a_reader_that_pauses(flow));
+            }
+        });
+        flow.run_up();
+    }
+    flow.end();
+}
+
+extern "C" fn nothing(_: c_int) {}
+
+fn send_to_a_reader_that_pauses(flow: &mut Flow) {
+    let mut rng = Rng::new(19);
+    for n in 0..100 {
+        let len = 4096 + rng.below(600_000) as usize;
+        if flow.reads && n % 16 == 15 {
+            sys::pause_ms(40);
+        }
+        move_some(flow, len);
+    }
+}
+
+/// The reader's process is stopped for a second in the middle: no end of it answers.
+pub fn to_a_stopped_reader(c: &Ctx) {
+    let mut flow = Flow::lent(c);
+    let reader = c.exchange("process", u64::from(std::process::id())) as libc::pid_t;
+    let mut rng = Rng::new(23);
+    flow.play(|flow| {
+        thread::scope(|s| {
+            if !flow.reads {
+                s.spawn(move || {
+                    for ms in [2, 7] {
+                        sys::pause_ms(ms);
+                        call!(libc::kill(reader, libc::SIGSTOP)).ok();
+                        sys::pause_ms(1000);
+                        call!(libc::kill(reader, libc::SIGCONT)).ok();
+                    }
+                });
+            }
+            for _ in 0..200 {
+                move_some(flow, 4096 + rng.below(600_000) as usize);
+            }
+        })
+    });
+    flow.end();
+}
+
+/// Both ends send much first, and receive then.
+pub fn both_first(c: &Ctx) {
+    let mut back = Flow::lent(c);
+    let mut flow = Flow::of(c, back.fd, !back.reads).lending();
+    flow.run_up();
+    back.run_up();
+    let (to, from) = if flow.reads {
+        (&mut back, &mut flow)
+    } else {
+        (&mut flow, &mut back)
+    };
+    let begun = Instant::now();
+    for _ in 0..20 {
+        c.sync("round");
+        to.send(LARGE);
+        from.receive_all(LARGE);
+    }
+    let is_quick = begun.elapsed() < Duration::from_secs(20);
+    c.log(format_args!("quick: {is_quick}"));
+    c.close(flow.fd);
+}
+
+/// Processes are forked off at both ends all the time.
+pub fn forks(c: &Ctx) {
+    let mut flow = Flow::lent(c);
+    let mut rng = Rng::new(29);
+    flow.play(|flow| {
+        let is_over = AtomicBool::new(false);
+        thread::scope(|s| {
+            s.spawn(|| {
+                while !is_over.load(SeqCst) {
+                    sys::pause_ms(7);
+                    assert_eq!(sys::wait_child(sys::fork_child(|| 0)), 0);
+                }
+            });
+            for _ in 0..60 {
+                move_some(flow, 4096 + rng.below(600_000) as usize);
+            }
+            is_over.store(true, SeqCst);
+        });
+    });
+    flow.end();
+}
+
+/// What ends a connection while one end sends without a pause.
+const WAYS: [&str; 8] = [
+    "sender_closes",
+    "sender_shuts",
+    "sender_exits",
+    "sender_resets",
+    "sender_shuts_in_another_thread",
+    "reader_closes",
+    "reader_exits",
+    "reader_is_killed",
+];
+
+/// Adds the ends to the table.
+pub fn add_to(all: &mut Vec<Scenario>) {
+    for n in 0..WAYS.len() as u32 {
+        let base = format!("lent_ends_as_{}", WAYS[n as usize]);
+        all.push(Scenario::numbered(&base, n, ends, true));
+    }
+}
+
+fn ends(c: &Ctx) {
+    let way = WAYS[c.param as usize];
+    let mut flow = Flow::lent(c);
+    let fd = flow.fd;
+    c.sync("begins");
+    if flow.reads {
+        flow.receive_all(2 * LARGE);
+        // A reset may take what was not read.
+        c.sync("part");
+        match way {
+            "reader_closes" => {
+                c.close(fd);
+                c.sync("over");
+            }
+            "reader_exits" => sys::leave(0),
+            "reader_is_killed" => {
+                call!(libc::raise(libc::SIGKILL)).ok();
+            }
+            _ => {
+                // Whatever comes is right, up to the end.
+                let (got, last) = flow.receive_to_end();
+                let is_all = got == LARGE;
+                match way {
+                    "sender_resets" => c.log(last.failed() || last.value == 0),
+                    "sender_shuts_in_another_thread" => c.log(format_args!("the end: {last}")),
+                    _ => c.log(format_args!("all: {is_all}, the end: {last}")),
+                }
+                if way != "sender_exits" {
+                    c.sync("over");
+                }
+            }
+        }
+        return;
+    }
+    flow.send(2 * LARGE);
+    c.sync("part");
+    match way {
+        "sender_closes" | "sender_shuts" | "sender_exits" | "sender_resets" => {
+            flow.send(LARGE);
+            match way {
+                "sender_closes" => c.close(fd),
+                "sender_shuts" => c.shutdown(fd, libc::SHUT_WR),
+                "sender_exits" => sys::leave(0),
+                _ => {
+                    let linger = libc::linger {
+                        l_onoff: 1,
+                        l_linger: 0,
+                    };
+                    let (value, len) = ((&raw const linger).cast(), size_of::<libc::linger>() as libc::socklen_t);
+                    call!(libc::setsockopt(fd, libc::SOL_SOCKET, libc::SO_LINGER, value, len)).ok();
+                    c.close(fd)
+                }
+            };
+        }
+        "sender_shuts_in_another_thread" => {
+            thread::scope(|s| {
+                s.spawn(move || {
+                    sys::pause_ms(20);
+                    call!(libc::shutdown(fd, libc::SHUT_WR)).ok();
+                });
+                c.log(format_args!("sends until {}", flow.send_until_it_fails()));
+            });
+        }
+        _ => {
+            // By the reset or after it.
+            let error = flow.send_until_it_fails();
+            c.log(format_args!(
+                "over: {}",
+                error.is(libc::EPIPE) || error.is(libc::ECONNRESET)
+            ));
+        }
+    }
+    if way == "reader_closes" || !way.starts_with("reader") && way != "sender_exits" {
+        c.sync("over");
+    }
+}

@@ -132,7 +132,8 @@ fn ends(c: &Ctx) {
             _ => {
                 c.sync("ended");
                 if way == "own_close" {
-                    // Not more than is read: what is not is a reason for a reset, which may come before the send is done.
+                    // Not more than is read: what is not is a reason for a reset, which may come before the send is
+                    // done.
                     flow.send(LARGE - if has_part { MUCH } else { 0 });
                 }
                 c.sync("seen");

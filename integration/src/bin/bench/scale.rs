@@ -1,6 +1,6 @@
 //! `bench scale`: one server that echoes, with more and more connections of one client, with more and more client
-//! processes, of which all send or one, and with more and more bulk beside one connection, on each way in turn: messages
-//! a second, their time, processor time, memory and descriptors of the server. The ends are in `crowd`.
+//! processes, of which all send or one, and with more and more bulk beside one connection, on each way in turn:
+//! messages a second, their time, processor time, memory and descriptors of the server. The ends are in `crowd`.
 
 use std::path::PathBuf;
 

@@ -50,7 +50,7 @@ const THRESHOLD: [View; 3] = [
     SWEEP_THROUGHPUT,
     SWEEP_PROCESSOR,
     View {
-        title: "Bytes that went directly, %",
+        title: "Bytes that went past the mirror or the ring, %",
         figures: &[Figure::Direct],
     },
 ];
@@ -244,9 +244,9 @@ for them and the library's second thread included. In a round trip one transfer 
 const COPYING: Group = Group {
     title: "Copying against registering",
     about: "\
-The three ways of a link between hosts, over the local device, in turns: all bytes by rings (`RDMASOCK_ZCOPY_MIN=off`), all
-that can straight between the memory of the programs (`4K`), and what the library chooses (`auto`). Both ends block in their
-calls, the receiver with MSG_WAITALL. Ratios are to the first. The local device registers memory for nothing, and copies at
+The ways of a link between hosts, over the local device, in turns: all bytes by rings (`RDMASOCK_ZCOPY_MIN=off`), all
+that can straight between the memory of the programs (`4K`), all that can read by the reader's device into its ring, and what
+the library chooses (`auto`). Both ends block in their calls, the receiver with MSG_WAITALL. Ratios are to the first. The local device registers memory for nothing, and copies at
 the sender's cost; a real one pins each page, and copies by itself.",
     series: &[Series::Threshold],
 };

@@ -81,6 +81,7 @@ fn colour(way: Way) -> RGBColor {
         Way::Shm => RGBColor(31, 97, 200),
         Way::Device => RGBColor(170, 50, 120),
         Way::DeviceDirect => RGBColor(40, 140, 70),
+        Way::DeviceLent => RGBColor(120, 80, 160),
         Way::DeviceDynamic => RGBColor(20, 20, 20),
     }
 }

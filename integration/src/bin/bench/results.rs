@@ -23,22 +23,25 @@ pub enum Way {
     Device,
     /// The same, with all that can go straight between the programs' memory.
     DeviceDirect,
-    /// The same, where the library chooses between the two.
+    /// The same, with all that can read by the reader's device from the sender's memory.
+    DeviceLent,
+    /// The same, where the library chooses between the three.
     DeviceDynamic,
 }
 
 impl Way {
     /// All of them, what the others are compared with first.
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 7] = [
         Self::Tcp,
         Self::Unix,
         Self::Shm,
         Self::Device,
         Self::DeviceDirect,
+        Self::DeviceLent,
         Self::DeviceDynamic,
     ];
     /// Those of the local device, of which one is always the same.
-    pub const DEVICE: [Self; 3] = [Self::Device, Self::DeviceDirect, Self::DeviceDynamic];
+    pub const DEVICE: [Self; 4] = [Self::Device, Self::DeviceDirect, Self::DeviceLent, Self::DeviceDynamic];
 
     /// The name in tables and pictures.
     pub fn title(self) -> &'static str {
@@ -48,6 +51,7 @@ impl Way {
             Self::Shm => "library, shared memory",
             Self::Device => "library, local device (a model)",
             Self::DeviceDirect => "local device, direct (a model)",
+            Self::DeviceLent => "local device, lent (a model)",
             Self::DeviceDynamic => "local device, dynamic (a model)",
         }
     }
@@ -62,8 +66,17 @@ impl Way {
         match self {
             Self::Tcp | Self::Unix | Self::Shm => None,
             Self::Device => Some("off"),
-            Self::DeviceDirect => Some("4K"),
+            Self::DeviceDirect | Self::DeviceLent => Some("4K"),
             Self::DeviceDynamic => Some("auto"),
+        }
+    }
+
+    /// `RDMASOCK_DEV_WAY`, where it is one of those that large sends may go.
+    pub fn fixed(self) -> Option<&'static str> {
+        match self {
+            Self::DeviceDirect => Some("direct"),
+            Self::DeviceLent => Some("lent"),
+            _ => None,
         }
     }
 }
@@ -193,7 +206,7 @@ impl Figure {
             Self::Processor => "processor seconds per GB, both sides",
             Self::ProcessorSender => "processor seconds per GB, sender",
             Self::ProcessorReceiver => "processor seconds per GB, receiver",
-            Self::Direct => "bytes that went directly, %",
+            Self::Direct => "bytes that went past the mirror or the ring, %",
             Self::TripP50 => "round trip, µs, p50",
             Self::TripP99 => "round trip, µs, p99",
             Self::TripP999 => "round trip, µs, p99.9",

@@ -20,7 +20,7 @@ const LARGEST_TRIP: u64 = 64 << 10;
 const MOST_TRANSFERS: u64 = 500_000;
 const MOST_TRIPS: u64 = 20_000;
 /// What `rdmasock stat` counts of bytes past the rings.
-const DIRECT: &str = "direct_received_bytes";
+const PAST_THE_RINGS: [&str; 2] = ["direct_received_bytes", "rendezvous_received_bytes"];
 /// A percentile of fewer says nothing.
 const FEWEST_TRIPS: u64 = 1_000;
 
@@ -172,10 +172,14 @@ fn measure(build: &Build, way: Way, case: Case) -> Result<Vec<(Figure, f64)>> {
         Ok(())
     })?;
     let before = build.stat.totals(server.pid())?;
-    let direct_before = build.stat.count(server.pid(), DIRECT)?;
+    let past_the_rings = || -> Result<u64> {
+        let each = PAST_THE_RINGS.map(|name| build.stat.count(server.pid(), name));
+        each.into_iter().sum::<Result<u64>>()
+    };
+    let direct_before = past_the_rings()?;
 
     let moved: Moved = serde_json::from_str(&client.ask(&lab, "transfer")?)?;
-    let direct = build.stat.count(server.pid(), DIRECT)? - direct_before;
+    let direct = past_the_rings()? - direct_before;
     let trips: Option<Trips> = match case.size <= LARGEST_TRIP {
         true => Some(serde_json::from_str(&client.ask(&lab, "trips")?)?),
         false => None,

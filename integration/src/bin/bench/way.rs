@@ -38,6 +38,9 @@ impl Way {
             if let Some(least) = self.least_direct() {
                 lab.set("RDMASOCK_ZCOPY_MIN", least);
             }
+            if let Some(way) = self.fixed() {
+                lab.set("RDMASOCK_DEV_WAY", way);
+            }
             // The two ends ask each other by name, as within a host.
             lab.set("RDMASOCK_CONTROL_PORT", "0");
         }
@@ -49,7 +52,7 @@ impl Way {
         match self {
             Self::Tcp | Self::Unix => None,
             Self::Shm => Some("shm"),
-            Self::Device | Self::DeviceDirect | Self::DeviceDynamic => Some("verbs"),
+            Self::Device | Self::DeviceDirect | Self::DeviceLent | Self::DeviceDynamic => Some("verbs"),
         }
     }
 

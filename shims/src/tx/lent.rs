@@ -117,7 +117,12 @@ pub(super) fn lend(
         if !is_open || call.place(&state.own.seen) != Place::Here || ready::is_reader_gone(producer) {
             return None;
         }
-        let room = producer.spans(wanted).map_or(0, |spans| spans.len());
+        // What the peer's device has read is to be read by its program while the next is on its way.
+        let most = match by {
+            By::Writes => wanted,
+            By::Reads => wanted.min(producer.ring_size() as usize / 2),
+        };
+        let room = producer.spans(most).map_or(0, |spans| spans.len());
         let (from, bytes) = (producer.position(), pinned.len().min(room));
         let (address, key) = (memory.expose_provenance(), pinned.key());
         let is_lent = bytes >= least

@@ -32,7 +32,9 @@ impl<T: Default + Sync, const CHUNKS: usize, const LEN: usize> Sparse<T, CHUNKS,
     pub fn make(&self, index: usize) -> Option<&T> {
         let chunk = self.chunks.get(index / LEN)?;
         if chunk.load(Acquire).is_null() {
-            let fresh = Box::into_raw(Box::new(std::array::from_fn(|_| T::default())));
+            // Not made on the stack, which may be a handler's.
+            let values: Box<[T]> = std::iter::repeat_with(T::default).take(LEN).collect();
+            let fresh = Box::into_raw(values.try_into().ok()?);
             if chunk.compare_exchange(null_mut(), fresh, AcqRel, Acquire).is_err() {
                 // SAFETY: another thread was first, so nobody has seen this one.
                 drop(unsafe { Box::from_raw(fresh) });

@@ -19,6 +19,7 @@ use rdmasock_core::lock::Lock;
 use rdmasock_core::os::channel::Channel;
 use rdmasock_core::os::doorbell::{self, Button};
 use rdmasock_core::os::privatefd::PrivateFd;
+use rdmasock_core::scratch::Scratch;
 use rdmasock_core::sync::{Presence, Published};
 use rdmasock_core::wire::{MAX_MESSAGE, Message};
 use rustix::io::Errno;
@@ -35,6 +36,9 @@ struct Queued {
 
 /// More is not kept for a peer that reads nothing. A correct one owes at most a few a stream.
 const MAX_OUTBOX: usize = 8 * MAX_STREAMS as usize;
+
+/// Bytes that hold a message of one number.
+const SHORT_MESSAGE: usize = 64;
 
 /// See the module.
 pub struct LocalPeer {
@@ -146,7 +150,8 @@ impl LocalPeer {
     /// Sends a message on the side channel, once there is room: delivered in order, and if the link
     /// does not go down.
     pub(super) fn post(&self, message: &Message, fds: &[BorrowedFd<'_>]) -> Result<(), SendError> {
-        let mut buf = [0u8; MAX_MESSAGE];
+        // Not on the stack, which may be a handler's.
+        let mut buf = Scratch::new(MAX_MESSAGE).ok_or(SendError::Full)?;
         let bytes = message.encode(&mut buf).map_err(|_| SendError::Encoding)?;
         // Held while sending: what is kept goes first.
         let mut outbox = self.outbox.lock().ok_or(SendError::Full)?;
@@ -245,7 +250,7 @@ impl LocalPeer {
     }
 
     fn ask_to_wake(&self, waiter: WaiterId) -> Result<(), Errno> {
-        let mut buf = [0u8; MAX_MESSAGE];
+        let mut buf = [0u8; SHORT_MESSAGE];
         let id = waiter.0.into();
         let bytes = Message::Ring { id }.encode(&mut buf);
         self.send_now(bytes.map_err(|_| Errno::INVAL)?, &[])
@@ -282,5 +287,16 @@ fn send_error(errno: Errno) -> SendError {
         Errno::INVAL => SendError::Encoding,
         Errno::AGAIN | Errno::TOOMANYREFS | Errno::MFILE | Errno::NOBUFS => SendError::Full,
         _ => SendError::Down,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_asks_to_wake_is_short() {
+        let message = Message::Ring { id: u32::MAX };
+        assert!(message.encode(&mut [0; SHORT_MESSAGE]).is_ok());
     }
 }

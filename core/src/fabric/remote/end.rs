@@ -31,6 +31,7 @@ use crate::fabric::side::{Side, Sweeps};
 use crate::fabric::waiter::{MAX_WAITERS, WaiterId};
 use crate::ids::Vqpn;
 use crate::lock::{Guard, Lock};
+use crate::scratch::Scratch;
 use crate::sync::{AtomicBool, AtomicU32, Handoff, Published, Request, RungMark};
 use crate::wire::{MAX_MESSAGE, Message, RingOffer};
 
@@ -736,7 +737,8 @@ impl<Q: QueuePair, L: Local> LinkEnd for End<Q, L> {
         if message.fds() != 0 {
             return Err(SendError::Encoding);
         }
-        let mut buf = [0u8; MAX_MESSAGE];
+        // Not on the stack, which may be a handler's.
+        let mut buf = Scratch::new(MAX_MESSAGE).ok_or(SendError::Full)?;
         let bytes = message.encode(&mut buf).map_err(|_| SendError::Encoding)?;
         let message = QueuedMessage {
             yours: message.yours(),

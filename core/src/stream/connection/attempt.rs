@@ -65,20 +65,7 @@ fn run<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, steps: Steps) {
                 stop_scan(socket);
                 stay::feed(socket, control, |r| r.on_got(Closing::Abort));
             }
-            Step::WriteHello => {
-                let Some(handshake) = &control.handshake else {
-                    continue;
-                };
-                let hello = Hello {
-                    instance: socket.instance(),
-                    capabilities: Capabilities::SHM | Capabilities::VERBS | Capabilities::TAKES_BACK,
-                    link: control
-                        .greeted_by
-                        .filter(|_| handshake.role() == Role::Acceptor)
-                        .and_then(|peer| socket.offer_link(peer, control.reached_at)),
-                };
-                queue_marker(socket, control, &Marker::Hello(hello), false);
-            }
+            Step::WriteHello => write_hello(socket, control),
             Step::NeedLink(peer) => {
                 socket.need_link(peer, control.offer);
             }
@@ -136,6 +123,22 @@ fn run<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, steps: Steps) {
     }
 }
 
+#[inline(never)]
+fn write_hello<S: SocketIo>(socket: &S, control: &ControlOf<S>) {
+    let Some(handshake) = &control.handshake else {
+        return;
+    };
+    let hello = Hello {
+        instance: socket.instance(),
+        capabilities: Capabilities::SHM | Capabilities::VERBS | Capabilities::TAKES_BACK,
+        link: control
+            .greeted_by
+            .filter(|_| handshake.role() == Role::Acceptor)
+            .and_then(|peer| socket.offer_link(peer, control.reached_at)),
+    };
+    queue_marker(socket, control, &Marker::Hello(hello), false);
+}
+
 /// Feeds the machine; a peer that is out of turn ends the attempt.
 pub fn feed<S: SocketIo>(
     socket: &S,
@@ -155,6 +158,8 @@ pub fn feed<S: SocketIo>(
     run(socket, control, steps);
 }
 
+// Not inlined: the stack may be a handler's, and each step has room of its own then.
+#[inline(never)]
 fn receive_on_link<S: SocketIo>(socket: &S, control: &ControlOf<S>) {
     let Some(mut rx) = socket.rx.lock() else {
         return;
@@ -173,6 +178,7 @@ fn receive_on_link<S: SocketIo>(socket: &S, control: &ControlOf<S>) {
 }
 
 /// Makes our end of the stream and tells the peer.
+#[inline(never)]
 fn send_open<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) -> Result<(), Reason> {
     let link = socket.link().filter(|l| l.is_alive()).ok_or(Reason::LinkFailed)?;
     let Some((mine, theirs)) = control.handshake.as_ref().map(|h| (h.mine(), h.theirs())) else {

@@ -385,7 +385,12 @@ impl Remote {
     /// The event that has woken a set's thread may have used up what was armed, and others sleep on.
     pub fn arm_for_others(&self) {
         if self.watchers.count() > 1 || !self.pollers.is_empty() {
-            self.arm();
+            // As in `while_open`: a link that is down may be about to lose its queue pair.
+            self.users.enter();
+            if self.up.look() {
+                self.arm();
+            }
+            self.users.leave();
         }
     }
 

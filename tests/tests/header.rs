@@ -144,6 +144,17 @@ fn program() -> Result<&'static Path, Failed> {
     made.as_deref().map_err(Clone::clone)
 }
 
+/// A rules file that leaves all on TCP, written once: who reads it while it is written again has no rule.
+fn rules_that_leave() -> Result<&'static Path, Failed> {
+    static RULES: OnceLock<Result<PathBuf, Failed>> = OnceLock::new();
+    let written = RULES.get_or_init(|| {
+        let rules = directory().join("rules.toml");
+        std::fs::write(&rules, "[[rule]]\naction = \"leave\"\n")?;
+        Ok(rules)
+    });
+    written.as_deref().map_err(Clone::clone)
+}
+
 /// What a program gets for its connections to come to run so.
 fn environment(paths: &Paths, command: &mut Command, way: Way) -> Result<(), Failed> {
     clean_environment(command);
@@ -161,9 +172,7 @@ fn environment(paths: &Paths, command: &mut Command, way: Way) -> Result<(), Fai
             .env("RDMASOCK_CONTROL_PORT", "0");
     }
     if matches!(way, Way::Tcp) {
-        let rules = directory().join("rules.toml");
-        std::fs::write(&rules, "[[rule]]\naction = \"leave\"\n")?;
-        command.env("RDMASOCK_RULES", rules);
+        command.env("RDMASOCK_RULES", rules_that_leave()?);
     }
     Ok(())
 }

@@ -10,6 +10,7 @@ Rounds go on until both ends have seen what they WANT of their own counters (`rd
   learned  the ways were compared, and some bytes went directly
   refused  of a round more than half of what was sent, and of what was received, went directly; from then on this end may lock no
            more memory: it was tried, and nothing of its memory was reached any more
+  lent     bytes of this end's memory were read by the other's device, and the other way round
 
 LAB_LIBRARY, if set, must be loaded."""
 import json
@@ -32,8 +33,6 @@ PATIENCE = 100
 # What may be locked, bytes: less than a link's rings have locked already, so the device refuses the next. Half of it is more
 # than the pieces' least, so the library tries.
 LIMIT = 300_000
-
-
 
 
 def source(role):
@@ -76,6 +75,8 @@ def counters():
 def is_seen(counted, last, before):
     """`last`: what was counted a round ago. `before`: when memory could no longer be locked, once it cannot."""
     sent, received = counted["direct_sent_bytes"], counted["direct_received_bytes"]
+    if WANTED == "lent":
+        return min(counted["rendezvous_sent_bytes"], counted["rendezvous_received_bytes"]) > 0
     if WANTED == "learned":
         return counted["direct_trials"] > 0 and sent + received > 0
     if not before:
@@ -142,7 +143,7 @@ def main():
         if b"x" in (mine, theirs):
             break
     be_counted()
-    said = {name: counted[name] for name in counted if name.startswith("direct_") or name == "bulk_lost"}
+    said = {name: counted[name] for name in counted if name.startswith(("direct_", "rendezvous_")) or name == "bulk_lost"}
     told = f"{ROLE}: {rounds} rounds of {PIECES * PIECE} bytes each way, {WANTED}: {said}"
     print(told)
     # Below the test's verdict.

@@ -1,4 +1,5 @@
-//! That `bench sweep` runs, and that its connections are where it says. Not what it measures.
+//! That `bench sweep` runs, and that its connections are where it says, and that `bench device` runs. Not what they
+//! measure.
 
 use std::process::Command;
 
@@ -22,6 +23,37 @@ fn a_short_sweep_has_all_that_was_asked_for() {
     for point in points {
         for figure in ["throughput", "processor", "trip_p50", "trip_p99", "trip_p999"] {
             assert_eq!(point["samples"][figure].as_array().unwrap().len(), 1, "{point}");
+        }
+    }
+}
+
+#[test]
+fn a_short_run_on_bare_queue_pairs_and_links_has_all_that_was_asked_for() {
+    let dir = tempfile::tempdir().unwrap();
+    let json = dir.path().join("device.json");
+    let output = Command::new(env!("CARGO_BIN_EXE_bench"))
+        .args([
+            "device",
+            "--quick",
+            "--messages",
+            "8",
+            "--connections",
+            "1,30",
+            "--threads",
+            "2",
+            "--json",
+        ])
+        .arg(&json)
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let results: Value = serde_json::from_str(&std::fs::read_to_string(&json).unwrap()).unwrap();
+    let points = results["points"].as_array().unwrap();
+    // One size and one number of threads on two ways, two numbers of connections on three.
+    assert_eq!(points.len(), 2 + 2 + 6);
+    for point in points {
+        for (figure, values) in point["samples"].as_object().unwrap() {
+            assert!(values[0].as_f64().unwrap() > 0.0, "{figure}: {point}");
         }
     }
 }

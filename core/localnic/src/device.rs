@@ -9,7 +9,7 @@ use rdmasock_core::fabric::plugin::{Address, Device, fds};
 use crate::conn::Conn;
 use crate::listen::Listener;
 use crate::settings::Settings;
-use crate::{domain, names, nic};
+use crate::{contexts, domain, names, nic};
 
 /// As a [`Provider`].
 #[derive(Debug)]
@@ -46,6 +46,7 @@ impl Provider for LocalNic {
         });
         // SAFETY: a fork child has one thread.
         unsafe {
+            contexts::forget();
             nic::forget();
             domain::forget();
         }

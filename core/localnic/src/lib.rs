@@ -8,6 +8,7 @@
 //! `faults`).
 
 mod conn;
+mod contexts;
 mod device;
 mod domain;
 mod faults;

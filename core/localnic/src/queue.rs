@@ -15,6 +15,7 @@ use rdmasock_core::lock::Lock;
 use rdmasock_core::sync::Published;
 use rustix::net::Shutdown;
 
+use crate::contexts;
 use crate::domain::{Domain, Registration, Table};
 use crate::faults::{Fault, Faults};
 use crate::nic::{self, Left, Nic, Served};
@@ -290,6 +291,7 @@ impl Queue {
             return Err(reason);
         }
         nic::count_request();
+        contexts::fetch(&self.settings, self.number);
         match faults.next() {
             Some(Fault::Cut) => return Err(self.fail(half(self), libc::EIO)),
             Some(Fault::Silence) => self.pair.silence(),

@@ -27,6 +27,11 @@ pub struct Settings {
     /// `pins`: what a program has mapped in the place of memory of its own that was registered is not reached. Needs
     /// CAP_SYS_ADMIN; not for programs that fork.
     pub has_pins: bool,
+    /// `cache=`: the device knows so many queue pairs by heart, and takes [`miss_ns`](Self::miss_ns) longer for a work
+    /// request of another. 0: all of them.
+    pub cache: u32,
+    /// `miss=`: ns that it takes to fetch what it has to know of a queue pair.
+    pub miss_ns: u64,
     /// `seed=`: for what is left to chance.
     pub seed: u64,
 }
@@ -65,6 +70,8 @@ impl Settings {
                 ("cut", true) => settings.cut = number,
                 ("silence", true) => settings.silence = number,
                 ("gone", true) => settings.gone = number,
+                ("cache", true) => settings.cache = u32::try_from(number).map_err(|_| word)?,
+                ("miss", true) => settings.miss_ns = number,
                 ("seed", true) => settings.seed = number,
                 _ => return Err(word),
             }

@@ -46,11 +46,10 @@ impl Worker {
 
     fn offer_bulk(&mut self, link: &'static Link) {
         let now = crate::time::now_ns();
-        let Ok(cookie) = Cookie::random() else { return };
+        let Ok(fresh) = Cookie::random() else { return };
+        let cookie = self.bulks.of(link).to_offer(now, fresh);
         if link.send(&Message::Bulk { cookie }, &[]).is_ok() {
-            let bulk = self.bulks.of(link);
-            bulk.cookie = Some(cookie);
-            bulk.stage = Stage::Offered { until: now + WITHIN };
+            self.bulks.of(link).on_offered(cookie, now + WITHIN);
         }
     }
 
@@ -62,7 +61,7 @@ impl Worker {
         let now = crate::time::now_ns();
         match (message, remote.dialled()) {
             (Message::BulkWanted, None) => {
-                // Who asks again has made nothing of what it was given before.
+                // Who asks may not have had yet what it was given before.
                 let bulk = self.bulks.of(link);
                 if bulk.may_begin(now) || matches!(bulk.stage, Stage::Offered { .. }) {
                     self.offer_bulk(link);

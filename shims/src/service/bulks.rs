@@ -57,6 +57,21 @@ impl Bulk {
         }
     }
 
+    /// What the other end is given: the same as before if it may be about to use that, for both ends may want a queue
+    /// pair at the same moment, and what they say of it crosses.
+    pub fn to_offer(&self, now: u64, fresh: Cookie) -> Cookie {
+        match self.stage {
+            Stage::Offered { until } if now < until => self.cookie.unwrap_or(fresh),
+            _ => fresh,
+        }
+    }
+
+    /// It was given that, to be used until then.
+    pub fn on_offered(&mut self, cookie: Cookie, until: u64) {
+        self.cookie = Some(cookie);
+        self.stage = Stage::Offered { until };
+    }
+
     /// It has come to nothing, or is over.
     pub fn end(&mut self, now: u64) {
         let after = AGAIN_AFTER << self.lost.min(DOUBLINGS);
@@ -102,5 +117,23 @@ impl Bulks {
             cookie.is_some_and(|cookie| cookie.matches(&introduction.cookie)) && link.peer() == introduction.instance
         };
         up::all().into_iter().find(is_it)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_asks_while_an_offer_is_on_its_way_is_offered_the_same() {
+        let [first, second] = [1, 2].map(|n| Cookie::from_bytes([n; 16]));
+        let mut bulk = Bulk::new();
+        let given = bulk.to_offer(0, first);
+        bulk.on_offered(given, 100);
+        assert!(bulk.to_offer(50, second).matches(&first));
+        // Nobody has come for it.
+        assert!(bulk.to_offer(100, second).matches(&second));
+        bulk.end(60);
+        assert!(bulk.to_offer(70, second).matches(&second));
     }
 }

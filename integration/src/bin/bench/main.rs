@@ -1,10 +1,11 @@
 //! What single calls, messages and idle streams cost: kernel TCP, a Unix socket and the library, alternately in one
 //! run. It starts itself again as both ends of every measurement (`peer`). Its parts: `never-slower` measures whole
 //! programs (those that the library makes much faster are the business of `demo`), `sweep` transfers of growing size,
-//! `threshold` the ways of a link between hosts beside each other, `scale` more and more connections and clients, and
-//! `page` makes a page and pictures of what these have written. Nothing here is a test with a time limit.
+//! `threshold` the ways of a link between hosts beside each other, `scale` more and more connections and clients,
+//! `device` what is below a link's sockets, and `page` makes a page and pictures of what these have written. Nothing here is a test with a time limit.
 
 mod crowd;
+mod device;
 mod idle;
 mod never_slower;
 mod page;
@@ -70,8 +71,13 @@ enum Part {
     Threshold(threshold::Options),
     /// Measures one server with more and more connections and client processes.
     Scale(scale::Options),
+    /// Measures a link's engine, and connections that share a queue pair, on a model of a device.
+    Device(device::Options),
     /// Makes docs/benchmarks.md and its pictures of what the other parts have written.
     Page(page::Options),
+    /// One measurement of device; started by the benchmark itself.
+    #[command(hide = true)]
+    DeviceCase(device::Case),
     /// One end of a measurement of sweep; started by the benchmark itself.
     #[command(hide = true)]
     Transfer(transfer::Transfer),
@@ -103,6 +109,7 @@ fn all() -> Result<()> {
         Some(Part::Transfer(end)) => return transfer::run(end),
         Some(Part::Crowd(end)) => return crowd::run(end),
         Some(Part::Page(options)) => return page::run(options),
+        Some(Part::DeviceCase(case)) => return device::case(case),
         _ => {}
     }
     signals::catch()?;
@@ -112,6 +119,7 @@ fn all() -> Result<()> {
         Some(Part::Sweep(options)) => sweep::run(&options),
         Some(Part::Threshold(options)) => threshold::run(&options),
         Some(Part::Scale(options)) => scale::run(&options),
+        Some(Part::Device(options)) => device::run(&options),
         _ => calls(&choice),
     }
 }

@@ -1,4 +1,4 @@
-//! The page of what `sweep`, `threshold` and `scale` have measured: tables, the losing cases by name, and the words
+//! The page of what the parts of `bench` have measured: tables, the losing cases by name, and the words
 //! around them. What they print themselves is a part of it. The pictures are in `pictures`.
 
 use std::fmt::Write;
@@ -13,7 +13,7 @@ use crate::threshold;
 
 #[derive(Debug, Args)]
 pub struct Options {
-    /// What sweep and scale have written by --json.
+    /// What sweep, threshold, scale and device have written by --json.
     #[arg(long, value_name = "PATH", num_args = 1.., required = true)]
     from: Vec<PathBuf>,
     /// The folder that benchmarks.md and benchmarks/*.svg go to.
@@ -81,6 +81,32 @@ const SCALE: [View; 5] = [
     },
 ];
 
+const ENGINE: [View; 2] = [
+    View {
+        title: "Round trip, µs: p50 / p99 / p99.9",
+        figures: &[Figure::TripP50, Figure::TripP99, Figure::TripP999],
+    },
+    View {
+        title: "Messages a second, one way",
+        figures: &[Figure::Messages],
+    },
+];
+const QUEUE_PAIRS: [View; 4] = [
+    SWEEP_THROUGHPUT,
+    View {
+        title: "Processor seconds per GB",
+        figures: &[Figure::Processor],
+    },
+    View {
+        title: "Resident memory of both ends, MiB",
+        figures: &[Figure::Resident],
+    },
+    View {
+        title: "Descriptors of both ends",
+        figures: &[Figure::Descriptors],
+    },
+];
+
 /// A ratio below this is a loss; what is between it and 1 is shown as 1.00.
 const LOSS: f64 = 0.995;
 
@@ -113,7 +139,7 @@ pub fn publish(results: &Results, series: &[Series], json: Option<&Path>) -> Res
     }
     if series == [Series::Threshold] {
         let _ = write!(out, "\n{}", threshold::findings(results));
-    } else {
+    } else if series != Series::MODELS {
         out += "\nWorse than kernel TCP:\n\n";
         losses(&mut out, &[results], Way::Tcp);
     }
@@ -142,7 +168,17 @@ fn text(parts: &[Results]) -> String {
     losses(&mut out, &refs, Way::Tcp);
     out += "\nAnd to the Unix socket, which programs have to be written for:\n\n";
     losses(&mut out, &refs, Way::Unix);
-    for group in [&TRANSFERS, &COPYING, &CONNECTIONS, &CLIENTS, &AMONG, &BESIDE] {
+    for group in [
+        &TRANSFERS,
+        &COPYING,
+        &CONNECTIONS,
+        &CLIENTS,
+        &AMONG,
+        &BESIDE,
+        &ENGINES,
+        &SHARING,
+        &THREADS,
+    ] {
         let has = |results: &&Results| group.series.iter().any(|series| !results.values(*series).is_empty());
         let Some(results) = parts.iter().find(has) else {
             continue;
@@ -201,6 +237,7 @@ fn run_in_words(results: &Results) -> String {
     let what = match results.points.first().map(|point| point.series) {
         Some(Series::Connections | Series::Clients | Series::Among | Series::Beside) => "`bench scale`",
         Some(Series::Threshold) => "`bench threshold`",
+        Some(Series::Engine | Series::QueuePairs | Series::Threads) => "`bench device`",
         _ => "`bench sweep`",
     };
     let rounds = match results.rounds {
@@ -284,6 +321,33 @@ that is measured, on kernel TCP as well. Throughput is that of all bulk streams 
     series: &[Series::Beside],
 };
 
+const ENGINES: Group = Group {
+    title: "A link's engine and the queue pair below it",
+    about: "\
+Messages between two threads of one process that look all the time, on a queue pair of the local device by itself, and on a
+stream of a link over one, below the calls of sockets. One way the queue pair by itself is given a message a work request;
+the engine puts several into one.",
+    series: &[Series::Engine],
+};
+
+const SHARING: Group = Group {
+    title: "Connections with a queue pair each, and on one",
+    about: "\
+What figures 5, 7 and 8 of the paper on RDMAvisor (2018) show of devices, on a **model** of one that knows 400 queue pairs by
+heart and takes 2 µs to fetch another. One of so many connections at random transfers 64 KiB: by a READ on a queue pair each, by a
+READ on the one queue pair of all, or by a send on a link, which copies twice more and has a second thread that reads. Its memory is that
+of both ends of all connections.",
+    series: &[Series::QueuePairs],
+};
+
+const THREADS: Group = Group {
+    title: "Threads that share a queue pair",
+    about: "\
+What figure 6 there shows: threads that send messages of 64 B to one that reads, each holding a lock while it posts or polls,
+or each on a stream of one link. With more threads than cores it is partly the scheduler that is measured.",
+    series: &[Series::Threads],
+};
+
 /// The tables of what is varied.
 fn tables(out: &mut String, results: &Results, series: Series) {
     let (values, ways) = (results.values(series), results.ways(series));
@@ -292,6 +356,9 @@ fn tables(out: &mut String, results: &Results, series: Series) {
         Series::Threshold => &THRESHOLD,
         Series::Connections | Series::Clients | Series::Among => &SCALE,
         Series::Beside => &BULK,
+        Series::Engine => &ENGINE,
+        Series::QueuePairs => &QUEUE_PAIRS,
+        Series::Threads => &[MESSAGES],
     };
     for view in views {
         let Some(first) = view.figures.first() else { continue };

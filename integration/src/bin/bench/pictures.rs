@@ -21,7 +21,15 @@ pub fn of(results: &Results) -> Vec<Picture> {
     let all = Series::TRANSFERS
         .into_iter()
         .flat_map(|series| [(series, Figure::Throughput), (series, Figure::Processor)])
-        .chain(Series::CROWDS.map(|series| (series, Figure::Messages)));
+        .chain(Series::CROWDS.map(|series| (series, Figure::Messages)))
+        .chain([
+            (Series::Engine, Figure::TripP50),
+            (Series::Engine, Figure::Messages),
+            (Series::QueuePairs, Figure::Throughput),
+            (Series::QueuePairs, Figure::Processor),
+            (Series::QueuePairs, Figure::Resident),
+            (Series::Threads, Figure::Messages),
+        ]);
     let has = |(series, figure): &(Series, Figure)| {
         let points = &results.points;
         points
@@ -44,6 +52,8 @@ impl Picture {
         let figure = match self.figure {
             Figure::Processor => "processor",
             Figure::Messages => "messages",
+            Figure::TripP50 => "trip",
+            Figure::Resident => "memory",
             _ => "throughput",
         };
         format!("{figure}-{}.svg", self.series.word())
@@ -83,6 +93,9 @@ fn colour(way: Way) -> RGBColor {
         Way::DeviceDirect => RGBColor(40, 140, 70),
         Way::DeviceLent => RGBColor(120, 80, 160),
         Way::DeviceDynamic => RGBColor(20, 20, 20),
+        Way::BareOwn => RGBColor(90, 90, 90),
+        Way::BareOne => RGBColor(214, 137, 16),
+        Way::Link => RGBColor(31, 97, 200),
     }
 }
 

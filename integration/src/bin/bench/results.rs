@@ -1,4 +1,4 @@
-//! What `sweep` and `scale` have measured, as they write it to JSON and `page` reads it: the samples of each round,
+//! What the parts of `bench` have measured, as they write it to JSON and `page` reads it: the samples of each round,
 //! their medians, and how they compare. Nothing is measured here.
 
 use std::collections::BTreeMap;
@@ -27,11 +27,20 @@ pub enum Way {
     DeviceLent,
     /// The same, where the library chooses between the three.
     DeviceDynamic,
+    /// Queue pairs of the local device without the library: one for each connection.
+    #[value(skip)]
+    BareOwn,
+    /// The same: one for all.
+    #[value(skip)]
+    BareOne,
+    /// The engine of a link of the library's over one queue pair of the local device, without sockets.
+    #[value(skip)]
+    Link,
 }
 
 impl Way {
     /// All of them, what the others are compared with first.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 10] = [
         Self::Tcp,
         Self::Unix,
         Self::Shm,
@@ -39,6 +48,9 @@ impl Way {
         Self::DeviceDirect,
         Self::DeviceLent,
         Self::DeviceDynamic,
+        Self::BareOwn,
+        Self::BareOne,
+        Self::Link,
     ];
     /// Those of the local device, of which one is always the same.
     pub const DEVICE: [Self; 4] = [Self::Device, Self::DeviceDirect, Self::DeviceLent, Self::DeviceDynamic];
@@ -53,18 +65,21 @@ impl Way {
             Self::DeviceDirect => "local device, direct (a model)",
             Self::DeviceLent => "local device, lent (a model)",
             Self::DeviceDynamic => "local device, dynamic (a model)",
+            Self::BareOwn => "a queue pair each (a model)",
+            Self::BareOne => "one queue pair (a model)",
+            Self::Link => "one link of the library (a model)",
         }
     }
 
     /// Whether both ends have the library.
     pub fn has_library(self) -> bool {
-        !matches!(self, Self::Tcp | Self::Unix)
+        !matches!(self, Self::Tcp | Self::Unix | Self::BareOwn | Self::BareOne)
     }
 
     /// `RDMASOCK_ZCOPY_MIN`, where it matters.
     pub fn least_direct(self) -> Option<&'static str> {
         match self {
-            Self::Tcp | Self::Unix | Self::Shm => None,
+            Self::Tcp | Self::Unix | Self::Shm | Self::BareOwn | Self::BareOne | Self::Link => None,
             Self::Device => Some("off"),
             Self::DeviceDirect | Self::DeviceLent => Some("4K"),
             Self::DeviceDynamic => Some("auto"),
@@ -102,6 +117,12 @@ pub enum Series {
     Among,
     /// Bulk streams beside a connection of small messages.
     Beside,
+    /// Bytes of a message, on a queue pair.
+    Engine,
+    /// Connections on queue pairs.
+    QueuePairs,
+    /// Threads that use a queue pair.
+    Threads,
 }
 
 impl Series {
@@ -111,6 +132,8 @@ impl Series {
     pub const TRANSFERS: [Self; 4] = [Self::Recv, Self::Waitall, Self::Epoll, Self::Threshold];
     /// Those of `scale`.
     pub const CROWDS: [Self; 4] = [Self::Connections, Self::Clients, Self::Among, Self::Beside];
+    /// Those of `device`.
+    pub const MODELS: [Self; 3] = [Self::Engine, Self::QueuePairs, Self::Threads];
 
     /// The heading.
     pub fn title(self) -> &'static str {
@@ -123,6 +146,9 @@ impl Series {
             Self::Clients => "Client processes of one server",
             Self::Among => "One client process of many that sends",
             Self::Beside => "Small messages beside bulk",
+            Self::Engine => "A link's engine and the queue pair below it",
+            Self::QueuePairs => "Connections with a queue pair each, and on one",
+            Self::Threads => "Threads that share a queue pair",
         }
     }
 
@@ -137,6 +163,9 @@ impl Series {
             Self::Clients => "clients",
             Self::Among => "among",
             Self::Beside => "beside",
+            Self::Engine => "engine",
+            Self::QueuePairs => "queue-pairs",
+            Self::Threads => "threads",
         }
     }
 
@@ -144,9 +173,11 @@ impl Series {
     pub fn varied(self) -> &'static str {
         match self {
             Self::Recv | Self::Waitall | Self::Epoll | Self::Threshold => "transfer",
-            Self::Connections => "connections",
+            Self::Connections | Self::QueuePairs => "connections",
             Self::Clients | Self::Among => "processes",
             Self::Beside => "bulk streams",
+            Self::Engine => "message",
+            Self::Threads => "threads",
         }
     }
 
@@ -154,8 +185,9 @@ impl Series {
     pub fn base(self) -> f64 {
         match self {
             Self::Recv | Self::Waitall | Self::Epoll | Self::Threshold => 4.0,
-            Self::Connections | Self::Clients | Self::Among => 10.0,
-            Self::Beside => 4.0,
+            Self::Connections | Self::Clients | Self::Among | Self::QueuePairs => 10.0,
+            Self::Beside | Self::Engine => 4.0,
+            Self::Threads => 2.0,
         }
     }
 
@@ -163,6 +195,8 @@ impl Series {
     pub fn compared_with(self) -> Way {
         match self {
             Self::Threshold => Way::Device,
+            Self::QueuePairs => Way::BareOwn,
+            Self::Engine | Self::Threads => Way::BareOne,
             _ => Way::Tcp,
         }
     }
@@ -170,8 +204,8 @@ impl Series {
     /// One value of what is varied.
     pub fn value(self, x: u64) -> String {
         match self {
-            Self::Recv | Self::Waitall | Self::Epoll | Self::Threshold => size(x),
-            Self::Connections | Self::Clients | Self::Among | Self::Beside => x.to_string(),
+            Self::Recv | Self::Waitall | Self::Epoll | Self::Threshold | Self::Engine => size(x),
+            _ => x.to_string(),
         }
     }
 }
@@ -266,7 +300,7 @@ pub struct Point {
     pub samples: BTreeMap<Figure, Vec<f64>>,
 }
 
-/// A run of `sweep` or `scale`, or both together.
+/// A run of one part.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Results {
     pub machine: Machine,
@@ -360,7 +394,7 @@ impl Results {
     /// Those of reading, or when it is something else.
     pub fn read(path: &Path) -> Result<Self> {
         let text = std::fs::read_to_string(path).with_context(|| format!("read {}", path.display()))?;
-        serde_json::from_str(&text).with_context(|| format!("{} is not of sweep or scale", path.display()))
+        serde_json::from_str(&text).with_context(|| format!("{} is not of a part of bench", path.display()))
     }
 }
 

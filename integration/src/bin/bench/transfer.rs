@@ -243,7 +243,7 @@ impl End {
                 set.add(&stream, EpollEvent::new(EpollFlags::EPOLLIN, 0))?;
                 epoll = Some(set);
             }
-            Series::Connections | Series::Clients | Series::Among | Series::Beside => bail!("no receiver"),
+            _ => bail!("no receiver"),
         }
         Ok(Self { stream, flags, epoll })
     }

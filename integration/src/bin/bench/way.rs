@@ -50,7 +50,7 @@ impl Way {
     /// The word of `rdmasock stat` for a connection on this way.
     fn path(self) -> Option<&'static str> {
         match self {
-            Self::Tcp | Self::Unix => None,
+            Self::Tcp | Self::Unix | Self::BareOwn | Self::BareOne | Self::Link => None,
             Self::Shm => Some("shm"),
             Self::Device | Self::DeviceDirect | Self::DeviceLent | Self::DeviceDynamic => Some("verbs"),
         }

@@ -10,6 +10,7 @@ pub mod held;
 pub mod life;
 mod local_peer;
 mod looks;
+mod news;
 mod remote;
 pub mod up;
 mod watchers;
@@ -42,6 +43,7 @@ use crate::waiters::SERVICE;
 
 use local_peer::LocalPeer;
 pub use local_peer::Refused;
+pub use news::News;
 pub use remote::{Maintained, Poller, Remote, StandBy, Turn, has_few_addresses};
 pub use watchers::Watch;
 

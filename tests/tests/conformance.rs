@@ -7,7 +7,7 @@
 use std::collections::BTreeMap;
 use std::marker::PhantomData;
 use std::os::fd::AsFd;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use libtest_mimic::{Arguments, Trial};
@@ -163,6 +163,7 @@ impl Harness for Shm {
 struct Here {
     flags: Vec<SleepFlag>,
     bells: Vec<AtomicU64>,
+    armed: AtomicBool,
 }
 
 impl Here {
@@ -170,6 +171,7 @@ impl Here {
         Self {
             flags: (0..MAX_WAITERS).map(|_| SleepFlag::new()).collect(),
             bells: (0..MAX_WAITERS).map(|_| AtomicU64::new(0)).collect(),
+            armed: AtomicBool::new(false),
         }
     }
 }
@@ -183,6 +185,10 @@ impl Local for Here {
         if let Some(bell) = self.bells.get(usize::from(waiter.0)) {
             bell.fetch_add(1, Ordering::SeqCst);
         }
+    }
+
+    fn armed(&self) -> &AtomicBool {
+        &self.armed
     }
 
     /// Every test settles when it is quiet.

@@ -7,12 +7,15 @@ use rustix::event::epoll as kernel;
 use rustix::io::Errno;
 
 use super::key::Key;
-use crate::link::{Link, Remote, Watch};
+use crate::link::{Link, News, Remote, Watch};
 
 /// A link to another host.
 pub(crate) struct Far {
     pub link: &'static Link,
     pub remote: &'static Remote,
+    pub slot: u32,
+    /// The remote's.
+    pub news: &'static News,
     /// The kernel's set has its completion descriptor.
     pub is_watched: bool,
     /// The service thread hears of it for this set.
@@ -22,7 +25,7 @@ pub(crate) struct Far {
 impl Far {
     /// The kernel's set tells of what completes, and need not be asked again.
     pub fn is_told(&self) -> bool {
-        self.is_watched && self.remote.end().is_armed()
+        self.is_watched && self.news.is_armed()
     }
 
     /// Before a sleep on `set`, of which `watch` tells: what completes makes the set ready.
@@ -101,6 +104,8 @@ impl Links {
             let mut far = Far {
                 link,
                 remote,
+                slot: link.slot(),
+                news: remote.news(),
                 is_watched: false,
                 is_left: false,
             };

@@ -32,15 +32,6 @@ pub(super) enum Sweep {
     Again,
 }
 
-/// What is ready on one link, as far as it has been taken in, for who is told by `waiter`.
-fn is_ready(far: &Far, are_many: bool, waiter: WaiterId) -> bool {
-    if are_many && far.is_told() {
-        far.link.is_queued(waiter)
-    } else {
-        far.link.has_ready(waiter)
-    }
-}
-
 impl Links {
     /// Whether any has something for `waiter`. Then the next look begins there.
     pub(super) fn have_ready(&mut self, waiter: WaiterId) -> bool {
@@ -48,8 +39,12 @@ impl Links {
             return true;
         }
         let are_many = self.far.len() > MANY;
-        let found = self.far_in_turn().find(|(_, far)| is_ready(far, are_many, waiter));
-        let found = found.map(|(at, _)| at);
+        let is_ready = |far: &Far| match are_many && far.is_told() {
+            // What has been taken in.
+            true => far.news.is_queued(waiter),
+            false => far.link.has_ready(waiter),
+        };
+        let found = self.far_in_turn().find(|(_, far)| is_ready(far)).map(|(at, _)| at);
         if let Some(at) = found {
             self.next = at;
         }
@@ -75,6 +70,9 @@ impl Epoll {
         let mut come = std::mem::take(&mut set.come);
         let mut drain = |link: &'static Link| {
             let before = come.len();
+            if let Some(remote) = link.remote() {
+                remote.news().on_take(waiter);
+            }
             link.drain_ready(waiter, |slot, at| {
                 let Some(interest) = socket::by_slot(slot).and_then(|socket| socket.wakes.interest.lock()) else {
                     return;
@@ -102,7 +100,7 @@ impl Epoll {
                 let is_left_out = are_many && of != Sweep::Every && far.is_told();
                 if is_left_out {
                     // Others may have taken in what has come.
-                    if far.link.is_queued(waiter) && drain(far.link) {
+                    if far.news.is_queued(waiter) && drain(far.link) {
                         spoke.push(far.link);
                     }
                 } else if left > 0 {
@@ -153,7 +151,7 @@ impl Epoll {
         let Some(set) = self.set.lock() else {
             return;
         };
-        for far in set.links.far.iter().filter(|far| named.has(far.link.slot())) {
+        for far in set.links.far.iter().filter(|far| named.has(far.slot)) {
             far.remote.on_readable();
         }
     }

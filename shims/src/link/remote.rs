@@ -22,6 +22,7 @@ use rdmasock_core::stats::{Event, Reason};
 use rdmasock_core::sync::{Presence, Published, SleepFlag};
 use rdmasock_core::wire::{Introduction, Message};
 
+use super::news::{self, News};
 use super::watchers::Watchers;
 use crate::ahead::Device;
 use crate::config::{ZeroCopy, config};
@@ -31,7 +32,9 @@ use crate::verbs::{Pair, State};
 use crate::ways::{self, Known};
 
 /// The waiters of this process, as the engine tells them.
-pub struct Here;
+pub struct Here {
+    news: &'static News,
+}
 
 impl Local for Here {
     fn flag(&self, waiter: WaiterId) -> Option<&SleepFlag> {
@@ -40,6 +43,14 @@ impl Local for Here {
 
     fn ring(&self, waiter: WaiterId) {
         Library::get().waiters.ring(waiter);
+    }
+
+    fn on_queued(&self, waiter: WaiterId) {
+        self.news.on_queued(waiter);
+    }
+
+    fn armed(&self) -> &AtomicBool {
+        self.news.armed()
     }
 
     fn settle_later(&self) {
@@ -178,8 +189,9 @@ impl Remote {
         let is_direct = other.is_direct && zcopy != ZeroCopy::Off && copies_what_is_pinned();
         tuning.direct_min = least_of(zcopy).min(1 << 30) as u32;
         let (mine, mirror) = (side(arena_bytes)?, side(arena_bytes + tuning.buffers)?);
+        let here = Here { news: news::new() };
         // SAFETY: the link, with the end, is never freed; see `Link::new`.
-        let end = unsafe { End::new(pair, mine, mirror, Here, tuning) };
+        let end = unsafe { End::new(pair, mine, mirror, here, tuning) };
         Some(Self {
             end: end.ok()?,
             info,
@@ -205,6 +217,11 @@ impl Remote {
 
     pub fn end(&self) -> &End<Pair, Here> {
         &self.end
+    }
+
+    /// What sets with many links look at.
+    pub fn news(&self) -> &'static News {
+        self.end.local().news
     }
 
     /// Facts about the queue pair.

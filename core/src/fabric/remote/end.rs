@@ -107,7 +107,6 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
                 tells: (0..MAX_STREAMS).map(|_| AtomicU32::new(0)).collect(),
                 outbox: Lock::new(VecDeque::new()),
                 news: Published::default(),
-                is_armed: AtomicBool::new(false),
                 owes: Request::new(),
                 is_watched: Published::default(),
                 watch_unseen: Published::default(),
@@ -164,7 +163,7 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
             self.fail(down.into());
             return Err(down.into());
         }
-        self.shared.is_armed.store(true, Release);
+        self.shared.local.armed().store(true, Release);
         self.run(ARM | POLL)
     }
 
@@ -173,12 +172,12 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
     /// event and asks for the next one, and then looks. So what was armed once is so ever after, or the fd is readable,
     /// or whoever takes the event is about to look: a sleep is at worst one that ends at once.)
     pub fn is_armed(&self) -> bool {
-        self.shared.is_armed.load(Acquire)
+        self.shared.local.armed().load(Acquire)
     }
 
     /// The fd was found readable: it is so until the queue pair is armed again.
     pub fn on_readable(&self) {
-        self.shared.is_armed.store(false, Relaxed);
+        self.shared.local.armed().store(false, Relaxed);
     }
 
     /// Sends the heads that are held back since the last call. An idle direction's last bytes count as unread by the

@@ -3,7 +3,7 @@
 
 use crate::fabric::ring::Wake;
 use crate::fabric::waiter::WaiterId;
-use crate::sync::SleepFlag;
+use crate::sync::{AtomicBool, SleepFlag};
 
 /// The attention word by which the engine is told. It names no waiter.
 pub const ENGINE: Wake = Wake(1 << 31);
@@ -18,6 +18,13 @@ pub trait Local: Send + Sync {
 
     /// Wakes whoever sleeps, or will next sleep, on the doorbell of our `waiter`.
     fn ring(&self, waiter: WaiterId);
+
+    /// Something of ours is in the ready queue of our `waiter`, which is rung after this if it sleeps.
+    fn on_queued(&self, _waiter: WaiterId) {}
+
+    /// Where it stands that the queue pair [is armed](super::End::is_armed); the end's own. Whoever has many links
+    /// looks at all of them, so they are best side by side.
+    fn armed(&self) -> &AtomicBool;
 
     /// Somebody is to call [`End::settle`](super::End::settle) some ms later.
     fn settle_later(&self);

@@ -64,8 +64,6 @@ pub(super) struct Shared<Q, L> {
     pub outbox: Lock<VecDeque<QueuedMessage>>,
     /// Messages in the inbox.
     pub news: Published<AtomicU32>,
-    /// See [`End::is_armed`](super::End::is_armed).
-    pub is_armed: AtomicBool,
     /// A head was held back.
     pub owes: Request,
     /// Somebody has to tick for the engine's watch.
@@ -114,6 +112,7 @@ impl<Q: QueuePair, L: Local> Shared<Q, L> {
             && let Some(queue) = self.mine.queue(waiter)
         {
             queue.push(mine);
+            self.local.on_queued(waiter);
             self.ring_if_asleep(after, waiter);
         }
         if let Some(sleeper) = WaiterId::of_sleeper(wake.0) {

@@ -10,7 +10,7 @@ mod sequences;
 mod silence;
 mod threads;
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use proptest::prelude::*;
 
@@ -31,6 +31,7 @@ use crate::sync::SleepFlag;
 struct Here {
     flags: Vec<SleepFlag>,
     bells: Vec<AtomicU64>,
+    armed: AtomicBool,
 }
 
 impl Here {
@@ -38,6 +39,7 @@ impl Here {
         Self {
             flags: (0..MAX_WAITERS).map(|_| SleepFlag::new()).collect(),
             bells: (0..MAX_WAITERS).map(|_| AtomicU64::new(0)).collect(),
+            armed: AtomicBool::new(false),
         }
     }
 }
@@ -49,6 +51,10 @@ impl Local for Here {
 
     fn ring(&self, waiter: WaiterId) {
         self.bells[usize::from(waiter.0)].fetch_add(1, Ordering::SeqCst);
+    }
+
+    fn armed(&self) -> &AtomicBool {
+        &self.armed
     }
 
     /// Every test settles when it is quiet.

@@ -31,8 +31,9 @@ impl<Q: QueuePair> Engine<Q> {
         }
         if what & POLL != 0 || self.sender.is_short() {
             events = self.poll(g)? + self.poll_bulk(g)?;
-            if events > 0 {
-                g.is_armed.store(false, Relaxed);
+            // Only where it changes: what stands beside it is others'.
+            if events > 0 && g.local.armed().load(Relaxed) {
+                g.local.armed().store(false, Relaxed);
             }
         }
         if events > 0 {

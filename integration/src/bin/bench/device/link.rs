@@ -21,7 +21,7 @@ use super::{TRANSFER, costs, numbers, processor, trips_of};
 use crate::results::Figure;
 
 /// Nobody sleeps: all threads look.
-struct Awake(SleepFlag);
+struct Awake(SleepFlag, AtomicBool);
 
 impl Local for Awake {
     fn flag(&self, _: WaiterId) -> Option<&SleepFlag> {
@@ -29,6 +29,10 @@ impl Local for Awake {
     }
 
     fn ring(&self, _: WaiterId) {}
+
+    fn armed(&self) -> &AtomicBool {
+        &self.1
+    }
 
     fn settle_later(&self) {}
 }
@@ -152,8 +156,16 @@ fn link(settings: Settings, streams: usize, log2: u8) -> Result<([Here; 2], Vec<
             Side::new(mapping, layout).context("as long as its layout")
         };
         // SAFETY: the cursors are dropped before the ends, and each stream's producer is asked for once.
-        unsafe { Here::new(qp, side()?, side()?, Awake(SleepFlag::new()), Tuning::default()) }
-            .map_err(|error| anyhow!("{error}"))
+        unsafe {
+            Here::new(
+                qp,
+                side()?,
+                side()?,
+                Awake(SleepFlag::new(), AtomicBool::new(false)),
+                Tuning::default(),
+            )
+        }
+        .map_err(|error| anyhow!("{error}"))
     };
     let [a, b] = pair(settings).map_err(|error| anyhow!("no queue pair: errno {}", error.0))?;
     let ends = [end(a)?, end(b)?];

@@ -130,6 +130,17 @@ impl Iov {
         }
     }
 
+    /// How many bytes will be left when the first piece begins that has `least` or more; 0 if none has.
+    pub fn left_at_large(mut self, least: usize) -> usize {
+        loop {
+            match self.head() {
+                (_, 0) => return 0,
+                (_, len) if len >= least => return self.left,
+                (_, len) => self.advance(len),
+            }
+        }
+    }
+
     /// Moves the cursor on, within the current piece.
     #[inline]
     pub fn advance(&mut self, n: usize) {
@@ -213,6 +224,20 @@ mod tests {
         assert_eq!((&a, &b), (b"abc", b"defg"));
         assert_eq!(iov.len(), 0);
         assert_eq!(iov.head().1, 0);
+    }
+
+    #[test]
+    fn a_large_piece_is_seen_behind_small_ones() {
+        let mut bytes = [0u8; 100];
+        let mut piece = |len| iovec {
+            iov_base: bytes.as_mut_ptr().cast(),
+            iov_len: len,
+        };
+        let pieces = [piece(3), piece(0), piece(5), piece(90), piece(2)];
+        // SAFETY: the array outlives the cursor.
+        let iov = unsafe { Iov::many(pieces.as_ptr(), 5) }.unwrap();
+        assert_eq!([1, 5, 90, 91].map(|least| iov.left_at_large(least)), [100, 97, 92, 0]);
+        assert_eq!(Iov::one(bytes.as_ptr().cast(), 90).left_at_large(50), 90);
     }
 
     #[test]

@@ -16,6 +16,7 @@ pub use room::{
 };
 
 use cork::{delay_wake, is_more_to_come};
+use direct::Went;
 use room::{Room, no_room};
 
 use std::ffi::c_int;
@@ -291,20 +292,23 @@ unsafe fn send_loop(
             // A link between hosts is not left before the other end has answered.
             connection::wait_for_tcp(socket);
         }
+        let mut until = 0;
         if total >= direct::LEAST && socket.tx_mode.load(Acquire) == Mode::Link {
-            let directly = direct::send(call, iov, flags, total);
-            *sent += directly;
-            if iov.len() == 0 {
-                return Some(*sent as ssize_t);
-            }
-            if directly > 0 {
-                // The reader may wait for the rest.
-                continue;
+            match direct::send(call, iov, flags, total) {
+                Went::Directly(bytes) => {
+                    *sent += bytes;
+                    if iov.len() == 0 {
+                        return Some(*sent as ssize_t);
+                    }
+                    // The reader may wait for the rest.
+                    continue;
+                }
+                Went::Not { first } => until = first,
             }
         }
         let before = iov.len();
         // SAFETY: the pieces are readable by `send`'s contract.
-        let step = unsafe { step(call, iov, flags) };
+        let step = unsafe { step(call, iov, flags, until) };
         *sent += before - iov.len();
         match step {
             SendStep::Shut => return Some(after_shutdown(*sent, flags)),
@@ -370,9 +374,9 @@ unsafe fn send_loop(
     }
 }
 
-/// One attempt.
+/// One attempt, at what precedes the last `until` bytes.
 #[inline]
-unsafe fn step(call: &mut Call, iov: &mut Iov, flags: c_int) -> SendStep {
+unsafe fn step(call: &mut Call, iov: &mut Iov, flags: c_int, until: usize) -> SendStep {
     let socket = call.socket;
     if socket.tx_mode.load(Acquire) == Mode::Marked {
         let place = call.place_by_name();
@@ -424,7 +428,7 @@ unsafe fn step(call: &mut Call, iov: &mut Iov, flags: c_int) -> SendStep {
             socket.tx_mode.go(Sending::Left);
             return SendStep::Kernel;
         }
-        let want = iov.len().min(PIECE);
+        let want = (iov.len() - until).min(PIECE);
         let spans = match producer.spans(want) {
             Ok(spans) => spans,
             Err(error) => {
@@ -476,6 +480,9 @@ unsafe fn step(call: &mut Call, iov: &mut Iov, flags: c_int) -> SendStep {
         drop(section);
         if iov.len() == 0 {
             return SendStep::Done;
+        }
+        if iov.len() == until {
+            return SendStep::Again;
         }
         match room {
             Room::There => {}

@@ -49,29 +49,42 @@ impl Wanted for Reader {
     }
 }
 
-/// Sends from the next piece of `iov`, if a reader waits for it or does so in a moment. Gives how many bytes; 0: they
-/// go by the mirror.
+/// What has become of a send.
+pub(super) enum Went {
+    /// So many bytes of it, past the mirror.
+    Directly(usize),
+    /// Nothing: it goes by the mirror, at first what precedes the last so many bytes: a large piece behind small ones.
+    Not { first: usize },
+}
+
+const NOTHING: Went = Went::Not { first: 0 };
+
+/// Sends from the next piece of `iov`, if a reader waits for it or does so in a moment.
 ///
 /// The call began with `total` bytes.
-pub(super) fn send(call: &mut Call, iov: &mut Iov, flags: c_int, total: usize) -> usize {
+pub(super) fn send(call: &mut Call, iov: &mut Iov, flags: c_int, total: usize) -> Went {
     let socket = call.socket;
     let Some((link, remote)) = socket.link().and_then(|link| Some((link, link.remote()?))) else {
-        return 0;
+        return NOTHING;
     };
     let (memory, len) = iov.head();
     if total < remote.direct_min() || flags & libc::MSG_MORE != 0 || !remote.goes_direct(link.slot()) {
-        return 0;
+        return NOTHING;
     }
     let can_wait = wait::may_wait(socket, flags).is_ok();
     let theirs = Vqpn(socket.peer_vqpn.load(Relaxed));
     let way = choose(socket, remote, theirs, total, can_wait);
     let is_lent = matches!(way, Way::Direct | Way::Lent);
-    if !is_lent || !can_wait || len < remote.direct_min() || iov.is_implausible() {
-        return 0;
+    if !is_lent || !can_wait || iov.is_implausible() {
+        return NOTHING;
+    }
+    if len < remote.direct_min() {
+        let first = iov.left_at_large(remote.direct_min());
+        return Went::Not { first };
     }
     // What registers memory allocates.
     if handler::is_in_one() || !call.is_held() && call.hold_now() != Place::Here {
-        return 0;
+        return NOTHING;
     }
     let errno = errno::get();
     let mut sent = 0;
@@ -92,7 +105,7 @@ pub(super) fn send(call: &mut Call, iov: &mut Iov, flags: c_int, total: usize) -
     // Whatever it was that was tried, the call has not failed.
     errno::set(errno);
     iov.advance(sent);
-    sent
+    if sent > 0 { Went::Directly(sent) } else { NOTHING }
 }
 
 /// Which way a call with so many bytes goes, or goes on; the peer hears whether buffers are of use.

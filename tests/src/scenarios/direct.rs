@@ -120,14 +120,20 @@ impl<'a> Flow<'a> {
     /// Plays a part that logs nothing, until something of it has gone directly: on a machine that has much else to do a
     /// reader need not be there in time. Each time follows a run-up.
     #[track_caller]
-    pub fn play(&mut self, mut part: impl FnMut(&mut Self)) {
+    pub fn play(&mut self, part: impl FnMut(&mut Self)) {
+        self.play_until(1, part);
+    }
+
+    /// The same, until so many bytes of it have.
+    #[track_caller]
+    pub fn play_until(&mut self, bytes: usize, mut part: impl FnMut(&mut Self)) {
         let end = Instant::now() + Duration::from_secs(30);
         loop {
             self.c.sync("part");
             let before = self.asked();
             part(self);
             self.c.sync("played");
-            if self.went(before, 1) {
+            if self.went(before, bytes as u64) {
                 return;
             }
             assert!(Instant::now() < end, "nothing of what matters goes directly");
@@ -460,6 +466,26 @@ pub fn whole(c: &Ctx) {
                 thread::sleep(Duration::from_micros([0, 0, 100, 1000][rng.below(4) as usize]));
             }
             left -= len;
+        }
+    });
+    flow.end();
+}
+
+/// A head and a body in one send, which the reader receives one after the other: the body goes directly, nearly always.
+pub fn behind_heads(c: &Ctx) {
+    const HEAD: usize = 100;
+    const ROUNDS: usize = 40;
+    let mut flow = Flow::begin(c);
+    flow.play_until(ROUNDS * LARGE * 3 / 4, |flow| {
+        for round in 0..ROUNDS {
+            if flow.reads {
+                flow.receive_all(HEAD);
+                flow.receive_all(LARGE);
+            } else {
+                // A third piece is sent as the second one is.
+                let parts: [&[usize]; 2] = [&[HEAD, LARGE], &[HEAD / 2, HEAD / 2, LARGE / 2, LARGE / 2]];
+                flow.send_pieces(parts[round % 2], round % 3 == 0);
+            }
         }
     });
     flow.end();

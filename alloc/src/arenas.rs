@@ -130,7 +130,9 @@ pub fn resize(arena: &'static Arena, at: usize, size: usize) -> bool {
 /// Blocks in these pieces have become fewer.
 fn after_free(arena: &'static Arena, pieces: core::ops::Range<usize>) {
     // What the program has changed becomes whole again by this.
-    let has_changed = pieces.into_iter().any(|number| arena.is_changed(number) && arena.is_idle(number));
+    let has_changed = pieces
+        .into_iter()
+        .any(|number| arena.is_changed(number) && arena.is_idle(number));
     if has_changed || excess() > 0 {
         give_back();
     }
@@ -138,7 +140,9 @@ fn after_free(arena: &'static Arena, pieces: core::ops::Range<usize>) {
 
 /// By how many bytes there is more memory without blocks than is kept.
 fn excess() -> usize {
-    let (taken, committed) = all().map(Arena::bytes).fold((0, 0), |sum, next| (sum.0 + next.0, sum.1 + next.1));
+    let (taken, committed) = all()
+        .map(Arena::bytes)
+        .fold((0, 0), |sum, next| (sum.0 + next.0, sum.1 + next.1));
     committed.saturating_sub(taken).saturating_sub(KEPT)
 }
 
@@ -164,7 +168,10 @@ fn give_back() {
 /// The program is about to change this memory, see [`Arena::change`].
 pub fn change(at: usize, len: usize, lost: bool) {
     const PAGE: usize = 4096;
-    let (from, to) = (at / PAGE * PAGE, at.saturating_add(len).saturating_add(PAGE - 1) / PAGE * PAGE);
+    let (from, to) = (
+        at / PAGE * PAGE,
+        at.saturating_add(len).saturating_add(PAGE - 1) / PAGE * PAGE,
+    );
     if len == 0 || !all().any(|arena| from < arena.start() + ARENA && to > arena.start()) {
         return;
     }

@@ -67,7 +67,9 @@ impl Runs<'_> {
                 word.fetch_update(Acquire, Relaxed, with).is_ok()
             });
             if !taken {
-                words(at, n).take(done).for_each(|(index, mask)| self.clear(index, mask));
+                words(at, n)
+                    .take(done)
+                    .for_each(|(index, mask)| self.clear(index, mask));
                 return false;
             }
         }

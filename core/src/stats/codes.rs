@@ -166,6 +166,15 @@ events! {
     RendezvousReceived = 27 => "rendezvous_received_bytes",
     /// Memory that a send had lent so was wanted back before all of it was read.
     RendezvousRecalled = 28 => "rendezvous_recalled",
+    /// A call's memory lay in a piece of the registered allocator's that the device knew.
+    AllocHit = 29 => "alloc_hits",
+    /// A call's memory lay in a piece of the registered allocator's that the device did not know: it was told, if there
+    /// was room in the budget.
+    AllocMiss = 30 => "alloc_misses",
+    /// Bytes of such pieces that a device was told of.
+    AllocKept = 31 => "alloc_kept_bytes",
+    /// Bytes of such pieces that a device does not know any more.
+    AllocEnded = 32 => "alloc_ended_bytes",
 }
 
 /// Number of [`Event`]s.

@@ -247,6 +247,7 @@ impl Remote {
             self.end.end_retired(drop);
             let library = Library::get();
             library.pinned.give_back(library.ahead.forget(self));
+            library.free_kept(library.arenas.forget(self));
             self.end.qp().destroy();
         } else {
             self.is_ended.publish(false);

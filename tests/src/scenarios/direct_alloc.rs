@@ -207,7 +207,7 @@ fn churn(seed: u64, is_over: &AtomicBool) {
     let mut held: Vec<(Vec<u8>, u8)> = Vec::new();
     let mark = |block: &mut [u8], tag: u8| block.iter_mut().step_by(PAGE / 2).for_each(|byte| *byte = tag);
     while !is_over.load(SeqCst) {
-        let len = (64 << 10) + rng.below(4 << 20) as usize;
+        let len = (64 << 10) + rng.below(6 << 20) as usize;
         let tag = rng.below(256) as u8;
         let mut block = vec![0; len];
         assert!(
@@ -217,10 +217,10 @@ fn churn(seed: u64, is_over: &AtomicBool) {
         mark(&mut block, tag);
         held.push((block, tag));
         // Now and then so much at once that what is free goes back to the kernel.
-        if held.len() > 50 {
+        if held.len() > 60 {
             held.clear();
         }
-        if !held.is_empty() && rng.below(2) == 0 {
+        if !held.is_empty() && rng.below(8) == 0 {
             let (mut block, tag) = held.swap_remove(rng.below(held.len() as u64) as usize);
             let is_mine = |block: &[u8]| block.iter().step_by(PAGE / 2).all(|byte| *byte == tag);
             assert!(is_mine(&block), "somebody else's block is here too");

@@ -201,6 +201,26 @@ pub fn others(c: &Ctx) {
     flow.end();
 }
 
+/// Blocks at the same place, whose memory goes back to the kernel between them.
+pub fn given_back(c: &Ctx) {
+    /// More than is kept of what is free.
+    const MUCH: usize = 300 << 20;
+    let mut flow = Flow::begin(c);
+    flow.play(|flow| {
+        for _ in 0..60 {
+            // Nothing is written there, so there is next to no memory.
+            // SAFETY: it leads nowhere.
+            let before = unsafe { libc::malloc(MUCH) };
+            let block = block(LARGE);
+            transfer(flow, block);
+            free(block);
+            // SAFETY: had above, once.
+            unsafe { libc::free(before) };
+        }
+    });
+    flow.end();
+}
+
 /// Allocates, and looks whether what is its own stays as it was.
 fn churn(seed: u64, is_over: &AtomicBool) {
     let mut rng = Rng::new(59 + seed);
@@ -232,9 +252,10 @@ fn churn(seed: u64, is_over: &AtomicBool) {
 
 /// Of this module, and those of others that are played with the allocator too.
 pub fn add_to(all: &mut Vec<Scenario>) {
-    let played: [(&str, fn(&Ctx), bool); 14] = [
+    let played: [(&str, fn(&Ctx), bool); 15] = [
         ("changes", changes, true),
         ("others", others, true),
+        ("given_back", given_back, true),
         ("heap", direct_memory::heap, true),
         ("same_place", direct_memory::same_place, true),
         ("sizes", direct::sizes, false),

@@ -211,9 +211,11 @@ pub fn given_back(c: &Ctx) {
             // Nothing is written there, so there is next to no memory.
             // SAFETY: it leads nowhere.
             let before = unsafe { libc::malloc(MUCH) };
-            let block = block(LARGE);
-            transfer(flow, block);
-            free(block);
+            // Behind it, where arenas give back first; others fill what is free in front.
+            let mut blocks: Vec<_> = (0..8).map(|_| block(LARGE)).collect();
+            blocks.sort_by_key(|block| block.as_ptr());
+            blocks.last_mut().into_iter().for_each(|block| transfer(flow, block));
+            blocks.into_iter().for_each(free);
             // SAFETY: had above, once.
             unsafe { libc::free(before) };
         }

@@ -210,7 +210,7 @@ pub fn given_back(c: &Ctx) {
         for _ in 0..60 {
             // Nothing is written there, so there is next to no memory.
             // SAFETY: it leads nowhere.
-            let before = unsafe { libc::malloc(MUCH) };
+            let before = std::hint::black_box(unsafe { libc::malloc(MUCH) });
             // Behind it, where arenas give back first; others fill what is free in front.
             let mut blocks: Vec<_> = (0..8).map(|_| block(LARGE)).collect();
             blocks.sort_by_key(|block| block.as_ptr());

@@ -206,4 +206,4 @@ pub fn attach(end: End) {
 }
 
 #[cfg(test)]
-mod tests;
+pub mod tests;

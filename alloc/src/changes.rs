@@ -61,19 +61,3 @@ fn segment(id: usize) -> usize {
     let told = unsafe { kernel::call(libc::SYS_shmctl, [id, libc::IPC_STAT as usize, to, 0, 0, 0]) };
     told.map_or(0, |_| about.shm_segsz)
 }
-
-/// Whether a call with this number may be one of those.
-#[cfg(test)]
-pub fn is_looked_at(number: c_long) -> bool {
-    const ALL: [c_long; 8] = [
-        libc::SYS_munmap,
-        libc::SYS_mmap,
-        libc::SYS_mremap,
-        libc::SYS_mprotect,
-        libc::SYS_pkey_mprotect,
-        libc::SYS_madvise,
-        libc::SYS_process_madvise,
-        libc::SYS_shmat,
-    ];
-    ALL.contains(&number)
-}

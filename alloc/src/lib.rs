@@ -22,6 +22,10 @@
 //! a handler's jump out of one, and a thread that ends there cost that memory at most.
 
 #![warn(missing_docs)]
+#![cfg_attr(
+    test,
+    allow(dead_code, reason = "tests have no symbols of this library, which would be theirs")
+)]
 
 mod arena;
 mod arenas;

@@ -13,7 +13,7 @@ use crate::runs::Runs;
 
 /// Bytes of an arena, which is aligned to as many. A block is shorter than that.
 pub const ARENA: usize = 1 << 30;
-/// Bytes of a piece: a huge page, so that what is registered with a block in it takes no more memory than such pages do.
+/// Bytes of a piece: a huge page, so that what is registered with a block takes no more memory than such pages do.
 pub const PIECE: usize = 2 << 20;
 /// Bytes of a grain: blocks are whole grains.
 pub const GRAIN: usize = 16 << 10;

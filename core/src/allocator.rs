@@ -2,8 +2,8 @@
 //! libraries of one process: where memory of the allocator's lies, and whether it is still what it was. Both sides are
 //! built from this file; not here is what they do.
 //!
-//! Memory of the allocator's comes in pieces. Each has an *epoch*: a number that changes before anything is done to the
-//! piece's pages or addresses, by the allocator or by a call of the program's. What was learned of a piece, such as
+//! Memory of the allocator's comes in pieces. Each has an *epoch*: a number that changes before anything is done to its
+//! pages or addresses, by the allocator or by a call of the program's. What was learned of a piece, such as
 //! how a device knows it, is true as long as its epoch is what it was before that was learned, and no epoch comes twice.
 
 use std::ffi::{c_int, c_long};

@@ -1,4 +1,4 @@
-//! What devices know of the registered allocator's memory (`alloc/`, docs/design/allocator.md): by which key each link's
+//! What devices know of the registered allocator's memory (`alloc/`, docs/design/allocator.md): by which key a link's
 //! device knows which piece, kept from call to call for as long as the piece is what it was. Not what calls do with it
 //! (`pinned.rs`).
 //!

@@ -216,7 +216,7 @@ fn tell_device(remote: &'static Remote, range: &Range, role: Role, cost: u64) ->
     // So that the link's end comes after what is kept, and finds it.
     let told = remote.with_pair(|pair| {
         // SAFETY: the program has said that it is there until it says otherwise, which it cannot while a call has it; or
-        // it is the allocator's, which is told of its end, and a call that is under way has what was there.
+        // it is the allocator's, whose arenas are never unmapped.
         let told = unsafe { pair.register(memory, len, role) };
         match told.map(|region| (region, range.keep(remote, role, region, cost))) {
             Ok((region, Ok(()))) => {

@@ -1,5 +1,5 @@
-//! The registered allocator (`arenas.rs`): how it is found, and what it says. Not the calls by number that it is told of
-//! (`syscall/memory.rs`).
+//! The registered allocator (`arenas.rs`): how it is found, and what it says. Not the calls by number of which it is
+//! told (`syscall/memory.rs`).
 
 use core::ffi::c_int;
 

@@ -182,7 +182,7 @@ impl Ahead {
             Role::Source => SENT_FROM,
             Role::Target => RECEIVED_INTO,
             // Memory is in these roles for a link's own ends, or for one call.
-            Role::Both | Role::Offered => return None,
+            Role::Both | Role::Offered | Role::OnDemand => return None,
         };
         let ranges = self.ranges.lock()?;
         let at = ranges.partition_point(|range| range.end() <= start);

@@ -4,7 +4,7 @@
 //!
 //! What is kept of a piece is kept under its epoch, which the allocator changes before anything happens to the memory.
 //! A call that begins looks at the epoch first, so it never uses what was registered before a change; whoever finds
-//! such registrations ends them, the allocator's word ([`Arenas::end`]) as a rule.
+//! such registrations ends them, the allocator's word ([`Pieces::end`]) as a rule.
 
 use std::ffi::c_long;
 use std::sync::Arc;
@@ -21,6 +21,8 @@ use crate::config::{Alloc, config, warn};
 
 /// More pieces are not kept.
 const MOST: usize = 4096;
+/// Bytes of what is registered on demand at a time. The kernel keeps a word or two a page for it.
+const ON_DEMAND: usize = 16 << 20;
 
 /// The allocator's table; null without it.
 static TABLE: AtomicPtr<Table> = AtomicPtr::new(std::ptr::null_mut());
@@ -93,7 +95,7 @@ fn piece(at: usize) -> Option<Piece> {
 pub struct Kept {
     range: Range,
     epoch: u64,
-    /// When a call last used it, by [`Arenas::clock`].
+    /// When a call last used it, by [`Pieces::clock`].
     used: AtomicU64,
 }
 
@@ -111,14 +113,14 @@ pub fn leave(kept: Arc<Kept>) -> u64 {
 }
 
 /// See the module.
-pub struct Arenas {
+pub struct Pieces {
     /// By their beginnings; one for each piece.
     kept: Lock<Vec<Arc<Kept>>>,
     /// How often pieces were asked for.
     clock: AtomicU64,
 }
 
-impl Arenas {
+impl Pieces {
     /// Nothing is known yet.
     pub const fn new() -> Self {
         Self {
@@ -139,6 +141,16 @@ impl Arenas {
         let within = len.min(piece.start.checked_add(piece.len)?.checked_sub(start)?);
         let (kept, stale) = self.under(piece.start, piece.len, epoch)?;
         Some((kept, within, stale.map_or(0, leave)))
+    }
+
+    /// The same of any memory, for devices that reach it on demand: what they know is addresses, and whatever is there
+    /// when they look is what a copy by the processor would find at that moment. So what is kept is never wrong,
+    /// and needs no epoch.
+    pub fn of_addresses(&self, start: usize, len: usize) -> Option<(Arc<Kept>, usize, u64)> {
+        let piece = start / ON_DEMAND * ON_DEMAND;
+        let within = len.min(piece.checked_add(ON_DEMAND)?.checked_sub(start)?);
+        let (kept, oldest) = self.under(piece, ON_DEMAND, WHOLE)?;
+        Some((kept, within, oldest.map_or(0, leave)))
     }
 
     /// What is kept of a piece under an epoch, and what takes its place in the table no more.

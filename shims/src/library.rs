@@ -18,7 +18,7 @@ use rdmasock_core::stream::handshake::Role;
 use rdmasock_core::stream::policy::Threshold;
 
 use crate::ahead::Ahead;
-use crate::arenas::Arenas;
+use crate::arenas::Pieces;
 use crate::budget::Budget;
 use crate::config::config;
 use crate::kept_on_tcp;
@@ -51,7 +51,9 @@ pub struct Library {
     /// What of it the program has registered ahead.
     pub ahead: Ahead,
     /// What of it is the registered allocator's.
-    pub arenas: Arenas,
+    pub arenas: Pieces,
+    /// What of it devices reach on demand.
+    pub on_demand: Pieces,
     /// What is left to the service thread.
     pub service: Mailbox,
 }

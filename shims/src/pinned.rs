@@ -19,7 +19,7 @@ enum Kind {
     Own(Region, u64),
     /// Of the range, which stays as long as this; and how many bulk queue pairs the link had lost before.
     Ahead(Arc<Range>, u64),
-    /// Of the piece of the registered allocator's that it lies in, which stays as long as this; and as above.
+    /// Of the piece that it lies in, which stays as long as this; and as above.
     Kept(Option<Arc<Kept>>, u64),
 }
 
@@ -98,17 +98,35 @@ impl Pinned {
         })
     }
 
-    /// As much of it as lies in the piece of the registered allocator's in which it begins. Only where it is this end's
-    /// device that reads: a peer that does not keep to the protocol could write to a piece, or read it, after the call.
+    /// As much of it as lies in the piece in which it begins: of the registered allocator's memory, or of addresses that
+    /// the device reaches on demand. Only where it is this end's device that reads: a peer that does not keep to the
+    /// protocol could write to a piece, or read it, after the call.
     fn kept(remote: &'static Remote, memory: *mut u8, len: usize, least: usize, role: Role) -> Option<Self> {
         if role != Role::Source {
             return None;
         }
         let library = Library::get();
-        let (kept, len, free) = library.arenas.covering(memory.addr(), len)?;
-        library.free_kept(free);
+        let of_allocator = || {
+            let piece = library.arenas.covering(memory.addr(), len)?;
+            Self::of_piece(remote, piece, least, &ALLOCATOR)
+        };
+        let on_demand = || {
+            let has_it = remote.reaches_on_demand();
+            let piece = has_it.then(|| library.on_demand.of_addresses(memory.addr(), len))??;
+            Self::of_piece(remote, piece, least, &ON_DEMAND)
+        };
+        of_allocator().or_else(on_demand)
+    }
+
+    fn of_piece(
+        remote: &'static Remote,
+        (kept, len, free): (Arc<Kept>, usize, u64),
+        least: usize,
+        how: &Keeping,
+    ) -> Option<Self> {
+        Library::get().free_kept(free);
         let lost = remote.end().direct_counts().lost;
-        let key = (len >= least).then(|| key_of(remote, &kept, role)).flatten();
+        let key = (len >= least).then(|| key_of(remote, &kept, how)).flatten();
         let Some(key) = key else {
             let_go(kept);
             return None;
@@ -179,19 +197,43 @@ fn let_go(kept: Arc<Kept>) {
     Library::get().free_kept(arenas::leave(kept));
 }
 
+/// How pieces are kept.
+struct Keeping {
+    role: Role,
+    /// Whether its pages have to be in memory, and take some of the budget.
+    is_pinned: bool,
+    hit: Event,
+    miss: Event,
+}
+
+const ALLOCATOR: Keeping = Keeping {
+    role: Role::Source,
+    is_pinned: true,
+    hit: Event::AllocHit,
+    miss: Event::AllocMiss,
+};
+
+const ON_DEMAND: Keeping = Keeping {
+    role: Role::OnDemand,
+    is_pinned: false,
+    hit: Event::OnDemandHit,
+    miss: Event::OnDemandMiss,
+};
+
 /// By what the device knows a piece, which it is told of if need be.
-fn key_of(remote: &'static Remote, kept: &Kept, role: Role) -> Option<Key> {
+fn key_of(remote: &'static Remote, kept: &Kept, how: &Keeping) -> Option<Key> {
     let stats = &Library::get().stats;
-    let known = kept.range().key(remote, role);
-    stats.count(if known.is_some() {
-        Event::AllocHit
-    } else {
-        Event::AllocMiss
-    });
+    let known = kept.range().key(remote, how.role);
+    stats.count(if known.is_some() { how.hit } else { how.miss });
     known.or_else(|| {
         let (_, bytes) = kept.range().memory();
-        let cost = take_or_make_room(|budget| budget.take_pages(bytes as u64, budget::limit()), bytes)?;
-        let (key, is_new) = tell_device(remote, kept.range(), role, cost)?;
+        let take = |budget: &Budget| budget.take_pages(bytes as u64, budget::limit());
+        let cost = if how.is_pinned {
+            take_or_make_room(take, bytes)?
+        } else {
+            0
+        };
+        let (key, is_new) = tell_device(remote, kept.range(), how.role, cost)?;
         stats.count_many(Event::AllocKept, if is_new { cost } else { 0 });
         Some(key)
     })
@@ -216,7 +258,7 @@ fn tell_device(remote: &'static Remote, range: &Range, role: Role, cost: u64) ->
     // So that the link's end comes after what is kept, and finds it.
     let told = remote.with_pair(|pair| {
         // SAFETY: the program has said that it is there until it says otherwise, which it cannot while a call has it; or
-        // it is the allocator's, whose arenas are never unmapped.
+        // it is the allocator's, whose arenas are never unmapped; or the device looks what is there.
         let told = unsafe { pair.register(memory, len, role) };
         match told.map(|region| (region, range.keep(remote, role, region, cost))) {
             Ok((region, Ok(()))) => {

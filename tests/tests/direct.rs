@@ -57,6 +57,11 @@ fn main() -> ExitCode {
         let name = format!("registered_ahead/{device}");
         trials.push(Trial::test(name, move || few_are_registered(&of_all, device)));
         let of_all = Arc::clone(&paths);
+        let name = format!("on_demand/{device}");
+        trials.push(Trial::test(name, move || {
+            addresses_are_registered_once(&of_all, device)
+        }));
+        let of_all = Arc::clone(&paths);
         let name = format!("registered_allocator/{device}");
         trials.push(Trial::test(name, move || pieces_are_registered_once(&of_all, device)));
         let paths = Arc::clone(&paths);
@@ -275,6 +280,25 @@ fn pieces_are_registered_once(paths: &Paths, device: &str) -> Result<(), Failed>
         assert!(Instant::now() < end, "the link is over, and its registration is not");
         std::thread::sleep(Duration::from_millis(50));
     }
+    Ok(())
+}
+
+/// Where the device reaches memory on demand, addresses are registered once for a link, and take nothing of what may be
+/// locked. (Those of a receive are registered for each call.)
+fn addresses_are_registered_once(paths: &Paths, device: &str) -> Result<(), Failed> {
+    let device = format!("{device},odp");
+    let (mut from, mut to) = pair_with(paths, &device, "client", ["128K:direct"; 2])?;
+    limit_locked_memory(from.child.id(), 200_000)?;
+    let end = Instant::now() + LIMIT;
+    while from.count(paths, "on_demand_hits")? < 100 {
+        transfer(paths, &mut from, &mut to, MANY)?;
+        assert!(Instant::now() < end, "too little goes directly");
+    }
+    let misses = from.count(paths, "on_demand_misses")?;
+    // The memory may lie across the end of what is registered at a time.
+    assert!((1..=2).contains(&misses), "{misses} registrations");
+    assert_eq!(from.count(paths, "direct_registrations")?, misses);
+    assert_eq!(to.count(paths, "on_demand_hits")?, 0);
     Ok(())
 }
 

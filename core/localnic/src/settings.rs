@@ -27,6 +27,8 @@ pub struct Settings {
     /// `pins`: what a program has mapped in the place of memory of its own that was registered is not reached. Needs
     /// CAP_SYS_ADMIN; not for programs that fork.
     pub has_pins: bool,
+    /// `odp`: memory may be registered to be reached on demand, whatever is there by then.
+    pub has_odp: bool,
     /// `seed=`: for what is left to chance.
     pub seed: u64,
 }
@@ -59,6 +61,7 @@ impl Settings {
                 ("roce", false) => settings.is_iwarp = false,
                 ("iwarp", false) => settings.is_iwarp = true,
                 ("pins", false) => settings.has_pins = true,
+                ("odp", false) => settings.has_odp = true,
                 ("thread", false) => settings.has_thread = true,
                 ("delay", true) => settings.delay_us = number,
                 ("late", true) => settings.late_ms = number,

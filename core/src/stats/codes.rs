@@ -175,6 +175,10 @@ events! {
     AllocKept = 31 => "alloc_kept_bytes",
     /// Bytes of such pieces that a device does not know any more.
     AllocEnded = 32 => "alloc_ended_bytes",
+    /// A call's memory lay where the device knew the addresses, and reaches what is there on demand.
+    OnDemandHit = 33 => "on_demand_hits",
+    /// The device was told of the addresses that a call's memory lay at.
+    OnDemandMiss = 34 => "on_demand_misses",
 }
 
 /// Number of [`Event`]s.

@@ -34,7 +34,7 @@ unsafe extern "C" fn before_call(_: c_long, _: *const [usize; 6]) {}
 
 unsafe extern "C" fn attach_end(_: End) {}
 
-fn arenas() -> Arenas {
+fn arenas() -> Pieces {
     static FAKE: OnceLock<Table> = OnceLock::new();
     let table = FAKE.get_or_init(|| Table {
         abi: ABI,
@@ -44,7 +44,7 @@ fn arenas() -> Arenas {
         attach: attach_end,
     });
     TABLE.store(std::ptr::from_ref(table).cast_mut(), Release);
-    Arenas::new()
+    Pieces::new()
 }
 
 /// Sums up what was deregistered.
@@ -65,7 +65,7 @@ fn at(number: usize) -> usize {
 }
 
 /// A call with memory of a piece that a device is told of under this handle.
-fn call(arenas: &Arenas, device: &'static Counts, number: usize, handle: u64) -> Arc<Kept> {
+fn call(arenas: &Pieces, device: &'static Counts, number: usize, handle: u64) -> Arc<Kept> {
     let (kept, len, _) = arenas.covering(at(number) + 100, LEN).unwrap();
     assert_eq!(len, LEN - 100);
     let key = Key { local: 1, remote: 2 };
@@ -75,7 +75,7 @@ fn call(arenas: &Arenas, device: &'static Counts, number: usize, handle: u64) ->
     kept
 }
 
-fn is_known(arenas: &Arenas, device: &Counts, number: usize) -> bool {
+fn is_known(arenas: &Pieces, device: &Counts, number: usize) -> bool {
     let (kept, _, _) = arenas.covering(at(number), 1).unwrap();
     let is_known = kept.range().key(device, Role::Source).is_some();
     assert_eq!(leave(kept), 0);

@@ -4,7 +4,7 @@
 //!
 //! Memory of the allocator's comes in pieces. Each has an *epoch*: a number that changes before anything is done to its
 //! pages or addresses, by the allocator or by a call of the program's. What was learned of a piece, such as
-//! how a device knows it, is true as long as its epoch is what it was before that was learned, and no epoch comes twice.
+//! how a device knows it, is true as long as its epoch is what it was before that was learned. No epoch comes twice.
 
 use std::ffi::{c_int, c_long};
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};

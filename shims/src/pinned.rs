@@ -98,8 +98,8 @@ impl Pinned {
         })
     }
 
-    /// As much of it as lies in the piece in which it begins: of the registered allocator's memory, or of addresses that
-    /// the device reaches on demand. Only where it is this end's device that reads: a peer that does not keep to the
+    /// As much of it as lies in the piece in which it begins: of the registered allocator's memory, or of addresses
+    /// that the device reaches on demand. Only where it is this end's device that reads: a peer that does not keep to the
     /// protocol could write to a piece, or read it, after the call.
     fn kept(remote: &'static Remote, memory: *mut u8, len: usize, least: usize, role: Role) -> Option<Self> {
         if role != Role::Source {
@@ -257,8 +257,8 @@ fn tell_device(remote: &'static Remote, range: &Range, role: Role, cost: u64) ->
     let (memory, len) = range.memory();
     // So that the link's end comes after what is kept, and finds it.
     let told = remote.with_pair(|pair| {
-        // SAFETY: the program has said that it is there until it says otherwise, which it cannot while a call has it; or
-        // it is the allocator's, whose arenas are never unmapped; or the device looks what is there.
+        // SAFETY: the program has said that it is there until it says otherwise, which it cannot while a call has it;
+        // or it is the allocator's, whose arenas are never unmapped; or the device looks what is there.
         let told = unsafe { pair.register(memory, len, role) };
         match told.map(|region| (region, range.keep(remote, role, region, cost))) {
             Ok((region, Ok(()))) => {

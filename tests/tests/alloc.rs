@@ -2,12 +2,15 @@
 //! the allocator with the library. What devices know of its memory is in `direct.rs` and `scenarios/direct_alloc.rs`.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode, Stdio};
+use std::process::{Child, ChildStdout, Command, ExitCode, Stdio};
 use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
 
 use libtest_mimic::{Arguments, Failed, Trial};
 use rdmasock_tests::harness::{Paths, clean_environment};
+use rdmasock_tests::observe::count;
 
 const CASES: [&str; 7] = [
     "semantics",
@@ -43,6 +46,13 @@ fn main() -> ExitCode {
             trials.push(Trial::test(format!("{name}/{case}"), move || play(&paths, case, whose)));
         }
     }
+    for device in ["roce", "iwarp"] {
+        let paths = Arc::clone(&paths);
+        let name = format!("python_exchanges_arrays/{device}");
+        trials.push(Trial::test(name, move || exchange(&paths, device)));
+    }
+    let of_git = Arc::clone(&paths);
+    trials.push(Trial::test("git_makes_a_repository", move || git(&of_git)));
     let of_missing = Arc::clone(&paths);
     trials.push(Trial::test("what_is_missing_is_said", move || is_missing(&of_missing)));
     libtest_mimic::run(&args, trials).exit_code()
@@ -89,6 +99,94 @@ fn play(paths: &Paths, case: &str, whose: Whose) -> Result<(), Failed> {
     }
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     Err(format!("{}\n{}{}", said.status, text(&said.stdout), text(&said.stderr)).into())
+}
+
+/// Killed if it is still there when this is dropped.
+struct Killed(Child);
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Unmodified Python programs that send arrays to each other, which add up; and devices know their memory from step to
+/// step.
+fn exchange(paths: &Paths, device: &str) -> Result<(), Failed> {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../integration/tensors/exchange.py");
+    let both = paths.with_allocator().map_err(|e| format!("{e:#}"))?;
+    let start = |words: &[&str]| -> Result<(Killed, BufReader<ChildStdout>), Failed> {
+        let mut command = Command::new("python3");
+        clean_environment(&mut command);
+        let mut child = command
+            .env("LD_PRELOAD", &both)
+            .env("RDMASOCK_ALLOC", "registered")
+            .env("RDMASOCK_ZCOPY_MIN", "128K")
+            .env("RDMASOCK_DEV_LOCAL_DEVICE", &paths.device)
+            .env("LOCALNIC", device)
+            .env("RDMASOCK_CONTROL_PORT", "0")
+            .env("RDMASOCK_PROMOTE_AFTER", "2r,16K")
+            .arg("-IS")
+            .arg(&script)
+            .args(words)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()?;
+        let lines = BufReader::new(child.stdout.take().unwrap());
+        Ok((Killed(child), lines))
+    };
+    let line = |from: &mut BufReader<ChildStdout>| -> Result<String, Failed> {
+        let mut line = String::new();
+        from.read_line(&mut line)?;
+        Ok(line.trim().to_owned())
+    };
+    let end = Instant::now() + Duration::from_secs(60);
+    loop {
+        let (server, mut of_server) = start(&["server", "1.5", "20"])?;
+        let port = line(&mut of_server)?;
+        let (client, mut of_client) = start(&["client", "1.5", "20", &port])?;
+        for lines in [&mut of_server, &mut of_client] {
+            let said = line(lines)?;
+            assert!(said.starts_with("{\"seconds\""), "{said:?}");
+        }
+        let kept = [&server, &client].map(|end| count(&paths.command, end.0.id(), "alloc_hits"));
+        let kept: u64 = kept.into_iter().map(|hits| hits.ok().flatten().unwrap_or(0)).sum();
+        if kept > 0 {
+            return Ok(());
+        }
+        // On a machine that has much else to do no reader need have waited.
+        assert!(
+            Instant::now() < end,
+            "nothing was sent from memory that the device knew"
+        );
+    }
+}
+
+/// It has threads, children and files that it maps.
+fn git(paths: &Paths) -> Result<(), Failed> {
+    let directory = tempfile::tempdir()?;
+    let both = paths.with_allocator().map_err(|e| format!("{e:#}"))?;
+    std::fs::write(directory.path().join("large"), "0123456789".repeat(400_000))?;
+    for words in [
+        "init --quiet",
+        "add large",
+        "-c user.name=a -c user.email=a commit --quiet --message=b",
+        "repack -a -d --quiet --threads=4",
+        "fsck --full --strict --no-progress",
+        "clone --quiet . clone",
+    ] {
+        let mut command = Command::new("git");
+        clean_environment(&mut command);
+        let said = command
+            .current_dir(directory.path())
+            .env("LD_PRELOAD", &both)
+            .env("RDMASOCK_ALLOC", "registered")
+            .args(words.split(' '))
+            .output()?;
+        assert!(said.status.success(), "git {words}: {said:?}");
+    }
+    Ok(())
 }
 
 /// A program with sockets, for which the allocator was asked for and is not there, runs on after one line.

@@ -1,6 +1,6 @@
-//! Direct transfers (see `direct`) with the registered allocator (`RDMASOCK_ALLOC=registered`): what devices know of the
-//! memory of large blocks is kept. Here are blocks whose memory becomes another one between two calls, by all calls that
-//! can do that, and blocks that come and go while other threads allocate; and what the other scenarios of direct
+//! Direct transfers (see `direct`) with the registered allocator (`RDMASOCK_ALLOC=registered`): what devices know of
+//! large blocks is kept. Here are blocks whose memory becomes another one between two calls, by all calls that can do
+//! that, and blocks that come and go while other threads allocate; and what the other scenarios of direct
 //! transfers are about. The device takes pages for what they were when they were registered.
 
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};

@@ -97,7 +97,8 @@ impl Context {
         })
     }
 
-    /// Whether the sources of WRITEs of a reliable connection may be registered for on-demand paging (ibv_query_device_ex(3)).
+    /// Whether the sources of WRITEs of a reliable connection may be registered for on-demand paging
+    /// (ibv_query_device_ex(3)).
     pub fn has_on_demand(&self) -> bool {
         let mut attr = MaybeUninit::<ffi::ibv_device_attr_ex>::zeroed();
         // SAFETY: the context lives; the attributes are numbers for which zeroes are a value, and the call leaves those

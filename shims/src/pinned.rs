@@ -99,8 +99,8 @@ impl Pinned {
     }
 
     /// As much of it as lies in the piece in which it begins: of the registered allocator's memory, or of addresses
-    /// that the device reaches on demand. Only where it is this end's device that reads: a peer that does not keep to the
-    /// protocol could write to a piece, or read it, after the call.
+    /// that the device reaches on demand. Only where it is this end's device that reads: a peer that does not keep to
+    /// the protocol could write to a piece, or read it, after the call.
     fn kept(remote: &'static Remote, memory: *mut u8, len: usize, least: usize, role: Role) -> Option<Self> {
         if role != Role::Source {
             return None;

@@ -15,6 +15,9 @@ use crate::ctx::Ctx;
 use crate::data::Rng;
 use crate::sys;
 
+/// A scenario.
+type Run = fn(&Ctx);
+
 const PAGE: usize = 4096;
 /// `SHM_REMAP` of bits/shm.h.
 const SHM_REMAP: c_int = 0o40000;
@@ -254,7 +257,7 @@ fn churn(seed: u64, is_over: &AtomicBool) {
 
 /// Those of this module, and those of others that are played with the allocator too.
 pub fn add_to(all: &mut Vec<Scenario>) {
-    let played: [(&str, fn(&Ctx), bool); 15] = [
+    let played: [(&str, Run, bool); 15] = [
         ("changes", changes, true),
         ("others", others, true),
         ("given_back", given_back, true),
@@ -279,7 +282,7 @@ pub fn add_to(all: &mut Vec<Scenario>) {
     }
     // Without the allocator, on a device that reaches what the program sends from by its addresses. What else is
     // registered are pages all the same.
-    let on_demand: [(&str, fn(&Ctx)); 7] = [
+    let on_demand: [(&str, Run); 7] = [
         ("changes", changes),
         ("others", others),
         ("heap", direct_memory::heap),

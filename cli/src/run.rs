@@ -13,11 +13,12 @@ use std::process::Command;
 use anyhow::{Context, Result, bail};
 use clap::builder::OsStringValueParser;
 use clap::{Arg, ArgMatches, Args, FromArgMatches};
-use rdmasock_shims::config::{Config, VARIABLES};
+use rdmasock_shims::config::{Alloc, Config, VARIABLES};
 
 use crate::elf;
 
 const LIBRARY: &str = "librdmasock.so";
+const ALLOCATOR: &str = "librdmasock_alloc.so";
 const LIBRARY_VARIABLE: &str = "RDMASOCK_LIBRARY";
 const PRELOAD: &str = "LD_PRELOAD";
 const PROGRAM: &str = "program";
@@ -87,17 +88,17 @@ impl FromArgMatches for Options {
 
 impl Options {
     /// Lets the library judge the values, together with those that it would find in the
-    /// environment.
-    fn check(&self) -> Result<(), clap::Error> {
+    /// environment. Gives what it would make of them.
+    fn check(&self) -> Result<Config, clap::Error> {
         let inherited = VARIABLES
             .iter()
             .filter(|variable| self.option(variable.name).is_none())
             .filter_map(|variable| Some((variable.name.into(), env::var_os(variable.name)?)));
         let given = self.variables.iter();
         let given = given.map(|(name, value)| ((*name).into(), value.clone()));
-        let (_, warnings) = Config::from_vars(inherited.chain(given));
+        let (config, warnings) = Config::from_vars(inherited.chain(given));
         if warnings.is_empty() {
-            return Ok(());
+            return Ok(config);
         }
         let problems: Vec<_> = warnings.into_iter().map(|warning| warning.problem).collect();
         let text = format!("{}\n", problems.join("\n"));
@@ -113,11 +114,16 @@ impl Options {
 /// Runs the program; comes back only if that cannot be done. Bad values end the command with
 /// status 2, as other faults of the command line.
 pub fn run(options: &Options) -> Result<()> {
-    options.check().unwrap_or_else(|error| error.exit());
+    let config = options.check().unwrap_or_else(|error| error.exit());
     let [name, arguments @ ..] = options.program.as_slice() else {
         bail!("no program given");
     };
     let library = find_library(options.option(LIBRARY_VARIABLE))?;
+    let allocator = match config.alloc {
+        Alloc::Registered => Some(find_allocator(&library)?),
+        Alloc::Off => None,
+    };
+    let libraries = std::iter::once(library).chain(allocator);
     let program = find_program(name)?;
     if let Some(obstacle) = elf::obstacle(&program)? {
         bail!("{} {obstacle}", program.display());
@@ -126,7 +132,10 @@ pub fn run(options: &Options) -> Result<()> {
         .arg0(name)
         .args(arguments)
         .envs(options.variables.iter().map(|(name, value)| (name, value)))
-        .env(PRELOAD, preload(env::var_os(PRELOAD), &library))
+        .env(
+            PRELOAD,
+            libraries.fold(env::var_os(PRELOAD).unwrap_or_default(), preload),
+        )
         .exec();
     Err(error).with_context(|| format!("cannot run {}", program.display()))
 }
@@ -138,8 +147,8 @@ fn capitalised(text: &str) -> String {
 }
 
 /// The list of libraries to preload with `library` as its last.
-fn preload(before: Option<OsString>, library: &Path) -> OsString {
-    let mut list = before.unwrap_or_default();
+fn preload(mut list: OsString, library: impl AsRef<Path>) -> OsString {
+    let library = library.as_ref();
     let is_separator = |byte: &u8| matches!(byte, b':' | b' ');
     let mut listed = list.as_bytes().split(is_separator);
     if !listed.any(|path| path == library.as_os_str().as_bytes()) {
@@ -187,6 +196,19 @@ fn find_library(option: Option<&OsStr>) -> Result<PathBuf> {
     Ok(library)
 }
 
+/// The registered allocator, which is of one version with the library beside it.
+fn find_allocator(library: &Path) -> Result<PathBuf> {
+    let allocator = library.with_file_name(ALLOCATOR);
+    if !allocator.is_file() {
+        bail!(
+            "cannot find {ALLOCATOR} beside {LIBRARY} (tried {}), for RDMASOCK_ALLOC=registered; build it with `cargo build \
+             --release -p rdmasock-alloc`, or leave the option and the variable out",
+            allocator.display()
+        );
+    }
+    Ok(allocator)
+}
+
 /// The program's file, as execvp(3) would find it.
 fn find_program(name: &OsStr) -> Result<PathBuf> {
     if name.as_bytes().contains(&b'/') {
@@ -216,7 +238,8 @@ mod tests {
             (Some("a.so b.so"), "a.so b.so:/lib/librdmasock.so"),
             (Some("/lib/librdmasock.so:b.so"), "/lib/librdmasock.so:b.so"),
         ] {
-            assert_eq!(preload(before.map(OsString::from), library), after);
+            let before = before.map(OsString::from).unwrap_or_default();
+            assert_eq!(preload(before, library), after);
         }
     }
 }

@@ -50,6 +50,38 @@ fn stderr_of_failure(command: &mut Command, code: i32) -> String {
 }
 
 #[test]
+fn the_registered_allocator_is_preloaded_where_it_was_asked_for() {
+    let library = Library::new();
+    let run = |words: &[&str]| {
+        let mut command = rdmasock();
+        command.env("RDMASOCK_LIBRARY", library.path()).arg("run").args(words);
+        command
+    };
+    let asked = ["--alloc", "registered", "--", "env"];
+    let said = stderr_of_failure(&mut run(&asked), 1);
+    let tried = library.path().with_file_name("librdmasock_alloc.so");
+    for part in [tried.to_str().unwrap(), "cargo build --release -p rdmasock-alloc"] {
+        assert!(said.contains(part), "{said}");
+    }
+    fs::copy(libm(), &tried).unwrap();
+    let preloads = |words: &[&str]| {
+        let output = run(words).assert().success().get_output().clone();
+        let text = String::from_utf8(output.stdout).unwrap();
+        let line = text.lines().find(|line| line.starts_with("LD_PRELOAD=")).unwrap();
+        line.replace("LD_PRELOAD=", "")
+    };
+    let alone = library.path().display().to_string();
+    assert_eq!(preloads(&asked), format!("{alone}:{}", tried.display()));
+    assert_eq!(preloads(&["--", "env"]), alone);
+    assert_eq!(preloads(&["--alloc", "off", "--", "env"]), alone);
+    let said = stderr_of_failure(&mut run(&["--alloc", "on", "--", "env"]), 2);
+    assert!(
+        said.contains("RDMASOCK_ALLOC=on: accepted is off or registered"),
+        "{said}"
+    );
+}
+
+#[test]
 fn the_program_gets_the_variables_and_the_library() {
     let library = Library::new();
     let output = rdmasock()

@@ -3,6 +3,8 @@
 
 #![warn(missing_docs)]
 
+#[cfg(not(loom))]
+pub mod allocator;
 pub mod cycles;
 
 pub mod fabric;

@@ -42,6 +42,11 @@ impl Known {
         .sum()
     }
 
+    /// What it takes of the budget.
+    pub fn cost(&self) -> u64 {
+        self.cost
+    }
+
     fn is_of(&self, device: &dyn Device) -> bool {
         std::ptr::addr_eq(self.device, device)
     }
@@ -61,6 +66,16 @@ pub struct Range {
 }
 
 impl Range {
+    /// One that no device knows yet.
+    pub fn new(start: usize, len: usize, roles: c_int) -> Self {
+        Self {
+            start,
+            len,
+            roles,
+            known: Lock::new(Vec::new()),
+        }
+    }
+
     /// Where it begins, and its bytes.
     pub fn memory(&self) -> (*mut u8, usize) {
         (std::ptr::with_exposed_provenance_mut(self.start), self.len)
@@ -96,7 +111,7 @@ impl Range {
     }
 
     /// Takes out those registrations.
-    fn take(&self, which: impl Fn(&Known) -> bool) -> Vec<Known> {
+    pub fn take(&self, which: impl Fn(&Known) -> bool) -> Vec<Known> {
         let known = self.known.lock();
         known.map_or_else(Vec::new, |mut known| {
             known.extract_if(.., |known| which(known)).collect()
@@ -138,15 +153,7 @@ impl Ahead {
         if ranges.len() >= MOST {
             return Err(libc::ENOMEM);
         }
-        ranges.insert(
-            at,
-            Arc::new(Range {
-                start,
-                len,
-                roles,
-                known: Lock::new(Vec::new()),
-            }),
-        );
+        ranges.insert(at, Arc::new(Range::new(start, len, roles)));
         self.count.store(ranges.len(), Relaxed);
         Ok(())
     }
@@ -175,7 +182,7 @@ impl Ahead {
             Role::Source => SENT_FROM,
             Role::Target => RECEIVED_INTO,
             // Memory is in these roles for a link's own ends, or for one call.
-            Role::Both | Role::Offered => return None,
+            Role::Both | Role::Offered | Role::OnDemand => return None,
         };
         let ranges = self.ranges.lock()?;
         let at = ranges.partition_point(|range| range.end() <= start);

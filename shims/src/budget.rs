@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use rustix::process::{Resource, getrlimit};
 
 /// As which the kernel counts it, bytes.
-const PAGE: u64 = 4096;
+pub const PAGE: u64 = 4096;
 
 /// What is registered now, bytes.
 #[derive(Default)]
@@ -30,6 +30,12 @@ impl Budget {
             (len >= least).then(|| taken + len as u64 + edges)
         });
         taken.ok().map(|_| (len, len as u64 + edges))
+    }
+
+    /// Takes so many bytes of `limit`, whole pages, or nothing. Gives what is to be given back.
+    pub fn take_pages(&self, bytes: u64, limit: u64) -> Option<u64> {
+        let with = |taken: u64| taken.checked_add(bytes).filter(|sum| *sum <= limit);
+        self.0.fetch_update(Relaxed, Relaxed, with).ok().map(|_| bytes)
     }
 
     /// Gives back what something was taken at.

@@ -6,6 +6,7 @@ use rdmasock_core::os::privatefd::{PrivateFd, Transit};
 use rdmasock_core::stats::{InstanceInfo, StatsPage};
 
 use crate::ahead::Ahead;
+use crate::arenas::{self, Pieces};
 use crate::budget::Budget;
 use crate::config::{Config, config};
 use crate::library::{Build, Library, program_name};
@@ -31,6 +32,7 @@ fn build() -> Option<Library> {
         return None;
     }
     crate::table::init().ok()?;
+    arenas::warn_if_missing();
     crate::log::init(config);
     crate::closing::tell(&crate::close::TOLD);
     crate::fork::register(crate::exit::at_exit);
@@ -57,6 +59,8 @@ fn build() -> Option<Library> {
         offers: Offers::new(),
         pinned: Budget::default(),
         ahead: Ahead::new(),
+        arenas: Pieces::new(),
+        on_demand: Pieces::new(),
         service: Mailbox::new(service::THREAD).ok()?,
     };
     tracing::info!(target: "rdmasock", instance = %library.id, program = %library.program, "instance made");

@@ -25,6 +25,7 @@ mod ahead;
 mod ancestors;
 mod anchor;
 pub mod api;
+mod arenas;
 mod blocking;
 mod budget;
 mod call;

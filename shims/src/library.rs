@@ -13,11 +13,12 @@ use std::sync::atomic::{
 use once_cell::race::{OnceBox, OnceRef};
 use rdmasock_core::ids::InstanceId;
 use rdmasock_core::os::privatefd::PrivateFd;
-use rdmasock_core::stats::{Reason, StatsPage};
+use rdmasock_core::stats::{Event, Reason, StatsPage};
 use rdmasock_core::stream::handshake::Role;
 use rdmasock_core::stream::policy::Threshold;
 
 use crate::ahead::Ahead;
+use crate::arenas::Pieces;
 use crate::budget::Budget;
 use crate::config::config;
 use crate::kept_on_tcp;
@@ -49,6 +50,10 @@ pub struct Library {
     pub pinned: Budget,
     /// What of it the program has registered ahead.
     pub ahead: Ahead,
+    /// What of it is the registered allocator's.
+    pub arenas: Pieces,
+    /// What of it devices reach on demand.
+    pub on_demand: Pieces,
     /// What is left to the service thread.
     pub service: Mailbox,
 }
@@ -100,6 +105,14 @@ impl Library {
     fn begin(build: &'static Build) -> bool {
         let _ = BUILD.set(build);
         Self::ensure().is_some()
+    }
+
+    /// So many bytes of the allocator's memory are not registered any more.
+    pub fn free_kept(&self, bytes: u64) {
+        if bytes > 0 {
+            self.pinned.give_back(bytes);
+            self.stats.count_many(Event::AllocEnded, bytes);
+        }
     }
 
     /// The instance, if it was made.

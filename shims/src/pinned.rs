@@ -8,7 +8,8 @@ use rdmasock_core::os::thread;
 use rdmasock_core::stats::Event;
 
 use crate::ahead::{Known, Range};
-use crate::budget;
+use crate::arenas::{self, Kept};
+use crate::budget::{self, Budget};
 use crate::library::Library;
 use crate::link::Remote;
 
@@ -18,6 +19,8 @@ enum Kind {
     Own(Region, u64),
     /// Of the range, which stays as long as this; and how many bulk queue pairs the link had lost before.
     Ahead(Arc<Range>, u64),
+    /// Of the piece that it lies in, which stays as long as this; and as above.
+    Kept(Option<Arc<Kept>>, u64),
 }
 
 /// See the module. It is over when this is dropped.
@@ -41,6 +44,9 @@ impl Pinned {
             stats.count(Event::DirectAhead);
             return Some(pinned);
         }
+        if let Some(pinned) = Self::kept(remote, memory, len, least, role) {
+            return Some(pinned);
+        }
         // SAFETY: by the contract.
         let pinned = unsafe { Self::own(remote, memory, len, least, role) };
         let is_there = pinned.is_some();
@@ -55,11 +61,10 @@ impl Pinned {
     /// # Safety
     /// As [`Self::new`].
     unsafe fn own(remote: &'static Remote, memory: *mut u8, len: usize, least: usize, role: Role) -> Option<Self> {
-        let budget = &Library::get().pinned;
-        let (len, cost) = budget.take(len, least, budget::limit())?;
+        let (len, cost) = take_or_make_room(|budget| budget.take(len, least, budget::limit()), len)?;
         // SAFETY: by the contract.
         let Ok(region) = (unsafe { remote.end().qp().register(memory, len, role) }) else {
-            budget.give_back(cost);
+            Library::get().pinned.give_back(cost);
             return None;
         };
         Some(Self {
@@ -79,10 +84,56 @@ impl Pinned {
         let range = Library::get().ahead.covering(memory.addr(), len, role)?;
         let lost = remote.end().direct_counts().lost;
         let known = range.key(remote, role);
-        let key = known.or_else(|| tell_device(remote, &range, role))?;
+        let key = known.or_else(|| {
+            let (_, bytes) = range.memory();
+            let (_, cost) = take_or_make_room(|budget| budget.take(bytes, bytes, budget::limit()), bytes)?;
+            tell_device(remote, &range, role, cost).map(|(key, _)| key)
+        })?;
         Some(Self {
             remote,
             kind: Kind::Ahead(range, lost),
+            key,
+            len,
+            thread: thread::current().tid(),
+        })
+    }
+
+    /// As much of it as lies in the piece in which it begins: of the registered allocator's memory, or of addresses
+    /// that the device reaches on demand. Only where it is this end's device that reads: a peer that does not keep to
+    /// the protocol could write to a piece, or read it, after the call.
+    fn kept(remote: &'static Remote, memory: *mut u8, len: usize, least: usize, role: Role) -> Option<Self> {
+        if role != Role::Source {
+            return None;
+        }
+        let library = Library::get();
+        let of_allocator = || {
+            let piece = library.arenas.covering(memory.addr(), len)?;
+            Self::of_piece(remote, piece, least, &ALLOCATOR)
+        };
+        let on_demand = || {
+            let has_it = remote.reaches_on_demand();
+            let piece = has_it.then(|| library.on_demand.of_addresses(memory.addr(), len))??;
+            Self::of_piece(remote, piece, least, &ON_DEMAND)
+        };
+        of_allocator().or_else(on_demand)
+    }
+
+    fn of_piece(
+        remote: &'static Remote,
+        (kept, len, free): (Arc<Kept>, usize, u64),
+        least: usize,
+        how: &Keeping,
+    ) -> Option<Self> {
+        Library::get().free_kept(free);
+        let lost = remote.end().direct_counts().lost;
+        let key = (len >= least).then(|| key_of(remote, &kept, how)).flatten();
+        let Some(key) = key else {
+            let_go(kept);
+            return None;
+        };
+        Some(Self {
+            remote,
+            kind: Kind::Kept(Some(kept), lost),
             key,
             len,
             thread: thread::current().tid(),
@@ -110,7 +161,7 @@ impl Drop for Pinned {
         if self.is_of_a_parent() {
             return;
         }
-        match &self.kind {
+        match &mut self.kind {
             Kind::Own(region, cost) => {
                 self.remote.end().qp().deregister(*region);
                 Library::get().pinned.give_back(*cost);
@@ -118,42 +169,112 @@ impl Drop for Pinned {
             // Without a bulk queue pair nobody has said that nothing is under way any more, and what comes late is to
             // find the memory out of reach. Others who use it go on by rings.
             Kind::Ahead(range, lost) => {
-                let remote = self.remote;
-                if remote.is_down() || remote.end().direct_counts().lost != *lost {
-                    let registrations = range.take_of(remote);
+                if has_lost(self.remote, *lost) {
+                    let registrations = range.take_of(self.remote);
                     Library::get().pinned.give_back(Known::end_all(registrations));
+                }
+            }
+            Kind::Kept(kept, lost) => {
+                if let Some(kept) = kept.take() {
+                    if has_lost(self.remote, *lost) {
+                        let registrations = kept.range().take_of(self.remote);
+                        Library::get().free_kept(Known::end_all(registrations));
+                    }
+                    let_go(kept);
                 }
             }
         }
     }
 }
 
+/// Whether the link has lost its bulk queue pair since that count, or is down.
+fn has_lost(remote: &Remote, before: u64) -> bool {
+    remote.is_down() || remote.end().direct_counts().lost != before
+}
+
+/// A call has a piece no more. If the piece has become another meanwhile, what devices know of it ends now.
+fn let_go(kept: Arc<Kept>) {
+    Library::get().free_kept(arenas::leave(kept));
+}
+
+/// How pieces are kept.
+struct Keeping {
+    role: Role,
+    /// Whether its pages have to be in memory, and take some of the budget.
+    is_pinned: bool,
+    hit: Event,
+    miss: Event,
+}
+
+const ALLOCATOR: Keeping = Keeping {
+    role: Role::Source,
+    is_pinned: true,
+    hit: Event::AllocHit,
+    miss: Event::AllocMiss,
+};
+
+const ON_DEMAND: Keeping = Keeping {
+    role: Role::OnDemand,
+    is_pinned: false,
+    hit: Event::OnDemandHit,
+    miss: Event::OnDemandMiss,
+};
+
+/// By what the device knows a piece, which it is told of if need be.
+fn key_of(remote: &'static Remote, kept: &Kept, how: &Keeping) -> Option<Key> {
+    let stats = &Library::get().stats;
+    let known = kept.range().key(remote, how.role);
+    stats.count(if known.is_some() { how.hit } else { how.miss });
+    known.or_else(|| {
+        let (_, bytes) = kept.range().memory();
+        let take = |budget: &Budget| budget.take_pages(bytes as u64, budget::limit());
+        let cost = if how.is_pinned {
+            take_or_make_room(take, bytes)?
+        } else {
+            0
+        };
+        let (key, is_new) = tell_device(remote, kept.range(), how.role, cost)?;
+        stats.count_many(Event::AllocKept, if is_new { cost } else { 0 });
+        Some(key)
+    })
+}
+
+/// Takes something of the budget, for which registrations of pieces that have not been used for long may have to go.
+fn take_or_make_room<T>(take: impl Fn(&Budget) -> Option<T>, bytes: usize) -> Option<T> {
+    let library = Library::get();
+    take(&library.pinned).or_else(|| {
+        let free = library.arenas.make_room(bytes as u64 + 2 * budget::PAGE);
+        library.free_kept(free);
+        if free > 0 { take(&library.pinned) } else { None }
+    })
+}
+
 /// The device hears of all of the range, which is as good as registered: without room in the budget for it, or where
-/// the device refuses, each call registers its own part.
+/// the device refuses, each call registers its own part. Gives whether it is known for what was taken of the budget.
 #[cold]
-fn tell_device(remote: &'static Remote, range: &Range, role: Role) -> Option<Key> {
+fn tell_device(remote: &'static Remote, range: &Range, role: Role, cost: u64) -> Option<(Key, bool)> {
     let library = Library::get();
     let (memory, len) = range.memory();
     // So that the link's end comes after what is kept, and finds it.
-    remote.with_pair(|pair| {
-        let (_, cost) = library.pinned.take(len, len, budget::limit())?;
-        // SAFETY: the program has said that it is there until it says otherwise, which it cannot while a call has it.
+    let told = remote.with_pair(|pair| {
+        // SAFETY: the program has said that it is there until it says otherwise, which it cannot while a call has it;
+        // or it is the allocator's, whose arenas are never unmapped; or the device looks what is there.
         let told = unsafe { pair.register(memory, len, role) };
-        let kept = told.map(|region| (region, range.keep(remote, role, region, cost)));
-        match kept {
+        match told.map(|region| (region, range.keep(remote, role, region, cost))) {
             Ok((region, Ok(()))) => {
                 library.stats.count(Event::DirectRegistered);
-                Some(region.key)
+                Some((region.key, true))
             }
             Ok((region, Err(other))) => {
                 pair.deregister(region);
-                library.pinned.give_back(cost);
-                other
+                other.map(|key| (key, false))
             }
-            Err(_) => {
-                library.pinned.give_back(cost);
-                None
-            }
+            Err(_) => None,
         }
-    })?
+    });
+    let told = told.flatten();
+    if !told.is_some_and(|(_, is_new)| is_new) {
+        library.pinned.give_back(cost);
+    }
+    told
 }

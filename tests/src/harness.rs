@@ -164,6 +164,22 @@ impl Paths {
     }
 }
 
+impl Paths {
+    /// What to preload for the library with the registered allocator, which is beside it.
+    pub fn with_allocator(&self) -> Result<String> {
+        let library = self.library.as_ref().map_err(|why| anyhow!("{why}"))?;
+        let allocator = library.with_file_name("librdmasock_alloc.so");
+        let release = if cfg!(debug_assertions) { "" } else { " --release" };
+        if !allocator.is_file() {
+            bail!(
+                "no {}: build it with `cargo build{release} -p rdmasock-alloc`",
+                allocator.display()
+            );
+        }
+        Ok(format!("{}:{}", library.display(), allocator.display()))
+    }
+}
+
 /// Takes every `RDMASOCK*` variable out of `command`, except those for logging; a failed
 /// expectation is one line, without a backtrace.
 pub fn clean_environment(command: &mut Command) {
@@ -283,6 +299,9 @@ impl Running {
                     .env("LOCALNIC", words(device, scenario.device))
                     // Asked by name, as within a host: one port would be for all that run at once.
                     .env("RDMASOCK_CONTROL_PORT", "0");
+            }
+            if scenario.env.iter().any(|(name, _)| *name == "RDMASOCK_ALLOC") {
+                command.env("LD_PRELOAD", paths.with_allocator()?);
             }
             let dir = place.dir.to_string_lossy();
             let variables = scenario.env.iter();

@@ -56,6 +56,14 @@ fn main() -> ExitCode {
         let of_all = Arc::clone(&paths);
         let name = format!("registered_ahead/{device}");
         trials.push(Trial::test(name, move || few_are_registered(&of_all, device)));
+        let of_all = Arc::clone(&paths);
+        let name = format!("on_demand/{device}");
+        trials.push(Trial::test(name, move || {
+            addresses_are_registered_once(&of_all, device)
+        }));
+        let of_all = Arc::clone(&paths);
+        let name = format!("registered_allocator/{device}");
+        trials.push(Trial::test(name, move || pieces_are_registered_once(&of_all, device)));
         let paths = Arc::clone(&paths);
         let name = format!("ways_are_tried/{device}");
         trials.push(Trial::test(name, move || ways_are_tried(&paths, device)));
@@ -82,16 +90,26 @@ impl Drop for End {
 }
 
 impl End {
-    /// `least` is `RDMASOCK_ZCOPY_MIN`, perhaps with the way that is fixed behind a colon.
+    /// `least` is `RDMASOCK_ZCOPY_MIN`, perhaps with the way that is fixed behind a colon, and `+alloc` for the
+    /// registered allocator.
     fn start(paths: &Paths, device: &str, least: &str, words: &[&str]) -> Result<Self, Failed> {
         let mut command = Command::new(&paths.scenario);
         clean_environment(&mut command);
+        let library = paths.library.as_ref()?;
+        let (least, has_allocator) = match least.strip_suffix("+alloc") {
+            Some(rest) => (rest, true),
+            None => (least, false),
+        };
+        command.env("LD_PRELOAD", library);
+        if has_allocator {
+            let both = paths.with_allocator().map_err(|e| format!("{e:#}"))?;
+            command.env("RDMASOCK_ALLOC", "registered").env("LD_PRELOAD", both);
+        }
         let (least, way) = least.split_once(':').unwrap_or((least, ""));
         if !way.is_empty() {
             command.env("RDMASOCK_DEV_WAY", way);
         }
         let mut child = command
-            .env("LD_PRELOAD", paths.library.as_ref()?)
             .env("RDMASOCK_DEV_LOCAL_DEVICE", &paths.device)
             .env("LOCALNIC", device)
             // Asked by name, as within a host: one port would be for all that run at once.
@@ -241,6 +259,46 @@ fn few_are_registered(paths: &Paths, device: &str) -> Result<(), Failed> {
         from.count(paths, "direct_unpinned")? + to.count(paths, "direct_unpinned")?,
         0
     );
+    Ok(())
+}
+
+/// A piece of the registered allocator's is registered once for a link, whatever becomes of the blocks in it, and ends
+/// with the link.
+fn pieces_are_registered_once(paths: &Paths, device: &str) -> Result<(), Failed> {
+    let (mut from, mut to) = pair_with(paths, device, "client", ["128K:direct+alloc", "128K:direct"])?;
+    let end = Instant::now() + LIMIT;
+    while from.count(paths, "alloc_hits")? < 100 {
+        transfer(paths, &mut from, &mut to, MANY)?;
+        assert!(Instant::now() < end, "too little goes directly");
+    }
+    let of = |event| from.count(paths, event);
+    assert_eq!((of("alloc_misses")?, of("direct_registrations")?), (1, 1));
+    assert_eq!((of("alloc_kept_bytes")?, of("alloc_ended_bytes")?), (2 << 20, 0));
+    assert_eq!(of("direct_unpinned")? + to.count(paths, "alloc_misses")?, 0);
+    drop(to);
+    while from.count(paths, "alloc_ended_bytes")? == 0 {
+        assert!(Instant::now() < end, "the link is over, and its registration is not");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    Ok(())
+}
+
+/// Where the device reaches memory on demand, addresses are registered once for a link, and take nothing of what may be
+/// locked. (Those of a receive are registered for each call.)
+fn addresses_are_registered_once(paths: &Paths, device: &str) -> Result<(), Failed> {
+    let device = format!("{device},odp");
+    let (mut from, mut to) = pair_with(paths, &device, "client", ["128K:direct"; 2])?;
+    limit_locked_memory(from.child.id(), 200_000)?;
+    let end = Instant::now() + LIMIT;
+    while from.count(paths, "on_demand_hits")? < 100 {
+        transfer(paths, &mut from, &mut to, MANY)?;
+        assert!(Instant::now() < end, "too little goes directly");
+    }
+    let misses = from.count(paths, "on_demand_misses")?;
+    // The memory may lie across the end of what is registered at a time.
+    assert!((1..=2).contains(&misses), "{misses} registrations");
+    assert_eq!(from.count(paths, "direct_registrations")?, misses);
+    assert_eq!(to.count(paths, "on_demand_hits")?, 0);
     Ok(())
 }
 

@@ -186,7 +186,7 @@ impl Domain {
         entry.len.store(len, Relaxed);
         let roles = match role {
             Role::Both => SOURCE | TARGET,
-            Role::Source => SOURCE,
+            Role::Source | Role::OnDemand => SOURCE,
             Role::Target => TARGET,
             Role::Offered => OFFERED,
         };

@@ -154,8 +154,12 @@ impl Queue {
 
     /// Registers memory until it is deregistered or the queue pair is over.
     pub fn register(&self, start: u64, len: u64, role: Role) -> Result<Keys> {
-        // Rings are not the program's to change.
-        let pages = match self.settings.has_pins && role != Role::Both {
+        if role == Role::OnDemand && !self.settings.has_odp {
+            return Err(Errno(libc::EOPNOTSUPP));
+        }
+        // Rings are not the program's to change, and what is reached on demand is whatever is there.
+        let is_pinned = !matches!(role, Role::Both | Role::OnDemand);
+        let pages = match self.settings.has_pins && is_pinned {
             true => pins::pin(start, len).unwrap_or_else(|| {
                 log(Level::Error, format_args!("localnic: pins needs CAP_SYS_ADMIN"));
                 0

@@ -166,6 +166,19 @@ events! {
     RendezvousReceived = 27 => "rendezvous_received_bytes",
     /// Memory that a send had lent so was wanted back before all of it was read.
     RendezvousRecalled = 28 => "rendezvous_recalled",
+    /// A call's memory lay in a piece of the registered allocator's that the device knew.
+    AllocHit = 29 => "alloc_hits",
+    /// A call's memory lay in a piece of the registered allocator's that the device did not know: it was told, if there
+    /// was room in the budget.
+    AllocMiss = 30 => "alloc_misses",
+    /// Bytes of such pieces that a device was told of.
+    AllocKept = 31 => "alloc_kept_bytes",
+    /// Bytes of such pieces that a device does not know any more.
+    AllocEnded = 32 => "alloc_ended_bytes",
+    /// A call's memory lay where the device knew the addresses, and reaches what is there on demand.
+    OnDemandHit = 33 => "on_demand_hits",
+    /// The device was told of the addresses that a call's memory lay at.
+    OnDemandMiss = 34 => "on_demand_misses",
 }
 
 /// Number of [`Event`]s.

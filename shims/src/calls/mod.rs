@@ -34,6 +34,7 @@ pub mod confine;
 pub mod dlopen;
 pub mod fd;
 pub mod io;
+mod memory;
 pub mod numbers;
 pub mod process;
 pub mod ready;
@@ -51,4 +52,5 @@ pub extern "C" fn on_load() {
     vfork::remember_process();
     crate::ending::watch_main_thread(crate::service::wake);
     crate::library::remember_program();
+    memory::find_allocator();
 }

@@ -5,6 +5,7 @@
 //! cancellation points, take other arguments in places, and are not what the program has asked for.
 
 mod forks;
+mod memory;
 mod others;
 mod own;
 mod ways;
@@ -146,7 +147,7 @@ served! { (a b c d e f) OLD:
     direct SYS_pipe = numbers::pipe, (a: *mut c_int) -> c_int;
 }
 
-const SERVED: [&[(c_long, Handler)]; 8] = [
+const SERVED: [&[(c_long, Handler)]; 9] = [
     BYTES,
     SOCKETS,
     DESCRIPTORS,
@@ -155,4 +156,5 @@ const SERVED: [&[(c_long, Handler)]; 8] = [
     OLD,
     others::OTHERS,
     forks::FORKS,
+    memory::MEMORY,
 ];

@@ -42,6 +42,16 @@ pub enum ZeroCopy {
     From(Size),
 }
 
+/// Where the large blocks of malloc come from.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Alloc {
+    /// From wherever the program's malloc has them.
+    #[default]
+    Off,
+    /// From arenas that stay registered: `librdmasock_alloc.so` is preloaded too.
+    Registered,
+}
+
 /// What the user has asked for; every combination that exists is valid.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
@@ -65,6 +75,8 @@ pub struct Config {
     pub arena: Size,
     /// Whether the memory of programs is read and written by the device itself, between hosts.
     pub zcopy: ZeroCopy,
+    /// Where the large blocks of malloc come from.
+    pub alloc: Alloc,
     /// What becomes of a program that asks for an io_uring.
     pub io_uring: IoUring,
     /// The rules file.
@@ -94,6 +106,7 @@ impl Default for Config {
             ring_max: Size::mib(4),
             arena: Size::gib(1),
             zcopy: ZeroCopy::default(),
+            alloc: Alloc::default(),
             io_uring: IoUring::default(),
             rules: None,
             control_port: 4797,

@@ -5,7 +5,7 @@ use std::ffi::OsStr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use super::settings::{Config, Fabrics, IoUring, ZeroCopy};
+use super::settings::{Alloc, Config, Fabrics, IoUring, ZeroCopy};
 use super::value::{self, LogFilter, PromoteAfter, Size};
 use crate::ways::Way;
 
@@ -131,6 +131,16 @@ pub const VARIABLES: &[Variable] = &[
         meaning: "between hosts: from which size on a blocking send and a blocking receive have the device copy from \
                   program to program, past the rings; auto: where that has been found to be faster; off: never",
         set: |config, value| set(&mut config.zcopy, zero_copy(value)),
+    },
+    Variable {
+        name: "RDMASOCK_ALLOC",
+        option: "alloc",
+        placeholder: "OFF|REGISTERED",
+        default: "off",
+        accepts: "off or registered",
+        meaning: "registered: large blocks of malloc come from memory that devices know for longer than a call, for what \
+                  RDMASOCK_ZCOPY_MIN has them take from the program's memory; librdmasock_alloc.so is preloaded too",
+        set: |config, value| set(&mut config.alloc, alloc(value)),
     },
     Variable {
         name: "RDMASOCK_RULES",
@@ -268,6 +278,14 @@ fn way(value: &OsStr) -> Option<Way> {
         "staged" => Some(Way::Staged),
         "direct" => Some(Way::Direct),
         "lent" => Some(Way::Lent),
+        _ => None,
+    }
+}
+
+fn alloc(value: &OsStr) -> Option<Alloc> {
+    match value.to_str()? {
+        "off" => Some(Alloc::Off),
+        "registered" => Some(Alloc::Registered),
         _ => None,
     }
 }

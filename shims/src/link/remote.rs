@@ -264,6 +264,7 @@ impl Remote {
             self.end.end_retired(drop);
             let library = Library::get();
             library.pinned.give_back(library.ahead.forget(self));
+            library.free_kept(library.arenas.forget(self) + library.on_demand.forget(self));
             self.end.qp().destroy();
         } else {
             self.is_ended.publish(false);
@@ -291,6 +292,11 @@ impl Remote {
     /// Both ends have direct transfers.
     pub fn is_direct(&self) -> bool {
         self.is_direct
+    }
+
+    /// This end's device reaches memory by its addresses.
+    pub fn reaches_on_demand(&self) -> bool {
+        self.info.on_demand != 0
     }
 
     /// The peer's device reads what is lent to it.

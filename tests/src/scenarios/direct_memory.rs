@@ -9,14 +9,14 @@ use crate::data::Rng;
 use crate::sys;
 
 /// Addresses that stay the same.
-struct Place {
+pub struct Place {
     at: *mut u8,
     len: usize,
 }
 
 /// What becomes of the memory that was at a place.
 #[derive(Clone, Copy, Debug)]
-enum Change {
+pub enum Change {
     /// munmap, then mmap.
     Unmap,
     /// mmap in its place.
@@ -35,7 +35,7 @@ enum Change {
     File,
 }
 
-const CHANGES: [Change; 8] = [
+pub const CHANGES: [Change; 8] = [
     Change::Unmap,
     Change::Replace,
     Change::MoveHere,
@@ -51,8 +51,9 @@ const PRIVATE: c_int = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
 
 /// The functions that change memory, by libc or past it.
 #[derive(Clone, Copy)]
-struct Calls {
-    is_raw: bool,
+pub struct Calls {
+    /// By `syscall`.
+    pub is_raw: bool,
 }
 
 impl Calls {
@@ -68,7 +69,8 @@ impl Calls {
         std::ptr::with_exposed_provenance_mut(mapped.value as usize)
     }
 
-    fn unmap(self, at: *mut u8, len: usize) {
+    /// munmap(2).
+    pub fn unmap(self, at: *mut u8, len: usize) {
         if self.is_raw {
             call!(libc::syscall(libc::SYS_munmap, at, len)).ok();
         } else {
@@ -114,13 +116,24 @@ impl Place {
         Self { at, len }
     }
 
-    fn bytes(&mut self) -> &mut [u8] {
+    /// Of memory that is there.
+    pub fn at(at: *mut u8, len: usize) -> Self {
+        Self { at, len }
+    }
+
+    /// Where it is, and its bytes.
+    pub fn span(&self) -> (*mut u8, usize) {
+        (self.at, self.len)
+    }
+
+    /// What is there.
+    pub fn bytes(&mut self) -> &mut [u8] {
         // SAFETY: mapped, and this is all that leads there.
         unsafe { std::slice::from_raw_parts_mut(self.at, self.len) }
     }
 
     /// Puts other memory here; gives where else it can be seen.
-    fn change(&mut self, change: Change, calls: Calls) -> Option<Place> {
+    pub fn change(&mut self, change: Change, calls: Calls) -> Option<Place> {
         let Place { at, len } = *self;
         let anywhere = std::ptr::null_mut();
         match change {
@@ -173,7 +186,7 @@ impl Place {
 }
 
 /// One transfer of `len` bytes with this memory.
-fn transfer(flow: &mut Flow<'_>, memory: &mut [u8]) {
+pub fn transfer(flow: &mut Flow<'_>, memory: &mut [u8]) {
     if !flow.reads {
         if !flow.is_lent {
             std::thread::sleep(std::time::Duration::from_micros(300));

@@ -6,6 +6,7 @@ mod capacity;
 mod close;
 mod connect;
 mod direct;
+mod direct_alloc;
 mod direct_ends;
 mod direct_memory;
 mod direct_more;
@@ -159,6 +160,7 @@ pub fn all() -> Vec<Scenario> {
     zerocopy_more::add_to(&mut all);
     direct_ends::add_to(&mut all);
     lent::add_to(&mut all);
+    direct_alloc::add_to(&mut all);
     let is_past_the_rings = |s: &&mut Scenario| s.name.starts_with("direct_") || s.name.starts_with("lent_");
     for scenario in all.iter_mut().filter(is_past_the_rings) {
         scenario.modes = &[Mode::Kernel, Mode::Both];

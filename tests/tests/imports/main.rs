@@ -27,6 +27,11 @@ fn the_local_device() {
 }
 
 #[test]
+fn the_registered_allocator() {
+    check("alloc", "src/lib.rs");
+}
+
+#[test]
 fn the_command() {
     check("cli", "src/main.rs");
 }

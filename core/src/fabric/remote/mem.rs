@@ -405,7 +405,7 @@ impl QueuePair for MemQp {
                 (key.local, Use::Sink),
                 (key.remote, Use::Target),
             ],
-            Role::Source => &[(key.local, Use::Source)],
+            Role::Source | Role::OnDemand => &[(key.local, Use::Source)],
             Role::Target => &[(key.remote, Use::Target)],
             Role::Offered => &[(key.remote, Use::Offered)],
         };

@@ -47,6 +47,9 @@ pub enum Role {
     Target,
     /// The source of the peer's READs.
     Offered,
+    /// The source of this end's WRITEs, where the device looks up pages as the processor does (on-demand paging): it
+    /// takes what is at the addresses by then, and there need not be anything when it is registered.
+    OnDemand,
 }
 
 /// Memory that is registered, to be [given back](QueuePair::deregister).

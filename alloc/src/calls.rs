@@ -1,0 +1,284 @@
+//! malloc and its kin: what comes from arenas, what is the next allocator's, and what both have in common. Results and
+//! errno are glibc's.
+
+use core::ffi::{c_int, c_void};
+use core::ptr::null_mut;
+
+use libc::size_t;
+
+use crate::arena::Arena;
+use crate::arenas::{self, LARGE};
+use crate::next;
+
+const PAGE: usize = 4096;
+
+fn errno() -> *mut c_int {
+    // SAFETY: the calling thread's own.
+    unsafe { libc::__errno_location() }
+}
+
+/// For what could not be had.
+fn no_memory() -> *mut c_void {
+    // SAFETY: as above.
+    unsafe { *errno() = libc::ENOMEM };
+    null_mut()
+}
+
+/// Does something that leaves errno as it was, as the C library does where it succeeds.
+fn keeping_errno<R>(what: impl FnOnce() -> R) -> R {
+    // SAFETY: as above.
+    let before = unsafe { *errno() };
+    let result = what();
+    // SAFETY: as above.
+    unsafe { *errno() = before };
+    result
+}
+
+fn pointer(at: usize) -> *mut c_void {
+    core::ptr::with_exposed_provenance_mut(at)
+}
+
+/// A block of an arena, if one is to have it.
+fn large(size: usize, align: usize) -> Option<(*mut c_void, &'static Arena)> {
+    if size < LARGE {
+        return None;
+    }
+    arenas::take(size, align).map(|(at, arena)| (pointer(at), arena))
+}
+
+/// What the next allocator says, or early memory.
+fn next_or_early(of: impl FnOnce() -> Option<*mut c_void>, size: usize, align: usize) -> *mut c_void {
+    let early = |block: *mut c_void| if block.is_null() { no_memory() } else { block };
+    if next::is_known() {
+        of().unwrap_or_else(no_memory)
+    } else {
+        early(next::early(size, align))
+    }
+}
+
+/// malloc(3).
+///
+/// # Safety
+/// As in C, of all functions here.
+#[inline]
+pub unsafe fn malloc(size: size_t) -> *mut c_void {
+    if let Some((block, _)) = large(size, 1) {
+        return block;
+    }
+    // SAFETY: by the contract.
+    next_or_early(|| unsafe { next::malloc(size) }, size, 1)
+}
+
+/// calloc(3).
+///
+/// # Safety
+/// As [`malloc`].
+pub unsafe fn calloc(count: size_t, size: size_t) -> *mut c_void {
+    let Some(bytes) = count.checked_mul(size) else {
+        return no_memory();
+    };
+    if let Some((block, arena)) = large(bytes, 1) {
+        arena.clear(block.addr(), bytes);
+        return block;
+    }
+    // SAFETY: by the contract.
+    next_or_early(|| unsafe { next::calloc(count, size) }, bytes, 1)
+}
+
+/// free(3).
+///
+/// # Safety
+/// As [`malloc`].
+#[inline]
+pub unsafe fn free(at: *mut c_void) {
+    if let Some(arena) = arenas::of(at.addr()) {
+        keeping_errno(|| arenas::free(arena, at.addr()));
+    } else if next::early_size(at).is_none() && !at.is_null() && next::is_known() {
+        // SAFETY: by the contract.
+        let _ = unsafe { next::free(at) };
+    }
+}
+
+/// realloc(3).
+///
+/// # Safety
+/// As [`malloc`].
+pub unsafe fn realloc(at: *mut c_void, size: size_t) -> *mut c_void {
+    if at.is_null() {
+        // SAFETY: by the contract.
+        return unsafe { malloc(size) };
+    }
+    if let Some(arena) = arenas::of(at.addr()) {
+        // SAFETY: by the contract.
+        return unsafe { of_arena(arena, at, size) };
+    }
+    if let Some(before) = next::early_size(at) {
+        // SAFETY: the block is so long.
+        return unsafe { moved(at, before, size) };
+    }
+    if size >= LARGE {
+        // SAFETY: by the contract.
+        let before = unsafe { malloc_usable_size(at) };
+        if let Some((block, _)) = large(size, 1) {
+            // SAFETY: both have so many bytes, and the old one is the caller's no more.
+            unsafe {
+                block.copy_from_nonoverlapping(at, before.min(size));
+                keeping_errno(|| next::free(at));
+            }
+            return block;
+        }
+    }
+    // SAFETY: by the contract.
+    unsafe { next::realloc(at, size) }.unwrap_or_else(no_memory)
+}
+
+/// realloc of a block of an arena.
+unsafe fn of_arena(arena: &'static Arena, at: *mut c_void, size: usize) -> *mut c_void {
+    if size == 0 {
+        // As glibc has it.
+        // SAFETY: by the contract.
+        unsafe { free(at) };
+        return null_mut();
+    }
+    let Some(before) = arena.size(at.addr()) else {
+        return no_memory();
+    };
+    if size >= LARGE && keeping_errno(|| arenas::resize(arena, at.addr(), size)) {
+        return at;
+    }
+    // SAFETY: the block is so long, and the caller's.
+    let block = unsafe { moved(at, before, size) };
+    if block.is_null() && size <= before {
+        // What becomes smaller is there already.
+        return at;
+    }
+    block
+}
+
+/// Another block with what is in this one, which is freed if that can be had.
+unsafe fn moved(at: *mut c_void, before: usize, size: usize) -> *mut c_void {
+    // SAFETY: as in C.
+    unsafe {
+        let block = malloc(size);
+        if !block.is_null() {
+            block.copy_from_nonoverlapping(at, before.min(size));
+            free(at);
+        }
+        block
+    }
+}
+
+/// reallocarray(3).
+///
+/// # Safety
+/// As [`malloc`].
+pub unsafe fn reallocarray(at: *mut c_void, count: size_t, size: size_t) -> *mut c_void {
+    match count.checked_mul(size) {
+        // SAFETY: by the contract.
+        Some(bytes) => unsafe { realloc(at, bytes) },
+        None => no_memory(),
+    }
+}
+
+/// memalign(3), which takes any alignment and uses the next power of two.
+///
+/// # Safety
+/// As [`malloc`].
+pub unsafe fn memalign(align: size_t, size: size_t) -> *mut c_void {
+    let block = align.checked_next_power_of_two().and_then(|align| large(size, align));
+    if let Some((block, _)) = block {
+        return block;
+    }
+    // SAFETY: by the contract.
+    next_or_early(|| unsafe { next::memalign(align, size) }, size, align)
+}
+
+/// aligned_alloc(3).
+///
+/// # Safety
+/// As [`malloc`].
+pub unsafe fn aligned_alloc(align: size_t, size: size_t) -> *mut c_void {
+    if align.is_power_of_two()
+        && let Some((block, _)) = large(size, align)
+    {
+        return block;
+    }
+    // SAFETY: by the contract.
+    next_or_early(|| unsafe { next::aligned_alloc(align, size) }, size, align)
+}
+
+/// posix_memalign(3): gives an errno, and leaves the variable as it was.
+///
+/// # Safety
+/// As [`malloc`].
+pub unsafe fn posix_memalign(to: *mut *mut c_void, align: size_t, size: size_t) -> c_int {
+    let is_good = align.is_power_of_two() && align % size_of::<*mut c_void>() == 0;
+    let block = match large(size, align) {
+        Some((block, _)) if is_good => block,
+        Some((block, _)) => {
+            // SAFETY: had just now.
+            unsafe { free(block) };
+            return libc::EINVAL;
+        }
+        None if next::is_known() => {
+            // SAFETY: by the contract.
+            return unsafe { next::posix_memalign(to, align, size) }.unwrap_or(libc::ENOMEM);
+        }
+        None if !is_good => return libc::EINVAL,
+        None => next::early(size, align),
+    };
+    if block.is_null() {
+        return libc::ENOMEM;
+    }
+    // SAFETY: by the contract.
+    unsafe { to.write(block) };
+    0
+}
+
+/// valloc(3).
+///
+/// # Safety
+/// As [`malloc`].
+pub unsafe fn valloc(size: size_t) -> *mut c_void {
+    match large(size, PAGE) {
+        Some((block, _)) => block,
+        // SAFETY: by the contract.
+        None => next_or_early(|| unsafe { next::valloc(size) }, size, PAGE),
+    }
+}
+
+/// pvalloc(3): whole pages.
+///
+/// # Safety
+/// As [`malloc`].
+pub unsafe fn pvalloc(size: size_t) -> *mut c_void {
+    let Some(pages) = size.checked_next_multiple_of(PAGE) else {
+        return no_memory();
+    };
+    match large(pages, PAGE) {
+        Some((block, _)) => block,
+        // SAFETY: by the contract.
+        None => next_or_early(|| unsafe { next::pvalloc(size) }, pages, PAGE),
+    }
+}
+
+/// malloc_usable_size(3).
+///
+/// # Safety
+/// As [`malloc`].
+pub unsafe fn malloc_usable_size(at: *mut c_void) -> size_t {
+    if at.is_null() {
+        return 0;
+    }
+    if let Some(arena) = arenas::of(at.addr()) {
+        return arena.size(at.addr()).unwrap_or(0);
+    }
+    if let Some(size) = next::early_size(at) {
+        return size;
+    }
+    // SAFETY: by the contract.
+    unsafe { next::malloc_usable_size(at) }.unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,137 @@
+//! The symbols of `librdmasock_alloc.so`: malloc and its kin, the calls that change what memory is, and the library's
+//! question. What they do is elsewhere. `exports.txt` lists them, and `scripts/check-exports` compares.
+
+#![allow(
+    clippy::missing_safety_doc,
+    reason = "the contract of each function is that of the one with its name in C"
+)]
+
+use core::ffi::{c_int, c_void};
+use core::mem::transmute_copy;
+
+use libc::{off_t, size_t, ssize_t};
+use rdmasock_core::allocator::Table;
+
+use crate::{calls, changes, next, table};
+
+/// `exported!(NAME(ARGUMENTS) -> RESULT)`: of the same name in `calls`.
+macro_rules! exported {
+    ($($(#[$doc:meta])* $name:ident($($arg:ident: $type:ty),*) -> $result:ty;)*) => {
+        $(
+            $(#[$doc])*
+            #[unsafe(no_mangle)]
+            pub unsafe extern "C" fn $name($($arg: $type),*) -> $result {
+                // SAFETY: by the contract.
+                unsafe { calls::$name($($arg),*) }
+            }
+        )*
+    };
+}
+
+exported! {
+    /// malloc(3).
+    malloc(size: size_t) -> *mut c_void;
+    /// calloc(3).
+    calloc(count: size_t, size: size_t) -> *mut c_void;
+    /// realloc(3).
+    realloc(at: *mut c_void, size: size_t) -> *mut c_void;
+    /// reallocarray(3).
+    reallocarray(at: *mut c_void, count: size_t, size: size_t) -> *mut c_void;
+    /// free(3).
+    free(at: *mut c_void) -> ();
+    /// memalign(3).
+    memalign(align: size_t, size: size_t) -> *mut c_void;
+    /// posix_memalign(3).
+    posix_memalign(to: *mut *mut c_void, align: size_t, size: size_t) -> c_int;
+    /// aligned_alloc(3).
+    aligned_alloc(align: size_t, size: size_t) -> *mut c_void;
+    /// valloc(3).
+    valloc(size: size_t) -> *mut c_void;
+    /// pvalloc(3).
+    pvalloc(size: size_t) -> *mut c_void;
+    /// malloc_usable_size(3).
+    malloc_usable_size(at: *mut c_void) -> size_t;
+}
+
+/// `looked_at!(NAME = NUMBER, (ARGUMENTS) -> RESULT, FAILURE)`: libc's function of that name, once it was seen what it
+/// is about to do.
+macro_rules! looked_at {
+    ($($(#[$doc:meta])* $name:ident = $text:literal, $number:ident, ($($arg:ident: $type:ty),*) -> $result:ty, $failure:expr;)*) => {
+        #[allow(non_upper_case_globals, reason = "named as what they stand for")]
+        mod found {
+            use crate::next::Next;
+
+            $(pub(super) static $name: Next = Next::new($text);)*
+        }
+
+        fn find_all() {
+            $(found::$name.get();)*
+        }
+
+        $(
+            $(#[$doc])*
+            #[unsafe(no_mangle)]
+            pub unsafe extern "C" fn $name($($arg: $type),*) -> $result {
+                let mut words = [0; 6];
+                for (word, argument) in words.iter_mut().zip([$($arg as usize),*]) {
+                    *word = argument;
+                }
+                changes::before(libc::$number, &words);
+                let function = found::$name.get();
+                if function.is_null() {
+                    // SAFETY: the calling thread's own.
+                    unsafe { *libc::__errno_location() = libc::ENOSYS };
+                    return $failure;
+                }
+                // SAFETY: libc's function of that name is of this type.
+                let function = unsafe {
+                    transmute_copy::<*mut c_void, unsafe extern "C" fn($($type),*) -> $result>(&function)
+                };
+                // SAFETY: by the contract.
+                unsafe { function($($arg),*) }
+            }
+        )*
+    };
+}
+
+looked_at! {
+    /// mmap(2).
+    mmap = c"mmap", SYS_mmap,
+        (at: *mut c_void, len: size_t, access: c_int, how: c_int, fd: c_int, offset: off_t) -> *mut c_void, libc::MAP_FAILED;
+    /// mmap(2).
+    mmap64 = c"mmap64", SYS_mmap,
+        (at: *mut c_void, len: size_t, access: c_int, how: c_int, fd: c_int, offset: off_t) -> *mut c_void, libc::MAP_FAILED;
+    /// munmap(2).
+    munmap = c"munmap", SYS_munmap, (at: *mut c_void, len: size_t) -> c_int, -1;
+    /// mremap(2), whose last argument is there with a flag only.
+    mremap = c"mremap", SYS_mremap,
+        (at: *mut c_void, len: size_t, now: size_t, how: c_int, to: *mut c_void) -> *mut c_void, libc::MAP_FAILED;
+    /// mprotect(2).
+    mprotect = c"mprotect", SYS_mprotect, (at: *mut c_void, len: size_t, access: c_int) -> c_int, -1;
+    /// pkey_mprotect(2).
+    pkey_mprotect = c"pkey_mprotect", SYS_pkey_mprotect,
+        (at: *mut c_void, len: size_t, access: c_int, key: c_int) -> c_int, -1;
+    /// madvise(2).
+    madvise = c"madvise", SYS_madvise, (at: *mut c_void, len: size_t, advice: c_int) -> c_int, -1;
+    /// process_madvise(2), since glibc 2.36.
+    process_madvise = c"process_madvise", SYS_process_madvise,
+        (process: c_int, places: *const libc::iovec, count: size_t, advice: c_int, flags: u32) -> ssize_t, -1;
+    /// shmat(2).
+    shmat = c"shmat", SYS_shmat, (id: c_int, at: *const c_void, how: c_int) -> *mut c_void, libc::MAP_FAILED;
+}
+
+/// The library's question ([`rdmasock_core::allocator::Entry`]).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn rdmasock_allocator(abi: u32) -> *const Table {
+    table::table(abi)
+}
+
+/// Called by the dynamic linker: nothing is to be looked for in a signal handler, or in a child of a fork.
+#[used]
+#[unsafe(link_section = ".init_array")]
+static ON_LOAD: extern "C" fn() = on_load;
+
+extern "C" fn on_load() {
+    next::is_known();
+    find_all();
+}

@@ -1,0 +1,170 @@
+//! The next allocator in the program's order, libc's as a rule, and the little memory that there is before it is found:
+//! `dlsym` may itself ask for some.
+
+use core::ffi::{CStr, c_int, c_void};
+use core::mem::transmute_copy;
+use core::sync::atomic::{
+    AtomicPtr, AtomicU32, AtomicUsize,
+    Ordering::{Acquire, Relaxed, Release},
+};
+
+use libc::size_t;
+
+/// A function of that name of the next library that has one.
+pub struct Next {
+    name: &'static CStr,
+    address: AtomicPtr<c_void>,
+}
+
+impl Next {
+    /// Not looked for yet.
+    pub const fn new(name: &'static CStr) -> Self {
+        Self {
+            name,
+            address: AtomicPtr::new(core::ptr::null_mut()),
+        }
+    }
+
+    /// Looks for it. Null if there is none.
+    #[cold]
+    fn find(&self) -> *mut c_void {
+        // SAFETY: a name that ends with a zero byte.
+        let found = unsafe { libc::dlsym(libc::RTLD_NEXT, self.name.as_ptr()) };
+        self.address.store(found, Release);
+        found
+    }
+
+    /// Where it is; null if there is none.
+    #[inline]
+    pub fn get(&self) -> *mut c_void {
+        let known = self.address.load(Acquire);
+        if known.is_null() { self.find() } else { known }
+    }
+}
+
+/// Functions of the next allocator, by which this library is complete. `dlsym` is not asked while it is asked already.
+macro_rules! next {
+    ($($(#[$doc:meta])* $name:ident: fn($($arg:ident: $type:ty),*) -> $result:ty = $text:literal;)*) => {
+        #[allow(non_upper_case_globals, reason = "named as what they stand for")]
+        mod found {
+            $(pub(super) static $name: super::Next = super::Next::new($text);)*
+        }
+
+        /// Finds all of them, so that none is looked for where `dlsym` is not allowed.
+        pub fn find_all() {
+            $(found::$name.get();)*
+        }
+
+        $(
+            $(#[$doc])*
+            ///
+            /// # Safety
+            /// As the function of this name in C.
+            #[inline]
+            pub unsafe fn $name($($arg: $type),*) -> Option<$result> {
+                let function = found::$name.get();
+                if function.is_null() {
+                    return None;
+                }
+                // SAFETY: the function of this name is of this type.
+                let function = unsafe {
+                    transmute_copy::<*mut c_void, unsafe extern "C" fn($($type),*) -> $result>(&function)
+                };
+                // SAFETY: by the contract.
+                Some(unsafe { function($($arg),*) })
+            }
+        )*
+    };
+}
+
+next! {
+    /// malloc(3).
+    malloc: fn(size: size_t) -> *mut c_void = c"malloc";
+    /// calloc(3).
+    calloc: fn(count: size_t, size: size_t) -> *mut c_void = c"calloc";
+    /// realloc(3).
+    realloc: fn(at: *mut c_void, size: size_t) -> *mut c_void = c"realloc";
+    /// free(3).
+    free: fn(at: *mut c_void) -> () = c"free";
+    /// memalign(3).
+    memalign: fn(align: size_t, size: size_t) -> *mut c_void = c"memalign";
+    /// posix_memalign(3).
+    posix_memalign: fn(to: *mut *mut c_void, align: size_t, size: size_t) -> c_int = c"posix_memalign";
+    /// aligned_alloc(3).
+    aligned_alloc: fn(align: size_t, size: size_t) -> *mut c_void = c"aligned_alloc";
+    /// valloc(3).
+    valloc: fn(size: size_t) -> *mut c_void = c"valloc";
+    /// pvalloc(3).
+    pvalloc: fn(size: size_t) -> *mut c_void = c"pvalloc";
+    /// malloc_usable_size(3).
+    malloc_usable_size: fn(at: *mut c_void) -> size_t = c"malloc_usable_size";
+}
+
+const UNKNOWN: u32 = 0;
+const ASKED: u32 = 1;
+const KNOWN: u32 = 2;
+static STATE: AtomicU32 = AtomicU32::new(UNKNOWN);
+
+/// Whether the next allocator can be called. The first who asks finds it; who asks meanwhile, as `dlsym` does, gets
+/// [early memory](early).
+#[inline]
+pub fn is_known() -> bool {
+    STATE.load(Acquire) == KNOWN || find()
+}
+
+#[cold]
+fn find() -> bool {
+    if STATE.compare_exchange(UNKNOWN, ASKED, Acquire, Relaxed).is_err() {
+        return STATE.load(Acquire) == KNOWN;
+    }
+    find_all();
+    STATE.store(KNOWN, Release);
+    true
+}
+
+/// Bytes of memory for whoever asks before the next allocator is known.
+const EARLY: usize = 256 << 10;
+/// As aligned as any block is that no more was asked for.
+const ALIGNED: usize = 16;
+
+#[repr(C, align(4096))]
+struct Early(core::cell::UnsafeCell<[u8; EARLY]>);
+
+// SAFETY: each part is given out once.
+unsafe impl Sync for Early {}
+
+static MEMORY: Early = Early(core::cell::UnsafeCell::new([0; EARLY]));
+static GIVEN: AtomicUsize = AtomicUsize::new(0);
+
+/// Zeroes that are never given back; null if there is not so much left.
+#[cold]
+pub fn early(size: usize, align: usize) -> *mut c_void {
+    let start = MEMORY.0.get().addr();
+    // In front of a block is its size.
+    let place = |given: usize| {
+        let at = (start + given + ALIGNED).checked_next_multiple_of(align.max(ALIGNED))? - start;
+        let end = at.checked_add(size)?;
+        (end <= EARLY).then_some((at, end))
+    };
+    let Ok(before) = GIVEN.fetch_update(Relaxed, Relaxed, |given| place(given).map(|(_, end)| end)) else {
+        return core::ptr::null_mut();
+    };
+    let Some((at, _)) = place(before) else {
+        return core::ptr::null_mut();
+    };
+    // SAFETY: within the memory, and nobody else's.
+    unsafe {
+        let block = MEMORY.0.get().cast::<u8>().add(at);
+        block.sub(ALIGNED).cast::<usize>().write(size);
+        block.cast()
+    }
+}
+
+/// The size of an early block; `None` if it is none.
+#[inline]
+pub fn early_size(at: *mut c_void) -> Option<usize> {
+    let start = MEMORY.0.get().addr();
+    let is_early = at.addr().wrapping_sub(start) < EARLY;
+    // SAFETY: a block of `early`, which has its size in front.
+    is_early.then(|| unsafe { at.cast::<u8>().sub(ALIGNED).cast::<usize>().read() })
+}

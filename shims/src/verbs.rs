@@ -442,6 +442,7 @@ impl QueuePair for Pair {
             Role::Source => role::SOURCE,
             Role::Target => role::TARGET,
             Role::Offered => role::OFFERED,
+            Role::Sink => role::SINK,
         };
         // SAFETY: by the caller's contract; the connection lives as long as this.
         down(unsafe { (self.plugin.register)(self.conn, at.cast(), len, role, &raw mut keys) })?;

@@ -201,10 +201,12 @@ pub mod role {
     pub const BOTH: u32 = 0;
     /// The source of this end's WRITEs.
     pub const SOURCE: u32 = 1;
-    /// The target of the peer's.
+    /// The target of the peer's, and of this end's READs.
     pub const TARGET: u32 = 2;
     /// The source of the peer's READs.
     pub const OFFERED: u32 = 3;
+    /// The target of this end's READs.
+    pub const SINK: u32 = 4;
 }
 
 /// A listener of the plugin's.

@@ -160,12 +160,14 @@ events! {
     DirectTrials = 24 => "direct_trials",
     /// The other way has won it.
     DirectChanges = 25 => "direct_changes",
-    /// Bytes that the peer's device has read from the memory of the program itself, into the peer's ring.
+    /// Bytes that the peer's device has read from the memory of the program itself.
     RendezvousSent = 26 => "rendezvous_sent_bytes",
-    /// Bytes that this end's device has read from the memory of the peer's program, into a ring.
+    /// Bytes that this end's device has read from the memory of the peer's program.
     RendezvousReceived = 27 => "rendezvous_received_bytes",
     /// Memory that a send had lent so was wanted back before all of it was read.
     RendezvousRecalled = 28 => "rendezvous_recalled",
+    /// Of the bytes that this end's device has read, those that went straight into a buffer that a call waited with.
+    RendezvousLanded = 29 => "rendezvous_landed_bytes",
 }
 
 /// Number of [`Event`]s.

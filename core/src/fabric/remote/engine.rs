@@ -79,7 +79,7 @@ impl<Q: QueuePair> Engine<Q> {
             if let Some(aside) = s.out.aside {
                 g.buffers.give_back(aside.region);
             }
-            if s.inc.landings.is_busy()
+            if s.inc.landings.may_be_answered()
                 && let Some(bulk) = &mut self.bulk
             {
                 bulk.end_landing();

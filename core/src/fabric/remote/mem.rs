@@ -406,7 +406,8 @@ impl QueuePair for MemQp {
                 (key.remote, Use::Target),
             ],
             Role::Source => &[(key.local, Use::Source)],
-            Role::Target => &[(key.remote, Use::Target)],
+            Role::Target => &[(key.local, Use::Sink), (key.remote, Use::Target)],
+            Role::Sink => &[(key.local, Use::Sink)],
             Role::Offered => &[(key.remote, Use::Offered)],
         };
         for (k, what) in uses {

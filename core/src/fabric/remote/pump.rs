@@ -149,10 +149,10 @@ impl<Q: QueuePair> Engine<Q> {
             };
             self.sender.put(&g.qp, &Record::Message { bytes })?;
             s.state = State::Left;
-            s.inc.takings.stop();
             s.theirs = None;
             self.unlink(mine, Some(theirs));
             self.after.closed.push(Vqpn(mine));
+            self.stop_taking(g, mine);
         }
         Ok(Turn::Done)
     }

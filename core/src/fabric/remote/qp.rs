@@ -43,10 +43,13 @@ pub enum Role {
     Both,
     /// The source of this end's WRITEs.
     Source,
-    /// The target of the peer's.
+    /// The target of the peer's, and of this end's READs.
     Target,
     /// The source of the peer's READs.
     Offered,
+    /// The target of this end's READs. The peer may write there only if the device cannot do otherwise: on iWARP, where
+    /// the answer to a READ is a write.
+    Sink,
 }
 
 /// Memory that is registered, to be [given back](QueuePair::deregister).

@@ -2,7 +2,7 @@
 //! always valid.
 
 use super::mem::pair_beside;
-use super::qp::{Completed, QueuePair};
+use super::qp::{Completed, Key, QueuePair};
 use super::record::{Builder, Record};
 use super::*;
 
@@ -170,7 +170,13 @@ proptest! {
                     Ok(())
                 }
                 Sent::Wait => {
-                    e.advertise(opened[0].vqpn, 1 << 20, 4096, 5);
+                    let buffer = Buffer {
+                        address: 1 << 20,
+                        length: 4096,
+                        key: Key { local: 4, remote: 5 },
+                        is_told: true,
+                    };
+                    e.advertise(opened[0].vqpn, buffer);
                     Ok(())
                 }
                 Sent::Lend => {

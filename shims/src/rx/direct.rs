@@ -8,8 +8,8 @@
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
-use rdmasock_core::fabric::remote::{Buffer, Landed};
 use rdmasock_core::fabric::remote::qp::Role;
+use rdmasock_core::fabric::remote::{Buffer, Landed};
 use rdmasock_core::fabric::ring::Wake;
 use rdmasock_core::ids::Vqpn;
 use rdmasock_core::stats::Event;

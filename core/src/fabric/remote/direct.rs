@@ -65,7 +65,11 @@ enum Stage {
     Withdrawn,
     /// Nothing comes from the peer: it does not know of it, or lends memory instead. Our device may read from there
     /// into it (`loan.rs`): so much was asked for, so much has come, and no more is asked for.
-    Own { asked: u64, come: u64, is_ending: bool },
+    Own {
+        asked: u64,
+        come: u64,
+        is_ending: bool,
+    },
 }
 
 /// A buffer of our program's, while it waits with that.
@@ -173,7 +177,9 @@ impl Landings {
 
     /// Bytes have come by the ring: the peer has not used the advert, and never will.
     pub fn on_ring(&mut self) {
-        self.owed = self.owed.or(self.in_stage(Stage::Withdrawn).map(|advert| advert.serial));
+        self.owed = self
+            .owed
+            .or(self.in_stage(Stage::Withdrawn).map(|advert| advert.serial));
         self.close(Landed::Over(0));
         self.withdrawal = None;
     }

@@ -214,12 +214,7 @@ impl<Q: QueuePair> Engine<Q> {
 
     /// The next READ of a stream, and the buffer that it fills, if it is none of the ring; `None` where the device does
     /// not have the ring's memory.
-    fn next_read<L: Local>(
-        &mut self,
-        g: &Shared<Q, L>,
-        mine: u32,
-        piece: Piece,
-    ) -> Option<(Read, Option<Serial>)> {
+    fn next_read<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, piece: Piece) -> Option<(Read, Option<Serial>)> {
         let log2 = g.tuning.chunk_log2;
         let area = g.mine.area();
         let inc = &self.streams.get(mine)?.inc;

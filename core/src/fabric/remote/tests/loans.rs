@@ -95,17 +95,28 @@ fn what_is_lent_to_a_reader_that_waits_goes_into_its_buffer_and_the_advert_is_vo
         d.offer_from(&world.ends, 20_000);
         world.settle();
         assert_eq!(world.ends[1].wanted(world.directions[0].number), 0);
-        assert_eq!(world.directions[0].collect(&world.ends), 20_000, "at once, not by pieces");
+        assert_eq!(
+            world.directions[0].collect(&world.ends),
+            20_000,
+            "at once, not by pieces"
+        );
         world.settle();
         assert_eq!(world.directions[0].got, world.directions[0].sent);
         let counts = world.ends[0].direct_counts();
         assert_eq!(
-            (counts.taken - before.taken, counts.taken_into - before.taken_into, counts.received),
+            (
+                counts.taken - before.taken,
+                counts.taken_into - before.taken_into,
+                counts.received
+            ),
             (20_000, 20_000, 0)
         );
         // What the reader has taken the writer's end does not keep.
         assert!(world.ends[1].is_source_done(world.directions[0].number));
-        assert_eq!(world.ends[1].untaken(world.directions[0].number, world.directions[0].sent), 0);
+        assert_eq!(
+            world.ends[1].untaken(world.directions[0].number, world.directions[0].sent),
+            0
+        );
         world.directions[0].take(&world.ends);
     }
     // The next one is of use again.
@@ -194,8 +205,14 @@ fn a_buffer_whose_queue_pair_is_given_up_has_what_had_come() {
     pass(&world);
     world.ends[0].drop_bulk();
     assert_eq!(world.directions[0].collect(&world.ends), 0);
-    assert!(world.directions[0].waiting.is_none(), "nobody waits for what may never come");
-    assert!(!world.ends[1].is_source_done(world.directions[0].number), "it may still come");
+    assert!(
+        world.directions[0].waiting.is_none(),
+        "nobody waits for what may never come"
+    );
+    assert!(
+        !world.ends[1].is_source_done(world.directions[0].number),
+        "it may still come"
+    );
     assert_eq!(world.ends[0].end_retired(drop), 1);
     pass(&world);
     world.directions[0].take(&world.ends);

@@ -317,6 +317,7 @@ impl Queue {
     }
 
     fn carry_read(&self, faults: &mut Faults, read: &Read) -> Result<bool> {
+        faults.on_read();
         let is_done = self.carry(
             faults,
             |queue| queue.fetch(read, read.len as usize),

@@ -47,6 +47,13 @@ fn main() -> ExitCode {
             trials.push(Trial::test(name, move || most_is_read(&paths, device, sender)));
         }
     }
+    for device in DEVICES {
+        for least in ["128K:lent", "auto:lent"] {
+            let paths = Arc::clone(&paths);
+            let name = format!("{least}_lands/{device}").replace([',', '=', ':'], "_");
+            trials.push(Trial::test(name, move || most_lands(&paths, device, least)));
+        }
+    }
     for short in ["sender", "receiver"] {
         let paths = Arc::clone(&paths);
         let name = format!("{short}_may_not_lock_memory");
@@ -291,6 +298,31 @@ fn most_is_read(paths: &Paths, device: &str, sender: &str) -> Result<(), Failed>
         }
         if Instant::now() > end {
             return Err(format!("of {all} bytes {sent} were lent, and {received} read").into());
+        }
+    }
+}
+
+/// What a sender lends to a reader that waits in a receive goes into that one's buffer. Whether its end hears of the
+/// buffer or not, it keeps nothing of what was read so.
+fn most_lands(paths: &Paths, device: &str, least: &str) -> Result<(), Failed> {
+    let (mut from, mut to) = pair_with(paths, device, "client", [least; 2])?;
+    let end = Instant::now() + LIMIT;
+    loop {
+        let counts = |to: &End| -> Result<_, Failed> {
+            let read = to.count(paths, "rendezvous_received_bytes")?;
+            Ok((read, to.count(paths, "rendezvous_landed_bytes")?))
+        };
+        let before = counts(&to)?;
+        transfer(paths, &mut from, &mut to, MANY)?;
+        let after = counts(&to)?;
+        let (read, landed) = (after.0 - before.0, after.1 - before.1);
+        assert!(landed <= read, "{landed} of {read}");
+        let all = (MANY * PIECE) as u64;
+        if landed >= all / 2 {
+            return Ok(());
+        }
+        if Instant::now() > end {
+            return Err(format!("of {all} bytes {read} were read, and {landed} into the reader's buffer").into());
         }
     }
 }

@@ -1,5 +1,7 @@
 //! `rdmasock stat` on instances that the test makes with the library's own writer.
 
+// The events of one `json!`.
+#![recursion_limit = "256"]
 #![allow(clippy::unwrap_used, clippy::panic)]
 
 use std::os::fd::OwnedFd;
@@ -98,7 +100,7 @@ fn json_is_as_documented() {
             "bulk_lost": 0, "direct_sent_bytes": 0, "direct_received_bytes": 0, "direct_unpinned": 0,
             "direct_registrations": 0, "direct_ahead": 0, "direct_trials": 0, "direct_changes": 0,
             "rendezvous_sent_bytes": 0, "rendezvous_received_bytes": 0, "rendezvous_recalled": 0,
-            "rendezvous_landed_bytes": 0,
+            "rendezvous_landed_bytes": 0, "pushed_by_load_bytes": 0, "pulled_by_load_bytes": 0,
             "control_asks": 0, "control_answers": 0, "control_relays": 0, "control_absent": 0,
             "control_stamps": 0, "control_unbound": 0, "control_refused_length": 0,
             "control_refused_version": 0, "control_refused_kind": 0, "control_refused_hmac": 0,

@@ -67,6 +67,18 @@ fn main() -> ExitCode {
         let name = format!("ways_are_tried/{device}");
         trials.push(Trial::test(name, move || ways_are_tried(&paths, device)));
     }
+    for (name, loads) in [
+        ("a_busy_sender_is_pulled_from", ["auto::255", "auto::0"]),
+        ("a_busy_reader_is_pushed_to", ["auto::0", "auto::255"]),
+        ("who_are_equally_busy_do_as_is_measured", ["auto::90", "auto::100"]),
+    ] {
+        for device in ["roce", "iwarp"] {
+            let paths = Arc::clone(&paths);
+            trials.push(Trial::test(format!("{name}/{device}"), move || {
+                who_is_idle_issues(&paths, device, loads)
+            }));
+        }
+    }
     let paths = Arc::clone(&paths);
     trials.push(Trial::test(
         "nobody_registers_what_no_sender_has_a_use_for",
@@ -89,14 +101,13 @@ impl Drop for End {
 }
 
 impl End {
-    /// `least` is `RDMASOCK_ZCOPY_MIN`, perhaps with the way that is fixed behind a colon.
+    /// `least` is `RDMASOCK_ZCOPY_MIN`, perhaps with the way that is fixed behind a colon, and the load behind another.
     fn start(paths: &Paths, device: &str, least: &str, words: &[&str]) -> Result<Self, Failed> {
         let mut command = Command::new(&paths.scenario);
         clean_environment(&mut command);
-        let (least, way) = least.split_once(':').unwrap_or((least, ""));
-        if !way.is_empty() {
-            command.env("RDMASOCK_DEV_WAY", way);
-        }
+        let names = ["RDMASOCK_ZCOPY_MIN", "RDMASOCK_DEV_WAY", "RDMASOCK_DEV_LOAD"];
+        let settings = names.into_iter().zip(least.split(':'));
+        command.envs(settings.filter(|(_, word)| !word.is_empty()));
         let mut child = command
             .env("LD_PRELOAD", paths.library.as_ref()?)
             .env("RDMASOCK_DEV_LOCAL_DEVICE", &paths.device)
@@ -104,7 +115,6 @@ impl End {
             // Asked by name, as within a host: one port would be for all that run at once.
             .env("RDMASOCK_CONTROL_PORT", "0")
             .env("RDMASOCK_PROMOTE_AFTER", "2r,16K")
-            .env("RDMASOCK_ZCOPY_MIN", least)
             .args(["helper", "stall"])
             .args(words)
             .stdin(Stdio::piped())
@@ -344,6 +354,44 @@ fn ways_are_tried(paths: &Paths, device: &str) -> Result<(), Failed> {
         0 < directly && directly < all,
         "of {all} bytes {directly} went directly"
     );
+    Ok(())
+}
+
+/// Where both ends wait the one that has processors to spare has its device move the bytes.
+fn who_is_idle_issues(paths: &Paths, device: &str, loads: [&str; 2]) -> Result<(), Failed> {
+    let (mut from, mut to) = pair_with(paths, device, "client", loads)?;
+    let end = Instant::now() + LIMIT;
+    let counts = |from: &End| -> Result<_, Failed> {
+        let pushed = from.count(paths, "pushed_by_load_bytes")?;
+        Ok((pushed, from.count(paths, "pulled_by_load_bytes")?))
+    };
+    let much = (MANY * PIECE / 4) as u64;
+    for round in 0.. {
+        transfer(paths, &mut from, &mut to, MANY)?;
+        let (pushed, pulled) = counts(&from)?;
+        let is_seen = match loads {
+            ["auto::255", _] => {
+                assert_eq!(pushed, 0);
+                pulled > much && to.count(paths, "rendezvous_landed_bytes")? > much
+            }
+            ["auto::0", _] => {
+                assert_eq!(pulled, 0);
+                pushed > much && to.count(paths, "direct_received_bytes")? > much
+            }
+            _ => {
+                assert_eq!((pushed, pulled), (0, 0));
+                // By then a difference would have been seen.
+                round == 8
+            }
+        };
+        if is_seen {
+            return Ok(());
+        }
+        assert!(
+            Instant::now() < end,
+            "of {round} transfers {pushed} bytes were pushed, {pulled} pulled"
+        );
+    }
     Ok(())
 }
 

@@ -168,6 +168,11 @@ events! {
     RendezvousRecalled = 28 => "rendezvous_recalled",
     /// Of the bytes that this end's device has read, those that went straight into a buffer that a call waited with.
     RendezvousLanded = 29 => "rendezvous_landed_bytes",
+    /// Bytes of sends that this end's device was to write, or the peer's to read, as the loads of the two ends have it
+    /// (`RDMASOCK_ZCOPY_MIN=auto`).
+    PushedByLoad = 30 => "pushed_by_load_bytes",
+    /// See above.
+    PulledByLoad = 31 => "pulled_by_load_bytes",
 }
 
 /// Number of [`Event`]s.

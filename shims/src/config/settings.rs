@@ -79,6 +79,8 @@ pub struct Config {
     pub local_device: Option<PathBuf>,
     /// For developers: the way that large sends between hosts go, where they can.
     pub way: Option<Way>,
+    /// For developers: the load of this machine, in place of what it is.
+    pub load: Option<u8>,
 }
 
 impl Default for Config {
@@ -101,6 +103,7 @@ impl Default for Config {
             pretend_rdma: Vec::new(),
             local_device: None,
             way: None,
+            load: None,
         }
     }
 }

@@ -46,6 +46,8 @@ impl Plan {
         if config().zcopy != ZeroCopy::Auto {
             return Some(told(least));
         }
+        // The sender decides by load, too.
+        remote.issuer();
         match remote.end().invited(theirs)? {
             0 => {}
             invited => return Some(told(least.max(invited as usize))),

@@ -18,7 +18,7 @@ use super::engine::Engine;
 use super::fault::{Fault, FaultCell};
 use super::local::{ENGINE, Local, SERVICE};
 use super::qp::QueuePair;
-use super::shared::{After, MAX_QUEUED_MESSAGES, QueuedMessage, Shared, Which};
+use super::shared::{After, MAX_QUEUED_MESSAGES, NO_LOAD, QueuedMessage, Shared, Which};
 use super::tuning::{MIN_BUFFER, MIN_BUFFERS, Tuning, Unusable};
 use super::turn::{ARM, POLL, PUMP, SETTLE, TICK};
 use crate::fabric::layout::{MAX_STREAMS, Region};
@@ -113,6 +113,8 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
                 marks: (0..MAX_WAITERS).map(|_| RungMark::new()).collect(),
                 retired: Lock::new(Vec::new()),
                 retired_unseen: Published::default(),
+                load: AtomicU32::new(NO_LOAD),
+                peer_load: AtomicU32::new(NO_LOAD),
             },
             again: Handoff::new(),
             fault: FaultCell::default(),

@@ -2,6 +2,8 @@
 //! programs wait with, and memory that they lend. What is done about them is the engine's business (`landing.rs`,
 //! `taking.rs`), and which thread does it `end.rs`'s.
 
+use std::sync::atomic::Ordering::Relaxed;
+
 use super::counts::DirectCounts;
 use super::direct::{Advert, Buffer, Landed, Source};
 use super::end::End;
@@ -190,6 +192,16 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
     /// How many bytes before `position` the peer has not taken.
     pub fn untaken(&self, theirs: Vqpn, position: u64) -> u64 {
         self.with(|engine| engine.untaken(theirs.0, position)).unwrap_or(0)
+    }
+
+    /// So many threads can run here for each processor, in 32nds: the peer hears of it with what is sent next.
+    pub fn set_load(&self, load: u8) {
+        self.shared.load.store(load.into(), Relaxed);
+    }
+
+    /// What the peer has said so; `None`: nothing.
+    pub fn peer_load(&self) -> Option<u8> {
+        u8::try_from(self.shared.peer_load.load(Relaxed)).ok()
     }
 
     /// What has gone past the rings. Zeroes in a signal handler that has interrupted the engine.

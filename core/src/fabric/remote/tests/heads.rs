@@ -30,6 +30,32 @@ fn ask(world: &mut World) {
 }
 
 #[test]
+fn a_load_is_told_with_what_is_sent_anyway_and_only_to_who_hears_of_it() {
+    for tells_load in [true, false] {
+        let tuning = Tuning {
+            tells_load,
+            ..Tuning::default()
+        };
+        let mut world = World::new(Config::default(), tuning, 1);
+        ask(&mut world);
+        assert_eq!(world.ends[0].peer_load(), None);
+        for load in [0, 7, 255] {
+            let before = sends(&world);
+            world.ends[1].set_load(load);
+            world.rest();
+            assert_eq!(sends(&world), before, "nothing is sent for it");
+            ask(&mut world);
+            assert_eq!(world.ends[0].peer_load(), tells_load.then_some(load));
+        }
+        assert_eq!(world.ends[1].peer_load(), None);
+        let records = world.ends[0].counts().records;
+        ask(&mut world);
+        let again = world.ends[0].counts().records - records;
+        assert_eq!(again, 1, "what has not changed is not told again");
+    }
+}
+
+#[test]
 fn heads_go_with_answers() {
     let mut world = World::new(Config::default(), Tuning::default(), 1);
     ask(&mut world);

@@ -30,7 +30,7 @@ fn sent() -> impl Strategy<Value = Sent> {
         1 => (0u64..3, 11u64..15, 0u64..300).prop_map(|(g, log2, page)| g << 40 | log2 << 32 | page)
     ];
     let fields = (
-        0u8..20,
+        0u8..21,
         prop_oneof![4 => 0u32..3, 1 => any::<u32>()],
         value,
         prop_oneof![3 => 0u32..4, 1 => any::<u32>()],
@@ -112,6 +112,7 @@ fn record<'a>((kind, theirs, position, word, payload): &'a Fields) -> Record<'a>
             tail: position,
         },
         19 => Record::Recall { theirs, serial: word },
+        20 => Record::Load { load: word as u8 },
         _ => Record::Placed {
             theirs,
             serial: word,

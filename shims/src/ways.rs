@@ -4,9 +4,9 @@
 //! A stream goes the way that is known as the best one for its size. Now and then it puts another on trial: the two
 //! take turns, each long enough that what the turn before has left in the rings is gone when its time is taken. A turn
 //! is compared with the one before it, and what counts is which was better, by how much hardly: whatever else happens
-//! in a program hits both alike. So a clear difference is seen after a few turns, and a small one is none. At first, and
-//! when another way has become the best, each of the others is tried soon; then the rarer the more often the best way
-//! has won. What one stream has found out holds for the next ones of the link. Pure: time and positions are given.
+//! in a program hits both alike. So a clear difference is seen after a few turns, and a small one is none. At first,
+//! and when another way has become the best, each of the others is tried soon; then the rarer the more often the best
+//! way has won. What one stream has found out holds for the next ones of the link. Pure: time and positions are given.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -257,8 +257,8 @@ impl Contest {
         self.position = send.position;
     }
 
-    /// The way that a send goes for which that one is the best; and if a trial is over with that, whether it has changed
-    /// the best way.
+    /// The way that a send goes for which that one is the best; and if a trial is over with that, whether it has
+    /// changed the best way.
     pub fn way(&mut self, known: &Known, send: Send, best: Way) -> (Way, Option<bool>) {
         let went = send
             .position

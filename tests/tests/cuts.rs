@@ -1,6 +1,6 @@
-//! Links between hosts that fail while bytes are on them, on the local device: cut in the middle of a WRITE or a READ, silent,
-//! gone with the device, or late. Every byte of each connection arrives once, and in its place. As many cuts as `CUTS`
-//! says, with seeds from `CUTS_SEED` on.
+//! Links between hosts that fail while bytes are on them, on the local device: cut in the middle of a WRITE or a READ,
+//! silent, gone with the device, or late. Every byte of each connection arrives once, and in its place. As many cuts as
+//! `CUTS` says, with seeds from `CUTS_SEED` on.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use std::fmt;

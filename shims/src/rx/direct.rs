@@ -1,6 +1,6 @@
-//! A blocking receive whose buffer a device writes to, past the ring: the peer's, which is told of it (docs/protocol.md,
-//! P90–P95), or this end's, which reads what the peer's program lends (P97). What it has written counts as what the ring
-//! has next; the ring does not have it.
+//! A blocking receive whose buffer a device writes to, past the ring: the peer's, which is told of it
+//! (docs/protocol.md, P90–P95), or this end's, which reads what the peer's program lends (P97). What it has written
+//! counts as what the ring has next; the ring does not have it.
 //!
 //! The buffer is registered for this one wait. Before the call returns, by whatever way, the peer has said that it
 //! writes there no more, and what was asked for has come, or the bulk queue pair is given up; then the registration

@@ -96,8 +96,8 @@ pub struct Sends {
 }
 
 impl Sends {
-    /// Which way a send goes: by what streams of its link have learned, and who is to issue it, or as the user has fixed
-    /// it. If that has ended a trial, whether another way has become the best.
+    /// Which way a send goes: by what streams of its link have learned, and who is to issue it, or as the user has
+    /// fixed it. If that has ended a trial, whether another way has become the best.
     pub fn way(&mut self, asked: ZeroCopy, known: &Known, send: Send, issuer: Option<Issuer>) -> (Way, Option<bool>) {
         let way = match asked {
             ZeroCopy::Off => Way::Rings,

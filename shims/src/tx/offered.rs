@@ -44,8 +44,8 @@ fn free(socket: &Socket) -> usize {
     producer.map_or(0, |producer| producer.free().unwrap_or(0) as usize)
 }
 
-/// Sends from `memory`, if its reader has room for enough of it and its end takes it. Gives how many bytes, where 0 go by
-/// the mirror, and whether the reader's program had read them as soon as they were taken: it waits with a buffer.
+/// Sends from `memory`, if its reader has room for enough of it and its end takes it. Gives how many bytes, where 0 go
+/// by the mirror, and whether the reader's program had read them as soon as they were taken: it waits with a buffer.
 pub(super) fn offer(
     call: &mut Call,
     remote: &'static Remote,

@@ -1,5 +1,5 @@
-//! Senders past the rings (see `direct`) that time out, are interrupted, or whose reader is not at work: what a call has
-//! taken is the program's again when the call returns. Readers that wait with buffers are here; those that wait in
+//! Senders past the rings (see `direct`) that time out, are interrupted, or whose reader is not at work: what a call
+//! has taken is the program's again when the call returns. Readers that wait with buffers are here; those that wait in
 //! epoll_wait, to whose device memory is lent, are in `lent` and play the same.
 
 use std::thread;

@@ -184,8 +184,8 @@ pub fn all() -> Vec<Scenario> {
     all
 }
 
-/// A scenario of direct transfers as one of memory that is lent, whose reader's device reads it into the buffer that the
-/// reader waits with: the peer hears of that buffer too, or does not (`auto`).
+/// A scenario of direct transfers as one of memory that is lent, whose reader's device reads it into the buffer that
+/// the reader waits with: the peer hears of that buffer too, or does not (`auto`).
 fn lent_into(scenario: &Scenario) -> Vec<Scenario> {
     let rest = scenario.name.strip_prefix("direct_");
     // Some of those are of memory that is lent anyway.

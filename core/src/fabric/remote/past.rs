@@ -103,8 +103,8 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         let _ = self.run(PUMP);
     }
 
-    /// What has come into a buffer of our program's is in the ring now, where that counts it: our program is not about to
-    /// take it.
+    /// What has come into a buffer of our program's is in the ring now, where that counts it: our program is not about
+    /// to take it.
     pub fn put_back(&self, mine: Vqpn) {
         self.with(|engine| engine.put_back(&self.shared, mine.0));
         let _ = self.run(PUMP);

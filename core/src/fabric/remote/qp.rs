@@ -152,8 +152,8 @@ pub trait QueuePair: Send + Sync {
     /// The source is within memory that was registered under its key.
     unsafe fn write(&self, write: &Write, immediate: Option<u32>) -> Result<(), PostError>;
 
-    /// Posts a READ, where [`Limits::reads`] allows any. It completes as [`Completed::Read`]: one for each, in the order
-    /// in which they were posted.
+    /// Posts a READ, where [`Limits::reads`] allows any. It completes as [`Completed::Read`]: one for each, in the
+    /// order in which they were posted.
     ///
     /// # Safety
     /// The target is within memory that was registered under its key, and nobody relies on what is there before the

@@ -108,7 +108,8 @@ impl Direction {
         }
     }
 
-    /// The reader's call is unwound, after it has waited for the device, in vain perhaps: what has come is for the next.
+    /// The reader's call is unwound, after it has waited for the device, in vain perhaps: what has come is for the
+    /// next.
     pub fn unwind(&mut self, ends: &[TestEnd; 2]) {
         let end = &ends[self.reader];
         self.leave_off(ends);

@@ -1,5 +1,6 @@
 //! `rdmasock stat` on instances that the test makes with the library's own writer.
 
+// The events of one `json!`.
 #![recursion_limit = "256"]
 #![allow(clippy::unwrap_used, clippy::panic)]
 
@@ -101,6 +102,7 @@ fn json_is_as_documented() {
             "rendezvous_sent_bytes": 0, "rendezvous_received_bytes": 0, "rendezvous_recalled": 0,
             "alloc_hits": 0, "alloc_misses": 0, "alloc_kept_bytes": 0, "alloc_ended_bytes": 0,
             "on_demand_hits": 0, "on_demand_misses": 0,
+            "rendezvous_landed_bytes": 0, "pushed_by_load_bytes": 0, "pulled_by_load_bytes": 0,
             "control_asks": 0, "control_answers": 0, "control_relays": 0, "control_absent": 0,
             "control_stamps": 0, "control_unbound": 0, "control_refused_length": 0,
             "control_refused_version": 0, "control_refused_kind": 0, "control_refused_hmac": 0,

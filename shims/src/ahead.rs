@@ -180,7 +180,7 @@ impl Ahead {
         }
         let needs = match role {
             Role::Source => SENT_FROM,
-            Role::Target => RECEIVED_INTO,
+            Role::Target | Role::Sink => RECEIVED_INTO,
             // Memory is in these roles for a link's own ends, or for one call.
             Role::Both | Role::Offered | Role::OnDemand => return None,
         };

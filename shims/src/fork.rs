@@ -207,7 +207,7 @@ unsafe fn begin_anew() {
     unsafe { ancestors::remember_parent(Library::button_before_fork()) };
     // Before its descriptors are closed here.
     crate::verbs::after_fork();
-    crate::spin::after_fork();
+    crate::load::after_fork();
     let log = crate::log::fd().unwrap_or(-1);
     // SAFETY: by the contract, and the old instance is forgotten, so nobody uses the fds that are closed.
     unsafe {

@@ -4,7 +4,7 @@
 //!
 //! 1. The process around us: `errno real time iov points duty handler jump vfork ending`; what the user wants: `config
 //!    rules log reach verbs`; the kernel's sockets: `sockopt tcp_info identity keepalive`; small parts: `registry
-//!    ledger kept_on_tcp offers spin waiters ancestors`.
+//!    ledger kept_on_tcp offers load spin steering waiters ancestors`.
 //! 2. What is left to the service thread: `mailbox`. The instance, as data: `library`, and `signals`.
 //! 3. Objects: `link listener holders`, then `socket`.
 //! 4. Whom to tell: `ready anchor`; what a socket comes to without moving a byte: `blocking threshold reset reclaim`.
@@ -54,6 +54,7 @@ mod library;
 mod lifecycle;
 mod link;
 mod listener;
+mod load;
 pub mod log;
 mod mailbox;
 mod offers;
@@ -76,6 +77,7 @@ mod socket;
 mod socket_io;
 mod sockopt;
 mod spin;
+mod steering;
 mod table;
 mod tcp_info;
 mod threshold;

@@ -495,7 +495,7 @@ fn from_buffer(mut rx: Guard<'_, Rx>, iov: &mut Iov, landing: &mut Option<Landin
         std::thread::yield_now();
         return RecvStep::Empty;
     };
-    if mine.landed().is_none() {
+    if !mine.is_over() {
         return RecvStep::Leave;
     }
     let (taken, wake) = mine.take(&mut rx);

@@ -1,13 +1,8 @@
 //! How long a waiting thread spins before it sleeps.
 
-use std::os::fd::{AsRawFd, BorrowedFd};
-use std::sync::atomic::{
-    AtomicI32, AtomicU8, AtomicU32, AtomicU64,
-    Ordering::{Acquire, Relaxed, Release},
-};
+use std::sync::atomic::{AtomicI32, AtomicU8, AtomicU32, AtomicU64, Ordering::Relaxed};
 
-use rdmasock_core::os::privatefd::PrivateFd;
-
+use crate::load;
 use crate::time::now_ns;
 
 /// Whether and how long to spin before a sleep, learnt from how earlier spins ended.
@@ -184,25 +179,16 @@ impl Room {
     }
 }
 
-/// How many threads can run on this machine, read now and then.
+/// Whether the cores are taken, looked at now and then.
 struct Load {
-    fd: AtomicI32,
     at: AtomicU64,
     room: AtomicU8,
-    cores: AtomicU32,
 }
 
 static LOAD: Load = Load {
-    fd: AtomicI32::new(-1),
     at: AtomicU64::new(0),
     room: AtomicU8::new(Room::Free as u8),
-    cores: AtomicU32::new(0),
 };
-
-/// In a fork child, whose copy of the descriptor is closed.
-pub fn after_fork() {
-    LOAD.fd.store(-1, Release);
-}
 
 impl Load {
     fn polite_after(&self) -> u64 {
@@ -230,36 +216,12 @@ impl Load {
     }
 
     fn measure(&self) -> Option<Room> {
-        let mut cores = self.cores.load(Relaxed);
-        if cores == 0 {
-            // The affinity mask: a container's or taskset's share.
-            cores = rustix::thread::sched_getaffinity(None).ok()?.count();
-            self.cores.store(cores, Relaxed);
-        }
-        if cores < 2 {
+        if load::processors()? < 2 {
             return Some(Room::OneCore);
         }
-        let mut fd = self.fd.load(Acquire);
-        if fd < 0 {
-            let placed = PrivateFd::open(|| {
-                rustix::fs::open(
-                    c"/proc/loadavg",
-                    rustix::fs::OFlags::RDONLY | rustix::fs::OFlags::CLOEXEC,
-                    rustix::fs::Mode::empty(),
-                )
-            })
-            .ok()?;
-            fd = placed.as_raw_fd();
-            std::mem::forget(placed);
-            self.fd.store(fd, Release);
-        }
-        let mut text = [0u8; 64];
-        // SAFETY: opened above and kept for good.
-        let n = rustix::io::pread(unsafe { BorrowedFd::borrow_raw(fd) }, &mut text, 0).ok()?;
-        // "0.00 0.01 0.05 2/123 4567": the fourth field is running/existing.
-        let text = std::str::from_utf8(text.get(..n)?).ok()?;
-        let running: u32 = text.split(' ').nth(3)?.split('/').next()?.parse().ok()?;
-        Some(Room::of(running, cores, self.room.load(Relaxed) == Room::Free as u8))
+        let load = load::now()?;
+        let was_free = self.room.load(Relaxed) == Room::Free as u8;
+        Some(Room::of(load.running, load.processors, was_free))
     }
 }
 

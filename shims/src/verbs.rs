@@ -443,6 +443,7 @@ impl QueuePair for Pair {
             Role::Target => role::TARGET,
             Role::Offered => role::OFFERED,
             Role::OnDemand => role::ON_DEMAND,
+            Role::Sink => role::SINK,
         };
         // SAFETY: by the caller's contract; the connection lives as long as this.
         down(unsafe { (self.plugin.register)(self.conn, at.cast(), len, role, &raw mut keys) })?;

@@ -4,9 +4,9 @@
 //! A stream goes the way that is known as the best one for its size. Now and then it puts another on trial: the two
 //! take turns, each long enough that what the turn before has left in the rings is gone when its time is taken. A turn
 //! is compared with the one before it, and what counts is which was better, by how much hardly: whatever else happens
-//! in a program hits both alike. So a clear difference is seen after a few turns, and a small one is none. The more
-//! often the best way has won the rarer are trials. What one stream has found out holds for the next ones of the link.
-//! Pure: time and positions are given.
+//! in a program hits both alike. So a clear difference is seen after a few turns, and a small one is none. At first,
+//! and when another way has become the best, each of the others is tried soon; then the rarer the more often the best
+//! way has won. What one stream has found out holds for the next ones of the link. Pure: time and positions are given.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -29,9 +29,13 @@ impl Way {
 
     /// The next one to try after `self` and beside `best`, of those that the send can go.
     fn next(self, best: Self, send: Send) -> Self {
-        let others = (1..=4).map(|n| Self::from_bits((self as u64 + n) % 4));
-        let mut fit = others.filter(|way| *way != best && way.is_open_to(send));
-        fit.next().unwrap_or_default()
+        self.others(best, send).next().unwrap_or_default()
+    }
+
+    /// Those that the send can go beside `best`, in the order in which they are tried after `self`.
+    fn others(self, best: Self, send: Send) -> impl Iterator<Item = Self> {
+        let others = (1..=4).map(move |n| Self::from_bits((self as u64 + n) % 4));
+        others.filter(move |way| *way != best && way.is_open_to(send))
     }
 
     fn is_open_to(self, send: Send) -> bool {
@@ -55,14 +59,18 @@ pub const LEAST: usize = 16 * 1024;
 /// A trial is won by so many turns ahead, and lost by so many behind.
 const WINS: i8 = 4;
 const LOSES: i8 = -3;
-/// It is nobody's after so many turns.
+/// It is nobody's after so many turns; after half of them, if the challenger is not ahead by then.
 const TURNS: u8 = 16;
 /// Better by half counts twice.
 const CLEARLY: (u64, u64) = (3, 2);
-/// From one trial to the next there are as many bytes as in so many turns, and after each that the best way has not
-/// lost twice as many, up to so many doublings.
+/// From one trial to the next there are as many bytes as in so many turns; while there are ways that the best one has
+/// not been compared with since it is the best, fewer. After each other trial that it has not lost twice as many, up to
+/// so many doublings.
 const TURNS_BETWEEN: u64 = 128;
+const TURNS_AT_FIRST: u64 = 8;
 const MOST_DOUBLINGS: u64 = 6;
+/// More trials in a row need not be counted.
+const MOST_KEPT: u64 = MOST_DOUBLINGS + Way::ALL.len() as u64 - 1;
 
 /// Sizes by their powers of two: 16 KiB, and so on; the last is all that is larger.
 const CLASSES: usize = 12;
@@ -150,15 +158,20 @@ impl Known {
         is_due
     }
 
-    /// A trial is over.
-    fn settle(&self, kind: Kind, best: Way, tried: Way, has_changed: bool, turn: u64) {
+    /// A trial is over, of one of so many other ways.
+    fn settle(&self, kind: Kind, best: Way, tried: Way, has_changed: bool, (others, turn): (u64, u64)) {
         let kept = self.look(kind).kept;
-        let kept = if has_changed { 0 } else { (kept + 1).min(MOST_DOUBLINGS) };
+        // It has won against the one that it was compared with.
+        let kept = if has_changed { 1 } else { (kept + 1).min(MOST_KEPT) };
+        let rest = match kept.checked_sub(others) {
+            None => TURNS_AT_FIRST * turn,
+            Some(kept) => (TURNS_BETWEEN * turn) << kept.min(MOST_DOUBLINGS),
+        };
         let verdict = Verdict {
             best: Some(best),
             tried,
             kept,
-            rest: (TURNS_BETWEEN * turn) << kept,
+            rest,
         };
         self.put(kind, verdict);
     }
@@ -226,9 +239,27 @@ pub struct Contest {
 }
 
 impl Contest {
-    /// The way that a send goes; and if a trial is over with that, whether it has changed the best way.
-    pub fn way(&mut self, known: &Known, send: Send) -> (Way, Option<bool>) {
+    /// The way that is known as the best for a send, which is about to go that way or another.
+    pub fn best(&mut self, known: &Known, send: Send) -> Way {
         self.follow(Kind::of(send));
+        let guess = match self.kind.can_wait {
+            _ if send.len < FIRST_GUESS => Way::Rings,
+            true => Way::Direct,
+            false => Way::Staged,
+        };
+        let verdict = known.look(self.kind);
+        *self.best.get_or_insert(verdict.best.unwrap_or(guess))
+    }
+
+    /// It goes another way, for another reason: that says nothing of the ways that are compared.
+    pub fn pause(&mut self, send: Send) {
+        self.trial = None;
+        self.position = send.position;
+    }
+
+    /// The way that a send goes for which that one is the best; and if a trial is over with that, whether it has
+    /// changed the best way.
+    pub fn way(&mut self, known: &Known, send: Send, best: Way) -> (Way, Option<bool>) {
         let went = send
             .position
             .saturating_sub(std::mem::replace(&mut self.position, send.position));
@@ -236,15 +267,8 @@ impl Contest {
         let ring = send.ring.max(LEAST_OF_A_TURN / 2);
         let turn = 3 * ring;
         let Some(trial) = &mut self.trial else {
-            let guess = match self.kind.can_wait {
-                _ if send.len < FIRST_GUESS => Way::Rings,
-                true => Way::Direct,
-                false => Way::Staged,
-            };
-            let verdict = known.look(self.kind);
-            let best = *self.best.get_or_insert(verdict.best.unwrap_or(guess));
             if went > 0 && known.spend(self.kind, went, turn) {
-                let challenger = verdict.tried.next(best, send);
+                let challenger = known.look(self.kind).tried.next(best, send);
                 self.trial = Some(Trial {
                     challenger,
                     turn: Turn::new(false, send.position),
@@ -255,7 +279,6 @@ impl Contest {
             }
             return (best, None);
         };
-        let best = self.best.unwrap_or_default();
         if send.position < trial.turn.from {
             // Another stream.
             self.trial = None;
@@ -271,12 +294,14 @@ impl Contest {
         }
         let (lead, challenger) = (trial.lead, trial.challenger);
         let way = if trial.turn.is_challengers { challenger } else { best };
-        if lead < WINS && lead > LOSES && trial.turns < TURNS {
+        let most = if lead > 0 { TURNS } else { TURNS / 2 };
+        if lead < WINS && lead > LOSES && trial.turns < most {
             return (way, None);
         }
         let has_changed = lead >= WINS;
         let best = if has_changed { challenger } else { best };
-        known.settle(self.kind, best, challenger, has_changed, turn);
+        let others = challenger.others(best, send).count() as u64;
+        known.settle(self.kind, best, challenger, has_changed, (others, turn));
         self.best = Some(best);
         self.trial = None;
         (best, Some(has_changed))

@@ -356,9 +356,9 @@ impl Ctx {
         bytes
     }
 
-    /// How many bytes devices have written into the memory of the two programs so far; `None` where links are not as
-    /// between hosts, or nobody watches. One side asks.
-    pub fn past_the_rings(&self) -> Option<[u64; 2]> {
+    /// How many bytes have gone past the rings of the two programs so far; `None` where links are not as between hosts,
+    /// or nobody watches. One side asks.
+    pub fn past_the_rings(&self) -> Option<PastTheRings> {
         if !self.observed {
             return None;
         }
@@ -368,8 +368,12 @@ impl Ctx {
         loop {
             if let Ok(text) = std::fs::read_to_string(&answer) {
                 std::fs::remove_file(&answer).unwrap();
-                let (direct, lent) = text.split_once(' ')?;
-                return Some([direct.parse().ok()?, lent.parse().ok()?]);
+                let mut counts = text.split(' ').map_while(|count| count.parse().ok());
+                return Some(PastTheRings {
+                    written: counts.next()?,
+                    read: counts.next()?,
+                    landed: counts.next()?,
+                });
             }
             assert!(Instant::now() < end, "nobody tells how much went directly");
             sys::pause_ms(1);
@@ -377,7 +381,24 @@ impl Ctx {
     }
 }
 
-/// The file by which a side asks for [`Ctx::past_the_rings`], and that of the answer: a number, or nothing.
+/// See [`Ctx::past_the_rings`]. Bytes.
+pub struct PastTheRings {
+    /// Written by the sender's device into a buffer that a receive waited with.
+    pub written: u64,
+    /// Read by the receiver's device from the sender's memory.
+    pub read: u64,
+    /// And of these into such a buffer.
+    pub landed: u64,
+}
+
+/// The events that are counted so, in that order.
+pub const COUNTED: [&str; 3] = [
+    "direct_received_bytes",
+    "rendezvous_received_bytes",
+    "rendezvous_landed_bytes",
+];
+
+/// The file by which a side asks for [`Ctx::past_the_rings`], and that of the answer: numbers, or nothing.
 pub const ASKED: &str = "asked";
 /// See [`ASKED`].
 pub const ANSWERED: &str = "answered";

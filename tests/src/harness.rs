@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
 
-use crate::ctx::{ANSWERED, ASKED, SEEN, Side, WARM};
+use crate::ctx::{ANSWERED, ASKED, COUNTED, SEEN, Side, WARM};
 use crate::environment::{self, Environment};
 use crate::observe::{Promotion, count, promotion_state, reasons};
 use crate::scenarios::Scenario;
@@ -403,9 +403,9 @@ pub fn play_in(environment: Option<&Environment>, paths: &Paths, scenario: &Scen
             fs::remove_file(dir.join(ASKED))?;
             let answer = match mode.device() {
                 Some(_) => {
-                    let [direct, lent] = ["direct_received_bytes", "rendezvous_received_bytes"]
-                        .map(|event| received(paths, event, [&server, &client]));
-                    format!("{} {}", direct?, lent?)
+                    let counts = COUNTED.map(|event| received(paths, event, [&server, &client]));
+                    let [written, read, landed] = counts;
+                    format!("{} {} {}", written?, read?, landed?)
                 }
                 None => String::new(),
             };

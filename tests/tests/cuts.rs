@@ -1,6 +1,6 @@
-//! Links between hosts that fail while bytes are on them, on the local device: cut in the middle of a WRITE, silent,
-//! gone with the device, or late. Every byte of each connection arrives once, and in its place. As many cuts as `CUTS`
-//! says, with seeds from `CUTS_SEED` on.
+//! Links between hosts that fail while bytes are on them, on the local device: cut in the middle of a WRITE or a READ,
+//! silent, gone with the device, or late. Every byte of each connection arrives once, and in its place. As many cuts as
+//! `CUTS` says, with seeds from `CUTS_SEED` on.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use std::fmt;
@@ -54,6 +54,8 @@ struct Fault {
     in_both: bool,
     /// One for so many cuts.
     share: u64,
+    /// The way that large sends go (`RDMASOCK_DEV_WAY`); empty: as they would.
+    way: &'static str,
     settings: fn(round: u64) -> Settings,
 }
 
@@ -66,12 +68,13 @@ struct Settings {
     long: (u64, u8),
 }
 
-const FAULTS: [Fault; 5] = [
+const FAULTS: [Fault; 6] = [
     Fault {
         name: "cut",
         mark: CUT,
         in_both: true,
         share: 1,
+        way: "",
         settings: |round| Settings {
             device: format!(
                 "cut={}{}",
@@ -88,6 +91,7 @@ const FAULTS: [Fault; 5] = [
         mark: CUT,
         in_both: true,
         share: PER_DIRECT,
+        way: "",
         settings: |round| Settings {
             device: format!(
                 "cut={}{}",
@@ -99,10 +103,27 @@ const FAULTS: [Fault; 5] = [
         },
     },
     Fault {
+        name: "lent",
+        mark: CUT_READ,
+        in_both: true,
+        share: PER_DIRECT,
+        way: "lent",
+        settings: |round| Settings {
+            device: format!(
+                "cutread={}{}",
+                pick(round, [10, 2, 40]),
+                pick(round / 3, ["", ",thread", ",delay=30"])
+            ),
+            connections: 120,
+            long: (0, 0),
+        },
+    },
+    Fault {
         name: "silence",
         mark: SILENT,
         in_both: false,
         share: PER_SILENCE,
+        way: "",
         settings: |round| Settings {
             device: format!("silence={}{}", pick(round, [60, 20, 200]), pick(round, ["", ",thread"])),
             connections: 12,
@@ -114,6 +135,7 @@ const FAULTS: [Fault; 5] = [
         mark: GONE,
         in_both: true,
         share: PER_LOSS,
+        way: "",
         settings: |round| Settings {
             device: format!(
                 "gone={}{}",
@@ -129,6 +151,7 @@ const FAULTS: [Fault; 5] = [
         mark: CONNECTED,
         in_both: true,
         share: PER_LATE,
+        way: "",
         settings: |round| match round {
             // The first request is given up, and the next one is answered.
             0 => Settings {
@@ -153,7 +176,7 @@ fn main() -> ExitCode {
     let mut args = Arguments::from_args();
     // Most of the time they wait.
     args.test_threads.get_or_insert(8);
-    let cases = ["silence", "late", "direct", "gone", "cut"].into_iter();
+    let cases = ["silence", "late", "direct", "lent", "gone", "cut"].into_iter();
     let cases = cases.flat_map(|name| FAULTS.into_iter().filter(move |fault| fault.name == name));
     let trials = cases.flat_map(|fault| {
         Mode::DEVICES.map(|mode| {
@@ -184,6 +207,8 @@ struct Figures {
     direct_bytes: u64,
     /// And from the memory of programs that sent them, by READs.
     lent_bytes: u64,
+    /// Of these, into buffers that programs waited with.
+    landed_bytes: u64,
     promoted: u64,
 }
 
@@ -199,6 +224,7 @@ impl Figures {
         self.link_bytes += other.link_bytes;
         self.direct_bytes += other.direct_bytes;
         self.lent_bytes += other.lent_bytes;
+        self.landed_bytes += other.landed_bytes;
         self.promoted += other.promoted;
     }
 }
@@ -208,8 +234,8 @@ impl fmt::Display for Figures {
         write!(
             f,
             "{} counted, {} cuts in the middle of a WRITE, {} of a READ; {} links of {} pairs of programs, {} connections, {} ends \
-             promoted; {} bytes compared, {} of them sent on links; {} received past the rings, {} \
-             by READs",
+             promoted; {} bytes compared, {} of them sent on links; {} written past the rings, {} \
+             read, {} of these past rings",
             self.faults,
             self.in_writes,
             self.in_reads,
@@ -220,7 +246,8 @@ impl fmt::Display for Figures {
             self.bytes,
             self.link_bytes,
             self.direct_bytes,
-            self.lent_bytes
+            self.lent_bytes,
+            self.landed_bytes
         )
     }
 }
@@ -245,6 +272,9 @@ fn rounds(fault: Fault, device: &str) -> Result<(), Failed> {
         }
         round += 1;
     }
+    if fault.name == "lent" && (all.in_reads == 0 || all.landed_bytes == 0) {
+        return Err(format!("no READ was cut, or nothing was read past the rings, in {all}").into());
+    }
     if fault.name == "direct" && all.lent_bytes == 0 {
         return Err(format!("nothing was read from what senders lend in {all}").into());
     }
@@ -263,7 +293,7 @@ fn pair(fault: Fault, device: &str, settings: &Settings, seed: u64) -> Result<Fi
         let promote_after = pick(seed / SEEDS, ["0", "2r,16K"]);
         // Much goes past the rings, or by turns.
         let least = pick(seed / SEEDS / 2, ["4K", "auto"]);
-        Peer::start(args, &localnic, promote_after, least, dir.path())
+        Peer::start(args, &localnic, promote_after, (least, fault.way), dir.path())
     };
     let connections = settings.connections.to_string();
     let mut server = start(&["serve", &connections], seed)?;
@@ -293,6 +323,7 @@ fn pair(fault: Fault, device: &str, settings: &Settings, seed: u64) -> Result<Fi
             figures.link_bytes += instance.totals.tx.link_bytes;
             figures.direct_bytes += instance.count(Event::DirectReceived);
             figures.lent_bytes += instance.count(Event::RendezvousReceived);
+            figures.landed_bytes += instance.count(Event::RendezvousLanded);
             figures.promoted += instance.totals.promoted;
             if instance.count(Event::LinkViolation) > 0 {
                 wrong += &format!("the {name} counts violations\n");
@@ -332,10 +363,20 @@ struct Peer {
 }
 
 impl Peer {
-    fn start(args: &[&str], localnic: &str, promote_after: &str, least: &str, dir: &Path) -> Result<Self, Failed> {
+    /// From `least` bytes on sends go past the rings, and that `way`, if it is not empty.
+    fn start(
+        args: &[&str],
+        localnic: &str,
+        promote_after: &str,
+        (least, way): (&str, &str),
+        dir: &Path,
+    ) -> Result<Self, Failed> {
         let paths = Paths::find(Path::new(env!("CARGO_BIN_EXE_scenario")));
         let mut command = Command::new(env!("CARGO_BIN_EXE_cuts-peer"));
         clean_environment(&mut command);
+        if !way.is_empty() {
+            command.env("RDMASOCK_DEV_WAY", way);
+        }
         let mut child = command
             .args(args)
             .env("LD_PRELOAD", paths.library?)

@@ -47,6 +47,13 @@ fn main() -> ExitCode {
             trials.push(Trial::test(name, move || most_is_read(&paths, device, sender)));
         }
     }
+    for device in DEVICES {
+        for least in ["128K:lent", "auto:lent"] {
+            let paths = Arc::clone(&paths);
+            let name = format!("{least}_lands/{device}").replace([',', '=', ':'], "_");
+            trials.push(Trial::test(name, move || most_lands(&paths, device, least)));
+        }
+    }
     for short in ["sender", "receiver"] {
         let paths = Arc::clone(&paths);
         let name = format!("{short}_may_not_lock_memory");
@@ -67,6 +74,18 @@ fn main() -> ExitCode {
         let paths = Arc::clone(&paths);
         let name = format!("ways_are_tried/{device}");
         trials.push(Trial::test(name, move || ways_are_tried(&paths, device)));
+    }
+    for (name, loads) in [
+        ("a_busy_sender_is_pulled_from", ["auto::255", "auto::0"]),
+        ("a_busy_reader_is_pushed_to", ["auto::0", "auto::255"]),
+        ("who_are_equally_busy_do_as_is_measured", ["auto::90", "auto::100"]),
+    ] {
+        for device in ["roce", "iwarp"] {
+            let paths = Arc::clone(&paths);
+            trials.push(Trial::test(format!("{name}/{device}"), move || {
+                who_is_idle_issues(&paths, device, loads)
+            }));
+        }
     }
     let paths = Arc::clone(&paths);
     trials.push(Trial::test(
@@ -90,32 +109,29 @@ impl Drop for End {
 }
 
 impl End {
-    /// `least` is `RDMASOCK_ZCOPY_MIN`, perhaps with the way that is fixed behind a colon, and `+alloc` for the
-    /// registered allocator.
+    /// `least` is `RDMASOCK_ZCOPY_MIN`, perhaps with the way that is fixed behind a colon, and the load behind another;
+    /// `+alloc` is for the registered allocator.
     fn start(paths: &Paths, device: &str, least: &str, words: &[&str]) -> Result<Self, Failed> {
         let mut command = Command::new(&paths.scenario);
         clean_environment(&mut command);
-        let library = paths.library.as_ref()?;
         let (least, has_allocator) = match least.strip_suffix("+alloc") {
             Some(rest) => (rest, true),
             None => (least, false),
         };
-        command.env("LD_PRELOAD", library);
+        command.env("LD_PRELOAD", paths.library.as_ref()?);
         if has_allocator {
             let both = paths.with_allocator().map_err(|e| format!("{e:#}"))?;
             command.env("RDMASOCK_ALLOC", "registered").env("LD_PRELOAD", both);
         }
-        let (least, way) = least.split_once(':').unwrap_or((least, ""));
-        if !way.is_empty() {
-            command.env("RDMASOCK_DEV_WAY", way);
-        }
+        let names = ["RDMASOCK_ZCOPY_MIN", "RDMASOCK_DEV_WAY", "RDMASOCK_DEV_LOAD"];
+        let settings = names.into_iter().zip(least.split(':'));
+        command.envs(settings.filter(|(_, word)| !word.is_empty()));
         let mut child = command
             .env("RDMASOCK_DEV_LOCAL_DEVICE", &paths.device)
             .env("LOCALNIC", device)
             // Asked by name, as within a host: one port would be for all that run at once.
             .env("RDMASOCK_CONTROL_PORT", "0")
             .env("RDMASOCK_PROMOTE_AFTER", "2r,16K")
-            .env("RDMASOCK_ZCOPY_MIN", least)
             .args(["helper", "stall"])
             .args(words)
             .stdin(Stdio::piped())
@@ -353,6 +369,31 @@ fn most_is_read(paths: &Paths, device: &str, sender: &str) -> Result<(), Failed>
     }
 }
 
+/// What a sender lends to a reader that waits in a receive goes into that one's buffer. Whether its end hears of the
+/// buffer or not, it keeps nothing of what was read so.
+fn most_lands(paths: &Paths, device: &str, least: &str) -> Result<(), Failed> {
+    let (mut from, mut to) = pair_with(paths, device, "client", [least; 2])?;
+    let end = Instant::now() + LIMIT;
+    loop {
+        let counts = |to: &End| -> Result<_, Failed> {
+            let read = to.count(paths, "rendezvous_received_bytes")?;
+            Ok((read, to.count(paths, "rendezvous_landed_bytes")?))
+        };
+        let before = counts(&to)?;
+        transfer(paths, &mut from, &mut to, MANY)?;
+        let after = counts(&to)?;
+        let (read, landed) = (after.0 - before.0, after.1 - before.1);
+        assert!(landed <= read, "{landed} of {read}");
+        let all = (MANY * PIECE) as u64;
+        if landed >= all / 2 {
+            return Ok(());
+        }
+        if Instant::now() > end {
+            return Err(format!("of {all} bytes {read} were read, and {landed} into the reader's buffer").into());
+        }
+    }
+}
+
 /// Two ends that are to learn which way is better try others than the first, and each brings the bytes over.
 fn ways_are_tried(paths: &Paths, device: &str) -> Result<(), Failed> {
     let (mut from, mut to) = pair_with(paths, device, "client", ["auto"; 2])?;
@@ -370,6 +411,44 @@ fn ways_are_tried(paths: &Paths, device: &str) -> Result<(), Failed> {
         0 < directly && directly < all,
         "of {all} bytes {directly} went directly"
     );
+    Ok(())
+}
+
+/// Where both ends wait the one that has processors to spare has its device move the bytes.
+fn who_is_idle_issues(paths: &Paths, device: &str, loads: [&str; 2]) -> Result<(), Failed> {
+    let (mut from, mut to) = pair_with(paths, device, "client", loads)?;
+    let end = Instant::now() + LIMIT;
+    let counts = |from: &End| -> Result<_, Failed> {
+        let pushed = from.count(paths, "pushed_by_load_bytes")?;
+        Ok((pushed, from.count(paths, "pulled_by_load_bytes")?))
+    };
+    let much = (MANY * PIECE / 4) as u64;
+    for round in 0.. {
+        transfer(paths, &mut from, &mut to, MANY)?;
+        let (pushed, pulled) = counts(&from)?;
+        let is_seen = match loads {
+            ["auto::255", _] => {
+                assert_eq!(pushed, 0);
+                pulled > much && to.count(paths, "rendezvous_landed_bytes")? > much
+            }
+            ["auto::0", _] => {
+                assert_eq!(pulled, 0);
+                pushed > much && to.count(paths, "direct_received_bytes")? > much
+            }
+            _ => {
+                assert_eq!((pushed, pulled), (0, 0));
+                // By then a difference would have been seen.
+                round == 8
+            }
+        };
+        if is_seen {
+            return Ok(());
+        }
+        assert!(
+            Instant::now() < end,
+            "of {round} transfers {pushed} bytes were pushed, {pulled} pulled"
+        );
+    }
     Ok(())
 }
 

@@ -23,6 +23,7 @@ const USERS: u64 = CLOSING - 1;
 const SOURCE: u64 = 1;
 const TARGET: u64 = 2;
 const OFFERED: u64 = 4;
+const SINK: u64 = 8;
 /// In a key: it is for the peer.
 const REMOTE: u32 = 1 << 31;
 /// Longest time that an access takes: who has not left by then has died in it, and the entry is never used again.
@@ -36,7 +37,7 @@ struct Entry {
     state: AtomicU64,
     start: AtomicU64,
     len: AtomicU64,
-    /// Of [`SOURCE`], [`TARGET`] and [`OFFERED`].
+    /// Of [`SOURCE`], [`TARGET`], [`OFFERED`] and [`SINK`].
     roles: AtomicU64,
     /// What tells its pages from others (`pins`); 0: nothing does.
     pages: AtomicU64,
@@ -85,7 +86,7 @@ impl Table {
 
     /// As [`source`](Self::source), for what this end reads into it.
     pub fn sink(&self, key: u32, at: u64, len: u64) -> Option<InUse<'_>> {
-        (key & REMOTE == 0).then(|| self.hold(key, at, len, TARGET)).flatten()
+        (key & REMOTE == 0).then(|| self.hold(key, at, len, SINK)).flatten()
     }
 
     fn hold(&self, key: u32, at: u64, len: u64, role: u64) -> Option<InUse<'_>> {
@@ -185,10 +186,11 @@ impl Domain {
         entry.start.store(start, Relaxed);
         entry.len.store(len, Relaxed);
         let roles = match role {
-            Role::Both => SOURCE | TARGET,
+            Role::Both => SOURCE | TARGET | SINK,
             Role::Source | Role::OnDemand => SOURCE,
-            Role::Target => TARGET,
+            Role::Target => TARGET | SINK,
             Role::Offered => OFFERED,
+            Role::Sink => SINK,
         };
         entry.roles.store(roles, Relaxed);
         entry.pages.store(pages, Relaxed);
@@ -293,11 +295,12 @@ mod tests {
     fn memory_is_reached_in_the_roles_that_it_was_registered_for() {
         let domain = Arc::new(Domain::new().unwrap());
         let table = domain.table();
-        for (role, is_source, is_target, is_offered) in [
-            (Role::Both, true, true, false),
-            (Role::Source, true, false, false),
-            (Role::Target, false, true, false),
-            (Role::Offered, false, false, true),
+        for (role, is_source, is_target, is_offered, is_sink) in [
+            (Role::Both, true, true, false, true),
+            (Role::Source, true, false, false, false),
+            (Role::Target, false, true, false, true),
+            (Role::Offered, false, false, true, false),
+            (Role::Sink, false, false, false, true),
         ] {
             let memory = domain.register(1000, 100, role, 0).unwrap();
             assert_eq!(
@@ -310,7 +313,7 @@ mod tests {
                 is_target,
                 "{role:?}"
             );
-            assert_eq!(table.sink(memory.local_key(), 1000, 1).is_some(), is_target, "{role:?}");
+            assert_eq!(table.sink(memory.local_key(), 1000, 1).is_some(), is_sink, "{role:?}");
             assert_eq!(
                 table.offered(memory.remote_key(), 1000, 1).is_some(),
                 is_offered,

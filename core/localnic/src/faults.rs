@@ -15,6 +15,8 @@ pub enum Fault {
 #[derive(Debug)]
 pub struct Faults {
     cut_in: Option<u64>,
+    read_cut_in: Option<u64>,
+    is_read: bool,
     silent_in: Option<u64>,
 }
 
@@ -23,13 +25,21 @@ impl Faults {
     pub fn new(settings: &Settings, number: u64) -> Self {
         Self {
             cut_in: due(settings.cut, settings.seed, number),
+            read_cut_in: due(settings.cut_read, settings.seed, number),
+            is_read: false,
             silent_in: due(settings.silence, settings.seed, !number),
         }
     }
 
+    /// The [next](Self::next) work request is a READ.
+    pub fn on_read(&mut self) {
+        self.is_read = true;
+    }
+
     /// One more work request is carried out.
     pub fn next(&mut self) -> Option<Fault> {
-        if count_down(&mut self.cut_in) {
+        let is_read = std::mem::take(&mut self.is_read);
+        if is_read && count_down(&mut self.read_cut_in) || count_down(&mut self.cut_in) {
             return Some(Fault::Cut);
         }
         count_down(&mut self.silent_in).then_some(Fault::Silence)
@@ -82,6 +92,22 @@ mod tests {
         let all: Vec<usize> = (0..20).map(when).collect();
         assert!(all.iter().all(|at| (100..200).contains(at)));
         assert!(all.iter().any(|at| at != all.first().unwrap()));
+    }
+
+    #[test]
+    fn reads_are_counted_apart() {
+        let settings = Settings {
+            cut_read: 3,
+            ..Settings::default()
+        };
+        let mut faults = Faults::new(&settings, 0);
+        assert!((0..1000).all(|_| faults.next().is_none()));
+        let at = (0..1000).find(|_| {
+            assert!(faults.next().is_none(), "another");
+            faults.on_read();
+            faults.next().is_some()
+        });
+        assert!((3..6).contains(&at.unwrap()));
     }
 
     #[test]

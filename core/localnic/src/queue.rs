@@ -323,6 +323,7 @@ impl Queue {
     }
 
     fn carry_read(&self, faults: &mut Faults, read: &Read) -> Result<bool> {
+        faults.on_read();
         let is_done = self.carry(
             faults,
             |queue| queue.fetch(read, read.len as usize),
@@ -396,9 +397,13 @@ impl Queue {
         let bytes = u64::from(read.len);
         let to = self.domain.table().sink(read.local, read.to.addr() as u64, bytes);
         let from = self.far.table.offered(read.remote, read.from, bytes);
-        let (Some(_to), Some(from)) = (to, from) else {
+        let (Some(to), Some(from)) = (to, from) else {
             return Err(Errno(libc::EACCES));
         };
+        if !to.is_as_registered(None) {
+            // In pages that are in nobody's sight any more.
+            return Ok(());
+        }
         if !from.is_as_registered(Some(self.far.pid)) {
             // SAFETY: registered for this length, and stays so while it is held.
             unsafe { read.to.write_bytes(OTHERS, len) };

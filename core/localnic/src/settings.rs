@@ -20,6 +20,8 @@ pub struct Settings {
     pub late_ms: u64,
     /// `cut=`: a connection ends after so many work requests of this end, or up to twice as many.
     pub cut: u64,
+    /// `cutread=`: as `cut`, of READs alone.
+    pub cut_read: u64,
     /// `silence=`: as `cut`, but nothing tells: what is posted has no effect, and nothing comes.
     pub silence: u64,
     /// `gone=`: after so many work requests of the process, or up to twice as many, the device is gone for a second.
@@ -71,6 +73,7 @@ impl Settings {
                 ("delay", true) => settings.delay_us = number,
                 ("late", true) => settings.late_ms = number,
                 ("cut", true) => settings.cut = number,
+                ("cutread", true) => settings.cut_read = number,
                 ("silence", true) => settings.silence = number,
                 ("gone", true) => settings.gone = number,
                 ("cache", true) => settings.cache = u32::try_from(number).map_err(|_| word)?,

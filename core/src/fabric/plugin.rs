@@ -203,12 +203,14 @@ pub mod role {
     pub const BOTH: u32 = 0;
     /// The source of this end's WRITEs.
     pub const SOURCE: u32 = 1;
-    /// The target of the peer's.
+    /// The target of the peer's, and of this end's READs.
     pub const TARGET: u32 = 2;
     /// The source of the peer's READs.
     pub const OFFERED: u32 = 3;
     /// The source of this end's WRITEs, reached by its addresses (on-demand paging): whatever is there by then.
     pub const ON_DEMAND: u32 = 4;
+    /// The target of this end's READs.
+    pub const SINK: u32 = 5;
 }
 
 /// A listener of the plugin's.

@@ -5,7 +5,7 @@
 //! |---|---|
 //! | `qp.rs` | what is needed of a queue pair |
 //! | `record.rs` | the wire: messages of records |
-//! | `end.rs` | an end of a link, its calls and its threads |
+//! | `end.rs`, `past.rs` | an end of a link, its calls and its threads; the calls about what goes past the rings |
 //! | `local.rs`, `tuning.rs`, `counts.rs` | how it reaches those who wait here; what may be set for it; what it counts |
 //! | `shared.rs` | what it has that is used without the lock |
 //! | `engine.rs` | its state, and what its calls do to that |
@@ -43,6 +43,7 @@ mod loan;
 mod local;
 #[cfg(any(test, feature = "mem"))]
 pub mod mem;
+mod past;
 mod pump;
 pub mod qp;
 mod receive;
@@ -58,7 +59,7 @@ mod turn;
 mod watch;
 
 pub use counts::{Counts, DirectCounts};
-pub use direct::{Advert, Landed};
+pub use direct::{Advert, Buffer, Landed};
 pub use end::End;
 pub use fault::{Breach, Fault};
 pub use local::{ENGINE, Local};

@@ -160,9 +160,9 @@ events! {
     DirectTrials = 24 => "direct_trials",
     /// The other way has won it.
     DirectChanges = 25 => "direct_changes",
-    /// Bytes that the peer's device has read from the memory of the program itself, into the peer's ring.
+    /// Bytes that the peer's device has read from the memory of the program itself.
     RendezvousSent = 26 => "rendezvous_sent_bytes",
-    /// Bytes that this end's device has read from the memory of the peer's program, into a ring.
+    /// Bytes that this end's device has read from the memory of the peer's program.
     RendezvousReceived = 27 => "rendezvous_received_bytes",
     /// Memory that a send had lent so was wanted back before all of it was read.
     RendezvousRecalled = 28 => "rendezvous_recalled",
@@ -179,6 +179,13 @@ events! {
     OnDemandHit = 33 => "on_demand_hits",
     /// The device was told of the addresses that a call's memory lay at.
     OnDemandMiss = 34 => "on_demand_misses",
+    /// Of the bytes that this end's device has read, those that went straight into a buffer that a call waited with.
+    RendezvousLanded = 35 => "rendezvous_landed_bytes",
+    /// Bytes of sends that this end's device was to write, or the peer's to read, as the loads of the two ends have it
+    /// (`RDMASOCK_ZCOPY_MIN=auto`).
+    PushedByLoad = 36 => "pushed_by_load_bytes",
+    /// See above.
+    PulledByLoad = 37 => "pulled_by_load_bytes",
 }
 
 /// Number of [`Event`]s.

@@ -73,6 +73,7 @@ enum Op {
     Sleep(u8),
     Drain(u8),
     Settle,
+    Load(u8),
     Doubt,
     /// So many seconds later.
     Tick(u8),
@@ -183,6 +184,7 @@ impl World {
             chunk_log2: 13,
             buffers: (BUFFER_PAGES * PAGE) as u64,
             direct_min: 100,
+            tells_load: true,
         };
         let here = Here {
             flags: std::array::from_fn(|_| SleepFlag::new()),
@@ -342,6 +344,7 @@ impl World {
                 let _ = self.end.has_ready(waiter);
             }
             Op::Settle => self.end.settle(),
+            Op::Load(load) => self.end.set_load(*load),
             Op::Doubt => self.end.doubt(),
             Op::Tick(seconds) => {
                 self.now += u64::from(*seconds) * 1_000_000_000;

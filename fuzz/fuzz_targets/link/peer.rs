@@ -139,6 +139,7 @@ pub enum Say<'a> {
         to: Number,
         serial: u32,
     },
+    Load(u8),
 }
 
 /// The stream, if it is one of ours, and its number.
@@ -381,6 +382,7 @@ impl Say<'_> {
                 theirs: find(streams, to).1,
                 serial,
             },
+            Self::Load(load) => Record::Load { load },
         };
         out.push(&record);
     }

@@ -91,6 +91,8 @@ pub struct Config {
     pub local_device: Option<PathBuf>,
     /// For developers: the way that large sends between hosts go, where they can.
     pub way: Option<Way>,
+    /// For developers: the load of this machine, in place of what it is.
+    pub load: Option<u8>,
 }
 
 impl Default for Config {
@@ -114,6 +116,7 @@ impl Default for Config {
             pretend_rdma: Vec::new(),
             local_device: None,
             way: None,
+            load: None,
         }
     }
 }

@@ -53,6 +53,7 @@ fn every_variable_is_read() {
         ("RDMASOCK_DEV_PRETEND_RDMA", "10.0.0.0/8, fd00::/8"),
         ("RDMASOCK_DEV_LOCAL_DEVICE", "device.so"),
         ("RDMASOCK_DEV_WAY", "lent"),
+        ("RDMASOCK_DEV_LOAD", "77"),
     ]);
     assert_eq!(warnings, Vec::<String>::new());
     let expected = Config {
@@ -74,6 +75,7 @@ fn every_variable_is_read() {
         pretend_rdma: vec!["10.0.0.0/8".parse().unwrap(), "fd00::/8".parse().unwrap()],
         local_device: Some("device.so".into()),
         way: Some(Way::Lent),
+        load: Some(77),
     };
     assert_eq!(config, expected);
 }

@@ -220,8 +220,18 @@ pub(super) const DEVELOPER: &[Variable] = &[
         placeholder: "",
         default: "as RDMASOCK_ZCOPY_MIN says",
         accepts: "rings, staged, direct or lent",
-        meaning: "the way that sends of RDMASOCK_ZCOPY_MIN or more go, where they can (measurements)",
+        meaning: "the way that sends of RDMASOCK_ZCOPY_MIN or more go, where they can (measurements); direct is push, \
+                  lent pull",
         set: |config, value| set(&mut config.way, way(value).map(Some)),
+    },
+    Variable {
+        name: "RDMASOCK_DEV_LOAD",
+        option: "",
+        placeholder: "",
+        default: "what the kernel says",
+        accepts: "a number from 0 to 255",
+        meaning: "how many threads can run here for each processor, in 32nds, as it decides between push and pull",
+        set: |config, value| set(&mut config.load, value.to_str().and_then(|n| n.parse().ok()).map(Some)),
     },
 ];
 

@@ -27,7 +27,9 @@ use super::watchers::Watchers;
 use crate::ahead::Device;
 use crate::config::{ZeroCopy, config};
 use crate::library::Library;
+use crate::load;
 use crate::mailbox::Command;
+use crate::steering::{Balance, Issuer};
 use crate::verbs::{Pair, State};
 use crate::ways::{self, Known};
 
@@ -167,6 +169,8 @@ pub struct Remote {
     wished: AtomicU64,
     /// Which way large sends go.
     pub known: Known,
+    /// Whose device is to move their bytes, by load.
+    balance: Balance,
 }
 
 impl Remote {
@@ -188,6 +192,7 @@ impl Remote {
         let zcopy = config().zcopy;
         let is_direct = other.is_direct && zcopy != ZeroCopy::Off && copies_what_is_pinned();
         tuning.direct_min = least_of(zcopy).min(1 << 30) as u32;
+        tuning.tells_load = is_direct && other.hears_load;
         let (mine, mirror) = (side(arena_bytes)?, side(arena_bytes + tuning.buffers)?);
         let here = Here { news: news::new() };
         // SAFETY: the link, with the end, is never freed; see `Link::new`.
@@ -212,6 +217,7 @@ impl Remote {
             has_bulk: AtomicBool::new(false),
             wished: AtomicU64::new(0),
             known: Known::default(),
+            balance: Balance::default(),
         })
     }
 
@@ -222,6 +228,17 @@ impl Remote {
     /// What sets with many links look at.
     pub fn news(&self) -> &'static News {
         self.end.local().news
+    }
+
+    /// Whose device is to move what this end sends, by the load of both; `None`: it does not matter, or nothing is
+    /// known of the peer's. The peer hears of this end's load when it has been asked for.
+    pub fn issuer(&self) -> Option<Issuer> {
+        let now = crate::time::tick();
+        self.balance.issuer(now, || {
+            let own = load::average(now)?;
+            self.end.set_load(own);
+            Some((own, self.end.peer_load()?))
+        })
     }
 
     /// Facts about the queue pair.

@@ -1,13 +1,15 @@
-//! A blocking receive whose buffer the peer's device writes to, past the ring (docs/protocol.md, P90–P95). What it has
-//! written counts as what the ring has next; the ring does not have it.
+//! A blocking receive whose buffer a device writes to, past the ring: the peer's, which is told of it
+//! (docs/protocol.md, P90–P95), or this end's, which reads what the peer's program lends (P97). What it has written
+//! counts as what the ring has next; the ring does not have it.
 //!
 //! The buffer is registered for this one wait. Before the call returns, by whatever way, the peer has said that it
-//! writes there no more, or its bulk queue pair is given up; then the registration ends too.
+//! writes there no more, and what was asked for has come, or the bulk queue pair is given up; then the registration
+//! ends too.
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
-use rdmasock_core::fabric::remote::Landed;
 use rdmasock_core::fabric::remote::qp::Role;
+use rdmasock_core::fabric::remote::{Buffer, Landed};
 use rdmasock_core::fabric::ring::Wake;
 use rdmasock_core::ids::Vqpn;
 use rdmasock_core::stats::Event;
@@ -21,6 +23,52 @@ use crate::link::Remote;
 use crate::pinned::Pinned;
 use crate::ready;
 use crate::socket::{Mode, Rx, Socket};
+
+/// What a buffer may be for.
+struct Plan {
+    /// Fewer bytes of it are not worth it, and more are not needed.
+    least: usize,
+    most: usize,
+    /// The peer hears of it; else it is for what this end's device reads.
+    is_told: bool,
+}
+
+impl Plan {
+    /// `None`: for nothing.
+    fn new(remote: &Remote, theirs: Vqpn) -> Option<Self> {
+        let least = remote.direct_min();
+        let told = |least| Self {
+            least,
+            most: usize::MAX,
+            is_told: true,
+        };
+        // Where the user has fixed a size here, that holds.
+        if config().zcopy != ZeroCopy::Auto {
+            return Some(told(least));
+        }
+        // The sender decides by load, too.
+        remote.issuer();
+        match remote.end().invited(theirs)? {
+            0 => {}
+            invited => return Some(told(least.max(invited as usize))),
+        }
+        // A small part of what is lent next is not worth it: the rest goes by the ring, and the reader will not wait.
+        let expected = remote.end().expects_loan(theirs) as usize;
+        let least = least.max(expected / PART);
+        (expected >= least).then_some(Self {
+            least,
+            most: expected,
+            is_told: false,
+        })
+    }
+
+    fn role(&self) -> Role {
+        if self.is_told { Role::Target } else { Role::Sink }
+    }
+}
+
+/// A buffer is to hold at least one of so many parts of what is lent next.
+const PART: usize = 4;
 
 /// See the module.
 pub struct Landing {
@@ -52,14 +100,8 @@ impl Landing {
         if len < remote.direct_min() || !remote.goes_direct(link.slot()) {
             return None;
         }
-        // Where the user has fixed a size here, that holds.
-        let least = match config().zcopy {
-            ZeroCopy::Auto => match remote.end().invited(Vqpn(socket.peer_vqpn.load(Relaxed)))? {
-                0 => return None,
-                invited => remote.direct_min().max(invited as usize),
-            },
-            ZeroCopy::Off | ZeroCopy::From(_) => remote.direct_min(),
-        };
+        let plan = Plan::new(remote, Vqpn(socket.peer_vqpn.load(Relaxed)))?;
+        let least = plan.least;
         let may_try = len >= least && socket.rx.lock()?.own.direct.may_try(least);
         // What registers memory allocates.
         if !may_try || handler::is_in_one() {
@@ -74,19 +116,24 @@ impl Landing {
         ready::notify_peer(socket, wake);
         let end = remote.end();
         let (mine, room) = end.room_to_land(Vqpn(theirs))?;
-        let len = len.min(room as usize);
+        let len = len.min(room as usize).min(plan.most);
         if len < least {
             return None;
         }
         // SAFETY: the program's buffer, which nobody else looks at before the call returns, and this value goes first.
-        let pinned = unsafe { Pinned::new(remote, memory, len, least, Role::Target) }?;
+        let pinned = unsafe { Pinned::new(remote, memory, len, least, plan.role()) }?;
         let address = memory.expose_provenance() as u64;
         let serial = socket.rx.lock().and_then(|mut rx| {
             // Meanwhile the stream may have left the link, and come back as another.
             let is_same = is_on_link() && link.slot_of(mine) == Some(socket.slot);
             let is_free = is_same && !rx.own.direct.is_waiting && rx.consumer.as_ref().is_some_and(|c| !c.is_frozen());
-            let (len, key) = (pinned.len() as u32, pinned.key().remote);
-            let advert = is_free.then(|| end.advertise(mine, address, len, key))?;
+            let buffer = Buffer {
+                address,
+                length: pinned.len() as u32,
+                key: *pinned.key(),
+                is_told: plan.is_told,
+            };
+            let advert = is_free.then(|| end.advertise(mine, buffer))?;
             rx.own.direct.is_waiting = advert.is_some();
             Some(advert?.serial)
         })?;
@@ -101,21 +148,27 @@ impl Landing {
         })
     }
 
-    /// Whether the peer has had its say, and how many bytes are there then.
-    pub fn landed(&self) -> Option<usize> {
+    /// Whether it is over, and how many bytes are there then; they were read by this end's device, or not.
+    fn look(&self) -> Option<(usize, bool)> {
         // First: what is not there when the link is down never will be.
         let is_down = self.remote.is_down();
         match self.remote.end().landed(self.mine, self.serial) {
-            Some(Landed::Over(bytes)) => Some(bytes as usize),
-            Some(Landed::Waits) if is_down => Some(0),
+            Some(Landed::Over(bytes)) => Some((bytes as usize, false)),
+            Some(Landed::Read(bytes)) => Some((bytes as usize, true)),
+            Some(Landed::Waits) if is_down => Some((0, false)),
             Some(Landed::Waits) | None => None,
         }
+    }
+
+    /// Whether it is over.
+    pub fn is_over(&self) -> bool {
+        self.look().is_some()
     }
 
     /// Takes what has come; gives how much, and whom to tell: then the peer [is told](Self::tell) too. The caller holds
     /// the lock, and drops this when it has let go of it.
     pub fn take(&mut self, rx: &mut Rx) -> (usize, Wake) {
-        let landed = self.landed().unwrap_or(0);
+        let (landed, is_read) = self.look().unwrap_or_default();
         rx.own.direct.on_landed(landed);
         self.is_taken = true;
         // What the ring counts: after RESUME the rest comes by TCP.
@@ -127,7 +180,12 @@ impl Landing {
             stats.add_rx_link(taken as u64);
         }
         let stats = &Library::get().stats;
-        stats.count_many(Event::DirectReceived, taken as u64);
+        let event = if is_read {
+            Event::RendezvousLanded
+        } else {
+            Event::DirectReceived
+        };
+        stats.count_many(event, taken as u64);
         rx.own.direct.bytes += taken as u64;
         let wake = consumer.consume(taken);
         let other = consumer.publish();
@@ -162,9 +220,9 @@ impl Landing {
     }
 
     fn end_wait(&self) {
-        if self.landed().is_none() {
+        if !self.is_over() {
             self.remote.end().withdraw(self.mine, self.serial);
-            self.remote.await_word(|| self.landed().is_some());
+            self.remote.await_word(|| self.is_over());
         }
     }
 
@@ -172,15 +230,16 @@ impl Landing {
     #[cold]
     fn put_back(&mut self) {
         self.end_wait();
-        let landed = self.landed().unwrap_or(0);
+        let (landed, _) = self.look().unwrap_or_default();
         if let Some(mut rx) = self.socket.rx.lock() {
             rx.own.direct.on_landed(landed);
             if let Some(Ok(spans)) = rx.consumer.as_mut().map(|consumer| consumer.spans(landed)) {
-                // SAFETY: the buffer has so many bytes that were written by the peer; the ring does not have them, and
+                // SAFETY: the buffer has so many bytes that were written by a device; the ring does not have them, and
                 // its producer does not write there before they are read.
                 unsafe { spans.copy_in(0, self.memory, landed.min(spans.len())) };
             }
         }
+        self.remote.end().put_back(self.mine);
         ready::notify_local(self.socket);
     }
 }

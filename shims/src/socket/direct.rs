@@ -8,12 +8,17 @@
 //! Whether it is faster at all is learned (`ways.rs`), or fixed by the user.
 
 use crate::config::ZeroCopy;
+use crate::steering::Issuer;
 use crate::ways::{Contest, Known, Send, Way};
 
 /// Reads of so much less than is worth a direct transfer are still those of a bulk transfer.
 const LARGE: usize = 4;
 /// Longest pause after failures, as a power of two of sends.
 const MOST: u8 = 8;
+/// Sends that do not go as the loads of both ends would have it, after one of those was in vain.
+const NOT_BY_LOAD: u16 = 256;
+/// A reader waits with buffers if it has done so for one of so many sends.
+const WAITS: u8 = 8;
 
 /// The receiving direction's.
 #[derive(Default)]
@@ -81,18 +86,32 @@ pub struct Sends {
     /// Which way they go.
     contest: Contest,
     last_way: Way,
+    /// The reader has waited with a buffer lately: not 0, and less with each send for which it has not.
+    waits: u8,
+    /// The last send went as the loads of both ends have it; sends that are yet to go without a look at those.
+    is_by_load: bool,
+    not_by_load: u16,
     /// The peer may think that buffers are of use.
     pub has_invited: bool,
 }
 
 impl Sends {
-    /// Which way a send goes, by what streams of its link have learned, or as the user has fixed it.
-    /// If that has ended a trial, whether another way has become the best.
-    pub fn way(&mut self, asked: ZeroCopy, known: &Known, send: Send) -> (Way, Option<bool>) {
+    /// Which way a send goes: by what streams of its link have learned, and who is to issue it, or as the user has
+    /// fixed it. If that has ended a trial, whether another way has become the best.
+    pub fn way(&mut self, asked: ZeroCopy, known: &Known, send: Send, issuer: Option<Issuer>) -> (Way, Option<bool>) {
         let way = match asked {
             ZeroCopy::Off => Way::Rings,
             ZeroCopy::Auto => {
-                let (way, ended) = self.contest.way(known, send);
+                let best = self.contest.best(known, send);
+                let by_load = self.by_load(best, send, issuer);
+                let (way, ended) = match by_load {
+                    Some(way) if way != best => {
+                        self.contest.pause(send);
+                        (way, None)
+                    }
+                    _ => self.contest.way(known, send, best),
+                };
+                self.is_by_load = by_load == Some(way);
                 if std::mem::replace(&mut self.last_way, way) != way {
                     // What was in vain at another time.
                     (self.to_readers, self.to_devices) = Default::default();
@@ -103,6 +122,33 @@ impl Sends {
             ZeroCopy::From(_) => Way::Direct,
         };
         (way, None)
+    }
+
+    /// Push or pull: which it is decides the load of the two ends, where both wait and either is better than by rings.
+    fn by_load(&mut self, best: Way, send: Send, issuer: Option<Issuer>) -> Option<Way> {
+        self.not_by_load = self.not_by_load.saturating_sub(1);
+        let is_open = matches!(best, Way::Direct | Way::Lent) && send.can_wait && send.can_lend;
+        match issuer.filter(|_| is_open && self.waits > 0 && self.not_by_load == 0)? {
+            Issuer::Sender => Some(Way::Direct),
+            Issuer::Reader => Some(Way::Lent),
+        }
+    }
+
+    /// Whether the last send went as the loads have it.
+    pub fn is_by_load(&self) -> bool {
+        self.is_by_load
+    }
+
+    /// Whether it was in vain, and whether the reader has waited with a buffer for it.
+    pub fn on_sent(&mut self, in_vain: bool, reader_waits: bool) {
+        self.waits = if reader_waits {
+            WAITS
+        } else {
+            self.waits.saturating_sub(1)
+        };
+        if in_vain && std::mem::take(&mut self.is_by_load) {
+            self.not_by_load = NOT_BY_LOAD;
+        }
     }
 
     /// Whether a call with much to send is to wait for a reader with a buffer, when readers have told of so many.
@@ -169,6 +215,48 @@ mod tests {
             sends.on_lent(false);
         }
         assert!(!sends.may_lend());
+    }
+
+    #[test]
+    fn the_loads_decide_where_both_wait_and_not_after_a_send_in_vain() {
+        let known = Known::default();
+        let mut sends = Sends::default();
+        let mut position = 0;
+        let mut next = |sends: &mut Sends, len, issuer| {
+            position += 1;
+            let send = Send {
+                now: position,
+                position,
+                len,
+                ring: 4 << 20,
+                can_wait: true,
+                can_lend: true,
+            };
+            let (way, _) = sends.way(ZeroCopy::Auto, &known, send, issuer);
+            (way, sends.is_by_load())
+        };
+        let large = 1 << 20;
+        // The first guess, and nobody knows whether the reader waits.
+        assert_eq!(next(&mut sends, large, Some(Issuer::Reader)), (Way::Direct, false));
+        sends.on_sent(false, true);
+        assert_eq!(next(&mut sends, large, Some(Issuer::Reader)), (Way::Lent, true));
+        sends.on_sent(false, true);
+        assert_eq!(next(&mut sends, large, None), (Way::Direct, false));
+        assert_eq!(next(&mut sends, large, Some(Issuer::Sender)), (Way::Direct, true));
+        // A reader that does not wait with a buffer.
+        (1..WAITS).for_each(|_| sends.on_sent(false, false));
+        assert_eq!(next(&mut sends, large, Some(Issuer::Reader)), (Way::Lent, true));
+        sends.on_sent(false, false);
+        assert_eq!(next(&mut sends, large, Some(Issuer::Reader)), (Way::Direct, false));
+        // In vain.
+        sends.on_sent(false, true);
+        assert_eq!(next(&mut sends, large, Some(Issuer::Reader)), (Way::Lent, true));
+        sends.on_sent(true, true);
+        let pulled = (0..NOT_BY_LOAD).filter(|_| next(&mut sends, large, Some(Issuer::Reader)).1);
+        assert_eq!(pulled.count(), 1, "the last of them");
+        // What goes by rings does so whatever the loads are, once it is known to be no odd one.
+        let pulled = (0..100).filter(|_| next(&mut sends, 20_000, Some(Issuer::Reader)).1);
+        assert!(pulled.count() < 20);
     }
 
     #[test]

@@ -87,12 +87,14 @@ pub(super) fn send(call: &mut Call, iov: &mut Iov, flags: c_int, total: usize) -
         return NOTHING;
     }
     let errno = errno::get();
-    let mut sent = 0;
+    let (mut sent, mut tried, mut reader_waits) = (0, false, false);
     if way == Way::Direct {
         let adverts = remote.end().adverts(theirs);
         let may_try = socket.tx.lock().is_some_and(|mut tx| tx.own.direct.may_try(adverts));
         if may_try {
+            tried = true;
             sent = to_reader(call, remote, theirs, memory, len);
+            reader_waits = sent > 0;
             if let Some(mut tx) = socket.tx.lock() {
                 tx.own.direct.on_tried(sent > 0);
             }
@@ -100,7 +102,23 @@ pub(super) fn send(call: &mut Call, iov: &mut Iov, flags: c_int, total: usize) -
     }
     // Where the user has fixed the size the other way without a copy is the next best.
     if sent == 0 && (way == Way::Lent || config().zcopy != ZeroCopy::Auto && config().way.is_none()) {
-        sent = offer(call, remote, theirs, memory, len);
+        tried = true;
+        (sent, reader_waits) = offer(call, remote, theirs, memory, len);
+    }
+    let is_by_load = socket.tx.lock().is_some_and(|mut tx| {
+        let direct = &mut tx.own.direct;
+        let is_by_load = direct.is_by_load() && sent > 0;
+        if tried {
+            direct.on_sent(sent == 0, reader_waits);
+        }
+        is_by_load
+    });
+    if is_by_load {
+        let event = match way {
+            Way::Lent => Event::PulledByLoad,
+            _ => Event::PushedByLoad,
+        };
+        Library::get().stats.count_many(event, sent as u64);
     }
     // Whatever it was that was tried, the call has not failed.
     errno::set(errno);
@@ -127,7 +145,11 @@ fn choose(socket: &Socket, remote: &Remote, theirs: Vqpn, len: usize, can_wait: 
     };
     let (way, ended) = match config().way {
         Some(way) => (way, None),
-        None => state.own.direct.way(config().zcopy, &remote.known, send),
+        None => {
+            let is_learned = config().zcopy == ZeroCopy::Auto;
+            let issuer = is_learned.then(|| remote.issuer()).flatten();
+            state.own.direct.way(config().zcopy, &remote.known, send, issuer)
+        }
     };
     if let Some(has_changed) = ended {
         let stats = &Library::get().stats;

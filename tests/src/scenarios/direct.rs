@@ -1,6 +1,7 @@
 //! Direct transfers between hosts: the peer's device writes into the buffer that a blocking receive waits with, and
 //! takes the bytes from the memory of a blocking send. Here: what calls of all forms give, time-outs, and senders. Who
-//! else may be at the socket, or at the memory, is in `direct_more`.
+//! else may be at the socket, or at the memory, is in `direct_more`. All of them are played also as `lent_into_…`: then
+//! the sender lends its memory (`RDMASOCK_DEV_WAY`), and the reader's own device reads it into that buffer.
 //!
 //! The server reads and the client sends. Before what matters there are large messages whose reader waits for each,
 //! until they do go past the rings, and something of what matters has to go so too.
@@ -151,8 +152,12 @@ impl<'a> Flow<'a> {
 
     /// What has gone directly so far, asked by who sends.
     fn asked(&self) -> Option<u64> {
-        let past = if self.reads { None } else { self.c.past_the_rings() };
-        past.map(|[direct, lent]| if self.is_lent { lent } else { direct })
+        let past = if self.reads { None } else { self.c.past_the_rings() }?;
+        Some(match std::env::var("RDMASOCK_DEV_WAY").is_ok_and(|way| way == "lent") {
+            _ if self.is_lent => past.read,
+            true => past.landed,
+            false => past.written,
+        })
     }
 
     /// The end, when all was received that was sent.
@@ -160,6 +165,18 @@ impl<'a> Flow<'a> {
         self.c.sync("end");
         self.c.log("every byte is right");
         self.c.close(self.fd);
+    }
+
+    /// Sends so many bytes, or receives them. A sender pauses then, if its reader is to wait with a buffer by the next.
+    #[track_caller]
+    pub fn pass(&mut self, len: usize, pause: Duration) {
+        if self.reads {
+            return self.receive_all(len);
+        }
+        self.send(len);
+        if !self.is_lent {
+            thread::sleep(pause);
+        }
     }
 
     /// Sends so many bytes from memory that is overwritten as soon as it was taken; what ends a call early has it go

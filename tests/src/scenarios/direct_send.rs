@@ -1,5 +1,6 @@
-//! Senders of direct transfers (see `direct`) that time out, are interrupted, or whose reader is not at work: what a
-//! call has taken is the program's again when the call returns.
+//! Senders past the rings (see `direct`) that time out, are interrupted, or whose reader is not at work: what a call
+//! has taken is the program's again when the call returns. Readers that wait with buffers are here; those that wait in
+//! epoll_wait, to whose device memory is lent, are in `lent` and play the same.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -13,7 +14,11 @@ use crate::sys;
 
 /// SO_SNDTIMEO of a sender whose reader pauses.
 pub fn times_out(c: &Ctx) {
-    let mut flow = Flow::begin(c);
+    time_outs(Flow::begin(c));
+}
+
+/// The same with this flow.
+pub fn time_outs(mut flow: Flow<'_>) {
     if !flow.reads {
         sys::set_timeout(flow.fd, libc::SO_SNDTIMEO, Duration::from_millis(5)).ok();
     }
@@ -26,7 +31,11 @@ pub fn times_out(c: &Ctx) {
 
 /// A signal at any moment of a send, whose handler lets it end, or go on.
 pub fn interrupted(c: &Ctx) {
-    let mut flow = Flow::begin(c);
+    interruptions(Flow::begin(c));
+}
+
+/// The same with this flow.
+pub fn interruptions(mut flow: Flow<'_>) {
     for restart in [false, true] {
         sys::on_signal(libc::SIGUSR1, nothing, restart);
         flow.play(|flow| {
@@ -43,27 +52,26 @@ pub fn interrupted(c: &Ctx) {
 
 extern "C" fn nothing(_: c_int) {}
 
-fn send_to_a_reader_that_pauses(flow: &mut Flow) {
-    let mut rng = Rng::new(9);
+fn send_to_a_reader_that_pauses(flow: &mut Flow<'_>) {
+    let mut rng = Rng::new(if flow.is_lent { 19 } else { 9 });
     for n in 0..100 {
         let len = 4096 + rng.below(600_000) as usize;
-        if !flow.reads {
-            flow.send(len);
-            thread::sleep(Duration::from_micros(200));
-            continue;
-        }
-        if n % 16 == 15 {
+        if flow.reads && n % 16 == 15 {
             sys::pause_ms(40);
         }
-        flow.receive_all(len);
+        flow.pass(len, Duration::from_micros(200));
     }
 }
 
 /// The reader is stopped for a second in the middle.
 pub fn to_a_stopped_reader(c: &Ctx) {
-    let mut flow = Flow::begin(c);
+    stops(c, Flow::begin(c));
+}
+
+/// The same with this flow.
+pub fn stops(c: &Ctx, mut flow: Flow<'_>) {
     let reader = c.exchange("process", u64::from(std::process::id())) as libc::pid_t;
-    let mut rng = Rng::new(13);
+    let mut rng = Rng::new(if flow.is_lent { 23 } else { 13 });
     flow.play(|flow| {
         thread::scope(|s| {
             if !flow.reads {
@@ -78,12 +86,7 @@ pub fn to_a_stopped_reader(c: &Ctx) {
             }
             for _ in 0..200 {
                 let len = 4096 + rng.below(600_000) as usize;
-                if flow.reads {
-                    flow.receive_all(len);
-                } else {
-                    flow.send(len);
-                    thread::sleep(Duration::from_micros(60));
-                }
+                flow.pass(len, Duration::from_micros(60));
             }
         })
     });
@@ -92,8 +95,13 @@ pub fn to_a_stopped_reader(c: &Ctx) {
 
 /// Both ends send much first, and receive then.
 pub fn both_first(c: &Ctx) {
-    let mut back = Flow::begin(c);
-    let mut flow = Flow::of(c, back.fd, !back.reads);
+    let back = Flow::begin(c);
+    let flow = Flow::of(c, back.fd, !back.reads);
+    both_send(c, flow, back);
+}
+
+/// The same with these two directions of a connection, of which the second has had its run-up.
+pub fn both_send<'a>(c: &Ctx, mut flow: Flow<'a>, mut back: Flow<'a>) {
     flow.run_up();
     back.run_up();
     let (to, from) = if flow.reads {

@@ -4,12 +4,11 @@
 
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::thread;
-use std::time::{Duration, Instant};
-
-use libc::c_int;
+use std::time::Duration;
 
 use super::Scenario;
-use super::direct::{Flow, LARGE, under_signals};
+use super::direct::{Flow, LARGE};
+use super::direct_send;
 use crate::ctx::Ctx;
 use crate::data::Rng;
 use crate::sys;
@@ -33,18 +32,10 @@ pub fn sizes(c: &Ctx) {
     let mut flow = Flow::lent(c);
     flow.play(|flow| {
         for len in [SIZES; 4].concat() {
-            move_some(flow, len);
+            flow.pass(len, Duration::ZERO);
         }
     });
     flow.end();
-}
-
-fn move_some(flow: &mut Flow<'_>, len: usize) {
-    if flow.reads {
-        flow.receive_all(len);
-    } else {
-        flow.send(len);
-    }
 }
 
 /// Sends of several pieces, of which the first is large, or not.
@@ -70,94 +61,26 @@ pub fn vectors(c: &Ctx) {
     flow.end();
 }
 
-/// To a reader that now and then does not read for a while, with SO_SNDTIMEO.
+/// As `direct_send::times_out`.
 pub fn times_out(c: &Ctx) {
-    let mut flow = Flow::lent(c);
-    if !flow.reads {
-        sys::set_timeout(flow.fd, libc::SO_SNDTIMEO, Duration::from_millis(5)).ok();
-    }
-    for _ in 0..3 {
-        flow.play(send_to_a_reader_that_pauses);
-        flow.run_up();
-    }
-    flow.end();
+    direct_send::time_outs(Flow::lent(c));
 }
 
-/// A signal at any moment of a send, whose handler lets it end, or go on.
+/// As `direct_send::interrupted`.
 pub fn interrupted(c: &Ctx) {
-    let mut flow = Flow::lent(c);
-    for restart in [false, true] {
-        sys::on_signal(libc::SIGUSR1, nothing, restart);
-        flow.play(|flow| {
-            if flow.reads {
-                send_to_a_reader_that_pauses(flow);
-            } else {
-                under_signals(|| send_to_a_reader_that_pauses(flow));
-            }
-        });
-        flow.run_up();
-    }
-    flow.end();
+    direct_send::interruptions(Flow::lent(c));
 }
 
-extern "C" fn nothing(_: c_int) {}
-
-fn send_to_a_reader_that_pauses(flow: &mut Flow) {
-    let mut rng = Rng::new(19);
-    for n in 0..100 {
-        let len = 4096 + rng.below(600_000) as usize;
-        if flow.reads && n % 16 == 15 {
-            sys::pause_ms(40);
-        }
-        move_some(flow, len);
-    }
-}
-
-/// The reader's process is stopped for a second in the middle: no end of it answers.
+/// As `direct_send::to_a_stopped_reader`: no end of it answers.
 pub fn to_a_stopped_reader(c: &Ctx) {
-    let mut flow = Flow::lent(c);
-    let reader = c.exchange("process", u64::from(std::process::id())) as libc::pid_t;
-    let mut rng = Rng::new(23);
-    flow.play(|flow| {
-        thread::scope(|s| {
-            if !flow.reads {
-                s.spawn(move || {
-                    for ms in [2, 7] {
-                        sys::pause_ms(ms);
-                        call!(libc::kill(reader, libc::SIGSTOP)).ok();
-                        sys::pause_ms(1000);
-                        call!(libc::kill(reader, libc::SIGCONT)).ok();
-                    }
-                });
-            }
-            for _ in 0..200 {
-                move_some(flow, 4096 + rng.below(600_000) as usize);
-            }
-        })
-    });
-    flow.end();
+    direct_send::stops(c, Flow::lent(c));
 }
 
-/// Both ends send much first, and receive then.
+/// As `direct_send::both_first`.
 pub fn both_first(c: &Ctx) {
-    let mut back = Flow::lent(c);
-    let mut flow = Flow::of(c, back.fd, !back.reads).lending();
-    flow.run_up();
-    back.run_up();
-    let (to, from) = if flow.reads {
-        (&mut back, &mut flow)
-    } else {
-        (&mut flow, &mut back)
-    };
-    let begun = Instant::now();
-    for _ in 0..20 {
-        c.sync("round");
-        to.send(LARGE);
-        from.receive_all(LARGE);
-    }
-    let is_quick = begun.elapsed() < Duration::from_secs(20);
-    c.log(format_args!("quick: {is_quick}"));
-    c.close(flow.fd);
+    let back = Flow::lent(c);
+    let flow = Flow::of(c, back.fd, !back.reads).lending();
+    direct_send::both_send(c, flow, back);
 }
 
 /// Processes are forked off at both ends all the time.
@@ -174,7 +97,7 @@ pub fn forks(c: &Ctx) {
                 }
             });
             for _ in 0..60 {
-                move_some(flow, 4096 + rng.below(600_000) as usize);
+                flow.pass(4096 + rng.below(600_000) as usize, Duration::ZERO);
             }
             is_over.store(true, SeqCst);
         });

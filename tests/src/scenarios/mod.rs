@@ -48,6 +48,7 @@ use crate::ctx::{Ctx, Side};
 use crate::harness::Mode;
 
 /// One scenario.
+#[derive(Clone)]
 pub struct Scenario {
     /// Its name; `base/n` where a family of scenarios differs by a number.
     pub name: String,
@@ -170,6 +171,8 @@ pub fn all() -> Vec<Scenario> {
     for scenario in all.iter_mut().filter(|s| changes_memory(&s.name)) {
         scenario.device = "pins";
     }
+    let into: Vec<_> = all.iter().flat_map(lent_into).collect();
+    all.extend(into);
     all.extend((0..unseen::WAYS).map(|n| Scenario::numbered("unseen_close", n, unseen::close, false)));
     let few_addresses = |n| Scenario::numbered("capacity_few_addresses", n, capacity::few_addresses, n != 0);
     all.extend((0..capacity::FEW).map(few_addresses));
@@ -181,6 +184,28 @@ pub fn all() -> Vec<Scenario> {
         };
     }
     all
+}
+
+/// A scenario of direct transfers as one of memory that is lent, whose reader's device reads it into the buffer that
+/// the reader waits with: the peer hears of that buffer too, or does not (`auto`).
+fn lent_into(scenario: &Scenario) -> Vec<Scenario> {
+    let rest = scenario.name.strip_prefix("direct_");
+    // Some of those are of memory that is lent anyway.
+    let rest = rest.filter(|rest| !rest.contains("lent"));
+    let as_lent = |name: String, least: &str| Scenario {
+        name,
+        env: vec![
+            ("RDMASOCK_ZCOPY_MIN", least.into()),
+            ("RDMASOCK_DEV_WAY", "lent".into()),
+        ],
+        ..scenario.clone()
+    };
+    rest.map_or(Vec::new(), |rest| {
+        vec![
+            as_lent(format!("lent_into_{rest}"), "4K"),
+            as_lent(format!("lent_into_quietly_{rest}"), "auto"),
+        ]
+    })
 }
 
 /// Families that are played over links between hosts with immediates and without (`roce`, `iwarp`). Of the others each

@@ -321,6 +321,7 @@ unsafe extern "C" fn register<P: Provider>(
             role::TARGET => Role::Target,
             role::OFFERED => Role::Offered,
             role::ON_DEMAND => Role::OnDemand,
+            role::SINK => Role::Sink,
             _ => return Err(INVALID),
         };
         let keys = conn::<P>(handle)?.register(at, len, role)?;

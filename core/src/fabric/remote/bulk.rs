@@ -4,7 +4,7 @@
 
 use std::collections::VecDeque;
 
-use super::direct::Answer;
+use super::direct::{Answer, Serial};
 use super::qp::{Completed, Down, PostError, QueuePair, Read, Write};
 use super::record::{self, Builder, HEADER_BYTES, LONGEST, Record};
 
@@ -25,8 +25,8 @@ pub(super) struct Bulk<Q> {
     /// buffer.
     landings: u16,
     most_landings: u16,
-    /// READs that were posted, by our number of the stream, with their bytes; and how many there may be.
-    reads: VecDeque<(u32, u32)>,
+    /// READs that were posted, and how many there may be.
+    reads: VecDeque<Asked>,
     most_reads: usize,
     /// Streams of ours that may have more to read, in turns.
     readers: VecDeque<u32>,
@@ -41,15 +41,22 @@ pub(super) struct Placed {
     pub tail: u64,
 }
 
+/// A READ that was posted.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Asked {
+    /// Our stream.
+    pub mine: u32,
+    pub bytes: u32,
+    /// The buffer that it fills; `None`: the ring.
+    pub into: Option<Serial>,
+}
+
 /// What a bulk queue pair brings.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Came {
     Placed(Placed),
-    /// A READ for a stream of ours is done.
-    Read {
-        mine: u32,
-        bytes: u32,
-    },
+    /// It is done.
+    Read(Asked),
 }
 
 /// Why the bulk queue pair is to be given up.
@@ -145,11 +152,12 @@ impl<Q: QueuePair> Bulk<Q> {
     ///
     /// # Safety
     /// As [`QueuePair::read`].
-    pub unsafe fn read(&mut self, mine: u32, read: &Read) -> Result<bool, Lost> {
+    pub unsafe fn read(&mut self, mine: u32, read: &Read, into: Option<Serial>) -> Result<bool, Lost> {
         // SAFETY: by this function's contract.
         match unsafe { self.qp.read(read) } {
             Ok(()) => {
-                self.reads.push_back((mine, read.len));
+                let bytes = read.len;
+                self.reads.push_back(Asked { mine, bytes, into });
                 self.readers.push_back(mine);
                 Ok(true)
             }
@@ -190,8 +198,8 @@ impl<Q: QueuePair> Bulk<Q> {
         Ok(())
     }
 
-    /// Takes in what has completed; gives how many events that were. `came` gets the peer's records, and of each READ
-    /// our stream and the bytes; `wake` the streams that have room again.
+    /// Takes in what has completed; gives how many events that were. `came` gets the peer's records, and each READ;
+    /// `wake` the streams that have room again.
     pub fn poll(&mut self, mut came: impl FnMut(Came), mut wake: impl FnMut(u32)) -> Result<usize, Lost> {
         let (mut has_room, mut is_malformed) = (false, false);
         let reads = &mut self.reads;
@@ -203,7 +211,7 @@ impl<Q: QueuePair> Bulk<Q> {
                 None => is_malformed |= !bytes.is_empty(),
             },
             Completed::Read => match reads.pop_front() {
-                Some((mine, bytes)) => came(Came::Read { mine, bytes }),
+                Some(asked) => came(Came::Read(asked)),
                 None => is_malformed = true,
             },
             Completed::Written { .. } | Completed::Probed => is_malformed = true,

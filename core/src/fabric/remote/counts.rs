@@ -46,6 +46,8 @@ pub struct DirectCounts {
     pub lent: u64,
     /// Bytes that ours has read from the peer's.
     pub taken: u64,
+    /// Of these, bytes that went straight into buffers that our programs waited with.
+    pub taken_into: u64,
     /// How often our program has wanted back what it had lent.
     pub recalled: u64,
     /// Bulk queue pairs that were given up.

@@ -1,14 +1,16 @@
 //! Direct transfers of one direction: what an end knows of a buffer that its own program waits with, and of one that
 //! the peer's program waits with (docs/protocol.md, P90–P95). Positions are exact: a buffer stands for the bytes from
 //! the position at which its ring was empty, and is used if the sender has told nothing beyond that, and else not at
-//! all. Pure; not what is posted (`pump/direct.rs`), nor the queue pair for it (`bulk.rs`).
+//! all; or by this end's own device, for what the sender lends from that position on (P97). Pure; not what is posted
+//! (`pump/direct.rs`, `taking.rs`), nor the queue pair for it (`bulk.rs`).
 
 use crate::fabric::remote::fault::Breach;
+use crate::fabric::remote::qp::Key;
 
 /// Names one advert of an end's; the next ones are others for a long time.
 pub type Serial = u32;
 
-/// What the peer has to know of a buffer.
+/// What the peer has to know of a buffer, or would have to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Advert {
     /// Its name.
@@ -21,6 +23,19 @@ pub struct Advert {
     pub length: u32,
     /// By which the peer's device reaches it.
     pub rkey: u32,
+}
+
+/// A buffer that our program waits with.
+#[derive(Clone, Copy, Debug)]
+pub struct Buffer {
+    /// Where it is.
+    pub address: u64,
+    /// Bytes.
+    pub length: u32,
+    /// As which it is registered.
+    pub key: Key,
+    /// The peer is to hear of it, whose device may write there; else it is only for what ours reads.
+    pub is_told: bool,
 }
 
 impl Advert {
@@ -40,29 +55,59 @@ pub struct Withdrawal {
     pub is_final: bool,
 }
 
-/// A buffer of our program's, while its advert is open.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Landing {
-    pub advert: Advert,
-    pub is_told: bool,
+/// How far it is with a buffer of our program's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    /// The peer is to be told of it.
+    Untold,
+    Told,
     /// The peer was told that it is withdrawn, and will answer.
-    pub is_withdrawn: bool,
+    Withdrawn,
+    /// Nothing comes from the peer: it does not know of it, or lends memory instead. Our device may read from there
+    /// into it (`loan.rs`): so much was asked for, so much has come, and no more is asked for.
+    Own {
+        asked: u64,
+        come: u64,
+        is_ending: bool,
+    },
 }
 
-/// What has become of an advert of ours.
+/// A buffer of our program's, while it waits with that.
+#[derive(Clone, Copy, Debug)]
+struct Landing {
+    advert: Advert,
+    /// By which our device reaches it.
+    key: u32,
+    stage: Stage,
+}
+
+/// What has become of a buffer of ours.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Landed {
     /// It is open.
     Waits,
-    /// It is over, with so many bytes in the buffer, which the ring counts as its next ones and does not have.
+    /// It is over, with so many bytes in the buffer, which the ring counts as its next ones and does not have. The
+    /// peer's device has written them.
     Over(u64),
+    /// The same, but that ours has read them.
+    Read(u64),
 }
 
-/// The receiving side: at most one advert is open.
+/// Where bytes are to go that our device reads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Spot {
+    pub serial: Serial,
+    pub address: u64,
+    pub key: u32,
+    /// Bytes that fit there.
+    pub room: u64,
+}
+
+/// The receiving side: at most one buffer is open.
 #[derive(Debug, Default)]
 pub(super) struct Landings {
     open: Option<Landing>,
-    over: Option<(Serial, u64)>,
+    over: Option<(Serial, Landed)>,
     /// One that is over, but for the peer's answer.
     owed: Option<Serial>,
     /// To be told.
@@ -75,23 +120,43 @@ impl Landings {
         self.open.is_some() || self.owed.is_some()
     }
 
-    pub fn begin(&mut self, advert: Advert) {
-        self.open = Some(Landing {
-            advert,
-            is_told: false,
-            is_withdrawn: false,
-        });
+    /// The peer may answer one.
+    pub fn may_be_answered(&self) -> bool {
+        let is_theirs = |landing: Landing| !matches!(landing.stage, Stage::Own { .. });
+        self.open.is_some_and(is_theirs) || self.owed.is_some()
+    }
+
+    /// One that the peer is to hear of.
+    pub fn begin(&mut self, advert: Advert, key: u32) {
+        self.open_at(advert, key, Stage::Untold);
+    }
+
+    /// One for our device alone.
+    pub fn begin_own(&mut self, advert: Advert, key: u32) {
+        self.open_at(advert, key, Stage::OWN);
+    }
+
+    fn open_at(&mut self, advert: Advert, key: u32, stage: Stage) {
+        self.open = Some(Landing { advert, key, stage });
+    }
+
+    fn in_stage(&self, stage: Stage) -> Option<Advert> {
+        self.open.filter(|l| l.stage == stage).map(|l| l.advert)
+    }
+
+    fn put_stage(&mut self, stage: Stage) {
+        if let Some(landing) = &mut self.open {
+            landing.stage = stage;
+        }
     }
 
     /// The advert that the peer is to be told of.
     pub fn untold(&self) -> Option<Advert> {
-        self.open.filter(|l| !l.is_told).map(|l| l.advert)
+        self.in_stage(Stage::Untold)
     }
 
     pub fn on_told(&mut self) {
-        if let Some(landing) = &mut self.open {
-            landing.is_told = true;
-        }
+        self.put_stage(Stage::Told);
     }
 
     /// The withdrawal that the peer is to be told of.
@@ -101,14 +166,12 @@ impl Landings {
 
     pub fn on_withdrawal_told(&mut self) {
         self.withdrawal = None;
-        if let Some(landing) = &mut self.open {
-            landing.is_withdrawn = true;
-        }
+        self.put_stage(Stage::Withdrawn);
     }
 
-    fn close(&mut self, bytes: u64) {
+    fn close(&mut self, landed: Landed) {
         if let Some(landing) = self.open.take() {
-            self.over = Some((landing.advert.serial, bytes));
+            self.over = Some((landing.advert.serial, landed));
         }
     }
 
@@ -116,65 +179,155 @@ impl Landings {
     pub fn on_ring(&mut self) {
         self.owed = self
             .owed
-            .or(self.open.filter(|l| l.is_withdrawn).map(|l| l.advert.serial));
-        self.close(0);
+            .or(self.in_stage(Stage::Withdrawn).map(|advert| advert.serial));
+        self.close(Landed::Over(0));
         self.withdrawal = None;
+    }
+
+    /// The peer lends memory for what the buffer is for: it will not use the advert, and our device reads into the
+    /// buffer, if our program still waits with that.
+    pub fn on_loan(&mut self) {
+        match self.open.map(|landing| landing.stage) {
+            Some(Stage::Untold | Stage::Told) if self.withdrawal.is_none() => self.put_stage(Stage::OWN),
+            Some(Stage::Own { .. }) => {}
+            _ => self.on_ring(),
+        }
+    }
+
+    /// Where the bytes from a position on are to go that our device reads; `None`: into the ring.
+    pub fn spot(&self, position: u64) -> Option<Spot> {
+        let Landing { advert, key, stage } = self.open?;
+        let Stage::Own { asked, is_ending, .. } = stage else {
+            return None;
+        };
+        let room = u64::from(advert.length) - asked;
+        let is_next = !is_ending && advert.position + asked == position && room > 0;
+        is_next.then_some(Spot {
+            serial: advert.serial,
+            address: advert.address + asked,
+            key,
+            room,
+        })
+    }
+
+    /// So many bytes were asked for, for the [spot](Self::spot).
+    pub fn on_asked(&mut self, bytes: u64) {
+        if let Some(Stage::Own { asked, .. }) = self.open.as_mut().map(|landing| &mut landing.stage) {
+            *asked += bytes;
+        }
+    }
+
+    /// And have come.
+    pub fn on_come(&mut self, serial: Serial, bytes: u64) {
+        let open = self.open.as_mut().filter(|landing| landing.advert.serial == serial);
+        if let Some(Stage::Own { come, .. }) = open.map(|landing| &mut landing.stage) {
+            *come += bytes;
+        }
+    }
+
+    /// Whether with that one is over that our device has read into, or would have: so many bytes are in the buffer.
+    /// There may be more to ask for.
+    pub fn end_own(&mut self, has_more: bool) -> Option<u64> {
+        let Landing { advert, stage, .. } = self.open?;
+        let Stage::Own { asked, come, is_ending } = stage else {
+            return None;
+        };
+        let is_full = asked == u64::from(advert.length);
+        let is_over = asked == come && (is_ending || is_full || asked > 0 && !has_more);
+        if is_over {
+            self.close(Landed::Read(come));
+        }
+        is_over.then_some(come)
     }
 
     /// PLACED has come: the direction's new tail, or `None` if nothing is new.
     pub fn on_placed(&mut self, serial: Serial, tail: u64, window: u64) -> Result<Option<u64>, Breach> {
-        let Some(advert) = self.open.map(|l| l.advert).filter(|a| a.serial == serial) else {
+        let Some(Landing { advert, stage, .. }) = self.open.filter(|l| l.advert.serial == serial) else {
             // It was given up before this came.
             self.owed = self.owed.filter(|owed| *owed != serial);
             return Ok(None);
         };
-        if !(advert.position..=advert.end().min(window)).contains(&tail) {
+        let is_own = matches!(stage, Stage::Own { .. });
+        if is_own || !(advert.position..=advert.end().min(window)).contains(&tail) {
             return Err(Breach::Advert);
         }
         let bytes = tail - advert.position;
-        self.close(bytes);
+        self.close(Landed::Over(bytes));
         self.withdrawal = None;
         Ok((bytes > 0).then_some(tail))
     }
 
-    /// The program waits no longer. PLACED confirms it, unless it is final.
+    /// The program waits no longer. PLACED confirms it, unless it is final; or what was asked for has
+    /// [come](Self::end_own).
     pub fn withdraw(&mut self, serial: Serial, is_final: bool) {
-        let Some(landing) = self.open.filter(|l| l.advert.serial == serial) else {
+        let Some(Landing { advert, stage, .. }) = self.open.filter(|l| l.advert.serial == serial) else {
             return;
         };
-        if landing.is_told {
-            self.withdrawal = Some(Withdrawal {
-                serial,
-                position: landing.advert.position,
-                is_final,
-            });
-        }
-        if is_final || !landing.is_told {
-            self.close(0);
+        match stage {
+            Stage::Untold => self.close(Landed::Over(0)),
+            Stage::Told | Stage::Withdrawn => {
+                self.withdrawal = Some(Withdrawal {
+                    serial,
+                    position: advert.position,
+                    is_final,
+                });
+                if is_final {
+                    self.close(Landed::Over(0));
+                }
+            }
+            Stage::Own { .. } => self.end_asking(),
         }
     }
 
-    /// Nothing will be placed any more.
-    pub fn lapse(&mut self) {
+    fn end_asking(&mut self) {
+        if let Some(Stage::Own { is_ending, .. }) = self.open.as_mut().map(|landing| &mut landing.stage) {
+            *is_ending = true;
+        }
+    }
+
+    /// Nothing will be placed any more, and nothing that was asked for comes: gives how many bytes had.
+    pub fn lapse(&mut self) -> u64 {
         self.owed = None;
-        if let Some(landing) = self.open {
-            self.withdraw(landing.advert.serial, true);
+        match self.open {
+            Some(Landing { advert, stage, .. }) => {
+                self.withdraw(advert.serial, true);
+                match stage {
+                    Stage::Own { come, .. } => {
+                        self.close(Landed::Read(come));
+                        come
+                    }
+                    _ => 0,
+                }
+            }
+            None => 0,
         }
     }
 
     /// The peer has left, and will not answer.
     pub fn on_left(&mut self) {
-        self.on_ring();
+        match self.open.map(|landing| landing.stage) {
+            // Something may still come.
+            Some(Stage::Own { .. }) => self.end_asking(),
+            _ => self.on_ring(),
+        }
         self.owed = None;
     }
 
     pub fn look(&self, serial: Serial) -> Landed {
         match self.over {
-            Some((over, bytes)) if over == serial => Landed::Over(bytes),
+            Some((over, landed)) if over == serial => landed,
             _ if self.open.is_some_and(|l| l.advert.serial == serial) => Landed::Waits,
             _ => Landed::Over(0),
         }
     }
+}
+
+impl Stage {
+    const OWN: Self = Self::Own {
+        asked: 0,
+        come: 0,
+        is_ending: false,
+    };
 }
 
 /// Memory of our program's that stands for bytes of the mirror, which does not have them.

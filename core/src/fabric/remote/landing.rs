@@ -2,7 +2,7 @@
 //! source, and the bulk queue pair for them (docs/protocol.md, P90–P95). Not what is posted (`pump/direct.rs`).
 
 use super::bulk::{Bulk, Came, Placed};
-use super::direct::{Advert, Landed, Source, Withdrawal};
+use super::direct::{Advert, Buffer, Landed, Source, Withdrawal};
 use super::engine::Engine;
 use super::fault::{Breach, Fault};
 use super::local::{ENGINE, Local, SERVICE};
@@ -43,7 +43,7 @@ impl<Q: QueuePair> Engine<Q> {
                     Ok(is_over) => over += u32::from(is_over),
                     Err(error) => breach = breach.or(Some(error)),
                 },
-                Came::Read { mine, bytes } => self.on_read(g, mine, bytes),
+                Came::Read(asked) => self.on_read(g, asked),
             },
             |theirs| g.dirty.push(theirs),
         );
@@ -67,12 +67,18 @@ impl<Q: QueuePair> Engine<Q> {
             return;
         };
         self.direct.lost += 1;
-        for s in self.streams.each() {
+        for mine in 0..self.streams.most() {
+            let (Some(s), Some(block)) = (self.streams.get(mine), g.block_mine(mine)) else {
+                continue;
+            };
             s.out.targets.drop_open();
-            s.inc.landings.lapse();
+            let before = s.inc.landed;
+            let wake = s.inc.lapse(block);
+            self.direct.taken_into += s.inc.landed - before;
             if let Some(theirs) = s.theirs {
                 g.dirty.push(theirs);
             }
+            g.tell_here(&mut self.after, wake, mine);
         }
         self.cancel_loans(g);
         let under_way = self.stop_reading(g);
@@ -109,6 +115,12 @@ impl<Q: QueuePair> Engine<Q> {
         self.streams.get(mine).map(|s| s.inc.invited)
     }
 
+    /// See [`End::expects_loan`](super::End::expects_loan).
+    pub fn expects_loan(&mut self, theirs: u32) -> u64 {
+        let s = self.streams.mine(theirs).and_then(|mine| self.streams.get(mine));
+        s.map_or(0, |s| s.inc.loans.expected())
+    }
+
     /// See [`End::room_to_land`](super::End::room_to_land).
     pub fn room_to_land<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32) -> Option<(u32, u64)> {
         let mine = self.streams.mine(theirs)?;
@@ -116,23 +128,24 @@ impl<Q: QueuePair> Engine<Q> {
         (room > 0).then_some((mine, room))
     }
 
-    /// Our program waits with `length` bytes at `address`, registered for the peer under `rkey`, and its stream's ring
-    /// is empty. `None` if there is something in the ring, or this cannot be.
-    pub fn advertise<L: Local>(
-        &mut self,
-        g: &Shared<Q, L>,
-        mine: u32,
-        address: u64,
-        length: u32,
-        rkey: u32,
-    ) -> Option<Advert> {
+    /// Our program waits with this buffer, and its stream's ring is empty. `None` if there is something in the ring, or
+    /// this cannot be.
+    pub fn advertise<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, buffer: Buffer) -> Option<Advert> {
+        let Buffer {
+            address,
+            length,
+            key,
+            is_told,
+        } = buffer;
         let block = g.block_mine(mine)?;
         let s = self.streams.get(mine)?;
         let (State::Open, Some(theirs), false) = (s.state, s.theirs, s.peer_left || s.closing) else {
             return None;
         };
         let room = s.inc.room_to_land(block).min(length.into()) as u32;
-        if room < g.tuning.direct_min || !self.bulk.as_mut()?.begin_landing() {
+        // What is lent by now has made it void.
+        let is_told = is_told && !s.inc.takings.is_open();
+        if room < g.tuning.direct_min || !self.bulk.as_mut().is_some_and(|bulk| !is_told || bulk.begin_landing()) {
             return None;
         }
         self.serial = self.serial.wrapping_add(1);
@@ -141,9 +154,13 @@ impl<Q: QueuePair> Engine<Q> {
             position: s.inc.tail,
             address,
             length: room,
-            rkey,
+            rkey: key.remote,
         };
-        s.inc.landings.begin(advert);
+        if !is_told {
+            s.inc.landings.begin_own(advert, key.local);
+            return Some(advert);
+        }
+        s.inc.landings.begin(advert, key.local);
         self.direct.adverts += 1;
         g.dirty.push(theirs);
         Some(advert)
@@ -160,14 +177,15 @@ impl<Q: QueuePair> Engine<Q> {
         let Some(s) = self.streams.get(mine) else {
             return;
         };
-        let was_busy = s.inc.landings.is_busy();
+        let was_open = s.inc.landings.may_be_answered();
         s.inc.landings.withdraw(serial, false);
         if let Some(theirs) = s.theirs {
             g.dirty.push(theirs);
         }
-        if was_busy && !s.inc.landings.is_busy() {
+        if was_open && !s.inc.landings.may_be_answered() {
             self.end_landing();
         }
+        self.go_on(g, mine);
     }
 
     fn on_placed<L: Local>(&mut self, g: &Shared<Q, L>, placed: Placed) -> Result<bool, Breach> {
@@ -176,10 +194,10 @@ impl<Q: QueuePair> Engine<Q> {
         let (Some(s), Some(block)) = (self.streams.get(mine), g.block_mine(mine)) else {
             return Ok(false);
         };
-        let (was_busy, before) = (s.inc.landings.is_busy(), s.inc.tail);
+        let (was_open, before) = (s.inc.landings.may_be_answered(), s.inc.tail);
         let wake = s.inc.on_placed(block, serial, tail)?;
         self.direct.received += s.inc.tail - before;
-        let is_over = was_busy && !s.inc.landings.is_busy();
+        let is_over = was_open && !s.inc.landings.may_be_answered();
         g.tell_here(&mut self.after, wake, mine);
         Ok(is_over)
     }

@@ -152,6 +152,8 @@ struct Taking {
     loan: Loan,
     /// All before it was asked for.
     posted: u64,
+    /// All before it that is not in the ring is in a buffer that our program waits with, or was.
+    landed: u64,
     /// No more is asked for.
     is_ending: bool,
 }
@@ -175,6 +177,7 @@ impl Takings {
         self.0 = Some(Taking {
             loan,
             posted: tail,
+            landed: 0,
             is_ending: false,
         });
         Ok(())
@@ -225,19 +228,63 @@ impl Takings {
         }
     }
 
-    /// What is to be said, when nothing can come any more: all up to the tail has.
-    pub fn answer(&self, tail: u64) -> Option<Serial> {
+    /// What has come up to `tail` is in a buffer that our program waits with: it is about to take that, and then the
+    /// peer does not have to keep it for its sake.
+    pub fn on_landed(&mut self, tail: u64) {
+        if let Some(taking) = &mut self.0 {
+            taking.landed = tail;
+        }
+    }
+
+    /// What is to be said, when nothing can come any more: all up to the tail has. Our program has read up to `head`.
+    pub fn answer(&self, tail: u64, head: u64) -> Option<Serial> {
         let Taking {
             loan,
             posted,
+            landed,
             is_ending,
         } = self.0?;
-        let is_over = posted == tail && (is_ending || tail == loan.end());
+        let is_over = posted == tail && (is_ending || tail == loan.end() && head >= landed);
         is_over.then_some(loan.serial)
     }
 
     pub fn on_answered(&mut self) {
         self.0 = None;
+    }
+}
+
+/// Whether what comes next is likely to be lent, by what came last: then it is worth while for a program that waits to
+/// have its buffer ready for this end's device.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Lately {
+    /// Bytes of the last loan, and what has come otherwise since.
+    last: u64,
+    otherwise: u64,
+}
+
+/// Less than one of so many parts of a loan, otherwise, is a header between two of them.
+const BETWEEN_LOANS: u64 = 4;
+
+impl Lately {
+    pub fn on_loan(&mut self, bytes: u64) {
+        *self = Self {
+            last: bytes,
+            otherwise: 0,
+        };
+    }
+
+    /// They have come by the ring, or were written into a buffer.
+    pub fn on_others(&mut self, bytes: u64) {
+        self.otherwise = self.otherwise.saturating_add(bytes);
+    }
+
+    /// How many bytes are likely to be lent next; 0: none.
+    pub fn expected(&self) -> u64 {
+        if self.otherwise < self.last / BETWEEN_LOANS {
+            self.last
+        } else {
+            0
+        }
     }
 }
 
@@ -325,14 +372,14 @@ mod tests {
         assert!(next(&takings).is_some(), "another one's");
         takings.on_recall(7);
         assert_eq!(
-            (next(&takings), takings.answer(100), takings.answer(110)),
+            (next(&takings), takings.answer(100, 0), takings.answer(110, 0)),
             (None, None, None)
         );
         assert!(takings.is_under_way(119) && !takings.is_under_way(120));
-        assert_eq!(takings.answer(120), Some(7));
+        assert_eq!(takings.answer(120, 0), Some(7));
         takings.on_ended(110);
-        assert_eq!(takings.answer(110), Some(7));
+        assert_eq!(takings.answer(110, 0), Some(7));
         takings.on_answered();
-        assert!(!takings.is_open() && takings.answer(110).is_none());
+        assert!(!takings.is_open() && takings.answer(110, 0).is_none());
     }
 }

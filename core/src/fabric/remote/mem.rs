@@ -6,7 +6,7 @@
 //! a device may do. Built for tests and with the feature `mem`.
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::qp::{Completed, Down, Key, Limits, PostError, QueuePair, Read, Region, Role, Write};
@@ -85,7 +85,8 @@ struct Device {
     /// peer reads there.
     regions: Vec<(u64, u64, u32, Use)>,
     is_armed: bool,
-    armed_fired: u64,
+    /// Of this queue pair and those beside it, which have one completion fd.
+    armed_fired: Arc<AtomicU64>,
     registered: u64,
     refuses_memory: bool,
     /// What was carried out of probes, and of READs, and not seen by a poll.
@@ -96,7 +97,7 @@ struct Device {
 impl Device {
     fn fire(&mut self) {
         if std::mem::take(&mut self.is_armed) {
-            self.armed_fired += 1;
+            self.armed_fired.fetch_add(1, Ordering::Relaxed);
         }
     }
 }
@@ -273,15 +274,24 @@ pub fn pair(config: Config, clock: &Clock) -> [MemQp; 2] {
 
 /// Likewise; what is registered with `other` is good for them too.
 pub fn pair_beside(config: Config, clock: &Clock, other: Option<&MemQp>) -> [MemQp; 2] {
-    let device = || Device {
-        buffers: config.limits.receive_buffers,
-        ..Device::default()
+    let fired = |other: &MemQp| {
+        other
+            .shared
+            .lock()
+            .devices
+            .each_ref()
+            .map(|d| Arc::clone(&d.armed_fired))
     };
+    let devices = other.map(fired).unwrap_or_default().map(|armed_fired| Device {
+        buffers: config.limits.receive_buffers,
+        armed_fired,
+        ..Device::default()
+    });
     let shared = Arc::new(Shared {
         state: Mutex::new(State {
             config,
             clock: clock.clone(),
-            devices: [device(), device()],
+            devices,
             is_down: false,
             is_mute: false,
             why: "",
@@ -335,7 +345,7 @@ impl MemQp {
 
     /// How often the completion fd would have become readable.
     pub fn fired(&self) -> u64 {
-        self.with(|d| d.armed_fired)
+        self.with(|d| d.armed_fired.load(Ordering::Relaxed))
     }
 
     /// When the next work request of either end arrives, in µs; `None` if none is under way.
@@ -406,7 +416,8 @@ impl QueuePair for MemQp {
                 (key.remote, Use::Target),
             ],
             Role::Source | Role::OnDemand => &[(key.local, Use::Source)],
-            Role::Target => &[(key.remote, Use::Target)],
+            Role::Target => &[(key.local, Use::Sink), (key.remote, Use::Target)],
+            Role::Sink => &[(key.local, Use::Sink)],
             Role::Offered => &[(key.remote, Use::Offered)],
         };
         for (k, what) in uses {

@@ -7,7 +7,7 @@ mod control;
 mod data;
 mod direct;
 
-use std::sync::atomic::Ordering::SeqCst;
+use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 use control::control;
 use data::{Turn, data};
@@ -30,7 +30,10 @@ impl<Q: QueuePair> Engine<Q> {
     /// Sends what can be sent.
     pub fn pump<L: Local>(&mut self, g: &Shared<Q, L>) -> Result<(), Fault> {
         self.take_closing(g);
-        let sent = self.messages(g).and_then(|()| self.turns(g));
+        let sent = self
+            .messages(g)
+            .and_then(|()| self.turns(g))
+            .and_then(|()| self.load(g));
         unless_blocked(sent)?;
         self.sender.finish(&g.qp)
     }
@@ -56,6 +59,19 @@ impl<Q: QueuePair> Engine<Q> {
                 }
             }
         }
+    }
+
+    /// Our load, if that is news, and something else is said anyway.
+    fn load<L: Local>(&mut self, g: &Shared<Q, L>) -> Result<(), Halt> {
+        let now = g.load.load(Relaxed);
+        if !g.tuning.tells_load || now == self.load_told || self.sender.is_empty() {
+            return Ok(());
+        }
+        if let Ok(load) = u8::try_from(now) {
+            self.sender.put(&g.qp, &Record::Load { load })?;
+        }
+        self.load_told = now;
+        Ok(())
     }
 
     fn take_closing<L: Local>(&mut self, g: &Shared<Q, L>) {
@@ -149,10 +165,10 @@ impl<Q: QueuePair> Engine<Q> {
             };
             self.sender.put(&g.qp, &Record::Message { bytes })?;
             s.state = State::Left;
-            s.inc.takings.stop();
             s.theirs = None;
             self.unlink(mine, Some(theirs));
             self.after.closed.push(Vqpn(mine));
+            self.stop_taking(g, mine);
         }
         Ok(Turn::Done)
     }

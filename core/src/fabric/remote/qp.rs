@@ -43,13 +43,16 @@ pub enum Role {
     Both,
     /// The source of this end's WRITEs.
     Source,
-    /// The target of the peer's.
+    /// The target of the peer's, and of this end's READs.
     Target,
     /// The source of the peer's READs.
     Offered,
     /// The source of this end's WRITEs, where the device looks up pages as the processor does (on-demand paging): it
     /// takes what is at the addresses by then, and there need not be anything when it is registered.
     OnDemand,
+    /// The target of this end's READs. The peer may write there only if the device cannot do otherwise: on iWARP, where
+    /// the answer to a READ is a write.
+    Sink,
 }
 
 /// Memory that is registered, to be [given back](QueuePair::deregister).
@@ -152,8 +155,8 @@ pub trait QueuePair: Send + Sync {
     /// The source is within memory that was registered under its key.
     unsafe fn write(&self, write: &Write, immediate: Option<u32>) -> Result<(), PostError>;
 
-    /// Posts a READ, where [`Limits::reads`] allows any. It completes as [`Completed::Read`]: one for each, in the order
-    /// in which they were posted.
+    /// Posts a READ, where [`Limits::reads`] allows any. It completes as [`Completed::Read`]: one for each, in the
+    /// order in which they were posted.
     ///
     /// # Safety
     /// The target is within memory that was registered under its key, and nobody relies on what is there before the

@@ -1,6 +1,8 @@
 //! What the peer's records do to the engine of a link between hosts: each is checked before it is applied (I7). What is
 //! sent in turn is `pump.rs`.
 
+use std::sync::atomic::Ordering::Relaxed;
+
 use super::chunks::{self, Target};
 use super::direct::{Advert, Withdrawal};
 use super::engine::Engine;
@@ -49,9 +51,9 @@ impl<Q: QueuePair> Engine<Q> {
     fn on_data<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, tail: u64, payload: &[u8]) -> Result<(), Breach> {
         let s = known(&mut self.streams, mine)?;
         let block = g.block_mine(mine).ok_or(Breach::Stream)?;
-        let was_busy = s.inc.landings.is_busy();
+        let was_open = s.inc.landings.may_be_answered();
         let wake = s.inc.on_data(block, &g.mine.area(), tail, payload)?;
-        if was_busy && !s.inc.landings.is_busy() {
+        if was_open && !s.inc.landings.may_be_answered() {
             self.end_landing();
         }
         g.tell_here(&mut self.after, wake, mine);
@@ -174,6 +176,10 @@ impl<Q: QueuePair> Engine<Q> {
                 known(&mut self.streams, mine)?;
                 self.on_taken(g, mine, serial, tail)
             }
+            Record::Load { load } => {
+                g.peer_load.store(u32::from(load), Relaxed);
+                Ok(())
+            }
             // It belongs on the bulk queue pair.
             Record::Placed { .. } => Err(Breach::Advert),
             Record::Head { theirs: mine, .. }
@@ -241,9 +247,9 @@ impl<Q: QueuePair> Engine<Q> {
             && let Some(s) = self.streams.get(yours.0)
         {
             s.peer_left = true;
-            let was_busy = s.inc.landings.is_busy();
+            let was_open = s.inc.landings.may_be_answered();
             s.inc.landings.on_left();
-            if was_busy && let Some(bulk) = &mut self.bulk {
+            if was_open && let Some(bulk) = &mut self.bulk {
                 bulk.end_landing();
             }
             if let Some(theirs) = s.theirs.filter(|_| s.closing) {

@@ -1,5 +1,5 @@
 //! What one message on the queue pair holds: a header and any number of records. Written into a buffer of
-//! fixed size, read from any bytes at all. See docs/protocol.md, P50–P58 and P90–P99. Not what a record does.
+//! fixed size, read from any bytes at all. See docs/protocol.md, P50–P58 and P90–P100. Not what a record does.
 
 #![forbid(unsafe_code)]
 
@@ -107,6 +107,8 @@ pub enum Record<'a> {
     Taken { theirs: u32, serial: u32, tail: u64 },
     /// The producer's program waits no longer.
     Recall { theirs: u32, serial: u32 },
+    /// How many threads can run at the end that says it, for each of its processors, in 32nds; 255: or more.
+    Load { load: u8 },
 }
 
 /// The numbers of the kinds.
@@ -131,6 +133,7 @@ mod kind {
     pub const SOURCE: u8 = 18;
     pub const TAKEN: u8 = 19;
     pub const RECALL: u8 = 20;
+    pub const LOAD: u8 = 21;
 }
 
 /// Declares the records' bodies, which follow the kind: plain bytes, no padding, any alignment.
@@ -342,6 +345,7 @@ impl<'a> Records<'a> {
                     _ => Record::Taken { theirs, serial, tail },
                 }
             }
+            kind::LOAD => Record::Load { load: self.read(k)? },
             _ => return Err(Malformed::Kind(k)),
         })
     }
@@ -513,6 +517,7 @@ impl Builder {
             Record::Placed { theirs, serial, tail } => self.answer(kind::PLACED, (theirs, serial), tail),
             Record::Taken { theirs, serial, tail } => self.answer(kind::TAKEN, (theirs, serial), tail),
             Record::Recall { theirs, serial } => self.word(kind::RECALL, theirs, serial),
+            Record::Load { load } => self.put(&[&[kind::LOAD], &[load]]),
         }
     }
 

@@ -75,7 +75,13 @@ pub(super) struct Shared<Q, L> {
     pub retired: Lock<Vec<Retired<Q>>>,
     /// There is one that the service thread has not asked for.
     pub retired_unseen: Published<AtomicBool>,
+    /// How many threads can run here, and at the peer, as LOAD has it; [`NO_LOAD`]: not known.
+    pub load: AtomicU32,
+    pub peer_load: AtomicU32,
 }
+
+/// See [`Shared::load`].
+pub(super) const NO_LOAD: u32 = u32::MAX;
 
 impl<Q: QueuePair, L: Local> Shared<Q, L> {
     fn block(side: &Side, number: u32) -> Option<&DirectionBlock> {

@@ -3,7 +3,7 @@
 
 use super::direct::{Landings, Targets};
 use super::fault::Breach;
-use super::loan::{Loan, Loans, Takings};
+use super::loan::{Lately, Loan, Loans, Takings};
 use crate::fabric::layout::{MAX_STREAMS, Region};
 use crate::fabric::ring::proxy::{ProducerView, next_generation, unpack_offer};
 use crate::fabric::ring::{DataArea, DirectionBlock, EndMark, Wake};
@@ -104,6 +104,10 @@ pub(super) struct Incoming {
     pub invited: u32,
     /// Memory that the peer's program lends.
     pub takings: Takings,
+    /// And whether it is likely to.
+    pub loans: Lately,
+    /// Bytes that our device has read from there into buffers of our program's.
+    pub landed: u64,
 }
 
 impl Incoming {
@@ -137,6 +141,7 @@ impl Incoming {
             return Err(Breach::Tail);
         }
         self.landings.on_ring();
+        self.loans.on_others(n);
         self.tail = tail;
         Ok(block.put_tail(tail))
     }
@@ -147,11 +152,11 @@ impl Incoming {
         block.head().max(self.start).saturating_add(size)
     }
 
-    /// How much may be announced of a buffer for what comes next: the ring is empty, and has room for so much. 0 if it
+    /// How much of a buffer may be used for what comes next: the ring is empty, and has room for so much. 0 if it
     /// cannot be.
     pub fn room_to_land(&self, block: &DirectionBlock) -> u64 {
         let is_empty = block.head() == self.tail && self.tail > 0;
-        if !is_empty || self.ended || self.landings.is_busy() || self.takings.is_open() {
+        if !is_empty || self.ended || self.landings.is_busy() || self.takings.is_under_way(self.tail) {
             return 0;
         }
         self.window(block) - self.tail
@@ -163,6 +168,7 @@ impl Incoming {
         match self.landings.on_placed(serial, tail, window)? {
             Some(_) if self.ended => Err(Breach::End),
             Some(tail) => {
+                self.loans.on_others(tail - self.tail);
                 self.tail = tail;
                 Ok(block.put_tail(tail))
             }
@@ -170,19 +176,44 @@ impl Incoming {
         }
     }
 
-    /// The peer's program lends memory for what comes next. A buffer of ours is of no use to it then.
+    /// The peer's program lends memory for what comes next. A buffer of ours is of no use to it then, but to our
+    /// device.
     pub fn on_loan(&mut self, block: &DirectionBlock, loan: Loan) -> Result<(), Breach> {
         if self.ended {
             return Err(Breach::End);
         }
         self.takings.begin(loan, self.tail, self.window(block))?;
-        self.landings.on_ring();
+        self.landings.on_loan();
+        self.loans.on_loan(loan.length.into());
         Ok(())
     }
 
     /// The next bytes of that are in the ring.
     pub fn on_read(&mut self, block: &DirectionBlock, bytes: u32) -> Wake {
         self.tail = self.tail.saturating_add(bytes.into());
+        block.put_tail(self.tail)
+    }
+
+    /// What our device reads into a buffer counts as if the ring had it, when that is over. Whom to wake.
+    pub fn end_own_landing(&mut self, block: &DirectionBlock) -> Wake {
+        let has_more = self.takings.next().is_some();
+        let bytes = self.landings.end_own(has_more);
+        self.on_landed(block, bytes.unwrap_or(0))
+    }
+
+    /// The bulk queue pair is given up. Gives whom to wake.
+    pub fn lapse(&mut self, block: &DirectionBlock) -> Wake {
+        let bytes = self.landings.lapse();
+        self.on_landed(block, bytes)
+    }
+
+    fn on_landed(&mut self, block: &DirectionBlock, bytes: u64) -> Wake {
+        if bytes == 0 {
+            return Wake::NONE;
+        }
+        self.tail = self.tail.saturating_add(bytes);
+        self.takings.on_landed(self.tail);
+        self.landed += bytes;
         block.put_tail(self.tail)
     }
 
@@ -509,11 +540,6 @@ impl Streams {
     /// None has a number as high as this.
     pub fn most(&self) -> u32 {
         (self.pages.len() * PAGE) as u32
-    }
-
-    /// All that were ever opened.
-    pub fn each(&mut self) -> impl Iterator<Item = &mut Stream> {
-        self.pages.iter_mut().flatten().flatten()
     }
 
     /// Sets or clears that.

@@ -2,8 +2,8 @@
 //! (docs/protocol.md, P96–P99): loans of both ends, and the READs of what is lent here. Not what is known of a loan
 //! (`loan.rs`), nor the queue pair for it (`bulk.rs`).
 
-use super::bulk::{Bulk, Lost};
-use super::direct::Source;
+use super::bulk::{Asked, Bulk, Lost};
+use super::direct::{Serial, Source};
 use super::engine::Engine;
 use super::fault::Breach;
 use super::loan::{Loan, Piece};
@@ -13,6 +13,7 @@ use super::shared::Shared;
 use super::stream::{State, Stream};
 use crate::fabric::numbers::Done;
 use crate::fabric::ready::ReadyQueue;
+use crate::fabric::ring::Wake;
 
 /// The longest READ, bytes: so much at a time is put into the ring, and its reader told of.
 const READ: u64 = 128 * 1024;
@@ -106,9 +107,9 @@ impl<Q: QueuePair> Engine<Q> {
             // It hears that we have left.
             return Ok(());
         };
-        let was_busy = s.inc.landings.is_busy();
+        let was_open = s.inc.landings.may_be_answered();
         s.inc.on_loan(block, loan)?;
-        if was_busy && !s.inc.landings.is_busy() {
+        if was_open && !s.inc.landings.may_be_answered() {
             self.end_landing();
         }
         match &mut self.bulk {
@@ -126,17 +127,34 @@ impl<Q: QueuePair> Engine<Q> {
         }
     }
 
-    fn stop_taking<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32) {
+    /// No more is asked for.
+    pub fn stop_taking<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32) {
         if let Some(s) = self.streams.get(mine) {
             s.inc.takings.stop();
             self.go_on(g, mine);
         }
     }
 
-    /// Something may be over: the peer is to hear of that, or the stream's number is free.
-    fn go_on<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32) {
-        let Some(s) = self.streams.get(mine) else { return };
-        if let Some(theirs) = s.theirs.filter(|_| s.inc.takings.answer(s.inc.tail).is_some()) {
+    /// See [`End::put_back`](super::End::put_back).
+    pub fn put_back<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32) {
+        if let Some(s) = self.streams.get(mine) {
+            s.inc.takings.on_landed(0);
+            self.go_on(g, mine);
+        }
+    }
+
+    /// Something may be over: a buffer is our program's again, the peer is to hear of that, or the stream's number is
+    /// free.
+    pub fn go_on<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32) {
+        let (Some(s), Some(block)) = (self.streams.get(mine), g.block_mine(mine)) else {
+            return;
+        };
+        let before = s.inc.landed;
+        let wake = s.inc.end_own_landing(block);
+        self.direct.taken_into += s.inc.landed - before;
+        g.tell_here(&mut self.after, wake, mine);
+        let is_over = s.inc.takings.answer(s.inc.tail, block.head()).is_some();
+        if let Some(theirs) = s.theirs.filter(|_| is_over) {
             g.dirty.push(theirs);
         }
         if !s.inc.takings.is_under_way(s.inc.tail)
@@ -173,48 +191,72 @@ impl<Q: QueuePair> Engine<Q> {
             let Some(s) = self.streams.get(mine) else { continue };
             let Some(piece) = s.inc.takings.next() else { continue };
             let read = self.next_read(g, mine, piece).filter(|_| bulk.can_read());
-            let Some(read) = read else {
+            let Some((read, into)) = read else {
                 self.stop_taking(g, mine);
                 continue;
             };
             // SAFETY: within a chunk of our arena that is registered under the key, at positions that the ring has room
             // for: the reader does not look there before the tail goes on, and the ring is kept as long as the READ may
-            // be under way (`forget_when_quiet`).
-            if !unsafe { bulk.read(mine, &read) }? {
+            // be under way (`forget_when_quiet`). Or within a buffer that a call of our program waits with, likewise:
+            // the call does not return before all that was asked for has come, or the registration has ended.
+            if !unsafe { bulk.read(mine, &read, into) }? {
                 return Ok(());
             }
             if let Some(s) = self.streams.get(mine) {
                 s.inc.takings.on_posted(read.len.into());
+                if into.is_some() {
+                    s.inc.landings.on_asked(read.len.into());
+                }
             }
         }
         Ok(())
     }
 
-    /// The next READ of a stream; `None` where the device does not have the ring's memory.
-    fn next_read<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, piece: Piece) -> Option<Read> {
+    /// The next READ of a stream, and the buffer that it fills, if it is none of the ring; `None` where the device does
+    /// not have the ring's memory.
+    fn next_read<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, piece: Piece) -> Option<(Read, Option<Serial>)> {
         let log2 = g.tuning.chunk_log2;
         let area = g.mine.area();
-        let ring = self.streams.get(mine)?.inc.ring()?;
+        let inc = &self.streams.get(mine)?.inc;
+        if let Some(spot) = inc.landings.spot(piece.position) {
+            let read = Read {
+                to: std::ptr::with_exposed_provenance_mut(spot.address as usize),
+                local: spot.key,
+                len: piece.length.min(READ).min(spot.room) as u32,
+                from: piece.address,
+                remote: piece.rkey,
+            };
+            return Some((read, Some(spot.serial)));
+        }
+        let ring = inc.ring()?;
         // The ring wraps, and is in several chunks.
         let (to, len) = area.piece(ring, piece.position, piece.length.min(READ))?;
         let offset = area.offset_of(to);
         let local = self.chunks.sinks.get((offset >> log2) as u32)?;
         let len = len.min((1 << log2) - (offset & ((1 << log2) - 1)));
-        (len > 0).then_some(Read {
+        let read = Read {
             to,
             local,
             len: len as u32,
             from: piece.address,
             remote: piece.rkey,
-        })
+        };
+        (len > 0).then_some((read, None))
     }
 
-    /// The next bytes of a READ are in the ring.
-    pub fn on_read<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, bytes: u32) {
+    /// The next bytes of a READ are in the ring, or in the buffer.
+    pub fn on_read<L: Local>(&mut self, g: &Shared<Q, L>, asked: Asked) {
+        let Asked { mine, bytes, into } = asked;
         let (Some(s), Some(block)) = (self.streams.get(mine), g.block_mine(mine)) else {
             return;
         };
-        let wake = s.inc.on_read(block, bytes);
+        let wake = match into {
+            Some(serial) => {
+                s.inc.landings.on_come(serial, bytes.into());
+                Wake::NONE
+            }
+            None => s.inc.on_read(block, bytes),
+        };
         self.direct.taken += u64::from(bytes);
         g.local.on_taken(bytes.into());
         g.tell_here(&mut self.after, wake, mine);
@@ -261,10 +303,10 @@ impl<Q: QueuePair> Engine<Q> {
         }
     }
 
-    /// The peer has left: it says nothing more of what was lent to it.
+    /// The peer has left: it says nothing more of what was lent to it, and we ask for no more of what it lends.
     pub fn on_reader_left<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32) {
+        self.stop_taking(g, mine);
         let Some(s) = self.streams.get(mine) else { return };
-        s.inc.takings.stop();
         if s.out.loans.is_open()
             && let Some(theirs) = s.theirs
         {

@@ -213,6 +213,7 @@ impl Mr {
             Role::OnDemand => ffi::ibv_access_flags::IBV_ACCESS_ON_DEMAND,
             Role::Offered => ffi::ibv_access_flags::IBV_ACCESS_REMOTE_READ,
             Role::Both | Role::Target => written,
+            Role::Sink => ffi::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE,
         };
         // SAFETY: by this function's contract.
         unsafe { Self::new(pd, at, len, access) }

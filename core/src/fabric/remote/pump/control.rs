@@ -28,6 +28,9 @@ pub(super) fn control<Q: QueuePair, L: Local>(
     // An advert is for what follows all that was read.
     inc.settle |= inc.landings.untold().is_some();
     let view = block.watch_consumer(ENGINE.0);
+    let taken = inc.takings.answer(inc.tail, view.head);
+    // What the peer hears was read it need not keep.
+    inc.settle |= taken.is_some();
     if view.offer != inc.offer_told {
         if let Some((_, region)) = unpack_offer(view.offer) {
             for index in of_region(region, g.tuning.chunk_log2) {
@@ -69,7 +72,7 @@ pub(super) fn control<Q: QueuePair, L: Local>(
         sender.put(&g.qp, &Record::Ack { theirs, tail })?;
         inc.ack_due = false;
     }
-    if let Some(serial) = inc.takings.answer(inc.tail) {
+    if let Some(serial) = taken {
         let tail = inc.tail;
         sender.put(&g.qp, &Record::Taken { theirs, serial, tail })?;
         inc.takings.on_answered();

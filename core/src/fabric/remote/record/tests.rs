@@ -74,6 +74,7 @@ fn all() -> Vec<Record<'static>> {
             tail: 47,
         },
         Record::Recall { theirs: 48, serial: 49 },
+        Record::Load { load: 50 },
     ]
 }
 

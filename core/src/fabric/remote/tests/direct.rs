@@ -30,15 +30,30 @@ fn registered(end: &TestEnd, mut memory: Vec<u8>, role: Role) -> Option<(Vec<u8>
 impl Direction {
     /// The reader waits with a buffer, if its ring is empty.
     pub fn wait(&mut self, ends: &[TestEnd; 2], len: usize) {
+        self.wait_with(ends, len, true);
+    }
+
+    /// The same, and the peer does not hear of it.
+    pub fn wait_quietly(&mut self, ends: &[TestEnd; 2], len: usize) {
+        self.wait_with(ends, len, false);
+    }
+
+    fn wait_with(&mut self, ends: &[TestEnd; 2], len: usize, is_told: bool) {
         let end = &ends[self.reader];
         if self.waiting.is_some() || !self.consumer.spans(1).unwrap().is_empty() {
             return;
         }
-        let Some((mut memory, region)) = registered(end, vec![0; len], Role::Target) else {
+        let role = if is_told { Role::Target } else { Role::Sink };
+        let Some((mut memory, region)) = registered(end, vec![0; len], role) else {
             return;
         };
-        let address = memory.as_mut_ptr().expose_provenance() as u64;
-        let made = end.advertise(self.number, address, len as u32, region.key.remote);
+        let buffer = Buffer {
+            address: memory.as_mut_ptr().expose_provenance() as u64,
+            length: len as u32,
+            key: region.key,
+            is_told,
+        };
+        let made = end.advertise(self.number, buffer);
         match made {
             Some(advert) => {
                 assert_eq!(advert.position, self.got);
@@ -52,21 +67,16 @@ impl Direction {
         }
     }
 
-    /// Takes what has come into the buffer, if that is over; gives how much.
-    pub fn collect(&mut self, ends: &[TestEnd; 2]) -> usize {
+    /// What has come into the buffer, if that is over.
+    fn landed(&mut self, ends: &[TestEnd; 2]) -> Option<Vec<u8>> {
         let end = &ends[self.reader];
-        let Some(waiting) = &self.waiting else {
-            return 0;
-        };
         let is_down = end.fault().is_some();
-        let bytes = match end.landed(self.number, waiting.serial).unwrap() {
-            Landed::Over(bytes) => bytes as usize,
+        let bytes = match end.landed(self.number, self.waiting.as_ref()?.serial).unwrap() {
+            Landed::Over(bytes) | Landed::Read(bytes) => bytes as usize,
             Landed::Waits if is_down => 0,
-            Landed::Waits => return 0,
+            Landed::Waits => return None,
         };
-        let Some(waiting) = self.waiting.take() else {
-            return 0;
-        };
+        let mut waiting = self.waiting.take()?;
         end.qp().deregister(waiting.region);
         let (new, rest) = waiting.memory.split_at(bytes);
         assert!(*new == *self::bytes(self.seed, self.got, self.got + bytes as u64));
@@ -74,6 +84,16 @@ impl Direction {
             assert!(rest.iter().all(|b| *b == 0), "beyond what was told");
         }
         assert!(self.consumer.spans(bytes).unwrap().len() >= bytes);
+        waiting.memory.truncate(bytes);
+        Some(waiting.memory)
+    }
+
+    /// Takes what has come into the buffer, if that is over; gives how much.
+    pub fn collect(&mut self, ends: &[TestEnd; 2]) -> usize {
+        let Some(landed) = self.landed(ends) else {
+            return 0;
+        };
+        let (end, bytes) = (&ends[self.reader], landed.len());
         for wake in [self.consumer.consume(bytes), self.consumer.publish()] {
             end.notify(wake, self.back);
         }
@@ -82,9 +102,26 @@ impl Direction {
         bytes
     }
 
-    fn leave_off(&mut self, ends: &[TestEnd; 2]) {
+    pub fn leave_off(&mut self, ends: &[TestEnd; 2]) {
         if let Some(waiting) = &self.waiting {
             ends[self.reader].withdraw(self.number, waiting.serial);
+        }
+    }
+
+    /// The reader's call is unwound, after it has waited for the device, in vain perhaps: what has come is for the
+    /// next.
+    pub fn unwind(&mut self, ends: &[TestEnd; 2]) {
+        let end = &ends[self.reader];
+        self.leave_off(ends);
+        let waits = |waiting: &Waiting| end.landed(self.number, waiting.serial) == Some(Landed::Waits);
+        if self.waiting.as_ref().is_some_and(waits) {
+            end.drop_bulk();
+        }
+        if let Some(landed) = self.landed(ends) {
+            let spans = self.consumer.spans(landed.len()).unwrap();
+            // SAFETY: readable and apart from the ring.
+            unsafe { spans.copy_in(0, landed.as_ptr(), landed.len()) };
+            end.put_back(self.number);
         }
     }
 
@@ -204,7 +241,9 @@ impl World {
 enum Step {
     Other(Op),
     Wait(prop::sample::Index, usize),
+    WaitQuietly(prop::sample::Index, usize),
     LeaveOff(prop::sample::Index),
+    Unwind(prop::sample::Index),
     WriteFrom(prop::sample::Index, usize),
     OfferFrom(prop::sample::Index, usize),
     Recall(prop::sample::Index),
@@ -219,7 +258,9 @@ fn step() -> impl Strategy<Value = Step> {
     prop_oneof![
         20 => op().prop_filter("no end", |op| !matches!(op, Op::End(_))).prop_map(Step::Other),
         8 => (index(), 1usize..9000).prop_map(|(i, n)| Step::Wait(i, n)),
+        6 => (index(), 1usize..9000).prop_map(|(i, n)| Step::WaitQuietly(i, n)),
         2 => index().prop_map(Step::LeaveOff),
+        2 => index().prop_map(Step::Unwind),
         6 => (index(), 1usize..9000).prop_map(|(i, n)| Step::WriteFrom(i, n)),
         8 => (index(), 1usize..9000).prop_map(|(i, n)| Step::OfferFrom(i, n)),
         2 => index().prop_map(Step::Recall),
@@ -237,7 +278,9 @@ impl World {
         match step {
             Step::Other(op) => self.apply(op, sent),
             Step::Wait(i, len) => all[i.index(n)].wait(ends, *len),
+            Step::WaitQuietly(i, len) => all[i.index(n)].wait_quietly(ends, *len),
             Step::LeaveOff(i) => all[i.index(n)].leave_off(ends),
+            Step::Unwind(i) => all[i.index(n)].unwind(ends),
             Step::WriteFrom(i, len) => all[i.index(n)].write_from(ends, *len),
             Step::OfferFrom(i, len) => all[i.index(n)].offer_from(ends, *len),
             Step::Recall(i) => all[i.index(n)].recall(ends),

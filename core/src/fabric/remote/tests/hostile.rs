@@ -2,7 +2,7 @@
 //! always valid.
 
 use super::mem::pair_beside;
-use super::qp::{Completed, QueuePair};
+use super::qp::{Completed, Key, QueuePair};
 use super::record::{Builder, Record};
 use super::*;
 
@@ -30,7 +30,7 @@ fn sent() -> impl Strategy<Value = Sent> {
         1 => (0u64..3, 11u64..15, 0u64..300).prop_map(|(g, log2, page)| g << 40 | log2 << 32 | page)
     ];
     let fields = (
-        0u8..20,
+        0u8..21,
         prop_oneof![4 => 0u32..3, 1 => any::<u32>()],
         value,
         prop_oneof![3 => 0u32..4, 1 => any::<u32>()],
@@ -112,6 +112,7 @@ fn record<'a>((kind, theirs, position, word, payload): &'a Fields) -> Record<'a>
             tail: position,
         },
         19 => Record::Recall { theirs, serial: word },
+        20 => Record::Load { load: word as u8 },
         _ => Record::Placed {
             theirs,
             serial: word,
@@ -170,7 +171,13 @@ proptest! {
                     Ok(())
                 }
                 Sent::Wait => {
-                    e.advertise(opened[0].vqpn, 1 << 20, 4096, 5);
+                    let buffer = Buffer {
+                        address: 1 << 20,
+                        length: 4096,
+                        key: Key { local: 4, remote: 5 },
+                        is_told: true,
+                    };
+                    e.advertise(opened[0].vqpn, buffer);
                     Ok(())
                 }
                 Sent::Lend => {

@@ -81,23 +81,192 @@ fn what_was_written_before_comes_before_and_what_comes_after_waits() {
 }
 
 #[test]
-fn a_buffer_that_the_reader_waits_with_is_void_when_memory_is_lent() {
+fn what_is_lent_to_a_reader_that_waits_goes_into_its_buffer_and_the_advert_is_void() {
     let (mut world, _) = large();
-    world.directions[0].wait(&world.ends, 30_000);
-    // Before the writer hears of it.
-    world.directions[0].offer_from(&world.ends, 20_000);
-    world.settle();
-    world.drain();
-    assert!(world.directions[0].waiting.is_none());
-    assert_eq!(world.directions[0].got, world.directions[0].sent);
-    let counts = world.ends[0].direct_counts();
-    assert_eq!((counts.taken, counts.received), (20_000, 0));
+    for is_told in [true, false] {
+        let before = world.ends[0].direct_counts();
+        let d = &mut world.directions[0];
+        if is_told {
+            // Before the writer hears of it.
+            d.wait(&world.ends, 30_000);
+        } else {
+            d.wait_quietly(&world.ends, 30_000);
+        }
+        d.offer_from(&world.ends, 20_000);
+        world.settle();
+        assert_eq!(world.ends[1].wanted(world.directions[0].number), 0);
+        assert_eq!(
+            world.directions[0].collect(&world.ends),
+            20_000,
+            "at once, not by pieces"
+        );
+        world.settle();
+        assert_eq!(world.directions[0].got, world.directions[0].sent);
+        let counts = world.ends[0].direct_counts();
+        assert_eq!(
+            (
+                counts.taken - before.taken,
+                counts.taken_into - before.taken_into,
+                counts.received
+            ),
+            (20_000, 20_000, 0)
+        );
+        // What the reader has taken the writer's end does not keep.
+        assert!(world.ends[1].is_source_done(world.directions[0].number));
+        assert_eq!(
+            world.ends[1].untaken(world.directions[0].number, world.directions[0].sent),
+            0
+        );
+        world.directions[0].take(&world.ends);
+    }
     // The next one is of use again.
-    world.directions[0].take(&world.ends);
     world.rest();
     world.directions[0].wait(&world.ends, 30_000);
     world.settle();
     assert_eq!(world.ends[1].wanted(world.directions[0].number), 30_000);
+}
+
+#[test]
+fn what_the_buffer_has_no_room_for_goes_into_the_ring_behind() {
+    let (mut world, _) = large();
+    world.directions[0].wait_quietly(&world.ends, 7_000);
+    world.directions[0].offer_from(&world.ends, 20_000);
+    world.settle();
+    assert_eq!(world.directions[0].collect(&world.ends), 7_000);
+    world.drain();
+    world.rest();
+    assert_eq!(world.directions[0].got, world.directions[0].sent);
+    let counts = world.ends[0].direct_counts();
+    assert_eq!((counts.taken, counts.taken_into), (20_000, 7_000));
+    world.directions[0].take(&world.ends);
+}
+
+#[test]
+fn the_lender_hears_when_the_reader_has_taken_what_is_in_its_buffer_or_will_not() {
+    let (mut world, _) = large();
+    let number = world.directions[0].number;
+    for unwinds in [false, true] {
+        world.directions[0].wait_quietly(&world.ends, 30_000);
+        world.directions[0].offer_from(&world.ends, 20_000);
+        world.settle();
+        assert!(!world.ends[1].is_source_done(number), "the reader is about to take it");
+        if unwinds {
+            world.directions[0].unwind(&world.ends);
+        } else {
+            world.directions[0].collect(&world.ends);
+        }
+        world.settle();
+        assert!(world.ends[1].is_source_done(number));
+        let left = if unwinds { 20_000 } else { 0 };
+        assert_eq!(world.ends[1].untaken(number, world.directions[0].sent), left);
+        world.directions[0].take(&world.ends);
+        world.drain();
+        world.rest();
+    }
+    // A recall does not wait for the reader.
+    world.directions[0].wait_quietly(&world.ends, 30_000);
+    world.directions[0].offer_from(&world.ends, 20_000);
+    world.settle();
+    world.ends[1].recall_source(number);
+    world.settle();
+    assert!(world.ends[1].is_source_done(number));
+    world.directions[0].take(&world.ends);
+    world.drain();
+    assert_eq!(world.directions[0].got, world.directions[0].sent);
+}
+
+#[test]
+fn a_reader_that_waits_no_longer_gets_what_was_asked_for_and_the_rest_goes_into_the_ring() {
+    let mut world = slow();
+    world.directions[0].wait_quietly(&world.ends, 30_000);
+    world.directions[0].offer_from(&world.ends, 30_000);
+    pass(&world);
+    world.directions[0].leave_off(&world.ends);
+    pass(&world);
+    assert_eq!(world.directions[0].collect(&world.ends), 0, "a READ is under way");
+    assert!(world.directions[0].waiting.is_some());
+    world.clock.advance(1_000_000);
+    world.settle();
+    assert_eq!(world.directions[0].collect(&world.ends), 30_000);
+    // One that has not begun is nothing to wait for.
+    world.directions[0].take(&world.ends);
+    world.rest();
+    world.directions[0].wait_quietly(&world.ends, 30_000);
+    world.directions[0].leave_off(&world.ends);
+    assert_eq!(world.directions[0].collect(&world.ends), 0);
+    assert!(world.directions[0].waiting.is_none());
+}
+
+#[test]
+fn a_buffer_whose_queue_pair_is_given_up_has_what_had_come() {
+    let mut world = slow();
+    world.directions[0].wait_quietly(&world.ends, 30_000);
+    world.directions[0].offer_from(&world.ends, 30_000);
+    pass(&world);
+    world.ends[0].drop_bulk();
+    assert_eq!(world.directions[0].collect(&world.ends), 0);
+    assert!(
+        world.directions[0].waiting.is_none(),
+        "nobody waits for what may never come"
+    );
+    assert!(
+        !world.ends[1].is_source_done(world.directions[0].number),
+        "it may still come"
+    );
+    assert_eq!(world.ends[0].end_retired(drop), 1);
+    pass(&world);
+    world.directions[0].take(&world.ends);
+    world.drain();
+    assert_eq!(world.directions[0].got, world.directions[0].sent);
+    assert_eq!(world.ends[0].direct_counts().taken_into, 0);
+}
+
+#[test]
+fn a_peer_may_not_say_that_it_has_written_to_a_buffer_that_is_read_into() {
+    let clock = Clock::default();
+    let [qp, peer] = pair(Config::default(), &clock);
+    let tuning = Tuning {
+        direct_min: 100,
+        ..Tuning::default()
+    };
+    let e = end(qp, tuning);
+    let [bulk, bulk_peer] = pair_beside(Config::default(), &clock, Some(e.qp()));
+    assert!(e.attach_bulk(bulk).is_none());
+    let mut opened = e.open(12).unwrap();
+    e.pair(opened.vqpn, Vqpn(7));
+    let say = |qp: &MemQp, records: &[Record<'_>]| {
+        let mut builder = Builder::new(1000);
+        assert!(records.iter().all(|record| builder.push(record)));
+        qp.send(&[builder.finish(0)]).unwrap();
+        let _ = e.progress();
+    };
+    let theirs = 0;
+    let (generation, position) = (1, 0);
+    let switch = Record::Switch {
+        theirs,
+        generation,
+        position,
+    };
+    let data = Record::Data {
+        theirs,
+        tail: 2,
+        payload: b"ab",
+    };
+    say(&peer, &[switch, data]);
+    assert_eq!(opened.consumer.spans(2).unwrap().len(), 2);
+    for wake in [opened.consumer.consume(2), opened.consumer.publish()] {
+        e.notify(wake, Vqpn(7));
+    }
+    let buffer = Buffer {
+        address: 1 << 20,
+        length: 1000,
+        key: super::qp::Key { local: 4, remote: 5 },
+        is_told: false,
+    };
+    let serial = e.advertise(opened.vqpn, buffer).unwrap().serial;
+    let tail = 500;
+    say(&bulk_peer, &[Record::Placed { theirs, serial, tail }]);
+    assert_eq!(e.fault(), Some(Fault::Violation(Breach::Advert)));
 }
 
 #[test]

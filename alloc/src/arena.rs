@@ -131,7 +131,7 @@ impl Arena {
     /// The block that begins there: its first grain, and how many it has.
     fn block(&self, at: usize) -> Option<(usize, usize)> {
         let offset = at.wrapping_sub(self.start());
-        let first = (offset % GRAIN == 0).then_some(offset / GRAIN)?;
+        let first = offset.is_multiple_of(GRAIN).then_some(offset / GRAIN)?;
         let n = self.blocks.get(first)?.load(Relaxed) as usize;
         (n > 0).then_some((first, n))
     }
@@ -279,7 +279,7 @@ impl Arena {
         for (_, piece) in self.pieces_from(numbers) {
             let changed = |now: u64| {
                 let flags = now & LOST | if lost { LOST } else { 0 };
-                Some((now & !(WHOLE | LOST)) + NEXT | flags)
+                Some(((now & !(WHOLE | LOST)) + NEXT) | flags)
             };
             let _ = piece.epoch.fetch_update(SeqCst, SeqCst, changed);
         }

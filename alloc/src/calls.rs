@@ -212,7 +212,7 @@ pub unsafe fn aligned_alloc(align: size_t, size: size_t) -> *mut c_void {
 /// # Safety
 /// As [`malloc`].
 pub unsafe fn posix_memalign(to: *mut *mut c_void, align: size_t, size: size_t) -> c_int {
-    let is_good = align.is_power_of_two() && align % size_of::<*mut c_void>() == 0;
+    let is_good = align.is_power_of_two() && align.is_multiple_of(size_of::<*mut c_void>());
     let block = match large(size, align) {
         Some((block, _)) if is_good => block,
         Some((block, _)) => {

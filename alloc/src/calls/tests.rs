@@ -13,7 +13,7 @@ struct Held {
 
 impl Held {
     fn new(at: *mut c_void, len: usize, align: usize, tag: u8) -> Self {
-        assert!(!at.is_null() && at.addr() % align == 0);
+        assert!(!at.is_null() && at.addr().is_multiple_of(align));
         // SAFETY: a block of the test's own.
         unsafe {
             assert!(malloc_usable_size(at) >= len);

@@ -53,7 +53,8 @@ impl<Q: QueuePair> Engine<Q> {
             return false;
         };
         let next = out.offered();
-        let is_carried = out.told == producer.position();
+        // A ring that it has adopted before it moved aside, and has not used, is to be told of first.
+        let is_carried = out.told == producer.position() && out.switch_at.is_none();
         let moves = is_carried && producer.move_back(ring, out.generation, next.map(|(_, ring)| ring));
         if moves {
             out.aside = None;

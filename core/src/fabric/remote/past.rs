@@ -110,7 +110,8 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         let _ = self.run(PUMP);
     }
 
-    /// The peer is told at once what was read of our stream `mine`, and [published](Consumer::publish).
+    /// The peer is told at once what was read of our stream `mine`, and
+    /// [published](crate::fabric::ring::Consumer::publish).
     pub fn settle_head(&self, mine: Vqpn) {
         self.with(|engine| engine.settle_head(&self.shared, mine.0));
         let _ = self.run(PUMP);

@@ -284,3 +284,27 @@ fn what_nobody_waits_for_does_not_keep_a_stream() {
         assert!(world.ends.iter().all(|end| end.fault().is_none()));
     }
 }
+
+#[test]
+fn a_producer_that_has_adopted_a_ring_and_not_used_it_comes_back_to_that() {
+    let (config, tuning) = tiny(false);
+    let mut world = World::new(config, tuning, 1);
+    world.directions[0].write(&world.ends, 4096);
+    world.drain();
+    world.directions[0].offer(&world.ends, 12);
+    world.rest();
+    let d = &mut world.directions[0];
+    // As a send does that then finds another way.
+    assert!(!d.producer.spans(1).unwrap().is_empty());
+    assert!(d.lend(&world.ends, 13));
+    let is_back = d.take_back(&world.ends);
+    d.write(&world.ends, 1);
+    world.drain();
+    assert_eq!(world.directions[0].got, 4097);
+    assert!(!is_back, "the peer has not heard of the ring");
+    world.rest();
+    assert!(world.directions[0].take_back(&world.ends));
+    world.directions[0].write(&world.ends, 100);
+    world.drain();
+    assert_eq!(world.directions[0].got, world.directions[0].sent);
+}

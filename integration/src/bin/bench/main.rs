@@ -2,7 +2,8 @@
 //! run. It starts itself again as both ends of every measurement (`peer`). Its parts: `never-slower` measures whole
 //! programs (those that the library makes much faster are the business of `demo`), `sweep` transfers of growing size,
 //! `threshold` the ways of a link between hosts beside each other, `scale` more and more connections and clients,
-//! `device` what is below a link's sockets, and `page` makes a page and pictures of what these have written. Nothing here is a test with a time limit.
+//! `device` what is below a link's sockets, and `page` makes a page and pictures of what these have written. Nothing
+//! here is a test with a time limit.
 
 mod crowd;
 mod device;

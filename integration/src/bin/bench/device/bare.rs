@@ -60,8 +60,8 @@ pub fn trips(settings: Settings, bytes: usize, time: Duration) -> Result<Vec<(Fi
     })
 }
 
-/// Messages of some threads on one queue pair, one way, as many as the receive buffers let: whoever posts or polls holds
-/// the lock.
+/// Messages of some threads on one queue pair, one way, as many as the receive buffers let: whoever posts or polls
+/// holds the lock.
 pub fn one_way(settings: Settings, bytes: usize, threads: usize, time: Duration) -> Result<Vec<(Figure, f64)>> {
     let [here, there] = connected(settings)?;
     let buffers = u64::from(here.limits().receive_buffers);

@@ -6,7 +6,7 @@
 mod peer;
 mod wire;
 
-use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
 
 use libfuzzer_sys::arbitrary::{self, Arbitrary};
 use libfuzzer_sys::fuzz_target;
@@ -89,6 +89,7 @@ enum Op {
 struct Here {
     flags: [SleepFlag; 4],
     rung: AtomicU32,
+    armed: AtomicBool,
 }
 
 impl Local for Here {
@@ -98,6 +99,10 @@ impl Local for Here {
 
     fn ring(&self, _: WaiterId) {
         self.rung.fetch_add(1, Relaxed);
+    }
+
+    fn armed(&self) -> &AtomicBool {
+        &self.armed
     }
 
     fn settle_later(&self) {}
@@ -189,6 +194,7 @@ impl World {
         let here = Here {
             flags: std::array::from_fn(|_| SleepFlag::new()),
             rung: AtomicU32::new(0),
+            armed: AtomicBool::new(false),
         };
         // SAFETY: the end lives longer than the cursors, which are dropped with their streams. Where a producer
         // is asked for twice, as the library does if the peer uses a number twice, this is the only thread.

@@ -34,7 +34,9 @@ impl Way {
                 "the local device is not built: cargo build --release -p rdmasock-localnic"
             );
             lab.set("RDMASOCK_DEV_LOCAL_DEVICE", plugin.display().to_string());
-            lab.set("LOCALNIC", "roce");
+            // And what else is asked of it, as the differential suite has it.
+            let more = std::env::var("LOCALNIC").unwrap_or_default();
+            lab.set("LOCALNIC", format!("roce,{more}"));
             if let Some(least) = self.least_direct() {
                 lab.set("RDMASOCK_ZCOPY_MIN", least);
             }

@@ -127,56 +127,46 @@ impl Direction {
 
     /// Sends from memory of the program's own, if the peer waits for it.
     fn write_from(&mut self, ends: &[TestEnd; 2], n: usize) {
-        let end = &ends[1 - self.reader];
-        let n = n.min(end.wanted(self.number) as usize);
-        if n == 0 || self.lent.is_some() || self.producer.spans(n).unwrap().len() < n {
-            return;
-        }
-        let data = bytes(self.seed, self.sent, self.sent + n as u64);
-        let Some((mut memory, region)) = registered(end, data, Role::Source) else {
-            return;
-        };
-        let address = memory.as_mut_ptr().expose_provenance();
-        if end.lend_source(self.number, self.sent, address, n as u64, region.key.local) {
-            let wake = self.producer.commit(n);
-            self.sent += n as u64;
-            end.notify(wake, self.number);
-            self.lent = Some(Lent {
-                memory,
-                region,
-                until: self.sent,
-                is_offered: false,
-            });
-        } else {
-            end.qp().deregister(region);
+        let n = n.min(ends[1 - self.reader].wanted(self.number) as usize);
+        if self.producer.spans(n).unwrap().len() >= n {
+            self.send_from(ends, n, false);
         }
     }
 
     /// Sends from memory of the program's own, which the reader's device is to read.
     pub fn offer_from(&mut self, ends: &[TestEnd; 2], n: usize) {
-        let end = &ends[1 - self.reader];
         let n = n.min(self.producer.spans(n).unwrap().len());
+        self.send_from(ends, n, true);
+    }
+
+    fn send_from(&mut self, ends: &[TestEnd; 2], n: usize, is_offered: bool) {
+        let end = &ends[1 - self.reader];
         if n == 0 || self.lent.is_some() {
             return;
         }
         let data = bytes(self.seed, self.sent, self.sent + n as u64);
-        let Some((mut memory, region)) = registered(end, data, Role::Offered) else {
+        let role = if is_offered { Role::Offered } else { Role::Source };
+        let Some((mut memory, region)) = registered(end, data, role) else {
             return;
         };
-        let address = memory.as_mut_ptr().expose_provenance();
-        if end.offer_source(self.number, self.sent, address, n as u64, region.key.remote) {
-            let wake = self.producer.commit(n);
-            self.sent += n as u64;
-            end.notify(wake, self.number);
-            self.lent = Some(Lent {
-                memory,
-                region,
-                until: self.sent,
-                is_offered: true,
-            });
-        } else {
+        let (address, key) = (memory.as_mut_ptr().expose_provenance(), region.key);
+        let is_taken = match is_offered {
+            true => end.offer_source(self.number, self.sent, address, n as u64, key.remote),
+            false => end.lend_source(self.number, self.sent, address, n as u64, key.local),
+        };
+        if !is_taken {
             end.qp().deregister(region);
+            return;
         }
+        let wake = self.producer.commit(n);
+        self.sent += n as u64;
+        end.notify(wake, self.number);
+        self.lent = Some(Lent {
+            memory,
+            region,
+            until: self.sent,
+            is_offered,
+        });
     }
 
     /// The writer asks for its memory, and goes on waiting.

@@ -47,25 +47,55 @@ static HOST: Host = Host {
 const DEVICES: &str = "/sys/class/infiniband";
 /// How long the answer that there is none is good, ns.
 const NONE_FOR: u64 = 10_000_000_000;
-static SOME: AtomicBool = AtomicBool::new(false);
-static LOOK_AT: AtomicU64 = AtomicU64::new(0);
+
+/// What was seen there.
+struct Seen {
+    /// There are some, for good.
+    some: AtomicBool,
+    /// There were none; until when that is good, monotonic ns.
+    none_until: AtomicU64,
+}
+
+static SEEN: Seen = Seen {
+    some: AtomicBool::new(false),
+    none_until: AtomicU64::new(0),
+};
+
+impl Seen {
+    /// Whether there are some. Threads that ask at the same moment all look: who is told that there are none leaves its
+    /// connection on TCP for good.
+    fn ask(&self, now: u64, look: impl FnOnce() -> bool) -> bool {
+        if self.some.load(Relaxed) {
+            return true;
+        }
+        if now < self.none_until.load(Relaxed) {
+            return false;
+        }
+        let some = look();
+        if some {
+            self.some.store(true, Relaxed);
+        } else {
+            self.none_until.store(now + NONE_FOR, Relaxed);
+        }
+        some
+    }
+}
 
 /// Whether this host may have an RDMA device: a look at a folder, before anything is opened. That takes a descriptor
 /// for a moment, whose number the program would miss, so it is done seldom, and never where the kernel knows no RDMA.
 pub fn is_possible() -> bool {
-    if SOME.load(Relaxed) || config().local_device.is_some() {
+    if SEEN.some.load(Relaxed) || config().local_device.is_some() {
         return true;
     }
-    let now = crate::time::now_ns();
-    if now < LOOK_AT.load(Relaxed) || rustix::fs::stat(DEVICES).is_err() {
+    // No more than that where the kernel knows no RDMA; then it may still come to.
+    if rustix::fs::stat(DEVICES).is_err() {
         return false;
     }
-    LOOK_AT.store(now + NONE_FOR, Relaxed);
-    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let directory = PrivateFd::open(|| rustix::fs::open(DEVICES, flags, Mode::empty()));
-    let some = directory.is_ok_and(|at| dir::names(at.as_fd()).is_ok_and(|all| !all.is_empty()));
-    SOME.store(some, Relaxed);
-    some
+    SEEN.ask(crate::time::now_ns(), || {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let directory = PrivateFd::open(|| rustix::fs::open(DEVICES, flags, Mode::empty()));
+        directory.is_ok_and(|at| dir::names(at.as_fd()).is_ok_and(|all| !all.is_empty()))
+    })
 }
 
 /// The plugin; opens it at the first call. `Err` says why there is none.
@@ -535,5 +565,33 @@ unsafe extern "C" fn on_completion(context: *mut c_void, completion: *const Comp
         completion::READ => each(Completed::Read),
         completion::PROBED => each(Completed::Probed),
         _ => {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NOTHING: Seen = Seen {
+        some: AtomicBool::new(false),
+        none_until: AtomicU64::new(0),
+    };
+
+    #[test]
+    fn who_asks_while_another_looks_is_not_told_that_there_are_none() {
+        let seen = NOTHING;
+        assert!(seen.ask(7, || {
+            assert!(seen.ask(7, || true));
+            true
+        }));
+        assert!(seen.ask(8, || unreachable!()));
+    }
+
+    #[test]
+    fn that_there_are_none_is_good_for_a_while() {
+        let seen = NOTHING;
+        assert!(!seen.ask(7, || false));
+        assert!(!seen.ask(6 + NONE_FOR, || unreachable!()));
+        assert!(seen.ask(7 + NONE_FOR, || true));
     }
 }

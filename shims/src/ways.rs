@@ -78,6 +78,8 @@ const CLASSES: usize = 12;
 const ODD_CALLS: u8 = 16;
 /// Bytes of a turn whose time is taken: not less than so much.
 const LEAST_OF_A_TURN: u64 = 256 * 1024;
+/// Longer calls than that count as so many, lest it takes too long to learn something.
+const MOST_OF_A_TURN: u64 = 16 << 20;
 
 /// What is known of one size.
 #[derive(Clone, Copy)]
@@ -192,6 +194,8 @@ pub struct Send {
     pub can_wait: bool,
     /// The peer's device reads what is lent to it.
     pub can_lend: bool,
+    /// It goes on, with the rest of the call.
+    pub goes_on: bool,
 }
 
 /// The turn of one way.
@@ -263,11 +267,14 @@ impl Contest {
         let went = send
             .position
             .saturating_sub(std::mem::replace(&mut self.position, send.position));
-        // Bytes of a turn: the ring's in which the last one ends, and twice as many whose time is taken.
-        let ring = send.ring.max(LEAST_OF_A_TURN / 2);
-        let turn = 3 * ring;
+        // Bytes of a turn: the ring's in which the last one ends, and twice as many whose time is taken; or whole calls.
+        let part = send
+            .ring
+            .max(LEAST_OF_A_TURN / 2)
+            .max((send.len as u64).min(MOST_OF_A_TURN));
+        let turn = 3 * part;
         let Some(trial) = &mut self.trial else {
-            if went > 0 && known.spend(self.kind, went, turn) {
+            if went > 0 && !send.goes_on && known.spend(self.kind, went, turn) {
                 let challenger = known.look(self.kind).tried.next(best, send);
                 self.trial = Some(Trial {
                     challenger,
@@ -285,8 +292,10 @@ impl Contest {
             return (best, None);
         }
         match trial.turn.mark {
-            None if send.position - trial.turn.from >= ring => trial.turn.mark = Some((send.position, send.now)),
-            Some((from, since)) if send.position - from >= 2 * ring => {
+            // A call goes one way: its reader is at another place in the middle.
+            _ if send.goes_on => {}
+            None if send.position - trial.turn.from >= part => trial.turn.mark = Some((send.position, send.now)),
+            Some((from, since)) if send.position - from >= 2 * part => {
                 let cost = (send.now.saturating_sub(since) << 20) / (send.position - from);
                 trial.on_turn(cost, send.position);
             }

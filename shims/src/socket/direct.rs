@@ -231,6 +231,7 @@ mod tests {
                 ring: 4 << 20,
                 can_wait: true,
                 can_lend: true,
+                goes_on: false,
             };
             let (way, _) = sends.way(ZeroCopy::Auto, &known, send, issuer);
             (way, sends.is_by_load())

@@ -73,7 +73,7 @@ pub(super) fn send(call: &mut Call, iov: &mut Iov, flags: c_int, total: usize) -
     }
     let can_wait = wait::may_wait(socket, flags).is_ok();
     let theirs = Vqpn(socket.peer_vqpn.load(Relaxed));
-    let way = choose(socket, remote, theirs, total, can_wait);
+    let way = choose(socket, remote, theirs, (total, iov.len() < total), can_wait);
     let is_lent = matches!(way, Way::Direct | Way::Lent);
     if !is_lent || !can_wait || iov.is_implausible() {
         return NOTHING;
@@ -127,7 +127,7 @@ pub(super) fn send(call: &mut Call, iov: &mut Iov, flags: c_int, total: usize) -
 }
 
 /// Which way a call with so many bytes goes, or goes on; the peer hears whether buffers are of use.
-fn choose(socket: &Socket, remote: &Remote, theirs: Vqpn, len: usize, can_wait: bool) -> Way {
+fn choose(socket: &Socket, remote: &Remote, theirs: Vqpn, (len, goes_on): (usize, bool), can_wait: bool) -> Way {
     let Some(mut tx) = socket.tx.lock() else {
         return Way::Rings;
     };
@@ -142,6 +142,7 @@ fn choose(socket: &Socket, remote: &Remote, theirs: Vqpn, len: usize, can_wait: 
         ring: producer.ring_size(),
         can_wait,
         can_lend: can_wait && remote.can_lend(),
+        goes_on,
     };
     let (way, ended) = match config().way {
         Some(way) => (way, None),

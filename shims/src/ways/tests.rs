@@ -43,6 +43,7 @@ impl World {
                 ring: RING,
                 can_wait,
                 can_lend: true,
+                goes_on: false,
             };
             let best = contest.best(known, send);
             let (way, _) = contest.way(known, send, best);
@@ -179,6 +180,7 @@ fn a_stream_that_takes_the_place_of_another_ends_its_trial() {
         ring: RING,
         can_wait: true,
         can_lend: true,
+        goes_on: false,
     };
     let best = contest.best(&known, send);
     contest.way(&known, send, best);
@@ -194,6 +196,7 @@ fn the_next_way_to_try_is_another_than_the_best_and_all_have_their_turn() {
         ring: RING,
         can_wait,
         can_lend,
+        goes_on: false,
     };
     for best in Way::ALL {
         for (can_wait, can_lend) in [(true, true), (true, false), (false, true), (false, false)] {
@@ -234,4 +237,33 @@ fn what_is_known_fits_a_word() {
         }
     }
     assert!(Verdict::from_word(0).best.is_none());
+}
+
+#[test]
+fn a_call_that_is_longer_than_a_turn_goes_one_way() {
+    const LEN: usize = 16 << 20;
+    let (known, mut contest) = (Known::default(), Contest::default());
+    let (mut ways, mut now) = (Vec::new(), 0);
+    for call in 0..400_u64 {
+        let mut of_call = Vec::new();
+        for piece in 0..16_u64 {
+            let send = Send {
+                now,
+                position: (call * 16 + piece) << 20,
+                len: LEN,
+                ring: RING,
+                can_wait: true,
+                can_lend: true,
+                goes_on: piece > 0,
+            };
+            let best = contest.best(&known, send);
+            let (way, _) = contest.way(&known, send, best);
+            now += 1_000_000;
+            of_call.push(way);
+        }
+        assert!(of_call.iter().all(|way| *way == of_call[0]), "{call}: {of_call:?}");
+        ways.push(of_call[0]);
+    }
+    // There were trials.
+    assert!(ways.iter().any(|way| *way != ways[0]));
 }

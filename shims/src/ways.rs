@@ -267,7 +267,8 @@ impl Contest {
         let went = send
             .position
             .saturating_sub(std::mem::replace(&mut self.position, send.position));
-        // Bytes of a turn: the ring's in which the last one ends, and twice as many whose time is taken; or whole calls.
+        // Bytes of a turn: the ring's in which the last one ends, and twice as many whose time is taken; or whole
+        // calls.
         let part = send
             .ring
             .max(LEAST_OF_A_TURN / 2)

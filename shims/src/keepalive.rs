@@ -86,9 +86,18 @@ impl Keepalive {
     /// The kernel has the program's settings again.
     pub fn end(&self, fd: BorrowedFd<'_>) {
         self.unbound(fd);
-        if self.on.swap(false, AcqRel) {
-            set(fd, SWITCH, 0);
-            for (option, kept) in OURS.into_iter().zip(&self.kept) {
+        if !self.on.load(Acquire) {
+            return;
+        }
+        set(fd, SWITCH, 0);
+        for (option, kept) in OURS.into_iter().zip(&self.kept) {
+            set(fd, option, kept.load(Relaxed));
+        }
+        // Last: until then the program is told what is kept.
+        self.on.store(false, Release);
+        for ((option, ours), kept) in OURS.into_iter().zip(VALUES).zip(&self.kept) {
+            // It has set one in the middle of this.
+            if get(fd, option) == Some(ours) {
                 set(fd, option, kept.load(Relaxed));
             }
         }

@@ -312,20 +312,24 @@ unsafe extern "C" fn get_kept(
     value: *mut c_void,
     value_len: *mut socklen_t,
 ) -> c_int {
+    let kept = || {
+        closing::connection(fd).and_then(|socket| {
+            if (level, name) == (libc::IPPROTO_TCP, libc::TCP_CORK) {
+                let is_kept = socket.tx_mode.load(Acquire) == Mode::Link;
+                is_kept.then(|| c_int::from(socket.options.corked.load(Acquire)))
+            } else {
+                socket.keepalive.get(level, name)
+            }
+        })
+    };
+    // That may begin, or end, while the kernel is asked.
+    let before = kept();
     // SAFETY: the caller's arguments, as they are.
     let result = unsafe { real(fd, level, name, value, value_len) };
     if result != 0 {
         return result;
     }
-    let kept = closing::connection(fd).and_then(|socket| {
-        if (level, name) == (libc::IPPROTO_TCP, libc::TCP_CORK) {
-            let is_kept = socket.tx_mode.load(Acquire) == Mode::Link;
-            is_kept.then(|| c_int::from(socket.options.corked.load(Acquire)))
-        } else {
-            socket.keepalive.get(level, name)
-        }
-    });
-    if let Some(kept) = kept {
+    if let Some(kept) = kept().or(before) {
         let kept = kept.to_ne_bytes();
         // SAFETY: the kernel has just written `value_len` bytes there.
         unsafe {

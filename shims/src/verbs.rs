@@ -572,14 +572,16 @@ unsafe extern "C" fn on_completion(context: *mut c_void, completion: *const Comp
 mod tests {
     use super::*;
 
-    const NOTHING: Seen = Seen {
-        some: AtomicBool::new(false),
-        none_until: AtomicU64::new(0),
-    };
+    fn nothing() -> Seen {
+        Seen {
+            some: AtomicBool::new(false),
+            none_until: AtomicU64::new(0),
+        }
+    }
 
     #[test]
     fn who_asks_while_another_looks_is_not_told_that_there_are_none() {
-        let seen = NOTHING;
+        let seen = nothing();
         assert!(seen.ask(7, || {
             assert!(seen.ask(7, || true));
             true
@@ -589,7 +591,7 @@ mod tests {
 
     #[test]
     fn that_there_are_none_is_good_for_a_while() {
-        let seen = NOTHING;
+        let seen = nothing();
         assert!(!seen.ask(7, || false));
         assert!(!seen.ask(6 + NONE_FOR, || unreachable!()));
         assert!(seen.ask(7 + NONE_FOR, || true));

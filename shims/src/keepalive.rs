@@ -34,6 +34,8 @@ const INTERVAL: Name = (libc::IPPROTO_TCP, libc::TCP_KEEPINTVL);
 #[derive(Debug, Default)]
 pub struct Keepalive {
     on: AtomicBool,
+    /// Somebody gives the kernel the program's: one does.
+    ending: AtomicBool,
     kept: [AtomicI32; 2],
     /// The kernel has a TCP_USER_TIMEOUT of ours; the program's is none.
     bounded: AtomicBool,
@@ -43,6 +45,7 @@ impl Keepalive {
     /// A new connection in the same slot.
     pub fn reset(&self) {
         self.on.store(false, Relaxed);
+        self.ending.store(false, Relaxed);
         self.bounded.store(false, Relaxed);
     }
 
@@ -86,7 +89,12 @@ impl Keepalive {
     /// The kernel has the program's settings again.
     pub fn end(&self, fd: BorrowedFd<'_>) {
         self.unbound(fd);
+        if !self.on.load(Acquire) || self.ending.swap(true, AcqRel) {
+            return;
+        }
         if !self.on.load(Acquire) {
+            // Somebody else has, just now.
+            self.ending.store(false, Release);
             return;
         }
         set(fd, SWITCH, 0);
@@ -101,6 +109,7 @@ impl Keepalive {
                 set(fd, option, kept.load(Relaxed));
             }
         }
+        self.ending.store(false, Release);
     }
 
     /// What the program is to read for an option; `None` where the kernel knows.

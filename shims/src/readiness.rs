@@ -7,6 +7,7 @@ use std::sync::atomic::Ordering::{Acquire, SeqCst};
 
 use rustix::event::PollFlags;
 
+use crate::points::point;
 use crate::ready::{ENDED, among_markers, arm_data, is_reader_gone, kernel, progress};
 use crate::socket::{KERNELS_ERRORS, Mode, OUR_ERRORS, Socket};
 use crate::tx;
@@ -92,21 +93,27 @@ fn error_queue(socket: &'static Socket) -> u32 {
 
 /// The receiving direction.
 pub fn readable(socket: &'static Socket, arm: Arm) -> u32 {
-    if socket.rx_mode.load(Acquire) == Mode::Marked {
-        return match among_markers(socket) {
-            Some(mask) => mask,
-            None => evaluate(socket, libc::EPOLLIN as u32, Arm::IfNotReady),
-        };
-    }
+    point!("readable: is about to look");
     let Some(mut rx) = socket.rx.lock() else {
         return 0;
     };
-    if socket.rx_mode.load(Acquire) != Mode::Link {
-        let mask = kernel(
-            socket,
-            PollFlags::IN | PollFlags::RDNORM | PollFlags::RDHUP | PollFlags::PRI,
-        );
-        return mask & (IN | RDHUP | PRI | HUP | ERR);
+    // Under the lock: in a direction that is scanned since an earlier look, what the kernel has may be a marker.
+    match socket.rx_mode.load(Acquire) {
+        Mode::Link => {}
+        Mode::Marked => {
+            drop(rx);
+            return match among_markers(socket) {
+                Some(mask) => mask,
+                None => evaluate(socket, libc::EPOLLIN as u32, Arm::IfNotReady),
+            };
+        }
+        Mode::Tcp | Mode::Foreign => {
+            let mask = kernel(
+                socket,
+                PollFlags::IN | PollFlags::RDNORM | PollFlags::RDHUP | PollFlags::PRI,
+            );
+            return mask & (IN | RDHUP | PRI | HUP | ERR);
+        }
     }
     let bits = rx.own.bits;
     // What TCP has is RESUME, or will be.
@@ -165,18 +172,25 @@ pub fn readable(socket: &'static Socket, arm: Arm) -> u32 {
 
 /// The sending direction; as `readable`.
 pub fn writable(socket: &'static Socket, arm: Arm) -> u32 {
-    if socket.tx_mode.load(Acquire) == Mode::Marked && !connection::flush(socket) {
-        return if tx::is_above_own_send(socket) {
-            kernel(socket, PollFlags::OUT | PollFlags::WRNORM) & (OUT | HUP | ERR)
-        } else if socket.tx.lock().is_some_and(|tx| tx.is_shut) {
-            // A send fails at once, though the kernel's own shutdown() may be still to follow.
-            OUT
-        } else {
-            0
+    let mut tx = loop {
+        if socket.tx_mode.load(Acquire) == Mode::Marked && !connection::flush(socket) {
+            return if tx::is_above_own_send(socket) {
+                kernel(socket, PollFlags::OUT | PollFlags::WRNORM) & (OUT | HUP | ERR)
+            } else if socket.tx.lock().is_some_and(|tx| tx.is_shut) {
+                // A send fails at once, though the kernel's own shutdown() may be still to follow.
+                OUT
+            } else {
+                0
+            };
+        }
+        point!("writable: markers are out");
+        let Some(tx) = socket.tx.lock() else {
+            return 0;
         };
-    }
-    let Some(mut tx) = socket.tx.lock() else {
-        return 0;
+        // What the kernel has room for is for a marker that has been announced since.
+        if socket.tx_mode.load(Acquire) != Mode::Marked {
+            break tx;
+        }
     };
     if socket.tx_mode.load(Acquire) != Mode::Link {
         return kernel(socket, PollFlags::OUT | PollFlags::WRNORM) & (OUT | HUP | ERR);

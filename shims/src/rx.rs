@@ -9,7 +9,7 @@ pub mod splice;
 mod step;
 pub mod view;
 
-pub use count::{Uncounted, after_receive, available, comes_before_tcp, uncounted};
+pub use count::{Uncounted, after_receive, available, comes_before_tcp, may_have_markers, uncounted};
 pub use ring::{Shrunk, first as first_ring, relieve, reserve, shrink};
 
 use direct::Landing;

@@ -353,6 +353,15 @@ pub fn is_asleep(id: i32) -> bool {
     state == Some('S')
 }
 
+/// Whether thread `id` of this process sleeps on a futex that no other process wakes (futex(2), FUTEX_WAIT_PRIVATE), as
+/// locks do. False if that is not told.
+pub fn is_in_lock(id: i32) -> bool {
+    const WAITS_PRIVATE: &str = "0x80";
+    let call = std::fs::read_to_string(format!("/proc/self/task/{id}/syscall")).unwrap_or_default();
+    let mut words = call.split(' ');
+    words.next() == Some(libc::SYS_futex.to_string().as_str()) && words.nth(1) == Some(WAITS_PRIVATE)
+}
+
 /// An iovec over `buf`.
 pub fn iov(buf: &mut [u8]) -> libc::iovec {
     libc::iovec {

@@ -37,6 +37,7 @@ const POINTS: &[&str] = &[
     "poll: is not told any more",
     "poll: it is seen what is the kernel's",
     "poll: sleeps on what is ours",
+    "readable: is about to look",
     "receive: is about to sleep in the kernel",
     "receive: is awake",
     "take over: both sets have the socket",
@@ -48,6 +49,7 @@ const POINTS: &[&str] = &[
     "wait: the peer knows of the sleeper",
     "watch: pollers have been told",
     "watch: the socket is ours, and nobody knows",
+    "writable: markers are out",
 ];
 
 /// Where something else can be seen than who is woken, by a scenario of its own.

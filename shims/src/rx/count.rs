@@ -47,6 +47,11 @@ pub fn available(socket: &'static Socket) -> Option<usize> {
     None
 }
 
+/// Whether what TCP has may be ours.
+pub fn may_have_markers(socket: &'static Socket) -> bool {
+    socket.rx_mode.load(Acquire) != Mode::Tcp
+}
+
 /// Whether something comes before the first byte that TCP has: an urgent mark there is not next then.
 pub fn comes_before_tcp(socket: &'static Socket) -> bool {
     let mode = socket.rx_mode.load(Acquire);

@@ -501,13 +501,15 @@ struct Victim {
 }
 
 impl Victim {
-    /// Waits until the call that it may be in has ended, or sleeps for good: not only for a lock, on its way there.
+    /// Waits until the call that it may be in has ended, or sleeps for good: not only for a lock, on its way there,
+    /// where nobody can tell that the call has begun.
     fn settle(&self) {
         let mut asleep = 0;
         while self.is_inside.load(Ordering::SeqCst) && asleep < 4 {
             thread::sleep(std::time::Duration::from_micros(100));
-            let is_asleep = sys::is_asleep(self.id.load(Ordering::SeqCst));
-            asleep = if is_asleep { asleep + 1 } else { 0 };
+            let id = self.id.load(Ordering::SeqCst);
+            let is_waiting = sys::is_asleep(id) && !sys::is_in_lock(id);
+            asleep = if is_waiting { asleep + 1 } else { 0 };
         }
     }
 }

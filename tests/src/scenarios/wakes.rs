@@ -46,19 +46,38 @@ fn talk(c: &Ctx, prepare: impl Fn(c_int) -> Wait) {
                 leave_link(fd, connection);
             }
             if !c.is_server() {
-                sys::send_all(fd, &[message as u8; LEN]).ok();
+                say(fd, message);
             }
             assert!(wait(), "no wake-up: connection {connection}, message {message}");
+            let there = [
+                i64::from(sys::readable_bytes(fd)),
+                sys::recv(fd, &mut [0; LEN], libc::MSG_PEEK | libc::MSG_DONTWAIT).value,
+            ];
+            assert_eq!(
+                there, [LEN as i64; 2],
+                "woken for nothing: connection {connection}, message {message}"
+            );
             assert_eq!(sys::recv_exact(fd, LEN), [message as u8; LEN]);
             if c.is_server() {
                 think(message);
-                sys::send_all(fd, &[message as u8; LEN]).ok();
+                say(fd, message);
             }
         }
         drop(wait);
         sys::close(fd).ok();
     }
     c.log("every message has ended a wait");
+}
+
+/// Sends a message when there is room for it.
+fn say(fd: c_int, message: usize) {
+    assert_eq!(
+        sys::poll_one(fd, libc::POLLOUT, AT_MOST_MS),
+        libc::POLLOUT,
+        "no room: message {message}"
+    );
+    let sent = sys::send(fd, &[message as u8; LEN], libc::MSG_DONTWAIT);
+    assert_eq!(sent.value, LEN as i64, "no room after all: message {message}");
 }
 
 /// The program asks for the bytes in a way that only TCP serves, or has a child that holds the connection too for a

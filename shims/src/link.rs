@@ -35,7 +35,7 @@ use rdmasock_core::os::doorbell::Doorbell;
 use rdmasock_core::os::privatefd::PrivateFd;
 use rdmasock_core::sparse::Sparse;
 use rdmasock_core::stats::{LinkStats, Path, Reason};
-use rdmasock_core::wire::Message;
+use rdmasock_core::wire::{Message, RingOffer};
 
 use crate::library::Library;
 use crate::mailbox::Command;
@@ -202,9 +202,9 @@ impl Link {
         }
     }
 
-    /// Our stream `mine` is the peer's `theirs`.
-    pub fn pair(&self, mine: Vqpn, theirs: Vqpn) {
-        on_end!(self, end => end.pair(mine, theirs));
+    /// Our stream `mine` is the peer's `theirs`, which has this ring to begin with.
+    pub fn pair(&self, mine: Vqpn, theirs: Vqpn, first: RingOffer) {
+        on_end!(self, end => end.pair(mine, theirs, first));
     }
 
     /// Whether the link carries streams.

@@ -14,7 +14,7 @@ use rdmasock_core::os::memfd;
 use rdmasock_core::stats::{Path, Reason, Why};
 use rdmasock_core::stream::connection::{Half, Peeked, SocketIo, StreamLink, Task, Tcp, Unsent};
 use rdmasock_core::stream::handshake::Role;
-use rdmasock_core::wire::{LinkOffer, Message};
+use rdmasock_core::wire::{LinkOffer, Message, RingOffer};
 use rustix::event::PollFlags;
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, Shutdown};
@@ -371,8 +371,8 @@ impl StreamLink for &'static Link {
         Ok(opened)
     }
 
-    fn pair(&self, mine: Vqpn, theirs: Vqpn) {
-        Link::pair(self, mine, theirs);
+    fn pair(&self, mine: Vqpn, theirs: Vqpn, first: RingOffer) {
+        Link::pair(self, mine, theirs, first);
     }
 
     fn take_in(&self) {

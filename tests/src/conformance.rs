@@ -6,7 +6,7 @@ use rdmasock_core::fabric::link::{LinkEnd, OpenError};
 use rdmasock_core::fabric::ring::{Consumer, EndMark, Ended, Producer, RxFlags, Stopped, Wake};
 use rdmasock_core::fabric::waiter::{MAX_WAITERS, WaiterId};
 use rdmasock_core::ids::Vqpn;
-use rdmasock_core::wire::{Message, Reason};
+use rdmasock_core::wire::{Message, Reason, RingOffer};
 
 /// How the suite gets links of one fabric, and what it needs beside [`LinkEnd`].
 pub trait Harness {
@@ -91,8 +91,8 @@ impl<H: Harness> Link<H> {
         let (r, w) = (&self.0[reader], &self.0[1 - reader]);
         let (opened, back) = (r.open(log2).unwrap(), w.open(12).unwrap());
         assert_eq!(opened.ring.bytes(), 1 << log2);
-        r.pair(opened.vqpn, back.vqpn);
-        w.pair(back.vqpn, opened.vqpn);
+        r.pair(opened.vqpn, back.vqpn, back.ring);
+        w.pair(back.vqpn, opened.vqpn, opened.ring);
         H::settle(&self.0);
         Stream {
             reader,
@@ -397,8 +397,9 @@ fn numbers_out_of_range_are_refused<H: Harness>() {
     let [a, b] = link.ends();
     assert!(a.producer(Vqpn(MAX_STREAMS)).is_none());
     assert!(a.producer(Vqpn(u32::MAX)).is_none());
-    a.pair(Vqpn(u32::MAX), Vqpn(0));
-    a.pair(Vqpn(0), Vqpn(u32::MAX));
+    let ring = RingOffer::new(0, 12).unwrap();
+    a.pair(Vqpn(u32::MAX), Vqpn(0), ring);
+    a.pair(Vqpn(0), Vqpn(u32::MAX), ring);
     a.on_closed(Vqpn(u32::MAX));
     link.notify(0, u32::MAX, Vqpn(u32::MAX));
     link.notify(0, WaiterId(0).queue_bits(), Vqpn(MAX_STREAMS));

@@ -19,7 +19,7 @@ use rdmasock_core::fabric::waiter::WaiterId;
 use rdmasock_core::ids::Vqpn;
 use rdmasock_core::os::memfd::Mapping;
 use rdmasock_core::sync::SleepFlag;
-use rdmasock_core::wire::{Message, Reason};
+use rdmasock_core::wire::{Message, Reason, RingOffer};
 
 use peer::Said;
 use wire::{Setting, Wire};
@@ -259,7 +259,9 @@ impl World {
         stream.theirs = Some(theirs);
         stream.producer = Some(producer);
         let mine = stream.mine;
-        self.end.pair(mine, theirs);
+        if let Some(first) = RingOffer::new(0, 12) {
+            self.end.pair(mine, theirs, first);
+        }
     }
 
     fn apply(&mut self, op: &Op) {

@@ -305,14 +305,14 @@ impl Worker {
                 nonce_mine,
                 nonce_yours,
                 vqpn,
-                ring: _,
+                ring,
             } => {
                 let socket = self.handshakes.by_nonce(&nonce_yours);
                 let nonces = OpenNonces {
                     mine: nonce_mine,
                     yours: nonce_yours,
                 };
-                match connection::on_open(socket, &link, nonces, vqpn) {
+                match connection::on_open(socket, &link, nonces, vqpn, ring) {
                     Ok(true) => {
                         self.handshakes.remove(&nonce_yours);
                     }
@@ -320,8 +320,8 @@ impl Worker {
                     Err(Broken) => self.break_off(link),
                 }
             }
-            Message::OpenAck { yours, mine, ring: _ } => {
-                if connection::on_open_ack(link.socket(yours), &link, yours, mine).is_err() {
+            Message::OpenAck { yours, mine, ring } => {
+                if connection::on_open_ack(link.socket(yours), &link, yours, mine, ring).is_err() {
                     self.break_off(link);
                 }
             }

@@ -321,16 +321,16 @@ impl Endpoint {
                 nonce_mine,
                 nonce_yours,
                 vqpn,
-                ..
+                ring,
             } => {
                 let nonces = OpenNonces {
                     mine: nonce_mine,
                     yours: nonce_yours,
                 };
-                connection::on_open(Some(self), &link, nonces, vqpn).unwrap();
+                connection::on_open(Some(self), &link, nonces, vqpn, ring).unwrap();
             }
-            Message::OpenAck { yours, mine, .. } => {
-                connection::on_open_ack(self.of_stream(yours), &link, yours, mine).unwrap();
+            Message::OpenAck { yours, mine, ring } => {
+                connection::on_open_ack(self.of_stream(yours), &link, yours, mine, ring).unwrap();
             }
             Message::OpenRefuse { yours, .. } => {
                 if !self

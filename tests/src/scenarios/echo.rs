@@ -40,6 +40,37 @@ pub fn short(c: &Ctx) {
     }
 }
 
+/// Small answers by a server that does not wait, at each moment of a promotion: there is always room for one.
+pub fn answers_without_waiting(c: &Ctx) {
+    const CONNECTIONS: usize = 40;
+    const MESSAGES: usize = 30;
+    const LEN: usize = 64;
+    let (listener, port) = c.listener(16);
+    for connection in 0..CONNECTIONS {
+        let fd = match listener {
+            Some(listener) => sys::accept4(listener, 0).ok(),
+            None => sys::connected(&Addr::v4(port)),
+        };
+        for message in 0..MESSAGES {
+            if c.is_server() {
+                let request = sys::recv_exact(fd, LEN);
+                let sent = sys::send(fd, &request, libc::MSG_DONTWAIT).value;
+                assert_eq!(sent, LEN as i64, "no room: connection {connection}, message {message}");
+            } else {
+                let request = data::pattern(connection as u64, (message * LEN) as u64, LEN);
+                sys::send_all(fd, &request).ok();
+                assert!(sys::recv_exact(fd, LEN) == request);
+                // So that messages and what the library does meet in many ways.
+                thread::sleep(std::time::Duration::from_micros(
+                    10 * (connection * message % 40) as u64,
+                ));
+            }
+        }
+        sys::close(fd).ok();
+    }
+    c.log("all answered");
+}
+
 /// Connections that get a large answer after two requests, read with little room: while they are promoted, what has
 /// come often ends in a byte that a marker could begin with, and more comes only once that is out of TCP's buffer.
 pub fn large_answers(c: &Ctx) {

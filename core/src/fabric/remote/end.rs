@@ -493,8 +493,9 @@ impl<Q: QueuePair, L: Local> LinkEnd for End<Q, L> {
         Ok(Opened { vqpn, ring, consumer })
     }
 
-    fn pair(&self, mine: Vqpn, theirs: Vqpn) {
-        self.with(|engine| engine.pair(&self.shared, mine.0, theirs.0));
+    fn pair(&self, mine: Vqpn, theirs: Vqpn, first: RingOffer) {
+        let first = Region::new(first.page(), first.log2());
+        self.with(|engine| engine.pair(&self.shared, mine.0, theirs.0, first));
         self.touch(theirs);
     }
 

@@ -12,6 +12,7 @@ use super::sender::Sender;
 use super::shared::{After, NO_LOAD, Shared, Which};
 use super::stream::{State, Streams};
 use super::watch::Watch;
+use crate::fabric::layout::Region;
 use crate::fabric::numbers::Done;
 use crate::fabric::ready::{PrivateQueue, ReadyCursor};
 use crate::fabric::ring::DirectionBlock;
@@ -102,7 +103,7 @@ impl<Q: QueuePair> Engine<Q> {
     }
 
     /// See [`LinkEnd::pair`](crate::fabric::link::LinkEnd::pair).
-    pub fn pair<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, theirs: u32) {
+    pub fn pair<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, theirs: u32, first: Option<Region>) {
         let Some(block) = g.block_mirror(theirs) else {
             return;
         };
@@ -124,6 +125,8 @@ impl<Q: QueuePair> Engine<Q> {
         if let Some(word) = early.offer {
             // It was checked when it came. Nobody waits for it yet.
             let _ = s.out.on_offer(block, g.peers_len, word);
+        } else if let Some(first) = first {
+            s.out.foresee(block, g.peers_len, first);
         }
         let _ = block.put_flags(early.flags);
         if early.stop {

@@ -23,7 +23,7 @@ impl<Q: QueuePair> Engine<Q> {
             return false;
         };
         let s = self.streams.get(mine).filter(|s| s.state == State::Open);
-        let Some(s) = s.filter(|s| !s.out.stopped && s.out.aside.is_none()) else {
+        let Some(s) = s.filter(|s| !s.out.stopped && s.out.aside.is_none() && !s.out.is_ahead_of_offers()) else {
             return false;
         };
         // What it has adopted before comes before.

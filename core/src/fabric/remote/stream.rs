@@ -5,7 +5,7 @@ use super::direct::{Landings, Targets};
 use super::fault::Breach;
 use super::loan::{Lately, Loan, Loans, Takings};
 use crate::fabric::layout::{MAX_STREAMS, Region};
-use crate::fabric::ring::proxy::{ProducerView, next_generation, unpack_offer};
+use crate::fabric::ring::proxy::{ProducerView, next_generation, pack_offer, unpack_offer};
 use crate::fabric::ring::{DataArea, DirectionBlock, EndMark, Wake};
 
 /// Where a number of ours is in its life.
@@ -288,6 +288,9 @@ pub(super) struct Outgoing {
     pub generation: u32,
     /// A ring that our producer was told of; the peer has not seen it adopted.
     offered: Option<(u32, Region)>,
+    /// The first ring, as OPEN has named it: our producer may use it, and nothing is carried over before the peer has
+    /// offered it.
+    foreseen: Option<u64>,
     /// From where on our producer uses it. While that writes aside it does not: then it is for us to switch.
     pub switch_at: Option<u64>,
     pub aside: Option<Aside>,
@@ -435,8 +438,27 @@ impl Outgoing {
         Ok(block.put_head(head))
     }
 
+    /// The peer has still to be told that we are here before it can offer its first ring, and our producer is not to
+    /// wait for that. (One that cannot be is not used: the offer tells.)
+    pub fn foresee(&mut self, block: &DirectionBlock, data_len: usize, first: Region) {
+        let word = pack_offer(next_generation(self.generation), first);
+        if self.check_offer(data_len, word).is_ok() {
+            self.foreseen = Some(word);
+            // Nobody waits for it yet.
+            let _ = block.put_offer(word);
+        }
+    }
+
+    /// Whether our producer may be in a ring that the peer has not offered yet.
+    pub fn is_ahead_of_offers(&self) -> bool {
+        self.foreseen.is_some()
+    }
+
     pub fn on_offer(&mut self, block: &DirectionBlock, data_len: usize, word: u64) -> Result<Wake, Breach> {
         self.offered = Some(self.check_offer(data_len, word)?);
+        if self.foreseen.take().is_some_and(|foreseen| foreseen != word) {
+            return Err(Breach::Offer);
+        }
         Ok(match self.aside {
             // It is for us to adopt it.
             Some(_) => Wake::NONE,

@@ -3,6 +3,7 @@
 mod buffers;
 mod direct;
 mod failures;
+mod first_ring;
 mod heads;
 mod hostile;
 mod loans;
@@ -26,6 +27,7 @@ use crate::fabric::waiter::{MAX_WAITERS, WaiterId};
 use crate::ids::Vqpn;
 use crate::os::memfd::Mapping;
 use crate::sync::SleepFlag;
+use crate::wire::RingOffer;
 
 /// The waiters of one end.
 struct Here {
@@ -66,6 +68,11 @@ type TestEnd = End<MemQp, Here>;
 const DATA: u64 = 1 << 20;
 /// Bytes of an end's send buffers. Not whole chunks together with the data.
 const BUFFERS: u64 = 3 << 18;
+
+/// The ring that a peer of which there is no more than its messages has for each of its streams.
+fn first_ring() -> RingOffer {
+    RingOffer::new(0, 12).unwrap()
+}
 
 fn end(qp: MemQp, tuning: Tuning) -> TestEnd {
     let side = |data| {
@@ -215,8 +222,8 @@ impl World {
 
     fn open(&mut self) {
         let [a, b]: [Opened; 2] = [0, 1].map(|i| self.ends[i].open(12).unwrap());
-        self.ends[0].pair(a.vqpn, b.vqpn);
-        self.ends[1].pair(b.vqpn, a.vqpn);
+        self.ends[0].pair(a.vqpn, b.vqpn, b.ring);
+        self.ends[1].pair(b.vqpn, a.vqpn, a.ring);
         let numbers = [a.vqpn, b.vqpn];
         for (reader, opened) in [a, b].into_iter().enumerate() {
             let writer = &self.ends[1 - reader];

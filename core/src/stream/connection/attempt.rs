@@ -216,8 +216,8 @@ fn send_open<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) -> Result<(), 
             ring,
         },
     };
-    if let Some(yours) = control.peer {
-        link.pair(vqpn, yours);
+    if let (Some(yours), Some(first)) = (control.peer, control.first.take()) {
+        link.pair(vqpn, yours, first);
     }
     if !link.send(&message) {
         return Err(Reason::LinkFailed);

@@ -8,7 +8,7 @@ use crate::fabric::link::{NoProducer, Opened};
 use crate::fabric::ring::{Consumer, Producer, Wake};
 use crate::ids::{InstanceId, Vqpn};
 use crate::stats::{Reason, Why};
-use crate::wire::{LinkOffer, Message};
+use crate::wire::{LinkOffer, Message, RingOffer};
 
 /// What the service thread is to do for a connection as soon as it can; what has become of that by then it sees itself.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -59,8 +59,8 @@ pub trait StreamLink: Clone + PartialEq {
     fn is_remote(&self) -> bool;
     /// A number for the connection of the socket with this [slot](SocketIo::slot), with a first ring to receive into.
     fn open(&self, slot: u32) -> Result<Opened, Reason>;
-    /// Our stream `mine` is the peer's `theirs`.
-    fn pair(&self, mine: Vqpn, theirs: Vqpn);
+    /// Our stream `mine` is the peer's `theirs`, which has this ring to begin with.
+    fn pair(&self, mine: Vqpn, theirs: Vqpn, first: RingOffer);
     /// The end that sends to the peer's stream `theirs`.
     fn producer(&self, theirs: Vqpn) -> Result<Producer, NoProducer>;
     /// Nothing of ours sends to the peer's stream `theirs` any more.

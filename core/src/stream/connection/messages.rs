@@ -10,7 +10,7 @@ use crate::fabric::link::NoProducer;
 use crate::ids::{Nonce, Vqpn};
 use crate::stats::Reason;
 use crate::stream::handshake::Handshake;
-use crate::wire::{self, Message};
+use crate::wire::{self, Message, RingOffer};
 
 /// The peer breaks the protocol: the link is to be closed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
@@ -24,6 +24,7 @@ pub fn on_open<S: SocketIo>(
     link: &S::Link,
     nonces: OpenNonces,
     theirs: Vqpn,
+    first: RingOffer,
 ) -> Result<bool, Broken> {
     let opened = socket.and_then(|socket| {
         let mut control = socket.control.lock()?;
@@ -32,7 +33,7 @@ pub fn on_open<S: SocketIo>(
             .handshake
             .as_ref()
             .is_some_and(|h| h.is_opening() && h.mine() == nonces.yours && h.theirs() == Some(nonces.mine));
-        (matches && control.greeted_by == Some(link.peer())).then(|| opened(socket, &mut control, link, theirs))
+        (matches && control.greeted_by == Some(link.peer())).then(|| opened(socket, &mut control, link, theirs, first))
     });
     match opened {
         Some(Ok(())) => Ok(true),
@@ -57,7 +58,13 @@ pub struct OpenNonces {
 }
 
 /// OPEN-ACK for our stream `mine`, which is `socket`'s, if it is anybody's.
-pub fn on_open_ack<S: SocketIo>(socket: Option<&S>, link: &S::Link, mine: Vqpn, theirs: Vqpn) -> Result<(), Broken> {
+pub fn on_open_ack<S: SocketIo>(
+    socket: Option<&S>,
+    link: &S::Link,
+    mine: Vqpn,
+    theirs: Vqpn,
+    first: RingOffer,
+) -> Result<(), Broken> {
     let control = socket.and_then(|socket| Some((socket, socket.control.lock()?)));
     let awaited = control.filter(|(_, control)| {
         let opened = control.opened.as_ref();
@@ -68,7 +75,7 @@ pub fn on_open_ack<S: SocketIo>(socket: Option<&S>, link: &S::Link, mine: Vqpn, 
         link.send(&Message::Closed { yours: theirs });
         return Ok(());
     };
-    match opened(socket, &mut control, link, theirs) {
+    match opened(socket, &mut control, link, theirs, first) {
         Ok(()) => Ok(()),
         Err(NoProducer::NoSuch) => Err(Broken),
         Err(NoProducer::Limits) => {
@@ -108,13 +115,22 @@ pub fn on_demote_request<S: SocketIo>(socket: &S, link: &S::Link, resend_from: O
     leave(socket, &mut control, reason);
 }
 
-/// The peer's stream `theirs` is the other end of the attempt.
-fn opened<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, link: &S::Link, theirs: Vqpn) -> Result<(), NoProducer> {
+/// The peer's stream `theirs`, which has this ring to begin with, is the other end of the attempt.
+fn opened<S: SocketIo>(
+    socket: &S,
+    control: &mut ControlOf<S>,
+    link: &S::Link,
+    theirs: Vqpn,
+    first: RingOffer,
+) -> Result<(), NoProducer> {
     let producer = link.producer(theirs)?;
     control.peer = Some(theirs);
-    if let Some(opened) = control.opened.as_mut() {
-        opened.asked = false;
-        link.pair(opened.mine, theirs);
+    match control.opened.as_mut() {
+        Some(opened) => {
+            opened.asked = false;
+            link.pair(opened.mine, theirs, first);
+        }
+        None => control.first = Some(first),
     }
     socket.set_peer(theirs);
     socket.set_link(Some(link));

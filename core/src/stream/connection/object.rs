@@ -16,7 +16,7 @@ use crate::stream::handshake::Handshake;
 use crate::stream::mode::{Mode, ModeCell, Receiving, Sending};
 use crate::stream::resume::Resume;
 use crate::sync::Presence;
-use crate::wire::LinkOffer;
+use crate::wire::{LinkOffer, RingOffer};
 
 /// The sending direction.
 #[derive(Default)]
@@ -139,6 +139,8 @@ pub struct Control<L, O> {
     pub opened: Option<Opened<L>>,
     /// The other end's number for the stream, once it is open.
     pub peer: Option<Vqpn>,
+    /// The ring that it has to begin with, until it is told that it has one (acceptor).
+    pub first: Option<RingOffer>,
     /// Go back to TCP as soon as the handshake is over.
     pub leave: Option<Reason>,
     /// The stay on a link between hosts, until the stream is given back.
@@ -165,6 +167,7 @@ impl<L, O: Default> Default for Control<L, O> {
             reached_at: None,
             opened: None,
             peer: None,
+            first: None,
             leave: None,
             resume: None,
             returns: false,

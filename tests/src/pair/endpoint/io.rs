@@ -12,7 +12,7 @@ use rdmasock_core::ids::{InstanceId, Vqpn};
 use rdmasock_core::stats::{Reason, Why};
 use rdmasock_core::stream::connection::{Half, Peeked, SocketIo, StreamLink, Task, Tcp, TxOf, Unsent};
 use rdmasock_core::stream::handshake::Role;
-use rdmasock_core::wire::{LinkOffer, Message};
+use rdmasock_core::wire::{LinkOffer, Message, RingOffer};
 
 use super::{Endpoint, Net, Outcome, id_of};
 
@@ -101,8 +101,8 @@ impl StreamLink for Link {
         self.0.end.open(12).map_err(|_| Reason::ArenaFull)
     }
 
-    fn pair(&self, mine: Vqpn, theirs: Vqpn) {
-        self.0.end.pair(mine, theirs);
+    fn pair(&self, mine: Vqpn, theirs: Vqpn, first: RingOffer) {
+        self.0.end.pair(mine, theirs, first);
     }
 
     fn producer(&self, theirs: Vqpn) -> Result<Producer, NoProducer> {

@@ -152,7 +152,7 @@ proptest! {
         prop_assert!(e.attach_bulk(bulk).is_none());
         // One stream that is paired, one that is not.
         let mut opened = [e.open(12).unwrap(), e.open(12).unwrap()];
-        e.pair(opened[0].vqpn, Vqpn(7));
+        e.pair(opened[0].vqpn, Vqpn(7), first_ring());
         let mut producer = e.producer(Vqpn(7)).unwrap();
         let lent = [0u8; 100];
         // So that there may be something in the ring.
@@ -225,7 +225,7 @@ fn verdict(records: &[Record<'_>]) -> Option<Fault> {
     let [qp, peer] = pair(Config::default(), &Clock::default());
     let e = end(qp, Tuning::default());
     let opened = e.open(12).unwrap();
-    e.pair(opened.vqpn, Vqpn(7));
+    e.pair(opened.vqpn, Vqpn(7), first_ring());
     let mut builder = Builder::new(1000);
     assert!(records.iter().all(|r| builder.push(r)));
     peer.send(&[builder.finish(0)]).unwrap();
@@ -297,7 +297,7 @@ fn answers_that_the_peer_does_not_take_are_not_kept_for_ever() {
     let [bulk, bulk_peer] = pair_beside(Config::default(), &clock, Some(e.qp()));
     assert!(e.attach_bulk(bulk).is_none());
     let opened = e.open(12).unwrap();
-    e.pair(opened.vqpn, Vqpn(7));
+    e.pair(opened.vqpn, Vqpn(7), first_ring());
     bulk_peer.mute(true);
     for serial in 0..5000 {
         let mut builder = Builder::new(1000);

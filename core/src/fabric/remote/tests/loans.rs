@@ -233,7 +233,7 @@ fn a_peer_may_not_say_that_it_has_written_to_a_buffer_that_is_read_into() {
     let [bulk, bulk_peer] = pair_beside(Config::default(), &clock, Some(e.qp()));
     assert!(e.attach_bulk(bulk).is_none());
     let mut opened = e.open(12).unwrap();
-    e.pair(opened.vqpn, Vqpn(7));
+    e.pair(opened.vqpn, Vqpn(7), first_ring());
     let say = |qp: &MemQp, records: &[Record<'_>]| {
         let mut builder = Builder::new(1000);
         assert!(records.iter().all(|record| builder.push(record)));
@@ -416,7 +416,7 @@ fn each_breach_of_a_loan_is_one() {
         let [bulk, _bulk_peer] = pair_beside(slow, &clock, Some(e.qp()));
         assert!(e.attach_bulk(bulk).is_none());
         let opened = e.open(12).unwrap();
-        e.pair(opened.vqpn, Vqpn(7));
+        e.pair(opened.vqpn, Vqpn(7), first_ring());
         let mut builder = Builder::new(1000);
         assert!(records.iter().all(|r| builder.push(r)));
         peer.send(&[builder.finish(0)]).unwrap();
@@ -434,7 +434,7 @@ fn an_answer_beyond_what_was_lent_is_a_breach() {
         let [bulk, _bulk_peer] = pair_beside(Config::default(), &clock, Some(e.qp()));
         assert!(e.attach_bulk(bulk).is_none());
         let opened = e.open(12).unwrap();
-        e.pair(opened.vqpn, Vqpn(7));
+        e.pair(opened.vqpn, Vqpn(7), RingOffer::new(0, 13).unwrap());
         let mut producer = e.producer(Vqpn(7)).unwrap();
         let say = |record: &Record<'_>| {
             let mut builder = Builder::new(1000);

@@ -176,8 +176,8 @@ fn link(settings: Settings, streams: usize, log2: u8) -> Result<([Here; 2], Vec<
 fn stream([a, b]: &[Here; 2], log2: u8) -> Result<Stream> {
     let open = |end: &Here| end.open(log2).map_err(|error| anyhow!("{error}"));
     let (here, there) = (open(a)?, open(b)?);
-    a.pair(here.vqpn, there.vqpn);
-    b.pair(there.vqpn, here.vqpn);
+    a.pair(here.vqpn, there.vqpn, there.ring);
+    b.pair(there.vqpn, here.vqpn, here.ring);
     let sender = |end: &Here, theirs| {
         let producer = end.producer(theirs).context("no producer")?;
         Ok::<_, anyhow::Error>(Sender { producer, theirs })

@@ -65,8 +65,8 @@ pub trait LinkEnd {
     /// A number of ours for a stream, with a first ring of `1 << log2` bytes to receive into.
     fn open(&self, log2: u8) -> Result<Opened, OpenError>;
 
-    /// Our stream `mine` is the peer's `theirs`, which has this ring to begin with. Before the first use of a cursor that
-    /// was given out for either.
+    /// Our stream `mine` is the peer's `theirs`, which has this ring to begin with. Before the first use of a cursor
+    /// that was given out for either.
     fn pair(&self, mine: Vqpn, theirs: Vqpn, first: RingOffer) {
         let _ = (mine, theirs, first);
     }

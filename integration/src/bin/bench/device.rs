@@ -6,7 +6,6 @@
 mod bare;
 mod link;
 
-use std::path::PathBuf;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -18,19 +17,12 @@ use rdmasock_integration::signals;
 use rdmasock_localnic::settings::Settings;
 
 use crate::page;
-use crate::results::{Figure, Results, Series, Way};
+use crate::results::{Figure, Repeats, Results, Series, Way};
 
 #[derive(Debug, Args)]
 pub struct Options {
-    /// Also write all samples to PATH as JSON.
-    #[arg(long, value_name = "PATH")]
-    json: Option<PathBuf>,
-    /// One short round.
-    #[arg(long)]
-    quick: bool,
-    /// How often each measurement is repeated, alternating [default: 3, with --quick 1].
-    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=99))]
-    rounds: Option<u32>,
+    #[command(flatten)]
+    repeats: Repeats,
     /// Bytes of a message.
     #[arg(long, value_delimiter = ',', default_value = "8,64,512,4096",
         value_parser = clap::value_parser!(u64).range(1..=4096))]
@@ -111,11 +103,14 @@ fn ways(series: Series) -> &'static [Way] {
 /// # Errors
 /// When measurements failed.
 pub fn run(options: &Options) -> Result<()> {
-    let rounds = options.rounds.unwrap_or(if options.quick { 1 } else { 3 });
-    let connections = options.connections.clone().unwrap_or_else(|| match options.quick {
-        true => vec![1, 100, 1000],
-        false => vec![1, 10, 100, 200, 400, 600, 800, 1000],
-    });
+    let rounds = options.repeats.rounds(3);
+    let connections = options
+        .connections
+        .clone()
+        .unwrap_or_else(|| match options.repeats.quick {
+            true => vec![1, 100, 1000],
+            false => vec![1, 10, 100, 200, 400, 600, 800, 1000],
+        });
     let of = |series, values: &[u64]| values.iter().map(move |x| (series, *x)).collect::<Vec<_>>();
     let cases = [
         of(Series::Engine, &options.messages),
@@ -123,8 +118,8 @@ pub fn run(options: &Options) -> Result<()> {
         of(Series::Threads, &options.threads),
     ]
     .concat();
-    let seconds = if options.quick { 0.3 } else { 1.0 };
-    let mut results = Results::new(rounds, options.quick)?;
+    let seconds = if options.repeats.quick { 0.3 } else { 1.0 };
+    let mut results = Results::new(rounds, options.repeats.quick)?;
     for round in 1..=rounds {
         for &(series, x) in &cases {
             eprintln!("round {round} of {rounds}: {x} {}", series.word());
@@ -142,7 +137,7 @@ pub fn run(options: &Options) -> Result<()> {
             }
         }
     }
-    page::publish(&results, &Series::MODELS, options.json.as_deref())
+    page::publish(&results, &Series::MODELS, options.repeats.json.as_deref())
 }
 
 /// Has a process of its own measure.

@@ -2,10 +2,10 @@
 //! their medians, and how they compare. Nothing is measured here.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
-use clap::ValueEnum;
+use clap::{Args, ValueEnum};
 use rdmasock_integration::median;
 use serde::{Deserialize, Serialize};
 
@@ -298,6 +298,27 @@ pub struct Point {
     pub way: Way,
     /// Of each round, in the order measured.
     pub samples: BTreeMap<Figure, Vec<f64>>,
+}
+
+/// How often what is measured, and where all of it goes.
+#[derive(Debug, Args)]
+pub struct Repeats {
+    /// Also write all samples to PATH as JSON.
+    #[arg(long, value_name = "PATH")]
+    pub json: Option<PathBuf>,
+    /// One short round of few cases.
+    #[arg(long)]
+    pub quick: bool,
+    /// How often each measurement is repeated, alternating [default: 3, of transfers 5, with --quick 1].
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=99))]
+    rounds: Option<u32>,
+}
+
+impl Repeats {
+    /// How often each measurement is repeated, where that is so often if nothing is asked for.
+    pub fn rounds(&self, default: u32) -> u32 {
+        self.rounds.unwrap_or(if self.quick { 1 } else { default })
+    }
 }
 
 /// A run of one part.

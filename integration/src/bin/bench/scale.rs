@@ -2,8 +2,6 @@
 //! processes, of which all send or one, and with more and more bulk beside one connection, on each way in turn:
 //! messages a second, their time, processor time, memory and descriptors of the server. The ends are in `crowd`.
 
-use std::path::PathBuf;
-
 use anyhow::{Result, bail, ensure};
 use clap::Args;
 use hdrhistogram::Histogram;
@@ -16,7 +14,7 @@ use rdmasock_integration::signals;
 use crate::crowd::Answered;
 use crate::idle::{Usage, field};
 use crate::page;
-use crate::results::{Figure, Results, Series, Way};
+use crate::results::{Figure, Repeats, Results, Series, Way};
 use crate::way::{Player, serve};
 
 /// Messages in flight, of all clients together as long as these are fewer.
@@ -28,15 +26,8 @@ const OTHERS: u64 = 1_000;
 
 #[derive(Debug, Args)]
 pub struct Options {
-    /// Also write all samples to PATH as JSON.
-    #[arg(long, value_name = "PATH")]
-    json: Option<PathBuf>,
-    /// One short round, with fewer connections and processes.
-    #[arg(long)]
-    quick: bool,
-    /// How often each measurement is repeated, alternating [default: 3, with --quick 1].
-    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=99))]
-    rounds: Option<u32>,
+    #[command(flatten)]
+    repeats: Repeats,
     /// Connections between two processes [default: 1,10,100,1000,10000, with --quick to 1000].
     #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u64).range(1..=60_000))]
     connections: Option<Vec<u64>>,
@@ -61,8 +52,8 @@ pub struct Options {
 pub fn run(options: &Options) -> Result<()> {
     let build = Build::locate()?;
     let limit = signals::raise_nofile()?;
-    let rounds = options.rounds.unwrap_or(if options.quick { 1 } else { 3 });
-    let (connections, clients, among, bulk) = match options.quick {
+    let rounds = options.repeats.rounds(3);
+    let (connections, clients, among, bulk) = match options.repeats.quick {
         true => (
             vec![1, 10, 100, 1_000],
             vec![1, 10, 100],
@@ -87,7 +78,7 @@ pub fn run(options: &Options) -> Result<()> {
         .chain(of(Series::Beside, bulk))
         .collect();
 
-    let mut results = Results::new(rounds, options.quick)?;
+    let mut results = Results::new(rounds, options.repeats.quick)?;
     for round in 1..=rounds {
         for &(series, number) in &cases {
             if number + OTHERS > limit / 4 * 3 {
@@ -102,7 +93,7 @@ pub fn run(options: &Options) -> Result<()> {
                 if signals::is_interrupted() {
                     bail!("interrupted");
                 }
-                let seconds = if options.quick { 0.5 } else { 1.0 };
+                let seconds = if options.repeats.quick { 0.5 } else { 1.0 };
                 match measure(&build, way, series, number as usize, seconds) {
                     Ok(figures) => results.add(series, number, way, &figures),
                     Err(error) => {
@@ -113,7 +104,7 @@ pub fn run(options: &Options) -> Result<()> {
             }
         }
     }
-    page::publish(&results, &Series::CROWDS, options.json.as_deref())
+    page::publish(&results, &Series::CROWDS, options.repeats.json.as_deref())
 }
 
 fn command(lab: &Lab, role: Role, address: &str, more: &[String]) -> Result<Cmd> {

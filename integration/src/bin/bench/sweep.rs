@@ -1,8 +1,6 @@
 //! `bench sweep`: one connection, one direction, transfers of growing size, by three kinds of receivers on each way in
 //! turn: throughput, processor time and, for small sizes, the time of a round trip. The ends are in `transfer`.
 
-use std::path::PathBuf;
-
 use anyhow::{Result, bail, ensure};
 use clap::Args;
 use rdmasock_integration::lab::{Build, Lab, Role};
@@ -10,7 +8,7 @@ use rdmasock_integration::proc::Cmd;
 use rdmasock_integration::signals;
 
 use crate::page;
-use crate::results::{Figure, Results, Series, Way, parse_size, size};
+use crate::results::{Figure, Repeats, Results, Series, Way, parse_size, size};
 use crate::transfer::{Moved, Trips};
 use crate::way::{Player, serve};
 
@@ -27,15 +25,8 @@ const FEWEST_TRIPS: u64 = 1_000;
 /// How much is measured of transfers, and where the samples go.
 #[derive(Debug, Args)]
 pub struct Extent {
-    /// Also write all samples to PATH as JSON.
-    #[arg(long, value_name = "PATH")]
-    pub json: Option<PathBuf>,
-    /// One round that moves little.
-    #[arg(long)]
-    quick: bool,
-    /// How often each measurement is repeated, alternating [default: 5, with --quick 1].
-    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=99))]
-    rounds: Option<u32>,
+    #[command(flatten)]
+    pub repeats: Repeats,
     /// Bytes that a measurement moves, at most 500,000 transfers [default: 1G, with --quick 128M].
     #[arg(long, value_parser = parse_size)]
     bytes: Option<u64>,
@@ -81,7 +72,7 @@ pub fn run(options: &Options) -> Result<()> {
         ways: &options.ways,
     };
     let results = rounds(&options.extent, &plan)?;
-    page::publish(&results, &Series::RECEIVERS, options.extent.json.as_deref())
+    page::publish(&results, &Series::RECEIVERS, options.extent.repeats.json.as_deref())
 }
 
 /// What is measured in each round.
@@ -96,9 +87,9 @@ pub struct Plan<'a> {
 /// # Errors
 /// When something is not built.
 pub fn rounds(extent: &Extent, plan: &Plan<'_>) -> Result<Results> {
-    let is_quick = extent.quick;
+    let is_quick = extent.repeats.quick;
     let build = Build::locate()?;
-    let rounds = extent.rounds.unwrap_or(if is_quick { 1 } else { 5 });
+    let rounds = extent.repeats.rounds(5);
     let bytes = extent.bytes.unwrap_or(if is_quick { 128 << 20 } else { 1 << 30 });
     let mut results = Results::new(rounds, is_quick)?;
     for round in 1..=rounds {

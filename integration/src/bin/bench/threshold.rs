@@ -33,7 +33,7 @@ pub fn run(options: &Options) -> Result<()> {
         ways: &Way::DEVICE,
     };
     let results = sweep::rounds(&options.extent, &plan)?;
-    page::publish(&results, &[Series::Threshold], options.extent.json.as_deref())
+    page::publish(&results, &[Series::Threshold], options.extent.repeats.json.as_deref())
 }
 
 /// What to ask of the choice: of the throughput of the best fixed way at least so much, and of the processor time of

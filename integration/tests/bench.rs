@@ -5,20 +5,25 @@ use std::process::Command;
 
 use serde_json::Value;
 
-#[test]
-fn a_short_sweep_has_all_that_was_asked_for() {
+/// What a part of bench has measured, where it is asked like this.
+fn measured(words: &str) -> Vec<Value> {
     let dir = tempfile::tempdir().unwrap();
-    let json = dir.path().join("sweep.json");
-    // Not the local device, which is not beside the released library.
+    let json = dir.path().join("results.json");
     let output = Command::new(env!("CARGO_BIN_EXE_bench"))
-        .args(["sweep", "--rounds", "1", "--sizes", "64,65536", "--bytes", "1M"])
-        .args(["--ways", "tcp,unix,shm", "--receivers", "recv", "--json"])
+        .args(words.split(' '))
+        .arg("--json")
         .arg(&json)
         .output()
         .unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let results: Value = serde_json::from_str(&std::fs::read_to_string(&json).unwrap()).unwrap();
-    let points = results["points"].as_array().unwrap();
+    results["points"].as_array().unwrap().clone()
+}
+
+#[test]
+fn a_short_sweep_has_all_that_was_asked_for() {
+    // Not the local device, which is not beside the released library.
+    let points = measured("sweep --rounds 1 --sizes 64,65536 --bytes 1M --ways tcp,unix,shm --receivers recv");
     assert_eq!(points.len(), 6);
     for point in points {
         for figure in ["throughput", "processor", "trip_p50", "trip_p99", "trip_p999"] {
@@ -29,26 +34,7 @@ fn a_short_sweep_has_all_that_was_asked_for() {
 
 #[test]
 fn a_short_run_on_bare_queue_pairs_and_links_has_all_that_was_asked_for() {
-    let dir = tempfile::tempdir().unwrap();
-    let json = dir.path().join("device.json");
-    let output = Command::new(env!("CARGO_BIN_EXE_bench"))
-        .args([
-            "device",
-            "--quick",
-            "--messages",
-            "8",
-            "--connections",
-            "1,30",
-            "--threads",
-            "2",
-            "--json",
-        ])
-        .arg(&json)
-        .output()
-        .unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    let results: Value = serde_json::from_str(&std::fs::read_to_string(&json).unwrap()).unwrap();
-    let points = results["points"].as_array().unwrap();
+    let points = measured("device --quick --messages 8 --connections 1,30 --threads 2");
     // One size and one number of threads on two ways, two numbers of connections on three.
     assert_eq!(points.len(), 2 + 2 + 6);
     for point in points {

@@ -1,5 +1,6 @@
 //! That `bench sweep` runs, and that its connections are where it says, and that `bench device` runs. Not what they
 //! measure.
+#![allow(clippy::unwrap_used)]
 
 use std::process::Command;
 

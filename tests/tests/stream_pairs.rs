@@ -427,3 +427,29 @@ fn shutdown_between_hosts_ends_the_direction_behind_its_last_byte() {
         world.finish();
     }
 }
+
+/// TCP has room for the end of RESUME only when all else of the way back is done.
+#[test]
+fn a_stream_that_was_not_answered_is_given_back_when_the_last_marker_is_out() {
+    let shape = |segment| Shape {
+        capacity: 165,
+        segments: vec![segment],
+        latency: 0,
+    };
+    let mut world = World::new(Weather {
+        tcp: [shape(8), shape(36)],
+        oob: [vec![Fate::Arrive(0), Fate::Arrive(0)], vec![]],
+        link: Some(0),
+        side: [vec![], vec![]],
+        remote: true,
+    });
+    world.promote();
+    world.pass(1251);
+    world.pass(1);
+    assert_eq!(world.write(CONNECTOR, 108), 108);
+    for end in [ACCEPTOR, CONNECTOR] {
+        world.fail(end, 0, false);
+    }
+    world.pass(0);
+    world.finish();
+}

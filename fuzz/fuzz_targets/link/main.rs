@@ -259,9 +259,13 @@ impl World {
         stream.theirs = Some(theirs);
         stream.producer = Some(producer);
         let mine = stream.mine;
-        if let Some(first) = RingOffer::new(0, 12) {
-            self.end.pair(mine, theirs, first);
+        // Every other peer has said nothing of use about its first ring, and may offer any.
+        let page = if theirs.0.is_multiple_of(2) { 0 } else { u32::MAX };
+        let first = RingOffer::new(page, 12).expect("a size that a ring may have");
+        if page == 0 {
+            use_pages(&mut self.mirror, 0, 12);
         }
+        self.end.pair(mine, theirs, first);
     }
 
     fn apply(&mut self, op: &Op) {

@@ -103,7 +103,8 @@ pub fn flush<S: SocketIo>(socket: &S) -> bool {
         socket.set_path(Half::Sending, true);
     } else {
         socket.tx_mode.go(Sending::Flushed);
-        if tx.producer.is_some() {
+        // Perhaps the last that was still to be done of a way back, of a stream whose OPEN nobody has answered too.
+        if tx.producer.is_some() || socket.link().is_some() {
             socket.later(Task::Drained);
         }
     }

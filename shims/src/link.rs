@@ -44,7 +44,8 @@ use crate::waiters::SERVICE;
 use local_peer::LocalPeer;
 pub use local_peer::Refused;
 pub use news::News;
-pub use remote::{Maintained, Poller, Remote, StandBy, Turn, has_few_addresses};
+pub use remote::sleepers::{Maintained, Poller, StandBy, Turn};
+pub use remote::{Remote, has_few_addresses};
 pub use watchers::Watch;
 
 /// How long a button that the peer has not kept is not sent again, ns.

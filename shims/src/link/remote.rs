@@ -3,9 +3,7 @@
 //! `remote/past_rings.rs`.
 
 mod past_rings;
-mod sleepers;
-
-pub use sleepers::{Maintained, Poller, StandBy, Turn};
+pub mod sleepers;
 
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::BorrowedFd;
@@ -25,8 +23,6 @@ use rdmasock_core::stats::{Event, Reason};
 use rdmasock_core::sync::{Presence, Published, SleepFlag};
 use rdmasock_core::wire::{Introduction, Message};
 
-use past_rings::{copies_what_is_pinned, least_of};
-
 use super::news::{self, News};
 use super::watchers::Watchers;
 use crate::ahead::Device;
@@ -34,7 +30,7 @@ use crate::config::{ZeroCopy, config};
 use crate::library::Library;
 use crate::steering::Balance;
 use crate::verbs::{Pair, State};
-use crate::ways::Known;
+use crate::ways::{self, Known};
 
 /// The waiters of this process, as the engine tells them.
 pub struct Here {
@@ -95,6 +91,26 @@ fn buffers(arena_bytes: u64) -> u64 {
         return 0;
     }
     (arena_bytes / 4).min(MAX_DATA_BYTES - arena_bytes)
+}
+
+/// Whether the kernel copies pages that a device has for a fork child, as it does from Linux 5.12 on: before, the child
+/// could get the program's, and the program another one that the device does not have.
+fn copies_what_is_pinned() -> bool {
+    let uname = rustix::system::uname();
+    let release = uname.release().to_string_lossy();
+    let mut numbers = release
+        .split(['.', '-'])
+        .map(|number| number.parse::<u32>().unwrap_or(0));
+    (numbers.next(), numbers.next()) >= (Some(5), Some(12))
+}
+
+/// Less is never worth a direct transfer, bytes.
+fn least_of(zcopy: ZeroCopy) -> usize {
+    match zcopy {
+        ZeroCopy::Off => usize::MAX,
+        ZeroCopy::Auto => ways::LEAST,
+        ZeroCopy::From(least) => least.bytes() as usize,
+    }
 }
 
 /// See the module.

@@ -2,15 +2,14 @@
 
 use std::sync::atomic::Ordering::Relaxed;
 
-use crate::config::{ZeroCopy, config};
+use crate::config::config;
 use crate::library::Library;
 use crate::load;
 use crate::mailbox::Command;
 use crate::steering::Issuer;
 use crate::verbs::Pair;
-use crate::ways;
 
-use super::Remote;
+use super::{Remote, least_of};
 
 /// How often a bulk queue pair is wished for, ns.
 const WISH_EVERY: u64 = 500_000_000;
@@ -18,26 +17,6 @@ const WISH_EVERY: u64 = 500_000_000;
 /// How long the peer's end may take for a word, and how long that is looked for without a pause, ns.
 const WORD_WITHIN: u64 = 200_000_000;
 const SPINS_FOR: u64 = 100_000;
-
-/// Whether the kernel copies pages that a device has for a fork child, as it does from Linux 5.12 on: before, the child
-/// could get the program's, and the program another one that the device does not have.
-pub(super) fn copies_what_is_pinned() -> bool {
-    let uname = rustix::system::uname();
-    let release = uname.release().to_string_lossy();
-    let mut numbers = release
-        .split(['.', '-'])
-        .map(|number| number.parse::<u32>().unwrap_or(0));
-    (numbers.next(), numbers.next()) >= (Some(5), Some(12))
-}
-
-/// Less is never worth a direct transfer, bytes.
-pub(super) fn least_of(zcopy: ZeroCopy) -> usize {
-    match zcopy {
-        ZeroCopy::Off => usize::MAX,
-        ZeroCopy::Auto => ways::LEAST,
-        ZeroCopy::From(least) => least.bytes() as usize,
-    }
-}
 
 impl Remote {
     /// Both ends have direct transfers.

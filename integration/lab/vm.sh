@@ -28,9 +28,10 @@ choose_accelerator() {
 # that it did in a transfer.
 machine=(-M q35 -cpu max,-erms -nodefaults -no-user-config -display none -no-reboot)
 
-# start_node NODE: uses $boot, $device and $command.
+# start_node NODE: uses $boot, $device and $command, and $counts.
 start_node() {
-    local node=$1 peer_addr addr wire mac tick
+    local node=$1 peer_addr addr wire mac tick counter=()
+    [ -z "$counts" ] || counter=(-plugin "$build/liblab_counter.so,out=$logs/counts-$device-$node")
     case $node in
         a) addr=$addr_a peer_addr=$addr_b wire=on mac=52:54:00:4c:41:0a ;;
         b) addr=$addr_b peer_addr=$addr_a wire=off mac=52:54:00:4c:41:0b ;;
@@ -62,7 +63,7 @@ start_node() {
         -device virtio-serial-pci -chardev "file,id=out,path=$run/$node/out" -device virtserialport,chardev=out,name=lab.out \
         -fsdev local,id=root,path=/,security_model=none,readonly=on,multidevs=remap -device virtio-9p-pci,fsdev=root,mount_tag=root \
         -netdev "stream,id=wire,server=$wire,addr.type=unix,addr.path=$run/wire" -device "virtio-net-pci,netdev=wire,mac=$mac" \
-        -device virtio-rng-pci </dev/null >"$run/$node/qemu" 2>&1 &
+        -device virtio-rng-pci ${counter[@]+"${counter[@]}"} </dev/null >"$run/$node/qemu" 2>&1 &
     pid[$node]=$!
 }
 

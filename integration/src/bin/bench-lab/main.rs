@@ -2,6 +2,7 @@
 //! kernel TCP, rsocket and rdmasock. It is the peer program on the nodes (`server`, `client`) and, on the host,
 //! what makes a table of their samples (`report`). What runs when is the business of integration/lab/bench.
 
+mod costs;
 mod peer;
 mod report;
 
@@ -20,7 +21,7 @@ struct Options {
 #[derive(Debug, Subcommand)]
 enum Part {
     /// Serves one client after the other.
-    Server(peer::Address),
+    Server(peer::Server),
     /// Takes one sample and prints it as JSON.
     Client(peer::Client),
     /// Turns rstream's output on standard input into a sample.
@@ -30,6 +31,9 @@ enum Part {
         /// Also write the tables to FILE as JSON.
         #[arg(long, value_name = "FILE")]
         json: Option<PathBuf>,
+        /// Where the emulators have written what they counted.
+        #[arg(long, value_name = "DIRECTORY")]
+        counts: Option<PathBuf>,
     },
 }
 
@@ -39,9 +43,9 @@ fn main() -> std::process::ExitCode {
 
 fn run() -> Result<()> {
     match Options::parse().part {
-        Part::Server(address) => peer::serve(&address),
+        Part::Server(server) => peer::serve(&server),
         Part::Client(client) => peer::sample(&client),
         Part::Rstream(rstream) => report::rstream(&rstream),
-        Part::Report { json } => report::run(json.as_deref()),
+        Part::Report { json, counts } => report::run(json.as_deref(), counts.as_deref()),
     }
 }

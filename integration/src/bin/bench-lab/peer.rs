@@ -1,5 +1,6 @@
 //! The two ends of a measurement, written for what librspreload can take: plain sockets without flags,
-//! blocking send and recv, and no half-close. The last message of a measurement has a 1 as its first byte.
+//! blocking send and recv, and no half-close. The last message of a measurement has a 1 as its first byte, and the
+//! one behind which costs are counted a 2.
 
 use std::net::Ipv4Addr;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
@@ -14,9 +15,20 @@ use nix::sys::socket::{
 use rdmasock_integration::median;
 use rdmasock_integration::stat::{Stat, Totals};
 
+use crate::costs::Meter;
 use crate::report::{Job, Sample, Subject};
 
-/// Where the server listens.
+/// The server.
+#[derive(Debug, Args)]
+pub struct Server {
+    #[command(flatten)]
+    address: Address,
+    /// What is in front of this process, for what it prints.
+    #[arg(long)]
+    subject: Subject,
+}
+
+/// Where it listens.
 #[derive(Debug, Args)]
 pub struct Address {
     address: Ipv4Addr,
@@ -63,6 +75,14 @@ const WARM_UP: f64 = 0.4;
 /// How long the library may take to promote the connection; between emulated machines that is seconds. After that
 /// the sample shows what TCP carried.
 const PROMOTION: Duration = Duration::from_secs(20);
+/// The first byte of the last message.
+const LAST: u8 = 1;
+/// And of the one behind which costs are counted.
+const COUNTED: u8 = 2;
+/// Round trips of which costs are counted, and those before.
+const TRIPS: [u32; 2] = [1000, 300];
+/// Messages one way of which costs are counted, and those before.
+const MESSAGES: [u32; 2] = [48, 16];
 /// What the reader of small messages reads at once, at least.
 const READ: usize = 64 << 10;
 
@@ -115,7 +135,8 @@ impl Stream {
 }
 
 /// Serves until it is killed; a client that fails is told on standard error.
-pub fn serve(address: &Address) -> Result<()> {
+pub fn serve(server: &Server) -> Result<()> {
+    let Server { address, subject } = server;
     let listener = Stream::new()?;
     setsockopt(&listener.0, sockopt::ReuseAddr, &true).context("SO_REUSEADDR")?;
     bind(listener.0.as_raw_fd(), &address.socket()).context("bind")?;
@@ -124,13 +145,13 @@ pub fn serve(address: &Address) -> Result<()> {
         let fd = accept(listener.0.as_raw_fd()).context("accept")?;
         // SAFETY: accept has just made it, for nobody else.
         let stream = Stream(unsafe { OwnedFd::from_raw_fd(fd) });
-        if let Err(error) = answer(&stream) {
+        if let Err(error) = answer(&stream, *subject) {
             eprintln!("server: {error:#}");
         }
     }
 }
 
-fn answer(stream: &Stream) -> Result<()> {
+fn answer(stream: &Stream, subject: Subject) -> Result<()> {
     stream.set_nodelay()?;
     let mut hello = [0; HELLO];
     stream.receive_all(&mut hello)?;
@@ -144,6 +165,10 @@ fn answer(stream: &Stream) -> Result<()> {
         Ok(())
     } else if job == Job::Latency as u32 {
         echo(stream, size)
+    } else if job == Job::TripCosts as u32 {
+        echo_counted(stream, size, subject)
+    } else if job == Job::StreamCosts as u32 {
+        drain_counted(stream, size, subject)
     } else {
         drain(stream, size, time)
     }
@@ -154,10 +179,53 @@ fn echo(stream: &Stream, size: usize) -> Result<()> {
     loop {
         stream.receive_all(&mut ball)?;
         stream.send_all(&ball)?;
-        if ball.first() == Some(&1) {
+        if ball.first() == Some(&LAST) {
             return Ok(());
         }
     }
+}
+
+/// As `echo`, and prints what the counted round trips cost this end.
+fn echo_counted(stream: &Stream, size: usize, subject: Subject) -> Result<()> {
+    let (mut ball, mut meter, mut trips) = (vec![0; size], None, 0_u32);
+    loop {
+        stream.receive_all(&mut ball)?;
+        stream.send_all(&ball)?;
+        trips += u32::from(meter.is_some());
+        match ball.first() {
+            Some(&COUNTED) => meter = Some(Meter::begin()?),
+            Some(&LAST) => {
+                let meter = meter.context("an end without a beginning")?;
+                return meter
+                    .end(subject, Job::TripCosts, size as u32, trips.into())?
+                    .print(None);
+            }
+            _ => {}
+        }
+    }
+}
+
+/// Reads message by message to the last, says so, and prints what the counted ones cost this end.
+fn drain_counted(stream: &Stream, size: usize, subject: Subject) -> Result<()> {
+    let (mut message, mut meter, mut messages) = (vec![0; size], None, 0_u32);
+    loop {
+        stream.receive_all(&mut message)?;
+        messages += u32::from(meter.is_some());
+        match message.first() {
+            Some(&COUNTED) => meter = Some(Meter::begin()?),
+            Some(&LAST) => {
+                stream.send_all(&[LAST; HELLO])?;
+                let meter = meter.context("an end without a beginning")?;
+                let cost = meter.end(subject, Job::StreamCosts, size as u32, mebibytes(messages, size))?;
+                return cost.print(None);
+            }
+            _ => {}
+        }
+    }
+}
+
+fn mebibytes(messages: u32, size: usize) -> f64 {
+    f64::from(messages) * size as f64 / f64::from(1 << 20)
 }
 
 /// Reads to the last message, and answers how many bytes came and how many a second after the warm-up.
@@ -170,7 +238,7 @@ fn drain(stream: &Stream, size: usize, time: Duration) -> Result<()> {
         // The next message that begins in these bytes, and all after it.
         let first = (size - total % size) % size;
         let got = buffer.get(first..count).unwrap_or_default();
-        is_last |= got.iter().step_by(size).any(|byte| *byte == 1);
+        is_last |= got.iter().step_by(size).any(|byte| *byte == LAST);
         total += count;
         if warm.is_none() && begin.elapsed() >= time.mul_f64(WARM_UP) {
             warm = Some((Instant::now(), total));
@@ -200,17 +268,29 @@ pub fn sample(client: &Client) -> Result<()> {
         Subject::Library => Some(promoted(&stream)?),
         _ => None,
     };
-    ping(&stream, 1)?;
+    ping(&stream, LAST)?;
     let size = client.size as usize;
+    let totals = || {
+        before
+            .map(|before| Ok::<_, anyhow::Error>(counters()?.since(before)))
+            .transpose()
+    };
     let value = match client.job {
+        Job::TripCosts => {
+            let (meter, trips) = trips_counted(&stream, size)?;
+            let cost = meter.end(client.subject, client.job, client.size, trips.into())?;
+            return cost.print(totals()?);
+        }
+        Job::StreamCosts => {
+            let (meter, messages) = stream_counted(&stream, size)?;
+            let cost = meter.end(client.subject, client.job, client.size, mebibytes(messages, size))?;
+            return cost.print(totals()?);
+        }
         Job::Connect | Job::Latency => trips(&stream, size, time)?,
         Job::Bandwidth => rate(&stream, size, time)?,
         Job::Messages => rate(&stream, size, time)? / size as f64,
     };
-    let totals = match before {
-        Some(before) => Some(counters()?.since(before)),
-        None => None,
-    };
+    let totals = totals()?;
     Sample::new(client.subject, client.job, client.size, value, totals).print()
 }
 
@@ -218,7 +298,7 @@ pub fn sample(client: &Client) -> Result<()> {
 /// The server is one without the library, so every byte has to stay on TCP.
 fn connects(client: &Client, time: Duration) -> Result<()> {
     let mut said = client.hello();
-    said.extend([1; HELLO]);
+    said.extend([LAST; HELLO]);
     let (begin, mut samples) = (Instant::now(), Vec::new());
     loop {
         let start = Instant::now();
@@ -237,7 +317,7 @@ fn connects(client: &Client, time: Duration) -> Result<()> {
     }
 }
 
-/// There and back; the other end goes on to the measurement after one that begins with 1.
+/// There and back; the other end goes on to the measurement after the last.
 fn ping(stream: &Stream, mark: u8) -> Result<()> {
     stream.send_all(&[mark; HELLO])?;
     stream.receive_all(&mut [0; HELLO])
@@ -294,8 +374,51 @@ fn trips(stream: &Stream, size: usize, time: Duration) -> Result<f64> {
         }
         samples.push(start.elapsed().as_secs_f64() * 1e6 / f64::from(BATCH) / 2.0);
     }
-    trip(1)?;
+    trip(LAST)?;
     Ok(median(&samples))
+}
+
+/// The counted round trips, and how many they were.
+fn trips_counted(stream: &Stream, size: usize) -> Result<(Meter, u32)> {
+    let [counted, before] = TRIPS;
+    let (mut ball, mut back) = (vec![7; size], vec![0; size]);
+    let mut trip = |mark| -> Result<()> {
+        if let Some(first) = ball.first_mut() {
+            *first = mark;
+        }
+        stream.send_all(&ball)?;
+        stream.receive_all(&mut back)?;
+        Ok(())
+    };
+    for trip_before in 1..=before {
+        trip(if trip_before == before { COUNTED } else { 0 })?;
+    }
+    let meter = Meter::begin()?;
+    for trip_counted in 1..=counted {
+        trip(if trip_counted == counted { LAST } else { 0 })?;
+    }
+    Ok((meter, counted))
+}
+
+/// The counted messages, to the other end's word that it has them all, and how many they were.
+fn stream_counted(stream: &Stream, size: usize) -> Result<(Meter, u32)> {
+    let [counted, before] = MESSAGES;
+    let mut message = vec![0; size];
+    let mut say = |mark| -> Result<()> {
+        if let Some(first) = message.first_mut() {
+            *first = mark;
+        }
+        stream.send_all(&message)
+    };
+    for message_before in 1..=before {
+        say(if message_before == before { COUNTED } else { 0 })?;
+    }
+    let meter = Meter::begin()?;
+    for message_counted in 1..=counted {
+        say(if message_counted == counted { LAST } else { 0 })?;
+    }
+    stream.receive_all(&mut [0; HELLO])?;
+    Ok((meter, counted))
 }
 
 /// Bytes a second one way, as the other end has measured them.
@@ -311,7 +434,7 @@ fn rate(stream: &Stream, size: usize, time: Duration) -> Result<f64> {
         sent += burst * size as u64;
     }
     if let Some(first) = message.first_mut() {
-        *first = 1;
+        *first = LAST;
     }
     stream.send_all(&message)?;
     sent += size as u64;

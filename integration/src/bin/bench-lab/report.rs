@@ -10,6 +10,7 @@ use rdmasock_integration::stat::Totals;
 use rdmasock_integration::table::{self, Better, Goal, Report, Row};
 use serde::{Deserialize, Serialize};
 
+use crate::costs::{self, Cost};
 use crate::peer::name;
 
 /// What is measured.
@@ -24,6 +25,10 @@ pub enum Job {
     Bandwidth,
     /// One way, large reads.
     Messages,
+    /// What a round trip costs beside time.
+    TripCosts,
+    /// What a MiB one way costs beside time.
+    StreamCosts,
 }
 
 /// What carries it.
@@ -113,6 +118,7 @@ pub fn rstream(options: &Rstream) -> Result<()> {
         Job::Connect | Job::Latency => microseconds,
         Job::Bandwidth => f64::from(options.size) * 1e6 / microseconds,
         Job::Messages => 1e6 / microseconds,
+        Job::TripCosts | Job::StreamCosts => bail!("rstream is not counted"),
     };
     Sample::new(Subject::Rstream, options.job, options.size, value, None).print()
 }
@@ -121,6 +127,7 @@ pub fn rstream(options: &Rstream) -> Result<()> {
 struct Device {
     rows: BTreeMap<(Job, u32), Row>,
     failures: BTreeMap<(Job, u32), BTreeMap<Subject, u32>>,
+    costs: Vec<Cost>,
     kernel: String,
     cpus: usize,
 }
@@ -136,7 +143,7 @@ struct Failure {
 
 /// Reads samples, writes tables. Fails when kernel TCP or the library could not be measured: rsocket's failures
 /// are its own, and only told.
-pub fn run(json: Option<&Path>) -> Result<()> {
+pub fn run(json: Option<&Path>, counts: Option<&Path>) -> Result<()> {
     let mut devices: BTreeMap<String, Device> = BTreeMap::new();
     let mut ours_failed = 0;
     for line in std::io::stdin().lock().lines() {
@@ -153,6 +160,10 @@ pub fn run(json: Option<&Path>) -> Result<()> {
                 sample.value
             );
             devices.entry(sample.device.clone()).or_default().add(&sample);
+        } else if let Some(text) = text.strip_prefix(costs::MARK) {
+            let cost: Cost = serde_json::from_str(text).context("costs")?;
+            eprintln!("{}", cost.summary());
+            devices.entry(cost.device().to_owned()).or_default().costs.push(cost);
         } else if let Some(text) = text.strip_prefix("failed ") {
             let failure: Failure = serde_json::from_str(text).context("a failure")?;
             if matches!(failure.subject, Subject::Tcp | Subject::Library) {
@@ -176,8 +187,8 @@ pub fn run(json: Option<&Path>) -> Result<()> {
     }
     let reports: BTreeMap<String, Report> = devices
         .into_iter()
-        .map(|(name, device)| (name.clone(), device.report(&name)))
-        .collect();
+        .map(|(name, device)| Ok((name.clone(), device.report(&name, counts)?)))
+        .collect::<Result<_>>()?;
     for report in reports.values() {
         println!("{report}");
     }
@@ -211,6 +222,7 @@ fn row((job, size): (Job, u32)) -> Row {
         ),
         Job::Latency => Row::new(&format!("{size}, half a round trip"), "µs", Better::Lower, &goals),
         Job::Bandwidth => Row::new(&format!("{size} writes, one way"), "bytes/s", Better::Higher, &goals),
+        Job::TripCosts | Job::StreamCosts => Row::new(&name(job), "", Better::Lower, &[]),
         Job::Messages => Row::new(
             &format!("{size} messages, one way"),
             "messages/s",
@@ -232,7 +244,8 @@ impl Device {
         self.cpus = sample.cpus;
     }
 
-    fn report(mut self, name: &str) -> Report {
+    fn report(mut self, name: &str, counts: Option<&Path>) -> Result<Report> {
+        let costs = costs::rows(name, &self.costs, counts)?;
         for (key, row) in &mut self.rows {
             let mut notes = Vec::new();
             match (row.link_bytes, row.tcp_bytes) {
@@ -251,15 +264,16 @@ impl Device {
             }
             row.note = notes.join(", ");
         }
-        let rounds = self.rows.values().map(|row| {
+        let rows: Vec<Row> = self.rows.into_values().chain(costs).collect();
+        let rounds = rows.iter().map(|row| {
             let samples = row.samples.get(&table::Subject::Tcp);
             samples.map_or(0, Vec::len)
         });
         let rounds = rounds.max().unwrap_or(0) as u32;
         let title = format!("Between two nodes on {name}");
-        let mut report = Report::new(&title, rounds, self.rows.into_values().collect());
+        let mut report = Report::new(&title, rounds, rows);
         report.kernel = self.kernel;
         report.cpus = self.cpus;
-        report
+        Ok(report)
     }
 }

@@ -1,0 +1,295 @@
+//! What a round trip and a MiB cost beside time: instructions and system calls (counted by the lab's plugin of the
+//! emulator, integration/lab/counter), sleeps and packets. Both ends print what they know as lines of text; the host
+//! puts them together with what the emulators have counted.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use nix::sys::resource::{UsageWho, getrusage};
+use rdmasock_integration::stat::Totals;
+use rdmasock_integration::table::{self, Better, Goal, Row};
+use serde::{Deserialize, Serialize};
+
+use crate::peer::name;
+use crate::report::{Job, Subject};
+
+#[path = "../../../lab/counter/marks.rs"]
+mod marks;
+
+/// What every line begins with, behind the node's name.
+pub const MARK: &str = "cost ";
+
+/// What this end has used since the beginning.
+pub struct Meter {
+    begin: Instant,
+    sleeps: i64,
+    packets: u64,
+}
+
+/// What was counted over `units` round trips or MiB, on one node.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Cost {
+    device: String,
+    node: String,
+    subject: Subject,
+    job: Job,
+    size: u32,
+    units: f64,
+    seconds: f64,
+    sleeps: i64,
+    packets: u64,
+    /// Of the client with the library.
+    totals: Option<Totals>,
+}
+
+impl Meter {
+    pub fn begin() -> Result<Self> {
+        let meter = Self {
+            sleeps: sleeps()?,
+            packets: packets()?,
+            begin: Instant::now(),
+        };
+        mark::<{ marks::BEGIN }>();
+        Ok(meter)
+    }
+
+    /// Ends it.
+    pub fn end(self, subject: Subject, job: Job, size: u32, units: f64) -> Result<Cost> {
+        mark::<{ marks::END }>();
+        Ok(Cost {
+            device: std::env::var("LAB_DEVICE").unwrap_or_default(),
+            node: std::env::var("LAB_NODE").unwrap_or_default(),
+            subject,
+            job,
+            size,
+            units,
+            seconds: self.begin.elapsed().as_secs_f64(),
+            sleeps: sleeps()? - self.sleeps,
+            packets: packets()? - self.packets,
+            totals: None,
+        })
+    }
+}
+
+impl Cost {
+    /// As one line, with what the library in front of this process has moved.
+    pub fn print(mut self, totals: Option<Totals>) -> Result<()> {
+        self.totals = totals;
+        println!("{MARK}{}", serde_json::to_string(&self)?);
+        Ok(())
+    }
+
+    pub fn device(&self) -> &str {
+        &self.device
+    }
+
+    /// For who watches.
+    pub fn summary(&self) -> String {
+        let Self { device, node, size, .. } = self;
+        let (job, subject) = (name(self.job), name(self.subject));
+        let each = Duration::from_secs_f64(self.seconds / self.units);
+        format!("{device}: {job} {size} B, {subject} on node {node}: {each:?}")
+    }
+}
+
+/// Tells the counter, if there is one: else this does nothing.
+fn mark<const DISPLACEMENT: i32>() {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: an instruction without effect (`marks::NOP`, and its displacement).
+    unsafe {
+        std::arch::asm!(".byte 0x0f, 0x1f, 0x80", ".long {}", const DISPLACEMENT, options(nostack, preserves_flags));
+    }
+}
+
+/// How often a thread of this process has given up its processor to wait.
+fn sleeps() -> Result<i64> {
+    Ok(getrusage(UsageWho::RUSAGE_SELF)?.voluntary_context_switches())
+}
+
+/// Sent by this machine; the lab's have one wire.
+fn packets() -> Result<u64> {
+    let path = "/sys/class/net/eth0/statistics/tx_packets";
+    let text =
+        std::fs::read_to_string(path).with_context(|| format!("{path}: costs are measured in emulated machines"))?;
+    Ok(text.trim().parse()?)
+}
+
+/// What an emulator has counted between two marks: instructions in user space, of the kernel, and system calls.
+type Counted = [u64; 3];
+/// What one end has printed, and its emulator counted, one run after the other.
+type End<'a> = Vec<(&'a Cost, Counted)>;
+
+/// What the emulator of a node has counted, one line of its file at a time.
+fn read_counts(directory: &Path, device: &str, node: &str) -> Result<Vec<Counted>> {
+    let path = directory.join(format!("counts-{device}-{node}"));
+    let text = std::fs::read_to_string(&path).with_context(|| format!("read {}", path.display()))?;
+    let line = |line: &str| -> Option<Counted> {
+        let numbers: Vec<u64> = line.split_whitespace().map(str::parse).collect::<Result<_, _>>().ok()?;
+        numbers.try_into().ok()
+    };
+    text.lines()
+        .map(|text| line(text).with_context(|| format!("{}: not a count: {text}", path.display())))
+        .collect()
+}
+
+/// One figure of a table.
+struct Figure {
+    name: &'static str,
+    unit: &'static str,
+    /// How many times as good as rsocket it should be.
+    goal: Option<f64>,
+    of: fn(&Cost, &Counted) -> f64,
+}
+
+/// Of both machines together, for a round trip or MiB.
+const FIGURES: [Figure; 6] = [
+    Figure {
+        name: "instructions in user space",
+        unit: "",
+        // At most 0.7 of rsocket's.
+        goal: Some(1.43),
+        of: |_, [user, _, _]| *user as f64,
+    },
+    Figure {
+        name: "instructions of the kernel",
+        unit: "",
+        goal: None,
+        of: |_, [_, kernel, _]| *kernel as f64,
+    },
+    Figure {
+        name: "system calls",
+        unit: "",
+        goal: Some(1.0),
+        of: |_, [_, _, calls]| *calls as f64,
+    },
+    Figure {
+        name: "sleeps",
+        unit: "",
+        goal: Some(1.0),
+        of: |cost, _| cost.sleeps as f64,
+    },
+    Figure {
+        name: "packets",
+        unit: "",
+        goal: Some(1.0),
+        of: |cost, _| cost.packets as f64,
+    },
+    Figure {
+        name: "time",
+        unit: "ms",
+        goal: None,
+        // Both ends have waited for it: half of each.
+        of: |cost, _| cost.seconds * 1e3 / 2.0,
+    },
+];
+
+/// The rows of a device, of the lines that its nodes have printed, each node's in their order.
+pub fn rows(device: &str, costs: &[Cost], counts: Option<&Path>) -> Result<Vec<Row>> {
+    if costs.is_empty() {
+        return Ok(Vec::new());
+    }
+    let counts = counts.context("costs were measured, but where the counts are was not said")?;
+    let mut ends: BTreeMap<(Job, u32, Subject), [End; 2]> = BTreeMap::new();
+    for (index, node) in ["a", "b"].into_iter().enumerate() {
+        let counted = read_counts(counts, device, node)?;
+        let said: Vec<&Cost> = costs.iter().filter(|cost| cost.node == node).collect();
+        ensure!(
+            counted.len() == said.len(),
+            "{device}: node {node} has measured {} times, its emulator {} times",
+            said.len(),
+            counted.len()
+        );
+        for (cost, counted) in said.into_iter().zip(counted) {
+            let both = ends.entry((cost.job, cost.size, cost.subject)).or_default();
+            let Some(end) = both.get_mut(index) else {
+                bail!("two nodes")
+            };
+            end.push((cost, counted));
+        }
+    }
+    let mut rows: BTreeMap<(Job, u32), Vec<Row>> = BTreeMap::new();
+    for ((job, size, subject), [servers, clients]) in &ends {
+        let rows = rows.entry((*job, *size)).or_insert_with(|| {
+            let new = |figure: &Figure| {
+                let goal = figure.goal.map(|times| Goal::Times(table::Subject::Rsocket, times));
+                let goals: Vec<Goal> = goal.into_iter().collect();
+                Row::new(
+                    &format!("{}: {}", unit(*job, *size), figure.name),
+                    figure.unit,
+                    Better::Lower,
+                    &goals,
+                )
+            };
+            FIGURES.iter().map(new).collect()
+        });
+        for (server, client) in servers.iter().zip(clients) {
+            for (row, figure) in rows.iter_mut().zip(&FIGURES) {
+                let each = |(cost, counted): &(&Cost, Counted)| (figure.of)(cost, counted) / cost.units;
+                row.add((*subject).into(), each(server) + each(client));
+                if let Some(totals) = client.0.totals {
+                    row.add_bytes(totals.link(), totals.tcp());
+                }
+            }
+        }
+    }
+    Ok(rows.into_values().flatten().collect())
+}
+
+fn unit(job: Job, size: u32) -> String {
+    match job {
+        Job::TripCosts => format!("{size} B there and back"),
+        _ => format!("a MiB in writes of {} KiB", size >> 10),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn cost(node: &str, subject: Subject, units: f64) -> Cost {
+        Cost {
+            device: "siw".to_owned(),
+            node: node.to_owned(),
+            subject,
+            job: Job::TripCosts,
+            size: 64,
+            units,
+            seconds: 1.0,
+            sleeps: 20,
+            packets: 40,
+            totals: None,
+        }
+    }
+
+    #[test]
+    fn a_figure_is_of_both_machines() -> Result<()> {
+        let directory = tempfile::tempdir()?;
+        std::fs::write(directory.path().join("counts-siw-a"), "100 200 30\n400 0 0\n")?;
+        std::fs::write(directory.path().join("counts-siw-b"), "300 400 50\n600 0 0\n")?;
+        let costs = [
+            cost("a", Subject::Library, 10.0),
+            cost("b", Subject::Library, 10.0),
+            cost("b", Subject::Rsocket, 10.0),
+            cost("a", Subject::Rsocket, 10.0),
+        ];
+        let rows = rows("siw", &costs, Some(directory.path()))?;
+        let medians: Vec<_> = rows.iter().map(|row| row.median(table::Subject::Library)).collect();
+        assert_eq!(medians, [40.0, 60.0, 8.0, 4.0, 8.0, 100.0].map(Some));
+        let user = rows.first().context("a row")?;
+        assert_eq!(user.times(table::Subject::Rsocket), Some(2.5));
+        Ok(())
+    }
+
+    #[test]
+    fn an_end_that_is_missing_is_told() -> Result<()> {
+        let directory = tempfile::tempdir()?;
+        std::fs::write(directory.path().join("counts-siw-a"), "100 200 30\n")?;
+        std::fs::write(directory.path().join("counts-siw-b"), "")?;
+        let costs = [cost("a", Subject::Library, 10.0), cost("b", Subject::Library, 10.0)];
+        assert!(rows("siw", &costs, Some(directory.path())).is_err());
+        assert!(rows("siw", &costs, None).is_err());
+        Ok(())
+    }
+}

@@ -237,6 +237,7 @@ unsafe fn forget_stream(socket: &'static Socket) {
         socket.wakes.interest.reset();
         std::mem::forget(std::mem::take(socket.control.get_unlocked()));
         socket.control.reset();
+        socket.keepalive.reset_in_child();
         socket.blocking.after_fork();
         socket.completions.after_fork();
     }

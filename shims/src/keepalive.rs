@@ -14,6 +14,8 @@ use std::sync::atomic::{
     Ordering::{AcqRel, Acquire, Relaxed, Release},
 };
 
+use rdmasock_core::lock::Lock;
+
 use crate::sockopt::{Name, USER_TIMEOUT, get, set};
 
 /// After how much silence to probe, s: less than firewalls remember (RFC 5382, REQ-5: 2 hours and 4 minutes;
@@ -31,27 +33,47 @@ const VALUES: [c_int; 2] = [IDLE_SECONDS, PROBES];
 const INTERVAL: Name = (libc::IPPROTO_TCP, libc::TCP_KEEPINTVL);
 
 /// The program's settings, while the kernel has ours.
-#[derive(Debug, Default)]
 pub struct Keepalive {
+    /// Held by who changes what is kept together with what the kernel has. What the program sets meanwhile would be lost,
+    /// or stay for ever what the library keeps. Changes of the same thread, in a signal handler, go on without it.
+    changing: Lock<()>,
     on: AtomicBool,
-    /// Somebody gives the kernel the program's: one does.
-    ending: AtomicBool,
     kept: [AtomicI32; 2],
     /// The kernel has a TCP_USER_TIMEOUT of ours; the program's is none.
     bounded: AtomicBool,
+}
+
+impl Default for Keepalive {
+    fn default() -> Self {
+        Self {
+            changing: Lock::new(()),
+            on: AtomicBool::new(false),
+            kept: Default::default(),
+            bounded: AtomicBool::new(false),
+        }
+    }
 }
 
 impl Keepalive {
     /// A new connection in the same slot.
     pub fn reset(&self) {
         self.on.store(false, Relaxed);
-        self.ending.store(false, Relaxed);
         self.bounded.store(false, Relaxed);
+    }
+
+    /// In a fork child.
+    ///
+    /// # Safety
+    /// No other thread of this process may use it.
+    pub unsafe fn reset_in_child(&self) {
+        // SAFETY: the caller's promise. There is no value; the program's settings are where they are.
+        unsafe { self.changing.reset() };
     }
 
     /// What the library says in TCP next is to be answered within the time after which the program's own keepalive ends
     /// a connection, if it has one.
     pub fn bound(&self, fd: BorrowedFd<'_>) {
+        let _changing = self.changing.lock();
         if self.on.load(Acquire) || get(fd, SWITCH) != Some(1) || get(fd, USER_TIMEOUT) != Some(0) {
             return;
         }
@@ -72,6 +94,7 @@ impl Keepalive {
 
     /// Begins, if the program has none.
     pub fn begin(&self, fd: BorrowedFd<'_>) {
+        let _changing = self.changing.lock();
         if self.on.load(Acquire) || get(fd, SWITCH) != Some(0) {
             return;
         }
@@ -88,13 +111,13 @@ impl Keepalive {
 
     /// The kernel has the program's settings again.
     pub fn end(&self, fd: BorrowedFd<'_>) {
+        let _changing = self.changing.lock();
+        self.end_changing(fd);
+    }
+
+    fn end_changing(&self, fd: BorrowedFd<'_>) {
         self.unbound(fd);
-        if !self.on.load(Acquire) || self.ending.swap(true, AcqRel) {
-            return;
-        }
         if !self.on.load(Acquire) {
-            // Somebody else has, just now.
-            self.ending.store(false, Release);
             return;
         }
         set(fd, SWITCH, 0);
@@ -103,13 +126,6 @@ impl Keepalive {
         }
         // Last: until then the program is told what is kept.
         self.on.store(false, Release);
-        for ((option, ours), kept) in OURS.into_iter().zip(VALUES).zip(&self.kept) {
-            // It has set one in the middle of this.
-            if get(fd, option) == Some(ours) {
-                set(fd, option, kept.load(Relaxed));
-            }
-        }
-        self.ending.store(false, Release);
     }
 
     /// What the program is to read for an option; `None` where the kernel knows.
@@ -127,13 +143,33 @@ impl Keepalive {
         self.kept.get(at).map(|kept| kept.load(Relaxed))
     }
 
-    /// Whether what the program sets is for [`on_set`](Self::on_set). These options take an int.
-    pub fn is_concerned(&self, level: c_int, name: c_int) -> bool {
-        self.get(level, name).is_some() || (level, name) == SWITCH && self.bounded.load(Acquire)
+    /// Whether what the program sets is for [`on_set`](Self::on_set).
+    pub fn is_concerned(level: c_int, name: c_int) -> bool {
+        let option = (level, name);
+        option == SWITCH || option == USER_TIMEOUT || OURS.contains(&option)
     }
 
-    /// The program has set one of the options, which the kernel has taken.
-    pub fn on_set(&self, fd: BorrowedFd<'_>, level: c_int, name: c_int, value: c_int) {
+    /// The program sets one of the options, which all take an int: `ask` has the kernel take it, and gives 0 and the
+    /// value if that did.
+    pub fn on_set(
+        &self,
+        fd: BorrowedFd<'_>,
+        level: c_int,
+        name: c_int,
+        ask: impl FnOnce() -> Result<c_int, c_int>,
+    ) -> c_int {
+        let _changing = self.changing.lock();
+        match ask() {
+            Ok(value) => {
+                self.taken(fd, level, name, value);
+                0
+            }
+            Err(result) => result,
+        }
+    }
+
+    /// The kernel has taken it.
+    fn taken(&self, fd: BorrowedFd<'_>, level: c_int, name: c_int, value: c_int) {
         if (level, name) == USER_TIMEOUT {
             self.bounded.store(false, Release);
         } else if (level, name) == SWITCH {
@@ -144,10 +180,11 @@ impl Keepalive {
             } else if value == 0 {
                 set(fd, SWITCH, 1);
             } else {
-                self.end(fd);
+                self.end_changing(fd);
                 set(fd, SWITCH, 1);
             }
-        } else if let Some(at) = OURS.iter().position(|o| *o == (level, name))
+        } else if self.on.load(Acquire)
+            && let Some(at) = OURS.iter().position(|o| *o == (level, name))
             && let (Some(kept), Some(ours)) = (self.kept.get(at), VALUES.get(at))
         {
             kept.store(value, Relaxed);
@@ -167,6 +204,42 @@ mod tests {
         [get(fd, SWITCH), get(fd, OURS[0]), get(fd, OURS[1])]
     }
 
+    fn program_sets(keepalive: &Keepalive, fd: BorrowedFd<'_>, (level, name): Name, value: c_int) {
+        assert!(Keepalive::is_concerned(level, name));
+        let ask = || {
+            set(fd, (level, name), value);
+            Ok(value)
+        };
+        assert_eq!(keepalive.on_set(fd, level, name, ask), 0);
+    }
+
+    #[test]
+    fn what_the_program_sets_while_ours_ends_or_begins_stays() {
+        const ROUNDS: c_int = 2000;
+        let socket = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let fd = socket.as_fd();
+        let (keepalive, barrier) = (Keepalive::default(), std::sync::Barrier::new(2));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for round in 0..ROUNDS {
+                    barrier.wait();
+                    keepalive.begin(fd);
+                    if round % 2 == 0 {
+                        keepalive.end(fd);
+                    }
+                    barrier.wait();
+                }
+            });
+            for round in 0..ROUNDS {
+                barrier.wait();
+                program_sets(&keepalive, fd, OURS[0], 500 + round);
+                barrier.wait();
+                keepalive.end(fd);
+                assert_eq!(all(&socket)[..2], [Some(0), Some(500 + round)], "round {round}");
+            }
+        });
+    }
+
     #[test]
     fn the_program_sees_and_gets_back_its_own_settings() {
         let socket = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
@@ -178,8 +251,7 @@ mod tests {
         assert_eq!(all(&socket), [Some(1), Some(IDLE_SECONDS), Some(PROBES)]);
         assert_eq!(keepalive.get(SWITCH.0, SWITCH.1), Some(0));
         assert_eq!(keepalive.get(OURS[0].0, OURS[0].1), Some(777));
-        set(fd, OURS[0], 888);
-        keepalive.on_set(fd, OURS[0].0, OURS[0].1, 888);
+        program_sets(&keepalive, fd, OURS[0], 888);
         assert_eq!(get(fd, OURS[0]), Some(IDLE_SECONDS));
         keepalive.end(fd);
         assert_eq!(all(&socket), [own[0], Some(888), own[2]]);
@@ -196,12 +268,8 @@ mod tests {
         assert_eq!(all(&socket), own);
         set(fd, SWITCH, 0);
         keepalive.begin(fd);
-        set(fd, SWITCH, 1);
-        assert!(keepalive.is_concerned(SWITCH.0, SWITCH.1));
-        assert!(!keepalive.is_concerned(libc::IPPROTO_IPV6, libc::IPV6_V6ONLY));
-        keepalive.on_set(fd, SWITCH.0, SWITCH.1, 1);
+        program_sets(&keepalive, fd, SWITCH, 1);
         assert_eq!(all(&socket), own);
-        assert!(!keepalive.is_concerned(SWITCH.0, SWITCH.1));
         assert_eq!(keepalive.get(SWITCH.0, SWITCH.1), None);
     }
 
@@ -227,15 +295,12 @@ mod tests {
         assert_eq!((get(fd, USER_TIMEOUT), ours(&keepalive)), (Some(0), None));
         // The program does not want to probe any more.
         probes(1);
-        set(fd, SWITCH, 0);
-        assert!(keepalive.is_concerned(SWITCH.0, SWITCH.1));
-        keepalive.on_set(fd, SWITCH.0, SWITCH.1, 0);
+        program_sets(&keepalive, fd, SWITCH, 0);
         assert_eq!((get(fd, USER_TIMEOUT), ours(&keepalive)), (Some(0), None));
         assert_eq!(get(fd, SWITCH), Some(0));
         // The program's own holds, also afterwards.
         probes(1);
-        set(fd, USER_TIMEOUT, 4000);
-        keepalive.on_set(fd, USER_TIMEOUT.0, USER_TIMEOUT.1, 4000);
+        program_sets(&keepalive, fd, USER_TIMEOUT, 4000);
         keepalive.end(fd);
         probes(1);
         assert_eq!((get(fd, USER_TIMEOUT), ours(&keepalive)), (Some(4000), None));

@@ -12,6 +12,7 @@ use crate::closing;
 use crate::errno;
 use crate::jump::or_if_cancelled;
 use crate::jump::within;
+use crate::keepalive::Keepalive;
 use crate::lifecycle;
 use crate::listener::Listener;
 use crate::pass;
@@ -375,6 +376,15 @@ pub unsafe extern "C" fn setsockopt(
             let set = || unsafe { real(fd, level, name, value, value_len) };
             let result = if (level, name) == NODELAY {
                 within(|| asked_while_quiet(socket, set))
+            } else if Keepalive::is_concerned(level, name) {
+                let ask = || match set() {
+                    // SAFETY: the kernel has just read the option's int there.
+                    0 => Ok(unsafe { value.cast::<c_int>().read_unaligned() }),
+                    result => Err(result),
+                };
+                // SAFETY: the program's own fd, in the middle of its call.
+                let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+                within(|| socket.keepalive.on_set(fd, level, name, ask))
             } else {
                 set()
             };
@@ -397,12 +407,6 @@ pub unsafe extern "C" fn setsockopt(
                 } else {
                     socket.options.user_timeout.store(value.cast_unsigned(), Release);
                 }
-            }
-            // Of other options the kernel may not have read a value: it can be null.
-            if result == 0 && socket.keepalive.is_concerned(level, name) {
-                // SAFETY: the kernel has just read the option's int there, and the fd is the program's own.
-                let (value, fd) = unsafe { (value.cast::<c_int>().read_unaligned(), BorrowedFd::borrow_raw(fd)) };
-                socket.keepalive.on_set(fd, level, name, value);
             }
             result
         }

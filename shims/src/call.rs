@@ -134,8 +134,8 @@ impl Call {
 
     #[cold]
     fn place_when_due(&self, seen: &Seen) -> Place {
-        // The service thread may have found that the number is lost since this call has looked at the name.
-        let place = self.place_now();
+        // A look of the other direction will do.
+        let place = self.place_if(|| self.socket.numbers.is_seen(self.fd, crate::time::tick()));
         if place != Place::Here {
             seen.forget();
         }
@@ -145,10 +145,17 @@ impl Call {
     /// The same, always asked: for what is about to wait on the kernel's word.
     #[cold]
     pub fn place_now(&self) -> Place {
+        self.place_if(|| self.socket.numbers.is_behind(self.fd))
+    }
+
+    /// Whether the number stands for the socket says `is_behind`.
+    #[inline]
+    fn place_if(&self, is_behind: impl FnOnce() -> bool) -> Place {
+        // The service thread may have found that the number is lost since this call has looked at the name.
         if !self.is_named() {
             return self.place_without_number();
         }
-        match self.socket.numbers.is_behind(self.fd) {
+        match is_behind() {
             true => Place::Here,
             false if self.is_counted => Place::Lost,
             false => Place::Moved,

@@ -83,17 +83,27 @@ impl Seen {
     /// The same, at a [tick](crate::time::tick) that has just been read.
     #[inline]
     pub fn is_due_at(&self, fd: c_int, tick: u64) -> bool {
-        let now = at(tick, fd);
-        let due = self.at.load(Relaxed) != now;
+        let due = !self.is_at(fd, tick);
         if due {
-            self.at.store(now, Relaxed);
+            self.note_at(fd, tick);
         }
         due
     }
 
+    /// Whether `fd` has been looked at at this [tick](crate::time::tick).
+    #[inline]
+    pub fn is_at(&self, fd: c_int, tick: u64) -> bool {
+        self.at.load(Relaxed) == at(tick, fd)
+    }
+
+    /// It has been.
+    pub fn note_at(&self, fd: c_int, tick: u64) {
+        self.at.store(at(tick, fd), Relaxed);
+    }
+
     /// `fd` has been looked at just now.
     pub fn note(&self, fd: c_int) {
-        self.at.store(at(crate::time::tick(), fd), Relaxed);
+        self.note_at(fd, crate::time::tick());
     }
 
     /// The [tick](crate::time::tick) of the last look, to within 4 us; 0 if that is forgotten.

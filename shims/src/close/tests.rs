@@ -99,3 +99,22 @@ fn a_connection_that_has_just_become_known_is_not_looked_at_again() {
     // It is where the clock has ticked in between.
     assert!((0..1_000).any(|_| !is_due()));
 }
+
+/// What one direction was told at a tick will do for the other, and only what it was told.
+#[test]
+fn a_look_counts_when_it_has_been_answered() {
+    let (socket, ours, _theirs) = known();
+    let fd = ours.as_raw_fd();
+    let held = ours.try_clone().unwrap();
+    let other = std::fs::File::open("/dev/null").unwrap();
+    // SAFETY: numbers of this test's own.
+    let stands_for = |file: std::os::fd::RawFd| assert_eq!(unsafe { libc::dup2(file, fd) }, fd);
+    assert!(socket.numbers.is_seen(fd, 8_000_000));
+    stands_for(other.as_raw_fd());
+    assert!(socket.numbers.is_seen(fd, 8_000_000), "not asked again");
+    assert!(!socket.numbers.is_seen(fd, 12_000_000));
+    assert!(!socket.numbers.is_seen(fd, 12_000_000), "asked again");
+    stands_for(held.as_raw_fd());
+    assert!(socket.numbers.is_seen(fd, 12_000_000));
+    crate::lifecycle::before_close(fd);
+}

@@ -85,12 +85,16 @@ impl Numbers {
         fd >= 0 && self.cookie.is_behind(unsafe { BorrowedFd::borrow_raw(fd) })
     }
 
-    /// Whether this number does, at a [tick](crate::time::tick) that has just been read, by a look that is not too old.
+    /// Whether this number does, at a [tick](crate::time::tick) that has just been read, by a look that is not too old. Only
+    /// what was answered counts as seen: others, who rely on it, would go on before the answer is there.
     #[inline]
     pub fn is_seen(&self, fd: c_int, tick: u64) -> bool {
-        let is_it = !self.seen.is_due_at(fd, tick) || self.is_behind(fd);
-        if !is_it {
-            self.seen.forget();
+        if self.seen.is_at(fd, tick) {
+            return true;
+        }
+        let is_it = self.is_behind(fd);
+        if is_it {
+            self.seen.note_at(fd, tick);
         }
         is_it
     }

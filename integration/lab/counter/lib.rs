@@ -1,9 +1,9 @@
 //! Counts instructions and system calls of an emulated machine of the lab between two marks that a program in it
-//! executes (`marks.rs`): a plugin of qemu's translator, for `scripts/bench-lab --costs`. Exact but for blocks that a fault
-//! ends half-way, which count as whole; of the machine, not of one program, so there should be only one that runs.
+//! executes (`marks.rs`): a plugin of qemu's translator, for `scripts/bench-lab --costs`. Exact but for blocks that a
+//! fault ends half-way, which count as whole; of the machine, not of one program, so only one should run.
 //!
-//! `-plugin liblab_counter.so,out=FILE` adds a line to FILE at each end: instructions in user space, instructions of the
-//! kernel, and system calls since the last begin. One processor: qemu adds without atomics.
+//! `-plugin liblab_counter.so,out=FILE` adds a line to FILE at each end: instructions in user space, instructions of
+//! the kernel, and system calls since the last begin. One processor: qemu adds without atomics.
 //!
 //! Source: qemu's `include/qemu/qemu-plugin.h`, version 1 of its interface (qemu 4.2 to 9.0).
 

@@ -12,8 +12,7 @@ use rdmasock_integration::stat::Totals;
 use rdmasock_integration::table::{self, Better, Goal, Row};
 use serde::{Deserialize, Serialize};
 
-use crate::peer::name;
-use crate::report::{Job, Subject};
+use crate::subject::{Job, Machine, Subject, name};
 
 #[path = "../../../lab/counter/marks.rs"]
 mod marks;
@@ -31,7 +30,8 @@ pub struct Meter {
 /// What was counted over `units` round trips or MiB, on one node.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Cost {
-    device: String,
+    #[serde(flatten)]
+    pub machine: Machine,
     node: String,
     subject: Subject,
     job: Job,
@@ -59,7 +59,7 @@ impl Meter {
     pub fn end(self, subject: Subject, job: Job, size: u32, units: f64) -> Result<Cost> {
         mark::<{ marks::END }>();
         Ok(Cost {
-            device: std::env::var("LAB_DEVICE").unwrap_or_default(),
+            machine: Machine::here(),
             node: std::env::var("LAB_NODE").unwrap_or_default(),
             subject,
             job,
@@ -81,16 +81,14 @@ impl Cost {
         Ok(())
     }
 
-    pub fn device(&self) -> &str {
-        &self.device
-    }
-
     /// For who watches.
     pub fn summary(&self) -> String {
-        let Self { device, node, size, .. } = self;
+        let Self {
+            machine, node, size, ..
+        } = self;
         let (job, subject) = (name(self.job), name(self.subject));
         let each = Duration::from_secs_f64(self.seconds / self.units);
-        format!("{device}: {job} {size} B, {subject} on node {node}: {each:?}")
+        format!("{}: {job} {size} B, {subject} on node {node}: {each:?}", machine.device)
     }
 }
 
@@ -250,7 +248,7 @@ mod tests {
 
     fn cost(node: &str, subject: Subject, units: f64) -> Cost {
         Cost {
-            device: "siw".to_owned(),
+            machine: Machine::here(),
             node: node.to_owned(),
             subject,
             job: Job::TripCosts,

@@ -3,8 +3,11 @@
 //! what makes a table of their samples (`report`). What runs when is the business of integration/lab/bench.
 
 mod costs;
+mod counted;
 mod peer;
 mod report;
+mod stream;
+mod subject;
 
 use std::path::PathBuf;
 

@@ -1,22 +1,18 @@
-//! The two ends of a measurement, written for what librspreload can take: plain sockets without flags,
-//! blocking send and recv, and no half-close. The last message of a measurement has a 1 as its first byte, and the
-//! one behind which costs are counted a 2.
+//! The two ends of a measurement. Its last message has a 1 as its first byte.
 
-use std::net::Ipv4Addr;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use clap::{Args, ValueEnum};
-use nix::sys::socket::{
-    AddressFamily, Backlog, MsgFlags, SockFlag, SockType, SockaddrIn, accept, bind, connect, listen, recv, send,
-    setsockopt, socket, sockopt,
-};
+use clap::Args;
+use nix::sys::socket::{Backlog, accept, bind, listen, setsockopt, sockopt};
 use rdmasock_integration::median;
 use rdmasock_integration::stat::{Stat, Totals};
 
-use crate::costs::Meter;
-use crate::report::{Job, Sample, Subject};
+use crate::counted;
+use crate::report::Sample;
+use crate::stream::{Address, HELLO, LAST, Stream};
+use crate::subject::{Job, Subject};
 
 /// The server.
 #[derive(Debug, Args)]
@@ -26,19 +22,6 @@ pub struct Server {
     /// What is in front of this process, for what it prints.
     #[arg(long)]
     subject: Subject,
-}
-
-/// Where it listens.
-#[derive(Debug, Args)]
-pub struct Address {
-    address: Ipv4Addr,
-    port: u16,
-}
-
-impl Address {
-    fn socket(&self) -> SockaddrIn {
-        SockaddrIn::from(std::net::SocketAddrV4::new(self.address, self.port))
-    }
 }
 
 /// One sample.
@@ -68,71 +51,13 @@ impl Client {
     }
 }
 
-/// The first bytes on a connection.
-const HELLO: usize = 16;
 /// What flows before it counts, as a part of the time.
 const WARM_UP: f64 = 0.4;
 /// How long the library may take to promote the connection; between emulated machines that is seconds. After that
 /// the sample shows what TCP carried.
 const PROMOTION: Duration = Duration::from_secs(20);
-/// The first byte of the last message.
-const LAST: u8 = 1;
-/// And of the one behind which costs are counted.
-const COUNTED: u8 = 2;
-/// Round trips of which costs are counted, and those before.
-const TRIPS: [u32; 2] = [1000, 300];
-/// Messages one way of which costs are counted, and those before.
-const MESSAGES: [u32; 2] = [48, 16];
 /// What the reader of small messages reads at once, at least.
 const READ: usize = 64 << 10;
-
-struct Stream(OwnedFd);
-
-impl Stream {
-    fn new() -> Result<Self> {
-        let fd = socket(AddressFamily::Inet, SockType::Stream, SockFlag::empty(), None)?;
-        Ok(Self(fd))
-    }
-
-    fn connected(address: &Address) -> Result<Self> {
-        let stream = Self::new()?;
-        connect(stream.0.as_raw_fd(), &address.socket()).context("connect")?;
-        stream.set_nodelay()?;
-        Ok(stream)
-    }
-
-    fn set_nodelay(&self) -> Result<()> {
-        setsockopt(&self.0, sockopt::TcpNoDelay, &true).context("TCP_NODELAY")
-    }
-
-    /// Whether the kernel takes the descriptor for a socket: what librspreload puts in its place is none.
-    fn is_socket(&self) -> Result<bool> {
-        let kind = nix::sys::stat::fstat(&self.0)?.st_mode & libc::S_IFMT;
-        Ok(kind == libc::S_IFSOCK)
-    }
-
-    fn send_all(&self, mut bytes: &[u8]) -> Result<()> {
-        while !bytes.is_empty() {
-            let count = send(self.0.as_raw_fd(), bytes, MsgFlags::empty()).context("send")?;
-            bytes = bytes.get(count..).unwrap_or_default();
-        }
-        Ok(())
-    }
-
-    fn receive(&self, buffer: &mut [u8]) -> Result<usize> {
-        recv(self.0.as_raw_fd(), buffer, MsgFlags::empty()).context("recv")
-    }
-
-    fn receive_all(&self, buffer: &mut [u8]) -> Result<()> {
-        let mut got = 0;
-        while let Some(rest) = buffer.get_mut(got..).filter(|rest| !rest.is_empty()) {
-            let count = self.receive(rest)?;
-            ensure!(count > 0, "the other end has closed");
-            got += count;
-        }
-        Ok(())
-    }
-}
 
 /// Serves until it is killed; a client that fails is told on standard error.
 pub fn serve(server: &Server) -> Result<()> {
@@ -166,9 +91,9 @@ fn answer(stream: &Stream, subject: Subject) -> Result<()> {
     } else if job == Job::Latency as u32 {
         echo(stream, size)
     } else if job == Job::TripCosts as u32 {
-        echo_counted(stream, size, subject)
+        counted::echo(stream, size, subject)
     } else if job == Job::StreamCosts as u32 {
-        drain_counted(stream, size, subject)
+        counted::drain(stream, size, subject)
     } else {
         drain(stream, size, time)
     }
@@ -183,49 +108,6 @@ fn echo(stream: &Stream, size: usize) -> Result<()> {
             return Ok(());
         }
     }
-}
-
-/// As `echo`, and prints what the counted round trips cost this end.
-fn echo_counted(stream: &Stream, size: usize, subject: Subject) -> Result<()> {
-    let (mut ball, mut meter, mut trips) = (vec![0; size], None, 0_u32);
-    loop {
-        stream.receive_all(&mut ball)?;
-        stream.send_all(&ball)?;
-        trips += u32::from(meter.is_some());
-        match ball.first() {
-            Some(&COUNTED) => meter = Some(Meter::begin()?),
-            Some(&LAST) => {
-                let meter = meter.context("an end without a beginning")?;
-                return meter
-                    .end(subject, Job::TripCosts, size as u32, trips.into())?
-                    .print(None);
-            }
-            _ => {}
-        }
-    }
-}
-
-/// Reads message by message to the last, says so, and prints what the counted ones cost this end.
-fn drain_counted(stream: &Stream, size: usize, subject: Subject) -> Result<()> {
-    let (mut message, mut meter, mut messages) = (vec![0; size], None, 0_u32);
-    loop {
-        stream.receive_all(&mut message)?;
-        messages += u32::from(meter.is_some());
-        match message.first() {
-            Some(&COUNTED) => meter = Some(Meter::begin()?),
-            Some(&LAST) => {
-                stream.send_all(&[LAST; HELLO])?;
-                let meter = meter.context("an end without a beginning")?;
-                let cost = meter.end(subject, Job::StreamCosts, size as u32, mebibytes(messages, size))?;
-                return cost.print(None);
-            }
-            _ => {}
-        }
-    }
-}
-
-fn mebibytes(messages: u32, size: usize) -> f64 {
-    f64::from(messages) * size as f64 / f64::from(1 << 20)
 }
 
 /// Reads to the last message, and answers how many bytes came and how many a second after the warm-up.
@@ -276,16 +158,8 @@ pub fn sample(client: &Client) -> Result<()> {
             .transpose()
     };
     let value = match client.job {
-        Job::TripCosts => {
-            let (meter, trips) = trips_counted(&stream, size)?;
-            let cost = meter.end(client.subject, client.job, client.size, trips.into())?;
-            return cost.print(totals()?);
-        }
-        Job::StreamCosts => {
-            let (meter, messages) = stream_counted(&stream, size)?;
-            let cost = meter.end(client.subject, client.job, client.size, mebibytes(messages, size))?;
-            return cost.print(totals()?);
-        }
+        Job::TripCosts => return counted::trips(&stream, client.subject, client.size)?.print(totals()?),
+        Job::StreamCosts => return counted::stream(&stream, client.subject, client.size)?.print(totals()?),
         Job::Connect | Job::Latency => trips(&stream, size, time)?,
         Job::Bandwidth => rate(&stream, size, time)?,
         Job::Messages => rate(&stream, size, time)? / size as f64,
@@ -378,49 +252,6 @@ fn trips(stream: &Stream, size: usize, time: Duration) -> Result<f64> {
     Ok(median(&samples))
 }
 
-/// The counted round trips, and how many they were.
-fn trips_counted(stream: &Stream, size: usize) -> Result<(Meter, u32)> {
-    let [counted, before] = TRIPS;
-    let (mut ball, mut back) = (vec![7; size], vec![0; size]);
-    let mut trip = |mark| -> Result<()> {
-        if let Some(first) = ball.first_mut() {
-            *first = mark;
-        }
-        stream.send_all(&ball)?;
-        stream.receive_all(&mut back)?;
-        Ok(())
-    };
-    for trip_before in 1..=before {
-        trip(if trip_before == before { COUNTED } else { 0 })?;
-    }
-    let meter = Meter::begin()?;
-    for trip_counted in 1..=counted {
-        trip(if trip_counted == counted { LAST } else { 0 })?;
-    }
-    Ok((meter, counted))
-}
-
-/// The counted messages, to the other end's word that it has them all, and how many they were.
-fn stream_counted(stream: &Stream, size: usize) -> Result<(Meter, u32)> {
-    let [counted, before] = MESSAGES;
-    let mut message = vec![0; size];
-    let mut say = |mark| -> Result<()> {
-        if let Some(first) = message.first_mut() {
-            *first = mark;
-        }
-        stream.send_all(&message)
-    };
-    for message_before in 1..=before {
-        say(if message_before == before { COUNTED } else { 0 })?;
-    }
-    let meter = Meter::begin()?;
-    for message_counted in 1..=counted {
-        say(if message_counted == counted { LAST } else { 0 })?;
-    }
-    stream.receive_all(&mut [0; HELLO])?;
-    Ok((meter, counted))
-}
-
 /// Bytes a second one way, as the other end has measured them.
 fn rate(stream: &Stream, size: usize, time: Duration) -> Result<f64> {
     let mut message = vec![0; size];
@@ -444,11 +275,4 @@ fn rate(stream: &Stream, size: usize, time: Duration) -> Result<f64> {
     let got = u64::from_le_bytes(got);
     ensure!(got == sent, "sent {sent} bytes, the other end got {got}");
     Ok(f64::from_le_bytes(rate))
-}
-
-/// The name of a value on the command line.
-pub fn name(value: impl ValueEnum) -> String {
-    value
-        .to_possible_value()
-        .map_or_else(String::new, |value| value.get_name().to_owned())
 }

@@ -5,64 +5,22 @@ use std::io::{BufRead, Read};
 use std::path::Path;
 
 use anyhow::{Context, Result, bail};
-use clap::{Args, ValueEnum};
+use clap::Args;
 use rdmasock_integration::stat::Totals;
 use rdmasock_integration::table::{self, Better, Goal, Report, Row};
 use serde::{Deserialize, Serialize};
 
 use crate::costs::{self, Cost};
-use crate::peer::name;
-
-/// What is measured.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, ValueEnum, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Job {
-    /// From connect to the first byte of the answer, of a server that has not the library.
-    Connect = 1,
-    /// Half a round trip, both ends blocking in recv.
-    Latency,
-    /// One way, reads as large as the writes.
-    Bandwidth,
-    /// One way, large reads.
-    Messages,
-    /// What a round trip costs beside time.
-    TripCosts,
-    /// What a MiB one way costs beside time.
-    StreamCosts,
-}
-
-/// What carries it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, ValueEnum, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Subject {
-    Tcp,
-    /// librspreload in front of the same program.
-    Rsocket,
-    /// rsocket's own benchmark.
-    Rstream,
-    Library,
-}
-
-impl From<Subject> for table::Subject {
-    fn from(subject: Subject) -> Self {
-        match subject {
-            Subject::Tcp => Self::Tcp,
-            Subject::Rsocket => Self::Rsocket,
-            Subject::Rstream => Self::Rstream,
-            Subject::Library => Self::Library,
-        }
-    }
-}
+use crate::subject::{Job, Machine, Subject, name};
 
 /// What every line of a sample begins with, behind the node's name.
 const MARK: &str = "sample ";
 
-/// One sample, with the machine that it was taken on.
+/// One sample.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Sample {
-    device: String,
-    kernel: String,
-    cpus: usize,
+    #[serde(flatten)]
+    machine: Machine,
     subject: Subject,
     job: Job,
     size: u32,
@@ -73,11 +31,8 @@ pub struct Sample {
 impl Sample {
     /// Of this machine.
     pub fn new(subject: Subject, job: Job, size: u32, value: f64, totals: Option<Totals>) -> Self {
-        let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
         Self {
-            device: std::env::var("LAB_DEVICE").unwrap_or_default(),
-            kernel: kernel.trim().to_owned(),
-            cpus: std::thread::available_parallelism().map_or(0, usize::from),
+            machine: Machine::here(),
             subject,
             job,
             size,
@@ -153,17 +108,19 @@ pub fn run(json: Option<&Path>, counts: Option<&Path>) -> Result<()> {
             let sample: Sample = serde_json::from_str(text).context("a sample")?;
             eprintln!(
                 "{}: {} {} B, {}: {:.4}",
-                sample.device,
+                sample.machine.device,
                 name(sample.job),
                 sample.size,
                 name(sample.subject),
                 sample.value
             );
-            devices.entry(sample.device.clone()).or_default().add(&sample);
+            devices.entry(sample.machine.device.clone()).or_default().add(&sample);
         } else if let Some(text) = text.strip_prefix(costs::MARK) {
             let cost: Cost = serde_json::from_str(text).context("costs")?;
             eprintln!("{}", cost.summary());
-            devices.entry(cost.device().to_owned()).or_default().costs.push(cost);
+            let device = devices.entry(cost.machine.device.clone()).or_default();
+            device.is_on(&cost.machine);
+            device.costs.push(cost);
         } else if let Some(text) = text.strip_prefix("failed ") {
             let failure: Failure = serde_json::from_str(text).context("a failure")?;
             if matches!(failure.subject, Subject::Tcp | Subject::Library) {
@@ -233,6 +190,11 @@ fn row((job, size): (Job, u32)) -> Row {
 }
 
 impl Device {
+    fn is_on(&mut self, machine: &Machine) {
+        self.kernel.clone_from(&machine.kernel);
+        self.cpus = machine.cpus;
+    }
+
     fn add(&mut self, sample: &Sample) {
         let key = (sample.job, sample.size);
         let row = self.rows.entry(key).or_insert_with(|| row(key));
@@ -240,12 +202,11 @@ impl Device {
         if let Some(totals) = sample.totals {
             row.add_bytes(totals.link(), totals.tcp());
         }
-        self.kernel.clone_from(&sample.kernel);
-        self.cpus = sample.cpus;
+        self.is_on(&sample.machine);
     }
 
-    fn report(mut self, name: &str, counts: Option<&Path>) -> Result<Report> {
-        let costs = costs::rows(name, &self.costs, counts)?;
+    fn report(mut self, on: &str, counts: Option<&Path>) -> Result<Report> {
+        let costs = costs::rows(on, &self.costs, counts)?;
         for (key, row) in &mut self.rows {
             let mut notes = Vec::new();
             match (row.link_bytes, row.tcp_bytes) {
@@ -260,7 +221,7 @@ impl Device {
                 _ => {}
             }
             for (subject, number) in self.failures.get(key).into_iter().flatten() {
-                notes.push(format!("{}: {number} failed", crate::peer::name(*subject)));
+                notes.push(format!("{}: {number} failed", name(*subject)));
             }
             row.note = notes.join(", ");
         }
@@ -270,7 +231,7 @@ impl Device {
             samples.map_or(0, Vec::len)
         });
         let rounds = rounds.max().unwrap_or(0) as u32;
-        let title = format!("Between two nodes on {name}");
+        let title = format!("Between two nodes on {on}");
         let mut report = Report::new(&title, rounds, rows);
         report.kernel = self.kernel;
         report.cpus = self.cpus;

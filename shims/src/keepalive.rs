@@ -34,8 +34,9 @@ const INTERVAL: Name = (libc::IPPROTO_TCP, libc::TCP_KEEPINTVL);
 
 /// The program's settings, while the kernel has ours.
 pub struct Keepalive {
-    /// Held by who changes what is kept together with what the kernel has. What the program sets meanwhile would be lost,
-    /// or stay for ever what the library keeps. Changes of the same thread, in a signal handler, go on without it.
+    /// Held by who changes what is kept together with what the kernel has. What the program sets meanwhile would be
+    /// lost, or stay for ever what the library keeps. Changes of the same thread, in a signal handler, go on without
+    /// it.
     changing: Lock<()>,
     on: AtomicBool,
     kept: [AtomicI32; 2],

@@ -1,5 +1,5 @@
-//! The two ends of a measurement of what a round trip or a MiB costs (`costs`): a fixed number of them, behind some that
-//! do not count. What comes is not compared: that would be counted too.
+//! The two ends of a measurement of what a round trip or a MiB costs (`costs`): a fixed number of them, behind some
+//! that do not count. What comes is not compared: that would be counted too.
 
 use anyhow::{Context, Result};
 

@@ -5,6 +5,7 @@ mod cork;
 mod direct;
 mod lent;
 mod offered;
+mod rest;
 mod room;
 pub mod sendfile;
 pub mod zerocopy;
@@ -284,10 +285,6 @@ unsafe fn send_loop(
     let total = iov.len();
     let mut patience = wait::Patience::default();
     loop {
-        if *sent > 0 && socket.tx_mode.load(Acquire) == Mode::Tcp {
-            // The rest of a send that began on the link: the program calls again.
-            return Some(*sent as ssize_t);
-        }
         if beyond != 0 {
             // A link between hosts is not left before the other end has answered.
             connection::wait_for_tcp(socket);
@@ -336,13 +333,23 @@ unsafe fn send_loop(
                 return Some(n);
             }
             SendStep::Kernel => {
-                if *sent > 0 {
+                if *sent > 0 && (wait::may_wait(socket, flags).is_err() || !call.is_held() && !call.is_named()) {
                     return Some(*sent as ssize_t);
                 }
                 if !call.is_held() && !call.is_named() {
                     return None;
                 }
-                if socket.enter_tx() {
+                if *sent > 0 && socket.enter_tx() {
+                    let went = on_its_file(call, |fd| {
+                        plain(socket, 0, false, || rest::send(socket, fd, iov, flags))
+                    });
+                    let taken = went.unwrap_or_else(|| {
+                        leave(socket);
+                        0
+                    });
+                    return Some(*sent as ssize_t + taken.max(0));
+                }
+                if *sent == 0 && socket.enter_tx() {
                     let went = on_its_file(call, |fd| {
                         plain(socket, flags, blocking::is_quick(socket, flags), || real(fd))
                     });

@@ -13,6 +13,7 @@ use crate::call::{Began, Call, Direction, Place, on_its_file};
 use crate::closing;
 use crate::errno;
 use crate::ready;
+use crate::real::{self, Cancellable};
 use crate::socket::{Mode, Sending, Socket, Stage};
 use crate::table;
 use crate::wait;
@@ -105,10 +106,23 @@ unsafe fn sendfile_slow(
         }
         if socket.tx_mode.load(Acquire) == Mode::Tcp {
             drop(tx);
-            if sent > 0 {
+            if sent > 0 && wait::may_wait(socket, 0).is_err() {
                 return sent as ssize_t;
             }
-            if socket.enter_tx() {
+            if sent > 0 && socket.enter_tx() {
+                // As a send's (`rest`). Where the file is to be read from on is where this has come to.
+                let before = errno::get();
+                // SAFETY: the program's own arguments, in the middle of its call.
+                let rest = |fd| unsafe { real::sendfile().cancellable()(fd, input, offset, count - sent) };
+                let went = on_its_file(&call, |fd| plain(socket, 0, false, || rest(fd)));
+                let taken = went.unwrap_or_else(|| {
+                    leave(socket);
+                    0
+                });
+                errno::set(before);
+                return sent as ssize_t + taken.max(0);
+            }
+            if sent == 0 && socket.enter_tx() {
                 let went = on_its_file(&call, |fd| plain(socket, 0, false, || real(fd)));
                 return went.unwrap_or_else(|| {
                     leave(socket);

@@ -250,6 +250,59 @@ pub fn more(c: &Ctx) {
     c.close(fd);
 }
 
+/// Bytes of a send that has to wait for its reader, in the middle of which that sends what only the kernel carries.
+const MUCH: usize = 6 << 20;
+
+/// A send that waits takes all of it, though the connection leaves its link meanwhile.
+pub fn oob_meanwhile(c: &Ctx) {
+    taken_as_a_whole(c, |fd, bytes| sys::send(fd, bytes, 0));
+}
+
+/// The same of several pieces.
+pub fn oob_meanwhile_vectors(c: &Ctx) {
+    taken_as_a_whole(c, |fd, bytes| {
+        let pieces: Vec<libc::iovec> = bytes
+            .chunks(999_983)
+            .map(|piece| libc::iovec {
+                iov_base: piece.as_ptr().cast_mut().cast(),
+                iov_len: piece.len(),
+            })
+            .collect();
+        call!(libc::writev(fd, pieces.as_ptr(), pieces.len() as c_int))
+    });
+}
+
+/// The same of a file.
+pub fn oob_meanwhile_sendfile(c: &Ctx) {
+    taken_as_a_whole(c, |fd, bytes| {
+        let file = call!(libc::memfd_create(c"file".as_ptr(), 0)).ok() as c_int;
+        assert_eq!(sys::write(file, bytes).count(), bytes.len());
+        let mut from: libc::off_t = 0;
+        let sent = call!(libc::sendfile(fd, file, &mut from, bytes.len()));
+        assert_eq!(from, sent.value as libc::off_t);
+        sys::close(file).ok();
+        sent
+    });
+}
+
+fn taken_as_a_whole(c: &Ctx, send: fn(c_int, &[u8]) -> sys::Ret) {
+    let fd = c.pair();
+    if c.is_server() {
+        c.ret("sent", send(fd, &data::pattern(1, 0, MUCH)));
+        sys::wait_for(fd, libc::POLLPRI);
+        c.recv(fd, 1, libc::MSG_OOB);
+    } else {
+        data::verify(1, 0, &sys::recv_exact(fd, 1000));
+        // The sender has come to its wait.
+        sys::pause_ms(50);
+        c.send(fd, b"!", libc::MSG_OOB);
+        sys::pause_ms(20);
+        data::verify(1, 1000, &sys::recv_exact(fd, MUCH - 1000));
+    }
+    c.sync("done");
+    c.close(fd);
+}
+
 /// Urgent data out of band: the mark, MSG_OOB, POLLPRI, and the stream around it.
 pub fn oob(c: &Ctx) {
     let fd = c.pair();

@@ -1,0 +1,42 @@
+//! What is left of a send of which a link has taken the beginning, once the direction is on TCP again. The call goes on
+//! there: kernel TCP does not return from a send that may wait with less than all because the peer uses its end for
+//! something else, and few programs look.
+
+use std::ffi::c_int;
+use std::sync::atomic::Ordering::SeqCst;
+
+use libc::ssize_t;
+
+use crate::errno;
+use crate::iov::Iov;
+use crate::real::{self, Cancellable};
+use crate::socket::Socket;
+
+/// Gives what is left to the kernel, by `fd`: how many bytes it has taken, 0 where it takes none. What has been sent is
+/// what the program is told then, so that nothing of an error may be lost but its number.
+pub fn send(socket: &'static Socket, fd: c_int, iov: &mut Iov, flags: c_int) -> ssize_t {
+    // Of the whole send the link has given word (`zerocopy`); and a send of which something was taken raises no signal.
+    let flags = flags & !libc::MSG_ZEROCOPY | libc::MSG_NOSIGNAL;
+    let before = errno::get();
+    let mut taken = 0;
+    while iov.len() > 0 {
+        let (piece, len) = iov.head();
+        let more = if len < iov.len() { libc::MSG_MORE } else { 0 };
+        // SAFETY: a piece of the program's, in the middle of its call.
+        let n = unsafe { real::send().cancellable()(fd, piece.cast(), len, flags | more) };
+        if n < 0 {
+            // A send takes the error from the socket. The next receive tells it.
+            if errno::get() == libc::ECONNRESET {
+                socket.lost_unread.store(true, SeqCst);
+            }
+            break;
+        }
+        iov.advance(n.cast_unsigned());
+        taken += n;
+        if n.cast_unsigned() < len {
+            break;
+        }
+    }
+    errno::set(before);
+    taken
+}

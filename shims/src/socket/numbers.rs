@@ -85,8 +85,8 @@ impl Numbers {
         fd >= 0 && self.cookie.is_behind(unsafe { BorrowedFd::borrow_raw(fd) })
     }
 
-    /// Whether this number does, at a [tick](crate::time::tick) that has just been read, by a look that is not too old. Only
-    /// what was answered counts as seen: others, who rely on it, would go on before the answer is there.
+    /// Whether this number does, at a [tick](crate::time::tick) that has just been read, by a look that is not too
+    /// old. Only what was answered counts as seen: others, who rely on it, would go on before the answer is there.
     #[inline]
     pub fn is_seen(&self, fd: c_int, tick: u64) -> bool {
         if self.seen.is_at(fd, tick) {

@@ -696,8 +696,8 @@ pub fn child_of_a_killed_parent(c: &Ctx) {
     }
 }
 
-/// As [`ask`], of ten rounds, the last five of which may end in a reset: that takes with it what has come and was not read,
-/// so the last answer before it too.
+/// As [`ask`], of ten rounds, the last five of which may end in a reset: that takes with it what has come and was not
+/// read, so the last answer before it too.
 fn ask_until_reset(to: &Addr, len: usize) {
     let fd = sys::connected(to);
     for round in 0..10 {

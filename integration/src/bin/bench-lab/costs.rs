@@ -20,6 +20,9 @@ mod marks;
 /// What every line begins with, behind the node's name.
 pub const MARK: &str = "cost ";
 
+/// The node with the client.
+const CLIENT: &str = "b";
+
 /// What this end has used since the beginning.
 pub struct Meter {
     begin: Instant,
@@ -178,8 +181,8 @@ const FIGURES: [Figure; 6] = [
         name: "time",
         unit: "ms",
         goal: None,
-        // Both ends have waited for it: half of each.
-        of: |cost, _| cost.seconds * 1e3 / 2.0,
+        // The client's, which has waited for it.
+        of: |cost, _| if cost.node == CLIENT { cost.seconds * 1e3 } else { 0.0 },
     },
 ];
 
@@ -190,7 +193,7 @@ pub fn rows(device: &str, costs: &[Cost], counts: Option<&Path>) -> Result<Vec<R
     }
     let counts = counts.context("costs were measured, but where the counts are was not said")?;
     let mut ends: BTreeMap<(Job, u32, Subject), [End; 2]> = BTreeMap::new();
-    for (index, node) in ["a", "b"].into_iter().enumerate() {
+    for (index, node) in ["a", CLIENT].into_iter().enumerate() {
         let counted = read_counts(counts, device, node)?;
         let said: Vec<&Cost> = costs.iter().filter(|cost| cost.node == node).collect();
         ensure!(

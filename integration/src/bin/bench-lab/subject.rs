@@ -6,7 +6,8 @@ use serde::{Deserialize, Serialize};
 
 /// What is measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, ValueEnum, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+// As on the command line.
+#[serde(rename_all = "kebab-case")]
 pub enum Job {
     /// From connect to the first byte of the answer, of a server that has not the library.
     Connect = 1,

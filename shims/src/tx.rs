@@ -333,7 +333,8 @@ unsafe fn send_loop(
                 return Some(n);
             }
             SendStep::Kernel => {
-                if *sent > 0 && (wait::may_wait(socket, flags).is_err() || !call.is_held() && !call.is_named()) {
+                let goes_on = || call.is_held() || call.is_named();
+                if *sent > 0 && (wait::may_wait(socket, flags).is_err() || !goes_on() || !rest::is_taken(socket)) {
                     return Some(*sent as ssize_t);
                 }
                 if !call.is_held() && !call.is_named() {

@@ -6,11 +6,22 @@ use std::ffi::c_int;
 use std::sync::atomic::Ordering::SeqCst;
 
 use libc::ssize_t;
+use rdmasock_core::stream::connection::{SocketIo as _, Tcp as _};
 
 use crate::errno;
 use crate::iov::Iov;
 use crate::real::{self, Cancellable};
 use crate::socket::Socket;
+
+/// Whether there is somebody for it: where the peer has ended, or the connection is over, kernel TCP returns with what
+/// it has taken too, and what comes of the rest is for the program's next call.
+pub fn is_taken(socket: &'static Socket) -> bool {
+    let Some(_control) = socket.control.lock() else {
+        return false;
+    };
+    let tcp = socket.tcp();
+    !socket.wakes.is_dead() && tcp.is_some_and(|tcp| !tcp.has_failed() && !tcp.has_peer_ended())
+}
 
 /// Gives what is left to the kernel, by `fd`: how many bytes it has taken, 0 where it takes none. What has been sent is
 /// what the program is told then, so that nothing of an error may be lost but its number.

@@ -106,7 +106,7 @@ unsafe fn sendfile_slow(
         }
         if socket.tx_mode.load(Acquire) == Mode::Tcp {
             drop(tx);
-            if sent > 0 && wait::may_wait(socket, 0).is_err() {
+            if sent > 0 && (wait::may_wait(socket, 0).is_err() || !super::rest::is_taken(socket)) {
                 return sent as ssize_t;
             }
             if sent > 0 && socket.enter_tx() {

@@ -18,6 +18,7 @@ use crate::errno;
 use crate::library::Library;
 use crate::mailbox::Command;
 use crate::ready;
+use crate::remains::Remains;
 use crate::rx;
 use crate::socket::Farewell;
 use crate::socket::{self, Control, Mode, Receiving, Sending, Socket, Stage, closed};
@@ -304,10 +305,11 @@ fn linger(socket: &'static Socket, awaited: Option<Awaited>, unsent: Vec<u8>) {
         return;
     }
     if let Ok(copy) = rdmasock_core::os::privatefd::PrivateFd::duplicate_closing(anchor) {
-        if unsent.is_empty() {
-            let _ = rustix::net::shutdown(&copy, rustix::net::Shutdown::Write);
+        let remains = Remains::new(copy, awaited, unsent);
+        if remains.unsent.is_empty() && !remains.ends_last() {
+            let _ = rustix::net::shutdown(&remains.fd, rustix::net::Shutdown::Write);
         }
-        Library::get().service.submit(Command::Linger(copy, awaited, unsent));
+        Library::get().service.submit(Command::Linger(remains));
     }
 }
 

@@ -7,7 +7,7 @@ use rdmasock_core::stats::Reason;
 use crate::library::Library;
 use crate::socket::{self, Mode};
 use crate::time::now_ns;
-use crate::{close, errno, fork, pass};
+use crate::{close, errno, fork, pass, remains};
 use rdmasock_core::stream::connection::{self, resume};
 
 /// How long the end of a process waits for promotions under way, and then for other hosts to have what was sent to
@@ -49,7 +49,8 @@ pub extern "C" fn at_exit() {
         }
         socket.promotion.holders.let_go(socket.is_plain());
     }
-    // What is on its way to other hosts dies with the queue pair: until they have it, or TCP has.
+    // What is on its way to other hosts dies with the queue pair: until they have it, or TCP has. And of what was closed
+    // in the middle of a promotion TCP answers the markers that come after this by a reset.
     let is_owed = || {
         socket::all().any(|socket| {
             let control = socket.control.lock();
@@ -59,7 +60,7 @@ pub extern "C" fn at_exit() {
         })
     };
     let until = now_ns() + LAST_WORDS;
-    while is_owed() && now_ns() < until {
+    while (is_owed() || remains::are_any()) && now_ns() < until {
         let _ = rustix::thread::nanosleep(&rustix::time::Timespec {
             tv_sec: 0,
             tv_nsec: 100_000,

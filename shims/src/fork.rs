@@ -208,6 +208,7 @@ unsafe fn begin_anew() {
     // Before its descriptors are closed here.
     crate::verbs::after_fork();
     crate::load::after_fork();
+    crate::remains::after_fork();
     let log = crate::log::fd().unwrap_or(-1);
     // SAFETY: by the contract, and the old instance is forgotten, so nobody uses the fds that are closed.
     unsafe {

@@ -68,6 +68,7 @@ mod ready;
 pub mod real;
 mod reclaim;
 mod registry;
+mod remains;
 mod reset;
 mod rules;
 mod rx;

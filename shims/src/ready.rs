@@ -100,9 +100,12 @@ pub fn among_markers(socket: &Socket) -> Option<u32> {
         Some(Ahead::Payload { .. }) => Some((libc::EPOLLIN | libc::EPOLLRDNORM) as u32),
         Some(Ahead::Nothing) | None => Some(0),
         Some(Ahead::Ended | Ahead::Shut) => {
-            let Some(_rx) = socket.rx.lock() else {
+            let Some(rx) = socket.rx.lock() else {
                 return Some(0);
             };
+            if rx.then_shut {
+                return Some((libc::EPOLLIN | libc::EPOLLRDNORM | libc::EPOLLRDHUP) as u32);
+            }
             Some(kernel(socket, PollFlags::IN | PollFlags::RDHUP))
         }
         Some(Ahead::Changed) => None,

@@ -13,7 +13,7 @@ pub use count::{Uncounted, after_receive, available, comes_before_tcp, may_have_
 pub use ring::{Shrunk, first as first_ring, relieve, reserve, shrink};
 
 use direct::Landing;
-use marked::{finish_on_tcp, from_marked, is_at_mark, leave, scanned};
+use marked::{finish_on_tcp, from_marked, go_on, is_at_mark, leave, leave_scanned, scanned};
 use step::RecvStep;
 
 use std::ffi::c_int;
@@ -63,10 +63,10 @@ pub unsafe fn recv(
     real: &impl Fn(c_int) -> ssize_t,
 ) -> ssize_t {
     let began = Began::now(socket, fd);
-    let mut got = 0;
+    let mut taken = None;
     if socket.rx_mode.load(Acquire) != Mode::Tcp {
         // SAFETY: by this function's contract.
-        return unsafe { recv_slow(began, iov, flags, got, real) };
+        return unsafe { recv_slow(began, iov, flags, taken, real) };
     }
     if socket.promotion.stage() == Stage::Plain {
         let n = real(fd);
@@ -78,14 +78,14 @@ pub unsafe fn recv(
             // SAFETY: by this function's contract.
             match unsafe { plain(socket, fd, iov, flags, real) } {
                 Break(n) => return n,
-                Continue(n) => got = n,
+                Continue(n) => taken = Some(n),
             }
         } else {
             leave(socket);
         }
     }
     // SAFETY: by this function's contract.
-    unsafe { recv_slow(began, iov, flags, got, real) }
+    unsafe { recv_slow(began, iov, flags, taken, real) }
 }
 
 /// The call has not begun yet, and its number stands for something else by now.
@@ -110,7 +110,9 @@ fn count_received(began: &Began, flags: c_int, n: ssize_t) {
     }
 }
 
-/// The kernel's call on a plain direction, which the caller has entered. The result is as `scanned`'s.
+/// The kernel's call on a plain direction, which the caller has entered. `Break` is the result of the call; `Continue` if
+/// it has to go on because markers have taken the place of bytes for the program, with how many of those it has: then it
+/// is still inside, and is to leave by [`go_on`].
 ///
 /// # Safety
 /// The pieces of `iov` are writable.
@@ -131,7 +133,11 @@ unsafe fn plain(
     point!("receive: is awake");
     if socket.rx_was_marked() {
         // SAFETY: by this function's contract.
-        return unsafe { scanned(socket, iov, flags, n) };
+        let went = unsafe { scanned(socket, iov, flags, n) };
+        if went.is_break() {
+            leave_scanned(socket);
+        }
+        return went;
     }
     if n > 0 && flags & libc::MSG_PEEK == 0 {
         account(socket, n as u64);
@@ -163,17 +169,22 @@ pub fn account(socket: &'static Socket, n: u64) {
     }
 }
 
+/// `taken`: the call is back from the kernel's receive with so many bytes, and still inside ([`plain`]).
 // Not inlined: the forced unwind of pthread_cancel runs the call's destructor here (see `calls`).
 #[inline(never)]
 unsafe fn recv_slow(
     began: Began,
     iov: &mut Iov,
     flags: c_int,
-    mut got: usize,
+    taken: Option<usize>,
     real: &impl Fn(c_int) -> ssize_t,
 ) -> ssize_t {
     let mut call = Call::new(began, Direction::Receive);
     let socket = call.socket;
+    if taken.is_some() {
+        go_on(&mut call);
+    }
+    let mut got = taken.unwrap_or(0);
     crate::reclaim::reclaim(socket);
     if flags & !SERVED != 0 {
         let reason = if flags & libc::MSG_OOB != 0 {
@@ -256,6 +267,10 @@ unsafe fn recv_loop(
             }
             RecvStep::Kernel => {
                 if *got > 0 {
+                    // Its bytes are one connection's.
+                    if call.hold_now() != Place::Here {
+                        return Some(*got as ssize_t);
+                    }
                     let flags = if all { flags } else { flags | libc::MSG_DONTWAIT };
                     // The rest of a read that began on the link, or among markers.
                     // SAFETY: as above.
@@ -279,7 +294,10 @@ unsafe fn recv_loop(
                     let went = on_its_file(call, |fd| unsafe { plain(socket, fd, iov, flags, real) });
                     match went {
                         Some(Break(n)) => return Some(n),
-                        Some(Continue(n)) => *got += n,
+                        Some(Continue(n)) => {
+                            go_on(call);
+                            *got += n;
+                        }
                         None => {
                             leave(socket);
                             return Some(errno::fail(libc::EBADF));

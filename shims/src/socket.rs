@@ -394,6 +394,7 @@ impl Socket {
             tx.wake_delayed = false;
             tx.is_suspended = false;
             tx.is_shut = false;
+            tx.then_shut = false;
             tx.own.kernel_corked = false;
             tx.again = 0;
             tx.ours = Default::default();

@@ -350,6 +350,10 @@ impl Tcp for Anchor {
     fn end(&self) {
         let _ = rustix::net::shutdown(self.0, Shutdown::Write);
     }
+
+    fn end_receiving(&self) {
+        let _ = rustix::net::shutdown(self.0, Shutdown::Read);
+    }
 }
 
 impl StreamLink for &'static Link {

@@ -234,6 +234,11 @@ pub fn after_shutdown(sent: usize, flags: c_int) -> ssize_t {
     errno::fail(libc::EPIPE)
 }
 
+/// Whether the program has shut the direction, and the kernel may not know it yet.
+fn is_shut(socket: &Socket) -> bool {
+    socket.tx_mode.load(Acquire) == Mode::Marked && socket.tx.lock().is_some_and(|tx| tx.is_shut)
+}
+
 #[cold]
 fn interrupted() -> SendStep {
     // A signal handler that sends on the stream that it has interrupted in the middle of a send.
@@ -333,8 +338,7 @@ unsafe fn send_loop(
                 return Some(n);
             }
             SendStep::Kernel => {
-                let goes_on = || call.is_held() || call.is_named();
-                if *sent > 0 && (wait::may_wait(socket, flags).is_err() || !goes_on() || !rest::is_taken(socket)) {
+                if *sent > 0 && !goes_on(call, flags) {
                     return Some(*sent as ssize_t);
                 }
                 if !call.is_held() && !call.is_named() {
@@ -382,6 +386,12 @@ unsafe fn send_loop(
     }
 }
 
+/// Whether a call of which the link took the beginning goes on in TCP: it may wait, and there is somebody for the rest.
+/// Then it holds the connection, for its bytes are one connection's.
+fn goes_on(call: &mut Call, flags: c_int) -> bool {
+    wait::may_wait(call.socket, flags).is_ok() && call.hold_now() == Place::Here && rest::is_taken(call.socket)
+}
+
 /// One attempt, at what precedes the last `until` bytes.
 #[inline]
 unsafe fn step(call: &mut Call, iov: &mut Iov, flags: c_int, until: usize) -> SendStep {
@@ -390,6 +400,9 @@ unsafe fn step(call: &mut Call, iov: &mut Iov, flags: c_int, until: usize) -> Se
         let place = call.place_by_name();
         if place != Place::Here {
             return SendStep::Elsewhere(place);
+        }
+        if is_shut(socket) {
+            return SendStep::Shut;
         }
         if within(|| connection::flush(socket)) {
             return SendStep::Again;
@@ -532,6 +545,9 @@ pub fn send_on_tcp(socket: &'static Socket, fd: c_int, flags: c_int, real: &impl
                 leave(socket);
                 errno::fail(libc::EBADF)
             });
+        }
+        if is_shut(socket) {
+            return after_shutdown(0, flags);
         }
         if connection::flush(socket) {
             if socket.tx_mode.load(Acquire) == Mode::Link {

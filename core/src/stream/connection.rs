@@ -51,7 +51,8 @@ pub use leave::{leave, prefer_tcp, return_to_tcp};
 pub use messages::{Broken, OpenNonces, on_demote_request, on_open, on_open_ack, on_open_refused};
 pub use object::{Connection, Control, Opened, Rx, Tx};
 pub use receiving::{
-    hand_over_rest, is_over, is_scanning, leave_link_at_end, look_for_reset, on_end_told, refuse, start_scan, stop_scan,
+    hand_over_rest, is_over, is_scanning, leave_link_at_end, look_for_reset, on_end_told, refuse, shut_receiving,
+    start_scan, stop_scan,
 };
 pub use scan::{Ahead, AtMark, look, look_ahead, scan_taken, seen_ahead};
 pub use sending::{Farewell, flush, resend, wait_for_tcp};

@@ -183,7 +183,9 @@ unsafe fn shut(socket: &'static Socket, real: SocketIntFn, fd: c_int, how: c_int
     reclaim(socket);
     let sends = how == libc::SHUT_WR || how == libc::SHUT_RDWR;
     let mut farewell = Farewell::NONE;
-    let result = if sends && connection::shut(socket, &mut farewell) {
+    let result = if how == libc::SHUT_RD && connection::shut_receiving(socket) {
+        0
+    } else if sends && connection::shut(socket, how == libc::SHUT_RDWR, &mut farewell) {
         match how {
             libc::SHUT_WR => 0,
             // SAFETY: the caller's own socket.

@@ -1,11 +1,11 @@
 //! The commands, and what they name.
 
 use rdmasock_core::ids::InstanceId;
-use rdmasock_core::os::privatefd::PrivateFd;
-use rdmasock_core::stream::connection::{Awaited, Task};
+use rdmasock_core::stream::connection::Task;
 use rdmasock_core::wire::LinkOffer;
 use rustix::io::Errno;
 
+use crate::remains::Remains;
 use crate::verbs::{Dialled, Pair};
 
 /// A connection as it was when something was asked for it.
@@ -47,9 +47,8 @@ pub enum Command {
     Vain(u32),
     /// A listener has accepted its first connection in this process.
     Listen(u32),
-    /// A connection that was closed in the middle of a promotion: the markers that are awaited, and
-    /// what is to be sent yet.
-    Linger(PrivateFd, Option<Awaited>, Vec<u8>),
+    /// A connection that was closed in the middle of a promotion.
+    Linger(Remains),
     /// A ring has grown: shrink it when it is idle.
     Grown,
     /// A sender finds no room.

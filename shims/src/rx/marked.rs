@@ -23,9 +23,7 @@ use crate::wait;
 use rdmasock_core::scratch::Scratch;
 use rdmasock_core::stream::connection::{self, Ahead, AtMark};
 
-/// A scan began while the call was in the kernel: what it brought may hold markers. `Break`
-/// is the result of the call; `Continue` if it has to go on because the markers have taken the place
-/// of bytes for the program, with how many of those it has.
+/// A scan began while the call was in the kernel: what it brought may hold markers. The result is as `plain`'s.
 #[cold]
 pub(super) unsafe fn scanned(
     socket: &'static Socket,
@@ -51,9 +49,6 @@ pub(super) unsafe fn scanned(
             iov.copy_from(bytes.as_ptr(), kept as usize);
         }
     }
-    socket.leave_rx();
-    look_again(socket);
-    thread::current().end();
     errno::set(errno);
     if n > 0 && peeked {
         // Peeked bytes are still there to be looked at in order.
@@ -69,6 +64,25 @@ pub(super) unsafe fn scanned(
         return Continue(kept as usize);
     }
     Break(kept)
+}
+
+/// A call that a scan began under is back from the kernel's receive.
+#[cold]
+pub(super) fn leave_scanned(socket: &'static Socket) {
+    socket.leave_rx();
+    look_again(socket);
+    thread::current().end();
+}
+
+/// The same, of a call that is not over. It has waited, so it holds the connection before it leaves: a close that found
+/// it in the kernel would end the connection otherwise, and the call begin anew on what the number stands for by then.
+#[cold]
+pub(super) fn go_on(call: &mut Call) {
+    let socket = call.socket;
+    if let Some(mut rx) = socket.rx.lock() {
+        call.hold(&mut rx.own.waiting);
+    }
+    leave_scanned(socket);
 }
 
 /// A call is back from the kernel's receive.

@@ -50,7 +50,7 @@ pub fn splice(
         let mut iov = Iov::one(buf.as_mut_ptr().cast(), room);
         // SAFETY: the buffer has `room` bytes. The call is not reached: only the link and what
         // precedes a marker are read here.
-        let n = unsafe { recv_slow(Began::now(socket, fd), &mut iov, flags, 0, &|_| LEFT) };
+        let n = unsafe { recv_slow(Began::now(socket, fd), &mut iov, flags, None, &|_| LEFT) };
         if n == LEFT {
             continue;
         }

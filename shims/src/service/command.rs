@@ -52,10 +52,10 @@ impl Worker {
                     self.look_for_noise(link);
                 }
             }
-            Command::Linger(fd, awaited, unsent) => {
+            Command::Linger(remains) => {
                 let id = self.new_conn();
-                if self.add(fd.as_fd(), tag(kind::LINGER, id), linger::EVENTS) {
-                    self.lingering.begin(id, fd, awaited, unsent);
+                if self.add(remains.fd.as_fd(), tag(kind::LINGER, id), linger::EVENTS) {
+                    self.lingering.begin(id, remains);
                 }
             }
             Command::Listen(number) => {

@@ -10,7 +10,6 @@
 use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd};
 
-use rdmasock_core::os::privatefd::PrivateFd;
 use rdmasock_core::wire::scan::{Found, scan};
 use rdmasock_core::wire::{MAX_MARKER, Marker};
 use rustix::event::epoll as kernel;
@@ -18,6 +17,7 @@ use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags};
 
 use super::link_table::LINK_TIMEOUT;
+use crate::remains::Remains;
 use rdmasock_core::stream::connection::Awaited;
 
 /// How long the other end may take to write a marker, ns, which it does when there is a link or none can be had.
@@ -27,9 +27,7 @@ const PATIENCE_UNSENT: u64 = 60_000_000_000;
 
 /// A connection that outlives its close.
 struct Closed {
-    fd: PrivateFd,
-    awaited: Option<Awaited>,
-    unsent: Vec<u8>,
+    remains: Remains,
     /// Monotonic ns.
     deadline: u64,
 }
@@ -47,13 +45,14 @@ pub struct Lingering {
 }
 
 impl Lingering {
-    /// One more, which is known by `id`: before all of `unsent` is in TCP, or while markers are `awaited`.
-    pub fn begin(&mut self, id: u64, fd: PrivateFd, awaited: Option<Awaited>, unsent: Vec<u8>) {
-        let patience = if unsent.is_empty() { PATIENCE } else { PATIENCE_UNSENT };
+    /// One more, which is known by `id`.
+    pub fn begin(&mut self, id: u64, remains: Remains) {
+        let patience = match remains.unsent.is_empty() {
+            true => PATIENCE,
+            false => PATIENCE_UNSENT,
+        };
         let closed = Closed {
-            fd,
-            awaited,
-            unsent,
+            remains,
             deadline: crate::time::now_ns() + patience,
         };
         self.all.insert(id, closed);
@@ -62,11 +61,7 @@ impl Lingering {
 
     /// Something has come, or there is room.
     pub fn on_event(&mut self, id: u64) {
-        let over = self
-            .all
-            .get_mut(&id)
-            .is_none_or(|c| c.send() && c.awaited.as_mut().is_none_or(|a| is_over(c.fd.as_fd(), a)));
-        if over {
+        if self.all.get_mut(&id).is_none_or(|closed| closed.remains.is_over()) {
             self.all.remove(&id);
         }
     }
@@ -82,7 +77,20 @@ impl Lingering {
     }
 }
 
-impl Closed {
+impl Remains {
+    /// Does what can be done; true when the connection can be closed.
+    fn is_over(&mut self) -> bool {
+        if !self.send() {
+            return false;
+        }
+        let Some(awaited) = self.awaited.as_mut() else {
+            return true;
+        };
+        let is_over = is_over(self.fd.as_fd(), awaited, &mut self.unsent);
+        self.send();
+        is_over
+    }
+
     /// Sends what is left, then the end. False while TCP does not take all of it.
     fn send(&mut self) -> bool {
         if self.unsent.is_empty() {
@@ -99,13 +107,15 @@ impl Closed {
                 Err(_) => self.unsent.clear(),
             }
         }
-        let _ = rustix::net::shutdown(&self.fd, rustix::net::Shutdown::Write);
+        if !self.ends_last() {
+            let _ = rustix::net::shutdown(&self.fd, rustix::net::Shutdown::Write);
+        }
         true
     }
 }
 
-/// Takes the markers that have come; true when the connection can be closed.
-fn is_over(fd: BorrowedFd<'_>, awaited: &mut Awaited) -> bool {
+/// Takes the markers that have come; true when the connection can be closed. Appends what is to be answered to `unsent`.
+fn is_over(fd: BorrowedFd<'_>, awaited: &mut Awaited, unsent: &mut Vec<u8>) -> bool {
     let mut buf = [0u8; MAX_MARKER];
     loop {
         match rustix::net::recv(fd, &mut buf[..], RecvFlags::DONTWAIT) {
@@ -115,6 +125,8 @@ fn is_over(fd: BorrowedFd<'_>, awaited: &mut Awaited) -> bool {
             }
             Err(Errno::AGAIN) => return false,
             Err(Errno::INTR) => continue,
+            // The program has shut the direction, which is no end of the other's.
+            Ok(_) if awaited.precede_end && !crate::ready::has_peer_ended(fd) => return false,
             _ => return true,
         }
         loop {
@@ -127,7 +139,10 @@ fn is_over(fd: BorrowedFd<'_>, awaited: &mut Awaited) -> bool {
                 Found::Marker {
                     marker: Marker::Hello(_),
                     len,
-                } => len,
+                } => {
+                    unsent.append(&mut awaited.answer);
+                    len
+                }
                 Found::Marker { len, .. } | Found::Bad { len, .. } => {
                     if awaited.part.len() > len {
                         reset(fd);

@@ -208,6 +208,6 @@ fn a_shutdown_of_what_was_on_no_link_leaves_the_service_thread_nothing_to_do() {
     without_thread();
     let (socket, _stream) = connected();
     let mut farewell = Farewell::NONE;
-    assert!(!shut(socket, &mut farewell), "the kernel's call follows");
+    assert!(!shut(socket, true, &mut farewell), "the kernel's call follows");
     assert_eq!(left_to_do(socket, Task::Drained), 0);
 }

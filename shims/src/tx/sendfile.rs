@@ -97,7 +97,7 @@ unsafe fn sendfile_slow(
             continue;
         }
         let gone = socket.wakes.is_dead() || tx.producer.as_mut().is_none_or(ready::is_reader_gone);
-        if on_link && tx.is_shut {
+        if tx.is_shut && (on_link || socket.tx_mode.load(Acquire) == Mode::Marked) {
             drop(tx);
             return super::after_shutdown(sent, 0);
         }
@@ -106,7 +106,7 @@ unsafe fn sendfile_slow(
         }
         if socket.tx_mode.load(Acquire) == Mode::Tcp {
             drop(tx);
-            if sent > 0 && (wait::may_wait(socket, 0).is_err() || !super::rest::is_taken(socket)) {
+            if sent > 0 && !super::goes_on(&mut call, 0) {
                 return sent as ssize_t;
             }
             if sent > 0 && socket.enter_tx() {

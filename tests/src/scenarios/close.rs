@@ -131,6 +131,66 @@ pub fn shutdown_both(c: &Ctx) {
     c.close(fd);
 }
 
+/// Connections that get their last answer, and are shut both ways, after so few requests that they are on TCP, on their
+/// way to a link, or just there: the client has all of the answer, and after it the end.
+pub fn shut_on_the_way(c: &Ctx) {
+    const REQUEST: usize = 200;
+    const LAST: usize = 1 << 20;
+    const LAST_BUT_MANY: u64 = 9;
+    let (listener, port) = c.listener(8);
+    for round in 0..120u64 {
+        let last = round % LAST_BUT_MANY;
+        let answer = |n: u64| data::pattern(round, n << 32, if n == last { LAST } else { REQUEST });
+        let Some(listener) = listener else {
+            let fd = sys::connected(&Addr::v4(port));
+            for n in 0..last {
+                sys::send_all(fd, &data::pattern(round, n, REQUEST)).ok();
+                assert!(sys::recv_exact(fd, REQUEST) == answer(n), "round {round}, answer {n}");
+            }
+            sys::send_all(fd, &data::pattern(round, last, REQUEST)).ok();
+            // So that much of it is still to come when the server shuts.
+            sys::pause_ms(round % 4);
+            let (end, got) = sys::recv_to_end(fd);
+            assert!(
+                end.value == 0 && got.len() == LAST,
+                "round {round}: {end} after {} bytes",
+                got.len()
+            );
+            assert!(got == answer(last), "round {round}: other bytes");
+            sys::close(fd).ok();
+            continue;
+        };
+        let fd = sys::accept4(listener, 0).ok();
+        for n in 0..=last {
+            assert!(
+                sys::recv_exact(fd, REQUEST) == data::pattern(round, n, REQUEST),
+                "round {round}, request {n}"
+            );
+            sys::send_all(fd, &answer(n)).ok();
+        }
+        let ways: &[c_int] = [&[SHUT_RDWR][..], &[SHUT_RD, SHUT_WR], &[SHUT_WR, SHUT_RD]][round as usize / 3 % 3];
+        for (at, how) in ways.iter().enumerate() {
+            let shut = call!(libc::shutdown(fd, *how));
+            // The client may have read all, and closed, before the second.
+            assert!(
+                !shut.failed() || at > 0 && shut.is(libc::ENOTCONN),
+                "round {round}: {shut}"
+            );
+        }
+        let (end, got) = sys::recv_to_end(fd);
+        assert!(
+            end.value == 0 && got.is_empty(),
+            "round {round}: {end} after {} bytes",
+            got.len()
+        );
+        if round % 2 == 0 {
+            sys::wait_for(fd, libc::POLLHUP);
+        }
+        sys::close(fd).ok();
+    }
+    c.log("all equal");
+}
+
 /// The own end as it is seen directly after each part of it, by a look and by threads that wait for nothing else.
 pub fn shutdown_in_parts(c: &Ctx) {
     for parts in [&[SHUT_RDWR][..], &[SHUT_RD, SHUT_WR], &[SHUT_WR, SHUT_RD]] {

@@ -226,7 +226,7 @@ pub fn receivers(c: &Ctx) {
         let mut buf = [0; RECORD];
         let receiving = &mut buf;
         let got = beside_a_blocked(
-            move || receive(which, fd, receiving),
+            move || (receive(which, fd, receiving), std::io::Error::last_os_error()),
             || {
                 if ends {
                     call!(libc::shutdown(fd, libc::SHUT_RDWR)).ok();
@@ -236,9 +236,9 @@ pub fn receivers(c: &Ctx) {
             },
         );
         if ends {
-            assert_eq!(got, 0, "round {round}: {how:?}, call {which}");
+            assert_eq!(got.0, 0, "round {round}: {how:?}, call {which}: {}", got.1);
         } else {
-            assert_eq!(got, RECORD as i64, "round {round}: {how:?}, call {which}");
+            assert_eq!(got.0, RECORD as i64, "round {round}: {how:?}, call {which}: {}", got.1);
             data::verify(name(1, round), 500 * RECORD as u64, &buf);
         }
         fd = next.get();

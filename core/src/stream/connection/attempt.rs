@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering::Acquire;
 use super::aside;
 use super::io::{ControlOf, Half, Peeked, SocketIo, StreamLink, Task, Tcp};
 use super::object::{Control, Opened};
-use super::receiving::{stop_scan, take};
+use super::receiving::{end_scan, stop_scan, take};
 use super::sending::{demote_tx, flush_or_later};
 use super::stay;
 use super::streams::{close_stream, leave_link};
@@ -164,7 +164,7 @@ fn receive_on_link<S: SocketIo>(socket: &S, control: &ControlOf<S>) {
     let Some(mut rx) = socket.rx.lock() else {
         return;
     };
-    rx.scan = None;
+    end_scan(socket, &mut rx);
     if !rx.aside.is_empty() {
         drop(rx);
         return aside::give_back(socket, control);

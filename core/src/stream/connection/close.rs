@@ -1,35 +1,51 @@
 //! What shutdown() and close() leave to be done.
 
-use std::sync::atomic::Ordering::Acquire;
+use std::sync::atomic::Ordering::{Acquire, SeqCst};
 
-use super::attempt::feed;
+use super::attempt::{end_attempt, feed};
 use super::io::{ControlOf, SocketIo};
+use super::object::Control;
+use super::receiving::awaits_marker;
 use super::resume;
 use super::scan::{Ahead, AtMark, look_ahead};
 use super::sending::{Farewell, end_on_link, flush, settle_if_plain};
 use super::streams::{ask_back, close_stream};
 use crate::fabric::ring::EndMark;
 use crate::ids::Nonce;
+use crate::stream::handshake::{Handshake, Role};
 use crate::stream::mode::{Mode, Sending};
+use crate::wire::{self, MAX_MARKER, Marker};
 
 /// shutdown() of the sending direction, before the kernel's own: the mark says that what follows the last byte is on
 /// the anchor, namely its end. `farewell` is who is to be told of it when the kernel has sent its FIN. True: the
-/// kernel's shutdown follows by itself, once TCP has taken what is still to precede it.
-pub fn shut<S: SocketIo>(socket: &S, farewell: &mut Farewell<S::Link>) -> bool {
+/// kernel's shutdown of the direction follows by itself, once TCP has taken what is still to precede it, and has brought
+/// the markers that may still come where the program shuts `both` directions ([`awaits_marker`]).
+pub fn shut<S: SocketIo>(socket: &S, both: bool, farewell: &mut Farewell<S::Link>) -> bool {
     let Some(mut control) = socket.control.lock() else {
         return false;
     };
     if let Some(mut tx) = socket.tx.lock() {
         tx.is_shut = true;
     }
+    if both {
+        socket.rx_shut.store(true, SeqCst);
+    }
     if resume::shut(socket, &mut control) {
         return true;
     }
+    if awaits_marker(socket) {
+        end_attempt(socket, &mut control);
+    }
+    let waits = awaits_marker(socket) && socket.is_tx_quiet();
     let Some(mut tx) = socket.tx.lock() else {
         return false;
     };
     let was_on_link = socket.tx_mode.load(Acquire) == Mode::Link;
-    if was_on_link {
+    if waits {
+        // Nothing is sent from now on, on whatever it would be.
+        tx.then_link |= was_on_link;
+        socket.tx_mode.go(Sending::Announced);
+    } else if was_on_link {
         let wake = end_on_link(socket, &mut tx, EndMark::Fin);
         *farewell = Farewell::of(socket, wake);
     }
@@ -90,6 +106,10 @@ pub fn return_unread<S: SocketIo>(socket: &S, control: &ControlOf<S>) -> bool {
 pub struct Awaited {
     /// What each of the markers starts with.
     pub nonce: Nonce,
+    /// Our end is to follow them ([`awaits_marker`]).
+    pub precede_end: bool,
+    /// The marker that a HELLO is answered with: without an end it has no other answer.
+    pub answer: Vec<u8>,
     /// The part of the next marker that has come.
     pub part: Vec<u8>,
 }
@@ -100,9 +120,14 @@ pub fn scan_left<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) -> Option<
     let rx = socket.rx.lock()?;
     let (ahead, mut rx) = look_ahead(socket, control, rx, AtMark::GoOn)?;
     match ahead {
-        Ahead::Nothing | Ahead::Shut => rx.scan.map(|nonce| Awaited {
-            nonce,
-            part: rx.carry.take(),
+        Ahead::Nothing | Ahead::Shut => rx.scan.map(|nonce| {
+            let precede_end = socket.rx_shut.load(SeqCst);
+            Awaited {
+                nonce,
+                precede_end,
+                answer: if precede_end { refusal(control) } else { Vec::new() },
+                part: rx.carry.take(),
+            }
         }),
         // The kernel has no part in these unread bytes, so it would not reset.
         Ahead::Payload { carry: 1.., .. } => {
@@ -111,6 +136,20 @@ pub fn scan_left<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) -> Option<
         }
         _ => None,
     }
+}
+
+/// What a HELLO that has not come is to be answered with.
+fn refusal<L, O>(control: &Control<L, O>) -> Vec<u8> {
+    let mut buf = [0u8; MAX_MARKER];
+    let is_unanswered = |h: &&Handshake| h.role() == Role::Acceptor && control.greeted_by.is_none();
+    let theirs = control
+        .handshake
+        .as_ref()
+        .filter(is_unanswered)
+        .and_then(Handshake::theirs);
+    let abort = Marker::Abort(wire::Reason::Cancelled);
+    let bytes = theirs.and_then(|theirs| abort.encode(&theirs, &mut buf).ok());
+    bytes.map(<[u8]>::to_vec).unwrap_or_default()
 }
 
 /// The program closes the socket: ends the sending direction, and gives what TCP has not taken yet

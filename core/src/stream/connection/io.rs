@@ -107,6 +107,8 @@ pub trait Tcp {
     fn has_peer_ended(&self) -> bool;
     /// Ends the sending direction.
     fn end(&self);
+    /// Ends the receiving direction, as shutdown(SHUT_RD) does.
+    fn end_receiving(&self);
 }
 
 /// The socket that a [`Connection`] belongs to, which is in it.

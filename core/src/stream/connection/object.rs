@@ -75,6 +75,8 @@ pub struct Rx<O> {
     /// Bytes taken from TCP that may be the beginning of a marker, or that a call took which was in the
     /// kernel when the direction left TCP, or that were read ahead.
     pub carry: Carry,
+    /// The program has shut the direction down: once no marker may come any more the kernel is told.
+    pub then_shut: bool,
     /// What came before all of that, while the connection is handed to another holder (`aside`).
     pub aside: Vec<u8>,
     /// Bytes in front, in the carry and then in TCP, that a scan has found to be payload: small

@@ -19,6 +19,10 @@ pub fn start_scan<S: SocketIo>(socket: &S, nonce: Nonce) -> bool {
     let Some(tcp) = socket.tcp().filter(|_| is_plain) else {
         return false;
     };
+    if is_shut(socket) {
+        // A marker would be answered by a reset.
+        return false;
+    }
     if !socket.may_scan(&tcp) {
         return false;
     }
@@ -42,7 +46,7 @@ pub fn stop_scan<S: SocketIo>(socket: &S) {
     let Some(mut rx) = socket.rx.lock() else {
         return;
     };
-    rx.scan = None;
+    end_scan(socket, &mut rx);
     rx.scanned = 0;
     rx.restore_aside();
     if socket.rx_mode.load(Acquire) != Mode::Marked {
@@ -81,15 +85,59 @@ pub fn hand_over_rest<S: SocketIo>(socket: &S) {
     }
 }
 
+/// No marker comes any more. The caller holds `rx`.
+pub fn end_scan<S: SocketIo>(socket: &S, rx: &mut RxOf<S>) {
+    rx.scan = None;
+    if std::mem::take(&mut rx.then_shut)
+        && let Some(tcp) = socket.tcp()
+    {
+        tcp.end_receiving();
+    }
+    if socket.rx_shut.load(SeqCst) {
+        // The end of the other direction may wait for that.
+        socket.later(Task::Flush);
+    }
+}
+
+/// Whether the end in TCP has to wait: the program has shut the receiving direction, and a marker may still come. What
+/// comes when both are shut the kernel answers by a reset, with which all would be lost that the peer has not been sent
+/// yet.
+pub fn awaits_marker<S: SocketIo>(socket: &S) -> bool {
+    // By the lock: a scan that does not see the shutdown has begun by then (`start_scan`).
+    socket.rx_shut.load(SeqCst) && socket.rx.lock().is_some_and(|rx| is_scanned(socket, &rx))
+}
+
 /// Whether a marker may still come in the receiving direction.
 pub fn is_scanning<S: SocketIo>(socket: &S) -> bool {
-    socket.rx_mode.load(Acquire) == Mode::Marked && socket.rx.lock().is_some_and(|rx| rx.scan.is_some())
+    socket.rx_mode.load(Acquire) == Mode::Marked && socket.rx.lock().is_some_and(|rx| is_scanned(socket, &rx))
+}
+
+fn is_scanned<S: SocketIo>(socket: &S, rx: &RxOf<S>) -> bool {
+    socket.rx_mode.load(Acquire) == Mode::Marked && rx.scan.is_some()
+}
+
+/// Whether the program has shut both directions.
+pub fn is_shut<S: SocketIo>(socket: &S) -> bool {
+    socket.rx_shut.load(SeqCst) && socket.tx.lock().is_some_and(|tx| tx.is_shut)
+}
+
+/// shutdown() of the receiving direction. True: the kernel's follows by itself, once no marker may come, for the end of
+/// the other direction is out. (Who is blocked in the kernel's receive is woken by that alone, and is not to wait.)
+pub fn shut_receiving<S: SocketIo>(socket: &S) -> bool {
+    let Some(mut rx) = socket.rx.lock() else {
+        return false;
+    };
+    let is_out = socket.tx.lock().is_some_and(|tx| tx.is_shut && !tx.then_shut);
+    // Under the lock: no scan begins after this.
+    socket.rx_shut.store(true, SeqCst);
+    rx.then_shut = is_out && is_scanned(socket, &rx) && socket.rx_inside.is_empty();
+    rx.then_shut
 }
 
 /// The program is told of the end that a look has found ([`Ahead::Ended`](super::scan::Ahead::Ended)): what follows is
 /// the kernel's to say. The caller holds `rx`.
 pub fn on_end_told<S: SocketIo>(socket: &S, rx: &mut RxOf<S>) {
-    rx.scan = None;
+    end_scan(socket, rx);
     socket.rx_mode.go(Receiving::Settled);
     if rx.consumer.is_some() {
         socket.later(Task::Drained);

@@ -4,7 +4,7 @@ use std::sync::atomic::Ordering::{Acquire, SeqCst};
 
 use super::attempt::{feed, on_end, on_resume};
 use super::io::{ControlOf, Half, Peeked, RxOf, SocketIo, Task, Tcp};
-use super::receiving::take;
+use super::receiving::{is_shut, take};
 use crate::ids::{ID_BYTES, Nonce};
 use crate::lock::Guard;
 use crate::scratch::Scratch;
@@ -63,6 +63,18 @@ pub fn seen_ahead<S: SocketIo>(socket: &S, rx: &RxOf<S>, want: usize) -> Option<
 /// Looks at what TCP has for a scanning socket, and processes the markers at its front. The caller
 /// holds `control`, and `rx` through `guard`.
 pub fn look_ahead<'a, S: SocketIo>(
+    socket: &'a S,
+    control: &mut ControlOf<S>,
+    guard: Guard<'a, RxOf<S>>,
+    at_mark: AtMark,
+) -> Option<(Ahead, Guard<'a, RxOf<S>>)> {
+    let (ahead, guard) = look_at_front(socket, control, guard, at_mark)?;
+    // The kernel may not have been told of it yet.
+    let is_shut = guard.then_shut && matches!(ahead, Ahead::Nothing);
+    Some((if is_shut { Ahead::Shut } else { ahead }, guard))
+}
+
+fn look_at_front<'a, S: SocketIo>(
     socket: &'a S,
     control: &mut ControlOf<S>,
     mut guard: Guard<'a, RxOf<S>>,
@@ -225,7 +237,7 @@ fn on_marker<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, marker: Option
         Some(Marker::Hello(hello)) => {
             // P32: a HELLO of somebody else than the asker is not followed.
             let expected = control.handshake.as_ref().is_some_and(|h| h.role() == Role::Connector);
-            if !expected && control.leave.is_some() {
+            if !expected && (control.leave.is_some() || is_shut(socket)) {
                 // The program has put the socket to a use since our YES that forbids it: ABORT is owed, and no more.
                 return feed(socket, control, |h| Ok(h.on_bad_marker()));
             }

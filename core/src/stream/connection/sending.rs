@@ -4,7 +4,7 @@
 use std::sync::atomic::Ordering::{Acquire, SeqCst};
 
 use super::io::{Half, SocketIo, StreamLink, Task, Tcp, TxOf, Unsent};
-use super::receiving::look_for_reset;
+use super::receiving::{awaits_marker, look_for_reset};
 use crate::fabric::ring::{EndMark, Stopped, Wake};
 use crate::ids::Vqpn;
 use crate::stream::mode::{Mode, Sending};
@@ -50,10 +50,18 @@ pub fn flush_or_later<S: SocketIo>(socket: &S) {
 /// Gets pending marker bytes into TCP. True when none are left: the direction's mode says what
 /// it runs on then. The caller holds neither `rx` nor `tx`.
 pub fn flush<S: SocketIo>(socket: &S) -> bool {
+    let waits = awaits_marker(socket);
     let Some(mut tx) = socket.tx.lock() else {
         return false;
     };
     if socket.tx_mode.load(Acquire) != Mode::Marked {
+        if tx.then_shut
+            && !waits
+            && let Some(tcp) = socket.tcp()
+        {
+            tx.then_shut = false;
+            tcp.end();
+        }
         return true;
     }
     // A call that blocks inside the kernel could get its bytes between two parts of a marker.
@@ -94,7 +102,7 @@ pub fn flush<S: SocketIo>(socket: &S) -> bool {
     }
     tcp.push();
     tracing::trace!(target: "rdmasock::promote", slot = socket.slot(), "markers are out");
-    if tx.is_suspended {
+    if tx.is_suspended || tx.then_shut && waits {
         return false;
     }
     if std::mem::take(&mut tx.then_link) && tx.producer.is_some() {

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering::Acquire;
 
 use super::io::{ControlOf, Half, SocketIo, StreamLink, Task, Tcp};
 use super::object::Control;
-use super::receiving::leave_link_at_end;
+use super::receiving::{awaits_marker, end_scan, leave_link_at_end};
 use super::sending::{flush, flush_or_later, queue_again};
 use crate::fabric::ring::EndMark;
 use crate::stream::mode::{Mode, Receiving, Sending};
@@ -161,7 +161,7 @@ fn read_on<S: SocketIo>(socket: &S, sent: Option<u64>) {
         let Some(mut rx) = socket.rx.lock() else {
             return;
         };
-        rx.scan = None;
+        end_scan(socket, &mut rx);
         rx.scanned = 0;
         rx.read_on = true;
         rx.is_lost |= sent.is_none();
@@ -176,13 +176,17 @@ fn read_on<S: SocketIo>(socket: &S, sent: Option<u64>) {
 }
 
 fn end_tcp<S: SocketIo>(socket: &S) {
+    let waits = awaits_marker(socket);
     let at_once = {
         let Some(mut tx) = socket.tx.lock() else {
             return;
         };
-        let marked = socket.tx_mode.load(Acquire) == Mode::Marked;
-        tx.then_shut |= marked;
-        !marked
+        let mode = socket.tx_mode.load(Acquire);
+        if waits && mode == Mode::Tcp {
+            socket.tx_mode.go(Sending::Announced);
+        }
+        tx.then_shut |= waits || mode == Mode::Marked;
+        !tx.then_shut
     };
     if !at_once {
         flush(socket);

@@ -187,7 +187,7 @@ impl Endpoint {
     pub fn shut(&self) {
         self.fin.set(true);
         let mut farewell = Farewell::NONE;
-        if !connection::shut(self, &mut farewell) {
+        if !connection::shut(self, false, &mut farewell) {
             self.net.out.borrow_mut().shut();
         }
         farewell.tell();

@@ -19,7 +19,7 @@ fn reclaim_slow(socket: &'static Socket) {
     if !socket.promotion.holders.await_return() {
         // A marker may come yet, or data be on the link: a gap would be worse than the end of the connection.
         tracing::warn!(target: "rdmasock", slot = socket.slot, "the process that has it on a link does not answer, or was killed: reset");
-        reset::reset(socket);
+        reset::reset_after_unsent(socket);
     }
     socket.tx_mode.go(Sending::Reclaimed);
     socket.rx_mode.go(Receiving::Reclaimed);

@@ -9,6 +9,7 @@ use rustix::event::PollFlags;
 
 use crate::ready;
 use crate::socket::Socket;
+use crate::sockopt;
 
 /// The peer has not read what we sent, or has lost what it sent, and is gone: the next receive is to fail. If
 /// TCP has had a RST it says so itself, to whichever call asks first. `is_shut`: the program has shut
@@ -27,6 +28,27 @@ pub fn reset(socket: &Socket) {
         let _ = rustix::net::sockopt::set_socket_linger(fd, Some(std::time::Duration::ZERO));
         break_off(fd);
     }
+}
+
+/// As [`reset`], where another process has given TCP bytes that the peer is to have before that: what the peer's host
+/// has not confirmed goes with the reset. It is waited for, for a moment. No lock is held.
+pub fn reset_after_unsent(socket: &Socket) {
+    const STEP: rustix::time::Timespec = rustix::time::Timespec {
+        tv_sec: 0,
+        tv_nsec: 200_000,
+    };
+    const STEPS: usize = 1000;
+    let is_unsent = || {
+        let _keeps_close_out = socket.control.lock();
+        socket.numbers.anchor_fd().is_some_and(|fd| sockopt::unsent(fd) > 0)
+    };
+    for _ in 0..STEPS {
+        if !is_unsent() {
+            break;
+        }
+        let _ = rustix::thread::nanosleep(&STEP);
+    }
+    reset(socket);
 }
 
 /// Breaks the association: a RST goes out, and this end sees ECONNRESET, once. What is unread is dropped.

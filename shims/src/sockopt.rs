@@ -137,22 +137,33 @@ pub fn is_beyond_links(fd: BorrowedFd<'_>) -> bool {
 /// Whether urgent data is next in TCP (tcp(7), SIOCATMARK).
 pub fn is_at_mark(fd: BorrowedFd<'_>) -> bool {
     const SIOCATMARK: usize = 0x8905;
-    let mut at: c_int = 0;
+    ask(fd, SIOCATMARK).is_some_and(|at| at != 0)
+}
+
+/// Bytes that TCP was given and the peer's host has not confirmed (tcp(7), SIOCOUTQ).
+pub fn unsent(fd: BorrowedFd<'_>) -> usize {
+    const SIOCOUTQ: usize = libc::TIOCOUTQ as usize;
+    ask(fd, SIOCOUTQ).map_or(0, |n| n.unsigned_abs() as usize)
+}
+
+/// An int that ioctl(2) tells.
+fn ask(fd: BorrowedFd<'_>, request: usize) -> Option<c_int> {
+    let mut value: c_int = 0;
     // SAFETY: the system call writes an int.
-    let known = unsafe {
+    let result = unsafe {
         kernel::call(
             libc::SYS_ioctl,
             [
                 fd.as_raw_fd() as usize,
-                SIOCATMARK,
-                kernel::address(&raw mut at),
+                request,
+                kernel::address(&raw mut value),
                 0,
                 0,
                 0,
             ],
         )
     };
-    known.is_ok() && at != 0
+    result.is_ok().then_some(value)
 }
 
 #[cfg(test)]

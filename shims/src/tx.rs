@@ -402,7 +402,11 @@ unsafe fn step(call: &mut Call, iov: &mut Iov, flags: c_int, until: usize) -> Se
             return SendStep::Elsewhere(place);
         }
         if is_shut(socket) {
-            return SendStep::Shut;
+            // Not where the number is another's.
+            return match call.place_now() {
+                Place::Here => SendStep::Shut,
+                place => SendStep::Elsewhere(place),
+            };
         }
         if within(|| connection::flush(socket)) {
             return SendStep::Again;
@@ -547,7 +551,14 @@ pub fn send_on_tcp(socket: &'static Socket, fd: c_int, flags: c_int, real: &impl
             });
         }
         if is_shut(socket) {
-            return after_shutdown(0, flags);
+            match call.place_now() {
+                Place::Here => return after_shutdown(0, flags),
+                Place::Moved => {
+                    closing::look_again(socket, fd);
+                    continue;
+                }
+                Place::Lost => return errno::fail(libc::EBADF),
+            }
         }
         if connection::flush(socket) {
             if socket.tx_mode.load(Acquire) == Mode::Link {

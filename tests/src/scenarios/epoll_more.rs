@@ -158,6 +158,8 @@ pub fn two_epolls(c: &Ctx) {
         log_wait(c, b, 0);
         for _ in 0..2 {
             c.sync("round");
+            // Once the send is over the bytes are there, and so is the word of them (docs/limits.md).
+            c.sync("sent");
             sys::wait_readable_bytes(fd, 4);
             log_wait(c, a, sys::SOON);
             log_wait(c, b, sys::SOON);
@@ -174,6 +176,7 @@ pub fn two_epolls(c: &Ctx) {
         for _ in 0..2 {
             c.sync("round");
             c.send(fd, b"data", 0);
+            c.sync("sent");
         }
     }
     c.sync("done");

@@ -111,6 +111,8 @@ pub struct Epoll {
     /// Another set holds this one, so the kernel's object has to show when something is ready: peers
     /// ring as if somebody always slept here.
     pub(crate) nested: Published<AtomicBool>,
+    /// Peers tell the service thread of some of its sockets, for another set has them too (`served`).
+    pub(crate) served: AtomicBool,
     /// For a nested set: the waiter's flag counts one sleeper for it.
     pub(crate) shown: Published<AtomicBool>,
     /// Shared with the process that we were forked from, which may have taken sockets over.
@@ -166,6 +168,7 @@ impl Epoll {
                 fds: AtomicU32::new(0),
                 moves: AtomicU64::new(0),
                 mixed: AtomicBool::new(false),
+                served: AtomicBool::new(false),
                 has_plain: AtomicBool::new(false),
                 looked_at: AtomicU64::new(0),
                 kernel_quiet: AtomicBool::new(false),
@@ -179,6 +182,7 @@ impl Epoll {
         epoll.nested.publish_quietly(false);
         epoll.inherited.store(false, Release);
         epoll.has_plain.store(false, Relaxed);
+        epoll.served.store(false, Relaxed);
         epoll.fds.store(1, Release);
         Some(epoll)
     }
@@ -422,6 +426,10 @@ impl Epoll {
 }
 
 impl EpollSet for Epoll {
+    fn be_served(&self) {
+        self.served.store(true, Release);
+    }
+
     fn forget(&self, index: usize, socket: &'static Socket) {
         if let Some(mut set) = self.set.lock()
             && set.items.get(index).is_some_and(|i| std::ptr::eq(i.socket, socket))

@@ -22,6 +22,7 @@ use crate::library::Library;
 use crate::mailbox::Command;
 use crate::points::point;
 use crate::readiness::{self, Arm};
+use crate::served;
 use crate::spin::{self, Peers};
 use crate::table::{self, Entry};
 use crate::time::Timeout;
@@ -379,6 +380,9 @@ impl Epoll {
     /// Reports what is ready, behind the first `front` of `max` entries, which the kernel has filled since `moves` was
     /// read.
     fn harvest(&'static self, visit: &Visit, to: &Results, how: Harvest) -> c_int {
+        if self.served.load(Acquire) {
+            served::tell_all();
+        }
         let Some(mut guard) = self.set.lock() else {
             return 0;
         };

@@ -72,6 +72,7 @@ mod remains;
 mod reset;
 mod rules;
 mod rx;
+mod served;
 mod service;
 pub mod signals;
 mod socket;

@@ -171,23 +171,14 @@ struct Attention {
 fn attention(socket: &Socket, interest: &Interest) -> Attention {
     let link = socket.link();
     let told = |w: WaiterId| link.is_some_and(|l| l.announce(w));
-    let sets = match interest.members.as_slice() {
-        [] => 0,
-        [first, rest @ ..] if rest.iter().all(|m| std::ptr::addr_eq(m.epoll, first.epoll)) => {
-            let bits = first.epoll.waiter().map_or(0, WaiterId::queue_bits);
-            let known = WaiterId::of_queue(bits).is_some_and(told);
-            if known { bits } else { Link::service_bits() }
-        }
-        _ => Link::service_bits(),
-    };
-    match interest.sleepers.as_slice() {
+    let words = match interest.sleepers.as_slice() {
         [] => Attention {
-            sets,
+            sets: of_sets(interest, told),
             data: 0,
             space: 0,
         },
         [one] if told(one.waiter) => Attention {
-            sets,
+            sets: of_sets(interest, told),
             data: if one.data { one.waiter.sleeper_bits() } else { 0 },
             space: if one.space { one.waiter.sleeper_bits() } else { 0 },
         },
@@ -199,6 +190,24 @@ fn attention(socket: &Socket, interest: &Interest) -> Attention {
                 space: sets,
             }
         }
+    };
+    if words.sets == Link::service_bits() {
+        // Before the peer knows.
+        interest.members.iter().for_each(|m| m.epoll.be_served());
+    }
+    words
+}
+
+/// Who is told on behalf of the sets.
+fn of_sets(interest: &Interest, told: impl Fn(WaiterId) -> bool) -> u32 {
+    match interest.members.as_slice() {
+        [] => 0,
+        [first, rest @ ..] if rest.iter().all(|m| std::ptr::addr_eq(m.epoll, first.epoll)) => {
+            let bits = first.epoll.waiter().map_or(0, WaiterId::queue_bits);
+            let known = WaiterId::of_queue(bits).is_some_and(told);
+            if known { bits } else { Link::service_bits() }
+        }
+        _ => Link::service_bits(),
     }
 }
 

@@ -49,8 +49,7 @@ use rdmasock_core::stream::connection::{self, SocketIo as _, Task};
 use crate::library::Library;
 use crate::link::up;
 use crate::mailbox::{Thread, kind};
-use crate::readiness::{self, Arm};
-use crate::ready;
+use crate::served;
 use crate::socket;
 use crate::time::{self, wait_until};
 use crate::waiters::SERVICE;
@@ -184,18 +183,8 @@ impl Worker {
             }
         }
         for link in up::all() {
-            let mut sockets = Vec::new();
             link.progress();
-            link.drain_ready(SERVICE, |slot, at| sockets.push((at, slot)));
-            sockets.sort_by_key(|(at, _)| *at);
-            for socket in sockets.into_iter().filter_map(|(_, slot)| socket::by_slot(slot)) {
-                // Its sender may wait for a reader that has closed the number past the hooks.
-                crate::closing::look_at_anchor(socket);
-                link.judge(readiness::readable(socket, Arm::No) != 0);
-                crate::rx::relieve(socket, link);
-                self.look_for_confirmation(socket, link);
-                ready::notify_local(socket);
-            }
+            served::tell(link);
             self.poll_remote(link);
         }
     }

@@ -140,6 +140,9 @@ pub trait EpollSet: Sync {
 
     /// Who is told of what is ready in the set.
     fn waiter(&self) -> Option<WaiterId>;
+
+    /// The service thread is told of an item, in place of that (`served`).
+    fn be_served(&self);
 }
 
 /// An epoll set that a number of this socket is in.

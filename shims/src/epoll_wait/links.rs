@@ -2,7 +2,10 @@
 //! those to other hosts, if there are many, the kernel's set tells which have something (`epoll::links`); the others
 //! are looked at.
 
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::atomic::{
+    AtomicBool,
+    Ordering::{Acquire, Relaxed},
+};
 
 use rdmasock_core::fabric::waiter::WaiterId;
 
@@ -11,6 +14,7 @@ use crate::epoll::links::{Far, Links};
 use crate::epoll::{Epoll, Set, enqueue};
 use crate::library::Library;
 use crate::link::Link;
+use crate::served;
 use crate::socket;
 
 /// To look at a link to another host is to poll its completions. So where there are more than so many, those are left
@@ -60,7 +64,7 @@ impl Epoll {
         let Some(mut set) = self.set.lock() else {
             return true;
         };
-        !set.ready.is_empty() || set.links.have_ready(waiter)
+        !set.ready.is_empty() || set.links.have_ready(waiter) || self.served.load(Acquire) && served::have_ready()
     }
 
     /// Takes over from the ready queues what peers have put there. True if links were left out that may have

@@ -5,13 +5,11 @@
 
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::BorrowedFd;
-use std::sync::atomic::Ordering::Acquire;
 use std::time::{Duration, Instant};
 
 use rdmasock_core::fabric::plugin::PRIVATE_BYTES;
-use rdmasock_core::ids::{Cookie, InstanceId, Vqpn};
+use rdmasock_core::ids::{Cookie, InstanceId};
 use rdmasock_core::stats::Reason;
-use rdmasock_core::stream::resume::Resume;
 use rdmasock_core::wire::{INTRODUCTION, Introduction};
 use rustix::event::epoll as kernel;
 use rustix::io::Errno;
@@ -23,10 +21,8 @@ use crate::config::{ZeroCopy, config};
 use crate::link::life::Identity;
 use crate::link::{Link, Maintained, Remote, up};
 use crate::mailbox::{Command, kind, tag};
-use crate::socket::Socket;
 use crate::verbs::{self, Acceptor, Dialled, Incoming, Pair, State};
 use crate::waiters::SERVICE;
-use rdmasock_core::stream::connection;
 
 const _: () = assert!(INTRODUCTION == PRIVATE_BYTES);
 
@@ -360,20 +356,6 @@ impl Worker {
             && let Some(id) = self.conn_of(link)
         {
             self.on_completion(id);
-        }
-    }
-
-    /// The peer may have confirmed that it has all of a direction that was ended.
-    pub(super) fn look_for_confirmation(&self, socket: &'static Socket, link: &Link) {
-        let Some(remote) = link.remote() else {
-            return;
-        };
-        let theirs = Vqpn(socket.peer_vqpn.load(Acquire));
-        if let Some(mut control) = socket.control.lock()
-            && control.resume.as_ref().is_some_and(Resume::is_marked)
-            && remote.is_confirmed(theirs)
-        {
-            connection::resume::confirmed(socket, &mut control);
         }
     }
 

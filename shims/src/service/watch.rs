@@ -11,6 +11,7 @@ use crate::anchor;
 use crate::mailbox::Ref;
 use crate::points::point;
 use crate::ready;
+use crate::served;
 use crate::socket::{self, KERNELS_ERRORS, Mode, OUR_ERRORS, Socket};
 use crate::tx;
 use rdmasock_core::stream::connection;
@@ -109,7 +110,7 @@ impl Worker {
     pub(super) fn settle(&mut self, r: Ref) {
         let Some(socket) = r.get() else { return };
         if let Some(link) = socket.link() {
-            self.look_for_confirmation(socket, link);
+            served::look_for_confirmation(socket, link);
         }
         if socket.numbers.left_behind.load(Acquire) {
             if socket.rx_mode.load(Acquire) == Mode::Marked {

@@ -183,6 +183,37 @@ pub fn two_epolls(c: &Ctx) {
     c.close(fd);
 }
 
+/// A connection in two epolls: waits that do not wait find in both, each time, what was sent before.
+pub fn two_epolls_at_once(c: &Ctx) {
+    let fd = c.pair();
+    let (a, b) = (create(), create());
+    if c.is_server() {
+        ctl(a, EPOLL_CTL_ADD, fd, IN, 1).ok();
+        ctl(b, EPOLL_CTL_ADD, fd, IN | ET, 2).ok();
+        sys::pause_ms(100);
+    }
+    for round in 0..200 {
+        if !c.is_server() {
+            c.sync("read");
+            sys::send_all(fd, b"data").ok();
+            c.sync("sent");
+            continue;
+        }
+        c.sync("read");
+        c.sync("sent");
+        sys::wait_readable_bytes(fd, 4);
+        let (level, edge) = (wait(a, 4, 0).1, wait(b, 4, 0).1);
+        assert_eq!(level, [(1, IN)], "round {round}");
+        assert_eq!(edge, [(2, IN)], "round {round}");
+        sys::recv_exact(fd, 4);
+        let (level, edge) = (wait(a, 4, 0).1, wait(b, 4, 0).1);
+        assert!(level.is_empty() && edge.is_empty(), "round {round}: {level:?} {edge:?}");
+    }
+    c.log("all told");
+    c.sync("done");
+    c.close(fd);
+}
+
 /// Two threads asleep in two epolls with the same connection: both wake.
 pub fn two_sleepers(c: &Ctx) {
     let fd = c.pair();

@@ -121,7 +121,7 @@ pub fn all() -> Vec<Scenario> {
         timing: warm { rcvtimeo, sndtimeo, nonblock_shared, set_by_child, woken, full, full_epoll, blocked_send, blocked_send_reset, poll_timeout, early_and_late } cold {  }
         signals: warm { eintr, restart, partial, handler_writes, handler_storm, masks } cold {  }
         epoll: warm { level, edge, edge_mod, oneshot, exclusive, data_kept, control, closed_is_removed, dup_keeps_registration, fairness, hangups, edge_across_demotion } cold { blocking_reads, short_reads, counted_reads, oneshot_threads }
-        epoll_more: warm { nested, mixed, in_turns, two_epolls, two_sleepers, registered_before, pwait2, added_while_waiting, shared_with_child, unwritable } cold { loop_level, loop_edge }
+        epoll_more: warm { nested, mixed, in_turns, two_epolls, two_epolls_at_once, two_sleepers, registered_before, pwait2, added_while_waiting, shared_with_child, unwritable } cold { loop_level, loop_edge }
         order: warm { of_arrival, young_first, none_alone, listed_once } cold { end_first }
         direct: warm { sizes, vectors, whole, behind_heads, time_outs, late_time_outs } cold {  }
         direct_ends: warm { on_tcp, on_tcp_lent } cold {  }

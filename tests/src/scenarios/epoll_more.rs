@@ -158,7 +158,7 @@ pub fn two_epolls(c: &Ctx) {
         log_wait(c, b, 0);
         for _ in 0..2 {
             c.sync("round");
-            // Once the send is over the bytes are there, and so is the word of them (docs/limits.md).
+            // Once the send is over the bytes are there, and both sets know it.
             c.sync("sent");
             sys::wait_readable_bytes(fd, 4);
             log_wait(c, a, sys::SOON);

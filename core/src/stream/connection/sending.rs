@@ -121,6 +121,12 @@ pub fn flush<S: SocketIo>(socket: &S) -> bool {
         if socket.tx_mode.load(Acquire) == Mode::Link {
             farewell = Farewell::of(socket, end_on_link(socket, &mut tx, EndMark::Fin));
         }
+        if socket.tx_mode.load(Acquire) == Mode::Marked {
+            // The peer has stopped reading the link: what it has not read goes out first.
+            tx.then_shut = true;
+            drop(tx);
+            return flush(socket);
+        }
         tcp.end();
         drop(tx);
         farewell.tell();

@@ -161,3 +161,62 @@ fn is_over(fd: BorrowedFd<'_>, awaited: &mut Awaited, unsent: &mut Vec<u8>) -> b
 fn reset(fd: BorrowedFd<'_>) {
     let _ = rustix::net::sockopt::set_socket_linger(fd, Some(std::time::Duration::ZERO));
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::net::{TcpListener, TcpStream};
+    use std::os::fd::AsFd;
+
+    use rdmasock_core::ids::{InstanceId, Nonce};
+    use rdmasock_core::os::privatefd::PrivateFd;
+    use rdmasock_core::wire::{Capabilities, Hello, Reason};
+
+    use super::*;
+
+    /// What was closed before a HELLO had come, and shut before that: the HELLO is answered, and the end follows the
+    /// marker that closes the attempt.
+    #[test]
+    fn a_greeting_of_what_has_not_ended_yet_is_answered() {
+        let [mine, theirs] = [[0xc0; 16], [0xc1; 16]].map(Nonce::from_bytes);
+        let encoded = |marker: Marker, to: &Nonce| {
+            let mut buf = [0u8; MAX_MARKER];
+            marker.encode(to, &mut buf).unwrap().to_vec()
+        };
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (ours, _) = listener.accept().unwrap();
+        rustix::net::shutdown(&ours, rustix::net::Shutdown::Read).unwrap();
+        let abort = encoded(Marker::Abort(Reason::Cancelled), &theirs);
+        let awaited = Awaited {
+            nonce: mine,
+            precede_end: true,
+            answer: abort.clone(),
+            part: Vec::new(),
+        };
+        let copy = PrivateFd::duplicate_closing(ours.as_fd()).unwrap();
+        drop(ours);
+        let mut remains = Remains::new(copy, Some(awaited), Vec::new());
+        assert!(!remains.is_over(), "an end of our own is none of the peer's");
+        let hello = Hello {
+            instance: InstanceId::random().unwrap(),
+            capabilities: Capabilities::SHM,
+            link: None,
+        };
+        peer.write_all(&encoded(Marker::Hello(hello), &mine)).unwrap();
+        let mut answer = vec![0; abort.len()];
+        peer.set_nonblocking(true).unwrap();
+        while peer.read_exact(&mut answer).is_err() {
+            assert!(!remains.is_over());
+        }
+        assert_eq!(answer, abort);
+        peer.write_all(&encoded(Marker::Abort(Reason::Cancelled), &mine))
+            .unwrap();
+        while !remains.is_over() {
+            std::thread::yield_now();
+        }
+        peer.set_nonblocking(false).unwrap();
+        drop(remains);
+        assert_eq!(peer.read(&mut answer).unwrap(), 0, "an end, and no reset");
+    }
+}

@@ -5,7 +5,9 @@ use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, AsRawFd};
 
 use rdmasock_core::ids::Nonce;
-use rdmasock_core::stream::connection::{Farewell, Task, flush, read_ahead, resume, shut};
+use rdmasock_core::stream::connection::{
+    Farewell, Task, flush, read_ahead, resume, shut, shut_receiving, start_scan, stop_scan,
+};
 use rdmasock_core::stream::handshake::Closing;
 use rdmasock_core::stream::resume::Resume;
 use rdmasock_core::wire::{MAX_MARKER, Marker};
@@ -28,8 +30,8 @@ fn suspended() -> (&'static Socket, TcpStream, TcpStream) {
     (socket, ours, theirs)
 }
 
-/// A socket that has closed its part of the handshake so, and does not know of the peer's.
-fn unanswered(closing: Closing) -> (&'static Socket, TcpStream, TcpStream) {
+/// A socket on TCP, both ends of which are here.
+fn accepted() -> (&'static Socket, TcpStream, TcpStream) {
     // Its commands stay in the queue.
     without_thread();
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -37,6 +39,12 @@ fn unanswered(closing: Closing) -> (&'static Socket, TcpStream, TcpStream) {
     let (ours, _) = listener.accept().unwrap();
     let socket = Socket::allocate(ours.as_raw_fd(), true).unwrap();
     table::insert(ours.as_raw_fd(), Entry::Socket(socket));
+    (socket, ours, theirs)
+}
+
+/// A socket that has closed its part of the handshake so, and does not know of the peer's.
+fn unanswered(closing: Closing) -> (&'static Socket, TcpStream, TcpStream) {
+    let (socket, ours, theirs) = accepted();
     let mut resume = Resume::new();
     assert!(resume.on_sent(closing).is_empty());
     {
@@ -210,4 +218,58 @@ fn a_shutdown_of_what_was_on_no_link_leaves_the_service_thread_nothing_to_do() {
     let mut farewell = Farewell::NONE;
     assert!(!shut(socket, true, &mut farewell), "the kernel's call follows");
     assert_eq!(left_to_do(socket, Task::Drained), 0);
+}
+
+/// Whether our end has come, or nothing yet.
+fn has_ended(theirs: &TcpStream) -> bool {
+    match rustix::net::recv(theirs, &mut [0u8; 1][..], RecvFlags::DONTWAIT) {
+        Ok((_, n)) => n == 0,
+        Err(error) => {
+            assert_eq!(error, Errno::AGAIN);
+            false
+        }
+    }
+}
+
+#[test]
+fn where_both_directions_are_shut_the_end_follows_the_last_marker() {
+    let (socket, ours, theirs) = accepted();
+    assert!(start_scan(socket, MINE));
+    let mut farewell = Farewell::NONE;
+    assert!(shut(socket, true, &mut farewell), "the kernel's call follows by itself");
+    assert!(!flush(socket));
+    assert!(!has_ended(&theirs));
+    assert_eq!(left_to_do(socket, Task::Flush), 0);
+    stop_scan(socket);
+    assert_eq!(
+        left_to_do(socket, Task::Flush),
+        1,
+        "the service thread goes on from here"
+    );
+    assert!(flush(socket));
+    until(|| has_ended(&theirs));
+    assert!(!start_scan(socket, MINE), "no marker is to come to it");
+    crate::lifecycle::before_close(ours.as_raw_fd());
+}
+
+#[test]
+fn a_direction_that_is_shut_behind_an_end_is_the_kernels_to_shut_when_the_last_marker_has_come() {
+    let (socket, ours, theirs) = accepted();
+    assert!(start_scan(socket, MINE));
+    let mut farewell = Farewell::NONE;
+    assert!(!shut(socket, false, &mut farewell), "the other direction does not wait");
+    let anchor = socket.numbers.anchor_fd().unwrap();
+    rustix::net::shutdown(anchor, Shutdown::Write).unwrap();
+    until(|| has_ended(&theirs));
+    assert!(shut_receiving(socket));
+    let is_shut = || ready::anchor(anchor, PollFlags::RDHUP) & libc::EPOLLRDHUP as u32 != 0;
+    assert!(!is_shut());
+    assert_eq!(
+        ready::among_markers(socket).unwrap_or(0) & libc::EPOLLRDHUP as u32,
+        libc::EPOLLRDHUP as u32,
+        "to the program it is"
+    );
+    stop_scan(socket);
+    assert!(is_shut());
+    crate::lifecycle::before_close(ours.as_raw_fd());
 }

@@ -114,7 +114,8 @@ impl Remains {
     }
 }
 
-/// Takes the markers that have come; true when the connection can be closed. Appends what is to be answered to `unsent`.
+/// Takes the markers that have come, and appends what is to be answered to `unsent`; true when the connection can be
+/// closed.
 fn is_over(fd: BorrowedFd<'_>, awaited: &mut Awaited, unsent: &mut Vec<u8>) -> bool {
     let mut buf = [0u8; MAX_MARKER];
     loop {

@@ -18,8 +18,8 @@ use crate::wire::{self, MAX_MARKER, Marker};
 
 /// shutdown() of the sending direction, before the kernel's own: the mark says that what follows the last byte is on
 /// the anchor, namely its end. `farewell` is who is to be told of it when the kernel has sent its FIN. True: the
-/// kernel's shutdown of the direction follows by itself, once TCP has taken what is still to precede it, and has brought
-/// the markers that may still come where the program shuts `both` directions ([`awaits_marker`]).
+/// kernel's shutdown of the direction follows by itself, once TCP has taken what is still to precede it, and, where the
+/// program shuts `both` directions, has brought the markers that may still come (P101).
 pub fn shut<S: SocketIo>(socket: &S, both: bool, farewell: &mut Farewell<S::Link>) -> bool {
     let Some(mut control) = socket.control.lock() else {
         return false;
@@ -106,7 +106,7 @@ pub fn return_unread<S: SocketIo>(socket: &S, control: &ControlOf<S>) -> bool {
 pub struct Awaited {
     /// What each of the markers starts with.
     pub nonce: Nonce,
-    /// Our end is to follow them ([`awaits_marker`]).
+    /// Our end is to follow them (P101).
     pub precede_end: bool,
     /// The marker that a HELLO is answered with: without an end it has no other answer.
     pub answer: Vec<u8>,

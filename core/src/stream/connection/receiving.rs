@@ -101,7 +101,7 @@ pub fn end_scan<S: SocketIo>(socket: &S, rx: &mut RxOf<S>) {
 
 /// Whether the end in TCP has to wait: the program has shut the receiving direction, and a marker may still come. What
 /// comes when both are shut the kernel answers by a reset, with which all would be lost that the peer has not been sent
-/// yet.
+/// yet (P101).
 pub fn awaits_marker<S: SocketIo>(socket: &S) -> bool {
     // By the lock: a scan that does not see the shutdown has begun by then (`start_scan`).
     socket.rx_shut.load(SeqCst) && socket.rx.lock().is_some_and(|rx| is_scanned(socket, &rx))

@@ -54,9 +54,11 @@ pub fn flush<S: SocketIo>(socket: &S) -> bool {
     let Some(mut tx) = socket.tx.lock() else {
         return false;
     };
-    if socket.tx_mode.load(Acquire) != Mode::Marked {
+    let mode = socket.tx_mode.load(Acquire);
+    if mode != Mode::Marked {
         if tx.then_shut
             && !waits
+            && mode != Mode::Foreign
             && let Some(tcp) = socket.tcp()
         {
             tx.then_shut = false;

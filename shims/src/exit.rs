@@ -49,8 +49,8 @@ pub extern "C" fn at_exit() {
         }
         socket.promotion.holders.let_go(socket.is_plain());
     }
-    // What is on its way to other hosts dies with the queue pair: until they have it, or TCP has. And what was closed in
-    // the middle of a promotion the kernel would reset when the peer's markers come.
+    // What is on its way to other hosts dies with the queue pair: until they have it, or TCP has. And what was closed
+    // in the middle of a promotion the kernel would reset when the peer's markers come.
     let is_owed = || {
         socket::all().any(|socket| {
             let control = socket.control.lock();

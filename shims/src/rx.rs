@@ -111,8 +111,8 @@ fn count_received(began: &Began, flags: c_int, n: ssize_t) {
 }
 
 /// The kernel's call on a plain direction, which the caller has entered. `Break` is the result of the call; `Continue`
-/// if it has to go on because markers have taken the place of bytes for the program, with how many of those it has: then
-/// it is still inside, and is to leave by [`go_on`].
+/// if it has to go on because markers have taken the place of bytes for the program, with how many of those it has:
+/// then it is still inside, and is to leave by [`go_on`].
 ///
 /// # Safety
 /// The pieces of `iov` are writable.

@@ -42,11 +42,6 @@ pub fn tell_all() {
     up::all().into_iter().for_each(tell);
 }
 
-/// Whether a peer has said something.
-pub fn have_ready() -> bool {
-    up::all().into_iter().any(|link| link.has_ready(SERVICE))
-}
-
 /// Whether the peer has all that a stream between hosts has given to the link.
 pub fn look_for_confirmation(socket: &'static Socket, link: &Link) {
     let Some(remote) = link.remote() else {

@@ -14,8 +14,8 @@ use crate::epoll::links::{Far, Links};
 use crate::epoll::{Epoll, Set, enqueue};
 use crate::library::Library;
 use crate::link::Link;
-use crate::served;
 use crate::socket;
+use crate::waiters::SERVICE;
 
 /// To look at a link to another host is to poll its completions. So where there are more than so many, those are left
 /// out of which the kernel tells; and where one of the others has something, only so many more are looked at, and the
@@ -54,6 +54,12 @@ impl Links {
         }
         found.is_some()
     }
+
+    /// Whether any has something for the service thread, which tells the set (`served`).
+    fn have_told_the_service(&self) -> bool {
+        let far = self.far.iter().map(|far| far.link);
+        self.near.iter().copied().chain(far).any(|link| link.has_ready(SERVICE))
+    }
 }
 
 impl Epoll {
@@ -64,7 +70,9 @@ impl Epoll {
         let Some(mut set) = self.set.lock() else {
             return true;
         };
-        !set.ready.is_empty() || set.links.have_ready(waiter) || self.served.load(Acquire) && served::have_ready()
+        !set.ready.is_empty()
+            || set.links.have_ready(waiter)
+            || self.served.load(Acquire) && set.links.have_told_the_service()
     }
 
     /// Takes over from the ready queues what peers have put there. True if links were left out that may have

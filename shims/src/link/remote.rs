@@ -133,6 +133,8 @@ pub struct Remote {
     sleeps: AtomicU32,
     /// What that, and the sets' sleeps, were at the last [`maintain`](Self::maintain).
     sleeps_seen: AtomicU32,
+    /// Looks that had found something then.
+    finds_seen: AtomicU64,
     /// The service thread is woken by completions.
     is_subscribed: Published<AtomicBool>,
     /// How many sets want it to be.
@@ -190,6 +192,7 @@ impl Remote {
             is_ended: Published::default(),
             sleeps: AtomicU32::new(0),
             sleeps_seen: AtomicU32::new(0),
+            finds_seen: AtomicU64::new(0),
             is_subscribed: Published::from(true),
             left: Published::default(),
             subscribing: Lock::new(()),

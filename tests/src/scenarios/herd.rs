@@ -1,5 +1,6 @@
-//! Many threads that sleep on connections to one program: a message wakes whom it is for and few others, and none of
-//! them depends on what another's signal handler does.
+//! Who is woken, and who is not: of many threads that sleep on connections to one program a message wakes whom it is for
+//! and few others, none of them depends on what another's signal handler does, and a thread that sends without a pause
+//! is not joined by the library's own.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
 use std::thread;
@@ -49,10 +50,10 @@ fn waits_on_a_set(fd: c_int) -> bool {
     })
 }
 
-/// Voluntary switches of this process so far: each is a sleep.
-fn sleeps() -> u64 {
+/// Voluntary switches of this process so far, or of this thread: each is a sleep.
+fn sleeps(of: c_int) -> u64 {
     let mut usage: libc::rusage = sys::zeroed();
-    call!(libc::getrusage(libc::RUSAGE_SELF, &mut usage)).ok();
+    call!(libc::getrusage(of, &mut usage)).ok();
     usage.ru_nvcsw as u64
 }
 
@@ -105,9 +106,9 @@ fn one_at_a_time(c: &Ctx, waits: Wait) {
             s.spawn(|| while answer(*fd, waits) {});
         }
         c.sync("warm");
-        let before = sleeps();
+        let before = sleeps(libc::RUSAGE_SELF);
         c.sync("counted");
-        let each = (sleeps() - before) / (ROUNDS * THREADS) as u64;
+        let each = (sleeps(libc::RUSAGE_SELF) - before) / (ROUNDS * THREADS) as u64;
         c.log(format_args!("few sleeps a message: {}", each <= SWITCHES_A_MESSAGE));
         if each > SWITCHES_A_MESSAGE {
             c.log(each);
@@ -196,4 +197,34 @@ pub fn under_handlers(c: &Ctx) {
         RELEASED.store(true, SeqCst);
     });
     c.log("all were answered");
+}
+
+/// Sends of a bulk transfer, and bytes of one.
+const SENDS: usize = 32_768;
+const SEND: usize = 16 * 1024;
+/// So many in which other threads sleep once at most.
+const SENDS_A_SLEEP: u64 = 64;
+
+/// A thread that sends all the time, to a reader that waits with buffers (the ways past the rings): many completions,
+/// and hardly a sleep.
+pub fn busy_sender(c: &Ctx) {
+    let fd = c.pair();
+    let buffer = [7; SEND];
+    if c.is_server() {
+        c.sync("bulk");
+        (0..SENDS).for_each(|_| assert_eq!(sys::recv_exact(fd, SEND), buffer));
+        return;
+    }
+    let others = || sleeps(libc::RUSAGE_SELF) - sleeps(libc::RUSAGE_THREAD);
+    c.sync("bulk");
+    let before = others();
+    (0..SENDS).for_each(|_| {
+        sys::send_all(fd, &buffer).ok();
+    });
+    let sleeps = others() - before;
+    let most = SENDS as u64 / SENDS_A_SLEEP;
+    c.log(format_args!("other threads rest: {}", sleeps <= most));
+    if sleeps > most {
+        c.log(sleeps);
+    }
 }

@@ -21,6 +21,8 @@ pub struct Counts {
     pub received: u64,
     /// Records in them.
     pub records: u64,
+    /// Looks at the queue pair that have found something.
+    pub finds: u64,
     /// How often the send queue was full.
     pub full: u64,
     /// How often no credit was left.

@@ -37,6 +37,7 @@ impl<Q: QueuePair> Engine<Q> {
             }
         }
         if events > 0 {
+            self.sender.counts.finds += 1;
             self.read_on(g);
         }
         if what & SETTLE != 0 {

@@ -14,6 +14,10 @@ use crate::library::Library;
 
 use super::Remote;
 
+/// Looks of the program's threads from one [`Remote::maintain`] to the next, so many of which find something that the
+/// service thread need not hear of completions.
+const OFTEN: u64 = 16;
+
 /// What [`Remote::maintain`] came to.
 pub enum Maintained {
     /// It can be left alone.
@@ -165,6 +169,12 @@ impl Remote {
         }
         if self.is_subscribed.look() || !self.is_unheard() {
             return Maintained::Quiet;
+        }
+        // Threads that look all the time, and have no reason to sleep: this one would be woken by each completion, and
+        // be in their way.
+        let finds = self.end.counts().finds;
+        if finds.wrapping_sub(self.finds_seen.swap(finds, Relaxed)) >= OFTEN {
+            return Maintained::Busy;
         }
         if !self.subscribe_service(true) {
             // The user may have no watch left (epoll(7), max_user_watches): this look does instead, and the next.

@@ -1,6 +1,6 @@
-//! Who is woken, and who is not: of many threads that sleep on connections to one program a message wakes whom it is for
-//! and few others, none of them depends on what another's signal handler does, and a thread that sends without a pause
-//! is not joined by the library's own.
+//! Who is woken, and who is not: of many threads that sleep on connections to one program a message wakes whom it is
+//! for and few others, none of them depends on what another's signal handler does, and a thread that sends without a
+//! pause is not joined by the library's own.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
 use std::thread;

@@ -134,7 +134,7 @@ pub fn all() -> Vec<Scenario> {
         poll: warm { odd_fds, masks, ppoll, select, select_errors, select_all, high_fd, two_connections, as_many_as_the_limit } cold { listener }
         fds: warm { dups, dup2_over, dup2_swap, numbering, limit, close_everything, close_range, close_range_under_use, reuse } cold { closed_at_the_limit }
         handed: warm {  } cold { forked, forked_by_the_client, forked_and_kept, passed }
-        herd: warm { busy_sender } cold { receive, poll, epoll, under_handlers }
+        herd: warm {  } cold { receive, poll, epoll, under_handlers }
         identity: warm {  } cold { receivers, senders, waiters, files, sets, churn }
         files: warm { sendfile, sendfile_nonblocking, splice, splice_errors } cold {  }
         urgent: warm { behind_unread, twice } cold {  }
@@ -155,12 +155,11 @@ pub fn all() -> Vec<Scenario> {
             .with_env("RDMASOCK_LOG", "info")
             .with_env("RDMASOCK_LOG_FILE", "{dir}/log"),
     );
-    for scenario in all.iter_mut().filter(|s| s.name == "herd_busy_sender") {
-        scenario.env = vec![
-            ("RDMASOCK_ZCOPY_MIN", "4K".into()),
-            ("RDMASOCK_DEV_WAY", "staged".into()),
-        ];
-    }
+    all.push(
+        Scenario::new("herd_busy_sender", herd::busy_sender, true)
+            .with_env("RDMASOCK_ZCOPY_MIN", "4K")
+            .with_env("RDMASOCK_DEV_WAY", "staged"),
+    );
     migrate::add_to(&mut all);
     urgent::add_to(&mut all);
     ends::add_to(&mut all);

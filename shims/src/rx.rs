@@ -517,6 +517,12 @@ fn from_buffer(mut rx: Guard<'_, Rx>, iov: &mut Iov, landing: &mut Option<Landin
         return RecvStep::Leave;
     }
     let (taken, wake) = mine.take(&mut rx);
+    let socket = mine.socket();
+    if let Some(consumer) = rx.consumer.as_mut()
+        && (consumer.producer_limited() || consumer.is_switching())
+    {
+        ring::fit(socket, consumer);
+    }
     rx.own.last = rx.own.seen.tick();
     let section = rx.unlock();
     mine.tell(wake);

@@ -63,6 +63,9 @@ const LOSES: i8 = -3;
 const TURNS: u8 = 16;
 /// Better by half counts twice.
 const CLEARLY: (u64, u64) = (3, 2);
+/// A difference of less than such a part is none: where all ways cost the same, as the sender's own work takes most of
+/// the time, chance is to decide nothing.
+const HARDLY: u64 = 20;
 /// From one trial to the next there are as many bytes as in so many turns; while there are ways that the best one has
 /// not been compared with since it is the best, fewer. After each other trial that it has not lost twice as many, up to
 /// so many doublings.
@@ -333,9 +336,13 @@ impl Contest {
 impl Trial {
     fn on_turn(&mut self, cost: u64, position: u64) {
         if let Some(before) = self.before {
-            let worse = before.max(cost);
-            let is_clear = worse.saturating_mul(CLEARLY.1) > before.min(cost).saturating_mul(CLEARLY.0);
-            let by = if is_clear { 2 } else { 1 };
+            let (better, worse) = (before.min(cost), before.max(cost));
+            let is_clear = worse.saturating_mul(CLEARLY.1) > better.saturating_mul(CLEARLY.0);
+            let by = match worse - better {
+                less if less <= worse / HARDLY => 0,
+                _ if is_clear => 2,
+                _ => 1,
+            };
             let is_challengers = (cost < before) == self.turn.is_challengers;
             self.lead += if is_challengers { by } else { -by };
         }

@@ -69,6 +69,9 @@ fn main() -> ExitCode {
             addresses_are_registered_once(&of_all, device)
         }));
         let of_all = Arc::clone(&paths);
+        let name = format!("goes_at_once/{device}");
+        trials.push(Trial::test(name, move || a_piece_goes_at_once(&of_all, device)));
+        let of_all = Arc::clone(&paths);
         let name = format!("registered_allocator/{device}");
         trials.push(Trial::test(name, move || pieces_are_registered_once(&of_all, device)));
         let paths = Arc::clone(&paths);
@@ -297,6 +300,36 @@ fn pieces_are_registered_once(paths: &Paths, device: &str) -> Result<(), Failed>
         std::thread::sleep(Duration::from_millis(50));
     }
     Ok(())
+}
+
+/// The ring bounds what goes past it at a time, and grows for that too, though nothing ever fills it: a piece that is
+/// longer than a ring is at first is registered by its sender once, not a ring's length at a time.
+fn a_piece_goes_at_once(paths: &Paths, device: &str) -> Result<(), Failed> {
+    // Less than the first ring, so that it need not grow.
+    const LITTLE: usize = 60_000;
+    let (mut from, mut to) = pair_with(paths, device, "client", ["32K:direct"; 2])?;
+    let end = Instant::now() + LIMIT;
+    while from.count(paths, "direct_sent_bytes")? == 0 {
+        to.begin("receive", LITTLE)?;
+        std::thread::sleep(Duration::from_millis(20));
+        from.begin("send", LITTLE)?;
+        from.finish()?;
+        to.finish()?;
+        assert!(Instant::now() < end, "nothing goes directly");
+    }
+    loop {
+        let before = from.count(paths, "direct_registrations")?;
+        let (sent, _) = transfer(paths, &mut from, &mut to, MANY)?;
+        let registrations = from.count(paths, "direct_registrations")? - before;
+        let pieces = sent / PIECE as u64;
+        if pieces >= MANY as u64 / 2 && registrations < MANY as u64 * 3 / 2 {
+            return Ok(());
+        }
+        assert!(
+            Instant::now() < end,
+            "{registrations} registrations for {pieces} pieces"
+        );
+    }
 }
 
 /// Where the device reaches memory on demand, addresses are registered once for a link, and take nothing of what may be

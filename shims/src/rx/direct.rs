@@ -160,6 +160,11 @@ impl Landing {
         }
     }
 
+    /// Whose call waits with it.
+    pub fn socket(&self) -> &'static Socket {
+        self.socket
+    }
+
     /// Whether it is over.
     pub fn is_over(&self) -> bool {
         self.look().is_some()

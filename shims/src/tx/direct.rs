@@ -212,5 +212,8 @@ fn to_reader(call: &mut Call, remote: &'static Remote, theirs: Vqpn, memory: *mu
     let Some(wanted) = await_reader(call, remote, theirs, len) else {
         return 0;
     };
-    lend(call, (remote, theirs), (memory, wanted), By::Writes, |_| TAKEN_WITHIN).0
+    lend(call, (remote, theirs), (memory, wanted, len), By::Writes, |_| {
+        TAKEN_WITHIN
+    })
+    .0
 }

@@ -89,12 +89,12 @@ impl Wanted for Taken {
     }
 }
 
-/// Lends what of `wanted` bytes can be, and waits for at most `patience` ns until the peer has them. Gives how many
-/// bytes count as sent, and how many of them went so, as far as is known.
+/// Lends what of the next `wanted` bytes of a piece of `len` can be, and waits for at most `patience` ns until the peer
+/// has them. Gives how many bytes count as sent, and how many of them went so, as far as is known.
 pub(super) fn lend(
     call: &mut Call,
     (remote, theirs): (&'static Remote, Vqpn),
-    (memory, wanted): (*mut u8, usize),
+    (memory, wanted, len): (*mut u8, usize, usize),
     by: By,
     patience: impl FnOnce(usize) -> u64,
 ) -> (usize, usize) {
@@ -122,7 +122,8 @@ pub(super) fn lend(
             By::Writes => wanted,
             By::Reads => wanted.min(producer.ring_size() as usize / 2),
         };
-        let room = producer.spans(most).map_or(0, |spans| spans.len());
+        // A ring that is too small for the piece is to grow, though nothing is copied into it: it bounds what is lent.
+        let room = producer.spans(len).map_or(0, |spans| spans.len()).min(most);
         let (from, bytes) = (producer.position(), pinned.len().min(room));
         let (address, key) = (memory.expose_provenance(), pinned.key());
         let is_lent = bytes >= least

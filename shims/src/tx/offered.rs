@@ -60,7 +60,7 @@ pub(super) fn offer(
     }
     let (sent, taken) = if has_room(socket, remote, theirs) {
         let patience = |bytes: usize| TAKEN_WITHIN + bytes as u64 * TAKEN_BYTE_WITHIN;
-        lend(call, (remote, theirs), (memory, len), By::Reads, patience)
+        lend(call, (remote, theirs), (memory, len, len), By::Reads, patience)
     } else {
         (0, 0)
     };

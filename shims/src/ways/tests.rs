@@ -118,6 +118,18 @@ fn noise_that_hits_all_alike_does_not_hide_a_difference() {
 }
 
 #[test]
+fn what_costs_the_same_is_as_it_was_guessed() {
+    for seed in 0..50 {
+        let (known, mut contest) = (Known::default(), Contest::default());
+        let mut world = World::new([300.0; 4]);
+        world.seed = seed;
+        world.noise = 10_000;
+        world.run(&mut contest, &known, 16 * GIB, FIRST_GUESS, true);
+        assert!(world.share(Way::Direct) > 0.9, "{seed}: {:?}", world.went);
+    }
+}
+
+#[test]
 fn what_has_become_better_later_is_found() {
     let (known, mut contest) = (Known::default(), Contest::default());
     let mut world = World::new([250.0, 400.0, 400.0, 900.0]);

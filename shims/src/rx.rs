@@ -440,9 +440,7 @@ unsafe fn from_link(call: &mut Call, iov: &mut Iov, flags: c_int, landing: &mut 
                     socket.wakes.rx_rests.store(rests, Relaxed);
                 }
             }
-            if consumer.producer_limited() || consumer.is_switching() {
-                ring::fit(socket, consumer);
-            }
+            ring::keep_fit(socket, consumer);
         }
         let is_short = iov.len() > 0;
         let part = is_short && rx.goes_on_in_tcp();
@@ -517,11 +515,8 @@ fn from_buffer(mut rx: Guard<'_, Rx>, iov: &mut Iov, landing: &mut Option<Landin
         return RecvStep::Leave;
     }
     let (taken, wake) = mine.take(&mut rx);
-    let socket = mine.socket();
-    if let Some(consumer) = rx.consumer.as_mut()
-        && (consumer.producer_limited() || consumer.is_switching())
-    {
-        ring::fit(socket, consumer);
+    if let Some(consumer) = rx.consumer.as_mut() {
+        ring::keep_fit(mine.socket(), consumer);
     }
     rx.own.last = rx.own.seen.tick();
     let section = rx.unlock();

@@ -39,9 +39,17 @@ pub fn reserve(link: &Link, consumer: &mut Consumer) {
     }
 }
 
+/// After a read: gives a sender that is limited by its window a larger ring.
+#[inline(always)]
+pub(super) fn keep_fit(socket: &'static Socket, consumer: &mut Consumer) {
+    if consumer.producer_limited() || consumer.is_switching() {
+        fit(socket, consumer);
+    }
+}
+
 /// Gives a sender that is limited by its window a larger ring, up to the bound; frees the old one.
 #[cold]
-pub(super) fn fit(socket: &'static Socket, consumer: &mut Consumer) {
+fn fit(socket: &'static Socket, consumer: &mut Consumer) {
     let Some(link) = socket.link() else { return };
     let mut has_moved = false;
     while let Ok(Some(old)) = consumer.take_retired() {

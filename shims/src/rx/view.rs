@@ -246,9 +246,7 @@ pub fn release(socket: &'static Socket, n: usize) -> Result<(), c_int> {
         let rests = !rx_stays && state.own.pace.on_read(n as u64, consumer.known(), stats.sent_on_link());
         socket.wakes.rx_rests.store(rests, Relaxed);
     }
-    if consumer.producer_limited() || consumer.is_switching() {
-        ring::fit(socket, consumer);
-    }
+    ring::keep_fit(socket, consumer);
     let _section = rx.unlock();
     if wake != Wake::NONE {
         ready::notify_peer(socket, wake);

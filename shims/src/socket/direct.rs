@@ -15,8 +15,10 @@ use crate::ways::{Contest, Known, Send, Way};
 const LARGE: usize = 4;
 /// Longest pause after failures, as a power of two of sends.
 const MOST: u8 = 8;
-/// Sends that do not go as the loads of both ends would have it, after one of those was in vain.
+/// Sends that do not go as the loads of both ends would have it, after so many of those in a row were in vain. The
+/// first has only told a reader that waits without a buffer that those are of use: it has one the next time it waits.
 const NOT_BY_LOAD: u16 = 256;
+const IN_VAIN: u8 = 3;
 /// A reader waits with buffers if it has done so for one of so many sends.
 const WAITS: u8 = 8;
 
@@ -88,8 +90,10 @@ pub struct Sends {
     last_way: Way,
     /// The reader has waited with a buffer lately: not 0, and less with each send for which it has not.
     waits: u8,
-    /// The last send went as the loads of both ends have it; sends that are yet to go without a look at those.
+    /// The last send went as the loads of both ends have it; so many of those in a row were in vain; so many sends are
+    /// yet to go without a look at the loads.
     is_by_load: bool,
+    in_vain: u8,
     not_by_load: u16,
     /// The peer may think that buffers are of use.
     pub has_invited: bool,
@@ -146,7 +150,13 @@ impl Sends {
         } else {
             self.waits.saturating_sub(1)
         };
-        if in_vain && std::mem::take(&mut self.is_by_load) {
+        if !(in_vain && self.is_by_load) {
+            self.in_vain = 0;
+            return;
+        }
+        self.in_vain += 1;
+        if self.in_vain == IN_VAIN {
+            (self.is_by_load, self.in_vain) = (false, 0);
             self.not_by_load = NOT_BY_LOAD;
         }
     }
@@ -251,8 +261,10 @@ mod tests {
         assert_eq!(next(&mut sends, large, Some(Issuer::Reader)), (Way::Direct, false));
         // In vain.
         sends.on_sent(false, true);
-        assert_eq!(next(&mut sends, large, Some(Issuer::Reader)), (Way::Lent, true));
-        sends.on_sent(true, true);
+        for _ in 0..IN_VAIN {
+            assert_eq!(next(&mut sends, large, Some(Issuer::Reader)), (Way::Lent, true));
+            sends.on_sent(true, true);
+        }
         let pulled = (0..NOT_BY_LOAD).filter(|_| next(&mut sends, large, Some(Issuer::Reader)).1);
         assert_eq!(pulled.count(), 1, "the last of them");
         // What goes by rings does so whatever the loads are, once it is known to be no odd one.

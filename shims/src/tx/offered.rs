@@ -2,8 +2,9 @@
 //! the peer's program does not wait with a buffer (docs/protocol.md, P96–P99). It waits for room in that ring for a
 //! moment, and then for the device, as kernel TCP would not wait at all: who is not there in time is tried less often.
 
-use std::sync::atomic::Ordering::Acquire;
+use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
+use rdmasock_core::fabric::ring::Producer;
 use rdmasock_core::ids::Vqpn;
 
 use super::lent::{By, Taken, lend};
@@ -29,8 +30,26 @@ impl Wanted for RoomToLend {
 
     fn is_worth_a_look(socket: &'static Socket) -> bool {
         let remote = socket.link().and_then(|link| link.remote());
-        Taken::is_over(socket) || remote.is_none_or(|remote| free(socket) >= remote.direct_min())
+        let has_room = |remote: &Remote| free(socket) >= remote.direct_min() || is_read_aside(socket, remote);
+        Taken::is_over(socket) || remote.is_none_or(has_room)
     }
+}
+
+/// What is sent is kept aside, as the peer's ring had no room for it.
+fn is_aside(socket: &Socket) -> bool {
+    let tx = socket.tx.lock();
+    tx.is_some_and(|tx| tx.producer.as_ref().is_some_and(Producer::is_aside))
+}
+
+/// So it was, and all of it has been read.
+fn is_read_aside(socket: &Socket, remote: &Remote) -> bool {
+    let theirs = Vqpn(socket.peer_vqpn.load(Relaxed));
+    let position = {
+        let tx = socket.tx.lock();
+        let producer = tx.as_ref().and_then(|tx| tx.producer.as_ref());
+        producer.filter(|producer| producer.is_aside()).map(Producer::position)
+    };
+    position.is_some_and(|position| remote.end().untaken(theirs, position) == 0)
 }
 
 /// Bytes that the peer's ring has room for; 0 where what comes next does not go there.
@@ -75,7 +94,7 @@ pub(super) fn offer(
 /// Waits for a moment for room.
 fn has_room(socket: &'static Socket, remote: &'static Remote, theirs: Vqpn) -> bool {
     let begun = now_ns();
-    let (mut moved, mut unread) = (begun, u64::MAX);
+    let (mut moved, mut unread, mut has_asked) = (begun, u64::MAX, false);
     loop {
         let sent = socket.tx.lock().and_then(|tx| Some(tx.producer.as_ref()?.position()));
         let (before, now) = (unread, now_ns());
@@ -83,14 +102,21 @@ fn has_room(socket: &'static Socket, remote: &'static Remote, theirs: Vqpn) -> b
         if unread < before {
             moved = now;
         }
-        if unread == 0 {
-            // What was sent before may have gone by a buffer of this end's own.
-            give_back(socket);
+        if unread == 0 && !give_back(socket) {
+            // What was sent before has gone by a buffer of this end's own, as what follows has to.
+            return false;
         }
         if free(socket) >= remote.direct_min() {
             return true;
         }
         let left = (moved + ROOM_WITHIN).min(begun + ALL_ROOM_WITHIN).saturating_sub(now);
+        if left == 0 && !has_asked && is_aside(socket) {
+            // A reader does not tell of less than a quarter of its ring by itself (P55), and as long as not all is
+            // known to have been read what is kept aside stays there.
+            remote.unconfirmed(theirs);
+            (moved, has_asked) = (now, true);
+            continue;
+        }
         if left == 0 || Taken::is_over(socket) {
             return false;
         }

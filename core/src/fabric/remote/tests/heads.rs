@@ -98,3 +98,21 @@ fn a_stream_in_use_does_not_keep_others_from_telling() {
     }
     panic!("not told");
 }
+
+#[test]
+fn who_asks_what_has_arrived_hears_what_was_read() {
+    let mut world = World::new(Config::default(), Tuning::default(), 1);
+    let number = world.directions[0].number;
+    carry(&mut world, 0);
+    let untaken = |world: &World| world.ends[1].untaken(number, 64);
+    let look = |world: &World| {
+        for end in [0, 1, 0, 1] {
+            while world.ends[end].progress().unwrap() {}
+        }
+    };
+    look(&world);
+    assert_eq!(untaken(&world), 64, "nothing is said of so little");
+    assert_eq!(world.ends[1].unconfirmed(number), Some(64));
+    look(&world);
+    assert_eq!(untaken(&world), 0, "with what is said of the stream");
+}

@@ -393,6 +393,9 @@ fn merge(set: &mut [pollfd], kernel: &[pollfd], tokens: &[Token]) -> Option<c_in
         }
         if k.fd >= 0 {
             p.revents |= k.revents;
+            if k.revents & libc::POLLHUP != 0 && table::socket(p.fd).is_some_and(|s| s.has_untold()) {
+                p.revents |= libc::POLLERR;
+            }
         }
         ready += c_int::from(p.revents != 0);
     }

@@ -34,8 +34,8 @@ pub enum Arm {
 
 /// What the socket is ready for, of `events` and what is always reported (EPOLL* bits).
 pub fn evaluate(socket: &'static Socket, events: u32, arm: Arm) -> u32 {
-    let mut mask = 0;
     progress(socket);
+    let mut mask = if socket.has_untold() { ERR } else { 0 };
     // Before the directions: an end is not told before what has come ahead of it.
     let anchor = socket.wakes.anchor.load(Acquire);
     if events & (IN | RDHUP | PRI) != 0 {

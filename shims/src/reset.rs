@@ -17,8 +17,38 @@ use crate::sockopt;
 pub fn report_reset(socket: &Socket, is_shut: bool) {
     let events = ready::kernel(socket, PollFlags::empty());
     if is_shut || events & libc::EPOLLHUP as u32 == 0 {
-        socket.lost_unread.store(true, SeqCst);
+        socket.keep_error(libc::ECONNRESET);
     }
+}
+
+/// Whether a connection ends with this error, so that the kernel's socket holds it until a call has met it. (A send
+/// says EPIPE, too, of a direction that is shut.)
+pub fn is_end(error: c_int) -> bool {
+    matches!(
+        error,
+        libc::ECONNRESET
+            | libc::ETIMEDOUT
+            | libc::ECONNABORTED
+            | libc::EHOSTUNREACH
+            | libc::EHOSTDOWN
+            | libc::ENETUNREACH
+            | libc::ENETDOWN
+    )
+}
+
+/// A call that gives the program something else, as what it has taken until then, has met this error.
+pub fn keep(socket: &Socket, error: c_int) {
+    if is_end(error) {
+        socket.keep_error(error);
+    }
+}
+
+/// The error that is still to be told of and that the kernel does not tell, for the call that does.
+#[cold]
+pub fn take_untold(socket: &Socket) -> Option<c_int> {
+    let error = socket.take_untold()?;
+    socket.told.reset_told.store(true, SeqCst);
+    Some(as_timed_out(socket, error))
 }
 
 /// What the link still held is lost: the connection is reset, at both ends. The caller holds the
@@ -118,7 +148,7 @@ pub fn on_reader_died(socket: &Socket, is_shut: bool) {
         // Nothing is connected any more, so it fails; but both directions are shut from now on, as after a reset.
         let _ = rustix::net::shutdown(fd, rustix::net::Shutdown::Both);
     }
-    socket.lost_unread.store(false, SeqCst);
+    socket.take_untold();
     if socket.told.reset_told.load(SeqCst) {
         let _ = rustix::net::sockopt::socket_error(fd);
     }

@@ -141,11 +141,27 @@ unsafe fn plain(
     }
     if n > 0 && flags & libc::MSG_PEEK == 0 {
         account(socket, n as u64);
-    } else if n < 0 && socket.told.timed_out.load(Relaxed) {
-        reset::say_timed_out(socket);
+    } else if n <= 0 && (socket.has_untold() || socket.told.timed_out.load(Relaxed)) {
+        let n = at_end(socket, n);
+        leave(socket);
+        return Break(n);
     }
     leave(socket);
     Break(n)
+}
+
+/// What a receive says for which the kernel has had nothing, or an error.
+#[cold]
+fn at_end(socket: &'static Socket, n: ssize_t) -> ssize_t {
+    if n == 0 {
+        return reset::take_untold(socket).map_or(0, errno::fail);
+    }
+    reset::say_timed_out(socket);
+    if reset::is_end(errno::get()) {
+        // Said once, whoever knows of it.
+        socket.take_untold();
+    }
+    n
 }
 
 /// Counts what TCP delivered, and begins a promotion at the threshold.
@@ -208,7 +224,12 @@ unsafe fn recv_slow(
             unsafe { begin_anew(fd, iov, flags, real) }
         }),
         // It has failed, or returns what it had before that.
-        landed => (result.unwrap_or(0).max(0) as usize + landed) as ssize_t,
+        landed => {
+            if result == Some(-1) {
+                reset::keep(socket, errno::get());
+            }
+            (result.unwrap_or(0).max(0) as usize + landed) as ssize_t
+        }
     }
 }
 
@@ -255,7 +276,12 @@ unsafe fn recv_loop(
                     return Some(*got as ssize_t);
                 }
             }
-            RecvStep::Fail(error) => return Some(errno::after(*got, error)),
+            RecvStep::Fail(error) => {
+                if *got > 0 {
+                    reset::keep(socket, error);
+                }
+                return Some(errno::after(*got, error));
+            }
             RecvStep::Elsewhere(Place::Moved) if *got == 0 => {
                 closing::look_again(socket, call.fd);
                 return None;
@@ -285,9 +311,8 @@ unsafe fn recv_loop(
                 if !call.is_held() && !call.is_named() {
                     return None;
                 }
-                if socket.lost_unread.swap(false, SeqCst) {
-                    socket.told.reset_told.store(true, SeqCst);
-                    return Some(errno::fail(libc::ECONNRESET));
+                if let Some(error) = reset::take_untold(socket) {
+                    return Some(errno::fail(error));
                 }
                 if socket.enter_rx() {
                     // SAFETY: as above.

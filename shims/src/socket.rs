@@ -392,7 +392,7 @@ impl Socket {
         socket.peer_vqpn.store(0, Relaxed);
         socket.link.store(std::ptr::null_mut(), Relaxed);
         socket.rx_shut.store(false, Relaxed);
-        socket.lost_unread.store(false, Relaxed);
+        socket.take_untold();
         if let Some(mut tx) = socket.tx.lock() {
             tx.wake_delayed = false;
             tx.is_suspended = false;

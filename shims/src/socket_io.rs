@@ -232,7 +232,7 @@ impl Tcp for Anchor {
                 Ok(n) => Ok(n),
                 Err(Errno::INTR) => continue,
                 Err(Errno::AGAIN) => Err(Unsent::Full),
-                Err(Errno::CONNRESET) => Err(Unsent::Reset),
+                Err(error) if reset::is_end(error.raw_os_error()) => Err(Unsent::Failed(error.raw_os_error())),
                 Err(_) => Err(Unsent::Dead),
             };
         }
@@ -290,7 +290,11 @@ impl Tcp for Anchor {
     }
 
     fn peek_all(&self, buf: &mut [u8]) -> usize {
-        let room = buf.len();
+        let room = buf.len().min(self.unread());
+        if room == 0 {
+            // As in `peek`, and without room too.
+            return 0;
+        }
         match rustix::net::recv(self.0, buf, RecvFlags::PEEK | RecvFlags::DONTWAIT) {
             Ok((_, n)) => n.min(room),
             Err(_) => 0,

@@ -113,9 +113,21 @@ fn count_sent(began: &Began, n: ssize_t) {
     }
 }
 
-/// The kernel's call on a plain direction, which the caller has entered.
+/// The program's call on a plain direction, which the caller has entered.
 #[inline]
 fn plain(socket: &'static Socket, flags: c_int, is_quick: bool, real: impl FnOnce() -> ssize_t) -> ssize_t {
+    if socket.has_untold()
+        && let Some(error) = reset::take_untold(socket)
+    {
+        leave(socket);
+        return errno::fail(error);
+    }
+    in_kernel(socket, flags, is_quick, real)
+}
+
+/// The kernel's call on a plain direction, which the caller has entered.
+#[inline]
+fn in_kernel(socket: &'static Socket, flags: c_int, is_quick: bool, real: impl FnOnce() -> ssize_t) -> ssize_t {
     let n = if is_quick {
         quick_or_if_cancelled(real, || leave(socket))
     } else {
@@ -346,7 +358,7 @@ unsafe fn send_loop(
                 }
                 if *sent > 0 && socket.enter_tx() {
                     let went = on_its_file(call, |fd| {
-                        plain(socket, 0, false, || rest::send(socket, fd, iov, flags))
+                        in_kernel(socket, 0, false, || rest::send(socket, fd, iov, flags))
                     });
                     let taken = went.unwrap_or_else(|| {
                         leave(socket);

@@ -18,7 +18,7 @@ use crate::listener::Listener;
 use crate::pass;
 use crate::real::Cancellable;
 use crate::reclaim::reclaim;
-use crate::reset::as_timed_out;
+use crate::reset;
 use crate::rx;
 use crate::socket::Farewell;
 use crate::socket::{Mode, Socket};
@@ -269,7 +269,8 @@ unsafe extern "C" fn get_corrected(
             return asked_while_quiet(socket, ask);
         }
         let result = ask();
-        if (level, name) == ERROR && result == 0 && socket.told.timed_out.load(Acquire) {
+        let knows_better = || socket.has_untold() || socket.told.timed_out.load(Acquire);
+        if (level, name) == ERROR && result == 0 && knows_better() {
             // SAFETY: the kernel has just written that many bytes there.
             unsafe { correct_error(socket, value.cast(), *value_len as usize) };
         }
@@ -283,7 +284,7 @@ unsafe extern "C" fn get_corrected(
     })
 }
 
-/// SO_ERROR as of a connection that was timed out.
+/// SO_ERROR as of a connection that was timed out, or of whose end the kernel does not know, or no more.
 ///
 /// # Safety
 /// `value` is valid for reads and writes of `len` bytes.
@@ -292,9 +293,16 @@ unsafe fn correct_error(socket: &Socket, value: *mut u8, len: usize) {
     let len = len.min(error.len());
     // SAFETY: by the contract.
     unsafe { std::ptr::copy_nonoverlapping(value, error.as_mut_ptr(), len) };
-    let error = as_timed_out(socket, c_int::from_ne_bytes(error)).to_ne_bytes();
+    let error = match c_int::from_ne_bytes(error) {
+        0 => reset::take_untold(socket).unwrap_or(0),
+        error => {
+            // Said once, whoever knows of it.
+            socket.take_untold();
+            reset::as_timed_out(socket, error)
+        }
+    };
     // SAFETY: likewise.
-    unsafe { std::ptr::copy_nonoverlapping(error.as_ptr(), value, len) };
+    unsafe { std::ptr::copy_nonoverlapping(error.to_ne_bytes().as_ptr(), value, len) };
 }
 
 /// TCP_NODELAY is on for a moment after a marker, whatever the program has set (`connection::flush`): not while this

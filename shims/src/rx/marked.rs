@@ -2,7 +2,7 @@
 
 use std::ffi::c_int;
 use std::ops::ControlFlow::{self, Break, Continue};
-use std::sync::atomic::Ordering::{Acquire, SeqCst};
+use std::sync::atomic::Ordering::Acquire;
 
 use libc::ssize_t;
 use rdmasock_core::os::thread;
@@ -159,7 +159,7 @@ pub(super) unsafe fn from_marked(call: &mut Call, iov: &mut Iov, flags: c_int, h
                 Ok((_, 0)) => RecvStep::Kernel,
                 Err(error) if error != rustix::io::Errno::AGAIN => {
                     // Said once, whoever knows of it.
-                    socket.lost_unread.store(false, SeqCst);
+                    socket.take_untold();
                     RecvStep::Fail(reset::as_timed_out(socket, error.raw_os_error()))
                 }
                 _ => return RecvStep::Again,
@@ -279,7 +279,11 @@ pub(super) unsafe fn finish_on_tcp(
         }
         // SAFETY: the piece is writable by the program's word.
         let call = || unsafe { crate::real::recv().cancellable()(fd, to.cast(), len, flags) };
-        let n = or_if_cancelled(call, || leave(socket)).max(0) as usize;
+        let n = or_if_cancelled(call, || leave(socket));
+        if n < 0 {
+            reset::keep(socket, errno::get());
+        }
+        let n = n.max(0) as usize;
         let mut kept = n;
         if n > 0 && socket.rx_was_marked() {
             // SAFETY: the kernel has written n bytes there, and nobody else looks at the program's buffer during the

@@ -3,7 +3,6 @@
 //! something else, and few programs look.
 
 use std::ffi::c_int;
-use std::sync::atomic::Ordering::SeqCst;
 
 use libc::ssize_t;
 use rdmasock_core::stream::connection::{SocketIo as _, Tcp as _};
@@ -11,6 +10,7 @@ use rdmasock_core::stream::connection::{SocketIo as _, Tcp as _};
 use crate::errno;
 use crate::iov::Iov;
 use crate::real::{self, Cancellable};
+use crate::reset;
 use crate::socket::Socket;
 
 /// Whether there is somebody for it: where the peer has ended, or the connection is over, kernel TCP returns with what
@@ -20,7 +20,7 @@ pub fn is_taken(socket: &'static Socket) -> bool {
         return false;
     };
     let tcp = socket.tcp();
-    !socket.wakes.is_dead() && tcp.is_some_and(|tcp| !tcp.has_failed() && !tcp.has_peer_ended())
+    !socket.wakes.is_dead() && !socket.has_untold() && tcp.is_some_and(|tcp| !tcp.has_failed() && !tcp.has_peer_ended())
 }
 
 /// Gives what is left to the kernel, by `fd`: how many bytes it has taken, 0 where it takes none. What has been sent is
@@ -36,10 +36,8 @@ pub fn send(socket: &'static Socket, fd: c_int, iov: &mut Iov, flags: c_int) -> 
         // SAFETY: a piece of the program's, in the middle of its call.
         let n = unsafe { real::send().cancellable()(fd, piece.cast(), len, flags | more) };
         if n < 0 {
-            // A send takes the error from the socket. The next receive tells it.
-            if errno::get() == libc::ECONNRESET {
-                socket.lost_unread.store(true, SeqCst);
-            }
+            // A send takes the error from the socket.
+            reset::keep(socket, errno::get());
             break;
         }
         iov.advance(n.cast_unsigned());

@@ -8,12 +8,13 @@ use rdmasock_core::os::kernel;
 
 use super::cork::{delay_wake, is_more_to_come};
 use super::room::{Room, no_room};
-use super::{PIECE, count_sent, leave, plain, take_back, violation};
+use super::{PIECE, count_sent, in_kernel, leave, plain, take_back, violation};
 use crate::call::{Began, Call, Direction, Place, on_its_file};
 use crate::closing;
 use crate::errno;
 use crate::ready;
 use crate::real::{self, Cancellable};
+use crate::reset;
 use crate::socket::{Mode, Sending, Socket, Stage};
 use crate::table;
 use crate::wait;
@@ -114,11 +115,14 @@ unsafe fn sendfile_slow(
                 let before = errno::get();
                 // SAFETY: the program's own arguments, in the middle of its call.
                 let rest = |fd| unsafe { real::sendfile().cancellable()(fd, input, offset, count - sent) };
-                let went = on_its_file(&call, |fd| plain(socket, 0, false, || rest(fd)));
+                let went = on_its_file(&call, |fd| in_kernel(socket, 0, false, || rest(fd)));
                 let taken = went.unwrap_or_else(|| {
                     leave(socket);
                     0
                 });
+                if taken < 0 {
+                    reset::keep(socket, errno::get());
+                }
                 errno::set(before);
                 return sent as ssize_t + taken.max(0);
             }

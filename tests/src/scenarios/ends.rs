@@ -34,6 +34,12 @@ const WAYS: [&str; 11] = [
 const EXITS: [&str; 2] = ["exit", "exit_at_once"];
 const MANY: usize = 150;
 
+/// Receives that wait for more than comes, and whether the connection goes back to TCP in the middle.
+const CALLS: [(&str, bool); 4] = [("recv", false), ("recv", true), ("recvmmsg", false), ("recvmmsg", true)];
+/// Who asks first how it has ended.
+const ASKS: [&str; 3] = ["poll", "SO_ERROR", "send"];
+const PART: usize = 100;
+
 /// Names of what the client is in.
 const STATES: [&str; 5] = ["recv", "send", "poll", "epoll", "later"];
 
@@ -49,6 +55,82 @@ pub fn add_to(all: &mut Vec<Scenario>) {
         let base = format!("ends_of_many_by_{name}");
         all.push(Scenario::numbered(&base, way as u32, many, false));
     }
+    for n in 0..(CALLS.len() * ASKS.len()) as u32 {
+        all.push(Scenario::numbered("ends_within", n, within, true));
+    }
+}
+
+/// A reset finds the client in a receive that has something already, on the link or in TCP behind it, and returns that:
+/// the error is for the call that follows, whichever that is.
+fn within(c: &Ctx) {
+    let (call, asks) = (
+        CALLS[c.param as usize % CALLS.len()],
+        ASKS[c.param as usize / CALLS.len()],
+    );
+    let fd = c.pair();
+    for _ in 0..40 {
+        exchange(c, fd);
+    }
+    sys::pause_ms(30);
+    c.sync("exchanged");
+    if c.is_server() {
+        sys::pause_ms(30);
+        sys::send_all(fd, &[b'a'; PART]).ok();
+        sys::pause_ms(60);
+        if call.1 {
+            // Which no link serves.
+            c.ret("send", sys::send(fd, &[b'b'; PART], libc::MSG_DONTROUTE));
+            sys::pause_ms(60);
+        }
+        set_linger(fd, 0);
+        c.close(fd);
+        c.sync("closed");
+        return;
+    }
+    let mut buf = [0u8; 4 * PART];
+    if call.0 == "recvmmsg" {
+        c.log(format_args!("recvmmsg -> {}", receive_messages(fd, &mut buf)));
+    } else {
+        let r = sys::recv(fd, &mut buf, libc::MSG_WAITALL);
+        c.log(format_args!("recv -> {r}"));
+    }
+    c.sync("closed");
+    sys::wait_for(fd, libc::POLLRDHUP);
+    let mut log = String::new();
+    match asks {
+        "SO_ERROR" => {
+            let (r, e) = sys::get_int(fd, libc::SOL_SOCKET, libc::SO_ERROR);
+            writeln!(log, "  SO_ERROR -> {r} {e}").unwrap();
+        }
+        "send" => {
+            let r = sys::send(fd, b"x", 0);
+            writeln!(log, "  send -> {r}").unwrap();
+        }
+        _ => {}
+    }
+    look(&mut log, fd);
+    c.log(format_args!("{}", log.trim_end()));
+    c.close(fd);
+}
+
+/// Receives messages of [`PART`] bytes until something ends that.
+fn receive_messages(fd: c_int, buf: &mut [u8; 4 * PART]) -> sys::Ret {
+    let mut pieces: Vec<libc::iovec> = buf.chunks_mut(PART).map(sys::iov).collect();
+    let mut messages: Vec<libc::mmsghdr> = pieces
+        .chunks_mut(1)
+        .map(|piece| libc::mmsghdr {
+            msg_hdr: sys::msghdr(piece),
+            msg_len: 0,
+        })
+        .collect();
+    let count = messages.len() as u32;
+    call!(libc::recvmmsg(
+        fd,
+        messages.as_mut_ptr(),
+        count,
+        0,
+        std::ptr::null_mut()
+    ))
 }
 
 /// A process ends with many connections, of which the other end knows nothing yet when the link between them goes.

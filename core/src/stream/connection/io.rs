@@ -43,8 +43,8 @@ pub enum Peeked {
 pub enum Unsent {
     /// It has no room now.
     Full,
-    /// The connection was reset, which this send has learnt, and nobody else will.
-    Reset,
+    /// The connection has ended with this error (errno), which this send has learnt, and nobody else will.
+    Failed(i32),
     /// The connection is over.
     Dead,
 }

@@ -3,7 +3,10 @@
 
 use std::net::IpAddr;
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, Ordering::Acquire};
+use std::sync::atomic::{
+    AtomicBool, AtomicI32,
+    Ordering::{Acquire, SeqCst},
+};
 
 use crossbeam_utils::CachePadded;
 
@@ -208,8 +211,9 @@ pub struct Connection<L, T, R, C> {
     pub rx: CachePadded<Lock<Rx<R>>>,
     /// The program has shut the receiving direction down.
     pub rx_shut: AtomicBool,
-    /// The peer process died before it had read what we sent: TCP says ECONNRESET, once.
-    pub lost_unread: AtomicBool,
+    /// An error of the connection that no call has told of and that the kernel's socket does not hold, as errno; 0:
+    /// none. The next call that asks for it says it, once.
+    untold: AtomicI32,
     /// What moves the two.
     pub control: Lock<Control<L, C>>,
 }
@@ -224,7 +228,7 @@ impl<L, T: Default, R: Default, C: Default> Default for Connection<L, T, R, C> {
             rx_inside: Presence::new(),
             rx: CachePadded::new(Lock::new(Rx::default())),
             rx_shut: AtomicBool::new(false),
-            lost_unread: AtomicBool::new(false),
+            untold: AtomicI32::new(0),
             control: Lock::new(Control::default()),
         }
     }
@@ -235,6 +239,24 @@ impl<L, T, R, C> Connection<L, T, R, C> {
     #[inline]
     pub fn is_plain(&self) -> bool {
         self.tx_mode.load(Acquire) == Mode::Tcp && self.rx_mode.load(Acquire) == Mode::Tcp
+    }
+
+    /// The connection has ended with `error`, which the kernel's socket does not tell: it has seen an end where bytes
+    /// of ours were left unread, or a call of the library's has met the error, and so taken it from the socket
+    /// (`sk_err`).
+    pub fn keep_error(&self, error: i32) {
+        self.untold.store(error, SeqCst);
+    }
+
+    /// Whether such an error is still to be told.
+    #[inline]
+    pub fn has_untold(&self) -> bool {
+        self.untold.load(SeqCst) != 0
+    }
+
+    /// The same, for who tells it.
+    pub fn take_untold(&self) -> Option<i32> {
+        Some(self.untold.swap(0, SeqCst)).filter(|error| *error != 0)
     }
 
     /// Whether calls are inside the kernel's receive or send.

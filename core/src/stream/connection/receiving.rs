@@ -52,7 +52,7 @@ pub fn stop_scan<S: SocketIo>(socket: &S) {
     if socket.rx_mode.load(Acquire) != Mode::Marked {
         return;
     }
-    if rx.carry.is_empty() && !socket.lost_unread.load(SeqCst) {
+    if rx.carry.is_empty() && !socket.has_untold() {
         socket.rx_mode.go(Receiving::Settled);
     } else {
         // What was held back is data after all, of which nothing in the kernel tells.
@@ -201,7 +201,7 @@ pub fn leave_link_at_end<S: SocketIo>(socket: &S) -> bool {
     }
     // A call may have brought something from TCP that comes after what the link held; and of a reset that we
     // have to report a call straight to the kernel would not learn.
-    let is_rest = rx.carry.is_empty() && rx.owed == 0 && !socket.lost_unread.load(SeqCst);
+    let is_rest = rx.carry.is_empty() && rx.owed == 0 && !socket.has_untold();
     socket.rx_mode.go(match is_rest {
         true => Receiving::Left,
         false => Receiving::Retained,
@@ -224,7 +224,7 @@ pub fn look_for_reset<S: SocketIo>(socket: &S) {
         && rx.consumer.as_ref().is_some_and(is_unmarked)
         && socket.tcp().is_some_and(|tcp| tcp.has_peer_ended())
     {
-        socket.lost_unread.store(true, SeqCst);
+        socket.keep_error(libc::ECONNRESET);
     }
 }
 

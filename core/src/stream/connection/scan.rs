@@ -1,6 +1,6 @@
 //! Markers in what TCP delivers: they are handed to the attempt, and what is left is the program's.
 
-use std::sync::atomic::Ordering::{Acquire, SeqCst};
+use std::sync::atomic::Ordering::Acquire;
 
 use super::attempt::{feed, on_end, on_resume};
 use super::io::{ControlOf, Half, Peeked, RxOf, SocketIo, Task, Tcp};
@@ -112,7 +112,7 @@ fn look_at_front<'a, S: SocketIo>(
         let Some(nonce) = guard.scan else {
             // No longer scanning: only the carry is left to deliver, and what RESUME has announced, which is
             // counted (P78), or all that precedes the reset which we have to report.
-            let resets = socket.lost_unread.load(SeqCst);
+            let resets = socket.has_untold();
             if carried == 0 && guard.owed == 0 && !resets {
                 socket.rx_mode.go(Receiving::Settled);
                 if guard.consumer.is_some() {

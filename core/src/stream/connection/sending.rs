@@ -1,7 +1,7 @@
 //! What can be done with the sending direction: markers and what is sent again get into TCP, and the direction leaves
 //! the link.
 
-use std::sync::atomic::Ordering::{Acquire, SeqCst};
+use std::sync::atomic::Ordering::Acquire;
 
 use super::io::{Half, SocketIo, StreamLink, Task, Tcp, TxOf, Unsent};
 use super::receiving::{awaits_marker, look_for_reset};
@@ -92,9 +92,9 @@ pub fn flush<S: SocketIo>(socket: &S) -> bool {
             }
             Err(Unsent::Full) => return false,
             Err(error) => {
-                if error == Unsent::Reset {
-                    // Only now, and taken: a receive is to tell.
-                    socket.lost_unread.store(true, SeqCst);
+                if let Unsent::Failed(error) = error {
+                    // Only now, and taken.
+                    socket.keep_error(error);
                 }
                 // The connection is dead: what was to be said no longer matters.
                 tx.marker.clear();

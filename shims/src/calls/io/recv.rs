@@ -10,6 +10,7 @@ use crate::iov::Iov;
 use crate::jump::within;
 use crate::real::{self, ReadChkFn, ReadFn, RecvChkFn, RecvFn, RecvFromChkFn, RecvFromFn, RecvMmsgFn, RecvMsgFn};
 use crate::real::{VectorFlagsFn, VectorFn};
+use crate::reset;
 use crate::rx;
 use crate::socket::{Mode, Socket};
 use crate::table;
@@ -254,7 +255,12 @@ unsafe fn receive_messages(
             )
         };
         if n < 0 {
-            return if done > 0 { done as c_int } else { -1 };
+            if done == 0 {
+                return -1;
+            }
+            // As in the kernel, the next call says it.
+            reset::keep(socket, errno::get());
+            break;
         }
         entry.msg_len = n as c_uint;
         done += 1;

@@ -141,7 +141,7 @@ unsafe fn plain(
     }
     if n > 0 && flags & libc::MSG_PEEK == 0 {
         account(socket, n as u64);
-    } else if n <= 0 && (socket.has_untold() || socket.told.timed_out.load(Relaxed)) {
+    } else if n == 0 || n < 0 && (socket.has_untold() || socket.told.timed_out.load(Relaxed)) {
         let n = at_end(socket, n);
         leave(socket);
         return Break(n);
@@ -154,6 +154,8 @@ unsafe fn plain(
 #[cold]
 fn at_end(socket: &'static Socket, n: ssize_t) -> ssize_t {
     if n == 0 {
+        // A marker's send that has taken the error keeps it under this lock: this is no end then.
+        drop(socket.tx.lock());
         return reset::take_untold(socket).map_or(0, errno::fail);
     }
     reset::say_timed_out(socket);

@@ -279,7 +279,8 @@ unsafe fn recv_loop(
                 }
             }
             RecvStep::Fail(error) => {
-                if *got > 0 {
+                // Not for what another thread has closed meanwhile, and may be another connection's.
+                if *got > 0 && call.hold_now() == Place::Here {
                     reset::keep(socket, error);
                 }
                 return Some(errno::after(*got, error));

@@ -259,7 +259,9 @@ unsafe fn receive_messages(
                 return -1;
             }
             // As in the kernel, the next call says it.
-            reset::keep(socket, errno::get());
+            if table::token(fd) == began_on {
+                reset::keep(socket, errno::get());
+            }
             break;
         }
         entry.msg_len = n as c_uint;

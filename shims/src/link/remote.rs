@@ -2,6 +2,7 @@
 //! this process. Who is woken by what completes is in `remote/sleepers.rs`, what goes past the rings in
 //! `remote/past_rings.rs`.
 
+mod looks;
 mod past_rings;
 pub mod sleepers;
 
@@ -23,6 +24,7 @@ use rdmasock_core::stats::{Event, Reason};
 use rdmasock_core::sync::{Presence, Published, SleepFlag};
 use rdmasock_core::wire::{Introduction, Message};
 
+use self::looks::Looks;
 use super::news::{self, News};
 use super::watchers::Watchers;
 use crate::ahead::Device;
@@ -133,8 +135,8 @@ pub struct Remote {
     sleeps: AtomicU32,
     /// What that, and the sets' sleeps, were at the last [`maintain`](Self::maintain).
     sleeps_seen: AtomicU32,
-    /// Looks that had found something then.
-    finds_seen: AtomicU64,
+    /// How often the program's threads look.
+    looks: Looks,
     /// The service thread is woken by completions.
     is_subscribed: Published<AtomicBool>,
     /// How many sets want it to be.
@@ -192,7 +194,7 @@ impl Remote {
             is_ended: Published::default(),
             sleeps: AtomicU32::new(0),
             sleeps_seen: AtomicU32::new(0),
-            finds_seen: AtomicU64::new(0),
+            looks: Looks::default(),
             is_subscribed: Published::from(true),
             left: Published::default(),
             subscribing: Lock::new(()),

@@ -415,7 +415,7 @@ impl Worker {
         loop {
             remote.progress();
             self.take_messages(id, remote);
-            if !remote.is_unheard() || !remote.arm() {
+            if !remote.service_hears_on() || !remote.arm() {
                 break;
             }
         }

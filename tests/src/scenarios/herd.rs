@@ -205,29 +205,49 @@ const SENDS: usize = 32_768;
 const SEND: usize = 16 * 1024;
 /// So many in which other threads sleep once at most, beside the sleeps of those that look at something now and then,
 /// once in so many ms.
-const SENDS_A_SLEEP: u64 = 64;
+const SENDS_A_SLEEP: usize = 64;
 const MS_A_SLEEP: u64 = 10;
+/// How often a sender does something else in between, for so long that the library's own thread hears of the
+/// connection; and sleeps until that has noticed that it need not any more.
+const RESTS: usize = 16;
+const AT_REST_MS: u64 = 100;
+const SLEEPS_A_REST: usize = 64;
 
-/// A thread that sends all the time, to a reader that waits with buffers (the ways past the rings): many completions,
-/// and hardly a sleep.
-pub fn busy_sender(c: &Ctx) {
+/// A thread that sends all the time, so much and so often, to a reader that waits with buffers (the ways past the
+/// rings): many completions, and hardly a sleep. Other threads are to sleep at most so often, but for the clock's sake.
+fn busily(c: &Ctx, bulks: usize, sends: usize, most: usize) {
     let fd = c.pair();
     let buffer = [7; SEND];
     if c.is_server() {
         c.sync("bulk");
-        (0..SENDS).for_each(|_| assert_eq!(sys::recv_exact(fd, SEND), buffer));
+        (0..bulks * sends).for_each(|_| assert_eq!(sys::recv_exact(fd, SEND), buffer));
         return;
     }
     let others = || sleeps(libc::RUSAGE_SELF) - sleeps(libc::RUSAGE_THREAD);
     c.sync("bulk");
     let (before, begun) = (others(), Instant::now());
-    (0..SENDS).for_each(|_| {
-        sys::send_all(fd, &buffer).ok();
-    });
+    for bulk in 0..bulks {
+        if bulk > 0 {
+            sys::pause_ms(AT_REST_MS);
+        }
+        (0..sends).for_each(|_| {
+            sys::send_all(fd, &buffer).ok();
+        });
+    }
     let sleeps = others() - before;
-    let most = SENDS as u64 / SENDS_A_SLEEP + begun.elapsed().as_millis() as u64 / MS_A_SLEEP;
+    let most = most as u64 + begun.elapsed().as_millis() as u64 / MS_A_SLEEP;
     c.log(format_args!("other threads rest: {}", sleeps <= most));
     if sleeps > most {
-        c.log(sleeps);
+        c.log(format_args!("{sleeps} sleeps of {most}"));
     }
+}
+
+/// Without a pause.
+pub fn busy_sender(c: &Ctx) {
+    busily(c, 1, SENDS, SENDS / SENDS_A_SLEEP);
+}
+
+/// One that does something else now and then.
+pub fn busy_sender_rests(c: &Ctx) {
+    busily(c, 1 + RESTS, SENDS / 4, RESTS * SLEEPS_A_REST);
 }

@@ -155,11 +155,18 @@ pub fn all() -> Vec<Scenario> {
             .with_env("RDMASOCK_LOG", "info")
             .with_env("RDMASOCK_LOG_FILE", "{dir}/log"),
     );
-    all.push(
-        Scenario::new("herd_busy_sender", herd::busy_sender, true)
+    let past_the_rings = |scenario: Scenario| {
+        scenario
             .with_env("RDMASOCK_ZCOPY_MIN", "4K")
-            .with_env("RDMASOCK_DEV_WAY", "staged"),
-    );
+            .with_env("RDMASOCK_DEV_WAY", "staged")
+    };
+    all.push(past_the_rings(Scenario::new(
+        "herd_busy_sender",
+        herd::busy_sender,
+        true,
+    )));
+    let rests = Scenario::new("herd_busy_sender_rests", herd::busy_sender_rests, true);
+    all.push(past_the_rings(rests));
     migrate::add_to(&mut all);
     urgent::add_to(&mut all);
     ends::add_to(&mut all);

@@ -21,7 +21,9 @@ pub struct Counts {
     pub received: u64,
     /// Records in them.
     pub records: u64,
-    /// Looks at the queue pair that have found something.
+    /// Looks at the queue pair, those included that a thread did not make since another was at it.
+    pub looks: u64,
+    /// Of these, that have found something.
     pub finds: u64,
     /// How often the send queue was full.
     pub full: u64,

@@ -31,7 +31,7 @@ use crate::fabric::waiter::{MAX_WAITERS, WaiterId};
 use crate::ids::Vqpn;
 use crate::lock::{Guard, Lock};
 use crate::scratch::Scratch;
-use crate::sync::{AtomicBool, AtomicU32, Handoff, Published, Request, RungMark};
+use crate::sync::{AtomicBool, AtomicU32, AtomicU64, Handoff, Published, Request, RungMark};
 use crate::wire::{MAX_MESSAGE, Message, RingOffer};
 
 /// One end of a link between hosts.
@@ -67,6 +67,8 @@ pub struct End<Q, L> {
     engine: Lock<Engine<Q>>,
     /// What is left to whoever holds the lock: [`PUMP`], [`POLL`], [`SETTLE`].
     again: Handoff,
+    /// Looks that were not made because another thread was at it.
+    looks_saved: AtomicU64,
     fault: FaultCell,
     fault_unseen: Published<AtomicBool>,
     sweeps: Sweeps,
@@ -116,6 +118,7 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
                 peer_load: AtomicU32::new(NO_LOAD),
             },
             again: Handoff::new(),
+            looks_saved: AtomicU64::new(0),
             fault: FaultCell::default(),
             fault_unseen: Published::default(),
             sweeps: Sweeps::new(),
@@ -147,6 +150,7 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
             return Err(fault);
         }
         let Some(engine) = self.engine.try_lock() else {
+            self.looks_saved.fetch_add(1, Relaxed);
             return Ok(false);
         };
         let came = self.turn(engine, POLL)?;
@@ -328,7 +332,11 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
 
     /// What was done so far. Zeroes in a signal handler that has interrupted the engine.
     pub fn counts(&self) -> Counts {
-        self.with(|engine| engine.sender.counts).unwrap_or_default()
+        let counts = self.with(|engine| engine.sender.counts).unwrap_or_default();
+        Counts {
+            looks: counts.looks + self.looks_saved.load(Relaxed),
+            ..counts
+        }
     }
 
     /// Does `what`, or leaves it to whoever holds the lock.

@@ -31,6 +31,7 @@ impl<Q: QueuePair> Engine<Q> {
         }
         if what & POLL != 0 || self.sender.is_short() {
             events = self.poll(g)? + self.poll_bulk(g)?;
+            self.sender.counts.looks += 1;
             // Only where it changes: what stands beside it is others'.
             if events > 0 && g.local.armed().load(Relaxed) {
                 g.local.armed().store(false, Relaxed);

@@ -14,10 +14,6 @@ use crate::library::Library;
 
 use super::Remote;
 
-/// Looks of the program's threads from one [`Remote::maintain`] to the next, so many of which find something that the
-/// service thread need not hear of completions.
-const OFTEN: u64 = 16;
-
 /// What [`Remote::maintain`] came to.
 pub enum Maintained {
     /// It can be left alone.
@@ -172,8 +168,7 @@ impl Remote {
         }
         // Threads that look all the time, and have no reason to sleep: this one would be woken by each completion, and
         // be in their way.
-        let finds = self.end.counts().finds;
-        if finds.wrapping_sub(self.finds_seen.swap(finds, Relaxed)) >= OFTEN {
+        if self.looks.find_often(self.end.counts().finds) {
             return Maintained::Busy;
         }
         if !self.subscribe_service(true) {
@@ -186,6 +181,20 @@ impl Remote {
             return Maintained::Busy;
         }
         Maintained::TakenBack
+    }
+
+    /// Whether the service thread, which has looked, is to be woken by the next completion: nobody else is, and threads
+    /// of the program do not look as often without. They may have stopped for a moment only, and that was when it
+    /// began to hear. Service thread only.
+    pub fn service_hears_on(&self) -> bool {
+        if !self.is_subscribed.look() || !self.is_unheard() {
+            return false;
+        }
+        if self.left.look() == 0 && self.looks.is_in_the_way(|| self.end.counts().looks) {
+            self.hush_service();
+            Library::get().service.maintain_later();
+        }
+        self.is_subscribed.look()
     }
 
     /// The number under which the service thread has the completion descriptor in its epoll set.

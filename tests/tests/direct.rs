@@ -74,6 +74,9 @@ fn main() -> ExitCode {
         let of_all = Arc::clone(&paths);
         let name = format!("registered_allocator/{device}");
         trials.push(Trial::test(name, move || pieces_are_registered_once(&of_all, device)));
+        let of_all = Arc::clone(&paths);
+        let name = format!("a_slow_end_is_waited_for/{device}");
+        trials.push(Trial::test(name, move || pieces_are_read_late(&of_all, device)));
         let paths = Arc::clone(&paths);
         let name = format!("ways_are_tried/{device}");
         trials.push(Trial::test(name, move || ways_are_tried(&paths, device)));
@@ -329,6 +332,30 @@ fn a_piece_goes_at_once(paths: &Paths, device: &str) -> Result<(), Failed> {
             Instant::now() < end,
             "{registrations} registrations for {pieces} pieces"
         );
+    }
+}
+
+/// An end that takes longer for a loan than a sender waits that knows nothing of it: 10 ms for each work request, and a
+/// loan has three.
+fn pieces_are_read_late(paths: &Paths, device: &str) -> Result<(), Failed> {
+    const FEW: usize = 10;
+    let device = format!("{device},delay=10000");
+    let (mut from, mut to) = pair_with(paths, &device, "client", ["128K:lent"; 2])?;
+    let end = Instant::now() + LIMIT;
+    loop {
+        let before = from.count(paths, "rendezvous_sent_bytes")?;
+        for _ in 0..FEW {
+            to.begin("receive-by-epoll", 1)?;
+            from.begin("send-pieces", 1)?;
+            from.finish()?;
+            to.finish()?;
+        }
+        let sent = from.count(paths, "rendezvous_sent_bytes")? - before;
+        let all = (FEW * PIECE) as u64;
+        if sent >= all / 4 {
+            return Ok(());
+        }
+        assert!(Instant::now() < end, "of {all} bytes {sent} were lent");
     }
 }
 

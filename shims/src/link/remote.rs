@@ -2,6 +2,7 @@
 //! this process. Who is woken by what completes is in `remote/sleepers.rs`, what goes past the rings in
 //! `remote/past_rings.rs`.
 
+mod answers;
 mod looks;
 mod past_rings;
 pub mod sleepers;
@@ -24,6 +25,7 @@ use rdmasock_core::stats::{Event, Reason};
 use rdmasock_core::sync::{Presence, Published, SleepFlag};
 use rdmasock_core::wire::{Introduction, Message};
 
+use self::answers::Answers;
 use self::looks::Looks;
 use super::news::{self, News};
 use super::watchers::Watchers;
@@ -155,6 +157,8 @@ pub struct Remote {
     wished: AtomicU64,
     /// Which way large sends go.
     pub known: Known,
+    /// How long the peer's end takes for what it does without its program.
+    pub answers: Answers,
     /// Whose device is to move their bytes, by load.
     balance: Balance,
 }
@@ -204,6 +208,7 @@ impl Remote {
             has_bulk: AtomicBool::new(false),
             wished: AtomicU64::new(0),
             known: Known::default(),
+            answers: Answers::default(),
             balance: Balance::default(),
         })
     }

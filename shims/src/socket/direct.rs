@@ -3,7 +3,7 @@
 //! A receive that tells the peer of its buffer pays for that whether or not the peer uses it, but with time in which it
 //! has nothing to do: it always does in a bulk transfer. A send that waits for a reader with a buffer waits in vain
 //! where there is none: each failure in a row doubles the number of sends that do not try, unless a reader has told of
-//! a buffer meanwhile.
+//! a buffer meanwhile, or so much time has gone by that a try costs next to nothing. Pure: times are given.
 //!
 //! Whether it is faster at all is learned (`ways.rs`), or fixed by the user.
 
@@ -13,8 +13,9 @@ use crate::ways::{Contest, Known, Send, Way};
 
 /// Reads of so much less than is worth a direct transfer are still those of a bulk transfer.
 const LARGE: usize = 4;
-/// Longest pause after failures, as a power of two of sends.
+/// Longest pause after failures, as a power of two of sends; and in time, ns: a try in vain takes some ms.
 const MOST: u8 = 8;
+const LONGEST: u64 = 1_000_000_000;
 /// Sends that do not go as the loads of both ends would have it, after so many of those in a row were in vain. The
 /// first has only told a reader that waits without a buffer that those are of use: it has one the next time it waits.
 const NOT_BY_LOAD: u16 = 256;
@@ -57,18 +58,20 @@ impl Receives {
 struct Tries {
     /// In vain, in a row.
     misses: u8,
-    /// Sends that are yet to be let pass.
+    /// Sends that are yet to be let pass, and until when at most, monotonic ns.
     pause: u16,
+    until: u64,
 }
 
 impl Tries {
-    fn may_try(&mut self, is_new: bool) -> bool {
-        let may = self.pause == 0 || is_new;
+    fn may_try(&mut self, is_new: bool, now: u64) -> bool {
+        let may = self.pause == 0 || is_new || now >= self.until;
         self.pause = self.pause.saturating_sub(1);
         may
     }
 
-    fn on_tried(&mut self, has_helped: bool) {
+    fn on_tried(&mut self, has_helped: bool, now: u64) {
+        self.until = now + LONGEST;
         self.misses = if has_helped { 0 } else { (self.misses + 1).min(MOST) };
         // The first failure costs nothing: who is just not there yet comes a moment later.
         self.pause = if self.misses > 1 { 1 << (self.misses - 1) } else { 0 };
@@ -162,9 +165,9 @@ impl Sends {
     }
 
     /// Whether a call with much to send is to wait for a reader with a buffer, when readers have told of so many.
-    pub fn may_try(&mut self, adverts: u32) -> bool {
+    pub fn may_try(&mut self, adverts: u32, now: u64) -> bool {
         let is_new = std::mem::replace(&mut self.adverts, adverts) != adverts;
-        self.to_readers.may_try(is_new)
+        self.to_readers.may_try(is_new, now)
     }
 
     /// Whether the last one that was waited for came.
@@ -173,18 +176,18 @@ impl Sends {
     }
 
     /// There was one, or not.
-    pub fn on_tried(&mut self, is_there: bool) {
-        self.to_readers.on_tried(is_there);
+    pub fn on_tried(&mut self, is_there: bool, now: u64) {
+        self.to_readers.on_tried(is_there, now);
     }
 
     /// Whether a call with much to send is to lend it to the reader's device.
-    pub fn may_lend(&mut self) -> bool {
-        self.to_devices.may_try(false)
+    pub fn may_lend(&mut self, now: u64) -> bool {
+        self.to_devices.may_try(false, now)
     }
 
     /// That has taken most of it in time, or not.
-    pub fn on_lent(&mut self, is_most: bool) {
-        self.to_devices.on_tried(is_most);
+    pub fn on_lent(&mut self, is_most: bool, now: u64) {
+        self.to_devices.on_tried(is_most, now);
     }
 }
 
@@ -198,9 +201,9 @@ mod tests {
         let mut tries = |calls: u32, success: bool| {
             let mut tried = 0;
             for _ in 0..calls {
-                if sends.may_try(7) {
+                if sends.may_try(7, 0) {
                     tried += 1;
-                    sends.on_tried(success);
+                    sends.on_tried(success, 0);
                 }
             }
             tried
@@ -216,15 +219,32 @@ mod tests {
     fn a_reader_that_has_told_of_a_buffer_is_tried_at_once() {
         let mut sends = Sends::default();
         for _ in 0..5 {
-            sends.on_tried(false);
+            sends.on_tried(false, 0);
         }
-        assert!(sends.may_try(1) && !sends.may_try(1) && sends.may_try(2) && !sends.may_try(2));
+        let mut may_try = |adverts| sends.may_try(adverts, 0);
+        assert!(may_try(1) && !may_try(1) && may_try(2) && !may_try(2));
         // A reader that does not wait is another matter.
-        assert!(sends.may_lend());
+        assert!(sends.may_lend(0));
         for _ in 0..5 {
-            sends.on_lent(false);
+            sends.on_lent(false, 0);
         }
-        assert!(!sends.may_lend());
+        assert!(!sends.may_lend(0));
+    }
+
+    #[test]
+    fn who_sends_now_and_then_tries_again_after_a_while() {
+        let mut sends = Sends::default();
+        let mut tried = 0;
+        for second in 0..60 {
+            for piece in 0..10 {
+                let now = second * LONGEST + piece * 1000;
+                if sends.may_lend(now) {
+                    tried += 1;
+                    sends.on_lent(false, now);
+                }
+            }
+        }
+        assert!((60..100).contains(&tried), "{tried}");
     }
 
     #[test]

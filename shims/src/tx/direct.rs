@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use rdmasock_core::ids::Vqpn;
 use rdmasock_core::stats::Event;
 
-use super::lent::{By, Taken, lend};
+use super::lent::{By, Taken, Within, lend};
 use super::offered::offer;
 use super::room::give_back;
 use crate::call::{Call, Place};
@@ -33,8 +33,11 @@ const READER_BACK_WITHIN: u64 = 1_000_000;
 /// How long it may stand still before it has read what was sent before, and how long that may take in all, ns.
 const READS_WITHIN: u64 = 500_000;
 const ALL_READ_WITHIN: u64 = 10_000_000;
-/// How long the peer may take to take what was lent, ns; what is left then goes by the mirror.
-const TAKEN_WITHIN: u64 = 100_000_000;
+/// How long the peer may take to take what was lent; what is left then goes by the mirror.
+const TAKEN: Within = Within {
+    begins: 100_000_000,
+    byte: 0,
+};
 
 /// What a call with much to send waits for first: somebody to take it.
 struct Reader;
@@ -90,13 +93,16 @@ pub(super) fn send(call: &mut Call, iov: &mut Iov, flags: c_int, total: usize) -
     let (mut sent, mut tried, mut reader_waits) = (0, false, false);
     if way == Way::Direct {
         let adverts = remote.end().adverts(theirs);
-        let may_try = socket.tx.lock().is_some_and(|mut tx| tx.own.direct.may_try(adverts));
+        let may_try = socket
+            .tx
+            .lock()
+            .is_some_and(|mut tx| tx.own.direct.may_try(adverts, now_ns()));
         if may_try {
             tried = true;
             sent = to_reader(call, remote, theirs, memory, len);
             reader_waits = sent > 0;
             if let Some(mut tx) = socket.tx.lock() {
-                tx.own.direct.on_tried(sent > 0);
+                tx.own.direct.on_tried(sent > 0, now_ns());
             }
         }
     }
@@ -212,8 +218,5 @@ fn to_reader(call: &mut Call, remote: &'static Remote, theirs: Vqpn, memory: *mu
     let Some(wanted) = await_reader(call, remote, theirs, len) else {
         return 0;
     };
-    lend(call, (remote, theirs), (memory, wanted, len), By::Writes, |_| {
-        TAKEN_WITHIN
-    })
-    .0
+    lend(call, (remote, theirs), (memory, wanted, len), By::Writes, TAKEN).0
 }

@@ -17,7 +17,7 @@ use crate::link::Remote;
 use crate::pinned::Pinned;
 use crate::ready;
 use crate::socket::{Mode, Socket};
-use crate::time::Timeout;
+use crate::time::{Timeout, now_ns};
 use crate::wait::{self, Wanted};
 
 /// Whose device moves the bytes.
@@ -27,6 +27,12 @@ pub(super) enum By {
     Writes,
     /// The peer's reads them.
     Reads,
+}
+
+/// How long the peer may take, ns: to begin, and then for each byte.
+pub(super) struct Within {
+    pub begins: u64,
+    pub byte: u64,
 }
 
 /// What was lent, until it is taken back.
@@ -89,14 +95,14 @@ impl Wanted for Taken {
     }
 }
 
-/// Lends what of the next `wanted` bytes of a piece of `len` can be, and waits for at most `patience` ns until the peer
-/// has them. Gives how many bytes count as sent, and how many of them went so, as far as is known.
+/// Lends what of the next `wanted` bytes of a piece of `len` can be, and waits `within` its bounds until the peer has
+/// them. Gives how many bytes count as sent, and how many of them went so, as far as is known.
 pub(super) fn lend(
     call: &mut Call,
     (remote, theirs): (&'static Remote, Vqpn),
     (memory, wanted, len): (*mut u8, usize, usize),
     by: By,
-    patience: impl FnOnce(usize) -> u64,
+    within: Within,
 ) -> (usize, usize) {
     let (socket, end) = (call.socket, remote.end());
     let least = remote.direct_min();
@@ -160,9 +166,21 @@ pub(super) fn lend(
         memory: pinned,
     };
     ready::notify_peer(socket, wake);
-    let mut patience = wait::Patience::at_most(Timeout::Ns(patience(bytes)));
+    let bytes_within = bytes as u64 * within.byte;
+    let mut patience = wait::Patience::at_most(Timeout::Ns(within.begins + bytes_within));
+    let begun = now_ns();
     while !Taken::is_worth_a_look(socket) && wait::wait_for::<Taken>(socket, &mut patience).is_ok() {}
+    let waited = now_ns() - begun;
     lent.recall();
+    if by == By::Reads && !Taken::is_over(socket) {
+        // An end that answers a recall at once, and has not begun, would not have done so later.
+        let answer = if lent.is_recalled {
+            now_ns() - begun - waited
+        } else {
+            waited.saturating_sub(bytes_within)
+        };
+        remote.answers.on_answer(answer);
+    }
     let taken = match by {
         By::Writes => bytes,
         By::Reads => end.taken(theirs).clamp(from, until).abs_diff(from) as usize,

@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed};
 use rdmasock_core::fabric::ring::Producer;
 use rdmasock_core::ids::Vqpn;
 
-use super::lent::{By, Taken, lend};
+use super::lent::{By, Taken, Within, lend};
 use super::room::give_back;
 use crate::call::Call;
 use crate::link::Remote;
@@ -15,12 +15,16 @@ use crate::socket::{Mode, Socket};
 use crate::time::{Timeout, now_ns};
 use crate::wait::{self, Wanted};
 
-/// How long the reader may stand still before there is room, and how long that may take in all, ns.
+/// How long the reader may stand still before there is room, and how long that may take in all, ns; and where its end
+/// has to be asked, as much longer as that takes.
 const ROOM_WITHIN: u64 = 500_000;
 const ALL_ROOM_WITHIN: u64 = 5_000_000;
-/// How long the peer's end may take to begin, ns; and then for each byte, ns: what is left then goes by the mirror.
-const TAKEN_WITHIN: u64 = 5_000_000;
-const TAKEN_BYTE_WITHIN: u64 = 50;
+/// How long the peer's end may take: what is left then goes by the mirror. It may take longer to begin where it is known
+/// to do so.
+const TAKEN: Within = Within {
+    begins: 5_000_000,
+    byte: 50,
+};
 
 /// What a call waits for that would lend memory.
 struct RoomToLend;
@@ -73,34 +77,91 @@ pub(super) fn offer(
     len: usize,
 ) -> (usize, bool) {
     let socket = call.socket;
-    let may_try = |socket: &Socket| socket.tx.lock().is_some_and(|mut tx| tx.own.direct.may_lend());
+    let may_try = |socket: &Socket| socket.tx.lock().is_some_and(|mut tx| tx.own.direct.may_lend(now_ns()));
     if !remote.can_lend() || !may_try(socket) {
         return (0, false);
     }
     let (sent, taken) = if has_room(socket, remote, theirs) {
-        let patience = |bytes: usize| TAKEN_WITHIN + bytes as u64 * TAKEN_BYTE_WITHIN;
-        lend(call, (remote, theirs), (memory, len, len), By::Reads, patience)
+        let within = Within {
+            begins: remote.answers.patience(TAKEN.begins),
+            ..TAKEN
+        };
+        lend(call, (remote, theirs), (memory, len, len), By::Reads, within)
     } else {
         (0, 0)
     };
     if let Some(mut tx) = socket.tx.lock() {
-        tx.own.direct.on_lent(sent > 0 && taken >= sent / 2);
+        tx.own.direct.on_lent(sent > 0 && taken >= sent / 2, now_ns());
     }
     let position = socket.tx.lock().and_then(|tx| Some(tx.producer.as_ref()?.position()));
     let is_read = taken == sent && position.is_some_and(|position| remote.end().untaken(theirs, position) == 0);
     (sent, sent > 0 && is_read)
 }
 
+/// The reader's end was asked how far the reader is.
+struct Question {
+    /// When, monotonic ns.
+    at: u64,
+    /// It answers for all before.
+    position: u64,
+    /// It has all of that, so the answer does not depend on the reader.
+    is_its_own: bool,
+}
+
+impl Question {
+    fn ask(remote: &Remote, theirs: Vqpn, position: u64, now: u64) -> Self {
+        remote.end().unconfirmed(theirs);
+        Self {
+            at: now,
+            position,
+            is_its_own: remote.end().unsent(theirs) == 0,
+        }
+    }
+
+    /// How long the answer is waited for.
+    fn until(&self, remote: &Remote) -> u64 {
+        let within = match self.is_its_own {
+            true => remote.answers.patience(ROOM_WITHIN),
+            false => ROOM_WITHIN,
+        };
+        self.at + within
+    }
+
+    /// The answer is that all has been read.
+    fn on_answer(&self, remote: &Remote, now: u64) {
+        if self.is_its_own {
+            remote.answers.on_answer(now - self.at);
+        }
+    }
+
+    /// Nobody waits for it any more.
+    fn give_up(&self, remote: &Remote, theirs: Vqpn, now: u64) {
+        let is_answered = remote
+            .end()
+            .confirmed(theirs)
+            .is_none_or(|until| until >= self.position);
+        if self.is_its_own && !is_answered {
+            remote.answers.on_none(now - self.at);
+        }
+    }
+}
+
 /// Waits for a moment for room.
 fn has_room(socket: &'static Socket, remote: &'static Remote, theirs: Vqpn) -> bool {
     let begun = now_ns();
-    let (mut moved, mut unread, mut has_asked) = (begun, u64::MAX, false);
+    let (mut moved, mut unread, mut asked) = (begun, u64::MAX, None::<Question>);
     loop {
         let sent = socket.tx.lock().and_then(|tx| Some(tx.producer.as_ref()?.position()));
+        let sent = sent.unwrap_or(0);
         let (before, now) = (unread, now_ns());
-        unread = remote.end().untaken(theirs, sent.unwrap_or(0));
+        unread = remote.end().untaken(theirs, sent);
         if unread < before {
             moved = now;
+        }
+        if unread == 0
+            && let Some(question) = asked.take()
+        {
+            question.on_answer(remote, now);
         }
         if unread == 0 && !give_back(socket) {
             // What was sent before has gone by a buffer of this end's own, as what follows has to.
@@ -109,15 +170,19 @@ fn has_room(socket: &'static Socket, remote: &'static Remote, theirs: Vqpn) -> b
         if free(socket) >= remote.direct_min() {
             return true;
         }
-        let left = (moved + ROOM_WITHIN).min(begun + ALL_ROOM_WITHIN).saturating_sub(now);
-        if left == 0 && !has_asked && is_aside(socket) {
+        let until = (moved + ROOM_WITHIN).min(begun + ALL_ROOM_WITHIN);
+        let answered = asked.as_ref().map_or(0, |question| question.until(remote));
+        let left = until.max(answered).saturating_sub(now);
+        if left == 0 && asked.is_none() && is_aside(socket) {
             // A reader does not tell of less than a quarter of its ring by itself (P55), and as long as not all is
             // known to have been read what is kept aside stays there.
-            remote.unconfirmed(theirs);
-            (moved, has_asked) = (now, true);
+            asked = Some(Question::ask(remote, theirs, sent, now));
             continue;
         }
         if left == 0 || Taken::is_over(socket) {
+            if let Some(question) = asked {
+                question.give_up(remote, theirs, now);
+            }
             return false;
         }
         let mut patience = wait::Patience::at_most(Timeout::Ns(left));

@@ -3,7 +3,7 @@
 //! `remote/past_rings.rs`.
 
 mod answers;
-mod looks;
+mod own_looks;
 mod past_rings;
 pub mod sleepers;
 
@@ -26,7 +26,7 @@ use rdmasock_core::sync::{Presence, Published, SleepFlag};
 use rdmasock_core::wire::{Introduction, Message};
 
 use self::answers::Answers;
-use self::looks::Looks;
+use self::own_looks::OwnLooks;
 use super::news::{self, News};
 use super::watchers::Watchers;
 use crate::ahead::Device;
@@ -137,8 +137,8 @@ pub struct Remote {
     sleeps: AtomicU32,
     /// What that, and the sets' sleeps, were at the last [`maintain`](Self::maintain).
     sleeps_seen: AtomicU32,
-    /// How often the program's threads look.
-    looks: Looks,
+    /// How often the program's threads look by themselves.
+    own_looks: OwnLooks,
     /// The service thread is woken by completions.
     is_subscribed: Published<AtomicBool>,
     /// How many sets want it to be.
@@ -198,7 +198,7 @@ impl Remote {
             is_ended: Published::default(),
             sleeps: AtomicU32::new(0),
             sleeps_seen: AtomicU32::new(0),
-            looks: Looks::default(),
+            own_looks: OwnLooks::default(),
             is_subscribed: Published::from(true),
             left: Published::default(),
             subscribing: Lock::new(()),

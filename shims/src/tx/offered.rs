@@ -15,12 +15,11 @@ use crate::socket::{Mode, Socket};
 use crate::time::{Timeout, now_ns};
 use crate::wait::{self, Wanted};
 
-/// How long the reader may stand still before there is room, and how long that may take in all, ns; and where its end
-/// has to be asked, as much longer as that takes.
+/// How long the reader may stand still before there is room, and how long that may take in all, ns. If its end has to
+/// be asked, as much longer as that takes.
 const ROOM_WITHIN: u64 = 500_000;
 const ALL_ROOM_WITHIN: u64 = 5_000_000;
-/// How long the peer's end may take: what is left then goes by the mirror. It may take longer to begin where it is known
-/// to do so.
+/// How long the peer's end may take: what is left then goes by the mirror. Longer to begin where that is known of it.
 const TAKEN: Within = Within {
     begins: 5_000_000,
     byte: 50,

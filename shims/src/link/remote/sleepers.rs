@@ -168,7 +168,7 @@ impl Remote {
         }
         // Threads that look all the time, and have no reason to sleep: this one would be woken by each completion, and
         // be in their way.
-        if self.looks.find_often(self.end.counts().finds) {
+        if self.own_looks.find_often(self.end.counts().finds) {
             return Maintained::Busy;
         }
         if !self.subscribe_service(true) {
@@ -190,7 +190,7 @@ impl Remote {
         if !self.is_subscribed.look() || !self.is_unheard() {
             return false;
         }
-        if self.left.look() == 0 && self.looks.is_in_the_way(|| self.end.counts().looks) {
+        if self.left.look() == 0 && self.own_looks.is_in_the_way(|| self.end.counts().looks) {
             self.hush_service();
             Library::get().service.maintain_later();
         }

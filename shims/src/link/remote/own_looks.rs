@@ -15,7 +15,7 @@ const LOOKS_A_LOOK: u32 = 2;
 
 /// See the module. The service thread's own.
 #[derive(Default)]
-pub struct Looks {
+pub struct OwnLooks {
     /// Of all threads, that have found something, at the last question.
     finds: AtomicU64,
     /// Of all threads, at the last question; and of the service thread's since.
@@ -23,7 +23,7 @@ pub struct Looks {
     own: AtomicU32,
 }
 
-impl Looks {
+impl OwnLooks {
     /// Whether so many have found something by now that the service thread, which does not hear of the link, need not.
     pub fn find_often(&self, finds: u64) -> bool {
         finds.wrapping_sub(self.finds.swap(finds, Relaxed)) >= OFTEN
@@ -50,7 +50,7 @@ mod tests {
 
     /// So many looks of others for one of the service thread's.
     fn asked(others: u64) -> u32 {
-        let looks = Looks::default();
+        let looks = OwnLooks::default();
         let mut all = 0;
         let in_the_way = (0..4 * OWN).filter(|_| {
             all += u64::from(LOOKS_A_LOOK) + others;
@@ -71,7 +71,7 @@ mod tests {
 
     #[test]
     fn who_finds_little_by_himself_is_helped() {
-        let looks = Looks::default();
+        let looks = OwnLooks::default();
         assert!(looks.find_often(100) && !looks.find_often(101));
     }
 }

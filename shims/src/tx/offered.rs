@@ -103,8 +103,8 @@ struct Question {
     at: u64,
     /// It answers for all before.
     position: u64,
-    /// It has all of that, so the answer does not depend on the reader.
-    is_its_own: bool,
+    /// It has all of that, and has not answered yet: how long that takes does not depend on the reader.
+    counts: bool,
 }
 
 impl Question {
@@ -113,13 +113,13 @@ impl Question {
         Self {
             at: now,
             position,
-            is_its_own: remote.end().unsent(theirs) == 0,
+            counts: remote.end().unsent(theirs) == 0,
         }
     }
 
     /// How long the answer is waited for.
     fn until(&self, remote: &Remote) -> u64 {
-        let within = match self.is_its_own {
+        let within = match self.counts {
             true => remote.answers.patience(ROOM_WITHIN),
             false => ROOM_WITHIN,
         };
@@ -127,8 +127,8 @@ impl Question {
     }
 
     /// The answer is that all has been read.
-    fn on_answer(&self, remote: &Remote, now: u64) {
-        if self.is_its_own {
+    fn on_answer(&mut self, remote: &Remote, now: u64) {
+        if std::mem::take(&mut self.counts) {
             remote.answers.on_answer(now - self.at);
         }
     }
@@ -139,7 +139,7 @@ impl Question {
             .end()
             .confirmed(theirs)
             .is_none_or(|until| until >= self.position);
-        if self.is_its_own && !is_answered {
+        if self.counts && !is_answered {
             remote.answers.on_none(now - self.at);
         }
     }
@@ -157,14 +157,17 @@ fn has_room(socket: &'static Socket, remote: &'static Remote, theirs: Vqpn) -> b
         if unread < before {
             moved = now;
         }
-        if unread == 0
-            && let Some(question) = asked.take()
-        {
-            question.on_answer(remote, now);
-        }
-        if unread == 0 && !give_back(socket) {
-            // What was sent before has gone by a buffer of this end's own, as what follows has to.
+        if Taken::is_over(socket) {
             return false;
+        }
+        if unread == 0 {
+            if let Some(question) = &mut asked {
+                question.on_answer(remote, now);
+            }
+            if !give_back(socket) {
+                // What was sent before has gone by a buffer of this end's own, as what follows has to.
+                return false;
+            }
         }
         if free(socket) >= remote.direct_min() {
             return true;
@@ -178,7 +181,7 @@ fn has_room(socket: &'static Socket, remote: &'static Remote, theirs: Vqpn) -> b
             asked = Some(Question::ask(remote, theirs, sent, now));
             continue;
         }
-        if left == 0 || Taken::is_over(socket) {
+        if left == 0 {
             if let Some(question) = asked {
                 question.give_up(remote, theirs, now);
             }

@@ -6,11 +6,14 @@ use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::thread;
 use std::time::Duration;
 
+use libc::c_int;
+
 use super::Scenario;
 use super::direct::{Flow, LARGE};
 use super::direct_send;
+use super::zerocopy::prefer_tcp;
 use crate::ctx::Ctx;
-use crate::data::Rng;
+use crate::data::{self, Rng};
 use crate::sys;
 
 /// Sends of all sizes, from memory that is overwritten as soon as it was taken.
@@ -103,6 +106,65 @@ pub fn forks(c: &Ctx) {
         });
     });
     flow.end();
+}
+
+/// Connections, bytes of a send on one, sends, ms between them, and from the first until it goes back to TCP: the
+/// first, and each later one.
+const BACK: usize = 16;
+const SEND: usize = 256 * 1024;
+const SENDS: usize = 40;
+const SEND_EVERY_MS: u64 = 10;
+const FIRST_BACK_MS: u64 = 100;
+const BACK_EVERY_MS: u64 = 11;
+
+/// On a slow device, where a sender waits for the reader's end again and again, connections go back to TCP meanwhile.
+pub fn goes_back(c: &Ctx) {
+    let (listener, port) = c.listener(BACK as c_int);
+    let all: Vec<_> = (0..BACK)
+        .map(|_| {
+            let fd = match listener {
+                Some(listener) => sys::accept4(listener, 0).ok(),
+                None => sys::connected(&sys::Addr::v4(port)),
+            };
+            c.warm_up(fd);
+            fd
+        })
+        .collect();
+    let bytes = data::pattern(41, 0, SEND);
+    thread::scope(|s| {
+        for (n, fd) in all.into_iter().enumerate() {
+            let bytes = &bytes;
+            if c.is_server() {
+                s.spawn(move || (0..SENDS).for_each(|_| receive(fd, bytes)));
+                continue;
+            }
+            s.spawn(move || {
+                for _ in 0..SENDS {
+                    sys::pause_ms(SEND_EVERY_MS);
+                    assert_eq!(sys::send_all(fd, bytes).count(), SEND);
+                }
+            });
+            s.spawn(move || {
+                sys::pause_ms(FIRST_BACK_MS + n as u64 * BACK_EVERY_MS);
+                prefer_tcp(fd);
+            });
+        }
+    });
+}
+
+/// As who does not wait in a receive.
+fn receive(fd: c_int, want: &[u8]) {
+    let mut got = vec![0; want.len()];
+    let mut at = 0;
+    while at < got.len() {
+        let r = sys::recv(fd, &mut got[at..], libc::MSG_DONTWAIT);
+        if r.is(libc::EAGAIN) {
+            sys::poll_one(fd, libc::POLLIN, -1);
+        } else {
+            at += r.count();
+        }
+    }
+    assert!(got == want, "not the bytes that were sent");
 }
 
 /// What ends a connection while one end sends without a pause.

@@ -167,6 +167,13 @@ pub fn all() -> Vec<Scenario> {
     )));
     let rests = Scenario::new("herd_busy_sender_rests", herd::busy_sender_rests, true);
     all.push(past_the_rings(rests));
+    let slow = Scenario::new("lent_goes_back", lent::goes_back, true)
+        .with_env("RDMASOCK_ZCOPY_MIN", "16K")
+        .with_env("RDMASOCK_DEV_WAY", "lent");
+    all.push(Scenario {
+        device: "delay=4000",
+        ..slow
+    });
     migrate::add_to(&mut all);
     urgent::add_to(&mut all);
     ends::add_to(&mut all);

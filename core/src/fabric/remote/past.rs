@@ -41,11 +41,11 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
     /// told of each.
     pub fn end_retired(&self, mut end: impl FnMut(Q)) -> usize {
         self.shared.retired_unseen.publish(false);
-        let mut retired = self.shared.retired.lock();
-        let retired = retired
-            .as_mut()
-            .map(|all| std::mem::take(&mut **all))
-            .unwrap_or_default();
+        // Not under that lock: who gives one up takes it under the engine's.
+        let retired = match self.shared.retired.lock() {
+            Some(mut retired) => std::mem::take(&mut *retired),
+            None => Vec::new(),
+        };
         let count = retired.len();
         for Retired { qp, under_way } in retired {
             end(qp);

@@ -286,6 +286,16 @@ impl Ctx {
         }
     }
 
+    /// So many connections, none of them warmed up; the listener stays open.
+    pub fn connections(&self, count: usize) -> Vec<c_int> {
+        let (listener, port) = self.listener(count as c_int);
+        let one = |_| match listener {
+            Some(listener) => sys::accept4(listener, 0).ok(),
+            None => sys::connected(&Addr::v4(port)),
+        };
+        (0..count).map(one).collect()
+    }
+
     /// The server listens on 127.0.0.1 (and gets its listener, Some); both get the port.
     pub fn listener(&self, backlog: c_int) -> (Option<c_int>, u16) {
         if self.is_server() {

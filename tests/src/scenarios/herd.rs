@@ -58,16 +58,6 @@ fn sleeps(of: c_int) -> u64 {
     usage.ru_nvcsw as u64
 }
 
-fn connections(c: &Ctx) -> Vec<c_int> {
-    let (listener, port) = c.listener(THREADS as c_int);
-    (0..THREADS)
-        .map(|_| match listener {
-            Some(listener) => sys::accept4(listener, 0).ok(),
-            None => sys::connected(&sys::Addr::v4(port)),
-        })
-        .collect()
-}
-
 fn ask(fd: c_int) {
     sys::send_all(fd, b"?").ok();
     assert_eq!(sys::recv_exact(fd, 1), b"!");
@@ -84,7 +74,7 @@ fn answer(fd: c_int, waits: impl Fn(c_int) -> bool) -> bool {
 
 /// One message at a time, to one thread after the other.
 fn one_at_a_time(c: &Ctx, waits: Wait) {
-    let all = connections(c);
+    let all = c.connections(THREADS);
     if !c.is_server() {
         for fd in &all {
             (0..WARM).for_each(|_| ask(*fd));
@@ -150,7 +140,7 @@ const QUIET_MS: u64 = 3_500;
 pub fn under_handlers(c: &Ctx) {
     // In recv(), and not the first of them, which polls.
     const FREE: usize = THREADS - 3;
-    let all = connections(c);
+    let all = c.connections(THREADS);
     if !c.is_server() {
         for fd in &all {
             (0..WARM).for_each(|_| ask(*fd));

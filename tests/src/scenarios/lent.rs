@@ -119,17 +119,8 @@ const BACK_EVERY_MS: u64 = 11;
 
 /// On a slow device, where a sender waits for the reader's end again and again, connections go back to TCP meanwhile.
 pub fn goes_back(c: &Ctx) {
-    let (listener, port) = c.listener(BACK as c_int);
-    let all: Vec<_> = (0..BACK)
-        .map(|_| {
-            let fd = match listener {
-                Some(listener) => sys::accept4(listener, 0).ok(),
-                None => sys::connected(&sys::Addr::v4(port)),
-            };
-            c.warm_up(fd);
-            fd
-        })
-        .collect();
+    let all = c.connections(BACK);
+    all.iter().for_each(|fd| c.warm_up(*fd));
     let bytes = data::pattern(41, 0, SEND);
     thread::scope(|s| {
         for (n, fd) in all.into_iter().enumerate() {

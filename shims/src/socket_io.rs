@@ -98,6 +98,7 @@ impl SocketIo for Socket {
     }
 
     fn set_peer(&self, theirs: Vqpn) {
+        point!("opened: the peer's number is not known");
         self.peer_vqpn.store(theirs.0, Release);
     }
 

@@ -47,8 +47,7 @@ fn main() -> ExitCode {
 
 /// Why a scenario is not played between hosts in this way unless that is asked for.
 fn why_left_out(name: &str, mode: Mode) -> Option<&'static str> {
-    let mut differing = scenarios::DIFFERS_BETWEEN_HOSTS.iter();
-    if let Some((_, why)) = differing.find(|(known, _)| name.starts_with(known)) {
+    if let Some(why) = scenarios::differs_between_hosts(name) {
         return Some(why);
     }
     let mut both_ways = scenarios::BETWEEN_HOSTS_BOTH_WAYS.iter();

@@ -32,6 +32,7 @@ const POINTS: &[&str] = &[
     "interest: the peer is to tell nobody",
     "nested: a new epoch has begun",
     "notify: it is known whom",
+    NUMBER,
     "poll: is about to sleep",
     "poll: is awake",
     "poll: is not told any more",
@@ -54,6 +55,9 @@ const POINTS: &[&str] = &[
 
 /// Where something else can be seen than who is woken, by a scenario of its own.
 const NODELAY: &str = "flush: TCP_NODELAY is on for a moment";
+
+/// Where it matters which fabric it is: on a device nothing comes before the number is known to the engine.
+const NUMBER: &str = "opened: the peer's number is not known";
 
 fn main() -> ExitCode {
     let mut args = Arguments::from_args();
@@ -113,10 +117,18 @@ fn hold(paths: &Paths, references: &References, point: &str) -> Result<(), Faile
         let kernel = references
             .get(paths, scenario)
             .map_err(|e| Failed::from(format!("on kernel TCP: {e}")))?;
-        for side in Side::ALL {
+        let differs = scenarios::differs_between_hosts(&scenario.name).is_some();
+        let modes: &[Mode] = match point {
+            NUMBER if !differs => &[Mode::Both, Mode::Roce, Mode::Iwarp],
+            _ => &[Mode::Both],
+        };
+        for (side, mode) in Side::ALL
+            .into_iter()
+            .flat_map(|side| modes.iter().map(move |mode| (side, *mode)))
+        {
             scenario.held = Some((side, point.into()));
-            let name = format!("{} with the {} held up", scenario.name, side.name());
-            match play(paths, scenario, Mode::Both) {
+            let name = format!("{}/{} with the {} held up", mode.name(), scenario.name, side.name());
+            match play(paths, scenario, mode) {
                 Err(e) => failures.push(format!("{name}: {e:#}")),
                 Ok(other) => {
                     if let Some(text) = difference(&kernel, &other) {

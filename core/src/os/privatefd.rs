@@ -31,6 +31,8 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use rustix::io::{Errno, fcntl_dupfd_cloexec};
 use rustix::process::{Resource, getrlimit};
 
+use super::kernel;
+
 /// As long as they are few, private fds have numbers below this: within an fd_set, above what most programs ever
 /// use, and not at an end that programs choose for themselves.
 const USUAL: u32 = 960;
@@ -366,9 +368,10 @@ pub unsafe fn reset_in_fork_child(keep: impl Fn(RawFd) -> bool) {
         let fd = n as RawFd;
         if !keep(fd) {
             unregister(fd);
+            // What a plugin has told of, and has closed before, is not there; nobody has opened anything since.
             // SAFETY: the bitmap says that the library owns it, and the caller that no owner of it
             // will use or close it again.
-            unsafe { rustix::io::close(fd) };
+            let _ = unsafe { kernel::call(libc::SYS_close, [n as usize, 0, 0, 0, 0, 0]) };
         }
     }
 }

@@ -24,6 +24,7 @@ use crate::config::config;
 use crate::link::life::Identity;
 use crate::link::{Link, Refused, up};
 use crate::mailbox::Ref;
+use crate::points::point;
 use crate::ready;
 use crate::socket::{self, Mode, Sending, Socket};
 use crate::waiters::SERVICE;
@@ -321,6 +322,7 @@ impl Worker {
                 }
             }
             Message::OpenAck { yours, mine, ring } => {
+                point!("opened: the peer's number is not known");
                 if connection::on_open_ack(link.socket(yours), &link, yours, mine, ring).is_err() {
                     self.break_off(link);
                 }

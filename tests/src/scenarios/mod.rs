@@ -148,7 +148,7 @@ pub fn all() -> Vec<Scenario> {
         told_options: warm { kept, how_much_is_left, how_much_is_left_by_listener, timestamps, pacing, repair, zero_copy_receive, keepalive_of_a_frozen_peer, user_timeout } cold { keepalive_of_a_host_that_is_gone, nodelay_while_promoted, nodelay_at_a_promotion }
         zerocopy: warm { completions, control, ipv6, mapped, recvmmsg, readiness, woken, forms, dup, threads, both_ways } cold {  }
         zerocopy_more: warm { accepted, reset, timestamps, forked } cold {  }
-        wakes: warm { oneshot_over, data_taken, room_taken, set_changed } cold { poll, select, receive, epoll, edge, oneshot, added, two_sets, nested, polled_set, two_waiters, two_receivers, crowd, shared_set, forked }
+        wakes: warm { oneshot_over, data_taken, room_taken, set_changed } cold { poll, select, receive, epoll, edge, oneshot, added, two_sets, nested, polled_set, two_waiters, two_receivers, crowd, shared_set, forked, filled_at_once }
     ];
     all.push(
         Scenario::new("process_fork_changes_user", process::fork_changes_user, false)
@@ -274,6 +274,14 @@ pub const DIFFERS_BETWEEN_HOSTS: [(&str, &str); 18] = [
         "of a close that no hook sees the peer may hear an end in place of a reset",
     ),
 ];
+/// Why a scenario differs there, if that is known.
+pub fn differs_between_hosts(name: &str) -> Option<&'static str> {
+    let mut differing = DIFFERS_BETWEEN_HOSTS.iter();
+    differing
+        .find(|(known, _)| name.starts_with(known))
+        .map(|(_, why)| *why)
+}
+
 const CAPACITY: &str = "a sender that is not read gets rid of less, or of more";
 const HANDED: &str = "a connection that is handed over in the middle of its promotion is reset";
 const KILLED: &str = "who is killed resets its connections, for nobody knows whether all has arrived that it had sent";

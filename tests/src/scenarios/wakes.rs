@@ -8,7 +8,7 @@ use libc::{EPOLL_CTL_ADD, EPOLL_CTL_DEL, EPOLL_CTL_MOD, c_int};
 
 use super::epoll::{ET, IN, ONESHOT, OUT, create, ctl, log_wait, wait};
 use crate::ctx::Ctx;
-use crate::sys;
+use crate::{data, sys};
 
 /// Connections one after the other, and messages each way on each.
 const CONNECTIONS: usize = 4;
@@ -392,6 +392,63 @@ pub fn set_changed(c: &Ctx) {
         be_asked(fd);
     }
     c.close(fd);
+}
+
+/// In epoll_wait() for room, once for each edge, by a sender that fills its link as soon as it is on one: its reader's
+/// end may not have heard yet what the stream is called there.
+pub fn filled_at_once(c: &Ctx) {
+    // With small buffers little is on its way by TCP when the link is there, and the link is full as soon. What is said
+    // after the first turns would tell how far this end has read.
+    const BUFFER: c_int = 16 << 10;
+    const LEN: usize = 2 << 20;
+    const PIECE: usize = 32 << 10;
+    const TURNS: usize = 2 * PIECE;
+    const PAUSE: std::time::Duration = std::time::Duration::from_micros(200);
+    let time = std::time::Duration::from_millis(AT_MOST_MS as u64);
+    let bytes = data::pattern(1, 0, LEN);
+    // The first keeps the link's first number.
+    for (connection, fd) in c.connections(1 + CONNECTIONS).into_iter().enumerate() {
+        sys::set_timeout(fd, libc::SO_RCVTIMEO, time);
+        for option in [libc::SO_SNDBUF, libc::SO_RCVBUF] {
+            sys::set_int(fd, libc::SOL_SOCKET, option, BUFFER).ok();
+        }
+        if c.is_server() {
+            let set = set_of(fd, OUT | ET);
+            let mut sent = 0;
+            while sent < LEN {
+                let n = sys::send(fd, &bytes[sent..LEN.min(sent + PIECE)], libc::MSG_DONTWAIT);
+                if n.is(libc::EAGAIN) {
+                    let (_, events) = wait(set.fd(), 1, AT_MOST_MS);
+                    let where_it_is = format!("connection {connection}, {sent} bytes sent");
+                    assert!(!events.is_empty(), "no wake-up: {where_it_is}");
+                    continue;
+                }
+                sent += n.count();
+                if sent < LEN / 2 {
+                    sys::recv(fd, &mut [0; 64], libc::MSG_DONTWAIT);
+                }
+            }
+            let mut answer = [0; 64];
+            while !answer.contains(&2) {
+                let n = sys::recv(fd, &mut answer, 0).value;
+                assert!(n > 0, "no answer: connection {connection}");
+            }
+        } else {
+            let (mut got, mut piece) = (0, vec![0; PIECE]);
+            while got < LEN {
+                let n = sys::recv(fd, &mut piece, 0).count();
+                assert!(n > 0, "nothing comes: connection {connection}, {got} bytes read");
+                assert!(piece[..n] == bytes[got..got + n]);
+                got += n;
+                if got < TURNS {
+                    sys::send_all(fd, &[1]).ok();
+                }
+                std::thread::sleep(PAUSE);
+            }
+            sys::send_all(fd, &[2]).ok();
+        }
+    }
+    c.log("all of it has come");
 }
 
 /// A client that answers each byte, after a moment.

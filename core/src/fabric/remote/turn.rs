@@ -58,6 +58,8 @@ impl<Q: QueuePair> Engine<Q> {
         pumped?;
         if self.lost.is_some() {
             self.drop_bulk(g);
+            // What that leaves to say, nobody else knows of.
+            self.pump(g)?;
         }
         if self.watch.on_done(self.sender.done()) {
             self.begin_watch(g);

@@ -125,6 +125,11 @@ fn opened<S: SocketIo>(
 ) -> Result<(), NoProducer> {
     let producer = link.producer(theirs)?;
     control.peer = Some(theirs);
+    // First: the other may have switched before this was read, and then a reader takes what comes as soon as the two
+    // are a pair. What it tells of that is about this number. (Within a host it may have come before: who has sent it
+    // looks again when it reads our SWITCH.)
+    socket.set_peer(theirs);
+    socket.set_link(Some(link));
     match control.opened.as_mut() {
         Some(opened) => {
             opened.asked = false;
@@ -132,8 +137,6 @@ fn opened<S: SocketIo>(
         }
         None => control.first = Some(first),
     }
-    socket.set_peer(theirs);
-    socket.set_link(Some(link));
     if let Some(mut tx) = socket.tx.lock() {
         tx.producer = Some(producer);
     }

@@ -504,3 +504,20 @@ fn what_was_lent_and_cannot_go_is_sent_by_the_ring() {
     world.settle();
     assert_eq!(world.directions[0].collect(&world.ends), 30_000);
 }
+
+#[test]
+fn what_a_lost_bulk_queue_pair_leaves_to_say_is_said_in_the_same_turn() {
+    let (mut world, _) = large();
+    world.directions[0].wait(&world.ends, 40_000);
+    world.settle();
+    // The device refuses what comes.
+    let region = world.directions[0].waiting.as_ref().unwrap().region;
+    world.ends[0].qp().deregister(region);
+    world.directions[0].write(&world.ends, 20_000);
+    for end in [0, 1].repeat(10) {
+        while world.ends[end].progress().unwrap() {}
+    }
+    assert_eq!([0, 1].map(|at: usize| world.ends[at].direct_counts().lost), [1, 1]);
+    assert_eq!(world.directions[0].collect(&world.ends), 0);
+    assert_eq!(world.directions[0].read(&world.ends, 20_000), 20_000);
+}

@@ -1,11 +1,11 @@
-//! The two ends of `scale`, each a process of its own: a server that echoes on all connections in one thread, and a
-//! client with one or more of them that keeps a number of messages in flight. The client does what its standard input
-//! says.
+//! The two ends of `scale`, each a process of its own: a server that echoes on all connections, in one thread or a
+//! thread for each, and a client with one or more of them that keeps a number of messages in flight. The client does
+//! what its standard input says.
 
 use std::collections::VecDeque;
 use std::io::{BufRead, ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixListener;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
@@ -37,6 +37,9 @@ const PIECE: usize = 64 << 10;
 pub struct Crowd {
     #[arg(long)]
     pub server: bool,
+    /// The server has a thread for each connection, which blocks in recv.
+    #[arg(long)]
+    pub threads: bool,
     /// `address:port`, or the path of a Unix socket.
     #[arg(long)]
     pub address: String,
@@ -73,7 +76,7 @@ pub struct Answered {
 pub fn run(options: &Crowd) -> Result<()> {
     signals::raise_nofile()?;
     match options.server {
-        true => serve(&options.address),
+        true => serve(options),
         false => play(options),
     }
 }
@@ -285,17 +288,37 @@ fn wait(epoll: &Epoll, events: &mut [EpollEvent]) -> Result<usize> {
     }
 }
 
-fn serve(address: &str) -> Result<()> {
-    if address.starts_with('/') {
-        let listener = UnixListener::bind(address)?;
-        return echo(&listener, || Ok(TcpStream::from(OwnedFd::from(listener.accept()?.0))));
+fn serve(options: &Crowd) -> Result<()> {
+    if options.address.starts_with('/') {
+        let listener = UnixListener::bind(&options.address)?;
+        return echo(options, listener.as_fd(), &|| {
+            Ok(TcpStream::from(OwnedFd::from(listener.accept()?.0)))
+        });
     }
-    let listener = TcpListener::bind(address)?;
-    echo(&listener, || {
+    let listener = TcpListener::bind(&options.address)?;
+    echo(options, listener.as_fd(), &|| {
         let stream = listener.accept()?.0;
         stream.set_nodelay(true)?;
         Ok(stream)
     })
+}
+
+fn echo(options: &Crowd, listener: BorrowedFd, accept: &dyn Fn() -> Result<TcpStream>) -> Result<()> {
+    match options.threads {
+        true => echo_in_threads(accept),
+        false => echo_in_one_thread(listener, accept),
+    }
+}
+
+/// Sends back what comes, in a thread for each connection, which blocks.
+fn echo_in_threads(accept: &dyn Fn() -> Result<TcpStream>) -> Result<()> {
+    loop {
+        let mut stream = accept()?;
+        std::thread::spawn(move || {
+            let mut message = [0; MESSAGE];
+            while stream.read_exact(&mut message).is_ok() && stream.write_all(&message).is_ok() {}
+        });
+    }
 }
 
 /// A connection of the server, and what it could not send back yet.
@@ -348,7 +371,7 @@ impl Echo {
 }
 
 /// Sends back what comes, in one thread, on all connections.
-fn echo(listener: &impl AsFd, accept: impl Fn() -> Result<TcpStream>) -> Result<()> {
+fn echo_in_one_thread(listener: BorrowedFd, accept: &dyn Fn() -> Result<TcpStream>) -> Result<()> {
     let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
     epoll.add(listener, EpollEvent::new(EpollFlags::EPOLLIN, u64::MAX))?;
     let mut echoes: Vec<Option<Echo>> = Vec::new();

@@ -85,6 +85,8 @@ pub struct Usage {
     pub addresses: f64,
     /// Context switches of all threads: a thread that sleeps has none.
     wake_ups: f64,
+    /// Of these, those of threads that went to sleep.
+    pub sleeps: f64,
     cpu_ms: f64,
 }
 
@@ -99,8 +101,9 @@ impl Usage {
             sum.descriptors += std::fs::read_dir(format!("/proc/{pid}/fd"))?.count() as f64;
             for task in std::fs::read_dir(format!("/proc/{pid}/task"))? {
                 let status = std::fs::read_to_string(task?.path().join("status"))?;
-                sum.wake_ups += field(&status, "voluntary_ctxt_switches:");
-                sum.wake_ups += field(&status, "nonvoluntary_ctxt_switches:");
+                let sleeps = field(&status, "voluntary_ctxt_switches:");
+                sum.sleeps += sleeps;
+                sum.wake_ups += sleeps + field(&status, "nonvoluntary_ctxt_switches:");
             }
             sum.cpu_ms += cpu_ms(*pid)?;
         }

@@ -1,9 +1,9 @@
 //! What single calls, messages and idle streams cost: kernel TCP, a Unix socket and the library, alternately in one
 //! run. It starts itself again as both ends of every measurement (`peer`). Its parts: `never-slower` measures whole
 //! programs (those that the library makes much faster are the business of `demo`), `sweep` transfers of growing size,
-//! `threshold` the ways of a link between hosts beside each other, `scale` more and more connections and clients,
-//! `device` what is below a link's sockets, and `page` makes a page and pictures of what these have written. Nothing
-//! here is a test with a time limit.
+//! `threshold` the ways of a link between hosts beside each other, `scale` more and more connections, clients and
+//! threads, `device` what is below a link's sockets, and `page` makes a page and pictures of what these have written.
+//! Nothing here is a test with a time limit.
 
 mod crowd;
 mod device;

@@ -64,6 +64,14 @@ const MESSAGE_TIME: View = View {
     figures: &[Figure::MessageP50, Figure::MessageP99],
 };
 const BULK: [View; 3] = [MESSAGES, MESSAGE_TIME, SWEEP_THROUGHPUT];
+const SLEEPS: [View; 3] = [
+    View {
+        title: "Sleeps of the server's threads a message, the library's own included",
+        figures: &[Figure::Sleeps],
+    },
+    MESSAGES,
+    MESSAGE_TIME,
+];
 const SCALE: [View; 5] = [
     MESSAGES,
     MESSAGE_TIME,
@@ -175,6 +183,7 @@ fn text(parts: &[Results]) -> String {
         &CLIENTS,
         &AMONG,
         &BESIDE,
+        &SLEEPERS,
         &ENGINES,
         &SHARING,
         &THREADS,
@@ -235,7 +244,7 @@ The runs:
 fn run_in_words(results: &Results) -> String {
     let machine = &results.machine;
     let what = match results.points.first().map(|point| point.series) {
-        Some(Series::Connections | Series::Clients | Series::Among | Series::Beside) => "`bench scale`",
+        Some(series) if Series::CROWDS.contains(&series) => "`bench scale`",
         Some(Series::Threshold) => "`bench threshold`",
         Some(Series::Engine | Series::QueuePairs | Series::Threads) => "`bench device`",
         _ => "`bench sweep`",
@@ -321,6 +330,15 @@ that is measured, on kernel TCP as well. Throughput is that of all bulk streams 
     series: &[Series::Beside],
 };
 
+const SLEEPERS: Group = Group {
+    title: "Threads of a server that sleep in recv",
+    about: "\
+A server with a thread for each connection, which blocks in recv, and a client process that sends 64 B at a time, on the next
+connection in turn: who is woken by a message that is for one of many. One sleep a message is the least where each is for
+another thread.",
+    series: &[Series::Sleepers],
+};
+
 const ENGINES: Group = Group {
     title: "A link's engine and the queue pair below it",
     about: "\
@@ -356,6 +374,7 @@ fn tables(out: &mut String, results: &Results, series: Series) {
         Series::Threshold => &THRESHOLD,
         Series::Connections | Series::Clients | Series::Among => &SCALE,
         Series::Beside => &BULK,
+        Series::Sleepers => &SLEEPS,
         Series::Engine => &ENGINE,
         Series::QueuePairs => &QUEUE_PAIRS,
         Series::Threads => &[MESSAGES],
@@ -431,6 +450,7 @@ fn losses(out: &mut String, parts: &[&Results], base: Way) {
         .chain(&SCALE)
         .flat_map(|view| view.figures)
         .copied()
+        .chain([Figure::Sleeps])
         .collect();
     let mut is_any = false;
     for results in parts {

@@ -117,6 +117,8 @@ pub enum Series {
     Among,
     /// Bulk streams beside a connection of small messages.
     Beside,
+    /// Connections between two processes with a thread of the server's each.
+    Sleepers,
     /// Bytes of a message, on a queue pair.
     Engine,
     /// Connections on queue pairs.
@@ -131,7 +133,13 @@ impl Series {
     /// Those whose transfers differ in size.
     pub const TRANSFERS: [Self; 4] = [Self::Recv, Self::Waitall, Self::Epoll, Self::Threshold];
     /// Those of `scale`.
-    pub const CROWDS: [Self; 4] = [Self::Connections, Self::Clients, Self::Among, Self::Beside];
+    pub const CROWDS: [Self; 5] = [
+        Self::Connections,
+        Self::Clients,
+        Self::Among,
+        Self::Beside,
+        Self::Sleepers,
+    ];
     /// Those of `device`.
     pub const MODELS: [Self; 3] = [Self::Engine, Self::QueuePairs, Self::Threads];
 
@@ -146,6 +154,7 @@ impl Series {
             Self::Clients => "Client processes of one server",
             Self::Among => "One client process of many that sends",
             Self::Beside => "Small messages beside bulk",
+            Self::Sleepers => "Threads of a server that sleep in recv",
             Self::Engine => "A link's engine and the queue pair below it",
             Self::QueuePairs => "Connections with a queue pair each, and on one",
             Self::Threads => "Threads that share a queue pair",
@@ -163,6 +172,7 @@ impl Series {
             Self::Clients => "clients",
             Self::Among => "among",
             Self::Beside => "beside",
+            Self::Sleepers => "sleepers",
             Self::Engine => "engine",
             Self::QueuePairs => "queue-pairs",
             Self::Threads => "threads",
@@ -177,7 +187,7 @@ impl Series {
             Self::Clients | Self::Among => "processes",
             Self::Beside => "bulk streams",
             Self::Engine => "message",
-            Self::Threads => "threads",
+            Self::Threads | Self::Sleepers => "threads",
         }
     }
 
@@ -186,7 +196,7 @@ impl Series {
         match self {
             Self::Recv | Self::Waitall | Self::Epoll | Self::Threshold => 4.0,
             Self::Connections | Self::Clients | Self::Among | Self::QueuePairs => 10.0,
-            Self::Beside | Self::Engine => 4.0,
+            Self::Beside | Self::Engine | Self::Sleepers => 4.0,
             Self::Threads => 2.0,
         }
     }
@@ -227,6 +237,7 @@ pub enum Figure {
     MessageP99,
     MessageProcessor,
     MessageProcessorServer,
+    Sleeps,
     Resident,
     Shared,
     Descriptors,
@@ -249,6 +260,7 @@ impl Figure {
             Self::MessageP99 => "time of a message, µs, p99",
             Self::MessageProcessor => "processor µs a message, all processes",
             Self::MessageProcessorServer => "processor µs a message, server",
+            Self::Sleeps => "sleeps of the server's threads a message",
             Self::Resident => "resident memory of the server, MiB",
             Self::Shared => "shared memory of the server, MiB",
             Self::Descriptors => "descriptors of the server",

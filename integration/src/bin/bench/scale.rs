@@ -1,6 +1,7 @@
 //! `bench scale`: one server that echoes, with more and more connections of one client, with more and more client
-//! processes, of which all send or one, and with more and more bulk beside one connection, on each way in turn:
-//! messages a second, their time, processor time, memory and descriptors of the server. The ends are in `crowd`.
+//! processes, of which all send or one, with more and more bulk beside one connection, and with more and more threads
+//! that sleep on one each, on each way in turn: messages a second, their time, processor time, sleeps, memory and
+//! descriptors of the server. The ends are in `crowd`.
 
 use anyhow::{Result, bail, ensure};
 use clap::Args;
@@ -40,6 +41,9 @@ pub struct Options {
     /// Bulk streams beside one connection [default: 0,1,4,16, with --quick to 4].
     #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u64).range(0..=1_000))]
     bulk: Option<Vec<u64>>,
+    /// Connections with a thread of the server's each [default: 1,4,16,64,256, with --quick 1,16,256].
+    #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u64).range(1..=1_000))]
+    sleepers: Option<Vec<u64>>,
     /// Only these ways.
     #[arg(long, value_delimiter = ',', default_value = "tcp,unix,shm,device")]
     ways: Vec<Way>,
@@ -53,29 +57,33 @@ pub fn run(options: &Options) -> Result<()> {
     let build = Build::locate()?;
     let limit = signals::raise_nofile()?;
     let rounds = options.repeats.rounds(3);
-    let (connections, clients, among, bulk) = match options.repeats.quick {
+    let (connections, clients, among, bulk, sleepers) = match options.repeats.quick {
         true => (
             vec![1, 10, 100, 1_000],
             vec![1, 10, 100],
             vec![1, 10, 100],
             vec![0, 1, 4],
+            vec![1, 16, 256],
         ),
         false => (
             vec![1, 10, 100, 1_000, 10_000],
             vec![1, 10, 100, 1_000],
             vec![1, 10, 100, 500],
             vec![0, 1, 4, 16],
+            vec![1, 4, 16, 64, 256],
         ),
     };
     let connections = options.connections.clone().unwrap_or(connections);
     let clients = options.clients.clone().unwrap_or(clients);
     let among = options.among.clone().unwrap_or(among);
     let bulk = options.bulk.clone().unwrap_or(bulk);
+    let sleepers = options.sleepers.clone().unwrap_or(sleepers);
     let of = |series, values: Vec<u64>| values.into_iter().map(move |value| (series, value));
     let cases: Vec<_> = of(Series::Connections, connections)
         .chain(of(Series::Clients, clients))
         .chain(of(Series::Among, among))
         .chain(of(Series::Beside, bulk))
+        .chain(of(Series::Sleepers, sleepers))
         .collect();
 
     let mut results = Results::new(rounds, options.repeats.quick)?;
@@ -121,13 +129,15 @@ fn measure(build: &Build, way: Way, series: Series, number: usize, seconds: f64)
         Series::Clients => (number, 1, 0, (IN_FLIGHT / number.max(1)).max(1)),
         Series::Among => (number, 1, 0, 1),
         Series::Beside => (1, 1, number, 1),
+        Series::Sleepers => (1, number, 0, 1),
         _ => (1, number, 0, IN_FLIGHT),
     };
     let senders = if series == Series::Among { 1 } else { processes };
     let number = processes * (each + bulk);
     let lab = way.lab(build)?;
     let (server, address) = serve(&lab, way == Way::Unix, |address| {
-        command(&lab, Role::Server, address, &["--server".to_owned()])
+        let threads = (series == Series::Sleepers).then_some("--threads");
+        Ok(command(&lab, Role::Server, address, &["--server".to_owned()])?.args(threads))
     })?;
     let options = [
         format!("--connections={each}"),
@@ -150,6 +160,7 @@ fn measure(build: &Build, way: Way, series: Series, number: usize, seconds: f64)
 
     let before = build.stat.totals(server.pid())?;
     let begin = Processor::of(&server, &clients)?;
+    let usage_before = Usage::of(&[server.pid()])?;
     let answers = all(&lab, clients.iter_mut().take(senders), "go")?;
     let used = Processor::of(&server, &clients)?;
     let usage = Usage::of(&[server.pid()])?;
@@ -189,6 +200,7 @@ fn measure(build: &Build, way: Way, series: Series, number: usize, seconds: f64)
             Figure::MessageProcessorServer,
             (used.server - begin.server) * 1e6 / served,
         ),
+        (Figure::Sleeps, (usage.sleeps - usage_before.sleeps) / served),
         (Figure::Resident, mib("VmRSS:")),
         (Figure::Shared, mib("RssShmem:")),
         (Figure::Descriptors, usage.descriptors),

@@ -200,13 +200,15 @@ fn measure(build: &Build, way: Way, series: Series, number: usize, seconds: f64)
             Figure::MessageProcessorServer,
             (used.server - begin.server) * 1e6 / served,
         ),
-        (Figure::Sleeps, (usage.sleeps - usage_before.sleeps) / served),
         (Figure::Resident, mib("VmRSS:")),
         (Figure::Shared, mib("RssShmem:")),
         (Figure::Descriptors, usage.descriptors),
     ];
     if bulk > 0 {
         figures.push((Figure::Throughput, bulk_rate));
+    }
+    if series == Series::Sleepers {
+        figures.push((Figure::Sleeps, (usage.sleeps - usage_before.sleeps) / served));
     }
     Ok(figures)
 }

@@ -19,16 +19,25 @@ pub enum Subject {
     Unix,
     Rsocket,
     Rstream,
+    /// The library with one of its ways fixed: rings,
+    Rings,
+    /// straight between the programs' memory,
+    Direct,
+    /// read by the reader's device.
+    Lent,
     Library,
 }
 
 impl Subject {
-    const ALL: [Self; 6] = [
+    const ALL: [Self; 9] = [
         Self::Bare,
         Self::Tcp,
         Self::Unix,
         Self::Rsocket,
         Self::Rstream,
+        Self::Rings,
+        Self::Direct,
+        Self::Lent,
         Self::Library,
     ];
 
@@ -39,6 +48,9 @@ impl Subject {
             Self::Unix => "Unix",
             Self::Rsocket => "rsocket",
             Self::Rstream => "rstream",
+            Self::Rings => "rings",
+            Self::Direct => "direct",
+            Self::Lent => "lent",
             Self::Library => "rdmasock",
         }
     }

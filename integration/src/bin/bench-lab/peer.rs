@@ -142,13 +142,14 @@ pub fn sample(client: &Client) -> Result<()> {
     let stream = Stream::connected(&client.address)?;
     match (client.subject, stream.is_socket()?) {
         (Subject::Rsocket, true) => bail!("librspreload has fallen back to TCP"),
-        (Subject::Tcp | Subject::Library, false) => bail!("this is no socket"),
+        (Subject::Rsocket | Subject::Rstream, false) => {}
+        (_, false) => bail!("this is no socket"),
         _ => {}
     }
     stream.send_all(&client.hello())?;
-    let before = match client.subject {
-        Subject::Library => Some(promoted(&stream)?),
-        _ => None,
+    let before = match client.subject.has_library() {
+        true => Some(promoted(&stream)?),
+        false => None,
     };
     ping(&stream, LAST)?;
     let size = client.size as usize;
@@ -161,7 +162,7 @@ pub fn sample(client: &Client) -> Result<()> {
         Job::TripCosts => return counted::trips(&stream, client.subject, client.size)?.print(totals()?),
         Job::StreamCosts => return counted::stream(&stream, client.subject, client.size)?.print(totals()?),
         Job::Connect | Job::Latency => trips(&stream, size, time)?,
-        Job::Bandwidth => rate(&stream, size, time)?,
+        Job::Bandwidth | Job::Ways => rate(&stream, size, time)?,
         Job::Messages => rate(&stream, size, time)? / size as f64,
     };
     let totals = totals()?;
@@ -182,7 +183,7 @@ fn connects(client: &Client, time: Duration) -> Result<()> {
         samples.push(start.elapsed().as_secs_f64() * 1e6);
         stream.receive_all(&mut [0; HELLO - 1])?;
         if begin.elapsed() >= time {
-            if client.subject == Subject::Library {
+            if client.subject.has_library() {
                 ensure!(counters()?.link() == 0, "the server has the library");
             }
             let value = median(&samples);

@@ -21,6 +21,8 @@ pub enum Job {
     TripCosts,
     /// What a MiB one way costs beside time.
     StreamCosts,
+    /// As bandwidth, by each of the library's ways.
+    Ways,
 }
 
 /// What carries it.
@@ -33,6 +35,19 @@ pub enum Subject {
     /// rsocket's own benchmark.
     Rstream,
     Library,
+    /// The library, with all bytes by rings.
+    Rings,
+    /// With all that can straight between the programs' memory.
+    Direct,
+    /// With all that can read by the reader's device.
+    Lent,
+}
+
+impl Subject {
+    /// Whether the library is in front of the program.
+    pub fn has_library(self) -> bool {
+        matches!(self, Self::Library | Self::Rings | Self::Direct | Self::Lent)
+    }
 }
 
 impl From<Subject> for table::Subject {
@@ -42,6 +57,9 @@ impl From<Subject> for table::Subject {
             Subject::Rsocket => Self::Rsocket,
             Subject::Rstream => Self::Rstream,
             Subject::Library => Self::Library,
+            Subject::Rings => Self::Rings,
+            Subject::Direct => Self::Direct,
+            Subject::Lent => Self::Lent,
         }
     }
 }

@@ -36,6 +36,19 @@ pub fn wait(ep: c_int, max: usize, timeout_ms: c_int) -> (Ret, Vec<(u64, u32)>) 
     (r, got)
 }
 
+/// Repeats an epoll_wait() that does not sleep until it reports something, for 30 s at most. FIONREAD counts bytes a
+/// moment before the sets of the reader report them (docs/limits.md).
+pub fn look_until_reported(ep: c_int, max: usize) -> Vec<(u64, u32)> {
+    let end = Instant::now() + Duration::from_millis(sys::SOON as u64);
+    loop {
+        let (_, events) = wait(ep, max, 0);
+        if !events.is_empty() || Instant::now() > end {
+            return events;
+        }
+        std::thread::yield_now();
+    }
+}
+
 /// Logged epoll_wait() for up to 8 events.
 pub fn log_wait(c: &Ctx, ep: c_int, timeout_ms: c_int) -> Vec<(u64, u32)> {
     let (r, got) = wait(ep, 8, timeout_ms);

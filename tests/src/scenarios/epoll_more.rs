@@ -2,7 +2,7 @@
 
 use libc::{EPOLL_CTL_ADD, EPOLL_CTL_DEL, EPOLL_CTL_MOD, c_int};
 
-use super::epoll::{ET, IN, ONESHOT, OUT, create, ctl, log_wait, wait};
+use super::epoll::{ET, IN, ONESHOT, OUT, create, ctl, log_wait, look_until_reported, wait};
 use crate::ctx::{Ctx, epoll_names};
 use crate::data;
 use crate::sys::{self, Addr};
@@ -183,7 +183,7 @@ pub fn two_epolls(c: &Ctx) {
     c.close(fd);
 }
 
-/// A connection in two epolls: waits that do not wait find in both, each time, what was sent before.
+/// A connection in two epolls: waits that do not sleep report in both, each time, what was sent before.
 pub fn two_epolls_at_once(c: &Ctx) {
     let fd = c.pair();
     let (a, b) = (create(), create());
@@ -202,7 +202,7 @@ pub fn two_epolls_at_once(c: &Ctx) {
         c.sync("read");
         c.sync("sent");
         sys::wait_readable_bytes(fd, 4);
-        let (level, edge) = (wait(a, 4, 0).1, wait(b, 4, 0).1);
+        let (level, edge) = (look_until_reported(a, 4), look_until_reported(b, 4));
         assert_eq!(level, [(1, IN)], "round {round}");
         assert_eq!(edge, [(2, IN)], "round {round}");
         sys::recv_exact(fd, 4);

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use libc::{EPOLL_CTL_ADD, c_int};
 
-use super::epoll::{IN, create, ctl, wait};
+use super::epoll::{IN, create, ctl, look_until_reported, wait};
 use crate::ctx::Ctx;
 use crate::sys;
 
@@ -87,7 +87,7 @@ pub fn in_one_set(c: &Ctx) {
         }
         let mut heard = Vec::new();
         while heard.len() < speak.clone().count() {
-            let (_, events) = wait(set, most, 0);
+            let events = look_until_reported(set, most);
             assert!(
                 !events.is_empty(),
                 "{} of {most} were not reported",

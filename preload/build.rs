@@ -1,0 +1,108 @@
+//! Links against the symbol versions of glibc 2.17, whatever glibc the compiler has. Also the build script of `alloc`.
+//!
+//! The linker gives a reference the version that it finds first. `-lpthread` and `-ldl`, which precede `-lc`, find
+//! stand-ins made here: libraries without code, with the names and versions of the old ones. A newer glibc has these
+//! versions too. `scripts/check-exports` says so if a new reference needs a later one.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::{env, fs};
+
+/// A version, and the functions that have it. Functions without a version are weak references of Rust's standard
+/// library, which the loader looks up by name alone.
+type Version = (&'static str, &'static str);
+
+/// The linker's name of a library, the file of the old glibc that stands for it, and its functions.
+const STAND_INS: [(&str, &str, &[Version]); 2] = [
+    (
+        "libpthread",
+        "libpthread.so.0",
+        &[
+            (
+                "GLIBC_2.2.5",
+                "pthread_attr_getguardsize pthread_attr_getstack pthread_attr_setguardsize pthread_attr_setstacksize \
+                 pthread_create pthread_detach pthread_getattr_np pthread_getspecific pthread_join pthread_key_create \
+                 pthread_key_delete pthread_kill pthread_setspecific pthread_sigmask",
+            ),
+            ("GLIBC_2.12", "pthread_setname_np"),
+            ("", "__cxa_thread_atexit_impl copy_file_range getrandom gettid statx"),
+        ],
+    ),
+    (
+        "libdl",
+        "libdl.so.2",
+        &[("GLIBC_2.2.5", "dladdr dlclose dlerror dlopen dlsym")],
+    ),
+];
+
+/// Where an old glibc has these two it has them in its static part. The kernel's `struct stat` is glibc's here.
+const STAT: &str = "
+    .macro stat name number
+    .globl \\name
+    .hidden \\name
+    .type \\name, @function
+\\name:
+    movl $\\number, %eax
+    syscall
+    testl %eax, %eax
+    js 1f
+    ret
+1:  negl %eax
+    pushq %rax
+    call __errno_location@PLT
+    popq %rcx
+    movl %ecx, (%rax)
+    movl $-1, %eax
+    ret
+    .size \\name, . - \\name
+    .endm
+    stat stat64 4
+    stat fstat64 5
+    .section .note.GNU-stack, \"\", @progbits
+";
+
+fn main() {
+    println!("cargo:rerun-if-changed=../preload/build.rs");
+    if env::var("CARGO_CFG_TARGET_ARCH").as_deref() != Ok("x86_64") {
+        return;
+    }
+    let out = PathBuf::from(env::var_os("OUT_DIR").unwrap_or_default());
+    for (library, soname, versions) in STAND_INS {
+        let (mut code, mut script) = (String::new(), String::new());
+        for (version, names) in versions {
+            for name in names.split_whitespace() {
+                code += &format!(".globl {name}\n.type {name}, @function\n{name}:\n");
+            }
+            if !version.is_empty() {
+                script += &format!(
+                    "{version} {{ {}; }};\n",
+                    names.split_whitespace().collect::<Vec<_>>().join("; ")
+                );
+            }
+        }
+        let versions = out.join(library).with_extension("versions");
+        write(&versions, &script);
+        let script = format!("-Wl,--version-script={}", versions.display());
+        let shared = ["-shared", "-nostdlib", &format!("-Wl,-soname,{soname}"), &script];
+        assemble(&code, &out.join(library).with_extension("so"), &shared);
+    }
+    let stat = out.join("stat.o");
+    assemble(STAT, &stat, &["-c"]);
+    println!("cargo:rustc-link-search=native={}", out.display());
+    println!("cargo:rustc-link-arg={}", stat.display());
+}
+
+/// Assembles `code` with the compiler that rustc links with.
+fn assemble(code: &str, to: &Path, options: &[&str]) {
+    let source = to.with_extension("s");
+    write(&source, code);
+    let status = Command::new("cc").args(options).arg("-o").arg(to).arg(&source).status();
+    assert!(
+        status.is_ok_and(|s| s.success()),
+        "cc failed (Debian: apt install gcc libc6-dev)"
+    );
+}
+
+fn write(path: &Path, text: &str) {
+    assert!(fs::write(path, text).is_ok(), "cannot write {}", path.display());
+}

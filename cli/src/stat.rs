@@ -4,6 +4,7 @@
 
 mod connections;
 mod json;
+mod off;
 mod tables;
 mod words;
 
@@ -12,6 +13,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow};
 use clap::Args;
+use off::Off;
 use rdmasock_core::stats::{self, Process};
 
 /// Options of `rdmasock stat`.
@@ -45,9 +47,10 @@ fn seconds(text: &str) -> Result<Duration, String> {
 pub fn run(options: &Options) -> Result<()> {
     let mut out = std::io::stdout().lock();
     loop {
-        let shown = gather(options.pid)?;
+        let off = off::processes(options.pid);
+        let shown = gather(options.pid, !off.is_empty())?;
         let others = peers_of(&shown, options.pid);
-        let text = render(options, &shown, &others)?;
+        let text = render(options, &shown, &others, &off)?;
         if options.watch.is_some() && !options.json && out.is_terminal() {
             // Cursor home, then clear to the end of the screen.
             out.write_all(b"\x1b[H\x1b[2J")?;
@@ -61,10 +64,14 @@ pub fn run(options: &Options) -> Result<()> {
     }
 }
 
-fn gather(pid: Option<u32>) -> Result<Vec<Process>> {
+/// The instances; only that of `pid` if there is one. A process that `is_off` has none.
+fn gather(pid: Option<u32>, is_off: bool) -> Result<Vec<Process>> {
     let Some(pid) = pid else {
         return stats::instances().context("cannot list /proc");
     };
+    if is_off {
+        return Ok(Vec::new());
+    }
     let found = stats::instance_of(pid).with_context(|| {
         format!("cannot look at process {pid} (it has to run, and to be yours unless you are root)")
     })?;
@@ -90,19 +97,23 @@ fn peers_of(shown: &[Process], pid: Option<u32>) -> Vec<Process> {
         .collect()
 }
 
-fn render(options: &Options, shown: &[Process], others: &[Process]) -> Result<String> {
+fn render(options: &Options, shown: &[Process], others: &[Process], off: &[Off]) -> Result<String> {
     let connections = connections::all(shown, others);
     if options.json {
-        let document = json::Document::new(shown, &connections);
+        let document = json::Document::new(shown, &connections, off);
         let text = match options.watch {
             Some(_) => serde_json::to_string(&document)?,
             None => serde_json::to_string_pretty(&document)?,
         };
         return Ok(text + "\n");
     }
-    Ok(if options.verbose {
+    let text = if options.verbose {
         tables::sections(shown, &connections)
     } else {
         tables::overview(shown, &connections)
+    };
+    Ok(match (shown, off) {
+        ([], []) => tables::NONE.to_owned(),
+        _ => text + &tables::switched_off(off),
     })
 }

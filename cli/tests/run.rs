@@ -155,7 +155,10 @@ fn bad_options_are_refused_with_what_is_accepted() {
             &["run", "--ring-min", "8M", "--", "true"],
             "at most RDMASOCK_RING_MAX, which is 4M",
         ),
-        (&["run", "--accelerate", "maybe", "--", "true"], "on or off"),
+        (
+            &["run", "--accelerate", "maybe", "--", "true"],
+            "or off, 0, no or false",
+        ),
         (&["run", "--spin", "1", "--", "true"], "--spin-us"),
         (&["run"], "PROGRAM"),
         (&["stat", "--watch", "0"], "from 0.1 to 86400"),

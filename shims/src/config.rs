@@ -60,12 +60,12 @@ impl Config {
 
     /// The configuration from name–value pairs, and one message for each pair that is not as it
     /// should be. Names that do not begin with `RDMASOCK` are ignored; an empty value is as good
-    /// as none.
+    /// as none, except that of the main switch, which is not plainly on.
     pub fn from_vars(vars: impl IntoIterator<Item = (OsString, OsString)>) -> (Self, Vec<Warning>) {
         let mut config = Self::default();
         let mut warnings = Vec::new();
         for (name, value) in vars {
-            if !is_ours(name.as_bytes()) || value.is_empty() {
+            if !is_ours(name.as_bytes()) || (value.is_empty() && name != PREFIX) {
                 continue;
             }
             let name = name.to_string_lossy();
@@ -114,9 +114,14 @@ fn is_ours(name: &[u8]) -> bool {
 }
 
 fn rejected(variable: &Variable, value: &str, accepts: &str) -> Warning {
+    let instead = if variable.name == PREFIX {
+        "off"
+    } else {
+        variable.default
+    };
     Warning {
         problem: format!("{}={}: accepted is {accepts}", variable.name, shown(value)),
-        instead: format!("using {}", variable.default),
+        instead: format!("using {instead}"),
     }
 }
 

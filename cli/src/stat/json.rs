@@ -8,12 +8,14 @@ use rdmasock_core::stats::{
 use serde::Serialize;
 
 use super::connections::Connection;
+use super::off::Off;
 use super::words::{self, hex, why_tcp, word};
 
 /// The whole output.
 #[derive(Debug, Serialize)]
-pub struct Document {
+pub struct Document<'a> {
     instances: Vec<Instance>,
+    off: &'a [Off],
 }
 
 #[derive(Debug, Serialize)]
@@ -89,11 +91,12 @@ struct Sleeper {
     asleep_s: f64,
 }
 
-impl Document {
-    pub fn new(processes: &[Process], connections: &[Connection<'_>]) -> Self {
+impl<'a> Document<'a> {
+    pub fn new(processes: &[Process], connections: &[Connection<'_>], off: &'a [Off]) -> Self {
         let instance = |p| Instance::new(p, connections);
         Self {
             instances: processes.iter().map(instance).collect(),
+            off,
         }
     }
 }

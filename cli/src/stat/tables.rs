@@ -7,15 +7,14 @@ use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
 use rdmasock_core::stats::{Counts, Direction, Event, LinkState, Path, Process, StreamSnapshot};
 
 use super::connections::Connection;
+use super::off::Off;
 use super::words::{duration, hex, kept_on_tcp, sleep, why_tcp, word};
 
-const NONE: &str = "No program that you may look at runs with rdmasock (root sees those of all users).\n";
+/// What is said where there is nothing to show.
+pub const NONE: &str = "No program that you may look at runs with rdmasock (root sees those of all users).\n";
 
 /// One line a connection.
 pub fn overview(processes: &[Process], connections: &[Connection<'_>]) -> String {
-    if processes.is_empty() {
-        return NONE.to_owned();
-    }
     let mut text = String::new();
     if !connections.is_empty() {
         let mut lines = table(&[
@@ -52,6 +51,12 @@ pub fn overview(processes: &[Process], connections: &[Connection<'_>]) -> String
         }
     }
     text
+}
+
+/// One line a process that is switched off.
+pub fn switched_off(processes: &[Off]) -> String {
+    let line = |p: &Off| format!("{} (pid {}): switched off by RDMASOCK={}\n", p.program, p.pid, p.value);
+    processes.iter().map(line).collect()
 }
 
 fn line(connection: &Connection<'_>) -> [String; 13] {
@@ -92,9 +97,6 @@ fn state(connection: &Connection<'_>) -> [String; 3] {
 
 /// One section a process.
 pub fn sections(processes: &[Process], connections: &[Connection<'_>]) -> String {
-    if processes.is_empty() {
-        return NONE.to_owned();
-    }
     let sections: Vec<String> = processes.iter().map(|p| section(p, connections)).collect();
     sections.join("\n")
 }

@@ -83,7 +83,6 @@ fn every_variable_is_read() {
 #[test]
 fn a_bad_value_is_named_and_the_default_used() {
     for (name, value) in [
-        ("RDMASOCK", "yes"),
         ("RDMASOCK_FABRICS", "shm,ether"),
         ("RDMASOCK_LOG", "loud"),
         ("RDMASOCK_PROMOTE_AFTER", "soon"),
@@ -109,6 +108,33 @@ fn a_bad_value_is_named_and_the_default_used() {
             assert!(line.contains(part), "{line}");
         }
     }
+}
+
+#[test]
+fn the_main_switch_is_on_only_if_plainly_so() {
+    for (values, is_on, warned) in [
+        (&["on", "1", "yes", "true", "ON", "True"][..], true, 0),
+        (&["off", "0", "no", "false", "OFF", "No"], false, 0),
+        (
+            &["", " on", "of", "disabled", "2", "-1", "on off", "\u{1f4a5}"],
+            false,
+            1,
+        ),
+    ] {
+        for value in values {
+            let (config, warnings) = parse(&[("RDMASOCK", value)]);
+            assert_eq!(
+                (config.enabled, warnings.len()),
+                (is_on, warned),
+                "{value:?}: {warnings:?}"
+            );
+            assert!(
+                warnings.iter().all(|line| line.ends_with("; using off")),
+                "{warnings:?}"
+            );
+        }
+    }
+    assert!(parse(&[]).0.enabled);
 }
 
 #[test]

@@ -24,7 +24,7 @@ pub struct Variable {
     pub accepts: &'static str,
     /// What it does.
     pub meaning: &'static str,
-    /// Stores a value; `None` leaves the configuration as it was: not accepted.
+    /// Stores a value. `None`: not accepted; the configuration is as it was, but for the main switch, which is off.
     pub(super) set: fn(&mut Config, &OsStr) -> Option<()>,
 }
 
@@ -55,9 +55,13 @@ pub const VARIABLES: &[Variable] = &[
         option: "accelerate",
         placeholder: "ON|OFF",
         default: "on",
-        accepts: "on or off",
-        meaning: "main switch; off: every call passes through",
-        set: |config, value| set(&mut config.enabled, on_off(value)),
+        accepts: "on, 1, yes or true; or off, 0, no or false",
+        meaning: "main switch; off, and for any other value: every call passes through",
+        set: |config, value| {
+            // Whoever sets it to something else means to switch off.
+            config.enabled = false;
+            set(&mut config.enabled, on_off(value))
+        },
     },
     Variable {
         name: "RDMASOCK_FABRICS",
@@ -242,10 +246,13 @@ fn set<T>(field: &mut T, value: Option<T>) -> Option<()> {
 }
 
 fn on_off(value: &OsStr) -> Option<bool> {
-    match value.to_str()? {
-        "on" => Some(true),
-        "off" => Some(false),
-        _ => None,
+    let is_one_of = |words: [&str; 4]| words.iter().any(|word| value.eq_ignore_ascii_case(word));
+    match (
+        is_one_of(["on", "1", "yes", "true"]),
+        is_one_of(["off", "0", "no", "false"]),
+    ) {
+        (false, false) => None,
+        (is_on, _) => Some(is_on),
     }
 }
 

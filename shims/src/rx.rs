@@ -309,7 +309,12 @@ unsafe fn recv_loop(
                     };
                     // It may have found nothing more, and the call has not failed.
                     errno::set(errno);
-                    return Some(n);
+                    let has_more = n as usize > *got && socket.rx_mode.load(Acquire) != Mode::Tcp;
+                    *got = n as usize;
+                    if !has_more || *got >= whole {
+                        return Some(n);
+                    }
+                    continue;
                 }
                 if !call.is_held() && !call.is_named() {
                     return None;

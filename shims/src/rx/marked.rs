@@ -31,7 +31,6 @@ pub(super) unsafe fn scanned(
     flags: c_int,
     n: ssize_t,
 ) -> ControlFlow<ssize_t, usize> {
-    let whole = iov.len() as ssize_t;
     let errno = errno::get();
     let peeked = flags & libc::MSG_PEEK != 0;
     let mut kept = n;
@@ -59,8 +58,9 @@ pub(super) unsafe fn scanned(
     {
         stats.add_rx_tcp(kept as u64);
     }
-    let wants_all = flags & libc::MSG_WAITALL != 0 && n == whole;
-    if kept < n && (kept == 0 || wants_all) {
+    if kept < n {
+        // Markers have taken room in the program's buffer. What follows them in TCP or on the link is as much part of
+        // this receive.
         return Continue(kept as usize);
     }
     Break(kept)
@@ -258,8 +258,9 @@ fn is_error_next(socket: &Socket) -> bool {
     })
 }
 
-/// The rest of a call of which `got` bytes came over the link, or from among markers, before the direction went
-/// back to TCP.
+/// Receives from the kernel the rest of a call of which `got` bytes came over the link, or from among markers, before
+/// the direction went back to TCP. Returns how many bytes the call has then. If the direction has begun to scan
+/// meanwhile, more may follow there.
 pub(super) unsafe fn finish_on_tcp(
     socket: &'static Socket,
     iov: &mut Iov,
@@ -292,9 +293,9 @@ pub(super) unsafe fn finish_on_tcp(
         }
         leave(socket);
         got += kept;
+        iov.advance(kept);
         if kept < len {
             return got as ssize_t;
         }
-        iov.advance(len);
     }
 }

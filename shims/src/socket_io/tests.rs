@@ -312,3 +312,49 @@ fn a_direction_that_is_shut_behind_an_end_is_the_kernels_to_shut_when_the_last_m
     assert!(is_shut());
     crate::lifecycle::before_close(ours.as_raw_fd());
 }
+
+/// Receives 64 bytes with `flags` by a call that is in the kernel when a scan begins and `stream` comes: payload of
+/// 64 bytes with markers in it. Returns what the call has received.
+fn received_as_a_scan_begins(stream: &[u8], pieces: usize, flags: c_int) -> Vec<u8> {
+    let (socket, ours, theirs) = accepted();
+    let mut got = [0u8; 64];
+    let pieces: Vec<_> = got
+        .chunks_mut(64 / pieces)
+        .map(|piece| libc::iovec {
+            iov_base: piece.as_mut_ptr().cast(),
+            iov_len: piece.len(),
+        })
+        .collect();
+    // SAFETY: pieces of the array.
+    let mut iov = unsafe { crate::iov::Iov::many(pieces.as_ptr(), pieces.len()) }.unwrap();
+    let kernel = |fd| {
+        if socket.rx_mode.look() == Mode::Tcp {
+            assert!(start_scan(socket, MINE));
+            (&theirs).write_all(stream).unwrap();
+            until(|| rustix::io::ioctl_fionread(&ours).unwrap() as usize == stream.len());
+        }
+        // SAFETY: the same pieces.
+        unsafe { libc::readv(fd, pieces.as_ptr(), pieces.len() as c_int) }
+    };
+    // SAFETY: pieces of the array.
+    let n = unsafe { crate::rx::recv(socket, ours.as_raw_fd(), &mut iov, flags, &kernel) };
+    crate::lifecycle::before_close(ours.as_raw_fd());
+    got[..usize::try_from(n).unwrap()].to_vec()
+}
+
+#[test]
+fn receive_across_markers_returns_all_payload() {
+    let data: Vec<u8> = (0..64).collect();
+    let mut buf = [0; MAX_MARKER];
+    let abort = Marker::Abort(rdmasock_core::wire::Reason::Cancelled);
+    let marker = abort.encode(&MINE, &mut buf).unwrap();
+    let one = |at: usize| [&data[..at], marker, &data[at..]].concat();
+    let two = [marker, &data[..24], marker, &data[24..]].concat();
+    // At 50 the program's buffer ends within the marker.
+    for stream in [one(0), one(24), one(50), one(63), two] {
+        for (pieces, flags) in [(1, 0), (4, 0), (1, libc::MSG_DONTWAIT), (1, libc::MSG_WAITALL)] {
+            let got = received_as_a_scan_begins(&stream, pieces, flags);
+            assert_eq!(got, data, "{} bytes, {pieces} pieces, flags {flags}", stream.len());
+        }
+    }
+}

@@ -229,11 +229,10 @@ impl Epoll {
         let kernel_fd = self.kernel_fd();
         set.links.let_go(kernel_fd, &self.watch);
         drop(PrivateFd::adopt(self.own.swap(-1, AcqRel)));
-        let sockets: Vec<&'static Socket> = set.items.iter().filter(|i| !i.dead).map(|i| i.socket).collect();
-        *set = Set::default();
+        let items = std::mem::take(&mut *set).items;
         drop(set);
-        for socket in sockets {
-            ready::change_interest(socket, |i| i.members.retain(|m| !m.is_in(self)));
+        for item in items.into_iter().filter(|item| !item.dead) {
+            ready::change_interest(item.socket, |i| i.members.retain(|m| !m.is_in(self)));
         }
         if let Some(waiter) = WaiterId::from_word(self.waiter.swap(0, Relaxed)) {
             let waiters = &Library::get().waiters;
@@ -245,7 +244,8 @@ impl Epoll {
             waiters.release(waiter);
         }
         if let Some(mut free) = FREE.lock() {
-            free.push(self);
+            // Without memory for that the object is lost.
+            let _ = free.try_reserve(1).map(|()| free.push(self));
         }
     }
 
@@ -470,6 +470,17 @@ impl EpollSet for Epoll {
 }
 
 impl Set {
+    /// Whether one more item will find room in each of the lists. False without memory.
+    fn has_room(&mut self) -> bool {
+        let most = self.items.len() + 1;
+        let more = |len: usize| most.saturating_sub(len);
+        self.items.try_reserve(1).is_ok()
+            && self.free.try_reserve(more(self.free.len())).is_ok()
+            && self.ready.try_reserve(more(self.ready.len())).is_ok()
+            && self.again.try_reserve(more(self.again.len())).is_ok()
+            && self.come.try_reserve(more(self.come.len())).is_ok()
+    }
+
     fn insert(&mut self, item: Item) -> usize {
         self.plain += usize::from(!item.taken);
         match self.free.pop() {

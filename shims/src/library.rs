@@ -12,6 +12,7 @@ use std::sync::atomic::{
 
 use once_cell::race::{OnceBox, OnceRef};
 use rdmasock_core::ids::InstanceId;
+use rdmasock_core::os::heap;
 use rdmasock_core::os::privatefd::PrivateFd;
 use rdmasock_core::stats::{Event, Reason, StatsPage};
 use rdmasock_core::stream::handshake::Role;
@@ -94,11 +95,11 @@ impl Library {
         Self::current().or_else(Self::make)
     }
 
-    /// Whether anything is to be accelerated. Makes the instance by `build` if neither this process nor one that it
+    /// Whether anything is to be accelerated, for which there is memory. Makes the instance by `build` if neither this process nor one that it
     /// was forked from has ever made one.
     #[inline]
     pub fn is_on(build: &'static Build) -> bool {
-        !OFF.load(Relaxed) && (HAD.load(Relaxed) || Self::begin(build))
+        !OFF.load(Relaxed) && heap::can_serve() && (HAD.load(Relaxed) || Self::begin(build))
     }
 
     #[cold]

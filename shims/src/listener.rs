@@ -97,8 +97,9 @@ impl Listener {
         if !self.served.load(Acquire)
             && let Some(library) = Library::ensure()
             && !self.served.swap(true, AcqRel)
+            && !library.service.submit(Command::Listen(self.number))
         {
-            library.service.submit(Command::Listen(self.number));
+            self.served.store(false, Release);
         }
     }
 

@@ -12,8 +12,8 @@ use queue::Queue;
 use std::collections::VecDeque;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{
-    AtomicBool, AtomicI32, AtomicU32,
-    Ordering::{AcqRel, Acquire},
+    AtomicBool, AtomicI32, AtomicU32, AtomicU64,
+    Ordering::{AcqRel, Acquire, Release},
 };
 
 use rdmasock_core::os::privatefd::PrivateFd;
@@ -22,6 +22,10 @@ use rustix::event::epoll as kernel;
 use rustix::io::Errno;
 
 use crate::handler;
+use crate::time::now_ns;
+
+/// How long after a failure the thread is tried again, ns.
+const RETRY_AFTER: u64 = 1_000_000_000;
 
 /// What an event of the service thread's epoll set is about, in the upper bits of its data.
 pub mod kind {
@@ -48,8 +52,8 @@ pub fn tag(kind: u64, id: u64) -> u64 {
 pub struct Thread {
     /// Wakes it if it sleeps.
     pub wake: fn(),
-    /// Makes it. Called once.
-    pub start: fn(),
+    /// Makes it. False if that fails (RLIMIT_NPROC, a pids cgroup, no memory).
+    pub start: fn() -> bool,
 }
 
 /// See the module.
@@ -57,6 +61,8 @@ pub struct Mailbox {
     queue: Queue,
     given: Thread,
     started: AtomicBool,
+    /// When the thread may be tried again that could not be made, monotonic ns.
+    retry_at: AtomicU64,
     /// The thread, once it runs.
     pub thread: AtomicI32,
     /// The thread is to end.
@@ -79,6 +85,7 @@ impl Mailbox {
             queue: Queue::default(),
             given: thread,
             started: AtomicBool::new(false),
+            retry_at: AtomicU64::new(0),
             thread: AtomicI32::new(0),
             ending: AtomicBool::new(false),
             delaying: Request::new(),
@@ -88,11 +95,15 @@ impl Mailbox {
         })
     }
 
-    /// Hands over a command. Never waits, also in a signal handler that has interrupted this.
-    pub fn submit(&self, command: Command) {
-        self.queue.push(command);
-        (self.given.wake)();
-        self.start();
+    /// Hands over a command. Never waits, also in a signal handler that has interrupted this. False if there is no
+    /// thread, and none can be made now: then the command is dropped.
+    pub fn submit(&self, command: Command) -> bool {
+        let is_there = self.start();
+        if is_there {
+            self.queue.push(command);
+            (self.given.wake)();
+        }
+        is_there
     }
 
     /// In a while the peer is to be told of what a sender has just begun to hold back.
@@ -122,12 +133,26 @@ impl Mailbox {
         self.started.swap(true, AcqRel)
     }
 
-    /// Starts the thread if it does not run yet. Not from a signal handler, which may have interrupted the `malloc`
+    /// Starts the thread if it does not run yet. False if it cannot be made, or could not within the last second. Not from a signal handler, which may have interrupted the `malloc`
     /// that pthread_create calls: what was asked for then waits for the next who asks.
-    pub fn start(&self) {
-        if !self.is_started() && !handler::is_in_one() && !self.claim_start() {
-            (self.given.start)();
+    pub fn start(&self) -> bool {
+        if self.is_started() || handler::is_in_one() {
+            return true;
         }
+        if self.ending.load(Acquire) || now_ns() < self.retry_at.load(Acquire) {
+            return false;
+        }
+        if self.claim_start() || (self.given.start)() {
+            return true;
+        }
+        self.has_no_thread();
+        false
+    }
+
+    /// The thread could not be made, or had to end at once.
+    pub fn has_no_thread(&self) {
+        self.retry_at.store(now_ns() + RETRY_AFTER, Release);
+        self.started.store(false, Release);
     }
 
     /// Whether the thread is woken when something completes on a link to another host. False if it cannot be.

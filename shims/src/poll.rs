@@ -35,6 +35,8 @@ static SPINNER: Spinner = Spinner::new();
 
 /// So many entries, and a doorbell's, need no memory.
 const FEW: usize = 9;
+/// Sleepers of one poll that are kept without a look whether there is memory: less than 1 MiB.
+const SLEEPERS: usize = 16_384;
 type Tokens = SmallVec<[Token; FEW]>;
 type Entries = SmallVec<[pollfd; FEW]>;
 
@@ -91,10 +93,12 @@ fn poll_slow(set: &mut [pollfd], timeout: Timeout, real: &impl Fn(*mut pollfd, n
         return real(set.as_mut_ptr(), set.len() as nfds_t, timeout);
     }
     let deadline = timeout.deadline();
-    let mut copy: Entries = SmallVec::with_capacity(set.len() + 1);
+    let (mut copy, mut tokens) = (Entries::new(), Tokens::new());
+    if copy.try_reserve(set.len() + 1).is_err() || tokens.try_reserve(set.len()).is_err() {
+        return errno::fail(libc::ENOMEM);
+    }
     // What the numbers stand for. As in the kernel they are looked up when the call begins, and again when something is
     // there or the time is over; what gets a number meanwhile is none of its business.
-    let mut tokens: Tokens = SmallVec::with_capacity(set.len());
     look_up(set, &mut tokens);
     let mut spun = false;
     let mut is_last = deadline.is_zero();
@@ -136,8 +140,10 @@ fn poll_slow(set: &mut [pollfd], timeout: Timeout, real: &impl Fn(*mut pollfd, n
             }
         }
         let waiters = &Library::get().waiters;
-        let Some(waiter) = waiters.acquire_polling() else {
-            // Out of waiters: look every millisecond.
+        let mut sleepers: Vec<(u32, Sleeper)> = Vec::new();
+        let has_memory = set.len() <= SLEEPERS || sleepers.try_reserve(set.len()).is_ok();
+        let Some(waiter) = has_memory.then(|| waiters.acquire_polling()).flatten() else {
+            // Out of waiters or memory: look every millisecond.
             let step = match deadline.left() {
                 Timeout::Ns(ns) => Timeout::Ns(ns.min(1_000_000)),
                 Timeout::Forever => Timeout::Ns(1_000_000),
@@ -160,20 +166,16 @@ fn poll_slow(set: &mut [pollfd], timeout: Timeout, real: &impl Fn(*mut pollfd, n
         // What completes on links to other hosts wakes this thread itself. First: arming looks at what has come, and
         // would ring the sleeper's bell for it.
         let (pollers, standing_by) = take_turns(set, waiter, std::mem::take(&mut kept));
-        let sleepers: Vec<(u32, Sleeper)> = set
-            .iter()
-            .zip(&tokens)
-            .filter_map(|(p, token)| {
-                let socket = table::socket(p.fd).filter(|s| ready::is_watched(s))?;
-                if table::token(p.fd) != *token {
-                    return None;
-                }
-                let data = p.events & (libc::POLLIN | libc::POLLRDNORM | libc::POLLRDHUP | libc::POLLPRI) != 0;
-                let space = p.events & (libc::POLLOUT | libc::POLLWRNORM) != 0;
-                let events = u32::from(p.events as u16);
-                Some((events, Sleeper::new(socket, waiter, data, space)))
-            })
-            .collect();
+        sleepers.extend(set.iter().zip(&tokens).filter_map(|(p, token)| {
+            let socket = table::socket(p.fd).filter(|s| ready::is_watched(s))?;
+            if table::token(p.fd) != *token {
+                return None;
+            }
+            let data = p.events & (libc::POLLIN | libc::POLLRDNORM | libc::POLLRDHUP | libc::POLLPRI) != 0;
+            let space = p.events & (libc::POLLOUT | libc::POLLWRNORM) != 0;
+            let events = u32::from(p.events as u16);
+            Some((events, Sleeper::new(socket, waiter, data, space)))
+        }));
         point!("poll: sleeps on what is ours");
         let is_looked_on = lease.look_on(&copy);
         if evaluate(set, &tokens) > 0 {
@@ -506,6 +508,9 @@ impl Sets {
                 }
             }
             if events != 0 {
+                if set.try_reserve(1).is_err() {
+                    return errno::fail(libc::ENOMEM);
+                }
                 set.push(pollfd { fd, events, revents: 0 });
             }
         }

@@ -34,7 +34,7 @@ mod state;
 mod timers;
 mod watch;
 
-use signals::SignalsBlocked;
+use signals::{SignalsBlocked, spawn};
 use state::Worker;
 
 use std::ops::ControlFlow;
@@ -64,27 +64,25 @@ fn wake_if_asleep() {
     Library::get().waiters.ring_if_sleeping(SERVICE);
 }
 
-/// Starts the thread, which nobody has done yet.
-fn start() {
+/// Starts the thread, which nobody has done yet. False if it cannot be made.
+fn start() -> bool {
     let errno = crate::errno::get();
     // Here, in the middle of the program's own call, so that what the thread begins with is at no moment the number
     // that the program's next file is to get.
     let name = names::Listener::instance(&Library::get().id).ok();
     let blocked = SignalsBlocked::new();
     let mask = blocked.0;
-    let spawned = std::thread::Builder::new()
-        .name("rdmasock".into())
-        .stack_size(512 * 1024)
-        .spawn(move || {
-            let own = &Library::get().service;
-            let id = rustix::thread::gettid().as_raw_nonzero().get();
-            own.thread.store(id, SeqCst);
-            if let Some(mut worker) = Worker::new(mask, name) {
-                worker.run();
-            }
-        });
+    let spawned = spawn(c"rdmasock", 512 * 1024, move || {
+        let own = &Library::get().service;
+        let id = rustix::thread::gettid().as_raw_nonzero().get();
+        own.thread.store(id, SeqCst);
+        match Worker::new(mask, name) {
+            Some(mut worker) => worker.run(),
+            None => own.has_no_thread(),
+        }
+    });
     drop(blocked);
-    match spawned {
+    match &spawned {
         // Not until then does libc have the thread's record in order: in a child that the program makes by clone(2)
         // as it is, the record stays as it was, and setuid(2) would wait for ever for a thread that is about to
         // begin.
@@ -97,6 +95,7 @@ fn start() {
         }
     }
     crate::errno::set(errno);
+    spawned.is_ok()
 }
 
 /// Ends the thread for good, also one that has not begun, and waits until it is gone.
@@ -108,7 +107,8 @@ pub fn end(library: &Library) {
     }
     Library::get().waiters.ring(SERVICE);
     wait_until(|| match service.thread.load(Acquire) {
-        0 => false,
+        // It is about to run, or could not be made.
+        0 => !service.is_started(),
         // Not by /proc, which need not be there.
         id => {
             let process = rustix::process::getpid().as_raw_nonzero().get();

@@ -444,7 +444,8 @@ impl Socket {
             if let Some(page) = page {
                 page.close_stream(self.slot);
             }
-            free.push(self);
+            // Without memory for that the object is lost.
+            let _ = free.try_reserve(1).map(|()| free.push(self));
         }
     }
 

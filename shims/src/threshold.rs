@@ -8,6 +8,7 @@
 use std::net::SocketAddr;
 use std::sync::atomic::Ordering::Relaxed;
 
+use rdmasock_core::os::heap;
 use rdmasock_core::rendezvous::names;
 use rdmasock_core::rendezvous::route::{Place, place_of};
 use rdmasock_core::stats::{Direction, Reason, Why};
@@ -19,13 +20,19 @@ use crate::library::Library;
 use crate::mailbox::{Command, Ref};
 use crate::socket::{Socket, Stage, tuple_of};
 
-/// When a connection is looked at again that a signal handler would have had promoted, ns.
-const NOT_IN_HANDLER: u64 = 100_000_000;
+/// When a connection is looked at again that could not be promoted in a signal handler, or without memory, ns.
+const NOT_NOW: u64 = 100_000_000;
+/// The same where the process can have no service thread, ns.
+const WITHOUT_THREAD: u64 = 1_000_000_000;
 
 /// The connection has reached the threshold: its connector asks, its acceptor says that it has it.
 #[cold]
 pub fn worth_it(socket: &'static Socket) {
     let errno = errno::get();
+    if !heap::can_serve() {
+        socket.promotion.attempts.put_off(NOT_NOW);
+        return errno::set(errno);
+    }
     if socket.told.stats().is_none() && !adopt(socket) {
         return errno::set(errno);
     }
@@ -84,13 +91,15 @@ fn promote(library: &Library, socket: &'static Socket) {
     let service = &library.service;
     if !service.is_started() && handler::is_in_one() {
         // Later, perhaps by a request that is not a handler's.
-        socket.promotion.attempts.put_off(NOT_IN_HANDLER);
+        socket.promotion.attempts.put_off(NOT_NOW);
         return;
     }
     if socket.promotion.exchange_stage(Stage::Watching, Stage::Busy)
         && (service.is_started() || !settle(library, socket))
+        && !service.submit(Command::Promote(Ref::new(socket)))
     {
-        service.submit(Command::Promote(Ref::new(socket)));
+        socket.promotion.attempts.put_off(WITHOUT_THREAD);
+        socket.promotion.exchange_stage(Stage::Busy, Stage::Watching);
     }
 }
 

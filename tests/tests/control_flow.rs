@@ -82,6 +82,22 @@ const PROGRAMS: &[Program] = &[
         arguments: &["60000", "low"],
     },
     Program {
+        name: "no_memory",
+        arguments: &["100", "as"],
+    },
+    Program {
+        name: "no_memory",
+        arguments: &["100", "data"],
+    },
+    Program {
+        name: "no_memory",
+        arguments: &["400", "as", "late"],
+    },
+    Program {
+        name: "no_memory",
+        arguments: &["400", "data", "late"],
+    },
+    Program {
         name: "last_thread",
         arguments: &["50", "exit"],
     },

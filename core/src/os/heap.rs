@@ -10,6 +10,14 @@
 //!   top again (Treiber, "Systems programming: coping with parallelism", 1986; the count is IBM's).
 //! - What no free block serves is cut from a piece of memory that is mapped for it, again by one such swap.
 //! - A large request is a mapping of its own, and is unmapped when it is freed.
+//! - Where the kernel refuses a mapping (RLIMIT_AS, RLIMIT_DATA, vm.overcommit_memory=2, vm.max_map_count), memory comes
+//!   from a reserve of [`RESERVE`] bytes.
+//!
+//! No allocation fails between two looks at the reserve. Whatever begins something that needs memory for longer than a
+//! call (a socket's object, a promotion, a link, a channel) asks [`can_serve`] first, and the connection stays on TCP
+//! unless that is true. So the reserve has to cover only what is under way when the kernel refuses for the first time:
+//! some KiB for each thread of the program, and one link at most, since one thread makes them. What can be longer than
+//! [`MOST`] is reserved by `try_reserve`, and its failure is the call's.
 //!
 //! Memory for small requests is never unmapped, so a block may be read by whoever has looked at it too late. What a
 //! thread of the parent was about to put or take at fork is lost to the child, a block at most. Between an
@@ -23,15 +31,87 @@ use core::sync::atomic::{
     Ordering::{Acquire, Relaxed},
 };
 
-use rustix::mm::{MapFlags, MremapFlags, ProtFlags, mmap_anonymous, mremap, munmap};
+use rustix::mm::{MapFlags, MremapFlags, ProtFlags, mmap_anonymous, mremap, munlock, munmap};
 
 /// From here on a request is a mapping of its own, bytes.
 const LARGE: usize = 32 * 1024;
 /// 16, 24, 32, 48, 64, 96 … 32 KiB.
 const SIZES: usize = 23;
-/// What is mapped at a time for small requests, bytes.
-const PIECE: usize = 128 * 1024;
+/// What is mapped at a time for small requests, bytes. Less where a test refuses one after the other.
+const PIECE: usize = if cfg!(feature = "points") { LARGE } else { 128 * 1024 };
 const PAGE: usize = 4096;
+/// What is mapped for when the kernel refuses, bytes: 16 pieces, and each serves the calls of some 20 threads.
+const RESERVE: usize = 2 << 20;
+/// The longest request that the reserve serves, bytes: so one table that grows leaves half of it.
+const MOST: usize = 1 << 20;
+
+/// Where the rest of the reserve begins, and where it ends. One for all heaps.
+static KEPT: Pair = Pair::new();
+
+/// What the reserve is until there is another: a program that starts without memory starts.
+#[repr(C, align(4096))]
+struct First(UnsafeCell<[u8; 2 * PIECE]>);
+
+// SAFETY: its bytes are blocks, and each is one caller's (`obtain`).
+unsafe impl Sync for First {}
+
+static FIRST: First = First(UnsafeCell::new([0; 2 * PIECE]));
+
+/// Whether the reserve is whole; maps another one if it is not. False where the kernel refuses that: then nothing may
+/// begin that needs memory.
+#[inline]
+pub fn can_serve() -> bool {
+    let kept = KEPT.load();
+    kept.second.wrapping_sub(kept.first) == RESERVE || renew(kept)
+}
+
+#[cold]
+fn renew(kept: Two) -> bool {
+    let fresh = map(RESERVE);
+    if fresh.is_null() {
+        return false;
+    }
+    // Memory that the program locks is filled at once, else.
+    // SAFETY: exactly the new mapping.
+    let _ = unsafe { munlock(fresh.cast(), RESERVE) };
+    let whole = Two {
+        first: fresh as usize,
+        second: fresh as usize + RESERVE,
+    };
+    match KEPT.swap(kept, whole) {
+        // What is left of the old one. Whoever was about to cut from it finds another pair.
+        Ok(()) if kept.first < kept.second => unmap(kept.first as *mut u8, kept.second - kept.first),
+        Ok(()) => {}
+        Err(_) => unmap(fresh, RESERVE),
+    }
+    true
+}
+
+/// A mapping, or whole pages of the reserve, which can be unmapped as one; null where neither is to be had.
+fn obtain(size: usize) -> *mut u8 {
+    let fresh = map(size);
+    if !fresh.is_null() || size > MOST {
+        return fresh;
+    }
+    let mut kept = KEPT.load();
+    loop {
+        let now = match kept.first {
+            0 => Two {
+                first: FIRST.0.get() as usize,
+                second: FIRST.0.get() as usize + 2 * PIECE,
+            },
+            _ => kept,
+        };
+        let end = now.first + size.next_multiple_of(PAGE);
+        if end > now.second {
+            return null_mut();
+        }
+        match KEPT.swap(kept, Two { first: end, ..now }) {
+            Ok(()) => return now.first as *mut u8,
+            Err(now) => kept = now,
+        }
+    }
+}
 
 /// See the module. The one in use is the preloaded library's `#[global_allocator]`.
 #[derive(Debug)]
@@ -98,7 +178,7 @@ impl Heap {
                 }
                 continue;
             }
-            let fresh = map(PIECE);
+            let fresh = obtain(PIECE);
             if fresh.is_null() {
                 return null_mut();
             }
@@ -132,7 +212,7 @@ unsafe impl GlobalAlloc for Heap {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         match Class::of(layout) {
             Some(class) => self.take(class),
-            None if layout.align() <= PAGE => map(layout.size()),
+            None if layout.align() <= PAGE => obtain(layout.size()),
             None => null_mut(),
         }
     }
@@ -166,7 +246,9 @@ unsafe impl GlobalAlloc for Heap {
                     let old = layout.size().next_multiple_of(PAGE);
                     mremap(block.cast(), old, size, MremapFlags::MAYMOVE)
                 };
-                return moved.map_or(null_mut(), |at| at.cast());
+                if let Ok(moved) = moved {
+                    return moved.cast();
+                }
             }
             _ => {}
         }
@@ -215,6 +297,10 @@ impl Class {
 }
 
 fn map(size: usize) -> *mut u8 {
+    #[cfg(feature = "points")]
+    if refused::is_next() {
+        return null_mut();
+    }
     // SAFETY: a fresh private mapping.
     let mapped = unsafe { mmap_anonymous(null_mut(), size, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE) };
     mapped.map_or(null_mut(), |at| at.cast())
@@ -300,6 +386,27 @@ impl Pair {
         }
         let found = Two { first, second };
         if found == old { Ok(()) } else { Err(found) }
+    }
+}
+
+/// Mappings that a test has refused (`tests/tests/no_memory.rs`): the one with the number `HEAP_REFUSES`, and all
+/// after it if that ends with a plus.
+#[cfg(feature = "points")]
+mod refused {
+    use core::ffi::CStr;
+    use core::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+    pub fn is_next() -> bool {
+        static MAPPINGS: AtomicUsize = AtomicUsize::new(0);
+        let this = MAPPINGS.fetch_add(1, Relaxed) + 1;
+        // SAFETY: a name that ends; null, or a text that stays while the environment is not changed.
+        let value = unsafe {
+            let value = libc::getenv(c"HEAP_REFUSES".as_ptr());
+            if value.is_null() { c"" } else { CStr::from_ptr(value) }
+        };
+        let text = value.to_str().unwrap_or_default();
+        let first = text.trim_end_matches('+').parse().unwrap_or(usize::MAX);
+        this == first || this > first && text.ends_with('+')
     }
 }
 

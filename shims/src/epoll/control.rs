@@ -129,6 +129,9 @@ impl Epoll {
         event: libc::epoll_event,
         real: impl FnOnce() -> c_int,
     ) -> c_int {
+        if !set.has_room() {
+            return crate::errno::fail(libc::ENOMEM);
+        }
         let index = set.insert(Item {
             socket,
             fd,

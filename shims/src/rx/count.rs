@@ -5,6 +5,7 @@
 
 use std::sync::atomic::Ordering::Acquire;
 
+use rdmasock_core::scratch::Scratch;
 use rdmasock_core::wire::scan::payload_in;
 use rustix::net::RecvFlags;
 
@@ -113,8 +114,12 @@ fn among_markers(socket: &Socket, rx: &Rx) -> usize {
     let Some(nonce) = rx.scan else {
         return carried + more;
     };
-    let mut bytes = rx.carry.as_slice().to_vec();
-    bytes.resize(carried + more, 0);
+    let Some(mut bytes) = Scratch::new(carried + more) else {
+        return carried + more;
+    };
+    if let Some(front) = bytes.get_mut(..carried) {
+        front.copy_from_slice(rx.carry.as_slice());
+    }
     let peeked = match (socket.numbers.anchor_fd(), bytes.get_mut(carried..)) {
         // Without room it would take an error from the socket.
         (Some(fd), Some(rest)) if more > 0 => {

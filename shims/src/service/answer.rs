@@ -53,6 +53,10 @@ impl Worker {
     }
 
     pub(super) fn on_ask(&mut self, conn: u64, request: u64, tuple: Tuple, nonce_c: Nonce, instance_c: InstanceId) {
+        if !self.can_begin() {
+            let reason = wire::Reason::Resources;
+            return self.reply(conn, &Message::No { request, reason });
+        }
         // Looked for once: what is accepted meanwhile has not been used.
         let accepted = self.handshakes.accepted(&tuple);
         let link = self.remote_link_of(conn);

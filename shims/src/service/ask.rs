@@ -37,6 +37,9 @@ impl Worker {
     /// A connection has reached its threshold.
     pub(super) fn ask(&mut self, r: Ref) {
         let Some(socket) = r.get() else { return };
+        if !self.can_begin() {
+            return later(socket, Reason::Resources.into());
+        }
         let Some(tuple) = crate::socket::tuple_of(socket) else {
             return stay(socket, Reason::NoMatch.into());
         };

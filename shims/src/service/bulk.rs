@@ -13,7 +13,7 @@ use rustix::io::Errno;
 
 use super::bulks::Stage;
 use super::pairs::{dial, introduce};
-use super::signals::SignalsBlocked;
+use super::signals::{SignalsBlocked, spawn};
 use super::state::Worker;
 use crate::library::Library;
 use crate::link::{Link, Remote, up};
@@ -188,14 +188,11 @@ fn dial_beside(
     let greeting = introduce(me, cookie, true);
     let (peer, object) = (link.peer(), std::ptr::from_ref(link).addr());
     let blocked = SignalsBlocked::new();
-    let spawned = std::thread::Builder::new()
-        .name("rdmasock-dial".into())
-        .stack_size(256 * 1024)
-        .spawn(move || {
-            let dialled = remote.with_pair(|pair| dial(peer, local, address, &greeting, Some(pair)));
-            let dialled = dialled.unwrap_or(Err(Errno::NOTCONN)).map(|dialled| dialled.pair);
-            Library::get().service.submit(Command::BulkDialled(object, dialled));
-        });
+    let spawned = spawn(c"rdmasock-dial", 256 * 1024, move || {
+        let dialled = remote.with_pair(|pair| dial(peer, local, address, &greeting, Some(pair)));
+        let dialled = dialled.unwrap_or(Err(Errno::NOTCONN)).map(|dialled| dialled.pair);
+        Library::get().service.submit(Command::BulkDialled(object, dialled));
+    });
     drop(blocked);
     spawned.is_ok()
 }

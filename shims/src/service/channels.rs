@@ -61,6 +61,9 @@ impl Worker {
     }
 
     fn receive_guest(&mut self, channel: Channel, listener: Option<&'static Listener>) {
+        if !self.can_begin() {
+            return;
+        }
         // Whom the kernel cannot name is one user with all such.
         let uid = channel.peer().map_or(u32::MAX, |c| c.uid);
         let Some(id) = self.register(channel, Peer::Incoming { listener }) else {

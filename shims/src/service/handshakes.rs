@@ -56,6 +56,11 @@ impl Handshakes {
         }
     }
 
+    /// Whether there is memory for one more attempt.
+    pub fn has_room(&mut self) -> bool {
+        self.offered.try_reserve(1).is_ok()
+    }
+
     /// The accepted socket with these addresses.
     pub fn accepted(&mut self, tuple: &Tuple) -> Option<&'static Socket> {
         if let Some(socket) = self.tuples.get(tuple).and_then(|r| r.get()) {
@@ -66,6 +71,9 @@ impl Handshakes {
         for socket in socket::all() {
             if socket.promotion.stage() == Stage::Watching && socket.promotion.role() == Role::Acceptor {
                 let r = Ref::new(socket);
+                if self.tuples.try_reserve(1).is_err() {
+                    break;
+                }
                 if let Some(found) = socket::tuple_of(socket) {
                     self.tuples.insert(found, r);
                 }

@@ -44,7 +44,7 @@ impl Worker {
             pending.waiting.push(r);
             return;
         }
-        let dialled = match offer {
+        let dialled = match offer.filter(|_| self.can_begin()) {
             Some(offer) => match offer.address {
                 LinkAddress::Shm(name) => self.dial(peer, &name, &offer.cookie).map(Some),
                 LinkAddress::Verbs(at) => ends_of(r)
@@ -124,7 +124,8 @@ impl Worker {
             );
             return self.hang_up(conn, Reason::Violation);
         }
-        let made = self.make_arena().and_then(|(arena, layout)| {
+        let arena = self.can_begin().then(|| self.make_arena()).flatten();
+        let made = arena.and_then(|(arena, layout)| {
             let memory = memory((&arena, layout), geometry, &fds)?;
             let link = self.make_link(peer, pid, geometry.max_ring, &memory)?;
             Some((arena, layout, link))

@@ -15,7 +15,7 @@ use rustix::event::epoll as kernel;
 use rustix::io::Errno;
 
 use super::link_table::{Arriving, HalfOpen, LINK_TIMEOUT};
-use super::signals::SignalsBlocked;
+use super::signals::{SignalsBlocked, spawn};
 use super::state::{Conn, Peer, Worker};
 use crate::config::{ZeroCopy, config};
 use crate::link::life::Identity;
@@ -160,15 +160,12 @@ impl Worker {
         }
         let greeting = introduce(self.library.id, *cookie, false);
         let blocked = SignalsBlocked::new();
-        let spawned = std::thread::Builder::new()
-            .name("rdmasock-dial".into())
-            .stack_size(256 * 1024)
-            .spawn(move || {
-                let dialled = dial(peer, local, remote, &greeting, None);
-                crate::library::Library::get()
-                    .service
-                    .submit(Command::Dialled(peer, dialled));
-            });
+        let spawned = spawn(c"rdmasock-dial", 256 * 1024, move || {
+            let dialled = dial(peer, local, remote, &greeting, None);
+            crate::library::Library::get()
+                .service
+                .submit(Command::Dialled(peer, dialled));
+        });
         drop(blocked);
         spawned.is_ok()
     }

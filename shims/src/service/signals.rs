@@ -1,4 +1,45 @@
-//! Threads of ours run no handlers of the program's.
+//! Threads of the library: they run no handlers of the program's, and a thread that cannot be had is an error. Not by
+//! `std::thread`, which takes memory from libc's `malloc` and aborts where that has none.
+
+use std::ffi::{CStr, c_void};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::ptr::null_mut;
+
+use rustix::io::Errno;
+
+type Body = Box<dyn FnOnce() + Send>;
+
+/// Runs `body` in a new thread with a stack of `stack` bytes, which nobody joins. The errors of pthread_create(3).
+pub fn spawn(name: &'static CStr, stack: usize, body: impl FnOnce() + Send + 'static) -> Result<(), Errno> {
+    let body: Body = Box::new(move || {
+        let _ = rustix::thread::set_name(name);
+        body();
+    });
+    let body = Box::into_raw(Box::new(body));
+    // SAFETY: the attributes are initialised before they are used; the thread takes the body over.
+    let failed = unsafe {
+        let mut attributes = std::mem::zeroed();
+        libc::pthread_attr_init(&mut attributes);
+        libc::pthread_attr_setdetachstate(&mut attributes, libc::PTHREAD_CREATE_DETACHED);
+        libc::pthread_attr_setstacksize(&mut attributes, stack);
+        let failed = libc::pthread_create(&mut std::mem::zeroed(), &attributes, run, body.cast());
+        libc::pthread_attr_destroy(&mut attributes);
+        failed
+    };
+    if failed != 0 {
+        // SAFETY: there is no thread that would take it.
+        drop(unsafe { Box::from_raw(body) });
+        return Err(Errno::from_raw_os_error(failed));
+    }
+    Ok(())
+}
+
+extern "C" fn run(body: *mut c_void) -> *mut c_void {
+    // SAFETY: from `spawn`, which has given it away.
+    let body = unsafe { Box::from_raw(body.cast::<Body>()) };
+    let _ = catch_unwind(AssertUnwindSafe(body));
+    null_mut()
+}
 
 /// Blocks all signals of this thread while it lives, so that a new thread starts with them blocked.
 pub struct SignalsBlocked(pub libc::sigset_t);
@@ -20,7 +61,7 @@ impl Drop for SignalsBlocked {
     fn drop(&mut self) {
         // SAFETY: the set that was in force before.
         unsafe {
-            libc::pthread_sigmask(libc::SIG_SETMASK, &self.0, std::ptr::null_mut());
+            libc::pthread_sigmask(libc::SIG_SETMASK, &self.0, null_mut());
         }
     }
 }

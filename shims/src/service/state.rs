@@ -6,6 +6,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 
 use rdmasock_core::ids::InstanceId;
 use rdmasock_core::os::channel::Channel;
+use rdmasock_core::os::heap;
 use rdmasock_core::rendezvous::control::QueryId;
 use rdmasock_core::rendezvous::names;
 use rdmasock_core::rendezvous::peers::DestinationCache;
@@ -141,6 +142,17 @@ impl Worker {
             worker.add(name.as_fd(), tag(kind::INSTANCE, 0), kernel::EventFlags::IN);
         }
         Some(worker)
+    }
+
+    /// Whether there is memory for one more question, channel, attempt and link. Asked before the first step of each;
+    /// what has begun needs little, which the reserve has.
+    pub fn can_begin(&mut self) -> bool {
+        heap::can_serve()
+            && self.conns.try_reserve(1).is_ok()
+            && self.asks.try_reserve(1).is_ok()
+            && self.asked_until.try_reserve(1).is_ok()
+            && self.links.pending.try_reserve(1).is_ok()
+            && self.handshakes.has_room()
     }
 
     /// A number for a channel, or for what is told of like one.

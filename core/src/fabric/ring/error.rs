@@ -54,4 +54,7 @@ pub enum RingError {
     /// The kernel does not open what it has mapped for a reserve.
     #[error("the ring in reserve is not to be had")]
     Unmapped,
+    /// There is no memory for a copy of what is to be sent again.
+    #[error("no memory for what is to be sent again")]
+    NoMemory,
 }

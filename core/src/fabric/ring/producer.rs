@@ -414,7 +414,10 @@ impl Producer {
         if from < first.from {
             return Err(Violation::NotHeld.into());
         }
-        let mut bytes = vec![0u8; (self.tail - from) as usize];
+        let mut bytes = Vec::new();
+        let len = (self.tail - from) as usize;
+        bytes.try_reserve_exact(len).map_err(|_| RingError::NoMemory)?;
+        bytes.resize(len, 0u8);
         let mut rest = bytes.as_mut_slice();
         let mut pos = from;
         for (ring, end) in [

@@ -323,7 +323,8 @@ pub fn look_for_resume<S: SocketIo>(socket: &S, control: &mut ControlOf<S>) {
         let mut over = false;
         loop {
             // What was read ahead comes first, and tells more than what has become of TCP since.
-            let mut bytes = rx.carry.as_slice().to_vec();
+            let carried = rx.carry.as_slice();
+            let mut bytes = carried.get(..MAX_MARKER).unwrap_or(carried).to_vec();
             let mut buf = [0u8; MAX_MARKER];
             match tcp.peek(&mut buf) {
                 Peeked::Bytes(n) => bytes.extend_from_slice(buf.get(..n).unwrap_or_default()),

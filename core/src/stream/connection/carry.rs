@@ -3,8 +3,6 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-use bytes::{Buf, BytesMut};
-
 use crate::ids::Nonce;
 use crate::wire::Marker;
 use crate::wire::scan::{Found, scan};
@@ -20,7 +18,10 @@ static AHEAD: AtomicUsize = AtomicUsize::new(0);
 /// See the module.
 #[derive(Default)]
 pub struct Carry {
-    bytes: BytesMut,
+    /// What is held, behind what the program has already.
+    bytes: Vec<u8>,
+    /// How many bytes the program has already.
+    read: usize,
     /// So many in front hold no marker that [`Self::next_marker`] has not given.
     looked: usize,
     /// What of [`AHEAD`] is this one's.
@@ -30,17 +31,17 @@ pub struct Carry {
 impl Carry {
     /// All of it.
     pub fn as_slice(&self) -> &[u8] {
-        &self.bytes
+        self.bytes.get(self.read..).unwrap_or_default()
     }
 
     /// Its bytes.
     pub fn len(&self) -> usize {
-        self.bytes.len()
+        self.bytes.len() - self.read
     }
 
     /// Whether there is nothing.
     pub fn is_empty(&self) -> bool {
-        self.bytes.is_empty()
+        self.len() == 0
     }
 
     /// Adds what comes next in TCP.
@@ -49,9 +50,12 @@ impl Carry {
     }
 
     /// Whether `more` bytes may be read ahead; they count then until the program has them. No other may be
-    /// [pushed](Self::push) meanwhile.
+    /// [pushed](Self::push) meanwhile. False too without memory for them.
     pub fn charge(&mut self, more: usize) -> bool {
-        let beyond = (self.bytes.len() + more).saturating_sub(OWN.max(self.charged + OWN));
+        if self.bytes.try_reserve(more).is_err() {
+            return false;
+        }
+        let beyond = (self.len() + more).saturating_sub(OWN.max(self.charged + OWN));
         if beyond == 0 {
             return true;
         }
@@ -66,40 +70,45 @@ impl Carry {
 
     /// What is not held any more does not count any more.
     fn settle(&mut self) {
-        let held = self.bytes.len().saturating_sub(OWN).min(self.charged);
+        let held = self.len().saturating_sub(OWN).min(self.charged);
         AHEAD.fetch_sub(self.charged - held, Relaxed);
         self.charged = held;
     }
 
     /// Takes back what was added last: `len` bytes stay.
     pub fn truncate(&mut self, len: usize) {
-        self.bytes.truncate(len);
+        self.bytes.truncate(self.read + len);
         self.looked = self.looked.min(len);
         self.settle();
     }
 
     /// Drops up to `n` bytes in front.
     pub fn consume(&mut self, n: usize) {
-        self.bytes.advance(n.min(self.bytes.len()));
+        self.read += n.min(self.len());
         self.looked = self.looked.saturating_sub(n);
         self.settle();
-        if self.bytes.is_empty() {
+        if self.is_empty() {
             // Its memory, which may be what was read far ahead, goes.
             *self = Self::default();
+        } else if self.read > self.len() {
+            // Fewer bytes move than were read since the last move.
+            self.bytes.drain(..self.read);
+            self.read = 0;
         }
     }
 
     /// All of it; nothing is left.
     pub fn take(&mut self) -> Vec<u8> {
-        let bytes = std::mem::take(&mut self.bytes);
+        let mut bytes = std::mem::take(&mut self.bytes);
+        bytes.drain(..self.read);
         *self = Self::default();
-        bytes.into()
+        bytes
     }
 
     /// The next marker for the reader that chose `nonce`, wherever it is; each is given once, and stays. `None`
     /// where none is there as a whole, and in front of what is no marker that can be read.
     pub fn next_marker(&mut self, nonce: &Nonce) -> Option<Marker> {
-        let seen = scan(nonce, self.bytes.get(self.looked..)?);
+        let seen = scan(nonce, self.as_slice().get(self.looked..)?);
         self.looked += seen.payload;
         match seen.what {
             Found::Marker { marker, len } => {

@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering::Acquire;
 
 use super::io::{Half, SocketIo, StreamLink, Task, Tcp, TxOf, Unsent};
 use super::receiving::{awaits_marker, look_for_reset};
-use crate::fabric::ring::{EndMark, Stopped, Wake};
+use crate::fabric::ring::{EndMark, RingError, Stopped, Wake};
 use crate::ids::Vqpn;
 use crate::stream::mode::{Mode, Sending};
 
@@ -32,12 +32,14 @@ impl<L: StreamLink> Farewell<L> {
     }
 }
 
-/// Appends what the peer has not read on the link, behind the markers.
-pub fn queue_again<S: SocketIo>(socket: &S, tx: &mut TxOf<S>, bytes: &[u8]) {
+/// Appends what the peer has not read on the link, behind the markers. An error without memory for it.
+pub fn queue_again<S: SocketIo>(socket: &S, tx: &mut TxOf<S>, bytes: &[u8]) -> Result<(), RingError> {
+    tx.marker.try_reserve(bytes.len()).map_err(|_| RingError::NoMemory)?;
     tracing::debug!(target: "rdmasock::promote", slot = socket.slot(), bytes = bytes.len(), "sends again on TCP");
     tx.marker.extend_from_slice(bytes);
     tx.again += bytes.len();
     socket.count_again(bytes.len());
+    Ok(())
 }
 
 /// As [`flush`]; what TCP does not take now the service thread gets out.
@@ -162,13 +164,10 @@ pub fn end_on_link<S: SocketIo>(socket: &S, tx: &mut TxOf<S>, end: EndMark) -> W
 
 /// Our sending direction leaves the link for TCP, where all that the peer has not read is sent again first.
 pub fn send_again<S: SocketIo>(socket: &S, tx: &mut TxOf<S>) {
-    match tx.producer.as_mut().map(|p| p.unread()) {
-        Some(Ok(bytes)) => queue_again(socket, tx, &bytes),
-        Some(Err(error)) => {
-            tracing::warn!(target: "rdmasock", slot = socket.slot(), %error, "cannot send again: reset");
-            socket.reset();
-        }
-        None => {}
+    let unread = tx.producer.as_mut().map_or(Ok(Vec::new()), |p| p.unread());
+    if let Err(error) = unread.and_then(|bytes| queue_again(socket, tx, &bytes)) {
+        tracing::warn!(target: "rdmasock", slot = socket.slot(), %error, "cannot send again: reset");
+        socket.reset();
     }
     tx.then_link = false;
     socket.tx_mode.go(Sending::Announced);

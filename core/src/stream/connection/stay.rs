@@ -141,9 +141,7 @@ fn send_from<S: SocketIo>(socket: &S, from: u64) {
         };
         socket.fill_ring(&tx);
         let rest = tx.producer.as_mut().map(|p| p.rest(from));
-        if let Some(Ok(bytes)) = &rest {
-            queue_again(socket, &mut tx, bytes);
-        }
+        let rest = rest.map(|rest| rest.and_then(|bytes| queue_again(socket, &mut tx, &bytes)));
         tx.is_suspended = false;
         socket.tx_mode.go(Sending::Announced);
         rest

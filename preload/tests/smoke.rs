@@ -138,6 +138,38 @@ fn a_library_is_found_where_the_runpath_of_its_opener_says() {
 }
 
 #[test]
+fn lookups_find_hooks_where_they_found_libc() {
+    let tmp = Path::new(env!("CARGO_TARGET_TMPDIR"));
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/c/lookups.c");
+    let (library, program) = (tmp.join("liblookups.so"), tmp.join("lookups"));
+    let cc = |arguments: &[&std::ffi::OsStr]| {
+        let status = Command::new("cc").arg(&source).args(arguments).status();
+        assert!(status.unwrap().success());
+    };
+    cc(&[
+        "-shared".as_ref(),
+        "-fPIC".as_ref(),
+        "-DLIBRARY".as_ref(),
+        "-o".as_ref(),
+        library.as_ref(),
+    ]);
+    let beside = format!("-DBESIDE=\"{}\"", library.display());
+    let rpath = format!("-Wl,-rpath,{}", tmp.display());
+    cc(&[
+        "-o".as_ref(),
+        program.as_ref(),
+        library.as_ref(),
+        beside.as_ref(),
+        rpath.as_ref(),
+    ]);
+    let printed = same_with_library(&program, &[], "");
+    assert!(
+        printed.ends_with("another's 42\nsend 3, recv 3 one, seen on the way 1\n"),
+        "{printed}"
+    );
+}
+
+#[test]
 fn calls_by_number_do_what_they_do_without_the_library() {
     let printed = same_with_library(compile("numbers"), &[], "");
     assert!(printed.ends_with("the end: 0\n"), "{printed}");

@@ -1,5 +1,5 @@
 //! libc's own versions of the functions that `preload/` exports under the same names: one table of
-//! their types, found with `dlsym(RTLD_NEXT)`.
+//! their types, found with libc's `dlsym(RTLD_NEXT)`, which in turn is found in libc's tables.
 //!
 //! `real::recv()` is libc's `recv`. It is for the pass-through of hooks and for those blocking calls
 //! of the shims that have to stay cancellation points; the shims' own I/O that does not block goes
@@ -13,6 +13,8 @@
 //! - `real(…)` as the last thing that a pass-through does. It then becomes a jump, and the hook costs next to
 //!   nothing: after a system call, x86-64 mispredicts the return of each further frame, at about 8 ns.
 //! - [`real.cancellable()(…)`](Cancellable) for a call that can block anywhere else.
+
+pub mod loaded;
 
 use core::ffi::CStr;
 use core::sync::atomic::{AtomicPtr, Ordering};
@@ -51,8 +53,18 @@ impl Symbol {
     #[cold]
     #[inline(never)]
     extern "C" fn resolve(&self) -> *mut c_void {
-        // SAFETY: the name is a C string with static lifetime.
-        let address = unsafe { libc::dlsym(libc::RTLD_NEXT, self.name.as_ptr()) };
+        let address = if self.name == c"dlsym" {
+            let mut is_behind = false;
+            let next = loaded::find(|object| {
+                let address = object.function(self.name).filter(|_| is_behind);
+                is_behind |= object.is_own();
+                address
+            });
+            next.unwrap_or_default()
+        } else {
+            // SAFETY: the name is a C string with static lifetime.
+            unsafe { dlsym()(libc::RTLD_NEXT, self.name.as_ptr()) }
+        };
         self.address.store(address, Ordering::Relaxed);
         address
     }
@@ -180,9 +192,18 @@ macro_rules! functions {
 /// `seccomp(operation, flags, argument)`, a system call without a function in libc
 pub type SeccompFn = unsafe extern "C" fn(c_uint, c_uint, *mut c_void) -> c_int;
 
+/// `Lmid_t` of dlfcn.h: a namespace of loaded objects.
+pub type Lmid = c_long;
+
 functions! {
     /// `dlopen(path, flags)`
     DlopenFn = (*const c_char, c_int) -> *mut c_void: dlopen;
+    /// `dlmopen(namespace, path, flags)`
+    DlmopenFn = (Lmid, *const c_char, c_int) -> *mut c_void: dlmopen;
+    /// `dlsym(handle, name)`
+    DlsymFn = (*mut c_void, *const c_char) -> *mut c_void: dlsym;
+    /// `dlvsym(handle, name, version)`
+    DlvsymFn = (*mut c_void, *const c_char, *const c_char) -> *mut c_void: dlvsym;
 
     // Signals.
 

@@ -158,6 +158,54 @@ fn symbol(name: &std::ffi::CStr) -> *mut c_void {
     p
 }
 
+/// The server looks send and recv up in libc by its handle, as ctypes, .NET and JNA do.
+pub fn by_handle(c: &Ctx) {
+    let fd = c.pair();
+    // SAFETY: a C string.
+    looked_up_in(c, fd, || unsafe { libc::dlopen(c"libc.so.6".as_ptr(), libc::RTLD_NOW) });
+}
+
+/// The server loads a second libc in a namespace of its own, and calls that.
+pub fn by_another_libc(c: &Ctx) {
+    unsafe extern "C" {
+        fn dlmopen(namespace: libc::c_long, path: *const libc::c_char, flags: c_int) -> *mut c_void;
+    }
+    const NEW: libc::c_long = -1;
+    let fd = c.pair();
+    // SAFETY: a C string.
+    looked_up_in(c, fd, || unsafe { dlmopen(NEW, c"libc.so.6".as_ptr(), libc::RTLD_NOW) });
+}
+
+fn looked_up_in(c: &Ctx, fd: c_int, libc: impl Fn() -> *mut c_void) {
+    type Send = unsafe extern "C" fn(c_int, *const c_void, size_t, c_int) -> ssize_t;
+    type Recv = unsafe extern "C" fn(c_int, *mut c_void, size_t, c_int) -> ssize_t;
+    let libc = if c.is_server() { libc() } else { libc::RTLD_DEFAULT };
+    // SAFETY: a handle, and C strings.
+    let [send, recv] = [c"send", c"recv"].map(|name| unsafe { libc::dlsym(libc, name.as_ptr()) });
+    assert!(!send.is_null() && !recv.is_null());
+    // SAFETY: their prototypes.
+    let (send, recv) = unsafe {
+        (
+            std::mem::transmute::<*mut c_void, Send>(send),
+            std::mem::transmute::<*mut c_void, Recv>(recv),
+        )
+    };
+    let mut b = [0u8; 100];
+    for round in 0..3 {
+        if c.is_server() {
+            let r = call!(recv(fd, b.as_mut_ptr().cast(), 100, libc::MSG_WAITALL));
+            c.bytes("recv by handle", r, &b);
+            let sent = data::pattern(1, round, 100);
+            c.ret("send by handle", call!(send(fd, sent.as_ptr().cast(), 100, 0)));
+        } else {
+            sys::send_all(fd, &data::pattern(2, round, 100)).ok();
+            c.log(data::show(&sys::recv_exact(fd, 100)));
+        }
+    }
+    c.sync("done");
+    c.close(fd);
+}
+
 /// __recv_chk, __read_chk, __recvfrom_chk, __poll_chk, __ppoll_chk.
 pub fn fortified(c: &Ctx) {
     type ReadChk = unsafe extern "C" fn(c_int, *mut c_void, size_t, size_t) -> ssize_t;

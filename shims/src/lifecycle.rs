@@ -58,7 +58,12 @@ pub fn on_listen(fd: c_int) {
     };
     let errno = errno::get();
     if instance::is_on() && (known || is_tcp(fd)) {
-        drop_entry(table::insert(fd, Entry::Listener(Listener::new(fd))), fd);
+        let listener = Listener::new(fd);
+        drop_entry(table::insert(fd, Entry::Listener(listener)), fd);
+        // Whoever asks on one name of a port waits for the answers on all of them.
+        if Library::current().is_some_and(|library| library.service.is_started()) {
+            listener.on_accept();
+        }
     }
     errno::set(errno);
 }
@@ -77,6 +82,24 @@ pub fn on_accept(listener: &'static Listener, fd: c_int, nonblocking: bool) {
     }
     // Only now: it answers at once for what it finds.
     listener.on_accept();
+}
+
+/// accept() has given `new` on `fd`, which is no listener that this program image has made: it may have come from
+/// another image (systemd, an exec of itself). A listener is known from its first connection on.
+pub fn on_accept_of_unknown(fd: c_int, new: c_int, nonblocking: bool) {
+    let errno = errno::get();
+    if instance::is_on() && is_tcp(new) {
+        // SAFETY: the program's number, in the middle of its call, and not -1, since accept() has succeeded.
+        let borrowed = unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) };
+        // Another file may have the number by now.
+        if sockopt::get(borrowed, (libc::SOL_SOCKET, libc::SO_ACCEPTCONN)) == Some(1) {
+            on_listen(fd);
+        }
+        if let Entry::Listener(listener) = table::lookup(fd) {
+            on_accept(listener, new, nonblocking);
+        }
+    }
+    errno::set(errno);
 }
 
 /// A socket joins an epoll set before it is connected (as nginx's do): it gets its object now, so

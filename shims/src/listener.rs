@@ -8,7 +8,7 @@ use std::ffi::c_int;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::atomic::{
     AtomicBool, AtomicU32,
-    Ordering::{AcqRel, Acquire, Relaxed, Release},
+    Ordering::{AcqRel, Acquire, Release},
 };
 
 use rdmasock_core::ids::{InstanceId, Tuple};
@@ -26,8 +26,6 @@ use crate::registry::Registry;
 /// See the module. Never freed: there are few, and fork children inherit them.
 #[repr(align(64))]
 pub struct Listener {
-    /// By which the service thread is told of it.
-    number: u32,
     name: Lock<Option<names::Listener>>,
     page: Option<PeerPage>,
     holders: Option<HolderPage>,
@@ -57,9 +55,7 @@ impl Listener {
                 None
             }
         });
-        static NEXT: AtomicU32 = AtomicU32::new(0);
         ALL.add(Self {
-            number: NEXT.fetch_add(1, Relaxed),
             name: Lock::new(name),
             page: PeerPage::new().ok(),
             holders: HolderPage::new().ok(),
@@ -70,9 +66,9 @@ impl Listener {
         })
     }
 
-    /// The listener with this number.
-    pub fn by_number(number: u32) -> Option<&'static Self> {
-        ALL.all().find(|listener| listener.number == number)
+    /// All of this process.
+    pub fn all() -> impl Iterator<Item = &'static Self> {
+        ALL.all()
     }
 
     /// The name's fd.
@@ -91,13 +87,13 @@ impl Listener {
         name.map_or(Ok(None), |name| name.accept())
     }
 
-    /// This process has accepted a connection: its service thread answers for the listener.
+    /// This process has accepted a connection: its service thread answers for this listener, and for the others.
     #[inline]
     pub fn on_accept(&'static self) {
         if !self.served.load(Acquire)
             && let Some(library) = Library::ensure()
             && !self.served.swap(true, AcqRel)
-            && !library.service.submit(Command::Listen(self.number))
+            && !library.service.submit(Command::Listen)
         {
             self.served.store(false, Release);
         }

@@ -1,6 +1,8 @@
 //! The two ends of a connection that goes on until the test ends it, for tests of what a process is in or has done:
 //! each is a `scenario helper guest …` whose messages are checked, and which the test can question meanwhile.
 
+use std::os::unix::process::CommandExt;
+use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 
 use rdmasock_core::os::kernel;
@@ -14,8 +16,8 @@ use crate::sys::{self, Addr, Ret};
 /// Bytes of a message.
 const MESSAGE: usize = 64;
 
-/// `server WHAT…` listens, prints its port, does each WHAT (`early:WHAT` before it makes a socket), and sends back what
-/// comes over one connection; `client PORT` says one thing after the other until it is told to `end`. Both do what a
+/// `server WHAT…` listens, prints its port, does each WHAT (`early:WHAT` before it makes a socket, `bound:WHAT` between
+/// bind() and listen()), and sends back what comes over one connection; `client PORT` says one thing after the other until it is told to `end`. Both do what a
 /// line on their standard input says. True if all went well.
 pub fn main(words: &[String]) -> bool {
     match words.first().map(String::as_str) {
@@ -26,14 +28,27 @@ pub fn main(words: &[String]) -> bool {
 }
 
 fn server(what: &[String]) -> bool {
-    let (early, later): (Vec<_>, Vec<_>) = what.iter().partition(|word| word.starts_with("early:"));
-    let early: Vec<_> = early.iter().map(|word| act(&word["early:".len()..])).collect();
-    let (listener, port) = sys::listener(&Addr::v4(0), 16);
+    let acts = |when: &str| -> Vec<_> { what.iter().filter_map(|w| w.strip_prefix(when)).map(act).collect() };
+    let mut said = acts("early:");
+    // By another image of this program.
+    let given = what.iter().find_map(|word| word.strip_prefix("given:"));
+    let listener = given.map_or_else(|| sys::tcp(libc::AF_INET), |fd| fd.parse().unwrap());
+    if given.is_none() {
+        sys::bind(listener, &Addr::v4(0)).ok();
+        said.extend(acts("bound:"));
+        call!(libc::listen(listener, 16)).ok();
+        say(&Addr::local_of(listener).1.port().to_string());
+    } else {
+        say("done");
+    }
     let set = EPOLL.load(SeqCst).then(epoll::create);
-    say(&port.to_string());
-    early.iter().for_each(|said| say(said));
-    for word in later {
-        say(&act(word));
+    said.iter().for_each(|said| say(said));
+    let is_later = |word: &&String| !["early:", "bound:", "given:"].iter().any(|when| word.starts_with(when));
+    for word in what.iter().filter(is_later) {
+        match word.as_str() {
+            "exec" => exec(listener),
+            word => say(&act(word)),
+        }
     }
     let fd = sys::accept4(listener, 0).ok();
     if let Some(set) = set {
@@ -66,6 +81,16 @@ fn server(what: &[String]) -> bool {
             say(&act(&word));
         }
     }
+}
+
+/// Becomes another image of this program, which is given the listener.
+fn exec(listener: i32) {
+    call!(libc::fcntl(listener, libc::F_SETFD, 0)).ok();
+    let given = format!("given:{listener}");
+    let error = Command::new("/proc/self/exe")
+        .args(["helper", "guest", "server", &given])
+        .exec();
+    panic!("{error}");
 }
 
 fn client(port: u16) -> bool {

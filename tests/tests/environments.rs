@@ -34,6 +34,11 @@ const CASES: &[(&str, Case)] = &[
     ("locked_memory_on_a_link", locked_memory_on_a_link),
     ("little_address_space", little_address_space),
     ("nobody", |paths| as_root(paths, &["early:nobody"])),
+    ("nobody_before_listen", |paths| as_root(paths, &["bound:nobody"])),
+    ("listener_of_another_image", listener_of_another_image),
+    ("listener_of_another_image/nobody", |paths| {
+        as_root(paths, &["bound:nobody", "exec"])
+    }),
     ("chroot", chroot),
     ("chroot_and_nobody", chroot_and_nobody),
     ("sandbox/plain_client", |paths| sandboxed(paths, &["sandbox"], false)),
@@ -460,6 +465,14 @@ fn as_root(paths: &Paths, what: &[&str]) -> Result<(), Failed> {
     for said in said {
         expect("what was to be done", &said, "done")?;
     }
+    talk.on_link()?;
+    talk.goes_on()?;
+    expect("stderr", &talk.end()?, "")
+}
+
+/// A server that is given its listener over an exec (systemd, an update without a pause) is promoted.
+fn listener_of_another_image(paths: &Paths) -> Result<(), Failed> {
+    let (mut talk, _) = Talk::begin(paths, &["exec"], &[])?;
     talk.on_link()?;
     talk.goes_on()?;
     expect("stderr", &talk.end()?, "")

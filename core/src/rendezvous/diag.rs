@@ -1,7 +1,8 @@
 //! Whose is the TCP socket that listens on an address? Asked of the kernel by sock_diag(7).
 //!
 //! A service name can be bound by anybody; it is believed only if its owner is the one who owns the
-//! port ([`trusted`]). The accepted socket does not serve: its uid is the accepting worker's.
+//! port ([`trusted`]), or has accepted the connection ([`acceptor_uid`]). The accepted socket alone does not serve: its
+//! uid is the accepting worker's, and the name may be its parent's.
 
 use std::mem::MaybeUninit;
 use std::net::{IpAddr, SocketAddr};
@@ -52,6 +53,16 @@ pub fn listener_owner(connection: &Tuple) -> ListenerOwner {
         // Or the kernel has sock_diag but not its part for TCP: then it does not know the connection either.
         Err(Errno::NOENT) if ask_kernel(&request(connector, Some(acceptor))).is_ok() => ListenerOwner::None,
         Err(_) => read_proc(acceptor),
+    }
+}
+
+/// The uid of the process that has accepted `connection`, which is one of this host; `None` if nobody has yet, or the
+/// kernel does not say.
+pub fn acceptor_uid(connection: &Tuple) -> Option<u32> {
+    match ask_kernel(&request(connection.acceptor(), Some(connection.connector()))) {
+        // Of a connection that nobody has accepted the kernel says 0, whoever listens.
+        Ok((TCP_LISTEN, _) | (_, 0)) | Err(_) => None,
+        Ok((_, uid)) => Some(uid),
     }
 }
 

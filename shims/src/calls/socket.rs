@@ -65,9 +65,20 @@ pub unsafe extern "C" fn accept(
     match table::lookup(fd) {
         // SAFETY: the caller's arguments, as they are.
         Entry::Listener(listener) => unsafe { accept_on(listener, real, fd, address, address_len) },
-        // SAFETY: likewise.
-        _ => lowest(|| unsafe { real.cancellable()(fd, address, address_len) }),
+        _ => {
+            // SAFETY: likewise.
+            let new = lowest(|| unsafe { real.cancellable()(fd, address, address_len) });
+            on_accept_of_unknown(fd, new, false)
+        }
     }
+}
+
+#[inline]
+fn on_accept_of_unknown(fd: c_int, new: c_int, nonblocking: bool) -> c_int {
+    if new >= 0 {
+        within(|| lifecycle::on_accept_of_unknown(fd, new, nonblocking));
+    }
+    new
 }
 
 #[inline(never)]
@@ -109,8 +120,11 @@ pub unsafe extern "C" fn accept4(
     match table::lookup(fd) {
         // SAFETY: the caller's arguments, as they are.
         Entry::Listener(listener) => unsafe { accept4_on(listener, real, fd, address, address_len, flags) },
-        // SAFETY: likewise.
-        _ => lowest(|| unsafe { real.cancellable()(fd, address, address_len, flags) }),
+        _ => {
+            // SAFETY: likewise.
+            let new = lowest(|| unsafe { real.cancellable()(fd, address, address_len, flags) });
+            on_accept_of_unknown(fd, new, flags & libc::SOCK_NONBLOCK != 0)
+        }
     }
 }
 

@@ -45,8 +45,8 @@ pub enum Command {
     FreeLinks,
     /// Looks for the sake of the link's peer find nothing.
     Vain(u32),
-    /// A listener has accepted its first connection in this process.
-    Listen(u32),
+    /// A listener has accepted its first connection in this process, or there is one more.
+    Listen,
     /// A connection that was closed in the middle of a promotion.
     Linger(Remains),
     /// A ring has grown: shrink it when it is idle.

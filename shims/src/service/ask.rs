@@ -171,7 +171,8 @@ impl Worker {
         }
         match asking.answered {
             None if asking.busy => later(socket, Reason::TimedOut.into()),
-            None if asking.untrusted => stay(socket, Reason::NotTrusted.into()),
+            // It may not have been accepted yet.
+            None if asking.untrusted => later(socket, Reason::NotTrusted.into()),
             None | Some(wire::Reason::Absent) => {
                 self.cache
                     .insert(asking.tuple.acceptor(), Answer::Absent, Instant::now(), ABSENT_FOR);
@@ -193,7 +194,8 @@ impl Worker {
             let Ok(credentials) = channel.peer() else {
                 continue;
             };
-            if !diag::trusted(credentials.uid, owner, own) {
+            if !diag::trusted(credentials.uid, owner, own) && diag::acceptor_uid(&asking.tuple) != Some(credentials.uid)
+            {
                 tracing::warn!(target: "rdmasock", uid = credentials.uid, %destination, "service name of another user ignored");
                 asking.untrusted = true;
                 continue;

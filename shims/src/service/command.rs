@@ -58,11 +58,7 @@ impl Worker {
                     self.lingering.begin(id, remains);
                 }
             }
-            Command::Listen(number) => {
-                if let Some(listener) = Listener::by_number(number) {
-                    self.listen(listener);
-                }
-            }
+            Command::Listen => Listener::all().for_each(|listener| self.listen(listener)),
             Command::Blocked(r) => self.rings.on_blocked(r),
             Command::Standing(r) => self.standstill.on_standing(r),
             Command::Lost(r) => {

@@ -2,6 +2,7 @@
 
 use rdmasock_core::stream::connection::Task;
 
+use crate::listener::Listener;
 use crate::mailbox::{Command, Ref};
 use crate::service::asking::Asking;
 use crate::service::state::Peer;
@@ -320,6 +321,36 @@ fn a_question_whose_answer_may_be_lost_is_asked_until_it_is_answered() {
     assert!(worker.asks.contains_key(&request) && is_asking());
     worker.declined(request, wire::Reason::Use);
     assert!(!worker.asks.contains_key(&request) && !is_asking());
+}
+
+/// Another name of the port may be a listener's that has accepted nothing, and does not answer.
+#[test]
+fn a_holders_no_ends_the_wait_for_others() {
+    let mut worker = worker();
+    for (reason, is_over) in [
+        (wire::Reason::Rule, true),
+        (wire::Reason::Limit, true),
+        (wire::Reason::NotHeld, false),
+    ] {
+        let (socket, _stream) = connected();
+        let (request, conn, holder) = asked(&mut worker, socket, true);
+        worker.asks.get_mut(&request).unwrap().also_for_test(conn + 1);
+        say(&holder, &Message::No { request, reason });
+        worker.on_channel(conn);
+        assert_eq!(!worker.asks.contains_key(&request), is_over, "{reason:?}");
+        assert_eq!(socket.promotion.stage() != Stage::Busy, is_over, "{reason:?}");
+    }
+}
+
+#[test]
+fn all_listeners_are_served_with_the_first() {
+    let mut worker = worker();
+    let sockets = [(); 2].map(|()| TcpListener::bind("127.0.0.1:0").unwrap());
+    let listeners = sockets.each_ref().map(|socket| Listener::new(socket.as_raw_fd()));
+    worker.on_command(Command::Listen);
+    for listener in listeners {
+        assert!(worker.listeners.iter().any(|l| std::ptr::eq(*l, listener)));
+    }
 }
 
 #[test]

@@ -111,10 +111,12 @@ impl Worker {
         let Some(mut asking) = self.asks.remove(&request) else {
             return;
         };
-        // The holder's reason says more than that others do not hold it.
-        if reason != wire::Reason::NotHeld || asking.answered.is_none() {
+        if reason != wire::Reason::NotHeld {
+            // The holder says so: others have nothing to add, and some may not answer at all.
             asking.answered = Some(reason);
+            asking.asked.clear();
         }
+        asking.answered.get_or_insert(reason);
         self.go_on(request, asking);
     }
 

@@ -10,55 +10,55 @@
 use libc::{FILE, c_char, c_int, c_ulong, pid_t, posix_spawn_file_actions_t, posix_spawnattr_t};
 use rdmasock_shims::{
     calls::{confine, process as calls},
-    real,
+    environment, real,
 };
 use redhook::hook;
 
 hook! {
     unsafe fn execve(path: *const c_char, argv: *const *const c_char, envp: *const *const c_char) -> c_int => hook_execve {
-        calls::execve(real::execve(), path, argv, envp)
+        calls::execve(environment::execve, path, argv, envp)
     }
 }
 
 hook! {
     unsafe fn execv(path: *const c_char, argv: *const *const c_char) -> c_int => hook_execv {
-        calls::execv(real::execv(), path, argv)
+        calls::execv(environment::execv, path, argv)
     }
 }
 
 hook! {
     unsafe fn execvp(file: *const c_char, argv: *const *const c_char) -> c_int => hook_execvp {
-        calls::execvp(real::execvp(), file, argv)
+        calls::execvp(environment::execvp, file, argv)
     }
 }
 
 hook! {
     unsafe fn execvpe(file: *const c_char, argv: *const *const c_char, envp: *const *const c_char) -> c_int => hook_execvpe {
-        calls::execvpe(real::execvpe(), file, argv, envp)
+        calls::execvpe(environment::execvpe, file, argv, envp)
     }
 }
 
 hook! {
     unsafe fn fexecve(fd: c_int, argv: *const *const c_char, envp: *const *const c_char) -> c_int => hook_fexecve {
-        calls::fexecve(real::fexecve(), fd, argv, envp)
+        calls::fexecve(environment::fexecve, fd, argv, envp)
     }
 }
 
 hook! {
     unsafe fn execveat(dir: c_int, path: *const c_char, argv: *const *const c_char, envp: *const *const c_char, flags: c_int) -> c_int => hook_execveat {
-        calls::execveat(real::execveat(), dir, path, argv, envp, flags)
+        calls::execveat(environment::execveat, dir, path, argv, envp, flags)
     }
 }
 
 hook! {
     unsafe fn posix_spawn(pid: *mut pid_t, path: *const c_char, actions: *const posix_spawn_file_actions_t, attributes: *const posix_spawnattr_t, argv: *const *mut c_char, envp: *const *mut c_char) -> c_int => hook_posix_spawn {
-        calls::posix_spawn(real::posix_spawn(), pid, path, actions, attributes, argv, envp)
+        calls::posix_spawn(environment::posix_spawn, pid, path, actions, attributes, argv, envp)
     }
 }
 
 hook! {
     unsafe fn posix_spawnp(pid: *mut pid_t, path: *const c_char, actions: *const posix_spawn_file_actions_t, attributes: *const posix_spawnattr_t, argv: *const *mut c_char, envp: *const *mut c_char) -> c_int => hook_posix_spawnp {
-        calls::posix_spawn(real::posix_spawnp(), pid, path, actions, attributes, argv, envp)
+        calls::posix_spawn(environment::posix_spawnp, pid, path, actions, attributes, argv, envp)
     }
 }
 

@@ -19,19 +19,19 @@ use core::arch::naked_asm;
 use libc::{c_char, c_int, c_void};
 use rdmasock_shims::{
     calls::{bypass, process},
-    real,
+    environment, real,
 };
 
 /// `execl` after its arguments have become an argv.
 unsafe extern "C" fn execl_argv(path: *const c_char, argv: *const *const c_char) -> c_int {
     // SAFETY: `argv` ends in the null pointer that the caller of execl had to pass.
-    unsafe { process::execv(real::execv(), path, argv) }
+    unsafe { process::execv(environment::execv, path, argv) }
 }
 
 /// `execlp` after its arguments have become an argv.
 unsafe extern "C" fn execlp_argv(file: *const c_char, argv: *const *const c_char) -> c_int {
     // SAFETY: as in `execl_argv`.
-    unsafe { process::execvp(real::execvp(), file, argv) }
+    unsafe { process::execvp(environment::execvp, file, argv) }
 }
 
 /// `execle` after its arguments have become an argv; the environment follows the terminator.
@@ -43,7 +43,7 @@ unsafe extern "C" fn execle_argv(path: *const c_char, argv: *const *const c_char
             end = end.add(1);
         }
         let envp = (*end.add(1)).cast::<*const c_char>();
-        process::execve(real::execve(), path, argv, envp)
+        process::execve(environment::execve, path, argv, envp)
     }
 }
 

@@ -176,6 +176,47 @@ fn calls_by_number_do_what_they_do_without_the_library() {
 }
 
 #[test]
+fn the_library_survives_an_exec_without_it() {
+    let program = compile("environment");
+    let copy = Path::new(env!("CARGO_TARGET_TMPDIR"))
+        .join("lost")
+        .join("librdmasock.so");
+    std::fs::create_dir_all(copy.parent().unwrap()).unwrap();
+    for (name, value, is_kept) in [
+        ("RDMASOCK_EXEC", "keep", true),
+        ("RDMASOCK_EXEC", "leave", false),
+        ("RDMASOCK", "off", false),
+    ] {
+        std::fs::copy(&*LIBRARY, &copy).unwrap();
+        let mut command = Command::new(&program);
+        command
+            .env("LD_PRELOAD", &copy)
+            .env("LIBRARY", &copy)
+            .env("RDMASOCK_SPIN_US", "7")
+            .env(name, value);
+        let output = run(&mut command, "");
+        let (kept, variable) = if is_kept { ("kept", "7") } else { ("none", "-") };
+        let mut expected: Vec<String> = (0..10)
+            .map(|way| {
+                let has_cleared_its_own = way == 5 || way == 6;
+                format!(
+                    "{way}: {kept} {variable} {}",
+                    if has_cleared_its_own { "-" } else { "alone" }
+                )
+            })
+            .collect();
+        // One of the program's own, and a library that cannot be read.
+        expected.extend(["10: empty - -", "11: none - alone"].map(String::from));
+        let printed = String::from_utf8_lossy(&output.stdout);
+        assert_eq!(printed.lines().collect::<Vec<_>>(), expected, "{name}={value}");
+        assert!(
+            output.stderr.is_empty() && output.status.success(),
+            "{name}={value}: {output:?}"
+        );
+    }
+}
+
+#[test]
 fn a_shell_pipeline_runs() {
     let script = "/bin/true; seq 1000 | tee /dev/null | wc -l; (exit 3) || echo $?; echo $(echo sub)";
     let printed = same_with_library("/bin/bash", &["-c", script], "");

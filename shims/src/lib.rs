@@ -36,6 +36,7 @@ pub mod config;
 mod confine;
 mod duty;
 mod ending;
+pub mod environment;
 mod epoll;
 mod epoll_wait;
 mod errno;

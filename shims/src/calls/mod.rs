@@ -52,5 +52,6 @@ pub extern "C" fn on_load() {
     vfork::remember_process();
     crate::ending::watch_main_thread(crate::service::wake);
     crate::library::remember_program();
+    crate::environment::remember();
     memory::find_allocator();
 }

@@ -30,6 +30,16 @@ pub enum IoUring {
     Allow,
 }
 
+/// What becomes of `LD_PRELOAD` where a program is executed with an environment that lacks it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum OnExec {
+    /// It is added, and the library's variables.
+    #[default]
+    Keep,
+    /// The environment is as the program has made it.
+    Leave,
+}
+
 /// From which size on the device copies from program to program, between hosts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ZeroCopy {
@@ -79,6 +89,8 @@ pub struct Config {
     pub alloc: Alloc,
     /// What becomes of a program that asks for an io_uring.
     pub io_uring: IoUring,
+    /// What becomes of an environment without `LD_PRELOAD`.
+    pub on_exec: OnExec,
     /// The rules file.
     pub rules: Option<PathBuf>,
     /// The UDP port on which hosts ask each other; 0: none.
@@ -110,6 +122,7 @@ impl Default for Config {
             zcopy: ZeroCopy::default(),
             alloc: Alloc::default(),
             io_uring: IoUring::default(),
+            on_exec: OnExec::default(),
             rules: None,
             control_port: 4797,
             secret_file: None,

@@ -5,7 +5,7 @@ use std::ffi::OsStr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use super::settings::{Alloc, Config, Fabrics, IoUring, ZeroCopy};
+use super::settings::{Alloc, Config, Fabrics, IoUring, OnExec, ZeroCopy};
 use super::value::{self, LogFilter, PromoteAfter, Size};
 use crate::ways::Way;
 
@@ -166,6 +166,16 @@ pub const VARIABLES: &[Variable] = &[
         set: |config, value| set(&mut config.io_uring, io_uring(value)),
     },
     Variable {
+        name: "RDMASOCK_EXEC",
+        option: "exec",
+        placeholder: "KEEP|LEAVE",
+        default: "keep",
+        accepts: "keep or leave",
+        meaning: "what a program gets that is executed with an environment without LD_PRELOAD; keep: the library and \
+                  these variables all the same; leave: what the environment says",
+        set: |config, value| set(&mut config.on_exec, on_exec(value)),
+    },
+    Variable {
         name: "RDMASOCK_CONTROL_PORT",
         option: "control-port",
         placeholder: "PORT",
@@ -260,6 +270,14 @@ fn io_uring(value: &OsStr) -> Option<IoUring> {
     match value.to_str()? {
         "hide" => Some(IoUring::Hide),
         "allow" => Some(IoUring::Allow),
+        _ => None,
+    }
+}
+
+fn on_exec(value: &OsStr) -> Option<OnExec> {
+    match value.to_str()? {
+        "keep" => Some(OnExec::Keep),
+        "leave" => Some(OnExec::Leave),
         _ => None,
     }
 }

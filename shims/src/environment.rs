@@ -1,0 +1,226 @@
+//! libc's exec and spawn functions, with an environment in which `LD_PRELOAD` names the library: where the program's
+//! lacks it (nginx, sshd and others make one of their own), the entries that this program began with are added.
+//!
+//! May run in a signal handler and in a vfork child, which borrows its parent's memory: so nothing is allocated or
+//! kept, and the longer array is on the stack, which exec needs anyway for what libc does.
+
+use std::ffi::{CStr, CString, OsStr};
+use std::os::unix::ffi::OsStrExt;
+
+use libc::{c_char, c_int, pid_t, posix_spawn_file_actions_t, posix_spawnattr_t};
+use once_cell::race::OnceBox;
+use rdmasock_core::os::kernel;
+
+use crate::config::{Config, OnExec};
+use crate::real;
+
+type Strings = *const *const c_char;
+
+unsafe extern "C" {
+    static environ: Strings;
+}
+
+const PRELOAD: &[u8] = b"LD_PRELOAD=";
+/// How many entries an environment may have to be made longer.
+const MOST: usize = 512;
+/// How many are added at most.
+const MOST_KEPT: usize = 32;
+
+/// What is added.
+struct Kept {
+    /// `LD_PRELOAD` first, then the library's own variables; each has a name and a value.
+    entries: Vec<CString>,
+    /// A library that is preloaded. Where it cannot be read (another root, another user), the loader would complain.
+    library: CString,
+}
+
+static KEPT: OnceBox<Kept> = OnceBox::new();
+
+/// When the library is loaded, before the program can change its environment.
+pub fn remember() {
+    // SAFETY: set by libc before any library's code runs, null before that.
+    let all: Vec<&[u8]> = unsafe { strings(environ) }.map(CStr::to_bytes).collect();
+    let is_ours = |path: &&[u8]| {
+        path.rsplit(|b| *b == b'/')
+            .next()
+            .is_some_and(|n| n.starts_with(b"librdmasock"))
+    };
+    let Some(list) = all.iter().find_map(|entry| entry.strip_prefix(PRELOAD)) else {
+        return;
+    };
+    let paths: Vec<&[u8]> = list.split(|b| matches!(b, b':' | b' ')).filter(is_ours).collect();
+    let variables = || {
+        all.iter()
+            .filter(|entry| entry.starts_with(b"RDMASOCK"))
+            .take(MOST_KEPT - 1)
+    };
+    let values = variables().filter_map(|entry| {
+        let at = entry.iter().position(|b| *b == b'=')?;
+        let (name, value) = entry.split_at(at);
+        Some((
+            OsStr::from_bytes(name).into(),
+            OsStr::from_bytes(value.get(1..)?).into(),
+        ))
+    });
+    let (config, _) = Config::from_vars(values);
+    let preload = [PRELOAD, &paths.join(&b':')].concat();
+    let entries = std::iter::once(&*preload)
+        .chain(variables().copied())
+        .map(CString::new)
+        .collect();
+    if config.enabled
+        && config.on_exec == OnExec::Keep
+        && let Some(Ok(library)) = paths.first().map(|path| CString::new(*path))
+        && let Ok(entries) = entries
+    {
+        let _ = KEPT.set(Box::new(Kept { entries, library }));
+    }
+}
+
+/// The strings of a null-terminated array, none of a null pointer.
+///
+/// # Safety
+/// The array and the strings stay as they are meanwhile.
+unsafe fn strings<'a>(mut array: Strings) -> impl Iterator<Item = &'a CStr> {
+    std::iter::from_fn(move || {
+        // SAFETY: by the contract; not beyond the null pointer at the end.
+        unsafe {
+            let string = *array.as_ref()?;
+            array = array.add(usize::from(!string.is_null()));
+            (!string.is_null()).then(|| CStr::from_ptr(string))
+        }
+    })
+}
+
+/// Calls `exec` with `envp`, or with a longer one.
+///
+/// # Safety
+/// `envp` is null or a null-terminated array of strings.
+unsafe fn with(envp: Strings, exec: impl FnOnce(Strings) -> c_int) -> c_int {
+    // SAFETY: by the contract.
+    let mut given = unsafe { strings(envp) };
+    match KEPT.get() {
+        // SAFETY: likewise.
+        Some(kept) if given.all(|e| !e.to_bytes().starts_with(PRELOAD)) && is_readable(&kept.library) => unsafe {
+            with_kept(kept, envp, exec)
+        },
+        _ => exec(envp),
+    }
+}
+
+/// # Safety
+/// As `with`.
+#[cold]
+#[inline(never)]
+unsafe fn with_kept(kept: &Kept, envp: Strings, exec: impl FnOnce(Strings) -> c_int) -> c_int {
+    // SAFETY: by the contract.
+    let given = || unsafe { strings(envp) };
+    let mut longer = [std::ptr::null(); MOST + MOST_KEPT + 1];
+    let name = |entry: &CStr| entry.to_bytes().iter().position(|b| *b == b'=').unwrap_or_default();
+    let is_given =
+        |entry: &CStr| given().any(|e| e.to_bytes().get(..=name(entry)) == entry.to_bytes().get(..=name(entry)));
+    let added = kept
+        .entries
+        .iter()
+        .map(CString::as_c_str)
+        .filter(|entry| !is_given(entry));
+    if given().nth(MOST).is_some() {
+        return exec(envp);
+    }
+    for (place, entry) in longer.iter_mut().zip(given().chain(added)) {
+        *place = entry.as_ptr();
+    }
+    if !crate::vfork::is_child() {
+        tracing::info!(target: "rdmasock", "LD_PRELOAD is kept over an exec whose environment lacks it (RDMASOCK_EXEC)");
+    }
+    exec(longer.as_ptr())
+}
+
+/// Whether this process may read the file; the call is one that the loader makes too.
+fn is_readable(file: &CStr) -> bool {
+    let arguments = [kernel::address(file.as_ptr()), libc::R_OK as usize, 0, 0, 0, 0];
+    // SAFETY: reads a string.
+    unsafe { kernel::call(libc::SYS_access, arguments) }.is_ok()
+}
+
+/// `execve(2)`.
+///
+/// # Safety
+/// As all here, that of libc's function.
+pub unsafe extern "C" fn execve(path: *const c_char, argv: Strings, envp: Strings) -> c_int {
+    // SAFETY: the caller's arguments.
+    unsafe { with(envp, |envp| real::execve()(path, argv, envp)) }
+}
+
+/// `execv(3)`.
+///
+/// # Safety
+/// As libc's.
+pub unsafe extern "C" fn execv(path: *const c_char, argv: Strings) -> c_int {
+    // SAFETY: the caller's arguments.
+    unsafe { with(environ, |envp| real::execve()(path, argv, envp)) }
+}
+
+/// `execvp(3)`.
+///
+/// # Safety
+/// As libc's.
+pub unsafe extern "C" fn execvp(file: *const c_char, argv: Strings) -> c_int {
+    // SAFETY: the caller's arguments.
+    unsafe { with(environ, |envp| real::execvpe()(file, argv, envp)) }
+}
+
+/// `execvpe(3)`.
+///
+/// # Safety
+/// As libc's.
+pub unsafe extern "C" fn execvpe(file: *const c_char, argv: Strings, envp: Strings) -> c_int {
+    // SAFETY: the caller's arguments.
+    unsafe { with(envp, |envp| real::execvpe()(file, argv, envp)) }
+}
+
+/// `fexecve(3)`.
+///
+/// # Safety
+/// As libc's.
+pub unsafe extern "C" fn fexecve(fd: c_int, argv: Strings, envp: Strings) -> c_int {
+    // SAFETY: the caller's arguments.
+    unsafe { with(envp, |envp| real::fexecve()(fd, argv, envp)) }
+}
+
+/// `execveat(2)`.
+///
+/// # Safety
+/// As libc's.
+pub unsafe extern "C" fn execveat(
+    dir: c_int,
+    path: *const c_char,
+    argv: Strings,
+    envp: Strings,
+    flags: c_int,
+) -> c_int {
+    // SAFETY: the caller's arguments.
+    unsafe { with(envp, |envp| real::execveat()(dir, path, argv, envp, flags)) }
+}
+
+macro_rules! spawn {
+    ($($name:ident),*) => {$(
+        #[doc = concat!("`", stringify!($name), "(3)`.")]
+        ///
+        /// # Safety
+        /// As libc's.
+        pub unsafe extern "C" fn $name(
+            pid: *mut pid_t,
+            path: *const c_char,
+            actions: *const posix_spawn_file_actions_t,
+            attributes: *const posix_spawnattr_t,
+            argv: *const *mut c_char,
+            envp: *const *mut c_char,
+        ) -> c_int {
+            // SAFETY: the caller's arguments.
+            unsafe { with(envp.cast(), |envp| real::$name()(pid, path, actions, attributes, argv, envp.cast())) }
+        }
+    )*};
+}
+
+spawn!(posix_spawn, posix_spawnp);

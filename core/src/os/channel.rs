@@ -4,13 +4,14 @@
 //! What a message says is `wire`'s business; making the connection is `rendezvous::names`'s.
 
 use std::io::{IoSlice, IoSliceMut};
-use std::mem::MaybeUninit;
+use std::mem::{ManuallyDrop, MaybeUninit};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, SocketFlags, SocketType, recvmsg, sendmsg, socketpair,
+    SendAncillaryMessage, SendFlags, Shutdown, SocketFlags, SocketType, recvmsg, sendmsg, shutdown, socketpair,
+    sockopt,
 };
 
 use super::kernel;
@@ -59,16 +60,27 @@ pub struct Received<'b> {
     pub fds_lost: bool,
 }
 
+/// The next message of a channel.
+#[derive(Debug)]
+pub struct Next<'b> {
+    /// Its bytes.
+    pub bytes: &'b [u8],
+    /// It has fds, and is still in the channel.
+    pub has_fds: bool,
+}
+
 /// One end of a channel.
 #[derive(Debug)]
 pub struct Channel {
-    fd: PrivateFd,
+    fd: ManuallyDrop<PrivateFd>,
 }
 
 impl Channel {
     /// Takes over a connected SEQPACKET socket.
     pub fn new(fd: PrivateFd) -> Self {
-        Self { fd }
+        Self {
+            fd: ManuallyDrop::new(fd),
+        }
     }
 
     /// Two ends that are connected to each other.
@@ -95,20 +107,38 @@ impl Channel {
         }
         let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
         // SEQPACKET sends all of a message or nothing.
-        sendmsg(&self.fd, &[IoSlice::new(bytes)], &mut control, flags).map(|_| ())
+        sendmsg(self.as_fd(), &[IoSlice::new(bytes)], &mut control, flags).map(|_| ())
     }
 
-    /// Receives one message into `buf`, and its fds as private ones; never blocks.
+    /// Receives one message into `buf`. A message with fds stays in the channel, and only its bytes are read.
+    ///
+    /// Never blocks. To receive fds can block: the kernel closes those without room, for as long as the sender has
+    /// arranged (SO_LINGER).
+    pub fn next<'b>(&self, buf: &'b mut [u8]) -> Result<Next<'b>, RecvError> {
+        let shown = peek(self.as_fd(), buf, &mut []).map_err(RecvError::of)?;
+        if shown.flags & libc::MSG_TRUNC != 0 {
+            return Err(RecvError::Truncated);
+        }
+        let has_fds = shown.flags & libc::MSG_CTRUNC != 0;
+        if !has_fds {
+            skip(self.as_fd());
+            if shown.bytes == 0 {
+                return Err(RecvError::Closed);
+            }
+        }
+        let bytes = buf.get(..shown.bytes).ok_or(RecvError::Truncated)?;
+        Ok(Next { bytes, has_fds })
+    }
+
+    /// Receives one message into `buf`, and its fds as private ones. Never blocks if the peer can be trusted not to
+    /// send files whose close does.
     pub fn recv<'b>(&self, buf: &'b mut [u8]) -> Result<Received<'b>, RecvError> {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
         let transit = Transit::begin();
-        let received = recvmsg(&self.fd, &mut [IoSliceMut::new(buf)], &mut control, flags).map_err(|e| match e {
-            Errno::AGAIN => RecvError::WouldBlock,
-            Errno::CONNRESET => RecvError::Closed,
-            other => RecvError::Kernel(other),
-        })?;
+        let received =
+            recvmsg(self.as_fd(), &mut [IoSliceMut::new(buf)], &mut control, flags).map_err(RecvError::of)?;
         // All fds are taken over before anything is refused, so that none is leaked.
         let placed: Result<Vec<PrivateFd>, Errno> = control
             .drain()
@@ -142,13 +172,102 @@ impl Channel {
 
     /// Gives up the ownership, but not the fd, which stays private ([`PrivateFd::release`]).
     pub fn release(self) -> i32 {
-        self.fd.release()
+        ManuallyDrop::new(self).fd.as_raw_fd()
     }
 
     /// Who is at the other end. ENOTCONN-like errors cannot happen on a connected socket.
     pub fn peer(&self) -> Result<Credentials, Errno> {
         peer_credentials(self.as_fd())
     }
+}
+
+impl Drop for Channel {
+    fn drop(&mut self) {
+        let can_close = end_reading(self.as_fd(), Shutdown::Both);
+        // SAFETY: not used any more.
+        let fd = unsafe { ManuallyDrop::take(&mut self.fd) };
+        if !can_close {
+            fd.leave();
+        }
+    }
+}
+
+impl RecvError {
+    fn of(errno: Errno) -> Self {
+        match errno {
+            Errno::AGAIN => Self::WouldBlock,
+            Errno::CONNRESET => Self::Closed,
+            other => Self::Kernel(other),
+        }
+    }
+}
+
+/// Shuts a connected SEQPACKET socket down for reading, which no holder of the socket can undo, and empties its queue.
+/// False if a message in the queue has fds: a close of the socket may wait then.
+pub(super) fn end_reading(socket: BorrowedFd<'_>, how: Shutdown) -> bool {
+    /// More messages than a correct peer leaves unread.
+    const MOST: usize = 256;
+    // With credentials an empty message differs from the end of the queue.
+    if shutdown(socket, how).is_err() || sockopt::set_socket_passcred(socket, true).is_err() {
+        return false;
+    }
+    for _ in 0..MOST {
+        let mut credentials = [0; CREDENTIALS];
+        match peek(socket, &mut [0], &mut credentials) {
+            Ok(shown) if shown.flags & libc::MSG_CTRUNC != 0 => return false,
+            Ok(shown) if shown.control == 0 => return true,
+            Ok(_) => skip(socket),
+            // A pending error, which is reported once.
+            Err(Errno::CONNRESET) => {}
+            Err(errno) => return errno == Errno::AGAIN,
+        }
+    }
+    false
+}
+
+/// Words that hold the control message with a sender's credentials, and nothing more.
+const CREDENTIALS: usize = 4;
+
+struct Shown {
+    bytes: usize,
+    control: usize,
+    flags: i32,
+}
+
+/// Reads the next message without taking it. Control messages without room in `control` are cut (MSG_CTRUNC); no fd is
+/// received. By hand, as rustix has no value for the pid 0 of an unknown sender.
+fn peek(socket: BorrowedFd<'_>, buf: &mut [u8], control: &mut [u64]) -> Result<Shown, Errno> {
+    let mut part = libc::iovec {
+        iov_base: buf.as_mut_ptr().cast(),
+        iov_len: buf.len(),
+    };
+    // SAFETY: zero is a valid value for each field.
+    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+    message.msg_iov = &raw mut part;
+    message.msg_iovlen = 1;
+    if !control.is_empty() {
+        message.msg_control = control.as_mut_ptr().cast();
+        message.msg_controllen = size_of_val(control);
+    }
+    let flags = (libc::MSG_PEEK | libc::MSG_DONTWAIT) as usize;
+    let number = socket.as_raw_fd() as usize;
+    // SAFETY: what the message points to lives, and may be written, for the whole call.
+    let bytes = unsafe {
+        kernel::call(
+            libc::SYS_recvmsg,
+            [number, kernel::address(&raw mut message), flags, 0, 0, 0],
+        )
+    }?;
+    Ok(Shown {
+        bytes,
+        control: message.msg_controllen,
+        flags: message.msg_flags,
+    })
+}
+
+/// Takes the message that [`peek`] has read, and which has no fds.
+fn skip(socket: BorrowedFd<'_>) {
+    let _ = rustix::net::recv(socket, &mut [0u8; 1][..], RecvFlags::DONTWAIT);
 }
 
 impl AsFd for Channel {

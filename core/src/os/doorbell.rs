@@ -1,7 +1,7 @@
 //! A doorbell: who has its [`Button`] can wake whoever polls the [`Doorbell`], and can do nothing else to
 //! him. Not for threads that sleep in one call (`fabric::waiter` has futexes for them).
 //!
-//! It is a pair of connected AF_UNIX stream sockets over which no byte ever goes. To press is
+//! It is a pair of connected AF_UNIX SEQPACKET sockets over which no byte ever goes. To press is
 //! `shutdown(SHUT_WR)`: the first makes the other end readable for good (it is at its end), and each
 //! further one wakes who polls that again (the kernel calls the peer's `sk_state_change` whether its
 //! state changes or not), so an edge-triggered registration reports each. Why not an eventfd, a pipe or
@@ -20,7 +20,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 
 use rustix::event::epoll;
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, Shutdown, SocketFlags, SocketType, socketpair, sockopt};
+use rustix::net::{AddressFamily, Shutdown, SocketFlags, SocketType, getpeername, socketpair, sockopt};
 
 use super::privatefd::{PrivateFd, Transit};
 
@@ -35,7 +35,7 @@ pub struct Button(PrivateFd);
 /// A doorbell and its button. Fails with the kernel's errno (EMFILE).
 pub fn pair() -> Result<(Doorbell, Button), Errno> {
     let _transit = Transit::begin();
-    let (bell, button) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+    let (bell, button) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
     // Both are moved before either result is looked at: a plain OwnedFd would be closed through libc.
     let (bell, button) = (PrivateFd::place(bell), PrivateFd::place(button));
     Ok((Doorbell(bell?), Button(button?)))
@@ -44,9 +44,14 @@ pub fn pair() -> Result<(Doorbell, Button), Errno> {
 impl Button {
     /// What a peer has sent as a button; `None` if it is none.
     pub fn received(fd: PrivateFd) -> Option<Self> {
-        let is_stream = sockopt::socket_domain(&fd) == Ok(AddressFamily::UNIX)
-            && sockopt::socket_type(&fd) == Ok(SocketType::STREAM);
-        is_stream.then_some(Self(fd))
+        Self::is_one(fd.as_fd()).then_some(Self(fd))
+    }
+
+    /// Whether this is such a socket, and connected, as it is for ever then.
+    pub fn is_one(fd: BorrowedFd<'_>) -> bool {
+        sockopt::socket_domain(fd) == Ok(AddressFamily::UNIX)
+            && sockopt::socket_type(fd) == Ok(SocketType::SEQPACKET)
+            && getpeername(fd).is_ok()
     }
 
     /// Wakes who polls the doorbell.
@@ -117,6 +122,7 @@ pub fn is_reliable() -> bool {
 mod tests {
     use rustix::event::{EventfdFlags, eventfd};
     use rustix::fs::{OFlags, fcntl_setfl};
+    use rustix::net::socket_with;
 
     use super::*;
 
@@ -152,14 +158,16 @@ mod tests {
         for other in [writer, event] {
             assert!(Button::received(PrivateFd::place(other).unwrap()).is_none());
         }
-        assert!(Button::received(sockets(SocketType::SEQPACKET).0).is_none());
+        assert!(Button::received(sockets(SocketType::STREAM).0).is_none());
         assert!(Button::received(sockets(SocketType::DGRAM).0).is_none());
-        assert!(Button::received(sockets(SocketType::STREAM).0).is_some());
+        let alone = || socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
+        assert!(Button::received(PrivateFd::open(alone).unwrap()).is_none());
+        assert!(Button::received(sockets(SocketType::SEQPACKET).0).is_some());
     }
 
     #[test]
     fn a_button_that_is_full_blocking_or_whose_bell_is_gone_can_be_pressed() {
-        let (bell, button) = sockets(SocketType::STREAM);
+        let (bell, button) = sockets(SocketType::SEQPACKET);
         fcntl_setfl(&button, OFlags::NONBLOCK).unwrap();
         while rustix::io::write(&button, &[0; 4096]).is_ok() {}
         fcntl_setfl(&button, OFlags::empty()).unwrap();

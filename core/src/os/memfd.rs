@@ -169,16 +169,22 @@ pub fn map_received(fd: BorrowedFd<'_>, claimed: u64, access: Access) -> Result<
     Ok(Mapping(Extent::of_file(fd, 0, length, access)?))
 }
 
+/// Whether this is a memfd with the seals, of any size. The answer involves no file system.
+pub fn is_sealed(fd: BorrowedFd<'_>) -> bool {
+    fcntl_get_seals(fd).is_ok_and(|seals| seals.contains(FIXED_SIZE))
+}
+
 /// Whether what a peer has sent is shared memory of at least `claimed` bytes, for ever, and can be mapped like this. If
 /// the kernel refuses that where something else is mapped already, that may be gone.
 pub fn check_received(fd: BorrowedFd<'_>, claimed: u64, access: Access) -> Result<(), MapError> {
     mappable(claimed).ok_or(MapError::Size)?;
+    // First, as other calls may wait for the file's file system.
+    let seals = fcntl_get_seals(fd).map_err(|_| MapError::NotMemfd)?;
     // Files on other file systems cannot be sealed; those on hugetlbfs can, but touching them raises
     // SIGBUS when huge pages run out.
     if fstatfs(fd)?.f_type as i64 != TMPFS_MAGIC {
         return Err(MapError::NotMemfd);
     }
-    let seals = fcntl_get_seals(fd).map_err(|_| MapError::NotMemfd)?;
     if !seals.contains(FIXED_SIZE) {
         return Err(MapError::NotSealed);
     }

@@ -4,6 +4,7 @@
 //! Everything goes through raw system calls (rustix), never through libc functions that the
 //! library itself interposes.
 
+pub mod apart;
 pub mod channel;
 pub mod datagram;
 pub mod dir;

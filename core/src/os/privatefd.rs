@@ -20,6 +20,7 @@
 //! some to open others, finds those free. What the program is closing must have a number all the same: one that was set
 //! aside (`reserve`), or, if many do so at once, what is left.
 
+pub mod left;
 mod reserve;
 mod transit;
 
@@ -145,6 +146,19 @@ impl PrivateFd {
     /// Gives up the ownership but not the fd, which stays private; see [`Self::adopt`].
     pub fn release(self) -> RawFd {
         std::mem::ManuallyDrop::new(self).fd
+    }
+
+    /// Leaves the close, which may wait, to [`Self::close_left`].
+    pub fn leave(self) {
+        left::leave(self.release());
+    }
+
+    /// Closes each fd that was [left](Self::leave) and that `take_over` has copied elsewhere. False at the first that it
+    /// has not. One thread alone calls this.
+    pub fn close_left(mut take_over: impl FnMut(BorrowedFd<'_>) -> bool) -> bool {
+        let close = |number| drop(Self { fd: number });
+        // SAFETY: a fd that was left is open until it is closed here.
+        left::close(|number| take_over(unsafe { BorrowedFd::borrow_raw(number) }), close)
     }
 
     /// A second fd for the same open file, under another private number. EMFILE as for [`Self::place`].
@@ -362,6 +376,7 @@ fn keep(new: OwnedFd) -> Option<PrivateFd> {
 pub unsafe fn reset_in_fork_child(keep: impl Fn(RawFd) -> bool) {
     transit::reset_in_fork_child();
     reserve::reset_in_fork_child();
+    left::reset_in_fork_child();
     let mut from = 0;
     while let Some(n) = next_private(from, END) {
         from = n + 1;

@@ -3,7 +3,7 @@
 //! Abstract names belong to a network namespace, as TCP ports do, and vanish with the last fd. Anybody
 //! may bind one, so whoever connects must ask [`super::diag::trusted`] about the answerer first.
 
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
 use rustix::io::Errno;
 use rustix::net::{
@@ -12,6 +12,7 @@ use rustix::net::{
 
 use crate::ids::InstanceId;
 use crate::os::channel::Channel;
+use crate::os::kernel;
 use crate::os::privatefd::PrivateFd;
 use crate::wire::VERSION;
 
@@ -48,7 +49,7 @@ impl Listener {
     /// program's listen() fail.
     pub fn service(port: u16) -> Result<(Self, u32), Errno> {
         for k in 0..MAX_SERVICES {
-            match Self::bind(&service(port, k)) {
+            match Self::bind(&service(port, k), socket_without_fds()?) {
                 Err(Errno::ADDRINUSE) => {}
                 other => return other.map(|listener| (listener, k)),
             }
@@ -58,11 +59,10 @@ impl Listener {
 
     /// Binds and listens on the name of instance `id`. EADDRINUSE if somebody else has taken it.
     pub fn instance(id: &InstanceId) -> Result<Self, Errno> {
-        Self::bind(&instance(id))
+        Self::bind(&instance(id), socket()?)
     }
 
-    fn bind(name: &str) -> Result<Self, Errno> {
-        let fd = socket()?;
+    fn bind(name: &str, fd: PrivateFd) -> Result<Self, Errno> {
         bind(&fd, &SocketAddrUnix::new_abstract_name(name.as_bytes())?)?;
         // Here the kernel records whose name it is: SO_PEERCRED for all who connect.
         listen(&fd, BACKLOG)?;
@@ -82,6 +82,14 @@ impl Listener {
     }
 }
 
+impl Drop for Listener {
+    /// Hangs up on each waiting connection first, so that this close does not release the files that they have sent.
+    fn drop(&mut self) {
+        let mut waiting = (0..=BACKLOG).map_while(|_| self.accept().ok().flatten());
+        waiting.by_ref().for_each(drop);
+    }
+}
+
 impl AsFd for Listener {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
@@ -93,8 +101,11 @@ impl AsFd for Listener {
 /// ECONNREFUSED if nobody listens there, EAGAIN if too many are waiting to be accepted, EINVAL for a
 /// name longer than 107 bytes.
 pub fn connect_to(name: &[u8]) -> Result<Channel, Errno> {
+    connect_by(socket()?, name)
+}
+
+fn connect_by(fd: PrivateFd, name: &[u8]) -> Result<Channel, Errno> {
     let address = SocketAddrUnix::new_abstract_name(name).map_err(|_| Errno::INVAL)?;
-    let fd = socket()?;
     connect(&fd, &address)?;
     Ok(Channel::new(fd))
 }
@@ -102,7 +113,7 @@ pub fn connect_to(name: &[u8]) -> Result<Channel, Errno> {
 /// Whether there are service names of `port`, or that cannot be told now: less than [`connect_to_services`] does. Never
 /// waits.
 pub fn is_served(port: u16) -> bool {
-    let Ok(fd) = socket() else { return true };
+    let Ok(fd) = socket_without_fds() else { return true };
     (0..MAX_GAP).any(|k| {
         SocketAddrUnix::new_abstract_name(service(port, k).as_bytes())
             // A socket that was refused is as good as new.
@@ -119,7 +130,7 @@ pub fn connect_to_services(port: u16) -> impl Iterator<Item = Result<Channel, Er
     let (mut k, mut gap) = (0, 0);
     std::iter::from_fn(move || {
         while k < MAX_SERVICES && gap < MAX_GAP {
-            let attempt = connect_to(service(port, k).as_bytes());
+            let attempt = socket_without_fds().and_then(|fd| connect_by(fd, service(port, k).as_bytes()));
             k += 1;
             match attempt {
                 Err(Errno::CONNREFUSED) => gap += 1,
@@ -136,6 +147,19 @@ pub fn connect_to_services(port: u16) -> impl Iterator<Item = Result<Channel, Er
 fn socket() -> Result<PrivateFd, Errno> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     PrivateFd::open(|| socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None))
+}
+
+/// Makes a socket that, with all that are accepted from it, refuses fds; before Linux 6.16 a usual one.
+fn socket_without_fds() -> Result<PrivateFd, Errno> {
+    const SO_PASSRIGHTS: usize = 83;
+    let fd = socket()?;
+    let off: libc::c_int = 0;
+    let (number, level) = (fd.as_raw_fd() as usize, libc::SOL_SOCKET as usize);
+    let value = kernel::address(&raw const off);
+    let arguments = [number, level, SO_PASSRIGHTS, value, size_of_val(&off), 0];
+    // SAFETY: the kernel reads an integer.
+    let _ = unsafe { kernel::call(libc::SYS_setsockopt, arguments) };
+    Ok(fd)
 }
 
 #[cfg(test)]
@@ -190,6 +214,38 @@ mod tests {
             let all: Vec<_> = (0..MAX_SERVICES).map(|_| Listener::service(port).unwrap()).collect();
             assert_eq!(Listener::service(port).unwrap_err(), Errno::ADDRINUSE);
             assert_eq!(found(port).len(), all.len());
+        });
+    }
+
+    #[test]
+    fn no_fds_come_to_a_service_name_where_the_kernel_can_see_to_that() {
+        in_child(|| {
+            let port = free_port();
+            let (name, _) = Listener::service(port).unwrap();
+            let asker = connect_to(service(port, 0).as_bytes()).unwrap();
+            let sent = asker.send(b"x", &[name.as_fd()]);
+            let answerer = name.accept().unwrap().unwrap();
+            assert_eq!(answerer.send(b"x", &[name.as_fd()]), Ok(()));
+            match sent {
+                Err(Errno::PERM) => {}
+                // Before Linux 6.16.
+                sent => assert!(sent.is_ok() && answerer.next(&mut [0; 4]).unwrap().has_fds),
+            }
+        });
+    }
+
+    #[test]
+    fn a_name_is_closed_after_all_who_wait_there() {
+        in_child(|| {
+            let id = InstanceId::random().unwrap();
+            let name = Listener::instance(&id).unwrap();
+            let (reader, writer) = rustix::pipe::pipe().unwrap();
+            let waits = connect_to(instance(&id).as_bytes()).unwrap();
+            waits.send(b"x", &[writer.as_fd()]).unwrap();
+            drop((name, writer));
+            assert!(crate::os::privatefd::left::is_any());
+            assert!(crate::os::apart::close_left());
+            assert_eq!(rustix::io::read(&reader, &mut [0u8; 1][..]), Ok(0));
         });
     }
 

@@ -1,0 +1,382 @@
+//! Descriptors that another user's process has sent are received, and closed, by a short-lived thread with a descriptor
+//! table of its own.
+//!
+//! - close() of a descriptor drops the fcntl(2) locks that its table has on the file. In a table of its own that is none
+//!   of the program's.
+//! - The last close of a file can take as long as its sender likes (a socket with SO_LINGER, a file of FUSE). That also
+//!   holds for a file that was received into no descriptor, and for one that is unread in a socket which is closed.
+//!
+//! The thread closes nothing: the kernel does that as it ends, and a thread that ends does not linger.
+//!
+//! A file gets from one table into the other by SCM_RIGHTS. The thread's table is empty at first, so it connects to an
+//! abstract name that was made for it. (pidfd_getfd(2) would do as well, but many seccomp filters refuse it.)
+//!
+//! All of this is for the service thread alone, which has all signals blocked.
+
+use std::ffi::c_void;
+use std::mem::MaybeUninit;
+use std::os::fd::{BorrowedFd, IntoRawFd, OwnedFd};
+use std::sync::atomic::{
+    AtomicU32, AtomicU64,
+    Ordering::{Acquire, Relaxed, Release},
+};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::{Errno, IoSlice, IoSliceMut};
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, Shutdown, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, connect,
+    getsockname, listen, recvmsg, sendmsg, socket_with,
+};
+
+use super::channel::{self, Channel, MAX_FDS};
+use super::doorbell::Button;
+use super::privatefd::PrivateFd;
+use super::{kernel, memfd};
+
+/// Most threads at a time. One that does not end is held up by a file that it has.
+const MOST: usize = 8;
+/// The most descriptors that the kernel sends with a message.
+const SCM_MAX_FD: usize = 253;
+/// No message that is passed on is longer, bytes.
+const MOST_BYTES: usize = 2048;
+/// Bytes of the thread's stack, where libc also keeps the program's thread-local variables.
+const STACK: usize = 256 * 1024;
+/// How long a new thread may take until it has connected, s.
+const PATIENCE: i64 = 1;
+/// As many others may have connected before the thread.
+const STRANGERS: usize = 16;
+
+/// What the thread is to do with the descriptors of a message.
+const RECEIVE: &[u8] = b"receive";
+const CLOSE: &[u8] = b"close";
+
+/// A place for a thread.
+struct Place {
+    /// Its id; 0 for none.
+    thread: AtomicU32,
+    /// The abstract name that it connects to: what the kernel gives has five bytes.
+    name: AtomicU64,
+}
+const NAME: usize = 5;
+/// The thread has not begun yet.
+const BEGINS: u32 = u32::MAX;
+
+static PLACES: [Place; MOST] = [const {
+    Place {
+        thread: AtomicU32::new(0),
+        name: AtomicU64::new(0),
+    }
+}; MOST];
+
+/// Has one message of a channel received apart. Its descriptors have to be sealed memory or [buttons](Button).
+/// The message comes over the channel that this returns, which ends without one if a check fails.
+///
+/// Fails with the kernel's errno if there can be no such thread now (EAGAIN, EMFILE, EPERM).
+pub fn receive(from: BorrowedFd<'_>) -> Result<Channel, Errno> {
+    let thread = start()?;
+    thread.send(RECEIVE, &[from])?;
+    Ok(thread)
+}
+
+/// Closes sockets that were left ([`PrivateFd::leave`]). False if something could not be closed now.
+pub fn close_left() -> bool {
+    let Ok(thread) = start() else { return false };
+    PrivateFd::close_left(|socket| thread.send(CLOSE, &[socket]).is_ok())
+}
+
+/// Whether a thread of this file's is there.
+pub fn is_running() -> bool {
+    PLACES.iter().any(|place| !place.is_free())
+}
+
+impl Place {
+    fn is_free(&self) -> bool {
+        match self.thread.load(Acquire) {
+            0 => true,
+            BEGINS => false,
+            thread => {
+                let process = rustix::process::getpid().as_raw_nonzero().get();
+                // SAFETY: signal 0 is none.
+                unsafe { kernel::call(libc::SYS_tgkill, [process as usize, thread as usize, 0, 0, 0, 0]) }.is_err()
+            }
+        }
+    }
+}
+
+/// Makes a thread; gives a channel to it.
+fn start() -> Result<Channel, Errno> {
+    let place = PLACES.iter().find(|place| place.is_free()).ok_or(Errno::AGAIN)?;
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let listener = PrivateFd::open(|| socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None))?;
+    bind(&listener, &SocketAddrUnix::new_unnamed())?;
+    listen(&listener, STRANGERS as i32)?;
+    let address = SocketAddrUnix::try_from(getsockname(&listener)?)?;
+    let name = address.abstract_name().filter(|name| name.len() == NAME);
+    let mut bytes = [0; 8];
+    bytes[..NAME].copy_from_slice(name.ok_or(Errno::INVAL)?);
+    place.name.store(u64::from_ne_bytes(bytes), Relaxed);
+    place.thread.store(BEGINS, Release);
+    if let Err(error) = spawn(place) {
+        place.thread.store(0, Release);
+        return Err(error);
+    }
+    let patience = Timespec {
+        tv_sec: PATIENCE,
+        tv_nsec: 0,
+    };
+    for _ in 0..=STRANGERS {
+        let mut ready = [PollFd::new(&listener, PollFlags::IN)];
+        if poll(&mut ready, Some(&patience))? == 0 {
+            break;
+        }
+        let channel = Channel::new(PrivateFd::open(|| accept_with(&listener, flags))?);
+        if channel.peer()?.pid == Some(rustix::process::getpid().as_raw_nonzero().get() as u32) {
+            return Ok(channel);
+        }
+    }
+    Err(Errno::TIMEDOUT)
+}
+
+/// The new thread has all signals blocked, as this one has.
+fn spawn(place: &'static Place) -> Result<(), Errno> {
+    let mut attributes = MaybeUninit::<libc::pthread_attr_t>::uninit();
+    let mut thread = MaybeUninit::uninit();
+    let argument = std::ptr::from_ref(place).cast_mut().cast::<c_void>();
+    // SAFETY: the attributes are made before they are used; `run` takes a place.
+    let error = unsafe {
+        libc::pthread_attr_init(attributes.as_mut_ptr());
+        libc::pthread_attr_setstacksize(attributes.as_mut_ptr(), STACK);
+        libc::pthread_attr_setdetachstate(attributes.as_mut_ptr(), libc::PTHREAD_CREATE_DETACHED);
+        let error = libc::pthread_create(thread.as_mut_ptr(), attributes.as_ptr(), run, argument);
+        libc::pthread_attr_destroy(attributes.as_mut_ptr());
+        error
+    };
+    match error {
+        0 => Ok(()),
+        error => Err(Errno::from_raw_os_error(error)),
+    }
+}
+
+/// The thread. From its first call on, no descriptor means the same here as elsewhere in the process: it uses none but
+/// those that it has got itself, by system calls alone, and logs nothing.
+extern "C" fn run(place: *mut c_void) -> *mut c_void {
+    // SAFETY: from `spawn`.
+    let place = unsafe { &*place.cast::<Place>() };
+    let id = rustix::thread::gettid().as_raw_nonzero().get();
+    let all = u32::MAX as usize;
+    let unshare = libc::CLOSE_RANGE_UNSHARE as usize;
+    // SAFETY: without an error this thread's table is its own, and empty.
+    let is_apart = unsafe { kernel::call(libc::SYS_close_range, [0, all, unshare, 0, 0, 0]) }.is_ok();
+    place.thread.store(id as u32, Release);
+    if is_apart {
+        let _ = serve(&place.name.load(Relaxed).to_ne_bytes()[..NAME]);
+    }
+    std::ptr::null_mut()
+}
+
+fn serve(name: &[u8]) -> Result<(), Errno> {
+    let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
+    let socket = forever(socket);
+    connect(socket, &SocketAddrUnix::new_abstract_name(name)?)?;
+    let mut buf = [0; MOST_BYTES];
+    loop {
+        let mut fds = Fds::default();
+        match take(socket, &mut buf, &mut fds, RecvFlags::empty())? {
+            RECEIVE => return pass_on(*fds.get().first().ok_or(Errno::INVAL)?, socket, &mut buf),
+            // What has come is closed at the end.
+            CLOSE => {}
+            _ => return Ok(()),
+        }
+    }
+}
+
+/// Receives a message from `from` and, if its descriptors are such as a peer may send, sends it to `to`.
+fn pass_on(from: BorrowedFd<'_>, to: BorrowedFd<'_>, buf: &mut [u8]) -> Result<(), Errno> {
+    let mut fds = Fds::default();
+    let bytes = take(from, buf, &mut fds, RecvFlags::DONTWAIT)?;
+    if fds.get().len() > MAX_FDS || !fds.get().iter().all(|fd| is_expected(*fd)) {
+        return Err(Errno::INVAL);
+    }
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    control.push(SendAncillaryMessage::ScmRights(fds.get()));
+    sendmsg(to, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL).map(|_| ())
+}
+
+/// Asks only what no file system or sender has a part in. Nothing can be put into a button's queue from then on.
+fn is_expected(fd: BorrowedFd<'_>) -> bool {
+    memfd::is_sealed(fd) || Button::is_one(fd) && channel::end_reading(fd, Shutdown::Read)
+}
+
+/// Descriptors that were received.
+struct Fds {
+    all: [MaybeUninit<BorrowedFd<'static>>; SCM_MAX_FD],
+    count: usize,
+}
+
+impl Default for Fds {
+    fn default() -> Self {
+        Self {
+            all: [const { MaybeUninit::uninit() }; SCM_MAX_FD],
+            count: 0,
+        }
+    }
+}
+
+impl Fds {
+    fn get(&self) -> &[BorrowedFd<'static>] {
+        // SAFETY: `take` has written as many as it has counted.
+        unsafe { std::slice::from_raw_parts(self.all.as_ptr().cast(), self.count) }
+    }
+}
+
+/// Receives a message, whole and with all its descriptors, or fails.
+fn take<'b>(from: BorrowedFd<'_>, buf: &'b mut [u8], fds: &mut Fds, flags: RecvFlags) -> Result<&'b [u8], Errno> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(SCM_MAX_FD))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let received = recvmsg(
+        from,
+        &mut [IoSliceMut::new(buf)],
+        &mut control,
+        flags | RecvFlags::CMSG_CLOEXEC,
+    )?;
+    let rights = control.drain().filter_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(fds) => Some(fds),
+        _ => None,
+    });
+    for (place, fd) in fds.all.iter_mut().zip(rights.flatten()) {
+        place.write(forever(fd));
+        fds.count += 1;
+    }
+    if received.flags.intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC) {
+        return Err(Errno::MSGSIZE);
+    }
+    buf.get(..received.bytes).ok_or(Errno::MSGSIZE)
+}
+
+/// Open until the thread ends, and its table with it.
+fn forever(fd: OwnedFd) -> BorrowedFd<'static> {
+    // SAFETY: out of its owner, and this thread closes nothing.
+    unsafe { BorrowedFd::borrow_raw(fd.into_raw_fd()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::event::{EventfdFlags, eventfd};
+    use rustix::fs::{Mode, OFlags, open};
+    use rustix::net::socketpair;
+    use std::os::fd::AsFd;
+
+    use super::*;
+    use crate::os::forked::in_child;
+    use crate::os::privatefd::left;
+
+    /// What comes of a message with this, when it is received apart.
+    fn passed(fd: BorrowedFd<'_>) -> Option<usize> {
+        let (a, b) = Channel::pair().unwrap();
+        a.send(b"message", &[fd]).unwrap();
+        let mut buf = [0; 16];
+        let next = b.next(&mut buf).unwrap();
+        assert_eq!((next.bytes, next.has_fds), (b"message".as_slice(), true));
+        let apart = receive(b.as_fd()).unwrap();
+        let end = std::time::Instant::now() + std::time::Duration::from_secs(60);
+        loop {
+            match apart.recv(&mut buf) {
+                Ok(received) => {
+                    assert_eq!(received.bytes, b"message");
+                    return Some(received.fds.len());
+                }
+                Err(channel::RecvError::WouldBlock) if std::time::Instant::now() < end => std::thread::yield_now(),
+                Err(channel::RecvError::Closed) => return None,
+                Err(error) => panic!("{error}"),
+            }
+        }
+    }
+
+    fn sockets() -> (OwnedFd, OwnedFd) {
+        socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap()
+    }
+
+    #[test]
+    fn sealed_memory_and_buttons_are_passed_on_and_nothing_else() {
+        in_child(|| {
+            assert_eq!(passed(memfd::create_file("test", 4096).unwrap().as_fd()), Some(1));
+            let (_bell, button) = crate::os::doorbell::pair().unwrap();
+            assert_eq!(passed(button.as_fd()), Some(1));
+            let event = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+            let file = open("/proc/self/exe", OFlags::RDONLY, Mode::empty()).unwrap();
+            let (used, other) = sockets();
+            sendmsg(
+                &other,
+                &[IoSlice::new(b"x")],
+                &mut Default::default(),
+                SendFlags::empty(),
+            )
+            .unwrap();
+            // Without descriptors it is taken out.
+            assert_eq!(passed(used.as_fd()), Some(1));
+            let (used, other) = sockets();
+            let other = Channel::new(PrivateFd::place(other).unwrap());
+            other.send(b"x", &[event.as_fd()]).unwrap();
+            for fd in [event.as_fd(), file.as_fd(), used.as_fd()] {
+                assert_eq!(passed(fd), None);
+            }
+        });
+    }
+
+    #[test]
+    fn a_button_that_was_passed_on_takes_nothing_more() {
+        in_child(|| {
+            let (button, other) = sockets();
+            assert_eq!(passed(button.as_fd()), Some(1));
+            let other = Channel::new(PrivateFd::place(other).unwrap());
+            assert_eq!(other.send(b"x", &[button.as_fd()]), Err(Errno::PIPE));
+        });
+    }
+
+    #[test]
+    fn a_channel_with_unread_descriptors_is_closed_apart() {
+        in_child(|| {
+            for (messages, is_apart) in [(&[false, false][..], false), (&[false, true], true)] {
+                let (reader, writer) = rustix::pipe::pipe().unwrap();
+                let (a, b) = Channel::pair().unwrap();
+                for has_fd in messages {
+                    let fds = [writer.as_fd()];
+                    a.send(b"x", if *has_fd { &fds } else { &[] }).unwrap();
+                }
+                drop((b, writer));
+                assert_eq!(left::is_any(), is_apart);
+                assert_eq!(a.send(b"x", &[]), Err(Errno::PIPE));
+                assert!(close_left() && !left::is_any());
+                // Comes to its end once the thread has come to its own.
+                assert_eq!(rustix::io::read(&reader, &mut [0u8; 1][..]), Ok(0));
+            }
+        });
+    }
+
+    #[test]
+    fn locks_of_the_program_stay() {
+        in_child(|| {
+            let flags = OFlags::RDWR | OFlags::TMPFILE;
+            let file = open("/tmp", flags, Mode::RUSR | Mode::WUSR).unwrap();
+            // SAFETY: zero is a valid value for each field.
+            let mut lock: libc::flock = unsafe { std::mem::zeroed() };
+            let fcntl = |how: i32, lock: &mut libc::flock| {
+                let number = std::os::fd::AsRawFd::as_raw_fd(&file);
+                // SAFETY: the lock may be written.
+                unsafe { libc::fcntl(number, how, std::ptr::from_mut(lock)) }
+            };
+            lock.l_type = libc::F_WRLCK as libc::c_short;
+            assert_eq!(fcntl(libc::F_SETLK, &mut lock), 0);
+            assert_eq!(passed(file.as_fd()), None);
+            while is_running() {
+                std::thread::yield_now();
+            }
+            in_child(|| {
+                assert_eq!(fcntl(libc::F_GETLK, &mut lock), 0);
+                assert_eq!(i32::from(lock.l_type), libc::F_WRLCK);
+            });
+        });
+    }
+}

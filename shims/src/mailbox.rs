@@ -40,6 +40,7 @@ pub mod kind {
     pub const COMPLETION: u64 = 8;
     pub const CONTROL: u64 = 9;
     pub const HOST: u64 = 10;
+    pub const APART: u64 = 11;
 }
 
 /// The data of such an event.

@@ -160,6 +160,7 @@ impl Worker {
             self.on_event(event);
         }
         timers::run(self, time::now_ns());
+        self.close_left();
         ControlFlow::Continue(())
     }
 
@@ -200,6 +201,12 @@ impl Worker {
         if self.alarms.watch.rings(now) {
             self.watch_links(now);
         }
+        if self.alarms.apart.rings(now) {
+            for id in std::mem::take(&mut self.unread) {
+                self.listen_to(id);
+                self.on_channel(id);
+            }
+        }
         if self.alarms.free_links.rings(now) {
             self.free_dead_links();
         }
@@ -229,6 +236,7 @@ impl Worker {
                 self.receive_guests(Some(listener), |_| listener.accept_asker());
             }
             kind::CHANNEL => self.on_channel(id),
+            kind::APART => self.on_apart(id),
             kind::ANCHOR => self.on_anchor(id),
             kind::LINGER => self.lingering.on_event(id),
             kind::ACCEPTOR => self.on_acceptor(id),

@@ -2,7 +2,9 @@
 //! others are served, also those that come then.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+use std::fs::Permissions;
 use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Child, ChildStdin, Command, ExitCode, Stdio};
 use std::sync::Arc;
@@ -30,11 +32,12 @@ fn main() -> ExitCode {
     args.test_threads.get_or_insert(2);
     let paths = Arc::new(Paths::find(Path::new(env!("CARGO_BIN_EXE_scenario"))));
     let mut trials = Vec::new();
-    for (name, victim) in attacks::ALL {
+    let is_root = nix::unistd::geteuid().is_root();
+    for (name, victim) in attacks::ALL.iter().chain(attacks::OF_ANOTHER_USER) {
         let paths = Arc::clone(&paths);
-        trials.push(Trial::test(format!("{name}/{victim}"), move || {
-            attack(&paths, name, victim)
-        }));
+        let cannot = !is_root && attacks::OF_ANOTHER_USER.contains(&(name, victim));
+        let trial = Trial::test(format!("{name}/{victim}"), move || attack(&paths, name, victim));
+        trials.push(trial.with_ignored_flag(cannot));
     }
     for victim in ["epoll", "threads"] {
         let paths = Arc::clone(&paths);
@@ -137,11 +140,14 @@ fn friend(paths: &Paths, port: &str) -> Result<Program, Failed> {
 }
 
 fn attack(paths: &Paths, name: &str, victim: &str) -> Result<(), Failed> {
-    let words = [victim, &DESCRIPTORS.to_string()];
+    let file = tempfile::NamedTempFile::new()?;
+    file.as_file().set_permissions(Permissions::from_mode(0o644))?;
+    let path = file.path().to_string_lossy();
+    let words = [victim, &DESCRIPTORS.to_string(), &path];
     let mut victim = Program::start(paths, "victim", &words, true)?;
     let port = victim.line()?;
     let mut old = friend(paths, &port)?;
-    let mut attacker = Program::start(paths, "attack", &[&port, name], false)?;
+    let mut attacker = Program::start(paths, "attack", &[&port, name, &path], false)?;
     attacker.expect("on")?;
     old.talk()?;
     let mut new = friend(paths, &port)?;
@@ -162,6 +168,9 @@ fn attack(paths: &Paths, name: &str, victim: &str) -> Result<(), Failed> {
         _ => {}
     }
     drop(attacker);
+    if !is_locked(file.as_file())? {
+        return Err("the victim's lock is gone".into());
+    }
     old.talk()?;
     new.talk()?;
     friend(paths, &port)?;
@@ -169,6 +178,14 @@ fn attack(paths: &Paths, name: &str, victim: &str) -> Result<(), Failed> {
         None => Ok(()),
         Some(status) => Err(format!("the victim's end: {status}").into()),
     }
+}
+
+fn is_locked(file: &std::fs::File) -> Result<bool, Failed> {
+    // SAFETY: zero is a valid value for each field.
+    let mut lock: libc::flock = unsafe { std::mem::zeroed() };
+    lock.l_type = libc::F_WRLCK as libc::c_short;
+    nix::fcntl::fcntl(file, nix::fcntl::FcntlArg::F_GETLK(&mut lock))?;
+    Ok(lock.l_type != libc::F_UNLCK as libc::c_short)
 }
 
 fn come_and_go(paths: &Paths, victim: &str) -> Result<(), Failed> {

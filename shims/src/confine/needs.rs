@@ -4,9 +4,9 @@
 
 use libc::{
     AF_INET, AF_NETLINK, AF_UNIX, F_ADD_SEALS, F_DUPFD, F_DUPFD_CLOEXEC, F_GET_SEALS, F_GETFD, F_GETFL, F_OFD_GETLK,
-    FIONREAD, MADV_DONTDUMP, MADV_DONTFORK, MADV_POPULATE_WRITE, MADV_REMOVE, MAP_ANONYMOUS, MAP_NORESERVE,
-    MAP_PRIVATE, MAP_SHARED, PROT_NONE, PROT_READ, PROT_WRITE, SOCK_CLOEXEC, SOCK_DGRAM, SOCK_NONBLOCK, SOCK_SEQPACKET,
-    SOCK_STREAM,
+    FIONREAD, MADV_DONTDUMP, MADV_DONTFORK, MADV_DONTNEED, MADV_POPULATE_WRITE, MADV_REMOVE, MAP_ANONYMOUS,
+    MAP_NORESERVE, MAP_PRIVATE, MAP_SHARED, PROT_NONE, PROT_READ, PROT_WRITE, SOCK_CLOEXEC, SOCK_DGRAM, SOCK_NONBLOCK,
+    SOCK_SEQPACKET, SOCK_STREAM,
 };
 use libc::{c_int, c_long};
 
@@ -20,6 +20,7 @@ const ANY: &[c_long] = &[
     libc::SYS_clock_nanosleep,
     libc::SYS_clone,
     libc::SYS_close,
+    libc::SYS_close_range,
     libc::SYS_connect,
     libc::SYS_dup3,
     libc::SYS_epoll_create1,
@@ -94,6 +95,7 @@ const SECOND: &[(c_long, c_int)] = &[
 ];
 
 const THIRD: &[(c_long, c_int)] = &[
+    (libc::SYS_madvise, MADV_DONTNEED),
     (libc::SYS_madvise, MADV_REMOVE),
     (libc::SYS_madvise, MADV_DONTDUMP),
     (libc::SYS_madvise, MADV_DONTFORK),

@@ -123,7 +123,8 @@ impl LocalPeer {
         if !self.users.is_empty() {
             return false;
         }
-        for slot in self.buttons.iter().chain([&self.channel]) {
+        drop(PrivateFd::adopt(self.channel.swap(-1, AcqRel)).map(Channel::new));
+        for slot in &self.buttons {
             drop(PrivateFd::adopt(slot.swap(-1, AcqRel)));
         }
         if let Some(mut outbox) = self.outbox.lock() {

@@ -44,6 +44,8 @@ pub struct Alarms {
     pub maintain: Alarm,
     /// It is seen whether links to other hosts still work.
     pub watch: Alarm,
+    /// Descriptors that could not be received or closed apart are tried again.
+    pub apart: Alarm,
 }
 
 impl Alarms {
@@ -55,8 +57,9 @@ impl Alarms {
             wake,
             maintain,
             watch,
+            apart,
         } = self;
-        let all = [listen, free_links, wake, maintain, watch];
+        let all = [listen, free_links, wake, maintain, watch, apart];
         all.into_iter().filter_map(|alarm| alarm.next()).min()
     }
 }

@@ -2,10 +2,11 @@
 
 use std::os::fd::AsFd;
 
-use rdmasock_core::os::channel::{Channel, RecvError};
-use rdmasock_core::os::privatefd::PrivateFd;
+use rdmasock_core::os::apart;
+use rdmasock_core::os::channel::{Channel, Received, RecvError};
+use rdmasock_core::os::privatefd::{PrivateFd, left};
 use rdmasock_core::stats::{Event, Reason};
-use rdmasock_core::wire::{MAX_MESSAGE, Message};
+use rdmasock_core::wire::{self, MAX_MESSAGE, Message};
 use rustix::event::epoll as kernel;
 use rustix::io::Errno;
 
@@ -18,6 +19,10 @@ use crate::mailbox::{kind, tag};
 const GUESTS_AT_ONCE: usize = 16;
 /// How long nobody is received after there was no descriptor, ns.
 const DEAF_FOR: u64 = 100_000_000;
+/// Time from a failure to receive or close descriptors apart to the next try, ns.
+const APART_AGAIN: u64 = 50_000_000;
+/// The uid that the kernel shows for each user of another user namespace.
+const OVERFLOW_UID: u32 = 65_534;
 
 impl Worker {
     /// Takes a channel into the set; gives its number.
@@ -27,13 +32,7 @@ impl Worker {
         if !self.add(channel.as_fd(), tag(kind::CHANNEL, id), flags) {
             return None;
         }
-        self.conns.insert(
-            id,
-            Conn {
-                channel: Some(channel),
-                peer,
-            },
-        );
+        self.conns.insert(id, Conn::new(Some(channel), peer));
         Some(id)
     }
 
@@ -43,6 +42,9 @@ impl Worker {
         listener: Option<&'static Listener>,
         accept: impl Fn(&Self) -> Result<Option<Channel>, Errno>,
     ) {
+        if left::is_full() {
+            return self.listen_to_names(false);
+        }
         // Not all who wait: those who are here have their turn between.
         for _ in 0..GUESTS_AT_ONCE {
             match accept(self) {
@@ -126,45 +128,169 @@ impl Worker {
         let mut buf = [0u8; MAX_MESSAGE];
         // A bounded number, so that one peer cannot keep the thread to itself.
         for _ in 0..64 {
-            let Some(conn) = self.conns.get(&id) else {
+            if self.conns.get(&id).is_none_or(|conn| conn.apart.is_some()) {
+                return;
+            }
+            let Some(next) = self.with_channel(id, |channel| channel.next(&mut buf)) else {
                 return;
             };
-            let received = match (&conn.channel, &conn.peer) {
-                (Some(channel), _) => channel.recv(&mut buf),
-                (None, Peer::Link(link)) => match link.with_channel(|c| c.recv(&mut buf)) {
-                    Some(received) => received,
-                    None => return,
-                },
-                _ => return,
-            };
-            match received {
-                Ok(received) => match Message::decode(received.bytes) {
-                    Ok(message) => {
-                        self.guests.on_word(id, crate::time::now_ns());
-                        let fds = received.fds;
-                        if received.fds_lost {
-                            self.on_lost_fds(id, &message);
-                        } else {
-                            self.on_message(id, message, fds);
+            match next {
+                Ok(next) if next.has_fds => match Message::decode(next.bytes) {
+                    Ok(message) if self.may_have_fds(id, &message) => {
+                        if !self.receive_fds(id) {
+                            return;
                         }
                     }
-                    Err(error) => {
-                        tracing::warn!(target: "rdmasock", %error, "bad message");
-                        self.hang_up(id, Reason::Violation);
-                        return;
-                    }
+                    _ => return self.refuse_fds(id),
                 },
+                Ok(next) => self.on_received(
+                    id,
+                    Received {
+                        bytes: next.bytes,
+                        fds: Vec::new(),
+                        fds_lost: false,
+                    },
+                ),
                 Err(RecvError::WouldBlock) => return,
-                Err(RecvError::Closed) => {
-                    self.hang_up(id, Reason::PeerGone);
-                    return;
-                }
-                Err(error) => {
-                    tracing::debug!(target: "rdmasock", %error, "channel failed");
-                    self.hang_up(id, Reason::LinkFailed);
-                    return;
+                Err(error) => return self.on_failed(id, error),
+            }
+        }
+    }
+
+    /// Calls `f` with a channel, also a link's. `None` without one, or if it is closed.
+    fn with_channel<R>(&self, id: u64, f: impl FnOnce(&Channel) -> R) -> Option<R> {
+        match self.conns.get(&id)? {
+            Conn {
+                channel: Some(channel), ..
+            } => Some(f(channel)),
+            Conn {
+                peer: Peer::Link(link), ..
+            } => link.with_channel(f),
+            _ => None,
+        }
+    }
+
+    fn on_received(&mut self, id: u64, received: Received<'_>) {
+        match Message::decode(received.bytes) {
+            Ok(message) => {
+                self.guests.on_word(id, crate::time::now_ns());
+                if received.fds_lost {
+                    self.on_lost_fds(id, &message);
+                } else {
+                    self.on_message(id, message, received.fds);
                 }
             }
+            Err(error) => {
+                tracing::warn!(target: "rdmasock", %error, "bad message");
+                self.hang_up(id, Reason::Violation);
+            }
+        }
+    }
+
+    fn on_failed(&mut self, id: u64, error: RecvError) {
+        if error == RecvError::Closed {
+            return self.hang_up(id, Reason::PeerGone);
+        }
+        tracing::debug!(target: "rdmasock", %error, "channel failed");
+        self.hang_up(id, Reason::LinkFailed);
+    }
+
+    /// Whether a message is one that comes with descriptors, and its sender is known by the TCP connection.
+    fn may_have_fds(&self, id: u64, message: &Message) -> bool {
+        use Message as M;
+        match (self.conns.get(&id).map(|c| &c.peer), message) {
+            (Some(Peer::Incoming { .. }), M::Link { cookie, instance_c, .. }) => {
+                self.library.offers.has(cookie, instance_c)
+            }
+            (Some(Peer::Linking { .. }), M::LinkAccept { .. })
+            | (Some(Peer::Link(_)), M::Waiter { .. } | M::TakeBack { .. }) => true,
+            _ => false,
+        }
+    }
+
+    /// P10: closes a channel with descriptors in it that its other end may not send.
+    fn refuse_fds(&mut self, id: u64) {
+        let reason = wire::Reason::Secret;
+        self.reply(id, &Message::LinkRefuse { reason });
+        self.violation(id);
+    }
+
+    /// Receives a message with its descriptors. False if that is done apart, or not now. A close of another user's
+    /// descriptors here could drop fcntl(2) locks of the program, or wait for as long as the sender has arranged.
+    fn receive_fds(&mut self, id: u64) -> bool {
+        let own = rustix::process::geteuid().as_raw();
+        let peer = self.with_channel(id, Channel::peer).and_then(Result::ok);
+        // Such a process may trace and end this one anyway.
+        if peer.is_some_and(|peer| peer.pid.is_some() && [0, own].contains(&peer.uid) && peer.uid != OVERFLOW_UID) {
+            let mut buf = [0; MAX_MESSAGE];
+            match self.with_channel(id, |channel| channel.recv(&mut buf)) {
+                Some(Ok(received)) => self.on_received(id, received),
+                Some(Err(error)) => self.on_failed(id, error),
+                None => {}
+            }
+            return true;
+        }
+        self.with_channel(id, |channel| {
+            let _ = kernel::delete(&self.service.epoll, channel.as_fd());
+        });
+        match self.with_channel(id, |channel| apart::receive(channel.as_fd())) {
+            Some(Ok(apart)) => {
+                if self.add(apart.as_fd(), tag(kind::APART, id), kernel::EventFlags::IN)
+                    && let Some(conn) = self.conns.get_mut(&id)
+                {
+                    conn.apart = Some(apart);
+                    return false;
+                }
+                self.hang_up(id, Reason::Resources);
+            }
+            Some(Err(error)) => self.on_none_apart(id, error),
+            None => {}
+        }
+        false
+    }
+
+    /// No thread that receives can be made now.
+    fn on_none_apart(&mut self, id: u64, error: Errno) {
+        tracing::debug!(target: "rdmasock", %error, "descriptors of another user's process cannot be received now");
+        match self.conns.get(&id).map(|c| &c.peer) {
+            Some(Peer::Link(link)) => {
+                // The streams leave the link by marks in their rings and in TCP; messages of the channel wait.
+                let link = *link;
+                self.unread.push(id);
+                self.alarms.apart.set_if_off(|| crate::time::now_ns() + APART_AGAIN);
+                self.prefer_tcp(link, Reason::Resources);
+            }
+            _ => self.hang_up(id, Reason::Resources),
+        }
+    }
+
+    /// Takes a message that was received apart, or the end that stands for one with other descriptors.
+    pub(super) fn on_apart(&mut self, id: u64) {
+        let Some(apart) = self.conns.get_mut(&id).and_then(|conn| conn.apart.take()) else {
+            return;
+        };
+        let mut buf = [0; MAX_MESSAGE];
+        match apart.recv(&mut buf) {
+            Ok(received) => self.on_received(id, received),
+            Err(_) => return self.violation(id),
+        }
+        self.listen_to(id);
+        self.on_channel(id);
+    }
+
+    /// Polls a channel again after a message was received apart.
+    pub(super) fn listen_to(&mut self, id: u64) {
+        let mut flags = kernel::EventFlags::IN | kernel::EventFlags::RDHUP;
+        if let Some(Peer::Link(link)) = self.conns.get(&id).map(|c| &c.peer) {
+            flags.set(kernel::EventFlags::OUT, link.has_outbox());
+        }
+        self.with_channel(id, |channel| self.add(channel.as_fd(), tag(kind::CHANNEL, id), flags));
+    }
+
+    /// Has channels closed apart that hold descriptors.
+    pub(super) fn close_left(&mut self) {
+        if left::is_any() && self.alarms.apart.next().is_none() && !apart::close_left() {
+            self.alarms.apart.set(crate::time::now_ns() + APART_AGAIN);
         }
     }
 

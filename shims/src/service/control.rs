@@ -196,7 +196,7 @@ impl Worker {
         }
         self.next_conn += 1;
         let peer = Peer::Remote(id);
-        self.conns.insert(conn, Conn { channel: None, peer });
+        self.conns.insert(conn, Conn::new(None, peer));
         if self.handshakes.accepted(&tuple).is_some() {
             return self.on_ask(conn, request, tuple, nonce_c, instance_c);
         }

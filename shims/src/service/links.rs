@@ -220,13 +220,7 @@ impl Worker {
         link.attach(channel);
         self.guests.on_gone(conn);
         // The registration in the epoll set goes with the fd, which the link has now.
-        self.conns.insert(
-            conn,
-            Conn {
-                channel: None,
-                peer: Peer::Link(link),
-            },
-        );
+        self.conns.insert(conn, Conn::new(None, Peer::Link(link)));
         up::add(link);
     }
 
@@ -395,9 +389,14 @@ impl Worker {
             self.library.stats.count(rdmasock_core::stats::Event::LinkViolation);
             return self.link_down(link, Reason::Violation);
         }
+        self.prefer_tcp(link, Reason::Violation);
+    }
+
+    /// Has all streams of a working link go back to TCP.
+    pub(super) fn prefer_tcp(&mut self, link: &'static Link, why: Reason) {
         for socket in link.sockets() {
             if let Some(mut control) = socket.control.lock() {
-                connection::prefer_tcp(socket, &mut control, Reason::Violation);
+                connection::prefer_tcp(socket, &mut control, why);
             }
             self.settle(Ref::new(socket));
         }

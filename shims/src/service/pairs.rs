@@ -320,13 +320,7 @@ impl Worker {
         if let Some(remote) = link.remote() {
             remote.set_token(tag(kind::COMPLETION, id));
         }
-        self.conns.insert(
-            id,
-            Conn {
-                channel: None,
-                peer: Peer::Link(link),
-            },
-        );
+        self.conns.insert(id, Conn::new(None, Peer::Link(link)));
         up::add(link);
         tracing::info!(target: "rdmasock", %peer, pid, slot, qp = info.qp_number, "link to another host up");
         self.on_completion(id);

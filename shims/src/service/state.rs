@@ -51,6 +51,15 @@ pub struct Conn {
     /// `None` for a link's, which owns it, and for another host's question.
     pub channel: Option<Channel>,
     pub peer: Peer,
+    /// The next message comes over this; the channel is left alone until then.
+    pub apart: Option<Channel>,
+}
+
+impl Conn {
+    pub fn new(channel: Option<Channel>, peer: Peer) -> Self {
+        let apart = None;
+        Self { channel, peer, apart }
+    }
 }
 
 /// Whether the library reports a socket's readiness.
@@ -69,6 +78,8 @@ pub struct Worker {
     pub instance_name: Option<names::Listener>,
     pub listeners: Vec<&'static Listener>,
     pub conns: HashMap<u64, Conn>,
+    /// Links whose next message has descriptors that could not be received yet.
+    pub unread: Vec<u64>,
     /// Channels that others have opened.
     pub guests: guests::Guests,
     pub next_conn: u64,
@@ -111,6 +122,7 @@ impl Worker {
             instance_name,
             listeners: Vec::new(),
             conns: HashMap::new(),
+            unread: Vec::new(),
             guests: guests::Guests::new(descriptors()),
             next_conn: 1,
             asks: HashMap::new(),

@@ -59,6 +59,7 @@ pub struct Attacker {
     /// The victim's number for the stream.
     pub theirs: Vqpn,
     nonce_s: Nonce,
+    pub victim: InstanceId,
     /// The page of flags that the victim looks at.
     pub flags: FlagPage,
     pub arena: PrivateFd,
@@ -101,6 +102,11 @@ impl Attacker {
     /// Connects, and goes as far as a link on which the victim sends. `data` is the size of the arena that it is
     /// offered.
     pub fn connect(port: u16, data: u64) -> Result<Self> {
+        Self::connect_with(port, data, None)
+    }
+
+    /// The same, with something else in the place of its page of flags.
+    pub fn connect_with(port: u16, data: u64, flags: Option<BorrowedFd<'_>>) -> Result<Self> {
         let mut tcp = TcpStream::connect(("127.0.0.1", port))?;
         tcp.set_read_timeout(Some(PATIENCE))?;
         exchange(&mut tcp).context("before the link")?;
@@ -111,7 +117,7 @@ impl Attacker {
             Marker::Hello(hello) => hello.link.context("HELLO without a link")?,
             other => bail!("{other:?} for HELLO"),
         };
-        let (channel, mut parts) = link(&offer, me, victim, data)?;
+        let (channel, mut parts) = link(&offer, me, victim, data, flags)?;
         let opened = parts.end.open(FIRST_RING)?;
         let open = Message::Open {
             nonce_mine: nonce_c,
@@ -140,6 +146,7 @@ impl Attacker {
             producer,
             theirs,
             nonce_s,
+            victim,
             flags: parts.flags,
             arena: parts.arena,
             bells: parts.bells,
@@ -250,7 +257,13 @@ struct Parts {
     bells: Vec<PrivateFd>,
 }
 
-fn link(offer: &LinkOffer, me: InstanceId, victim: InstanceId, data: u64) -> Result<(Rc<Channel>, Parts)> {
+fn link(
+    offer: &LinkOffer,
+    me: InstanceId,
+    victim: InstanceId,
+    data: u64,
+    other_flags: Option<BorrowedFd<'_>>,
+) -> Result<(Rc<Channel>, Parts)> {
     let LinkAddress::Shm(name) = offer.address else {
         bail!("a link to another host");
     };
@@ -272,7 +285,8 @@ fn link(offer: &LinkOffer, me: InstanceId, victim: InstanceId, data: u64) -> Res
         pid: std::process::id(),
         geometry,
     };
-    say(&channel, &message, &[arena.as_fd(), flags_fd.as_fd()])?;
+    let fds = [arena.as_fd(), other_flags.unwrap_or(flags_fd.as_fd())];
+    say(&channel, &message, &fds)?;
     let (theirs, their_flags) = match hear(&channel)? {
         (
             Message::LinkAccept {

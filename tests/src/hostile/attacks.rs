@@ -1,6 +1,7 @@
 //! What the attacker does with its link. Each attack goes on until stdin ends, or the victim wants no more of it.
 
 use std::io::Write;
+use std::mem::ManuallyDrop;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
@@ -11,6 +12,7 @@ use rdmasock_core::fabric::link::LinkEnd;
 use rdmasock_core::fabric::ring::Wake;
 use rdmasock_core::fabric::waiter::WaiterId;
 use rdmasock_core::os::channel::{Channel, RecvError};
+use rdmasock_core::os::privatefd::PrivateFd;
 use rdmasock_core::rendezvous::names;
 use rdmasock_core::wire::Message;
 
@@ -53,15 +55,23 @@ pub const ALL: &[(&str, &str)] = &[
     ("silent_channels", "threads"),
 ];
 
-/// `attack PORT NAME`: as uid 65534 if it can. Prints `on`, and at the end, or when the victim has closed the link,
-/// `out`.
-pub fn run(port: u16, name: &str) -> bool {
+/// Those that do nothing to a process of the same user, which is trusted as far as this goes.
+pub const OF_ANOTHER_USER: &[(&str, &str)] = &[
+    ("lock_by_guest", "epoll"),
+    ("lock_by_link", "epoll"),
+    ("linger_by_guest", "epoll"),
+    ("linger_by_link", "epoll"),
+];
+
+/// `attack PORT NAME FILE`: as uid 65534 if it can. Prints `on`, and at the end, or when the victim has closed the
+/// link, `out`.
+pub fn run(port: u16, name: &str, file: &str) -> bool {
     if call!(libc::geteuid()).value == 0 {
         call!(libc::setgid(65_534)).ok();
         call!(libc::setuid(65_534)).ok();
     }
     end_with_stdin();
-    let result = attack(port, name);
+    let result = attack(port, name, file);
     if let Err(error) = &result {
         eprintln!("{name}: {error:#}");
     }
@@ -76,8 +86,14 @@ fn tell(word: &str) {
     let _ = std::io::stdout().flush();
 }
 
-fn attack(port: u16, name: &str) -> Result<()> {
+fn attack(port: u16, name: &str, file: &str) -> Result<()> {
+    let what = || match name.starts_with("lock") {
+        true => Ok(std::fs::File::open(file)?.into()),
+        false => lingering(),
+    };
     match name {
+        "lock_by_guest" | "linger_by_guest" => return descriptors_of_guests(port, what),
+        "lock_by_link" | "linger_by_link" => return descriptors_of_links(port, what),
         "silent_channels" => return silent_channels(port),
         "large_ring" => return rings(port, Rings::Large),
         "rings_all_over" => return rings(port, Rings::AllOver),
@@ -105,7 +121,7 @@ fn attack(port: u16, name: &str) -> Result<()> {
             be_rung(&mut a, event.as_fd())
         }
         "full_socket" => {
-            let (ours, _theirs) = socket_pair(libc::SOCK_STREAM);
+            let (ours, _theirs) = socket_pair(libc::SOCK_SEQPACKET);
             fill(ours.as_fd());
             be_rung(&mut a, ours.as_fd())
         }
@@ -114,7 +130,7 @@ fn attack(port: u16, name: &str) -> Result<()> {
             be_rung(&mut a, file.as_fd())
         }
         "replaced" => be(&mut a, |a| {
-            let (ours, _theirs) = socket_pair(libc::SOCK_STREAM);
+            let (ours, _theirs) = socket_pair(libc::SOCK_SEQPACKET);
             let event = EventFd::from_value_and_flags(0, EfdFlags::empty())?;
             a.announce(WAITER, ours.as_fd())?;
             a.announce(WAITER, event.as_fd())?;
@@ -124,7 +140,7 @@ fn attack(port: u16, name: &str) -> Result<()> {
             let mut n = 0;
             be(&mut a, |a| {
                 n += 1;
-                let (ours, _theirs) = socket_pair(libc::SOCK_STREAM);
+                let (ours, _theirs) = socket_pair(libc::SOCK_SEQPACKET);
                 if n < 512 {
                     a.announce(n, ours.as_fd())?;
                 }
@@ -189,7 +205,7 @@ fn attack(port: u16, name: &str) -> Result<()> {
         "unread_messages" => {
             tell("on");
             loop {
-                let (ours, _theirs) = socket_pair(libc::SOCK_SEQPACKET);
+                let (ours, _theirs) = socket_pair(libc::SOCK_STREAM);
                 // Each is refused by a message.
                 if a.announce(WAITER, ours.as_fd()).is_err() {
                     std::thread::sleep(Duration::from_millis(1));
@@ -355,4 +371,128 @@ fn silent_channels(port: u16) -> Result<()> {
         }
         std::thread::sleep(Duration::from_micros(if is_told { 500 } else { 50 }));
     }
+}
+
+/// A TCP connection with unsent bytes whose last close takes an hour.
+fn lingering() -> Result<OwnedFd> {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0")?;
+    let tcp = std::net::TcpStream::connect(listener.local_addr()?)?;
+    // Nobody reads there.
+    std::mem::forget(listener.accept()?);
+    tcp.set_nonblocking(true)?;
+    while (&tcp).write(&[0; 65_536]).is_ok() {}
+    tcp.set_nonblocking(false)?;
+    let linger = libc::linger {
+        l_onoff: 1,
+        l_linger: 3600,
+    };
+    let len = size_of_val(&linger) as libc::socklen_t;
+    let at = (&raw const linger).cast();
+    call!(libc::setsockopt(
+        tcp.as_raw_fd(),
+        libc::SOL_SOCKET,
+        libc::SO_LINGER,
+        at,
+        len
+    ))
+    .ok();
+    Ok(tcp.into())
+}
+
+/// Sends a message with these descriptors, whose last copies are then the victim's as a rule. In a thread: it may lose
+/// that race, and wait for its own close.
+fn give(channel: &Channel, message: &[u8], fds: Vec<OwnedFd>) {
+    let (number, message) = (channel.as_fd().as_raw_fd(), message.to_vec());
+    std::thread::spawn(move || {
+        if let Some(fd) = PrivateFd::adopt(number) {
+            let channel = ManuallyDrop::new(Channel::new(fd));
+            let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
+            // Where the kernel lets nothing of the kind be sent to a name there is no attack.
+            let _ = channel.send(&message, &fds);
+        }
+        drop(fds);
+    });
+}
+
+/// Long enough for the victim to have seen what was sent.
+fn be_seen() {
+    std::thread::sleep(AT_LEAST);
+}
+
+fn encoded(message: &Message) -> Result<Vec<u8>> {
+    let mut buf = [0; rdmasock_core::wire::MAX_MESSAGE];
+    Ok(message.encode(&mut buf).map_err(|e| anyhow::anyhow!("{e}"))?.to_vec())
+}
+
+/// Rounds of an attack that may lose a race.
+const TRIES: usize = 3;
+
+/// Sends these with messages of all kinds, to all names of the victim, from channels without a link.
+fn descriptors_of_guests(port: u16, what: impl Fn() -> Result<OwnedFd>) -> Result<()> {
+    let a = Attacker::connect(port, ARENA)?;
+    let ring = encoded(&Message::Ring { id: 0 })?;
+    for _ in 0..TRIES {
+        let to_instance = || names::connect_to(names::instance(&a.victim).as_bytes());
+        let to_service = names::connect_to_services(port).next().context("a name")??;
+        let all = [to_instance()?, to_instance()?, to_instance()?, to_service];
+        give(&all[0], &ring, vec![what()?]);
+        give(&all[1], &encoded(&link_without_cookie()?)?, vec![what()?, what()?]);
+        // What is unread when the channel is hung up on.
+        all[2].send(b"junk", &[])?;
+        give(&all[2], &ring, vec![what()?]);
+        give(&all[3], &ring, vec![what()?]);
+        be_seen();
+    }
+    tell("on");
+    std::mem::forget(a);
+    Ok(())
+}
+
+fn link_without_cookie() -> Result<Message> {
+    let geometry = rdmasock_core::wire::Geometry {
+        arena_bytes: 1 << 20,
+        waiter_bytes: 4096,
+        queue_entries: 1,
+        max_waiters: 1,
+        max_ring: 4096,
+    };
+    Ok(Message::Link {
+        cookie: rdmasock_core::ids::Cookie::random()?,
+        instance_c: rdmasock_core::ids::InstanceId::random()?,
+        pid: std::process::id(),
+        geometry,
+    })
+}
+
+/// Sends these over links, in each place where a peer may send descriptors, and where it may not.
+fn descriptors_of_links(port: u16, what: impl Fn() -> Result<OwnedFd>) -> Result<()> {
+    for _ in 0..TRIES {
+        let mut links = Vec::new();
+        for _ in 0..4 {
+            let mut a = Attacker::connect(port, ARENA)?;
+            a.switch()?;
+            links.push(a);
+        }
+        let waiter = encoded(&Message::Waiter { id: WAITER })?;
+        let yours = links[1].theirs;
+        let take_back = encoded(&Message::TakeBack { yours, bytes: 1 })?;
+        give(&links[0].channel, &waiter, vec![what()?]);
+        give(&links[1].channel, &take_back, vec![what()?]);
+        give(&links[2].channel, &encoded(&Message::Ring { id: 0 })?, vec![what()?]);
+        // In what is a button else.
+        let (ours, theirs) = socket_pair(libc::SOCK_SEQPACKET);
+        let theirs = Channel::new(PrivateFd::place(theirs)?);
+        give(&theirs, b"x", vec![what()?]);
+        std::thread::sleep(Duration::from_millis(10));
+        give(&links[3].channel, &waiter, vec![ours]);
+        be_seen();
+        let flags = what()?;
+        let _ = Attacker::connect_with(port, ARENA, Some(flags.as_fd()));
+        // In a thread, as in `give`.
+        std::thread::spawn(move || drop(flags));
+        drop(links);
+        be_seen();
+    }
+    tell("on");
+    Ok(())
 }

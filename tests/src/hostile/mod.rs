@@ -17,9 +17,9 @@ pub fn main(words: &[String]) -> bool {
     let word = |i: usize| words.get(i).map_or("", String::as_str);
     let number = |i: usize| word(i).parse().unwrap_or(0);
     match word(0) {
-        "victim" => victim::serve(word(1), number(2)),
+        "victim" => victim::serve(word(1), number(2), word(3)),
         "friend" => victim::visit(number(1) as u16),
-        "attack" => attacks::run(number(1) as u16, word(2)),
+        "attack" => attacks::run(number(1) as u16, word(2), word(3)),
         _ => false,
     }
 }

@@ -13,9 +13,16 @@ use super::{REQUEST, STREAM, end_with_stdin};
 /// No answer for so long is none.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// `victim HOW FDS`: answers requests, with `epoll` in one thread or with `threads`, each of which blocks; prints its
-/// port. It has at most FDS descriptors, if that is not 0.
-pub fn serve(how: &str, fds: u64) -> bool {
+/// `victim HOW FDS FILE`: answers requests, with `epoll` in one thread or with `threads`, each of which blocks; prints
+/// its port. It has at most FDS descriptors, if that is not 0, and a lock on FILE, if there is one.
+pub fn serve(how: &str, fds: u64, file: &str) -> bool {
+    let file = (!file.is_empty()).then(|| std::fs::File::options().write(true).open(file).unwrap());
+    if let Some(file) = &file {
+        // SAFETY: zero is a valid value for each field.
+        let mut lock: libc::flock = unsafe { std::mem::zeroed() };
+        lock.l_type = libc::F_WRLCK as libc::c_short;
+        call!(libc::fcntl(file.as_raw_fd(), libc::F_SETLK, &raw const lock)).ok();
+    }
     if fds != 0 {
         setrlimit(Resource::RLIMIT_NOFILE, fds, fds).unwrap();
     }

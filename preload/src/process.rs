@@ -7,7 +7,7 @@
     reason = "every body hands on its caller's arguments, under its caller's contract"
 )]
 
-use libc::{FILE, c_char, c_int, c_ulong, pid_t, posix_spawn_file_actions_t, posix_spawnattr_t};
+use libc::{FILE, c_char, c_int, c_ulong, c_void, pid_t, posix_spawn_file_actions_t, posix_spawnattr_t};
 use rdmasock_shims::{
     calls::{confine, process as calls},
     environment, real,
@@ -89,6 +89,18 @@ hook! {
 hook! {
     unsafe fn _Fork() -> pid_t => hook_fork_bare {
         calls::fork_bare(real::_Fork())
+    }
+}
+
+hook! {
+    unsafe fn clone(function: Option<real::CloneChildFn>, stack: *mut c_void, flags: c_int, argument: *mut c_void, parent: *mut pid_t, storage: *mut c_void, child: *mut pid_t) -> c_int => hook_clone {
+        calls::clone(real::clone(), function, stack, flags, argument, parent, storage, child)
+    }
+}
+
+hook! {
+    unsafe fn __clone(function: Option<real::CloneChildFn>, stack: *mut c_void, flags: c_int, argument: *mut c_void, parent: *mut pid_t, storage: *mut c_void, child: *mut pid_t) -> c_int => hook_clone_internal {
+        calls::clone(real::__clone(), function, stack, flags, argument, parent, storage, child)
     }
 }
 

@@ -7,7 +7,7 @@ use rdmasock_core::stats::Reason;
 use crate::library::Library;
 use crate::socket::{self, Mode};
 use crate::time::now_ns;
-use crate::{close, errno, fork, pass, remains};
+use crate::{close, errno, pass, remains, vfork};
 use rdmasock_core::stream::connection::{self, resume};
 
 /// How long the end of a process waits for promotions under way, and then for other hosts to have what was sent to
@@ -16,7 +16,9 @@ const LAST_WORDS: u64 = 2_000_000_000;
 
 /// Before this process ends: what other processes hold too goes back to TCP.
 pub extern "C" fn at_exit() {
-    fork::notice();
+    if vfork::is_child() {
+        return;
+    }
     let errno = errno::get();
     let until = now_ns() + LAST_WORDS;
     // The service thread, which lives on until the end, begins no more promotions.

@@ -3,7 +3,7 @@
 //! Its sockets are marked as held by several processes (`holders`). What the parent had on a link is the parent's.
 
 use std::sync::atomic::{
-    AtomicBool, AtomicPtr, AtomicU32,
+    AtomicBool, AtomicU32,
     Ordering::{AcqRel, Acquire, Relaxed, Release},
 };
 
@@ -18,6 +18,7 @@ use crate::library::Library;
 use crate::listener::Listener;
 use crate::socket::{self, Mode, Receiving, Sending, Socket, Stage};
 use crate::table::{self, Entry};
+use crate::vfork;
 
 static REGISTERED: AtomicBool = AtomicBool::new(false);
 
@@ -27,7 +28,6 @@ pub fn register(at_exit: extern "C" fn()) {
         return;
     }
     holders::prepare();
-    set_mark();
     // SAFETY: the handlers are functions for the life of the process.
     unsafe {
         libc::pthread_atfork(Some(prepare), Some(parent), Some(child));
@@ -40,8 +40,16 @@ pub fn is_registered() -> bool {
     REGISTERED.load(Acquire)
 }
 
+/// How many threads are between [`prepare`] and the end of the fork. 0 in a child that no handler has seen, and so in
+/// all that this forks.
+static FORKS: AtomicU32 = AtomicU32::new(0);
+
 /// Before a fork.
 pub extern "C" fn prepare() {
+    if vfork::is_child() {
+        return;
+    }
+    FORKS.fetch_add(1, AcqRel);
     count_holders();
     // From here to the fork nothing of ours has a low number, where the child would keep it.
     Settled::begin().hold();
@@ -80,14 +88,31 @@ fn count_holders() {
 
 /// After a fork, in the parent.
 pub extern "C" fn parent() {
-    Settled::end();
-    hold_uncounted();
+    if !vfork::is_child() {
+        FORKS.fetch_sub(1, AcqRel);
+        Settled::end();
+        hold_uncounted();
+    }
 }
 
-/// [`take_back`] where [`parent`] has not run.
-pub fn failed(epoch: u32) {
-    Settled::end();
-    take_back(epoch);
+/// Makes a child by `call`, which gives its id, 0 in the child, or something negative, where no handler of
+/// `pthread_atfork` runs.
+pub fn around(call: impl FnOnce() -> isize) -> isize {
+    if !is_registered() {
+        return call();
+    }
+    let epoch = holders::epoch();
+    prepare();
+    let pid = call();
+    if pid == 0 {
+        child();
+    } else {
+        parent();
+    }
+    if pid < 0 {
+        take_back(epoch);
+    }
+    pid
 }
 
 /// There is no child of the fork that was prepared in the epoch after `epoch`: nobody but this process has got
@@ -117,6 +142,9 @@ fn hold_uncounted() {
 
 /// After a fork, in the child.
 pub extern "C" fn child() {
+    if FORKS.swap(0, AcqRel) == 0 {
+        return;
+    }
     // What it would do may be forbidden, and there is nothing to be done.
     if !Library::has_retired() {
         let errno = crate::errno::get();
@@ -128,48 +156,6 @@ pub extern "C" fn child() {
     Settled::end();
 }
 
-/// In a process that is a child of one with this memory, by a fork that no handler has seen (a raw system call): nobody
-/// is left who could release the locks of its parent's threads. What the library has counted is the parent's.
-///
-/// Not in a child that shares the memory (vfork, clone with CLONE_VM): that page is not wiped there.
-pub fn notice() {
-    let mark = MARK.load(Acquire);
-    // SAFETY: null, or a word that is mapped for good.
-    if unsafe { mark.as_ref() }.is_some_and(|m| m.load(Acquire) == 0) {
-        let errno = crate::errno::get();
-        // SAFETY: a wiped page says that a fork was this thread's last, and its child has no other.
-        unsafe { begin_anew() };
-        for socket in socket::all() {
-            socket.promotion.holders.forget();
-        }
-        crate::errno::set(errno);
-    }
-}
-
-/// A word that is 1, and 0 in a child whom nobody has told that it is one.
-static MARK: AtomicPtr<AtomicU32> = AtomicPtr::new(std::ptr::null_mut());
-
-fn set_mark() {
-    use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous};
-    const BYTES: usize = 4096;
-    let mut mark = MARK.load(Acquire);
-    if mark.is_null() {
-        let access = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: a fresh private mapping, which stays for good.
-        let made = unsafe {
-            mmap_anonymous(std::ptr::null_mut(), BYTES, access, MapFlags::PRIVATE)
-                .and_then(|at| madvise(at, BYTES, Advice::LinuxWipeOnFork).map(|()| at))
-        };
-        let Ok(page) = made else { return };
-        mark = page.cast();
-    }
-    // SAFETY: a mapped page.
-    if let Some(word) = unsafe { mark.as_ref() } {
-        word.store(1, Release);
-        MARK.store(mark, Release);
-    }
-}
-
 /// The child is a new instance. Other threads of the parent may have been anywhere: every object that was ever made is
 /// put right, whether or not a number leads to it, and what stands for what is read from the table, each word of
 /// which is always true.
@@ -177,9 +163,8 @@ fn set_mark() {
 /// # Safety
 /// In a fork child, whose only thread this is, before any other use of the library.
 unsafe fn begin_anew() {
-    crate::vfork::on_fork_child();
+    vfork::on_fork_child();
     rdmasock_core::lock::forget_tid();
-    set_mark();
     // SAFETY: by the contract, throughout.
     unsafe {
         Listener::after_fork();

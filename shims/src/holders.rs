@@ -105,11 +105,6 @@ impl Holders {
         self.born.store(epoch(), Relaxed);
     }
 
-    /// In a process whose fork nobody has counted.
-    pub fn forget(&self) {
-        self.at.store(0, Release);
-    }
-
     /// The cell, where holders are counted.
     fn counted(&self) -> Option<&'static Cell> {
         match self.at.load(Acquire) {

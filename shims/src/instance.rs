@@ -19,11 +19,11 @@ use crate::waiters::Waiters;
 
 /// Whether anything is to be accelerated. Makes the instance, but not in a fork child: many live for one short
 /// connection, and to make one costs as much as such a connection does. There [`Library::ensure`] is for when one is
-/// worth it.
+/// worth it. False in a child that borrows the memory, or that no hook has seen.
 #[inline]
 pub fn is_on() -> bool {
     const BUILD: &Build = &(build as Build);
-    Library::is_on(BUILD)
+    Library::is_on(BUILD) && !crate::vfork::is_child()
 }
 
 fn build() -> Option<Library> {

@@ -1,6 +1,6 @@
 //! Sockets that go back to TCP with all that was not read yet, because only the kernel can serve them: those that
-//! leave this process, passed by SCM_RIGHTS or kept across an exec, whose new holder reads and writes the kernel's
-//! socket (docs/design/processes.md), and those with an option that a link does not have.
+//! leave this process, passed by SCM_RIGHTS, kept across an exec or given to a spawned program, whose new holder reads
+//! and writes the kernel's socket (docs/design/processes.md), and those with an option that a link does not have.
 
 use std::ffi::{c_int, c_uint};
 use std::os::fd::BorrowedFd;
@@ -11,7 +11,6 @@ use rdmasock_core::stats::Reason;
 use rdmasock_core::sync::store_load_fence;
 
 use crate::errno;
-use crate::fork;
 use crate::library::Library;
 use crate::reclaim::reclaim;
 use crate::rx;
@@ -157,7 +156,6 @@ fn is_on_link(socket: &'static Socket) -> bool {
 /// Before an exec or a spawn: sockets that survive it go back to TCP. An exec `replaces` this
 /// process, which then no longer holds those that do not survive; of these, those on links between hosts go back too.
 pub fn before_exec(replaces: bool) {
-    fork::notice();
     let errno = errno::get();
     for socket in socket::in_use() {
         let survives = socket.control.lock().is_none_or(|c| {

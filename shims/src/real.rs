@@ -189,6 +189,9 @@ macro_rules! functions {
     };
 }
 
+/// What a child of `clone` runs, with its argument.
+pub type CloneChildFn = unsafe extern "C" fn(*mut c_void) -> c_int;
+
 /// `seccomp(operation, flags, argument)`, a system call without a function in libc
 pub type SeccompFn = unsafe extern "C" fn(c_uint, c_uint, *mut c_void) -> c_int;
 
@@ -369,6 +372,9 @@ functions! {
     DaemonFn = (c_int, c_int) -> c_int: daemon;
     /// `fork()`; `_Fork()`: fork without the handlers of `pthread_atfork`, from glibc 2.34 on
     ForkFn = () -> pid_t: fork, _Fork;
+    /// `clone(function, stack, flags, argument, parent_tid, tls, child_tid)`; the last three are variable arguments
+    CloneFn = (Option<CloneChildFn>, *mut c_void, c_int, *mut c_void, *mut pid_t, *mut c_void, *mut pid_t) -> c_int:
+        clone, __clone;
     /// `_exit(status)`, `_Exit` and `quick_exit`; none of them returns
     ExitFn = (c_int) -> (): _exit, _Exit, quick_exit;
 

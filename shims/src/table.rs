@@ -11,7 +11,7 @@
 
 use std::ffi::c_int;
 use std::sync::atomic::{
-    AtomicPtr, AtomicUsize,
+    AtomicUsize,
     Ordering::{AcqRel, Acquire, Relaxed},
 };
 
@@ -20,6 +20,7 @@ use rdmasock_core::os::lazy;
 use crate::epoll::Epoll;
 use crate::listener::Listener;
 use crate::socket::Socket;
+use crate::vfork;
 
 /// Numbers beyond this are not accelerated; it is the kernel's default for fs.nr_open.
 const ENTRIES: usize = 1 << 20;
@@ -48,15 +49,20 @@ pub enum Entry {
     },
 }
 
-static BASE: AtomicPtr<AtomicUsize> = AtomicPtr::new(std::ptr::null_mut());
 /// How many entries may be written. The others are read as zeroes, and are no memory that mlockall(2) could fill.
 static OPEN: AtomicUsize = AtomicUsize::new(0);
 /// How many are to begin with: a page of them.
 const FIRST: usize = 4096 / size_of::<AtomicUsize>();
 
+/// Where the table is. Null before [`init`], and in a child that no hook has seen.
+#[inline]
+fn base() -> *mut AtomicUsize {
+    vfork::table().cast()
+}
+
 #[inline]
 fn word(fd: c_int) -> Option<&'static AtomicUsize> {
-    let base = BASE.load(Acquire);
+    let base = base();
     if base.is_null() || fd as u32 as usize >= ENTRIES {
         return None;
     }
@@ -67,22 +73,20 @@ fn word(fd: c_int) -> Option<&'static AtomicUsize> {
 /// Maps the table; without it nothing is accelerated.
 pub fn init() -> Result<(), rustix::io::Errno> {
     use rustix::mm::{MapFlags, ProtFlags};
-    if !BASE.load(Acquire).is_null() {
+    if !base().is_null() {
         return Ok(());
     }
     let bytes = ENTRIES * size_of::<AtomicUsize>();
     let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
     // Zero is a valid AtomicUsize.
-    let base = lazy::map(bytes, ProtFlags::READ, flags, None)?.cast::<AtomicUsize>();
-    if BASE
-        .compare_exchange(std::ptr::null_mut(), base, AcqRel, Acquire)
-        .is_err()
-    {
-        // Another thread was first.
+    let base = lazy::map(bytes, ProtFlags::READ, flags, None)?;
+    let set = vfork::set_table(base);
+    if set != Ok(true) {
+        // Another thread was first, or there is to be none.
         // SAFETY: our own mapping, which nobody has seen.
-        let _ = unsafe { rustix::mm::munmap(base.cast(), bytes) };
+        let _ = unsafe { rustix::mm::munmap(base, bytes) };
     }
-    Ok(())
+    set.map(|_| ())
 }
 
 /// Whether the entry of `fd`, which the table has, may be written; makes it so if it can.
@@ -93,7 +97,7 @@ fn is_open(fd: c_int) -> bool {
 
 #[cold]
 fn open(fd: usize) -> bool {
-    let base = BASE.load(Acquire);
+    let base = base();
     if base.is_null() || fd >= ENTRIES {
         return false;
     }

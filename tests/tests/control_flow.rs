@@ -42,6 +42,10 @@ const PROGRAMS: &[Program] = &[
         arguments: &["3000", "4"],
     },
     Program {
+        name: "clones",
+        arguments: &["1"],
+    },
+    Program {
         name: "handlers",
         arguments: &["4000"],
     },

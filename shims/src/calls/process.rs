@@ -3,9 +3,10 @@
 
 use crate::jump::within;
 use crate::real::{
-    DaemonFn, ExecEnvFn, ExecFn, ExecveatFn, ExitFn, FexecveFn, ForkFn, PopenFn, PosixSpawnFn, SystemFn,
+    CloneChildFn, CloneFn, DaemonFn, ExecEnvFn, ExecFn, ExecveatFn, ExitFn, FexecveFn, ForkFn, PopenFn, PosixSpawnFn,
+    SystemFn,
 };
-use libc::{FILE, c_char, c_int, pid_t, posix_spawn_file_actions_t, posix_spawnattr_t};
+use libc::{FILE, c_char, c_int, c_void, pid_t, posix_spawn_file_actions_t, posix_spawnattr_t};
 
 /// `execve(2)`.
 #[inline]
@@ -144,18 +145,64 @@ pub unsafe extern "C" fn fork(real: ForkFn) -> pid_t {
 /// `_Fork(3)`: no handler of `pthread_atfork` runs, so ours are called here.
 #[inline]
 pub unsafe extern "C" fn fork_bare(real: ForkFn) -> pid_t {
-    if !crate::fork::is_registered() {
-        // SAFETY: the caller's arguments, as they are.
-        return unsafe { real() };
+    // SAFETY: the caller's arguments, as they are.
+    crate::fork::around(|| unsafe { real() } as isize) as pid_t
+}
+
+/// What a child of `clone` is to do.
+#[derive(Clone, Copy)]
+struct Work {
+    function: CloneChildFn,
+    argument: *mut c_void,
+}
+
+/// In that child, which has a copy of the memory. libc would end the calling thread, and leave the service thread.
+unsafe extern "C" fn work(at: *mut c_void) -> c_int {
+    crate::fork::child();
+    // SAFETY: its parent's frame, which has not ended in this copy.
+    let work = unsafe { *at.cast::<Work>() };
+    // SAFETY: the program's own function.
+    let status = unsafe { (work.function)(work.argument) };
+    // SAFETY: libc's own function, which does not return.
+    unsafe { exit_now(crate::real::_exit(), status) };
+    status
+}
+
+/// What a child of `clone` shares that is not one as of fork(3). With another thread-local storage the library cannot
+/// be entered before the child has set that up.
+const SHARES: c_int = libc::CLONE_VM | libc::CLONE_FILES | libc::CLONE_SETTLS;
+
+/// `clone(2)`, libc's function. A child with memory and descriptors of its own is one as of fork(3); one that borrows
+/// the memory until it execs is one as of vfork(2).
+#[inline]
+pub unsafe extern "C" fn clone(
+    real: CloneFn,
+    function: Option<CloneChildFn>,
+    stack: *mut c_void,
+    flags: c_int,
+    argument: *mut c_void,
+    parent: *mut pid_t,
+    storage: *mut c_void,
+    child: *mut pid_t,
+) -> c_int {
+    if let Some(function) = function
+        && flags & SHARES == 0
+    {
+        let mut own = Work { function, argument };
+        let at = (&raw mut own).cast();
+        // SAFETY: the caller's arguments, but for the function, which calls the program's.
+        let call = || unsafe { real(Some(work), stack, flags, at, parent, storage, child) } as isize;
+        return crate::fork::around(call) as c_int;
     }
-    let epoch = crate::holders::epoch();
-    crate::fork::prepare();
-    // SAFETY: likewise.
-    let pid = unsafe { real() };
-    match pid {
-        0 => crate::fork::child(),
-        1.. => crate::fork::parent(),
-        _ => crate::fork::failed(epoch),
+    let borrows =
+        flags & (libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_FILES) == libc::CLONE_VM | libc::CLONE_VFORK;
+    if borrows {
+        crate::vfork::prepare();
+    }
+    // SAFETY: the caller's arguments, as they are.
+    let pid = unsafe { real(function, stack, flags, argument, parent, storage, child) };
+    if borrows {
+        crate::vfork::end();
     }
     pid
 }
@@ -163,9 +210,7 @@ pub unsafe extern "C" fn fork_bare(real: ForkFn) -> pid_t {
 /// `_exit(2)` and `_Exit`: no handler of `atexit` runs. Does not return.
 #[inline]
 pub unsafe extern "C" fn exit_now(real: ExitFn, status: c_int) {
-    if !crate::vfork::is_child() {
-        crate::exit::at_exit();
-    }
+    crate::exit::at_exit();
     // SAFETY: the caller's arguments, as they are.
     unsafe { real(status) }
 }

@@ -63,6 +63,12 @@ hook! {
 }
 
 hook! {
+    unsafe fn posix_spawn_file_actions_adddup2(actions: *mut posix_spawn_file_actions_t, old: c_int, new: c_int) -> c_int => hook_posix_spawn_file_actions_adddup2 {
+        calls::posix_spawn_file_actions_adddup2(real::posix_spawn_file_actions_adddup2(), actions, old, new)
+    }
+}
+
+hook! {
     unsafe fn system(command: *const c_char) -> c_int => hook_system {
         calls::system(real::system(), command)
     }

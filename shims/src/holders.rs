@@ -11,6 +11,8 @@ use std::sync::atomic::{
 use rdmasock_core::os::memfd::Mapping;
 
 use crate::ancestors;
+use crate::library::Library;
+use crate::waiters::SERVICE;
 
 /// One a socket that was ever held across a fork, in memory that parent and children share.
 struct Cell {
@@ -200,6 +202,11 @@ impl Holders {
         true
     }
 
+    /// In a vfork child of the process that has the stream on a link, with the memory of that: [`Self::await_return`].
+    pub fn await_parent(&self) -> bool {
+        self.add_child(|| true) && self.await_return()
+    }
+
     /// A fork is about to give the socket to one process more. True if that would have to ask this one for it, by what
     /// `may_be_on_link` says afterwards.
     pub fn add_child(&self, may_be_on_link: impl FnOnce() -> bool) -> bool {
@@ -257,6 +264,10 @@ fn ask_owners() {
         requests.word.fetch_add(1, AcqRel);
     }
     ancestors::ask();
+    // Of a vfork child, it is this memory's.
+    if let Some(library) = Library::current() {
+        library.waiters.ring(SERVICE);
+    }
 }
 
 #[cfg(test)]

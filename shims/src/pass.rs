@@ -3,7 +3,7 @@
 //! and writes the kernel's socket (docs/design/processes.md), and those with an option that a link does not have.
 
 use std::ffi::{c_int, c_uint};
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::atomic::Ordering::Acquire;
 
 use libc::{mmsghdr, msghdr};
@@ -18,6 +18,7 @@ use crate::socket::{self, Mode, Socket, Stage};
 use crate::sockopt;
 use crate::table;
 use crate::time::wait_until;
+use crate::vfork;
 use rdmasock_core::stream::connection;
 
 /// Takes back the sockets that a message is about to pass. Costs a look at two fields for a
@@ -109,6 +110,35 @@ pub fn release(socket: &'static Socket, reason: Reason) {
     socket.promotion.holders.on_returned();
 }
 
+/// Another program will have a copy of `fd`: the connection behind it goes back to TCP for good.
+#[inline(never)]
+pub fn for_program(fd: c_int) {
+    let errno = errno::get();
+    // A vfork child may have put another file there.
+    if let Some(socket) = table::socket(fd).filter(|s| s.numbers.is_behind(fd)) {
+        release_here(socket);
+    }
+    errno::set(errno);
+}
+
+/// [`release`] for an exec. In a vfork child the socket's numbers may stand for other files, so its parent's service
+/// thread takes the stream back, and the child waits for that.
+fn release_here(socket: &'static Socket) {
+    if !vfork::is_borrower() {
+        return release(socket, Reason::Exec);
+    }
+    reclaim(socket);
+    if socket.may_be_on_link() && !socket.promotion.holders.await_parent() && is_behind_anchor(socket) {
+        tracing::warn!(target: "rdmasock", slot = socket.slot, "the peer does not answer, and the socket cannot follow: reset");
+        crate::reset::reset_after_unsent(socket);
+    }
+    socket.promotion.set_stage(Stage::Pinned);
+}
+
+fn is_behind_anchor(socket: &Socket) -> bool {
+    socket.numbers.is_behind(socket.numbers.fd.load(Acquire))
+}
+
 /// From now on no connection may leave TCP, and those that have return. Waits for that, as [`release`] does.
 pub fn all_on_tcp(reason: Reason) {
     let errno = errno::get();
@@ -162,9 +192,17 @@ pub fn before_exec(replaces: bool) {
             c.own.fds.iter().any(|fd| {
                 // SAFETY: one of the socket's numbers; the control lock keeps close() out.
                 let fd = unsafe { BorrowedFd::borrow_raw(*fd) };
-                !rustix::io::fcntl_getfd(fd).is_ok_and(|f| f.contains(rustix::io::FdFlags::CLOEXEC))
+                let flags = rustix::io::fcntl_getfd(fd);
+                flags.is_ok_and(|f| !f.contains(rustix::io::FdFlags::CLOEXEC))
+                    && socket.numbers.is_behind(fd.as_raw_fd())
             })
         });
+        if vfork::is_borrower() {
+            if survives && socket.may_be_on_link() {
+                release_here(socket);
+            }
+            continue;
+        }
         let is_foreign = socket.tx_mode.load(Acquire) == Mode::Foreign;
         // Other holders go on with the kernel's socket.
         let is_left = replaces && !survives && !is_foreign && socket.promotion.holders.are_several();

@@ -354,6 +354,8 @@ functions! {
     FexecveFn = (c_int, *const *const c_char, *const *const c_char) -> c_int: fexecve;
     /// `execveat(dirfd, path, argv, envp, flags)`, from glibc 2.34 on
     ExecveatFn = (c_int, *const c_char, *const *const c_char, *const *const c_char, c_int) -> c_int: execveat;
+    /// `posix_spawn_file_actions_adddup2(file actions, fd, new fd)`
+    PosixSpawnDup2Fn = (*mut posix_spawn_file_actions_t, c_int, c_int) -> c_int: posix_spawn_file_actions_adddup2;
     /// `posix_spawn(pid, path, file actions, attributes, argv, envp)`. Two symbol versions: `dlsym`
     /// finds the default one (2.15 on x86-64), not the old one that tried `/bin/sh` on `ENOEXEC`.
     PosixSpawnFn = (

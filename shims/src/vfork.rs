@@ -53,7 +53,7 @@ pub fn set_table(table: *mut c_void) -> Result<bool, Errno> {
 
 /// Whether this process began by a fork or clone that no hook has seen.
 #[inline]
-fn is_stray() -> bool {
+pub fn is_stray() -> bool {
     table().is_null() && !TABLE.load(Ordering::Relaxed).is_null()
 }
 

@@ -6,6 +6,7 @@ use crate::closing;
 use crate::errno;
 use crate::jump::within;
 use crate::lifecycle;
+use crate::pass;
 use crate::rx;
 use crate::socket::Farewell;
 use crate::table::{self, Entry};
@@ -115,7 +116,10 @@ pub unsafe extern "C" fn dup(real: DupFn, fd: c_int) -> c_int {
 
 #[inline(never)]
 extern "C" fn on_dup(old: c_int, new: c_int) {
-    if !vfork::is_child() {
+    if vfork::is_borrower() {
+        // What the child is about to execute may get it.
+        pass::for_program(old);
+    } else {
         within(|| lifecycle::on_dup(old, new));
     }
 }

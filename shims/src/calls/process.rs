@@ -3,8 +3,8 @@
 
 use crate::jump::within;
 use crate::real::{
-    CloneChildFn, CloneFn, DaemonFn, ExecEnvFn, ExecFn, ExecveatFn, ExitFn, FexecveFn, ForkFn, PopenFn, PosixSpawnFn,
-    SystemFn,
+    CloneChildFn, CloneFn, DaemonFn, ExecEnvFn, ExecFn, ExecveatFn, ExitFn, FexecveFn, ForkFn, PopenFn,
+    PosixSpawnDup2Fn, PosixSpawnFn, SystemFn,
 };
 use libc::{FILE, c_char, c_int, c_void, pid_t, posix_spawn_file_actions_t, posix_spawnattr_t};
 
@@ -104,6 +104,19 @@ pub unsafe extern "C" fn posix_spawn(
     before_exec(false);
     // SAFETY: the caller's arguments, as they are.
     unsafe { real(pid, path, actions, attributes, argv, envp) }
+}
+
+/// `posix_spawn_file_actions_adddup2(3)`: the spawned program gets a copy of `old`, be that close-on-exec or not.
+#[inline]
+pub unsafe extern "C" fn posix_spawn_file_actions_adddup2(
+    real: PosixSpawnDup2Fn,
+    actions: *mut posix_spawn_file_actions_t,
+    old: c_int,
+    new: c_int,
+) -> c_int {
+    crate::pass::for_program(old);
+    // SAFETY: the caller's arguments, as they are.
+    unsafe { real(actions, old, new) }
 }
 
 /// `system(3)`; spawns inside libc.
@@ -223,12 +236,10 @@ pub unsafe extern "C" fn quick_exit(real: ExitFn, status: c_int) {
     unsafe { real(status) }
 }
 
-/// Streams whose descriptor survives an exec go back to TCP. A vfork child's descriptors are its
-/// own, but its memory is the parent's: what the parent has promoted stays as it is, and the child's
-/// copies of such sockets are of no use to it.
+/// Streams whose descriptor survives an exec go back to TCP.
 #[inline]
 fn before_exec(replaces: bool) {
-    if !crate::vfork::is_child() {
+    if !crate::vfork::is_stray() {
         crate::pass::before_exec(replaces);
     }
 }

@@ -494,6 +494,106 @@ pub fn spawn(c: &Ctx) {
     }
 }
 
+/// A close-on-exec connection becomes the standard input and output of a program, which `start` starts with a copy of it
+/// as descriptor 0. `unread`: bytes wait on it by then. `keeps`: the server closes its own copy when the program has
+/// ended, and not before.
+fn hand_to_program(c: &Ctx, unread: bool, keeps: bool, start: impl FnOnce(c_int, &[CString]) -> c_int) {
+    const BYTES: usize = 5000;
+    let fd = c.pair();
+    call!(libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC)).ok();
+    if c.is_server() {
+        c.sync("sent");
+        if unread {
+            sys::wait_readable_bytes(fd, BYTES as c_int);
+        }
+        let child = start(fd, &helper_words("echo", 0, &[]));
+        c.sync("started");
+        if !keeps {
+            sys::close(fd).ok();
+        }
+        c.log(format_args!("child {}", sys::wait_child(child)));
+        if keeps {
+            sys::close(fd).ok();
+        }
+        return;
+    }
+    let send = || sys::send_all(fd, &data::pattern(1, 0, BYTES)).ok();
+    if unread {
+        send();
+    }
+    c.sync("sent");
+    c.sync("started");
+    if !unread {
+        send();
+    }
+    c.recv_all(fd, BYTES);
+    ask(c, fd, 5, 700);
+    c.shutdown(fd, libc::SHUT_WR);
+    c.recv_to_end(fd);
+    sys::close(fd).ok();
+}
+
+/// By posix_spawn's file actions.
+fn spawn_on(fd: c_int, words: &[CString]) -> c_int {
+    let env = std::env::vars()
+        .map(|(k, v)| CString::new(format!("{k}={v}")).unwrap())
+        .collect::<Vec<_>>();
+    let mut actions = sys::zeroed();
+    call!(libc::posix_spawn_file_actions_init(&mut actions)).ok();
+    call!(libc::posix_spawn_file_actions_adddup2(&mut actions, fd, 0)).ok();
+    let mut pid = 0;
+    call!(libc::posix_spawn(
+        &mut pid,
+        words[0].as_ptr(),
+        &actions,
+        std::ptr::null(),
+        argv(words).as_ptr(),
+        argv(&env).as_ptr()
+    ))
+    .ok();
+    call!(libc::posix_spawn_file_actions_destroy(&mut actions)).ok();
+    pid
+}
+
+/// In a vfork child, as Python's subprocess does.
+#[inline(never)]
+fn vfork_on(fd: c_int, words: &[CString]) -> c_int {
+    unsafe extern "C" {
+        fn vfork() -> libc::pid_t;
+    }
+    let argv = argv(words);
+    // SAFETY: the child makes three calls, all of whose arguments are there before it, and never returns from here.
+    unsafe {
+        let pid = vfork();
+        if pid == 0 {
+            libc::dup2(fd, 0);
+            libc::execv(words[0].as_ptr(), argv.as_ptr().cast());
+            libc::_exit(127);
+        }
+        pid
+    }
+}
+
+/// See [`hand_to_program`].
+pub fn spawn_as_stdin(c: &Ctx) {
+    hand_to_program(c, false, false, spawn_on);
+}
+
+/// See [`hand_to_program`].
+pub fn spawn_as_stdin_unread(c: &Ctx) {
+    hand_to_program(c, true, true, spawn_on);
+}
+
+/// See [`hand_to_program`].
+pub fn vfork_as_stdin(c: &Ctx) {
+    hand_to_program(c, false, true, vfork_on);
+}
+
+/// See [`hand_to_program`].
+pub fn vfork_as_stdin_unread(c: &Ctx) {
+    hand_to_program(c, true, false, vfork_on);
+}
+
 /// system() and a close-on-exec connection: the program does not have it, the parent keeps it.
 pub fn system(c: &Ctx) {
     let fd = c.pair();

@@ -20,7 +20,7 @@ pub fn is_quick(socket: &Socket, flags: c_int) -> bool {
     flags & libc::MSG_DONTWAIT != 0
         || socket.blocking.is_nonblocking()
             && socket.promotion.stage() == Stage::Watching
-            && !socket.promotion.holders.are_several()
+            && !socket.promotion.holders.may_be_several()
 }
 
 /// How long a call on the socket may wait now, to receive (`data`) or to send; `None`: not at all.
@@ -32,7 +32,7 @@ pub fn patience(socket: &Socket, data: bool) -> Option<Timeout> {
     let known = guard.as_deref_mut().unwrap_or(&mut unknown);
     // First these: what is changed while the kernel is asked is asked for again next time.
     let now = (holders::epoch(), blocking.sets.load(Acquire));
-    let is_shared = socket.promotion.holders.are_several();
+    let is_shared = socket.promotion.holders.may_be_several();
     if is_shared || known.at != Some(now) {
         // Keeps close() out.
         let _control = socket.control.lock();

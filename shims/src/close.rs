@@ -33,8 +33,8 @@ pub static TOLD: Told = Told { on_call_back, lose };
 pub fn release(socket: &'static Socket, fd: c_int) -> Farewell {
     // What another process has on a link stays there: this one only lets go.
     let is_foreign = socket.tx_mode.load(Acquire) == Mode::Foreign;
-    let is_shared = socket.promotion.holders.are_several() && !is_foreign && is_only_number(socket, fd);
-    if is_shared && socket.may_be_on_link() {
+    let may_be_left = socket.may_be_on_link() && !is_foreign && is_only_number(socket, fd);
+    if may_be_left && socket.promotion.holders.are_several() {
         // The other holders go on with the kernel's socket.
         crate::pass::release(socket, Reason::Inherited);
     }

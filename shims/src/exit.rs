@@ -26,7 +26,7 @@ pub extern "C" fn at_exit() {
     for socket in socket::in_use() {
         // A marker that is left unread would make the kernel reset the connection: a promotion that is
         // under way gets the moment that it needs.
-        while !socket.promotion.holders.are_several() && connection::is_scanning(socket) {
+        while connection::is_scanning(socket) && !socket.promotion.holders.are_several() {
             connection::look(socket);
             // The last look comes after the last sleep, which may have been longer.
             if now_ns() >= until {

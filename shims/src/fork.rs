@@ -2,8 +2,9 @@
 //!
 //! Its sockets are marked as held by several processes (`holders`). What the parent had on a link is the parent's.
 
+use std::os::fd::AsFd;
 use std::sync::atomic::{
-    AtomicBool, AtomicU32,
+    AtomicBool,
     Ordering::{AcqRel, Acquire, Relaxed, Release},
 };
 
@@ -40,16 +41,12 @@ pub fn is_registered() -> bool {
     REGISTERED.load(Acquire)
 }
 
-/// How many threads are between [`prepare`] and the end of the fork. 0 in a child that no handler has seen, and so in
-/// all that this forks.
-static FORKS: AtomicU32 = AtomicU32::new(0);
-
 /// Before a fork.
 pub extern "C" fn prepare() {
     if vfork::is_child() {
         return;
     }
-    FORKS.fetch_add(1, AcqRel);
+    ancestors::begin_fork();
     count_holders();
     // From here to the fork nothing of ours has a low number, where the child would keep it.
     Settled::begin().hold();
@@ -61,37 +58,38 @@ fn count_holders() {
         return;
     }
     let errno = crate::errno::get();
-    let mut wants_bell = false;
+    let mut wants_button = false;
     table::for_each(0..=u32::MAX, |fd, entry| {
-        // What wakes this process from a set the child may take.
-        wants_bell |= matches!(entry, Entry::Epoll(_));
+        // The child may take an event that wakes this process from a set, and it may be killed as a holder.
+        wants_button |= matches!(entry, Entry::Epoll(_) | Entry::Socket(_));
         if let Entry::Socket(socket) = entry
             && socket.numbers.fd.load(Acquire) == fd
         {
             // What an ancestor has on a link, or had, is not this process's to give back.
             let is_owned = || socket.may_be_on_link() && socket.tx_mode.load(Acquire) != Mode::Foreign;
-            wants_bell |= socket.promotion.holders.add_child(is_owned);
+            socket.promotion.holders.add_child(is_owned);
             if socket.tx_mode.load(Acquire) != Mode::Link {
                 // The child may send too.
                 socket.completions.set_uncounted();
             }
         }
     });
-    if wants_bell {
-        ancestors::id();
-        Library::before_fork();
+    // Once they count as shared. The child may get sockets of the new epoch too.
+    let epoch = holders::begin_epoch();
+    if wants_button {
+        ancestors::equip_child(epoch, Library::current().map(|library| library.service.epoll.as_fd()));
     }
-    // Once they count as shared.
-    holders::begin_epoch();
     crate::errno::set(errno);
 }
 
 /// After a fork, in the parent.
 pub extern "C" fn parent() {
     if !vfork::is_child() {
-        FORKS.fetch_sub(1, AcqRel);
+        ancestors::end_fork();
         Settled::end();
         hold_uncounted();
+        // The child does not have the sockets that are made from here on.
+        holders::begin_epoch();
     }
 }
 
@@ -101,7 +99,6 @@ pub fn around(call: impl FnOnce() -> isize) -> isize {
     if !is_registered() {
         return call();
     }
-    let epoch = holders::epoch();
     prepare();
     let pid = call();
     if pid == 0 {
@@ -109,26 +106,7 @@ pub fn around(call: impl FnOnce() -> isize) -> isize {
     } else {
         parent();
     }
-    if pid < 0 {
-        take_back(epoch);
-    }
     pid
-}
-
-/// There is no child of the fork that was prepared in the epoch after `epoch`: nobody but this process has got
-/// anything.
-#[cold]
-pub fn take_back(epoch: u32) {
-    if !is_registered() || Library::has_retired() {
-        return;
-    }
-    table::for_each(0..=u32::MAX, |fd, entry| {
-        if let Entry::Socket(socket) = entry
-            && socket.numbers.fd.load(Acquire) == fd
-        {
-            socket.promotion.holders.take_back_child(epoch);
-        }
-    });
 }
 
 /// Of what another thread has got between the count and the fork.
@@ -142,9 +120,11 @@ fn hold_uncounted() {
 
 /// After a fork, in the child.
 pub extern "C" fn child() {
-    if FORKS.swap(0, AcqRel) == 0 {
+    // None has begun in a process that no handler has seen, nor is what this forks the library's.
+    if !ancestors::is_forking() {
         return;
     }
+    vfork::restore_table();
     // What it would do may be forbidden, and there is nothing to be done.
     if !Library::has_retired() {
         let errno = crate::errno::get();
@@ -189,7 +169,10 @@ unsafe fn begin_anew() {
         Entry::None | Entry::Fresh { .. } => {}
     });
     // SAFETY: the only thread, and what is private is closed further down.
-    unsafe { ancestors::remember_parent(Library::button_before_fork()) };
+    if !unsafe { ancestors::remember_parent() } {
+        holders::lose_sight();
+    }
+    holders::begin_life();
     // Before its descriptors are closed here.
     crate::verbs::after_fork();
     crate::load::after_fork();

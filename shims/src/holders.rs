@@ -1,10 +1,11 @@
-//! Which processes hold a connection's socket: a count that parent and children share, until one holder is left. And
-//! the word between them where one of them has the stream on a link, which is not there for the others. What a fork
-//! itself does is in `fork`.
+//! Which processes hold a connection's socket: a count that parent and children share, until one holder is left. A
+//! process that is killed, or executes something, does not count itself out, so where the count says that there are
+//! others the kernel is asked whether these processes are there (`ancestors`). And the word between them where one of
+//! them has the stream on a link, which is not there for the others. What a fork itself does is in `fork`.
 
 use rdmasock_core::sync::store_load_fence;
 use std::sync::atomic::{
-    AtomicBool, AtomicPtr, AtomicU32,
+    AtomicPtr, AtomicU32,
     Ordering::{AcqRel, Acquire, Relaxed, Release},
 };
 
@@ -19,12 +20,16 @@ struct Cell {
     /// The number of holders, and whether its owner has it on a link. 0 is a free cell; in cell 0, the number of
     /// requests so far.
     word: AtomicU32,
-    /// The owner's [id](ancestors::id), if it ever had it on a link.
+    /// The [id](ancestors::id) of the first holder, from which the others descend. Only the first holder can have the
+    /// stream on a link. In cell 0, [`LOST`] and [`STRANGER`].
     owner: AtomicU32,
 }
 
 const CELLS: usize = 65_536;
+/// A count that has come to this stays there.
 const COUNT: u32 = 0xffff;
+/// The first holder is one of them.
+const FIRST: u32 = 1 << 29;
 /// The owner has the stream on a link, or is about to.
 const OWNED: u32 = 1 << 30;
 /// Another holder wants to use it: the owner is to take it back to TCP.
@@ -51,9 +56,46 @@ pub fn epoch() -> u32 {
     EPOCH.load(Acquire)
 }
 
-/// A fork is about to happen, and all that it concerns counts as shared.
-pub fn begin_epoch() {
-    EPOCH.fetch_add(1, AcqRel);
+/// A fork is about to happen, and all that it concerns counts as shared. Returns the new epoch.
+pub fn begin_epoch() -> u32 {
+    EPOCH.fetch_add(1, AcqRel) + 1
+}
+
+/// The epoch in which this process began.
+static BIRTH: AtomicU32 = AtomicU32::new(0);
+
+/// In a fork child: what it has so far is its parent's.
+pub fn begin_life() {
+    BIRTH.store(begin_epoch(), Release);
+}
+
+/// An ancestor does not know of some process any more, so the kernel cannot say that it is gone.
+const LOST: u32 = 1;
+/// There was a child that no hook has seen, so a connection may have holders who are not counted.
+const STRANGER: u32 = 2;
+
+/// A fork child is not known by one of its ancestors.
+pub fn lose_sight() {
+    note(LOST);
+}
+
+/// In a child that no hook has seen: its ancestors and their other descendants promote nothing any more. The child would
+/// read their markers.
+#[cold]
+pub fn meet_stranger() {
+    note(STRANGER);
+}
+
+fn note(what: u32) {
+    if let Some(c) = cell(0)
+        && !is_noted(what)
+    {
+        c.owner.fetch_or(what, AcqRel);
+    }
+}
+
+fn is_noted(what: u32) -> bool {
+    cell(0).is_some_and(|c| c.owner.load(Acquire) & what != 0)
 }
 
 fn cell(index: u32) -> Option<&'static Cell> {
@@ -74,14 +116,22 @@ fn claim() -> Option<u32> {
 /// One holder less. True if it was the last: the cell is free then. `is_plain`: the stream is on TCP for it, and stays
 /// there. Whoever has taken it back may only come to say so when the owner has let go, and finds the cell no more.
 fn leave(c: &Cell, is_plain: bool) -> bool {
-    let gone = if is_plain { OWNED | WANTED } else { 0 };
-    let is_last = |word: u32| word & COUNT <= 1;
-    let less = |word: u32| Some(if is_last(word) { 0 } else { (word & !gone) - 1 });
+    let mut gone = if is_plain { OWNED | WANTED } else { 0 };
+    if c.owner.load(Acquire) == ancestors::id() {
+        gone |= FIRST;
+    }
+    let less = |word: u32| {
+        Some(match word & COUNT {
+            0 | 1 => 0,
+            COUNT => word & !gone,
+            _ => (word & !gone) - 1,
+        })
+    };
     let (Ok(before) | Err(before)) = c.word.fetch_update(AcqRel, Acquire, less);
     if before & gone & OWNED != 0 {
         wake_all(c);
     }
-    is_last(before)
+    before & COUNT <= 1
 }
 
 fn wake_all(c: &Cell) {
@@ -93,8 +143,6 @@ fn wake_all(c: &Cell) {
 pub struct Holders {
     /// The index of its cell, plus one; `u32::MAX`: several, and nobody knows how many.
     at: AtomicU32,
-    /// An exec that is under way has let go of it.
-    left_for_exec: AtomicBool,
     /// The epoch of forks in which the program got it.
     born: AtomicU32,
 }
@@ -103,7 +151,6 @@ impl Holders {
     /// Of a new socket: this process alone.
     pub fn reset(&self) {
         self.at.store(0, Relaxed);
-        self.left_for_exec.store(false, Relaxed);
         self.born.store(epoch(), Relaxed);
     }
 
@@ -115,13 +162,45 @@ impl Holders {
         }
     }
 
-    /// Whether more than one process holds the socket.
-    pub fn are_several(&self) -> bool {
+    /// Whether more than one process may hold the socket, by the count alone.
+    pub fn may_be_several(&self) -> bool {
         match self.at.load(Acquire) {
             0 => false,
             u32::MAX => true,
             index => cell(index).is_none_or(|c| c.word.load(Acquire) & COUNT > 1),
         }
+    }
+
+    /// Whether more than one process holds the socket. Asks the kernel, if others are counted; a descendant of another
+    /// process's that holds it may be known only when its parent is gone too.
+    pub fn are_several(&self) -> bool {
+        is_noted(STRANGER) || self.may_be_several() && !self.is_alone()
+    }
+
+    /// Whether the kernel says that the other holders are gone. Removes them from the count then.
+    #[cold]
+    fn is_alone(&self) -> bool {
+        if is_noted(LOST) {
+            return false;
+        }
+        let born = self.born.load(Acquire);
+        let Some(c) = self.counted() else {
+            // Others have got it from this process alone.
+            return born >= BIRTH.load(Acquire)
+                && ancestors::are_children_gone(born)
+                && self.at.compare_exchange(u32::MAX, 0, AcqRel, Relaxed).is_ok();
+        };
+        // Before the kernel is asked: who forks meanwhile changes it.
+        let word = c.word.load(Acquire);
+        let owner = c.owner.load(Acquire);
+        let alone = if owner == ancestors::id() {
+            ancestors::are_children_gone(born).then_some(word & !COUNT | 1)
+        } else {
+            let is_gone = word & FIRST != 0 && word & COUNT < COUNT && !ancestors::lives(owner);
+            is_gone.then(|| (word & !FIRST) - 1)
+        };
+        let changed = alone.filter(|new| c.word.compare_exchange(word, *new, AcqRel, Relaxed).is_ok());
+        changed.is_some_and(|word| word & COUNT <= 1)
     }
 
     /// This process lets go of the socket, which is on TCP here if it `is_plain`; if not, what other holders miss may
@@ -130,26 +209,6 @@ impl Holders {
         match self.at.swap(0, AcqRel) {
             0 => true,
             index => cell(index).is_some_and(|c| leave(c, is_plain)),
-        }
-    }
-
-    /// An exec is about to close this process's numbers of the socket, where no hook sees it. `is_plain` as in
-    /// [`Self::let_go`].
-    pub fn leave_for_exec(&self, is_plain: bool) {
-        if let Some(c) = self.counted()
-            && c.word.load(Acquire) & COUNT > 1
-            && !self.left_for_exec.swap(true, AcqRel)
-        {
-            leave(c, is_plain);
-        }
-    }
-
-    /// The exec has failed.
-    pub fn return_from_exec(&self) {
-        if self.left_for_exec.swap(false, AcqRel)
-            && let Some(c) = cell(self.at.load(Acquire))
-        {
-            c.word.fetch_add(1, AcqRel);
         }
     }
 
@@ -216,28 +275,21 @@ impl Holders {
         let Some(c) = cell(self.at.load(Acquire)) else {
             return false;
         };
-        c.word.fetch_add(1, AcqRel);
+        let word = c.word.load(Acquire);
+        if word & COUNT <= 1 {
+            c.owner.store(ancestors::id(), Release);
+            // Unless another thread forks too, and was first.
+            let _ = c.word.compare_exchange(word, FIRST | 1, AcqRel, Relaxed);
+        }
+        let more = |word: u32| (word & COUNT < COUNT).then(|| word + 1);
+        let _ = c.word.fetch_update(AcqRel, Acquire, more);
         // Who begins a promotion looks the other way round (`service/answer.rs`).
         store_load_fence();
         let is_owned = may_be_on_link();
         if is_owned {
-            c.owner.store(ancestors::id(), Release);
             c.word.fetch_or(OWNED, AcqRel);
         }
         is_owned
-    }
-
-    /// There is no child of the fork that was prepared in the epoch after `epoch`.
-    pub fn take_back_child(&self, epoch: u32) {
-        // What is younger was not counted.
-        if epoch.wrapping_sub(self.born.load(Acquire)) < u32::MAX / 2
-            && let Some(c) = self.counted()
-        {
-            // Never below the one that is this process.
-            let _ = c
-                .word
-                .fetch_update(AcqRel, Relaxed, |word| (word & COUNT > 1).then(|| word - 1));
-        }
     }
 
     /// What another thread has got between the count and the fork is held by both, and nobody knows by how many.
@@ -302,10 +354,16 @@ mod tests {
     }
 
     #[test]
-    fn an_owner_that_is_replaced_leaves_nothing_to_wait_for() {
+    fn a_count_beyond_its_end_stays_several() {
         let [parent, child] = parent_and_child();
-        parent.leave_for_exec(true);
-        assert!(!is_owned(&child) && !child.are_several());
+        for _ in 0..2 * COUNT {
+            parent.add_child(|| false);
+            assert!(child.may_be_several());
+        }
+        for _ in 0..2 * COUNT {
+            child.counted().map(|c| leave(c, true));
+        }
+        assert!(parent.may_be_several());
     }
 
     #[test]

@@ -4,7 +4,6 @@
 //! this one and makes its own at its own first need (`fork`).
 
 use std::net::SocketAddr;
-use std::os::fd::AsFd;
 use std::sync::atomic::{
     AtomicBool, AtomicPtr, AtomicU8,
     Ordering::{AcqRel, Acquire, Relaxed},
@@ -199,22 +198,6 @@ impl Library {
             Decision::Leave => Some(Reason::Rule),
             Decision::Accelerate => kept_on_tcp::reason(),
         }
-    }
-
-    /// Before a fork whose child may want a stream back, or take a ring: it can wake the service thread then.
-    pub fn before_fork() {
-        let ptr = CURRENT.load(Acquire);
-        // SAFETY: never freed.
-        if let Some(library) = unsafe { ptr.as_ref() } {
-            library.waiters.before_fork(library.service.epoll.as_fd());
-        }
-    }
-
-    /// In a fork child, before [`Self::forget`]: the number of its button for the parent's service thread.
-    pub fn button_before_fork() -> i32 {
-        let ptr = CURRENT.load(Acquire);
-        // SAFETY: never freed.
-        unsafe { ptr.as_ref() }.map_or(-1, |l| l.waiters.childrens_button())
     }
 
     /// In a fork child: this is another instance from now on.

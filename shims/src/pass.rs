@@ -205,22 +205,12 @@ pub fn before_exec(replaces: bool) {
         }
         let is_foreign = socket.tx_mode.load(Acquire) == Mode::Foreign;
         // Other holders go on with the kernel's socket.
-        let is_left = replaces && !survives && !is_foreign && socket.promotion.holders.are_several();
+        let is_left = || replaces && !is_foreign && socket.promotion.holders.are_several();
         // What another host does not have yet goes with this image's memory; TCP keeps it.
         let is_away = replaces && !is_foreign && socket.link().is_some_and(|link| link.is_remote());
-        if (survives || is_left || is_away) && socket.may_be_on_link() {
+        if socket.may_be_on_link() && (survives || is_away || is_left()) {
             release(socket, Reason::Exec);
         }
-        if !survives && replaces {
-            socket.promotion.holders.leave_for_exec(socket.is_plain());
-        }
     }
-    errno::set(errno);
-}
-
-/// The exec has failed.
-pub fn after_failed_exec() {
-    let errno = errno::get();
-    socket::in_use().for_each(|socket| socket.promotion.holders.return_from_exec());
     errno::set(errno);
 }

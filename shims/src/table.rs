@@ -18,6 +18,7 @@ use std::sync::atomic::{
 use rdmasock_core::os::lazy;
 
 use crate::epoll::Epoll;
+use crate::holders;
 use crate::listener::Listener;
 use crate::socket::Socket;
 use crate::vfork;
@@ -64,10 +65,18 @@ fn base() -> *mut AtomicUsize {
 fn word(fd: c_int) -> Option<&'static AtomicUsize> {
     let base = base();
     if base.is_null() || fd as u32 as usize >= ENTRIES {
-        return None;
+        return no_word();
     }
     // SAFETY: the table has ENTRIES words, zero-filled by mmap, and is never unmapped.
     Some(unsafe { &*base.add(fd as usize) })
+}
+
+#[cold]
+fn no_word() -> Option<&'static AtomicUsize> {
+    if vfork::is_stray() {
+        holders::meet_stranger();
+    }
+    None
 }
 
 /// Maps the table; without it nothing is accelerated.

@@ -111,7 +111,7 @@ fn settle(library: &Library, socket: &'static Socket) -> bool {
     let (connector, acceptor) = (tuple.connector(), tuple.acceptor());
     let reason = match library.refuses(connector, acceptor, Direction::Connect) {
         Some(reason) => Some(reason),
-        None if socket.promotion.holders.are_several() => None,
+        None if socket.promotion.holders.may_be_several() => None,
         None => match place_of(connector.ip(), acceptor.ip()) {
             Place::Here if names::is_served(acceptor.port()) => None,
             Place::Here => Some(Reason::PeerWithout),

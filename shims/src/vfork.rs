@@ -124,10 +124,13 @@ pub fn is_child() -> bool {
     is_borrower() || is_stray()
 }
 
-/// In the child of a fork that was seen, whose memory is its own whatever another thread of the parent did: it has the
-/// fd table again.
+/// In the child of a fork that was seen: it has the fd table again.
+pub fn restore_table() {
+    PAGE.table.store(TABLE.load(Ordering::Relaxed), Ordering::Release);
+}
+
+/// In the child of a real fork, whose memory is its own whatever another thread of the parent did.
 pub fn on_fork_child() {
     RUNNING.store(0, Ordering::Relaxed);
-    PAGE.table.store(TABLE.load(Ordering::Relaxed), Ordering::Release);
     remember_process();
 }

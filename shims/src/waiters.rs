@@ -77,8 +77,6 @@ pub struct Waiters {
     /// instance lives.
     polled: Box<[AtomicI32]>,
     events: Box<[AtomicI32]>,
-    /// By which fork children wake the service thread, and the doorbell that it rings, once there is one.
-    childrens: [AtomicI32; 2],
     /// What the threads of polling waiters poll in the kernel.
     pub onlookers: Onlookers,
     /// Whether doorbells work on this kernel, once known: 1 no, 2 yes.
@@ -96,7 +94,6 @@ impl Waiters {
             numbers: [Kind::Queue, Kind::Polling, Kind::Thread].map(Numbers::new),
             polled: none(),
             events: none(),
-            childrens: [const { AtomicI32::new(-1) }; 2],
             onlookers: Onlookers::new(POLLING),
             doorbells: AtomicU8::new(0),
         };
@@ -199,24 +196,6 @@ impl Waiters {
         Ok((bell, button))
     }
 
-    /// Before a fork: sees to it that the child has a button for the service thread, which polls `set`. The child may
-    /// be somebody else's later, so it is not to have a copy of our own eventfd.
-    pub fn before_fork(&self, set: BorrowedFd<'_>) {
-        let [button, bell] = &self.childrens;
-        if button.load(Acquire) < 0
-            && let Ok((the_bell, the_button)) = doorbell::pair()
-            && hang(set, the_bell.as_fd()).is_ok()
-        {
-            bell.store(the_bell.release(), Release);
-            button.store(the_button.release(), Release);
-        }
-    }
-
-    /// The number of that button, -1 without one.
-    pub fn childrens_button(&self) -> i32 {
-        self.childrens.first().map_or(-1, |b| b.load(Acquire))
-    }
-
     fn do_doorbells_work(&self) -> bool {
         match self.doorbells.load(Relaxed) {
             0 => {
@@ -281,7 +260,8 @@ fn event() -> Result<PrivateFd, Errno> {
     PrivateFd::open(|| rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK))
 }
 
-fn hang(set: BorrowedFd<'_>, bell: BorrowedFd<'_>) -> Result<(), Errno> {
+/// Has whoever polls `set` see each press of the button.
+pub fn hang(set: BorrowedFd<'_>, bell: BorrowedFd<'_>) -> Result<(), Errno> {
     let flags = kernel::EventFlags::IN | kernel::EventFlags::ET;
     kernel::add(set, bell, kernel::EventData::new_u64(0), flags)
 }

@@ -99,6 +99,40 @@ static int uses_all(void *nothing)
     return uses_its_own(nothing);
 }
 
+static int echo_one_fd(void *nothing)
+{
+    alarm(20);
+    echo_one((void *)(intptr_t)fd);
+    return 0;
+}
+
+/* A connection that the parent has accepted and used, and whose peer finds it worth promoting: a child that is made in
+ * line serves it, and reads nothing that the peer has not sent. */
+static void serves_in_line(void)
+{
+    struct sockaddr_in own;
+    int status, listener = listening(&own);
+    pid_t client = MUST(fork());
+    if (client == 0) {
+        int fd = connected(&own);
+        for (int i = 0; i < 300; i++) {
+            use(fd, 1);
+            pause_us(i > 1 && i < 50 ? 1000 : 0);
+        }
+        _exit(0);
+    }
+    fd = MUST(accept(listener, NULL, NULL));
+    char buf[512];
+    CHECK(get_all(fd, buf, sizeof buf) > 0 && put_all(fd, buf, sizeof buf) > 0);
+    pid_t server = in_line(echo_one_fd);
+    MUST(waitpid(client, &status, 0));
+    CHECK(status == 0);
+    MUST(waitpid(server, &status, 0));
+    close(fd);
+    close(listener);
+    printf("served in line\n");
+}
+
 static void make(const char *name, pid_t (*start)(int (*)(void *)), int (*work)(void *))
 {
     int status;
@@ -125,5 +159,6 @@ int main(int argc, char **argv)
     make("clone", by_function, uses_all);
     make("clone3", by_clone3, uses_all);
     make("in line", in_line, uses_its_own);
+    serves_in_line();
     return 0;
 }

@@ -155,6 +155,10 @@ fn main() -> ExitCode {
     }));
     let shared = Arc::clone(&paths);
     trials.push(Trial::test("link/fork_holds", move || fork_holds(&shared)));
+    for who in ["child", "parent", "exec"] {
+        let shared = Arc::clone(&paths);
+        trials.push(Trial::test(format!("link/killed_{who}"), move || killed(&shared, who)));
+    }
     trials.push(Trial::test("link/last_thread_is_promoted", move || {
         promoted_without_main(&paths)
     }));
@@ -282,6 +286,26 @@ fn fork_holds(paths: &Paths) -> Result<(), Failed> {
     input.write_all(b"\n")?;
     assert_eq!(next()?, "done");
     drop(input);
+    running.end().map(drop)
+}
+
+/// What a process that is gone has held is promoted for the one that is left.
+fn killed(paths: &Paths, who: &str) -> Result<(), Failed> {
+    let mut running = Running::start(paths, "killed", &[who], With::Soon)?;
+    let mut lines = BufReader::new(running.0.stdout.take().unwrap()).lines();
+    let mut next = || lines.next().transpose().map(Option::unwrap_or_default);
+    let Ok(user) = next()?.parse() else {
+        return running.end().map(drop);
+    };
+    let procfs = PathBuf::from(format!("/proc/{user}"));
+    while on_link(paths, user).unwrap_or(0) == 0 {
+        std::thread::sleep(std::time::Duration::from_millis(5));
+        if !procfs.exists() {
+            return Err("it ended without being promoted".into());
+        }
+    }
+    drop(running.0.stdin.take());
+    assert_eq!(next()?, "done");
     running.end().map(drop)
 }
 

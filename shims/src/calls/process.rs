@@ -18,9 +18,7 @@ pub unsafe extern "C" fn execve(
 ) -> c_int {
     before_exec(true);
     // SAFETY: the caller's arguments, as they are.
-    let result = unsafe { real(path, argv, envp) };
-    after_failed_exec();
-    result
+    unsafe { real(path, argv, envp) }
 }
 
 /// `execv(3)`, and `execl`.
@@ -28,9 +26,7 @@ pub unsafe extern "C" fn execve(
 pub unsafe extern "C" fn execv(real: ExecFn, path: *const c_char, argv: *const *const c_char) -> c_int {
     before_exec(true);
     // SAFETY: the caller's arguments, as they are.
-    let result = unsafe { real(path, argv) };
-    after_failed_exec();
-    result
+    unsafe { real(path, argv) }
 }
 
 /// `execvp(3)`, and `execlp`.
@@ -38,9 +34,7 @@ pub unsafe extern "C" fn execv(real: ExecFn, path: *const c_char, argv: *const *
 pub unsafe extern "C" fn execvp(real: ExecFn, file: *const c_char, argv: *const *const c_char) -> c_int {
     before_exec(true);
     // SAFETY: the caller's arguments, as they are.
-    let result = unsafe { real(file, argv) };
-    after_failed_exec();
-    result
+    unsafe { real(file, argv) }
 }
 
 /// `execvpe(3)`.
@@ -53,9 +47,7 @@ pub unsafe extern "C" fn execvpe(
 ) -> c_int {
     before_exec(true);
     // SAFETY: the caller's arguments, as they are.
-    let result = unsafe { real(file, argv, envp) };
-    after_failed_exec();
-    result
+    unsafe { real(file, argv, envp) }
 }
 
 /// `fexecve(3)`.
@@ -68,9 +60,7 @@ pub unsafe extern "C" fn fexecve(
 ) -> c_int {
     before_exec(true);
     // SAFETY: the caller's arguments, as they are.
-    let result = unsafe { real(fd, argv, envp) };
-    after_failed_exec();
-    result
+    unsafe { real(fd, argv, envp) }
 }
 
 /// `execveat(2)`.
@@ -85,9 +75,7 @@ pub unsafe extern "C" fn execveat(
 ) -> c_int {
     before_exec(true);
     // SAFETY: the caller's arguments, as they are.
-    let result = unsafe { real(dir, path, argv, envp, flags) };
-    after_failed_exec();
-    result
+    unsafe { real(dir, path, argv, envp, flags) }
 }
 
 /// `posix_spawn(3)` and `posix_spawnp`; both return an error number, not -1. The child runs inside libc, without hooks.
@@ -142,17 +130,12 @@ pub unsafe extern "C" fn daemon(real: DaemonFn, nochdir: c_int, noclose: c_int) 
     unsafe { real(nochdir, noclose) }
 }
 
-/// `fork(2)`. What precedes it and follows is done by our handlers of `pthread_atfork`, which are not told that there
-/// is no child. Signal handlers run before or after, and a jump out of one leaves no lock of libc's taken.
+/// `fork(2)`. The library's handlers of `pthread_atfork` do the work before and after it. Signal handlers run before or
+/// after, and a jump out of one leaves no lock of libc's taken.
 #[inline]
 pub unsafe extern "C" fn fork(real: ForkFn) -> pid_t {
-    let epoch = crate::holders::epoch();
     // SAFETY: the caller's arguments, as they are.
-    let pid = within(|| unsafe { real() });
-    if pid < 0 {
-        crate::fork::take_back(epoch);
-    }
-    pid
+    within(|| unsafe { real() })
 }
 
 /// `_Fork(3)`: no handler of `pthread_atfork` runs, so ours are called here.
@@ -162,14 +145,15 @@ pub unsafe extern "C" fn fork_bare(real: ForkFn) -> pid_t {
     crate::fork::around(|| unsafe { real() } as isize) as pid_t
 }
 
-/// What a child of `clone` is to do.
+/// The function that a child of `clone` runs.
 #[derive(Clone, Copy)]
 struct Work {
     function: CloneChildFn,
     argument: *mut c_void,
 }
 
-/// In that child, which has a copy of the memory. libc would end the calling thread, and leave the service thread.
+/// Runs it in the child, which has a copy of the memory. libc would end the calling thread alone, and the service thread
+/// would keep the process.
 unsafe extern "C" fn work(at: *mut c_void) -> c_int {
     crate::fork::child();
     // SAFETY: its parent's frame, which has not ended in this copy.
@@ -181,12 +165,12 @@ unsafe extern "C" fn work(at: *mut c_void) -> c_int {
     status
 }
 
-/// What a child of `clone` shares that is not one as of fork(3). With another thread-local storage the library cannot
-/// be entered before the child has set that up.
+/// A child of `clone` with one of these is not treated like a child of fork(3). With another thread-local storage the
+/// library cannot be entered before the child has set that up.
 const SHARES: c_int = libc::CLONE_VM | libc::CLONE_FILES | libc::CLONE_SETTLS;
 
-/// `clone(2)`, libc's function. A child with memory and descriptors of its own is one as of fork(3); one that borrows
-/// the memory until it execs is one as of vfork(2).
+/// `clone(2)`, libc's function. A child with its own memory and descriptors is treated like a child of fork(3), a child
+/// that borrows the memory until it execs like a child of vfork(2).
 #[inline]
 pub unsafe extern "C" fn clone(
     real: CloneFn,
@@ -241,13 +225,5 @@ pub unsafe extern "C" fn quick_exit(real: ExitFn, status: c_int) {
 fn before_exec(replaces: bool) {
     if !crate::vfork::is_stray() {
         crate::pass::before_exec(replaces);
-    }
-}
-
-/// The exec has failed: this process goes on with what it had.
-#[inline]
-fn after_failed_exec() {
-    if !crate::vfork::is_child() {
-        crate::pass::after_failed_exec();
     }
 }

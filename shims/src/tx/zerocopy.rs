@@ -66,7 +66,7 @@ pub fn on_sent_by_link(socket: &'static Socket) {
 fn is_heeded(socket: &'static Socket) -> bool {
     // First these: what is changed while the kernel is asked is asked for again next time.
     let now = (holders::epoch(), socket.completions.sets());
-    let is_shared = socket.promotion.holders.are_several();
+    let is_shared = socket.promotion.holders.may_be_several();
     let known = socket.completions.change(|kept| kept.known);
     if let Some(Some((epoch, sets, is_on))) = known
         && !is_shared

@@ -494,8 +494,8 @@ pub fn spawn(c: &Ctx) {
     }
 }
 
-/// A close-on-exec connection becomes the standard input and output of a program, which `start` starts with a copy of it
-/// as descriptor 0. `unread`: bytes wait on it by then. `keeps`: the server closes its own copy when the program has
+/// A close-on-exec connection becomes the standard input and output of a program, which `start` starts with a copy of
+/// it as descriptor 0. `unread`: bytes wait on it by then. `keeps`: the server closes its own copy when the program has
 /// ended, and not before.
 fn hand_to_program(c: &Ctx, unread: bool, keeps: bool, start: impl FnOnce(c_int, &[CString]) -> c_int) {
     const BYTES: usize = 5000;

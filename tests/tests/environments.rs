@@ -22,7 +22,9 @@ const CASES: &[(&str, Case)] = &[
     ("rules_file_unreadable", rules_file_unreadable),
     ("rules_file_wrong", rules_file_wrong),
     ("io_uring_is_hidden", io_uring_is_hidden),
+    ("io_uring_is_hidden_from_libuv", io_uring_is_hidden_from_libuv),
     ("io_uring_allowed_before", io_uring_allowed_before),
+    ("io_uring_by_default", io_uring_by_default),
     ("io_uring_allowed_on_a_link", io_uring_allowed_on_a_link),
     ("deep_bind_before", deep_bind_before),
     ("deep_bind_on_a_link", deep_bind_on_a_link),
@@ -317,20 +319,57 @@ fn rules_file_wrong(paths: &Paths) -> Result<(), Failed> {
 }
 
 fn io_uring_is_hidden(paths: &Paths) -> Result<(), Failed> {
-    let (mut talk, said) = Talk::begin(paths, &["io_uring"], &[])?;
-    expect("the server's ring", &said[0], "-1 ENOSYS")?;
+    hidden_from(paths, &[("RDMASOCK_IO_URING", "hide")])
+}
+
+/// It adds descriptors to its epoll sets by a ring, and does without where there is none.
+fn io_uring_is_hidden_from_libuv(paths: &Paths) -> Result<(), Failed> {
+    let dir = tempfile::tempdir()?;
+    let (source, library) = (dir.path().join("uv.c"), dir.path().join("libuv.so.1"));
+    std::fs::write(&source, "int uv_loop_init(void *loop) { return loop == 0; }\n")?;
+    let mut cc = Command::new("cc");
+    cc.args(["-shared", "-fPIC", "-o"]).args([&library, &source]);
+    if !cc.status()?.success() {
+        return Err("cc (Debian: apt install gcc libc6-dev)".into());
+    }
+    let both = format!("{}:{}", paths.library.as_ref()?.display(), library.display());
+    hidden_from(paths, &[("LD_PRELOAD", &both)])
+}
+
+fn hidden_from(paths: &Paths, variables: &[(&str, &str)]) -> Result<(), Failed> {
+    let (mut talk, said) = Talk::begin(paths, &["io_uring"], variables)?;
+    expect("the ring", &said[0], "-1 ENOSYS")?;
     talk.on_link()?;
-    expect("the client's ring", &talk.client.tell("io_uring")?, "-1 ENOSYS")?;
+    expect("the ring on a link", &talk.server.tell("io_uring")?, "-1 ENOSYS")?;
     talk.on_link()?;
     expect("stderr", &talk.end()?, "")
 }
 
 const ALLOWED: &[(&str, &str)] = &[("RDMASOCK_IO_URING", "allow")];
+/// A program that knows nothing else gets what the kernel has.
+const BY_DEFAULT: &[(&str, &str)] = &[];
 const HAS_RING: &str = "the program uses io_uring";
 
+/// Whether the kernel gives this process an io_uring, which has no library.
+fn has_rings() -> bool {
+    let mut parameters = [0u64; 32];
+    // SAFETY: room for the parameters.
+    let ring = unsafe { libc::syscall(libc::SYS_io_uring_setup, 4, parameters.as_mut_ptr()) };
+    // SAFETY: made above, or refused.
+    unsafe { libc::close(ring as i32) == 0 }
+}
+
 fn io_uring_allowed_before(paths: &Paths) -> Result<(), Failed> {
-    let (talk, said) = Talk::begin(paths, &["io_uring"], ALLOWED)?;
-    if said[0] == "-1 ENOSYS" || said[0] == "-1 EPERM" {
+    allowed_before(paths, ALLOWED)
+}
+
+fn io_uring_by_default(paths: &Paths) -> Result<(), Failed> {
+    allowed_before(paths, BY_DEFAULT)
+}
+
+fn allowed_before(paths: &Paths, variables: &[(&str, &str)]) -> Result<(), Failed> {
+    let (talk, said) = Talk::begin(paths, &["io_uring"], variables)?;
+    if !has_rings() {
         println!("skipped: this kernel gives no io_uring ({})", said[0]);
         return Ok(());
     }
@@ -343,7 +382,7 @@ fn io_uring_allowed_on_a_link(paths: &Paths) -> Result<(), Failed> {
     let (mut talk, _) = Talk::begin(paths, &[], ALLOWED)?;
     talk.on_link()?;
     let said = talk.server.tell("io_uring")?;
-    if said == "-1 ENOSYS" || said == "-1 EPERM" {
+    if !has_rings() {
         println!("skipped: this kernel gives no io_uring ({said})");
         return Ok(());
     }

@@ -23,8 +23,10 @@ bitflags::bitflags! {
 /// What a program gets that asks for an io_uring, whose calls no hook sees.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum IoUring {
-    /// ENOSYS, as of a kernel without it.
+    /// [`Self::Hide`] for a program with libuv, which uses epoll then, else [`Self::Allow`].
     #[default]
+    Auto,
+    /// ENOSYS, as of a kernel without it.
     Hide,
     /// The ring; from then on its connections are on TCP.
     Allow,

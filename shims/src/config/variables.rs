@@ -158,11 +158,12 @@ pub const VARIABLES: &[Variable] = &[
     Variable {
         name: "RDMASOCK_IO_URING",
         option: "io-uring",
-        placeholder: "HIDE|ALLOW",
-        default: "hide",
-        accepts: "hide or allow",
-        meaning: "what a program gets that asks for an io_uring; hide: ENOSYS, as from a kernel without it, and it uses \
-                  epoll; allow: the ring, and all of its connections stay on TCP from then on",
+        placeholder: "AUTO|HIDE|ALLOW",
+        default: "auto",
+        accepts: "auto, hide or allow",
+        meaning: "what a program gets that asks for an io_uring; hide: ENOSYS, as from a kernel without it, which many \
+                  take for a reason to use epoll; allow: the ring, and all of its connections stay on TCP from then on; \
+                  auto: hide for programs with libuv (Node), else allow",
         set: |config, value| set(&mut config.io_uring, io_uring(value)),
     },
     Variable {
@@ -268,6 +269,7 @@ fn on_off(value: &OsStr) -> Option<bool> {
 
 fn io_uring(value: &OsStr) -> Option<IoUring> {
     match value.to_str()? {
+        "auto" => Some(IoUring::Auto),
         "hide" => Some(IoUring::Hide),
         "allow" => Some(IoUring::Allow),
         _ => None,

@@ -261,16 +261,27 @@ unsafe extern "C" fn exit_group(a: usize, _: usize, _: usize, _: usize, _: usize
     0
 }
 
-/// Where there is no io_uring, programs use epoll. (liburing makes this call in line, and is not seen.)
+/// liburing makes this call in line, and is not seen.
 unsafe extern "C" fn io_uring_setup(a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
-    let asked = instance::is_on().then(|| config().io_uring);
-    if asked == Some(IoUring::Hide) {
+    let is_on = instance::is_on();
+    if is_on && is_hidden(config().io_uring) {
         return errno::fail(libc::ENOSYS);
     }
     // SAFETY: the program's own call.
     let ring = result(unsafe { kernel::call(libc::SYS_io_uring_setup, [a, b, c, d, e, f]) });
-    if ring >= 0 && asked.is_some() {
+    if ring >= 0 && is_on {
         pass::all_on_tcp(Reason::IoUring);
     }
     ring
+}
+
+/// Whether the program is told that there is no io_uring. libuv makes one for each of its loops, to add descriptors to its
+/// epoll set, and does without where it gets none. It exports its functions, in Node too.
+fn is_hidden(setting: IoUring) -> bool {
+    match setting {
+        IoUring::Hide => true,
+        IoUring::Allow => false,
+        // SAFETY: a C string.
+        IoUring::Auto => !unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"uv_loop_init".as_ptr()) }.is_null(),
+    }
 }

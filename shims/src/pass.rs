@@ -161,18 +161,7 @@ pub fn on_option_beyond_links(socket: &'static Socket, fd: BorrowedFd<'_>) {
     let errno = errno::get();
     if sockopt::is_beyond_links(fd) && socket.may_be_on_link() {
         reclaim(socket);
-        if let Some(mut control) = socket.control.lock() {
-            connection::prefer_tcp(socket, &mut control, Reason::Unsupported);
-        }
-        wait_until(|| {
-            connection::flush(socket);
-            let has_come = match socket.rx_mode.load(Acquire) {
-                Mode::Marked => crate::ready::among_markers(socket).is_some_and(|mask| mask != 0),
-                Mode::Link => !connection::leave_link_at_end(socket) && rx::has_unread(socket),
-                _ => false,
-            };
-            has_come || socket.is_plain()
-        });
+        rx::return_to_tcp(socket, Reason::Unsupported);
     }
     errno::set(errno);
 }

@@ -85,6 +85,7 @@ pub unsafe fn poll(
 fn poll_slow(set: &mut [pollfd], timeout: Timeout, real: &impl Fn(*mut pollfd, nfds_t, Timeout) -> c_int) -> c_int {
     for p in set.iter() {
         if let Some(socket) = table::socket(p.fd) {
+            socket.blocking.set_polled();
             crate::reclaim::reclaim(socket);
         }
     }

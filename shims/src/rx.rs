@@ -37,8 +37,10 @@ use crate::reset;
 use crate::socket::{Mode, Rx, Socket, Stage};
 use crate::table;
 use crate::threshold::worth_it;
+use crate::time::wait_until;
 use crate::tx;
 use crate::wait;
+use rdmasock_core::stats::Reason;
 use rdmasock_core::stream::connection;
 
 /// Flags that the link serves; any other takes the socket back to TCP.
@@ -206,9 +208,9 @@ unsafe fn recv_slow(
     crate::reclaim::reclaim(socket);
     if flags & !SERVED != 0 {
         let reason = if flags & libc::MSG_OOB != 0 {
-            rdmasock_core::stats::Reason::OutOfBand
+            Reason::OutOfBand
         } else {
-            rdmasock_core::stats::Reason::Unsupported
+            Reason::Unsupported
         };
         within(|| tx::take_back(socket, reason));
         if flags & libc::MSG_OOB != 0 {
@@ -253,6 +255,7 @@ unsafe fn recv_loop(
     let all = flags & libc::MSG_WAITALL != 0;
     let whole = *got + iov.len();
     let mut patience = wait::Patience::default();
+    let mut has_returned = false;
     pace::rest(socket, flags);
     loop {
         let mode = socket.rx_mode.load(Acquire);
@@ -351,6 +354,11 @@ unsafe fn recv_loop(
             RecvStep::Empty if *got > 0 && !all => return Some(*got as ssize_t),
             RecvStep::Empty => {
                 if let Err(error) = wait::may_wait(socket, flags) {
+                    // The program would wait for the TCP socket alone.
+                    if socket.blocking.is_polled_unseen() && *got == 0 && !std::mem::replace(&mut has_returned, true) {
+                        within(|| return_to_tcp(socket, Reason::UnknownEpoll));
+                        continue;
+                    }
                     return Some(errno::after(*got, error));
                 }
                 if !call.is_held() {
@@ -562,6 +570,24 @@ fn from_buffer(mut rx: Guard<'_, Rx>, iov: &mut Iov, landing: &mut Option<Landin
     } else {
         RecvStep::Again
     }
+}
+
+/// Takes the connection back to TCP, and waits until both directions are there or there is something to receive before.
+/// Waits for a peer that does not answer no longer than `wait_until` does.
+#[cold]
+pub fn return_to_tcp(socket: &'static Socket, reason: Reason) {
+    if let Some(mut control) = socket.control.lock() {
+        connection::prefer_tcp(socket, &mut control, reason);
+    }
+    wait_until(|| {
+        connection::flush(socket);
+        let has_come = match socket.rx_mode.load(Acquire) {
+            Mode::Marked => ready::among_markers(socket).is_some_and(|mask| mask != 0),
+            Mode::Link => !connection::leave_link_at_end(socket) && has_unread(socket),
+            _ => false,
+        };
+        has_come || socket.is_plain()
+    });
 }
 
 /// Whether bytes have come that the program has not read: then a close resets the connection.

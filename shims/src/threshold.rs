@@ -25,6 +25,17 @@ const NOT_NOW: u64 = 100_000_000;
 /// The same where the process can have no service thread, ns.
 const WITHOUT_THREAD: u64 = 1_000_000_000;
 
+/// The same for a connection that is not established, or whose program [asks past the hooks](is_polled_unseen) when it is
+/// ready, ns.
+const NOT_ESTABLISHED: u64 = 1_000_000;
+const POLLED_UNSEEN: u64 = 100_000_000;
+
+/// Whether the connection is used, is non-blocking, and its readiness has not been asked for in any call that has a
+/// hook. On a link the program would not notice what comes.
+pub fn is_polled_unseen(socket: &Socket) -> bool {
+    socket.blocking.is_polled_unseen() && socket.promotion.progress.has_begun()
+}
+
 /// The connection has reached the threshold: its connector asks, its acceptor says that it has it.
 #[cold]
 pub fn worth_it(socket: &'static Socket) {
@@ -86,6 +97,16 @@ pub fn show_addresses(socket: &Socket) {
 /// Asks for a promotion, once.
 fn promote(library: &Library, socket: &'static Socket) {
     if socket.promotion.attempts.is_early() {
+        return;
+    }
+    if tuple_of(socket).is_none() {
+        // Not established yet (TCP_FASTOPEN_CONNECT).
+        socket.promotion.attempts.put_off(NOT_ESTABLISHED);
+        return;
+    }
+    if is_polled_unseen(socket) {
+        socket.told.set_why(Reason::UnknownEpoll);
+        socket.promotion.attempts.put_off(POLLED_UNSEEN);
         return;
     }
     let service = &library.service;

@@ -62,6 +62,11 @@ impl Progress {
         self.bytes.load(Relaxed) > 0
     }
 
+    /// Returns how many requests there were: turn-arounds from receiving to sending.
+    pub fn requests(&self) -> u32 {
+        self.requests.load(Relaxed)
+    }
+
     /// The next byte reaches any threshold.
     pub fn hurry(&self) {
         // Far from an overflow.

@@ -132,6 +132,7 @@ impl Epoll {
         if !set.has_room() {
             return crate::errno::fail(libc::ENOMEM);
         }
+        socket.blocking.set_polled();
         let index = set.insert(Item {
             socket,
             fd,

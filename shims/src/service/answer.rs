@@ -18,6 +18,7 @@ use crate::mailbox::{Ref, kind, tag};
 use crate::points::point;
 use crate::ready;
 use crate::socket::{self, Socket, Stage};
+use crate::threshold;
 use rdmasock_core::stream::connection;
 
 /// Why an ASK is not answered by YES.
@@ -196,6 +197,17 @@ impl Worker {
             return Err(match reason {
                 Reason::Rule | Reason::NoRules => wire::Reason::Rule,
                 _ => wire::Reason::Use,
+            }
+            .into());
+        }
+        if threshold::is_polled_unseen(socket) {
+            socket.told.set_why(Reason::UnknownEpoll);
+            // A program that reads before it asks for readiness does so at its first request.
+            let is_final = socket.promotion.progress.requests() > 1;
+            return Err(if is_final {
+                wire::Reason::Use
+            } else {
+                wire::Reason::Limit
             }
             .into());
         }

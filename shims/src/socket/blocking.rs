@@ -13,6 +13,8 @@ use rdmasock_core::lock::Lock;
 pub struct Blocking {
     /// O_NONBLOCK as last seen.
     nonblocking: AtomicBool,
+    /// A hook has seen the program ask for the socket's readiness: by epoll, poll or select.
+    polled: AtomicBool,
     /// How often the program has set one of the options.
     pub sets: AtomicU32,
     pub known: Lock<Known>,
@@ -32,6 +34,7 @@ impl Blocking {
     pub const fn new() -> Self {
         Self {
             nonblocking: AtomicBool::new(false),
+            polled: AtomicBool::new(false),
             sets: AtomicU32::new(0),
             known: Lock::new(Known {
                 at: None,
@@ -44,6 +47,7 @@ impl Blocking {
     /// For a new socket.
     pub fn reset(&self, nonblocking: bool) {
         self.set_nonblocking(nonblocking);
+        self.polled.store(false, Relaxed);
         self.sets.fetch_add(1, Release);
     }
 
@@ -67,6 +71,20 @@ impl Blocking {
     /// O_NONBLOCK as last seen.
     pub fn is_nonblocking(&self) -> bool {
         self.nonblocking.load(Relaxed)
+    }
+
+    /// Notes that the program asks for the socket's readiness in a call that has a hook.
+    #[inline]
+    pub fn set_polled(&self) {
+        if !self.polled.load(Relaxed) {
+            self.polled.store(true, Relaxed);
+        }
+    }
+
+    /// Whether the socket is non-blocking, and no hook has seen the program ask for its readiness. The program may ask
+    /// by system calls in line (`rustix`), and those report the TCP socket alone.
+    pub fn is_polled_unseen(&self) -> bool {
+        self.is_nonblocking() && !self.polled.load(Relaxed)
     }
 
     /// The program has set an option.

@@ -193,6 +193,10 @@ pub fn all() -> Vec<Scenario> {
     let into: Vec<_> = all.iter().flat_map(lent_into).collect();
     all.extend(into);
     all.extend((0..unseen::WAYS).map(|n| Scenario::numbered("unseen_close", n, unseen::close, false)));
+    all.extend((0..unseen::READINESS).map(|n| Scenario {
+        modes: &[Mode::Kernel, Mode::Both, Mode::Client, Mode::Server, Mode::Roce],
+        ..Scenario::numbered("unseen_readiness", n, unseen::readiness, false)
+    }));
     let few_addresses = |n| Scenario::numbered("capacity_few_addresses", n, capacity::few_addresses, n != 0);
     all.extend((0..capacity::FEW).map(few_addresses));
     for scenario in all.iter_mut().filter(|s| fits_a_storm(s)) {

@@ -1,6 +1,8 @@
 //! What the peer of a connection sees that is closed by a system call in line, which no library sees, and whose number
 //! nobody touches after that: a table of what the peer is doing, what is unread, how the connection was shut down
 //! before, and what has become of its number by then. The bounds are there to tell what never comes.
+//!
+//! And a program that sends and receives by libc, but waits by system calls in line.
 
 use std::thread;
 
@@ -91,10 +93,127 @@ fn closer(c: &Ctx, listener: c_int, before: Option<c_int>, number: Number) {
     }
 }
 
+/// How a program waits that no hook sees wait.
+#[derive(Clone, Copy, PartialEq, Debug)]
+enum Waits {
+    /// For each receive, level-triggered.
+    Always,
+    /// When there was nothing to receive, level-triggered.
+    AfterEagain,
+    /// The same, edge-triggered.
+    AtEdges,
+}
+
+const WAITS: [Waits; 3] = [Waits::Always, Waits::AfterEagain, Waits::AtEdges];
+
+/// How many scenarios there are of [`readiness`]: which side, how it waits, and whether the first message is large.
+pub const READINESS: u32 = 2 * WAITS.len() as u32 * 2;
+
+const ROUNDS: usize = 60;
+const LARGE: usize = 300_000;
+
+/// Requests and answers; one side has a non-blocking socket, whose readiness it asks for by system calls in line.
+pub fn readiness(c: &Ctx) {
+    let waits = WAITS[c.param as usize / 2 % WAITS.len()];
+    let is_large = c.param as usize / 2 >= WAITS.len();
+    let fd = c.cold_pair();
+    let unseen = (c.is_server() == c.param.is_multiple_of(2)).then(|| Unseen::new(fd, waits));
+    for round in 0..ROUNDS {
+        let len = if round == 0 && is_large { LARGE } else { REQUEST };
+        let message = data::pattern(round as u64, 0, len);
+        for sends in [!c.is_server(), c.is_server()] {
+            match (&unseen, sends) {
+                (None, true) => assert!(!sys::send_all(fd, &message).failed()),
+                (None, false) => assert!(sys::recv_exact(fd, len) == message),
+                (Some(unseen), true) => unseen.send(&message),
+                (Some(unseen), false) => assert!(unseen.receive(len) == message),
+            };
+        }
+    }
+    c.log("all has come");
+    c.close(fd);
+}
+
+struct Unseen {
+    fd: c_int,
+    set: c_int,
+    waits: Waits,
+}
+
+impl Unseen {
+    fn new(fd: c_int, waits: Waits) -> Self {
+        sys::set_nonblocking(fd, true);
+        let set = in_line_with(libc::SYS_epoll_create1, [0; 6]);
+        let unseen = Self { fd, set, waits };
+        unseen.register(libc::EPOLL_CTL_ADD, libc::EPOLLIN);
+        unseen
+    }
+
+    fn register(&self, operation: c_int, events: c_int) {
+        let edges = if self.waits == Waits::AtEdges { libc::EPOLLET } else { 0 };
+        let event = libc::epoll_event {
+            events: (events | edges) as u32,
+            u64: 0,
+        };
+        let [set, operation, fd] = [self.set, operation, self.fd].map(|n| n as usize);
+        in_line_with(
+            libc::SYS_epoll_ctl,
+            [set, operation, fd, kernel::address(&raw const event), 0, 0],
+        );
+    }
+
+    fn wait(&self) {
+        let mut event = libc::epoll_event { events: 0, u64: 0 };
+        let to = kernel::address(&raw mut event);
+        let n = in_line_with(libc::SYS_epoll_pwait, [self.set as usize, to, 1, BOUND as usize, 0, 8]);
+        assert_eq!(n, 1, "nothing is ready");
+    }
+
+    fn receive(&self, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        let mut got = 0;
+        while got < len {
+            if self.waits == Waits::Always {
+                self.wait();
+            }
+            let r = sys::recv(self.fd, &mut bytes[got..], 0);
+            if r.is(libc::EAGAIN) {
+                self.wait();
+            } else {
+                got += r.count();
+            }
+        }
+        bytes
+    }
+
+    fn send(&self, mut bytes: &[u8]) {
+        while !bytes.is_empty() {
+            let r = sys::send(self.fd, bytes, 0);
+            if r.is(libc::EAGAIN) {
+                self.register(libc::EPOLL_CTL_MOD, libc::EPOLLOUT);
+                self.wait();
+                self.register(libc::EPOLL_CTL_MOD, libc::EPOLLIN);
+            } else {
+                bytes = &bytes[r.count()..];
+            }
+        }
+    }
+}
+
+impl Drop for Unseen {
+    fn drop(&mut self) {
+        in_line(libc::SYS_close, self.set as usize);
+    }
+}
+
 /// A system call that no library sees.
 fn in_line(number: libc::c_long, argument: usize) -> c_int {
-    // SAFETY: close, or memfd_create of a name that lives on.
-    unsafe { kernel::call(number, [argument, 0, 0, 0, 0, 0]).unwrap() as c_int }
+    in_line_with(number, [argument, 0, 0, 0, 0, 0])
+}
+
+fn in_line_with(number: libc::c_long, arguments: [usize; 6]) -> c_int {
+    // SAFETY: close, memfd_create or a call on an epoll set, of what lives on.
+    unsafe { kernel::call(number, arguments).unwrap() as c_int }
 }
 
 fn observer(c: &Ctx, port: u16, peer: Peer, what: &str) {

@@ -137,6 +137,17 @@ pub fn on_connect(fd: c_int) {
     errno::set(errno);
 }
 
+/// A send with MSG_FASTOPEN is about to connect the socket. If it fails, the socket can be connected later.
+#[cold]
+pub fn before_fast_open(fd: c_int) {
+    if let Entry::Socket(socket) = on_epoll_add(fd)
+        && socket.promotion.stage() == Stage::New
+    {
+        socket.promotion.set_connector();
+        socket.promotion.set_stage(Stage::Watching);
+    }
+}
+
 fn begin(fd: c_int, nonblocking: bool, direction: Direction) -> Option<&'static Socket> {
     if !instance::is_on() || !table::covers(fd) {
         return None;

@@ -86,6 +86,8 @@ pub fn set(fd: BorrowedFd<'_>, (level, name): Name, value: c_int) {
 const STATE: Name = (libc::IPPROTO_TCP, libc::TCP_INFO);
 /// How much has to be there before a socket is readable or a receive ends: 1 unless the program says otherwise.
 const LOW_WATER: Name = (libc::SOL_SOCKET, libc::SO_RCVLOWAT);
+/// From how many unsent bytes on there is no room to send (tcp(7)): 0, the system's, unless the program says otherwise.
+const UNSENT_LOW_WATER: Name = (libc::IPPROTO_TCP, 25);
 /// From where MSG_PEEK looks: -1 unless the program says otherwise.
 const PEEK_OFFSET: Name = (libc::SOL_SOCKET, libc::SO_PEEK_OFF);
 /// How fast is sent, in bytes a second: without a bound unless the program says otherwise.
@@ -106,8 +108,9 @@ pub const ZEROCOPY: Name = (libc::SOL_SOCKET, libc::SO_ZEROCOPY);
 pub const USER_TIMEOUT: Name = (libc::IPPROTO_TCP, libc::TCP_USER_TIMEOUT);
 
 /// The options with which sending or receiving is another thing in the kernel than on a link, and with which values.
-const BEYOND_LINKS: [(Name, Values); 8] = [
+const BEYOND_LINKS: [(Name, Values); 9] = [
     (LOW_WATER, |bytes| bytes != 1),
+    (UNSENT_LOW_WATER, |bytes| bytes != 0 && bytes != -1),
     (PEEK_OFFSET, |at| at >= 0),
     (PACE, |bytes| bytes != -1),
     ((libc::SOL_SOCKET, libc::SO_TIMESTAMP), is_on),
@@ -131,7 +134,9 @@ pub fn may_be_beyond_links(option: Name) -> bool {
 /// Whether one of those does. An accepted connection has its listener's.
 pub fn is_beyond_links(fd: BorrowedFd<'_>) -> bool {
     let is = |(name, is): &(Name, Values)| get(fd, *name).is_some_and(is);
-    BEYOND_LINKS.iter().any(is)
+    // With O_ASYNC the kernel sends a signal for what comes by TCP.
+    let has_signal = rustix::fs::fcntl_getfl(fd).is_ok_and(|flags| flags.bits() & libc::O_ASYNC.cast_unsigned() != 0);
+    has_signal || BEYOND_LINKS.iter().any(is)
 }
 
 /// Whether urgent data is next in TCP (tcp(7), SIOCATMARK).
@@ -209,6 +214,7 @@ mod tests {
         // By which name an option is set, to what, and to what then.
         let names = [
             (LOW_WATER, 5, 1),
+            (UNSENT_LOW_WATER, 16_384, 0),
             (PEEK_OFFSET, 0, -1),
             (PACE, 1_000_000, -1),
             ((libc::SOL_SOCKET, libc::SO_TIMESTAMP), 1, 0),

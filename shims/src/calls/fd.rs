@@ -1,5 +1,7 @@
 //! The calls that close, duplicate and control descriptors.
 
+use std::os::fd::BorrowedFd;
+
 use crate::calls::numbers::{lowest, lowest_from, onto};
 use crate::calls::report;
 use crate::closing;
@@ -201,11 +203,25 @@ unsafe extern "C" fn fcntl_on(real: FcntlFn, fd: c_int, command: c_int, argument
         return result;
     }
     match command {
-        libc::F_SETFL => lifecycle::set_nonblocking(fd, argument as c_int & libc::O_NONBLOCK != 0),
+        libc::F_SETFL => {
+            lifecycle::set_nonblocking(fd, argument as c_int & libc::O_NONBLOCK != 0);
+            if argument as c_int & libc::O_ASYNC != 0 {
+                on_async(fd);
+            }
+        }
         libc::F_DUPFD | libc::F_DUPFD_CLOEXEC => on_dup(fd, result),
         _ => {}
     }
     result
+}
+
+/// The program has set O_ASYNC: no signal tells of what comes by a link.
+#[cold]
+fn on_async(fd: c_int) {
+    if let Some(socket) = closing::connection(fd) {
+        // SAFETY: the program's own fd, in the middle of its call.
+        within(|| pass::on_option_beyond_links(socket, unsafe { BorrowedFd::borrow_raw(fd) }));
+    }
 }
 
 /// `ioctl(2)`. `argument` is arbitrary where the request has none.
@@ -238,6 +254,7 @@ unsafe extern "C" fn ioctl_on(real: IoctlFn, fd: c_int, request: c_ulong, argume
     unsafe {
         match request {
             libc::FIONBIO => lifecycle::set_nonblocking(fd, *value != 0),
+            libc::FIOASYNC if *value != 0 => on_async(fd),
             SIOCATMARK if closing::connection(fd).is_some_and(rx::comes_before_tcp) => *value = 0,
             // SIOCOUTQ has the same number.
             libc::TIOCOUTQ | SIOCOUTQNSD => {

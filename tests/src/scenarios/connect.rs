@@ -19,6 +19,50 @@ fn nonblocking_socket() -> c_int {
     call!(libc::socket(libc::AF_INET, libc::SOCK_STREAM | SOCK_NONBLOCK, 0)).ok()
 }
 
+/// A send with MSG_FASTOPEN connects: it is promoted as any connection.
+pub fn fast_open(c: &Ctx) {
+    fast_opened(c, |fd, port| {
+        let address = Addr::v4(port);
+        let first = b"first".as_ptr().cast();
+        let (to, len) = (address.ptr(), address.len);
+        c.ret("sendto", call!(libc::sendto(fd, first, 5, libc::MSG_FASTOPEN, to, len)));
+    });
+}
+
+/// With TCP_FASTOPEN_CONNECT connect() leaves the rest to the first send.
+pub fn fast_open_later(c: &Ctx) {
+    fast_opened(c, |fd, port| {
+        c.ret(
+            "set",
+            sys::set_int(fd, libc::IPPROTO_TCP, libc::TCP_FASTOPEN_CONNECT, 1),
+        );
+        c.ret("connect", sys::connect(fd, &Addr::v4(port)));
+        // It may be asked for meanwhile.
+        sys::pause_ms(30);
+        c.send(fd, b"first", 0);
+    });
+}
+
+fn fast_opened(c: &Ctx, connect: impl Fn(c_int, u16)) {
+    let (listener, port) = c.listener(4);
+    let fd = match listener {
+        Some(listener) => {
+            let fd = sys::accept4(listener, 0).ok();
+            c.recv_all(fd, 5);
+            sys::close(listener).ok();
+            fd
+        }
+        None => {
+            let fd = sys::tcp(libc::AF_INET);
+            connect(fd, port);
+            fd
+        }
+    };
+    c.warm_up(fd);
+    c.sync("warm");
+    c.close(fd);
+}
+
 /// Refused, blocking; the socket can be used again.
 pub fn refused(c: &Ctx) {
     let (_hold, port) = unused_port();

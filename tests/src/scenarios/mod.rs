@@ -116,8 +116,8 @@ pub fn all() -> Vec<Scenario> {
         calls: warm { send_forms, recv_forms, recvmmsg, by_handle, by_another_libc, fortified, zero_length, bad_addresses, vectors } cold { bad_fds, not_sockets }
         flags: warm { peek, peek_large, waitall, waitall_cut, waitall_nonblocking, trunc, dontwait, more, held_back, oob, oobinline, oob_meanwhile, oob_meanwhile_vectors, oob_meanwhile_sendfile, fionread, siocoutq, rcvlowat, rcvlowat_after_end, peek_offset, odd } cold { waitall_pieces, rcvlowat_of_listener }
         close: warm { half_by_client, half_by_server, shutdown_read, shutdown_both, shutdown_in_parts, shutdown_again, unread_data, unread_data_so_error, reset_keeps_received, linger_zero, linger_wait, sigpipe, send_after_close, sigpipe_kills, sent_before_close, leave_by_return, leave_by_exit, leave_by_immediate_exit, leave_by_exec, killed_at_rest, killed_with_unread_data, killed_sending, killed_receiving, killed_while_peer_waits, close_order } cold { read_shut_early, shut_on_the_way }
-        connect: warm { names, disconnect, listener_closed, accepted_late } cold { refused, refused_nonblocking, nonblocking, full_backlog, errors, accept_flags, reset_before_accept, closed_before_accept }
-        options: warm { matrix, errors, null_value, identity, tcp_info, strings, fcntl } cold {  }
+        connect: warm { fast_open, fast_open_later, names, disconnect, listener_closed, accepted_late } cold { refused, refused_nonblocking, nonblocking, full_backlog, errors, accept_flags, reset_before_accept, closed_before_accept }
+        options: warm { matrix, errors, null_value, identity, tcp_info, strings, fcntl, signal, unsent_low_water } cold { signal_before }
         timing: warm { rcvtimeo, sndtimeo, nonblock_shared, set_by_child, woken, full, full_epoll, blocked_send, blocked_send_reset, poll_timeout, early_and_late } cold {  }
         signals: warm { eintr, restart, partial, handler_writes, handler_storm, masks } cold {  }
         epoll: warm { level, edge, edge_mod, oneshot, exclusive, data_kept, control, closed_is_removed, dup_keeps_registration, fairness, hangups, edge_across_demotion } cold { blocking_reads, short_reads, counted_reads, oneshot_threads }
@@ -189,6 +189,9 @@ pub fn all() -> Vec<Scenario> {
     let changes_memory = |name: &str| name.starts_with("direct_memory_") || name == "direct_more_unmapped";
     for scenario in all.iter_mut().filter(|s| changes_memory(&s.name)) {
         scenario.device = "pins";
+    }
+    for scenario in all.iter_mut().filter(|s| s.name == "connect_fast_open_later") {
+        scenario.env.push(("RDMASOCK_PROMOTE_AFTER", "0".into()));
     }
     let into: Vec<_> = all.iter().flat_map(lent_into).collect();
     all.extend(into);
@@ -312,6 +315,7 @@ const NOT_IN_A_STORM: &[&str] = &[
     "capacity_announced",
     "close_shutdown_in_parts",
     "connect_accept_flags",
+    "options_unsent_low_water",
     "connect_closed_before_accept",
     "connect_errors",
     "connect_full_backlog",

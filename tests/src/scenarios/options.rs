@@ -1,5 +1,7 @@
 //! setsockopt, getsockopt, fcntl and ioctl: set and read back, on a live connection.
 
+use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
+
 use libc::{IPPROTO_TCP, SOL_SOCKET, c_int};
 
 use crate::ctx::Ctx;
@@ -296,5 +298,85 @@ pub fn null_value(c: &Ctx) {
         );
     }
     c.sync("done");
+    c.close(fd);
+}
+
+static SIGNALS: AtomicU32 = AtomicU32::new(0);
+
+extern "C" fn count(_: c_int) {
+    SIGNALS.fetch_add(1, SeqCst);
+}
+
+/// O_ASYNC on a promoted connection: the kernel signals what comes.
+pub fn signal(c: &Ctx) {
+    let fd = c.pair();
+    if c.is_server() {
+        own(c, fd);
+        let flags = call!(libc::fcntl(fd, libc::F_GETFL)).ok();
+        c.ret("O_ASYNC", call!(libc::fcntl(fd, libc::F_SETFL, flags | libc::O_ASYNC)));
+    }
+    signalled(c, fd);
+}
+
+/// The same, set by FIOASYNC before the connection could be promoted.
+pub fn signal_before(c: &Ctx) {
+    let fd = c.cold_pair();
+    if c.is_server() {
+        own(c, fd);
+        let on: c_int = 1;
+        c.ret("FIOASYNC", call!(libc::ioctl(fd, libc::FIOASYNC, &raw const on)));
+    }
+    c.sync("set");
+    // Long enough for a promotion to come about.
+    for _ in 0..5 {
+        c.warm_up(fd);
+        sys::pause_ms(10);
+    }
+    signalled(c, fd);
+}
+
+fn own(c: &Ctx, fd: c_int) {
+    sys::on_signal(libc::SIGIO, count, true);
+    c.ret("F_SETOWN", call!(libc::fcntl(fd, libc::F_SETOWN, libc::getpid())));
+}
+
+fn signalled(c: &Ctx, fd: c_int) {
+    for round in 0..3 {
+        SIGNALS.store(0, SeqCst);
+        c.sync("ready");
+        if c.is_server() {
+            let mut ms = 0;
+            while SIGNALS.load(SeqCst) == 0 && ms < 3000 {
+                sys::pause_ms(1);
+                ms += 1;
+            }
+            c.log(format_args!("round {round}: signalled {}", SIGNALS.load(SeqCst) > 0));
+            c.recv_all(fd, 100);
+        } else {
+            sys::send_all(fd, &data::pattern(round, 0, 100)).ok();
+        }
+        c.sync("read");
+    }
+    c.close(fd);
+}
+
+/// TCP_NOTSENT_LOWAT on a promoted connection: beyond what the window takes there is room for little more.
+pub fn unsent_low_water(c: &Ctx) {
+    let fd = c.pair();
+    if c.is_server() {
+        sys::set_int(fd, SOL_SOCKET, libc::SO_RCVBUF, 8192).ok();
+    }
+    c.sync("small");
+    if !c.is_server() {
+        c.ret("set", sys::set_int(fd, IPPROTO_TCP, libc::TCP_NOTSENT_LOWAT, 16_384));
+        sys::set_nonblocking(fd, true);
+        let mut taken = 0;
+        let piece = [1; 4096];
+        while sys::poll_one(fd, libc::POLLOUT, 300) != 0 && taken < 8_000_000 {
+            taken += sys::send(fd, &piece, 0).value.max(0);
+        }
+        c.log(format_args!("much is taken: {}", taken > 1_000_000));
+    }
+    c.sync("sent");
     c.close(fd);
 }

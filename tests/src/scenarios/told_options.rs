@@ -15,7 +15,7 @@ use crate::sys;
 /// linux/tcp.h; the control message has the same number.
 const TCP_INQ: c_int = 36;
 
-const KEPT: [(&str, c_int, c_int, c_int); 26] = [
+const KEPT: [(&str, c_int, c_int, c_int); 25] = [
     ("TCP_NODELAY", IPPROTO_TCP, libc::TCP_NODELAY, 1),
     ("TCP_CORK", IPPROTO_TCP, libc::TCP_CORK, 1),
     ("TCP_KEEPIDLE", IPPROTO_TCP, libc::TCP_KEEPIDLE, 31),
@@ -24,7 +24,6 @@ const KEPT: [(&str, c_int, c_int, c_int); 26] = [
     ("TCP_USER_TIMEOUT", IPPROTO_TCP, libc::TCP_USER_TIMEOUT, 50_000),
     ("TCP_SYNCNT", IPPROTO_TCP, libc::TCP_SYNCNT, 3),
     ("TCP_LINGER2", IPPROTO_TCP, libc::TCP_LINGER2, 10),
-    ("TCP_NOTSENT_LOWAT", IPPROTO_TCP, libc::TCP_NOTSENT_LOWAT, 16_384),
     ("TCP_WINDOW_CLAMP", IPPROTO_TCP, libc::TCP_WINDOW_CLAMP, 60_000),
     ("TCP_DEFER_ACCEPT", IPPROTO_TCP, libc::TCP_DEFER_ACCEPT, 5),
     ("TCP_FASTOPEN_CONNECT", IPPROTO_TCP, libc::TCP_FASTOPEN_CONNECT, 1),

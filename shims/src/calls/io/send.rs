@@ -3,6 +3,7 @@
 use super::shape::{call, vector_at};
 use crate::iov::Iov;
 use crate::jump::within;
+use crate::lifecycle;
 use crate::pass;
 use crate::real::{self, SendFn, SendMmsgFn, SendMsgFn, SendToFn, VectorFlagsFn, VectorFn, WriteFn};
 use crate::socket::Socket;
@@ -60,7 +61,9 @@ call! {
     pub fn sendto(
         SendToFn, fd, buf: *const c_void, len: size_t, flags: c_int, address: *const sockaddr, address_len: socklen_t
     ) -> ssize_t;
+    before before_fast_open(fd, flags);
     fn sendto_on(socket, _plain, kernel) {
+        before_fast_open(fd, flags);
         // SAFETY: the program's buffer.
         unsafe { tx::send(socket, fd, &mut Iov::one(buf, len), flags, &kernel) }
     }
@@ -69,8 +72,9 @@ call! {
 call! {
     /// `sendmsg(2)`.
     pub fn sendmsg(SendMsgFn, fd, message: *const msghdr, flags: c_int) -> ssize_t;
-    before pass::before_passing(message);
+    before { pass::before_passing(message); before_fast_open(fd, flags) };
     fn sendmsg_on(socket, _plain, kernel) {
+        before_fast_open(fd, flags);
         // SAFETY: checked for plausibility; the program's own.
         let array = unsafe {
             crate::iov::plausible(message)
@@ -90,10 +94,18 @@ call! {
 call! {
     /// `sendmmsg(2)`.
     pub fn sendmmsg(SendMmsgFn, fd, messages: *mut mmsghdr, count: c_uint, flags: c_int) -> c_int;
-    before pass::before_passing_many(messages, count);
+    before { pass::before_passing_many(messages, count); before_fast_open(fd, flags) };
     fn sendmmsg_on(socket, _plain, _kernel) {
         // SAFETY: the caller's arguments, as they are.
         unsafe { send_messages(socket, fd, messages, count, flags) }
+    }
+}
+
+/// With MSG_FASTOPEN a send connects the socket first.
+#[inline]
+fn before_fast_open(fd: c_int, flags: c_int) {
+    if flags & libc::MSG_FASTOPEN != 0 {
+        within(|| lifecycle::before_fast_open(fd));
     }
 }
 

@@ -2,15 +2,17 @@
 //! other host may not have, a signal handler that has interrupted a use of the object.
 
 use std::ffi::c_int;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::atomic::{
     AtomicBool,
     Ordering::{Acquire, Release, SeqCst},
 };
 
 use rdmasock_core::lock::Guard;
+use rdmasock_core::os::kernel;
 use rdmasock_core::os::privatefd::{self, PrivateFd};
 use rdmasock_core::stats::Reason;
+use rustix::net::{self, AddressFamily, SocketFlags, SocketType};
 
 use crate::anchor;
 use crate::closing::Told;
@@ -52,6 +54,42 @@ pub fn release(socket: &'static Socket, fd: c_int) -> Farewell {
         return Farewell::NONE;
     }
     end(socket, control)
+}
+
+/// Before the program closes `fd`, or puts another file in its place. A call of another thread that begins between the
+/// removal from the table and the kernel's close goes to the kernel. Where markers may come, it finds a dead socket
+/// there.
+pub fn hide_markers(socket: &'static Socket, fd: c_int) {
+    if socket.rx_mode.load(Acquire) != Mode::Marked {
+        return;
+    }
+    let Some(control) = socket.control.lock() else {
+        return;
+    };
+    if control.own.fds[..] != [fd] || !socket.numbers.is_behind(fd) {
+        return;
+    }
+    let dead = PrivateFd::open(|| {
+        let flags = SocketFlags::CLOEXEC;
+        let dead = net::socket_with(AddressFamily::UNIX, SocketType::DGRAM, flags, None)?;
+        net::shutdown(&dead, net::Shutdown::Read).map(|()| dead)
+    });
+    if let Ok(dead) = dead
+        && move_anchor(socket)
+    {
+        // SAFETY: two numbers and a flag; the program is about to close `fd` itself.
+        let _ = unsafe {
+            let numbers = [
+                dead.as_raw_fd() as usize,
+                fd as usize,
+                libc::O_CLOEXEC as usize,
+                0,
+                0,
+                0,
+            ];
+            kernel::call(libc::SYS_dup3, numbers)
+        };
+    }
 }
 
 /// `fd` was closed where no hook saw it, and may stand for another file already. It is not in the table any more, and

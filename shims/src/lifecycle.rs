@@ -197,6 +197,9 @@ fn drop_entry(entry: Entry, fd: c_int) {
 /// Before the kernel closes `fd`. Gives who is to be told when it has.
 pub fn before_close(fd: c_int) -> Farewell {
     let errno = errno::get();
+    if let Some(socket) = table::socket(fd) {
+        close::hide_markers(socket, fd);
+    }
     let farewell = release(table::put(fd, Entry::None), fd);
     errno::set(errno);
     farewell

@@ -361,9 +361,10 @@ impl Epoll {
             self.own.store(own.release(), Release);
         }
         let waiter = self.waiter().or_else(|| {
-            let waiter = library.waiters.acquire_queue()?;
-            // What its last owner was rung for is not to make this set readable.
+            let waiter = library.waiters.acquire_for_set()?;
+            // What its last owner was rung for is not to make this set readable. Another set may have it too.
             library.waiters.quiet(waiter);
+            library.waiters.ring_if_sleeping(waiter);
             Some(waiter)
         });
         if let (Some(waiter), Some(kernel_fd)) = (waiter, self.kernel_fd())

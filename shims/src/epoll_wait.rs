@@ -14,6 +14,7 @@ use std::ffi::c_int;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
 use rdmasock_core::cycles;
+use rdmasock_core::os::thread;
 use rdmasock_core::stats::Call;
 
 use crate::duty;
@@ -126,6 +127,7 @@ impl Epoll {
         real: &impl Fn(c_int, *mut libc::epoll_event, c_int, Timeout) -> c_int,
     ) -> c_int {
         let mut visit = Visit::new(self, fd);
+        let handlers = thread::current().handlers();
         let deadline = timeout.deadline();
         let mut all = Results {
             events,
@@ -229,8 +231,14 @@ impl Epoll {
             point!("epoll: is about to sleep");
             let page = Library::get().stats;
             let record = Record::begin(page, waiter, Call::Epoll, None, 0);
-            let hand_over = || asleep.iter().for_each(Asleep::hand_over);
-            let n = duty::on_duty(&hand_over, || real(visit.number(), events, max, deadline.left()));
+            // A signal handler that has run since the call began ends it after a last look, as in the kernel.
+            let is_interrupted = thread::current().handlers() != handlers;
+            let left = if is_interrupted { Timeout::ZERO } else { deadline.left() };
+            let hand_over = || {
+                asleep.iter().for_each(Asleep::hand_over);
+                waiters.ring(waiter);
+            };
+            let n = duty::on_duty(&hand_over, || real(visit.number(), events, max, left));
             let errno = crate::errno::get();
             point!("epoll: is awake");
             drop(record);
@@ -243,6 +251,9 @@ impl Epoll {
             }
             if kept > 0 {
                 return self.with_ours(&visit, &all, kept);
+            }
+            if is_interrupted {
+                return crate::errno::fail(libc::EINTR);
             }
             if deadline.is_over() {
                 // Something may have come with the last tick.

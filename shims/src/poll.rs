@@ -9,7 +9,7 @@ use std::os::fd::AsRawFd;
 use libc::{nfds_t, pollfd};
 use rdmasock_core::fabric::asleep::Slots;
 use rdmasock_core::fabric::waiter::WaiterId;
-use rdmasock_core::os::kernel;
+use rdmasock_core::os::{kernel, thread};
 use rdmasock_core::stats::Call;
 use smallvec::SmallVec;
 
@@ -26,7 +26,7 @@ use crate::socket::{Socket, Stage};
 use crate::spin::{Peers, Spinner};
 use crate::table::{self, Entry, Token};
 use crate::time::Timeout;
-use crate::wait::{Record, Sleeper};
+use crate::wait::{Record, Sleeper, prefer_tcp};
 
 /// Reported whether asked for or not.
 const ALWAYS: u32 = (libc::POLLERR | libc::POLLHUP) as u32;
@@ -98,6 +98,7 @@ fn poll_slow(set: &mut [pollfd], timeout: Timeout, real: &impl Fn(*mut pollfd, n
     if copy.try_reserve(set.len() + 1).is_err() || tokens.try_reserve(set.len()).is_err() {
         return errno::fail(libc::ENOMEM);
     }
+    let handlers = thread::current().handlers();
     // What the numbers stand for. As in the kernel they are looked up when the call begins, and again when something is
     // there or the time is over; what gets a number meanwhile is none of its business.
     look_up(set, &mut tokens);
@@ -144,11 +145,11 @@ fn poll_slow(set: &mut [pollfd], timeout: Timeout, real: &impl Fn(*mut pollfd, n
         let mut sleepers: Vec<(u32, Sleeper)> = Vec::new();
         let has_memory = set.len() <= SLEEPERS || sleepers.try_reserve(set.len()).is_ok();
         let Some(waiter) = has_memory.then(|| waiters.acquire_polling()).flatten() else {
-            // Out of waiters or memory: look every millisecond.
-            let step = match deadline.left() {
-                Timeout::Ns(ns) => Timeout::Ns(ns.min(1_000_000)),
-                Timeout::Forever => Timeout::Ns(1_000_000),
-            };
+            // Out of waiters or memory: the kernel is to wake the thread. Until all are on TCP it looks every millisecond.
+            let left = deadline.left();
+            let mut entries = set.iter().zip(&copy).zip(&tokens);
+            let is_kernels = stay_on_tcp(set) && !entries.any(|((p, c), token)| has_moved(p, c, *token));
+            let step = if is_kernels { left } else { left.at_most(1_000_000) };
             let r = real(copy.as_mut_ptr(), n, step);
             if r < 0 {
                 return r;
@@ -157,6 +158,9 @@ fn poll_slow(set: &mut [pollfd], timeout: Timeout, real: &impl Fn(*mut pollfd, n
                 && let Some(ready) = merge(set, &copy, &tokens)
             {
                 return ready;
+            }
+            if thread::current().handlers() != handlers {
+                return errno::fail(libc::EINTR);
             }
             look_up(set, &mut tokens);
             spun = false;
@@ -188,18 +192,22 @@ fn poll_slow(set: &mut [pollfd], timeout: Timeout, real: &impl Fn(*mut pollfd, n
             continue;
         }
         point!("poll: is about to sleep");
-        // Without a sleeper or a socket that may become ours nobody rings.
-        let is_told = is_looked_on || !sleepers.is_empty();
+        // A signal handler that has run since the call began ends it after a last look, as in the kernel.
+        let is_interrupted = thread::current().handlers() != handlers;
+        let left = if is_interrupted { Timeout::ZERO } else { deadline.left() };
+        // Otherwise nothing rings: the kernel looks up every fd itself.
+        let is_told = is_looked_on || !sleepers.is_empty() || copy.iter().any(|p| p.fd < 0);
         let bell = waiters.doorbell(waiter).filter(|_| is_told);
         let bell = bell.map(|d| d.as_raw_fd());
         let completions = pollers.iter().map(|poller| poller.fd().as_raw_fd());
         let seats = Seats::take(&mut copy, bell.into_iter().chain(completions));
         let page = Library::get().stats;
         let record = (!sleepers.is_empty()).then(|| Record::begin(page, waiter, Call::Poll, None, 0));
-        let hand_over = || pollers.iter().for_each(Poller::leave);
-        let r = duty::on_duty(&hand_over, || {
-            real(copy.as_mut_ptr(), copy.len() as nfds_t, deadline.left())
-        });
+        let hand_over = || {
+            pollers.iter().for_each(Poller::leave);
+            waiters.ring(waiter);
+        };
+        let r = duty::on_duty(&hand_over, || real(copy.as_mut_ptr(), copy.len() as nfds_t, left));
         let error = errno::get();
         point!("poll: is awake");
         drop(record);
@@ -238,9 +246,23 @@ fn poll_slow(set: &mut [pollfd], timeout: Timeout, real: &impl Fn(*mut pollfd, n
             }
             look_up(set, &mut tokens);
             is_last = is_over;
+        } else if is_interrupted {
+            return errno::fail(libc::EINTR);
         }
         spun = is_for_others;
     }
+}
+
+/// Takes the connections to TCP for good. False if one of them may be the library's to report on still, or again.
+#[cold]
+fn stay_on_tcp(set: &[pollfd]) -> bool {
+    let sockets = || set.iter().filter_map(|p| table::socket(p.fd));
+    let is_there = |s: &Socket| {
+        let is_for_good = matches!(s.promotion.stage(), Stage::Pinned | Stage::Plain);
+        is_for_good && !ready::is_watched(s)
+    };
+    sockets().filter(|s| !is_there(s)).for_each(prefer_tcp);
+    sockets().all(is_there)
 }
 
 /// What the numbers stand for now.

@@ -16,6 +16,7 @@ use direct::Landing;
 use marked::{finish_on_tcp, from_marked, go_on, is_at_mark, leave, leave_scanned, scanned};
 use step::RecvStep;
 
+use std::cell::Cell;
 use std::ffi::c_int;
 use std::ops::ControlFlow::{self, Break, Continue};
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
@@ -23,6 +24,7 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 use libc::ssize_t;
 use rdmasock_core::fabric::ring::Wake;
 use rdmasock_core::lock::Guard;
+use rdmasock_core::os::thread;
 
 use crate::blocking;
 use crate::call::{Began, Call, Direction, Place, on_its_file};
@@ -65,10 +67,11 @@ pub unsafe fn recv(
     real: &impl Fn(c_int) -> ssize_t,
 ) -> ssize_t {
     let began = Began::now(socket, fd);
+    let handlers = thread::current().handlers_at_call();
     let mut taken = None;
     if socket.rx_mode.load(Acquire) != Mode::Tcp {
         // SAFETY: by this function's contract.
-        return unsafe { recv_slow(began, iov, flags, taken, real) };
+        return unsafe { recv_slow(began, iov, flags, (taken, handlers), real) };
     }
     if socket.promotion.stage() == Stage::Plain {
         let n = real(fd);
@@ -87,7 +90,7 @@ pub unsafe fn recv(
         }
     }
     // SAFETY: by this function's contract.
-    unsafe { recv_slow(began, iov, flags, taken, real) }
+    unsafe { recv_slow(began, iov, flags, (taken, handlers), real) }
 }
 
 /// The call has not begun yet, and its number stands for something else by now.
@@ -189,16 +192,18 @@ pub fn account(socket: &'static Socket, n: u64) {
     }
 }
 
-/// `taken`: the call is back from the kernel's receive with so many bytes, and still inside ([`plain`]).
+/// `taken`: the call is back from the kernel's receive with so many bytes, and still inside ([`plain`]). `handlers`: the
+/// thread's count of signal handlers when it began.
 // Not inlined: the forced unwind of pthread_cancel runs the call's destructor here (see `calls`).
 #[inline(never)]
 unsafe fn recv_slow(
     began: Began,
     iov: &mut Iov,
     flags: c_int,
-    taken: Option<usize>,
+    (taken, handlers): (Option<usize>, u32),
     real: &impl Fn(c_int) -> ssize_t,
 ) -> ssize_t {
+    let mut patience = wait::Patience::since(handlers);
     let mut call = Call::new(began, Direction::Receive);
     let socket = call.socket;
     if taken.is_some() {
@@ -219,7 +224,7 @@ unsafe fn recv_slow(
     }
     let mut landing = None;
     // SAFETY: by this function's contract.
-    let result = unsafe { recv_loop(&mut call, iov, flags, &mut got, real, &mut landing) };
+    let result = unsafe { recv_loop(&mut call, iov, flags, &mut got, real, (&mut landing, &mut patience)) };
     match landing.map_or(0, Landing::leave) {
         0 => result.unwrap_or_else(|| {
             let fd = call.fd;
@@ -248,13 +253,12 @@ unsafe fn recv_loop(
     flags: c_int,
     got: &mut usize,
     real: &impl Fn(c_int) -> ssize_t,
-    landing: &mut Option<Landing>,
+    (landing, patience): (&mut Option<Landing>, &mut wait::Patience),
 ) -> Option<ssize_t> {
     let socket = call.socket;
     let peek = flags & libc::MSG_PEEK != 0;
     let all = flags & libc::MSG_WAITALL != 0;
     let whole = *got + iov.len();
-    let mut patience = wait::Patience::default();
     let mut has_returned = false;
     pace::rest(socket, flags);
     loop {
@@ -326,9 +330,25 @@ unsafe fn recv_loop(
                     return Some(errno::fail(error));
                 }
                 if socket.enter_rx() {
+                    let is_held = call.is_held();
+                    let is_over = Cell::new(false);
+                    // The kernel does not know of a handler that has run since the call began to wait.
+                    let real = |fd| {
+                        is_over.set(is_held && patience.is_interrupted());
+                        if is_over.get() {
+                            errno::fail(libc::EINTR)
+                        } else {
+                            real(fd)
+                        }
+                    };
                     // SAFETY: as above.
-                    let went = on_its_file(call, |fd| unsafe { plain(socket, fd, iov, flags, real) });
+                    let went = on_its_file(call, |fd| unsafe { plain(socket, fd, iov, flags, &real) });
                     match went {
+                        Some(Break(_)) if is_over.get() => match patience.interrupt(socket, true) {
+                            Err(error) => return Some(errno::fail(error)),
+                            Ok(_) if patience.take_restart() && !call.is_named() => return None,
+                            Ok(_) => {}
+                        },
                         Some(Break(n)) => return Some(n),
                         Some(Continue(n)) => {
                             go_on(call);
@@ -374,7 +394,10 @@ unsafe fn recv_loop(
                 if landing.is_none() && !peek && flags & libc::MSG_TRUNC == 0 {
                     *landing = Landing::new(socket, iov);
                 }
-                match wait::wait_for::<Data>(socket, &mut patience) {
+                match wait::wait_for::<Data>(socket, patience) {
+                    Ok(_) if patience.take_restart() && (*got > 0 || !call.is_named()) => {
+                        return (*got > 0).then_some(*got as ssize_t);
+                    }
                     Ok(spun) => call.is_fresh = spun,
                     Err(error) => return Some(errno::after(*got, error)),
                 }

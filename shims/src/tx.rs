@@ -20,6 +20,7 @@ use cork::{delay_wake, is_more_to_come};
 use direct::Went;
 use room::{Room, no_room};
 
+use std::cell::Cell;
 use std::ffi::c_int;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 
@@ -356,9 +357,19 @@ unsafe fn send_loop(
                 if !call.is_held() && !call.is_named() {
                     return None;
                 }
+                let is_held = call.is_held();
+                let was_over = Cell::new(false);
+                // The kernel does not know of a handler that has run since the call began to wait.
+                let is_over = || {
+                    was_over.set(is_held && patience.is_interrupted());
+                    was_over.get()
+                };
                 if *sent > 0 && socket.enter_tx() {
                     let went = on_its_file(call, |fd| {
-                        in_kernel(socket, 0, false, || rest::send(socket, fd, iov, flags))
+                        in_kernel(socket, 0, false, || match is_over() {
+                            true => 0,
+                            false => rest::send(socket, fd, iov, flags),
+                        })
                     });
                     let taken = went.unwrap_or_else(|| {
                         leave(socket);
@@ -368,12 +379,23 @@ unsafe fn send_loop(
                 }
                 if *sent == 0 && socket.enter_tx() {
                     let went = on_its_file(call, |fd| {
-                        plain(socket, flags, blocking::is_quick(socket, flags), || real(fd))
+                        plain(socket, flags, blocking::is_quick(socket, flags), || match is_over() {
+                            true => errno::fail(libc::EINTR),
+                            false => real(fd),
+                        })
                     });
-                    return Some(went.unwrap_or_else(|| {
-                        leave(socket);
-                        errno::fail(libc::EBADF)
-                    }));
+                    match went {
+                        Some(_) if was_over.get() => match patience.interrupt(socket, false) {
+                            Err(error) => return Some(errno::fail(error)),
+                            Ok(_) if patience.take_restart() && !call.is_named() => return None,
+                            Ok(_) => continue,
+                        },
+                        Some(n) => return Some(n),
+                        None => {
+                            leave(socket);
+                            return Some(errno::fail(libc::EBADF));
+                        }
+                    }
                 }
             }
             SendStep::Full => {
@@ -390,8 +412,12 @@ unsafe fn send_loop(
                         Place::Moved | Place::Lost => return Some(errno::after(*sent, libc::EBADF)),
                     }
                 }
-                if let Err(error) = wait::wait_for::<Space>(socket, &mut patience) {
-                    return Some(errno::after(*sent, error));
+                match wait::wait_for::<Space>(socket, &mut patience) {
+                    Ok(_) if patience.take_restart() && (*sent > 0 || !call.is_named()) => {
+                        return (*sent > 0).then_some(*sent as ssize_t);
+                    }
+                    Ok(_) => {}
+                    Err(error) => return Some(errno::after(*sent, error)),
                 }
             }
         }

@@ -6,7 +6,9 @@ mod record;
 
 use libc::c_int;
 use rdmasock_core::fabric::waiter::WaiterId;
-use rdmasock_core::stats::Call;
+use rdmasock_core::os::thread;
+use rdmasock_core::stats::{Call, Reason};
+use rdmasock_core::stream::connection;
 
 use crate::blocking;
 use crate::closing;
@@ -24,21 +26,69 @@ use crate::waiters::Waiters;
 pub use record::Record;
 
 /// What one blocking call knows of its waits.
-#[derive(Default)]
+///
+/// The kernel looks for signals before each sleep, so a handler that runs at any moment of a call ends the call. Here
+/// handlers are counted from the beginning of the call: one may run while the thread spins, or before it sleeps again.
 pub struct Patience {
     /// How long it may still wait, by the socket's own time-out option. Looked up at the first wait.
     deadline: Option<Deadline>,
     /// The last sleep ended for others: there is nothing to spin for.
     was_for_others: bool,
+    /// The thread's count of handlers when the call began, or was restarted last.
+    handlers: u32,
+    /// Whether a wait has ended where the kernel restarts the call.
+    is_restarted: bool,
+}
+
+impl Default for Patience {
+    fn default() -> Self {
+        Self::since(thread::current().handlers_at_call())
+    }
 }
 
 impl Patience {
+    /// Of a call that began when the thread's count of handlers was `handlers`.
+    pub fn since(handlers: u32) -> Self {
+        Self {
+            deadline: None,
+            was_for_others: false,
+            handlers,
+            is_restarted: false,
+        }
+    }
+
     /// Of a call that does not wait for longer than this, whatever the socket's option says.
     pub fn at_most(bound: Timeout) -> Self {
         Self {
             deadline: Some(bound.deadline()),
-            was_for_others: false,
+            ..Self::since(thread::current().handlers())
         }
+    }
+
+    /// Whether a signal handler has run since the call began, or was restarted.
+    pub fn is_interrupted(&self) -> bool {
+        thread::current().handlers() != self.handlers
+    }
+
+    /// Whether the last wait has ended where the kernel restarts the call (SA_RESTART), which looks the fd up again. A
+    /// call that has moved bytes returns them instead.
+    pub fn take_restart(&mut self) -> bool {
+        std::mem::take(&mut self.is_restarted)
+    }
+
+    /// Ends a wait of a call that a handler has interrupted, for data or for space. `Err` is the errno that the call
+    /// fails with; else it is restarted ([`Self::take_restart`]).
+    #[cold]
+    pub fn interrupt(&mut self, socket: &Socket, is_data: bool) -> Result<bool, c_int> {
+        let thread = thread::current();
+        let bound = blocking::patience(socket, is_data);
+        let is_bounded = self.deadline.map_or(bound, |d| Some(d.left())) != Some(Timeout::Forever);
+        if is_bounded || thread.is_leaving() || !asleep::are_calls_restarted(thread.handled()) {
+            return Err(libc::EINTR);
+        }
+        self.handlers = thread.handlers();
+        self.is_restarted = true;
+        Ok(false)
     }
 }
 
@@ -67,6 +117,15 @@ pub fn wait_for<A: Wanted>(socket: &'static Socket, patience: &mut Patience) -> 
     within(|| wait_on::<A>(socket, patience))
 }
 
+/// Takes a connection to TCP for good, because nothing could wake a thread that waits for its link. What the program has
+/// not read follows.
+#[cold]
+pub fn prefer_tcp(socket: &'static Socket) {
+    if let Some(mut control) = socket.control.lock() {
+        connection::prefer_tcp(socket, &mut control, Reason::Resources);
+    }
+}
+
 /// Whether a call with these flags may wait; `Err` is the errno that it fails with otherwise.
 pub fn may_wait(socket: &Socket, flags: c_int) -> Result<(), c_int> {
     if flags & libc::MSG_DONTWAIT != 0 || socket.blocking.is_nonblocking() {
@@ -87,6 +146,9 @@ fn wait_on<A: Wanted>(socket: &'static Socket, patience: &mut Patience) -> Resul
         ready::progress(socket);
         A::is_worth_a_look(socket)
     };
+    if patience.is_interrupted() {
+        return patience.interrupt(socket, A::IS_DATA);
+    }
     let spins = !std::mem::take(&mut patience.was_for_others);
     let peers = Peers::new(socket.link().is_some_and(Link::is_remote));
     if spins && spinner.spin(spinner.bound(peers), come) || A::avoid_sleep(socket) {
@@ -105,7 +167,8 @@ fn wait_on<A: Wanted>(socket: &'static Socket, patience: &mut Patience) -> Resul
     // On a link to another host one of those who sleep is woken by what completes, and rings the others.
     let polls = remote.is_some_and(Remote::is_unpolled);
     let Some(mut lease) = Lease::new(waiters, polls) else {
-        // Out of waiters or fds: look now and then.
+        // Out of waiters or fds: the kernel is to wake the thread.
+        prefer_tcp(socket);
         let _ = rustix::thread::nanosleep(&rustix::time::Timespec {
             tv_sec: 0,
             tv_nsec: 1_000_000,
@@ -131,7 +194,8 @@ fn wait_on<A: Wanted>(socket: &'static Socket, patience: &mut Patience) -> Resul
             ready::progress(socket);
         }
         let is_for_others = matches!(slept, Ok(Slept::Completed)) && !A::is_worth_a_look(socket);
-        let goes_on = is_for_others && !deadline.is_over() && !socket.blocking.is_nonblocking();
+        let goes_on =
+            is_for_others && !deadline.is_over() && !socket.blocking.is_nonblocking() && !patience.is_interrupted();
         if !goes_on || !poller.as_ref().is_some_and(Poller::stays) {
             patience.was_for_others = is_for_others;
             break slept;
@@ -144,7 +208,11 @@ fn wait_on<A: Wanted>(socket: &'static Socket, patience: &mut Patience) -> Resul
         patience.was_for_others = true;
         standby.go_on();
     }
-    slept.map(|_| false)
+    match slept {
+        // What has come is looked for once more, as in the kernel.
+        Err(libc::EINTR) if patience.is_interrupted() => Ok(false),
+        slept => slept.map(|_| false),
+    }
 }
 
 /// What a sleep came to.
@@ -231,14 +299,18 @@ impl<'a> Lease<'a> {
         }
     }
 
-    /// Sleeps until the waiter is rung, or there is something for the poller. A cancellation point.
+    /// Sleeps until the waiter is rung, or there is something for the poller. A cancellation point. A signal handler
+    /// above the sleep ends it, also one that runs just before the kernel's call.
     fn sleep(&self, left: crate::time::Timeout, poller: Option<&Poller<'_>>) -> Result<Slept, c_int> {
+        let hand_over = || {
+            poller.into_iter().for_each(Poller::leave);
+            self.waiters.ring(self.waiter);
+        };
         let Some(bell) = self.waiters.doorbell(self.waiter) else {
-            asleep::on_futex(self.futex, self.ticket, left)?;
+            duty::on_duty(&hand_over, || asleep::on_futex(self.futex, self.ticket, left))?;
             return Ok(Slept::Rung);
         };
         let also = poller.map_or(bell, Poller::fd);
-        let hand_over = || poller.into_iter().for_each(Poller::leave);
         if !duty::on_duty(&hand_over, || asleep::on_two(bell, also, left))? {
             return Ok(Slept::Completed);
         }

@@ -3,7 +3,8 @@
 //! A *waiter* is what a peer can wake: a number that is the same on all links, what it sleeps on, and a
 //! flag that says whether somebody does. The flags of an instance lie in a page that peers map
 //! read-only. Waiter 0 is the service thread; 1..READY_QUEUES have a ready queue on each link and belong
-//! to epoll sets; those above belong to threads that sleep in one call, and are handed round.
+//! to epoll sets, as the next do without one; those above belong to threads that sleep in one call, and are handed
+//! round. A call for which there is none takes its connections back to TCP, where the kernel wakes it.
 //!
 //! Nothing that a waiter sleeps on is shared with a peer in a way that matters. A thread that sleeps in
 //! one call has a futex (`core::fabric::waiter`). A waiter that polls has an epoll set of its own, which
@@ -14,7 +15,7 @@
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::atomic::{
-    AtomicI32, AtomicU8,
+    AtomicI32, AtomicU8, AtomicU16,
     Ordering::{Acquire, Relaxed, Release},
 };
 
@@ -28,6 +29,9 @@ use rdmasock_core::sync::SleepFlag;
 use rustix::event::{EventfdFlags, epoll as kernel};
 use rustix::io::Errno;
 
+/// Waiters of epoll sets are below this number.
+const FURTHER_SETS: u16 = 256;
+
 /// The service thread's.
 pub const SERVICE: WaiterId = WaiterId(0);
 
@@ -36,7 +40,10 @@ pub const SERVICE: WaiterId = WaiterId(0);
 enum Kind {
     /// With a ready queue on each link.
     Queue,
-    /// Without one; sleeps on a doorbell.
+    /// Of an epoll set too, without one; sleeps on a doorbell. Where there are more sets, several share a number: a
+    /// ring wakes all of them, and each looks.
+    Set,
+    /// Of a thread in poll or select.
     Polling,
     /// Sleeps on a futex.
     Thread,
@@ -47,11 +54,14 @@ impl Kind {
         match self {
             // Number 0 is the service thread's.
             Self::Queue => (1, READY_QUEUES as u16),
-            Self::Polling => (READY_QUEUES as u16, POLLING),
+            Self::Set => (READY_QUEUES as u16, FURTHER_SETS),
+            Self::Polling => (FURTHER_SETS, POLLING),
             Self::Thread => (POLLING, MAX_WAITERS),
         }
     }
 }
+
+const KINDS: [Kind; 4] = [Kind::Queue, Kind::Set, Kind::Polling, Kind::Thread];
 
 /// The numbers of one kind that are not in use.
 struct Numbers {
@@ -72,7 +82,9 @@ impl Numbers {
 pub struct Waiters {
     page: FlagPage,
     page_fd: PrivateFd,
-    numbers: [Lock<Numbers>; 3],
+    numbers: [Lock<Numbers>; 4],
+    /// Times that an epoll set has got a number that another has too; wraps.
+    shared: AtomicU16,
     /// By number: what the waiter polls, and our own eventfd. Once made they are kept for as long as the
     /// instance lives.
     polled: Box<[AtomicI32]>,
@@ -91,7 +103,8 @@ impl Waiters {
         let this = Self {
             page: FlagPage::new(page).ok_or(Errno::INVAL)?,
             page_fd,
-            numbers: [Kind::Queue, Kind::Polling, Kind::Thread].map(Numbers::new),
+            numbers: KINDS.map(Numbers::new),
+            shared: AtomicU16::new(0),
             polled: none(),
             events: none(),
             onlookers: Onlookers::new(POLLING),
@@ -119,9 +132,16 @@ impl Waiters {
         self.page.flag(id)
     }
 
-    /// A waiter with a ready queue, if there is one left; else one without.
-    pub fn acquire_queue(&self) -> Option<WaiterId> {
-        self.take(Kind::Queue).or_else(|| self.take(Kind::Polling))
+    /// Returns a waiter for an epoll set: with a ready queue, if there is one left; else one without; else one that
+    /// other sets have too. `None` where there are no descriptors even for the first without.
+    pub fn acquire_for_set(&self) -> Option<WaiterId> {
+        let own = self.take(Kind::Queue).or_else(|| self.take(Kind::Set));
+        own.or_else(|| {
+            let (first, end) = Kind::Set.range();
+            let shared = self.shared.fetch_add(1, Relaxed);
+            let mut ids = (0..end - first).map(|n| WaiterId(first + shared.wrapping_add(n) % (end - first)));
+            ids.find(|id| self.doorbell(*id).is_some())
+        })
     }
 
     /// A waiter for a thread that is about to poll.
@@ -156,7 +176,7 @@ impl Waiters {
 
     /// Gives a waiter back. A late ring makes its next owner look once in vain.
     pub fn release(&self, id: WaiterId) {
-        let kind = [Kind::Queue, Kind::Polling, Kind::Thread]
+        let kind = KINDS
             .into_iter()
             .find(|kind| (kind.range().0..kind.range().1).contains(&id.0));
         if let Some(numbers) = kind.and_then(|kind| self.numbers.get(kind as usize))
@@ -334,10 +354,16 @@ mod tests {
     #[test]
     fn numbers_are_of_their_kind_and_end() {
         let waiters = Waiters::new().unwrap();
-        let queues: Vec<_> = (1..READY_QUEUES).map(|_| waiters.acquire_queue().unwrap()).collect();
+        let queues: Vec<_> = (1..READY_QUEUES).map(|_| waiters.acquire_for_set().unwrap()).collect();
         assert!(queues.iter().all(|id| id.queue_bits() != 0));
-        let beyond = waiters.acquire_queue().unwrap();
-        assert!(beyond.queue_bits() == 0 && beyond.is_polling());
+        let further: Vec<_> = (READY_QUEUES as u16..FURTHER_SETS)
+            .map(|_| waiters.acquire_for_set().unwrap().0)
+            .collect();
+        assert!(further.iter().copied().eq(READY_QUEUES as u16..FURTHER_SETS));
+        // Then they are shared, one after the other.
+        let shared: Vec<_> = further.iter().map(|_| waiters.acquire_for_set().unwrap().0).collect();
+        assert_eq!(shared, further);
+        assert_eq!(waiters.acquire_polling(), Some(WaiterId(FURTHER_SETS)));
         let threads: Vec<_> = std::iter::from_fn(|| waiters.acquire()).collect();
         assert_eq!(threads.len(), usize::from(MAX_WAITERS - POLLING));
         assert!(threads.iter().all(|id| !id.is_polling()));

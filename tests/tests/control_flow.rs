@@ -102,6 +102,22 @@ const PROGRAMS: &[Program] = &[
         arguments: &["400", "data", "late"],
     },
     Program {
+        name: "closing",
+        arguments: &["600"],
+    },
+    Program {
+        name: "idle",
+        arguments: &["1100", "recv"],
+    },
+    Program {
+        name: "idle",
+        arguments: &["900", "poll"],
+    },
+    Program {
+        name: "idle",
+        arguments: &["600", "epoll"],
+    },
+    Program {
         name: "last_thread",
         arguments: &["50", "exit"],
     },

@@ -19,10 +19,10 @@ use crate::os::memfd::{Access, MapError, Mapping};
 use crate::sync::SleepFlag;
 
 /// Most waiters that an instance has.
-pub const MAX_WAITERS: u16 = 1536;
+pub const MAX_WAITERS: u16 = 2048;
 
 /// Those below sleep in a system call that polls, on a doorbell; those from here on on a futex.
-pub const POLLING: u16 = 512;
+pub const POLLING: u16 = 1024;
 
 /// Where the futexes begin in the page.
 const BELLS_OFFSET: usize = MAX_WAITERS as usize * size_of::<SleepFlag>();

@@ -34,23 +34,25 @@ pub struct Thread {
     transits: Cell<u32>,
     /// Times for which it wants none under way.
     settles: Cell<u32>,
+    /// Count of signal handlers that have run; wraps.
+    handlers: AtomicU32,
     /// Signals that wait, a bit each; the kernel has them blocked.
     held: AtomicU64,
     /// A jump that waits; null if there is none.
     jump: Cell<*mut u8>,
     /// The innermost call that is made outside; null if there is none.
     outside: Cell<*const Outside>,
+    /// Signals whose handlers have run since the outermost call [began to count](Self::handlers_at_call), a bit each.
+    handled: AtomicU64,
     /// The frame of the signal handler that was last noted, by its `ucontext`, and where that returns to; 0 is none.
     handler: Cell<(usize, usize)>,
     /// Where the program had what it waits for written to last; 0 if nowhere.
     results: Cell<usize>,
-    /// Signals whose handlers have run since they were [taken](Self::take_handled), a bit each.
-    handled: AtomicU64,
     /// What the thread does for others while it sleeps; null if that is nothing.
     duty: Cell<*const ()>,
 }
 
-const BYTES: usize = 96;
+const BYTES: usize = 104;
 const _: () = assert!(size_of::<Thread>() <= BYTES);
 
 #[cfg(target_arch = "x86_64")]
@@ -98,6 +100,7 @@ pub fn current() -> &'static Thread {
                 due: AtomicU32::new(0),
                 transits: Cell::new(0),
                 settles: Cell::new(0),
+                handlers: AtomicU32::new(0),
                 held: AtomicU64::new(0),
                 jump: Cell::new(std::ptr::null_mut()),
                 outside: Cell::new(std::ptr::null()),
@@ -203,14 +206,32 @@ impl Thread {
         self.due.fetch_or(due::SIGNALS, Relaxed);
     }
 
-    /// The handler of a signal is about to run.
+    /// Counts the handler of a signal, which is about to run.
     pub fn note_handled(&self, bit: u64) {
         self.handled.fetch_or(bit, Relaxed);
+        self.handlers.fetch_add(1, Relaxed);
     }
 
-    /// The signals whose handlers have run since the last call of this.
-    pub fn take_handled(&self) -> u64 {
-        self.handled.swap(0, Relaxed)
+    /// Returns the count of handlers that have run. A call that compares it later knows whether a signal has come
+    /// meanwhile.
+    #[inline]
+    pub fn handlers(&self) -> u32 {
+        self.handlers.load(Relaxed)
+    }
+
+    /// Returns [`Self::handlers`] for a call that begins, and forgets the signals before it. The call of a signal
+    /// handler forgets none: the call beneath it needs them.
+    #[inline]
+    pub fn handlers_at_call(&self) -> u32 {
+        if self.outside.get().is_null() && self.handled() != 0 {
+            self.handled.store(0, Relaxed);
+        }
+        self.handlers()
+    }
+
+    /// Returns the signals whose handlers have run, a bit each.
+    pub fn handled(&self) -> u64 {
+        self.handled.load(Relaxed)
     }
 
     /// What the thread does for others while it sleeps, which somebody else is to do while it runs a signal handler.

@@ -30,6 +30,7 @@ pub fn splice(
     real: impl Fn() -> ssize_t,
 ) -> ssize_t {
     crate::reclaim::reclaim(socket);
+    let handlers = thread::current().handlers_at_call();
     loop {
         if socket.rx_mode.load(Acquire) == Mode::Tcp && socket.enter_rx() {
             // Should a scan begin while the call waits, its markers are in the pipe: so the socket is
@@ -50,7 +51,7 @@ pub fn splice(
         let mut iov = Iov::one(buf.as_mut_ptr().cast(), room);
         // SAFETY: the buffer has `room` bytes. The call is not reached: only the link and what
         // precedes a marker are read here.
-        let n = unsafe { recv_slow(Began::now(socket, fd), &mut iov, flags, None, &|_| LEFT) };
+        let n = unsafe { recv_slow(Began::now(socket, fd), &mut iov, flags, (None, handlers), &|_| LEFT) };
         if n == LEFT {
             continue;
         }

@@ -9,8 +9,7 @@ use crate::time::Timeout;
 
 /// Sleeps until `futex` no longer holds `ticket` or is woken. `Err` is the errno that the call fails with.
 ///
-/// Without a bound a signal ends or restarts the sleep just as it would the program's own call
-/// (SA_RESTART). With a bound the kernel's socket calls are never restarted, and neither is this.
+/// Without a bound the kernel restarts the sleep after a handler with SA_RESTART, with a bound never.
 pub fn on_futex(futex: *const u32, ticket: u32, left: Timeout) -> Result<(), c_int> {
     let timeout = left.to_timespec();
     let timeout = timeout.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
@@ -87,7 +86,7 @@ pub fn on_two(bell: BorrowedFd<'_>, also: BorrowedFd<'_>, left: Timeout) -> Resu
         revents: 0,
     });
     let thread = rdmasock_core::os::thread::current();
-    thread.take_handled();
+    let handlers = thread.handlers();
     // SAFETY: two entries, and a valid time-out or none.
     let n = crate::jump::outside(|| unsafe {
         crate::real::ppoll().cancellable()(
@@ -101,10 +100,9 @@ pub fn on_two(bell: BorrowedFd<'_>, also: BorrowedFd<'_>, left: Timeout) -> Resu
         0 => Err(libc::EAGAIN),
         n if n < 0 => {
             let error = crate::errno::get();
-            let restart = error == libc::EINTR
-                && timeout.is_none()
-                && !thread.is_leaving()
-                && are_calls_restarted(thread.take_handled());
+            // A handler that is counted is the caller's to answer.
+            let restart =
+                error == libc::EINTR && timeout.is_none() && thread.handlers() == handlers && are_calls_restarted(0);
             if restart { Ok(false) } else { Err(error) }
         }
         _ => Ok(set.first().is_some_and(|bell| bell.revents != 0)),
@@ -115,7 +113,7 @@ pub fn on_two(bell: BorrowedFd<'_>, also: BorrowedFd<'_>, left: Timeout) -> Resu
 /// a bit each. Without one it was a handler that is not led (`signals`): then all have to have SA_RESTART, but those of
 /// what the processor raises, which a thread that sleeps does not meet (Rust's runtime has some).
 #[cold]
-fn are_calls_restarted(handled: u64) -> bool {
+pub fn are_calls_restarted(handled: u64) -> bool {
     const RAISED: [c_int; 6] = [
         libc::SIGSEGV,
         libc::SIGBUS,

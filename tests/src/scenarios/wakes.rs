@@ -648,3 +648,66 @@ pub fn forked(c: &Ctx) {
         c.log(format_args!("child {}", sys::wait_child(child)));
     }
 }
+
+extern "C" fn nothing(_: c_int) {}
+
+/// In a call on a connection of which another thread puts a dead socket in the place, and then sends a signal, as Java
+/// closes one: the call ends by the signal, or finds the dead socket.
+pub fn replaced(c: &Ctx) {
+    let (listener, port) = c.listener(16);
+    let Some(listener) = listener else {
+        for _ in 0..MESSAGES {
+            let fd = sys::connected(&sys::Addr::v4(port));
+            let mut byte = [0];
+            while sys::recv(fd, &mut byte, 0).value == 1 {
+                sys::send(fd, &byte, libc::MSG_NOSIGNAL);
+            }
+            sys::close(fd).ok();
+        }
+        return;
+    };
+    let mut pair = [-1; 2];
+    call!(libc::socketpair(libc::AF_UNIX, libc::SOCK_STREAM, 0, pair.as_mut_ptr())).ok();
+    let [dead, other] = pair;
+    sys::close(other).ok();
+    sys::on_signal(libc::SIGUSR1, nothing, false);
+    sys::on_signal(libc::SIGUSR2, nothing, true);
+    for round in 0..MESSAGES {
+        let fd = sys::accept4(listener, 0).ok();
+        for message in 0..round / 3 {
+            sys::send_all(fd, &[message as u8]).ok();
+            assert_eq!(sys::recv_exact(fd, 1), [message as u8]);
+            think(message);
+        }
+        let me = AtomicUsize::new(0);
+        std::thread::scope(|s| {
+            let sleeper = s.spawn(|| {
+                me.store(call!(libc::pthread_self()).value as usize, SeqCst);
+                match round % 3 {
+                    0 => sys::poll_one(fd, libc::POLLIN, -1).into(),
+                    _ => sys::recv(fd, &mut [0; LEN], 0).value as c_int,
+                }
+            });
+            while me.load(SeqCst) == 0 {
+                std::thread::yield_now();
+            }
+            sys::pause_ms(if round % 2 == 0 { 0 } else { ON_ITS_WAY_MS });
+            if round % 4 < 2 {
+                call!(libc::shutdown(fd, libc::SHUT_WR)).ok();
+            }
+            call!(libc::dup2(dead, fd)).ok();
+            let signal = if round % 3 == 1 { libc::SIGUSR2 } else { libc::SIGUSR1 };
+            call!(libc::pthread_kill(me.load(SeqCst) as libc::pthread_t, signal)).ok();
+            let begun = std::time::Instant::now();
+            while !sleeper.is_finished() {
+                let is_late = begun.elapsed().as_millis() > AT_MOST_MS as u128;
+                assert!(!is_late, "sleeps on: round {round}");
+                sys::pause_ms(1);
+            }
+            let got = sleeper.join().unwrap();
+            assert!(round % 3 == 0 || got <= 0, "a byte that nobody has sent: round {round}");
+        });
+        sys::close(fd).ok();
+    }
+    c.log("every call has ended");
+}

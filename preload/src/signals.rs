@@ -1,4 +1,5 @@
-//! The hooks of the calls that install signal handlers. What they do is in `rdmasock_shims::signals`. Not here:
+//! The hooks of the calls that install signal handlers, and of `pthread_cancel`. What they do is in
+//! `rdmasock_shims::signals`. Not here:
 //! `siginterrupt` and `sigignore`, which libc makes of the handler that there is.
 
 #![allow(
@@ -55,5 +56,11 @@ hook! {
 hook! {
     unsafe fn __sysv_signal(number: c_int, handler: sighandler_t) -> sighandler_t => hook_sysv_signal_alias {
         calls::signal_once(real::__sysv_signal(), number, handler)
+    }
+}
+
+hook! {
+    unsafe fn pthread_cancel(thread: libc::pthread_t) -> c_int => hook_pthread_cancel {
+        calls::pthread_cancel(real::pthread_cancel(), thread)
     }
 }

@@ -32,6 +32,36 @@ pub fn within<R>(call: impl FnOnce() -> R) -> R {
     result
 }
 
+/// A cancellation point, for a call that may come to its end without one of libc's. No destructor is alive in the
+/// caller.
+#[inline(always)]
+pub fn cancellation_point() {
+    if thread::current().is_cancelled() {
+        be_cancelled();
+    }
+}
+
+unsafe extern "C-unwind" {
+    fn pthread_testcancel();
+}
+
+#[cold]
+#[inline(never)]
+fn be_cancelled() {
+    // Not in a handler that has interrupted a section: those do not wait for its end (`signals`).
+    if thread::current().depth() == 0 {
+        // SAFETY: what the forced unwind passes holds nothing.
+        unsafe { pthread_testcancel() };
+    }
+}
+
+/// [`within`], for a call that is a cancellation point.
+#[inline(always)]
+pub fn within_point<R>(call: impl FnOnce() -> R) -> R {
+    cancellation_point();
+    within(call)
+}
+
 /// Makes a call of libc's that may block, and has no destructor; a jump may leave it. EINTR then, and where the thread
 /// is on its way out already.
 pub fn outside<R: Failure, F: FnOnce() -> R>(call: F) -> R {

@@ -216,6 +216,9 @@ functions! {
     SignalFn = (c_int, sighandler_t) -> sighandler_t:
         signal, bsd_signal, ssignal, sigset, sysv_signal, __sysv_signal;
 
+    /// `pthread_cancel(thread)`
+    PthreadCancelFn = (libc::pthread_t) -> c_int: pthread_cancel;
+
     // Bytes in and out.
 
     /// `read(fd, buf, len)`

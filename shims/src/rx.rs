@@ -31,7 +31,7 @@ use crate::call::{Began, Call, Direction, Place, on_its_file};
 use crate::closing;
 use crate::errno;
 use crate::iov::Iov;
-use crate::jump::{or_if_cancelled, quick_or_if_cancelled, within};
+use crate::jump::{cancellation_point, or_if_cancelled, quick_or_if_cancelled, within};
 use crate::library::threshold_of;
 use crate::points::point;
 use crate::ready;
@@ -203,6 +203,7 @@ unsafe fn recv_slow(
     (taken, handlers): (Option<usize>, u32),
     real: &impl Fn(c_int) -> ssize_t,
 ) -> ssize_t {
+    cancellation_point();
     let mut patience = wait::Patience::since(handlers);
     let mut call = Call::new(began, Direction::Receive);
     let socket = call.socket;

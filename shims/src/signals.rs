@@ -21,7 +21,7 @@ use rdmasock_core::os::thread::{self, Thread};
 use crate::duty;
 use crate::handler;
 use crate::library::Library;
-use crate::real::{SigactionFn, SignalFn};
+use crate::real::{PthreadCancelFn, SigactionFn, SignalFn};
 use crate::vfork;
 
 const COUNT: usize = 65;
@@ -140,6 +140,47 @@ pub unsafe extern "C" fn signal_once(real: SignalFn, signal: c_int, handler: sig
     known_as(before, kept)
 }
 
+/// `pthread_cancel(3)`. Calls of the thread that do not come to a cancellation point of libc's look for it themselves
+/// (`jump::cancellation_point`).
+///
+/// # Safety
+/// As libc's.
+#[inline]
+pub unsafe extern "C" fn pthread_cancel(real: PthreadCancelFn, target: libc::pthread_t) -> c_int {
+    // SAFETY: the caller's argument, as it is.
+    unsafe {
+        thread::note_cancelled(target);
+        real(target)
+    }
+}
+
+unsafe extern "C-unwind" {
+    /// glibc's, declared as what may unwind.
+    fn pthread_setcanceltype(kind: c_int, old: *mut c_int) -> c_int;
+}
+
+/// PTHREAD_CANCEL_DEFERRED and PTHREAD_CANCEL_ASYNCHRONOUS of glibc's `pthread.h`.
+const DEFERRED: c_int = 0;
+const ASYNCHRONOUS: c_int = 1;
+
+/// Defers cancellation. Returns the type of before.
+///
+/// Nothing to drop: a thread whose type is asynchronous can be cancelled at each instruction of this.
+#[inline(never)]
+extern "C-unwind" fn defer_cancellation() -> c_int {
+    let mut old = DEFERRED;
+    // SAFETY: a valid type and place; what may be unwound here holds nothing.
+    unsafe { pthread_setcanceltype(DEFERRED, &raw mut old) };
+    old
+}
+
+/// Has cancellation be asynchronous again; a thread that was cancelled meanwhile ends here. Likewise.
+#[inline(never)]
+extern "C-unwind" fn undefer_cancellation() {
+    // SAFETY: likewise.
+    unsafe { pthread_setcanceltype(ASYNCHRONOUS, std::ptr::null_mut()) };
+}
+
 /// Where a signal is to go on: the program's handler, or 0 if it waits.
 ///
 /// # Safety
@@ -215,12 +256,16 @@ mod machine {
 mod machine {
     use std::arch::naked_asm;
 
-    use super::route;
+    use super::{defer_cancellation, route, undefer_cancellation};
 
     pub const CAN_ENTER: bool = true;
 
     /// The handler that the kernel calls. Nothing of it is on the stack when the program's runs: who unwinds a handler,
     /// or measures its stack, sees what it would see without it.
+    ///
+    /// Except above a call in which the thread can be cancelled at each instruction, as glibc before 2.41 has it in all
+    /// calls that block: there cancellation is deferred until the handler returns. It could end the thread in the
+    /// middle of a section of a call of the handler's.
     #[unsafe(naked)]
     pub extern "C" fn enter() {
         naked_asm!(
@@ -231,20 +276,46 @@ mod machine {
             ".cfi_def_cfa_offset 24",
             "push rdx",
             ".cfi_def_cfa_offset 32",
+            "call {defer}",
+            "mov rdx, qword ptr [rsp]",
+            "mov rsi, qword ptr [rsp + 8]",
+            "mov rdi, qword ptr [rsp + 16]",
+            "push rax",
+            ".cfi_def_cfa_offset 40",
+            "sub rsp, 8",
+            ".cfi_def_cfa_offset 48",
             "call {route}",
+            "add rsp, 8",
+            ".cfi_def_cfa_offset 40",
+            "pop rcx",
+            ".cfi_def_cfa_offset 32",
             "pop rdx",
             ".cfi_def_cfa_offset 24",
             "pop rsi",
             ".cfi_def_cfa_offset 16",
             "pop rdi",
             ".cfi_def_cfa_offset 8",
+            "test ecx, ecx",
+            "jnz 2f",
             "test rax, rax",
-            "jz 2f",
+            "jz 4f",
             "jmp rax",
             "2:",
+            "sub rsp, 8",
+            ".cfi_def_cfa_offset 16",
+            "test rax, rax",
+            "jz 3f",
+            "call rax",
+            "3:",
+            "call {undefer}",
+            "add rsp, 8",
+            ".cfi_def_cfa_offset 8",
+            "4:",
             "ret",
             ".cfi_endproc",
+            defer = sym defer_cancellation,
             route = sym route,
+            undefer = sym undefer_cancellation,
         )
     }
 }

@@ -34,7 +34,7 @@ use crate::call::{Began, Call, Direction, Place, on_its_file};
 use crate::closing;
 use crate::errno;
 use crate::iov::Iov;
-use crate::jump::{about_or_if_cancelled, outside, quick_or_if_cancelled, within};
+use crate::jump::{about_or_if_cancelled, cancellation_point, outside, quick_or_if_cancelled, within};
 use crate::library::{Library, threshold_of};
 use crate::mailbox::Command;
 use crate::ready;
@@ -262,6 +262,7 @@ fn interrupted() -> SendStep {
 // Not inlined: the forced unwind of pthread_cancel runs the call's destructor here (see `calls`).
 #[inline(never)]
 unsafe fn send_slow(began: Began, iov: &mut Iov, flags: c_int, real: &impl Fn(c_int) -> ssize_t) -> ssize_t {
+    cancellation_point();
     let mut call = Call::new(began, Direction::Send);
     let socket = call.socket;
     let mut sent = 0;

@@ -106,6 +106,14 @@ const PROGRAMS: &[Program] = &[
         arguments: &["600"],
     },
     Program {
+        name: "cancelled",
+        arguments: &["500", "handler"],
+    },
+    Program {
+        name: "cancelled",
+        arguments: &["2", "busy"],
+    },
+    Program {
         name: "idle",
         arguments: &["1100", "recv"],
     },

@@ -8,7 +8,9 @@
 //! that could not (`shims::jump`). A call of libc's that may block is made [outside](Outside), however deep it is.
 
 use std::cell::Cell;
-use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering::Relaxed, Ordering::SeqCst, compiler_fence};
+use std::sync::atomic::{
+    AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering::Relaxed, Ordering::SeqCst, compiler_fence,
+};
 
 use crate::os::kernel;
 
@@ -50,6 +52,8 @@ pub struct Thread {
     results: Cell<usize>,
     /// What the thread does for others while it sleeps; null if that is nothing.
     duty: Cell<*const ()>,
+    /// Whether `pthread_cancel` was called for the thread. Set by other threads.
+    cancelled: AtomicBool,
 }
 
 const BYTES: usize = 104;
@@ -108,12 +112,35 @@ pub fn current() -> &'static Thread {
                 results: Cell::new(0),
                 handled: AtomicU64::new(0),
                 duty: Cell::new(std::ptr::null()),
+                cancelled: AtomicBool::new(false),
             }
         };
     }
     // SAFETY: without a destructor it is valid for as long as the thread.
     THREAD.with(|t| unsafe { &*std::ptr::from_ref(t) })
 }
+
+/// Notes that the thread with this `pthread_t` is about to be cancelled: glibc's is the address of its thread control
+/// block, from which every thread's copy of a variable is at one distance.
+///
+/// # Safety
+/// The thread has not been joined.
+#[cfg(target_arch = "x86_64")]
+pub unsafe fn note_cancelled(pthread: libc::pthread_t) {
+    let own: usize;
+    // SAFETY: reads the calling thread's pointer to its own control block.
+    unsafe { std::arch::asm!("mov {}, qword ptr fs:[0]", out(reg) own, options(pure, readonly, nostack)) };
+    let at = std::ptr::from_ref(current()).wrapping_byte_offset((pthread as usize).wrapping_sub(own) as isize);
+    // SAFETY: the copy of that thread, which lives until it is joined. The field is atomic.
+    unsafe { (*at).cancelled.store(true, Relaxed) };
+}
+
+/// Does nothing: where a thread's copy is depends on the processor.
+///
+/// # Safety
+/// None.
+#[cfg(not(target_arch = "x86_64"))]
+pub unsafe fn note_cancelled(_: libc::pthread_t) {}
 
 /// A call that may block, and that a jump may leave; in the frame of whoever makes it.
 #[derive(Debug)]
@@ -259,6 +286,12 @@ impl Thread {
                 kernel::call(libc::SYS_rt_sigprocmask, [unblock, mask, 0, 8, 0, 0])
             };
         }
+    }
+
+    /// Whether `pthread_cancel` was called for the thread.
+    #[inline(always)]
+    pub fn is_cancelled(&self) -> bool {
+        self.cancelled.load(Relaxed)
     }
 
     /// Notes the frame of a signal handler, by its `ucontext`, and where that returns to.

@@ -3,7 +3,7 @@
 use crate::calls::numbers::lowest;
 use crate::closing;
 use crate::epoll::{Epoll, without_ours};
-use crate::jump::{outside, within};
+use crate::jump::{outside, within, within_point};
 use crate::library::Library;
 use crate::lifecycle;
 use crate::poll::{self, Sets};
@@ -35,7 +35,7 @@ unsafe extern "C" fn poll_on(fds: *mut pollfd, count: nfds_t, timeout: Timeout, 
     // SAFETY: `fds` has n entries.
     let call = |fds, n, left| unsafe { kernel_poll(fds, n, left, mask) };
     // SAFETY: the program's array.
-    within(|| unsafe { poll::poll(fds, count, timeout, call) })
+    within_point(|| unsafe { poll::poll(fds, count, timeout, call) })
 }
 
 /// What `poll` and `Sets::select` call: the kernel's ppoll(). (Not a function that gives `impl Fn`: such a
@@ -150,7 +150,7 @@ unsafe extern "C" fn select_on(sets: &Sets, timeout: *mut timeval) -> c_int {
     // SAFETY: `fds` has n entries.
     let call = |fds, n, left| unsafe { kernel_poll(fds, n, left, std::ptr::null()) };
     // SAFETY: the program's sets.
-    let result = within(|| unsafe { sets.select(time, call) });
+    let result = within_point(|| unsafe { sets.select(time, call) });
     if let (Some(tv), Timeout::Ns(ns)) = (given, time) {
         // Linux leaves what is left of the time.
         let left = ns.saturating_sub(crate::time::now_ns().saturating_sub(begun));
@@ -192,7 +192,7 @@ unsafe extern "C" fn pselect_on(sets: &Sets, timeout: Timeout, mask: *const sigs
     // SAFETY: `fds` has n entries.
     let call = |fds, n, left| unsafe { kernel_poll(fds, n, left, mask) };
     // SAFETY: the program's sets.
-    within(|| unsafe { sets.select(timeout, call) })
+    within_point(|| unsafe { sets.select(timeout, call) })
 }
 
 /// `epoll_create(2)`.
@@ -332,7 +332,7 @@ unsafe extern "C" fn epoll_wait_on(
         if t.is_zero() { call() } else { outside(call) }
     };
     // SAFETY: the program's array.
-    within(|| unsafe { set.wait(epoll, events, count, Timeout::from_ms(timeout), &call) })
+    within_point(|| unsafe { set.wait(epoll, events, count, Timeout::from_ms(timeout), &call) })
 }
 
 /// `epoll_pwait(2)`, time-out in ms.
@@ -389,7 +389,7 @@ unsafe extern "C" fn epoll_pwait_on(
         if t.is_zero() { call() } else { outside(call) }
     };
     // SAFETY: the program's array.
-    within(|| unsafe { set.wait(epoll, events, count, Timeout::from_ms(timeout), &call) })
+    within_point(|| unsafe { set.wait(epoll, events, count, Timeout::from_ms(timeout), &call) })
 }
 
 /// `epoll_pwait2(2)`.
@@ -463,5 +463,5 @@ unsafe extern "C" fn epoll_pwait2_on(
         if t.is_zero() { call() } else { outside(call) }
     };
     // SAFETY: the program's array.
-    within(|| unsafe { set.wait(epoll, events, count, time, &call) })
+    within_point(|| unsafe { set.wait(epoll, events, count, time, &call) })
 }

@@ -73,6 +73,40 @@ unsafe fn pass(message: *const msghdr) {
 /// through the kernel. Waits for the end of a handshake that is under way: a marker in flight must
 /// not become somebody else's data.
 pub fn release(socket: &'static Socket, reason: Reason) {
+    withdraw(socket, reason);
+    let is_staying = match socket.control.lock() {
+        Some(control) => connection::resume::is_staying(&control),
+        None => false,
+    };
+    if is_staying || socket.rx_mode.load(Acquire) == Mode::Marked {
+        // The new holder would read a marker as data, or miss what was before it.
+        tracing::warn!(target: "rdmasock", slot = socket.slot, %reason, "the peer does not answer, and the socket cannot follow: reset");
+        crate::reset::reset(socket);
+        if let Some(mut rx) = socket.rx.lock() {
+            rx.aside = Vec::new();
+        }
+    }
+    keep(socket);
+}
+
+/// Takes the socket back to TCP as [`release`] does, for this process: where the peer does not answer in time, the
+/// program's calls go on waiting for it.
+#[cold]
+pub fn keep_on_tcp(socket: &'static Socket, reason: Reason) {
+    let errno = errno::get();
+    withdraw(socket, reason);
+    if !is_on_link(socket) {
+        keep(socket);
+    }
+    errno::set(errno);
+}
+
+fn keep(socket: &'static Socket) {
+    socket.promotion.set_stage(Stage::Pinned);
+    socket.promotion.holders.on_returned();
+}
+
+fn withdraw(socket: &'static Socket, reason: Reason) {
     reclaim(socket);
     // An attempt that has come so far goes on to its end: what its peer sends meanwhile can be had from the link.
     wait_until(|| connection::press_on(socket));
@@ -94,20 +128,6 @@ pub fn release(socket: &'static Socket, reason: Reason) {
         }
         !is_on_link(socket)
     });
-    let is_staying = match socket.control.lock() {
-        Some(control) => connection::resume::is_staying(&control),
-        None => false,
-    };
-    if is_staying || socket.rx_mode.load(Acquire) == Mode::Marked {
-        // The new holder would read a marker as data, or miss what was before it.
-        tracing::warn!(target: "rdmasock", slot = socket.slot, %reason, "the peer does not answer, and the socket cannot follow: reset");
-        crate::reset::reset(socket);
-        if let Some(mut rx) = socket.rx.lock() {
-            rx.aside = Vec::new();
-        }
-    }
-    socket.promotion.set_stage(Stage::Pinned);
-    socket.promotion.holders.on_returned();
 }
 
 /// Another program will have a copy of `fd`: the connection behind it goes back to TCP for good.

@@ -93,7 +93,7 @@ const PEEK_OFFSET: Name = (libc::SOL_SOCKET, libc::SO_PEEK_OFF);
 /// How fast is sent, in bytes a second: without a bound unless the program says otherwise.
 const PACE: Name = (libc::SOL_SOCKET, libc::SO_MAX_PACING_RATE);
 /// SO_TIMESTAMP, SO_TIMESTAMPNS and SO_TIMESTAMPING with a 64-bit time_t (linux/socket.h): when packets have come or
-/// gone, for recvmsg. The first two are not the same to the kernel as those of libc's constants; of the third there is
+/// gone, for recvmsg, the last also for sends. The first two are not the same to the kernel as those of libc's constants; of the third there is
 /// one state.
 const NEW_TIMESTAMP: c_int = 63;
 const NEW_TIMESTAMPNS: c_int = 64;
@@ -108,22 +108,28 @@ pub const ZEROCOPY: Name = (libc::SOL_SOCKET, libc::SO_ZEROCOPY);
 pub const USER_TIMEOUT: Name = (libc::IPPROTO_TCP, libc::TCP_USER_TIMEOUT);
 
 /// The options with which sending or receiving is another thing in the kernel than on a link, and with which values.
-const BEYOND_LINKS: [(Name, Values); 9] = [
+const BEYOND_LINKS: [(Name, Values); 5] = [
     (LOW_WATER, |bytes| bytes != 1),
     (UNSENT_LOW_WATER, |bytes| bytes != 0 && bytes != -1),
     (PEEK_OFFSET, |at| at >= 0),
     (PACE, |bytes| bytes != -1),
-    ((libc::SOL_SOCKET, libc::SO_TIMESTAMP), is_on),
-    ((libc::SOL_SOCKET, NEW_TIMESTAMP), is_on),
-    ((libc::SOL_SOCKET, libc::SO_TIMESTAMPNS), is_on),
-    ((libc::SOL_SOCKET, NEW_TIMESTAMPNS), is_on),
-    ((libc::SOL_SOCKET, libc::SO_TIMESTAMPING), is_on),
+    ((libc::SOL_SOCKET, libc::SO_TIMESTAMPING), |flags| flags != 0),
 ];
+
+/// The options with which a receive with room for control data is told when the data came; no other call is.
+const STAMPS: [c_int; 4] = [libc::SO_TIMESTAMP, NEW_TIMESTAMP, libc::SO_TIMESTAMPNS, NEW_TIMESTAMPNS];
 
 type Values = fn(c_int) -> bool;
 
-fn is_on(value: c_int) -> bool {
-    value != 0
+/// Whether the option is one of those by which receives are told when data came.
+pub fn is_stamp((level, name): Name) -> bool {
+    level == libc::SOL_SOCKET && STAMPS.contains(&name)
+}
+
+/// Whether receives are told when data came. An accepted connection has its listener's options.
+pub fn stamps(fd: BorrowedFd<'_>) -> bool {
+    let is_on = |name: &c_int| get(fd, (libc::SOL_SOCKET, *name)).is_some_and(|value| value != 0);
+    STAMPS.iter().any(is_on)
 }
 
 /// Whether an option may make sending or receiving another thing than it is on a link.
@@ -217,10 +223,6 @@ mod tests {
             (UNSENT_LOW_WATER, 16_384, 0),
             (PEEK_OFFSET, 0, -1),
             (PACE, 1_000_000, -1),
-            ((libc::SOL_SOCKET, libc::SO_TIMESTAMP), 1, 0),
-            ((libc::SOL_SOCKET, NEW_TIMESTAMP), 1, 0),
-            ((libc::SOL_SOCKET, libc::SO_TIMESTAMPNS), 1, 0),
-            ((libc::SOL_SOCKET, NEW_TIMESTAMPNS), 1, 0),
             ((libc::SOL_SOCKET, libc::SO_TIMESTAMPING), 1 << 3, 0),
             ((libc::SOL_SOCKET, NEW_TIMESTAMPING), 1 << 3, 0),
         ];
@@ -232,6 +234,15 @@ mod tests {
             assert!(is_beyond_links(fd), "{name:?}");
             set(fd, name, off);
             assert!(!is_beyond_links(fd), "{name:?}");
+        }
+        for name in STAMPS.map(|name| (libc::SOL_SOCKET, name)) {
+            let socket = TcpListener::bind("127.0.0.1:0").unwrap();
+            let fd = socket.as_fd();
+            assert!(!stamps(fd) && is_stamp(name) && !may_be_beyond_links(name));
+            set(fd, name, 1);
+            assert!(stamps(fd) && !is_beyond_links(fd), "{name:?}");
+            set(fd, name, 0);
+            assert!(!stamps(fd), "{name:?}");
         }
     }
 }

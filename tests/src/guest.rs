@@ -47,6 +47,13 @@ fn server(what: &[String]) -> bool {
     for word in what.iter().filter(is_later) {
         match word.as_str() {
             "exec" => exec(listener),
+            "stamps" => say(&outcome(sys::set_int(
+                listener,
+                libc::SOL_SOCKET,
+                libc::SO_TIMESTAMP,
+                1,
+            ))),
+            "low water" => say(&outcome(sys::set_int(listener, libc::SOL_SOCKET, libc::SO_RCVLOWAT, 2))),
             word => say(&act(word)),
         }
     }

@@ -419,6 +419,9 @@ pub unsafe extern "C" fn setsockopt(
             if level == libc::SOL_SOCKET && matches!(name, libc::SO_SNDBUF | libc::SO_SNDBUFFORCE) {
                 tx::on_buffer_size(socket);
             }
+            if sockopt::is_stamp((level, name)) {
+                socket.options.forget_stamps();
+            }
             if result == 0 && sockopt::may_be_beyond_links((level, name)) {
                 // SAFETY: the program's own fd, in the middle of its call.
                 pass::on_option_beyond_links(socket, unsafe { BorrowedFd::borrow_raw(fd) });

@@ -1,18 +1,22 @@
 //! recv() and its kin.
 
 use std::cell::Cell;
+use std::os::fd::BorrowedFd;
 use std::sync::atomic::Ordering::Acquire;
+
+use rdmasock_core::stats::Reason;
 
 use super::errqueue;
 use super::shape::{call, fortified, vector_at};
 use crate::errno;
 use crate::iov::Iov;
 use crate::jump::within;
+use crate::pass;
 use crate::real::{self, ReadChkFn, ReadFn, RecvChkFn, RecvFn, RecvFromChkFn, RecvFromFn, RecvMmsgFn, RecvMsgFn};
 use crate::real::{VectorFlagsFn, VectorFn};
 use crate::reset;
 use crate::rx;
-use crate::socket::{Mode, Socket};
+use crate::socket::{Mode, Socket, Stage};
 use crate::table;
 use crate::time::Timeout;
 
@@ -137,6 +141,13 @@ unsafe fn receive_message(
 ) -> ssize_t {
     // SAFETY: by the contract.
     let room = unsafe { (*message).msg_controllen };
+    if room > 0 && !matches!(socket.promotion.stage(), Stage::Pinned | Stage::Plain) {
+        // SAFETY: the program's number, in the middle of its call, and one of a socket.
+        if socket.options.stamps(unsafe { BorrowedFd::borrow_raw(fd) }) {
+            // Only the kernel knows when the data came.
+            within(|| pass::keep_on_tcp(socket, Reason::Unsupported));
+        }
+    }
     let was_plain = socket.rx_mode.load(Acquire) == Mode::Tcp;
     let is_kernels = Cell::new(false);
     // SAFETY: the program's buffers.

@@ -8,11 +8,11 @@ use crate::rendezvous::{diag, route};
 
 /// Reads an answer of sock_diag(7): state and uid of a socket.
 pub fn sock_diag(bytes: &[u8]) -> Result<(u8, u32), Errno> {
-    diag::parse(bytes)
+    diag::parse(bytes).map(|socket| (socket.state, socket.uid))
 }
 
 /// Finds a listening socket in the text of /proc/net/tcp or tcp6.
-pub fn proc_net_tcp(text: &str, server: SocketAddr) -> diag::ListenerOwner {
+pub fn proc_net_tcp(text: &str, server: SocketAddr) -> diag::Owner {
     diag::find_listener(text, server)
 }
 

@@ -9,7 +9,7 @@ use std::str::FromStr;
 
 use rustix::io::Errno;
 use rustix::rand::{GetRandomFlags, getrandom};
-use zerocopy::little_endian::U16;
+use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 /// Bytes in an instance id, a nonce and a cookie.
@@ -202,11 +202,14 @@ impl fmt::Display for Vqpn {
 /// The 4-tuple of a TCP connection as both ends see it.
 ///
 /// Normalised on the way in: an IPv4-mapped IPv6 address becomes the IPv4 address, flow label and
-/// scope id are dropped (the scope id is an interface index, which only one host understands).
+/// scope id are dropped. Within a host the same addresses and ports may be those of several connections:
+/// [`Tuple::at`] says which of them it is. Between hosts nothing more is known.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Tuple {
     connector: SocketAddr,
     acceptor: SocketAddr,
+    namespace: u64,
+    device: u32,
 }
 
 impl Tuple {
@@ -215,7 +218,31 @@ impl Tuple {
         Self {
             connector: normalise(connector),
             acceptor: normalise(acceptor),
+            namespace: 0,
+            device: 0,
         }
+    }
+
+    /// The same addresses in the network namespace with this cookie (SO_NETNS_COOKIE; 0 where the kernel has none),
+    /// of sockets that are bound to the interface with this index (SO_BINDTOIFINDEX; 0 if to none).
+    ///
+    /// The kernel binds to an interface what has a link-local address or belongs to a VRF.
+    pub const fn at(self, namespace: u64, device: u32) -> Self {
+        Self {
+            namespace,
+            device,
+            ..self
+        }
+    }
+
+    /// The cookie of the network namespace; 0 if it is not known.
+    pub const fn namespace(&self) -> u64 {
+        self.namespace
+    }
+
+    /// The index of the interface that both ends are bound to; 0 if they are not.
+    pub const fn device(&self) -> u32 {
+        self.device
     }
 
     /// The address of the end that called connect().
@@ -235,6 +262,8 @@ impl Tuple {
             acceptor_ip: ip_bytes(self.acceptor.ip()),
             connector_port: U16::new(self.connector.port()),
             acceptor_port: U16::new(self.acceptor.port()),
+            namespace: U64::new(self.namespace),
+            device: U32::new(self.device),
         }
     }
 
@@ -245,6 +274,7 @@ impl Tuple {
             addr(wire.connector_ip, wire.connector_port),
             addr(wire.acceptor_ip, wire.acceptor_port),
         )
+        .at(wire.namespace.get(), wire.device.get())
     }
 }
 
@@ -254,7 +284,7 @@ impl fmt::Debug for Tuple {
     }
 }
 
-/// A [`Tuple`] on the wire: 36 bytes, IPv4 addresses in their IPv4-mapped form, ports little-endian.
+/// A [`Tuple`] on the wire: 48 bytes, IPv4 addresses in their IPv4-mapped form, ports little-endian.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct WireTuple {
@@ -262,6 +292,8 @@ pub struct WireTuple {
     acceptor_ip: [u8; 16],
     connector_port: U16,
     acceptor_port: U16,
+    namespace: U64,
+    device: U32,
 }
 
 /// The address as the other end would write it: see [`Tuple`].
@@ -343,13 +375,17 @@ mod tests {
         assert_eq!(Tuple::new(connector, v4), Tuple::new(connector, mapped));
 
         let scoped = |scope| SocketAddr::V6(SocketAddrV6::new("fe80::1".parse().unwrap(), 5, 9, scope));
-        assert_eq!(Tuple::new(scoped(2), scoped(2)), Tuple::new(scoped(7), scoped(0)));
+        let tuple = Tuple::new(scoped(2), scoped(2));
+        assert_eq!(tuple, Tuple::new(scoped(7), scoped(0)));
+        for (namespace, device) in [(1, 0), (0, 1)] {
+            assert_ne!(tuple, tuple.at(namespace, device));
+        }
     }
 
     proptest! {
         #[test]
-        fn a_tuple_survives_the_wire(a: SocketAddr, b: SocketAddr) {
-            let tuple = Tuple::new(a, b);
+        fn a_tuple_survives_the_wire(a: SocketAddr, b: SocketAddr, namespace: u64, device: u32) {
+            let tuple = Tuple::new(a, b).at(namespace, device);
             prop_assert_eq!(Tuple::from_wire(&tuple.to_wire()), tuple);
         }
 

@@ -7,7 +7,7 @@ use std::net::{IpAddr, SocketAddr};
 use libfuzzer_sys::arbitrary::{self, Arbitrary};
 use libfuzzer_sys::fuzz_target;
 use rdmasock_core::fuzzing::{proc_net_tcp, route, sock_diag};
-use rdmasock_core::rendezvous::diag::ListenerOwner;
+use rdmasock_core::rendezvous::diag::Owner;
 
 #[derive(Arbitrary, Debug)]
 enum Input<'a> {
@@ -75,7 +75,7 @@ fn hex(octets: &[u8]) -> String {
 
 /// The uid that is believed is one that the text has.
 fn look(text: &str, server: SocketAddr) {
-    if let ListenerOwner::Uid(uid) = proc_net_tcp(text, server) {
+    if let Owner::Uid(uid) = proc_net_tcp(text, server) {
         let mut words = text.split_ascii_whitespace();
         assert!(words.any(|w| w.parse() == Ok(uid)));
     }

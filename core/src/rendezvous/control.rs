@@ -26,7 +26,7 @@ pub const DATAGRAM: usize = size_of::<Frame>();
 
 /// Bytes of an HMAC-SHA256.
 const MAC: usize = 32;
-/// Room for a message: the longest, ASK, has 84 bytes.
+/// Room for a message: the longest, ASK, has 96 bytes.
 const ROOM: usize = 102;
 
 const MAGIC: [u8; 4] = *b"rsku";

@@ -1,8 +1,9 @@
-//! Whose is the TCP socket that listens on an address? Asked of the kernel by sock_diag(7).
+//! Whose is a TCP socket? Asked of the kernel by sock_diag(7), in the network namespace of the calling thread.
 //!
-//! A service name can be bound by anybody; it is believed only if its owner is the one who owns the
-//! port ([`trusted`]), or has accepted the connection ([`acceptor_uid`]). The accepted socket alone does not serve: its
-//! uid is the accepting worker's, and the name may be its parent's.
+//! A service name can be bound by anybody; it is believed only if its owner is the one who owns the port, or whose
+//! process has accepted the connection ([`acceptor_uid`]). The accepted socket alone does not serve for that: its uid is
+//! the accepting worker's, and the name may be its parent's. A question about a connection can be asked by anybody too;
+//! it is answered only if the asker owns the connector's socket. [`trusted`] decides.
 
 use std::mem::MaybeUninit;
 use std::net::{IpAddr, SocketAddr};
@@ -16,26 +17,91 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 use crate::ids::{Tuple, normalise};
 use crate::os::privatefd::PrivateFd;
 
-/// The owner of a listening TCP socket.
+/// The owner of a socket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum ListenerOwner {
+pub enum Owner {
     /// This user, in our user namespace.
     Uid(u32),
-    /// Nobody listens there.
+    /// There is no such socket.
     None,
-    /// The kernel does not say.
+    /// The kernel does not say, or shows users of other user namespaces as one.
     Unknown,
 }
 
-/// May a name whose listener has `name_uid` be believed to speak for the port (P5)?
+/// What the kernel shows for a user whom our user namespace does not map, unless an administrator has chosen another
+/// number (kernel.overflowuid).
+const UNMAPPED: u32 = 65_534;
+
+/// Returns whether the user `uid` may speak for a socket (P5, P13).
 ///
-/// Root may speak for all, others for their own ports; where the port's owner is not known, only our own
-/// user.
-pub fn trusted(name_uid: u32, port_owner: ListenerOwner, own_uid: u32) -> bool {
-    match port_owner {
-        ListenerOwner::Uid(uid) => name_uid == uid || name_uid == 0,
-        ListenerOwner::None => name_uid == 0,
-        ListenerOwner::Unknown => name_uid == own_uid,
+/// Root may speak for all, others for their own sockets; where the socket's owner is not known, only our own user.
+pub fn trusted(uid: u32, owner: Owner, own_uid: u32) -> bool {
+    match owner {
+        Owner::Uid(owner) => uid == owner || uid == 0,
+        Owner::None => uid == 0,
+        Owner::Unknown => uid == own_uid && uid != UNMAPPED,
+    }
+}
+
+fn owner(uid: u32) -> Owner {
+    // user_namespaces(7): the first namespace maps all.
+    let maps_all = || {
+        let mut map = Vec::new();
+        read_file("/proc/self/uid_map", &mut map).is_ok()
+            && map.split(u8::is_ascii_whitespace).any(|word| word == b"4294967295")
+    };
+    match uid {
+        UNMAPPED if !maps_all() => Owner::Unknown,
+        _ => Owner::Uid(uid),
+    }
+}
+
+/// Returns who owns the connector's socket of `connection`, if that is in our network namespace.
+pub fn connector_owner(connection: &Tuple) -> Owner {
+    match find(connection.connector(), connection.acceptor(), connection.device()) {
+        Ok(Some(socket)) => owner(socket.uid),
+        Ok(None) => Owner::None,
+        Err(Unknown) => Owner::Unknown,
+    }
+}
+
+/// Returns how many bytes the connector's end of `connection` has sent that the acceptor's has not received; `None` if
+/// the kernel does not say, or there is no such end in our network namespace.
+pub fn under_way(connection: &Tuple) -> Option<u32> {
+    let (connector, acceptor) = (connection.connector(), connection.acceptor());
+    let socket = ask_kernel(&request(IPPROTO_TCP, connector, Some(acceptor), connection.device())).ok()?;
+    (socket.state != TCP_LISTEN).then_some(socket.write_queue)
+}
+
+/// Returns whether the end `local` of a connection in our network namespace is the socket with this inode number
+/// (fstat).
+pub fn is_socket(local: SocketAddr, remote: SocketAddr, device: u32, inode: u64) -> bool {
+    // sock_diag(7) has 32 bits of it.
+    find(local, remote, device).is_ok_and(|socket| socket.is_some_and(|socket| socket.inode == inode as u32))
+}
+
+/// Returns who owns the UDP socket that a datagram to `port` of the loopback address would reach in our network
+/// namespace.
+pub fn udp_owner(port: u16) -> Owner {
+    let local = SocketAddr::from(([127, 0, 0, 1], port));
+    // The kernel's udp_diag takes the two ends the other way round.
+    let request = request(IPPROTO_UDP, SocketAddr::from(([0, 0, 0, 0], 0)), Some(local), 0);
+    ask_kernel(&request).map_or(Owner::Unknown, |socket| owner(socket.uid))
+}
+
+/// The kernel does not say.
+struct Unknown;
+
+/// Returns the socket at the end `local` of a connection, `None` if there is none.
+fn find(local: SocketAddr, remote: SocketAddr, device: u32) -> Result<Option<Socket>, Unknown> {
+    match ask_kernel(&request(IPPROTO_TCP, local, Some(remote), device)) {
+        Ok(socket) => Ok(Some(socket).filter(|socket| socket.state != TCP_LISTEN)),
+        // Or the kernel has sock_diag but not its part for TCP: then it does not know the other end either.
+        Err(Errno::NOENT) if ask_kernel(&request(IPPROTO_TCP, remote, Some(local), device)).is_ok() => Ok(None),
+        Err(_) => {
+            let ends = (normalise(local), normalise(remote));
+            read_proc(ends.0, |table, is_whole| find_connection(table, is_whole, ends))?.transpose()
+        }
     }
 }
 
@@ -44,32 +110,36 @@ pub fn trusted(name_uid: u32, port_owner: ListenerOwner, own_uid: u32) -> bool {
 ///
 /// By sock_diag, and where that is missing by /proc/net/tcp, which takes the kernel long: it goes through a table that
 /// is made for all connections that there could be.
-pub fn listener_owner(connection: &Tuple) -> ListenerOwner {
+pub fn listener_owner(connection: &Tuple) -> Owner {
     let (connector, acceptor) = (connection.connector(), connection.acceptor());
-    match ask_kernel(&request(acceptor, None)) {
-        Ok((TCP_LISTEN, uid)) => ListenerOwner::Uid(uid),
+    match ask_kernel(&request(IPPROTO_TCP, acceptor, None, connection.device())) {
+        Ok(socket) if socket.state == TCP_LISTEN => owner(socket.uid),
         // An established connection of the same address.
-        Ok(_) => ListenerOwner::None,
-        // Or the kernel has sock_diag but not its part for TCP: then it does not know the connection either.
-        Err(Errno::NOENT) if ask_kernel(&request(connector, Some(acceptor))).is_ok() => ListenerOwner::None,
-        Err(_) => read_proc(acceptor),
+        Ok(_) => Owner::None,
+        // As in `find`.
+        Err(Errno::NOENT)
+            if ask_kernel(&request(IPPROTO_TCP, connector, Some(acceptor), connection.device())).is_ok() =>
+        {
+            Owner::None
+        }
+        Err(_) => read_listener(acceptor),
     }
 }
 
 /// The uid of the process that has accepted `connection`, which is one of this host; `None` if nobody has yet, or the
 /// kernel does not say.
 pub fn acceptor_uid(connection: &Tuple) -> Option<u32> {
-    match ask_kernel(&request(connection.acceptor(), Some(connection.connector()))) {
-        // Of a connection that nobody has accepted the kernel says 0, whoever listens.
-        Ok((TCP_LISTEN, _) | (_, 0)) | Err(_) => None,
-        Ok((_, uid)) => Some(uid),
-    }
+    let (connector, acceptor) = (connection.connector(), connection.acceptor());
+    let socket = ask_kernel(&request(IPPROTO_TCP, acceptor, Some(connector), connection.device())).ok()?;
+    // Of a connection that nobody has accepted the kernel says 0, whoever listens.
+    (socket.state != TCP_LISTEN && socket.uid != 0).then_some(socket.uid)
 }
 
 const SOCK_DIAG_BY_FAMILY: u16 = 20;
 pub(super) const NLM_F_REQUEST: u16 = 1;
 pub(super) const NLMSG_ERROR: u16 = 2;
 const IPPROTO_TCP: u8 = 6;
+const IPPROTO_UDP: u8 = 17;
 const TCP_LISTEN: u8 = 10;
 const AF_INET: u8 = 2;
 const AF_INET6: u8 = 10;
@@ -126,9 +196,20 @@ struct Answer {
     inode: u32,
 }
 
-/// State and uid of the socket that is asked for. ENOENT if there is none, or no sock_diag for TCP; EBADMSG for an
+/// A socket as the kernel describes it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Socket {
+    pub state: u8,
+    pub uid: u32,
+    /// 0 for a connection that no descriptor stands for.
+    inode: u32,
+    /// Bytes that were sent and are not acknowledged.
+    write_queue: u32,
+}
+
+/// Returns the socket that is asked for. ENOENT if there is none, or no sock_diag for the protocol; EBADMSG for an
 /// answer that is none.
-fn ask_kernel(request: &Request) -> Result<(u8, u32), Errno> {
+fn ask_kernel(request: &Request) -> Result<Socket, Errno> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let protocol = Some(netlink::SOCK_DIAG);
     let fd = PrivateFd::open(|| socket_with(AddressFamily::NETLINK, SocketType::DGRAM, flags, protocol))?;
@@ -141,12 +222,9 @@ fn ask_kernel(request: &Request) -> Result<(u8, u32), Errno> {
 
 /// Asks for the one connection from `local` to `remote`, or without that for the one socket that would take a
 /// connection to `local`: the kernel looks it up as it does for a SYN, so wildcard, dual-stack and bound-to-device
-/// listeners are found with the right precedence.
-fn request(local: SocketAddr, remote: Option<SocketAddr>) -> Request {
-    let interface = match local {
-        SocketAddr::V6(v6) => v6.scope_id(),
-        SocketAddr::V4(_) => 0,
-    };
+/// listeners are found with the right precedence. `device` is the interface that the segment would come in by, or
+/// that the socket is bound to.
+fn request(protocol: u8, local: SocketAddr, remote: Option<SocketAddr>, device: u32) -> Request {
     Request {
         header: NetlinkHeader {
             len: size_of::<Request>() as u32,
@@ -159,7 +237,7 @@ fn request(local: SocketAddr, remote: Option<SocketAddr>) -> Request {
             IpAddr::V4(_) => AF_INET,
             IpAddr::V6(_) => AF_INET6,
         },
-        protocol: IPPROTO_TCP,
+        protocol,
         extensions: 0,
         pad: 0,
         states: u32::MAX,
@@ -168,7 +246,7 @@ fn request(local: SocketAddr, remote: Option<SocketAddr>) -> Request {
             source: address_field(local.ip()),
             destination_port: remote.map_or(0, |remote| remote.port()).to_be_bytes(),
             destination: remote.map_or([0; 16], |remote| address_field(remote.ip())),
-            interface,
+            interface: device,
             // INET_DIAG_NOCOOKIE: any socket.
             cookie: [u32::MAX; 2],
         },
@@ -187,7 +265,7 @@ fn address_field(ip: IpAddr) -> [u8; 16] {
     }
 }
 
-pub(crate) fn parse(bytes: &[u8]) -> Result<(u8, u32), Errno> {
+pub(crate) fn parse(bytes: &[u8]) -> Result<Socket, Errno> {
     let (header, body) = NetlinkHeader::read_from_prefix(bytes).map_err(|_| Errno::BADMSG)?;
     if header.kind == NLMSG_ERROR {
         let (code, _) = i32::read_from_prefix(body).map_err(|_| Errno::BADMSG)?;
@@ -200,82 +278,133 @@ pub(crate) fn parse(bytes: &[u8]) -> Result<(u8, u32), Errno> {
     }
     let (answer, _) = Answer::read_from_prefix(body).map_err(|_| Errno::BADMSG)?;
     match header.kind {
-        SOCK_DIAG_BY_FAMILY => Ok((answer.state, answer.uid)),
+        SOCK_DIAG_BY_FAMILY => Ok(Socket {
+            state: answer.state,
+            uid: answer.uid,
+            inode: answer.inode,
+            write_queue: answer.write_queue,
+        }),
         _ => Err(Errno::BADMSG),
     }
 }
 
-/// The same from /proc, for kernels without sock_diag. Unknown if /proc cannot be read, or if sockets of
+/// The owner of a listener from /proc, for kernels without sock_diag. Unknown if /proc cannot be read, or if sockets of
 /// different users fit equally well.
-fn read_proc(server: SocketAddr) -> ListenerOwner {
+fn read_listener(server: SocketAddr) -> Owner {
     let server = normalise(server);
-    let mut owner = if server.is_ipv4() {
-        read_table("/proc/net/tcp", server)
-    } else {
-        ListenerOwner::None
-    };
-    if owner == ListenerOwner::None {
-        owner = read_table("/proc/net/tcp6", server);
-    }
-    owner
+    let find = |table: &str, _| Some(find_listener(table, server)).filter(|owner| *owner != Owner::None);
+    read_proc(server, find).map_or(Owner::Unknown, |found| found.unwrap_or(Owner::None))
 }
 
-fn read_table(path: &str, server: SocketAddr) -> ListenerOwner {
-    // Listeners come first in these tables; what lies beyond this many bytes are connections.
-    const ENOUGH: usize = 256 * 1024;
-    let mut table = Vec::new();
-    let flags = OFlags::RDONLY | OFlags::CLOEXEC;
-    let opened = PrivateFd::open(|| openat(CWD, path, flags, Mode::empty()));
-    let Ok(fd) = opened else {
-        return ListenerOwner::Unknown;
-    };
-    let mut piece = [0u8; 4096];
-    while table.len() < ENOUGH {
-        match rustix::io::read(fd.as_fd(), &mut piece) {
-            Ok(0) => break,
-            Ok(n) => table.extend_from_slice(piece.get(..n).unwrap_or_default()),
-            Err(Errno::INTR) => {}
-            Err(_) => return ListenerOwner::Unknown,
+/// Has `find` look through the tables that may have a socket with the address `local`, until it finds something. It
+/// gets a table's text, and whether that is all of it.
+fn read_proc<T>(local: SocketAddr, find: impl Fn(&str, bool) -> Option<T>) -> Result<Option<T>, Unknown> {
+    let tables = ["/proc/thread-self/net/tcp", "/proc/thread-self/net/tcp6"];
+    for path in tables.into_iter().skip(usize::from(local.is_ipv6())) {
+        let mut table = Vec::new();
+        let is_whole = read_file(path, &mut table).map_err(|_| Unknown)?;
+        if let Some(found) = find(&String::from_utf8_lossy(&table), is_whole) {
+            return Ok(Some(found));
         }
     }
-    find_listener(&String::from_utf8_lossy(&table), server)
+    Ok(None)
+}
+
+/// Reads a file of /proc. False if that is longer than is worth reading: listeners come first in the tables of sockets.
+fn read_file(path: &str, text: &mut Vec<u8>) -> Result<bool, Errno> {
+    const ENOUGH: usize = 256 * 1024;
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC;
+    let fd = PrivateFd::open(|| openat(CWD, path, flags, Mode::empty()))?;
+    let mut piece = [0u8; 4096];
+    while text.len() < ENOUGH {
+        match rustix::io::read(fd.as_fd(), &mut piece) {
+            Ok(0) => return Ok(true),
+            Ok(n) => text.extend_from_slice(piece.get(..n).unwrap_or_default()),
+            Err(Errno::INTR) => {}
+            Err(errno) => return Err(errno),
+        }
+    }
+    Ok(false)
+}
+
+/// Finds a connection in the text of /proc/net/tcp or tcp6 by its two addresses. Unknown if there are several, on
+/// different interfaces, or none in what was read of a longer text.
+fn find_connection(
+    table: &str,
+    is_whole: bool,
+    (local, remote): (SocketAddr, SocketAddr),
+) -> Option<Result<Socket, Unknown>> {
+    let mut found = table
+        .lines()
+        .filter_map(parse_line)
+        .filter(|line| (line.local, line.remote) == (local, remote) && line.socket.state != TCP_LISTEN);
+    match (found.next(), found.next()) {
+        (Some(line), None) => Some(Ok(line.socket)),
+        (None, _) if is_whole => None,
+        _ => Some(Err(Unknown)),
+    }
 }
 
 /// Finds the listener for `server` in the text of /proc/net/tcp or tcp6: the one with that address, or
 /// else a wildcard one.
-pub(crate) fn find_listener(table: &str, server: SocketAddr) -> ListenerOwner {
+pub(crate) fn find_listener(table: &str, server: SocketAddr) -> Owner {
     let listeners = || {
-        let sockets = table.lines().filter_map(parse_line);
-        sockets.filter(|(local, state, _)| *state == TCP_LISTEN && local.port() == server.port())
+        let lines = table.lines().filter_map(parse_line);
+        lines.filter(|line| line.socket.state == TCP_LISTEN && line.local.port() == server.port())
     };
-    let exact = one_owner(listeners().filter(|(local, ..)| *local == server).map(|(.., uid)| uid));
-    if exact != ListenerOwner::None {
+    let exact = one_owner(
+        listeners()
+            .filter(|line| line.local == server)
+            .map(|line| line.socket.uid),
+    );
+    if exact != Owner::None {
         return exact;
     }
     one_owner(
         listeners()
-            .filter(|(local, ..)| local.ip().is_unspecified())
-            .map(|(.., uid)| uid),
+            .filter(|line| line.local.ip().is_unspecified())
+            .map(|line| line.socket.uid),
     )
 }
 
-fn one_owner(mut uids: impl Iterator<Item = u32>) -> ListenerOwner {
+fn one_owner(mut uids: impl Iterator<Item = u32>) -> Owner {
     match uids.next() {
-        None => ListenerOwner::None,
-        Some(uid) if uids.all(|other| other == uid) => ListenerOwner::Uid(uid),
-        Some(_) => ListenerOwner::Unknown,
+        None => Owner::None,
+        Some(uid) if uids.all(|other| other == uid) => owner(uid),
+        Some(_) => Owner::Unknown,
     }
 }
 
-/// Local address, state and uid of a line of /proc/net/tcp or tcp6 (proc_net_tcp.txt of the kernel).
-fn parse_line(line: &str) -> Option<(SocketAddr, u8, u32)> {
+/// A line of /proc/net/tcp or tcp6.
+struct Line {
+    local: SocketAddr,
+    remote: SocketAddr,
+    socket: Socket,
+}
+
+/// Reads a line of /proc/net/tcp or tcp6 (proc_net_tcp.txt of the kernel).
+fn parse_line(line: &str) -> Option<Line> {
     let mut fields = line.split_ascii_whitespace();
-    let local = fields.nth(1)?;
-    let state = u8::from_str_radix(fields.nth(1)?, 16).ok()?;
-    let uid = fields.nth(3)?.parse().ok()?;
-    // The inode follows; without it the line, and perhaps the uid, is cut short.
-    fields.nth(1)?;
-    let (ip, port) = local.split_once(':')?;
+    let local = parse_address(fields.nth(1)?)?;
+    let remote = parse_address(fields.next()?)?;
+    let state = u8::from_str_radix(fields.next()?, 16).ok()?;
+    let (write_queue, _) = fields.next()?.split_once(':')?;
+    let write_queue = u32::from_str_radix(write_queue, 16).ok()?;
+    let uid = fields.nth(2)?.parse().ok()?;
+    let inode = fields.nth(1)?.parse().ok()?;
+    // What follows; without it the number may be cut short.
+    fields.next()?;
+    let socket = Socket {
+        state,
+        uid,
+        inode,
+        write_queue,
+    };
+    Some(Line { local, remote, socket })
+}
+
+fn parse_address(text: &str) -> Option<SocketAddr> {
+    let (ip, port) = text.split_once(':')?;
     let port = u16::from_str_radix(port, 16).ok()?;
     // Addresses are printed as 32-bit numbers of the host's byte order.
     let word = |i: usize| {
@@ -291,7 +420,7 @@ fn parse_line(line: &str) -> Option<(SocketAddr, u8, u32)> {
         }
         _ => return None,
     };
-    Some((normalise(SocketAddr::new(ip, port)), state, uid))
+    Some(normalise(SocketAddr::new(ip, port)))
 }
 
 #[cfg(test)]

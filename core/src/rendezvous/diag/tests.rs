@@ -17,11 +17,11 @@ fn at(ip: &str, port: u16) -> SocketAddr {
 }
 
 /// Both ways must say the same; not every sandbox has sock_diag, so that one is compared if it is there.
-fn owner(server: SocketAddr) -> ListenerOwner {
-    let by_proc = read_proc(server);
-    match ask_kernel(&request(server, None)) {
-        Ok((TCP_LISTEN, uid)) => assert_eq!(ListenerOwner::Uid(uid), by_proc, "{server}"),
-        Ok(_) | Err(Errno::NOENT) => assert_eq!(by_proc, ListenerOwner::None, "{server}"),
+fn owner_of(server: SocketAddr) -> Owner {
+    let by_proc = read_listener(server);
+    match ask_kernel(&request(IPPROTO_TCP, server, None, 0)) {
+        Ok(socket) if socket.state == TCP_LISTEN => assert_eq!(Owner::Uid(socket.uid), by_proc, "{server}"),
+        Ok(_) | Err(Errno::NOENT) => assert_eq!(by_proc, Owner::None, "{server}"),
         Err(errno) => eprintln!("no sock_diag here: {errno}"),
     }
     let answer = listener_owner(&Tuple::new(at("127.0.0.1", 1), server));
@@ -38,58 +38,84 @@ fn a_connection_is_known() {
         };
         let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let (near, far) = (stream.local_addr().unwrap(), stream.peer_addr().unwrap());
+        let _server = listener.accept().unwrap();
         drop(listener);
-        match ask_kernel(&request(near, Some(far))) {
-            Ok((state, _)) => assert_ne!(state, TCP_LISTEN, "{bound}"),
-            Err(errno) => {
-                assert_ne!(read_proc(near), ListenerOwner::Unknown, "{errno}");
-                eprintln!("no sock_diag here: {errno}");
-            }
+        let ends = (near, far);
+        let inode = rustix::fs::fstat(&stream).unwrap().st_ino;
+        let by_proc = read_proc(near, |table, is_whole| find_connection(table, is_whole, ends));
+        // The table may be too long, of connections that have ended.
+        let by_proc = by_proc.ok().flatten().and_then(Result::ok);
+        let by_diag = ask_kernel(&request(IPPROTO_TCP, near, Some(far), 0)).ok();
+        assert!(by_proc.is_some() || by_diag.is_some(), "{bound}");
+        for socket in by_proc.into_iter().chain(by_diag) {
+            let is = (socket.uid, u64::from(socket.inode));
+            assert_eq!(is, (own_uid(), inode), "{bound}");
+            assert_ne!(socket.state, TCP_LISTEN, "{bound}");
         }
-        assert_eq!(listener_owner(&Tuple::new(near, far)), ListenerOwner::None, "{bound}");
+        let connection = Tuple::new(near, far);
+        assert_eq!(connector_owner(&connection), Owner::Uid(own_uid()), "{bound}");
+        assert!(
+            is_socket(near, far, 0, inode) && !is_socket(far, near, 0, inode),
+            "{bound}"
+        );
+        assert_eq!(listener_owner(&connection), Owner::None, "{bound}");
+    }
+}
+
+#[test]
+fn the_owner_of_a_udp_port_is_found() {
+    for bound in ["0.0.0.0", "::"] {
+        let Ok(socket) = std::net::UdpSocket::bind((bound, 0)) else {
+            continue;
+        };
+        let port = socket.local_addr().unwrap().port();
+        // A kernel may have sock_diag for TCP alone.
+        let owner = udp_owner(port);
+        assert!([Owner::Uid(own_uid()), Owner::Unknown].contains(&owner), "{owner:?}");
+        println!("{owner:?}");
     }
 }
 
 #[test]
 fn the_owner_of_a_listener_is_found_however_it_is_bound() {
-    let mine = ListenerOwner::Uid(own_uid());
+    let mine = Owner::Uid(own_uid());
     for bound in ["127.0.0.1", "0.0.0.0"] {
         let listener = TcpListener::bind((bound, 0)).unwrap();
         let port = listener.local_addr().unwrap().port();
-        assert_eq!(owner(at("127.0.0.1", port)), mine, "{bound}");
-        assert_eq!(owner(at("::ffff:127.0.0.1", port)), mine, "{bound}");
+        assert_eq!(owner_of(at("127.0.0.1", port)), mine, "{bound}");
+        assert_eq!(owner_of(at("::ffff:127.0.0.1", port)), mine, "{bound}");
     }
     for bound in ["::1", "::"] {
         let Ok(listener) = TcpListener::bind((bound, 0)) else {
             continue;
         };
         let port = listener.local_addr().unwrap().port();
-        assert_eq!(owner(at("::1", port)), mine, "{bound}");
+        assert_eq!(owner_of(at("::1", port)), mine, "{bound}");
         // A dual-stack listener takes IPv4 too (std leaves IPV6_V6ONLY off).
-        let expected = if bound == "::" { mine } else { ListenerOwner::None };
-        assert_eq!(owner(at("127.0.0.1", port)), expected, "{bound}");
+        let expected = if bound == "::" { mine } else { Owner::None };
+        assert_eq!(owner_of(at("127.0.0.1", port)), expected, "{bound}");
     }
 }
 
 #[test]
 fn no_listener_has_no_owner() {
-    assert_eq!(owner(at("127.0.0.1", free_port())), ListenerOwner::None);
+    assert_eq!(owner_of(at("127.0.0.1", free_port())), Owner::None);
     let listener = TcpListener::bind("127.0.0.2:0").unwrap();
     let port = listener.local_addr().unwrap().port();
-    assert_eq!(owner(at("127.0.0.1", port)), ListenerOwner::None);
+    assert_eq!(owner_of(at("127.0.0.1", port)), Owner::None);
 }
 
 #[test]
 fn a_connection_is_no_listener() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-    assert_eq!(owner(stream.local_addr().unwrap()), ListenerOwner::None);
-    assert_eq!(owner(stream.peer_addr().unwrap()), ListenerOwner::Uid(own_uid()));
+    assert_eq!(owner_of(stream.local_addr().unwrap()), Owner::None);
+    assert_eq!(owner_of(stream.peer_addr().unwrap()), Owner::Uid(own_uid()));
 }
 
 #[test]
 fn only_the_owner_of_the_port_and_root_are_trusted() {
-    use ListenerOwner::{None, Uid, Unknown};
+    use Owner::{None, Uid, Unknown};
     let table = [
         (1000, Uid(1000), 1, true),
         (1000, Uid(1001), 1000, false),
@@ -101,6 +127,7 @@ fn only_the_owner_of_the_port_and_root_are_trusted() {
         (1001, Unknown, 1000, false),
         (0, Unknown, 1000, false),
         (0, Unknown, 0, true),
+        (UNMAPPED, Unknown, UNMAPPED, false),
     ];
     for (name, port, own, expected) in table {
         assert_eq!(trusted(name, port, own), expected, "{name} {port:?} {own}");
@@ -120,7 +147,7 @@ fn a_squatter_of_another_uid_is_not_trusted() {
         set_uid(OTHER);
         let server = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = server.local_addr().unwrap();
-        assert_eq!(owner(address), ListenerOwner::Uid(OTHER));
+        assert_eq!(owner_of(address), Owner::Uid(OTHER));
         // Root may still switch: the saved uid is 0.
         set_uid(NOBODY);
         let squatter = Listener::service(address.port()).unwrap();
@@ -183,10 +210,33 @@ const TABLE: &str = "  sl  local_address rem_address   st tx_queue rx_queue tr t
 #[cfg(target_endian = "little")]
 #[test]
 fn the_table_is_read_with_the_kernels_precedence() {
-    assert_eq!(find_listener(TABLE, at("127.0.0.1", 6379)), ListenerOwner::Uid(114));
-    assert_eq!(find_listener(TABLE, at("10.1.1.1", 6379)), ListenerOwner::Uid(7));
-    assert_eq!(find_listener(TABLE, at("127.0.0.1", 80)), ListenerOwner::Unknown);
-    assert_eq!(find_listener(TABLE, at("127.0.0.1", 81)), ListenerOwner::None);
+    assert_eq!(find_listener(TABLE, at("127.0.0.1", 6379)), Owner::Uid(114));
+    assert_eq!(find_listener(TABLE, at("10.1.1.1", 6379)), Owner::Uid(7));
+    assert_eq!(find_listener(TABLE, at("127.0.0.1", 80)), Owner::Unknown);
+    assert_eq!(find_listener(TABLE, at("127.0.0.1", 81)), Owner::None);
+    let connection = (at("127.0.0.1", 81), at("127.0.0.1", 0x9999));
+    let find = |is_whole, ends| find_connection(TABLE, is_whole, ends).map(|found| found.ok().map(|s| s.inode));
+    assert_eq!(find(false, connection), Some(Some(5)));
+    assert_eq!(find(true, (connection.1, connection.0)), None);
+    assert_eq!(find(false, (connection.1, connection.0)), Some(None));
+    let twice = find_connection(&TABLE.repeat(2), true, connection);
+    assert!(twice.is_some_and(|found| found.is_err()));
+}
+
+#[test]
+fn users_that_are_not_mapped_are_not_told_apart() {
+    if own_uid() != 0 {
+        return;
+    }
+    assert_eq!(owner(UNMAPPED), Owner::Uid(UNMAPPED));
+    in_child(|| {
+        // SAFETY: system calls on plain numbers, in a single-threaded child.
+        assert_eq!(unsafe { libc::unshare(libc::CLONE_NEWUSER) }, 0);
+        assert_eq!(owner(UNMAPPED), Owner::Unknown);
+        assert!(!trusted(UNMAPPED, owner(UNMAPPED), own_uid()));
+        std::fs::write("/proc/self/uid_map", "0 0 1").unwrap();
+        assert_eq!((owner(0), owner(UNMAPPED)), (Owner::Uid(0), Owner::Unknown));
+    });
 }
 
 proptest! {

@@ -3,7 +3,6 @@
 //! Encoding and decoding only. Finding a marker among data is [`super::scan`]'s business, deciding
 //! when to write one the stream's.
 
-use std::fmt;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 
 use zerocopy::little_endian::{U16, U32, U64};
@@ -13,11 +12,8 @@ use super::codec::{VERSION, WireError, Writer, read, read_prefix};
 use super::reason::Reason;
 use crate::ids::{Cookie, InstanceId, Nonce};
 
-/// The longest abstract AF_UNIX name, in bytes, without its leading NUL (unix(7)).
-pub const MAX_ADDRESS: usize = 107;
-
 /// The longest body of a marker, in bytes.
-const MAX_BODY: usize = size_of::<HelloBody>() + size_of::<OfferBody>() + MAX_ADDRESS;
+const MAX_BODY: usize = size_of::<HelloBody>() + size_of::<OfferBody>() + VERBS_BYTES;
 
 /// The shortest marker, in bytes: a header without a body.
 pub const MIN_MARKER: usize = size_of::<MarkerHeader>();
@@ -92,38 +88,10 @@ const FABRIC_VERBS: u8 = 2;
 /// Where a link can be made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LinkAddress {
-    /// On the shm fabric: at this name.
-    Shm(ShmName),
+    /// On the shm fabric: at the name of the HELLO's instance (P6).
+    Shm,
     /// On the verbs fabric: by rdma_cm, at this address.
     Verbs(SocketAddr),
-}
-
-/// An abstract AF_UNIX SEQPACKET name, 1 to 107 bytes without the leading NUL.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub struct ShmName {
-    length: u8,
-    name: [u8; MAX_ADDRESS],
-}
-
-impl ShmName {
-    /// This name; `None` where it is empty or too long.
-    pub fn new(name: &[u8]) -> Option<Self> {
-        let length = u8::try_from(name.len()).ok().filter(|n| *n > 0)?;
-        let mut bytes = [0u8; MAX_ADDRESS];
-        bytes.get_mut(..name.len())?.copy_from_slice(name);
-        Some(Self { length, name: bytes })
-    }
-
-    /// The abstract name, without the leading NUL.
-    pub fn as_bytes(&self) -> &[u8] {
-        self.name.get(..usize::from(self.length)).unwrap_or_default()
-    }
-}
-
-impl fmt::Debug for ShmName {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "@{}", self.as_bytes().escape_ascii())
-    }
 }
 
 /// How to make a link to the writer of a HELLO.
@@ -256,7 +224,7 @@ fn encode_hello(hello: &Hello, out: &mut Writer<'_>) -> Result<(), WireError> {
     if let Some(LinkOffer { address, cookie }) = &hello.link {
         let mut place = [0u8; VERBS_BYTES];
         let (fabric, bytes) = match address {
-            LinkAddress::Shm(name) => (FABRIC_SHM, name.as_bytes()),
+            LinkAddress::Shm => (FABRIC_SHM, &place[..0]),
             LinkAddress::Verbs(at) => {
                 let (ip, port) = place.split_at_mut(IP_BYTES);
                 ip.copy_from_slice(&mapped(at.ip()).octets());
@@ -267,7 +235,7 @@ fn encode_hello(hello: &Hello, out: &mut Writer<'_>) -> Result<(), WireError> {
         out.put(&OfferBody {
             cookie: *cookie,
             fabric,
-            // At most MAX_ADDRESS.
+            // At most VERBS_BYTES.
             length: bytes.len() as u8,
         })?;
         out.put(bytes)?;
@@ -296,7 +264,7 @@ fn decode_offer(bytes: &[u8]) -> Result<LinkOffer, WireError> {
         return Err(WireError::Length);
     }
     let address = match offer.fabric {
-        FABRIC_SHM => ShmName::new(place).map(LinkAddress::Shm),
+        FABRIC_SHM => place.is_empty().then_some(LinkAddress::Shm),
         FABRIC_VERBS => verbs_address(place).map(LinkAddress::Verbs),
         _ => return Err(WireError::Field("fabric")),
     };

@@ -4,8 +4,7 @@ use std::net::IpAddr;
 
 use rdmasock_core::ids::InstanceId;
 use rdmasock_core::lock::Lock;
-use rdmasock_core::rendezvous::names;
-use rdmasock_core::wire::{LinkAddress, LinkOffer, ShmName};
+use rdmasock_core::wire::{LinkAddress, LinkOffer};
 
 use super::Link;
 use crate::library::Library;
@@ -49,10 +48,7 @@ pub fn offer(peer: InstanceId, local: Option<IpAddr>) -> Option<LinkOffer> {
     let library = Library::get();
     let address = match local {
         Some(local) => LinkAddress::Verbs(library.offers.place_at(local)?),
-        None => {
-            let name = names::instance(&library.id);
-            LinkAddress::Shm(ShmName::new(name.as_bytes())?)
-        }
+        None => LinkAddress::Shm,
     };
     let cookie = library.offers.make(peer, COOKIE_LIFE)?;
     Some(LinkOffer { address, cookie })

@@ -14,7 +14,7 @@ use rdmasock_core::os::privatefd::PrivateFd;
 use rdmasock_core::rendezvous::names;
 use rdmasock_core::stats::{LinkInfo, LinkStats, Path, Reason};
 use rdmasock_core::stream::handshake::Role;
-use rdmasock_core::wire::{self, Geometry, LinkAddress, LinkOffer, MAX_MESSAGE, Message, ShmName};
+use rdmasock_core::wire::{self, Geometry, LinkAddress, LinkOffer, MAX_MESSAGE, Message};
 
 use super::asking::ASK_TIMEOUT;
 use super::given_back;
@@ -46,7 +46,7 @@ impl Worker {
         }
         let dialled = match offer.filter(|_| self.can_begin()) {
             Some(offer) => match offer.address {
-                LinkAddress::Shm(name) => self.dial(peer, &name, &offer.cookie).map(Some),
+                LinkAddress::Shm => self.dial(peer, &offer.cookie).map(Some),
                 LinkAddress::Verbs(at) => ends_of(r)
                     // Nowhere else than where the TCP connection leads.
                     .filter(|(_, remote)| *remote == at.ip())
@@ -87,8 +87,8 @@ impl Worker {
         Some((fd, layout))
     }
 
-    fn dial(&mut self, peer: InstanceId, name: &ShmName, cookie: &Cookie) -> Option<(PrivateFd, Layout)> {
-        let channel = names::connect_to(name.as_bytes()).ok()?;
+    fn dial(&mut self, peer: InstanceId, cookie: &Cookie) -> Option<(PrivateFd, Layout)> {
+        let channel = names::connect_to(names::instance(&peer).as_bytes()).ok()?;
         let (arena, layout) = self.make_arena()?;
         let message = Message::Link {
             cookie: *cookie,

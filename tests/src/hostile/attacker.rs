@@ -264,10 +264,10 @@ fn link(
     data: u64,
     other_flags: Option<BorrowedFd<'_>>,
 ) -> Result<(Rc<Channel>, Parts)> {
-    let LinkAddress::Shm(name) = offer.address else {
+    if offer.address != LinkAddress::Shm {
         bail!("a link to another host");
-    };
-    let channel = Rc::new(names::connect_to(name.as_bytes())?);
+    }
+    let channel = Rc::new(names::connect_to(names::instance(&victim).as_bytes())?);
     let layout = Layout::for_data(data).context("no such arena")?;
     let (arena, mapping) = memfd::create("hostile-arena", layout.file_len())?;
     let mine = Side::new(mapping, layout).context("an arena")?;

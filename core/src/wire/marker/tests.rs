@@ -6,8 +6,8 @@ use proptest::prelude::*;
 use super::*;
 
 pub fn marker() -> impl Strategy<Value = Marker> {
-    let offer = (vec(any::<u8>(), 1..=MAX_ADDRESS), any::<[u8; 16]>()).prop_map(|(name, cookie)| LinkOffer {
-        address: LinkAddress::Shm(ShmName::new(&name).unwrap()),
+    let offer = any::<[u8; 16]>().prop_map(|cookie| LinkOffer {
+        address: LinkAddress::Shm,
         cookie: Cookie::from_bytes(cookie),
     });
     let hello = (any::<[u8; 16]>(), any::<u32>(), proptest::option::of(offer)).prop_map(|(id, caps, link)| {
@@ -60,7 +60,7 @@ proptest! {
 #[test]
 fn the_longest_marker_fits() {
     let link = LinkOffer {
-        address: LinkAddress::Shm(ShmName::new(&[b'x'; MAX_ADDRESS]).unwrap()),
+        address: LinkAddress::Verbs("[fd00::1]:7".parse().unwrap()),
         cookie: Cookie::from_bytes([2; 16]),
     };
     let hello = Hello {
@@ -93,11 +93,27 @@ fn a_resume_has_its_positions_behind_the_header_and_nothing_else() {
 }
 
 #[test]
-fn an_address_is_neither_empty_nor_too_long() {
-    assert!(ShmName::new(b"").is_none());
-    assert!(ShmName::new(&[b'x'; 108]).is_none());
-    assert!(ShmName::new(&[b'x'; 300]).is_none());
-    assert_eq!(ShmName::new(b"a/b").unwrap().as_bytes(), b"a/b");
+fn a_link_within_the_host_has_no_other_name() {
+    let hello = Hello {
+        instance: InstanceId::from_bytes([3; 16]),
+        capabilities: Capabilities::SHM,
+        link: Some(LinkOffer {
+            address: LinkAddress::Shm,
+            cookie: Cookie::from_bytes([2; 16]),
+        }),
+    };
+    let mut buf = [0; MAX_MARKER];
+    let mut bytes = Marker::Hello(hello)
+        .encode(&Nonce::from_bytes([1; 16]), &mut buf)
+        .unwrap()
+        .to_vec();
+    assert!(Marker::decode(&bytes).is_ok());
+    // As a HELLO that names a socket of somebody else's.
+    let [.., length] = bytes.as_mut_slice() else { return };
+    *length = 3;
+    bytes.extend(b"a/b");
+    bytes[18] += 3;
+    assert_eq!(Marker::decode(&bytes).unwrap_err(), WireError::Field("link address"));
 }
 
 #[test]

@@ -540,14 +540,15 @@ impl Socket {
     }
 }
 
-/// The connection's addresses, as both ends see them; `None` if it is not connected.
+/// The connection's addresses and where it is, as both ends see them; `None` if it is not connected.
 pub fn tuple_of(socket: &'static Socket) -> Option<Tuple> {
     let _control = socket.control.lock()?;
     let fd = socket.numbers.anchor_fd()?;
     let local = std::net::SocketAddr::try_from(rustix::net::getsockname(fd).ok()?).ok()?;
     let peer = std::net::SocketAddr::try_from(rustix::net::getpeername(fd).ok()??).ok()?;
-    Some(match socket.promotion.role() {
+    let tuple = match socket.promotion.role() {
         Role::Connector => Tuple::new(local, peer),
         Role::Acceptor => Tuple::new(peer, local),
-    })
+    };
+    Some(tuple.at(crate::sockopt::namespace(fd), crate::sockopt::device(fd)?))
 }

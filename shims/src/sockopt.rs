@@ -38,6 +38,28 @@ pub unsafe fn read<T>(fd: c_int, (level, name): Name, value: *mut T, len: &mut l
     result.is_ok()
 }
 
+/// The cookie of the network namespace that a socket is in; 0 where the kernel does not say (before Linux 5.14).
+pub fn namespace(fd: BorrowedFd<'_>) -> u64 {
+    let mut cookie = 0u64;
+    let mut len = size_of::<u64>() as libc::socklen_t;
+    // SAFETY: a buffer of the right size.
+    let known = unsafe { read(fd.as_raw_fd(), NAMESPACE, &raw mut cookie, &mut len) };
+    if known { cookie } else { 0 }
+}
+
+/// The index of the interface that a socket is bound to; 0 if to none, `None` where the kernel does not say.
+pub fn device(fd: BorrowedFd<'_>) -> Option<u32> {
+    if let Some(index) = get(fd, DEVICE) {
+        return Some(index.cast_unsigned());
+    }
+    // Before Linux 5.0: its name, which is empty if it is bound to none.
+    let mut name = [0u8; libc::IFNAMSIZ];
+    let mut len = libc::IFNAMSIZ as libc::socklen_t;
+    // SAFETY: a buffer of the right size.
+    let known = unsafe { read(fd.as_raw_fd(), DEVICE_NAME, name.as_mut_ptr(), &mut len) };
+    (known && len == 0).then_some(0)
+}
+
 /// Whether TCP's peer may still send: it has not ended its direction, and the connection is not over.
 pub fn is_open_to_peer(fd: BorrowedFd<'_>) -> bool {
     // ESTABLISHED, SYN_SENT, SYN_RECV, FIN_WAIT1 and FIN_WAIT2 (Linux, tcp_states.h). The state is the first byte of
@@ -84,6 +106,10 @@ pub fn set(fd: BorrowedFd<'_>, (level, name): Name, value: c_int) {
 
 /// The connection's state and more.
 const STATE: Name = (libc::IPPROTO_TCP, libc::TCP_INFO);
+/// Not among libc's constants (asm-generic/socket.h).
+const NAMESPACE: Name = (libc::SOL_SOCKET, 71);
+const DEVICE: Name = (libc::SOL_SOCKET, 62);
+const DEVICE_NAME: Name = (libc::SOL_SOCKET, libc::SO_BINDTODEVICE);
 /// How much has to be there before a socket is readable or a receive ends: 1 unless the program says otherwise.
 const LOW_WATER: Name = (libc::SOL_SOCKET, libc::SO_RCVLOWAT);
 /// From how many unsent bytes on there is no room to send (tcp(7)): 0, the system's, unless the program says otherwise.

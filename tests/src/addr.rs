@@ -45,6 +45,14 @@ impl Addr {
         Self::of(addr)
     }
 
+    /// `[ip%interface]:port`
+    pub fn scoped(ip: std::net::Ipv6Addr, port: u16, interface: u32) -> Self {
+        let mut addr = Self::from_v6(ip, port);
+        // SAFETY: the storage holds an address of this family, of plain bytes.
+        unsafe { (*(&raw mut addr.storage).cast::<libc::sockaddr_in6>()).sin6_scope_id = interface };
+        addr
+    }
+
     /// `[::1]:port`
     pub fn v6(port: u16) -> Self {
         Self::from_v6(std::net::Ipv6Addr::LOCALHOST, port)

@@ -3,7 +3,8 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use std::fs::Permissions;
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Child, ChildStdin, Command, ExitCode, Stdio};
@@ -24,6 +25,8 @@ const ROUNDS: u32 = 300;
 const DESCRIPTORS: u32 = 200;
 /// The memory that a receiver of one stream may make the victim use, MiB: eight of the largest rings.
 const MOST_BACKED: u64 = 34;
+/// A user who owns nothing.
+const OTHER: u32 = 65_534;
 /// Clients that come and go.
 const VISITS: usize = 30;
 
@@ -38,6 +41,12 @@ fn main() -> ExitCode {
         let cannot = !is_root && attacks::OF_ANOTHER_USER.contains(&(name, victim));
         let trial = Trial::test(format!("{name}/{victim}"), move || attack(&paths, name, victim));
         trials.push(trial.with_ignored_flag(cannot));
+    }
+    for (name, asker, is_believed) in [("another_user", OTHER, false), ("root", 0, true)] {
+        let paths = Arc::clone(&paths);
+        let run = move || ask_about_a_plain_peer(&paths, asker, is_believed);
+        let cannot = !nix::unistd::geteuid().is_root();
+        trials.push(Trial::test(format!("asks_about_a_plain_peer/{name}"), run).with_ignored_flag(cannot));
     }
     for victim in ["epoll", "threads"] {
         let paths = Arc::clone(&paths);
@@ -61,11 +70,20 @@ impl Program {
     fn start(paths: &Paths, who: &'static str, words: &[&str], library: bool) -> Result<Self, Failed> {
         let mut command = Command::new(&paths.scenario);
         clean_environment(&mut command);
-        command.args(["helper", "hostile", who]).args(words);
+        command.args(["helper", "hostile"]);
+        if who != "asked" {
+            command.arg(who).args(words);
+        }
         if library {
             command
                 .env("LD_PRELOAD", paths.library.as_ref()?)
                 .env("RDMASOCK_PROMOTE_AFTER", "1r");
+        }
+        if who == "asked" {
+            command
+                .args(["victim", "epoll", "0"])
+                .env("RDMASOCK_CONTROL_PORT", attacks::ASKED_PORT.to_string())
+                .env("RDMASOCK_DEV_PRETEND_RDMA", "127.0.0.0/8");
         }
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
         let (sender, lines) = channel();
@@ -186,6 +204,49 @@ fn is_locked(file: &std::fs::File) -> Result<bool, Failed> {
     lock.l_type = libc::F_WRLCK as libc::c_short;
     nix::fcntl::fcntl(file, nix::fcntl::FcntlArg::F_GETLK(&mut lock))?;
     Ok(lock.l_type != libc::F_UNLCK as libc::c_short)
+}
+
+/// A server with the library has a client without it, which sends what somebody chooses who has asked the server about
+/// the connection. All of it is answered, and nothing else comes.
+fn ask_about_a_plain_peer(paths: &Paths, asker: u32, is_believed: bool) -> Result<(), Failed> {
+    let mut victim = Program::start(paths, "asked", &[], true)?;
+    let port = victim.line()?;
+    let mut tcp = TcpStream::connect(format!("127.0.0.1:{port}"))?;
+    tcp.set_read_timeout(Some(Duration::from_secs(10)))?;
+    let from = tcp.local_addr()?.port().to_string();
+    let mut exchange = |bytes: &[u8]| {
+        tcp.write_all(bytes)?;
+        let mut answer = vec![0; bytes.len()];
+        tcp.read_exact(&mut answer)?;
+        if answer != bytes {
+            return Err(Failed::from(format!("{answer:02x?} for {bytes:02x?}")));
+        }
+        Ok(())
+    };
+    for _ in 0..10 {
+        exchange(&[b'a'; 64])?;
+    }
+    let mut asker = Program::start(paths, "ask", &[&port, &from, &asker.to_string()], false)?;
+    let answer = asker.line()?;
+    let is_yes = answer != "no";
+    let digits = if is_yes { answer.clone() } else { "ff".repeat(40) };
+    let hello: Vec<u8> = (0..digits.len() / 2)
+        .map(|i| u8::from_str_radix(&digits[2 * i..2 * i + 2], 16).unwrap())
+        .collect();
+    if is_yes && is_believed {
+        // Root may ask. What it has begun ends with it.
+        writeln!(asker.stdin)?;
+        asker.expect("gone")?;
+    }
+    exchange(&hello[..1]).map_err(|e| format!("the first byte of a HELLO: {e:?}"))?;
+    exchange(&hello).map_err(|e| format!("a HELLO: {e:?}"))?;
+    for _ in 0..10 {
+        exchange(&[0xff; 64])?;
+    }
+    match is_yes == is_believed {
+        true => Ok(()),
+        false => Err(format!("{answer:?} to this user").into()),
+    }
 }
 
 fn come_and_go(paths: &Paths, victim: &str) -> Result<(), Failed> {

@@ -132,7 +132,10 @@ pub fn acceptor_uid(connection: &Tuple) -> Option<u32> {
     let (connector, acceptor) = (connection.connector(), connection.acceptor());
     let socket = ask_kernel(&request(IPPROTO_TCP, acceptor, Some(connector), connection.device())).ok()?;
     // Of a connection that nobody has accepted the kernel says 0, whoever listens.
-    (socket.state != TCP_LISTEN && socket.uid != 0).then_some(socket.uid)
+    match owner(socket.uid) {
+        Owner::Uid(uid) if socket.state != TCP_LISTEN && uid != 0 => Some(uid),
+        _ => None,
+    }
 }
 
 const SOCK_DIAG_BY_FAMILY: u16 = 20;

@@ -116,6 +116,8 @@ reasons! {
     Unseen = 36 => "not known to the library",
     /// The program has asked for TCP (`rdmasock_prefer`).
     Asked = 37 => "asked for by the program",
+    /// The program runs as another user than the one that made the socket, or in another network namespace.
+    NotOwner = 38 => "socket of another user or network namespace",
 }
 
 /// A [`Reason`], and the peer's own where it declined.

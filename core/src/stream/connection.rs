@@ -54,6 +54,6 @@ pub use receiving::{
     hand_over_rest, is_over, is_scanning, leave_link_at_end, look_for_reset, on_end_told, refuse, shut_receiving,
     start_scan, stop_scan,
 };
-pub use scan::{Ahead, AtMark, look, look_ahead, scan_taken, seen_ahead};
+pub use scan::{Ahead, AtMark, has_marker, look, look_ahead, scan_taken, seen_ahead};
 pub use sending::{Farewell, flush, resend, wait_for_tcp};
 pub use streams::close_stream;

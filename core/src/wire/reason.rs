@@ -31,12 +31,14 @@ pub enum Reason {
     Cancelled,
     /// No program with the library listens on the port there.
     Absent,
+    /// The asker's user does not own the connector's socket, or the two ends are not in one network namespace.
+    NotOwner,
     /// A reason of a later version, by its number.
     Other(u16),
 }
 
 impl Reason {
-    const KNOWN: [(Self, u16, &'static str); 13] = [
+    const KNOWN: [(Self, u16, &'static str); 14] = [
         (Self::NotHeld, 1, "peer does not hold the connection"),
         (Self::Rule, 2, "a rule leaves it on TCP"),
         (Self::Shared, 3, "shared by several processes"),
@@ -50,6 +52,7 @@ impl Reason {
         (Self::Timeout, 11, "no answer in time"),
         (Self::Cancelled, 12, "withdrawn"),
         (Self::Absent, 13, "no program with the library on the port"),
+        (Self::NotOwner, 14, "asker does not own the connection"),
     ];
 
     /// The number on the wire.

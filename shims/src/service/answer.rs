@@ -4,6 +4,7 @@ use std::os::fd::AsFd;
 use std::sync::atomic::Ordering::SeqCst;
 
 use rdmasock_core::ids::{InstanceId, Nonce, Tuple};
+use rdmasock_core::rendezvous::diag::{Owner, trusted, udp_owner};
 use rdmasock_core::stats::{Direction, Reason};
 use rdmasock_core::stream::handshake::{Handshake, Phase};
 use rdmasock_core::sync::store_load_fence;
@@ -12,7 +13,7 @@ use rustix::event::epoll as kernel;
 
 use super::asking::ASK_TIMEOUT;
 use super::handshakes::Deferred;
-use super::state::{Peer, Watched, Worker};
+use super::state::{Conn, Peer, Watched, Worker};
 use crate::listener::Listener;
 use crate::mailbox::{Ref, kind, tag};
 use crate::points::point;
@@ -59,14 +60,26 @@ impl Worker {
             let reason = wire::Reason::Resources;
             return self.reply(conn, &Message::No { request, reason });
         }
+        let link = self.remote_link_of(conn);
+        let tuple = match link {
+            // Another host knows nothing of this one's namespaces and interfaces.
+            Some(_) => tuple.at(self.namespace, 0),
+            None => tuple,
+        };
         // Looked for once: what is accepted meanwhile has not been used.
         let accepted = self.handshakes.accepted(&tuple);
-        let link = self.remote_link_of(conn);
+        if let Some(socket) = accepted
+            && !(self.is_here(socket, &tuple) && self.may_ask(conn, &tuple))
+        {
+            tracing::debug!(target: "rdmasock::promote", ?tuple, "asked by who is not its other end");
+            let reason = wire::Reason::NotOwner;
+            return self.reply(conn, &Message::No { request, reason });
+        }
         if let Some(socket) = accepted
             && let Some(nonce_s) = said_yes(socket, nonce_c, instance_c)
             && self.is_lost(&nonce_s)
         {
-            self.handshakes.enter(nonce_s, Ref::new(socket), link);
+            self.handshakes.enter(nonce_s, Ref::new(socket), conn, link.is_some());
             let instance_s = self.library.id;
             let yes = Message::Yes {
                 request,
@@ -97,7 +110,7 @@ impl Worker {
         }
         let reply = match answer {
             Ok((nonce_s, r)) => {
-                self.handshakes.enter(nonce_s, r, link);
+                self.handshakes.enter(nonce_s, r, conn, link.is_some());
                 Message::Yes {
                     request,
                     nonce_s,
@@ -123,6 +136,36 @@ impl Worker {
         {
             // Nobody knows of this attempt, so nobody ends it.
             self.on_cancel(nonce_s);
+        }
+    }
+
+    /// Whether the asker owns the connector's end (P13). Where that is on another host, no user can be proved to: its
+    /// questions are believed if they come from there, or by way of who answers the control port here.
+    fn may_ask(&self, conn: u64, tuple: &Tuple) -> bool {
+        let credentials = match self.conns.get(&conn) {
+            Some(Conn {
+                channel: Some(channel), ..
+            }) => channel.peer().ok(),
+            Some(Conn {
+                peer: Peer::Link(link), ..
+            }) => link.with_channel(|channel| channel.peer().ok()).flatten(),
+            Some(_) => None,
+            None => return false,
+        };
+        let reach = self.library.reach;
+        let own = rustix::process::geteuid().as_raw();
+        match credentials.map(|c| c.uid) {
+            Some(0) => true,
+            Some(uid) => match (self.owner_of)(tuple) {
+                Owner::None => uid == own || reach.port().is_some_and(|port| trusted(uid, udp_owner(port), own)),
+                owner => trusted(uid, owner, own),
+            },
+            None if reach.is_device_for_here() => true,
+            None => match (self.owner_of)(tuple) {
+                Owner::None => true,
+                Owner::Uid(_) => false,
+                Owner::Unknown => reach.is_between_hosts(tuple.acceptor().ip(), tuple.connector().ip()),
+            },
         }
     }
 

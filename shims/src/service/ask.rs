@@ -43,6 +43,9 @@ impl Worker {
         let Some(tuple) = crate::socket::tuple_of(socket) else {
             return stay(socket, Reason::NoMatch.into());
         };
+        if !self.is_here(socket, &tuple) {
+            return stay(socket, Reason::NoMatch.into());
+        }
         let (connector, acceptor) = (tuple.connector(), tuple.acceptor());
         if let Some(reason) = self.library.refuses(connector, acceptor, Direction::Connect) {
             return stay(socket, reason.into());
@@ -127,7 +130,12 @@ impl Worker {
     pub(super) fn question(&self, request: u64, asking: &Asking) -> Message {
         Message::Ask {
             request,
-            tuple: asking.tuple,
+            // Another host knows nothing of this one's namespaces and interfaces.
+            tuple: if asking.remote {
+                asking.tuple.at(0, 0)
+            } else {
+                asking.tuple
+            },
             nonce_c: asking.nonce,
             instance_c: match asking.who {
                 Asker::Here(_) => self.library.id,
@@ -210,7 +218,14 @@ impl Worker {
             return;
         };
         if channel.send(bytes, &[]).is_ok()
-            && let Some(conn) = self.register(channel, Peer::Asked { request, by_name })
+            && let Some(conn) = self.register(
+                channel,
+                Peer::Asked {
+                    request,
+                    by_name,
+                    greets: None,
+                },
+            )
         {
             self.library.stats.count(Event::Ask);
             asking.asked.insert(conn);

@@ -429,6 +429,9 @@ impl Worker {
             let _ = kernel::delete(&self.service.epoll, channel.as_fd());
         }
         match conn.peer {
+            Peer::Incoming { .. } if why == Reason::PeerGone => {
+                self.handshakes.on_asker_gone(id, crate::time::now_ns())
+            }
             Peer::Incoming { .. } | Peer::Remote(_) => {}
             Peer::Asked { request, .. } => self.on_silence(id, request),
             Peer::Linking { peer } => self.link_failed(peer),

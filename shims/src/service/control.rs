@@ -153,7 +153,7 @@ impl Worker {
                     nonce_c,
                     state: State::Asked,
                 };
-                self.on_query(datagram.query, query, tuple, instance_c, now);
+                self.on_query(datagram.query, query, tuple.at(self.namespace, 0), instance_c, now);
             }
             Body::Cancel { nonce_s, instance_s } => {
                 self.end_query(datagram.query, arrival);

@@ -4,13 +4,18 @@
 use std::collections::HashMap;
 
 use rdmasock_core::ids::{InstanceId, Nonce, Tuple};
-use rdmasock_core::stream::handshake::Role;
+use rdmasock_core::rendezvous::diag;
+use rdmasock_core::stream::connection;
+use rdmasock_core::stream::handshake::{Handshake, Phase, Role};
 
 use crate::mailbox::Ref;
 use crate::socket::{self, Socket, Stage};
 
 /// Attempts that are over are looked for from this number on, and whenever it has doubled.
 const OFFERED_MIN: usize = 64;
+/// How soon the second look at an orphan is, ns, and how long it is between two at most.
+const LOOK_FIRST: u64 = 5_000_000;
+const LOOK_LAST: u64 = 1_000_000_000;
 /// How many such wait at a time; a connection is asked for by one, as a rule.
 const MOST_DEFERRED: usize = 4096;
 
@@ -30,8 +35,19 @@ pub struct Deferred {
 /// A connection that was offered by a YES.
 struct Offered {
     r: Ref,
-    /// The link between hosts that the YES went over.
-    link: Option<u64>,
+    /// The channel that the YES went over.
+    conn: u64,
+    /// That is a link between hosts.
+    is_link: bool,
+}
+
+/// An attempt whose asker has closed its channel. HELLO is in TCP by then, or will not come (P16).
+struct Orphan {
+    nonce: Nonce,
+    /// How long it is until the next look, ns.
+    every: u64,
+    /// When the next look is, monotonic ns.
+    deadline: u64,
 }
 
 /// See the module.
@@ -43,6 +59,7 @@ pub struct Handshakes {
     /// From how many of them on those that are over are looked for.
     bound: usize,
     deferred: Vec<Deferred>,
+    orphans: Vec<Orphan>,
 }
 
 impl Handshakes {
@@ -53,6 +70,7 @@ impl Handshakes {
             offered: HashMap::new(),
             bound: OFFERED_MIN,
             deferred: Vec::new(),
+            orphans: Vec::new(),
         }
     }
 
@@ -82,20 +100,31 @@ impl Handshakes {
         self.tuples.get(tuple).and_then(|r| r.get())
     }
 
-    /// Keeps an attempt to be found by its nonce; `link` is the link between hosts that YES goes over. Now and then
+    /// Keeps an attempt to be found by its nonce; YES goes over `conn`, which may be a link between hosts. Now and then
     /// those that are over are forgotten.
-    pub fn enter(&mut self, nonce: Nonce, r: Ref, link: Option<u64>) {
+    pub fn enter(&mut self, nonce: Nonce, r: Ref, conn: u64, is_link: bool) {
         if self.offered.len() >= self.bound {
             let is_live = |nonce: &Nonce, offered: &mut Offered| offered.r.get().is_some_and(|s| is_attempt(s, *nonce));
             self.offered.retain(is_live);
             self.bound = OFFERED_MIN.max(2 * self.offered.len());
         }
-        self.offered.insert(nonce, Offered { r, link });
+        self.offered.insert(nonce, Offered { r, conn, is_link });
+    }
+
+    /// The asker has closed the channel `conn`: its attempts end once TCP shows that no HELLO comes.
+    pub fn on_asker_gone(&mut self, conn: u64, now: u64) {
+        let its = self.offered.iter().filter(|(_, offered)| offered.conn == conn);
+        self.orphans.extend(its.map(|(nonce, _)| Orphan {
+            nonce: *nonce,
+            every: LOOK_FIRST,
+            deadline: now,
+        }));
     }
 
     /// The link between hosts that the YES with this nonce went over.
     pub fn link_of(&self, nonce: &Nonce) -> Option<u64> {
-        self.offered.get(nonce)?.link
+        let offered = self.offered.get(nonce).filter(|offered| offered.is_link)?;
+        Some(offered.conn)
     }
 
     /// The connection that made an attempt with this nonce.
@@ -127,14 +156,55 @@ impl Handshakes {
         self.deferred.extract_if(.., |question| question.r == about).collect()
     }
 
-    /// Who has asked does not wait any longer.
+    /// Drops the questions whose askers do not wait any longer, and looks at the orphans.
     pub fn on_timeout(&mut self, now: u64) {
         self.deferred.retain(|question| question.deadline > now);
+        let mut orphans = std::mem::take(&mut self.orphans);
+        orphans.retain_mut(|orphan| {
+            if orphan.deadline > now {
+                return true;
+            }
+            orphan.deadline = now + orphan.every;
+            orphan.every = LOOK_LAST.min(2 * orphan.every);
+            let socket = self.by_nonce(&orphan.nonce);
+            socket.is_some_and(|socket| may_be_greeted(socket, orphan.nonce))
+        });
+        self.orphans = orphans;
     }
 
     /// When that is next, monotonic ns.
     pub fn next_timeout(&self) -> Option<u64> {
-        self.deferred.iter().map(|question| question.deadline).min()
+        let deferred = self.deferred.iter().map(|question| question.deadline);
+        deferred.chain(self.orphans.iter().map(|orphan| orphan.deadline)).min()
+    }
+}
+
+/// Whether a HELLO may still be on its way to an orphan. If it has come, or another host may have sent it, only TCP
+/// tells more; if it will not come the attempt ends here.
+fn may_be_greeted(socket: &'static Socket, nonce: Nonce) -> bool {
+    let Some(tuple) = socket::tuple_of(socket) else {
+        return false;
+    };
+    let Some(mut control) = socket.control.lock() else {
+        return true;
+    };
+    let is_offered = |h: &Handshake| h.mine() == nonce && h.phase() == Phase::Offered;
+    if !control.handshake.as_ref().is_some_and(is_offered) || connection::has_marker(socket) == Some(true) {
+        return false;
+    }
+    match diag::under_way(&tuple) {
+        None => false,
+        Some(1..) => true,
+        // All has come that was sent before.
+        Some(0) => match connection::has_marker(socket) {
+            Some(is_there) => {
+                if !is_there {
+                    connection::feed(socket, &mut control, Handshake::on_cancel);
+                }
+                false
+            }
+            None => true,
+        },
     }
 }
 
@@ -146,8 +216,6 @@ fn is_attempt(socket: &Socket, nonce: Nonce) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use rdmasock_core::stream::handshake::Handshake;
-
     use super::super::tests::connected;
     use super::*;
 
@@ -157,9 +225,9 @@ mod tests {
         let (socket, _stream) = connected();
         let live = Nonce::random().unwrap();
         socket.control.lock().unwrap().handshake = Some(Handshake::acceptor(live, live).0);
-        handshakes.enter(live, Ref::new(socket), None);
+        handshakes.enter(live, Ref::new(socket), 1, false);
         for _ in 0..4 * OFFERED_MIN {
-            handshakes.enter(Nonce::random().unwrap(), Ref::new(socket), None);
+            handshakes.enter(Nonce::random().unwrap(), Ref::new(socket), 1, false);
         }
         assert!(handshakes.has(&live));
         assert!(handshakes.offered.len() <= OFFERED_MIN);

@@ -57,7 +57,7 @@ pub(super) fn after_no(socket: &'static Socket, reason: wire::Reason) {
             socket.told.set_why(why);
             socket.promotion.retry_later();
         }
-        wire::Reason::Rule | wire::Reason::Use => stay(socket, why),
+        wire::Reason::Rule | wire::Reason::Use | wire::Reason::NotOwner => stay(socket, why),
         _ => later(socket, why),
     }
 }
@@ -67,6 +67,7 @@ fn why_declined(reason: wire::Reason) -> Why {
         wire::Reason::NotHeld => Reason::NoMatch,
         wire::Reason::Rule => Reason::Rule,
         wire::Reason::Shared => Reason::Inherited,
+        wire::Reason::NotOwner => Reason::NotOwner,
         wire::Reason::Closing => Reason::Closed,
         wire::Reason::Limit => Reason::LinkLimit,
         wire::Reason::Resources => Reason::Resources,

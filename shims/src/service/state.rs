@@ -4,13 +4,17 @@
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd};
 
-use rdmasock_core::ids::InstanceId;
+use rdmasock_core::ids::{InstanceId, Tuple};
 use rdmasock_core::os::channel::Channel;
 use rdmasock_core::os::heap;
+use rdmasock_core::os::privatefd::PrivateFd;
 use rdmasock_core::rendezvous::control::QueryId;
+use rdmasock_core::rendezvous::diag::{self, Owner};
 use rdmasock_core::rendezvous::names;
 use rdmasock_core::rendezvous::peers::DestinationCache;
+use rdmasock_core::stream::handshake::Role;
 use rustix::event::epoll as kernel;
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with};
 
 use super::alarms::Alarms;
 use super::asking::Asking;
@@ -28,8 +32,9 @@ use crate::ending;
 use crate::library::Library;
 use crate::link::Link;
 use crate::listener::Listener;
-use crate::mailbox::{Command, Mailbox, kind, tag};
+use crate::mailbox::{Command, Mailbox, Ref, kind, tag};
 use crate::reach::Devices;
+use crate::socket::Socket;
 use crate::waiters::SERVICE;
 
 /// What a channel is for.
@@ -37,7 +42,12 @@ pub enum Peer {
     /// Somebody connected to one of our names.
     Incoming { listener: Option<&'static Listener> },
     /// We asked there, by a service name or an instance's.
-    Asked { request: u64, by_name: bool },
+    Asked {
+        request: u64,
+        by_name: bool,
+        /// The connection that greets after the YES that came there.
+        greets: Option<Ref>,
+    },
     /// We asked for a link there.
     Linking { peer: InstanceId },
     /// A link's side channel.
@@ -76,6 +86,10 @@ pub struct Worker {
     pub library: &'static Library,
     pub service: &'static Mailbox,
     pub instance_name: Option<names::Listener>,
+    /// The cookie of the network namespace that this thread is in; 0 if the kernel does not say.
+    pub namespace: u64,
+    /// Who owns the connector's socket of a connection.
+    pub owner_of: fn(&Tuple) -> Owner,
     pub listeners: Vec<&'static Listener>,
     pub conns: HashMap<u64, Conn>,
     /// Links whose next message has descriptors that could not be received yet.
@@ -119,7 +133,9 @@ impl Worker {
         let worker = Self {
             library,
             service: &library.service,
+            namespace: own_namespace(),
             instance_name,
+            owner_of: diag::connector_owner,
             listeners: Vec::new(),
             conns: HashMap::new(),
             unread: Vec::new(),
@@ -174,10 +190,35 @@ impl Worker {
         id
     }
 
+    /// Whether the connection is in this thread's network namespace. Names, and what the kernel says of addresses, are
+    /// those of this namespace.
+    pub fn is_here(&self, socket: &'static Socket, tuple: &Tuple) -> bool {
+        if self.namespace != 0 || tuple.namespace() != 0 {
+            return tuple.namespace() == self.namespace;
+        }
+        let (connector, acceptor) = (tuple.connector(), tuple.acceptor());
+        let (local, remote) = match socket.promotion.role() {
+            Role::Connector => (connector, acceptor),
+            Role::Acceptor => (acceptor, connector),
+        };
+        let inode = socket.control.lock().and_then(|_control| {
+            let anchor = socket.numbers.anchor_fd()?;
+            Some(rustix::fs::fstat(anchor).ok()?.st_ino)
+        });
+        inode.is_some_and(|inode| diag::is_socket(local, remote, tuple.device(), inode))
+    }
+
     /// Takes a descriptor into the thread's epoll set. False if it cannot be.
     pub fn add(&self, fd: BorrowedFd<'_>, data: u64, flags: kernel::EventFlags) -> bool {
         kernel::add(&self.service.epoll, fd, kernel::EventData::new_u64(data), flags).is_ok()
     }
+}
+
+/// The cookie of this thread's network namespace; 0 without descriptors, or where the kernel does not say.
+fn own_namespace() -> u64 {
+    let (family, kind) = (AddressFamily::UNIX, SocketType::SEQPACKET);
+    let socket = PrivateFd::open(|| socket_with(family, kind, SocketFlags::CLOEXEC, None));
+    socket.map_or(0, |socket| crate::sockopt::namespace(socket.as_fd()))
 }
 
 /// How many descriptors this process may have, ours among them.

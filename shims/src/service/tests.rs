@@ -8,11 +8,13 @@ use crate::service::asking::Asking;
 use crate::service::state::Peer;
 use rdmasock_core::ids::{Cookie, InstanceId, Nonce};
 use std::collections::VecDeque;
+use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::Mutex;
 
 use rdmasock_core::os::channel::Channel;
+use rdmasock_core::rendezvous::diag::{self, Owner};
 use rdmasock_core::stream::handshake::{Handshake, Role};
 use rdmasock_core::wire::{self, MAX_MESSAGE, Message};
 
@@ -57,7 +59,16 @@ fn asked(worker: &mut Worker, socket: &'static Socket, by_name: bool) -> (u64, u
     let request = crate::library::random_u64();
     let nonce = Nonce::random().unwrap();
     socket.control.lock().unwrap().handshake = Some(Handshake::connector(nonce));
-    let conn = worker.register(ours, Peer::Asked { request, by_name }).unwrap();
+    let conn = worker
+        .register(
+            ours,
+            Peer::Asked {
+                request,
+                by_name,
+                greets: None,
+            },
+        )
+        .unwrap();
     worker
         .asks
         .insert(request, Asking::for_test(Ref::new(socket), nonce, conn));
@@ -176,7 +187,16 @@ fn redirects_end() {
         .map(|id| (id, names::Listener::instance(&id).unwrap()))
         .collect();
     let (more, other) = Channel::pair().unwrap();
-    let more = worker.register(more, Peer::Asked { request, by_name: true }).unwrap();
+    let more = worker
+        .register(
+            more,
+            Peer::Asked {
+                request,
+                by_name: true,
+                greets: None,
+            },
+        )
+        .unwrap();
     worker.asks.get_mut(&request).unwrap().also_for_test(more);
     say(
         &holder,
@@ -253,6 +273,80 @@ fn a_yes_that_reaches_nobody_begins_nothing() {
 }
 
 #[test]
+fn a_scan_ends_with_its_askers_channel() {
+    let mut worker = worker();
+    let (socket, client, mut server) = accepted();
+    let tuple = socket::tuple_of(socket).unwrap();
+    // Asks, sends what `says` makes of the nonce, and goes. Gives how many bytes that were.
+    let mut ask = |says: fn(&Nonce) -> Vec<u8>| {
+        let (ours, theirs) = Channel::pair().unwrap();
+        let conn = worker.register(ours, Peer::Incoming { listener: None }).unwrap();
+        worker.on_ask(conn, 1, tuple, Nonce::random().unwrap(), InstanceId::random().unwrap());
+        let Some(Message::Yes { nonce_s, .. }) = received(&theirs) else {
+            panic!("no YES");
+        };
+        drop(theirs);
+        worker.on_channel(conn);
+        let said = says(&nonce_s);
+        (&client).write_all(&said).unwrap();
+        worker.handshakes.on_timeout(u64::MAX / 2);
+        assert_eq!(worker.handshakes.next_timeout(), None);
+        let mode = socket.rx_mode.load(SeqCst);
+        worker.on_cancel(nonce_s);
+        worker.settle(Ref::new(socket));
+        server.read_exact(&mut vec![0; said.len()]).unwrap();
+        mode
+    };
+    let greets = |nonce: &Nonce| {
+        let mut buf = [0; wire::MAX_MARKER];
+        wire::Marker::Switch.encode(nonce, &mut buf).unwrap().to_vec()
+    };
+    assert_eq!(ask(greets), Mode::Marked, "what has come is looked for");
+    assert_eq!(ask(|nonce| nonce.as_bytes()[..1].to_vec()), Mode::Tcp);
+    assert_eq!(ask(|_| Vec::new()), Mode::Tcp);
+}
+
+#[test]
+fn who_asks_owns_the_connectors_end() {
+    let mut worker = worker();
+    let (socket, _client, _server) = accepted();
+    let tuple = socket::tuple_of(socket).unwrap();
+    let own = rustix::process::geteuid().as_raw();
+    let ask = |worker: &mut Worker, tuple, owner_of| {
+        worker.owner_of = owner_of;
+        let (ours, theirs) = Channel::pair().unwrap();
+        let conn = worker.register(ours, Peer::Incoming { listener: None }).unwrap();
+        worker.on_ask(conn, 1, tuple, Nonce::random().unwrap(), InstanceId::random().unwrap());
+        received(&theirs)
+    };
+    let elsewhere = tuple.at(tuple.namespace() + 1, 0);
+    let is_no = |answer: &Option<Message>| matches!(answer, Some(Message::No { .. }));
+    assert!(is_no(&ask(&mut worker, elsewhere, |_| Owner::Unknown)));
+    assert!(is_no(&ask(&mut worker, tuple.at(tuple.namespace(), 1), |_| {
+        Owner::Unknown
+    })));
+    if own != 0 {
+        assert!(is_no(&ask(&mut worker, tuple, |_| Owner::Uid(0))));
+    }
+    assert!(matches!(
+        ask(&mut worker, tuple, diag::connector_owner),
+        Some(Message::Yes { .. })
+    ));
+}
+
+#[test]
+fn a_kernel_without_cookies_tells_namespaces_apart() {
+    let mut worker = worker();
+    worker.namespace = 0;
+    let (socket, _client, _server) = accepted();
+    let (other, _other_client, _other_server) = accepted();
+    let [tuple, others] = [socket, other].map(|socket| socket::tuple_of(socket).unwrap().at(0, 0));
+    assert!(worker.is_here(socket, &tuple) && worker.is_here(other, &others));
+    // As if another socket had the same addresses elsewhere.
+    assert!(!worker.is_here(socket, &others) && !worker.is_here(other, &tuple));
+}
+
+#[test]
 fn a_yes_that_was_lost_with_a_link_is_said_again() {
     let mut worker = worker();
     let (socket, _client, _server) = accepted();
@@ -272,8 +366,9 @@ fn a_yes_that_was_lost_with_a_link_is_said_again() {
     // It has served: who was asked by two names would take it back.
     assert_eq!(ask(&mut worker, nonce, instance), None);
     // As if it had gone over a link between hosts that is down.
-    let lost = Some(u64::MAX);
-    worker.handshakes.enter(first.unwrap(), Ref::new(socket), lost);
+    worker
+        .handshakes
+        .enter(first.unwrap(), Ref::new(socket), u64::MAX, true);
     assert_eq!(
         ask(&mut worker, Nonce::random().unwrap(), instance),
         None,

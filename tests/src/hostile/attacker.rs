@@ -3,8 +3,8 @@
 
 use std::io::{Read, Write};
 use std::mem::ManuallyDrop;
-use std::net::TcpStream;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::net::{SocketAddr, TcpStream, UdpSocket};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
@@ -18,6 +18,7 @@ use rdmasock_core::ids::{InstanceId, Nonce, Tuple, Vqpn};
 use rdmasock_core::os::channel::{Channel, RecvError};
 use rdmasock_core::os::memfd::{self, Access};
 use rdmasock_core::os::privatefd::PrivateFd;
+use rdmasock_core::rendezvous::control::{Body, DATAGRAM, Datagram, QueryId, Stamp};
 use rdmasock_core::rendezvous::names;
 use rdmasock_core::wire::scan::{Found, scan};
 use rdmasock_core::wire::{
@@ -203,17 +204,8 @@ impl Attacker {
 }
 
 fn ask(port: u16, tcp: &TcpStream, nonce_c: Nonce, me: InstanceId) -> Result<(Nonce, InstanceId)> {
-    let channel = names::connect_to_services(port)
-        .next()
-        .context("the victim has no name")??;
-    let ask = Message::Ask {
-        request: 1,
-        tuple: Tuple::new(tcp.local_addr()?, tcp.peer_addr()?),
-        nonce_c,
-        instance_c: me,
-    };
-    say(&channel, &ask, &[])?;
-    match hear(&channel)?.0 {
+    let tuple = Tuple::new(tcp.local_addr()?, tcp.peer_addr()?).at(namespace()?, 0);
+    match ask_by_name(port, tuple, nonce_c, me)?.1 {
         Message::Yes {
             nonce_s, instance_s, ..
         } => Ok((nonce_s, instance_s)),
@@ -221,7 +213,74 @@ fn ask(port: u16, tcp: &TcpStream, nonce_c: Nonce, me: InstanceId) -> Result<(No
     }
 }
 
-fn hello(me: InstanceId) -> Marker {
+/// Asks about a connection by the victim's name. Returns the channel and the answer.
+pub fn ask_by_name(port: u16, tuple: Tuple, nonce_c: Nonce, me: InstanceId) -> Result<(Channel, Message)> {
+    let channel = names::connect_to_services(port)
+        .next()
+        .context("the victim has no name")??;
+    let ask = Message::Ask {
+        request: 1,
+        tuple,
+        nonce_c,
+        instance_c: me,
+    };
+    say(&channel, &ask, &[])?;
+    let answer = hear(&channel)?.0;
+    Ok((channel, answer))
+}
+
+/// Asks about a connection by the control port of this host. Returns the answer.
+pub fn ask_by_control_port(port: u16, tuple: Tuple, nonce_c: Nonce, instance_c: InstanceId) -> Result<Option<Body>> {
+    let socket = UdpSocket::bind(SocketAddr::new(tuple.connector().ip(), 0))?;
+    socket.connect(SocketAddr::new(tuple.acceptor().ip(), port))?;
+    socket.set_read_timeout(Some(Duration::from_secs(1)))?;
+    let mut stamp = Stamp::NONE;
+    let query = QueryId::random()?;
+    for _ in 0..10 {
+        let body = Body::Ask {
+            request: 1,
+            tuple,
+            nonce_c,
+            instance_c,
+        };
+        let question = Datagram { query, stamp, body }
+            .encode(None)
+            .map_err(|e| anyhow!("{e}"))?;
+        let mut buf = [0; DATAGRAM];
+        if socket.send(&question).is_err() || socket.recv(&mut buf).is_err() {
+            std::thread::sleep(Duration::from_millis(50));
+            continue;
+        }
+        match Datagram::decode(&buf, None).map_err(|e| anyhow!("{e:?}"))? {
+            Datagram {
+                stamp: good,
+                body: Body::Stamp,
+                ..
+            } => stamp = good,
+            answer => return Ok(Some(answer.body)),
+        }
+    }
+    Ok(None)
+}
+
+/// The cookie of this process' network namespace.
+pub fn namespace() -> Result<u64> {
+    // Not among libc's constants.
+    const SO_NETNS_COOKIE: libc::c_int = 71;
+    let socket = UdpSocket::bind("127.0.0.1:0")?;
+    let (mut cookie, mut len) = (0u64, size_of::<u64>() as libc::socklen_t);
+    let to = (&raw mut cookie).cast();
+    call!(libc::getsockopt(
+        socket.as_raw_fd(),
+        libc::SOL_SOCKET,
+        SO_NETNS_COOKIE,
+        to,
+        &mut len
+    ));
+    Ok(cookie)
+}
+
+pub fn hello(me: InstanceId) -> Marker {
     Marker::Hello(Hello {
         instance: me,
         capabilities: Capabilities::SHM,

@@ -2,6 +2,7 @@
 
 use std::io::Write;
 use std::mem::ManuallyDrop;
+use std::net::SocketAddr;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
@@ -11,12 +12,14 @@ use rdmasock_core::fabric::layout::{self, Region};
 use rdmasock_core::fabric::link::LinkEnd;
 use rdmasock_core::fabric::ring::Wake;
 use rdmasock_core::fabric::waiter::WaiterId;
+use rdmasock_core::ids::{InstanceId, Nonce, Tuple};
 use rdmasock_core::os::channel::{Channel, RecvError};
 use rdmasock_core::os::privatefd::PrivateFd;
+use rdmasock_core::rendezvous::control::Body;
 use rdmasock_core::rendezvous::names;
-use rdmasock_core::wire::Message;
+use rdmasock_core::wire::{MAX_MARKER, Message};
 
-use super::attacker::{Attacker, exchange, say};
+use super::attacker::{self, Attacker, exchange, say};
 use super::{REQUEST, STREAM, end_with_stdin};
 
 /// The waiter that the victim is to wake: one that sleeps on what is sent, not on a futex.
@@ -26,6 +29,9 @@ const ARENA: u64 = 64 << 20;
 const ARENA_OF_RINGS: u64 = 1 << 30;
 /// For how long an attack goes on at least before it is said to be on.
 const AT_LEAST: Duration = Duration::from_millis(300);
+
+/// The control port of a server that is asked about connections of others.
+pub const ASKED_PORT: u16 = 4790;
 
 /// All of them, and the victim that each is for.
 pub const ALL: &[(&str, &str)] = &[
@@ -79,6 +85,34 @@ pub fn run(port: u16, name: &str, file: &str) -> bool {
     loop {
         std::thread::sleep(Duration::from_secs(1));
     }
+}
+
+/// `ask PORT OTHER UID`: as that user, asks the server on PORT about the connection that another process has to it from
+/// the port OTHER, by its name and by the control port. Prints `no`, or the HELLO for which the server looks then.
+/// Holds the channel until a line comes on stdin, then prints `gone`.
+pub fn ask_about(port: u16, other: u16, uid: u32) -> bool {
+    call!(libc::setgid(uid)).ok();
+    call!(libc::setuid(uid)).ok();
+    let here = |port| SocketAddr::from(([127, 0, 0, 1], port));
+    let tuple = Tuple::new(here(other), here(port)).at(attacker::namespace().unwrap(), 0);
+    let (nonce, me) = (Nonce::random().unwrap(), InstanceId::random().unwrap());
+    let by_name = attacker::ask_by_name(port, tuple, nonce, me).unwrap();
+    let by_port = attacker::ask_by_control_port(ASKED_PORT, tuple, nonce, me).unwrap();
+    let nonce_s = match (&by_name.1, &by_port) {
+        (Message::Yes { nonce_s, .. }, _) | (_, Some(Body::Yes { nonce_s, .. })) => *nonce_s,
+        (Message::No { .. }, Some(Body::No { .. })) => {
+            tell("no");
+            return true;
+        }
+        other => panic!("{other:?}"),
+    };
+    let mut buf = [0; MAX_MARKER];
+    let hello = attacker::hello(me).encode(&nonce_s, &mut buf).unwrap();
+    tell(&hello.iter().map(|byte| format!("{byte:02x}")).collect::<String>());
+    let _ = std::io::stdin().read_line(&mut String::new());
+    drop(by_name);
+    tell("gone");
+    true
 }
 
 fn tell(word: &str) {

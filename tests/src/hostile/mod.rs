@@ -20,6 +20,7 @@ pub fn main(words: &[String]) -> bool {
         "victim" => victim::serve(word(1), number(2), word(3)),
         "friend" => victim::visit(number(1) as u16),
         "attack" => attacks::run(number(1) as u16, word(2), word(3)),
+        "ask" => attacks::ask_about(number(1) as u16, number(2) as u16, number(3) as u32),
         _ => false,
     }
 }

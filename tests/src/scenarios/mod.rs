@@ -38,6 +38,7 @@ mod threads;
 mod timing;
 mod told;
 mod told_options;
+mod twins;
 mod unseen;
 mod urgent;
 mod wakes;
@@ -146,6 +147,7 @@ pub fn all() -> Vec<Scenario> {
         threads: warm { send_and_receive, eight_senders, four_receivers, shutdown_wakes, shutdown_wakes_pollers, close_does_not_wake, cancel, cancel_early, cancel_sender_early, cancel_pollers } cold { eight_on_one_epoll, four_acceptors }
         told: warm { counts_across_a_promotion, unread_and_half_closed, time_of_the_last, counts_across_a_demotion, counts_in_a_child, peer_killed, lengths } cold {  }
         told_options: warm { kept, how_much_is_left, how_much_is_left_by_listener, timestamps, pacing, repair, zero_copy_receive, keepalive_of_a_frozen_peer, user_timeout } cold { keepalive_of_a_host_that_is_gone, nodelay_while_promoted, nodelay_at_a_promotion }
+        twins: warm {  } cold { of_one_process_each, of_two_clients, of_two_servers, on_interfaces, on_interfaces_of_two_servers }
         zerocopy: warm { completions, control, ipv6, mapped, recvmmsg, readiness, woken, forms, dup, threads, both_ways } cold {  }
         zerocopy_more: warm { accepted, reset, timestamps, forked } cold {  }
         wakes: warm { oneshot_over, data_taken, room_taken, set_changed } cold { poll, select, receive, epoll, edge, oneshot, added, two_sets, nested, polled_set, two_waiters, two_receivers, crowd, shared_set, forked, filled_at_once, replaced }
@@ -294,7 +296,7 @@ const HANDED: &str = "a connection that is handed over in the middle of its prom
 const KILLED: &str = "who is killed resets its connections, for nobody knows whether all has arrived that it had sent";
 
 /// Families whose outcome depends on signals, on times, or on what a process may not do.
-const WITHOUT_STORM: [&str; 11] = [
+const WITHOUT_STORM: [&str; 12] = [
     "direct_",
     "ends_",
     "herd_",
@@ -304,6 +306,7 @@ const WITHOUT_STORM: [&str; 11] = [
     "signals_",
     "timing_",
     "told_",
+    "twins_",
     "unseen_",
     "wakes_",
 ];

@@ -317,6 +317,28 @@ pub fn scan_taken<S: SocketIo>(socket: &S, bytes: &mut [u8]) -> usize {
     kept
 }
 
+/// Returns whether TCP has a marker that was not read yet, or the beginning of one with the whole nonce. `None` if it
+/// has more than is looked through, or a call of the program's has a part of it in hand.
+pub fn has_marker<S: SocketIo>(socket: &S) -> Option<bool> {
+    let rx = socket.rx.lock()?;
+    let (Some(nonce), Some(tcp)) = (rx.scan, socket.tcp()) else {
+        return Some(false);
+    };
+    let carried = rx.carry.len();
+    if carried + tcp.unread() > PEEK || !socket.rx_inside.is_empty() {
+        return None;
+    }
+    let mut buf = Scratch::new(PEEK)?;
+    let (front, rest) = buf.split_at_mut_checked(carried)?;
+    front.copy_from_slice(rx.carry.as_slice());
+    let peeked = tcp.peek_all(rest);
+    Some(match scan(&nonce, buf.get(..carried + peeked)?).what {
+        Found::Payload => false,
+        Found::PartialMarker { have } => have >= ID_BYTES,
+        Found::Marker { .. } | Found::Bad { .. } => true,
+    })
+}
+
 /// What there is to read for the program among markers; those in front are processed. `None` in a signal handler that
 /// has interrupted this thread's use of the connection.
 pub fn look<S: SocketIo>(socket: &S) -> Option<Ahead> {

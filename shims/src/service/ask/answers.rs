@@ -10,7 +10,7 @@ use rdmasock_core::stats::{Event, Reason};
 use rdmasock_core::stream::connection;
 use rdmasock_core::wire::{self, Message};
 
-use super::{MAX_KNOWN, abandon, is_asking};
+use super::{CHANNEL_LIFE, MAX_KNOWN, abandon, is_asking};
 use rdmasock_core::sync::store_load_fence;
 
 use crate::link::up;
@@ -62,11 +62,18 @@ impl Worker {
         Taken::No
     }
 
-    /// A channel that was made for one question is not needed after its answer.
+    /// Closes a channel that was made for one question, which has been answered: when HELLO is in TCP, or will not be
+    /// (P16).
     fn done_asking(&mut self, conn: u64) {
-        if matches!(self.conns.get(&conn).map(|c| &c.peer), Some(Peer::Asked { .. })) {
-            self.hang_up(conn, Reason::None);
+        let Some(Peer::Asked { greets, .. }) = self.conns.get(&conn).map(|c| &c.peer) else {
+            return;
+        };
+        let socket = greets.and_then(|r| r.get());
+        if socket.is_some_and(|socket| socket.tx.lock().is_none_or(|tx| !tx.marker.is_empty())) {
+            let until = crate::time::now_ns() + CHANNEL_LIFE;
+            return self.asked_until.push_back((until, conn));
         }
+        self.hang_up(conn, Reason::None);
     }
 
     pub(in crate::service) fn on_redirect(&mut self, conn: u64, request: u64, instances: Vec<InstanceId>) {
@@ -160,6 +167,11 @@ impl Worker {
             ),
             Taken::Yes => {
                 let asking = self.asks.remove(&request);
+                if let Some(Peer::Asked { greets, .. }) = self.conns.get_mut(&conn).map(|c| &mut c.peer)
+                    && let Some(Asker::Here(r)) = asking.as_ref().map(|a| a.who)
+                {
+                    *greets = Some(r);
+                }
                 if let Some(asking) = &asking
                     && !self.accept_yes(asking, nonce_s, instance_s)
                 {

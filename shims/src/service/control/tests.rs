@@ -10,6 +10,7 @@ use std::time::Duration;
 use rdmasock_core::ids::{InstanceId, Nonce, Tuple};
 use rdmasock_core::os::datagram::Answerer;
 use rdmasock_core::rendezvous::control::{Body, DATAGRAM, Datagram, QueryId, Stamp};
+use rdmasock_core::rendezvous::diag::{self, Owner};
 use rdmasock_core::stats::Event;
 use rdmasock_core::stream::handshake::Handshake;
 
@@ -25,6 +26,8 @@ fn answerer() -> (Worker, UdpSocket) {
     let socket = Answerer::bind(0).unwrap();
     let port = socket.port().unwrap();
     worker.control.socket = Some(socket);
+    // The connectors' ends are another host's.
+    worker.owner_of = |_| Owner::None;
     let asker = UdpSocket::bind((HERE, 0)).unwrap();
     asker.connect((HERE, port)).unwrap();
     asker.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
@@ -280,6 +283,16 @@ fn a_yes_is_not_repeated_for_ever() {
         assert!(matches!(receive(&asker).body, Body::Yes { .. }));
     }
     assert_eq!(repeats, 8);
+}
+
+#[test]
+fn nobody_asks_here_about_connections_within_the_host() {
+    let (mut worker, asker) = answerer();
+    worker.owner_of = diag::connector_owner;
+    let stamp = stamp(&mut worker, &asker);
+    let (_socket, stream, _server) = accepted();
+    send(&mut worker, &asker, &question_about(stamp, &stream));
+    assert!(matches!(receive(&asker).body, Body::No { .. }));
 }
 
 /// A worker that asks a host, which the test plays.

@@ -1,0 +1,260 @@
+//! Two live connections with equal addresses and ports at both ends: in two network namespaces, or on two interfaces
+//! of one namespace. Each byte tells which connection it belongs to.
+
+use std::os::fd::AsRawFd;
+
+use libc::c_int;
+
+use crate::ctx::Ctx;
+use crate::sys::{self, Addr};
+
+/// Bytes of a message.
+const MESSAGE: usize = 300;
+/// Pairs of connections, one after the other.
+const PAIRS: u16 = 6;
+/// Messages on each connection: enough for a promotion to begin and end.
+const ROUNDS: u8 = 80;
+/// Rounds with a pause, in which a promotion may go on.
+const SLOW: std::ops::Range<u8> = 20..40;
+const PORT: u16 = 7777;
+const FIRST_CLIENT_PORT: u16 = 20_000;
+/// The address that both interfaces have.
+const LINK_LOCAL: std::net::Ipv6Addr = std::net::Ipv6Addr::new(0xfe80, 0, 0, 0, 0, 0, 0, 0x77);
+
+/// Where a connection is: in this network namespace, to this address.
+#[derive(Clone, Copy)]
+struct Place {
+    namespace: c_int,
+    scope: u32,
+}
+
+impl Place {
+    fn enter(self) {
+        call!(libc::setns(self.namespace, libc::CLONE_NEWNET)).ok();
+    }
+
+    fn address(self, port: u16) -> Addr {
+        match self.scope {
+            0 => Addr::v4(port),
+            scope => Addr::scoped(LINK_LOCAL, port, scope),
+        }
+    }
+
+    fn socket(self, port: u16) -> c_int {
+        let address = self.address(port);
+        let fd = sys::tcp(address.family());
+        sys::set_int(fd, libc::SOL_SOCKET, libc::SO_REUSEADDR, 1).ok();
+        sys::bind(fd, &address).ok();
+        fd
+    }
+
+    fn listener(self) -> c_int {
+        self.enter();
+        let fd = self.socket(PORT);
+        call!(libc::listen(fd, 64)).ok();
+        fd
+    }
+
+    fn connected(self, from: u16) -> c_int {
+        self.enter();
+        let mut fd = self.socket(from);
+        // The server's process may not listen yet.
+        while sys::connect(fd, &self.address(PORT)).is(libc::ECONNREFUSED) {
+            sys::close(fd).ok();
+            sys::pause_ms(1);
+            fd = self.socket(from);
+        }
+        sys::set_int(fd, libc::IPPROTO_TCP, libc::TCP_NODELAY, 1).ok();
+        fd
+    }
+}
+
+/// Answers each message on each connection with its own number in the second byte.
+fn serve(listener: c_int, tag: u8) {
+    while let Ok(fd) = u32::try_from(sys::accept4(listener, 0).value) {
+        let fd = fd as c_int;
+        sys::set_int(fd, libc::IPPROTO_TCP, libc::TCP_NODELAY, 1).ok();
+        std::thread::spawn(move || {
+            loop {
+                let (_, mut message) = sys::recv_up_to(fd, MESSAGE);
+                if message.len() < MESSAGE {
+                    return sys::close(fd);
+                }
+                message[1] = tag;
+                sys::send_all(fd, &message);
+            }
+        });
+    }
+}
+
+/// One message and its answer.
+fn exchange(fd: c_int, tag: u8, round: u8) {
+    let mut message = [round; MESSAGE];
+    message[0] = tag;
+    sys::send_all(fd, &message).ok();
+    message[1] = tag;
+    assert!(
+        sys::recv_exact(fd, MESSAGE) == message,
+        "what is another's, or nobody's, in round {round}"
+    );
+}
+
+/// Connections from all of these places at the same time, with equal ports.
+fn talk(places: &[(Place, u8)]) {
+    for pair in 0..PAIRS {
+        let fds: Vec<_> = places
+            .iter()
+            .map(|(place, tag)| (place.connected(FIRST_CLIENT_PORT + pair), *tag))
+            .collect();
+        for round in 0..ROUNDS {
+            for (fd, tag) in &fds {
+                exchange(*fd, *tag, round);
+            }
+            if SLOW.contains(&round) {
+                sys::pause_ms(2);
+            }
+        }
+        for (fd, _) in fds {
+            sys::close(fd).ok();
+        }
+    }
+}
+
+/// Runs each part in a process of its own, or all in this one.
+fn run<T: Copy>(parts: &[T], is_divided: bool, part: impl Fn(&[T])) {
+    if !is_divided {
+        return part(parts);
+    }
+    let run = |one: &T| {
+        part(&[*one]);
+        0
+    };
+    let children: Vec<_> = parts.iter().map(|one| sys::fork_child(|| run(one))).collect();
+    for child in children {
+        assert_eq!(sys::wait_child(child), 0);
+    }
+}
+
+fn play(c: &Ctx, places: &[(Place, u8)], are_servers_two: bool, are_clients_two: bool) {
+    if !c.is_server() {
+        c.sync("listening");
+        run(places, are_clients_two, talk);
+        return c.sync("done");
+    }
+    let serve_all = |places: &[(Place, u8)]| {
+        for (place, tag) in places.iter().copied() {
+            let listener = place.listener();
+            std::thread::spawn(move || serve(listener, tag));
+        }
+    };
+    let children: Vec<_> = places
+        .iter()
+        .filter(|_| are_servers_two)
+        .map(|place| {
+            sys::fork_child(|| {
+                serve_all(&[*place]);
+                loop {
+                    sys::pause_ms(1000);
+                }
+            })
+        })
+        .collect();
+    if !are_servers_two {
+        serve_all(places);
+    }
+    c.sync("listening");
+    c.sync("done");
+    for child in children {
+        call!(libc::kill(child, libc::SIGKILL)).ok();
+        sys::wait_child(child);
+    }
+}
+
+/// A network namespace of this thread's own, in which it stays.
+fn namespace() -> std::fs::File {
+    call!(libc::unshare(libc::CLONE_NEWNET)).ok();
+    ip("link set lo up");
+    std::fs::File::open("/proc/thread-self/ns/net").unwrap()
+}
+
+fn ip(words: &str) {
+    let mut command = std::process::Command::new("ip");
+    command.args(words.split(' ')).env_remove("LD_PRELOAD");
+    let status = command.status().expect("ip (package iproute2)");
+    assert!(status.success(), "ip {words}: {status}");
+}
+
+/// What the client has made is opened by the server too.
+fn share(c: &Ctx, file: Option<std::fs::File>) -> std::fs::File {
+    let pid = c.exchange("pid", std::process::id().into());
+    let fd = c.exchange("fd", file.as_ref().map_or(0, |f| f.as_raw_fd() as u64));
+    let file = file.unwrap_or_else(|| std::fs::File::open(format!("/proc/{pid}/fd/{fd}")).unwrap());
+    c.sync("shared");
+    file
+}
+
+fn in_two_namespaces(c: &Ctx, are_servers_two: bool, are_clients_two: bool) {
+    if call!(libc::geteuid()).value != 0 {
+        eprintln!("as root only");
+        return;
+    }
+    let namespaces = [1u8, 2].map(|tag| (share(c, (!c.is_server()).then(namespace)), tag));
+    let places = namespaces.each_ref().map(|(file, tag)| {
+        let namespace = file.as_raw_fd();
+        (Place { namespace, scope: 0 }, *tag)
+    });
+    play(c, &places, are_servers_two, are_clients_two);
+}
+
+/// One server and one client, each with sockets in both namespaces.
+pub fn of_one_process_each(c: &Ctx) {
+    in_two_namespaces(c, false, false);
+}
+
+/// One server with sockets in both namespaces, and a client in each.
+pub fn of_two_clients(c: &Ctx) {
+    in_two_namespaces(c, false, true);
+}
+
+/// One client with sockets in both namespaces, and a server in each.
+pub fn of_two_servers(c: &Ctx) {
+    in_two_namespaces(c, true, false);
+}
+
+fn on_two_interfaces(c: &Ctx, are_servers_two: bool) {
+    if call!(libc::geteuid()).value != 0 {
+        eprintln!("as root only");
+        return;
+    }
+    let made = (!c.is_server()).then(|| {
+        let made = namespace();
+        ip("link add twin0 type veth peer name other0");
+        ip("link add twin1 type veth peer name other1");
+        for link in ["twin0", "other0", "twin1", "other1"] {
+            ip(&format!("link set {link} up"));
+        }
+        for link in ["twin0", "twin1"] {
+            ip(&format!("addr add {LINK_LOCAL}/64 dev {link} nodad"));
+        }
+        made
+    });
+    let file = share(c, made);
+    let namespace = file.as_raw_fd();
+    Place { namespace, scope: 0 }.enter();
+    let places = [(c"twin0", 1), (c"twin1", 2)].map(|(name, tag)| {
+        // SAFETY: a string that ends in NUL.
+        let scope = unsafe { libc::if_nametoindex(name.as_ptr()) };
+        (Place { namespace, scope }, tag)
+    });
+    play(c, &places, are_servers_two, false);
+}
+
+/// One namespace, two interfaces with one link-local address.
+pub fn on_interfaces(c: &Ctx) {
+    on_two_interfaces(c, false);
+}
+
+/// The same with a server for each interface.
+pub fn on_interfaces_of_two_servers(c: &Ctx) {
+    on_two_interfaces(c, true);
+}

@@ -79,7 +79,7 @@ impl Worker {
             && let Some(nonce_s) = said_yes(socket, nonce_c, instance_c)
             && self.is_lost(&nonce_s)
         {
-            self.handshakes.enter(nonce_s, Ref::new(socket), conn, link.is_some());
+            self.handshakes.enter(nonce_s, Ref::new(socket), link);
             let instance_s = self.library.id;
             let yes = Message::Yes {
                 request,
@@ -110,7 +110,10 @@ impl Worker {
         }
         let reply = match answer {
             Ok((nonce_s, r)) => {
-                self.handshakes.enter(nonce_s, r, conn, link.is_some());
+                self.handshakes.enter(nonce_s, r, link);
+                if let Some(Peer::Incoming { offered, .. }) = self.conns.get_mut(&conn).map(|c| &mut c.peer) {
+                    *offered = Some(nonce_s);
+                }
                 Message::Yes {
                     request,
                     nonce_s,
@@ -140,7 +143,7 @@ impl Worker {
     }
 
     /// Whether the asker owns the connector's end (P13). Where that is on another host, no user can be proved to: its
-    /// questions are believed if they come from there, or by way of who answers the control port here.
+    /// questions are believed if they come from there, or from the owner of the control port here.
     fn may_ask(&self, conn: u64, tuple: &Tuple) -> bool {
         let credentials = match self.conns.get(&conn) {
             Some(Conn {
@@ -211,6 +214,7 @@ impl Worker {
         match self.conns.get(&conn).map(|c| &c.peer) {
             Some(Peer::Incoming {
                 listener: Some(listener),
+                ..
             }) => {
                 if let Some(holder) = listener.holder(tuple).filter(|h| *h != self.library.id) {
                     return vec![holder];

@@ -68,7 +68,13 @@ impl Worker {
         }
         // Whom the kernel cannot name is one user with all such.
         let uid = channel.peer().map_or(u32::MAX, |c| c.uid);
-        let Some(id) = self.register(channel, Peer::Incoming { listener }) else {
+        let Some(id) = self.register(
+            channel,
+            Peer::Incoming {
+                listener,
+                offered: None,
+            },
+        ) else {
             return;
         };
         if let Some(leaves) = self.guests.admit(id, uid, crate::time::now_ns()) {
@@ -429,9 +435,9 @@ impl Worker {
             let _ = kernel::delete(&self.service.epoll, channel.as_fd());
         }
         match conn.peer {
-            Peer::Incoming { .. } if why == Reason::PeerGone => {
-                self.handshakes.on_asker_gone(id, crate::time::now_ns())
-            }
+            Peer::Incoming {
+                offered: Some(nonce), ..
+            } if why == Reason::PeerGone => self.handshakes.on_asker_gone(nonce, crate::time::now_ns()),
             Peer::Incoming { .. } | Peer::Remote(_) => {}
             Peer::Asked { request, .. } => self.on_silence(id, request),
             Peer::Linking { peer } => self.link_failed(peer),

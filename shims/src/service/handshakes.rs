@@ -35,10 +35,8 @@ pub struct Deferred {
 /// A connection that was offered by a YES.
 struct Offered {
     r: Ref,
-    /// The channel that the YES went over.
-    conn: u64,
-    /// That is a link between hosts.
-    is_link: bool,
+    /// The link between hosts that the YES went over.
+    link: Option<u64>,
 }
 
 /// An attempt whose asker has closed its channel. HELLO is in TCP by then, or will not come (P16).
@@ -100,31 +98,29 @@ impl Handshakes {
         self.tuples.get(tuple).and_then(|r| r.get())
     }
 
-    /// Keeps an attempt to be found by its nonce; YES goes over `conn`, which may be a link between hosts. Now and then
+    /// Keeps an attempt to be found by its nonce; `link` is the link between hosts that YES goes over. Now and then
     /// those that are over are forgotten.
-    pub fn enter(&mut self, nonce: Nonce, r: Ref, conn: u64, is_link: bool) {
+    pub fn enter(&mut self, nonce: Nonce, r: Ref, link: Option<u64>) {
         if self.offered.len() >= self.bound {
             let is_live = |nonce: &Nonce, offered: &mut Offered| offered.r.get().is_some_and(|s| is_attempt(s, *nonce));
             self.offered.retain(is_live);
             self.bound = OFFERED_MIN.max(2 * self.offered.len());
         }
-        self.offered.insert(nonce, Offered { r, conn, is_link });
+        self.offered.insert(nonce, Offered { r, link });
     }
 
-    /// The asker has closed the channel `conn`: its attempts end once TCP shows that no HELLO comes.
-    pub fn on_asker_gone(&mut self, conn: u64, now: u64) {
-        let its = self.offered.iter().filter(|(_, offered)| offered.conn == conn);
-        self.orphans.extend(its.map(|(nonce, _)| Orphan {
-            nonce: *nonce,
+    /// The asker has closed its channel: the attempt ends once TCP shows that no HELLO comes.
+    pub fn on_asker_gone(&mut self, nonce: Nonce, now: u64) {
+        self.orphans.push(Orphan {
+            nonce,
             every: LOOK_FIRST,
             deadline: now,
-        }));
+        });
     }
 
     /// The link between hosts that the YES with this nonce went over.
     pub fn link_of(&self, nonce: &Nonce) -> Option<u64> {
-        let offered = self.offered.get(nonce).filter(|offered| offered.is_link)?;
-        Some(offered.conn)
+        self.offered.get(nonce)?.link
     }
 
     /// The connection that made an attempt with this nonce.
@@ -225,9 +221,9 @@ mod tests {
         let (socket, _stream) = connected();
         let live = Nonce::random().unwrap();
         socket.control.lock().unwrap().handshake = Some(Handshake::acceptor(live, live).0);
-        handshakes.enter(live, Ref::new(socket), 1, false);
+        handshakes.enter(live, Ref::new(socket), None);
         for _ in 0..4 * OFFERED_MIN {
-            handshakes.enter(Nonce::random().unwrap(), Ref::new(socket), 1, false);
+            handshakes.enter(Nonce::random().unwrap(), Ref::new(socket), None);
         }
         assert!(handshakes.has(&live));
         assert!(handshakes.offered.len() <= OFFERED_MIN);

@@ -4,7 +4,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd};
 
-use rdmasock_core::ids::{InstanceId, Tuple};
+use rdmasock_core::ids::{InstanceId, Nonce, Tuple};
 use rdmasock_core::os::channel::Channel;
 use rdmasock_core::os::heap;
 use rdmasock_core::os::privatefd::PrivateFd;
@@ -40,7 +40,11 @@ use crate::waiters::SERVICE;
 /// What a channel is for.
 pub enum Peer {
     /// Somebody connected to one of our names.
-    Incoming { listener: Option<&'static Listener> },
+    Incoming {
+        listener: Option<&'static Listener>,
+        /// The nonce of the last YES that went there.
+        offered: Option<Nonce>,
+    },
     /// We asked there, by a service name or an instance's.
     Asked {
         request: u64,
@@ -88,7 +92,7 @@ pub struct Worker {
     pub instance_name: Option<names::Listener>,
     /// The cookie of the network namespace that this thread is in; 0 if the kernel does not say.
     pub namespace: u64,
-    /// Who owns the connector's socket of a connection.
+    /// Returns the owner of the connector's socket.
     pub owner_of: fn(&Tuple) -> Owner,
     pub listeners: Vec<&'static Listener>,
     pub conns: HashMap<u64, Conn>,
@@ -190,8 +194,8 @@ impl Worker {
         id
     }
 
-    /// Whether the connection is in this thread's network namespace. Names, and what the kernel says of addresses, are
-    /// those of this namespace.
+    /// Whether the connection is in this thread's network namespace. Names, and what the kernel says of addresses,
+    /// belong to this namespace.
     pub fn is_here(&self, socket: &'static Socket, tuple: &Tuple) -> bool {
         if self.namespace != 0 || tuple.namespace() != 0 {
             return tuple.namespace() == self.namespace;

@@ -101,7 +101,15 @@ fn an_answer_counts_only_from_whom_was_asked() {
     let (request, conn, _holder) = asked(&mut worker, socket, true);
 
     let (ours, stranger) = Channel::pair().unwrap();
-    let incoming = worker.register(ours, Peer::Incoming { listener: None }).unwrap();
+    let incoming = worker
+        .register(
+            ours,
+            Peer::Incoming {
+                listener: None,
+                offered: None,
+            },
+        )
+        .unwrap();
     say(&stranger, &yes(request));
     worker.on_channel(incoming);
     assert!(
@@ -224,7 +232,15 @@ fn redirects_end() {
 fn a_message_with_fds_that_it_does_not_carry_ends_the_channel() {
     let mut worker = worker();
     let (ours, theirs) = Channel::pair().unwrap();
-    let conn = worker.register(ours, Peer::Incoming { listener: None }).unwrap();
+    let conn = worker
+        .register(
+            ours,
+            Peer::Incoming {
+                listener: None,
+                offered: None,
+            },
+        )
+        .unwrap();
     let nonce = Nonce::random().unwrap();
     let mut buf = [0u8; MAX_MESSAGE];
     let cancel = Message::Cancel {
@@ -266,7 +282,15 @@ fn a_yes_that_reaches_nobody_begins_nothing() {
     assert_eq!(socket.promotion.stage(), Stage::Watching);
     worker.settle(Ref::new(socket));
     let (ours, theirs) = Channel::pair().unwrap();
-    let conn = worker.register(ours, Peer::Incoming { listener: None }).unwrap();
+    let conn = worker
+        .register(
+            ours,
+            Peer::Incoming {
+                listener: None,
+                offered: None,
+            },
+        )
+        .unwrap();
     worker.on_ask(conn, 1, tuple, nonce, instance);
     assert!(matches!(received(&theirs), Some(Message::Yes { .. })));
     assert_eq!(socket.rx_mode.load(SeqCst), Mode::Marked);
@@ -280,7 +304,15 @@ fn a_scan_ends_with_its_askers_channel() {
     // Asks, sends what `says` makes of the nonce, and goes. Gives how many bytes that were.
     let mut ask = |says: fn(&Nonce) -> Vec<u8>| {
         let (ours, theirs) = Channel::pair().unwrap();
-        let conn = worker.register(ours, Peer::Incoming { listener: None }).unwrap();
+        let conn = worker
+            .register(
+                ours,
+                Peer::Incoming {
+                    listener: None,
+                    offered: None,
+                },
+            )
+            .unwrap();
         worker.on_ask(conn, 1, tuple, Nonce::random().unwrap(), InstanceId::random().unwrap());
         let Some(Message::Yes { nonce_s, .. }) = received(&theirs) else {
             panic!("no YES");
@@ -315,7 +347,15 @@ fn who_asks_owns_the_connectors_end() {
     let ask = |worker: &mut Worker, tuple, owner_of| {
         worker.owner_of = owner_of;
         let (ours, theirs) = Channel::pair().unwrap();
-        let conn = worker.register(ours, Peer::Incoming { listener: None }).unwrap();
+        let conn = worker
+            .register(
+                ours,
+                Peer::Incoming {
+                    listener: None,
+                    offered: None,
+                },
+            )
+            .unwrap();
         worker.on_ask(conn, 1, tuple, Nonce::random().unwrap(), InstanceId::random().unwrap());
         received(&theirs)
     };
@@ -354,7 +394,15 @@ fn a_yes_that_was_lost_with_a_link_is_said_again() {
     let (nonce, instance) = (Nonce::random().unwrap(), InstanceId::random().unwrap());
     let ask = |worker: &mut Worker, nonce, instance| {
         let (ours, theirs) = Channel::pair().unwrap();
-        let conn = worker.register(ours, Peer::Incoming { listener: None }).unwrap();
+        let conn = worker
+            .register(
+                ours,
+                Peer::Incoming {
+                    listener: None,
+                    offered: None,
+                },
+            )
+            .unwrap();
         worker.on_ask(conn, 1, tuple, nonce, instance);
         match received(&theirs) {
             Some(Message::Yes { nonce_s, .. }) => Some(nonce_s),
@@ -366,9 +414,8 @@ fn a_yes_that_was_lost_with_a_link_is_said_again() {
     // It has served: who was asked by two names would take it back.
     assert_eq!(ask(&mut worker, nonce, instance), None);
     // As if it had gone over a link between hosts that is down.
-    worker
-        .handshakes
-        .enter(first.unwrap(), Ref::new(socket), u64::MAX, true);
+    let lost = Some(u64::MAX);
+    worker.handshakes.enter(first.unwrap(), Ref::new(socket), lost);
     assert_eq!(
         ask(&mut worker, Nonce::random().unwrap(), instance),
         None,

@@ -202,7 +202,7 @@ impl fmt::Display for Vqpn {
 /// The 4-tuple of a TCP connection as both ends see it.
 ///
 /// Normalised on the way in: an IPv4-mapped IPv6 address becomes the IPv4 address, flow label and
-/// scope id are dropped. Within a host the same addresses and ports may be those of several connections:
+/// scope id are dropped. Within a host several connections may have the same addresses and ports:
 /// [`Tuple::at`] says which of them it is. Between hosts nothing more is known.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Tuple {

@@ -206,7 +206,7 @@ fn is_locked(file: &std::fs::File) -> Result<bool, Failed> {
     Ok(lock.l_type != libc::F_UNLCK as libc::c_short)
 }
 
-/// A server with the library has a client without it, which sends what somebody chooses who has asked the server about
+/// A server with the library has a client without it, which sends what an asker chooses that has asked the server about
 /// the connection. All of it is answered, and nothing else comes.
 fn ask_about_a_plain_peer(paths: &Paths, asker: u32, is_believed: bool) -> Result<(), Failed> {
     let mut victim = Program::start(paths, "asked", &[], true)?;
@@ -234,7 +234,7 @@ fn ask_about_a_plain_peer(paths: &Paths, asker: u32, is_believed: bool) -> Resul
         .map(|i| u8::from_str_radix(&digits[2 * i..2 * i + 2], 16).unwrap())
         .collect();
     if is_yes && is_believed {
-        // Root may ask. What it has begun ends with it.
+        // Root may ask. The scan ends with its channel.
         writeln!(asker.stdin)?;
         asker.expect("gone")?;
     }

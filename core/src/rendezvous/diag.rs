@@ -28,8 +28,8 @@ pub enum Owner {
     Unknown,
 }
 
-/// What the kernel shows for a user whom our user namespace does not map, unless an administrator has chosen another
-/// number (kernel.overflowuid).
+/// The uid that the kernel shows for users that our user namespace does not map, unless an administrator has chosen
+/// another number (kernel.overflowuid).
 const UNMAPPED: u32 = 65_534;
 
 /// Returns whether the user `uid` may speak for a socket (P5, P13).
@@ -395,7 +395,7 @@ fn parse_line(line: &str) -> Option<Line> {
     let write_queue = u32::from_str_radix(write_queue, 16).ok()?;
     let uid = fields.nth(2)?.parse().ok()?;
     let inode = fields.nth(1)?.parse().ok()?;
-    // What follows; without it the number may be cut short.
+    // Without the next field the number may be cut short.
     fields.next()?;
     let socket = Socket {
         state,

@@ -87,7 +87,7 @@ fn serve(listener: c_int, tag: u8) {
     }
 }
 
-/// One message and its answer.
+/// Sends one message and checks its answer.
 fn exchange(fd: c_int, tag: u8, round: u8) {
     let mut message = [round; MESSAGE];
     message[0] = tag;
@@ -184,7 +184,7 @@ fn ip(words: &str) {
     assert!(status.success(), "ip {words}: {status}");
 }
 
-/// What the client has made is opened by the server too.
+/// Opens the client's namespace in the server too.
 fn share(c: &Ctx, file: Option<std::fs::File>) -> std::fs::File {
     let pid = c.exchange("pid", std::process::id().into());
     let fd = c.exchange("fd", file.as_ref().map_or(0, |f| f.as_raw_fd() as u64));
@@ -206,17 +206,17 @@ fn in_two_namespaces(c: &Ctx, are_servers_two: bool, are_clients_two: bool) {
     play(c, &places, are_servers_two, are_clients_two);
 }
 
-/// One server and one client, each with sockets in both namespaces.
+/// A server and a client, each with sockets in both namespaces.
 pub fn of_one_process_each(c: &Ctx) {
     in_two_namespaces(c, false, false);
 }
 
-/// One server with sockets in both namespaces, and a client in each.
+/// A server with sockets in both namespaces, and a client in each.
 pub fn of_two_clients(c: &Ctx) {
     in_two_namespaces(c, false, true);
 }
 
-/// One client with sockets in both namespaces, and a server in each.
+/// A client with sockets in both namespaces, and a server in each.
 pub fn of_two_servers(c: &Ctx) {
     in_two_namespaces(c, true, false);
 }
@@ -249,7 +249,7 @@ fn on_two_interfaces(c: &Ctx, are_servers_two: bool) {
     play(c, &places, are_servers_two, false);
 }
 
-/// One namespace, two interfaces with one link-local address.
+/// A namespace with two interfaces that have one link-local address.
 pub fn on_interfaces(c: &Ctx) {
     on_two_interfaces(c, false);
 }

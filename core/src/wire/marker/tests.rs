@@ -108,7 +108,7 @@ fn a_link_within_the_host_has_no_other_name() {
         .unwrap()
         .to_vec();
     assert!(Marker::decode(&bytes).is_ok());
-    // As a HELLO that names a socket of somebody else's.
+    // As a HELLO that names another socket.
     let [.., length] = bytes.as_mut_slice() else { return };
     *length = 3;
     bytes.extend(b"a/b");

@@ -1,8 +1,7 @@
 //! Descriptors that another user's process has sent are received, and closed, by a short-lived thread with a descriptor
 //! table of its own.
 //!
-//! - close() of a descriptor drops the fcntl(2) locks that its table has on the file. In a table of its own that is none
-//!   of the program's.
+//! - close() of a descriptor drops the fcntl(2) locks that its table has on the file. The table of the thread has none.
 //! - The last close of a file can take as long as its sender likes (a socket with SO_LINGER, a file of FUSE). That also
 //!   holds for a file that was received into no descriptor, and for one that is unread in a socket which is closed.
 //!
@@ -38,6 +37,7 @@ use super::{kernel, memfd};
 const MOST: usize = 8;
 /// The most descriptors that the kernel sends with a message.
 const SCM_MAX_FD: usize = 253;
+type Fds = [BorrowedFd<'static>; SCM_MAX_FD];
 /// No message that is passed on is longer, bytes.
 const MOST_BYTES: usize = 2048;
 /// Bytes of the thread's stack, where libc also keeps the program's thread-local variables.
@@ -85,7 +85,7 @@ pub fn close_left() -> bool {
     PrivateFd::close_left(|socket| thread.send(CLOSE, &[socket]).is_ok())
 }
 
-/// Whether a thread of this file's is there.
+/// Whether such a thread exists now.
 pub fn is_running() -> bool {
     PLACES.iter().any(|place| !place.is_free())
 }
@@ -180,59 +180,43 @@ fn serve(name: &[u8]) -> Result<(), Errno> {
     let socket = forever(socket);
     connect(socket, &SocketAddrUnix::new_abstract_name(name)?)?;
     let mut buf = [0; MOST_BYTES];
+    let mut fds = [socket; SCM_MAX_FD];
     loop {
-        let mut fds = Fds::default();
         match take(socket, &mut buf, &mut fds, RecvFlags::empty())? {
-            RECEIVE => return pass_on(*fds.get().first().ok_or(Errno::INVAL)?, socket, &mut buf),
-            // What has come is closed at the end.
-            CLOSE => {}
+            (RECEIVE, [from]) => return pass_on(*from, socket),
+            // The end of the thread closes the descriptor.
+            (CLOSE, _) => {}
             _ => return Ok(()),
         }
     }
 }
 
 /// Receives a message from `from` and, if its descriptors are such as a peer may send, sends it to `to`.
-fn pass_on(from: BorrowedFd<'_>, to: BorrowedFd<'_>, buf: &mut [u8]) -> Result<(), Errno> {
-    let mut fds = Fds::default();
-    let bytes = take(from, buf, &mut fds, RecvFlags::DONTWAIT)?;
-    if fds.get().len() > MAX_FDS || !fds.get().iter().all(|fd| is_expected(*fd)) {
+fn pass_on(from: BorrowedFd<'_>, to: BorrowedFd<'static>) -> Result<(), Errno> {
+    let mut buf = [0; MOST_BYTES];
+    let mut fds = [to; SCM_MAX_FD];
+    let (bytes, fds) = take(from, &mut buf, &mut fds, RecvFlags::DONTWAIT)?;
+    if fds.len() > MAX_FDS || !fds.iter().all(|fd| is_expected(*fd)) {
         return Err(Errno::INVAL);
     }
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
     let mut control = SendAncillaryBuffer::new(&mut space);
-    control.push(SendAncillaryMessage::ScmRights(fds.get()));
+    control.push(SendAncillaryMessage::ScmRights(fds));
     sendmsg(to, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL).map(|_| ())
 }
 
-/// Asks only what no file system or sender has a part in. Nothing can be put into a button's queue from then on.
+/// Whether a peer may send this. No call here involves a file system. A button takes no message from then on.
 fn is_expected(fd: BorrowedFd<'_>) -> bool {
     memfd::is_sealed(fd) || Button::is_one(fd) && channel::end_reading(fd, Shutdown::Read)
 }
 
-/// Descriptors that were received.
-struct Fds {
-    all: [MaybeUninit<BorrowedFd<'static>>; SCM_MAX_FD],
-    count: usize,
-}
-
-impl Default for Fds {
-    fn default() -> Self {
-        Self {
-            all: [const { MaybeUninit::uninit() }; SCM_MAX_FD],
-            count: 0,
-        }
-    }
-}
-
-impl Fds {
-    fn get(&self) -> &[BorrowedFd<'static>] {
-        // SAFETY: `take` has written as many as it has counted.
-        unsafe { std::slice::from_raw_parts(self.all.as_ptr().cast(), self.count) }
-    }
-}
-
 /// Receives a message, whole and with all its descriptors, or fails.
-fn take<'b>(from: BorrowedFd<'_>, buf: &'b mut [u8], fds: &mut Fds, flags: RecvFlags) -> Result<&'b [u8], Errno> {
+fn take<'b, 'f>(
+    from: BorrowedFd<'_>,
+    buf: &'b mut [u8],
+    fds: &'f mut Fds,
+    flags: RecvFlags,
+) -> Result<(&'b [u8], &'f [BorrowedFd<'static>]), Errno> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(SCM_MAX_FD))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let received = recvmsg(
@@ -245,14 +229,15 @@ fn take<'b>(from: BorrowedFd<'_>, buf: &'b mut [u8], fds: &mut Fds, flags: RecvF
         RecvAncillaryMessage::ScmRights(fds) => Some(fds),
         _ => None,
     });
-    for (place, fd) in fds.all.iter_mut().zip(rights.flatten()) {
-        place.write(forever(fd));
-        fds.count += 1;
+    let mut count = 0;
+    for (place, fd) in fds.iter_mut().zip(rights.flatten()) {
+        *place = forever(fd);
+        count += 1;
     }
     if received.flags.intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC) {
         return Err(Errno::MSGSIZE);
     }
-    buf.get(..received.bytes).ok_or(Errno::MSGSIZE)
+    buf.get(..received.bytes).zip(fds.get(..count)).ok_or(Errno::MSGSIZE)
 }
 
 /// Open until the thread ends, and its table with it.

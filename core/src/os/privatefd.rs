@@ -153,8 +153,8 @@ impl PrivateFd {
         left::leave(self.release());
     }
 
-    /// Closes each fd that was [left](Self::leave) and that `take_over` has copied elsewhere. False at the first that it
-    /// has not. One thread alone calls this.
+    /// Closes each fd that was [left](Self::leave) and that `take_over` has copied elsewhere. False at the first that
+    /// it has not. One thread alone calls this.
     pub fn close_left(mut take_over: impl FnMut(BorrowedFd<'_>) -> bool) -> bool {
         let close = |number| drop(Self { fd: number });
         // SAFETY: a fd that was left is open until it is closed here.

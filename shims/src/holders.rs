@@ -79,8 +79,8 @@ pub fn lose_sight() {
     note(LOST);
 }
 
-/// In a child that no hook has seen: its ancestors and their other descendants promote nothing any more. The child would
-/// read their markers.
+/// In a child that no hook has seen: its ancestors and their other descendants promote nothing any more. The child
+/// would read their markers.
 #[cold]
 pub fn meet_stranger() {
     note(STRANGER);

@@ -152,8 +152,8 @@ struct Work {
     argument: *mut c_void,
 }
 
-/// Runs it in the child, which has a copy of the memory. libc would end the calling thread alone, and the service thread
-/// would keep the process.
+/// Runs it in the child, which has a copy of the memory. libc would end the calling thread alone, and the service
+/// thread would keep the process.
 unsafe extern "C" fn work(at: *mut c_void) -> c_int {
     crate::fork::child();
     // SAFETY: its parent's frame, which has not ended in this copy.

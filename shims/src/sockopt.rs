@@ -118,9 +118,9 @@ const UNSENT_LOW_WATER: Name = (libc::IPPROTO_TCP, 25);
 const PEEK_OFFSET: Name = (libc::SOL_SOCKET, libc::SO_PEEK_OFF);
 /// How fast is sent, in bytes a second: without a bound unless the program says otherwise.
 const PACE: Name = (libc::SOL_SOCKET, libc::SO_MAX_PACING_RATE);
-/// SO_TIMESTAMP, SO_TIMESTAMPNS and SO_TIMESTAMPING with a 64-bit time_t (linux/socket.h): when packets have come or
-/// gone, for recvmsg, the last also for sends. The first two are not the same to the kernel as those of libc's constants; of the third there is
-/// one state.
+/// SO_TIMESTAMP, SO_TIMESTAMPNS and SO_TIMESTAMPING with a 64-bit time_t (linux/socket.h): when packets have come, for
+/// recvmsg; the third also when they have gone. The first two are not the same to the kernel as those of libc's
+/// constants; of the third there is one state.
 const NEW_TIMESTAMP: c_int = 63;
 const NEW_TIMESTAMPNS: c_int = 64;
 const NEW_TIMESTAMPING: c_int = 65;

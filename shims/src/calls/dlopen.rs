@@ -45,7 +45,14 @@ pub extern "C" fn before_dlsym(handle: *mut c_void, _name: *const c_char) -> *co
 
 /// Returns what serves this `dlvsym`. The hooks have no versions, so libc's would pass them over: where the lookup
 /// depends on its caller and the version is the default one, `dlsym` finds the hook or what stands in front of it.
-pub extern "C" fn before_dlvsym(handle: *mut c_void, name: *const c_char, version: *const c_char) -> *const c_void {
+///
+/// # Safety
+/// As `dlvsym`: `name` and `version` are C strings.
+pub unsafe extern "C" fn before_dlvsym(
+    handle: *mut c_void,
+    name: *const c_char,
+    version: *const c_char,
+) -> *const c_void {
     if !is_pseudo(handle) {
         return dlvsym_in as *const c_void;
     }

@@ -32,10 +32,10 @@ pub fn fast_open(c: &Ctx) {
 /// With TCP_FASTOPEN_CONNECT connect() leaves the rest to the first send.
 pub fn fast_open_later(c: &Ctx) {
     fast_opened(c, |fd, port| {
-        c.ret(
-            "set",
-            sys::set_int(fd, libc::IPPROTO_TCP, libc::TCP_FASTOPEN_CONNECT, 1),
-        );
+        // Without a cookie the kernel would connect at once.
+        for option in [libc::TCP_FASTOPEN_NO_COOKIE, libc::TCP_FASTOPEN_CONNECT] {
+            c.ret("set", sys::set_int(fd, libc::IPPROTO_TCP, option, 1));
+        }
         c.ret("connect", sys::connect(fd, &Addr::v4(port)));
         // It may be asked for meanwhile.
         sys::pause_ms(30);

@@ -20,6 +20,13 @@ pub fn is_plausible<T>(ptr: *const T) -> bool {
     (LOWEST..HIGHEST).contains(&(ptr as usize))
 }
 
+/// Whether no memory is so long (SSIZE_MAX), as a length of -1: read(2) and write(2) fail, send(2) takes it for the
+/// most that it sends at a time.
+#[inline]
+pub fn is_no_length(len: usize) -> bool {
+    len > isize::MAX as usize
+}
+
 /// The value behind a pointer of the program's, unless no memory can be there.
 ///
 /// # Safety
@@ -70,7 +77,7 @@ impl Iov {
         for i in 0..count {
             // SAFETY: i < count, by this function's contract.
             let len = unsafe { (*pieces.add(i)).iov_len };
-            if len > isize::MAX as usize {
+            if is_no_length(len) {
                 return None;
             }
             left = left.saturating_add(len);

@@ -349,6 +349,62 @@ pub fn bad_addresses(c: &Ctx) {
     c.close(fd);
 }
 
+/// Lengths that no memory has.
+pub fn wild_lengths(c: &Ctx) {
+    const NONE: usize = usize::MAX;
+    const PAGE: usize = 4096;
+    let fd = c.pair();
+    // Nothing is mapped behind the buffer.
+    let pages = call!(libc::mmap(
+        ptr::null_mut(),
+        2 * PAGE,
+        libc::PROT_READ | libc::PROT_WRITE,
+        libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+        -1,
+        0
+    ))
+    .value as usize;
+    let guard = (pages + PAGE) as *mut c_void;
+    call!(libc::mprotect(guard, PAGE, libc::PROT_NONE));
+    let at = (pages + PAGE - 100) as *mut c_void;
+    let v = libc::iovec {
+        iov_base: at,
+        iov_len: NONE,
+    };
+    let mut message: libc::msghdr = sys::zeroed();
+    message.msg_iov = ptr::from_ref(&v).cast_mut();
+    message.msg_iovlen = 1;
+    let receive = || {
+        c.ret("read", call!(libc::read(fd, at, NONE)));
+        c.ret("readv", call!(libc::readv(fd, &v, 1)));
+        c.ret("recvmsg", call!(libc::recvmsg(fd, &mut { message }, 0)));
+    };
+    if c.is_server() {
+        receive();
+        c.sync("received nothing");
+        c.sync("sent");
+        sys::wait_readable_bytes(fd, 5);
+        receive();
+        c.recv_all(fd, 5);
+        c.sync("read");
+        c.close(fd);
+        return;
+    }
+    c.sync("received nothing");
+    c.ret("write", call!(libc::write(fd, at, NONE)));
+    c.ret("writev", call!(libc::writev(fd, &v, 1)));
+    c.ret("send", call!(libc::send(fd, at, NONE, 0)));
+    c.ret(
+        "sendto",
+        call!(libc::sendto(fd, at, NONE, libc::MSG_DONTWAIT, ptr::null(), 0)),
+    );
+    c.ret("sendmsg", call!(libc::sendmsg(fd, &message, 0)));
+    c.send(fd, b"whole", 0);
+    c.sync("sent");
+    c.sync("read");
+    c.close(fd);
+}
+
 /// The socket calls on an fd, whatever it is.
 fn try_all(c: &Ctx, fd: c_int) {
     let mut b = [0u8; 8];

@@ -114,7 +114,7 @@ macro_rules! table {
 pub fn all() -> Vec<Scenario> {
     let mut all = table![
         echo: warm { basic, sizes, one_byte_writes, large_to_server, large_to_client, large_both_ways, ipv6, mapped_server, mapped_client, stdio } cold { short, answers_without_waiting, large_answers, own_process, connected_to_itself, unix_untouched, udp_untouched, thousand_connections, many_short, reuseport }
-        calls: warm { send_forms, recv_forms, recvmmsg, by_handle, by_another_libc, fortified, zero_length, bad_addresses, vectors } cold { bad_fds, not_sockets }
+        calls: warm { send_forms, recv_forms, recvmmsg, by_handle, by_another_libc, fortified, zero_length, bad_addresses, wild_lengths, vectors } cold { bad_fds, not_sockets }
         flags: warm { peek, peek_large, waitall, waitall_cut, waitall_nonblocking, trunc, dontwait, more, held_back, oob, oobinline, oob_meanwhile, oob_meanwhile_vectors, oob_meanwhile_sendfile, fionread, siocoutq, rcvlowat, rcvlowat_after_end, peek_offset, odd } cold { waitall_pieces, rcvlowat_of_listener }
         close: warm { half_by_client, half_by_server, shutdown_read, shutdown_both, shutdown_in_parts, shutdown_again, unread_data, unread_data_so_error, reset_keeps_received, linger_zero, linger_wait, sigpipe, send_after_close, sigpipe_kills, sent_before_close, leave_by_return, leave_by_exit, leave_by_immediate_exit, leave_by_exec, killed_at_rest, killed_with_unread_data, killed_sending, killed_receiving, killed_while_peer_waits, close_order } cold { read_shut_early, shut_on_the_way }
         connect: warm { fast_open, fast_open_later, names, disconnect, listener_closed, accepted_late } cold { refused, refused_nonblocking, nonblocking, full_backlog, errors, accept_flags, reset_before_accept, closed_before_accept }

@@ -9,7 +9,7 @@ use rdmasock_core::stats::Reason;
 use super::errqueue;
 use super::shape::{call, fortified, vector_at};
 use crate::errno;
-use crate::iov::Iov;
+use crate::iov::{Iov, is_no_length};
 use crate::jump::within;
 use crate::pass;
 use crate::real::{self, ReadChkFn, ReadFn, RecvChkFn, RecvFn, RecvFromChkFn, RecvFromFn, RecvMmsgFn, RecvMsgFn};
@@ -26,8 +26,8 @@ call! {
     /// `read(2)`.
     pub fn read(ReadFn, fd, buf: *mut c_void, len: size_t) -> ssize_t;
     fn read_on(socket, plain, kernel) {
-        if len == 0 {
-            // The kernel looks at the number only.
+        if len == 0 || is_no_length(len) {
+            // The kernel looks at the arguments only.
             return plain();
         }
         // SAFETY: the program's buffer.

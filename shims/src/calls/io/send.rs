@@ -1,7 +1,7 @@
 //! send() and its kin.
 
 use super::shape::{call, vector_at};
-use crate::iov::Iov;
+use crate::iov::{Iov, is_no_length};
 use crate::jump::within;
 use crate::lifecycle;
 use crate::pass;
@@ -15,7 +15,11 @@ use libc::{c_int, c_uint, c_void, iovec, mmsghdr, msghdr, off_t, size_t, sockadd
 call! {
     /// `write(2)`.
     pub fn write(WriteFn, fd, buf: *const c_void, len: size_t) -> ssize_t;
-    fn write_on(socket, _plain, kernel) {
+    fn write_on(socket, plain, kernel) {
+        if is_no_length(len) {
+            // The kernel looks at the arguments only.
+            return plain();
+        }
         // SAFETY: the program's buffer.
         unsafe { tx::send(socket, fd, &mut Iov::one(buf, len), 0, &kernel) }
     }
@@ -51,6 +55,9 @@ call! {
     /// `send(2)`.
     pub fn send(SendFn, fd, buf: *const c_void, len: size_t, flags: c_int) -> ssize_t;
     fn send_on(socket, _plain, kernel) {
+        if is_no_length(len) {
+            return send_what_there_is(socket, fd, flags, &kernel);
+        }
         // SAFETY: the program's buffer.
         unsafe { tx::send(socket, fd, &mut Iov::one(buf, len), flags, &kernel) }
     }
@@ -64,6 +71,9 @@ call! {
     before before_fast_open(fd, flags);
     fn sendto_on(socket, _plain, kernel) {
         before_fast_open(fd, flags);
+        if is_no_length(len) {
+            return send_what_there_is(socket, fd, flags, &kernel);
+        }
         // SAFETY: the program's buffer.
         unsafe { tx::send(socket, fd, &mut Iov::one(buf, len), flags, &kernel) }
     }
@@ -83,12 +93,18 @@ call! {
         };
         let Some(mut array) = array else {
             // Control data of a TCP socket ask for something of the kernel's.
-            tx::take_back(socket, rdmasock_core::stats::Reason::Unsupported);
-            return within(|| tx::send_on_tcp(socket, fd, flags, &kernel));
+            return send_what_there_is(socket, fd, flags, &kernel);
         };
         // SAFETY: the program's buffers.
         unsafe { tx::send(socket, fd, &mut array, flags, &kernel) }
     }
+}
+
+/// A send whose arguments only the kernel can judge: of a length that no memory has, it sends what can be read.
+#[cold]
+fn send_what_there_is(socket: &'static Socket, fd: c_int, flags: c_int, kernel: &impl Fn(c_int) -> ssize_t) -> ssize_t {
+    tx::take_back(socket, rdmasock_core::stats::Reason::Unsupported);
+    within(|| tx::send_on_tcp(socket, fd, flags, kernel))
 }
 
 call! {

@@ -5,7 +5,8 @@
 //! 1. The process around us: `errno real time iov points duty handler jump vfork ending`; what the user wants: `config
 //!    rules log reach verbs`; the kernel's sockets: `sockopt tcp_info identity keepalive`; small parts: `registry
 //!    ledger kept_on_tcp offers load spin steering waiters ancestors`.
-//! 2. What is left to the service thread: `mailbox`. The instance, as data: `library`, and `signals`.
+//! 2. What is left to the service thread: `mailbox`. The instance, as data: `library`, `signals`, and
+//!    `cgroup`.
 //! 3. Objects: `link listener holders`, then `socket`.
 //! 4. Whom to tell: `ready anchor`; what a socket comes to without moving a byte: `blocking threshold reset reclaim`.
 //! 5. Sets and numbers: `epoll`, `table`, `closing`, then whose a `call` is and how it can `wait`; `fork`.
@@ -30,6 +31,7 @@ mod blocking;
 mod budget;
 mod call;
 pub mod calls;
+mod cgroup;
 mod close;
 mod closing;
 pub mod config;

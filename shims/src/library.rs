@@ -94,8 +94,8 @@ impl Library {
         Self::current().or_else(Self::make)
     }
 
-    /// Whether anything is to be accelerated, for which there is memory. Makes the instance by `build` if neither this process nor one that it
-    /// was forked from has ever made one.
+    /// Whether anything is to be accelerated, and there is memory for it. Makes the instance by `build` if neither this
+    /// process nor one that it was forked from has ever made one.
     #[inline]
     pub fn is_on(build: &'static Build) -> bool {
         !OFF.load(Relaxed) && heap::can_serve() && (HAD.load(Relaxed) || Self::begin(build))

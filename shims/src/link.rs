@@ -259,12 +259,14 @@ impl Link {
             return Err(NoProducer::NoSuch);
         }
         // It may be of a size or at a place that this process has no room for.
-        let made = on_end!(self, end => end.producer(vqpn)).filter(Producer::can_adopt);
+        let made = on_end!(self, end => end.producer(vqpn));
+        let made = made.map(|producer| producer.with_allowance(self.allowance()));
+        let made = made.filter(Producer::can_adopt);
         let Some(producer) = made else {
             self.done_with(vqpn);
             return Err(NoProducer::Limits);
         };
-        Ok(producer.with_allowance(self.allowance()))
+        Ok(producer)
     }
 
     /// Nothing of ours sends to the peer's stream `vqpn` any more. To be said before the peer hears of it: then

@@ -134,8 +134,9 @@ impl Mailbox {
         self.started.swap(true, AcqRel)
     }
 
-    /// Starts the thread if it does not run yet. False if it cannot be made, or could not within the last second. Not from a signal handler, which may have interrupted the `malloc`
-    /// that pthread_create calls: what was asked for then waits for the next who asks.
+    /// Starts the thread if it does not run yet. False if it cannot be made, or could not within the last second. Not
+    /// from a signal handler, which may have interrupted the `malloc` that pthread_create calls: what was asked for
+    /// then waits for the next who asks.
     pub fn start(&self) -> bool {
         if self.is_started() || handler::is_in_one() {
             return true;
@@ -176,5 +177,24 @@ impl Mailbox {
     /// Puts all that is in it behind what is in `to`, the oldest first.
     pub fn take_all(&self, to: &mut VecDeque<Command>) {
         self.queue.take_all(to);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn without_a_thread_nothing_is_queued() {
+        static TRIED: AtomicU32 = AtomicU32::new(0);
+        let start = || TRIED.fetch_add(1, AcqRel) == 2;
+        let mailbox = Mailbox::new(Thread { wake: || (), start }).unwrap();
+        for (tried, is_taken) in [(1, false), (2, false), (3, true)] {
+            assert_eq!(mailbox.submit(Command::Grown), is_taken);
+            assert_eq!(mailbox.is_empty(), !is_taken);
+            assert_eq!(mailbox.submit(Command::Grown), is_taken);
+            assert_eq!(TRIED.load(Acquire), tried, "not again within a second");
+            mailbox.retry_at.store(0, Release);
+        }
     }
 }

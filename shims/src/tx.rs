@@ -12,8 +12,8 @@ pub mod zerocopy;
 
 pub use cork::{cork, pass_cork, send_delayed_wake};
 pub use room::{
-    ask_for_room, could_have_room, forget_standing, give_back, is_full, is_unread, make_room, on_buffer_size, on_link,
-    reader_at, report_blocked, report_blocked_at_end, stands_still, unread,
+    ask_for_room, could_have_room, forget_standing, give_back, is_full, is_unread, on_buffer_size, on_link, reader_at,
+    report_blocked, report_blocked_at_end, stands_still, unread,
 };
 
 use cork::{delay_wake, is_more_to_come};
@@ -647,6 +647,16 @@ pub fn violation(socket: &'static Socket, error: &rdmasock_core::fabric::ring::R
     Library::get().service.submit(Command::Violation(socket.into()));
     // Nothing more goes over it, whoever asks first.
     socket.wakes.set_dead();
+}
+
+/// A send is about to sleep for want of room. True if there is some by the ring in reserve, or in TCP.
+#[cold]
+pub fn make_room(socket: &'static Socket) -> bool {
+    let room = room::before_sleep(socket);
+    if let Room::Unbacked = room {
+        within(|| take_back(socket, rdmasock_core::stats::Reason::Resources));
+    }
+    !matches!(room, Room::Full)
 }
 
 /// What a send waits for.

@@ -1,4 +1,4 @@
-//! What a directory holds, as a thread of ours has to read it in a program that may close any descriptor:
+//! What a directory or a file holds, as a thread of ours has to read it in a program that may close any descriptor:
 //! `std::fs::read_dir` panics when its own has been closed (iperf3, for one, closes some twice).
 
 use std::ffi::{OsStr, OsString};
@@ -6,8 +6,11 @@ use std::mem::MaybeUninit;
 use std::os::fd::BorrowedFd;
 use std::os::unix::ffi::OsStrExt;
 
-use rustix::fs::RawDir;
+use rustix::fs::{Mode, OFlags, RawDir};
 use rustix::io::Errno;
+
+use super::privatefd::PrivateFd;
+use crate::scratch::Scratch;
 
 /// The names in the directory that `dir` is open for, from where it is; in the kernel's order (getdents64(2)).
 pub fn names(dir: BorrowedFd<'_>) -> Result<Vec<OsString>, Errno> {
@@ -24,12 +27,29 @@ pub fn names(dir: BorrowedFd<'_>) -> Result<Vec<OsString>, Errno> {
     Ok(names)
 }
 
+/// What the file at `path` holds. ENOMEM without memory for it, EILSEQ if that is no text.
+pub fn text(path: &str) -> Result<String, Errno> {
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC;
+    let file = PrivateFd::open(|| rustix::fs::open(path, flags, Mode::empty()))?;
+    let mut text = Vec::new();
+    let mut piece = Scratch::new(4096).ok_or(Errno::NOMEM)?;
+    loop {
+        match rustix::io::read(&file, &mut piece[..]) {
+            Ok(0) => return String::from_utf8(text).map_err(|_| Errno::ILSEQ),
+            Ok(n) => {
+                text.try_reserve(n).map_err(|_| Errno::NOMEM)?;
+                text.extend_from_slice(piece.get(..n).unwrap_or_default());
+            }
+            Err(Errno::INTR) => {}
+            Err(error) => return Err(error),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::os::fd::{AsFd, OwnedFd};
     use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-
-    use rustix::fs::{Mode, OFlags};
 
     use super::*;
     use crate::os::forked::in_child;

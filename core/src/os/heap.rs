@@ -10,8 +10,8 @@
 //!   top again (Treiber, "Systems programming: coping with parallelism", 1986; the count is IBM's).
 //! - What no free block serves is cut from a piece of memory that is mapped for it, again by one such swap.
 //! - A large request is a mapping of its own, and is unmapped when it is freed.
-//! - Where the kernel refuses a mapping (RLIMIT_AS, RLIMIT_DATA, vm.overcommit_memory=2, vm.max_map_count), memory comes
-//!   from a reserve of [`RESERVE`] bytes.
+//! - Where the kernel refuses a mapping (RLIMIT_AS, RLIMIT_DATA, vm.overcommit_memory=2, vm.max_map_count), memory
+//!   comes from a reserve of [`RESERVE`] bytes.
 //!
 //! No allocation fails between two looks at the reserve. Whatever begins something that needs memory for longer than a
 //! call (a socket's object, a promotion, a link, a channel) asks [`can_serve`] first, and the connection stays on TCP

@@ -10,8 +10,7 @@ use rustix::event::epoll as kernel;
 use super::{ET, EXCLUSIVE, Epoll, ONESHOT};
 use crate::points::point;
 use crate::socket::Socket;
-use rdmasock_core::os::privatefd::PrivateFd;
-use rdmasock_core::scratch::Scratch;
+use rdmasock_core::os::dir;
 
 /// What is no event, and stays when an EPOLLONESHOT has fired.
 const PRIVATE: u32 = ONESHOT | ET | EXCLUSIVE | libc::EPOLLWAKEUP as u32;
@@ -113,7 +112,7 @@ impl Epoll {
 fn has_fired(set: BorrowedFd<'_>, fd: c_int, data: u64) -> bool {
     use std::os::fd::AsRawFd;
     let path = format!("/proc/thread-self/fdinfo/{}", set.as_raw_fd());
-    let Ok(info) = read_text(&path) else {
+    let Ok(info) = dir::text(&path) else {
         return false;
     };
     info.lines().any(|line| {
@@ -124,20 +123,4 @@ fn has_fired(set: BorrowedFd<'_>, fd: c_int, data: u64) -> bool {
         let key = after("data:").and_then(|w| u64::from_str_radix(w, 16).ok());
         tfd == Some(fd) && key == Some(data) && events.is_some_and(|e| e & !PRIVATE == 0)
     })
-}
-
-fn read_text(path: &str) -> rustix::io::Result<String> {
-    use rustix::fs::{Mode, OFlags};
-    let flags = OFlags::RDONLY | OFlags::CLOEXEC;
-    let file = PrivateFd::open(|| rustix::fs::open(path, flags, Mode::empty()))?;
-    let mut text = Vec::new();
-    let mut piece = Scratch::new(4096).ok_or(rustix::io::Errno::NOMEM)?;
-    loop {
-        match rustix::io::read(&file, &mut piece[..]) {
-            Ok(0) => return String::from_utf8(text).map_err(|_| rustix::io::Errno::ILSEQ),
-            Ok(n) => text.extend_from_slice(piece.get(..n).unwrap_or_default()),
-            Err(rustix::io::Errno::INTR) => {}
-            Err(error) => return Err(error),
-        }
-    }
 }

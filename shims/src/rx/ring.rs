@@ -2,13 +2,16 @@
 //! shrinks when it is idle.
 
 use rdmasock_core::fabric::ring::Consumer;
+use rdmasock_core::stats::Reason;
 
+use crate::cgroup;
 use crate::config::config;
 use crate::library::Library;
 use crate::link::{Link, has_few_addresses};
 use crate::mailbox::Command;
 use crate::ready;
 use crate::socket::Socket;
+use crate::tx;
 
 /// What a ring grows to for a reader that keeps up: more no longer makes it faster.
 const READING: u64 = 1024 * 1024;
@@ -78,8 +81,11 @@ fn fit(socket: &'static Socket, consumer: &mut Consumer) {
     }
 }
 
-/// Offers a ring of `bytes`, a power of two. False if there is none.
+/// Offers a ring of `bytes`, a power of two. False if there is none, or no memory for one.
 fn offer(socket: &'static Socket, link: &'static Link, consumer: &mut Consumer, bytes: u64) -> bool {
+    if !cgroup::take(bytes) {
+        return false;
+    }
     let Some(region) = link.allocate(bytes.trailing_zeros() as u8) else {
         return false;
     };
@@ -114,6 +120,11 @@ pub fn relieve(socket: &'static Socket, link: &'static Link) {
     let mut bytes = link.max_ring();
     while bytes > now && !offer(socket, link, consumer, bytes) {
         bytes /= 2;
+    }
+    if bytes <= now && now < link.max_ring() && cgroup::is_short() {
+        // The reader stands still, and the sender may wait for it to: the kernel has memory of its own for that.
+        drop(rx);
+        tx::take_back(socket, Reason::Resources);
     }
 }
 

@@ -5,6 +5,7 @@ use std::sync::atomic::Ordering::Acquire;
 use rdmasock_core::wire::Message;
 
 use super::alarms::Alarm;
+use crate::cgroup;
 use crate::mailbox::Ref;
 use crate::ready;
 use crate::rx::{self, Shrunk};
@@ -64,6 +65,7 @@ impl Rings {
     pub fn on_timeout(&mut self, now: u64) {
         self.relieve(now);
         if self.shrink.rings(now) {
+            cgroup::look();
             self.shrink(now);
         }
     }
@@ -93,7 +95,10 @@ impl Rings {
 
     /// A ring has grown: looks at the rings once they can be idle.
     pub fn on_grown(&mut self) {
-        self.shrink.set_if_off(|| crate::time::now_ns() + SHRINK_EVERY);
+        self.shrink.set_if_off(|| {
+            cgroup::look();
+            crate::time::now_ns() + SHRINK_EVERY
+        });
     }
 
     /// Gives rings that are idle their first size.

@@ -134,6 +134,7 @@ impl Worker {
     /// `mask` is that of the thread that has started this one. `None` without descriptors for it.
     pub fn new(mask: libc::sigset_t, instance_name: Option<names::Listener>) -> Option<Self> {
         let library = Library::get();
+        crate::cgroup::look();
         let worker = Self {
             library,
             service: &library.service,

@@ -7,6 +7,7 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed};
 use rdmasock_core::fabric::ring::{Producer, Wake};
 use rdmasock_core::ids::Vqpn;
 
+use crate::cgroup;
 use crate::config::config;
 use crate::library::Library;
 use crate::link::Link;
@@ -30,8 +31,9 @@ pub(super) enum Room {
 /// for a wake-up on behalf of the epoll sets, since an edge-triggered one reports only what has changed after this.
 #[cold]
 pub(super) fn no_room(socket: &'static Socket, tx: &mut Tx, waits: bool) -> Room {
-    if !waits && take_reserve(socket, tx) {
-        return Room::There;
+    match if waits { Room::Full } else { take_reserve(socket, tx) } {
+        Room::Full => {}
+        room => return room,
     }
     let bits = tx.own.bits;
     if let Some(producer) = tx.producer.as_mut() {
@@ -46,12 +48,25 @@ pub(super) fn no_room(socket: &'static Socket, tx: &mut Tx, waits: bool) -> Room
     Room::Full
 }
 
-/// What is broken the next send finds.
-fn take_reserve(socket: &Socket, tx: &mut Tx) -> bool {
+/// What is broken the next send finds. A reserve for which there is no memory is not taken: its reader stands still,
+/// and the kernel has memory of its own.
+fn take_reserve(socket: &Socket, tx: &mut Tx) -> Room {
     let Some(producer) = tx.producer.as_mut() else {
-        return false;
+        return Room::Full;
     };
-    could_have_room(socket, producer) && producer.make_room().unwrap_or(true)
+    if !could_have_room(socket, producer) {
+        return Room::Full;
+    }
+    let mut is_short = false;
+    let made = producer.make_room(|bytes| {
+        is_short = !cgroup::take(bytes);
+        !is_short
+    });
+    match made.unwrap_or(true) {
+        true => Room::There,
+        false if is_short => Room::Unbacked,
+        false => Room::Full,
+    }
 }
 
 /// Whether a ring that has no room has some at a closer look, or can be changed for one that has, by what the program
@@ -65,13 +80,15 @@ pub fn could_have_room(socket: &Socket, producer: &mut Producer) -> bool {
 
 /// Has this end of a link between hosts keep what its peer's ring has no room for.
 fn borrow(socket: &Socket, producer: &mut Producer) -> bool {
-    if producer.is_aside() {
+    let bytes = config().ring_max.bytes();
+    if producer.is_aside() || !cgroup::has(bytes) {
         return false;
     }
-    let largest = config().ring_max.bytes().trailing_zeros() as u8;
+    let largest = bytes.trailing_zeros() as u8;
     let theirs = Vqpn(socket.peer_vqpn.load(Relaxed));
     let has_borrowed = socket.link().is_some_and(|link| link.lend(theirs, producer, largest));
     if has_borrowed {
+        cgroup::take(bytes);
         Library::get().service.submit(Command::Grown);
     }
     has_borrowed
@@ -143,10 +160,13 @@ pub fn on_buffer_size(socket: &'static Socket) {
     }
 }
 
-/// A send is about to sleep for want of room. True if there is some by the ring in reserve.
-#[cold]
-pub fn make_room(socket: &'static Socket) -> bool {
-    socket.tx_mode.load(Acquire) == Mode::Link && socket.tx.lock().is_some_and(|mut tx| take_reserve(socket, &mut tx))
+/// What there is by the ring in reserve for a send that is about to sleep for want of room.
+pub(super) fn before_sleep(socket: &'static Socket) -> Room {
+    if socket.tx_mode.load(Acquire) != Mode::Link {
+        return Room::Full;
+    }
+    let room = socket.tx.lock().map(|mut tx| take_reserve(socket, &mut tx));
+    room.unwrap_or(Room::Full)
 }
 
 /// Nothing can be sent now. Kernel TCP takes megabytes without a reader, and programs count on it

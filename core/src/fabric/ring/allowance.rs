@@ -84,6 +84,14 @@ impl Allowance {
         }
     }
 
+    /// Whether the region lies as near to the area's beginning as rings may. Asked before it is mapped, which maps all
+    /// that precedes it: so what a peer says has addresses of this process taken only as far as it may be written into.
+    pub(super) fn reaches(&self, region: Region) -> bool {
+        let end = (region.offset() + region.len()) as u64;
+        let most = |area: &Arc<TouchedArea>| area.most.load(Acquire) << PIECE_LOG2;
+        self.touched.as_ref().is_none_or(|area| end <= most(area))
+    }
+
     pub(super) fn admits(&self, region: Region) -> bool {
         region.log2() <= self.largest && self.touched.as_ref().is_none_or(|area| area.enter(region))
     }

@@ -276,7 +276,10 @@ impl Producer {
     pub fn can_adopt(&self) -> bool {
         let word = self.theirs().offer.look();
         // What is not a ring is for `adopt` to find.
-        Offer::unpack(word).is_none_or(|o| self.area.ring(o.region) != Err(NoRing::Unmapped))
+        Offer::unpack(word).is_none_or(|offer| {
+            let region = offer.region;
+            self.allowance.reaches(region) && self.area.ring(region) != Err(NoRing::Unmapped)
+        })
     }
 
     /// Moves on to the ring that the consumer offers, if it does; true when it did. `spans` does
@@ -292,7 +295,7 @@ impl Producer {
             self.offer = word;
             return Ok(false);
         }
-        if self.is_too_large(offer.region) {
+        if self.is_too_large(offer.region) || !self.allowance.reaches(offer.region) {
             self.offer = word;
             return Ok(false);
         }

@@ -171,6 +171,42 @@ fn both_ends_follow_the_arenas_as_they_grow() {
     }
 }
 
+/// Bytes of addresses of this process.
+fn addresses() -> usize {
+    let status = std::fs::read_to_string("/proc/self/statm").unwrap();
+    status.split(' ').next().unwrap().parse::<usize>().unwrap() * 4096
+}
+
+#[test]
+fn a_ring_beyond_the_allowance_is_not_mapped() {
+    forked::in_child(|| {
+        let files = Files::new(1 << 32);
+        let ends = files.ends();
+        let touched = std::sync::Arc::new(crate::fabric::ring::TouchedArea::new(1 << 32));
+        touched.allow(1 << 25);
+        let allowance = crate::fabric::ring::Allowance::new(22, touched);
+        let mut opened = ends[0].open(12).unwrap();
+        let producer = ends[1].producer(opened.vqpn).unwrap();
+        let mut producer = producer.with_allowance(allowance.clone());
+        assert!(producer.can_adopt());
+        let _ = producer.spans(1).unwrap();
+        assert_eq!(opened.consumer.take_retired(), Ok(None));
+        let far = Region::new((3 << 30) / 4096, 12).unwrap();
+        let _ = opened.consumer.offer(far).unwrap();
+        let before = addresses();
+        assert_eq!(producer.adopt(), Ok(false));
+        assert!(addresses() < before + (1 << 26));
+        // Nor is it as a stream's first.
+        let block = ends[0].mine.block(opened.vqpn).unwrap();
+        let theirs = ends[1].theirs.block(opened.vqpn).unwrap();
+        assert_ne!(block, theirs);
+        // SAFETY: the test has no cursor but these two on it, and writes nothing by this one.
+        let second = unsafe { Producer::new(theirs, ends[1].theirs.area()) };
+        assert!(!second.with_allowance(allowance).can_adopt());
+        assert!(addresses() < before + (1 << 26));
+    });
+}
+
 #[test]
 fn an_end_serves_one_link_after_another() {
     let end = blank();

@@ -21,14 +21,14 @@ struct Reserve {
 
 impl Producer {
     /// A sender that is not to wait has found no room: looks for what the consumer has read and not published; else
-    /// moves on to as much of the reserve as the bound allows, if there is one and that is more than the ring. True if
-    /// there is more room than before.
-    pub fn make_room(&mut self) -> Result<bool, RingError> {
+    /// moves on to as much of the reserve as the bound allows, if there is one, that is more than the ring, and
+    /// `may_take` agrees to its bytes. True if there is more room than before.
+    pub fn make_room(&mut self, may_take: impl FnOnce(u64) -> bool) -> Result<bool, RingError> {
         if self.look_closely()? {
             return Ok(true);
         }
         match self.next_reserve() {
-            Some(next) if self.has_more(next.part.log2()) => self.move_to(&next),
+            Some(next) if self.has_more(next.part.log2()) && may_take(next.part.len() as u64) => self.move_to(&next),
             _ => Ok(false),
         }
     }
@@ -95,6 +95,9 @@ impl Producer {
 
     fn move_to(&mut self, &Reserve { word, whole, part }: &Reserve) -> Result<bool, RingError> {
         self.reserve = word;
+        if !self.allowance.reaches(whole) {
+            return Ok(false);
+        }
         let ring = match self.area.ring(whole) {
             Ok(ring) => ring,
             Err(NoRing::Outside) => return Err(Violation::BadOffer.into()),

@@ -54,7 +54,7 @@ fn produce(model: &Model, p: &mut Producer, total: u8, piece: usize) {
         let (n, wake) = send(p, &data[sent..end]).unwrap();
         ring(&model.for_consumer, wake);
         sent += n;
-        if n == 0 && !p.make_room().unwrap() && !p.arm_space(1).unwrap() {
+        if n == 0 && !p.make_room(|_| true).unwrap() && !p.arm_space(1).unwrap() {
             model.for_producer.wait();
         }
     }

@@ -119,6 +119,7 @@ fn promote(library: &Library, socket: &'static Socket) {
         && (service.is_started() || !settle(library, socket))
         && !service.submit(Command::Promote(Ref::new(socket)))
     {
+        socket.told.set_why(Reason::Resources);
         socket.promotion.attempts.put_off(WITHOUT_THREAD);
         socket.promotion.exchange_stage(Stage::Busy, Stage::Watching);
     }

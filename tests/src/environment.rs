@@ -42,6 +42,8 @@ pub enum Outcome {
     Plain(&'static str),
     /// It stays on TCP, and `rdmasock stat` knows of neither process: what the library begins with could not be had.
     Unknown,
+    /// Either: it may depend on how much the process has done by then.
+    Any,
 }
 
 /// What `word` gave; a panic where there is no such word.

@@ -12,6 +12,7 @@ use std::sync::{Arc, OnceLock};
 use libtest_mimic::{Arguments, Failed, Trial};
 use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
+use rdmasock_tests::environment::cgroup::Cgroup;
 use rdmasock_tests::harness::{Paths, clean_environment};
 use rdmasock_tests::observe::promotion_state;
 
@@ -178,6 +179,8 @@ fn main() -> ExitCode {
         )
     }));
     let shared = Arc::clone(&paths);
+    trials.push(Trial::test("link/late_readers", move || late_readers(&shared)));
+    let shared = Arc::clone(&paths);
     trials.push(Trial::test("link/fork_holds", move || fork_holds(&shared)));
     for who in ["child", "parent", "exec"] {
         let shared = Arc::clone(&paths);
@@ -280,6 +283,22 @@ fn run(paths: &Paths, program: &Program, with: With) -> Result<(), Failed> {
     } else {
         Err(format!("printed\n{printed}and not\n{expected}").into())
     }
+}
+
+/// A server of 60 clients in 64 MiB.
+fn late_readers(paths: &Paths) -> Result<(), Failed> {
+    let group = match Cgroup::with_memory(64 << 20) {
+        Ok(group) => group,
+        Err(why) => {
+            println!("skipped: {why}");
+            return Ok(());
+        }
+    };
+    let entrance = group.entrance();
+    let arguments = ["60", entrance.to_str().unwrap()];
+    let printed = Running::start(paths, "late_readers", &arguments, With::Soon)?.end()?;
+    assert_eq!(printed, "all got all\n");
+    Ok(())
 }
 
 /// How many connections of the process are on a link.

@@ -146,6 +146,10 @@ fn rows(cgroup: Option<&Cgroup>) -> Vec<Row> {
         Row::new("no_memory_to_share")
             .before(&["no memory to share"])
             .plain(NO_ROOM),
+        Row::new("no_threads")
+            .before(&["no threads"])
+            .plain("out of memory or file descriptors")
+            .alone(),
         Row::new("nobody").before(&[OWN_ROOT, "nobody"]).for_root(),
         Row::new("becomes_nobody").inside(&["nobody"]).for_root(),
         Row::new("own_root").before(&[OWN_ROOT]).for_root(),

@@ -12,15 +12,14 @@ use rdmasock_tests::environment::{Environment, Outcome};
 use rdmasock_tests::harness::{Mode, Paths, References, describe, difference, play_in};
 use rdmasock_tests::scenarios;
 
-/// Mappings that are refused. A process of these scenarios has fewer, and the last is of a process with all.
+/// Mappings that are refused, one after the other. Most processes of these scenarios need fewer.
 const MAPPINGS: u32 = 14;
 
 /// What needs most of the library's memory, and each kind of object.
 const PLAYED: &[&str] = &[
     "echo_basic",
     "echo_large_both_ways",
-    "echo_thousand_connections",
-    "epoll_edge",
+    "epoll_level",
     "poll_select",
     "fds_dup2_over",
     "close_unread_data",
@@ -29,7 +28,7 @@ const PLAYED: &[&str] = &[
 ];
 
 /// Where a connection is between hosts.
-const ON_DEVICE: &[&str] = &["echo_large_both_ways", "epoll_edge"];
+const ON_DEVICE: &[&str] = &["echo_large_both_ways", "epoll_level"];
 
 fn main() -> ExitCode {
     let mut args = Arguments::from_args();
@@ -58,8 +57,12 @@ fn library() -> Result<PathBuf, String> {
         },
         PathBuf::from,
     );
-    path.canonicalize()
-        .map_err(|e| format!("no library with points at {} ({e}): see CONTRIBUTING.md", path.display()))
+    path.canonicalize().map_err(|e| {
+        format!(
+            "no library with points at {} ({e}): see CONTRIBUTING.md",
+            path.display()
+        )
+    })
 }
 
 fn refuse(paths: &Paths, references: &References, refused: &str) -> Result<(), Failed> {
@@ -71,7 +74,7 @@ fn refuse(paths: &Paths, references: &References, refused: &str) -> Result<(), F
         before: Vec::new(),
         inside: Vec::new(),
         listening: Vec::new(),
-        outcome: Outcome::Unknown,
+        outcome: Outcome::Any,
     };
     let mut failures = Vec::new();
     let mut played = scenarios::all();

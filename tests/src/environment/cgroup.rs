@@ -1,4 +1,4 @@
-//! A control group of this process's own that limits memory (cgroups(7), version 2), where such a one may be made.
+//! A control group of this process's own that limits memory (cgroups(7)), where such a one may be made.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,6 +10,27 @@ pub struct Cgroup(PathBuf);
 impl Cgroup {
     /// One beside or below this process's own, in which `bytes` may be used; or why there can be none.
     pub fn with_memory(bytes: u64) -> Result<Self, String> {
+        Self::version_two(bytes).or_else(|why| Self::version_one(bytes).map_err(|other| format!("{why}; {other}")))
+    }
+
+    fn version_one(bytes: u64) -> Result<Self, String> {
+        let all = fs::read_to_string("/proc/self/cgroup").map_err(|e| e.to_string())?;
+        let mut groups = all.lines().filter_map(|line| line.split_once(':')?.1.split_once(':'));
+        let own = groups.find(|(controllers, _)| controllers.split(',').any(|name| name == "memory"));
+        let (_, own) = own.ok_or("nor is this process in one of version 1 for memory")?;
+        let path = format!("/sys/fs/cgroup/memory{own}/rdmasock-tests-{}", std::process::id());
+        fs::create_dir(&path).map_err(|e| format!("{path}: {e}"))?;
+        let made = Self(path.into());
+        fs::write(made.0.join("memory.limit_in_bytes"), bytes.to_string()).map_err(|e| e.to_string())?;
+        Ok(made)
+    }
+
+    /// The file by which a process enters it.
+    pub fn entrance(&self) -> PathBuf {
+        self.0.join("cgroup.procs")
+    }
+
+    fn version_two(bytes: u64) -> Result<Self, String> {
         let (root, own) = (mounted()?, own()?);
         let mut parents = own.ancestors().map(|path| root.join(path));
         let has_memory = |path: &PathBuf| {

@@ -192,8 +192,8 @@ pub fn account(socket: &'static Socket, n: u64) {
     }
 }
 
-/// `taken`: the call is back from the kernel's receive with so many bytes, and still inside ([`plain`]). `handlers`: the
-/// thread's count of signal handlers when it began.
+/// `taken`: the call is back from the kernel's receive with so many bytes, and still inside ([`plain`]). `handlers`:
+/// the thread's count of signal handlers when it began.
 // Not inlined: the forced unwind of pthread_cancel runs the call's destructor here (see `calls`).
 #[inline(never)]
 unsafe fn recv_slow(

@@ -117,8 +117,8 @@ pub fn wait_for<A: Wanted>(socket: &'static Socket, patience: &mut Patience) -> 
     within(|| wait_on::<A>(socket, patience))
 }
 
-/// Takes a connection to TCP for good, because nothing could wake a thread that waits for its link. What the program has
-/// not read follows.
+/// Takes a connection to TCP for good, because nothing could wake a thread that waits for its link. What the program
+/// has not read follows.
 #[cold]
 pub fn prefer_tcp(socket: &'static Socket) {
     if let Some(mut control) = socket.control.lock() {

@@ -1,5 +1,5 @@
-//! What lets a program call libc past the hooks: `dlopen(3)` with RTLD_DEEPBIND, `dlmopen`, and `dlsym(3)` on the handle
-//! of a library that depends on libc.
+//! What lets a program call libc past the hooks: `dlopen(3)` with RTLD_DEEPBIND, `dlmopen`, and `dlsym(3)` on the
+//! handle of a library that depends on libc.
 //!
 //! libc tells by the return address of `dlopen`, and of `dlsym` with RTLD_NEXT or RTLD_DEFAULT, whose call it is. So
 //! each function `before_…` returns what the hook jumps to, with its caller's arguments and stack.

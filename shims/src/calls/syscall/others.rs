@@ -275,8 +275,8 @@ unsafe extern "C" fn io_uring_setup(a: usize, b: usize, c: usize, d: usize, e: u
     ring
 }
 
-/// Whether the program is told that there is no io_uring. libuv makes one for each of its loops, to add descriptors to its
-/// epoll set, and does without where it gets none. It exports its functions, in Node too.
+/// Whether the program is told that there is no io_uring. libuv makes one for each of its loops, to add descriptors to
+/// its epoll set, and does without where it gets none. It exports its functions, in Node too.
 fn is_hidden(setting: IoUring) -> bool {
     match setting {
         IoUring::Hide => true,

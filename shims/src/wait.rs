@@ -117,8 +117,8 @@ pub fn wait_for<A: Wanted>(socket: &'static Socket, patience: &mut Patience) -> 
     within(|| wait_on::<A>(socket, patience))
 }
 
-/// Takes a connection to TCP for good, because nothing could wake a thread that waits for its link. What the program
-/// has not read follows.
+/// Takes a connection to TCP for good, because nothing could wake a thread that waits for its link. Unread bytes
+/// follow by TCP.
 #[cold]
 pub fn prefer_tcp(socket: &'static Socket) {
     if let Some(mut control) = socket.control.lock() {
@@ -209,7 +209,7 @@ fn wait_on<A: Wanted>(socket: &'static Socket, patience: &mut Patience) -> Resul
         standby.go_on();
     }
     match slept {
-        // What has come is looked for once more, as in the kernel.
+        // The call looks once more for data or space, as the kernel does.
         Err(libc::EINTR) if patience.is_interrupted() => Ok(false),
         slept => slept.map(|_| false),
     }

@@ -120,8 +120,8 @@ pub fn current() -> &'static Thread {
     THREAD.with(|t| unsafe { &*std::ptr::from_ref(t) })
 }
 
-/// Notes that the thread with this `pthread_t` is about to be cancelled: glibc's is the address of its thread control
-/// block, from which every thread's copy of a variable is at one distance.
+/// Notes that the thread with this `pthread_t` is about to be cancelled. In glibc a `pthread_t` is the address of the
+/// thread control block. Every thread's copy of a variable has the same distance from its block.
 ///
 /// # Safety
 /// The thread has not been joined.
@@ -135,7 +135,7 @@ pub unsafe fn note_cancelled(pthread: libc::pthread_t) {
     unsafe { (*at).cancelled.store(true, Relaxed) };
 }
 
-/// Does nothing: where a thread's copy is depends on the processor.
+/// Does nothing: the place of a thread's copy depends on the processor.
 ///
 /// # Safety
 /// None.

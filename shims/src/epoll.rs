@@ -212,6 +212,15 @@ impl Epoll {
         }
     }
 
+    /// Links to other hosts have gone down: no set keeps their objects from becoming other links.
+    pub fn drop_dead_links() {
+        for epoll in ALL.all() {
+            if let Some(mut set) = epoll.set.lock() {
+                set.links.drop_dead(epoll.kernel_fd(), &epoll.watch);
+            }
+        }
+    }
+
     /// Whether waits have to go through this module.
     #[inline]
     pub fn is_active(&self) -> bool {

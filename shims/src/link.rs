@@ -1,8 +1,8 @@
 //! A link as the shims use it: the sockets whose streams are on it, whether it is up, and which fabric
 //! it is on. Not its memory, which the fabric's end has, to which calls are handed on.
 //!
-//! Link objects are never freed, but one that is on the same host becomes another link when it is down and
-//! has neither streams nor producers left (`life`). Whoever has one of these keeps the link what it is; a call
+//! Link objects are never freed, but one that is down and has neither streams nor producers left becomes another link
+//! (`life`). Whoever has one of these keeps the link what it is, as a [`Pin`](held::Pin) does; a call
 //! that still holds a pointer without, to wake somebody, may wake somebody of another link.
 
 mod bounds;
@@ -98,6 +98,8 @@ pub struct Link {
     /// The index in the library's list and in the statistics.
     slot: AtomicU32,
     peer: [AtomicU64; 2],
+    /// How many links this process had before this one.
+    serial: AtomicU64,
     end: AnyEnd,
     alive: AtomicBool,
     /// Streams of ours, and producers, or [`OVER`].
@@ -135,6 +137,11 @@ impl Link {
     /// The index in the library's list and in the statistics.
     pub fn slot(&self) -> u32 {
         self.slot.load(Acquire)
+    }
+
+    /// A number that no other link of this process has or had.
+    pub fn serial(&self) -> u64 {
+        self.serial.load(Acquire)
     }
 
     /// Who is at the other end.

@@ -39,6 +39,27 @@ impl Pinned {
     /// # Safety
     /// Until this is dropped the memory is the program's to give to the device, in this role.
     pub unsafe fn new(remote: &'static Remote, memory: *mut u8, len: usize, least: usize, role: Role) -> Option<Self> {
+        // Until it is dropped: what the device is told then is of this link, and not of one that its object becomes.
+        if !remote.hold_pair() {
+            return None;
+        }
+        // SAFETY: by the contract.
+        let pinned = unsafe { Self::of_any_kind(remote, memory, len, least, role) };
+        if pinned.is_none() {
+            remote.let_pair_go();
+        }
+        pinned
+    }
+
+    /// # Safety
+    /// As [`Self::new`].
+    unsafe fn of_any_kind(
+        remote: &'static Remote,
+        memory: *mut u8,
+        len: usize,
+        least: usize,
+        role: Role,
+    ) -> Option<Self> {
         let stats = &Library::get().stats;
         if let Some(pinned) = Self::ahead(remote, memory, len, role) {
             stats.count(Event::DirectAhead);
@@ -184,6 +205,7 @@ impl Drop for Pinned {
                 }
             }
         }
+        self.remote.let_pair_go();
     }
 }
 

@@ -7,7 +7,11 @@ use std::ffi::{c_int, c_void};
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::ptr::null_mut;
+use std::sync::atomic::{
+    AtomicBool, AtomicPtr, AtomicU64,
+    Ordering::{AcqRel, Acquire, Relaxed},
+};
 
 use libloading::os::unix::{Library as Object, RTLD_LOCAL, RTLD_NOW};
 use once_cell::race::OnceBox;
@@ -261,7 +265,7 @@ impl Acceptor {
     pub fn new(local: IpAddr) -> Result<Self, Errno> {
         let plugin = plugin().map_err(|_| Errno::NODEV)?;
         let at = to_plugin(SocketAddr::new(local, 0));
-        let (mut listener, mut port, mut fd) = (std::ptr::null_mut(), 0, -1);
+        let (mut listener, mut port, mut fd) = (null_mut(), 0, -1);
         // SAFETY: valid pointers for the call.
         check(unsafe { (plugin.listen)(&raw const at, &raw mut listener, &raw mut port, &raw mut fd) })?;
         Ok(Self {
@@ -305,8 +309,8 @@ pub struct Incoming {
 impl Incoming {
     /// Agrees, with an answer; `beside` a pair that outlives the new one.
     pub fn accept(self, answer: &[u8], beside: Option<&Pair>) -> Result<Pair, Errno> {
-        let (plugin, conn) = (self.pair.plugin, self.pair.conn);
-        let beside = beside.map_or(std::ptr::null_mut(), |pair| pair.conn);
+        let (plugin, conn) = (self.pair.plugin, self.pair.conn()?);
+        let beside = beside.map_or(null_mut(), |pair| pair.conn.load(Acquire));
         // SAFETY: the connection is ours; the answer is readable; the other outlives it, by this function's word.
         check(unsafe { (plugin.accept)(conn, answer.as_ptr(), answer.len(), beside) })?;
         Ok(self.pair)
@@ -315,8 +319,10 @@ impl Incoming {
     /// Refuses.
     pub fn reject(self) {
         let pair = std::mem::ManuallyDrop::new(self.pair);
-        // SAFETY: frees the connection, which `pair` does not do any more.
-        unsafe { (pair.plugin.reject)(pair.conn) };
+        if let Ok(conn) = pair.conn() {
+            // SAFETY: frees the connection, which `pair` does not do any more.
+            unsafe { (pair.plugin.reject)(conn) };
+        }
     }
 }
 
@@ -331,8 +337,8 @@ pub fn connect(
 ) -> Result<Pair, Errno> {
     let plugin = plugin().map_err(|_| Errno::NODEV)?;
     let (local, remote) = (to_plugin(SocketAddr::new(local, 0)), to_plugin(remote));
-    let mut conn = std::ptr::null_mut();
-    let beside = beside.map_or(std::ptr::null_mut(), |pair| pair.conn);
+    let mut conn = null_mut();
+    let beside = beside.map_or(null_mut(), |pair| pair.conn.load(Acquire));
     // SAFETY: valid pointers for the call.
     check(unsafe {
         (plugin.connect)(
@@ -371,9 +377,8 @@ pub struct Dialled {
 /// A connected queue pair.
 pub struct Pair {
     plugin: &'static Plugin,
-    conn: *mut Conn,
-    /// Freed already.
-    destroyed: AtomicBool,
+    /// Null: freed already.
+    conn: AtomicPtr<Conn>,
 }
 
 // SAFETY: the plugin's connections may be used from any thread, under the rules of its table, which the
@@ -386,9 +391,19 @@ impl Pair {
     fn new(plugin: &'static Plugin, conn: *mut Conn) -> Self {
         Self {
             plugin,
-            conn,
-            destroyed: AtomicBool::new(false),
+            conn: AtomicPtr::new(conn),
         }
+    }
+
+    fn conn(&self) -> Result<*mut Conn, Errno> {
+        let conn = self.conn.load(Acquire);
+        if conn.is_null() { Err(Errno::NOTCONN) } else { Ok(conn) }
+    }
+
+    /// Stands for `other`'s queue pair from now on. For one that was [destroyed](Self::destroy).
+    pub fn stand_for(&self, other: &Self) {
+        let before = self.conn.swap(other.conn.swap(null_mut(), AcqRel), AcqRel);
+        debug_assert!(before.is_null());
     }
 
     /// Facts about it.
@@ -396,14 +411,14 @@ impl Pair {
         // SAFETY: zeroes are a value of this plain struct.
         let mut info: Info = unsafe { std::mem::zeroed() };
         // SAFETY: the connection lives as long as this.
-        check(unsafe { (self.plugin.info)(self.conn, &raw mut info) })?;
+        check(unsafe { (self.plugin.info)(self.conn()?, &raw mut info) })?;
         Ok(info)
     }
 
     /// Takes in what has happened to it.
     pub fn state(&self) -> State {
         // SAFETY: the connection lives as long as this.
-        match check(unsafe { (self.plugin.state)(self.conn) }) {
+        match self.conn().and_then(|conn| check(unsafe { (self.plugin.state)(conn) })) {
             Ok(0) => State::Connecting,
             Ok(_) => State::Up,
             Err(error) => State::Down(error),
@@ -412,17 +427,20 @@ impl Pair {
 
     /// Both ends see that it is over.
     pub fn disconnect(&self) {
-        // SAFETY: the connection lives as long as this.
-        unsafe { (self.plugin.disconnect)(self.conn) };
+        if let Ok(conn) = self.conn() {
+            // SAFETY: the connection lives as long as this.
+            unsafe { (self.plugin.disconnect)(conn) };
+        }
     }
 }
 
 impl Pair {
     /// Frees it, before this value goes. The caller sees to it that nobody uses it any more.
     pub fn destroy(&self) {
-        if !self.destroyed.swap(true, Relaxed) {
+        let conn = self.conn.swap(null_mut(), AcqRel);
+        if !conn.is_null() {
             // SAFETY: once, and nobody uses it any more, by the contract.
-            unsafe { (self.plugin.destroy)(self.conn) };
+            unsafe { (self.plugin.destroy)(conn) };
         }
     }
 }
@@ -432,6 +450,9 @@ impl Drop for Pair {
         self.destroy();
     }
 }
+
+/// It was destroyed.
+const GONE: Down = Down(libc::ENOTCONN);
 
 fn post(result: i32) -> Result<(), PostError> {
     match result {
@@ -475,8 +496,9 @@ impl QueuePair for Pair {
             Role::OnDemand => role::ON_DEMAND,
             Role::Sink => role::SINK,
         };
+        let conn = self.conn().map_err(|_| GONE)?;
         // SAFETY: by the caller's contract; the connection lives as long as this.
-        down(unsafe { (self.plugin.register)(self.conn, at.cast(), len, role, &raw mut keys) })?;
+        down(unsafe { (self.plugin.register)(conn, at.cast(), len, role, &raw mut keys) })?;
         Ok(Region {
             key: Key {
                 local: keys.local,
@@ -487,8 +509,10 @@ impl QueuePair for Pair {
     }
 
     fn deregister(&self, region: Region) {
-        // SAFETY: the connection lives as long as this; a handle that it does not know is nothing to it.
-        unsafe { (self.plugin.deregister)(self.conn, region.handle) };
+        if let Ok(conn) = self.conn() {
+            // SAFETY: the connection lives as long as this; a handle that it does not know is nothing to it.
+            unsafe { (self.plugin.deregister)(conn, region.handle) };
+        }
     }
 
     unsafe fn write(&self, write: &RdmaWrite, immediate: Option<u32>) -> Result<(), PostError> {
@@ -501,8 +525,9 @@ impl QueuePair for Pair {
             has_immediate: immediate.is_some().into(),
             immediate: immediate.unwrap_or(0),
         };
+        let conn = self.conn().map_err(|_| PostError::Down)?;
         // SAFETY: by the caller's contract; the connection lives as long as this.
-        post(unsafe { (self.plugin.write)(self.conn, &raw const request) })
+        post(unsafe { (self.plugin.write)(conn, &raw const request) })
     }
 
     unsafe fn read(&self, read: &RdmaRead) -> Result<(), PostError> {
@@ -513,8 +538,9 @@ impl QueuePair for Pair {
             local: read.local,
             remote: read.remote,
         };
+        let conn = self.conn().map_err(|_| PostError::Down)?;
         // SAFETY: by the caller's contract; the connection lives as long as this.
-        post(unsafe { (self.plugin.read)(self.conn, &raw const request) })
+        post(unsafe { (self.plugin.read)(conn, &raw const request) })
     }
 
     fn send(&self, parts: &[&[u8]]) -> Result<(), PostError> {
@@ -525,24 +551,28 @@ impl QueuePair for Pair {
         for (to, from) in list.iter_mut().zip(parts) {
             (to.at, to.len) = (from.as_ptr(), from.len());
         }
+        let conn = self.conn().map_err(|_| PostError::Down)?;
         // SAFETY: the parts are readable during the call; the connection lives as long as this.
-        post(unsafe { (self.plugin.send)(self.conn, list.as_ptr(), parts.len().min(PARTS)) })
+        post(unsafe { (self.plugin.send)(conn, list.as_ptr(), parts.len().min(PARTS)) })
     }
 
     fn probe(&self) -> Result<(), PostError> {
+        let conn = self.conn().map_err(|_| PostError::Down)?;
         // SAFETY: the connection lives as long as this.
-        post(unsafe { (self.plugin.probe)(self.conn) })
+        post(unsafe { (self.plugin.probe)(conn) })
     }
 
     fn poll(&self, each: &mut dyn FnMut(Completed<'_>)) -> Result<usize, Down> {
         let mut each = each;
-        // SAFETY: the context is the closure, which outlives the call.
-        down(unsafe { (self.plugin.poll)(self.conn, (&raw mut each).cast(), on_completion) })
+        let conn = self.conn().map_err(|_| GONE)?;
+        // SAFETY: the context is the closure, which outlives the call; the connection lives as long as this.
+        down(unsafe { (self.plugin.poll)(conn, (&raw mut each).cast(), on_completion) })
     }
 
     fn arm(&self) -> Result<(), Down> {
+        let conn = self.conn().map_err(|_| GONE)?;
         // SAFETY: the connection lives as long as this.
-        down(unsafe { (self.plugin.arm)(self.conn) }).map(|_| ())
+        down(unsafe { (self.plugin.arm)(conn) }).map(|_| ())
     }
 }
 

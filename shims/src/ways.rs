@@ -138,6 +138,11 @@ impl Kind {
 pub struct Known([[AtomicU64; CLASSES]; 2]);
 
 impl Known {
+    /// For another peer: nothing is known.
+    pub fn reset(&self) {
+        self.0.as_flattened().iter().for_each(|word| word.store(0, Relaxed));
+    }
+
     fn of(&self, kind: Kind) -> &AtomicU64 {
         &self.0[usize::from(kind.can_wait)][kind.class]
     }

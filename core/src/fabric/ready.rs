@@ -88,6 +88,13 @@ impl PrivateQueue {
     pub fn new() -> Self {
         Self((0..GROUPS).map(|_| ReadyLine::new()).collect())
     }
+
+    /// Empties it.
+    pub fn clear(&self) {
+        let mut cursor = ReadyCursor::new();
+        cursor.begin(self);
+        while cursor.pop(self).is_some() {}
+    }
 }
 
 impl Default for PrivateQueue {

@@ -63,18 +63,30 @@ impl<const UNIT: usize> Segments<UNIT> {
     /// All of a part of `total` bytes, which somebody else has mapped at `start`.
     pub fn whole(start: *mut u8, total: usize) -> Self {
         let this = Self::new();
-        this.total.store(total, Release);
+        this.show_whole(start, total);
+        this
+    }
+
+    /// As [`whole`](Self::whole), for a part of no bytes.
+    pub fn show_whole(&self, start: *mut u8, total: usize) {
+        self.total.store(total, Release);
         let mut count = 0;
-        for (k, at) in this.at.iter().enumerate() {
+        for (k, at) in self.at.iter().enumerate() {
             if first_of(k) * UNIT >= total {
                 break;
             }
             at.store(start.wrapping_add(first_of(k) * UNIT), Release);
             count += 1;
         }
-        this.shown.store(count, Release);
-        this.live.store(count, Release);
-        this
+        self.shown.store(count, Release);
+        self.live.store(count, Release);
+    }
+
+    /// Is a part of no bytes again. Whoever has [shown](Self::show_whole) it sees to the mapping.
+    pub fn forget_whole(&self) {
+        self.forget();
+        self.total.store(0, Release);
+        (0..MOST).for_each(|k| self.lose(k));
     }
 
     /// Addresses for the first segment, before there is a file.

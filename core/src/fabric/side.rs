@@ -16,16 +16,23 @@ use crate::lock::Lock;
 use crate::os::memfd::Mapping;
 use crate::sparse::Sparse;
 
-/// One side's arena as mapped here: all of it ([`new`](Self::new)), or as much as is used
-/// ([`blank`](Self::blank)). The latter is a place for one arena after another.
+/// One side's arena as mapped here: all of it ([`new`](Self::new), [`anonymous`](Self::anonymous)), or as much as is
+/// used ([`blank`](Self::blank)). The last two are places for one arena after another.
 ///
 /// What threads reach without a lock, the groups, keeps its addresses from one arena to the next; so a thread
 /// that is late with a wake-up for a link that is gone does no harm.
-#[derive(Debug)]
 pub struct Side {
     groups: Segments<GROUP_BYTES>,
     data: DataSegments,
-    whole: Option<Mapping>,
+    whole: Option<Whole>,
+}
+
+/// The mappings of an arena that is mapped as a whole.
+struct Whole {
+    /// Of the groups; where the arena has one mapping, of all of it.
+    groups: Mapping,
+    /// Of the data area, where that is a mapping of its own and is mapped.
+    data: Lock<Option<Mapping>>,
 }
 
 impl Side {
@@ -35,8 +42,33 @@ impl Side {
         (mapping.bytes() as u64 >= layout.file_len()).then(|| Self {
             groups: Segments::whole(start, layout::DATA_OFFSET),
             data: Segments::whole(start.wrapping_add(layout::DATA_OFFSET), layout.data_len()),
-            whole: Some(mapping),
+            whole: Some(Whole {
+                groups: mapping,
+                data: Lock::new(None),
+            }),
         })
+    }
+
+    /// A place for an arena in memory of this process alone, with no data area yet.
+    pub fn anonymous() -> Result<Self, Errno> {
+        let groups = Mapping::anonymous(layout::DATA_OFFSET)?;
+        Ok(Self {
+            groups: Segments::whole(groups.as_ptr(), layout::DATA_OFFSET),
+            data: Segments::new(),
+            whole: Some(Whole {
+                groups,
+                data: Lock::new(None),
+            }),
+        })
+    }
+
+    /// Maps a data area of zeroes for an [anonymous](Self::anonymous) arena that has none.
+    pub fn map_data(&self, layout: &Layout) -> Result<(), Errno> {
+        let whole = self.whole.as_ref().ok_or(Errno::INVAL)?;
+        let data = Mapping::anonymous(layout.data_len())?;
+        self.data.show_whole(data.as_ptr(), data.bytes());
+        *whole.data.lock().ok_or(Errno::BUSY)? = Some(data);
+        Ok(())
     }
 
     /// A place for an arena, with none in it.
@@ -61,13 +93,24 @@ impl Side {
     /// Lets go of the arena.
     ///
     /// # Safety
-    /// No cursor on it is left.
+    /// No cursor on it is left, and no device reaches it.
     pub unsafe fn release(&self) {
-        if self.whole.is_none() {
-            // SAFETY: the data area is reached by cursors alone.
-            unsafe { self.data.unmap() };
+        match &self.whole {
+            None => {
+                // SAFETY: the data area is reached by cursors alone.
+                unsafe { self.data.unmap() };
+                self.groups.neutralise();
+            }
+            Some(whole) => {
+                if let Some(data) = whole.data.lock().and_then(|mut data| data.take()) {
+                    self.data.forget_whole();
+                    drop(data);
+                }
+                let groups = &whole.groups;
+                // Memory that the program has locked is replaced. If that fails too it stays.
+                let _ = groups.punch_hole(0..groups.bytes()).or_else(|_| groups.neutralise());
+            }
         }
-        self.neutralise();
     }
 
     /// In a fork child, which has none of the memory: what a call was about to touch that the fork has interrupted
@@ -79,18 +122,6 @@ impl Side {
         }
     }
 
-    /// Lets go of the arena, but keeps all addresses readable and writable.
-    pub fn neutralise(&self) {
-        match &self.whole {
-            // If it fails the memory stays.
-            Some(whole) => drop(whole.neutralise()),
-            None => {
-                self.groups.neutralise();
-                self.data.neutralise();
-            }
-        }
-    }
-
     /// Bytes of the data area.
     pub fn data_len(&self) -> usize {
         self.data.total()
@@ -98,8 +129,8 @@ impl Side {
 
     /// For an arena that is mapped as a whole.
     pub(super) fn data_at(&self, offset: usize) -> *mut u8 {
-        let start = self.whole.as_ref().map_or(std::ptr::null_mut(), Mapping::as_ptr);
-        start.wrapping_add(layout::DATA_OFFSET + offset)
+        let start = self.data.at(0).map_or(std::ptr::null_mut(), NonNull::as_ptr);
+        start.wrapping_add(offset)
     }
 
     pub(super) fn area(&self) -> DataArea {

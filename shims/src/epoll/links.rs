@@ -7,11 +7,14 @@ use rustix::event::epoll as kernel;
 use rustix::io::Errno;
 
 use super::key::Key;
+use crate::link::held::Pin;
 use crate::link::{Link, News, Remote, Watch};
 
 /// A link to another host.
 pub(crate) struct Far {
     pub link: &'static Link,
+    /// What the set knows of it is true of no other.
+    _pin: Pin,
     pub remote: &'static Remote,
     pub slot: u32,
     /// The remote's.
@@ -100,9 +103,14 @@ impl Links {
             }
             return;
         };
-        if !self.far.iter().any(|f| std::ptr::eq(f.link, link)) {
+        if !self.far.iter().any(|f| std::ptr::eq(f.link, link))
+            && let Some(pin) = Pin::new(link)
+            // After that: the service thread, which has such links forgotten, sees the set's or is seen here.
+            && link.is_alive()
+        {
             let mut far = Far {
                 link,
+                _pin: pin,
                 remote,
                 slot: link.slot(),
                 news: remote.news(),

@@ -17,6 +17,7 @@ use rdmasock_core::sparse::Sparse;
 use rdmasock_core::stats::LinkStats;
 use rdmasock_core::wire::Introduction;
 
+use super::remote::Terms;
 use super::{AnyEnd, Link, LocalPeer, OVER, Remote, up};
 use crate::library::Library;
 use crate::verbs::Pair;
@@ -41,7 +42,7 @@ impl Link {
     /// A link over memory that the handshake has brought, and still without a channel. `None` if our limits, or
     /// what the peer has sent, do not let the memory be mapped.
     pub fn new(identity: Identity, memory: &Memory<'_>) -> Option<&'static Self> {
-        let recycled = FREE.lock()?.pop();
+        let recycled = take_free(|link| !link.is_remote());
         let link = match recycled {
             Some(link) => link,
             None => Self::blank()?,
@@ -52,7 +53,7 @@ impl Link {
         if let Err(error) = end.show(memory) {
             tracing::debug!(target: "rdmasock::link", %error, "no memory for a link");
             if end.is_usable() {
-                FREE.lock()?.push(link);
+                put_free(link);
             }
             return None;
         }
@@ -77,8 +78,17 @@ impl Link {
         other: &Introduction,
         dialled: Option<(IpAddr, SocketAddr)>,
     ) -> Option<&'static Self> {
-        let remote = Remote::new(pair, arena_bytes, other, dialled)?;
-        let link = Self::leak(AnyEnd::Verbs(Box::new(remote)));
+        let info = pair.info().ok()?;
+        let terms = Terms::of(&pair, &info, arena_bytes, other);
+        let link = match take_free(|link| link.remote().is_some_and(|remote| remote.fits(&terms))) {
+            Some(link) if link.remote()?.renew(&pair) => link,
+            Some(link) => {
+                put_free(link);
+                return None;
+            }
+            None => Self::leak(AnyEnd::Verbs(Box::new(Remote::new(pair, terms)?))),
+        };
+        link.remote()?.begin(&info, dialled);
         link.begin(identity);
         Some(link)
     }
@@ -95,6 +105,7 @@ impl Link {
         let link: &'static Self = Box::leak(Box::new(Self {
             slot: AtomicU32::new(0),
             peer: [const { AtomicU64::new(0) }; 2],
+            serial: AtomicU64::new(0),
             end,
             alive: AtomicBool::new(false),
             pins: AtomicU32::new(OVER),
@@ -123,6 +134,8 @@ impl Link {
 
     /// Nobody who has the object from before has it pinned, and what they may do to it without does no harm.
     fn begin(&self, identity: Identity) {
+        static SERIALS: AtomicU64 = AtomicU64::new(0);
+        self.serial.store(SERIALS.fetch_add(1, Relaxed), Release);
         self.slot.store(identity.slot, Release);
         let halves = identity.peer.as_bytes().as_chunks().0;
         for (word, half) in self.peer.iter().zip(halves) {
@@ -139,7 +152,7 @@ impl Link {
     }
 
     /// Gives up a link that is down, whose channel is [closed](Self::close_channel) and that no stream uses any more:
-    /// its memory, and on the same host the object. False if that cannot be yet.
+    /// its memory and the object. False if that cannot be yet.
     pub fn release(&'static self) -> bool {
         match self.pins.compare_exchange(0, OVER, AcqRel, Acquire) {
             Ok(_) => {}
@@ -147,23 +160,24 @@ impl Link {
             Err(OVER) if self.is_remote() => {}
             Err(_) => return false,
         }
-        if self.remote().is_some_and(|remote| !remote.retire()) {
+        if self
+            .remote()
+            .is_some_and(|remote| !remote.retire() || !remote.release())
+        {
             return false;
         }
         let slot = self.slot();
         let had_stats = !self.stats.swap(null_mut(), AcqRel).is_null();
         match &self.end {
-            AnyEnd::Verbs(remote) => remote.end().release(),
+            AnyEnd::Verbs(_) => put_free(self),
             AnyEnd::Shm(end) => {
                 if let Some(mut touched) = self.touched.lock() {
                     *touched = None;
                 }
                 // SAFETY: no cursor is left: streams and producers pin the link until they have given theirs up.
                 unsafe { end.release() };
-                if end.is_usable()
-                    && let Some(mut free) = FREE.lock()
-                {
-                    free.push(self);
+                if end.is_usable() {
+                    put_free(self);
                 }
             }
         }
@@ -171,6 +185,20 @@ impl Link {
             Library::get().stats.close_link(slot);
         }
         true
+    }
+}
+
+/// Takes one of the objects that are no link now for which `fits` holds.
+fn take_free(fits: impl Fn(&Link) -> bool) -> Option<&'static Link> {
+    let mut free = FREE.lock()?;
+    let at = free.iter().position(|link| fits(link))?;
+    Some(free.swap_remove(at))
+}
+
+/// The object is no link now.
+fn put_free(link: &'static Link) {
+    if let Some(mut free) = FREE.lock() {
+        free.push(link);
     }
 }
 

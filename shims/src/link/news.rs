@@ -26,6 +26,12 @@ fn bit(waiter: WaiterId) -> u64 {
 }
 
 impl News {
+    /// For another link: nothing is queued or armed.
+    pub fn reset(&self) {
+        self.queued.store(0, SeqCst);
+        self.armed.store(false, SeqCst);
+    }
+
     pub fn armed(&self) -> &AtomicBool {
         &self.armed
     }

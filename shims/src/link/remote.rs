@@ -7,20 +7,23 @@ mod own_looks;
 mod past_rings;
 pub mod sleepers;
 
+use std::ffi::c_int;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::BorrowedFd;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
+use std::sync::atomic::{
+    AtomicBool, AtomicI32, AtomicU32, AtomicU64,
+    Ordering::{Acquire, Relaxed, Release},
+};
 
 use rdmasock_core::fabric::layout::{Layout, MAX_DATA_BYTES};
 use rdmasock_core::fabric::plugin::Info;
 use rdmasock_core::fabric::pollers::Pollers;
-use rdmasock_core::fabric::remote::qp::{QueuePair, Region};
+use rdmasock_core::fabric::remote::qp::{Limits, QueuePair, Region};
 use rdmasock_core::fabric::remote::{End, Fault, Local, Tuning};
 use rdmasock_core::fabric::shm::Side;
 use rdmasock_core::fabric::waiter::{MAX_WAITERS, WaiterId};
 use rdmasock_core::ids::Vqpn;
 use rdmasock_core::lock::Lock;
-use rdmasock_core::os::memfd::Mapping;
 use rdmasock_core::stats::{Event, Reason};
 use rdmasock_core::sync::{Presence, Published, SleepFlag};
 use rdmasock_core::wire::{Introduction, Message};
@@ -117,10 +120,53 @@ fn least_of(zcopy: ZeroCopy) -> usize {
     }
 }
 
-/// See the module.
+/// What an object for links keeps from one link to the next.
+#[derive(PartialEq)]
+pub(super) struct Terms {
+    limits: Limits,
+    tuning: Tuning,
+    arena_bytes: u64,
+    /// This end's device reaches memory by its addresses.
+    on_demand: bool,
+    /// Both ends have direct transfers.
+    is_direct: bool,
+    /// And the other's device reads what is lent to it.
+    can_lend: bool,
+}
+
+impl Terms {
+    /// Of the two arenas: this end's, and the peer's with this end's send buffers behind it.
+    fn layouts(&self) -> Option<[Layout; 2]> {
+        let with_buffers = self.arena_bytes + self.tuning.buffers;
+        Some([Layout::for_data(self.arena_bytes)?, Layout::for_data(with_buffers)?])
+    }
+
+    pub(super) fn of(pair: &Pair, info: &Info, arena_bytes: u64, other: &Introduction) -> Self {
+        let limits = pair.limits();
+        let mut tuning = Tuning::fit(&limits);
+        tuning.buffers = buffers(arena_bytes);
+        let zcopy = config().zcopy;
+        let is_direct = other.is_direct && zcopy != ZeroCopy::Off && copies_what_is_pinned();
+        tuning.direct_min = least_of(zcopy).min(1 << 30) as u32;
+        tuning.tells_load = is_direct && other.hears_load;
+        Self {
+            limits,
+            tuning,
+            arena_bytes,
+            on_demand: info.on_demand != 0,
+            is_direct,
+            can_lend: is_direct && other.reads,
+        }
+    }
+}
+
+/// See the module. Never freed, but given one link after another, of the same [terms](Terms).
 pub struct Remote {
     end: End<Pair, Here>,
-    info: Info,
+    terms: Terms,
+    /// The queue pair's descriptors.
+    state_fd: AtomicI32,
+    completion_fd: AtomicI32,
     /// The link is up: its queue pair may be used.
     up: Published<AtomicBool>,
     /// By which the service thread's epoll set knows the completion descriptor.
@@ -145,12 +191,8 @@ pub struct Remote {
     left: Published<AtomicU32>,
     /// For changing `is_subscribed`.
     subscribing: Lock<()>,
-    /// Both ends have direct transfers.
-    is_direct: bool,
-    /// And the other's device reads what is lent to it.
-    can_lend: bool,
     /// From where and to where it was connected, if by this end.
-    dialled: Option<(IpAddr, SocketAddr)>,
+    dialled: Lock<Option<(IpAddr, SocketAddr)>>,
     /// There is a bulk queue pair.
     has_bulk: AtomicBool,
     /// When one was last wished for, monotonic ns.
@@ -164,53 +206,79 @@ pub struct Remote {
 }
 
 impl Remote {
-    /// The end over a connected pair, with arenas of this size. `None` without memory for it.
-    pub(super) fn new(
-        pair: Pair,
-        arena_bytes: u64,
-        other: &Introduction,
-        dialled: Option<(IpAddr, SocketAddr)>,
-    ) -> Option<Self> {
-        let info = pair.info().ok()?;
-        let side = |data_bytes| {
-            let layout = Layout::for_data(data_bytes)?;
-            let memory = Mapping::anonymous(layout.file_len() as usize).ok()?;
-            Side::new(memory, layout)
-        };
-        let mut tuning = Tuning::fit(&pair.limits());
-        tuning.buffers = buffers(arena_bytes);
-        let zcopy = config().zcopy;
-        let is_direct = other.is_direct && zcopy != ZeroCopy::Off && copies_what_is_pinned();
-        tuning.direct_min = least_of(zcopy).min(1 << 30) as u32;
-        tuning.tells_load = is_direct && other.hears_load;
-        let (mine, mirror) = (side(arena_bytes)?, side(arena_bytes + tuning.buffers)?);
+    /// An end over a connected pair. `None` without memory for it.
+    pub(super) fn new(pair: Pair, terms: Terms) -> Option<Self> {
+        let (mine, mirror) = (Side::anonymous().ok()?, Side::anonymous().ok()?);
+        let layouts = terms.layouts()?;
+        for (side, layout) in [&mine, &mirror].into_iter().zip(&layouts) {
+            side.map_data(layout).ok()?;
+        }
         let here = Here { news: news::new() };
         // SAFETY: the link, with the end, is never freed; see `Link::new`.
-        let end = unsafe { End::new(pair, mine, mirror, here, tuning) };
+        let end = unsafe { End::new(pair, mine, mirror, here, terms.tuning) }.ok()?;
         Some(Self {
-            end: end.ok()?,
-            info,
-            up: Published::from(true),
+            end,
+            terms,
+            state_fd: AtomicI32::new(-1),
+            completion_fd: AtomicI32::new(-1),
+            up: Published::default(),
             token: AtomicU64::new(0),
             pollers: Pollers::new(MAX_WAITERS),
             watchers: Watchers::new(),
             users: Presence::new(),
-            is_ended: Published::default(),
+            is_ended: Published::from(true),
             sleeps: AtomicU32::new(0),
             sleeps_seen: AtomicU32::new(0),
             own_looks: OwnLooks::default(),
             is_subscribed: Published::from(true),
             left: Published::default(),
             subscribing: Lock::new(()),
-            is_direct,
-            can_lend: is_direct && other.reads,
-            dialled,
+            dialled: Lock::new(None),
             has_bulk: AtomicBool::new(false),
             wished: AtomicU64::new(0),
             known: Known::default(),
             answers: Answers::default(),
             balance: Balance::default(),
         })
+    }
+
+    /// Becomes the end over another connected pair, whose [terms](Terms) are the same. For an end that was
+    /// [released](Self::release). False, and `pair` is the caller's, without memory for it or while a thread is about
+    /// to leave what the end was.
+    pub(super) fn renew(&self, pair: &Pair) -> bool {
+        let Some(layouts) = self.terms.layouts() else {
+            return false;
+        };
+        let [mine, mirror] = self.end.sides();
+        let is_mapped = mine.map_data(&layouts[0]).is_ok() && mirror.map_data(&layouts[1]).is_ok();
+        let is_renewed = is_mapped && self.end.renew(|old| old.stand_for(pair));
+        if !is_renewed {
+            // SAFETY: nothing was opened, and there is no queue pair.
+            unsafe { self.end.release() };
+        }
+        is_renewed
+    }
+
+    /// Whether it can be [renewed](Self::renew) for a link of these terms.
+    pub(super) fn fits(&self, terms: &Terms) -> bool {
+        self.terms == *terms
+    }
+
+    /// The link begins: threads may use its queue pair.
+    pub(super) fn begin(&self, info: &Info, dialled: Option<(IpAddr, SocketAddr)>) {
+        self.state_fd.store(info.state_fd, Release);
+        self.completion_fd.store(info.completion_fd, Release);
+        if let Some(mut place) = self.dialled.lock() {
+            *place = dialled;
+        }
+        self.is_subscribed.publish(true);
+        self.has_bulk.store(false, Relaxed);
+        self.wished.store(0, Relaxed);
+        self.known.reset();
+        self.answers.reset();
+        self.news().reset();
+        self.is_ended.publish(false);
+        self.up.publish(true);
     }
 
     pub fn end(&self) -> &End<Pair, Here> {
@@ -222,9 +290,9 @@ impl Remote {
         self.end.local().news
     }
 
-    /// Facts about the queue pair.
-    pub fn info(&self) -> &Info {
-        &self.info
+    /// The queue pair's descriptors: for its state, and for what completes.
+    pub fn fds(&self) -> [c_int; 2] {
+        [self.state_fd.load(Acquire), self.completion_fd.load(Acquire)]
     }
 
     /// How the queue pair is.
@@ -270,6 +338,14 @@ impl Remote {
         is_free
     }
 
+    /// Gives the memory of the link back once its queue pair is [ended](Self::retire). False if a thread is about to
+    /// leave it.
+    pub(super) fn release(&self) -> bool {
+        // SAFETY: no cursor is left: streams and producers pin the link until they have given theirs up; and see
+        // `retire`.
+        unsafe { self.end.release() }
+    }
+
     /// Does something with the completion descriptor, if it is still open.
     pub fn while_open(&self, f: impl FnOnce(BorrowedFd<'_>)) {
         self.users.enter();
@@ -287,9 +363,24 @@ impl Remote {
         result
     }
 
+    /// Its queue pair is not ended before [`let_pair_go`](Self::let_pair_go). False if it is already.
+    pub fn hold_pair(&self) -> bool {
+        self.users.enter();
+        let is_there = !self.is_ended.look();
+        if !is_there {
+            self.users.leave();
+        }
+        is_there
+    }
+
+    /// See [`hold_pair`](Self::hold_pair).
+    pub fn let_pair_go(&self) {
+        self.users.leave();
+    }
+
     /// From where and to where it was connected, if by this end.
     pub fn dialled(&self) -> Option<(IpAddr, SocketAddr)> {
-        self.dialled
+        self.dialled.lock().and_then(|place| *place)
     }
 
     /// Whether the peer has all that was committed to its stream `theirs`. If not it is asked, and the service
@@ -349,6 +440,6 @@ impl Remote {
 
     fn fd(&self) -> BorrowedFd<'_> {
         // SAFETY: open as long as the queue pair, which is given up only when no stream uses the link.
-        unsafe { BorrowedFd::borrow_raw(self.info.completion_fd) }
+        unsafe { BorrowedFd::borrow_raw(self.completion_fd.load(Acquire)) }
     }
 }

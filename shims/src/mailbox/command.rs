@@ -33,8 +33,8 @@ pub enum Command {
     Dialled(InstanceId, Result<Dialled, Errno>),
     /// Direct transfers are wanted on the link.
     WantBulk(u32),
-    /// The thread that connects beside the link, by the address of its object, has come to an end.
-    BulkDialled(usize, Result<Pair, Errno>),
+    /// The thread that connects beside the link, by its serial, has come to an end.
+    BulkDialled(u64, Result<Pair, Errno>),
     /// The link's side channel is full.
     AwaitRoom(u32),
     /// The link's peer does not read what it is told.

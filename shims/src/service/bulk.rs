@@ -96,10 +96,8 @@ impl Worker {
         true
     }
 
-    pub(super) fn on_bulk_dialled(&mut self, object: usize, dialled: Result<Pair, Errno>) {
-        // Its slot may be another link's by now; objects of links to other hosts are used once.
-        let is_it = |link: &&'static Link| std::ptr::from_ref::<Link>(link).addr() == object;
-        let link = up::all().into_iter().find(is_it);
+    pub(super) fn on_bulk_dialled(&mut self, serial: u64, dialled: Result<Pair, Errno>) {
+        let link = up::all().into_iter().find(|link| link.serial() == serial);
         let Some((link, remote)) = link.and_then(|link| Some((link, link.remote()?))) else {
             return;
         };
@@ -148,7 +146,6 @@ impl Worker {
         match (pair, link.remote().filter(|_| link.is_alive())) {
             (Some(pair), Some(remote)) => self.attach_bulk(link, remote, pair),
             (None, Some(_)) => self.bulks.of(link).end(crate::time::now_ns()),
-            // Its slot may be another link's by now.
             (_, None) => {}
         }
     }
@@ -186,12 +183,12 @@ fn dial_beside(
     cookie: Cookie,
 ) -> bool {
     let greeting = introduce(me, cookie, true);
-    let (peer, object) = (link.peer(), std::ptr::from_ref(link).addr());
+    let (peer, serial) = (link.peer(), link.serial());
     let blocked = SignalsBlocked::new();
     let spawned = spawn(c"rdmasock-dial", 256 * 1024, move || {
         let dialled = remote.with_pair(|pair| dial(peer, local, address, &greeting, Some(pair)));
         let dialled = dialled.unwrap_or(Err(Errno::NOTCONN)).map(|dialled| dialled.pair);
-        Library::get().service.submit(Command::BulkDialled(object, dialled));
+        Library::get().service.submit(Command::BulkDialled(serial, dialled));
     });
     drop(blocked);
     spawned.is_ok()

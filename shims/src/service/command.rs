@@ -25,7 +25,7 @@ impl Worker {
             Command::NeedLink(r, peer, offer) => self.need_link(r, peer, offer),
             Command::Dialled(peer, dialled) => self.on_dialled(peer, dialled),
             Command::WantBulk(slot) => self.want_bulk(slot),
-            Command::BulkDialled(object, dialled) => self.on_bulk_dialled(object, dialled),
+            Command::BulkDialled(serial, dialled) => self.on_bulk_dialled(serial, dialled),
             // It may be another link by now, or none.
             Command::AwaitRoom(slot) => {
                 if let Some(link) = link_at(slot).filter(|l| l.has_outbox()) {

@@ -21,6 +21,7 @@ use super::given_back;
 use super::link_table::{LINK_TIMEOUT, Pending};
 use super::state::{Conn, Peer, Worker};
 use crate::config::config;
+use crate::epoll::Epoll;
 use crate::link::life::Identity;
 use crate::link::{Link, Refused, up};
 use crate::mailbox::Ref;
@@ -28,7 +29,7 @@ use crate::points::point;
 use crate::ready;
 use crate::socket::{self, Mode, Sending, Socket};
 use crate::waiters::SERVICE;
-use rdmasock_core::stream::connection::{self, Broken, OpenNonces};
+use rdmasock_core::stream::connection::{self, Broken, OpenNonces, SocketIo as _};
 
 /// After how long a dead link on which a thread still sleeps is looked at again, ns. What is under way on its queue
 /// pair completes as failed, which wakes the thread.
@@ -210,7 +211,7 @@ impl Worker {
     }
 
     /// A link that has come to nothing.
-    fn give_up(&mut self, link: &'static Link) {
+    pub(super) fn give_up(&mut self, link: &'static Link) {
         link.set_down(Reason::LinkFailed);
         self.links.dead.push(link);
         self.free_dead_links();
@@ -410,6 +411,11 @@ impl Worker {
         tracing::info!(target: "rdmasock", peer = %link.peer(), %why, "link down");
         up::remove(link);
         self.bulks.forget(link);
+        if link.is_remote() {
+            self.forget_arriving_beside(link);
+            Epoll::drop_dead_links();
+            forget_unopened(link);
+        }
         let conn = self
             .conns
             .iter()
@@ -493,6 +499,20 @@ impl Worker {
             }
             !is_released
         });
+    }
+}
+
+/// Attempts that have come no further than to the link fail. Its object may become another link to the same peer, which
+/// gives up what began on this one.
+fn forget_unopened(link: &'static Link) {
+    for socket in socket::all().filter(|socket| socket.link() == Some(link)) {
+        // With either the object stays this link.
+        if let Some(control) = socket.control.lock()
+            && control.opened.is_none()
+            && control.peer.is_none()
+        {
+            socket.set_link(None);
+        }
     }
 }
 

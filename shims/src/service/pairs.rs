@@ -305,7 +305,10 @@ impl Worker {
         let slot = self.links.free_slot();
         let stats = self.open_stats(slot, rdmasock_core::stats::Path::Verbs, peer, pid);
         let identity = Identity { slot, peer, stats };
-        let link = Link::between_hosts(identity, pair, config().arena.bytes(), introduction, dialled)?;
+        let Some(link) = Link::between_hosts(identity, pair, config().arena.bytes(), introduction, dialled) else {
+            self.library.stats.close_link(slot);
+            return None;
+        };
         for (fd, kind) in [
             (info.state_fd, kind::PAIR_STATE),
             (info.completion_fd, kind::COMPLETION),
@@ -314,6 +317,7 @@ impl Worker {
             // before the link gives the pair up (`hang_up`).
             let fd = unsafe { BorrowedFd::borrow_raw(fd) };
             if !self.add(fd, tag(kind, id), kernel::EventFlags::IN) {
+                self.give_up(link);
                 return None;
             }
         }
@@ -431,8 +435,7 @@ impl Worker {
     /// Takes the descriptors of a link that goes down out of the set.
     pub(super) fn forget_remote(&mut self, link: &'static Link) {
         if let Some(remote) = link.remote() {
-            self.forget_fd(Ok(remote.info().state_fd));
-            self.forget_fd(Ok(remote.info().completion_fd));
+            remote.fds().into_iter().for_each(|fd| self.forget_fd(Ok(fd)));
         }
     }
 }

@@ -11,6 +11,7 @@ use crate::lock::Lock;
 /// Where there is room for buffers.
 pub(super) struct Buffers {
     arena: Lock<Arena>,
+    bytes: u64,
     /// The page of the data area that they begin at.
     first: u32,
 }
@@ -20,7 +21,15 @@ impl Buffers {
     pub fn new(at: usize, bytes: usize) -> Self {
         Self {
             arena: Lock::new(Arena::new(bytes as u64)),
+            bytes: bytes as u64,
             first: (at >> PAGE_LOG2) as u32,
+        }
+    }
+
+    /// For another link: none is taken.
+    pub fn reset(&self) {
+        if let Some(mut arena) = self.arena.lock() {
+            *arena = Arena::new(self.bytes);
         }
     }
 

@@ -34,6 +34,13 @@ impl Registry {
         Self(Lock::new(Vec::new()))
     }
 
+    /// For another link: none was tried.
+    pub fn reset(&self) {
+        if let Some(mut tried) = self.0.lock() {
+            *tried = Vec::new();
+        }
+    }
+
     /// Registers those of `chunks` that no one has tried. A chunk that the device refuses stays without a key,
     /// and payload for it travels in messages. Not under the engine's lock: this takes long.
     pub fn register<Q: QueuePair>(

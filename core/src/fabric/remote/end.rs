@@ -17,11 +17,11 @@ use super::counts::Counts;
 use super::engine::Engine;
 use super::fault::{Fault, FaultCell};
 use super::local::{ENGINE, Local, SERVICE};
-use super::qp::QueuePair;
+use super::qp::{Limits, QueuePair};
 use super::shared::{After, MAX_QUEUED_MESSAGES, NO_LOAD, QueuedMessage, Shared, Which};
 use super::tuning::{MIN_BUFFER, MIN_BUFFERS, Tuning, Unusable};
 use super::turn::{ARM, POLL, PUMP, SETTLE, TICK};
-use crate::fabric::layout::{MAX_STREAMS, Region};
+use crate::fabric::layout::Region;
 use crate::fabric::link::{LinkEnd, OpenError, Opened, SendError};
 use crate::fabric::numbers::{Done, Numbers, done};
 use crate::fabric::ready::{PrivateQueue, ReadyQueue};
@@ -31,7 +31,8 @@ use crate::fabric::waiter::{MAX_WAITERS, WaiterId};
 use crate::ids::Vqpn;
 use crate::lock::{Guard, Lock};
 use crate::scratch::Scratch;
-use crate::sync::{AtomicBool, AtomicU32, AtomicU64, Handoff, Published, Request, RungMark};
+use crate::sparse::Sparse;
+use crate::sync::{AtomicBool, AtomicU32, AtomicU64, Handoff, Presence, Published, Request, RungMark};
 use crate::wire::{MAX_MESSAGE, Message, RingOffer};
 
 /// One end of a link between hosts.
@@ -74,6 +75,8 @@ pub struct End<Q, L> {
     sweeps: Sweeps,
     numbers: Numbers,
     registries: [Registry; 2],
+    /// Threads that have let go of the engine's lock and still do what they found under it.
+    pub(super) finishing: Presence,
 }
 
 impl<Q: QueuePair, L: Local> End<Q, L> {
@@ -105,7 +108,7 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
                 tuning,
                 dirty: PrivateQueue::new(),
                 closing: PrivateQueue::new(),
-                tells: (0..MAX_STREAMS).map(|_| AtomicU32::new(0)).collect(),
+                tells: Sparse::new(),
                 outbox: Lock::new(VecDeque::new()),
                 news: Published::default(),
                 owes: Request::new(),
@@ -124,7 +127,43 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
             sweeps: Sweeps::new(),
             numbers,
             registries: [Registry::new(), Registry::new()],
+            finishing: Presence::new(),
         })
+    }
+
+    /// Becomes the end of another link, with nothing open, over a queue pair that is as the one that
+    /// [`new`](Self::new) was given, and that `put` puts in that one's place. The end was [released](Self::release),
+    /// and both of its sides have data areas again. False if threads are about to leave it; then `put` is not called.
+    pub fn renew(&self, put: impl FnOnce(&Q)) -> bool {
+        let Some(mut engine) = self.engine.lock() else {
+            return false;
+        };
+        if !self.finishing.is_empty() {
+            return false;
+        }
+        // What threads that are late have left here meanwhile.
+        *engine = Engine::new(&self.shared.limits);
+        self.shared.reset();
+        self.again.take();
+        self.looks_saved.store(0, Relaxed);
+        self.sweeps.reset();
+        self.numbers.reset(self.shared.mine.data_len() as u64);
+        self.registries.iter().for_each(Registry::reset);
+        self.fault_unseen.publish(false);
+        put(&self.shared.qp);
+        // Last, and under the lock: whoever has met the fault has set it by then, and not after.
+        self.fault.clear();
+        true
+    }
+
+    /// Limits of the queue pair and what was set, both as [`new`](Self::new) got them.
+    pub fn terms(&self) -> (&Limits, &Tuning) {
+        (&self.shared.limits, &self.shared.tuning)
+    }
+
+    /// The two arenas: of this end, and the peer's as seen from here.
+    pub fn sides(&self) -> [&Side; 2] {
+        [&self.shared.mine, &self.shared.mirror]
     }
 
     /// The queue pair.
@@ -322,12 +361,26 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         first
     }
 
-    /// Gives the memory of a link that is down back. The addresses stay readable and writable, so that
-    /// a cursor that is still about does no harm. The queue pair must have been ended.
-    pub fn release(&self) {
+    /// Gives the memory of a link that is down back. What is reached without a cursor stays readable and writable, so
+    /// that a thread that is late does no harm. False if one is about to leave the data areas: then nothing is done.
+    ///
+    /// # Safety
+    /// No cursor is left, and the queue pairs have been ended.
+    pub unsafe fn release(&self) -> bool {
         self.set_down();
-        self.shared.mine.neutralise();
-        self.shared.mirror.neutralise();
+        let Some(mut engine) = self.engine.lock() else {
+            return false;
+        };
+        if !self.finishing.is_empty() {
+            return false;
+        }
+        let old = std::mem::replace(&mut *engine, Engine::new(&self.shared.limits));
+        // Under the lock: whoever takes it next finds the fault, or streams that are not there.
+        // SAFETY: by the contract; what else reaches the data areas has the lock, or is among `finishing`.
+        self.sides().into_iter().for_each(|side| unsafe { side.release() });
+        drop(engine);
+        drop(old);
+        true
     }
 
     /// What was done so far. Zeroes in a signal handler that has interrupted the engine.
@@ -370,9 +423,7 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
             // Before the lock is let go of: nothing else is applied.
             self.fail(fault);
         }
-        let after = engine.after.take();
-        drop(engine);
-        self.finish(after);
+        self.let_go_of(engine);
         result
     }
 
@@ -380,15 +431,26 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
     pub(super) fn with<T>(&self, f: impl FnOnce(&mut Engine<Q>) -> T) -> Option<T> {
         let mut engine = self.engine.lock()?;
         let value = f(&mut engine);
-        let after = engine.after.take();
-        drop(engine);
-        self.finish(after);
+        self.let_go_of(engine);
         // What others left to us.
         let _ = self.again();
         Some(value)
     }
 
-    /// What is not done under the lock.
+    /// Lets go of the lock, and does what is not done under it.
+    fn let_go_of(&self, mut engine: Guard<'_, Engine<Q>>) {
+        let after = engine.after.take();
+        let is_of_link = after.is_of_link();
+        if is_of_link {
+            self.finishing.enter();
+        }
+        drop(engine);
+        self.finish(after);
+        if is_of_link {
+            self.finishing.leave();
+        }
+    }
+
     fn finish(&self, after: After) {
         after.rings().for_each(|w| self.shared.local.ring(w));
         for mine in after.closed {

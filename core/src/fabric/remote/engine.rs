@@ -119,6 +119,9 @@ impl<Q: QueuePair> Engine<Q> {
         if s.state != State::Open || s.theirs.is_some() {
             return;
         }
+        if g.tells.make(theirs as usize).is_none() {
+            return;
+        }
         s.theirs = Some(theirs);
         block.reset();
         let early = std::mem::take(&mut s.early);

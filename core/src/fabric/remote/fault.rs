@@ -126,6 +126,11 @@ impl FaultCell {
         }
     }
 
+    /// For another link.
+    pub fn clear(&self) {
+        self.0.store(0, Release);
+    }
+
     /// True if it is the first.
     pub fn set(&self, fault: Fault) -> bool {
         let word = match fault {

@@ -16,6 +16,7 @@ use crate::fabric::side::Side;
 use crate::fabric::waiter::{SLEEPER_MASK, WaiterId};
 use crate::ids::Vqpn;
 use crate::lock::Lock;
+use crate::sparse::Sparse;
 use crate::sync::{AtomicBool, AtomicU32, Published, Request, RungMark};
 
 /// More messages are not kept, in either direction. A correct end owes at most a few a stream.
@@ -60,7 +61,7 @@ pub(super) struct Shared<Q, L> {
     /// Streams that were closed while the engine could not be used, by our number.
     pub closing: PrivateQueue,
     /// Whom to tell at the peer about its stream.
-    pub tells: Box<[AtomicU32]>,
+    pub tells: Sparse<AtomicU32, { MAX_STREAMS as usize / 128 }, 128>,
     pub outbox: Lock<VecDeque<QueuedMessage>>,
     /// Messages in the inbox.
     pub news: Published<AtomicU32>,
@@ -82,6 +83,27 @@ pub(super) struct Shared<Q, L> {
 
 /// See [`Shared::load`].
 pub(super) const NO_LOAD: u32 = u32::MAX;
+
+impl<Q, L> Shared<Q, L> {
+    /// For another link: nothing is queued, and nobody is to be told. Under the engine's lock.
+    pub fn reset(&self) {
+        self.dirty.clear();
+        self.closing.clear();
+        self.tells.made().for_each(|cell| cell.store(0, SeqCst));
+        if let Some(mut outbox) = self.outbox.lock() {
+            *outbox = VecDeque::new();
+        }
+        self.buffers.reset();
+        self.news.publish(0);
+        self.owes.begin();
+        self.is_watched.publish(false);
+        self.watch_unseen.publish(false);
+        self.retired_unseen.publish(false);
+        self.marks.iter().for_each(RungMark::reset);
+        self.load.store(NO_LOAD, SeqCst);
+        self.peer_load.store(NO_LOAD, SeqCst);
+    }
+}
 
 impl<Q: QueuePair, L: Local> Shared<Q, L> {
     fn block(side: &Side, number: u32) -> Option<&DirectionBlock> {
@@ -105,7 +127,9 @@ impl<Q: QueuePair, L: Local> Shared<Q, L> {
         let queue = WaiterId::of_queue(word).filter(|w| u32::from(w.0) < READY_QUEUES);
         let sleeper = WaiterId::of_sleeper(word);
         let word = queue.map_or(0, WaiterId::queue_bits) | sleeper.map_or(0, WaiterId::sleeper_bits);
-        let Some(cell) = self.tells.get(theirs as usize) else {
+        // Made when the stream is paired, so that no handler has to.
+        let theirs = theirs as usize;
+        let Some(cell) = self.tells.get(theirs).or_else(|| self.tells.make(theirs)) else {
             return false;
         };
         let merge = |old| Some(merge_tells(old, word));
@@ -170,6 +194,11 @@ pub(super) struct After {
 impl After {
     pub fn take(&mut self) -> Self {
         std::mem::take(self)
+    }
+
+    /// Whether it is about streams or memory of the link, which are to stay what they are until it is done.
+    pub fn is_of_link(&self) -> bool {
+        self.register.is_some() || !self.closed.is_empty() || !self.done.is_empty()
     }
 
     fn add_ring(&mut self, waiter: WaiterId) -> bool {

@@ -76,8 +76,9 @@ fn first_ring() -> RingOffer {
 
 fn end(qp: MemQp, tuning: Tuning) -> TestEnd {
     let side = |data| {
-        let layout = Layout::for_data(data).unwrap();
-        Side::new(Mapping::anonymous(layout.file_len() as usize).unwrap(), layout).unwrap()
+        let side = Side::anonymous().unwrap();
+        side.map_data(&Layout::for_data(data).unwrap()).unwrap();
+        side
     };
     let tuning = Tuning {
         buffers: BUFFERS,

@@ -21,6 +21,11 @@ pub struct Answers {
 }
 
 impl Answers {
+    /// For another peer: nothing is known.
+    pub fn reset(&self) {
+        self.time.store(0, Relaxed);
+    }
+
     /// One has taken `ns`.
     pub fn on_answer(&self, ns: u64) {
         let time = self.time.load(Relaxed);

@@ -21,17 +21,17 @@ const SPINS_FOR: u64 = 100_000;
 impl Remote {
     /// Both ends have direct transfers.
     pub fn is_direct(&self) -> bool {
-        self.is_direct
+        self.terms.is_direct
     }
 
     /// This end's device reaches memory by its addresses.
     pub fn reaches_on_demand(&self) -> bool {
-        self.info.on_demand != 0
+        self.terms.on_demand
     }
 
     /// The peer's device reads what is lent to it.
     pub fn can_lend(&self) -> bool {
-        self.can_lend
+        self.terms.can_lend
     }
 
     /// Whose device is to move what this end sends, by the load of both; `None`: it does not matter, or nothing is
@@ -75,7 +75,7 @@ impl Remote {
 
     /// Whether there may be direct transfers now. If not a bulk queue pair is asked for, which may take its time.
     pub fn goes_direct(&self, slot: u32) -> bool {
-        if !self.is_direct {
+        if !self.terms.is_direct {
             return false;
         }
         let has_bulk = self.has_bulk.load(Relaxed);

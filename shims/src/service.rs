@@ -188,6 +188,8 @@ impl Worker {
             served::tell(link);
             self.poll_remote(link);
         }
+        // Last: answers have come.
+        self.ask_next();
     }
 
     /// What is to be done once, at a time.

@@ -33,9 +33,30 @@ const ABSENT_FOR: Duration = Duration::from_secs(5);
 /// none of them has: then the name is asked at once.
 const MAX_KNOWN: usize = 4;
 
+/// Questions that wait for an answer at a time. More would come faster than the peer's one thread answers, and time
+/// out. Fewer than the channels that one user may have at a name (`guests`).
+const MOST_ASKS: usize = 48;
+
 impl Worker {
-    /// A connection has reached its threshold.
-    pub(super) fn ask(&mut self, r: Ref) {
+    /// A connection has reached its threshold. It is asked for when its turn comes.
+    pub(super) fn ask_in_turn(&mut self, r: Ref) {
+        self.to_ask.push_back(r);
+        self.ask_next();
+    }
+
+    /// Asks for the connections whose turn it is.
+    pub(super) fn ask_next(&mut self) {
+        if self.to_ask.is_empty() {
+            return;
+        }
+        let under_way = self.asks.values().filter(|asking| asking.takes_turn()).count();
+        for _ in under_way..MOST_ASKS {
+            let Some(r) = self.to_ask.pop_front() else { return };
+            self.ask(r);
+        }
+    }
+
+    fn ask(&mut self, r: Ref) {
         let Some(socket) = r.get() else { return };
         if !self.can_begin() {
             return later(socket, Reason::Resources.into());

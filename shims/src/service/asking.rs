@@ -124,6 +124,11 @@ impl Asking {
         self.is_unheard && matches!(answered, None | Some(NotHeld | Absent | Limit))
     }
 
+    /// Whether others wait until it is over: not for one that is asked again and again.
+    pub fn takes_turn(&self) -> bool {
+        !self.is_unheard && !self.is_relayed()
+    }
+
     /// Whether it came from another host.
     pub fn is_relayed(&self) -> bool {
         matches!(self.who, Asker::Elsewhere { .. })

@@ -18,7 +18,7 @@ const DELAYED_FOR: u64 = 200_000_000;
 impl Worker {
     pub(super) fn on_command(&mut self, command: Command) {
         match command {
-            Command::Promote(r) => self.ask(r),
+            Command::Promote(r) => self.ask_in_turn(r),
             Command::Do(r, task) => self.do_for(r, task),
             Command::Used(r) => self.answer_deferred(r),
             Command::Hold(r) => self.hold(r),

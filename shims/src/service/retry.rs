@@ -10,7 +10,8 @@ use crate::socket::{Socket, Stage};
 use crate::threshold::stay;
 
 /// How often a connection is asked for again when the peer could not say yes yet: its program may take seconds to
-/// accept it.
+/// accept it. What only takes its time ([`passes`]) is asked for again as long as the connection lives, after the
+/// longest pause.
 const TRIES: u32 = 8;
 /// The first pause, ns; each is four times the one before, the last 16 s.
 const FIRST_PAUSE: u64 = 1_000_000;
@@ -37,15 +38,21 @@ pub(super) fn later(socket: &'static Socket, why: Why) {
 
 fn later_than(socket: &'static Socket, why: Why, pause: u64) {
     let tries = socket.promotion.attempts.count();
-    if tries >= TRIES {
+    if tries >= TRIES && !passes(why) {
         return stay(socket, why);
     }
     if let Some(stats) = socket.told.stats() {
         stats.set_why(why);
     }
-    let pause = pause.max(FIRST_PAUSE << (2 * tries));
+    let pause = pause.max(FIRST_PAUSE << (2 * tries.min(TRIES - 1)));
     socket.promotion.attempts.put_off(pause);
     socket.promotion.set_stage(Stage::Watching);
+}
+
+/// Whether the reason is how much one of the two processes has to do now, and nothing about the connection.
+fn passes(why: Why) -> bool {
+    let reason = why.peer.unwrap_or(why.reason);
+    matches!(reason, Reason::LinkLimit | Reason::TimedOut | Reason::Resources)
 }
 
 /// The other end has said NO.

@@ -102,6 +102,8 @@ pub struct Worker {
     pub guests: guests::Guests,
     pub next_conn: u64,
     pub asks: HashMap<u64, Asking>,
+    /// Connections that are to be asked for when others' questions are over, in this order.
+    pub to_ask: VecDeque<Ref>,
     /// Channels that were made for one question, and until when they are kept (monotonic ns), in that order.
     pub asked_until: VecDeque<(u64, u64)>,
     pub cache: DestinationCache,
@@ -147,6 +149,7 @@ impl Worker {
             guests: guests::Guests::new(descriptors()),
             next_conn: 1,
             asks: HashMap::new(),
+            to_ask: VecDeque::new(),
             asked_until: VecDeque::new(),
             cache: DestinationCache::new(4096),
             devices: Devices::default(),

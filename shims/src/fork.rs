@@ -155,13 +155,13 @@ unsafe fn begin_anew() {
         }
     }
     table::for_each(0..=u32::MAX, |fd, entry| match entry {
-        Entry::Listener(listener) => listener.retain(),
+        Entry::Listener(listener) => listener.count(),
         Entry::Epoll(epoll) => epoll.inherit(fd),
         Entry::Socket(socket) => {
             if socket.numbers.fd.swap(fd, AcqRel) < 0
                 && let Some(listener) = socket.promotion.listener()
             {
-                listener.retain();
+                listener.count();
             }
             // SAFETY: by the contract.
             unsafe { socket.control.get_unlocked() }.own.fds.push(fd);

@@ -72,8 +72,8 @@ pub fn on_listen(fd: c_int) {
 pub fn on_accept(listener: &'static Listener, fd: c_int, nonblocking: bool) {
     if let Some(socket) = begin(fd, nonblocking, Direction::Accept) {
         // Its peer asks by the name, also after the program has closed the listening socket.
-        listener.retain();
-        socket.promotion.set_acceptor(Some(listener));
+        let kept = listener.retain().then_some(listener);
+        socket.promotion.set_acceptor(kept);
         if listener.keeps_on_tcp.load(Relaxed) {
             crate::threshold::stay(socket, Reason::Asked.into());
         } else {
@@ -218,11 +218,15 @@ fn release(entry: Entry, fd: c_int) -> Farewell {
 /// `new` is another number for what `old` stands for.
 pub fn on_dup(old: c_int, new: c_int) {
     let errno = errno::get();
-    let entry = table::lookup(old);
+    let mut entry = table::lookup(old);
     match entry {
         Entry::None => {}
         Entry::Fresh { .. } => {}
-        Entry::Listener(listener) => listener.retain(),
+        Entry::Listener(listener) => {
+            if !listener.retain() {
+                entry = Entry::None;
+            }
+        }
         Entry::Epoll(epoll) => epoll.retain(),
         Entry::Socket(socket) => {
             if !socket.numbers.is_behind(new) {

@@ -23,12 +23,11 @@ use crate::library::Library;
 use crate::mailbox::Command;
 use crate::registry::Registry;
 
-/// See the module. Never freed: there are few, and fork children inherit them.
+/// See the module. Never freed, but one that nothing stands for any more becomes another listener.
 #[repr(align(64))]
 pub struct Listener {
     name: Lock<Option<names::Listener>>,
-    page: Option<PeerPage>,
-    holders: Option<HolderPage>,
+    pages: Lock<Pages>,
     /// From a parent process: others may answer on the name.
     inherited: AtomicBool,
     /// Numbers of this process that stand for the socket, and connections accepted on it.
@@ -39,7 +38,17 @@ pub struct Listener {
     pub keeps_on_tcp: AtomicBool,
 }
 
+/// What a listener shares with the workers that inherit it.
+#[derive(Default)]
+struct Pages {
+    peers: Option<PeerPage>,
+    holders: Option<HolderPage>,
+}
+
 static ALL: Registry<Listener> = Registry::new();
+
+/// Listeners that nothing stands for.
+static FREE: Lock<Vec<&'static Listener>> = Lock::new(Vec::new());
 
 impl Listener {
     /// Makes the name for a socket that has just begun to listen on `fd`. Where that is not
@@ -55,12 +64,31 @@ impl Listener {
                 None
             }
         });
+        let listener = FREE.lock().and_then(|mut free| free.pop()).unwrap_or_else(Self::blank);
+        listener.inherited.store(false, Release);
+        listener.served.store(false, Release);
+        listener.keeps_on_tcp.store(false, Release);
+        if let Some(mut pages) = listener.pages.lock() {
+            *pages = Pages {
+                peers: PeerPage::new().ok(),
+                holders: HolderPage::new().ok(),
+            };
+        }
+        if let Some(mut place) = listener.name.lock() {
+            *place = name;
+        }
+        // Last: whoever has the object from before does nothing with it until then.
+        listener.fds.store(1, Release);
+        listener
+    }
+
+    /// One that nothing stands for.
+    fn blank() -> &'static Self {
         ALL.add(Self {
-            name: Lock::new(name),
-            page: PeerPage::new().ok(),
-            holders: HolderPage::new().ok(),
+            name: Lock::new(None),
+            pages: Lock::new(Pages::default()),
             inherited: AtomicBool::new(false),
-            fds: AtomicU32::new(1),
+            fds: AtomicU32::new(0),
             served: AtomicBool::new(false),
             keeps_on_tcp: AtomicBool::new(false),
         })
@@ -101,14 +129,16 @@ impl Listener {
 
     /// Enters an instance as one that may hold connections of this listener.
     pub fn enter(&self, id: &InstanceId) {
-        if let Some(page) = &self.page {
+        if let Some(page) = self.pages.lock().as_ref().and_then(|pages| pages.peers.as_ref()) {
             page.register(own_pid(), id);
         }
     }
 
     /// The live instances.
     pub fn instances(&self) -> Vec<InstanceId> {
-        self.page.as_ref().map(PeerPage::list).unwrap_or_default()
+        let pages = self.pages.lock();
+        let page = pages.as_ref().and_then(|pages| pages.peers.as_ref());
+        page.map(PeerPage::list).unwrap_or_default()
     }
 
     /// Whether other processes may be behind the name.
@@ -118,32 +148,49 @@ impl Listener {
 
     /// An instance holds this connection.
     pub fn enter_holder(&self, tuple: &Tuple, id: &InstanceId) {
-        if let Some(page) = &self.holders {
+        if let Some(page) = self.pages.lock().as_ref().and_then(|pages| pages.holders.as_ref()) {
             page.enter(tuple, id);
         }
     }
 
     /// Who has said that he holds this connection.
     pub fn holder(&self, tuple: &Tuple) -> Option<InstanceId> {
-        self.holders.as_ref()?.holder(tuple)
+        self.pages.lock()?.holders.as_ref()?.holder(tuple)
     }
 
-    /// One more number stands for it.
-    pub fn retain(&self) {
+    /// One more number stands for it. False, and none does, if it was given up meanwhile.
+    pub fn retain(&self) -> bool {
+        let one_more = |fds: u32| (fds > 0).then_some(fds + 1);
+        self.fds.fetch_update(AcqRel, Acquire, one_more).is_ok()
+    }
+
+    /// In a fork child, where all are counted anew.
+    pub fn count(&self) {
         self.fds.fetch_add(1, AcqRel);
     }
 
-    /// A number was closed; with the last one the name is given up by this process.
-    pub fn release(&self) {
-        if self.fds.fetch_sub(1, AcqRel) == 1
-            && let Some(mut name) = self.name.lock()
-        {
+    /// A number was closed; with the last one this process gives up the name and what goes with it.
+    pub fn release(&'static self) {
+        if self.fds.fetch_sub(1, AcqRel) != 1 {
+            return;
+        }
+        if let Some(mut name) = self.name.lock() {
+            // A fork child may keep the name open, and with it the service thread's registration.
+            if let (Some(name), Some(library)) = (name.as_ref(), Library::current()) {
+                library.service.forget(name.as_fd());
+            }
             *name = None;
+        }
+        if let Some(mut pages) = self.pages.lock() {
+            *pages = Pages::default();
+        }
+        if let Some(mut free) = FREE.lock() {
+            free.push(self);
         }
     }
 
     /// In a fork child, for every listener: nobody answers yet. Who stands for it is counted anew, by
-    /// [`Self::retain`].
+    /// [`Self::count`].
     pub fn after_fork() {
         for listener in ALL.all() {
             listener.served.store(false, Release);
@@ -152,6 +199,18 @@ impl Listener {
             // SAFETY: only this thread exists in the child; a name in the middle of being closed is closed
             // either way.
             unsafe { listener.name.reset() };
+            if listener.pages.try_lock().is_none() {
+                // SAFETY: as above; what a thread of the parent was changing is leaked, not used.
+                unsafe {
+                    std::mem::forget(std::mem::take(listener.pages.get_unlocked()));
+                    listener.pages.reset();
+                }
+            }
+        }
+        // SAFETY: as above.
+        unsafe {
+            std::mem::forget(std::mem::take(FREE.get_unlocked()));
+            FREE.reset();
         }
     }
 
@@ -163,6 +222,10 @@ impl Listener {
         for listener in ALL.all().filter(|l| l.fds.load(Acquire) == 0) {
             // SAFETY: by the contract. It may have been in the middle of being dropped: leaked, not used.
             unsafe { std::mem::forget(std::mem::take(listener.name.get_unlocked())) };
+            if let (Some(mut pages), Some(mut free)) = (listener.pages.lock(), FREE.lock()) {
+                *pages = Pages::default();
+                free.push(listener);
+            }
         }
     }
 
@@ -189,4 +252,37 @@ fn local_port(fd: c_int) -> Option<u16> {
 
 fn own_pid() -> u32 {
     rustix::process::getpid().as_raw_nonzero().get() as u32
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+    use std::net::TcpListener;
+
+    use super::*;
+
+    #[test]
+    fn a_closed_listener_keeps_nothing_and_becomes_another() {
+        let socket = TcpListener::bind("127.0.0.1:0").unwrap();
+        let used = (0..100).map(|_| {
+            let listener = Listener::new(socket.as_fd().as_raw_fd());
+            assert!(listener.retain() && listener.name().is_some());
+            listener.release();
+            assert!(listener.pages.lock().unwrap().peers.is_some());
+            listener.release();
+            std::ptr::from_ref(listener).addr()
+        });
+        // Other tests may have some at the same time.
+        assert!(used.collect::<HashSet<_>>().len() < 50);
+        let listener = Listener::new(socket.as_fd().as_raw_fd());
+        assert!(listener.instances().is_empty() && !listener.is_inherited());
+    }
+
+    #[test]
+    fn nothing_stands_for_a_closed_listener_again() {
+        let listener = Listener::blank();
+        assert!(!listener.retain());
+        listener.count();
+        assert!(listener.retain());
+    }
 }

@@ -161,12 +161,17 @@ impl Mailbox {
     pub fn subscribe(&self, completions: BorrowedFd<'_>, token: u64, on: bool) -> bool {
         // Taken out, not only muted: the kernel would still wake the thread for each event, and then let it sleep on.
         if !on {
-            let _ = kernel::delete(&self.epoll, completions);
+            self.forget(completions);
             return true;
         }
         let token = kernel::EventData::new_u64(token);
         let added = kernel::add(&self.epoll, completions, token, kernel::EventFlags::IN);
         matches!(added, Ok(()) | Err(Errno::EXIST))
+    }
+
+    /// The thread does not hear of this descriptor any more.
+    pub fn forget(&self, fd: BorrowedFd<'_>) {
+        let _ = kernel::delete(&self.epoll, fd);
     }
 
     /// Whether there is nothing in it. For the thread, as the next.

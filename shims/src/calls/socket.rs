@@ -97,7 +97,10 @@ unsafe extern "C" fn accept_on(
 /// The listener is kept meanwhile: the number may be closed, and the kernel still gives out a connection.
 #[inline(never)]
 fn accept_from(listener: &'static Listener, nonblocking: bool, accept: impl FnOnce() -> c_int) -> c_int {
-    listener.retain();
+    if !listener.retain() {
+        // Another thread has closed it since the number was looked up.
+        return or_if_cancelled(accept, || ());
+    }
     let new = or_if_cancelled(accept, || listener.release());
     if new >= 0 {
         lifecycle::on_accept(listener, new, nonblocking);

@@ -40,16 +40,17 @@ impl From<wire::Reason> for Refusal {
 impl Worker {
     /// Answers for a listener from now on.
     pub(super) fn listen(&mut self, listener: &'static Listener) {
-        if self.listeners.iter().any(|l| std::ptr::eq(*l, listener)) {
-            return;
-        }
-        let id = self.listeners.len() as u64;
+        // Its object may have been another listener before, whose name is gone.
+        let known = self.listeners.iter().position(|l| std::ptr::eq(*l, listener));
+        let id = known.unwrap_or(self.listeners.len()) as u64;
         if let Some(name) = listener.name() {
             // EXCLUSIVE: of several workers on one inherited name one wakes up.
             let flags = kernel::EventFlags::IN | kernel::EventFlags::EXCLUSIVE;
             if self.add(name.as_fd(), tag(kind::NAME, id), flags) {
                 listener.enter(&self.library.id);
-                self.listeners.push(listener);
+                if known.is_none() {
+                    self.listeners.push(listener);
+                }
                 self.open_control(crate::time::now_ns());
             }
         }

@@ -1,5 +1,6 @@
 //! Peers that come and go leave nothing behind: after many short ones a process has the descriptors, mappings,
-//! address space and memory that it had after ten. A thousand of them, or as many as `SOAK_PEERS` says.
+//! address space, memory and idleness that it had after ten. A thousand of them within a host and a fifth of that over
+//! each kind of the local device, or as many as `SOAK_PEERS` says; `scripts/soak` runs them for hours.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use std::fmt;
@@ -17,6 +18,15 @@ use rdmasock_tests::harness::{Paths, clean_environment};
 /// Peers that are there before anything is counted: objects and addresses for as many as there are at once exist then.
 const FIRST: u64 = 10;
 const PEERS: u64 = 1000;
+/// Of a client that uses a server in every way there are fewer.
+const PEERS_A_CLIENT: u64 = 10;
+/// What the connections are promoted to.
+const FABRICS: [&str; 3] = ["shm", "roce", "iwarp"];
+/// Connections between two processes at once: so many questions at a time, asked at once, the service threads of a busy
+/// machine do not answer within the time for one.
+const AT_ONE_TIME: u64 = 6000;
+/// How often the threads of a process that has nothing to do may be woken in a second.
+const WAKES: u64 = 6;
 /// Clients at once.
 const AT_ONCE: usize = 2;
 /// What is still being cleared away gets this long.
@@ -27,26 +37,42 @@ const PATIENCE: Duration = Duration::from_secs(20);
 const SLACK: Counts = Counts {
     fds: 4,
     mappings: 40,
+    locked_kib: 0,
     size_kib: 8 * 1024,
     resident_kib: 3 * 1024,
 };
+
+/// A test of one fabric.
+type OnFabric = fn(&'static str) -> Result<(), Failed>;
+
+/// Addresses of link objects between hosts for a few more peers at once, beside that.
+const FAR_KIB: u64 = 30 * 1024;
 
 fn main() -> ExitCode {
     let mut args = Arguments::from_args();
     // They compare what a process has, not how fast it is, but two cores are few for more.
     args.test_threads.get_or_insert(1);
-    let trials = vec![
-        Trial::test("many_clients_of_one_server", many_clients),
-        Trial::test("one_client_of_a_server_that_forks", forking_server),
+    let mut trials = vec![
         Trial::test("a_child_for_a_short_connection_is_no_instance", short_child),
         Trial::test("questions_do_not_grow_with_the_processes_of_a_server", questions),
+        Trial::test("thousands_of_connections_of_one_pair_all_promote", thousands),
     ];
+    for fabric in FABRICS {
+        let each: [(&str, OnFabric); 3] = [
+            ("many_clients_of_one_server", many_clients),
+            ("one_client_of_a_server_that_forks", forking_server),
+            ("every_kind_of_object", every_kind),
+        ];
+        let test = |(name, run): (&str, OnFabric)| Trial::test(format!("{fabric}/{name}"), move || run(fabric));
+        trials.extend(each.map(test));
+    }
     libtest_mimic::run(&args, trials).exit_code()
 }
 
-fn peers() -> u64 {
+fn peers(fabric: &str) -> u64 {
     let asked = std::env::var("SOAK_PEERS").ok();
-    asked.map_or(PEERS, |n| n.parse().expect("SOAK_PEERS is a number"))
+    let few = if fabric == "shm" { PEERS } else { PEERS / 5 };
+    asked.map_or(few, |n| n.parse().expect("SOAK_PEERS is a number"))
 }
 
 /// What a process has.
@@ -54,8 +80,22 @@ fn peers() -> u64 {
 struct Counts {
     fds: u64,
     mappings: u64,
+    locked_kib: u64,
     size_kib: u64,
     resident_kib: u64,
+}
+
+/// How often the threads of a process have gone to sleep.
+fn sleeps_of(pid: u32) -> u64 {
+    let tasks = fs::read_dir(format!("/proc/{pid}/task")).expect("it runs");
+    let of = |task: fs::DirEntry| {
+        let status = fs::read_to_string(task.path().join("status")).ok()?;
+        let line = status
+            .lines()
+            .find_map(|l| l.strip_prefix("voluntary_ctxt_switches:"))?;
+        line.trim().parse::<u64>().ok()
+    };
+    tasks.filter_map(|task| of(task.ok()?)).sum()
 }
 
 impl Counts {
@@ -73,15 +113,18 @@ impl Counts {
         Self {
             fds: fds.max().expect("a thread") as u64,
             mappings: fs::read_to_string(proc("maps")).expect("it runs").lines().count() as u64,
+            locked_kib: field("VmLck:") + field("VmPin:"),
             size_kib: field("VmSize:"),
             resident_kib: field("VmRSS:"),
         }
     }
 
-    fn is_within(&self, first: &Self) -> bool {
+    fn is_within(&self, first: &Self, fabric: &str) -> bool {
+        let more_kib = if fabric == "shm" { 0 } else { FAR_KIB };
         self.fds <= first.fds + SLACK.fds
             && self.mappings <= first.mappings + SLACK.mappings
-            && self.size_kib <= first.size_kib + SLACK.size_kib
+            && self.locked_kib <= first.locked_kib + SLACK.locked_kib
+            && self.size_kib <= first.size_kib + SLACK.size_kib + more_kib
             && self.resident_kib <= first.resident_kib + SLACK.resident_kib
     }
 }
@@ -91,36 +134,44 @@ impl fmt::Display for Counts {
         let Self {
             fds,
             mappings,
+            locked_kib,
             size_kib,
             resident_kib,
         } = self;
         write!(
             f,
-            "{fds} descriptors, {mappings} mappings, {size_kib} KiB of addresses, {resident_kib} KiB resident"
+            "{fds} descriptors, {mappings} mappings, {locked_kib} KiB locked, {size_kib} KiB of addresses, {resident_kib} KiB \
+             resident"
         )
     }
 }
 
-/// A program of `soak-peer`; killed when this is dropped.
-struct Peer(Child);
+/// A program of `soak-peer`, and what its connections are promoted to; killed when this is dropped.
+struct Peer(Child, &'static str);
 
 impl Peer {
-    fn start(args: &[&str]) -> Result<Self, Failed> {
-        Self::start_with(args, "0")
+    fn start(fabric: &'static str, args: &[&str]) -> Result<Self, Failed> {
+        Self::start_with(fabric, args, "0")
     }
 
-    fn start_with(args: &[&str], promote_after: &str) -> Result<Self, Failed> {
+    fn start_with(fabric: &'static str, args: &[&str], promote_after: &str) -> Result<Self, Failed> {
         let paths = Paths::find(Path::new(env!("CARGO_BIN_EXE_scenario")));
         let mut command = Command::new(env!("CARGO_BIN_EXE_soak-peer"));
         command.args(args);
         clean_environment(&mut command);
+        if fabric != "shm" {
+            command.env("RDMASOCK_DEV_LOCAL_DEVICE", &paths.device);
+            command.env("LOCALNIC", fabric);
+            // Asked by name, as within a host: one port would be for all that run at once.
+            command.env("RDMASOCK_CONTROL_PORT", "0");
+        }
         let child = command
             .env("LD_PRELOAD", paths.library?)
             .env("RDMASOCK_PROMOTE_AFTER", promote_after)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()?;
-        Ok(Self(child))
+        Ok(Self(child, fabric))
     }
 
     /// The next line that it prints.
@@ -146,16 +197,17 @@ impl Peer {
     fn settle(&self, first: &Counts) -> Result<(), Failed> {
         let end = Instant::now() + PATIENCE;
         loop {
-            let now = self.counts();
-            if now.is_within(first) {
-                println!("after the first: {first}; after all: {now}");
+            let before = sleeps_of(self.0.id());
+            std::thread::sleep(Duration::from_secs(1));
+            let (now, sleeps) = (self.counts(), sleeps_of(self.0.id()) - before);
+            if now.is_within(first, self.1) && sleeps <= WAKES {
+                println!("after the first: {first}; after all: {now}; woken {sleeps} times a second");
                 return Ok(());
             }
             if Instant::now() > end {
-                let words = format!("after {FIRST} peers: {first}\nafter {}: {now}", peers());
+                let words = format!("after {FIRST} peers: {first}\nafter all: {now}; woken {sleeps} times a second");
                 return Err(words.into());
             }
-            std::thread::sleep(Duration::from_millis(50));
         }
     }
 }
@@ -169,12 +221,12 @@ impl Drop for Peer {
 }
 
 /// Short clients, `AT_ONCE` at a time.
-fn come_and_go(port: &str, count: u64) -> Result<(), Failed> {
+fn come_and_go(fabric: &'static str, port: &str, count: u64) -> Result<(), Failed> {
     let mut left = count;
     while left > 0 {
         let batch = left.min(AT_ONCE as u64);
         left -= batch;
-        let clients: Result<Vec<_>, _> = (0..batch).map(|_| Peer::start(&["dial", port, "1"])).collect();
+        let clients: Result<Vec<_>, _> = (0..batch).map(|_| Peer::start(fabric, &["dial", port, "1"])).collect();
         for mut client in clients? {
             client.is_done()?;
         }
@@ -182,23 +234,58 @@ fn come_and_go(port: &str, count: u64) -> Result<(), Failed> {
     Ok(())
 }
 
-fn many_clients() -> Result<(), Failed> {
-    let mut server = Peer::start(&["serve"])?;
+fn many_clients(fabric: &'static str) -> Result<(), Failed> {
+    let mut server = Peer::start(fabric, &["serve"])?;
     let port = server.line()?;
-    come_and_go(&port, FIRST)?;
+    come_and_go(fabric, &port, FIRST)?;
     let first = server.counts();
-    come_and_go(&port, peers() - FIRST)?;
+    come_and_go(fabric, &port, peers(fabric) - FIRST)?;
     server.settle(&first)
 }
 
-fn forking_server() -> Result<(), Failed> {
-    let mut server = Peer::start(&["serve-forking"])?;
+/// Threads, sets, listeners, children that go on with a connection, and such that are killed while they have it.
+fn every_kind(fabric: &'static str) -> Result<(), Failed> {
+    let mut server = Peer::start(fabric, &["serve-every-way"])?;
+    let port = server.line()?;
+    let clients = |count| -> Result<u64, Failed> {
+        let mut promoted = 0;
+        for _ in 0..count {
+            let line = Peer::start(fabric, &["dial-every-way", &port, "1"])?.line()?;
+            promoted += line.parse::<u64>().map_err(|_| "a client ended early")?;
+        }
+        Ok(promoted)
+    };
+    clients(FIRST)?;
+    let first = server.counts();
+    let count = (peers(fabric) / PEERS_A_CLIENT).max(20);
+    let promoted = clients(count)?;
+    if promoted < count {
+        return Err(format!("{promoted} connections of {count} clients were promoted").into());
+    }
+    server.settle(&first)
+}
+
+/// All connections between two processes are promoted, and each is asked for once.
+fn thousands() -> Result<(), Failed> {
+    let mut server = Peer::start("shm", &["serve-many"])?;
+    let port = server.line()?;
+    let line = Peer::start("shm", &["dial-at-once", &port, &AT_ONE_TIME.to_string()])?.line()?;
+    let asked: u64 = line.parse().map_err(|_| "not all were promoted")?;
+    println!("{asked} questions for {AT_ONE_TIME} connections");
+    if asked > AT_ONE_TIME + AT_ONE_TIME / 10 {
+        return Err(format!("{asked} questions for {AT_ONE_TIME} connections").into());
+    }
+    Ok(())
+}
+
+fn forking_server(fabric: &'static str) -> Result<(), Failed> {
+    let mut server = Peer::start(fabric, &["serve-forking"])?;
     let port = server.line()?;
     // One that has had few peers, and one that has had many.
-    let mut few = Peer::start(&["dial", &port, &FIRST.to_string()])?;
+    let mut few = Peer::start(fabric, &["dial", &port, &FIRST.to_string()])?;
     few.is_done()?;
     let first = (few.counts(), server.counts());
-    let mut many = Peer::start(&["dial", &port, &peers().to_string()])?;
+    let mut many = Peer::start(fabric, &["dial", &port, &peers(fabric).to_string()])?;
     many.is_done()?;
     many.settle(&first.0)?;
     server.settle(&first.1)?;
@@ -214,7 +301,7 @@ fn forking_server() -> Result<(), Failed> {
 
 /// To be an instance costs a process as much as a short connection does: a child for one becomes none.
 fn short_child() -> Result<(), Failed> {
-    let mut server = Peer::start_with(&["serve-forking"], "16r")?;
+    let mut server = Peer::start_with("shm", &["serve-forking"], "16r")?;
     let port: u16 = server.line()?.parse()?;
     let mut stream = TcpStream::connect(("127.0.0.1", port))?;
     let mut requests = |count| -> Result<(), Failed> {
@@ -246,10 +333,10 @@ fn short_child() -> Result<(), Failed> {
 /// A server with a process for each of a hundred connections: more than a name lists.
 fn questions() -> Result<(), Failed> {
     const CONNECTIONS: u64 = 100;
-    let mut server = Peer::start_with(&["serve-forking"], "16r")?;
+    let mut server = Peer::start_with("shm", &["serve-forking"], "16r")?;
     let port = server.line()?;
     let args = ["dial-at-once", &port, &CONNECTIONS.to_string()];
-    let line = Peer::start_with(&args, "16r")?.line()?;
+    let line = Peer::start_with("shm", &args, "16r")?.line()?;
     let asked: u64 = line.parse().map_err(|_| "not all were promoted")?;
     println!("{asked} questions for {CONNECTIONS} connections");
     // One by name and one to who has it, a few over links at first, and what is asked again on a slow machine.

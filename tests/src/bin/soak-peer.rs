@@ -13,7 +13,7 @@ use nix::unistd::{ForkResult, fork};
 use rdmasock_core::stats::{Event, instance_of};
 
 /// A machine that stands still for so long is not worth waiting for.
-const LIMIT: Duration = Duration::from_secs(20);
+const LIMIT: Duration = Duration::from_secs(60);
 const MESSAGE: usize = 64;
 
 fn main() {
@@ -21,10 +21,14 @@ fn main() {
     match args.iter().map(String::as_str).collect::<Vec<_>>()[1..] {
         ["serve"] => serve(),
         ["serve-forking"] => serve_forking(),
+        ["serve-many"] => serve_many(),
+        ["serve-every-way"] => serve_every_way(),
+        ["dial-every-way", port, rounds] => dial_every_way(port.parse().unwrap(), rounds.parse().unwrap()),
         ["dial", port, connections] => dial(port.parse().unwrap(), connections.parse().unwrap()),
         ["dial-at-once", port, connections] => dial_at_once(port.parse().unwrap(), connections.parse().unwrap()),
         _ => {
-            eprintln!("soak-peer serve | serve-forking | dial PORT CONNECTIONS | dial-at-once PORT CONNECTIONS");
+            eprintln!("soak-peer serve | serve-forking | serve-every-way | serve-many | dial PORT CONNECTIONS");
+            eprintln!("soak-peer dial-every-way PORT ROUNDS | dial-at-once PORT CONNECTIONS");
             std::process::exit(2);
         }
     }
@@ -42,6 +46,39 @@ fn answer(stream: &mut TcpStream) -> bool {
     match stream.read(&mut message) {
         Ok(n @ 1..) => stream.write_all(&message[..n]).is_ok(),
         _ => false,
+    }
+}
+
+fn raise_limit() {
+    use nix::sys::resource::{Resource, getrlimit, setrlimit};
+    let (_, most) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+    setrlimit(Resource::RLIMIT_NOFILE, most, most).unwrap();
+}
+
+/// Echoes on thousands of connections.
+fn serve_many() {
+    use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags};
+    raise_limit();
+    let listener = listen();
+    let set = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC).unwrap();
+    set.add(&listener, EpollEvent::new(EpollFlags::EPOLLIN, u64::MAX))
+        .unwrap();
+    let mut streams: Vec<Option<TcpStream>> = Vec::new();
+    let mut events = [EpollEvent::empty(); 64];
+    loop {
+        let count = set.wait(&mut events, nix::sys::epoll::EpollTimeout::NONE).unwrap();
+        for event in &events[..count] {
+            if event.data() == u64::MAX {
+                let stream = listener.accept().unwrap().0;
+                let event = EpollEvent::new(EpollFlags::EPOLLIN, streams.len() as u64);
+                set.add(&stream, event).unwrap();
+                streams.push(Some(stream));
+            } else if let slot = &mut streams[event.data() as usize]
+                && slot.as_mut().is_some_and(|stream| !answer(stream))
+            {
+                *slot = None;
+            }
+        }
     }
 }
 
@@ -79,6 +116,96 @@ fn serve_forking() {
     }
 }
 
+/// How [`serve_every_way`] serves a connection, in turn.
+const WAYS: [fn(TcpStream); 6] = [
+    |mut stream| {
+        let served = std::thread::spawn(move || while answer(&mut stream) {});
+        served.join().unwrap();
+    },
+    serve_by_epoll,
+    |mut stream| {
+        // SAFETY: this program has one thread of its own by now.
+        if let ForkResult::Child = unsafe { fork() }.unwrap() {
+            while answer(&mut stream) {}
+            std::process::exit(0);
+        }
+    },
+    |mut stream| {
+        // SAFETY: as above.
+        let ForkResult::Parent { child } = unsafe { fork() }.unwrap() else {
+            std::thread::sleep(LIMIT);
+            std::process::exit(0);
+        };
+        answer(&mut stream);
+        nix::sys::signal::kill(child, nix::sys::signal::Signal::SIGKILL).unwrap();
+        while answer(&mut stream) {}
+    },
+    serve_behind_another_listener,
+    |mut stream| while answer(&mut stream) {},
+];
+
+/// In a set of its own, with a duplicate of the number.
+fn serve_by_epoll(mut stream: TcpStream) {
+    use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags};
+    let set = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC).unwrap();
+    let other = stream.try_clone().unwrap();
+    set.add(&other, EpollEvent::new(EpollFlags::EPOLLIN, 1)).unwrap();
+    let mut events = [EpollEvent::empty(); 4];
+    loop {
+        set.wait(&mut events, 20_000u16).unwrap();
+        if !answer(&mut stream) {
+            return;
+        }
+    }
+}
+
+/// What comes goes through a connection to a listener that is made for it.
+fn serve_behind_another_listener(mut stream: TcpStream) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let mut near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let mut far = listener.accept().unwrap().0;
+    let mut message = [0; MESSAGE];
+    while let Ok(n @ 1..) = stream.read(&mut message) {
+        near.write_all(&message[..n]).unwrap();
+        answer(&mut far);
+        near.read_exact(&mut message[..n]).unwrap();
+        stream.write_all(&message[..n]).unwrap();
+    }
+}
+
+/// Serves one connection after the other, each in another way.
+fn serve_every_way() {
+    // SAFETY: no handler is set.
+    unsafe {
+        let ignore = nix::sys::signal::SigHandler::SigIgn;
+        nix::sys::signal::signal(nix::sys::signal::Signal::SIGCHLD, ignore).unwrap();
+    }
+    let listener = listen();
+    for way in WAYS.iter().cycle() {
+        way(listener.accept().unwrap().0);
+    }
+}
+
+/// So many connections for each way of [`serve_every_way`], with as many messages each as promote one. Then
+/// says how many were promoted.
+fn dial_every_way(port: u16, rounds: u64) {
+    for _ in 0..rounds * WAYS.len() as u64 {
+        let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
+        let mut message = [5; MESSAGE];
+        for n in 0..150 {
+            stream.write_all(&message).unwrap();
+            stream.read_exact(&mut message).unwrap();
+            if n % 50 == 49 {
+                // A promotion takes its time.
+                std::thread::sleep(Duration::from_millis(3));
+            }
+        }
+    }
+    let own = instance_of(std::process::id()).unwrap();
+    let promoted = own.map_or(0, |p| p.instance.totals.promoted);
+    println!("{promoted}");
+}
+
 /// So many connections, each until it is promoted, with a few messages behind that; then says "done", and lives until
 /// its stdin ends.
 fn dial(port: u16, connections: u64) {
@@ -107,15 +234,17 @@ fn dial(port: u16, connections: u64) {
 
 /// So many connections at once, all used until all are promoted; then says how many questions that took.
 fn dial_at_once(port: u16, connections: u64) {
+    raise_limit();
     let mut streams: Vec<TcpStream> = (0..connections)
         .map(|_| TcpStream::connect(("127.0.0.1", port)).unwrap())
         .collect();
     let end = Instant::now() + LIMIT;
     let mut message = [7; MESSAGE];
     loop {
-        for stream in &mut streams {
-            stream.write_all(&message).unwrap();
-            stream.read_exact(&mut message).unwrap();
+        for some in streams.chunks_mut(32) {
+            some.iter_mut().for_each(|stream| stream.write_all(&message).unwrap());
+            some.iter_mut()
+                .for_each(|stream| stream.read_exact(&mut message).unwrap());
         }
         let own = instance_of(std::process::id()).unwrap();
         let (promoted, asks) = own.map_or((0, 0), |p| {

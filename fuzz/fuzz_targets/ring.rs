@@ -177,7 +177,7 @@ fn block(ops: &[Op]) {
             }
             Op::Bound(bytes) => p.set_bound((*bytes).into()),
             Op::TakeReserve => {
-                let _ = p.make_room();
+                let _ = p.make_room(|_| true);
             }
             Op::ArmSpace => {
                 let _ = p.arm_space(1);

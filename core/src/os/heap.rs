@@ -11,13 +11,13 @@
 //! - What no free block serves is cut from a piece of memory that is mapped for it, again by one such swap.
 //! - A large request is a mapping of its own, and is unmapped when it is freed.
 //! - Where the kernel refuses a mapping (RLIMIT_AS, RLIMIT_DATA, vm.overcommit_memory=2, vm.max_map_count), memory
-//!   comes from a reserve of [`RESERVE`] bytes.
+//!   comes from a reserve of 2 MiB.
 //!
 //! No allocation fails between two looks at the reserve. Whatever begins something that needs memory for longer than a
 //! call (a socket's object, a promotion, a link, a channel) asks [`can_serve`] first, and the connection stays on TCP
 //! unless that is true. So the reserve has to cover only what is under way when the kernel refuses for the first time:
 //! some KiB for each thread of the program, and one link at most, since one thread makes them. What can be longer than
-//! [`MOST`] is reserved by `try_reserve`, and its failure is the call's.
+//! 1 MiB is reserved by `try_reserve`, and its failure is the call's.
 //!
 //! Memory for small requests is never unmapped, so a block may be read by whoever has looked at it too late. What a
 //! thread of the parent was about to put or take at fork is lost to the child, a block at most. Between an

@@ -1,5 +1,6 @@
 //! libc's exec and spawn functions, with an environment in which `LD_PRELOAD` names the library: where the program's
-//! lacks it (nginx, sshd and others make one of their own), the entries that this program began with are added.
+//! lacks it (nginx, sshd and others make one of their own), the entries that this program began with are added. The
+//! library takes them out of the new program's `environ` again, which is then the one that it was given.
 //!
 //! May run in a signal handler and in a vfork child, which borrows its parent's memory: so nothing is allocated or
 //! kept, and the longer array is on the stack, which exec needs anyway for what libc does.
@@ -21,14 +22,16 @@ unsafe extern "C" {
 }
 
 const PRELOAD: &[u8] = b"LD_PRELOAD=";
+/// Precedes the entries that are added. No variable of the library's, whose names begin with `RDMASOCK`.
+const ADDED: &CStr = c"_RDMASOCK_ADDED=";
 /// How many entries an environment may have to be made longer.
 const MOST: usize = 512;
 /// How many are added at most.
-const MOST_KEPT: usize = 32;
+const MOST_KEPT: usize = 33;
 
 /// What is added.
 struct Kept {
-    /// `LD_PRELOAD` first, then the library's own variables; each has a name and a value.
+    /// [`ADDED`], then `LD_PRELOAD`, then the library's own variables; each has a name and a value.
     entries: Vec<CString>,
     /// A library that is preloaded. Where it cannot be read (another root, another user), the loader would complain.
     library: CString,
@@ -52,7 +55,7 @@ pub fn remember() {
     let variables = || {
         all.iter()
             .filter(|entry| entry.starts_with(b"RDMASOCK"))
-            .take(MOST_KEPT - 1)
+            .take(MOST_KEPT - 2)
     };
     let values = variables().filter_map(|entry| {
         let at = entry.iter().position(|b| *b == b'=')?;
@@ -64,7 +67,8 @@ pub fn remember() {
     });
     let (config, _) = Config::from_vars(values);
     let preload = [PRELOAD, &paths.join(&b':')].concat();
-    let entries = std::iter::once(&*preload)
+    let entries = [ADDED.to_bytes(), &preload]
+        .into_iter()
         .chain(variables().copied())
         .map(CString::new)
         .collect();
@@ -74,6 +78,12 @@ pub fn remember() {
         && let Ok(entries) = entries
     {
         let _ = KEPT.set(Box::new(Kept { entries, library }));
+    }
+    if let Some(at) = all.iter().position(|entry| *entry == ADDED.to_bytes()) {
+        // The variables are read now, since they are not there later.
+        crate::config::config();
+        // SAFETY: the array has an entry there, and no other thread runs before the program does.
+        unsafe { *environ.cast_mut().add(at) = std::ptr::null() };
     }
 }
 

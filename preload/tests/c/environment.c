@@ -1,4 +1,5 @@
-// Executes itself in every way with an environment of one variable, and says what each child finds in its own.
+// Executes itself in every way with an environment of one variable. Each child prints whether it has the library, the variable of the library
+// that it began with, and what is in its environment.
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <spawn.h>
@@ -13,6 +14,15 @@
 #endif
 
 static char *self, *lone[] = {"ALONE=1", NULL}, *own[] = {"LD_PRELOAD=", NULL}, *args[] = {"environment", "", NULL};
+
+static int has(const char *path, const char *text)
+{
+    static char all[1 << 20];
+    FILE *file = fopen(path, "r");
+    size_t n = fread(all, 1, sizeof all, file);
+    fclose(file);
+    return memmem(all, n, text, strlen(text)) != NULL;
+}
 
 static void way(int which)
 {
@@ -39,9 +49,11 @@ static void way(int which)
 int main(int argc, char **argv)
 {
     if (argc > 1) {
-        const char *library = getenv("LD_PRELOAD"), *variable = getenv("RDMASOCK_SPIN_US");
-        printf("%s: %s %s %s\n", argv[1], library && strstr(library, "/librdmasock.so") ? "kept" : library ? "empty" : "none",
-               variable ? variable : "-", getenv("ALONE") ? "alone" : "-");
+        printf("%s: %s %s", argv[1], has("/proc/self/maps", "/librdmasock.so") ? "kept" : "none",
+               has("/proc/self/environ", "RDMASOCK_SPIN_US=7") ? "7" : "-");
+        for (char **entry = environ; *entry; entry++)
+            printf(" %s", *entry);
+        puts("");
         return 0;
     }
     self = realpath(argv[0], NULL);

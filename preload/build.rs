@@ -22,7 +22,8 @@ const STAND_INS: [(&str, &str, &[Version]); 2] = [
                 "GLIBC_2.2.5",
                 "pthread_attr_getguardsize pthread_attr_getstack pthread_attr_setguardsize pthread_attr_setstacksize \
                  pthread_create pthread_detach pthread_getattr_np pthread_getspecific pthread_join pthread_key_create \
-                 pthread_key_delete pthread_kill pthread_setspecific pthread_sigmask",
+                 pthread_key_delete pthread_kill pthread_setspecific pthread_sigmask \
+                 pthread_testcancel",
             ),
             ("GLIBC_2.12", "pthread_setname_np"),
             ("", "__cxa_thread_atexit_impl copy_file_range getrandom gettid statx"),

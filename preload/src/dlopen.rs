@@ -1,8 +1,8 @@
-//! The hooks of `dlopen`, `dlmopen`, `dlsym` and `dlvsym`. What they do is in `rdmasock_shims::calls::dlopen`.
+//! The hooks of `dlopen`, `dlmopen`, `dlsym` and `dlvsym`. `rdmasock_shims::calls::dlopen` does the work.
 //!
 //! Naked, because libc tells by the return address whose call it is: `dlopen` looks for the library where that one's
-//! RUNPATH says, and RTLD_NEXT means what follows that one. So a function that `before` returns is jumped to, with the
-//! arguments and the stack as they came.
+//! RUNPATH says, and RTLD_NEXT means the libraries behind that one. So a function that `before` returns is jumped to,
+//! with the arguments and the stack as they came.
 
 use core::arch::naked_asm;
 use libc::{c_char, c_int, c_void};

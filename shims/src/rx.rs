@@ -395,6 +395,7 @@ unsafe fn recv_loop(
                 if landing.is_none() && !peek && flags & libc::MSG_TRUNC == 0 {
                     *landing = Landing::new(socket, iov);
                 }
+                patience.is_partial = *got > 0;
                 match wait::wait_for::<Data>(socket, patience) {
                     Ok(_) if patience.take_restart() && (*got > 0 || !call.is_named()) => {
                         return (*got > 0).then_some(*got as ssize_t);

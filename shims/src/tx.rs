@@ -362,7 +362,7 @@ unsafe fn send_loop(
                 let was_over = Cell::new(false);
                 // The kernel does not know of a handler that has run since the call began to wait.
                 let is_over = || {
-                    was_over.set(is_held && patience.is_interrupted());
+                    was_over.set(is_held && *sent == 0 && patience.is_interrupted());
                     was_over.get()
                 };
                 if *sent > 0 && socket.enter_tx() {
@@ -413,6 +413,7 @@ unsafe fn send_loop(
                         Place::Moved | Place::Lost => return Some(errno::after(*sent, libc::EBADF)),
                     }
                 }
+                patience.is_partial = *sent > 0;
                 match wait::wait_for::<Space>(socket, &mut patience) {
                     Ok(_) if patience.take_restart() && (*sent > 0 || !call.is_named()) => {
                         return (*sent > 0).then_some(*sent as ssize_t);

@@ -38,6 +38,9 @@ pub struct Patience {
     handlers: u32,
     /// Whether a wait has ended where the kernel restarts the call.
     is_restarted: bool,
+    /// The call has moved bytes. A handler ends it then only in the middle of a sleep: the kernel, which has larger
+    /// buffers, would often not have waited at all, and the call would return less than there.
+    pub is_partial: bool,
 }
 
 impl Default for Patience {
@@ -54,6 +57,7 @@ impl Patience {
             was_for_others: false,
             handlers,
             is_restarted: false,
+            is_partial: false,
         }
     }
 
@@ -146,7 +150,7 @@ fn wait_on<A: Wanted>(socket: &'static Socket, patience: &mut Patience) -> Resul
         ready::progress(socket);
         A::is_worth_a_look(socket)
     };
-    if patience.is_interrupted() {
+    if !patience.is_partial && patience.is_interrupted() {
         return patience.interrupt(socket, A::IS_DATA);
     }
     let spins = !std::mem::take(&mut patience.was_for_others);
@@ -210,7 +214,7 @@ fn wait_on<A: Wanted>(socket: &'static Socket, patience: &mut Patience) -> Resul
     }
     match slept {
         // The call looks once more for data or space, as the kernel does.
-        Err(libc::EINTR) if patience.is_interrupted() => Ok(false),
+        Err(libc::EINTR) if !patience.is_partial && patience.is_interrupted() => Ok(false),
         slept => slept.map(|_| false),
     }
 }

@@ -5,16 +5,21 @@
 //! the accepting worker's, and the name may be its parent's. A question about a connection can be asked by anybody too;
 //! it is answered only if the asker owns the connector's socket. [`trusted`] decides.
 
+use std::io::IoSlice;
 use std::mem::MaybeUninit;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::AsFd;
 
 use rustix::fs::{CWD, Mode, OFlags, openat};
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, netlink, recv, send, socket_with};
+use rustix::net::{
+    AddressFamily, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketFlags, SocketType, UCred,
+    netlink, recv, send, sendmsg, socket_with,
+};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use crate::ids::{Tuple, normalise};
+use crate::os::channel::Channel;
 use crate::os::privatefd::PrivateFd;
 
 /// The owner of a socket.
@@ -44,16 +49,32 @@ pub fn trusted(uid: u32, owner: Owner, own_uid: u32) -> bool {
 }
 
 fn owner(uid: u32) -> Owner {
-    // user_namespaces(7): the first namespace maps all.
-    let maps_all = || {
-        let mut map = Vec::new();
-        read_file("/proc/self/uid_map", &mut map).is_ok()
-            && map.split(u8::is_ascii_whitespace).any(|word| word == b"4294967295")
-    };
     match uid {
         UNMAPPED if !maps_all() => Owner::Unknown,
         _ => Owner::Uid(uid),
     }
+}
+
+/// Returns whether our user namespace maps all uids, as the first one does (user_namespaces(7)). Does not need /proc:
+/// the kernel refuses to send credentials with an id that is not mapped by EINVAL, and with another user's by EPERM.
+fn maps_all() -> bool {
+    /// The last uid, which is mapped if all are.
+    const LAST: u32 = u32::MAX - 1;
+    let Ok((ours, _theirs)) = Channel::pair() else {
+        return false;
+    };
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmCredentials(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let credentials = UCred {
+        pid: rustix::process::getpid(),
+        uid: rustix::process::Uid::from_raw(LAST),
+        gid: rustix::process::getegid(),
+    };
+    let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+    let sent = control
+        .push(SendAncillaryMessage::ScmCredentials(credentials))
+        .then(|| sendmsg(ours.as_fd(), &[IoSlice::new(&[0])], &mut control, flags));
+    matches!(sent, Some(Ok(_) | Err(Errno::PERM)))
 }
 
 /// Returns who owns the connector's socket of `connection`, if that is in our network namespace.

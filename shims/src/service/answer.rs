@@ -19,8 +19,7 @@ use crate::mailbox::{Ref, kind, tag};
 use crate::points::point;
 use crate::ready;
 use crate::socket::{self, Socket, Stage};
-use crate::sockopt;
-use crate::threshold::{self, stay};
+use crate::threshold;
 use rdmasock_core::stream::connection;
 
 /// Why an ASK is not answered by YES.
@@ -304,10 +303,6 @@ impl Worker {
             _ => {
                 stand_back(socket);
                 self.settle(r);
-                if socket.numbers.anchor_fd().is_some_and(sockopt::is_beyond_links) && r.get().is_some() {
-                    stay(socket, Reason::Unsupported.into());
-                    return Err(wire::Reason::Use.into());
-                }
                 // A moment later the calls that are in the kernel now may be back.
                 return Err(wire::Reason::Limit.into());
             }

@@ -174,6 +174,7 @@ unsafe fn sendfile_slow(
             }
             call.hold(&mut tx.own.waiting);
             drop(tx);
+            patience.is_partial = sent > 0;
             if let Err(error) = wait::wait_for::<super::Space>(socket, &mut patience) {
                 return errno::after(sent, error);
             }

@@ -68,11 +68,17 @@ pub struct Attacker {
     pub bells: Vec<PrivateFd>,
 }
 
-/// Sends one message with these descriptors.
+/// Sends a message, and waits for room: the victim may be busy with the descriptors of earlier ones.
 pub fn say(channel: &Channel, message: &Message, fds: &[BorrowedFd<'_>]) -> Result<()> {
+    let end = Instant::now() + PATIENCE;
     let mut buf = [0; MAX_MESSAGE];
     let bytes = message.encode(&mut buf).map_err(|e| anyhow!("{e}"))?;
-    Ok(channel.send(bytes, fds)?)
+    loop {
+        match channel.send(bytes, fds) {
+            Err(rustix::io::Errno::AGAIN) if Instant::now() < end => std::thread::sleep(Duration::from_millis(1)),
+            sent => return Ok(sent?),
+        }
+    }
 }
 
 /// The next message, in time.

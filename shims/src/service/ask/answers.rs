@@ -17,8 +17,6 @@ use crate::link::up;
 use crate::service::asking::{Asker, Asking};
 use crate::service::retry::{later, nobody};
 use crate::service::state::{Peer, Watched, Worker};
-use crate::sockopt;
-use crate::threshold::stay;
 
 /// How long an instance that has said YES is believed to answer for its destination.
 const PRESENT_FOR: Duration = Duration::from_secs(600);
@@ -228,9 +226,7 @@ impl Worker {
         };
         if self.watch(socket) != Watched::Done || !connection::start_scan(socket, asking.nonce) {
             if abandon(socket, asking.nonce) {
-                let is_final = socket.numbers.anchor_fd().is_some_and(sockopt::is_beyond_links);
-                let give_up = if is_final { stay } else { later };
-                give_up(socket, Reason::Unsupported.into());
+                later(socket, Reason::Unsupported.into());
             }
             return false;
         }

@@ -145,7 +145,8 @@ fn poll_slow(set: &mut [pollfd], timeout: Timeout, real: &impl Fn(*mut pollfd, n
         let mut sleepers: Vec<(u32, Sleeper)> = Vec::new();
         let has_memory = set.len() <= SLEEPERS || sleepers.try_reserve(set.len()).is_ok();
         let Some(waiter) = has_memory.then(|| waiters.acquire_polling()).flatten() else {
-            // Out of waiters or memory: the kernel is to wake the thread. Until all are on TCP it looks every millisecond.
+            // Out of waiters or memory: the kernel is to wake the thread. Until all are on TCP it looks every
+            // millisecond.
             let left = deadline.left();
             let mut entries = set.iter().zip(&copy).zip(&tokens);
             let is_kernels = stay_on_tcp(set) && !entries.any(|((p, c), token)| has_moved(p, c, *token));

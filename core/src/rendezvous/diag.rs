@@ -1,9 +1,9 @@
 //! Whose is a TCP socket? Asked of the kernel by sock_diag(7), in the network namespace of the calling thread.
 //!
 //! A service name can be bound by anybody; it is believed only if its owner is the one who owns the port, or whose
-//! process has accepted the connection ([`acceptor_uid`]). The accepted socket alone does not serve for that: its uid is
-//! the accepting worker's, and the name may be its parent's. A question about a connection can be asked by anybody too;
-//! it is answered only if the asker owns the connector's socket. [`trusted`] decides.
+//! process has accepted the connection ([`acceptor_uid`]). The accepted socket alone does not serve for that: its uid
+//! is the accepting worker's, and the name may be its parent's. A question about a connection can be asked by anybody
+//! too; it is answered only if the asker owns the connector's socket. [`trusted`] decides.
 
 use std::io::IoSlice;
 use std::mem::MaybeUninit;

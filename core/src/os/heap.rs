@@ -11,13 +11,13 @@
 //! - What no free block serves is cut from a piece of memory that is mapped for it, again by one such swap.
 //! - A large request is a mapping of its own, and is unmapped when it is freed.
 //! - Where the kernel refuses a mapping (RLIMIT_AS, RLIMIT_DATA, vm.overcommit_memory=2, vm.max_map_count), memory
-//!   comes from a reserve of 2 MiB.
+//!   comes from a reserve of 1 MiB.
 //!
 //! No allocation fails between two looks at the reserve. Whatever begins something that needs memory for longer than a
 //! call (a socket's object, a promotion, a link, a channel) asks [`can_serve`] first, and the connection stays on TCP
 //! unless that is true. So the reserve has to cover only what is under way when the kernel refuses for the first time:
 //! some KiB for each thread of the program, and one link at most, since one thread makes them. What can be longer than
-//! 1 MiB is reserved by `try_reserve`, and its failure is the call's.
+//! 512 KiB is reserved by `try_reserve`, and its failure is the call's.
 //!
 //! Memory for small requests is never unmapped, so a block may be read by whoever has looked at it too late. What a
 //! thread of the parent was about to put or take at fork is lost to the child, a block at most. Between an
@@ -40,10 +40,10 @@ const SIZES: usize = 23;
 /// What is mapped at a time for small requests, bytes. Less where a test refuses one after the other.
 const PIECE: usize = if cfg!(feature = "points") { LARGE } else { 128 * 1024 };
 const PAGE: usize = 4096;
-/// What is mapped for when the kernel refuses, bytes: 16 pieces, and each serves the calls of some 20 threads.
-const RESERVE: usize = 2 << 20;
+/// What is mapped for when the kernel refuses, bytes: 8 pieces, and each serves the calls of some 20 threads.
+const RESERVE: usize = 1 << 20;
 /// The longest request that the reserve serves, bytes: so one table that grows leaves half of it.
-const MOST: usize = 1 << 20;
+const MOST: usize = 1 << 19;
 
 /// Where the rest of the reserve begins, and where it ends. One for all heaps.
 static KEPT: Pair = Pair::new();

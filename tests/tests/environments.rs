@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use libtest_mimic::{Arguments, Failed, Trial};
 use rdmasock_tests::harness::{Paths, clean_environment};
-use rdmasock_tests::observe::{Promotion, count, promotion_state, reasons};
+use rdmasock_tests::observe::{Promotion, promotion_state, reasons};
 
 const LIMIT: Duration = Duration::from_secs(30);
 

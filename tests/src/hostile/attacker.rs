@@ -75,7 +75,9 @@ pub fn say(channel: &Channel, message: &Message, fds: &[BorrowedFd<'_>]) -> Resu
     let bytes = message.encode(&mut buf).map_err(|e| anyhow!("{e}"))?;
     loop {
         match channel.send(bytes, fds) {
-            Err(rustix::io::Errno::AGAIN) if Instant::now() < end => std::thread::sleep(Duration::from_millis(1)),
+            Err(error) if error.raw_os_error() == libc::EAGAIN && Instant::now() < end => {
+                std::thread::sleep(Duration::from_millis(1));
+            }
             sent => return Ok(sent?),
         }
     }
@@ -118,7 +120,7 @@ impl Attacker {
         tcp.set_read_timeout(Some(PATIENCE))?;
         exchange(&mut tcp).context("before the link")?;
         let (nonce_c, me) = (Nonce::random()?, InstanceId::random()?);
-        let (nonce_s, victim) = ask(port, &tcp, nonce_c, me)?;
+        let (_asked, nonce_s, victim) = ask(port, &tcp, nonce_c, me)?;
         put(&mut tcp, &nonce_s, hello(me))?;
         let offer = match get(&mut tcp, &nonce_c)? {
             Marker::Hello(hello) => hello.link.context("HELLO without a link")?,
@@ -209,13 +211,17 @@ impl Attacker {
     }
 }
 
-fn ask(port: u16, tcp: &TcpStream, nonce_c: Nonce, me: InstanceId) -> Result<(Nonce, InstanceId)> {
+/// Asks about its connection. The channel has to stay open until HELLO is in TCP (P16).
+fn ask(port: u16, tcp: &TcpStream, nonce_c: Nonce, me: InstanceId) -> Result<(Channel, Nonce, InstanceId)> {
     let tuple = Tuple::new(tcp.local_addr()?, tcp.peer_addr()?).at(namespace()?, 0);
-    match ask_by_name(port, tuple, nonce_c, me)?.1 {
-        Message::Yes {
-            nonce_s, instance_s, ..
-        } => Ok((nonce_s, instance_s)),
-        other => bail!("{other:?} for YES"),
+    match ask_by_name(port, tuple, nonce_c, me)? {
+        (
+            channel,
+            Message::Yes {
+                nonce_s, instance_s, ..
+            },
+        ) => Ok((channel, nonce_s, instance_s)),
+        (_, other) => bail!("{other:?} for YES"),
     }
 }
 

@@ -118,8 +118,8 @@ impl Worker {
         let Some(mut asking) = self.asks.remove(&request) else {
             return;
         };
-        if reason != wire::Reason::NotHeld {
-            // The holder says so: others have nothing to add, and some may not answer at all.
+        if !matches!(reason, wire::Reason::NotHeld | wire::Reason::Shared) {
+            // The only holder says so: others have nothing to add, and some may not answer at all.
             asking.answered = Some(reason);
             asking.asked.clear();
         }

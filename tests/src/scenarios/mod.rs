@@ -375,7 +375,6 @@ const NOT_IN_A_STORM: &[&str] = &[
     "poll_select_errors",
     "poll_two_connections",
     "threads_cancel",
-    "threads_cancel_early",
     "threads_cancel_pollers",
     "threads_cancel_sender_early",
     "threads_close_does_not_wake",

@@ -192,25 +192,30 @@ impl Listener {
     /// In a fork child, for every listener: nobody answers yet. Who stands for it is counted anew, by
     /// [`Self::count`].
     pub fn after_fork() {
-        for listener in ALL.all() {
-            listener.served.store(false, Release);
-            listener.inherited.store(true, Release);
-            listener.fds.store(0, Release);
-            // SAFETY: only this thread exists in the child; a name in the middle of being closed is closed
-            // either way.
-            unsafe { listener.name.reset() };
-            if listener.pages.try_lock().is_none() {
-                // SAFETY: as above; what a thread of the parent was changing is leaked, not used.
-                unsafe {
-                    std::mem::forget(std::mem::take(listener.pages.get_unlocked()));
-                    listener.pages.reset();
-                }
-            }
-        }
+        ALL.all().for_each(Self::inherit);
         // SAFETY: as above.
         unsafe {
             std::mem::forget(std::mem::take(FREE.get_unlocked()));
             FREE.reset();
+        }
+    }
+
+    fn inherit(&self) {
+        let is_used = self.fds.swap(0, AcqRel) > 0;
+        self.served.store(false, Release);
+        self.inherited.store(true, Release);
+        // SAFETY: only this thread exists in the child; a name in the middle of being closed is closed
+        // either way.
+        unsafe { self.name.reset() };
+        if self.pages.try_lock().is_none() {
+            // SAFETY: as above. A thread of the parent was looking at the pages, or changing those of an unused one:
+            // then they are leaked, not used.
+            unsafe {
+                if !is_used {
+                    std::mem::forget(std::mem::take(self.pages.get_unlocked()));
+                }
+                self.pages.reset();
+            }
         }
     }
 
@@ -276,6 +281,19 @@ mod tests {
         assert!(used.collect::<HashSet<_>>().len() < 50);
         let listener = Listener::new(socket.as_fd().as_raw_fd());
         assert!(listener.instances().is_empty() && !listener.is_inherited());
+    }
+
+    #[test]
+    fn a_fork_child_keeps_pages_that_another_thread_was_reading() {
+        let listener = Listener::blank();
+        for (fds, has_pages) in [(1, true), (0, false)] {
+            listener.fds.store(fds, Release);
+            let mut pages = listener.pages.lock().unwrap();
+            pages.peers = PeerPage::new().ok();
+            std::mem::forget(pages);
+            listener.inherit();
+            assert_eq!(listener.pages.lock().unwrap().peers.is_some(), has_pages);
+        }
     }
 
     #[test]

@@ -56,8 +56,9 @@ pub fn worth_it(socket: &'static Socket) {
     } else if let Some(listener) = socket.promotion.listener() {
         // A fork child answers for connections that its parent accepted.
         listener.on_accept();
-        if first && listener.is_inherited() {
-            Library::get().service.submit(Command::Hold(socket.into()));
+        if first && listener.is_inherited() && !Library::get().service.submit(Command::Hold(socket.into())) {
+            // The next call says it.
+            socket.told.shown.store(false, Relaxed);
         }
     }
     errno::set(errno);

@@ -25,6 +25,9 @@ use crate::waiters::Waiters;
 
 pub use record::Record;
 
+/// How long a call that has moved bytes still waits after a handler has run, ns.
+const PARTIAL: u64 = 20_000_000;
+
 /// What one blocking call knows of its waits.
 ///
 /// The kernel looks for signals before each sleep, so a handler that runs at any moment of a call ends the call. Here
@@ -38,8 +41,8 @@ pub struct Patience {
     handlers: u32,
     /// Whether a wait has ended where the kernel restarts the call.
     is_restarted: bool,
-    /// The call has moved bytes. A handler ends it then only in the middle of a sleep: the kernel, which has larger
-    /// buffers, would often not have waited at all, and the call would return less than there.
+    /// The call has moved bytes. A handler that runs before the sleep then bounds it ([`PARTIAL`]): the kernel, which
+    /// has larger buffers, would often not have waited at all, and the call would return less than there.
     pub is_partial: bool,
 }
 
@@ -162,7 +165,10 @@ fn wait_on<A: Wanted>(socket: &'static Socket, patience: &mut Patience) -> Resul
     let Some(bound) = blocking::patience(socket, A::IS_DATA) else {
         return Err(libc::EAGAIN);
     };
-    let deadline = *patience.deadline.get_or_insert_with(|| bound.deadline());
+    let mut deadline = *patience.deadline.get_or_insert_with(|| bound.deadline());
+    if patience.is_partial && patience.is_interrupted() {
+        deadline = deadline.left().at_most(PARTIAL).deadline();
+    }
     if deadline.is_over() {
         return Err(libc::EAGAIN);
     }

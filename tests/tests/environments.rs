@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use libtest_mimic::{Arguments, Failed, Trial};
 use rdmasock_tests::harness::{Paths, clean_environment};
-use rdmasock_tests::observe::{Promotion, promotion_state, reasons};
+use rdmasock_tests::observe::{Promotion, count, promotion_state, reasons};
 
 const LIMIT: Duration = Duration::from_secs(30);
 
@@ -42,6 +42,7 @@ const CASES: &[(&str, Case)] = &[
         as_root(paths, &["bound:nobody", "exec"])
     }),
     ("stamps_of_the_listener", stamps_of_the_listener),
+    ("low_water_is_refused_once", low_water_is_refused_once),
     ("chroot", chroot),
     ("chroot_and_nobody", chroot_and_nobody),
     ("sandbox/plain_client", |paths| sandboxed(paths, &["sandbox"], false)),
@@ -523,6 +524,17 @@ fn stamps_of_the_listener(paths: &Paths) -> Result<(), Failed> {
     let (mut talk, _) = Talk::begin(paths, &["stamps"], &[])?;
     talk.on_link()?;
     talk.goes_on()?;
+    expect("stderr", &talk.end()?, "")
+}
+
+/// An option that no link serves is the reason that both ends give, and the client asks no second time.
+fn low_water_is_refused_once(paths: &Paths) -> Result<(), Failed> {
+    let (mut talk, _) = Talk::begin(paths, &["low water"], &[])?;
+    talk.stays("socket option or call not supported on a link")?;
+    talk.goes_on()?;
+    let (command, client) = (&paths.command, talk.client.child.id());
+    let asks = count(command, client, "asks").map_err(|e| e.to_string())?;
+    expect("asks", &format!("{asks:?}"), "Some(1)")?;
     expect("stderr", &talk.end()?, "")
 }
 

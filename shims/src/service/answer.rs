@@ -19,6 +19,7 @@ use crate::mailbox::{Ref, kind, tag};
 use crate::points::point;
 use crate::ready;
 use crate::socket::{self, Socket, Stage};
+use crate::sockopt;
 use crate::threshold;
 use rdmasock_core::stream::connection;
 
@@ -300,6 +301,14 @@ impl Worker {
                 return Err(Refusal::NotYet(socket));
             }
             Watched::Done if connection::start_scan(socket, nonce_s) => {}
+            _ if socket.numbers.anchor_fd().is_some_and(sockopt::is_beyond_links) => {
+                socket.told.set_why(Reason::Unsupported);
+                // Not of one that has been closed meanwhile.
+                socket.promotion.exchange_stage(Stage::Busy, Stage::Pinned);
+                socket.promotion.holders.on_returned();
+                self.settle(r);
+                return Err(wire::Reason::Use.into());
+            }
             _ => {
                 stand_back(socket);
                 self.settle(r);

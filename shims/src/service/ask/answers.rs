@@ -17,6 +17,8 @@ use crate::link::up;
 use crate::service::asking::{Asker, Asking};
 use crate::service::retry::{later, nobody};
 use crate::service::state::{Peer, Watched, Worker};
+use crate::socket::Stage;
+use crate::sockopt;
 
 /// How long an instance that has said YES is believed to answer for its destination.
 const PRESENT_FOR: Duration = Duration::from_secs(600);
@@ -227,6 +229,9 @@ impl Worker {
         if self.watch(socket) != Watched::Done || !connection::start_scan(socket, asking.nonce) {
             if abandon(socket, asking.nonce) {
                 later(socket, Reason::Unsupported.into());
+                if socket.numbers.anchor_fd().is_some_and(sockopt::is_beyond_links) {
+                    socket.promotion.exchange_stage(Stage::Watching, Stage::Pinned);
+                }
             }
             return false;
         }

@@ -177,36 +177,6 @@ static inline int rdmasock_release(int fd, size_t n)
     RDMASOCK_CALL_(rdmasock_release_function_, "rdmasock_release", (fd, n));
 }
 
-/* What memory is registered for. */
-enum rdmasock_use {
-    RDMASOCK_SENT_FROM = 1,    /* send() and its kin take bytes from there */
-    RDMASOCK_RECEIVED_INTO = 2 /* recv() and its kin put bytes there */
-};
-
-/*
- * `length` bytes at `memory` are for sends, receives or both (`uses`), and stay what they are until they are
- * unregistered: not unmapped, freed, mapped anew or given back by madvise(). A blocking call whose buffer lies within
- * then needs no registration of its own where the device is to reach it (RDMASOCK_ZCOPY_MIN); all else is as it was. The
- * peers of links that have received into it by the device can write there until then, though it is against the protocol
- * when no call waits: only what nobody else uses, and from peers that are trusted. 0, or -1 with errno: EINVAL, no bytes or
- * other uses; EEXIST, some of it is registered; ENOMEM, there are 1024 ranges; ENOSYS.
- */
-typedef int (*rdmasock_register_function_)(void *, size_t, int);
-static inline int rdmasock_register(void *memory, size_t length, int uses)
-{
-    RDMASOCK_CALL_(rdmasock_register_function_, "rdmasock_register", (memory, length, uses));
-}
-
-/*
- * What was registered from `memory` on is so no more, and no device reaches it when this returns. 0, or -1 with errno:
- * EINVAL, nothing begins there; EBUSY, a call uses it; ENOSYS.
- */
-typedef int (*rdmasock_unregister_function_)(void *);
-static inline int rdmasock_unregister(void *memory)
-{
-    RDMASOCK_CALL_(rdmasock_unregister_function_, "rdmasock_unregister", (memory));
-}
-
 #ifdef __cplusplus
 }
 #endif

@@ -1,9 +1,9 @@
 //! The functions of `include/rdmasock.h`: no hooks, for libc has none of them. What they do is in
 //! `rdmasock_shims::api`.
 
-use libc::{c_int, c_void, iovec, size_t, ssize_t};
+use libc::{c_int, iovec, size_t, ssize_t};
 use rdmasock_shims::api::info::{self, Info};
-use rdmasock_shims::api::{prefer, register, view};
+use rdmasock_shims::api::{prefer, view};
 
 /// What the connection runs on, and what it has carried.
 ///
@@ -43,24 +43,4 @@ pub unsafe extern "C" fn rdmasock_view(fd: c_int, pieces: *mut iovec, count: *mu
 pub unsafe extern "C" fn rdmasock_release(fd: c_int, n: size_t) -> c_int {
     // SAFETY: by the contract.
     unsafe { view::release(fd, n) }
-}
-
-/// Memory that devices may know for longer than a call.
-///
-/// # Safety
-/// Until it is unregistered it stays what it is.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn rdmasock_register(memory: *mut c_void, length: size_t, uses: c_int) -> c_int {
-    // SAFETY: by the contract.
-    unsafe { register::register(memory, length, uses) }
-}
-
-/// No device knows it any more.
-///
-/// # Safety
-/// None is needed: of C's ABI only.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn rdmasock_unregister(memory: *mut c_void) -> c_int {
-    // SAFETY: as above.
-    unsafe { register::unregister(memory) }
 }

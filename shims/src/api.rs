@@ -10,7 +10,6 @@
 
 pub mod info;
 pub mod prefer;
-pub mod register;
 pub mod view;
 
 use std::ffi::c_int;

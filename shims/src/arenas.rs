@@ -14,15 +14,13 @@ use std::sync::atomic::{
 };
 
 use rdmasock_core::allocator::{ABI, End, Entry, Piece, Table, WHOLE};
+use rdmasock_core::fabric::remote::qp::{Key, Region};
 use rdmasock_core::lock::Lock;
 
-use crate::ahead::{Device, Known, Range, SENT_FROM};
 use crate::config::{Alloc, config, warn};
 
 /// More pieces are not kept.
 const MOST: usize = 4096;
-/// Bytes of what is registered on demand at a time. The kernel keeps a word or two a page for it.
-const ON_DEMAND: usize = 16 << 20;
 
 /// The allocator's table; null without it.
 static TABLE: AtomicPtr<Table> = AtomicPtr::new(std::ptr::null_mut());
@@ -91,25 +89,90 @@ fn piece(at: usize) -> Option<Piece> {
     is_one.then_some(piece)
 }
 
-/// A piece under an epoch of its. It is in use by whoever has it beside the table.
+/// What registers memory: a link's device.
+pub trait Device: Sync {
+    /// Ends a registration, if the device is still there: its end is theirs.
+    fn deregister(&self, region: Region);
+}
+
+/// A registration of a piece with a device.
+pub struct Known {
+    device: &'static dyn Device,
+    region: Region,
+    /// What it takes of the budget, bytes.
+    cost: u64,
+}
+
+impl Known {
+    /// Ends all of them; returns what they took of the budget.
+    pub fn end_all(registrations: Vec<Self>) -> u64 {
+        let each = registrations.into_iter();
+        each.map(|known| {
+            known.device.deregister(known.region);
+            known.cost
+        })
+        .sum()
+    }
+
+    fn is_of(&self, device: &dyn Device) -> bool {
+        std::ptr::addr_eq(self.device, device)
+    }
+}
+
+fn key_in(known: &[Known], device: &dyn Device) -> Option<Key> {
+    let known = known.iter().find(|known| known.is_of(device));
+    known.map(|known| known.region.key)
+}
+
+/// A piece under one of its epochs. It is in use while a call has it beside the table.
 pub struct Kept {
-    range: Range,
+    start: usize,
+    len: usize,
     epoch: u64,
     /// When a call last used it, by [`Pieces::clock`].
     used: AtomicU64,
+    known: Lock<Vec<Known>>,
 }
 
 impl Kept {
-    /// What of it devices know.
-    pub fn range(&self) -> &Range {
-        &self.range
+    /// Where the piece begins, and its bytes.
+    pub fn memory(&self) -> (*mut u8, usize) {
+        (std::ptr::with_exposed_provenance_mut(self.start), self.len)
+    }
+
+    /// By which key the device knows the piece, if it does.
+    pub fn key(&self, device: &dyn Device) -> Option<Key> {
+        key_in(&self.known.lock()?, device)
+    }
+
+    /// The device knows it from now on; `Err`: another call has told it meanwhile, and this registration is one too
+    /// many.
+    pub fn keep(&self, device: &'static dyn Device, region: Region, cost: u64) -> Result<(), Option<Key>> {
+        let mut known = self.known.lock().ok_or(None)?;
+        if let Some(key) = key_in(&known, device) {
+            return Err(Some(key));
+        }
+        known.push(Known { device, region, cost });
+        Ok(())
+    }
+
+    /// Takes out its registrations with that device, to be ended.
+    pub fn take_of(&self, device: &dyn Device) -> Vec<Known> {
+        self.take(|known| known.is_of(device))
+    }
+
+    fn take(&self, which: impl Fn(&Known) -> bool) -> Vec<Known> {
+        let known = self.known.lock();
+        known.map_or_else(Vec::new, |mut known| {
+            known.extract_if(.., |known| which(known)).collect()
+        })
     }
 }
 
 /// Somebody has it no more: if that was the last, its registrations end. Gives what they took of the budget, which
 /// is their bytes.
 pub fn leave(kept: Arc<Kept>) -> u64 {
-    Arc::into_inner(kept).map_or(0, |kept| Known::end_all(kept.range.take(|_| true)))
+    Arc::into_inner(kept).map_or(0, |kept| Known::end_all(kept.take(|_| true)))
 }
 
 /// See the module.
@@ -143,21 +206,11 @@ impl Pieces {
         Some((kept, within, stale.map_or(0, leave)))
     }
 
-    /// The same of any memory, for devices that reach it on demand: what they know is addresses, and whatever is there
-    /// when they look is what a copy by the processor would find at that moment. So what is kept is never wrong,
-    /// and needs no epoch.
-    pub fn of_addresses(&self, start: usize, len: usize) -> Option<(Arc<Kept>, usize, u64)> {
-        let piece = start / ON_DEMAND * ON_DEMAND;
-        let within = len.min(piece.checked_add(ON_DEMAND)?.checked_sub(start)?);
-        let (kept, oldest) = self.under(piece, ON_DEMAND, WHOLE)?;
-        Some((kept, within, oldest.map_or(0, leave)))
-    }
-
     /// What is kept of a piece under an epoch, and what takes its place in the table no more.
     fn under(&self, start: usize, len: usize, epoch: u64) -> Option<(Arc<Kept>, Option<Arc<Kept>>)> {
         let used = self.clock.fetch_add(1, Relaxed);
         let mut all = self.kept.lock()?;
-        let place = all.binary_search_by_key(&start, |kept| kept.range.memory().0.addr());
+        let place = all.binary_search_by_key(&start, |kept| kept.start);
         if let Ok(at) = place
             && let Some(known) = all.get(at).filter(|known| known.epoch == epoch)
         {
@@ -165,9 +218,11 @@ impl Pieces {
             return Some((Arc::clone(known), None));
         }
         let fresh = Arc::new(Kept {
-            range: Range::new(start, len, SENT_FROM),
+            start,
+            len,
             epoch,
             used: AtomicU64::new(used),
+            known: Lock::new(Vec::new()),
         });
         let stale = match place {
             Ok(at) => Some(std::mem::replace(all.get_mut(at)?, Arc::clone(&fresh))),
@@ -198,10 +253,7 @@ impl Pieces {
         let end = start.saturating_add(len);
         let taken: Vec<Arc<Kept>> = {
             let mut all = self.kept.lock()?;
-            let touches = |kept: &Arc<Kept>| {
-                let (at, len) = kept.range.memory();
-                at.addr() < end && at.addr() + len > start
-            };
+            let touches = |kept: &Arc<Kept>| kept.start < end && kept.start + kept.len > start;
             let is_used = |kept: &Arc<Kept>| Arc::strong_count(kept) > 1;
             if !force && all.iter().any(|kept| touches(kept) && is_used(kept)) {
                 return None;
@@ -214,8 +266,8 @@ impl Pieces {
     /// The device is about to be no more, and its registrations with it. Gives what they took of the budget.
     pub fn forget(&self, device: &dyn Device) -> u64 {
         self.kept.lock().map_or(0, |all| {
-            let known = all.iter().flat_map(|kept| kept.range.take_of(device));
-            known.map(|known| known.cost()).sum()
+            let known = all.iter().flat_map(|kept| kept.take_of(device));
+            known.map(|known| known.cost).sum()
         })
     }
 }

@@ -5,7 +5,6 @@ use rdmasock_core::ids::InstanceId;
 use rdmasock_core::os::privatefd::{PrivateFd, Transit};
 use rdmasock_core::stats::{InstanceInfo, StatsPage};
 
-use crate::ahead::Ahead;
 use crate::arenas::{self, Pieces};
 use crate::budget::Budget;
 use crate::config::{Config, config};
@@ -58,9 +57,7 @@ fn build() -> Option<Library> {
         waiters: Waiters::new().ok()?,
         offers: Offers::new(),
         pinned: Budget::default(),
-        ahead: Ahead::new(),
         arenas: Pieces::new(),
-        on_demand: Pieces::new(),
         service: Mailbox::new(service::THREAD).ok()?,
     };
     tracing::info!(target: "rdmasock", instance = %library.id, program = %library.program, "instance made");

@@ -22,7 +22,6 @@
 
 #![warn(missing_docs)]
 
-mod ahead;
 mod ancestors;
 mod anchor;
 pub mod api;

@@ -17,7 +17,6 @@ use rdmasock_core::stats::{Event, Reason, StatsPage};
 use rdmasock_core::stream::handshake::Role;
 use rdmasock_core::stream::policy::Threshold;
 
-use crate::ahead::Ahead;
 use crate::arenas::Pieces;
 use crate::budget::Budget;
 use crate::config::config;
@@ -48,12 +47,8 @@ pub struct Library {
     pub offers: Offers,
     /// Memory of the program that devices reach.
     pub pinned: Budget,
-    /// What of it the program has registered ahead.
-    pub ahead: Ahead,
     /// What of it is the registered allocator's.
     pub arenas: Pieces,
-    /// What of it devices reach on demand.
-    pub on_demand: Pieces,
     /// What is left to the service thread.
     pub service: Mailbox,
 }

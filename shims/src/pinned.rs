@@ -1,5 +1,5 @@
-//! Memory of the program that a link's device reaches for as long as a call waits: registered for that, or before
-//! (`ahead.rs`).
+//! Memory of the program that a link's device reaches for as long as a call waits: registered for that, or kept
+//! registered because it is the registered allocator's (`arenas.rs`).
 
 use std::sync::Arc;
 
@@ -7,8 +7,7 @@ use rdmasock_core::fabric::remote::qp::{Key, QueuePair, Region, Role};
 use rdmasock_core::os::thread;
 use rdmasock_core::stats::Event;
 
-use crate::ahead::{Known, Range};
-use crate::arenas::{self, Kept};
+use crate::arenas::{self, Kept, Known};
 use crate::budget::{self, Budget};
 use crate::library::Library;
 use crate::link::Remote;
@@ -17,9 +16,7 @@ use crate::link::Remote;
 enum Kind {
     /// Of the call, which ends it; with what it takes of the budget.
     Own(Region, u64),
-    /// Of the range, which stays as long as this; and how many bulk queue pairs the link had lost before.
-    Ahead(Arc<Range>, u64),
-    /// Of the piece that it lies in, which stays as long as this; and as above.
+    /// Of the piece that it lies in, which stays as long as this; and how many bulk queue pairs the link had lost before.
     Kept(Option<Arc<Kept>>, u64),
 }
 
@@ -61,10 +58,6 @@ impl Pinned {
         role: Role,
     ) -> Option<Self> {
         let stats = &Library::get().stats;
-        if let Some(pinned) = Self::ahead(remote, memory, len, role) {
-            stats.count(Event::DirectAhead);
-            return Some(pinned);
-        }
         if let Some(pinned) = Self::kept(remote, memory, len, least, role) {
             return Some(pinned);
         }
@@ -97,57 +90,17 @@ impl Pinned {
         })
     }
 
-    fn ahead(remote: &'static Remote, memory: *mut u8, len: usize, role: Role) -> Option<Self> {
-        if role == Role::Offered {
-            // The peer could read what the program has there later, and has not sent.
-            return None;
-        }
-        let range = Library::get().ahead.covering(memory.addr(), len, role)?;
-        let lost = remote.end().direct_counts().lost;
-        let known = range.key(remote, role);
-        let key = known.or_else(|| {
-            let (_, bytes) = range.memory();
-            let (_, cost) = take_or_make_room(|budget| budget.take(bytes, bytes, budget::limit()), bytes)?;
-            tell_device(remote, &range, role, cost).map(|(key, _)| key)
-        })?;
-        Some(Self {
-            remote,
-            kind: Kind::Ahead(range, lost),
-            key,
-            len,
-            thread: thread::current().tid(),
-        })
-    }
-
-    /// As much of it as lies in the piece in which it begins: of the registered allocator's memory, or of addresses
-    /// that the device reaches on demand. Only where it is this end's device that reads: a peer that does not keep to
-    /// the protocol could write to a piece, or read it, after the call.
+    /// As much of it as lies in the piece of the registered allocator in which it begins. Only where it is this end's
+    /// device that reads: a peer that does not keep to the protocol could write to a piece, or read it, after the call.
     fn kept(remote: &'static Remote, memory: *mut u8, len: usize, least: usize, role: Role) -> Option<Self> {
         if role != Role::Source {
             return None;
         }
         let library = Library::get();
-        let of_allocator = || {
-            let piece = library.arenas.covering(memory.addr(), len)?;
-            Self::of_piece(remote, piece, least, &ALLOCATOR)
-        };
-        let on_demand = || {
-            let has_it = remote.reaches_on_demand();
-            let piece = has_it.then(|| library.on_demand.of_addresses(memory.addr(), len))??;
-            Self::of_piece(remote, piece, least, &ON_DEMAND)
-        };
-        of_allocator().or_else(on_demand)
-    }
-
-    fn of_piece(
-        remote: &'static Remote,
-        (kept, len, free): (Arc<Kept>, usize, u64),
-        least: usize,
-        how: &Keeping,
-    ) -> Option<Self> {
-        Library::get().free_kept(free);
+        let (kept, len, free) = library.arenas.covering(memory.addr(), len)?;
+        library.free_kept(free);
         let lost = remote.end().direct_counts().lost;
-        let key = (len >= least).then(|| key_of(remote, &kept, how)).flatten();
+        let key = (len >= least).then(|| key_of(remote, &kept)).flatten();
         let Some(key) = key else {
             let_go(kept);
             return None;
@@ -189,16 +142,10 @@ impl Drop for Pinned {
             }
             // Without a bulk queue pair nobody has said that nothing is under way any more, and what comes late is to
             // find the memory out of reach. Others who use it go on by rings.
-            Kind::Ahead(range, lost) => {
-                if has_lost(self.remote, *lost) {
-                    let registrations = range.take_of(self.remote);
-                    Library::get().pinned.give_back(Known::end_all(registrations));
-                }
-            }
             Kind::Kept(kept, lost) => {
                 if let Some(kept) = kept.take() {
                     if has_lost(self.remote, *lost) {
-                        let registrations = kept.range().take_of(self.remote);
+                        let registrations = kept.take_of(self.remote);
                         Library::get().free_kept(Known::end_all(registrations));
                     }
                     let_go(kept);
@@ -219,43 +166,20 @@ fn let_go(kept: Arc<Kept>) {
     Library::get().free_kept(arenas::leave(kept));
 }
 
-/// How pieces are kept.
-struct Keeping {
-    role: Role,
-    /// Whether its pages have to be in memory, and take some of the budget.
-    is_pinned: bool,
-    hit: Event,
-    miss: Event,
-}
-
-const ALLOCATOR: Keeping = Keeping {
-    role: Role::Source,
-    is_pinned: true,
-    hit: Event::AllocHit,
-    miss: Event::AllocMiss,
-};
-
-const ON_DEMAND: Keeping = Keeping {
-    role: Role::OnDemand,
-    is_pinned: false,
-    hit: Event::OnDemandHit,
-    miss: Event::OnDemandMiss,
-};
-
 /// By what the device knows a piece, which it is told of if need be.
-fn key_of(remote: &'static Remote, kept: &Kept, how: &Keeping) -> Option<Key> {
+fn key_of(remote: &'static Remote, kept: &Kept) -> Option<Key> {
     let stats = &Library::get().stats;
-    let known = kept.range().key(remote, how.role);
-    stats.count(if known.is_some() { how.hit } else { how.miss });
+    let known = kept.key(remote);
+    let event = if known.is_some() {
+        Event::AllocHit
+    } else {
+        Event::AllocMiss
+    };
+    stats.count(event);
     known.or_else(|| {
-        let (_, bytes) = kept.range().memory();
-        let take = |budget: &Budget| budget.take_pages(bytes as u64, budget::limit());
-        let cost = if how.is_pinned {
-            take_or_make_room(take, bytes)?
-        } else {
-            0
-        };
-        let (key, is_new) = tell_device(remote, kept.range(), how.role, cost)?;
+        let (_, bytes) = kept.memory();
+        let cost = take_or_make_room(|budget| budget.take_pages(bytes as u64, budget::limit()), bytes)?;
+        let (key, is_new) = tell_device(remote, kept, cost)?;
         stats.count_many(Event::AllocKept, if is_new { cost } else { 0 });
         Some(key)
     })
@@ -271,18 +195,17 @@ fn take_or_make_room<T>(take: impl Fn(&Budget) -> Option<T>, bytes: usize) -> Op
     })
 }
 
-/// The device hears of all of the range, which is as good as registered: without room in the budget for it, or where
+/// The device hears of all of the piece, which is as good as registered: without room in the budget for it, or where
 /// the device refuses, each call registers its own part. Gives whether it is known for what was taken of the budget.
 #[cold]
-fn tell_device(remote: &'static Remote, range: &Range, role: Role, cost: u64) -> Option<(Key, bool)> {
+fn tell_device(remote: &'static Remote, kept: &Kept, cost: u64) -> Option<(Key, bool)> {
     let library = Library::get();
-    let (memory, len) = range.memory();
+    let (memory, len) = kept.memory();
     // So that the link's end comes after what is kept, and finds it.
     let told = remote.with_pair(|pair| {
-        // SAFETY: the program has said that it is there until it says otherwise, which it cannot while a call has it;
-        // or it is the allocator's, whose arenas are never unmapped; or the device looks what is there.
-        let told = unsafe { pair.register(memory, len, role) };
-        match told.map(|region| (region, range.keep(remote, role, region, cost))) {
+        // SAFETY: it is the allocator's, whose arenas are never unmapped.
+        let told = unsafe { pair.register(memory, len, Role::Source) };
+        match told.map(|region| (region, kept.keep(remote, region, cost))) {
             Ok((region, Ok(()))) => {
                 library.stats.count(Event::DirectRegistered);
                 Some((region.key, true))

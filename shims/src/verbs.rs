@@ -493,7 +493,6 @@ impl QueuePair for Pair {
             Role::Source => role::SOURCE,
             Role::Target => role::TARGET,
             Role::Offered => role::OFFERED,
-            Role::OnDemand => role::ON_DEMAND,
             Role::Sink => role::SINK,
         };
         let conn = self.conn().map_err(|_| GONE)?;

@@ -74,8 +74,6 @@ fn act(fd: c_int, what: &str, n: usize, piece: &mut [u8]) {
         }
         // The same by epoll_wait and receives that do not wait.
         "receive-by-epoll" => receive_by_epoll(fd, n, piece),
-        // The memory of the pieces, ahead.
-        "register" => register(piece),
         "poll" => {
             sys::poll_one(fd, libc::POLLIN, -1);
         }
@@ -113,20 +111,6 @@ fn receive_by_epoll(fd: c_int, n: usize, piece: &mut [u8]) {
         assert!(piece == want, "piece {at}");
     }
     sys::close(set).ok();
-}
-
-/// `rdmasock_register` for sends and receives, as `include/rdmasock.h` finds it.
-fn register(memory: &mut [u8]) {
-    type Register = unsafe extern "C" fn(*mut libc::c_void, libc::size_t, c_int) -> c_int;
-    // SAFETY: a name that ends with a zero byte.
-    let found = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"rdmasock_register".as_ptr()) };
-    assert!(!found.is_null(), "without the library");
-    // SAFETY: of this type, and the memory stays until the process ends.
-    let result = unsafe {
-        let register: Register = std::mem::transmute(found);
-        register(memory.as_mut_ptr().cast(), memory.len(), 3)
-    };
-    assert_eq!(result, 0);
 }
 
 /// A line to the test.

@@ -61,14 +61,6 @@ fn main() -> ExitCode {
     }
     for device in ["roce", "iwarp"] {
         let of_all = Arc::clone(&paths);
-        let name = format!("registered_ahead/{device}");
-        trials.push(Trial::test(name, move || few_are_registered(&of_all, device)));
-        let of_all = Arc::clone(&paths);
-        let name = format!("on_demand/{device}");
-        trials.push(Trial::test(name, move || {
-            addresses_are_registered_once(&of_all, device)
-        }));
-        let of_all = Arc::clone(&paths);
         let name = format!("goes_at_once/{device}");
         trials.push(Trial::test(name, move || a_piece_goes_at_once(&of_all, device)));
         let of_all = Arc::clone(&paths);
@@ -260,30 +252,6 @@ fn nothing_is_direct(paths: &Paths, short: &str) -> Result<(), Failed> {
     Ok(())
 }
 
-/// What was registered ahead is registered once for a link, and calls are none the worse for that.
-fn few_are_registered(paths: &Paths, device: &str) -> Result<(), Failed> {
-    let (mut from, mut to) = pair_with(paths, device, "client", ["128K:direct"; 2])?;
-    let registrations = |end: &End| end.count(paths, "direct_registrations");
-    for end in [&mut from, &mut to] {
-        end.begin("register", 0)?;
-        end.finish()?;
-    }
-    let before = (registrations(&from)?, registrations(&to)?);
-    let end = Instant::now() + LIMIT;
-    let ahead = |end: &End| end.count(paths, "direct_ahead");
-    while ahead(&from)?.min(ahead(&to)?) < 50 {
-        transfer(paths, &mut from, &mut to, MANY)?;
-        assert!(Instant::now() < end, "too little goes directly");
-    }
-    let after = (registrations(&from)?, registrations(&to)?);
-    assert_eq!(after, (before.0 + 1, before.1 + 1));
-    assert_eq!(
-        from.count(paths, "direct_unpinned")? + to.count(paths, "direct_unpinned")?,
-        0
-    );
-    Ok(())
-}
-
 /// A piece of the registered allocator's is registered once for a link, whatever becomes of the blocks in it, and ends
 /// with the link.
 fn pieces_are_registered_once(paths: &Paths, device: &str) -> Result<(), Failed> {
@@ -357,25 +325,6 @@ fn pieces_are_read_late(paths: &Paths, device: &str) -> Result<(), Failed> {
         }
         assert!(Instant::now() < end, "of {all} bytes {sent} were lent");
     }
-}
-
-/// Where the device reaches memory on demand, addresses are registered once for a link, and take nothing of what may be
-/// locked. (Those of a receive are registered for each call.)
-fn addresses_are_registered_once(paths: &Paths, device: &str) -> Result<(), Failed> {
-    let device = format!("{device},odp");
-    let (mut from, mut to) = pair_with(paths, &device, "client", ["128K:direct"; 2])?;
-    limit_locked_memory(from.child.id(), 200_000)?;
-    let end = Instant::now() + LIMIT;
-    while from.count(paths, "on_demand_hits")? < 100 {
-        transfer(paths, &mut from, &mut to, MANY)?;
-        assert!(Instant::now() < end, "too little goes directly");
-    }
-    let misses = from.count(paths, "on_demand_misses")?;
-    // The memory may lie across the end of what is registered at a time.
-    assert!((1..=2).contains(&misses), "{misses} registrations");
-    assert_eq!(from.count(paths, "direct_registrations")?, misses);
-    assert_eq!(to.count(paths, "on_demand_hits")?, 0);
-    Ok(())
 }
 
 fn most_is_direct(paths: &Paths, device: &str, sender: &str) -> Result<(), Failed> {

@@ -12,7 +12,7 @@ use rdmasock_core::stats::Reason;
 use rdmasock_tests::harness::{Mode, Paths, clean_environment};
 
 /// Cases that are played wherever the connection comes to run.
-const EVERYWHERE: &[&str] = &["info", "errors", "stay", "view", "view_errors", "ahead", "ahead_errors"];
+const EVERYWHERE: &[&str] = &["info", "errors", "stay", "view", "view_errors"];
 
 /// Those that are played where it comes to a link.
 const ON_LINKS: &[&str] = &[
@@ -26,7 +26,7 @@ const ON_LINKS: &[&str] = &[
 ];
 
 /// Those that are about links between hosts.
-const OVER_THE_DEVICE: &[&str] = &["view_cut", "ahead_busy", "ahead_cut", "ahead_stopped"];
+const OVER_THE_DEVICE: &[&str] = &["view_cut"];
 
 /// What the connection comes to run on.
 #[derive(Clone, Copy)]
@@ -182,9 +182,6 @@ fn play(paths: &Paths, case: &str, way: Way) -> Result<(), Failed> {
     environment(paths, &mut command, way)?;
     if case == "hurry" {
         command.env("RDMASOCK_PROMOTE_AFTER", "1000000r");
-    }
-    if case.starts_with("ahead") {
-        command.env("RDMASOCK_ZCOPY_MIN", "128K");
     }
     if case.ends_with("_cut")
         && let Way::Device(mode) = way

@@ -188,7 +188,6 @@ impl Connection for Conn {
             immediate: u8::from(!settings.is_iwarp),
             reads: READS,
             packet_bytes: if settings.is_iwarp { 0 } else { 4096 },
-            on_demand: u32::from(settings.has_odp),
             qp_number: queue.number(),
             device: names::description(settings),
             private: self.private.bytes,

@@ -187,7 +187,7 @@ impl Domain {
         entry.len.store(len, Relaxed);
         let roles = match role {
             Role::Both => SOURCE | TARGET | SINK,
-            Role::Source | Role::OnDemand => SOURCE,
+            Role::Source => SOURCE,
             Role::Target => TARGET | SINK,
             Role::Offered => OFFERED,
             Role::Sink => SINK,

@@ -154,11 +154,8 @@ impl Queue {
 
     /// Registers memory until it is deregistered or the queue pair is over.
     pub fn register(&self, start: u64, len: u64, role: Role) -> Result<Keys> {
-        if role == Role::OnDemand && !self.settings.has_odp {
-            return Err(Errno(libc::EOPNOTSUPP));
-        }
-        // Rings are not the program's to change, and what is reached on demand is whatever is there.
-        let is_pinned = !matches!(role, Role::Both | Role::OnDemand);
+        // Rings are not the program's to change.
+        let is_pinned = role != Role::Both;
         let pages = match self.settings.has_pins && is_pinned {
             true => pins::pin(start, len).unwrap_or_else(|| {
                 log(Level::Error, format_args!("localnic: pins needs CAP_SYS_ADMIN"));

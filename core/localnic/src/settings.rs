@@ -34,8 +34,6 @@ pub struct Settings {
     pub cache: u32,
     /// `miss=`: ns that it takes to fetch what it has to know of a queue pair.
     pub miss_ns: u64,
-    /// `odp`: memory may be registered to be reached on demand, whatever is there by then.
-    pub has_odp: bool,
     /// `seed=`: for what is left to chance.
     pub seed: u64,
 }
@@ -68,7 +66,6 @@ impl Settings {
                 ("roce", false) => settings.is_iwarp = false,
                 ("iwarp", false) => settings.is_iwarp = true,
                 ("pins", false) => settings.has_pins = true,
-                ("odp", false) => settings.has_odp = true,
                 ("thread", false) => settings.has_thread = true,
                 ("delay", true) => settings.delay_us = number,
                 ("late", true) => settings.late_ms = number,

@@ -15,7 +15,7 @@ pub mod slots;
 use std::ffi::{c_int, c_void};
 
 /// Version of the tables; changes with any change to this file.
-pub const ABI: u32 = 7;
+pub const ABI: u32 = 8;
 
 /// The plugin's only symbol, an [`Entry`].
 pub const ENTRY: &std::ffi::CStr = c"rdmasock_verbs_plugin";
@@ -99,8 +99,6 @@ pub struct Info {
     pub reads: u8,
     /// As there.
     pub packet_bytes: u32,
-    /// 0 or 1: memory may be registered for [`role::ON_DEMAND`].
-    pub on_demand: u32,
     /// Number of the queue pair.
     pub qp_number: u32,
     /// The device.
@@ -207,10 +205,8 @@ pub mod role {
     pub const TARGET: u32 = 2;
     /// The source of the peer's READs.
     pub const OFFERED: u32 = 3;
-    /// The source of this end's WRITEs, reached by its addresses (on-demand paging): whatever is there by then.
-    pub const ON_DEMAND: u32 = 4;
     /// The target of this end's READs.
-    pub const SINK: u32 = 5;
+    pub const SINK: u32 = 4;
 }
 
 /// A listener of the plugin's.

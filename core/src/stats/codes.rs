@@ -152,40 +152,34 @@ events! {
     /// A call's memory was not registered, as that would exceed the half of the memlock limit or the device refused it:
     /// its bytes went by rings.
     DirectUnpinned = 21 => "direct_unpinned",
-    /// Memory of the program was registered: for a call, or once for a link where the program has registered it ahead.
+    /// Memory of the program was registered: for a call, or a piece of the registered allocator's for a link.
     DirectRegistered = 22 => "direct_registrations",
-    /// A call's memory had been registered ahead.
-    DirectAhead = 23 => "direct_ahead",
     /// A trial of another way for large sends of a stream is over (`RDMASOCK_ZCOPY_MIN=auto`).
-    DirectTrials = 24 => "direct_trials",
+    DirectTrials = 23 => "direct_trials",
     /// The other way has won it.
-    DirectChanges = 25 => "direct_changes",
+    DirectChanges = 24 => "direct_changes",
     /// Bytes that the peer's device has read from the memory of the program itself.
-    RendezvousSent = 26 => "rendezvous_sent_bytes",
+    RendezvousSent = 25 => "rendezvous_sent_bytes",
     /// Bytes that this end's device has read from the memory of the peer's program.
-    RendezvousReceived = 27 => "rendezvous_received_bytes",
+    RendezvousReceived = 26 => "rendezvous_received_bytes",
     /// Memory that a send had lent so was wanted back before all of it was read.
-    RendezvousRecalled = 28 => "rendezvous_recalled",
+    RendezvousRecalled = 27 => "rendezvous_recalled",
     /// A call's memory lay in a piece of the registered allocator's that the device knew.
-    AllocHit = 29 => "alloc_hits",
+    AllocHit = 28 => "alloc_hits",
     /// A call's memory lay in a piece of the registered allocator's that the device did not know: it was told, if there
     /// was room in the budget.
-    AllocMiss = 30 => "alloc_misses",
+    AllocMiss = 29 => "alloc_misses",
     /// Bytes of such pieces that a device was told of.
-    AllocKept = 31 => "alloc_kept_bytes",
+    AllocKept = 30 => "alloc_kept_bytes",
     /// Bytes of such pieces that a device does not know any more.
-    AllocEnded = 32 => "alloc_ended_bytes",
-    /// A call's memory lay where the device knew the addresses, and reaches what is there on demand.
-    OnDemandHit = 33 => "on_demand_hits",
-    /// The device was told of the addresses that a call's memory lay at.
-    OnDemandMiss = 34 => "on_demand_misses",
+    AllocEnded = 31 => "alloc_ended_bytes",
     /// Of the bytes that this end's device has read, those that went straight into a buffer that a call waited with.
-    RendezvousLanded = 35 => "rendezvous_landed_bytes",
+    RendezvousLanded = 32 => "rendezvous_landed_bytes",
     /// Bytes of sends that this end's device was to write, or the peer's to read, as the loads of the two ends have it
     /// (`RDMASOCK_ZCOPY_MIN=auto`).
-    PushedByLoad = 36 => "pushed_by_load_bytes",
+    PushedByLoad = 33 => "pushed_by_load_bytes",
     /// See above.
-    PulledByLoad = 37 => "pulled_by_load_bytes",
+    PulledByLoad = 34 => "pulled_by_load_bytes",
 }
 
 /// Number of [`Event`]s.

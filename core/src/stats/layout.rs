@@ -18,7 +18,7 @@ use super::sleepers::{SleeperStats, Waiting};
 /// "rdmastat", read as a little-endian number.
 pub(super) const MAGIC: u64 = u64::from_le_bytes(*b"rdmastat");
 /// Version of this layout.
-pub(super) const VERSION: u32 = 5;
+pub(super) const VERSION: u32 = 6;
 /// Longest program name kept, in bytes.
 pub(super) const PROGRAM_MAX: usize = 64;
 

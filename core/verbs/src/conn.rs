@@ -210,7 +210,6 @@ impl Conn {
             immediate: u8::from(queue.has_immediate()),
             reads: queue.reads(),
             packet_bytes: queue.packet_bytes(),
-            on_demand: u32::from(self.context.has_on_demand()),
             qp_number: queue.number(),
             device: Device {
                 name,

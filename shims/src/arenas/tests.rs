@@ -3,7 +3,6 @@ use std::sync::OnceLock;
 use std::sync::atomic::Ordering::SeqCst;
 
 use rdmasock_core::allocator::NEXT;
-use rdmasock_core::fabric::remote::qp::{Key, Region, Role};
 
 use super::*;
 
@@ -69,15 +68,13 @@ fn call(arenas: &Pieces, device: &'static Counts, number: usize, handle: u64) ->
     let (kept, len, _) = arenas.covering(at(number) + 100, LEN).unwrap();
     assert_eq!(len, LEN - 100);
     let key = Key { local: 1, remote: 2 };
-    kept.range()
-        .keep(device, Role::Source, Region { key, handle }, LEN as u64)
-        .unwrap();
+    kept.keep(device, Region { key, handle }, LEN as u64).unwrap();
     kept
 }
 
 fn is_known(arenas: &Pieces, device: &Counts, number: usize) -> bool {
     let (kept, _, _) = arenas.covering(at(number), 1).unwrap();
-    let is_known = kept.range().key(device, Role::Source).is_some();
+    let is_known = kept.key(device).is_some();
     assert_eq!(leave(kept), 0);
     is_known
 }
@@ -90,7 +87,7 @@ fn what_was_registered_under_another_epoch_is_not_used() {
     assert!(!is_known(&arenas, device, 1));
     EPOCHS[0].fetch_add(NEXT, SeqCst);
     let (kept, _, free) = arenas.covering(at(0), 10).unwrap();
-    assert!(kept.range().key(device, Role::Source).is_none());
+    assert!(kept.key(device).is_none());
     assert_eq!(
         (free, device.0.load(Relaxed)),
         (LEN as u64, 1),
@@ -112,7 +109,7 @@ fn a_piece_that_changes_under_a_call_is_the_call_s_to_its_end() {
     assert_eq!(arenas.end(at(2) + 5, 1, true), Some(0));
     assert!(!is_known(&arenas, device, 2));
     assert_eq!(device.0.load(Relaxed), 0);
-    assert!(used.range().key(device, Role::Source).is_some());
+    assert!(used.key(device).is_some());
     assert_eq!((leave(used), device.0.load(Relaxed)), (LEN as u64, 1));
 }
 

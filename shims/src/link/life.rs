@@ -79,7 +79,7 @@ impl Link {
         dialled: Option<(IpAddr, SocketAddr)>,
     ) -> Option<&'static Self> {
         let info = pair.info().ok()?;
-        let terms = Terms::of(&pair, &info, arena_bytes, other);
+        let terms = Terms::of(&pair, arena_bytes, other);
         let link = match take_free(|link| link.remote().is_some_and(|remote| remote.fits(&terms))) {
             Some(link) if link.remote()?.renew(&pair) => link,
             Some(link) => {

@@ -32,7 +32,7 @@ use self::answers::Answers;
 use self::own_looks::OwnLooks;
 use super::news::{self, News};
 use super::watchers::Watchers;
-use crate::ahead::Device;
+use crate::arenas::Device;
 use crate::config::{ZeroCopy, config};
 use crate::library::Library;
 use crate::steering::Balance;
@@ -126,8 +126,6 @@ pub(super) struct Terms {
     limits: Limits,
     tuning: Tuning,
     arena_bytes: u64,
-    /// This end's device reaches memory by its addresses.
-    on_demand: bool,
     /// Both ends have direct transfers.
     is_direct: bool,
     /// And the other's device reads what is lent to it.
@@ -141,7 +139,7 @@ impl Terms {
         Some([Layout::for_data(self.arena_bytes)?, Layout::for_data(with_buffers)?])
     }
 
-    pub(super) fn of(pair: &Pair, info: &Info, arena_bytes: u64, other: &Introduction) -> Self {
+    pub(super) fn of(pair: &Pair, arena_bytes: u64, other: &Introduction) -> Self {
         let limits = pair.limits();
         let mut tuning = Tuning::fit(&limits);
         tuning.buffers = buffers(arena_bytes);
@@ -153,7 +151,6 @@ impl Terms {
             limits,
             tuning,
             arena_bytes,
-            on_demand: info.on_demand != 0,
             is_direct,
             can_lend: is_direct && other.reads,
         }
@@ -329,8 +326,7 @@ impl Remote {
         if is_free {
             self.end.end_retired(drop);
             let library = Library::get();
-            library.pinned.give_back(library.ahead.forget(self));
-            library.free_kept(library.arenas.forget(self) + library.on_demand.forget(self));
+            library.free_kept(library.arenas.forget(self));
             self.end.qp().destroy();
         } else {
             self.is_ended.publish(false);

@@ -280,25 +280,4 @@ pub fn add_to(all: &mut Vec<Scenario>) {
         scenario.device = if has_pins { "pins" } else { "" };
         all.push(scenario.with_env("RDMASOCK_ALLOC", "registered"));
     }
-    // Without the allocator, on a device that reaches what the program sends from by its addresses. What else is
-    // registered are pages all the same.
-    let on_demand: [(&str, Run); 7] = [
-        ("changes", changes),
-        ("others", others),
-        ("heap", direct_memory::heap),
-        ("same_place", direct_memory::same_place),
-        ("sizes", direct::sizes),
-        ("times_out", direct_send::times_out),
-        ("cancel", direct_more::cancel),
-    ];
-    for (name, run) in on_demand {
-        let mut scenario = Scenario::new(&format!("direct_on_demand_{name}"), run, true);
-        scenario.modes = &[Mode::Kernel, Mode::Both];
-        scenario.device = "pins,odp";
-        all.push(scenario);
-    }
-    let mut forks = Scenario::new("direct_on_demand_forks", direct_more::forks, true);
-    forks.modes = &[Mode::Kernel, Mode::Both];
-    forks.device = "odp";
-    all.push(forks);
 }

@@ -220,7 +220,7 @@ fn lent_into(scenario: &Scenario) -> Vec<Scenario> {
     let rest = scenario.name.strip_prefix("direct_");
     // Some of those are of memory that is lent anyway, or of registrations that are kept, which those for a peer are
     // not.
-    let is_other = |rest: &str| rest.contains("lent") || rest.starts_with("alloc_") || rest.starts_with("on_demand_");
+    let is_other = |rest: &str| rest.contains("lent") || rest.starts_with("alloc_");
     let rest = rest.filter(|rest| !is_other(rest));
     let as_lent = |name: String, least: &str| Scenario {
         name,

@@ -320,7 +320,6 @@ unsafe extern "C" fn register<P: Provider>(
             role::SOURCE => Role::Source,
             role::TARGET => Role::Target,
             role::OFFERED => Role::Offered,
-            role::ON_DEMAND => Role::OnDemand,
             role::SINK => Role::Sink,
             _ => return Err(INVALID),
         };

@@ -415,7 +415,7 @@ impl QueuePair for MemQp {
                 (key.local, Use::Sink),
                 (key.remote, Use::Target),
             ],
-            Role::Source | Role::OnDemand => &[(key.local, Use::Source)],
+            Role::Source => &[(key.local, Use::Source)],
             Role::Target => &[(key.local, Use::Sink), (key.remote, Use::Target)],
             Role::Sink => &[(key.local, Use::Sink)],
             Role::Offered => &[(key.remote, Use::Offered)],

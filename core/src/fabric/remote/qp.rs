@@ -47,9 +47,6 @@ pub enum Role {
     Target,
     /// The source of the peer's READs.
     Offered,
-    /// The source of this end's WRITEs, where the device looks up pages as the processor does (on-demand paging): it
-    /// takes what is at the addresses by then, and there need not be anything when it is registered.
-    OnDemand,
     /// The target of this end's READs. The peer may write there only if the device cannot do otherwise: on iWARP, where
     /// the answer to a READ is a write.
     Sink,

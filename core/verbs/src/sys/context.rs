@@ -97,24 +97,6 @@ impl Context {
         })
     }
 
-    /// Whether the sources of WRITEs of a reliable connection may be registered for on-demand paging
-    /// (ibv_query_device_ex(3)).
-    pub fn has_on_demand(&self) -> bool {
-        let mut attr = MaybeUninit::<ffi::ibv_device_attr_ex>::zeroed();
-        // SAFETY: the context lives; the attributes are numbers for which zeroes are a value, and the call leaves those
-        // that it does not know as they are.
-        let attr = unsafe {
-            let asked = ffi::ibv_query_device_ex(self.0.as_ptr(), std::ptr::null(), attr.as_mut_ptr());
-            if asked != 0 {
-                return false;
-            }
-            attr.assume_init()
-        };
-        let caps = attr.odp_caps;
-        let is_there = caps.general_caps & u64::from(ffi::ibv_odp_general_caps::IBV_ODP_SUPPORT.0) != 0;
-        is_there && caps.per_transport_caps.rc_odp_caps & ffi::ibv_odp_transport_cap_bits::IBV_ODP_SUPPORT_WRITE.0 != 0
-    }
-
     /// Takes the events of the device that have come, each with its kind (of ibv_event_type) and the address
     /// of the object that it is about.
     pub fn drain_events(&self, mut each: impl FnMut(u32, usize)) {
@@ -210,7 +192,6 @@ impl Mr {
         let written = ffi::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE | ffi::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE;
         let access = match role {
             Role::Source => ffi::ibv_access_flags(0),
-            Role::OnDemand => ffi::ibv_access_flags::IBV_ACCESS_ON_DEMAND,
             Role::Offered => ffi::ibv_access_flags::IBV_ACCESS_REMOTE_READ,
             Role::Both | Role::Target => written,
             Role::Sink => ffi::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE,

@@ -24,11 +24,6 @@ impl Remote {
         self.terms.is_direct
     }
 
-    /// This end's device reaches memory by its addresses.
-    pub fn reaches_on_demand(&self) -> bool {
-        self.terms.on_demand
-    }
-
     /// The peer's device reads what is lent to it.
     pub fn can_lend(&self) -> bool {
         self.terms.can_lend

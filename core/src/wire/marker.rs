@@ -5,7 +5,7 @@
 
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 
-use zerocopy::little_endian::{U16, U32, U64};
+use zerocopy::little_endian::{U16, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use super::codec::{VERSION, WireError, Writer, read, read_prefix};
@@ -20,20 +20,6 @@ pub const MIN_MARKER: usize = size_of::<MarkerHeader>();
 
 /// The longest marker, in bytes.
 pub const MAX_MARKER: usize = MIN_MARKER + MAX_BODY;
-
-bitflags::bitflags! {
-    /// What an instance can do, as it travels in HELLO. Unknown bits are kept and mean nothing.
-    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-    pub struct Capabilities: u32 {
-        /// The same-host fabric.
-        const SHM = 1 << 0;
-        /// Links between hosts.
-        const VERBS = 1 << 1;
-        /// TAKE-BACK is understood.
-        const TAKES_BACK = 1 << 2;
-        const _ = !0;
-    }
-}
 
 /// What a marker starts with (P30).
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
@@ -51,7 +37,6 @@ pub(super) struct MarkerHeader {
 #[repr(C)]
 struct HelloBody {
     instance: InstanceId,
-    capabilities: U32,
 }
 
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
@@ -108,8 +93,6 @@ pub struct LinkOffer {
 pub struct Hello {
     /// The writer.
     pub instance: InstanceId,
-    /// What the writer can do.
-    pub capabilities: Capabilities,
     /// In S's HELLO only, and there only where the two instances may have no link yet.
     pub link: Option<LinkOffer>,
 }
@@ -216,10 +199,8 @@ impl Marker {
 }
 
 fn encode_hello(hello: &Hello, out: &mut Writer<'_>) -> Result<(), WireError> {
-    let capabilities = hello.capabilities.bits().into();
     out.put(&HelloBody {
         instance: hello.instance,
-        capabilities,
     })?;
     if let Some(LinkOffer { address, cookie }) = &hello.link {
         let mut place = [0u8; VERBS_BYTES];
@@ -250,10 +231,8 @@ fn decode_hello(body: &[u8]) -> Result<Hello, WireError> {
     } else {
         Some(decode_offer(rest)?)
     };
-    let capabilities = Capabilities::from_bits_retain(hello.capabilities.get());
     Ok(Hello {
         instance: hello.instance,
-        capabilities,
         link,
     })
 }

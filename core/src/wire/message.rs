@@ -107,8 +107,7 @@ pub enum Message {
     /// "Move your sending direction of stream `yours` to the ring that is on offer."
     Adopt { yours: Vqpn },
     /// "What is in this file you have sent in TCP, and it can be given to its reader there only: send it there again,
-    /// before all that is in the ring of stream `yours`, of which nothing was read." Only to those who
-    /// [can](super::Capabilities::TAKES_BACK).
+    /// before all that is in the ring of stream `yours`, of which nothing was read."
     TakeBack { yours: Vqpn, bytes: u32 },
     /// TAKE-BACK is carried out: stream `yours` is at its end in that direction.
     TakenBack { yours: Vqpn },

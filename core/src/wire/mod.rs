@@ -18,6 +18,6 @@ pub mod scan;
 pub use codec::{VERSION, WireError};
 pub use geometry::{ARENA_PAGE, Geometry, RingOffer};
 pub use introduction::{INTRODUCTION, Introduction};
-pub use marker::{Capabilities, Hello, LinkAddress, LinkOffer, MAX_MARKER, MIN_MARKER, Marker};
+pub use marker::{Hello, LinkAddress, LinkOffer, MAX_MARKER, MIN_MARKER, Marker};
 pub use message::{MAX_MESSAGE, MAX_REDIRECT, Message};
 pub use reason::Reason;

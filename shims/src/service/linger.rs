@@ -171,7 +171,7 @@ mod tests {
 
     use rdmasock_core::ids::{InstanceId, Nonce};
     use rdmasock_core::os::privatefd::PrivateFd;
-    use rdmasock_core::wire::{Capabilities, Hello, Reason};
+    use rdmasock_core::wire::{Hello, Reason};
 
     use super::*;
 
@@ -201,7 +201,6 @@ mod tests {
         assert!(!remains.is_over(), "an end of our own is none of the peer's");
         let hello = Hello {
             instance: InstanceId::random().unwrap(),
-            capabilities: Capabilities::SHM,
             link: None,
         };
         peer.write_all(&encoded(Marker::Hello(hello), &mine)).unwrap();

@@ -21,9 +21,7 @@ use rdmasock_core::os::privatefd::PrivateFd;
 use rdmasock_core::rendezvous::control::{Body, DATAGRAM, Datagram, QueryId, Stamp};
 use rdmasock_core::rendezvous::names;
 use rdmasock_core::wire::scan::{Found, scan};
-use rdmasock_core::wire::{
-    Capabilities, Geometry, Hello, LinkAddress, LinkOffer, MAX_MARKER, MAX_MESSAGE, Marker, Message,
-};
+use rdmasock_core::wire::{Geometry, Hello, LinkAddress, LinkOffer, MAX_MARKER, MAX_MESSAGE, Marker, Message};
 
 use super::REQUEST;
 
@@ -295,7 +293,6 @@ pub fn namespace() -> Result<u64> {
 pub fn hello(me: InstanceId) -> Marker {
     Marker::Hello(Hello {
         instance: me,
-        capabilities: Capabilities::SHM,
         link: None,
     })
 }

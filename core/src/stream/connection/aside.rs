@@ -23,10 +23,7 @@ pub fn give_back<S: SocketIo>(socket: &S, control: &ControlOf<S>) {
 }
 
 fn ask_peer<S: SocketIo>(socket: &S, control: &ControlOf<S>) -> Option<()> {
-    let opened = control
-        .opened
-        .as_ref()
-        .filter(|o| control.takes_back && !o.link.is_remote())?;
+    let opened = control.opened.as_ref().filter(|o| !o.link.is_remote())?;
     let yours = control.peer?;
     let rx = socket.rx.lock()?;
     let bytes = u32::try_from(rx.aside.len()).ok()?;

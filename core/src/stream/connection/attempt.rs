@@ -20,7 +20,7 @@ use crate::stream::handshake::{Closing, Handshake, Misplaced, Role, Step, Steps}
 use crate::stream::mode::{Mode, Receiving, Sending};
 use crate::stream::resume::Resume;
 use crate::wire::scan::{Found, scan};
-use crate::wire::{self, Capabilities, Hello, MAX_MARKER, Marker, Message};
+use crate::wire::{self, Hello, MAX_MARKER, Marker, Message};
 
 /// The connector asks, with the nonce `mine`. Nothing depends on it yet.
 pub fn begin_asking<L, O>(control: &mut Control<L, O>, mine: Nonce, between_hosts: bool) {
@@ -130,7 +130,6 @@ fn write_hello<S: SocketIo>(socket: &S, control: &ControlOf<S>) {
     };
     let hello = Hello {
         instance: socket.instance(),
-        capabilities: Capabilities::SHM | Capabilities::VERBS | Capabilities::TAKES_BACK,
         link: control
             .greeted_by
             .filter(|_| handshake.role() == Role::Acceptor)

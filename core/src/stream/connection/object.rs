@@ -134,8 +134,6 @@ pub struct Control<L, O> {
     pub greeted_by: Option<InstanceId>,
     /// Since when the socket is being handed to another holder, monotonic ns, if data or a marker was in the way.
     pub handed_since: Option<u64>,
-    /// Whoever has sent that HELLO can take back what it has sent in TCP.
-    pub takes_back: bool,
     /// Where that HELLO says that a link can be had.
     pub offer: Option<LinkOffer>,
     /// The connector is on another host, and has reached us at this address (acceptor).
@@ -167,7 +165,6 @@ impl<L, O: Default> Default for Control<L, O> {
             asked_by: None,
             greeted_by: None,
             handed_since: None,
-            takes_back: false,
             offer: None,
             reached_at: None,
             opened: None,

@@ -11,7 +11,7 @@ use crate::scratch::Scratch;
 use crate::stream::handshake::{Closing, Role};
 use crate::stream::mode::{Mode, Receiving};
 use crate::wire::scan::{Found, scan};
-use crate::wire::{Capabilities, MAX_MARKER, Marker};
+use crate::wire::{MAX_MARKER, Marker};
 
 /// How far ahead of the program TCP is looked through for markers.
 const PEEK: usize = 16 * 1024;
@@ -246,7 +246,6 @@ fn on_marker<S: SocketIo>(socket: &S, control: &mut ControlOf<S>, marker: Option
                 return feed(socket, control, |h| Ok(h.on_bad_marker()));
             }
             control.offer = hello.link;
-            control.takes_back = hello.capabilities.contains(Capabilities::TAKES_BACK);
             control.greeted_by = Some(hello.instance);
             feed(socket, control, |h| h.on_hello(hello.instance));
         }

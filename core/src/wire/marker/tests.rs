@@ -10,10 +10,9 @@ pub fn marker() -> impl Strategy<Value = Marker> {
         address: LinkAddress::Shm,
         cookie: Cookie::from_bytes(cookie),
     });
-    let hello = (any::<[u8; 16]>(), any::<u32>(), proptest::option::of(offer)).prop_map(|(id, caps, link)| {
+    let hello = (any::<[u8; 16]>(), proptest::option::of(offer)).prop_map(|(id, link)| {
         Marker::Hello(Hello {
             instance: InstanceId::from_bytes(id),
-            capabilities: Capabilities::from_bits_retain(caps),
             link,
         })
     });
@@ -65,7 +64,6 @@ fn the_longest_marker_fits() {
     };
     let hello = Hello {
         instance: InstanceId::from_bytes([3; 16]),
-        capabilities: Capabilities::SHM,
         link: Some(link),
     };
     let mut buf = [0; MAX_MARKER];
@@ -96,7 +94,6 @@ fn a_resume_has_its_positions_behind_the_header_and_nothing_else() {
 fn a_link_within_the_host_has_no_other_name() {
     let hello = Hello {
         instance: InstanceId::from_bytes([3; 16]),
-        capabilities: Capabilities::SHM,
         link: Some(LinkOffer {
             address: LinkAddress::Shm,
             cookie: Cookie::from_bytes([2; 16]),
@@ -125,7 +122,6 @@ fn an_address_between_hosts_reads_back_and_nowhere_is_refused() {
     let sent = |at: &str| {
         let hello = Hello {
             instance: InstanceId::from_bytes([1; 16]),
-            capabilities: Capabilities::VERBS,
             link: Some(offer(at)),
         };
         let mut buf = [0; MAX_MARKER];

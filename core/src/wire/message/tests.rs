@@ -238,6 +238,6 @@ fn the_longest_message_is_as_documented() {
     // docs/protocol.md, P10 and P30.
     assert_eq!(
         (encoded(&longest).len(), MAX_MESSAGE, crate::wire::MAX_MARKER),
-        (1042, 1042, 76)
+        (1042, 1042, 72)
     );
 }

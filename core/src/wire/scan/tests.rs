@@ -5,7 +5,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::ids::{Cookie, InstanceId};
-use crate::wire::{Capabilities, Hello, LinkAddress, LinkOffer, MAX_MARKER, Reason};
+use crate::wire::{Hello, LinkAddress, LinkOffer, MAX_MARKER, Reason};
 
 fn encoded(marker: &Marker, nonce: &Nonce) -> Vec<u8> {
     marker.encode(nonce, &mut [0; MAX_MARKER]).unwrap().to_vec()
@@ -14,7 +14,6 @@ fn encoded(marker: &Marker, nonce: &Nonce) -> Vec<u8> {
 fn hello() -> Marker {
     Marker::Hello(Hello {
         instance: InstanceId::from_bytes([7; 16]),
-        capabilities: Capabilities::SHM,
         link: Some(LinkOffer {
             address: LinkAddress::Shm,
             cookie: Cookie::from_bytes([9; 16]),

@@ -98,10 +98,10 @@ fn json_is_as_documented() {
         "events": {
             "asks": 1, "yes": 0, "no": 0, "timeouts": 0, "violations": 0,
             "bulk_lost": 0, "direct_sent_bytes": 0, "direct_received_bytes": 0, "direct_unpinned": 0,
-            "direct_registrations": 0, "direct_trials": 0, "direct_changes": 0,
+            "direct_registrations": 0,
             "rendezvous_sent_bytes": 0, "rendezvous_received_bytes": 0, "rendezvous_recalled": 0,
             "alloc_hits": 0, "alloc_misses": 0, "alloc_kept_bytes": 0, "alloc_ended_bytes": 0,
-            "rendezvous_landed_bytes": 0, "pushed_by_load_bytes": 0, "pulled_by_load_bytes": 0,
+            "rendezvous_landed_bytes": 0,
             "control_asks": 0, "control_answers": 0, "control_relays": 0, "control_absent": 0,
             "control_stamps": 0, "control_unbound": 0, "control_refused_length": 0,
             "control_refused_version": 0, "control_refused_kind": 0, "control_refused_hmac": 0,

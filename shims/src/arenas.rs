@@ -95,6 +95,11 @@ pub trait Device: Sync {
     fn deregister(&self, region: Region);
 }
 
+/// Whether devices may know the memory at this address for longer than a call.
+pub fn is_kept(at: usize) -> bool {
+    piece(at).is_some_and(|piece| piece.now() & WHOLE != 0)
+}
+
 /// A registration of a piece with a device.
 pub struct Known {
     device: &'static dyn Device,

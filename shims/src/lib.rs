@@ -4,7 +4,7 @@
 //!
 //! 1. The process around us: `errno real time iov points duty handler jump vfork ending`; what the user wants: `config
 //!    rules log reach verbs`; the kernel's sockets: `sockopt tcp_info identity keepalive`; small parts: `registry
-//!    ledger kept_on_tcp offers load spin steering waiters ancestors`.
+//!    ledger kept_on_tcp offers load spin ways waiters ancestors`.
 //! 2. What is left to the service thread: `mailbox`. The instance, as data: `library`, `signals`, and
 //!    `cgroup`.
 //! 3. Objects: `link listener holders`, then `socket`.
@@ -81,7 +81,6 @@ mod socket;
 mod socket_io;
 mod sockopt;
 mod spin;
-mod steering;
 mod table;
 mod tcp_info;
 mod threshold;

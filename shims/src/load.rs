@@ -1,15 +1,13 @@
-//! How many threads can run on this machine, and on how many processors: read from the kernel when somebody asks, and
-//! its average over the last second or so. Not what follows from it (`spin.rs`, `steering.rs`).
+//! How many threads can run on this machine, and on how many processors: read from the kernel when somebody asks.
+//! Not what follows from it (`spin.rs`).
 
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::atomic::{
-    AtomicI32, AtomicU32, AtomicU64,
+    AtomicI32, AtomicU32,
     Ordering::{Acquire, Relaxed, Release},
 };
 
 use rdmasock_core::os::privatefd::PrivateFd;
-
-use crate::config::config;
 
 /// As of now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -18,20 +16,6 @@ pub struct Load {
     pub running: u32,
     /// Processors that this process may use.
     pub processors: u32,
-}
-
-/// Time between two looks for the average, ns.
-const LOOK_EVERY: u64 = 50_000_000;
-
-/// One thread for each processor is so much of a [share](Load::share).
-pub const ONE: u8 = 32;
-
-impl Load {
-    /// How many threads can run for each processor, in 32nds.
-    fn share(self) -> u32 {
-        let share = u64::from(self.running) * u64::from(ONE) / u64::from(self.processors.max(1));
-        share.min(u8::MAX.into()) as u32
-    }
 }
 
 static FD: AtomicI32 = AtomicI32::new(-1);
@@ -84,49 +68,6 @@ fn running(text: &[u8]) -> Option<u32> {
     text.split(' ').nth(3)?.split('/').next()?.parse().ok()
 }
 
-/// An average of looks, of which each counts less the older it is. In 256ths of a share; 0: none yet.
-struct Average(AtomicU32);
-
-impl Average {
-    /// Each look is so many parts of it.
-    const PARTS: u32 = 8;
-
-    fn add(&self, share: u32) {
-        let new = share << 8;
-        let old = self.0.load(Relaxed);
-        let next = match old {
-            0 => new,
-            old => old - old / Self::PARTS + new / Self::PARTS,
-        };
-        self.0.store(next.max(1), Relaxed);
-    }
-
-    fn get(&self) -> Option<u8> {
-        match self.0.load(Relaxed) {
-            0 => None,
-            average => u8::try_from(average >> 8).ok(),
-        }
-    }
-}
-
-/// How many threads could run for each processor lately, in 32nds; 255: or more. `None`: not known. The time is that of
-/// the kernel's clock's last [tick](crate::time::tick); a look at most each 50 ms asks the kernel.
-pub fn average(now: u64) -> Option<u8> {
-    static AVERAGE: Average = Average(AtomicU32::new(0));
-    static AT: AtomicU64 = AtomicU64::new(0);
-    if let Some(fixed) = config().load {
-        return Some(fixed);
-    }
-    let at = AT.load(Relaxed);
-    if now.wrapping_sub(at) >= LOOK_EVERY
-        && AT.compare_exchange(at, now, Relaxed, Relaxed).is_ok()
-        && let Some(load) = self::now()
-    {
-        AVERAGE.add(load.share());
-    }
-    AVERAGE.get()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -138,27 +79,5 @@ mod tests {
             assert_eq!(running(wrong), None);
         }
         assert!(now().is_some_and(|load| load.running > 0 && load.processors > 0));
-    }
-
-    #[test]
-    fn a_share_is_threads_for_each_processor() {
-        let share = |running, processors| Load { running, processors }.share();
-        assert_eq!(share(2, 2), u32::from(ONE));
-        assert_eq!((share(0, 4), share(1, 4), share(6, 4)), (0, 8, 48));
-        assert_eq!((share(1000, 2), share(1, 0)), (255, 32));
-    }
-
-    #[test]
-    fn the_average_follows_and_a_moment_does_not_change_it_much() {
-        let average = Average(AtomicU32::new(0));
-        assert_eq!(average.get(), None);
-        average.add(32);
-        assert_eq!(average.get(), Some(32));
-        average.add(96);
-        assert_eq!(average.get(), Some(40));
-        (0..40).for_each(|_| average.add(255));
-        assert!(average.get().unwrap() > 250);
-        (0..80).for_each(|_| average.add(0));
-        assert_eq!(average.get(), Some(0));
     }
 }

@@ -11,12 +11,14 @@ use crate::arenas::{self, Kept, Known};
 use crate::budget::{self, Budget};
 use crate::library::Library;
 use crate::link::Remote;
+use crate::time::now_ns;
 
 /// What a registration is.
 enum Kind {
     /// Of the call, which ends it; with what it takes of the budget.
     Own(Region, u64),
-    /// Of the piece that it lies in, which stays as long as this; and how many bulk queue pairs the link had lost before.
+    /// Of the piece that it lies in, which stays as long as this; and how many bulk queue pairs the link had lost
+    /// before.
     Kept(Option<Arc<Kept>>, u64),
 }
 
@@ -76,11 +78,13 @@ impl Pinned {
     /// As [`Self::new`].
     unsafe fn own(remote: &'static Remote, memory: *mut u8, len: usize, least: usize, role: Role) -> Option<Self> {
         let (len, cost) = take_or_make_room(|budget| budget.take(len, least, budget::limit()), len)?;
+        let begun = now_ns();
         // SAFETY: by the contract.
         let Ok(region) = (unsafe { remote.end().qp().register(memory, len, role) }) else {
             Library::get().pinned.give_back(cost);
             return None;
         };
+        remote.costs.on_registered(len, now_ns() - begun);
         Some(Self {
             remote,
             kind: Kind::Own(region, cost),

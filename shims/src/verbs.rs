@@ -493,7 +493,6 @@ impl QueuePair for Pair {
             Role::Source => role::SOURCE,
             Role::Target => role::TARGET,
             Role::Offered => role::OFFERED,
-            Role::Sink => role::SINK,
         };
         let conn = self.conn().map_err(|_| GONE)?;
         // SAFETY: by the caller's contract; the connection lives as long as this.

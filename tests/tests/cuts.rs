@@ -107,7 +107,7 @@ const FAULTS: [Fault; 6] = [
         mark: CUT_READ,
         in_both: true,
         share: PER_DIRECT,
-        way: "lent",
+        way: "get",
         settings: |round| Settings {
             device: format!(
                 "cutread={}{}",

@@ -190,7 +190,6 @@ impl Domain {
             Role::Source => SOURCE,
             Role::Target => TARGET | SINK,
             Role::Offered => OFFERED,
-            Role::Sink => SINK,
         };
         entry.roles.store(roles, Relaxed);
         entry.pages.store(pages, Relaxed);
@@ -300,7 +299,6 @@ mod tests {
             (Role::Source, true, false, false, false),
             (Role::Target, false, true, false, true),
             (Role::Offered, false, false, true, false),
-            (Role::Sink, false, false, false, true),
         ] {
             let memory = domain.register(1000, 100, role, 0).unwrap();
             assert_eq!(

@@ -205,8 +205,6 @@ pub mod role {
     pub const TARGET: u32 = 2;
     /// The source of the peer's READs.
     pub const OFFERED: u32 = 3;
-    /// The target of this end's READs.
-    pub const SINK: u32 = 4;
 }
 
 /// A listener of the plugin's.

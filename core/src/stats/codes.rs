@@ -154,32 +154,24 @@ events! {
     DirectUnpinned = 21 => "direct_unpinned",
     /// Memory of the program was registered: for a call, or a piece of the registered allocator's for a link.
     DirectRegistered = 22 => "direct_registrations",
-    /// A trial of another way for large sends of a stream is over (`RDMASOCK_ZCOPY_MIN=auto`).
-    DirectTrials = 23 => "direct_trials",
-    /// The other way has won it.
-    DirectChanges = 24 => "direct_changes",
     /// Bytes that the peer's device has read from the memory of the program itself.
-    RendezvousSent = 25 => "rendezvous_sent_bytes",
+    RendezvousSent = 23 => "rendezvous_sent_bytes",
     /// Bytes that this end's device has read from the memory of the peer's program.
-    RendezvousReceived = 26 => "rendezvous_received_bytes",
+    RendezvousReceived = 24 => "rendezvous_received_bytes",
     /// Memory that a send had lent so was wanted back before all of it was read.
-    RendezvousRecalled = 27 => "rendezvous_recalled",
+    RendezvousRecalled = 25 => "rendezvous_recalled",
     /// A call's memory lay in a piece of the registered allocator's that the device knew.
-    AllocHit = 28 => "alloc_hits",
+    AllocHit = 26 => "alloc_hits",
     /// A call's memory lay in a piece of the registered allocator's that the device did not know: it was told, if there
     /// was room in the budget.
-    AllocMiss = 29 => "alloc_misses",
+    AllocMiss = 27 => "alloc_misses",
     /// Bytes of such pieces that a device was told of.
-    AllocKept = 30 => "alloc_kept_bytes",
+    AllocKept = 28 => "alloc_kept_bytes",
     /// Bytes of such pieces that a device does not know any more.
-    AllocEnded = 31 => "alloc_ended_bytes",
+    AllocEnded = 29 => "alloc_ended_bytes",
     /// Of the bytes that this end's device has read, those that went straight into a buffer that a call waited with.
-    RendezvousLanded = 32 => "rendezvous_landed_bytes",
-    /// Bytes of sends that this end's device was to write, or the peer's to read, as the loads of the two ends have it
-    /// (`RDMASOCK_ZCOPY_MIN=auto`).
-    PushedByLoad = 33 => "pushed_by_load_bytes",
-    /// See above.
-    PulledByLoad = 34 => "pulled_by_load_bytes",
+    RendezvousLanded = 30 => "rendezvous_landed_bytes",
+
 }
 
 /// Number of [`Event`]s.

@@ -12,12 +12,8 @@ pub const INTRODUCTION: usize = size_of::<Frame>();
 
 const MAGIC: [u8; 4] = *b"rsok";
 
-/// In the features: there can be direct transfers (P90).
+/// As the transfers: past the rings too (P90 to P99).
 const DIRECT: u8 = 1;
-/// In the features: what is lent is read (P96).
-const READS: u8 = 2;
-/// In the features: LOAD is understood (P100).
-const LOADS: u8 = 4;
 /// As the purpose: it is a bulk queue pair, beside a link's.
 const BULK: u8 = 1;
 
@@ -26,8 +22,8 @@ const BULK: u8 = 1;
 struct Frame {
     magic: [u8; 4],
     version: u8,
-    /// [`DIRECT`], [`READS`], [`LOADS`].
-    features: u8,
+    /// [`DIRECT`], or 0.
+    transfers: u8,
     /// [`BULK`], or 0.
     purpose: u8,
     reserved: u8,
@@ -45,12 +41,8 @@ pub struct Introduction {
     pub instance: InstanceId,
     /// From who connects: the cookie of the other's HELLO. From who accepts: zeroes.
     pub cookie: Cookie,
-    /// It has direct transfers, which versions before did not.
+    /// Its user has not switched direct transfers off.
     pub is_direct: bool,
-    /// Its device reads what the other end's program lends, which that of versions before did not.
-    pub reads: bool,
-    /// It hears of the other end's load, as versions before did not.
-    pub hears_load: bool,
     /// The new queue pair is not a link's, but beside one; the cookie is that of BULK.
     pub is_bulk: bool,
 }
@@ -64,9 +56,7 @@ impl Introduction {
         zerocopy::transmute!(Frame {
             magic: MAGIC,
             version: VERSION,
-            features: if self.is_direct { DIRECT } else { 0 }
-                | if self.reads { READS } else { 0 }
-                | if self.hears_load { LOADS } else { 0 },
+            transfers: if self.is_direct { DIRECT } else { 0 },
             purpose: if self.is_bulk { BULK } else { 0 },
             reserved: 0,
             pid: self.pid.into(),
@@ -88,9 +78,7 @@ impl Introduction {
             pid: frame.pid.get(),
             instance: frame.instance,
             cookie: frame.cookie,
-            is_direct: frame.features & DIRECT != 0,
-            reads: frame.features & READS != 0,
-            hears_load: frame.features & LOADS != 0,
+            is_direct: frame.transfers == DIRECT,
             is_bulk: frame.purpose == BULK,
         })
     }
@@ -107,8 +95,6 @@ mod tests {
             instance: InstanceId::from_bytes([3; ID_BYTES]),
             cookie: Cookie::from_bytes([9; ID_BYTES]),
             is_direct: false,
-            reads: false,
-            hears_load: false,
             is_bulk: false,
         };
         let bytes = introduction.encode();
@@ -123,17 +109,11 @@ mod tests {
             bad[at] ^= 1;
             assert_eq!(Introduction::decode(&bad).unwrap_err(), error);
         }
-        for (at, byte, expected) in [
-            (5, 1, (true, false, false, false)),
-            (5, 2, (false, true, false, false)),
-            (5, 4, (false, false, true, false)),
-            (5, 7, (true, true, true, false)),
-            (6, 1, (false, false, false, true)),
-        ] {
+        for (at, byte, expected) in [(5, 1, (true, false)), (6, 1, (false, true))] {
             let mut other = bytes;
             other[at] = byte;
             let got = Introduction::decode(&other).unwrap();
-            assert_eq!((got.is_direct, got.reads, got.hears_load, got.is_bulk), expected);
+            assert_eq!((got.is_direct, got.is_bulk), expected);
             assert_eq!(got.encode(), other);
         }
         for length in 0..INTRODUCTION {

@@ -193,11 +193,6 @@ impl Queue {
     /// # Safety
     /// As of `QueuePair::register`.
     pub unsafe fn register(&self, at: *mut c_void, len: usize, role: Role) -> Result<Keys> {
-        let role = match role {
-            // There the answer to a READ is the peer's write.
-            Role::Sink if self.is_iwarp => Role::Target,
-            other => other,
-        };
         // SAFETY: by this function's contract; the registration goes with the queue pair.
         let mr = unsafe { Mr::of_memory(&self.common.pd, at, len, role) }
             .map_err(|errno| explain("registering memory", errno))?;

@@ -73,7 +73,6 @@ enum Op {
     Sleep(u8),
     Drain(u8),
     Settle,
-    Load(u8),
     Doubt,
     /// So many seconds later.
     Tick(u8),
@@ -189,7 +188,6 @@ impl World {
             chunk_log2: 13,
             buffers: (BUFFER_PAGES * PAGE) as u64,
             direct_min: 100,
-            tells_load: true,
         };
         let here = Here {
             flags: std::array::from_fn(|_| SleepFlag::new()),
@@ -356,7 +354,6 @@ impl World {
                 let _ = self.end.has_ready(waiter);
             }
             Op::Settle => self.end.settle(),
-            Op::Load(load) => self.end.set_load(*load),
             Op::Doubt => self.end.doubt(),
             Op::Tick(seconds) => {
                 self.now += u64::from(*seconds) * 1_000_000_000;

@@ -120,10 +120,6 @@ pub enum Say<'a> {
         to: Number,
         tail: Value,
     },
-    Invite {
-        to: Number,
-        least: u32,
-    },
     Source {
         to: Number,
         position: Value,
@@ -139,7 +135,6 @@ pub enum Say<'a> {
         to: Number,
         serial: u32,
     },
-    Load(u8),
 }
 
 /// The stream, if it is one of ours, and its number.
@@ -353,10 +348,6 @@ impl Say<'_> {
                     tail: tail.of(stream.map_or(0, |s| s.told)),
                 }
             }
-            Self::Invite { to, least } => Record::Invite {
-                theirs: find(streams, to).1,
-                least,
-            },
             Self::Source {
                 to,
                 position,
@@ -382,7 +373,6 @@ impl Say<'_> {
                 theirs: find(streams, to).1,
                 serial,
             },
-            Self::Load(load) => Record::Load { load },
         };
         out.push(&record);
     }

@@ -7,7 +7,6 @@ use std::time::Duration;
 use ipnet::IpNet;
 
 use super::value::{LogFilter, PromoteAfter, Size};
-use crate::ways::Way;
 
 bitflags::bitflags! {
     /// Fabrics that may be used.
@@ -48,10 +47,21 @@ pub enum ZeroCopy {
     /// It never does.
     #[default]
     Off,
-    /// From where that has been found to be faster.
+    /// From where a copy costs more than a registration.
     Auto,
     /// From so many bytes on.
     From(Size),
+}
+
+/// A protocol that a developer fixes for what is large enough.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// By a ring.
+    Eager,
+    /// Into a buffer that the receiver has posted; else by a ring.
+    Put,
+    /// From memory that the sender offers; else by a ring.
+    Get,
 }
 
 /// Where the large blocks of malloc come from.
@@ -105,8 +115,6 @@ pub struct Config {
     pub local_device: Option<PathBuf>,
     /// For developers: the way that large sends between hosts go, where they can.
     pub way: Option<Way>,
-    /// For developers: the load of this machine, in place of what it is.
-    pub load: Option<u8>,
 }
 
 impl Default for Config {
@@ -131,7 +139,6 @@ impl Default for Config {
             pretend_rdma: Vec::new(),
             local_device: None,
             way: None,
-            load: None,
         }
     }
 }

@@ -5,7 +5,6 @@ use std::time::Duration;
 use proptest::prelude::*;
 
 use super::*;
-use crate::ways::Way;
 
 fn parse(vars: &[(&str, &str)]) -> (Config, Vec<String>) {
     let vars = vars.iter().map(|(name, value)| (name.into(), value.into()));
@@ -53,8 +52,7 @@ fn every_variable_is_read() {
         ("RDMASOCK_LIBRARY", "elsewhere.so"),
         ("RDMASOCK_DEV_PRETEND_RDMA", "10.0.0.0/8, fd00::/8"),
         ("RDMASOCK_DEV_LOCAL_DEVICE", "device.so"),
-        ("RDMASOCK_DEV_WAY", "lent"),
-        ("RDMASOCK_DEV_LOAD", "77"),
+        ("RDMASOCK_DEV_WAY", "get"),
     ]);
     assert_eq!(warnings, Vec::<String>::new());
     let expected = Config {
@@ -76,8 +74,7 @@ fn every_variable_is_read() {
         secret_file: Some("secret".into()),
         pretend_rdma: vec!["10.0.0.0/8".parse().unwrap(), "fd00::/8".parse().unwrap()],
         local_device: Some("device.so".into()),
-        way: Some(Way::Lent),
-        load: Some(77),
+        way: Some(Way::Get),
     };
     assert_eq!(config, expected);
 }

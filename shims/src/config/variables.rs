@@ -5,9 +5,8 @@ use std::ffi::OsStr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use super::settings::{Alloc, Config, Fabrics, IoUring, OnExec, ZeroCopy};
+use super::settings::{Alloc, Config, Fabrics, IoUring, OnExec, Way, ZeroCopy};
 use super::value::{self, LogFilter, PromoteAfter, Size};
-use crate::ways::Way;
 
 /// One environment variable.
 #[derive(Debug)]
@@ -133,7 +132,8 @@ pub const VARIABLES: &[Variable] = &[
         default: "off",
         accepts: "auto, off, or a size from 4K to 1G",
         meaning: "between hosts: from which size on a blocking send and a blocking receive have the device copy from \
-                  program to program, past the rings; auto: where that has been found to be faster; off: never",
+                  program to program, past the rings; auto: from where a copy costs more than telling the device of the \
+                  memory; off: never",
         set: |config, value| set(&mut config.zcopy, zero_copy(value)),
     },
     Variable {
@@ -234,19 +234,9 @@ pub(super) const DEVELOPER: &[Variable] = &[
         option: "",
         placeholder: "",
         default: "as RDMASOCK_ZCOPY_MIN says",
-        accepts: "rings, staged, direct or lent",
-        meaning: "the way that sends of RDMASOCK_ZCOPY_MIN or more go, where they can (measurements); direct is push, \
-                  lent pull",
+        accepts: "eager, put or get",
+        meaning: "the protocol of sends of RDMASOCK_ZCOPY_MIN or more, where they can have it (measurements)",
         set: |config, value| set(&mut config.way, way(value).map(Some)),
-    },
-    Variable {
-        name: "RDMASOCK_DEV_LOAD",
-        option: "",
-        placeholder: "",
-        default: "what the kernel says",
-        accepts: "a number from 0 to 255",
-        meaning: "how many threads can run here for each processor, in 32nds, as it decides between push and pull",
-        set: |config, value| set(&mut config.load, value.to_str().and_then(|n| n.parse().ok()).map(Some)),
     },
 ];
 
@@ -311,10 +301,9 @@ fn zero_copy(value: &OsStr) -> Option<ZeroCopy> {
 
 fn way(value: &OsStr) -> Option<Way> {
     match value.to_str()? {
-        "rings" => Some(Way::Rings),
-        "staged" => Some(Way::Staged),
-        "direct" => Some(Way::Direct),
-        "lent" => Some(Way::Lent),
+        "eager" => Some(Way::Eager),
+        "put" => Some(Way::Put),
+        "get" => Some(Way::Get),
         _ => None,
     }
 }

@@ -35,9 +35,8 @@ use super::watchers::Watchers;
 use crate::arenas::Device;
 use crate::config::{ZeroCopy, config};
 use crate::library::Library;
-use crate::steering::Balance;
 use crate::verbs::{Pair, State};
-use crate::ways::{self, Known};
+use crate::ways::{self, Costs};
 
 /// The waiters of this process, as the engine tells them.
 pub struct Here {
@@ -111,15 +110,6 @@ fn copies_what_is_pinned() -> bool {
     (numbers.next(), numbers.next()) >= (Some(5), Some(12))
 }
 
-/// Less is never worth a direct transfer, bytes.
-fn least_of(zcopy: ZeroCopy) -> usize {
-    match zcopy {
-        ZeroCopy::Off => usize::MAX,
-        ZeroCopy::Auto => ways::LEAST,
-        ZeroCopy::From(least) => least.bytes() as usize,
-    }
-}
-
 /// What an object for links keeps from one link to the next.
 #[derive(PartialEq)]
 pub(super) struct Terms {
@@ -128,8 +118,6 @@ pub(super) struct Terms {
     arena_bytes: u64,
     /// Both ends have direct transfers.
     is_direct: bool,
-    /// And the other's device reads what is lent to it.
-    can_lend: bool,
 }
 
 impl Terms {
@@ -145,14 +133,12 @@ impl Terms {
         tuning.buffers = buffers(arena_bytes);
         let zcopy = config().zcopy;
         let is_direct = other.is_direct && zcopy != ZeroCopy::Off && copies_what_is_pinned();
-        tuning.direct_min = least_of(zcopy).min(1 << 30) as u32;
-        tuning.tells_load = is_direct && other.hears_load;
+        tuning.direct_min = ways::least_piece(zcopy).min(1 << 30) as u32;
         Self {
             limits,
             tuning,
             arena_bytes,
             is_direct,
-            can_lend: is_direct && other.reads,
         }
     }
 }
@@ -194,12 +180,10 @@ pub struct Remote {
     has_bulk: AtomicBool,
     /// When one was last wished for, monotonic ns.
     wished: AtomicU64,
-    /// Which way large sends go.
-    pub known: Known,
+    /// What registrations cost.
+    pub costs: Costs,
     /// How long the peer's end takes for what it does without its program.
     pub answers: Answers,
-    /// Whose device is to move their bytes, by load.
-    balance: Balance,
 }
 
 impl Remote {
@@ -233,9 +217,8 @@ impl Remote {
             dialled: Lock::new(None),
             has_bulk: AtomicBool::new(false),
             wished: AtomicU64::new(0),
-            known: Known::default(),
+            costs: Costs::default(),
             answers: Answers::default(),
-            balance: Balance::default(),
         })
     }
 
@@ -271,7 +254,7 @@ impl Remote {
         self.is_subscribed.publish(true);
         self.has_bulk.store(false, Relaxed);
         self.wished.store(0, Relaxed);
-        self.known.reset();
+        self.costs.reset();
         self.answers.reset();
         self.news().reset();
         self.is_ended.publish(false);

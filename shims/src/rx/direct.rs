@@ -23,52 +23,7 @@ use crate::link::Remote;
 use crate::pinned::Pinned;
 use crate::ready;
 use crate::socket::{Mode, Rx, Socket};
-
-/// What a buffer may be for.
-struct Plan {
-    /// Fewer bytes of it are not worth it, and more are not needed.
-    least: usize,
-    most: usize,
-    /// The peer hears of it; else it is for what this end's device reads.
-    is_told: bool,
-}
-
-impl Plan {
-    /// `None`: for nothing.
-    fn new(remote: &Remote, theirs: Vqpn) -> Option<Self> {
-        let least = remote.direct_min();
-        let told = |least| Self {
-            least,
-            most: usize::MAX,
-            is_told: true,
-        };
-        // Where the user has fixed a size here, that holds.
-        if config().zcopy != ZeroCopy::Auto {
-            return Some(told(least));
-        }
-        // The sender decides by load, too.
-        remote.issuer();
-        match remote.end().invited(theirs)? {
-            0 => {}
-            invited => return Some(told(least.max(invited as usize))),
-        }
-        // A small part of what is lent next is not worth it: the rest goes by the ring, and the reader will not wait.
-        let expected = remote.end().expects_loan(theirs) as usize;
-        let least = least.max(expected / PART);
-        (expected >= least).then_some(Self {
-            least,
-            most: expected,
-            is_told: false,
-        })
-    }
-
-    fn role(&self) -> Role {
-        if self.is_told { Role::Target } else { Role::Sink }
-    }
-}
-
-/// A buffer is to hold at least one of so many parts of what is lent next.
-const PART: usize = 4;
+use crate::time::now_ns;
 
 /// See the module.
 pub struct Landing {
@@ -97,12 +52,12 @@ impl Landing {
         let link = socket.link()?;
         let remote = link.remote()?;
         let (memory, len) = iov.head();
-        if len < remote.direct_min() || !remote.goes_direct(link.slot()) {
+        let least = remote.threshold(false);
+        if len < least || !remote.goes_direct(link.slot()) {
             return None;
         }
-        let plan = Plan::new(remote, Vqpn(socket.peer_vqpn.load(Relaxed)))?;
-        let least = plan.least;
-        let may_try = len >= least && socket.rx.lock()?.own.direct.may_try(least);
+        let is_fixed = config().zcopy != ZeroCopy::Auto;
+        let may_try = socket.rx.lock()?.own.direct.may_try(least, is_fixed, now_ns());
         // What registers memory allocates.
         if !may_try || handler::is_in_one() {
             return None;
@@ -116,12 +71,12 @@ impl Landing {
         ready::notify_peer(socket, wake);
         let end = remote.end();
         let (mine, room) = end.room_to_land(Vqpn(theirs))?;
-        let len = len.min(room as usize).min(plan.most);
+        let len = len.min(room as usize);
         if len < least {
             return None;
         }
         // SAFETY: the program's buffer, which nobody else looks at before the call returns, and this value goes first.
-        let pinned = unsafe { Pinned::new(remote, memory, len, least, plan.role()) }?;
+        let pinned = unsafe { Pinned::new(remote, memory, len, least, Role::Target) }?;
         let address = memory.expose_provenance() as u64;
         let serial = socket.rx.lock().and_then(|mut rx| {
             // Meanwhile the stream may have left the link, and come back as another.
@@ -131,7 +86,6 @@ impl Landing {
                 address,
                 length: pinned.len() as u32,
                 key: *pinned.key(),
-                is_told: plan.is_told,
             };
             let advert = is_free.then(|| end.advertise(mine, buffer))?;
             rx.own.direct.is_waiting = advert.is_some();
@@ -174,7 +128,7 @@ impl Landing {
     /// the lock, and drops this when it has let go of it.
     pub fn take(&mut self, rx: &mut Rx) -> (usize, Wake) {
         let (landed, is_read) = self.look().unwrap_or_default();
-        rx.own.direct.on_landed(landed);
+        rx.own.direct.on_landed(landed, now_ns());
         self.is_taken = true;
         // What the ring counts: after RESUME the rest comes by TCP.
         let Some(consumer) = rx.consumer.as_mut().filter(|_| landed > 0) else {
@@ -237,7 +191,7 @@ impl Landing {
         self.end_wait();
         let (landed, _) = self.look().unwrap_or_default();
         if let Some(mut rx) = self.socket.rx.lock() {
-            rx.own.direct.on_landed(landed);
+            rx.own.direct.on_landed(landed, now_ns());
             if let Some(Ok(spans)) = rx.consumer.as_mut().map(|consumer| consumer.spans(landed)) {
                 // SAFETY: the buffer has so many bytes that were written by a device; the ring does not have them, and
                 // its producer does not write there before they are read.

@@ -41,8 +41,6 @@ pub(super) fn introduce(instance: InstanceId, cookie: Cookie, is_bulk: bool) -> 
         instance,
         cookie,
         is_direct: config().zcopy != ZeroCopy::Off,
-        reads: config().zcopy != ZeroCopy::Off,
-        hears_load: config().zcopy != ZeroCopy::Off,
         is_bulk,
     };
     introduction.encode()

@@ -1,4 +1,4 @@
-//! A blocking send of much: which way it goes, and its bytes from the program's memory, past the mirror, when the
+//! A blocking send of much (`ways.rs`): its bytes from the program's memory, past the mirror, when the
 //! peer's program waits for them with a buffer (docs/protocol.md, P90–P95). It waits for such a reader for a moment
 //! only, as kernel TCP would not wait at all.
 
@@ -6,22 +6,20 @@ use std::ffi::c_int;
 use std::sync::atomic::Ordering::Relaxed;
 
 use rdmasock_core::ids::Vqpn;
-use rdmasock_core::stats::Event;
 
 use super::lent::{By, Taken, Within, lend};
 use super::offered::offer;
 use super::room::give_back;
+use crate::arenas;
 use crate::call::{Call, Place};
-use crate::config::{ZeroCopy, config};
+use crate::config::{Way, config};
 use crate::errno;
 use crate::handler;
 use crate::iov::Iov;
-use crate::library::Library;
 use crate::link::Remote;
 use crate::socket::Socket;
 use crate::time::{Timeout, now_ns};
 use crate::wait::{self, Wanted};
-use crate::ways::{Send, Way};
 
 /// Less is never sent so, whatever `RDMASOCK_ZCOPY_MIN` says.
 pub(super) const LEAST: usize = 4096;
@@ -71,14 +69,15 @@ pub(super) fn send(call: &mut Call, iov: &mut Iov, flags: c_int, total: usize) -
         return NOTHING;
     };
     let (memory, len) = iov.head();
-    if total < remote.direct_min() || flags & libc::MSG_MORE != 0 || !remote.goes_direct(link.slot()) {
+    if total < remote.direct_min() || total < remote.threshold(arenas::is_kept(memory.addr())) {
         return NOTHING;
     }
+    if flags & libc::MSG_MORE != 0 || !remote.goes_direct(link.slot()) {
+        return NOTHING;
+    }
+    let way = config().way;
     let can_wait = wait::may_wait(socket, flags).is_ok();
-    let theirs = Vqpn(socket.peer_vqpn.load(Relaxed));
-    let way = choose(socket, remote, theirs, (total, iov.len() < total), can_wait);
-    let is_lent = matches!(way, Way::Direct | Way::Lent);
-    if !is_lent || !can_wait || iov.is_implausible() {
+    if way == Some(Way::Eager) || !can_wait || iov.is_implausible() {
         return NOTHING;
     }
     if len < remote.direct_min() {
@@ -90,86 +89,28 @@ pub(super) fn send(call: &mut Call, iov: &mut Iov, flags: c_int, total: usize) -
         return NOTHING;
     }
     let errno = errno::get();
-    let (mut sent, mut tried, mut reader_waits) = (0, false, false);
-    if way == Way::Direct {
+    let theirs = Vqpn(socket.peer_vqpn.load(Relaxed));
+    let mut sent = 0;
+    if way != Some(Way::Get) {
         let adverts = remote.end().adverts(theirs);
         let may_try = socket
             .tx
             .lock()
             .is_some_and(|mut tx| tx.own.direct.may_try(adverts, now_ns()));
         if may_try {
-            tried = true;
             sent = to_reader(call, remote, theirs, memory, len);
-            reader_waits = sent > 0;
             if let Some(mut tx) = socket.tx.lock() {
                 tx.own.direct.on_tried(sent > 0, now_ns());
             }
         }
     }
-    // Where the user has fixed the size the other way without a copy is the next best.
-    if sent == 0 && (way == Way::Lent || config().zcopy != ZeroCopy::Auto && config().way.is_none()) {
-        tried = true;
-        (sent, reader_waits) = offer(call, remote, theirs, memory, len);
-    }
-    let is_by_load = socket.tx.lock().is_some_and(|mut tx| {
-        let direct = &mut tx.own.direct;
-        let is_by_load = direct.is_by_load() && sent > 0;
-        if tried {
-            direct.on_sent(sent == 0, reader_waits);
-        }
-        is_by_load
-    });
-    if is_by_load {
-        let event = match way {
-            Way::Lent => Event::PulledByLoad,
-            _ => Event::PushedByLoad,
-        };
-        Library::get().stats.count_many(event, sent as u64);
+    if sent == 0 && way != Some(Way::Put) {
+        sent = offer(call, remote, theirs, memory, len);
     }
     // Whatever it was that was tried, the call has not failed.
     errno::set(errno);
     iov.advance(sent);
     if sent > 0 { Went::Directly(sent) } else { NOTHING }
-}
-
-/// Which way a call with so many bytes goes, or goes on; the peer hears whether buffers are of use.
-fn choose(socket: &Socket, remote: &Remote, theirs: Vqpn, (len, goes_on): (usize, bool), can_wait: bool) -> Way {
-    let Some(mut tx) = socket.tx.lock() else {
-        return Way::Rings;
-    };
-    let state = &mut *tx;
-    let Some(producer) = state.producer.as_ref() else {
-        return Way::Rings;
-    };
-    let send = Send {
-        now: now_ns(),
-        position: producer.position(),
-        len,
-        ring: producer.ring_size(),
-        can_wait,
-        can_lend: can_wait && remote.can_lend(),
-        goes_on,
-    };
-    let (way, ended) = match config().way {
-        Some(way) => (way, None),
-        None => {
-            let is_learned = config().zcopy == ZeroCopy::Auto;
-            let issuer = is_learned.then(|| remote.issuer()).flatten();
-            state.own.direct.way(config().zcopy, &remote.known, send, issuer)
-        }
-    };
-    if let Some(has_changed) = ended {
-        let stats = &Library::get().stats;
-        stats.count(Event::DirectTrials);
-        stats.count_many(Event::DirectChanges, has_changed.into());
-    }
-    let invites = matches!(way, Way::Staged | Way::Direct);
-    if invites || state.own.direct.has_invited {
-        let least = if invites { remote.direct_min() as u32 } else { 0 };
-        remote.end().invite(theirs, least);
-        state.own.direct.has_invited = invites;
-    }
-    way
 }
 
 /// Waits for a moment for a reader with a buffer, and for somewhat longer while it reads what precedes. Gives how much

@@ -66,19 +66,13 @@ fn free(socket: &Socket) -> usize {
     producer.map_or(0, |producer| producer.free().unwrap_or(0) as usize)
 }
 
-/// Sends from `memory`, if its reader has room for enough of it and its end takes it. Gives how many bytes, where 0 go
-/// by the mirror, and whether the reader's program had read them as soon as they were taken: it waits with a buffer.
-pub(super) fn offer(
-    call: &mut Call,
-    remote: &'static Remote,
-    theirs: Vqpn,
-    memory: *mut u8,
-    len: usize,
-) -> (usize, bool) {
+/// Sends from `memory`, if its reader has room for enough of it and its end takes it. Gives how many bytes; 0 go by the
+/// mirror.
+pub(super) fn offer(call: &mut Call, remote: &'static Remote, theirs: Vqpn, memory: *mut u8, len: usize) -> usize {
     let socket = call.socket;
     let may_try = |socket: &Socket| socket.tx.lock().is_some_and(|mut tx| tx.own.direct.may_lend(now_ns()));
-    if !remote.can_lend() || !may_try(socket) {
-        return (0, false);
+    if !may_try(socket) {
+        return 0;
     }
     let (sent, taken) = if has_room(socket, remote, theirs) {
         let within = Within {
@@ -92,9 +86,7 @@ pub(super) fn offer(
     if let Some(mut tx) = socket.tx.lock() {
         tx.own.direct.on_lent(sent > 0 && taken >= sent / 2, now_ns());
     }
-    let position = socket.tx.lock().and_then(|tx| Some(tx.producer.as_ref()?.position()));
-    let is_read = taken == sent && position.is_some_and(|position| remote.end().untaken(theirs, position) == 0);
-    (sent, sent > 0 && is_read)
+    sent
 }
 
 /// The reader's end was asked how far the reader is.

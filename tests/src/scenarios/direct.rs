@@ -153,7 +153,7 @@ impl<'a> Flow<'a> {
     /// What has gone directly so far, asked by who sends.
     fn asked(&self) -> Option<u64> {
         let past = if self.reads { None } else { self.c.past_the_rings() }?;
-        Some(match std::env::var("RDMASOCK_DEV_WAY").is_ok_and(|way| way == "lent") {
+        Some(match std::env::var("RDMASOCK_DEV_WAY").is_ok_and(|way| way == "get") {
             _ if self.is_lent => past.read,
             true => past.landed,
             false => past.written,

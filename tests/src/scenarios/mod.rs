@@ -160,7 +160,7 @@ pub fn all() -> Vec<Scenario> {
     let past_the_rings = |scenario: Scenario| {
         scenario
             .with_env("RDMASOCK_ZCOPY_MIN", "4K")
-            .with_env("RDMASOCK_DEV_WAY", "staged")
+            .with_env("RDMASOCK_DEV_WAY", "eager")
     };
     all.push(past_the_rings(Scenario::new(
         "herd_busy_sender",
@@ -171,7 +171,7 @@ pub fn all() -> Vec<Scenario> {
     all.push(past_the_rings(rests));
     let slow = Scenario::new("lent_goes_back", lent::goes_back, true)
         .with_env("RDMASOCK_ZCOPY_MIN", "16K")
-        .with_env("RDMASOCK_DEV_WAY", "lent");
+        .with_env("RDMASOCK_DEV_WAY", "get");
     all.push(Scenario {
         device: "delay=4000",
         ..slow
@@ -215,28 +215,20 @@ pub fn all() -> Vec<Scenario> {
 }
 
 /// A scenario of direct transfers as one of memory that is lent, whose reader's device reads it into the buffer that
-/// the reader waits with: the peer hears of that buffer too, or does not (`auto`).
-fn lent_into(scenario: &Scenario) -> Vec<Scenario> {
-    let rest = scenario.name.strip_prefix("direct_");
+/// the reader waits with.
+fn lent_into(scenario: &Scenario) -> Option<Scenario> {
+    let rest = scenario.name.strip_prefix("direct_")?;
     // Some of those are of memory that is lent anyway, or of registrations that are kept, which those for a peer are
     // not.
-    let is_other = |rest: &str| rest.contains("lent") || rest.starts_with("alloc_");
-    let rest = rest.filter(|rest| !is_other(rest));
-    let as_lent = |name: String, least: &str| Scenario {
-        name,
+    if rest.contains("lent") || rest.starts_with("alloc_") {
+        return None;
+    }
+    Some(Scenario {
+        name: format!("lent_into_{rest}"),
         // Within a host it is the other scenario.
         modes: &Mode::DEVICES,
-        env: vec![
-            ("RDMASOCK_ZCOPY_MIN", least.into()),
-            ("RDMASOCK_DEV_WAY", "lent".into()),
-        ],
+        env: vec![("RDMASOCK_ZCOPY_MIN", "4K".into()), ("RDMASOCK_DEV_WAY", "get".into())],
         ..scenario.clone()
-    };
-    rest.map_or(Vec::new(), |rest| {
-        vec![
-            as_lent(format!("lent_into_{rest}"), "4K"),
-            as_lent(format!("lent_into_quietly_{rest}"), "auto"),
-        ]
     })
 }
 

@@ -320,7 +320,6 @@ unsafe extern "C" fn register<P: Provider>(
             role::SOURCE => Role::Source,
             role::TARGET => Role::Target,
             role::OFFERED => Role::Offered,
-            role::SINK => Role::Sink,
             _ => return Err(INVALID),
         };
         let keys = conn::<P>(handle)?.register(at, len, role)?;

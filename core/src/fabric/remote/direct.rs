@@ -34,8 +34,6 @@ pub struct Buffer {
     pub length: u32,
     /// As which it is registered.
     pub key: Key,
-    /// The peer is to hear of it, whose device may write there; else it is only for what ours reads.
-    pub is_told: bool,
 }
 
 impl Advert {
@@ -128,15 +126,7 @@ impl Landings {
 
     /// One that the peer is to hear of.
     pub fn begin(&mut self, advert: Advert, key: u32) {
-        self.open_at(advert, key, Stage::Untold);
-    }
-
-    /// One for our device alone.
-    pub fn begin_own(&mut self, advert: Advert, key: u32) {
-        self.open_at(advert, key, Stage::OWN);
-    }
-
-    fn open_at(&mut self, advert: Advert, key: u32, stage: Stage) {
+        let stage = Stage::Untold;
         self.open = Some(Landing { advert, key, stage });
     }
 

@@ -18,7 +18,7 @@ use super::engine::Engine;
 use super::fault::{Fault, FaultCell};
 use super::local::{ENGINE, Local, SERVICE};
 use super::qp::{Limits, QueuePair};
-use super::shared::{After, MAX_QUEUED_MESSAGES, NO_LOAD, QueuedMessage, Shared, Which};
+use super::shared::{After, MAX_QUEUED_MESSAGES, QueuedMessage, Shared, Which};
 use super::tuning::{MIN_BUFFER, MIN_BUFFERS, Tuning, Unusable};
 use super::turn::{ARM, POLL, PUMP, SETTLE, TICK};
 use crate::fabric::layout::Region;
@@ -32,7 +32,7 @@ use crate::ids::Vqpn;
 use crate::lock::{Guard, Lock};
 use crate::scratch::Scratch;
 use crate::sparse::Sparse;
-use crate::sync::{AtomicBool, AtomicU32, AtomicU64, Handoff, Presence, Published, Request, RungMark};
+use crate::sync::{AtomicBool, AtomicU64, Handoff, Presence, Published, Request, RungMark};
 use crate::wire::{MAX_MESSAGE, Message, RingOffer};
 
 /// One end of a link between hosts.
@@ -117,8 +117,6 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
                 marks: (0..MAX_WAITERS).map(|_| RungMark::new()).collect(),
                 retired: Lock::new(Vec::new()),
                 retired_unseen: Published::default(),
-                load: AtomicU32::new(NO_LOAD),
-                peer_load: AtomicU32::new(NO_LOAD),
             },
             again: Handoff::new(),
             looks_saved: AtomicU64::new(0),

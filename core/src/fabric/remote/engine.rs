@@ -9,7 +9,7 @@ use super::counts::DirectCounts;
 use super::local::Local;
 use super::qp::{Key, Limits, QueuePair};
 use super::sender::Sender;
-use super::shared::{After, NO_LOAD, Shared, Which};
+use super::shared::{After, Shared, Which};
 use super::stream::{State, Streams};
 use super::watch::Watch;
 use crate::fabric::layout::Region;
@@ -40,8 +40,6 @@ pub(super) struct Engine<Q> {
     /// The advert that was made last.
     pub serial: u32,
     pub direct: DirectCounts,
-    /// What the peer was told of our load.
-    pub load_told: u32,
     /// Numbers that both ends are done with, of streams into whose rings something may still be read.
     pub unforgotten: Vec<Done>,
 }
@@ -64,7 +62,6 @@ impl<Q: QueuePair> Engine<Q> {
             lost: None,
             serial: 0,
             direct: DirectCounts::default(),
-            load_told: NO_LOAD,
             unforgotten: Vec::new(),
         }
     }

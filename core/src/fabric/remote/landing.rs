@@ -100,27 +100,6 @@ impl<Q: QueuePair> Engine<Q> {
         }
     }
 
-    /// See [`End::invite`](super::End::invite).
-    pub fn invite<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32, least: u32) {
-        if let Some(s) = self.streams.mine(theirs).and_then(|mine| self.streams.get(mine))
-            && std::mem::replace(&mut s.out.invites, least) != least
-        {
-            g.dirty.push(theirs);
-        }
-    }
-
-    /// See [`End::invited`](super::End::invited).
-    pub fn invited(&mut self, theirs: u32) -> Option<u32> {
-        let mine = self.streams.mine(theirs)?;
-        self.streams.get(mine).map(|s| s.inc.invited)
-    }
-
-    /// See [`End::expects_loan`](super::End::expects_loan).
-    pub fn expects_loan(&mut self, theirs: u32) -> u64 {
-        let s = self.streams.mine(theirs).and_then(|mine| self.streams.get(mine));
-        s.map_or(0, |s| s.inc.loans.expected())
-    }
-
     /// See [`End::room_to_land`](super::End::room_to_land).
     pub fn room_to_land<L: Local>(&mut self, g: &Shared<Q, L>, theirs: u32) -> Option<(u32, u64)> {
         let mine = self.streams.mine(theirs)?;
@@ -131,21 +110,16 @@ impl<Q: QueuePair> Engine<Q> {
     /// Our program waits with this buffer, and its stream's ring is empty. `None` if there is something in the ring, or
     /// this cannot be.
     pub fn advertise<L: Local>(&mut self, g: &Shared<Q, L>, mine: u32, buffer: Buffer) -> Option<Advert> {
-        let Buffer {
-            address,
-            length,
-            key,
-            is_told,
-        } = buffer;
+        let Buffer { address, length, key } = buffer;
         let block = g.block_mine(mine)?;
         let s = self.streams.get(mine)?;
         let (State::Open, Some(theirs), false) = (s.state, s.theirs, s.peer_left || s.closing) else {
             return None;
         };
         let room = s.inc.room_to_land(block).min(length.into()) as u32;
-        // What is lent by now has made it void.
-        let is_told = is_told && !s.inc.takings.is_open();
-        if room < g.tuning.direct_min || !self.bulk.as_mut().is_some_and(|bulk| !is_told || bulk.begin_landing()) {
+        // What is lent by now has made it void: it is for our device alone.
+        let is_void = s.inc.takings.is_open();
+        if room < g.tuning.direct_min || !self.bulk.as_mut().is_some_and(|bulk| is_void || bulk.begin_landing()) {
             return None;
         }
         self.serial = self.serial.wrapping_add(1);
@@ -156,11 +130,11 @@ impl<Q: QueuePair> Engine<Q> {
             length: room,
             rkey: key.remote,
         };
-        if !is_told {
-            s.inc.landings.begin_own(advert, key.local);
+        s.inc.landings.begin(advert, key.local);
+        if is_void {
+            s.inc.landings.on_loan();
             return Some(advert);
         }
-        s.inc.landings.begin(advert, key.local);
         self.direct.adverts += 1;
         g.dirty.push(theirs);
         Some(advert)

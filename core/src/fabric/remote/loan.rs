@@ -253,41 +253,6 @@ impl Takings {
     }
 }
 
-/// Whether what comes next is likely to be lent, by what came last: then it is worth while for a program that waits to
-/// have its buffer ready for this end's device.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Lately {
-    /// Bytes of the last loan, and what has come otherwise since.
-    last: u64,
-    otherwise: u64,
-}
-
-/// Less than one of so many parts of a loan, otherwise, is a header between two of them.
-const BETWEEN_LOANS: u64 = 4;
-
-impl Lately {
-    pub fn on_loan(&mut self, bytes: u64) {
-        *self = Self {
-            last: bytes,
-            otherwise: 0,
-        };
-    }
-
-    /// They have come by the ring, or were written into a buffer.
-    pub fn on_others(&mut self, bytes: u64) {
-        self.otherwise = self.otherwise.saturating_add(bytes);
-    }
-
-    /// How many bytes are likely to be lent next; 0: none.
-    pub fn expected(&self) -> u64 {
-        if self.otherwise < self.last / BETWEEN_LOANS {
-            self.last
-        } else {
-            0
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

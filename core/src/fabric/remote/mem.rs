@@ -417,7 +417,6 @@ impl QueuePair for MemQp {
             ],
             Role::Source => &[(key.local, Use::Source)],
             Role::Target => &[(key.local, Use::Sink), (key.remote, Use::Target)],
-            Role::Sink => &[(key.local, Use::Sink)],
             Role::Offered => &[(key.remote, Use::Offered)],
         };
         for (k, what) in uses {

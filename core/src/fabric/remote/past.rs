@@ -2,8 +2,6 @@
 //! programs wait with, and memory that they lend. What is done about them is the engine's business (`landing.rs`,
 //! `taking.rs`), and which thread does it `end.rs`'s.
 
-use std::sync::atomic::Ordering::Relaxed;
-
 use super::counts::DirectCounts;
 use super::direct::{Advert, Buffer, Landed, Source};
 use super::end::End;
@@ -57,22 +55,6 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
         count
     }
 
-    /// Tells the peer, with what is sent next of its stream `theirs`, from how many bytes on a buffer that its program
-    /// waits with is of use; 0: none is.
-    pub fn invite(&self, theirs: Vqpn, least: u32) {
-        self.with(|engine| engine.invite(&self.shared, theirs.0, least));
-    }
-
-    /// What the peer has said so of what it sends on its stream `theirs`. `None` if there is no such stream.
-    pub fn invited(&self, theirs: Vqpn) -> Option<u32> {
-        self.with(|engine| engine.invited(theirs.0))?
-    }
-
-    /// How many bytes the peer is likely to lend next on its stream `theirs`, by what it did last; 0: none.
-    pub fn expects_loan(&self, theirs: Vqpn) -> u64 {
-        self.with(|engine| engine.expects_loan(theirs.0)).unwrap_or(0)
-    }
-
     /// Our number of the stream that the peer calls `theirs`, and how many bytes a buffer for it may have now: the ring
     /// is empty. `None` if there is no such stream, or something in the ring.
     pub fn room_to_land(&self, theirs: Vqpn) -> Option<(Vqpn, u64)> {
@@ -81,7 +63,7 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
     }
 
     /// A buffer that our program waits with on its stream `mine`, whose ring is empty, is for what comes next, or its
-    /// beginning is; the peer may hear of it. What has become of it is to be asked by [`landed`](Self::landed). `None`
+    /// beginning is; the peer hears of it. What has become of it is to be asked by [`landed`](Self::landed). `None`
     /// if it cannot be used.
     pub fn advertise(&self, mine: Vqpn, buffer: Buffer) -> Option<Advert> {
         let made = self.with(|engine| engine.advertise(&self.shared, mine.0, buffer))?;
@@ -193,16 +175,6 @@ impl<Q: QueuePair, L: Local> End<Q, L> {
     /// How many bytes before `position` the peer has not taken.
     pub fn untaken(&self, theirs: Vqpn, position: u64) -> u64 {
         self.with(|engine| engine.untaken(theirs.0, position)).unwrap_or(0)
-    }
-
-    /// So many threads can run here for each processor, in 32nds: the peer hears of it with what is sent next.
-    pub fn set_load(&self, load: u8) {
-        self.shared.load.store(load.into(), Relaxed);
-    }
-
-    /// What the peer has said so; `None`: nothing.
-    pub fn peer_load(&self) -> Option<u8> {
-        u8::try_from(self.shared.peer_load.load(Relaxed)).ok()
     }
 
     /// What has gone past the rings. Zeroes in a signal handler that has interrupted the engine.

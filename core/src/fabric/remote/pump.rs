@@ -7,7 +7,7 @@ mod control;
 mod data;
 mod direct;
 
-use std::sync::atomic::Ordering::{Relaxed, SeqCst};
+use std::sync::atomic::Ordering::SeqCst;
 
 use control::control;
 use data::{Turn, data};
@@ -30,10 +30,7 @@ impl<Q: QueuePair> Engine<Q> {
     /// Sends what can be sent.
     pub fn pump<L: Local>(&mut self, g: &Shared<Q, L>) -> Result<(), Fault> {
         self.take_closing(g);
-        let sent = self
-            .messages(g)
-            .and_then(|()| self.turns(g))
-            .and_then(|()| self.load(g));
+        let sent = self.messages(g).and_then(|()| self.turns(g));
         unless_blocked(sent)?;
         self.sender.finish(&g.qp)
     }
@@ -59,19 +56,6 @@ impl<Q: QueuePair> Engine<Q> {
                 }
             }
         }
-    }
-
-    /// Our load, if that is news, and something else is said anyway.
-    fn load<L: Local>(&mut self, g: &Shared<Q, L>) -> Result<(), Halt> {
-        let now = g.load.load(Relaxed);
-        if !g.tuning.tells_load || now == self.load_told || self.sender.is_empty() {
-            return Ok(());
-        }
-        if let Ok(load) = u8::try_from(now) {
-            self.sender.put(&g.qp, &Record::Load { load })?;
-        }
-        self.load_told = now;
-        Ok(())
     }
 
     fn take_closing<L: Local>(&mut self, g: &Shared<Q, L>) {

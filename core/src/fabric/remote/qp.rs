@@ -47,9 +47,6 @@ pub enum Role {
     Target,
     /// The source of the peer's READs.
     Offered,
-    /// The target of this end's READs. The peer may write there only if the device cannot do otherwise: on iWARP, where
-    /// the answer to a READ is a write.
-    Sink,
 }
 
 /// Memory that is registered, to be [given back](QueuePair::deregister).

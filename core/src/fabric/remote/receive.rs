@@ -1,8 +1,6 @@
 //! What the peer's records do to the engine of a link between hosts: each is checked before it is applied (I7). What is
 //! sent in turn is `pump.rs`.
 
-use std::sync::atomic::Ordering::Relaxed;
-
 use super::chunks::{self, Target};
 use super::direct::{Advert, Withdrawal};
 use super::engine::Engine;
@@ -94,10 +92,6 @@ impl<Q: QueuePair> Engine<Q> {
                 g.block_mine(mine).ok_or(Breach::Stream)?.put_limited(count);
                 Ok(())
             }
-            Record::Invite { theirs: mine, least } => {
-                known(&mut self.streams, mine)?.inc.invited = least;
-                Ok(())
-            }
             Record::Confirm { theirs: mine } => {
                 let s = known(&mut self.streams, mine)?;
                 s.inc.ack_due = true;
@@ -175,10 +169,6 @@ impl<Q: QueuePair> Engine<Q> {
             } => {
                 known(&mut self.streams, mine)?;
                 self.on_taken(g, mine, serial, tail)
-            }
-            Record::Load { load } => {
-                g.peer_load.store(u32::from(load), Relaxed);
-                Ok(())
             }
             // It belongs on the bulk queue pair.
             Record::Placed { .. } => Err(Breach::Advert),

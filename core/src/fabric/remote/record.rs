@@ -92,8 +92,6 @@ pub enum Record<'a> {
     },
     /// All up to `tail` is in the buffer of that advert, which is over. On the bulk queue pair only.
     Placed { theirs: u32, serial: u32, tail: u64 },
-    /// The producer has a use for buffers that the reader's program waits with.
-    Invite { theirs: u32, least: u32 },
     /// The bytes from `position` on can be read from the memory of the producer's program.
     Source {
         theirs: u32,
@@ -107,8 +105,6 @@ pub enum Record<'a> {
     Taken { theirs: u32, serial: u32, tail: u64 },
     /// The producer's program waits no longer.
     Recall { theirs: u32, serial: u32 },
-    /// How many threads can run at the end that says it, for each of its processors, in 32nds; 255: or more.
-    Load { load: u8 },
 }
 
 /// The numbers of the kinds.
@@ -129,11 +125,9 @@ mod kind {
     pub const ADVERT: u8 = 14;
     pub const WITHDRAW: u8 = 15;
     pub const PLACED: u8 = 16;
-    pub const INVITE: u8 = 17;
-    pub const SOURCE: u8 = 18;
-    pub const TAKEN: u8 = 19;
-    pub const RECALL: u8 = 20;
-    pub const LOAD: u8 = 21;
+    pub const SOURCE: u8 = 17;
+    pub const TAKEN: u8 = 18;
+    pub const RECALL: u8 = 19;
 }
 
 /// Declares the records' bodies, which follow the kind: plain bytes, no padding, any alignment.
@@ -267,13 +261,12 @@ impl<'a> Records<'a> {
                     _ => Record::Ack { theirs, tail: word },
                 }
             }
-            kind::LIMITED | kind::FLAGS | kind::TELL | kind::INVITE | kind::RECALL => {
+            kind::LIMITED | kind::FLAGS | kind::TELL | kind::RECALL => {
                 let r: Word = self.read(k)?;
                 let (theirs, word) = (r.theirs.get(), r.word.get());
                 match k {
                     kind::LIMITED => Record::Limited { theirs, count: word },
                     kind::FLAGS => Record::Flags { theirs, flags: word },
-                    kind::INVITE => Record::Invite { theirs, least: word },
                     kind::RECALL => Record::Recall { theirs, serial: word },
                     _ => Record::Tell { theirs, word },
                 }
@@ -345,7 +338,6 @@ impl<'a> Records<'a> {
                     _ => Record::Taken { theirs, serial, tail },
                 }
             }
-            kind::LOAD => Record::Load { load: self.read(k)? },
             _ => return Err(Malformed::Kind(k)),
         })
     }
@@ -451,7 +443,6 @@ impl Builder {
             Record::Limited { theirs, count } => self.word(kind::LIMITED, theirs, count),
             Record::Flags { theirs, flags } => self.word(kind::FLAGS, theirs, flags),
             Record::Tell { theirs, word } => self.word(kind::TELL, theirs, word),
-            Record::Invite { theirs, least } => self.word(kind::INVITE, theirs, least),
             Record::Head { theirs, head } => self.position(kind::HEAD, theirs, head),
             Record::Offer { theirs, word } => self.position(kind::OFFER, theirs, word),
             Record::Ack { theirs, tail } => self.position(kind::ACK, theirs, tail),
@@ -517,7 +508,6 @@ impl Builder {
             Record::Placed { theirs, serial, tail } => self.answer(kind::PLACED, (theirs, serial), tail),
             Record::Taken { theirs, serial, tail } => self.answer(kind::TAKEN, (theirs, serial), tail),
             Record::Recall { theirs, serial } => self.word(kind::RECALL, theirs, serial),
-            Record::Load { load } => self.put(&[&[kind::LOAD], &[load]]),
         }
     }
 

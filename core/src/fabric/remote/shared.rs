@@ -76,13 +76,7 @@ pub(super) struct Shared<Q, L> {
     pub retired: Lock<Vec<Retired<Q>>>,
     /// There is one that the service thread has not asked for.
     pub retired_unseen: Published<AtomicBool>,
-    /// How many threads can run here, and at the peer, as LOAD has it; [`NO_LOAD`]: not known.
-    pub load: AtomicU32,
-    pub peer_load: AtomicU32,
 }
-
-/// See [`Shared::load`].
-pub(super) const NO_LOAD: u32 = u32::MAX;
 
 impl<Q, L> Shared<Q, L> {
     /// For another link: nothing is queued, and nobody is to be told. Under the engine's lock.
@@ -100,8 +94,6 @@ impl<Q, L> Shared<Q, L> {
         self.watch_unseen.publish(false);
         self.retired_unseen.publish(false);
         self.marks.iter().for_each(RungMark::reset);
-        self.load.store(NO_LOAD, SeqCst);
-        self.peer_load.store(NO_LOAD, SeqCst);
     }
 }
 

@@ -3,7 +3,7 @@
 
 use super::direct::{Landings, Targets};
 use super::fault::Breach;
-use super::loan::{Lately, Loan, Loans, Takings};
+use super::loan::{Loan, Loans, Takings};
 use crate::fabric::layout::{MAX_STREAMS, Region};
 use crate::fabric::ring::proxy::{ProducerView, next_generation, pack_offer, unpack_offer};
 use crate::fabric::ring::{DataArea, DirectionBlock, EndMark, Wake};
@@ -100,12 +100,8 @@ pub(super) struct Incoming {
     pub settle: bool,
     /// A buffer that our program waits with.
     pub landings: Landings,
-    /// The peer has a use for buffers of so many bytes or more; 0: for none.
-    pub invited: u32,
     /// Memory that the peer's program lends.
     pub takings: Takings,
-    /// And whether it is likely to.
-    pub loans: Lately,
     /// Bytes that our device has read from there into buffers of our program's.
     pub landed: u64,
 }
@@ -141,7 +137,6 @@ impl Incoming {
             return Err(Breach::Tail);
         }
         self.landings.on_ring();
-        self.loans.on_others(n);
         self.tail = tail;
         Ok(block.put_tail(tail))
     }
@@ -168,7 +163,6 @@ impl Incoming {
         match self.landings.on_placed(serial, tail, window)? {
             Some(_) if self.ended => Err(Breach::End),
             Some(tail) => {
-                self.loans.on_others(tail - self.tail);
                 self.tail = tail;
                 Ok(block.put_tail(tail))
             }
@@ -184,7 +178,6 @@ impl Incoming {
         }
         self.takings.begin(loan, self.tail, self.window(block))?;
         self.landings.on_loan();
-        self.loans.on_loan(loan.length.into());
         Ok(())
     }
 
@@ -305,9 +298,6 @@ pub(super) struct Outgoing {
     /// As the peer said. The end mark counts as one byte after the last, as TCP's FIN does.
     pub acked: u64,
     pub limited_told: u32,
-    /// We have a use for buffers of so many bytes or more; 0: for none. And what the peer was told.
-    pub invites: u32,
-    pub invites_told: u32,
     pub end_told: bool,
     /// Our producer has ended, as far as we have looked.
     has_ended: bool,

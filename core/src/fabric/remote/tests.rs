@@ -109,7 +109,6 @@ fn tiny(immediate: bool) -> (Config, Tuning) {
         chunk_log2: 13,
         buffers: 0,
         direct_min: 100,
-        tells_load: true,
     };
     (config, tuning)
 }

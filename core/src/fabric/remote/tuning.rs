@@ -30,8 +30,6 @@ pub struct Tuning {
     pub buffers: u64,
     /// Less is not written straight into a buffer that the peer's program waits with.
     pub direct_min: u32,
-    /// The peer hears of our load.
-    pub tells_load: bool,
 }
 
 impl Default for Tuning {
@@ -42,7 +40,6 @@ impl Default for Tuning {
             chunk_log2: CHUNK_LOG2,
             buffers: 0,
             direct_min: 64 * 1024,
-            tells_load: false,
         }
     }
 }

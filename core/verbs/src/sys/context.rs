@@ -194,7 +194,6 @@ impl Mr {
             Role::Source => ffi::ibv_access_flags(0),
             Role::Offered => ffi::ibv_access_flags::IBV_ACCESS_REMOTE_READ,
             Role::Both | Role::Target => written,
-            Role::Sink => ffi::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE,
         };
         // SAFETY: by this function's contract.
         unsafe { Self::new(pd, at, len, access) }

@@ -183,7 +183,7 @@ fn row((job, size): (Job, u32)) -> Row {
             &format!("{size} writes, one way"),
             "bytes/s",
             Better::Higher,
-            // What is learned is as good as the best, but for what is tried.
+            // `auto` is about as good as the best.
             &[table::Subject::Rings, table::Subject::Direct, table::Subject::Lent].map(|way| Goal::Times(way, 0.95)),
         ),
         Job::TripCosts | Job::StreamCosts => Row::new(&name(job), "", Better::Lower, &[]),

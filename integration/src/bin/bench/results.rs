@@ -89,8 +89,8 @@ impl Way {
     /// `RDMASOCK_DEV_WAY`, where it is one of those that large sends may go.
     pub fn fixed(self) -> Option<&'static str> {
         match self {
-            Self::DeviceDirect => Some("direct"),
-            Self::DeviceLent => Some("lent"),
+            Self::DeviceDirect => Some("put"),
+            Self::DeviceLent => Some("get"),
             _ => None,
         }
     }

@@ -1,15 +1,14 @@
-//! What goes past a link's rings: whether it can, by which queue pair, and whose device is to move it.
+//! What goes past a link's rings: whether it can, from which size on, and by which queue pair.
 
 use std::sync::atomic::Ordering::Relaxed;
 
 use crate::config::config;
 use crate::library::Library;
-use crate::load;
 use crate::mailbox::Command;
-use crate::steering::Issuer;
 use crate::verbs::Pair;
+use crate::ways;
 
-use super::{Remote, least_of};
+use super::Remote;
 
 /// How often a bulk queue pair is wished for, ns.
 const WISH_EVERY: u64 = 500_000_000;
@@ -24,25 +23,14 @@ impl Remote {
         self.terms.is_direct
     }
 
-    /// The peer's device reads what is lent to it.
-    pub fn can_lend(&self) -> bool {
-        self.terms.can_lend
-    }
-
-    /// Whose device is to move what this end sends, by the load of both; `None`: it does not matter, or nothing is
-    /// known of the peer's. The peer hears of this end's load when it has been asked for.
-    pub fn issuer(&self) -> Option<Issuer> {
-        let now = crate::time::tick();
-        self.balance.issuer(now, || {
-            let own = load::average(now)?;
-            self.end.set_load(own);
-            Some((own, self.end.peer_load()?))
-        })
-    }
-
-    /// Less is not worth a direct transfer, bytes.
+    /// A smaller piece is not worth a direct transfer, bytes.
     pub fn direct_min(&self) -> usize {
-        least_of(config().zcopy)
+        ways::least_piece(config().zcopy)
+    }
+
+    /// From how many bytes on a send or a receive is not eager. `is_registered`: the device knows the memory already.
+    pub fn threshold(&self, is_registered: bool) -> usize {
+        ways::threshold(config().zcopy, &self.costs, is_registered)
     }
 
     /// Waits for what the peer's end says without its program, for as long as any end that lives needs; then the bulk

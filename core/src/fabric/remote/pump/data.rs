@@ -38,11 +38,6 @@ pub(super) fn data<Q: QueuePair, L: Local>(
     if out.stopped {
         return Ok(Turn::Done);
     }
-    if out.invites != out.invites_told {
-        let least = out.invites;
-        sender.put(&g.qp, &Record::Invite { theirs, least })?;
-        out.invites_told = least;
-    }
     if out.targets.holds(out.head) {
         return Ok(Turn::Full);
     }

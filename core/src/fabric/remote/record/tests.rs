@@ -59,7 +59,6 @@ fn all() -> Vec<Record<'static>> {
             serial: 35,
             tail: 36,
         },
-        Record::Invite { theirs: 37, least: 38 },
         Record::Source {
             theirs: 39,
             serial: 40,
@@ -74,7 +73,6 @@ fn all() -> Vec<Record<'static>> {
             tail: 47,
         },
         Record::Recall { theirs: 48, serial: 49 },
-        Record::Load { load: 50 },
     ]
 }
 

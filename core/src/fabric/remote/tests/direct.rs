@@ -30,28 +30,17 @@ fn registered(end: &TestEnd, mut memory: Vec<u8>, role: Role) -> Option<(Vec<u8>
 impl Direction {
     /// The reader waits with a buffer, if its ring is empty.
     pub fn wait(&mut self, ends: &[TestEnd; 2], len: usize) {
-        self.wait_with(ends, len, true);
-    }
-
-    /// The same, and the peer does not hear of it.
-    pub fn wait_quietly(&mut self, ends: &[TestEnd; 2], len: usize) {
-        self.wait_with(ends, len, false);
-    }
-
-    fn wait_with(&mut self, ends: &[TestEnd; 2], len: usize, is_told: bool) {
         let end = &ends[self.reader];
         if self.waiting.is_some() || !self.consumer.spans(1).unwrap().is_empty() {
             return;
         }
-        let role = if is_told { Role::Target } else { Role::Sink };
-        let Some((mut memory, region)) = registered(end, vec![0; len], role) else {
+        let Some((mut memory, region)) = registered(end, vec![0; len], Role::Target) else {
             return;
         };
         let buffer = Buffer {
             address: memory.as_mut_ptr().expose_provenance() as u64,
             length: len as u32,
             key: region.key,
-            is_told,
         };
         let made = end.advertise(self.number, buffer);
         match made {
@@ -231,7 +220,6 @@ impl World {
 enum Step {
     Other(Op),
     Wait(prop::sample::Index, usize),
-    WaitQuietly(prop::sample::Index, usize),
     LeaveOff(prop::sample::Index),
     Unwind(prop::sample::Index),
     WriteFrom(prop::sample::Index, usize),
@@ -247,8 +235,7 @@ fn step() -> impl Strategy<Value = Step> {
     let index = any::<prop::sample::Index>;
     prop_oneof![
         20 => op().prop_filter("no end", |op| !matches!(op, Op::End(_))).prop_map(Step::Other),
-        8 => (index(), 1usize..9000).prop_map(|(i, n)| Step::Wait(i, n)),
-        6 => (index(), 1usize..9000).prop_map(|(i, n)| Step::WaitQuietly(i, n)),
+        14 => (index(), 1usize..9000).prop_map(|(i, n)| Step::Wait(i, n)),
         2 => index().prop_map(Step::LeaveOff),
         2 => index().prop_map(Step::Unwind),
         6 => (index(), 1usize..9000).prop_map(|(i, n)| Step::WriteFrom(i, n)),
@@ -268,7 +255,6 @@ impl World {
         match step {
             Step::Other(op) => self.apply(op, sent),
             Step::Wait(i, len) => all[i.index(n)].wait(ends, *len),
-            Step::WaitQuietly(i, len) => all[i.index(n)].wait_quietly(ends, *len),
             Step::LeaveOff(i) => all[i.index(n)].leave_off(ends),
             Step::Unwind(i) => all[i.index(n)].unwind(ends),
             Step::WriteFrom(i, len) => all[i.index(n)].write_from(ends, *len),
@@ -443,21 +429,6 @@ fn bytes_go_from_one_programs_memory_into_the_others() {
     let counts = [0, 1].map(|at| world.ends[at].direct_counts());
     assert_eq!((counts[1].sent, counts[1].from_programs), (150_000, 150_000));
     assert_eq!((counts[0].adverts, counts[0].received, counts[0].lost), (5, 150_000, 0));
-}
-
-#[test]
-fn a_producer_says_from_which_size_on_buffers_are_of_use_to_it() {
-    let (mut world, _) = large();
-    let [number, others] = [0, 1].map(|at: usize| world.directions[at].number);
-    assert_eq!(world.ends[0].invited(others), Some(0));
-    for least in [4096, 4096, 0, 8192] {
-        world.ends[1].invite(number, least);
-        world.directions[0].write(&world.ends, 20);
-        world.settle();
-        assert_eq!(world.ends[0].invited(others), Some(least));
-        world.drain();
-    }
-    assert_eq!(world.ends[1].invited(number), Some(0), "the other direction");
 }
 
 #[test]

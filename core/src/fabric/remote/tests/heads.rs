@@ -30,39 +30,6 @@ fn ask(world: &mut World) {
 }
 
 #[test]
-fn a_load_is_told_with_what_is_sent_anyway_and_only_to_who_hears_of_it() {
-    for tells_load in [true, false] {
-        let tuning = Tuning {
-            tells_load,
-            ..Tuning::default()
-        };
-        let mut world = World::new(Config::default(), tuning, 1);
-        ask(&mut world);
-        assert_eq!(world.ends[0].peer_load(), None);
-        for load in [0, 7, 255] {
-            world.rest();
-            let before = sends(&world);
-            world.ends[1].set_load(load);
-            world.rest();
-            assert_eq!(sends(&world), before, "nothing is sent for it");
-            ask(&mut world);
-            assert_eq!(world.ends[0].peer_load(), tells_load.then_some(load));
-        }
-        assert_eq!(world.ends[1].peer_load(), None);
-        // What has not changed is not told again.
-        let mut heard = |load| {
-            world.rest();
-            world.ends[1].set_load(load);
-            let before = world.ends[0].counts().records;
-            ask(&mut world);
-            world.ends[0].counts().records - before
-        };
-        let records = heard(255);
-        assert_eq!((heard(255), heard(9)), (records, records + u64::from(tells_load)));
-    }
-}
-
-#[test]
 fn heads_go_with_answers() {
     let mut world = World::new(Config::default(), Tuning::default(), 1);
     ask(&mut world);

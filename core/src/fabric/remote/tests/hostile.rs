@@ -30,7 +30,7 @@ fn sent() -> impl Strategy<Value = Sent> {
         1 => (0u64..3, 11u64..15, 0u64..300).prop_map(|(g, log2, page)| g << 40 | log2 << 32 | page)
     ];
     let fields = (
-        0u8..21,
+        0u8..19,
         prop_oneof![4 => 0u32..3, 1 => any::<u32>()],
         value,
         prop_oneof![3 => 0u32..4, 1 => any::<u32>()],
@@ -97,8 +97,7 @@ fn record<'a>((kind, theirs, position, word, payload): &'a Fields) -> Record<'a>
             position,
             is_final: payload.len() % 2 == 1,
         },
-        16 => Record::Invite { theirs, least: word },
-        17 => Record::Source {
+        16 => Record::Source {
             theirs,
             serial: word,
             position,
@@ -106,13 +105,12 @@ fn record<'a>((kind, theirs, position, word, payload): &'a Fields) -> Record<'a>
             length: word << 9,
             rkey: theirs,
         },
-        18 => Record::Taken {
+        17 => Record::Taken {
             theirs,
             serial: word,
             tail: position,
         },
-        19 => Record::Recall { theirs, serial: word },
-        20 => Record::Load { load: word as u8 },
+        18 => Record::Recall { theirs, serial: word },
         _ => Record::Placed {
             theirs,
             serial: word,
@@ -175,7 +173,6 @@ proptest! {
                         address: 1 << 20,
                         length: 4096,
                         key: Key { local: 4, remote: 5 },
-                        is_told: true,
                     };
                     e.advertise(opened[0].vqpn, buffer);
                     Ok(())

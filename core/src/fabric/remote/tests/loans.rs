@@ -5,6 +5,7 @@ use super::mem::pair_beside;
 use super::qp::QueuePair;
 use super::record::{Builder, Record};
 use super::*;
+use crate::fabric::remote::direct::Landings;
 
 /// Two ends, of which the first direction's writer is the second; bulk takes a while.
 fn slow() -> World {
@@ -83,15 +84,11 @@ fn what_was_written_before_comes_before_and_what_comes_after_waits() {
 #[test]
 fn what_is_lent_to_a_reader_that_waits_goes_into_its_buffer_and_the_advert_is_void() {
     let (mut world, _) = large();
-    for is_told in [true, false] {
+    for _ in 0..2 {
         let before = world.ends[0].direct_counts();
         let d = &mut world.directions[0];
-        if is_told {
-            // Before the writer hears of it.
-            d.wait(&world.ends, 30_000);
-        } else {
-            d.wait_quietly(&world.ends, 30_000);
-        }
+        // Before the writer hears of it.
+        d.wait(&world.ends, 30_000);
         d.offer_from(&world.ends, 20_000);
         world.settle();
         assert_eq!(world.ends[1].wanted(world.directions[0].number), 0);
@@ -129,7 +126,7 @@ fn what_is_lent_to_a_reader_that_waits_goes_into_its_buffer_and_the_advert_is_vo
 #[test]
 fn what_the_buffer_has_no_room_for_goes_into_the_ring_behind() {
     let (mut world, _) = large();
-    world.directions[0].wait_quietly(&world.ends, 7_000);
+    world.directions[0].wait(&world.ends, 7_000);
     world.directions[0].offer_from(&world.ends, 20_000);
     world.settle();
     assert_eq!(world.directions[0].collect(&world.ends), 7_000);
@@ -146,7 +143,7 @@ fn the_lender_hears_when_the_reader_has_taken_what_is_in_its_buffer_or_will_not(
     let (mut world, _) = large();
     let number = world.directions[0].number;
     for unwinds in [false, true] {
-        world.directions[0].wait_quietly(&world.ends, 30_000);
+        world.directions[0].wait(&world.ends, 30_000);
         world.directions[0].offer_from(&world.ends, 20_000);
         world.settle();
         assert!(!world.ends[1].is_source_done(number), "the reader is about to take it");
@@ -164,7 +161,7 @@ fn the_lender_hears_when_the_reader_has_taken_what_is_in_its_buffer_or_will_not(
         world.rest();
     }
     // A recall does not wait for the reader.
-    world.directions[0].wait_quietly(&world.ends, 30_000);
+    world.directions[0].wait(&world.ends, 30_000);
     world.directions[0].offer_from(&world.ends, 20_000);
     world.settle();
     world.ends[1].recall_source(number);
@@ -178,7 +175,7 @@ fn the_lender_hears_when_the_reader_has_taken_what_is_in_its_buffer_or_will_not(
 #[test]
 fn a_reader_that_waits_no_longer_gets_what_was_asked_for_and_the_rest_goes_into_the_ring() {
     let mut world = slow();
-    world.directions[0].wait_quietly(&world.ends, 30_000);
+    world.directions[0].wait(&world.ends, 30_000);
     world.directions[0].offer_from(&world.ends, 30_000);
     pass(&world);
     world.directions[0].leave_off(&world.ends);
@@ -188,19 +185,12 @@ fn a_reader_that_waits_no_longer_gets_what_was_asked_for_and_the_rest_goes_into_
     world.clock.advance(1_000_000);
     world.settle();
     assert_eq!(world.directions[0].collect(&world.ends), 30_000);
-    // One that has not begun is nothing to wait for.
-    world.directions[0].take(&world.ends);
-    world.rest();
-    world.directions[0].wait_quietly(&world.ends, 30_000);
-    world.directions[0].leave_off(&world.ends);
-    assert_eq!(world.directions[0].collect(&world.ends), 0);
-    assert!(world.directions[0].waiting.is_none());
 }
 
 #[test]
 fn a_buffer_whose_queue_pair_is_given_up_has_what_had_come() {
     let mut world = slow();
-    world.directions[0].wait_quietly(&world.ends, 30_000);
+    world.directions[0].wait(&world.ends, 30_000);
     world.directions[0].offer_from(&world.ends, 30_000);
     pass(&world);
     world.ends[0].drop_bulk();
@@ -223,50 +213,18 @@ fn a_buffer_whose_queue_pair_is_given_up_has_what_had_come() {
 
 #[test]
 fn a_peer_may_not_say_that_it_has_written_to_a_buffer_that_is_read_into() {
-    let clock = Clock::default();
-    let [qp, peer] = pair(Config::default(), &clock);
-    let tuning = Tuning {
-        direct_min: 100,
-        ..Tuning::default()
-    };
-    let e = end(qp, tuning);
-    let [bulk, bulk_peer] = pair_beside(Config::default(), &clock, Some(e.qp()));
-    assert!(e.attach_bulk(bulk).is_none());
-    let mut opened = e.open(12).unwrap();
-    e.pair(opened.vqpn, Vqpn(7), first_ring());
-    let say = |qp: &MemQp, records: &[Record<'_>]| {
-        let mut builder = Builder::new(1000);
-        assert!(records.iter().all(|record| builder.push(record)));
-        qp.send(&[builder.finish(0)]).unwrap();
-        let _ = e.progress();
-    };
-    let theirs = 0;
-    let (generation, position) = (1, 0);
-    let switch = Record::Switch {
-        theirs,
-        generation,
-        position,
-    };
-    let data = Record::Data {
-        theirs,
-        tail: 2,
-        payload: b"ab",
-    };
-    say(&peer, &[switch, data]);
-    assert_eq!(opened.consumer.spans(2).unwrap().len(), 2);
-    for wake in [opened.consumer.consume(2), opened.consumer.publish()] {
-        e.notify(wake, Vqpn(7));
-    }
-    let buffer = Buffer {
+    let mut landings = Landings::default();
+    let advert = Advert {
+        serial: 1,
+        position: 2,
         address: 1 << 20,
         length: 1000,
-        key: super::qp::Key { local: 4, remote: 5 },
-        is_told: false,
+        rkey: 5,
     };
-    let serial = e.advertise(opened.vqpn, buffer).unwrap().serial;
-    let tail = 500;
-    say(&bulk_peer, &[Record::Placed { theirs, serial, tail }]);
-    assert_eq!(e.fault(), Some(Fault::Violation(Breach::Advert)));
+    landings.begin(advert, 4);
+    landings.on_told();
+    landings.on_loan();
+    assert_eq!(landings.on_placed(1, 500, 10_000), Err(Breach::Advert));
 }
 
 #[test]

@@ -1,5 +1,5 @@
-//! The hooks of the calls that replace, spawn, restrict or end a process. What they do is in
-//! `rdmasock_shims::calls::{process,confine}`. Not here: `exit`, which the shims see
+//! The hooks of the calls that replace, spawn, restrict, move or end a process. What they do is in
+//! `rdmasock_shims::calls::{process,confine,namespaces}`. Not here: `exit`, which the shims see
 //! through `atexit`; `execl*`, which are variadic; `vfork`.
 
 #![allow(
@@ -9,7 +9,7 @@
 
 use libc::{FILE, c_char, c_int, c_ulong, c_void, pid_t, posix_spawn_file_actions_t, posix_spawnattr_t};
 use rdmasock_shims::{
-    calls::{confine, process as calls},
+    calls::{confine, namespaces, process as calls},
     environment, real,
 };
 use redhook::hook;
@@ -131,5 +131,17 @@ hook! {
 hook! {
     unsafe fn prctl(option: c_int, a: c_ulong, b: c_ulong, c: c_ulong, d: c_ulong) -> c_int => hook_prctl {
         confine::prctl(real::prctl(), option, a, b, c, d)
+    }
+}
+
+hook! {
+    unsafe fn unshare(flags: c_int) -> c_int => hook_unshare {
+        namespaces::unshare(real::unshare(), flags)
+    }
+}
+
+hook! {
+    unsafe fn setns(fd: c_int, kind: c_int) -> c_int => hook_setns {
+        namespaces::setns(real::setns(), fd, kind)
     }
 }

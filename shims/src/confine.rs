@@ -53,13 +53,14 @@ fn begin(is_harmless: impl FnOnce() -> bool) {
     }
     let errno = errno::get();
     if !is_harmless() {
-        let_go();
+        let_go(Reason::Confined);
     }
     errno::set(errno);
 }
 
-fn let_go() {
-    pass::all_on_tcp(Reason::Confined);
+/// Takes all connections back to TCP and ends the library's part in this process, for `reason`.
+pub fn let_go(reason: Reason) {
+    pass::all_on_tcp(reason);
     for socket in socket::in_use() {
         // Nobody will be left to tell of it.
         if socket.completions.forget_unread() {
@@ -68,7 +69,7 @@ fn let_go() {
     }
     time::wait_until(is_at_rest);
     if let Some(library) = Library::current() {
-        tracing::info!(target: "rdmasock", "the program restricts its system calls: nothing is accelerated any more");
+        tracing::info!(target: "rdmasock", %reason, "nothing is accelerated any more");
         service::end(library);
     }
     table::for_each(0..=u32::MAX, |fd, entry| match entry {

@@ -68,6 +68,8 @@ pub struct Mailbox {
     pub thread: AtomicI32,
     /// The thread is to end.
     pub ending: AtomicBool,
+    /// The thread is to end, and what it remembers to be kept for the next.
+    pub pausing: AtomicBool,
     /// The thread will send the wake-ups that are delayed.
     pub delaying: Request,
     /// The thread will look after links to other hosts.
@@ -89,6 +91,7 @@ impl Mailbox {
             retry_at: AtomicU64::new(0),
             thread: AtomicI32::new(0),
             ending: AtomicBool::new(false),
+            pausing: AtomicBool::new(false),
             delaying: Request::new(),
             maintaining: Request::new(),
             taken_back: Published::default(),

@@ -387,6 +387,10 @@ functions! {
 
     /// `longjmp(environment, value)`; does not return
     LongjmpFn = (*mut c_void, c_int) -> (): longjmp, _longjmp, siglongjmp, __longjmp_chk;
+    /// `unshare(flags)`
+    UnshareFn = (c_int) -> c_int: unshare;
+    /// `setns(fd, kind)`
+    SetnsFn = (c_int, c_int) -> c_int: setns;
     /// `prctl(option, four arguments)`; variadic in C
     PrctlFn = (c_int, c_ulong, c_ulong, c_ulong, c_ulong) -> c_int: prctl;
 

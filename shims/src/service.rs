@@ -34,11 +34,16 @@ mod state;
 mod timers;
 mod watch;
 
-use signals::{SignalsBlocked, spawn};
+pub use signals::SignalsBlocked;
+use signals::spawn;
 use state::Worker;
 
 use std::ops::ControlFlow;
-use std::sync::atomic::Ordering::{Acquire, SeqCst};
+use std::ptr::null_mut;
+use std::sync::atomic::{
+    AtomicI32, AtomicPtr,
+    Ordering::{AcqRel, Acquire, Release, SeqCst},
+};
 
 use rdmasock_core::rendezvous::names;
 use rdmasock_core::stats::Reason;
@@ -76,8 +81,8 @@ fn start() -> bool {
         let own = &Library::get().service;
         let id = rustix::thread::gettid().as_raw_nonzero().get();
         own.thread.store(id, SeqCst);
-        match Worker::new(mask, name) {
-            Some(mut worker) => worker.run(),
+        match take_paused().or_else(|| Worker::new(mask, name).map(Box::new)) {
+            Some(worker) => worker.run(),
             None => own.has_no_thread(),
         }
     });
@@ -109,14 +114,73 @@ pub fn end(library: &Library) {
     wait_until(|| match service.thread.load(Acquire) {
         // It is about to run, or could not be made.
         0 => !service.is_started(),
-        // Not by /proc, which need not be there.
-        id => {
-            let process = rustix::process::getpid().as_raw_nonzero().get();
-            let arguments = [process as usize, id as usize, 0, 0, 0, 0];
-            // SAFETY: signal 0 is none.
-            unsafe { rdmasock_core::os::kernel::call(libc::SYS_tgkill, arguments) }.is_err()
-        }
+        id => is_gone(id),
     });
+}
+
+/// Whether the process has no thread `id`. Not by /proc, which need not be there.
+fn is_gone(id: i32) -> bool {
+    let process = rustix::process::getpid().as_raw_nonzero().get();
+    let arguments = [process as usize, id as usize, 0, 0, 0, 0];
+    // SAFETY: signal 0 is none.
+    unsafe { rdmasock_core::os::kernel::call(libc::SYS_tgkill, arguments) }.is_err()
+}
+
+/// The worker of a thread that was paused, until the next thread takes it.
+static PAUSED: AtomicPtr<Worker> = AtomicPtr::new(null_mut());
+
+/// Takes the paused worker. A fork child leaks its parent's.
+fn take_paused() -> Option<Box<Worker>> {
+    let worker = PAUSED.swap(null_mut(), AcqRel);
+    // SAFETY: null, or a box that its thread has given up and that is taken once.
+    unsafe {
+        let library = worker.as_ref()?.library;
+        let mut worker = std::ptr::eq(library, Library::get()).then(|| Box::from_raw(worker))?;
+        worker.return_to_namespace();
+        Some(worker)
+    }
+}
+
+/// Whether a thread can be made now, which is then gone again. Not after unshare(CLONE_NEWPID), for one.
+///
+/// All signals are blocked, as for the next two.
+pub fn can_resume() -> bool {
+    static THREAD: AtomicI32 = AtomicI32::new(0);
+    THREAD.store(0, SeqCst);
+    let made = spawn(c"rdmasock", 256 * 1024, || {
+        THREAD.store(rustix::thread::gettid().as_raw_nonzero().get(), SeqCst);
+    });
+    if made.is_ok() {
+        wait_until(|| match THREAD.load(SeqCst) {
+            0 => false,
+            id => is_gone(id),
+        });
+    }
+    made.is_ok()
+}
+
+/// Ends the thread until [`resume`]. Commands and events wait for it meanwhile. False if there is none, or it does not
+/// end in time.
+pub fn pause(library: &Library) -> bool {
+    let service = &library.service;
+    if !service.is_started() || service.pausing.swap(true, SeqCst) {
+        return false;
+    }
+    library.waiters.ring(SERVICE);
+    wait_until(|| !service.pausing.load(Acquire));
+    if service.pausing.swap(false, AcqRel) {
+        return false;
+    }
+    wait_until(|| is_gone(service.thread.load(Acquire)));
+    true
+}
+
+/// Starts the paused thread again. If it cannot be made, the next command tries that again.
+pub fn resume(library: &Library) {
+    library.service.thread.store(0, SeqCst);
+    if !start() {
+        library.service.has_no_thread();
+    }
 }
 
 /// Has the service thread, if there is one, look at what it does now and then.
@@ -127,13 +191,29 @@ pub fn wake() {
 }
 
 impl Worker {
-    fn run(&mut self) {
-        guard::rounds(|| self.round(), std::thread::sleep);
+    /// Works until the thread is to end. If that is for a pause, the worker is left in [`PAUSED`].
+    fn run(mut self: Box<Self>) {
+        let service = self.service;
+        loop {
+            guard::rounds(|| self.round(), std::thread::sleep);
+            if service.ending.load(SeqCst) {
+                return;
+            }
+            PAUSED.store(Box::into_raw(self), Release);
+            // If not, the pause was given up meanwhile.
+            if service.pausing.swap(false, AcqRel) {
+                return;
+            }
+            match take_paused() {
+                Some(worker) => self = worker,
+                None => return,
+            }
+        }
     }
 
     /// What there is to do, a sleep, and what that brings.
     fn round(&mut self) -> ControlFlow<()> {
-        if self.service.ending.load(SeqCst) {
+        if self.service.ending.load(SeqCst) || self.service.pausing.load(SeqCst) {
             return ControlFlow::Break(());
         }
         let mut reported = [kernel::Event {

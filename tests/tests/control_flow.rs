@@ -8,6 +8,7 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, Stdio};
 use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
 
 use libtest_mimic::{Arguments, Failed, Trial};
 use nix::sys::signal::{Signal, killpg};
@@ -45,6 +46,10 @@ const PROGRAMS: &[Program] = &[
     Program {
         name: "clones",
         arguments: &["1"],
+    },
+    Program {
+        name: "namespaces",
+        arguments: &["5"],
     },
     Program {
         name: "handlers",
@@ -186,6 +191,12 @@ fn main() -> ExitCode {
         let shared = Arc::clone(&paths);
         trials.push(Trial::test(format!("link/killed_{who}"), move || killed(&shared, who)));
     }
+    for end in ["connects", "accepts"] {
+        let shared = Arc::clone(&paths);
+        trials.push(Trial::test(format!("link/namespaces_{end}"), move || {
+            promoted_elsewhere(&shared, end)
+        }));
+    }
     trials.push(Trial::test("link/last_thread_is_promoted", move || {
         promoted_without_main(&paths)
     }));
@@ -318,7 +329,7 @@ fn fork_holds(paths: &Paths) -> Result<(), Failed> {
     // `timeout` has it as its child.
     let pid = child_of(running.0.id())?;
     while on_link(paths, pid)? == 0 {
-        std::thread::sleep(std::time::Duration::from_millis(5));
+        std::thread::sleep(Duration::from_millis(5));
         if running.0.try_wait()?.is_some() {
             return Err("it ended without being promoted".into());
         }
@@ -342,7 +353,7 @@ fn killed(paths: &Paths, who: &str) -> Result<(), Failed> {
     };
     let procfs = PathBuf::from(format!("/proc/{user}"));
     while on_link(paths, user).unwrap_or(0) == 0 {
-        std::thread::sleep(std::time::Duration::from_millis(5));
+        std::thread::sleep(Duration::from_millis(5));
         if !procfs.exists() {
             return Err("it ended without being promoted".into());
         }
@@ -362,9 +373,29 @@ fn promoted_without_main(paths: &Paths) -> Result<(), Failed> {
     };
     // It is not there yet, or not yet shown.
     while on_link(paths, pid).unwrap_or(0) == 0 {
-        std::thread::sleep(std::time::Duration::from_millis(5));
+        std::thread::sleep(Duration::from_millis(5));
         if running.0.try_wait()?.is_some() {
             return Err("it ended without being promoted".into());
+        }
+    }
+    Ok(())
+}
+
+/// A connection that is made when the program has entered namespaces is moved like any other.
+fn promoted_elsewhere(paths: &Paths, end: &str) -> Result<(), Failed> {
+    let mut running = Running::start(paths, "namespaces", &["1", end], With::Soon)?;
+    let mut lines = BufReader::new(running.0.stdout.take().unwrap()).lines();
+    let first = lines.next().transpose()?.unwrap_or_default();
+    if first != "moved" {
+        println!("skipped: {first}");
+        return running.end().map(drop);
+    }
+    let pid = child_of(running.0.id())?;
+    let until = Instant::now() + Duration::from_secs(20);
+    while on_link(paths, pid)? == 0 {
+        std::thread::sleep(Duration::from_millis(5));
+        if Instant::now() > until {
+            return Err("it is not promoted".into());
         }
     }
     Ok(())

@@ -118,6 +118,8 @@ reasons! {
     Asked = 37 => "asked for by the program",
     /// The program runs as another user than the one that made the socket, or in another network namespace.
     NotOwner = 38 => "socket of another user or network namespace",
+    /// The program has entered namespaces in which it can have no further thread.
+    Alone = 39 => "the program can have no second thread",
 }
 
 /// A [`Reason`], and the peer's own where it declined.

@@ -35,6 +35,7 @@ pub mod dlopen;
 pub mod fd;
 pub mod io;
 mod memory;
+pub mod namespaces;
 pub mod numbers;
 pub mod process;
 pub mod ready;

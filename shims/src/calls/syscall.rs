@@ -18,7 +18,7 @@ use libc::{
 };
 use rdmasock_core::os::kernel;
 
-use super::{confine, fd, io, numbers, process, ready, socket};
+use super::{confine, fd, io, namespaces, numbers, process, ready, socket};
 pub use own::{LIBC, resolve};
 pub use ways::Handler;
 use ways::{direct, owns, owns_fd, owns_made, result, waits, waits_on};
@@ -128,6 +128,8 @@ served! { (a b c d e f) PROCESSES:
         (a: c_int, b: *const c_char, c: *const *const c_char, d: *const *const c_char, e: c_int) -> c_int;
     owns SYS_prctl = confine::prctl, (a: c_int, b: c_ulong, c: c_ulong, d: c_ulong, e: c_ulong) -> c_int;
     owns SYS_seccomp = confine::seccomp, (a: c_uint, b: c_uint, c: *mut c_void) -> c_int;
+    owns SYS_unshare = namespaces::unshare, (a: c_int) -> c_int;
+    owns SYS_setns = namespaces::setns, (a: c_int, b: c_int) -> c_int;
 }
 
 /// Calls that newer architectures do not have.

@@ -85,12 +85,16 @@ pub enum Watched {
     Impossible,
 }
 
+/// The cookie of no network namespace.
+const ELSEWHERE: u64 = u64::MAX;
+
 /// The thread's own state.
 pub struct Worker {
     pub library: &'static Library,
     pub service: &'static Mailbox,
     pub instance_name: Option<names::Listener>,
-    /// The cookie of the network namespace that this thread is in; 0 if the kernel does not say.
+    /// The cookie of the network namespace that this thread is in; 0 if the kernel does not say, [`ELSEWHERE`] if it is
+    /// not the one that the thread began in.
     pub namespace: u64,
     /// Returns the owner of the connector's socket.
     pub owner_of: fn(&Tuple) -> Owner,
@@ -214,6 +218,14 @@ impl Worker {
             Some(rustix::fs::fstat(anchor).ok()?.st_ino)
         });
         inode.is_some_and(|inode| diag::is_socket(local, remote, tuple.device(), inode))
+    }
+
+    /// The thread was made again, perhaps in another network namespace. Names and the control port stay those of the
+    /// first one, so no further connection is promoted then.
+    pub fn return_to_namespace(&mut self) {
+        if own_namespace() != self.namespace {
+            self.namespace = ELSEWHERE;
+        }
     }
 
     /// Takes a descriptor into the thread's epoll set. False if it cannot be.

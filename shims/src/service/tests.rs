@@ -513,3 +513,18 @@ fn a_cookie_is_good_once_and_for_whom_it_was_made() {
     assert!(!worker.library.offers.has(&cookie, &peer));
     assert!(!worker.library.offers.redeem(&cookie, &peer));
 }
+
+#[test]
+fn another_namespace_is_of_no_connection() {
+    let mut worker = worker();
+    let first = worker.namespace;
+    worker.return_to_namespace();
+    assert_eq!(worker.namespace, first);
+    let (socket, _client, _server) = accepted();
+    let tuple = socket::tuple_of(socket).unwrap();
+    assert!(worker.is_here(socket, &tuple));
+    worker.namespace = first + 1;
+    worker.return_to_namespace();
+    assert!(!worker.is_here(socket, &tuple.at(first, 0)));
+    assert!(!worker.is_here(socket, &tuple.at(first + 1, 0)));
+}

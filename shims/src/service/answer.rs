@@ -161,7 +161,10 @@ impl Worker {
         match credentials.map(|c| c.uid) {
             Some(0) => true,
             Some(uid) => match (self.owner_of)(tuple) {
-                Owner::None => uid == own || reach.port().is_some_and(|port| trusted(uid, udp_owner(port), own)),
+                Owner::None => {
+                    trusted(uid, Owner::Unknown, own)
+                        || reach.port().is_some_and(|port| trusted(uid, udp_owner(port), own))
+                }
                 owner => trusted(uid, owner, own),
             },
             None if reach.is_device_for_here() => true,

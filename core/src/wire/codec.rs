@@ -1,7 +1,13 @@
 //! What the encodings of messages, markers and introductions share: the version, how bytes are read and appended, and
 //! what can be wrong with them. Not the encodings.
 
+use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+use super::geometry::{Geometry, RingOffer};
+use super::message::MAX_REDIRECT;
+use super::reason::Reason;
+use crate::ids::{Cookie, InstanceId, Nonce, Tuple, Vqpn, WireTuple};
 
 /// The version of the whole protocol, part of every service name, message and marker (P1).
 pub const VERSION: u8 = 2;
@@ -64,5 +70,117 @@ impl<'a> Writer<'a> {
             .copy_from_slice(bytes);
         self.len = end;
         Ok(())
+    }
+}
+
+/// A field of a message: integers are little-endian, and nothing lies between two fields.
+pub(super) trait Field: Sized {
+    /// Appends the field.
+    fn put(&self, out: &mut Writer<'_>) -> Result<(), WireError>;
+
+    /// Reads the field off the front of `from`, and removes it there.
+    fn take(from: &mut &[u8]) -> Result<Self, WireError>;
+}
+
+fn take<T: FromBytes>(from: &mut &[u8]) -> Result<T, WireError> {
+    let (value, rest) = T::read_from_prefix(from).map_err(|_| WireError::Length)?;
+    *from = rest;
+    Ok(value)
+}
+
+/// Fields that are other bytes on the wire than in memory: by what they are written as, and read from.
+macro_rules! fields {
+    ($($type:ty as $wire:ty: |$value:ident| $put:expr, |$read:ident| $take:expr;)*) => {$(
+        impl Field for $type {
+            fn put(&self, out: &mut Writer<'_>) -> Result<(), WireError> {
+                let $value = self;
+                out.put::<$wire>(&$put)
+            }
+
+            fn take(from: &mut &[u8]) -> Result<Self, WireError> {
+                let $read: $wire = take(from)?;
+                $take
+            }
+        }
+    )*};
+}
+
+fields! {
+    u8 as u8: |n| *n, |n| Ok(n);
+    u32 as U32: |n| (*n).into(), |n| Ok(n.get());
+    u64 as U64: |n| (*n).into(), |n| Ok(n.get());
+    Nonce as Nonce: |nonce| *nonce, |nonce| Ok(nonce);
+    InstanceId as InstanceId: |id| *id, |id| Ok(id);
+    Cookie as Cookie: |cookie| *cookie, |cookie| Ok(cookie);
+    Vqpn as U32: |vqpn| vqpn.0.into(), |n| Ok(Self(n.get()));
+    Reason as U16: |reason| reason.code().into(), |code| Ok(Self::from_code(code.get()));
+    Tuple as WireTuple: |tuple| tuple.to_wire(), |wire| Ok(Self::from_wire(&wire));
+}
+
+impl Field for RingOffer {
+    fn put(&self, out: &mut Writer<'_>) -> Result<(), WireError> {
+        self.page().put(out)?;
+        self.log2().put(out)
+    }
+
+    fn take(from: &mut &[u8]) -> Result<Self, WireError> {
+        let (page, log2) = (Field::take(from)?, Field::take(from)?);
+        Self::new(page, log2).ok_or(WireError::Field("ring size"))
+    }
+}
+
+impl Field for Geometry {
+    fn put(&self, out: &mut Writer<'_>) -> Result<(), WireError> {
+        self.arena_bytes.put(out)?;
+        self.waiter_bytes.put(out)?;
+        self.queue_entries.put(out)?;
+        self.max_waiters.put(out)?;
+        self.max_ring.put(out)
+    }
+
+    fn take(from: &mut &[u8]) -> Result<Self, WireError> {
+        Ok(Self {
+            arena_bytes: Field::take(from)?,
+            waiter_bytes: Field::take(from)?,
+            queue_entries: Field::take(from)?,
+            max_waiters: Field::take(from)?,
+            max_ring: Field::take(from)?,
+        })
+    }
+}
+
+/// Whether there is a value, then the value.
+impl Field for Option<u64> {
+    fn put(&self, out: &mut Writer<'_>) -> Result<(), WireError> {
+        u8::from(self.is_some()).put(out)?;
+        self.unwrap_or(0).put(out)
+    }
+
+    fn take(from: &mut &[u8]) -> Result<Self, WireError> {
+        let (is_there, value): (u8, u64) = (Field::take(from)?, Field::take(from)?);
+        match is_there {
+            0 => Ok(None),
+            1 => Ok(Some(value)),
+            _ => Err(WireError::Field("flag")),
+        }
+    }
+}
+
+/// How many there are, then each; at most [`MAX_REDIRECT`].
+impl Field for Vec<InstanceId> {
+    fn put(&self, out: &mut Writer<'_>) -> Result<(), WireError> {
+        let count = u16::try_from(self.len())
+            .ok()
+            .filter(|n| usize::from(*n) <= MAX_REDIRECT);
+        out.put(&U16::new(count.ok_or(WireError::Field("instance count"))?))?;
+        out.put(self.as_slice())
+    }
+
+    fn take(from: &mut &[u8]) -> Result<Self, WireError> {
+        let count = usize::from(take::<U16>(from)?.get());
+        if count > MAX_REDIRECT {
+            return Err(WireError::Field("instance count"));
+        }
+        (0..count).map(|_| Field::take(from)).collect()
     }
 }

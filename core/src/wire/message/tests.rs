@@ -187,7 +187,7 @@ fn fields_out_of_range_are_refused() {
         resend_from: None,
     });
     demote[8 + 4] = 2;
-    assert_eq!(Message::decode(&demote).unwrap_err(), WireError::Field("resend flag"));
+    assert_eq!(Message::decode(&demote).unwrap_err(), WireError::Field("flag"));
 
     let instances = vec![InstanceId::from_bytes([1; 16]); MAX_REDIRECT + 1];
     let many = Message::Redirect { request: 1, instances };

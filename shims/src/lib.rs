@@ -86,7 +86,7 @@ mod tcp_info;
 mod threshold;
 mod time;
 mod tx;
-mod verbs;
+pub mod verbs;
 pub mod vfork;
 mod wait;
 mod waiters;

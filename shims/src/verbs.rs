@@ -3,7 +3,7 @@
 //! The library must load on a host without rdma-core, so nothing here is linked to it: the plugin
 //! lies beside the library, and if it cannot be opened connections to other hosts stay on TCP.
 
-use std::ffi::{c_int, c_void};
+use std::ffi::{c_char, c_int, c_void};
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::PathBuf;
@@ -45,6 +45,7 @@ static HOST: Host = Host {
     log,
     hide_fd,
     close_fd,
+    sys_class,
 };
 
 /// Where the kernel shows RDMA devices.
@@ -203,6 +204,10 @@ unsafe extern "C" fn hide_fd(fd: c_int) -> i32 {
 
 unsafe extern "C" fn close_fd(fd: c_int) {
     drop(PrivateFd::adopt(fd));
+}
+
+unsafe extern "C" fn sys_class() -> *const c_char {
+    config().sys_class.as_deref().unwrap_or(c"/sys/class").as_ptr()
 }
 
 fn check(result: i32) -> Result<i32, Errno> {
@@ -367,10 +372,13 @@ pub enum State {
 
 /// A connected queue pair, and who is at its other end.
 pub struct Dialled {
+    /// The queue pair.
     pub pair: Pair,
+    /// What the peer has said of itself.
     pub introduction: Introduction,
-    /// From where, and to where.
+    /// From where.
     pub local: IpAddr,
+    /// To where.
     pub remote: SocketAddr,
 }
 

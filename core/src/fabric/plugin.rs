@@ -12,7 +12,7 @@ pub mod host;
 pub mod serve;
 pub mod slots;
 
-use std::ffi::{c_int, c_void};
+use std::ffi::{c_char, c_int, c_void};
 
 /// Version of the tables; changes with any change to this file.
 pub const ABI: u32 = 8;
@@ -43,6 +43,9 @@ pub struct Host {
     pub hide_fd: unsafe extern "C" fn(fd: c_int) -> i32,
     /// Closes an fd that `hide_fd` gave (libc's close, in the program's place, does not see it).
     pub close_fd: unsafe extern "C" fn(fd: c_int),
+    /// Gives the folder where the kernel shows network interfaces and RDMA devices, which tests may replace. The path
+    /// lives as long as the process.
+    pub sys_class: unsafe extern "C" fn() -> *const c_char,
 }
 
 /// An IP address and a port, in host byte order. IPv4 is in the first four bytes.

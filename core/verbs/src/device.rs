@@ -4,7 +4,6 @@
 //! opening it: what the parent has opened its children cannot use (librdmacm keeps the parent's).
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
-use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -16,7 +15,7 @@ use crate::explain::explain;
 use crate::sys::{Context, Id, prepare_for_fork};
 use crate::sysfs::device_on;
 use rdmasock_core::fabric::plugin::fate::Fate;
-use rdmasock_core::fabric::plugin::host::{Level, log};
+use rdmasock_core::fabric::plugin::host::{self, Level, log};
 
 /// A call of librdmacm has been made in this process, or in the one that it was forked from.
 static USED: AtomicBool = AtomicBool::new(false);
@@ -34,7 +33,7 @@ pub fn find(local: &Address) -> Result<Device> {
     usable()?;
     let ip = ip(local)?;
     let interface = interface_of(ip)?;
-    device_on(Path::new("/sys/class"), &interface).ok_or(Errno(libc::ENODEV))
+    device_on(host::sys_class(), &interface).ok_or(Errno(libc::ENODEV))
 }
 
 /// Opens the device that has this local address, or finds that it is open.

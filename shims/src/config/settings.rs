@@ -1,6 +1,7 @@
 //! What the user may ask for, and what holds where nothing was asked for. How it is asked for is `variables.rs`'s
 //! business.
 
+use std::ffi::CString;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -113,6 +114,8 @@ pub struct Config {
     pub pretend_rdma: Vec<IpNet>,
     /// For tests: the plugin that has queue pairs between processes of this host.
     pub local_device: Option<PathBuf>,
+    /// For tests: what the plugin has in place of `/sys/class`.
+    pub sys_class: Option<CString>,
     /// For developers: the way that large sends between hosts go, where they can.
     pub way: Option<Way>,
 }
@@ -138,6 +141,7 @@ impl Default for Config {
             secret_file: None,
             pretend_rdma: Vec::new(),
             local_device: None,
+            sys_class: None,
             way: None,
         }
     }

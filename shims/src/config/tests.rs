@@ -52,6 +52,7 @@ fn every_variable_is_read() {
         ("RDMASOCK_LIBRARY", "elsewhere.so"),
         ("RDMASOCK_DEV_PRETEND_RDMA", "10.0.0.0/8, fd00::/8"),
         ("RDMASOCK_DEV_LOCAL_DEVICE", "device.so"),
+        ("RDMASOCK_DEV_SYS_CLASS", "class"),
         ("RDMASOCK_DEV_WAY", "get"),
     ]);
     assert_eq!(warnings, Vec::<String>::new());
@@ -74,6 +75,7 @@ fn every_variable_is_read() {
         secret_file: Some("secret".into()),
         pretend_rdma: vec!["10.0.0.0/8".parse().unwrap(), "fd00::/8".parse().unwrap()],
         local_device: Some("device.so".into()),
+        sys_class: Some(c"class".into()),
         way: Some(Way::Get),
     };
     assert_eq!(config, expected);

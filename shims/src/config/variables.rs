@@ -1,7 +1,8 @@
 //! The table of environment variables: names, defaults, what is accepted, what each means, and
 //! how its value gets into a [`Config`].
 
-use std::ffi::OsStr;
+use std::ffi::{CString, OsStr};
+use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -225,9 +226,18 @@ pub(super) const DEVELOPER: &[Variable] = &[
         option: "",
         placeholder: "",
         default: "the devices that there are",
-        accepts: "the path of librdmasock_localnic.so",
+        accepts: "the path of librdmasock_localnic.so, or of librdmasock_verbs.so",
         meaning: "connections within this host are moved to this device, as if they were between hosts",
         set: |config, value| set(&mut config.local_device, Some(Some(PathBuf::from(value)))),
+    },
+    Variable {
+        name: "RDMASOCK_DEV_SYS_CLASS",
+        option: "",
+        placeholder: "",
+        default: "/sys/class",
+        accepts: "the path of a folder",
+        meaning: "where the verbs plugin looks for devices (tests with a stand-in for rdma-core)",
+        set: |config, value| set(&mut config.sys_class, CString::new(value.as_bytes()).ok().map(Some)),
     },
     Variable {
         name: "RDMASOCK_DEV_WAY",

@@ -1,8 +1,9 @@
 //! A plugin's side: what the library lends to it: its log, and the numbers for fds that the program does not see.
 
-use std::ffi::c_int;
+use std::ffi::{CStr, OsStr, c_int};
 use std::fmt::Arguments;
 use std::os::fd::{AsFd, BorrowedFd, IntoRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
@@ -56,6 +57,16 @@ pub fn log(level: Level, text: Arguments<'_>) {
         // SAFETY: the pointer and the length are those of a string that lives during the call.
         unsafe { (host.log)(level as u32, line.as_ptr(), line.len()) };
     }
+}
+
+/// Where the kernel shows network interfaces and RDMA devices.
+pub fn sys_class() -> &'static Path {
+    let Some(host) = get() else {
+        return Path::new("/sys/class");
+    };
+    // SAFETY: the function of a checked table; its path ends with a zero and lives as long as the process.
+    let path = unsafe { CStr::from_ptr((host.sys_class)()) };
+    Path::new(OsStr::from_bytes(path.to_bytes()))
 }
 
 /// Makes `fd` nonblocking and moves it to a hidden number, where a fork child finds it.

@@ -2,7 +2,7 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
-use std::ffi::{CString, c_int, c_void};
+use std::ffi::{CString, c_char, c_int, c_void};
 use std::ptr::null_mut;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
@@ -29,7 +29,12 @@ static HOST: Host = Host {
     log,
     hide_fd,
     close_fd,
+    sys_class,
 };
+
+unsafe extern "C" fn sys_class() -> *const c_char {
+    c"/sys/class".as_ptr()
+}
 
 unsafe extern "C" fn log(level: u32, text: *const u8, len: usize) {
     // SAFETY: a line of text, by the interface.

@@ -1,4 +1,4 @@
-//! Plays a scenario: two processes, in one of eight modes, and compares their transcripts.
+//! Plays a scenario: two processes, in one of ten modes, and compares their transcripts.
 //!
 //! It runs without the library and knows no scenario; `tests/differential.rs` makes the matrix, and
 //! `tests/environment_matrix.rs` that of scenarios and environments.
@@ -19,6 +19,7 @@ use crate::ctx::{ANSWERED, ASKED, COUNTED, SEEN, Side, WARM};
 use crate::environment::{self, Environment};
 use crate::observe::{Promotion, count, promotion_state, reasons};
 use crate::scenarios::Scenario;
+use crate::standin::Standin;
 
 /// Longest time that a scenario may take; then its processes are killed and it has failed.
 pub const TIME_LIMIT: Duration = Duration::from_secs(60);
@@ -44,6 +45,10 @@ pub enum Mode {
     Roce,
     /// Both, over the local device as one without.
     Iwarp,
+    /// Both, over the verbs plugin on the stand-in for rdma-core, as RoCE.
+    Verbs,
+    /// Both, over the verbs plugin on the stand-in, as iWARP.
+    VerbsIwarp,
 }
 
 impl Mode {
@@ -52,6 +57,9 @@ impl Mode {
 
     /// Those in which links are as between hosts.
     pub const DEVICES: [Self; 2] = [Self::Roce, Self::Iwarp];
+
+    /// Those in which the verbs plugin runs.
+    pub const PLUGIN: [Self; 2] = [Self::Verbs, Self::VerbsIwarp];
 
     /// The name in a test's name.
     pub fn name(self) -> &'static str {
@@ -64,6 +72,8 @@ impl Mode {
             Self::Storm => "storm",
             Self::Roce => "roce",
             Self::Iwarp => "iwarp",
+            Self::Verbs => "verbs",
+            Self::VerbsIwarp => "verbs-iwarp",
         }
     }
 
@@ -77,11 +87,11 @@ impl Mode {
         matches!(self, Self::KernelStorm | Self::Storm)
     }
 
-    /// How the local device is, where it is used (`LOCALNIC`).
+    /// How the local device or the stand-in is, where one is used (`LOCALNIC`, `VERBS_STANDIN`).
     pub fn device(self) -> Option<&'static str> {
         match self {
-            Self::Roce => Some("roce"),
-            Self::Iwarp => Some("iwarp"),
+            Self::Roce | Self::Verbs => Some("roce"),
+            Self::Iwarp | Self::VerbsIwarp => Some("iwarp"),
             _ => None,
         }
     }
@@ -90,7 +100,7 @@ impl Mode {
     pub fn preloads(self, side: Side) -> bool {
         match self {
             Self::Kernel | Self::KernelStorm => false,
-            Self::Both | Self::Storm | Self::Roce | Self::Iwarp => true,
+            Self::Both | Self::Storm | Self::Roce | Self::Iwarp | Self::Verbs | Self::VerbsIwarp => true,
             Self::Client => side == Side::Client,
             Self::Server => side == Side::Server,
         }
@@ -165,6 +175,25 @@ impl Paths {
 }
 
 impl Paths {
+    /// The stand-in for rdma-core; compiles it at the first call.
+    pub fn standin(&self) -> Result<Arc<Standin>> {
+        Standin::get(self.library.as_ref().map_err(|why| anyhow!("{why}"))?)
+    }
+
+    /// Has a program move its connections to the device of a mode, which is as these words say.
+    pub fn set_device(&self, mode: Mode, words: &str, command: &mut Command) -> Result<()> {
+        if Mode::PLUGIN.contains(&mode) {
+            self.standin()?.set(command, words);
+        } else {
+            command
+                .env("RDMASOCK_DEV_LOCAL_DEVICE", &self.device)
+                .env("LOCALNIC", words)
+                // Asked by name, as within a host: one port would be for all that run at once.
+                .env("RDMASOCK_CONTROL_PORT", "0");
+        }
+        Ok(())
+    }
+
     /// What to preload for the library with the registered allocator, which is beside it.
     pub fn with_allocator(&self) -> Result<String> {
         let library = self.library.as_ref().map_err(|why| anyhow!("{why}"))?;
@@ -294,11 +323,7 @@ impl Running {
             // Soon, so that a scenario need not go on for long.
             command.env("RDMASOCK_PROMOTE_AFTER", "2r,16K");
             if let Some(device) = mode.device() {
-                command
-                    .env("RDMASOCK_DEV_LOCAL_DEVICE", &paths.device)
-                    .env("LOCALNIC", words(device, scenario.device))
-                    // Asked by name, as within a host: one port would be for all that run at once.
-                    .env("RDMASOCK_CONTROL_PORT", "0");
+                paths.set_device(mode, &words(device, scenario.device), &mut command)?;
             }
             if scenario.env.iter().any(|(name, _)| *name == "RDMASOCK_ALLOC") {
                 command.env("LD_PRELOAD", paths.with_allocator()?);

@@ -26,4 +26,5 @@ pub mod pair;
 pub mod remote;
 pub mod scenarios;
 pub mod stall;
+pub mod standin;
 pub mod storm;

@@ -1,16 +1,19 @@
 //! The conformance suite on each fabric that one process can be both ends of: `mem`; `shm` with two
 //! mappings of each memfd, a SEQPACKET channel and eventfds, as two processes have them; and links between
-//! hosts over queue pairs in memory, with and without immediates, and with tiny queues, and over those of
-//! the local device.
+//! hosts over queue pairs in memory, with and without immediates, and with tiny queues, over those of
+//! the local device, and over those of the verbs plugin on the stand-in for rdma-core, in a process of their own.
 #![allow(clippy::expect_used, clippy::panic)]
 
 use std::collections::BTreeMap;
 use std::marker::PhantomData;
+use std::net::IpAddr;
 use std::os::fd::AsFd;
+use std::path::Path;
+use std::process::Command;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-use libtest_mimic::{Arguments, Trial};
+use libtest_mimic::{Arguments, Failed, Trial};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use rdmasock_core::fabric::layout::Layout;
 use rdmasock_core::fabric::link::SendError;
@@ -26,7 +29,14 @@ use rdmasock_core::sync::SleepFlag;
 use rdmasock_core::wire::{MAX_MESSAGE, Message};
 use rdmasock_localnic::settings::Settings;
 use rdmasock_localnic::within::{self, LocalQp};
+use rdmasock_shims::verbs::{self, State};
 use rdmasock_tests::conformance::{Harness, suite};
+use rdmasock_tests::harness::{Paths, clean_environment};
+
+/// Set where the suite is run on the plugin alone.
+const ON_PLUGIN: &str = "CONFORMANCE_ON_PLUGIN";
+/// Far more than two threads of one process need.
+const CONNECTS_WITHIN_MS: u32 = 20_000;
 
 /// Links on the heap.
 struct Mem;
@@ -256,6 +266,39 @@ impl<const IMMEDIATE: bool> Pairs for OnDevice<IMMEDIATE> {
     }
 }
 
+/// Queue pairs of the verbs plugin that the environment names.
+struct OnPlugin;
+
+impl Pairs for OnPlugin {
+    type Qp = verbs::Pair;
+
+    fn pair() -> [verbs::Pair; 2] {
+        let local = IpAddr::from([127, 0, 0, 1]);
+        let acceptor = verbs::Acceptor::new(local).expect("a listener of the plugin");
+        let is_answered = AtomicBool::new(false);
+        let (connected, accepted) = std::thread::scope(|scope| {
+            let connecting = scope.spawn(|| {
+                let connected = verbs::connect(local, acceptor.address, b"hello", CONNECTS_WITHIN_MS, None).ok();
+                is_answered.store(true, Ordering::Relaxed);
+                connected
+            });
+            let accepted = loop {
+                match acceptor.next().expect("the device is there") {
+                    Some(incoming) => break incoming.accept(b"hello too", None).ok(),
+                    None if is_answered.load(Ordering::Relaxed) => break None,
+                    None => std::thread::yield_now(),
+                }
+            };
+            (connecting.join().expect("no panic"), accepted)
+        });
+        let both = [connected, accepted].map(|end| end.expect("a connection of the plugin"));
+        while both.iter().any(|pair| pair.state() == State::Connecting) {
+            std::thread::yield_now();
+        }
+        both
+    }
+}
+
 /// Links between hosts.
 struct Remote<P>(PhantomData<P>);
 
@@ -313,6 +356,20 @@ impl<P: Pairs> Harness for Remote<P> {
     }
 }
 
+/// Runs the suite on the plugin in a process that finds the stand-in, and by whose variables it is as `words` say.
+fn on_plugin(words: &str) -> Result<(), Failed> {
+    let paths = Paths::find(Path::new(env!("CARGO_BIN_EXE_scenario")));
+    let mut command = Command::new(std::env::current_exe()?);
+    clean_environment(&mut command);
+    let standin = paths.standin().map_err(|e| format!("{e:#}"))?;
+    standin.set(&mut command, words);
+    let output = command.env(ON_PLUGIN, words).output()?;
+    match output.status.success() {
+        true => Ok(()),
+        false => Err(String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into()),
+    }
+}
+
 fn main() {
     let args = Arguments::from_args();
     let trials = |fabric: &'static str, tests: Vec<(&'static str, fn())>| {
@@ -323,6 +380,11 @@ fn main() {
             })
         })
     };
+    if std::env::var_os(ON_PLUGIN).is_some() {
+        let all = trials("plugin", suite::<Remote<OnPlugin>>()).collect();
+        libtest_mimic::run(&args, all).exit();
+    }
+    let plugins = ["roce", "iwarp"].map(|words| Trial::test(format!("plugin_{words}"), move || on_plugin(words)));
     let all = trials("mem", suite::<Mem>())
         .chain(trials("shm", suite::<Shm>()))
         .chain(trials("iwarp", suite::<Remote<InMemory<false, false>>>()))
@@ -331,6 +393,7 @@ fn main() {
         .chain(trials("roce_tiny", suite::<Remote<InMemory<true, true>>>()))
         .chain(trials("device_iwarp", suite::<Remote<OnDevice<false>>>()))
         .chain(trials("device_roce", suite::<Remote<OnDevice<true>>>()))
+        .chain(plugins)
         .collect();
     libtest_mimic::run(&args, all).exit();
 }

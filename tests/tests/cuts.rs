@@ -1,6 +1,6 @@
 //! Links between hosts that fail while bytes are on them, on the local device: cut in the middle of a WRITE or a READ,
-//! silent, gone with the device, or late. Every byte of each connection arrives once, and in its place. As many cuts as
-//! `CUTS` says, with seeds from `CUTS_SEED` on.
+//! silent, gone with the device, or late; and over the verbs plugin, whose queue pairs fail. Every byte of each
+//! connection arrives once, and in its place. As many cuts as `CUTS` says, with seeds from `CUTS_SEED` on.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use std::fmt;
@@ -17,9 +17,11 @@ use rdmasock_tests::harness::{Mode, Paths, clean_environment};
 
 /// Cuts on each kind of device.
 const CUTS: u64 = 100;
-/// Cuts for each in a transfer past the rings, silent link, device that goes, and late answer: those take longer.
+/// Cuts for each in a transfer past the rings, silent link, queue pair of the plugin, device that goes, and late
+/// answer: those take longer.
 const PER_SILENCE: u64 = 100;
 const PER_DIRECT: u64 = 3;
+const PER_PLUGIN: u64 = 5;
 const PER_LOSS: u64 = 25;
 const PER_LATE: u64 = 10;
 /// A program that says nothing for so long is given up; it finds out itself what hangs, and sooner.
@@ -33,6 +35,8 @@ const SEEDS: u64 = 1000;
 const LOG: &str = "rdmasock=info,rdmasock::link=debug,rdmasock::verbs=debug";
 const CUT: &str = "cut by LOCALNIC";
 const CUT_WRITE: &str = "cut by LOCALNIC in the middle of a WRITE";
+/// Of a queue pair whose peer answers no more (IBV_WC_RETRY_EXC_ERR).
+const FAILED: &str = "a work request failed with status 12";
 const CUT_READ: &str = "cut by LOCALNIC in the middle of a READ";
 const SILENT: &str = "link failed: no answer from the peer's device";
 const GONE: &str = "the device is gone";
@@ -56,6 +60,7 @@ struct Fault {
     share: u64,
     /// The way that large sends go (`RDMASOCK_DEV_WAY`); empty: as they would.
     way: &'static str,
+    modes: [Mode; 2],
     settings: fn(round: u64) -> Settings,
 }
 
@@ -68,13 +73,14 @@ struct Settings {
     long: (u64, u8),
 }
 
-const FAULTS: [Fault; 6] = [
+const FAULTS: [Fault; 7] = [
     Fault {
         name: "cut",
         mark: CUT,
         in_both: true,
         share: 1,
         way: "",
+        modes: Mode::DEVICES,
         settings: |round| Settings {
             device: format!(
                 "cut={}{}",
@@ -92,6 +98,7 @@ const FAULTS: [Fault; 6] = [
         in_both: true,
         share: PER_DIRECT,
         way: "",
+        modes: Mode::DEVICES,
         settings: |round| Settings {
             device: format!(
                 "cut={}{}",
@@ -108,6 +115,7 @@ const FAULTS: [Fault; 6] = [
         in_both: true,
         share: PER_DIRECT,
         way: "get",
+        modes: Mode::DEVICES,
         settings: |round| Settings {
             device: format!(
                 "cutread={}{}",
@@ -119,11 +127,25 @@ const FAULTS: [Fault; 6] = [
         },
     },
     Fault {
+        name: "plugin",
+        mark: FAILED,
+        in_both: true,
+        share: PER_PLUGIN,
+        way: "",
+        modes: Mode::PLUGIN,
+        settings: |round| Settings {
+            device: format!("cut={}", pick(round, [40, 600, 150])),
+            connections: 120,
+            long: (2, 1),
+        },
+    },
+    Fault {
         name: "silence",
         mark: SILENT,
         in_both: false,
         share: PER_SILENCE,
         way: "",
+        modes: Mode::DEVICES,
         settings: |round| Settings {
             device: format!("silence={}{}", pick(round, [60, 20, 200]), pick(round, ["", ",thread"])),
             connections: 12,
@@ -136,6 +158,7 @@ const FAULTS: [Fault; 6] = [
         in_both: true,
         share: PER_LOSS,
         way: "",
+        modes: Mode::DEVICES,
         settings: |round| Settings {
             device: format!(
                 "gone={}{}",
@@ -152,6 +175,7 @@ const FAULTS: [Fault; 6] = [
         in_both: true,
         share: PER_LATE,
         way: "",
+        modes: Mode::DEVICES,
         settings: |round| match round {
             // The first request is given up, and the next one is answered.
             0 => Settings {
@@ -176,12 +200,12 @@ fn main() -> ExitCode {
     let mut args = Arguments::from_args();
     // Most of the time they wait.
     args.test_threads.get_or_insert(8);
-    let cases = ["silence", "late", "direct", "lent", "gone", "cut"].into_iter();
+    let cases = ["silence", "late", "direct", "lent", "gone", "plugin", "cut"].into_iter();
     let cases = cases.flat_map(|name| FAULTS.into_iter().filter(move |fault| fault.name == name));
     let trials = cases.flat_map(|fault| {
-        Mode::DEVICES.map(|mode| {
+        fault.modes.map(|mode| {
             let device = mode.device().unwrap();
-            Trial::test(format!("{}/{device}", fault.name), move || rounds(fault, device))
+            Trial::test(format!("{}/{device}", fault.name), move || rounds(fault, mode, device))
         })
     });
     libtest_mimic::run(&args, trials.collect()).exit_code()
@@ -253,7 +277,7 @@ impl fmt::Display for Figures {
 }
 
 /// Pairs of programs until there have been enough faults.
-fn rounds(fault: Fault, device: &str) -> Result<(), Failed> {
+fn rounds(fault: Fault, mode: Mode, device: &str) -> Result<(), Failed> {
     let asked = number("CUTS", CUTS).div_ceil(fault.share);
     let first_seed = number("CUTS_SEED", 1);
     let (mut all, mut in_vain, mut round) = (Figures::default(), 0, 0);
@@ -261,7 +285,7 @@ fn rounds(fault: Fault, device: &str) -> Result<(), Failed> {
         let seed = first_seed + round * SEEDS;
         let settings = (fault.settings)(round);
         let what = format!("LOCALNIC={device},{} from seed {seed} on", settings.device);
-        let figures = pair(fault, device, &settings, seed).map_err(|why| {
+        let figures = pair(fault, mode, device, &settings, seed).map_err(|why| {
             let why = why.message().unwrap_or("it failed").to_owned();
             format!("{what}, after {all}:\n{why}")
         })?;
@@ -286,14 +310,14 @@ fn rounds(fault: Fault, device: &str) -> Result<(), Failed> {
 }
 
 /// One pair of programs, to its end.
-fn pair(fault: Fault, device: &str, settings: &Settings, seed: u64) -> Result<Figures, Failed> {
+fn pair(fault: Fault, mode: Mode, device: &str, settings: &Settings, seed: u64) -> Result<Figures, Failed> {
     let dir = tempfile::tempdir()?;
     let start = |args: &[&str], seed: u64| {
         let localnic = format!("{device},{},seed={seed}", settings.device);
         let promote_after = pick(seed / SEEDS, ["0", "2r,16K"]);
         // Much goes past the rings, or by turns.
         let least = pick(seed / SEEDS / 2, ["4K", "auto"]);
-        Peer::start(args, &localnic, promote_after, (least, fault.way), dir.path())
+        Peer::start(args, (mode, &localnic), promote_after, (least, fault.way), dir.path())
     };
     let connections = settings.connections.to_string();
     let mut server = start(&["serve", &connections], seed)?;
@@ -366,7 +390,7 @@ impl Peer {
     /// From `least` bytes on sends go past the rings, and that `way`, if it is not empty.
     fn start(
         args: &[&str],
-        localnic: &str,
+        (mode, device): (Mode, &str),
         promote_after: &str,
         (least, way): (&str, &str),
         dir: &Path,
@@ -377,14 +401,13 @@ impl Peer {
         if !way.is_empty() {
             command.env("RDMASOCK_DEV_WAY", way);
         }
+        paths
+            .set_device(mode, device, &mut command)
+            .map_err(|e| format!("{e:#}"))?;
         let mut child = command
             .args(args)
             .env("LD_PRELOAD", paths.library?)
-            .env("RDMASOCK_DEV_LOCAL_DEVICE", paths.device)
-            .env("LOCALNIC", localnic)
             .env("RDMASOCK_ZCOPY_MIN", least)
-            // Asked by name, as within a host: one port would be for all that run at once.
-            .env("RDMASOCK_CONTROL_PORT", "0")
             .env("RDMASOCK_PROMOTE_AFTER", promote_after)
             .env("RDMASOCK_LOG", LOG)
             .env("RDMASOCK_LOG_FILE", dir.join("%p.log"))

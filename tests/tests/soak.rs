@@ -1,6 +1,7 @@
 //! Peers that come and go leave nothing behind: after many short ones a process has the descriptors, mappings,
-//! address space, memory and idleness that it had after ten. A thousand of them within a host and a fifth of that over
-//! each kind of the local device, or as many as `SOAK_PEERS` says; `scripts/soak` runs them for hours.
+//! address space, memory and idleness that it had after ten. A thousand of them within a host, a fifth of that over
+//! each kind of the local device and a twentieth over the verbs plugin, or as many as `SOAK_PEERS` says; `scripts/soak`
+//! runs them for hours.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use std::fmt;
@@ -14,6 +15,7 @@ use std::time::{Duration, Instant};
 use libtest_mimic::{Arguments, Failed, Trial};
 use rdmasock_core::stats::instance_of;
 use rdmasock_tests::harness::{Paths, clean_environment};
+use rdmasock_tests::standin;
 
 /// Peers that are there before anything is counted: objects and addresses for as many as there are at once exist then.
 const FIRST: u64 = 10;
@@ -21,7 +23,7 @@ const PEERS: u64 = 1000;
 /// Of a client that uses a server in every way there are fewer.
 const PEERS_A_CLIENT: u64 = 10;
 /// What the connections are promoted to.
-const FABRICS: [&str; 3] = ["shm", "roce", "iwarp"];
+const FABRICS: [&str; 4] = ["shm", "roce", "iwarp", "verbs"];
 /// Connections between two processes at once: so many questions at a time, asked at once, the service threads of a busy
 /// machine do not answer within the time for one.
 const AT_ONE_TIME: u64 = 6000;
@@ -38,6 +40,7 @@ const SLACK: Counts = Counts {
     fds: 4,
     mappings: 40,
     locked_kib: 0,
+    pinned_kib: 0,
     size_kib: 8 * 1024,
     resident_kib: 3 * 1024,
 };
@@ -71,8 +74,12 @@ fn main() -> ExitCode {
 
 fn peers(fabric: &str) -> u64 {
     let asked = std::env::var("SOAK_PEERS").ok();
-    let few = if fabric == "shm" { PEERS } else { PEERS / 5 };
-    asked.map_or(few, |n| n.parse().expect("SOAK_PEERS is a number"))
+    let few = match fabric {
+        "shm" => 1,
+        "verbs" => 20,
+        _ => 5,
+    };
+    asked.map_or(PEERS / few, |n| n.parse().expect("SOAK_PEERS is a number"))
 }
 
 /// What a process has.
@@ -81,6 +88,8 @@ struct Counts {
     fds: u64,
     mappings: u64,
     locked_kib: u64,
+    /// What the verbs plugin has registered.
+    pinned_kib: u64,
     size_kib: u64,
     resident_kib: u64,
 }
@@ -114,6 +123,7 @@ impl Counts {
             fds: fds.max().expect("a thread") as u64,
             mappings: fs::read_to_string(proc("maps")).expect("it runs").lines().count() as u64,
             locked_kib: field("VmLck:") + field("VmPin:"),
+            pinned_kib: standin::counters(pid).map_or(0, |counters| counters.pinned as u64 / 1024),
             size_kib: field("VmSize:"),
             resident_kib: field("VmRSS:"),
         }
@@ -124,6 +134,7 @@ impl Counts {
         self.fds <= first.fds + SLACK.fds
             && self.mappings <= first.mappings + SLACK.mappings
             && self.locked_kib <= first.locked_kib + SLACK.locked_kib
+            && self.pinned_kib <= first.pinned_kib + SLACK.pinned_kib
             && self.size_kib <= first.size_kib + SLACK.size_kib + more_kib
             && self.resident_kib <= first.resident_kib + SLACK.resident_kib
     }
@@ -135,13 +146,14 @@ impl fmt::Display for Counts {
             fds,
             mappings,
             locked_kib,
+            pinned_kib,
             size_kib,
             resident_kib,
         } = self;
         write!(
             f,
-            "{fds} descriptors, {mappings} mappings, {locked_kib} KiB locked, {size_kib} KiB of addresses, {resident_kib} KiB \
-             resident"
+            "{fds} descriptors, {mappings} mappings, {locked_kib} KiB locked, {pinned_kib} KiB pinned, {size_kib} KiB of addresses, \
+             {resident_kib} KiB resident"
         )
     }
 }
@@ -159,7 +171,10 @@ impl Peer {
         let mut command = Command::new(env!("CARGO_BIN_EXE_soak-peer"));
         command.args(args);
         clean_environment(&mut command);
-        if fabric != "shm" {
+        if fabric == "verbs" {
+            let standin = paths.standin().map_err(|e| format!("{e:#}"))?;
+            standin.set(&mut command, "roce");
+        } else if fabric != "shm" {
             command.env("RDMASOCK_DEV_LOCAL_DEVICE", &paths.device);
             command.env("LOCALNIC", fabric);
             // Asked by name, as within a host: one port would be for all that run at once.

@@ -126,12 +126,6 @@ impl Layout {
     }
 }
 
-/// Bytes of the file of an arena whose data area has `data_bytes` bytes; `None` when no arena
-/// may have that size.
-pub fn required_size(data_bytes: u64) -> Option<u64> {
-    Some(Layout::for_data(data_bytes)?.file_len())
-}
-
 /// Offset in the file of the part of ready queue `queue` that is for the streams of `group`; `None` when
 /// there is no such queue or group.
 pub fn line_offset(queue: u32, group: u32) -> Option<usize> {

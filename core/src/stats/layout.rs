@@ -377,11 +377,6 @@ impl StreamStats {
         self.link.store(link.map_or(0, |slot| slot.saturating_add(1)), Relaxed);
     }
 
-    /// The fd that the program has the stream on (it may move with dup and close).
-    pub fn set_fd(&self, fd: i32) {
-        self.fd.store(fd, Relaxed);
-    }
-
     /// Fills in an address that was not known when the stream was opened.
     pub fn set_addrs(&self, local: Option<SocketAddr>, peer: Option<SocketAddr>) {
         self.local.store(local);

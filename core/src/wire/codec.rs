@@ -37,11 +37,6 @@ pub enum WireError {
     Buffer,
 }
 
-/// Reads a value that takes up the whole of `bytes`.
-pub(super) fn read<T: FromBytes + KnownLayout + Immutable + Unaligned>(bytes: &[u8]) -> Result<&T, WireError> {
-    T::ref_from_bytes(bytes).map_err(|_| WireError::Length)
-}
-
 /// Reads a value off the front of `bytes`; gives the rest too.
 pub(super) fn read_prefix<T: FromBytes + KnownLayout + Immutable + Unaligned>(
     bytes: &[u8],

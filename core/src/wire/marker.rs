@@ -5,15 +5,15 @@
 
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 
-use zerocopy::little_endian::{U16, U64};
+use zerocopy::little_endian::U16;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use super::codec::{VERSION, WireError, Writer, read, read_prefix};
+use super::codec::{Field, VERSION, WireError, Writer, read_prefix};
 use super::reason::Reason;
-use crate::ids::{Cookie, InstanceId, Nonce};
+use crate::ids::{Cookie, ID_BYTES, InstanceId, Nonce};
 
 /// The longest body of a marker, in bytes.
-const MAX_BODY: usize = size_of::<HelloBody>() + size_of::<OfferBody>() + VERBS_BYTES;
+const MAX_BODY: usize = 2 * ID_BYTES + 2 + VERBS_BYTES;
 
 /// The shortest marker, in bytes: a header without a body.
 pub const MIN_MARKER: usize = size_of::<MarkerHeader>();
@@ -31,33 +31,6 @@ pub(super) struct MarkerHeader {
     kind: u8,
     /// Bytes that follow this header.
     length: U16,
-}
-
-#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
-#[repr(C)]
-struct HelloBody {
-    instance: InstanceId,
-}
-
-#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
-#[repr(C)]
-struct OfferBody {
-    cookie: Cookie,
-    fabric: u8,
-    length: u8,
-}
-
-#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
-#[repr(C)]
-struct AbortBody {
-    reason: U16,
-}
-
-#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
-#[repr(C)]
-struct ResumeBody {
-    received: U64,
-    sent: U64,
 }
 
 mod kind {
@@ -124,21 +97,18 @@ impl Marker {
         let mut body = Writer::new(rest);
         let kind = match self {
             Self::Hello(hello) => {
-                encode_hello(hello, &mut body)?;
+                hello.instance.put(&mut body)?;
+                hello.link.iter().try_for_each(|offer| offer.put(&mut body))?;
                 kind::HELLO
             }
             Self::Switch => kind::SWITCH,
             Self::Abort(reason) => {
-                body.put(&AbortBody {
-                    reason: reason.code().into(),
-                })?;
+                reason.put(&mut body)?;
                 kind::ABORT
             }
             Self::Resume { received, sent } => {
-                body.put(&ResumeBody {
-                    received: (*received).into(),
-                    sent: (*sent).into(),
-                })?;
+                received.put(&mut body)?;
+                sent.put(&mut body)?;
                 kind::RESUME
             }
         };
@@ -157,29 +127,35 @@ impl Marker {
     ///
     /// The nonce is the caller's to compare; [`super::scan::scan`] does.
     pub fn decode(bytes: &[u8]) -> Result<Self, WireError> {
-        let (header, body) = read_prefix::<MarkerHeader>(bytes)?;
+        let (header, mut body) = read_prefix::<MarkerHeader>(bytes)?;
         if header.version != VERSION {
             return Err(WireError::Version(header.version));
         }
         if usize::from(header.length.get()) != body.len() {
             return Err(WireError::Length);
         }
-        match header.kind {
-            kind::HELLO => decode_hello(body).map(Self::Hello),
-            kind::SWITCH if body.is_empty() => Ok(Self::Switch),
-            kind::SWITCH => Err(WireError::Length),
-            kind::ABORT => {
-                let abort: &AbortBody = read(body)?;
-                Ok(Self::Abort(Reason::from_code(abort.reason.get())))
+        let marker = match header.kind {
+            kind::HELLO => {
+                let instance = Field::take(&mut body)?;
+                let link = if body.is_empty() {
+                    None
+                } else {
+                    Some(Field::take(&mut body)?)
+                };
+                Self::Hello(Hello { instance, link })
             }
-            kind::RESUME => {
-                let resume: &ResumeBody = read(body)?;
-                Ok(Self::Resume {
-                    received: resume.received.get(),
-                    sent: resume.sent.get(),
-                })
-            }
-            unknown => Err(WireError::Kind(unknown)),
+            kind::SWITCH => Self::Switch,
+            kind::ABORT => Self::Abort(Field::take(&mut body)?),
+            kind::RESUME => Self::Resume {
+                received: Field::take(&mut body)?,
+                sent: Field::take(&mut body)?,
+            },
+            unknown => return Err(WireError::Kind(unknown)),
+        };
+        if body.is_empty() {
+            Ok(marker)
+        } else {
+            Err(WireError::Length)
         }
     }
 
@@ -198,60 +174,35 @@ impl Marker {
     }
 }
 
-fn encode_hello(hello: &Hello, out: &mut Writer<'_>) -> Result<(), WireError> {
-    out.put(&HelloBody {
-        instance: hello.instance,
-    })?;
-    if let Some(LinkOffer { address, cookie }) = &hello.link {
-        let mut place = [0u8; VERBS_BYTES];
-        let (fabric, bytes) = match address {
-            LinkAddress::Shm => (FABRIC_SHM, &place[..0]),
+/// The address, with its length, takes up the rest of a marker.
+impl Field for LinkOffer {
+    fn put(&self, out: &mut Writer<'_>) -> Result<(), WireError> {
+        self.cookie.put(out)?;
+        match self.address {
+            LinkAddress::Shm => out.put(&[FABRIC_SHM, 0]),
             LinkAddress::Verbs(at) => {
-                let (ip, port) = place.split_at_mut(IP_BYTES);
-                ip.copy_from_slice(&mapped(at.ip()).octets());
-                port.copy_from_slice(&at.port().to_le_bytes());
-                (FABRIC_VERBS, &place[..])
+                out.put(&[FABRIC_VERBS, VERBS_BYTES as u8])?;
+                out.put(&mapped(at.ip()).octets())?;
+                out.put(&at.port().to_le_bytes())
             }
+        }
+    }
+
+    fn take(from: &mut &[u8]) -> Result<Self, WireError> {
+        let cookie = Field::take(from)?;
+        let (fabric, length): (u8, u8) = (Field::take(from)?, Field::take(from)?);
+        let place = std::mem::take(from);
+        if usize::from(length) != place.len() {
+            return Err(WireError::Length);
+        }
+        let address = match fabric {
+            FABRIC_SHM => place.is_empty().then_some(LinkAddress::Shm),
+            FABRIC_VERBS => verbs_address(place).map(LinkAddress::Verbs),
+            _ => return Err(WireError::Field("fabric")),
         };
-        out.put(&OfferBody {
-            cookie: *cookie,
-            fabric,
-            // At most VERBS_BYTES.
-            length: bytes.len() as u8,
-        })?;
-        out.put(bytes)?;
+        let address = address.ok_or(WireError::Field("link address"))?;
+        Ok(Self { address, cookie })
     }
-    Ok(())
-}
-
-fn decode_hello(body: &[u8]) -> Result<Hello, WireError> {
-    let (hello, rest) = read_prefix::<HelloBody>(body)?;
-    let link = if rest.is_empty() {
-        None
-    } else {
-        Some(decode_offer(rest)?)
-    };
-    Ok(Hello {
-        instance: hello.instance,
-        link,
-    })
-}
-
-fn decode_offer(bytes: &[u8]) -> Result<LinkOffer, WireError> {
-    let (offer, place) = read_prefix::<OfferBody>(bytes)?;
-    if usize::from(offer.length) != place.len() {
-        return Err(WireError::Length);
-    }
-    let address = match offer.fabric {
-        FABRIC_SHM => place.is_empty().then_some(LinkAddress::Shm),
-        FABRIC_VERBS => verbs_address(place).map(LinkAddress::Verbs),
-        _ => return Err(WireError::Field("fabric")),
-    };
-    let address = address.ok_or(WireError::Field("link address"))?;
-    Ok(LinkOffer {
-        address,
-        cookie: offer.cookie,
-    })
 }
 
 /// Bytes of an IP address, IPv4 mapped.

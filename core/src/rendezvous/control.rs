@@ -14,20 +14,20 @@ use hmac::{Hmac, Mac};
 use rustix::fs::{FileType, Mode, OFlags};
 use rustix::io::Errno;
 use sha2::Sha256;
-use zerocopy::little_endian::U16;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use crate::ids::{Cookie, ID_BYTES, InstanceId, Nonce, Tuple};
 use crate::os::privatefd::Transit;
-use crate::wire::{self, Message, VERSION, WireError};
+use crate::wire::codec::{Writer, kinds};
+use crate::wire::{self, VERSION, WireError};
 
 /// Every datagram has this many bytes, so that no answer is longer than its question.
 pub const DATAGRAM: usize = size_of::<Frame>();
 
 /// Bytes of an HMAC-SHA256.
 const MAC: usize = 32;
-/// Room for a message: the longest, ASK, has 96 bytes.
-const ROOM: usize = 102;
+/// Room for what is said: the longest, ASK, has 88 bytes.
+const ROOM: usize = 120;
 
 const MAGIC: [u8; 4] = *b"rsku";
 /// The datagram ends with a MAC.
@@ -44,10 +44,8 @@ struct Frame {
     reserved: u8,
     query: QueryId,
     stamp: Stamp,
-    instance: InstanceId,
-    /// Bytes of the message; the rest of its field is padding.
-    length: U16,
-    message: [u8; ROOM],
+    /// Padded with zeroes.
+    body: [u8; ROOM],
     mac: [u8; MAC],
 }
 
@@ -108,57 +106,28 @@ pub struct Datagram {
     pub body: Body,
 }
 
-/// What a datagram says.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Body {
-    /// See [`Message::Ask`].
-    Ask {
-        /// The asker's number for it.
-        request: u64,
-        /// The connection.
-        tuple: Tuple,
-        /// What markers to the asker start with.
-        nonce_c: Nonce,
-        /// Who asks.
-        instance_c: InstanceId,
-    },
-    /// See [`Message::Cancel`]; with the instance that had said YES.
-    Cancel {
-        /// The attempt.
-        nonce_s: Nonce,
-        /// Whose it is.
-        instance_s: InstanceId,
-    },
-    /// The YES has come: it need not be said again.
-    Got,
-    /// "Ask again with this stamp."
-    Stamp,
-    /// See [`Message::Yes`].
-    Yes {
-        /// The asker's number.
-        request: u64,
-        /// What markers to the answerer start with.
-        nonce_s: Nonce,
-        /// Who answers.
-        instance_s: InstanceId,
-    },
-    /// See [`Message::No`].
-    No {
-        /// The asker's number.
-        request: u64,
-        /// Why.
-        reason: wire::Reason,
-    },
+kinds! {
+    /// What a datagram says. The fields are those of [`Message`](crate::wire::Message). Numbers of answers are 16 and up.
+    #[derive(Debug, Clone, Copy, PartialEq)]
+    #[allow(missing_docs, reason = "the fields mean the same as in a message")]
+    pub enum Body {
+        /// "I am the connecting end of `tuple`; do you hold the other end, and do you want it moved?"
+        1 = Ask { request: u64, tuple: Tuple, nonce_c: Nonce, instance_c: InstanceId };
+        /// The asker gives up the attempt after YES, which this instance has said.
+        2 = Cancel { nonce_s: Nonce, instance_s: InstanceId };
+        /// The YES has come: it need not be said again.
+        3 = Got;
+        /// "Ask again with this stamp."
+        16 = Stamp;
+        /// "I hold it and want it moved; your markers to me start with `nonce_s`."
+        17 = Yes { request: u64, nonce_s: Nonce, instance_s: InstanceId };
+        /// "It stays on TCP."
+        18 = No { request: u64, reason: wire::Reason };
+    }
 }
 
-/// The numbers of the kinds. Those of answers are 16 and up.
-mod kind {
-    pub const ASK: u8 = 1;
-    pub const CANCEL: u8 = 2;
-    pub const GOT: u8 = 3;
-    pub const STAMP: u8 = 16;
-    pub const ANSWER: u8 = 17;
-}
+/// The first kind of an answer.
+const ANSWERS: u8 = 16;
 
 /// Why a datagram is refused. Nobody is told: whoever sent it is not to be helped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -181,50 +150,10 @@ impl Datagram {
     /// The datagram's bytes, with a MAC if there is a key.
     ///
     /// # Errors
-    /// [`WireError::Buffer`] for a message that does not fit; none of this file's is that long.
+    /// [`WireError::Buffer`] for a body that does not fit; none is that long.
     pub fn encode(&self, key: Option<&Key>) -> Result<[u8; DATAGRAM], WireError> {
-        let (kind, message, instance) = match self.body {
-            Body::Ask {
-                request,
-                tuple,
-                nonce_c,
-                instance_c,
-            } => (
-                kind::ASK,
-                Some(Message::Ask {
-                    request,
-                    tuple,
-                    nonce_c,
-                    instance_c,
-                }),
-                None,
-            ),
-            Body::Cancel { nonce_s, instance_s } => (
-                kind::CANCEL,
-                Some(Message::Cancel {
-                    request: 0,
-                    nonce_c: nonce_s,
-                    nonce_s,
-                }),
-                Some(instance_s),
-            ),
-            Body::Got => (kind::GOT, None, None),
-            Body::Stamp => (kind::STAMP, None, None),
-            Body::Yes {
-                request,
-                nonce_s,
-                instance_s,
-            } => (
-                kind::ANSWER,
-                Some(Message::Yes {
-                    request,
-                    nonce_s,
-                    instance_s,
-                }),
-                None,
-            ),
-            Body::No { request, reason } => (kind::ANSWER, Some(Message::No { request, reason }), None),
-        };
+        let mut body = [0; ROOM];
+        let kind = self.body.put_body(&mut Writer::new(&mut body))?;
         let mut frame = Frame {
             magic: MAGIC,
             version: VERSION,
@@ -233,15 +162,9 @@ impl Datagram {
             reserved: 0,
             query: self.query,
             stamp: self.stamp,
-            instance: instance.unwrap_or(InstanceId::from_bytes([0; ID_BYTES])),
-            length: U16::ZERO,
-            message: [0; ROOM],
+            body,
             mac: [0; MAC],
         };
-        if let Some(message) = message {
-            let length = message.encode(&mut frame.message)?.len();
-            frame.length = U16::new(u16::try_from(length).map_err(|_| WireError::Buffer)?);
-        }
         if let Some(key) = key {
             frame.mac = key.mac(&frame).finalize().into_bytes().into();
         }
@@ -279,50 +202,7 @@ impl Datagram {
                 .map_err(|_| Refused::Mac)?,
             _ => return Err(Refused::Mac),
         }
-        let message = frame
-            .message
-            .get(..usize::from(frame.length.get()))
-            .ok_or(Refused::Kind)?;
-        let decode = || Message::decode(message).map_err(|_| Refused::Kind);
-        let body = match frame.kind {
-            kind::GOT if message.is_empty() => Body::Got,
-            kind::STAMP if message.is_empty() => Body::Stamp,
-            kind::ASK => match decode()? {
-                Message::Ask {
-                    request,
-                    tuple,
-                    nonce_c,
-                    instance_c,
-                } => Body::Ask {
-                    request,
-                    tuple,
-                    nonce_c,
-                    instance_c,
-                },
-                _ => return Err(Refused::Kind),
-            },
-            kind::CANCEL => match decode()? {
-                Message::Cancel { nonce_s, .. } => Body::Cancel {
-                    nonce_s,
-                    instance_s: frame.instance,
-                },
-                _ => return Err(Refused::Kind),
-            },
-            kind::ANSWER => match decode()? {
-                Message::Yes {
-                    request,
-                    nonce_s,
-                    instance_s,
-                } => Body::Yes {
-                    request,
-                    nonce_s,
-                    instance_s,
-                },
-                Message::No { request, reason } => Body::No { request, reason },
-                _ => return Err(Refused::Kind),
-            },
-            _ => return Err(Refused::Kind),
-        };
+        let body = Body::take_body(frame.kind, &mut &frame.body[..]).map_err(|_| Refused::Kind)?;
         Ok(Self {
             query: frame.query,
             stamp: frame.stamp,
@@ -388,7 +268,7 @@ impl Key {
     /// Over everything but the MAC itself, and which way the datagram goes.
     fn mac(&self, frame: &Frame) -> Hmac<Sha256> {
         let mut mac = self.0.clone();
-        mac.update(if frame.kind < kind::STAMP {
+        mac.update(if frame.kind < ANSWERS {
             b"rdmasock control port: asker to answerer\0"
         } else {
             b"rdmasock control port: answerer to asker\0"

@@ -45,7 +45,7 @@ pub(super) fn read_prefix<T: FromBytes + KnownLayout + Immutable + Unaligned>(
 }
 
 /// Appends to a caller's buffer and remembers the first overflow.
-pub(super) struct Writer<'a> {
+pub(crate) struct Writer<'a> {
     buf: &'a mut [u8],
     /// Bytes appended.
     pub len: usize,
@@ -69,7 +69,7 @@ impl<'a> Writer<'a> {
 }
 
 /// A field of a message: integers are little-endian, and nothing lies between two fields.
-pub(super) trait Field: Sized {
+pub(crate) trait Field: Sized {
     /// Appends the field.
     fn put(&self, out: &mut Writer<'_>) -> Result<(), WireError>;
 
@@ -179,3 +179,40 @@ impl Field for Vec<InstanceId> {
         (0..count).map(|_| Field::take(from)).collect()
     }
 }
+
+/// Declares an enum by the number and name of each variant, with its fields in their order on the wire. A number is
+/// never used again for something else.
+macro_rules! kinds {
+    (
+        $(#[$about:meta])*
+        pub enum $Enum:ident {
+            $($(#[$doc:meta])* $kind:literal = $name:ident $({ $($field:ident: $type:ty),* })?;)*
+        }
+    ) => {
+        $(#[$about])*
+        pub enum $Enum {
+            $($(#[$doc])* $name $({ $($field: $type),* })?),*
+        }
+
+        impl $Enum {
+            /// Writes the fields and returns the kind.
+            fn put_body(&self, out: &mut $crate::wire::codec::Writer<'_>) -> Result<u8, $crate::wire::WireError> {
+                match self {$(
+                    Self::$name $({ $($field),* })? => {
+                        $($($crate::wire::codec::Field::put($field, out)?;)*)?
+                        Ok($kind)
+                    }
+                )*}
+            }
+
+            /// Reads the fields of this kind off the front of `body`.
+            fn take_body(kind: u8, body: &mut &[u8]) -> Result<Self, $crate::wire::WireError> {
+                Ok(match kind {
+                    $($kind => Self::$name $({ $($field: $crate::wire::codec::Field::take(body)?),* })?,)*
+                    unknown => return Err($crate::wire::WireError::Kind(unknown)),
+                })
+            }
+        }
+    };
+}
+pub(crate) use kinds;

@@ -6,7 +6,7 @@
 use zerocopy::little_endian::{U16, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use super::codec::{Field, VERSION, WireError, Writer, read_prefix};
+use super::codec::{VERSION, WireError, Writer, kinds, read_prefix};
 use super::geometry::{Geometry, RingOffer};
 use super::reason::Reason;
 use crate::ids::{Cookie, InstanceId, Nonce, Tuple, Vqpn};
@@ -30,102 +30,73 @@ struct Header {
     length: U16,
 }
 
-/// Declares the messages by number and name, each with its fields in their order on the wire. A number is never used
-/// again for something else.
-macro_rules! messages {
-    ($($(#[$doc:meta])* $kind:literal = $name:ident $({ $($field:ident: $type:ty),* })?;)*) => {
-        /// An out-of-band message. Units, order and meaning are in docs/protocol.md.
-        ///
-        /// | field | what |
-        /// |---|---|
-        /// | `request` | the question's number, which the asker has chosen and the answer repeats (P11) |
-        /// | `tuple` | the connection, as both ends see it (P12) |
-        /// | `nonce_c`, `nonce_s` | what markers to C, and to S, start with (P31) |
-        /// | `nonce_mine`, `nonce_yours` | the same, of the message's sender and of its receiver |
-        /// | `instance_c`, `instance_s`, `pid` | who speaks, and its process as it sees that itself |
-        /// | `geometry`, `ring` | the sizes of the sender's memory; a ring in it |
-        /// | `yours`, `mine`, `vqpn` | the number that the receiver, and the sender, gave to the stream (P26) |
-        /// | `id` | a waiter (P27) |
-        #[derive(Debug, Clone)]
-        #[allow(
-            missing_docs,
-            reason = "the fields mean the same in every message, and are in the table"
-        )]
-        pub enum Message {
-            $($(#[$doc])* $name $({ $($field: $type),* })?),*
-        }
-
-        impl Message {
-            /// Writes the body and returns the kind.
-            fn put_body(&self, out: &mut Writer<'_>) -> Result<u8, WireError> {
-                match self {$(
-                    Self::$name $({ $($field),* })? => {
-                        $($($field.put(out)?;)*)?
-                        Ok($kind)
-                    }
-                )*}
-            }
-
-            /// Reads the body of a message of this kind.
-            fn take_body(kind: u8, mut body: &[u8]) -> Result<Self, WireError> {
-                let message = match kind {
-                    $($kind => Self::$name $({ $($field: Field::take(&mut body)?),* })?,)*
-                    unknown => return Err(WireError::Kind(unknown)),
-                };
-                if body.is_empty() { Ok(message) } else { Err(WireError::Length) }
-            }
-        }
-    };
-}
-
-messages! {
-    /// "I am the connecting end of `tuple`; do you hold the other end, and do you want it moved?"
-    1 = Ask { request: u64, tuple: Tuple, nonce_c: Nonce, instance_c: InstanceId };
-    /// "I hold it and want it moved; your markers to me start with `nonce_s`."
-    2 = Yes { request: u64, nonce_s: Nonce, instance_s: InstanceId };
-    /// "It stays on TCP."
-    3 = No { request: u64, reason: Reason };
-    /// "I do not hold it; one of these, which listen on the same socket, may." At most [`MAX_REDIRECT`].
-    4 = Redirect { request: u64, instances: Vec<InstanceId> };
-    /// The connector gives up after YES, and has not written its HELLO and never will.
-    5 = Cancel { request: u64, nonce_c: Nonce, nonce_s: Nonce };
-    /// First on a new link, with the arena and waiter memfds: proves that C has read S's HELLO.
-    16 = Link { cookie: Cookie, instance_c: InstanceId, pid: u32, geometry: Geometry };
-    /// The link stands; with S's arena and waiter memfds.
-    17 = LinkAccept { instance_s: InstanceId, pid: u32, geometry: Geometry };
-    /// The link does not come about; the sender closes the channel.
-    18 = LinkRefuse { reason: Reason };
-    /// "Write this stream's data to `ring`, under `vqpn`." The nonces say which stream.
-    32 = Open { nonce_mine: Nonce, nonce_yours: Nonce, vqpn: Vqpn, ring: RingOffer };
-    /// The other half of OPEN: `yours` is the opener's number, `mine` and `ring` the sender's.
-    33 = OpenAck { yours: Vqpn, mine: Vqpn, ring: RingOffer };
-    /// The stream that the opener called `yours` stays on TCP.
-    34 = OpenRefuse { yours: Vqpn, reason: Reason };
-    /// With the button of the doorbell on which waiter `id` of the sender sleeps.
-    35 = Waiter { id: u32 };
-    /// The button of the receiver's waiter `id` is not kept.
-    36 = WaiterGone { id: u32 };
-    /// "Move your sending direction of stream `yours` back to TCP"; from byte `resend_from` of that
-    /// direction if the link failed, else after the last byte on the link.
-    37 = DemoteRequest { yours: Vqpn, resend_from: Option<u64> };
-    /// "Move your sending direction of stream `yours` to the ring that is on offer."
-    38 = Adopt { yours: Vqpn };
-    /// "What is in this file you have sent in TCP, and it can be given to its reader there only: send it there again,
-    /// before all that is in the ring of stream `yours`, of which nothing was read."
-    41 = TakeBack { yours: Vqpn, bytes: u32 };
-    /// TAKE-BACK is carried out: stream `yours` is at its end in that direction.
-    42 = TakenBack { yours: Vqpn };
-    /// The sender will not touch stream `yours` again; its own number for it is free.
-    39 = Closed { yours: Vqpn };
-    /// "Wake your waiter `id`": where its sender cannot.
-    40 = Ring { id: u32 };
-    /// "Connect a bulk queue pair beside this link's, and introduce it with this cookie." From who has accepted the
-    /// link to who has [direct transfers](super::Introduction::is_direct).
-    43 = Bulk { cookie: Cookie };
-    /// "Ask me for a bulk queue pair." The other way.
-    44 = BulkWanted;
-    /// The sender's end of the bulk queue pair is given up. Once from each end.
-    45 = BulkGone;
+kinds! {
+    /// An out-of-band message. Units, order and meaning are in docs/protocol.md.
+    ///
+    /// | field | what |
+    /// |---|---|
+    /// | `request` | the question's number, which the asker has chosen and the answer repeats (P11) |
+    /// | `tuple` | the connection, as both ends see it (P12) |
+    /// | `nonce_c`, `nonce_s` | what markers to C, and to S, start with (P31) |
+    /// | `nonce_mine`, `nonce_yours` | the same, of the message's sender and of its receiver |
+    /// | `instance_c`, `instance_s`, `pid` | who speaks, and its process as it sees that itself |
+    /// | `geometry`, `ring` | the sizes of the sender's memory; a ring in it |
+    /// | `yours`, `mine`, `vqpn` | the number that the receiver, and the sender, gave to the stream (P26) |
+    /// | `id` | a waiter (P27) |
+    #[derive(Debug, Clone)]
+    #[allow(
+        missing_docs,
+        reason = "the fields mean the same in every message, and are in the table"
+    )]
+    pub enum Message {
+        /// "I am the connecting end of `tuple`; do you hold the other end, and do you want it moved?"
+        1 = Ask { request: u64, tuple: Tuple, nonce_c: Nonce, instance_c: InstanceId };
+        /// "I hold it and want it moved; your markers to me start with `nonce_s`."
+        2 = Yes { request: u64, nonce_s: Nonce, instance_s: InstanceId };
+        /// "It stays on TCP."
+        3 = No { request: u64, reason: Reason };
+        /// "I do not hold it; one of these, which listen on the same socket, may." At most [`MAX_REDIRECT`].
+        4 = Redirect { request: u64, instances: Vec<InstanceId> };
+        /// The connector gives up after YES, and has not written its HELLO and never will.
+        5 = Cancel { request: u64, nonce_c: Nonce, nonce_s: Nonce };
+        /// First on a new link, with the arena and waiter memfds: proves that C has read S's HELLO.
+        16 = Link { cookie: Cookie, instance_c: InstanceId, pid: u32, geometry: Geometry };
+        /// The link stands; with S's arena and waiter memfds.
+        17 = LinkAccept { instance_s: InstanceId, pid: u32, geometry: Geometry };
+        /// The link does not come about; the sender closes the channel.
+        18 = LinkRefuse { reason: Reason };
+        /// "Write this stream's data to `ring`, under `vqpn`." The nonces say which stream.
+        32 = Open { nonce_mine: Nonce, nonce_yours: Nonce, vqpn: Vqpn, ring: RingOffer };
+        /// The other half of OPEN: `yours` is the opener's number, `mine` and `ring` the sender's.
+        33 = OpenAck { yours: Vqpn, mine: Vqpn, ring: RingOffer };
+        /// The stream that the opener called `yours` stays on TCP.
+        34 = OpenRefuse { yours: Vqpn, reason: Reason };
+        /// With the button of the doorbell on which waiter `id` of the sender sleeps.
+        35 = Waiter { id: u32 };
+        /// The button of the receiver's waiter `id` is not kept.
+        36 = WaiterGone { id: u32 };
+        /// "Move your sending direction of stream `yours` back to TCP"; from byte `resend_from` of that
+        /// direction if the link failed, else after the last byte on the link.
+        37 = DemoteRequest { yours: Vqpn, resend_from: Option<u64> };
+        /// "Move your sending direction of stream `yours` to the ring that is on offer."
+        38 = Adopt { yours: Vqpn };
+        /// "What is in this file you have sent in TCP, and it can be given to its reader there only: send it there again,
+        /// before all that is in the ring of stream `yours`, of which nothing was read."
+        41 = TakeBack { yours: Vqpn, bytes: u32 };
+        /// TAKE-BACK is carried out: stream `yours` is at its end in that direction.
+        42 = TakenBack { yours: Vqpn };
+        /// The sender will not touch stream `yours` again; its own number for it is free.
+        39 = Closed { yours: Vqpn };
+        /// "Wake your waiter `id`": where its sender cannot.
+        40 = Ring { id: u32 };
+        /// "Connect a bulk queue pair beside this link's, and introduce it with this cookie." From who has accepted the
+        /// link to who has [direct transfers](super::Introduction::is_direct).
+        43 = Bulk { cookie: Cookie };
+        /// "Ask me for a bulk queue pair." The other way.
+        44 = BulkWanted;
+        /// The sender's end of the bulk queue pair is given up. Once from each end.
+        45 = BulkGone;
+    }
 }
 
 impl Message {
@@ -173,7 +144,7 @@ impl Message {
 
     /// Reads the one message that `datagram` consists of. Total: any bytes give a message or an error.
     pub fn decode(datagram: &[u8]) -> Result<Self, WireError> {
-        let (header, body) = read_prefix::<Header>(datagram)?;
+        let (header, mut body) = read_prefix::<Header>(datagram)?;
         if header.magic != MAGIC {
             return Err(WireError::Magic);
         }
@@ -183,7 +154,12 @@ impl Message {
         if usize::from(header.length.get()) != body.len() {
             return Err(WireError::Length);
         }
-        Self::take_body(header.kind, body)
+        let message = Self::take_body(header.kind, &mut body)?;
+        if body.is_empty() {
+            Ok(message)
+        } else {
+            Err(WireError::Length)
+        }
     }
 }
 

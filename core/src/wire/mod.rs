@@ -7,7 +7,7 @@
 
 #![cfg_attr(not(test), deny(clippy::indexing_slicing))]
 
-mod codec;
+pub(crate) mod codec;
 mod geometry;
 mod introduction;
 mod marker;

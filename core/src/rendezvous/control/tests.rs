@@ -125,30 +125,7 @@ fn each_fault_has_its_reason() {
         let mut bytes = good;
         bytes[5] = kind;
         let understood = Datagram::decode(&bytes, None).is_ok();
-        assert_eq!(understood, [kind::GOT, kind::STAMP].contains(&kind));
-    }
-}
-
-#[test]
-fn a_message_of_another_kind_is_refused() {
-    let yes = Datagram {
-        query: QueryId([7; 16]),
-        stamp: Stamp::NONE,
-        body: Body::Yes {
-            request: 1,
-            nonce_s: Nonce::from_bytes([1; 16]),
-            instance_s: InstanceId::from_bytes([2; 16]),
-        },
-    };
-    let mut bytes = yes.encode(None).unwrap();
-    for kind in [kind::ASK, kind::CANCEL, kind::GOT, kind::STAMP] {
-        bytes[5] = kind;
-        assert_eq!(Datagram::decode(&bytes, None), Err(Refused::Kind));
-    }
-    bytes[5] = kind::ANSWER;
-    for length in [0, 47, 49, 103, u16::MAX] {
-        bytes[56..58].copy_from_slice(&length.to_le_bytes());
-        assert_eq!(Datagram::decode(&bytes, None), Err(Refused::Kind));
+        assert_eq!(understood, [1, 2, 3, 16, 17, 18].contains(&kind));
     }
 }
 
@@ -156,7 +133,7 @@ fn a_message_of_another_kind_is_refused() {
 fn a_question_does_not_pass_for_an_answer_under_the_same_mac() {
     let key = key();
     let mut bytes = got().encode(Some(&key)).unwrap();
-    bytes[5] = kind::STAMP;
+    bytes[5] = ANSWERS;
     assert_eq!(Datagram::decode(&bytes, Some(&key)), Err(Refused::Mac));
 }
 

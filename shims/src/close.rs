@@ -5,7 +5,7 @@ use std::ffi::c_int;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::atomic::{
     AtomicBool,
-    Ordering::{Acquire, Release, SeqCst},
+    Ordering::{AcqRel, Acquire, Release, SeqCst},
 };
 
 use rdmasock_core::lock::Guard;
@@ -58,7 +58,7 @@ pub fn release(socket: &'static Socket, fd: c_int) -> Farewell {
 
 /// Before the program closes `fd`, or puts another file in its place. A call of another thread that begins between the
 /// removal from the table and the kernel's close goes to the kernel. Where markers may come, it finds a dead socket
-/// there.
+/// there. To be followed by the removal, then [`on_removed`].
 pub fn hide_markers(socket: &'static Socket, fd: c_int) {
     if socket.rx_mode.load(Acquire) != Mode::Marked {
         return;
@@ -77,6 +77,7 @@ pub fn hide_markers(socket: &'static Socket, fd: c_int) {
     if let Ok(dead) = dead
         && move_anchor(socket)
     {
+        socket.numbers.hidden.store(fd, Release);
         // SAFETY: two numbers and a flag; the program is about to close `fd` itself.
         let _ = unsafe {
             let numbers = [
@@ -90,6 +91,11 @@ pub fn hide_markers(socket: &'static Socket, fd: c_int) {
             kernel::call(libc::SYS_dup3, numbers)
         };
     }
+}
+
+/// The table has forgotten `fd`.
+pub fn on_removed(socket: &'static Socket, fd: c_int) {
+    let _ = socket.numbers.hidden.compare_exchange(fd, -1, AcqRel, Acquire);
 }
 
 /// `fd` was closed where no hook saw it, and may stand for another file already. It is not in the table any more, and

@@ -197,10 +197,15 @@ fn drop_entry(entry: Entry, fd: c_int) {
 /// Before the kernel closes `fd`. Gives who is to be told when it has.
 pub fn before_close(fd: c_int) -> Farewell {
     let errno = errno::get();
-    if let Some(socket) = table::socket(fd) {
+    let socket = table::socket(fd);
+    if let Some(socket) = socket {
         close::hide_markers(socket, fd);
     }
-    let farewell = release(table::put(fd, Entry::None), fd);
+    let entry = table::put(fd, Entry::None);
+    if let Some(socket) = socket {
+        close::on_removed(socket, fd);
+    }
+    let farewell = release(entry, fd);
     errno::set(errno);
     farewell
 }

@@ -29,6 +29,9 @@ pub struct Numbers {
     pub cookie: Cookie,
     /// When that was last seen, for calls that take no direction's lock.
     pub seen: Seen,
+    /// The number of which the program's close is under way and that stands for a dead socket already, or -1. Until the
+    /// table has forgotten the number it counts as the connection's.
+    pub hidden: AtomicI32,
     /// What has become of them ([`closed`]).
     pub closed: Published<AtomicU8>,
     /// Some were closed by a signal handler that interrupted a use of the object.
@@ -44,6 +47,7 @@ impl Numbers {
             fd: AtomicI32::new(-1),
             cookie: Cookie::default(),
             seen: Seen::default(),
+            hidden: AtomicI32::new(-1),
             closed: Published::from(closed::OPEN),
             orphaned: AtomicBool::new(false),
             left_behind: AtomicBool::new(false),
@@ -53,6 +57,7 @@ impl Numbers {
     /// For a new connection, which `fd` stands for, if it is not negative. The caller alone has it.
     pub fn reset(&self, fd: c_int) {
         self.closed.reset(closed::OPEN);
+        self.hidden.store(-1, Relaxed);
         self.orphaned.store(false, Relaxed);
         // SAFETY: the program's number, in the middle of the call that has made it.
         match (fd >= 0).then(|| unsafe { BorrowedFd::borrow_raw(fd) }) {
@@ -82,7 +87,8 @@ impl Numbers {
     /// Whether the number stands for the connection, by the kernel's word.
     pub fn is_behind(&self, fd: c_int) -> bool {
         // SAFETY: only asked what it stands for, whether it is open or not.
-        fd >= 0 && self.cookie.is_behind(unsafe { BorrowedFd::borrow_raw(fd) })
+        let is_it = || self.cookie.is_behind(unsafe { BorrowedFd::borrow_raw(fd) });
+        fd >= 0 && (self.hidden.load(Acquire) == fd || is_it())
     }
 
     /// Whether this number does, at a [tick](crate::time::tick) that has just been read, by a look that is not too

@@ -114,7 +114,7 @@ repeat() {
     local bad=$1 name=$2 log="$logs/$2.log" names each try kept
     shift 2
     [ -n "${alone[$name]:-}" ] || return 0
-    mapfile -t names < <(sed -nE 's/^test (.*) \.\.\. FAILED.*/\1/p' "$log")
+    mapfile -t names < <(sed -nE 's/^test (.*[^ ]) +\.\.\. FAILED.*/\1/p' "$log")
     [ "${#names[@]}" -gt 0 ] && [ "$bad" -le "$most_repeated" ] || return 0
     # A program of tests that crashed has no result, and its tests that did not run would be missed.
     [ "$(grep -cE '^ +(Running|Doc-tests) ' "$log")" -le "$(grep -c '^test result:' "$log")" ] || return 0

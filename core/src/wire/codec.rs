@@ -5,12 +5,14 @@ use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use super::geometry::{Geometry, RingOffer};
-use super::message::MAX_REDIRECT;
 use super::reason::Reason;
 use crate::ids::{Cookie, InstanceId, Nonce, Tuple, Vqpn, WireTuple};
 
 /// The version of the whole protocol, part of every service name, message and marker (P1).
 pub const VERSION: u8 = 2;
+
+/// How many instances a REDIRECT may name.
+pub const MAX_REDIRECT: usize = 64;
 
 /// Why bytes are not a message or a marker of this protocol.
 ///

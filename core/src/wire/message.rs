@@ -6,13 +6,10 @@
 use zerocopy::little_endian::{U16, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use super::codec::{VERSION, WireError, Writer, kinds, read_prefix};
+use super::codec::{MAX_REDIRECT, VERSION, WireError, Writer, kinds, read_prefix};
 use super::geometry::{Geometry, RingOffer};
 use super::reason::Reason;
 use crate::ids::{Cookie, InstanceId, Nonce, Tuple, Vqpn};
-
-/// How many instances a REDIRECT may name.
-pub const MAX_REDIRECT: usize = 64;
 
 /// The longest message, in bytes; fits one Ethernet frame.
 pub const MAX_MESSAGE: usize = size_of::<Header>() + size_of::<(U64, U16)>() + MAX_REDIRECT * size_of::<InstanceId>();

@@ -15,9 +15,9 @@ mod message;
 mod reason;
 pub mod scan;
 
-pub use codec::{VERSION, WireError};
+pub use codec::{MAX_REDIRECT, VERSION, WireError};
 pub use geometry::{ARENA_PAGE, Geometry, RingOffer};
 pub use introduction::{INTRODUCTION, Introduction};
 pub use marker::{Hello, LinkAddress, LinkOffer, MAX_MARKER, MIN_MARKER, Marker};
-pub use message::{MAX_MESSAGE, MAX_REDIRECT, Message};
+pub use message::{MAX_MESSAGE, Message};
 pub use reason::Reason;

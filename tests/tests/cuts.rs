@@ -31,6 +31,8 @@ const IN_VAIN: u32 = 5;
 /// Seeds of a pair's connections.
 const SEEDS: u64 = 1000;
 
+/// Lines of each log that a failure shows.
+const LAST_LINES: usize = 60;
 /// What the library and the device log of faults.
 const LOG: &str = "rdmasock=info,rdmasock::link=debug,rdmasock::verbs=debug";
 const CUT: &str = "cut by LOCALNIC";
@@ -341,6 +343,7 @@ fn pair(fault: Fault, mode: Mode, device: &str, settings: &Settings, seed: u64) 
         }
     }
     let mut found = Vec::new();
+    let mut logs = String::new();
     for (name, peer) in [("client", &client), ("server", &server)] {
         let instance = instance_of(peer.child.id()).ok().flatten().map(|p| p.instance);
         if let Some(instance) = instance {
@@ -354,6 +357,8 @@ fn pair(fault: Fault, mode: Mode, device: &str, settings: &Settings, seed: u64) 
             }
         }
         let log = fs::read_to_string(dir.path().join(format!("{}.log", peer.child.id()))).unwrap_or_default();
+        let last: Vec<_> = log.lines().rev().take(LAST_LINES).collect();
+        logs += &format!("the {name}'s log, the last line first:\n{}\n", last.join("\n"));
         let count = |mark: &str| log.lines().filter(|line| line.contains(mark)).count() as u64;
         found.push(count(fault.mark));
         figures.in_writes += count(CUT_WRITE);
@@ -377,7 +382,7 @@ fn pair(fault: Fault, mode: Mode, device: &str, settings: &Settings, seed: u64) 
         }
         return Ok(figures);
     }
-    Err(wrong.into())
+    Err((wrong + &logs).into())
 }
 
 /// A program of `cuts-peer`; killed when this is dropped.

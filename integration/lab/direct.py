@@ -7,7 +7,7 @@ which a sender waits (docs/limits.md).
 Rounds go on until both ends have seen what they WANT of their own counters (`rdmasock stat`), at least ROUNDS:
 
   any      nothing
-  learned  the ways were compared, and some bytes went directly
+  auto     some bytes went from memory to memory
   refused  of a round more than half of what was sent, and of what was received, went directly; from then on this end may lock no
            more memory: it was tried, and nothing of its memory was reached any more
   lent     bytes of this end's memory were read by the other's device, and the other way round
@@ -77,8 +77,8 @@ def is_seen(counted, last, before):
     sent, received = counted["direct_sent_bytes"], counted["direct_received_bytes"]
     if WANTED == "lent":
         return min(counted["rendezvous_sent_bytes"], counted["rendezvous_received_bytes"]) > 0
-    if WANTED == "learned":
-        return counted["direct_trials"] > 0 and sent + received > 0
+    if WANTED == "auto":
+        return sent + received + counted["rendezvous_sent_bytes"] + counted["rendezvous_received_bytes"] > 0
     if not before:
         went = min(sent - last.get("direct_sent_bytes", 0), received - last.get("direct_received_bytes", 0))
         if went > PIECES * PIECE / 2:

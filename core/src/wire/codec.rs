@@ -198,7 +198,7 @@ macro_rules! kinds {
 
         impl $Enum {
             /// Writes the fields and returns the kind.
-            fn put_body(&self, out: &mut $crate::wire::codec::Writer<'_>) -> Result<u8, $crate::wire::WireError> {
+            fn put_body(&self, out: &mut $crate::wire::codec::Writer<'_>) -> Result<u8, $crate::wire::codec::WireError> {
                 match self {$(
                     Self::$name $({ $($field),* })? => {
                         $($($crate::wire::codec::Field::put($field, out)?;)*)?
@@ -208,10 +208,10 @@ macro_rules! kinds {
             }
 
             /// Reads the fields of this kind off the front of `body`.
-            fn take_body(kind: u8, body: &mut &[u8]) -> Result<Self, $crate::wire::WireError> {
+            fn take_body(kind: u8, body: &mut &[u8]) -> Result<Self, $crate::wire::codec::WireError> {
                 Ok(match kind {
                     $($kind => Self::$name $({ $($field: $crate::wire::codec::Field::take(body)?),* })?,)*
-                    unknown => return Err($crate::wire::WireError::Kind(unknown)),
+                    unknown => return Err($crate::wire::codec::WireError::Kind(unknown)),
                 })
             }
         }

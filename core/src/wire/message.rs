@@ -77,8 +77,8 @@ kinds! {
         37 = DemoteRequest { yours: Vqpn, resend_from: Option<u64> };
         /// "Move your sending direction of stream `yours` to the ring that is on offer."
         38 = Adopt { yours: Vqpn };
-        /// "What is in this file you have sent in TCP, and it can be given to its reader there only: send it there again,
-        /// before all that is in the ring of stream `yours`, of which nothing was read."
+        /// "What is in this file you have sent in TCP, and it can be given to its reader there only: send it there
+        /// again, before all that is in the ring of stream `yours`, of which nothing was read."
         41 = TakeBack { yours: Vqpn, bytes: u32 };
         /// TAKE-BACK is carried out: stream `yours` is at its end in that direction.
         42 = TakenBack { yours: Vqpn };

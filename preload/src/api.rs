@@ -1,11 +1,11 @@
-//! The functions of `include/rdmasock.h`: no hooks, for libc has none of them. What they do is in
+//! The functions of `include/rdmasock.h`: no hooks, for libc has none of them. The implementation is in
 //! `rdmasock_shims::api`.
 
 use libc::{c_int, iovec, size_t, ssize_t};
 use rdmasock_shims::api::info::{self, Info};
 use rdmasock_shims::api::{prefer, view};
 
-/// What the connection runs on, and what it has carried.
+/// Tells what the connection runs on, and what it has carried.
 ///
 /// # Safety
 /// `info` points to a `struct rdmasock_info` of the size that it begins with.
@@ -15,7 +15,7 @@ pub unsafe extern "C" fn rdmasock_info(fd: c_int, info: *mut Info) -> c_int {
     unsafe { info::info(fd, info) }
 }
 
-/// What the connection is to run on.
+/// Sets what the connection is to run on.
 ///
 /// # Safety
 /// None is needed: of C's ABI only.

@@ -1,4 +1,4 @@
-//! The hooks of the calls that hand a descriptor to I/O inside libc. What they do is in
+//! The hooks of the calls that hand a descriptor to I/O inside libc. The implementation is in
 //! `rdmasock_shims::calls::bypass`. `dprintf` is variadic and so in `variadic.rs`.
 
 #![allow(

@@ -1,4 +1,4 @@
-//! The hooks of the calls that close, duplicate and control descriptors. What they do is in
+//! The hooks of the calls that close, duplicate and control descriptors. The implementation is in
 //! `rdmasock_shims::calls::fd`.
 
 #![allow(

@@ -1,4 +1,4 @@
-//! The hooks of the calls that move bytes. What they do is in `rdmasock_shims::calls::io`.
+//! The hooks of the calls that move bytes. The implementation is in `rdmasock_shims::calls::io`.
 
 #![allow(
     unsafe_op_in_unsafe_fn,

@@ -1,4 +1,4 @@
-//! The hooks of `longjmp` and its kin. What they do is in `rdmasock_shims::jump`. Not with redhook: its `catch_unwind`
+//! The hooks of `longjmp` and its kin. Implementation: `rdmasock_shims::jump`. Not with redhook: its `catch_unwind`
 //! would be jumped over.
 
 use libc::{c_int, c_void};

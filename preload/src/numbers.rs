@@ -1,4 +1,4 @@
-//! The hooks of the calls that do nothing but make a descriptor, for the number that it gets. What they do is in
+//! The hooks of the calls that do nothing but make a descriptor, for the number that it gets. The implementation is in
 //! `rdmasock_shims::calls::numbers`.
 
 #![allow(

@@ -1,4 +1,4 @@
-//! The hooks of the calls that replace, spawn, restrict, move or end a process. What they do is in
+//! The hooks of the calls that replace, spawn, restrict, move or end a process. The implementation is in
 //! `rdmasock_shims::calls::{process,confine,namespaces}`. Not here: `exit`, which the shims see
 //! through `atexit`; `execl*`, which are variadic; `vfork`.
 

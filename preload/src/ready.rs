@@ -1,4 +1,4 @@
-//! The hooks of the calls that wait for readiness. What they do is in `rdmasock_shims::calls::ready`.
+//! The hooks of the calls that wait for readiness. The implementation is in `rdmasock_shims::calls::ready`.
 
 #![allow(
     unsafe_op_in_unsafe_fn,

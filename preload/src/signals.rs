@@ -1,4 +1,4 @@
-//! The hooks of the calls that install signal handlers, and of `pthread_cancel`. What they do is in
+//! The hooks of the calls that install signal handlers, and of `pthread_cancel`. The implementation is in
 //! `rdmasock_shims::signals`. Not here:
 //! `siginterrupt` and `sigignore`, which libc makes of the handler that there is.
 

@@ -1,4 +1,4 @@
-//! The hooks of the calls that make, connect, configure and shut sockets. What they do is in
+//! The hooks of the calls that make, connect, configure and shut sockets. The implementation is in
 //! `rdmasock_shims::calls::socket`.
 
 #![allow(

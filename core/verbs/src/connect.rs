@@ -12,7 +12,7 @@ use crate::explain::explain;
 use crate::sys::{Id, event};
 
 /// siw's accept answers first and takes the socket over then: what arrives in between is not looked at until more
-/// comes. So who connects on iWARP lets this pass before anything can be sent (one in 50 connections stood still
+/// comes. So the connecting end on iWARP lets this pass before anything can be sent (one in 50 connections stood still
 /// in the lab without it).
 const IWARP_SETTLES: Duration = Duration::from_millis(50);
 

@@ -25,7 +25,7 @@ static INHERITED: AtomicBool = AtomicBool::new(false);
 /// The devices that are open. Each has an id for ever: so that librdmacm keeps what is shared by all ids.
 static OPEN: Lock<Vec<(Context, Id)>> = Lock::new(Vec::new());
 
-/// Who is to be told of a device's events: the address of a queue pair, and its connection's fate.
+/// A listener for a device's events: the address of a queue pair, and its connection's fate.
 static LIVE: Lock<Vec<(usize, Context, Arc<Fate>)>> = Lock::new(Vec::new());
 
 /// The device that has this local address.

@@ -81,7 +81,7 @@ pub struct Queue {
     reads: u8,
     inline: u32,
     is_iwarp: bool,
-    /// Something may be sent: on iWARP who accepts speaks second (siw takes an earlier word for a violation).
+    /// Something may be sent: on iWARP the accepting end speaks second (siw takes an earlier word for a violation).
     may_speak: Published<AtomicBool>,
     /// A probe is in the send queue.
     probing: AtomicBool,
@@ -231,7 +231,7 @@ impl Queue {
     /// Posts a READ.
     ///
     /// # Safety
-    /// The target is within memory that was registered under its key, and nobody relies on what is there before it has
+    /// The target is within memory that was registered under its key, and no program relies on its bytes before it has
     /// completed, or the queue pair is no more.
     pub unsafe fn read(&self, read: &Read) -> Result<()> {
         if read.len == 0 {
@@ -289,7 +289,7 @@ impl Queue {
         let id = turn.frees | if is_read { READ } else { 0 };
         let inline = !is_read && len <= self.inline;
         let lent = matches!(work, Work::Send) && self.is_iwarp && len >= IWARP_ZERO_COPY;
-        // SAFETY: a slot of ours is not used again before the completion; other memory is by the contract of `write`.
+        // SAFETY: a slot is not used again before the completion; other memory is by the contract of `write`.
         let posted = unsafe { self.qp.post(id, work, piece, turn.signal || lent, inline) };
         match posted {
             Ok(()) => {
@@ -416,7 +416,7 @@ impl Queue {
         }
         let index = (done.id & !RECEIVE) as usize;
         if !self.may_speak.load(Ordering::Relaxed) {
-            // The first word of who connects, which is empty: see `greet`.
+            // The connecting end's first word, which is empty: see `greet`.
             self.may_speak.publish(true);
             if self.slots.is_wanted() {
                 each(Completed::Room);
@@ -446,7 +446,7 @@ impl Queue {
         events + 1
     }
 
-    /// On iWARP: who connects says an empty word, which the other end's `poll` keeps to itself, so that that one may
+    /// On iWARP: the connecting end says an empty word, which the other end's `poll` keeps to itself, so that it may
     /// speak. It takes none of the buffers that are counted, because more are posted.
     pub fn greet(&self) -> Result<()> {
         if self.is_iwarp {

@@ -137,7 +137,7 @@ impl Channel {
                 errno => Err(errno),
             };
         }
-        // SAFETY: the event is ours until it is acknowledged. The connection is of a TCP-like port space, so
+        // SAFETY: the event is this thread's until it is acknowledged. The connection is of a TCP-like port space, so
         // the event carries `conn`, zeroed where the kind of event has none; its private data lies in the event.
         let event = unsafe {
             let kind = (*ptr).event;
@@ -189,7 +189,7 @@ impl Incoming {
 
 impl Drop for Incoming {
     fn drop(&mut self) {
-        // SAFETY: the id is ours since the request was taken; its channel is the listener's, which is in a call
+        // SAFETY: the id is owned since the request was taken; its channel is the listener's, which is in a call
         // of its own meanwhile and so alive.
         unsafe {
             ffi::rdma_reject(self.0.as_ptr(), std::ptr::null(), 0);

@@ -172,7 +172,7 @@ impl Mr {
         Ok(mr)
     }
 
-    /// A slab that the peer may read and write too. That it may write is what some iWARP devices ask of memory
+    /// A slab that the peer may read and write too. The right to write is what some iWARP devices ask of memory
     /// that a READ is to fill.
     pub fn for_probes(pd: &Arc<Pd>, slab: &Arc<Slab>) -> Result<Self> {
         let access = ffi::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE

@@ -175,43 +175,6 @@ fn every_file_that_a_page_names_is_there() {
     assert!(missing.is_empty(), "{missing:#?}");
 }
 
-#[test]
-fn every_source_file_is_in_the_page_of_files() {
-    let page = std::fs::read_to_string(root().join("docs/design/layers.md")).unwrap();
-    // A section is of the folder that its heading names.
-    let mut folder = "";
-    let mut named = BTreeSet::new();
-    for line in page.lines() {
-        let quoted = between(line, "`", '`');
-        if line.starts_with("## ") {
-            folder = quoted.first().map_or("", |(_, name)| name);
-        }
-        let names = quoted.iter().flat_map(|(_, name)| expand(name));
-        named.extend(names.map(|name| format!("{folder}{name}")));
-    }
-    let is_source = |path: &&String| {
-        let is_test = path.contains("test")
-            || ["/explore.rs", "/loom_models.rs", "/forked.rs"]
-                .iter()
-                .any(|end| path.ends_with(end));
-        let crates = ["preload/src/", "shims/src/", "core/src/", "core/verbs/src/", "cli/src/"];
-        path.ends_with(".rs") && !is_test && crates.iter().any(|c| path.starts_with(c))
-    };
-    let is_named = |path: &str| {
-        let is_within = |name: &String| name.ends_with('/') && path.starts_with(name.as_str());
-        named.contains(path) || named.iter().any(is_within)
-    };
-    let is_root = |path: &str| path.ends_with("/lib.rs") || path.ends_with("/mod.rs");
-    let files = files();
-    let sources: Vec<&String> = files.iter().filter(is_source).collect();
-    assert!(sources.len() > 200, "only {} were found", sources.len());
-    let missing: Vec<_> = sources
-        .into_iter()
-        .filter(|path| !is_root(path) && !is_named(path))
-        .collect();
-    assert!(missing.is_empty(), "{missing:#?}");
-}
-
 /// What rustfmt does not look at: it leaves comments as they are, and code that it cannot break.
 #[test]
 fn no_comment_is_wider_than_code_may_be() {

@@ -12,8 +12,7 @@ use crate::real::{Lmid, loaded};
 use crate::{instance, pass, real};
 
 /// Returns libc's `dlopen`. With RTLD_DEEPBIND the library that is opened finds libc's functions before those that were
-/// preloaded, so no hook sees its calls: all connections go back to TCP first. PHP opens its extensions so, Apache its
-/// modules.
+/// preloaded, so no hook sees its calls: all connections go back to TCP first. PHP opens its extensions so.
 pub extern "C" fn before_dlopen(_path: *const c_char, flags: c_int) -> *const c_void {
     if flags & libc::RTLD_DEEPBIND != 0 {
         no_more_links();

@@ -1,7 +1,7 @@
 //! The configuration from `RDMASOCK_*` environment variables.
 //!
-//! [`VARIABLES`] is the one table of them: parser, messages, `rdmasock run --help` and the README
-//! come from it. Nothing here can fail: a bad value costs one line on stderr and the default is
+//! [`VARIABLES`] is the one table of them: parser, messages, `rdmasock run --help` and
+//! docs/configuration.md come from it. Nothing here can fail: a bad value costs one line on stderr and the default is
 //! used. Not here: the rules file (rules.rs) and where log lines go (log.rs).
 
 mod settings;

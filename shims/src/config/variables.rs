@@ -207,7 +207,7 @@ pub const VARIABLES: &[Variable] = &[
     },
 ];
 
-/// For developers: not in the README, not an option of `rdmasock run`.
+/// For developers: not in docs/configuration.md, not an option of `rdmasock run`.
 pub(super) const DEVELOPER: &[Variable] = &[
     Variable {
         name: "RDMASOCK_DEV_PRETEND_RDMA",

@@ -223,7 +223,7 @@ const HEAD: &str = "\
 # Benchmarks
 
 Made by `scripts/bench`, which measures and writes this page and its pictures anew. [performance.md](performance.md) has
-the figures on which the design rests, and README, *Measure it*, the other benchmarks.
+the figures on which the design rests, and the other benchmarks.
 
 How to read it:
 

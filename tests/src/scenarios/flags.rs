@@ -51,6 +51,23 @@ pub fn peek(c: &Ctx) {
     c.close(fd);
 }
 
+/// MSG_PEEK beyond the last byte: the end of the stream can be peeked too.
+pub fn peek_end(c: &Ctx) {
+    let fd = c.pair();
+    if c.is_server() {
+        c.sync("ended");
+        c.recv(fd, 10, MSG_PEEK);
+        c.recv(fd, 10, 0);
+        c.recv(fd, 10, MSG_PEEK);
+    } else {
+        c.send(fd, b"last", 0);
+        c.shutdown(fd, libc::SHUT_WR);
+        c.sync("ended");
+    }
+    c.sync("done");
+    c.close(fd);
+}
+
 /// MSG_PEEK by recvmsg over several buffers, and of more than a small ring holds.
 pub fn peek_large(c: &Ctx) {
     let fd = c.pair();

@@ -1,4 +1,4 @@
-//! Links against the symbol versions of glibc 2.17, whatever glibc the compiler has. Also the build script of `alloc`.
+//! Links against the symbol versions of glibc 2.17, also with a newer glibc. `alloc` uses this build script too.
 //!
 //! The linker gives a reference the version that it finds first. `-lpthread` and `-ldl`, which precede `-lc`, find
 //! stand-ins made here: libraries without code, with the names and versions of the old ones. A newer glibc has these
@@ -36,7 +36,7 @@ const STAND_INS: [(&str, &str, &[Version]); 2] = [
     ),
 ];
 
-/// Where an old glibc has these two it has them in its static part. The kernel's `struct stat` is glibc's here.
+/// `stat64` and `fstat64`, which glibc 2.17 has in its static part only. glibc's `struct stat` equals the kernel's.
 const STAT: &str = "
     .macro stat name number
     .globl \\name

@@ -1,11 +1,11 @@
-//! The functions of `include/rdmasock.h`: no hooks, for libc has none of them. The implementation is in
-//! `rdmasock_shims::api`.
+//! The functions of `include/rdmasock.h`. They are no hooks, as libc has no functions of these names.
+//! `rdmasock_shims::api` implements them.
 
 use libc::{c_int, iovec, size_t, ssize_t};
 use rdmasock_shims::api::info::{self, Info};
 use rdmasock_shims::api::{prefer, view};
 
-/// Tells what the connection runs on, and what it has carried.
+/// Fills `info`: what the connection runs on, and the bytes that it has carried. Returns 0, or -1 with errno.
 ///
 /// # Safety
 /// `info` points to a `struct rdmasock_info` of the size that it begins with.
@@ -15,17 +15,18 @@ pub unsafe extern "C" fn rdmasock_info(fd: c_int, info: *mut Info) -> c_int {
     unsafe { info::info(fd, info) }
 }
 
-/// Sets what the connection is to run on.
+/// Sets what the connection is to run on. Returns 0, or -1 with errno.
 ///
 /// # Safety
-/// None is needed: of C's ABI only.
+/// No precondition: the function is unsafe for its C ABI alone.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn rdmasock_prefer(fd: c_int, way: c_int) -> c_int {
-    // SAFETY: as above.
+    // SAFETY: the function has no precondition.
     unsafe { prefer::prefer(fd, way) }
 }
 
-/// The next bytes that were received, where they lie.
+/// Points `pieces` to the next received bytes in the ring. Returns their number, 0 at the end of the stream, or -1 with
+/// errno.
 ///
 /// # Safety
 /// `pieces` has as many entries as `count` points to.
@@ -35,10 +36,10 @@ pub unsafe extern "C" fn rdmasock_view(fd: c_int, pieces: *mut iovec, count: *mu
     unsafe { view::view(fd, pieces, count, flags) }
 }
 
-/// The program is done with `n` bytes of those.
+/// Gives back the first `n` bytes of the view. Returns 0, or -1 with errno.
 ///
 /// # Safety
-/// Nobody looks at them any more.
+/// No thread reads these bytes any more.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn rdmasock_release(fd: c_int, n: size_t) -> c_int {
     // SAFETY: by the contract.

@@ -1,8 +1,8 @@
 //! The hooks of `dlopen`, `dlmopen`, `dlsym` and `dlvsym`. `rdmasock_shims::calls::dlopen` does the work.
 //!
-//! Naked, because libc tells by the return address whose call it is: `dlopen` looks for the library where that one's
-//! RUNPATH says, and RTLD_NEXT means the libraries behind that one. So a function that `before` returns is jumped to,
-//! with the arguments and the stack as they came.
+//! The hooks are naked functions, because libc finds the calling library by the return address: `dlopen` searches the
+//! caller's RUNPATH, and RTLD_NEXT means the libraries behind the caller. So each hook jumps to the function that
+//! `before` returns, with unchanged arguments and stack.
 
 use core::arch::naked_asm;
 use libc::{c_char, c_int, c_void};

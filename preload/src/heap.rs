@@ -1,5 +1,5 @@
-//! Where the library's memory comes from: not the program's `malloc`, which a hook may have interrupted, and which may
-//! be anybody's (`rdmasock_core::os::heap`).
+//! Sets the library's allocator to `rdmasock_core::os::heap`. A hook may have interrupted the program's `malloc`, and
+//! the program may have replaced it.
 
 #[cfg(target_arch = "x86_64")]
 #[global_allocator]

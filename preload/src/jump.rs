@@ -1,5 +1,5 @@
-//! The hooks of `longjmp` and its kin. Implementation: `rdmasock_shims::jump`. Not with redhook: its `catch_unwind`
-//! would be jumped over.
+//! The hooks of the `longjmp` functions. `rdmasock_shims::jump` implements them. redhook does not declare these, as a
+//! jump would skip its `catch_unwind`.
 
 use libc::{c_int, c_void};
 use rdmasock_shims::jump::before;
@@ -14,7 +14,7 @@ macro_rules! jumps {
             /// As libc's.
             #[unsafe(no_mangle)]
             pub unsafe extern "C" fn $name(environment: *mut c_void, value: c_int) {
-                // SAFETY: the caller's arguments, as they are.
+                // SAFETY: the arguments are the caller's, unchanged.
                 unsafe {
                     before(environment, value);
                     real::$name()(environment, value);

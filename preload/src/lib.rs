@@ -1,6 +1,6 @@
-//! `librdmasock.so`: the libc symbols that it puts in front of libc's. Each hook hands its arguments and
-//! libc's own function to `rdmasock_shims::calls` and returns what comes back; there is no logic
-//! here. `exports.txt` lists the symbols, `scripts/check-exports` compares.
+//! `librdmasock.so`: the symbols that precede libc's. Each hook passes its arguments and libc's own function to
+//! `rdmasock_shims::calls` and returns the result. The hooks have no logic. `exports.txt` lists the symbols, and
+//! `scripts/check-exports` compares the list with the library.
 
 mod api;
 mod bypass;

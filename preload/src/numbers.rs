@@ -1,5 +1,5 @@
-//! The hooks of the calls that do nothing but make a descriptor, for the number that it gets. The implementation is in
-//! `rdmasock_shims::calls::numbers`.
+//! The hooks of calls that only make a descriptor. They see to it that the descriptor gets the lowest free number.
+//! `rdmasock_shims::calls::numbers` implements them.
 
 #![allow(
     unsafe_op_in_unsafe_fn,

@@ -1,6 +1,6 @@
 //! The hooks of the calls that replace, spawn, restrict, move or end a process. The implementation is in
-//! `rdmasock_shims::calls::{process,confine,namespaces}`. Not here: `exit`, which the shims see
-//! through `atexit`; `execl*`, which are variadic; `vfork`.
+//! `rdmasock_shims::calls::{process,confine,namespaces}`. Three are elsewhere: the shims handle `exit` by `atexit`,
+//! `variadic.rs` has `execl*`, and `vfork.rs` has `vfork`.
 
 #![allow(
     unsafe_op_in_unsafe_fn,

@@ -1,6 +1,5 @@
-//! The hooks of the calls that install signal handlers, and of `pthread_cancel`. The implementation is in
-//! `rdmasock_shims::signals`. Not here:
-//! `siginterrupt` and `sigignore`, which libc makes of the handler that there is.
+//! The hooks of the calls that install signal handlers, and of `pthread_cancel`. `rdmasock_shims::signals` implements
+//! them. `siginterrupt` and `sigignore` need no hook: libc changes the installed handler.
 
 #![allow(
     unsafe_op_in_unsafe_fn,

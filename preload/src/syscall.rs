@@ -1,18 +1,18 @@
-//! The hook of `syscall`. Numbers that have a handler (`rdmasock_shims::calls::syscall`) go there, the others to libc's
+//! The hook of `syscall`. It jumps to the handler of the call's number (`rdmasock_shims::calls::syscall`), or to libc's
 //! own `syscall`.
 //!
-//! Naked, because nothing may lie between the caller and libc: the child of `syscall(SYS_vfork)` or of a clone returns
-//! on its parent's stack, or on another one. So both ways are jumps, with the stack as it came. A handler takes
-//! the arguments where a function of six has them, which is where libc's moves them too.
+//! The hook is a naked function, because no frame may lie between the caller and libc: the child of
+//! `syscall(SYS_vfork)` or of a clone returns on its parent's stack, or on another one. So both ways are jumps with an
+//! unchanged stack. A handler takes the arguments in the registers of a function with six arguments, as libc's does.
 
 use core::arch::naked_asm;
 use core::ffi::c_long;
 use rdmasock_shims::calls::syscall::{HANDLERS, LIBC, NUMBERS};
 
-/// `syscall(2)`.
+/// Makes the system call with the given number, as `syscall(2)`.
 ///
 /// # Safety
-/// As `syscall` in C: the arguments are those of the call with this number.
+/// As `syscall` in C: the arguments fit the number.
 #[cfg(target_arch = "x86_64")]
 #[unsafe(no_mangle)]
 #[unsafe(naked)]
@@ -40,10 +40,10 @@ pub unsafe extern "C" fn syscall(number: c_long) -> c_long {
     )
 }
 
-/// `syscall(2)`.
+/// Makes the system call with the given number, as `syscall(2)`.
 ///
 /// # Safety
-/// As `syscall` in C: the arguments are those of the call with this number.
+/// As `syscall` in C: the arguments fit the number.
 #[cfg(target_arch = "aarch64")]
 #[unsafe(no_mangle)]
 #[unsafe(naked)]

@@ -1,19 +1,18 @@
-//! The hooks of the variadic calls: `execl`, `execlp`, `execle`, `dprintf`. In libc they call `execve`
-//! and the like through symbols that no hook can replace.
+//! The hooks of the variadic calls: `execl`, `execlp`, `execle`, `dprintf`. libc's versions call `execve`
+//! and similar functions through symbols that no hook can replace.
 //!
-//! Stable Rust cannot define a variadic function, and for these no fixed number of arguments would
-//! do. So each is a naked function that puts the arguments it got in registers into memory, where its
-//! non-variadic counterpart, an ordinary function below it, finds all of them:
+//! Stable Rust cannot define a variadic function, and these have no greatest number of arguments. So each
+//! is a naked function that stores its register arguments in memory. Its non-variadic counterpart, an
+//! ordinary function below it, finds all arguments there:
 //!
 //! - `execl*`: the argument registers are stored right below the arguments on the stack (on x86-64, over the
-//!   return address, which moves), and the two parts together are the argv that `execv` wants,
-//!   terminator included, however many there are. Nothing is copied or allocated, so these stay
-//!   async-signal-safe.
+//!   return address, which moves). The two parts together are the argv of `execv`, terminator included,
+//!   for any number of arguments. No memory is copied or allocated, so these hooks stay async-signal-safe.
 //! - `dprintf`: a `va_list` is built as the ABI lays it out (x86-64: System V psABI, "Variable Argument
 //!   Lists", figure 3.34; aarch64: AAPCS64, appendix "Variable argument lists").
 //!
-//! `fcntl` and `ioctl` need none of this: at most one argument, which on both architectures travels as a named one
-//! would.
+//! `fcntl` and `ioctl` are ordinary hooks: they have at most one variable argument, and both architectures pass it as a
+//! named one.
 
 use core::arch::naked_asm;
 use libc::{c_char, c_int, c_void};
@@ -22,19 +21,20 @@ use rdmasock_shims::{
     environment, real,
 };
 
-/// `execl` after its arguments have become an argv.
+/// Runs `execl` with its arguments as an argv. Returns -1 with errno, or not at all.
 unsafe extern "C" fn execl_argv(path: *const c_char, argv: *const *const c_char) -> c_int {
     // SAFETY: `argv` ends in the null pointer that the caller of execl had to pass.
     unsafe { process::execv(environment::execv, path, argv) }
 }
 
-/// `execlp` after its arguments have become an argv.
+/// Runs `execlp` with its arguments as an argv. Returns -1 with errno, or not at all.
 unsafe extern "C" fn execlp_argv(file: *const c_char, argv: *const *const c_char) -> c_int {
     // SAFETY: as in `execl_argv`.
     unsafe { process::execvp(environment::execvp, file, argv) }
 }
 
-/// `execle` after its arguments have become an argv; the environment follows the terminator.
+/// Runs `execle` with its arguments as an argv, behind whose terminator the environment stands. Returns -1 with errno,
+/// or not at all.
 unsafe extern "C" fn execle_argv(path: *const c_char, argv: *const *const c_char) -> c_int {
     let mut end = argv;
     // SAFETY: `argv` ends in a null pointer, and the caller of execle passed one pointer after it.
@@ -47,13 +47,13 @@ unsafe extern "C" fn execle_argv(path: *const c_char, argv: *const *const c_char
     }
 }
 
-/// `dprintf` after its arguments have become a `va_list`.
+/// Runs `dprintf` with its arguments as a `va_list`.
 unsafe extern "C" fn dprintf_list(fd: c_int, format: *const c_char, list: *mut c_void) -> c_int {
     // SAFETY: `list` is a `va_list` whose first argument is the one after `format`.
     unsafe { bypass::vdprintf(real::vdprintf(), fd, format, list) }
 }
 
-/// `__dprintf_chk` after its arguments have become a `va_list`.
+/// Runs `__dprintf_chk` with its arguments as a `va_list`.
 unsafe extern "C" fn dprintf_chk_list(fd: c_int, flag: c_int, format: *const c_char, list: *mut c_void) -> c_int {
     // SAFETY: as in `dprintf_list`.
     unsafe { bypass::vdprintf_chk(real::__vdprintf_chk(), fd, flag, format, list) }
@@ -72,7 +72,7 @@ macro_rules! exec_hook {
         pub unsafe extern "C" fn $name(path: *const c_char, arg0: *const c_char) -> c_int {
             naked_asm!(
                 ".cfi_startproc",
-                "pop rax", // The return address; the stack arguments are now at rsp.
+                "pop rax", // The return address. The stack arguments are now at rsp.
                 ".cfi_adjust_cfa_offset -8",
                 ".cfi_register rip, rax",
                 "push r9",

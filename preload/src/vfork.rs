@@ -1,13 +1,13 @@
-//! The hook of `vfork`, with which `rdmasock_shims::vfork` knows a vfork child when it meets one.
+//! The hook of `vfork`, by which `rdmasock_shims::vfork` recognises a vfork child.
 //!
-//! The child returns from vfork on its parent's stack, and what it calls next overwrites the frame
-//! that it returned from. So nothing that the parent needs after the system call may lie there: the
-//! return address waits in a register that the system call keeps, as in glibc's own vfork.
+//! The child returns from vfork on its parent's stack, and its next call overwrites the frame that it
+//! returned from. So that frame holds nothing that the parent needs after the system call: the return
+//! address stays in a register that the system call preserves, as in glibc's own vfork.
 
 use core::arch::naked_asm;
 use rdmasock_shims::vfork::{done, prepare};
 
-/// `vfork(2)`.
+/// Makes a child that shares this process's memory until it execs or ends, as `vfork(2)`.
 ///
 /// # Safety
 /// As vfork: the child may only exec or `_exit`.
@@ -42,7 +42,7 @@ pub unsafe extern "C" fn vfork() -> libc::pid_t {
     )
 }
 
-/// `vfork(2)`.
+/// Makes a child that shares this process's memory until it execs or ends, as `vfork(2)`.
 ///
 /// # Safety
 /// As vfork: the child may only exec or `_exit`.
@@ -77,7 +77,7 @@ pub unsafe extern "C" fn vfork() -> libc::pid_t {
     )
 }
 
-/// glibc's other name for `vfork`.
+/// Does the same under glibc's other name for `vfork`.
 ///
 /// # Safety
 /// As vfork: the child may only exec or `_exit`.

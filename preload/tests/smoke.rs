@@ -1,5 +1,5 @@
-//! Programs under the built library, whose hooks here mostly pass through: same output and status as without it.
-//! What the library does with TCP streams is not for this file but for `tests/` and `integration/`.
+//! Programs under the built library give the same output and status as without it. Most of their calls pass through;
+//! `tests/` and `integration/` test TCP streams.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test")]
 
@@ -8,8 +8,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::sync::LazyLock;
 
-/// The library, built here: `cargo test` takes whatever build of a cdylib there is, or none. With the command, as
-/// everywhere: what it is built with depends on what it is built beside.
+/// The library, which this test builds: `cargo test` takes an older build of a cdylib, or none. It is built together
+/// with the command, as everywhere, because the features of its dependencies depend on the packages of one build.
 static LIBRARY: LazyLock<PathBuf> = LazyLock::new(|| {
     // TARGET/PROFILE/deps/smoke-HASH
     let test = std::env::current_exe().unwrap();
@@ -57,7 +57,7 @@ fn run(command: &mut Command, input: &str) -> Output {
 fn same_with_library(program: impl AsRef<Path>, args: &[&str], input: &str) -> String {
     let program = program.as_ref();
     let bare = run(Command::new(program).args(args), input);
-    // Soon, so that what a test does with a connection is done on a link.
+    // Early promotion, so that the program's connections are on a link.
     let hooked = run(
         Command::new(program)
             .args(args)
@@ -205,7 +205,7 @@ fn the_library_survives_an_exec_without_it() {
                 )
             })
             .collect();
-        // One of the program's own, and a library that cannot be read.
+        // Way 10 sets an LD_PRELOAD of its own. Way 11 has a library that cannot be read.
         expected.extend(["10: none - LD_PRELOAD=", "11: none - ALONE=1"].map(String::from));
         let printed = String::from_utf8_lossy(&output.stdout);
         assert_eq!(printed.lines().collect::<Vec<_>>(), expected, "{name}={value}");

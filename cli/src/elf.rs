@@ -1,5 +1,5 @@
-//! Whether LD_PRELOAD can work for a program: what its file says to the kernel and the dynamic
-//! loader. Not a general ELF reader.
+//! Checks whether LD_PRELOAD can work for a program. It reads the fields of the ELF file that the kernel and the
+//! dynamic loader use. It is no general ELF reader.
 
 use std::fs::File;
 use std::io::Read;
@@ -8,16 +8,16 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
-/// Why a preloaded library has no effect on a program, or stops it.
+/// The reason why a preloaded library has no effect on a program, or stops it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Obstacle {
     /// The loader ignores LD_PRELOAD for setuid and setgid programs and those with capabilities.
     Privileged,
-    /// There is no dynamic loader.
+    /// The program has no dynamic loader.
     Static,
-    /// Made for another processor or word size than the library.
+    /// The program is built for another processor or word size than the library.
     OtherMachine,
-    /// Its C library is not glibc.
+    /// The program's C library is not glibc. The text is the path of its loader.
     OtherLibc(String),
 }
 
@@ -42,8 +42,8 @@ impl std::fmt::Display for Obstacle {
     }
 }
 
-/// The names of the libraries that the program at `path` is linked with, or the obstacle in it. A script is as good as
-/// its interpreter. A file that is neither a script nor ELF is left to the kernel to judge.
+/// Returns the names of the libraries that the program at `path` is linked with, or the obstacle. For a script it reads
+/// the interpreter. A file that is neither a script nor ELF has no libraries: the kernel judges it.
 ///
 /// # Errors
 /// The file cannot be read.
@@ -51,13 +51,13 @@ pub fn libraries(path: &Path) -> Result<Result<Vec<String>, Obstacle>> {
     check(path, INTERPRETERS_MAX).with_context(|| format!("cannot read {}", path.display()))
 }
 
-/// The kernel follows as many interpreters that are scripts themselves (BINPRM, ELOOP beyond).
+/// Interpreters that may be scripts themselves, a count. The kernel follows as many, and fails with ELOOP beyond.
 const INTERPRETERS_MAX: u32 = 4;
 
 fn check(path: &Path, interpreters: u32) -> Result<Result<Vec<String>, Obstacle>> {
     let mut file = match File::open(path) {
         Ok(file) => file,
-        // It can be run without being readable; we just cannot tell.
+        // A file may be executable and not readable. Then nothing is known about it.
         Err(error) if error.kind() == std::io::ErrorKind::PermissionDenied => return Ok(Ok(Vec::new())),
         Err(error) => return Err(error.into()),
     };
@@ -90,14 +90,14 @@ fn check(path: &Path, interpreters: u32) -> Result<Result<Vec<String>, Obstacle>
     })
 }
 
-/// The interpreter of a script.
+/// Returns the interpreter of a script; `None` for another file.
 fn shebang(head: &[u8]) -> Option<PathBuf> {
     let line = head.strip_prefix(b"#!")?.split(|byte| *byte == b'\n').next()?;
     let line = std::str::from_utf8(line).ok()?;
     line.split_whitespace().next().map(PathBuf::from)
 }
 
-/// Whether running the file would make the kernel set AT_SECURE for this user.
+/// Returns true if the kernel would set AT_SECURE when this user executes the file.
 fn is_privileged(file: &File) -> Result<bool> {
     const SETUID: u32 = 0o4000;
     const SETGID_EXECUTABLE: u32 = 0o2010;
@@ -112,8 +112,8 @@ fn is_privileged(file: &File) -> Result<bool> {
     Ok(changes_uid || changes_gid || adds_capabilities)
 }
 
-/// What is needed of an ELF header (System V ABI, "ELF Header"), 64-bit little-endian but for
-/// class and machine.
+/// The fields of an ELF header (System V ABI, "ELF Header") that this file reads. All but class and machine are read as
+/// 64-bit little-endian.
 #[derive(Debug)]
 struct Elf {
     class: u8,
@@ -165,7 +165,7 @@ impl Elf {
         Ok(table.chunks_exact(Self::ENTRY).filter_map(entry).collect())
     }
 
-    /// Path of the dynamic loader; `None` in a static program.
+    /// Returns the path of the dynamic loader; `None` for a static program.
     fn loader(&self, file: &File) -> Result<Option<String>> {
         let segments = self.segments(file)?;
         let Some(interp) = segments.iter().find(|s| s.kind == Self::PT_INTERP) else {
@@ -174,7 +174,7 @@ impl Elf {
         Ok(text(&read(file, interp.offset, 256)?))
     }
 
-    /// The names of the libraries that it is linked with (System V ABI, "Dynamic Section").
+    /// Returns the names of the libraries that the program is linked with (System V ABI, "Dynamic Section").
     fn needed(&self, file: &File) -> Result<Vec<String>> {
         const DT_NEEDED: u64 = 1;
         const DT_STRTAB: u64 = 5;
@@ -207,7 +207,7 @@ impl Elf {
     }
 }
 
-/// Up to `most` bytes from `at`, 1 MiB at most.
+/// Reads up to `most` bytes at the offset `at`, at most 1 MiB.
 fn read(file: &File, at: u64, most: u64) -> Result<Vec<u8>> {
     let mut bytes = vec![0; most.min(1 << 20) as usize];
     let length = file.read_at(&mut bytes, at)?;
@@ -215,13 +215,13 @@ fn read(file: &File, at: u64, most: u64) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// The text before the first NUL.
+/// Returns the text before the first NUL.
 fn text(bytes: &[u8]) -> Option<String> {
     let text = bytes.split(|byte| *byte == 0).next()?;
     Some(String::from_utf8_lossy(text).into_owned())
 }
 
-/// `N` bytes of `bytes` from `at`.
+/// Returns `N` bytes of `bytes` from `at`; `None` if there are fewer.
 fn field<const N: usize>(bytes: &[u8], at: usize) -> Option<[u8; N]> {
     bytes.get(at..)?.first_chunk().copied()
 }

@@ -1,7 +1,7 @@
 //! The `rdmasock` command: runs programs with the library and shows what they do with it.
 //!
-//! Each subcommand has its file; this one parses the command line and turns errors into one
-//! message and an exit status (1: it could not be done, 2: it was asked for wrongly).
+//! Each subcommand has its file. This file parses the command line, and turns an error into one message and an exit
+//! status: 1 for a failure, 2 for a wrong command line.
 
 mod elf;
 mod run;
@@ -35,7 +35,7 @@ fn main() -> ExitCode {
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
-        // `rdmasock stat | head` is no fault.
+        // A reader such as `head` may close the pipe early.
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("rdmasock: {error:#}");

@@ -1,7 +1,7 @@
-//! `rdmasock run`: sets the environment and becomes the program.
+//! `rdmasock run`: sets the environment and executes the program.
 //!
-//! The options are those of the library's table of variables, checked by the library's own
-//! parser, so that a mistake is an error here and not a line of the program's stderr.
+//! The options come from the library's table of variables, and the library's parser checks them. So a wrong value is an
+//! error of the command, and not a line on the program's stderr.
 
 use std::env;
 use std::ffi::{OsStr, OsString};
@@ -23,8 +23,8 @@ const LIBRARY_VARIABLE: &str = "RDMASOCK_LIBRARY";
 const PRELOAD: &str = "LD_PRELOAD";
 const PROGRAM: &str = "program";
 
-/// A sanitizer's library, and the option without which a program that is linked with it does not start behind a
-/// preloaded library, or reports what that does with its own memory.
+/// A sanitizer's library, its variable, and an option. Without the option a program with this sanitizer does not start
+/// behind a preloaded library, or reports that library's memory accesses.
 const SANITIZERS: [(&str, &str, &str); 4] = [
     ("libasan.so", "ASAN_OPTIONS", "verify_asan_link_order=0"),
     ("libclang_rt.asan", "ASAN_OPTIONS", "verify_asan_link_order=0"),
@@ -96,8 +96,8 @@ impl FromArgMatches for Options {
 }
 
 impl Options {
-    /// Lets the library judge the values, together with those that it would find in the
-    /// environment. Gives what it would make of them.
+    /// Checks the options and the variables of the environment by the library's parser. Returns the configuration that
+    /// the library would have.
     fn check(&self) -> Result<Config, clap::Error> {
         let inherited = VARIABLES
             .iter()
@@ -120,8 +120,8 @@ impl Options {
     }
 }
 
-/// Runs the program; comes back only if that cannot be done. Bad values end the command with
-/// status 2, as other faults of the command line.
+/// Executes the program, and returns only if that fails. A bad value ends the command with status 2, as other faults of
+/// the command line do.
 pub fn run(options: &Options) -> Result<()> {
     let config = options.check().unwrap_or_else(|error| error.exit());
     let [name, arguments @ ..] = options.program.as_slice() else {
@@ -145,7 +145,7 @@ pub fn run(options: &Options) -> Result<()> {
         );
     }
     let sanitizers = SANITIZERS.iter().filter(|s| is_linked(s.0)).map(|(_, name, option)| {
-        // The last of several counts.
+        // The sanitizer uses the last of several settings of one option.
         let mut options = env::var_os(name).unwrap_or_default();
         options.push(":");
         options.push(option);
@@ -172,7 +172,7 @@ fn capitalised(text: &str) -> String {
     first.into_iter().chain(letters).collect()
 }
 
-/// The list of libraries to preload with `library` as its last.
+/// Returns the list of libraries to preload, with `library` at its end.
 fn preload(mut list: OsString, library: impl AsRef<Path>) -> OsString {
     let library = library.as_ref();
     let is_separator = |byte: &u8| matches!(byte, b':' | b' ');
@@ -222,7 +222,7 @@ fn find_library(option: Option<&OsStr>) -> Result<PathBuf> {
     Ok(library)
 }
 
-/// The registered allocator, which is of one version with the library beside it.
+/// Returns the path of the registered allocator. It lies beside the library, as both have to be of one version.
 fn find_allocator(library: &Path) -> Result<PathBuf> {
     let allocator = library.with_file_name(ALLOCATOR);
     if !allocator.is_file() {
@@ -235,7 +235,7 @@ fn find_allocator(library: &Path) -> Result<PathBuf> {
     Ok(allocator)
 }
 
-/// The program's file, as execvp(3) would find it.
+/// Returns the program's file, as execvp(3) would find it.
 fn find_program(name: &OsStr) -> Result<PathBuf> {
     if name.as_bytes().contains(&b'/') {
         return Ok(PathBuf::from(name));

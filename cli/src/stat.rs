@@ -1,6 +1,7 @@
-//! `rdmasock stat`: the connections of the running instances as a table, all that is known of them, or JSON.
+//! `rdmasock stat`: prints the connections of the running instances as a table, in sections with all counters, or as
+//! JSON.
 //!
-//! It only reads the counters that instances keep in shared memory; the programs do not notice.
+//! The command only reads the counters that instances keep in shared memory, so it does not slow the programs down.
 
 mod connections;
 mod json;
@@ -19,7 +20,7 @@ use rdmasock_core::stats::{self, Process};
 /// Options of `rdmasock stat`.
 #[derive(Debug, Args)]
 pub struct Options {
-    /// Show again every so many seconds, until interrupted
+    /// Show again every SECONDS seconds, until interrupted
     #[arg(long, value_name = "SECONDS", num_args = 0..=1, default_missing_value = "1", value_parser = seconds)]
     watch: Option<Duration>,
     /// Print JSON, with --watch one document a line
@@ -43,7 +44,7 @@ fn seconds(text: &str) -> Result<Duration, String> {
     }
 }
 
-/// Shows the instances once, or again and again.
+/// Prints the instances once, or with `--watch` at each interval.
 pub fn run(options: &Options) -> Result<()> {
     let mut out = std::io::stdout().lock();
     loop {
@@ -64,7 +65,7 @@ pub fn run(options: &Options) -> Result<()> {
     }
 }
 
-/// The instances; only that of `pid` if there is one. A process that `is_off` has none.
+/// Returns all instances, or with a `pid` that process's alone. A process that `is_off` has no instance.
 fn gather(pid: Option<u32>, is_off: bool) -> Result<Vec<Process>> {
     let Some(pid) = pid else {
         return stats::instances().context("cannot list /proc");
@@ -84,7 +85,8 @@ fn gather(pid: Option<u32>, is_off: bool) -> Result<Vec<Process>> {
     Ok(vec![process])
 }
 
-/// Where one process alone is shown: those at the other ends of its links, as far as they can be looked at.
+/// Returns the processes at the other ends of the links of `shown`, if `pid` restricts it to one process. Processes
+/// that the caller may not read are left out.
 fn peers_of(shown: &[Process], pid: Option<u32>) -> Vec<Process> {
     let Some(pid) = pid else { return Vec::new() };
     let links = shown.iter().flat_map(|p| &p.instance.links);

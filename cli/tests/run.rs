@@ -1,5 +1,5 @@
-//! `rdmasock run`: what the program gets, and what is refused with which words. The library here
-//! is a copy of libm, harmless to preload: what is tested is the environment.
+//! `rdmasock run`: the environment of the program, and the messages of refusals. The preloaded library is a copy of
+//! libm, which has no effect.
 
 #![allow(clippy::unwrap_used, clippy::panic)]
 
@@ -26,7 +26,7 @@ impl Library {
     }
 }
 
-/// The math library of this process's glibc.
+/// Returns the path of the math library of this process's glibc.
 fn libm() -> PathBuf {
     let maps = fs::read_to_string("/proc/self/maps").unwrap();
     let libc = maps.lines().find_map(|line| {
@@ -200,7 +200,7 @@ fn a_missing_library_or_program_is_named() {
     assert!(text.contains("no-such-program") && text.contains("PATH"), "{text}");
 }
 
-/// The message for a program with these bytes and this mode.
+/// Returns the message for a program with these bytes and this mode.
 fn refusal(bytes: &[u8], mode: u32) -> String {
     let library = Library::new();
     let program = library.folder.path().join("program");
@@ -215,7 +215,7 @@ fn refusal(bytes: &[u8], mode: u32) -> String {
     stderr_of_failure(&mut command, 1)
 }
 
-/// An ELF header of this test's class and machine without program headers.
+/// Returns an ELF header of this test's class and machine, without program headers.
 fn elf_header() -> Vec<u8> {
     let mut header = fs::read("/proc/self/exe").unwrap();
     header.truncate(64);
@@ -240,7 +240,7 @@ fn a_setgid_program_is_refused() {
     let library = Library::new();
     let program = library.folder.path().join("program");
     fs::copy("/bin/true", &program).unwrap();
-    // Only root can give a file to another group without being in it.
+    // Only root can give a file to a group that it is not in.
     if fs::metadata(&program).unwrap().uid() != 0 || std::os::unix::fs::chown(&program, None, Some(12_345)).is_err() {
         return;
     }
@@ -278,7 +278,7 @@ fn a_script_is_as_good_as_its_interpreter() {
     assert!(text.contains("cannot run"), "{text}");
 }
 
-/// A program of C that is built with a sanitizer and says what it was given.
+/// Builds a program of C with a sanitizer. The program prints its options.
 fn sanitized(folder: &Path, sanitizer: &str) -> PathBuf {
     let (source, program) = (folder.join("program.c"), folder.join(sanitizer));
     fs::write(

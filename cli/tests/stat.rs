@@ -56,7 +56,7 @@ fn instance() -> OwnedFd {
     promoted.set_link(Some(0));
     promoted.add_tx_link(2_000);
     promoted.add_rx_link(1_000);
-    // Its peer is no process that can be looked at, so what this thread has seen is all that is known.
+    // The peer's process cannot be read, so the unread bytes are those that this thread saw.
     page.sleeper(600).unwrap().begin(&Asleep {
         thread: std::process::id(),
         call: Call::Send,
@@ -204,7 +204,7 @@ fn a_process_without_the_library_is_told() {
     }
 }
 
-/// A process that has a library of this name, with `RDMASOCK` as given. Killed when dropped.
+/// A process that has loaded a library of this name, with a value of `RDMASOCK`. Dropping it kills the process.
 struct Preloaded(std::process::Child, #[allow(dead_code)] tempfile::TempDir);
 
 impl Preloaded {
@@ -216,7 +216,7 @@ impl Preloaded {
             .lines()
             .find_map(|line| line.split_whitespace().nth(5).filter(|p| p.ends_with("/libc.so.6")));
         std::fs::copy(libc.unwrap().replace("libc.so.6", "libm.so.6"), &library).unwrap();
-        // `cat` says that it has begun, so the library is mapped; then it waits for more.
+        // The output of `cat` shows that the library is mapped. `cat` then waits for more input.
         let mut child = std::process::Command::new("cat")
             .env("LD_PRELOAD", &library)
             .env("RDMASOCK", switch)

@@ -1,33 +1,32 @@
-//! The connections of the instances, each with what its own statistics do not say: what is unread at either end, and
-//! who sleeps on it.
+//! The connections of the instances, each with the unread bytes at both ends and the threads that sleep on it.
 //!
-//! What one end has sent over links and the other has not received there is unread. So it takes the statistics of both,
-//! which are those of one host, and of one user unless it is root who asks.
+//! The unread bytes are those that one end has sent over links and the other end has not received. So they are known if
+//! both ends are on this host, and if the caller may read both: processes of one user, or any for root.
 
 use core::net::{IpAddr, SocketAddr};
 use std::collections::HashMap;
 
 use rdmasock_core::stats::{Call, Process, SleeperSnapshot, StreamSnapshot};
 
-/// One end of a connection.
+/// An end of a connection.
 #[derive(Debug)]
 pub struct Connection<'a> {
-    /// Whose it is.
+    /// The process of this end.
     pub process: &'a Process,
-    /// What its statistics say.
+    /// The counters of this end.
     pub stream: &'a StreamSnapshot,
-    /// Bytes on the link that this program has not read; `None` where it is on none, or that is not known.
+    /// Bytes on the link that this program has not read; `None` if the stream is on no link, or if they are not known.
     pub unread_here: Option<u64>,
-    /// Likewise, that the program at the other end has not read.
+    /// Bytes on the link that the program at the other end has not read; `None` as above.
     pub unread_there: Option<u64>,
-    /// Who sleeps until something happens on it.
+    /// Calls that sleep until the stream has data, room or an end.
     pub asleep: Vec<&'a SleeperSnapshot>,
 }
 
-/// By instance, its own address and the other's.
+/// Streams by instance, local address and peer address.
 type Ends<'a> = HashMap<([u8; 16], SocketAddr, SocketAddr), &'a StreamSnapshot>;
 
-/// The connections of `shown`. The other ends are looked for in `shown` and in `others`.
+/// Returns the connections of `shown`. Their other ends are in `shown` or in `others`.
 pub fn all<'a>(shown: &'a [Process], others: &'a [Process]) -> Vec<Connection<'a>> {
     let ends: Ends<'a> = shown
         .iter()
@@ -45,7 +44,7 @@ pub fn all<'a>(shown: &'a [Process], others: &'a [Process]) -> Vec<Connection<'a
 fn connection<'a>(process: &'a Process, stream: &'a StreamSnapshot, ends: &Ends<'a>) -> Connection<'a> {
     let asleep: Vec<_> = process.instance.asleep_on(stream).collect();
     let other = other_end(process, stream, ends);
-    // Read one after the other: what came in between is not less than nothing.
+    // Both counters are read at different times, so the difference may be negative; then it is 0.
     let unread_there = other
         .map(|o| stream.tx.link_bytes.saturating_sub(o.rx.link_bytes))
         .or_else(|| as_seen_by_sender(&asleep));
@@ -65,13 +64,14 @@ fn other_end<'a>(process: &Process, stream: &StreamSnapshot, ends: &Ends<'a>) ->
     ends.get(&end).copied().filter(|s| s.link.is_some())
 }
 
-/// Who sleeps for want of room has sent nothing since.
+/// Returns the peer's unread bytes as a sleeping sender saw them: it has sent nothing since. `None` without such a
+/// sender.
 fn as_seen_by_sender(asleep: &[&SleeperSnapshot]) -> Option<u64> {
     let sender = asleep.iter().find(|s| s.call == Some(Call::Send))?;
     Some(sender.unread)
 }
 
-/// An IPv4 address that one of the two sees as one of IPv6 is the same.
+/// Returns the address with an IPv4-mapped IPv6 address as IPv4, so that the addresses of both ends compare equal.
 fn plain(addr: SocketAddr) -> SocketAddr {
     let ip: IpAddr = addr.ip().to_canonical();
     SocketAddr::new(ip, addr.port())

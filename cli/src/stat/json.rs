@@ -1,4 +1,5 @@
-//! The JSON of `rdmasock stat`. Names and shapes are an interface: only ever add.
+//! The JSON of `rdmasock stat`. Its names and shapes are an interface: a change may add fields, and not rename or
+//! remove any.
 
 use std::collections::BTreeMap;
 
@@ -25,10 +26,10 @@ struct Instance {
     program: String,
     id: String,
     uptime_s: f64,
-    /// Why all connections are kept on TCP, if they are.
+    /// The reason why all connections are kept on TCP; null if they are not.
     held: Option<String>,
     totals: Sums,
-    /// How often each event was counted, by its name.
+    /// The count of each event, by its name.
     events: BTreeMap<&'static str, u64>,
     links: Vec<Link>,
     streams: Vec<Stream>,
@@ -75,17 +76,17 @@ struct Stream {
     why_tcp: Option<String>,
     #[serde(flatten)]
     counters: Counters,
-    /// Bytes on the link that were not read; null where there is none, or that cannot be known.
+    /// Bytes on the link that were not read; null if the stream is on no link, or if they are not known.
     unread_here: Option<u64>,
     unread_there: Option<u64>,
     asleep: Vec<Sleeper>,
 }
 
-/// Who sleeps until something happens on the stream.
+/// Threads that sleep in a call until the stream has data, room or an end.
 #[derive(Debug, Serialize)]
 struct Sleeper {
     call: &'static str,
-    /// The one who came last, if that still sleeps, and how many there are.
+    /// The thread that began to sleep last, if it still sleeps.
     thread: Option<u32>,
     threads: u16,
     asleep_s: f64,

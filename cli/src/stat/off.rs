@@ -1,5 +1,5 @@
-//! Processes that have the library loaded but switched off by `RDMASOCK`. They keep no counters, so the kernel's
-//! word is all there is: what is mapped, and the environment that the program began with.
+//! Processes that have the library loaded but switched off by `RDMASOCK`. They keep no counters. So they are found by
+//! `/proc`: the library is mapped, and the environment at the program's start has the variable.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -9,18 +9,18 @@ use std::path::Path;
 use rdmasock_shims::config::Config;
 use serde::Serialize;
 
-/// Such a process.
+/// A process that is switched off.
 #[derive(Debug, Serialize)]
 pub struct Off {
-    /// Its pid.
+    /// The process's pid.
     pub pid: u32,
-    /// Base name of its executable.
+    /// The base name of the executable.
     pub program: String,
     /// The value of `RDMASOCK`.
     pub value: String,
 }
 
-/// All that the caller may look at, by pid; with `only`, that process or none.
+/// Returns the processes that the caller may read, in order of pid. With `only`, the list has that process or none.
 pub fn processes(only: Option<u32>) -> Vec<Off> {
     let entries = fs::read_dir("/proc").into_iter().flatten();
     let mut pids: Vec<u32> = match only {
@@ -40,7 +40,7 @@ fn look_at(pid: u32, folder: &Path) -> Option<Off> {
     let is_library = |line: &[u8]| line.ends_with(b"/librdmasock.so") || line.ends_with(b"/librdmasock.so (deleted)");
     maps.split(|byte| *byte == b'\n').find(|line| is_library(line))?;
     let environment = fs::read(folder.join("environ")).ok()?;
-    // As getenv(3) has it, the first of several counts.
+    // getenv(3) returns the first of several variables with one name.
     let mut variables = environment.split(|byte| *byte == 0);
     let value = OsStr::from_bytes(variables.find_map(|v| v.strip_prefix(b"RDMASOCK="))?);
     let (config, _) = Config::from_vars([("RDMASOCK".into(), value.into())]);

@@ -10,10 +10,10 @@ use super::connections::Connection;
 use super::off::Off;
 use super::words::{duration, hex, kept_on_tcp, sleep, why_tcp, word};
 
-/// What is said where there is nothing to show.
+/// The output if there is no instance to show.
 pub const NONE: &str = "No program that you may look at runs with rdmasock (root sees those of all users).\n";
 
-/// One line a connection.
+/// Returns the table with one line for each connection.
 pub fn overview(processes: &[Process], connections: &[Connection<'_>]) -> String {
     let mut text = String::new();
     if !connections.is_empty() {
@@ -35,7 +35,7 @@ pub fn overview(processes: &[Process], connections: &[Connection<'_>]) -> String
         for connection in connections {
             lines.add_row(line(connection));
         }
-        // No rules between them: a line is a connection.
+        // A line is a connection, so lines have no rules between them.
         lines.load_preset(presets::NOTHING);
         align_right(&mut lines, [0, 2, 7, 8, 9, 10]);
         // Writing to a String cannot fail.
@@ -53,7 +53,7 @@ pub fn overview(processes: &[Process], connections: &[Connection<'_>]) -> String
     text
 }
 
-/// One line a process that is switched off.
+/// Returns one line for each process that is switched off.
 pub fn switched_off(processes: &[Off]) -> String {
     let line = |p: &Off| format!("{} (pid {}): switched off by RDMASOCK={}\n", p.program, p.pid, p.value);
     processes.iter().map(line).collect()
@@ -80,7 +80,8 @@ fn line(connection: &Connection<'_>) -> [String; 13] {
     ]
 }
 
-/// What is unread here and there, and who sleeps. A stream that is on no link has nothing there.
+/// Returns three cells: unread bytes at this end, at the other end, and sleeping calls. The first two are empty for a
+/// stream on no link.
 fn state(connection: &Connection<'_>) -> [String; 3] {
     let unread = |n: Option<u64>| match (n, connection.stream.link) {
         (Some(n), _) => bytes(n),
@@ -95,13 +96,13 @@ fn state(connection: &Connection<'_>) -> [String; 3] {
     ]
 }
 
-/// One section a process.
+/// Returns one section for each process.
 pub fn sections(processes: &[Process], connections: &[Connection<'_>]) -> String {
     let sections: Vec<String> = processes.iter().map(|p| section(p, connections)).collect();
     sections.join("\n")
 }
 
-/// What was counted about other hosts, if anything was.
+/// Returns the counters of the control port; `None` if all are 0.
 fn control(process: &Process) -> Option<String> {
     let counts: Vec<String> = Event::ALL
         .iter()
@@ -212,7 +213,7 @@ fn section(process: &Process, connections: &[Connection<'_>]) -> String {
     text
 }
 
-/// Who has connected to whom.
+/// Returns an arrow from the connecting end to the accepting end.
 fn arrow(stream: &StreamSnapshot) -> &'static str {
     match stream.direction {
         Some(Direction::Accept) => "<-",
@@ -243,7 +244,7 @@ fn row(connection: &Connection<'_>) -> [String; 14] {
     ]
 }
 
-/// One word where both directions agree.
+/// Returns the path of both directions, in one word if they agree.
 fn path(stream: &StreamSnapshot) -> String {
     let tx = word(stream.tx_path.map(Path::text));
     let rx = word(stream.rx_path.map(Path::text));
@@ -262,7 +263,7 @@ fn table(header: &[&str]) -> Table {
     let mut table = Table::new();
     table
         .load_preset(presets::UTF8_HORIZONTAL_ONLY)
-        // As wide as a terminal, and as wide as need be elsewhere.
+        // On a terminal its width bounds the table; elsewhere the table is as wide as its content.
         .set_content_arrangement(ContentArrangement::Dynamic)
         .set_header(header);
     table
@@ -276,7 +277,7 @@ fn align_right(table: &mut Table, columns: impl IntoIterator<Item = usize>) {
     }
 }
 
-/// Bytes with three or four digits and a unit.
+/// Returns a count of bytes with three or four digits and a unit.
 fn bytes(count: u64) -> String {
     const UNITS: [&str; 6] = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
     let mut size = count as f64;

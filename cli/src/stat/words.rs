@@ -1,23 +1,23 @@
-//! How `rdmasock stat` says things in words, in tables as in JSON. Not where they stand.
+//! The words of `rdmasock stat`, which tables and JSON share.
 
 use rdmasock_core::stats::{Call, Reason, SleeperSnapshot, StreamSnapshot};
 
-/// An instance id as it is written.
+/// Returns an instance id in hexadecimal digits.
 pub fn hex(id: [u8; 16]) -> String {
     format!("{:032x}", u128::from_be_bytes(id))
 }
 
-/// The word for a code, or for one that this version does not know.
+/// Returns the word of a code; "unknown" for a code that this version does not have.
 pub fn word(text: Option<&'static str>) -> &'static str {
     text.unwrap_or("unknown")
 }
 
-/// Why a whole instance is kept on TCP.
+/// Returns the reason why a whole instance is kept on TCP.
 pub fn kept_on_tcp(reason: Result<Reason, u16>) -> String {
     reason.map_or_else(|code| format!("unknown reason {code}"), |reason| reason.to_string())
 }
 
-/// Why a stream is on TCP; `None` where it is not, or nothing is known.
+/// Returns the reason why a stream is on TCP; `None` if it is on a link, or if the reason is not known.
 pub fn why_tcp(stream: &StreamSnapshot) -> Option<String> {
     match stream.why {
         _ if !stream.is_on_tcp() => None,
@@ -26,7 +26,7 @@ pub fn why_tcp(stream: &StreamSnapshot) -> Option<String> {
     }
 }
 
-/// What a sleeper does, and for how long, in words.
+/// Returns a sleeper's call, the seconds of its sleep, and its thread.
 pub fn sleep(sleeper: &SleeperSnapshot) -> String {
     let call = word(sleeper.call.map(Call::text));
     let seconds = sleeper.asleep.as_secs_f64();
@@ -44,7 +44,7 @@ pub fn sleep(sleeper: &SleeperSnapshot) -> String {
     format!("{call} {time}, {who}")
 }
 
-/// A time in its two largest units.
+/// Returns a time in its two largest units.
 pub fn duration(seconds: u64) -> String {
     let (minutes, hours, days) = (seconds / 60, seconds / 3600, seconds / 86_400);
     match (days, hours, minutes) {

@@ -1,5 +1,5 @@
-//! One arena: addresses that stay ours for good, blocks in them, and the pieces of a huge page each in which memory
-//! comes and goes. Not which arena serves a request, nor when memory is given back (`arenas.rs`).
+//! An arena: 1 GiB of addresses that are never unmapped, with blocks of whole grains. Memory is committed and given
+//! back in pieces of one huge page. `arenas.rs` chooses the arena of a request, and the time to give memory back.
 
 use core::sync::atomic::{
     AtomicU32, AtomicU64, AtomicUsize,
@@ -11,80 +11,80 @@ use rdmasock_core::allocator::{LOST, NEXT, WHOLE};
 use crate::memory;
 use crate::runs::Runs;
 
-/// Bytes of an arena, which is aligned to as many. A block is shorter than that.
+/// Bytes of an arena, and its alignment. A block is shorter.
 pub const ARENA: usize = 1 << 30;
-/// Bytes of a piece: a huge page, so that what is registered with a block takes no more memory than such pages do.
+/// Bytes of a piece. A piece is a huge page, so registering a block pins no memory beyond the block's huge pages.
 pub const PIECE: usize = 2 << 20;
-/// Bytes of a grain: blocks are whole grains.
+/// Bytes of a grain. A block has a whole number of grains.
 pub const GRAIN: usize = 16 << 10;
 
 const GRAINS: usize = ARENA / GRAIN;
 const PIECES: usize = ARENA / PIECE;
 const GRAINS_OF_PIECE: usize = PIECE / GRAIN;
 
-/// In the state of a piece: there is memory.
+/// Flag in the state of a piece: the piece has memory.
 const COMMITTED: u32 = 1;
-/// Blocks in it were freed since, so that not all that is free is zeroes.
+/// Flag in the state of a piece: blocks in it were freed since it got memory, so free bytes may differ from 0.
 const USED: u32 = 2;
 
-/// See the module. All zeroes: an arena without memory and blocks.
+/// An arena, as described above. All zeroes are an arena without memory and blocks.
 #[repr(C)]
 pub struct Arena {
-    /// Where it begins.
+    /// The first address.
     start: AtomicUsize,
-    /// Grains that are taken.
+    /// Taken grains, a count.
     taken: AtomicUsize,
-    /// Pieces with memory.
+    /// Pieces with memory, a count.
     committed: AtomicUsize,
     grains: [AtomicU64; GRAINS / 64],
-    /// Grains of the block that begins with a grain; 0 for none.
+    /// For each grain, the grains of the block that begins there; 0 for none.
     blocks: [AtomicU32; GRAINS],
     pieces: [PieceState; PIECES],
 }
 
 #[repr(C)]
 struct PieceState {
-    /// As `rdmasock_core::allocator` has it.
+    /// The epoch, which `rdmasock_core::allocator` defines.
     epoch: AtomicU64,
     state: AtomicU32,
 }
 
-/// What became of a wish to give a piece's memory back.
+/// The result of giving a piece's memory back.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Given {
     Back,
-    /// It has blocks, or no memory, or devices know it and use it.
+    /// The piece has blocks, or no memory, or a device uses it.
     Not,
 }
 
 impl Arena {
-    /// A new one; `None` without addresses or memory for it.
+    /// Makes an arena. `None` if the kernel has no addresses or no memory for it.
     pub fn new() -> Option<&'static Self> {
-        // The part that is aligned stays.
+        // Reserves twice the size, and releases the addresses around the aligned part.
         let around = memory::reserve(2 * ARENA)?;
         let start = around.next_multiple_of(ARENA);
-        // SAFETY: reserved just now.
+        // SAFETY: both ranges are parts of the fresh reservation, and no other code knows them.
         unsafe {
             memory::release(around, start - around);
             memory::release(start + ARENA, around + ARENA - start);
         }
         let Some(about) = memory::zeroes(size_of::<Self>()) else {
-            // SAFETY: as above.
+            // SAFETY: the range is the rest of the fresh reservation, and no other code knows it.
             unsafe { memory::release(start, ARENA) };
             return None;
         };
-        // SAFETY: zeroes, of its size, aligned to a page, and there for good unless `discard` takes it.
+        // SAFETY: the mapping has the size of `Self`, is zeroed and page-aligned, and stays unless `discard` unmaps it.
         let arena = unsafe { &*core::ptr::with_exposed_provenance::<Self>(about) };
         arena.start.store(start, Release);
         Some(arena)
     }
 
-    /// Nobody will use it.
+    /// Unmaps the arena.
     ///
     /// # Safety
-    /// Nobody has seen it.
+    /// No other thread has a reference to the arena, and no block of it is in use.
     pub unsafe fn discard(&'static self) {
-        // SAFETY: by the contract.
+        // SAFETY: the caller promises that neither the addresses nor the arena are in use.
         unsafe {
             memory::release(self.start(), ARENA);
             memory::release(core::ptr::from_ref(self).expose_provenance(), size_of::<Self>());
@@ -99,13 +99,13 @@ impl Arena {
         Runs(&self.grains)
     }
 
-    /// Bytes of blocks, and of memory.
+    /// Returns the bytes of blocks, and the bytes of memory.
     pub fn bytes(&self) -> (usize, usize) {
         (self.taken.load(Relaxed) * GRAIN, self.committed.load(Relaxed) * PIECE)
     }
 
-    /// A block of so many bytes, with memory, at a multiple of `align`, a power of two of up to [`PIECE`]. `None`: not
-    /// here, or not any more.
+    /// Takes a block of `size` bytes, with memory, at a multiple of `align`, a power of two of up to [`PIECE`]. Returns
+    /// its address. `None` if the arena has no such run of grains, or the kernel no memory.
     pub fn take(&self, size: usize, align: usize) -> Option<usize> {
         let n = size.div_ceil(GRAIN);
         loop {
@@ -115,7 +115,7 @@ impl Arena {
             let first = self.runs().take(n, (align / GRAIN).max(1))?;
             self.taken.fetch_add(n, Relaxed);
             if self.has_lost(first, n) {
-                // What the program has taken away stays taken.
+                // Grains of a piece that the program has unmapped stay taken.
                 self.give(first, n);
                 continue;
             }
@@ -128,7 +128,7 @@ impl Arena {
         }
     }
 
-    /// The block that begins there: its first grain, and how many it has.
+    /// Returns the first grain and the grains of the block at `at`; `None` if no block begins there.
     fn block(&self, at: usize) -> Option<(usize, usize)> {
         let offset = at.wrapping_sub(self.start());
         let first = offset.is_multiple_of(GRAIN).then_some(offset / GRAIN)?;
@@ -136,15 +136,15 @@ impl Arena {
         (n > 0).then_some((first, n))
     }
 
-    /// Bytes of the block that begins there; `None` if none does.
+    /// Returns the bytes of the block at `at`; `None` if no block begins there.
     pub fn size(&self, at: usize) -> Option<usize> {
         self.block(at).map(|(_, n)| n * GRAIN)
     }
 
-    /// Frees a block. False if none begins there. Gives the pieces that it lay in by their numbers.
+    /// Frees the block at `at`. Returns the numbers of its pieces; `None` if no block begins there.
     pub fn free(&self, at: usize) -> Option<core::ops::Range<usize>> {
         let (first, n) = self.block(at)?;
-        // Who frees it twice finds nothing the second time.
+        // A second free of the block finds 0 here.
         let n = match self.blocks.get(first)?.swap(0, Relaxed) as usize {
             0 => return None,
             now => now.min(n),
@@ -153,7 +153,8 @@ impl Arena {
         Some(pieces_of(first, n))
     }
 
-    /// Has the block that begins there have so many bytes, where it is. False if that cannot be.
+    /// Changes the size of the block at `at` to `size` bytes, in place. Returns false if there is no such block, or no
+    /// room behind it.
     pub fn resize(&self, at: usize, size: usize) -> bool {
         let Some((first, n)) = self.block(at) else {
             return false;
@@ -163,7 +164,7 @@ impl Arena {
             return false;
         };
         if wanted <= n {
-            // First: who frees the block frees what it has then.
+            // Stored before the grains are given: a free in between then gives only the rest.
             count.store(wanted as u32, Relaxed);
             if wanted < n {
                 self.leave(first + wanted, n - wanted);
@@ -183,17 +184,17 @@ impl Arena {
         true
     }
 
-    /// Fills the first `size` bytes of a new block with zeroes where they may not be.
+    /// Sets the first `size` bytes of a new block to 0, in the pieces that may have other bytes.
     pub fn clear(&self, at: usize, size: usize) {
         let (offset, end) = (at - self.start(), at - self.start() + size);
         for (number, piece) in self.pieces_from(pieces_of(offset / GRAIN, size.div_ceil(GRAIN))) {
-            // Acquire: pairs with the Release of `leave`, as the grains' do.
+            // Acquire: pairs with the Release of `leave`.
             if piece.state.load(Acquire) & USED == 0 {
                 continue;
             }
             let (from, to) = (offset.max(number * PIECE), end.min((number + 1) * PIECE));
             let place = core::ptr::with_exposed_provenance_mut::<u8>(self.start() + from);
-            // SAFETY: within the block, which is the caller's and has memory.
+            // SAFETY: the range lies in the caller's new block, which has memory.
             unsafe { place.write_bytes(0, to - from) };
         }
     }
@@ -202,7 +203,7 @@ impl Arena {
         numbers.filter_map(|number| Some((number, self.pieces.get(number)?)))
     }
 
-    /// These grains are not the block's any more.
+    /// Marks the pieces of these grains as used, and gives the grains back.
     fn leave(&self, first: usize, n: usize) {
         for (_, piece) in self.pieces_from(pieces_of(first, n)) {
             piece.state.fetch_or(USED, Release);
@@ -210,14 +211,14 @@ impl Arena {
         self.give(first, n);
     }
 
-    /// Gives grains back but for those that are lost.
+    /// Gives grains back, except in pieces that the program has unmapped.
     fn give(&self, first: usize, n: usize) {
         let mut given = 0;
         for (number, piece) in self.pieces_from(pieces_of(first, n)) {
             if piece.epoch.load(SeqCst) & LOST == 0 {
                 let from = first.max(number * GRAINS_OF_PIECE);
                 let to = (first + n).min((number + 1) * GRAINS_OF_PIECE);
-                // First, so that the count is never below what is taken by more than what is on its way.
+                // The bits are cleared before the count falls, so the count is too high for a moment, and not too low.
                 given += to - from;
                 self.runs().give(from, to - from);
             }
@@ -230,7 +231,7 @@ impl Arena {
         pieces.any(|(_, piece)| piece.epoch.load(SeqCst) & LOST != 0)
     }
 
-    /// Sees to it that there is memory for these grains, which are the caller's.
+    /// Commits memory for the caller's grains. Returns false if the kernel has none.
     fn commit(&self, first: usize, n: usize) -> bool {
         let numbers = pieces_of(first, n);
         let is_committed = |number: usize| {
@@ -244,12 +245,13 @@ impl Arena {
                 continue;
             }
             let end = (number..numbers.end).find(|n| is_committed(*n)).unwrap_or(numbers.end);
-            // SAFETY: of this arena. Whoever has other grains of the first and the last piece may do the same.
+            // SAFETY: the range lies in this arena. Another thread may commit the first or the last piece too, and a
+            // second commit leaves the memory as it is.
             if !unsafe { memory::commit(self.start() + number * PIECE, (end - number) * PIECE) } {
                 return false;
             }
             for (_, piece) in self.pieces_from(number..end) {
-                // Who sets it first; Release: pairs with `is_committed`.
+                // The thread that sets the flag counts the piece. Release: pairs with `is_committed`.
                 if piece.state.fetch_or(COMMITTED, Release) & COMMITTED == 0 {
                     self.committed.fetch_add(1, Relaxed);
                     let opened = |now: u64| (now & LOST == 0).then_some((now & !WHOLE) + NEXT + WHOLE);
@@ -261,15 +263,15 @@ impl Arena {
         true
     }
 
-    /// The piece in which an address lies: where it begins, and its epoch.
+    /// Returns the start and the epoch of the piece with this address; `None` if it is not in this arena.
     pub fn piece(&self, at: usize) -> Option<(usize, &AtomicU64)> {
         let number = at.checked_sub(self.start())? / PIECE;
         let piece = self.pieces.get(number)?;
         Some((self.start() + number * PIECE, &piece.epoch))
     }
 
-    /// The program is about to do something to this memory: devices are not to know it under its epoch any more. With
-    /// `lost` the addresses may be somebody else's from then on.
+    /// Changes the epochs of the pieces in this range, before a call of the program changes its pages. With `lost` the
+    /// program takes the addresses away, and the allocator uses them no more.
     pub fn change(&self, from: usize, to: usize, lost: bool) {
         let (from, to) = (from.max(self.start()), to.min(self.start() + ARENA));
         if from >= to {
@@ -285,27 +287,27 @@ impl Arena {
         }
     }
 
-    /// Whether a piece has memory and no blocks, as it looks now.
+    /// Returns true if a piece has memory and no blocks at this moment.
     pub fn is_idle(&self, number: usize) -> bool {
         let has_memory = |piece: &PieceState| piece.state.load(Relaxed) & COMMITTED != 0;
         self.pieces.get(number).is_some_and(has_memory)
             && self.runs().is_free(number * GRAINS_OF_PIECE, GRAINS_OF_PIECE)
     }
 
-    /// Whether a piece has memory that devices are not to know, after something that the program has done to it.
+    /// Returns true if a piece is not whole: a call of the program has changed it, or it has no memory.
     pub fn is_changed(&self, number: usize) -> bool {
         let is_whole = |piece: &PieceState| piece.epoch.load(SeqCst) & WHOLE != 0;
         self.pieces.get(number).is_some_and(|piece| !is_whole(piece))
     }
 
-    /// Gives the memory of a piece without blocks back to the kernel, once `end` has seen to it that no device knows
-    /// it.
+    /// Gives the memory of a piece without blocks back to the kernel. `end` deregisters it first: it gets the start and
+    /// the length, and returns false if a device still uses the piece.
     pub fn give_back(&self, number: usize, end: impl FnOnce(usize, usize) -> bool) -> Given {
         let Some(piece) = self.pieces.get(number) else {
             return Given::Not;
         };
         let first = number * GRAINS_OF_PIECE;
-        // With all of its grains nobody else comes here.
+        // A thread that has all grains of a piece is the only one to use it.
         if !self.runs().take_at(first, GRAINS_OF_PIECE) {
             return Given::Not;
         }
@@ -321,29 +323,29 @@ impl Arena {
 
     fn empty(&self, number: usize, piece: &PieceState, end: impl FnOnce(usize, usize) -> bool) -> Given {
         let at = self.start() + number * PIECE;
-        // No call begins to use what devices know of it.
+        // Without WHOLE no call begins to use a registration of the piece.
         let closed = |now: u64| (now & LOST == 0).then_some(now & !WHOLE);
         let Ok(before) = piece.epoch.fetch_update(SeqCst, SeqCst, closed) else {
             return Given::Not;
         };
-        // SAFETY: of this arena, without blocks, and no device uses it.
+        // SAFETY: the piece lies in this arena. This thread has all its grains, and `end` says that no device uses it.
         if end(at, PIECE) && unsafe { memory::decommit(at, PIECE) } {
             piece.state.store(0, Release);
             self.committed.fetch_sub(1, Relaxed);
             return Given::Back;
         }
-        // It is what it was; unless the program has done something to it meanwhile.
+        // Restores the epoch, unless a call of the program has changed it meanwhile.
         let _ = piece.epoch.compare_exchange(before & !WHOLE, before, SeqCst, SeqCst);
         Given::Not
     }
 
-    /// Pieces of an arena.
+    /// Returns the numbers of an arena's pieces.
     pub fn numbers() -> core::ops::Range<usize> {
         0..PIECES
     }
 }
 
-/// The pieces in which these grains lie.
+/// Returns the numbers of the pieces in which these grains lie.
 fn pieces_of(first: usize, n: usize) -> core::ops::Range<usize> {
     first / GRAINS_OF_PIECE..(first + n).div_ceil(GRAINS_OF_PIECE)
 }

@@ -1,5 +1,5 @@
-//! All arenas: which serves a request, in which an address lies, and when memory without blocks goes back to the
-//! kernel. Not what a request is (`calls.rs`).
+//! All arenas: chooses the arena of a request, finds the arena of an address, and gives memory without blocks back to
+//! the kernel. `calls.rs` has the requests.
 
 use core::ptr::null_mut;
 use core::sync::atomic::{
@@ -12,30 +12,30 @@ use rdmasock_core::allocator::End;
 use crate::arena::{ARENA, Arena, Given, PIECE};
 use crate::memory;
 
-/// Requests of fewer bytes are the next allocator's.
+/// Bytes of the smallest request that arenas serve. The next allocator serves smaller ones.
 pub const LARGE: usize = 64 << 10;
-/// Memory without blocks that is kept for the next ones, bytes.
+/// Bytes of memory without blocks that the arenas keep for later blocks.
 const KEPT: usize = 128 << 20;
-/// Arenas at most: what does not fit is the next allocator's.
+/// Arenas at most. The next allocator serves requests beyond them.
 const MOST: usize = 64;
-/// Addresses of a process (47 bits), in arenas.
+/// Arenas that fit into the addresses of a process (47 bits).
 const PLACES: usize = (1 << 47) / ARENA;
 
-/// By where they begin: most calls ask whether an address is of an arena, and most are not.
+/// The arenas by their start. This table answers for most calls that an address is in no arena, by one load.
 static PLACE: [AtomicPtr<Arena>; PLACES] = [const { AtomicPtr::new(null_mut()) }; PLACES];
-/// In the order in which they were made.
+/// The arenas in the order in which they were made.
 static ALL: [AtomicPtr<Arena>; MOST] = [const { AtomicPtr::new(null_mut()) }; MOST];
-/// What ends that devices know memory, an [`End`]; null without the library.
+/// The library's function that deregisters memory, an [`End`]; null without the library.
 static END: AtomicPtr<()> = AtomicPtr::new(null_mut());
-/// The process that is giving memory back, 0 for none: one thread does it at a time, and not within itself.
+/// The pid of the process that gives memory back, 0 for none. It keeps out other threads, and calls from `give_back`.
 static GIVING: AtomicU32 = AtomicU32::new(0);
 
 fn seen(place: &AtomicPtr<Arena>) -> Option<&'static Arena> {
-    // SAFETY: null, or an arena, which is for good. Acquire: pairs with `grow`.
+    // SAFETY: the pointer is null or an arena that stays mapped. Acquire: pairs with the Release of `grow`.
     unsafe { place.load(Acquire).as_ref() }
 }
 
-/// The arena in which an address lies.
+/// Returns the arena in which an address lies; `None` if it lies in none.
 #[inline]
 pub fn of(at: usize) -> Option<&'static Arena> {
     seen(PLACE.get(at / ARENA)?)
@@ -45,7 +45,7 @@ fn all() -> impl DoubleEndedIterator<Item = &'static Arena> {
     ALL.iter().filter_map(seen)
 }
 
-/// A block, and its arena. `None` for what the next allocator is to serve.
+/// Takes a block. Returns its address and its arena; `None` if the next allocator has to serve the request.
 pub fn take(size: usize, align: usize) -> Option<(usize, &'static Arena)> {
     if !(LARGE..ARENA).contains(&size) || align > PIECE {
         return None;
@@ -64,11 +64,11 @@ pub fn take(size: usize, align: usize) -> Option<(usize, &'static Arena)> {
     }
 }
 
-/// What became of a wish for one more arena.
+/// The result of making one more arena.
 enum Grown {
-    /// It is there, with the block that was asked for.
+    /// The arena is there, with the requested block.
     By(usize, &'static Arena),
-    /// Another thread was faster; its arena will do for both.
+    /// Another thread has made an arena, which serves both requests.
     ByOthers,
     Not,
 }
@@ -78,39 +78,39 @@ fn grow(size: usize, align: usize) -> Grown {
     let Some(slot) = ALL.iter().find(|slot| slot.load(Relaxed).is_null()) else {
         return Grown::Not;
     };
-    // Where there is a limit on addresses the program is to get as far as without this.
+    // An arena would use up a program's limit on addresses.
     if memory::is_limited() {
         return Grown::Not;
     }
     let Some(arena) = Arena::new() else {
         return Grown::Not;
     };
-    // The block comes first: without memory for it there is no use for an arena.
+    // The block is taken first: without memory for it the arena is of no use.
     let Some(at) = arena.take(size, align) else {
-        // SAFETY: nobody has seen it.
+        // SAFETY: no other thread has a reference to the new arena.
         unsafe { arena.discard() };
         return Grown::Not;
     };
     let pointer = core::ptr::from_ref(arena).cast_mut();
     let show = |what| {
         if let Some(place) = PLACE.get(arena.start() / ARENA) {
-            // Release: pairs with `seen`.
+            // Release: pairs with the Acquire of `seen`.
             place.store(what, Release);
         }
     };
-    // First: who sees it in the list may free a block of it at once.
+    // Stored before the arena is listed: a thread that finds it in the list may free a block of it at once.
     show(pointer);
-    // AcqRel: as `show`, and a fork's child goes on from here.
+    // AcqRel: the Release pairs with the Acquire of `seen`. A fork's child continues with the same list.
     if slot.compare_exchange(null_mut(), pointer, AcqRel, Acquire).is_ok() {
         return Grown::By(at, arena);
     }
     show(null_mut());
-    // SAFETY: only this thread knows an address in it.
+    // SAFETY: the arena was never listed, so only this thread has an address in it.
     unsafe { arena.discard() };
     Grown::ByOthers
 }
 
-/// Frees the block that begins there.
+/// Frees the block at `at`, if one begins there.
 pub fn free(arena: &'static Arena, at: usize) {
     let Some(pieces) = arena.free(at) else {
         return;
@@ -118,7 +118,7 @@ pub fn free(arena: &'static Arena, at: usize) {
     after_free(arena, pieces);
 }
 
-/// Has the block that begins there have so many bytes, where it is. False if that cannot be.
+/// Changes the size of the block at `at` to `size` bytes, in place. Returns false if that is not possible.
 pub fn resize(arena: &'static Arena, at: usize, size: usize) -> bool {
     let is_done = arena.resize(at, size);
     if is_done && excess() > 0 {
@@ -127,9 +127,9 @@ pub fn resize(arena: &'static Arena, at: usize, size: usize) -> bool {
     is_done
 }
 
-/// Blocks in these pieces have become fewer.
+/// Gives memory back if these pieces, which have fewer blocks now, or the total make it worthwhile.
 fn after_free(arena: &'static Arena, pieces: core::ops::Range<usize>) {
-    // What the program has changed becomes whole again by this.
+    // A piece that the program has changed becomes whole again when it is given back and committed anew.
     let has_changed = pieces
         .into_iter()
         .any(|number| arena.is_changed(number) && arena.is_idle(number));
@@ -138,7 +138,7 @@ fn after_free(arena: &'static Arena, pieces: core::ops::Range<usize>) {
     }
 }
 
-/// By how many bytes there is more memory without blocks than is kept.
+/// Returns the bytes of memory without blocks beyond [`KEPT`].
 fn excess() -> usize {
     let (taken, committed) = all()
         .map(Arena::bytes)
@@ -146,12 +146,12 @@ fn excess() -> usize {
     committed.saturating_sub(taken).saturating_sub(KEPT)
 }
 
-/// Gives memory back, of the last pieces first: blocks are taken from the first.
+/// Gives memory back, last pieces first, as blocks are taken from the first pieces.
 #[cold]
 fn give_back() {
     let me = rustix::process::getpid().as_raw_nonzero().get() as u32;
     let now = GIVING.load(Relaxed);
-    // What a fork's child finds here is its parent's.
+    // Another pid is a fork's parent, so a child replaces it.
     if now == me || GIVING.compare_exchange(now, me, Acquire, Relaxed).is_err() {
         return;
     }
@@ -165,7 +165,7 @@ fn give_back() {
     let _ = GIVING.compare_exchange(me, 0, Acquire, Relaxed);
 }
 
-/// The program is about to change this memory, see [`Arena::change`].
+/// Changes the epochs of this memory and deregisters it, before a call of the program changes it ([`Arena::change`]).
 pub fn change(at: usize, len: usize, lost: bool) {
     const PAGE: usize = 4096;
     let (from, to) = (
@@ -179,7 +179,7 @@ pub fn change(at: usize, len: usize, lost: bool) {
     end(from, to - from, true);
 }
 
-/// The same of all arenas.
+/// Does the same for all arenas.
 pub fn change_all() {
     for arena in all() {
         arena.change(arena.start(), arena.start() + ARENA, false);
@@ -187,20 +187,20 @@ pub fn change_all() {
     }
 }
 
-/// Has devices know nothing of this memory any more. False if a call uses what they know.
+/// Has the library deregister this memory. Returns false if a call still uses a registration of it.
 fn end(at: usize, len: usize, force: bool) -> bool {
     let function = END.load(Acquire);
     if function.is_null() {
         return true;
     }
-    // SAFETY: an `End` of the library's, which stays loaded.
+    // SAFETY: `attach` has stored an `End` of the library, which stays loaded.
     unsafe {
         let function = core::mem::transmute::<*mut (), End>(function);
         function(at, len, force.into()) != 0
     }
 }
 
-/// From now on devices may know pieces, of which this is told.
+/// Stores the library's function that deregisters memory. From now on devices may have registrations of pieces.
 pub fn attach(end: End) {
     END.store(end as *mut (), Release);
 }

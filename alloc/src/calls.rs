@@ -1,5 +1,5 @@
-//! malloc and its kin: what comes from arenas, what is the next allocator's, and what both have in common. Results and
-//! errno are glibc's.
+//! malloc and its related functions. Each serves a request from an arena, or passes it to the next allocator. Results
+//! and errno equal glibc's.
 
 use core::ffi::{c_int, c_void};
 use core::ptr::null_mut;
@@ -13,20 +13,20 @@ use crate::next;
 const PAGE: usize = 4096;
 
 fn errno() -> *mut c_int {
-    // SAFETY: the calling thread's own.
+    // SAFETY: the function has no precondition.
     unsafe { libc::__errno_location() }
 }
 
-/// For what could not be had.
+/// Sets errno to ENOMEM and returns null.
 fn no_memory() -> *mut c_void {
-    // SAFETY: as above.
+    // SAFETY: errno is the calling thread's own.
     unsafe { *errno() = libc::ENOMEM };
     null_mut()
 }
 
-/// Does something that leaves errno as it was, as the C library does where it succeeds.
+/// Runs `what` and restores errno, as C functions that succeed leave errno alone.
 fn keeping_errno<R>(what: impl FnOnce() -> R) -> R {
-    // SAFETY: as above.
+    // SAFETY: errno is the calling thread's own.
     let before = unsafe { *errno() };
     let result = what();
     // SAFETY: as above.
@@ -38,7 +38,7 @@ fn pointer(at: usize) -> *mut c_void {
     core::ptr::with_exposed_provenance_mut(at)
 }
 
-/// A block of an arena, if one is to have it.
+/// Takes a large block from an arena. `None` if the next allocator has to serve the request.
 fn large(size: usize, align: usize) -> Option<(*mut c_void, &'static Arena)> {
     if size < LARGE {
         return None;
@@ -46,7 +46,8 @@ fn large(size: usize, align: usize) -> Option<(*mut c_void, &'static Arena)> {
     arenas::take(size, align).map(|(at, arena)| (pointer(at), arena))
 }
 
-/// What the next allocator says, or early memory.
+/// Returns the next allocator's block, or early memory as long as that allocator is not known. Null with ENOMEM if
+/// there is none.
 fn next_or_early(of: impl FnOnce() -> Option<*mut c_void>, size: usize, align: usize) -> *mut c_void {
     let early = |block: *mut c_void| if block.is_null() { no_memory() } else { block };
     if next::is_known() {
@@ -113,14 +114,14 @@ pub unsafe fn realloc(at: *mut c_void, size: size_t) -> *mut c_void {
         return unsafe { of_arena(arena, at, size) };
     }
     if let Some(before) = next::early_size(at) {
-        // SAFETY: the block is so long.
+        // SAFETY: the block has `before` bytes.
         return unsafe { moved(at, before, size) };
     }
     if size >= LARGE {
         // SAFETY: by the contract.
         let before = unsafe { malloc_usable_size(at) };
         if let Some((block, _)) = large(size, 1) {
-            // SAFETY: both have so many bytes, and the old one is the caller's no more.
+            // SAFETY: both blocks have at least the copied bytes. The caller has given up the old one.
             unsafe {
                 block.copy_from_nonoverlapping(at, before.min(size));
                 keeping_errno(|| next::free(at));
@@ -132,10 +133,10 @@ pub unsafe fn realloc(at: *mut c_void, size: size_t) -> *mut c_void {
     unsafe { next::realloc(at, size) }.unwrap_or_else(no_memory)
 }
 
-/// realloc of a block of an arena.
+/// Resizes a block of an arena, in place if possible. Returns the block, or null with ENOMEM.
 unsafe fn of_arena(arena: &'static Arena, at: *mut c_void, size: usize) -> *mut c_void {
     if size == 0 {
-        // As glibc has it.
+        // glibc frees the block for a size of 0.
         // SAFETY: by the contract.
         unsafe { free(at) };
         return null_mut();
@@ -146,18 +147,18 @@ unsafe fn of_arena(arena: &'static Arena, at: *mut c_void, size: usize) -> *mut 
     if size >= LARGE && keeping_errno(|| arenas::resize(arena, at.addr(), size)) {
         return at;
     }
-    // SAFETY: the block is so long, and the caller's.
+    // SAFETY: the block is the caller's, and has `before` bytes.
     let block = unsafe { moved(at, before, size) };
     if block.is_null() && size <= before {
-        // What becomes smaller is there already.
+        // A smaller size fits into the old block.
         return at;
     }
     block
 }
 
-/// Another block with what is in this one, which is freed if that can be had.
+/// Copies a block into a new one, and frees the old one. Returns the new block, or null, and then the old one stays.
 unsafe fn moved(at: *mut c_void, before: usize, size: usize) -> *mut c_void {
-    // SAFETY: as in C.
+    // SAFETY: the caller passes a block of `before` bytes that it may free.
     unsafe {
         let block = malloc(size);
         if !block.is_null() {
@@ -207,7 +208,7 @@ pub unsafe fn aligned_alloc(align: size_t, size: size_t) -> *mut c_void {
     next_or_early(|| unsafe { next::aligned_alloc(align, size) }, size, align)
 }
 
-/// posix_memalign(3): gives an errno, and leaves the variable as it was.
+/// posix_memalign(3): returns an error number, and leaves errno as it was.
 ///
 /// # Safety
 /// As [`malloc`].
@@ -216,7 +217,7 @@ pub unsafe fn posix_memalign(to: *mut *mut c_void, align: size_t, size: size_t) 
     let block = match large(size, align) {
         Some((block, _)) if is_good => block,
         Some((block, _)) => {
-            // SAFETY: had just now.
+            // SAFETY: the block was taken just now, and no other code has it.
             unsafe { free(block) };
             return libc::EINVAL;
         }

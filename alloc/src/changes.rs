@@ -1,7 +1,7 @@
-//! System calls of the program's that change what memory is, looked at before they are made: of which memory of the
-//! arenas devices are to know nothing any more, and which may be somebody else's afterwards.
+//! System calls of the program that change pages or addresses. Before such a call is made, the arenas' memory that it
+//! names is deregistered. Addresses that it takes away are not used again.
 //!
-//! What is not known to be harmless counts as a change, and what fails counts as if it had been done.
+//! A call that is not known to be harmless counts as a change, and so does a call that fails.
 
 use core::ffi::c_long;
 
@@ -12,7 +12,8 @@ use crate::arenas::{change, change_all};
 
 /// `SHM_REMAP` of bits/shm.h.
 const SHM_REMAP: c_int = 0o40000;
-/// Advice that leaves each page where it is (madvise(2)); of asm-generic/mman-common.h where libc has no name for it.
+/// Advice of madvise(2) that leaves each page in place. Numbers without a name in libc are from
+/// asm-generic/mman-common.h.
 const HARMLESS: [c_int; 12] = [
     libc::MADV_NORMAL,
     libc::MADV_RANDOM,
@@ -25,11 +26,11 @@ const HARMLESS: [c_int; 12] = [
     libc::MADV_POPULATE_READ,
     libc::MADV_POPULATE_WRITE,
     libc::MADV_DOFORK,
-    // MADV_COLLAPSE: pages that a device has are not moved.
+    // MADV_COLLAPSE: the kernel does not move pages that a device has pinned.
     25,
 ];
 
-/// A call with this number is about to be made.
+/// Handles a system call of the program that is about to be made.
 pub fn before(number: c_long, arguments: &[usize; 6]) {
     let [a, b, c, d, e, _] = *arguments;
     match number {
@@ -42,22 +43,22 @@ pub fn before(number: c_long, arguments: &[usize; 6]) {
             }
         }
         libc::SYS_mprotect | libc::SYS_pkey_mprotect => change(a, b, false),
-        // In a child that has none of it the addresses are anybody's.
+        // A child has no mapping there, so the kernel may give it these addresses for another one.
         libc::SYS_madvise if c as c_int == libc::MADV_DONTFORK => change(a, b, true),
         libc::SYS_madvise if !HARMLESS.contains(&(c as c_int)) => change(a, b, false),
-        // Of several places, which the kernel reads where it can and this cannot.
+        // The call has a list of places. Reading the list here could fault, so all arenas count as changed.
         libc::SYS_process_madvise if !HARMLESS.contains(&(d as c_int)) => change_all(),
         libc::SYS_shmat if c as c_int & SHM_REMAP != 0 => change(b, segment(a), true),
         _ => {}
     }
 }
 
-/// Bytes of a segment of System V's; 0 if that cannot be known, and then it cannot be attached.
+/// Returns the bytes of a System V segment; 0 if the kernel does not tell, and then the segment cannot be attached.
 fn segment(id: usize) -> usize {
-    // SAFETY: all zeroes is one.
+    // SAFETY: all zeroes are a valid `shmid_ds`.
     let mut about: libc::shmid_ds = unsafe { core::mem::zeroed() };
     let to = kernel::address(&raw mut about);
-    // SAFETY: room for what it tells.
+    // SAFETY: `to` points to a `shmid_ds`, which the call fills.
     let told = unsafe { kernel::call(libc::SYS_shmctl, [id, libc::IPC_STAT as usize, to, 0, 0, 0]) };
     told.map_or(0, |_| about.shm_segsz)
 }

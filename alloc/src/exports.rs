@@ -1,5 +1,5 @@
-//! The symbols of `librdmasock_alloc.so`: malloc and its kin, the calls that change what memory is, and the library's
-//! question. What they do is elsewhere. `exports.txt` lists them, and `scripts/check-exports` compares.
+//! The symbols of `librdmasock_alloc.so`: malloc and its related functions, the calls that change pages or addresses,
+//! and the function that the main library looks up. `exports.txt` lists them, and `scripts/check-exports` compares.
 
 #![allow(
     clippy::missing_safety_doc,
@@ -14,7 +14,7 @@ use rdmasock_core::allocator::Table;
 
 use crate::{calls, changes, next, table};
 
-/// `exported!(NAME(ARGUMENTS) -> RESULT)`: of the same name in `calls`.
+/// `exported!(NAME(ARGUMENTS) -> RESULT)`: calls the function of the same name in `calls`.
 macro_rules! exported {
     ($($(#[$doc:meta])* $name:ident($($arg:ident: $type:ty),*) -> $result:ty;)*) => {
         $(
@@ -53,8 +53,8 @@ exported! {
     malloc_usable_size(at: *mut c_void) -> size_t;
 }
 
-/// `looked_at!(NAME = NUMBER, (ARGUMENTS) -> RESULT, FAILURE)`: libc's function of that name, once it was seen what it
-/// is about to do.
+/// `looked_at!(NAME = TEXT, NUMBER, (ARGUMENTS) -> RESULT, FAILURE)`: passes the arguments to `changes`, then calls
+/// libc's function NAME. If libc has none, it returns FAILURE with ENOSYS.
 macro_rules! looked_at {
     ($($(#[$doc:meta])* $name:ident = $text:literal, $number:ident, ($($arg:ident: $type:ty),*) -> $result:ty, $failure:expr;)*) => {
         #[allow(non_upper_case_globals, reason = "named as what they stand for")]
@@ -79,11 +79,11 @@ macro_rules! looked_at {
                 changes::before(libc::$number, &words);
                 let function = found::$name.get();
                 if function.is_null() {
-                    // SAFETY: the calling thread's own.
+                    // SAFETY: errno is the calling thread's own.
                     unsafe { *libc::__errno_location() = libc::ENOSYS };
                     return $failure;
                 }
-                // SAFETY: libc's function of that name is of this type.
+                // SAFETY: libc's function NAME has this type.
                 let function = unsafe {
                     transmute_copy::<*mut c_void, unsafe extern "C" fn($($type),*) -> $result>(&function)
                 };
@@ -103,7 +103,7 @@ looked_at! {
         (at: *mut c_void, len: size_t, access: c_int, how: c_int, fd: c_int, offset: off_t) -> *mut c_void, libc::MAP_FAILED;
     /// munmap(2).
     munmap = c"munmap", SYS_munmap, (at: *mut c_void, len: size_t) -> c_int, -1;
-    /// mremap(2), whose last argument is there with a flag only.
+    /// mremap(2). Its last argument is valid only with MREMAP_FIXED.
     mremap = c"mremap", SYS_mremap,
         (at: *mut c_void, len: size_t, now: size_t, how: c_int, to: *mut c_void) -> *mut c_void, libc::MAP_FAILED;
     /// mprotect(2).
@@ -120,13 +120,14 @@ looked_at! {
     shmat = c"shmat", SYS_shmat, (id: c_int, at: *const c_void, how: c_int) -> *mut c_void, libc::MAP_FAILED;
 }
 
-/// The library's question ([`rdmasock_core::allocator::Entry`]).
+/// Returns the table for the main library ([`rdmasock_core::allocator::Entry`]).
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn rdmasock_allocator(abi: u32) -> *const Table {
     table::table(abi)
 }
 
-/// Called by the dynamic linker: nothing is to be looked for in a signal handler, or in a child of a fork.
+/// The dynamic linker calls it. All functions are found here, as `dlsym` is not allowed in a signal handler or in a
+/// child of a fork.
 #[used]
 #[unsafe(link_section = ".init_array")]
 static ON_LOAD: extern "C" fn() = on_load;

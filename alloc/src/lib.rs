@@ -1,25 +1,25 @@
-//! `librdmasock_alloc.so`: malloc and its kin in front of libc's, for programs whose large blocks devices are to know
-//! for longer than a call (`RDMASOCK_ALLOC=registered`, docs/design/allocator.md). Small blocks are the next
-//! allocator's; large ones lie in arenas, which are never unmapped. The library asks where they lie
-//! (`rdmasock_core::allocator`); without it this is an allocator and no more.
+//! `librdmasock_alloc.so`: malloc and its related functions, which precede libc's. Large blocks of a program stay
+//! registered with devices for longer than a call (`RDMASOCK_ALLOC=registered`, docs/design/allocator.md). They lie in
+//! arenas, which are never unmapped. The next allocator serves small blocks. The main library finds the piece of an
+//! address by `rdmasock_core::allocator`. Without the main library this is a plain allocator.
 //!
-//! The files, lowest first; none knows one that comes later.
+//! The files, lowest first:
 //!
 //! | file | what |
 //! |---|---|
 //! | `memory` | the system calls |
-//! | `runs` | which grains of an arena are taken |
-//! | `arena` | one arena: blocks, and the pieces that they lie in |
-//! | `arenas` | all of them; which memory is given back to the kernel |
-//! | `next` | the next allocator, and what there is before it is found |
-//! | `calls` | malloc and its kin |
-//! | `changes` | calls that change what memory is |
-//! | `table` | what the library asks |
+//! | `runs` | the bits of taken grains of an arena |
+//! | `arena` | an arena: its blocks and pieces |
+//! | `arenas` | all arenas; memory that goes back to the kernel |
+//! | `next` | the next allocator, and early memory until it is found |
+//! | `calls` | malloc and its related functions |
+//! | `changes` | system calls that change pages or addresses |
+//! | `table` | the functions for the main library |
 //! | `exports` | the symbols |
 //!
-//! Nothing here is locked, and nothing is left half done: every step is one atomic change, after which all is as it
-//! should be, but that some memory may be nobody's. So a child that is forked in the middle of another thread's call,
-//! a handler's jump out of one, and a thread that ends there cost that memory at most.
+//! The allocator has no locks. Every step is one atomic change, after which all data is consistent, except that some
+//! memory may belong to no block. So a child forked in the middle of another thread's call, a handler's jump out of a
+//! call, or a thread that ends in one costs that memory at most.
 
 #![warn(missing_docs)]
 #![cfg_attr(
@@ -38,7 +38,7 @@ mod next;
 mod runs;
 mod table;
 
-/// What little this library needs for itself is not from the allocator that it is.
+/// The library's own allocations, which are few, do not come from the allocator that it exports.
 #[cfg(all(not(test), target_arch = "x86_64"))]
 #[global_allocator]
 static HEAP: rdmasock_core::os::heap::Heap = rdmasock_core::os::heap::Heap::new();

@@ -1,29 +1,30 @@
-//! The system calls by which arenas come and change, made past libc: its functions are our own hooks.
+//! The system calls that make and change arenas. They bypass libc, whose functions of these names are this library's
+//! hooks.
 
 use core::ptr::null_mut;
 
 use rustix::mm::{Advice, MapFlags, MprotectFlags, ProtFlags, madvise, mmap_anonymous, mprotect, munmap};
 use rustix::process::{Resource, getrlimit};
 
-/// Addresses without memory, which no limit on memory counts but that on addresses.
+/// Reserves addresses without memory, which count towards RLIMIT_AS alone. `None` if the kernel has none.
 pub fn reserve(len: usize) -> Option<usize> {
-    // SAFETY: a fresh mapping.
+    // SAFETY: the mapping is fresh, at an address that the kernel chooses.
     let mapped = unsafe { mmap_anonymous(null_mut(), len, ProtFlags::empty(), MapFlags::PRIVATE) };
     mapped.ok().map(|at| at.expose_provenance())
 }
 
-/// Memory of zeroes, of which only what is touched exists.
+/// Maps memory of zeroes; the kernel backs only the pages that are touched. `None` if it refuses.
 pub fn zeroes(len: usize) -> Option<usize> {
     let access = ProtFlags::READ | ProtFlags::WRITE;
-    // SAFETY: a fresh mapping.
+    // SAFETY: the mapping is fresh, at an address that the kernel chooses.
     let mapped = unsafe { mmap_anonymous(null_mut(), len, access, MapFlags::PRIVATE | MapFlags::NORESERVE) };
     mapped.ok().map(|at| at.expose_provenance())
 }
 
-/// Gives addresses back.
+/// Unmaps addresses.
 ///
 /// # Safety
-/// They are ours, and nobody uses them.
+/// The addresses are this allocator's, and no code uses them.
 pub unsafe fn release(at: usize, len: usize) {
     if len > 0 {
         // SAFETY: by the contract.
@@ -31,32 +32,33 @@ pub unsafe fn release(at: usize, len: usize) {
     }
 }
 
-/// There is memory at these addresses from now on, of zeroes if there was none. False if there is none to be had.
+/// Makes memory at these addresses accessible, of zeroes where there was none. Returns false if the kernel has none.
 ///
 /// # Safety
 /// The addresses are of an arena.
 pub unsafe fn commit(at: usize, len: usize) -> bool {
     let at = core::ptr::with_exposed_provenance_mut(at);
-    // SAFETY: by the contract; what is there stays.
+    // SAFETY: the caller promises that the addresses are an arena's; the content stays.
     let is_there = unsafe { mprotect(at, len, MprotectFlags::READ | MprotectFlags::WRITE) }.is_ok();
     if is_there {
-        // SAFETY: as above. Where there are no huge pages it fails, and nothing is lost.
+        // SAFETY: as above; the content stays. The call fails on kernels without huge pages, which does no harm.
         let _ = unsafe { madvise(at, len, Advice::LinuxHugepage) };
     }
     is_there
 }
 
-/// There is no memory at these addresses any more, which stay ours: nobody else can have them in between.
+/// Gives the memory at these addresses back to the kernel. The addresses stay reserved throughout. Returns false if the
+/// kernel refuses.
 ///
 /// # Safety
-/// The addresses are of an arena, and nobody uses what is there.
+/// The addresses are an arena's, and no code uses their content.
 pub unsafe fn decommit(at: usize, len: usize) -> bool {
     let at = core::ptr::with_exposed_provenance_mut(at);
-    // SAFETY: by the contract.
+    // SAFETY: the caller promises that no code uses the addresses' content.
     unsafe { mmap_anonymous(at, len, ProtFlags::empty(), MapFlags::PRIVATE | MapFlags::FIXED) }.is_ok()
 }
 
-/// Whether there is a limit on the addresses that the program may have, which large reservations would use up.
+/// Returns true if the program has a limit on addresses (RLIMIT_AS), which large reservations would use up.
 pub fn is_limited() -> bool {
     getrlimit(Resource::As).current.is_some()
 }

@@ -1,5 +1,5 @@
-//! The next allocator in the program's order, libc's as a rule, and the little memory that there is before it is found:
-//! `dlsym` may itself ask for some.
+//! The next allocator in the program's search order, which is usually libc's. Before it is found, requests get early
+//! memory, because `dlsym` itself may allocate.
 
 use core::ffi::{CStr, c_int, c_void};
 use core::mem::transmute_copy;
@@ -10,14 +10,14 @@ use core::sync::atomic::{
 
 use libc::size_t;
 
-/// A function of that name of the next library that has one.
+/// A function of the next library in the search order that has one of this name.
 pub struct Next {
     name: &'static CStr,
     address: AtomicPtr<c_void>,
 }
 
 impl Next {
-    /// Not looked for yet.
+    /// Makes a function that was not looked up yet.
     pub const fn new(name: &'static CStr) -> Self {
         Self {
             name,
@@ -25,16 +25,16 @@ impl Next {
         }
     }
 
-    /// Looks for it. Null if there is none.
+    /// Looks the function up. Returns null if there is none.
     #[cold]
     fn find(&self) -> *mut c_void {
-        // SAFETY: a name that ends with a zero byte.
+        // SAFETY: the name ends with a zero byte.
         let found = unsafe { libc::dlsym(libc::RTLD_NEXT, self.name.as_ptr()) };
         self.address.store(found, Release);
         found
     }
 
-    /// Where it is; null if there is none.
+    /// Returns the function's address; null if there is none.
     #[inline]
     pub fn get(&self) -> *mut c_void {
         let known = self.address.load(Acquire);
@@ -42,7 +42,7 @@ impl Next {
     }
 }
 
-/// Functions of the next allocator, by which this library is complete. `dlsym` is not asked while it is asked already.
+/// Declares functions of the next allocator. Each returns `None` if the next allocator lacks it.
 macro_rules! next {
     ($($(#[$doc:meta])* $name:ident: fn($($arg:ident: $type:ty),*) -> $result:ty = $text:literal;)*) => {
         #[allow(non_upper_case_globals, reason = "named as what they stand for")]
@@ -50,7 +50,7 @@ macro_rules! next {
             $(pub(super) static $name: super::Next = super::Next::new($text);)*
         }
 
-        /// Finds all of them, so that none is looked for where `dlsym` is not allowed.
+        /// Looks all of them up, so that none is looked up later, where `dlsym` may not be allowed.
         pub fn find_all() {
             $(found::$name.get();)*
         }
@@ -66,7 +66,7 @@ macro_rules! next {
                 if function.is_null() {
                     return None;
                 }
-                // SAFETY: the function of this name is of this type.
+                // SAFETY: the function of this name has this type.
                 let function = unsafe {
                     transmute_copy::<*mut c_void, unsafe extern "C" fn($($type),*) -> $result>(&function)
                 };
@@ -105,8 +105,8 @@ const ASKED: u32 = 1;
 const KNOWN: u32 = 2;
 static STATE: AtomicU32 = AtomicU32::new(UNKNOWN);
 
-/// Whether the next allocator can be called. The first who asks finds it; who asks meanwhile, as `dlsym` does, gets
-/// [early memory](early).
+/// Returns true if the next allocator can be called. The first call looks it up. Calls meanwhile, such as `dlsym`'s
+/// own, get false, and have to use [early memory](early).
 #[inline]
 pub fn is_known() -> bool {
     STATE.load(Acquire) == KNOWN || find()
@@ -122,25 +122,25 @@ fn find() -> bool {
     true
 }
 
-/// Bytes of memory for whoever asks before the next allocator is known.
+/// Bytes of early memory, for requests before the next allocator is known.
 const EARLY: usize = 256 << 10;
-/// As aligned as any block is that no more was asked for.
+/// Alignment of a block without a requested one, bytes.
 const ALIGNED: usize = 16;
 
 #[repr(C, align(4096))]
 struct Early(core::cell::UnsafeCell<[u8; EARLY]>);
 
-// SAFETY: each part is given out once.
+// SAFETY: `GIVEN` only grows, so each byte belongs to one block.
 unsafe impl Sync for Early {}
 
 static MEMORY: Early = Early(core::cell::UnsafeCell::new([0; EARLY]));
 static GIVEN: AtomicUsize = AtomicUsize::new(0);
 
-/// Zeroes that are never given back; null if there is not so much left.
+/// Returns a block of early memory, which is zeroed and never given back. Null if too little is left.
 #[cold]
 pub fn early(size: usize, align: usize) -> *mut c_void {
     let start = MEMORY.0.get().addr();
-    // In front of a block is its size.
+    // The word in front of a block is its size.
     let place = |given: usize| {
         let at = (start + given + ALIGNED).checked_next_multiple_of(align.max(ALIGNED))? - start;
         let end = at.checked_add(size)?;
@@ -152,7 +152,7 @@ pub fn early(size: usize, align: usize) -> *mut c_void {
     let Some((at, _)) = place(before) else {
         return core::ptr::null_mut();
     };
-    // SAFETY: within the memory, and nobody else's.
+    // SAFETY: the range lies in `MEMORY`, and `GIVEN` has reserved it for this call.
     unsafe {
         let block = MEMORY.0.get().cast::<u8>().add(at);
         block.sub(ALIGNED).cast::<usize>().write(size);
@@ -160,11 +160,11 @@ pub fn early(size: usize, align: usize) -> *mut c_void {
     }
 }
 
-/// The size of an early block; `None` if it is none.
+/// Returns the size of an early block; `None` for another block.
 #[inline]
 pub fn early_size(at: *mut c_void) -> Option<usize> {
     let start = MEMORY.0.get().addr();
     let is_early = at.addr().wrapping_sub(start) < EARLY;
-    // SAFETY: a block of `early`, which has its size in front.
+    // SAFETY: the address is of a block of `early`, which has its size in front.
     is_early.then(|| unsafe { at.cast::<u8>().sub(ALIGNED).cast::<usize>().read() })
 }

@@ -1,6 +1,6 @@
-//! Which grains of an arena are taken: a bit each, in words that change by atomic operations alone. A run of grains is
-//! found, then taken word by word; who meets somebody else on the way lets go of what he has and looks again. Not what
-//! the grains are.
+//! The taken grains of an arena: a bit for each, in words that change by atomic operations alone. A thread finds a run
+//! of free grains, then takes it word by word. If another thread has taken one of them meanwhile, it gives its words
+//! back and searches again.
 
 use core::sync::atomic::{
     AtomicU64,
@@ -9,7 +9,7 @@ use core::sync::atomic::{
 
 const BITS: usize = 64;
 
-/// See the module. The words are the arena's.
+/// The bits of an arena, as described above.
 #[derive(Clone, Copy)]
 pub struct Runs<'a>(pub &'a [AtomicU64]);
 
@@ -18,7 +18,8 @@ impl Runs<'_> {
         self.0.len() * BITS
     }
 
-    /// Takes the first run of `n` grains that begins at a multiple of `align`. `None` if there is none.
+    /// Takes the first free run of `n` grains that begins at a multiple of `align`. Returns its first grain; `None` if
+    /// there is no such run.
     pub fn take(self, n: usize, align: usize) -> Option<usize> {
         let mut from = 0;
         loop {
@@ -26,12 +27,12 @@ impl Runs<'_> {
             if self.take_at(at, n) {
                 return Some(at);
             }
-            // Somebody was faster, so there is progress; what precedes was taken a moment ago.
+            // Another thread has taken the run, so there is progress. The grains before it were taken a moment ago.
             from = at;
         }
     }
 
-    /// The first such run from `from` on, as it looks now.
+    /// Returns the first grain of such a run from `from` on, which is free at this moment.
     fn find(self, from: usize, n: usize, align: usize) -> Option<usize> {
         let mut at = from.next_multiple_of(align);
         while n > 0 && at.checked_add(n)? <= self.len() {
@@ -43,7 +44,7 @@ impl Runs<'_> {
         None
     }
 
-    /// The last grain of those that is taken.
+    /// Returns the last taken grain of the `n` grains from `at` on; `None` if all are free.
     fn last_taken(self, at: usize, n: usize) -> Option<usize> {
         let mut found = None;
         for (index, mask) in words(at, n) {
@@ -55,13 +56,13 @@ impl Runs<'_> {
         found
     }
 
-    /// Takes these grains, if all are free.
+    /// Takes these grains. Returns false, and takes none, if one of them is taken.
     pub fn take_at(self, at: usize, n: usize) -> bool {
         if at.checked_add(n).is_none_or(|end| end > self.len()) {
             return false;
         }
         for (done, (index, mask)) in words(at, n).enumerate() {
-            // Acquire: pairs with `give`; what was done with the grains before is done.
+            // Acquire: pairs with the Release of `clear`, so the last owner's accesses come before the next owner's.
             let taken = self.0.get(index).is_some_and(|word| {
                 let with = |now: u64| (now & mask == 0).then_some(now | mask);
                 word.fetch_update(Acquire, Relaxed, with).is_ok()
@@ -76,25 +77,25 @@ impl Runs<'_> {
         true
     }
 
-    /// These grains, which the caller has, are free.
+    /// Gives the caller's grains back.
     pub fn give(self, at: usize, n: usize) {
         words(at, n).for_each(|(index, mask)| self.clear(index, mask));
     }
 
     fn clear(self, index: usize, mask: u64) {
         if let Some(word) = self.0.get(index) {
-            // Release: pairs with `take_at`.
+            // Release: pairs with the Acquire of `take_at`.
             word.fetch_and(!mask, Release);
         }
     }
 
-    /// Whether all of these are free, as it looks now.
+    /// Returns true if all of these grains are free at this moment.
     pub fn is_free(self, at: usize, n: usize) -> bool {
         self.last_taken(at, n).is_none()
     }
 }
 
-/// The words that have the bits from `at` on, and which bits of each.
+/// Returns the words with the `n` bits from `at` on, each with a mask of these bits.
 fn words(at: usize, n: usize) -> impl Iterator<Item = (usize, u64)> {
     let (end, first) = (at + n, at / BITS);
     (first..end.div_ceil(BITS)).map(move |index| {
@@ -114,7 +115,7 @@ mod tests {
         (0..words).map(|_| AtomicU64::new(0)).collect()
     }
 
-    /// The first run as one would look for it by hand.
+    /// Returns the first run by a search of a list.
     fn first(taken: &[bool], n: usize, align: usize) -> Option<usize> {
         (0..taken.len().saturating_sub(n - 1)).find(|at| at % align == 0 && !taken[*at..at + n].contains(&true))
     }
@@ -139,7 +140,7 @@ mod tests {
                     }
                 } else {
                     let (at, n) = held.swap_remove(which.index(held.len()));
-                    // Perhaps only its end, as a block that becomes shorter.
+                    // Only the end of a longer run, as for a block that becomes shorter.
                     let kept = n / 3;
                     runs.give(at + kept, n - kept);
                     reference[at + kept..at + n].fill(false);

@@ -1,4 +1,4 @@
-//! What the library asks (`rdmasock_core::allocator`).
+//! The table of functions for the main library (`rdmasock_core::allocator`).
 
 use core::ffi::{c_int, c_long};
 
@@ -15,7 +15,7 @@ static TABLE: Table = Table {
     attach,
 };
 
-/// [`Entry`](rdmasock_core::allocator::Entry).
+/// Returns the table; null for another version of it ([`Entry`](rdmasock_core::allocator::Entry)).
 pub fn table(abi: u32) -> *const Table {
     if abi == ABI {
         &raw const TABLE
@@ -29,7 +29,7 @@ unsafe extern "C" fn piece(at: usize, out: *mut Piece) -> c_int {
     let (Some((start, epoch)), false) = (found, out.is_null()) else {
         return 0;
     };
-    // SAFETY: the caller's, by the table's contract.
+    // SAFETY: by the table's contract `out` is valid for a write.
     unsafe {
         out.write(Piece {
             start,
@@ -41,7 +41,7 @@ unsafe extern "C" fn piece(at: usize, out: *mut Piece) -> c_int {
 }
 
 unsafe extern "C" fn before(number: c_long, arguments: *const [usize; 6]) {
-    // SAFETY: the caller's.
+    // SAFETY: by the table's contract `arguments` is null or valid for reads.
     if let Some(arguments) = unsafe { arguments.as_ref() } {
         changes::before(number, arguments);
     }

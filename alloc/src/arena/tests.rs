@@ -9,7 +9,7 @@ fn epoch(arena: &Arena, at: usize) -> u64 {
 }
 
 fn bytes(at: usize, len: usize) -> &'static mut [u8] {
-    // SAFETY: a block of the test's own.
+    // SAFETY: the block is the test's own, and has `len` bytes.
     unsafe { std::slice::from_raw_parts_mut(std::ptr::with_exposed_provenance_mut(at), len) }
 }
 
@@ -97,7 +97,7 @@ fn an_epoch_ends_before_the_memory_does_and_never_comes_again() {
         seen.push(now);
     }
     assert!(arena.free(at).is_some());
-    // Somebody uses it: it is what it was.
+    // A device uses the piece, so its epoch stays.
     let before = epoch(arena, at);
     assert_eq!(arena.give_back(number, |_, _| false), Given::Not);
     assert_eq!(epoch(arena, at), before);
@@ -135,7 +135,7 @@ fn what_is_lost_is_never_given_out_again() {
         let block = arena.take(PIECE / 2, 1).unwrap();
         assert!(block + PIECE / 2 <= lost.start || block >= lost.end);
     }
-    // Of which nothing was given out before, too.
+    // A free piece that the program unmaps is lost too.
     let free = arena.take(PIECE, PIECE).unwrap();
     assert!(arena.free(free).is_some());
     arena.change(free, free + PIECE, true);

@@ -4,7 +4,7 @@ use super::*;
 use crate::arenas::tests::ONE;
 use crate::changes;
 
-/// A block that a test has, which is full of one byte.
+/// A block of a test. All its bytes have one value.
 struct Held {
     at: *mut c_void,
     len: usize,
@@ -14,7 +14,7 @@ struct Held {
 impl Held {
     fn new(at: *mut c_void, len: usize, align: usize, tag: u8) -> Self {
         assert!(!at.is_null() && at.addr().is_multiple_of(align));
-        // SAFETY: a block of the test's own.
+        // SAFETY: the block is the test's own.
         unsafe {
             assert!(malloc_usable_size(at) >= len);
             at.cast::<u8>().write_bytes(tag, len);
@@ -23,7 +23,7 @@ impl Held {
     }
 
     fn is_whole(&self, len: usize) -> bool {
-        // SAFETY: a block of the test's own.
+        // SAFETY: the block is the test's own.
         let bytes = unsafe { std::slice::from_raw_parts(self.at.cast::<u8>(), len) };
         bytes.iter().all(|byte| *byte == self.tag)
     }
@@ -39,7 +39,7 @@ enum Op {
 }
 
 fn ops() -> impl Strategy<Value = Op> {
-    // About the size from which on blocks are large, small ones, and some of several pieces.
+    // Sizes around the smallest large block, small sizes, and sizes of several pieces.
     let size = prop_oneof![
         0_usize..5000,
         (LARGE - 100)..(LARGE + 100),
@@ -62,7 +62,7 @@ proptest! {
     fn what_is_in_a_block_is_the_program_s(ops in prop::collection::vec(ops(), 1..40)) {
         let mut held: Vec<Held> = Vec::new();
         let _one = ONE.lock();
-        // SAFETY: blocks of the test's own, each freed once.
+        // SAFETY: the blocks are the test's own, and each is freed once.
         unsafe {
             for (n, op) in ops.into_iter().enumerate() {
                 let tag = n as u8 + 1;
@@ -134,7 +134,7 @@ fn what_cannot_be_is_refused_as_by_libc() {
 
 #[test]
 fn early_memory_is_told_apart() {
-    // Another test's thread may be at that; who asks meanwhile gets more of it.
+    // Another test's thread may be looking for the next allocator; until it is known, requests get early memory.
     while !next::is_known() {
         std::thread::yield_now();
     }
@@ -144,7 +144,7 @@ fn early_memory_is_told_apart() {
     assert_eq!(next::early_size(first), Some(100));
     assert_eq!(next::early_size(second), Some(10));
     assert!(next::early(usize::MAX - 100, 1).is_null());
-    // SAFETY: blocks as those of malloc.
+    // SAFETY: early blocks may be passed to these functions, as malloc's may.
     unsafe {
         first.cast::<u8>().write_bytes(9, 100);
         let moved = realloc(first, 200);

@@ -13,7 +13,7 @@ pub use count::{Uncounted, after_receive, available, comes_before_tcp, may_have_
 pub use ring::{Shrunk, first as first_ring, relieve, reserve, shrink};
 
 use direct::Landing;
-use marked::{finish_on_tcp, from_marked, go_on, is_at_mark, leave, leave_scanned, scanned};
+use marked::{enter, finish_on_tcp, from_marked, go_on, is_at_mark, leave, leave_scanned, scanned};
 use step::RecvStep;
 
 use std::cell::Cell;
@@ -78,7 +78,7 @@ pub unsafe fn recv(
         count_received(&began, flags, n);
         return n;
     }
-    if socket.enter_rx() {
+    if enter(socket) {
         if began.is_named() {
             // SAFETY: by this function's contract.
             match unsafe { plain(socket, fd, iov, flags, real) } {
@@ -330,7 +330,7 @@ unsafe fn recv_loop(
                 if let Some(error) = reset::take_untold(socket) {
                     return Some(errno::fail(error));
                 }
-                if socket.enter_rx() {
+                if enter(socket) {
                     let is_held = call.is_held();
                     let is_over = Cell::new(false);
                     // The kernel does not know of a handler that has run since the call began to wait.

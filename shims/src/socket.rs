@@ -531,12 +531,12 @@ impl Socket {
         self.rx_mode.look() != Mode::Tcp
     }
 
-    /// Ends what `enter_rx` began. True if it was the last call inside, and something waits for that: what TCP has is
-    /// scanned by now, and who has looked for markers meanwhile found the direction occupied; or the program has
-    /// closed the connection.
+    /// Ends what `enter_rx` began. Returns true if this was the last call inside and the caller has to look at TCP: a
+    /// scan has begun meanwhile, or has led to the link, and other threads have left the markers to this call; or the
+    /// program has closed the connection.
     #[inline]
     pub fn leave_rx(&self) -> bool {
-        self.rx_inside.leave() && (self.rx_mode.look() == Mode::Marked || self.numbers.is_closed())
+        self.rx_inside.leave() && (self.rx_was_marked() || self.numbers.is_closed())
     }
 }
 

@@ -85,6 +85,17 @@ pub(super) fn go_on(call: &mut Call) {
     leave_scanned(socket);
 }
 
+/// A call is about to enter the kernel's receive: as [`Socket::enter_rx`]. A look at TCP that the try has kept others
+/// from follows.
+#[inline]
+pub(super) fn enter(socket: &'static Socket) -> bool {
+    let entered = socket.enter_rx();
+    if !entered {
+        look_again(socket);
+    }
+    entered
+}
+
 /// A call is back from the kernel's receive.
 #[inline]
 pub(super) fn leave(socket: &'static Socket) {
@@ -273,9 +284,7 @@ pub(super) unsafe fn finish_on_tcp(
         if len == 0 || is_at_mark(socket) || is_error_next(socket) {
             return got as ssize_t;
         }
-        if !socket.enter_rx() {
-            // The try may have kept others from looking.
-            look_again(socket);
+        if !enter(socket) {
             return got as ssize_t;
         }
         // SAFETY: the piece is writable by the program's word.

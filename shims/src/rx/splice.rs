@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering::Acquire;
 use libc::ssize_t;
 use rdmasock_core::os::thread;
 
-use super::marked::leave;
+use super::marked::{enter, leave};
 use super::{account, recv_slow};
 use crate::call::Began;
 use crate::errno;
@@ -32,7 +32,7 @@ pub fn splice(
     crate::reclaim::reclaim(socket);
     let handlers = thread::current().handlers_at_call();
     loop {
-        if socket.rx_mode.load(Acquire) == Mode::Tcp && socket.enter_rx() {
+        if socket.rx_mode.load(Acquire) == Mode::Tcp && enter(socket) {
             // Should a scan begin while the call waits, its markers are in the pipe: so the socket is
             // pinned to TCP before (`splice_on`).
             let n = or_if_cancelled(&real, || leave(socket));

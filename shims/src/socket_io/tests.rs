@@ -144,6 +144,17 @@ fn a_call_that_leaves_the_kernel_is_told_to_look_for_what_nobody_could() {
 }
 
 #[test]
+fn receive_that_led_to_the_link_looks_for_resume() {
+    let (socket, _ours, _theirs) = suspended();
+    socket.rx_mode.go(Receiving::Settled);
+    assert!(socket.enter_rx());
+    // What the call has brought held SWITCH, and RESUME behind it.
+    socket.rx_mode.go(Receiving::Expected);
+    socket.rx_mode.go(Receiving::Switched);
+    assert!(socket.leave_rx());
+}
+
+#[test]
 fn an_end_that_changes_nothing_is_not_looked_for_again_and_again() {
     let (socket, ours, mut theirs) = unanswered(Closing::Abort);
     theirs.write_all(b"data").unwrap();

@@ -14,10 +14,9 @@ use std::sync::atomic::Ordering::Release;
 use libc::sock_filter;
 use rdmasock_core::os::privatefd;
 use rdmasock_core::stats::Reason;
-use rdmasock_core::stream::connection::{SocketIo as _, Task};
 
 use crate::library::Library;
-use crate::socket::{self, Socket};
+use crate::socket::Socket;
 use crate::table::{self, Entry};
 use crate::{errno, pass, ready, service, time, vfork};
 
@@ -61,12 +60,6 @@ fn begin(is_harmless: impl FnOnce() -> bool) {
 /// Takes all connections back to TCP and ends the library's part in this process, for `reason`.
 pub fn let_go(reason: Reason) {
     pass::all_on_tcp(reason);
-    for socket in socket::in_use() {
-        // Nobody will be left to tell of it.
-        if socket.completions.forget_unread() {
-            socket.later(Task::Settle);
-        }
-    }
     time::wait_until(is_at_rest);
     if let Some(library) = Library::current() {
         tracing::info!(target: "rdmasock", %reason, "nothing is accelerated any more");

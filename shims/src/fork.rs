@@ -68,10 +68,6 @@ fn count_holders() {
             // What an ancestor has on a link, or had, is not this process's to give back.
             let is_owned = || socket.may_be_on_link() && socket.tx_mode.load(Acquire) != Mode::Foreign;
             socket.promotion.holders.add_child(is_owned);
-            if socket.tx_mode.load(Acquire) != Mode::Link {
-                // The child may send too.
-                socket.completions.set_uncounted();
-            }
         }
     });
     // Once they count as shared. The child may get sockets of the new epoch too.
@@ -208,7 +204,6 @@ unsafe fn forget_stream(socket: &'static Socket) {
         socket.control.reset();
         socket.keepalive.reset_in_child();
         socket.blocking.after_fork();
-        socket.completions.after_fork();
     }
     let foreign = socket.may_be_on_link();
     socket.tx_inside.reset();

@@ -119,11 +119,7 @@ pub fn on_connect(fd: c_int) {
     let errno = errno::get();
     let socket = match table::lookup(fd) {
         Entry::Fresh { nonblocking, .. } => begin(fd, nonblocking, Direction::Connect),
-        Entry::None if instance::is_on() && is_tcp(fd) => {
-            let socket = begin(fd, is_nonblocking(fd), Direction::Connect);
-            // It may have been connected before.
-            socket.inspect(|s| s.completions.set_uncounted())
-        }
+        Entry::None if instance::is_on() && is_tcp(fd) => begin(fd, is_nonblocking(fd), Direction::Connect),
         Entry::Socket(socket) if socket.promotion.stage() == Stage::New => Some(socket),
         _ => None,
     };
@@ -167,12 +163,7 @@ pub fn before_disconnect(fd: c_int) {
         let nonblocking = socket.blocking.is_nonblocking();
         crate::pass::release(socket, Reason::Closed);
         let serial = table::new_serial();
-        // The kernel counts on.
-        let entry = match socket.completions.is_in_use() {
-            true => Entry::None,
-            false => Entry::Fresh { nonblocking, serial },
-        };
-        release(table::put(fd, entry), fd);
+        release(table::put(fd, Entry::Fresh { nonblocking, serial }), fd);
     }
     errno::set(errno);
 }

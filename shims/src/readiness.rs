@@ -9,7 +9,7 @@ use rustix::event::PollFlags;
 
 use crate::points::point;
 use crate::ready::{ENDED, among_markers, arm_data, is_reader_gone, kernel, progress};
-use crate::socket::{KERNELS_ERRORS, Mode, OUR_ERRORS, Socket};
+use crate::socket::{ERROR_QUEUE, Mode, Socket};
 use crate::tx;
 use rdmasock_core::stream::connection;
 
@@ -44,10 +44,10 @@ pub fn evaluate(socket: &'static Socket, events: u32, arm: Arm) -> u32 {
     if events & (OUT | WRBAND) != 0 {
         mask |= writable(socket, arm);
     }
-    if anchor & (ENDED | PRI | KERNELS_ERRORS | OUR_ERRORS) == 0 {
+    if anchor & (ENDED | PRI | ERROR_QUEUE) == 0 {
         return mask;
     }
-    if anchor & (KERNELS_ERRORS | OUR_ERRORS) != 0 {
+    if anchor & ERROR_QUEUE != 0 {
         mask |= error_queue(socket);
         if anchor & (ENDED | PRI) == 0 {
             return mask;
@@ -72,21 +72,14 @@ pub fn evaluate(socket: &'static Socket, events: u32, arm: Arm) -> u32 {
 /// Whether the error queue (recvmsg(2)) has something.
 #[cold]
 fn error_queue(socket: &'static Socket) -> u32 {
-    if socket.completions.is_unread() {
-        return ERR;
-    }
-    // What is unread from now on, here or there, says so again.
-    socket.wakes.anchor.fetch_and(!(KERNELS_ERRORS | OUR_ERRORS), SeqCst);
-    if socket.completions.is_unread() {
-        socket.wakes.anchor.fetch_or(OUR_ERRORS, SeqCst);
-        return ERR;
-    }
+    // What comes from now on sets it again.
+    socket.wakes.anchor.fetch_and(!ERROR_QUEUE, SeqCst);
     let Some(_tx) = socket.tx.lock() else {
         return 0;
     };
     let mask = kernel(socket, PollFlags::empty()) & ERR;
     if mask != 0 {
-        socket.wakes.anchor.fetch_or(KERNELS_ERRORS, SeqCst);
+        socket.wakes.anchor.fetch_or(ERROR_QUEUE, SeqCst);
     }
     mask
 }

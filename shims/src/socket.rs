@@ -6,7 +6,6 @@
 
 mod attempts;
 pub(crate) mod blocking;
-pub mod completions;
 pub mod direct;
 mod numbers;
 mod options;
@@ -41,7 +40,6 @@ use crate::mailbox::Ref;
 use crate::spin::Spinner;
 
 use blocking::Blocking;
-use completions::Completions;
 use numbers::Numbers;
 use options::Options;
 use pace::Pace;
@@ -187,9 +185,7 @@ pub struct Sleeping {
 const DEAD: u32 = (libc::EPOLLERR | libc::EPOLLHUP) as u32;
 
 /// In `Wakes::anchor`, where EPOLL* has no bits: the kernel may have something in the error queue (recvmsg(2)).
-pub const KERNELS_ERRORS: u32 = 1 << 24;
-/// Something in [`Completions`] is unread, which to the program is in that queue.
-pub const OUR_ERRORS: u32 = 1 << 25;
+pub const ERROR_QUEUE: u32 = 1 << 24;
 
 /// Who hears of what is ready, and how that is waited for.
 pub struct Wakes {
@@ -198,8 +194,7 @@ pub struct Wakes {
     pub last_item: AtomicU32,
     /// The service thread watches the anchor, and epoll sets have handed the socket to us.
     pub watched: Published<AtomicBool>,
-    /// What the anchor reported (EPOLL* bits that say end or error), while it is watched; and what there is to read of
-    /// errors.
+    /// What the anchor reported (EPOLL* bits that say end or error), while it is watched; and [`ERROR_QUEUE`].
     pub anchor: AtomicU32,
     /// The next look for data is to be put off a little.
     pub rx_rests: AtomicBool,
@@ -259,8 +254,6 @@ pub struct Socket {
     pub told: Told,
     /// What the program has set.
     pub options: Options,
-    /// What it is to be told of its sends with MSG_ZEROCOPY.
-    pub completions: Completions,
     /// Whether its calls wait.
     pub blocking: Blocking,
     /// The library's own keepalive, for a silent anchor.
@@ -365,7 +358,6 @@ impl Socket {
             wakes: Wakes::new(),
             told: Told::new(),
             options: Options::default(),
-            completions: Completions::new(),
             blocking: Blocking::new(),
             keepalive: Keepalive::default(),
             generation: AtomicU64::new(0),
@@ -386,7 +378,6 @@ impl Socket {
         socket.wakes.reset();
         socket.told.reset();
         socket.options.reset();
-        socket.completions.reset();
         socket.keepalive.reset();
         socket.blocking.reset(nonblocking);
         socket.peer_vqpn.store(0, Relaxed);

@@ -127,9 +127,6 @@ const NEW_TIMESTAMPING: c_int = 65;
 /// Whether a receive by recvmsg tells how much more there is (tcp(7)).
 pub const INQ: Name = (libc::IPPROTO_TCP, 36);
 
-/// Whether MSG_ZEROCOPY is heeded.
-pub const ZEROCOPY: Name = (libc::SOL_SOCKET, libc::SO_ZEROCOPY);
-
 /// For how long the peer may take nothing, ms; 0 is no bound (tcp(7)).
 pub const USER_TIMEOUT: Name = (libc::IPPROTO_TCP, libc::TCP_USER_TIMEOUT);
 

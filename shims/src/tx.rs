@@ -8,7 +8,6 @@ mod offered;
 mod rest;
 mod room;
 pub mod sendfile;
-pub mod zerocopy;
 
 pub use cork::{cork, pass_cork, send_delayed_wake};
 pub use room::{
@@ -50,8 +49,9 @@ use rdmasock_core::stream::connection;
 const PIECE: usize = 64 * 1024;
 
 /// Flags that the link serves; any other takes the socket back to TCP.
-const SERVED: c_int =
-    libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL | libc::MSG_MORE | libc::MSG_EOR | libc::MSG_CONFIRM | libc::MSG_ZEROCOPY;
+const SERVED: c_int = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL | libc::MSG_MORE | libc::MSG_EOR | libc::MSG_CONFIRM;
+/// Flags that keep a connection on TCP for good before the send reaches the kernel.
+const FOR_GOOD: c_int = libc::MSG_OOB | libc::MSG_ZEROCOPY;
 
 /// send() and its kin. `real(fd)` is libc's own call with the program's other arguments.
 ///
@@ -65,8 +65,8 @@ pub unsafe fn send(
     flags: c_int,
     real: &impl Fn(c_int) -> ssize_t,
 ) -> ssize_t {
-    if flags & libc::MSG_OOB != 0 {
-        keep_on_tcp(socket);
+    if flags & FOR_GOOD != 0 {
+        keep_on_tcp(socket, flags);
     }
     let began = Began::now(socket, fd);
     if socket.tx_mode.load(Acquire) == Mode::Tcp {
@@ -77,7 +77,7 @@ pub unsafe fn send(
         }
         if socket.enter_tx() {
             if began.is_named() {
-                return plain(socket, flags, blocking::is_quick(socket, flags), || real(fd));
+                return plain(socket, blocking::is_quick(socket, flags), || real(fd));
             }
             leave(socket);
         }
@@ -86,11 +86,16 @@ pub unsafe fn send(
     unsafe { send_slow(began, iov, flags, real) }
 }
 
-/// Urgent data is about to be sent, perhaps by the call that would begin a promotion: nothing of ours may follow it in
-/// TCP, for what is read behind the mark takes the urgent byte from the kernel (tcp(7)).
+/// Keeps the connection on TCP for good, or takes it back there, before a send with one of [`FOR_GOOD`], which may be
+/// the one that would begin a promotion. Nothing of ours may follow urgent data in TCP: what is read behind the mark
+/// takes the urgent byte from the kernel (tcp(7)). Sends with MSG_ZEROCOPY are numbered and reported by the kernel,
+/// which sees none that goes over a link.
 #[cold]
-fn keep_on_tcp(socket: &'static Socket) {
-    within(|| take_back(socket, rdmasock_core::stats::Reason::OutOfBand));
+fn keep_on_tcp(socket: &'static Socket, flags: c_int) {
+    let is_kept = matches!(socket.promotion.stage(), Stage::Pinned | Stage::Plain);
+    if !is_kept || flags & libc::MSG_OOB != 0 {
+        within(|| take_back(socket, reason_for(flags)));
+    }
 }
 
 /// The call has not begun yet, and its number stands for something else by now.
@@ -116,19 +121,19 @@ fn count_sent(began: &Began, n: ssize_t) {
 
 /// The program's call on a plain direction, which the caller has entered.
 #[inline]
-fn plain(socket: &'static Socket, flags: c_int, is_quick: bool, real: impl FnOnce() -> ssize_t) -> ssize_t {
+fn plain(socket: &'static Socket, is_quick: bool, real: impl FnOnce() -> ssize_t) -> ssize_t {
     if socket.has_untold()
         && let Some(error) = reset::take_untold(socket)
     {
         leave(socket);
         return errno::fail(error);
     }
-    in_kernel(socket, flags, is_quick, real)
+    in_kernel(socket, is_quick, real)
 }
 
 /// The kernel's call on a plain direction, which the caller has entered.
 #[inline]
-fn in_kernel(socket: &'static Socket, flags: c_int, is_quick: bool, real: impl FnOnce() -> ssize_t) -> ssize_t {
+fn in_kernel(socket: &'static Socket, is_quick: bool, real: impl FnOnce() -> ssize_t) -> ssize_t {
     let n = if is_quick {
         quick_or_if_cancelled(real, || leave(socket))
     } else {
@@ -136,9 +141,6 @@ fn in_kernel(socket: &'static Socket, flags: c_int, is_quick: bool, real: impl F
     };
     if n > 0 {
         account(socket, n as u64);
-        if flags & libc::MSG_ZEROCOPY != 0 {
-            zerocopy::on_sent_by_tcp(socket);
-        }
     } else if n < 0 && socket.told.timed_out.load(Relaxed) {
         reset::say_timed_out(socket);
     }
@@ -264,13 +266,8 @@ fn interrupted() -> SendStep {
 unsafe fn send_slow(began: Began, iov: &mut Iov, flags: c_int, real: &impl Fn(c_int) -> ssize_t) -> ssize_t {
     cancellation_point();
     let mut call = Call::new(began, Direction::Send);
-    let socket = call.socket;
-    let mut sent = 0;
     // SAFETY: by `send`'s contract.
-    let result = unsafe { send_loop(&mut call, iov, flags, &mut sent, real) };
-    if flags & libc::MSG_ZEROCOPY != 0 && sent > 0 {
-        zerocopy::on_sent_by_link(socket);
-    }
+    let result = unsafe { send_loop(&mut call, iov, flags, real) };
     result.unwrap_or_else(|| {
         let fd = call.fd;
         drop(call);
@@ -279,29 +276,21 @@ unsafe fn send_slow(began: Began, iov: &mut Iov, flags: c_int, real: &impl Fn(c_
     })
 }
 
-/// Looks and waits until all is sent, or what there is room for; `None`: the call is to begin anew. `sent` counts what
-/// has gone over a link.
+/// Looks and waits until all is sent, or what there is room for; `None`: the call is to begin anew.
 ///
 /// # Safety
 /// The pieces of `iov` are readable.
 #[inline]
-unsafe fn send_loop(
-    call: &mut Call,
-    iov: &mut Iov,
-    flags: c_int,
-    sent: &mut usize,
-    real: &impl Fn(c_int) -> ssize_t,
-) -> Option<ssize_t> {
+unsafe fn send_loop(call: &mut Call, iov: &mut Iov, flags: c_int, real: &impl Fn(c_int) -> ssize_t) -> Option<ssize_t> {
     let socket = call.socket;
     crate::reclaim::reclaim(socket);
-    let mut beyond = flags & !SERVED;
-    if flags & libc::MSG_ZEROCOPY != 0 && !zerocopy::is_served(socket) {
-        beyond |= libc::MSG_ZEROCOPY;
-    }
+    let beyond = flags & !SERVED;
     if beyond != 0 {
         within(|| take_back(socket, reason_for(beyond)));
     }
     let total = iov.len();
+    // What has gone over a link.
+    let mut sent = 0;
     let mut patience = wait::Patience::default();
     loop {
         if beyond != 0 {
@@ -312,9 +301,9 @@ unsafe fn send_loop(
         if total >= direct::LEAST && socket.tx_mode.load(Acquire) == Mode::Link {
             match direct::send(call, iov, flags, total) {
                 Went::Directly(bytes) => {
-                    *sent += bytes;
+                    sent += bytes;
                     if iov.len() == 0 {
-                        return Some(*sent as ssize_t);
+                        return Some(sent as ssize_t);
                     }
                     // The reader may wait for the rest.
                     continue;
@@ -325,35 +314,32 @@ unsafe fn send_loop(
         let before = iov.len();
         // SAFETY: the pieces are readable by `send`'s contract.
         let step = unsafe { step(call, iov, flags, until) };
-        *sent += before - iov.len();
+        sent += before - iov.len();
         match step {
-            SendStep::Shut => return Some(after_shutdown(*sent, flags)),
-            SendStep::Done if *sent == 0 && before > 0 => return Some(-1),
-            SendStep::Done => return Some(*sent as ssize_t),
+            SendStep::Shut => return Some(after_shutdown(sent, flags)),
+            SendStep::Done if sent == 0 && before > 0 => return Some(-1),
+            SendStep::Done => return Some(sent as ssize_t),
             SendStep::Again => continue,
             SendStep::Elsewhere(Place::Here) => {}
-            SendStep::Elsewhere(Place::Moved) if *sent == 0 => {
+            SendStep::Elsewhere(Place::Moved) if sent == 0 => {
                 closing::look_again(socket, call.fd);
                 return None;
             }
             SendStep::Elsewhere(_) => {
                 closing::look_again(socket, call.fd);
-                return Some(errno::after(*sent, libc::EBADF));
+                return Some(errno::after(sent, libc::EBADF));
             }
             SendStep::Ahead => {
                 let went = on_its_file(call, |fd| outside(|| real(fd)));
                 let n = went.unwrap_or_else(|| errno::fail(libc::EBADF));
                 if n > 0 {
                     account(socket, n as u64);
-                    if flags & libc::MSG_ZEROCOPY != 0 {
-                        zerocopy::on_sent_by_tcp(socket);
-                    }
                 }
                 return Some(n);
             }
             SendStep::Kernel => {
-                if *sent > 0 && !goes_on(call, flags) {
-                    return Some(*sent as ssize_t);
+                if sent > 0 && !goes_on(call, flags) {
+                    return Some(sent as ssize_t);
                 }
                 if !call.is_held() && !call.is_named() {
                     return None;
@@ -362,12 +348,12 @@ unsafe fn send_loop(
                 let was_over = Cell::new(false);
                 // The kernel does not know of a handler that has run since the call began to wait.
                 let is_over = || {
-                    was_over.set(is_held && *sent == 0 && patience.is_interrupted());
+                    was_over.set(is_held && sent == 0 && patience.is_interrupted());
                     was_over.get()
                 };
-                if *sent > 0 && socket.enter_tx() {
+                if sent > 0 && socket.enter_tx() {
                     let went = on_its_file(call, |fd| {
-                        in_kernel(socket, 0, false, || match is_over() {
+                        in_kernel(socket, false, || match is_over() {
                             true => 0,
                             false => rest::send(socket, fd, iov, flags),
                         })
@@ -376,11 +362,11 @@ unsafe fn send_loop(
                         leave(socket);
                         0
                     });
-                    return Some(*sent as ssize_t + taken.max(0));
+                    return Some(sent as ssize_t + taken.max(0));
                 }
-                if *sent == 0 && socket.enter_tx() {
+                if sent == 0 && socket.enter_tx() {
                     let went = on_its_file(call, |fd| {
-                        plain(socket, flags, blocking::is_quick(socket, flags), || match is_over() {
+                        plain(socket, blocking::is_quick(socket, flags), || match is_over() {
                             true => errno::fail(libc::EINTR),
                             false => real(fd),
                         })
@@ -401,25 +387,25 @@ unsafe fn send_loop(
             }
             SendStep::Full => {
                 if let Err(error) = wait::may_wait(socket, flags) {
-                    return Some(errno::after(*sent, error));
+                    return Some(errno::after(sent, error));
                 }
                 if !call.is_held() {
                     match call.hold_now() {
                         Place::Here => {}
-                        Place::Moved if *sent == 0 => {
+                        Place::Moved if sent == 0 => {
                             closing::look_again(socket, call.fd);
                             continue;
                         }
-                        Place::Moved | Place::Lost => return Some(errno::after(*sent, libc::EBADF)),
+                        Place::Moved | Place::Lost => return Some(errno::after(sent, libc::EBADF)),
                     }
                 }
-                patience.is_partial = *sent > 0;
+                patience.is_partial = sent > 0;
                 match wait::wait_for::<Space>(socket, &mut patience) {
-                    Ok(_) if patience.take_restart() && (*sent > 0 || !call.is_named()) => {
-                        return (*sent > 0).then_some(*sent as ssize_t);
+                    Ok(_) if patience.take_restart() && (sent > 0 || !call.is_named()) => {
+                        return (sent > 0).then_some(sent as ssize_t);
                     }
                     Ok(_) => {}
-                    Err(error) => return Some(errno::after(*sent, error)),
+                    Err(error) => return Some(errno::after(sent, error)),
                 }
             }
         }
@@ -584,7 +570,7 @@ pub fn send_on_tcp(socket: &'static Socket, fd: c_int, flags: c_int, real: &impl
             return outside(|| real(fd));
         }
         if socket.enter_tx() {
-            let went = on_its_file(&call, |fd| plain(socket, flags, false, || real(fd)));
+            let went = on_its_file(&call, |fd| plain(socket, false, || real(fd)));
             return went.unwrap_or_else(|| {
                 leave(socket);
                 errno::fail(libc::EBADF)

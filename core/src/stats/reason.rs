@@ -72,7 +72,7 @@ reasons! {
     OutOfBand = 14 => "MSG_OOB",
     /// The TCP_ULP "tls" was set.
     KernelTls = 15 => "kTLS",
-    /// MSG_ZEROCOPY was used where completions could not be counted, or TCP_ZEROCOPY_RECEIVE.
+    /// MSG_ZEROCOPY or TCP_ZEROCOPY_RECEIVE was used.
     ZeroCopy = 16 => "MSG_ZEROCOPY",
     /// splice() or tee() was called on the socket.
     Splice = 17 => "splice",

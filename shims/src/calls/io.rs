@@ -1,6 +1,5 @@
 //! The calls that move bytes.
 
-mod errqueue;
 mod file;
 mod recv;
 mod send;

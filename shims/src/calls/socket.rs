@@ -416,9 +416,6 @@ pub unsafe extern "C" fn setsockopt(
                 set()
             };
             socket.blocking.on_set(level, name);
-            if (level, name) == sockopt::ZEROCOPY {
-                socket.completions.on_set();
-            }
             if level == libc::SOL_SOCKET && matches!(name, libc::SO_SNDBUF | libc::SO_SNDBUFFORCE) {
                 tx::on_buffer_size(socket);
             }

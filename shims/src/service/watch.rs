@@ -12,17 +12,13 @@ use crate::mailbox::Ref;
 use crate::points::point;
 use crate::ready;
 use crate::served;
-use crate::socket::{self, KERNELS_ERRORS, Mode, OUR_ERRORS, Socket};
+use crate::socket::{self, ERROR_QUEUE, Mode, Socket};
 use crate::tx;
 use rdmasock_core::stream::connection;
 
 impl Worker {
     /// From now on this thread watches the anchor, and the library reports the socket's readiness.
     pub(super) fn watch(&mut self, socket: &'static Socket) -> Watched {
-        if ready::is_watched(socket) {
-            // Still, for what is to be read of errors.
-            return Watched::Done;
-        }
         {
             let Some(_control) = socket.control.lock() else {
                 return Watched::Impossible;
@@ -60,9 +56,6 @@ impl Worker {
                 let _ = kernel::delete(&self.service.epoll, fd);
             }
             socket.wakes.anchor.store(0, SeqCst);
-            if socket.completions.is_unread() {
-                socket.wakes.anchor.store(OUR_ERRORS, SeqCst);
-            }
         }
         point!("unwatch: the socket is the kernel's, and nobody knows");
         ready::hand_back(socket);
@@ -146,25 +139,9 @@ impl Worker {
         }
         crate::rx::view::settle(socket);
         self.forget_asks(socket);
-        if !socket.completions.is_unread() {
-            self.unwatch(socket);
-        }
-        // A send that was on the link to its end may be told of only now.
-        if socket.completions.is_unread() {
-            self.report_on(socket);
-        }
+        self.unwatch(socket);
         socket.promotion.holders.on_returned();
         true
-    }
-
-    /// The kernel knows nothing of what the program is still to be told of sends on the link, so the socket stays ours
-    /// to report on until that is read.
-    #[cold]
-    fn report_on(&mut self, socket: &'static Socket) {
-        if self.watch(socket) == Watched::Done {
-            ready::change_interest(socket, |_| {});
-            ready::notify_local(socket);
-        }
     }
 }
 
@@ -174,6 +151,6 @@ fn note_anchor(socket: &Socket) {
     let now = ready::kernel(socket, PollFlags::IN | PollFlags::RDHUP | PollFlags::PRI);
     let told = ready::ENDED | libc::EPOLLPRI as u32;
     let events = ready::without_queue(now);
-    let queue = if events == now { 0 } else { KERNELS_ERRORS };
+    let queue = if events == now { 0 } else { ERROR_QUEUE };
     socket.wakes.anchor.fetch_or(events & told | queue, SeqCst);
 }

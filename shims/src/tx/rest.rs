@@ -26,8 +26,8 @@ pub fn is_taken(socket: &'static Socket) -> bool {
 /// Gives what is left to the kernel, by `fd`: how many bytes it has taken, 0 where it takes none. What has been sent is
 /// what the program is told then, so that nothing of an error may be lost but its number.
 pub fn send(socket: &'static Socket, fd: c_int, iov: &mut Iov, flags: c_int) -> ssize_t {
-    // Of the whole send the link has given word (`zerocopy`); and a send of which something was taken raises no signal.
-    let flags = flags & !libc::MSG_ZEROCOPY | libc::MSG_NOSIGNAL;
+    // A send of which something was taken raises no signal.
+    let flags = flags | libc::MSG_NOSIGNAL;
     let before = errno::get();
     let mut taken = 0;
     while iov.len() > 0 {

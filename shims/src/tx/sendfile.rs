@@ -47,7 +47,7 @@ pub unsafe fn sendfile(
         if socket.enter_tx() {
             if call.is_named() {
                 // What it reads may take its time.
-                return plain(socket, 0, false, || real(fd));
+                return plain(socket, false, || real(fd));
             }
             leave(socket);
         }
@@ -115,7 +115,7 @@ unsafe fn sendfile_slow(
                 let before = errno::get();
                 // SAFETY: the program's own arguments, in the middle of its call.
                 let rest = |fd| unsafe { real::sendfile().cancellable()(fd, input, offset, count - sent) };
-                let went = on_its_file(&call, |fd| in_kernel(socket, 0, false, || rest(fd)));
+                let went = on_its_file(&call, |fd| in_kernel(socket, false, || rest(fd)));
                 let taken = went.unwrap_or_else(|| {
                     leave(socket);
                     0
@@ -127,7 +127,7 @@ unsafe fn sendfile_slow(
                 return sent as ssize_t + taken.max(0);
             }
             if sent == 0 && socket.enter_tx() {
-                let went = on_its_file(&call, |fd| plain(socket, 0, false, || real(fd)));
+                let went = on_its_file(&call, |fd| plain(socket, false, || real(fd)));
                 return went.unwrap_or_else(|| {
                     leave(socket);
                     errno::fail(libc::EBADF)

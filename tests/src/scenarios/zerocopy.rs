@@ -1,5 +1,5 @@
-//! MSG_ZEROCOPY on a link: what the program is told of its sends, by which number, and when readiness says so. On
-//! loopback the kernel copies, and says so (`SO_EE_CODE_ZEROCOPY_COPIED`).
+//! MSG_ZEROCOPY on a connection that was promoted: the first such send takes it back to TCP for good, before the send
+//! reaches the kernel. So the kernel numbers all of them, and the error queue and readiness are as without the library.
 
 use std::sync::atomic::{AtomicI32, Ordering::SeqCst};
 use std::thread;
@@ -22,9 +22,8 @@ fn play(c: &Ctx, fd: c_int, send: impl FnOnce(c_int)) {
     if c.is_server() {
         c.recv_to_end(fd);
     } else {
-        let way = way(fd);
         send(fd);
-        stays(fd, way);
+        is_on_tcp(fd);
     }
     c.close(fd);
 }
@@ -40,20 +39,20 @@ fn function(name: &std::ffi::CStr) -> Option<*mut libc::c_void> {
     (!found.is_null()).then_some(found)
 }
 
-/// What sends go by; `None` without the library.
-pub fn way(fd: c_int) -> Option<u32> {
+/// What sends go by, and receives; `None` without the library.
+fn ways(fd: c_int) -> Option<[u32; 2]> {
     type Function = unsafe extern "C" fn(c_int, *mut Info) -> c_int;
     // SAFETY: the type that the header gives it.
     let ask: Function = unsafe { std::mem::transmute(function(c"rdmasock_info")?) };
     let mut info = Info([0; 64]);
     info.0[0] = size_of::<Info>() as u32;
     call!(ask(fd, &mut info)).ok();
-    Some(info.0[1])
+    Some([info.0[1], info.0[2]])
 }
 
-/// It is on what it was on. In a storm it need not be: that forks, and who shares a connection may send on it.
-pub fn stays(fd: c_int, before: Option<u32>) {
-    assert!(crate::storm::blows() || before == way(fd), "it has left what it was on");
+/// Asserts that sends go by TCP.
+pub fn is_on_tcp(fd: c_int) {
+    assert_eq!(ways(fd).map_or(0, |[sends, _]| sends), 0, "sends go by a link");
 }
 
 /// Takes the connection back to TCP for good, where the library has promoted it. Waits until it is there.
@@ -65,9 +64,19 @@ pub fn prefer_tcp(fd: c_int) {
     // SAFETY: as above.
     let prefer: Function = unsafe { std::mem::transmute(found) };
     call!(prefer(fd, 0)).ok();
-    while way(fd) != Some(0) {
+    while ways(fd).is_none_or(|[sends, _]| sends != 0) {
         sys::pause_ms(1);
     }
+}
+
+/// Waits until both directions are on TCP, and the kernel reports on the socket. Nothing is to be read.
+fn until_returned(fd: c_int) {
+    while ways(fd).is_some_and(|ways| ways != [0, 0]) {
+        // The peer's mark on the link is met by a look.
+        sys::poll_one(fd, libc::POLLIN, 0);
+        sys::pause_ms(1);
+    }
+    sys::pause_ms(100);
 }
 
 pub fn turn(fd: c_int, on: c_int) -> Ret {
@@ -304,6 +313,10 @@ pub fn recvmmsg(c: &Ctx) {
 pub fn readiness(c: &Ctx) {
     with_sender(c, |fd| {
         turn(fd, 1).ok();
+        // An edge more may be told where the kernel gets the socket back.
+        sys::send(fd, b"back to TCP", MSG_ZEROCOPY).ok();
+        collect(c, fd, 0..1);
+        until_returned(fd);
         let sets = [0, IN, IN | OUT, ET, IN | OUT | ET, ONESHOT].map(|events| {
             let set = epoll::create();
             epoll::ctl(set, libc::EPOLL_CTL_ADD, fd, events, 1).ok();
@@ -406,7 +419,6 @@ pub fn forms(c: &Ctx) {
         c.close(fd);
         return;
     }
-    let way = way(fd);
     turn(fd, 1).ok();
     let (mut a, mut b) = (*b"abcd", *b"efgh");
     let mut v = [sys::iov(&mut a), sys::iov(&mut b)];
@@ -459,7 +471,7 @@ pub fn forms(c: &Ctx) {
         }
     }
     c.log(read_notice(fd, ROOM, 0).r);
-    stays(fd, way);
+    is_on_tcp(fd);
     c.close(fd);
 }
 
@@ -516,6 +528,7 @@ pub fn both_ways(c: &Ctx) {
         let theirs = data::pattern(1 - c.side as u64, round, buffer.len());
         assert!(sys::recv_exact(fd, theirs.len()) == theirs, "round {round}");
     }
+    is_on_tcp(fd);
     c.sync("done");
     c.close(fd);
 }

@@ -6,7 +6,6 @@ use std::sync::atomic::Ordering::Acquire;
 
 use rdmasock_core::stats::Reason;
 
-use super::errqueue;
 use super::shape::{call, fortified, vector_at};
 use crate::errno;
 use crate::iov::{Iov, is_no_length};
@@ -69,8 +68,8 @@ call! {
     pub fn recv(RecvFn, fd, buf: *mut c_void, len: size_t, flags: c_int) -> ssize_t;
     fn recv_on(socket, plain, kernel) {
         if flags & libc::MSG_ERRQUEUE != 0 {
-            // SAFETY: the program's buffer.
-            return unsafe { errqueue::receive(socket, buf, len, flags, plain) };
+            // The error queue is the kernel's alone.
+            return plain();
         }
         // SAFETY: the program's buffer.
         unsafe { rx::recv(socket, fd, &mut Iov::one(buf, len), flags, &kernel) }
@@ -84,8 +83,7 @@ call! {
     ) -> ssize_t;
     fn recvfrom_on(socket, plain, kernel) {
         if flags & libc::MSG_ERRQUEUE != 0 {
-            // SAFETY: the program's buffers.
-            return unsafe { errqueue::receive_from(socket, buf, len, flags, address, address_len, plain) };
+            return plain();
         }
         // SAFETY: the program's buffer.
         let n = unsafe { rx::recv(socket, fd, &mut Iov::one(buf, len), flags, &kernel) };
@@ -113,8 +111,7 @@ call! {
     pub fn recvmsg(RecvMsgFn, fd, message: *mut msghdr, flags: c_int) -> ssize_t;
     fn recvmsg_on(socket, plain, kernel) {
         if flags & libc::MSG_ERRQUEUE != 0 {
-            // SAFETY: the program's message.
-            return unsafe { errqueue::receive_message(socket, message, flags, plain) };
+            return plain();
         }
         // SAFETY: checked for plausibility; the program's own.
         let array = unsafe { crate::iov::plausible(message).and_then(|m| Iov::many(m.msg_iov, m.msg_iovlen)) };

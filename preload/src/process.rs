@@ -81,12 +81,6 @@ hook! {
 }
 
 hook! {
-    unsafe fn daemon(nochdir: c_int, noclose: c_int) -> c_int => hook_daemon {
-        calls::daemon(real::daemon(), nochdir, noclose)
-    }
-}
-
-hook! {
     unsafe fn fork() -> pid_t => hook_fork {
         calls::fork(real::fork())
     }

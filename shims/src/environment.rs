@@ -8,7 +8,7 @@
 use std::ffi::{CStr, CString, OsStr};
 use std::os::unix::ffi::OsStrExt;
 
-use libc::{c_char, c_int, pid_t, posix_spawn_file_actions_t, posix_spawnattr_t};
+use libc::{c_char, c_int, pid_t, posix_spawn_file_actions_t as Actions, posix_spawnattr_t};
 use once_cell::race::OnceBox;
 use rdmasock_core::os::kernel;
 
@@ -153,84 +153,31 @@ fn is_readable(file: &CStr) -> bool {
     unsafe { kernel::call(libc::SYS_access, arguments) }.is_ok()
 }
 
-/// `execve(2)`.
-///
-/// # Safety
-/// As all here, that of libc's function.
-pub unsafe extern "C" fn execve(path: *const c_char, argv: Strings, envp: Strings) -> c_int {
-    // SAFETY: the caller's arguments.
-    unsafe { with(envp, |envp| real::execve()(path, argv, envp)) }
-}
-
-/// `execv(3)`.
-///
-/// # Safety
-/// As libc's.
-pub unsafe extern "C" fn execv(path: *const c_char, argv: Strings) -> c_int {
-    // SAFETY: the caller's arguments.
-    unsafe { with(environ, |envp| real::execve()(path, argv, envp)) }
-}
-
-/// `execvp(3)`.
-///
-/// # Safety
-/// As libc's.
-pub unsafe extern "C" fn execvp(file: *const c_char, argv: Strings) -> c_int {
-    // SAFETY: the caller's arguments.
-    unsafe { with(environ, |envp| real::execvpe()(file, argv, envp)) }
-}
-
-/// `execvpe(3)`.
-///
-/// # Safety
-/// As libc's.
-pub unsafe extern "C" fn execvpe(file: *const c_char, argv: Strings, envp: Strings) -> c_int {
-    // SAFETY: the caller's arguments.
-    unsafe { with(envp, |envp| real::execvpe()(file, argv, envp)) }
-}
-
-/// `fexecve(3)`.
-///
-/// # Safety
-/// As libc's.
-pub unsafe extern "C" fn fexecve(fd: c_int, argv: Strings, envp: Strings) -> c_int {
-    // SAFETY: the caller's arguments.
-    unsafe { with(envp, |envp| real::fexecve()(fd, argv, envp)) }
-}
-
-/// `execveat(2)`.
-///
-/// # Safety
-/// As libc's.
-pub unsafe extern "C" fn execveat(
-    dir: c_int,
-    path: *const c_char,
-    argv: Strings,
-    envp: Strings,
-    flags: c_int,
-) -> c_int {
-    // SAFETY: the caller's arguments.
-    unsafe { with(envp, |envp| real::execveat()(dir, path, argv, envp, flags)) }
-}
-
-macro_rules! spawn {
-    ($($name:ident),*) => {$(
-        #[doc = concat!("`", stringify!($name), "(3)`.")]
+macro_rules! exec {
+    ($($name:ident($($argument:ident: $type:ty),*): $envp:expr => |$longer:ident| $call:expr;)*) => {$(
+        #[doc = concat!("libc's `", stringify!($name), "`.")]
         ///
         /// # Safety
         /// As libc's.
-        pub unsafe extern "C" fn $name(
-            pid: *mut pid_t,
-            path: *const c_char,
-            actions: *const posix_spawn_file_actions_t,
-            attributes: *const posix_spawnattr_t,
-            argv: *const *mut c_char,
-            envp: *const *mut c_char,
-        ) -> c_int {
+        pub unsafe extern "C" fn $name($($argument: $type),*) -> c_int {
             // SAFETY: the caller's arguments.
-            unsafe { with(envp.cast(), |envp| real::$name()(pid, path, actions, attributes, argv, envp.cast())) }
+            unsafe { with($envp, |$longer| $call) }
         }
     )*};
 }
 
-spawn!(posix_spawn, posix_spawnp);
+exec! {
+    execve(path: *const c_char, argv: Strings, envp: Strings): envp => |envp| real::execve()(path, argv, envp);
+    execv(path: *const c_char, argv: Strings): environ => |envp| real::execve()(path, argv, envp);
+    execvp(file: *const c_char, argv: Strings): environ => |envp| real::execvpe()(file, argv, envp);
+    execvpe(file: *const c_char, argv: Strings, envp: Strings): envp => |envp| real::execvpe()(file, argv, envp);
+    fexecve(fd: c_int, argv: Strings, envp: Strings): envp => |envp| real::fexecve()(fd, argv, envp);
+    execveat(dir: c_int, path: *const c_char, argv: Strings, envp: Strings, flags: c_int): envp =>
+        |envp| real::execveat()(dir, path, argv, envp, flags);
+    posix_spawn(pid: *mut pid_t, path: *const c_char, actions: *const Actions, how: *const posix_spawnattr_t,
+        argv: *const *mut c_char, envp: *const *mut c_char): envp.cast() =>
+        |envp| real::posix_spawn()(pid, path, actions, how, argv, envp.cast());
+    posix_spawnp(pid: *mut pid_t, file: *const c_char, actions: *const Actions, how: *const posix_spawnattr_t,
+        argv: *const *mut c_char, envp: *const *mut c_char): envp.cast() =>
+        |envp| real::posix_spawnp()(pid, file, actions, how, argv, envp.cast());
+}

@@ -373,8 +373,6 @@ functions! {
     SystemFn = (*const c_char) -> c_int: system;
     /// `popen(command, mode)`
     PopenFn = (*const c_char, *const c_char) -> *mut FILE: popen;
-    /// `daemon(nochdir, noclose)`
-    DaemonFn = (c_int, c_int) -> c_int: daemon;
     /// `fork()`; `_Fork()`: fork without the handlers of `pthread_atfork`, from glibc 2.34 on
     ForkFn = () -> pid_t: fork, _Fork;
     /// `clone(function, stack, flags, argument, parent_tid, tls, child_tid)`; the last three are variable arguments

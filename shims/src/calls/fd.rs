@@ -2,6 +2,7 @@
 
 use std::os::fd::BorrowedFd;
 
+use crate::calls::hooks::hooks;
 use crate::calls::numbers::{lowest, lowest_from, onto};
 use crate::calls::report;
 use crate::closing;
@@ -105,17 +106,6 @@ pub unsafe extern "C" fn closefrom(real: CloseFromFn, first: c_int) {
     }
 }
 
-/// `dup(2)`.
-#[inline]
-pub unsafe extern "C" fn dup(real: DupFn, fd: c_int) -> c_int {
-    // SAFETY: the caller's arguments, as they are.
-    let new = lowest(|| unsafe { real(fd) });
-    if new >= 0 && table::is_known(fd) {
-        on_dup(fd, new);
-    }
-    new
-}
-
 #[inline(never)]
 extern "C" fn on_dup(old: c_int, new: c_int) {
     if vfork::is_borrower() {
@@ -140,39 +130,38 @@ extern "C" fn before_dup(old: c_int, new: c_int) -> c_int {
     GO_ON
 }
 
-/// `dup2(2)`. As 0, 1 or 2 a stream gets into the hands of stdio, whose I/O no hook sees.
-#[inline]
-pub unsafe extern "C" fn dup2(real: Dup2Fn, old: c_int, new: c_int) -> c_int {
-    let concerns = old != new
-        && new >= 0
-        && old >= 0
-        && (table::is_known(old) || table::is_known(new) || lifecycle::is_hidden(new));
-    let refused = if concerns { before_dup(old, new) } else { GO_ON };
-    if refused != GO_ON {
-        return refused;
+hooks! {
+    /// `dup(2)`.
+    pub fn dup(DupFn, fd: c_int) -> c_int;
+    |plain| {
+        let new = lowest(plain);
+        if new >= 0 && table::is_known(fd) {
+            on_dup(fd, new);
+        }
+        new
     }
-    // SAFETY: the caller's arguments, as they are.
-    let result = onto(new, || unsafe { real(old, new) });
-    if concerns && result >= 0 {
-        on_dup(old, new);
-    }
-    result
+
+    /// `dup2(2)`. As 0, 1 or 2 a stream gets into the hands of stdio, whose I/O no hook sees.
+    pub fn dup2(Dup2Fn, old: c_int, new: c_int) -> c_int;
+    |plain| dup_onto(old, new, true, plain)
+
+    /// `dup3(2)`; see [`dup2`].
+    pub fn dup3(Dup3Fn, old: c_int, new: c_int, flags: c_int) -> c_int;
+    |plain| dup_onto(old, new, flags & !libc::O_CLOEXEC == 0, plain)
 }
 
-/// `dup3(2)`; see [`dup2`].
 #[inline]
-pub unsafe extern "C" fn dup3(real: Dup3Fn, old: c_int, new: c_int, flags: c_int) -> c_int {
+fn dup_onto(old: c_int, new: c_int, is_valid: bool, call: impl FnOnce() -> c_int) -> c_int {
     let concerns = old != new
         && new >= 0
         && old >= 0
-        && flags & !libc::O_CLOEXEC == 0
+        && is_valid
         && (table::is_known(old) || table::is_known(new) || lifecycle::is_hidden(new));
     let refused = if concerns { before_dup(old, new) } else { GO_ON };
     if refused != GO_ON {
         return refused;
     }
-    // SAFETY: the caller's arguments, as they are.
-    let result = onto(new, || unsafe { real(old, new, flags) });
+    let result = onto(new, call);
     if concerns && result >= 0 {
         on_dup(old, new);
     }

@@ -22,7 +22,8 @@
 //!   alive meanwhile belongs in an `#[inline(never)]` function of Rust's own ABI below `recv_slow`: the
 //!   forced unwind runs it (measured, x86-64), but aborts if it meets one in an `extern "C"` function itself.
 //!
-//! For the calls that move bytes a macro makes both functions (`io/shape.rs`).
+//! For the calls that move bytes a macro makes both functions (`io/shape.rs`), for others that go on to libc's function
+//! the one (`hooks.rs`).
 
 #![allow(
     clippy::missing_safety_doc,
@@ -33,6 +34,7 @@ pub mod bypass;
 pub mod confine;
 pub mod dlopen;
 pub mod fd;
+mod hooks;
 pub mod io;
 mod memory;
 pub mod namespaces;

@@ -16,8 +16,8 @@ use rdmasock_core::os::kernel;
 use rdmasock_core::os::privatefd::{Look, Settled};
 use rustix::io::{Errno, FdFlags, fcntl_dupfd_cloexec, fcntl_getfd};
 
+use crate::calls::hooks::hooks;
 use crate::errno;
-use crate::real::Cancellable;
 use crate::real::{
     CreatFn, EventfdFn, InotifyFn, InotifyInitFn, MemfdFn, Open2Fn, OpenFn, Openat2Fn, OpenatFn, Pipe2Fn, PipeFn,
     SignalfdFn, SocketpairFn, TimerfdFn,
@@ -169,107 +169,63 @@ pub fn onto(new: c_int, call: impl FnOnce() -> c_int) -> c_int {
     call()
 }
 
-/// `open(2)`. `mode` is arbitrary where the flags ask for none.
-#[inline]
-pub unsafe extern "C" fn open(real: OpenFn, path: *const c_char, flags: c_int, mode: c_uint) -> c_int {
-    // SAFETY: the caller's arguments, as they are; so throughout.
-    lowest(|| unsafe { real.cancellable()(path, flags, mode) })
-}
+hooks! {
+    /// `open(2)`. `mode` is arbitrary where the flags ask for none.
+    pub fn open(OpenFn, path: *const c_char, flags: c_int, mode: c_uint) -> c_int;
+    |blocking plain| lowest(plain)
 
-/// Fortified `open` without a mode.
-#[inline]
-pub unsafe extern "C" fn open_2(real: Open2Fn, path: *const c_char, flags: c_int) -> c_int {
-    // SAFETY: as in `open`.
-    lowest(|| unsafe { real.cancellable()(path, flags) })
-}
+    /// Fortified `open` without a mode.
+    pub fn open_2(Open2Fn, path: *const c_char, flags: c_int) -> c_int;
+    |blocking plain| lowest(plain)
 
-/// `openat(2)`; see [`open`].
-#[inline]
-pub unsafe extern "C" fn openat(real: OpenatFn, at: c_int, path: *const c_char, flags: c_int, mode: c_uint) -> c_int {
-    // SAFETY: as in `open`.
-    lowest(|| unsafe { real.cancellable()(at, path, flags, mode) })
-}
+    /// `openat(2)`; see [`open`].
+    pub fn openat(OpenatFn, at: c_int, path: *const c_char, flags: c_int, mode: c_uint) -> c_int;
+    |blocking plain| lowest(plain)
 
-/// Fortified `openat` without a mode.
-#[inline]
-pub unsafe extern "C" fn openat_2(real: Openat2Fn, at: c_int, path: *const c_char, flags: c_int) -> c_int {
-    // SAFETY: as in `open`.
-    lowest(|| unsafe { real.cancellable()(at, path, flags) })
-}
+    /// Fortified `openat` without a mode.
+    pub fn openat_2(Openat2Fn, at: c_int, path: *const c_char, flags: c_int) -> c_int;
+    |blocking plain| lowest(plain)
 
-/// `creat(2)`.
-#[inline]
-pub unsafe extern "C" fn creat(real: CreatFn, path: *const c_char, mode: c_uint) -> c_int {
-    // SAFETY: as in `open`.
-    lowest(|| unsafe { real.cancellable()(path, mode) })
-}
+    /// `creat(2)`.
+    pub fn creat(CreatFn, path: *const c_char, mode: c_uint) -> c_int;
+    |blocking plain| lowest(plain)
 
-/// `pipe(2)`.
-#[inline]
-pub unsafe extern "C" fn pipe(real: PipeFn, ends: *mut c_int) -> c_int {
-    // SAFETY: as in `open`.
-    unsafe { lowest_two(ends, || real(ends)) }
-}
+    /// `pipe(2)`.
+    pub fn pipe(PipeFn, ends: *mut c_int) -> c_int;
+    // SAFETY: the call writes there.
+    |plain| unsafe { lowest_two(ends, plain) }
 
-/// `pipe2(2)`.
-#[inline]
-pub unsafe extern "C" fn pipe2(real: Pipe2Fn, ends: *mut c_int, flags: c_int) -> c_int {
-    // SAFETY: as in `open`.
-    unsafe { lowest_two(ends, || real(ends, flags)) }
-}
+    /// `pipe2(2)`.
+    pub fn pipe2(Pipe2Fn, ends: *mut c_int, flags: c_int) -> c_int;
+    // SAFETY: likewise.
+    |plain| unsafe { lowest_two(ends, plain) }
 
-/// `socketpair(2)`.
-#[inline]
-pub unsafe extern "C" fn socketpair(
-    real: SocketpairFn,
-    domain: c_int,
-    kind: c_int,
-    protocol: c_int,
-    ends: *mut c_int,
-) -> c_int {
-    // SAFETY: as in `open`.
-    unsafe { lowest_two(ends, || real(domain, kind, protocol, ends)) }
-}
+    /// `socketpair(2)`.
+    pub fn socketpair(SocketpairFn, domain: c_int, kind: c_int, protocol: c_int, ends: *mut c_int) -> c_int;
+    // SAFETY: likewise.
+    |plain| unsafe { lowest_two(ends, plain) }
 
-/// `eventfd(2)`.
-#[inline]
-pub unsafe extern "C" fn eventfd(real: EventfdFn, value: c_uint, flags: c_int) -> c_int {
-    // SAFETY: as in `open`.
-    lowest(|| unsafe { real(value, flags) })
-}
+    /// `eventfd(2)`.
+    pub fn eventfd(EventfdFn, value: c_uint, flags: c_int) -> c_int;
+    |plain| lowest(plain)
 
-/// `timerfd_create(2)`.
-#[inline]
-pub unsafe extern "C" fn timerfd_create(real: TimerfdFn, clock: c_int, flags: c_int) -> c_int {
-    // SAFETY: as in `open`.
-    lowest(|| unsafe { real(clock, flags) })
-}
+    /// `timerfd_create(2)`.
+    pub fn timerfd_create(TimerfdFn, clock: c_int, flags: c_int) -> c_int;
+    |plain| lowest(plain)
 
-/// `signalfd(2)`, which makes a number for -1, and gives any other back.
-#[inline]
-pub unsafe extern "C" fn signalfd(real: SignalfdFn, fd: c_int, mask: *const sigset_t, flags: c_int) -> c_int {
-    // SAFETY: as in `open`.
-    let call = || unsafe { real(fd, mask, flags) };
-    if fd == -1 { lowest(call) } else { call() }
-}
+    /// `signalfd(2)`, which makes a number for -1, and gives any other back.
+    pub fn signalfd(SignalfdFn, fd: c_int, mask: *const sigset_t, flags: c_int) -> c_int;
+    |plain| if fd == -1 { lowest(plain) } else { plain() }
 
-/// `inotify_init(2)`.
-#[inline]
-pub unsafe extern "C" fn inotify_init(real: InotifyInitFn) -> c_int {
-    // SAFETY: as in `open`.
-    lowest(|| unsafe { real() })
-}
+    /// `inotify_init(2)`.
+    pub fn inotify_init(InotifyInitFn) -> c_int;
+    |plain| lowest(plain)
 
-/// `inotify_init1(2)`.
-#[inline]
-pub unsafe extern "C" fn inotify_init1(real: InotifyFn, flags: c_int) -> c_int {
-    // SAFETY: as in `open`.
-    lowest(|| unsafe { real(flags) })
-}
+    /// `inotify_init1(2)`.
+    pub fn inotify_init1(InotifyFn, flags: c_int) -> c_int;
+    |plain| lowest(plain)
 
-/// `memfd_create(2)`.
-#[inline]
-pub unsafe extern "C" fn memfd_create(real: MemfdFn, name: *const c_char, flags: c_uint) -> c_int {
-    // SAFETY: as in `open`.
-    lowest(|| unsafe { real(name, flags) })
+    /// `memfd_create(2)`.
+    pub fn memfd_create(MemfdFn, name: *const c_char, flags: c_uint) -> c_int;
+    |plain| lowest(plain)
 }

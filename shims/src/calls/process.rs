@@ -1,148 +1,80 @@
 //! The calls that replace, spawn or end a process. Before an exec or a spawn, streams whose
 //! descriptor survives it go back to TCP; what a `fork` leads to is done by our handlers of `pthread_atfork`.
 
+use crate::calls::hooks::hooks;
 use crate::jump::within;
 use crate::real::{
-    CloneChildFn, CloneFn, DaemonFn, ExecEnvFn, ExecFn, ExecveatFn, ExitFn, FexecveFn, ForkFn, PopenFn,
-    PosixSpawnDup2Fn, PosixSpawnFn, SystemFn,
+    CloneChildFn, CloneFn, ExecEnvFn, ExecFn, ExecveatFn, ExitFn, FexecveFn, ForkFn, PopenFn, PosixSpawnDup2Fn,
+    PosixSpawnFn, SystemFn,
 };
 use libc::{FILE, c_char, c_int, c_void, pid_t, posix_spawn_file_actions_t, posix_spawnattr_t};
 
-/// `execve(2)`.
-#[inline]
-pub unsafe extern "C" fn execve(
-    real: ExecEnvFn,
-    path: *const c_char,
-    argv: *const *const c_char,
-    envp: *const *const c_char,
-) -> c_int {
-    before_exec(true);
-    // SAFETY: the caller's arguments, as they are.
-    unsafe { real(path, argv, envp) }
-}
+/// The arguments or the environment of a program.
+type Strings = *const *const c_char;
 
-/// `execv(3)`, and `execl`.
-#[inline]
-pub unsafe extern "C" fn execv(real: ExecFn, path: *const c_char, argv: *const *const c_char) -> c_int {
-    before_exec(true);
-    // SAFETY: the caller's arguments, as they are.
-    unsafe { real(path, argv) }
-}
+hooks! {
+    /// `execve(2)`.
+    pub fn execve(ExecEnvFn, path: *const c_char, argv: Strings, envp: Strings) -> c_int;
+    |plain| { before_exec(true); plain() }
 
-/// `execvp(3)`, and `execlp`.
-#[inline]
-pub unsafe extern "C" fn execvp(real: ExecFn, file: *const c_char, argv: *const *const c_char) -> c_int {
-    before_exec(true);
-    // SAFETY: the caller's arguments, as they are.
-    unsafe { real(file, argv) }
-}
+    /// `execv(3)`, and `execl`.
+    pub fn execv(ExecFn, path: *const c_char, argv: Strings) -> c_int;
+    |plain| { before_exec(true); plain() }
 
-/// `execvpe(3)`.
-#[inline]
-pub unsafe extern "C" fn execvpe(
-    real: ExecEnvFn,
-    file: *const c_char,
-    argv: *const *const c_char,
-    envp: *const *const c_char,
-) -> c_int {
-    before_exec(true);
-    // SAFETY: the caller's arguments, as they are.
-    unsafe { real(file, argv, envp) }
-}
+    /// `execvp(3)`, and `execlp`.
+    pub fn execvp(ExecFn, file: *const c_char, argv: Strings) -> c_int;
+    |plain| { before_exec(true); plain() }
 
-/// `fexecve(3)`.
-#[inline]
-pub unsafe extern "C" fn fexecve(
-    real: FexecveFn,
-    fd: c_int,
-    argv: *const *const c_char,
-    envp: *const *const c_char,
-) -> c_int {
-    before_exec(true);
-    // SAFETY: the caller's arguments, as they are.
-    unsafe { real(fd, argv, envp) }
-}
+    /// `execvpe(3)`.
+    pub fn execvpe(ExecEnvFn, file: *const c_char, argv: Strings, envp: Strings) -> c_int;
+    |plain| { before_exec(true); plain() }
 
-/// `execveat(2)`.
-#[inline]
-pub unsafe extern "C" fn execveat(
-    real: ExecveatFn,
-    dir: c_int,
-    path: *const c_char,
-    argv: *const *const c_char,
-    envp: *const *const c_char,
-    flags: c_int,
-) -> c_int {
-    before_exec(true);
-    // SAFETY: the caller's arguments, as they are.
-    unsafe { real(dir, path, argv, envp, flags) }
-}
+    /// `fexecve(3)`.
+    pub fn fexecve(FexecveFn, fd: c_int, argv: Strings, envp: Strings) -> c_int;
+    |plain| { before_exec(true); plain() }
 
-/// `posix_spawn(3)` and `posix_spawnp`; both return an error number, not -1. The child runs inside libc, without hooks.
-#[inline]
-pub unsafe extern "C" fn posix_spawn(
-    real: PosixSpawnFn,
-    pid: *mut pid_t,
-    path: *const c_char,
-    actions: *const posix_spawn_file_actions_t,
-    attributes: *const posix_spawnattr_t,
-    argv: *const *mut c_char,
-    envp: *const *mut c_char,
-) -> c_int {
-    before_exec(false);
-    // SAFETY: the caller's arguments, as they are.
-    unsafe { real(pid, path, actions, attributes, argv, envp) }
-}
+    /// `execveat(2)`.
+    pub fn execveat(ExecveatFn, dir: c_int, path: *const c_char, argv: Strings, envp: Strings, flags: c_int) -> c_int;
+    |plain| { before_exec(true); plain() }
 
-/// `posix_spawn_file_actions_adddup2(3)`: the spawned program gets a copy of `old`, be that close-on-exec or not.
-#[inline]
-pub unsafe extern "C" fn posix_spawn_file_actions_adddup2(
-    real: PosixSpawnDup2Fn,
-    actions: *mut posix_spawn_file_actions_t,
-    old: c_int,
-    new: c_int,
-) -> c_int {
-    crate::pass::for_program(old);
-    // SAFETY: the caller's arguments, as they are.
-    unsafe { real(actions, old, new) }
-}
+    /// `posix_spawn(3)` and `posix_spawnp`; both return an error number, not -1. The child runs inside libc, without
+    /// hooks.
+    pub fn posix_spawn(
+        PosixSpawnFn, pid: *mut pid_t, path: *const c_char, actions: *const posix_spawn_file_actions_t,
+        attributes: *const posix_spawnattr_t, argv: *const *mut c_char, envp: *const *mut c_char
+    ) -> c_int;
+    |plain| { before_exec(false); plain() }
 
-/// `system(3)`; spawns inside libc.
-#[inline]
-pub unsafe extern "C" fn system(real: SystemFn, command: *const c_char) -> c_int {
-    before_exec(false);
-    // SAFETY: the caller's arguments, as they are.
-    unsafe { real(command) }
-}
+    /// `posix_spawn_file_actions_adddup2(3)`: the spawned program gets a copy of `old`, be that close-on-exec or not.
+    pub fn posix_spawn_file_actions_adddup2(
+        PosixSpawnDup2Fn, actions: *mut posix_spawn_file_actions_t, old: c_int, new: c_int
+    ) -> c_int;
+    |plain| { crate::pass::for_program(old); plain() }
 
-/// `popen(3)`; spawns inside libc.
-#[inline]
-pub unsafe extern "C" fn popen(real: PopenFn, command: *const c_char, mode: *const c_char) -> *mut FILE {
-    before_exec(false);
-    // SAFETY: the caller's arguments, as they are.
-    unsafe { real(command, mode) }
-}
+    /// `system(3)`; spawns inside libc.
+    pub fn system(SystemFn, command: *const c_char) -> c_int;
+    |plain| { before_exec(false); plain() }
 
-/// `daemon(3)`; forks, and leaves the parent by an `_exit` that no hook sees.
-#[inline]
-pub unsafe extern "C" fn daemon(real: DaemonFn, nochdir: c_int, noclose: c_int) -> c_int {
-    // SAFETY: the caller's arguments, as they are.
-    unsafe { real(nochdir, noclose) }
-}
+    /// `popen(3)`; spawns inside libc.
+    pub fn popen(PopenFn, command: *const c_char, mode: *const c_char) -> *mut FILE;
+    |plain| { before_exec(false); plain() }
 
-/// `fork(2)`. The library's handlers of `pthread_atfork` do the work before and after it. Signal handlers run before or
-/// after, and a jump out of one leaves no lock of libc's taken.
-#[inline]
-pub unsafe extern "C" fn fork(real: ForkFn) -> pid_t {
-    // SAFETY: the caller's arguments, as they are.
-    within(|| unsafe { real() })
-}
+    /// `fork(2)`. The library's handlers of `pthread_atfork` do the work before and after it. Signal handlers run
+    /// before or after, and a jump out of one leaves no lock of libc's taken.
+    pub fn fork(ForkFn) -> pid_t;
+    |plain| within(plain)
 
-/// `_Fork(3)`: no handler of `pthread_atfork` runs, so ours are called here.
-#[inline]
-pub unsafe extern "C" fn fork_bare(real: ForkFn) -> pid_t {
-    // SAFETY: the caller's arguments, as they are.
-    crate::fork::around(|| unsafe { real() } as isize) as pid_t
+    /// `_Fork(3)`: no handler of `pthread_atfork` runs, so ours are called here.
+    pub fn fork_bare(ForkFn) -> pid_t;
+    |plain| crate::fork::around(|| plain() as isize) as pid_t
+
+    /// `_exit(2)` and `_Exit`: no handler of `atexit` runs. Does not return.
+    pub fn exit_now(ExitFn, status: c_int);
+    |plain| { crate::exit::at_exit(); plain() }
+
+    /// `quick_exit(3)`: only the handlers of `at_quick_exit` run. Does not return.
+    pub fn quick_exit(ExitFn, status: c_int);
+    |plain| { crate::exit::at_exit(); plain() }
 }
 
 /// The function that a child of `clone` runs.
@@ -202,22 +134,6 @@ pub unsafe extern "C" fn clone(
         crate::vfork::end();
     }
     pid
-}
-
-/// `_exit(2)` and `_Exit`: no handler of `atexit` runs. Does not return.
-#[inline]
-pub unsafe extern "C" fn exit_now(real: ExitFn, status: c_int) {
-    crate::exit::at_exit();
-    // SAFETY: the caller's arguments, as they are.
-    unsafe { real(status) }
-}
-
-/// `quick_exit(3)`: only the handlers of `at_quick_exit` run. Does not return.
-#[inline]
-pub unsafe extern "C" fn quick_exit(real: ExitFn, status: c_int) {
-    crate::exit::at_exit();
-    // SAFETY: the caller's arguments, as they are.
-    unsafe { real(status) }
 }
 
 /// Streams whose descriptor survives an exec go back to TCP.

@@ -1,5 +1,6 @@
 //! The calls that wait for readiness.
 
+use crate::calls::hooks::hooks;
 use crate::calls::numbers::lowest;
 use crate::closing;
 use crate::epoll::{Epoll, without_ours};
@@ -18,16 +19,94 @@ use crate::real::{
 };
 use libc::{c_int, epoll_event, fd_set, nfds_t, pollfd, sigset_t, size_t, timespec, timeval};
 
-/// `poll(2)`, time-out in ms.
-#[inline]
-pub unsafe extern "C" fn poll(real: PollFn, fds: *mut pollfd, count: nfds_t, timeout: c_int) -> c_int {
+hooks! {
+    /// `poll(2)`, time-out in ms.
+    pub fn poll(PollFn, fds: *mut pollfd, count: nfds_t, timeout: c_int) -> c_int;
     // SAFETY: the program's array.
-    if !unsafe { poll::has_ours(fds, count) } {
-        // SAFETY: the caller's arguments, as they are.
-        return unsafe { real(fds, count, timeout) };
+    |plain| match unsafe { poll::has_ours(fds, count) } {
+        // SAFETY: likewise.
+        true => unsafe { poll_on(fds, count, Timeout::from_ms(timeout), std::ptr::null()) },
+        false => plain(),
     }
-    // SAFETY: likewise.
-    unsafe { poll_on(fds, count, Timeout::from_ms(timeout), std::ptr::null()) }
+
+    /// `poll(2)` of a fortified program; libc aborts if `fds` is longer than `size` bytes.
+    pub fn poll_chk(PollChkFn, fds: *mut pollfd, count: nfds_t, timeout: c_int, size: size_t) -> c_int;
+    // SAFETY: the program's array.
+    |plain| match size / size_of::<pollfd>() >= count as usize && unsafe { poll::has_ours(fds, count) } {
+        // SAFETY: likewise.
+        true => unsafe { poll_on(fds, count, Timeout::from_ms(timeout), std::ptr::null()) },
+        false => plain(),
+    }
+
+    /// `ppoll(2)`.
+    pub fn ppoll(
+        PpollFn, fds: *mut pollfd, count: nfds_t, timeout: *const timespec, mask: *const sigset_t
+    ) -> c_int;
+    // SAFETY: null, or the program's own; its array.
+    |plain| match unsafe { (poll::has_ours(fds, count), Timeout::from_timespec(timeout.as_ref())) } {
+        // SAFETY: likewise.
+        (true, Some(time)) => unsafe { poll_on(fds, count, time, mask) },
+        _ => plain(),
+    }
+
+    /// `ppoll(2)` of a fortified program; libc aborts if `fds` is longer than `size` bytes.
+    pub fn ppoll_chk(
+        PpollChkFn, fds: *mut pollfd, count: nfds_t, timeout: *const timespec, mask: *const sigset_t, size: size_t
+    ) -> c_int;
+    // SAFETY: null, or the program's own; its array.
+    |plain| match unsafe { (poll::has_ours(fds, count), Timeout::from_timespec(timeout.as_ref())) } {
+        // SAFETY: likewise.
+        (true, Some(time)) if size / size_of::<pollfd>() >= count as usize => unsafe {
+            poll_on(fds, count, time, mask)
+        },
+        _ => plain(),
+    }
+
+    /// `select(2)`; Linux leaves the rest of the time in `timeout`.
+    pub fn select(
+        SelectFn, count: c_int, read: *mut fd_set, write: *mut fd_set, except: *mut fd_set, timeout: *mut timeval
+    ) -> c_int;
+    |plain| {
+        let sets = Sets { count, read, write, except };
+        // SAFETY: the program's sets.
+        if !unsafe { sets.has_ours() } {
+            return plain();
+        }
+        // SAFETY: likewise, and its time-out.
+        unsafe { select_on(&sets, timeout) }
+    }
+
+    /// `pselect(2)`.
+    pub fn pselect(
+        PselectFn, count: c_int, read: *mut fd_set, write: *mut fd_set, except: *mut fd_set, timeout: *const timespec,
+        mask: *const sigset_t
+    ) -> c_int;
+    |plain| {
+        let sets = Sets { count, read, write, except };
+        // SAFETY: the program's sets; null, or its time-out.
+        match unsafe { (sets.has_ours(), Timeout::from_timespec(timeout.as_ref())) } {
+            // SAFETY: likewise.
+            (true, Some(time)) => unsafe { pselect_on(&sets, time, mask) },
+            _ => plain(),
+        }
+    }
+
+    /// `epoll_create(2)`.
+    pub fn epoll_create(EpollCreateFn, size: c_int) -> c_int;
+    |plain| made(lowest(plain))
+
+    /// `epoll_create1(2)`.
+    pub fn epoll_create1(EpollCreateFn, flags: c_int) -> c_int;
+    |plain| made(lowest(plain))
+}
+
+/// An epoll set was made, unless `fd` is -1.
+#[inline]
+fn made(fd: c_int) -> c_int {
+    if fd >= 0 {
+        within(|| lifecycle::on_epoll(fd));
+    }
+    fd
 }
 
 #[inline(never)]
@@ -44,95 +123,10 @@ unsafe extern "C" fn poll_on(fds: *mut pollfd, count: nfds_t, timeout: Timeout, 
 /// # Safety
 /// `fds` has `count` entries; `mask` is null or the program's.
 unsafe fn kernel_poll(fds: *mut pollfd, count: nfds_t, timeout: Timeout, mask: *const sigset_t) -> c_int {
-    let left = timeout.to_timespec();
-    let left = left.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
     // SAFETY: by the contract.
-    let call = || unsafe { crate::real::ppoll().cancellable()(fds, count, left, mask) };
-    if timeout.is_zero() { call() } else { outside(call) }
-}
-
-/// `poll(2)` of a fortified program; libc aborts if `fds` is longer than `size` bytes.
-#[inline]
-pub unsafe extern "C" fn poll_chk(
-    real: PollChkFn,
-    fds: *mut pollfd,
-    count: nfds_t,
-    timeout: c_int,
-    size: size_t,
-) -> c_int {
-    // SAFETY: the program's array.
-    if size / size_of::<pollfd>() < count as usize || !unsafe { poll::has_ours(fds, count) } {
-        // SAFETY: the caller's arguments, as they are.
-        return unsafe { real(fds, count, timeout, size) };
-    }
-    // SAFETY: likewise.
-    unsafe { poll_on(fds, count, Timeout::from_ms(timeout), std::ptr::null()) }
-}
-
-/// `ppoll(2)`.
-#[inline]
-pub unsafe extern "C" fn ppoll(
-    real: PpollFn,
-    fds: *mut pollfd,
-    count: nfds_t,
-    timeout: *const timespec,
-    mask: *const sigset_t,
-) -> c_int {
-    // SAFETY: null, or the program's own; its array.
-    let (ours, time) = unsafe { (poll::has_ours(fds, count), Timeout::from_timespec(timeout.as_ref())) };
-    match time {
-        // SAFETY: the caller's arguments, as they are.
-        Some(time) if ours => unsafe { poll_on(fds, count, time, mask) },
-        // SAFETY: likewise.
-        _ => unsafe { real(fds, count, timeout, mask) },
-    }
-}
-
-/// `ppoll(2)` of a fortified program; libc aborts if `fds` is longer than `size` bytes.
-#[inline]
-pub unsafe extern "C" fn ppoll_chk(
-    real: PpollChkFn,
-    fds: *mut pollfd,
-    count: nfds_t,
-    timeout: *const timespec,
-    mask: *const sigset_t,
-    size: size_t,
-) -> c_int {
-    // SAFETY: null, or the program's own; its array.
-    let (ours, time) = unsafe { (poll::has_ours(fds, count), Timeout::from_timespec(timeout.as_ref())) };
-    match time {
-        // SAFETY: the caller's arguments, as they are.
-        Some(time) if ours && size / size_of::<pollfd>() >= count as usize => unsafe {
-            poll_on(fds, count, time, mask)
-        },
-        // SAFETY: likewise.
-        _ => unsafe { real(fds, count, timeout, mask, size) },
-    }
-}
-
-/// `select(2)`; Linux leaves the rest of the time in `timeout`.
-#[inline]
-pub unsafe extern "C" fn select(
-    real: SelectFn,
-    count: c_int,
-    read: *mut fd_set,
-    write: *mut fd_set,
-    except: *mut fd_set,
-    timeout: *mut timeval,
-) -> c_int {
-    let sets = Sets {
-        count,
-        read,
-        write,
-        except,
-    };
-    // SAFETY: the program's sets.
-    if !unsafe { sets.has_ours() } {
-        // SAFETY: the caller's arguments, as they are.
-        return unsafe { real(count, read, write, except, timeout) };
-    }
-    // SAFETY: likewise.
-    unsafe { select_on(&sets, timeout) }
+    in_timespec(timeout, |left| unsafe {
+        crate::real::ppoll().cancellable()(fds, count, left, mask)
+    })
 }
 
 #[inline(never)]
@@ -160,57 +154,12 @@ unsafe extern "C" fn select_on(sets: &Sets, timeout: *mut timeval) -> c_int {
     result
 }
 
-/// `pselect(2)`.
-#[inline]
-pub unsafe extern "C" fn pselect(
-    real: PselectFn,
-    count: c_int,
-    read: *mut fd_set,
-    write: *mut fd_set,
-    except: *mut fd_set,
-    timeout: *const timespec,
-    mask: *const sigset_t,
-) -> c_int {
-    let sets = Sets {
-        count,
-        read,
-        write,
-        except,
-    };
-    // SAFETY: the program's sets; null, or its time-out.
-    let (ours, time) = unsafe { (sets.has_ours(), Timeout::from_timespec(timeout.as_ref())) };
-    match time {
-        // SAFETY: the caller's arguments, as they are.
-        Some(time) if ours => unsafe { pselect_on(&sets, time, mask) },
-        // SAFETY: likewise.
-        _ => unsafe { real(count, read, write, except, timeout, mask) },
-    }
-}
-
 #[inline(never)]
 unsafe extern "C" fn pselect_on(sets: &Sets, timeout: Timeout, mask: *const sigset_t) -> c_int {
     // SAFETY: `fds` has n entries.
     let call = |fds, n, left| unsafe { kernel_poll(fds, n, left, mask) };
     // SAFETY: the program's sets.
     within_point(|| unsafe { sets.select(timeout, call) })
-}
-
-/// `epoll_create(2)`.
-#[inline]
-pub unsafe extern "C" fn epoll_create(real: EpollCreateFn, size: c_int) -> c_int {
-    // SAFETY: the caller's arguments, as they are.
-    let fd = lowest(|| unsafe { real(size) });
-    if fd >= 0 {
-        within(|| lifecycle::on_epoll(fd));
-    }
-    fd
-}
-
-/// `epoll_create1(2)`.
-#[inline]
-pub unsafe extern "C" fn epoll_create1(real: EpollCreateFn, flags: c_int) -> c_int {
-    // SAFETY: the caller's arguments, as they are: to `epoll_create` they are a size.
-    unsafe { epoll_create(real, flags) }
 }
 
 /// `epoll_ctl(2)`.
@@ -281,187 +230,91 @@ unsafe extern "C" fn epoll_ctl_on(
     }
 }
 
-/// `epoll_wait(2)`, time-out in ms.
-#[inline]
-pub unsafe extern "C" fn epoll_wait(
-    real: EpollWaitFn,
-    epoll: c_int,
-    events: *mut epoll_event,
-    count: c_int,
-    timeout: c_int,
-) -> c_int {
-    match table::lookup(epoll) {
-        // SAFETY: the caller's arguments, as they are.
-        Entry::Epoll(set) => unsafe { epoll_wait_on(set, real, epoll, events, count, timeout) },
-        // SAFETY: likewise.
-        _ if Library::current().is_some() => unsafe { epoll_wait_unknown(real, epoll, events, count, timeout) },
-        // SAFETY: likewise.
-        _ => unsafe { real(epoll, events, count, timeout) },
-    }
+/// The calls that wait on an epoll set. For each: the type of libc's function; its time-out, and its mask, if any;
+/// the time-out as a [`Timeout`], `None` where the kernel refuses it; and the function that turns that back.
+macro_rules! epoll_waits {
+    ($(
+        $(#[$what:meta])*
+        pub fn $name:ident($real:ty, $timeout:ident: $type:ty $(, $mask:ident: $mask_type:ty)?) = $time:expr, $left:ident;
+    )*) => {$(
+        $(#[$what])*
+        #[inline]
+        pub unsafe extern "C" fn $name(
+            real: $real, epoll: c_int, events: *mut epoll_event, count: c_int, $timeout: $type $(, $mask: $mask_type)?
+        ) -> c_int {
+            #[inline(never)]
+            unsafe extern "C" fn known(
+                set: &'static Epoll, real: $real, epoll: c_int, events: *mut epoll_event, count: c_int,
+                $timeout: $type $(, $mask: $mask_type)?
+            ) -> c_int {
+                let Some(time) = $time else {
+                    // SAFETY: the caller's arguments, as they are: the kernel says what is wrong.
+                    return unsafe { real(epoll, events, count, $timeout $(, $mask)?) };
+                };
+                let call = |epoll: c_int, events: *mut epoll_event, count: c_int, left: Timeout| {
+                    // SAFETY: `events` has `count` entries.
+                    $left(left, |left| unsafe { real.cancellable()(epoll, events, count, left $(, $mask)?) })
+                };
+                // SAFETY: the program's array.
+                within_point(|| unsafe { set.wait(epoll, events, count, time, &call) })
+            }
+
+            #[inline(never)]
+            unsafe extern "C" fn unknown(
+                real: $real, epoll: c_int, events: *mut epoll_event, count: c_int, $timeout: $type $(, $mask: $mask_type)?
+            ) -> c_int {
+                let Some(time) = $time else {
+                    // SAFETY: as above.
+                    return unsafe { real(epoll, events, count, $timeout $(, $mask)?) };
+                };
+                // SAFETY: the caller's arguments, as they are.
+                let call = |left| $left(left, |left| unsafe {
+                    real.cancellable()(epoll, events, count, left $(, $mask)?)
+                });
+                // SAFETY: the program's array.
+                within(|| unsafe { without_ours(events, time, call) })
+            }
+
+            match table::lookup(epoll) {
+                // SAFETY: the caller's arguments, as they are.
+                Entry::Epoll(set) => unsafe { known(set, real, epoll, events, count, $timeout $(, $mask)?) },
+                // SAFETY: likewise.
+                _ if Library::current().is_some() => unsafe { unknown(real, epoll, events, count, $timeout $(, $mask)?) },
+                // SAFETY: likewise.
+                _ => unsafe { real(epoll, events, count, $timeout $(, $mask)?) },
+            }
+        }
+    )*};
 }
 
-#[inline(never)]
-unsafe extern "C" fn epoll_wait_unknown(
-    real: EpollWaitFn,
-    epoll: c_int,
-    events: *mut epoll_event,
-    count: c_int,
-    timeout: c_int,
-) -> c_int {
-    let call = |t: Timeout| {
-        // SAFETY: the caller's arguments, as they are.
-        let call = || unsafe { real.cancellable()(epoll, events, count, t.to_ms()) };
-        if t.is_zero() { call() } else { outside(call) }
-    };
-    // SAFETY: the program's array.
-    within(|| unsafe { without_ours(events, Timeout::from_ms(timeout), call) })
+epoll_waits! {
+    /// `epoll_wait(2)`, time-out in ms.
+    pub fn epoll_wait(EpollWaitFn, timeout: c_int) = Some(Timeout::from_ms(timeout)), in_ms;
+    /// `epoll_pwait(2)`, time-out in ms.
+    pub fn epoll_pwait(EpollPwaitFn, timeout: c_int, mask: *const sigset_t) = Some(Timeout::from_ms(timeout)), in_ms;
+    /// `epoll_pwait2(2)`.
+    pub fn epoll_pwait2(EpollPwait2Fn, timeout: *const timespec, mask: *const sigset_t) = given(timeout), in_timespec;
 }
 
-#[inline(never)]
-unsafe extern "C" fn epoll_wait_on(
-    set: &'static Epoll,
-    real: EpollWaitFn,
-    epoll: c_int,
-    events: *mut epoll_event,
-    count: c_int,
-    timeout: c_int,
-) -> c_int {
-    let call = |epoll: c_int, e: *mut epoll_event, n: c_int, t: Timeout| {
-        // SAFETY: `e` has n entries.
-        let call = || unsafe { real.cancellable()(epoll, e, n, t.to_ms()) };
-        if t.is_zero() { call() } else { outside(call) }
-    };
-    // SAFETY: the program's array.
-    within_point(|| unsafe { set.wait(epoll, events, count, Timeout::from_ms(timeout), &call) })
-}
-
-/// `epoll_pwait(2)`, time-out in ms.
-#[inline]
-pub unsafe extern "C" fn epoll_pwait(
-    real: EpollPwaitFn,
-    epoll: c_int,
-    events: *mut epoll_event,
-    count: c_int,
-    timeout: c_int,
-    mask: *const sigset_t,
-) -> c_int {
-    match table::lookup(epoll) {
-        // SAFETY: the caller's arguments, as they are.
-        Entry::Epoll(set) => unsafe { epoll_pwait_on(set, real, epoll, events, count, timeout, mask) },
-        // SAFETY: likewise.
-        _ if Library::current().is_some() => unsafe { epoll_pwait_unknown(real, epoll, events, count, timeout, mask) },
-        // SAFETY: likewise.
-        _ => unsafe { real(epoll, events, count, timeout, mask) },
-    }
-}
-
-#[inline(never)]
-unsafe extern "C" fn epoll_pwait_unknown(
-    real: EpollPwaitFn,
-    epoll: c_int,
-    events: *mut epoll_event,
-    count: c_int,
-    timeout: c_int,
-    mask: *const sigset_t,
-) -> c_int {
-    let call = |t: Timeout| {
-        // SAFETY: the caller's arguments, as they are.
-        let call = || unsafe { real.cancellable()(epoll, events, count, t.to_ms(), mask) };
-        if t.is_zero() { call() } else { outside(call) }
-    };
-    // SAFETY: the program's array.
-    within(|| unsafe { without_ours(events, Timeout::from_ms(timeout), call) })
-}
-
-#[inline(never)]
-unsafe extern "C" fn epoll_pwait_on(
-    set: &'static Epoll,
-    real: EpollPwaitFn,
-    epoll: c_int,
-    events: *mut epoll_event,
-    count: c_int,
-    timeout: c_int,
-    mask: *const sigset_t,
-) -> c_int {
-    let call = |epoll: c_int, e: *mut epoll_event, n: c_int, t: Timeout| {
-        // SAFETY: `e` has n entries.
-        let call = || unsafe { real.cancellable()(epoll, e, n, t.to_ms(), mask) };
-        if t.is_zero() { call() } else { outside(call) }
-    };
-    // SAFETY: the program's array.
-    within_point(|| unsafe { set.wait(epoll, events, count, Timeout::from_ms(timeout), &call) })
-}
-
-/// `epoll_pwait2(2)`.
-#[inline]
-pub unsafe extern "C" fn epoll_pwait2(
-    real: EpollPwait2Fn,
-    epoll: c_int,
-    events: *mut epoll_event,
-    count: c_int,
-    timeout: *const timespec,
-    mask: *const sigset_t,
-) -> c_int {
-    match table::lookup(epoll) {
-        // SAFETY: the caller's arguments, as they are.
-        Entry::Epoll(set) => unsafe { epoll_pwait2_on(set, real, epoll, events, count, timeout, mask) },
-        // SAFETY: likewise.
-        _ if Library::current().is_some() => unsafe { epoll_pwait2_unknown(real, epoll, events, count, timeout, mask) },
-        // SAFETY: likewise.
-        _ => unsafe { real(epoll, events, count, timeout, mask) },
-    }
-}
-
-#[inline(never)]
-unsafe extern "C" fn epoll_pwait2_unknown(
-    real: EpollPwait2Fn,
-    epoll: c_int,
-    events: *mut epoll_event,
-    count: c_int,
-    timeout: *const timespec,
-    mask: *const sigset_t,
-) -> c_int {
+/// A time-out of the program's, if it is one.
+fn given(timeout: *const timespec) -> Option<Timeout> {
     // SAFETY: null, or the program's own.
-    let (time, is_odd) = unsafe {
-        let given = crate::iov::plausible(timeout);
-        (Timeout::from_timespec(given), given.is_none() && !timeout.is_null())
-    };
-    let Some(time) = time.filter(|_| !is_odd) else {
-        // SAFETY: the caller's arguments, as they are: the kernel says what is wrong.
-        return unsafe { real(epoll, events, count, timeout, mask) };
-    };
-    let call = |t: Timeout| {
-        let left = t.to_timespec();
-        let left = left.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
-        // SAFETY: the caller's arguments, as they are.
-        let call = || unsafe { real.cancellable()(epoll, events, count, left, mask) };
-        if t.is_zero() { call() } else { outside(call) }
-    };
-    // SAFETY: the program's array.
-    within(|| unsafe { without_ours(events, time, call) })
+    let given = unsafe { crate::iov::plausible(timeout) };
+    Timeout::from_timespec(given).filter(|_| given.is_some() || timeout.is_null())
 }
 
-#[inline(never)]
-unsafe extern "C" fn epoll_pwait2_on(
-    set: &'static Epoll,
-    real: EpollPwait2Fn,
-    epoll: c_int,
-    events: *mut epoll_event,
-    count: c_int,
-    timeout: *const timespec,
-    mask: *const sigset_t,
-) -> c_int {
-    // SAFETY: null, or the program's own.
-    let Some(time) = Timeout::from_timespec(unsafe { timeout.as_ref() }) else {
-        return crate::errno::fail(libc::EINVAL);
-    };
-    let call = |epoll: c_int, e: *mut epoll_event, n: c_int, t: Timeout| {
-        let left = t.to_timespec();
-        let left = left.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
-        // SAFETY: `e` has n entries.
-        let call = || unsafe { real.cancellable()(epoll, e, n, left, mask) };
-        if t.is_zero() { call() } else { outside(call) }
-    };
-    // SAFETY: the program's array.
-    within_point(|| unsafe { set.wait(epoll, events, count, time, &call) })
+/// Waits for so long by `call`, which takes ms.
+#[inline]
+fn in_ms(time: Timeout, call: impl FnOnce(c_int) -> c_int) -> c_int {
+    let call = || call(time.to_ms());
+    if time.is_zero() { call() } else { outside(call) }
+}
+
+/// As [`in_ms`], by `call`, which takes null for ever.
+#[inline]
+fn in_timespec(time: Timeout, call: impl FnOnce(*const timespec) -> c_int) -> c_int {
+    let left = time.to_timespec();
+    let left = left.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
+    let call = || call(left);
+    if time.is_zero() { call() } else { outside(call) }
 }

@@ -6,6 +6,7 @@ use std::sync::atomic::Ordering::{Acquire, Release};
 
 use rdmasock_core::stats::Reason;
 
+use crate::calls::hooks::hooks;
 use crate::calls::numbers::lowest;
 use crate::calls::report;
 use crate::closing;
@@ -43,33 +44,31 @@ pub unsafe extern "C" fn socket(real: SocketFn, domain: c_int, kind: c_int, prot
     fd
 }
 
-/// `listen(2)`.
-#[inline]
-pub unsafe extern "C" fn listen(real: SocketIntFn, fd: c_int, backlog: c_int) -> c_int {
-    // SAFETY: the caller's arguments, as they are.
-    let result = unsafe { real(fd, backlog) };
-    if result == 0 {
-        within(|| lifecycle::on_listen(fd));
+hooks! {
+    /// `listen(2)`.
+    pub fn listen(SocketIntFn, fd: c_int, backlog: c_int) -> c_int;
+    |plain| {
+        let result = plain();
+        if result == 0 {
+            within(|| lifecycle::on_listen(fd));
+        }
+        result
     }
-    result
+
+    /// `accept(2)`.
+    pub fn accept(AcceptFn, fd: c_int, address: *mut sockaddr, address_len: *mut socklen_t) -> c_int;
+    |blocking plain| accepted(fd, false, || lowest(plain))
+
+    /// `accept4(2)`.
+    pub fn accept4(Accept4Fn, fd: c_int, address: *mut sockaddr, address_len: *mut socklen_t, flags: c_int) -> c_int;
+    |blocking plain| accepted(fd, flags & libc::SOCK_NONBLOCK != 0, || lowest(plain))
 }
 
-/// `accept(2)`.
 #[inline]
-pub unsafe extern "C" fn accept(
-    real: AcceptFn,
-    fd: c_int,
-    address: *mut sockaddr,
-    address_len: *mut socklen_t,
-) -> c_int {
+fn accepted(fd: c_int, nonblocking: bool, accept: impl FnOnce() -> c_int) -> c_int {
     match table::lookup(fd) {
-        // SAFETY: the caller's arguments, as they are.
-        Entry::Listener(listener) => unsafe { accept_on(listener, real, fd, address, address_len) },
-        _ => {
-            // SAFETY: likewise.
-            let new = lowest(|| unsafe { real.cancellable()(fd, address, address_len) });
-            on_accept_of_unknown(fd, new, false)
-        }
+        Entry::Listener(listener) => within(|| accept_from(listener, nonblocking, accept)),
+        _ => on_accept_of_unknown(fd, accept(), nonblocking),
     }
 }
 
@@ -79,19 +78,6 @@ fn on_accept_of_unknown(fd: c_int, new: c_int, nonblocking: bool) -> c_int {
         within(|| lifecycle::on_accept_of_unknown(fd, new, nonblocking));
     }
     new
-}
-
-#[inline(never)]
-unsafe extern "C" fn accept_on(
-    listener: &'static Listener,
-    real: AcceptFn,
-    fd: c_int,
-    address: *mut sockaddr,
-    address_len: *mut socklen_t,
-) -> c_int {
-    // SAFETY: the caller's arguments, as they are.
-    let accept = || lowest(|| unsafe { real.cancellable()(fd, address, address_len) });
-    within(|| accept_from(listener, false, accept))
 }
 
 /// The listener is kept meanwhile: the number may be closed, and the kernel still gives out a connection.
@@ -109,40 +95,6 @@ fn accept_from(listener: &'static Listener, nonblocking: bool, accept: impl FnOn
     listener.release();
     errno::set(errno);
     new
-}
-
-/// `accept4(2)`.
-#[inline]
-pub unsafe extern "C" fn accept4(
-    real: Accept4Fn,
-    fd: c_int,
-    address: *mut sockaddr,
-    address_len: *mut socklen_t,
-    flags: c_int,
-) -> c_int {
-    match table::lookup(fd) {
-        // SAFETY: the caller's arguments, as they are.
-        Entry::Listener(listener) => unsafe { accept4_on(listener, real, fd, address, address_len, flags) },
-        _ => {
-            // SAFETY: likewise.
-            let new = lowest(|| unsafe { real.cancellable()(fd, address, address_len, flags) });
-            on_accept_of_unknown(fd, new, flags & libc::SOCK_NONBLOCK != 0)
-        }
-    }
-}
-
-#[inline(never)]
-unsafe extern "C" fn accept4_on(
-    listener: &'static Listener,
-    real: Accept4Fn,
-    fd: c_int,
-    address: *mut sockaddr,
-    address_len: *mut socklen_t,
-    flags: c_int,
-) -> c_int {
-    // SAFETY: the caller's arguments, as they are.
-    let accept = || lowest(|| unsafe { real.cancellable()(fd, address, address_len, flags) });
-    within(|| accept_from(listener, flags & libc::SOCK_NONBLOCK != 0, accept))
 }
 
 /// `connect(2)`.
@@ -192,32 +144,26 @@ pub unsafe extern "C" fn shutdown(real: SocketIntFn, fd: c_int, how: c_int) -> c
 
 #[inline(never)]
 unsafe extern "C" fn shutdown_on(socket: &'static Socket, real: SocketIntFn, fd: c_int, how: c_int) -> c_int {
-    // SAFETY: the caller's arguments, as they are.
-    within(|| unsafe { shut(socket, real, fd, how) })
-}
-
-unsafe fn shut(socket: &'static Socket, real: SocketIntFn, fd: c_int, how: c_int) -> c_int {
-    reclaim(socket);
-    let sends = how == libc::SHUT_WR || how == libc::SHUT_RDWR;
-    let mut farewell = Farewell::NONE;
-    let result = if how == libc::SHUT_RD && connection::shut_receiving(socket) {
-        0
-    } else if sends && connection::shut(socket, how == libc::SHUT_RDWR, &mut farewell) {
-        match how {
-            libc::SHUT_WR => 0,
-            // SAFETY: the caller's own socket.
-            _ => unsafe { real(fd, libc::SHUT_RD) },
+    // SAFETY: the caller's own socket.
+    let call = |how| unsafe { real(fd, how) };
+    within(|| {
+        reclaim(socket);
+        let sends = how == libc::SHUT_WR || how == libc::SHUT_RDWR;
+        let mut farewell = Farewell::NONE;
+        let result = if how == libc::SHUT_RD && connection::shut_receiving(socket) {
+            0
+        } else if sends && connection::shut(socket, how == libc::SHUT_RDWR, &mut farewell) {
+            if how == libc::SHUT_WR { 0 } else { call(libc::SHUT_RD) }
+        } else {
+            call(how)
+        };
+        farewell.tell();
+        // With both halves shut a hang-up is told, whichever was the last.
+        if result == 0 && (how != libc::SHUT_WR || socket.rx_shut.load(Acquire)) {
+            rx::shut(socket);
         }
-    } else {
-        // SAFETY: the caller's arguments, as they are.
-        unsafe { real(fd, how) }
-    };
-    farewell.tell();
-    // With both halves shut a hang-up is told, whichever was the last.
-    if result == 0 && (how != libc::SHUT_WR || socket.rx_shut.load(Acquire)) {
-        rx::shut(socket);
-    }
-    result
+        result
+    })
 }
 
 /// `getsockopt(2)`.

@@ -1,49 +1,22 @@
 //! The calls that move bytes between a socket and a file or pipe.
 
+use super::shape::call;
 use crate::closing;
 use crate::jump::within;
 use crate::real::Cancellable;
 use crate::rx;
 use crate::socket::Socket;
-use crate::table;
 use crate::tx;
 
 use crate::real::{SendFileFn, SpliceFn};
 use libc::{c_int, c_uint, off_t, size_t, ssize_t};
 
-/// `sendfile(2)`; only `out` can be a socket.
-#[inline]
-pub unsafe extern "C" fn sendfile(
-    real: SendFileFn,
-    out: c_int,
-    input: c_int,
-    offset: *mut off_t,
-    count: size_t,
-) -> ssize_t {
-    match table::socket(out) {
-        // SAFETY: the caller's arguments, as they are.
-        None => unsafe { real(out, input, offset, count) },
-        // SAFETY: likewise.
-        Some(socket) => unsafe { sendfile_on(socket, real, out, input, offset, count) },
-    }
-}
-
-#[inline(never)]
-unsafe extern "C" fn sendfile_on(
-    socket: &'static Socket,
-    real: SendFileFn,
-    out: c_int,
-    input: c_int,
-    offset: *mut off_t,
-    count: size_t,
-) -> ssize_t {
-    // SAFETY: the program's own offset.
-    unsafe {
-        within(|| {
-            tx::sendfile::sendfile(socket, out, input, offset, count, &|out| {
-                real.cancellable()(out, input, offset, count)
-            })
-        })
+call! {
+    /// `sendfile(2)`; only `out` can be a socket.
+    pub fn sendfile(SendFileFn, out, input: c_int, offset: *mut off_t, count: size_t) -> ssize_t;
+    fn sendfile_on(socket, _plain, kernel) {
+        // SAFETY: the program's own offset.
+        within(|| unsafe { tx::sendfile::sendfile(socket, out, input, offset, count, &kernel) })
     }
 }
 

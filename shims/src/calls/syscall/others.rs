@@ -24,39 +24,26 @@ pub(super) const OTHERS: &[(c_long, Handler)] = &[
     (libc::SYS_io_uring_setup, io_uring_setup),
 ];
 
+/// `system_call!(NUMBER(ARGUMENT: TYPE, …) -> RESULT = WORD, …)`: a function of libc's shape for the system call.
+macro_rules! system_call {
+    ($number:ident($($argument:ident: $type:ty),*) -> $result:ty = $($word:expr),*) => {{
+        unsafe extern "C" fn system_call($($argument: $type),*) -> $result {
+            // SAFETY: the program's own call.
+            result(unsafe { kernel::call(libc::$number, [$($word as usize),*]) }) as $result
+        }
+        system_call
+    }};
+}
+
 /// The offset in two halves, of which on a 64-bit machine the lower one is the whole.
 macro_rules! vector_at {
     ($name:ident, $number:ident) => {
         unsafe extern "C" fn $name(a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
-            unsafe extern "C" fn system_call(
-                fd: c_int,
-                iov: *const iovec,
-                count: c_int,
-                at: off_t,
-                flags: c_int,
-            ) -> ssize_t {
-                let words = [
-                    fd as usize,
-                    iov as usize,
-                    count as usize,
-                    at as usize,
-                    0,
-                    flags as usize,
-                ];
-                // SAFETY: the program's own call.
-                result(unsafe { kernel::call(libc::$number, words) }) as ssize_t
-            }
-            // SAFETY: likewise.
-            let served = || unsafe {
-                io::$name(
-                    system_call,
-                    a as c_int,
-                    b as *const iovec,
-                    c as c_int,
-                    d as off_t,
-                    f as c_int,
-                )
-            } as c_long;
+            let call = system_call!($number(fd: c_int, iov: *const iovec, count: c_int, at: off_t, flags: c_int) -> ssize_t
+                = fd, iov, count, at, 0, flags);
+            let (fd, iov, count, flags) = (a as c_int, b as *const iovec, c as c_int, f as c_int);
+            // SAFETY: the program's own call.
+            let served = || unsafe { io::$name(call, fd, iov, count, d as off_t, flags) } as c_long;
             // SAFETY: likewise.
             let plain = || result(unsafe { kernel::call(libc::$number, [a, b, c, d, e, f]) });
             waits_on(a, served, plain)
@@ -96,23 +83,10 @@ unsafe fn leave_rest(timeout: *mut timespec, call: impl FnOnce() -> c_int) -> c_
 }
 
 unsafe extern "C" fn ppoll(a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
-    unsafe extern "C" fn system_call(
-        fds: *mut pollfd,
-        count: nfds_t,
-        timeout: *const timespec,
-        mask: *const sigset_t,
-    ) -> c_int {
-        let words = [
-            fds as usize,
-            count as usize,
-            timeout as usize,
-            mask as usize,
-            MASK_SIZE,
-            0,
-        ];
-        // SAFETY: the program's own call.
-        result(unsafe { kernel::call(libc::SYS_ppoll, words) }) as c_int
-    }
+    let system_call = system_call!(
+        SYS_ppoll(fds: *mut pollfd, count: nfds_t, timeout: *const timespec, mask: *const sigset_t) -> c_int
+            = fds, count, timeout, mask, MASK_SIZE, 0
+    );
     let (fds, count, timeout) = (a as *mut pollfd, b as nfds_t, c as *mut timespec);
     // SAFETY: the program's array.
     let served = is_mask(d, e) && unsafe { poll::has_ours(fds, count) };
@@ -185,67 +159,29 @@ unsafe extern "C" fn pselect6(a: usize, b: usize, c: usize, d: usize, e: usize, 
     waits(a, call, || 0)
 }
 
-unsafe extern "C" fn epoll_pwait(a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
-    unsafe extern "C" fn system_call(
-        epoll: c_int,
-        events: *mut epoll_event,
-        count: c_int,
-        timeout: c_int,
-        mask: *const sigset_t,
-    ) -> c_int {
-        let words = [
-            epoll as usize,
-            events as usize,
-            count as usize,
-            timeout as usize,
-            mask as usize,
-            MASK_SIZE,
-        ];
-        // SAFETY: the program's own call.
-        result(unsafe { kernel::call(libc::SYS_epoll_pwait, words) }) as c_int
-    }
-    // SAFETY: the program's own call.
-    let plain = || result(unsafe { kernel::call(libc::SYS_epoll_pwait, [a, b, c, d, e, f]) });
-    if !is_mask(e, f) {
-        return plain();
-    }
-    let (events, mask) = (b as *mut epoll_event, e as *const sigset_t);
-    // SAFETY: likewise.
-    let served =
-        || unsafe { ready::epoll_pwait(system_call, a as c_int, events, c as c_int, d as c_int, mask) } as c_long;
-    waits_on(a, served, plain)
+/// A wait on an epoll set; behind the mask is its size.
+macro_rules! epoll_wait {
+    ($name:ident, $number:ident, $timeout:ty) => {
+        unsafe extern "C" fn $name(a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
+            let call = system_call!(
+                $number(epoll: c_int, events: *mut epoll_event, n: c_int, time: $timeout, mask: *const sigset_t) -> c_int
+                    = epoll, events, n, time, mask, MASK_SIZE
+            );
+            // SAFETY: the program's own call.
+            let plain = || result(unsafe { kernel::call(libc::$number, [a, b, c, d, e, f]) });
+            if !is_mask(e, f) {
+                return plain();
+            }
+            let (epoll, events, n, mask) = (a as c_int, b as *mut epoll_event, c as c_int, e as *const sigset_t);
+            // SAFETY: likewise.
+            let served = || unsafe { ready::$name(call, epoll, events, n, d as $timeout, mask) } as c_long;
+            waits_on(a, served, plain)
+        }
+    };
 }
 
-unsafe extern "C" fn epoll_pwait2(a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
-    unsafe extern "C" fn system_call(
-        epoll: c_int,
-        events: *mut epoll_event,
-        count: c_int,
-        timeout: *const timespec,
-        mask: *const sigset_t,
-    ) -> c_int {
-        let words = [
-            epoll as usize,
-            events as usize,
-            count as usize,
-            timeout as usize,
-            mask as usize,
-            MASK_SIZE,
-        ];
-        // SAFETY: the program's own call.
-        result(unsafe { kernel::call(libc::SYS_epoll_pwait2, words) }) as c_int
-    }
-    // SAFETY: the program's own call.
-    let plain = || result(unsafe { kernel::call(libc::SYS_epoll_pwait2, [a, b, c, d, e, f]) });
-    if !is_mask(e, f) {
-        return plain();
-    }
-    let (events, timeout, mask) = (b as *mut epoll_event, d as *const timespec, e as *const sigset_t);
-    // SAFETY: likewise.
-    let served =
-        || unsafe { ready::epoll_pwait2(system_call, a as c_int, events, c as c_int, timeout, mask) } as c_long;
-    waits_on(a, served, plain)
-}
+epoll_wait!(epoll_pwait, SYS_epoll_pwait, c_int);
+epoll_wait!(epoll_pwait2, SYS_epoll_pwait2, *const timespec);
 
 unsafe extern "C" fn exit_group(a: usize, _: usize, _: usize, _: usize, _: usize, _: usize) -> c_long {
     unsafe extern "C" fn system_call(status: c_int) {

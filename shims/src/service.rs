@@ -17,7 +17,6 @@ mod channels;
 mod command;
 mod control;
 mod ends;
-mod given_back;
 mod guard;
 mod guests;
 mod handshakes;

@@ -17,7 +17,6 @@ use rdmasock_core::stream::handshake::Role;
 use rdmasock_core::wire::{self, Geometry, LinkAddress, LinkOffer, MAX_MESSAGE, Message};
 
 use super::asking::ASK_TIMEOUT;
-use super::given_back;
 use super::link_table::{LINK_TIMEOUT, Pending};
 use super::state::{Conn, Peer, Worker};
 use crate::config::config;
@@ -29,7 +28,7 @@ use crate::points::point;
 use crate::ready;
 use crate::socket::{self, Mode, Sending, Socket};
 use crate::waiters::SERVICE;
-use rdmasock_core::stream::connection::{self, Broken, OpenNonces, SocketIo as _};
+use rdmasock_core::stream::connection::{self, Broken, MOST_ASIDE, OpenNonces, SocketIo as _};
 
 /// After how long a dead link on which a thread still sleeps is looked at again, ns. What is under way on its queue
 /// pair completes as failed, which wakes the thread.
@@ -117,13 +116,7 @@ impl Worker {
         fds: Vec<PrivateFd>,
     ) {
         if !self.library.offers.redeem(&cookie, &peer) {
-            self.reply(
-                conn,
-                &Message::LinkRefuse {
-                    reason: wire::Reason::Secret,
-                },
-            );
-            return self.hang_up(conn, Reason::Violation);
+            return self.refuse_link(conn, wire::Reason::Secret, Reason::Violation);
         }
         let arena = self.can_begin().then(|| self.make_arena()).flatten();
         let made = arena.and_then(|(arena, layout)| {
@@ -132,13 +125,7 @@ impl Worker {
             Some((arena, layout, link))
         });
         let Some((arena, layout, link)) = made else {
-            self.reply(
-                conn,
-                &Message::LinkRefuse {
-                    reason: wire::Reason::Resources,
-                },
-            );
-            return self.hang_up(conn, Reason::Resources);
+            return self.refuse_link(conn, wire::Reason::Resources, Reason::Resources);
         };
         let Some(channel) = self.conns.get_mut(&conn).and_then(|c| c.channel.take()) else {
             return;
@@ -159,6 +146,11 @@ impl Worker {
             return;
         }
         self.establish(conn, link, channel);
+    }
+
+    fn refuse_link(&mut self, conn: u64, reason: wire::Reason, ours: Reason) {
+        self.reply(conn, &Message::LinkRefuse { reason });
+        self.hang_up(conn, ours);
     }
 
     /// LINK-ACCEPT: the link that we asked for stands.
@@ -342,7 +334,7 @@ impl Worker {
                     && let Some(mut control) = socket.control.lock()
                     && let Some(file) = fds.pop()
                 {
-                    let bytes = given_back::read(bytes, &file);
+                    let bytes = read_given_back(bytes, &file);
                     connection::on_take_back(socket, &mut control, bytes.as_deref());
                     connection::leave(socket, &mut control, Reason::PeerAsked);
                     drop(control);
@@ -563,4 +555,53 @@ fn no_link(r: Ref, reason: Reason) {
     };
     socket.told.set_why(reason);
     connection::end_attempt(socket, &mut control);
+}
+
+/// What a peer gives back of the data that it has taken out of TCP (P85). `None`: it is not what the peer says.
+fn read_given_back(bytes: u32, file: &PrivateFd) -> Option<Vec<u8>> {
+    // Nothing that could make this thread wait, nor a file that shrinks.
+    memfd::check_received(file.as_fd(), bytes.into(), memfd::Access::ReadOnly).ok()?;
+    let len = usize::try_from(bytes).ok().filter(|n| *n <= MOST_ASIDE)?;
+    let mut read = Vec::new();
+    read.try_reserve_exact(len).ok()?;
+    read.resize(len, 0);
+    let mut at = 0;
+    while let Some(rest) = read.get_mut(at..).filter(|rest| !rest.is_empty()) {
+        at += rustix::io::pread(file, rest, at as u64).ok().filter(|n| *n > 0)?;
+    }
+    Some(read)
+}
+
+/// What a peer gives back is data, whatever it sends.
+#[cfg(test)]
+mod tests {
+    use rustix::fs::{MemfdFlags, Mode, OFlags, memfd_create, open};
+
+    use super::*;
+
+    fn file(bytes: &[u8]) -> PrivateFd {
+        let file = memfd::create_file("test-back", bytes.len() as u64).unwrap();
+        assert_eq!(rustix::io::write(&file, bytes), Ok(bytes.len()));
+        file
+    }
+
+    #[test]
+    fn a_file_is_read_from_its_beginning_wherever_the_peer_has_left_it() {
+        assert_eq!(read_given_back(4, &file(b"unread")), Some(b"unre".to_vec()));
+    }
+
+    /// What is no memfd might keep the service thread waiting, and one that is not sealed could shrink.
+    #[test]
+    fn nothing_but_a_sealed_file_of_that_size_is_read() {
+        let device = PrivateFd::open(|| open("/dev/zero", OFlags::RDONLY, Mode::empty()));
+        assert_eq!(read_given_back(1, &device.unwrap()), None);
+        let unsealed = PrivateFd::open(|| memfd_create("test-back", MemfdFlags::ALLOW_SEALING));
+        let unsealed = unsealed.unwrap();
+        rustix::fs::ftruncate(&unsealed, 4096).unwrap();
+        assert_eq!(read_given_back(1, &unsealed), None);
+        assert_eq!(read_given_back(7, &file(b"unread")), None);
+        assert_eq!(read_given_back(0, &file(b"unread")), None);
+        let large = memfd::create_file("test-back", MOST_ASIDE as u64 + 1).unwrap();
+        assert_eq!(read_given_back(MOST_ASIDE as u32 + 1, &large), None);
+    }
 }

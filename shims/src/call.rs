@@ -208,29 +208,29 @@ impl Call {
 
     /// [`Self::hold`] where no lock is held. Not `Here`: nothing is held.
     pub fn hold_now(&mut self) -> Place {
+        let place = self.locked(|call, seen, waiting| {
+            let place = call.place(seen);
+            if place == Place::Here {
+                call.hold(waiting);
+            }
+            place
+        });
+        place.unwrap_or(Place::Here)
+    }
+
+    /// Calls `f` with what is under the direction's lock. `None` in a signal handler above its holder.
+    fn locked<R>(&mut self, f: impl FnOnce(&mut Self, &Seen, &mut u32) -> R) -> Option<R> {
         let socket = self.socket;
-        match self.direction {
-            Direction::Receive => match socket.rx.lock() {
-                Some(mut rx) => {
-                    let place = self.place(&rx.own.seen);
-                    if place == Place::Here {
-                        self.hold(&mut rx.own.waiting);
-                    }
-                    place
-                }
-                None => Place::Here,
-            },
-            Direction::Send => match socket.tx.lock() {
-                Some(mut tx) => {
-                    let place = self.place(&tx.own.seen);
-                    if place == Place::Here {
-                        self.hold(&mut tx.own.waiting);
-                    }
-                    place
-                }
-                None => Place::Here,
-            },
-        }
+        Some(match self.direction {
+            Direction::Receive => {
+                let own = &mut socket.rx.lock()?.own;
+                f(self, &own.seen, &mut own.waiting)
+            }
+            Direction::Send => {
+                let own = &mut socket.tx.lock()?.own;
+                f(self, &own.seen, &mut own.waiting)
+            }
+        })
     }
 }
 
@@ -273,17 +273,6 @@ impl Drop for Call {
 impl Call {
     #[cold]
     fn uncount(&mut self) {
-        match self.direction {
-            Direction::Receive => {
-                if let Some(mut rx) = self.socket.rx.lock() {
-                    self.let_go(&mut rx.own.waiting);
-                }
-            }
-            Direction::Send => {
-                if let Some(mut tx) = self.socket.tx.lock() {
-                    self.let_go(&mut tx.own.waiting);
-                }
-            }
-        }
+        self.locked(|call, _, waiting| call.let_go(waiting));
     }
 }

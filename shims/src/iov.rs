@@ -163,19 +163,10 @@ impl Iov {
     /// `to` is writable for `len` bytes.
     #[inline]
     pub unsafe fn copy_to(&mut self, to: *mut u8, len: usize) -> usize {
-        let mut done = 0;
-        while done < len {
-            let (from, n) = self.head();
-            if n == 0 {
-                break;
-            }
-            let n = n.min(len - done);
-            // SAFETY: the program says `from` is readable for n bytes; `to` by the contract.
-            unsafe { std::ptr::copy_nonoverlapping(from, to.add(done), n) };
-            self.advance(n);
-            done += n;
-        }
-        done
+        // SAFETY: the program says that the piece is readable for n bytes; `to` by the contract.
+        self.walk(len, |piece, done, n| unsafe {
+            piece.copy_to_nonoverlapping(to.add(done), n)
+        })
     }
 
     /// Copies into the pieces from `from`, at most `len` bytes; gives the number.
@@ -184,15 +175,24 @@ impl Iov {
     /// `from` is readable for `len` bytes.
     #[inline]
     pub unsafe fn copy_from(&mut self, from: *const u8, len: usize) -> usize {
+        // SAFETY: the program says that the piece is writable for n bytes; `from` by the contract.
+        self.walk(len, |piece, done, n| unsafe {
+            piece.copy_from_nonoverlapping(from.add(done), n)
+        })
+    }
+
+    /// Moves the cursor on by `len` bytes, or to the end, and gives the number. `copy` gets each piece on the way, how
+    /// many bytes were before it, and its length.
+    #[inline]
+    fn walk(&mut self, len: usize, mut copy: impl FnMut(*mut u8, usize, usize)) -> usize {
         let mut done = 0;
         while done < len {
-            let (to, n) = self.head();
+            let (piece, n) = self.head();
             if n == 0 {
                 break;
             }
             let n = n.min(len - done);
-            // SAFETY: the program says `to` is writable for n bytes; `from` by the contract.
-            unsafe { std::ptr::copy_nonoverlapping(from.add(done), to, n) };
+            copy(piece, done, n);
             self.advance(n);
             done += n;
         }

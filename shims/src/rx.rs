@@ -32,13 +32,11 @@ use crate::closing;
 use crate::errno;
 use crate::iov::Iov;
 use crate::jump::{cancellation_point, or_if_cancelled, quick_or_if_cancelled, within};
-use crate::library::threshold_of;
 use crate::points::point;
 use crate::ready;
 use crate::reset;
 use crate::socket::{Mode, Rx, Socket, Stage};
 use crate::table;
-use crate::threshold::worth_it;
 use crate::time::wait_until;
 use crate::tx;
 use crate::wait;
@@ -177,19 +175,7 @@ pub fn account(socket: &'static Socket, n: u64) {
     if let Some(stats) = socket.told.stats() {
         stats.add_rx_tcp(n);
     }
-    if socket.promotion.stage() == Stage::Watching {
-        let first = !socket.promotion.progress.has_begun();
-        if socket
-            .promotion
-            .progress
-            .on_received(n, threshold_of(socket.promotion.role()))
-        {
-            worth_it(socket);
-        }
-        if first {
-            tx::answer_if_asked(socket);
-        }
-    }
+    tx::advance(socket, |progress, threshold| progress.on_received(n, threshold));
 }
 
 /// `taken`: the call is back from the kernel's receive with so many bytes, and still inside ([`plain`]). `handlers`:

@@ -43,6 +43,7 @@ use crate::table;
 use crate::threshold::worth_it;
 use crate::wait;
 use rdmasock_core::stream::connection;
+use rdmasock_core::stream::policy::{Progress, Threshold};
 
 /// A long send is handed over in pieces of this many bytes, so that the reader copies out while
 /// we still copy in.
@@ -188,13 +189,16 @@ pub fn account(socket: &'static Socket, n: u64) {
     if let Some(stats) = socket.told.stats() {
         stats.add_tx_tcp(n);
     }
+    advance(socket, |progress, threshold| progress.on_sent(n, threshold));
+}
+
+/// Counts towards the threshold, and begins a promotion there, if the connection is below it.
+#[inline]
+pub fn advance(socket: &'static Socket, count: impl FnOnce(&Progress, &Threshold) -> bool) {
     if socket.promotion.stage() == Stage::Watching {
-        let first = !socket.promotion.progress.has_begun();
-        if socket
-            .promotion
-            .progress
-            .on_sent(n, threshold_of(socket.promotion.role()))
-        {
+        let progress = &socket.promotion.progress;
+        let first = !progress.has_begun();
+        if count(progress, threshold_of(socket.promotion.role())) {
             worth_it(socket);
         }
         if first {

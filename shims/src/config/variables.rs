@@ -145,7 +145,10 @@ pub const VARIABLES: &[Variable] = &[
         accepts: "off or registered",
         meaning: "registered: large blocks of malloc come from memory that devices know for longer than a call, for what \
                   RDMASOCK_ZCOPY_MIN has them take from the program's memory; librdmasock_alloc.so is preloaded too",
-        set: |config, value| set(&mut config.alloc, alloc(value)),
+        set: |config, value| {
+            let words = [("off", Alloc::Off), ("registered", Alloc::Registered)];
+            set(&mut config.alloc, word(value, &words))
+        },
     },
     Variable {
         name: "RDMASOCK_RULES",
@@ -165,7 +168,14 @@ pub const VARIABLES: &[Variable] = &[
         meaning: "what a program gets that asks for an io_uring; hide: ENOSYS, as from a kernel without it, which many \
                   take for a reason to use epoll; allow: the ring, and all of its connections stay on TCP from then on; \
                   auto: hide for programs with libuv (Node), else allow",
-        set: |config, value| set(&mut config.io_uring, io_uring(value)),
+        set: |config, value| {
+            let words = [
+                ("auto", IoUring::Auto),
+                ("hide", IoUring::Hide),
+                ("allow", IoUring::Allow),
+            ];
+            set(&mut config.io_uring, word(value, &words))
+        },
     },
     Variable {
         name: "RDMASOCK_EXEC",
@@ -175,7 +185,10 @@ pub const VARIABLES: &[Variable] = &[
         accepts: "keep or leave",
         meaning: "what a program gets that is executed with an environment without LD_PRELOAD; keep: the library and \
                   these variables all the same; leave: what the environment says",
-        set: |config, value| set(&mut config.on_exec, on_exec(value)),
+        set: |config, value| {
+            let words = [("keep", OnExec::Keep), ("leave", OnExec::Leave)];
+            set(&mut config.on_exec, word(value, &words))
+        },
     },
     Variable {
         name: "RDMASOCK_CONTROL_PORT",
@@ -246,7 +259,10 @@ pub(super) const DEVELOPER: &[Variable] = &[
         default: "as RDMASOCK_ZCOPY_MIN says",
         accepts: "eager, put or get",
         meaning: "the protocol of sends of RDMASOCK_ZCOPY_MIN or more, where they can have it (measurements)",
-        set: |config, value| set(&mut config.way, way(value).map(Some)),
+        set: |config, value| {
+            let words = [("eager", Way::Eager), ("put", Way::Put), ("get", Way::Get)];
+            set(&mut config.way, word(value, &words).map(Some))
+        },
     },
 ];
 
@@ -267,21 +283,10 @@ fn on_off(value: &OsStr) -> Option<bool> {
     }
 }
 
-fn io_uring(value: &OsStr) -> Option<IoUring> {
-    match value.to_str()? {
-        "auto" => Some(IoUring::Auto),
-        "hide" => Some(IoUring::Hide),
-        "allow" => Some(IoUring::Allow),
-        _ => None,
-    }
-}
-
-fn on_exec(value: &OsStr) -> Option<OnExec> {
-    match value.to_str()? {
-        "keep" => Some(OnExec::Keep),
-        "leave" => Some(OnExec::Leave),
-        _ => None,
-    }
+/// What the word that `value` is stands for.
+fn word<T: Copy>(value: &OsStr, words: &[(&str, T)]) -> Option<T> {
+    let known = words.iter().find(|(word, _)| value == *word);
+    known.map(|(_, meaning)| *meaning)
 }
 
 fn fabrics(value: &OsStr) -> Option<Fabrics> {
@@ -306,23 +311,6 @@ fn zero_copy(value: &OsStr) -> Option<ZeroCopy> {
             let is_in_range = (Size::kib(4)..=Size::gib(1)).contains(&size);
             is_in_range.then_some(ZeroCopy::From(size))
         }
-    }
-}
-
-fn way(value: &OsStr) -> Option<Way> {
-    match value.to_str()? {
-        "eager" => Some(Way::Eager),
-        "put" => Some(Way::Put),
-        "get" => Some(Way::Get),
-        _ => None,
-    }
-}
-
-fn alloc(value: &OsStr) -> Option<Alloc> {
-    match value.to_str()? {
-        "off" => Some(Alloc::Off),
-        "registered" => Some(Alloc::Registered),
-        _ => None,
     }
 }
 

@@ -50,7 +50,7 @@ pub struct Alarms {
 
 impl Alarms {
     /// When the first rings.
-    pub fn next(&self) -> Option<u64> {
+    pub fn next_timeout(&self) -> Option<u64> {
         let Self {
             listen,
             free_links,
@@ -71,13 +71,13 @@ mod tests {
     #[test]
     fn an_alarm_rings_once() {
         let mut alarms = Alarms::default();
-        assert_eq!(alarms.next(), None);
+        assert_eq!(alarms.next_timeout(), None);
         alarms.wake.set(9);
         alarms.watch.set(7);
         alarms.watch.set_if_off(|| 5);
-        assert_eq!(alarms.next(), Some(7));
+        assert_eq!(alarms.next_timeout(), Some(7));
         assert!(!alarms.watch.rings(6) && alarms.watch.rings(7) && !alarms.watch.rings(8));
-        assert_eq!(alarms.next(), Some(9));
+        assert_eq!(alarms.next_timeout(), Some(9));
         alarms.wake.turn_off();
         assert!(!alarms.wake.rings(u64::MAX));
     }

@@ -165,15 +165,20 @@ impl Worker {
         }
     }
 
+    /// Asks the other host, or the service names of this one.
+    pub(super) fn ask_out(&mut self, request: u64, asking: &mut Asking) {
+        if asking.remote {
+            self.ask_host(request, asking);
+        } else {
+            self.ask_names(request, asking);
+        }
+    }
+
     /// With answers outstanding: waits. Else asks the service names or the other host, or gives up.
     pub(super) fn go_on(&mut self, request: u64, mut asking: Asking) {
         if asking.asked.is_empty() && !asking.named {
             asking.named = true;
-            if asking.remote {
-                self.ask_host(request, &mut asking);
-            } else {
-                self.ask_names(request, &mut asking);
-            }
+            self.ask_out(request, &mut asking);
         }
         if !asking.asked.is_empty() {
             self.asks.insert(request, asking);

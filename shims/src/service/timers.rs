@@ -10,12 +10,15 @@ struct Timer {
     run: fn(&mut Worker, now: u64),
 }
 
-/// A part of the worker that sees to it by itself.
+/// A part of the worker, which sees to it by itself or by a function of the worker's.
 macro_rules! part {
     ($name:ident) => {
+        part!($name, |worker, now| worker.$name.on_timeout(now))
+    };
+    ($name:ident, $run:expr) => {
         Timer {
             next: |worker| worker.$name.next_timeout(),
-            run: |worker, now| worker.$name.on_timeout(now),
+            run: $run,
         }
     };
 }
@@ -30,40 +33,22 @@ const TIMERS: &[Timer] = &[
         next: |worker| worker.asked_until.front().map(|(until, _)| *until),
         run: Worker::expire_asked,
     },
-    Timer {
-        next: |worker| worker.links.next_timeout(),
-        run: |worker, now| {
-            worker.expire_links(now);
-            worker.expire_arriving(now);
-        },
-    },
-    Timer {
-        next: |worker| worker.guests.next_timeout(),
-        run: Worker::expire_guests,
-    },
-    Timer {
-        next: |worker| worker.alarms.next(),
-        run: Worker::on_alarms,
-    },
+    part!(links, |worker, now| {
+        worker.expire_links(now);
+        worker.expire_arriving(now);
+    }),
+    part!(guests, Worker::expire_guests),
+    part!(alarms, Worker::on_alarms),
     part!(lingering),
     part!(handshakes),
     part!(rings),
     part!(standstill),
-    Timer {
-        next: |worker| worker.ends.next_timeout(),
-        run: |worker, now| {
-            worker.ends.on_timeout(now);
-            worker.leave_dying(now);
-        },
-    },
-    Timer {
-        next: |worker| worker.control.next_timeout(),
-        run: Worker::control_on_time,
-    },
-    Timer {
-        next: |worker| worker.hosts.next_timeout(),
-        run: Worker::hosts_on_time,
-    },
+    part!(ends, |worker, now| {
+        worker.ends.on_timeout(now);
+        worker.leave_dying(now);
+    }),
+    part!(control, Worker::control_on_time),
+    part!(hosts, Worker::hosts_on_time),
     part!(ending),
 ];
 

@@ -301,11 +301,7 @@ impl Worker {
         }
         asking.answered = None;
         asking.put_off(now);
-        if asking.remote {
-            self.ask_host(request, &mut asking);
-        } else {
-            self.ask_names(request, &mut asking);
-        }
+        self.ask_out(request, &mut asking);
         self.asks.insert(request, asking);
     }
 

@@ -19,6 +19,10 @@ use rdmasock_core::stream::connection;
 impl Worker {
     /// From now on this thread watches the anchor, and the library reports the socket's readiness.
     pub(super) fn watch(&mut self, socket: &'static Socket) -> Watched {
+        if ready::is_watched(socket) {
+            // An attempt that ended before its scan began has left it so.
+            return Watched::Done;
+        }
         {
             let Some(_control) = socket.control.lock() else {
                 return Watched::Impossible;
